@@ -40,14 +40,15 @@ from gnnplan.simulator.network import Demand, Network
 class Played:
     """When each task of a schedule ran: begin and end [s]."""
 
-    tasks: list[Task]
+    schedule: Schedule
     times: list[tuple[float, float]]
-    by_loss: bool = False  # as the schedule has it
 
     @property
     def spans(self) -> list[Span]:
         """The spans of a trace; `spans[i]` is the schedule's i-th task."""
-        return [_span(task, *time) for task, time in zip(self.tasks, self.times, strict=True)]
+        return [
+            _span(task, *time) for task, time in zip(self.schedule.tasks, self.times, strict=True)
+        ]
 
     @property
     def end_s(self) -> float:
@@ -58,8 +59,8 @@ class Played:
     def step_ends(self) -> dict[int, float]:
         """When each step has ended: its last task, or its last rank's loss [s]."""
         ends: dict[int, float] = {}
-        for task, (_, end) in zip(self.tasks, self.times, strict=True):
-            if task.label.op == "loss" or not self.by_loss:
+        for task, (_, end) in zip(self.schedule.tasks, self.times, strict=True):
+            if task.label.op == "loss" or not self.schedule.by_loss:
                 ends[task.label.step] = max(ends.get(task.label.step, 0.0), end)
         return ends
 
@@ -148,7 +149,7 @@ def play(
     env.run()
     task_graph.check_all_ended()
     times = [(node.start, node.end) for node in task_graph.nodes]
-    return Played(schedule.tasks, times, schedule.by_loss)
+    return Played(schedule, times)
 
 
 def serial(schedule: Schedule, cost: Cost, task_graph: TaskGraph | None = None) -> float:

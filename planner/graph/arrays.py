@@ -20,7 +20,16 @@ from gnnplan.planner.graph.fields import EDGE, NAME, NUMBERS, VERTEX, kind_of
 from gnnplan.planner.graph.graph import AT_ONCE, MOST_CLASSES, MOST_VERTICES, Array
 from gnnplan.planner.graph.labels import MASKS, features_of
 from gnnplan.planner.graph.npy import Arrays, arrays_in, mapped_array, must_be_count, typed
-from gnnplan.planner.graph.parts import ENDS, Parts, gathered, ignored, shown, small_arrays, streams
+from gnnplan.planner.graph.parts import (
+    ENDS,
+    Parts,
+    endpoints,
+    gathered,
+    ignored,
+    shown,
+    small_arrays,
+    streams,
+)
 from gnnplan.planner.vocabulary.errors import SpecError
 from gnnplan.planner.vocabulary.files import cannot_write, from_json, must_have_a_place
 
@@ -41,17 +50,20 @@ def read_own(path: str) -> Parts:
             for name in source.files
             if _is_known(name)
         }
+        if "edge_index" in source.files and not arrays.keys() & {*ENDS}:
+            arrays |= zip(
+                ENDS, endpoints(path, "edge_index", source.read("edge_index")), strict=True
+            )
         for name in ENDS:
             if name not in arrays:
-                remedy = "; save src=edge_index[0], dst=edge_index[1]" * _has_edge_index(source)
                 raise SpecError(
-                    f"{path}: {name}: missing; an edge list src, dst (integers [E]) is required,"
-                    f" found {shown([*source.files], 100) or 'nothing'}{remedy}"
+                    f"{path}: {name}: missing; an edge list src, dst (integers [E]), or edge_index"
+                    f" [2, E], is required, found {shown([*source.files], 100) or 'nothing'}"
                 )
         parts = of_arrays(path, arrays)
         vertices, edges = count(parts)[0], len(arrays["src"])
         left = [*source.others]
-        for name in source.files.keys() - arrays.keys():
+        for name in source.files.keys() - arrays.keys() - {"edge_index"}:
             of = _field_kind(path, name, source, vertices, edges)
             if of is None:
                 left.append(name)
@@ -121,13 +133,6 @@ def _field_kind(path: str, name: str, source: Arrays, vertices: int, edges: int)
             f" it {VERTEX}{name} or {EDGE}{name}"
         )
     return of
-
-
-def _has_edge_index(source: Arrays) -> bool:
-    """Whether the file holds PyG's `edge_index` [2, E]."""
-    with contextlib.suppress(Exception):  # absent or damaged: the caller reports what is missing
-        return source.header("edge_index").shape[:-1] == (2,)
-    return False
 
 
 def _meta(path: str, arrays: Mapping[str, Array]) -> dict[str, int]:

@@ -208,8 +208,9 @@ def test_where_updates_come_behind_later_steps_a_step_ends_with_its_loss():
         Task(Label(op, step), 0, op, Compute()) for step in range(3) for op in ("loss", "update")
     ]
     times = [(0.0, end) for end in (1.0, 7.0, 3.0, 8.0, 5.0, 8.5)]
-    assert Played(tasks, times, by_loss=True).step_ends == {0: 1.0, 1: 3.0, 2: 5.0}
-    assert Played(tasks, times).step_ends == {0: 7.0, 1: 8.0, 2: 8.5}
+    by_loss = Schedule(1, 3, tasks, by_loss=True)
+    assert Played(by_loss, times).step_ends == {0: 1.0, 1: 3.0, 2: 5.0}
+    assert Played(Schedule(1, 3, tasks), times).step_ends == {0: 7.0, 1: 8.0, 2: 8.5}
 
 
 @pytest.mark.parametrize("turn", [1, -1])
