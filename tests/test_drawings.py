@@ -1,8 +1,6 @@
 """The drawing on a strategy's page is that of its program, on two or three ranks of a small
 graph."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -5,7 +5,6 @@ executor/test_injected.py."""
 import json
 import os
 import re
-import resource
 import signal
 import subprocess
 import sys
@@ -96,23 +95,6 @@ def test_samplers_that_all_stop_end_the_run(tmp_path, start, strategy):
     assert re.search(words, run.stderr) and "Traceback" not in run.stderr, run.stderr
 
 
-@pytest.mark.nightly  # the rank's words are heard every time (executor/test_sampler.py)
-def test_a_sampler_that_is_killed_is_named(tmp_path, start):
-    """It ended in torch's traceback."""
-    mini = ["--mode", "mini", "--batch", "64", "--fanout", "3,3", "--layers", "2"]
-    planned = plan(tmp_path, 2, *mini, "--strategy", "gsplit(prefetch=2)")
-    run = start(planned, "--epochs", str(FOREVER), "--checkpoint-every", "0")
-    run.until_training()
-    victim = run.rank(1)
-    os.kill(next(pid for pid in run.alive() if parent(pid) == victim), signal.SIGKILL)
-    assert run.ended() == 4, run.stderr
-    words = (
-        r"^error: rank 1 \(server 0\) was lost in .* of epoch \d+: its sampler \d of 2, a process of its"
-        r" own, (was killed by signal: Killed|exited unexpectedly)\. All ranks were stopped; \d+ finished"
-    )
-    assert re.search(words, run.stderr, re.M) and "Traceback" not in run.stderr, run.stderr
-
-
 LIMITED = """
 import resource, sys
 resource.setrlimit(resource.RLIMIT_NOFILE, ({0}, {0}))
@@ -144,20 +126,6 @@ def test_too_few_files_are_refused_before_ranks_start(tmp_path, start, files, st
     assert "Traceback" not in run.stderr and not run.out.exists()
 
 
-@pytest.mark.nightly  # as faults of executor/test_injected.py are
-def test_too_few_files_amid_training(tmp_path, start):
-    """Ranks leave notes without opening a file."""
-    run = start(plan(tmp_path, 2), "--epochs", str(FOREVER), "--checkpoint-every", "100")
-    run.until_training()
-    resource.prlimit(run.rank(1), resource.RLIMIT_NOFILE, (3, 3))
-    assert run.ended() == 2, run.stderr
-    words = (
-        r"^error: .*rank1.*cannot be written \(.*Too many open files.*\); allow more open files"
-        r" \(ulimit -n 4096\).*rank 1 \(server 0\) was in .*epoch \d+\. All ranks were stopped; \d+"
-    )
-    assert re.search(words, run.stderr, re.M) and "Traceback" not in run.stderr, run.stderr
-
-
 @pytest.mark.nightly
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="has no disk that is always full")
 def test_a_standard_output_that_is_full_closed_or_read_no_more(tmp_path, start):
@@ -182,19 +150,6 @@ def test_a_standard_output_that_is_full_closed_or_read_no_more(tmp_path, start):
 
 def parent(pid: int) -> int:
     return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
-
-
-@pytest.mark.nightly  # every time so ends the run of executor/test_meeting.py
-def test_interrupted_as_in_a_terminal(tmp_path, start):
-    run = start(plan(tmp_path, 2), "--epochs", str(FOREVER))
-    run.until_training()
-    os.killpg(run.process.pid, signal.SIGINT)
-    assert run.ended() == 130, run.stderr
-    assert (
-        "error: interrupted" in run.stderr
-        and "Traceback" not in run.stderr
-        and "death signal" not in run.stderr
-    )
 
 
 class Gone:

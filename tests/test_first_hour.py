@@ -3,11 +3,8 @@
 Each test tells a story that happened.
 """
 
-from __future__ import annotations
-
 import json
 import re
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -39,7 +36,6 @@ LABELS = [
     f"{name}:"
     for name in ("answer", "use", "range", "sure", "inputs", "tested", "cost", "close", "change")
 ]
-Verb = Callable[..., Result]
 
 
 @pytest.fixture

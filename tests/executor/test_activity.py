@@ -1,7 +1,5 @@
 """What a rank is in is in a file while it is in it, and an error knows where it was raised."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

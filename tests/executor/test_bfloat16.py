@@ -1,8 +1,6 @@
 """Rows in bfloat16, weights in float32. What every strategy must do with such rows stands with its
 other claims: bytes and order, resume, memory, the losses of one process."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from typing import Any
 

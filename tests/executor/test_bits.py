@@ -1,8 +1,6 @@
 """Rows that cross in few bits: training follows plain training in which what other parts read, and
 the gradient that they send home, is rounded by the same draws."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from functools import partial
 

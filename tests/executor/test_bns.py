@@ -1,8 +1,6 @@
 """Boundary node sampling is plain training whose operator, in every epoch and layer, has the edges
 that were drawn between parts and no others, n / k times as heavy."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 import torch

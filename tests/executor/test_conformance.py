@@ -1,8 +1,6 @@
 """What ranks do is what the schedule says: the same operations in the same order, with the bytes
 that were predicted."""
 
-from __future__ import annotations
-
 from collections.abc import Hashable
 from typing import Any
 

@@ -16,7 +16,6 @@ from gnnplan.executor.minibatch import sampler
 from gnnplan.executor.minibatch.sampler import Sampler, drawing_device
 from gnnplan.executor.ranks.rank import Rank
 from gnnplan.planner.graph import sampling as planned
-from gnnplan.planner.graph.graph import Graph
 from gnnplan.planner.graph.load import load
 from gnnplan.planner.problem.problem import Problem
 from gnnplan.planner.strategies import P3, DataParallel
@@ -27,7 +26,6 @@ from gnnplan.testing.ranks import Case
 __all__ = ["pretend_device"]
 
 GRAPH = load("synthetic:community?vertices=300&edges=5000&features=4&classes=3&seed=0")
-assert isinstance(GRAPH, Graph)
 WORK = {"model": "sage", "layers": 2, "hidden": 8, "mode": "mini", "batch": 6, "fanout": (3, 2)}
 
 

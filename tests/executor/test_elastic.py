@@ -1,8 +1,6 @@
 """A training goes on on other ranks or with another strategy as if it had been theirs from the
 beginning."""
 
-from __future__ import annotations
-
 import json
 import os
 import shutil

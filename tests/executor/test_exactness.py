@@ -3,8 +3,6 @@
 One process itself is held against training written plainly with dense matrices (plain.py), so that
 an error that all ranks share shows too."""
 
-from __future__ import annotations
-
 import itertools
 
 import numpy as np
@@ -13,7 +11,6 @@ from examples import NIGHT
 from pairwise import covered, pairs
 
 from gnnplan.planner.graph.load import load
-from gnnplan.planner.ownership.layout import Layout
 from gnnplan.planner.strategies import parse
 from gnnplan.testing.plain import difference, train_plainly
 from gnnplan.testing.ranks import SMALL, Case
@@ -95,7 +92,6 @@ def test_the_graphs_are_as_awkward_as_they_claim(graphs):
     case = Case("graph_parallel", graphs["islands"], workload("gcn"))
     for world, silent in ((2, True), (4, False)):
         layout = case.problem(world).layout()
-        assert isinstance(layout, Layout)
         assert layout.facts(2).sends.any() != silent
         trained = [int(layout.graph.train[layout.own(rank)].sum()) for rank in range(world)]
         assert 0 in trained and sum(trained) > 0

@@ -1,7 +1,5 @@
 """A feature store: rows are the graph's and counted by class, and fill what was predicted."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from operator import attrgetter
 
@@ -17,10 +15,9 @@ from gnnplan.executor.minibatch import feature_store as executor_store
 from gnnplan.executor.minibatch.feature_store import FeatureStore, map_features, write_features
 from gnnplan.executor.ranks.rank import Rank
 from gnnplan.planner.evidence.recorded import rows_by_class
-from gnnplan.planner.graph.graph import Graph
 from gnnplan.planner.graph.load import load
 from gnnplan.planner.strategies import DataParallel
-from gnnplan.planner.strategies.minibatch.feature_store import CLASSES, Store
+from gnnplan.planner.strategies.minibatch.feature_store import CLASSES
 from gnnplan.planner.vocabulary.files import cache_dir
 from gnnplan.testing.ranks import Case, small
 
@@ -73,7 +70,6 @@ def test_rows_read_are_the_graphs(graphs, graph, cache):
     problem = case(f"data_parallel(cache={cache})", graphs[graph], layers=1, fanout=(3,)).problem(1)
     strategy, rank = DataParallel(cache=cache), Rank(0, 1, torch.device("cpu"), "gloo")
     planned = strategy.store(problem)
-    assert isinstance(planned, Store) and problem.graph is not None
     store, total = FeatureStore(rank, strategy.supply(problem)), np.zeros(4, dtype=int)
     drawn = [batch.rows(0, 0) for batch in strategy.batches(problem).first()]
     for step, ids in enumerate([*drawn, np.zeros(0, np.int64), np.arange(60)[::-1]]):
@@ -93,7 +89,6 @@ def test_a_server_has_no_other_servers_rows(graphs):
     problem = case("", graphs["rough"], servers=2).problem(2)
     supply = DataParallel(features="spread").supply(problem)
     planned = supply.store
-    assert isinstance(planned, Store) and planned.home is not None
     store = FeatureStore(Rank(0, 2, torch.device("cpu"), "gloo"), supply)
     assert len(store._host(np.flatnonzero(planned.home == 0)))
     with pytest.raises(AssertionError, match="server 0 has no features of vertices"):
@@ -102,7 +97,6 @@ def test_a_server_has_no_other_servers_rows(graphs):
 
 def test_a_file_of_features_takes_the_place_of_a_copy(graphs, tmp_path):
     graph = load(graphs["rough"])
-    assert isinstance(graph, Graph)
     copy, path = np.array(graph.x), tmp_path / "features" / "x.npy"
     assert not map_features(path, graph)  # there is none yet
     write_features(path, graph)
@@ -120,7 +114,6 @@ def test_a_file_of_features_takes_the_place_of_a_copy(graphs, tmp_path):
 @pytest.mark.parametrize("damage", ["shorter", "other shape", "not an array", "folder closed"])
 def test_a_bad_file_of_features_is_not_used(graphs, tmp_path, damage):
     graph = load(graphs["rough"])
-    assert isinstance(graph, Graph)
     copy, path = np.array(graph.x), tmp_path / "features" / "x.npy"
     write_features(path, graph)
     if damage == "folder closed":
@@ -148,7 +141,6 @@ def test_ranks_of_a_server_share_large_features(run_ranks):
     shared, alone = run_ranks(2, [large])[0], run_ranks.alone(large)
     assert shared.losses == pytest.approx(alone.losses, rel=1e-9)
     graph = load(source)
-    assert isinstance(graph, Graph)
     (file,) = cache_dir().glob(f"features/{graph.stats.hash}*")
     assert np.array_equal(np.load(file), graph.x)
 
@@ -158,7 +150,6 @@ def test_a_cache_and_what_arrives_fill_what_was_predicted(sparse):
     """As torch counts it: what the cache leaves, and the most that there is while rows are put
     together."""
     graph = load("synthetic:community?vertices=6000&edges=9000&features=200&classes=5&seed=0")
-    assert isinstance(graph, Graph)
     if sparse:
         x = sp.random(6000, 200, 0.08, "csr", np.float32, np.random.default_rng(0))
         graph = replace(graph, x=x, stats=replace(graph.stats, nonzeros=x.nnz, hash="sparse"))
@@ -171,7 +162,6 @@ def test_a_cache_and_what_arrives_fill_what_was_predicted(sparse):
     )
     supply = DataParallel(cache=400_000, hot="degree").supply(problem)
     planned = supply.store
-    assert isinstance(planned, Store)
     store, left, _ = counted(lambda: FeatureStore(Rank(0, 1, torch.device("cpu"), "gloo"), supply))
     # its arrays are numpy's, whom the profiler does not see
     if isinstance(store.cached, SparseRows):

@@ -1,8 +1,6 @@
 """Rows in few bits: bytes, the mean over many draws, and numbers that are no use. Rows of 8, 4 or 2
 bits in the bytes of 4: what arrives, and which bits suit which ranges."""
 
-from __future__ import annotations
-
 import math
 from itertools import product
 

@@ -2,8 +2,6 @@
 
 Two ranks train as the module itself does in one process on the Data, in float64."""
 
-from __future__ import annotations
-
 import importlib
 import pickle
 from dataclasses import replace

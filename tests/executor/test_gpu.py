@@ -1,8 +1,6 @@
 """What one lent GPU can prove: NCCL, several ranks on one device, streams that overlap, memory.
 Skips elsewhere."""
 
-from __future__ import annotations
-
 import json
 import time
 from copy import copy

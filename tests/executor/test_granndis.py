@@ -1,8 +1,6 @@
 """GraNNDis: islands preload exactly on a graph with skewed degrees; batches and sampling are training
 with dense matrices on the same batches and on each server's own graph, written plainly."""
 
-from __future__ import annotations
-
 from collections.abc import Hashable
 from dataclasses import replace
 

@@ -4,8 +4,6 @@ All fifty run at night, shared out among the strategies. Every time seen are a r
 (test_faults.py), a launcher that starts its ranks anew (test_restarted.py) and ends them
 (test_lab.py), and that what is resumed is the unbroken training (test_resume.py)."""
 
-from __future__ import annotations
-
 import os
 from dataclasses import replace
 from pathlib import Path

@@ -1,8 +1,6 @@
 """Launch files: they parse, satisfy the schemas of those who read them, and train what the plan
 says."""
 
-from __future__ import annotations
-
 import json
 import os
 import shutil

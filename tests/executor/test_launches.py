@@ -1,8 +1,6 @@
 """What one rank asks of a GPU in a step: no wait, few copies and so many launches, counted on a
 device that does not exist (pretend_device.py). The losses are those of a CPU."""
 
-from __future__ import annotations
-
 import sys
 from collections import Counter
 from collections.abc import Hashable
@@ -12,7 +10,7 @@ from dataclasses import replace
 from functools import partial
 from itertools import product
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import pytest
 import torch
@@ -119,14 +117,6 @@ def trained(
     rank.close()
     (counts, operations), (counts_after, operations_after) = began[1:3]
     return Result(case, 1, out), counts_after - counts, operations_after - operations
-
-
-class TrainThere(Protocol):
-    """`trained`, on this test's device."""
-
-    def __call__(
-        self, case: Case, may_wait: bool = False, sampler: str = "host"
-    ) -> tuple[Result, Counter[str], Counter[str]]: ...
 
 
 @pytest.fixture

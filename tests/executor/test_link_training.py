@@ -1,8 +1,6 @@
 """Link prediction: ranks train as one process does, and one process as training written plainly
 does; what is measured on held-out edges is what a plain count of comparisons gives."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Features that stay in their file: only rows that are asked for are read."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys
@@ -101,7 +99,6 @@ def _tell(folder: str) -> None:
     """Bytes that two loads and 8 rows, far apart, leave resident: a process of its own, whose other
     pages are known."""
     small = load("synthetic:community?vertices=60&edges=400&features=4&classes=3&seed=0")
-    assert isinstance(small, Graph)
     features(small, np.arange(8), Workload(), torch.device("cpu"))
     grown, graphs = [resident()], []
     for _ in range(2):

@@ -1,8 +1,6 @@
 """Predicted memory against what torch and the allocator count, and that nothing is kept from one
 step to the next."""
 
-from __future__ import annotations
-
 import gc
 import itertools
 import os

@@ -4,8 +4,6 @@ training written plainly does.
 Batches and samples follow from seed, epoch, batch, layer and vertex: the plain training draws them
 with planner/graph/sampling.py, whose distribution tests/planner/test_sampling.py holds."""
 
-from __future__ import annotations
-
 import itertools
 import re
 from collections.abc import Callable, Iterator

@@ -5,8 +5,6 @@ A row per model kind. The whole table, in Markdown:
     pytest tests/executor/test_model_kinds.py -m "nightly or not nightly" -s
 """
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

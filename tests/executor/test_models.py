@@ -1,8 +1,6 @@
 """Models against dense matrices, and weights that do not depend on who holds them. Layers of DGL and
 PyG are trained beside ours in test_user_modules.py."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 import torch

@@ -1,7 +1,5 @@
 """Modules that people have brought, and what became of them before they were run as written."""
 
-from __future__ import annotations
-
 import json
 import warnings
 from pathlib import Path

@@ -4,8 +4,6 @@ Each is a sentence of forward, or of what is done to the module before. Either i
 then its pieces equal the module itself on a graph that they have not seen, or it is refused with a
 sentence. What is neither is a fault: another error, or other numbers."""
 
-from __future__ import annotations
-
 import os
 import warnings
 from pathlib import Path

@@ -2,8 +2,6 @@
 weights, and right answers. What chunks fill is in test_memory.py, bytes and order in
 test_conformance.py."""
 
-from __future__ import annotations
-
 import json
 
 import pytest

@@ -4,8 +4,6 @@ not, each could wait for the other's operation behind its own, for ever.
 Every rank's program runs here by itself over torch's fake group, in which nothing moves; what it
 begins is noted."""
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager

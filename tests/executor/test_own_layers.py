@@ -2,8 +2,6 @@
 
 The layer is the one that docs/how-to/bring-your-model.md shows."""
 
-from __future__ import annotations
-
 import re
 from collections import Counter
 from dataclasses import replace

@@ -1,8 +1,6 @@
 """P3 with a pipeline trains on weights exactly three updates old. Without it trains as one process does
 (test_minibatch_exactness.py)."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest

@@ -1,8 +1,6 @@
 """Partitions for other libraries: what their own code reads back is the plan's assignment, with the
 plan's rows, labels and edges."""
 
-from __future__ import annotations
-
 import sys
 import warnings
 from dataclasses import dataclass
@@ -56,7 +54,6 @@ class Asked:
 @pytest.fixture
 def asked():
     graph = load(GRAPH)
-    assert isinstance(graph, Graph)
     workload = Workload(model="gcn", layers=2, hidden=8)
     problem = Problem(graph.stats, graph, workload, CLUSTER, "metis", placement=PLACEMENT)
     with warnings.catch_warnings():  # of the libraries

@@ -1,7 +1,5 @@
 """What is wrong before training starts is said in words, by all ranks alike."""
 
-from __future__ import annotations
-
 import json
 import os
 import re

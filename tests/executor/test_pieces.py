@@ -1,7 +1,5 @@
 """What pieces of a user's module keep, exchange and are given, beside what was counted of them."""
 
-from __future__ import annotations
-
 import gc
 from pathlib import Path
 

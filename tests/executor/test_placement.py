@@ -1,8 +1,6 @@
 """Ranks sit where the plan has put them: launchers count GPUs, everything else is in the plan's
 ranks."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """What a plan asks for beside what is here: every row, with each of its verdicts; no process starts."""
 
-from __future__ import annotations
-
 import json
 import resource
 import shutil

@@ -5,8 +5,6 @@ Both are the plain model (plain.py) with another aggregation: rows that a rank d
 leaves, and what flows into those leaves is added to the next step's gradient where the paper says
 so. An added gradient g of rows h is written as a term <h, g> of the objective."""
 
-from __future__ import annotations
-
 import itertools
 import re
 from collections.abc import Hashable

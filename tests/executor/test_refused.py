@@ -1,7 +1,5 @@
 """What a rank says that the system refuses something: memory, files, processes."""
 
-from __future__ import annotations
-
 import errno
 import os
 import resource

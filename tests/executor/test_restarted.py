@@ -1,11 +1,9 @@
 """What torchrun's `--max-restarts` starts anew goes on with its own run, and leaves others alone."""
 
-from __future__ import annotations
-
 import json
 import os
 import signal
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -22,7 +20,6 @@ from gnnplan.planner.vocabulary.errors import SpecError
 pytestmark = pytest.mark.timeout(110)
 
 GRAPH = "synthetic:community?vertices=300&edges=2400&features=8&classes=4&seed=0"
-Attempt = Callable[..., tuple[int, str]]
 
 
 @pytest.fixture

@@ -1,8 +1,6 @@
 """Training that was broken off and went on from its last checkpoint is, to the bit, the training
 that was not."""
 
-from __future__ import annotations
-
 import json
 import os
 import time

@@ -1,8 +1,6 @@
 """Samplers in processes of their own: what happens when one dies, and that being ahead changes
 nothing."""
 
-from __future__ import annotations
-
 import gc
 import multiprocessing
 import os

@@ -1,7 +1,5 @@
 """What TensorBoard and other trackers are told of a run is what the run has recorded."""
 
-from __future__ import annotations
-
 import json
 import re
 from pathlib import Path

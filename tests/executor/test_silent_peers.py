@@ -1,8 +1,6 @@
 """A peer that NCCL waits for on the device: the rank says so, and where it was, before torch's
 watchdog ends it without a word. The device is a fake that never comes to an end, or late."""
 
-from __future__ import annotations
-
 import time
 from dataclasses import dataclass, field
 from pathlib import Path

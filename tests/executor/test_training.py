@@ -1,8 +1,6 @@
 """Optimizers, learning rates, clipping, losses, metrics and early stopping: on any ranks they are
 those of one process of torch (plain.py)."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from typing import Any
 

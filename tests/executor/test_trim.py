@@ -1,12 +1,9 @@
 """`trim`: strategies that leave out rows which no training vertex needs train as with all rows."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest
 
-from gnnplan.planner.ownership.layout import Layout
 from gnnplan.testing.ranks import Case, small
 from gnnplan.testing.runs import must_have_learnt
 
@@ -40,7 +37,6 @@ def test_rows_that_are_left_out_do_not_matter(run_ranks, strategy, model, fields
     assert ours.scores == pytest.approx(theirs.scores, abs=1e-12)
     problem = trimmed.problem(4)
     layout = trimmed.settled(problem).layout(problem)
-    assert isinstance(layout, Layout)
     fewer, all_rows = problem.trimmed(layout), layout
     assert (
         fewer.row_counts(3).sum() == 12 < fewer.row_counts(1).sum() < all_rows.row_counts(1).sum()

@@ -1,8 +1,6 @@
 """`gnnplan tune`: which strategies it runs and for how long, and that it does. How runs are judged
 is in tests/planner/test_halving.py."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess
@@ -32,7 +30,6 @@ from gnnplan.planner.decision.objective import Objective
 from gnnplan.planner.decision.search import SearchResult, search
 from gnnplan.planner.evidence.runs import Run
 from gnnplan.planner.gnn.workload import Workload
-from gnnplan.planner.graph.graph import Graph
 from gnnplan.planner.graph.load import load
 from gnnplan.planner.problem.inputs import read_cluster
 from gnnplan.planner.problem.problem import Problem
@@ -41,7 +38,6 @@ from gnnplan.planner.vocabulary.errors import SpecError
 
 SOURCE = "synthetic:community?vertices=400&edges=3000&features=12&classes=4&seed=0"
 GRAPH = load(SOURCE)
-assert isinstance(GRAPH, Graph)
 LOCAL = read_cluster(str(PRESETS / "local.yaml")).model_copy(update={"gpus_per_server": 2})
 PROBLEM = Problem(GRAPH.stats, GRAPH, Workload(model="sage", layers=2, hidden=16), LOCAL)
 

@@ -2,8 +2,6 @@
 
 Every module is compared with its own library's forward and torch's own training, in float64."""
 
-from __future__ import annotations
-
 import json
 import os
 import warnings

@@ -1,15 +1,11 @@
 """Where rows, lists and parts lie changes nothing: no loss, no weight, no bit."""
 
-from __future__ import annotations
-
-from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
-from gnnplan.planner.graph.graph import Graph
 from gnnplan.planner.graph.load import load
 from gnnplan.planner.graph.partition import partition
 from gnnplan.planner.ownership.parts import write_parts
@@ -27,8 +23,6 @@ WHOLE = {**BATCHES, "model": "sage", "fanout": "full"}
 FULL = {**OWN, "model": "gcn"}
 MINI = {**OWN, "model": "sage", "layers": 2, "mode": "mini", "batch": 6, "fanout": (3, 2)}
 
-Same = Callable[..., None]
-
 
 @pytest.fixture(scope="module")
 def sources(graphs, tmp_path_factory):
@@ -42,7 +36,6 @@ def sources(graphs, tmp_path_factory):
             return graphs[name] if way == "file" else str(folder)
         if way == "parts":
             graph = load(graphs[name])
-            assert isinstance(graph, Graph)
             write_parts(graph, partition(graph, 2), "metis", 0, folder)
         else:
             folder.mkdir()

@@ -79,7 +79,6 @@ def noted_on(case: Case, model: Model, net: Net, sizes: tuple[int, int, int]) ->
         with notes.during("backward"):
             backward(first[: len(to_first)], to_first)
     if moments is not None:
-        assert x.grad is not None and moments.grad is not None
         with notes.during("backward"):
             x.grad[:rows] += BatchNorm.home(own, moments.detach(), moments.grad, 9)
     return noted
@@ -299,7 +298,6 @@ def ends(case: Case, rows: int) -> list[tuple[float, float]]:
     with notes.during("backward"):
         backward([out], [gradient])
         if moments is not None:
-            assert h.grad is not None and moments.grad is not None
             h.grad[:rows] += BatchNorm.home(own, moments.detach(), moments.grad, 9)
     works = (encoder.forward, encoder.backward, decoder.forward, decoder.backward)
     return [(work.flops, work.elementwise_bytes) for work in works]

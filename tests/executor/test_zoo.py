@@ -3,8 +3,6 @@
 Nothing is compared with us alone. The proof of a module is held against a graph that it has not
 seen, and a training on two ranks against torch's own of the module itself (zoo_table.py)."""
 
-from __future__ import annotations
-
 import re
 import time
 from collections import Counter

@@ -1,8 +1,6 @@
 """Another candidate of a plan takes the place of the best: its prediction, its placement, and errors
 that name what the plan holds."""
 
-from __future__ import annotations
-
 import copy
 
 import pytest
@@ -14,7 +12,6 @@ from gnnplan.planner.decision.candidate import evaluate
 from gnnplan.planner.decision.plan import make, placement, question, strategy_of
 from gnnplan.planner.decision.search import search
 from gnnplan.planner.gnn.workload import Workload
-from gnnplan.planner.graph.graph import Graph
 from gnnplan.planner.graph.load import load
 from gnnplan.planner.problem.problem import Problem
 from gnnplan.planner.strategies import parse
@@ -36,7 +33,6 @@ CLUSTER = {
 @pytest.fixture(scope="module")
 def planned():
     graph = load(GRAPH)
-    assert isinstance(graph, Graph)
     problem = Problem(
         graph.stats, graph, Workload(layers=2, hidden=16), Cluster.model_validate(CLUSTER)
     )

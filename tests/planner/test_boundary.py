@@ -1,7 +1,5 @@
 """Boundary node sampling: what is drawn, its bytes by hand, and what it is refused for."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -19,7 +17,6 @@ from gnnplan.planner.strategies.layerwise.bns import Sample
 from gnnplan.planner.strategies.layerwise.exchange import Crossing
 
 GRAPH = load("synthetic:community?vertices=600&edges=6000&features=12&classes=4&seed=0")
-assert isinstance(GRAPH, Graph)
 CLUSTER = Cluster(
     gpus_per_server=4,
     device=Device(memory=1e9, gemm=1e11, memory_bandwidth=1e10),

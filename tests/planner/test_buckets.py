@@ -1,7 +1,5 @@
 """Gradients that are added up in buckets, beside the backward pass."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Choices scored against print: what is compared with what, and that plans name what print found."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import numpy as np

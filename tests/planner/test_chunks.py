@@ -16,7 +16,6 @@ from gnnplan.planner.ownership.chunks import Chunks, estimated_chunks
 
 def graph_of(edges: list[tuple[int, int]], vertices: int, directed: bool) -> Graph:
     like = load(f"synthetic:community?vertices={vertices}&edges=0&features=4&classes=2")
-    assert isinstance(like, Graph)
     pairs = np.array([(u, v) for u, v in edges if u != v], dtype=np.int64).reshape(-1, 2)
     indptr, indices, _ = in_neighbours(pairs[:, 0], pairs[:, 1], vertices, directed=directed)
     return replace(
@@ -98,7 +97,6 @@ def test_estimates_resemble_a_random_graph(chunks, members):
     graph = load(
         "synthetic:community?vertices=3000&edges=24000&features=4&classes=2&mixing=1&skew=100"
     )
-    assert isinstance(graph, Graph)
     real = Chunks(graph, partition(graph, chunks, "random"), chunks, members).facts
     guess = estimated_chunks(graph.stats, chunks, members, "random")
     assert guess.rows.sum() == 3000 and guess.sends.shape == real.sends.shape

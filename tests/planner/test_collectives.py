@@ -1,8 +1,6 @@
 """All-reduces by algorithm: what each sends is counted and carried out, against nccl-tests'
 factors; what a cluster takes."""
 
-from __future__ import annotations
-
 from itertools import pairwise
 from math import ceil, log2
 from typing import Any

@@ -1,7 +1,5 @@
 """Feature parallelism: its bytes by hand, its orders, and what it is refused for."""
 
-from __future__ import annotations
-
 import re
 from dataclasses import replace
 from itertools import product
@@ -11,7 +9,6 @@ import pytest
 from gnnplan.planner.cluster.spec import Cluster, Device, Link
 from gnnplan.planner.gnn.model import describe
 from gnnplan.planner.gnn.workload import Workload
-from gnnplan.planner.graph.graph import Graph
 from gnnplan.planner.graph.load import load
 from gnnplan.planner.problem.problem import Problem
 from gnnplan.planner.strategies import FeatureParallel, GraphParallel, parse
@@ -27,7 +24,6 @@ def problem(text: str = "mixing=1&skew=100", ranks: int = RANKS, **workload: obj
     graph = load(
         f"synthetic:community?vertices={N}&edges=30000&features={F}&classes={C}&seed=0&{text}"
     )
-    assert isinstance(graph, Graph)
     asked = Workload(**{"model": "gcn", "layers": 4, "hidden": H, **workload})
     cluster = Cluster(
         gpus_per_server=ranks,

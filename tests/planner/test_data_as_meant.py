@@ -1,7 +1,6 @@
 """Data is read as it is meant, and alike in every format: masks, ids, labels, features, edges."""
 
 import json
-from collections.abc import Callable
 from pathlib import Path
 
 import networkx as nx
@@ -96,7 +95,6 @@ def as_text(folder: Path, arrays: dict) -> Graph:
 
 ALIKE = [as_npz, as_folder, as_pt, as_dgl, as_converted, as_text]
 every_format = pytest.mark.parametrize("written", ALIKE)
-Written = Callable[[Path, dict], Graph]
 
 
 @every_format
@@ -494,7 +492,6 @@ def test_features_that_float32_does_not_tell_apart_are_kept_and_said(tmp_path, w
     assert graph.x.dtype == np.float64 and np.array_equal(graph.features(), x)
     assert f"float32 tells {told} of 20 {SAID}" in graph.stats.notes
     problem = Problem(graph.stats, graph, Workload(), read_cluster("local"))
-    assert problem.graph is not None
     kept = isinstance(graph.x, np.memmap)  # its file is not written again
     assert problem.graph.x.dtype == (np.float64 if kept else np.float32)
     exact = Problem(graph.stats, graph, Workload(dtype="float64"), read_cluster("local")).graph

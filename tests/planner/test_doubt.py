@@ -1,8 +1,6 @@
 """What is not known for sure: ranges of constants, clusters drawn from them, and what plans say of
 that."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from pathlib import Path
 
@@ -176,7 +174,6 @@ def one(draws: Cluster, index: int) -> Cluster:
         return value
 
     out = pick(draws)
-    assert isinstance(out, Cluster)
     return out
 
 

@@ -1,8 +1,6 @@
 """`--dtype auto`: which type of rows a plan takes, by the rule for lossy strategies; where rows cannot
 be bfloat16, and what the plan says of both types."""
 
-from __future__ import annotations
-
 import csv
 import importlib
 import json

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from gnnplan.planner.gnn.workload import Workload
-from gnnplan.planner.graph.graph import Graph, GraphStats
+from gnnplan.planner.graph.graph import Graph
 from gnnplan.planner.graph.load import load
 from gnnplan.planner.graph.partition import partition
 from gnnplan.planner.ownership.estimated_layout import (
@@ -66,7 +66,6 @@ def test_a_real_graphs_layout_from_its_halos(dataset, name):
     """Halo sizes as counted, so one hop too; two and more 0 to 25 % too many, since neighbourhoods
     overlap; drawn ones up to 30 % fewer."""
     graph = load(dataset(name))
-    assert isinstance(graph, Graph)
     mixing = counted(graph, 4, 8)
     real, told = layouts(graph, mixing, 0)
     assert told.facts(2).sends.sum() == pytest.approx(real.facts(2).sends.sum(), rel=0.001)
@@ -88,7 +87,6 @@ def test_a_random_graph_without_counted_halos():
     graph = load(
         "synthetic:community?vertices=3000&edges=24000&mixing=1&skew=100&features=1&classes=1"
     )
-    assert isinstance(graph, Graph)
     owner = partition(graph, 8, "random")
     real = Layout(graph, owner, SERVERS, 4, 1, 0)
     told = EstimatedLayout(3000, graph.stats.edges, SERVERS, 4, 1, 0)
@@ -110,7 +108,6 @@ def test_rows_that_few_targets_need(depth):
     graph = load(
         "synthetic:community?vertices=6000&edges=30000&mixing=1&skew=100&features=1&classes=1"
     )
-    assert isinstance(graph, Graph)
     owner = np.asarray([0, 2, 4, 6])[partition(graph, 4, "random")]
     if not depth:
         owner = partition(graph, 8, "random")
@@ -136,7 +133,6 @@ def test_what_training_vertices_need_is_estimated_once():
     """Each candidate that trims, or trains in batches, made such layouts anew and counted them
     again."""
     stats = load("ogbn-papers100M")
-    assert isinstance(stats, GraphStats)
     problem = Problem(stats, None, Workload(), read_cluster("dgx_a100"))
     layout = problem.layout()
     assert problem.trimmed(layout) is problem.trimmed(problem.layout())

@@ -17,7 +17,6 @@ from gnnplan.planner.graph.load import load
 from gnnplan.planner.graph.sampling import frontier
 from gnnplan.planner.ownership.estimated_batches import (
     FULLEST,
-    EstimatedBatch,
     EstimatedBatches,
     expected_frontier,
     taken,
@@ -30,7 +29,6 @@ from gnnplan.planner.vocabulary.schedule import Copy
 from gnnplan.simulator.player import play
 
 GRAPH = load("synthetic:community?vertices=300&edges=5000&features=4&classes=3&seed=0")
-assert isinstance(GRAPH, Graph)
 
 
 def joined(vertices: int, a: np.ndarray, b: np.ndarray, both: bool = True) -> Graph:
@@ -147,7 +145,6 @@ def test_the_expected_frontier_is_that_of_a_real_graph(dataset, name, spread):
     """Rows of h_0 and edges of batches of two sizes: with a spread of its own off by 12 % on
     average and a third at the most, with the usual one by a quarter on average."""
     graph = load(dataset(name))
-    assert isinstance(graph, Graph)
     own: list[float] = []
     usual: list[float] = []
     n = graph.stats.vertices
@@ -175,7 +172,6 @@ def test_the_expected_frontier_is_that_of_a_real_graph(dataset, name, spread):
 def test_gsplit_table_1(name, edges, features):
     """Mini- and micro-batches of an epoch, four numbers from a graph's two spreads: to 11 %."""
     stats = load(name, directed=name == "ogbn-papers100M")
-    assert isinstance(stats, GraphStats)
     workload = Workload(mode="mini", batch=1024, layers=3, fanout=(15, 15, 15))
     for groups, drawn, loaded in zip(((0,), (0, 1, 2, 3)), edges, features, strict=True):
         batches = EstimatedBatches(stats, workload, groups, 1)
@@ -191,7 +187,6 @@ def test_p3s_example_of_a_mini_batch():
     """Sec. 3.2.2: 24,703 vertices one hop and 188,339 two hops around 1000 seeds of ogbn-products;
     nothing here was fitted to it."""
     stats = load("ogbn-products")
-    assert isinstance(stats, GraphStats)
     told = expected_frontier(stats, 1000, (25, 10))
     assert told.rows[1] == pytest.approx(24_703, rel=0.05)
     assert told.rows[0] == pytest.approx(188_339, rel=0.15)
@@ -243,7 +238,6 @@ def test_what_a_random_split_sends_is_what_a_graph_sends(ranks):
         1,
         "random",
     ).at(0)
-    assert isinstance(told, EstimatedBatch)
     for layer in (1, 2, 3):
         assert told.facts(layer).sends.sum() == pytest.approx(
             np.mean([one.facts(layer).sends.sum() for one in real]), rel=0.08
@@ -373,7 +367,6 @@ def test_rows_whose_columns_a_cache_hits(cached, over, tmp_path, monkeypatch):
     for problem in problems():
         strategy.check(problem)
         store = strategy.store(problem)
-        assert store is not None
         batches = strategy.batches(problem).first()
         loads = [store.loads_of(problem, batch) for batch in batches]
         read = [
@@ -403,7 +396,6 @@ def test_neighbours_asked_for(cached, tmp_path, monkeypatch):
     for problem in problems():
         strategy.check(problem)
         lists = strategy.lists(problem)
-        assert lists is not None
         drawn = [
             lists.of(batch, layer, fanout)
             for batch in strategy.batches(problem).first()
@@ -464,7 +456,6 @@ def test_a_sampler_on_a_gpu_reads_what_it_has_no_room_for():
     of them does; the fullest of these has a little more than its share to read."""
     for name, whole, split in (("orkut", 0.0, 0.0), ("friendster", 1.0, 0.5)):
         stats, where = load(name), read_cluster("gsplit_p3_8xlarge")
-        assert isinstance(stats, GraphStats)
         problem = Problem(
             stats, None, Workload(mode="mini", layers=3, batch=1024, fanout=(15, 15, 15)), where
         )
@@ -494,7 +485,6 @@ def test_a_sampler_on_a_gpu_reads_what_it_has_no_room_for():
 def test_shares_of_a_split_add_up_whoever_has_most(splitter, ranks):
     """The first rank as much over the mean as real splits have it, the others alike."""
     stats = load("orkut")
-    assert isinstance(stats, GraphStats)
     work = Workload(mode="mini", layers=2, batch=1000, fanout=(5, 5))
     batches = EstimatedBatches(stats, work, (0,) * ranks, 1, splitter)
     edges, whole = (

@@ -1,8 +1,6 @@
 """What a plan says about itself is so: each sentence is held against the closed forms, or against
 files written here."""
 
-from __future__ import annotations
-
 import re
 from dataclasses import replace
 from pathlib import Path
@@ -21,7 +19,6 @@ from gnnplan.planner.decision.sensitivity import of_depths, sentences
 from gnnplan.planner.decision.summary import inputs
 from gnnplan.planner.gnn.workload import Workload
 from gnnplan.planner.graph import kept, partition
-from gnnplan.planner.graph.graph import Graph
 from gnnplan.planner.graph.load import load
 from gnnplan.planner.problem.inputs import read_cluster
 from gnnplan.planner.problem.problem import Problem
@@ -45,7 +42,6 @@ def two_servers(gpus: int, intra_node: str, inter_node: str) -> Cluster:
 
 def question(inter_node: str = "100MB/s", layers: int = 2) -> Problem:
     graph = load("synthetic:community?vertices=3000&edges=60000&features=32&classes=4")
-    assert isinstance(graph, Graph)
     cluster = two_servers(1, "10GB/s", inter_node)
     return Problem(graph.stats, graph, Workload(model="gcn", layers=layers, hidden=64), cluster)
 
@@ -258,7 +254,6 @@ def test_a_plan_of_mini_batches_says_where_p3_stops_paying():
     """The formula's break-even at the mean batch's rows, and both sides of it in the table over
     hidden widths."""
     graph = load("synthetic:community?vertices=400&edges=6000&features=64&classes=5&seed=0")
-    assert isinstance(graph, Graph)
     device = Device(memory=1e12, gemm=1e11, memory_bandwidth=1e11)
     where = Cluster(
         servers=2,
@@ -297,7 +292,6 @@ def test_what_would_change_a_measured_machines_plan_is_asked_in_one_pass(mode):
     """It ended in a traceback: `gnnplan measure` writes rates by size, and a column of clusters had
     been tried on links and devices of one rate only."""
     graph = load("synthetic:community?vertices=500&edges=4000&features=16&classes=4")
-    assert isinstance(graph, Graph)
     cluster = read_cluster(str(MEASURED / "2x2_400Mbit.1.yaml"))
     assert cluster.collectives and cluster.device.gather
     workload = Workload(model="gat", layers=2, hidden=16, dropout=0.5, mode=mode, batch=64)

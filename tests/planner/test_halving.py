@@ -1,7 +1,5 @@
 """Successive halving, on turns made up here: what it certifies, what it spends, what it prefers."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from math import expm1
 

@@ -1,7 +1,5 @@
 """Clusters of this machine's GPUs, as a program named nvidia-smi tells of them."""
 
-from __future__ import annotations
-
 import pytest
 
 from gnnplan.planner.cluster.here import gpus_here

@@ -1,8 +1,6 @@
 """Graph data in servers' memories: counted as ranks read it, spread where it does not fit, and more
 memory never makes a plan slower."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from typing import Any
 
@@ -15,7 +13,6 @@ from gnnplan.planner.decision import plan
 from gnnplan.planner.decision.candidate import evaluate
 from gnnplan.planner.decision.search import recommend, search
 from gnnplan.planner.gnn.workload import Workload
-from gnnplan.planner.graph.graph import Graph, GraphStats
 from gnnplan.planner.graph.load import load
 from gnnplan.planner.problem.fitted import read_fitted
 from gnnplan.planner.problem.inputs import apply_overrides, overridden, read_cluster
@@ -27,7 +24,6 @@ from gnnplan.planner.strategies.minibatch.proposals import fitting, fullest
 from gnnplan.planner.vocabulary.errors import Infeasible
 
 GRAPH = load("synthetic:community?vertices=40000&edges=400000&features=40&classes=5&seed=0")
-assert isinstance(GRAPH, Graph)
 ALL_ROWS = 40_000 * 40 * 4  # [B]
 OFFSETS_AND_DEGREES = 8 * 40_001 + 8 * (1 + GRAPH.stats.directed) * 40_000  # [B]
 ALL_LISTS = 4 * GRAPH.stats.edges + OFFSETS_AND_DEGREES  # [B]
@@ -45,7 +41,6 @@ def problem_of(
         inter_node=Link(bandwidth=1e9, latency=5e-5),
         host_memory=host_memory,
     )
-    assert isinstance(GRAPH, Graph)
     asked = {"mode": "mini", "layers": 2, "hidden": 16, "batch": 4000, "fanout": (4, 3), **more}
     graph = GRAPH if known else None
     return Problem(GRAPH.stats, graph, Workload(**asked), cluster, "random")
@@ -54,7 +49,6 @@ def problem_of(
 def printed(graph: str, hidden: int = 32, **settings: str) -> Problem:
     """P3's testbed, where its Table 4 was printed."""
     stats = load(graph, directed=graph == "ogbn-papers100M")  # as its print counts edges
-    assert isinstance(stats, GraphStats)
     asked = {"layers": 2, "hidden": hidden, "mode": "mini", "batch": 1000, "fanout": (25, 10)}
     return Problem(stats, None, Workload(**asked), overridden(read_cluster("p3_p100"), settings))
 
@@ -238,7 +232,6 @@ def test_p3_is_recommended_over_distdgl_at_narrow_layers_only(graph, hidden):
     """Of what P3's Table 4 and Fig. 15 compare, on the constants that its figures gave. A plan has
     caches of GPUs and GSplit besides."""
     stats, (cluster, _) = load(graph), read_fitted("p3_p100", "sage")
-    assert isinstance(stats, GraphStats)
     asked = {"layers": 2, "hidden": hidden, "mode": "mini", "batch": 16_000, "fanout": (25, 10)}
     problem = Problem(stats, None, Workload(**asked), cluster)
     printed: list[Strategy] = [

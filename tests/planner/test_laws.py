@@ -1,8 +1,6 @@
 """Laws of recommendations, held over drawn what-ifs: a graph, a GNN and a cluster, and a change of
 the cluster for the better. Graphs are known by statistics, so that each question takes a second."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from functools import cache
 from itertools import islice

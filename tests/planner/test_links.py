@@ -1,8 +1,6 @@
 """Link prediction in the planner: which edges are held out, what a batch is, and that closed forms,
 schedules and batches tell one story."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import numpy as np
@@ -30,7 +28,6 @@ from gnnplan.planner.vocabulary.errors import SpecError
 pytestmark = pytest.mark.timeout(110)
 
 GRAPH = load("synthetic:community?vertices=6000&edges=120000&features=8&classes=4&seed=0")
-assert isinstance(GRAPH, Graph)
 ONE_WAY = replace(GRAPH, stats=replace(GRAPH.stats, directed=True))
 
 

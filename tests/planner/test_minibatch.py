@@ -8,14 +8,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from gnnplan.planner.gnn.workload import ALL
-from gnnplan.planner.graph.graph import Graph
 from gnnplan.planner.graph.load import load
 from gnnplan.planner.graph.sampling import frontier
 from gnnplan.planner.ownership.layout import Layout
 from gnnplan.planner.ownership.minibatch import MiniBatch
 
 GRAPH = load("synthetic:community?vertices=300&edges=5000&features=4&classes=3&seed=0")
-assert isinstance(GRAPH, Graph)
 GROUPS = {
     "one": (0,),
     "data parallel": (0, 1, 2),

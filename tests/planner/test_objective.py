@@ -1,8 +1,6 @@
 """What the best has least of: time, cost or energy, per epoch or until an accuracy that runs
 reached."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import replace
 from pathlib import Path
@@ -36,7 +34,6 @@ from gnnplan.planner.strategies import parse
 from gnnplan.planner.vocabulary.errors import GnnplanError, SpecError
 
 GRAPH = load("synthetic:community?vertices=400&edges=6000&features=40&classes=5&seed=0")
-assert isinstance(GRAPH, Graph)
 STATS = GRAPH.stats
 
 

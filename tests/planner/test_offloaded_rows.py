@@ -1,8 +1,6 @@
 """Devices with the server's memory: bytes counted by sets, when a plan uses it, and what it
 refuses."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from typing import Any
 
@@ -14,7 +12,6 @@ from gnnplan.planner.decision.explain import explain
 from gnnplan.planner.decision.search import search
 from gnnplan.planner.gnn.footprint import RUNTIME
 from gnnplan.planner.gnn.workload import Workload
-from gnnplan.planner.graph.graph import Graph
 from gnnplan.planner.graph.load import load
 from gnnplan.planner.ownership.layout import Layout
 from gnnplan.planner.problem.problem import Problem
@@ -38,7 +35,6 @@ def problem_of(
         host=more.pop("host", None),
         host_memory=more.pop("host_memory", None),
     )
-    assert isinstance(GRAPH, Graph)
     workload = Workload(**{"model": "sage", "layers": 3, "hidden": 16, "dropout": 0.5, **more})
     return Problem(GRAPH.stats, GRAPH if known else None, workload, cluster)
 
@@ -56,7 +52,6 @@ def test_bytes_are_those_of_the_rows_that_chunks_read():
     """GraphSAGE: edges in both directions with places (12) and two weights (8), ends of offsets,
     ids of the rows read (8); labels (8) and the places of those trained on (8)."""
     problem, chunks = problem_of(), 4
-    assert problem.graph is not None
     chunk, graph = problem.chunk_of(chunks), problem.graph
     widths = (24, 16, 16, 5)
     loaded = stored = 0
@@ -82,7 +77,6 @@ def test_bytes_of_several_ranks_are_those_of_the_rows_that_others_have():
     loaded where it is, and its gradient stored there."""
     problem, chunks, ranks = problem_of(gpus=3), 4, 3
     layout = problem.chunked(chunks)
-    assert isinstance(layout, Layout)
     chunk, graph = layout.owner, layout.graph
     crossing = np.zeros((ranks, ranks), dtype=int)  # from, to
     for c in range(ranks * chunks):
@@ -199,7 +193,6 @@ def test_few_training_vertices_are_trained_on_few_rows():
     """Of a graph of which a hundredth trains, all rows passed the devices, where graph parallelism
     on twice as many GPUs left most out: a cliff of 41 times between 8 and 16."""
     whole = problem_of(host=Link(bandwidth=1e8, latency=0.0))
-    assert whole.graph is not None
     train = np.arange(GRAPH.stats.vertices) < 30
     graph = replace(whole.graph, train=train, stats=replace(GRAPH.stats, train_vertices=30))
     asked = Problem(graph.stats, graph, whole.workload, whole.cluster)

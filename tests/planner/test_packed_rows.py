@@ -1,7 +1,5 @@
 """Rows in few bits: bytes by hand, work of packing, what a plan says of them and when."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import numpy as np
@@ -12,7 +10,6 @@ from gnnplan.planner.decision.explain import explain
 from gnnplan.planner.decision.search import search
 from gnnplan.planner.gnn.codec import Codec
 from gnnplan.planner.gnn.workload import Workload
-from gnnplan.planner.graph.graph import Graph
 from gnnplan.planner.graph.load import load
 from gnnplan.planner.problem.problem import Problem
 from gnnplan.planner.strategies import (
@@ -26,7 +23,6 @@ from gnnplan.planner.strategies import (
 )
 
 GRAPH = load("synthetic:community?vertices=600&edges=6000&features=12&classes=4&seed=0")
-assert isinstance(GRAPH, Graph)
 CLUSTER = Cluster(
     servers=4,
     device=Device(memory=4e9, gemm=1e11, memory_bandwidth=1e10),

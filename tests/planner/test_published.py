@@ -12,7 +12,7 @@ import pytest
 from gnnplan.planner.cluster.cost import Cost
 from gnnplan.planner.cluster.spec import Cluster, Device, Link
 from gnnplan.planner.gnn.workload import Workload
-from gnnplan.planner.graph.graph import Graph, GraphStats
+from gnnplan.planner.graph.graph import GraphStats
 from gnnplan.planner.graph.load import load
 from gnnplan.planner.problem.inputs import read_cluster
 from gnnplan.planner.problem.problem import Problem
@@ -25,7 +25,6 @@ TESTBED = read_cluster("gnnpipe_a5000")
 
 def squirrel(dataset: Callable[[str], str], model: str, method: str = "metis") -> Problem:
     graph = load(dataset("squirrel"))
-    assert isinstance(graph, Graph)
     assert (graph.stats.vertices, graph.stats.edges, graph.stats.features) == (
         5_201,
         396_706,

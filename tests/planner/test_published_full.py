@@ -42,7 +42,6 @@ def test_training_vertices_and_the_edges_among_them(dataset, name):
     """Of a real graph, whose training vertices are no others than those not to train on (half of
     arxiv are the older ones)."""
     graph = load(dataset(name))
-    assert isinstance(graph, Graph)
     ends = graph.degree[graph.train].sum() / graph.stats.edges
     assert among(graph.stats) == pytest.approx(ends, rel=0.15)
     read = np.repeat(graph.train, graph.degree)

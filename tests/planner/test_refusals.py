@@ -1,7 +1,5 @@
 """What strategies refuse: the rule that is broken, its numbers, and what to use instead."""
 
-from __future__ import annotations
-
 import re
 from itertools import pairwise
 

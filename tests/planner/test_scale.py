@@ -1,8 +1,6 @@
 """Should I distribute at all: a row per number of GPUs is a plan of its own, the best is never worse
 than any of them, and where more GPUs are slower is said."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from itertools import permutations, product
 
@@ -16,7 +14,6 @@ from gnnplan.planner.decision.scale import Scaling, problem_of, scale, sizes_of
 from gnnplan.planner.decision.search import Search, search
 from gnnplan.planner.decision.summary import NEARLY_FULL, nearly_full
 from gnnplan.planner.gnn.workload import Workload
-from gnnplan.planner.graph.graph import GraphStats
 from gnnplan.planner.graph.load import load
 from gnnplan.planner.problem.inputs import apply_overrides, read_cluster
 from gnnplan.planner.problem.problem import Problem
@@ -28,7 +25,6 @@ def question(
     graph: str = "flickr", cluster: str = "dgx_a100", *settings: str, **workload: object
 ) -> Problem:
     stats = load(graph)
-    assert isinstance(stats, GraphStats)
     there, asked = apply_overrides(
         read_cluster(cluster), Workload.model_validate({"layers": 2} | workload), settings
     )

@@ -16,8 +16,6 @@ from gnnplan.planner.vocabulary.errors import SpecError
 
 SMALL = load("synthetic:community?vertices=60&edges=400&features=4&classes=3&seed=0")
 GRAPH = load("synthetic:community?vertices=6000&edges=60000&features=4&classes=3&seed=0")
-assert isinstance(SMALL, Graph)
-assert isinstance(GRAPH, Graph)
 
 
 def with_few_targets(graph: Graph, share: float) -> Graph:

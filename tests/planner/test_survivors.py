@@ -1,7 +1,5 @@
 """Numbers worked by hand, of places where other tests did not see the code broken on purpose."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from math import exp
 from types import SimpleNamespace

@@ -1,8 +1,6 @@
 """What if: every combination once, checked before anything is planned; where the recommendation
 changes; what an epoch costs."""
 
-from __future__ import annotations
-
 import csv
 import io
 from dataclasses import replace
@@ -14,7 +12,6 @@ from gnnplan.planner.decision.candidate import evaluate, placed
 from gnnplan.planner.decision.search import search
 from gnnplan.planner.decision.sweep import axes, changes, points, rows, to_csv
 from gnnplan.planner.gnn.workload import Workload
-from gnnplan.planner.graph.graph import GraphStats
 from gnnplan.planner.graph.load import load
 from gnnplan.planner.problem.inputs import read_cluster
 from gnnplan.planner.problem.problem import Problem, with_ranks
@@ -24,7 +21,6 @@ from gnnplan.planner.vocabulary.errors import SpecError
 
 def question(cluster: str = "gnnpipe_a5000", **workload: object) -> Problem:
     stats = load("reddit")
-    assert isinstance(stats, GraphStats)
     return Problem(stats, None, Workload.model_validate(workload), read_cluster(cluster))
 
 

@@ -1,7 +1,5 @@
 """A strategy from another package: found by its entry point, planned, explained and trained."""
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Iterator
 from pathlib import Path

@@ -1,7 +1,5 @@
 """tensor3d: its bytes by its paper's formula, what it degenerates to, its grids, and what is refused."""
 
-from __future__ import annotations
-
 import re
 from dataclasses import replace
 from math import prod
@@ -11,7 +9,6 @@ import pytest
 
 from gnnplan.planner.cluster.spec import Cluster, Device, Link
 from gnnplan.planner.gnn.workload import Workload
-from gnnplan.planner.graph.graph import Graph
 from gnnplan.planner.graph.load import load
 from gnnplan.planner.problem.problem import Problem
 from gnnplan.planner.strategies import FeatureParallel, GraphParallel, Tensor3D, parse
@@ -33,7 +30,6 @@ def problem(
     grid: tuple[int, ...] = (2, 2, 1), text: str = "edges=6000", **workload: object
 ) -> Problem:
     graph = load(f"synthetic:community?vertices={N}&{text}&features={F}&classes={C}&seed=0")
-    assert isinstance(graph, Graph)
     asked = Workload(**{"model": "gcn", "layers": LAYERS, "hidden": H, **workload})
     cluster = Cluster(
         gpus_per_server=prod(grid),
@@ -138,7 +134,6 @@ def test_two_orders_balance_what_one_order_does_not():
     order = orders(N, 0)[0]
     part = np.empty(N, dtype=int)
     part[order] = np.arange(N) * 4 // N
-    assert asked.graph is not None
     reader = np.repeat(np.arange(N), np.diff(asked.graph.indptr))
     both = np.append(part[reader] * 4 + part[asked.graph.indices], part * 5)
     counted = np.bincount(both)

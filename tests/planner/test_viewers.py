@@ -1,7 +1,5 @@
 """Traces as viewers take them: all ranks in one file, and kernels for Holistic Trace Analysis."""
 
-from __future__ import annotations
-
 import json
 import re
 

@@ -1,7 +1,5 @@
 """The whole training: whether to distribute at all, on the full graph or on mini-batches."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import replace
 from functools import cache

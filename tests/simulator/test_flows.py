@@ -1,8 +1,6 @@
 """Single flows against shares worked by hand, a linear program, the bundles of the network, and
 queueing theory."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import numpy as np

@@ -1,14 +1,11 @@
 """Jitter and stragglers: against sampling the same distribution, and their laws on every family."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 
 from gnnplan.planner.cluster.cost import Cost
 from gnnplan.planner.cluster.spec import Cluster, Device, Link
 from gnnplan.planner.gnn.workload import Workload
-from gnnplan.planner.graph.graph import Graph
 from gnnplan.planner.graph.load import load
 from gnnplan.planner.problem.problem import Problem
 from gnnplan.planner.strategies import parse
@@ -73,7 +70,6 @@ def in_step(ranks: int, steps: int, pieces: int = 1) -> tuple[Schedule, Cost]:
 
 def question(family: str) -> Problem:
     graph = load("synthetic:community?vertices=300&edges=3000&features=16&classes=4&seed=0")
-    assert isinstance(graph, Graph)
     mini = (
         {"mode": "mini", "batch": 64, "fanout": (5, 5, 5, 5)}
         if family.split("(")[0] in ("data_parallel", "gsplit", "p3")
