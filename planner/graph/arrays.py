@@ -18,10 +18,12 @@ import numpy as np
 from gnnplan.planner.graph.build import count, must_be_a_graph
 from gnnplan.planner.graph.fields import EDGE, NAME, NUMBERS, VERTEX, kind_of
 from gnnplan.planner.graph.graph import AT_ONCE, MOST_CLASSES, MOST_VERTICES, Array
-from gnnplan.planner.graph.labels import MASKS, features_of
+from gnnplan.planner.graph.labels import MASKS, WORDS, features_of, mask_of
 from gnnplan.planner.graph.npy import Arrays, arrays_in, mapped_array, must_be_count, typed
 from gnnplan.planner.graph.parts import (
     ENDS,
+    FEATURES,
+    LABELS,
     Parts,
     endpoints,
     gathered,
@@ -33,6 +35,7 @@ from gnnplan.planner.graph.parts import (
 from gnnplan.planner.vocabulary.errors import SpecError
 from gnnplan.planner.vocabulary.files import cannot_write, from_json, must_have_a_place
 
+IDS = ("train_idx", "val_idx", "valid_idx", "test_idx")  # lists of vertices in place of masks
 ARRAYS = (*ENDS, "x", "x_indptr", "x_indices", "x_shape", "x_data", "y", *MASKS, "meta")
 
 
@@ -50,10 +53,7 @@ def read_own(path: str) -> Parts:
             for name in source.files
             if _is_known(name)
         }
-        if "edge_index" in source.files and not arrays.keys() & {*ENDS}:
-            arrays |= zip(
-                ENDS, endpoints(path, "edge_index", source.read("edge_index")), strict=True
-            )
+        taken = _by_other_names(source, arrays)
         for name in ENDS:
             if name not in arrays:
                 raise SpecError(
@@ -62,8 +62,13 @@ def read_own(path: str) -> Parts:
                 )
         parts = of_arrays(path, arrays)
         vertices, edges = count(parts)[0], len(arrays["src"])
+        for mask, words in WORDS.items():
+            name = next((word for word in words if word in source.files and word in IDS), "")
+            if name and mask not in parts.masks:
+                parts.masks[mask] = mask_of(path, name, source.read(name), vertices)
+                taken.append(name)
         left = [*source.others]
-        for name in source.files.keys() - arrays.keys() - {"edge_index"}:
+        for name in source.files.keys() - arrays.keys() - {*taken}:
             of = _field_kind(path, name, source, vertices, edges)
             if of is None:
                 left.append(name)
@@ -75,6 +80,23 @@ def read_own(path: str) -> Parts:
                 parts.edge_fields[name] = [source.read(name)]
         parts.notes += ignored(left)
         return parts
+
+
+def _by_other_names(source: Arrays, arrays: dict[str, Array]) -> list[str]:
+    """Add edges, features and labels that have the names of other libraries: what these were.
+
+    Raises SpecError."""
+    taken = []
+    if "edge_index" in source.files and not arrays.keys() & {*ENDS}:
+        both = typed(source.path, "edge_index", source.read("edge_index"), "iu", (2,))
+        arrays |= zip(ENDS, endpoints(source.path, "edge_index", both), strict=True)
+        taken.append("edge_index")
+    for of, names in (("x", FEATURES), ("y", LABELS)):
+        name = next((name for name in names if name in source.files), of)
+        if not any(own == of or own.startswith(f"{of}_") for own in arrays) and name != of:
+            arrays[of] = source.read(name, of == "x")
+            taken.append(name)
+    return taken
 
 
 def of_arrays(path: str, arrays: Mapping[str, Array]) -> Parts:

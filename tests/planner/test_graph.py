@@ -460,6 +460,23 @@ def test_edge_index_of_pyg_is_read_as_both_ends(save, save_folder):
         load(save(**no_edges, edge_index=edge_index.T))
 
 
+def test_features_labels_and_splits_have_the_names_of_other_libraries_too(save, save_folder):
+    """`features`, `labels` and `train_idx` were left, and stand-ins were trained on."""
+    renamed = {"features": SMALL["x"], "label": SMALL["y"], "x": None, "y": None}
+    for part in ("train", "val", "test"):
+        ids = np.flatnonzero(SMALL[f"{part}_mask"])
+        renamed |= {f"{part}_idx": ids, f"{part}_mask": None}
+    for write in (save, save_folder):
+        expected = load(write())
+        found = load(write(**renamed))
+        assert (found.stats.hash, found.stats.notes) == (expected.stats.hash, expected.stats.notes)
+    own = load(save(features=SMALL["x"] + 1))  # a field beside features of ours
+    np.testing.assert_array_equal(own.x, load(save()).x)
+    assert [*own.vertex_fields] == ["features"]
+    with pytest.raises(SpecError, match=r"train_idx: .* ids of 1 vertices; write each once"):
+        load(save(train_mask=None, train_idx=np.zeros(3, int)))
+
+
 def test_without_edges_all_arrays_of_the_file_are_listed(save):
     with pytest.raises(SpecError, match=r"edge_index \[2, E\], .* found node_feat, .*x, y$"):
         load(save(src=None, dst=None, node_feat=np.eye(5)))
