@@ -132,7 +132,7 @@ class _Training:
         self.setup_bytes = {op: sent for op, sent in rank.recorder.sent.items() if sent}
         self.setup_rss_bytes = peak(torch.device("cpu"))
         rank.recorder.sent.clear()
-        earlier = self._resume() if self.first and out else {}
+        earlier = self._resume(checkpoints, out) if checkpoints and self.first and out else {}
         # epochs that other plans have trained
         self.before = int(earlier["before"][-1]["until"]) if earlier.get("before") else 0
         own = max(rank.recorder.traced, TRACED_EPOCHS * self.steps)
@@ -142,13 +142,12 @@ class _Training:
             Metrics(out / "metrics.jsonl", self.first) if out and rank.rank == 0 else None
         )
 
-    def _resume(self) -> dict[str, Any]:
+    def _resume(self, checkpoints: Checkpoints, out: Path) -> dict[str, Any]:
         """Take over weights and records from the checkpoint, and return its notes."""
-        assert self.checkpoints is not None and self.out is not None
-        if self.checkpoints.before is not None:
-            return self._take_over(self.checkpoints, self.checkpoints.before)
+        if checkpoints.before is not None:
+            return self._take_over(checkpoints, checkpoints.before)
         rank = self.rank
-        notes, tensors = self.checkpoints.load(self.checkpoints.first)
+        notes, tensors = checkpoints.load(checkpoints.first)
         self.worker.load(under(WORKER, tensors))
         fill(self.learner.optimizer.state(), under(OPTIMIZER, tensors))
         if self.best:
@@ -157,7 +156,7 @@ class _Training:
         rank.recorder.sent.update(notes["bytes"])
         rank.recorder.counted = {Label(*label) for label in notes["counted"]}
         with suppress(SpecError):  # a trace that was lost with its machine does not stop training
-            rank.recorder.spans = read_trace(trace_of(self.out, rank.rank), rank.rank)[1][
+            rank.recorder.spans = read_trace(trace_of(out, rank.rank), rank.rank)[1][
                 : notes["spans"]
             ]
         return notes
@@ -168,7 +167,7 @@ class _Training:
         What they have counted is theirs: of another strategy, or of other ranks.
         """
         rank, worker = self.rank, self.worker
-        notes, whole = checkpoints.load_whole()
+        notes, whole = checkpoints.load_whole(before["ranks"])
         assert self.held is not None  # else it does not hand over (checkpoint.must_hand_over)
         self.held.take(whole)
         if self.best:

@@ -238,14 +238,13 @@ class Checkpoints:
             notes: dict[str, Any] = json.loads(file.metadata()["gnnplan"])["notes"]
             return notes, {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
 
-    def load_whole(self) -> tuple[dict[str, Any], dict[str, Tensor]]:
-        """The notes of rank 0 of the plan before, and what all its ranks have trained.
+    def load_whole(self, ranks: int) -> tuple[dict[str, Any], dict[str, Tensor]]:
+        """The notes of rank 0 of the plan before, and what all its `ranks` have trained.
 
         These are weights and the optimizer's state by names in the whole model (whole.py).
         """
-        assert self.before is not None
         whole, notes = Joined(), list[dict[str, Any]]()
-        for rank in range(self.before["ranks"]):
+        for rank in range(ranks):
             with safe_open(file_of(self.folder, self.first, rank), framework="pt") as file:
                 about = json.loads(file.metadata()["gnnplan"])
                 whole.add(about["whole"], file.get_tensor)

@@ -100,8 +100,8 @@ def split(
     """Owner [N] of each vertex, in [0, parts).
 
     imbalance: share of the mean load that METIS may give a part beyond it; random owners ignore it.
-    gsplit and node need the frequencies of pre-sampling. Raises SpecError for an unknown splitter
-    or more parts than vertices."""
+    gsplit and node balance the `frequency` of pre-sampling, edge what is known without it. Raises
+    SpecError for an unknown splitter or more parts than vertices."""
     if splitter not in SPLITTERS:
         raise SpecError(f"splitter {splitter!r} is unknown{suggest(splitter, SPLITTERS)}")
     check_parts(parts, graph.stats.vertices, graph.stats.source)
@@ -109,10 +109,9 @@ def split(
         return np.zeros(graph.stats.vertices, np.int32)
     if splitter == "random":
         return np.random.default_rng(seed).integers(0, parts, graph.stats.vertices, dtype=np.int32)
-    if splitter == "edge":
+    if splitter == "edge" or frequency is None:
         load = graph.degree / max(graph.degree.sum(), 1) + graph.train / max(graph.train.sum(), 1)
     else:
-        assert frequency is not None
         load = frequency.vertices.astype(float)
     drawn = np.ones(graph.indices.size, np.int32)
     if splitter == "gsplit" and frequency is not None:

@@ -194,7 +194,7 @@ def test_columns_are_put_side_by_side(tmp_path):
     others = handed_over(tmp_path, ours.question)
     assert list(others) == [10] and ours.epochs() == []
     ours.go_on(10, others[10])
-    notes, whole = ours.load_whole()
+    notes, whole = ours.load_whole(2)
     net = torch.nn.Linear(4, 3)
     optimizer = Optimizer(net.parameters(), Workload())
     Held(net, {}, optimizer).take(whole)

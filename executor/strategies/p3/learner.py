@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 
+from gnnplan.executor.ranks.lanes import completed_future
 from gnnplan.executor.ranks.learner import Gradients, Learner
 from gnnplan.executor.ranks.rank import Rank
 from gnnplan.planner.gnn.workload import Workload
@@ -34,7 +35,7 @@ class Delayed(Learner):
             workload,
             steps,
         )
-        self.reducing: Future[None] | None = None
+        self.reducing: Future[None] = completed_future(None)
 
     def start(self, batch: int) -> None:
         """Begin the all-reduce of a batch's gradient."""
@@ -51,7 +52,6 @@ class Delayed(Learner):
         due = step - DELAY
         if due < 0:
             return
-        assert self.reducing is not None
         self.reducing.result()
         for own, reduced in zip(self.gradients, self.gradients_of(due), strict=True):
             own.flat.copy_(reduced.flat)
