@@ -315,24 +315,6 @@ def test_jitter_and_stragglers(gnnplan, plan_file):
     assert "with rank 1 3 times as slow P50" in shown.out
 
 
-@pytest.mark.slow
-def test_a_plan_tells_what_an_epoch_costs_where_the_cluster_has_prices(gnnplan, tmp_path):
-    (tmp_path / "cluster.yaml").write_text(CLUSTER)
-    words = ["plan --graph", GRAPH, "--cluster", tmp_path / "cluster.yaml"]
-    for answer in [
-        (told := gnnplan(*words, "--set price=3.06 --json").document)["best"],
-        *told["alternatives"],
-    ]:
-        assert answer["predicted"]["epoch_dollars"] == pytest.approx(
-            2 * 3.06 * answer["predicted"]["epoch_s"] / 3600
-        )
-    assert "$/epoch" in gnnplan(*words, "--set price=3.06").out
-    assert (
-        "$/epoch" not in gnnplan(*words).out
-        and "epoch_dollars" not in gnnplan(*words, "--json").out
-    )
-
-
 def test_a_plan_on_several_numbers_of_ranks(gnnplan, tmp_path):
     """The rows are plans of their own, with their names, and nothing else is printed."""
     (tmp_path / "cluster.yaml").write_text(CLUSTER)
