@@ -23,7 +23,8 @@ def pairs(values: Mapping[Any, Hashable]) -> set[Hashable]:
 def cover(rows: Sequence[T], needs: Callable[[T], Iterable[Hashable]]) -> list[T]:
     """Few of the rows, in their order, that have together every need that any row has.
 
-    Greedy: the row with most needs that are still open comes next, of equals the first.
+    Greedy: the row with most needs that are still open comes next, of equals the first; then those
+    leave whose needs others have.
 
     >>> cover(["ab", "abc", "d"], set)
     ['abc', 'd']
@@ -34,6 +35,9 @@ def cover(rows: Sequence[T], needs: Callable[[T], Iterable[Hashable]]) -> list[T
         best = max(range(len(rows)), key=lambda number: (len(has[number] & left), -number))
         chosen.add(best)
         left -= has[best]
+    for number in sorted(chosen):
+        if has[number] <= set().union(*(has[other] for other in chosen - {number})):
+            chosen.remove(number)
     return [row for number, row in enumerate(rows) if number in chosen]
 
 

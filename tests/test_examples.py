@@ -23,7 +23,7 @@ FOLDER = Path(__file__).resolve().parents[1] / "examples"
 @pytest.mark.processes
 @pytest.mark.parametrize(
     "name",  # what the others call is tested in test_api.py every time
-    ["train", *(pytest.param(name, marks=NIGHTLY) for name in EXAMPLES if name != "train")],
+    ["plan", *(pytest.param(name, marks=NIGHTLY) for name in EXAMPLES if name != "plan")],
 )
 def test_an_example_runs(name, tmp_path):
     if name == "train":

@@ -129,28 +129,6 @@ def document_of(path: Path) -> dict[str, Any]:
 
 
 @pytest.mark.slow
-def test_more_servers_are_not_recommended_at_a_loss(gnnplan, tmp_path):
-    """ogbn-papers100M on servers of four A100: 8 GPUs 1.06 s, 16 GPUs 530 ms, 32 GPUs 729 ms. Two
-    batches take 266 ms on 32 GPUs, but were tried only where the whole graph did not fit."""
-    (tmp_path / "a100.yaml").write_text(
-        "servers: 2\ngpus_per_server: 4\n"
-        "device: {memory: 72GiB, gemm: 9.75TFLOP/s, memory_bandwidth: 1500GB/s, launch: 8us}\n"
-        "intra_node: {bandwidth: 225GB/s, latency: 5us}\n"
-        "inter_node: {bandwidth: 9.4GB/s, latency: 10us}\n"
-    )
-    ask = ("plan", "--graph", "ogbn-papers100M", "--cluster", tmp_path / "a100.yaml", "--json")
-    ask += ("--model", "sage", "--layers", 3, "--hidden", 256, "--per", "epoch")
-    epoch_s = [
-        json.loads(gnnplan(*ask, "--set", f"servers={servers}").stdout)["best"]["predicted"][
-            "epoch_s"
-        ]
-        for servers in (2, 4, 8)
-    ]
-    assert epoch_s == sorted(epoch_s, reverse=True)
-    assert epoch_s[2] < 0.6 * epoch_s[1]
-
-
-@pytest.mark.slow
 def test_a_papers_testbed_is_planned_with_what_its_print_has_shown(gnnplan):
     """GNNPipe's own case got PipeGCN: the preset's datasheet values were used, and the factors that
     had been fitted to the paper's figures were not. `validate --published` starts from the file."""
@@ -197,9 +175,8 @@ def test_a_plan_of_exact_strategies_is_swept_with_exact_strategies(gnnplan, clus
     )
     gnnplan(*ask, "-o", plan)
     gnnplan(*ask, "--exact", "-o", exact)
-    links = "inter_node.bandwidth=5MB/s,20MB/s"
-    sweep = ("--sweep", "device.gemm=5GFLOP/s", "--sweep", links, "--json")
-    free, kept = (json.loads(gnnplan("simulate", p, *sweep).stdout) for p in (plan, exact))
+    slow = ("--set", "device.gemm=5GFLOP/s", "--sweep", "inter_node.bandwidth=20MB/s", "--json")
+    free, kept = (json.loads(gnnplan("simulate", p, *slow).stdout) for p in (plan, exact))
     assert not all(row["exact"] for row in free["rows"])
     assert all(row["exact"] for row in kept["rows"]) and kept["exact"]
     # on another number of ranks the family's best variant is exact too

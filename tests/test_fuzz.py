@@ -45,7 +45,6 @@ from gnnplan.planner.problem.problem import Problem
 from gnnplan.planner.strategies import parse
 from gnnplan.planner.vocabulary.errors import GnnplanError, Mismatch, SpecError
 from gnnplan.planner.vocabulary.files import read_json
-from gnnplan.planner.vocabulary.knobs import parse_call
 from gnnplan.planner.vocabulary.trace import read_traces, write_traces
 from gnnplan.simulator.player import play
 from gnnplan.simulator.replay import must_be_playable, replay
@@ -926,27 +925,6 @@ def test_published_figures(tmp_path, data):
             evaluate_rows(read_published(tmp_path / "figures.csv")), allow_nan=False
         ),
     )
-
-
-NAMES_OF_STRATEGIES = [
-    "(" * 10_000,
-    "-" * 100_000 + "1",
-    "\0",
-    "x(a=" + "[" * 150 + "]" * 150 + ")",
-]
-NAMES_OF_STRATEGIES += [
-    "x(a={[]: 1})",
-    "x(a=-'b')",
-    "x(a=__import__('os'))",
-    "x(**{})",
-    "lambda: 0",
-]
-NAMES_OF_STRATEGIES += ["x.y(a=1)", "é(a=1)", "x(a=10**10**10)"]
-
-
-@pytest.mark.parametrize("text", NAMES_OF_STRATEGIES, ids=range(len(NAMES_OF_STRATEGIES)))
-def test_strategies_by_name(text):
-    obeys("", lambda: parse_call(text))
 
 
 def test_windows_files_are_read(tmp_path):

@@ -200,8 +200,8 @@ def options(words: list[str]) -> dict[str, Any]:
 
 
 def needs(setting: tuple[int, int, str, str, str, float]) -> set[Hashable]:
-    """A strategy with every knob; every value of a knob, of numbers none, one and more; every model,
-    world, graph, and other word of a workload; with and without dropout; a family in bfloat16."""
+    """Every strategy; every value of a knob, of numbers none, one and more; every model, world,
+    graph, and other word of a workload; with and without dropout; a family in bfloat16."""
     world, servers, strategy, workload, graph, dropout = setting
     name, _, words = strategy.partition("(")
     parsed, (model, *more) = parse(strategy), workload.split()
@@ -210,9 +210,10 @@ def needs(setting: tuple[int, int, str, str, str, float]) -> set[Hashable]:
         for knob, value in parsed.knobs().items()
         if knob in words
     }
-    of_strategy: set[Hashable] = {name, *knobs, *((parsed.family, knob) for knob, _ in knobs)}
     sizes = ("batch=", "fanout=")
-    return of_strategy | {
+    return {
+        name,
+        *knobs,
         model,
         (world, servers),
         graph,

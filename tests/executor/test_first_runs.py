@@ -3,8 +3,6 @@
 import os
 import re
 import signal
-import subprocess
-import sys
 import time
 from pathlib import Path
 
@@ -17,54 +15,12 @@ ROOT = Path(__file__).resolve().parents[2]
 ACCURACIES = ("train_accuracy", "val_accuracy", "test_accuracy")
 GRAPH = "synthetic:community?vertices=200&edges=1600&features=8&classes=4&seed=0"
 
-# An editable install finds the package by a hook that Python asks after all folders of its path,
-# and a folder without __init__.py is a package too, if nothing better is in a folder.
-HOOK = """
-import sys
-from importlib.machinery import PathFinder
-
-
-class Hook:
-    @staticmethod
-    def find_spec(name, path=None, target=None):
-        return PathFinder.find_spec(name, [ROOT]) if name == "gnnplan" else None
-
-
-sys.meta_path.insert(sys.meta_path.index(PathFinder) + 1, Hook)
-"""
-
 
 def planned(folder: Path, *more: str) -> Path:
     return calls.planned(folder / "plan.json", "--graph", GRAPH, "--hidden 8", *more)
 
 
-def installed_editable(folder: Path) -> dict[str, str]:
-    """An environment in which gnnplan is found as an editable install finds it."""
-    folder.mkdir()
-    (folder / "sitecustomize.py").write_text(HOOK.replace("ROOT", repr(str(ROOT))))
-    return os.environ | {"PYTHONPATH": str(folder), "CUDA_VISIBLE_DEVICES": ""}
-
-
-@pytest.mark.processes
-@pytest.mark.timeout(120)
-def test_a_run_from_the_folder_above_the_clone(tmp_path):
-    """There `git clone` had left a folder gnnplan/, which is no package: all ranks imported that
-    and died with "cannot import name '__version__' from 'gnnplan'"."""
-    plan = planned(tmp_path, "--ranks", "1")
-    (tmp_path / "above" / "gnnplan").mkdir(parents=True)
-    run = [str(plan), "--epochs", "2", "--out", str(tmp_path / "out")]
-    # as the installed command `gnnplan` starts: without the working directory in the path
-    command = [sys.executable, "-P", "-m", "gnnplan", "run", *run]
-    env = installed_editable(tmp_path / "site")
-    done = subprocess.run(
-        command, cwd=tmp_path / "above", env=env, capture_output=True, text=True, timeout=100
-    )
-    assert done.returncode == 0, done.stderr
-    assert "2 epochs" in done.stdout
-    # nor is a plan for the machine that it runs on one for another
-    assert "here" not in done.stderr
-
-
+@pytest.mark.nightly  # the words are those of test_preflight.py
 @pytest.mark.processes
 @pytest.mark.timeout(120)
 def test_a_plan_for_gpus_that_runs_on_processors_is_noted(tmp_path, monkeypatch, capfd):

@@ -1,6 +1,7 @@
 """Laws of the mini-batch families: closed form, schedule and samples tell one story, batch by
 batch."""
 
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import replace
 from itertools import pairwise, product
@@ -141,8 +142,8 @@ def variants(problem: Problem) -> Iterator[Strategy]:
 @pytest.mark.slow
 @given(problems())
 @settings(max_examples=examples(8))
-def test_the_closed_form_of_an_epoch_is_its_simulation(problem):
-    """Sampling in line: exactly. Ahead: the longest of sampler, loads and rank, which neither
+def test_prediction_is_the_simulation_of_an_epoch(problem):
+    """And bytes of the first epoch are those of predict. Sampling in line: exactly. Ahead: the longest of sampler, loads and rank, which neither
     simulation nor their sum contradict. P3's several groups, which sum apart and share ports: from
     above, to 3 %; ahead they meet at ports while others sample, which no closed form has: at worst
     one group's epoch after the other's. With buckets, whose all-reduces share ports with exchanges,
@@ -193,28 +194,16 @@ def test_the_closed_form_of_an_epoch_is_its_simulation(problem):
             ), strategy
         parts = float(p.compute_s) + float(p.comm_s) + float(p.bubble_s)
         assert parts == pytest.approx(closed, rel=1e-9)
+        steps = strategy.steps(problem)
+        first = schedule.bytes_by_op(task for task in schedule.tasks if task.label.step < steps)
+        assert (
+            +Counter(first) == +Counter(p.bytes) and sum(p.bytes_by_link.values()) == p.bytes_total
+        )
 
 
 @pytest.mark.slow
-@given(problems())
-@settings(max_examples=examples(8))
-def test_bytes_of_the_first_epoch_are_those_of_predict(problem):
-    for strategy in variants(problem):
-        p, schedule = strategy.predict(problem), strategy.schedule(problem, strategy.steps(problem))
-        assert {op: n for op, n in schedule.bytes_by_op().items() if n} == {
-            op: n for op, n in p.bytes.items() if n
-        }
-        assert sum(p.bytes_by_link.values()) == p.bytes_total
-
-
-@pytest.mark.slow
-@given(problems())
-@settings(max_examples=examples(8))
-def test_one_rank_sends_nothing(problem):
-    alone = replace(
-        problem,
-        cluster=problem.cluster.model_copy(update={"servers": 1, "gpus_per_server": 1}),
-    )
+def test_one_rank_sends_nothing():
+    alone = problem_of(GRAPHS[1], 1, 1)
     for strategy in variants(alone):
         assert strategy.predict(alone).bytes == {}
         assert not [t for t in strategy.schedule(alone, 2).tasks if isinstance(t.work, Collective)]
@@ -259,8 +248,9 @@ def test_what_memory_is_left_is_proposed_as_a_cache():
     )
     assert caches(on_cpu) == {0}
     slow = problem.cluster.model_copy(update={"host": Link(bandwidth=1e6, latency=1e-6)})
-    found = search(replace(problem, cluster=slow), may_use_fewer=False)
-    assert found.ranked[0].strategy.knobs()["cache"] == rows
+    there = replace(problem, cluster=slow)
+    fastest = min(DataParallel.candidates(there), key=lambda s: float(s.predict(there).epoch_s))
+    assert fastest.knobs()["cache"] == rows
 
 
 NIGHTLY = pytest.mark.nightly
@@ -295,7 +285,7 @@ def test_rates_of_a_gpus_sampler_say_nothing_of_one_on_the_host():
 )
 def test_sampling_ahead_is_proposed_where_samplers_have_cores(kind, told, ahead):
     """No plan proposed it, though by our own prediction epochs were up to twice as long without."""
-    problem = problem_of(GRAPHS[0], 2, 2, host=1e6)
+    problem = problem_of(GRAPHS[0], 2, 2, host=1e6, batch=48)
     device = problem.cluster.device.model_copy(update={"kind": kind})
     where = problem.cluster.model_copy(update={"device": device, **told})
     problem = replace(problem, cluster=where)

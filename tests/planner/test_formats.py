@@ -175,6 +175,7 @@ def test_dgls_file_is_loaded_and_converted(tmp_path, place):
 
 
 @starts
+@pytest.mark.nightly  # its process takes seconds to start; other formats: test_graph.py
 def test_dgls_labels_may_be_whole_numbers_to_predict(tmp_path):
     """They were refused as classes with gaps, before anybody was asked what they are."""
     graph = dgl_graph()

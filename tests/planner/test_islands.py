@@ -20,7 +20,6 @@ from gnnplan.planner.decision.search import search
 from gnnplan.planner.gnn.workload import Workload
 from gnnplan.planner.graph.graph import Graph, in_neighbours
 from gnnplan.planner.graph.load import load
-from gnnplan.planner.problem.inputs import apply_overrides, read_cluster
 from gnnplan.planner.problem.problem import Problem
 from gnnplan.planner.strategies import GraNNDis, GraphParallel, Prediction, parse
 from gnnplan.planner.vocabulary.errors import SpecError
@@ -335,19 +334,6 @@ def test_groups_that_talk_meet_among_32_gpus():
     )
 
 
-@pytest.mark.parametrize("group", ["server", "island"])
-def test_sixteen_gpus_keep_their_groups_too(group):
-    """Swaps move whole groups, and what they find is no slower than the order of the GPUs."""
-    problem = problem_of(4, CROSSED, inter=1e8)
-    strategy = GraNNDis(1, group=group)
-    found = placed(problem, strategy)
-    assert all(len(place) == 1 for place in places(found, group)) and len(places(found, group)) == (
-        8 if group == "island" else 4
-    )
-    assert strategy.tied(found) == strategy.tied(problem)
-    assert strategy.predict(found).epoch_s <= strategy.predict(problem).epoch_s
-
-
 # -- the choice ------------------------------------------------------------------------------------
 
 
@@ -380,43 +366,6 @@ def test_slow_pcie_between_islands_makes_them_preload_and_fast_pcie_does_not():
     assert float(fast["server"].epoch_s) < min(
         float(fast["island"].epoch_s), float(fast["none"].epoch_s)
     )
-
-
-BRIDGES = {
-    "pcie_box": "[[0, 4], [1, 5], [2, 6], [3, 7]]",
-    "granndis_a6000_pcie": "[[0, 2], [1, 3]]",
-}
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("preset", BRIDGES)
-def test_bridges_on_a_preset_with_pcie(preset):
-    """NVLink bridges between pairs of eight GPUs: the exact plan preloads in islands, with PCIe as
-    it is and slower; where NVLink is no faster than the rest, and computing slow, it does not. No
-    placement breaks an island."""
-    bridges = [f"islands={BRIDGES[preset]}", "island.bandwidth=42GB/s", "island.latency=5us"]
-    eight = ["servers=2"] if preset == "granndis_a6000_pcie" else []
-    bridged, workload = apply_overrides(
-        read_cluster(preset), Workload(model="gcn", layers=3, hidden=128), bridges + eight
-    )
-    links = [name for name in ("intra_node", "switch", "inter_node") if getattr(bridged, name)]
-    slow = ["device.gemm=100GFLOP/s", "device.memory_bandwidth=10GB/s"]
-    gains = []
-    for changes in (
-        ["intra_node.bandwidth=1GB/s"],
-        [],
-        [f"{link}.bandwidth=42GB/s" for link in links] + slow,
-    ):
-        changed, _ = apply_overrides(bridged, workload, changes)
-        found = search(
-            Problem(LARGE.stats, LARGE, workload, changed), exact=True, may_use_fewer=False
-        )
-        preloading = [c for c in found.ranked if getattr(c.strategy, "group", "") == "island"]
-        assert all(len(place) == 1 for c in preloading for place in places(c.problem, "island"))
-        others = [float(c.predicted.epoch_s) for c in found.ranked if c not in preloading]
-        gains.append(min(others) / float(preloading[0].predicted.epoch_s))
-    assert gains == sorted(gains, reverse=True)
-    assert gains[0] > 1.2 and gains[1] > 1 > gains[2]
 
 
 @pytest.mark.parametrize(

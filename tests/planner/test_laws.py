@@ -27,7 +27,7 @@ from gnnplan.simulator.player import play
 pytestmark = pytest.mark.timeout(600)
 
 ROUNDING = 1 + 1e-9
-QUESTIONS = 4 if NIGHT else 2  # of a seed
+QUESTIONS = 4 if NIGHT else 1  # of a seed
 MOST_PLAYED = 3_000  # tasks of schedules that are played
 GRAPHS = [
     "flickr",

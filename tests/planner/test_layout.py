@@ -51,7 +51,7 @@ class Case:
             return layout
         return layout.needed(np.isin(np.arange(self.graph.stats.vertices), list(self.targets)))
 
-    def whole(self) -> Layout:
+    def whole(self, expansion: Expansion | None = None) -> Layout:
         return Layout(
             self.graph,
             np.array(self.owner),
@@ -59,6 +59,7 @@ class Case:
             self.layers,
             self.first_varying,
             self.depth,
+            expansion,
         )
 
 
@@ -285,15 +286,7 @@ def test_a_sampled_layout_has_all_edges_among_the_rows_of_a_server_and_no_others
     case, max_hop, fanout
 ):
     expansion = Expansion(max_hop, fanout, 7)
-    layout = Layout(
-        case.graph,
-        np.array(case.owner),
-        case.servers,
-        case.layers,
-        case.first_varying,
-        case.depth,
-        expansion,
-    )
+    layout = case.whole(expansion)
     if len(set(case.servers)) == 1:
         assert layout.inside == 0  # nothing is external
         return
@@ -329,16 +322,7 @@ def test_a_sampled_layout_has_all_edges_among_the_rows_of_a_server_and_no_others
 def test_batches_cut_each_servers_targets_and_hold_what_they_need_where_the_layout_has_it(
     case, count, seed
 ):
-    expansion = Expansion(case.layers, 99, 0)  # all that is within reach
-    layout = Layout(
-        case.graph,
-        np.array(case.owner),
-        case.servers,
-        case.layers,
-        case.first_varying,
-        case.depth,
-        expansion,
-    )
+    layout = case.whole(Expansion(case.layers, 99, 0))  # all that is within reach
     rows = np.arange(case.graph.stats.vertices) % 3 > 0
     batch_of = layout.drawn(rows, count, seed)
     assert ((batch_of >= 0) == rows).all() and (batch_of < count).all()

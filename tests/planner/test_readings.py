@@ -2,7 +2,6 @@
 
 import json
 from collections.abc import Callable
-from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -262,19 +261,6 @@ def test_tables_of_many_machines(tmp_path, text, islands, nics, encoding):
     (tmp_path / "topo.txt").write_text(text, encoding=encoding)
     found = topology(tmp_path / "topo.txt")
     assert found["islands"] == islands and found.get("nics") == nics
-
-
-@pytest.mark.parametrize(
-    ("gpus", "per", "links"), [*product((2, 4, 8, 16), (1, 2, 4), ("NV18", "PHB", "SYS"))]
-)
-def test_every_table_is_read_as_it_was_made(tmp_path, gpus, per, links):
-    per = min(per, gpus)
-    text = matrix(gpus, lambda a, b: links, near(gpus, lambda gpu: gpu // per, gpus // per))
-    (tmp_path / "topo.txt").write_text(text)
-    found = topology(tmp_path / "topo.txt")
-    groups = tuple(tuple(range(gpu, gpu + per)) for gpu in range(0, gpus, per))
-    assert found["gpus_per_server"] == gpus and found["nics"] == groups
-    assert found["islands"] == ((tuple(range(gpus)),) if links == "NV18" else ())
 
 
 TWO = matrix(2, joined(range(2)), near(2, lambda gpu: gpu, 2))

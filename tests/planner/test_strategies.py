@@ -591,6 +591,8 @@ gnnpipe(stages=4, stages=2) -> is not a family with knobs
 gnnpipe(stages=__import__('os').getpid()) -> is not a family with knobs
  -> is not a family with knobs
 """
+ABSURD = ["(" * 10_000, "-" * 100_000 + "1", "\0", "x(a=" + "[" * 150 + "]" * 150 + ")"]
+ABSURD += ["x(a={[]: 1})", "x(a=-'b')", "lambda: 0", "x.y(a=1)", "é(a=1)", "x(a=10**10**10)"]
 SIZES = ("2.5", "True", "None", "'2'", "'2GB/s'", "'2s'", "'1e999GB'", "'1.2.3GB'")
 A_SIZE = "gsplit: cache is a size such as '2GB' or a number of bytes, not"
 
@@ -600,7 +602,9 @@ A_SIZE = "gsplit: cache is a size such as '2GB' or a number of bytes, not"
     [
         *NO_STRATEGY.strip("\n").splitlines(),
         *(f"gsplit(cache={size}) -> {A_SIZE} {size}" for size in SIZES),
+        *(f"{text} -> is not a family|there is no strategy" for text in ABSURD),
     ],
+    ids=lambda row: row[:60],
 )
 def test_words_that_make_no_strategy(row):
     text, words = row.split(" -> ")

@@ -11,7 +11,7 @@ import pytest
 from gnnplan.papers.full_graph import InOrder
 from gnnplan.planner.cluster.cost import Cost
 from gnnplan.planner.cluster.spec import HOST_RATE, Cluster, Device, Link
-from gnnplan.planner.decision.candidate import Candidate, evaluate
+from gnnplan.planner.decision.candidate import Candidate
 from gnnplan.planner.decision.search import SearchResult
 from gnnplan.planner.decision.sensitivity import sentences
 from gnnplan.planner.evidence.runs import errors, question_name
@@ -20,7 +20,6 @@ from gnnplan.planner.graph.load import load
 from gnnplan.planner.ownership.estimated_layout import EstimatedLayout, Mixing
 from gnnplan.planner.ownership.layout import Expansion
 from gnnplan.planner.problem.problem import Problem
-from gnnplan.planner.strategies import parse
 from gnnplan.planner.vocabulary.schedule import Label, Sampling, Schedule, Send, Task
 from gnnplan.planner.vocabulary.trace import Span, transfer_times
 from gnnplan.simulator.noise import Noise, epochs
@@ -206,11 +205,3 @@ def test_loading_to_the_device_is_no_transfer_between_ranks():
     """Two ranks load at once, under one label; each load is its rank's own."""
     spans = [Span("load:s0", "load", rank, "copy", 0.0, 1.0 + rank, 8, 0) for rank in (0, 1)]
     assert transfer_times(spans) == {}
-
-
-def test_an_epoch_costs_all_gpus_of_the_servers_that_it_uses():
-    """Two servers of four GPUs at 9 $/h are rented whole: 72 $/h, however few ranks compute."""
-    servers = TWO_SERVERS.model_copy(update={"gpus_per_server": 4, "price": 9.0})
-    both = problem(servers, layers=2, hidden=8).placed((0, 4))
-    candidate = evaluate(both, parse("graph_parallel"))
-    assert candidate.dollars == pytest.approx(72 * float(candidate.predicted.epoch_s) / 3600)

@@ -198,14 +198,3 @@ def test_nothing_fits_is_a_row_too():
         line["best"]
         for line in csv.DictReader(io.StringIO(to_csv(axes(["device.memory=24GB,10MB"]), table)))
     ][1] == ""
-
-
-def test_servers_are_rented_whole():
-    problem = question()
-    # 0.1 cents a second and GPU
-    problem = replace(problem, cluster=problem.cluster.model_copy(update={"price": 3.6}))
-    for gpus, rented in ((tuple(range(8)), 8), ((0, 1, 4, 5), 8), ((0, 1, 2, 3), 4), ((0,), 4)):
-        fewer = problem.placed(gpus)
-        found = evaluate(placed(fewer, parse("graph_parallel")), parse("graph_parallel"))
-        assert found.dollars == pytest.approx(rented * 0.001 * float(found.predicted.epoch_s))
-    assert evaluate(question(), parse("graph_parallel")).dollars is None
