@@ -350,7 +350,7 @@ def _sentences(found: Scaling, cluster: Cluster, what: str) -> list[str]:
         likely = f"{show_percent(chance)} likely"
         lines.append(f"{more(size)} slower than {fastest.gpus} ({likely}){use}")
     if found.how.objective.of != "time" and (size := found.worse_from):
-        lines.append(f"{more(size)} {found.how.objective.more} than {found.best.gpus}")
+        lines.append(f"{more(size)} {_worse(found, unit)}")
     if first is not found.sizes[0]:
         lines.append(f"{what} first fits on {count(first.gpus)}")
     lines += [
@@ -365,6 +365,20 @@ def _sentences(found: Scaling, cluster: Cluster, what: str) -> list[str]:
             " (rented one by one: --set gpus_per_server=1)"
         )
     return lines
+
+
+def _worse(found: Scaling, unit: str) -> str:
+    """What is worse about more GPUs than are recommended."""
+    objective, best, fastest = found.how.objective, found.best, found.fastest
+    if objective.of != "value":
+        return f"{objective.more} than {best.gpus}"
+    if fastest.gpus <= best.gpus:
+        return "not worth their price"
+    saved = show_long(best.time_s - fastest.time_s)
+    return (
+        f"not worth their price: {show_count(fastest.gpus, unit)} would save {saved} of"
+        f" {show_long(best.time_s)}"
+    )
 
 
 def _use(found: Scaling, unit: str) -> str:

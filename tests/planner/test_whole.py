@@ -18,6 +18,7 @@ from gnnplan.planner.evidence.accuracy import objective_of
 from gnnplan.planner.graph.load import load
 from gnnplan.planner.ownership.estimated_batches import expected_frontier
 from gnnplan.planner.vocabulary.files import quoted
+from gnnplan.planner.vocabulary.units import show_long
 from gnnplan.simulator.replay import MOST_TASKS
 
 ARXIV = ("ogbn-arxiv", "dgx_a100")  # two servers of eight
@@ -208,6 +209,8 @@ def test_a_scale_counts_the_whole_training_too():
     assert found.best == 1 and found.fastest == 16
     assert "use 1 GPU on mini-batches with data_parallel" in str(found)
     assert str(found).count("to the end; do not distribute") == 1
+    saved = show_long(found.rows[0]["training_s"] - found.rows[-1]["training_s"])
+    assert f"2 GPUs and more are not worth their price: 16 GPUs would save {saved}" in str(found)
     assert all(
         row["training_s"] == pytest.approx(row["epochs"] * row["epoch_s"]) for row in found.rows
     )
