@@ -5,7 +5,7 @@ import gc
 import itertools
 import os
 import time
-from collections.abc import Hashable
+from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from typing import Any, TypeVar
@@ -26,7 +26,6 @@ from gnnplan.executor.strategies import open_worker
 from gnnplan.planner.gnn.footprint import footprint
 from gnnplan.planner.gnn.model import Model, describe
 from gnnplan.planner.gnn.workload import Workload
-from gnnplan.planner.strategies import parse
 from gnnplan.planner.strategies.base import BESIDE_TRAINING
 from gnnplan.planner.strategies.program import memory as program_memory
 from gnnplan.testing.fixtures import fresh_ranks as fresh_ranks
@@ -289,10 +288,15 @@ RUNS = {
 }
 
 
-def uses(name: str) -> set[Hashable]:
-    """A family, and the kind of its graph; models hold what torch says (above)."""
-    case = RUNS[name][1]
-    return {type(parse(case.strategy)), ":" in case.graph}
+# Each takes ten seconds. Of the others golden plans hold the prediction, and test_gpu_memory.py what
+# is allocated.
+BY_DAY = ("columns", "offload", "sparse pipeline", "shared cache")
+
+
+def runs(names: Iterable[str]) -> list[Any]:
+    return [
+        name if name in BY_DAY else pytest.param(name, marks=pytest.mark.nightly) for name in names
+    ]
 
 
 @glibc
@@ -322,7 +326,7 @@ def test_the_watch_does_not_wait_for_its_turn():
 
 @glibc
 @pytest.mark.timeout(120)
-@pytest.mark.parametrize("name", covered(list(RUNS), uses))
+@pytest.mark.parametrize("name", runs(RUNS))
 def test_predicted_memory_is_what_a_run_fills(name, fresh_ranks, dataset):
     world, case = RUNS[name]
     case = replace(case, graph=case.graph if ":" in case.graph else dataset(case.graph))
@@ -389,8 +393,6 @@ BATCHES = {
     "links, decoded": Case("data_parallel", LINKED, {**LINKS, "model": "resgcn", "dropout": 0.5}),
 }
 
-BY_DAY = ("shared cache", "columns, pipelined")  # each fills what the other does not
-
 
 def fullest_of_batches(case: Case) -> float:
     """What the model says that the fullest of two ranks fills, Python and torch apart [bytes]."""
@@ -403,10 +405,7 @@ def fullest_of_batches(case: Case) -> float:
 
 @glibc
 @pytest.mark.timeout(120)
-@pytest.mark.parametrize(
-    "name",
-    [name if name in BY_DAY else pytest.param(name, marks=pytest.mark.nightly) for name in BATCHES],
-)
+@pytest.mark.parametrize("name", runs(BATCHES))
 def test_predicted_memory_of_batches(name, fresh_ranks, monkeypatch):
     """The fullest rank's to 5 %, in the second run of its processes. Where oneDNN multiplies, its code
     for products, which comes in few sizes of pieces although every batch has another number of rows,
