@@ -12,7 +12,7 @@ from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple, cast
+from typing import Any, cast
 
 import numpy as np
 import torch
@@ -76,24 +76,14 @@ class Unmeasured(Exception):
     """A layer of which no plan can be made; says why."""
 
 
-class Gathered(NamedTuple):
-    """Rows that are read by index and added up in others (counted.CountedGather)."""
-
-    rows: float
-    width: int
-    among: float
-    into: float
-
-
 @dataclass
 class Work:
-    """Work of a pass on one block."""
+    """Work of a pass on one block: the fields of CountedWork."""
 
     flops: float = 0.0  # of products
     gemm_bytes: float = 0.0
     elementwise_bytes: float = 0.0
-    gathers: list[Gathered] = field(default_factory=list)
-    products: list[tuple[int, int, int, str]] = field(default_factory=list)  # by oneDNN
+    gathers: list[dict[str, Any]] = field(default_factory=list)
     launches: int = 0
 
     def goes_by_index(self, name: str, args: tuple[Any, ...], made: Sequence[Tensor]) -> bool:
@@ -120,17 +110,9 @@ class Work:
         return True
 
     def sums(self, rows: int, width: int, among: int, into: int) -> None:
-        self.gathers.append(Gathered(float(rows), width, float(among), float(into)))
-
-    def told(self) -> dict[str, Any]:
-        """The fields of CountedWork, of this block."""
-        return {
-            "flops": self.flops,
-            "gemm_bytes": self.gemm_bytes,
-            "elementwise_bytes": self.elementwise_bytes,
-            "gathers": [gathered._asdict() for gathered in self.gathers],
-            "launches": self.launches,
-        }
+        """Rows are read by index and added up in others."""
+        sizes = {"rows": float(rows), "among": float(among), "into": float(into)}
+        self.gathers.append({"width": width, **sizes})
 
 
 @dataclass
@@ -141,6 +123,7 @@ class Noted:
     forward: Work = field(default_factory=Work)
     backward: Work = field(default_factory=Work)
     structure_bytes: int = 0  # that stay
+    products: list[dict[str, Any]] = field(default_factory=list)  # forward, by oneDNN
     events: dict[str, list[tuple[int, str]]] = field(  # by part
         default_factory=lambda: defaultdict(list)
     )
@@ -214,10 +197,10 @@ class Notes(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if name in PRODUCTS:
             first, second = [tensor for tensor in read if tensor.ndim >= 2][-2:]
             work.flops += 2.0 * max(first.shape[-1], VECTOR) * _padded(made[0])
-            if name == "_linear_pointwise":
-                rows, h_in = first.shape
+            if name == "_linear_pointwise" and work is self.noted.forward:
                 after = f"{'bias' if len(read) > 2 else ''} {args[3]}"
-                work.products.append((rows, h_in, second.shape[0], after))
+                widths = {"h_in": first.shape[1], "h_out": len(second), "after": after}
+                self.noted.products.append({"rows": float(len(first)), **widths})
             work.gemm_bytes += _bytes(first) + _bytes(second) + _bytes(made[0])
         else:
             work.elementwise_bytes += sum(map(_bytes, [*read, *made]))
@@ -273,6 +256,9 @@ def count(
         parameter.grad = torch.zeros_like(parameter)
     _must_fit(layer, h_in, h_out, dtype)  # what torch makes once is made now
     noted = [_note(layer, h_in, relu, varies, dtype, sizes) for sizes in SIZES]
+    works = [(note.structure, note.forward, note.backward) for note in noted]
+    if len({tuple(work.launches for work in each) for each in works}) > 1:
+        raise Unmeasured("the number of its operations depends on how large the block is")
 
     table = torch.zeros(1, h_in, dtype=dtype)
     with torch.no_grad():
@@ -286,39 +272,25 @@ def count(
         by_column=sum(layer.get_parameter(name).numel() // h_in for name in layer.by_columns),
         keeps_inputs=noted[0].keeps_inputs,
         reads_host=any(note.reads_host for note in noted),
-        **_fitted(_observed(noted), ""),
+        **_fitted([_observed(note) for note in noted], ""),
     )
 
 
-def _observed(noted: Sequence[Noted]) -> list[dict[str, Any]]:
-    """The fields of Counted that depend on a block, of each block."""
+def _observed(note: Noted) -> dict[str, Any]:
+    """The fields of Counted that depend on a block, of this one."""
 
-    def events(note: Noted, *parts: str) -> list[dict[str, Any]]:
+    def events(*parts: str) -> list[dict[str, Any]]:
         born = [event for part in parts for event in note.events[part]]
         return [{"bytes": float(n), "of_gather": by.startswith("gather")} for n, by in born]
 
-    def works(which: str) -> list[dict[str, Any]]:
-        of_blocks: list[Work] = [getattr(note, which) for note in noted]
-        if len({work.launches for work in of_blocks}) > 1:
-            raise Unmeasured("the number of its operations depends on how large the block is")
-        return [work.told() for work in of_blocks]
-
-    return [
-        {
-            "products": [
-                {"rows": float(rows), "h_in": h_in, "h_out": h_out, "after": after}
-                for rows, h_in, h_out, after in note.forward.products
-            ],
-            "forward": forward,
-            "backward": backward,
-            "forward_events": events(note, "gather", "update"),
-            "backward_events": events(note, "update backward", "gather backward"),
-            "structure": {"kept": float(note.structure_bytes), "work": structure},
-        }
-        for note, forward, backward, structure in zip(
-            noted, works("forward"), works("backward"), works("structure"), strict=True
-        )
-    ]
+    return {
+        "products": note.products,
+        "forward": vars(note.forward),
+        "backward": vars(note.backward),
+        "forward_events": events("gather", "update"),
+        "backward_events": events("update backward", "gather backward"),
+        "structure": {"kept": float(note.structure_bytes), "work": vars(note.structure)},
+    }
 
 
 def _must_fit(layer: Layer, h_in: int, h_out: int, dtype: torch.dtype) -> None:

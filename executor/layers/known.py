@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import cast
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -30,6 +31,8 @@ from gnnplan.planner.gnn import kinds
 from gnnplan.planner.gnn.kinds import KINDS, Given
 
 Sync = Callable[[Tensor], Tensor]
+NO_EDGES = Block(np.zeros(1, np.int32), np.empty(0, np.int32), 0)
+NO_ROWS = torch.empty(0)
 
 
 class KnownLayer(Layer):
@@ -66,7 +69,8 @@ class KnownLayer(Layer):
         self, gathered: Tensor, rows: Tensor, x: Tensor, x0: Tensor | None, relu: bool
     ) -> Tensor:
         given = Given(gathered, rows, x, relu)
-        return self.kind.update(_Tensors(self, initial=x0), self.spec, given)
+        initial = NO_ROWS if x0 is None else x0
+        return self.kind.update(_Tensors(self, initial=initial), self.spec, given)
 
     # -- P3's calls (layer.ColumnLayer) ----------------------------------------------------------
 
@@ -99,18 +103,13 @@ class _Tensors:
     def __init__(
         self,
         layer: KnownLayer,
-        block: Block | None = None,
-        initial: Tensor | None = None,
+        block: Block = NO_EDGES,
+        initial: Tensor = NO_ROWS,
         sync: Sync | None = None,
         is_partial: bool = False,
     ) -> None:
-        self.layer, self.on, self.initial, self.sync = layer, block, initial, sync
+        self.layer, self.block, self.initial, self.sync = layer, block, initial, sync
         self.is_partial = is_partial
-
-    @property
-    def block(self) -> Block:
-        assert self.on is not None
-        return self.on
 
     def _matrix(self, name: str) -> Tensor:
         return cast(Tensor, self.layer._parameters[name])
@@ -146,7 +145,6 @@ class _Tensors:
         return self.lerp(x, self.linear([(x, weight)]), by)
 
     def initial_rows(self, width: int) -> Tensor:
-        assert self.initial is not None
         return self.initial
 
     def aggregate(self, x: Tensor, times: int = 1) -> Tensor:

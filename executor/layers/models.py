@@ -129,8 +129,9 @@ class Net(nn.Module):
         return norm if isinstance(norm, BatchNorm) else None
 
     def encode(self, x: Tensor, drop: Drop = keep) -> Tensor:
-        """Features [R, F] -> h_0 [R, H]."""
-        assert self.encoder is not None
+        """Features [R, F] -> h_0 [R, H]; they are that without an encoder."""
+        if self.encoder is None:
+            return x
         return linear(
             drop(x) if self.initial else x,
             self.encoder.weight,

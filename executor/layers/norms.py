@@ -90,21 +90,25 @@ class Moments:
         gradient += BatchNorm.home(rows.detach(), self.values, self.gradient, self.count)
 
 
-def norm_of(name: str, width: int) -> nn.Module | None:
+class LayerNorm(nn.LayerNorm):
+    """Layer norm, whose weights are float32 where rows are rounded."""
+
+    def forward(self, x: Tensor, moments: Tensor | None = None) -> Tensor:
+        weight, bias = self.weight.to(x.dtype), self.bias.to(x.dtype)
+        return nn.functional.layer_norm(x, self.normalized_shape, weight, bias, self.eps)
+
+
+NORMS: dict[str, type[BatchNorm | LayerNorm]] = {"layer": LayerNorm, "batch": BatchNorm}
+
+
+def norm_of(name: str, width: int) -> BatchNorm | LayerNorm | None:
     """The norm by its name: 'none', 'layer' or 'batch'."""
-    if name == "none":
-        return None
-    kinds: dict[str, type[nn.Module]] = {"layer": nn.LayerNorm, "batch": BatchNorm}
-    return kinds[name](width)
+    return None if name == "none" else NORMS[name](width)
 
 
 def activated(norm: nn.Module | None, x: Tensor, moments: Tensor | None) -> Tensor:
     """ReLU of the norm of x."""
     if norm is None:
         return x.relu()
-    if isinstance(norm, BatchNorm):
-        normed: Tensor = norm(x, moments)
-        return normed.relu_()
-    assert isinstance(norm, nn.LayerNorm)
-    weight, bias = norm.weight.to(x.dtype), norm.bias.to(x.dtype)
-    return nn.functional.layer_norm(x, norm.normalized_shape, weight, bias, norm.eps).relu_()
+    normed: Tensor = norm(x, moments)
+    return normed.relu_()

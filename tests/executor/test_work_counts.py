@@ -199,7 +199,7 @@ def numbers_of(work: Work) -> list[float]:
     """Gathered numbers and element-wise numbers.
 
     What is gathered number by number, or a number per head, is attention's."""
-    gathered = sum(each.rows * each.width for each in work.gathers if each.width > HEADS)
+    gathered = sum(each["rows"] * each["width"] for each in work.gathers if each["width"] > HEADS)
     return [gathered, work.elementwise_bytes / 4]
 
 
