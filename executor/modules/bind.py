@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from gnnplan.executor.layers.kernels import Block
 from gnnplan.executor.modules.record import Unfit
-from gnnplan.executor.modules.structure import dgl_graph, edge_index_of, typed
+from gnnplan.executor.modules.structure import beside_loops, dgl_graph, edge_index_of, typed
 from gnnplan.planner.graph.graph import Whole
 from gnnplan.planner.problem.problem import Problem
 from gnnplan.planner.vocabulary.files import suggest
@@ -199,7 +199,7 @@ class Small:
         self.fields = {name: _drawn(draw, vertices, *shape) for name, shape in graph.vertex.items()}
         on_edges = {name: _drawn(draw, len(sources), *shape) for name, shape in graph.edge.items()}
         # a convolution of DGL may refuse vertices that read nobody: users add self-loops then
-        loops = any(hasattr(part, "_allow_zero_in_degree") for part in module.modules())
+        loops = any(map(_refuses_who_reads_nobody, module.modules()))
         self.whole = Whole(indptr, sources.astype(np.int32), on_edges, loops)
         # parts of which none reads all vertices
         self.parts = torch.from_numpy(draw.permutation(vertices)).tensor_split(PARTS)
@@ -207,13 +207,23 @@ class Small:
     def given(self, dtype: torch.dtype) -> dict[str, Any]:
         """What forward is given, by the graph's names."""
         edges = edge_index_of(self.whole)
-        on_edges = {name: typed(values, dtype) for name, values in self.whole.fields.items()}
+        on_edges = {
+            name: beside_loops(self.whole, typed(values, dtype), self.vertices)
+            for name, values in self.whole.fields.items()
+        }
         values: dict[str, Any] = {"vertex x": self.x.to(dtype, copy=True), "edge_index": edges}
         values |= {f"vertex {name}": typed(v, dtype) for name, v in self.fields.items()}
         values |= {f"edge {name}": v for name, v in on_edges.items()}
         if "g" in self.binding.inputs:
             values["g"] = dgl_graph(self.whole, edges, on_edges)
         return {name: values[name] for name in self.binding.inputs}
+
+
+def _refuses_who_reads_nobody(part: nn.Module) -> bool:
+    """Whether a convolution of DGL raises an error for vertices without edges into them."""
+    code = getattr(type(part).forward, "__code__", None)
+    says_so = any("0-in-degree" in str(text) for text in code.co_consts) if code else False
+    return says_so and not getattr(part, "_allow_zero_in_degree", False)
 
 
 def block_of(whole: Whole, own: Tensor) -> Block:

@@ -141,7 +141,8 @@ class Structure:
         field: the numbers of a field. source [S]: the vertices that edges link, as a part numbers
         them; None: it is the whole. destinations: those that edges lead to, the first of them."""
         values: Values = {self.edges: edges, DESTINATIONS: destinations}
-        values |= {node: field(node) for node in self.fields}
+        size = whole.vertices if source is None else len(source)
+        values |= {node: beside_loops(whole, field(node), size) for node in self.fields}
         for node in self.nodes:
             if node.name == "vertices":
                 values[node] = whole.vertices if source is None else len(source)
@@ -197,7 +198,9 @@ class Structure:
     def _as_tables(self, values: Values, vertices: int) -> dict[Node, Any]:
         """What a part looks up of values on the whole graph."""
         return {
-            node: values[node] if of is None else Table(values[of], values[node], vertices)
+            node: values[node]
+            if of is None
+            else Table(values[of], values[node][: values[of].shape[1]], vertices)
             for node, of in self.whole.items()
         }
 
@@ -348,6 +351,14 @@ def typed(field: np.ndarray, dtype: torch.dtype) -> Tensor:
     return value.to(dtype) if value.is_floating_point() else value
 
 
+def beside_loops(whole: Whole, field: Tensor, vertices: int) -> Tensor:
+    """A field of edges, with ones for the self-loops that a graph of DGL has then, as
+    dgl.add_self_loop writes them."""
+    if not whole.loops:
+        return field
+    return torch.cat([field, field.new_ones((vertices, *field.shape[1:]))])
+
+
 def dgl_graph(
     whole: Whole, edges: Tensor, fields: Mapping[str, Tensor], source: Tensor | None = None
 ) -> Any:
@@ -358,9 +369,7 @@ def dgl_graph(
     if whole.loops:
         edges = with_loops(edges, size)
     graph = dgl.graph((edges[0], edges[1]), num_nodes=size)
-    for name, values in fields.items():
-        ones = values.new_ones((graph.num_edges() - len(values), *values.shape[1:]))
-        graph.edata[name] = torch.cat([values, ones])  # as dgl.add_self_loop does
+    graph.edata.update(fields)
     if source is not None:
         ins, outs = (torch.from_numpy(degrees) for degrees in whole.degrees)
         graph.in_degrees = lambda *_, **__: ins[source]

@@ -35,7 +35,7 @@ from gnnplan.testing.ranks import Case
 UNSEEN = 89  # vertices of a graph on which no module was looked at
 # of every way to be cut one: our own layers, dropout on edges, batch norm, fields, shared layers,
 # messages of its own, DGL
-SAMPLE = ["zoo CoraGAT", "zoo PointNet", "zoo SharedLayer", "zoo_dgl UserWeighted"]
+SAMPLE = ["zoo CoraGAT", "zoo PointNet", "zoo SharedLayer", "zoo_dgl EdgeAttention"]
 # who may refuse a module that graph_parallel carries, by family, and why
 REFUSALS = {
     "graph_parallel": "one per layer|moments are of all vertices",

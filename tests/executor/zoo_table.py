@@ -32,7 +32,7 @@ from gnnplan.executor.layers.layer import Drop
 from gnnplan.executor.modules.bind import GraphFields
 from gnnplan.executor.modules.prove import Dropouts, as_pieces_draw, followed
 from gnnplan.executor.modules.read import UserModule, read, with_module
-from gnnplan.executor.modules.structure import dgl_graph, edge_index_of
+from gnnplan.executor.modules.structure import edge_index_of
 from gnnplan.planner.gnn.workload import Module, Workload
 from gnnplan.planner.graph.graph import Graph, Whole
 from gnnplan.planner.graph.load import load
@@ -162,10 +162,15 @@ class Itself:
             "edge_index": edges,
             "vertex x": tensor_of(graph.features()),
             **{f"vertex {name}": tensor_of(value) for name, value in graph.vertex_fields.items()},
-            **{f"edge {name}": value for name, value in of_edges.items()},
         }
         if "g" in self.pieces.binding.inputs:
-            self.given["g"] = dgl_graph(self.whole, edges, of_edges)
+            import dgl
+
+            g = dgl.graph((edges[0], edges[1]), num_nodes=stats.vertices)
+            g.edata.update(of_edges)
+            self.given["g"] = dgl.add_self_loop(g) if self.pieces.loops else g
+            of_edges = {**self.given["g"].edata}
+        self.given |= {f"edge {name}": value for name, value in of_edges.items()}
         self.y = tensor_of(graph.y)
         self.losses = self._train()
         self.trained = self.logits()
