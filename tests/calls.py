@@ -1,10 +1,25 @@
-"""Calls of `gnnplan` in a test's own process."""
+"""Calls of `gnnplan` in a test's own process; the fixture `gnnplan` (conftest.py) is the command."""
 
+import json
 import shlex
 from collections.abc import Iterable
 from pathlib import Path
+from typing import Any, NamedTuple
 
 from gnnplan.cli import app
+
+
+class Answer(NamedTuple):
+    """How a command ended, and what it printed."""
+
+    code: int
+    out: str
+    err: str
+
+    @property
+    def document(self) -> dict[str, Any]:
+        """Standard output, which is one JSON document and nothing else."""
+        return json.loads(self.out)
 
 
 def spelt(words: Iterable[object]) -> list[str]:

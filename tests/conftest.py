@@ -6,12 +6,16 @@ import multiprocessing.process
 import os
 import shutil
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
+from calls import Answer, spelt
 from examples import NIGHT, examples
 from hypothesis import settings
 from started import starting
+
+from gnnplan.cli import main
 
 # Machines are busy, so no test is on time. By day examples are the same everywhere. At night they
 # are new ones each time; those that fail are printed as a line to put above the
@@ -105,6 +109,22 @@ def own_cache(tmp_path, monkeypatch):
     folder.mkdir()
     monkeypatch.setenv("GNNPLAN_CACHE", str(folder))
     return folder
+
+
+@pytest.fixture
+def gnnplan(monkeypatch, capsys):
+    """gnnplan("plan --json -o", path, ...) in this process; text is several words, as in a shell."""
+
+    def call(*words: object) -> Answer:
+        monkeypatch.setattr(sys, "argv", ["gnnplan", *spelt(words)])
+        # or the program's name is that of `python -m pytest`
+        monkeypatch.setattr(sys.modules["__main__"], "__package__", None)
+        capsys.readouterr()
+        with pytest.raises(SystemExit) as end:
+            main()
+        return Answer(end.value.code, *capsys.readouterr())
+
+    return call
 
 
 @pytest.fixture

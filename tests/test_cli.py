@@ -14,13 +14,12 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
-from calls import planned, spelt
+from calls import Answer, planned, spelt
 from examples import NIGHT
 
 from gnnplan import __version__
 from gnnplan.api.running import Run
 from gnnplan.api.view import Blocks
-from gnnplan.cli import main
 
 GRAPH = "synthetic:community?vertices=60&edges=400&features=8&classes=3&seed=0"
 CLUSTER = """name: two
@@ -31,33 +30,6 @@ intra_node:
   bandwidth: 1GB/s
   latency: 50us
 """
-
-
-class Answer(NamedTuple):
-    code: int
-    out: str
-    err: str
-
-    @property
-    def document(self) -> dict[str, Any]:
-        """Standard output, which is one JSON document and nothing else."""
-        return json.loads(self.out)
-
-
-@pytest.fixture
-def gnnplan(monkeypatch, capsys):
-    """gnnplan("plan --json -o", path, ...) in this process; text is several words, as in a shell."""
-
-    def call(*words: object) -> Answer:
-        monkeypatch.setattr(sys, "argv", ["gnnplan", *spelt(words)])
-        # or the program's name is that of `python -m pytest`
-        monkeypatch.setattr(sys.modules["__main__"], "__package__", None)
-        capsys.readouterr()
-        with pytest.raises(SystemExit) as end:
-            main()
-        return Answer(end.value.code, *capsys.readouterr())
-
-    return call
 
 
 @pytest.fixture(scope="module")
@@ -398,7 +370,6 @@ def test_the_list_of_verbs_is_not_cut_at_80_columns(gnnplan, monkeypatch):
 def test_help_of_every_verb_comes_without_heavy_imports():
     program = """
 import sys
-from gnnplan.cli import main
 heavy = {"dgl", "networkx", "numpy", "pydantic", "pymetis", "rich", "scipy", "simpy", "torch", "yaml"}
 for verb in "", "profile", "check", "plan", "simulate", "tune", "run", "validate", "trace", "emit", "measure":
     sys.argv = ["gnnplan", *verb.split(), "--help"]

@@ -3,15 +3,14 @@
 import json
 import re
 import shutil
-import sys
 from html.parser import HTMLParser
 from itertools import pairwise
 from pathlib import Path
 
 import numpy as np
 import pytest
+from calls import planned
 
-from gnnplan.cli import main
 from gnnplan.planner.decision import plan as plans
 from gnnplan.planner.vocabulary.trace import Span
 from gnnplan.report import decision, page, report, traffic
@@ -29,22 +28,12 @@ inter_node: {bandwidth: 100MB/s, latency: 90us}
 MOST_BYTES = 5e6  # of a page
 
 
-def gnnplan(monkeypatch: pytest.MonkeyPatch, *words: object) -> int:
-    monkeypatch.setattr(sys, "argv", ["gnnplan", *map(str, words)])
-    monkeypatch.setattr(sys.modules["__main__"], "__package__", None)
-    with pytest.raises(SystemExit) as end:
-        main()
-    return int(end.value.code or 0)
-
-
 @pytest.fixture(scope="module")
 def plan(tmp_path_factory):
     folder = tmp_path_factory.mktemp("report")
     (folder / "cluster.yaml").write_text(CLUSTER)
-    with pytest.MonkeyPatch.context() as patch:
-        options = f"--cluster {folder}/cluster.yaml --layers 2 --hidden 16 -o {folder}/plan.json"
-        assert gnnplan(patch, "plan", "--graph", GRAPH, *options.split()) == 0
-    return folder / "plan.json"
+    how = f"--cluster {folder}/cluster.yaml --layers 2 --hidden 16"
+    return planned(folder / "plan.json", "--graph", GRAPH, how)
 
 
 @pytest.fixture(scope="module")
@@ -167,10 +156,8 @@ def test_what_no_screen_shows_is_joined_and_nothing_else():
 
 @pytest.mark.slow
 def test_a_wide_pipeline_of_32_layers_fits_in_the_page(tmp_path):
-    with pytest.MonkeyPatch.context() as patch:
-        words = "plan --graph reddit --cluster gnnpipe_a5000 --model gcn --layers 32 --hidden 100"
-        forced = ["--strategy", "gnnpipe(stages=8,chunks=32)", "-o", tmp_path / "plan.json"]
-        assert gnnplan(patch, *words.split(), *forced) == 0
+    how = "--graph reddit --cluster gnnpipe_a5000 --model gcn --layers 32 --hidden 100"
+    planned(tmp_path / "plan.json", how, "--strategy gnnpipe(stages=8,chunks=32)")
     facts = gather(tmp_path / "plan.json", [])
     pictures = [
         decision.epochs(facts),
@@ -182,10 +169,10 @@ def test_a_wide_pipeline_of_32_layers_fits_in_the_page(tmp_path):
     assert len(page.page(facts, pictures, {}).encode()) <= MOST_BYTES
 
 
-def test_without_plotly_the_error_says_what_to_install(plan, tmp_path, monkeypatch, capsys):
+def test_without_plotly_the_error_says_what_to_install(plan, tmp_path, monkeypatch, gnnplan):
     monkeypatch.setattr(page, "find_spec", lambda name: None)
-    assert gnnplan(monkeypatch, "report", plan, "-o", tmp_path / "report.html") == 2
-    assert "plotly" in (err := capsys.readouterr().err) and "pip install 'gnnplan[report]'" in err
+    code, _, err = gnnplan("report", plan, "-o", tmp_path / "report.html")
+    assert code == 2 and "plotly" in err and "pip install 'gnnplan[report]'" in err
     assert list(tmp_path.iterdir()) == []
 
 
@@ -210,12 +197,12 @@ def no_json(folder: Path, document: dict) -> None:
         (no_candidates, r"bad.json: alternatives.0.(exact|predicted)\S*: Field required"),
     ],
 )
-def test_bad_input_is_named_and_leaves_nothing(spoil, said, plan, tmp_path, monkeypatch, capsys):
+def test_bad_input_is_named_and_leaves_nothing(spoil, said, plan, tmp_path, gnnplan):
     spoil(tmp_path, plans.read(plan))
     output = tmp_path / "out" / "report.html"
     output.parent.mkdir()
-    assert gnnplan(monkeypatch, "report", tmp_path / "bad.json", "-o", output) == 2
-    assert re.search(said, capsys.readouterr().err)
+    answer = gnnplan("report", tmp_path / "bad.json", "-o", output)
+    assert answer.code == 2 and re.search(said, answer.err)
     assert list(output.parent.iterdir()) == []
 
 

@@ -117,7 +117,10 @@ def test_pyg_reads_a_part_per_rank(asked, tmp_path):
 
 
 @pytest.mark.processes
-@pytest.mark.parametrize(("name", "library"), [("distdgl", "dgl"), ("pyg", "torch_geometric")])
+@pytest.mark.parametrize(
+    ("name", "library"),
+    [pytest.param("distdgl", "dgl", marks=pytest.mark.nightly), ("pyg", "torch_geometric")],
+)
 def test_parts_of_others_are_read_again(asked, tmp_path, name, library):
     """The graph that was written, cut as it was; and so it can become a folder of our parts."""
     needed(library)

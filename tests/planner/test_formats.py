@@ -67,7 +67,6 @@ from written import (
     zipped,
 )
 
-from gnnplan.cli import main
 from gnnplan.planner.graph import formats, npy
 from gnnplan.planner.graph.arrays import collect
 from gnnplan.planner.graph.formats import Extras, convert, parts_of, text
@@ -913,21 +912,6 @@ def test_an_absent_library_is_named_with_pips_command(tmp_path, monkeypatch, abs
 
 
 # -- the command -----------------------------------------------------------------------------------
-
-
-@pytest.fixture
-def gnnplan(monkeypatch, capsys):
-    """gnnplan('convert', ...) in this process: exit code, output, errors."""
-
-    def call(*words: object) -> tuple[int, str, str]:
-        monkeypatch.setattr(sys, "argv", ["gnnplan", *map(str, words)])
-        monkeypatch.setattr(sys.modules["__main__"], "__package__", None)
-        capsys.readouterr()
-        with pytest.raises(SystemExit) as end:
-            main()
-        return (end.value.code, *capsys.readouterr())  # type: ignore[return-value]
-
-    yield call
 
 
 def test_convert_says_what_it_found_and_where_it_is(tmp_path, gnnplan):
