@@ -24,7 +24,7 @@ from torch import Tensor
 from gnnplan.executor.layers.kernels import Shapes, warm_up
 from gnnplan.executor.layers.models import Net
 from gnnplan.executor.layers.targets import no_counts, scores
-from gnnplan.executor.modules.read import state_of, with_structure
+from gnnplan.executor.modules.read import read_again, with_structure
 from gnnplan.executor.ranks.checkpoint import Checkpoints, must_have_epochs
 from gnnplan.executor.ranks.comm import gather_bytes
 from gnnplan.executor.ranks.device_clock import now
@@ -366,7 +366,7 @@ class _Training:
             weights = {name: p for part in parts for name, p in load(part).items()}
         if rank.rank == 0:
             if self.problem.workload.is_module:  # under the names of the user's own module
-                weights = state_of(weights, self.problem.workload)
+                weights = read_again(self.problem.workload).trained(weights)
             write_atomically(out / "weights.safetensors", save(weights))
 
 

@@ -28,7 +28,7 @@ from gnnplan.executor.launch.failure import be_rank
 from gnnplan.executor.modules.bind import GraphFields
 from gnnplan.executor.modules.nets import net_of
 from gnnplan.executor.modules.own import names_layer, own_layers
-from gnnplan.executor.modules.read import Source, read, state_of, with_module
+from gnnplan.executor.modules.read import Source, read, read_again, with_module
 from gnnplan.executor.ranks.activity import Activity
 from gnnplan.executor.ranks.opening import open_rank
 from gnnplan.executor.ranks.rank import Rank
@@ -223,7 +223,7 @@ def _alone(task: Task, out: Path) -> dict[str, Tensor]:
 def _initial(workload: Workload, features: int, classes: int) -> dict[str, Tensor]:
     """The weights before the step."""
     state = dict(net_of(describe(workload, features, classes), workload).state_dict())
-    return state_of(state, workload) if workload.is_module else state
+    return read_again(workload).trained(state) if workload.is_module else state
 
 
 def _verdict(

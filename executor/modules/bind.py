@@ -6,6 +6,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -30,7 +31,7 @@ GRAPHS = ("g", "graph", "G", "block", "blocks", "mfgs", "bipartites")
 DATA = ("data", "batch", "graph")
 
 VERTICES = (53, 78)  # of the graph that a module is followed on, and of another to prove it on
-MANY_VERTICES = 1201  # of a graph on which forward must make the same calls
+MANY_VERTICES = 1201  # of a larger one, which tells sizes from other numbers
 PARTS = 4
 EACH = 4  # rows of each whole number, if there are enough
 
@@ -195,6 +196,7 @@ class Small:
         _, sources = np.nonzero(dense)
         indptr = np.concatenate([[0], np.cumsum(dense.sum(1))])
         self.vertices, self.graph, self.binding = vertices, graph, bound(module, graph)
+        self.module = module
         self.x = torch.from_numpy(draw.standard_normal((vertices, graph.features)))
         self.fields = {name: _drawn(draw, vertices, *shape) for name, shape in graph.vertex.items()}
         on_edges = {name: _drawn(draw, len(sources), *shape) for name, shape in graph.edge.items()}
@@ -203,6 +205,11 @@ class Small:
         self.whole = Whole(indptr, sources.astype(np.int32), on_edges, loops)
         # parts of which none reads all vertices
         self.parts = torch.from_numpy(draw.permutation(vertices)).tensor_split(PARTS)
+
+    @cached_property
+    def larger(self) -> Small:
+        """One of many vertices, on which forward must make the same calls."""
+        return Small(MANY_VERTICES, self.module, self.graph)
 
     def given(self, dtype: torch.dtype) -> dict[str, Any]:
         """What forward is given, by the graph's names."""

@@ -20,7 +20,6 @@ from gnnplan.executor.layers.blocks import weighted_of
 from gnnplan.executor.layers.layer import Drop
 from gnnplan.executor.layers.models import Net
 from gnnplan.executor.modules.bind import VERTICES, GraphFields, Small, bound
-from gnnplan.executor.modules.cut import live_nodes
 from gnnplan.executor.modules.prove import (
     Dropouts,
     Tried,
@@ -29,9 +28,9 @@ from gnnplan.executor.modules.prove import (
     must_compute,
     recorded_of,
 )
-from gnnplan.executor.modules.record import Node, Opaque, Recorded
+from gnnplan.executor.modules.record import Node, Opaque, Recorded, live_nodes
 from gnnplan.planner.gnn.kinds import KINDS
-from gnnplan.planner.gnn.model import describe
+from gnnplan.planner.gnn.model import Model, describe
 from gnnplan.planner.gnn.workload import Module, ModuleLayer, Workload
 
 SEED = 7  # of dropout in the proof
@@ -106,6 +105,12 @@ class Parameters:
                 if mine.shape == self.state[name].shape:
                     mine.copy_(self.state[name])
 
+    def net(self, shapes: Model, workload: Workload, which: range | None) -> Net:
+        """Our layers `which`, with these parameters."""
+        net = Net(shapes, workload, which)
+        self.fill(net)
+        return net
+
     def trained(self, ours: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Our Net's weights as the state_dict of the user's module."""
         return {
@@ -148,6 +153,7 @@ def converted(module: nn.Module, graph: GraphFields, proves: bool = True) -> Cha
         small = Small(VERTICES[0], module, graph)
         chain = _guess(*recorded_of(module, small, True, torch.float64, parts))
         if proves:
+            recorded_of(module, small, False, torch.float64, parts)
             _prove(module, chain, graph)
     except Exception as error:  # it is none of these chains, however that shows
         raise NoChain from error
@@ -253,8 +259,7 @@ def _prove(module: nn.Module, chain: Chain, graph: GraphFields) -> None:
         raise NoChain
 
     def tried(values: Mapping[str, Any], is_training: bool) -> Tried:
-        net = Net(model, workload)
-        parameters.fill(net)
+        net = parameters.net(model, workload, None)
         output = _of_net(net, small, workload, is_training)
         if placed != {*net.state_dict()} or output.shape[1] != graph.classes:
             raise NoChain
@@ -286,7 +291,7 @@ def _of_net(net: Net, small: Small, workload: Workload, is_training: bool) -> Te
         norm = net.batch_norm(layer)
         return moments_of(norm, rows) if norm is not None and is_training else None
 
-    h = small.x if net.encoder is None else net.encode(small.x, drops[0])
+    h = net.encode(small.x, drops[0])
     x0 = h if net.initial else None
     for number in range(1, net.total + 1):
         layer = net.layer(number)

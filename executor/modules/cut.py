@@ -25,7 +25,7 @@ from __future__ import annotations
 
 import inspect
 import operator
-from collections.abc import Callable, Hashable, Iterable, Sequence
+from collections.abc import Hashable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -52,6 +52,7 @@ from gnnplan.executor.modules.record import (
     Unfit,
     edge_sets_of,
     is_sparse,
+    live_nodes,
 )
 
 FIXED, FREE, STRUCTURE, ROWS, INNER = "fixed", "free", "structure", "rows", "inner"
@@ -107,15 +108,15 @@ class Cut:
 class Program:
     """A forward in pieces.
 
-    layers: each with its three pieces. ends: batch norm after the last layer, and what follows it.
-    fields: structure that rows of piece 0 read. drawn: of inner values that are dropped, the edge
-    set that they are of. numbers: of all dropouts, in the order of forward."""
+    layers: each with its three pieces. ends: batch norm after the last layer, and what follows it;
+    or nothing. fields: structure that rows of piece 0 read. drawn: of inner values that are
+    dropped, the edge set that they are of. numbers: of all dropouts, in the order of forward."""
 
     recorded: Recorded
     live: list[Node]
     kind: dict[Node, str]
     layers: list[Cut]
-    ends: Piece | None
+    ends: Piece
     fields: set[Node]
     drawn: dict[Node, Node]
     numbers: dict[Node, int]
@@ -606,7 +607,7 @@ class _Cutter:
             self.live,
             self.kind,
             [Cut(*pieces[at : at + 3]) for at in range(0, 3 * self._layers, 3)],
-            pieces[-1] if pieces[-1].nodes else None,
+            pieces[-1],
             self.fields,
             drawn,
             {node: number for number, node in enumerate(dropping)},
@@ -656,20 +657,6 @@ def told_of(norm: Node) -> dict[str, Any]:
     call = BATCH_NORM.bind(*norm.args, **norm.kwargs)
     call.apply_defaults()
     return call.arguments
-
-
-def live_nodes(
-    outputs: Iterable[Node], reads: Callable[[Node], list[Node]] = lambda node: node.reads
-) -> list[Node]:
-    """Nodes of which the outputs are made, in their order."""
-    live: set[Node] = set()
-    todo = [*outputs]
-    while todo:
-        node = todo.pop()
-        if node not in live:
-            live.add(node)
-            todo += reads(node)
-    return sorted(live, key=lambda node: node.index)
 
 
 def differing(expected: Tensor, found: Tensor) -> int | None:

@@ -34,14 +34,14 @@ class Place:
         self, nodes: Sequence[Node], values: Values, frees: Mapping[Node, Sequence[Node]]
     ) -> None:
         """Add to `values` those of nodes, in their order; frees: after which ones go."""
-        given: set[int] = set()
+        given: dict[int, int] = {}
         if any(node.changes for node in nodes):
-            given = _storages([*values.values()])
+            given = storages([*values.values()])
         for node in nodes:
             gone, may_change = frees.get(node, ()), False
             if node.changes:  # in place, if nobody else has these numbers
-                kept = given | _storages([v for each, v in values.items() if each not in gone])
-                may_change = not kept & _storages(values.get(node.reads[0]))
+                kept = given | storages([v for each, v in values.items() if each not in gone])
+                may_change = not kept.keys() & storages(values.get(node.reads[0]))
             values[node] = self.call(node, values, may_change)
             for freed in gone:
                 values.pop(freed, None)
@@ -85,10 +85,11 @@ def tensors(value: Any) -> list[Tensor]:
     return [leaf for leaf in tree_leaves(value) if isinstance(leaf, Tensor)]
 
 
-def _storages(values: Any) -> set[int]:
-    """Where the numbers of values' tensors are."""
+def storages(values: Any) -> dict[int, int]:
+    """Where the numbers of values' tensors are, and how many bytes there."""
     dense = [tensor for tensor in tensors(values) if tensor.layout == torch.strided]
-    return {tensor.untyped_storage().data_ptr() for tensor in dense}
+    found = [tensor.untyped_storage() for tensor in dense]
+    return {storage.data_ptr(): storage.nbytes() for storage in found}
 
 
 def frees(

@@ -6,7 +6,6 @@ they run."""
 from __future__ import annotations
 
 import hashlib
-import importlib.util
 import inspect
 import sys
 import traceback
@@ -139,10 +138,9 @@ def make(
 
 def _execute(file: Path) -> ModuleType:
     """The file as a module; files beside it can be imported by it."""
-    spec = importlib.util.spec_from_file_location(f"gnnplan_user_{file.stem}", file)
-    assert spec is not None and spec.loader is not None
-    code = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = code
+    code = ModuleType(f"gnnplan_user_{file.stem}")
+    code.__file__ = str(file)
+    sys.modules[code.__name__] = code
     sys.path.insert(0, str(file.parent))
     try:
         with warnings.catch_warnings():

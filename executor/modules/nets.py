@@ -5,27 +5,20 @@ from __future__ import annotations
 from gnnplan.executor.layers.layer import Layer
 from gnnplan.executor.layers.models import Net
 from gnnplan.executor.modules.own import made
-from gnnplan.executor.modules.pieces import PieceLayer, Tail
-from gnnplan.executor.modules.read import fill, pieces_of
+from gnnplan.executor.modules.read import read_again
 from gnnplan.planner.gnn.model import Model
 from gnnplan.planner.gnn.workload import Workload
 
 
 def net_of(shapes: Model, workload: Workload, which: range | None = None) -> Net:
     """The layers `which` (default: all) of our kinds, of the user's class or of their module."""
-    if workload.is_cut:
-        net = Net(shapes, workload, which, pieces_of(workload).layer)
-        last = net.layers[str(net.total)] if shapes.ends and net.total in net.which else None
-        net.ends = Tail(last) if isinstance(last, PieceLayer) else None
-        return net
-    if workload.model == "own":
+    if workload.is_module:
+        return read_again(workload).net(shapes, workload, which)
+    if workload.model != "own":
+        return Net(shapes, workload, which)
 
-        def layer(number: int) -> Layer:
-            shape = shapes.layers[number - 1]
-            return made(workload, number, shape.h_in, shape.h_out)
+    def layer(number: int) -> Layer:
+        shape = shapes.layers[number - 1]
+        return made(workload, number, shape.h_in, shape.h_out)
 
-        return Net(shapes, workload, which, layer)
-    net = Net(shapes, workload, which)
-    if workload.is_converted:
-        fill(net, workload)
-    return net
+    return Net(shapes, workload, which, layer)

@@ -8,7 +8,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, cast
 from weakref import WeakKeyDictionary
 
 import numpy as np
@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from gnnplan.executor.layers.kernels import Block, dropout
 from gnnplan.executor.layers.layer import Drop, Layer, keep
+from gnnplan.executor.layers.models import Net
 from gnnplan.executor.layers.norms import BatchNorm
 from gnnplan.executor.modules.bind import Bound
 from gnnplan.executor.modules.cut import (
@@ -29,9 +30,11 @@ from gnnplan.executor.modules.cut import (
     told_of,
     width_of,
 )
-from gnnplan.executor.modules.evaluate import Place, Values
+from gnnplan.executor.modules.evaluate import Place, Values, storages
 from gnnplan.executor.modules.record import Named, Node, Opaque, named_in, tensors_of
 from gnnplan.executor.modules.structure import Structure
+from gnnplan.planner.gnn.model import Model
+from gnnplan.planner.gnn.workload import Workload
 from gnnplan.planner.graph.graph import Whole
 
 # edges after which fields begin anew where layers are counted: of each kind there are as many in
@@ -70,6 +73,26 @@ class Pieces:
 
     def layer(self, number: int) -> PieceLayer:
         return PieceLayer(self, number)
+
+    def net(self, shapes: Model, workload: Workload, which: range | None) -> Net:
+        """Its layers `which`, of a copy of the module with parameters of its own."""
+        own = copy.copy(self)
+        own.module = copy.deepcopy(self.module)
+        net = Net(shapes, workload, which, own.layer)
+        if own.training.ends.nodes and net.total in net.which:
+            net.ends = Tail(cast(PieceLayer, net.layer(net.total)))
+        return net
+
+    def trained(self, weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """A Net's weights as the state_dict of the user's module."""
+        named = self.module.state_dict(keep_vars=True)
+        state = {name: value.detach().clone() for name, value in named.items()}
+        for name, value in weights.items():
+            own = name.split(".", 2)[2].replace("/", ".")
+            for other in named:
+                if own in named and named[other] is named[own]:  # tied weights have several names
+                    state[other] = value.clone(memory_format=torch.contiguous_format)
+        return state
 
     @property
     def place(self) -> Place:
@@ -221,7 +244,7 @@ class PieceLayer(Layer):
 
     def _pieces_of(self, program: Program) -> list[Piece]:
         cut = program.layers[self.number - 1]
-        ends = [program.ends] if program.ends and self.number == self.pieces.layers else []
+        ends = [program.ends] if self.number == self.pieces.layers else []
         return [cut.prepare, cut.gather, cut.update, *ends]
 
     def on(self, indptr: np.ndarray, indices: np.ndarray) -> Whole:
@@ -249,11 +272,9 @@ class PieceLayer(Layer):
     # -- calls of a strategy -----------------------------------------------------------------------
 
     def open(self, block: Block) -> int:
-        values = self.pieces.local(block).values()
-        dense = [v for v in values if isinstance(v, Tensor) and v.layout == torch.strided]
-        storages = [value.untyped_storage() for value in dense]
+        values = [*self.pieces.local(block).values()]
         of_sums = sum(value.nbytes for value in values if isinstance(value, Block))
-        return of_sums + sum({each.data_ptr(): each.nbytes() for each in storages}.values())
+        return of_sums + sum(storages(values).values())
 
     def during(self, drop: Drop) -> PieceLayer:
         own = copy.copy(self)  # with this layer's tensors
@@ -365,13 +386,10 @@ class Tail:
     """Batch norm after the last layer, and what follows it, with that layer's tensors."""
 
     def __init__(self, layer: PieceLayer) -> None:
-        ends = layer.pieces.training.ends
-        assert ends is not None
-        self.layer, self.norm = layer, PackedNorm(layer, ends)
+        self.layer, self.norm = layer, PackedNorm(layer, layer.pieces.training.ends)
 
     def __call__(self, h: Tensor, drop: Drop = keep, moments: Tensor | None = None) -> Tensor:
         """h_L [R, W] -> logits [R, C]."""
         during = self.layer.during(drop)
         piece = during.mode.ends
-        assert piece is not None
         return packed(during.begun(piece, self.norm, h, moments), piece.makes)

@@ -8,11 +8,10 @@ same numbers in both."""
 from __future__ import annotations
 
 import copy
-import itertools
 import sys
 import traceback
 import warnings
-from collections.abc import Callable, Collection, Hashable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from typing import Any, TypeVar
@@ -24,21 +23,19 @@ from torch.overrides import TorchFunctionMode
 from gnnplan.executor.layers.layer import Drop
 from gnnplan.executor.layers.norms import BatchNorm
 from gnnplan.executor.modules import elsewhere
-from gnnplan.executor.modules.bind import MANY_VERTICES, VERTICES, GraphFields, Small, block_of
+from gnnplan.executor.modules.bind import VERTICES, GraphFields, Small, block_of
 from gnnplan.executor.modules.cut import (
     Program,
     Turned,
     cut,
     differing,
     keep_still,
-    live_nodes,
 )
 from gnnplan.executor.modules.evaluate import Place
 from gnnplan.executor.modules.kept import copied, must_learn_its_own, numbers_of
 from gnnplan.executor.modules.pieces import Pieces, Tail, drawn, pair_ids
 from gnnplan.executor.modules.record import (
     DROPOUTS,
-    Named,
     Node,
     Recorded,
     Unfit,
@@ -46,6 +43,7 @@ from gnnplan.executor.modules.record import (
     line_of,
     named_in,
     record,
+    with_sizes,
 )
 from gnnplan.executor.modules.structure import Structure
 from gnnplan.planner.graph.graph import Whole
@@ -179,44 +177,18 @@ def recorded_of(
     parts: Collection[str] = (),
     whole: Collection[str] = (),
 ) -> tuple[nn.Module, Recorded]:
-    """A copy of the module, and what its forward computes. parts, whole: as of `record`. Raises
-    Unfit."""
-    seen = copied(module).to(dtype).train(is_training)  # a forward may keep what it is given
-    given = small.given(dtype)
-    run = partial(small.binding.call, seen, given)
-    return seen, _guarded(small, lambda: record(seen, given, run, small.vertices, parts, whole))
+    """A copy of the module, and what its forward computes of a small graph, as it does of a large
+    one. parts, whole: as of `record`. Raises Unfit."""
 
+    def of(graph: Small) -> tuple[nn.Module, Recorded]:
+        seen = copied(module).to(dtype).train(is_training)  # a forward may keep what it is given
+        given = graph.given(dtype)
+        run = partial(graph.binding.call, seen, given)
+        recorded = partial(record, seen, given, run, graph.vertices, parts, whole)
+        return seen, _guarded(graph, recorded)
 
-def must_make_the_same_calls(
-    module: nn.Module, graph: GraphFields, parts: Collection[str] = ()
-) -> None:
-    """Raise Unfit if forward calls something else of a larger graph, as one does that branches on
-    the graph's size. parts: as of `record`."""
-    for is_training in (True, False):
-        few, many = (
-            live_nodes([recorded_of(module, small, is_training, torch.float64, parts)[1].output])
-            for small in (Small(n, module, graph) for n in (VERTICES[0], MANY_VERTICES))
-        )
-        pairs = list(zip(_told(few), _told(many), strict=False))
-        same = sum(1 for _ in itertools.takewhile(lambda pair: pair[0] == pair[1], pairs))
-        if not same == len(few) == len(many):
-            node = many[min(same, len(many) - 1)]
-            raise Unfit(
-                f"{node.place}{node.what} of a graph of {MANY_VERTICES:,} vertices is another call"
-                f" than of one of {VERTICES[0]}; let nothing depend on the size of the graph"
-            )
-
-
-def _told(nodes: Sequence[Node]) -> list[tuple[Any, ...]]:
-    """What each call is given: plain numbers and words, and the places of values among nodes."""
-    places = {each: place for place, each in enumerate(nodes)}
-
-    def told(leaf: Any) -> Any:
-        if isinstance(leaf, Node):
-            return places[leaf]
-        return repr(leaf) if isinstance(leaf, (int, float, str, Named)) else type(leaf)
-
-    return [(node.what, node.learns, *map(told, node.leaves)) for node in nodes]
+    (seen, few), (_, many) = of(small), of(small.larger)
+    return seen, with_sizes(few, many)
 
 
 # What is computed instead of a module: the output, and when that has had its gradient, those of the
@@ -360,7 +332,7 @@ def in_parts(pieces: Pieces, small: Small, values: Mapping[str, Any], is_trainin
             drop = Drop(0.0, 7, 0, layer.number, block.source, training=is_training)
             made.append(layer(block, rows[block.source], drop, moments=moments))
         rows = torch.cat(made)[torch.argsort(torch.cat(small.parts))]
-    if mode.ends is not None:
+    if mode.ends.nodes:
         tail = Tail(layers[-1])
         moments = moments_of(tail.norm, rows) if is_training else None
         drop = Drop(0.0, 7, 0, len(layers) + 1, torch.arange(small.vertices), training=is_training)

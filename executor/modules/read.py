@@ -23,7 +23,7 @@ from torch.nn.parameter import is_lazy
 from gnnplan.executor.layers.blocks import dtype_of
 from gnnplan.executor.layers.count import Unmeasured, count
 from gnnplan.executor.modules.bind import VERTICES, Fields, GraphFields, Small
-from gnnplan.executor.modules.convert import NoChain, Parameters, converted, parts_of
+from gnnplan.executor.modules.convert import NoChain, Parameters, converted
 from gnnplan.executor.modules.elsewhere import must_be_alike
 from gnnplan.executor.modules.kept import copied
 from gnnplan.executor.modules.make import (
@@ -41,7 +41,6 @@ from gnnplan.executor.modules.make import (
 from gnnplan.executor.modules.pieces import Pieces
 from gnnplan.executor.modules.prove import (
     followed,
-    must_make_the_same_calls,
     prove,
     run_once,
 )
@@ -161,12 +160,11 @@ def read(
             graph = _with_its_widths(module, graph, own_widths, dtype)
             try:
                 chain = converted(module, graph)
-                fields, own, parts = chain.fields, chain.own, parts_of(module)
+                fields, own = chain.fields, chain.own
                 trained = Parameters(dict(module.state_dict()), chain.places)
             except NoChain:
-                trained, parts = proved(module, graph, dtype), []
+                trained = proved(module, graph, dtype)
                 fields, own = _described(trained, graph, dtype)
-            must_make_the_same_calls(module, graph, parts)
             if file is None:
                 kept = module if isinstance(trained, Pieces) else trained
                 file, sha256 = keep(kept, folder or cache_dir() / "modules", name)
@@ -190,7 +188,7 @@ def _described(
     """Pieces as fields of a Workload and of a Module. Raises Unfit."""
     layers = range(1, pieces.layers + 1)
     norms = [bool(pieces.layer(number).norm) for number in layers]
-    ends = pieces.training.ends is not None
+    ends = bool(pieces.training.ends.nodes)
     owners = pieces.owners
     fields = {
         "model": "own",
@@ -408,45 +406,14 @@ def unread(user: UserModule, graph: Graph | None) -> list[str]:
     return unread_by(user.description.name, graph, reads)
 
 
-def pieces_of(workload: Workload) -> Pieces:
-    """A copy of the module in pieces, with parameters of its own."""
-    pieces = read_again(workload)
-    assert isinstance(pieces, Pieces)
-    own = copy.copy(pieces)
-    own.module = copy.deepcopy(pieces.module)
-    return own
-
-
 def with_structure(problem: Problem) -> Problem:
     """The problem whose graph has self-loops, if convolutions of DGL need them, and of which is
     known what its module computes of the whole graph."""
     graph, pieces = problem.graph, read_again(problem.workload)
-    if graph is None or isinstance(pieces, Parameters):
+    if graph is None or not isinstance(pieces, Pieces):
         return problem
     if pieces.loops:
         graph = replace(graph, loops=True)
         problem = replace(problem, graph=graph)
     pieces.structure.on_whole(graph.whole, pieces.place)
     return problem
-
-
-def fill(net: nn.Module, workload: Workload) -> None:
-    """Give our Net the parameters that the user's module starts with."""
-    parameters = read_again(workload)
-    assert isinstance(parameters, Parameters)
-    parameters.fill(net)
-
-
-def state_of(weights: Mapping[str, Tensor], workload: Workload) -> dict[str, Tensor]:
-    """Our Net's weights as the state_dict of the user's module."""
-    found = read_again(workload)
-    if isinstance(found, Parameters):
-        return found.trained(weights)
-    named = found.module.state_dict(keep_vars=True)
-    state = {name: value.detach().clone() for name, value in named.items()}
-    for name, value in weights.items():
-        own = name.split(".", 2)[2].replace("/", ".")
-        for other in named:
-            if own in named and named[other] is named[own]:  # tied weights have several names
-                state[other] = value.clone(memory_format=torch.contiguous_format)
-    return state

@@ -2,8 +2,8 @@
 
 The module runs on a small graph, and every call of torch is noted, with what it was given: values
 that were computed before, parameters, plain numbers. The notes can be run again on other rows and
-other edges. A size that is the number of vertices or of edges is a `Count`: it knows whose it is,
-and is noted as a value that was computed. What decides a branch must not be computed, so a module
+other edges. A plain number that is another on a larger graph is a size, of which a value tells it:
+the number of vertices, or of edges. What decides a branch must not be computed, so a module
 that asks a tensor for its truth or its numbers is refused; so is one that draws random numbers, but
 for dropout.
 
@@ -17,7 +17,8 @@ import operator
 import pickle
 import random
 import sys
-from collections.abc import Callable, Collection, Hashable, Iterator, Mapping, Sequence
+import traceback
+from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -48,6 +49,7 @@ IN_PLACE = (
     " new tensor, as torch.cat and torch.where do, and coalesce edges in the graph's file"
 )
 NO_MATRIX = "a sparse matrix is made by no call of torch's; make it by torch.sparse_coo_tensor"
+SIZES = ("size", "__len__", "numel", "nelement", "dim", "ndimension", "stride")
 NUMBERS = (
     "__bool__",
     "__int__",
@@ -62,27 +64,6 @@ NUMBERS = (
 
 class Unfit(Exception):
     """Something of a module that cannot be trained here; says what, and what would fit."""
-
-
-class Count(int):
-    """A number of vertices or edges, as a size says it.
-
-    of: the edge set whose edges they are, or what forward is given as the number of vertices. Sums
-    and products of it are plain numbers."""
-
-    of: Node
-
-    def __new__(cls, value: int, of: Node) -> Count:
-        count = super().__new__(cls, value)
-        count.of = of
-        return count
-
-
-class Shape(tuple[int, ...]):
-    """A tensor's sizes, with its Count."""
-
-    def numel(self) -> int:
-        return int(torch.Size(map(int, self)).numel())
 
 
 @dataclass(eq=False, repr=False)
@@ -283,8 +264,6 @@ class _Recorder(TorchFunctionMode):
             for name, parameter in module.named_parameters()
             if parameter.numel()
         }
-        self.edges: dict[int, Node] = {}  # by their number: the last edge set of so many
-        self.lengths: dict[int, Count] = {}  # that len() was asked for, which makes plain numbers
         self.paths = {id(part): path for path, part in module.named_modules()}
         self.within: list[str] = [""]
         self.is_within_opaque = False
@@ -306,8 +285,8 @@ class _Recorder(TorchFunctionMode):
             return func(*args, **kwargs)
         if name == "__get__":
             return self._attribute(func, args)
-        if name in ("size", "__len__", "numel", "nelement", "dim", "ndimension", "stride"):
-            return self._size(func, name, args, kwargs)
+        if name in SIZES:
+            return func(*args, **kwargs)
         if name in NUMBERS:
             raise Unfit(
                 f"forward asks for the numbers in a tensor ({name.strip('_')}), to branch or to"
@@ -355,7 +334,7 @@ class _Recorder(TorchFunctionMode):
         """A tensor of one number, of whose example nothing but its type matters."""
         result = func(*args, **kwargs)
         if name.endswith("_like"):
-            shape: Any = self._shape(args[0])
+            shape: Sequence[int] = args[0].size()
         else:
             shape = args[1] if isinstance(args[1], (tuple, list)) else args[1:]
         number = result.flatten()[0].item() if result.numel() else 0
@@ -365,33 +344,9 @@ class _Recorder(TorchFunctionMode):
 
     def _attribute(self, func: Any, args: tuple[Any, ...]) -> Any:
         result = func(*args)
-        if isinstance(result, torch.Size):
-            return self._shape(args[0])
         if isinstance(result, Tensor):  # .T, .data, .grad
             return self._made(self._node(func, args, {}), result)
         return result
-
-    def _shape(self, tensor: Tensor) -> Shape:
-        sizes: list[int] = list(tensor.size())
-        node = self.of.get(id(tensor))
-        if node is not None and sizes:
-            axis = 1 if is_edge_set(node.value) else 0
-            if sizes[axis] == self.inputs["vertices"].value:
-                sizes[axis] = Count(sizes[axis], self.inputs["vertices"])
-            elif sizes[axis] in self.edges:
-                sizes[axis] = Count(sizes[axis], self.edges[sizes[axis]])
-        return Shape(sizes)
-
-    def _size(self, func: Any, name: str, args: tuple[Any, ...], kwargs: Any) -> Any:
-        if name == "size":
-            shape = self._shape(args[0])
-            axis = args[1] if len(args) > 1 else kwargs.get("dim")
-            return shape if axis is None else shape[axis]
-        if name in ("numel", "nelement") and args[0].ndim == 1:
-            return self._shape(args[0])[0]
-        if name == "__len__":
-            self.lengths |= {n: n for n in self._shape(args[0])[:1] if isinstance(n, Count)}
-        return func(*args, **kwargs)
 
     # -- nodes -----------------------------------------------------------------------------------
 
@@ -415,16 +370,8 @@ class _Recorder(TorchFunctionMode):
         return node
 
     def _argument(self, value: Any) -> Any:
-        if type(value) is int:
-            value = self.lengths.get(value, value)
-        if isinstance(value, Count):
-            if value.of is self.inputs["vertices"]:
-                return value.of
-            number = self._node(number_of, (value.of,), {})
-            number.value = int(value)
-            return number
-        if isinstance(value, (Shape, torch.Size)):
-            return tuple(map(self._argument, value))
+        if isinstance(value, torch.Size):
+            return tuple(value)
         if isinstance(value, slice):
             return Slice(*map(self._argument, (value.start, value.stop, value.step)))
         if isinstance(value, Tensor):
@@ -470,8 +417,6 @@ class _Recorder(TorchFunctionMode):
         self.of[id(tensor)] = node
         self.versions[id(tensor)] = tensor._version
         self.alive.append(tensor)
-        if is_edge_set(node.value):
-            self.edges[tensor.shape[1]] = node
 
     @contextmanager
     def of_modules(self) -> Iterator[None]:
@@ -568,6 +513,65 @@ def number_of(edges: Tensor) -> int:
     return edges.shape[1]
 
 
+def with_sizes(few: Recorded, many: Recorded) -> Recorded:
+    """The calls of a small graph, where a plain number that is another of a large one is a size:
+    the number of vertices, or of the edges of a set. Raises Unfit of what else is another."""
+    both = [live_nodes([recorded.output]) for recorded in (few, many)]
+    places = [{node: place for place, node in enumerate(nodes)} for nodes in both]
+    inputs = zip(few.inputs.values(), many.inputs.values(), strict=True)
+    sets = [pair for pair in inputs if is_edge_set(pair[0].value)]
+
+    def other(node: Node) -> Unfit:
+        return Unfit(
+            f"{node.place}{node.what} of a graph of {many.vertices:,} vertices is another call"
+            f" than of one of {few.vertices}; let nothing depend on the size of the graph"
+        )
+
+    def told(mine: Any, its: Any) -> Any:
+        if isinstance(mine, Node) and isinstance(its, Node):
+            is_same = places[0][mine] == places[1][its]
+        elif isinstance(mine, (int, float, str, Named)):
+            is_same = repr(mine) == repr(its)
+        else:
+            is_same = type(mine) is type(its)
+        return mine if is_same else size(mine, its)
+
+    def size(mine: Any, its: Any) -> Node:
+        if type(mine) is int and (mine, its) == (few.vertices, many.vertices):
+            return few.inputs["vertices"]
+        for first, second in reversed(sets):
+            if type(mine) is int and (mine, its) == (first.value.shape[1], second.value.shape[1]):
+                return Node(number_of, (first,), index=node.index - 0.5, value=mine)
+        raise other(twin)
+
+    for node, twin in zip(*both, strict=False):
+        if (node.what, node.learns) != (twin.what, twin.learns):
+            raise other(twin)
+        given = (node.args, dict(node.kwargs)), (twin.args, dict(twin.kwargs))
+        try:
+            node.args, node.kwargs = tree_map(told, *given)
+        except ValueError:  # of another structure
+            raise other(twin) from None
+        sets += [(node, twin)] if is_edge_set(node.value) else []
+    if len(both[0]) != len(both[1]):
+        raise other(both[1][-1])
+    return few
+
+
+def live_nodes(
+    outputs: Iterable[Node], reads: Callable[[Node], list[Node]] = lambda node: node.reads
+) -> list[Node]:
+    """Nodes of which the outputs are made, in their order."""
+    live: set[Node] = set()
+    todo = [*outputs]
+    while todo:
+        node = todo.pop()
+        if node not in live:
+            live.add(node)
+            todo += reads(node)
+    return sorted(live, key=lambda node: node.index)
+
+
 def is_sparse(value: Any) -> bool:
     """Whether a value is a sparse matrix."""
     return isinstance(value, Tensor) and value.layout != torch.strided
@@ -618,12 +622,9 @@ def line_of(error: BaseException) -> str:
     """'line 12: ', where the user's code raised; '' if the error says it, or if it is unknown."""
     if str(error).startswith("line "):
         return ""
-    found, step = "", error.__traceback__
-    while step is not None:
-        if _is_the_users(step.tb_frame):
-            found = f"line {step.tb_lineno}: "
-        step = step.tb_next
-    return found
+    steps = traceback.walk_tb(error.__traceback__)
+    lines = [line for frame, line in steps if _is_the_users(frame)]
+    return f"line {lines[-1]}: " if lines else ""
 
 
 def _is_the_users(frame: FrameType) -> bool:
@@ -639,9 +640,9 @@ def is_the_users(file: str) -> bool:
 
 def _line() -> int:
     """The innermost line of forward that is neither a library's nor ours; 0: there is none."""
-    frame = sys._getframe(1)
-    while frame is not None and frame.f_code is not record.__code__:
+    for frame, line in traceback.walk_stack(sys._getframe(1)):
+        if frame.f_code is record.__code__:
+            break
         if _is_the_users(frame):
-            return frame.f_lineno
-        frame = frame.f_back  # type: ignore[assignment]
+            return line
     return 0

@@ -23,10 +23,16 @@ from gnnplan.executor.modules.cut import (
     STRUCTURE,
     Program,
     differing,
-    live_nodes,
 )
 from gnnplan.executor.modules.evaluate import Place, Values, frees, keys, with_loops
-from gnnplan.executor.modules.record import Node, Unfit, edge_sets_of, is_edge_set, is_sparse
+from gnnplan.executor.modules.record import (
+    Node,
+    Unfit,
+    edge_sets_of,
+    is_edge_set,
+    is_sparse,
+    live_nodes,
+)
 from gnnplan.planner.graph.graph import Whole
 
 
@@ -86,7 +92,10 @@ class _Part(Place):
     def call(self, node: Node, values: Mapping[Node, Any], may_change: bool = False) -> Any:
         if node not in self.structure.whole:
             return super().call(node, values, may_change)
-        table, of = self.tables[node], self.structure.whole[node]
+        return self.at(node, self.structure.whole[node], self.tables[node], values)
+
+    def at(self, node: Node, of: Node | None, table: Any, values: Mapping[Node, Any]) -> Any:
+        """What a part has of a value on the whole graph: of edges of a set, of vertices, or all."""
         if of is not None:
             return table.at(self.source[values[of]])
         return table[self.source] if self.structure.is_of_vertices(node) else table
@@ -310,39 +319,36 @@ class Structure:
 
     def _compare(self, node: Node, values: Values, part: _Part, sets: list[Node], own: int) -> None:
         """What a part's own vertices, and the edges into them, have must be as in the whole."""
-        expected: Tensor
+        value, n, table, of = node.value, self.small.vertices, node.value, None
         mine: Any = ...
-        value, n, source = node.value, self.small.vertices, part.source
-        if value.ndim and value.shape[0] == n:
-            expected, of, mine = value[source], None, slice(0, own)
+        if self.is_of_vertices(node):
+            mine = slice(0, own)
         elif value.ndim and (found := [s for s in sets if s.value.shape[1] == value.shape[0]]):
             of = found[-1]
-            expected = Table(of.value, value, n).at(source[values[of]])
-            mine = values[of][1] < own
-        elif not {n, *(s.value.shape[1] for s in self.nodes if is_edge_set(s.value))} & {
-            *value.shape
-        }:
-            expected, of = value, None  # one for all, as a largest weight
-        else:
-            return
-        whole, found_ = expected, values[node]
-        if expected.shape == found_.shape:
-            expected, found_ = expected[mine], found_[mine]
-        if expected.shape == found_.shape and found_.dtype == torch.int64 and found_.numel():
-            is_id = bool(found_.min() >= 0) and bool(found_.max() < len(source))
-            if is_id and torch.equal(source[found_], expected):
-                return  # ids, of which a part has its own
-        if expected.shape == found_.shape and differing(expected, found_) is None:
-            return
+            mine, table = values[of][1] < own, Table(of.value, value, n)
+        elif {n, *(s.value.shape[1] for s in self.nodes if is_edge_set(s.value))} & {*value.shape}:
+            return  # else it is one for all, as a largest weight
+        whole, here = part.at(node, of, table, values), values[node]
+        if whole.shape == here.shape:
+            expected, ours = whole[mine], here[mine]
+            if differing(expected, ours) is None or _are_ids(ours, expected, part.source):
+                return
         for read in node.reads:  # of neighbours, as their degrees, a part knows less
             if of is not None and read not in self.whole and self._has_numbers(read):
                 self.whole[read] = None
-                values[read] = read.value[source]
+                values[read] = read.value[part.source]
                 values[node] = part.call(node, values)
                 self._compare(node, values, part, sets, own)
                 return
         self.whole[node] = of
         values[node] = whole
+
+
+def _are_ids(found: Tensor, expected: Tensor, source: Tensor) -> bool:
+    """Whether they are ids of vertices, of which a part has its own."""
+    is_id = found.dtype == torch.int64 and found.numel() > 0
+    is_id = is_id and bool(found.min() >= 0) and bool(found.max() < len(source))
+    return is_id and torch.equal(source[found], expected)
 
 
 def typed(field: np.ndarray, dtype: torch.dtype) -> Tensor:

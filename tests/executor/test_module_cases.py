@@ -178,7 +178,7 @@ def test_a_script_that_reads_arguments_is_told_what_to_guard(tmp_path):
         ),
         (
             "return self.c(self.a(x, edge_index) / float(x.size(0)) ** 0.5, edge_index)",
-            "how many vertices",
+            "line 15: div of a graph of 1,201 vertices is another call",
         ),
         (
             "kept = x[edge_index[0], 0] > x[edge_index[1], 0]\n"
