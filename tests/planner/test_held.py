@@ -13,9 +13,8 @@ from gnnplan.planner.strategies.layerwise import memory as of_layers
 from gnnplan.planner.strategies.layerwise import tiles as of_tiles
 from gnnplan.planner.strategies.p3 import memory as of_columns
 from gnnplan.planner.strategies.p3.p3 import pipelined
-from gnnplan.planner.strategies.program.held import Held
 from gnnplan.planner.strategies.program.memory import fullest
-from gnnplan.planner.strategies.program.program import Op, Program
+from gnnplan.planner.strategies.program.program import Held, Op, Program, in_turn, keeps
 from gnnplan.planner.vocabulary.schedule import Compute
 from gnnplan.testing.laws import GRAPHS, cluster, problem_of
 
@@ -24,29 +23,27 @@ MINI = problem_of(GRAPHS[1], cluster(2, 1), mode="mini", batch=20, fanout=(3, 3)
 
 
 def test_each_rank_is_fullest_at_a_moment_of_its_own():
-    held = Held(2)
-    held.keep(np.array([3.0, 1.0]))
-    held.at(np.array([0.0, 9.0]), 1.0)
-    held.keep(np.array([4.0, 0.0]), use="graph")
-    held.free(np.array([3.0, 1.0]))
-    assert held.most.tolist() == [[0, 0], [3, 1], [4, 0], [0, 10]]  # as USES
-    held.let_go()
-    held.at(7.5)
-    assert held.most.tolist() == [[0, 0], [0, 1], [0, 0], [7.5, 10]]
+    first, second = np.array([3.0, 1.0]), np.array([4.0, 0.0])
+    moments = [keeps(first), Held(np.array([1.0, 10.0]), 0.0), keeps(second), Held(0.0, -first)]
+    most, left = in_turn(moments)
+    assert np.array([most, left]).tolist() == [[7, 11], [4, 0]]
+    steps = [Op("forward", work=Compute(), holds=lambda: keeps(first))], []
+    program = replace(Program.of([]), known=lambda: [0, 1, 0], ops=steps.__getitem__)
+    assert fullest(TWO, program).tolist() == [3, 1]  # a step begins with nothing
 
 
 def test_steps_under_way_together_are_held_together():
     """Every batch keeps 1 byte from its front to its tail, two periods later."""
     step = [
-        Op("forward", work=Compute(), phase="front", holds=lambda held: held.keep(1.0)),
+        Op("forward", work=Compute(), phase="front", holds=lambda: keeps(1.0)),
         Op("loss", work=Compute(), phase="body"),
-        Op("backward", work=Compute(), phase="tail", holds=lambda held: held.free(1.0)),
+        Op("backward", work=Compute(), phase="tail", holds=lambda: Held(0.0, -1.0)),
     ]
     program = Program.of(step, order=pipelined(0), in_flight=3)
     program = replace(program, known=lambda: [0] * 5, steps=5)
-    assert fullest(TWO, program)["activations"].tolist() == [3, 3]
+    assert fullest(TWO, program).tolist() == [3, 3]
     plain = replace(program, order=None, in_flight=1)
-    assert fullest(TWO, plain)["activations"].tolist() == [1, 1]
+    assert fullest(TWO, plain).tolist() == [1, 1]
 
 
 @pytest.mark.parametrize("problem", [TWO, MINI], ids=["full", "mini"])
@@ -57,7 +54,7 @@ def test_nothing_of_memory_is_computed_until_it_is_asked(problem, monkeypatch):
     examples = [parse(e.strategy) for family in families(problem) for e in family.examples]
     for room in (of_layers, of_chunks, of_stages, of_columns):
         monkeypatch.setattr(room, "footprint", computed)
-    monkeypatch.setattr(of_tiles, "loss", computed)
+    monkeypatch.setattr(of_tiles, "keeps", computed)
     for strategy in (each.settle(problem) for each in examples):
         strategy.predict(problem)
         with pytest.raises(AssertionError):

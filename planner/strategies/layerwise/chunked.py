@@ -47,10 +47,10 @@ from gnnplan.planner.ownership.estimated_layout import EstimatedLayout
 from gnnplan.planner.ownership.layout import LayerFacts, Layout
 from gnnplan.planner.problem.problem import Problem
 from gnnplan.planner.strategies.layerwise.step import alike_as, end_of_step, first_alike, moments
-from gnnplan.planner.strategies.program.held import Held
 from gnnplan.planner.strategies.program.program import (
     Copy,
     Exchange,
+    Held,
     Op,
     Program,
     Queued,
@@ -315,23 +315,19 @@ class ChunkedStep:
                     most = np.maximum(most, copied(way, layer, c))
         return most
 
-    def _hold(self, op: str, layer: int, c: int, held: Held) -> None:
-        """Of a pass: nothing of the chunk before is left."""
+    def _hold(self, op: str, layer: int, c: int) -> Held:
+        """Of a pass: nothing of the chunk before is left, and nothing of this one stays."""
         n, is_last = self.counts(layer, c), layer == len(self.model.layers)
         need = footprint(self.model, layer, n.rows, n.sources, n.edges)
-        held.let_go()
-        read = self.read_bytes(layer, c)
-        held.keep(read, use="features" if layer <= self.model.first_varying else "activations")
-        held.keep(self.edge_bytes(layer, c), use="graph")
-        held.keep(self._besides("b" if op == "backward" and not is_last else "f", layer, c))
+        loaded = self.read_bytes(layer, c) + self.edge_bytes(layer, c)
+        loaded = loaded + self._besides("b" if op == "backward" and not is_last else "f", layer, c)
         if op == "forward":
-            held.at(need.kept)
-        elif not is_last:
-            held.at(need.backward)
-        else:
-            logits, most, gradient = loss(self.model, n.rows, n.trained)
-            held.at(need.kept, most)
-            held.at(logits, gradient, need.backward)
+            return Held(loaded + need.kept, 0.0)
+        if not is_last:
+            return Held(loaded + need.backward, 0.0)
+        logits, most, gradient = loss(self.model, n.rows, n.trained)
+        at_last = np.maximum(need.kept + most, logits + gradient + need.backward)
+        return Held(loaded + at_last, 0.0)
 
 
 def _copied(nbytes: np.ndarray) -> Copy:

@@ -30,8 +30,7 @@ from gnnplan.planner.problem.problem import Problem
 from gnnplan.planner.strategies.layerwise.exchange import ExchangeOptions
 from gnnplan.planner.strategies.layerwise.memory import Holds
 from gnnplan.planner.strategies.layerwise.step import end_of_step, finish, first_alike, moments
-from gnnplan.planner.strategies.program.held import Held
-from gnnplan.planner.strategies.program.program import Exchange, Op, Program
+from gnnplan.planner.strategies.program.program import Exchange, Held, Op, Program, keeps
 from gnnplan.planner.vocabulary.numbers import Number
 from gnnplan.planner.vocabulary.outer import Outer
 from gnnplan.planner.vocabulary.schedule import Compute, Gather
@@ -269,11 +268,11 @@ def _step(problem: Problem, model: ByColumns, courses: Courses) -> Iterator[Op]:
             numbers = crossing(problem, course.width, "to_rows")
             yield Op("to_rows", way, layer, work=Exchange(numbers, b))
 
-    def keep(layer: int, width: int, held: Held) -> None:
-        held.keep(between(model, layer, own, width))
+    def kept(layer: int, width: int) -> Held:
+        return keeps(between(model, layer, own, width))
 
-    def free(layer: int, width: int, held: Held) -> None:
-        held.free(between(model, layer, own, width))
+    def freed(layer: int, width: int) -> Held:
+        return Held(0.0, -between(model, layer, own, width))
 
     encode = model.encode(encoded) if model.encoder else None
     if encode:
@@ -281,11 +280,12 @@ def _step(problem: Problem, model: ByColumns, courses: Courses) -> Iterator[Op]:
     for layer in range(1, layers + 1):
         yield from moments(problem, layer, "f")
         if (course := courses[layer - 1]) is not None:
-            kept = partial(keep, layer, course.width) if course.backward else None
-            yield Op("prepare", "f", layer, work=prepare(like[layer], course)[0], holds=kept)
+            holding = partial(kept, layer, course.width) if course.backward else None
+            yield Op("prepare", "f", layer, work=prepare(like[layer], course)[0], holds=holding)
             yield from sums(layer, course, "f")
-        keeps = partial(holds.forward, layer)
-        yield Op("forward", layer=layer, work=end(like[layer])[0], holds=keeps)
+        yield Op(
+            "forward", layer=layer, work=end(like[layer])[0], holds=partial(holds.forward, layer)
+        )
     yield from moments(problem, layers + 1, "f")
     forward, backward = finish(problem, own, None)
     yield Op("loss", work=forward + backward, holds=holds.loss)
@@ -295,8 +295,8 @@ def _step(problem: Problem, model: ByColumns, courses: Courses) -> Iterator[Op]:
         yield Op("backward", layer=layer, work=end(like[layer])[1], holds=frees)
         if course is not None and course.backward:
             yield from sums(layer, course, "b")
-            freed = partial(free, layer, course.width)
-            yield Op("prepare", "b", layer, work=prepare(like[layer], course)[1], holds=freed)
+            freeing = partial(freed, layer, course.width)
+            yield Op("prepare", "b", layer, work=prepare(like[layer], course)[1], holds=freeing)
             yield from moments(problem, layer, "b")
     if encode:
         yield Op("encode", "b", work=encode[1])

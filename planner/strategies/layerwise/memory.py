@@ -17,7 +17,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from gnnplan.planner.gnn.codec import PLACES, WHOLE, workspace
+from gnnplan.planner.gnn.codec import PLACES, WHOLE
 from gnnplan.planner.gnn.footprint import Footprint, block, encoding, footprint, link_loss, loss
 from gnnplan.planner.gnn.model import Model
 from gnnplan.planner.ownership.estimated_layout import EstimatedLayout
@@ -25,9 +25,8 @@ from gnnplan.planner.ownership.layout import LayerFacts, Layout
 from gnnplan.planner.ownership.minibatch import Scored
 from gnnplan.planner.problem.problem import Problem
 from gnnplan.planner.strategies.layerwise.exchange import ExchangeOptions
-from gnnplan.planner.strategies.program.held import Held
 from gnnplan.planner.strategies.program.memory import Memory, machine_code, on_ranks
-from gnnplan.planner.strategies.program.program import Program
+from gnnplan.planner.strategies.program.program import Held, Program, keeps
 from gnnplan.planner.vocabulary.numbers import Number
 
 # -- what stays from step to step ------------------------------------------------------------------
@@ -145,7 +144,8 @@ def _during_evaluation(problem: Problem, layout: Layout | EstimatedLayout) -> np
 
 @dataclass(frozen=True)
 class Holds:
-    """Sizes of a step's tensors [ranks] [B], and what each operation does with them.
+    """Memory of a step's operations [ranks] [B]: what a layer's forward pass leaves, its backward
+    pass frees.
 
     `model` is the problem's, or the same with other orders of product and aggregation. `facts` has
     the counts of each layer. The encoder makes `encoded` rows. Where rows lag or stay, these have
@@ -159,46 +159,41 @@ class Holds:
     options: ExchangeOptions
     scored: Scored | None = None
 
-    def encode(self, held: Held) -> None:
+    def encode(self) -> Held:
         """The encoder's forward pass: its rows stay where layers read them again (GCNII)."""
-        held.keep(encoding(self.model, self.encoded))
+        return keeps(encoding(self.model, self.encoded))
 
-    def forward(self, layer: int, held: Held) -> None:
-        held.keep(self._copied(layer))
-        if self.options.checkpoint:
-            held.keep(self._made(layer))
-            held.free(self._among(layer))
-        else:
-            held.keep(self._need(layer).kept)
+    def forward(self, layer: int) -> Held:
+        made = self._made(layer) * self.options.checkpoint
+        return Held(self._kept(layer) + made, self._kept(layer))
 
-    def loss(self, held: Held) -> None:
+    def loss(self) -> Held:
         logits, most, _ = self._loss()
-        held.at(most)
-        held.keep(logits)
-        if self.options.checkpoint:
-            held.free(self._made(len(self.model.layers)))
+        return Held(most + self._made(len(self.model.layers)) * self.options.checkpoint, logits)
 
-    def backward(self, layer: int, held: Held) -> None:
-        model, need, gradient = self.model, self._need(layer), self._gradient(layer)
-        if self.options.checkpoint:
-            held.at(gradient, need.backward)
-        else:
-            held.at(gradient, need.backward - need.kept)
-            held.free(need.kept)
-        if layer == len(model.layers) and model.hands_on_initial:
-            held.keep(self._made(0))  # their gradient
-        if layer > model.first_varying:
-            f, width = self.facts[layer], self._row_bytes(layer)
-            held.at(gradient, (f.sources + self._unpicked(layer)) * width)
-            held.at(f.present * width, self._crossing(layer))
-        held.free(self._copied(layer))
-        if self.options.checkpoint and layer > 1:
-            held.free(self._made(layer - 1) - self._among(layer))
+    def backward(self, layer: int) -> Held:
+        need = self._need(layer)
+        back = self._gradient(layer) + np.maximum(need.backward, self._picked(layer))
+        # a checkpoint's begins with the forward pass
+        there = 0.0 if self.options.checkpoint else need.kept
+        return Held(back - there, -self._kept(layer))
 
     @property
     def logits(self) -> Number:
         """What the loss keeps until the step ends."""
         return self._loss()[0]
+
+    def _kept(self, layer: int) -> Number:
+        """From a layer's forward to its backward pass: inputs alone, or what autograd saves."""
+        f, model, checkpoint = self.facts[layer], self.model, self.options.checkpoint
+        halo = f.there * (layer > model.first_varying) > 0  # rows come in every step
+        narrow = self.options.narrow and model.narrow_at(layer)
+        # source rows, own and halo together
+        copied = halo | (checkpoint and narrow) | (f.made is not None)
+        kept = f.sources * self._row_bytes(layer) * copied
+        if not checkpoint:
+            return kept + self._need(layer).kept
+        return kept + (self._made(layer - 1) * (narrow | ~halo) if layer > 1 else 0.0)
 
     def _loss(self) -> tuple[Number, Number, Number]:
         """What is kept of it, the most that it needs, and the gradient that it leaves."""
@@ -215,63 +210,29 @@ class Holds:
         return logits, most + copied, gradient
 
     def _gradient(self, layer: int) -> Number:
-        """The gradient of the layer's rows, in the buffer that it came in."""
-        model, following = self.model, layer + 1
-        if layer == len(model.layers):
+        """The gradient of the layer's rows, and of others' beside them if these are as wide."""
+        if layer == len(self.model.layers):
             return self._loss()[2]
-        f, width = self.facts[following], self._row_bytes(following)
-        if self.options.narrow and model.narrow_at(following):
-            # a checkpoint's preparation of these rows is there again
-            again = 1 + self.options.checkpoint
-            return again * f.local * model.layers[layer - 1].h_out * model.itemsize
-        return f.present * width
+        present = self.facts[layer + 1].present * self._row_bytes(layer + 1)
+        return np.asarray(np.maximum(self._made(layer), present))
 
     def _made(self, layer: int) -> np.ndarray:
-        """The rows that a layer makes; 0: the encoder's."""
-        model = self.model
-        if layer == 0:
-            return self.encoded * (model.encoder[1] * model.itemsize if model.encoder else 0.0)
-        row: float = model.layers[layer - 1].h_out * model.itemsize
+        """The rows that a layer makes."""
+        row: float = self.model.layers[layer - 1].h_out * self.model.itemsize
         return self.facts[layer].rows * row
-
-    def _among(self, layer: int) -> Number:
-        """Rows of the layer before that a checkpoint need not keep: they are in the copy."""
-        model = self.model
-        narrow = self.options.narrow and model.narrow_at(layer)
-        if narrow or (layer == 1 and model.hands_on_initial):
-            return 0.0
-        return np.where(self._halo(layer) > 0, self._made(layer - 1), 0.0)
-
-    def _halo(self, layer: int) -> np.ndarray:
-        """Rows that come in every step."""
-        return self.facts[layer].there * (layer > self.model.first_varying)
 
     def _row_bytes(self, layer: int) -> int:
         """Of a row that the layer exchanges."""
         return self.model.exchanged_width(layer, self.options.narrow) * self.model.itemsize
 
-    def _crossing(self, layer: int) -> Number:
-        """Gradients that come from peers, beside the layer's own."""
-        f, codec, policy = self.facts[layer], self.options.codec, self.options.policy
-        whole: Number = f.given * self._row_bytes(layer)
-        if not codec.packs:  # those that come where rows stay are put among them
-            return float(1 + policy.stays - policy.lags) * whole
-        width, b = self.model.exchanged_width(layer, self.options.narrow), self.model.itemsize
-        packed: Number = (f.given + f.taken) * codec.row_bytes(width, b)
-        device = self.problem.cluster.device.kind
-        return packed + np.maximum(whole, workspace(f.taken * width, b, device))
-
-    def _copied(self, layer: int) -> Number:
-        """A copy of the layer's source rows, own and halo together."""
+    def _picked(self, layer: int) -> Number:
+        """Gradients where a layer reads some of the rows that are there: of those that it reads, of
+        all, and of the sums that they are parts of."""
         f = self.facts[layer]
-        kept = self.options.checkpoint and self.options.narrow and self.model.narrow_at(layer)
-        copied = (self._halo(layer) > 0) | kept | (f.made is not None)
-        return f.sources * self._row_bytes(layer) * copied
-
-    def _unpicked(self, layer: int) -> Number:
-        """Rows that are there, of which the layer reads some, and those that it adds up."""
-        f = self.facts[layer]
-        return (0.0 if f.made is None else f.present) + (0.0 if f.added is None else f.added)
+        if f.made is None:
+            return 0.0
+        added = 0.0 if f.added is None else f.added
+        return np.asarray((f.sources + f.present + added) * self._row_bytes(layer))
 
     def _need(self, layer: int) -> Footprint:
         model, f = self.model, self.facts[layer]

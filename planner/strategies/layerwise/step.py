@@ -29,7 +29,6 @@ from gnnplan.planner.problem.problem import Problem
 from gnnplan.planner.strategies.layerwise.buckets import Bucket, buckets_of
 from gnnplan.planner.strategies.layerwise.exchange import ExchangeOptions
 from gnnplan.planner.strategies.layerwise.memory import Holds
-from gnnplan.planner.strategies.program.held import Held
 from gnnplan.planner.strategies.program.price import setup_s
 from gnnplan.planner.strategies.program.program import AllReduce, Copy, Exchange, Op, Program
 from gnnplan.planner.vocabulary.numbers import Number
@@ -206,7 +205,7 @@ def end_of_step(problem: Problem, are_summed: bool = False) -> Iterator[Op]:
     model = problem.model
     if problem.ranks > 1 and not are_summed:
         yield Op("all_reduce", work=AllReduce((model.weights * model.weight_itemsize,)))
-    yield Op("update", work=model.update(model.weights), holds=Held.let_go)
+    yield Op("update", work=model.update(model.weights))
 
 
 def moments(problem: Problem, layer: int, way: str) -> Iterator[Op]:

@@ -23,8 +23,8 @@ from gnnplan.planner.strategies.layerwise.exchange import ExchangeOptions
 from gnnplan.planner.strategies.layerwise.memory import Holds
 from gnnplan.planner.strategies.minibatch.memory import most, of_sampling, of_structure
 from gnnplan.planner.strategies.p3.slices import Slices, all_columns
-from gnnplan.planner.strategies.program.held import Held
 from gnnplan.planner.strategies.program.memory import machine_code, on_ranks
+from gnnplan.planner.strategies.program.program import Held, in_turn, keeps
 from gnnplan.planner.vocabulary.numbers import Number
 
 
@@ -40,12 +40,12 @@ def memory(p3: Slices, problem: Problem) -> Memory:
     columns = [each.columns for each in p3.slices(problem)]
     own = model.weights - sliced + np.array([sliced * len(its) / model.features for its in columns])
     copied = {its: _columns_copied(problem, its) for its in set(columns)}
-    graph, elsewhere = of_structure(supply), 0.0 * own
+    waiting, elsewhere = 0, 0.0 * own
     if not p3.prefetch:
         elsewhere = most(supply, partial(of_sampling, supply))
     elif problem.cluster.device.kind == "cpu":  # or they wait in a server's memory
-        blocks = most(supply, lambda batch: np.asarray(Batch(p3, problem, batch).blocks))
-        graph = graph + p3.prefetch * blocks
+        waiting = p3.prefetch
+    blocks = most(supply, partial(_blocks, p3, problem))
     use = on_ranks(
         problem,
         p3.built(problem),
@@ -55,7 +55,7 @@ def memory(p3: Slices, problem: Problem) -> Memory:
         elsewhere=elsewhere,
         features=np.array([copied[its] for its in columns]),
         cache=0.0 * own + supply.store.held(problem),
-        graph=graph,
+        graph=of_structure(supply) + blocks * (waiting + p3.in_flight),
     )
     use["parameters"] = use["parameters"] + model.weights * b  # the whole model, for evaluation
     # of each version a gradient alone
@@ -76,8 +76,20 @@ def _columns_copied(problem: Problem, columns: range) -> float:
     return all_columns(problem, columns)
 
 
+def _blocks(p3: Slices, problem: Problem, batch: MiniBatch) -> np.ndarray:
+    """Bytes of a batch's blocks, of which the first is of all peers' rows, with labels and the
+    places of peers' rows [ranks]."""
+    facts = [batch.facts(layer) for layer in range(1, problem.workload.layers + 1)]
+    counts = [np.array([f.rows, f.sources, f.edges], dtype=float) for f in facts]
+    counts[0] = p3.of_peers(problem, *counts[0])
+    total = 16.0 * facts[-1].rows + 8 * (counts[0][0] - facts[0].rows)
+    for spec, (rows, sources, edges) in zip(problem.model.layers, counts, strict=True):
+        total = total + block(problem.model, spec, rows, sources, edges)
+    return np.asarray(total)
+
+
 class Batch:
-    """One batch on all ranks: what its operations keep, free and need besides.
+    """Memory of one batch's operations on all ranks.
 
     Sizes of layer 1's output [ranks] [B]: `own` block, `all` peers' blocks, `peers` without own.
     """
@@ -85,7 +97,7 @@ class Batch:
     def __init__(self, p3: Slices, problem: Problem, batch: MiniBatch) -> None:
         model = problem.model
         facts = {layer: batch.facts(layer) for layer in range(1, len(model.layers) + 1)}
-        first, last = facts[1], facts[len(facts)]
+        first = facts[1]
         rows, sources, edges = p3.of_peers(problem, first.rows, first.sources, first.edges)
         sliced = p3.sliced(problem, p3.rail(problem, 0)[-1])  # the widest
         spec = sliced.layers[0]
@@ -112,47 +124,33 @@ class Batch:
         self.reads_on = model.inputs.multiplied_first or (
             saved and not (model.dropout and spec.drops)
         )
-        # with labels, and the places of peers' rows
-        self.blocks = 16.0 * last.rows + 8 * (rows - first.rows)
-        counts = [(f.rows, f.sources, f.edges) for f in facts.values()]
-        for each, of in zip(model.layers, [(rows, sources, edges), *counts[1:]], strict=True):
-            self.blocks = self.blocks + block(model, each, *of)
 
-    def load(self, held: Held) -> None:
-        held.keep(self.blocks, use="graph")
-        held.keep(self.loaded, use="features")
+    def load(self) -> Held:
+        return keeps(self.loaded)
 
-    def first_forward(self, held: Held) -> None:
-        held.keep(self.first.kept)
-        held.at(self.peers)
-        if not self.reads_on:
-            held.free(self.loaded, use="features")
+    def first_forward(self) -> Held:
+        freed = 0.0 if self.reads_on else self.loaded
+        return Held(self.first.kept + self.peers, self.first.kept - freed)
 
-    def pull_forward(self, held: Held) -> None:
-        held.keep(self.pulled, self.leaving)
+    def pull_forward(self) -> Held:
+        return keeps(self.pulled + self.leaving)
 
-    def forward(self, held: Held) -> None:
-        held.keep(self.own, self.applied)
-        held.free(self.pulled)
-        for layer in range(2, len(self.rest.facts) + 1):
-            self.rest.forward(layer, held)
+    def forward(self) -> Held:
+        layers = map(self.rest.forward, range(2, len(self.rest.facts) + 1))
+        return in_turn([keeps(self.own + self.applied), Held(0.0, -self.pulled), *layers])
 
-    def loss(self, held: Held) -> None:
-        self.rest.loss(held)
+    def loss(self) -> Held:
+        return self.rest.loss()
 
-    def backward(self, held: Held) -> None:
-        for layer in range(len(self.rest.facts), 1, -1):
-            self.rest.backward(layer, held)
-        held.free(self.applied, self.rest.logits, self.leaving)
+    def backward(self) -> Held:
+        layers = map(self.rest.backward, range(len(self.rest.facts), 1, -1))
+        return in_turn([*layers, Held(0.0, -self.applied - self.rest.logits - self.leaving)])
 
-    def pull_backward(self, held: Held) -> None:
-        held.keep(self.peers)  # the gradients that come; the own one is in the sum's place
+    def pull_backward(self) -> Held:
+        """The gradients that come; the own one is in the sum's place."""
+        return keeps(self.peers)
 
-    def first_backward(self, held: Held) -> None:
-        held.keep(self.sorted, use="features")
-        held.at(self.all, self.first.backward - self.first.kept)
-        held.free(self.peers, self.own, self.first.kept)
-        held.free(self.sorted, use="features")
-        if self.reads_on:
-            held.free(self.loaded, use="features")
-        held.free(self.blocks, use="graph")
+    def first_backward(self) -> Held:
+        needed = self.sorted + self.all + self.first.backward - self.first.kept
+        freed = self.peers + self.own + self.first.kept
+        return Held(needed, -freed - (self.loaded if self.reads_on else 0.0))

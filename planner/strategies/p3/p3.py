@@ -82,10 +82,10 @@ from gnnplan.planner.strategies.layerwise import step as layerwise
 from gnnplan.planner.strategies.minibatch.supply import told
 from gnnplan.planner.strategies.p3.memory import Batch, memory
 from gnnplan.planner.strategies.p3.slices import DELAY, HEADER, INT, Slices
-from gnnplan.planner.strategies.program.held import Held
 from gnnplan.planner.strategies.program.program import (
     AllReduce,
     Exchange,
+    Held,
     Op,
     Order,
     Program,
@@ -119,8 +119,8 @@ class P3(Slices):
         has_peers = len(self.rail(problem, 0)) > 1
         sizes = cache(lambda: Batch(self, problem, batch))  # when memory is asked for
 
-        def holds(play: Callable[[Batch, Held], None]) -> Callable[[Held], None]:
-            return lambda held: play(sizes(), held)
+        def holds(of_batch: Callable[[Batch], Held]) -> Callable[[], Held]:
+            return lambda: of_batch(sizes())
 
         supply = self.supply(problem)
         host = list(supply.drawing(batch, e1 + edges_above))
@@ -178,7 +178,7 @@ class P3(Slices):
         self,
         problem: Problem,
         facts: Mapping[int, LayerFacts],
-        holds: Callable[[Callable[[Batch, Held], None]], Callable[[Held], None]],
+        holds: Callable[[Callable[[Batch], Held]], Callable[[], Held]],
         scored: Scored | None,
     ) -> list[Op]:
         """Partial sums are added and applied; then layers 2 .. L and the loss."""

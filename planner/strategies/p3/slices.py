@@ -93,6 +93,11 @@ class Slices(OnBatches):
         return not self.pipelined
 
     @property
+    def in_flight(self) -> int:
+        """Batches between their load and the end of their backward pass."""
+        return DELAY if self.pipelined else 1
+
+    @property
     def carries(self) -> str:
         return "batches under way" if self.pipelined else ""
 

@@ -1,7 +1,7 @@
 """Bytes that a rank holds: what stays, and what a step's operations add at its fullest moment.
 
-Each operation of a program plays on `Held` what it keeps, frees and needs besides (`Op.holds`).
-What stays during a step (features, edges, caches) is no operation's: a family gives it to `memory`,
+Each operation of a program says what it holds (`Op.holds`), and the order of operations when. What
+stays during a step (features, edges, caches) is no operation's: a family gives it to `on_ranks`,
 which adds weights, libraries and machine code.
 """
 
@@ -15,9 +15,8 @@ import numpy as np
 from gnnplan.planner.gnn.footprint import COMMUNICATOR, RUNTIME
 from gnnplan.planner.gnn.products import shapes
 from gnnplan.planner.problem.problem import Problem
-from gnnplan.planner.strategies.program.held import USES, Held
-from gnnplan.planner.strategies.program.program import Op, Program
-from gnnplan.planner.vocabulary.numbers import Number
+from gnnplan.planner.strategies.program.program import Op, Program, in_turn
+from gnnplan.planner.vocabulary.numbers import Number, largest
 
 Memory = dict[str, np.ndarray]  # use -> bytes per rank [ranks]
 
@@ -42,9 +41,9 @@ def on_ranks(
     size = (zero + (model.weights if weights is None else weights)) * model.weight_itemsize
     use: Memory = {"parameters": size, "optimizer": problem.workload.beside_a_weight * size}
     use |= {name: zero + nbytes for name, nbytes in stays.items()}
-    for name, most in fullest(problem, program).items():
-        use[name] = use.get(name, zero) + most
-    use["buffers"] = use["buffers"] + (machine_code(problem) if code is None else code)
+    use["activations"] = use.get("activations", zero) + fullest(problem, program)
+    code = machine_code(problem) if code is None else code
+    use["buffers"] = use.get("buffers", zero) + code
     training = sum(use.get(name, zero) for name in ("features", "activations", "halo", "buffers"))
     use["buffers"] = use["buffers"] + np.maximum(elsewhere - training, 0.0)
     return use | before_training(problem, groups)
@@ -90,30 +89,26 @@ def machine_code(
     return code * shapes(products, model.itemsize, pieces, rows)
 
 
-def fullest(problem: Problem, program: Program) -> Memory:
-    """Bytes by use that operations hold at each rank's fullest moment [ranks]."""
-    held = Held(problem.ranks)
-    for op in _operations(program):
-        if op.holds is not None:
-            op.holds(held)
-    return dict(zip(USES, held.most, strict=True))
+def fullest(problem: Problem, program: Program) -> np.ndarray:
+    """Bytes that operations hold at each rank's fullest moment [ranks]."""
+    steps = ([op.holds() for op in step if op.holds] for step in _steps(program))
+    return np.zeros(problem.ranks) + largest(in_turn(step).most for step in steps)
 
 
-def _operations(program: Program) -> Iterator[Op]:
-    """The operations of all known steps, in order.
+def _steps(program: Program) -> Iterator[Iterable[Op]]:
+    """The operations of all known steps, in order, each of which begins with nothing.
 
     Steps that are alike hold alike, and every operation stands for all of its chunks. Where steps
-    overlap, they go on until all that is under way together has been; of steps that are all alike a
-    few are enough, for these and those of an epoch's end to have been under way.
+    overlap, they are one that goes on until all that is under way together has been; of steps that
+    are all alike a few are enough, for these and those of an epoch's end to have been under way.
     """
     known = list(program.known())
     different = dict.fromkeys(known)
     if program.order is None:
-        for name in different:
-            yield from program.ops(name)
+        yield from map(program.ops, different)
         return
     if len(different) == 1:
         known = known[: 2 * program.in_flight + 1]
     last = len(known) + program.in_flight - 1
     queued = program.order(lambda t: program.ops(known[t % len(known)]), len(known), last + 2)
-    yield from (each.op for each in takewhile(lambda each: each.step < last, queued))
+    yield (each.op for each in takewhile(lambda each: each.step < last, queued))

@@ -10,7 +10,7 @@ from typing import Any, Literal, NamedTuple, Protocol
 
 import numpy as np
 
-from gnnplan.planner.strategies.program.held import Held
+from gnnplan.planner.vocabulary.numbers import Number, largest
 from gnnplan.planner.vocabulary.outer import Pairs
 from gnnplan.planner.vocabulary.schedule import Compute, Label
 from gnnplan.planner.vocabulary.schedule import Copy as Copy  # work, beside that below
@@ -58,6 +58,31 @@ class AllReduce:
         return list(zip(self.groups or (everyone,), self.sizes, strict=True))
 
 
+class Held(NamedTuple):
+    """Bytes that an operation holds, beside what earlier ones have left [ranks]."""
+
+    most: Number  # at its fullest moment
+    left: Number  # when it has ended; negative: it frees more than it keeps
+
+
+def keeps(nbytes: Number) -> Held:
+    """What an operation makes, and leaves."""
+    return Held(nbytes, nbytes)
+
+
+def in_turn(operations: Iterable[Held]) -> Held:
+    """What operations hold that follow one another.
+
+    >>> in_turn([keeps(3.0), Held(most=4.0, left=-2.0), keeps(1.0)])
+    Held(most=np.float64(7.0), left=2.0)
+    """
+    most: Number = 0.0
+    left: Number = 0.0
+    for each in operations:
+        most, left = largest([left + each.most], most), left + each.left
+    return Held(most, left)
+
+
 Work = Compute | Exchange | Copy | Sampling | Message | Receipt | AllReduce
 LANES: dict[type[Work], str] = {
     Compute: "compute",
@@ -88,8 +113,8 @@ class Op:
     begins, a copy one step before. An all-reduce is `beside` the backward pass if only later
     all-reduces and the update wait for it. An `idle` operation has empty work: it is how long a
     rank waits. `phase` is the part of its step that it belongs to, for a pipeline that has phases
-    of several steps under way. `holds` plays on all ranks' memory what it keeps, frees and needs
-    besides (memory.py calls it).
+    of several steps under way. `holds` says what memory it needs and leaves, when asked
+    (memory.py).
     """
 
     op: str
@@ -103,7 +128,7 @@ class Op:
     ranks: Group = ()
     chunks: Literal[-1, 0, 1] = 0
     chunk: int | None = None
-    holds: Callable[[Held], None] | None = field(default=None, compare=False)
+    holds: Callable[[], Held] | None = field(default=None, compare=False)
 
     @property
     def lane(self) -> str:
