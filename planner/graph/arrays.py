@@ -61,6 +61,12 @@ def read_own(path: str) -> Parts:
                     f" [2, E], is required, found {shown([*source.files], 100) or 'nothing'}"
                 )
         parts = of_arrays(path, arrays)
+        if parts.vertices is None and "num_nodes" in source.files:
+            told = source.read("num_nodes")
+            parts.vertices = must_be_count(
+                path, "num_nodes", told.item() if told.size == 1 else told
+            )
+            taken.append("num_nodes")
         vertices, edges = count(parts)[0], len(arrays["src"])
         for mask, words in WORDS.items():
             name = next((word for word in words if word in source.files and word in IDS), "")

@@ -16,6 +16,7 @@ from gnnplan.planner.graph import generator
 from gnnplan.planner.graph import graph as module
 from gnnplan.planner.graph.formats import Extras, convert
 from gnnplan.planner.graph.graph import GraphStats, in_neighbours
+from gnnplan.planner.graph.labels import MASKS
 from gnnplan.planner.graph.load import load
 from gnnplan.planner.vocabulary.errors import SpecError
 
@@ -473,6 +474,10 @@ def test_features_labels_and_splits_have_the_names_of_other_libraries_too(save, 
     own = load(save(features=SMALL["x"] + 1))  # a field beside features of ours
     np.testing.assert_array_equal(own.x, load(save()).x)
     assert [*own.vertex_fields] == ["features"]
+    told = load(save(x=None, y=None, **dict.fromkeys(MASKS), num_nodes=7))
+    assert told.stats.vertices == 7
+    with pytest.raises(SpecError, match=r"num_nodes: must be a whole number"):
+        load(save(num_nodes=[3, 4]))
     with pytest.raises(SpecError, match=r"train_idx: .* ids of 1 vertices; write each once"):
         load(save(train_mask=None, train_idx=np.zeros(3, int)))
 
