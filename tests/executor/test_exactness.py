@@ -113,8 +113,11 @@ TRAININGS = [
     (*NAMES, "model", "dropout", "optimizer"),
     covered(
         TRAININGS,
-        # a strategy, its family on each world, and a model in each way
-        lambda row: {row[2], (*row[:2], type(parse(row[2]))), row[3:]},
+        # a strategy, its family on each world, a model in each way, and in each order of products
+        lambda row: {
+            *(row[2], (*row[:2], type(parse(row[2]))), row[3:]),
+            "alternating" in row[2] and row[3],
+        },
     ),
 )
 def test_float64_weights(run_ranks, graphs, world, servers, strategy, model, dropout, optimizer):
