@@ -176,9 +176,8 @@ def test_the_simulator_loads_no_torch():
 
 
 # whoever imports one of these waits for it
-HEAVY = {
-    *["dgl", "networkx", "numpy", "pydantic", "pymetis", "rich", "scipy", "simpy", "torch", "yaml"]
-}
+HEAVY = {"dgl", "networkx", "numpy", "pydantic", "pymetis"}
+HEAVY |= {"rich", "scipy", "simpy", "torch", "yaml"}
 
 
 @pytest.mark.processes
