@@ -74,14 +74,14 @@ def limit_memory(more: float) -> None:
 
 def must_be_alike(module: nn.Module, make: Callable[[], nn.Module], rows: Rows) -> None:
     """Raise Unfit if `rows` of the module that a rank makes are others, or its process ends."""
-    error, found = _as_rank(make, rows)
-    if isinstance(error, Unfit):
-        raise error
+    unfit, failed, found = _as_rank(make, rows)
+    if unfit:
+        raise Unfit(unfit)
     expected = rows(module)
-    if "forked subprocess" in str(error):
+    if "forked subprocess" in failed:
         return  # it computes on a GPU, which only one of the two can
-    if error:
-        raise Unfit(f"it fails in the process of rank 1 of 2 ({error!r:.150}), and not in this one")
+    if failed:
+        raise Unfit(f"it fails in the process of rank 1 of 2 ({failed:.150}), and not in this one")
     if any(differing(*both) is not None for both in zip(expected, found, strict=True)):
         raise Unfit(
             "it makes other rows in the process of rank 1 of 2 than here: each rank would train"
@@ -89,10 +89,9 @@ def must_be_alike(module: nn.Module, make: Callable[[], nn.Module], rows: Rows) 
         )
 
 
-def _as_rank(
-    make: Callable[[], nn.Module], rows: Rows
-) -> tuple[Exception | None, Sequence[Tensor]]:
-    """What a process of its own raises and makes. Raises Unfit if that ends."""
+def _as_rank(make: Callable[[], nn.Module], rows: Rows) -> tuple[str, str, list[Tensor]]:
+    """Why a process of its own refuses the module, or what it raises, or makes. Raises Unfit if
+    that ends."""
     given, taken = os.pipe()
     process = os.fork()
     if not process:
@@ -107,8 +106,8 @@ def _as_rank(
             f"its process ends {how} while forward runs on a small graph: it leaves, or compiled"
             " code of it reads what is not there; run it with python to see more"
         )
-    unfit, failed, found = torch.load(BytesIO(data), weights_only=True)
-    return Unfit(unfit) if unfit else RuntimeError(failed) if failed else None, found
+    found: tuple[str, str, list[Tensor]] = torch.load(BytesIO(data), weights_only=True)
+    return found
 
 
 def _be_rank(make: Callable[[], nn.Module], rows: Rows, taken: int) -> NoReturn:

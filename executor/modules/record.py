@@ -49,7 +49,11 @@ IN_PLACE = (
     " new tensor, as torch.cat and torch.where do, and coalesce edges in the graph's file"
 )
 NO_MATRIX = "a sparse matrix is made by no call of torch's; make it by torch.sparse_coo_tensor"
-SIZES = ("size", "__len__", "numel", "nelement", "dim", "ndimension", "stride")
+# calls that make no value
+PLAIN = (
+    "_set_grad_enabled",
+    *("size", "__len__", "numel", "nelement", "dim", "ndimension", "stride"),
+)
 NUMBERS = (
     "__bool__",
     "__int__",
@@ -229,7 +233,7 @@ def record(
         before = _states_outside_torch()
         try:
             recorder = _Recorder(module, given, vertices, opaque, parts)
-            with recorder, recorder.of_modules(), recorder.of_functions():
+            with recorder, recorder.calls():
                 recorded = recorder.finished(call())
             if before != _states_outside_torch():
                 raise Unfit(
@@ -281,11 +285,11 @@ class _Recorder(TorchFunctionMode):
     ) -> Any:
         kwargs = kwargs or {}
         name = getattr(func, "__name__", "")
-        if name == "_set_grad_enabled":
-            return func(*args, **kwargs)
         if name == "__get__":
-            return self._attribute(func, args)
-        if name in SIZES:
+            result = func(*args)  # a tensor, as .T, .data and .grad, or not, as .shape
+            is_value = isinstance(result, Tensor)
+            return self._made(self._node(func, args, {}), result) if is_value else result
+        if name in PLAIN:
             return func(*args, **kwargs)
         if name in NUMBERS:
             raise Unfit(
@@ -341,12 +345,6 @@ class _Recorder(TorchFunctionMode):
         made = {"dtype": result.dtype, "device": result.device}
         node = self._node(torch.full, (tuple(shape), number), made)
         return self._made(node, result)
-
-    def _attribute(self, func: Any, args: tuple[Any, ...]) -> Any:
-        result = func(*args)
-        if isinstance(result, Tensor):  # .T, .data, .grad
-            return self._made(self._node(func, args, {}), result)
-        return result
 
     # -- nodes -----------------------------------------------------------------------------------
 
@@ -419,27 +417,17 @@ class _Recorder(TorchFunctionMode):
         self.alive.append(tensor)
 
     @contextmanager
-    def of_modules(self) -> Iterator[None]:
-        """Note calls of modules."""
-        original = nn.Module.__call__
-
-        def noted(part: nn.Module, *args: Any, **kwargs: Any) -> Any:
-            return self.called(part, lambda: original(part, *args, **kwargs), args, kwargs)
-
-        nn.Module.__call__ = noted  # type: ignore[method-assign]
-        try:
-            yield
-        finally:
-            nn.Module.__call__ = original  # type: ignore[method-assign]
-
-    @contextmanager
-    def of_functions(self) -> Iterator[None]:
-        """Note calls of torch.autograd.Function, whose gradients are its own. Not of those that are
-        given more than tensors and numbers, as DGL's are a graph, and not of torch's, which bring
-        hooks."""
+    def calls(self) -> Iterator[None]:
+        """Note calls of modules, and of torch.autograd.Function, whose gradients are its own. Not
+        of functions that are given more than tensors and numbers, as DGL's are a graph, and not of
+        torch's, which bring hooks."""
+        original: Any = nn.Module.__call__
         base: Any = torch.autograd.function._SingleLevelFunction  # `apply` may be kept by a name
 
-        def noted(function: Any, *args: Any) -> Any:
+        def of_module(part: nn.Module, *args: Any, **kwargs: Any) -> Any:
+            return self.called(part, lambda: original(part, *args, **kwargs), args, kwargs)
+
+        def of_function(function: Any, *args: Any) -> Any:
             apply = super(base, function).apply  # type: ignore[misc]
             plain = all(isinstance(a, (Tensor, int, float, str, type(None))) for a in _leaves(args))
             is_torchs = function.__module__.startswith("torch.")
@@ -447,10 +435,12 @@ class _Recorder(TorchFunctionMode):
                 return apply(*args)
             return self._whole(function.apply, args, {}, lambda: apply(*args))
 
-        base.apply = classmethod(noted)
+        nn.Module.__call__ = of_module  # type: ignore[method-assign]
+        base.apply = classmethod(of_function)
         try:
             yield
         finally:
+            nn.Module.__call__ = original  # type: ignore[method-assign]
             del base.apply
 
     def called(self, part: nn.Module, run: Callable[[], Any], args: Any, kwargs: Any) -> Any:

@@ -150,7 +150,7 @@ class Graph:
     loops: bool = False  # a module of DGL is given a self-loop per vertex beside these edges
     cut: Cut | None = None
 
-    @property
+    @cached_property  # one object, by which a user's module keeps what it has made of the edges
     def whole(self) -> Whole:
         """Its edges and their fields."""
         return Whole(
