@@ -30,8 +30,6 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-import numpy as np
-
 from gnnplan.planner.vocabulary.errors import SpecError
 from gnnplan.planner.vocabulary.numbers import Number
 from gnnplan.planner.vocabulary.precision import Precision
@@ -169,9 +167,3 @@ class Codec:
 
 
 WHOLE = Codec()
-
-
-def workspace(numbers: Number, itemsize: int, device: str) -> Number:
-    """What packing so many numbers needs besides what it reads and makes [B]."""
-    at_once = np.minimum(numbers, AT_ONCE) if device == "cpu" else numbers
-    return (3 * itemsize + 2) * at_once

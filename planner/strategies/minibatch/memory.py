@@ -50,10 +50,7 @@ def memory(program: Program, supply: Supply) -> Memory:
     buffers = 0.0 * features
     if prefetch:  # samplers of their own have their own memory; the next batch is loaded
         buffers = np.maximum(sampling - graph, 0.0) * supply.lays_there
-        coming = features
-        if not supply.is_plain:
-            coming = most(supply, lambda batch: store.loads_of(problem, batch).host)
-        features = features + coming
+        features = 2.0 * features
         graph = graph * (2 + prefetch * on_cpu)
     else:
         elsewhere = np.maximum(elsewhere, sampling - graph)

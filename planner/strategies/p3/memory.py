@@ -25,7 +25,6 @@ from gnnplan.planner.strategies.minibatch.memory import most, of_sampling, of_st
 from gnnplan.planner.strategies.p3.slices import Slices, all_columns
 from gnnplan.planner.strategies.program.memory import machine_code, on_ranks
 from gnnplan.planner.strategies.program.program import Held, in_turn, keeps
-from gnnplan.planner.vocabulary.numbers import Number
 
 
 def memory(p3: Slices, problem: Problem) -> Memory:
@@ -111,12 +110,8 @@ class Batch:
         self.pulled = self.own * (len(p3.rail(problem, 0)) - 1)
         # in the pipeline the rank goes on while its messages leave
         self.leaving = self.peers * p3.pipelined
-        # rows by column, when the gradient of their product comes
-        self.sorted: Number = sliced.inputs.sorted(sources)
-        self.loaded: Number = sliced.inputs.held(sources) - self.sorted
         # own rows, a cut of those read, have a product of their own
-        if model.layers[0].matrices > 1:
-            self.sorted = self.sorted + sliced.inputs.sorted(rows)
+        self.loaded = sliced.inputs.held(sources) + sliced.own_sorted(rows)
         saved = spec.projects_first or spec.matrices > 1
         if spec.counted:
             saved = spec.counted.keeps_inputs
@@ -151,6 +146,6 @@ class Batch:
         return keeps(self.peers)
 
     def first_backward(self) -> Held:
-        needed = self.sorted + self.all + self.first.backward - self.first.kept
+        needed = self.all + self.first.backward - self.first.kept
         freed = self.peers + self.own + self.first.kept
         return Held(needed, -freed - (self.loaded if self.reads_on else 0.0))
