@@ -370,6 +370,7 @@ def test_the_list_of_verbs_is_not_cut_at_80_columns(gnnplan, monkeypatch):
 def test_help_of_every_verb_comes_without_heavy_imports():
     program = """
 import sys
+from gnnplan.cli import main
 heavy = {"dgl", "networkx", "numpy", "pydantic", "pymetis", "rich", "scipy", "simpy", "torch", "yaml"}
 for verb in "", "profile", "check", "plan", "simulate", "tune", "run", "validate", "trace", "emit", "measure":
     sys.argv = ["gnnplan", *verb.split(), "--help"]

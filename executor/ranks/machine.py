@@ -16,6 +16,7 @@ import resource
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
+from functools import cache
 from pathlib import Path
 from typing import NamedTuple
 
@@ -104,6 +105,7 @@ class _Mallinfo2(ctypes.Structure):
     _fields_ = [(name, ctypes.c_size_t) for name in _names.split()]
 
 
+@cache  # to load the C library anew leaves something behind
 def _mallinfo2() -> Callable[[], _Mallinfo2] | None:
     """glibc's mallinfo2; None where the C library has none."""
     try:
