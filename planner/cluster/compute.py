@@ -20,6 +20,9 @@ from gnnplan.planner.vocabulary.schedule import EDGE_ACCESSES, HASH_BYTES, Compu
 WARP_LINE = 128
 # On a CPU core, random row access costs three times sequential access.
 RANDOM_ACCESS_SLOWDOWN = 3.0
+# On a CPU core, gathers of rows in no order cost 1.25 to 1.8 times those of rows in an order that
+# keeps neighbours near each other, which rates are measured of.
+SCATTERED_SLOWDOWN = 1.5
 
 
 class Curve(NamedTuple):
@@ -79,7 +82,9 @@ class Roofline:
             # of a row, before it goes on to the next one [B]
             at_once = row_bytes if self._gather_curves else min(row_bytes, WARP_LINE)
             rate = self.gather_rate(width, distinct * at_once, rows / distinct)
-            seconds = seconds + rows * row_bytes / (rate * device.gathering(work.itemsize))
+            slowdown = SCATTERED_SLOWDOWN if work.scattered and not on_gpu else 1.0
+            slowdown /= device.gathering(work.itemsize)
+            seconds = seconds + rows * row_bytes * slowdown / rate
             seconds = seconds + outputs * (
                 device.row_latency
                 + (0.0 if device.row_bandwidth is None else row_bytes / device.row_bandwidth)

@@ -255,7 +255,7 @@ class Model:
         edges = edges + spec.self_edges * (rows - away)
         block = block_of(rows, sources, edges, read=read, away=away)
         work, launches = self.played(layer, narrow).ways[way], self._launches(spec, narrow)[way]
-        return work.on(block, self.itemsize, launches)
+        return work.on(block, self.itemsize, launches, self.redrawn)
 
     forward, backward = partialmethod(work, 0), partialmethod(work, 1)
 
@@ -272,8 +272,8 @@ class Model:
         block = block_of(rows, rows, 0.0, local=rows)
         first, second = launches or ((3, 6) if self.on_gpu else (6, 10))
         return (
-            ways[0].on(block, self.itemsize, first),
-            ways[1].on(block, self.itemsize, second),
+            ways[0].on(block, self.itemsize, first, self.redrawn),
+            ways[1].on(block, self.itemsize, second, self.redrawn),
         )
 
     @property

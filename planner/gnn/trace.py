@@ -71,7 +71,7 @@ class Work:
         for name, amount in amounts.items():
             self.amounts[name] = self.amounts.get(name, NOTHING) + amount
 
-    def on(self, block: Block, itemsize: int, launches: int) -> Compute:
+    def on(self, block: Block, itemsize: int, launches: int, scattered: bool) -> Compute:
         """The work on a block, once all is added."""
         n = len(self.amounts)
         found = self._told.on(block)
@@ -86,6 +86,7 @@ class Work:
             ),
             launches=launches + self.launches,
             itemsize=itemsize,
+            scattered=scattered,
             **amounts,
         )
 

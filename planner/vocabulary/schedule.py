@@ -134,10 +134,11 @@ class Compute(Local):
     attention_edges: Number = 0.0  # edges times heads that get an attention weight or gradient
     # Whole rows that are read or written in random order: rows, numbers per row.
     random_rows: tuple[tuple[Number, int], ...] = ()
+    scattered: bool = False  # gathers read rows that are in no order, as a mini-batch has them
 
     def __add__(self, other: Compute) -> Compute:
         sums: dict[str, Any] = {name: getattr(self, name) + getattr(other, name) for name in _ADDED}
-        return replace(self, **sums)
+        return replace(self, scattered=self.scattered or other.scattered, **sums)
 
 
 @dataclass(frozen=True, eq=False)

@@ -107,6 +107,15 @@ def test_rows_of_many_bytes_are_gathered_slower():
     assert far == pytest.approx(4 * near) == 1e5 * 64 / 1e8
 
 
+def test_rows_in_no_order_are_gathered_slower_by_a_core_alone():
+    gather = (Gather(1e6, 16, 1e3, 1.0),)
+    ordered, scattered = Compute(gathers=gather), Compute(gathers=gather, scattered=True)
+    core = Cost(Cluster(device=CORE, intra_node=Link(bandwidth=1e9)))
+    assert core.compute_s(scattered) == pytest.approx(1.5 * core.compute_s(ordered))
+    assert (scattered + Compute()).scattered and (Compute() + scattered).at(0).scattered
+    assert COST.compute_s(scattered) == COST.compute_s(ordered)
+
+
 def test_a_core_loads_by_reading_and_writing():
     """A GPU's loads go over its link to the server's memory."""
     device = CORE.model_copy(update={"launch": 0.05})

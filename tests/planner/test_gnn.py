@@ -170,6 +170,7 @@ def test_sparse_features_are_multiplied_first(dropout):
     mini = describe(sampled, 40, 5, 3.0).backward(1, 10, 20, 50)
     full = describe(Workload(model="gcn", hidden=16), 40, 5, 3.0).backward(1, 10, 20, 50)
     assert (mini.hash_ops, full.hash_ops) == (20 * 3 * 3, 20 * 3)
+    assert mini.scattered and not full.scattered
     # though it widens
     assert (
         describe(Workload(model="gcn", hidden=64, dropout=dropout), 40, 5, 3.0)
