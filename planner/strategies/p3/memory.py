@@ -110,8 +110,11 @@ class Batch:
         self.pulled = self.own * (len(p3.rail(problem, 0)) - 1)
         # in the pipeline the rank goes on while its messages leave
         self.leaving = self.peers * p3.pipelined
-        # own rows, a cut of those read, have a product of their own
-        self.loaded = sliced.inputs.held(sources) + sliced.own_sorted(rows)
+        # rows by column, when the gradient of their product comes; own rows, a cut of those read,
+        # have a product of their own
+        by_column = sliced.inputs.sorted(sources)
+        self.sorted = by_column + sliced.own_sorted(rows)
+        self.loaded = sliced.inputs.held(sources) - by_column
         saved = spec.projects_first or spec.matrices > 1
         if spec.counted:
             saved = spec.counted.keeps_inputs
@@ -146,6 +149,6 @@ class Batch:
         return keeps(self.peers)
 
     def first_backward(self) -> Held:
-        needed = self.all + self.first.backward - self.first.kept
+        needed = self.all + self.first.backward - self.first.kept + self.sorted
         freed = self.peers + self.own + self.first.kept
         return Held(needed, -freed - (self.loaded if self.reads_on else 0.0))
