@@ -153,6 +153,7 @@ def converted(module: nn.Module, graph: GraphFields, proves: bool = True) -> Cha
         small = Small(VERTICES[0], module, graph)
         chain = _guess(*recorded_of(module, small, True, torch.float64, parts))
         if proves:
+            # evaluation may depend on the graph's size too, which is refused here
             recorded_of(module, small, False, torch.float64, parts)
             _prove(module, chain, graph)
     except Exception as error:  # it is none of these chains, however that shows

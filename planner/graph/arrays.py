@@ -18,7 +18,7 @@ import numpy as np
 from gnnplan.planner.graph.build import count, must_be_a_graph
 from gnnplan.planner.graph.fields import EDGE, NAME, NUMBERS, VERTEX, kind_of
 from gnnplan.planner.graph.graph import AT_ONCE, MOST_CLASSES, MOST_VERTICES, Array
-from gnnplan.planner.graph.labels import MASKS, WORDS, features_of, mask_of
+from gnnplan.planner.graph.labels import MASKS, features_of, mask_of, named
 from gnnplan.planner.graph.npy import Arrays, arrays_in, mapped_array, must_be_count, typed
 from gnnplan.planner.graph.parts import (
     ENDS,
@@ -68,9 +68,8 @@ def read_own(path: str) -> Parts:
             )
             taken.append("num_nodes")
         vertices, edges = count(parts)[0], len(arrays["src"])
-        for mask, words in WORDS.items():
-            name = next((word for word in words if word in source.files and word in IDS), "")
-            if name and mask not in parts.masks:
+        for mask, name in named({name: name for name in IDS if name in source.files}).items():
+            if mask not in parts.masks:
                 parts.masks[mask] = mask_of(path, name, source.read(name), vertices)
                 taken.append(name)
         left = [*source.others]

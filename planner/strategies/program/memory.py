@@ -98,9 +98,9 @@ def fullest(problem: Problem, program: Program) -> np.ndarray:
 def _steps(program: Program) -> Iterator[Iterable[Op]]:
     """The operations of all known steps, in order, each of which begins with nothing.
 
-    Steps that are alike hold alike, and every operation stands for all of its chunks. Where steps
-    overlap, they are one that goes on until all that is under way together has been; of steps that
-    are all alike a few are enough, for these and those of an epoch's end to have been under way.
+    Steps that are alike hold alike, and every operation stands for all of its chunks. Steps that
+    overlap are taken as one, which goes on until all that is under way together has been. If they
+    are all alike a few are enough: then these, and those of an epoch's end, have been under way.
     """
     known = list(program.known())
     different = dict.fromkeys(known)
