@@ -990,7 +990,7 @@ EDITED = {  # a verb, a value of the good plan, what it becomes
     'run workload.layers "x"': "changed.json: workload.layers: must be a valid integer",
     'run partitioner "zzz"': "changed.json: partitioner 'zzz' is unknown; allowed: metis",
     "simulate best [1]": "changed.json: best must be an object",
-    'run best.strategy "gnnpipe"': "changed.json: best.strategy: must be an object with a name",
+    'run best.strategy "gnnpipe"': "changed.json: best.strategy must be an object",
     'simulate best.strategy {"name": "x"}': "changed.json: best.strategy: there is no strategy 'x'",
     'simulate best.strategy.staleness "x"': "changed.json: best.strategy: graph_parallel: staleness is int, not 'x'",
     'run best.strategy {"name": "gnnpipe", "stages": 99}': "use stages <= 3",

@@ -185,6 +185,11 @@ def no_candidates(folder: Path, document: dict) -> None:
     (folder / "bad.json").write_text(json.dumps(document))
 
 
+def no_name(folder: Path, document: dict) -> None:
+    document["alternatives"][0]["strategy"] = {"a": "b"}
+    (folder / "bad.json").write_text(json.dumps(document))
+
+
 def no_json(folder: Path, document: dict) -> None:
     (folder / "bad.json").write_text("plan")
 
@@ -194,7 +199,8 @@ def no_json(folder: Path, document: dict) -> None:
     [
         (no_plan, "not a plan"),
         (no_json, "not JSON"),
-        (no_candidates, r"bad.json: alternatives.0.(exact|predicted)\S*: Field required"),
+        (no_candidates, r"bad.json: alternatives.0.(exact|predicted)\S* must be given"),
+        (no_name, "bad.json: alternatives.0.strategy.name must be given"),
     ],
 )
 def test_bad_input_is_named_and_leaves_nothing(spoil, said, plan, tmp_path, gnnplan):

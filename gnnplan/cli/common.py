@@ -180,8 +180,11 @@ class Verb(TyperCommand):
         )
         kind: Any = typer.Argument if told.by_place else partial(typer.Option, *flags)
         hint: Any = told.hint
-        if float in (hint, *get_args(hint)):
-            known["callback"] = _finite
+        for number in (int, float):
+            if number in (hint, *get_args(hint)):
+                ends = known.get("min", -math.inf), known.get("max", math.inf)
+                known["parser"] = partial(_number, number, max(flags, key=len), *ends)
+                known.setdefault("metavar", f"<{number.__name__}>")
         annotation = Annotated[hint, kind(**{**known, "help": text})]
         return Parameter(name, Parameter.KEYWORD_ONLY, default=told.default, annotation=annotation)
 
@@ -210,10 +213,24 @@ def _flag(name: str) -> str:
     return f"--{name.replace('_', '-')}"
 
 
-def _finite(param: typer.CallbackParam, value: Any) -> Any:
-    """A number that is given. Raises SpecError where it is not finite, which typer takes."""
-    if isinstance(value, float) and not math.isfinite(value):
-        raise SpecError(f"{param.opts[0]}: must be a finite number, as 12 or 0.5, not {value}")
+def _number(
+    kind: type[int] | type[float], flag: str, least: float, most: float, given: str | float
+) -> float:
+    """The number of an option, as written or its default.
+
+    Raises SpecError where it is none, or out of its range."""
+    from gnnplan.planner.vocabulary.units import number_of
+
+    text = str(given)
+    try:
+        value = number_of(text, kind)
+    except ValueError:
+        like = "a whole number, as 12" if kind is int else "a finite number, as 12 or 0.5"
+        raise SpecError(f"{flag}: must be {like}, not {text:.80}") from None
+    if value < least:
+        raise SpecError(f"{flag}: must be at least {least:g}, not {text}")
+    if value > most:
+        raise SpecError(f"{flag}: must be at most {most:g}, not {text}")
     return value
 
 

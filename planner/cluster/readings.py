@@ -5,7 +5,7 @@ from __future__ import annotations
 import codecs
 import re
 from collections.abc import Mapping, Sequence
-from itertools import takewhile
+from itertools import combinations_with_replacement, takewhile
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -252,16 +252,23 @@ def _matrix(path: Path) -> dict[str, dict[str, str]]:
     for line in text.splitlines():
         words = re.sub(r"\x1b\[[\d;]*m|\^\[\[[\d;]*m", "", line).split()
         if not words:
-            if rows:
-                break  # the legend follows
-        elif not head and words[0].startswith("GPU"):
+            continue
+        if not head and words[0].startswith("GPU"):
             head = list(takewhile(lambda word: word not in AFTER_HEAD, words))
             if len(head) > MOST_GPUS:
                 raise SpecError(
                     f"{path}: {len(head):,} GPUs and NICs, and a server has at most {MOST_GPUS:,};"
                     " give the table of one server"
                 )
-        elif head and words[0] in head:
+            if twice := next((name for name in head if head.count(name) > 1), None):
+                raise SpecError(
+                    f"{path}: the head names {twice} twice; give the table as nvidia-smi printed it"
+                )
+        elif words[0] in rows:
+            raise SpecError(
+                f"{path}: there are two lines of {words[0]}; give the table of one server"
+            )
+        elif words[0] in head:
             rows[words[0]] = words[1:]
     gpus = [name for name in head if re.fullmatch("GPU[0-9]+", name)]
     if not gpus or any(name not in rows or len(rows[name]) < len(head) for name in gpus):
@@ -271,7 +278,15 @@ def _matrix(path: Path) -> dict[str, dict[str, str]]:
         )
     for name in gpus:
         _must_be_ways(path, name, rows[name], head)
-    return {name: dict(zip(head, rows[name], strict=False)) for name in gpus}
+    ways = {name: dict(zip(head, rows[name], strict=False)) for name in gpus}
+    for a, b in combinations_with_replacement(gpus, 2):
+        if ways[a][b] != ways[b][a] or (ways[a][b] == "X") != (a == b):
+            raise SpecError(
+                f"{path}: the way from {a} to {b} is {ways[a][b]}, and from {b} to {a}"
+                f" {ways[b][a]}; X stands where a GPU meets itself, and both ways are one; give"
+                " the table as nvidia-smi printed it"
+            )
+    return ways
 
 
 def _must_be_ways(path: Path, name: str, row: Sequence[str], head: Sequence[str]) -> None:
@@ -380,9 +395,9 @@ def _wired(base: Cluster, wiring: Path) -> dict[str, Any]:
             f" the cluster has {gpus}, each as fast as that of {base.name}"
         )
     if "nics" not in found:
-        kept = base.nics if gpus == base.gpus_per_server else ()
-        found["nics"] = kept
-        told = [list(group) for group in kept] or "one a server"
+        if gpus != base.gpus_per_server:
+            found["nics"] = ()
+        told = [list(group) for group in found.get("nics", base.nics)] or "one a server"
         say(f"note: {wiring.name} has no columns of NICs; they are taken to be {told}")
     elif len(found["nics"]) != max(1, len(base.nics)) and base.inter_node:
         say(

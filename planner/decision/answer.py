@@ -15,7 +15,7 @@ from gnnplan.planner.decision.search import Search, SearchResult, parts
 from gnnplan.planner.gnn.model import describe
 from gnnplan.planner.gnn.workload import Workload
 from gnnplan.planner.problem.problem import Problem
-from gnnplan.planner.strategies import named, parse
+from gnnplan.planner.strategies import parse
 from gnnplan.planner.vocabulary.errors import Infeasible, SpecError
 from gnnplan.planner.vocabulary.units import show_count
 
@@ -44,8 +44,7 @@ class Answer:
     @classmethod
     def of(cls, found: Mapping[str, Any]) -> Answer:
         """The answer of an entry of plan.json."""
-        predicted, strategy = found["predicted"], dict(found["strategy"])
-        call = str(named(strategy.pop("name"), strategy))
+        predicted, call = found["predicted"], str(strategy_of(found))
         seconds, memory = predicted["epoch_s"], predicted["memory_bytes"]
         outlook = {name: found.get(name) for name in OUTLOOK}
         counted = {k: found[k] for k in found if k not in KnownAnswer.__annotations__}

@@ -6,6 +6,7 @@ A plan holds all that it was made for, so that `simulate`, `run` and `validate` 
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from dataclasses import asdict
 from importlib.metadata import version
 from pathlib import Path
@@ -179,10 +180,16 @@ class _Place(TypedDict):
     gpu: int
 
 
+class _Named(TypedDict):
+    """A strategy's name; its knobs, which stand beside it, are read by `named`."""
+
+    name: str
+
+
 class KnownAnswer(TypedDict, total=False):
     """An answer without the numbers of its objective (`counted`)."""
 
-    strategy: Required[dict[str, Any]]
+    strategy: Required[_Named]
     exact: Required[bool]
     gpus: Required[int]
     epoch_s: Finite
@@ -298,8 +305,6 @@ def _inspect(path: str | Path, document: dict[str, Any]) -> None:
 def _rule(mistake: ErrorDetails) -> str:
     """The field of a mistake and what is wrong with it."""
     where, kind = dotted(mistake["loc"]), mistake["type"]
-    if kind == "dict_type" and mistake["loc"][-1] == "strategy":
-        return f"{where}: must be an object with a name and knobs"
     if kind in _KINDS:
         return f"{where} must be {_KINDS[kind]}"
     return f"{where}: {mistake['msg'].replace('Input should be', 'must be')}"
@@ -310,6 +315,7 @@ _KINDS = {
     "string_type": "text",
     "bool_type": "true or false",
     "list_type": "a list",
+    "missing": "given",
 }
 
 
@@ -364,16 +370,13 @@ def chosen(document: dict[str, Any]) -> Strategy:
     return strategy_of(document["best"])
 
 
-def strategy_of(answer: dict[str, Any]) -> Strategy:
+def strategy_of(answer: Mapping[str, Any]) -> Strategy:
     """The strategy of one of a plan's answers, the best or an alternative.
 
     Raises SpecError.
     """
-    try:
-        knobs = dict(answer["strategy"])
-        return named(str(knobs.pop("name")), knobs)
-    except (KeyError, TypeError, ValueError):
-        raise SpecError(f"must be an object with a name and knobs; {AGAIN}") from None
+    knobs = dict(answer["strategy"])
+    return named(knobs.pop("name"), knobs)
 
 
 def is_exact(document: dict[str, Any]) -> bool:

@@ -298,7 +298,7 @@ def test_plans_remember_placement():
         ({"rank": 99, "server": 0, "gpu": 0}, "without a gap"),
         ({"rank": "0", "server": 0, "gpu": 0}, "best.placement.0.rank: must be a valid integer"),
         ({"rank": True, "server": 0, "gpu": 0}, "must be a valid integer"),
-        ({}, "best.placement.0.rank: Field required"),
+        ({}, "best.placement.0.rank must be given"),
         (7, "best.placement.0 must be an object"),
         (None, "best.placement must be a list"),
     ],

@@ -276,10 +276,14 @@ TWO = matrix(2, joined(range(2)), near(2, lambda gpu: gpu, 2))
         (TWO.replace("NV4", "XGMI"), "a table of rocm-smi, which is not read; name the GPUs"),
         ("==== ROCm System Management Interface ====\n GPU0 GPU1\nGPU0 0 15\n", "of rocm-smi"),
         (TWO.replace("GPU1\tNV4", "GPU7\tNV4"), "not what `nvidia-smi topo -m` prints"),
+        (TWO.replace("\tGPU1", "\tGPU0", 1), "the head names GPU0 twice"),
+        (TWO + TWO, "two lines of GPU0; give the table of one server"),
+        (TWO.replace("NV4", "SYS", 1), "from GPU0 to GPU1 is SYS, and from GPU1 to GPU0 NV4"),
+        (TWO.replace("X", "NV4", 1), "from GPU0 to GPU0 is NV4"),
     ],
 )
 def test_tables_of_others_are_refused(tmp_path, text, told):
-    """They were taken for NVIDIA's, and lost the preset's islands and NICs."""
+    """They were taken for a server's, and lost islands, NICs or GPUs without a word."""
     (tmp_path / "topo.txt").write_text(text)
     with pytest.raises(SpecError, match=told):
         topology(tmp_path / "topo.txt")
@@ -289,7 +293,8 @@ def test_columns_that_are_absent_keep_what_the_cluster_has(tmp_path, capsys):
     """A machine without RDMA cards erased the preset's NICs, and nothing said so."""
     (tmp_path / "topo.txt").write_text(matrix(8, EIGHT, {}))
     base = read_cluster("dgx_a100")
-    assert read(base, [], tmp_path / "topo.txt").nics == base.nics
+    found = read(base, [], tmp_path / "topo.txt")
+    assert found.nics == base.nics and "nics" not in found.provenance  # nothing was read of them
     assert "topo.txt has no columns of NICs; they are taken to be" in capsys.readouterr().err
     # of another machine's table nothing of the GPUs' numbers can stay
     (tmp_path / "topo.txt").write_text(matrix(4, joined(range(4)), {}))
