@@ -44,10 +44,21 @@ ROOMS = [
 ]
 
 
+def anchors_of(document: Path) -> set[str]:
+    """The anchors of a document's headings, as GitHub makes them."""
+    headings = re.findall(r"^#+ (.*)$", document.read_text(encoding="utf-8"), re.MULTILINE)
+    words = [re.sub(r"[^\w -]", "", heading.lower()) for heading in headings]
+    return {heading.strip().replace(" ", "-") for heading in words}
+
+
 @pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: str(path.relative_to(ROOT)))
 def test_links_lead_somewhere(document):
-    for target in re.findall(r"\]\(([^)#]+)(?:#[^)]*)?\)", document.read_text(encoding="utf-8")):
-        assert target.startswith("http") or (document.parent / target).exists(), target
+    links = re.findall(r"\]\(([^)#]*)(?:#([^)]*))?\)", document.read_text(encoding="utf-8"))
+    for target, anchor in links:
+        if not target.startswith("http"):
+            path = document.parent / target if target else document
+            assert path.exists(), target
+            assert not anchor or anchor in anchors_of(path), f"{target}#{anchor}"
 
 
 def test_the_readme_is_read_in_one_sitting():
