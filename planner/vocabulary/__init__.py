@@ -1,18 +1,18 @@
-"""What every room of the planner, the simulator and the executor uses.
+"""Types and helpers that all packages of the planner, the simulator and the executor use.
 
-    schedule.py   tasks, their work, and what they wait for
-    trace.py      what happened when: spans, and the files that Perfetto opens
-    hta.py        the same for Holistic Trace Analysis
+    schedule.py   tasks, their work and their dependencies
+    trace.py      spans recorded or simulated, and the trace files that Perfetto opens
+    hta.py        traces in the format that Holistic Trace Analysis reads
     errors.py     errors that a user sees, and their exit codes
-    units.py      quantities as people write them: '25GB/s'
-    knobs.py      knobs of strategies as people write them: 'gnnpipe(stages=4)'
+    units.py      quantities with units as text: '25GB/s'
+    knobs.py      strategies with knobs as text: 'gnnpipe(stages=4)'
     table.py      tables of text
-    spec.py       the base of specifications, and the types of their fields
-    numbers.py    numbers that may be arrays of candidates
-    precision.py  how the numbers of rows are held: what --dtype names
-    values.py     values that hold arrays: equal where their numbers are
-    outer.py      what all ranks send each other, by a number per sender and one per receiver
-    files.py      reading and writing files safely
-    progress.py   lines for people who wait
+    spec.py       the base class of specifications, and the types of their fields
+    numbers.py    numbers that may be arrays with one entry per candidate
+    precision.py  number formats of rows: the values of --dtype
+    values.py     dataclasses with array fields, compared and hashed by content
+    outer.py      rank-to-rank matrices stored as two vectors
+    files.py      safe reading and writing of files
+    progress.py   notes and progress on standard error
 
-This room imports no other."""
+This package imports no other package of gnnplan."""

@@ -10,7 +10,7 @@ class GnnplanError(Exception):
 
 
 class SpecError(GnnplanError):
-    """The input is wrong.
+    """An error in the user's input.
 
     The message names the file, line or field, the rule, and the allowed values.
     """
@@ -19,7 +19,7 @@ class SpecError(GnnplanError):
 
 
 class Infeasible(GnnplanError):
-    """Nothing fits, which is a valid answer.
+    """The valid answer that nothing fits into memory.
 
     The message says what fills the memory and what would fit.
     """
@@ -28,30 +28,30 @@ class Infeasible(GnnplanError):
 
 
 class LostRank(GnnplanError):
-    """A rank died or stopped answering.
+    """The death or the silence of a rank during training.
 
-    The message names the rank and what is safe on disk.
+    The message names the rank and the state that is safe on disk.
     """
 
     exit_code = 4
 
 
 class Mismatch(GnnplanError):
-    """Two things that must agree do not, as a plan and its data, or a schedule and its record.
+    """A contradiction between a plan and its data, or between a schedule and a recorded trace.
 
-    It is a bug of ours or a stale file.
+    The cause is a bug of gnnplan or a stale file.
     """
 
     exit_code = 2
 
 
 class OtherData(Mismatch):
-    """A plan was made for other data than are here."""
+    """A contradiction between the data that a plan was made for and the data that were loaded."""
 
     def __init__(self, message: str, here: str) -> None:
         super().__init__(message)
-        self.here = here  # what the data are, in words
+        self.here = here  # description of the loaded data, in words
 
 
 class Deadlock(GnnplanError):
-    """A schedule waits for something that never happens. It is a bug of ours."""
+    """A schedule in which a task waits for an event that never happens: a bug of gnnplan."""

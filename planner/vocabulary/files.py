@@ -1,6 +1,6 @@
-"""Reading and writing files: YAML with line numbers, JSON, and writes that are complete or absent.
+"""Reading and writing files: YAML with line numbers, JSON, and atomic writes.
 
-What cannot be read or written raises SpecError, which names the file and a remedy."""
+A file that cannot be read or written raises SpecError, which names the file and a remedy."""
 
 from __future__ import annotations
 
@@ -27,12 +27,12 @@ from gnnplan.planner.vocabulary.units import show_bytes
 
 MAX_YAML = 1 << 18  # a specification is a page of text [B]
 MOST_SHOWN = 80  # characters of a wrong value that a message repeats
-MOST_MEMORY, PER_VALUE = 7e8, 56  # [B] of JSON's objects, and of one
-MOST_DIGITS = 300  # of a whole number, which must fit a float
+MOST_MEMORY, PER_VALUE = 7e8, 56  # Python's memory [B] for a JSON document, and for one value
+MOST_DIGITS = 300  # digits of a whole number, so that it fits a float
 _NUMBERS = {f"tag:yaml.org,2002:{name}" for name in ("int", "float", "timestamp")}
 _SCALARS = _NUMBERS | {f"tag:yaml.org,2002:{name}" for name in ("str", "bool", "null")}
 _TEMPORARY = re.compile(r"\..+\.[0-9a-f]{8}")  # a file that `write_atomically` has not renamed yet
-_REFUSALS = (
+_REFUSALS = (  # errors of the system that are no fault of the program
     errno.EMFILE,
     errno.ENFILE,
     errno.ENOSPC,
@@ -42,18 +42,18 @@ _REFUSALS = (
     errno.ENAMETOOLONG,
 )
 QUOTED = Path(__file__).resolve().parents[2] / "traces" / "quoted"  # tables that plans quote
-Where = tuple[str | int, ...]  # the place of a value in a document, as ('device', 'memory')
+Where = tuple[str | int, ...]  # the path of a value in a document, as ('device', 'memory')
 
 
 def cache_dir() -> Path:
-    """$GNNPLAN_CACHE, else $XDG_CACHE_HOME/gnnplan, else ~/.cache/gnnplan; it may not exist."""
+    """Return $GNNPLAN_CACHE, else $XDG_CACHE_HOME/gnnplan, else ~/.cache/gnnplan; may be absent."""
     if own := os.environ.get("GNNPLAN_CACHE"):
         return Path(own)
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "gnnplan"
 
 
 def quoted(name: str) -> list[dict[str, str]]:
-    """The rows of a table of what was measured, or printed."""
+    """Return the rows of a table in `traces/quoted`: measured runs, or figures from papers."""
     with (QUOTED / name).open(newline="", encoding="utf-8") as file:
         return list(csv.DictReader(file))
 
@@ -63,9 +63,9 @@ def write_atomically(
 ) -> None:
     """Write a temporary file next to `path`, then rename it, so that a file is complete or absent.
 
-    A pipe or a device is written to as it is, and a link leads to its file. `parents` makes missing
-    folders. at_once: do not wait for the disk, which looks to other ranks like a lost peer. Raises
-    SpecError if the file cannot be written.
+    Pipes and devices are written directly; a symbolic link is followed. parents: make missing
+    folders. at_once: skip fsync, because a rank that waits for the disk looks dead to its peers.
+    Raises SpecError if the file cannot be written.
     """
     path, raw = Path(path), data.encode() if isinstance(data, str) else data
     try:
@@ -77,7 +77,7 @@ def write_atomically(
         if parents:
             path.parent.mkdir(parents=True, exist_ok=True)
         try:
-            # The tempfile module would give it other permissions than the umask does.
+            # The tempfile module would ignore the umask in the file's permissions.
             with open(temporary, "xb") as stream:
                 stream.write(raw)
                 stream.flush()
@@ -95,7 +95,8 @@ def write_atomically(
 
 
 def whole_lines(path: Path, most: int) -> tuple[int, int]:
-    """How many of a file's first `most` lines are whole, and their bytes; 0 where there is none."""
+    """Return the number of complete lines among a file's first `most`, and their bytes; 0, 0 if
+    the file is absent."""
     if not path.exists():
         return 0, 0
     must_be_file(path)
@@ -105,33 +106,32 @@ def whole_lines(path: Path, most: int) -> tuple[int, int]:
 
 
 def forget_unfinished(folder: Path) -> None:
-    """Remove what writers that were killed have left in a folder where nobody writes any more."""
+    """Remove temporary files that killed writers left in a folder; nobody may be writing there."""
     for path in folder.glob(".*"):
         if _TEMPORARY.fullmatch(path.name):
-            with contextlib.suppress(OSError):  # a folder is no file of ours
+            with contextlib.suppress(OSError):  # a folder of that name belongs to the user
                 path.unlink()
 
 
 @contextlib.contextmanager
 def _allowed(path: str | Path, refused: str, remedy: str) -> Iterator[None]:
-    """A block that touches a path. Raises SpecError where the system refuses it, or its name."""
+    """Run a block that uses a path. Raises SpecError if the system refuses the path or its name."""
     try:
         yield
-    except (OSError, ValueError) as error:  # ValueError: a name with a zero byte in it
+    except (OSError, ValueError) as error:  # ValueError: a name that contains a zero byte
         why = getattr(error, "strerror", None) or error
         raise SpecError(f"{path}: {refused} ({why}); {remedy}") from error
 
 
 def cannot_write(path: str | Path, error: OSError) -> SpecError:
-    """What to raise where a file cannot be written."""
+    """Make the error for a file that cannot be written."""
     return SpecError(f"{path}: cannot be written ({error.strerror or error}); {remedy_of(error)}")
 
 
 def refusal(error: BaseException) -> OSError | None:
-    """The error of the system that is behind an error, if it refuses files, and for no fault of the
-    program; None otherwise.
+    """Return the system's refusal of a file (a full disk, too many open files) behind an error.
 
-    Libraries written in C++ raise RuntimeErrors that only say it.
+    None for other errors. C++ libraries raise RuntimeErrors whose message alone names the refusal.
 
     >>> refusal(RuntimeError("socket: Too many open files")).errno == errno.EMFILE
     True
@@ -144,7 +144,7 @@ def refusal(error: BaseException) -> OSError | None:
 
 
 def remedy_of(error: OSError) -> str:
-    """What a user can do about a system that refuses a file."""
+    """Return a remedy, in words, for an error of the system about a file."""
     if error.errno in (errno.EMFILE, errno.ENFILE):
         return "allow more open files (ulimit -n 4096) and start again"
     if error.errno in (errno.ENOSPC, errno.EDQUOT):
@@ -169,7 +169,7 @@ def must_have_a_place(path: Path) -> None:
 
 
 def must_be_folder(path: Path) -> None:
-    """Raise SpecError if `path` is no folder and cannot become one; called before long work."""
+    """Raise SpecError unless `path` is a folder or can become one; called before long work."""
     there = nearest(path)
     if not there.is_dir():
         raise SpecError(f"{there}: is a file, but a folder is needed; give another place")
@@ -180,7 +180,7 @@ def must_be_folder(path: Path) -> None:
 
 
 def nearest(path: Path) -> Path:
-    """The path, or the nearest of its parents that is there. Raises SpecError."""
+    """Return the path if it exists, else its nearest existing parent. Raises SpecError."""
     path = path.absolute()
     with _allowed(path, "the folder cannot be made", "choose another place"):
         return next(place for place in (path, *path.parents) if place.exists())
@@ -196,10 +196,11 @@ def make_folder(path: Path) -> None:
 
 @contextlib.contextmanager
 def alone_in(folder: Path, other: str, remedy: str) -> Iterator[None]:
-    """A block in which no other process of this machine is alone in the folder.
+    """Lock a folder for a block, against other processes of this machine that call this function.
 
-    other: what the other one does there, as in 'another run trains in'. The lock is the system's
-    and ends with this process, however that ends. Raises SpecError."""
+    other: the start of the message if another process has the lock, as 'another run trains in'.
+    The operating system releases the lock when this process ends, even if it is killed. Raises
+    SpecError."""
     import fcntl  # not on Windows
 
     lock = os.open(folder, os.O_RDONLY)
@@ -208,7 +209,7 @@ def alone_in(folder: Path, other: str, remedy: str) -> Iterator[None]:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             raise SpecError(f"{other} {folder}; wait for its end, or {remedy}") from None
-        except OSError:  # a file system without locks
+        except OSError:  # the file system has no locks
             pass
         yield
     finally:
@@ -219,7 +220,7 @@ def alone_in(folder: Path, other: str, remedy: str) -> Iterator[None]:
 
 
 def must_be_file(path: str | Path, remedy: str = "give a file") -> None:
-    """Raise SpecError for anything but a file. Reading a pipe or a device might never end."""
+    """Raise SpecError unless `path` is a regular file: reading a pipe or a device may never end."""
     with _allowed(path, "cannot be read", remedy):
         mode = os.stat(path).st_mode
     if not stat.S_ISREG(mode):
@@ -228,10 +229,10 @@ def must_be_file(path: str | Path, remedy: str = "give a file") -> None:
 
 
 def read_bytes(path: str | Path, most: int, remedy: str = "give a file") -> bytes:
-    """The content of a file. Raises SpecError if it cannot be read or exceeds `most` [B]."""
+    """Read a file's content. Raises SpecError if it cannot be read or exceeds `most` [B]."""
     must_be_file(path, remedy)
     with _allowed(path, "cannot be read", remedy), open(path, "rb") as stream:
-        # The file's own size, for `most` would be allocated as a buffer.
+        # read(most) would allocate a buffer of `most` bytes.
         size = os.fstat(stream.fileno()).st_size
         raw = stream.read(size + 1) if size <= most else b""
     if max(size, len(raw)) > most:
@@ -242,16 +243,16 @@ def read_bytes(path: str | Path, most: int, remedy: str = "give a file") -> byte
 
 
 def read_json(path: str | Path, most: int, remedy: str) -> Any:
-    """A file's JSON document. Raises SpecError if it is none or exceeds `most` [B]."""
+    """Read a file's JSON document. Raises SpecError if it is not JSON or exceeds `most` [B]."""
     raw = read_bytes(path, most, remedy)
     must_be_readable(path, raw, remedy)
     return from_json(path, raw, remedy)
 
 
 def must_be_readable(path: str | Path, raw: bytes, remedy: str) -> None:
-    """Raise SpecError where Python's objects of a JSON text would fill more than MOST_MEMORY.
+    """Raise SpecError if Python's objects for a JSON text would fill more than MOST_MEMORY.
 
-    Every value but the first stands behind a comma or a bracket.
+    The number of values is bounded by the separators: a value follows a comma, colon or bracket.
     """
     values = sum(raw.count(mark) for mark in (b",", b"[", b"{", b":", b"\n"))
     need = 2.0 * len(raw) + PER_VALUE * values
@@ -263,7 +264,7 @@ def must_be_readable(path: str | Path, raw: bytes, remedy: str) -> None:
 
 
 def from_json(where: str | Path, raw: str | bytes, remedy: str) -> Any:
-    """A JSON document as plain data with finite numbers. Raises SpecError, which names `where`."""
+    """Parse a JSON document with finite numbers. Raises SpecError, which names `where`."""
 
     def refuse(constant: str) -> None:
         raise ValueError(f"{constant} is not a number")
@@ -290,28 +291,28 @@ def from_json(where: str | Path, raw: str | bytes, remedy: str) -> Any:
 
 @dataclass(frozen=True)
 class Document:
-    """A parsed file, and the line of each of its values."""
+    """A parsed YAML file, with the line number of each value."""
 
     path: str
     data: dict[str, Any]
     lines: dict[Where, int]
 
     def error(self, where: Where, message: str) -> SpecError:
-        """An error at a value, as 'cluster.yaml:7: device.memory: ...'."""
+        """Make an error about a value, as 'cluster.yaml:7: device.memory: ...'."""
         return SpecError(f"{self.path}:{self.line(where)}: {dotted(where)}: {message}")
 
     def line(self, where: Where) -> int:
-        """The line of a value; if it is absent, that of its parent."""
+        """Return the line of a value; if the value is absent, the line of its nearest parent."""
         while where and where not in self.lines:
             where = where[:-1]
         return self.lines.get(where, 1)
 
 
 def read_yaml(path: str | Path) -> Document:
-    """A file's YAML mapping.
+    """Read a file's YAML mapping.
 
-    Raises SpecError, with the line, for bad syntax, duplicate keys, aliases and anything that is
-    not plain data.
+    Raises SpecError, with the line, for bad syntax, duplicate keys, aliases and tags of anything
+    but plain data.
     """
     raw = read_bytes(path, MAX_YAML, "give the file of a specification")
     try:
@@ -337,9 +338,9 @@ def read_yaml(path: str | Path) -> Document:
 
 @dataclass
 class _Plain:
-    """Makes plain data of nodes, and notes their lines.
+    """A converter of YAML nodes to plain data, which records the nodes' lines.
 
-    SafeLoader would keep the last of two equal keys, and forget lines.
+    PyYAML's SafeLoader silently keeps the last of two equal keys, and drops the lines.
     """
 
     path: str
@@ -348,7 +349,7 @@ class _Plain:
     seen: set[yaml.Node] = field(default_factory=set)
 
     def of(self, node: yaml.Node, where: Where) -> Any:
-        """A node as plain data. Raises SpecError."""
+        """Convert a node to plain data. Raises SpecError."""
         self.lines.setdefault(where, node.start_mark.line + 1)
         if node in self.seen:  # an alias; a few lines of them can mean gigabytes ("billion laughs")
             text = "anchors and aliases (&, *) are not supported; write the value out"
@@ -374,10 +375,9 @@ class _Plain:
         return self.scalar(node, where)
 
     def scalar(self, node: yaml.Node, where: Where) -> Any:
-        """A node as text, number, boolean, date or None.
+        """Convert a scalar node to text, a number, a boolean, a date or None.
 
-        Raises SpecError for other tags, and for text that does not suit its tag ('!!timestamp
-        soon').
+        Raises SpecError for other tags, and for text that contradicts its tag ('!!timestamp soon').
         """
         if "\0" in node.value:
             raise self.wrong(node, where, "must not hold a zero byte; leave it out")
@@ -386,21 +386,22 @@ class _Plain:
             raise self.wrong(node, where, text)
         try:
             return self.loader.construct_object(node)
-        except (ValueError, LookupError, AttributeError, OverflowError) as error:  # PyYAML's
+        except (ValueError, LookupError, AttributeError, OverflowError) as error:  # all by PyYAML
             tag = node.tag.rpartition(":")[2]
             raise self.wrong(node, where, f"not what its tag {tag} says; leave it out") from error
 
     def wrong(self, node: yaml.Node, where: Where, text: str) -> SpecError:
+        """Make an error with the line of a node and the path of its value."""
         return SpecError(f"{self.path}:{node.start_mark.line + 1}: {dotted(where)}: {text}")
 
 
 def dotted(where: Where) -> str:
-    """The place of a value in words, as 'device.memory'."""
+    """Return the path of a value as text, as 'device.memory'."""
     return ".".join(str(name)[:MOST_SHOWN] for name in where) or "the file"
 
 
 def suggest(word: str, allowed: Iterable[str]) -> str:
-    """The end of a message about a misspelt word: '; did you mean X? Allowed: ...'."""
+    """Return the end of a message about a misspelt word: '; did you mean X? Allowed: ...'."""
     allowed = list(allowed)
     if not allowed:
         return ""

@@ -1,9 +1,10 @@
-"""Traces for Holistic Trace Analysis, which reads what Kineto writes of GPUs.
+"""Traces in the format that Kineto writes for GPUs, for Holistic Trace Analysis (HTA).
 
-A span becomes a kernel on a stream, one stream per lane: computation by its label, communication as
-ncclKernel_<label>, loads as Memcpy. HTA finds the kernels of a step by their launches, so each has
-one, made up, at its start; what a host does (sampling) is an operator on the CPU. Times are whole
-microseconds, for HTA cuts fractions off."""
+A span becomes a kernel on a stream, with one stream per lane. The kernel of a computation is named
+by its label, that of a communication ncclKernel_<label>, and that of a load Memcpy. HTA finds the
+kernels of a step by their launches, so every kernel gets an artificial launch at its start. Host
+work (sampling) becomes an operator on the CPU. Times are whole microseconds, because HTA drops
+fractions."""
 
 from __future__ import annotations
 
@@ -17,13 +18,13 @@ from gnnplan.planner.vocabulary.files import make_folder, write_atomically
 from gnnplan.planner.vocabulary.trace import LANES, Span, read_traces
 
 HOST_THREAD = 0
-_STEP = re.compile(r":s-?\d+$")  # the end of a label
+_STEP = re.compile(r":s-?\d+$")  # the step, at the end of a label
 
 
 def write_for_hta(directory: str | Path, folder: str | Path) -> list[Path]:
-    """Write a `rank<r>.json` for each rank of a folder of traces; returns their paths.
+    """Convert the traces in `directory` to a file `rank<r>.json` per rank; return their paths.
 
-    `folder` must hold no other .json: HTA takes each for a trace. Raises SpecError.
+    `folder` must hold no other .json file, because HTA reads each as a trace. Raises SpecError.
     """
     spans = read_traces(directory)
     ranks = sorted({span.rank for span in spans})
@@ -45,7 +46,7 @@ def write_for_hta(directory: str | Path, folder: str | Path) -> list[Path]:
 
 
 def _steps(spans: list[Span], start: float) -> Iterator[dict[str, Any]]:
-    """A ProfilerStep from the first span of a step to that of the next; set-up is none."""
+    """Yield a ProfilerStep per step, which ends where the next step begins; set-up has none."""
     first: dict[int, float] = {}
     for span in spans:
         if span.step >= 0:
@@ -57,6 +58,7 @@ def _steps(spans: list[Span], start: float) -> Iterator[dict[str, Any]]:
 
 
 def _kernels(spans: list[Span], start: float) -> Iterator[dict[str, Any]]:
+    """Yield a launch and a kernel per span, or a CPU operator per span of the host."""
     streams = {lane: number for number, lane in enumerate(LANES, 1)}
     for number, span in enumerate(spans, 1):
         name = _STEP.sub("", span.label)
@@ -83,6 +85,8 @@ def _event(rank: int, thread: int, category: str, name: str) -> dict[str, Any]:
 
 
 def _time(begin: float, end: float, start: float) -> dict[str, int]:
-    """Whole microseconds since `start`. Both ends are rounded, so spans that meet still do."""
+    """Return start and duration [us] relative to `start`.
+
+    Both ends are rounded, so that adjacent spans stay adjacent."""
     first, last = round((begin - start) * 1e6), round((end - start) * 1e6)
     return {"ts": first, "dur": last - first}

@@ -1,4 +1,4 @@
-"""Knobs of strategies as text, as --strategy takes it and plans print it."""
+"""Strategies and their knobs as text, which --strategy parses and plans print."""
 
 from __future__ import annotations
 
@@ -10,19 +10,19 @@ from typing import Any
 from gnnplan.planner.vocabulary.errors import SpecError
 from gnnplan.planner.vocabulary.units import kind, quantity
 
-LONG = 4  # longer lists of a knob are written by what repeats
-MOST_NUMBERS = 100_000  # of such a list
+LONG = 4  # lists with more numbers are written in runs: '4x8' for eight fours
+MOST_NUMBERS = 100_000  # numbers that a list in runs may expand to
 
 
 def show_knob(value: Any, annotation: str) -> Any:
-    """A knob's value as people write it."""
+    """Return a knob's value in the form in which a user writes it."""
     if annotation == "Bytes":
         return show_size(value)
     return show_list(value) if isinstance(value, tuple) else value
 
 
 def show_list(numbers: tuple[int, ...]) -> tuple[int, ...] | str:
-    """A list of more than LONG numbers as 'number x times', if `read_list` gives it back.
+    """Return a list of more than LONG numbers as runs, '<number>x<times>', which `read_list` reads.
 
     >>> show_list((4,) * 8), show_list((1, 3, 3, 3, 2)), show_list((4, 4))
     ('4x8', '1,3x3,2', (4, 4))
@@ -34,7 +34,7 @@ def show_list(numbers: tuple[int, ...]) -> tuple[int, ...] | str:
 
 
 def read_list(text: str) -> tuple[int, ...] | None:
-    """The numbers of a text such as '1,3x2'; None if it is no list.
+    """Parse a list such as '1,3x2'; return None for any other text.
 
     >>> read_list("4x8"), read_list("1,3x2"), read_list("1;2"), read_list("1x9999999999")
     ((4, 4, 4, 4, 4, 4, 4, 4), (1, 3, 3), None, None)
@@ -47,7 +47,7 @@ def read_list(text: str) -> tuple[int, ...] | None:
 
 
 def show_size(nbytes: int) -> str | int:
-    """A size with a unit and all its digits, if it is 1 MB or more and `read_size` gives it back.
+    """Return a size [B] of 1 MB or more as text with a unit, if `read_size` restores every digit.
 
     >>> show_size(56_862_000_000), show_size(1_000_000_001), show_size(20_000)
     ('56.862GB', '1.000000001GB', 20000)
@@ -61,7 +61,7 @@ def show_size(nbytes: int) -> str | int:
 
 
 def read_size(text: object) -> int | None:
-    """Whole bytes of a size such as '2.5GB' or 20000; None if it is no size.
+    """Return the whole bytes of a size such as '2.5GB' or 20000; None for anything else.
 
     >>> read_size("56.862GB"), read_size("1GiB"), read_size(20_000), read_size("1GB/s")
     (56862000000, 1073741824, 20000, None)
@@ -75,9 +75,9 @@ def read_size(text: object) -> int | None:
 
 
 def parse_call(text: str) -> tuple[str, dict[str, Any]]:
-    """'gnnpipe(stages=4,chunks=16)' -> ('gnnpipe', {'stages': 4, 'chunks': 16}).
+    """Parse 'gnnpipe(stages=4)' into the strategy's family and knobs: 'gnnpipe', {'stages': 4}.
 
-    Values are Python literals. Raises SpecError.
+    Values are Python literals. Raises SpecError for any other text.
 
     >>> parse_call("gnnpipe(stages=4, shuffle=False)")
     ('gnnpipe', {'stages': 4, 'shuffle': False})
@@ -93,7 +93,7 @@ def parse_call(text: str) -> tuple[str, dict[str, Any]]:
             if len(knobs) == len(node.keywords):  # neither ** nor the same knob twice
                 return node.func.id, knobs
     except (SyntaxError, ValueError, TypeError, RecursionError, MemoryError):
-        pass  # RecursionError, MemoryError: parentheses too deep
+        pass  # RecursionError and MemoryError: parentheses nested too deeply
     raise SpecError(
         f"--strategy {text!r:.200} is not a family with knobs; write it as"
         " 'gnnpipe(stages=4,chunks=16)'"

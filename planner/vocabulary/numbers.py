@@ -1,4 +1,4 @@
-"""Numbers that several rooms share: their type, their maxima, and the spread of degrees."""
+"""The type `Number` (a float or an array), and arithmetic on numbers and arrays."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from numpy.typing import NDArray
 # A float, or an array of them where several candidates are evaluated at once.
 Number = float | NDArray[np.float64]
 
-# Standard deviation of the logarithm of a vertex degree, where nobody counted degrees. It is the
-# mean of ten real graphs, which range from 0.57 to 1.60 (tests/planner/test_cost.py).
+# Standard deviation of the logarithm of vertex degrees, for graphs whose degrees were not counted.
+# It is the mean of ten real graphs, which range from 0.57 to 1.60 (tests/planner/test_cost.py).
 SPREAD = 1.15
 
 
 def largest(values: Iterable[Number], least: Number = 0.0) -> Number:
-    """Element by element, the largest of these values and of `least`.
+    """Return the element-wise maximum of the values and of `least`.
 
     >>> largest([1.0, 3.0, 2.0]), largest([], 5.0)
     (np.float64(3.0), 5.0)
@@ -31,7 +31,7 @@ def largest(values: Iterable[Number], least: Number = 0.0) -> Number:
 
 
 def total(values: Iterable[Number]) -> Number:
-    """Element by element, the sum of these values."""
+    """Return the element-wise sum of the values."""
     out: Number = 0.0
     for value in values:
         out = out + value
@@ -39,7 +39,7 @@ def total(values: Iterable[Number]) -> Number:
 
 
 def slowest(seconds: Number) -> Number:
-    """The maximum over ranks, which are the last axis: [ranks] -> a number, [.., ranks] -> [.., 1].
+    """Return the maximum over ranks, the last axis: [ranks] -> a number, [.., ranks] -> [.., 1].
 
     >>> slowest(np.array([1.0, 3.0])), slowest(np.array([[1.0, 3.0], [2.0, 0.0]])).tolist()
     (np.float64(3.0), [[3.0], [2.0]])
@@ -49,7 +49,7 @@ def slowest(seconds: Number) -> Number:
 
 
 def typical(values: Sequence[float], period: int = 1) -> float:
-    """The median of numbers in order; where each is like that a period later, the mean of medians.
+    """Return the median of a series; for a periodic series, the mean of the medians of its phases.
 
     >>> typical([1.0, 2.0, 9.0]), typical([1.0, 5.0, 1.0, 7.0, 3.0], period=2)
     (2.0, 3.5)
@@ -58,7 +58,7 @@ def typical(values: Sequence[float], period: int = 1) -> float:
 
 
 def ranges(starts: NDArray[Any], lengths: NDArray[Any]) -> NDArray[Any]:
-    """So many whole numbers from each start on, one range after the other.
+    """Return the concatenation of the ranges start, start + 1, .. of the given lengths.
 
     >>> ranges(np.array([5, 0]), np.array([2, 3])).tolist()
     [5, 6, 0, 1, 2]
@@ -68,7 +68,7 @@ def ranges(starts: NDArray[Any], lengths: NDArray[Any]) -> NDArray[Any]:
 
 
 def runs(lengths: NDArray[Any], most: int) -> list[slice]:
-    """Slices of rows with so many numbers each: all of them, about `most` numbers at a time.
+    """Return slices that cover all rows, about `most` numbers each; row i has lengths[i] numbers.
 
     >>> runs(np.array([2, 2, 9, 1, 1]), 4)
     [slice(0, 2, None), slice(2, 3, None), slice(3, 5, None)]

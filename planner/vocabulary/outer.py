@@ -1,7 +1,7 @@
-"""A matrix of what ranks send each other, kept as a number per sender and one per receiver.
+"""Rank-to-rank matrices (amounts that each rank sends to each other) stored as two vectors.
 
-Where a graph is known by statistics, all ranks of a group are given the same. Two vectors then say
-what a matrix would, which has 67 million entries for 8,192 ranks."""
+For a graph known by statistics only, all ranks of a group get the same estimate. Two vectors then
+replace the matrix, which would have 67 million entries for 8,192 ranks."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from gnnplan.planner.vocabulary.values import Value
 
 
 class EqualPairs(NamedTuple):
-    """Pairs of ranks of which one sends the other the same amount."""
+    """Pairs of ranks with equal matrix entries: every sender sends `value` to every receiver."""
 
     value: float | int
     senders: np.ndarray  # bool [ranks]
@@ -25,10 +25,10 @@ class EqualPairs(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class Outer(Value, NDArrayOperatorsMixin):
-    """A matrix [ranks, ranks], or [chunks, ranks, ranks]: entry [i, j] is left[i] * right[j].
+    """A matrix [ranks, ranks], or [chunks, ranks, ranks]: entry [i, j] is left[i] * right[j] or 0.
 
-    It is so where the ranks i and j are different ones of one group, or (`same` false) in different
-    groups; the other entries are 0. Where an array is asked for, it becomes one.
+    With `same`, the entries are nonzero for two different ranks i and j of one group; otherwise,
+    for ranks of different groups. numpy functions convert the matrix to a dense array.
 
     left, right: [ranks], or one of them [chunks, ranks]. groups: the group of each rank, 0, 1, ..
     [ranks].
@@ -44,7 +44,7 @@ class Outer(Value, NDArrayOperatorsMixin):
 
     @classmethod
     def of(cls, groups: Any, same: bool, value: float | np.ndarray) -> Outer:
-        """Each pair has this value [], or that of its sender [ranks]."""
+        """Make a matrix whose nonzero entries are one value [], or a value per sender [ranks]."""
         group = np.asarray(groups, dtype=np.int64)
         one = np.ones(group.size, dtype=np.int64)
         return cls(value * one, one, group, same)
@@ -66,7 +66,7 @@ class Outer(Value, NDArrayOperatorsMixin):
 
     @property
     def T(self) -> Outer:
-        """From receivers to senders, in every chunk."""
+        """The transpose over ranks (senders become receivers), in every chunk."""
         return replace(self, left=self.right, right=self.left)
 
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
@@ -76,18 +76,18 @@ class Outer(Value, NDArrayOperatorsMixin):
         return np.asarray(dense, dtype=dtype)
 
     def __array_ufunc__(self, ufunc: np.ufunc, method: str, *operands: Any, **options: Any) -> Any:
-        """Numbers times this are such a matrix again, all else is an array."""
+        """Return an Outer for a product with a number or a vector; a dense array otherwise."""
         if ufunc is np.multiply and method == "__call__":
             factor, *others = (each for each in operands if each is not self)
             if not others and np.ndim(factor) < 2:
-                if np.ndim(factor):  # of each receiver, as with arrays
+                if np.ndim(factor):  # a factor per receiver, by numpy's rules of broadcasting
                     return replace(self, right=self.right * factor)
                 return replace(self, left=self.left * factor)
         dense = (np.asarray(each) if isinstance(each, Outer) else each for each in operands)
         return getattr(ufunc, method)(*dense, **options)
 
     def __getitem__(self, i: Any) -> Any:
-        """That of a chunk; without chunks what the rank i sends each [ranks]."""
+        """Return the matrix of chunk i; without chunks, the amounts that rank i sends [ranks]."""
         if not isinstance(i, (int, np.integer)):
             return np.asarray(self)[i]
         if self.ndim == 2:
@@ -104,11 +104,11 @@ class Outer(Value, NDArrayOperatorsMixin):
         return (self[i] for i in range(len(self)))
 
     def swapaxes(self, one: int, other: int) -> Outer:
-        """From receivers to senders, in every chunk."""
+        """Return the transpose over ranks; the two axes must be those of ranks."""
         return self.T
 
     def sum(self, axis: int | None = None) -> Any:
-        """Of all entries; or over chunks, senders or receivers, which are the axes of an array."""
+        """Return the sum of all entries, or over one axis: chunks (if any), senders, receivers."""
         if axis is None:
             return (self.left * self.reached(self.right)).sum()
         if axis == self.ndim - 1:
@@ -119,7 +119,7 @@ class Outer(Value, NDArrayOperatorsMixin):
         return replace(self, left=left, right=right)
 
     def mean(self, axis: int) -> Outer:
-        """Over chunks, the first axis."""
+        """Return the mean over chunks, the first axis; `axis` must be 0."""
         whole: Outer = self.sum(axis)
         return replace(whole, left=whole.left / len(self))
 
@@ -127,24 +127,25 @@ class Outer(Value, NDArrayOperatorsMixin):
         return bool(self.sum())
 
     def round(self, decimals: int = 0, out: None = None) -> Outer:
-        """Of entries that are those of the sender alone, or of the receiver alone."""
+        """Round entries that depend on the sender alone, or on the receiver alone."""
         if (self.right == 1).all():
             return replace(self, left=np.round(self.left))
-        assert (self.left == 1).all(), "the entries of a row, or of a column, are all alike"
+        assert (self.left == 1).all(), "the entries of a row, or of a column, must be equal"
         return replace(self, right=np.round(self.right))
 
     def astype(self, dtype: Any) -> Outer:
         return replace(self, left=self.left.astype(dtype), right=self.right.astype(dtype))
 
     def setflags(self, write: bool) -> None:
-        """Nobody writes to it."""
+        """Do nothing: an Outer is never written to."""
 
-    # -- what it is made of
+    # -- sums without the dense array
 
     def reached(self, numbers: np.ndarray, *places: np.ndarray) -> np.ndarray:
-        """For each rank, the sum of the numbers [.., ranks] of all ranks that it exchanges with.
+        """Return, per rank, the sum of `numbers` [.., ranks] over the ranks that it exchanges with.
 
-        places: each the place of every rank [ranks]; then only ranks in the same places count."""
+        places: arrays with a place of each rank [ranks], such as its server; then only ranks in the
+        same places count."""
         grouped = sums(cells(*places, self.groups), numbers)
         if self.same:
             return np.asarray(grouped - numbers)
@@ -152,12 +153,12 @@ class Outer(Value, NDArrayOperatorsMixin):
         return np.asarray(whole - grouped)
 
     def within(self, place: np.ndarray) -> float:
-        """The sum of all entries of ranks whose place [ranks] is the same."""
+        """Return the sum of all entries between ranks at the same place; place: [ranks]."""
         return float((self.left * self.reached(self.right, place)).sum())
 
     @property
     def is_even(self) -> bool:
-        """Whether everyone sends as much to everyone."""
+        """Whether every rank sends the same amount to every other rank."""
         alone = self.groups.size < 2
         alike = all((part == part[..., :1]).all() for part in (self.left, self.right))
         everyone = self.same and bool((self.groups == self.groups[0]).all())
@@ -165,7 +166,7 @@ class Outer(Value, NDArrayOperatorsMixin):
 
     @property
     def equal_pairs(self) -> list[EqualPairs]:
-        """Entries that are not 0, by their value: a few, for ranks are mostly alike."""
+        """The nonzero entries, grouped by value; there are few groups, as most ranks are alike."""
         return [
             EqualPairs(a * b, self.left == a, self.right == b)
             for a in np.unique(self.left).tolist()
@@ -174,11 +175,11 @@ class Outer(Value, NDArrayOperatorsMixin):
         ]
 
 
-Pairs = np.ndarray | Outer  # of ranks: numbers from row to column
+Pairs = np.ndarray | Outer  # amounts from rank (row) to rank (column)
 
 
 def cells(*places: np.ndarray) -> np.ndarray:
-    """A number for each rank, the same for ranks that are alike in all these places [ranks].
+    """Number the ranks by cell: ranks with equal entries in all `places` [ranks] share a cell.
 
     >>> cells(np.array([0, 0, 1, 1]), np.array([7, 8, 7, 7])).tolist()
     [0, 1, 2, 2]
@@ -190,7 +191,7 @@ def cells(*places: np.ndarray) -> np.ndarray:
 
 
 def sums(cell: np.ndarray, numbers: np.ndarray) -> np.ndarray:
-    """For each rank the sum of the numbers [.., ranks] in its cell."""
+    """Return, per rank, the sum of `numbers` [.., ranks] over the ranks in its cell."""
     flat = numbers.reshape(-1, cell.size)
     each = [np.bincount(cell, one)[cell] for one in flat]
     return np.reshape(each, numbers.shape).astype(numbers.dtype)

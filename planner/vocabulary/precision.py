@@ -1,8 +1,8 @@
-"""How the numbers of rows are held: a precision, by the name that --dtype has for it.
+"""Precisions: the number formats that rows can have, under their names in --dtype.
 
-What depends on a type of rows is here, or follows from it: a device has rates of its own for some,
-gemm_NAME, gather_NAME and product_code_NAME (cluster/spec.py). Weights, their gradients and the
-optimizer's state have at least float32.
+Everything that depends on the format of rows is here, or is looked up by name: a device has the
+rates gemm_NAME, gather_NAME and product_code_NAME for some formats (cluster/spec.py). Weights, the
+gradients of weights and the optimizer's state are float32 or float64 in every precision.
 """
 
 from __future__ import annotations
@@ -11,31 +11,31 @@ from typing import NamedTuple
 
 
 class Precision(NamedTuple):
-    """Numbers of `itemsize` bytes, which hold all whole numbers up to 2^digits."""
+    """A format of `itemsize` bytes per number, which is exact for whole numbers up to 2^digits."""
 
     name: str
     itemsize: int  # [B]
     digits: int  # of the significand, in bits
-    rounds: str = ""  # what is rounded, as a plan says it; '': nothing beside float32
+    rounds: str = ""  # sentence that a plan prints about rounding; '': rounds no more than float32
 
     @property
     def rounds_rows(self) -> bool:
-        """Whether rows have fewer digits than their weights, which is lossy."""
+        """Whether rows have fewer digits than the weights, which makes training lossy."""
         return self.itemsize < 4
 
     @property
     def torch(self) -> str:
-        """Its type in torch, which knows TF32 as a way to multiply float32."""
+        """The name of the torch dtype; TF32 is float32 in torch, with another matrix product."""
         return "float32" if self.itemsize == 4 else self.name
 
     @property
     def weights(self) -> Precision:
-        """That of weights, of their gradients, and of the loss."""
+        """The precision of weights, of their gradients and of the loss."""
         return FLOAT64 if self == FLOAT64 else FLOAT32
 
     @property
     def coarseness(self) -> str:
-        """Why a sum is too much for it, in words."""
+        """The number of digits in words, for messages that refuse a sum in this precision."""
         return f"{self.name}'s {self.digits} bits"
 
 

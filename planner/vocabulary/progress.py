@@ -1,4 +1,4 @@
-"""Lines for people, on standard error: notes, and what takes longer than two seconds."""
+"""Lines on standard error for the user: notes, and progress of phases longer than two seconds."""
 
 from __future__ import annotations
 
@@ -13,42 +13,42 @@ from typing import ParamSpec, Protocol, TypeVar, cast
 P = ParamSpec("P")
 T = TypeVar("T")
 EVERY_S = 2.0
-_CLEAR = "\r\x1b[K"  # of a terminal's line
+_CLEAR = "\r\x1b[K"  # erases the terminal's current line
 
 
 class Notify(Protocol):
-    """Is told the phase that a command is in, and what it looks at there."""
+    """A callback that receives the current phase of a command, and the item being processed."""
 
     def __call__(self, phase: str, detail: str = "", /) -> None: ...
 
 
 def silent(phase: str, detail: str = "", /) -> None:
-    """Say nothing, for callers whom nobody waits for."""
+    """Ignore progress; for callers without a waiting user."""
 
 
-_listeners: list[Notify] = [silent]  # the last one is told
+_listeners: list[Notify] = [silent]  # a stack: only the last listener is called
 
 
 def notify(phase: str, detail: str = "", /) -> None:
-    """Say what is being done now, to whoever listens: `progress`, or a caller's `notify`.
+    """Report the current phase to the active listener: `progress`, or a caller's `notify`.
 
-    An empty phase ends the one before."""
+    An empty phase ends the previous phase."""
     _listeners[-1](phase, detail)
 
 
 def tells(function: Callable[P, T]) -> Callable[P, T]:
-    """Make a function of the API that tells its argument `notify` what is being done."""
+    """Decorate a function of the API: its argument `notify` receives the progress of the call."""
 
     @wraps(function)
-    def telling(*args: P.args, **options: P.kwargs) -> T:
-        with _told(cast(Notify, options.get("notify", _listeners[-1]))):
+    def reporting(*args: P.args, **options: P.kwargs) -> T:
+        with _listening(cast(Notify, options.get("notify", _listeners[-1]))):
             return function(*args, **options)
 
-    return telling
+    return reporting
 
 
 @contextmanager
-def _told(listener: Notify) -> Iterator[None]:
+def _listening(listener: Notify) -> Iterator[None]:
     _listeners.append(listener)
     try:
         yield
@@ -57,10 +57,10 @@ def _told(listener: Notify) -> Iterator[None]:
 
 
 def say(line: str, end: str = "\n") -> None:
-    """Print a line, in place of one that tells progress.
+    """Print a line on standard error, in place of the line that shows progress.
 
-    In one write: lines of several ranks do not mix. A standard error that is full or gone stops
-    nobody: `gnnplan run .. 2>&1 | head`.
+    One write prints the whole line, so that lines of several ranks do not mix. A full or closed
+    standard error is ignored: `gnnplan run .. 2>&1 | head` goes on.
     """
     with suppress(OSError, ValueError):
         sys.stderr.write(f"{_CLEAR if sys.stderr.isatty() else ''}{line}{end}")
@@ -69,17 +69,18 @@ def say(line: str, end: str = "\n") -> None:
 
 @contextmanager
 def inner_phase(phase: str) -> Iterator[None]:
-    """A part of the phase that takes long by itself; it is told and timed apart.
+    """Report a long part of the current phase separately, and time it separately.
 
-    It is told at once: a library that keeps the interpreter to itself lets nobody tell it later."""
+    The line is printed at once, because a library that holds Python's global lock keeps the
+    reporting thread from printing it later."""
     listener = _listeners[-1]
     if not isinstance(listener, _Phase):
         yield
         return
     outer, start = (listener.name, listener.detail), time.monotonic()
-    began, listener.name = listener.began, ""  # the outer phase goes on behind
+    began, listener.name = listener.began, ""  # without its name, the outer phase does not end
     listener(phase)
-    listener.tell()
+    listener.show()
     try:
         yield
     finally:
@@ -89,7 +90,7 @@ def inner_phase(phase: str) -> Iterator[None]:
 
 
 class _Phase:
-    """What is being done now, and since when; a terminal's line says it until `over`."""
+    """The current phase and its start; a thread shows it on a terminal's line until `over`."""
 
     def __init__(self, every_s: float) -> None:
         self.every_s, self.on_terminal = every_s, sys.stderr.isatty()
@@ -109,15 +110,15 @@ class _Phase:
 
     def report(self) -> None:
         while not self.over.wait(self.every_s):
-            self.tell()
+            self.show()
 
     def end(self) -> None:
         seconds = time.monotonic() - self.began
         if self.name and seconds >= self.every_s:
             say("" if self.on_terminal else f"{self.name}: {seconds:.0f} s\n", end="")
 
-    def tell(self) -> None:
-        """Replace the terminal's line."""
+    def show(self) -> None:
+        """Replace the terminal's line by the current phase and its seconds so far."""
         if self.on_terminal and self.name:
             doing = f"{self.name}: {self.detail}" if self.detail else self.name
             say(f"{doing} ... {time.monotonic() - self.began:.0f} s", end="")
@@ -125,14 +126,14 @@ class _Phase:
 
 @contextmanager
 def progress(every_s: float = EVERY_S) -> Iterator[Notify]:
-    """Tells people what is being done, and gives a function that is called with it.
+    """Show the progress of a block to the user, and yield the callback that receives the phases.
 
-    On a terminal one line says it, with the seconds of the phase, and is replaced every `every_s`
-    seconds. Elsewhere every phase of `every_s` seconds or more is one line when it ends.
+    On a terminal, one line has the phase and its seconds so far, and is replaced every `every_s`
+    seconds. Elsewhere, a phase of `every_s` seconds or more gets one line when it ends.
     """
     phase = _Phase(every_s)
     try:
-        with _told(phase):
+        with _listening(phase):
             yield phase
     finally:
         phase.over.set()

@@ -1,7 +1,8 @@
-"""The schedule: who does what after what, with how many bytes and flops. It has no times.
+"""The schedule: the tasks of all ranks and lanes, with their dependencies, bytes and flops.
 
-The simulator plays it in virtual time. The executor does the same operations for real, and records
-spans under the same labels. Tasks of one rank and lane run in the order of the schedule."""
+A schedule has no times. The simulator plays it in virtual time. The executor runs the same
+operations in torch, and records spans under the same labels. Tasks of one rank and lane run in the
+order of the schedule."""
 
 from __future__ import annotations
 
@@ -16,11 +17,11 @@ from gnnplan.planner.vocabulary.numbers import Number
 from gnnplan.planner.vocabulary.outer import Pairs
 from gnnplan.planner.vocabulary.values import Value
 
-# Fallback costs where a device has no rate of its own: of a dropout hash, whose words are as long
-# whatever the rows' type [B], and of an attention weight (logit, maximum, exponential, sum, weight)
-# in element accesses.
+# Fallback costs for a device without a measured rate: a dropout hash in bytes (its words have one
+# length for all precisions of rows) [B], and an attention weight in element accesses (logit,
+# maximum, exponential, sum, weight).
 HASH_BYTES, EDGE_ACCESSES = 24, 10
-# Fields of `Compute` of which a sum of works has the sums
+# fields of `Compute` that `+` adds up
 _ADDED = (
     "flops",
     "gathers",
@@ -32,7 +33,7 @@ _ADDED = (
     "attention_edges",
     "random_rows",
 )
-HostWork = Literal["draw", "lay"]  # a sampler draws neighbours, and lays out blocks
+HostWork = Literal["draw", "lay"]  # a sampler draws neighbours ('draw'), and builds blocks ('lay')
 
 
 class Label(NamedTuple):
@@ -42,10 +43,10 @@ class Label(NamedTuple):
     ('halo:f:l2:s5', 'pipeline:c3:p1:s0')
     """
 
-    # forward, backward, halo, pipeline, all_reduce, loss, step, ... Bytes are reported by op.
+    # forward, backward, halo, pipeline, all_reduce, loss, step, ... Reports sum bytes by op.
     op: str
     step: int
-    # 'f' with the forward pass, 'b' with the backward pass; 'n' says how many numbers follow
+    # 'f': forward pass, 'b': backward pass, 'n': a message with the sizes of the next messages
     way: str = ""
     layer: int | None = None
     chunk: int | None = None
@@ -60,38 +61,38 @@ class Label(NamedTuple):
 
     @property
     def kind(self) -> str:
-        """The label without its step, as 'halo:f:l2'; validation averages over steps."""
+        """The label without its step, as 'halo:f:l2', by which validation averages over steps."""
         return str(self).rsplit(":", 1)[0]
 
 
 class Gather(NamedTuple):
-    """An aggregation: it reads rows and adds them up in other rows."""
+    """An aggregation: for every edge it reads a source row, and adds it to a destination row."""
 
-    rows: Number  # that are read
+    rows: Number  # rows read, one per edge
     width: int  # numbers per row
-    among: Number  # distinct rows that it reads from
-    into: Number  # rows that it makes
+    among: Number  # distinct source rows
+    into: Number  # destination rows
 
 
 @dataclass(frozen=True, eq=False)
 class Local(Value):
-    """Work that ranks do by themselves: of one rank, or of several where numbers are arrays."""
+    """Work without communication, of one rank, or of several if fields are arrays [ranks]."""
 
     @property
     def arrays(self) -> list[np.ndarray]:
-        """Its numbers that differ between ranks [ranks]."""
+        """All arrays [ranks] in the fields: the numbers that differ between ranks."""
         return list(_arrays(tuple(getattr(self, field.name) for field in fields(self))))
 
     def among(self, ranks: np.ndarray | slice) -> Self:
-        """The work of some ranks."""
+        """Return the work of some ranks, with arrays of these ranks."""
         return self._with(lambda array: array[ranks])
 
     def at(self, rank: int) -> Self:
-        """The work of one rank, whose numbers are Python's: faster than arrays of one."""
+        """Return the work of one rank as Python numbers, which are faster than arrays of one."""
         return self._with(lambda array: array[rank].item())
 
     def each(self, count: int) -> list[Self]:
-        """Of all ranks; those that are alike are one."""
+        """Return the work of each of `count` ranks; ranks with equal work share one object."""
         several = [np.broadcast_to(array, count) for array in self.arrays]
         if not several:
             return [self] * count
@@ -100,12 +101,13 @@ class Local(Value):
         return [unlike[kind] for kind in number.ravel().tolist()]
 
     def _with(self, pick: Callable[[np.ndarray], Any]) -> Self:
-        """The work with other numbers in the place of its arrays."""
-        picked = {field.name: _picked(getattr(self, field.name), pick) for field in fields(self)}
-        return replace(self, **picked)
+        """Return the work with every array replaced by pick(array)."""
+        values = {field.name: _replaced(getattr(self, field.name), pick) for field in fields(self)}
+        return replace(self, **values)
 
 
 def _arrays(value: object) -> Iterator[np.ndarray]:
+    """Yield the arrays in a field's value, also from nested tuples."""
     if isinstance(value, tuple):
         for each in value:
             yield from _arrays(each)
@@ -113,28 +115,29 @@ def _arrays(value: object) -> Iterator[np.ndarray]:
         yield value
 
 
-def _picked(value: Any, pick: Callable[[np.ndarray], Any]) -> Any:
-    if isinstance(value, tuple):  # or a named one
-        return tuple.__new__(type(value), (_picked(each, pick) for each in value))
+def _replaced(value: Any, pick: Callable[[np.ndarray], Any]) -> Any:
+    """Replace the arrays in a field's value, also in nested tuples, by pick(array)."""
+    if isinstance(value, tuple):  # `tuple.__new__` also makes a NamedTuple from an iterator
+        return tuple.__new__(type(value), (_replaced(each, pick) for each in value))
     return pick(value) if isinstance(value, np.ndarray) and value.ndim else value
 
 
 @dataclass(frozen=True, eq=False)
 class Compute(Local):
-    """Computation, counted by kind; cost.py gives each kind a rate."""
+    """Computation: an amount per kind of work, to which cluster/cost.py assigns rates."""
 
     flops: Number = 0.0  # dense matrix products [flop]
     gathers: tuple[Gather, ...] = ()
     elementwise_bytes: Number = 0.0  # read and written by element-wise operations [B]
-    launches: float = 0.0  # framework operations
+    launches: float = 0.0  # framework operations (kernel launches)
     itemsize: int = 4  # [B per number]
-    overlapped_bytes: Number = 0.0  # of transfers that overlap the work and slow it [B]
-    gemm_bytes: Number = 0.0  # that matrix products read and write [B]
-    hash_ops: Number = 0.0  # numbers that many instructions are spent on: dropout, exponentials
-    attention_edges: Number = 0.0  # edges times heads that get an attention weight or gradient
-    # Whole rows that are read or written in random order: rows, numbers per row.
+    overlapped_bytes: Number = 0.0  # bytes of transfers that overlap this work and slow it down [B]
+    gemm_bytes: Number = 0.0  # read and written by matrix products [B]
+    hash_ops: Number = 0.0  # numbers that take many instructions each: dropout, exponentials
+    attention_edges: Number = 0.0  # attention weights or their gradients: edges times heads
+    # whole rows read or written in random order, as pairs: number of rows, numbers per row
     random_rows: tuple[tuple[Number, int], ...] = ()
-    scattered: bool = False  # gathers read rows that are in no order, as a mini-batch has them
+    scattered: bool = False  # gathers read rows in random order, as in a mini-batch
 
     def __add__(self, other: Compute) -> Compute:
         sums: dict[str, Any] = {name: getattr(self, name) + getattr(other, name) for name in _ADDED}
@@ -145,8 +148,8 @@ class Compute(Local):
 class Copy(Local):
     """A copy between a server's memory and the device."""
 
-    nbytes: Any  # a number, or an array [ranks]
-    packed: Any = 0  # of these, what the host puts together first
+    nbytes: Any  # a number, or an array [ranks] [B]
+    packed: Any = 0  # part of `nbytes` that the host first gathers into one buffer [B]
 
 
 @dataclass(frozen=True, eq=False)
@@ -155,15 +158,15 @@ class Sampling(Local):
 
     what: HostWork
     edges: Any  # a number, or an array [ranks]
-    samplers: int = 1  # of each rank at work
+    samplers: int = 1  # samplers of each rank that work at the same time
 
 
 @dataclass(frozen=True, eq=False)
 class Exchange(Value):
-    """Every rank of a group sends items to every other one."""
+    """An all-to-all: every rank of a group sends items to every other rank of the group."""
 
-    items: Pairs  # from row to column [ranks, ranks]
-    itemsize: int = 1  # [B]
+    items: Pairs  # items from rank (row) to rank (column) [ranks, ranks]
+    itemsize: int = 1  # bytes per item [B]
 
     @property
     def nbytes(self) -> Pairs:
@@ -171,24 +174,24 @@ class Exchange(Value):
 
     @cached_property
     def sent(self) -> list[int]:
-        """All that each rank sends [B] [ranks]."""
+        """The bytes that each rank sends to all others [B] [ranks]."""
         sent: list[int] = (self.items.sum(1) * self.itemsize).tolist()
         return sent
 
 
 class Ring(NamedTuple):
-    """An all-reduce in a group.
+    """A ring all-reduce in a group.
 
-    All n ranks send 2 (n-1) `size` bytes in total. Source: nccl-tests, whose bus bandwidth has the
+    Its n ranks send 2 (n-1) `size` bytes in total. Source: nccl-tests, whose bus bandwidth has the
     factor 2 (n-1) / n.
     """
 
-    size: int  # of the buffer [B]
+    size: int  # size of the buffer [B]
 
 
 @dataclass(frozen=True, slots=True)
 class Send:
-    """A message to one peer, whose `Recv` ends when it has arrived."""
+    """A message to one peer; the peer's `Recv` ends when the message has arrived."""
 
     peer: int
     nbytes: int
@@ -196,17 +199,17 @@ class Send:
 
 @dataclass(frozen=True, slots=True)
 class Recv:
-    """Waits for a message of a peer."""
+    """The receive of a message from one peer."""
 
     peer: int
-    of: Label  # of the peer's Send
+    of: Label  # label of the peer's Send
 
 
 @dataclass(frozen=True, slots=True)
 class Collective:
     """The part of a group's i-th rank in an exchange or an all-reduce.
 
-    Every rank of the group has a task with an equal label.
+    Every rank of the group has a task with the same label.
     """
 
     work: Exchange | Ring
@@ -215,14 +218,14 @@ class Collective:
 
     @property
     def nbytes(self) -> int:
-        """All that this rank sends [B]."""
+        """The bytes that this rank sends in total [B]."""
         if isinstance(self.work, Exchange):
             return self.work.sent[self.i]
         return share(2 * (len(self.group) - 1) * self.work.size, len(self.group), self.i)
 
     @property
     def to_peers(self) -> list[tuple[int, int]]:
-        """Peers, and what they are sent in an exchange [B]; nothing of an all-reduce."""
+        """The bytes that this rank sends to each peer in an exchange [B]; empty for all-reduces."""
         if not isinstance(self.work, Exchange):
             return []
         sent = (self.work.items[self.i] * self.work.itemsize).tolist()
@@ -234,32 +237,32 @@ Work = Local | Send | Recv | Collective
 
 @dataclass(frozen=True, slots=True)
 class Task:
-    """One rank's work in one of its lanes, and the tasks that must end before it starts."""
+    """Work of one rank in one lane, and the tasks that must end before it starts."""
 
     label: Label
     rank: int
     lane: str
     work: Work
-    # Tasks of the same rank, in this step or in earlier ones (which is how staleness is expressed).
+    # Labels of tasks of the same rank. Stale strategies wait for tasks of earlier steps.
     after: tuple[Label, ...] = ()
 
 
 @dataclass(slots=True)
 class Schedule:
-    """All ranks' tasks of some steps."""
+    """The tasks of all ranks in a number of steps."""
 
     ranks: int
     steps: int
     tasks: list[Task] = field(default_factory=list)
-    setup: list[Task] = field(default_factory=list)  # done once before step 0; no part of an epoch
-    by_loss: bool = False  # a step has ended with its loss; else with all of its tasks
+    setup: list[Task] = field(default_factory=list)  # run once before step 0, outside any epoch
+    by_loss: bool = False  # a step ends with its task `loss`; else with the last of its tasks
 
     def lane(self, rank: int, lane: str) -> Iterator[Task]:
-        """Tasks of one rank and lane, in their order."""
+        """Return the tasks of one rank and lane, in order."""
         return (task for task in self.tasks if task.rank == rank and task.lane == lane)
 
     def bytes_by_op(self, tasks: Iterable[Task] | None = None) -> dict[str, int]:
-        """Bytes by operation, of all tasks or of these; each is counted where it is sent [B]."""
+        """Return the bytes sent by operation, of all tasks or of `tasks` [B]."""
         total: dict[str, int] = {}
         for task in self.tasks if tasks is None else tasks:
             if isinstance(task.work, (Send, Collective)):
@@ -268,7 +271,7 @@ class Schedule:
 
 
 def share(total: int, parts: int, index: int) -> int:
-    """The index-th of `parts` nearly equal whole shares of `total`, which add up to it.
+    """Return the index-th of `parts` nearly equal integers that add up to `total`.
 
     >>> [share(10, 4, i) for i in range(4)]
     [3, 3, 2, 2]

@@ -1,4 +1,4 @@
-"""The base of specifications, which check themselves, and the types of their fields."""
+"""The base class of specifications (pydantic models), and the types of their fields."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from gnnplan.planner.vocabulary.units import kind, quantity
 
 
 def bounded(low: float, high: float, what: str, unit: str) -> BeforeValidator:
-    """A validator that parses a quantity, and refuses what can only be a mix-up of units."""
+    """Make a validator that parses a quantity and refuses values that imply a wrong unit."""
 
     def check(value: str | float) -> float:
         number = quantity(value)
@@ -35,7 +35,7 @@ Latency = Annotated[float, bounded(0.0, 10.0, "a latency [s]", "s")]
 Bytes = Annotated[float, bounded(1e6, 1e15, "a memory size [B]", "B")]
 Size = Annotated[float, bounded(1.0, 1e13, "a size [B]", "B")]
 Share = Annotated[float, Field(gt=0.0, le=1.0)]
-# By size; a number alone holds for all sizes.
+# message or tensor size [B] -> rate; a number alone holds for all sizes
 Rates = Annotated[
     dict[Size, Bandwidth],
     BeforeValidator(lambda value: value if isinstance(value, dict) else {1.0: value}),
@@ -45,38 +45,38 @@ Power = Annotated[float, bounded(0.1, 1e5, "a power [W]", "W")]
 
 
 def _kinds(annotation: Any) -> set[Any]:
-    """All types in an annotation such as `tuple[int, ...] | None`."""
+    """Return all types in an annotation such as `tuple[int, ...] | None`."""
     return {annotation}.union(*map(_kinds, get_args(annotation)))
 
 
-def _holds(value: Any, is_such: Callable[[Any], bool]) -> bool:
-    """Whether a value, or what its lists hold, is such."""
+def _contains(value: Any, test: Callable[[Any], bool]) -> bool:
+    """Whether the test is true of a value, or of any item if the value is a list."""
     if isinstance(value, list | tuple):
-        return any(_holds(one, is_such) for one in value)
-    return is_such(value)
+        return any(_contains(item, test) for item in value)
+    return test(value)
 
 
 class Spec(BaseModel):
-    """A frozen model in which unknown keys are errors."""
+    """A frozen pydantic model in which unknown keys are errors."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
     @field_validator("*", mode="before")
     @classmethod
     def _is_what_it_looks_like(cls, value: Any, info: ValidationInfo) -> Any:
-        """Refuse what pydantic would take for something else: true for 1, text that C cuts short.
+        """Refuse values that pydantic misreads: true as 1, or text that C code cuts at a zero byte.
 
-        What lies in a specification inside this one is that one's to check.
+        A specification nested in this one checks its own fields.
         """
         field = cls.model_fields[info.field_name or ""]
-        if bool not in _kinds(field.annotation) and _holds(
-            value, lambda one: one is True or one is False
+        if bool not in _kinds(field.annotation) and _contains(
+            value, lambda item: item is True or item is False
         ):
             raise ValueError("must be a number or text, not true or false")
-        if _holds(value, lambda one: isinstance(one, str) and "\0" in one):
+        if _contains(value, lambda item: isinstance(item, str) and "\0" in item):
             raise ValueError("must not hold a zero byte; leave it out")
         return value
 
     def to_yaml(self) -> str:
-        """The text of a file with all fields."""
+        """Return all fields as the text of a YAML file."""
         return yaml.safe_dump(self.model_dump(mode="json"), sort_keys=False)

@@ -1,4 +1,4 @@
-"""Tables of text, made of rows and of what each column shows of a row."""
+"""Tables of text: a column is a title and a function from a row to the text of a cell."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class Table:
     left: int = 1  # columns that are aligned to the left
 
     def html(self) -> str:
-        """The table in HTML."""
+        """Return the table as HTML."""
         head = "".join(f"<th>{escape(name)}</th>" for name in self.columns)
         body = "".join(
             "<tr>" + "".join(f"<td>{escape(cell)}</td>" for cell in row) + "</tr>"
@@ -36,9 +36,9 @@ def table(
     *columns: tuple[str, Callable[[Row], str]] | None,
     left: int = 1,
 ) -> Table:
-    """The table with a line for each row; a column is its title and what it shows of a row.
+    """Make a table with a line per row; a column is a title and a function from a row to text.
 
-    None in place of a column: it is left out.
+    A column that is None is left out.
 
     >>> table("", [{"share": 0.5}, {}], column("of all", "share", "{:.1f}".format)).rows
     [['0.5'], ['-']]
@@ -51,15 +51,15 @@ def table(
 def column(
     title: str, name: str = "", show: Callable[[Any], str] = str
 ) -> tuple[str, Callable[[Mapping[str, Any]], str]]:
-    """A column of what rows have under a name, by default the title; '-' where one has nothing."""
+    """Make a column of the rows' values under a key, by default the title; '-' if missing."""
     return title, lambda row: cell(row.get(name or title), show)
 
 
 def cell(value: Any, show: Callable[[Any], str]) -> str:
-    """A value as `show` writes it; '-' where there is none."""
+    """Return show(value), or '-' if the value is None."""
     return "-" if value is None else show(value)
 
 
 def yes_no(answer: object) -> str:
-    """What is true or false, in a word."""
+    """Return 'yes' or 'no'."""
     return "yes" if answer else "no"

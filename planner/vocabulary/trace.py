@@ -1,8 +1,8 @@
-"""Traces: spans that say what happened when, and their files.
+"""Traces: spans (a task with its start and end), and their files.
 
-The files are Chrome/Kineto JSON, which Perfetto opens. The simulator and the executor write the
-same files under the same labels, and validation compares them. An event's `ts` and `dur` [us] are
-for viewers; `start_s` and `end_s` in its args hold the exact times."""
+The files are Chrome/Kineto JSON, which Perfetto opens. The simulator and the executor write files
+of the same format and with the same labels, and validation compares them. An event's `ts` and `dur`
+[us] are for viewers; `start_s` and `end_s` in its args are the exact times [s]."""
 
 from __future__ import annotations
 
@@ -16,17 +16,17 @@ from typing import Any, Literal, NamedTuple
 from gnnplan.planner.vocabulary.errors import SpecError
 from gnnplan.planner.vocabulary.files import make_folder, read_json, write_atomically
 
-# What a rank does at the same time, from top to bottom in a viewer.
+# the concurrent lanes of a rank, from top to bottom in a viewer
 LANES = ("compute", "comm", "send", "receive", "reduce", "copy", "host")
-BELOW = len(LANES), 0  # where other lanes stand (place_of)
-LONGEST = 1e12  # [s]
-MOST_SPANS = 250_000  # of a rank's file: more would fill more memory than reading may
-MAX_TRACE = 2**27  # [B]; MOST_SPANS take less
+BELOW = len(LANES), 0  # position of unknown lanes in a viewer (place_of)
+LONGEST = 1e12  # latest time in a trace [s]
+MOST_SPANS = 250_000  # spans in a rank's file, so that reading it fits into memory (files.py)
+MAX_TRACE = 2**27  # size of a rank's file [B]; MOST_SPANS spans take less
 _FILE = re.compile(r"trace\.rank(\d+)\.json")
 
 
 class Span(NamedTuple):
-    """One task as it happened. The span of a collective, or of a Recv, contains its waiting."""
+    """One task as it ran. The span of a collective, or of a Recv, includes waiting for peers."""
 
     label: str  # str(Label), as 'halo:f:l2:s5'
     op: str
@@ -34,17 +34,17 @@ class Span(NamedTuple):
     lane: str
     start: float  # [s]
     end: float  # [s]
-    nbytes: int = 0  # [B] that this rank sent, or loaded
+    nbytes: int = 0  # bytes that this rank sent, or loaded [B]
     step: int = 0
 
     @property
     def seconds(self) -> float:
-        """Duration, with waiting [s]."""
+        """The duration, including waiting [s]."""
         return self.end - self.start
 
 
 def sampler_lane(step: int, samplers: int) -> str:
-    """The lane on which a step is sampled, where so many samplers of a rank take turns.
+    """Return the lane of a step's sampling, if `samplers` samplers of a rank take turns.
 
     >>> [sampler_lane(step, samplers=2) for step in range(3)]
     ['host', 'host 2', 'host']
@@ -54,7 +54,7 @@ def sampler_lane(step: int, samplers: int) -> str:
 
 
 def place_of(lane: str) -> tuple[int, int]:
-    """Where a lane stands, from top to bottom: among LANES or below them, and among samplers."""
+    """Return a lane's sort key from top to bottom in a viewer: index in LANES, sampler number."""
     name, _, number = lane.partition(" ")
     known = name in LANES and (number.isdecimal() or not number)
     return (LANES.index(name), int(number or 0)) if known else BELOW
@@ -71,10 +71,10 @@ def write_traces(
     source: Literal["simulated", "measured"],
     backend: str,
 ) -> list[Path]:
-    """Write a `trace.rank<r>.json` for each of `ranks`, out of `world`; returns their paths.
+    """Write a file `trace.rank<r>.json` for each of `ranks`; return the files' paths.
 
-    A file is written completely or not at all, with the first steps that MOST_SPANS spans hold.
-    Raises SpecError if it cannot be written.
+    A file is written completely or not at all. It has the first whole steps, up to MOST_SPANS
+    spans. world: the number of ranks of the run. Raises SpecError if a file cannot be written.
     """
     directory = Path(directory)
     make_folder(directory)
@@ -82,7 +82,7 @@ def write_traces(
     for span in spans:
         if span.rank in by_rank:
             by_rank[span.rank].append(span)
-    if 0 in by_rank:  # traces of an older run on more ranks must not be read with these
+    if 0 in by_rank:  # remove traces of an earlier run on more ranks
         for rank, path in _files(directory).items():
             if rank >= world:
                 path.unlink()
@@ -103,7 +103,7 @@ def write_traces(
 
 
 def read_traces(directory: str | Path) -> list[Span]:
-    """All spans of a folder's traces, rank by rank in the order recorded.
+    """Read all spans of a folder's traces, rank by rank in the order recorded.
 
     Raises SpecError if the folder does not hold the traces of exactly one run.
     """
@@ -135,7 +135,7 @@ def read_traces(directory: str | Path) -> list[Span]:
 
 
 def read_trace(path: Path, rank: int) -> tuple[int, list[Span]]:
-    """The number of ranks of the run, and this rank's spans in the order recorded.
+    """Read a rank's trace: the number of ranks of the run, and the spans in the order recorded.
 
     Raises SpecError if the file is not the trace of this rank.
     """
@@ -167,7 +167,7 @@ def read_trace(path: Path, rank: int) -> tuple[int, list[Span]]:
 
 
 def merge_traces(directory: str | Path, path: str | Path) -> None:
-    """Write one file with the events of all ranks of a folder, a process per rank.
+    """Write one file with the events of all ranks of a folder; each rank is a process in a viewer.
 
     Raises SpecError if the folder does not hold the traces of exactly one run.
     """
@@ -186,12 +186,12 @@ def merge_traces(directory: str | Path, path: str | Path) -> None:
 
 
 def trace_of(directory: Path, rank: int) -> Path:
-    """The file of a rank's trace."""
+    """Return the path of a rank's trace."""
     return directory / f"trace.rank{rank}.json"
 
 
 def _files(directory: Path) -> dict[int, Path]:
-    """Rank -> its trace."""
+    """Return the trace files in a folder: rank -> path."""
     return {
         int(match[1]): path
         for path in directory.glob("trace.rank*.json")
@@ -200,17 +200,17 @@ def _files(directory: Path) -> dict[int, Path]:
 
 
 def _first_steps(spans: list[Span]) -> list[Span]:
-    """The spans of as many whole steps, from the first on, as a file holds."""
-    counts, held = Counter(span.step for span in spans), 0
+    """Return the spans of the first whole steps that have at most MOST_SPANS spans together."""
+    counts, total = Counter(span.step for span in spans), 0
     for step in sorted(counts):
-        held += counts[step]
-        if held > MOST_SPANS:
+        total += counts[step]
+        if total > MOST_SPANS:
             return [span for span in spans if span.step < step]
     return spans
 
 
 def _events(rank: int, spans: list[Span], source: str) -> list[dict[str, Any]]:
-    """Metadata events that name the process and its threads, then a complete event per span."""
+    """Return metadata events that name process and threads, then a complete event per span."""
     used = {span.lane for span in spans}
     lanes = sorted(used.union(LANES), key=lambda lane: (place_of(lane), lane))
     thread = {lane: i for i, lane in enumerate(lanes)}
@@ -237,8 +237,8 @@ def _events(rank: int, spans: list[Span], source: str) -> list[dict[str, Any]]:
     return events
 
 
-def _metadata(rank: int, thread: int, of: str, **args: object) -> dict[str, Any]:
-    return {"ph": "M", "name": of, "pid": rank, "tid": thread, "ts": 0, "args": args}
+def _metadata(rank: int, thread: int, event: str, **args: object) -> dict[str, Any]:
+    return {"ph": "M", "name": event, "pid": rank, "tid": thread, "ts": 0, "args": args}
 
 
 def _span(rank: int, event: dict[str, Any]) -> Span:
@@ -247,11 +247,11 @@ def _span(rank: int, event: dict[str, Any]) -> Span:
     return Span(str(event["name"]), str(args["op"]), rank, str(args["lane"]), *when)
 
 
-# -- what spans say
+# -- order, durations and overlap of spans
 
 
 def recorded_order(spans: Iterable[Span], rank: int, lane: str) -> list[str]:
-    """Labels of one lane in the order in which they started; ties as recorded.
+    """Return the labels of one lane in the order of their starts; ties stay as recorded.
 
     >>> late, early = Span("b", "b", 0, "compute", 1, 2), Span("a", "a", 0, "compute", 0, 1)
     >>> recorded_order([late, early], 0, "compute")
@@ -262,11 +262,11 @@ def recorded_order(spans: Iterable[Span], rank: int, lane: str) -> list[str]:
 
 
 def transfer_times(spans: Iterable[Span]) -> dict[str, float]:
-    """Durations of collectives without waiting, by label [s].
+    """Return the durations of collectives without waiting, by label [s].
 
-    A collective lasts as long as its shortest span among ranks, since the last rank to arrive does
-    not wait. A label is a collective's if several ranks recorded it and bytes moved under it. The
-    two ends of a message are none, for each has its own label.
+    The duration is that of the shortest span among ranks, because the last rank to arrive does not
+    wait. A label belongs to a collective if several ranks recorded it and sent bytes under it. A
+    point-to-point message is not a collective: sender and receiver use different labels.
 
     >>> first, last = Span("x", "halo", 0, "comm", 0, 5, 8), Span("x", "halo", 1, "comm", 3, 5, 8)
     >>> transfer_times([first, last, Span("f", "f", 0, "compute", 0, 9)])
@@ -274,7 +274,7 @@ def transfer_times(spans: Iterable[Span]) -> dict[str, float]:
     """
     by_label: dict[str, list[Span]] = {}
     for span in spans:
-        # A load is its rank's own, though other ranks may have one of the same label.
+        # A load involves one rank, though other ranks may have loads of the same label.
         if span.lane != "copy":
             by_label.setdefault(span.label, []).append(span)
     return {
@@ -285,10 +285,10 @@ def transfer_times(spans: Iterable[Span]) -> dict[str, float]:
 
 
 def overlap(spans: Iterable[Span]) -> dict[int, tuple[float, float]]:
-    """Seconds of each rank's transfers that computation hides, and that are exposed [s].
+    """Return rank -> seconds of its transfers that are (hidden, exposed) [s].
 
-    Hidden are those in which the rank also computes. A collective counts from when its last rank
-    has arrived; what is before is waiting.
+    A transfer is hidden while the rank also computes, and exposed otherwise. A collective counts
+    from the arrival of its last rank; the time before that is waiting.
 
     >>> halos = [Span("x", "halo", 0, "comm", 3, 6, 8), Span("x", "halo", 1, "comm", 1, 6, 8)]
     >>> overlap([Span("f", "f", 0, "compute", 0, 4), *halos])
@@ -313,7 +313,7 @@ def overlap(spans: Iterable[Span]) -> dict[int, tuple[float, float]]:
 
 
 def _covered_s(intervals: Iterable[tuple[float, float]]) -> float:
-    """Seconds that lie in any of the intervals."""
+    """Return the seconds that lie in at least one of the intervals."""
     seconds, until = 0.0, -LONGEST
     for start, end in sorted(intervals):
         seconds += max(0.0, end - max(start, until))

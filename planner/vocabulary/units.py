@@ -1,6 +1,6 @@
-"""Quantities as people write them, and back.
+"""Parsing and printing of quantities with units.
 
-The code has SI units only: bytes, seconds, flop, watts, joules."""
+All other code uses SI units: bytes, seconds, flop, watts, joules."""
 
 from __future__ import annotations
 
@@ -24,9 +24,9 @@ _BASE = {
     **{"": ("", 1.0), "B": ("B", 1.0), "b": ("B", 1 / 8), "bit": ("B", 1 / 8), "W": ("W", 1.0)},
     **{"FLOP": ("flop", 1.0), "flop": ("flop", 1.0), "FLOPS": ("flop/s", 1.0)},
 }
-# two letters look like mu: that of units (µ) and the Greek one (\u03bc), which phones type
+# Two letters look like mu: the micro sign (µ) and the Greek letter (\u03bc), which phones type.
 _TIME = {"s": 1.0, "ms": 1e-3, "us": 1e-6, "µs": 1e-6, "\u03bcs": 1e-6, "ns": 1e-9}
-# Unit -> that of SI, and how many of these it is
+# unit -> its SI unit, and its size in that SI unit
 _UNITS = {
     prefix + unit: (si, times * scale)
     for prefix, times in _PREFIX.items()
@@ -35,13 +35,13 @@ _UNITS = {
 _PATTERN = re.compile(
     r"\s*([-+]?(?:[0-9]+\.?[0-9]*|\.[0-9]+)(?:[eE][-+]?[0-9]+)?)\s*([A-Za-zµ\u03bc]*)(/s|ps)?\s*"
 )
-LONGEST_NUMBER = 300  # characters of a number in words
+LONGEST_NUMBER = 300  # characters of a number in an option
 
 
 def kind(text: object) -> str:
-    """The unit of a quantity: 's', 'B', 'flop', 'W', 'B/s', 'flop/s', or '' if it has none.
+    """Return the unit of a quantity: 's', 'B', 'flop', 'W', 'B/s', 'flop/s', or '' without a unit.
 
-    Raises ValueError for what is no quantity.
+    Raises ValueError for anything but a quantity.
 
     >>> kind("25GB/s"), kind("10us"), kind("24GiB"), kind("27TFLOPS"), kind(5), kind("5G")
     ('B/s', 's', 'B', 'flop/s', '', '')
@@ -52,10 +52,10 @@ def kind(text: object) -> str:
 
 
 def quantity(text: object) -> float:
-    """A quantity as a number in SI units [B, s, flop, W, B/s, flop/s].
+    """Return a quantity as a number in SI units [B, s, flop, W, B/s, flop/s].
 
-    It is text such as '25GB/s', '400Mbit/s', '10us', '24GiB', '27.8TFLOP/s', or a number, which
-    stays. Raises ValueError for anything else.
+    A quantity is text such as '25GB/s', '400Mbit/s', '10us', '24GiB', '27.8TFLOP/s', or a number,
+    which is returned unchanged. Raises ValueError for anything else.
 
     >>> quantity("25GB/s"), quantity("400 Mbit/s"), quantity("2us"), quantity(3)
     (25000000000.0, 50000000.0, 2e-06, 3.0)
@@ -66,7 +66,7 @@ def quantity(text: object) -> float:
 
 
 def _parsed(text: object) -> tuple[float, str]:
-    """A quantity as a number in SI units, and its unit."""
+    """Return a quantity as a number in SI units, and its SI unit."""
     if isinstance(text, bool) or not isinstance(text, (str, int, float)):
         raise ValueError(f"needs a number with a unit such as 25GB/s, not {text!r:.80}")
     if not isinstance(text, str):
@@ -87,9 +87,9 @@ def _parsed(text: object) -> tuple[float, str]:
 
 
 def number_of(text: str, kind: type[int] | type[float] = int) -> float:
-    """A number that a user has written, in the digits 0 to 9; finite. Raises ValueError.
+    """Parse a finite number that a user wrote in the digits 0 to 9. Raises ValueError.
 
-    `int` and `float` would also take other scripts' digits, and underscores between them.
+    `int` and `float` alone would also accept digits of other scripts, and underscores.
 
     >>> number_of("12"), number_of("1e3", float)
     (12, 1000.0)
@@ -103,7 +103,7 @@ def number_of(text: str, kind: type[int] | type[float] = int) -> float:
 
 
 def show_bytes(value: float) -> str:
-    """Bytes as people read them, with decimal prefixes.
+    """Return bytes as text with a decimal prefix.
 
     >>> show_bytes(4.5e9), show_bytes(812), show_bytes(0)
     ('4.50 GB', '812 B', '0 B')
@@ -112,7 +112,7 @@ def show_bytes(value: float) -> str:
 
 
 def show_long(seconds: float) -> str:
-    """Of a training.
+    """Return the duration of a training [s] as text, in seconds, minutes, hours or days.
 
     >>> show_long(12.584), show_long(362.0), show_long(37164.2), show_long(591672.7)
     ('12.58 s', '6.0 min', '10.3 h', '6.8 days')
@@ -124,7 +124,7 @@ def show_long(seconds: float) -> str:
 
 
 def show_time(value: float) -> str:
-    """Seconds as people read them.
+    """Return a duration [s] as text in s, ms or us.
 
     >>> show_time(0.0123), show_time(2.5), show_time(4e-6), show_time(-1e-19)
     ('12.3 ms', '2.50 s', '4.0 us', '0 s')
@@ -137,7 +137,7 @@ def show_time(value: float) -> str:
 
 
 def show_range(low: float, high: float) -> str:
-    """Two times [s] as people read them, in one unit if they have the same.
+    """Return a range of times [s] as text; the unit is written once if both ends have the same.
 
     >>> show_range(0.2587, 0.8643), show_range(0.5, 1.25)
     ('258.7-864.3 ms', '500.0 ms-1.25 s')
@@ -148,7 +148,7 @@ def show_range(low: float, high: float) -> str:
 
 
 def show_percent(share: float, digits: int = 0, sign: bool = False) -> str:
-    """A share as people read it; a difference with its sign.
+    """Return a share as a percentage; `sign` writes a plus sign too, for differences.
 
     >>> show_percent(0.5), show_percent(-0.004, sign=True), show_percent(0.0534, 1, sign=True)
     ('50 %', '+0 %', '+5.3 %')
@@ -158,7 +158,7 @@ def show_percent(share: float, digits: int = 0, sign: bool = False) -> str:
 
 
 def show_count(count: int, thing: str) -> str:
-    """So many things, in words.
+    """Return a count and its noun, in the plural unless the count is 1.
 
     >>> show_count(1, "server"), show_count(2000, "server"), show_count(2, "batch")
     ('1 server', '2,000 servers', '2 batches')
@@ -167,7 +167,7 @@ def show_count(count: int, thing: str) -> str:
 
 
 def show_dollars(value: float) -> str:
-    """A price as people read it, to three digits or to the cent.
+    """Return a price as text, to the cent, or to three digits below $1.
 
     >>> show_dollars(12.345), show_dollars(0.0012345), show_dollars(0)
     ('$12.35', '$0.00123', '$0.00')
@@ -176,7 +176,7 @@ def show_dollars(value: float) -> str:
 
 
 def show_energy(value: float) -> str:
-    """Joules as people read them.
+    """Return an energy [J] as text with a decimal prefix.
 
     >>> show_energy(1234567.0), show_energy(12.5), show_energy(0.25), show_energy(0)
     ('1.23 MJ', '12.50 J', '0.25 J', '0.00 J')
@@ -185,6 +185,6 @@ def show_energy(value: float) -> str:
 
 
 def _scaled(value: float, prefixes: str, unit: str) -> str:
-    """With the first of these prefixes that leaves a number of 1 or more; '' if none does."""
+    """Return the value with the first prefix that leaves a number of 1 or more; '' if none does."""
     fitting = (prefix for prefix in prefixes if abs(value) >= _PREFIX[prefix])
     return next((f"{value / _PREFIX[prefix]:.2f} {prefix}{unit}" for prefix in fitting), "")

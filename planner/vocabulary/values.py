@@ -1,4 +1,4 @@
-"""Values that hold arrays: they are equal where their numbers are, whichever objects these are."""
+"""Values with array fields: they are equal if their numbers are, even in different objects."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import numpy as np
 
 
 class Content:
-    """An array as a value; nobody writes to it any more.
+    """A hashable wrapper of an array that is not written to again; it compares by content.
 
     >>> Content(np.arange(3)) == Content(np.arange(3)), Content(np.arange(3)) == Content(np.ones(3))
     (True, False)
@@ -32,11 +32,11 @@ class Content:
 
 
 class Value:
-    """Base of frozen dataclasses (`eq=False`) whose fields may be arrays, or hold arrays."""
+    """The base of frozen dataclasses (`eq=False`) whose fields are arrays, or contain arrays."""
 
     @cached_property
     def _contents(self) -> tuple[int, tuple[object, ...]]:
-        """Those of its fields, and before them their hash."""
+        """The hash of all fields' contents, and the contents as hashable values."""
         each = tuple(_content(getattr(self, field.name)) for field in fields(self))  # type: ignore[arg-type]
         return hash(each), each
 
@@ -46,11 +46,13 @@ class Value:
     def __eq__(self, other: object) -> bool:
         if type(self) is not type(other) or self._contents != other._contents:
             return False
-        self.__dict__["_contents"] = other._contents  # compared once: then they are the same object
+        # Equal values share their contents, so the next comparison is by identity.
+        self.__dict__["_contents"] = other._contents
         return True
 
 
 def _content(value: object) -> object:
+    """Return a field's value in a hashable form."""
     if isinstance(value, np.ndarray):
         return Content(value)
     if isinstance(value, dict):
