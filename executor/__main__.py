@@ -1,4 +1,4 @@
-"""The program of a process that a launcher of ours starts.
+"""The program of a process that gnnplan's launcher starts.
 
 python -P -m gnnplan.executor launch ...     trains as one rank
 python -P -m gnnplan.executor measure ...    measures as one rank
@@ -15,7 +15,7 @@ PROGRAMS = {
     "check": "gnnplan.executor.launch.check",
 }
 
-# What is imported stays. To look for reference cycles in it took a seventh of a rank's start.
+# Imported objects stay alive. Searching them for reference cycles took a seventh of a rank's start.
 gc.disable()
 module = import_module(PROGRAMS[sys.argv.pop(1)])
 gc.freeze()

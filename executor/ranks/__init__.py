@@ -1,18 +1,17 @@
-"""One rank among others: its process groups, exchanges, optimizer, memory and checkpoints.
+"""Ranks: process groups, communication, optimizer, memory and checkpoints of one rank.
 
-Open
-    rank.py         for `Rank`: its place, device and process groups, and these two:
-    lanes.py        for what it does beside its step, in threads or streams
-    recorder.py     for spans of its operations, and bytes that it sends
-    opening.py      for how a process becomes a rank, and ends
-    meeting.py      for what a launcher says, the store where ranks meet, and who reaches it
-    comm.py         for exchanges of rows, point-to-point messages, all-reduce and small messages
-    learner.py      for gradients summed over ranks, and SGD, Adam and AdamW
-    checkpoint.py   for what a rank stores to go on from later
-    whole.py        for what a training has learned, whatever its ranks; and its best weights
-    machine.py      for what this machine is and lets a user start, and how much memory a rank fills
-    device_clock.py for when a CUDA device begins and ends a rank's work
-    replay.py       for a step whose kernels are launched together
-    activity.py     for the file that says which operation a rank is in
+    rank.py         `Rank`: its number, device and process groups
+    lanes.py        work that overlaps a step, in threads or streams
+    recorder.py     spans of a rank's operations, and bytes that it sends
+    opening.py      how a process becomes a rank, and ends
+    meeting.py      the launcher's environment, and the store where ranks meet
+    comm.py         exchanges of rows, point-to-point messages, all-reduces, small messages
+    learner.py      all-reduce of gradients; SGD, Adam and AdamW
+    checkpoint.py   files from which a training resumes
+    whole.py        the whole model's weights, independent of ranks; the best weights
+    machine.py      devices and limits of this machine, and the memory that a rank allocates
+    device_clock.py times at which a CUDA device begins and ends work
+    replay.py       a step as a CUDA graph
+    activity.py     the file that names a rank's current operation
 
-It imports the planner and executor/layers."""
+This room imports the planner and executor/layers."""

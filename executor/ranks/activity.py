@@ -1,12 +1,12 @@
-"""Which operation a rank is in, and how it failed, in a file that outlives the rank.
+"""A rank's current operation, and a note on its failure, in a file that outlives the rank.
 
-When a rank is found dead or silent, the launcher reads there where it was: what its lanes are in,
-or between two operations the one that ended last, and the phase around them. Behind that is room
-for a note about the rank's failure.
+When a rank is found dead or silent, the launcher reads from this file what the rank was doing: the
+operations of its lanes, or between two operations the one that ended last, and the phase around
+them. The rest of the file holds a note about the rank's failure.
 
-It is mapped into memory, so writing there takes a microsecond. The launcher writes the whole file
-before the rank starts. So a rank that may open no more files, or whose disk is full, can still say
-so."""
+The file is mapped into memory, so a write takes a microsecond. The launcher writes the whole file
+before the rank starts, so a rank that may open no more files, or whose disk is full, can still
+leave its note."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from pathlib import Path
 
 from gnnplan.planner.vocabulary.files import cannot_write, make_folder
 
-SIZE = 1 << 16  # of the file [B]
-_PLACE, _NOTE = slice(0, 512), slice(512, SIZE)
+SIZE = 1 << 16  # size of the file [B]
+_PLACE, _NOTE = slice(0, 512), slice(512, SIZE)  # bytes of the operation, and of the note
 
 
 class Activity:
-    """The activity of one rank; without a path only this process sees it.
+    """The activity of one rank, in a file; without a path, in this process's memory.
 
     >>> activity = Activity()
     >>> activity.begin("phase", "epoch 3")
@@ -39,13 +39,13 @@ class Activity:
     """
 
     def __init__(self, path: Path | None = None) -> None:
-        """An empty one. Raises SpecError if the file cannot be written."""
+        """Start without an operation. Raises SpecError if the file cannot be written."""
         self._phase, self._ended = "", ""
         self._lanes: dict[str, str] = {}
         self._map: bytearray | mmap.mmap = bytearray(SIZE)
         if path is not None:
             try:
-                # not truncated: the blocks that it has stay its own where the disk is full
+                # not truncated: a full disk would not give its blocks back
                 with open(os.open(path, os.O_RDWR | os.O_CREAT, 0o666), "r+b") as file:
                     file.write(self._map)
                     file.flush()
@@ -56,47 +56,49 @@ class Activity:
     def begin(self, lane: str, name: str) -> None:
         """Enter an operation on a lane, or a new phase (lane 'phase')."""
         if lane == "phase":
-            self._phase, self._ended = name, ""  # none of its operations has ended yet
+            self._phase, self._ended = name, ""  # no operation of this phase has ended yet
         else:
             self._lanes[lane] = name
         self._map[_PLACE] = _filling(_PLACE, str(self))
 
     def end(self, lane: str) -> None:
-        """Leave the lane's operation."""
+        """End the lane's operation."""
         self._ended = self._lanes.pop(lane, self._ended)
         self._map[_PLACE] = _filling(_PLACE, str(self))
 
     def leave(self, note: str) -> None:
-        """Leave a note for the launcher, in place of an earlier one."""
+        """Leave a note for the launcher, in place of an earlier note."""
         self._map[_NOTE] = _filling(_NOTE, note)
 
     def __str__(self) -> str:
         operations = " and ".join(self._lanes.values())
-        if not operations and self._phase.startswith("epoch"):  # others have no operations
+        if not operations and self._phase.startswith("epoch"):  # other phases have no operations
             operations = f"what follows {self._ended}" if self._ended else "the beginning"
         return " of ".join(filter(None, (operations, self._phase)))
 
 
 def read(path: Path) -> str:
-    """What a rank was in last, in words; empty if nothing is known of it."""
+    """Return a rank's last operation and phase, in words; empty if unknown."""
     return _read(path, _PLACE)
 
 
 def read_note(path: Path) -> str:
-    """The note that a rank has left; empty if there is none."""
+    """Return the note that a rank has left; empty if there is none."""
     return _read(path, _NOTE)
 
 
 def leave(path: Path, note: str) -> None:
-    """Leave a note in the place of a rank that cannot do so itself. Raises OSError."""
+    """Leave a note for a rank that cannot leave it itself. Raises OSError."""
     with open(path, "r+b") as file:
         file.seek(_NOTE.start)
         file.write(_filling(_NOTE, note))
 
 
 def begin(folder: Path, processes: int) -> None:
-    """Make empty files for processes that are about to start, in place of those of processes that
-    may still be ending. Raises SpecError."""
+    """Make empty files for processes that are about to start. Raises SpecError.
+
+    They replace the files of earlier processes, which may still be ending.
+    """
     make_folder(folder)
     forget(folder)
     for process in range(processes):
@@ -104,7 +106,7 @@ def begin(folder: Path, processes: int) -> None:
 
 
 def seen(folder: Path, process: int) -> Path:
-    """The activity file of a rank, by its launcher's number, in its run's folder."""
+    """Return the path of a process's activity file in the run's folder."""
     return folder / f"activity.rank{process}"
 
 
@@ -122,6 +124,6 @@ def _read(path: Path, part: slice) -> str:
 
 
 def _filling(part: slice, words: str) -> bytes:
-    """Words as long as their part of the file."""
+    """Encode words, padded or cut to the length of their part of the file."""
     size = part.stop - part.start
     return words.encode(errors="replace").replace(b"\0", b" ")[:size].ljust(size, b"\0")

@@ -1,22 +1,23 @@
-"""What a rank stores to go on as if it had never stopped.
+"""Checkpoints, from which a training resumes as if it had never stopped.
 
 Each rank writes a file per checkpointed epoch into the run's folder:
 
     checkpoints/epoch10.rank0.safetensors
 
-It holds tensors by name: weights, the optimizer's state, and what a strategy carries from step to
-step. Its header holds, as JSON, which training they belong to and what the rank has counted so far.
-Random numbers are functions of (seed, epoch, ...), so there are none to store. There are no
-pickles.
+The file holds tensors by name: weights, the optimizer's state, and the tensors that a strategy
+carries from step to step. The file's header holds, as JSON, the training that it belongs to and
+what the rank has counted so far. Random numbers are functions of (seed, epoch, ...), so no
+generator's state is stored. There are no pickles.
 
-Another plan of the same training may go on from them too: other ranks, another strategy. For that
-the header also says which of the tensors are weights of the whole model, by their names (whole.py),
-and the new ranks read the files of all ranks before them.
+Another plan of the same training, with other ranks or another strategy, can resume from these
+files, too. For it the header also lists the tensors that are weights of the whole model (whole.py),
+and the new ranks read the files of all earlier ranks.
 
-A file is whole or absent, and its header has a checksum: a file that a disk or a copy has damaged
-counts as absent, and the one before is used. An epoch counts when all ranks have its file, wherever
-their disks are. A rank keeps its last two files: it may be one ahead of another rank, but never
-two, since each waits for its last file to be on disk before ranks meet to write the next."""
+A file is complete or absent, and its header has a checksum: a file that a disk or a copy has
+damaged counts as absent, and the file before it is used. An epoch counts if all ranks have its
+file, wherever the files are. A rank keeps its last two files: it may be one checkpoint ahead of
+another rank, but never two, since each waits until its last file is on disk before ranks
+synchronise to write the next."""
 
 from __future__ import annotations
 
@@ -45,21 +46,21 @@ from gnnplan.planner.vocabulary.errors import SpecError
 from gnnplan.planner.vocabulary.files import make_folder, refusal, remedy_of, whole_lines
 from gnnplan.planner.vocabulary.units import show_count
 
-KEPT = 2  # checkpoints of each rank
-# in which plans may differ that go on from each other's checkpoints
+KEPT = 2  # checkpoints that each rank keeps
+# fields of `question` in which a plan may differ from the plan whose checkpoint it resumes
 OF_A_PLAN = ("ranks", "servers", "strategy", "partitioner")
 DAMAGE = (
     *(OSError, SafetensorError, ValueError, TypeError, KeyError, RecursionError),
-    RuntimeError,  # of torch, about a file that has gone meanwhile
+    RuntimeError,  # torch raises it for a file that has just been deleted
 )
 _FILE = re.compile(r"epoch(\d+)\.rank(\d+)\.safetensors")
 
 
 def question(problem: Problem, strategy: Strategy) -> dict[str, Any]:
-    """Everything that the weights of a training depend on.
+    """Return everything on which the weights of a training depend.
 
-    Runs that agree in it go on from each other's checkpoints as they are. Those that differ in
-    OF_A_PLAN alone go on from weights and the optimizer's state.
+    Runs with equal questions resume from each other's checkpoints, all state included. Runs whose
+    questions differ in OF_A_PLAN only resume from weights and the optimizer's state.
     """
     workload = {
         f"workload.{name}": value
@@ -78,9 +79,9 @@ def question(problem: Problem, strategy: Strategy) -> dict[str, Any]:
 
 
 def must_agree(path: Path, theirs: Mapping[str, Any], ours: Mapping[str, Any]) -> None:
-    """Raises SpecError if the checkpoint is of another training; names what differs.
+    """Raise SpecError if the checkpoint is of another training, and name what differs.
 
-    theirs, ours: what `question` says of both.
+    theirs, ours: `question` of the checkpoint and of this run.
     """
     if different := [
         name
@@ -99,12 +100,12 @@ def must_agree(path: Path, theirs: Mapping[str, Any], ours: Mapping[str, Any]) -
 
 
 def must_hand_over(path: Path, theirs: Mapping[str, Any], ours: Mapping[str, Any]) -> None:
-    """Raises SpecError if a checkpoint cannot go on with another strategy or other ranks.
+    """Raise SpecError if either strategy cannot hand over weights to another plan.
 
-    theirs, ours: what `question` says of both.
+    theirs, ours: `question` of the checkpoint and of this run.
     """
-    for said in (theirs, ours):
-        if not (strategy := parse(said["strategy"])).hands_over:
+    for training in (theirs, ours):
+        if not (strategy := parse(training["strategy"])).hands_over:
             carried = f" (its {strategy.carries} would be lost)" if strategy.carries else ""
             raise SpecError(
                 f"{path} is of {plan_of(theirs)}, and this plan of {plan_of(ours)}: {strategy}"
@@ -114,7 +115,7 @@ def must_hand_over(path: Path, theirs: Mapping[str, Any], ours: Mapping[str, Any
 
 
 def plan_of(question: Mapping[str, Any]) -> str:
-    """The strategy and ranks of a training, in words.
+    """Return the strategy and ranks of a training, in words.
 
     >>> plan_of({"strategy": "granndis(depth=1)", "ranks": 4})
     'granndis(depth=1) on 4 ranks'
@@ -123,18 +124,18 @@ def plan_of(question: Mapping[str, Any]) -> str:
 
 
 def fingerprint(value: Any) -> str:
-    """A short name of a JSON value."""
+    """Return a short hash of a JSON value."""
     return hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()[:12]
 
 
 class Checkpoints:
-    """The checkpoints of one rank, one every `every` epochs; 0: none are written."""
+    """The checkpoints of one rank, written every `every` epochs (0: never)."""
 
     def __init__(self, out: Path, rank: int, every: int, question: Mapping[str, Any]) -> None:
         self.folder = out / "checkpoints"
         self.rank, self.every, self.question = rank, every, dict(question)
-        self.first = 0  # the epoch that training goes on from
-        # the `question` of another plan whose checkpoint of that epoch it is; None: of this one
+        self.first = 0  # the number of epochs that the checkpoint to resume from has trained
+        # the `question` of the plan that wrote this checkpoint; None: this plan
         self.before: dict[str, Any] | None = None
         self._writing: Future[None] | None = None
 
@@ -143,9 +144,9 @@ class Checkpoints:
         return bool(self.every) and epoch % self.every == 0
 
     def epochs(self, tell: Callable[[str], None] = lambda note: None) -> list[int]:
-        """Epochs of this rank's whole files of this plan.
+        """Return the epochs of this rank's undamaged files of this plan.
 
-        tell: is told which files are damaged. Raises SpecError if one is of another training.
+        tell: called with a note per damaged file. Raises SpecError for a file of another training.
         """
         whole = []
         for epoch in stored(self.folder, self.rank):
@@ -159,23 +160,22 @@ class Checkpoints:
                     whole.append(epoch)
         return whole
 
-    def _looked_after(self) -> Iterator[tuple[int, Path]]:
-        """This rank's files with their epochs, damaged ones too.
+    def _managed_files(self) -> Iterator[tuple[int, Path]]:
+        """Yield epoch and path of the files that this rank deletes when they are old.
 
-        Also those of ranks that only an earlier plan had: each is looked after by one of ours.
+        They include damaged files, and files of ranks that only an earlier plan had.
         """
         for path, epoch, rank in _files(self.folder):
             if rank % self.question["ranks"] == self.rank:
                 yield epoch, path
 
     def go_on(self, epoch: int, before: dict[str, Any] | None = None) -> None:
-        """Go on from this epoch; 0: from the beginning.
+        """Set the epoch to resume from (0: the beginning), and delete later checkpoints.
 
-        before: the `question` of another plan whose epoch it is. Later checkpoints are deleted,
-        since their epochs are trained again.
+        before: the `question` of another plan that wrote the checkpoint of this epoch.
         """
         self.first, self.before = epoch, before
-        for later, path in self._looked_after():
+        for later, path in self._managed_files():
             if later > epoch:
                 path.unlink(missing_ok=True)
 
@@ -190,29 +190,29 @@ class Checkpoints:
     ) -> None:
         """Write the checkpoint of an epoch.
 
-        A lane of its own waits for the disk: to other ranks the wait would look like a lost peer.
-        `before`: descriptors of files that must be on disk first. `whole`: which tensors are
-        weights of the whole model (whole.py).
+        The lane 'disk' waits for the disk: other ranks would take a waiting step for a lost peer.
+        before: descriptors of files that must be on disk first. whole: the tensors that are weights
+        of the whole model (`Held.about`).
         """
         self.wait()
         make_folder(self.folder)
-        kept = apart(tensors)
+        on_host = apart(tensors)
         about = {"question": self.question, "epoch": epoch, "notes": dict(notes)}
         about |= {} if whole is None else {"whole": dict(whole)}
-        about = json.loads(json.dumps(about))  # as it is read
-        about["crc32"] = checksum(about, kept)
-        path, written_first = file_of(self.folder, epoch, self.rank), tuple(before)
+        about = json.loads(json.dumps(about))  # as a reader will see it, for the checksum
+        about["crc32"] = checksum(about, on_host)
+        path, synced_first = file_of(self.folder, epoch, self.rank), tuple(before)
         temporary = self.folder / f".rank{self.rank}.safetensors"
         try:
-            save_file(kept, temporary, {"gnnplan": json.dumps(about)})
+            save_file(on_host, temporary, {"gnnplan": json.dumps(about)})
         except (OSError, SafetensorError) as error:
             raise _unwritable(path, error) from error
         self._writing = rank.lanes.in_thread(
-            "disk", lambda: self._publish(temporary, path, written_first)
+            "disk", lambda: self._publish(temporary, path, synced_first)
         )
 
     def _publish(self, temporary: Path, path: Path, before: tuple[int, ...]) -> None:
-        """Give the file its name once it is on disk; delete older checkpoints."""
+        """Rename the temporary file once it is on disk, and delete older checkpoints."""
         try:
             for descriptor in before:
                 os.fsync(descriptor)
@@ -222,26 +222,27 @@ class Checkpoints:
         except OSError as error:
             raise _unwritable(path, error) from error
         oldest = stored(self.folder, self.rank)[-KEPT:][0]
-        for epoch, path in self._looked_after():
+        for epoch, path in self._managed_files():
             if epoch < oldest:
                 path.unlink(missing_ok=True)
 
     def wait(self) -> None:
-        """Wait until the last file is on disk; raises SpecError if it could not be written."""
+        """Wait until the last file is on disk. Raises SpecError if it could not be written."""
         if self._writing is not None:
             self._writing.result()
             self._writing = None
 
     def load(self, epoch: int) -> tuple[dict[str, Any], dict[str, Tensor]]:
-        """The notes and tensors of an epoch's checkpoint, which `epochs` has read and checked."""
+        """Read notes and tensors of an epoch's checkpoint, which `epochs` has checked."""
         with safe_open(file_of(self.folder, epoch, self.rank), framework="pt") as file:
             notes: dict[str, Any] = json.loads(file.metadata()["gnnplan"])["notes"]
             return notes, {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
 
     def load_whole(self, ranks: int) -> tuple[dict[str, Any], dict[str, Tensor]]:
-        """The notes of rank 0 of the plan before, and what all its `ranks` have trained.
+        """Read the checkpoint of the earlier plan, which had `ranks` ranks.
 
-        These are weights and the optimizer's state by names in the whole model (whole.py).
+        Returns its rank 0's notes, and weights and optimizer state by names in the whole model
+        (whole.py).
         """
         whole, notes = Joined(), list[dict[str, Any]]()
         for rank in range(ranks):
@@ -253,10 +254,10 @@ class Checkpoints:
 
 
 def handed_over(out: Path, ours: Mapping[str, Any]) -> dict[int, dict[str, Any]]:
-    """The epochs that another plan of the same training has whole files of, and its `question`.
+    """Return epoch -> `question` of another plan whose undamaged checkpoints this plan can resume.
 
-    ours: this training's. The files of all ranks must be on this disk. Raises SpecError if they are
-    of another training, or cannot go on with this plan.
+    ours: `question` of this plan. The files of all ranks must be on this disk. Raises SpecError if
+    a file is of another training, or its strategy cannot hand over to this plan's.
     """
     found, folder = {}, out / "checkpoints"
     for epoch in stored(folder, 0):
@@ -276,29 +277,29 @@ def handed_over(out: Path, ours: Mapping[str, Any]) -> dict[int, dict[str, Any]]
 
 
 def file_of(folder: Path, epoch: int, rank: int) -> Path:
-    """The checkpoint of a rank in the folder of checkpoints."""
+    """Return the path of a rank's checkpoint in the folder of checkpoints."""
     return folder / f"epoch{epoch}.rank{rank}.safetensors"
 
 
 def header(path: Path, checked: bool = True) -> dict[str, Any] | None:
-    """The header of a file: 'question', 'epoch' and 'notes'; None if it is damaged or foreign.
+    """Read the header of a file: 'question', 'epoch' and 'notes'; None if damaged or foreign.
 
-    checked: the tensors are read and their checksum is compared. Checkpoints of older versions have
-    none: of these, only a cut is noticed.
+    checked: also read the tensors and compare their checksum. Checkpoints of older versions have no
+    checksum: only a truncated file is noticed.
     """
     with suppress(*DAMAGE), safe_open(path, framework="pt") as file:
         about = dict(json.loads(file.metadata()["gnnplan"]))
         if not (isinstance(about["question"], dict) and isinstance(about["notes"], dict)):
             return None
-        said = about.pop("crc32", None)
+        crc_read = about.pop("crc32", None)
         tensors = {name: file.get_tensor(name) for name in file.keys() if checked}  # noqa: SIM118
-        if not checked or said is None or said == checksum(about, tensors):
+        if not checked or crc_read is None or crc_read == checksum(about, tensors):
             return about
     return None
 
 
 def checksum(about: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> int:
-    """CRC-32 of a checkpoint: of its header, and of its tensors in the order of their names."""
+    """Return the CRC-32 of a checkpoint's header and tensors, in the order of their names."""
     crc = zlib.crc32(json.dumps(about, sort_keys=True).encode())
     for name in sorted(tensors):
         tensor = tensors[name]
@@ -308,19 +309,19 @@ def checksum(about: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> int:
 
 
 def stored(folder: Path, rank: int) -> list[int]:
-    """The epochs that this rank has a file of in the folder of checkpoints, in order."""
-    return sorted(epoch for _, epoch, its in _files(folder) if its == rank)
+    """Return the epochs of a rank's files in the folder of checkpoints, in order."""
+    return sorted(epoch for _, epoch, owner in _files(folder) if owner == rank)
 
 
 def _files(folder: Path) -> Iterator[tuple[Path, int, int]]:
-    """Every checkpoint in the folder, its epoch and its rank."""
+    """Yield path, epoch and rank of every checkpoint in the folder."""
     for path in folder.glob("epoch*"):
         if (match := _FILE.fullmatch(path.name)) and path.is_file():
             yield path, int(match[1]), int(match[2])
 
 
 def latest(epochs: Iterable[Iterable[int]]) -> int:
-    """The last epoch that all ranks have, 0 if there is none.
+    """Return the last epoch that all ranks have, 0 if there is none.
 
     >>> latest([[10, 20], [10]]), latest([[10], []])
     (10, 0)
@@ -331,11 +332,11 @@ def latest(epochs: Iterable[Iterable[int]]) -> int:
 def onwards(
     own: Iterable[Iterable[int]], handed_over: Iterable[Iterable[tuple[int, str]]]
 ) -> tuple[int, bool]:
-    """The epoch that all ranks go on from (0: none), and whether it is one of another plan.
+    """Return the epoch that all ranks resume from (0: none), and whether another plan wrote it.
 
-    own: epochs of which each rank has a checkpoint of this plan. handed_over: those of which it has
-    the checkpoints of all ranks of another, and that plan's `fingerprint`. Of two plans that end
-    with the same epoch it is this one.
+    own: by rank, epochs with a checkpoint of this plan. handed_over: by rank, epochs with the
+    checkpoints of all ranks of another plan, and that plan's `fingerprint`. If both have the same
+    last epoch, this plan's checkpoint is used.
 
     >>> onwards([[10], [10]], [[(20, "a")], [(20, "a")]]), onwards([[10], [10]], [[(10, "a")], []])
     ((20, True), (10, False))
@@ -346,9 +347,9 @@ def onwards(
 
 
 def must_have_epochs(metrics: Path, first: int) -> int:
-    """The bytes of the lines of a run's first epochs, as far as the checkpoint of epoch `first`.
+    """Return the bytes of the metrics' first `first` lines, the epochs before the checkpoint.
 
-    Raises SpecError if they do not reach that far.
+    Raises SpecError if there are fewer lines.
     """
     kept, size = whole_lines(metrics, first)
     if kept < first:
@@ -360,9 +361,9 @@ def must_have_epochs(metrics: Path, first: int) -> int:
 
 
 def last_stored(out: Path, ranks: Iterable[int]) -> int:
-    """The last epoch that these ranks have files of, or all ranks of the plan before; 0: none.
+    """Return the last epoch of which these ranks, or all ranks of an earlier plan, have files.
 
-    For messages: files are not read to their ends.
+    0: none. It is for messages: checksums are not compared.
     """
     folder = out / "checkpoints"
     own = latest(stored(folder, rank) for rank in ranks)

@@ -1,9 +1,9 @@
-"""Rows between ranks: exchanges, rows turned into columns, point-to-point messages, the all-reduce.
+"""Communication: exchanges of rows, all-to-alls of columns, point-to-point messages, all-reduces.
 
-The gradient of an exchange is the same exchange backwards. Across a slow link isend/irecv pairs
-beat all_to_all_single (211 against 356 ms for 10 MB at 400 Mbit/s). NCCL moves device tensors. Gloo
-moves host tensors, so rows on a device are staged through host memory. What every rank says is
-gathered as bytes: nothing that comes from a network is unpickled."""
+The gradient of an exchange is the same exchange in the other direction. Over a slow link isend and
+irecv pairs beat all_to_all_single (211 against 356 ms for 10 MB at 400 Mbit/s). NCCL moves device
+tensors. Gloo moves host tensors, so rows on a device are staged through host memory. Small values
+are gathered as JSON: nothing that is received from a network is unpickled."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from gnnplan.executor.ranks.lanes import completed_future
 from gnnplan.executor.ranks.rank import Rank
 from gnnplan.planner.vocabulary.schedule import Collective, Label, Ring
 
-# isend or irecv, a tensor and a peer
+# one message: isend or irecv, a tensor and a peer
 _Post = tuple[
     Callable[[Tensor, int, dist.ProcessGroup | None], dist.Work | None],
     Tensor,
@@ -32,12 +32,12 @@ _Post = tuple[
 
 
 class Exchange:
-    """Which of this rank's rows each peer gets, and how many rows come from each peer.
+    """An all-to-all of rows: the rows that this rank sends to and receives from each peer.
 
-    give: for each peer the positions of the rows that it needs (int64). take: rows that come from
-    each peer [ranks]. Received rows are grouped by peer, as in layout.Piece.halo. group: the ranks
-    that take part, if not all; `Groups.of` must have been called for it. at: where the rows are
-    that are given, if not on the rank's device.
+    give: for each peer, positions of the own rows that it needs (int64). take: number of rows
+    received from each peer [ranks]. Received rows are grouped by peer, as in layout.Piece.halo.
+    group: the ranks that take part, if not all; call `Groups.of` for it before. at: the device of
+    the own rows, if not the rank's device.
     """
 
     def __init__(
@@ -51,7 +51,7 @@ class Exchange:
         self.rank = rank
         self.group = (rank.groups.of(group) if group else None) or rank.groups.exchanges
         self.take = [int(n) for n in take]
-        # of all peers, one after the other
+        # all peers' positions, concatenated
         positions = torch.from_numpy(np.concatenate(give).astype(np.int64))
         self.positions = positions.to(at or rank.device)
         self.gives = [len(positions) for positions in give]
@@ -65,10 +65,10 @@ class Exchange:
         own: np.ndarray,
         at: torch.device | None = None,
     ) -> Exchange:
-        """Rows of vertices, each of which one rank has: wanted[i] are the ids of what rank i wants.
+        """Make an exchange from ids: rank i receives the rows of the vertices wanted[i].
 
-        owner: the rank of each vertex [N]. own: ids of this rank's rows. What comes is grouped by
-        owner, in the order of the ids.
+        owner: the rank of each vertex [N]. own: ids of this rank's rows. Received rows are grouped
+        by owner; rows of an owner have the order of `wanted`.
         """
         place = np.empty(owner.size, dtype=np.int64)
         place[own] = np.arange(own.size)
@@ -77,28 +77,31 @@ class Exchange:
         return cls(rank, give, take, at=at)
 
     def pack(self, rows: Tensor, into: Tensor | None = None) -> Tensor:
-        """A copy of the rows for all peers [sum gives, H]; the source may then be overwritten.
+        """Copy the rows for all peers [sum gives, H], into a buffer if given.
 
-        `into`: the buffer for the copy.
+        The source may then be overwritten.
         """
         if into is None:
             return rows.index_select(0, self.positions)
         return torch.index_select(rows, 0, self.positions, out=into)
 
-    def swap(self, way: str, rows: Tensor, into: Tensor | None = None) -> Tensor:
-        """Send packed rows and receive the halo [sum take, H] (way 'f'); or send the halo's
-        gradient home and receive that of the rows given [sum gives, H] ('b'); in `into` if given.
+    def swap(self, direction: str, rows: Tensor, into: Tensor | None = None) -> Tensor:
+        """Send packed rows and receive the halo [sum take, H] (direction 'f'); or send the halo's
+        gradient to the owners and receive that of the rows sent [sum gives, H] (direction 'b').
 
-        Blocks until both are done.
+        into: the buffer to receive in. Blocks until both are done.
         """
-        ends = (self.gives, self.take) if way == "f" else (self.take, self.gives)
+        ends = (self.gives, self.take) if direction == "f" else (self.take, self.gives)
         return self._swap(rows, *ends, into)
 
     def forward(
         self, packed: Tensor, into: Tensor | None = None, lengths: np.ndarray | None = None
     ) -> Tensor:
-        """`swap` of packed rows for the halo. Features need `lengths` [sum take], the numbers that
-        each row of the halo stores: all ranks know them (Graph.lengths), so they are not sent."""
+        """Send packed rows and receive the halo, dense (`swap`) or sparse.
+
+        lengths: of features, the number of stored values of each halo row [sum take]. All ranks
+        know it (Graph.lengths), so it is not sent.
+        """
         if isinstance(packed, SparseRows):
             assert lengths is not None
             return packed.swapped(self._swap, self.gives, self.take, torch.from_numpy(lengths))
@@ -111,20 +114,20 @@ class Exchange:
         into: Tensor | None = None,
         lengths: np.ndarray | None = None,
     ) -> Tensor:
-        """Exchange rows, recorded under a label -> the halo (`forward`)."""
+        """Pack and exchange rows under a label -> the halo (`forward`)."""
         packed = self.pack(rows)
         with self.rank.recorder.sending(label, "comm", packed.nbytes):
             return self.forward(packed, into, lengths)
 
     def fill(self, label: Label, rows: Tensor, start: int, lengths: np.ndarray) -> None:
-        """`fetch` the halo of features into the rows from `start` on."""
-        room = rows[start:]
-        came = self.fetch(label, rows, room, lengths)
-        if came is not room:
-            rows[start:] = came
+        """Fetch the halo of features into `rows` from row `start` on."""
+        halo = rows[start:]
+        received = self.fetch(label, rows, halo, lengths)
+        if received is not halo:
+            rows[start:] = received
 
     def add_home(self, gradient: Tensor, received: Tensor) -> None:
-        """Add what came home to the gradient of this rank's rows, in place."""
+        """Add the gradients received from readers to the gradient of own rows, in place."""
         if received.shape[0]:
             gradient.index_add_(0, self.positions, received)
 
@@ -141,18 +144,18 @@ class Exchange:
         swap(rank, torch.split(staged, gives), torch.split(incoming, takes), self.group)
         return rank.unstaged(incoming) if into is None or incoming is into else into.copy_(incoming)
 
-    def rows(self, way: str) -> tuple[int, int]:
-        """Rows that this rank sends, and that it receives; way 'f' is forward, 'b' backward."""
-        ways = sum(self.gives), sum(self.take)
-        return ways if way == "f" else ways[::-1]
+    def rows(self, direction: str) -> tuple[int, int]:
+        """Return how many rows this rank sends and receives, forward ('f') or backward ('b')."""
+        counts = sum(self.gives), sum(self.take)
+        return counts if direction == "f" else counts[::-1]
 
-    def nbytes(self, rows: Tensor, way: str) -> int:
-        """Bytes that this rank sends, of rows as wide as these."""
-        return self.rows(way)[0] * rows.shape[1] * rows.element_size()
+    def nbytes(self, rows: Tensor, direction: str) -> int:
+        """Return the bytes that this rank sends, if rows are as wide as `rows`."""
+        return self.rows(direction)[0] * rows.shape[1] * rows.element_size()
 
-    def recorded(self, label: Label, rows: Tensor, way: str) -> AbstractContextManager[None]:
-        """The span of an exchange of such rows, whose bytes are counted now."""
-        return self.rank.recorder.sending(label, "comm", self.nbytes(rows, way))
+    def recorded(self, label: Label, rows: Tensor, direction: str) -> AbstractContextManager[None]:
+        """Return the span of an exchange of rows as wide as `rows`; count its bytes now."""
+        return self.rank.recorder.sending(label, "comm", self.nbytes(rows, direction))
 
 
 def swap(
@@ -162,14 +165,14 @@ def swap(
     group: dist.ProcessGroup | None = None,
     among: Sequence[int] | None = None,
 ) -> None:
-    """Send outs[j] to each peer j, and fill ins[i] with what each peer i sends.
+    """Send outs[j] to each peer j, and receive from each peer i in ins[i].
 
-    All are contiguous and where messages are (`Rank.staged`). Nothing is sent that is empty. Blocks
-    until all is done. among: the ranks whose places i and j are; None: all.
+    All tensors are contiguous and on the backend's device (`Rank.staged`). Empty tensors are not
+    sent. Blocks until all messages are done. among: the ranks that i and j number; None: all.
     """
     ranks = among or range(rank.world)
     me, count = ranks.index(rank.rank), len(ranks)
-    distances = range(1, count)  # peers in turn, so that not all send to rank 0 first
+    distances = range(1, count)  # every rank begins with another peer: not all with rank 0
     sources = [(me - distance) % count for distance in distances]
     receivers = [(me + distance) % count for distance in distances]
     # Receives first. Otherwise Gloo's message that we are ready to receive would wait behind our
@@ -185,10 +188,10 @@ def swap(
 def begin(
     rank: Rank, posts: Sequence[_Post], group: dist.ProcessGroup | None
 ) -> Sequence[dist.Work]:
-    """Begin messages of a group.
+    """Start messages of a group.
 
-    Over NCCL they are one batch: otherwise one would wait for the other, and torch would make a
-    communicator of its own for a single one. Over Gloo they are not, which is a tenth of a
+    Over NCCL they are one batch: otherwise one message would wait for the other, and torch would
+    make a new communicator for a single message. Over Gloo each starts alone, which is a tenth of a
     millisecond faster.
     """
     if rank.backend == "nccl":
@@ -198,12 +201,12 @@ def begin(
     return [handle for handle in handles if handle is not None]  # all ranks are in the group
 
 
-class Turn:
-    """Rows of some ranks into columns of all their rows, and back.
+class ColumnExchange:
+    """An all-to-all that turns the rows of a group's ranks into columns of all rows, and back.
 
-    rows, columns: which of all rows, and of a row's numbers, each rank of the group has; None: all
-    ranks. A rank's rows are [R, W], its columns [N, C]. `pieces` and `together` copy, on the rank's
-    device; `to_columns` and `to_rows` move.
+    rows, columns: the rows, and the columns of a row, that each rank of the group has. group: None
+    for all ranks. A rank's rows are [R, W], its columns [N, C]. `split` and `join` copy on the
+    rank's device; `to_columns` and `to_rows` communicate.
     """
 
     def __init__(
@@ -217,12 +220,12 @@ class Turn:
         self.group = group or range(rank.world)
         self.me = self.group.index(rank.rank)
 
-    def pieces(self, rows: Tensor) -> list[Tensor]:
-        """[R, W] -> per peer the columns that it has [R, C of the peer]."""
+    def split(self, rows: Tensor) -> list[Tensor]:
+        """Split rows [R, W] into one piece per peer, of the peer's columns [R, C of the peer]."""
         return [rows[:, columns].contiguous() for columns in self.columns]
 
     def to_columns(self, label: Label, pieces: Sequence[Tensor]) -> Tensor:
-        """Per peer its columns of own rows -> own columns of all rows [N, C]."""
+        """Exchange pieces of own rows, one per peer, for own columns of all rows [N, C]."""
         rank, me = self.rank, self.me
         if len(self.group) == 1:
             return pieces[0]
@@ -236,7 +239,7 @@ class Turn:
             return rank.unstaged(columns)
 
     def to_rows(self, label: Label, columns: Tensor) -> list[Tensor]:
-        """Own columns of all rows [N, C] -> per peer its columns of own rows [R, C of the peer]."""
+        """Exchange own columns of all rows [N, C] for pieces of own rows [R, C of the peer]."""
         rank, me = self.rank, self.me
         if len(self.group) == 1:
             return [columns]
@@ -245,28 +248,28 @@ class Turn:
             staged = rank.staged(columns)
             own = staged[self.rows[me]]
             pieces = [
-                own if peer == me else own.new_empty(len(own), of_peer.stop - of_peer.start)
-                for peer, of_peer in enumerate(self.columns)
+                own if peer == me else own.new_empty(len(own), theirs.stop - theirs.start)
+                for peer, theirs in enumerate(self.columns)
             ]
             outs = [staged[rows] for rows in self.rows]
             swap(rank, outs, pieces, rank.groups.exchanges, self.group)
             return pieces
 
-    def together(self, pieces: Sequence[Tensor]) -> Tensor:
-        """What `to_rows` gave -> [R, W]."""
+    def join(self, pieces: Sequence[Tensor]) -> Tensor:
+        """Join the pieces that `to_rows` returns -> own rows [R, W]."""
         return self.rank.unstaged(torch.cat(list(pieces), 1) if len(pieces) > 1 else pieces[0])
 
 
 def send(rank: Rank, rows: Tensor, peer: int) -> None:
-    """Send rows to a peer of `Groups.open_pairs`; blocks until they have left."""
+    """Send rows to a peer of `Groups.open_pairs`; block until the buffer can be used again."""
     for handle in begin(rank, [(dist.isend, rank.staged(rows), peer)], rank.groups.pair(peer)):
         handle.wait()
 
 
 class Arrival:
-    """A message that a peer of `Groups.open_pairs` will send, received in a buffer of its own.
+    """A pending receive from a peer of `Groups.open_pairs`, in a new buffer.
 
-    An empty one is not sent.
+    An empty message is not sent.
     """
 
     def __init__(self, rank: Rank, shape: tuple[int, int], dtype: torch.dtype, peer: int) -> None:
@@ -276,14 +279,14 @@ class Arrival:
         self.handles = begin(rank, posts, rank.groups.pair(peer))
 
     def wait(self) -> Tensor:
-        """The message, on the rank's device."""
+        """Wait for the message, and return it on the rank's device."""
         for handle in self.handles:
             handle.wait()
         return self.rank.unstaged(self.buffer)
 
 
 def reduced_bytes(rank: Rank, flat: Tensor, group: tuple[int, ...]) -> int:
-    """Bytes that this rank sends in an all-reduce, as the schedule counts them (a ring)."""
+    """Return the bytes that this rank sends in an all-reduce, as in the schedule (a ring)."""
     size = flat.numel() * flat.element_size()
     return Collective(Ring(size), group, group.index(rank.rank)).nbytes
 
@@ -294,7 +297,7 @@ def all_reduce(rank: Rank, label: Label, flat: Tensor, group: tuple[int, ...]) -
         return
     with rank.recorder.sending(label, "reduce", reduced_bytes(rank, flat, group)):
         wire = rank.staged(flat)
-        # a stage whose layers only aggregate has no gradients, and they are on no device
+        # a pipeline stage whose layers only aggregate has an empty gradient, which is on no device
         if flat.numel():
             dist.all_reduce(wire, group=rank.groups.of(group))
         if wire is not flat:
@@ -302,7 +305,7 @@ def all_reduce(rank: Rank, label: Label, flat: Tensor, group: tuple[int, ...]) -
 
 
 def total(rank: Rank, numbers: Tensor) -> Tensor:
-    """The sum of all ranks' numbers, which is not recorded."""
+    """Return the sum of all ranks' numbers, without recording a span or bytes."""
     if rank.world == 1:
         return numbers
     wire = rank.staged(numbers)
@@ -313,21 +316,21 @@ def total(rank: Rank, numbers: Tensor) -> Tensor:
 def begin_all_reduce(
     rank: Rank, label: Label, flat: Tensor, group: tuple[int, ...]
 ) -> Future[None]:
-    """Begin to sum `flat` over the ranks of `group`, in place, beside what the rank does next.
+    """Start an all-reduce of `flat` over the ranks of `group`, in place.
 
-    It begins here, on the step's own thread, so that all ranks begin all-reduces and exchanges in
-    one order; NCCL asks for that where two communicators are under way. The lane 'reduce' waits
-    for its end.
+    It overlaps the rank's next operations; the lane 'reduce' waits for its end. It starts on the
+    step's own thread, so that all ranks start all-reduces and exchanges in the same order, which
+    NCCL requires when two communicators are active.
     """
     if len(group) == 1:
         return completed_future(None)
     recorded = rank.recorder.sending(label, "reduce", reduced_bytes(rank, flat, group))
     wire = rank.staged(flat)
-    under_way = dist.all_reduce(wire, group=rank.groups.of(group), async_op=True)
+    work = dist.all_reduce(wire, group=rank.groups.of(group), async_op=True)
 
     def end() -> None:
         with recorded:
-            under_way.wait()
+            work.wait()
             if wire is not flat:
                 flat.copy_(wire)
 
@@ -335,12 +338,12 @@ def begin_all_reduce(
 
 
 def gather_all(own: Any, device: torch.device) -> list[Any]:
-    """Every rank's value, by rank; each is of JSON's kinds. device: where messages may lie."""
+    """Return every rank's value, by rank. Values are JSON's. device: for the backend's messages."""
     return [json.loads(other) for other in _gather(json.dumps(own).encode(), device)]
 
 
 def gather_bytes(own: bytes, device: torch.device) -> list[bytes]:
-    """Every rank's bytes, by rank, on rank 0; on the others nothing."""
+    """Return every rank's bytes, by rank, on rank 0; an empty list on other ranks."""
     return _gather(own, device, to_first=True)
 
 

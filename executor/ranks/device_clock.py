@@ -1,7 +1,7 @@
-"""When a CUDA device begins and ends a rank's work, in seconds of the host's clock.
+"""Times at which a CUDA device begins and ends work, in seconds of the host's clock.
 
-An event is put on the stream and read when the epoch is over: nobody waits for the device in
-between, so what is recorded overlaps as it would without a record."""
+Events are put on the stream and read at the end of an epoch. Nothing waits for the device before,
+so operations overlap as they would without records."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from typing import NamedTuple
 import torch
 
 TRIES = 5
-RENEW_S = 1.0  # [s] in which the clocks drift apart by some 10 us
+RENEW_S = 1.0  # [s] the clocks drift apart by some 10 us in this time
 # perf_counter is monotonic; the offset aligns the traces of several servers
 _OFFSET = time.time() - time.perf_counter()
 
 
 def now() -> float:
-    """Seconds since 1970 [s], monotonic within a process."""
+    """Return seconds since 1970 [s], monotonic within a process."""
     return time.perf_counter() + _OFFSET
 
 
@@ -29,7 +29,7 @@ class HostMark(NamedTuple):
 
 
 class DeviceMark(NamedTuple):
-    """A place on a stream, and a moment that both clocks know, shortly before it."""
+    """A point on a stream, and an earlier event whose time on the host's clock is known."""
 
     event: torch.cuda.Event
     zero: torch.cuda.Event
@@ -37,12 +37,12 @@ class DeviceMark(NamedTuple):
 
     @property
     def is_reached(self) -> bool:
-        """Whether the device has come to it."""
+        """Whether the device has reached the point."""
         return bool(self.event.query())  # type: ignore[no-untyped-call]
 
     @property
     def seconds(self) -> float:
-        """When the device came to it, as `now` tells [s]."""
+        """When the device reached the point, on the clock of `now` [s]."""
         return self.zero_s + float(self.zero.elapsed_time(self.event)) / 1e3
 
 
@@ -50,7 +50,7 @@ Mark = HostMark | DeviceMark
 
 
 class DeviceClock:
-    """Makes marks on one device."""
+    """Marks of one device, synchronised with the host's clock."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
@@ -62,7 +62,7 @@ class DeviceClock:
         return event
 
     def set(self) -> None:
-        """Find a moment that both clocks know. The current stream should be empty."""
+        """Synchronise the clocks: time an event on the host. The current stream should be empty."""
         tries = []
         for _ in range(TRIES):
             before = now()
@@ -70,14 +70,15 @@ class DeviceClock:
             event.synchronize()
             after = now()
             tries.append((after - before, event, (after + before) / 2))
-        # the host may have been interrupted in others; one value, for lanes read it meanwhile
+        # the shortest try: the host may have been interrupted in the other tries. One assignment,
+        # since lanes read the value concurrently.
         self.origin = min(tries, key=lambda each: each[0])[1:]
 
     def renew(self) -> None:
-        """`set` it if that was long ago: the two clocks drift apart."""
+        """Synchronise the clocks again after RENEW_S: they drift apart."""
         if now() - self.origin[1] > RENEW_S:
             self.set()
 
     def mark(self) -> DeviceMark:
-        """Mark the end of what the current stream has been given."""
+        """Mark the end of the current stream's work so far."""
         return DeviceMark(self._event(), *self.origin)

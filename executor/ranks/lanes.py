@@ -1,6 +1,7 @@
-"""The lanes of a rank: what it does beside its step, in the order in which each was given it.
+"""The lanes of a rank: queues of work that overlaps its step; a lane works in order.
 
-The lane 'compute' is the step's own thread and stream. What any other lane is, `Lanes.submit` says.
+The lane 'compute' is the step's own thread and stream. Other lanes are threads or CUDA streams
+(`Lanes.submit`).
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ T = TypeVar("T")
 
 
 class _Enqueued(Future[T]):
-    """A result that a stream is going to have. Who asks for it waits on the device."""
+    """A result that a stream will compute. `result` makes the current stream wait, not the host."""
 
     def __init__(self, result: T, stream: Any, device: torch.device) -> None:
         super().__init__()
@@ -32,7 +33,7 @@ class _Enqueued(Future[T]):
 
 
 def _streams(device: torch.device) -> Any:
-    """torch's module for the device: `torch.cuda`, or `torch.cpu` whose streams do nothing."""
+    """Return torch's module of the device; the streams of `torch.cpu` do nothing."""
     return torch.get_device_module(device)
 
 
@@ -41,27 +42,27 @@ class Lanes:
 
     def __init__(self, device: torch.device, are_streams: bool) -> None:
         self.device = device
-        self.are_streams = are_streams  # without threads; so over NCCL
+        self.are_streams = are_streams  # True over NCCL: lanes are streams, without threads
         self._threads: dict[str, ThreadPoolExecutor] = {}
         self._failed: dict[str, BaseException] = {}  # lane -> its first error
         self._streams: dict[str, Any] = {}
 
     @property
     def streams(self) -> Iterable[Any]:
-        """The streams of lanes without threads."""
+        """The streams of lanes that are streams."""
         return self._streams.values()
 
     def submit(self, lane: str, work: Callable[[], T]) -> Future[T]:
-        """Do `work` on a lane, after what the lane has already.
+        """Run `work` on a lane, after the lane's earlier work.
 
-        On CUDA also after what the current stream was given before; whoever asks for the result
-        goes on after the work.
+        On CUDA it also runs after the earlier work of the current stream; the stream that asks for
+        the result continues after the work.
 
-        Over Gloo a host waits for its messages, so a lane is a thread. Over NCCL a host only
-        enqueues them, so a lane is a CUDA stream, and the step's own thread enqueues what all lanes
-        do, here and now. So all ranks begin the operations of all communicators in one order, that
-        of their program. NCCL asks for that where several communicators are under way: otherwise
-        each of two ranks may wait for the other's operation behind its own.
+        Over Gloo the host waits for messages, so a lane is a thread. Over NCCL the host only
+        enqueues messages, so a lane is a CUDA stream, and the step's own thread enqueues the work
+        of all lanes in this call. So all ranks start the operations of all communicators in program
+        order. NCCL requires the same order on all ranks when several communicators are active:
+        otherwise two ranks may wait for each other's operation.
         """
         if not self.are_streams:
             return self.in_thread(lane, work)
@@ -74,10 +75,10 @@ class Lanes:
             return _Enqueued(work(), own, self.device)
 
     def in_thread(self, lane: str, work: Callable[[], T]) -> Future[T]:
-        """Do `work` on the lane's own thread, on CUDA with a stream of its own.
+        """Run `work` on the lane's own thread, on CUDA with its own stream.
 
-        Nothing follows what failed on a lane: peers would take the next message for the one that
-        never came, and Gloo ends a process that receives another length than it expects.
+        After an error the lane runs nothing more: peers would take the next message for the one
+        that failed, and Gloo ends a process that receives a message of unexpected length.
         """
         if lane not in self._threads:
             self._threads[lane] = ThreadPoolExecutor(
@@ -102,7 +103,7 @@ class Lanes:
             own = torch.cuda.current_stream(self.device)
             own.wait_event(before)
             result = unless_failed()
-            own.synchronize()  # also what follows the last span
+            own.synchronize()  # also waits for work after the last span
             keep_until_used(here, result)
             return result
 
@@ -115,13 +116,13 @@ class Lanes:
             torch.cuda.set_stream(torch.cuda.Stream(self.device))  # type: ignore[no-untyped-call]
 
     def close(self) -> None:
-        """End the threads, after what they have been given."""
+        """End the threads, after their submitted work."""
         for thread in self._threads.values():
             thread.shutdown(wait=True)
 
 
 def completed_future(result: T) -> Future[T]:
-    """A future that is done, with this result."""
+    """Return a completed future with this result."""
     future: Future[T] = Future()
     future.set_result(result)
     return future

@@ -1,4 +1,4 @@
-"""Gradients summed over ranks, and the update of the weights that follows."""
+"""All-reduce of gradients over ranks, and the update of the weights."""
 
 from __future__ import annotations
 
@@ -18,31 +18,31 @@ from gnnplan.planner.vocabulary.schedule import Label
 
 
 class Optimizer:
-    """The workload's optimizer of some parameters, by torch's functions.
+    """The workload's optimizer, by the functions behind torch.optim's classes.
 
-    The classes of torch.optim compute the same, but the first one that is made imports torch's
-    compiler, which costs every rank more than a second and 25 MB. Weights must equal those of
-    torch.optim to the bit (tests/executor/test_optimizer.py).
+    The first object of a torch.optim class imports torch's compiler, which costs every rank more
+    than a second and 25 MB. Weights equal those of torch.optim to the bit
+    (tests/executor/test_optimizer.py).
 
-    It is SGD, with momentum where the workload has it; Adam (Kingma and Ba, arXiv 1412.6980) with
-    torch's betas and epsilon; or AdamW. lr: may change from step to step. kept: by kind, a tensor
-    per parameter.
+    It is SGD, with the workload's momentum if any; Adam (Kingma and Ba, arXiv 1412.6980) with
+    torch's betas and epsilon; or AdamW. lr: the caller may change it from step to step. buffers:
+    kind ('momentum', 'mean', 'square', 'steps') -> one tensor per parameter.
     """
 
     def __init__(self, parameters: Iterable[Tensor], workload: Workload) -> None:
         self.parameters, self.lr, self.workload = list(parameters), workload.lr, workload
         self.is_sgd = workload.optimizer == "sgd"
         kinds = ["momentum"] * bool(workload.momentum) if self.is_sgd else ["mean", "square"]
-        self.kept = {kind: [torch.zeros_like(p) for p in self.parameters] for kind in kinds}
+        self.buffers = {kind: [torch.zeros_like(p) for p in self.parameters] for kind in kinds}
         if not self.is_sgd:
-            self.kept["steps"] = [torch.zeros((), device=p.device) for p in self.parameters]
+            self.buffers["steps"] = [torch.zeros((), device=p.device) for p in self.parameters]
 
     def state(self) -> dict[str, Tensor]:
-        """What it carries from step to step, by kind and the parameter's number."""
+        """Return the buffers by 'kind.number of the parameter'."""
         return {
             f"{kind}.{i}": tensors[i]
             for i in range(len(self.parameters))
-            for kind, tensors in self.kept.items()
+            for kind, tensors in self.buffers.items()
         }
 
     @torch.no_grad()
@@ -53,7 +53,7 @@ class Optimizer:
             sgd(
                 self.parameters,
                 gradients,
-                [*self.kept.get("momentum", [None] * len(gradients))],
+                [*self.buffers.get("momentum", [None] * len(gradients))],
                 weight_decay=workload.decay,
                 momentum=workload.momentum,
                 lr=self.lr,
@@ -65,10 +65,10 @@ class Optimizer:
         (adamw if workload.optimizer == "adamw" else adam)(
             self.parameters,
             gradients,
-            self.kept["mean"],
-            self.kept["square"],
+            self.buffers["mean"],
+            self.buffers["square"],
             [],
-            self.kept["steps"],
+            self.buffers["steps"],
             fused=True,
             amsgrad=False,
             beta1=0.9,
@@ -81,10 +81,10 @@ class Optimizer:
 
 
 class Gradients:
-    """One buffer behind the .grad of some parameters, so one all-reduce over `group` sums them.
+    """One flat buffer behind the .grad of some parameters, for one all-reduce over `group`.
 
-    `layer`: the layer in the all-reduce's label, where a step has several. `after`: the layer whose
-    backward pass completes them (0: the encoder's); None: they are summed at the end of a step.
+    layer: for the all-reduce's label, if a step has several. after: the layer whose backward pass
+    completes these gradients (0: the encoder); None: they are all-reduced at the end of a step.
     """
 
     def __init__(
@@ -96,7 +96,7 @@ class Gradients:
     ) -> None:
         self.parameters, self.group, self.layer = list(parameters), group, layer
         self.after = after
-        # a stage whose layers only aggregate has no parameters
+        # a pipeline stage whose layers only aggregate has no parameters
         first = self.parameters[0] if self.parameters else torch.empty(0)
         self.flat = torch.zeros(
             sum(p.numel() for p in self.parameters), dtype=first.dtype, device=first.device
@@ -108,11 +108,11 @@ class Gradients:
             offset += p.numel()
 
     def reduce(self, rank: Rank, step: int) -> None:
-        """Sum them over the group."""
+        """All-reduce the gradients over the group."""
         comm.all_reduce(rank, self._label(step), self.flat, self.group)
 
     def begin(self, rank: Rank, step: int) -> Future[None]:
-        """Begin to sum them, beside what the rank does next."""
+        """Start the all-reduce, which overlaps the rank's next operations."""
         return comm.begin_all_reduce(rank, self._label(step), self.flat, self.group)
 
     def _label(self, step: int) -> Label:
@@ -120,63 +120,63 @@ class Gradients:
 
 
 class Learner:
-    """Sums over ranks what a step leaves in .grad, and lets the optimizer use it."""
+    """All-reduces the gradients that a step adds to .grad, then runs the optimizer."""
 
     def __init__(self, rank: Rank, workload: Workload, gradients: Sequence[Gradients]) -> None:
         self.rank, self.gradients = rank, gradients
-        self.under_way: list[Future[None]] = []  # sums of this step
+        self.pending: list[Future[None]] = []  # all-reduces of this step
         parameters: list[Tensor] = [p for part in gradients for p in part.parameters]
         self.optimizer, self.clip = Optimizer(parameters, workload), workload.clip
 
     def zero(self) -> None:
-        """Before a step."""
+        """Zero the gradients before a step."""
         for part in self.gradients:
             part.flat.zero_()
 
     def complete(self, step: int, layer: int) -> None:
-        """The backward pass of a layer (0: of the encoder) is done: begin to sum what it completes.
+        """Start the all-reduces that a layer's backward pass (0: the encoder's) has completed.
 
-        Until the update, other all-reduces must begin behind these (`comm.begin_all_reduce`).
+        Until the update, other all-reduces must use `comm.begin_all_reduce`, to keep their order.
         """
         for part in self.gradients:
             if part.after == layer:
-                self.under_way.append(part.begin(self.rank, step))
+                self.pending.append(part.begin(self.rank, step))
 
     def update(self, step: int) -> None:
-        """After a step: all-reduce the gradients and update the weights."""
+        """All-reduce the gradients of a step and update the weights."""
         for part in self.gradients:
             if part.after is None:
                 part.reduce(self.rank, step)
-        for ends in self.under_way:
-            ends.result()
-        self.under_way.clear()
+        for future in self.pending:
+            future.result()
+        self.pending.clear()
         self.descend(step)
 
     def descend(self, step: int) -> None:
-        """Update the weights with the gradients as they are."""
+        """Update the weights with the gradients, which are already all-reduced."""
         with self.rank.recorder.span(Label("update", step), "compute"):
             if self.clip is not None:
                 self._clip(self.clip)
             self.optimizer.step()
 
-    def _clip(self, longest: float) -> None:
-        """Shorten the gradient of the whole model, as torch.nn.utils.clip_grad_norm_ does.
+    def _clip(self, max_norm: float) -> None:
+        """Clip the norm of the whole model's gradient, as torch.nn.utils.clip_grad_norm_ does.
 
-        A number that several ranks have counts once. Where all ranks have all numbers, each rank
-        knows the norm.
+        A gradient that several ranks hold counts once. If all ranks hold all gradients, each rank
+        computes the norm without communication.
         """
         rank, parts = self.rank, self.gradients
-        shared = all(len(part.group) == rank.world for part in parts)
-        # in float64, for a stage without parameters has no type
+        replicated = all(len(part.group) == rank.world for part in parts)
+        # float64: a pipeline stage without parameters has no type of its own
         squares = torch.zeros((), dtype=torch.float64, device=rank.device)
         for part in parts:
-            if (shared or part.group[0] == rank.rank) and part.parameters:
+            if (replicated or part.group[0] == rank.rank) and part.parameters:
                 squares += torch.linalg.vector_norm(part.flat, dtype=torch.float64).square()
-        if not shared:
+        if not replicated:
             squares = comm.total(rank, squares)
-        factor = (longest / (squares.sqrt() + 1e-6)).clamp(max=1.0)
+        factor = (max_norm / (squares.sqrt() + 1e-6)).clamp(max=1.0)
         for part in parts:
             part.flat.mul_(factor)
 
     def finish(self, step: int) -> None:
-        """After the last step; P3's pipeline has batches left."""
+        """Finish training after the last step, for learners with pending batches (P3)."""

@@ -1,10 +1,9 @@
-"""What this machine is, how many more processes it lets this user start, and how much memory a
-rank fills, by the allocator's own count.
+"""This machine's devices, its limits on processes, and the memory that a rank allocates.
 
-Pages that a process ever touched would count memory that was freed long ago. On CUDA torch keeps
-the peak. On Linux CPUs the count is glibc's: bytes handed out and not freed yet, for tensors and
-arrays alike, whichever thread or library asked for them. A watch reads it a thousand times a
-second, so it may miss a peak shorter than a millisecond."""
+Memory is the allocator's own count, because the pages that a process has touched include memory
+freed long ago. On CUDA torch keeps the peak. On Linux CPUs the count is glibc's: bytes allocated
+and not freed yet, for tensors and arrays alike, by any thread or library. A watch reads it a
+thousand times a second, so it may miss a peak shorter than a millisecond."""
 
 from __future__ import annotations
 
@@ -26,7 +25,7 @@ INTERVAL = 1e-3  # [s] between two readings
 
 
 def device_name(device: torch.device) -> str:
-    """What the maker calls this GPU, or this machine's processor."""
+    """Return the product name of this GPU, or of this machine's processor."""
     if device.type == "cuda":
         return torch.cuda.get_device_name(device)
     with suppress(OSError):
@@ -37,27 +36,27 @@ def device_name(device: torch.device) -> str:
 
 
 def cores() -> int:
-    """Cores that this process may use."""
+    """Return the number of cores that this process may use."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def gpus() -> int:
-    """GPUs that this process sees."""
+    """Return the number of GPUs that this process sees."""
     return torch.cuda.device_count() if torch.cuda.is_available() else 0
 
 
 class ProcessRoom(NamedTuple):
-    """How many more processes and threads may be started; the kernel counts them together."""
+    """A limit on processes and threads, which the kernel counts together."""
 
-    left: int
-    limit: str  # what bounds them, in words
+    left: int  # number that can still be started
+    limit: str  # name and value of the limit, in words
     remedy: str
 
 
 def process_room() -> ProcessRoom | None:
-    """The tightest of the user's limit and of the containers' around this process; None: no limit.
+    """Return the tightest limit of the user and of the containers around this process (Linux).
 
-    Linux. The user's does not hold for root.
+    None: no limit. The user's limit does not apply to root.
     """
     rooms = list(_of_containers())
     most, _ = resource.getrlimit(resource.RLIMIT_NPROC)
@@ -71,15 +70,15 @@ def process_room() -> ProcessRoom | None:
 def _of_containers(
     own: Path = Path("/proc/self/cgroup"), system: Path = Path("/sys/fs/cgroup")
 ) -> Iterator[ProcessRoom]:
-    """The room in each control group around this process that has a limit (pids.max)."""
+    """Yield the limit of each control group around this process that has one (pids.max)."""
     groups: list[Path] = []
     with suppress(OSError):
         for line in own.read_text().splitlines():
             _, controllers, path = line.split(":", 2)
-            if controllers in ("", "pids"):  # of version 2, or of version 1
+            if controllers in ("", "pids"):  # cgroups of version 2, or of version 1
                 top = system / controllers
                 inner = top / path.lstrip("/")
-                groups += [one for one in (inner, *inner.parents) if one.is_relative_to(top)]
+                groups += [path for path in (inner, *inner.parents) if path.is_relative_to(top)]
     remedy = "give the container more processes (docker --pids-limit, Kubernetes' podPidsLimit)"
     for group in groups:
         with suppress(OSError, ValueError):  # "max" is no number: no limit
@@ -89,10 +88,10 @@ def _of_containers(
 
 
 def _threads_of_user() -> int:
-    """Threads of all processes of this user."""
+    """Count the threads of all processes of this user."""
     threads = 0
     for entry in Path("/proc").iterdir():
-        with suppress(OSError):  # no process, or one that has just ended
+        with suppress(OSError):  # not a process, or a process that has just ended
             if entry.name.isdecimal() and entry.stat().st_uid == os.getuid():
                 threads += len(os.listdir(entry / "task"))
     return threads
@@ -105,9 +104,9 @@ class _Mallinfo2(ctypes.Structure):
     _fields_ = [(name, ctypes.c_size_t) for name in _names.split()]
 
 
-@cache  # to load the C library anew leaves something behind
+@cache  # every load of the C library would leak a little memory
 def _mallinfo2() -> Callable[[], _Mallinfo2] | None:
-    """glibc's mallinfo2; None where the C library has none."""
+    """Return glibc's mallinfo2; None if the C library has none."""
     try:
         function = ctypes.CDLL(None).mallinfo2
     except (AttributeError, OSError):  # musl, glibc before 2.33, macOS
@@ -117,16 +116,16 @@ def _mallinfo2() -> Callable[[], _Mallinfo2] | None:
 
 
 def allocated() -> int | None:
-    """Memory that this process has allocated and not freed [B]; None if glibc cannot tell."""
+    """Return the memory that this process has allocated and not freed [B]; None if unknown."""
     mallinfo2 = _mallinfo2()
     if mallinfo2 is None:
         return None
     info = mallinfo2()
-    return int(info.uordblks + info.hblkhd)  # in arenas, and mapped one by one
+    return int(info.uordblks + info.hblkhd)  # in arenas, and in mappings of their own
 
 
 def resident() -> int:
-    """Pages of this process in memory now [B]; its peak where the kernel does not tell."""
+    """Return this process's resident memory [B]; its peak if the kernel does not tell more."""
     try:
         return int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize()
     except OSError:
@@ -134,14 +133,14 @@ def resident() -> int:
 
 
 def peak(device: torch.device) -> int:
-    """Memory filled at the fullest moment so far [B]: torch's on the GPU, else this process's."""
+    """Return the peak memory so far [B]: torch's on the GPU, else this process's resident set."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
 
 def free_memory() -> float:
-    """Memory that new processes may fill without swapping [B]; else half of all memory."""
+    """Return the memory available without swapping [B]; if unknown, half of all memory."""
     with suppress(OSError):
         for line in Path("/proc/meminfo").read_text().splitlines():
             if line.startswith("MemAvailable:"):
@@ -150,7 +149,7 @@ def free_memory() -> float:
 
 
 class MemoryWatch:
-    """Watches the peak of allocated memory from when it is made until `stop`."""
+    """A watch on the peak of allocated memory, from its construction until `stop`."""
 
     def __init__(self, device: torch.device) -> None:
         gc.collect()  # reference cycles freed while it watches would lower the peak
@@ -165,7 +164,7 @@ class MemoryWatch:
             self._thread.start()
 
     def _sample(self) -> None:
-        # not SCHED_BATCH as a rank's other threads (opening.wait_in_turn): it would miss a peak
+        # not SCHED_BATCH like a rank's other threads (opening.wait_in_turn), or it misses peaks
         with suppress(OSError, AttributeError):
             os.sched_setscheduler(0, os.SCHED_OTHER, os.sched_param(0))
         while not self._stop.wait(INTERVAL):
@@ -174,7 +173,7 @@ class MemoryWatch:
 
     @contextmanager
     def left_out(self) -> Iterator[None]:
-        """What the block allocates and keeps is the server's memory, and no rank fills it."""
+        """Return a context whose allocations do not count: they are the server's memory."""
         with self._reading:
             before = allocated() or 0
             yield
@@ -182,7 +181,7 @@ class MemoryWatch:
             self._before, self._peak = self._before + grown, self._peak + grown
 
     def stop(self) -> int | None:
-        """Growth from the start to the peak until the first call [B]; None if it is unknown."""
+        """Stop at the first call; return the growth from start to peak [B], None if unknown."""
         if self._thread is None and self.device.type != "cuda":
             return None
         if not self._stop.is_set():

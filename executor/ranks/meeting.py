@@ -1,8 +1,9 @@
-"""Where ranks meet: what a launcher has told this process, and a store at one address.
+"""Rendezvous: the environment that a launcher gives a process, and the store where ranks meet.
 
-Ranks of one machine meet on its loopback. Ranks of several servers meet at MASTER_ADDR, and where
-that is a number rank 0's store listens there alone. A run has a name that others cannot guess where
-the launcher gave it one; its digest lies open in the store, and its keys stand behind the name."""
+Ranks of one machine meet on its loopback. Ranks of several servers meet at MASTER_ADDR; if that is
+an IP address, rank 0's store listens at this address only. A run has a name, which others cannot
+guess if the launcher chose it: the store shows the name's digest, and its keys begin with the
+name."""
 
 from __future__ import annotations
 
@@ -20,13 +21,13 @@ from torch.distributed import PrefixStore, Store, TCPStore  # type: ignore[attr-
 from gnnplan.planner.vocabulary.errors import SpecError
 
 LOOPBACK = "127.0.0.1"
-OWNER = "gnnplan run"  # the store's key with the digest of the run that it belongs to
+OWNER = "gnnplan run"  # key of the digest of the run that owns the store
 
 
 def store_of_this_machine() -> TCPStore:
-    """A store that this process hosts for this machine alone, at a port that the system chooses.
+    """Host a store for this machine only, at a port that the system chooses.
 
-    Raises SpecError where nothing reaches it, for ranks would wait for their store for minutes."""
+    Raises SpecError if the loopback is down, since ranks would wait for the store for minutes."""
     try:
         listener = socket.create_server((LOOPBACK, 0))
         with socket.create_connection(listener.getsockname(), timeout=5.0):
@@ -47,7 +48,7 @@ def store_of_this_machine() -> TCPStore:
 
 
 def loopback_only() -> dict[str, str]:
-    """The environment in which Gloo and NCCL listen on this machine's loopback alone."""
+    """Return environment variables that make Gloo and NCCL use this machine's loopback only."""
     names = [name for _, name in socket.if_nameindex()]
     for loopback in ("lo", "lo0"):
         if loopback in names:
@@ -56,7 +57,7 @@ def loopback_only() -> dict[str, str]:
 
 
 def on_this_machine(port: int, run: str) -> dict[str, str]:
-    """The environment of ranks of this machine alone, whose store is at `port`; `run` names it."""
+    """Return the environment of ranks on this machine only. port: of their store. run: its name."""
     return {
         **loopback_only(),
         "MASTER_ADDR": LOOPBACK,
@@ -67,11 +68,11 @@ def on_this_machine(port: int, run: str) -> dict[str, str]:
 
 
 def join(env: Mapping[str, str], limit: timedelta, hosts: bool = False) -> Store:
-    """The store of this run and attempt, at MASTER_ADDR and MASTER_PORT.
+    """Join the store of this run and attempt, at MASTER_ADDR and MASTER_PORT.
 
-    The launcher's store outlives its ranks, with the addresses of those that are gone: torch 2.13
-    keeps one store for all attempts and no longer puts the attempt before its keys. hosts: this
-    process offers the store. Raises SpecError if the store is another run's.
+    Keys begin with the attempt, because the launcher's store outlives its ranks and keeps the
+    addresses of lost ranks (torch 2.13 has one store for all attempts, without such a prefix).
+    hosts: this process hosts the store. Raises SpecError if the store is another run's.
     """
     address, port = env["MASTER_ADDR"], int(env["MASTER_PORT"])
     listener = _listen(address, port) if hosts else None
@@ -95,10 +96,10 @@ def join(env: Mapping[str, str], limit: timedelta, hosts: bool = False) -> Store
 
 
 def _listen(address: str, port: int) -> socket.socket | None:
-    """A socket at this address alone; None, to listen on all, where that may not be the one.
+    """Return a socket that listens at this address only; None, to listen at all addresses.
 
-    A name leads to other addresses on other servers (127.0.1.1 on its own, in Debian), and a
-    container does not have the address that it is reached by.
+    None is for addresses that this machine may not have: a host name can resolve differently on
+    every server (127.0.1.1 on Debian's own), and a container is reached by its host's address.
     """
     with suppress(OSError, ValueError):
         family = socket.AF_INET if ip_address(address).version == 4 else socket.AF_INET6
@@ -107,27 +108,26 @@ def _listen(address: str, port: int) -> socket.socket | None:
 
 
 def store_of_all(timeout_s: float) -> Store:
-    """The store where all ranks of this attempt meet. Raises SpecError if it is another run's."""
+    """Join the store of all ranks of this attempt. Raises SpecError if it is another run's."""
     env = launcher_env()
     return join(env, timedelta(seconds=timeout_s), hosts_the_store(env))
 
 
 def hosts_the_store(env: Mapping[str, str]) -> bool:
-    """Whether this process offers the store: the launcher's rank 0, which has the address, unless
-    the launcher itself does."""
+    """Whether this process hosts the store: rank 0 does, unless the launcher itself hosts it."""
     return env.get("RANK") == "0" and env.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
 
 
 def attempt(env: Mapping[str, str]) -> str:
-    """How often the launcher has restarted its ranks."""
+    """Return how often the launcher has restarted its ranks."""
     return env.get("TORCHELASTIC_RESTART_COUNT", "0")
 
 
 def started_by_launcher() -> bool:
     """Whether torchrun or srun has started this process as one of several ranks.
 
-    A batch script around such a launcher has not been started as a rank. Raises SpecError if the
-    launcher's environment is incomplete.
+    A batch script that calls torchrun or srun is not a rank. Raises SpecError if the launcher's
+    environment is incomplete.
     """
     if not {"RANK", "WORLD_SIZE"}.intersection(os.environ) and (
         os.environ.get("SLURM_STEP_NUM_TASKS", "1") == "1"
@@ -153,7 +153,7 @@ def started_by_launcher() -> bool:
 
 
 def _first_host(nodes: str) -> str:
-    """The first host of a Slurm node list.
+    """Return the first host of a Slurm node list.
 
     >>> _first_host("gpu[07-12,20],login1"), _first_host("node3"), _first_host("b2u[05,02]n[3-4]")
     ('gpu07', 'node3', 'b2u05n3')
@@ -163,7 +163,7 @@ def _first_host(nodes: str) -> str:
 
 
 def _tasks_of(node: int, per_node: str) -> str:
-    """The ranks of a node of a Slurm step, from a list with repetitions; empty: not said.
+    """Return the number of ranks on a node, from Slurm's list with repetitions; "": not listed.
 
     >>> _tasks_of(0, "1(x2)"), _tasks_of(2, "4(x2),3"), _tasks_of(1, "2,1(x3)"), _tasks_of(0, "")
     ('1', '3', '1', '')
@@ -176,17 +176,17 @@ def _tasks_of(node: int, per_node: str) -> str:
 
 
 def launcher_env() -> dict[str, str]:
-    """The environment as torchrun has it, also where srun has started this process.
+    """Return the environment with torchrun's variables, also if srun has started this process.
 
-    Raises SpecError where a number among its variables is none.
+    Raises SpecError if a variable that must be a number is not.
     """
     return {**os.environ, **from_launcher()}
 
 
 def from_launcher() -> dict[str, str]:
-    """torchrun's variables, or the same from Slurm's; empty where neither has started this process.
+    """Return torchrun's variables, or the same from Slurm's; empty without a launcher.
 
-    Raises SpecError where a number among them is none.
+    Raises SpecError if a variable that must be a number is not.
     """
     env = os.environ
     found = {name: env[name] for name in (*_COUNTS, "MASTER_ADDR", "MASTER_PORT") if name in env}
@@ -218,7 +218,7 @@ def from_launcher() -> dict[str, str]:
     return found
 
 
-# what a launcher counts
+# launchers' variables whose values are numbers
 _COUNTS = (
     "RANK",
     "WORLD_SIZE",
@@ -230,7 +230,7 @@ _COUNTS = (
 
 
 def count_of(name: str, text: str) -> int:
-    """The number in an environment variable. Raises SpecError."""
+    """Parse the number in an environment variable. Raises SpecError."""
     if not (text.isascii() and text.isdecimal() and len(text) < 10):
         raise SpecError(
             f"{name} is {text[:40]!r}; it is a number, as torchrun, srun or you set it: mend or"

@@ -21,32 +21,32 @@ from gnnplan.executor.ranks.meeting import count_of, launcher_env, store_of_all
 from gnnplan.executor.ranks.rank import Rank
 from gnnplan.planner.problem.problem import Problem
 
-SCRATCH = "GNNPLAN_SCRATCH"  # the launcher's folder of temporary files; samplers are noted there
+SCRATCH = "GNNPLAN_SCRATCH"  # names the launcher's temporary folder, which also lists samplers
 
 
 def die_with_parent() -> None:
-    """Linux: let the kernel kill this process when its parent dies, even by SIGKILL."""
+    """Let the kernel kill this process when its parent dies, even by SIGKILL (Linux)."""
     parent = os.getppid()
     with suppress(OSError, AttributeError):
         ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
-    if os.getppid() != parent:  # it died before the call
+    if os.getppid() != parent:  # the parent died before the call
         os._exit(75)
 
 
 def leave(code: int) -> NoReturn:
     """End this process now: Gloo's threads sometimes abort a regular exit."""
-    with suppress(OSError, ValueError):  # nobody reads them any more
+    with suppress(OSError, ValueError):  # the readers of both streams may be gone
         sys.stdout.flush()
         sys.stderr.flush()
     os._exit(code)
 
 
 def wait_in_turn() -> None:
-    """Linux: no thread of this process preempts one that computes (SCHED_BATCH).
+    """Keep this process's threads from preempting running threads (SCHED_BATCH, Linux).
 
-    A thread that wakes waits until the running one blocks or its time slice is up. Otherwise Gloo's
-    own thread would preempt a thread that holds a connection's lock, and spin on that lock until
-    its time slice is up (gloo/transport/tcp/pair.cc, handleEvents): with four ranks on two cores an
+    A waking thread then waits until the running thread blocks or ends its time slice. Otherwise
+    Gloo's own thread would preempt a thread that holds a connection's lock, and spin on that lock
+    for a time slice (gloo/transport/tcp/pair.cc, handleEvents): with four ranks on two cores an
     exchange of 1 KB took ten times as long.
     """
     with suppress(OSError, AttributeError):
@@ -54,11 +54,11 @@ def wait_in_turn() -> None:
 
 
 def stay_on_own_cores(env: Mapping[str, str]) -> None:
-    """Linux: keep this process on its share of the cores that this machine's ranks have in common.
+    """Pin this process to its share of the cores that this machine's ranks have in common (Linux).
 
-    The kernel puts ranks that wake each other on one core, and moves them apart later: short steps
-    of two ranks on two cores took a fifth longer. Only torch's agent is known to start all ranks
-    with the same cores; other launchers may have given each rank its own.
+    The kernel puts ranks that wake each other on one core, and moves them apart only later: short
+    steps of two ranks on two cores took a fifth longer. Only torch's agent is known to start all
+    ranks with the same cores; other launchers may already give each rank its own cores.
     """
     if "TORCHELASTIC_RUN_ID" not in env or not hasattr(os, "sched_setaffinity"):
         return
@@ -72,9 +72,9 @@ def stay_on_own_cores(env: Mapping[str, str]) -> None:
 def open_rank(
     timeout_s: float = 30.0, problem: Problem | None = None, on_cpu: bool = False
 ) -> Rank:
-    """This process's rank, connected with the others; without a launcher, rank 0 of 1.
+    """Open this process's rank and connect it with the other ranks (arguments as in `place_rank`).
 
-    As of `place_rank`.
+    Without a launcher it is rank 0 of 1.
     """
     rank = place_rank(timeout_s, problem, on_cpu)
     if rank.world > 1:
@@ -83,10 +83,10 @@ def open_rank(
 
 
 def place_rank(timeout_s: float, problem: Problem | None = None, on_cpu: bool = False) -> Rank:
-    """This process's rank and its device, from the environment of torchrun or Slurm.
+    """Make this process's rank, with its device, from the environment of torchrun or Slurm.
 
-    Launchers count the GPUs in use; the problem's placement says which rank sits on a GPU. on_cpu:
-    use no GPU.
+    Launchers number the GPUs in use; the problem's placement maps a GPU to a rank. on_cpu: use no
+    GPU.
     """
     env = launcher_env()
     number, size = int(env.get("RANK", "0")), int(env.get("WORLD_SIZE", "1"))
@@ -97,7 +97,7 @@ def place_rank(timeout_s: float, problem: Problem | None = None, on_cpu: bool = 
     found = 0 if on_cpu else gpus()
     if problem is not None and problem.placement and size == problem.ranks:
         number = problem.by_gpu[number]
-        if found >= problem.cluster.gpus_per_server:  # this process sees them all
+        if found >= problem.cluster.gpus_per_server:  # this process sees all GPUs of the server
             local = problem.placement[number] % problem.cluster.gpus_per_server
     device = torch.device("cuda", local % found) if found else torch.device("cpu")
     if found:
@@ -107,7 +107,7 @@ def place_rank(timeout_s: float, problem: Problem | None = None, on_cpu: bool = 
 
 
 def card_of(device: torch.device) -> str:
-    """The name of a GPU that no other GPU has, on any server; "" of another device."""
+    """Return a name of the GPU that is unique across servers; "" for another device."""
     if device.type != "cuda":
         return ""
     properties = torch.cuda.get_device_properties(device)
@@ -115,7 +115,7 @@ def card_of(device: torch.device) -> str:
 
 
 def backend_of(cards: Sequence[str]) -> str:
-    """NCCL if every rank has a GPU of its own, else Gloo.
+    """Return NCCL if every rank has its own GPU, else Gloo. cards: GPUs' names (`card_of`) by rank.
 
     >>> backend_of(["a 0", "a 1"]), backend_of(["a 0", "a 0"]), backend_of(["a 0", ""])
     ('nccl', 'gloo', 'gloo')
@@ -124,11 +124,11 @@ def backend_of(cards: Sequence[str]) -> str:
 
 
 def connect(rank: Rank, store: Store) -> None:
-    """Make the process groups of all ranks: torch's default group, and one for exchanges.
+    """Make the process groups of all ranks: torch's default group, and a group for exchanges.
 
-    The backend is NCCL if every rank has a GPU of its own. NCCL refuses two ranks on one GPU, so
-    those use Gloo, through host memory. Rank 0 chooses it: a launcher may show each rank its own
-    GPU only, or the ranks of one server share GPUs and those of another do not.
+    The backend is NCCL if every rank has its own GPU. NCCL refuses two ranks on one GPU, so ranks
+    that share GPUs use Gloo, through host memory. Rank 0 chooses the backend for all, since a rank
+    may see only its own GPU, and ranks may share GPUs on some servers only.
     """
     store.set(f"card {rank.rank}", rank.card)
     if rank.rank == 0:

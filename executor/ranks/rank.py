@@ -1,6 +1,6 @@
-"""One rank: its place and device, its process groups and lanes, and what it records.
+"""One rank: its number and device, process groups, lanes and recorder.
 
-A process becomes a rank by `opening.open_rank`."""
+`opening.open_rank` makes a process a rank."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ from gnnplan.executor.ranks.lanes import Lanes
 from gnnplan.executor.ranks.machine import MemoryWatch
 from gnnplan.executor.ranks.recorder import Recorder
 
-NCCL_LEAST_S = 600.0  # [s] as torch has it
-LOOK_S = 50e-6  # [s] between two looks at a device that waits for peers
-SPEAKS_FIRST_S = 30.0  # [s] by which torch is more patient than a rank that can say where it is
+NCCL_LEAST_S = 600.0  # [s] torch's default timeout
+LOOK_S = 50e-6  # [s] between two queries of a stream that waits for peers
+SPEAKS_FIRST_S = 30.0  # [s] torch's timeout beyond the rank's own, whose error says more
 
 
 @dataclass
@@ -35,73 +35,74 @@ class Groups:
     device: torch.device
     backend: str  # 'nccl' or 'gloo'
     settle: Callable[[], None]  # waits for the device
-    timeout_s: float = 30.0  # how long a collective waits for its ranks
-    nccl_least_s: float = NCCL_LEAST_S  # and at least so long over NCCL
-    exchanges: dist.ProcessGroup | None = None  # in which all ranks exchange rows
-    _made: dict[tuple[int, ...], dist.ProcessGroup] = field(default_factory=dict)
+    timeout_s: float = 30.0  # of a collective or message
+    nccl_least_s: float = NCCL_LEAST_S  # least timeout over NCCL
+    exchanges: dist.ProcessGroup | None = None  # of all ranks, for exchanges of rows
+    _by_ranks: dict[tuple[int, ...], dist.ProcessGroup] = field(default_factory=dict)
 
     @property
     def wire_device(self) -> torch.device:
-        """Where communication reads and writes: the GPU under NCCL, host memory under Gloo."""
+        """The device whose tensors the backend sends: the GPU for NCCL, the host for Gloo."""
         return self.device if self.backend == "nccl" else torch.device("cpu")
 
     @property
     def patience(self) -> float:
-        """How long a message may take [s].
+        """The timeout of a message [s].
 
-        Over NCCL a host enqueues a step's messages ahead of it, so they wait for its computation.
+        It is longer over NCCL, where the host enqueues messages ahead of the step's computation, so
+        that messages wait for the computation, too.
         """
         return max(self.timeout_s, self.nccl_least_s if self.backend == "nccl" else 0.0)
 
     @property
     def limit(self) -> timedelta:
-        """How long torch lets a message take."""
-        later_s = SPEAKS_FIRST_S if self.backend == "nccl" else 0.0
-        return timedelta(seconds=self.patience + later_s)
+        """Torch's timeout of a message."""
+        extra_s = SPEAKS_FIRST_S if self.backend == "nccl" else 0.0
+        return timedelta(seconds=self.patience + extra_s)
 
     def of(self, ranks: tuple[int, ...]) -> dist.ProcessGroup | None:
-        """The process group of some ranks; None is the group of all ranks.
+        """Return the process group of some ranks; None for all ranks.
 
-        All ranks must first ask for the same groups in the same order.
+        The first call for a group makes it, so all ranks must make these calls in the same order.
         """
         if len(ranks) == self.world:
             return None
-        if ranks not in self._made:
-            self._made[ranks] = dist.new_group(
+        if ranks not in self._by_ranks:
+            self._by_ranks[ranks] = dist.new_group(
                 list(ranks), backend=self.backend, timeout=self.limit
             )
             if self.rank in ranks:
-                self.meet(self._made[ranks])
-        return self._made[ranks]
+                self.meet(self._by_ranks[ranks])
+        return self._by_ranks[ranks]
 
     def open_pairs(self, distance: int) -> None:
-        """Let ranks send messages to the one `distance` further on, and back. All ranks call this.
+        """Open groups for messages between ranks r and r + distance. All ranks call this.
 
-        Over NCCL two ranks get a communicator. In one of all ranks, a message that is received
-        would wait for the one that is sent before it, to another rank.
+        Over NCCL each pair of ranks gets its own communicator. In a communicator of all ranks, a
+        receive would wait for an earlier send to another rank.
         """
         if self.backend == "nccl":
             for first in range(self.world - distance):
                 self.of((first, first + distance))
 
     def pair(self, peer: int) -> dist.ProcessGroup | None:
-        """The group in which messages between this rank and the peer go (`open_pairs`)."""
+        """Return the group for messages between this rank and the peer (`open_pairs`)."""
         if self.backend == "nccl":
             return self.of((min(self.rank, peer), max(self.rank, peer)))
         return self.exchanges
 
     def await_all(self, group: dist.ProcessGroup | None) -> None:
-        """A barrier of the group's ranks."""
+        """Wait for all ranks of the group (a barrier)."""
         if self.world > 1:
             number = torch.zeros(1, device=self.wire_device)
             dist.all_reduce(number, group=group)
             self.settle()  # over NCCL the host has only enqueued the sum
 
     def meet(self, group: dist.ProcessGroup) -> None:
-        """Connect a new group. All of its ranks call this.
+        """Connect a new group. All ranks of the group call this.
 
-        NCCL connects a group in its first call, which all ranks of the group must make. An exchange
-        is no such call: ranks that have nothing to move take no part.
+        NCCL connects a group in the group's first collective, which all its ranks must join. An
+        exchange does not suffice: ranks without rows to exchange take no part in it.
         """
         if self.backend == "nccl":
             self.await_all(group)
@@ -121,42 +122,42 @@ class Rank:
         traced: int = 60,
         card: str = "",
     ) -> None:
-        """`backend`, `timeout_s` as of Groups, `traced` as of Recorder; `card`: a name that no
-        other GPU has, "" without a GPU."""
+        """backend, timeout_s: see Groups. traced: see Recorder. card: a unique name of the GPU, ""
+        without a GPU."""
         self.rank, self.world, self.device, self.card = rank, world, device, card
         self.groups = Groups(rank, world, device, backend, self.settle, timeout_s)
         self.lanes = Lanes(device, backend == "nccl")
         self.recorder = Recorder(rank, device, traced)
-        self.watch: MemoryWatch | None = None  # of the memory that it fills
-        self.staleness_errors = False  # measure how far stale rows and gradients are from true ones
-        self.gradient_errors = False  # measure how far gradients of weights are from exact ones
+        self.watch: MemoryWatch | None = None  # of this rank's peak memory
+        self.staleness_errors = False  # measure errors of stale rows and gradients
+        self.gradient_errors = False  # measure errors of the weights' gradients
 
     @property
     def backend(self) -> str:
         return self.groups.backend
 
     def communicate_over(self, backend: str) -> None:
-        """Change the backend; no group has been made yet."""
+        """Change the backend, before any group is made."""
         self.groups.backend, self.lanes.are_streams = backend, backend == "nccl"
 
     def in_server_memory(self) -> AbstractContextManager[None]:
-        """A block; what it allocates and keeps is the server's memory and not the device's."""
+        """Return a context whose allocations count as the server's memory, not the device's."""
         return nullcontext() if self.watch is None else self.watch.left_out()
 
     def staged(self, rows: Tensor) -> Tensor:
-        """The rows where communication reads them, contiguous."""
+        """Return the rows contiguous and on the backend's device, ready to be sent."""
         if rows.is_cuda:
             keep_until_used(torch.cuda.current_stream(self.device), rows)
         return rows.to(self.groups.wire_device).contiguous()
 
     def unstaged(self, rows: Tensor) -> Tensor:
-        """The rows on the rank's device."""
+        """Return received rows on the rank's device."""
         return rows.to(self.device)
 
     def settle(self, all_lanes: bool = False) -> None:
-        """Wait until the device has done what the current stream was given.
+        """Wait for the work of the current stream, and record spans that have ended.
 
-        The recorder then has the spans that are over. all_lanes: wait for those of lanes as well.
+        all_lanes: wait for the lanes' streams, too.
         """
         if self.device.type != "cuda":
             return
@@ -168,17 +169,17 @@ class Rank:
         self.recorder.read()
 
     def _await(self, stream: Any) -> None:
-        """Wait until the device has done what a stream was given.
+        """Wait for the work of a stream. Raises RuntimeError after the timeout over NCCL.
 
-        NCCL's messages wait there, and of a peer that is lost it may never hear. Torch then ends
-        this process, which says nothing. So the rank is less patient. Raises RuntimeError.
+        An NCCL message from a lost peer never ends. Torch would kill this process without a note on
+        the operation, so the rank times out before torch does.
         """
         if self.backend != "nccl" or self.world == 1:
             stream.synchronize()
             return
-        begun, looks, shown = time.monotonic(), 0, set[str]()
+        started, looks, shown = time.monotonic(), 0, set[str]()
         while not stream.query():
-            if (waited := time.monotonic() - begun) > looks:  # a second each
+            if (waited := time.monotonic() - started) > looks:  # once a second
                 looks, shown = looks + 1, shown | self.recorder.show_device()
             if waited > self.groups.patience:
                 raise RuntimeError(f"NCCL timed out after {self.groups.patience:g} s")
@@ -187,7 +188,7 @@ class Rank:
             self.recorder.activity.end(lane)
 
     def anew(self) -> Rank:
-        """The same rank with the same groups and lanes, which has recorded nothing yet."""
+        """Return the same rank, groups and lanes with an empty recorder."""
         other = copy(self)
         other.recorder = Recorder(self.rank, self.device, self.recorder.traced)
         other.recorder.activity = self.recorder.activity

@@ -1,4 +1,4 @@
-"""What a rank records: spans of its operations, bytes that it sends, and what it is in now."""
+"""A rank's records: spans of its operations, bytes that it sends, and its current activity."""
 
 from __future__ import annotations
 
@@ -15,18 +15,18 @@ from gnnplan.planner.vocabulary.trace import Span
 
 
 class Recorder:
-    """The record of rank `rank`, whose work is on `device`."""
+    """The records of rank `rank`, whose work runs on `device`."""
 
     def __init__(self, rank: int, device: torch.device, traced: int) -> None:
         self.rank, self.device = rank, device
-        self.traced = traced  # steps whose spans are kept; bytes are counted in all
-        self.recording = True  # off while evaluating
+        self.traced = traced  # spans of steps below this number are kept; bytes of all steps
+        self.recording = True  # False during evaluation
         self.spans: list[Span] = []
         self.sent: dict[str, int] = {}  # operation -> bytes sent while recording
-        self.counted: set[Label] = set()  # by `count_ahead`, not sent yet
-        self.activity = Activity()  # what an error names
+        self.counted: set[Label] = set()  # counted by `count_ahead`, not sent yet
+        self.activity = Activity()  # errors name it
         self._clock: DeviceClock | None = None
-        # spans whose begin and end the device has still to reach
+        # spans whose end the device has not reached yet, with marks of begin and end
         self._marked: list[tuple[Span, Mark, Mark]] = []
         self._lock = threading.Lock()
 
@@ -34,8 +34,8 @@ class Recorder:
     def span(self, label: Label, lane: str, nbytes: int = 0) -> Iterator[None]:
         """Record the time of the with block under the schedule's label.
 
-        On CUDA it is the device's time (device_clock.py), which `settle` reads. An error that
-        leaves the block gets a note of what the rank was in.
+        On CUDA the device's time is recorded (device_clock.py), which `read` adds later. An error
+        that leaves the block gets a note on the rank's activity.
         """
         name = str(label)
         begin = self._mark() if self.recording and label.step < self.traced else None
@@ -44,7 +44,7 @@ class Recorder:
             yield
         except BaseException as error:
             if not hasattr(error, "__notes__"):
-                # now: before anybody hears of the error its lane may do other work
+                # added here, because the lane may start other work before the error is reported
                 error.add_note(f"in {self.activity}")
             raise
         if begin is not None:
@@ -56,7 +56,7 @@ class Recorder:
         self.activity.end(lane)  # after an error the activity stays what it was
 
     def _mark(self) -> Mark:
-        """Now; on CUDA, when the current stream comes to this place."""
+        """Mark this moment; on CUDA, the moment when the current stream reaches this point."""
         if self.device.type != "cuda":
             return HostMark(now())
         if self._clock is None:
@@ -64,34 +64,37 @@ class Recorder:
         return self._clock.mark()
 
     def read(self) -> None:
-        """Make spans of what the device has done."""
+        """Add the spans that the device has ended."""
         with self._lock:
             self._read()
             if self._clock is not None:
                 self._clock.renew()
 
     def show_device(self) -> set[str]:
-        """Let the activity be what the device is in, for the host is ahead of it -> the lanes."""
+        """Set the activity to the operations that the device runs; return their lanes.
+
+        The host, which sets the activity otherwise, is ahead of the device.
+        """
         with self._lock:
-            under_way = [
+            running = [
                 span for span, begin, end in self._marked if begin.is_reached and not end.is_reached
             ]
-        for span in reversed(under_way):  # the first of a lane stays
+        for span in reversed(running):  # a lane's first span is set last, and stays
             self.activity.begin(span.lane, span.label)
-        return {span.lane for span in under_way}
+        return {span.lane for span in running}
 
     def _read(self) -> None:
-        """Make spans of what has been marked and is over."""
-        under_way = []
+        """Add the marked spans that have ended."""
+        pending = []
         for span, begin, end in self._marked:
             if end.is_reached:
                 self.spans.append(span._replace(start=begin.seconds, end=end.seconds))
             else:
-                under_way.append((span, begin, end))
-        self._marked[:] = under_way
+                pending.append((span, begin, end))
+        self._marked[:] = pending
 
     def count(self, label: Label, nbytes: int) -> int:
-        """Count bytes that this rank sends -> the same bytes.
+        """Count bytes that this rank sends, and return them.
 
         Call it on the step's own thread: a lane may lag behind.
         """
@@ -102,11 +105,11 @@ class Recorder:
         return nbytes
 
     def count_ahead(self, label: Label, nbytes: int) -> None:
-        """Count now what this rank will send in a later step than the label's."""
+        """Count bytes in the label's step that this rank sends in a later step."""
         if nbytes:
             self.count(label, nbytes)
             self.counted.add(label)
 
     def sending(self, label: Label, lane: str, nbytes: int) -> AbstractContextManager[None]:
-        """The `span` of a message, whose bytes are counted now (`count`)."""
+        """Return the `span` of a message, and count its bytes now (`count`)."""
         return self.span(label, lane, self.count(label, nbytes))

@@ -1,8 +1,8 @@
-"""A step as a CUDA graph: the host launches all of its kernels at once.
+"""A training step as a CUDA graph: the host launches all of the step's kernels at once.
 
-A small graph's kernels run for less time than the host takes to launch them one by one. What a
-graph needs stays in memory of its own, so steps become one only while that is a small part of the
-GPU's (`SHARE`)."""
+On a small graph, kernels run for less time than the host takes to launch them one by one. A CUDA
+graph keeps private memory, so a step becomes one only if it fills a small share of the GPU's memory
+(`SHARE`)."""
 
 from __future__ import annotations
 
@@ -13,17 +13,17 @@ import torch
 from torch import Tensor
 
 T = TypeVar("T")
-SHARE = 0.25  # of the GPU's memory that a step may fill
+SHARE = 0.25  # largest share of the GPU's memory that a replayed step may fill
 
 
 class Clocked(Protocol):
-    """What reads the number of its step from the device where it has a clock, int64 []."""
+    """A worker that reads the step's number from `clock`, int64 [] on the device, if set."""
 
     clock: Tensor | None
 
 
 class Replay(Generic[T]):
-    """What `step` enqueues for a worker, to be done again and again on the same tensors."""
+    """The CUDA graph of the kernels that `step` enqueues, replayed on the same tensors."""
 
     def __init__(self, worker: Clocked, step: Callable[[], T], device: torch.device) -> None:
         self.clock = worker.clock = torch.zeros((), dtype=torch.int64, device=device)
@@ -32,16 +32,16 @@ class Replay(Generic[T]):
             with torch.cuda.graph(self.graph):
                 self.results: T = step()
         finally:
-            worker.clock = None  # a step that cannot be recorded is told its number again
+            worker.clock = None  # a step that is not replayed gets its number from the host
 
     def __call__(self, step: int) -> T:
-        """Do the step of this number -> what `step` returned, where the next one will put its."""
+        """Replay the step of this number; return its results, which the next replay overwrites."""
         self.clock.fill_(step)
         self.graph.replay()
         return self.results
 
 
 def is_small(device: torch.device) -> bool:
-    """Whether all that was allocated at the fullest moment is a small part of the GPU's memory."""
+    """Whether the peak of allocated memory is a small share of the GPU's memory."""
     total = torch.cuda.get_device_properties(device).total_memory
     return torch.cuda.max_memory_allocated(device) < SHARE * total

@@ -1,12 +1,12 @@
-"""What a training has learned, whatever its ranks: weights and the optimizer's state by name.
+"""The whole model's weights and optimizer state by name, independent of how ranks share them.
 
-A rank may train all weights, those of some layers (GNNPipe), or some columns of a weight (P3). Its
-checkpoint says which (`Held.about`); `Joined` puts the parts of all ranks together, and
-`Held.take` takes a rank's part of another plan's whole:
+A rank may train all weights, the weights of some layers (GNNPipe), or some columns of a weight
+(P3). Its checkpoint says which (`Held.about`). `Joined` joins the parts of all ranks, and
+`Held.take` loads a rank's part from the whole model of another plan. Names in the whole model are:
 
     weight.layers.1.weight   mean.layers.1.weight   square.layers.1.weight   steps.layers.1.weight
 
-`Best` has the best weights of a training by its metric of validation, and stops it early.
+`Best` keeps the best weights of a training by the validation metric, and decides on early stopping.
 """
 
 from __future__ import annotations
@@ -21,15 +21,15 @@ from torch import Tensor, nn
 from gnnplan.executor.ranks.learner import Optimizer
 from gnnplan.planner.vocabulary.errors import SpecError
 
-WORKER, OPTIMIZER, BEST = "worker", "optimizer", "best"  # begin the names of a checkpoint's tensors
+WORKER, OPTIMIZER, BEST = "worker", "optimizer", "best"  # prefixes of names in a checkpoint
 
 
 @dataclass(frozen=True)
 class Held:
     """The part of a model that a rank trains.
 
-    net: its weights by their names in the whole model. columns: which columns of the whole weight
-    [., H] the rank has, of weights of which it has some only.
+    net: weights by their names in the whole model. columns: name of a weight [., H] that the rank
+    has only in part -> the columns that it has.
     """
 
     net: nn.Module
@@ -38,13 +38,13 @@ class Held:
     best: Mapping[str, Tensor] = field(default_factory=dict)  # weights, by the same names
 
     def about(self) -> dict[str, Any]:
-        """Which of a checkpoint's tensors these are, for its header.
+        """Describe this part, for the header of a checkpoint.
 
-        `weights`: name -> None, or first and last column. `optimizer`: the name of the weight that
-        the optimizer counts as number 0, 1, .. `kinds`: of what it keeps of each. `best`: names.
+        weights: name -> None (whole), or first column and end. optimizer: names of the weights, in
+        the optimizer's order. kinds: of the optimizer's buffers. best: names of best weights.
         """
         name_of = {id(p): name for name, p in self.net.named_parameters()}
-        cut = {name: [its.start, its.stop] for name, its in self.columns.items()}
+        cut = {name: [columns.start, columns.stop] for name, columns in self.columns.items()}
         return {
             "weights": {name: cut.get(name) for name in self.net.state_dict()},
             "optimizer": [name_of[id(p)] for p in self.optimizer.parameters],
@@ -53,7 +53,7 @@ class Held:
         }
 
     def take(self, whole: Mapping[str, Tensor]) -> None:
-        """Take the rank's part of the whole. Raises SpecError if it has other weights."""
+        """Load the rank's part of the whole model. Raises SpecError if its weights differ."""
         about, targets = self.about(), named(BEST, self.best)
         for name, weight in self.net.state_dict().items():
             targets[f"weight.{name}"] = weight
@@ -63,20 +63,20 @@ class Held:
         fill(targets, {name: self._part_of(name, tensor) for name, tensor in whole.items()})
 
     def _part_of(self, name: str, tensor: Tensor) -> Tensor:
-        its = self.columns.get(name.partition(".")[2])
-        return tensor if its is None or tensor.dim() < 2 else tensor[:, its.start : its.stop]
+        cut = self.columns.get(name.partition(".")[2])
+        return tensor if cut is None or tensor.dim() < 2 else tensor[:, cut.start : cut.stop]
 
 
 class Joined:
-    """The whole, put together of ranks' parts."""
+    """The whole model, joined from the parts of ranks."""
 
     def __init__(self) -> None:
         self._parts: dict[str, dict[int, Tensor]] = {}  # name in the whole -> first column -> part
 
     def add(self, about: Mapping[str, Any], read: Callable[[str], Tensor]) -> None:
-        """Add what a rank has saved, as far as no other has given the same.
+        """Add a rank's tensors, unless an earlier rank has added the same part.
 
-        about: its `Held.about`. read: gives a tensor of its checkpoint by the name in it.
+        about: the rank's `Held.about`. read: returns a tensor of its checkpoint by name.
         """
         saved = {f"weight.{name}": (f"{WORKER}.{name}", name) for name in about["weights"]}
         saved |= {f"{BEST}.{name}": (f"{BEST}.{name}", name) for name in about.get("best", ())}
@@ -90,18 +90,18 @@ class Joined:
                 parts[start] = read(tensor)
 
     def tensors(self) -> dict[str, Tensor]:
-        """By name; parts of a weight side by side."""
+        """Return the whole tensors by name; the columns of a weight are concatenated."""
         return {name: _side_by_side(parts) for name, parts in self._parts.items()}
 
 
 def _side_by_side(parts: Mapping[int, Tensor]) -> Tensor:
-    """The columns of a weight; a number that is kept of all of it is the same of every part."""
+    """Concatenate parts by columns; a scalar (the step count) is the same in every part."""
     first, *others = (part for _, part in sorted(parts.items()))
     return first if first.dim() < 2 else torch.cat([first, *others], 1)
 
 
 def fill(targets: Mapping[str, Tensor], state: Mapping[str, Tensor]) -> None:
-    """Copy the tensors of `state` into `targets`, by name; SpecError if types or shapes differ."""
+    """Copy `state` into `targets` by name. Raises SpecError if a type or shape differs."""
     for name, target in targets.items():
         saved = state.get(name)
         if saved is None or saved.shape != target.shape or saved.dtype != target.dtype:
@@ -115,19 +115,19 @@ def fill(targets: Mapping[str, Tensor], state: Mapping[str, Tensor]) -> None:
 
 
 def apart(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """The tensors on the host; those that share memory, as tied weights do, become copies."""
-    kept = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
-    of = {tensor.data_ptr(): name for name, tensor in kept.items()}
-    return {n: t if of[t.data_ptr()] == n else t.clone() for n, t in kept.items()}
+    """Return the tensors on the host; copy tensors that share memory, as tied weights do."""
+    on_host = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
+    owner = {tensor.data_ptr(): name for name, tensor in on_host.items()}
+    return {n: t if owner[t.data_ptr()] == n else t.clone() for n, t in on_host.items()}
 
 
 def named(prefix: str, state: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """The tensors as `prefix.name`."""
+    """Return the tensors renamed to `prefix.name`."""
     return {f"{prefix}.{name}": tensor for name, tensor in state.items()}
 
 
 def under(prefix: str, state: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """The tensors named `prefix.name`, as `name`: the inverse of `named`.
+    """Return the tensors named `prefix.name`, renamed to `name`: the inverse of `named`.
 
     >>> under("net", named("net", {"bias": torch.ones(1)}) | {"past.1": torch.ones(1)})
     {'bias': tensor([1.])}
@@ -140,19 +140,19 @@ def under(prefix: str, state: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 
 class Best:
-    """A copy of a rank's best weights. All ranks are told the same scores, and decide alike.
+    """A copy of a rank's best weights. All ranks see the same scores, so they decide alike.
 
-    patience: epochs in which none is better that end a training. falls: less is better.
+    patience: epochs without a better score that end a training. falls: lower scores are better.
     """
 
     def __init__(self, weights: Mapping[str, Tensor], patience: int, falls: bool) -> None:
         self.weights = {name: weight.detach().clone() for name, weight in weights.items()}
         self.patience, self.sign = patience, -1.0 if falls else 1.0
-        self.epoch, self.last = 0, 0  # that left them, and that was seen last; 0: none
+        self.epoch, self.last = 0, 0  # of the best weights, and of the last score; 0: none
         self.score: float | None = None
 
     def see(self, epoch: int, score: float | None, weights: Mapping[str, Tensor]) -> None:
-        """An epoch was evaluated."""
+        """Record the score of an epoch, and copy its weights if they are the best."""
         self.last = epoch
         if score is not None and (self.score is None or self.sign * score > self.sign * self.score):
             self.epoch, self.score = epoch, score
@@ -160,13 +160,13 @@ class Best:
 
     @property
     def ends(self) -> bool:
-        """Whether training has lasted long enough without a better score."""
+        """Whether `patience` epochs have passed without a better score."""
         return self.last - self.epoch >= self.patience
 
     def notes(self) -> dict[str, Any]:
-        """What a checkpoint keeps beside the weights, and a run of its end."""
+        """Return the numbers that a checkpoint and a run's summary keep beside the weights."""
         return {"epoch": self.epoch, "last": self.last, "score": self.score}
 
     def load(self, notes: Mapping[str, Any]) -> None:
-        """Go on from the `notes` of another process."""
+        """Resume from the `notes` of another process."""
         self.epoch, self.last, self.score = notes["epoch"], notes["last"], notes["score"]

@@ -1,24 +1,24 @@
-"""The operations of every strategy with torch: one file or folder per family.
+"""Training steps of all strategies with torch: one file or folder per family of strategies.
 
-They are named as in planner/strategies/, and record their spans under the labels of its schedules.
+Files have the names of planner/strategies/. Spans have the labels of the planner's schedules.
 
-    base.py             what each of them offers the training loop
+    base.py             the interface of a strategy to the training loop
     graph_parallel.py   graph parallel, PipeGCN, bns: halos exchanged before each layer
-    layerwise.py        its step, forward and backward
-    halo.py             its exchanges: which rows are fresh, which stay or lag; packed rows
-    constant_rows.py    its features, fetched at set-up
-    gradient_errors.py  how far a step's gradient is from the exact one
+    layerwise.py        their training step, forward and backward
+    halo.py             their halo exchange: fresh, cached, stale and quantized rows
+    constant_rows.py    their features, fetched at set-up
+    gradient_errors.py  errors of a step's gradient against the exact gradient
     feature_parallel.py sums over edges on columns of all rows
     tensor3d.py         a tile of every tensor on each rank of a grid
-    offload.py          devices go chunk by chunk, with vertex data in servers' memories
+    offload.py          chunks that pass the device, with vertex data in the server's memory
     granndis.py         graph parallel over deeper layouts, and cooperative batches
     minibatch.py        data parallel and GSplit
-    whole.py            the full graph, on which mini-batch strategies evaluate
+    whole.py            evaluation of mini-batch strategies on the full graph
     p3/                 layer 1 by columns of the features
     gnnpipe/            layers in a pipeline, the graph in chunks
 
-This room may import layers/, ranks/ and minibatch/ of the executor. A family's planner half names
-the module here that trains it (`Strategy.executor`); only that one is imported.
+This room may import layers/, ranks/ and minibatch/ of the executor. A strategy's planner half names
+its module here (`Strategy.executor`), and only that module is imported.
 """
 
 from __future__ import annotations
@@ -32,9 +32,9 @@ from gnnplan.planner.strategies import Strategy
 
 
 def open_worker(rank: Rank, problem: Problem, strategy: Strategy, first: int = 0) -> Worker:
-    """The rank's part of a strategy.
+    """Open a rank's part of a strategy.
 
-    first: the step that it begins with; if that is not 0, `load` must be called before.
+    first: the first step to train; if it is not 0, call `load` before.
     """
     module = import_module(strategy.executor)
     worker: Worker = module.open_worker(rank, problem, strategy, first)

@@ -1,4 +1,4 @@
-"""What every strategy's executor offers the training loop (train.py)."""
+"""The interface of a strategy's executor to the training loop (train.py)."""
 
 from __future__ import annotations
 
@@ -18,44 +18,43 @@ from gnnplan.executor.ranks.rank import Rank
 from gnnplan.executor.ranks.whole import Held, fill
 from gnnplan.planner.problem.problem import Problem
 
-# What forward leaves for backward: from the gradient of what was made to that of what it is made of
-Back = Callable[[Tensor], Tensor]
+Backward = Callable[[Tensor], Tensor]  # the gradient of a segment's output -> that of its input
 
 
-class Scored(Protocol):
-    """What answers of some rows are counted by."""
+class Scorer(Protocol):
+    """Labels or pairs by which logits are scored."""
 
     @property
     def size(self) -> int:
-        """Rows."""
+        """The number of rows that are scored."""
 
     def counts(self, rows: Tensor, /) -> Tensor:
-        """What the metric counts of the rows (layers/targets.py)."""
+        """Return the metric's counts over the rows, such as correct answers (layers/targets.py)."""
 
 
 class Worker(ABC):
     """One rank's part of a strategy.
 
     Every rank makes its worker, then calls `step` for step 0, 1, .. of all epochs, each followed by
-    an update by its learner. What is defined here holds for a worker that carries nothing but
-    weights from step to step, and whose ranks all hold the same ones.
+    an update by its learner. The defaults of this class suit a worker that carries only weights
+    from step to step, where all ranks hold the same weights.
     """
 
     rank: Rank
     problem: Problem
     net: Net
-    # layers whose gradients are summed together beside the backward pass, their weights, and the
-    # layer whose backward completes them; none: all are summed after it
+    # layers whose gradients are all-reduced together, number of their weights, and the layer whose
+    # backward completes these gradients; empty: one all-reduce after the backward pass
     buckets: Sequence[tuple[range, int, int]] = ()
     learner: Learner | None = None
-    clock: Tensor | None = None  # the number of the step, int64 [], where a replayed step reads it
-    scored_by: Sequence[Scored] = ()  # what the last logits are of, which follow each other
-    training: bool = True  # or it evaluates, and drops nothing
+    clock: Tensor | None = None  # the step's number, int64 [], on the device, for a replayed step
+    scorers: Sequence[Scorer] = ()  # of the last logits, whose rows follow in the scorers' order
+    training: bool = True  # False: evaluation, without dropout
 
     def drop(self, step: int, layer: int, vertices: Tensor, first: int = 0) -> Drop:
-        """Dropout of rows of `vertices` [S] before the layer (0: encoder, L + 1: decoder).
+        """Return the dropout of rows of `vertices` [S] before a layer (0: encoder, L + 1: decoder).
 
-        first: the column of the model's row that these begin with.
+        first: the column of the model's row at which the rows begin.
         """
         workload, epoch = self.problem.workload, step if self.clock is None else self.clock
         p = workload.dropout if self.training else 0.0
@@ -63,33 +62,33 @@ class Worker(ABC):
 
     @property
     def replays(self) -> bool:
-        """Whether a step may become a CUDA graph: it reads from the host nothing but its number."""
+        """Whether a step can become a CUDA graph: the host gives it nothing but its number."""
         return False
 
     @property
     def reduce_group(self) -> tuple[int, ...]:
-        """The ranks that hold the same weights as this one."""
+        """The ranks that hold the same weights as this rank."""
         return tuple(range(self.rank.world))
 
     @abstractmethod
     def step(self, step: int) -> tuple[Tensor, Tensor]:
-        """Forward and backward: this rank's part of the loss, and the logits of its rows."""
+        """Run forward and backward; return this rank's part of the loss and its rows' logits."""
 
     @abstractmethod
     def evaluate(self, step: int) -> Tensor:
-        """Logits of this rank's rows without dropout and staleness."""
+        """Return logits of this rank's rows, without dropout and staleness."""
 
     def counts(self, logits: Tensor) -> Tensor | int:
-        """What the metric counts of the rows that step or evaluate has just returned; 0: nothing.
+        """Return the metric's counts over the logits of the last step or evaluation; 0: no rows.
 
         See layers/targets.py.
         """
-        shares = torch.split(logits, [each.size for each in self.scored_by])
-        found = [each.counts(its) for each, its in zip(self.scored_by, shares, strict=True)]
-        return reduce(add, found) if found else 0
+        parts = torch.split(logits, [scorer.size for scorer in self.scorers])
+        counts = [scorer.counts(rows) for scorer, rows in zip(self.scorers, parts, strict=True)]
+        return reduce(add, counts) if counts else 0
 
     def open_learner(self) -> Learner:
-        """What sums the gradients over ranks and updates the weights; asked for once."""
+        """Make what all-reduces gradients and updates weights. It is called once."""
         group = self.reduce_group
         gradients = [
             Gradients(self.net.parameters_of(layers), group, layers.start, after)
@@ -101,37 +100,37 @@ class Worker(ABC):
 
     @property
     def held(self) -> Held | None:
-        """The part of the model that this rank trains, for other plans to go on from.
+        """The part of the model that this rank trains, from which other plans can resume.
 
-        None where the strategy hands over nothing.
+        None if the strategy hands over no weights.
         """
         assert self.learner is not None
         return Held(self.net, {}, self.learner.optimizer)
 
     def drain(self) -> None:  # noqa: B027  by default nothing is under way
-        """Wait for messages that are under way."""
+        """Wait for pending messages."""
 
-    def close(self) -> None:  # noqa: B027  by default nothing works beside the steps
-        """After the last step: end what works beside the steps, such as samplers."""
+    def close(self) -> None:  # noqa: B027  by default no process or thread works for the steps
+        """End processes that work for the steps, such as samplers, after the last step."""
 
     def trained(self) -> dict[str, Tensor]:
-        """What this rank trains, by name: the tensors themselves, no copies."""
+        """Return the tensors that this rank trains, by name, without copying them."""
         return dict(self.net.state_dict())
 
     def state(self) -> dict[str, Tensor]:
-        """What training goes on from after a step, by name: weights, and what is carried.
+        """Return the tensors from which training resumes after a step, by name.
 
-        `drain` is called first.
+        They are weights, and what is carried from step to step. `drain` is called before.
         """
         return self.trained()
 
     def load(self, state: Mapping[str, Tensor]) -> None:
-        """Go on from the `state` of another process."""
+        """Resume from the `state` of another process."""
         fill(self.state(), state)
 
     def refill(self, step: int) -> None:  # noqa: B027  by default nothing is carried
-        """Make what is carried from step to step anew, as `step` would have left it.
+        """Recompute the tensors that are carried from step to step, as `step` would leave them.
 
-        Asked for where weights are those of another plan's training (`held.take`). All ranks ask
-        at once. Weights stay as they are.
+        All ranks call it together, after they have taken weights from another plan's training
+        (`held.take`). Weights do not change.
         """

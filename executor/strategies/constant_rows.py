@@ -1,8 +1,9 @@
 """Set-up of full-graph training: the constant features that a rank keeps.
 
-A rank loads the features of its own vertices. It fetches those of vertices that it computes too but
-does not own (preload), and those of its halo if layer 1 reads them. Where it trains on fewer rows
-than those of its layout, they stay in the server's memory, and some are loaded (ConstantRows).
+A rank loads the features of its own vertices. From their owners it fetches the features of its
+preload (vertices of other ranks that it computes too) and, if layer 1 reads them, of its halo. A
+rank that trains on fewer rows than its layout has keeps all of them in the server's memory, and
+loads the rows that it needs from there (ConstantRows).
 """
 
 from __future__ import annotations
@@ -27,27 +28,27 @@ PRELOAD, INPUT_HALO = Label("preload", -1), Label("input_halo", -1)
 
 
 def constant_rows(rank: Rank, problem: Problem, layout: Layout) -> Tensor:
-    """Features [S, F] of all rows that this rank computes and, if layer 1 reads it, of its halo."""
+    """Load features [S, F] of the rows that this rank computes, and of layer 1's halo if read."""
     graph, me, device = problem.data, rank.rank, rank.device
     own, rows, piece = layout.own(me), layout.rows(me, 0), layout.piece(me, 1)
     reads_halo = problem.model.first_varying == 1 and bool(layout.facts(1).sends.any())
-    room = rows.size - own.size + piece.halo.size * reads_halo
-    x = features(graph, own, problem.workload, device, room)
+    halo_rows = rows.size - own.size + piece.halo.size * reads_halo
+    x = features(graph, own, problem.workload, device, halo_rows)
     if layout.preloaded().any():
         wanted = [layout.rows(peer, 0)[layout.own(peer).size :] for peer in range(layout.ranks)]
         exchange = Exchange.of_ids(rank, wanted, layout.owner, own)
         order = np.argsort(layout.owner[wanted[me]], kind="stable")
-        came = exchange.fetch(PRELOAD, x, lengths=graph.lengths(wanted[me][order]))
+        received = exchange.fetch(PRELOAD, x, lengths=graph.lengths(wanted[me][order]))
         places = torch.from_numpy(np.argsort(order)).to(device)
-        x[own.size : rows.size] = came.index_select(0, places)
+        x[own.size : rows.size] = received.index_select(0, places)
     if reads_halo:
         exchange = Exchange(rank, layout.sent(me, 1), piece.received)
         exchange.fill(INPUT_HALO, x, rows.size, graph.lengths(piece.halo))
     return x
 
 
-def own_again(rank: Rank, problem: Problem, layout: Layout) -> Callable[[], Tensor] | None:
-    """Reads the features of layer 1's destinations; None where some are another rank's."""
+def own_features(rank: Rank, problem: Problem, layout: Layout) -> Callable[[], Tensor] | None:
+    """Return a function that loads features of layer 1's destinations; None if not all are own."""
     own = layout.own(rank.rank)
     if layout.rows(rank.rank, 1).size > own.size:
         return None
@@ -57,8 +58,8 @@ def own_again(rank: Rank, problem: Problem, layout: Layout) -> Callable[[], Tens
 class ConstantRows:
     """The constant rows of a layout, in the server's memory; layouts of fewer rows load from them.
 
-    These are the rows that layer 1 or the encoder reads; or, if layer 1 always aggregates the same,
-    its aggregate, and the own rows where layer 1 reads them too.
+    They are the rows that layer 1 or the encoder reads. If layer 1's aggregate is constant, they
+    are its aggregate, and the own rows if layer 1 reads them too.
     """
 
     def __init__(
@@ -68,18 +69,18 @@ class ConstantRows:
         self.cached = problem.model.aggregate_cached(1)
         x = constant_rows(rank, problem, layout).to("cpu")
         self.kept: list[Tensor] = [x]
-        ids = self._ids(layout)
+        ids = self._needed_ids(layout)
         if self.cached:
             layer = net.layer(1)
             block = block_of(layout, rank.rank, 1, layer.edges, problem.workload, degrees)
             self.kept = [layer.gather(block, x)]
             if problem.model.layers[0].reads_own:
                 self.kept.append(x[: ids.size].clone())
-        self.place = np.full(layout.graph.stats.vertices, -1)
-        self.place[ids] = np.arange(ids.size)
+        self.place_of = np.full(layout.graph.stats.vertices, -1)
+        self.place_of[ids] = np.arange(ids.size)
 
-    def _ids(self, layout: Layout) -> np.ndarray:
-        """Global ids of the constant rows that a layout needs."""
+    def _needed_ids(self, layout: Layout) -> np.ndarray:
+        """Return global ids of the constant rows that a layout needs."""
         me = self.rank.rank
         if self.cached:
             return layout.rows(me, 1)
@@ -87,19 +88,19 @@ class ConstantRows:
         return source_of(layout, me, 1) if reads_halo else layout.rows(me, 0)
 
     def places(self, layout: Layout) -> Tensor:
-        """Places of a layout's constant rows among those that are kept."""
-        return torch.from_numpy(self.place[self._ids(layout)])
+        """Return the places of a layout's constant rows among the kept rows."""
+        return torch.from_numpy(self.place_of[self._needed_ids(layout)])
 
-    def at(self, places: Tensor) -> list[Tensor]:
-        """Copies of the rows at these places."""
+    def copy_rows(self, places: Tensor) -> list[Tensor]:
+        """Return copies of the rows at these places."""
         return [kept.index_select(0, places) for kept in self.kept]
 
-    def of(self, layout: Layout) -> list[Tensor]:
-        """The constant rows of a layout: those that are kept, or copies of some of them."""
-        return self.kept if layout is self.layout else self.at(self.places(layout))
+    def load(self, layout: Layout) -> list[Tensor]:
+        """Return the constant rows of a layout: all kept rows, or copies of some."""
+        return self.kept if layout is self.layout else self.copy_rows(self.places(layout))
 
     def on_device(self, rows: list[Tensor]) -> tuple[Tensor, Tensor | None]:
-        """What layer 1 or the encoder reads, and layer 1's aggregate if that is cached."""
+        """Move rows to the device: the input of layer 1 or the encoder, and a cached aggregate."""
         loaded = [each.to(self.rank.device) for each in rows]
         if not self.cached:
             return loaded[0], None

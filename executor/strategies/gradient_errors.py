@@ -1,7 +1,7 @@
-"""How far a step's gradient is from the exact one at the same weights.
+"""The error of a step's gradient against the exact gradient at the same weights.
 
-After a step the same rank makes another pass with the same weights and dropout masks, whose
-exchanges are synchronous. Its gradient is the exact one. Nothing that training uses changes.
+After a step, the ranks make a second pass with the same weights and dropout masks, but with
+synchronous, unquantized exchanges. Its gradient is exact. The pass leaves training unchanged.
 """
 
 from __future__ import annotations
@@ -16,10 +16,10 @@ ALL = "all"  # the gradient of all parameters
 
 
 class GradientErrors:
-    """Measures a graph-parallel worker's gradients.
+    """Gradient errors of a graph-parallel worker.
 
-    `errors`: by parameter, and of all, per step |used - exact| and |exact|. All ranks have the
-    same.
+    errors: parameter's name, or 'all' -> for each step |used - exact| and |exact|; the same on
+    all ranks.
     """
 
     def __init__(self, worker: Worker, gradients: Gradients) -> None:
@@ -27,27 +27,27 @@ class GradientErrors:
         self.errors: dict[str, list[tuple[float, float]]] = {}
 
     def measure(self, step: int) -> None:
-        """After the worker's step, before ranks sum its gradients."""
+        """Measure a step's gradient. Call it after the step, before its gradient is all-reduced."""
         worker, rank, flat = self.worker, self.worker.rank, self.gradients.flat
-        worker.drain()  # its exchanges and those of the other pass would meet
+        worker.drain()  # pending exchanges would mix with those of the second pass
         used, running = flat.clone(), [buffer.clone() for buffer in worker.net.buffers()]
         flat.zero_()
         rank.recorder.recording = False
-        kept = worker.halo, worker.learner
+        saved = worker.halo, worker.learner
         worker.halo, worker.learner = worker.plain_halo, None
         worker.step(step)
-        worker.halo, worker.learner = kept
+        worker.halo, worker.learner = saved
         rank.recorder.recording = True
-        both = total(rank, torch.stack([used, flat])).double()
+        gradients = total(rank, torch.stack([used, flat])).double()
         flat.copy_(used)
         for buffer, before in zip(worker.net.buffers(), running, strict=True):
             buffer.copy_(before)
-        gap, exact = both[0] - both[1], both[1]
+        gap, exact = gradients[0] - gradients[1], gradients[1]
         sizes = {name: each.numel() for name, each in worker.net.named_parameters()}
         parts = zip(
             *(torch.split(numbers, [*sizes.values()]) for numbers in (gap, exact)), strict=True
         )
-        for name, (off, true) in (
+        for name, (error, true) in (
             dict(zip(sizes, parts, strict=True)) | {ALL: (gap, exact)}
         ).items():
-            self.errors.setdefault(name, []).append((float(off.norm()), float(true.norm())))
+            self.errors.setdefault(name, []).append((float(error.norm()), float(true.norm())))

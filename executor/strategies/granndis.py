@@ -1,6 +1,6 @@
 """GraNNDis: graph parallel over a Layout whose groups recompute hidden layers.
 
-With cooperative batches there is a worker of its own (layerwise.py) for each batch.
+With cooperative batches, each batch has its own worker (layerwise.py).
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from gnnplan.executor.minibatch.share import share_of
 from gnnplan.executor.modules.nets import net_of
 from gnnplan.executor.ranks.rank import Rank
 from gnnplan.executor.strategies import base
-from gnnplan.executor.strategies.base import Scored
+from gnnplan.executor.strategies.base import Scorer
 from gnnplan.executor.strategies.constant_rows import ConstantRows
 from gnnplan.executor.strategies.graph_parallel import worker_on
 from gnnplan.executor.strategies.layerwise import Worker
@@ -27,7 +27,7 @@ from gnnplan.planner.vocabulary.schedule import Label
 
 
 def open_worker(rank: Rank, problem: Problem, strategy: GraNNDis, first: int) -> Worker | CoBatches:
-    """This rank's part of the strategy."""
+    """Open this rank's part of the strategy."""
     layout = strategy.layout(problem)
     assert isinstance(layout, Layout)
     if strategy.steps(problem) > 1:
@@ -37,11 +37,11 @@ def open_worker(rank: Rank, problem: Problem, strategy: GraNNDis, first: int) ->
 
 
 class CoBatches(base.Worker):
-    """Several batches per epoch over the same weights.
+    """A rank that trains on several batches per epoch.
 
-    Constant rows of the whole layout stay in the server's memory. Those of a batch are loaded
-    before its step and dropped after it; its edges stay on the device. The edges of evaluation are
-    made for each evaluation.
+    Constant rows of the whole layout stay in the server's memory. The constant rows of a batch are
+    loaded before its step and dropped after it, while the batch's edges stay on the device. The
+    edges of evaluation batches are made for each evaluation.
     """
 
     net: Net
@@ -51,12 +51,12 @@ class CoBatches(base.Worker):
         self.options = strategy.exchange_options
         self.buckets = buckets_of(problem, self.options.buckets, self.options.narrow)
         self.net = net_of(problem.model, problem.workload).to(rank.device)
-        self.kept = ConstantRows(rank, problem, layout, self.net, strategy.degrees)
+        self.constants = ConstantRows(rank, problem, layout, self.net, strategy.degrees)
         self.batches = []
         for batch in strategy.layouts(problem):
             assert isinstance(batch, Layout)
-            self.batches.append((self._open(batch), self.kept.places(batch)))
-        self.evaluation = _evaluation(problem, layout, strategy.steps(problem))
+            self.batches.append((self._open(batch), self.constants.places(batch)))
+        self.evaluation = _evaluation_batches(problem, layout, strategy.steps(problem))
 
     def _open(self, batch: Layout) -> Worker:
         edges, workload = self.net.edges, self.problem.workload
@@ -72,53 +72,52 @@ class CoBatches(base.Worker):
 
     def _load(self, worker: Worker, places: Tensor, step: int) -> None:
         """Give a batch's worker its constant rows."""
-        chosen = self.kept.at(places)
+        loaded = self.constants.copy_rows(places)
         with self.rank.recorder.span(
-            Label("load", step), "copy", sum(rows.nbytes for rows in chosen)
+            Label("load", step), "copy", sum(rows.nbytes for rows in loaded)
         ):
-            worker.features, worker.cached = self.kept.on_device(chosen)
+            worker.features, worker.cached = self.constants.on_device(loaded)
 
     def step(self, step: int) -> tuple[Tensor, Tensor]:
-        """Forward and backward of one batch.
+        """Run forward and backward of one batch.
 
-        Returns this rank's part of what the batch adds to the mean loss over all training vertices,
-        and its logits [targets, C].
+        Returns this rank's part of the batch's contribution to the mean loss over all training
+        vertices, and its logits [targets, C].
         """
         worker, places = self.batches[self.strategy.turn(self.problem, step)]
         worker.learner = self.learner
         self._load(worker, places, step)
         loss, logits = worker.step(step)
         worker.features, worker.cached = torch.empty(0), None
-        self.scored_by = [worker.targets]
-        everything = weight_of(self.problem.data, self.problem.workload)
-        return loss * (worker.targets.total / everything), logits
+        self.scorers = [worker.targets]
+        total = weight_of(self.problem.data, self.problem.workload)
+        return loss * (worker.targets.total / total), logits
 
     @torch.no_grad()
     def evaluate(self, step: int) -> Tensor:
-        """Logits without dropout, batch after batch.
+        """Return logits without dropout, computed batch after batch.
 
-        The neighbourhoods are whole, so the numbers are those of the full graph, in a batch's
-        memory.
+        The neighbourhoods are whole, so the logits equal the full graph's, in a batch's memory.
         """
-        scored_by, logits = list[Scored](), []
+        scorers, logits = list[Scorer](), []
         for batch in self.evaluation:
             worker = self._open(batch)
-            self._load(worker, self.kept.places(batch), step)
+            self._load(worker, self.constants.places(batch), step)
             logits.append(worker.evaluate(step))
-            scored_by.append(worker.targets)
-        self.scored_by = scored_by
+            scorers.append(worker.targets)
+        self.scorers = scorers
         return torch.cat(logits)
 
 
-def _evaluation(problem: Problem, layout: Layout, batches: int) -> list[Layout]:
-    """Validation and test vertices, in batches no larger on any server than those of training."""
+def _evaluation_batches(problem: Problem, layout: Layout, batches: int) -> list[Layout]:
+    """Return batches of validation and test vertices, no larger per server than training's."""
     graph = layout.graph
     rows = graph.val | graph.test
     server_of = np.asarray(layout.servers)[layout.owner]
     count = 1
     for server in set(layout.servers):
-        here = server_of == server
-        in_a_batch = -(-int(graph.train[here].sum()) // batches)
-        count = max(count, -(-int(rows[here].sum()) // in_a_batch))
+        on_server = server_of == server
+        targets_per_batch = -(-int(graph.train[on_server].sum()) // batches)
+        count = max(count, -(-int(rows[on_server].sum()) // targets_per_batch))
     batch_of = layout.drawn(rows, count, problem.workload.seed)
     return [layout.batch(batch_of == b) for b in range(count)]

@@ -1,14 +1,15 @@
-"""The halo: rows of other ranks that a layer reads, and their gradients' way home.
+"""Halo exchange: fetch the rows that other ranks own, and return their gradients to the owners.
 
-    what a layer reads [S, H]    own rows | halo, by sender    rows come from their owners
-    its gradient       [S, H]    own rows | halo               the halo's goes to them, who add it
+    source rows of a layer [S, H]    own rows | halo, by sender    owners send the halo rows
+    their gradient         [S, H]    own rows | halo               owners add the halo's gradient
 
-A policy says which rows are fresh in a step (planner/strategies/layerwise/exchange.py). They cross
-in the step that reads them, and the others stay as they came last, zero before that (`Halo`). Or
-all are read one step late, and cross beside computation on the comm lane (`StaleHalo`). That lane
-reads and fills buffers that stay: memory does not depend on how far it lags behind. In a
-`QuantizedHalo` either of the two crosses in few bits per number (planner/gnn/codec.py). An exchange
-is counted when its step comes to it, and recorded under the schedule's label.
+A policy says which halo rows are fresh, that is, exchanged in a step
+(planner/strategies/layerwise/exchange.py). `Halo` exchanges fresh rows in the step that reads them,
+and takes the other rows from a cache, which is zero at first. `StaleHalo` reads rows one step after
+their exchange, so the exchange overlaps computation on the comm lane. That lane reads and fills
+persistent buffers: memory does not depend on how far it lags behind. `QuantizedHalo` exchanges
+either kind in few bits per number (planner/gnn/codec.py). The bytes of an exchange are counted when
+the step reaches it, and its span is recorded under the schedule's label.
 """
 
 from __future__ import annotations
@@ -35,51 +36,58 @@ from gnnplan.planner.problem.problem import Problem
 from gnnplan.planner.strategies.layerwise.exchange import FRESH, Crossing, ExchangeOptions, Policy
 from gnnplan.planner.vocabulary.schedule import Label
 
-_Key = tuple[str, int]  # way ('f': rows, 'b': gradients) and layer
-RowWeights = Mapping[tuple[str, int], Tensor]  # of rows that leave ('out') or come ('in'), by layer
+_Key = tuple[str, int]  # direction ('f': rows, 'b': gradients) and layer
+# (end, layer) -> weight of each row that is sent (end 'out') or received (end 'in')
+RowWeights = Mapping[tuple[str, int], Tensor]
 
 
 class Fresh(NamedTuple):
-    """The rows of a layer that cross in a step."""
+    """The rows of a layer that are exchanged in a step."""
 
-    exchange: Exchange
-    given: Tensor | None  # their places among the rows that this rank gives; None: all
-    taken: Tensor | None  # and in its halo
+    exchange: Exchange  # of fresh rows only
+    sent_places: Tensor | None  # places of fresh rows among the rows that this rank owns and sends
+    halo_places: Tensor | None  # places of fresh rows in this rank's halo; for both None: all rows
 
-    def leaving(self, way: str) -> Tensor | None:
-        """Places among own rows of those that leave, or among the halo's gradients; None: all."""
-        return self.exchange.positions if way == "f" else self.taken
+    def sent_positions(self, direction: str) -> Tensor | None:
+        """Return which own rows are sent ('f'), or which halo gradients ('b'); None: all."""
+        return self.exchange.positions if direction == "f" else self.halo_places
 
 
 @dataclass
 class Halo:
-    """Fresh rows cross as they are, in the step that reads them."""
+    """Halo exchange of unquantized rows, in the step that reads them."""
 
     rank: Rank
-    exchanges: Mapping[int, Exchange]  # by layer; a layer that has none reads own rows only
+    exchanges: Mapping[int, Exchange]  # by layer; a layer without an exchange reads own rows only
     policy: Policy = FRESH
-    vertices: Mapping[int, Tensor] = field(default_factory=dict)  # whose each layer's sources are
+    vertices: Mapping[int, Tensor] = field(default_factory=dict)  # layer -> ids of its source rows
     seed: int = 0
-    anew: bool = field(default=False, init=False)  # all rows cross, and count as they are
-    # rows and gradients that came in earlier steps and are used in the next
+    refilling: bool = field(default=False, init=False)  # exchange all rows, and average none
+    # rows and gradients received in earlier steps, for use in the next step
     pending: dict[_Key, Future[Tensor]] = field(default_factory=dict, init=False)
-    # 'f:l2' -> per step ||used - true||^2 and ||true||^2
+    # 'f:l2' -> for each step ||used - true||^2 and ||true||^2
     errors: dict[str, list[tuple[float, float]]] = field(default_factory=dict, init=False)
-    _parts: dict[tuple[int, int], Fresh] = field(default_factory=dict, init=False)
+    # (step within the policy's period, layer) -> fresh rows
+    _fresh_rows: dict[tuple[int, int], Fresh] = field(default_factory=dict, init=False)
 
     def rows(self, step: int, layer: int, rows: Tensor) -> Callable[[], Tensor]:
-        """Exchange rows [local, H] before a layer -> a function that lays out what it reads."""
+        """Exchange rows [local, H] before a layer.
+
+        Returns a function that joins own rows and halo to the layer's source rows [S, H].
+        """
         if layer not in self.exchanges:
             return lambda: rows
-        own, count, way = len(rows), self.exchanges[layer].rows("f")[1], "f"
+        own, count, direction = len(rows), self.exchanges[layer].rows("f")[1], "f"
         source = rows.new_empty(own + count, rows.shape[1]) if count else rows
-        # to write nothing behind own rows would still count as a change of them
+        # Writing an empty halo behind own rows would still bump the version that autograd checks.
         halo = source[own:] if count else None
-        with self._swapped(step, layer, way, rows, None if self.policy.stays else halo) as came:
-            used = self._last(step, layer, way, came)
+        with self._exchange_fresh(
+            step, layer, direction, rows, None if self.policy.stays else halo
+        ) as received:
+            used = self._merge_cached(step, layer, direction, received)
             if halo is not None and used is not halo:
                 halo[:] = 0.0 if used is None else used
-            self._measure(layer, way, rows, used)
+            self._measure(layer, direction, rows, used)
 
         def lay_out() -> Tensor:
             if count:
@@ -89,265 +97,280 @@ class Halo:
         return lay_out
 
     def home(self, step: int, layer: int, gradient: Tensor) -> Tensor:
-        """The gradient of what a layer read -> that of own rows, with what other readers send."""
+        """Return halo gradients to their owners and add the gradients received.
+
+        gradient: of the layer's source rows [S, H]. Returns the gradient of own rows [local, H].
+        """
         if layer not in self.exchanges:
             return gradient
-        exchange, way = self.exchanges[layer], "b"
+        exchange, direction = self.exchanges[layer], "b"
         own, halo = gradient.tensor_split([len(gradient) - exchange.rows("f")[1]])
-        with self._swapped(step, layer, way, halo) as came:
-            used = self._last(step, layer, way, came)
-            self._measure(layer, way, halo, used)
+        with self._exchange_fresh(step, layer, direction, halo) as received:
+            used = self._merge_cached(step, layer, direction, received)
+            self._measure(layer, direction, halo, used)
             if used is not None:
                 exchange.add_home(own, used)
         return own
 
-    def _measure(self, layer: int, way: str, rows: Tensor, used: Tensor | None) -> None:
-        """How far rows that stayed are from this step's: all cross once more, and nobody counts."""
+    def _measure(self, layer: int, direction: str, rows: Tensor, used: Tensor | None) -> None:
+        """Record the error of cached rows, after one more exchange of all rows (not counted)."""
         if self.policy.stays and self.rank.staleness_errors:
-            whole = self.exchanges[layer]
-            leaving = rows.index_select(0, whole.positions) if way == "f" else rows
-            self._note(layer, way, used, whole.swap(way, leaving))
+            exchange = self.exchanges[layer]
+            outgoing = rows.index_select(0, exchange.positions) if direction == "f" else rows
+            self._note(layer, direction, used, exchange.swap(direction, outgoing))
 
-    def _note(self, layer: int, way: str, used: Tensor | None, true: Tensor) -> None:
-        """An error, of rows that were used (None: zeros) for true ones."""
+    def _note(self, layer: int, direction: str, used: Tensor | None, true: Tensor) -> None:
+        """Record the error of the rows used (None: zeros) against the true rows."""
         gap = true if used is None else used - true
         squares = float(gap.double().square().sum()), float(true.double().square().sum())
-        self.errors.setdefault(f"{way}:l{layer}", []).append(squares)
+        self.errors.setdefault(f"{direction}:l{layer}", []).append(squares)
 
     @contextmanager
-    def _swapped(
-        self, step: int, layer: int, way: str, rows: Tensor, into: Tensor | None = None
+    def _exchange_fresh(
+        self, step: int, layer: int, direction: str, rows: Tensor, into: Tensor | None = None
     ) -> Iterator[Tensor | None]:
-        """Fresh ones of these rows leave, and those of peers have come, in `into` if given; None in
-        the first step of those that lag."""
-        fresh = self._fresh(step, layer)
-        with self._recorded(step, layer, way, rows):
-            if (leaving := fresh.leaving(way)) is not None:
-                rows = rows.index_select(0, leaving)
-            yield fresh.exchange.swap(way, rows, into)
+        """Send this step's fresh rows and yield the rows received from peers.
 
-    def _last(self, step: int, layer: int, way: str, came: Tensor | None) -> Tensor | None:
-        """All rows as they came last, of which some have come now."""
-        if came is None or not self.policy.stays:
-            return came
-        key, fresh = (way, layer), self._fresh(step, layer)
-        places = fresh.taken if way == "f" else fresh.given
+        They are written into `into` if given. Yields None in the first step of a lagging exchange.
+        """
+        fresh = self._fresh(step, layer)
+        with self._recorded(step, layer, direction, rows):
+            if (outgoing := fresh.sent_positions(direction)) is not None:
+                rows = rows.index_select(0, outgoing)
+            yield fresh.exchange.swap(direction, rows, into)
+
+    def _merge_cached(
+        self, step: int, layer: int, direction: str, received: Tensor | None
+    ) -> Tensor | None:
+        """Merge the rows received in this step into the rows cached from earlier steps."""
+        if received is None or not self.policy.stays:
+            return received
+        key, fresh = (direction, layer), self._fresh(step, layer)
+        places = fresh.halo_places if direction == "f" else fresh.sent_places
         if places is None:
-            kept = came
+            cached = received
         elif key in self.pending:
-            kept = self.pending[key].result()
+            cached = self.pending[key].result()
         else:
-            kept = came.new_zeros(self.exchanges[layer].rows(way)[1], came.shape[1])
+            cached = received.new_zeros(self.exchanges[layer].rows(direction)[1], received.shape[1])
         self.pending[key] = completed_future(
-            kept if places is None else kept.index_copy_(0, places, came)
+            cached if places is None else cached.index_copy_(0, places, received)
         )
-        return kept
+        return cached
 
     def _fresh(self, step: int, layer: int) -> Fresh:
-        """The rows that cross."""
-        whole, turn = self.exchanges[layer], (step % self.policy.period, layer)
-        if not self.policy.stays or self.anew:
-            return Fresh(whole, None, None)
-        if turn not in self._parts:
-            positions, ids = whole.positions.cpu().numpy(), self.vertices[layer].cpu().numpy()
+        """Return the rows that are exchanged in this step."""
+        exchange, key = self.exchanges[layer], (step % self.policy.period, layer)
+        if not self.policy.stays or self.refilling:
+            return Fresh(exchange, None, None)
+        if key not in self._fresh_rows:
+            positions, ids = exchange.positions.cpu().numpy(), self.vertices[layer].cpu().numpy()
             crossing = Crossing(self.seed, step, layer, self.rank.rank)
-            rows = ids, positions, whole.gives, whole.take
-            given, taken = fresh_places(self.policy, *rows, crossing)
-            give, take = [positions[places] for places in given], np.array([*map(len, taken)])
-            both = (torch.from_numpy(np.concatenate(each)) for each in (given, taken))
+            rows = ids, positions, exchange.gives, exchange.take
+            sent_places, halo_places = fresh_places(self.policy, *rows, crossing)
+            give, take = (
+                [positions[places] for places in sent_places],
+                np.array([*map(len, halo_places)]),
+            )
+            both = (torch.from_numpy(np.concatenate(each)) for each in (sent_places, halo_places))
             places = (each.to(self.rank.device) for each in both)
-            self._parts[turn] = Fresh(Exchange(self.rank, give, take), *places)
-        return self._parts[turn]
+            self._fresh_rows[key] = Fresh(Exchange(self.rank, give, take), *places)
+        return self._fresh_rows[key]
 
     def _recorded(
-        self, step: int, layer: int, way: str, rows: Tensor
+        self, step: int, layer: int, direction: str, rows: Tensor
     ) -> AbstractContextManager[None]:
-        """The span of an exchange of fresh ones of such rows, whose bytes are counted now."""
+        """Return the span of the exchange of fresh rows, and count its bytes now."""
         return self._fresh(step, layer).exchange.recorded(
-            Label("halo", step, way, layer), rows, way
+            Label("halo", step, direction, layer), rows, direction
         )
 
-    def _crossing(
-        self, step: int, layer: int, way: str, leaving: Tensor, into: Tensor | None = None
+    def _prepare_exchange(
+        self, step: int, layer: int, direction: str, outgoing: Tensor, into: Tensor | None = None
     ) -> Callable[[], Tensor]:
-        """A function that sends packed rows or gradients, and returns those that come."""
-        fresh, recorded = self._fresh(step, layer), self._recorded(step, layer, way, leaving)
+        """Return a function that sends packed rows or gradients and returns those received."""
+        fresh, recorded = self._fresh(step, layer), self._recorded(step, layer, direction, outgoing)
 
-        def cross() -> Tensor:
+        def exchange() -> Tensor:
             with recorded:
-                return fresh.exchange.swap(way, leaving, into)
+                return fresh.exchange.swap(direction, outgoing, into)
 
-        return cross
+        return exchange
 
-    def _arrived(self, way: str, layer: int) -> Tensor | None:
-        """What was sent one step ago and is used in this one; None in the first step."""
-        arrival = self.pending.pop((way, layer), None)
-        return None if arrival is None else arrival.result()
+    def _pop_pending(self, direction: str, layer: int) -> Tensor | None:
+        """Return the rows exchanged one step ago, for use in this step; None in the first step."""
+        future = self.pending.pop((direction, layer), None)
+        return None if future is None else future.result()
 
     def drain(self) -> None:
-        """Wait for exchanges that are under way; what they bring stays for the next step."""
+        """Wait for pending exchanges; the rows received stay for the next step."""
         for future in self.pending.values():
             future.result()
 
     def state(self) -> dict[str, Tensor]:
-        """What the next step goes on from, by name."""
+        """Return the tensors that the next step resumes from, by name."""
         return {
-            f"stale.{way}.{layer}": future.result() for (way, layer), future in self.pending.items()
+            f"stale.{direction}.{layer}": future.result()
+            for (direction, layer), future in self.pending.items()
         }
 
     def load(self, state: Mapping[str, Tensor]) -> None:
-        """Go on from another process's state."""
+        """Resume from the `state` of another process."""
         for name, tensor in state.items():
             if name.startswith("stale."):
-                _, way, layer = name.split(".")
-                self.pending[way, int(layer)] = completed_future(
+                _, direction, layer = name.split(".")
+                self.pending[direction, int(layer)] = completed_future(
                     tensor.to(self.rank.device, copy=True)
                 )
 
 
 @dataclass
 class StaleHalo(Halo):
-    """Rows cross as they are and are used one step later, or a moving average of them."""
+    """Halo exchange of unquantized rows, read one step later; or of their moving averages."""
 
-    codec: Codec = WHOLE  # which averages are used
-    # buffer for what is received and then smoothed, one exchange after the other
-    arriving: Tensor = field(default_factory=lambda: torch.empty(0))
-    leaving: dict[_Key, Tensor] = field(default_factory=dict, init=False)  # buffers
+    codec: Codec = WHOLE  # says whether rows or gradients are averaged (smoothed)
+    # receives the rows that are smoothed, for one exchange after the other
+    receive_buffer: Tensor = field(default_factory=lambda: torch.empty(0))
+    send_buffers: dict[_Key, Tensor] = field(default_factory=dict, init=False)
 
     @contextmanager
-    def _swapped(
-        self, step: int, layer: int, way: str, rows: Tensor, into: Tensor | None = None
+    def _exchange_fresh(
+        self, step: int, layer: int, direction: str, rows: Tensor, into: Tensor | None = None
     ) -> Iterator[Tensor | None]:
-        """What came one step ago. Then rows leave on the comm lane, for the next step to use.
+        """Yield the rows received one step ago, then send rows on the comm lane for the next step.
 
-        The exchange one step ago is over, however far the lane lags behind, so its buffers can be
-        filled again, unless what came is still needed.
+        By then the exchange of one step ago has ended, however far the lane lags behind, so its
+        buffers can be filled again; the received rows only if no later computation needs them.
         """
-        used = self._arrived(way, layer)
+        used = self._pop_pending(direction, layer)
         yield used
-        exchange, key, width = self.exchanges[layer], (way, layer), rows.shape[1]
-        sends, receives = exchange.rows(way)
-        if key not in self.leaving:
-            self.leaving[key] = rows.new_empty(sends, width)
-        leaving = self.leaving[key]
-        leaving = exchange.pack(rows, leaving) if way == "f" else leaving.copy_(rows)
+        exchange, key, width = self.exchanges[layer], (direction, layer), rows.shape[1]
+        sends, receives = exchange.rows(direction)
+        if key not in self.send_buffers:
+            self.send_buffers[key] = rows.new_empty(sends, width)
+        outgoing = self.send_buffers[key]
+        outgoing = exchange.pack(rows, outgoing) if direction == "f" else outgoing.copy_(rows)
         into = None if self.rank.staleness_errors else used
-        if way in self.codec.averaged:
-            into = self.arriving[: receives * width].view(receives, width)
-        cross = self._crossing(step, layer, way, leaving, into)
+        if direction in self.codec.averaged:
+            into = self.receive_buffer[: receives * width].view(receives, width)
+        run = self._prepare_exchange(step, layer, direction, outgoing, into)
         self.pending[key] = self.rank.lanes.submit(
-            "comm", lambda: self._next(way, layer, cross(), used)
+            "comm", lambda: self._smooth(direction, layer, run(), used)
         )
 
-    def _next(self, way: str, layer: int, received: Tensor, used: Tensor | None) -> Tensor:
-        """What the next step uses: what was received, or its moving average.
+    def _smooth(self, direction: str, layer: int, received: Tensor, used: Tensor | None) -> Tensor:
+        """Return the rows that the next step uses: those received, or their moving average.
 
-        With smoothing s_t = gamma s_{t-1} + (1 - gamma) v_t, where v_t is `received` and s_{t-1} is
-        what this step has `used`. s_t takes the place of s_{t-1}.
+        The average is s_t = gamma s_{t-1} + (1 - gamma) v_t, where v_t is `received` and s_{t-1} is
+        `used`, the rows that this step has used. s_t is written in place of s_{t-1}.
         """
         if self.rank.staleness_errors:
-            self._note(layer, way, used, received)
-        if way not in self.codec.averaged:
+            self._note(layer, direction, used, received)
+        if direction not in self.codec.averaged:
             return received
-        weight = 1.0 if self.anew else 1 - self.codec.gamma
+        weight = 1.0 if self.refilling else 1 - self.codec.gamma
         return received * weight if used is None else used.lerp_(received, weight)
 
 
 @dataclass
 class QuantizedHalo(Halo):
-    """Rows cross in few bits per number, in the step that reads them or one before.
+    """Halo exchange in few bits per number, in the step that reads the rows or one step before.
 
-    Adaptive rows have more where rounding counts more (few_bits.py): sender and receiver choose
-    alike, from the rows that have crossed.
+    An adaptive codec gives more bits to rows whose rounding adds more variance (few_bits.py).
+    Sender and receiver make the same choice, from the rows exchanged before.
     """
 
     codec: Codec = WHOLE
     weights: RowWeights = field(default_factory=dict)
-    mixes: dict[tuple[str, str, int], Mix] = field(default_factory=dict, init=False)  # by end, key
+    # (end, direction, layer) -> bits of each row in the next exchange, of an adaptive codec
+    mixes: dict[tuple[str, str, int], Mix] = field(default_factory=dict, init=False)
 
     @contextmanager
-    def _swapped(
-        self, step: int, layer: int, way: str, rows: Tensor, into: Tensor | None = None
+    def _exchange_fresh(
+        self, step: int, layer: int, direction: str, rows: Tensor, into: Tensor | None = None
     ) -> Iterator[Tensor | None]:
-        fresh, key, vertices = self._fresh(step, layer), (way, layer), self.vertices[layer]
-        positions = fresh.leaving(way)
-        numbers = ROUNDING, self.seed, step, layer, "fb".index(way)
-        with self.rank.recorder.span(Label("pack", step, way, layer), "compute"):
-            whose = vertices[len(vertices) - len(rows) :] if way == "b" else vertices
-            whose = whose if positions is None else whose[positions]
-            leaving = self._bits("out", key).pack(rows, positions, whose, *numbers)
-            self._crossed("out", key, leaving)
-        cross = self._crossing(step, layer, way, leaving)
+        fresh, key, vertices = self._fresh(step, layer), (direction, layer), self.vertices[layer]
+        positions = fresh.sent_positions(direction)
+        numbers = ROUNDING, self.seed, step, layer, "fb".index(direction)
+        with self.rank.recorder.span(Label("pack", step, direction, layer), "compute"):
+            ids = vertices[len(vertices) - len(rows) :] if direction == "b" else vertices
+            ids = ids if positions is None else ids[positions]
+            outgoing = self._bits("out", key).pack(rows, positions, ids, *numbers)
+            self._choose_bits("out", key, outgoing)
+        run = self._prepare_exchange(step, layer, direction, outgoing)
         packed: Tensor | None
         if self.policy.lags:
-            packed = self._arrived(way, layer)
-            self.pending[key] = self.rank.lanes.submit("comm", cross)
+            packed = self._pop_pending(direction, layer)
+            self.pending[key] = self.rank.lanes.submit("comm", run)
         else:
-            packed = cross()
-        with self.rank.recorder.span(Label("unpack", step, way, layer), "compute"):
+            packed = run()
+        with self.rank.recorder.span(Label("unpack", step, direction, layer), "compute"):
             if into is None:
-                into = rows.new_empty(fresh.exchange.rows(way)[1], rows.shape[1])
-            came: Tensor | None = None
+                into = rows.new_empty(fresh.exchange.rows(direction)[1], rows.shape[1])
+            received: Tensor | None = None
             if packed is not None:
-                came = self._bits("in", key).unpack(packed, into)
-                self._crossed("in", key, packed)
-            yield came
+                received = self._bits("in", key).unpack(packed, into)
+                self._choose_bits("in", key, packed)
+            yield received
 
     def _bits(self, end: str, key: _Key) -> Even | Mix:
-        """How many bits the rows have that leave or come next."""
+        """Return the bits of the rows that this end sends or receives next."""
         if not self.codec.adapts:
             return Even(self.codec.on_average)
         sends, receives = self.exchanges[key[1]].rows(key[0])
         count = sends if end == "out" else receives
         return self.mixes.get((end, *key)) or Mix.even(count, self.rank.device)
 
-    def _crossed(self, end: str, key: _Key, packed: Tensor) -> None:
-        """Rows have left or come: choose the bits of those after them."""
-        (way, layer), exchange, bits = key, self.exchanges[key[1]], self._bits(end, key)
+    def _choose_bits(self, end: str, key: _Key, packed: Tensor) -> None:
+        """Choose the bits of the next exchange from the rows packed in this one."""
+        (direction, layer), exchange, bits = key, self.exchanges[key[1]], self._bits(end, key)
         if isinstance(bits, Mix):
-            peers = exchange.gives if (end == "out") == (way == "f") else exchange.take
-            weights = self.weights[end, layer] if way == "f" else None
-            self.mixes[end, way, layer] = bits.after(packed, peers, weights)
+            peers = exchange.gives if (end == "out") == (direction == "f") else exchange.take
+            weights = self.weights[end, layer] if direction == "f" else None
+            self.mixes[end, direction, layer] = bits.after(packed, peers, weights)
 
     def state(self) -> dict[str, Tensor]:
         return super().state() | {
-            f"bits.{end}.{way}.{layer}.{mix.left}": mix.bits
-            for (end, way, layer), mix in self.mixes.items()
+            f"bits.{end}.{direction}.{layer}.{mix.left}": mix.bits
+            for (end, direction, layer), mix in self.mixes.items()
         }
 
     def load(self, state: Mapping[str, Tensor]) -> None:
         super().load(state)
         for name, tensor in state.items():
             if name.startswith("bits."):
-                _, end, way, layer, left = name.split(".")
+                _, end, direction, layer, left = name.split(".")
                 bits = tensor.to(self.rank.device, copy=True)
-                self.mixes[end, way, int(layer)] = Mix(bits, int(left))
+                self.mixes[end, direction, int(layer)] = Mix(bits, int(left))
 
 
-def halo_of(
-    whole: Halo,
+def open_halo(
+    evaluation: Halo,
     problem: Problem,
     options: ExchangeOptions,
-    vertices: Mapping[int, Tensor],  # whose each layer's source rows are
+    vertices: Mapping[int, Tensor],  # layer -> ids of its source rows
     weights: RowWeights,
 ) -> Halo:
-    """The halo of training, where `whole` is that of evaluation; weights: of adaptive rows."""
-    rank, exchanges, model = whole.rank, whole.exchanges, problem.model
+    """Return the halo exchange of training steps.
+
+    evaluation: exchanges all rows in every pass. weights: of rows in an adaptive codec.
+    """
+    rank, exchanges, model = evaluation.rank, evaluation.exchanges, problem.model
     policy, codec = options.policy, options.codec
     rows = rank, exchanges, policy, vertices, problem.workload.seed
     if codec.packs:
         return QuantizedHalo(*rows, codec, weights)
     if not policy.lags:
-        return whole if policy.whole else Halo(*rows)
+        return evaluation if policy.whole else Halo(*rows)
     sizes = [
-        exchanges[layer].rows(way)[1] * model.exchanged_width(layer, options.narrow)
+        exchanges[layer].rows(direction)[1] * model.exchanged_width(layer, options.narrow)
         for layer in exchanges.keys() & vertices.keys()
         if layer > model.first_varying
-        for way in codec.averaged
+        for direction in codec.averaged
     ]
     dtype = dtype_of(problem.workload.precision)
-    arriving = torch.empty(max(sizes, default=0), dtype=dtype, device=rank.device)
-    return StaleHalo(*rows, codec, arriving)
+    receive_buffer = torch.empty(max(sizes, default=0), dtype=dtype, device=rank.device)
+    return StaleHalo(*rows, codec, receive_buffer)
 
 
 def fresh_places(
@@ -358,16 +381,17 @@ def fresh_places(
     takes: Sequence[int],
     crossing: Crossing,
 ) -> tuple[list[Ids], list[Ids]]:
-    """Which rows of those given to each peer, and taken from each, are fresh: places among all.
+    """Return places of the fresh rows sent to each peer, and of those received from each peer.
 
-    ids: of a layer's sources, the halo last. positions: there, of the rows given. gives, takes: how
-    many, by peer. crossing: with this rank as the reader.
+    Both count places among all rows of the layer that are sent, or received. ids: of the layer's
+    source rows, the halo last. positions: of the sent rows in `ids`. gives, takes: number of rows
+    sent to and received from each peer. crossing: with this rank as the reader.
     """
 
-    def places(some: Ids, counts: Sequence[int], readers: Sequence[int]) -> list[Ids]:
+    def places(rows: Ids, counts: Sequence[int], readers: Sequence[int]) -> list[Ids]:
         parts = zip(pairwise(np.cumsum([0, *counts]).tolist()), readers, strict=True)
         return [
-            start + policy.fresh(some[start:end], crossing._replace(reader=reader))
+            start + policy.fresh(rows[start:end], crossing._replace(reader=reader))
             for (start, end), reader in parts
         ]
 

@@ -1,8 +1,9 @@
-"""A step over a rank's share of the graph or of a batch: layer after layer, forward and backward.
+"""A training step over a rank's share of the graph or of a batch, layer after layer.
 
-Every layer is a segment of its own: its inputs are leaves, and its backward is called by hand, by a
-function that its forward leaves. Halo rows come before a segment, and their gradients go home after
-it (halo.py), under the schedule's names (planner/strategies/layerwise/).
+Each layer is an autograd segment: its inputs are leaves, and its forward pass returns a function
+that runs its backward pass. Halo rows are received before the segment's forward, and their
+gradients return to the owners after its backward (halo.py). Spans have the schedule's labels
+(planner/strategies/layerwise/).
 """
 
 from __future__ import annotations
@@ -31,8 +32,8 @@ from gnnplan.executor.ranks.comm import Exchange, all_reduce, begin_all_reduce
 from gnnplan.executor.ranks.rank import Rank
 from gnnplan.executor.ranks.whole import fill
 from gnnplan.executor.strategies import base
-from gnnplan.executor.strategies.base import Back
-from gnnplan.executor.strategies.halo import Halo, RowWeights, halo_of
+from gnnplan.executor.strategies.base import Backward
+from gnnplan.executor.strategies.halo import Halo, RowWeights, open_halo
 from gnnplan.planner.problem.problem import Problem
 from gnnplan.planner.strategies.layerwise.buckets import buckets_of
 from gnnplan.planner.strategies.layerwise.exchange import ExchangeOptions
@@ -41,65 +42,70 @@ from gnnplan.planner.vocabulary.schedule import Label
 T = TypeVar("T")
 NOTHING = torch.empty(0)
 _Segment = Callable[[], Tensor]  # computes h_l
-# what layer 1 or the encoder reads, and on the device what a worker has on the host
-_Bring = Callable[[Any], tuple[Tensor, Any]]
+# the worker's tensors on the host -> the features that layer 1 or the encoder reads, and the
+# worker's tensors on the device
+_Transfer = Callable[[Any], tuple[Tensor, Any]]
 
 
 @dataclass
-class Entered:
-    """Rows of h_{l-1} before a layer."""
+class LayerInput:
+    """A rank's rows of h_{l-1} before layer l."""
 
-    leaf: Tensor  # the rank's own [local, H_{l-1}]; empty if these are constant
-    outgoing: Tensor  # what the layer exchanges of them: these, or projected ones (narrow layers)
-    own: Tensor | None = None  # beside projected rows, a leaf: the destinations' prepared rows
-    sums: Tensor | None = None  # batch norm: of the rows that count [2, H_{l-1}]
-    moments: Moments | None = None
+    leaf: Tensor  # own rows [local, H_{l-1}]; empty if these rows are constant
+    outgoing: Tensor  # the rows that are exchanged: own rows, or their projection (narrow layers)
+    own: Tensor | None = None  # of narrow layers, a leaf: the destinations' prepared rows
+    sums: Tensor | None = None  # batch norm: sums over own rows [2, H_{l-1}] (BatchNorm.sums)
+    moments: Moments | None = None  # batch norm: over the rows of all ranks
 
 
-def unchanged(gradient: Tensor) -> Tensor:
-    """The way back from rows to themselves."""
+def identity(gradient: Tensor) -> Tensor:
+    """Return the gradient: the backward function of an identity."""
     return gradient
 
 
-def back_to_leaves(made: Sequence[Tensor], gradient: Tensor, own: Tensor | None) -> None:
-    """Backward of what is done to rows before they are exchanged or summed.
+def backward_prepared(outputs: Sequence[Tensor], gradient: Tensor, own: Tensor | None) -> None:
+    """Run the backward pass of what prepares rows for an exchange or a sum.
 
-    made: what is exchanged and, where `own` is a leaf beside it that layers read too, own rows.
+    outputs: the rows exchanged and, if `own` is given, the own prepared rows. own: the leaf from
+    which layers read the own prepared rows. gradient: of the rows exchanged.
     """
-    if own is None or own.grad is None:  # own rows only through the aggregate
-        backward(made[:1], [gradient])
+    if own is None or own.grad is None:  # layers read own rows only through the aggregate
+        backward(outputs[:1], [gradient])
     else:
-        backward(made, (gradient, own.grad))
+        backward(outputs, (gradient, own.grad))
 
 
 @dataclass
 class Worker(base.Worker):
-    """One rank, with its share of the graph or of a batch."""
+    """A rank that trains on its share of the graph or of a batch."""
 
     rank: Rank
     problem: Problem
     share: InitVar[Share]
     options: ExchangeOptions
     net: Net
-    weights: InitVar[RowWeights | None] = None  # of adaptive rows (halo.py)
-    batch: float | None = None  # if the share is of a batch: what its loss is the mean over
-    # makes the worker that evaluates, where the share leaves out rows of which evaluation is
+    weights: InitVar[RowWeights | None] = None  # of rows in an adaptive codec (halo.py)
+    batch: float | None = None  # of a batch: divisor of its summed loss; None: full graph
+    # makes a worker for evaluation, if the share lacks rows that evaluation scores
     evaluator: Callable[[], Worker] | None = None
-    bring: InitVar[_Bring | None] = None  # None: one by one, and features are given later
+    # None: tensors are copied one by one, and the caller sets `features` later
+    transfer: InitVar[_Transfer | None] = None
 
-    def __post_init__(self, share: Share, weights: RowWeights | None, bring: _Bring | None) -> None:
+    def __post_init__(
+        self, share: Share, weights: RowWeights | None, transfer: _Transfer | None
+    ) -> None:
         problem, device, host = self.problem, self.rank.device, torch.device("cpu")
         self.shapes, options = problem.model, self.options
         self.buckets = buckets_of(problem, options.buckets, options.narrow)
         self.layers = range(1, len(share.parts) + 1)
 
         def by_layer(make: Callable[[Part], T]) -> dict[int, T]:
-            """What is made of every layer's part, once where layers are alike."""
-            once = cache(make)
-            return {layer: once(part) for layer, part in enumerate(share.parts, 1)}
+            """Call `make` for every layer's part; layers with the same part share the result."""
+            make_once = cache(make)
+            return {layer: make_once(part) for layer, part in enumerate(share.parts, 1)}
 
-        every = by_layer(lambda part: Exchange(self.rank, part.give, part.take, at=host))
-        exchanges = {layer: each for layer, each in every.items() if share.parts[layer - 1].meets}
+        all_exchanges = by_layer(lambda part: Exchange(self.rank, part.give, part.take, at=host))
+        exchanges = {n: each for n, each in all_exchanges.items() if share.parts[n - 1].meets}
         self.own_vertices = self.scored_vertices = torch.from_numpy(share.own)
         if share.ends is not None and share.ends.meets:
             exchanges[len(self.layers) + 1] = Exchange(
@@ -109,46 +115,46 @@ class Worker(base.Worker):
         self.vertices_in_all = share.everyone
         self.targets = targets_of(problem, share, host, self.batch)
 
-        def one_by_one(things: T) -> tuple[Tensor, T]:  # not all of the graph is page-locked
-            moved = together(things, lambda tensors: [t.to(device) for t in tensors])
+        def transfer_each(value: T) -> tuple[Tensor, T]:  # all at once would be page-locked
+            moved = together(value, lambda tensors: [t.to(device) for t in tensors])
             return torch.empty(0), moved
 
         blocks = by_layer(lambda part: part.block)
         vertices = by_layer(lambda part: part.vertices)
         picks = {layer: part.picks for layer, part in enumerate(share.parts, 1) if part.picks}
         both = self.own_vertices, self.scored_vertices
-        self.features, moved = (bring or one_by_one)(
+        self.features, moved = (transfer or transfer_each)(
             (exchanges, picks, blocks, vertices, both, self.targets)
         )
         exchanges, self.picks, self.blocks, self.vertices, both, self.targets = moved
         self.own_vertices, self.scored_vertices = both
-        self.scored_by = [self.targets]
+        self.scorers = [self.targets]
         self.plain_halo = Halo(self.rank, exchanges)
-        self.halo = halo_of(self.plain_halo, problem, options, self.vertices, weights or {})
+        self.halo = open_halo(self.plain_halo, problem, options, self.vertices, weights or {})
         self.errors = self.halo.errors
         self.cached: Tensor | None = None
 
     @property
     def _current_halo(self) -> Halo:
-        """How this pass's rows cross: evaluation's do so whole, in the step that reads them."""
+        """The halo exchange of this pass; evaluation exchanges all rows, unquantized, fresh."""
         return self.halo if self.training else self.plain_halo
 
     @property
     def replays(self) -> bool:
-        """Of one rank on the full graph, where no step draws anything on the host."""
-        alone = self.rank.world == 1 and self.rank.device.type == "cuda" and self.batch is None
-        return alone and self.problem.repeats and triton_kernels() is not None
+        """Whether one rank trains on the full graph, and no step draws numbers on the host."""
+        single = self.rank.world == 1 and self.rank.device.type == "cuda" and self.batch is None
+        return single and self.problem.repeats and triton_kernels() is not None
 
     def keep(self, features: Tensor, own: Callable[[], Tensor] | None) -> None:
-        """Take features that stay, and aggregate them once if layer 1 always reads the same.
+        """Keep constant features; if layer 1's aggregate is constant too, compute it once.
 
-        own: reads those of the rank's destinations again, where they are rows of its own. So they
-        are never there beside the aggregate and all that it is made of.
+        own: loads the features of the rank's destinations again, so that they need no memory while
+        the aggregate is computed; None if the rank does not own all destinations.
         """
         self.features = features
         if not self.shapes.aggregate_cached(1):
             return
-        give_back()  # what was sent
+        give_back()  # the memory of the exchange
         self.cached = self.net.layer(1).gather(self.blocks[1], features)
         rows = self.blocks[1].n_dst if self.shapes.layers[0].reads_own else 0
         self.features = features[:0].clone() if own and rows else features[:rows].clone()
@@ -158,16 +164,16 @@ class Worker(base.Worker):
 
     # -- one step ---------------------------------------------------------------------------------
 
-    def _enter(self, h: Tensor, step: int, layer: int) -> tuple[Entered, Back]:
-        """Make h_{l-1} [local, H_{l-1}] the leaf of a layer (L + 1: of the decoder).
+    def _make_input(self, h: Tensor, step: int, layer: int) -> tuple[LayerInput, Backward]:
+        """Make h_{l-1} [local, H_{l-1}] the input of a layer (L + 1: of the decoder).
 
-        Returns also the way back from what the layer exchanges to the leaf.
+        Returns also the backward function from the rows that the layer exchanges to the leaf.
         """
         leaf = h.detach().requires_grad_(self.training and layer > self.shapes.first_varying)
         if not (self.options.narrow and self.shapes.narrow_at(layer)):
             norm = self.net.batch_norm(layer) if self.training else None
-            sums = norm.sums(self._counted(leaf)) if norm else None
-            return Entered(leaf, leaf.detach(), sums=sums), unchanged
+            sums = norm.sums(self._moment_rows(leaf)) if norm else None
+            return LayerInput(leaf, leaf.detach(), sums=sums), identity
         drop = self.drop(step, layer, self.vertices[layer][: leaf.shape[0]])
         net = self.net.layer(layer).during(drop)
 
@@ -175,160 +181,160 @@ class Worker(base.Worker):
             rows = net.prepare(leaf, drop)
             return net.project(rows), self.blocks[layer].own_rows(rows)
 
-        made, kept = self._kept(project), list[tuple[Tensor, Tensor]]()
-        own = made[1].detach().requires_grad_(self.training)
-        entered = Entered(leaf, made[0].detach(), own)
+        outputs, saved = self._compute(project), list[tuple[Tensor, Tensor]]()
+        own = outputs[1].detach().requires_grad_(self.training)
+        inputs = LayerInput(leaf, outputs[0].detach(), own)
         if not self.options.checkpoint:
-            kept.append(made)
-        del made
+            saved.append(outputs)
+        del outputs
 
         def back(gradient: Tensor) -> Tensor:
-            back_to_leaves(kept.pop() if kept else project(), gradient, own)
+            backward_prepared(saved.pop() if saved else project(), gradient, own)
             return gradient_of(leaf)
 
-        return entered, back
+        return inputs, back
 
-    def _kept(self, compute: Callable[[], T]) -> T:
-        """What `compute` returns, with its graph unless backward computes it again (checkpoint)."""
+    def _compute(self, compute: Callable[[], T]) -> T:
+        """Call `compute`, with an autograd graph unless the backward pass recomputes it."""
         with torch.set_grad_enabled(self.training and not self.options.checkpoint):
             return compute()
 
-    def _sum(self, label: Label, flat: Tensor) -> None:
-        """Sum over ranks, behind the gradients that are being summed."""
-        if self.learner is not None and self.learner.under_way:
+    def _all_reduce(self, label: Label, flat: Tensor) -> None:
+        """Sum over ranks, in order after all-reduces of gradients that are still running."""
+        if self.learner is not None and self.learner.pending:
             begin_all_reduce(self.rank, label, flat, self.reduce_group).result()
         else:
             all_reduce(self.rank, label, flat, self.reduce_group)
 
-    def _moments(self, step: int, layer: int, entered: Entered) -> None:
-        """Batch norm's moments of h_{l-1}."""
-        norm, sums = self.net.batch_norm(layer), entered.sums
+    def _reduce_moments(self, step: int, layer: int, inputs: LayerInput) -> None:
+        """Set batch norm's moments of h_{l-1} from the sums of all ranks."""
+        norm, sums = self.net.batch_norm(layer), inputs.sums
         if sums is None or norm is None:
             return
         count, label = self.vertices_in_all, Label("moments", step, "f", layer)
         if self.batch is None:
-            self._sum(label, sums)
-        else:  # how many rows a batch has is summed too
-            flat = torch.cat([sums.flatten(), sums.new_tensor([len(entered.leaf)])])
-            self._sum(label, flat)
+            self._all_reduce(label, sums)
+        else:  # ranks do not know how many rows a batch has in all
+            flat = torch.cat([sums.flatten(), sums.new_tensor([len(inputs.leaf)])])
+            self._all_reduce(label, flat)
             sums, count = flat[:-1].view_as(sums), max(int(flat[-1]), 1)
-        entered.moments = Moments.of(norm, sums, count)
+        inputs.moments = Moments.of(norm, sums, count)
 
-    def _counted(self, rows: Tensor) -> Tensor:
-        """Rows [local, H] of which batch norm's moments are.
+    def _moment_rows(self, rows: Tensor) -> Tensor:
+        """Select the rows [local, H] that count in batch norm's moments.
 
         On the full graph a vertex counts once, at its owner. In a batch a row counts wherever it is
         computed, as in torch.nn.SyncBatchNorm.
         """
         return rows if self.batch is not None else rows[: len(self.own_vertices)]
 
-    def _moments_home(self, step: int, layer: int, entered: Entered, gradient: Tensor) -> None:
-        """Add to the gradient of own rows what they get through the moments."""
-        if entered.moments is not None:
-            self._sum(Label("moments", step, "b", layer), entered.moments.gradient)
-            rows = self._counted(entered.leaf)
-            entered.moments.add_home(rows, gradient[: len(rows)])
+    def _add_moment_grad(self, step: int, layer: int, inputs: LayerInput, gradient: Tensor) -> None:
+        """Add the gradient through batch norm's moments to the gradient of own rows."""
+        if inputs.moments is not None:
+            self._all_reduce(Label("moments", step, "b", layer), inputs.moments.gradient)
+            rows = self._moment_rows(inputs.leaf)
+            inputs.moments.add_home(rows, gradient[: len(rows)])
 
-    def _layer(self, step: int, layer: int, entered: Entered) -> tuple[Entered, Back]:
-        """Forward of one layer -> the next layer's rows.
+    def _run_layer(self, step: int, layer: int, inputs: LayerInput) -> tuple[LayerInput, Backward]:
+        """Run one layer forward; return the next layer's input and the backward function.
 
-        The way back leads from the gradient of this rank's rows of h_l as exchanged to that of its
-        rows of h_{l-1}, complete with what peers send; if these are constant, nowhere.
+        That function takes the gradient of the rows of h_l that are exchanged. It returns the
+        gradient of own rows of h_{l-1}, with peers' contributions added, unless they are constant.
         """
-        self._moments(step, layer, entered)
-        lay_out = None
+        self._reduce_moments(step, layer, inputs)
+        join_halo = None
         if layer > self.shapes.first_varying:
-            lay_out = self._current_halo.rows(step, layer, entered.outgoing)
+            join_halo = self._current_halo.rows(step, layer, inputs.outgoing)
         with self.rank.recorder.span(Label("forward", step, layer=layer), "compute"):
             source = self.features
-            if lay_out is not None:
-                source = self._laid_out(layer, entered, lay_out())
-            lay_out = None  # it has the rows as they were before they were laid out
-            segment = self._segment(step, layer, entered, source)
-            out = self._kept(segment)
-            following, to_leaf = self._enter(out, step, layer + 1)
-        # of which backward lets go, one by one
-        before, kept = [to_leaf], [] if self.options.checkpoint else [out]
+            if join_halo is not None:
+                source = self._make_source_leaf(layer, inputs, join_halo())
+            join_halo = None  # it holds the rows, which `source` has copied
+            segment = self._make_segment(step, layer, inputs, source)
+            out = self._compute(segment)
+            next_inputs, to_leaf = self._make_input(out, step, layer + 1)
+        # lists, from which the backward pass drops references as early as it can
+        pending_backward, saved = [to_leaf], [] if self.options.checkpoint else [out]
         del out, to_leaf
 
         def back(gradient: Tensor) -> Tensor:
             with self.rank.recorder.span(Label("backward", step, layer=layer), "compute"):
-                gradient = before.pop()(gradient)
-                backward([kept.pop() if kept else segment()], [gradient])
+                gradient = pending_backward.pop()(gradient)
+                backward([saved.pop() if saved else segment()], [gradient])
             if self.learner is not None:
                 self.learner.complete(step, layer)
-            if not entered.leaf.requires_grad:
+            if not inputs.leaf.requires_grad:
                 return gradient
             gradient = gradient_of(source)
             if layer in self.picks:
                 gradient = self.picks[layer].home(gradient)
                 source.grad = None
             gradient = self._current_halo.home(step, layer, gradient)
-            self._moments_home(step, layer, entered, gradient)
+            self._add_moment_grad(step, layer, inputs, gradient)
             return gradient
 
-        return following, back
+        return next_inputs, back
 
-    def _laid_out(self, layer: int, entered: Entered, rows: Tensor) -> Tensor:
-        """The leaf of all source rows [S, width], of own rows and halo."""
-        local, entered.outgoing = len(entered.outgoing), NOTHING  # they are among `rows` now
+    def _make_source_leaf(self, layer: int, inputs: LayerInput, rows: Tensor) -> Tensor:
+        """Make a leaf of all source rows [S, width] from own rows and halo."""
+        local, inputs.outgoing = len(inputs.outgoing), NOTHING  # `rows` has a copy
         if layer in self.picks:
             rows = self.picks[layer].of_rows(rows)
-        source = rows.detach().requires_grad_(entered.leaf.requires_grad)
-        if entered.own is None:  # no second copy stays
-            entered.leaf = source.detach()[:local].requires_grad_(source.requires_grad)
+        source = rows.detach().requires_grad_(inputs.leaf.requires_grad)
+        if inputs.own is None:  # own rows become a view of the source rows: no second copy
+            inputs.leaf = source.detach()[:local].requires_grad_(source.requires_grad)
         return source
 
-    def _segment(self, step: int, layer: int, entered: Entered, source: Tensor) -> _Segment:
-        """What computes h_l from source rows [S, width], or from constant features."""
+    def _make_segment(self, step: int, layer: int, inputs: LayerInput, source: Tensor) -> _Segment:
+        """Return the function that computes h_l from source rows [S, width] or features."""
         net, relu, cached = self.net.layer(layer), self.net.relu_after(layer), self.cached
         if cached is not None and layer == 1:
             return lambda: net.update(cached, source, source, None, relu)
         block, drop = self.blocks[layer], self.drop(step, layer, self.vertices[layer])
         x0 = self.x0[: block.n_dst] if self.x0 is not None else None
-        if (own := entered.own) is not None:
+        if (own := inputs.own) is not None:
             net = net.during(drop)
             return lambda: net.update(net.gather(block, source), own, own, x0, relu)
-        if self._adds_up(layer + 1):
+        if self._reads_partial_sums(layer + 1):
             by_columns = cast(ColumnLayer, net)
             return lambda: partial_sums(by_columns, block, net.prepare(source, drop), keep)
-        moments = entered.moments.values if entered.moments else None
-        if self._adds_up(layer):
+        moments = inputs.moments.values if inputs.moments else None
+        if self._reads_partial_sums(layer):
             below = cast(ColumnLayer, self.net.layer(layer - 1))
-            ends = self.net.relu_after(layer - 1)
-            return lambda: net(block, below.apply(source, ends), drop, x0, relu, moments)
+            relu_below = self.net.relu_after(layer - 1)
+            return lambda: net(block, below.apply(source, relu_below), drop, x0, relu, moments)
         return lambda: net(block, source, drop, x0, relu, moments)
 
-    def _adds_up(self, layer: int) -> bool:
-        """Whether the layer's source rows come as partial sums, without bias and ReLU."""
+    def _reads_partial_sums(self, layer: int) -> bool:
+        """Whether the layer receives partial sums of its source rows, before bias and ReLU."""
         return layer in self.picks and self.picks[layer].adds
 
-    def forward(self, step: int) -> tuple[Entered, list[Back]]:
-        """Forward of all layers.
+    def forward(self, step: int) -> tuple[LayerInput, list[Backward]]:
+        """Run all layers forward.
 
-        Returns what the decoder reads, whose leaf is h_L [own, H_L], and the ways back.
+        Returns the decoder's input, with leaf h_L [own, H_L], and the layers' backward functions.
         """
         self.x0: Tensor | None = None
-        entered, backs = Entered(NOTHING, NOTHING), list[Back]()
+        inputs, backs = LayerInput(NOTHING, NOTHING), list[Backward]()
         if self.net.encoder is not None:
-            entered, back = self._encode(step)
+            inputs, back = self._encode(step)
             backs.append(back)
         for layer in self.layers:
-            entered, back = self._layer(step, layer, entered)
+            inputs, back = self._run_layer(step, layer, inputs)
             if self.training:
                 backs.append(back)
             del back
-        self._moments(step, len(self.layers) + 1, entered)
-        return entered, backs
+        self._reduce_moments(step, len(self.layers) + 1, inputs)
+        return inputs, backs
 
-    def _encode(self, step: int) -> tuple[Entered, Back]:
-        """The encoder -> layer 1's rows, and the way back from their gradient."""
+    def _encode(self, step: int) -> tuple[LayerInput, Backward]:
+        """Run the encoder; return layer 1's input and the encoder's backward function."""
         with self.rank.recorder.span(Label("encode", step, "f"), "compute"):
             drop = self.drop(step, 0, self.vertices[1][: self.features.shape[0]])
             encoded = self.net.encode(self.features, drop)
             if self.net.initial:
                 self.x0 = encoded.detach().requires_grad_(self.training)
-            entered, to_leaf = self._enter(encoded, step, 1)
+            inputs, to_leaf = self._make_input(encoded, step, 1)
 
         def back(gradient: Tensor) -> Tensor:
             with self.rank.recorder.span(Label("encode", step, "b"), "compute"):
@@ -340,17 +346,18 @@ class Worker(base.Worker):
                 self.learner.complete(step, 0)
             return gradient
 
-        return entered, back
+        return inputs, back
 
     def step(self, step: int) -> tuple[Tensor, Tensor]:
-        """Forward and backward of a training step; adds gradients to the parameters' .grad.
+        """Run forward and backward of a training step, and add to the parameters' .grad.
 
-        Returns this rank's part of the loss, and its logits [own, C]; with those of fetched ends.
+        Returns this rank's part of the loss, and its logits [own, C]; of link prediction, also
+        the logits of pairs' ends that other ranks own.
         """
-        self.training, self.scored_by = True, [self.targets]
+        self.training, self.scorers = True, [self.targets]
         last, backs = self.forward(step)
         end = len(self.layers) + 1
-        # of link prediction also rows of other ranks, at which this rank's pairs end
+        # link prediction: fetch the other ends of this rank's pairs
         last.leaf = self.plain_halo.rows(step, end, last.leaf.detach())().requires_grad_()
         with self.rank.recorder.span(Label("loss", step), "compute"):
             drop = self.drop(step, end, self.scored_vertices)
@@ -360,7 +367,7 @@ class Worker(base.Worker):
             loss.backward()  # type: ignore[no-untyped-call]
         loss, logits = loss.detach(), logits.detach()  # their graphs hold h_L
         gradient = self.plain_halo.home(step, end, gradient_of(last.leaf))
-        self._moments_home(step, end, last, gradient)
+        self._add_moment_grad(step, end, last, gradient)
         del last
         while backs:
             gradient = backs.pop()(gradient)
@@ -368,11 +375,11 @@ class Worker(base.Worker):
 
     @torch.no_grad()
     def evaluate(self, step: int) -> Tensor:
-        """Logits [own, C] without dropout and without staleness."""
+        """Return logits [own, C] without dropout and without staleness."""
         if self.evaluator is not None:
-            whole = self.evaluator()
-            self.scored_by = whole.scored_by
-            return whole.evaluate(step)
+            worker = self.evaluator()
+            self.scorers = worker.scorers
+            return worker.evaluate(step)
         self.training = False
         drop = self.drop(step, len(self.layers) + 1, self.own_vertices)
         return self.net.decode(self.forward(step)[0].leaf, drop)
@@ -381,28 +388,28 @@ class Worker(base.Worker):
         self.halo.drain()
 
     def state(self) -> dict[str, Tensor]:
-        """What a checkpoint keeps: weights, the next step's stale rows, what a codec carries."""
+        """Return a checkpoint's tensors: weights, the next step's stale rows, a codec's state."""
         return self.trained() | self.halo.state()
 
     def load(self, state: Mapping[str, Tensor]) -> None:
-        """Go on from another process's state."""
+        """Resume from the `state` of another process."""
         fill(self.trained(), state)
         self.halo.load(state)
 
     def refill(self, step: int) -> None:
-        """Repeat a step until the rows that it reads of others are those of the weights.
+        """Repeat a step until all stale rows are those of the current weights.
 
-        A pass makes the rows right that one more layer reads, forward and then backward. A moving
-        average begins with the last pass's rows: with what came before it would be a share of them.
+        Each pass makes the stale rows of one more layer right, first forward, then backward. Moving
+        averages start from the last pass's rows, not from a mixture with earlier passes' rows.
         """
         policy = self.options.policy
         if not (policy.lags or policy.stays):
             return
-        learner, self.learner = self.learner, None  # the passes' gradients are of no use
-        self.halo.anew = True
+        learner, self.learner = self.learner, None  # gradients of these passes are not used
+        self.halo.refilling = True
         weights = {name: tensor.clone() for name, tensor in self.trained().items()}
         for _ in range(2 * len(self.layers)):
             self.step(step)
             self.drain()
-        fill(self.trained(), weights)  # batch norm's averages have moved
-        self.learner, self.halo.anew = learner, False
+        fill(self.trained(), weights)  # the passes have moved batch norm's running moments
+        self.learner, self.halo.refilling = learner, False

@@ -98,7 +98,7 @@ class OnBatches(base.Worker):
     @torch.no_grad()
     def evaluate(self, step: int) -> Tensor:
         """Logits [own, C] on the full graph, without dropout, with halos exchanged."""
-        self.scored_by = [self.whole.targets]
+        self.scorers = [self.whole.targets]
         return self.whole.worker.evaluate(step)
 
     def close(self) -> None:
@@ -133,16 +133,16 @@ class Worker(OnBatches):
             )
         worker.learner = self.learner
         worker.features = self._features(share, worker, step)
-        self.scored_by = [worker.targets]
+        self.scorers = [worker.targets]
         loss, logits = worker.step(step)
         items = count_items(self.problem.workload, self.problem.stats)
         return loss * (share.everyone / items), logits
 
     def _open(self, share: Share, span: _Recorded) -> layerwise.Worker:
         """What trains on a share, with rows of the server's memory as its features."""
-        total, bring = share.total, partial(self._load, share, span)
+        total, transfer = share.total, partial(self._load, share, span)
         return layerwise.Worker(
-            self.rank, self.problem, share, self.options, self.net, batch=total, bring=bring
+            self.rank, self.problem, share, self.options, self.net, batch=total, transfer=transfer
         )
 
     def _load_ahead(self, step: int, made: Sampled) -> Sampled:

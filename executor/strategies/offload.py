@@ -123,7 +123,7 @@ class Worker(base.Worker):
             rows = problem.trimmed(layout) if strategy.trim else layout
             assert isinstance(rows, Layout)
             self._keep(rows, trains=net is None)
-        self.scored_by = [chunk.targets for chunk in self.chunks]
+        self.scorers = [chunk.targets for chunk in self.chunks]
 
     def _number(self, rank: int, turn: int) -> int:
         """A chunk, among those of all ranks."""
@@ -430,7 +430,7 @@ class Worker(base.Worker):
         chunk [own, C].
         """
         self.training, self.losses = True, []
-        self.scored_by = [chunk.targets for chunk in self.chunks]
+        self.scorers = [chunk.targets for chunk in self.chunks]
         self._do(step, order(self.shapes, self.turns))
         return torch.stack(self.losses).sum(), self.logits
 
@@ -441,7 +441,7 @@ class Worker(base.Worker):
         if self.strategy.trim:
             every = replace(self.strategy, trim=False)
             whole = Worker(self.rank, self.problem, every, step, self.net)
-            self.scored_by = whole.scored_by
+            self.scorers = whole.scorers
             return whole.evaluate(step)
         self.training = False
         self._do(step, evaluation(self.shapes, self.turns))

@@ -1,4 +1,4 @@
-"""The full graph, on which strategies that train on mini-batches evaluate."""
+"""Evaluation of mini-batch strategies on the full graph."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from gnnplan.executor.layers.models import Net
 from gnnplan.executor.ranks.comm import Exchange
 from gnnplan.executor.ranks.rank import Rank
 from gnnplan.executor.strategies import graph_parallel
-from gnnplan.executor.strategies.base import Scored as Scored
+from gnnplan.executor.strategies.base import Scorer as Scorer
 from gnnplan.planner.graph.sampling import Pairs, fetched, held_out_pairs
 from gnnplan.planner.ownership.layout import Layout
 from gnnplan.planner.problem.problem import Problem
@@ -19,13 +19,13 @@ from gnnplan.planner.strategies.layerwise.exchange import ExchangeOptions
 
 
 class Whole:
-    """One rank's part of the full graph, with halos exchanged, and what its rows are scored by."""
+    """One rank's part of the full graph, with halo exchange, and the targets that score it."""
 
     def __init__(self, rank: Rank, problem: Problem, net: Net) -> None:
         layout = problem.layout()
         assert isinstance(layout, Layout)
         self.worker = graph_parallel.worker_on(rank, problem, layout, ExchangeOptions(), net=net)
-        self.targets: Scored = self.worker.targets
+        self.targets: Scorer = self.worker.targets
         if problem.workload.task == "link":
             self.targets = HeldOut(rank, problem, layout)
 
@@ -33,8 +33,8 @@ class Whole:
 class HeldOut:
     """Link prediction's held-out edges, scored with rows of the full graph.
 
-    Every rank has the rows of its own vertices. It scores the held-out edges that begin at one of
-    them, and fetches the rows of the other ends, which everybody knows beforehand.
+    Every rank scores the held-out edges whose heads it owns. It fetches the rows of their other
+    ends, which all ranks know beforehand.
     """
 
     def __init__(self, rank: Rank, problem: Problem, layout: Layout) -> None:
@@ -52,10 +52,10 @@ class HeldOut:
             self.parts.append(Pairs(place[pairs.heads[mine]], place[pairs.tails[mine]]))
 
     def counts(self, rows: Tensor) -> Tensor:
-        """Comparisons of own rows [own, H], right and all, float64 [3, 2, 1]; all ranks call it.
+        """Count the comparisons that rows [own, H] get right, and all, float64 [3, 2, 1].
 
-        Those of training, the first row, are none.
+        All ranks call it. The first row, of training, is zero.
         """
         rows = torch.cat([rows, self.exchange.forward(self.exchange.pack(rows))])
-        none = rows.new_zeros(2, dtype=torch.float64)
-        return torch.stack([none, *(compared(rows, pairs) for pairs in self.parts)])[:, :, None]
+        training = rows.new_zeros(2, dtype=torch.float64)
+        return torch.stack([training, *(compared(rows, pairs) for pairs in self.parts)])[:, :, None]

@@ -26,7 +26,7 @@ from gnnplan.executor.ranks.comm import Arrival, send
 from gnnplan.executor.ranks.lanes import completed_future
 from gnnplan.executor.ranks.rank import Rank
 from gnnplan.executor.strategies import base
-from gnnplan.executor.strategies.base import Back
+from gnnplan.executor.strategies.base import Backward
 from gnnplan.executor.strategies.gnnpipe.chunks import make_chunks, with_far
 from gnnplan.executor.strategies.gnnpipe.inputs import Inputs
 from gnnplan.executor.strategies.gnnpipe.layers import BackFrom, History
@@ -47,7 +47,7 @@ class Passage:
     h: Tensor = NOTHING  # the next layer's input rows, and last the logits
     x0: Tensor | None = None  # GCNII's initial rows, a leaf; they go past all layers
     loss: Tensor = field(default=NOTHING, init=False)  # on the last stage
-    way_back: list[Back] = field(default_factory=list, init=False)  # of each layer
+    way_back: list[Backward] = field(default_factory=list, init=False)  # of each layer
 
 
 class Worker(base.Worker):
@@ -85,7 +85,7 @@ class Worker(base.Worker):
             if self.is_last
             else []
         )
-        self.scored_by = self.targets  # in chunk order; no stage but the last has some
+        self.scorers = self.targets  # in chunk order; no stage but the last has some
         if self.is_first:
             self.inputs = Inputs(rank, problem, self.net, self.chunks, kept, self.own)
         self.varying = [layer for layer in self.layers if layer > self.shapes.first_varying]

@@ -35,7 +35,7 @@ from gnnplan.executor.ranks.whole import Held, fill, named
 from gnnplan.executor.strategies.minibatch import OnBatches
 from gnnplan.executor.strategies.p3.learner import Delayed
 from gnnplan.executor.strategies.p3.sampler import ColumnSampler, Pushed
-from gnnplan.executor.strategies.whole import Scored
+from gnnplan.executor.strategies.whole import Scorer
 from gnnplan.planner.graph.sampling import count_items
 from gnnplan.planner.problem.problem import Problem
 from gnnplan.planner.strategies import P3
@@ -104,7 +104,7 @@ class Worker(OnBatches):
         else:
             self.nets, self.buffers, self.learner = [self.sliced], [], Learner(*trained)
         self.flights: dict[int, Flight] = {}  # by batch
-        self.scored_by: list[Scored] = []
+        self.scorers: list[Scorer] = []
         self.tail_spans = ExitStack()  # those of the tail that is running
 
     # -- weights ----------------------------------------------------------------------------------
@@ -269,7 +269,7 @@ class Worker(OnBatches):
             flight.gradient.repeat(len(self.rail) - 1, 1),
             "b",
         )
-        self.scored_by.append(targets)
+        self.scorers.append(targets)
         items = count_items(workload, self.problem.stats)
         return loss.detach() * (share.everyone / items), logits.detach()
 
@@ -303,7 +303,7 @@ class Worker(OnBatches):
         Returns this rank's part of what the batches that end add to the mean loss over all training
         vertices (edges), and their rows of the last layer.
         """
-        self.scored_by = []
+        self.scorers = []
         done = self.play(step)
         if len(done) == 1:
             return done[0]
