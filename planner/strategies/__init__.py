@@ -1,26 +1,27 @@
-"""The strategies: what each does to bytes, memory and seconds of a training epoch.
+"""Parallel training strategies: the bytes, memory and seconds that each needs for an epoch.
 
-    base.py         what every strategy answers
-    program/        what ranks do, written once; bytes, seconds and tasks are read from it
+    base.py         Strategy, the base class
+    program/        a program lists the operations of all ranks; bytes, seconds, memory and tasks
+                    are computed from the list
     layerwise/      full graph, layer by layer: graph parallelism and PipeGCN, GraNNDis, offload
     gnnpipe/        full graph, layers in a pipeline: GNNPipe
     minibatch/      mini-batches: data parallelism, GSplit; where features and adjacency lists are
     p3/             mini-batches with layer 1 on feature columns: P3
 
-Where a figure of memory comes from, by its use:
+Which file computes which use of memory:
 
     parameters, optimizer, runtime    program/memory.py
     communicators                     program/memory.py
-    activations, and what operations need besides (in buffers)
-        of a layer itself             planner/gnn/footprint.py
-        around it                     FOLDER/memory.py; layerwise/chunked.py (offload),
+    activations and workspaces (buffers)
+        inside a layer                planner/gnn/footprint.py
+        around a layer                FOLDER/memory.py; layerwise/chunked.py (offload),
                                       layerwise/columns.py, layerwise/tiles.py (tensor3d)
-    what stays (features, graph ..)   `memory` in FOLDER/memory.py, or beside the knobs
-    a server's                        minibatch/host_memory.py, layerwise/offload.py
+    features, graph, caches           `memory` in FOLDER/memory.py, or in the strategy's own file
+    a server's memory                 minibatch/on_batches.py, p3/slices.py, layerwise/offload.py
 
-This room imports vocabulary, cluster, gnn, graph, ownership and problem. A new family is one file
-here, one file in executor/strategies, and its class in FAMILIES; tests find it there. A package of
-somebody else's adds one by an entry point of the group gnnplan.strategies (docs/how-to/extend.md).
+This package imports vocabulary, cluster, gnn, graph, ownership and problem. A new family needs one
+file here, one file in executor/strategies, and its class in FAMILIES; tests read FAMILIES. Another
+package adds a family by an entry point of the group gnnplan.strategies (docs/how-to/extend.md).
 """
 
 from __future__ import annotations
@@ -63,36 +64,44 @@ FAMILIES: tuple[type[Strategy], ...] = (
     GSplit,
     P3,
 )
-ENTRY_POINTS = "gnnplan.strategies"  # of installed packages: a family's name = module:Class
+ENTRY_POINTS = "gnnplan.strategies"  # group of entry points, each: family name = module:Class
 
 
 @cache
 def families() -> tuple[type[Strategy], ...]:
-    """Ours, then those of installed packages by their names. Raises SpecError."""
+    """Return FAMILIES, then the families of installed packages in the order of their names.
+
+    Raises SpecError if a package's family cannot be loaded or breaks a rule.
+    """
     found = list(FAMILIES)
     for point in sorted(entry_points(group=ENTRY_POINTS), key=lambda point: point.name):
-        whose = f"the strategy {point.name} of the package {point.dist.name if point.dist else ''}"
+        subject = (
+            f"the strategy {point.name} of the package {point.dist.name if point.dist else ''}"
+        )
         try:
             family = point.load()
         except Exception as error:
             raise SpecError(
-                f"{whose} cannot be loaded ({type(error).__name__}: {error}); mend or uninstall it"
+                f"{subject} cannot be loaded ({type(error).__name__}: {error}); fix or uninstall it"
             ) from error
         if not (isinstance(family, type) and issubclass(family, Strategy)):
-            raise SpecError(f"{whose} is {point.value}, which is no class of a Strategy")
+            raise SpecError(f"{subject} is {point.value}, which is no class of a Strategy")
         if not all(isinstance(knob.type, str) for knob in fields(family)):
-            raise SpecError(f"{whose} needs 'from __future__ import annotations' in its file")
+            raise SpecError(f"{subject} needs 'from __future__ import annotations' in its file")
         if "executor" not in vars(family):  # else it would train as the class that it derives from
-            raise SpecError(f"{whose} names no executor of its own (Strategy.executor)")
-        taken = {name for other in found for name in [other.family, *other.names]}
-        if twice := taken & {family.family, *family.names}:
-            raise SpecError(f"{whose} has a name that is taken: {', '.join(sorted(twice))}")
+            raise SpecError(f"{subject} names no executor of its own (Strategy.executor)")
+        used_names = {name for other in found for name in [other.family, *other.names]}
+        if duplicates := used_names & {family.family, *family.names}:
+            raise SpecError(f"{subject} has a name that is taken: {', '.join(sorted(duplicates))}")
         found.append(family)
     return tuple(found)
 
 
 def names() -> dict[str, tuple[type[Strategy], dict[str, object]]]:
-    """Published name -> its family, and the knobs that the name sets. Raises SpecError."""
+    """Return a dict: published name -> its family, and the knobs that the name sets.
+
+    Raises SpecError as `families` does.
+    """
     return _names(families())
 
 
@@ -106,11 +115,11 @@ def _names(
     }
 
 
-OWN_NAMES = _names(FAMILIES)  # to look for packages takes a rank's start a twentieth of a second
+OWN_NAMES = _names(FAMILIES)  # read first, because a search for packages takes 0.05 s per rank
 
 
 def named(name: str, knobs: dict[str, object]) -> Strategy:
-    """The strategy of a published name with these knobs, as plan.json writes them.
+    """Return the strategy with a published name and these knobs, written as in plan.json.
 
     Raises SpecError if the name or a knob is unknown, or a value has the wrong type.
     """
@@ -143,7 +152,7 @@ def named(name: str, knobs: dict[str, object]) -> Strategy:
 
 
 def _suits(value: object, annotation: str) -> bool:
-    """Whether a value fits a knob's annotation, such as 'int | None' or 'tuple[int, ...]'.
+    """Return whether a value fits a knob's annotation, such as 'int | None' or 'tuple[int, ...]'.
 
     >>> _suits(3, "float"), _suits(True, "int"), _suits(None, "int | None")
     (True, False, True)
@@ -159,9 +168,9 @@ def _suits(value: object, annotation: str) -> bool:
 
 
 def parse(text: str) -> Strategy:
-    """The strategy that a text such as 'gnnpipe(stages=4,chunks=16)' names. Raises SpecError.
+    """Return the strategy that a text such as 'gnnpipe(stages=4,chunks=16)' describes.
 
-    `parse(str(strategy)) == strategy` holds for every strategy.
+    `parse(str(strategy)) == strategy` holds for every strategy. Raises SpecError.
 
     >>> str(parse("pipegcn")), str(parse("gnnpipe(stages=4, chunks=16, period=23)"))
     ('pipegcn', 'gnnpipe(stages=4,chunks=16)')

@@ -1,15 +1,15 @@
-"""What every strategy answers: its variants, its memory, its seconds and its schedule.
+"""Base class of all strategies: variants, memory, seconds and schedule.
 
-A strategy is a frozen dataclass of knobs. It holds no state. Every question is asked together with
-a `Problem` (planner/problem/problem.py), which knows the graph, the model and the cluster.
+A strategy is a frozen dataclass of knobs and holds no state. Most methods take a `Problem`
+(planner/problem/problem.py), which describes the graph, the model and the cluster.
 
-    text -> parse -> settle -> check        which knobs, and whether they suit the problem
+    text -> parse -> settle -> check        choose the open knobs; check them against the problem
                         |
                         +-> memory          bytes per rank
-                        +-> program         what ranks do
+                        +-> program         the operations of all ranks
                              +-> predict    seconds and bytes of an epoch, in closed form
                              +-> schedule   every rank's tasks, for the simulator and the executor
-                             +-> traffic    who sends whom, for placing the ranks
+                             +-> traffic    bytes between each two ranks, to place the ranks
 """
 
 from __future__ import annotations
@@ -36,20 +36,20 @@ from gnnplan.planner.vocabulary.schedule import Schedule
 
 T = TypeVar("T")
 
-# uses that are not of what ranks train with: libraries, NCCL's buffers, and a server's data in the
-# memory of a rank on its processor
+# uses of memory that are no tensors of the training: libraries, NCCL's buffers, and the server's
+# graph data, which counts to a rank that runs on the server's processor
 BESIDE_TRAINING = ("runtime", "communicators", "host")
-# by mode, who trains with rounded rows (Strategy.rounds_rows)
+# mode -> the strategies that can train with rows in bfloat16 (Strategy.rounds_rows)
 ROUNDING = {
     "full": "graph_parallel, pipegcn, gnnpipe, granndis, bns, feature_parallel or offload",
     "mini": "data_parallel, gsplit, dnp or snp",
 }
-Bytes = int  # a knob that is a size: written as '2.5GB', or as a number of bytes
+Bytes = int  # type of a knob that is a size, written as '2.5GB' or as a number of bytes
 
 
 @dataclass(frozen=True)
 class Example:
-    """A variant that `gnnplan check` and the tests train: bytes, order, resume."""
+    """A variant that `gnnplan check` and the tests train, to check bytes, order and resume."""
 
     strategy: str
     ranks: int = 2
@@ -57,7 +57,7 @@ class Example:
 
 
 def settled(knob: T | None) -> T:
-    """A knob's value, once `Strategy.settle` has chosen what was left out."""
+    """Return the value of a knob that `Strategy.settle` has set."""
     assert knob is not None
     return knob
 
@@ -67,94 +67,95 @@ class Strategy(ABC):
     """A parallel training strategy: a frozen dataclass whose fields are its knobs."""
 
     family: ClassVar[str]
-    mode: ClassVar[str] = "full"  # what it trains on: the 'full' graph, or 'mini'-batches
-    # published names of variants, and the knobs that each sets
+    mode: ClassVar[str] = "full"  # 'full': trains on the full graph; 'mini': on mini-batches
+    # published name of a variant -> the knobs that the name sets
     names: ClassVar[Mapping[str, Mapping[str, object]]] = {}
-    rounds_rows: ClassVar[bool] = False  # whether its rows may be rounded; see ROUNDING
-    # the module that trains it; it has open_worker(rank, problem, strategy, first) -> Worker
+    rounds_rows: ClassVar[bool] = False  # whether it can train with rows in bfloat16 (ROUNDING)
+    # module that trains the strategy, by open_worker(rank, problem, strategy, first) -> Worker
     executor: ClassVar[str]
     examples: ClassVar[tuple[Example, ...]]  # variants that `gnnplan check` and tests train
-    # |closed form / simulation - 1| stays below this; each family says why they differ
+    # upper bound of |closed form / simulation - 1|; each family says why the two differ
     claim: ClassVar[float]
 
     @property
     def name(self) -> str:
-        """The most specific published name whose knobs this variant has."""
+        """The published name that sets most knobs, of the names whose knobs this variant has."""
         own = vars(self).items()
-        suiting = [name for name, knobs in self.names.items() if knobs.items() <= own]
-        return max(suiting, key=lambda name: len(self.names[name]), default=self.family)
+        matches = [name for name, knobs in self.names.items() if knobs.items() <= own]
+        return max(matches, key=lambda name: len(self.names[name]), default=self.family)
 
     @property
     def exact(self) -> bool:
-        """Whether the gradient is the one that a single process computes. Tests hold it to this."""
+        """Whether the gradient equals the gradient of a single process; tests compare the two."""
         return True
 
     @property
     def carries(self) -> str:
-        """What ranks carry from step to step besides weights and the optimizer's state.
+        """The state, in words, that ranks carry from step to step besides weights and optimizer.
 
-        '': nothing. A run that goes on with another plan leaves it behind, and makes it anew.
+        '' if there is none. A run that resumes with another plan drops the state and rebuilds it.
         """
         return ""
 
     @property
     def hands_over(self) -> bool:
-        """Whether another plan can go on from weights and the optimizer's state alone."""
+        """Whether a run with another plan can resume from weights and optimizer state alone."""
         return True
 
     @property
     def codec(self) -> Codec:
-        """How rows are written that cross in every step: as the knob `bits` says, if it has one."""
+        """The encoding of the rows that ranks send in every step, from the knob `bits`, if any."""
         return Codec(vars(self).get("bits"))
 
     def with_whole_rows(self) -> Self:
-        """The same, whose rows cross as they are."""
+        """Return the same strategy with rows sent unrounded."""
         return dataclasses.replace(self, **{"bits": None} if self.codec.packs else {})
 
     def approximates_as(self, other: Strategy) -> bool:
-        """Whether `other` is lossy in the same way; asked of lossy strategies.
+        """Return whether `other` is lossy in the same way as this lossy strategy.
 
-        If so, what is known of the other's convergence holds for this strategy too.
+        If it is, runs of `other` are evidence for the convergence of this strategy.
         """
         return False
 
     @classmethod
     @abstractmethod
     def candidates(cls, problem: Problem) -> Iterator[Strategy]:
-        """The variants that a search should evaluate for this problem."""
+        """Yield the variants that a search should evaluate for this problem."""
 
     @classmethod
     def absent(cls, problem: Problem) -> str:
-        """Why `candidates` is empty for this problem; '': the family is never a candidate."""
+        """Return why `candidates` is empty for this problem; '': it is empty for every problem."""
         return "no variant suits this problem"
 
     @classmethod
     def explain(cls, problem: Problem, fastest: Self | None) -> list[str]:
-        """Sentences that only this family can say about a problem: its paper's rule, with numbers.
+        """Return notes of this family about a problem: its paper's rule of thumb, with numbers.
 
-        `fastest` is its fastest variant on all GPUs; None if none fits or another was asked for.
+        fastest: the family's fastest variant on all GPUs; None if no variant fits, or if the user
+        asked for another strategy.
         """
         return []
 
     def settle(self, problem: Problem) -> Strategy:
-        """The same strategy with every open knob filled in."""
+        """Return the same strategy with a value for every knob that the user left open."""
         return self
 
     @property
     def replays(self) -> bool:
-        """Whether one rank launches a step at once (Problem.replays)."""
+        """Whether a single rank replays its step as one CUDA graph (Problem.replays)."""
         return False
 
     def with_less_memory(self) -> Strategy | None:
-        """A variant that needs less memory and computes more; None if there is none."""
+        """Return a variant that needs less memory and computes more, or None."""
         return None
 
     @abstractmethod
     def check(self, problem: Problem) -> None:
-        """Raises SpecError if the knobs do not suit the problem."""
+        """Raise SpecError if the knobs do not suit the problem."""
 
     def suits(self, problem: Problem) -> bool:
-        """Whether `check` has nothing to say."""
+        """Return whether `check` passes."""
         try:
             self.check(problem)
         except SpecError:
@@ -162,7 +163,7 @@ class Strategy(ABC):
         return True
 
     def check_mode(self, problem: Problem) -> None:
-        """Raises SpecError if the workload asks for another mode of training, or type of rows."""
+        """Raise SpecError if the strategy does not support the workload's mode or dtype."""
         if self.mode != problem.workload.mode:
             trains_on = {"mini": "mini-batches", "full": "the full graph"}[self.mode]
             raise SpecError(
@@ -178,7 +179,7 @@ class Strategy(ABC):
             )
 
     def check_vertices(self, problem: Problem) -> None:
-        """Raises SpecError if there are more ranks than vertices to own."""
+        """Raise SpecError if there are more ranks than vertices."""
         if problem.ranks > problem.stats.vertices:
             raise SpecError(
                 f"{self.family} needs a vertex per rank (vertices: {problem.stats.vertices}, ranks:"
@@ -186,55 +187,55 @@ class Strategy(ABC):
             )
 
     def steps(self, problem: Problem) -> int:
-        """Optimizer steps per epoch."""
+        """Return the number of optimizer steps per epoch."""
         return 1
 
     def drawn_steps(self, problem: Problem) -> int | None:
-        """How many steps of the schedule have exactly the edges that training will draw.
+        """Return for how many steps the schedule has exactly the edges that training will draw.
 
-        None where no step draws edges.
+        None if the strategy samples no edges.
         """
         return None
 
     @abstractmethod
     def preparation(self, problem: Problem) -> dict[str, float]:
-        """Seconds spent once before the first step, by what they are spent on."""
+        """Return the seconds spent once before the first step, by purpose."""
 
     @abstractmethod
     def memory(self, problem: Problem) -> Memory:
-        """Bytes per rank by use, at the fullest moment."""
+        """Return each rank's peak bytes, by use."""
 
     def fits(self, problem: Problem) -> bool:
-        """Whether the fullest rank's device holds what it has to."""
+        """Return whether the peak memory of every rank fits its device."""
         return self.most_memory(problem) <= problem.cluster.device.memory
 
     def most_memory(self, problem: Problem) -> float:
-        """Bytes on the fullest rank, at its fullest moment."""
+        """Return the peak memory of the rank that needs most [B]."""
         return sum(of_fullest(self.memory(problem)).values())
 
     def host_memory(self, problem: Problem) -> Memory:
-        """Bytes of graph data in each server's memory by use [servers]."""
+        """Return the bytes of graph data in each server's memory, by use [servers]."""
         return {}
 
     def more_spread(self, problem: Problem) -> Iterator[Self]:
-        """Variants with less graph data in a server's memory, those that spread least first."""
+        """Yield variants with less graph data in each server's memory, the fullest first."""
         return iter(())
 
     @abstractmethod
     def program(self, problem: Problem) -> Program:
-        """What ranks do, operation by operation; the next three are read from it, and `memory`."""
+        """Return the operations of all ranks, from which all other predictions are computed."""
 
     def built(self, problem: Problem) -> Program:
-        """`program(problem)`, built once for those that read it one after the other."""
+        """Return `program(problem)` from a cache that keeps the last program."""
         return problem.known.recent(
             "program", (self, problem), lambda: self.program(problem), most=1
         )
 
     def predict(self, problem: Problem) -> Prediction:
-        """One epoch in closed form.
+        """Return bytes and seconds of one epoch, in closed form.
 
-        Broadcasts over clusters: where the cluster's numbers are arrays [problems, 1], so are the
-        seconds.
+        Broadcasts over clusters: if the cluster's numbers are arrays [problems, 1], the seconds
+        are such arrays too.
         """
         problem = problem.launching(self.replays)
         return problem.known.recent(
@@ -242,31 +243,31 @@ class Strategy(ABC):
         )
 
     def schedule(self, problem: Problem, steps: int) -> Schedule:
-        """Every rank's tasks. The simulator plays them; the executor is held to them."""
+        """Return every rank's tasks. The simulator plays them; the executor must do the same."""
         problem = problem.launching(self.replays)
         return build_schedule(problem, self.program(problem), steps)
 
     def traffic(self, problem: Problem) -> list[Pairs]:
-        """Bytes that ranks send each other [ranks, ranks], from which their placement follows."""
+        """Return matrices of the bytes from rank to rank [ranks, ranks], to place the ranks."""
         return traffic(self.built(problem), problem.ranks)
 
     def tied(self, problem: Problem) -> tuple[int, ...]:
-        """The group of each rank [ranks], if groups must share a server or an island.
+        """Return each rank's group [ranks] if a group's ranks must share a server or an island.
 
-        Empty: every rank may sit anywhere.
+        Empty if every rank may sit on any GPU.
         """
         return ()
 
     def layout(self, problem: Problem) -> Layout | EstimatedLayout | None:
-        """Which rank owns and computes which rows; None: ranks own no vertices."""
+        """Return which rank owns and computes which rows, or None if ranks own no vertices."""
         return None
 
     def role(self, problem: Problem, rank: int) -> dict[str, int]:
-        """What a rank owns, for the plan."""
+        """Return what a rank owns, as the plan file writes it."""
         return {"part": rank}
 
     def placement(self, problem: Problem) -> list[dict[str, int]]:
-        """Where each rank sits and what it owns."""
+        """Return each rank's server and GPU, and what the rank owns."""
         gpus = problem.cluster.gpus_per_server
         return [
             {"rank": rank, "server": gpu // gpus, "gpu": gpu % gpus, **self.role(problem, rank)}
@@ -274,17 +275,17 @@ class Strategy(ABC):
         ]
 
     def knobs(self) -> dict[str, Any]:
-        """All knobs by name; sizes in bytes."""
+        """Return all knobs by name; sizes in bytes."""
         return dataclasses.asdict(self)
 
     def __str__(self) -> str:
-        """As --strategy takes it, without knobs at their defaults; `parse` gives back the same.
+        """Return the text that --strategy takes and `parse` reads, without knobs at their defaults.
 
-        Sizes of 1 MB or more are printed with a unit (`show_size`), long lists by what repeats
-        (`show_list`).
+        Sizes of 1 MB or more have a unit (`show_size`); long lists write repeated numbers as
+        '4x8' (`show_list`).
         """
         defaults = {f.name: f.default for f in dataclasses.fields(self)}
-        defaults |= self.names.get(self.name, {})  # the name says these already
+        defaults |= self.names.get(self.name, {})  # the name sets these knobs already
         types = {f.name: f.type for f in dataclasses.fields(self)}
         written = ",".join(
             f"{knob}={show_knob(value, str(types[knob]))!r}"

@@ -1,6 +1,6 @@
 """GNNPipe: layers in a pipeline, the graph in chunks.
 
-gnnpipe.py    the strategy: what it does (with the drawing) and a stage's operations; layers by cost
-pipeline.py   knobs; which rank has which layers, what it does with a chunk
-memory.py     bytes that a rank holds, of all chunks
+gnnpipe.py    the strategy, with a drawing; a stage's operations; division of layers by cost
+pipeline.py   knobs; layers of each stage; a rank's work on a chunk
+memory.py     memory of a rank, for all chunks
 """

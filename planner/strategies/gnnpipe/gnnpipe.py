@@ -1,8 +1,8 @@
 """GNNPipe: stages of consecutive layers form a pipeline, through which the graph passes in chunks.
 
-Every rank (or group of ranks) is a stage: it has some consecutive layers, of the whole graph. The
+Every rank, or group of ranks, is a stage: it has some consecutive layers, for the whole graph. The
 graph is cut into chunks, which pass all stages forward and then, in reverse order, backward. A row
-that a chunk reads from a chunk that comes later is historical: it is taken from an earlier epoch.
+that a chunk reads from a later chunk is historical: its values are from an earlier epoch.
 
     pipeline: 3 stages, 4 chunks, one step; f: forward of the stage's layers on a chunk, b: backward
     stage 0  |f0|f1|f2|f3|                    |b3|b2|b1|b0|update
@@ -15,16 +15,16 @@ that a chunk reads from a chunk that comes later is historical: it is taken from
     member 1  receive|xx|f l1|xx|f l2|send      receive|b l2|xx|b l1|xx|send
               after the last chunk: all-reduce in the group, update
 
-Fresh and historical rows: rows of chunks that this step has already processed, the own chunk
-included, are fresh; all others are historical. Because backward runs in reverse order, a fresh row
-has its whole gradient before that gradient is passed on.
+Fresh and historical rows: rows of the current chunk, and of chunks that this step has already
+processed, are fresh; all other rows are historical. Because backward runs in reverse order, the
+gradient of a fresh row is complete before it is pass_of to the previous layer.
 
-Hybrid: a member keeps copies of the rows of others that its own rows read. Such a row crosses once
-per layer, when its own chunk is processed; its gradient goes home when backward comes to that
-chunk. A remote row is thus fresh exactly when a local one would be, and the hybrid computes what
-the pipeline with the same chunks computes.
+Hybrid: a member keeps copies of the remote rows that its own rows read. A remote row is received
+once per layer, when the chunk of that row is processed; the row's gradient is sent to the owner
+when backward reaches that chunk. A remote row is thus fresh exactly when a local row would be, and
+the hybrid computes the same numbers as the pipeline with the same chunks.
 
-Three tricks, each with its knob:
+Three options, each with a knob:
 
     shuffle                 a new order of chunks in every epoch, the same on all stages
     historical_gradients    True: the previous epoch's gradients are added at historical rows;
@@ -34,26 +34,26 @@ Three tricks, each with its knob:
 
 Epoch 0 is an evaluation pass with the initial weights. Our choices where the paper is silent:
 
-    GCNII's encoder output is a hidden row like any other, so layer 1 may read it historically.
-    With shuffling, historical gradients follow what was read in the step before.
+    GCNII's encoder output is a hidden row like any other, so layer 1 may read historical ones.
+    With shuffling, historical gradients belong to the rows that the previous step read.
     There are 4 x stages chunks by default.
-    Stages get layers by cost, so that the slowest stage is as fast as possible.
+    Layers are divided by cost, so that the slowest stage is as fast as possible.
 
-Exact: the gradient of one process with one chunk and whole rows only; else historical rows, or
-packed rows that a stage hands on, approximate it.
+Exact only with one chunk and unquantized rows; otherwise historical rows, or quantized rows
+between stages, approximate the gradient.
 
 Bytes per epoch, for N vertices, rows of H numbers of b bytes, g ranks per stage and W weights of
 all stages:
 
-    2 (stages-1) N H b        chunks between stages; twice for GCNII, which hands initial rows on;
-                              a model whose layers' rows are summed hands the sum on; packed rows
-                              are smaller (planner/gnn/codec.py)
-    2 b sum_l H_{l-1} halo    hybrid: over layers whose input varies; halo: rows that other members
-                              of the group read, in whichever chunk (Sec. 3.2.3)
-    2 (g-1) W b               hybrid: all-reduces, each of a stage's weights in its group
+    2 (stages-1) N H b        chunks between stages; twice that for GCNII, which also sends initial
+                              rows; a model that sums its layers' rows also sends the sum; packed
+                              rows are smaller (planner/gnn/codec.py)
+    2 b sum_l H_{l-1} halo    hybrid: over layers whose input changes between steps; halo: rows that
+                              other members of the group read, in any chunk (Sec. 3.2.3)
+    2 (g-1) W b               hybrid: all-reduces of each stage's weights in its group
 
 Without groups no term has a factor L. Source: GNNPipe (arXiv 2308.10087), Alg. 1 and Sec. 3.2.
-(Counting as halo only neighbours inside the same chunk gives two thirds of the printed bytes.)
+(A halo of neighbours inside the same chunk only would give two thirds of the printed bytes.)
 
 docs/strategies/gnnpipe.md says which files to read next, in which order.
 """
@@ -83,13 +83,13 @@ from gnnplan.planner.strategies.program.program import (
 )
 from gnnplan.planner.vocabulary.schedule import Compute
 
-Way = Literal["f", "b"]
-SIGNS: dict[Way, Literal[1, -1]] = {"f": 1, "b": -1}  # chunks in order, or in reverse
+Direction = Literal["f", "b"]  # forward, backward
+SIGNS: dict[Direction, Literal[1, -1]] = {"f": 1, "b": -1}  # order of chunks and of stages
 
 
 @dataclass(frozen=True)
 class GNNPipe(Pipeline):
-    """A `Pipeline` with its operations and memory."""
+    """The strategy: a `Pipeline` with its operations and memory."""
 
     def settle(self, problem: Problem) -> GNNPipe:
         layers, stages = problem.workload.layers, self.stages
@@ -106,9 +106,9 @@ class GNNPipe(Pipeline):
         return chosen
 
     def program(self, problem: Problem) -> Program:
-        """The same for all placements and clusters, so it is made once for all of them."""
-        asked = self, problem.ranks, problem.model, problem.workload
-        cut = problem.graph, problem.stats, problem.method
+        """Return the program from a cache; it does not depend on the placement or the cluster."""
+        question = self, problem.ranks, problem.model, problem.workload
+        partition = problem.graph, problem.stats, problem.method
 
         def make() -> Program:
             chunks, seed, inputs = (
@@ -124,13 +124,13 @@ class GNNPipe(Pipeline):
                 chunks=lambda t: chunk_order(seed, t, chunks, self.shuffle),
             )
 
-        return problem.known.recent("pipeline", (*asked, *cut), make)
+        return problem.known.recent("pipeline", (*question, *partition), make)
 
     def memory(self, problem: Problem) -> Memory:
         return memory(self, problem)
 
     def preparation(self, problem: Problem) -> dict[str, float]:
-        """Seconds to cut the graph, and of epoch 0: a forward pass, stage after stage."""
+        """Return seconds to partition the graph, and of epoch 0: forward, stage after stage."""
         partitioning_s = (
             0.0
             if problem.graph is None
@@ -146,36 +146,36 @@ class GNNPipe(Pipeline):
 
 
 def _step(pipe: Pipeline, problem: Problem) -> Iterator[Op]:
-    """The operations of a step, stage by stage. Stages that are alike share their work.
+    """Yield the operations of a step, stage by stage. Equal pieces of stages share their work.
 
-    refresh history; every chunk forward; every chunk backward, the last one first; update
+    refresh history; every chunk forward; every chunk backward, the last chunk first; update
 
     A chunk:  receive -> [exchange ->] compute ... -> send      forward, from the stage before
               receive -> compute [-> exchange] ... -> send      backward, from the stage after
 
-    A codec may pack a chunk before it is sent, and unpack it once it is received.
+    If rows are quantized, they are packed before `send` and unpacked after `receive`.
     """
     g, b, facts = pipe.members(problem), problem.model.itemsize, pipe.facts(problem)
     last, kept = settled(pipe.stages) - 1, np.array(pipe.kept(problem), dtype=float)
     rows = facts.rows.astype(float).ravel()  # of each sub-chunk
-    works: dict[object, tuple[Compute, Compute]] = {}  # forward and backward, by kind of piece
+    works: dict[object, tuple[Compute, Compute]] = {}  # kind of piece -> forward and backward
 
-    def message(stage: int, way: Way) -> Op:
-        """A chunk's rows, or their gradients, to the same member of the next stage on this way."""
-        ranks, below = tuple(pipe.group(problem, stage)), stage - (way == "b")
+    def message(stage: int, direction: Direction) -> Op:
+        """Return the message of a chunk's rows, or of their gradients, to the next stage."""
+        ranks, below = tuple(pipe.group(problem, stage)), stage - (direction == "b")
         width = pipe.boundary(problem, below)
-        handed = Message(facts.rows * pipe.codec.row_bytes(width, b), SIGNS[way] * g)
-        return Op("pipeline", way, work=handed, ranks=ranks, chunks=SIGNS[way])
+        sent = Message(facts.rows * pipe.codec.row_bytes(width, b), SIGNS[direction] * g)
+        return Op("pipeline", direction, work=sent, ranks=ranks, chunks=SIGNS[direction])
 
-    def passed(stage: int, way: Way) -> Iterator[Op]:
-        """A stage's operations on every chunk, one way."""
-        sign, is_back = SIGNS[way], way == "b"
+    def pass_of(stage: int, direction: Direction) -> Iterator[Op]:
+        """Yield a stage's operations on every chunk in one direction."""
+        sign, is_back = SIGNS[direction], direction == "b"
         op = partial(Op, ranks=tuple(pipe.group(problem, stage)), chunks=sign)
         if 0 <= stage - sign <= last:
-            yield op("receive", way, work=Receipt(message(stage - sign, way)))
+            yield op("receive", direction, work=Receipt(message(stage - sign, direction)))
             width = pipe.boundary(problem, stage - (not is_back))
             for unpack in pipe.codec.unpack(rows, width, b, added=False):
-                yield op("unpack", way, work=unpack)
+                yield op("unpack", direction, work=unpack)
         for piece in pipe.pieces(problem, stage)[::sign]:
             if (kind := pipe.kind_of(problem, piece)) not in works:
                 works[kind] = pipe.work(problem, piece, facts)
@@ -183,19 +183,19 @@ def _step(pipe: Pipeline, problem: Problem) -> Iterator[Op]:
             ops = [op(name, layer=layer, work=works[kind][is_back])]
             if row_bytes := pipe.exchanged(problem, piece) * b:
                 sends = facts.sends.swapaxes(1, 2) if is_back else facts.sends
-                ops.insert(0, op("halo", way, piece[0], work=Exchange(sends, row_bytes)))
+                ops.insert(0, op("halo", direction, piece[0], work=Exchange(sends, row_bytes)))
             yield from ops[::sign]
         if 0 <= stage + sign <= last:
             width = pipe.boundary(problem, stage - is_back)
             for pack in pipe.codec.pack(rows, width, b, picked=False):
-                yield op("pack", way, work=pack)
-            yield message(stage, way)
+                yield op("pack", direction, work=pack)
+            yield message(stage, direction)
 
     for stage in range(last + 1):
         ranks, weights = tuple(pipe.group(problem, stage)), pipe.weights(problem, stage)
         yield Op("history", work=pipe.refresh_work(problem, stage, kept), ranks=ranks)
-        yield from passed(stage, "f")
-        yield from passed(stage, "b")
+        yield from pass_of(stage, "f")
+        yield from pass_of(stage, "b")
         if g > 1:
             size = weights * problem.model.weight_itemsize
             yield Op("all_reduce", work=AllReduce((size,)), ranks=ranks)
@@ -206,9 +206,9 @@ def _step(pipe: Pipeline, problem: Problem) -> Iterator[Op]:
 
 
 def layer_seconds(pipe: Pipeline, problem: Problem) -> list[float]:
-    """Seconds of each layer, forward and backward, on the mean sub-chunk, exchanges included.
+    """Return the seconds of each layer, forward and backward, on the mean sub-chunk.
 
-    They do not depend on the stage that a layer is in.
+    The seconds include exchanges, and do not depend on the layer's stage.
     """
     model, facts, cost = problem.model.aggregating_first, pipe.facts(problem), problem.cost
     group, sent = pipe.group(problem, 0), facts.sends.mean(0)
@@ -218,19 +218,19 @@ def layer_seconds(pipe: Pipeline, problem: Problem) -> list[float]:
         works = [work for piece in pieces for work in pipe.work(problem, piece, facts)]
         computing = sum(float(np.mean(cost.compute_s(work))) for work in works)
         width = pipe.exchanged(problem, (layer,)) * model.itemsize
-        ways = (sent, sent.T) if width and sent.any() else ()
-        exchanging = sum(float(cost.exchange(way * width, group).alone) for way in ways)
+        matrices = (sent, sent.T) if width and sent.any() else ()
+        exchanging = sum(float(cost.exchange(rows * width, group).alone) for rows in matrices)
         return computing * cost.cores.full_load_slowdown + exchanging
 
     kinds = [pipe.kind_of(problem, (layer,)) for layer in range(1, len(model.layers) + 1)]
-    known = {kind: seconds_of(kinds.index(kind) + 1) for kind in {*kinds}}
-    return [known[kind] for kind in kinds]
+    seconds_by_kind = {kind: seconds_of(kinds.index(kind) + 1) for kind in {*kinds}}
+    return [seconds_by_kind[kind] for kind in kinds]
 
 
 def balance(seconds: Sequence[float], stages: int) -> tuple[int, ...]:
-    """Layers per stage, at least one each, so that the slowest stage is as fast as possible.
+    """Return layers per stage, at least one each, with the fastest possible slowest stage.
 
-    Of several such divisions it takes the one nearest to equal shares.
+    Of several such divisions, the division nearest to equal shares is returned.
 
     >>> balance([1, 1, 1, 1, 1], 2), balance([4, 1, 1, 1, 1], 2)
     ((3, 2), (1, 4))
@@ -238,11 +238,11 @@ def balance(seconds: Sequence[float], stages: int) -> tuple[int, ...]:
     before, layers = np.concatenate([[0.0], np.cumsum(seconds)]), len(seconds)
 
     def latest_fill(limit: float) -> list[int]:
-        """Where each stage begins if all stages, from the last on, take up to `limit` seconds."""
-        out = [layers]
+        """Return each stage's first layer if stages, from the last on, fill `limit` seconds."""
+        starts = [layers]
         for stage in reversed(range(stages)):
-            out.append(max(int(np.searchsorted(before, before[out[-1]] - limit)), stage))
-        return out[::-1]
+            starts.append(max(int(np.searchsorted(before, before[starts[-1]] - limit)), stage))
+        return starts[::-1]
 
     # bisect the smallest limit with which the first stage begins at layer 0
     low, high = max(seconds) * (1 - 1e-9), float(before[-1]) * (1 + 1e-9)

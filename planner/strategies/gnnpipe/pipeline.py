@@ -1,4 +1,4 @@
-"""A pipeline's knobs and structure: which rank has which layers, and what it does with a chunk.
+"""Knobs and structure of a pipeline: each rank's layers, and its work on a chunk.
 
     rank = stage * g + member      g ranks form a stage; member i owns sub-chunk i of every chunk
     piece                          layers that a stage does on a chunk without an exchange between
@@ -27,14 +27,14 @@ from gnnplan.planner.vocabulary.numbers import Number
 from gnnplan.planner.vocabulary.outer import Pairs
 from gnnplan.planner.vocabulary.schedule import Compute
 
-LOSSY = ("shuffle", "historical_gradients", "period", "bits")  # knobs
+LOSSY = ("shuffle", "historical_gradients", "period", "bits")  # knobs that change the gradient
 MOST_CHUNKS = 100_000
-# of a candidate, chunks times pairs of a stage's members: more would take too long to predict
+# limit of chunks times pairs of a stage's members; a candidate with more is slow to predict
 MOST_PAIRS = 2**20
 
 
 def chunk_order(seed: int, step: int, chunks: int, shuffle: bool) -> list[int]:
-    """The order in which all stages process the chunks in a step."""
+    """Return the order in which all stages process the chunks in a step."""
     return (
         np.random.default_rng([seed, step]).permutation(chunks).tolist()
         if shuffle
@@ -44,17 +44,17 @@ def chunk_order(seed: int, step: int, chunks: int, shuffle: bool) -> list[int]:
 
 @dataclass(frozen=True)
 class Pipeline(Strategy):
-    """The knobs of GNNPipe, and who does what.
+    """The knobs of GNNPipe, and the work of each stage.
 
-    stages: ranks / stages ranks form one; None: as many stages as layers allow.
-    chunks: None: 4 x stages.
-    shuffle: a new order of chunks in every epoch.
+    stages: number of stages, each of ranks / stages ranks; None: as many as the layers allow.
+    chunks: number of chunks; None: 4 x stages.
+    shuffle: draw a new order of chunks in every epoch.
     historical_gradients: add the previous epoch's gradients at historical rows.
     period: epochs between updates of the history (the paper's alpha); 1: every epoch.
-    layers_per_stage: None: by cost.
-    checkpoint: keep a layer's inputs and gathered rows only, and compute the rest again in the
+    layers_per_stage: number of layers of each stage; None: divided by cost.
+    checkpoint: keep a layer's inputs and gathered rows only, and recompute the rest in the
         backward pass; aggregation is not repeated.
-    bits: of a number that a stage hands on, 8, 4 or 2; None: rows are handed on as they are.
+    bits: 8, 4 or 2 bits per number of a row sent to the next stage; None: rows are not quantized.
     """
 
     stages: int | None = None
@@ -75,7 +75,7 @@ class Pipeline(Strategy):
         Example("gnnpipe(stages=2,chunks=3,bits=4)"),
     )
     # pipelines: 0.05; hybrids inside servers: 0.30, because members with few rows drift apart
-    # between exchanges; hybrids over servers share NICs besides
+    # between exchanges; groups of hybrids that span servers also contend for NICs
     claim: ClassVar[float] = 0.35
 
     @property
@@ -165,13 +165,13 @@ class Pipeline(Strategy):
             )
         if problem.model.norm == "batch":
             raise SpecError(
-                "gnnpipe: a chunk does not know the others' rows, so batch norm has no moments of"
-                " all vertices; use norm=layer, or graph_parallel"
+                "gnnpipe: a chunk does not have the rows of other chunks, so batch norm has no"
+                " moments of all vertices; use norm=layer, or graph_parallel"
             )
         if self.historical_gradients and not problem.model.prepares_linearly:
             raise SpecError(
-                "gnnpipe: historical_gradients would pass through a norm or ReLU at rows that are"
-                " gone; use historical_gradients=False, or a model without norm"
+                "gnnpipe: historical_gradients would pass through a norm or ReLU at rows that no"
+                " longer exist; use historical_gradients=False, or a model without norm"
             )
         if self.period < 1:
             raise SpecError(
@@ -179,19 +179,19 @@ class Pipeline(Strategy):
                 f" {self.period}; use 1 or the paper's 23"
             )
 
-    # -- who does what -------------------------------------------------------------------------
+    # -- stages and pieces ---------------------------------------------------------------------
 
     def members(self, problem: Problem) -> int:
-        """g, the number of ranks of a stage."""
+        """Return g, the number of ranks of a stage."""
         return problem.ranks // settled(self.stages)
 
     def group(self, problem: Problem, stage: int) -> range:
-        """The ranks of a stage."""
+        """Return the ranks of a stage."""
         g = self.members(problem)
         return range(stage * g, stage * g + g)
 
     def groups(self, problem: Problem) -> list[range]:
-        """Ranks that meet in a communicator: those of a stage, and two that hand on chunks."""
+        """Return the ranks of each communicator: a stage, or sender and receiver of chunks."""
         g = self.members(problem)
         pairs = [range(rank, rank + g + 1, g) for rank in range(problem.ranks - g)]
         return [self.group(problem, stage) for stage in range(settled(self.stages))] + pairs
@@ -200,22 +200,22 @@ class Pipeline(Strategy):
         return problem.chunks(settled(self.chunks), self.members(problem))
 
     def shape(self, problem: Problem) -> tuple[Model, list[range]]:
-        """The model, and each stage's layers (1-based).
+        """Return the model, and each stage's layers (1-based).
 
-        A layer that can aggregates before it multiplies: a row that several chunks read is then
-        multiplied once.
+        Layers aggregate before they multiply wherever the model allows, so that a row that several
+        chunks read is multiplied once.
         """
         ends = accumulate([1, *settled(self.layers_per_stage)])
         return problem.model.aggregating_first, [range(a, b) for a, b in pairwise(ends)]
 
     def pieces(self, problem: Problem, stage: int) -> list[tuple[int, ...]]:
-        """Layers that a stage does on a chunk without an exchange between them; 0: the encoder."""
+        """Return a stage's pieces: tuples of layers without an exchange inside; 0: the encoder."""
         model, stages = self.shape(problem)
         layers = ((0,) if model.encoder and stage == 0 else ()) + tuple(stages[stage])
         return [layers] if self.members(problem) == 1 else [(layer,) for layer in layers]
 
     def exchanged(self, problem: Problem, piece: tuple[int, ...]) -> int:
-        """Numbers per row that members exchange before the piece (backward: after it); 0: none."""
+        """Return the width of rows exchanged before a piece (backward: after it), or 0."""
         model = problem.model.aggregating_first
         if self.members(problem) == 1 or piece[0] <= model.first_varying:
             return 0
@@ -224,7 +224,7 @@ class Pipeline(Strategy):
     # -- work and bytes ------------------------------------------------------------------------
 
     def kind_of(self, problem: Problem, piece: tuple[int, ...]) -> object:
-        """Equal for pieces with equal work."""
+        """Return a key that is equal for pieces with equal work."""
         model = problem.model.aggregating_first
         return (
             piece[0] in (0, 1),
@@ -236,41 +236,41 @@ class Pipeline(Strategy):
     def work(
         self, problem: Problem, piece: tuple[int, ...], facts: ChunkFacts
     ) -> tuple[Compute, Compute]:
-        """Forward and backward work of a piece; arrays over sub-chunks [chunks * g]."""
+        """Return forward and backward work of a piece; arrays over sub-chunks [chunks * g]."""
         rows, model = _floats(facts.rows), problem.model.aggregating_first
         parts = [self._packing(problem, piece, facts)]
         parts += [model.encode(rows)] if 0 in piece else []
         parts += [self._layer_work(problem, layer, facts) for layer in piece if layer]
         parts += [model.finish(rows)] if len(model.layers) in piece else []
-        # of each sub-chunk, where a piece computes nothing
+        # gives the sums the shape [chunks * g] even if no part computes anything
         parts += [(Compute(flops=0.0 * rows),) * 2]
-        forward, backward = (reduce(add, of_way) for of_way in zip(*parts, strict=True))
+        forward, backward = (reduce(add, works) for works in zip(*parts, strict=True))
         return forward, backward
 
     def _packing(
         self, problem: Problem, piece: tuple[int, ...], facts: ChunkFacts
     ) -> tuple[Compute, Compute]:
-        """Work around a piece's exchange, if it has one.
+        """Return forward and backward work around a piece's exchange, if it has an exchange.
 
-        Forward: rows are packed, put next to the rows of others, and prepared. Backward: their
-        gradients go the same way back.
+        Forward: rows to send are gathered, received rows are placed behind own rows, and all are
+        prepared. Backward does the reverse with the gradients.
         """
         model, width = problem.model.aggregating_first, self.exchanged(problem, piece)
         b = model.itemsize
         if not width:
             return Compute(itemsize=b), Compute(itemsize=b)
         rows = _floats(facts.rows)
-        given, taken = _floats(facts.sends.sum(2)), _floats(facts.sends.sum(1))
-        dropped = taken if model.dropout and model.layers[piece[0] - 1].drops else 0.0
+        sent, received = _floats(facts.sends.sum(2)), _floats(facts.sends.sum(1))
+        dropped = received if model.dropout and model.layers[piece[0] - 1].drops else 0.0
         return (
             Compute(
-                elementwise_bytes=(2.0 * given + 2 * rows + 4 * taken) * width * b,
+                elementwise_bytes=(2.0 * sent + 2 * rows + 4 * received) * width * b,
                 launches=4,
                 itemsize=b,
                 hash_ops=dropped * width,
             ),
             Compute(
-                elementwise_bytes=(3.0 * given + 2 * rows + 4 * taken + model.masked * dropped)
+                elementwise_bytes=(3.0 * sent + 2 * rows + 4 * received + model.masked * dropped)
                 * width
                 * b,
                 launches=4,
@@ -281,7 +281,7 @@ class Pipeline(Strategy):
     def _layer_work(
         self, problem: Problem, layer: int, facts: ChunkFacts
     ) -> tuple[Compute, Compute]:
-        """Forward and backward work of one layer."""
+        """Return forward and backward work of one layer."""
         rows, edges, sources = _floats(facts.rows), _floats(facts.edges), _floats(facts.sources)
         model = problem.model.aggregating_first
         b, spec, width = model.itemsize, model.layers[layer - 1], model.input_width(layer)
@@ -290,11 +290,13 @@ class Pipeline(Strategy):
         forward = model.forward(layer, rows, projected, edges, read=sources)
         backward = model.backward(layer, rows, projected, edges, read=sources)
         if self.checkpoint and varies and layer < len(model.layers):
-            again = forward
+            recomputed = forward
             keeps_gathered = spec.gathers_linearly and not spec.projects_first
-            backward = backward + (replace(again, gathers=()) if keeps_gathered else again)
+            backward = backward + (
+                replace(recomputed, gathers=()) if keeps_gathered else recomputed
+            )
         if not (model.aggregate_cached(layer) or model.rows(layer).multiplied_first):
-            # the rows that are read are picked out of all rows that the member keeps
+            # gather the rows that the chunk reads from all rows that the member keeps
             forward = forward + Compute(
                 random_rows=((sources, width),),
                 elementwise_bytes=sources * width * b,
@@ -302,7 +304,7 @@ class Pipeline(Strategy):
                 itemsize=b,
             )
         if varies:
-            # their gradients are added there, to scattered rows
+            # scatter-add the gradients of the rows read to the rows that the member keeps
             scattered = sources - rows
             backward = backward + Compute(
                 random_rows=((2.0 * scattered, width),),
@@ -313,21 +315,21 @@ class Pipeline(Strategy):
         return forward, backward
 
     def boundary(self, problem: Problem, stage: int) -> int:
-        """Numbers per row that `stage` hands to the next stage."""
+        """Return the width of the rows that `stage` sends to the next stage."""
         model, stages = self.shape(problem)
         return model.input_width(stages[stage + 1].start) + model.carried
 
     def refresh_work(self, problem: Problem, stage: int, rows: Number) -> Compute:
-        """Work at the start of a step: historical rows are laid out for every layer of the stage.
+        """Return the work at the start of a step, which prepares historical rows for each layer.
 
-        `rows`: those that a member keeps, its own and those of others that it reads.
+        rows: the rows that a member keeps, own rows and the remote rows that it reads.
         """
         model, stages = self.shape(problem)
         varying = [
             model.layers[layer - 1] for layer in stages[stage] if layer > model.first_varying
         ]
         dropped = [spec.h_in for spec in varying if model.dropout and spec.drops]
-        # rows that are only multiplied are dropped by each chunk instead
+        # dropout of features; if layer 1 only multiplies them, each chunk does it instead
         if (
             model.dropout
             and model.layers[0].drops
@@ -343,12 +345,12 @@ class Pipeline(Strategy):
         )
 
     def weights(self, problem: Problem, stage: int) -> int:
-        """Numbers in the parameters of a stage."""
+        """Return the number of parameters of a stage."""
         model, stages = self.shape(problem)
         return model.weights_of(stages[stage])
 
     def inputs_sent(self, problem: Problem) -> Pairs:
-        """Bytes of constant inputs that the first stage's members send each other [g, g]."""
+        """Return the bytes of constant inputs that the first stage's members exchange [g, g]."""
         read: Pairs = self.facts(problem).sends.sum(0)
         if problem.model.first_varying == 0 or not read.any():
             nothing: Pairs = 0 * read
@@ -363,7 +365,7 @@ class Pipeline(Strategy):
         return np.stack(received, 1)
 
     def kept(self, problem: Problem) -> list[int]:
-        """Rows that each member keeps: its own and those of others that it reads."""
+        """Return the number of rows that each member keeps: own rows, and remote rows it reads."""
         facts = self.facts(problem)
         rows: list[int] = (facts.rows.sum(0) + facts.sends.sum(1).sum(0)).tolist()
         return rows
@@ -373,12 +375,12 @@ class Pipeline(Strategy):
 
 
 def _floats(counts: np.ndarray) -> np.ndarray:
-    """[chunks, g] -> floats [chunks * g]."""
+    """Return counts [chunks, g] as floats [chunks * g]."""
     return counts.astype(float).ravel()
 
 
 def _tied_across(problem: Problem, per_stage: Sequence[int]) -> tuple[int, int] | None:
-    """Two layers of a user's module that have parameters in common, and lie in several stages."""
+    """Return two layers of a user's module that share parameters but not a stage, or None."""
     module = problem.workload.module
     stages = [stage for stage, layers in enumerate(per_stage) for _ in range(layers)]
     for number, layer in enumerate(module.layers if module else (), 1):

@@ -155,7 +155,9 @@ def step(
         """The all-reduces that begin after a layer's backward pass (0: the encoder's)."""
         for layers, weights, _ in complete.get(after, ()):
             size = weights * model.weight_itemsize
-            yield Op("all_reduce", layer=layers.start, work=AllReduce((size,)), beside=True)
+            yield Op(
+                "all_reduce", layer=layers.start, work=AllReduce((size,)), overlaps_backward=True
+            )
 
     def reduced(after: int) -> float:
         """Bytes that a rank sends in them."""

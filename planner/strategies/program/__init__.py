@@ -1,17 +1,17 @@
-"""What ranks do, written once: a strategy's program, and all that is read from it.
+"""Programs: the operations of all ranks, and the predictions computed from them.
 
     Strategy.program(problem) -> Program -> account.py    bytes, and seconds without contention
                                          -> schedule.py   every rank's tasks
-                                         -> traffic()     who sends whom, for placing the ranks
-                                         -> memory.py     bytes held at each rank's fullest moment
+                                         -> traffic()     bytes from rank to rank, to place ranks
+                                         -> memory.py     each rank's peak memory
 
-    program.py    Op, one operation of ranks; Held, its memory; Program, the steps of an epoch
-    order.py      the order of operations, and what each waits for
-    price.py      what one operation takes, in seconds and bytes
+    program.py    Op, one operation of the ranks; Held, its memory; Program, the steps of an epoch
+    order.py      the order of operations, and the dependencies of each
+    price.py      seconds and bytes of one operation
     path.py       seconds without contention: the longest path over lanes and ranks
-    memory.py     the fullest moment of operations, and what is there beside them
-    account.py    what is predicted: the path, ports and cores that are shared, and bytes
+    memory.py     peak memory: operations in their order, weights, libraries
+    account.py    the prediction: the longest path, shared ports and cores, and bytes
 
-All readers go through the same operations, so bytes, seconds, tasks and memory agree. This room
-knows no strategy.
+All of these files read the same operations, so bytes, seconds, tasks and memory agree. No file
+here depends on a particular strategy.
 """

@@ -1,14 +1,13 @@
-"""What is predicted of an epoch: bytes, and seconds, from the operations of its steps.
+"""Predictions of an epoch's bytes and seconds, from the operations of its steps.
 
-    epoch    the longest path over all lanes and ranks (path.py), and where operations overlap no
-             less than its busiest port is busy
-    compute  of the busiest rank
-    waiting  for slower ranks, or for chunks: what the epoch would take more than that if nothing
-             but computation took time
-    comm     the rest: transfers, loads and sampling that nothing hides
+    epoch    the longest path over all lanes and ranks (path.py); where operations overlap, at
+             least the seconds for which the busiest port is busy
+    compute  computation of the busiest rank
+    waiting  for slower ranks, or for chunks: the epoch if only computation took time, minus
+             `compute`
+    comm     the rest: transfers, loads and sampling that do not overlap with computation
 
-An operation is priced once (price.py), however often it occurs: layers and batches that are alike
-share their work.
+Equal operations, such as those of equal layers or batches, are priced once (price.py).
 """
 
 from __future__ import annotations
@@ -40,35 +39,35 @@ from gnnplan.planner.vocabulary.units import show_percent
 
 @dataclass(frozen=True)
 class Prediction:
-    """One epoch in steady state, without contention between operations that overlap.
+    """Bytes and seconds of one epoch in steady state, in closed form.
 
     Bytes are sums over all ranks; each byte is counted once, where it is sent. Seconds are arrays
-    [problems, 1] where the cluster's numbers are. Where epochs differ it is their mean, in whole
-    bytes, and has each of a period.
+    [problems, 1] if the cluster's numbers are. If epochs differ, the numbers are means over a
+    period, with bytes rounded, and `of_period` has the prediction of each epoch.
     """
 
     epoch_s: Number
     compute_s: Number  # of the busiest rank
-    comm_s: Number  # exposed: not hidden behind computation
-    bubble_s: Number  # waiting for slower ranks, or for chunks (account.py)
+    comm_s: Number  # exposed: not overlapped with computation
+    bubble_s: Number  # waiting for slower ranks, or for chunks
     bytes: dict[str, int]  # by operation
     bytes_by_link: dict[str, int]  # by intra_node, inter_node, island
-    setup_bytes: int
+    setup_bytes: int  # sent once, before the first epoch
     # operation kind -> seconds of its slowest rank
     by_op: dict[str, Number] = field(default_factory=dict)
-    of_period: tuple[Prediction, ...] = ()  # its epochs, if they differ
+    of_period: tuple[Prediction, ...] = ()  # one per epoch of a period, if epochs differ
 
     @property
     def period(self) -> int:
-        """Epochs after which they repeat."""
+        """The number of epochs after which epochs repeat."""
         return max(len(self.of_period), 1)
 
     def at(self, epoch: int) -> Prediction:
-        """That of an epoch, counted from 0."""
+        """Return the prediction of an epoch, counted from 0."""
         return self.of_period[epoch % self.period] if self.of_period else self
 
     def over(self, epochs: range) -> Prediction:
-        """The mean of some epochs: of no more than a period."""
+        """Return the mean of some epochs, of which at most the first period is read."""
         return mean([self.at(epoch) for epoch in epochs[: self.period]])
 
     @property
@@ -77,7 +76,7 @@ class Prediction:
 
     @property
     def bottleneck(self) -> str:
-        """The largest share of the epoch, in words."""
+        """The largest of computation, communication and waiting, with its share of the epoch."""
         shares = {
             "computation": self.compute_s,
             "communication": self.comm_s,
@@ -89,24 +88,24 @@ class Prediction:
 
 
 def predict(problem: Problem, program: Program) -> Prediction:
-    """One epoch: the mean of its known steps, times the steps that it has; each of a period."""
+    """Return the prediction of an epoch, which assumes that unknown steps are like known ones."""
     known = list(program.known())
     starts = range(0, len(known), len(known) // program.period)
     return mean([_epoch(problem, program, known[at : at + starts.step]) for at in starts])
 
 
 def _epoch(problem: Problem, program: Program, known: Sequence[Hashable]) -> Prediction:
-    """The epoch of these known steps."""
+    """Return the prediction of an epoch whose known steps are these."""
     steps = _Account(problem, program, known)
     epoch, prices = steps.epoch_s()
     computes = [isinstance(op.work, Compute) for op in steps.ops]
-    computing_s = steps.path.seconds(
+    without_transfers_s = steps.path.seconds(
         problem.cost.cores,
         [price if own else price.times(0.0) for price, own in zip(prices, computes, strict=True)],
     )
     compute_s = np.minimum(steps.slowest_s(prices, computes), epoch)
     rest = epoch - compute_s
-    waiting = np.minimum(np.maximum(computing_s - compute_s, 0.0), rest)
+    waiting = np.minimum(np.maximum(without_transfers_s - compute_s, 0.0), rest)
     p = Prediction(
         epoch,
         compute_s,
@@ -120,7 +119,7 @@ def _epoch(problem: Problem, program: Program, known: Sequence[Hashable]) -> Pre
 
 
 def mean(epochs: Sequence[Prediction]) -> Prediction:
-    """The mean of the epochs of a period; of one, itself."""
+    """Return the mean of the epochs of a period; a single epoch is returned unchanged."""
     if len(epochs) == 1:
         return epochs[0]
     sent = [{op: nbytes for op, nbytes in each.bytes.items() if nbytes} for each in epochs]
@@ -129,7 +128,7 @@ def mean(epochs: Sequence[Prediction]) -> Prediction:
 
 
 def _in_all(epochs: Sequence[Prediction], times: int, of: int) -> Prediction:
-    """`times / of` as much as these epochs take together, in whole bytes."""
+    """Return `times / of` times the sum of these epochs, with bytes rounded."""
     sums = dict[str, Any]()
     for name in ("epoch_s", "compute_s", "comm_s", "bubble_s"):
         sums[name] = sum(getattr(each, name) for each in epochs) * times / of
@@ -145,13 +144,15 @@ def _in_all(epochs: Sequence[Prediction], times: int, of: int) -> Prediction:
 
 
 class _Account:
-    """Steps of a program: their kinds of operations by number, how often each occurs, and what it
-    takes alone."""
+    """The kinds of operations of some steps, the count of each, and its price without contention.
+
+    `ops` has one operation of each kind; a kind's number is its place there.
+    """
 
     def __init__(self, problem: Problem, program: Program, known: Sequence[Hashable]) -> None:
         self.cost, self.ops, numbers = problem.cost, list[Op](), dict[Kind, int]()
         self.times = Counter[int]()
-        self.reported = Counter[tuple[Group, Label, int]]()
+        self.reported = Counter[tuple[Group, Label, int]]()  # (ranks, label, kind's number)
         for name, times in Counter(known).items():
             for op in program.ops(name):
                 number = numbers.setdefault(op.kind, len(self.ops))
@@ -161,11 +162,11 @@ class _Account:
                 self.reported[*_reported(op), number] += times
         self.path, self.overlap = path_of(program, known, numbers), program.overlaps
         self.in_stages = any(op.ranks for op in self.ops)
-        unlike = None if self.in_stages else unlike_ranks(problem, self.ops)
-        self.alone = [price_of(problem, op, unlike) for op in self.ops]
+        representatives = None if self.in_stages else unlike_ranks(problem, self.ops)
+        self.alone = [price_of(problem, op, representatives) for op in self.ops]
 
     def epoch_s(self) -> tuple[Number, Prices]:
-        """Seconds of an epoch, and what operations take while others are under way."""
+        """Return the seconds of an epoch, and the prices of operations with contention."""
         alone_s = self.path.seconds(self.cost.cores, self.alone)
         if not (self.in_stages or self.overlap):
             return alone_s, self.alone
@@ -176,33 +177,37 @@ class _Account:
         least = np.maximum(alone_s, busiest(ports))
         computes = [isinstance(op.work, Compute) for op in self.ops]
         if any(op.ahead for op, own in zip(self.ops, computes, strict=True) if own):
-            least = np.maximum(least, self.slowest_s(self.alone, computes))  # on one device
-        meet = any(isinstance(op.work, Exchange) for op in self.ops)
-        if not (self.in_stages and (meet or cores)):  # stages do not hold each other up
+            # the GPU samples on another lane, but does one operation at a time
+            least = np.maximum(least, self.slowest_s(self.alone, computes))
+        exchanges = any(isinstance(op.work, Exchange) for op in self.ops)
+        if not (self.in_stages and (exchanges or cores)):  # stages do not slow each other down
             return least, self.alone
         prices = self._contended(alone_s)
         epoch = self.path.seconds(self.cost.cores, prices)
-        if cores:  # they are idle only while someone waits for a transfer
+        if cores:  # a core is idle only while its ranks wait for transfers
             moved_s = self.slowest_s(prices, [op.moves for op in self.ops])
             epoch = np.minimum(epoch, busiest(cores) + moved_s)
         return np.maximum(epoch, least), prices
 
     def slowest_s(self, prices: Prices, which: Sequence[bool]) -> Number:
-        """Seconds of some kinds of operations on the rank that does them longest."""
+        """Return the seconds of some kinds of operations on the slowest rank.
+
+        which: for each kind, whether it counts.
+        """
         sums = self._by_group(prices, which)
         return largest(self._done_s(group, seconds) for group, seconds in sums.items())
 
     def by_operation(self, prices: Prices) -> dict[str, Number]:
-        """Seconds of each operation on the rank that does it longest; of messages both ways."""
+        """Return the seconds of each operation on the slowest rank; a message's, both ends'."""
         sums = defaultdict[str, dict[Group, Number]](dict)
         for (group, label, number), times in self.reported.items():
-            price, of = prices[number], sums[label.kind]
+            price, by_group = prices[number], sums[label.kind]
             each = price.seconds if price.is_transfer else self._done_s(group, price.seconds)
-            of[group] = of.get(group, 0.0) + each * times
-        return {kind: largest(of.values()) for kind, of in sums.items()}
+            by_group[group] = by_group.get(group, 0.0) + each * times
+        return {kind: largest(by_group.values()) for kind, by_group in sums.items()}
 
     def _by_group(self, prices: Prices, which: Sequence[bool]) -> dict[Group, Number]:
-        """Seconds of some kinds of operations."""
+        """Return the seconds of some kinds of operations on each group of ranks [.., ranks]."""
         sums = dict[Group, Number]()
         for (group, _, number), times in self.reported.items():
             if which[number]:
@@ -210,11 +215,11 @@ class _Account:
         return sums
 
     def _done_s(self, group: Group, seconds: Number) -> Number:
-        """When the slowest rank has done what takes each so long [.., ranks] [s]."""
+        """Return when the slowest rank ends, if ranks compute so long [.., ranks] [s]."""
         return slowest(seconds) if group else self.cost.cores.all_done_s(seconds)
 
     def _busy_cores(self) -> dict[str, np.ndarray]:
-        """How long shared cores are busy with what ranks do themselves [s]."""
+        """Return how long shared cores are busy with work other than transfers [s]."""
         if not self.cost.cores.count:
             return {}
         own = self._by_group(self.alone, [not op.moves for op in self.ops])
@@ -223,33 +228,35 @@ class _Account:
         )
 
     def _contended(self, epoch: Number) -> Prices:
-        """What operations take where stages hold each other up.
+        """Return the prices of operations where stages slow each other down.
 
-        Ranks that share cores are taken to compute all at once. A stage's exchanges take longer
-        because others use its ports: for a share of the epoch, and leave half of the bandwidth
-        then. Cores are no such port: computation takes most of them.
+        Assumptions: ranks that share cores all compute at the same time. Other stages use the
+        ports of a stage's exchanges for a share of the epoch, and leave half of the bandwidth then.
+        Cores are not among these ports, because computation takes most of them.
         """
-        of_stage, of_all = defaultdict[Group, dict[str, np.ndarray]](dict), dict[str, np.ndarray]()
+        by_stage, in_all = defaultdict[Group, dict[str, np.ndarray]](dict), dict[str, np.ndarray]()
         for number, op in enumerate(self.ops):
             if isinstance(op.work, Exchange):
                 busy = dict(self.alone[number].transfer.ports)
                 busy.pop("cores", None)
-                add(of_stage[op.ranks], busy, self.times[number])
-                add(of_all, busy, self.times[number])
+                add(by_stage[op.ranks], busy, self.times[number])
+                add(in_all, busy, self.times[number])
 
-        def longer(op: Op) -> Number:
+        def slowdown(op: Op) -> Number:
             if not isinstance(op.work, Exchange):
                 return 1.0 if op.moves else self.cost.cores.full_load_slowdown
-            ports = of_stage[op.ranks]
-            shared = {kind: busy * (of_all[kind] - busy) for kind, busy in ports.items()}
+            ports = by_stage[op.ranks]
+            shared = {kind: busy * (in_all[kind] - busy) for kind, busy in ports.items()}
             return 1.0 + busiest(shared) / np.maximum(busiest(ports) * epoch, 1e-30)
 
-        return [price.times(longer(op)) for op, price in zip(self.ops, self.alone, strict=True)]
+        return [price.times(slowdown(op)) for op, price in zip(self.ops, self.alone, strict=True)]
 
 
 def _reported(op: Op) -> tuple[Group, Label]:
-    """Whose seconds are added up, by what name: messages of both ways are those of the lower ranks,
-    and chunks' layers are not apart."""
+    """Return the ranks and the label under which an operation's seconds are reported.
+
+    Messages of both directions count to the lower ranks. Layers of chunks are one.
+    """
     if isinstance(op.work, Message):
         return tuple(rank + min(op.work.distance, 0) for rank in op.ranks), Label(op.op, 0)
     peer = op.work.distance if isinstance(op.work, Receipt) else None

@@ -1,8 +1,8 @@
-"""Bytes that a rank holds: what stays, and what a step's operations add at its fullest moment.
+"""Peak memory of each rank: constant data, plus the peak of a step's operations.
 
-Each operation of a program says what it holds (`Op.holds`), and the order of operations when. What
-stays during a step (features, edges, caches) is no operation's: a family gives it to `on_ranks`,
-which adds weights, libraries and machine code.
+Each operation of a program knows its bytes (`Op.holds`), and the order of operations tells when
+they are allocated and freed. A strategy passes the data that stays during a step (features, edges,
+caches) to `on_ranks`, which adds weights, libraries and machine code.
 """
 
 from __future__ import annotations
@@ -31,11 +31,13 @@ def on_ranks(
     elsewhere: Number = 0.0,
     **stays: Number,
 ) -> Memory:
-    """Bytes per rank by use, at the fullest moment.
+    """Return each rank's peak bytes, by use.
 
-    weights: of each rank, if not all of the model's. groups: of ranks that have a communicator of
-    their own. code: of products (`machine_code`). elsewhere: the most that set-up or an
-    evaluation holds beside weights, edges and caches. stays: other bytes, by use.
+    weights: number of weights of each rank; None: all of the model's weights.
+    groups: groups of ranks with a communicator of their own.
+    code: bytes of machine code; None: as for a whole step (`machine_code`).
+    elsewhere: peak bytes of set-up or evaluation, without weights, edges and caches.
+    stays: bytes of other data, by use.
     """
     zero, model = np.zeros(problem.ranks), problem.model
     size = (zero + (model.weights if weights is None else weights)) * model.weight_itemsize
@@ -50,15 +52,16 @@ def on_ranks(
 
 
 def of_fullest(memory: Memory) -> dict[str, float]:
-    """Bytes by use of the rank, or server, that holds most."""
-    most = int(np.argmax(sum(memory.values(), np.zeros(1))))
-    return {use: float(each[most]) for use, each in memory.items()}
+    """Return the bytes, by use, of the rank or server with the most bytes."""
+    rank = int(np.argmax(sum(memory.values(), np.zeros(1))))
+    return {use: float(each[rank]) for use, each in memory.items()}
 
 
 def before_training(problem: Problem, groups: Iterable[Sequence[int]] = ()) -> Memory:
-    """Bytes of what is there before a rank trains: libraries, and on GPUs NCCL's communicators.
+    """Return the bytes of libraries and, on GPUs, of NCCL's communicators.
 
-    Two of these are of all ranks, for sums and for exchanges. groups: of the other ones.
+    Two communicators have all ranks, one for all-reduces and one for exchanges. groups: the ranks
+    of each other communicator.
     """
     kind, ranks = problem.cluster.device.kind, problem.ranks
     use = {"runtime": np.full(ranks, RUNTIME[kind])}
@@ -72,43 +75,44 @@ def before_training(problem: Problem, groups: Iterable[Sequence[int]] = ()) -> M
 def machine_code(
     problem: Problem, pieces: float = 1, layers: Iterable[int] = (), rows: float | None = None
 ) -> float:
-    """Bytes of the code that oneDNN makes for products, where it multiplies.
+    """Return the bytes of machine code that oneDNN generates, where it does matrix products.
 
-    Of a step, or of some of its layers (0: the encoder). pieces: of so many sizes do a rank's rows
-    come. rows: of the largest piece; None: it is like one of a rank's equal shares."""
+    pieces: number of distinct row counts of a rank's products; oneDNN generates code for each.
+    layers: those of the products (0: the encoder); empty: all. rows: rows of the largest piece;
+    None: 1.5 times a rank's share of the vertices, divided by `pieces`."""
     model, code = problem.model, problem.cluster.device.code_of(problem.model.itemsize)
     if not code:
         return 0.0
     if rows is None:
         rows = 1.5 * problem.stats.vertices / problem.ranks / pieces
-    told = []
+    works = []
     for layer in layers or range(len(model.layers) + 1):
-        told += [model.played(layer)] if layer else [model.encodes] if model.encoder else []
-        told += [model.decodes] if layer == len(model.layers) and model.decoder else []
-    products = [product for each in told for product in each.products]
+        works += [model.played(layer)] if layer else [model.encodes] if model.encoder else []
+        works += [model.decodes] if layer == len(model.layers) and model.decoder else []
+    products = [product for each in works for product in each.products]
     return code * shapes(products, model.itemsize, pieces, rows)
 
 
 def fullest(problem: Problem, program: Program) -> np.ndarray:
-    """Bytes that operations hold at each rank's fullest moment [ranks]."""
+    """Return the peak bytes of a program's operations on each rank [ranks]."""
     steps = ([op.holds() for op in step if op.holds] for step in _steps(program))
     return np.zeros(problem.ranks) + largest(in_turn(step).most for step in steps)
 
 
 def _steps(program: Program) -> Iterator[Iterable[Op]]:
-    """The operations of all known steps, in order, each of which begins with nothing.
+    """Yield sequences of operations, before each of which no operation holds memory.
 
-    Steps that are alike hold alike, and every operation stands for all of its chunks. Steps that
-    overlap are taken as one, which goes on until all that is under way together has been. If they
-    are all alike a few are enough: then these, and those of an epoch's end, have been under way.
+    A sequence is a step, and equal steps are yielded once. An operation stands for all of its
+    chunks. Steps that overlap form one sequence, long enough to reach each set of steps that are
+    in flight together; if all steps are equal, a few of them and the end of an epoch suffice.
     """
     known = list(program.known())
-    different = dict.fromkeys(known)
+    distinct = dict.fromkeys(known)
     if program.order is None:
-        yield from map(program.ops, different)
+        yield from map(program.ops, distinct)
         return
-    if len(different) == 1:
+    if len(distinct) == 1:
         known = known[: 2 * program.in_flight + 1]
     last = len(known) + program.in_flight - 1
-    queued = program.order(lambda t: program.ops(known[t % len(known)]), len(known), last + 2)
-    yield (each.op for each in takewhile(lambda each: each.step < last, queued))
+    queue = program.order(lambda t: program.ops(known[t % len(known)]), len(known), last + 2)
+    yield (each.op for each in takewhile(lambda each: each.step < last, queue))

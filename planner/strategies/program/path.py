@@ -4,15 +4,16 @@
     comm               |f 2|                         |b 2|
     reduce                                                            |all_reduce|
 
-An operation begins when its lane is free and what it waits for has ended (order.py). Computation,
-sampling and loads begin on each rank by itself. A transfer begins when the last of its ranks is
-ready, and ends on all of them at once: there they meet. What ranks do after they met is added up
-first, for how long it takes them together depends on the cores that they share. Exchanges and
-all-reduces that are under way at once take ports of each other; nothing else that overlaps does.
+An operation begins when its lane is free and the operations that it waits for have ended
+(order.py). Each rank begins computation, sampling and loads by itself. A transfer begins when the
+last of its ranks is ready, and ends on all of its ranks at the same time, so it synchronises them.
+The work between two synchronisations is summed before it is priced, because its duration depends on
+the cores that ranks share. Exchanges and all-reduces that overlap contend for ports; other
+operations that overlap do not.
 
-Chunks that pass stages need no loop over chunks:
+A pipeline of chunks is computed without a loop over chunks:
 
-    stage 0  |c0|c1|c2|          A chunk enters a stage when it has arrived there and the chunk
+    stage 0  |c0|c1|c2|          A chunk enters a stage when the chunk has arrived and the chunk
     link        |c0|c1|c2|       before it has left. It leaves when its own work is done. Links
     stage 1        |c0|c1|c2|    work the same way.
 
@@ -49,19 +50,19 @@ from gnnplan.planner.strategies.program.program import (
 from gnnplan.planner.vocabulary.numbers import Number, largest, slowest, total
 from gnnplan.planner.vocabulary.schedule import Label
 
-FEW = 9  # steps that stand for an epoch of equal ones: its begin, its middle and its end
-BESIDE = {"comm": "reduce", "reduce": "comm"}  # lanes whose transfers may share ports
-LEAD = 2  # steps, beyond which a longer lead shifts sampling and changes no step's duration
-MANY = 200  # problems, from which on it is faster to go through the chunks one by one
-Prices = Sequence[Price]  # of each kind of operation, by its number
+FEW = 9  # steps that represent an epoch of equal steps: its begin, its middle and its end
+OTHER_LANE = {"comm": "reduce", "reduce": "comm"}  # lanes whose transfers contend for ports
+LEAD = 2  # steps; a longer lead of the sampler changes no step's duration
+MANY = 200  # problems; from so many on, a loop over chunks is faster than `accumulate`
+Prices = Sequence[Price]  # of each kind of operation, by the kind's number
 
 
 def path_of(
     program: Program, known: Sequence[Hashable], numbers: Mapping[Kind, int]
 ) -> _Stages | _Steps:
-    """An epoch of these known steps, ready to be priced again and again.
+    """Return the dependencies of an epoch, whose duration can be computed for several prices.
 
-    `numbers`: of the kinds of their operations.
+    known: names of the epoch's known steps. numbers: kind of operation -> its number.
     """
     if any(op.chunks for op in program.ops(known[0])):
         return _Stages(program.step(0), numbers)
@@ -72,13 +73,12 @@ def path_of(
 
 
 class _Steps:
-    """Known steps, one after the other: of equal ones in a row a few, of which the last counts for
-    the others. A step takes from the end of the one before to its own end; the first that counts
-    begins when all that overlaps is under way, and what the last leaves under way meets the next.
+    """The known steps, one after the other; a run of equal steps is shortened to a few.
 
-    A step has ended when all of its operations have; where a program has an order of its own, when
-    its loss is known, for the last update of a run waits for no later step. One sampler that
-    is k times as fast stands for k that take turns: both make k batches in the time of one.
+    A step's duration is the time from the end of the previous step to its own end. The first steps
+    only bring the overlap to its steady state and are not counted. A step ends with its last
+    operation, or with its loss if `Program.by_loss`. In place of k samplers that take turns, one
+    sampler is k times as fast.
     """
 
     def __init__(
@@ -86,26 +86,30 @@ class _Steps:
     ) -> None:
         names, self.weights, self.before = _played(program, known)
         steps, epoch = len(self.weights) + program.late, len(names)
-        if program.order and len(known) < program.steps:  # none that counts ends an epoch or run
+        if program.order and len(known) < program.steps:  # no counted step ends an epoch or the run
             steps, epoch = steps + program.in_flight, program.steps + steps + program.in_flight
-        played = replace(program, at=lambda t: names[t % len(names)], steps=epoch)
-        self.begins, self.ends = _begins(queue(played, steps), numbers, program.by_loss)
+        shortened = replace(program, at=lambda t: names[t % len(names)], steps=epoch)
+        self.begins, self.ends = _begins(queue(shortened, steps), numbers, program.by_loss)
         ops = (op for name in dict.fromkeys(known) for op in program.ops(name))
         self.sampled = {numbers[op.kind] for op in ops if op.lane == "host"}
         self.samplers = program.samplers
 
     def seconds(self, cores: SharedCores, prices: Prices) -> Number:
-        """Of the epoch in the steady state, if operations take so long [s]."""
+        """Return the duration of the epoch in steady state, for these prices [s]."""
         if self.samplers > 1:
-            each = 1 / self.samplers
-            prices = [p.times(each if i in self.sampled else 1.0) for i, p in enumerate(prices)]
-        at = [0.0, *_ends_s(cores, self.begins, self.ends, prices)]
+            share = 1 / self.samplers
+            prices = [p.times(share if i in self.sampled else 1.0) for i, p in enumerate(prices)]
+        ends = [0.0, *_ends_s(cores, self.begins, self.ends, prices)]
         counted = range(self.before, len(self.weights))
-        return total((at[step + 1] - at[step]) * self.weights[step] for step in counted)
+        return total((ends[step + 1] - ends[step]) * self.weights[step] for step in counted)
 
 
 def _played(program: Program, known: Sequence[Hashable]) -> tuple[list[Hashable], list[int], int]:
-    """The steps to play, for how many each counts, and how many are played before they count."""
+    """Return the names of a shortened epoch's steps, their weights, and the number of steps before
+    those that count.
+
+    A step's weight is the number of the epoch's steps that it represents.
+    """
     if program.order is not None:
         names = list(known if len(set(known)) > 1 else known[:FEW])
         before = -(-program.in_flight // len(names)) * len(names)
@@ -116,34 +120,36 @@ def _played(program: Program, known: Sequence[Hashable]) -> tuple[list[Hashable]
     names = [known[step % len(known)] for step in range(-before, 0)]
     weights = [1] * before
     for name, run in groupby(known):
-        alike = len(list(run))
-        few = min(alike, before + 2)
+        length = len(list(run))
+        few = min(length, before + 2)
         names += [name] * few
-        weights += [1] * (few - 1) + [alike - few + 1]
+        weights += [1] * (few - 1) + [length - few + 1]
     return names, weights, before
 
 
 class _Begin(NamedTuple):
-    """When an operation begins, in terms of places in the queue."""
+    """The conditions under which an operation begins; operations are places in the queue."""
 
-    kind: int  # its number
-    after: list[int]
-    beside: list[int]  # of a transfer: those of the other lane that may be under way, in order
+    kind: int  # number of the operation's kind
+    after: list[int]  # operations that must have ended
+    overlapping: list[int]  # of a transfer: transfers of the other lane that may run, in order
 
 
 def _begins(
     queued: Iterable[Queued], numbers: Mapping[Kind, int], by_loss: bool
 ) -> tuple[list[_Begin], list[list[int]]]:
-    """When each operation begins, and the places of those with which each step ends.
+    """Return when each operation begins, and the operations with which each step ends.
 
-    What another that it waits for has waited for is left out: mostly one is left.
+    Dependencies that follow from other dependencies are left out; mostly one remains.
     """
-    begins, over = list[_Begin](), list[int]()  # over: a bit for each place over when one begins
-    last: dict[Label | str, int] = {}  # place of an operation, and of the last one of a lane
+    # over: for each operation a bit mask of the operations that have ended when it begins
+    begins, over = list[_Begin](), list[int]()
+    last: dict[Label | str, int] = {}  # label -> place; lane -> place of its last operation
     ends = defaultdict[int, dict[str, int]](dict)  # step -> lane -> place of its last operation
-    transfers = defaultdict[str, list[int]](list)  # lane -> those that the other may overlap
+    transfers = defaultdict[str, list[int]](list)  # lane -> transfers that the other may overlap
 
     def latest(places: set[int]) -> list[int]:
+        """Return the places that no other of these places depends on."""
         before = reduce(or_, (over[place] for place in places), 0)
         return [place for place in places if not before >> place & 1]
 
@@ -151,26 +157,26 @@ def _begins(
         awaited = latest({last[name] for name in (*after, op.lane) if name in last})
         over.append(reduce(or_, (over[other] | 1 << other for other in awaited), 0))
         last[op.label(step)] = last[op.lane] = place
-        beside = list[int]()
-        if lane := BESIDE.get(op.lane):
-            beside = [other for other in transfers[lane] if not over[place] >> other & 1]
-            transfers[lane] = beside.copy()
+        overlapping = list[int]()
+        if lane := OTHER_LANE.get(op.lane):
+            overlapping = [other for other in transfers[lane] if not over[place] >> other & 1]
+            transfers[lane] = overlapping.copy()
             transfers[op.lane].append(place)
-        begins.append(_Begin(numbers[op.kind], awaited, beside))
+        begins.append(_Begin(numbers[op.kind], awaited, overlapping))
         if op.op == "loss" or not by_loss:
             ends[step][op.lane] = place
-    return begins, [latest(set(of_lanes.values())) for of_lanes in ends.values()]
+    return begins, [latest(set(by_lane.values())) for by_lane in ends.values()]
 
 
 class _Moment(NamedTuple):
-    """When ranks are ready: they met, each was late by some seconds, and has worked since then."""
+    """The time at which each rank is ready: `met` + `late` + seconds of the operations `worked`."""
 
-    met: Number = 0.0  # [.., 1] [s]
-    late: Number = 0.0  # [.., ranks] [s]
-    worked: tuple[tuple[int, int], ...] = ()  # kinds of operations, and how often each was done
+    met: Number = 0.0  # time of the last synchronisation [.., 1] [s]
+    late: Number = 0.0  # delay of each rank after it [.., ranks] [s]
+    worked: tuple[tuple[int, int], ...] = ()  # numbers of kinds of operations, with their counts
 
     def and_then(self, kind: int) -> _Moment:
-        """When ranks have done one more such operation."""
+        """Return the moment after one more operation of this kind."""
         worked = dict(self.worked)
         worked[kind] = worked.get(kind, 0) + 1
         return self._replace(worked=tuple(worked.items()))
@@ -179,7 +185,10 @@ class _Moment(NamedTuple):
 def _ends_s(
     cores: SharedCores, begins: Sequence[_Begin], ends: Iterable[Iterable[int]], prices: Prices
 ) -> list[Number]:
-    """When each step has ended [s]. Ranks mostly do between two meetings what they did before."""
+    """Return the time at which each step ends [s].
+
+    Sums are cached, because most work between two synchronisations occurs several times.
+    """
 
     @cache
     def seconds(worked: tuple[tuple[int, int], ...]) -> Number:
@@ -190,14 +199,14 @@ def _ends_s(
         return cores.all_done_s(seconds(worked))
 
     def of_all(moment: _Moment) -> Number:
-        """When the last rank is ready [s]."""
+        """Return when the last rank is ready [s]."""
         met, late, worked = moment
         if np.ndim(late):
             return met + cores.all_done_s(late + seconds(worked))
         return met + done_s(worked)
 
     def or_later(one: _Moment, other: _Moment) -> _Moment:
-        """When each rank is ready for both."""
+        """Return the moment at which each rank has reached both moments."""
         met = np.maximum(one.met, other.met)
         if not any(each.worked or np.ndim(each.late) for each in (one, other)):
             return _Moment(met)
@@ -208,23 +217,24 @@ def _ends_s(
     def crowding(one: int, other: int) -> Number:
         return _crowding(prices[one], prices[other])
 
-    ended, began = list[_Moment](), dict[int, Number]()  # began: when transfers did
-    for place, (kind, after, beside) in enumerate(begins):
+    ended = list[_Moment]()  # place -> end of the operation
+    began = dict[int, Number]()  # place -> begin of the transfer [s]
+    for place, (kind, after, overlapping) in enumerate(begins):
         price = prices[kind]
         start = reduce(or_later, [ended[other] for other in after] or [_Moment()])
         if not price.is_transfer:
             ended.append(start.and_then(kind))
             continue
         began[place] = begin = of_all(start)
-        end, free = begin + price.seconds, 0.0  # free: when the other lane is
-        for other in beside:
+        end, free = begin + price.seconds, 0.0  # free: time at which the other lane is free
+        for other in overlapping:
             if not np.any(ended[other].met > begin):
                 continue
-            its = prices[begins[other].kind]
-            moved = np.maximum(free - began[other], 0.0)
-            began[other], until = began[other] + moved, ended[other].met + moved
+            other_price = prices[begins[other].kind]
+            delay = np.maximum(free - began[other], 0.0)
+            began[other], until = began[other] + delay, ended[other].met + delay
             ports_from = np.maximum(
-                begin + price.transfer.latency, began[other] + its.transfer.latency
+                begin + price.transfer.latency, began[other] + other_price.transfer.latency
             )
             common = np.maximum(np.minimum(until, end) - ports_from, 0.0)
             lost = common * crowding(kind, begins[other].kind)
@@ -235,10 +245,10 @@ def _ends_s(
 
 
 def _crowding(one: Price, other: Price) -> Number:
-    """What both lose of the time in which they are under way together.
+    """Return by what share of the time in which two transfers overlap both of them are delayed.
 
-    Of a port that they want for the shares f and g of the time each gets what it wants while f + g
-    <= 1. Beyond that both take longer, by f + g - 1: two transfers over one wire by all of it.
+    If they need a port for the shares f and g of the time, neither is delayed while f + g <= 1.
+    Beyond that both are delayed by f + g - 1: by 1 if each of them alone fills the same wire.
     """
     shares = (
         {
@@ -261,7 +271,7 @@ def _crowding(one: Price, other: Price) -> Number:
 
 
 class _Stages:
-    """Groups of ranks that chunks pass: all forward, all backward, then each stage's update.
+    """Stages that chunks pass: all chunks forward, all backward, then the update of each stage.
 
     stage 0   history |c0|c1|c2|                    |c2|c1|c0|update|
     stage 1              |c0|c1|c2|        |c2|c1|c0|update|
@@ -271,15 +281,15 @@ class _Stages:
     def __init__(self, step: Step, numbers: Mapping[Kind, int]) -> None:
         stages = [groupby(ops, lambda op: op.chunks) for ops in by_ranks(step).values()]
         runs = [[[(op, numbers[op.kind]) for op in run] for _, run in stage] for stage in stages]
-        # what stages do chunk by chunk, or once, in the order in which chunks come to them
+        # consecutive operations done chunk by chunk, or once; stages in the order of the chunks
         self.runs = [
             run for alike in zip(*runs, strict=True) for run in alike[:: alike[0][0][0].chunks or 1]
         ]
 
     def seconds(self, cores: SharedCores, prices: Prices) -> Number:
-        """Of the epoch, if operations take so long [s]."""
-        ended: dict[Group, Number] = {}  # stage -> when
-        arrived: dict[Op, Number] = {}  # message -> when its chunks have arrived
+        """Return the duration of the epoch, for these prices [s]."""
+        ended: dict[Group, Number] = {}  # stage -> end of its last operation [s]
+        arrived: dict[Op, Number] = {}  # message -> arrival of each chunk [s]
         for run in self.runs:
             first, priced = run[0][0], [(op, prices[number]) for op, number in run]
             ranks, start = first.ranks, ended.get(first.ranks, 0.0)
@@ -292,7 +302,10 @@ class _Stages:
 
 
 def _pass(run: Sequence[tuple[Op, Price]], start: Number, arrived: dict[Op, Number]) -> Number:
-    """When a stage, free from `start` on, has ended with all chunks; its messages arrive later."""
+    """Return when a stage that is free from `start` on has processed all chunks [s].
+
+    Writes the arrival times of the stage's messages into `arrived`.
+    """
     receipts = (op.work for op, _ in run if isinstance(op.work, Receipt))
     ready = largest((arrived[receipt.sender] for receipt in receipts), start)
     by_chunk = np.atleast_2d(total(price.by_chunk for _, price in run))[:, :: run[0][0].chunks]
@@ -307,10 +320,11 @@ def _pass(run: Sequence[tuple[Op, Price]], start: Number, arrived: dict[Op, Numb
 
 
 def _through(ready: Number, each: Number, end: np.ndarray) -> np.ndarray:
-    """When chunks that are `ready` there have left a stage or a link [chunks, problems, 1].
+    """Return when each chunk leaves a stage or a link [chunks, problems, 1] [s].
 
-    It takes so long for `each`, and without waits it has done with chunk k at end(k). Chunk j
-    delays it and all chunks after it by how much later than begin(j) it can begin:
+    ready: when each chunk arrives; each: the work on each chunk; end: when the work on each chunk
+    ends if no chunk is waited for. If chunk j arrives after begin(j) = end(j) - each(j), it delays
+    itself and all later chunks by the difference:
 
         ends(k) = max_{j <= k} (ready(j) - begin(j)) + end(k)
     """
@@ -318,9 +332,9 @@ def _through(ready: Number, each: Number, end: np.ndarray) -> np.ndarray:
 
 
 def _running(combine: np.ufunc, values: np.ndarray) -> np.ndarray:
-    """Each of `values` [chunks, problems, 1] combined with all before it, in place.
+    """Combine each of `values` [chunks, problems, 1] with all values before it, in place.
 
-    NumPy's own `accumulate` goes number by number, which is slow for many problems.
+    NumPy's own `accumulate` loops over single numbers, which is slow for many problems.
     """
     if values[0].size < MANY:
         return np.asarray(combine.accumulate(values, out=values))

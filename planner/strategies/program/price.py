@@ -1,4 +1,4 @@
-"""What an operation takes: seconds and bytes. planner/cluster/cost.py prices work."""
+"""Prices of operations, in seconds and bytes; planner/cluster/cost.py prices the work inside."""
 
 from __future__ import annotations
 
@@ -23,23 +23,22 @@ from gnnplan.planner.vocabulary.schedule import Exchange, Local
 
 
 class Price(NamedTuple):
-    """What an operation takes, all its chunks together: seconds of each rank [.., ranks], or of a
-    transfer as a whole."""
+    """The duration of an operation, over all of its chunks."""
 
-    seconds: Number
+    seconds: Number  # of each rank [.., ranks], or of a transfer as a whole [.., 1]
     transfer: Transfer = Transfer(0.0, {})
     is_transfer: bool = False
-    by_chunk: Number = 0.0  # of each chunk, on its slowest rank [.., chunks] [s]
-    link: Number = 0.0  # of a chunk that is handed on [s]
+    by_chunk: Number = 0.0  # seconds of each chunk on its slowest rank [.., chunks]
+    link: Number = 0.0  # seconds of the mean chunk's message on its link
 
     def times(self, factor: Number) -> Price:
-        """It takes so many times as long."""
-        each, by_chunk, link = (n * factor for n in (self.seconds, self.by_chunk, self.link))
-        return self._replace(seconds=each, by_chunk=by_chunk, link=link)
+        """Return a price with all durations multiplied."""
+        seconds, by_chunk, link = (n * factor for n in (self.seconds, self.by_chunk, self.link))
+        return self._replace(seconds=seconds, by_chunk=by_chunk, link=link)
 
 
 def price_of(problem: Problem, op: Op, ranks: np.ndarray | None = None) -> Price:
-    """What an operation takes; seconds of these `ranks`, or of all."""
+    """Return the price of an operation, with the seconds of these `ranks`, or of all."""
     if op.chunks:
         return _price_of_chunks(problem, op)
     cost = problem.cost
@@ -52,17 +51,17 @@ def price_of(problem: Problem, op: Op, ranks: np.ndarray | None = None) -> Price
         case AllReduce():
             transfer = _all_reduce(problem, op, op.work)
         case Message() | Receipt():
-            raise AssertionError("chunks are handed on, nothing else")
+            raise AssertionError("only operations with chunks send messages")
     return Price(transfer.alone, transfer, True)
 
 
 def _among(work: Local, ranks: np.ndarray) -> Local:
-    """The work of these ranks."""
+    """Return the work of these ranks."""
     return work.at(int(ranks[0])) if ranks.size == 1 else work.among(ranks)
 
 
 def _price_of_chunks(problem: Problem, op: Op) -> Price:
-    """Of an operation that `op.ranks` do for every chunk."""
+    """Return the price of an operation that `op.ranks` do for every chunk."""
     cost, group = problem.cost, op.ranks
     match op.work:
         case Local() as work:
@@ -70,30 +69,30 @@ def _price_of_chunks(problem: Problem, op: Op) -> Price:
             by_rank = np.reshape(seconds, (*np.shape(seconds)[:-1], -1, len(group)))
             return Price(by_rank.sum(-2), by_chunk=by_rank.max(-1))
         case Exchange() as work:
-            sent = [replace(work, items=items) for items in work.items]
-            alone = {each: cost.collective(each, group).alone for each in dict.fromkeys(sent)}
-            each_s = np.broadcast_arrays(*(np.atleast_1d(alone[each]) for each in sent))
+            chunks = [replace(work, items=items) for items in work.items]
+            alone = {each: cost.collective(each, group).alone for each in dict.fromkeys(chunks)}
+            each_s = np.broadcast_arrays(*(np.atleast_1d(alone[each]) for each in chunks))
             by_chunk = np.concatenate(each_s, axis=-1)
-            whole = cost.exchange(work.nbytes.sum(0), group, len(sent))
+            whole = cost.exchange(work.nbytes.sum(0), group, len(chunks))
             return Price(by_chunk.sum(-1, keepdims=by_chunk.ndim > 1), whole, True, by_chunk)
         case Message(nbytes, distance):
-            # Of the mean chunk; an empty one is not sent. The backward pass begins when all of the
-            # forward pass is over, so a port's seconds of both ways add up.
-            lower, chunks = np.array(group) + min(distance, 0), len(nbytes)
+            # The link's seconds are those of the mean chunk; an empty chunk is not sent. Backward
+            # begins after the whole forward pass, so a port's seconds of both directions add up.
+            lower, count = np.array(group) + min(distance, 0), len(nbytes)
             mean = np.rint(nbytes.mean(0))
             latencies, ports = cost.ports.sends(lower, lower + abs(distance), mean)
             link = slowest(latencies * (nbytes > 0).mean(0)) + busiest(ports)
-            busy = {kind: seconds * chunks for kind, seconds in ports.items()}
-            return Price(link * chunks, Transfer(0.0, busy), True, link=link)
+            busy = {kind: seconds * count for kind, seconds in ports.items()}
+            return Price(link * count, Transfer(0.0, busy), True, link=link)
         case _:
-            return Price(0.0)  # a receipt ends with its message
+            return Price(0.0)  # a receipt ends with its message, which has the price
 
 
 def unlike_ranks(problem: Problem, ops: Collection[Op]) -> np.ndarray | None:
-    """One rank of each kind, where ranks that do the same work in all operations are of a kind.
+    """Return one rank of each set of ranks that do the same work in all operations.
 
-    Ranks of a kind are always ready at the same time, so one stands for all. None: all ranks, for
-    they share cores.
+    Such ranks are always ready at the same time, so one represents the set. None: ranks share
+    cores, and all are needed.
     """
     if problem.cost.cores.count:
         return None
@@ -105,23 +104,26 @@ def unlike_ranks(problem: Problem, ops: Collection[Op]) -> np.ndarray | None:
 
 
 def setup_s(problem: Problem, setup: Iterable[Op]) -> float:
-    """Seconds of the exchanges before the first step."""
+    """Return the seconds of the exchanges before the first step."""
     return sum(float(price_of(problem, op).seconds) for op in setup)
 
 
 def bytes_of(
     problem: Problem, counted: Iterable[tuple[Op, int]]
 ) -> tuple[dict[str, int], dict[str, int]]:
-    """Bytes that operations move, each so many times, by operation and by class of link."""
+    """Return the bytes sent, by operation and by class of link.
+
+    counted: operations, and how often each occurs.
+    """
     cost, by_op, links = problem.cost, Counter[str](), Counter[str]()
     for op, times in counted:
-        by_link = Counter[str]()  # of all chunks together
+        by_link = Counter[str]()  # bytes of one occurrence, over all chunks
         match op.work:
             case Exchange(items, itemsize):
                 sent = items.sum(0) if op.chunks else items
                 by_link.update(cost.bytes_by_link(sent, op.ranks or None, itemsize))
-            case Message(handed, distance):
-                for rank, nbytes in zip(op.ranks, handed.sum(0).tolist(), strict=True):
+            case Message(sizes, distance):
+                for rank, nbytes in zip(op.ranks, sizes.sum(0).tolist(), strict=True):
                     by_link[cost.link_name(rank, rank + distance)] += nbytes
             case AllReduce() as work:
                 for group, size in work.by_group(op.ranks or tuple(range(problem.ranks))):
@@ -129,7 +131,7 @@ def bytes_of(
                     by_link.update(cost.all_reduces.bytes_by_link(wire, group))
             case _:
                 continue
-        if by_link or not op.chunks:  # no chunk is exchanged of which nobody sends anything
+        if by_link or not op.chunks:  # an operation on chunks that sends nothing is not reported
             by_op[op.op] += times * by_link.total()
         for link, nbytes in by_link.items():
             links[link] += times * nbytes
@@ -137,7 +139,7 @@ def bytes_of(
 
 
 def _all_reduce(problem: Problem, op: Op, work: AllReduce) -> Transfer:
-    """All groups' all-reduces at the same time; ports that they share are busy for all of them."""
+    """Return the transfer of all groups' all-reduces at once; on shared ports, seconds add up."""
     groups = work.by_group(op.ranks or tuple(range(problem.ranks)))
     transfers = [problem.cost.all_reduce(size, group) for group, size in groups]
     ports: dict[str, np.ndarray] = {}

@@ -1,4 +1,4 @@
-"""A program: the operations that ranks do together, step after step."""
+"""Programs: the operations of all ranks, step after step."""
 
 from __future__ import annotations
 
@@ -13,28 +13,28 @@ import numpy as np
 from gnnplan.planner.vocabulary.numbers import Number, largest
 from gnnplan.planner.vocabulary.outer import Pairs
 from gnnplan.planner.vocabulary.schedule import Compute, Label
-from gnnplan.planner.vocabulary.schedule import Copy as Copy  # work, beside that below
+from gnnplan.planner.vocabulary.schedule import Copy as Copy
 from gnnplan.planner.vocabulary.schedule import Exchange as Exchange
 from gnnplan.planner.vocabulary.schedule import Sampling as Sampling
 from gnnplan.planner.vocabulary.values import Value
 
 Group = tuple[int, ...]  # ranks
-PLACED_BY = 4  # steps whose exchanges decide where ranks sit; later ones are like these
+PLACED_BY = 4  # number of steps whose traffic decides the placement; later steps are similar
 
 
 @dataclass(frozen=True, eq=False)
 class Message(Value):
-    """Every rank hands bytes to the rank `distance` further on."""
+    """A message from every rank r of the operation to rank r + `distance`."""
 
-    nbytes: np.ndarray  # [ranks]
+    nbytes: np.ndarray  # [chunks, ranks]
     distance: int
 
 
 @dataclass(frozen=True)
 class Receipt:
-    """Every rank waits for the message of the rank `distance` further on."""
+    """The receipt, at every rank r of the operation, of the message from rank r + `distance`."""
 
-    sender: Op
+    sender: Op  # whose work is the message
 
     @property
     def message(self) -> Message:
@@ -48,30 +48,30 @@ class Receipt:
 
 @dataclass(frozen=True)
 class AllReduce:
-    """An all-reduce in each group, of that group's bytes; without groups all ranks are one."""
+    """One all-reduce in each group of ranks, all at the same time."""
 
-    sizes: tuple[int, ...]
-    groups: tuple[Group, ...] = ()
+    sizes: tuple[int, ...]  # bytes of each group's all-reduce
+    groups: tuple[Group, ...] = ()  # empty: one group of all ranks
 
     def by_group(self, everyone: Group) -> list[tuple[Group, int]]:
-        """The groups, each with its bytes."""
+        """Return the groups, each with its bytes."""
         return list(zip(self.groups or (everyone,), self.sizes, strict=True))
 
 
 class Held(NamedTuple):
-    """Bytes that an operation holds, beside what earlier ones have left [ranks]."""
+    """Bytes that an operation allocates, on top of the bytes before it [ranks]."""
 
-    most: Number  # at its fullest moment
-    left: Number  # when it has ended; negative: it frees more than it keeps
+    most: Number  # peak during the operation
+    left: Number  # still allocated after it; negative: it frees more than it allocates
 
 
 def keeps(nbytes: Number) -> Held:
-    """What an operation makes, and leaves."""
+    """Return the memory of an operation that allocates so many bytes and frees nothing."""
     return Held(nbytes, nbytes)
 
 
 def in_turn(operations: Iterable[Held]) -> Held:
-    """What operations hold that follow one another.
+    """Return the memory of operations that run one after the other, taken as one operation.
 
     >>> in_turn([keeps(3.0), Held(most=4.0, left=-2.0), keeps(1.0)])
     Held(most=np.float64(7.0), left=2.0)
@@ -97,38 +97,33 @@ LANES: dict[type[Work], str] = {
 
 @dataclass(frozen=True)
 class Op:
-    """One operation that `ranks` do together. In a step either no operation names ranks (all ranks
-    do it), or all operations do. The numbers of a computation are arrays [ranks], or hold for all.
+    """One operation that the ranks of a group do together.
 
-    With `chunks` it is done for every chunk of the graph, 1: in order, -1: in reverse order. Arrays
-    have one more axis then, [chunks, ranks, ..]; a computation's are flat, [chunks * ranks].
-    Operations that follow one another and have the same sign are done chunk by chunk. A chunk
-    without rows is not handed on, and one of which nobody sends anything is not exchanged. Where
-    the order of chunks is another, each has an operation of its own, named by `chunk`.
+    Three names (`op`) have a meaning: 'halo' is an exchange of rows between their owners, 'loss'
+    ends a forward pass, 'update' ends a step. All other names are free; `validate` describes some
+    (MOVED in evidence/validate.py). Bytes are reported by `op`, seconds by `op`, `way` and `layer`.
 
-    Who reads a program knows three names: 'halo' is an exchange of rows between their owners,
-    'loss' ends a forward pass, 'update' ends a step. Any other is free; `validate` has words for
-    some (MOVED in evidence/validate.py). Bytes are reported by `op`, seconds by `op`, `way` and
-    `layer`. What is `ahead` is done on that lane, on the host up to `lead` steps before its own
-    begins, a copy one step before. An all-reduce is `beside` the backward pass if only later
-    all-reduces and the update wait for it. An `idle` operation has empty work: it is how long a
-    rank waits. `phase` is the part of its step that it belongs to, for a pipeline that has phases
-    of several steps under way. `holds` says what memory it needs and leaves, when asked
-    (memory.py).
+    The numbers of a computation are arrays [ranks], or scalars if all ranks do the same. If
+    `chunks` is not 0, the operation is done once per chunk of the graph. Its arrays then have one
+    more axis, [chunks, ranks, ..]; arrays of a computation are flat, [chunks * ranks]. Consecutive
+    operations with the same `chunks` run chunk by chunk. A rank sends no message for a chunk
+    without rows, and ranks do not meet for a chunk of which nobody sends anything.
     """
 
     op: str
-    way: str = ""
+    way: str = ""  # 'f': forward, 'b': backward
     layer: int | None = None
     work: Work = field(kw_only=True)
-    beside: bool = False
+    overlaps_backward: bool = False  # an all-reduce: only the update waits for it
+    # lane for work that begins before its step: on 'host' up to Program.lead steps earlier, on
+    # 'copy' one step earlier; '': the work begins in its step, on its usual lane
     ahead: Literal["", "host", "copy"] = ""
-    idle: bool = False
-    phase: str = ""
-    ranks: Group = ()
-    chunks: Literal[-1, 0, 1] = 0
-    chunk: int | None = None
-    holds: Callable[[], Held] | None = field(default=None, compare=False)
+    idle: bool = False  # the operation has empty work, and stands for the time that a rank waits
+    phase: str = ""  # phase of the step, for a Program.order that mixes phases of several steps
+    ranks: Group = ()  # (): all ranks; either all operations of a step name ranks, or none
+    chunks: Literal[-1, 0, 1] = 0  # 1: for all chunks in order, -1: in reverse, 0: once
+    chunk: int | None = None  # chunk of an operation that a Program.order places by itself
+    holds: Callable[[], Held] | None = field(default=None, compare=False)  # memory (memory.py)
 
     @property
     def lane(self) -> str:
@@ -136,96 +131,95 @@ class Op:
 
     @property
     def moves(self) -> bool:
-        """Whether ranks send each other anything; the receiving end of a message does not."""
+        """Whether the ranks send data; a receipt sends none."""
         return isinstance(self.work, (Exchange, Message, AllReduce))
 
     def label(self, step: int, chunk: int | None = None) -> Label:
-        """Its name; `peer` is the distance to a message's other end (at_rank makes it a rank)."""
+        """Return the label; its `peer` is the message's distance, until `at_rank` adds a rank."""
         chunk = self.chunk if chunk is None else chunk
         peer = self.work.distance if isinstance(self.work, (Message, Receipt)) else None
         return Label(self.op, step, self.way, self.layer, chunk, peer)
 
     @property
     def kind(self) -> Kind:
-        """Equal for operations that take equally long, and are reported as one."""
-        where = () if isinstance(self.work, Compute) else self.ranks
-        layer = self.layer if self.ahead else None  # each layer is sampled for itself
-        return self.op, where, layer, self.chunks, self.work
+        """A key that is equal for operations that take equally long and are reported as one."""
+        ranks = () if isinstance(self.work, Compute) else self.ranks
+        layer = self.layer if self.ahead else None  # sampling is reported layer by layer
+        return self.op, ranks, layer, self.chunks, self.work
 
 
-Kind = tuple[str, Group, int | None, int, Work]  # of an operation
+Kind = tuple[str, Group, int | None, int, Work]  # Op.kind
 
 
-Step = Sequence[Op]  # in order; exchanges stand where a synchronous rank waits for them
+Step = Sequence[Op]  # in order; an exchange stands where a synchronous rank would wait for it
 
 
 class Queued(NamedTuple):
-    """An operation at its place in every rank's queue."""
+    """An operation in the queue of every rank."""
 
     op: Op
-    step: int  # that it belongs to
-    after: tuple[Label, ...]  # it begins when these have ended on the same rank
+    step: int  # the operation's step
+    after: tuple[Label, ...]  # operations of the same rank that must end before this one begins
     chunk: int | None = None
 
 
 class Order(Protocol):
-    """How the operations of several steps follow one another."""
+    """A function that orders the operations of steps that overlap."""
 
     def __call__(self, at: Callable[[int], Step], epoch: int, steps: int) -> Iterator[Queued]:
-        """The queue of the first so many steps, `epoch` of them per epoch; `at(t)`: step t."""
+        """Yield the queue of the first `steps` steps; at(t): step t; epoch: steps per epoch."""
 
 
 @dataclass(frozen=True)
 class Program:
     """The steps of training.
 
-    An epoch has `steps` of them. What differs between steps is named, as the batch that a step is
-    over: steps of one name are alike. The first ones are `known`, and the others are taken to be
-    like these. Epochs need not be alike: epoch e + `period` is like epoch e, and the steps of a
-    whole period are known where that is more than 1. `at(t)` names step t of training, counted over
-    all epochs. Operations are made when they are asked for.
+    A step has a name, such as the number of its batch, and steps with equal names have equal
+    operations. `known` returns the names of the steps that are counted; the remaining steps of an
+    epoch are assumed to be like them. Epoch e + `period` equals epoch e; if `period` is more than
+    1, all steps of a period are known. Operations are created only when `ops` is called.
     """
 
-    known: Callable[[], Iterable[Hashable]]
-    steps: int
-    at: Callable[[int], Hashable]
-    ops: Callable[[Any], Step]
+    known: Callable[[], Iterable[Hashable]]  # names of the first steps
+    steps: int  # per epoch
+    at: Callable[[int], Hashable]  # step of training, counted over all epochs -> name
+    ops: Callable[[Any], Step]  # name -> operations
     # exchanges before step 0, not counted in an epoch
     setup: Callable[[], Iterable[Op]] = lambda: ()
-    late: int = 0  # steps by which computation uses exchanges late (PipeGCN: 1)
-    lead: int = 0  # steps by which what is `ahead` may be ahead
-    samplers: int = 1  # of a rank, which take turns: each samples another step
-    chunks: Callable[[int], Sequence[int]] = lambda step: ()  # their order in a step
+    late: int = 0  # lag: computation reads the exchanges of so many steps before (PipeGCN: 1)
+    lead: int = 0  # operations that are `ahead` may begin so many steps before their own
+    samplers: int = 1  # sampler processes of a rank, which take turns at the steps
+    chunks: Callable[[int], Sequence[int]] = lambda step: ()  # step -> order of the chunks
     order: Order | None = None  # None: step after step (order.py)
-    in_flight: int = 1  # steps after which all that overlaps is under way
-    period: int = 1  # epochs after which they repeat
+    in_flight: int = 1  # number of steps until the overlap of steps is in its steady state
+    period: int = 1  # epochs
 
     @classmethod
     def of(cls, step: Step, **others: Any) -> Program:
-        """An epoch is one step, always the same."""
+        """Return a program whose epochs are one step each, always the same."""
         return cls(lambda: [0], 1, lambda t: 0, lambda name: step, **others)
 
     def step(self, t: int) -> Step:
-        """The operations of step t of training."""
+        """Return the operations of step t of training."""
         return self.ops(self.at(t))
 
     @property
     def overlaps(self) -> bool:
-        """Whether several steps are under way at once."""
+        """Whether operations of several steps run at the same time."""
         return bool(self.late or self.lead or self.order)
 
     @property
     def by_loss(self) -> bool:
-        """Whether a step has ended with its loss; else it has with all of its operations.
+        """Whether a step ends with its loss, instead of with the last of its operations.
 
-        An order of its own puts a step's update behind later steps, and a run's last ones do not
-        wait for any.
+        A program with its own order does the update of a step after operations of later steps, but
+        the last updates of a run wait for no later step.
         """
         return self.order is not None
 
     @property
     def groups(self) -> list[Group]:
-        """The groups of ranks that do operations of the first step."""
+        """The groups of ranks that the operations of the first step name."""
         return list(dict.fromkeys(op.ranks for op in self.step(0) if op.ranks))
 
     @property
@@ -236,18 +230,16 @@ class Program:
 
 
 def traffic(program: Program, ranks: int) -> list[Pairs]:
-    """What decides where ranks sit: bytes that they send each other, each [ranks, ranks].
+    """Return matrices of the bytes from rank to rank [ranks, ranks], to place the ranks.
 
-    Of the first PLACED_BY known steps: one matrix for all exchanges of rows that are equal, and
-    one for all that groups of ranks send.
-
-    What ranks send because of where they sit (rows from another server's memory) is not counted:
-    it would be other traffic elsewhere.
+    They cover the first PLACED_BY known steps: one matrix for each set of equal halo exchanges, and
+    one for all traffic inside groups of ranks. Traffic that itself depends on the placement, such
+    as rows from another server's memory, is not counted.
     """
     ops = [op for name in islice(program.known(), PLACED_BY) for op in program.ops(name)]
-    halos = [op.work for op in ops if op.op == "halo" and not op.ranks]
-    times = Counter(work for work in halos if isinstance(work, Exchange))
-    found = [each.nbytes * count for each, count in times.items()]
+    halo_exchanges = [op.work for op in ops if op.op == "halo" and not op.ranks]
+    counts = Counter(work for work in halo_exchanges if isinstance(work, Exchange))
+    matrices = [each.nbytes * count for each, count in counts.items()]
     if any(op.ranks for op in ops):
         in_groups = np.zeros((ranks, ranks))
         for op in ops:
@@ -255,7 +247,7 @@ def traffic(program: Program, ranks: int) -> list[Pairs]:
             if isinstance(work, AllReduce) and op.ranks:
                 in_groups[at, np.roll(at, -1)] += 2 * (len(at) - 1) / len(at) * work.sizes[0]
             elif isinstance(work, (Exchange, Message)) and op.ranks:
-                into = np.ix_(at, at) if isinstance(work, Exchange) else (at, at + work.distance)
-                in_groups[into] += np.asarray(work.nbytes.sum(0) if op.chunks else work.nbytes)
-        found.append(in_groups)
-    return found
+                pairs = np.ix_(at, at) if isinstance(work, Exchange) else (at, at + work.distance)
+                in_groups[pairs] += np.asarray(work.nbytes.sum(0) if op.chunks else work.nbytes)
+        matrices.append(in_groups)
+    return matrices

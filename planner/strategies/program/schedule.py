@@ -1,4 +1,4 @@
-"""Every rank's tasks: its share of each operation of a program, in the program's order."""
+"""Schedules: every rank's tasks, its shares of the operations of a program, in order."""
 
 from __future__ import annotations
 
@@ -33,31 +33,31 @@ from gnnplan.planner.vocabulary.trace import sampler_lane
 
 
 def build_schedule(problem: Problem, program: Program, steps: int) -> Schedule:
-    """Every rank's tasks of the first so many steps of a program."""
+    """Return every rank's tasks of the first `steps` steps of a program."""
     everyone = tuple(range(problem.ranks))
-    out = Schedule(problem.ranks, steps, by_loss=program.by_loss)
+    schedule = Schedule(problem.ranks, steps, by_loss=program.by_loss)
     for op in program.setup():
         shares = _shares(op, op.ranks or everyone, -1, None)
-        out.setup += [Task(op.label(-1), rank, "comm", work) for rank, work in shares.items()]
-    known: dict[object, dict[int, Work]] = {}  # ranks' shares, of operations of a kind
-    arriving: set[tuple[int, Label]] = set()  # messages that ranks receive
+        schedule.setup += [Task(op.label(-1), rank, "comm", work) for rank, work in shares.items()]
+    shares_by_kind: dict[object, dict[int, Work]] = {}  # kind of operation -> rank -> share
+    arriving: set[tuple[int, Label]] = set()  # receiving rank, label of the receipt
     for op, step, after, chunk in queue(program, steps):
         label, is_received = op.label(step, chunk), isinstance(op.work, Receipt)
         key = op.kind, op.ranks, chunk, is_received and step
-        if key not in known:
-            known[key] = _shares(op, op.ranks or everyone, step, chunk)
+        if key not in shares_by_kind:
+            shares_by_kind[key] = _shares(op, op.ranks or everyone, step, chunk)
         lane = sampler_lane(step, program.samplers) if op.lane == "host" else op.lane
-        out.tasks += [
+        schedule.tasks += [
             Task(at_rank(label, rank), rank, lane, work, _waits(after, rank, arriving))
-            for rank, work in known[key].items()
+            for rank, work in shares_by_kind[key].items()
         ]
         if is_received:
-            arriving |= {(rank, at_rank(label, rank)) for rank in known[key]}
-    return out
+            arriving |= {(rank, at_rank(label, rank)) for rank in shares_by_kind[key]}
+    return schedule
 
 
 def at_rank(label: Label, rank: int) -> Label:
-    """The label with the rank at the other end of its message."""
+    """Return the label with its `peer`, a distance, replaced by the rank at that distance."""
     op, step, way, layer, chunk, distance = label  # label._replace takes three times as long
     return label if distance is None else Label(op, step, way, layer, chunk, rank + distance)
 
@@ -65,23 +65,23 @@ def at_rank(label: Label, rank: int) -> Label:
 def _waits(
     after: tuple[Label, ...], rank: int, arriving: Set[tuple[int, Label]]
 ) -> tuple[Label, ...]:
-    """What a rank waits for: not for messages that nobody sends it."""
+    """Return the labels that a rank waits for, without receipts of messages that nobody sends."""
     if all(label.peer is None for label in after):
         return after
-    seen = [at_rank(label, rank) for label in after]
-    return tuple(label for label in seen if label.peer is None or (rank, label) in arriving)
+    labels = [at_rank(label, rank) for label in after]
+    return tuple(label for label in labels if label.peer is None or (rank, label) in arriving)
 
 
 def _shares(op: Op, group: Group, step: int, chunk: int | None) -> dict[int, Work]:
-    """The share of each rank of a group; nobody sends or receives an empty message."""
+    """Return the share of each rank of a group; an empty message has no sender or receiver."""
     match op.work:
         case Local() as work:
             count = len(group)
-            here = work if chunk is None else work.among(chunk * count + np.arange(count))
-            return dict(zip(group, here.each(count), strict=True))
+            in_chunk = work if chunk is None else work.among(chunk * count + np.arange(count))
+            return dict(zip(group, in_chunk.each(count), strict=True))
         case Exchange() as work:
-            sent = work if chunk is None else replace(work, items=work.items[chunk])
-            return {rank: Collective(sent, group, i) for i, rank in enumerate(group)}
+            exchange = work if chunk is None else replace(work, items=work.items[chunk])
+            return {rank: Collective(exchange, group, i) for i, rank in enumerate(group)}
         case AllReduce() as work:
             return {
                 rank: Collective(Ring(size), members, i)
@@ -93,9 +93,9 @@ def _shares(op: Op, group: Group, step: int, chunk: int | None) -> dict[int, Wor
             return {rank: Send(rank + distance, size) for rank, size in sizes if size}
         case Receipt(sender) as work:
             sizes = zip(group, work.message.nbytes[chunk].tolist(), strict=True)
-            named, others = sender.label(step, chunk), work.distance
+            sent, distance = sender.label(step, chunk), work.distance
             return {
-                rank: Recv(rank + others, at_rank(named, rank + others))
+                rank: Recv(rank + distance, at_rank(sent, rank + distance))
                 for rank, size in sizes
                 if size
             }
