@@ -1,26 +1,26 @@
 """Boundary node sampling (BNS-GCN): graph parallelism that sends a random share of the halo.
 
-    epoch 0   rank 0 |local rows | a . . b . |      . a row that is not sent, nor are its edges
-    epoch 1   rank 0 |local rows | . c . b . |      another sample, of each layer too
+    epoch 0   rank 0 |local rows | a . . b . |      . a row that is not sent; its edges are left out
+    epoch 1   rank 0 |local rows | . c . b . |      another sample; layers have different samples
 
-Of the n halo rows that a rank reads of a peer, k = ceil(p n) are drawn in each epoch and layer,
-without replacement. Every edge from one of them weighs n / k times as much, so that a sum over
-neighbours is on average the whole sum of its inputs. Layers draw apart from each other, so this
-holds for several linear layers together; what ReLU and the loss make of it is not unbiased. Both
-ends draw by a hash of (seed, epoch, layer, reader, vertex), so no ids travel.
+Of the n halo rows that a rank reads from a peer, k = ceil(p n) are drawn in each epoch and layer,
+without replacement. Every edge from a drawn row weighs n / k times as much, so that the expected
+sum over neighbours is the full sum. Layers draw independently, so this holds for several linear
+layers together; ReLU and the loss make the gradient biased. Owner and reader draw by the same hash
+of (seed, epoch, layer, reader, vertex), so they send no ids.
 
-Bytes per epoch and exchanging layer: 2 H_p d b, for the H_p = sum of ceil(p n) rows drawn, d
-numbers per row and b bytes per number. Halo rows held: p times as many. Layer 1 on constant
-features exchanges nothing in training and reads its whole halo. p = 1 is graph parallelism to the
-bit. Evaluation exchanges the whole halo.
+Bytes per epoch and exchanging layer: 2 H_p d b, for H_p = sum of ceil(p n) drawn rows, d numbers
+per row and b bytes per number. Memory for halo rows: p times that of the whole halo. Layer 1 on
+constant features exchanges nothing in training and reads its whole halo. p = 1 is graph parallelism
+to the bit. Evaluation exchanges the whole halo.
 
-With `bits` the rows drawn cross packed (planner/gnn/codec.py). What is drawn and how it is rounded
-are drawn apart from each other, so a sum is still on average that of all its inputs.
+With `bits` the drawn rows are sent packed (planner/gnn/codec.py). Sampling and rounding are
+independent, so the expected sum over neighbours is still the full sum.
 
-A rank samples its blocks anew in every epoch (`lay`). It keeps the whole ones for evaluation.
+A rank builds its sampled blocks in every epoch (`lay`), and keeps the full blocks for evaluation.
 
-Source: Wan et al., BNS-GCN (MLSys 2022), Algorithm 1; there one sample serves all layers of an
-epoch. See also on_parts.py, exchange.py and step.py; executor/strategies/graph_parallel.py.
+Source: Wan et al., BNS-GCN (MLSys 2022), Algorithm 1; there all layers of an epoch use the same
+sample. See also on_parts.py, exchange.py and step.py; executor/strategies/graph_parallel.py.
 """
 
 from __future__ import annotations
@@ -38,13 +38,13 @@ from gnnplan.planner.strategies.layerwise.exchange import FRESH, Crossing, Excha
 from gnnplan.planner.strategies.layerwise.on_parts import OnParts
 from gnnplan.planner.vocabulary.errors import SpecError
 
-ROUNDING = 1e-9  # 0.07 of 100 rows are 7, though 0.07 * 100 is a little more
-P = 0.1  # BNS-GCN, Sec. 4: as accurate as the whole halo on its graphs
+ROUNDING = 1e-9  # 0.07 of 100 rows are 7 rows, though the float 0.07 * 100 is a little more
+P = 0.1  # BNS-GCN, Sec. 4: as accurate as the whole halo on the paper's graphs
 
 
 @dataclass(frozen=True)
 class BNS(OnParts):
-    """Graph parallelism on a sample of the boundary.
+    """Graph parallelism with a sample of the halo.
 
     p: share of the halo rows of each pair of ranks that is sent in an epoch, in [0, 1].
     narrow, checkpoint, buckets, bits: as in graph parallelism.
@@ -88,7 +88,7 @@ class BNS(OnParts):
 
 @dataclass(frozen=True)
 class Sample(Policy):
-    """A share p of the rows of each pair of ranks is fresh, other ones in each step and layer."""
+    """The policy that sends a random share p of each pair's halo rows, drawn per step and layer."""
 
     p: float = P
 
@@ -100,5 +100,5 @@ class Sample(Policy):
         return np.sort(np.argsort(words, kind="stable")[:count])
 
     def count(self, ids: Ids, crossing: Crossing) -> int:
-        """Their share, rounded up."""
+        """Return the share p of these rows, rounded up."""
         return math.ceil(self.p * ids.size - ROUNDING)

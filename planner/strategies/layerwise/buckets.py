@@ -1,4 +1,4 @@
-"""Gradients that ranks add up in buckets, beside the backward pass.
+"""Buckets: all-reduces of some layers' gradients that overlap with the backward pass.
 
     one bucket   compute  |backward 3|backward 2|backward 1|. . . . . . |update|
                  reduce                                    |all_reduce. |
@@ -7,12 +7,12 @@
                  reduce              |all_r. 3|  |all_r. 2||a. 1. |
 
 A bucket has the weights of neighbouring layers. Its all-reduce begins when the backward pass has
-made the gradient of all of them, and the update waits for all buckets. The numbers are those of one
-bucket, to rounding; the bytes are the same. What is exposed is what the last bucket takes, and what
-the wire could not carry before; every bucket pays the latency of an all-reduce.
+computed all gradients of the bucket, and the update waits for all buckets. Several buckets give the
+same sums as one, to rounding, and send the same bytes. Exposed are the last bucket, and earlier
+buckets that are not finished by then; every bucket pays the latency of an all-reduce.
 
-Source: Li et al., PyTorch Distributed (VLDB 2020), Sec. 3.2.3, whose buckets have a size instead of
-a number: 25 MB, which is more than all weights of most GNNs.
+Source: Li et al., PyTorch Distributed (VLDB 2020), Sec. 3.2.3. There buckets are given by their
+size instead of their number: 25 MB, which is more than all weights of most GNNs.
 """
 
 from __future__ import annotations
@@ -24,40 +24,40 @@ from gnnplan.planner.problem.problem import Problem
 from gnnplan.planner.strategies.base import Strategy
 from gnnplan.planner.vocabulary.errors import SpecError
 
-# |closed form / simulation - 1| of a synchronous step with several buckets stays below this. All
-# ranks' exchanges share ports with all-reduces, and the closed form takes them for one.
+# Upper bound of |closed form / simulation - 1| for a synchronous step with several buckets.
+# Exchanges contend with all-reduces for ports; the closed form takes all ranks' exchanges as one.
 CLAIM = 0.03
-# Candidates have buckets where these save this share of an epoch or more. Otherwise a search would
-# evaluate twice as many candidates for gains that nobody notices.
+# A search tries buckets if they save at least this share of an epoch. Otherwise it would evaluate
+# twice as many candidates for gains that nobody notices.
 GAIN = 0.02
 
 
 class Bucket(NamedTuple):
-    """Neighbouring layers whose gradients are added up together."""
+    """Neighbouring layers whose gradients are summed in one all-reduce."""
 
-    layers: range  # the encoder goes with layer 1, the decoder with the last one
-    weights: int
-    after: int  # the layer whose backward pass completes their gradients; 0: the encoder's does
+    layers: range  # layer 1 includes the encoder, the last layer the decoder
+    weights: int  # number of weights
+    after: int  # the layer whose backward pass completes the gradients; 0: the encoder
 
 
 def buckets_of(problem: Problem, count: int, narrow: bool) -> list[Bucket]:
-    """At most so many buckets of nearly equal size, in the order in which they are complete.
+    """Return at most `count` buckets of nearly equal size, in the order of their completion.
 
-    None if there is nothing to add up, or with a count of 1: that is done after the backward pass.
+    The list is empty on one rank, or if `count` is 1: the only all-reduce follows backward.
 
-    A layer goes into the bucket in which its middle lies, if all weights, from the last layer on,
-    are cut into `count` equal pieces; a piece may have no middle, and then is no bucket. With
-    `narrow`, a layer's projection is done with the layer before, and so is its backward pass.
+    All weights, from the last layer on, are divided into `count` equal pieces, and a layer belongs
+    to the piece that contains its middle; a piece without layers is no bucket. If `narrow`, forward
+    and backward of a layer's projection are done with the layer before.
     """
-    model, runs, passed = problem.model, dict[int, range](), 0
+    model, runs, weights_before = problem.model, dict[int, range](), 0
     if problem.ranks == 1 or count == 1:
         return []
     for layer in range(len(model.layers), 0, -1):
         if weights := model.weights_of(range(layer, layer + 1)):
-            piece = (2 * passed + weights) * count // (2 * model.weights)
+            piece = (2 * weights_before + weights) * count // (2 * model.weights)
             last = runs[piece].stop if piece in runs else layer + 1
             runs[piece] = range(layer, last)
-            passed += weights
+            weights_before += weights
     return [
         Bucket(layers, model.weights_of(layers), _completed_by(model, layers.start, narrow))
         for layers in runs.values()
@@ -71,7 +71,7 @@ def _completed_by(model: Model, layer: int, narrow: bool) -> int:
 
 
 def check_buckets(name: str, problem: Problem, count: int) -> None:
-    """Raises SpecError if the model has no such number of buckets."""
+    """Raise SpecError if the number of buckets is not between 1 and the number of layers."""
     layers = problem.workload.layers
     if not 1 <= count <= layers:
         raise SpecError(
@@ -81,10 +81,10 @@ def check_buckets(name: str, problem: Problem, count: int) -> None:
 
 
 def pays(problem: Problem, plain: Strategy, several: Strategy) -> bool:
-    """Whether a search should evaluate variants with buckets.
+    """Return whether a search should evaluate variants with several buckets.
 
-    It asks of one: `plain` with one bucket, and `several` that is the same with more. These can
-    hide all-reduces, and save no more than these take.
+    plain: a strategy with one bucket; several: the same strategy with more buckets. Buckets save at
+    most the seconds of the all-reduce.
     """
     layers = problem.workload.layers
     if not several.suits(problem) or len(buckets_of(problem, layers, narrow=False)) < 2:

@@ -1,16 +1,17 @@
-"""Which halo rows cross in a step, and what becomes of the others: one policy for both halves.
+"""Exchange policies: which halo rows are sent in a step, and the state of the other halo rows.
+
+A layer reads these halo rows (a, b, c, d) in the first steps:
 
     step              0         1         2
-    graph_parallel    a b c d   a b c d   a b c d    all rows are fresh
-    pipegcn           . . . .   a b c d   a b c d    rows lag: those of the step before are read
-    bns               a . . d   . b . d   a b . .    the others vanish, with their edges
-    every 2nd step    a . c .   a b c d   a b c d    the others stay as they came last (0: a, c are
-                                                     fresh; 1: b, d; 2: a, c again)
+    graph_parallel    a b c d   a b c d   a b c d    all rows are sent in every step
+    pipegcn           . . . .   a b c d   a b c d    rows lag: a step reads those sent before it
+    bns               a . . d   . b . d   a b . .    rows that are not sent vanish, with their edges
+    every 2nd step    a . c .   a b c d   a b c d    rows that are not sent stay as last received
+                                                     (sent: a, c in step 0; b, d in 1; a, c in 2)
 
-A policy holds for rows before a layer, and for their gradients on the way home. From it follow
-counts, bytes and memory here, and in the executor what is exchanged, kept and carried on
-(executor/strategies/halo.py). How a row is written that crosses is not its concern, but a codec's
-(planner/gnn/codec.py).
+A policy applies to rows before a layer, and to the gradients returned after it. The planner
+computes counts, bytes and memory from the policy; the executor, the exchanges, buffers and
+checkpointed state (executor/strategies/halo.py). A codec encodes the rows (planner/gnn/codec.py).
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ Rows = Layout | EstimatedLayout
 
 
 class Crossing(NamedTuple):
-    """An exchange from one owner to one reader. Gradients go from the reader to the owner."""
+    """An exchange of rows, or of their gradients, between their owner and one reader."""
 
     seed: int
     step: int
@@ -41,11 +42,12 @@ class Crossing(NamedTuple):
 
 @dataclass(frozen=True)
 class Policy:
-    """All halo rows are fresh (sent) in every step; classes derived from it send fewer.
+    """The policy that sends all halo rows in every step; derived classes send fewer.
 
-    others: whether rows that are not sent stay as they came last (zero before that) or vanish;
-    'lag': rows are read one step after they are sent. period: after so many steps the same rows are
-    sent again; 1 also where the number of rows that are sent, not which, is the same in every step.
+    others: state of rows that are not sent: 'stay' (as last received, zero before the first time)
+    or 'vanish'; with 'lag' all rows are sent, and read one step later.
+    period: number of steps after which the same rows are sent again; 1 also if every step sends
+    different rows, but equally many.
     """
 
     others: Literal["stay", "vanish", "lag"] = "stay"
@@ -53,72 +55,75 @@ class Policy:
 
     def __post_init__(self) -> None:
         if self.lags and not self.whole:
-            raise ValueError(f"{self}: rows that lag all cross, and `fresh` is not asked; leave it")
+            raise ValueError(
+                f"{self}: rows that lag are all sent, so `fresh` is never called; do not define it"
+            )
 
     def fresh(self, ids: Ids, crossing: Crossing) -> Ids:
-        """Positions in `ids` [n], ascending, of the owner's rows that are sent to the reader.
+        """Return the positions in `ids` [n], ascending, of the rows sent to the reader.
 
-        How many there are must not depend on the layer.
+        ids: all rows of the owner that the reader reads. Owner and reader call this with the same
+        arguments. The number of positions must not depend on the layer.
         """
         return np.arange(ids.size)
 
     def count(self, ids: Ids, crossing: Crossing) -> int:
-        """How many of them cross; of which layer they are does not matter."""
+        """Return the number of rows sent, which is the same for all layers."""
         return self.fresh(ids, crossing).size
 
     @property
     def whole(self) -> bool:
-        """Whether all rows cross in every step."""
+        """Whether all rows are sent in every step."""
         return type(self).fresh is Policy.fresh
 
     @property
     def lags(self) -> bool:
-        """Whether what crosses is read one step later."""
+        """Whether rows are read one step after they are sent."""
         return self.others == "lag"
 
     @property
     def stays(self) -> bool:
-        """Whether rows stay that do not cross."""
+        """Whether some rows are not sent, and are read as last received."""
         return self.others == "stay" and not self.whole
 
     @property
     def vanishes(self) -> bool:
-        """Whether rows that do not cross are left out, with their edges."""
+        """Whether some rows are not sent, and are left out with their edges."""
         return self.others == "vanish" and not self.whole
 
 
-FRESH = Policy()  # all rows are, in every step
+FRESH = Policy()  # sends all rows in every step
 
 
 @dataclass(frozen=True)
 class ExchangeOptions:
-    """How layers exchange rows, and what they keep for the backward pass."""
+    """The options of a step that exchanges rows before each layer."""
 
-    narrow: bool = False  # multiply before the exchange where that shrinks the rows
+    narrow: bool = False  # multiply before the exchange if that makes rows narrower
     policy: Policy = FRESH
-    codec: Codec = WHOLE  # how rows are written that cross
-    checkpoint: bool = False  # keep a layer's inputs only, and compute the rest again
-    buckets: int = 1  # all-reduces in which gradients are added up (buckets.py)
+    codec: Codec = WHOLE  # encoding of rows that are sent
+    checkpoint: bool = False  # keep a layer's inputs only, and recompute the layer in backward
+    buckets: int = 1  # number of all-reduces of gradients per step (buckets.py)
 
     def facts(self, problem: Problem, rows: Rows, layer: int, step: int = 0) -> LayerFacts:
-        """Counts of a layer in a step."""
+        """Return the counts of rows and edges of a layer in a step."""
         policy = self.policy
         if policy.whole or layer <= problem.model.first_varying:
             return rows.facts(layer)
-        seed, turn = problem.workload.seed, step % policy.period
+        seed, phase = problem.workload.seed, step % policy.period
         return problem.known.answer(
-            ("exchanged", policy, rows, rows.kind(layer), seed, turn),
-            lambda: _exchanged(policy, rows, Crossing(seed, turn, layer, 0)),
+            ("exchanged", policy, rows, rows.kind(layer), seed, phase),
+            lambda: _facts_under(policy, rows, Crossing(seed, phase, layer, 0)),
         )
 
 
-def _exchanged(policy: Policy, rows: Rows, crossing: Crossing) -> LayerFacts:
-    """Counts of a layer in which the fresh rows cross."""
+def _facts_under(policy: Policy, rows: Rows, crossing: Crossing) -> LayerFacts:
+    """Return the counts of a layer if ranks send the rows that the policy selects."""
     layer = crossing.layer
     f, sends = rows.facts(layer), _sends(policy, rows, crossing)
     if policy.stays:
         return replace(f, fresh=sends)
-    if isinstance(rows, EstimatedLayout):  # as many edges for every row
+    if isinstance(rows, EstimatedLayout):  # assumes equally many edges per row
         vanished = (f.there - sends.sum(0)) / np.maximum(f.there, 1)
         edges = f.edges - vanished * rows.leaving(rows.vertices / rows.ranks) * f.edges
     else:
@@ -129,32 +134,35 @@ def _exchanged(policy: Policy, rows: Rows, crossing: Crossing) -> LayerFacts:
 
 
 def _sends(policy: Policy, rows: Rows, crossing: Crossing) -> Pairs:
-    """Rows that are fresh [ranks, ranks]; of statistics, as many of 0, 1, .."""
+    """Return the number of rows that each owner sends to each reader [ranks, ranks].
+
+    For a graph known by statistics, the policy counts among the ids 0, 1, ...
+    """
     halo = rows.facts(crossing.layer).halo
     if isinstance(rows, EstimatedLayout):
         assert isinstance(halo, Outer)
         sizes, where = np.unique(halo.left, return_inverse=True)
         counts = [policy.count(np.arange(size), crossing) for size in sizes.tolist()]
         return replace(halo, left=np.array(counts)[where])
-    out = np.zeros_like(halo)
+    sends = np.zeros_like(halo)
     for reader in range(rows.ranks):
         owners = halo_of(rows, crossing.layer, reader)
-        out[:, reader] = [policy.count(ids, crossing._replace(reader=reader)) for ids in owners]
-    return out
+        sends[:, reader] = [policy.count(ids, crossing._replace(reader=reader)) for ids in owners]
+    return sends
 
 
 def halo_of(layout: Layout, layer: int, reader: int) -> list[Ids]:
-    """The rows that a rank reads of each owner, by their ids."""
+    """Return, for each owner, the ids of the owner's rows that a rank reads in a layer."""
     piece = layout.piece(reader, layer)
     return np.split(piece.halo, np.cumsum(piece.received)[:-1])
 
 
-def _halo_edges(whole: Layout, layer: int) -> np.ndarray:
-    """Edges of a layer by whose rows they read: [ranks, ranks], from owner to reader."""
-    out = np.zeros((whole.ranks, whole.ranks))
-    for reader in range(whole.ranks):
-        piece, (_, columns) = whole.piece(reader, layer), whole.block(reader, layer)
-        read = np.bincount(columns, minlength=piece.local + piece.halo.size)[piece.local :]
-        owner = np.repeat(np.arange(whole.ranks), piece.received)
-        out[:, reader] = np.bincount(owner, weights=read, minlength=whole.ranks)
-    return out
+def _halo_edges(layout: Layout, layer: int) -> np.ndarray:
+    """Return the number of edges by owner of the row read and reader [ranks, ranks]."""
+    edges = np.zeros((layout.ranks, layout.ranks))
+    for reader in range(layout.ranks):
+        piece, (_, columns) = layout.piece(reader, layer), layout.block(reader, layer)
+        reads = np.bincount(columns, minlength=piece.local + piece.halo.size)[piece.local :]
+        owner = np.repeat(np.arange(layout.ranks), piece.received)
+        edges[:, reader] = np.bincount(owner, weights=reads, minlength=layout.ranks)
+    return edges

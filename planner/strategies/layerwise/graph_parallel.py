@@ -1,8 +1,8 @@
-"""Graph parallelism: every rank has a part of the graph, and receives halo rows before each layer.
+"""Graph parallelism: every rank owns a part of the graph, and receives halo rows before each layer.
 
-A rank computes the rows of its own part. Before layer l it receives the rows of h_{l-1} that its
-neighbours in other parts have (the halo); after layer l's backward pass it sends their gradients
-back. With staleness 1 it is PipeGCN, which overlaps these exchanges with computation.
+A rank computes the rows of its own part. Before layer l it receives the halo: the rows of h_{l-1}
+that its vertices' neighbours in other parts have. After layer l's backward pass it sends their
+gradients back. With staleness 1 it is PipeGCN, which overlaps these exchanges with computation.
 
     staleness 0, one step
     compute  |forward 1|. . . |forward 2|loss|backward 2|. . . . |backward 1|. . . . . . |update|
@@ -14,7 +14,7 @@ back. With staleness 1 it is PipeGCN, which overlaps these exchanges with comput
     comm               |halo 2 f . . . . . . .|halo 2 b . . . . .                       ^ waits for
     reduce                                                  |all_reduce|          halo 2 f of step t
 
-    norm=batch: all ranks add up moments of a layer's inputs (2 H numbers), then their gradients
+    norm=batch: all-reduces of the moments of a layer's inputs (2 H numbers), and of their gradients
     compute  |forward 1|. . . . . . . . |forward 2|loss|backward 2|. . . . . . . . . . |backward 1|
     comm                         |halo 2|                          |halo 2 b|
     reduce             |moments 2|                                          |moments 2 b|
@@ -24,28 +24,28 @@ Weights are never stale. `smoothing` (PipeGCN-F, -G, -GF) replaces a received va
 s_t = gamma s_{t-1} + (1 - gamma) v_t, s_0 = 0, for each halo row and layer: for rows ('f'), for
 gradients ('g') or for both ('gf'). It sends the same bytes and keeps one more buffer.
 
-With `buckets`, all-reduces of some layers' gradients begin beside the backward pass (buckets.py).
-With `bits`, rows and gradients cross packed, rounded at random (planner/gnn/codec.py).
+With several `buckets`, all-reduces of gradients overlap with the backward pass (buckets.py). With
+`bits`, rows and gradients are sent packed, with stochastic rounding (planner/gnn/codec.py).
 
-`narrow` multiplies before the exchange where a layer makes its rows narrower, so that
-min(H_{l-1}, H_l) numbers per row cross. This is exact without staleness. With staleness it is a
-variant of ours: halo rows lag together with the weights that they were multiplied by.
+`narrow` multiplies before the exchange if a layer makes its rows narrower, so that ranks send
+min(H_{l-1}, H_l) numbers per row. This is exact without staleness. With staleness it is our own
+variant: halo rows lag together with the weights by which they were multiplied.
 
-`trim` leaves out of each layer the rows that no training vertex reaches in the layers after it
-(PyG's trim_to_layer); the loss does not depend on them. Evaluation needs all rows: features stay in
-the server's memory, and edges are made for each evaluation.
+`trim` leaves out of each layer the rows on which no training vertex depends in later layers (PyG's
+trim_to_layer); the loss does not depend on them either. Evaluation needs all rows: features stay in
+the server's memory, and blocks are built for each evaluation.
 
     training vertices 1 % of the graph, 3 layers
     all rows   |forward 1 on 100 %|forward 2 on 100 %|forward 3 on 100 %|loss| ..
     trim       |forward 1 on  60 %|forward 2 on  10 %|forward 3 on   1 %|loss| ..
 
-Exact: the gradient of one process with staleness 0 and whole rows; else an approximation.
+Exact with staleness 0 and unquantized rows; otherwise the gradient is an approximation.
 
 Bytes per epoch, for halos B_i of parts i = 1 .. M, numbers of b bytes and W weights:
 
     2 b sum_{l=2..L} H_{l-1} sum_i |B_i|  +  2 (M-1) W b
 
-Packed rows have fewer bytes. Of rounded rows the first b is 2; that of weights stays 4.
+Packed rows have fewer bytes. With dtype bfloat16 the first b is 2; that of weights stays 4.
 
 The halo of the features is sent once, before the first step. Source: PipeGCN (ICLR 2022), Alg. 1
 and Sec. 3.4; GNNPipe (arXiv 2308.10087), Sec. 2, for the baseline.
@@ -81,12 +81,13 @@ class GraphParallel(OnParts):
 
     staleness: steps by which halo rows and gradients lag, 0 or 1.
     narrow: exchange rows before or after the multiplication, whichever are narrower.
-    smoothing: of stale rows ('f'), gradients ('g') or both ('gf'); gamma, in [0, 1), is its weight.
-    checkpoint: keep a layer's inputs only, and compute the rest again in the backward pass.
+    smoothing: average stale rows ('f'), gradients ('g') or both ('gf') over steps.
+    gamma: weight of earlier steps in `smoothing`, in [0, 1).
+    checkpoint: keep a layer's inputs only, and recompute the layer in the backward pass.
     trim: leave out of each layer the rows that no training vertex needs.
-    buckets: all-reduces in which gradients are added up, beside the backward pass if several.
-    bits: of a number that crosses between layers, 8, 4 or 2; None: rows cross as they are;
-    'adaptive': each row has 8, 4 or 2, which fill the bytes of 4.
+    buckets: number of all-reduces of gradients per step; several overlap with backward.
+    bits: 8, 4 or 2 bits per number of a row that is sent between layers; 'adaptive': 8, 4 or 2 for
+        each row, in as many bytes as 4; None: rows are not quantized.
     """
 
     staleness: int = 0
@@ -117,7 +118,7 @@ class GraphParallel(OnParts):
         Example("pipegcn"),
         Example("pipegcn(bits=4)"),
     )
-    # synchronous: exact; stale on a CPU: cores that copy what is exchanged compute meanwhile
+    # synchronous: exact; stale on a CPU: cores both copy the exchanged rows and compute
     claim: ClassVar[float] = 0.25
 
     @classmethod
@@ -196,7 +197,7 @@ class GraphParallel(OnParts):
 
 
 def check_trim(problem: Problem, family: str) -> None:
-    """Raises SpecError where rows that no training vertex reaches count all the same."""
+    """Raise SpecError if the loss depends on rows that no training vertex needs (batch norm)."""
     if problem.workload.norm == "batch":
         raise SpecError(
             f"{family}: batch norm's moments are of all vertices, so trim can leave none"

@@ -1,12 +1,12 @@
-"""Strategies whose ranks have a part of the graph each and exchange halo rows before every layer.
+"""Base class of strategies whose ranks own parts of the graph and exchange halo rows.
 
-What they differ in is their `exchange_options`: all that is asked of a strategy follows from these.
-A strategy of a package of its own derives from `OnParts` as graph_parallel and bns do; its executor
-is executor/strategies/graph_parallel.py, which reads the same options.
+These strategies differ in their `exchange_options` only; all other methods of `Strategy` are
+computed from the options. A strategy of another package derives from `OnParts` as graph_parallel
+and bns do; its executor is executor/strategies/graph_parallel.py, which reads the same options.
 
-Where rows that are not fresh vanish, every step cuts blocks down to the others: a rank lays its
-blocks out anew (`lay`), and keeps the whole ones for evaluation. Edges of the rows that come weigh
-as much more as there are fewer of them, which is right in a weighted sum alone.
+If rows that are not sent vanish, a rank builds new blocks in every step, without the edges of these
+rows (`lay`), and keeps the full blocks for evaluation. The weights of edges from received rows grow
+in proportion, which is correct only if a layer is a weighted sum over its edges.
 """
 
 from __future__ import annotations
@@ -33,21 +33,22 @@ from gnnplan.planner.strategies.program.program import Op, Program
 from gnnplan.planner.vocabulary.errors import SpecError
 from gnnplan.planner.vocabulary.schedule import Compute
 
-# A layer's edges are cut (executor/layers/kernels/block.py, Block.among): kernels, and bytes that
-# they read and write for an edge. An edge's row, place and weight are gathered, either way.
+# To select a layer's edges (executor/layers/kernels/block.py, Block.among): number of kernels, and
+# bytes read and written per edge. Row, position and weight of an edge are gathered, in both
+# directions.
 LAUNCHES, LAID = 30, 230.0
 
 
 class OnParts(Strategy):
-    """A rank has a part of the graph, and exchanges halo rows as `exchange_options` say."""
+    """A strategy whose ranks own parts of the graph and exchange halo rows."""
 
     rounds_rows: ClassVar[bool] = True
-    adapts: ClassVar[bool] = False  # whether its executor knows how much rows weigh (codec.py)
+    adapts: ClassVar[bool] = False  # whether the executor supports bits='adaptive' (codec.py)
 
     @property
     @abstractmethod
     def exchange_options(self) -> ExchangeOptions:
-        """How layers exchange rows."""
+        """The options by which layers exchange rows."""
 
     @property
     def exact(self) -> bool:
@@ -78,7 +79,7 @@ class OnParts(Strategy):
 
     @classmethod
     def candidates(cls, problem: Problem) -> Iterator[Strategy]:
-        """None: what it costs in accuracy on a graph is unknown, so users have to name it."""
+        """Yield nothing: the effect on accuracy is unknown, so only users choose the strategy."""
         return iter(())
 
     @classmethod
@@ -88,7 +89,7 @@ class OnParts(Strategy):
     def with_less_memory(self) -> Strategy | None:
         if "checkpoint" not in self.knobs() or self.exchange_options.checkpoint:
             return None
-        return replace(self, checkpoint=True)  # type: ignore[call-arg]  # its knob
+        return replace(self, checkpoint=True)  # type: ignore[call-arg]  # a knob, as checked above
 
     def check(self, problem: Problem) -> None:
         options = self.exchange_options
@@ -103,11 +104,11 @@ class OnParts(Strategy):
         return problem.layout()
 
     def layouts(self, problem: Problem) -> Batches:
-        """Of the batches, or of the rows that are trained on, if they are not all."""
+        """Return the layouts of an epoch's batches, or of trimmed rows; (): the whole layout."""
         return ()
 
     def turn(self, problem: Problem, step: int) -> int:
-        """The batch of a step."""
+        """Return the number of the batch that a step trains on."""
         return 0
 
     def preparation(self, problem: Problem) -> dict[str, float]:
@@ -130,7 +131,7 @@ class OnParts(Strategy):
 
 
 def _check_sums(family: str, problem: Problem) -> None:
-    """Raises SpecError if a layer does more with its edges than to sum over them."""
+    """Raise SpecError if a layer does more with its edges than to sum over them."""
     for number, layer in enumerate(problem.model.layers, 1):
         softmax = layer.heads or layer.sums > 1
         if softmax or (layer.counted and not layer.counted.linear):
@@ -143,27 +144,28 @@ def _check_sums(family: str, problem: Problem) -> None:
 
 
 def _with_laying(problem: Problem, program: Program) -> Program:
-    """The program, whose steps begin with `lay` where a layer's rows cross."""
-    cut = list(_cut_layers(problem))
-    if not cut:
+    """Return the program with `lay` at the begin of each step, if any layer exchanges rows."""
+    layers = list(_exchanging_layers(problem))
+    if not layers:
         return program
-    edges = sum((problem.layout().facts(layer).edges for layer in cut), np.zeros(problem.ranks))
-    lay = Op("lay", work=Compute(elementwise_bytes=LAID * edges, launches=LAUNCHES * len(cut)))
+    edges = sum((problem.layout().facts(layer).edges for layer in layers), np.zeros(problem.ranks))
+    lay = Op("lay", work=Compute(elementwise_bytes=LAID * edges, launches=LAUNCHES * len(layers)))
     return replace(program, ops=lambda name: [lay, *program.ops(name)])
 
 
 def _cut_blocks(problem: Problem, options: ExchangeOptions) -> np.ndarray:
-    """Bytes of a step's own blocks, beside the whole ones [ranks]."""
+    """Return the bytes of a step's blocks, which exist besides the full blocks [ranks]."""
     model, total = problem.model, np.zeros(problem.ranks)
-    for layer in _cut_layers(problem):
+    for layer in _exchanging_layers(problem):
         f, spec = options.facts(problem, problem.layout(), layer), model.layers[layer - 1]
-        weights = 2 * model.itemsize * f.edges * (not spec.weighs_edges)  # edges that are left have
+        # sampled edges have weights, even if the layer's own edges have none
+        weights = 2 * model.itemsize * f.edges * (not spec.weighs_edges)
         total = total + block(model, spec, f.rows, f.sources, f.edges) + weights
     return total
 
 
-def _cut_layers(problem: Problem) -> Iterator[int]:
-    """Layers whose rows cross."""
+def _exchanging_layers(problem: Problem) -> Iterator[int]:
+    """Yield the layers before which ranks exchange rows in every step."""
     for layer in range(problem.model.first_varying + 1, problem.workload.layers + 1):
         if problem.layout().meets(layer):
             yield layer

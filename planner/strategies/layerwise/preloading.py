@@ -1,9 +1,9 @@
-"""What preloading a server's surroundings (GraNNDis) costs and saves, as a plan tells it.
+"""Notes for the user on GraNNDis: the memory that preloading costs, and the bytes that it saves.
 
-A server that preloads holds its own part and the rows around it; `growth` says how many times its
-own part that is, as a mean over servers. In return fewer bytes pass between servers. The conditions
-that the paper prints (Eq. 3-9) leave the links inside servers out and describe other times than our
-epoch.
+A server that preloads holds its own part and the rows around it; the notes say how many times its
+own part that is, as a mean over servers. In return servers send each other fewer bytes. The paper's
+own conditions (Eq. 3-9) are not used: they ignore the links inside servers and do not describe the
+time of a whole epoch.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from gnnplan.planner.vocabulary.units import show_bytes
 
 
 def sentences(problem: Problem, whole: Strategy, sampled: Strategy) -> list[str]:
-    """`whole` preloads all rows around a server, `sampled` those that were drawn."""
+    """Return the notes. `whole` preloads all rows around a server, `sampled` a sample of them."""
     if problem.cluster.servers == 1:
         islands = (
             " Islands of GPUs may preload too, with group='island'."
@@ -38,7 +38,7 @@ def sentences(problem: Problem, whole: Strategy, sampled: Strategy) -> list[str]
 
 
 def _growth(problem: Problem, strategy: Strategy) -> float:
-    """How many times the rows of its part a server holds, as a mean over servers."""
+    """Return the rows that a server holds divided by the rows of its part, a mean over servers."""
     layout, servers = strategy.layout(problem), problem.cluster.servers
     assert layout is not None
     own, held = problem.stats.vertices / servers, float(layout.row_counts(0).sum()) / servers
@@ -46,5 +46,5 @@ def _growth(problem: Problem, strategy: Strategy) -> float:
 
 
 def _between_servers(problem: Problem, strategy: Strategy) -> str:
-    """Bytes of an epoch."""
+    """Return the bytes that servers send each other in an epoch, in words."""
     return show_bytes(strategy.predict(problem).bytes_by_link.get("inter_node", 0))

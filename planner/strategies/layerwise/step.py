@@ -1,16 +1,15 @@
-"""The operations of one training step that goes layer by layer, all ranks together.
+"""The operations of one training step, layer by layer, on all ranks.
 
     one step   |halo f 1|forward 1| .. |forward L|loss|backward L|halo b L| .. |all_reduce|update|
 
-A codec (planner/gnn/codec.py) may pack what crosses before and unpack it after:
+Rows that are quantized are packed before the exchange and unpacked after it (planner/gnn/codec.py):
 
     .. |pack f 2|halo f 2|unpack f 2|forward 2| ..  |backward 2|pack b 2|halo b 2|unpack b 2| ..
 
-For link prediction the rows of edges' ends cross before the loss, as before a layer L + 1, and
-their gradients after it; they cross as they are.
+For link prediction, ranks exchange the rows of edges' endpoints before the loss, as if for a layer
+L + 1, and return their gradients after the loss; these rows are not quantized.
 
-What is read from operations is in strategies/program/. What layers compute is counted by
-planner/gnn/model.py; which rows a rank has, by planner/ownership/layout.py.
+planner/gnn/model.py counts the work of layers; planner/ownership/layout.py, the rows of ranks.
 """
 
 from __future__ import annotations
@@ -35,7 +34,8 @@ from gnnplan.planner.vocabulary.numbers import Number
 from gnnplan.planner.vocabulary.outer import Pairs
 from gnnplan.planner.vocabulary.schedule import Compute
 
-# Of an epoch: one is trained on in every step, several are loaded in turn; empty: the whole layout
+# The batches of an epoch, one per step; with several, each is loaded in its step. Empty: every step
+# trains on the whole layout.
 Batches = Sequence[Layout | EstimatedLayout]
 
 
@@ -46,7 +46,7 @@ def program(
     batches: Batches = (),
     batch_at: Callable[[int], int] = lambda step: 0,
 ) -> Program:
-    """One step over the layout, or one step over each of its batches: step t over `batch_at(t)`."""
+    """Return the program: a step on the whole layout, or step t on the batch batch_at(t)."""
     layouts, period = batches or (layout,), options.policy.period  # estimated batches are equal
     ops = {
         (each, t): list(step(problem, each, options, loads=len(batches) > 1, at=t))
@@ -72,28 +72,28 @@ def step(
     scored: Scored | None = None,
     at: int = 0,
 ) -> Iterator[Op]:
-    """The operations of step `at`, in order.
+    """Yield the operations of step `at`, in order.
 
-    With `loads` the step begins by loading the constant rows of its batch. scored: edges that the
-    loss is of, whose ends cross as the rows of a layer L + 1; None: the loss is of labels.
+    loads: whether the step begins by loading its batch's constant rows. scored: the edges in the
+    loss of link prediction, whose endpoints ranks exchange as for a layer L + 1; None: the loss
+    compares labels.
 
-    Exchanges stand where a synchronous rank waits for them. Layers that are alike share their work
-    and bytes, so that a deep model costs no more to predict than its different
-    layers.
+    An exchange stands where a synchronous rank waits for it. Equal layers share their work and
+    bytes, so a deep model takes no longer to predict than its distinct layers.
     """
     model, layers = problem.model, problem.workload.layers
     policy, lags = options.policy, options.policy.lags
     like = first_alike(alike_as(model, layout, options.narrow))
     facts = {layer: options.facts(problem, layout, layer, at) for layer in {*like.values()}}
-    meets = {
+    exchanging = {
         layer: layout.meets(layer) and (policy.whole or bool(f.halo.any()))
         for layer, f in facts.items()
     }
 
     @cache
     def halo(layer: int, way: str) -> Exchange | None:
-        """The layer's exchange; None if it has none."""
-        if layer <= model.first_varying or not meets[layer]:
+        """Return the layer's exchange, or None."""
+        if layer <= model.first_varying or not exchanging[layer]:
             return None
         f, symmetric = facts[layer], isinstance(layout, EstimatedLayout)
         rows = f.sends if way == "f" or symmetric else f.returned
@@ -102,57 +102,57 @@ def step(
 
     @cache
     def work(layer: int, way: str, reduced: float = 0.0) -> Compute:
-        """The layer's computation.
+        """Return the layer's computation, with the work around its exchange.
 
-        A stale exchange and all-reduces, in which a rank sends `reduced` bytes, overlap with it and
-        take some bandwidth.
+        A lagging exchange, and all-reduces in which a rank sends `reduced` bytes, overlap with the
+        computation and use some of the memory's bandwidth.
         """
-        moved, f, done = halo(layer, way), facts[layer], computation(layer, way)
-        done = done + Compute(overlapped_bytes=reduced) if reduced else done
-        if moved is None:
-            return done
-        if way == "f":  # fresh rows have arrived in their place, others were unpacked there
+        exchanged, f, total = halo(layer, way), facts[layer], computation(layer, way)
+        total = total + Compute(overlapped_bytes=reduced) if reduced else total
+        if exchanged is None:
+            return total
+        if way == "f":  # rows of this step are received, or unpacked, in place: no copy
             rows = f.present if policy.stays or (lags and not options.codec.packs) else f.local
-            done = done + model.lay_out(layer, rows, options.narrow)
+            total = total + model.lay_out(layer, rows, options.narrow)
         if f.added is not None:
-            done = done + model.apply(layer - 1, f.sources, f.added)[0 if way == "f" else 1]
+            total = total + model.apply(layer - 1, f.sources, f.added)[0 if way == "f" else 1]
         elif f.made is not None:
-            done = done + model.pick(layer, f.sources, f.present)[0 if way == "f" else 1]
+            total = total + model.pick(layer, f.sources, f.present)[0 if way == "f" else 1]
         overlapped: Number = 0.0
         if lags:
-            overlapped = np.maximum(moved.nbytes.sum(1), moved.nbytes.sum(0))
-        return done + Compute(overlapped_bytes=overlapped)
+            overlapped = np.maximum(exchanged.nbytes.sum(1), exchanged.nbytes.sum(0))
+        return total + Compute(overlapped_bytes=overlapped)
 
     def computation(layer: int, way: str) -> Compute:
-        """The layer, and the next layer's projection if that is done before its exchange."""
+        """Return the work of the layer, with the next layer's projection if `narrow`."""
         f, forward_or_backward = facts[layer], 0 if way == "f" else 1
-        its, away = (model, 0.0) if f.away is None else (model.without_ends(layer), f.away)
-        work = (its.forward, its.backward)[forward_or_backward](
+        counted, away = (model, 0.0) if f.away is None else (model.without_ends(layer), f.away)
+        work = (counted.forward, counted.backward)[forward_or_backward](
             layer, f.rows, f.sources, f.edges, options.narrow, away=away
         )
         if options.narrow:
             work = work + model.project(layer + 1, f.rows)[forward_or_backward]
-        # a checkpoint's backward pass begins with the forward pass
+        # a checkpointed layer recomputes its forward pass in the backward pass
         return work + computation(layer, "f") if options.checkpoint and way == "b" else work
 
     def exchange(layer: int, way: str) -> Iterator[Op]:
-        """Rows before a layer, or their gradients after it."""
-        if (moved := halo(like[layer], way)) is None:
+        """Yield the exchange of rows before a layer, or of their gradients after it."""
+        if (exchanged := halo(like[layer], way)) is None:
             return
         f, width = facts[like[layer]], model.exchanged_width(layer, options.narrow)
-        leaves, comes = (f.given, f.taken) if way == "f" else (f.taken, f.given)
-        for pack in options.codec.pack(leaves, width, model.itemsize, picked=way == "f"):
+        sent, received = (f.given, f.taken) if way == "f" else (f.taken, f.given)
+        for pack in options.codec.pack(sent, width, model.itemsize, picked=way == "f"):
             yield Op("pack", way, layer, work=pack)
-        yield Op("halo", way, layer, work=moved)
-        for unpack in options.codec.unpack(comes, width, model.itemsize, added=way == "b"):
+        yield Op("halo", way, layer, work=exchanged)
+        for unpack in options.codec.unpack(received, width, model.itemsize, added=way == "b"):
             yield Op("unpack", way, layer, work=unpack)
 
-    complete: dict[int, list[Bucket]] = {}  # by the layer whose backward pass completes them
+    complete: dict[int, list[Bucket]] = {}  # layer whose backward pass completes them -> buckets
     for bucket in buckets_of(problem, options.buckets, options.narrow):
         complete.setdefault(bucket.after, []).append(bucket)
 
     def sums(after: int) -> Iterator[Op]:
-        """The all-reduces that begin after a layer's backward pass (0: the encoder's)."""
+        """Yield the all-reduces that begin after a layer's backward pass (0: the encoder's)."""
         for layers, weights, _ in complete.get(after, ()):
             size = weights * model.weight_itemsize
             yield Op(
@@ -160,13 +160,13 @@ def step(
             )
 
     def reduced(after: int) -> float:
-        """Bytes that a rank sends in them."""
+        """Return the bytes that a rank sends in these all-reduces."""
         size = sum(bucket.weights for bucket in complete.get(after, ())) * model.weight_itemsize
         return 2 * (problem.ranks - 1) / problem.ranks * size
 
     encoded = layout.row_counts(0) if model.encoder else np.zeros(problem.ranks)
-    of_all = {layer: facts[first] for layer, first in like.items()}
-    holds = Holds(problem, model, of_all, encoded, options, scored)
+    facts_by_layer = {layer: facts[first] for layer, first in like.items()}
+    holds = Holds(problem, model, facts_by_layer, encoded, options, scored)
 
     if loads:
         yield Op("load", work=Copy(loaded_bytes(problem, layout)))
@@ -179,20 +179,20 @@ def step(
         keeps = partial(holds.forward, layer)
         yield Op("forward", layer=layer, work=work(like[layer], "f"), holds=keeps)
     forward, backward = finish(problem, facts[like[layers]].rows, scored)
-    ends = None
+    endpoints = None  # exchange of edges' endpoints
     if scored is not None and scored.meets:
-        ends = Exchange(scored.sends, model.layers[-1].h_out * model.itemsize)
+        endpoints = Exchange(scored.sends, model.layers[-1].h_out * model.itemsize)
     yield from moments(problem, layers + 1, "f")
-    if ends is not None:
-        yield Op("halo", "f", layers + 1, work=ends)
+    if endpoints is not None:
+        yield Op("halo", "f", layers + 1, work=endpoints)
     yield Op("loss", work=forward + backward, holds=holds.loss)
-    if ends is not None:
-        yield Op("halo", "b", layers + 1, work=replace(ends, items=ends.items.T))
+    if endpoints is not None:
+        yield Op("halo", "b", layers + 1, work=replace(endpoints, items=endpoints.items.T))
     yield from moments(problem, layers + 1, "b")
     for layer in range(layers, 0, -1):
         frees = partial(holds.backward, layer)
-        done = work(like[layer], "b", reduced(layer + 1))
-        yield Op("backward", layer=layer, work=done, holds=frees)
+        computed = work(like[layer], "b", reduced(layer + 1))
+        yield Op("backward", layer=layer, work=computed, holds=frees)
         yield from sums(layer)
         yield from exchange(layer, "b")
         yield from moments(problem, layer, "b")
@@ -203,7 +203,7 @@ def step(
 
 
 def end_of_step(problem: Problem, are_summed: bool = False) -> Iterator[Op]:
-    """How a step ends, whose gradients are summed already or not."""
+    """Yield the operations that end a step: the update, after an all-reduce if needed."""
     model = problem.model
     if problem.ranks > 1 and not are_summed:
         yield Op("all_reduce", work=AllReduce((model.weights * model.weight_itemsize,)))
@@ -211,7 +211,7 @@ def end_of_step(problem: Problem, are_summed: bool = False) -> Iterator[Op]:
 
 
 def moments(problem: Problem, layer: int, way: str) -> Iterator[Op]:
-    """Batch norm's all-reduce: moments before the layer, or their gradient after it.
+    """Yield batch norm's all-reduce: of moments before the layer, or of their gradient after it.
 
     Layer L + 1 is the decoder.
     """
@@ -221,9 +221,9 @@ def moments(problem: Problem, layer: int, way: str) -> Iterator[Op]:
 
 
 def finish(problem: Problem, own: np.ndarray, scored: Scored | None) -> tuple[Compute, Compute]:
-    """Forward and backward work of decoder and loss on each rank's own rows of h_L.
+    """Return forward and backward work of decoder and loss on each rank's rows of h_L.
 
-    With `scored` also on the rows that it is sent.
+    own: number of own rows; with `scored`, received rows count too.
     """
     if scored is None:
         return problem.model.finish(own)
@@ -232,7 +232,7 @@ def finish(problem: Problem, own: np.ndarray, scored: Scored | None) -> tuple[Co
 
 
 def alike_as(model: Model, layout: Layout | EstimatedLayout, narrow: bool) -> list[object]:
-    """Of every layer a key that is equal for layers with equal work and bytes."""
+    """Return for every layer a key that is equal for layers with equal work and bytes."""
     following = [*model.layers[1:], None] if narrow else [None] * len(model.layers)
     return [
         (spec, after, layout.kind(layer), layer <= max(model.first_varying, 1))
@@ -241,7 +241,7 @@ def alike_as(model: Model, layout: Layout | EstimatedLayout, narrow: bool) -> li
 
 
 def first_alike(kinds: Iterable[object]) -> dict[int, int]:
-    """For layers 1, 2, .. of these kinds the first one of the same kind.
+    """Return a dict: layer (1, 2, ..) -> the first layer of the same kind.
 
     >>> first_alike("aba")
     {1: 1, 2: 2, 3: 1}
@@ -251,7 +251,7 @@ def first_alike(kinds: Iterable[object]) -> dict[int, int]:
 
 
 def setup(problem: Problem, layout: Layout | EstimatedLayout) -> Iterator[Op]:
-    """Exchanges before the first step: features of recomputed rows, then constant inputs' halo."""
+    """Yield exchanges before the first step: features of recomputed rows, halo of features."""
     preloaded = layout.preloaded()
     if preloaded.any():
         yield send_features(problem, layout, preloaded, "preload")
@@ -261,7 +261,7 @@ def setup(problem: Problem, layout: Layout | EstimatedLayout) -> Iterator[Op]:
 
 
 def send_features(problem: Problem, layout: Layout | EstimatedLayout, rows: Pairs, op: str) -> Op:
-    """The exchange of the features of so many `rows` [ranks, ranks]."""
+    """Return the exchange of features, for these numbers of rows [ranks, ranks]."""
     if problem.model.inputs.alike or not isinstance(layout, Layout):
         return Op(op, work=Exchange(rows, round(float(problem.model.features_moved(1.0)))))
     nbytes = np.zeros((problem.ranks, problem.ranks), np.int64)
@@ -279,16 +279,15 @@ def send_features(problem: Problem, layout: Layout | EstimatedLayout, rows: Pair
 
 
 def preparation(problem: Problem, layout: Layout | EstimatedLayout) -> dict[str, float]:
-    """Seconds before the first step: partitioning, and the exchanges of `setup`."""
+    """Return the seconds before the first step: partitioning, and the exchanges of `setup`."""
     exchanged_s = setup_s(problem, setup(problem, layout))
     return {"partitioning": problem.seconds_of(layout), "features": exchanged_s}
 
 
 def loaded_bytes(problem: Problem, layout: Layout | EstimatedLayout) -> np.ndarray:
-    """Bytes [ranks] of the constant rows that a batch needs on the device.
+    """Return the bytes of constant rows that a batch loads to the device [ranks].
 
-    These are the rows that layer 1 (or the encoder) reads, or layer 1's aggregate where that is
-    cached.
+    These are the rows that layer 1 or the encoder reads, or layer 1's aggregate if it is cached.
     """
     model = problem.model
     if isinstance(layout, Layout) and not model.inputs.alike:
@@ -300,7 +299,7 @@ def loaded_bytes(problem: Problem, layout: Layout | EstimatedLayout) -> np.ndarr
         )
         return np.array([int(problem.features_bytes(rows).sum()) for rows in read])
     if model.aggregate_cached(1):
-        # GraphSAGE reads a vertex's own row too
+        # GraphSAGE also reads a vertex's own row
         rows = layout.facts(1).rows * (2 if model.layers[0].reads_own else 1)
     else:
         rows = layout.facts(1).sources if model.first_varying else layout.row_counts(0)
