@@ -1,15 +1,15 @@
-"""One rank's arithmetic: the graph as tensors, hot operations, GNN layers and models.
+"""The arithmetic of one rank: the graph as tensors, kernels, GNN layers and models.
 
 Open
-    layer.py    for what a strategy needs of a layer, and the base class of all
+    layer.py    for the interface between strategies and layers, and the base class of all layers
     known.py    for layers of the kinds in planner/gnn/kinds.py
-    models.py   for the whole `Net`
-    norms.py    for batch norm over all ranks' rows
-    count.py    for what a layer that is not in the planner's formulas does
+    models.py   for `Net`, a whole model or a pipeline stage of it
+    norms.py    for layer norm, and batch norm over the rows of all ranks
+    count.py    for counting the work and memory of a user's layer
     blocks.py   for features, and `weighted_block`: a layer's edges with weights
-    targets.py  for labels and numbers that are learned, losses and metrics
-    copies.py   for rows on their way between the server's memory and a GPU
-    links.py    for the loss of link prediction, and how well edges rank
-    kernels/    for the operations beneath: aggregation, attention, products, dropout
+    targets.py  for labels and regression targets, losses and metrics
+    copies.py   for copying rows between the server's memory and a GPU
+    links.py    for the loss of link prediction, and its AUC
+    kernels/    for the hot operations: aggregation, attention, matrix products, dropout
 
 It imports the planner."""

@@ -16,11 +16,11 @@ from gnnplan.planner.graph.sampling import Ids
 from gnnplan.planner.vocabulary.numbers import runs
 from gnnplan.planner.vocabulary.precision import Precision
 
-AT_ONCE = 1 << 19  # values of features, or weights of edges, that are converted together
+AT_ONCE = 1 << 19  # feature values, or edge weights, that are converted at a time
 
 
 def dtype_of(precision: Precision) -> torch.dtype:
-    """The type of numbers that are held so."""
+    """Return the torch type of a precision."""
     dtype: torch.dtype = getattr(torch, precision.torch)
     return dtype
 
@@ -28,10 +28,10 @@ def dtype_of(precision: Precision) -> torch.dtype:
 def features(
     graph: Graph, rows: Ids, workload: Workload, device: torch.device, room: int = 0
 ) -> Tensor:
-    """Features of `rows` [rows + room, F]; the last `room` rows are not filled.
+    """Return features of `rows` [rows + room, F]; the last `room` rows are uninitialised.
 
-    Dense rows are converted a few at a time, so they are never in memory twice. To a GPU they are
-    under way when this returns (copies.py).
+    Dense rows are converted in pieces, so memory never holds them twice. A copy to a GPU is queued,
+    but not finished, when this function returns (copies.py).
     """
     if not graph.stats.dense:
         return SparseRows.of_csr(graph.x[rows], dtype_of(workload.precision), room).to(device)
@@ -60,10 +60,10 @@ def features(
 
 def take_rows(x: np.ndarray, rows: Ids, out: np.ndarray) -> np.ndarray:
     """Copy rows of x into `out` and return it. `rows` are not checked."""
-    if not x.flags.c_contiguous:  # some columns of a mapped file, which numpy would read first
+    if not x.flags.c_contiguous:  # some columns of a mapped file: np.take would read all of x first
         out[:] = x[rows]
         return out
-    # with mode='raise' numpy would copy twice, for the sake of indices out of range
+    # with mode='raise' numpy would copy twice, to check for indices out of range
     return np.take(x, rows, axis=0, out=out, mode="clip")
 
 
@@ -79,17 +79,16 @@ def weighted_block(
     drawn: bool = False,
     part: tuple[int, np.ndarray] | None = None,
 ) -> Block:
-    """A Block with the self edges and weights that a layer's `edges` ask for (models.Layer).
+    """Build a Block with the self edges and weights that a layer's `edges` require (Layer.edges).
 
-    dst [R] and src [S] are global ids; dst are the first of src. indptr [R + 1] and indices [E] are
-    the CSR over dst, with positions in src.
+    dst [R] and src [S] are global ids; src begins with dst. indptr [R + 1] and indices [E] are the
+    CSR over dst, with positions in src.
 
-    degrees: in- and out-degrees [N] that weights are made of; None: those of the whole graph.
-    drawn: the edges are a random sample, and each stands for edges of its row that were not drawn.
-    Then 'mean' is over the drawn ones, and 'gcn' multiplies by degree / drawn, so that either is on
-    average what the whole row would give.
-    part: the edges are a part of those drawn. How many of dst, the first, are among src, and have
-    their self edges here; and how many edges of each row were drawn in all [R].
+    degrees: in- and out-degrees [N] for the weights; None: those of the whole graph.
+    drawn: the edges are a random sample. 'mean' averages over the drawn edges, and 'gcn' multiplies
+    by degree / drawn edges, so that both are unbiased estimates of the sum over all edges.
+    part: the edges are some of the drawn edges. (own, taken): only the first `own` vertices of dst
+    are in src, and have their self edges here; taken [R]: drawn edges of each row in total.
 
     Raises ValueError on another kind of `edges`.
     """
@@ -99,7 +98,7 @@ def weighted_block(
     if edges in ("gcn", "loop"):  # self edges come last in every row
         indices = np.insert(indices, indptr[1 : own + 1], np.arange(own, dtype=indices.dtype))
         indptr = indptr + np.minimum(np.arange(dst.size + 1), own)
-    # with int64 scipy would sort indices of 8 bytes
+    # int32 indptr: with int64 scipy would sort indices of 8 bytes
     block = Block(indptr.astype(np.int32), indices, src.size, own=own)
     if edges in ("one", "loop"):
         if workload.is_cut:
@@ -117,10 +116,10 @@ def weighed(
     outs: np.ndarray,
     taken: np.ndarray | None = None,
 ) -> Block:
-    """The same edges with the weights of 'gcn' or 'mean'.
+    """Return the block with the edge weights of 'gcn' or 'mean'.
 
-    ins [R] and outs [S]: degrees of destinations and sources. taken [R]: how many edges of each row
-    were drawn; None: each edge stands for itself."""
+    ins [R] and outs [S]: degrees of destinations and sources. taken [R]: drawn edges of each row;
+    None: all edges are present."""
     count = np.maximum(ins if taken is None else taken, 1)
     if edges == "mean":
         of_rows = torch.from_numpy(1.0 / count).to(dtype_of(workload.precision))
@@ -135,7 +134,7 @@ def weighed(
         src, dst = block.indices[here], ids[rows].repeat_interleave(degree[rows])
         exact = of_dst.index_select(0, dst).mul_(of_src.index_select(0, src)).sqrt_().reciprocal_()
         if taken is not None:
-            # a vertex has no other edge to itself
+            # graphs have no self edges, so this is the added one, which is always present
             is_self = (src == dst) & (dst < block.own)
             exact *= stands_for.index_select(0, dst).masked_fill_(is_self, 1.0)
         weights[here] = exact
@@ -143,7 +142,7 @@ def weighed(
 
 
 def weighted_of(whole: Whole, edges: str, vertices: Ids, workload: Workload) -> Block:
-    """The Block of all of a graph's edges; vertices: all ids in order."""
+    """Build the Block of all edges of a graph; vertices: all ids in order."""
     indptr, indices = whole.indptr, whole.indices
     outs = np.bincount(indices, minlength=vertices.size)
     degrees = np.diff(indptr), outs
@@ -154,7 +153,7 @@ def weighted_of(whole: Whole, edges: str, vertices: Ids, workload: Workload) -> 
 def tile(
     graph: Graph, edges: str, dst: Ids, src: Ids, workload: Workload, device: torch.device
 ) -> Block:
-    """Edges of a layer's kind ('gcn' or 'mean') from `src` to `dst`, global ids in any order."""
+    """Build the Block of edges ('gcn' or 'mean') from `src` to `dst`, global ids in any order."""
     assert edges in ("gcn", "mean"), edges
     place = np.full(graph.stats.vertices, -1, dtype=np.int32)
     place[src] = np.arange(src.size, dtype=np.int32)
@@ -172,6 +171,6 @@ def tile(
 
 
 def _degrees(graph: Graph, dst: Ids, src: Ids) -> tuple[np.ndarray, np.ndarray]:
-    """In-degrees of destinations and out-degrees of sources."""
+    """Return in-degrees of destinations and out-degrees of sources."""
     outs = graph.out_degree[src] if graph.stats.directed else graph.degree_of(src)
     return graph.degree_of(dst), outs

@@ -1,7 +1,7 @@
-"""Rows between the server's memory and a GPU, through page-locked buffers and on their own stream.
+"""Copies of rows between the server's memory and a GPU: page-locked buffers, a stream of their own.
 
-Several threads fill one buffer with scattered rows while the other one travels: a GPU's rank has
-cores to spare. Only buffers are page-locked, so they bound what of the server's memory is."""
+Several threads gather scattered rows into one buffer while the other buffer is copied: a GPU's rank
+has idle cores. Only the two buffers are page-locked, so page-locked memory is bounded."""
 
 from __future__ import annotations
 
@@ -16,20 +16,20 @@ import torch
 from torch import Tensor
 
 BUFFER = 16 << 20  # [B] of each of the two buffers
-MOST_THREADS = 8  # beyond which the server's memory is no faster
+MOST_THREADS = 8  # more threads do not read the server's memory faster
 
-# reads or writes rows `start` to `stop` of a buffer, which are the third argument
+# reads or writes rows `start` to `stop`, whose piece of the buffer is the third argument
 Work = Callable[[int, int, Tensor], object]
 
 
 @cache
 def staging(device: torch.device) -> Staging:
-    """The buffers of this process for a device."""
+    """Return this process's buffers for a device."""
     return Staging(device)
 
 
 class Staging:
-    """Two buffers between the server's memory and a device. One copy at a time."""
+    """Two buffers for copies between the server's memory and a device, one copy at a time."""
 
     def __init__(self, device: torch.device, size: int = BUFFER) -> None:
         self.device, self.module = device, torch.get_device_module(device)
@@ -44,28 +44,28 @@ class Staging:
         self.pool = ThreadPoolExecutor(self.threads, thread_name_prefix="copies")
 
     def load(self, into: Tensor, dtype: torch.dtype, gather: Work) -> None:
-        """Fill rows on the device [R, H]; `gather` writes them, as `dtype`, in any order.
+        """Fill rows [R, H] on the device; `gather` writes them into buffers, as `dtype`.
 
-        What the current stream is given next finds them there. The host waits for none of the
-        device's work but that of these buffers.
+        Work that is launched on the current stream afterwards sees the rows. The host waits for the
+        buffers only, not for other work of the device. `gather` is called for pieces in any order.
         """
         here = self.module.current_stream(self.device)
         with self.lock:
-            self.stream.wait_stream(here)  # which may still use the memory that the rows get
+            self.stream.wait_stream(here)  # its kernels may still use the memory of `into`
             for start, stop, buffer, copied in self._turns(into, dtype):
-                copied.synchronize()  # what was in the buffer has left
+                copied.synchronize()  # the previous copy from this buffer has ended
                 self._in_parts(gather, start, stop, buffer)
                 with self.module.stream(self.stream):
-                    if dtype != into.dtype:  # converted there: here it would take one core
+                    if dtype != into.dtype:  # convert on the device: the host would use one core
                         buffer = buffer.to(self.device, non_blocking=True)
                     into[start:stop].copy_(buffer, non_blocking=True)
                     copied.record(self.stream)
             here.wait_stream(self.stream)
 
     def store(self, rows: Tensor, scatter: Work) -> None:
-        """Bring rows [R, H] of the device to `scatter`, which reads them in any order.
+        """Copy rows [R, H] from the device to buffers, which `scatter` reads, in any order.
 
-        Returns when all have been read.
+        Return when `scatter` has read all rows.
         """
         with self.lock:
             self.stream.wait_stream(self.module.current_stream(self.device))
@@ -85,7 +85,7 @@ class Staging:
         self._in_parts(scatter, start, stop, buffer)
 
     def _turns(self, rows: Tensor, dtype: torch.dtype) -> Iterator[tuple[int, int, Tensor, Any]]:
-        """Pieces of the rows: from where to where, and a buffer's rows of as many numbers."""
+        """Yield pieces of the rows: start, stop, a buffer's view [stop - start, H], its event."""
         width = rows.shape[1]
         most = max(self.buffers[0].numel() // max(width * dtype.itemsize, 1), 1)
         for turn, start in enumerate(range(0, len(rows), most)):
@@ -94,7 +94,7 @@ class Staging:
             yield start, stop, numbers.view(stop - start, width), self.copied[turn % 2]
 
     def _in_parts(self, work: Work, start: int, stop: int, buffer: Tensor) -> None:
-        """Do the work of a piece on all threads."""
+        """Share the work on a piece among all threads."""
         size = -(-(stop - start) // self.threads)
         begins = range(start, stop, size)
         ends = [min(begin + size, stop) for begin in begins]

@@ -1,8 +1,9 @@
-"""Counts what a layer does, from the operations that torch dispatches.
+"""Counts the work and memory of a user's layer, from the operations that torch dispatches.
 
-The layer runs forward and backward on a few small blocks of different sizes. Each operation is
-noted with its work, and each tensor when it comes and goes. All of it must be linear in rows,
-sources and edges: four sizes give the factors, a fifth one must agree (planner/gnn/counted.py)."""
+The layer runs forward and backward on a few small blocks of different sizes. The counter records
+the work of each operation, and when each tensor is allocated and freed. All counts must be linear
+in rows, sources and edges: four sizes give the factors, a fifth checks them
+(planner/gnn/counted.py)."""
 
 from __future__ import annotations
 
@@ -28,10 +29,10 @@ from gnnplan.executor.layers.norms import BatchNorm
 from gnnplan.planner.gnn.counted import Counted, Linear, amount
 from gnnplan.planner.gnn.operations import VECTOR
 
-# (rows, sources, edges), of which four tell the factors; the last is to be foretold. All rows have
-# as many edges: DGL calls a user's function once for each number of edges that a row has
+# (rows, sources, edges): four sizes give the factors, the last checks them. All rows of a block
+# have the same number of edges, as DGL calls a user's function once for each degree
 SIZES = ((64, 128, 512), (128, 192, 512), (64, 192, 512), (64, 128, 1024), (160, 224, 1600))
-# what the fields of Counted are to whoever wrote the layer
+# field of Counted -> its name in errors for the author of the layer
 WORDS = {
     "flops": "flops",
     "gemm_bytes": "gemm bytes",
@@ -44,11 +45,11 @@ WORDS = {
 }
 PRODUCTS = ("mm", "addmm", "addmm_", "bmm", "baddbmm", "_linear_pointwise", "linear")
 ARITHMETIC = ("mul", "add", "sub", "div", "pow")
-# operations that read rows by index, and that write them
+# operations that read rows by index, and operations that write rows by index
 PICKS = ("index_select", "embedding", "index", "gather")
 PUTS = ("index_add", "index_put", "scatter", "scatter_add", "scatter_reduce")
-INDEX = 8  # [B] of a place
-PUT_PASSES = 9.0  # over numbers that are put one by one: rows narrower than VECTOR
+INDEX = 8  # [B] of an index
+PUT_PASSES = 9.0  # cost, in passes over memory, of writing rows narrower than VECTOR by index
 # operations that do not read their first argument
 UNREAD = (
     "copy_",
@@ -73,24 +74,24 @@ FREE = (
 
 
 class Unmeasured(Exception):
-    """A layer of which no plan can be made; says why."""
+    """The layer cannot be counted, so no plan can be made; the message says why."""
 
 
 @dataclass
 class Work:
-    """Work of a pass on one block: the fields of CountedWork."""
+    """Work of one pass on one block: the fields of CountedWork."""
 
-    flops: float = 0.0  # of products
+    flops: float = 0.0  # of matrix products
     gemm_bytes: float = 0.0
     elementwise_bytes: float = 0.0
     gathers: list[dict[str, Any]] = field(default_factory=list)
     launches: int = 0
 
     def goes_by_index(self, name: str, args: tuple[Any, ...], made: Sequence[Tensor]) -> bool:
-        """Note an operation that reads or writes rows by index, as a device's rates are of it.
+        """Add an operation that reads or writes rows by index; return False for other operations.
 
-        Only sums go from row to row. Picked rows are copied. Rows that are put have each their
-        place to be found, and narrow ones are put number by number."""
+        A device has measured rates for sums of rows only. Rows read by index count as copies.
+        Narrow rows written by index cost several passes (PUT_PASSES)."""
         if name in ("_embedding_bag", "_embedding_bag_forward_only"):
             table, indices = args[:2]
             self.sums(indices.numel(), table.shape[1], len(table), len(made[0]))
@@ -110,35 +111,34 @@ class Work:
         return True
 
     def sums(self, rows: int, width: int, among: int, into: int) -> None:
-        """Rows are read by index and added up in others."""
+        """Add a sum: `rows` rows, read by index among `among` rows, are added to `into` rows."""
         sizes = {"rows": float(rows), "among": float(among), "into": float(into)}
         self.gathers.append({"width": width, **sizes})
 
 
 @dataclass
 class Noted:
-    """All that was noted of a layer on one block."""
+    """Work and allocations of a layer on one block."""
 
     structure: Work = field(default_factory=Work)
     forward: Work = field(default_factory=Work)
     backward: Work = field(default_factory=Work)
-    structure_bytes: int = 0  # that stay
+    structure_bytes: int = 0  # allocated for the block's edges, and kept
     products: list[dict[str, Any]] = field(default_factory=list)  # forward, by oneDNN
-    events: dict[str, list[tuple[int, str]]] = field(  # by part
-        default_factory=lambda: defaultdict(list)
-    )
+    # part of the step -> (bytes allocated, or freed if negative; part that allocated them)
+    events: dict[str, list[tuple[int, str]]] = field(default_factory=lambda: defaultdict(list))
     keeps_inputs: bool = False
     reads_host: bool = False
 
 
 class Notes(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Notes operations, and when the tensors that they make come and go."""
+    """Records operations, and the allocation and release of the tensors that they return."""
 
     def __init__(self, noted: Noted) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.noted, self.known = noted, weakref.WeakSet[Any]()
         self.part, self.work = "", noted.forward
-        self.entered = kernel.entered  # the last one whose launch is counted
+        self.entered = kernel.entered  # the last `with kernel` block whose launch is counted
 
     @contextmanager
     def during(self, part: str) -> Iterator[None]:
@@ -207,13 +207,13 @@ class Notes(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 def _casts(read: Sequence[Tensor], made: Tensor) -> list[int]:
-    """Bytes of operands of another type, of which CPUs make a copy for as long as they compute."""
+    """Bytes of temporary copies that CPUs make of operands with another type [B]."""
     return [t.numel() * made.itemsize for t in read if t.ndim and t.dtype != made.dtype]
 
 
 def _reads_host(func: Any, args: tuple[Any, ...]) -> bool:
-    """Whether a GPU's host waits: for a value, or for how many rows there are."""
-    by_place = func.overloadpacket is torch.ops.aten.index  # which counts only where a mask is true
+    """Whether the host waits for the GPU: for a value, or for the number of rows of a result."""
+    by_place = func.overloadpacket is torch.ops.aten.index  # waits only if indexed by a mask
     if by_place:
         places = [leaf for leaf in tree_leaves(args[1]) if isinstance(leaf, Tensor)]
         return any(leaf.dtype in (torch.bool, torch.uint8) for leaf in places)
@@ -222,23 +222,23 @@ def _reads_host(func: Any, args: tuple[Any, ...]) -> bool:
 
 
 def _longest(args: Sequence[Any]) -> int:
-    """Rows of the tensor that has most."""
+    """Return the number of rows of the longest tensor."""
     tensors = [leaf for leaf in tree_leaves(args) if isinstance(leaf, Tensor)]
     return max((len(tensor) for tensor in tensors if tensor.ndim), default=0)
 
 
 def _is_dense(leaf: Any) -> bool:
-    """Whether it is a tensor of numbers; a sparse one only refers to such tensors."""
+    """Whether a leaf is a dense tensor; a sparse tensor only refers to dense ones."""
     return isinstance(leaf, Tensor) and leaf.layout == torch.strided
 
 
 def _padded(out: Tensor) -> float:
-    """Numbers of a product, of which few columns cost as much as VECTOR."""
+    """Return the numbers of a product; dimensions below VECTOR cost as much as VECTOR."""
     return float(np.prod([max(size, VECTOR) for size in out.shape[-2:]]) * np.prod(out.shape[:-2]))
 
 
 def _bytes(tensor: Tensor) -> int:
-    """Bytes that are read or written of it; what is expanded is read once."""
+    """Return the bytes of a tensor that are read or written; expanded dimensions count once."""
     sizes = [size for size, step in zip(tensor.shape, tensor.stride(), strict=True) if step]
     return int(np.prod(sizes)) * tensor.element_size()
 
@@ -246,15 +246,15 @@ def _bytes(tensor: Tensor) -> int:
 def count(
     layer: Layer, h_in: int, h_out: int, relu: bool, varies: bool, dtype: torch.dtype
 ) -> Counted:
-    """What the layer does on any block. Its parameters' gradients are made anew.
+    """Count the work and memory of a layer, for any block. Resets its parameters' gradients.
 
-    relu: it ends in ReLU. varies: its inputs get a gradient. Raises Unmeasured, and what the layer
-    itself raises.
+    relu: whether it ends in ReLU. varies: whether its inputs need a gradient. Raises Unmeasured,
+    and any error that the layer itself raises.
     """
     layer.train()
     for parameter in layer.parameters():
         parameter.grad = torch.zeros_like(parameter)
-    _must_fit(layer, h_in, h_out, dtype)  # what torch makes once is made now
+    _must_fit(layer, h_in, h_out, dtype)  # also triggers torch's one-time allocations
     noted = [_note(layer, h_in, relu, varies, dtype, sizes) for sizes in SIZES]
     works = [(note.structure, note.forward, note.backward) for note in noted]
     if len({tuple(work.launches for work in each) for each in works}) > 1:
@@ -277,7 +277,7 @@ def count(
 
 
 def _observed(note: Noted) -> dict[str, Any]:
-    """The fields of Counted that depend on a block, of this one."""
+    """Return the fields of Counted that depend on the block's size."""
 
     def events(*parts: str) -> list[dict[str, Any]]:
         born = [event for part in parts for event in note.events[part]]
@@ -294,7 +294,7 @@ def _observed(note: Noted) -> dict[str, Any]:
 
 
 def _must_fit(layer: Layer, h_in: int, h_out: int, dtype: torch.dtype) -> None:
-    """Raise Unmeasured if the layer's output is not [R, H_out] and made by its parameters."""
+    """Raise Unmeasured if the output is not [R, H_out], or depends on no parameter."""
     rows, sources, edges = SIZES[0]
     block = block_of(layer, rows, sources, edges, dtype)
     out = layer(block, layer.possible(torch.randn(sources, h_in, dtype=dtype)))
@@ -311,7 +311,7 @@ def _must_fit(layer: Layer, h_in: int, h_out: int, dtype: torch.dtype) -> None:
 
 
 def must_sum_columns(layer: Layer, h_in: int, h_out: int, relu: bool, dtype: torch.dtype) -> None:
-    """Raise Unmeasured if P3's calls give another output than the layer does."""
+    """Raise Unmeasured if the methods of ColumnLayer give another output than `forward`."""
     rows, sources, edges = SIZES[0]
     block = block_of(layer, rows, sources, edges, dtype)
     x = layer.possible(torch.randn(sources, h_in, dtype=dtype))
@@ -334,7 +334,7 @@ def _note(
     dtype: torch.dtype,
     sizes: tuple[int, int, int],
 ) -> Noted:
-    """The layer on one block, forward and backward."""
+    """Run the layer forward and backward on one block, and return the record."""
     rows, sources, edges = sizes
     block = block_of(layer, rows, sources, edges, dtype)
     x = layer.possible(torch.randn(sources, h_in, dtype=dtype))
@@ -387,10 +387,10 @@ def _note(
 
 
 def block_of(layer: Layer, rows: int, sources: int, edges: int, dtype: torch.dtype) -> Block:
-    """Edges spread evenly over rows and sources, weighted as the layer asks for."""
+    """Return a block of evenly spread edges, with the weights that the layer needs."""
     indptr = np.linspace(0, edges, rows + 1).astype(np.int32)
     indices = (np.arange(edges) % sources).astype(np.int32)
-    if layer.reads_whole:  # no edge to itself, which a module may leave out
+    if layer.reads_whole:  # no self edges: a user's module may drop them
         indices = (rows + np.arange(edges) % (sources - rows)).astype(np.int32)
     block = Block(indptr, indices, sources)
     if layer.reads_whole:
@@ -402,14 +402,14 @@ def block_of(layer: Layer, rows: int, sources: int, edges: int, dtype: torch.dty
 
 
 def factors_of(values: Sequence[Sequence[float]]) -> list[Linear]:
-    """The factors of each of some numbers [sizes, numbers] from the first four sizes."""
+    """Return the factors of each number, from values [sizes, numbers] at the first four sizes."""
     points = np.column_stack([np.array(SIZES[:4], dtype=float), np.ones(4)])
     solved = np.linalg.solve(points, np.array(values[:4], dtype=float))
     return [tuple(round(float(a), 6) + 0.0 for a in column) for column in solved.T]  # type: ignore[misc]
 
 
 def _fitted(values: Sequence[Any], what: str) -> Any:
-    """What was observed of each block, with factors for its numbers. Raises Unmeasured."""
+    """Replace the numbers observed on each block by their factors. Raises Unmeasured."""
     first = values[0]
     if isinstance(first, dict):
         return {
@@ -426,7 +426,7 @@ def _fitted(values: Sequence[Any], what: str) -> Any:
 
 
 def _line(values: Sequence[float], what: str) -> Linear:
-    """The factors of a number, from its values. Raises Unmeasured."""
+    """Return the factors of one number, from its value on each block. Raises Unmeasured."""
     (line,) = factors_of([[value] for value in values])
     (rows, sources, edges), value = SIZES[4], values[4]
     foretold = amount(line, rows, sources, edges)

@@ -1,8 +1,8 @@
-"""Layers of the kinds that everyone can name: what planner/gnn/kinds.py says, done to tensors.
+"""Built-in layers: the definitions in planner/gnn/kinds.py, computed on tensors.
 
-In a model with norms a layer hands on raw rows, and its reader applies norm, ReLU and dropout; so
-the reader can do it to halo rows and historical rows too. Batch norm's moments are over the rows of
-all ranks, so they are an input of the layer, as rows are.
+In a model with norms a layer outputs raw rows, and the next layer applies norm, ReLU and dropout to
+them; so it can apply them to halo rows and historical rows too. Batch norm's moments are over the
+rows of all ranks, so they are an input of the layer, as rows are.
 
 Shapes: R destination rows, S source rows, H_in and H_out values per row."""
 
@@ -36,10 +36,10 @@ NO_ROWS = torch.empty(0)
 
 
 class KnownLayer(Layer):
-    """A layer of such a kind, and its parameters."""
+    """A built-in layer and its parameters."""
 
     def __init__(self, spec: kinds.Layer, constants: Mapping[str, float] | None = None) -> None:
-        """constants: of the kind (Kind.constants)."""
+        """constants: the kind's constants for this layer (Kind.constants)."""
         super().__init__()
         self.spec, self.kind, self.constants = spec, KINDS[spec.kind], constants or {}
         self.edges, self.linear = self.kind.edges, self.kind.linear
@@ -97,8 +97,8 @@ class KnownLayer(Layer):
 class _Tensors:
     """kinds.Arithmetic on tensors, with a layer's parameters.
 
-    sync: what sums numbers over the columns of a row that P3's ranks have. is_partial: sums are
-    made, to which biases are added later."""
+    sync: P3's sum of partial results over the columns of all ranks. is_partial: the results are
+    partial sums, so no bias is added."""
 
     def __init__(
         self,
@@ -154,10 +154,10 @@ class _Tensors:
         return softmax_aggregate(self.block, x)
 
     def beside_logits(self, z: Tensor, heads: int) -> Tensor:
-        """[S, H_out] -> [S, H_out + heads]: z and each head's logit a_l z, side by side.
+        """Append each head's logit a_l z to rows z [S, H_out] -> [S, H_out + heads].
 
-        Under P3 [z of some columns | a_l z | a_r z], with logits of all columns. Destinations alone
-        have an a_r z then; in the other rows it is zero."""
+        Under P3 z has some of the columns, the logits sum over all columns, and rows are
+        [z | a_l z | a_r z]. Only destinations have an a_r z; it is 0 in the other rows."""
         attention = self._matrix("attention")
         each = attention.shape[1] // 2
         to_sources, to_readers = attention[:, :each], attention[:, each:]
@@ -169,7 +169,7 @@ class _Tensors:
         return torch.cat([z, of_source, nn.functional.pad(of_reader, (0, 0, 0, away))], 1)
 
     def attend(self, x: Tensor, heads: int) -> Tensor:
-        """Rows are as `beside_logits` makes them."""
+        """Attend over edges; rows x have the layout of `beside_logits`."""
         h_out, block = self.layer.spec.h_out, self.block
         if x.shape[1] > h_out + heads:
             z, of_source, of_reader = torch.split(x, [h_out, heads, heads], 1)
@@ -185,5 +185,5 @@ class _Tensors:
 
 
 def _logits(z: Tensor, vectors: Tensor) -> Tensor:
-    """Of each row and head: z [., H_out] times the head's vector [heads, H_out / heads]."""
+    """Return logits [., heads] of rows z [., H_out]; vectors [heads, H_out / heads]."""
     return (z.view(-1, *vectors.shape) * vectors).sum(2)

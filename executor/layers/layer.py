@@ -1,16 +1,15 @@
-"""What a strategy needs of a layer, and the base class of layers that are written against it.
+"""The interface between strategies and layers, and the base class of all layers.
 
-A layer is split where ranks may have to talk to each other:
+A layer is split into four methods, so that a strategy can exchange rows between them:
 
-    prepare   row-wise: what is done to the layer's inputs, dropout for instance
-    project   row-wise: a product, before `gather`; before the exchange where that narrows the rows
-              (layers of ours alone)
-    gather    over the edges of a Block
-    update    row-wise, on destinations: the rest
+    prepare   row-wise, on the layer's inputs: dropout, for instance
+    project   row-wise: a matrix product before `gather`. A strategy calls it before the exchange
+              if it makes rows narrower (built-in layers only)
+    gather    over the edges of a Block: reduces the rows of neighbours
+    update    row-wise, on destinations: the rest of the layer
 
-A layer with these four methods runs under every strategy but P3, which asks for those of
-`ColumnLayer` in layer 1. So does snp, which takes layers of ours alone, as do feature_parallel and
-tensor3d.
+A layer with these four methods runs under every strategy but three. P3 and snp also need the
+methods of `ColumnLayer` in layer 1. snp, feature_parallel and tensor3d take built-in layers only.
 
 Shapes: R destination rows, S source rows, H_in and H_out values per row."""
 
@@ -36,16 +35,16 @@ EDGES = ("gcn", "mean", "one", "loop")
 
 @dataclass(frozen=True)
 class Drop:
-    """Dropout of rows [S, H_in] of some vertices in one step.
+    """Dropout of rows [S, H_in] in one step.
 
-    A vertex has the same mask on any rank: a hash of (seed, epoch, layer, vertex, column)."""
+    A vertex has the same mask on every rank: a hash of (seed, epoch, layer, vertex, column)."""
 
     p: float = 0.0
     seed: int = 0
     epoch: int | Tensor = 0
-    layer: int = 0  # before which rows are dropped (0: encoder, L + 1: decoder)
-    vertices: Tensor = field(default_factory=lambda: torch.empty(0, dtype=torch.int64))  # [S]
-    first: int = 0  # column of the model's row that they begin with
+    layer: int = 0  # the layer whose inputs are dropped (0: encoder, L + 1: decoder)
+    vertices: Tensor = field(default_factory=lambda: torch.empty(0, dtype=torch.int64))  # ids [S]
+    first: int = 0  # the model's column that is column 0 of the rows (ranks may hold some columns)
     training: bool = True
 
     def __call__(self, rows: Tensor) -> Tensor:
@@ -57,14 +56,14 @@ keep = Drop(training=False)  # drops nothing
 
 
 class Layer(nn.Module):
-    """A GNN layer. A subclass says `edges`, has parameters, and computes in `update`.
+    """A GNN layer. A subclass sets `edges`, defines parameters, and implements `update`.
 
-    edges           those of its Block: 'gcn' (symmetric norm, self edges), 'mean', 'one' (weight 1)
-                    or 'loop' (weight 1, self edges)
-    projects_first  whether `project` comes before `gather`
-    linear          whether `gather` is a weighted sum, whose gradient needs no rows
-    reads_whole     whether its blocks know the whole graph, as those of a user's module
-    by_columns      names of parameters [., H_in], of which P3 gives every rank some columns
+    edges           the edges and weights of its Block: 'gcn' (symmetric norm, self edges), 'mean',
+                    'one' (weight 1) or 'loop' (weight 1, self edges)
+    projects_first  whether `project` is called before `gather`
+    linear          whether `gather` is a weighted sum, whose gradient does not depend on the rows
+    reads_whole     whether its blocks refer to the whole graph, as those of a user's module do
+    by_columns      names of parameters [., H_in] of which P3 gives every rank some columns
     """
 
     edges: str
@@ -74,54 +73,54 @@ class Layer(nn.Module):
     by_columns: tuple[str, ...] = ()
 
     def prepare(self, x: Tensor, drop: Drop, moments: Tensor | None = None) -> Tensor:
-        """Row-wise [S, H_in] -> [S, H_in], before anything is read from neighbours.
+        """Return the rows [S, H_in] that `project` and `gather` read; row-wise.
 
-        moments [2, H_in]: of batch norm (models.BatchNorm), which layers of ours may have.
+        moments [2, H_in]: the batch's mean and variance, for built-in layers with batch norm.
         """
         return drop(x)
 
     def possible(self, x: Tensor) -> Tensor:
-        """Of any numbers [S, H_in] such that the layer may be given."""
+        """Return x [S, H_in] mapped to numbers that the layer accepts as inputs."""
         return x
 
     def project(self, rows: Tensor) -> Tensor:
-        """Row-wise, prepared [S, H_in] -> [S, width]; called only if projects_first."""
+        """Multiply prepared rows [S, H_in] -> [S, width]; called only if `projects_first`."""
         raise NotImplementedError
 
     def gather(self, block: Block, rows: Tensor) -> Tensor:
-        """Prepared, and perhaps projected, rows [S, width] -> [R, width]."""
+        """Reduce prepared (and maybe projected) rows [S, width] over edges -> [R, width]."""
         return aggregate(block, rows)
 
     def gather_beside(self, block: Block, rows: Tensor) -> tuple[Tensor, Tensor]:
-        """`gather` of prepared rows [S, H_in], and those of the destinations [R, H_in]."""
+        """Return `gather` of prepared rows [S, H_in], and the destinations' rows [R, H_in]."""
         return self.gather(block, self.gathers(rows)), block.own_rows(rows)
 
     def update(
         self, gathered: Tensor, rows: Tensor, x: Tensor, x0: Tensor | None, relu: bool
     ) -> Tensor:
-        """Row-wise, on destinations: gathered [R, width] -> [R, H_out], with ReLU if asked.
+        """Compute the layer's outputs from gathered [R, width] -> [R, H_out]; row-wise.
 
-        rows [R, H_in] are the destinations' prepared rows, x [R, H_in] their inputs, x0 their
-        initial rows (GCNII).
+        rows [R, H_in]: the destinations' prepared rows. x [R, H_in]: their inputs. x0: their
+        initial rows (GCNII). relu: end in ReLU.
         """
         raise NotImplementedError
 
     def gathers(self, rows: Tensor) -> Tensor:
-        """What `gather` reads of prepared rows."""
+        """Return the rows that `gather` reads: projected ones if `projects_first`."""
         if self.projects_first:
             return self.project(rows)
         return rows
 
     def on(self, indptr: np.ndarray, indices: np.ndarray) -> Whole:
-        """A graph of these edges, with some numbers for the fields that the layer reads."""
+        """Return a graph with these edges, and placeholders for the fields that the layer reads."""
         return Whole(indptr, indices)
 
     def open(self, block: Block) -> int:
-        """Make what the layer reads of a block's edges alone; bytes that stay."""
+        """Compute what depends on the edges of a block only; return the bytes that stay [B]."""
         return 0
 
     def during(self, drop: Drop) -> Layer:
-        """The layer in one step. A user's module, which drops anywhere, draws as `drop` says."""
+        """Return the layer for one step: dropout in a user's module draws from `drop`."""
         return self
 
     def forward(
@@ -133,46 +132,47 @@ class Layer(nn.Module):
         relu: bool = False,
         moments: Tensor | None = None,
     ) -> Tensor:
-        """x [S, H_in] -> [R, H_out]; the first R sources are the destinations."""
+        """Compute x [S, H_in] -> [R, H_out]; the first R sources are the destinations."""
         rows = self.prepare(x, drop) if moments is None else self.prepare(x, drop, moments)
         gathered, own = self.gather_beside(block, rows)
         return self.update(gathered, own, block.own_rows(x), x0, relu)
 
 
 class ColumnLayer(Protocol):
-    """P3's calls: a layer whose sums distribute over the columns of its input.
+    """The methods of a layer whose sums distribute over the columns of its input (P3).
 
-    Sums of gcn, sage and sgc distribute over its rows too, and snp makes them by the same calls.
+    Sums of gcn, sage and sgc distribute over input rows too; snp calls the same methods.
 
-    Such a layer is made for the columns that a rank has; H_in is their number, and `by_columns`
-    names the parameters that are cut with them. The names of the calls are those of the P3 paper:
+    A rank builds the layer for its columns: H_in is their number, and `by_columns` names the
+    parameters that are cut with them. The methods have the names of the P3 paper:
 
-    partition   planner/strategies/p3/p3.py: which rank has which columns
-    scatter     what each source row sends along its edges
-    gather      summed over a block's edges, as in Layer
-    transform   made a partial sum of the output. Where edges are shared out by their sources, only
-                the first destinations may have their own rows here: the others' add nothing
+    partition   planner/strategies/p3/p3.py: assigns columns to ranks
+    scatter     returns the row that each source sends along its edges
+    gather      sums these rows over a block's edges, as in Layer
+    transform   turns the sums into a partial sum of the output. If edges are assigned to ranks by
+                their sources, a rank has own rows of the first destinations only, and adds nothing
+                to the other destinations for their own rows
     sync        executor/strategies/p3/: sums the partial sums of all columns, for `apply`; and
-                inside `scatter`, where edges need more than a sum (attention)
-    apply       what follows, on the whole sum; not torch's Module.apply, which nothing here calls
+                inside `scatter`, if edges need more than a sum (attention)
+    apply       computes the rest from the full sum; it hides torch's Module.apply, which is unused
     """
 
     def scatter(self, block: Block, x: Tensor, sync: Callable[[Tensor], Tensor]) -> Tensor:
-        """Tensor x [S, H_in] -> [S, width]."""
+        """Return the rows [S, width] that sources send, from x [S, H_in]."""
 
     def gather(self, block: Block, rows: Tensor) -> Tensor:
-        """[S, width] -> [R, width]."""
+        """Sum rows [S, width] over edges -> [R, width]."""
 
     def transform(self, gathered: Tensor, own: Tensor) -> Tensor:
-        """[R, width] and the first destinations' rows [., H_in] -> partial sums [R, H_out]."""
+        """Return partial sums [R, H_out] from sums [R, width] and own rows [., H_in]."""
 
     def apply(self, summed: Tensor, relu: bool) -> Tensor:
-        """[R, H_out] -> h_1."""
+        """Return h_1 from the full sums [R, H_out]."""
 
 
 def partial_sums(
     layer: ColumnLayer, block: Block, rows: Tensor, sync: Callable[[Tensor], Tensor]
 ) -> Tensor:
-    """A layer's sums over a block's edges [R, H_out], for `apply`; rows [S, H_in] are prepared."""
+    """Return the partial sums [R, H_out] for `apply`, from prepared rows [S, H_in]."""
     gathered = layer.gather(block, layer.scatter(block, rows, sync))
     return layer.transform(gathered, rows[: block.own])

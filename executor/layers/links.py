@@ -1,4 +1,4 @@
-"""Link prediction's loss, and how well it ranks edges that training has not seen.
+"""The loss of link prediction, and the AUC of edges that are not trained on.
 
     z_v                    v's row of the last layer
     s(u, v) = z_u . z_v    the score of a pair
@@ -23,19 +23,19 @@ from torch.nn import functional as F
 from gnnplan.executor.layers.kernels import sent
 from gnnplan.planner.graph.sampling import Pairs
 
-AT_ONCE = 1 << 20  # numbers of rows that are picked together where no gradient is needed
+AT_ONCE = 1 << 20  # numbers gathered at a time where no gradient is needed
 
 
 def scores(rows: Tensor, heads: Tensor, tails: Tensor) -> Tensor:
-    """Scores [B, 1 + Q] of pairs of these rows [R, H], given by their places as in `Pairs`."""
+    """Return scores [B, 1 + Q] of pairs of rows [R, H]; heads and tails index them (`Pairs`)."""
     of_heads, of_tails = rows.index_select(0, heads), rows.index_select(0, tails.flatten())
     return torch.bmm(of_tails.view(*tails.shape, -1), of_heads.unsqueeze(2)).squeeze(2)
 
 
 def _leads(found: Tensor) -> Tensor:
-    """Comparisons of edges with their negatives that are right, and all, float64 [2].
+    """Count right comparisons of edges with their negatives, and all comparisons, float64 [2].
 
-    A tie counts half for either.
+    A tie counts half.
     """
     lead = found[:, :1] - found[:, 1:]
     right = (lead > 0).sum(dtype=torch.float64) + (lead == 0).sum(dtype=torch.float64) / 2
@@ -43,9 +43,10 @@ def _leads(found: Tensor) -> Tensor:
 
 
 class LinkTargets:
-    """Pairs of some rows, by their places among these; loss, and counts of comparisons.
+    """Pairs of rows for link prediction: their loss, and counts of comparisons.
 
-    size: of these rows. total: edges that the loss is the mean over, of all ranks.
+    pairs: indexes of rows. size: number of rows. total: edges of all ranks' batches, over which the
+    loss is a mean.
     """
 
     def __init__(self, pairs: Pairs, size: int, total: float) -> None:
@@ -53,7 +54,7 @@ class LinkTargets:
         self.size, self.total = size, total
 
     def loss(self, rows: Tensor) -> Tensor:
-        """This rank's part of the mean loss over the pairs of all `total` edges."""
+        """Return this rank's summand of the mean loss over the pairs of all `total` edges."""
         if not len(self.heads):
             return rows.sum() * 0.0
         found = scores(rows, self.heads, self.tails)
@@ -63,7 +64,7 @@ class LinkTargets:
         return F.binary_cross_entropy_with_logits(found, is_edge, reduction="sum") / total
 
     def counts(self, rows: Tensor) -> Tensor:
-        """Comparisons of the batch's edges, right and all, float64 [3, 2, 1]; training has all."""
+        """Count right and all comparisons of the batch as training ones, float64 [3, 2, 1]."""
         out = rows.new_zeros(3, 2, 1, dtype=torch.float64)
         if len(self.heads):
             out[0, :, 0] = _leads(scores(rows, self.heads, self.tails))
@@ -72,7 +73,7 @@ class LinkTargets:
 
 @torch.no_grad()
 def compared(rows: Tensor, pairs: Pairs) -> Tensor:
-    """How often an edge scores higher than one of its negatives, of how many times, float64 [2]."""
+    """Count how often edges score higher than their negatives, and all comparisons, float64 [2]."""
     out = rows.new_zeros(2, dtype=torch.float64)
     step = max(1, AT_ONCE // max(pairs.tails.shape[1] * rows.shape[1], 1))
     for start in range(0, pairs.heads.size, step):

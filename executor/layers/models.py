@@ -1,4 +1,4 @@
-"""Models as the executor runs them. Widths and weights are those of planner/gnn/model.py.
+"""Models as torch modules. Widths and weights are those of planner/gnn/model.py.
 
 Shapes: R destination rows, H_in and H_out values per row."""
 
@@ -22,20 +22,20 @@ from gnnplan.planner.gnn.workload import Workload
 
 
 class Ends(Protocol):
-    """What follows the last layer of a user's module: batch norm, and more."""
+    """The module after the last layer of a user's model: batch norm, and more."""
 
     @property
     def norm(self) -> BatchNorm: ...
 
     def __call__(self, h: Tensor, drop: Drop, moments: Tensor | None) -> Tensor:
-        """h_L [R, W] -> logits [R, C]."""
+        """Return logits [R, C] from h_L [R, W]."""
 
 
 class Net(nn.Module):
-    """A model, or the run of its layers `which` (1-based) that a pipeline stage holds.
+    """A model, or the consecutive layers `which` (1-based) of a pipeline stage.
 
-    The encoder comes with layer 1, the decoder with the last layer. The same seed gives the same
-    weights on every rank, whichever layers it holds.
+    The encoder belongs to layer 1, the decoder to the last layer. The same seed gives the same
+    weights on every rank, whichever layers the rank holds.
     """
 
     def __init__(
@@ -45,14 +45,14 @@ class Net(nn.Module):
         which: range | None = None,
         own: Callable[[int], Layer] | None = None,
     ) -> None:
-        """own: makes a layer of the user's; None: they are of our kinds."""
+        """own: builds a layer of a user's module from its number; None: layers are built-in."""
         super().__init__()
         self.total = len(shapes.layers)
         self.which = which or range(1, self.total + 1)
         self.layers = nn.ModuleDict()
         for number in self.which:
             self.layers[str(number)] = own(number) if own else _known(shapes, workload, number)
-        self.ends: Ends | None = None  # of a user's module
+        self.ends: Ends | None = None  # set for a user's module
         self.encoder = nn.Linear(*shapes.encoder) if shapes.encoder and 1 in self.which else None
         self.decoder = (
             nn.Linear(*shapes.decoder)
@@ -70,13 +70,13 @@ class Net(nn.Module):
         self.to(dtype_of(workload.precision.weights))
         if shapes.inputs.multiplied_first and 1 in self.which:
             self._store_by_columns()
-        if own is None:  # who makes their own layers does so
+        if own is None:  # a user's module initialises its own layers
             self._initialise(workload.seed)
 
     def _store_by_columns(self) -> None:
-        """Lay out by columns the weights that multiply features of few numbers.
+        """Store weights that multiply sparse features in column-major order.
 
-        Their product gathers columns, for which `linear` would otherwise transpose the weight.
+        The product with sparse rows gathers columns; `linear` would otherwise transpose the weight.
         """
         first = self.layers["1"] if self.encoder is None else self.encoder
         for name, parameter in first.named_parameters():
@@ -84,7 +84,7 @@ class Net(nn.Module):
                 parameter.data = parameter.data.t().contiguous().t()
 
     def _initialise(self, seed: int) -> None:
-        """Glorot for matrices, 0 for biases, 1 for the weights of norms.
+        """Draw matrices from Glorot's distribution; set biases to 0 and weights of norms to 1.
 
         Every matrix has a random stream of its own, from (seed, place in the model, name).
         """
@@ -103,16 +103,16 @@ class Net(nn.Module):
             parameter.data.copy_((2 * draw - 1) * bound)
 
     def layer(self, number: int) -> Layer:
-        """Layer `number`, from 1."""
+        """Return layer `number`, counted from 1."""
         return cast(Layer, self.layers[str(number)])
 
     @property
     def edges(self) -> list[str]:
-        """The kind of each layer's edges (Layer.edges); all layers must be here."""
+        """The kind of edges of each layer (Layer.edges); this rank must hold all layers."""
         return [self.layer(number).edges for number in range(1, self.total + 1)]
 
     def parameters_of(self, layers: range) -> Iterator[nn.Parameter]:
-        """Those of a run of layers, with the encoder or decoder at its ends."""
+        """Yield the trainable parameters of these layers, and of the encoder, decoder and norm."""
         for name, parameter in self.named_parameters():
             part, number, *_ = name.split(".")
             if not parameter.requires_grad:
@@ -122,14 +122,14 @@ class Net(nn.Module):
                 yield parameter
 
     def batch_norm(self, number: int) -> BatchNorm | None:
-        """The norm of layer `number` (L + 1: the decoder) if it needs moments."""
+        """Return the batch norm before layer `number` (L + 1: the decoder), None without one."""
         if number > self.total and self.ends is not None:
             return self.ends.norm
         norm = self.norm if number > self.total else getattr(self.layers[str(number)], "norm", None)
         return norm if isinstance(norm, BatchNorm) else None
 
     def encode(self, x: Tensor, drop: Drop = keep) -> Tensor:
-        """Features [R, F] -> h_0 [R, H]; they are that without an encoder."""
+        """Map features [R, F] to h_0 [R, H]; return them unchanged without an encoder."""
         if self.encoder is None:
             return x
         return linear(
@@ -140,7 +140,7 @@ class Net(nn.Module):
         )
 
     def decode(self, h: Tensor, drop: Drop = keep, moments: Tensor | None = None) -> Tensor:
-        """h_L [R, H] -> logits [R, C]; they are that without a decoder."""
+        """Map h_L [R, H] to logits [R, C]; return h_L unchanged without a decoder."""
         if self.ends is not None:
             return self.ends(h, drop, moments)
         if self.decoder is None:
@@ -151,6 +151,6 @@ class Net(nn.Module):
 
 
 def _known(shapes: Model, workload: Workload, number: int) -> KnownLayer:
-    """Layer `number` of a model of ours."""
+    """Return the built-in layer `number` of a model."""
     constants = KINDS[workload.model].constants(workload, number)
     return KnownLayer(shapes.layers[number - 1], constants)

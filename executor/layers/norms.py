@@ -1,4 +1,4 @@
-"""Norms of a layer's inputs. Batch norm's moments are of the rows of all ranks."""
+"""Norms of a layer's inputs. Batch norm takes its moments over the rows of all ranks."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from gnnplan.executor.layers.kernels import gradient_of
 class BatchNorm(nn.Module):
     """Batch norm over all vertices of the graph, whichever ranks hold them.
 
-    Equals torch.nn.BatchNorm1d with momentum 0.1. Each rank sums its own rows (`sums`), an
-    all-reduce makes these the sums of the graph, and `moments` [2, H] are their mean and variance.
-    The moments are an input of `forward`. Their gradient, all-reduced too, goes back to each rank's
-    own rows by `home`.
+    It equals torch.nn.BatchNorm1d with momentum 0.1. Each rank sums its own rows (`sums`), and an
+    all-reduce adds up the ranks' sums. `moments` turns the total into mean and variance [2, H],
+    which are an input of `forward`. Ranks all-reduce the gradient of the moments too, and `home`
+    returns the gradient that a rank's own rows get through the moments.
     """
 
     eps, momentum = 1e-5, 0.1
@@ -31,19 +31,18 @@ class BatchNorm(nn.Module):
 
     @property
     def shift(self) -> Tensor:
-        """What is taken off rows before they are summed, so that small numbers keep their digits:
-        the running mean [H]."""
+        """Rows are summed after subtracting this running mean [H], which saves digits."""
         return self.running_mean
 
     @torch.no_grad()
     def sums(self, x: Tensor) -> Tensor:
-        """Sum and sum of squares of rows x [., H] minus `shift` -> [2, H]."""
+        """Return sum and sum of squares of x - `shift`, from rows x [., H] -> [2, H]."""
         shifted = x - self.shift
         return torch.stack([shifted.sum(0), shifted.square_().sum(0)])
 
     @torch.no_grad()
     def moments(self, sums: Tensor, count: int) -> Tensor:
-        """Mean and variance [2, H] of `count` rows from their sums; updates the running ones."""
+        """Return mean and variance [2, H] of `count` rows, and update the running moments."""
         mean, square = sums / count
         variance = (square - mean * mean).clamp_(min=0.0)
         moments = torch.stack([self.shift + mean, variance])
@@ -51,47 +50,47 @@ class BatchNorm(nn.Module):
         return moments
 
     def keep(self, mean: Tensor, variance: Tensor) -> None:
-        """Update the running moments; mean: beyond `shift`."""
+        """Update the running moments; mean is relative to `shift`."""
         self.running_mean += self.momentum * mean
         self.running_var.lerp_(variance, self.momentum)
 
     def forward(self, x: Tensor, moments: Tensor | None) -> Tensor:
-        """x [S, H] normalised by the moments; None (evaluation): by the running ones."""
+        """Normalise x [S, H] by the moments; None (evaluation): by the running moments."""
         mean, variance = (self.running_mean, self.running_var) if moments is None else moments
         return torch.addcmul(self.bias, x - mean, self.weight * (variance + self.eps).rsqrt())
 
     @staticmethod
     @torch.no_grad()
     def home(x: Tensor, moments: Tensor, gradient: Tensor, count: int) -> Tensor:
-        """The gradient of own rows x [., H] through the moments, whose own is [2, H]."""
+        """Return the gradient of own rows x [., H], from the moments' gradient [2, H]."""
         to_mean, to_variance = gradient / count
         return torch.addcmul(to_mean, x - moments[0], 2 * to_variance)
 
 
 @dataclass(frozen=True)
 class Moments:
-    """Batch norm's moments before a layer in one step, whose gradient ranks sum, too."""
+    """Batch norm's moments before a layer in one step; ranks all-reduce their gradient."""
 
-    values: Tensor  # leaf [2, H]
+    values: Tensor  # mean and variance [2, H], a leaf of autograd
     count: int  # rows of all ranks
 
     @classmethod
     def of(cls, norm: BatchNorm, sums: Tensor, count: int) -> Moments:
-        """From the sums [2, H] of all ranks' `count` rows."""
+        """Build the moments from the sums [2, H] over all ranks' `count` rows."""
         return cls(norm.moments(sums, count).requires_grad_(), count)
 
     @property
     def gradient(self) -> Tensor:
-        """[2, H], after the layer's backward."""
+        """The gradient of the moments [2, H], after the layer's backward pass."""
         return gradient_of(self.values)
 
     def add_home(self, rows: Tensor, gradient: Tensor) -> None:
-        """Add to the gradient of a rank's rows [., H] what they get through the moments."""
+        """Add to the gradient of own rows [., H] the part that flows through the moments."""
         gradient += BatchNorm.home(rows.detach(), self.values, self.gradient, self.count)
 
 
 class LayerNorm(nn.LayerNorm):
-    """Layer norm, whose weights are float32 where rows are rounded."""
+    """Layer norm. Its weights stay float32 if rows have another precision."""
 
     def forward(self, x: Tensor, moments: Tensor | None = None) -> Tensor:
         weight, bias = self.weight.to(x.dtype), self.bias.to(x.dtype)
@@ -102,12 +101,12 @@ NORMS: dict[str, type[BatchNorm | LayerNorm]] = {"layer": LayerNorm, "batch": Ba
 
 
 def norm_of(name: str, width: int) -> BatchNorm | LayerNorm | None:
-    """The norm by its name: 'none', 'layer' or 'batch'."""
+    """Return the norm named 'layer' or 'batch'; None for 'none'."""
     return None if name == "none" else NORMS[name](width)
 
 
 def activated(norm: nn.Module | None, x: Tensor, moments: Tensor | None) -> Tensor:
-    """ReLU of the norm of x."""
+    """Apply the norm, if there is one, and ReLU to x."""
     if norm is None:
         return x.relu()
     normed: Tensor = norm(x, moments)

@@ -1,15 +1,16 @@
-"""What training aims at: labels or numbers of some rows, their loss, and how well they are met.
+"""Training targets of some rows (labels or numbers), their loss, and metrics.
 
-Rows and ranks add up what they count. Of most metrics it is a part and a whole, of K classes or of
-all together (K = 1), and the score is the mean of part / whole over those that have a whole:
+Metrics are sums over rows and ranks. Most metrics count a numerator ("part") and a denominator
+("whole"), for each of K classes or for all together (K = 1). The score is the mean of part / whole
+over the classes whose whole is not 0:
 
     accuracy    right answers / answers
     f1_micro    2 TP / (2 TP + FP + FN), of all classes together
-    f1_macro    the same of each class
+    f1_macro    2 TP / (2 TP + FP + FN), of each class
     mae         sum of |error| / numbers
-    auc         comparisons that are right / comparisons (links.py)
+    auc         right comparisons / comparisons (links.py)
 
-roc_auc compares all vertices of a class with all others, so it adds up a table of all scores.
+roc_auc ranks all vertices of all ranks, so its counts are a table of all vertices' scores.
 """
 
 from __future__ import annotations
@@ -29,9 +30,9 @@ from gnnplan.planner.problem.problem import Problem
 
 
 def class_weights(graph: Graph, workload: Workload) -> np.ndarray | None:
-    """How much each class counts in the loss [C]; None: all alike.
+    """Return the weight of each class in the loss [C]; None if all weigh 1.
 
-    'balanced': all classes of training vertices count alike, and a vertex 1 on average.
+    'balanced': the training vertices of each class have the same total weight, 1 on average.
     """
     if workload.class_weights is None:
         return None
@@ -42,9 +43,9 @@ def class_weights(graph: Graph, workload: Workload) -> np.ndarray | None:
 
 
 def weight_of(graph: Graph, workload: Workload, rows: Ids | None = None) -> float:
-    """What the mean loss of training vertices divides by: how many, or what their classes count.
+    """Return the divisor of the mean loss: the sum of the training vertices' class weights.
 
-    rows: these; None: all.
+    rows: ids of the training vertices to sum over; None: all. Without weights each counts 1.
     """
     weights = class_weights(graph, workload)
     if weights is None:
@@ -53,7 +54,7 @@ def weight_of(graph: Graph, workload: Workload, rows: Ids | None = None) -> floa
 
 
 class Targets:
-    """Targets of some rows, and which are for training, validation and test; loss and counts."""
+    """Targets of some rows, split into training, validation and test; the loss and the counts."""
 
     def __init__(
         self,
@@ -63,7 +64,7 @@ class Targets:
         device: torch.device,
         total: float | None = None,
     ) -> None:
-        """total: the `weight_of` what the loss is the mean over; None: of all of the graph."""
+        """total: divisor of the loss (`weight_of`); None: that of the graph's training vertices."""
         self.learned, self.vertices = graph.stats.learned, graph.stats.vertices
         self.metric, self.is_mae = workload.metric_of(self.learned), workload.loss == "mae"
         self.dtype = dtype_of(workload.precision.weights)
@@ -77,7 +78,7 @@ class Targets:
             parts &= y.numpy() >= 0
         if self.learned == "numbers":
             parts &= ~np.isnan(y.numpy()).any(1)
-        self.parts = torch.from_numpy(parts).to(device)  # rows whose answers count [3, R]
+        self.parts = torch.from_numpy(parts).to(device)  # which rows count for each split [3, R]
         self.total = weight_of(graph, workload) if total is None else total
         self.weights = self.rows = None
         if (weights := class_weights(graph, workload)) is not None:
@@ -87,18 +88,18 @@ class Targets:
 
     @property
     def size(self) -> int:
-        """Rows."""
+        """Number of rows."""
         return len(self.y)
 
     def to_train_on(self, device: torch.device) -> Targets:
-        """A copy on a device of what the loss is of."""
+        """Return a copy whose loss is computed on a device."""
         out = copy.copy(self)
         out.y, out.train = self.y.to(device, copy=True), self.train.to(device, copy=True)
         out.weights = None if self.weights is None else self.weights.to(device)
         return out
 
     def loss(self, outputs: Tensor) -> Tensor:
-        """This rank's part of the mean loss over all training vertices."""
+        """Return this rank's summand of the mean loss over all training vertices."""
         if not self.train.numel():
             return outputs.sum().to(self.dtype) * 0.0
         chosen, y = outputs, self.y
@@ -114,13 +115,15 @@ class Targets:
         return summed / (self.total * y.shape[1])
 
     def counts(self, outputs: Tensor) -> Tensor:
-        """What the metric counts of train, val and test: parts and wholes, float64 [3, 2, K].
+        """Return the metric's parts and wholes on train, val and test, float64 [3, 2, K].
 
-        Of roc_auc the scores of all vertices [N, C], 0 but for these rows.
+        For roc_auc return scores of all vertices [N, C], which are 0 except in this object's rows.
         """
         if self.rows is not None:
-            found = outputs.double().softmax(1) if self.learned == "label" else outputs.double()
-            return found.new_zeros(self.vertices, found.shape[1]).index_copy_(0, self.rows, found)
+            values = outputs.double().softmax(1) if self.learned == "label" else outputs.double()
+            return values.new_zeros(self.vertices, values.shape[1]).index_copy_(
+                0, self.rows, values
+            )
         if self.metric == "f1_macro":
             return self._of_each_class(outputs)
         if self.metric == "mae":
@@ -137,26 +140,26 @@ class Targets:
         return both.sum(2, dtype=torch.float64)[:, :, None]
 
     def _of_each_class(self, outputs: Tensor) -> Tensor:
-        """2 TP and 2 TP + FP + FN of each class [3, 2, C]."""
+        """Return 2 TP and 2 TP + FP + FN of each class [3, 2, C]."""
         if self.learned == "label":
-            said, y = outputs.argmax(1), self.y.clamp(min=0)
-            hits = self.parts & (said == y)
+            predicted, y = outputs.argmax(1), self.y.clamp(min=0)
+            hits = self.parts & (predicted == y)
             nothing = outputs.new_zeros(3, outputs.shape[1], dtype=torch.float64)
             both, true, positive = (
                 nothing.index_add(1, which, rows.double())
-                for which, rows in ((y, hits), (y, self.parts), (said, self.parts))
+                for which, rows in ((y, hits), (y, self.parts), (predicted, self.parts))
             )
         else:
             is_positive, is_true = outputs > 0, self.y > 0.5
             both, true, positive = (
-                torch.stack([(found & part[:, None]).sum(0).double() for part in self.parts])
-                for found in (is_positive & is_true, is_true, is_positive)
+                torch.stack([(mask & part[:, None]).sum(0).double() for part in self.parts])
+                for mask in (is_positive & is_true, is_true, is_positive)
             )
         return torch.stack([2 * both, true + positive], 1)
 
 
 def no_counts(problem: Problem, device: torch.device, training: bool = False) -> Tensor:
-    """The counts of no rows. training: of a training step, of which roc_auc counts nothing."""
+    """Return zero counts. training: of a training step, in which roc_auc counts no scores."""
     shape: tuple[int, ...] = 3, 2, problem.stats.classes if problem.metric == "f1_macro" else 1
     if problem.metric == "roc_auc" and not training:
         shape = problem.stats.vertices, problem.stats.classes
@@ -164,14 +167,14 @@ def no_counts(problem: Problem, device: torch.device, training: bool = False) ->
 
 
 def scores(problem: Problem, counts: Tensor) -> list[float | None]:
-    """Scores on train, val and test from the counts of all ranks; None where nothing counts."""
+    """Return scores on train, val and test from the counts of all ranks; None without rows."""
     if counts.dim() == 3:
         return ratios(counts)
     return roc_auc(counts.numpy(), problem.data)
 
 
 def ratios(counts: Tensor) -> list[float | None]:
-    """Means of part / whole on train, val and test from counts [3, 2, K].
+    """Return means of part / whole on train, val and test from counts [3, 2, K].
 
     >>> ratios(torch.tensor([[[3.0], [4.0]], [[0.0], [0.0]], [[0.0], [2.0]]]))
     [0.75, None, 0.0]
@@ -183,25 +186,26 @@ def ratios(counts: Tensor) -> list[float | None]:
     return out
 
 
-def roc_auc(found: np.ndarray, graph: Graph) -> list[float | None]:
-    """ROC-AUC on train, val and test, the mean over classes, from scores of all vertices [N, C].
+def roc_auc(values: np.ndarray, graph: Graph) -> list[float | None]:
+    """Return ROC-AUC on train, val and test: the mean over classes, from scores [N, C].
 
-    Of a class it is the probability that a vertex of it scores higher than another vertex; a tie
-    counts half. Left out are classes that a part lacks, or has alone.
+    ROC-AUC of a class is the probability that a vertex of the class scores higher than a vertex of
+    another class; a tie counts half. A class is left out if a split has none of its vertices, or
+    only its vertices.
     """
-    from scipy.stats import rankdata  # takes a fifth of a second
+    from scipy.stats import rankdata  # its import takes 0.2 s
 
     y = graph.y
-    is_of = y[:, None] == np.arange(graph.stats.classes) if y.ndim == 1 else y > 0.5
+    belongs = y[:, None] == np.arange(graph.stats.classes) if y.ndim == 1 else y > 0.5
     out: list[float | None] = []
     for mask in (graph.train, graph.val, graph.test):
         rows = np.flatnonzero(mask & (y >= 0) if y.ndim == 1 else mask)
-        known = np.flatnonzero(is_of[rows].any(0) & ~is_of[rows].all(0))
+        known = np.flatnonzero(belongs[rows].any(0) & ~belongs[rows].all(0))
         if not known.size:
             out.append(None)
             continue
-        true = is_of[np.ix_(rows, known)]
-        places, p = rankdata(found[np.ix_(rows, known)], axis=0), true.sum(0)
+        true = belongs[np.ix_(rows, known)]
+        places, p = rankdata(values[np.ix_(rows, known)], axis=0), true.sum(0)
         above = (places * true).sum(0) - p * (p + 1) / 2
         out.append(float((above / (p * (rows.size - p))).mean()))
     return out
