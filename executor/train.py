@@ -1,6 +1,6 @@
-"""The training loop of one rank: steps, metrics, evaluation, checkpoints, and what a run leaves.
+"""The training loop of one rank: steps, metrics, evaluation, checkpoints, and a run's files.
 
-What a step does is the strategy's (strategies/).
+The strategy defines a step (strategies/).
 """
 
 from __future__ import annotations
@@ -56,8 +56,8 @@ from gnnplan.planner.vocabulary.trace import MOST_SPANS, read_trace, trace_of, w
 if TYPE_CHECKING:
     from gnnplan.executor.strategies.gradient_errors import GradientErrors
 
-TRACED_EPOCHS = 5  # whose spans are kept, at least
-WATCHED_EPOCHS = 3  # whose memory is watched; after these every buffer has been filled
+TRACED_EPOCHS = 5  # least number of epochs with spans in the trace
+WATCHED_EPOCHS = 3  # epochs with a memory watch; by their end every buffer has been filled
 
 Report = Callable[[dict[str, Any]], None]  # receives a line of metrics.jsonl
 
@@ -76,7 +76,7 @@ def train(
 
     Every epoch has as many steps as the strategy has batches. Rank 0 appends a line per epoch to
     metrics.jsonl in `out`, and reports it. eval_every: epochs from one evaluation to the next; the
-    last epoch always has one. Raises GnnplanError if the loss is not finite.
+    last epoch is always evaluated. Raises GnnplanError if the loss is not finite.
     """
     torch.backends.cuda.matmul.allow_tf32 = problem.workload.precision == TF32
     with Shapes.varying(strategy.mode == "mini"):
@@ -91,7 +91,7 @@ def train(
 
 
 def _measuring(worker: Worker, learner: Learner) -> GradientErrors:
-    """What measures the worker's gradients; its module is imported for those who ask for it."""
+    """Make the measurement of gradient errors; import its module only if it is asked for."""
     from gnnplan.executor.strategies.gradient_errors import GradientErrors
     from gnnplan.executor.strategies.layerwise import Worker as LayerwiseWorker
 
@@ -100,7 +100,7 @@ def _measuring(worker: Worker, learner: Learner) -> GradientErrors:
 
 
 class _Training:
-    """One rank's training: its worker, its optimizer, and what it has recorded."""
+    """One rank's training: worker, optimizer, and records."""
 
     def __init__(
         self,
@@ -111,7 +111,7 @@ class _Training:
         epochs: int,
         checkpoints: Checkpoints | None,
     ) -> None:
-        # cuBLAS, MKL, oneDNN and the library of a user's module: their memory is the process's
+        # loads cuBLAS, MKL, oneDNN and a user's libraries, whose memory is not to be watched
         warm_up(rank.device)
         if problem.workload.is_module:
             problem = with_structure(problem)
@@ -125,7 +125,7 @@ class _Training:
         patience = problem.workload.patience
         self.best = patience and Best(worker.trained(), patience, problem.metric in FALLING)
         self.replay: Replay[tuple[Tensor, Tensor | int]] | None = None
-        self.unrepeatable = ""  # why a step of a user's module cannot become a CUDA graph
+        self.unrepeatable = ""  # the reason if a user's module cannot become a CUDA graph
         self.gradient_errors: GradientErrors | None = None
         if rank.gradient_errors:
             self.gradient_errors = _measuring(worker, self.learner)
@@ -133,7 +133,7 @@ class _Training:
         self.setup_rss_bytes = peak(torch.device("cpu"))
         rank.recorder.sent.clear()
         earlier = self._resume(checkpoints, out) if checkpoints and self.first and out else {}
-        # epochs that other plans have trained
+        # number of epochs that earlier plans have trained
         self.before = int(earlier["before"][-1]["until"]) if earlier.get("before") else 0
         own = max(rank.recorder.traced, TRACED_EPOCHS * self.steps)
         rank.recorder.traced = self.before * self.steps + own
@@ -143,7 +143,7 @@ class _Training:
         )
 
     def _resume(self, checkpoints: Checkpoints, out: Path) -> dict[str, Any]:
-        """Take over weights and records from the checkpoint, and return its notes."""
+        """Load weights and records from the checkpoint, and return its notes."""
         if checkpoints.before is not None:
             return self._take_over(checkpoints, checkpoints.before)
         rank = self.rank
@@ -155,20 +155,20 @@ class _Training:
             self.best.load(notes["best"])
         rank.recorder.sent.update(notes["bytes"])
         rank.recorder.counted = {Label(*label) for label in notes["counted"]}
-        with suppress(SpecError):  # a trace that was lost with its machine does not stop training
+        with suppress(SpecError):  # the trace may be lost with an earlier machine
             rank.recorder.spans = read_trace(trace_of(out, rank.rank), rank.rank)[1][
                 : notes["spans"]
             ]
         return notes
 
     def _take_over(self, checkpoints: Checkpoints, before: Mapping[str, Any]) -> dict[str, Any]:
-        """Go on from what another plan's ranks have learned -> notes that say so.
+        """Load the weights of another plan, and return notes that name it.
 
-        What they have counted is theirs: of another strategy, or of other ranks.
+        Its bytes and spans are not taken over: they are of another strategy, or of other ranks.
         """
         rank, worker = self.rank, self.worker
         notes, whole = checkpoints.load_whole(before["ranks"])
-        assert self.held is not None  # else it does not hand over (checkpoint.must_hand_over)
+        assert self.held is not None  # checkpoint.must_hand_over refuses other strategies
         self.held.take(whole)
         if self.best:
             self.best.load(notes["best"])
@@ -181,13 +181,13 @@ class _Training:
 
     @property
     def held(self) -> Held | None:
-        """What this rank trains, with its best weights."""
+        """The part of the model that this rank trains, with the best weights so far."""
         held = self.worker.held
         return replace(held, best=self.best.weights) if held and self.best else held
 
     @property
     def ends(self) -> bool:
-        """Whether it ends before its last epoch, for no better weights are found."""
+        """Whether training stops early, since no better weights are found."""
         return bool(self.best and self.best.ends)
 
     def epoch(self, epoch: int, is_evaluated: bool, report: Report) -> None:
@@ -196,7 +196,7 @@ class _Training:
         rank.recorder.activity.begin("phase", f"epoch {epoch + 1}")
         self.learner.optimizer.lr = self.problem.workload.lr_of(epoch)
         sent_before, seconds = sum(rank.recorder.sent.values()), 0.0
-        # they stay where they are computed until the epoch is over
+        # on the device until the end of the epoch, so that the host does not wait for steps
         loss = torch.zeros((), dtype=torch.float64)
         counts: Tensor | int = 0
         tested = None
@@ -225,7 +225,7 @@ class _Training:
             self.watch.stop()
         is_kept = checkpoints is not None and checkpoints.due(epoch + 1)
         if is_evaluated or is_kept:
-            # what is under way belongs to this epoch; other epochs do not wait for it
+            # the time of pending messages counts in this epoch; other epochs need not wait for them
             started = now()
             worker.drain()
             rank.settle()
@@ -258,7 +258,7 @@ class _Training:
             self._keep(epoch)
 
     def _counted(self, counts: Tensor | int, training: bool = False) -> Tensor:
-        """The counts of a rank, which may have had no row to count."""
+        """Return counts as a tensor, of zeros if the rank has no rows to count."""
         if isinstance(counts, Tensor):
             return counts
         return no_counts(self.problem, self.rank.device, training)
@@ -266,14 +266,14 @@ class _Training:
     def _replays(self, step: int) -> bool:
         """Whether the step is replayed as a CUDA graph.
 
-        The first epochs of a process are not: they are recorded, and fill caches."""
+        The first epochs of a process are not replayed: they are traced, and fill caches."""
         recorded = (max(self.before, self.first) + TRACED_EPOCHS) * self.steps
         if step < recorded or self.gradient_errors or not self.worker.replays:
             return False
         return self.replay is not None or (not self.unrepeatable and is_small(self.rank.device))
 
     def _replayed(self, step: int) -> tuple[Tensor, Tensor | int] | None:
-        """The loss of a step, and what the metric counts; None if it cannot be done so."""
+        """Replay a step -> its loss and the metric's counts; None if it cannot be replayed."""
 
         def enqueue() -> tuple[Tensor, Tensor | int]:
             self.learner.zero()
@@ -288,13 +288,13 @@ class _Training:
             except RuntimeError as error:
                 if not self.problem.workload.is_cut:
                     raise
-                # nothing of it was done: while torch records a graph no kernel runs
+                # the step has had no effect: torch runs no kernel while it records a graph
                 self.unrepeatable = str(error).partition("\n")[0]
                 return None
         return self.replay(step)
 
     def _counts(self, logits: Tensor) -> Tensor | int:
-        """What the metric counts of a training step; no step puts all scores together."""
+        """Return the metric's counts of a training step; roc_auc needs all scores of an epoch."""
         return 0 if self.problem.metric == "roc_auc" else self.worker.counts(logits)
 
     def _append(self, row: dict[str, Any], report: Report) -> None:
@@ -323,7 +323,7 @@ class _Training:
         self.checkpoints.save(self.rank, epoch + 1, tensors, notes, first_on_disk, about)
 
     def finish(self) -> Net:
-        """End what is under way, and leave this rank's files."""
+        """Finish pending work, and write this rank's files."""
         self.rank.recorder.activity.begin("phase", "the end")
         self.learner.finish(self.epochs * self.steps)
         if self.best and self.best.epoch:
@@ -380,13 +380,12 @@ def _row(
     seconds: float,
     sent: int,
 ) -> tuple[dict[str, Any], int]:
-    """A line of metrics.jsonl, from the sums over all ranks, and how many spans the rank has that
-    has most; the same on all ranks.
+    """Return a line of metrics.jsonl, from all ranks, and the largest number of spans of a rank.
 
-    counts, tested: what the metric counts in the training pass and in the evaluation; None if this
-    epoch is not evaluated. The score of train is of the training pass, with dropout and staleness.
-    val and test are measured with the weights that the epoch leaves. The epoch ends with its last
-    rank; `peak_memory_bytes` is of the fullest rank so far.
+    Both are the same on all ranks. counts, tested: the metric's counts in the training pass and in
+    the evaluation (None: not evaluated). The score of train is of the training pass, with dropout
+    and staleness; val and test are scored with the weights at the end of the epoch. `epoch_s` and
+    `peak_memory_bytes` are the maximum over ranks.
     """
     few = torch.tensor([float(loss), float(sent)], dtype=torch.float64)
     counted = [counts] if tested is None else [counts, tested]
@@ -417,9 +416,9 @@ def _row(
 
 
 class _Record:
-    """What a rank has counted in all epochs.
+    """A rank's counts in all epochs.
 
-    earlier: the notes of the checkpoint from which this process went on; their counts are included.
+    earlier: the notes of the checkpoint that this process resumed; their counts are included.
     """
 
     def __init__(
@@ -449,14 +448,14 @@ class _Record:
         }
 
     def _appended(self, name: str, later: Mapping[str, list[Any]]) -> dict[str, list[Any]]:
-        """Series by name: those of the process before, with those of this one."""
+        """Return series by name: the earlier process's values, then this process's."""
         before = self.earlier.get(name, {})
         return {
             place: [*before.get(place, []), *later.get(place, [])] for place in {**before, **later}
         }
 
     def notes(self) -> dict[str, Any]:
-        """What a checkpoint keeps of it."""
+        """Return the notes for a checkpoint."""
         return {
             **self.counts(),
             "counted": [list(label) for label in self.rank.recorder.counted],
@@ -464,7 +463,7 @@ class _Record:
         }
 
     def trace(self, out: Path) -> None:
-        """Write this rank's trace, unless what is on the disk is complete."""
+        """Write this rank's trace, unless the file on disk already has all spans."""
         rank = self.rank
         if self.spans_on_disk != len(rank.recorder.spans):
             self.spans_on_disk = len(rank.recorder.spans)
@@ -474,13 +473,13 @@ class _Record:
 
 
 class Metrics:
-    """metrics.jsonl, to append to: a line per epoch."""
+    """The file metrics.jsonl, with one line per epoch, opened to append."""
 
     def __init__(self, path: Path, first: int) -> None:
-        """Keep the lines of the first `first` epochs. Raises SpecError if these are not there."""
+        """Keep the lines of the first `first` epochs. Raises SpecError if they are missing."""
         self.path = path
         self._stream = self._opened(first)
-        self._size = os.fstat(self._stream.fileno()).st_size  # that nobody else changes [B]
+        self._size = os.fstat(self._stream.fileno()).st_size  # [B], to detect other writers
 
     def _opened(self, first: int) -> BinaryIO:
         if not self.path.exists() and not first:
@@ -489,12 +488,12 @@ class Metrics:
         return open(self.path, "ab")
 
     def append(self, line: str) -> None:
-        """Raises SpecError if it cannot be written, or if lines written before are gone."""
+        """Append a line. Raises SpecError if it cannot be written or the file was changed."""
         try:
             there = os.stat(self.path).st_size
             self._stream.write(line.encode())
-            # Flushed, so that it outlives a lost rank. Not synced: to wait for the disk would look
-            # like a lost peer to the other ranks.
+            # Flushed, so that the line outlives a lost rank. Not synced: other ranks would take a
+            # rank that waits for the disk for a lost peer.
             self._stream.flush()
         except OSError as error:
             raise SpecError(

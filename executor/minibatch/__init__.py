@@ -1,12 +1,11 @@
-"""Mini-batches for real: sampling, a rank's share of a batch, and the feature store.
+"""Mini-batches: sampling, a rank's share of a batch, and the feature store.
 
-Open
-    sampler.py          for how a rank draws its share of every batch, alone or with its group
-    arriving.py         for samplers in processes of their own, ahead of their rank
-    source_sampler.py   for batches whose layer 1 is split by sources (SNP)
-    device_sampling.py  for drawing neighbours on a GPU
-    share.py            for `Share`: source rows, edges and exchanges of each layer
-    feature_store.py    for reading features from caches, host memory and other ranks
+    sampler.py          a rank samples its share of every batch, alone or with its group
+    arriving.py         samplers in separate processes, ahead of their rank
+    source_sampler.py   batches whose layer 1 is split by sources (SNP)
+    device_sampling.py  neighbour sampling on a GPU
+    share.py            `Share`: source rows, edges and exchanges of each layer
+    feature_store.py    features from caches, host memory and other ranks
 
-It imports the planner, executor/layers and executor/ranks. What is drawn and where rows are stored
-follows planner/graph/sampling.py and planner/strategies/minibatch."""
+This room imports the planner, executor/layers and executor/ranks. planner/graph/sampling.py defines
+what is drawn, and planner/strategies/minibatch where rows are stored."""

@@ -1,9 +1,9 @@
-"""A rank's shares of batches in the order of steps, made in the rank itself or ahead of it.
+"""The queue of a rank's shares of batches, sampled in the rank itself or in processes ahead of it.
 
-With `prefetch` k samplers are processes of their own that take turns: process t mod k makes batch
-t, and k batches are made at once. Each is a fork of the rank that is told a step through a pipe and
-says a share. A thread of the rank takes a share, and loads it while the rank trains on the one
-before. Shares that are laid out on the device are made by that thread instead.
+With `prefetch` k, k sampler processes alternate: process t mod k samples batch t, so k batches are
+sampled at once. Each process is a fork of the rank that receives a step's number through a pipe and
+sends a share. A thread of the rank receives a share and loads it, while the rank trains on the
+share before. If blocks are laid out on the device, this thread samples instead of processes.
 """
 
 from __future__ import annotations
@@ -30,15 +30,14 @@ from gnnplan.executor.ranks.rank import Rank
 from gnnplan.planner.vocabulary.errors import LostRank
 from gnnplan.planner.vocabulary.schedule import Label
 
-LOOK_S = 0.25  # [s] between two looks at a sampler
+LOOK_S = 0.25  # [s] between two checks of a sampler
 
 
 class Arriving:
-    """A rank's shares from step `first` on.
+    """The queue of a rank's shares from step `first` on.
 
-    Without `prefetch` a share is made when `next` is called. With it, `prefetch` processes make
-    shares ahead, and a thread calls `load` with a step and its share while the step before is under
-    way.
+    Without `prefetch`, `next` samples a share. With it, `prefetch` processes sample ahead, and a
+    thread calls `load` with a step and its share while the rank trains on the step before.
     """
 
     def __init__(
@@ -51,10 +50,10 @@ class Arriving:
     ) -> None:
         self.rank, self.sampler, self.prefetch, self.load = rank, sampler, prefetch, load
         self.first = first
-        self.loading: Future[Sampled] | None = None  # the next one, if there is a `load`
+        self.loading: Future[Sampled] | None = None  # the next share, if `load` is given
         self.is_receiving = False  # the thread waits for a sampler
-        self.processes: Sequence[tuple[BaseProcess, Connection]] = ()  # and the pipe to each
-        if prefetch and sampler.lays_there:
+        self.processes: Sequence[tuple[BaseProcess, Connection]] = ()  # samplers, with their pipes
+        if prefetch and sampler.lays_on_device:
             sampler.lane = "copy"
         elif prefetch:
             self.processes = self._fork()
@@ -62,80 +61,87 @@ class Arriving:
     def _fork(self) -> Sequence[tuple[BaseProcess, Connection]]:
         """Start the samplers' processes, each with its first step."""
         gc.collect()
-        # A fork has none of our threads. If it collected a process group of ours it would wait for
-        # them for ever: it collects nothing until it has frozen what it inherits (_sample).
+        # A fork has none of this process's threads. If it garbage-collected an inherited process
+        # group, it would wait for them for ever. So it collects nothing before gc.freeze (_sample).
         is_collecting = gc.isenabled()
         gc.disable()
         context = multiprocessing.get_context("fork")
         all_forked, processes = context.Event(), []
         try:
             for turn in range(self.prefetch):
-                ours, theirs = context.Pipe()
-                asked = self.sampler, theirs, all_forked, turn, self.prefetch
-                process = context.Process(target=_sample, args=asked, daemon=True)
+                rank_end, sampler_end = context.Pipe()
+                arguments = self.sampler, sampler_end, all_forked, turn, self.prefetch
+                process = context.Process(target=_sample, args=arguments, daemon=True)
                 process.start()
-                theirs.close()
-                ours.send(self.first + turn)
-                processes.append((process, ours))
+                sampler_end.close()
+                rank_end.send(self.first + turn)
+                processes.append((process, rank_end))
         finally:
             if is_collecting:
                 gc.enable()
-        # A rank that forks while another's sampler connects to the store in this process would
-        # copy the name resolver's lock as taken, for ever. So samplers begin when all have forked.
+        # A rank that forks while another rank's sampler connects to the store in this process would
+        # copy the name resolver's lock in a locked state. So samplers start when all have forked.
         self.rank.groups.await_all(self.rank.groups.exchanges)
         all_forked.set()
         return processes
 
     def next(self, step: int) -> Sampled:
-        """The share of this step; steps are asked for in order."""
+        """Return the share of a step. Call it for steps in order."""
         rank = self.rank
         if not self.prefetch:
             rank.recorder.activity.begin("host", str(Label("draw", step)))
-            made = self._whole(self.sampler[step])
+            sampled = self._add_structure(self.sampler[step])
             rank.recorder.activity.end("host")
         else:
             with rank.recorder.span(Label("wait", step), "compute"):
-                made = self._await(step)
+                sampled = self._await(step)
         if rank.recorder.recording:
-            for op, nbytes in made.sent.items():
+            for op, nbytes in sampled.sent.items():
                 rank.recorder.sent[op] = rank.recorder.sent.get(op, 0) + nbytes
             if step < rank.recorder.traced:
-                rank.recorder.spans += made.spans
-        return made
+                rank.recorder.spans += sampled.spans
+        return sampled
 
-    def _whole(self, made: Sampled) -> Sampled:
-        """The same, with what did not cross from the sampler."""
+    def _add_structure(self, sampled: Sampled) -> Sampled:
+        """Set the blocks' graph structure, which a sampler process does not send."""
         if self.sampler.workload.is_cut:
-            for part in made.share.parts:
+            for part in sampled.share.parts:
                 part.block.whole = self.sampler.whole
-        return made
+        return sampled
 
     def _await(self, step: int) -> Sampled:
-        """The step's share, of which the thread begins to load the next one.
+        """Wait for the step's share, then let the thread start to load the next share.
 
-        Raises LostRank if its sampler is lost, or silent for too long."""
+        Raises LostRank if the sampler is lost, or silent for too long."""
         try:
-            made = self._come(self.loading or self._begin(step), step)
-            self.loading = self._begin(step + 1) if self.load else None
+            sampled = self._wait_for(self.loading or self._start_load(step), step)
+            self.loading = self._start_load(step + 1) if self.load else None
         except BaseException:
             self._kill()
             raise
-        return made
+        return sampled
 
-    def _begin(self, step: int) -> Future[Sampled]:
-        """A step's share, taken and loaded by the thread."""
+    def _start_load(self, step: int) -> Future[Sampled]:
+        """Let the thread receive and load a step's share."""
 
-        def taken() -> Sampled:
-            made = self._received(step) if self.processes else self.sampler[step]
-            return self.load(step, self._whole(made)) if self.load else self._whole(made)
+        def receive_and_load() -> Sampled:
+            sampled = self._receive(step) if self.processes else self.sampler[step]
+            return (
+                self.load(step, self._add_structure(sampled))
+                if self.load
+                else self._add_structure(sampled)
+            )
 
-        return self.rank.lanes.in_thread("load", taken)
+        return self.rank.lanes.in_thread("load", receive_and_load)
 
-    def _come(self, coming: Future[Sampled], step: int) -> Sampled:
-        """What the thread has. What counts is how long the rank has waited for a sampler: not for a
-        load, nor while it still trained, nor while it was stopped itself."""
+    def _wait_for(self, future: Future[Sampled], step: int) -> Sampled:
+        """Wait for the thread's share. Raises LostRank after the timeout.
+
+        Only time in which this rank waits for a sampler counts: not a load, nor time in which the
+        rank still trained or was itself stopped.
+        """
         waited, limit = 0.0, self.rank.groups.timeout_s
-        while not wait([coming], LOOK_S).done:
+        while not wait([future], LOOK_S).done:
             waited = waited + LOOK_S if self.is_receiving else 0.0
             if waited > limit:
                 raise self._lost(
@@ -143,36 +149,38 @@ class Arriving:
                     f"has said nothing for {limit:g} s; was it stopped? Batches that take longer"
                     " need a longer --timeout",
                 )
-        return coming.result()
+        return future.result()
 
-    def _received(self, step: int) -> Sampled:
-        """What the step's sampler says, who begins the next of its turns."""
+    def _receive(self, step: int) -> Sampled:
+        """Receive the step's share from its sampler process, and send it its next step."""
         process, pipe = self.processes[(step - self.first) % self.prefetch]
         self.is_receiving = True
         try:
             if pipe not in connection.wait([pipe, process.sentinel]):
                 raise EOFError("no answer")
-            made: Sampled | Exception = pipe.recv()
-            if isinstance(made, Exception):
-                raise made
+            sampled: Sampled | Exception = pipe.recv()
+            if isinstance(sampled, Exception):
+                raise sampled
             pipe.send(step + self.prefetch)
-            return made
+            return sampled
         except (ConnectionError, EOFError) as error:
             process.join(LOOK_S)  # a connection may end before its process
-            code, said = process.exitcode, f"was lost: {error}"
+            code, reason = process.exitcode, f"was lost: {error}"
             if code is not None:
-                said = f"was killed by signal: {signal.strsignal(-code)}" if code < 0 else "exited"
+                reason = (
+                    f"was killed by signal: {signal.strsignal(-code)}" if code < 0 else "exited"
+                )
             if code == -signal.SIGBUS:
-                said += "; a container may need more shared memory (--shm-size)"
-            raise self._lost(step, said) from None
+                reason += "; a container may need more shared memory (--shm-size)"
+            raise self._lost(step, reason) from None
         finally:
             self.is_receiving = False
 
-    def _lost(self, step: int, said: str) -> LostRank:
-        """What is said of the sampler of this step."""
+    def _lost(self, step: int, reason: str) -> LostRank:
+        """Return an error that names this step's sampler."""
         turn = (step - self.first) % self.prefetch + 1
-        several = f" {turn} of {self.prefetch}" if self.prefetch > 1 else ""
-        return LostRank(f"its sampler{several}, a process of its own, {said}")
+        number = f" {turn} of {self.prefetch}" if self.prefetch > 1 else ""
+        return LostRank(f"its sampler{number}, a process of its own, {reason}")
 
     def _kill(self) -> None:
         for process, _ in self.processes:
@@ -180,10 +188,10 @@ class Arriving:
             process.join()
 
     def close(self) -> None:
-        """End the samplers' processes, when what they make for their peers, too, is done."""
+        """End the sampler processes, after the batches that they sample together with peers."""
         with suppress(Exception):
             if self.loading is not None:
-                self._come(self.loading, self.first)
+                self._wait_for(self.loading, self.first)
             for process, pipe in self.processes:
                 connection.wait([pipe, process.sentinel], self.rank.groups.timeout_s)
         self._kill()
@@ -193,7 +201,7 @@ class Arriving:
 def _sample(
     sampler: Sampler, pipe: Connection, all_forked: Event, turn: int, samplers: int
 ) -> None:
-    """A sampler's process makes the share of every step that it is told."""
+    """Sample, in a sampler process, the share of every step received through the pipe."""
     gc.freeze()
     gc.enable()
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
@@ -207,8 +215,8 @@ def _sample(
         while True:
             step = pipe.recv()
             try:
-                said: Sampled | Exception = sampler[step]
+                answer: Sampled | Exception = sampler[step]
             except Exception as error:
                 error.add_note(f"in a sampler: {''.join(traceback.format_exception(error))}")
-                said = error
-            pipe.send(said)
+                answer = error
+            pipe.send(answer)

@@ -1,12 +1,12 @@
-"""Neighbours drawn on a device as planner/graph/sampling.py draws them, and blocks laid out there.
+"""Neighbour sampling on a device, with the results of planner/graph/sampling.py, and its blocks.
 
-    draw     neighbours of a layer's rows. The host waits to hear how many
-    placed   which of them are new rows, and where each stands among all: a sort. The host waits to
-             hear how many
-    laid     a block: its edges by destination, and by source after another sort
+    draw          draw neighbours of a layer's rows. The host waits for their number
+    place_rows    find new rows among the neighbours, and the place of each neighbour: a sort. The
+                  host waits for the number of rows
+    lay_block     lay out a block's edges by destination, and by source after another sort
 
-What batches are made of stays on the device. The host is sent the ids of their rows once, for
-features that are in its memory."""
+Batches stay on the device. The ids of their rows are copied to the host once, for features that are
+in its memory."""
 
 from __future__ import annotations
 
@@ -28,12 +28,12 @@ from gnnplan.planner.graph.sampling import Ids
 
 
 class Drawn(NamedTuple):
-    """A layer's edges on the device: int32 all, but `indptr`."""
+    """A layer's edges on the device, all int32 but `indptr`."""
 
-    rows: int  # of h_l, the first of `below`
-    below: Tensor  # rows of h_{l-1}, by global id [S]
+    rows: int  # number of rows of h_l, the first rows of `below`
+    below: Tensor  # global ids of rows of h_{l-1} [S]
     indptr: Tensor  # [R + 1]
-    indices: Tensor  # places of the neighbours drawn among `below` [E]
+    indices: Tensor  # places of the drawn neighbours among `below` [E]
 
 
 class Lists:
@@ -43,15 +43,15 @@ class Lists:
         self.graph = graph
         self.indptr = torch.tensor(graph.whole.indptr, device=device)
         self.indices = torch.tensor(graph.whole.indices, device=device)
-        self.most = int(np.max(graph.degree, initial=0))
+        self.max_degree = int(np.max(graph.degree, initial=0))
 
     @cached_property
     def _out_degrees(self) -> Tensor:
-        """Of all vertices of a directed graph [N]."""
+        """Out-degrees of all vertices of a directed graph [N]."""
         return torch.tensor(np.asarray(self.graph.out_degree), device=self.indptr.device)
 
     def _degrees(self, ids: Tensor, rows: int) -> tuple[Tensor, Tensor]:
-        """In-degrees of the first vertices [R], out-degrees of all [S]."""
+        """Return in-degrees of the first `rows` vertices [R], and out-degrees of all [S]."""
         ins = (self.indptr[ids + 1] - self.indptr[ids]).double()
         directed = self.graph.stats.directed
         return ins[:rows], self._out_degrees[ids].double() if directed else ins
@@ -59,30 +59,30 @@ class Lists:
     def draw(
         self, vertices: Ids, fanout: int, key: NDArray[np.uint64]
     ) -> tuple[Ids, NDArray[np.int32]]:
-        """Neighbours drawn of these vertices [V] -> (indptr [V + 1], neighbours [edges]).
+        """Draw neighbours of vertices [V] -> (indptr [V + 1], neighbours [edges]), on the host.
 
-        key: the word [1] that the layer's draws start from (sampling.key_of).
+        key: the word [1] from which the layer's random numbers start (sampling.key_of).
         """
-        indptr, columns = self._draw(self._here(vertices), fanout, key)
+        indptr, columns = self._draw(self._to_device(vertices), fanout, key)
         return indptr.cpu().numpy(), columns.cpu().numpy()
 
-    def drawn(
+    def draw_layers(
         self, rows: Ids, fanouts: Sequence[int], keys: Sequence[NDArray[np.uint64]]
     ) -> list[Drawn]:
-        """What is drawn for layers 1 .. L around `rows` of h_L, all different.
+        """Draw neighbours for layers L .. 1 around distinct `rows` of h_L -> layers 1 .. L.
 
-        fanouts and keys are those of layers L .. 1. The host waits twice per layer.
+        fanouts and keys are in the order of layers L .. 1. The host waits twice per layer.
         """
-        here, found = self._here(rows).int(), list[Drawn]()
+        layer_rows, layers = self._to_device(rows).int(), list[Drawn]()
         for fanout, key in zip(fanouts, keys, strict=True):
-            indptr, columns = self._draw(here, fanout, key)
-            below, indices = placed(here, columns)
-            found.append(Drawn(len(here), below, indptr, indices))
-            here = below
-        return found[::-1]
+            indptr, columns = self._draw(layer_rows, fanout, key)
+            below, indices = place_rows(layer_rows, columns)
+            layers.append(Drawn(len(layer_rows), below, indptr, indices))
+            layer_rows = below
+        return layers[::-1]
 
-    def laid(self, edges: str, drawn: Drawn, workload: Workload) -> Block:
-        """The Block that `weighted_block` makes of edges of this kind, to the bit."""
+    def lay_block(self, edges: str, drawn: Drawn, workload: Workload) -> Block:
+        """Make the Block that `weighted_block` makes of edges of this kind, equal to the bit."""
         rows, ids, indptr, indices = drawn
         count, own = indptr.diff(), torch.arange(rows + 1, dtype=torch.int32, device=indptr.device)
         reader = own[:-1].repeat_interleave(count, output_size=len(indices))
@@ -90,8 +90,8 @@ class Lists:
             places = torch.cat(
                 [torch.arange(len(reader), device=own.device) + reader, indptr[1:] + own[:-1]]
             )
-            both = torch.stack([torch.cat([reader, own[:-1]]), torch.cat([indices, own[:-1]])])
-            reader, indices = torch.empty_like(both).index_copy_(1, places, both)
+            endpoints = torch.stack([torch.cat([reader, own[:-1]]), torch.cat([indices, own[:-1]])])
+            reader, indices = torch.empty_like(endpoints).index_copy_(1, places, endpoints)
             indptr = indptr + own
         block = Block.laid(indptr.int(), indices, reader, len(ids))
         if edges in ("one", "loop"):
@@ -104,64 +104,65 @@ class Lists:
         else:
             degree, outs = self._degrees(ids, rows)
             # a vertex has no other edge to itself
-            stands_for = torch.where(indices == reader, 1.0, (degree / count)[reader])
-            weight = 1.0 / ((degree + 1.0)[reader] * (outs + 1.0)[indices]).sqrt() * stands_for
+            edges_per_sample = torch.where(indices == reader, 1.0, (degree / count)[reader])
+            weight = (
+                1.0 / ((degree + 1.0)[reader] * (outs + 1.0)[indices]).sqrt() * edges_per_sample
+            )
         return block.weighted(weight.to(dtype_of(workload.precision)))
 
-    def _here(self, ids: Ids) -> Tensor:
+    def _to_device(self, ids: Ids) -> Tensor:
         return sent([torch.from_numpy(ids)], self.indptr.device)[0]
 
     def _draw(self, rows: Tensor, fanout: int, key: NDArray[np.uint64]) -> tuple[Tensor, Tensor]:
-        fanout = ALL if fanout >= self.most else fanout
+        fanout = ALL if fanout >= self.max_degree else fanout
         indptr, places = draw(self.indptr, rows, fanout, int(key.view(np.int64)[0]))
         return indptr, self.indices[places]
 
 
 def draw(indptr: Tensor, vertices: Tensor, fanout: int, key: int) -> tuple[Tensor, Tensor]:
-    """At most `fanout` edges (ALL: every one) into each vertex.
+    """Draw at most `fanout` edges (ALL: all edges) into each vertex.
 
     -> (indptr [V + 1], places [edges] of the drawn edges in the graph's indices), int64
     """
     start = indptr[vertices]
     degree = indptr[vertices + 1] - start
-    taken = degree if fanout == ALL else degree.clamp(max=fanout)
-    ends = F.pad(taken.cumsum(0), (1, 0))
+    counts = degree if fanout == ALL else degree.clamp(max=fanout)
+    ends = F.pad(counts.cumsum(0), (1, 0))
     if fanout == ALL:
         first = (start - ends[:-1]).repeat_interleave(degree)
         return ends, first + torch.arange(len(first), device=first.device)
     order = torch.arange(fanout, device=start.device)
     drawn = floyd(mix((vertices.long() + key) * GOLDEN), degree, fanout)
     places = torch.where(degree > fanout, drawn, order[:, None]) + start
-    return ends, places.t()[order < taken[:, None]]
+    return ends, places.t()[order < counts[:, None]]
 
 
 def floyd(keys: Tensor, degree: Tensor, k: int) -> Tensor:
-    """k different numbers below each degree, uniformly: int64 [k, V]. Where a degree is k or less,
-    they are any.
+    """Draw k distinct numbers below each degree, uniformly: int64 [k, V].
 
-    Floyd's algorithm, as in planner/graph/sampling.py. The words of a vertex follow from its key
-    [V].
+    If a degree is k or less, its numbers are undefined. Floyd's algorithm, as in
+    planner/graph/sampling.py; a vertex's random words follow from its key [V].
     """
     turn = torch.arange(1, k + 1, device=keys.device)[:, None]
     last = degree + turn - (k + 1)  # Floyd's j
     upper = (mix(keys + turn * GOLDEN) >> 32) & (2**32 - 1)
-    taken = (upper * (last + 1)) >> 32
+    numbers = (upper * (last + 1)) >> 32
     for i in range(1, k):
-        again = (taken[:i] == taken[i]).any(0)
-        torch.where(again, last[i], taken[i], out=taken[i])
-    return taken
+        is_repeated = (numbers[:i] == numbers[i]).any(0)
+        torch.where(is_repeated, last[i], numbers[i], out=numbers[i])
+    return numbers
 
 
-def placed(rows: Tensor, columns: Tensor) -> tuple[Tensor, Tensor]:
-    """Rows of the layer below: `rows` [R], then the other neighbours among `columns` [E], sorted.
+def place_rows(rows: Tensor, columns: Tensor) -> tuple[Tensor, Tensor]:
+    """Find the rows of the layer below: `rows` [R], then the other neighbours in `columns` [E].
 
-    -> (these [S], the place of each neighbour among them [E]); all are int32. R of the S are
-    known, so that the host waits for S alone.
+    Returns these rows [S], new rows sorted, and the place of each neighbour among them [E], int32.
+    R is known, so the host waits only for S.
     """
-    found, inverse = torch.unique(torch.cat([rows, columns]), return_inverse=True)
+    distinct, inverse = torch.unique(torch.cat([rows, columns]), return_inverse=True)
     of_rows, of_columns = inverse.split([len(rows), len(columns)])
-    new = torch.ones_like(found).index_fill_(0, of_rows, 0)
+    new = torch.ones_like(distinct).index_fill_(0, of_rows, 0)
     place = new.cumsum(0, dtype=torch.int32) + (len(rows) - 1)
     place.index_copy_(0, of_rows, torch.arange(len(rows), dtype=torch.int32, device=rows.device))
-    below = torch.empty_like(found).index_copy_(0, place.long(), found)
+    below = torch.empty_like(distinct).index_copy_(0, place.long(), distinct)
     return below, place[of_columns]

@@ -1,31 +1,31 @@
-"""A rank's sampler draws its share of every mini-batch, alone or together with its group.
+"""The sampler of a rank draws its share of every mini-batch, alone or together with its group.
 
-Draws are by vertex (planner/graph/sampling.py), so it does not matter who draws. For layers
-l = L .. 1:
+Random numbers follow from the vertex (planner/graph/sampling.py), so any rank draws the same
+neighbours. For layers l = L .. 1 the sampler does:
 
-    draw l    neighbours of my rows of h_l
-    ids l     (GSplit) tell owners which of their vertices I have reached; hear which of mine the
-              others have reached. My rows of h_{l-1} are those of h_l, then the new ones, sorted
+    draw l    draw neighbours of own rows of h_l
+    ids l     (GSplit) send the ids of neighbours to their owners, and receive the own vertices that
+              peers have drawn. Own rows of h_{l-1} are the rows of h_l, then new vertices, sorted
 
-              (where the first layer alone is split) for l = 2 only. Down to h_1 my rows are all
-              that my seeds need; then those that I own of what anyone needs
+              (if only the first layer is split) for l = 2 only. Down to h_1 own rows are all rows
+              that the own seeds need; below, the own vertices that any member of the group needs
 
-    lay       a block per layer. Who asked for what tells the exchanges of both passes which rows
-              to send
+    lay       lay out a block per layer. The ids received say which rows the exchanges of the
+              forward and backward pass send
 
-Where adjacency lists are spread over ranks (planner/strategies/minibatch/adjacency_store.py), a
-sampler has a share of them. Then
+If adjacency lists are spread over ranks (planner/strategies/minibatch/adjacency_store.py), the
+sampler holds a share of the lists, and does:
 
-    ask_edges l   ask those who have the lists that I lack; hear who lacks mine
-    draw l        neighbours of my rows whose lists I have, and of those that I was asked for
-    edges l       neighbours there and back
+    ask_edges l   send ids of vertices to the ranks that hold their lists
+    draw l        draw neighbours of vertices with lists here, for own rows and for other ranks
+    edges l       send neighbours to the ranks that asked
 
-Where nobody is asked for anything and neighbours are drawn on a GPU, blocks are laid out there, too
+If no sampler asks another and neighbours are drawn on a GPU, blocks are laid out there, too
 (device_sampling.py).
 
-The sampler runs in the rank itself, or in processes of its own (arriving.py). These talk over Gloo
-to those of other ranks that make the same batches, beside the ranks. Spans and sent bytes come
-along with the share."""
+The sampler runs in the rank itself, or in separate processes (arriving.py), which communicate over
+Gloo with samplers of other ranks for the same batches. Spans and sent bytes are returned with the
+share."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ from torch.distributed import PrefixStore  # type: ignore[attr-defined]
 from gnnplan.executor.layers.blocks import weighted_block
 from gnnplan.executor.layers.targets import weight_of
 from gnnplan.executor.minibatch import device_sampling as sampling
-from gnnplan.executor.minibatch.share import Ends, Part, Picks, Share
+from gnnplan.executor.minibatch.share import Ends, Part, Selection, Share
 from gnnplan.executor.ranks.device_clock import now
 from gnnplan.executor.ranks.meeting import join, launcher_env
 from gnnplan.executor.ranks.rank import Rank
@@ -67,12 +67,12 @@ from gnnplan.planner.vocabulary.numbers import ranges
 from gnnplan.planner.vocabulary.schedule import Label
 from gnnplan.planner.vocabulary.trace import Span, sampler_lane
 
-_opened = itertools.count()  # samplers of this process: all ranks open them in the same order
+_opened = itertools.count()  # numbers samplers: all ranks open them in the same order
 
 
 @dataclass
 class Sampled:
-    """A share, and what making it took: spans, and bytes sent by operation."""
+    """A share, with the spans and the bytes sent, by operation, of sampling it."""
 
     share: Share
     spans: list[Span] = field(default_factory=list)
@@ -80,29 +80,29 @@ class Sampled:
 
 
 class Drawn(NamedTuple):
-    """What was drawn for one layer."""
+    """The neighbours drawn for one layer."""
 
-    rows: Ids  # of h_l, by global id [R]
-    below: Ids  # of h_{l-1}: `rows`, then the new ones
+    rows: Ids  # global ids of own rows of h_l [R]
+    below: Ids  # global ids of own rows of h_{l-1}: `rows`, then new vertices
     indptr: Ids  # [R + 1]
-    columns: NDArray[np.int32]  # global ids of the neighbours drawn, one row's after the other
+    columns: NDArray[np.int32]  # global ids of the neighbours drawn, row after row
     meets: bool  # ranks exchange rows before the layer
-    halo: Ids  # rows of h_{l-1} that peers send
-    gives: Sequence[Ids]  # for each rank, which rows of h_{l-1} it is sent
-    takes: NDArray[np.int64]  # halo rows from each rank [ranks]
-    reads: Ids | None = None  # sources, if not all of `below` and `halo` in this order
+    halo: Ids  # global ids of rows of h_{l-1} that peers send
+    gives: Sequence[Ids]  # for each rank, global ids of own rows of h_{l-1} to send
+    takes: NDArray[np.int64]  # number of halo rows from each rank [ranks]
+    reads: Ids | None = None  # source rows, unless they are `below`, then `halo`
 
 
 class Sampler:
-    """Item t is the share of rank `me` in step t.
+    """The sequence of the shares of rank `me`: item t is the share of step t.
 
-    edges: the kind of each layer's edges (executor/layers/layer.py). lists: which ranks have which
-    adjacency lists; None: all have all. device: where neighbours are drawn; None: on the host.
+    edges: the kind of each layer's edges (executor/layers/layer.py). lists: the ranks that hold
+    each adjacency list; None: every rank holds all. device: draws neighbours; None: the host draws.
     """
 
-    lane = ""  # of its spans, if a thread that loads calls it
-    turn, samplers = 0, 1  # of several samplers of a rank, which take turns
-    pushes: ClassVar[bool] = False  # other ranks are sent edges that it has drawn
+    lane = ""  # of the spans, if a thread of the rank calls the sampler
+    turn, samplers = 0, 1  # this sampler's number, among the samplers of a rank that alternate
+    pushes: ClassVar[bool] = False  # the sampler sends drawn edges to other ranks
 
     def __init__(
         self,
@@ -114,7 +114,7 @@ class Sampler:
         device: torch.device | None = None,
     ) -> None:
         self.graph, self.workload = batches.graph, batches.workload
-        # the member of a group that owns each vertex; empty: each rank is a group of its own
+        # vertex -> the member of a group that owns it; empty: every group has one rank
         self.member = np.zeros(0, np.int64) if batches.member is None else batches.member
         self.whole = batches.graph.whole
         self.steps, self.groups, self.split = batches.steps, batches.groups, batches.split
@@ -125,38 +125,40 @@ class Sampler:
         self.number = next(_opened)
         self._process_groups: dict[tuple[int, ...], dist.ProcessGroupGloo] = {}
         self._epoch, self._items = -1, list[Ids]()
-        self._degrees = degrees(batches.graph)  # once for all samplers in processes of their own
+        self._degrees = degrees(batches.graph)  # before the fork: sampler processes share it
         if lists is not None:
             self.graph = thinned(batches.graph, lists.keeps(me))
-        # scratch [N]: the position of a vertex among a layer's sources
-        self._where = np.empty(self.graph.stats.vertices, dtype=np.int32)
-        # lists on the device, where neighbours are drawn
+        # workspace [N]: the position of a vertex among a layer's sources
+        self._index = np.empty(self.graph.stats.vertices, dtype=np.int32)
+        # adjacency lists on the device that draws neighbours
         self.device_lists = None if device is None else sampling.Lists(self.graph, device)
 
     @property
-    def lays_there(self) -> bool:
-        """Whether blocks are laid out where neighbours are drawn, on the device."""
-        alone = len(self.peers) == 1 and self.lists is None and not self.pushes
-        return self.device_lists is not None and alone
+    def lays_on_device(self) -> bool:
+        """Whether the device that draws neighbours also lays out blocks."""
+        unshared = len(self.peers) == 1 and self.lists is None and not self.pushes
+        return self.device_lists is not None and unshared
 
     def __getitem__(self, step: int) -> Sampled:
         workload, (epoch, number) = self.workload, divmod(step, self.steps)
-        splits = len(self.peers) > 1
+        is_shared = len(self.peers) > 1
         asks = self.lists is not None and self.lists.asks
-        items, everyone = self._items_of(epoch, number)
+        items, all_items = self._items_of(epoch, number)
         total = (
-            everyone.size if workload.task == "link" else weight_of(self.graph, workload, everyone)
+            all_items.size
+            if workload.task == "link"
+            else weight_of(self.graph, workload, all_items)
         )
         pairs = pairs_in(self.graph, workload, items, epoch, number)
         rows = items if pairs is None else pairs.ends
-        if splits:
+        if is_shared:
             rows = rows[self._owns(rows)]
-        made = Sampled(Share(rows, everyone.size, total, []))
+        sampled = Sampled(Share(rows, all_items.size, total, []))
         if pairs is not None:
-            made.share.ends = self._ends(pairs, rows)
-        if self.lays_there:
-            return self._lay_there(made, step)
-        present = np.zeros(self.graph.stats.vertices, dtype=bool)  # vertices whose row I compute
+            sampled.share.ends = self._ends(pairs, rows)
+        if self.lays_on_device:
+            return self._lay_on_device(sampled, step)
+        present = np.zeros(self.graph.stats.vertices, dtype=bool)  # own rows, by vertex
         present[rows] = True
         drawn: list[Drawn] = []  # the last layer first
         began = now()
@@ -165,43 +167,45 @@ class Sampler:
             key = key_of(workload.seed, epoch, number, layer)
             label = Label("draw", step, layer=layer)
             if asks:
-                indptr, columns = self._draw_together(made, rows, fanout, key, label)
+                indptr, columns = self._draw_together(sampled, rows, fanout, key, label)
             else:
                 indptr, columns = self._draw(rows, fanout, key)
-            reached, kept, reads = absent(present, [columns]), rows, None
-            new, halo = reached, reached[:0]
-            gives, takes = [reached[:0]] * len(self.groups), np.zeros(len(self.groups), np.int64)
-            meets = splits and (self.split == "all" or (self.split == "first" and layer == 2))
+            neighbours, kept, reads = missing(present, [columns]), rows, None
+            new, halo = neighbours, neighbours[:0]
+            gives, takes = [neighbours[:0]] * len(self.groups), np.zeros(len(self.groups), np.int64)
+            meets = is_shared and (self.split == "all" or (self.split == "first" and layer == 2))
             if meets:
-                if self.split == "first":  # owners have all that is needed, not new rows alone
-                    reads = reached = np.concatenate([rows, reached])
+                if self.split == "first":  # owners compute all rows that are needed, old and new
+                    reads = neighbours = np.concatenate([rows, neighbours])
                     kept = reads[self._owns(reads)]
                     present[:] = False
                     present[kept] = True
-                own, asked = self._by_owner(reached)
-                self._note(made, label, began)
-                wanted = self._swap(made, Label("ids", step, layer=layer), asked, self.peers)
+                own, asked = self._by_owner(neighbours)
+                self._record(sampled, label, began)
+                wanted = self._all_to_all(
+                    sampled, Label("ids", step, layer=layer), asked, self.peers
+                )
                 began = now()
-                new, halo = absent(present, [own, *wanted]), np.concatenate(asked)
+                new, halo = missing(present, [own, *wanted]), np.concatenate(asked)
                 for peer, ids, given in zip(self.peers, asked, wanted, strict=True):
                     gives[peer], takes[peer] = given, ids.size
-            elif splits:
-                self._note(made, label, began)
+            elif is_shared:
+                self._record(sampled, label, began)
                 began = now()
             present[new] = True
             below = np.concatenate([kept, new])
             drawn.append(Drawn(rows, below, indptr, columns, meets, halo, gives, takes, reads))
             rows = below
-        if not splits and not asks:
-            self._note(made, Label("draw", step), began)
-        self._lay(made, step, drawn[::-1])
-        for part in made.share.parts:
-            # the rank has it, so that it does not cross with every batch
+        if not is_shared and not asks:
+            self._record(sampled, Label("draw", step), began)
+        self._lay(sampled, step, drawn[::-1])
+        for part in sampled.share.parts:
+            # the rank has the graph's structure: a sampler process need not send it with batches
             vars(part.block).pop("whole", None)
-        return made
+        return sampled
 
     def _items_of(self, epoch: int, number: int) -> tuple[Ids, Ids]:
-        """The items of a batch that this rank's group shares, and those of all groups."""
+        """Return the items (seeds) of a batch for this rank's group, and for all groups."""
         if epoch != self._epoch:
             self._epoch, self._items = epoch, []
             self._items = items_of(self.graph, self.workload, epoch)
@@ -209,33 +213,33 @@ class Sampler:
         return shares(items, len(set(self.groups)))[self.group], items
 
     def _ends(self, pairs: Pairs, own: Ids) -> Ends:
-        """Of the group's pairs those that this rank scores; `own` are its rows of h_L.
+        """Select the group's pairs that this rank scores. own: ids of its rows of h_L.
 
-        All members know all pairs, so nobody has to ask.
+        All members know all pairs, so they need not communicate.
         """
-        where, ranks = self._where, len(self.groups)
+        index, ranks = self._index, len(self.groups)
         give, take = [own[:0]] * ranks, np.zeros(ranks, np.int64)
-        away = own[:0]
-        where[own] = np.arange(own.size, dtype=np.int32)
+        remote = own[:0]
+        index[own] = np.arange(own.size, dtype=np.int32)
         if len(self.peers) > 1:
             member = self.member
             for place, peer in enumerate(self.peers):
                 wanted = fetched([pairs], member, place)
                 if peer == self.me:
-                    away = wanted
-                give[peer] = where[wanted[member[wanted] == self.place]].astype(np.int64)
-            take[self.peers] = np.bincount(member[away], minlength=len(self.peers))
+                    remote = wanted
+                give[peer] = index[wanted[member[wanted] == self.place]].astype(np.int64)
+            take[self.peers] = np.bincount(member[remote], minlength=len(self.peers))
             pairs = pairs.of(member[pairs.heads] == self.place)
-            where[away] = own.size + np.arange(away.size, dtype=np.int32)
-        places = Pairs(where[pairs.heads].astype(np.int64), where[pairs.tails].astype(np.int64))
-        return Ends(places, away, give, take, len(self.peers) > 1)
+            index[remote] = own.size + np.arange(remote.size, dtype=np.int32)
+        places = Pairs(index[pairs.heads].astype(np.int64), index[pairs.tails].astype(np.int64))
+        return Ends(places, remote, give, take, len(self.peers) > 1)
 
     def _owns(self, ids: Ids) -> NDArray[np.bool_]:
         """Whether this rank owns each of these vertices, in a group of several ranks."""
         return np.asarray(self.member[ids] == self.place)
 
     def _by_owner(self, ids: Ids) -> tuple[Ids, list[Ids]]:
-        """Vertices that this rank owns, and those of each peer (of itself: none)."""
+        """Split vertices into this rank's own, and a list by peer (empty for itself)."""
         owner = self.member[ids]
         by_owner = [ids[owner == place] for place in range(len(self.peers))]
         own, by_owner[self.place] = by_owner[self.place], ids[:0]
@@ -244,11 +248,11 @@ class Sampler:
     def _draw(
         self, rows: Ids, fanout: int, key: NDArray[np.uint64]
     ) -> tuple[Ids, NDArray[np.int32]]:
-        """(indptr [R + 1], neighbours) drawn of vertices whose lists are here."""
+        """Draw neighbours of vertices whose lists are here -> (indptr [R + 1], neighbours)."""
         if self.lists is not None:
-            away = rows[~self.lists.keeps(self.me)[rows]]
-            assert not away.size, (
-                f"rank {self.me} has no adjacency lists of vertices {away[:8].tolist()}"
+            remote = rows[~self.lists.keeps(self.me)[rows]]
+            assert not remote.size, (
+                f"rank {self.me} has no adjacency lists of vertices {remote[:8].tolist()}"
             )
         if self.device_lists is not None:
             return self.device_lists.draw(rows, fanout, key)
@@ -256,124 +260,127 @@ class Sampler:
         return indptr, self.graph.indices[places]
 
     def _draw_together(
-        self, made: Sampled, rows: Ids, fanout: int, key: NDArray[np.uint64], label: Label
+        self, sampled: Sampled, rows: Ids, fanout: int, key: NDArray[np.uint64], label: Label
     ) -> tuple[Ids, NDArray[np.int32]]:
-        """`_draw` of any vertices: whoever has a list draws from it. All ranks call it together."""
+        """Draw neighbours of any vertices, by the ranks with their lists. All ranks call it."""
         assert self.lists is not None
         everyone, me = range(len(self.groups)), self.me
         provider = self.lists.provider(me, rows)
-        counts = taken(self._degrees[0][rows], fanout)  # neighbours that each row will have
+        counts = taken(self._degrees[0][rows], fanout)  # neighbours to be drawn of each row
         order = np.argsort(provider, kind="stable")
         asked = np.split(
             rows[order], np.cumsum(np.bincount(provider, minlength=len(everyone)))[:-1]
         )
         own_rows, asked[me] = asked[me], rows[:0]
-        wanted = self._swap(made, label._replace(op="ask_edges"), asked, everyone)
+        wanted = self._all_to_all(sampled, label._replace(op="ask_edges"), asked, everyone)
         began = now()
         wanted[me] = own_rows
         indptr, columns = self._draw(np.concatenate(wanted), fanout, key)
         found = np.split(columns, indptr[np.cumsum([ids.size for ids in wanted])[:-1]])
-        self._note(made, label, began)
+        self._record(sampled, label, began)
         own, found[me] = found[me], columns[:0]
         takes = np.bincount(provider, weights=counts, minlength=len(everyone)).astype(np.int64)
         takes[me] = 0
         nbytes = NEIGHBOUR * (columns.size - own.size)
-        with self._span(made, label._replace(op="edges"), nbytes):
+        with self._span(sampled, label._replace(op="edges"), nbytes):
             found = self._exchange(found, takes.tolist(), everyone)
         found[me] = own
-        # neighbours stand in the order of providers: move them to that of rows
+        # neighbours are in the order of providers: move them to the order of rows
         indptr = np.concatenate([[0], np.cumsum(counts)])
         columns = np.empty(counts.sum(), columns.dtype)
         columns[ranges(indptr[order], counts[order])] = np.concatenate(found)
         return indptr, columns
 
-    def _lay(self, made: Sampled, step: int, drawn: Sequence[Drawn]) -> None:
-        """Make the share's parts of what was drawn for layers 1 .. L."""
-        with self._span(made, Label("lay", step)):
-            made.share.parts = [
+    def _lay(self, sampled: Sampled, step: int, drawn: Sequence[Drawn]) -> None:
+        """Make the share's parts from the neighbours drawn for layers 1 .. L."""
+        with self._span(sampled, Label("lay", step)):
+            sampled.share.parts = [
                 self._part(kind, layer) for kind, layer in zip(self.edges, drawn, strict=True)
             ]
 
-    def _lay_there(self, made: Sampled, step: int) -> Sampled:
-        """Draw and lay out on the device; rows' ids come back, those of layer 1 for all layers."""
+    def _lay_on_device(self, sampled: Sampled, step: int) -> Sampled:
+        """Draw and lay out on the device, and copy ids of rows to the host.
+
+        Layer 1's source rows begin with the source rows of every other layer.
+        """
         workload, lists, began = self.workload, self.device_lists, now()
         assert lists is not None
-        numbers = workload.seed, *divmod(step, self.steps)
-        keys = [key_of(*numbers, workload.layers - hop) for hop in range(workload.layers)]
-        drawn = lists.drawn(made.share.own, workload.fanouts, keys)
-        self._note(made, Label("draw", step), began)
-        with self._span(made, Label("lay", step)):
+        batch = workload.seed, *divmod(step, self.steps)
+        keys = [key_of(*batch, workload.layers - hop) for hop in range(workload.layers)]
+        drawn = lists.draw_layers(sampled.share.own, workload.fanouts, keys)
+        self._record(sampled, Label("draw", step), began)
+        with self._span(sampled, Label("lay", step)):
             blocks = [
-                lists.laid(kind, each, workload)
+                lists.lay_block(kind, each, workload)
                 for kind, each in zip(self.edges, drawn, strict=True)
             ]
-            there = drawn[0].below.long()
-            ids = there.cpu().numpy()
+            device_ids = drawn[0].below.long()
+            ids = device_ids.cpu().numpy()
         gives, takes = [ids[:0]] * len(self.groups), np.zeros(len(self.groups), np.int64)
-        made.share.parts = [
-            Part(ids[:size], size, gives, takes, False, block, ids=there[:size])
+        sampled.share.parts = [
+            Part(ids[:size], size, gives, takes, False, block, ids=device_ids[:size])
             for block in blocks
             for size in [block.n_src]
         ]
-        return made
+        return sampled
 
     def _part(self, edges: str, drawn: Drawn) -> Part:
-        """One layer's part; edges: their kind."""
-        where, source, picks = self._where, np.concatenate([drawn.below, drawn.halo]), None
-        where[source] = np.arange(source.size, dtype=np.int32)
-        give = [where[ids].astype(np.int64) for ids in drawn.gives]
+        """Make one layer's part. edges: their kind."""
+        index, source, selection = self._index, np.concatenate([drawn.below, drawn.halo]), None
+        index[source] = np.arange(source.size, dtype=np.int32)
+        give = [index[ids].astype(np.int64) for ids in drawn.gives]
         if drawn.reads is not None:
-            places = torch.from_numpy(where[drawn.reads].astype(np.int64))
-            source, picks = drawn.reads, Picks(places, source.size, None, drawn.reads.size)
-            where[source] = np.arange(source.size, dtype=np.int32)
+            places = torch.from_numpy(index[drawn.reads].astype(np.int64))
+            source, selection = drawn.reads, Selection(places, source.size, None, drawn.reads.size)
+            index[source] = np.arange(source.size, dtype=np.int32)
         block = weighted_block(
             self.graph,
             edges,
             drawn.rows,
             source,
             drawn.indptr,
-            where[drawn.columns],
+            index[drawn.columns],
             self.workload,
             self._degrees,
             drawn=True,
         )
-        return Part(source, drawn.below.size, give, drawn.takes, drawn.meets, block, picks)
+        return Part(source, drawn.below.size, give, drawn.takes, drawn.meets, block, selection)
 
-    def _swap(
-        self, made: Sampled, label: Label, asked: Sequence[np.ndarray], among: Sequence[int]
+    def _all_to_all(
+        self, sampled: Sampled, label: Label, asked: Sequence[np.ndarray], ranks: Sequence[int]
     ) -> list[np.ndarray]:
-        """All-to-all among some ranks: how many numbers, then the numbers; a span of each.
+        """Run an all-to-all of counts, then of numbers, among some ranks, with a span of each.
 
-        What `asked` has for this rank itself is empty.
+        requests: numbers for each rank, empty for this rank.
         """
-        with self._span(made, label._replace(way="n"), ID * (len(among) - 1)):
+        with self._span(sampled, label._replace(way="n"), ID * (len(ranks) - 1)):
             counts = [np.array([len(ids)]) for ids in asked]
-            received = self._exchange(counts, [1] * len(among), among)
-        with self._span(made, label, sum(ids.nbytes for ids in asked)):
-            return self._exchange(asked, [int(n[0]) for n in received], among)
+            received = self._exchange(counts, [1] * len(ranks), ranks)
+        with self._span(sampled, label, sum(ids.nbytes for ids in asked)):
+            return self._exchange(asked, [int(n[0]) for n in received], ranks)
 
     def _push(
-        self, made: Sampled, step: int, pushed: Sequence[np.ndarray], among: Sequence[int]
+        self, sampled: Sampled, step: int, pushed: Sequence[np.ndarray], ranks: Sequence[int]
     ) -> list[np.ndarray]:
-        """Blocks of a layer for each of some ranks, and what comes from each."""
-        place, nothing = among.index(self.me), pushed[0][:0]
+        """Send each of some ranks its block of a layer; return the blocks received."""
+        place, nothing = ranks.index(self.me), pushed[0][:0]
         sent = [block if i != place else nothing for i, block in enumerate(pushed)]
-        came = self._swap(made, Label("push", step), sent, among)
-        came[place] = pushed[place]
-        return came
+        received = self._all_to_all(sampled, Label("push", step), sent, ranks)
+        received[place] = pushed[place]
+        return received
 
     def _exchange(
-        self, parts: Sequence[np.ndarray], takes: list[int], among: Sequence[int]
+        self, parts: Sequence[np.ndarray], takes: list[int], ranks: Sequence[int]
     ) -> list[np.ndarray]:
-        """All-to-all among some ranks: `parts` go to them, `takes` numbers come from each."""
+        """Run an all-to-all among some ranks. takes: how many numbers each of them sends."""
         outgoing = torch.from_numpy(np.concatenate(parts))
         incoming = torch.empty(sum(takes), dtype=outgoing.dtype)
         asked = incoming, outgoing, takes, [len(part) for part in parts], dist.AllToAllOptions()
-        self._process_group(among).alltoall_base(*asked).wait()  # type: ignore[attr-defined]
+        self._process_group(ranks).alltoall_base(*asked).wait()  # type: ignore[attr-defined]
         return [part.numpy() for part in torch.split(incoming, takes)]
 
     def _process_group(self, among: Sequence[int]) -> dist.ProcessGroupGloo:
-        """The group of these ranks' samplers, opened in the process that uses it."""
+        """Return the group of these ranks' samplers; open it in the process that uses it."""
         ranks = tuple(among)
         if ranks not in self._process_groups:
             limit = timedelta(seconds=self.timeout_s)
@@ -384,34 +391,34 @@ class Sampler:
             )
         return self._process_groups[ranks]
 
-    def _note(self, made: Sampled, label: Label, began: float, nbytes: int = 0) -> None:
+    def _record(self, sampled: Sampled, label: Label, began: float, nbytes: int = 0) -> None:
         """Record a span that ends now."""
         lane = self.lane or sampler_lane(label.step, self.samplers)
-        made.spans.append(
+        sampled.spans.append(
             Span(str(label), label.op, self.me, lane, began, now(), nbytes, label.step)
         )
 
     @contextmanager
-    def _span(self, made: Sampled, label: Label, nbytes: int = 0) -> Iterator[None]:
+    def _span(self, sampled: Sampled, label: Label, nbytes: int = 0) -> Iterator[None]:
         began = now()
         yield
-        self._note(made, label, began, nbytes)
+        self._record(sampled, label, began, nbytes)
         if nbytes:
-            made.sent[label.op] = made.sent.get(label.op, 0) + nbytes
+            sampled.sent[label.op] = sampled.sent.get(label.op, 0) + nbytes
 
 
-def absent(present: NDArray[np.bool_], parts: Sequence[np.ndarray]) -> Ids:
-    """Vertices of the parts that are not present [N] yet, sorted, each once."""
-    among = np.zeros(present.size, dtype=bool)
+def missing(present: NDArray[np.bool_], parts: Sequence[np.ndarray]) -> Ids:
+    """Return the distinct vertices of the parts that are not `present` [N], sorted."""
+    found = np.zeros(present.size, dtype=bool)
     for ids in parts:
-        among[ids] = True
-    return np.flatnonzero(among & ~present)
+        found[ids] = True
+    return np.flatnonzero(found & ~present)
 
 
 def drawing_device(rank: Rank, supply: Supply) -> torch.device | None:
-    """The rank's GPU if the cluster's GPUs sample and the lists fit there; otherwise None.
+    """Return the rank's GPU if it draws neighbours: it holds all lists. None: the host draws.
 
-    Where samplers are processes of their own the host draws, for a fork has no CUDA.
+    Sampler processes always draw on the host, since a fork cannot use CUDA.
     """
     inline = supply.lays_there or not supply.prefetch
     draws = rank.device.type == "cuda" and inline and supply.lists_there == 1.0
@@ -419,6 +426,6 @@ def drawing_device(rank: Rank, supply: Supply) -> torch.device | None:
 
 
 def degrees(graph: Graph) -> tuple[np.ndarray, np.ndarray]:
-    """In-degrees and out-degrees [N]."""
+    """Return in-degrees and out-degrees [N]."""
     ins = graph.degree
     return ins, graph.out_degree if graph.stats.directed else ins

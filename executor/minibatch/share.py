@@ -1,7 +1,7 @@
-"""One rank's share of what ranks train on together: per layer its rows, edges and exchanges.
+"""A rank's share of the graph or of a mini-batch: the rows, edges and exchanges of each layer.
 
-On a full graph it is made once, from a Layout (`share_of`). Of mini-batches the sampler makes a new
-one for every step (sampler.py)."""
+On a full graph it is made once, from a Layout (`share_of`). For mini-batches the sampler makes a
+share for every step (sampler.py)."""
 
 from __future__ import annotations
 
@@ -23,68 +23,66 @@ from gnnplan.planner.problem.problem import Problem
 
 
 @dataclass
-class Picks:
-    """Source rows [S, H] that are some of a rank's own rows and halo [T, H], in another order; or
-    sums of some, where these are the partial sums of the layer before."""
+class Selection:
+    """Source rows [S, H] selected from a rank's own rows and halo [T, H], in another order.
 
-    places: Tensor  # of those picked [P]
-    there: int  # T
-    into: Tensor | None  # the source row that each is added to [P]; None: it is one itself
+    They are rows, or sums of rows if those are partial sums of the layer before."""
+
+    places: Tensor  # places of the selected rows [P]
+    available: int  # T
+    into: Tensor | None  # source row to which each selected row is added [P]; None: P = S, no sums
     rows: int  # S
 
     @property
-    def adds(self) -> bool:
-        """Whether source rows are sums."""
+    def sums(self) -> bool:
+        """Whether source rows are sums of selected rows."""
         return self.into is not None
 
-    def of_rows(self, rows: Tensor) -> Tensor:
-        """[T, H] -> [S, H]."""
-        picked = rows.index_select(0, self.places)
+    def select(self, rows: Tensor) -> Tensor:
+        """Select or sum source rows [S, H] from own rows and halo [T, H]."""
+        selected = rows.index_select(0, self.places)
         if self.into is None:
-            return picked
-        return picked.new_zeros(self.rows, picked.shape[1]).index_add_(0, self.into, picked)
+            return selected
+        return selected.new_zeros(self.rows, selected.shape[1]).index_add_(0, self.into, selected)
 
-    def home(self, gradient: Tensor) -> Tensor:
-        """The gradient of source rows [S, H] -> that of own rows and halo [T, H]."""
-        of_picked = gradient if self.into is None else gradient.index_select(0, self.into)
-        home = gradient.new_zeros(self.there, gradient.shape[1])
-        return home.index_copy_(0, self.places, of_picked)
+    def backward(self, gradient: Tensor) -> Tensor:
+        """Return the gradient of own rows and halo [T, H] from that of source rows [S, H]."""
+        to_selected = gradient if self.into is None else gradient.index_select(0, self.into)
+        to_rows = gradient.new_zeros(self.available, gradient.shape[1])
+        return to_rows.index_copy_(0, self.places, to_selected)
 
 
 @dataclass(eq=False)
 class Part:
     """A rank's share of one layer.
 
-    Its source rows are the rank's own rows of h_{l-1}, then its halo, grouped by sender; or, with
-    `picks`, what these make of them.
+    Source rows are the rank's own rows of h_{l-1}, then its halo, grouped by sender; or, if given,
+    the `selection` from these rows.
     """
 
-    source: np.ndarray  # global ids [S]
-    local: int  # the rank's own rows of h_{l-1}
-    give: Sequence[np.ndarray]  # for each peer, positions of the own rows of h_{l-1} that it needs
-    take: np.ndarray  # halo rows from each peer [ranks]
+    source: np.ndarray  # global ids of source rows [S]
+    local: int  # number of own rows of h_{l-1}
+    give: Sequence[np.ndarray]  # for each peer, positions of the own rows of h_{l-1} to send
+    take: np.ndarray  # number of halo rows from each peer [ranks]
     meets: bool  # ranks exchange rows before the layer
     block: Block
-    picks: Picks | None = None
-    ids: Tensor | None = None  # `source`, where edges were laid out on a device
+    selection: Selection | None = None
+    ids: Tensor | None = None  # `source` on the device, if the edges were laid out there
 
     @property
     def vertices(self) -> Tensor:
-        """Global ids of its source rows [S], where its block is."""
+        """Global ids of source rows [S], on the block's device."""
         return torch.from_numpy(self.source) if self.ids is None else self.ids
 
 
 @dataclass
 class Ends:
-    """Link prediction: pairs that a rank scores, by places among its rows of h_L.
+    """Link prediction: pairs that a rank scores, and the exchange of their rows of h_L."""
 
-    These are own rows, then those that other ranks send, grouped by sender.
-    """
-
-    pairs: Pairs
-    away: np.ndarray  # global ids of the rows that others send
-    give: Sequence[np.ndarray]  # for each peer, places of the own rows that it needs
-    take: np.ndarray  # rows from each peer [ranks]
+    pairs: Pairs  # by places among own rows, then rows received, grouped by sender
+    remote: np.ndarray  # global ids of the rows received
+    give: Sequence[np.ndarray]  # for each peer, places of the own rows to send
+    take: np.ndarray  # number of rows from each peer [ranks]
     meets: bool  # ranks exchange rows
 
 
@@ -92,15 +90,15 @@ class Ends:
 class Share:
     """A rank's share of all layers."""
 
-    own: np.ndarray  # global ids of the rows of h_L, which the loss is of
-    everyone: int  # number of such rows of all ranks; of link prediction, of edges
-    total: float  # what the loss of everyone's rows is divided by (weight_of); or edges
-    parts: list[Part]  # of layers 1 .. L; layers that are alike have the same Part
-    ends: Ends | None = None  # link prediction: what the loss is of
+    own: np.ndarray  # global ids of own rows of h_L
+    everyone: int  # number of rows of h_L on all ranks; of link prediction, number of edges
+    total: float  # divisor of the summed loss of all ranks (weight_of); or number of edges
+    parts: list[Part]  # of layers 1 .. L; layers of equal kind share a Part
+    ends: Ends | None = None  # link prediction: pairs that the loss is over
 
     def laid_bytes(self, device: torch.device) -> int:
-        """Bytes of a batch's edges, and of the ids of the rows that they join, sent to a GPU. Where
-        edges were laid out there, of the ids that came back."""
+        """Return the bytes of edges and ids that are copied to a GPU; or, if the edges were laid
+        out there, the bytes of ids copied to the host."""
         if self.parts[0].ids is not None:
             return self.parts[0].ids.nbytes
         on_gpu = device.type != "cpu"
@@ -110,7 +108,7 @@ class Share:
 def share_of(
     layout: Layout, me: int, edges: Sequence[str], workload: Workload, degrees: str = "global"
 ) -> Share:
-    """The share of rank `me` in a layout; `edges`: the kind of each layer's (models.Layer)."""
+    """Make the share of rank `me` in a layout. edges: the kind of each layer's edges (Layer)."""
     part_by_kind: dict[object, Part] = {}
     parts = []
     for layer, layer_edges in enumerate(edges, 1):
@@ -135,14 +133,14 @@ def share_of(
 
 
 def source_of(layout: Layout, rank: int, layer: int) -> np.ndarray:
-    """Global ids of the rows that a rank's layer reads: own rows of h_{l-1}, then its halo."""
+    """Return global ids of a layer's source rows: own rows of h_{l-1}, then the halo."""
     return np.concatenate([layout.rows(rank, layer - 1), layout.piece(rank, layer).halo])
 
 
 def block_of(
     layout: Layout, rank: int, layer: int, edges: str, workload: Workload, degrees: str = "global"
 ) -> Block:
-    """A rank's edges in a layer.
+    """Make the block of a rank's edges in a layer.
 
     degrees: of the whole graph ('global') or of the rank's layout ('local').
     """
@@ -160,11 +158,11 @@ def block_of(
 def targets_of(
     problem: Problem, share: Share, device: torch.device, total: float | None = None
 ) -> Targets | LinkTargets:
-    """What the loss of a share's rows is of: their labels, or pairs of them.
+    """Make the targets of a share's loss: labels of vertices, or pairs.
 
-    total: what it is the mean over (Targets, LinkTargets); None: all training vertices.
+    total: the divisor of the summed loss (Targets, LinkTargets); None: all training vertices.
     """
     if share.ends is not None:
-        rows = share.own.size + share.ends.away.size
+        rows = share.own.size + share.ends.remote.size
         return LinkTargets(share.ends.pairs, rows, share.total)
     return Targets(problem.data, share.own, problem.workload, device, total)

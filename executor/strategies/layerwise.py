@@ -111,7 +111,7 @@ class Worker(base.Worker):
             exchanges[len(self.layers) + 1] = Exchange(
                 self.rank, share.ends.give, share.ends.take, at=host
             )
-            self.scored_vertices = torch.from_numpy(np.concatenate([share.own, share.ends.away]))
+            self.scored_vertices = torch.from_numpy(np.concatenate([share.own, share.ends.remote]))
         self.vertices_in_all = share.everyone
         self.targets = targets_of(problem, share, host, self.batch)
 
@@ -121,12 +121,12 @@ class Worker(base.Worker):
 
         blocks = by_layer(lambda part: part.block)
         vertices = by_layer(lambda part: part.vertices)
-        picks = {layer: part.picks for layer, part in enumerate(share.parts, 1) if part.picks}
+        selections = {n: part.selection for n, part in enumerate(share.parts, 1) if part.selection}
         both = self.own_vertices, self.scored_vertices
         self.features, moved = (transfer or transfer_each)(
-            (exchanges, picks, blocks, vertices, both, self.targets)
+            (exchanges, selections, blocks, vertices, both, self.targets)
         )
-        exchanges, self.picks, self.blocks, self.vertices, both, self.targets = moved
+        exchanges, self.selections, self.blocks, self.vertices, both, self.targets = moved
         self.own_vertices, self.scored_vertices = both
         self.scorers = [self.targets]
         self.plain_halo = Halo(self.rank, exchanges)
@@ -266,8 +266,8 @@ class Worker(base.Worker):
             if not inputs.leaf.requires_grad:
                 return gradient
             gradient = gradient_of(source)
-            if layer in self.picks:
-                gradient = self.picks[layer].home(gradient)
+            if layer in self.selections:
+                gradient = self.selections[layer].backward(gradient)
                 source.grad = None
             gradient = self._current_halo.home(step, layer, gradient)
             self._add_moment_grad(step, layer, inputs, gradient)
@@ -278,8 +278,8 @@ class Worker(base.Worker):
     def _make_source_leaf(self, layer: int, inputs: LayerInput, rows: Tensor) -> Tensor:
         """Make a leaf of all source rows [S, width] from own rows and halo."""
         local, inputs.outgoing = len(inputs.outgoing), NOTHING  # `rows` has a copy
-        if layer in self.picks:
-            rows = self.picks[layer].of_rows(rows)
+        if layer in self.selections:
+            rows = self.selections[layer].select(rows)
         source = rows.detach().requires_grad_(inputs.leaf.requires_grad)
         if inputs.own is None:  # own rows become a view of the source rows: no second copy
             inputs.leaf = source.detach()[:local].requires_grad_(source.requires_grad)
@@ -307,7 +307,7 @@ class Worker(base.Worker):
 
     def _reads_partial_sums(self, layer: int) -> bool:
         """Whether the layer receives partial sums of its source rows, before bias and ReLU."""
-        return layer in self.picks and self.picks[layer].adds
+        return layer in self.selections and self.selections[layer].sums
 
     def forward(self, step: int) -> tuple[LayerInput, list[Backward]]:
         """Run all layers forward.

@@ -1,8 +1,8 @@
 """Mini-batches, data parallel or split (GSplit).
 
-In every step a sampler gives a rank its share of a batch. Its rows are loaded, and then
-layerwise.py trains on it. With `prefetch` rows of the server's memory are loaded in a thread, on a
-GPU by a stream, while the rank trains on the batch before.
+In every step a sampler gives a rank its share of a batch. The share's rows are loaded, then
+layerwise.py trains on it. With `prefetch` a thread loads rows from the server's memory (on a GPU
+with a stream), while the rank trains on the batch before.
 """
 
 from __future__ import annotations
@@ -38,18 +38,18 @@ from gnnplan.planner.vocabulary.schedule import Label
 from gnnplan.planner.vocabulary.trace import Span
 
 T = TypeVar("T")
-_Recorded = Callable[[int], AbstractContextManager[None]]  # a block that loads so many bytes
+_Recorded = Callable[[int], AbstractContextManager[None]]  # number of bytes -> span of their load
 
 
 @dataclass
 class _Loaded(Sampled):
-    """A share whose rows of the server's memory are on the device."""
+    """A share whose rows are loaded, with the worker that trains on it."""
 
     worker: layerwise.Worker = field(kw_only=True)
 
 
 class OnBatches(base.Worker):
-    """One rank, whose sampler makes batches. It evaluates its part of the full graph."""
+    """A rank that trains on batches of its sampler, and evaluates its part of the full graph."""
 
     net: Net
 
@@ -62,44 +62,46 @@ class OnBatches(base.Worker):
         sampler: Callable[..., Sampler],
         load: Callable[[int, Sampled], Sampled] | None = None,
     ) -> None:
-        """first: the step of the first batch. load: loads a batch while another is trained on."""
+        """first: the step of the first batch. load: loads a batch while the rank trains."""
         self.rank, self.problem, supply = rank, problem, strategy.supply(problem)
         self.stream = torch.cuda.current_stream(rank.device) if rank.device.type == "cuda" else None
         self.net = net_of(problem.model, problem.workload).to(rank.device)
-        # before the sampler forks: the fork would keep a copy of the features
+        # opened before the sampler forks, or the fork would keep a copy of the features
         self.store = FeatureStore(rank, supply)
-        self.rows = self.store.rows  # that it has read, by where they were
+        self.rows = self.store.rows  # number of rows read, by class
         lists, device = supply.lists, drawing_device(rank, supply)
         assert lists is None or isinstance(lists, Structure)
         asked = supply.batches, rank.rank, self.net.edges, rank.groups.timeout_s, lists, device
         self.arriving = Arriving(rank, sampler(*asked), strategy.prefetch, first, load)
 
-    def _load(self, share: Share, span: _Recorded, beside: T) -> tuple[Tensor, T]:
-        """Rows of the server's memory that layer 1 or the encoder reads, with room for a halo, and
-        what else a worker has on the device."""
-        own, room = self._own(share.parts[0])
+    def _load(self, share: Share, span: _Recorded, others: T) -> tuple[Tensor, T]:
+        """Copy to the device: a share's rows in the server's memory, and `others`.
+
+        The rows are those that layer 1 or the encoder reads, with room for a halo.
+        """
+        own, room = self._own_rows(share.parts[0])
         (ids, nbytes), device = self.store.in_host(own), self.rank.device
         with span(nbytes + share.laid_bytes(device)):
-            loaded = self.store.load(ids, room), on_device(beside, device)
+            loaded = self.store.load(ids, room), on_device(others, device)
         if self.stream is not None:
             keep_until_used(self.stream, *loaded)
         return loaded
 
-    def _own(self, first: Part) -> tuple[np.ndarray, int]:
-        """Vertices of a rank's own rows of what layer 1 or the encoder reads, and halo rows."""
+    def _own_rows(self, first: Part) -> tuple[np.ndarray, int]:
+        """Return ids of own rows of layer 1 or the encoder, and the number of halo rows."""
         own, halo = np.split(first.source, [first.local])
         return own, halo.size * (first.meets and self.problem.model.first_varying > 0)
 
     @cached_property
-    def whole(self) -> Whole:
-        """What it evaluates on."""
+    def evaluation_graph(self) -> Whole:
+        """The rank's part of the full graph."""
         return Whole(self.rank, self.problem, self.net)
 
     @torch.no_grad()
     def evaluate(self, step: int) -> Tensor:
-        """Logits [own, C] on the full graph, without dropout, with halos exchanged."""
-        self.scorers = [self.whole.targets]
-        return self.whole.worker.evaluate(step)
+        """Return logits [own, C] on the full graph, without dropout, with halos exchanged."""
+        self.scorers = [self.evaluation_graph.targets]
+        return self.evaluation_graph.worker.evaluate(step)
 
     def close(self) -> None:
         """End the sampler."""
@@ -107,7 +109,7 @@ class OnBatches(base.Worker):
 
 
 class Worker(OnBatches):
-    """One rank that trains on whole rows."""
+    """A rank that trains on whole feature rows (P3 splits them)."""
 
     def __init__(
         self, rank: Rank, problem: Problem, strategy: DataParallel | GSplit, first: int = 0
@@ -118,15 +120,15 @@ class Worker(OnBatches):
         super().__init__(rank, problem, strategy, first, kind, self._load_ahead)
 
     def step(self, step: int) -> tuple[Tensor, Tensor]:
-        """Forward and backward of one batch.
+        """Run forward and backward of one batch.
 
-        Returns this rank's part of what the batch adds to the mean loss over all training vertices
-        (edges), and its rows of the last layer [own seeds, C].
+        Returns this rank's part of the batch's contribution to the mean loss over all training
+        vertices (edges), and its rows of the last layer [own seeds, C].
         """
-        made = self.arriving.next(step)
-        share = made.share
-        if isinstance(made, _Loaded):
-            worker = made.worker
+        sampled = self.arriving.next(step)
+        share = sampled.share
+        if isinstance(sampled, _Loaded):
+            worker = sampled.worker
         else:
             worker = self._open(
                 share, partial(self.rank.recorder.span, Label("load", step), "copy")
@@ -139,14 +141,14 @@ class Worker(OnBatches):
         return loss * (share.everyone / items), logits
 
     def _open(self, share: Share, span: _Recorded) -> layerwise.Worker:
-        """What trains on a share, with rows of the server's memory as its features."""
+        """Make the worker that trains on a share, with rows loaded from the server's memory."""
         total, transfer = share.total, partial(self._load, share, span)
         return layerwise.Worker(
             self.rank, self.problem, share, self.options, self.net, batch=total, transfer=transfer
         )
 
-    def _load_ahead(self, step: int, made: Sampled) -> Sampled:
-        """The share with what trains on it; in a thread and, on a GPU, on its stream."""
+    def _load_ahead(self, step: int, sampled: Sampled) -> Sampled:
+        """Load a share, and add the worker that trains on it; in a thread, with its own stream."""
         label, device = Label("load", step), self.rank.device
 
         @contextmanager
@@ -156,15 +158,15 @@ class Worker(OnBatches):
             if device.type == "cuda":
                 torch.cuda.current_stream(device).synchronize()
             timed = "copy", began, now(), nbytes, step
-            made.spans.append(Span(str(label), label.op, self.rank.rank, *timed))
+            sampled.spans.append(Span(str(label), label.op, self.rank.rank, *timed))
 
-        worker = self._open(made.share, span)
-        return _Loaded(made.share, made.spans, made.sent, worker=worker)
+        worker = self._open(sampled.share, span)
+        return _Loaded(sampled.share, sampled.spans, sampled.sent, worker=worker)
 
     def _features(self, share: Share, worker: layerwise.Worker, step: int) -> Tensor:
-        """What layer 1 or the encoder reads: own rows, and a halo that its owners send."""
+        """Return the rows that layer 1 or the encoder reads: own rows, and the halo from owners."""
         first = share.parts[0]
-        own, room = self._own(first)
+        own, room = self._own_rows(first)
         rows = self.store.complete(worker.features, own, step, room, first.ids)
         if not (first.meets and self.problem.model.first_varying):
             return rows

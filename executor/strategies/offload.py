@@ -1,12 +1,12 @@
-"""Offload: devices compute chunk by chunk, and the server's memory has what chunks read.
+"""Offload: a device computes chunk by chunk, with all rows in the server's memory.
 
 A rank's rows in the server's memory are in the order of its chunks, so that a chunk's own rows are
-neighbours. A layer of a chunk is a segment of its own, as graph parallelism's of a rank. What it
-reads of its rank's other chunks it finds in the server's memory, where these have stored it; what
-it reads of other ranks crosses as a halo. What is loaded for it is let go before the next chunk is
-loaded. On a GPU a thread copies beside computation: while a chunk is computed, what the one before
-has made goes back, and then the next one's rows come. What is done in which order is written in
-planner/strategies/layerwise/chunked.py (`order`); here each operation is a method.
+contiguous. A layer on a chunk is one autograd segment. It loads the rows of the rank's other chunks
+from the server's memory, and receives the rows of other ranks as a halo. Its tensors on the device
+are freed before the next chunk is loaded. On a GPU, copies in a thread overlap computation: while a
+chunk is computed, the results of the chunk before are stored, and then the next chunk is loaded.
+`order` in planner/strategies/layerwise/chunked.py defines the sequence of operations; each
+operation is a method here.
 """
 
 from __future__ import annotations
@@ -58,45 +58,45 @@ class _Part:
     """A chunk's edges of a layer, in the server's memory."""
 
     block: Block
-    # global ids of the rows that it reads, its own first, then those of its rank, int64 [S]
+    # global ids of source rows, int64 [S]: of this chunk, of the rank's other chunks, of the halo
     vertices: Tensor
-    places: Tensor  # in the server's memory, of those of its rank, int64 [S - halo]
-    exchange: Exchange  # of the halo, and of what this rank has of other ranks' halos
+    places: Tensor  # of the source rows but the halo in the server's memory, int64 [S - halo]
+    exchange: Exchange  # receives the halo, and sends boundary rows to other ranks' halos
     meets: bool  # some ranks exchange rows in this turn
 
 
 @dataclass
 class _Chunk:
     number: int
-    own: list[slice]  # places of its rows of h_0 .. h_L in the server's memory
-    vertices: np.ndarray  # global ids of those of h_0, with those of h_1 and all others first
+    own: list[slice]  # places of own rows of h_0 .. h_L in the server's memory
+    vertices: np.ndarray  # global ids of rows of h_0; the rows of h_l are a prefix
     targets: Targets
-    parts: dict[int, _Part] = field(default_factory=dict)  # by layer; alike ones are the same
+    parts: dict[int, _Part] = field(default_factory=dict)  # by layer; equal layers share a part
 
     def rows(self, layer: int) -> int:
-        """Its rows of h_l."""
+        """Return the number of own rows of h_l."""
         own = self.own[layer]
         return int(own.stop - own.start)
 
 
 @dataclass
-class _There:
-    """What is on the device of a layer of a chunk: what was loaded, and what is made of it."""
+class _Loaded:
+    """The tensors on the device of one layer on one chunk."""
 
-    # rows of h_{l-1} [S, H_{l-1}]; with a constant aggregate the own ones, if the layer reads them
+    # rows of h_{l-1} [S, H_{l-1}]; if the aggregate is constant, own rows if the layer reads them
     source: Tensor
-    block: Block | None = None  # None: the aggregate is there
-    vertices: Tensor = NOTHING  # whose rows these are, int64 [S]
-    aggregate: Tensor = NOTHING  # of layer 1, where it is constant [R, F]
-    # rows of other ranks' halos, which leave; then their gradients, which came home [., H_{l-1}]
-    crossing: Tensor = NOTHING
-    targets: Targets | None = None  # for a loss
+    block: Block | None = None  # None: the aggregate is constant
+    vertices: Tensor = NOTHING  # global ids of the source rows, int64 [S]
+    aggregate: Tensor = NOTHING  # constant aggregate of layer 1 [R, F]
+    # own rows to send to other ranks' halos; later their gradients, received [., H_{l-1}]
+    boundary: Tensor = NOTHING
+    targets: Targets | None = None  # for the loss
     out: Tensor = NOTHING  # rows of h_l [R, H_l]
     gradient: Tensor = NOTHING  # of h_l [R, H_l]
 
 
 class Worker(base.Worker):
-    """A rank, and what it keeps in the server's memory."""
+    """A rank, and its rows in the server's memory."""
 
     def __init__(
         self,
@@ -106,67 +106,67 @@ class Worker(base.Worker):
         first: int = 0,
         net: Net | None = None,
     ) -> None:
-        """net: of the worker that this one evaluates for."""
+        """net: the model of the worker for which this worker evaluates."""
         self.rank, self.problem, self.strategy = rank, problem, strategy
         self.shapes, self.last = problem.model, len(problem.model.layers)
         self.net = net or net_of(problem.model, problem.workload).to(rank.device)
         self.moments: dict[int, Moments] = {}  # of this step's rows, by the layer that reads them
         chunks = settled(strategy.chunks)
-        self.turns = range(chunks)  # in each of them every rank has a chunk
-        self.copies_beside = rank.device.type == "cuda"  # computation
-        self.coming: Future[_There] | None = None  # the next chunk's
-        self.storing: Future[None] = completed_future(None)  # the last store
+        self.turns = range(chunks)  # every rank computes one chunk per turn
+        self.copies_beside = rank.device.type == "cuda"  # copies overlap computation
+        self.pending: Future[_Loaded] | None = None  # the next chunk
+        self.last_store: Future[None] = completed_future(None)
         self.losses: list[Tensor] = []  # of a step's chunks
-        self.sums: list[Tensor] = []  # of a layer's chunks, for the next one's batch norm
+        self.sums: list[Tensor] = []  # of a layer's chunks, for the next layer's batch norm
         with rank.in_server_memory():
             layout = problem.chunked(chunks)
             rows = problem.trimmed(layout) if strategy.trim else layout
             assert isinstance(rows, Layout)
-            self._keep(rows, trains=net is None)
+            self._allocate(rows, trains=net is None)
         self.scorers = [chunk.targets for chunk in self.chunks]
 
     def _number(self, rank: int, turn: int) -> int:
-        """A chunk, among those of all ranks."""
+        """Return the number of a rank's chunk among the chunks of all ranks."""
         return rank * len(self.turns) + turn
 
-    def _keep(self, layout: Layout, trains: bool) -> None:
-        """Make chunks, and room for what they store."""
+    def _allocate(self, layout: Layout, trains: bool) -> None:
+        """Make chunks, and allocate their rows in the server's memory."""
         numbers = [self._number(self.rank.rank, turn) for turn in self.turns]
-        each = [[layout.rows(number, h) for number in numbers] for h in range(self.last + 1)]
-        ends = np.cumsum([[0] + [ids.size for ids in of_chunks] for of_chunks in each], axis=1)
+        chunk_ids = [[layout.rows(number, h) for number in numbers] for h in range(self.last + 1)]
+        ends = np.cumsum([[0] + [ids.size for ids in of_layer] for of_layer in chunk_ids], axis=1)
         self.chunks = [
             _Chunk(
                 turn,
                 [slice(int(end[turn]), int(end[turn + 1])) for end in ends],
-                each[0][turn],
-                Targets(layout.graph, each[-1][turn], self.problem.workload, HOST),
+                chunk_ids[0][turn],
+                Targets(layout.graph, chunk_ids[-1][turn], self.problem.workload, HOST),
             )
             for turn in self.turns
         ]
         layers = range(1, self.last + 1)
         like = first_alike((layout.kind(n), self.net.layer(n).edges) for n in layers)
         for n in layers:
-            own = np.concatenate(each[n - 1])
+            own = np.concatenate(chunk_ids[n - 1])
             for chunk in self.chunks:
-                same = chunk.parts.get(like[n])
-                chunk.parts[n] = same or self._part(layout, chunk.number, n, own)
+                part = chunk.parts.get(like[n])
+                chunk.parts[n] = part or self._part(layout, chunk.number, n, own)
 
         dtype, on_gpu = dtype_of(self.problem.workload.precision), self.rank.device.type == "cuda"
         if on_gpu:
             pin_no_more_than_asked()
 
-        def room(numbers: int) -> Tensor:
-            """Zeros [numbers]; in page-locked memory if a GPU is to read them."""
+        def zeros(numbers: int) -> Tensor:
+            """Return zeros [numbers], in page-locked memory if a GPU reads them."""
             return torch.zeros(numbers, dtype=dtype, pin_memory=on_gpu)
 
         def rows(layer: int, width: int) -> Tensor:
-            return room(int(ends[layer, -1]) * width).view(-1, width)
+            return zeros(int(ends[layer, -1]) * width).view(-1, width)
 
         widths = {layer: spec.h_out for layer, spec in enumerate(self.shapes.layers[:-1], 1)}
         sizes = {layer: int(ends[layer, -1]) * width for layer, width in widths.items()}
         self.hidden = {layer: rows(layer, width) for layer, width in widths.items()}  # h_l
-        # two buffers take turns: the gradient of h_l is used up when that of h_{l-2} is begun
-        buffers = [room(max(sizes.values())) for _ in range(min(len(widths), 2) * trains)]
+        # two buffers alternate: the gradient of h_l is no longer used when that of h_{l-2} begins
+        buffers = [zeros(max(sizes.values())) for _ in range(min(len(widths), 2) * trains)]
         self.gradients = {
             layer: buffers[layer % len(buffers)][: sizes[layer]].view(-1, width)
             for layer, width in widths.items()
@@ -182,12 +182,12 @@ class Worker(base.Worker):
                 self.aggregate[chunk.own[1]] = self.net.layer(1).gather(part.block, x)
 
     def _part(self, layout: Layout, turn: int, layer: int, own: np.ndarray) -> _Part:
-        """own: ids of this rank's rows of h_{l-1}, in their order."""
+        """Make a chunk's part of a layer. own: ids of this rank's rows of h_{l-1}, in order."""
         number = self._number(self.rank.rank, turn)
         of_rank = layout.owner // len(self.turns)
         halos = [layout.piece(self._number(r, turn), layer).halo for r in range(self.rank.world)]
         wanted = [halo[of_rank[halo] != rank] for rank, halo in enumerate(halos)]
-        # of each vertex among own rows [N]; -1: another rank has it
+        # vertex -> place among own rows [N]; -1: another rank's vertex
         place = np.full(layout.graph.stats.vertices, -1, dtype=np.int64)
         place[own] = np.arange(own.size)
         source = np.concatenate([layout.rows(number, layer - 1), halos[self.rank.rank]])
@@ -212,11 +212,11 @@ class Worker(base.Worker):
     # -- loads and stores --------------------------------------------------------------------------
 
     def _copy(self, tensor: Tensor) -> Tensor:
-        """A copy on the device; of a CPU rank too, whose device holds what is copied."""
+        """Copy a tensor to the device, also if the device is the CPU and already holds it."""
         return tensor.to(self.rank.device, copy=True, non_blocking=tensor.is_pinned())
 
-    def _pick(self, rows: Tensor, places: Tensor, into: Tensor) -> Tensor:
-        """Copy rows of the server's memory to the device -> `into`."""
+    def _gather(self, rows: Tensor, places: Tensor, into: Tensor) -> Tensor:
+        """Gather rows of the server's memory into `into`, on the device."""
         if into.device == rows.device:
             return torch.index_select(rows, 0, places, out=into)
 
@@ -227,7 +227,7 @@ class Worker(base.Worker):
         return into
 
     def _submit(self, copy: Callable[[], T]) -> Future[T]:
-        """Copy, on a GPU beside computation, one copy after the other."""
+        """Run copies one after another; on a GPU they overlap computation."""
         return (
             self.rank.lanes.in_thread("copy", copy)
             if self.copies_beside
@@ -237,159 +237,162 @@ class Worker(base.Worker):
     def _features(self, vertices: np.ndarray, device: torch.device) -> Tensor:
         return features(self.problem.data, vertices, self.problem.workload, device)
 
-    def _load(self, label: Label, layer: int, chunk: _Chunk) -> _There:
-        """What a layer of the chunk reads, and for a backward pass the gradient of its rows."""
+    def _load(self, label: Label, layer: int, chunk: _Chunk) -> _Loaded:
+        """Load a layer's inputs for a chunk; for a backward pass, also the gradient of h_l."""
         part, device = chunk.parts.get(layer), self.rank.device
         with self.rank.recorder.span(label, "copy", self._bytes_to_load(label.way, layer, chunk)):
             if part is None:
                 assert self.aggregate is not None
                 own = chunk.rows(1) if self.shapes.layers[0].reads_own else 0
                 source = self._features(chunk.vertices[:own], device)
-                there = _There(source, aggregate=self._copy(self.aggregate[chunk.own[1]]))
+                tensors = _Loaded(source, aggregate=self._copy(self.aggregate[chunk.own[1]]))
             else:
                 if layer <= self.shapes.first_varying:
                     source = self._features(part.vertices.numpy(), device)
                 else:
                     rows, width = self.hidden[layer - 1], self.shapes.input_width(layer)
                     source = rows.new_empty(len(part.vertices), width, device=device)
-                    self._pick(rows, part.places, source[: len(part.places)])
-                there = _There(source, mapped(part.block, self._copy), self._copy(part.vertices))
+                    self._gather(rows, part.places, source[: len(part.places)])
+                tensors = _Loaded(source, mapped(part.block, self._copy), self._copy(part.vertices))
                 if layer > self.shapes.first_varying and part.meets:
-                    given = part.exchange.positions
-                    there.crossing = self._pick(rows, given, source.new_empty(len(given), width))
+                    sent = part.exchange.positions
+                    tensors.boundary = self._gather(rows, sent, source.new_empty(len(sent), width))
             if label.way == "b":
-                there.gradient = self._copy(self.gradients[layer][chunk.own[layer]])
+                tensors.gradient = self._copy(self.gradients[layer][chunk.own[layer]])
             elif layer == self.last and self.training:
-                there.targets = chunk.targets.to_train_on(device)
-            return there
+                tensors.targets = chunk.targets.to_train_on(device)
+            return tensors
 
     def _bytes_to_load(self, way: str, layer: int, chunk: _Chunk) -> int:
         part, targets, b = chunk.parts.get(layer), chunk.targets, self.logits.element_size()
         rows = chunk.rows(layer)
         if part is None:
-            edges, read = 0, rows * (2 if self.shapes.layers[0].reads_own else 1)
+            edges, rows_read = 0, rows * (2 if self.shapes.layers[0].reads_own else 1)
         else:
-            edges, read = part.block.nbytes + part.vertices.nbytes, len(part.vertices)
+            edges, rows_read = part.block.nbytes + part.vertices.nbytes, len(part.vertices)
             if layer > self.shapes.first_varying:
-                read = len(part.places) + sum(part.exchange.gives)
-        nbytes = edges + read * self.shapes.layers[layer - 1].h_in * b
+                rows_read = len(part.places) + sum(part.exchange.gives)
+        nbytes = edges + rows_read * self.shapes.layers[layer - 1].h_in * b
         if way == "b":
             return nbytes + rows * self.shapes.layers[layer - 1].h_out * b
         labels = targets.y.nbytes + targets.train.nbytes
         return nbytes + (labels if layer == self.last else 0)
 
-    def _loaded(self, label: Label, layer: int, chunk: _Chunk) -> _There:
-        """`_load`. On a GPU the next chunk's of the layer is then under way."""
+    def _load_and_prefetch(self, label: Label, layer: int, chunk: _Chunk) -> _Loaded:
+        """Return the loaded inputs of a chunk; on a GPU, start to load the next chunk."""
         if not self.copies_beside:
             return self._load(label, layer, chunk)
-        there = (self.coming or self._submit(partial(self._load, label, layer, chunk))).result()
-        self.coming, following = None, chunk.number + 1
-        if following < len(self.chunks):
-            label = label._replace(chunk=following)
-            self.coming = self._submit(partial(self._load, label, layer, self.chunks[following]))
+        tensors = (self.pending or self._submit(partial(self._load, label, layer, chunk))).result()
+        self.pending, number = None, chunk.number + 1
+        if number < len(self.chunks):
+            label = label._replace(chunk=number)
+            self.pending = self._submit(partial(self._load, label, layer, self.chunks[number]))
         if self.rank.device.type == "cuda":
             stream = torch.cuda.current_stream(self.rank.device)
-            keep_until_used(stream, there, there.block, there.targets)
-        return there
+            keep_until_used(stream, tensors, tensors.block, tensors.targets)
+        return tensors
 
     def _store(self, label: Label, nbytes: int, write: Callable[[], object]) -> None:
         def store() -> None:
             with self.rank.recorder.span(label, "copy", nbytes):
                 write()
 
-        self.storing = self._submit(store)
+        self.last_store = self._submit(store)
 
-    def _store_rows(self, label: Label, layer: int, chunk: _Chunk, there: _There) -> None:
-        stored, out = self.hidden[layer][chunk.own[layer]], there.out
+    def _store_rows(self, label: Label, layer: int, chunk: _Chunk, tensors: _Loaded) -> None:
+        stored, out = self.hidden[layer][chunk.own[layer]], tensors.out
         self._store(label, out.nbytes, lambda: stored.copy_(out, non_blocking=True))
 
-    def _store_gradient(self, label: Label, layer: int, chunk: _Chunk, there: _There) -> None:
-        """Add the gradient of the rows read to what other chunks have added; keep logits."""
-        near, home, out = NOTHING, there.crossing, there.out
+    def _store_gradient(self, label: Label, layer: int, chunk: _Chunk, tensors: _Loaded) -> None:
+        """Store logits, and add the gradient of source rows to that of other chunks."""
+        local, received, out = NOTHING, tensors.boundary, tensors.out
         if varies := layer > self.shapes.first_varying:
-            near = gradient_of(there.source)[: len(chunk.parts[layer].places)]
+            local = gradient_of(tensors.source)[: len(chunk.parts[layer].places)]
 
         def write() -> None:
             if layer == self.last:
                 self.logits[chunk.own[layer]].copy_(out, non_blocking=True)
             if varies:
-                self._add(layer, chunk, near, home)
+                self._add_gradients(layer, chunk, local, received)
 
-        self._store(label, near.nbytes + home.nbytes + out.nbytes, write)
+        self._store(label, local.nbytes + received.nbytes + out.nbytes, write)
 
-    def _swap_halo(self, label: Label, layer: int, chunk: _Chunk, there: _There) -> None:
-        """Rows read that other ranks have come; or their gradients go home."""
-        part, home = chunk.parts[layer], (label.op, label.way) == ("halo", "b")
+    def _swap_halo(self, label: Label, layer: int, chunk: _Chunk, tensors: _Loaded) -> None:
+        """Receive halo rows; or, backward, return halo gradients to their owners."""
+        part, is_backward = chunk.parts[layer], (label.op, label.way) == ("halo", "b")
         if not part.meets:
             return
-        far = (gradient_of(there.source) if home else there.source)[len(part.places) :]
-        leaving, into = (far, None) if home else (there.crossing, far)
-        with self.rank.recorder.sending(label, "comm", leaving.nbytes):
-            came = part.exchange.swap("b" if home else "f", leaving, into)
-        there.crossing = came if home else NOTHING
+        halo = (gradient_of(tensors.source) if is_backward else tensors.source)[len(part.places) :]
+        outgoing, into = (halo, None) if is_backward else (tensors.boundary, halo)
+        with self.rank.recorder.sending(label, "comm", outgoing.nbytes):
+            received = part.exchange.swap("b" if is_backward else "f", outgoing, into)
+        tensors.boundary = received if is_backward else NOTHING
 
-    def _add(self, layer: int, chunk: _Chunk, near: Tensor, home: Tensor) -> None:
-        """Add gradients of rows that a layer of the chunk read, and of those that it gave."""
+    def _add_gradients(self, layer: int, chunk: _Chunk, local: Tensor, received: Tensor) -> None:
+        """Add gradients of rows in the server's memory.
+
+        local: of rows that the chunk reads from there. received: of boundary rows that it sent.
+        """
         into, part = self.gradients[layer - 1], chunk.parts[layer]
         if chunk is self.chunks[0]:
             into.zero_()
-        if near.device == HOST:
-            into.index_add_(0, part.places, near)
-        else:  # threads may share this: no row is there twice
+        if local.device == HOST:
+            into.index_add_(0, part.places, local)
+        else:  # several threads may add: `places` has no row twice
 
             def add(start: int, stop: int, rows: Tensor) -> None:
-                its = part.places[start:stop]
-                if rows.itemsize < 4:  # index_add_ of such numbers writes others' rows, too
-                    into.index_copy_(0, its, into.index_select(0, its).add_(rows))
+                places = part.places[start:stop]
+                if rows.itemsize < 4:  # index_add_ of 16-bit numbers also writes adjacent rows
+                    into.index_copy_(0, places, into.index_select(0, places).add_(rows))
                 else:
-                    into.index_add_(0, its, rows)
+                    into.index_add_(0, places, rows)
 
-            staging(near.device).store(near, add)
-        part.exchange.add_home(into, home.to(HOST))
+            staging(local.device).store(local, add)
+        part.exchange.add_home(into, received.to(HOST))
 
     # -- a step ------------------------------------------------------------------------------------
 
-    def _compute(self, label: Label, layer: int, there: _There) -> Tensor:
-        """A layer's rows of a chunk [R, H_l]."""
-        net, relu, source = self.net.layer(layer), self.net.relu_after(layer), there.source
+    def _compute(self, label: Label, layer: int, tensors: _Loaded) -> Tensor:
+        """Compute a chunk's rows of h_l [R, H_l]."""
+        net, relu, source = self.net.layer(layer), self.net.relu_after(layer), tensors.source
         source.requires_grad_(self.training and layer > self.shapes.first_varying)
-        if there.block is None:
-            return net.update(there.aggregate, source, source, None, relu)
-        drop = self.drop(label.step, layer, there.vertices)
+        if tensors.block is None:
+            return net.update(tensors.aggregate, source, source, None, relu)
+        drop = self.drop(label.step, layer, tensors.vertices)
         moments = self.moments.get(layer) if self.training else None
         values = moments.values if moments else None
-        out: Tensor = net(there.block, source, drop, None, relu, values)
+        out: Tensor = net(tensors.block, source, drop, None, relu, values)
         return out
 
-    def _forward(self, label: Label, layer: int, chunk: _Chunk, there: _There) -> None:
-        """Of a layer before the last nothing but its rows stays, and their sums for a norm."""
+    def _forward(self, label: Label, layer: int, chunk: _Chunk, tensors: _Loaded) -> None:
+        """Run a layer forward; before the last layer, keep only rows and sums for batch norm."""
         norm = self.net.batch_norm(layer + 1) if self.training and layer < self.last else None
         learns = self.training and layer == self.last
         with self.rank.recorder.span(label, "compute"), torch.set_grad_enabled(learns):
-            there.out = self._compute(label, layer, there)
+            tensors.out = self._compute(label, layer, tensors)
             if norm is not None:
-                self.sums.append(norm.sums(there.out))
+                self.sums.append(norm.sums(tensors.out))
 
-    def _loss(self, label: Label, layer: int, chunk: _Chunk, there: _There) -> None:
-        assert there.targets is not None
+    def _loss(self, label: Label, layer: int, chunk: _Chunk, tensors: _Loaded) -> None:
+        assert tensors.targets is not None
         with self.rank.recorder.span(label, "compute"):
-            leaf = there.out.detach().requires_grad_()
-            loss = there.targets.loss(leaf)
+            leaf = tensors.out.detach().requires_grad_()
+            loss = tensors.targets.loss(leaf)
             loss.backward()  # type: ignore[no-untyped-call]
-        there.gradient = gradient_of(leaf)
+        tensors.gradient = gradient_of(leaf)
         self.losses.append(loss.detach())
 
-    def _backward(self, label: Label, layer: int, chunk: _Chunk, there: _There) -> None:
-        """The forward pass is repeated, but of the last layer."""
+    def _backward(self, label: Label, layer: int, chunk: _Chunk, tensors: _Loaded) -> None:
+        """Run a layer backward, after recomputing its forward unless it is the last layer."""
         with self.rank.recorder.span(label, "compute"):
-            out = there.out if layer == self.last else self._compute(label, layer, there)
+            out = tensors.out if layer == self.last else self._compute(label, layer, tensors)
             if layer + 1 in self.moments:
-                self.moments[layer + 1].add_home(out, there.gradient)
-            backward([out], [there.gradient])
-        there.out, there.gradient = there.out.detach(), NOTHING
+                self.moments[layer + 1].add_home(out, tensors.gradient)
+            backward([out], [tensors.gradient])
+        tensors.out, tensors.gradient = tensors.out.detach(), NOTHING
 
     def _moments(self, label: Label, layer: int) -> None:
-        """Sum what all chunks know of the moments of the layer's inputs, or of their gradient."""
+        """All-reduce batch norm's sums over the layer's inputs, or the moments' gradient."""
         norm = self.net.batch_norm(layer) if self.training else None
         if norm is not None and label.way == "b":
             all_reduce(self.rank, label, self.moments[layer].gradient, self.reduce_group)
@@ -398,8 +401,8 @@ class Worker(base.Worker):
             all_reduce(self.rank, label, total, self.reduce_group)
             self.moments[layer] = Moments.of(norm, total, self.problem.stats.vertices)
 
-    def _do(self, step: int, operations: Iterable[Label]) -> None:
-        """One after the other."""
+    def _run(self, step: int, operations: Iterable[Label]) -> None:
+        """Run operations one after another."""
         methods = {
             "halo f": self._swap_halo,
             "halo b": self._swap_halo,
@@ -410,41 +413,43 @@ class Worker(base.Worker):
             "store f": self._store_rows,
             "store b": self._store_gradient,
         }
-        there = _There(NOTHING)
-        for label in (each._replace(step=step) for each in operations):
+        tensors = _Loaded(NOTHING)
+        for label in (operation._replace(step=step) for operation in operations):
             layer = label.layer or self.last
             if label.chunk is None:
                 self._moments(label, layer)
             elif label.op == "load":
-                there = _There(NOTHING)  # nothing of the chunk before is left when a load begins
-                there = self._loaded(label, layer, self.chunks[label.chunk])
+                tensors = _Loaded(NOTHING)  # frees the chunk before, ahead of the load
+                tensors = self._load_and_prefetch(label, layer, self.chunks[label.chunk])
             else:
                 method = methods[f"{label.op} {label.way}".rstrip()]
-                method(label, layer, self.chunks[label.chunk], there)
-        self.storing.result()
+                method(label, layer, self.chunks[label.chunk], tensors)
+        self.last_store.result()
 
     def step(self, step: int) -> tuple[Tensor, Tensor]:
-        """Forward and backward; adds gradients to the parameters' .grad.
+        """Run forward and backward of a step, and add gradients to the parameters' .grad.
 
         Returns this rank's part of the loss, and its logits in the server's memory, chunk after
         chunk [own, C].
         """
         self.training, self.losses = True, []
         self.scorers = [chunk.targets for chunk in self.chunks]
-        self._do(step, order(self.shapes, self.turns))
+        self._run(step, order(self.shapes, self.turns))
         return torch.stack(self.losses).sum(), self.logits
 
     @torch.no_grad()
     def evaluate(self, step: int) -> Tensor:
-        """Logits [own, C] without dropout, chunk after chunk; of all rows, though fewer are trained
-        on: their edges are made for each evaluation."""
+        """Return logits [own, C] without dropout, of all rows, chunk after chunk.
+
+        If training uses fewer rows (trim), the edges of all rows are made for each evaluation.
+        """
         if self.strategy.trim:
-            every = replace(self.strategy, trim=False)
-            whole = Worker(self.rank, self.problem, every, step, self.net)
-            self.scorers = whole.scorers
-            return whole.evaluate(step)
+            untrimmed = replace(self.strategy, trim=False)
+            worker = Worker(self.rank, self.problem, untrimmed, step, self.net)
+            self.scorers = worker.scorers
+            return worker.evaluate(step)
         self.training = False
-        self._do(step, evaluation(self.shapes, self.turns))
+        self._run(step, evaluation(self.shapes, self.turns))
         return self.logits
 
 

@@ -1,11 +1,11 @@
 """A rank's sub-chunks: their rows, their edges, and the rows that members of a stage exchange.
 
-A rank keeps the rows of its own sub-chunks, chunk after chunk, and below them the rows of other
-members of its stage that its edges read:
+A rank keeps the rows of its own sub-chunks, chunk after chunk, followed by its halo: the rows of
+other members of its stage that its edges read.
 
-    [ own rows of chunk 0 | own of chunk 1 | .. | far rows of chunk 0 | far of chunk 1 | .. ]
+    [ own rows of chunk 0 | own of chunk 1 | .. | halo of chunk 0 | halo of chunk 1 | .. ]
 
-A stage of one member has no far rows. Positions in this order are called places.
+A stage of one member has no halo. Positions in this order are called places.
 """
 
 from __future__ import annotations
@@ -31,20 +31,20 @@ from gnnplan.planner.ownership.chunks import Chunks
 class Chunk:
     """A sub-chunk and the edges into it."""
 
-    rows: slice  # places of its own rows
-    far: slice  # places of the whole chunk's rows that other members own and this rank reads
-    sources: Tensor  # int64 [S], places that its edges read, its own rows first
-    blocks: dict[str, Block]  # by the kind of edges that a layer asks for
-    exchange: Exchange | None  # None: no member reads another one's rows of this chunk
+    rows: slice  # places of own rows
+    halo: slice  # places of the chunk's rows that other members own and this rank reads
+    sources: Tensor  # int64 [S], places of source rows, own rows first
+    blocks: dict[str, Block]  # by the kind of a layer's edges
+    exchange: Exchange | None  # of the halo; None: no member reads another member's rows
 
     @property
     def size(self) -> int:
         """Number of own rows."""
         return int(self.rows.stop - self.rows.start)
 
-    def of(self, rows: Tensor) -> Tensor:
-        """Its own and far rows among all rows that the rank keeps."""
-        return torch.cat([rows[self.rows], rows[self.far]]) if self.exchange else rows[self.rows]
+    def select(self, rows: Tensor) -> Tensor:
+        """Select the chunk's own rows and halo from all rows that the rank keeps."""
+        return torch.cat([rows[self.rows], rows[self.halo]]) if self.exchange else rows[self.rows]
 
     def gather(self, layer: Layer, rows: Tensor) -> Tensor:
         """Gather the neighbourhood from all prepared rows that the rank keeps -> [size, width]."""
@@ -65,25 +65,27 @@ def make_chunks(
     group: Sequence[int],
     kinds: set[str],
 ) -> tuple[np.ndarray, list[Chunk]]:
-    """The global ids of all rows that a rank keeps, and its sub-chunks.
+    """Make a rank's sub-chunks; return global ids of all rows that it keeps, and the sub-chunks.
 
-    cut: the graph in chunks, every chunk over the members of a stage. member: this rank's number in
-    its stage, whose ranks are `group`. kinds: the kinds of edges that the stage's layers ask for.
+    cut: the graph in chunks, every chunk split over the members of a stage. member: this rank's
+    number in its stage. group: the stage's ranks. kinds: kinds of edges of the stage's layers.
     """
     own, halo = cut.own(member), cut.halo(member)
     kept = np.concatenate([own, halo])
     place = np.full(graph.stats.vertices, -1, dtype=np.int64)
     place[kept] = np.arange(kept.size)
-    position = np.empty(kept.size, dtype=np.int32)  # of a place among a chunk's sources
-    far = own.size + np.searchsorted(cut.sub[halo] // cut.members, np.arange(cut.chunks + 1))
+    position = np.empty(kept.size, dtype=np.int32)  # place -> position among a chunk's sources
+    halo_starts = own.size + np.searchsorted(
+        cut.sub[halo] // cut.members, np.arange(cut.chunks + 1)
+    )
     chunks, start = [], 0
     for c in range(cut.chunks):
         ids = cut.rows(c, member)
         rows = slice(start, start + ids.size)
         start = rows.stop
         indptr = np.concatenate([[0], np.cumsum(graph.degree_of(ids))])
-        columns, its = place[graph.neighbours(ids)], np.arange(rows.start, rows.stop)
-        sources = np.concatenate([its, np.setdiff1d(columns, its)])
+        columns, own_places = place[graph.neighbours(ids)], np.arange(rows.start, rows.stop)
+        sources = np.concatenate([own_places, np.setdiff1d(columns, own_places)])
         position[sources] = np.arange(sources.size)
         local = position[columns]
         blocks = {
@@ -95,7 +97,7 @@ def make_chunks(
         chunks.append(
             Chunk(
                 rows,
-                slice(int(far[c]), int(far[c + 1])),
+                slice(int(halo_starts[c]), int(halo_starts[c + 1])),
                 torch.from_numpy(sources).to(rank.device),
                 blocks,
                 _exchange(rank, cut, c, member, group),
@@ -107,7 +109,7 @@ def make_chunks(
 def _exchange(
     rank: Rank, cut: Chunks, c: int, member: int, group: Sequence[int]
 ) -> Exchange | None:
-    """How the members exchange chunk c's rows; None if no member reads another one's."""
+    """Make the members' exchange of chunk c's rows; None if no member reads another's rows."""
     sends = cut.facts.sends[c]
     if not sends.any():
         return None
@@ -118,11 +120,11 @@ def _exchange(
     return Exchange(rank, give, take, tuple(group))
 
 
-def with_far(chunks: Sequence[Chunk], own: Tensor) -> Tensor:
-    """All own rows [own, H], and below them the far rows, fetched chunk by chunk from members."""
-    far = [
+def with_halo(chunks: Sequence[Chunk], own: Tensor) -> Tensor:
+    """Append the halo to own rows [own, H], fetched from members chunk by chunk."""
+    halo = [
         chunk.exchange.forward(chunk.exchange.pack(own[chunk.rows]))
         for chunk in chunks
         if chunk.exchange
     ]
-    return torch.cat([own, *far]) if far else own
+    return torch.cat([own, *halo]) if halo else own

@@ -1,19 +1,19 @@
-"""One layer on one chunk, forward and backward; and rows that stay from step to step.
+"""One layer on one chunk, forward and backward; and the rows cached from step to step.
 
-A layer runs in parts here (layers/layer.py): its neighbourhood is gathered from mixed rows, fresh
-and historical, and its gradient towards neighbours is added to the slope by hand. Forward leaves a
-function behind, the way back, which has what the backward pass needs.
+A layer runs in parts here (layers/layer.py): it gathers its neighbourhood from mixed rows, fresh
+and historical, and adds the gradient of neighbours to the slope by hand. The forward pass returns a
+backward function, which holds the tensors that the backward pass needs.
 
-Of all rows that the rank keeps (chunks.py) there are, in each such layer:
+For all rows that the rank keeps (chunks.py), each layer with varying input has:
 
-    past    historical rows, as the layer before left them
-    mixed   what neighbours read: past rows, overwritten by fresh ones as chunks are processed.
-            Both are prepared, by norm and dropout.
+    past    historical input rows
+    mixed   the rows that neighbours read: past rows, overwritten by fresh rows as chunks are
+            processed. Both are prepared (norm and dropout).
     slope   the gradient of the mixed rows
 
-Backward visits the chunks in reverse order. So a chunk may add gradient to rows that were
-historical to it after the turn of those rows. Such late gradient stays in `slope`: unused, or with
-historical_gradients `carried` into the next step.
+Backward visits the chunks in reverse order. So a chunk may add gradient to rows that it read as
+historical, after the backward pass of these rows' chunk. Such late gradient stays in `slope`. It is
+unused, or with historical_gradients `carried` into the next step.
 """
 
 from __future__ import annotations
@@ -28,13 +28,13 @@ from gnnplan.executor.layers.layer import Drop
 from gnnplan.executor.layers.models import Net
 from gnnplan.executor.strategies.gnnpipe.chunks import Chunk
 
-# the way back: from what backward begins with, which has a layer's output in its graph, and from
-# its gradient to that of the layer's input rows
-BackFrom = Callable[[Tensor, Tensor], Tensor]
+# backward function: (root of the layer's autograd graph, the root's gradient) -> gradient of the
+# layer's input rows
+BackwardFrom = Callable[[Tensor, Tensor], Tensor]
 
 
 class History:
-    """The rows of one rank."""
+    """The past and mixed rows of one rank, and their gradients."""
 
     def __init__(
         self,
@@ -58,29 +58,26 @@ class History:
         self.carried = zeros() if carries else {}
 
     def begin_step(self, layer: int, drop_before: Drop, drop: Drop) -> None:
-        """Lay out a layer's rows for a step.
+        """Prepare a layer's rows for a step.
 
-        drop_before: dropout of the step before, whose late gradient is carried. drop: of this step.
+        drop: dropout of this step. drop_before: of the step before, whose late gradient is carried.
         """
         net = self.net.layer(layer)
         if self.carried:
-            # The late gradient is one of prepared rows. Preparing is dropout or nothing, which are
-            # their own transposes.
+            # The late gradient is that of prepared rows; this makes it that of input rows. Here
+            # `prepare` is dropout or the identity, and each is its own transpose.
             self.carried[layer] = net.prepare(self.slope[layer], drop_before).clone()
         self.slope[layer].zero_()
         with torch.no_grad():
             self.mixed[layer].copy_(net.prepare(self.past[layer], drop))
 
     def remember(self) -> None:
-        """Make the mixed rows the historical ones."""
+        """Copy the mixed rows to the past rows."""
         for layer in self.layers:
             self.past[layer].copy_(self.mixed[layer])
 
     def state(self) -> dict[str, Tensor]:
-        """What a checkpoint keeps: past rows, and late gradient if it is carried on.
-
-        The mixed rows are made from the past ones.
-        """
+        """Return a checkpoint's tensors: past rows, and late gradient if it is carried."""
         late = self.slope if self.carried else {}
         return {
             f"{name}.{layer}": rows
@@ -97,57 +94,56 @@ class History:
         drop: Drop,
         refresh: bool,
         checkpoint: bool,
-    ) -> tuple[Tensor, BackFrom]:
-        """A layer on a chunk's input rows, own and far ones -> its output, and the way back.
+    ) -> tuple[Tensor, BackwardFrom]:
+        """Run a layer on a chunk's input rows, own rows and halo -> output, backward function.
 
-        drop: dropout of these rows. refresh: they become history. checkpoint: forget what can be
-        computed again. The rows that neighbours have cannot, for they change before backward comes
-        to the chunk: what is read of them stays (where gathering is linear, only the gathered
-        rows).
+        drop: dropout of these rows. refresh: copy them to the past rows. checkpoint: recompute in
+        the backward pass. The mixed rows cannot be recomputed, as they change before the chunk's
+        backward pass: the rows read from them are kept (if gathering is linear, only their sums).
         """
         part, relu = self.net.layer(layer).during(drop), self.net.relu_after(layer)
-        linear = part.linear and not part.projects_first  # then sums tell the gradient of rows
+        linear = part.linear and not part.projects_first  # rows' gradient follows from the sums'
         mixed, x = self.mixed[layer], inputs.detach().requires_grad_()
 
-        def end(prepared: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-            """Own and far prepared rows, with their graph; a leaf of the own ones; the output."""
+        def finish(prepared: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+            """Return prepared rows with autograd graph, a leaf of own prepared rows, the output."""
             rows = prepared.detach()[: chunk.size].requires_grad_()
             gathered = read if linear else chunk.gather_sources(part, read)
             return prepared, rows, part.update(gathered, rows, x[: chunk.size], x0, relu)
 
         with torch.set_grad_enabled(not checkpoint):
             prepared = part.prepare(x, drop)
-            own_and_far = (chunk.rows, slice(0, chunk.size)), (chunk.far, slice(chunk.size, None))
-            for places, rows in own_and_far:
+            own_and_halo = (chunk.rows, slice(0, chunk.size)), (chunk.halo, slice(chunk.size, None))
+            for places, rows in own_and_halo:
                 mixed[places] = prepared.detach()[rows]
                 if refresh:
                     self.past[layer][places] = x.detach()[rows]
             read = mixed.index_select(0, chunk.sources)
             read = (chunk.gather_sources(part, read) if linear else read).requires_grad_()
-            *kept, out = end(prepared)
+            *saved, out = finish(prepared)
         del prepared
         if checkpoint:
-            kept = []
+            saved = []
 
         def back(root: Tensor, gradient: Tensor) -> Tensor:
-            """-> the gradient of own and then far input rows."""
-            prepared, rows, root = (*kept, root) if kept else end(part.prepare(x, drop))
+            """Return the gradient of input rows, own rows and halo."""
+            prepared, rows, root = (*saved, root) if saved else finish(part.prepare(x, drop))
             backward([root], [gradient])
             to_read = gradient_of(read)
             if linear:
                 to_read = aggregate_transposed(chunk.blocks[part.edges], to_read)
             slope = self.slope[layer]
             slope[chunk.rows] += to_read[: chunk.size]
-            # not for own rows too: it is several times as slow as the sum of a slice
+            # own rows are added by slice above: index_add_ is several times as slow
             slope.index_add_(0, chunk.sources[chunk.size :], to_read[chunk.size :])
-            del to_read  # the largest of all
+            del to_read  # the largest tensor
             if rows.grad is not None:
                 slope[chunk.rows] += rows.grad
-            backward([prepared], [chunk.of(slope)])
+            backward([prepared], [chunk.select(slope)])
             if not self.carried:
                 return gradient_of(x)
-            for places in (chunk.rows, chunk.far):
-                slope[places].zero_()  # passed on; what is added from here on is historical
-            return gradient_of(x) + chunk.of(self.carried[layer])
+            for places in (chunk.rows, chunk.halo):
+                slope[places].zero_()  # used up: gradient that is added later is late
+            return gradient_of(x) + chunk.select(self.carried[layer])
 
         return out, back

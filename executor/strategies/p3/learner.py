@@ -1,4 +1,4 @@
-"""P3's update in the pipeline: with the gradient of three batches ago."""
+"""The weight update of P3's pipeline, with the gradient of three batches ago."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from gnnplan.planner.strategies.p3.slices import DELAY
 
 
 class Delayed(Learner):
-    """A learner whose all-reduce runs beside the computation of a period."""
+    """A learner whose all-reduce overlaps the computation of a period."""
 
     def __init__(
         self,
@@ -24,42 +24,38 @@ class Delayed(Learner):
         play: Callable[[int, int], object],
         steps: int,
     ) -> None:
-        """gradients_of: the buffers that hold a batch's gradient. steps: batches of an epoch.
+        """gradients_of: returns the buffers of a batch's gradient. steps: batches of an epoch.
 
-        play: plays a period of a run of so many batches.
+        play: plays a period (its number) of a run (its number of batches).
         """
         super().__init__(rank, workload, gradients)
-        self.gradients_of, self.play, self.workload, self.steps = (
-            gradients_of,
-            play,
-            workload,
-            steps,
-        )
-        self.reducing: Future[None] = completed_future(None)
+        self.gradients_of, self.play = gradients_of, play
+        self.workload, self.steps = workload, steps
+        self.pending_reduce: Future[None] = completed_future(None)
 
     def start(self, batch: int) -> None:
-        """Begin the all-reduce of a batch's gradient."""
+        """Start the all-reduce of a batch's gradient."""
         buffers = self.gradients_of(batch)
 
         def reduce() -> None:
             for buffer in buffers:
                 buffer.reduce(self.rank, batch)
 
-        self.reducing = self.rank.lanes.submit("reduce", reduce)
+        self.pending_reduce = self.rank.lanes.submit("reduce", reduce)
 
     def update(self, step: int) -> None:
-        """Update the weights with the gradient of the batch three before."""
+        """Update the weights with the gradient of three batches ago."""
         due = step - DELAY
         if due < 0:
             return
-        self.reducing.result()
+        self.pending_reduce.result()
         for own, reduced in zip(self.gradients, self.gradients_of(due), strict=True):
             own.flat.copy_(reduced.flat)
-        self.optimizer.lr = self.workload.lr_of(due // self.steps)  # the epoch's of the batch
+        self.optimizer.lr = self.workload.lr_of(due // self.steps)  # of the batch's epoch
         self.descend(due)
 
     def finish(self, step: int) -> None:
-        """Play what is under way to its end."""
+        """Play the pending batches to their end."""
         for later in range(step, step + DELAY):
             self.play(later, step)
             self.update(later)

@@ -20,9 +20,9 @@ from gnnplan.planner.vocabulary.schedule import Label
 
 @dataclass
 class Pushed(Part):
-    """Layer 1 of all peers' blocks side by side: the destinations of all, then other sources.
+    """Layer 1 of all peers' blocks merged: all peers' destinations, then all other sources.
 
-    A peer is given the sums of its destinations, and gives those of the rank's own."""
+    The rank sends each peer the sums of the peer's destinations, and receives sums of its own."""
 
     own: slice = field(kw_only=True)  # the rank's own destinations
 
@@ -32,42 +32,42 @@ class ColumnSampler(Sampler):
 
     pushes = True
 
-    def __init__(self, *args: Any, rail: Sequence[int], **more: Any) -> None:
-        super().__init__(*args, **more)
+    def __init__(self, *args: Any, rail: Sequence[int], **options: Any) -> None:
+        super().__init__(*args, **options)
         self.rail = list(rail)
 
-    def _lay(self, made: Sampled, step: int, drawn: Sequence[Drawn]) -> None:
+    def _lay(self, sampled: Sampled, step: int, drawn: Sequence[Drawn]) -> None:
         first, *above = drawn
-        below, columns, position = first.below, first.columns, self._where
-        position[below] = np.arange(below.size, dtype=np.int32)
+        below, columns, index = first.below, first.columns, self._index
+        index[below] = np.arange(below.size, dtype=np.int32)
         header = np.array([below.size, first.rows.size, columns.size])
-        own = np.concatenate([header, below, np.diff(first.indptr), position[columns]]).astype(
+        own = np.concatenate([header, below, np.diff(first.indptr), index[columns]]).astype(
             np.int32
         )
         blocks = [own] * len(self.rail)
         if len(self.rail) > 1:
-            blocks = self._push(made, step, blocks, self.rail)
-        with self._span(made, Label("lay", step)):
-            rest = (self._part(kind, of) for kind, of in zip(self.edges[1:], above, strict=True))
-            made.share.parts = [self._merged(blocks), *rest]
+            blocks = self._push(sampled, step, blocks, self.rail)
+        with self._span(sampled, Label("lay", step)):
+            rest = (self._part(*layer) for layer in zip(self.edges[1:], above, strict=True))
+            sampled.share.parts = [self._merge_blocks(blocks), *rest]
 
-    def _merged(self, blocks: Sequence[np.ndarray]) -> Pushed:
-        """The blocks of all peers as one. A block: header, sources' ids, degrees, positions."""
-        # sources, rows, edges
+    def _merge_blocks(self, blocks: Sequence[np.ndarray]) -> Pushed:
+        """Merge the blocks of all peers. A block: header, sources' ids, degrees, positions."""
+        # by peer: numbers of sources, rows, edges
         counts = np.array([block[:HEADER] for block in blocks], dtype=np.int64)
         first = np.concatenate([[0], np.cumsum(counts[:, 1])])
-        beyond = first[-1] + np.concatenate([[0], np.cumsum(counts[:, 0] - counts[:, 1])])
+        first_extra = first[-1] + np.concatenate([[0], np.cumsum(counts[:, 0] - counts[:, 1])])
         source, degrees, indices = np.empty(counts[:, 0].sum(), np.int64), [], []
         for i, (block, (sources, rows, edges)) in enumerate(
             zip(blocks, counts.tolist(), strict=True)
         ):
             ids, degree, places = np.split(block[HEADER:], [sources, sources + rows])
-            position = np.concatenate(
-                [first[i] + np.arange(rows), beyond[i] + np.arange(sources - rows)]
+            index = np.concatenate(
+                [first[i] + np.arange(rows), first_extra[i] + np.arange(sources - rows)]
             ).astype(np.int32)
-            source[position] = ids
+            source[index] = ids
             degrees.append(degree)
-            indices.append(position[places])
+            indices.append(index[places])
             assert places.size == edges
         indptr = np.concatenate([[0], np.cumsum(np.concatenate(degrees))])
         merged = weighted_block(

@@ -1,9 +1,9 @@
-"""The steps of one rank under P3.
+"""The training steps of one rank under P3.
 
-A batch under way is a Flight. Its front (F_M) makes partial sums of layer 1 for all peers, and has
-the sums of all columns pulled. Its body (F_D, B_D) trains layers 2 .. L on them. Its tail (B_M)
-brings the sums' gradient to this rank's columns of the first weight. Messages go on the comm lane's
-thread. In the pipeline three batches are under way at once.
+A batch passes three phases. The front (F_M) computes partial sums of layer 1, over this rank's
+columns, for the blocks of all peers, and starts to exchange them. The body (F_D, B_D) trains layers
+2 .. L on the sums over all columns. The tail (B_M) computes the gradient of this rank's columns of
+the first weight. Messages run on the comm lane. The pipeline has three pending batches at once.
 """
 
 from __future__ import annotations
@@ -48,8 +48,8 @@ NO_ROWS = torch.empty(0)
 NOTHING = completed_future(NO_ROWS)
 
 
-class _Summed(torch.autograd.Function):
-    """Numbers summed over peers; their gradient is summed over peers too."""
+class _PeerSum(torch.autograd.Function):
+    """A sum over peers, whose gradient is summed over peers, too."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, total: Callable[[Tensor, str], Tensor]) -> Tensor:
@@ -62,34 +62,34 @@ class _Summed(torch.autograd.Function):
 
 
 @dataclass
-class Flight:
-    """A batch under way, with the weights that it reads."""
+class PendingBatch:
+    """A batch between its front and its tail, with the weights that it reads."""
 
     step: int
     net: Net
     share: Share
     exchange: Exchange
-    # of the layers above the first: edges, ids of rows that they read, and targets
+    # layers 2 .. L: blocks, ids of source rows, and targets
     above: tuple[list[Block], list[Tensor], Targets | LinkTargets]
-    partial: Tensor  # layer 1's partial sums for all peers' blocks, with their graph
-    own: slice  # the rows of this rank's block among them
-    pulled: Future[Tensor] = NOTHING  # the peers' partial sums of this rank's block
-    pushed: Future[Tensor] = NOTHING  # the gradients of the peers' sums
-    gradient: Tensor = NO_ROWS  # of this rank's sum
+    partial: Tensor  # layer 1's partial sums for all peers' blocks, with autograd graph
+    own: slice  # rows of this rank's block in `partial`
+    pulled: Future[Tensor] = NOTHING  # peers' partial sums of this rank's block
+    pushed: Future[Tensor] = NOTHING  # gradients of the sums of peers' blocks
+    gradient: Tensor = NO_ROWS  # of the sum of this rank's block
 
 
 class Worker(OnBatches):
-    """One rank. `net` is the whole model, evaluated and saved; `sliced` is what it trains."""
+    """One rank. `net`: the whole model, for evaluation; `sliced`: the part that the rank trains."""
 
     def __init__(self, rank: Rank, problem: Problem, strategy: P3, first: int = 0) -> None:
         self.strategy, me = strategy, rank.rank
         self.rail, self.columns = strategy.rail(problem, me), strategy.columns(problem, me)
-        # batches that are under way between two epochs
-        self.landing = range(max(first - 2, 0), first) if strategy.pipelined else range(0)
-        first = self.landing.start if self.landing else first
+        # batches that are pending between two epochs
+        self.resumed_steps = range(max(first - 2, 0), first) if strategy.pipelined else range(0)
+        first = self.resumed_steps.start if self.resumed_steps else first
         super().__init__(rank, problem, strategy, first, partial(ColumnSampler, rail=self.rail))
-        self.its = slice(self.columns.start, self.columns.stop)
-        # weights of which it has these columns
+        self.column_slice = slice(self.columns.start, self.columns.stop)
+        # weights cut by columns -> the columns that this rank has
         self.cut = {f"layers.1.{name}": self.columns for name in self.net.layer(1).by_columns}
         self.sliced = self._cut()
         for group in (*strategy.all_twins(problem), *strategy.rails(problem)):
@@ -103,20 +103,20 @@ class Worker(OnBatches):
             self.learner = Delayed(*trained, self.gradients_of, self.play, strategy.steps(problem))
         else:
             self.nets, self.buffers, self.learner = [self.sliced], [], Learner(*trained)
-        self.flights: dict[int, Flight] = {}  # by batch
+        self.batches: dict[int, PendingBatch] = {}  # by batch
         self.scorers: list[Scorer] = []
-        self.tail_spans = ExitStack()  # those of the tail that is running
+        self.tail_spans = ExitStack()  # open spans of the running tail
 
     # -- weights ----------------------------------------------------------------------------------
 
     def _cut(self) -> Net:
-        """The model with this rank's columns of the first weights."""
+        """Make the model with this rank's columns of the first weights."""
         sliced = net_of(
             self.strategy.sliced(self.problem, self.rank.rank), self.problem.workload
         ).to(self.rank.device)
         for name, p in self.net.named_parameters():
-            its = p.data[:, self.its] if name in self.cut else p.data
-            sliced.get_parameter(name).data.copy_(its)
+            values = p.data[:, self.column_slice] if name in self.cut else p.data
+            sliced.get_parameter(name).data.copy_(values)
         return sliced
 
     @property
@@ -124,7 +124,7 @@ class Worker(OnBatches):
         return Held(self.sliced, self.cut, self.learner.optimizer)
 
     def gradients(self, net: Net) -> list[Gradients]:
-        """Buffers for the gradient of `net`: of whole weights, and of those cut by columns."""
+        """Make buffers for the gradient of `net`: of whole weights, and of those cut by columns."""
         named = dict(net.named_parameters())
         cut = [p for name, p in named.items() if name in self.cut]
         rest = [p for name, p in named.items() if name not in self.cut]
@@ -134,27 +134,27 @@ class Worker(OnBatches):
         ]
 
     def gradients_of(self, batch: int) -> list[Gradients]:
-        """The buffers that hold a batch's gradient, in the pipeline."""
+        """Return the buffers of a batch's gradient in the pipeline."""
         return self.buffers[batch % len(self.nets)]
 
     @torch.no_grad()
     def _assemble(self) -> None:
-        """Give every rank the whole model: one rank of each set of twins gives its columns."""
-        gives = self.strategy.twins(self.problem, self.rank.rank)[0] == self.rank.rank
+        """Assemble the whole model on every rank; of each set of twins, one rank adds columns."""
+        contributes = self.strategy.twins(self.problem, self.rank.rank)[0] == self.rank.rank
         for name, p in self.sliced.named_parameters():
-            whole = self.net.get_parameter(name)
+            full = self.net.get_parameter(name)
             if name not in self.cut:
-                whole.copy_(p)
+                full.copy_(p)
                 continue
-            whole.zero_()
-            if gives:
-                whole[:, self.its] = p
-            whole.copy_(comm.total(self.rank, whole))
+            full.zero_()
+            if contributes:
+                full[:, self.column_slice] = p
+            full.copy_(comm.total(self.rank, full))
 
     # -- a batch ----------------------------------------------------------------------------------
 
-    def _front(self, step: int) -> Flight:
-        """Make partial sums of layer 1, and let the sums of all columns be pulled."""
+    def _front(self, step: int) -> PendingBatch:
+        """Compute partial sums of layer 1, and start to exchange them with peers."""
         rank, share, net = (
             self.rank,
             self.arriving.next(step).share,
@@ -168,89 +168,91 @@ class Worker(OnBatches):
                 label = Label("all_reduce", step, layer=buffer.layer)
                 nbytes = comm.reduced_bytes(rank, buffer.flat, buffer.group)
                 rank.recorder.count_ahead(label, nbytes)
-        flight = self._partial(step, share, net)
-        rows = flight.exchange.pack(flight.partial.detach())
-        flight.pulled = self._move(Label("pull", step, "f", 1), flight.exchange, rows, "f")
-        return flight
+        batch = self._run_first_layer(step, share, net)
+        rows = batch.exchange.pack(batch.partial.detach())
+        batch.pulled = self._move(Label("pull", step, "f", 1), batch.exchange, rows, "f")
+        return batch
 
-    def _partial(self, step: int, share: Share, net: Net) -> Flight:
-        """Layer 1 on this rank's columns, for all peers' blocks."""
+    def _run_first_layer(self, step: int, share: Share, net: Net) -> PendingBatch:
+        """Run layer 1 on this rank's columns, for all peers' blocks."""
         rank, problem = self.rank, self.problem
         part, *rest = share.parts
         assert isinstance(part, Pushed)
         layer = cast(ColumnLayer, net.layer(1))
         targets = targets_of(problem, share, HOST, share.total)
         above = [each.block for each in rest], [each.vertices for each in rest], targets
-        read = part.block, part.vertices, Exchange(rank, part.give, part.take, at=HOST)
+        tensors = part.block, part.vertices, Exchange(rank, part.give, part.take, at=HOST)
         span = partial(rank.recorder.span, Label("load", step), "copy")
-        loaded, (block, vertices, exchange, above) = self._load(share, span, (*read, above))
+        loaded, (block, vertices, exchange, above) = self._load(share, span, (*tensors, above))
         x = self.store.complete(loaded, part.source, step)
         attends = bool(problem.model.layers[0].heads) and len(self.rail) > 1
         with ExitStack() as spans:
             first = Label("scatter", step, "f", 1) if attends else Label("forward", step, layer=1)
             spans.enter_context(rank.recorder.span(first, "compute"))
-            total = self._total_over_peers(step, spans)
+            total = self._make_peer_sum(step, spans)
 
             def sync(numbers: Tensor) -> Tensor:
                 if not attends:
                     return numbers
-                return cast(Tensor, _Summed.apply(numbers, total))  # type: ignore[no-untyped-call]
+                return cast(Tensor, _PeerSum.apply(numbers, total))  # type: ignore[no-untyped-call]
 
             drop = self.drop(step, 1, vertices, self.columns.start)
-            # a user's module may leave its features whole
+            # a user's module need not drop features
             rows = drop(x) if problem.model.layers[0].drops else x
             sums = partial_sums(layer, block, rows, sync)
-        del loaded, x, rows  # autograd keeps what it needs of them
-        return Flight(step, net, share, exchange, above, sums, part.own)
+        del loaded, x, rows  # autograd keeps the tensors that it needs
+        return PendingBatch(step, net, share, exchange, above, sums, part.own)
 
-    def _total_over_peers(self, step: int, spans: ExitStack) -> Callable[[Tensor, str], Tensor]:
-        """What sums attention's logits over peers, in the middle of a span of computation.
+    def _make_peer_sum(self, step: int, spans: ExitStack) -> Callable[[Tensor, str], Tensor]:
+        """Return a function that all-reduces attention logits over peers inside a compute span.
 
-        Forward ('f') it interrupts the span that `spans` holds, backward ('b') that of the tail.
+        Forward ('f') it interrupts the span in `spans`, backward ('b') the tail's span.
         """
         rank = self.rank
 
-        def total(numbers: Tensor, way: str) -> Tensor:
-            interrupted = spans if way == "f" else self.tail_spans
+        def total(numbers: Tensor, direction: str) -> Tensor:
+            interrupted = spans if direction == "f" else self.tail_spans
             interrupted.close()
             out, back = numbers.contiguous().clone(), Label("logits", step, "b", 1)
-            if way == "f" and self.strategy.pipelined:
+            if direction == "f" and self.strategy.pipelined:
                 rank.recorder.count_ahead(back, comm.reduced_bytes(rank, out, self.rail))
             rank.lanes.submit(
                 "reduce",
-                lambda: comm.all_reduce(rank, Label("logits", step, way, 1), out, self.rail),
+                lambda: comm.all_reduce(rank, Label("logits", step, direction, 1), out, self.rail),
             ).result()
-            forward = way == "f"
+            forward = direction == "f"
             after = Label("forward", step, layer=1) if forward else Label("scatter", step, "b", 1)
             interrupted.enter_context(rank.recorder.span(after, "compute"))
             return out
 
         return total
 
-    def _move(self, label: Label, exchange: Exchange, rows: Tensor, way: str) -> Future[Tensor]:
-        """Exchange rows with peers on the comm lane, forward ('f') or their gradients back."""
+    def _move(
+        self, label: Label, exchange: Exchange, rows: Tensor, direction: str
+    ) -> Future[Tensor]:
+        """Exchange rows ('f'), or their gradients ('b'), with peers on the comm lane."""
         if len(self.rail) == 1:
             return completed_future(rows)
-        recorded = exchange.recorded(label, rows, way)
-        # a list, to drop the rows when they have left: the lane's thread holds this function longer
-        leaving = [rows]
+        recorded = exchange.recorded(label, rows, direction)
+        # a list, to free the rows once they are sent: the lane's thread holds this function longer
+        outgoing = [rows]
 
         def swap() -> Tensor:
             with recorded:
-                return exchange.swap(way, leaving.pop())
+                return exchange.swap(direction, outgoing.pop())
 
         return self.rank.lanes.submit("comm", swap)
 
-    def _body(self, flight: Flight) -> tuple[Tensor, Tensor]:
-        """Layers 2 .. L, forward and backward, on the sum of all columns' partial sums.
+    def _body(self, batch: PendingBatch) -> tuple[Tensor, Tensor]:
+        """Run layers 2 .. L forward and backward, on the sum of all columns' partial sums.
 
         Returns this rank's part of the loss and its logits.
         """
-        step, net, share, workload = flight.step, flight.net, flight.share, self.problem.workload
-        flight.pulled.result()  # a rank waits before its span begins
-        blocks, sources, targets = flight.above
+        step, net, share, workload = batch.step, batch.net, batch.share, self.problem.workload
+        batch.pulled.result()  # wait here, outside the span
+        blocks, sources, targets = batch.above
         with self.rank.recorder.span(Label("forward", step), "compute"):
-            summed = self._summed(flight).requires_grad_()
+            summed = self._sum_columns(batch).requires_grad_()
             h = cast(ColumnLayer, net.layer(1)).apply(summed, net.relu_after(1))
             for number, (block, source) in enumerate(zip(blocks, sources, strict=True), 2):
                 drop = self.drop(step, number, source)
@@ -262,46 +264,45 @@ class Worker(OnBatches):
             loss.backward()  # type: ignore[no-untyped-call]
         with self.rank.recorder.span(Label("backward", step), "compute"):
             backward([h], [gradient_of(leaf)])
-            flight.gradient = gradient_of(summed)
-        flight.pushed = self._move(
+            batch.gradient = gradient_of(summed)
+        batch.pushed = self._move(
             Label("pull", step, "b", 1),
-            flight.exchange,
-            flight.gradient.repeat(len(self.rail) - 1, 1),
+            batch.exchange,
+            batch.gradient.repeat(len(self.rail) - 1, 1),
             "b",
         )
         self.scorers.append(targets)
         items = count_items(workload, self.problem.stats)
         return loss.detach() * (share.everyone / items), logits.detach()
 
-    def _summed(self, flight: Flight) -> Tensor:
-        """The sum of all columns' partial sums of this rank's block.
+    def _sum_columns(self, batch: PendingBatch) -> Tensor:
+        """Return the sum of all columns' partial sums of this rank's block.
 
-        What was pulled is let go with the call, views of it too, before the layers above fill
-        memory.
+        Frees the partial sums received, and views of them, before the layers above fill memory.
         """
-        pulled, flight.pulled = flight.pulled.result(), NOTHING
-        summed = flight.partial.detach()[flight.own].clone()
+        pulled, batch.pulled = batch.pulled.result(), NOTHING
+        summed = batch.partial.detach()[batch.own].clone()
         for part in pulled.view(len(self.rail) - 1, *summed.shape):
             summed += part
         return summed
 
-    def _tail(self, flight: Flight) -> None:
-        """Bring the gradient of all peers' blocks to this rank's columns of the first weight."""
-        pushed, step = flight.pushed.result(), flight.step
+    def _tail(self, batch: PendingBatch) -> None:
+        """Compute the gradient of this rank's columns of the first weight, for all blocks."""
+        pushed, step = batch.pushed.result(), batch.step
         with ExitStack() as self.tail_spans:
             self.tail_spans.enter_context(
                 self.rank.recorder.span(Label("backward", step, layer=1), "compute")
             )
-            gradient = torch.empty_like(flight.partial)
-            gradient[flight.own] = flight.gradient
-            gradient[flight.exchange.positions] = pushed
-            backward([flight.partial], [gradient])
+            gradient = torch.empty_like(batch.partial)
+            gradient[batch.own] = batch.gradient
+            gradient[batch.exchange.positions] = pushed
+            backward([batch.partial], [gradient])
 
     def step(self, step: int) -> tuple[Tensor, Tensor]:
         """Play one step; in the pipeline most batches end one step late.
 
-        Returns this rank's part of what the batches that end add to the mean loss over all training
-        vertices (edges), and their rows of the last layer.
+        Returns this rank's part of the ending batches' contribution to the mean loss over all
+        training vertices (edges), and their rows of the last layer.
         """
         self.scorers = []
         done = self.play(step)
@@ -309,12 +310,14 @@ class Worker(OnBatches):
             return done[0]
         total = torch.zeros((), device=self.rank.device)
         rows = total.new_zeros(0, self.problem.model.classes)
-        return sum((loss for loss, _ in done), total), torch.cat([rows, *(its for _, its in done)])
+        return sum((loss for loss, _ in done), total), torch.cat(
+            [rows, *(logits for _, logits in done)]
+        )
 
     def play(self, t: int, steps: int | None = None) -> list[tuple[Tensor, Tensor]]:
-        """Play period t of the pipeline, or step t, without its update, which the learner does.
+        """Play period t of the pipeline, or step t, without the learner's update.
 
-        steps: batches of the run, if it ends. Returns what the bodies of the period return.
+        steps: number of batches of a run that ends. Returns the results of the period's bodies.
         """
         done, epoch, in_order = [], self.strategy.steps(self.problem), ("front", "body", "tail")
         all_of_one = ((phase, t) for phase in in_order)
@@ -323,15 +326,15 @@ class Worker(OnBatches):
                 assert isinstance(self.learner, Delayed)
                 self.learner.start(batch)
             elif phase == "front":
-                self.flights[batch] = self._front(batch)
+                self.batches[batch] = self._front(batch)
             elif phase == "body":
-                done.append(self._body(self.flights[batch]))
+                done.append(self._body(self.batches[batch]))
             elif phase == "tail":
-                self._tail(self.flights.pop(batch))
+                self._tail(self.batches.pop(batch))
         return done
 
     def evaluate(self, step: int) -> Tensor:
-        """Logits on the full graph, with the weights of all columns."""
+        """Return logits on the full graph, with the weights of all columns."""
         self._assemble()
         return super().evaluate(step)
 
@@ -339,21 +342,21 @@ class Worker(OnBatches):
         return self.learner
 
     def drain(self) -> None:
-        """Wait for messages; batches stay under way."""
-        for flight in self.flights.values():
-            for moving in (flight.pulled, flight.pushed):
-                moving.result()
+        """Wait for messages; batches stay pending."""
+        for batch in self.batches.values():
+            for future in (batch.pulled, batch.pushed):
+                future.result()
         self._assemble()
 
     def trained(self) -> dict[str, Tensor]:
         return dict(self.sliced.state_dict())
 
     def state(self) -> dict[str, Tensor]:
-        """What a checkpoint between two epochs keeps.
+        """Return the tensors of a checkpoint between two epochs.
 
-        These are the weights; in the pipeline also the stashed weights, their gradients, and for
-        the batches under way, whose body is done, the gradients that `_tail` needs. Layer 1 of
-        these batches is computed again.
+        They are the weights; in the pipeline also the stashed weights, their gradients, and the
+        gradients that `_tail` needs for pending batches, whose body is done. `load` runs layer 1 of
+        these batches again.
         """
         out = self.trained()
         if self.strategy.pipelined:
@@ -361,24 +364,24 @@ class Worker(OnBatches):
                 out |= named(f"stash.{i}", net.state_dict()) | {
                     f"gradient.{i}.{j}": buffer.flat for j, buffer in enumerate(buffers)
                 }
-        for flight in self.flights.values():
+        for batch in self.batches.values():
             out |= {
-                f"flight.{flight.step}.own": flight.gradient,
-                f"flight.{flight.step}.pushed": flight.pushed.result(),
+                f"flight.{batch.step}.own": batch.gradient,
+                f"flight.{batch.step}.pushed": batch.pushed.result(),
             }
         return out
 
     def load(self, state: Mapping[str, Tensor]) -> None:
-        """Go on from another process's state."""
+        """Resume from the `state` of another process."""
         fill(self.state(), state)
         recording, self.rank.recorder.recording = self.rank.recorder.recording, False
-        for step in self.landing:
-            flight = self._partial(
+        for step in self.resumed_steps:
+            batch = self._run_first_layer(
                 step, self.arriving.next(step).share, self.nets[step % len(self.nets)]
             )
-            flight.gradient = state[f"flight.{step}.own"].to(self.rank.device, copy=True)
-            flight.pushed = completed_future(
+            batch.gradient = state[f"flight.{step}.own"].to(self.rank.device, copy=True)
+            batch.pushed = completed_future(
                 state[f"flight.{step}.pushed"].to(self.rank.device, copy=True)
             )
-            self.flights[step] = flight
+            self.batches[step] = batch
         self.rank.recorder.recording = recording
