@@ -25,7 +25,7 @@ class Optimizer:
     (tests/executor/test_optimizer.py).
 
     It is SGD, with the workload's momentum if any; Adam (Kingma and Ba, arXiv 1412.6980) with
-    torch's betas and epsilon; or AdamW. lr: the caller may change it from step to step. buffers:
+    torch's betas and epsilon; or AdamW. lr: the caller may change it from step to step. kept:
     kind ('momentum', 'mean', 'square', 'steps') -> one tensor per parameter.
     """
 
@@ -33,16 +33,16 @@ class Optimizer:
         self.parameters, self.lr, self.workload = list(parameters), workload.lr, workload
         self.is_sgd = workload.optimizer == "sgd"
         kinds = ["momentum"] * bool(workload.momentum) if self.is_sgd else ["mean", "square"]
-        self.buffers = {kind: [torch.zeros_like(p) for p in self.parameters] for kind in kinds}
+        self.kept = {kind: [torch.zeros_like(p) for p in self.parameters] for kind in kinds}
         if not self.is_sgd:
-            self.buffers["steps"] = [torch.zeros((), device=p.device) for p in self.parameters]
+            self.kept["steps"] = [torch.zeros((), device=p.device) for p in self.parameters]
 
     def state(self) -> dict[str, Tensor]:
-        """Return the buffers by 'kind.number of the parameter'."""
+        """Return the tensors of `kept` by 'kind.number of the parameter'."""
         return {
             f"{kind}.{i}": tensors[i]
             for i in range(len(self.parameters))
-            for kind, tensors in self.buffers.items()
+            for kind, tensors in self.kept.items()
         }
 
     @torch.no_grad()
@@ -53,7 +53,7 @@ class Optimizer:
             sgd(
                 self.parameters,
                 gradients,
-                [*self.buffers.get("momentum", [None] * len(gradients))],
+                [*self.kept.get("momentum", [None] * len(gradients))],
                 weight_decay=workload.decay,
                 momentum=workload.momentum,
                 lr=self.lr,
@@ -65,10 +65,10 @@ class Optimizer:
         (adamw if workload.optimizer == "adamw" else adam)(
             self.parameters,
             gradients,
-            self.buffers["mean"],
-            self.buffers["square"],
+            self.kept["mean"],
+            self.kept["square"],
             [],
-            self.buffers["steps"],
+            self.kept["steps"],
             fused=True,
             amsgrad=False,
             beta1=0.9,
