@@ -844,7 +844,7 @@ def test_the_plan_before_is_kept_where_another_goes_on(plan_file, gnnplan, tmp_p
     [
         ({"RANK": "0", "WORLD_SIZE": "2"}, "MASTER_ADDR and MASTER_PORT not"),
         ({"RANK": "x", "WORLD_SIZE": "2"}, "RANK is 'x'"),
-        ({"RANK": "2", "WORLD_SIZE": "2"}, "not a rank of so many"),
+        ({"RANK": "2", "WORLD_SIZE": "2"}, "numbered from 0 to WORLD_SIZE - 1"),
         (
             {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"},
             "--out is needed",

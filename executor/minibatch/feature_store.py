@@ -113,7 +113,10 @@ class FeatureStore:
         return torch.from_numpy(self.store.slot(self.rank.rank)).to(self.rank.device)
 
     def _pick_by_device(self, loaded: Tensor, ids: Tensor, step: int) -> Tensor:
-        """Merge loaded rows with cached rows, if all others are cached, without the host."""
+        """Merge loaded rows with cached rows, without look-ups on the host.
+
+        It is for batches whose other rows are all in this rank's cache.
+        """
         with self.rank.recorder.span(Label("pick", step), "compute"):
             places = self._places[ids]
             rows = self.cached.index_select(0, places.clamp(min=0))

@@ -29,9 +29,9 @@ class Selection:
     They are rows, or sums of rows if those are partial sums of the layer before."""
 
     places: Tensor  # places of the selected rows [P]
-    available: int  # T
+    available: int  # T, the number of own rows and halo
     into: Tensor | None  # source row to which each selected row is added [P]; None: P = S, no sums
-    rows: int  # S
+    rows: int  # S, the number of source rows
 
     @property
     def sums(self) -> bool:

@@ -70,8 +70,7 @@ class DeviceClock:
             event.synchronize()
             after = now()
             tries.append((after - before, event, (after + before) / 2))
-        # the shortest try: the host may have been interrupted in the other tries. One assignment,
-        # since lanes read the value concurrently.
+        # the host may have been interrupted in longer tries; one value, as lanes read it meanwhile
         self.origin = min(tries, key=lambda each: each[0])[1:]
 
     def renew(self) -> None:

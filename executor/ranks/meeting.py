@@ -137,8 +137,8 @@ def started_by_launcher() -> bool:
     rank, world = found.get("RANK", "0"), found.get("WORLD_SIZE", "1")
     if {"RANK", "WORLD_SIZE"} <= found.keys() and int(rank) >= int(world):
         raise SpecError(
-            f"RANK is {rank!r} and WORLD_SIZE {world!r}: not a rank of so many;"
-            " use torchrun, or unset both"
+            f"RANK is {rank!r} and WORLD_SIZE is {world!r}, but ranks are numbered from 0 to"
+            " WORLD_SIZE - 1; start ranks with torchrun, or unset both"
         )
     if absent := [
         name for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT") if not found.get(name)
@@ -233,7 +233,7 @@ def count_of(name: str, text: str) -> int:
     """Parse the number in an environment variable. Raises SpecError."""
     if not (text.isascii() and text.isdecimal() and len(text) < 10):
         raise SpecError(
-            f"{name} is {text[:40]!r}; it is a number, as torchrun, srun or you set it: mend or"
-            " unset it"
+            f"{name} is {text[:40]!r}, but must be a number of at most nine digits, as torchrun and"
+            " srun set it; correct it, or unset it"
         )
     return int(text)

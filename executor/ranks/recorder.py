@@ -71,10 +71,7 @@ class Recorder:
                 self._clock.renew()
 
     def show_device(self) -> set[str]:
-        """Set the activity to the operations that the device runs; return their lanes.
-
-        The host, which sets the activity otherwise, is ahead of the device.
-        """
+        """Set the activity, which the host has set ahead, to the device's; return the lanes."""
         with self._lock:
             running = [
                 span for span, begin, end in self._marked if begin.is_reached and not end.is_reached

@@ -28,7 +28,7 @@ PRELOAD, INPUT_HALO = Label("preload", -1), Label("input_halo", -1)
 
 
 def constant_rows(rank: Rank, problem: Problem, layout: Layout) -> Tensor:
-    """Load features [S, F] of the rows that this rank computes, and of layer 1's halo if read."""
+    """Load features [S, F] of rows that this rank computes, and of the halo if layer 1 reads it."""
     graph, me, device = problem.data, rank.rank, rank.device
     own, rows, piece = layout.own(me), layout.rows(me, 0), layout.piece(me, 1)
     reads_halo = problem.model.first_varying == 1 and bool(layout.facts(1).sends.any())

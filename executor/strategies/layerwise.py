@@ -115,7 +115,7 @@ class Worker(base.Worker):
         self.vertices_in_all = share.everyone
         self.targets = targets_of(problem, share, host, self.batch)
 
-        def transfer_each(value: T) -> tuple[Tensor, T]:  # all at once would be page-locked
+        def transfer_each(value: T) -> tuple[Tensor, T]:  # copied at once, all would be page-locked
             moved = together(value, lambda tensors: [t.to(device) for t in tensors])
             return torch.empty(0), moved
 

@@ -142,8 +142,7 @@ class Worker(base.Worker):
                 outgoing = [state.h] if state.x0 is None else [state.h, state.x0.detach()]
                 sends.append(self._send(step, c, "f", self.following, outgoing))
         del state  # of the last chunk, which would stay until the end
-        # NCCL orders all messages of a pair of ranks, so receives are posted after sends have
-        # ended.
+        # NCCL orders all messages of a pair of ranks: receives are posted after sends have ended
         for future in sends:
             future.result()
         sends.clear()
