@@ -1,6 +1,7 @@
-"""The operations of a step that goes layer by layer, and in each layer chunk by chunk (offload).
+"""The operations of a step of offload: layer by layer, and in each layer chunk by chunk.
 
-Every rank has as many chunks; all of them do their first one at the same time, then their second.
+All ranks have equally many chunks, and process their first chunks at the same time, then their
+second ones.
 
     layers 1 .. L - 1, all chunks of each
     copy     |load f l c|                         |store f l c|
@@ -17,17 +18,18 @@ Every rank has as many chunks; all of them do their first one at the same time, 
     comm                 |halo_again b l c|              |halo b l c|
     compute                                |backward l c|
 
-A forward load brings the rows of h_{l-1} that the chunk's edges read, and the edges; the last layer
-also labels. Rows that are in another rank's memory are loaded there, and cross as a halo. A store
-takes the chunk's rows of h_l back. A backward load brings the same and the gradient of the chunk's
-rows of h_l; the backward pass begins with the forward pass. The gradient of the halo goes home. A
-store takes the gradient of the rows read back, where it is added to what other chunks have left
-there. When a load begins, nothing of the chunk before is on the device.
+A forward load copies the rows of h_{l-1} that the chunk's edges read, and the edges, to the device;
+in the last layer also labels. Rows of other ranks are loaded by their owners, and sent as a halo.
+A forward store copies the chunk's rows of h_l to the server. A backward load copies the same as the
+forward load, and the gradient of the chunk's rows of h_l; the backward pass recomputes the forward
+pass. Gradients of the halo are returned to their owners. A backward store adds the gradients of the
+rows read to the gradients that other chunks have stored. When a load begins, the device has nothing
+of the chunk before.
 
-A GPU copies beside computation: while a chunk is computed, what the one before has made is stored,
-and then the rows of the layer's next chunk are loaded (`beside`).
+On a GPU copies overlap with computation: during the computation of a chunk, the results of the
+chunk before are stored, and then the rows of the layer's next chunk are loaded (`beside`).
 
-Which rows a chunk has and reads is counted by planner/ownership/layout.py, as if each chunk were a
+planner/ownership/layout.py counts the rows that a chunk has and reads, as if each chunk were a
 rank.
 """
 
@@ -61,7 +63,7 @@ from gnnplan.planner.vocabulary.outer import Outer, Pairs
 from gnnplan.planner.vocabulary.schedule import Compute, Label
 from gnnplan.planner.vocabulary.values import Value
 
-# what is done with a chunk: an operation, and the pass that it is of
+# operations on a chunk, each with its way ('f' or 'b') if the name does not tell it
 FORWARD = ("load f", "halo f", "forward", "store f")
 LAST = ("load f", "halo f", "forward", "loss", "backward", "halo b", "store b")
 BACKWARD = ("load b", "halo_again b", "backward", "halo b", "store b")
@@ -70,7 +72,7 @@ CROSSING = ("halo f", "halo_again b", "halo b")
 
 
 def order(model: Model, chunks: Sequence[int]) -> Iterator[Label]:
-    """The operations of a step over these chunks; moments are of all chunks."""
+    """Yield the labels of a step over these chunks; moments are of all chunks."""
     last = len(model.layers)
     for layer in range(1, last):
         yield from _chunk_by_chunk(FORWARD, layer, model, chunks)
@@ -82,39 +84,40 @@ def order(model: Model, chunks: Sequence[int]) -> Iterator[Label]:
 
 
 def evaluation(model: Model, chunks: Sequence[int]) -> Iterator[Label]:
-    """The operations of an evaluation: every layer goes forward."""
+    """Yield the labels of an evaluation, which does the forward pass of every layer."""
     for layer in range(1, len(model.layers) + 1):
         yield from _chunk_by_chunk(FORWARD, layer, model, chunks)
 
 
 def _chunk_by_chunk(
-    named: Sequence[str], layer: int, model: Model, chunks: Sequence[int]
+    names: Sequence[str], layer: int, model: Model, chunks: Sequence[int]
 ) -> Iterator[Label]:
-    """Of a layer. Constant rows do not cross and have no gradient, but the last are logits."""
+    """Yield the labels of a layer. Constant rows are not exchanged and have no gradient; the last
+    layer stores logits even then."""
     if layer <= model.first_varying:
-        of_varying = CROSSING if named is LAST else (*CROSSING, "store b")
-        named = [name for name in named if name not in of_varying]
-    for chunk, name in product(chunks, named):
+        omitted = CROSSING if names is LAST else (*CROSSING, "store b")
+        names = [name for name in names if name not in omitted]
+    for chunk, name in product(chunks, names):
         op, _, way = name.partition(" ")
         yield Label(op, 0, way, None if op == "loss" else layer, chunk)
 
 
 @dataclass(frozen=True, eq=False)
 class Counts(Value):
-    """What the ranks' chunks of a turn have in a layer; estimates are means."""
+    """Counts of a layer for one chunk of every rank; estimates are means."""
 
     rows: np.ndarray  # [ranks]
-    sources: np.ndarray  # rows that edges read, the chunk's own and the halo included [ranks]
+    sources: np.ndarray  # rows that edges read, own rows and halo [ranks]
     edges: np.ndarray  # without self edges [ranks]
     trained: np.ndarray  # training vertices among the rows [ranks]
-    sends: Pairs  # sends[i, j]: rows of the halo of j that i has [ranks, ranks]
-    given: np.ndarray  # rows of others' halos that each rank has, and sends [ranks]
-    halo: np.ndarray  # rows read that other ranks have [ranks]
+    sends: Pairs  # sends[i, j]: rows of rank i in the halo of j's chunk [ranks, ranks]
+    given: np.ndarray  # rows that each rank sends [ranks]
+    halo: np.ndarray  # rows that each rank receives [ranks]
 
 
 @dataclass(frozen=True, eq=False)
 class ChunkedStep:
-    """A step over the chunks of a layout, each of which is a rank there."""
+    """A step over the chunks of a layout, in which each chunk counts as a rank."""
 
     problem: Problem
     layout: Layout | EstimatedLayout
@@ -125,12 +128,12 @@ class ChunkedStep:
 
     @property
     def chunks(self) -> range:
-        """Those of each rank."""
+        """The numbers of each rank's chunks."""
         return range(self.layout.ranks // self.problem.ranks)
 
     @property
     def copies_beside(self) -> bool:
-        """Whether chunks pass the device while others are computed."""
+        """Whether copies of a chunk overlap with the computation of another chunk."""
         return self.problem.cluster.device.kind == "cuda" and len(self.chunks) > 1
 
     def program(self) -> Program:
@@ -138,20 +141,20 @@ class ChunkedStep:
         return Program.of(step, order=beside if self.copies_beside else None)
 
     def fullest_program(self, evaluates: bool = False) -> Program:
-        """The step over one chunk of each kind, which holds as much as the whole step; or what an
-        evaluation does of it."""
-        does = evaluation if evaluates else order
-        return Program.of([*self.ops(does(self.model, self.unlike)), *end_of_step(self.problem)])
+        """Return a step, or an evaluation, over one chunk of each kind; its peak memory is that of
+        all chunks."""
+        labels = evaluation if evaluates else order
+        return Program.of([*self.ops(labels(self.model, self.unlike)), *end_of_step(self.problem)])
 
     # -- operations ------------------------------------------------------------------------------
 
     def ops(self, labels: Iterable[Label]) -> Iterator[Op]:
-        """Operations with what they move, compute and hold."""
+        """Yield the operations of these labels, with their work and memory."""
         model, last = self.model, len(self.model.layers)
         like = first_alike(alike_as(model, self.layout, narrow=False)) | {last: last}
 
         def computed(op: str, layer: int, n: Counts) -> Compute:
-            """A backward pass begins with the forward pass, but that of the last layer."""
+            """Return the computation; backward recomputes forward, except in the last layer."""
             sizes = n.rows, n.sources, n.edges
             if op == "loss":
                 forward, backward = model.finish(n.rows)
@@ -163,18 +166,18 @@ class ChunkedStep:
 
         @cache
         def work_of(op: str, way: str, layer: int, c: int) -> Work | None:
-            """None: nothing crosses."""
+            """Return the work of an operation on chunk c, or None for an empty exchange."""
             n = self.counts(layer, c)
             if op == "load":
-                return _copied(self.loaded_bytes(way, layer, c))
+                return _copy(self.loaded_bytes(way, layer, c))
             if op == "store":
-                return _copied(self.stored_bytes(way, layer, c))
+                return _copy(self.stored_bytes(way, layer, c))
             if not op.startswith("halo"):
                 return computed(op, like[layer], n)
             if not n.sends.any():
                 return None
-            home = (op, way) == ("halo", "b")
-            return Exchange(n.sends.T if home else n.sends, self._row_bytes(layer))
+            returns = (op, way) == ("halo", "b")  # gradients, to the owners
+            return Exchange(n.sends.T if returns else n.sends, self._row_bytes(layer))
 
         for label in labels:
             op, way, layer, c = label.op, label.way, label.layer or last, label.chunk
@@ -187,47 +190,49 @@ class ChunkedStep:
     # -- counts, work and bytes ------------------------------------------------------------------
 
     def counts(self, layer: int, c: int) -> Counts:
-        return self._counted[layer - 1][c]
+        return self._all_counts[layer - 1][c]
 
     @cached_property
     def _first_like(self) -> list[int]:
-        """Of each chunk the first one that has the same counts in all layers; estimates are alike
-        but for a vertex."""
+        """For each chunk the first chunk with the same counts in all layers. Estimated chunks
+        differ by a vertex at most, so few are distinct."""
         first = dict[tuple[Counts, ...], int]()
         return [
-            first.setdefault(each, c) for c, each in enumerate(zip(*self._counted, strict=True))
+            first.setdefault(each, c) for c, each in enumerate(zip(*self._all_counts, strict=True))
         ]
 
     @property
     def unlike(self) -> list[int]:
-        """A chunk of each kind."""
+        """One chunk of each set of chunks with equal counts."""
         return sorted(set(self._first_like))
 
     @cached_property
-    def _counted(self) -> list[list[Counts]]:
-        """Of every layer, of the chunks of every turn."""
+    def _all_counts(self) -> list[list[Counts]]:
+        """Counts of every layer and chunk."""
         layers = range(1, len(self.model.layers) + 1)
-        turns = {
-            kind: self._turns(self.layout.facts(layer))
+        by_kind = {
+            kind: self._counts_by_chunk(self.layout.facts(layer))
             for kind, layer in {self.layout.kind(layer): layer for layer in layers}.items()
         }
-        return [turns[self.layout.kind(layer)] for layer in layers]
+        return [by_kind[self.layout.kind(layer)] for layer in layers]
 
-    def _turns(self, facts: LayerFacts) -> list[Counts]:
-        """A layer's counts of the chunks of every turn."""
-        sends, trained = self._sends(facts), self._trained
+    def _counts_by_chunk(self, facts: LayerFacts) -> list[Counts]:
+        """Return a layer's counts for every chunk."""
+        all_sends, trained = self._sends(facts), self._trained
 
-        def counted(c: int) -> Counts:
-            its = slice(c, None, len(self.chunks))
+        def counts_of(c: int) -> Counts:
+            chunk = slice(c, None, len(self.chunks))  # chunk c of every rank
             each = facts.rows, facts.sources, facts.edges, trained
-            rows, sources, edges, seeds = (np.asarray(of_all, dtype=float)[its] for of_all in each)
-            here = sends[c]
-            return Counts(rows, sources, edges, seeds, here, here.sum(1), here.sum(0))
+            rows, sources, edges, seeds = (
+                np.asarray(values, dtype=float)[chunk] for values in each
+            )
+            sends = all_sends[c]
+            return Counts(rows, sources, edges, seeds, sends, sends.sum(1), sends.sum(0))
 
-        return [counted(c) for c in self.chunks]
+        return [counts_of(c) for c in self.chunks]
 
     def _sends(self, facts: LayerFacts) -> Pairs:
-        """Rows that go from each rank to each rank's chunks [chunks, ranks, ranks]."""
+        """Return the rows sent from each rank to each rank's chunks [chunks, ranks, ranks]."""
         layout, ranks, chunks = self.layout, self.problem.ranks, len(self.chunks)
         if isinstance(layout, EstimatedLayout):
             part = layout.vertices / ranks
@@ -240,57 +245,57 @@ class ChunkedStep:
 
     @property
     def _trained(self) -> list[float]:
-        """Training vertices of every rank's chunks."""
+        """The number of training vertices of each chunk of each rank."""
         layout = self.layout
         if isinstance(layout, EstimatedLayout):
             return [self.problem.stats.train_vertices / layout.ranks] * layout.ranks
         return [float(layout.graph.train[layout.own(c)].sum()) for c in range(layout.ranks)]
 
     def _row_bytes(self, layer: int) -> int:
-        """Of h_{l-1}."""
+        """Return the bytes of a row of h_{l-1}."""
         return self.model.layers[layer - 1].h_in * self.model.itemsize
 
     def loaded_bytes(self, way: str, layer: int, c: int) -> np.ndarray:
-        """What the chunks need of their servers' memory before a pass of a layer [ranks] [B].
+        """Return the bytes that ranks load for a layer of chunk c [ranks].
 
-        That is what they read there, and what others read of it."""
+        A rank also loads the rows that it sends, but not the halo rows that it receives."""
         n = self.counts(layer, c)
         loaded = self.read_bytes(layer, c) + self.edge_bytes(layer, c)
-        here = self._exchanged(layer, n.given - n.halo)
-        return np.asarray(loaded + here + self._besides(way, layer, c))
+        sent = self._exchanged(layer, n.given - n.halo)
+        return np.asarray(loaded + sent + self._gradient_or_labels(way, layer, c))
 
-    def _besides(self, way: str, layer: int, c: int) -> np.ndarray:
-        """The gradient of the chunks' rows for a backward pass, or labels [ranks] [B]."""
+    def _gradient_or_labels(self, way: str, layer: int, c: int) -> np.ndarray:
+        """Return the bytes of the outputs' gradient (backward), or of labels, if any [ranks]."""
         if way == "b":
             layer_out = self.model.layers[layer - 1].h_out * self.model.itemsize
             return np.asarray(self.counts(layer, c).rows * layer_out)
         return self.label_bytes(c) * (layer == len(self.model.layers))
 
     def stored_bytes(self, way: str, layer: int, c: int) -> np.ndarray:
-        """What goes back to the server's memory after a pass of a layer [ranks] [B]."""
+        """Return the bytes that ranks store after a layer of chunk c [ranks]."""
         n, model, last = self.counts(layer, c), self.model, len(self.model.layers)
-        made = n.rows * model.layers[layer - 1].h_out * model.itemsize
+        outputs = n.rows * model.layers[layer - 1].h_out * model.itemsize
         if way == "f":
-            return np.asarray(made)
-        stored = made * (layer == last)  # the last layer's rows are logits
+            return np.asarray(outputs)
+        stored = outputs * (layer == last)  # the last layer's outputs are logits
         if layer > model.first_varying:
             stored = stored + self.read_bytes(layer, c) + self._exchanged(layer, n.given - n.halo)
         return np.asarray(stored)
 
     def _exchanged(self, layer: int, rows: np.ndarray) -> np.ndarray:
-        """Bytes of so many rows that cross before the layer [ranks]."""
+        """Return the bytes of these numbers of rows, if the layer exchanges rows [ranks]."""
         return np.asarray(rows * self._row_bytes(layer) * (layer > self.model.first_varying))
 
     def read_bytes(self, layer: int, c: int) -> np.ndarray:
-        """Rows of h_{l-1} that the layer reads, or of its constant aggregate [ranks] [B]."""
+        """Return the bytes of the rows that the layer reads, or of its cached aggregate [ranks]."""
         n, model = self.counts(layer, c), self.model
         rows = n.sources
-        if model.aggregate_cached(layer):  # GraphSAGE reads a vertex's own row too
+        if model.aggregate_cached(layer):  # GraphSAGE also reads a vertex's own row
             rows = n.rows * (2 if model.layers[0].reads_own else 1)
         return np.asarray(rows * self._row_bytes(layer))
 
     def edge_bytes(self, layer: int, c: int) -> np.ndarray:
-        """The layer's edges, and the ids of the rows that it reads [ranks] [B]."""
+        """Return the bytes of the layer's edges, and of the ids of the rows it reads [ranks]."""
         n, model = self.counts(layer, c), self.model
         if model.aggregate_cached(layer):
             return np.zeros(self.problem.ranks)
@@ -298,7 +303,7 @@ class ChunkedStep:
         return np.asarray(block(model, spec, n.rows, n.sources, n.edges)) + COUNTS_AT_ENDS
 
     def label_bytes(self, c: int) -> np.ndarray:
-        """Labels of the chunks' rows, and which of them are trained on [ranks] [B]."""
+        """Return the bytes of labels, and of the ids of training vertices [ranks]."""
         n, several = self.counts(len(self.model.layers), c), self.problem.stats.learned != "label"
         label = self.model.classes * self.model.weight_itemsize if several else LONG
         return np.asarray(n.rows * label + LONG * n.trained)
@@ -306,40 +311,41 @@ class ChunkedStep:
     # -- memory ----------------------------------------------------------------------------------
 
     def under_way(self, ways: str = "fb") -> np.ndarray:
-        """What is on the device beside the chunk that is computed: first what the one before has
-        made, then what the next one reads [ranks] [B]."""
-        most = np.zeros(self.problem.ranks)
+        """Return the peak bytes of copies during computation: the results of the chunk before,
+        then the rows of the next chunk [ranks]."""
+        peak = np.zeros(self.problem.ranks)
         if self.copies_beside:
             for layer, c, way in product(range(1, len(self.model.layers) + 1), self.unlike, ways):
-                for copied in (self.loaded_bytes, self.stored_bytes):
-                    most = np.maximum(most, copied(way, layer, c))
-        return most
+                for nbytes in (self.loaded_bytes, self.stored_bytes):
+                    peak = np.maximum(peak, nbytes(way, layer, c))
+        return peak
 
     def _hold(self, op: str, layer: int, c: int) -> Held:
-        """Of a pass: nothing of the chunk before is left, and nothing of this one stays."""
+        """Return the memory of a pass, which leaves nothing on the device for the next chunk."""
         n, is_last = self.counts(layer, c), layer == len(self.model.layers)
         need = footprint(self.model, layer, n.rows, n.sources, n.edges)
         loaded = self.read_bytes(layer, c) + self.edge_bytes(layer, c)
-        loaded = loaded + self._besides("b" if op == "backward" and not is_last else "f", layer, c)
+        way = "b" if op == "backward" and not is_last else "f"
+        loaded = loaded + self._gradient_or_labels(way, layer, c)
         if op == "forward":
             return Held(loaded + need.kept, 0.0)
         if not is_last:
             return Held(loaded + need.backward, 0.0)
-        logits, most, gradient = loss(self.model, n.rows, n.trained)
-        at_last = np.maximum(need.kept + most, logits + gradient + need.backward)
-        return Held(loaded + at_last, 0.0)
+        logits, loss_peak, gradient = loss(self.model, n.rows, n.trained)
+        peak = np.maximum(need.kept + loss_peak, logits + gradient + need.backward)
+        return Held(loaded + peak, 0.0)
 
 
-def _copied(nbytes: np.ndarray) -> Copy:
-    """Whole bytes [ranks]."""
+def _copy(nbytes: np.ndarray) -> Copy:
+    """Return a copy of this many bytes, rounded [ranks]."""
     return Copy(np.round(nbytes).astype(np.int64))
 
 
 def beside(at: Callable[[int], Step], epoch: int, steps: int) -> Iterator[Queued]:
-    """The order of steps whose copies go beside computation, one after the other (`Order`)."""
-    computed: tuple[Label, ...] = ()  # what was done last, other than copies
+    """Yield the queue of steps whose copies overlap with computation (an `Order`)."""
+    computed: tuple[Label, ...] = ()  # the last operation other than copies
     for step in range(steps):
-        loaded: dict[int | None, tuple[Label, ...]] = {}  # by chunk
+        loaded: dict[int | None, tuple[Label, ...]] = {}  # chunk -> its load
         stored: tuple[Label, ...] = ()
         for op in _loads_ahead(at(step)):
             label, after = op.label(step), computed
@@ -347,14 +353,15 @@ def beside(at: Callable[[int], Step], epoch: int, steps: int) -> Iterator[Queued
                 loaded[op.chunk] = (label,)
             elif op.op == "store":
                 stored = (label,)
-            else:  # the step is over when all is stored
+            else:  # operations of all chunks, such as the update, wait for the last store
                 after += loaded.pop(op.chunk, ()) + (stored if op.chunk is None else ())
                 computed = (label,)
             yield Queued(op, step, after)
 
 
 def _loads_ahead(ops: Iterable[Op]) -> Iterator[Op]:
-    """Each pass of a layer begins with two loads; at the place of any other stands the next one."""
+    """Yield the operations with each load moved to the place of the previous load in its pass of a
+    layer; the first load stays, so a pass begins with two loads."""
     loads = pairwise(op for op in ops if op.op == "load")
     following = {op: later for op, later in loads if (op.way, op.layer) == (later.way, later.layer)}
     ahead = set(following.values())

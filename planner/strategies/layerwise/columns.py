@@ -1,18 +1,18 @@
-"""The operations of a step whose sums over edges are done on columns of all vertices' rows.
+"""The operations of a step of feature parallelism, which aggregates on columns of all rows.
 
-A rank has an equal share of the rows, and of a tensor of all rows an equal share of the columns. A
-layer is prepared by rows, cut into columns, summed over all edges, joined to rows, and ended there:
+A rank has an equal share of the rows, and during aggregation an equal share of the columns of all
+rows. A layer prepares its rows, exchanges rows for columns, aggregates over all edges, exchanges
+columns for rows, and does the rest on rows:
 
-    by rows      |prepare l|                              |forward l|
-    crossing               |to_columns l|        |to_rows l|
-    by columns                          |aggregate l|
+    on rows      |prepare l|                              |forward l|
+    exchange               |to_columns l|        |to_rows l|
+    on columns                          |aggregate l|
 
-Backward the same operations have way 'b', in the same order, on gradients. A product needs whole
-rows; dropout, bias and ReLU do not. So a layer may be left by columns, where the next one takes
-them as they are (`arranged`), and then neither is joined nor cut there.
+Backward does the same operations on gradients, in the same order, with way 'b'. A product needs
+whole rows; dropout, bias and ReLU do not. So a layer's outputs may stay in columns for the next
+layer, without an exchange between the two (`arranged`).
 
-What is read from operations is in strategies/program/. Numbers of layers are those of
-planner/gnn/model.py, bytes held those of memory.py.
+planner/gnn/model.py counts the work of layers, and memory.py their memory.
 """
 
 from __future__ import annotations
@@ -37,12 +37,12 @@ from gnnplan.planner.vocabulary.schedule import Compute, Gather
 
 
 def why_untried(problem: Problem, shared: str, unsuited: str) -> str:
-    """Why a plan does not try a strategy whose ranks sum a few columns each; '' if it does.
+    """Return why a search does not try a strategy that aggregates a few columns; '' if it does.
 
-    It does where the rate of narrow sums was measured: of wide rows a roofline is true, of a few
-    columns it promises too much, for each edge has its index and weight to read too.
+    A search tries it if the device's rate for narrow rows was measured. A roofline is true for wide
+    rows only: for a few columns, the index and weight of each edge take most of the bandwidth.
 
-    shared: what ranks share. unsuited: why the model cannot be summed so, '' if it can.
+    shared: what ranks divide. unsuited: why the model cannot be aggregated so; '' if it can.
     """
     if problem.ranks == 1:
         return f"one rank has no other to share {shared} with"
@@ -50,11 +50,11 @@ def why_untried(problem: Problem, shared: str, unsuited: str) -> str:
     return unsuited or ("" if problem.cluster.device.gather else unknown)
 
 
-# -- who has what ----------------------------------------------------------------------------------
+# -- rows and columns of a rank --------------------------------------------------------------------
 
 
 def shares(total: int, ranks: int) -> np.ndarray:
-    """How many of so many rows or columns each rank has [ranks].
+    """Return how many of `total` rows or columns each rank has [ranks].
 
     >>> shares(10, 4)
     array([3, 3, 2, 2])
@@ -64,7 +64,7 @@ def shares(total: int, ranks: int) -> np.ndarray:
 
 
 def spans(total: int, ranks: int) -> list[slice]:
-    """Which of so many rows or columns each rank has: the first ones are those of rank 0.
+    """Return which of `total` rows or columns each rank has; rank 0 has the first ones.
 
     >>> spans(10, 4)[1]
     slice(3, 6, None)
@@ -73,51 +73,46 @@ def spans(total: int, ranks: int) -> list[slice]:
     return [slice(start, end) for start, end in zip([0, *ends[:-1]], ends, strict=True)]
 
 
-# -- how rows go through the layers ----------------------------------------------------------------
+# -- layers on rows and on columns -----------------------------------------------------------------
 
 
 @dataclass(frozen=True)
 class Course:
-    """A layer that is summed on columns.
+    """The exchanges of a layer that aggregates on columns."""
 
-    width: numbers per row that is summed. cuts: its inputs lie by rows, so they are cut into
-    columns; otherwise they lie by columns. joins: what it makes lies by rows. backward: whether
-    its sum has a gradient that somebody needs.
-    """
-
-    width: int
-    cuts: bool = True
-    joins: bool = True
-    backward: bool = True
+    width: int  # numbers per aggregated row
+    cuts: bool = True  # inputs are in rows, and are exchanged for columns before the aggregation
+    joins: bool = True  # sums are exchanged for rows after the aggregation
+    backward: bool = True  # the gradient of the sums is needed
 
     @property
     def numbers(self) -> int:
-        """Numbers per vertex that cross in a step, both passes."""
+        """The numbers per vertex that ranks send in a step, forward and backward."""
         return self.width * (self.cuts + self.joins) * (1 + self.backward)
 
 
-Courses = tuple[Course | None, ...]  # of layers 1 .. L; None: its aggregate is made at set-up
+Courses = tuple[Course | None, ...]  # of layers 1 .. L; None: aggregated once, at set-up
 
 
 class ByColumns(Model):
-    """A model whose layers end their row-wise part before rows are cut into columns."""
+    """A model whose layers are split at their aggregation, which is on columns."""
 
     def narrow_at(self, layer: int) -> bool:
         return self.layers[layer - 1].projects_first
 
     def prepare(self, layer: int, rows: Number) -> tuple[Compute, Compute]:
-        """Forward and backward work of what is done to a layer's input rows before its sum."""
+        """Return forward and backward work on a layer's input rows, before its aggregation."""
         spec = self.layers[layer - 1]
         if spec.projects_first:
             return self.project(layer, rows)
-        told = self.prepares(spec, varies=layer > self.first_varying)
-        return self._rowwise(told.ways, rows, self.prepare_launches(spec))
+        played = self.prepares(spec, varies=layer > self.first_varying)
+        return self._rowwise(played.ways, rows, self.prepare_launches(spec))
 
     def end(self, layer: int, rows: Number) -> tuple[Compute, Compute]:
-        """Forward and backward work of what is done to a layer's sums."""
+        """Return forward and backward work after a layer's aggregation."""
         spec = self.layers[layer - 1]
         plain = replace(spec, drops=False, activates=False, norm="none", sums=0)
-        # ReLU after a layer is the next layer's where that activates: only this one is changed
+        # only this layer is changed, because the next layer may do this layer's ReLU
         layers = (*self.layers[: layer - 1], plain, *self.layers[layer:])
         model = replace(self, layers=layers)
         return (
@@ -127,28 +122,29 @@ class ByColumns(Model):
 
 
 def arranged(model: Model, alternating: bool) -> tuple[ByColumns, Courses]:
-    """The model with its orders of product and sum, and the course of every layer.
+    """Return the model with its orders of product and aggregation, and the course of every layer.
 
-    Coupled: every layer takes rows and gives rows, in the model's own order. Alternating: of all
-    ways to go through the layers one by which fewest numbers cross.
+    Coupled: every layer reads rows and writes rows, in the model's own order. Alternating: the
+    choice for all layers by which ranks send the fewest numbers.
 
-        h_{l-1} by rows     X W  ->  to_columns  ->  A (X W)         h_l by columns   product first
-        h_l by columns      A X  ->  to_rows     ->  (A X) W         h_{l+1} by rows  sum first
-        a layer of SGC without W: A X                                by columns all along
+        h_{l-1} in rows     X W  ->  to_columns  ->  A (X W)         h_l in columns   product first
+        h_l in columns      A X  ->  to_rows     ->  (A X) W         h_{l+1} in rows  sum first
+        a layer of SGC without W: A X                                columns before and after
 
-    A layer is left by columns only where what it does to its sums, and what the next one does to
-    its inputs, is done column by column.
+    A layer's outputs stay in columns only if its operations after the aggregation, and those of the
+    next layer before it, are element-wise.
     """
+    # whether outputs are in columns -> the fewest numbers, and the choice for the layers so far
     least: dict[bool, tuple[int, tuple[tuple[bool, Course | None], ...]]] = {False: (0, ())}
     for layer in range(1, len(model.layers) + 1):
-        ways: dict[bool, tuple[int, tuple[tuple[bool, Course | None], ...]]] = {}
-        for by_columns, (numbers, path) in least.items():
-            for first, course in _ways(model, layer, by_columns, alternating):
+        best: dict[bool, tuple[int, tuple[tuple[bool, Course | None], ...]]] = {}
+        for in_columns, (numbers, path) in least.items():
+            for first, course in _choices(model, layer, in_columns, alternating):
                 cost = numbers + (course.numbers if course else 0)
-                leaves = course is not None and not course.joins
-                if leaves not in ways or cost < ways[leaves][0]:
-                    ways[leaves] = cost, (*path, (first, course))
-        least = ways
+                stays = course is not None and not course.joins
+                if stays not in best or cost < best[stays][0]:
+                    best[stays] = cost, (*path, (first, course))
+        least = best
     path = least[False][1]
     layers = tuple(
         replace(spec, projects_first=first)
@@ -158,13 +154,13 @@ def arranged(model: Model, alternating: bool) -> tuple[ByColumns, Courses]:
     return ByColumns(**(values | {"layers": layers})), tuple(course for _, course in path)
 
 
-def _ways(
-    model: Model, layer: int, by_columns: bool, alternating: bool
+def _choices(
+    model: Model, layer: int, in_columns: bool, alternating: bool
 ) -> Iterator[tuple[bool, Course | None]]:
-    """How a layer may go: whether it multiplies first, and its course."""
+    """Yield the choices for a layer: whether it multiplies first, and its course."""
     spec = model.layers[layer - 1]
     varies = layer > model.first_varying
-    if by_columns:
+    if in_columns:
         yield False, Course(spec.h_in, cuts=False)
         if not spec.matrices and _stays(model, layer):
             yield False, Course(spec.h_in, cuts=False, joins=False)
@@ -177,8 +173,8 @@ def _ways(
 
 
 def _stays(model: Model, layer: int) -> bool:
-    """Whether a layer's rows may stay by columns for the next layer: whether all that both do
-    besides their products and sums is done number by number."""
+    """Return whether a layer's outputs may stay in columns for the next layer: whether both layers
+    have only element-wise operations besides products and sums."""
     both = model.layers[layer - 1 : layer + 1]
     return len(both) == 2 and all(
         spec.kind in ("gcn", "sgc") and not (spec.activates or spec.heads) for spec in both
@@ -189,20 +185,20 @@ def _stays(model: Model, layer: int) -> bool:
 
 
 def program(problem: Problem, model: ByColumns, courses: Courses) -> Program:
-    """One step, which all steps are like."""
+    """Return the program, whose steps are all equal."""
     step = list(_step(problem, model, courses))
     return Program.of(step, setup=lambda: setup(problem, courses))
 
 
 def crossing(problem: Problem, width: int, op: str) -> Outer:
-    """Numbers that go from i to j as rows of `width` numbers are cut or joined [ranks, ranks]."""
+    """Return the numbers sent from rank to rank for rows of `width` numbers [ranks, ranks]."""
     rows, columns = shares(problem.stats.vertices, problem.ranks), shares(width, problem.ranks)
     sent = Outer(rows, columns, np.zeros_like(rows))
     return sent if op == "to_columns" else sent.T
 
 
 def setup(problem: Problem, courses: Courses) -> Iterator[Op]:
-    """Exchanges before the first step: of the features, where their sums are made once."""
+    """Yield the exchanges before the first step, of features that are aggregated only once."""
     if courses[0] is None and problem.ranks > 1:
         for op in ("to_columns", "to_rows"):
             sent = crossing(problem, problem.model.features, op)
@@ -210,7 +206,7 @@ def setup(problem: Problem, courses: Courses) -> Iterator[Op]:
 
 
 def _step(problem: Problem, model: ByColumns, courses: Courses) -> Iterator[Op]:
-    """The operations of one step, in order. Layers that are alike share their work and bytes."""
+    """Yield the operations of one step, in order. Equal layers share their work and bytes."""
     ranks, layers, b = problem.ranks, len(courses), model.itemsize
     own = shares(problem.stats.vertices, ranks)
     several = ranks > 1
@@ -224,11 +220,11 @@ def _step(problem: Problem, model: ByColumns, courses: Courses) -> Iterator[Op]:
     holds = Holds(problem, model, facts, encoded, ExchangeOptions(narrow=True))
 
     def of_columns(width: int) -> np.ndarray:
-        """Rows of `width` numbers that have as many numbers as a rank's columns of all rows."""
+        """Return a rank's columns of all rows as a number of whole rows of `width` [ranks]."""
         return np.asarray(problem.stats.vertices * shares(width, ranks) / width)
 
     def copied(width: int, pieces: bool) -> Compute:
-        """The work of putting rows into pieces for peers, or together from theirs."""
+        """Return the work to copy rows into pieces for other ranks, or out of received pieces."""
         if not (pieces and several):
             return Compute(itemsize=b)
         return Compute(elementwise_bytes=1.0 * COPY * own * width * b, itemsize=b)
@@ -258,13 +254,13 @@ def _step(problem: Problem, model: ByColumns, courses: Courses) -> Iterator[Op]:
         return Compute(0.0, (read,), launches=1, itemsize=b)
 
     def sums(layer: int, course: Course, way: str) -> Iterator[Op]:
-        """What a layer does on columns, and how it gets there and back."""
-        there, back = (course.cuts, course.joins) if way == "f" else (course.joins, course.cuts)
-        if there and several:
+        """Yield a layer's aggregation, with the exchanges before and after it."""
+        before, after = (course.cuts, course.joins) if way == "f" else (course.joins, course.cuts)
+        if before and several:
             numbers = crossing(problem, course.width, "to_columns")
             yield Op("to_columns", way, layer, work=Exchange(numbers, b))
         yield Op("aggregate", way, layer, work=summed(like[layer], course))
-        if back and several:
+        if after and several:
             numbers = crossing(problem, course.width, "to_rows")
             yield Op("to_rows", way, layer, work=Exchange(numbers, b))
 
@@ -303,14 +299,15 @@ def _step(problem: Problem, model: ByColumns, courses: Courses) -> Iterator[Op]:
     yield from end_of_step(problem)
 
 
-# -- bytes held ------------------------------------------------------------------------------------
+# -- memory ----------------------------------------------------------------------------------------
 
 
 def between(model: ByColumns, layer: int, own: np.ndarray, width: int) -> Number:
-    """Bytes that a rank keeps because a layer is two segments with an exchange between [ranks].
+    """Return the bytes that a rank keeps because a layer is two autograd segments [ranks].
 
-    They are beside those of the layer itself (memory.py): leaves and roots of the two segments,
-    which no product saves in any case. own: rows. width: numbers per row that is summed.
+    These are inputs and outputs of the segments before and after the exchange that no product
+    saves; memory.py counts the layer itself. own: number of rows. width: numbers per aggregated
+    row.
     """
     spec = model.layers[layer - 1]
     sums = spec.projects_first or not spec.matrices or model.hands_on_initial

@@ -1,9 +1,9 @@
-"""Feature parallelism: sums over edges on a few columns of all rows, the rest on a rank's rows.
+"""Feature parallelism: aggregation on some columns of all rows, all else on a rank's own rows.
 
-Every rank holds all edges, an equal share of the vertices' rows, and while a layer is summed an
-equal share of the columns of all rows. Two exchanges of all ranks with all ranks turn one into the
-other. There are no parts and no halo; every rank sums over all edges, so the work is balanced
-whatever the graph. METIS orders the vertices, so that a sum finds its rows in cache.
+Every rank has all edges and an equal share of the rows; during the aggregation of a layer it has an
+equal share of the columns of all rows. All-to-alls turn rows into columns and back. There are no
+parts and no halo; every rank sums over all edges, so the work is balanced for any graph. METIS
+orders the vertices so that most rows of a sum are in cache.
 
     rows     rank 0 |a0 a1 a2 a3|      columns   rank 0 |a0 a1|   rank 1 |a2 a3|
                     |b0 b1 b2 b3|      to_columns ->    |b0 b1|          |b2 b3|
@@ -13,29 +13,30 @@ whatever the graph. METIS orders the vertices, so that a sum finds its rows in c
     compute  |forward 1|prepare 2|    |aggregate 2|    |forward 2|loss|backward 2|  ..
     comm                         |to_columns 2|    |to_rows 2|
 
-Bytes per epoch for N vertices, P ranks, w_l numbers per row summed in layer l (the narrower of what
-goes into its product and what comes out of it), b bytes per number, W weights:
+Bytes per epoch for N vertices, P ranks, w_l numbers per aggregated row of layer l (the smaller of
+the layer's input and output widths), b bytes per number, W weights:
 
     coupled       4 (P-1)/P N b sum_l w_l  +  2 (P-1) W b
-    alternating   half of it where layers alternate A (X W) and (A X) W
+    alternating   half of the first term if layers alternate A (X W) and (A X) W
 
-A halo of H rows, all ranks together, costs graph parallelism with narrow=True 2 H w b per layer:
-coupled sends fewer bytes where H > 2 (P-1)/P N, alternating where H > (P-1)/P N. A layer 1 whose
-aggregate never changes crosses once, at set-up. Where dropout changes it, it crosses in every step,
-half as much if it sums features, which have no gradient; there graph parallelism has the features
-of its halo already.
+Graph parallelism with narrow=True and a halo of H rows, over all ranks, sends 2 H w b per layer:
+coupled sends fewer bytes if H > 2 (P-1)/P N, alternating if H > (P-1)/P N. If layer 1's aggregate
+is constant, its rows are exchanged once, at set-up. If dropout changes the aggregate, its rows are
+exchanged in every step, though only forward if they are features, which have no gradient; graph
+parallelism in that case already has the features of its halo.
 
-`order='alternating'` leaves a layer by columns where all that is done before the next sum is done
-number by number (bias, ReLU, dropout), and multiplies before or after the sum so that the fewest
-numbers cross. GCN and SGC are such: SGC's layers without a matrix are summed one after the other
-on columns, which is propagation apart from products. GraphSAGE, GIN and GCNII read own rows or
-multiply twice in a layer, which needs rows, so there both orders are the same.
+`order='alternating'` keeps a layer's outputs in columns if all operations before the next
+aggregation are element-wise (bias, ReLU, dropout), and multiplies before or after an aggregation so
+that ranks send the fewest numbers. This is possible for GCN and SGC: SGC's layers without a matrix
+are aggregated one after the other on columns, which separates propagation from products. GraphSAGE,
+GIN and GCNII read own rows or multiply twice in a layer, which needs rows, so for them both orders
+are the same.
 
-Exact: the gradient of one process, to rounding; sums and products are the same in another order.
+Exact, to rounding: sums and products are those of one process in another order.
 
-Layers must sum over edges with fixed weights: attention weighs an edge by all columns of its rows.
+Layers must sum over edges with fixed weights: an attention weight depends on all columns of a row.
 
-Source: NeutronTP (VLDB 2024), which decouples propagation from products (another model, but for
+Source: NeutronTP (VLDB 2024), which decouples propagation from products (another model, except for
 SGC); RDM (IPDPS 2023) for the two orders of a product of three matrices. The bytes of `alternating`
 are our derivation.
 
@@ -74,10 +75,10 @@ ORDERS = ("coupled", "alternating")
 
 @dataclass(frozen=True)
 class FeatureParallel(Strategy):
-    """Sums over edges on columns, all else on rows.
+    """Feature parallelism: aggregation on columns, all else on rows.
 
-    order: 'coupled' (rows before and after every layer) or 'alternating' (layers may be left by
-    columns, with products before or after the sum, so that the fewest numbers cross).
+    order: 'coupled' (rows before and after every layer) or 'alternating' (outputs may stay in
+    columns, with products before or after the aggregation, to send the fewest numbers).
     """
 
     order: str = "coupled"
@@ -105,13 +106,13 @@ class FeatureParallel(Strategy):
 
     @classmethod
     def explain(cls, problem: Problem, fastest: Self | None) -> list[str]:
-        """Its bytes beside those of graph parallelism."""
+        """Return a note that compares bytes with graph parallelism."""
         if fastest is None:
             return []
         ours, halo = fastest.predict(problem).bytes, GraphParallel().predict(problem).bytes
-        crossing = ours.get("to_columns", 0) + ours.get("to_rows", 0)
+        exchanged = ours.get("to_columns", 0) + ours.get("to_rows", 0)
         return [
-            f"{fastest} turns rows into columns and back in {show_bytes(crossing)} per epoch;"
+            f"{fastest} turns rows into columns and back in {show_bytes(exchanged)} per epoch;"
             f" graph_parallel exchanges {show_bytes(halo.get('halo', 0))} of halo rows"
         ]
 
@@ -130,7 +131,7 @@ class FeatureParallel(Strategy):
         return {}  # no part
 
     def arranged(self, problem: Problem) -> tuple[ByColumns, Courses]:
-        """The model in the order in which it is trained, and how rows go through its layers."""
+        """Return the model with its orders of product and aggregation, and each layer's course."""
         return arranged(problem.model, self.order == "alternating")
 
     def preparation(self, problem: Problem) -> dict[str, float]:
@@ -141,12 +142,12 @@ class FeatureParallel(Strategy):
         return columns.program(problem, *self.arranged(problem))
 
     def schedule(self, problem: Problem, steps: int) -> Schedule:
-        """Has METIS order the vertices first, for ranks to find the order."""
+        """Return every rank's tasks, after METIS has ordered the vertices for the ranks."""
         _ordered_s(problem)
         return super().schedule(problem, steps)
 
     def memory(self, problem: Problem) -> Memory:
-        """Bytes per rank by use: all edges, and an equal share of all else."""
+        """Return each rank's peak bytes, by use: all edges, and an equal share of all else."""
         model, stats = problem.model, problem.stats
         own = shares(stats.vertices, problem.ranks)
         read = model.inputs.held(own)
@@ -159,13 +160,13 @@ class FeatureParallel(Strategy):
             self.built(problem),
             features=features,
             graph=edges + 16 * own,
-            # at set-up: rows, those that leave, their columns, and the sums of these
+            # at set-up: own rows, rows to send, received columns, and their sums
             elsewhere=(4 - 1 / problem.ranks) * read if model.aggregate_cached(1) else read,
         )
 
 
 def _ordered_s(problem: Problem) -> float:
-    """How long it took to order the vertices [s]; the order is kept on the disk."""
+    """Return how long METIS took to order the vertices [s]; the order is cached on the disk."""
     with Stopwatch() as watch:
         if problem.graph is not None:
             locality_order(problem.graph, problem.method)
@@ -173,18 +174,18 @@ def _ordered_s(problem: Problem) -> float:
 
 
 def _numbers(problem: Problem, order: str) -> int:
-    """Numbers per vertex that cross in a step."""
+    """Return how many numbers per vertex ranks send in a step."""
     _, courses = FeatureParallel(order).arranged(problem)
     return sum(course.numbers for course in courses if course is not None)
 
 
 def unsuited(problem: Problem) -> str:
-    """Why the model cannot be summed on columns; '' if it can."""
+    """Return why the model cannot be aggregated on columns; '' if it can."""
     model, kind = problem.model, problem.workload.model
     for number, spec in enumerate(model.layers, 1):
         if spec.counted:
             return (
-                f"layer {number} is your own, and it cannot be told which of its work is its sum"
+                f"layer {number} is your own, and it is unknown which of its operations are its sum"
                 " over edges"
             )
         if not spec.gathers_linearly:

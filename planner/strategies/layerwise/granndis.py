@@ -1,9 +1,9 @@
 """GraNNDis: a server recomputes rows of other servers instead of receiving them in every step.
 
 Before the first step each server preloads the features `depth` hops around its part of the graph.
-It then computes hidden rows of the first `depth` layers for these surroundings too, so those rows
-never cross servers. Inside a server the enlarged graph is cut over its GPUs, which exchange halos
-as graph parallelism does.
+In the first `depth` layers it also computes the hidden rows of these surroundings, so servers never
+send each other these rows. Inside a server the enlarged graph is partitioned over the server's
+GPUs, which exchange halos as in graph parallelism.
 
     2 servers x 1 GPU, 3 layers, depth 2 (full preload)
     setup    |preload: features 3 hops around|
@@ -18,8 +18,8 @@ as graph parallelism does.
     reduce                                                                             |all_reduce|
 
     expansion-aware sampling, max_hop 1 and fanout 15: the same timeline on fewer rows
-    setup    |preload: features of the rows drawn, 1 hop around|
-    compute  |forward 1 on its rows|forward 2 on its rows|forward 3 on own|loss| ..
+    setup    |preload: features of sampled rows, 1 hop around|
+    compute  |forward 1 on own + sampled|forward 2 on own + sampled|forward 3 on own|loss| ..
 
     cooperative batching, batches 2 (R): two steps per epoch, each for half of the training vertices
     setup    |preload| to the server's memory, not to its GPUs
@@ -28,29 +28,29 @@ as graph parallelism does.
     reduce                           |all_r|                              |all_r|
 
 Depth 0 is graph parallelism, depth L the paper's full preload. The best depth depends on links and
-graph: more depth means fewer bytes between servers, and more computation. With sampling a server
-has, outside its own part, only rows that were drawn once before training, and all edges among the
-rows it has; loss and gradients are of its own rows only. A batch has whole neighbourhoods; it is
-fetched for a server as a whole and then split over its GPUs. With R = 1 nothing is loaded.
+graph: more depth means fewer bytes between servers, and more computation. With sampling, a server
+has only a sample of the rows outside its own part, drawn once before training, and all edges among
+its rows; the loss is over its own rows only. A batch has whole neighbourhoods; a server fetches the
+batch and then splits it over its GPUs. With one batch (R = 1) nothing is loaded.
 
-`group` says what preloads as one: the server, as in the paper, or the island of GPUs with a fast
-link between them (NVLink bridges). With islands, no recomputed row crosses PCIe either, and one
-server is enough to preload something:
+`group` is the set of GPUs that preloads together: the server, as in the paper, or the island of
+GPUs with a fast link between them (NVLink bridges). With islands, recomputed rows are not sent over
+PCIe either, and preloading makes sense on a single server too:
 
     1 server, islands {0, 2} and {1, 3}, group 'island', 2 layers
     GPU 0, 2   |preload|forward 1 on half of own + 1 hop| halo 2 on NVLink |forward 2| ..
     GPU 1, 3   |preload|forward 1 on half of own + 1 hop| halo 2 on NVLink |forward 2| ..
     PCIe        features                                              all_reduce, once per island
 
-Exact without sampling, with one batch and whole rows, for every depth: each server's copy of a row
-gets the gradient of that server's readers, and the all-reduce adds up the copies' weight gradients.
-Sampling cuts edges between servers; batches are mini-batches (the gradient of the batch's mean
-loss).
+Exact without sampling, with one batch and unquantized rows, for every depth: each server's copy of
+a row gets the gradients of that server's readers, and the all-reduce sums the weight gradients of
+all copies. Sampling removes edges between servers; batches are mini-batches (the gradient of the
+batch's mean loss).
 
-Bytes per epoch: as graph parallelism, where layers l <= depth + 1 exchange halos inside groups only
-(for depth 0 everywhere), plus 2 (M-1) W b per batch; the preloaded features cross once, before the
-first step. Source: GraNNDis (PACT 2024), Sec. 4.1-4.4, Alg. 1. Its Eq. 3-9
-decide nothing: plans use the counted rows of every layer.
+Bytes per epoch: as graph parallelism, but layers l <= depth + 1 exchange halos inside groups only
+(for depth 0 everywhere), plus 2 (M-1) W b per batch; preloaded features are sent once, before the
+first step. Source: GraNNDis (PACT 2024), Sec. 4.1-4.4, Alg. 1. The paper's Eq. 3-9 are not used:
+plans use the counted rows of every layer.
 
 See also step.py and memory.py in this folder, account.py and schedule.py in ../program;
 planner/ownership/layout.py for recomputed rows; executor/strategies/granndis.py.
@@ -83,7 +83,7 @@ MOST = 10_000  # the largest max_hop, and the most batches
 MAX_HOP, FANOUT = 1, 15  # defaults of the paper, Sec. 4.3
 DEGREES = ("global", "local")
 GROUPS = ("server", "island")
-# uses of memory that batches do not shrink
+# uses of memory that do not depend on the number of batches
 SHARED = ("parameters", "optimizer", "runtime", "communicators")
 
 
@@ -91,17 +91,17 @@ SHARED = ("parameters", "optimizer", "runtime", "communicators")
 class GraNNDis(OnParts):
     """GraNNDis.
 
-    depth: hidden layers that a group recomputes for its surroundings; None: all (full preload).
+    depth: number of hidden layers that a group recomputes for its surroundings; None: all (full
+        preload).
     narrow: exchange rows before or after the multiplication, whichever are narrower.
-    max_hop (m), fanout (k): of expansion-aware sampling; None: none. If one is given, the other
-        gets its default.
-    degrees: what a layer divides by: a vertex's degree in the whole graph ('global') or among its
-        group's rows ('local').
-    batches: R of cooperative batching; None: the fewest that fit the memory.
-    checkpoint: as in graph parallelism.
-    group: what preloads and batches as one, the 'server' or the 'island'.
-    trim: leave out rows as in graph parallelism; with several batches they always are.
-    buckets, bits: as in graph parallelism.
+    max_hop (m), fanout (k): expansion-aware sampling of k neighbours up to m hops away; None: no
+        sampling. If only one is given, the other gets its default.
+    degrees: the degree by which a layer divides: in the whole graph ('global') or among the rows of
+        the group ('local').
+    batches: number R of cooperative batches; None: the fewest that fit the memory.
+    checkpoint, buckets, bits: as in graph parallelism.
+    group: the GPUs that preload and batch together, of a 'server' or of an 'island'.
+    trim: leave out rows as in graph parallelism; several batches always do.
     """
 
     depth: int | None = None
@@ -127,7 +127,7 @@ class GraNNDis(OnParts):
 
     @property
     def replays(self) -> bool:
-        return self.batches == 1  # several differ, and each is a step
+        return self.batches == 1  # steps on several batches differ
 
     @property
     def exact(self) -> bool:
@@ -159,7 +159,7 @@ class GraNNDis(OnParts):
             yield cls(depth, group=group, trim=trim)
             if narrowing:
                 yield cls(depth, narrow=True, group=group, trim=trim)
-        yield cls(group=group)  # exact; with checkpoints if it does not fit
+        yield cls(group=group)  # exact; a search adds checkpoint=True if it does not fit
         if trim:
             yield cls(group=group, trim=True)
         in_batches = cls(batches=None, group=group, trim=trim)
@@ -167,8 +167,8 @@ class GraNNDis(OnParts):
             yield in_batches
         sampled = replace(in_batches, max_hop=MAX_HOP, fanout=FANOUT)
         yield sampled
-        # A batch computes only what its training vertices need. Two batches may be faster than the
-        # whole graph, though that fits.
+        # A batch computes only the rows that its training vertices need, so two batches may be
+        # faster than the whole graph even if the whole graph fits.
         for open_batches in (in_batches, sampled):
             two = replace(open_batches, batches=2, trim=False)
             if open_batches.settle(problem).batches == 1 and two.settle(problem).suits(problem):
@@ -199,29 +199,29 @@ class GraNNDis(OnParts):
         return preloading.sentences(problem, cls().settle(problem), sampled)
 
     def settle(self, problem: Problem) -> GraNNDis:
-        out = replace(self, depth=problem.workload.layers if self.depth is None else self.depth)
+        chosen = replace(self, depth=problem.workload.layers if self.depth is None else self.depth)
         if self.sampled:
-            out = replace(
-                out,
+            chosen = replace(
+                chosen,
                 max_hop=MAX_HOP if self.max_hop is None else self.max_hop,
                 fanout=FANOUT if self.fanout is None else self.fanout,
             )
         if self.batches is not None:
-            return out
-        # a search settles the same strategy many times, for each placement
+            return chosen
+        # cached, because a search settles the same strategy for many placements
         device = problem.cluster.device
-        asked = (out, self.tied(problem), problem.workload, device.kind, device.memory)
+        key = (chosen, self.tied(problem), problem.workload, device.kind, device.memory)
         batches = problem.known.answer(
-            ("fewest that fit", *asked, problem.graph, problem.stats, problem.method),
-            lambda: out._fewest_that_fit(problem),
+            ("fewest that fit", *key, problem.graph, problem.stats, problem.method),
+            lambda: chosen._fewest_that_fit(problem),
         )
-        # several batches leave out rows as they are
-        return replace(out, batches=batches, trim=self.trim and batches == 1)
+        # several batches leave out rows without `trim`
+        return replace(chosen, batches=batches, trim=self.trim and batches == 1)
 
     def _fewest_that_fit(self, problem: Problem) -> int:
-        """The smallest number of batches R whose memory fits; if none does, that which needs least.
+        """Return the smallest number of batches R that fits, or else the R with least memory.
 
-        R is doubled while that helps, and then bisected.
+        R is doubled while memory shrinks, and then found by bisection.
         """
         room = problem.cluster.device.memory
 
@@ -229,7 +229,7 @@ class GraNNDis(OnParts):
         def need(batches: int) -> float:
             return replace(self, batches=batches).most_memory(problem)
 
-        # the caller checks too, and reports it
+        # if the strategy does not suit the problem, the caller's own check raises the error
         if not self.suits(problem) or problem.workload.norm == "batch" or need(1) <= room:
             return 1
         whole = replace(self, batches=1).memory(problem)
@@ -245,7 +245,7 @@ class GraNNDis(OnParts):
         return bisect_left(range(tried[-1]), True, tried[-2] + 1, key=lambda n: need(n) <= room)
 
     def _targets(self, problem: Problem) -> int:
-        """The fewest training vertices that a group has."""
+        """Return the smallest number of training vertices that a group has."""
         layout, groups = self.layout(problem), self.tied(problem)
         if isinstance(layout, EstimatedLayout):
             return int(problem.stats.train_vertices // len(set(groups)))
@@ -349,7 +349,7 @@ class GraNNDis(OnParts):
         )
 
     def layout(self, problem: Problem) -> Layout | EstimatedLayout:
-        """Which rows each rank computes, receives and preloads."""
+        """Return which rows each rank computes, receives and preloads."""
         expansion, layers = None, problem.workload.layers
         if self.sampled:
             hops, fanout = settled(self.max_hop), settled(self.fanout)
@@ -362,7 +362,7 @@ class GraNNDis(OnParts):
         )
 
     def layouts(self, problem: Problem) -> Batches:
-        """The layouts of an epoch's batches; with R = 1 the trimmed layout, if any."""
+        """Return the layouts of an epoch's batches; with R = 1 the trimmed layout, if any."""
         layout = self.layout(problem)
         if self.batches in (None, 1):
             return (problem.trimmed(layout),) if self.trim else ()
@@ -372,34 +372,34 @@ class GraNNDis(OnParts):
         return self.batches or 1
 
     def tied(self, problem: Problem) -> tuple[int, ...]:
-        """The group of each rank.
+        """Return the group of each rank.
 
-        Groups are numbered in the order of ranks, so that it does not matter which server or island
-        a group has.
+        Groups are numbered in the order of ranks, so the result does not depend on which server or
+        island a group is placed on.
         """
         places = problem.cost.places
-        of_rank = (places.island if self.group == "island" else places.server).tolist()
-        number = {place: i for i, place in enumerate(dict.fromkeys(of_rank))}
-        return tuple(number[place] for place in of_rank)
+        by_rank = (places.island if self.group == "island" else places.server).tolist()
+        number = {place: i for i, place in enumerate(dict.fromkeys(by_rank))}
+        return tuple(number[place] for place in by_rank)
 
     def turn(self, problem: Problem, step: int) -> int:
-        """The batch of a step: every epoch has all batches, in an order of its own."""
+        """Return the batch of a step; each epoch has all batches, in a new order."""
         epoch, place = divmod(step, self.steps(problem))
         random = np.random.default_rng((BATCH_ORDER, problem.workload.seed, epoch))
         return int(random.permutation(self.steps(problem))[place])
 
 
 def _groups_to_try(problem: Problem) -> list[str]:
-    """The kinds of group of which the problem has several, without those that are the same."""
+    """Return 'server' if ranks are on several servers, and 'island' if on more islands."""
     servers, islands = (len(set(numbers.tolist())) for numbers in problem.cost.places[:2])
-    out = ["server"] if servers > 1 else []
+    groups = ["server"] if servers > 1 else []
     return (
-        [*out, "island"]
+        [*groups, "island"]
         if problem.cluster.islands and islands > servers and len(_sizes(problem)) == 1
-        else out
+        else groups
     )
 
 
 def _sizes(problem: Problem) -> list[int]:
-    """The different numbers of GPUs that the problem uses of an island."""
+    """Return the distinct numbers of GPUs that the problem uses per island."""
     return sorted(set(np.bincount(problem.cost.places.island).tolist()) - {0})

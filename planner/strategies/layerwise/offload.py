@@ -1,30 +1,32 @@
 """Offload (HongTu): GPUs train a graph that does not fit in their memory, chunk by chunk.
 
-A server's memory has the features, and every layer's rows and their gradients of its ranks. Each
-rank's part of the graph is cut in chunks. Layer by layer and chunk by chunk, a device loads the
-rows that a chunk's edges read, computes the chunk's rows of the layer, and stores them in the
-server's memory. The backward pass goes the same way from the last layer to the first: it loads the
-rows once more with the gradient of what they made, computes the layer again, and adds the gradient
-of the rows read to those in the server's memory. The last layer goes forward and backward at once.
+A server's memory has the features, and every layer's rows and gradients of the server's ranks. Each
+rank's part of the graph is divided into chunks. Layer by layer and chunk by chunk, a device loads
+the rows that a chunk's edges read, computes the chunk's rows of the layer, and stores them in the
+server's memory. The backward pass does the same from the last layer to the first: it loads the
+same rows and the gradient of the layer's outputs, recomputes the layer, and adds the gradient of
+the rows read to the gradients in the server's memory. The last layer does forward and backward of a
+chunk together.
 
     one rank, 2 layers, 2 chunks
     copy     |load|      |store|load|      |store|load|                    |store|..
     compute       |f 1 c0|          |f 1 c1|          |f 2 c0|loss|b 2 c0|
 
-On GPUs copies go beside computation, but for the first load and the last store of a layer's pass:
+On GPUs copies overlap with computation, except the first load and the last store of a layer's pass:
 
     copy     |load c0|load c1|store c0|load c2|store c1|..
     compute          |f 1 c0 .|f 1 c1 . . . . |f 1 c2|
 
-Several ranks do their first chunk at the same time, then their second. A row that is in another
-rank's memory is loaded there and crosses as a halo, once for every chunk that reads it, and once
-more in the backward pass; its gradient goes home. Features are read from the own server's memory.
+All ranks process their first chunk at the same time, then their second. A row that another rank
+owns is loaded by its owner and sent as a halo row, once for every chunk that reads it, and once
+more in the backward pass; its gradient is returned to the owner. Features are read from the own
+server's memory.
 
-So a device holds one layer of one chunk, and on GPUs one more that comes or goes. How many chunks
-a rank has is chosen: the least power of two that fits by estimates, or up to sixteen times as many
-if its real cut does not. More chunks read more rows of each other.
+So a device has one layer of one chunk in memory, and on GPUs a second chunk that is being copied.
+The number of chunks is the least power of two that fits by estimates; if the counted partition does
+not fit, it is up to sixteen times as large. More chunks read more rows of each other.
 
-Exact: the gradient of one process, since no row is missing and none is stale.
+Exact, since no row is missing and none is stale.
 
 Bytes per epoch, for chunks with R rows, S rows read and E edges of e bytes, H_l numbers of b bytes,
 of which D rows are in another rank's memory:
@@ -34,9 +36,9 @@ of which D rows are in another rank's memory:
     stores   sum over chunks [ sum_{l=1..L} R H_l b + sum_{l=2..L} S H_{l-1} b ]
     halos    sum over chunks [ 3 sum_{l=2..L-1} D H_{l-1} b + 2 D H_{L-1} b ]
 
-Where layer 1 always aggregates the same, its aggregate is made once and R rows of it are loaded
-instead of S. Source: Wang et al., HongTu (SIGMOD 2023), Sec. 4 and Alg. 1; there rows that the next
-chunk reads too stay on the device, and a row that several GPUs' chunks read is loaded once. See
+If layer 1's aggregate is constant, it is computed once, and R rows of it are loaded instead of S.
+Source: Wang et al., HongTu (SIGMOD 2023), Sec. 4 and Alg. 1; there, unlike here, rows that the next
+chunk also reads stay on the device, and a row that chunks of several GPUs read is loaded once. See
 also chunked.py (operations, bytes and memory) and executor/strategies/offload.py.
 """
 
@@ -58,16 +60,16 @@ from gnnplan.planner.strategies.program.program import Copy, Program
 from gnnplan.planner.vocabulary.errors import SpecError
 from gnnplan.planner.vocabulary.units import show_bytes, show_percent, show_time
 
-MOST_CHUNKS = 1024  # a plan counts the rows that every chunk reads of every other
-TRIES = 5  # numbers of chunks whose real cut is looked at: it may hold more than was estimated
+MOST_CHUNKS = 1024  # a limit, because a plan counts the rows that each chunk reads of each other
+TRIES = 5  # how many numbers of chunks are partitioned and counted, if estimates are too low
 
 
 @dataclass(frozen=True)
 class Offload(Strategy):
     """Full-graph training with vertex data in servers' memories.
 
-    chunks: pieces of each rank's part, of which the device holds one; None: as few as fit.
-    trim: train on those rows alone that training vertices need, as in graph parallelism.
+    chunks: number of chunks of each rank's part; None: as few as fit.
+    trim: leave out rows that no training vertex needs, as in graph parallelism.
     """
 
     chunks: int | None = None
@@ -85,12 +87,12 @@ class Offload(Strategy):
 
     @classmethod
     def candidates(cls, problem: Problem) -> Iterator[Strategy]:
-        """Where graph parallelism does not fit on all GPUs: where it fits, it is faster."""
+        """Yield a variant only if graph parallelism does not fit; if it fits, it is faster."""
         if not cls.refused(problem) and not _fits_without(problem):
             yield cls(trim=problem.needs_few_rows)
 
     def with_less_memory(self) -> Strategy | None:
-        """With all rows: servers hold no edges of an evaluation besides."""
+        """Return the variant without `trim`, which has no separate edges for evaluation."""
         return replace(self, chunks=None, trim=False) if self.trim else None
 
     @classmethod
@@ -99,7 +101,7 @@ class Offload(Strategy):
 
     @classmethod
     def refused(cls, problem: Problem) -> str:
-        """Why this model is not trained chunk by chunk, with a remedy; '' if it is."""
+        """Return why this model cannot be trained chunk by chunk, with a remedy; '' if it can."""
         model, name = problem.model, problem.workload.model
         if model.encoder:
             return (
@@ -115,47 +117,47 @@ class Offload(Strategy):
 
     @classmethod
     def explain(cls, problem: Problem, fastest: Self | None) -> list[str]:
-        there = problem if fastest else problem.placed(tuple(problem.cost.placement[:1]))
-        one = fastest or next((s.settle(there) for s in cls.candidates(there)), None)
-        if one is None:
+        placed = problem if fastest else problem.placed(tuple(problem.cost.placement[:1]))
+        variant = fastest or next((s.settle(placed) for s in cls.candidates(placed)), None)
+        if variant is None:
             return []
-        assert isinstance(one, Offload)
-        loaded, stored = one.moved(there)
-        predicted = one.predict(there)
-        kept = float(sum(one.host_memory(there).values(), np.zeros(1)).max())
+        assert isinstance(variant, Offload)
+        loaded, stored = variant.moved(placed)
+        predicted = variant.predict(placed)
+        host_bytes = float(sum(variant.host_memory(placed).values(), np.zeros(1)).max())
         copied_s = sum(
             float(seconds)
             for op, seconds in predicted.by_op.items()
             if op.split(":")[0] in ("load", "store")
         )
-        whole = sum(_least(there).memory(there).values(), np.zeros(1))
+        whole = sum(_least(placed).memory(placed).values(), np.zeros(1))
         return [
-            f"{one} keeps {show_bytes(kept)} in a server's memory, for the graph would take"
-            f" {show_bytes(float(whole.max()))} on a device; per epoch {show_bytes(loaded)} are"
+            f"{variant} keeps {show_bytes(host_bytes)} in a server's memory, because the graph would"
+            f" take {show_bytes(float(whole.max()))} on a device; per epoch {show_bytes(loaded)} are"
             f" loaded and {show_bytes(stored)} stored, which takes"
             f" {show_time(copied_s)} of {show_time(float(predicted.epoch_s))}"
             f" ({show_percent(copied_s / float(predicted.epoch_s))})"
         ]
 
     def settle(self, problem: Problem) -> Offload:
-        """With as few chunks as fit."""
+        """Return the strategy with the fewest chunks that fit."""
         if self.chunks is not None or self.refused(problem):
             return self
         return problem.known.answer(
-            (self, *_asked(problem), problem.cluster.host_memory),
+            (self, *_key(problem), problem.cluster.host_memory),
             lambda: replace(self, chunks=self._fewest_chunks(problem)),
         )
 
     def _fewest_chunks(self, problem: Problem) -> int:
-        """The least power of two of chunks that fits; 1 where none does by estimates."""
+        """Return the least power of two of chunks that fits; 1 if none fits by estimates."""
         estimate = replace(problem, graph=None)
         powers = [1 << bit for bit in range(_most_chunks(problem).bit_length())]
-        each = [replace(self, chunks=chunks) for chunks in powers]
-        first = next((bit for bit, one in enumerate(each) if one.fits(estimate)), None)
+        variants = [replace(self, chunks=chunks) for chunks in powers]
+        first = next((bit for bit, each in enumerate(variants) if each.fits(estimate)), None)
         if first is None:
             return 1
-        tried = each[first : first + TRIES]
-        return settled(next((one for one in tried if one.fits(problem)), tried[-1]).chunks)
+        tries = variants[first : first + TRIES]
+        return settled(next((each for each in tries if each.fits(problem)), tries[-1]).chunks)
 
     def check(self, problem: Problem) -> None:
         self.check_mode(problem)
@@ -186,13 +188,13 @@ class Offload(Strategy):
         return self._step(problem).program()
 
     def _step(self, problem: Problem, evaluates: bool = False) -> ChunkedStep:
-        """What ranks train on; or all rows, which they evaluate on."""
+        """Return the step on the rows of training, or on all rows for evaluation."""
         layout = problem.chunked(settled(self.chunks))
         trims = self.trim and not evaluates
         return ChunkedStep(problem, problem.trimmed(layout) if trims else layout)
 
     def moved(self, problem: Problem) -> tuple[int, int]:
-        """Bytes of an epoch to the devices, and back."""
+        """Return the bytes that all ranks load to devices in an epoch, and the bytes stored."""
         moved = Counter[str]()
         for op in self.built(problem).step(0):
             if isinstance(op.work, Copy):
@@ -200,36 +202,37 @@ class Offload(Strategy):
         return moved["load"], moved["store"]
 
     def memory(self, problem: Problem) -> Memory:
-        """Bytes on the device: weights, and the chunk that fills it most, of an evaluation too.
+        """Return each device's peak bytes: weights, and the largest chunk, with evaluation.
 
-        A CPU rank's memory is the server's. It has graph data too, but for `host_memory` of it.
+        A CPU rank's device memory is the server's. Graph data that exceeds the rank's share of the
+        cluster's `host_memory` counts as device memory.
         """
         use = _on_device(problem, self._step(problem))
         if self.trim:
             evaluating = _on_device(problem, self._step(problem, evaluates=True), evaluates=True)
             use = max(use, evaluating, key=lambda held: sum(each.max() for each in held.values()))
         if problem.cluster.device.kind == "cpu":
-            of_server = _server_of(problem)
-            sharing = np.bincount(of_server)[of_server]  # ranks that share a server's memory
-            shared = _features_on_host(problem)
-            graph_data = sum(self._on_host(problem).values(), shared / sharing)
-            room = (problem.cluster.host_memory or 0.0) / sharing
+            servers = _server_of(problem)
+            ranks_of_server = np.bincount(servers)[servers]  # [ranks]
+            features = _features_on_host(problem)
+            graph_data = sum(self._on_host(problem).values(), features / ranks_of_server)
+            room = (problem.cluster.host_memory or 0.0) / ranks_of_server
             use["host"] = np.maximum(graph_data - room, 0.0)
         return use
 
     def host_memory(self, problem: Problem) -> Memory:
-        """Bytes of features, rows, gradients and edges in each server's memory [servers]."""
-        of_server, of_ranks = _server_of(problem), self._on_host(problem)
-        held = {use: np.bincount(of_server, nbytes) for use, nbytes in of_ranks.items()}
-        return {"features": np.full(of_server.max() + 1, _features_on_host(problem))} | held
+        """Return bytes of features, rows, gradients and edges in servers' memories [servers]."""
+        servers, by_rank = _server_of(problem), self._on_host(problem)
+        use = {name: np.bincount(servers, nbytes) for name, nbytes in by_rank.items()}
+        return {"features": np.full(servers.max() + 1, _features_on_host(problem))} | use
 
     def _on_host(self, problem: Problem) -> Memory:
-        """Of each rank in its server's memory [ranks] [B]."""
-        held = _of_ranks_on_host(problem, self._step(problem))
+        """Return each rank's bytes in its server's memory, by use, without features [ranks]."""
+        training = _of_ranks_on_host(problem, self._step(problem))
         if not self.trim:
-            return held
-        besides = _of_ranks_on_host(problem, self._step(problem, evaluates=True), trains=False)
-        return {use: nbytes + besides[use] for use, nbytes in held.items()}
+            return training
+        evaluation = _of_ranks_on_host(problem, self._step(problem, evaluates=True), trains=False)
+        return {use: nbytes + evaluation[use] for use, nbytes in training.items()}
 
 
 def _on_device(problem: Problem, step: ChunkedStep, evaluates: bool = False) -> Memory:
@@ -242,24 +245,25 @@ def _on_device(problem: Problem, step: ChunkedStep, evaluates: bool = False) -> 
 
 
 def _server_of(problem: Problem) -> np.ndarray:
-    """The server of each rank, counted among those that have ranks [ranks]."""
+    """Return the server of each rank [ranks], numbered without servers that have no ranks."""
     return np.asarray(np.unique(problem.servers, return_inverse=True)[1])
 
 
 def _features_on_host(problem: Problem) -> float:
-    """Bytes of all vertices' features, which a server's ranks share."""
+    """Return the bytes of all vertices' features, which a server's ranks share."""
     return float(problem.stats.vertices * problem.model.features * problem.model.itemsize)
 
 
 def _of_ranks_on_host(problem: Problem, step: ChunkedStep, trains: bool = True) -> Memory:
-    """Rows of h_1 .. h_{L-1}, two buffers for their gradients, logits, edges of a rank's chunks.
+    """Return each rank's bytes of rows and of edges in its server's memory [ranks].
 
-    And the aggregate of layer 1, if it is constant. [ranks]"""
-    model, last, none = problem.model, len(problem.model.layers), np.zeros(problem.ranks)
-    n = [sum((step.counts(h, c).rows for c in step.chunks), none) for h in range(1, last + 1)]
+    Rows: h_1 .. h_{L-1}, two buffers for their gradients if the step trains, logits, and layer 1's
+    aggregate if it is constant."""
+    model, last, zero = problem.model, len(problem.model.layers), np.zeros(problem.ranks)
+    n = [sum((step.counts(h, c).rows for c in step.chunks), zero) for h in range(1, last + 1)]
     hidden = [rows * layer.h_out for rows, layer in zip(n, model.layers[:-1], strict=False)]
-    widest = np.max(hidden, axis=0) if hidden else none
-    numbers = sum(hidden, none) + widest * min(len(hidden), 2) * trains + n[-1] * model.classes
+    widest = np.max(hidden, axis=0) if hidden else zero
+    numbers = sum(hidden, zero) + widest * min(len(hidden), 2) * trains + n[-1] * model.classes
     numbers = numbers + n[0] * model.features * model.aggregate_cached(1)
     kinds = {step.layout.kind(layer): layer for layer in range(1, last + 1)}
     edges = sum(step.edge_bytes(layer, c) for layer in kinds.values() for c in step.chunks)
@@ -268,22 +272,22 @@ def _of_ranks_on_host(problem: Problem, step: ChunkedStep, trains: bool = True) 
 
 
 def _least(problem: Problem) -> GraphParallel:
-    """Graph parallelism with as little memory as it can do with."""
+    """Return the variant of graph parallelism that needs least memory."""
     return GraphParallel(checkpoint=True, trim=problem.needs_few_rows)
 
 
 def _fits_without(problem: Problem) -> bool:
-    """Whether graph parallelism that keeps layers' inputs only fits on all GPUs, or is refused."""
+    """Return whether graph parallelism fits on all GPUs with least memory, or cannot be used."""
     everyone = problem.placed(tuple(range(problem.cluster.ranks)))
     least = _least(everyone)
     return problem.known.answer(
-        ("fits without offload", *_asked(everyone)),
+        ("fits without offload", *_key(everyone)),
         lambda: not least.suits(everyone) or least.fits(everyone),
     )
 
 
-def _asked(problem: Problem) -> tuple[Hashable, ...]:
-    """What it depends on whether a strategy fits."""
+def _key(problem: Problem) -> tuple[Hashable, ...]:
+    """Return a key of all properties of a problem that decide whether a strategy fits."""
     device = problem.cluster.device
     room = device.memory, device.kind, device.code_of(problem.model.itemsize)
     ranks = problem.graph, problem.stats, problem.workload, problem.method, problem.servers
@@ -291,5 +295,5 @@ def _asked(problem: Problem) -> tuple[Hashable, ...]:
 
 
 def _most_chunks(problem: Problem) -> int:
-    """Of a rank."""
+    """Return the largest number of chunks per rank."""
     return max(min(MOST_CHUNKS, problem.stats.vertices) // problem.ranks, 1)

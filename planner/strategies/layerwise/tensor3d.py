@@ -1,10 +1,10 @@
-"""3D tensor parallelism: every tensor of a layer, the adjacency too, is cut in two by two axes.
+"""3D tensor parallelism: each tensor of a layer, and the adjacency, is tiled by two axes of a grid.
 
-Ranks form a grid x * y * z. Each has a tile of the adjacency, of rows and of weights, and in every
-layer another two axes cut each of them. A layer's outputs are tiled as the next layer's inputs, so
-ranks only sum tiles along one axis at a time. Nobody has all edges or all rows, and there are no
-parts, no halo and no METIS. Rows and columns are in two random orders, so all tiles have about as
-many edges.
+Ranks form a grid x * y * z. Each rank has a tile of the adjacency, of the rows and of the weights;
+the two axes that tile a tensor change from layer to layer. A layer's outputs are tiled like the
+next layer's inputs, so ranks only sum tiles, along one axis at a time. No rank has all edges or all
+rows, and there are no parts, no halo and no METIS. Rows and columns of the adjacency are in two
+random orders, so all tiles have about equally many edges.
 
     A [rows, sources]   H [sources, columns]   A H [rows, columns]   W [columns, sources]
 
@@ -17,21 +17,21 @@ N vertices, widths D and D', w weights with the bias (D D' + D' of GCN), b bytes
     forward    b (2 (S-1)/S N D m/(R C) + 2 (C-1)/C N D'/(R S) + (R-1)/R w/(S C))
     backward   b (2 (S-1)/S N D m/(R C) + 2 (R-1)/R N D/(S C)  + 2 (R-1)/R w/(S C))
 
-m is 1 for GCN and 2 for GraphSAGE, which sums own rows too. Layer 1 has no gradient of its inputs,
-so of its backward pass the last term alone remains; if its sums are made once, its forward pass has
-no first term either. For the loss ranks along the last S turn columns of the logits into rows and
-back: 2 b (S-1)/S N D'/(R S). Axes rotate: S, C, R are x, y, z in layers 1, 4, ..; z, x, y in 2, 5,
-..; y, z, x in 3, 6, .. .
+m is 1 for GCN and 2 for GraphSAGE, which also sums own rows. Layer 1 needs no gradient of its
+inputs, so its backward pass has only the last term; if its sums are computed once, its forward pass
+has no first term either. For the loss, ranks along the last layer's S turn columns of the logits
+into rows and back: 2 b (S-1)/S N D'/(R S). Axes rotate: S, C, R are x, y, z in layers 1, 4, ..;
+z, x, y in 2, 5, ..; y, z, x in 3, 6, .. .
 
-Exact: the gradient of one process, to rounding; sums are the same in another order.
+Exact, to rounding: sums are those of one process in another order.
 
-Layers are those of GCN and GraphSAGE. Attention weighs an edge by all columns of its rows, norms
-read numbers that lie on several ranks, and other layers have several products in a row, whose tiles
-would have to rotate inside of a layer.
+Models are GCN and GraphSAGE. An attention weight depends on all columns of a row, a norm reads
+numbers of several ranks, and other layers have several products in sequence, whose tiles would have
+to rotate inside a layer.
 
-Source: Plexus (SC 2025), with its cost of a grid (`performance/comm_model.py`), which trains
-features too and so has more in layer 1; CAGNET (SC 2020) for tiles of the adjacency. Bias,
-GraphSAGE and logits are our derivation.
+Source: Plexus (SC 2025), and its cost of a grid (`performance/comm_model.py`), which includes
+training of features and therefore more terms in layer 1; CAGNET (SC 2020) for tiles of the
+adjacency. The terms of bias, GraphSAGE and logits are our derivation.
 
 See also tiles.py (operations), executor/strategies/tensor3d.py.
 """
@@ -59,9 +59,9 @@ from gnnplan.planner.vocabulary.units import show_bytes
 
 @dataclass(frozen=True)
 class Tensor3D(Strategy):
-    """Every tensor of a layer in tiles, on a grid of ranks.
+    """3D tensor parallelism: every tensor of a layer in tiles, on a grid of ranks.
 
-    x, y, z: ranks along each axis. None: chosen, so that tiles take the least time to sum.
+    x, y, z: ranks along each axis; None: chosen to sum tiles in the least time.
     """
 
     x: int | None = None
@@ -69,7 +69,7 @@ class Tensor3D(Strategy):
     z: int | None = None
 
     family: ClassVar[str] = "tensor3d"
-    claim: ClassVar[float] = 0.2  # ranks with smaller tiles wait for their own groups alone
+    claim: ClassVar[float] = 0.2  # in a simulation, ranks wait for their own groups only
     executor: ClassVar[str] = "gnnplan.executor.strategies.tensor3d"
     examples: ClassVar[tuple[Example, ...]] = (
         Example("tensor3d(x=2,y=1,z=1)"),
@@ -78,7 +78,7 @@ class Tensor3D(Strategy):
 
     @property
     def hands_over(self) -> bool:
-        return False  # a rank's numbers of a weight are a run of a tile, which no other plan has
+        return False  # ranks store shares of tiles of the weights, which no other plan reads
 
     @classmethod
     def candidates(cls, problem: Problem) -> Iterator[Strategy]:
@@ -91,7 +91,7 @@ class Tensor3D(Strategy):
 
     @classmethod
     def explain(cls, problem: Problem, fastest: Self | None) -> list[str]:
-        """Its bytes beside those of graph parallelism."""
+        """Return a note that compares bytes with graph parallelism."""
         if fastest is None:
             return []
         ours, halo = fastest.predict(problem).bytes_total, GraphParallel().predict(problem).bytes
@@ -101,30 +101,32 @@ class Tensor3D(Strategy):
         ]
 
     def settle(self, problem: Problem) -> Strategy:
-        """With the grid that takes the least time to sum tiles, of those with the given axes that
-        fit; of all with the given axes where none fits."""
+        """Return the strategy on the grid that sums tiles fastest.
+
+        Candidates are the grids with the given axes that fit, or all of these grids if none fits.
+        """
         if None not in (self.x, self.y, self.z) or unsuited(problem):
             return self
-        given = [axis for axis in AXES if getattr(self, axis) is not None]
-        found = [
+        fixed = [axis for axis in AXES if getattr(self, axis) is not None]
+        suitable = [
             grid
             for grid in grids(problem.ranks)
-            if all(getattr(self, axis) == grid.size(axis) for axis in given)
+            if all(getattr(self, axis) == grid.size(axis) for axis in fixed)
         ]
-        if not found:
+        if not suitable:
             return self
-        found.sort(key=lambda grid: summing_s(problem, grid))
-        by_time = [Tensor3D(grid.x, grid.y, grid.z) for grid in found]
-        estimate = replace(problem, graph=None)  # tiles are balanced, and their edges many to count
-        return next((tried for tried in by_time if tried.fits(estimate)), by_time[0])
+        suitable.sort(key=lambda grid: summing_s(problem, grid))
+        by_time = [Tensor3D(grid.x, grid.y, grid.z) for grid in suitable]
+        estimate = replace(problem, graph=None)  # tiles are balanced, so edges need no counting
+        return next((each for each in by_time if each.fits(estimate)), by_time[0])
 
     def check(self, problem: Problem) -> None:
         self.check_mode(problem)
         if why := unsuited(problem):
             raise SpecError(f"tensor3d: {why}; use graph_parallel, or another model")
-        given = {axis: size for axis in AXES if (size := getattr(self, axis)) is not None}
-        if len(given) < 3 or min(given.values()) < 1 or self.grid.ranks != problem.ranks:
-            shown = ", ".join(f"{axis}: {size}" for axis, size in given.items())
+        sizes = {axis: size for axis in AXES if (size := getattr(self, axis)) is not None}
+        if len(sizes) < 3 or min(sizes.values()) < 1 or self.grid.ranks != problem.ranks:
+            shown = ", ".join(f"{axis}: {size}" for axis, size in sizes.items())
             raise SpecError(
                 f"tensor3d needs x * y * z = {problem.ranks} ranks, each at least 1 ({shown});"
                 " leave the axes out to have them chosen, or use"
@@ -145,21 +147,21 @@ class Tensor3D(Strategy):
         return {axis: int(self.grid.places(axis)[rank]) for axis in AXES}
 
     def preparation(self, problem: Problem) -> dict[str, float]:
-        return {"partitioning": 0.0, "features": 0.0}  # every rank reads its own
+        return {"partitioning": 0.0, "features": 0.0}  # every rank reads its own features
 
     def program(self, problem: Problem) -> Program:
         return tiles.program(problem, self.grid)
 
     def memory(self, problem: Problem) -> Memory:
-        """Bytes per rank by use: tiles of all there is."""
+        """Return each rank's peak bytes, by use."""
         model, stats, grid = problem.model, problem.stats, self.grid
         layers = tiles.layers_of(problem, grid)
         zero, b, first = np.zeros(problem.ranks), model.itemsize, layers[0]
         features = first.inputs if first.is_summed else first.sums
-        different = {(each.layer - 1) % 6: each for each in layers if each.is_summed}
+        distinct = {(each.layer - 1) % 6: each for each in layers if each.is_summed}
         edges = [
             each.edges * (12 + 2.0 * b) + 8.0 * (each.rows + each.sources)
-            for each in different.values()
+            for each in distinct.values()
         ]
         return on_ranks(
             problem,
@@ -168,13 +170,13 @@ class Tensor3D(Strategy):
             groups=(group for axis in AXES for group in grid.groups(axis)),
             features=features,
             graph=sum(edges, 8.0 * layers[-1].rows),
-            # at set-up: features of all columns, and what is made of them
+            # at set-up: all columns of the features, and the tile computed from them
             elsewhere=features + first.sources * stats.features * b,
         )
 
 
 def grids(ranks: int) -> list[Grid]:
-    """All grids of so many ranks.
+    """Return all grids of this number of ranks.
 
     >>> len(grids(8)), len(grids(1024)), grids(2)[0]
     (10, 66, Grid(x=1, y=1, z=2))
@@ -189,22 +191,23 @@ def grids(ranks: int) -> list[Grid]:
 
 
 def summing_s(problem: Problem, grid: Grid) -> float:
-    """About how long a step's transfers take on a grid [s], by which grids are compared.
+    """Return an estimate of a step's transfers on a grid [s], to compare grids.
 
-    Groups along an axis that fits into a server use its links. Others share the link between
-    servers with the groups beside them. Source: Plexus, Sec. 4 (its model that knows places).
+    Groups along an axis use the links inside a server if they fit into the server. Otherwise they
+    share the link between servers with parallel groups. Source: Plexus, Sec. 4 (the model that
+    takes placement into account).
     """
     cluster, b, vertices = problem.cluster, problem.model.itemsize, problem.stats.vertices
     model = problem.model.aggregating_first
 
     def seconds(axis: Axis, numbers: float, passes: int) -> float:
-        """Of gathering tensors (passes: 1) or summing them (2) along an axis."""
+        """Return the time to gather tensors (passes: 1) or to sum them (2) along an axis."""
         size, stride = grid.size(axis), grid.stride(axis)
         link, groups = cluster.island or cluster.intra_node, 1
         if size * stride > cluster.gpus_per_server and cluster.inter_node is not None:
             link, groups = cluster.inter_node, min(stride, cluster.gpus_per_server)
-        moved = passes * (size - 1) / size * numbers * b * groups
-        return float(moved / link.bandwidth + passes * (size - 1) * link.latency)
+        nbytes = passes * (size - 1) / size * numbers * b * groups
+        return float(nbytes / link.bandwidth + passes * (size - 1) * link.latency)
 
     total = 0.0
     for layer, spec in enumerate(model.layers, 1):
@@ -221,7 +224,7 @@ def summing_s(problem: Problem, grid: Grid) -> float:
 
 
 def unsuited(problem: Problem) -> str:
-    """Why the model cannot be cut into tiles; '' if it can."""
+    """Return why the model cannot be tiled; '' if it can."""
     model, kind = problem.model, problem.workload.model
     if kind not in ("gcn", "sage"):
         what = "attention" if model.layers[0].heads else "layers of another kind"

@@ -1,12 +1,12 @@
-"""The operations of a step whose ranks form a grid x * y * z, each with a tile of every tensor.
+"""The operations of a step of 3D tensor parallelism, on a grid of x * y * z ranks.
 
-In each layer the axes have roles, which move on by one from layer to layer (`roles`):
+In each layer the axes have roles, which rotate from layer to layer (`roles`):
 
-    sources   shares the layer's input rows among ranks, and its output columns
-    columns   shares its input columns
-    rows      shares its output rows
+    sources   divides the layer's input rows, and its output columns
+    columns   divides the layer's input columns
+    rows      divides the layer's output rows
 
-A rank has a tile of every tensor, shared by these axes:
+A rank has a tile of every tensor. The axes that divide each tensor:
 
     adjacency A   [rows, sources]
     inputs H      [sources, columns]
@@ -14,8 +14,8 @@ A rank has a tile of every tensor, shared by these axes:
     weights W     [columns, sources]
     outputs       [rows, sources]
 
-Ranks along the third axis have copies of a tile. Weights have no copies: ranks along `rows` share
-out a tile, and put it together before they use it.
+Ranks along the remaining axis have copies of the tile. Weights have no copies: each rank along
+`rows` stores a share of the tile, and the ranks gather the tile before they use it.
 
     compute   |aggregate l f|                    |forward l|                |aggregate l+1 f| ..
     comm                                         before it: gather_weights
@@ -25,13 +25,12 @@ out a tile, and put it together before they use it.
     comm      before it: gather_weights; |scatter_weights|
     reduce                              |sum_aggregates l b|            |sum_inputs l|
 
-The outputs lie where the next layer has its inputs, so nothing else moves; for the loss ranks turn
-columns of the logits into whole rows, and those of their gradient back. The bias is one more row of
-the weights' first tiles. GraphSAGE's own rows are summed with the identity beside A, so its sums
-are twice as wide.
+A layer's outputs are tiled like the next layer's inputs, so no other exchange is needed between
+layers. For the loss, ranks exchange columns of the logits for whole rows, and do the reverse with
+the gradient. The bias is one more row of the weights' first tiles. GraphSAGE aggregates own rows by
+an identity matrix next to A, so its sums are twice as wide.
 
-What is read from operations is in strategies/program/. Numbers of layers are those of
-planner/gnn/model.py.
+planner/gnn/model.py counts the work of layers.
 """
 
 from __future__ import annotations
@@ -64,11 +63,11 @@ from gnnplan.planner.vocabulary.schedule import Compute, Gather
 Axis = Literal["x", "y", "z"]
 AXES: tuple[Axis, ...] = ("x", "y", "z")
 
-# -- who has what ----------------------------------------------------------------------------------
+# -- the grid and its tiles ------------------------------------------------------------------------
 
 
 class Roles(NamedTuple):
-    """The axes of a layer by what they share."""
+    """The axes of a layer by their roles."""
 
     sources: Axis
     columns: Axis
@@ -76,7 +75,9 @@ class Roles(NamedTuple):
 
 
 def roles(layer: int) -> Roles:
-    """Of layer 1, 2, ..: its rows are the next one's sources, its sources the next one's columns.
+    """Return the axes of layer 1, 2, .. by role.
+
+    A layer's `rows` is the next layer's `sources`, and its `sources` the next layer's `columns`.
 
     >>> roles(1), roles(2).sources, roles(2).columns
     (Roles(sources='x', columns='y', rows='z'), 'z', 'x')
@@ -86,7 +87,7 @@ def roles(layer: int) -> Roles:
 
 @dataclass(frozen=True)
 class Grid:
-    """x * y * z ranks; y counts fastest and z slowest."""
+    """A grid of x * y * z ranks, numbered along y first and along z last."""
 
     x: int
     y: int
@@ -97,19 +98,19 @@ class Grid:
         return self.x * self.y * self.z
 
     def size(self, axis: Axis) -> int:
-        """Ranks along an axis."""
+        """Return the number of ranks along an axis."""
         return {"x": self.x, "y": self.y, "z": self.z}[axis]
 
     def stride(self, axis: Axis) -> int:
-        """How many ranks there are from one to the next along an axis."""
+        """Return the difference between the numbers of neighbouring ranks along an axis."""
         return {"y": 1, "x": self.y, "z": self.x * self.y}[axis]
 
     def places(self, axis: Axis) -> np.ndarray:
-        """Where each rank is along an axis [ranks]."""
+        """Return each rank's coordinate along an axis [ranks]."""
         return np.arange(self.ranks) // self.stride(axis) % self.size(axis)
 
     def groups(self, axis: Axis) -> tuple[Group, ...]:
-        """The ranks that differ along this axis alone.
+        """Return the groups of ranks that differ in their coordinate along this axis only.
 
         >>> Grid(2, 2, 1).groups("x")
         ((0, 2), (1, 3))
@@ -119,16 +120,16 @@ class Grid:
         return tuple(tuple((rank + along).tolist()) for rank in first)
 
     def share(self, numbers: int | np.ndarray, axis: Axis) -> np.ndarray:
-        """How many each rank has of these, which ranks along an axis share [ranks]."""
+        """Return each rank's share of numbers that ranks along an axis divide [ranks]."""
         each, rest = np.divmod(numbers, self.size(axis))
         return np.asarray(each + (self.places(axis) < rest))
 
 
 def orders(vertices: int, seed: int) -> tuple[np.ndarray, np.ndarray]:
-    """Two orders of the vertices: of the inputs of layers 1, 3, .., and of 2, 4, .. .
+    """Return two orders of the vertices: of the inputs of layers 1, 3, .., and of 2, 4, .. .
 
-    Rows and columns of a tile are in different orders. So an edge is in any tile with the same
-    chance, and the edges of vertices to themselves are in no tiles in particular.
+    Rows and columns of the adjacency have different orders. So each tile contains an edge with the
+    same probability, and self-loops are spread over all tiles.
     """
     first, second = (
         np.random.default_rng((TILES, seed, which)).permutation(vertices) for which in (0, 1)
@@ -137,15 +138,15 @@ def orders(vertices: int, seed: int) -> tuple[np.ndarray, np.ndarray]:
 
 
 def edges_of_tiles(problem: Problem, grid: Grid, layer: int) -> np.ndarray:
-    """Edges in each rank's tile of the adjacency, with those of vertices to themselves [ranks].
+    """Return the number of edges, with self-loops, in each rank's tile of the adjacency [ranks].
 
-    Counted where the graph is known; otherwise an equal share.
+    Edges are counted if the graph is known; otherwise each tile has an equal share.
     """
     stats, axes = problem.stats, roles(layer)
     rows, sources = grid.size(axes.rows), grid.size(axes.sources)
-    to_self = stats.vertices if problem.model.layers[layer - 1].self_edges else 0
+    self_loops = stats.vertices if problem.model.layers[layer - 1].self_edges else 0
     if problem.graph is None:
-        return np.full(grid.ranks, (stats.edges + to_self) / (rows * sources))
+        return np.full(grid.ranks, (stats.edges + self_loops) / (rows * sources))
     graph, seed = problem.graph, problem.workload.seed
 
     def count() -> np.ndarray:
@@ -158,40 +159,41 @@ def edges_of_tiles(problem: Problem, grid: Grid, layer: int) -> np.ndarray:
             tiles[both[which]] = np.repeat(np.arange(parts), shares(stats.vertices, parts))
         reader = np.repeat(tile_of[1], np.diff(graph.indptr))
         tiles = reader * sources + tile_of[0][graph.indices]
-        if to_self:
+        if self_loops:
             tiles = np.append(tiles, tile_of[1] * sources + tile_of[0])
         return np.bincount(tiles, minlength=rows * sources)
 
-    asked = ("tiles", rows, sources, layer % 2, to_self, seed, graph)
-    counted = problem.known.answer(asked, count)
+    question = ("tiles", rows, sources, layer % 2, self_loops, seed, graph)
+    counted = problem.known.answer(question, count)
     return np.asarray(counted[grid.places(axes.rows) * sources + grid.places(axes.sources)])
 
 
 class Tiles:
-    """A layer's tiles, and their sizes on every rank [ranks]."""
+    """The tiles of a layer, and their sizes on every rank [ranks]."""
 
     def __init__(self, problem: Problem, model: Model, grid: Grid, layer: int) -> None:
         self.problem, self.model, self.grid, self.layer = problem, model, grid, layer
         vertices, b = problem.stats.vertices, model.itemsize
         self.spec, self.axes = model.layers[layer - 1], roles(layer)
-        self.is_summed = not model.aggregate_cached(layer)  # in every step; else sums are made once
-        self.varies = layer > model.first_varying  # its inputs have a gradient
-        self.drops = model.dropout > 0 and self.spec.drops  # its inputs
-        self.relu = model.relu_after(layer - 1)  # is still to be done to its inputs
+        self.is_summed = not model.aggregate_cached(layer)  # aggregates in every step, not once
+        self.varies = layer > model.first_varying  # inputs have a gradient
+        self.drops = model.dropout > 0 and self.spec.drops  # inputs have dropout
+        self.relu = model.relu_after(layer - 1)  # inputs have the ReLU of the layer before
         self.rows, self.sources = (
             grid.share(vertices, at) for at in (self.axes.rows, self.axes.sources)
         )
         self.h_in = grid.share(self.spec.h_in, self.axes.columns)  # columns of the inputs
         self.h_out = grid.share(self.spec.h_out, self.axes.sources)  # columns of the outputs
-        # columns of the sums: of neighbours, and of own rows where the layer reads them
+        # columns of the sums: of neighbours, and of own rows if the layer reads own rows
         self.summed = self.h_in * self.spec.matrices
-        # numbers of the weights, with the bias on the first ranks along `columns`; those kept
+        # numbers in the tile of the weights, and in the share of it that a rank stores; the bias is
+        # on the first ranks along `columns`
         has_bias = self.spec.bias & (grid.places(self.axes.columns) == 0)
         self.weights = np.asarray((self.summed + has_bias) * self.h_out)
         self.kept_weights = grid.share(self.weights, self.axes.rows)
-        # rows of the outputs, where ranks turn their columns into whole rows
+        # number of whole rows of logits for the loss
         self.whole_rows = grid.share(self.rows, self.axes.sources)
-        # tensors [B]
+        # bytes of the tiles
         self.inputs = 1.0 * self.sources * self.h_in * b
         self.sums = 1.0 * self.rows * self.summed * b
         self.outputs = 1.0 * self.rows * self.h_out * b
@@ -205,23 +207,23 @@ class Tiles:
 
 
 def program(problem: Problem, grid: Grid) -> Program:
-    """One step, which all steps are like."""
+    """Return the program, whose steps are all equal."""
     return Program.of(list(_step(problem, grid)))
 
 
 def layers_of(problem: Problem, grid: Grid) -> list[Tiles]:
-    """The tiles of layers 1 .. L. All sum before they multiply."""
+    """Return the tiles of layers 1 .. L. All layers aggregate before they multiply."""
     model = problem.model.aggregating_first
     return [Tiles(problem, model, grid, layer) for layer in range(1, len(model.layers) + 1)]
 
 
 def _step(problem: Problem, grid: Grid) -> Iterator[Op]:
-    """The operations of one step, in order."""
+    """Yield the operations of one step, in order."""
     b, layers = problem.model.itemsize, layers_of(problem, grid)
     last, ones = layers[-1], np.ones(grid.ranks, dtype=np.int64)
 
     def along(axis: Axis, op: str, way: str, layer: int, numbers: np.ndarray) -> Iterator[Op]:
-        """All-reduces of tensors of so many numbers [ranks] along an axis."""
+        """Yield all-reduces, along an axis, of tensors with these sizes [ranks], if needed."""
         if grid.size(axis) > 1:
             groups = grid.groups(axis)
             sizes = tuple(int(numbers[group[0]]) * b for group in groups)
@@ -230,8 +232,9 @@ def _step(problem: Problem, grid: Grid) -> Iterator[Op]:
     def exchange(
         axis: Axis, op: str, way: str, layer: int | None, left: np.ndarray, right: np.ndarray
     ) -> Op:
-        """From each rank as many numbers as the product of both [ranks], along an axis."""
-        first = np.arange(grid.ranks) - grid.places(axis) * grid.stride(axis)  # of its line
+        """Return an exchange along an axis of left[i] * right[j] numbers from rank i to rank j."""
+        # the first rank of each rank's group identifies the group
+        first = np.arange(grid.ranks) - grid.places(axis) * grid.stride(axis)
         return Op(op, way, layer, work=Exchange(Outer(left, right, first), b))
 
     def gather_weights(tiles: Tiles, way: str) -> Iterator[Op]:
@@ -272,64 +275,64 @@ def _step(problem: Problem, grid: Grid) -> Iterator[Op]:
 
 
 def _gather(t: Tiles, among: np.ndarray, into: np.ndarray) -> tuple[Gather]:
-    """A sum over the tile's edges; ranks with fewer columns read as much less."""
-    most = max(int(t.h_in.max()), 1)
-    return (Gather(t.edges * (t.h_in / most), most, among, into),)
+    """Return the sum over a tile's edges; if ranks differ in columns, edges are scaled instead."""
+    width = max(int(t.h_in.max()), 1)
+    return (Gather(t.edges * (t.h_in / width), width, among, into),)
 
 
 def _aggregate(t: Tiles) -> Compute:
-    """ReLU and dropout of the inputs, and their sums."""
+    """Return the work of ReLU and dropout on the inputs, and of their aggregation."""
     numbers, b = 1.0 * t.sources * t.h_in, t.model.itemsize
-    passed = (RELU[0] + 1) * t.relu * t.inputs  # ReLU, and which numbers it leaves
-    passed = passed + COPY * t.sums * t.spec.reads_own  # both sums beside each other
+    nbytes = (RELU[0] + 1) * t.relu * t.inputs  # ReLU and its mask
+    nbytes = nbytes + COPY * t.sums * t.spec.reads_own  # sums and own rows into one tensor
     launches, gathers = 4 + (MASK + 3) * t.drops, _gather(t, t.sources, t.rows)
-    return Compute(0.0, gathers, passed, launches, b, hash_ops=numbers * t.drops)
+    return Compute(0.0, gathers, nbytes, launches, b, hash_ops=numbers * t.drops)
 
 
 def _forward(t: Tiles) -> Compute:
     (flops, read), b = _product(t), t.model.itemsize
-    put_together = 1.0 * COPY * t.weights * (t.grid.size(t.axes.rows) > 1) * b
-    return Compute(flops, (), put_together, 4, b, gemm_bytes=read)
+    gathered = 1.0 * COPY * t.weights * (t.grid.size(t.axes.rows) > 1) * b  # the weights' tile
+    return Compute(flops, (), gathered, 4, b, gemm_bytes=read)
 
 
 def _backward(t: Tiles) -> Compute:
-    """The gradients of weights and bias, and of the sums where they have one."""
+    """Return the work of the gradients of weights and bias, and of the sums if needed."""
     (flops, read), b = _product(t), t.model.itemsize
-    passed = 1.0 * (BIAS[1] * t.rows + 2 * COPY * t.summed) * t.h_out * b
-    both = (1 + t.varies) * read
-    return Compute(flops * (1 + t.varies), (), passed, 10, b, gemm_bytes=both)
+    nbytes = 1.0 * (BIAS[1] * t.rows + 2 * COPY * t.summed) * t.h_out * b
+    gemm_bytes = (1 + t.varies) * read
+    return Compute(flops * (1 + t.varies), (), nbytes, 10, b, gemm_bytes=gemm_bytes)
 
 
 def _aggregate_back(t: Tiles) -> Compute:
-    """The gradient of the inputs, before it is summed; dropout's and ReLU's come after that."""
-    passed = MASKED * (t.relu or t.drops) * t.inputs
-    passed = passed + (SUM + COPY) * t.sums / 2 * t.spec.reads_own
-    return Compute(0.0, _gather(t, t.rows, t.sources), passed, 8, t.model.itemsize)
+    """Return the work of the inputs' gradient, before its all-reduce, and of ReLU and dropout."""
+    nbytes = MASKED * (t.relu or t.drops) * t.inputs
+    nbytes = nbytes + (SUM + COPY) * t.sums / 2 * t.spec.reads_own
+    return Compute(0.0, _gather(t, t.rows, t.sources), nbytes, 8, t.model.itemsize)
 
 
 def _product(t: Tiles) -> tuple[np.ndarray, np.ndarray]:
-    """Flops of a product, in which few columns count as VECTOR, and bytes read and written."""
+    """Return the flops of a product, which counts at least VECTOR columns, and its bytes."""
     wide, high = (np.maximum(columns, VECTOR) for columns in (t.summed, t.h_out))
     return np.asarray(2.0 * t.rows * wide * high), t.sums + t.outputs
 
 
-# -- bytes held ------------------------------------------------------------------------------------
+# -- memory ----------------------------------------------------------------------------------------
 
 
 class _Holds:
-    """Memory of a layer's operations [ranks] [B], as executor/strategies/tensor3d.py takes it."""
+    """Memory of a layer's operations [ranks] [B], as in executor/strategies/tensor3d.py."""
 
     def __init__(self, t: Tiles) -> None:
         self.tiles = t
-        # sums of neighbours alone, where they are put beside own rows
+        # sums of neighbours, before they are copied into one tensor with own rows
         self.neighbours = t.sums / 2 * t.spec.reads_own
-        # a byte for each input that ReLU or dropout may have set to zero
+        # the mask of ReLU and dropout, one byte per input
         self.mask = t.inputs / t.model.itemsize * (t.relu or t.drops) * t.varies
 
     def aggregate(self) -> Held:
         t = self.tiles
         kept = self.mask + t.sums
-        # features are no operation's
+        # inputs are freed, except features, which are constant
         return Held(kept + t.inputs * t.drops + self.neighbours, kept - t.inputs * t.varies)
 
     def forward(self) -> Held:
@@ -337,14 +340,14 @@ class _Holds:
 
     def backward(self) -> Held:
         t = self.tiles
-        of_tile = 2.0 * t.weights * t.model.itemsize  # and a gradient
+        weights = 2.0 * t.weights * t.model.itemsize  # the tile of weights and its gradient
         freed = t.sums * t.is_summed
-        return Held(t.outputs + of_tile + t.sums * t.varies - freed, -freed)
+        return Held(t.outputs + weights + t.sums * t.varies - freed, -freed)
 
     def aggregate_back(self) -> Held:
         return Held(self.tiles.sums + self.neighbours + self.tiles.inputs, -self.mask)
 
     def loss(self) -> Held:
-        """Logits of all classes of some rows, which are as many as a tile's, and their gradients:
-        both ways to lie."""
+        """Return the memory of the logits and their gradients, each both as a tile and as whole
+        rows, which have as many numbers as the tile."""
         return Held(4 * self.tiles.outputs, 0.0)
