@@ -1,9 +1,10 @@
-"""Plays schedules in virtual time, with SimPy. Holds no strategy code.
+"""A discrete-event simulator of schedules, built on SimPy. It has no code of single strategies.
 
-    player.py    plays a schedule: `play`, and its upper bound `serial`
+    player.py    simulates a schedule (`play`); an upper bound of its duration (`serial`)
     network.py   transfers that overlap share ports by max-min fairness
-    flows.py     the same for single messages, which network.py bundles
+    flows.py     max-min fairness for single messages, which network.py treats as one bundle
     noise.py     jitter and stragglers
-    replay.py    a finished run beside its plan: predicted again, played, compared
+    replay.py    predicts and simulates the plan of a finished run, and compares with the run
 
-The simulator imports planner/vocabulary and planner/cluster only."""
+The simulator imports planner/vocabulary and planner/cluster only; replay.py also imports
+planner/decision, planner/evidence and planner/problem."""

@@ -1,11 +1,11 @@
-"""Single messages that share links by max-min fairness; cost.py's port bound is compared with it.
+"""Single messages that share links by max-min fairness, to check the port bound of cost.py.
 
-The network plays an exchange as one bundle, which fills its ports in fixed proportions
-(network.py). Here each message is a flow with a rate of its own. All rates rise alike; when a
-port's flows have taken all of it, the port is full and they stop:
+The simulator treats an exchange as one bundle, which fills its ports in fixed proportions
+(network.py). Here each message is a flow with its own rate. All rates rise together; when a port is
+full, the rates of its flows stop rising:
 
-    rate  1/2 ┤            ▄▄▄     A and B share a link of 1/2, B and C one of 3/4. The first is
-          1/4 ┤  ▄▄▄  ▄▄▄  ███     full at 1/4, and C takes what B leaves of the second.
+    rate  1/2 ┤            ▄▄▄     A and B share a link of 1/2, B and C a link of 3/4. The first is
+          1/4 ┤  ▄▄▄  ▄▄▄  ███     full at rates of 1/4, and C gets the rest of the second.
               └───A────B────C──
 """
 
@@ -19,7 +19,7 @@ import numpy as np
 from gnnplan.planner.cluster.cost import Cost, Transfer
 from gnnplan.planner.vocabulary.outer import Pairs
 
-# `ByFlows` finds new rates at most once in this share of the port bound.
+# `ByFlows` computes new rates at most once in this share of the port bound.
 RATES_INTERVAL = 0.005
 
 
@@ -27,8 +27,8 @@ RATES_INTERVAL = 0.005
 class Flows:
     """Messages and the ports that they pass.
 
-    A *pass* says that flow `flow[i]` puts `weight[i]` times its bytes on port `port[i]`. Passes are
-    sorted by flow, and every flow has one.
+    Pass i means that flow `flow[i]` puts `weight[i]` times its bytes on port `port[i]`. Passes are
+    sorted by flow, and every flow has at least one.
     """
 
     nbytes: np.ndarray  # [flows]
@@ -39,7 +39,7 @@ class Flows:
 
     @classmethod
     def of(cls, cost: Cost, sent: np.ndarray) -> Flows:
-        """The messages of an exchange [ranks, ranks], without latencies."""
+        """Return the messages of an exchange [ranks, ranks], without latencies."""
         source, target = np.nonzero(sent)
         nbytes = np.asarray(sent[source, target], dtype=float)
         passes, capacity = cost.ports.passes("exchange", source, target, nbytes)
@@ -60,27 +60,28 @@ class Flows:
 
     @property
     def bound(self) -> float:
-        """Seconds of the busiest port, which no schedule can beat [s]."""
+        """The time for which the busiest port is busy, a lower bound of the duration [s]."""
         load = np.bincount(self.port, self.weight * self.nbytes[self.flow], self.capacity.size)
         return float((load / self.capacity).max())
 
     def rates(self) -> np.ndarray:
-        """The rate of each flow when all are under way [B/s] [flows]."""
+        """Return the rate of each flow while all flows are active [B/s] [flows]."""
         return max_min(self.flow, self.port, self.weight, self.nbytes.size, self.capacity)
 
     def finish(self, every: float = 0.0) -> np.ndarray:
-        """When each flow ends, if all start together [s] [flows].
+        """Return when each flow ends, if all start together [s] [flows].
 
-        New rates are found when a flow ends, but not sooner than `every` seconds after the last
-        rates. What a flow leaves behind in between is idle, so no flow is faster than it can be.
+        New rates are computed when a flow ends, but not sooner than `every` seconds after the last
+        ones. Until then the bandwidth of a flow that has ended stays unused, so no flow is faster
+        than possible.
         """
         left, now, ends = self.nbytes.astype(float), 0.0, np.zeros(self.nbytes.size)
         alive = left > 0
         while alive.any():
             active, passes = np.flatnonzero(alive), alive[self.flow]
             number = (np.cumsum(alive) - 1)[self.flow[passes]]
-            ways = self.port[passes], self.weight[passes]
-            rates = max_min(number, *ways, active.size, self.capacity)
+            columns = self.port[passes], self.weight[passes]
+            rates = max_min(number, *columns, active.size, self.capacity)
             lasts = left[active] / rates
             interval = max(float(lasts.min()), every)
             over = lasts <= interval * (1 + 1e-12)
@@ -91,15 +92,15 @@ class Flows:
 
 
 class ByFlows(Cost):
-    """A cost whose exchanges end with the last of their messages, each with a rate of its own.
+    """A cost model in which each message of an exchange has its own rate.
 
-    Ports carry the same bytes as in `Cost`. What an exchange takes longer than its busiest port is
-    added to its latency.
+    Ports carry the same bytes as in `Cost`. If the last message of an exchange ends later than the
+    port bound, the difference is added to the exchange's latency.
     """
 
     @classmethod
     def like(cls, cost: Cost) -> ByFlows:
-        """The same cluster and placement."""
+        """Return the cost model of the same cluster and placement."""
         return cls(cost.cluster, cost.placement, cost.spread)
 
     def exchange(
@@ -124,15 +125,16 @@ class ByFlows(Cost):
 def max_min(
     flow: np.ndarray, port: np.ndarray, weight: np.ndarray, flows: int, capacity: np.ndarray
 ) -> np.ndarray:
-    """Max-min fair rates [flows].
+    """Return max-min fair rates [flows].
 
-    No port carries more than its capacity, and no rate can grow unless a smaller one shrinks.
+    No port carries more than its capacity, and no rate can grow unless a smaller rate shrinks.
     `flow`, `port` and `weight` are passes as in `Flows`, sorted by flow.
 
-    Each round fills the ports that hold all of their flows lower than any other port does; they
-    are full whatever happens elsewhere. Then the rest of the capacity is shared.
+    Each round fills the ports that limit all of their flows more than any other port does; these
+    ports fill up whatever the rates of other flows. Their flows keep their rates, and the next
+    round shares the remaining capacity.
 
-    >>> a, b = 0, 1  # three flows pass port a, of 1; the first passes port b, of 1/2, too
+    >>> a, b = 0, 1  # three flows pass port a, of 1; the first also passes port b, of 1/2
     >>> flow, port = np.array([0, 0, 1, 2]), np.array([a, b, a, b])
     >>> max_min(flow, port, np.ones(4), 3, np.array([1.0, 0.5])).tolist()
     [0.25, 0.75, 0.25]
@@ -140,14 +142,14 @@ def max_min(
     rates, room = np.zeros(flows), capacity.astype(float)
     while flow.size:
         growing = np.bincount(port, weight, capacity.size)
-        level = np.full(capacity.size, np.inf)  # at which a port is full
+        level = np.full(capacity.size, np.inf)  # rate at which a port is full
         np.divide(room, growing, out=level, where=growing > 0)
         first = np.flatnonzero(np.diff(flow, prepend=-1))
         level_here = level[port]
         lowest = np.minimum.reduceat(level_here, first)
-        passes = np.diff(first, append=flow.size)  # of each flow
+        passes = np.diff(first, append=flow.size)  # number of passes of each flow
         reached = np.repeat(lowest, passes)
-        # Passes whose flow stops sooner, at another port.
+        # number of passes per port whose flows stop sooner, at another port
         held = np.bincount(port, reached < level_here * (1 - 1e-12), capacity.size)
         stops = np.maximum.reduceat(((held == 0) & (growing > 0))[port], first)
         rates[flow[first[stops]]] = lowest[stops]

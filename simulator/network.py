@@ -1,20 +1,20 @@
 """Transfers that overlap share ports by max-min fairness (the model of SimGrid).
 
-Alone, a transfer takes its latency and then `max(busy)` seconds. While it overlaps others it
-progresses at a rate x in (0, 1]. It then fills x * busy[port] / max(busy) of each of its ports, and
-no port is filled beyond 1:
+Without contention, a transfer takes its latency and then `max(busy)` seconds. While it overlaps
+with others, it progresses at a rate x in (0, 1]. It then fills the share x * busy[port] / max(busy)
+of each of its ports, and no port is filled beyond 1:
 
     rate x     1 ┤████████▏                 ▕████████     A
              1/2 ┤        ▕█████████████████▏             A and B on one port
                  └────────┴─────────────────┴────────
                           B joins           B ends
 
-The cores of a machine are a port, too. An operating system gives every thread an equal share of the
-cores, not equal progress: a message that keeps a tenth of a core busy goes on at full speed beside
-computations that take turns.
+The cores of a machine are also a port. An operating system gives every thread an equal share of the
+cores, not equal progress: a message that needs a tenth of a core continues at full speed while
+computations take turns on the cores.
 
-A change of rates concerns only transfers that share ports, directly or through others. They wait
-for one event, the end of the first of them."""
+A change of rates affects only transfers that share ports, directly or through other transfers. All
+of these wait for one event, the end of the first of them."""
 
 from __future__ import annotations
 
@@ -28,13 +28,14 @@ from gnnplan.planner.cluster.places import Port
 
 
 def max_min(shares: Sequence[Mapping[Port, float]], weights: Sequence[float] = ()) -> list[float]:
-    """Rates x_i in (0, 1] such that sum_i x_i * shares_i[port] <= 1 on every port.
+    """Return rates x_i in (0, 1] such that sum_i x_i * shares_i[port] <= 1 on every port.
 
-    No rate can grow unless one with a smaller x_i / weight_i shrinks. Progressive filling finds
-    them: all rates grow in step until a port is full, its transfers stop, and the others go on.
+    No rate can grow unless a rate with a smaller x_i / weight_i shrinks. The algorithm is
+    progressive filling: all rates grow together until a port is full; the rates of its transfers
+    stop growing, and the others continue.
 
-    `shares_i` says how much of its ports a transfer fills at rate 1; each is in (0, 1], and a
-    transfer's largest is 1. Weights are 1 unless given.
+    shares: for each transfer the share of each port that it fills at rate 1, in (0, 1]; the
+    largest share of a transfer is 1. weights: 1 unless given.
 
     >>> a, b = ("nic_out", 0), ("nic_out", 1)
     >>> max_min([{a: 1.0, b: 1.0}, {a: 1.0}, {a: 1.0}, {b: 1.0}])
@@ -64,7 +65,7 @@ def max_min(shares: Sequence[Mapping[Port, float]], weights: Sequence[float] = (
 
 
 class Demand(NamedTuple):
-    """A transfer as Python's floats [s]; numpy's are several times slower one by one."""
+    """A transfer in Python floats [s], which are several times faster here than numpy's."""
 
     latency: float
     busy: Mapping[Port, float]
@@ -79,14 +80,14 @@ class Demand(NamedTuple):
         return cls(float(transfer.latency), transfer.busy)
 
     def times(self, seconds: float, alone: float) -> Demand:
-        """The same with its ports busy so much longer."""
+        """Return the same with ports busy `seconds / alone` times as long."""
         return Demand(
             self.latency, {port: busy * seconds / alone for port, busy in self.busy.items()}
         )
 
 
 class _Flow:
-    """A transfer under way."""
+    """A transfer in progress."""
 
     __slots__ = ("alarm", "done", "left", "rate", "shares", "since", "weight")
 
@@ -96,16 +97,16 @@ class _Flow:
             port: seconds / self.left for port, seconds in demand.busy.items() if seconds > 0.0
         }
         cores = [share for (kind, _), share in self.shares.items() if kind == "cores"]
-        # Equal weights mean equal progress; each thread shall get an equal share of the cores.
+        # equal weights would mean equal progress; threads get equal shares of the cores instead
         self.weight = threads / len(cores) / max(cores) if cores else 1.0
         self.rate = 0.0
         self.since = 0.0  # [s]
-        self.alarm = 0  # number of the only alarm that counts for it
+        self.alarm = 0  # number of the last alarm set for it; earlier alarms are ignored
         self.done = done
 
 
 class Network:
-    """The ports of a cluster, and the transfers that are under way."""
+    """The ports of a cluster, and the transfers in progress."""
 
     def __init__(self, env: simpy.Environment) -> None:
         self.env = env
@@ -115,9 +116,9 @@ class Network:
         self._alarms = 0
 
     def start(self, demand: Demand, done: Callable[[], None], threads: int = 1) -> None:
-        """Start a transfer now; `done` is called at the time when it has ended.
+        """Start a transfer now, and call `done` when it ends.
 
-        If it takes cores, `threads` work on it.
+        threads: the number of threads that work on it, if it needs cores.
         """
         flow = _Flow(demand, done, threads)
         if demand.latency > 0.0:
@@ -126,7 +127,7 @@ class Network:
             self._join(flow)
 
     def _join(self, flow: _Flow) -> None:
-        """Take the ports, once the latency is over."""
+        """Occupy the ports, after the latency."""
         alone = True
         for port in flow.shares:
             users = self._users.setdefault(port, {})
@@ -140,13 +141,13 @@ class Network:
             self._change([flow])
 
     def _change(self, flows: list[_Flow]) -> None:
-        """Have new rates found, once for everything that happens at this instant."""
+        """Schedule one computation of new rates for all changes at this instant."""
         if not self._changed:
             self.env.timeout(0.0).callbacks.append(lambda _: self._share())
         self._changed.update(dict.fromkeys(flows))
 
     def _share(self) -> None:
-        """Find new rates for all transfers that changed, and those connected with them."""
+        """Compute new rates for all transfers that changed, and for connected transfers."""
         changed, self._changed = self._changed, {}
         now = self.env.now
         while changed:
@@ -159,10 +160,10 @@ class Network:
             self._set_alarm(flows)
 
     def _connected(self, flow: _Flow) -> list[_Flow]:
-        """All transfers that share a port with this one, directly or through others."""
+        """Return all transfers that share a port with this one, directly or through others."""
         flows, found, ports = [flow], {flow}, set()
-        for near in flows:  # which grows meanwhile
-            for port in near.shares:
+        for member in flows:  # the list grows in the loop
+            for port in member.shares:
                 if port not in ports:
                     ports.add(port)
                     new = [other for other in self._users[port] if other not in found]
@@ -171,21 +172,21 @@ class Network:
         return flows
 
     def _set_alarm(self, flows: list[_Flow]) -> None:
-        """Wake when the first of these transfers ends.
+        """Set an alarm for the end of the first of these transfers.
 
-        SimPy cannot take an event back, so each transfer has the number of its last alarm.
+        SimPy cannot cancel an event, so each transfer keeps the number of its last alarm.
         """
         self._alarms = alarm = self._alarms + 1
         ends = [flow.left / flow.rate for flow in flows]
         first = min(ends)
-        # Which ones end is settled now: at least one does, whatever the clock rounds to.
+        # decided now, so that at least one transfer ends, however the clock is rounded
         due = [flow for flow, end in zip(flows, ends, strict=True) if end <= first * (1 + 1e-12)]
         for flow in flows:
             flow.alarm = alarm
         self.env.timeout(first).callbacks.append(lambda _: self._ring(alarm, flows, due))
 
     def _ring(self, alarm: int, flows: list[_Flow], due: list[_Flow]) -> None:
-        """Ends the transfers that are due, unless rates have changed since the alarm was set."""
+        """End the transfers that are due, unless rates have changed since the alarm was set."""
         if flows[0].alarm != alarm:
             return
         for flow in due:

@@ -1,14 +1,16 @@
-"""Ranks that are slower than predicted: jitter on every computation, and stragglers. Seeded.
+"""Noise: random jitter of every computation, and stragglers, ranks that are always slower.
 
     rank 0   |forward  |backward |
     rank 1   |forward|backward   |
-    epoch    |         |         |    all wait for the slowest rank between two barriers
+    epoch    |         |         |    all ranks wait for the slowest one between two barriers
 
-With jitter 0.2, each computation takes a lognormal factor of mean 1 and standard deviation 0.2.
-With a straggler 3=2.0, all that rank 3 computes takes twice as long, its sampler's work included.
+With jitter 0.2, the duration of each computation is multiplied by a lognormal factor of mean 1 and
+standard deviation 0.2. With a straggler 3=2.0, all computation and sampling of rank 3 takes twice
+as long.
 
-Transfers get no factor; they still begin later and overlap others. The same seed draws the same
-factors for a schedule, whatever the cluster and the stragglers. Each repetition has own draws."""
+Transfers have no factor, but they may begin later and overlap with other transfers. With the same
+seed, a schedule gets the same factors on any cluster and with any stragglers. Each repetition has
+its own factors."""
 
 from __future__ import annotations
 
@@ -23,16 +25,16 @@ from gnnplan.planner.vocabulary.schedule import Compute, Sampling, Schedule
 from gnnplan.planner.vocabulary.units import number_of
 from gnnplan.simulator.player import TaskGraph, play
 
-# Beyond this, nearly all the time is in a few draws.
+# with more jitter, a few computations would take nearly all of the time
 MOST_JITTER = 10.0
 
 
 @dataclass(frozen=True)
 class Noise:
-    """How much longer ranks compute than predicted. Raises SpecError for wrong numbers."""
+    """Factors by which ranks compute longer than predicted. Raises SpecError for wrong numbers."""
 
-    jitter: float = 0.0  # standard deviation of a computation's time over its mean
-    # Rank -> how many times as long it computes.
+    jitter: float = 0.0  # standard deviation of a computation's duration, divided by its mean
+    # rank -> factor of the durations of its computations
     stragglers: Mapping[int, float] = field(default_factory=dict)
     seed: int = 0
 
@@ -50,13 +52,13 @@ class Noise:
                 )
 
     def factors(self, schedule: Schedule, repetition: int) -> list[float]:
-        """How many times as long each task of the schedule takes; 1 if it is no computation."""
+        """Return the factor of each task's duration; 1 if the task is no computation."""
         computes = np.array(
             [isinstance(task.work, (Compute, Sampling)) for task in schedule.tasks], dtype=bool
         )
         out = np.ones(computes.size)
         if self.jitter:
-            # Standard deviation of the lognormal's logarithm. Its mean is then -width**2 / 2.
+            # standard deviation of the logarithm, whose mean is -width**2 / 2 (so factors' mean: 1)
             width = np.sqrt(np.log1p(self.jitter**2))
             normal = np.random.default_rng((self.seed, repetition)).standard_normal(
                 int(computes.sum())
@@ -78,26 +80,27 @@ def epochs(
     repetitions: int,
     task_graph: TaskGraph | None = None,
 ) -> np.ndarray:
-    """Seconds of all epochs of `steps` steps, in so many repetitions [s] [repetitions * epochs].
+    """Return the durations of all epochs in all repetitions [s] [repetitions * epochs].
 
-    The first epoch of a repetition is left out, if there are more (`Played.epochs_s`).
+    steps: steps per epoch. The first epoch of a repetition is left out, unless it is the only one
+    (`Played.epochs_s`).
     """
     task_graph = task_graph or TaskGraph(schedule, cost)
     played = (
         play(schedule, cost, factors=noise.factors(schedule, repetition), task_graph=task_graph)
         for repetition in range(repetitions)
     )
-    return np.concatenate([one.epochs_s(steps) for one in played])
+    return np.concatenate([each.epochs_s(steps) for each in played])
 
 
 def percentiles(seconds: np.ndarray) -> dict[str, float]:
-    """{'mean_s', 'p50_s', 'p95_s'} of epochs [s]."""
+    """Return mean and percentiles of epochs [s]: {'mean_s', 'p50_s', 'p95_s'}."""
     p50, p95 = np.percentile(seconds, (50, 95)).tolist()
     return {"mean_s": float(seconds.mean()), "p50_s": p50, "p95_s": p95}
 
 
 def stragglers(texts: Sequence[str]) -> dict[int, float]:
-    """Rank -> how many times as long it computes, from the text of --straggler.
+    """Return a dict: rank -> factor of its durations, from the texts of --straggler.
 
     Raises SpecError.
 

@@ -1,13 +1,13 @@
-"""Plays a schedule in virtual time.
+"""Simulation of a schedule in virtual time.
 
-A task starts when the task before it in its lane, and all that it names in `after`, have ended. It
-then takes part in an *activity*, which begins when all parties are there:
+A task starts when the previous task of its lane, and all tasks that it names in `after`, have
+ended. It then takes part in an *activity*, which begins when all of its parties have started:
 
     computation, load, message    one task
     collective                    a task of each rank of the group; they end together
     Recv                          the task, and the message that it waits for
 
-An activity that takes time is one SimPy event; a dependency is none."""
+An activity with a duration is one SimPy event; dependencies need no events."""
 
 from __future__ import annotations
 
@@ -38,10 +38,10 @@ from gnnplan.simulator.network import Demand, Network
 
 @dataclass(frozen=True)
 class Played:
-    """When each task of a schedule ran: begin and end [s]."""
+    """The result of a simulation."""
 
     schedule: Schedule
-    times: list[tuple[float, float]]
+    times: list[tuple[float, float]]  # begin and end of each task [s]
 
     @property
     def spans(self) -> list[Span]:
@@ -52,12 +52,12 @@ class Played:
 
     @property
     def end_s(self) -> float:
-        """When the last task ends [s]."""
+        """The end of the last task [s]."""
         return max((end for _, end in self.times), default=0.0)
 
     @property
     def step_ends(self) -> dict[int, float]:
-        """When each step has ended: its last task, or its last rank's loss [s]."""
+        """The end of each step: of its last task, or of its last loss if `by_loss` [s]."""
         ends: dict[int, float] = {}
         for task, (_, end) in zip(self.schedule.tasks, self.times, strict=True):
             if task.label.op == "loss" or not self.schedule.by_loss:
@@ -65,26 +65,26 @@ class Played:
         return ends
 
     def epochs_s(self, steps: int) -> list[float]:
-        """Durations of epochs of so many steps, from end to end [s].
+        """Return the durations of epochs of `steps` steps, from end to end [s].
 
         The first epoch is left out, unless it is the only one.
         """
-        of_step = self.step_ends
-        ends = [of_step[step] for step in sorted(of_step) if step % steps == steps - 1]
+        by_step = self.step_ends
+        ends = [by_step[step] for step in sorted(by_step) if step % steps == steps - 1]
         return [b - a for a, b in pairwise(ends)] if len(ends) > 1 else [self.end_s]
 
     def epoch_s(self, steps: int, period: int = 1) -> float:
-        """Duration of an epoch in the steady state: `typical` of `epochs_s` [s].
+        """Return the duration of an epoch in the steady state: `typical` of `epochs_s` [s].
 
-        Where others are left, the last epoch is left out too: what it leaves under way ends sooner
-        than ever, because no later epoch takes ports from it.
+        The last epoch is left out too, if there are enough others: its operations have no
+        contention from a later epoch.
         """
         epochs = self.epochs_s(steps)
         return typical(epochs[:-1] if len(epochs) > period else epochs, period)
 
     @property
     def step_s(self) -> float:
-        """Duration of a step in the steady state [s]."""
+        """The duration of a step in the steady state [s]."""
         return self.epoch_s(1)
 
 
@@ -96,11 +96,11 @@ def play(
     factors: Sequence[float] = (),
     task_graph: TaskGraph | None = None,
 ) -> Played:
-    """Run all tasks of the steps in virtual time, from 0 on; `setup` is over by then.
+    """Simulate all tasks of the steps in virtual time; they begin at 0, after `setup`.
 
-    Without `contention`, transfers that overlap do not slow each other. The i-th task, if it
-    computes, takes `factors[i]` times as long (noise.py). `task_graph` is that of the schedule, for
-    callers who play it several times. Raises Deadlock if tasks wait for ever.
+    contention: whether transfers that overlap slow each other down. factors: factor of the duration
+    of each task that computes (noise.py). task_graph: the schedule's task graph, for callers who
+    simulate the schedule several times. Raises Deadlock if tasks wait for ever.
     """
     task_graph = task_graph or TaskGraph(schedule, cost)
     task_graph.rewind(factors)
@@ -114,7 +114,7 @@ def play(
         env.timeout(activity.seconds).callbacks.append(lambda _: end(activity))
 
     def advance(ended: list[_Activity], ready: list[_Node]) -> None:
-        """End these activities and start these tasks, and all that follows at this instant."""
+        """End these activities and start these tasks, and all others that follow immediately."""
         now = env.now
         while ended or ready:
             while ended:
@@ -153,7 +153,7 @@ def play(
 
 
 def serial(schedule: Schedule, cost: Cost, task_graph: TaskGraph | None = None) -> float:
-    """An upper bound: one activity at a time, each collective once [s]."""
+    """Return an upper bound of the duration: all activities one after the other [s]."""
     task_graph = task_graph or TaskGraph(schedule, cost)
     return sum(activity.seconds_alone for activity in task_graph.activities)
 
@@ -165,7 +165,7 @@ NOTHING = Demand(0.0, {})
 
 
 class _Activity:
-    """Begins when no party is missing any more; its tasks end together."""
+    """Work of one or more tasks, which begins when all have started, and ends them together."""
 
     __slots__ = (
         "demand",
@@ -181,12 +181,12 @@ class _Activity:
         self.missing = self.parties = parties
         self.nodes: list[_Node] = []
         self.seconds = self.seconds_alone = seconds_alone
-        self.threads = parties  # that work on it: one for each rank
-        self.demand = demand  # of ports; a computation that shares nothing has none
+        self.threads = parties  # number of threads that work on it, one per rank
+        self.demand = demand  # seconds of ports; empty for a computation on its own cores
 
 
 class _Node:
-    """A task, and what waits for it."""
+    """A task, its dependencies and its times [s]."""
 
     __slots__ = (
         "activity",
@@ -202,16 +202,16 @@ class _Node:
 
     def __init__(self, task: Task) -> None:
         self.task = task
-        self.predecessors = 0  # tasks of its rank that it waits for
-        self.waits_for = 0  # those of them that have not ended
+        self.predecessors = 0  # number of tasks of the rank that it waits for
+        self.waits_for = 0  # number of predecessors that have not ended
         self.successors: list[_Node] = []
         self.receipts: tuple[_Activity, ...] = ()  # of a Send: the peer's Recv
         self.start = 0.0
-        self.end = -1.0  # not yet
+        self.end = -1.0  # negative: it has not ended
 
 
 class TaskGraph:
-    """A schedule's tasks as nodes, in its order, and the activities that they take part in.
+    """The tasks of a schedule as nodes, in order, and their activities.
 
     Raises Mismatch if the schedule contradicts itself.
     """
@@ -237,7 +237,7 @@ class TaskGraph:
         self._add_activities(cost)
 
     def rewind(self, factors: Sequence[float] = ()) -> None:
-        """Back to the beginning; the i-th task, if it computes, takes `factors[i]` as long."""
+        """Reset all nodes and activities; factors: of the durations of tasks that compute."""
         for node in self.nodes:
             node.waits_for, node.start, node.end = node.predecessors, 0.0, -1.0
         for activity in self.activities:
@@ -261,12 +261,12 @@ class TaskGraph:
                 node.predecessors += 1  # a label that is not in the schedule never ends
 
     def _add_activities(self, cost: Cost) -> None:
-        # steps repeat the same work: each is evaluated once
+        # cached, because steps repeat the same work
         seconds = cache(lambda work: float(cost.seconds(work)))
         message = cache(lambda rank, work: Demand.of(cost.send(rank, work)))
         transfer = cache(lambda work, group: Demand.of(cost.collective(work, group)))
-        meetings: dict[tuple[Label, tuple[int, ...]], _Activity] = {}
-        # GPUs that draw and lay out batches, maybe beside training
+        collectives: dict[tuple[Label, tuple[int, ...]], _Activity] = {}
+        # ranks whose GPU samples on a lane of its own, so that sampling and training share the GPU
         sampling = {
             node.task.rank
             for node in self.nodes
@@ -281,14 +281,14 @@ class TaskGraph:
                         f" {work.group}"
                     )
                 key = (node.task.label, work.group)
-                if key not in meetings:
+                if key not in collectives:
                     demand = transfer(work.work, work.group)
-                    meetings[key] = _Activity(len(work.group), demand.alone, demand)
-                activity = meetings[key]
+                    collectives[key] = _Activity(len(work.group), demand.alone, demand)
+                activity = collectives[key]
             elif isinstance(work, Send):
                 demand = message(rank, work)
                 activity = _Activity(1, demand.alone, demand)
-                activity.threads = 2  # the receiver's too
+                activity.threads = 2  # the sender's and the receiver's
             elif isinstance(work, Recv):
                 activity = _Activity(2)  # the receiver and the message
                 sender = self._sender(rank, work)
@@ -306,7 +306,7 @@ class TaskGraph:
             node.activity = activity
 
     def _sender(self, rank: int, work: Recv) -> _Node | None:
-        """The Send that a Recv of `rank` names, if there is one and it goes there."""
+        """Return the Send that a Recv of `rank` names, or None if no such Send goes to `rank`."""
         node = self._by_label.get(work.peer, {}).get(work.of)
         if node is None or not isinstance(node.task.work, Send) or node.task.work.peer != rank:
             return None
@@ -315,7 +315,7 @@ class TaskGraph:
     def check_all_ended(self) -> None:
         """Raise Deadlock if tasks have not ended.
 
-        It names the first stuck task of each lane and what that task waits for.
+        The error names the first such task of each lane, and the tasks or ranks that it waits for.
         """
         stuck = [node for node in self.nodes if node.end < 0]
         if not stuck:
@@ -340,7 +340,7 @@ class TaskGraph:
         )
 
     def _awaited(self, node: _Node) -> str:
-        """What a stuck task waits for, in words."""
+        """Return the tasks or ranks that a task waits for, in words."""
         task, work = node.task, node.task.work
         if node.waits_for:
             by_label = self._by_label[task.rank]

@@ -1,6 +1,4 @@
-"""A finished run beside its plan: predicted again, played, and compared.
-
-`replay` reads a run's folder. `must_be_playable` refuses what would take too long to play."""
+"""Comparison of a finished run with a new prediction and simulation of its plan."""
 
 from __future__ import annotations
 
@@ -20,15 +18,15 @@ from gnnplan.planner.vocabulary.trace import Span, read_traces
 from gnnplan.planner.vocabulary.units import show_count
 from gnnplan.simulator.player import play
 
-MOST_TASKS = 4_000_000  # of a simulation: beyond, it takes minutes and many GB
-MOST_EPOCHS = 5  # of a run that are played, or as many as differ
+MOST_TASKS = 4_000_000  # limit of a simulation; more tasks take minutes and many GB
+MOST_EPOCHS = 5  # number of a run's epochs that are simulated, if no more of them differ
 
 
 @dataclass(frozen=True)
 class Replay:
-    """A run, its comparison, and what it was compared from."""
+    """A finished run, compared with the prediction of its plan."""
 
-    run: Run
+    run: Run  # with the comparison
     candidate: Candidate  # the run's plan, predicted again
     measured: list[Span]
     metrics: list[dict[str, Any]]  # the lines of metrics.jsonl
@@ -36,9 +34,9 @@ class Replay:
 
 
 def replay(directory: Path, cluster: str | None = None) -> Replay:
-    """Predict and simulate what a run did, and compare.
+    """Predict and simulate the plan in a run's folder, and compare with the run.
 
-    `cluster`: a cluster file whose constants take the place of the plan's. Raises SpecError.
+    cluster: a cluster file whose constants replace those of the plan. Raises SpecError.
     """
     metrics, ranks = read_run(directory)
     must_be_of_one_plan(directory, ranks)
@@ -69,9 +67,9 @@ def replay(directory: Path, cluster: str | None = None) -> Replay:
 
 
 def must_be_playable(problem: Problem, steps: int) -> None:
-    """Raise SpecError where so many steps have too many tasks to simulate.
+    """Raise SpecError if `steps` steps have too many tasks to simulate.
 
-    Every rank has one task in every step at least, so this is known before a schedule is built.
+    Every rank has at least one task per step, so the check needs no schedule.
     """
     if steps * problem.ranks > MOST_TASKS:
         raise SpecError(

@@ -132,9 +132,9 @@ class Offload(Strategy):
         )
         whole = sum(_least(placed).memory(placed).values(), np.zeros(1))
         return [
-            f"{variant} keeps {show_bytes(host_bytes)} in a server's memory, because the graph would"
-            f" take {show_bytes(float(whole.max()))} on a device; per epoch {show_bytes(loaded)} are"
-            f" loaded and {show_bytes(stored)} stored, which takes"
+            f"{variant} keeps {show_bytes(host_bytes)} in a server's memory, because the graph"
+            f" would take {show_bytes(float(whole.max()))} on a device; per epoch"
+            f" {show_bytes(loaded)} are loaded and {show_bytes(stored)} stored, which takes"
             f" {show_time(copied_s)} of {show_time(float(predicted.epoch_s))}"
             f" ({show_percent(copied_s / float(predicted.epoch_s))})"
         ]
