@@ -1,14 +1,14 @@
-"""Strategies on mini-batches, and where features and adjacency lists are.
+"""Strategies on mini-batches, and the storage of features and adjacency lists.
 
 data_parallel.py     data parallelism: every rank samples and computes for its own seeds
 gsplit.py            GSplit: a group of ranks splits one batch
-on_batches.py        what these and P3 have in common
-supply.py            who draws batches, and where lists and features are: what comes before training
-step.py              the operations of one batch: their program
-feature_store.py     which rows each rank caches, and who provides the others
-adjacency_store.py   whose sampler has which adjacency lists
-proposals.py         how many samplers and caches a plan proposes, and what it spreads
-device_sampler.py    what GPUs take that draw and lay out batches
-memory.py            bytes that a rank holds, and that a server's memory holds of the graph
-profile.py           what a graph's mini-batches are like (`gnnplan profile`)
+on_batches.py        base classes of these strategies and of P3
+supply.py            the operations before training: sampling, and loading of features
+step.py              the operations of one batch
+feature_store.py     which rows each rank caches, and which rank provides the others
+adjacency_store.py   which samplers have which adjacency lists
+proposals.py         numbers of samplers, sizes of caches and placement of data that a plan proposes
+device_sampler.py    the work of sampling on a GPU
+memory.py            memory of ranks, and graph data in a server's memory
+profile.py           statistics of a graph's mini-batches (`gnnplan profile`)
 """

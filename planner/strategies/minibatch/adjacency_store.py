@@ -2,21 +2,21 @@
 
     everywhere   every rank's sampler has all lists
     spread       data parallelism, P3: vertex v's list is on server v mod S, or, with one server,
-                 on rank v mod M (a hash of its id, which says nothing about its edges)
-                 GSplit: the list is with the vertex's owner, who alone samples it
-    cached       a server also has those of the other lists that are read most for their bytes
+                 on rank v mod M (a hash of the id, independent of edges)
+                 GSplit: the vertex's owner, the only rank that samples the vertex, has the list
+    cached       a server also has the lists of other servers with the most reads per byte
                  (P3, Table 5)
 
-Features are placed independently (feature_store.py). Whoever has a list draws the same neighbours
-from it (planner/graph/sampling.py). So a sampler asks the ranks that have a list for their draws:
+Features are placed independently (feature_store.py). All samplers draw the same neighbours from the
+same list (planner/graph/sampling.py). So a sampler asks the ranks that have a list to draw from it:
 
     host |ask_edges L|draw L|edges L| .. |ask_edges 1|draw 1|edges 1|lay|
 
-    ask_edges    ids to the ranks that have the lists: 8 bytes each, and 8 per rank for how many
-    edges        neighbours back: 4 bytes each
+    ask_edges    ids to the ranks that have the lists: 8 bytes each, and 8 per rank for the number
+    edges        drawn neighbours back: 4 bytes each
 
-Degrees [N] stay with every rank: layers' weights need them, and with them an answer needs no
-counts. Servers read cached lists from where they read their own: nothing is sent for them.
+Every rank has the degrees [N]: layers' weights need them, and they tell how many neighbours an
+answer has. For lists in a server's own cache nothing is sent.
 """
 
 from __future__ import annotations
@@ -44,19 +44,19 @@ from gnnplan.planner.strategies.minibatch.feature_store import (
 from gnnplan.planner.vocabulary.errors import SpecError
 from gnnplan.planner.vocabulary.outer import Outer
 
-NEIGHBOUR = 4  # [B] of a neighbour, in a list or drawn from one
-ENTRY = 8  # [B] of a list's offset
+NEIGHBOUR = 4  # bytes of a neighbour's id, in a list or in an answer
+ENTRY = 8  # bytes of a list's offset
 
 
 @dataclass(frozen=True, eq=False)
 class Structure:
-    """Where the lists of a graph are whose edges are known.
+    """The places of adjacency lists, for a graph with known edges. A place is a server or a rank.
 
-    places: the place of each rank: a number for its server, or for the rank itself.
-    home: the place [N] of each vertex's list.
-    kept: whether a list is at a place, its home or cached [places, N].
-    asks: whether samplers may need lists that they do not have.
-    lengths: edges of each list [N].
+    places: the number of each rank's place [ranks].
+    home: the place of each vertex's list [N].
+    kept: whether a place has a list, as its home or in its cache [places, N].
+    asks: whether samplers may need lists of other places.
+    lengths: number of edges in each list [N].
     """
 
     places: tuple[int, ...]
@@ -66,23 +66,23 @@ class Structure:
     lengths: NDArray[Any]
 
     def keeps(self, rank: int) -> NDArray[np.bool_]:
-        """Whether a rank's sampler has each list [N]."""
+        """Return whether a rank's sampler has each list [N]."""
         return np.asarray(self.kept[self.places[rank]])
 
     def provider(self, rank: int, ids: Ids) -> NDArray[np.int32]:
-        """The rank [R] that draws for these vertices, when `rank` samples them.
+        """Return the rank that draws neighbours of each vertex for the sampler of `rank` [R].
 
-        It is the rank itself, or one of the ranks of the list's home, which share this work by id.
+        That is `rank` itself if it has the list, else one of the ranks at the list's home.
         """
-        # of spread lists, id mod places is the home; the quotient picks one of its ranks
+        # id mod places is the home of a spread list, so the quotient selects one of its ranks
         home = np.where(self.keeps(rank)[ids], self.places[rank], self.home[ids])
         return provided(self.places, rank, home, ids // len(self.kept))
 
     def of(
         self, batch: MiniBatch, layer: int, fanout: int
     ) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.int64]]:
-        """Ids that rank i asks of rank j and edges that i draws for j [ranks, ranks], and all edges
-        that each draws [ranks], for a layer of a batch."""
+        """Return counts for a layer of a batch: ids that rank i sends to rank j, edges that rank i
+        draws for j [ranks, ranks], and all edges that each rank draws [ranks]."""
         m = len(self.places)
         asked, drawn = np.zeros((2, m, m), np.int64)
         for rank in range(m):
@@ -94,16 +94,17 @@ class Structure:
         return asked * others, drawn.T * others, drawn.sum(0)
 
     def edges_at(self, ranks: Sequence[int]) -> float:
-        """Edges of the lists that these ranks have between them."""
+        """Return the number of edges in the lists that at least one of these ranks has."""
         return int(self.lengths[self.kept[[self.places[rank] for rank in ranks]].any(0)].sum())
 
 
 @dataclass(frozen=True, eq=False)
 class EstimatedStructure:
-    """Where the lists are of a graph known by statistics: spread evenly.
+    """The places of adjacency lists, spread evenly, for a graph known by statistics.
 
-    cached: the share of other places' lists that a place has.
-    edges: of all lists.
+    places, asks: as in `Structure`.
+    cached: the share of other places' lists that a place caches.
+    edges: number of edges in all lists.
     """
 
     places: tuple[int, ...]
@@ -113,24 +114,24 @@ class EstimatedStructure:
 
     @property
     def _places(self) -> int:
-        """How many there are."""
+        """The number of places."""
         return len(set(self.places))
 
     def of(
         self, batch: MiniBatch, layer: int, fanout: int
     ) -> tuple[Outer, Outer, NDArray[np.int64]]:
-        """As `Structure.of`."""
-        facts, away = batch.facts(layer), (1 - self.cached) * (1 - 1 / self._places)
-        others = Outer.of(self.places, False, 1).sum(1)  # of each rank
-        to = np.where(others > 0, away / np.maximum(others, 1), 0.0)
+        """Return the counts of `Structure.of`."""
+        facts, remote = batch.facts(layer), (1 - self.cached) * (1 - 1 / self._places)
+        others = Outer.of(self.places, False, 1).sum(1)  # ranks at other places [ranks]
+        share = np.where(others > 0, remote / np.maximum(others, 1), 0.0)  # for each of them
         asked, drawn = (
-            Outer.of(self.places, False, np.rint(to * count).astype(np.int64))
+            Outer.of(self.places, False, np.rint(share * count).astype(np.int64))
             for count in (facts.rows, facts.edges)
         )
         return asked, drawn.T, facts.edges - drawn.sum(1) + drawn.sum(0)
 
     def edges_at(self, ranks: Sequence[int]) -> float:
-        """As `Structure.edges_at`."""
+        """Return the number of `Structure.edges_at`."""
         own = len({self.places[rank] for rank in ranks}) / self._places
         return self.edges * (own + self.cached * (1 - own))
 
@@ -139,24 +140,24 @@ Lists = Structure | EstimatedStructure
 
 
 def bytes_at(problem: Problem, lists: Lists | None, ranks: Sequence[int]) -> float:
-    """Bytes of what these ranks have between them: lists, all offsets, all degrees.
+    """Return the bytes of one copy of these ranks' lists, of all offsets and of all degrees.
 
-    lists: None if they have all."""
+    lists: None if every rank has all lists."""
     stats = problem.stats
-    held = stats.edges if lists is None else lists.edges_at(ranks)
+    edges = stats.edges if lists is None else lists.edges_at(ranks)
     offsets_and_degrees = stats.vertices + 1 + (1 + stats.directed) * stats.vertices
-    return NEIGHBOUR * held + ENTRY * offsets_and_degrees
+    return NEIGHBOUR * edges + ENTRY * offsets_and_degrees
 
 
 def list_bytes(graph: Graph, ids: Ids) -> NDArray[np.int64]:
-    """Bytes of each of these vertices' lists in a cache [R]."""
+    """Return the bytes of each of these vertices' lists in a cache [R]."""
     return np.asarray(NEIGHBOUR * graph.degree_of(ids) + ENTRY)
 
 
 def worth_keeping(graph: Graph, workload: Workload, hot: str, groups: int) -> Ids:
-    """All vertices [N], first those whose lists are read most often for their bytes.
+    """Return all vertices [N], ordered by reads per byte of their lists, the most first.
 
-    A hub's list is read often, but takes as much as thousands of others.
+    (A hub's list is read often, but takes as many bytes as thousands of other lists.)
     """
     return np.argsort(
         -heat(graph, workload, hot, groups) / list_bytes(graph, np.arange(graph.stats.vertices)),
@@ -165,7 +166,7 @@ def worth_keeping(graph: Graph, workload: Workload, hot: str, groups: int) -> Id
 
 
 def thinned(graph: Graph, keep: NDArray[np.bool_]) -> Graph:
-    """The graph with the lists of these vertices [N] only; all other lists are empty."""
+    """Return the graph with the lists of the vertices in `keep` [N]; all other lists are empty."""
     degree, fields = np.where(keep, graph.degree, 0), {}
     if graph.edge_fields:
         kept = np.repeat(keep, graph.degree)
@@ -182,9 +183,9 @@ def hashed(
     cache: int = 0,
     hot: str = "frequency",
 ) -> Lists | None:
-    """The structure spread over servers, or over ranks, by hash; each is made once.
+    """Return lists spread by hash over ranks (`by_rank`) or servers; results are cached.
 
-    Each place caches so many bytes of other places' lists. None: every sampler has all lists.
+    cache: bytes of other places' lists that each place caches. None: every sampler has all lists.
     """
     places = (
         tuple(range(problem.ranks))
@@ -215,7 +216,7 @@ def hashed(
 
 
 def owned(batches: Batches, structure: str) -> Lists | None:
-    """The structure spread over vertices' owners in each group (GSplit).
+    """Return lists spread over the owners of vertices in each group (GSplit).
 
     None: every sampler has all lists.
     """
@@ -234,7 +235,7 @@ def owned(batches: Batches, structure: str) -> Lists | None:
 
 
 def check_structure(name: str, problem: Problem, structure: str, cache: int = 0) -> None:
-    """Raises SpecError if a strategy's knobs make no structure."""
+    """Raise SpecError if the knobs `structure` and `structure_cache` are wrong or do not fit."""
     check_word(f"{name}: structure says who has adjacency lists", structure, PLACES)
     if structure == "spread" and problem.workload.task == "link":
         raise SpecError(

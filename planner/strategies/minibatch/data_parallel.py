@@ -1,33 +1,33 @@
 """Data-parallel mini-batches, as DGL and DistDGL train.
 
 A batch is global; each rank takes its share of the seeds, samples their neighbourhoods, loads the
-features and computes all layers. Gradients are added up once per batch.
+features and computes all layers. Gradients are all-reduced once per batch.
 
-    rank 0, and so every rank
+    rank 0 (all ranks do the same)
     host     |draw|lay|
     copy               |load|
     compute                 |forward 1 .. L|loss|backward L .. 1|            |update|
     reduce                                                       |all_reduce|
 
-What two ranks both need is sampled, loaded and computed twice (GSplit, Table 1).
+Rows that two ranks both need are sampled, loaded and computed twice (GSplit, Table 1).
 
-Features come from a store (feature_store.py). Each server's memory has all rows (features=
-'everywhere') or the rows of its part ('spread', as DistDGL). Every GPU caches the hottest rows: all
-GPUs the same, or with `shared_cache` the GPUs of a server different ones, which they read from each
-other (Quiver).
+A feature store provides features (feature_store.py). Each server's memory has all rows (features=
+'everywhere') or the rows of its part ('spread', as DistDGL). Every GPU caches the hottest rows. All
+GPUs cache the same rows; with `shared_cache` the GPUs of a server cache different rows, and read
+them from each other (Quiver).
 
     host     |draw|lay|
     copy               |load|                        rows of the server's memory
     compute                  |pick|                  rows of the own cache
     comm                           |ask|fetch|       rows that other ranks provide
 
-Adjacency lists may be spread too (adjacency_store.py), independently of features. A sampler asks
-for what is drawn from lists that it does not have:
+Adjacency lists may also be spread (adjacency_store.py), independently of features. A sampler asks
+other ranks to draw from lists that it does not have:
 
     host     |ask_edges 3|draw 3|edges 3| .. |ask_edges 1|draw 1|edges 1|lay|
 
 Link prediction (graph/sampling.py): a rank takes its share of the edges. It samples around all
-their ends and negatives, so that nothing more crosses.
+endpoints and negatives of these edges, so that ranks exchange no further rows.
 
 Exact: neighbours are drawn by vertex, not by rank (planner/graph/sampling.py), so all ranks
 together compute the gradient of one process on the whole batch.
@@ -36,8 +36,8 @@ Bytes per batch, for M ranks, W weights and numbers of b bytes:
 
     2 (M-1) W b        all-reduce
     F b + 8            for each row that another rank provides: its features, its id
-    8, and 4           for each list that a layer's frontier needs from elsewhere: its id; and for
-                       each neighbour drawn from it
+    8, and 4           for the id of each list that a layer's frontier needs from another rank, and
+                       for each neighbour drawn from the list
 
 Loaded per batch: F b for each row of a rank's own frontier that no cache has. Sources: DistDGL
 (IA3 2020) for spread features; Quiver (arXiv 2305.10863) for shared caches.
@@ -69,16 +69,16 @@ from gnnplan.planner.strategies.minibatch.proposals import lists_cache, one_ahea
 class DataParallel(OnRows):
     """Data parallelism on mini-batches.
 
-    prefetch: batches that are made ahead, each by a sampler process of its own, besides the one
-        that a thread loads; 0: each rank samples and loads in line. Where GPUs sample, the thread
-        makes the next one, too.
-    checkpoint: keep a layer's inputs only, and compute the rest again in the backward pass.
+    prefetch: number of batches prepared ahead, each by its own sampler process, besides the batch
+        that a thread loads; 0: each rank samples and loads in line. If GPUs sample, the thread
+        samples the next batch too.
+    checkpoint: keep a layer's inputs only, and recompute the layer in the backward pass.
     cache: bytes of rows that each GPU caches.
-    shared_cache: a server's GPUs cache different rows, and read each other's.
-    hot: which rows are hottest, by 'frequency' (pre-sampled) or 'degree'.
-    features: in every server's memory ('everywhere'), or each row in one server's ('spread').
-    structure: lists with every sampler ('everywhere'), or each list at one server ('spread').
-    structure_cache: bytes of other servers' lists that a server has.
+    shared_cache: a server's GPUs cache different rows, and read each other's caches.
+    hot: the measure of hot rows, 'frequency' (counted by pre-sampling) or 'degree'.
+    features: rows are in every server's memory ('everywhere'), or each in one server's ('spread').
+    structure: lists are with every sampler ('everywhere'), or each at one server ('spread').
+    structure_cache: bytes of other servers' lists that each server caches.
     buckets: as in graph parallelism.
     """
 
@@ -97,9 +97,9 @@ class DataParallel(OnRows):
 
     @classmethod
     def candidates(cls, problem: Problem) -> Iterator[Strategy]:
-        there = problem.cluster.sampler == "device"
+        on_device = problem.cluster.sampler == "device"
         shared = {"shared_cache": True} if len(set(problem.servers)) < problem.ranks else {}
-        yield from variants(problem, one_ahead(problem, cls(), there), **shared)
+        yield from variants(problem, one_ahead(problem, cls(), on_device), **shared)
 
     def check(self, problem: Problem) -> None:
         super().check(problem)

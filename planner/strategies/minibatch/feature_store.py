@@ -1,19 +1,19 @@
-"""The feature store: where a vertex's features are, as each rank sees it.
+"""The feature store: from where each rank gets the features of a vertex.
 
-    hit       in the cache of its own GPU                the hottest rows that the budget holds
-    peer      in the cache of another GPU of its server  if GPUs cache different rows (Quiver)
-    host      in its server's memory                     all rows, or those at home there (DistDGL)
-    remote    in another server's memory                 one of that server's ranks sends it
+    hit       the cache of the rank's own GPU                the hottest rows that fit the cache
+    peer      the cache of another GPU of the rank's server  if GPUs cache different rows (Quiver)
+    host      the memory of the rank's server                all rows, or the server's own (DistDGL)
+    remote    the memory of another server                   sent by one of that server's ranks
 
-Rows are hottest by how often they are read when batches are drawn (pre-sampling), or by how many
-vertices read from them (out-degree, as PaGraph). Where a group splits a batch (GSplit), only the
-owner reads a vertex, so only the owner caches it. If that one group is all ranks, spread features
-are at home on the owner's server. Every rank knows the whole store, so nobody searches for a row.
+The hottest rows are those read most often in pre-sampled batches, or those that most vertices read
+(out-degree, as PaGraph). If a group splits a batch (GSplit), only the owner of a vertex reads its
+row, so only the owner caches it. If all ranks are one such group, spread features are in the memory
+of the owner's server. Every rank knows where all rows are, so no rank searches for a row.
 
-Where a rank reads columns of several ranks' rows (P3), its cache has these columns. The plainest
-store caches nothing and is at home everywhere: each rank reads all rows from its server's memory.
+If a rank reads some columns of several ranks' rows (P3), it caches these columns. In the simplest
+store no rank caches rows, and each rank reads all rows from its server's memory.
 
-A graph known by statistics only has an `EstimatedStore`, which answers the same questions.
+A graph known by statistics has an `EstimatedStore` with the same methods.
 """
 
 from __future__ import annotations
@@ -51,27 +51,27 @@ from gnnplan.planner.vocabulary.units import show_bytes
 HOT = ("frequency", "degree")
 PLACES = ("everywhere", "spread")
 CLASSES = ("hit", "peer", "host", "remote")
-HIT, PEER, HOST, REMOTE = range(4)  # places in CLASSES
-MOST = 2**31 - 1  # the most readings of a row that are counted
+HIT, PEER, HOST, REMOTE = range(4)  # positions in CLASSES
+MOST = 2**31 - 1  # largest number of reads of a row that can be counted
 
 
 @dataclass(frozen=True)
 class Slice:
-    """What a rank reads of a batch: some columns of the rows of these ranks."""
+    """The features that a rank reads of a batch."""
 
-    ranks: tuple[int, ...]
-    columns: range
+    ranks: tuple[int, ...]  # the rank reads the rows of these ranks ..
+    columns: range  # .. in these columns
 
 
 @dataclass(frozen=True)
 class Loads:
-    """Where a batch's rows come from.
+    """The sources of a batch's rows.
 
-    host: bytes from each rank's server's memory [ranks].
-    hits: bytes from its own cache [ranks].
-    asked: ids that rank i asks of rank j [ranks, ranks].
-    fetched: bytes that rank i sends rank j for them [ranks, ranks].
-    rows: rows by class (CLASSES) [ranks, 4].
+    host: bytes that each rank reads from its server's memory [ranks].
+    hits: bytes that each rank reads from its own cache [ranks].
+    asked: number of rows that rank i requests from rank j [ranks, ranks].
+    fetched: bytes of requested rows that rank i sends to rank j [ranks, ranks].
+    rows: number of rows by class (CLASSES) [ranks, 4].
     """
 
     host: NDArray[np.int64]
@@ -81,20 +81,20 @@ class Loads:
     rows: NDArray[np.int64]
 
     def __post_init__(self) -> None:
-        for crossing in (self.asked, self.fetched):
-            crossing.setflags(write=False)  # so that what is found out about them can be kept
+        for pairs in (self.asked, self.fetched):
+            pairs.setflags(write=False)  # so that prices computed from them can be cached
 
 
 @dataclass(frozen=True, eq=False)
 class Store:
-    """The store of a graph whose edges are known.
+    """The feature store of a graph with known edges.
 
     servers: the server of each rank.
-    cached: the vertices in each rank's cache, hottest first; equal caches are one array.
-    home: the server [N] whose memory has a row; None: every server has all rows.
+    slices: the features that each rank reads.
+    cached: the vertices in each rank's cache, hottest first; equal caches are the same array.
+    home: the server whose memory has each row [N]; None: every server has all rows.
     shared: whether GPUs of a server read each other's caches.
-    slices: what each rank reads.
-    seconds: that it took to make the store.
+    seconds: the time that it took to compute the store.
     """
 
     servers: tuple[int, ...]
@@ -111,44 +111,45 @@ class Store:
     )
 
     def of(self, rank: int, ids: Ids) -> tuple[NDArray[np.int8], NDArray[np.int32]]:
-        """The class of these vertices' rows for a rank [R], and the rank that provides each [R].
+        """Return the class of each vertex's row for a rank [R], and the rank that provides it [R].
 
-        A rank provides hits and rows of its server to itself.
+        A rank itself provides hits and rows in its server's memory.
         """
         provider = self.sender(rank, ids)
         kind = np.where(provider == rank, HOST, REMOTE).astype(np.int8)
         if self.shared:
-            held = self._holder(self.servers[rank])[ids]
-            kind[held >= 0], provider[held >= 0] = PEER, held[held >= 0]
+            holder = self._holder(self.servers[rank])[ids]
+            kind[holder >= 0], provider[holder >= 0] = PEER, holder[holder >= 0]
         if self.caches:
             hit = self.slot(rank)[ids] >= 0
             kind[hit], provider[hit] = HIT, rank
         return kind, provider
 
     def sender(self, rank: int, ids: Ids) -> NDArray[np.int32]:
-        """The rank [R] that has these rows in its server's memory.
+        """Return the rank that reads each row from its server's memory for `rank` [R].
 
-        It is the rank itself, or one of the ranks of the row's home, which share this work by id.
+        That is `rank` itself if its server has the row, else one of the ranks of the row's server.
         """
         if self.home is None:
             return np.full(ids.size, rank, np.int32)
         return provided(self.servers, rank, self.home[ids], ids)
 
     def slot(self, rank: int) -> NDArray[np.int32]:
-        """The place of each vertex [N] in the rank's cache; -1: it is not cached."""
+        """Return the position of each vertex in the rank's cache [N]; -1: not cached."""
         ids = self.cached[rank]
-        first = next(other for other, its in enumerate(self.cached) if its is ids)  # that has them
+        # the first rank with the same cache
+        first = next(other for other, cached_ids in enumerate(self.cached) if cached_ids is ids)
         if first not in self._slots:
-            self._slots[first] = place = np.full(self.vertices, -1, np.int32)
-            place[ids] = np.arange(ids.size, dtype=np.int32)
+            self._slots[first] = slots = np.full(self.vertices, -1, np.int32)
+            slots[ids] = np.arange(ids.size, dtype=np.int32)
         return self._slots[first]
 
     def _holder(self, server: int) -> NDArray[np.int32]:
-        """The rank of a server that caches each vertex [N]; -1: none does."""
+        """Return the rank of a server that caches each vertex [N]; -1: no rank."""
         if server not in self._holders:
             self._holders[server] = holder = np.full(self.vertices, -1, np.int32)
-            for rank, where in enumerate(self.servers):
-                if where == server:
+            for rank, its_server in enumerate(self.servers):
+                if its_server == server:
                     holder[self.cached[rank]] = rank
         return self._holders[server]
 
@@ -158,7 +159,7 @@ class Store:
 
     @cached_property
     def asks(self) -> NDArray[np.bool_]:
-        """Whether rank i may ask rank j for rows in any batch [ranks, ranks]."""
+        """Whether rank i may request rows from rank j in any batch [ranks, ranks]."""
         same = np.equal.outer(self.servers, self.servers)
         others = np.zeros_like(same) if self.home is None else ~same
         return np.asarray(others | (same & ~np.eye(len(self.servers), dtype=bool) & self.shared))
@@ -170,7 +171,7 @@ class Store:
         return self._loads[batch]
 
     def loads(self, problem: Problem, rows: list[Ids]) -> Loads:
-        """Where the rows come from that each rank reads ([R] of each rank)."""
+        """Return the sources of the rows that each rank reads; rows: ids [R] of each rank."""
         m = len(self.servers)
         (host, hits), classes = np.zeros((2, m), np.int64), np.zeros((m, len(CLASSES)), np.int64)
         asked, fetched = np.zeros((2, m, m), np.int64)
@@ -179,15 +180,15 @@ class Store:
             nbytes = problem.features_bytes(ids, self.slices[rank].columns)
             classes[rank] = np.bincount(kind, minlength=len(CLASSES))
             host[rank], hits[rank] = nbytes[kind == HOST].sum(), nbytes[kind == HIT].sum()
-            away = provider != rank
-            asked[rank] = np.bincount(provider[away], minlength=m)
-            fetched[:, rank] = np.bincount(provider[away], weights=nbytes[away], minlength=m)
+            other = provider != rank
+            asked[rank] = np.bincount(provider[other], minlength=m)
+            fetched[:, rank] = np.bincount(provider[other], weights=nbytes[other], minlength=m)
         return Loads(host, hits, asked, fetched, classes)
 
     def filled(self, problem: Problem) -> NDArray[np.int64]:
-        """Bytes that rank i sends rank j before the first step [ranks, ranks].
+        """Return the bytes that rank i sends to rank j before the first step [ranks, ranks].
 
-        These are rows that j caches and its server does not have.
+        These are rows that j caches and the memory of j's server does not have.
         """
         m = len(self.servers)
         sent = np.zeros((m, m), np.int64)
@@ -198,21 +199,20 @@ class Store:
         return sent
 
     def held(self, problem: Problem) -> NDArray[np.int64]:
-        """Bytes of each rank's cache [ranks]."""
+        """Return the bytes of each rank's cache [ranks]."""
         each = zip(self.cached, self.slices, strict=True)
-        return np.array([int(row_bytes(problem, ids, its.columns).sum()) for ids, its in each])
+        return np.array([int(row_bytes(problem, ids, read.columns).sum()) for ids, read in each])
 
 
 @dataclass(frozen=True, eq=False)
 class EstimatedStore:
-    """The store of a graph known by statistics.
+    """The feature store of a graph known by statistics.
 
-    Each GPU caches `cached_rows` rows of the classes of vertices that are read most
-    (planner/ownership/estimated_batches.py). Other rows are spread evenly.
-
-    servers, groups: of each rank; a group splits a batch.
-    spread: features are over servers, by a hash.
-    slices: as in `Store`.
+    servers, slices, shared, seconds: as in `Store`.
+    groups: the group of each rank; a group splits a batch.
+    cached_rows: number of rows that each GPU caches, of the classes of vertices that are read most
+        (planner/ownership/estimated_batches.py).
+    spread: whether each row is in one server's memory, chosen by a hash.
     """
 
     servers: tuple[int, ...]
@@ -233,16 +233,16 @@ class EstimatedStore:
 
     @property
     def asks(self) -> Outer:
-        """As `Store.asks`."""
+        """Whether rank i may request rows from rank j, as `Store.asks`."""
         if self.spread and self.shared:
             return Outer.of([0] * len(self.servers), True, 1)
         return Outer.of(self.servers, self.shared, int(self.spread or self.shared))
 
     def held_share(self, need: Expected, rows: int) -> float:
-        """The share of a batch's reads that falls on so many rows, the most read of all."""
-        of = Population.of(self.stats)
-        order = np.argsort(-need.read / np.maximum(of.vertices, 1e-300), kind="stable")
-        below = np.concatenate([[0.0], np.cumsum(of.vertices[order])])
+        """Return the share of a batch's reads that are of the `rows` most read rows."""
+        population = Population.of(self.stats)
+        order = np.argsort(-need.read / np.maximum(population.vertices, 1e-300), kind="stable")
+        below = np.concatenate([[0.0], np.cumsum(population.vertices[order])])
         reads = np.concatenate([[0.0], np.cumsum(need.read[order])])
         return float(np.interp(rows, below, reads) / max(reads[-1], 1e-300))
 
@@ -258,7 +258,7 @@ class EstimatedStore:
         row_bytes = cache(lambda columns: int(problem.features_bytes(one, columns)[0]))
         rows = np.array([read(each.ranks) for each in self.slices])
         row = np.array([row_bytes(each.columns) for each in self.slices])
-        # GPUs that cache different rows: those of a server, or of a group, who read only their own
+        # GPUs that cache different rows: of a server, or of a group, whose GPUs read only own rows
         sharing = np.unique(self.servers if self.shared else self.groups, return_inverse=True)[1]
         share, together = cache(self.held_share), np.bincount(sharing)[sharing]
         held = [batch.needs[group] for group in self.groups], (together * self.cached_rows).tolist()
@@ -271,24 +271,25 @@ class EstimatedStore:
         if self.spread:
             others = Outer.of(self.servers, False, 1).sum(1) / rows.size  # share of the ranks
             remote = np.rint((rows - hits - peer) * others).astype(np.int64)
-            away = self._evenly(remote, False)
-            asked = np.asarray(asked) + np.asarray(away) if self.shared else away
+            from_servers = self._evenly(remote, False)
+            asked = np.asarray(asked) + np.asarray(from_servers) if self.shared else from_servers
         host = rows - hits - peer - remote
         classes = np.stack([hits, peer, host, remote], axis=1)
         return Loads(row * host, row * hits, asked, row * asked.T, classes)
 
     def _evenly(self, counts: NDArray[np.int64], same: bool) -> Pairs:
-        """So much from each rank [ranks] evenly to the others of its server, or of other servers:
-        in whole numbers that add up, or of many ranks the nearest whole numbers."""
+        """Divide each rank's count evenly over the other ranks of its server (`same`), or over the
+        ranks of other servers [ranks, ranks]. Whole numbers; sums are exact unless ranks are many.
+        """
         peers = Outer.of(self.servers, same, 1)
-        of_each = np.maximum(peers.sum(1), 1)
+        number = np.maximum(peers.sum(1), 1)  # of peers [ranks]
         if len(self.servers) > MOST_PAIRED:
-            return Outer.of(self.servers, same, np.rint(counts / of_each).astype(np.int64))
-        among, (whole, rest) = np.asarray(peers), (n[:, None] for n in np.divmod(counts, of_each))
+            return Outer.of(self.servers, same, np.rint(counts / number).astype(np.int64))
+        among, (whole, rest) = np.asarray(peers), (n[:, None] for n in np.divmod(counts, number))
         return np.asarray(among * (whole + (among.cumsum(1) <= rest)))
 
     def filled(self, problem: Problem) -> Pairs:
-        """As `Store.filled`: most cached rows have their home on another server."""
+        """Return the bytes of `Store.filled`; most cached rows are in other servers' memories."""
         row = int(problem.features_bytes(np.zeros(1, np.int64))[0])
         others = Outer.of(self.servers, False, 1).sum(1) / len(self.servers)
         rows = np.rint(self.cached_rows * others * self.spread).astype(np.int64)
@@ -296,7 +297,7 @@ class EstimatedStore:
         return sent
 
     def held(self, problem: Problem) -> NDArray[np.int64]:
-        """As `Store.held`."""
+        """Return the bytes of each rank's cache [ranks]."""
         widths = [len(each.columns) for each in self.slices]
         return self.cached_rows * np.array(widths) * problem.model.itemsize
 
@@ -314,15 +315,16 @@ def feature_store(
     epochs: int = EPOCHS,
     slices: tuple[Slice, ...] = (),
 ) -> Features:
-    """The store of a problem's mini-batches; each is made once.
+    """Return the feature store of a problem's mini-batches; results are cached.
 
-    Each GPU caches `cache` bytes; heat is counted in so many `epochs` of pre-sampling. slices: what
-    each rank reads; (): all columns of its own rows.
+    cache: bytes that each GPU caches. epochs: number of pre-sampled epochs that count reads.
+    slices: the features that each rank reads; (): all columns of its own rows. hot, features,
+    shared: as the knobs `hot`, `features` and `shared_cache`.
     """
     spread = features == "spread" and len(set(problem.servers)) > 1
     everything, widths = range(problem.model.features), {len(each.columns) for each in slices}
     read = slices or tuple(Slice((rank,), everything) for rank in range(problem.ranks))
-    # then a row's home is its owner's server
+    # in one group, a row is in the memory of its owner's server
     one_group = len(set(batches.groups)) == 1 < problem.ranks
 
     def estimated() -> Features:
@@ -346,9 +348,9 @@ def feature_store(
         vertices = graph.stats.vertices
         return Store(problem.servers, read, tuple(held), home, shared, vertices, watch.seconds)
 
-    asked = problem.servers, problem.method, problem.workload, cache, hot, spread, shared, epochs
+    key = problem.servers, problem.method, problem.workload, cache, hot, spread, shared, epochs
     make = estimated if isinstance(batches, EstimatedBatches) else counted
-    return problem.known.answer(("feature store", batches, *asked, slices), make)
+    return problem.known.answer(("feature store", batches, *key, slices), make)
 
 
 def _cached(
@@ -360,82 +362,86 @@ def _cached(
     epochs: int,
     slices: Sequence[Slice],
 ) -> list[Ids]:
-    """The vertices that each rank caches, hottest first: as many as fit.
+    """Return the vertices that each rank caches, hottest first, as many as fit.
 
-    They are taken from all rows; from every n-th row, if n GPUs of a server share caches; or from
-    the rows that the rank owns, if a group splits a batch.
+    They are chosen from all rows; from every n-th row if n GPUs of a server share caches; or from
+    the rank's own rows if a group splits a batch.
     """
     graph, groups, member = batches.graph, batches.groups, batches.member
     order = hottest(graph, batches.workload, hot, len(set(groups)), epochs)
     caches: dict[tuple[int, int, range], Ids] = {}  # equal caches are one array
     held = []
-    for rank, (group, its) in enumerate(zip(groups, slices, strict=True)):
+    for rank, (group, read) in enumerate(zip(groups, slices, strict=True)):
         server, place, count = problem.servers[rank], 0, 1
         if member is not None:
             place, count = groups[:rank].count(group), 0
         elif shared:
             place, count = problem.servers[:rank].count(server), problem.servers.count(server)
-        if (kind := (place, count, its.columns)) not in caches:
-            own = order[place::count] if member is None else order[member[order] == place]
-            fitting = that_fit(own, row_bytes(problem, own, its.columns), cache)
+        if (kind := (place, count, read.columns)) not in caches:
+            eligible = order[place::count] if member is None else order[member[order] == place]
+            fitting = that_fit(eligible, row_bytes(problem, eligible, read.columns), cache)
             caches[kind] = fitting.astype(np.int64)
         held.append(caches[kind])
     return held
 
 
 def provided(places: Sequence[int], rank: int, home: NDArray[Any], turn: Ids) -> NDArray[np.int32]:
-    """Who provides a rank with what is at these places [R]: itself at its own, elsewhere one of the
-    place's ranks, who take turns. places: of each rank."""
-    out = np.full(home.size, rank, np.int32)
+    """Return the rank that provides each item to `rank` [R]: `rank` itself if the item is at its
+    place, else one of the ranks at the item's place, in turns.
+
+    places: the place of each rank. home: the place of each item [R]. turn: numbers that select one
+    of a place's ranks [R]."""
+    provider = np.full(home.size, rank, np.int32)
     for place in set(places) - {places[rank]}:
-        away, ranks = np.flatnonzero(home == place), np.flatnonzero(np.equal(places, place))
-        out[away] = ranks[turn[away] % ranks.size]
-    return out
+        items, ranks = np.flatnonzero(home == place), np.flatnonzero(np.equal(places, place))
+        provider[items] = ranks[turn[items] % ranks.size]
+    return provider
 
 
 def that_fit(ids: Ids, sizes: NDArray[np.int64], budget: int) -> Ids:
-    """The longest run of first vertices whose sizes together are within a budget."""
+    """Return the longest prefix of `ids` whose sizes together are within a budget."""
     return ids[: int(np.searchsorted(np.cumsum(sizes), budget, side="right"))]
 
 
 def row_bytes(problem: Problem, ids: Ids, columns: range | None = None) -> NDArray[np.int64]:
-    """Bytes of each of these rows, or of some of their columns, in a cache [R]."""
+    """Return the bytes of each of these rows, or of some of their columns, in a cache [R]."""
     inputs = problem.model.inputs
     return inputs.cached(problem.features_bytes(ids, columns) // inputs.number_moved)
 
 
 def hottest(graph: Graph, workload: Workload, hot: str, groups: int, epochs: int = EPOCHS) -> Ids:
-    """All vertices [N], the hottest first; equally hot ones in their order."""
+    """Return all vertices [N], the hottest first; equally hot vertices by their ids."""
     return np.argsort(-heat(graph, workload, hot, groups, epochs), kind="stable")
 
 
 def heat(
     graph: Graph, workload: Workload, hot: str, groups: int, epochs: int = EPOCHS
 ) -> NDArray[np.int64]:
-    """How hot each vertex is [N]: how often it is read, or how many vertices read from it."""
-    found = (
+    """Return the heat of each vertex [N]: how often it is read, or how many vertices read it."""
+    counts = (
         frequency(graph, workload, groups, epochs)
         if hot == "frequency"
         else np.bincount(graph.indices, minlength=graph.stats.vertices)
     )
-    return found.astype(np.int64)
+    return counts.astype(np.int64)
 
 
 def frequency(
     graph: Graph, workload: Workload, groups: int, epochs: int = EPOCHS
 ) -> NDArray[np.int32]:
-    """How often groups read each vertex's row [N] in so many epochs of pre-sampling.
+    """Return how often groups read each vertex's row [N] in `epochs` epochs of pre-sampling.
 
-    Training reaches none of these epochs. A row counts once per batch and group, in however many
-    layers the vertex is (`splitting.presample` counts layers). The result is cached on disk.
+    Training does not draw the batches of these epochs. A row counts once per batch and group, even
+    if several layers have the vertex (`splitting.presample` counts layers). The result is cached on
+    disk.
     """
 
     def compute() -> NDArray[np.int32]:
         heat = np.zeros(graph.stats.vertices, np.int32)
         for epoch in range(BEFORE, BEFORE + epochs):
             for number, items in enumerate(presampled(graph, workload, epoch)):
-                for found in frontiers(graph, workload, items, groups, epoch, number):
-                    heat[found.nodes[0]] += 1
+                for frontier in frontiers(graph, workload, items, groups, epoch, number):
+                    heat[frontier.nodes[0]] += 1
         return heat
 
     return cached(
@@ -447,7 +453,7 @@ def frequency(
 
 
 def check_word(rule: str, word: str, allowed: Sequence[str]) -> None:
-    """Raises SpecError if a knob's word is none of those that its rule allows."""
+    """Raise SpecError if `word` is not one of the allowed words; rule: the begin of the message."""
     if word not in allowed:
         raise SpecError(f"{rule}, and {word!r} is unknown{suggest(word, allowed)}")
 
@@ -460,7 +466,7 @@ def check_store(
     features: str = "everywhere",
     shared: bool = False,
 ) -> None:
-    """Raises SpecError if a strategy's knobs make no store."""
+    """Raise SpecError if the knobs of a feature store are wrong or do not fit together."""
     room = int(problem.cluster.device.memory)
     if cache < 0:
         raise SpecError(

@@ -1,7 +1,7 @@
-"""GSplit: the ranks of a group split one mini-batch on the fly.
+"""GSplit: the ranks of a group split one mini-batch.
 
-Every vertex has one owner in the group. The owner alone samples the vertex's neighbours, loads its
-features and computes its rows, and sends rows to the ranks that read them. So nothing is sampled,
+Every vertex has one owner in the group. Only the owner samples the vertex's neighbours, loads its
+features and computes its rows; it sends rows to the ranks that read them. So nothing is sampled,
 loaded or computed twice.
 
     host     |draw 3|ids 3|draw 2|ids 2|draw 1|ids 1|lay|
@@ -9,57 +9,56 @@ loaded or computed twice.
     comm                                                       |halo 1|         |halo 2|
     compute                                                           |forward 1|      |forward 2|
 
-    ids      owners are told which of their vertices the frontier has reached
+    ids      ranks tell owners which of the owners' vertices the frontier has reached
     load     each owner loads its own rows, once per batch
-    halo 1   features; from then on, and back, as in graph parallelism
+    halo 1   features; the layers, forward and backward, then run as in graph parallelism
 
     group      server: split inside, data parallel across (the paper's hybrid)   all: one batch
-    splitter   gsplit: METIS on pre-sampled weights   node: vertex weights only   edge: nothing
-               sampled   random
-    imbalance  what METIS may give an owner beyond the mean load: looser, and fewer edges cross
-    features   everywhere: in every server's memory   spread: each row in one server's memory; if
-               one group is all ranks, in its owner's server's
-    cache      each GPU caches the hottest of the rows that it owns: they are picked, not loaded
-    structure  everywhere: lists with every sampler   spread: each list with its vertex's owner,
-               which alone samples it; nothing more is sent
+    splitter   gsplit: METIS on pre-sampled weights   node: vertex weights only   edge: METIS
+               without pre-sampling   random
+    imbalance  load above the mean that METIS may give an owner; if larger, fewer edges cross owners
+    features   everywhere: in every server's memory   spread: each row in one server's memory, the
+               owner's server if one group has all ranks
+    cache      each GPU caches the hottest of its own rows, which are then not loaded
+    structure  everywhere: lists with every sampler   spread: each list with the vertex's owner, the
+               only rank that samples the vertex; no further messages are needed
 
-With split='first' (APT's DNP) layer 1 alone is split, the others are data parallel. A rank samples
-all that its own seeds need down to h_1, and asks owners for rows of h_1. Owners sample these rows'
-neighbours, read all their features and compute layer 1, once for all who ask:
+With split='first' (APT's DNP) only layer 1 is split, and the other layers are data parallel. A rank
+samples for its own seeds down to h_1, and requests rows of h_1 from their owners. Owners sample
+these rows' neighbours, read all of their features and compute layer 1, once for all requests:
 
     host     |draw 3|draw 2|ids 2|draw 1|lay|
     copy                                     |load|
     comm                                                     |halo 2|
     compute                                        |forward 1|      |forward 2|
 
-With split='source' (APT's SNP) it is split by its sources. A rank samples all that its own seeds
-need, and pushes layer 1's edges to their sources' owners. Owners read their own features, and sum
-them over these edges; readers add the sums up, with bias and ReLU, where layer 2 begins:
+With split='source' (APT's SNP) layer 1 is split by its sources. A rank samples everything for its
+own seeds, and pushes layer 1's edges to the owners of their sources. Owners read their own features
+and sum them over these edges; readers add up the partial sums, with bias and ReLU, before layer 2:
 
     host     |draw 3|draw 2|draw 1|push|lay|
     copy                                    |load|
     comm                                                    |halo 2|
     compute                                       |forward 1|      |forward 2|
 
-The positions found while sampling (the shuffle index) serve the exchanges of the forward pass and
-those of the backward pass.
+The positions found during sampling (the shuffle index) serve the exchanges of both passes.
 
 Exact: the gradient of one process on the same batch.
 
 Bytes per batch, for r_l remote rows in layer l's frontier, M ranks and W weights of b bytes:
 
     sum_{l=0..L-1} r_l H_l b    forward; the same for l >= 1 backward
-    8                           per id, and per peer and layer for how many
-    2 r_1 H_1 b + 8 r_1         all of this with split='first'; r_1: rows that a rank needs, not new
-                                ones alone
-    2 p H_1 b + 4 (2 p + e)     all of this with split='source', and 12 per peer: p sums that a rank
-                                needs of others, of e edges
+    8                           per id, and per peer and layer for the number of ids
+    2 r_1 H_1 b + 8 r_1         instead of these with split='first'; r_1: all remote rows that a
+                                rank needs, even if it needed them in another layer
+    2 p H_1 b + 4 (2 p + e)     instead of these with split='source', and 12 per peer: p partial
+                                sums of e edges that a rank needs of other ranks
     2 (M-1) W b                 all-reduce
-    2 r_L H_L b                 link prediction: rows of h_L at which edges end that another rank
+    2 r_L H_L b                 link prediction: rows of h_L of endpoints of edges that another rank
                                 scores, and their gradients
 
-Link prediction (graph/sampling.py): an edge's loss is computed by the owner of the vertex where it
-begins. The rows of other ends cross as before a layer L + 1.
+Link prediction (graph/sampling.py): the owner of an edge's first vertex computes the edge's loss.
+The rows of the other endpoints are exchanged as for a layer L + 1.
 
 Sources: GSplit (arXiv 2303.13775), Sec. 3-5; DNP and SNP of APT (PPoPP 2025,
 github.com/kaihaoma/APT).
@@ -96,24 +95,24 @@ from gnnplan.planner.vocabulary.errors import SpecError
 
 GROUPS = ("server", "all")
 SPLITS = ("all", "first", "source")
-# models whose layer 1 is a sum over sources, but for its bias and ReLU
+# models whose layer 1 is a sum over sources, followed by bias and ReLU
 SUMS = [name for name, kind in KINDS.items() if kind.by_columns and kind.linear]
 
-MOST_PRESAMPLED = 1000  # epochs; all of them are drawn before training
+MOST_PRESAMPLED = 1000  # epochs, all drawn before training
 
 
 @dataclass(frozen=True)
 class GSplit(OnRows):
     """GSplit.
 
-    split: 'all' layers, or layer 1 alone: the 'first' by destinations (dnp), or by 'source' (snp).
-    splitter: how vertices get their owners.
+    split: split 'all' layers, or only the 'first' by destinations (dnp) or by 'source' (snp).
+    splitter: the method that assigns vertices to owners.
     presample: epochs of pre-sampling, for splitters and caches that need it.
-    imbalance: share of the mean load that METIS may give an owner beyond it.
-    group: ranks that split a batch: those of a 'server', or 'all'.
+    imbalance: load that METIS may give an owner above the mean, as a share of the mean.
+    group: the ranks that split a batch, of a 'server' or 'all'.
     narrow, checkpoint, buckets: as in graph parallelism.
-    prefetch, cache, hot, features: as in data parallelism, of rows that a rank owns.
-    structure: lists with every sampler ('everywhere'), or with the vertex's owner ('spread').
+    prefetch, cache, hot, features: as in data parallelism, for the rows that a rank owns.
+    structure: lists are with every sampler ('everywhere') or with the vertex's owner ('spread').
     """
 
     splitter: str = "gsplit"
@@ -143,7 +142,7 @@ class GSplit(OnRows):
             servers = len(set(problem.servers))
             if servers == 1:
                 groups: tuple[str, ...] = ("server",)
-            else:  # a server with one rank has nobody to split with
+            else:  # groups by server need servers with several ranks
                 groups = GROUPS if servers < problem.ranks else ("all",)
             for group in groups:
                 for narrow in (False, True) if problem.model.narrows else (False,):
@@ -156,15 +155,15 @@ class GSplit(OnRows):
 
     @classmethod
     def explain(cls, problem: Problem, fastest: Self | None) -> list[str]:
-        """How much more ranks read and compute that sample alone than ranks that split a batch.
+        """Return a note on the rows and edges that splitting saves over data parallelism.
 
-        As GSplit, Table 1; from the first batches.
+        The ratios are those of GSplit's Table 1, counted in the first batches.
         """
         if fastest is None:
             return []
 
-        alone = problem.minibatches(tuple(range(problem.ranks)))
-        pairs = zip(alone.first(), fastest.batches(problem).first(), strict=False)
+        unsplit = problem.minibatches(tuple(range(problem.ranks)))
+        pairs = zip(unsplit.first(), fastest.batches(problem).first(), strict=False)
         totals = [[batch.totals() for batch in pair] for pair in pairs]
         counts = [[(rows[0], sum(edges)) for rows, edges in pair] for pair in totals]
         (rows, edges), (shared_rows, shared_edges) = np.sum(counts, axis=0).tolist()
@@ -182,7 +181,7 @@ class GSplit(OnRows):
                 f" (snp), not {self.split!r}"
             )
         if self.split != "all":
-            self._check_alone(problem)
+            self._check_layer_1(problem)
         if self.splitter not in SPLITTERS:
             raise SpecError(
                 f"gsplit: splitter is one of {', '.join(SPLITTERS)}, not {self.splitter!r}; use"
@@ -212,8 +211,8 @@ class GSplit(OnRows):
         check_store(self.name, problem, self.cache, self.hot, self.features)
         check_structure(self.name, problem, self.structure)
 
-    def _check_alone(self, problem: Problem) -> None:
-        """Raises SpecError if layer 1 cannot be split alone."""
+    def _check_layer_1(self, problem: Problem) -> None:
+        """Raise SpecError if layer 1 cannot be split without the other layers."""
         name, by_source = self.name, self.split == "source"
         if problem.workload.layers < 2:
             raise SpecError(
@@ -255,10 +254,10 @@ class GSplit(OnRows):
             )
 
     def groups(self, problem: Problem) -> tuple[int, ...]:
-        """The group of each rank [ranks]; groups are numbered in the order of ranks."""
-        where = problem.servers if self.group == "server" else (0,) * problem.ranks
-        number = {place: i for i, place in enumerate(dict.fromkeys(where))}
-        return tuple(number[place] for place in where)
+        """Return the group of each rank [ranks]; groups are numbered in the order of ranks."""
+        places = problem.servers if self.group == "server" else (0,) * problem.ranks
+        number = {place: i for i, place in enumerate(dict.fromkeys(places))}
+        return tuple(number[place] for place in places)
 
     def tied(self, problem: Problem) -> tuple[int, ...]:
         return self.groups(problem) if self.group == "server" else ()
@@ -269,8 +268,8 @@ class GSplit(OnRows):
         )
 
     def store(self, problem: Problem) -> Features:
-        asked = problem, self.batches(problem), self.cache, self.hot, self.features
-        return feature_store(*asked, epochs=self.presample)
+        arguments = problem, self.batches(problem), self.cache, self.hot, self.features
+        return feature_store(*arguments, epochs=self.presample)
 
     def lists(self, problem: Problem) -> Lists | None:
         return owned(self.batches(problem), self.structure)
@@ -289,13 +288,13 @@ class GSplit(OnRows):
         if len(set(problem.servers)) > 1 and self.split != "first":
             if self.features == "everywhere":
                 yield replace(self, features="spread")
-            # the lists of a group that is a server are all at the server
+            # if a group is a server, spread lists would all be in that server's memory
             if self.structure == "everywhere" and self.group == "all" and self.split == "all":
                 yield replace(self, features="spread", structure="spread")
 
 
 def _why_no_sum(problem: Problem) -> str:
-    """Why layer 1 is no sum over its sources that `apply` can follow; '' if it is."""
+    """Return why layer 1 is no sum over its sources, followed by `apply`; '' if it is."""
     kind, first = problem.workload.model, problem.model.layers[0]
     if first.heads:
         return "weighs an edge by all edges of its row (attention)"

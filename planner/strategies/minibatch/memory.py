@@ -1,12 +1,13 @@
-"""Bytes that a rank holds with mini-batches: the fullest of the batches that are known.
+"""Memory of ranks that train on mini-batches: the peak over the known batches.
 
-It has a batch's features, blocks and activations (layerwise/memory.py), the blocks of batches that
-wait for their turn, what the feature store caches, and what evaluation needs.
+A rank has a batch's features, blocks and activations (layerwise/memory.py), the blocks of
+prefetched batches, the cache of the feature store, and the data of evaluation.
 
-Graph data are in servers' memories, whose ranks share one copy:
+Graph data are in the servers' memories; ranks of a server share one copy:
 
-    features    all rows, or those at home at the server; P3: the columns of its ranks
-    lists       all adjacency lists, or those at home or cached there; offsets and degrees of all
+    features    all rows, or the rows spread to the server; P3: the columns of the server's ranks
+    lists       all adjacency lists, or those spread to or cached at the server; offsets and degrees
+                of all vertices
 """
 
 from __future__ import annotations
@@ -30,16 +31,13 @@ from gnnplan.planner.strategies.minibatch.supply import Supply
 from gnnplan.planner.strategies.program.memory import machine_code, on_ranks
 from gnnplan.planner.strategies.program.program import Program
 
-PLACE = 8  # [B] of an edge's place in the order of an epoch
-PLACE_IN_CACHE = 4  # [B] of a vertex's, on a GPU that lays out its batches
-PLACE_AMONG_SOURCES = 4  # [B] of a vertex
+PLACE = 8  # bytes of an edge's position in the order of an epoch
+PLACE_IN_CACHE = 4  # bytes of a vertex's position in the cache, on a GPU that lays out its batches
+PLACE_AMONG_SOURCES = 4  # bytes of a vertex's position among a layer's sources
 
 
 def memory(program: Program, supply: Supply) -> Memory:
-    """Bytes per rank by use: the batch in training, blocks of batches that wait, and caches.
-
-    The graph in a server's memory is not included.
-    """
+    """Return each rank's peak bytes by use, without the graph data in the server's memory."""
     problem, store, prefetch = supply.problem, supply.store, supply.prefetch
     on_cpu = problem.cluster.device.kind == "cpu"
     features = most(supply, partial(constant, problem))
@@ -48,7 +46,7 @@ def memory(program: Program, supply: Supply) -> Memory:
     if not supply.is_plain:
         elsewhere = features + most(supply, partial(_arriving, supply))
     buffers = 0.0 * features
-    if prefetch:  # samplers of their own have their own memory; the next batch is loaded
+    if prefetch:  # sampler processes have their own memory, and the next batch is loaded
         buffers = np.maximum(sampling - graph, 0.0) * supply.lays_there
         features = 2.0 * features
         graph = graph * (2 + prefetch * on_cpu)
@@ -69,33 +67,34 @@ def memory(program: Program, supply: Supply) -> Memory:
     )
 
 
-def most(supply: Supply, held: Callable[[MiniBatch], np.ndarray]) -> np.ndarray:
-    """The most that is held of any known batch [ranks]."""
-    known = dict.fromkeys(supply.batches.first())  # estimated ones are one, many times
-    return np.asarray(np.max([held(batch) for batch in known], axis=0))
+def most(supply: Supply, nbytes: Callable[[MiniBatch], np.ndarray]) -> np.ndarray:
+    """Return the largest number of bytes over all known batches [ranks]."""
+    distinct = dict.fromkeys(supply.batches.first())  # estimated batches are equal
+    return np.asarray(np.max([nbytes(batch) for batch in distinct], axis=0))
 
 
 def of_samplers(supply: Supply) -> Memory:
-    """Bytes of batches that are made and wait in each server's memory, and of what each of their
-    samplers has [servers]."""
+    """Return the bytes of sampler processes and their finished batches in each server's memory
+    [servers]."""
     problem, waiting = supply.problem, 0 if supply.lays_there else supply.prefetch
     if not waiting:
         return {}
     stats, links = problem.stats, problem.workload.task == "link"
-    of_draws = PLACE_AMONG_SOURCES * stats.vertices + links * PLACE * stats.edges
-    each = most(supply, partial(_on_host, problem)) + of_draws
+    positions = PLACE_AMONG_SOURCES * stats.vertices + links * PLACE * stats.edges
+    each = most(supply, partial(_on_host, problem)) + positions
     place = {server: i for i, server in enumerate(dict.fromkeys(problem.servers))}
     servers = [place[server] for server in problem.servers]
     return {"batches": np.bincount(servers, weights=waiting * each)}
 
 
 def of_structure(supply: Supply) -> np.ndarray:
-    """Bytes in a rank's own memory of what its sampler draws from [ranks].
+    """Return the bytes of adjacency data in a rank's own memory, from which its sampler draws
+    [ranks].
 
-    On a CPU: degrees, the place of each vertex among the sources, the order of an epoch's edges
-    where links are learned, and the rank's copy of a spread structure. Samplers in processes of
-    their own share a rank's degrees. With a GPU all is in the server's memory, unless the GPU
-    samples and has room for all of its lists.
+    On a CPU: degrees, the position of each vertex among the sources, the order of an epoch's edges
+    for link prediction, and the rank's copy of spread lists. Sampler processes share a rank's
+    degrees. With a GPU all data are in the server's memory, unless the GPU samples and has room for
+    all of its lists.
     """
     problem, lists, inline = supply.problem, supply.lists, not supply.prefetch
     stats, ranks = problem.stats, range(problem.ranks)
@@ -109,7 +108,7 @@ def of_structure(supply: Supply) -> np.ndarray:
 
 
 def _arriving(supply: Supply, batch: MiniBatch) -> np.ndarray:
-    """Bytes while rows arrive [ranks]: rows by class, next to where they are put, and rows sent."""
+    """Return the bytes of row buffers during loading, besides the batch's features [ranks]."""
     loads = supply.store.loads_of(supply.problem, batch)
     return np.asarray(
         loads.host + loads.hits + loads.fetched.sum(0) + loads.fetched.sum(1), dtype=float
@@ -117,10 +116,9 @@ def _arriving(supply: Supply, batch: MiniBatch) -> np.ndarray:
 
 
 def of_sampling(supply: Supply, batch: MiniBatch) -> np.ndarray:
-    """The most bytes that a sampler holds in a rank's own memory [ranks].
+    """Return the peak bytes of a sampler in a rank's own memory [ranks].
 
-    On a CPU these are all drawn edges while it lays out a layer. With a GPU they are in the
-    server's memory, unless the GPU lays out what it draws.
+    With a GPU a sampler's data are in the server's memory, unless the GPU lays out its batches.
     """
     problem = supply.problem
     if problem.cluster.device.kind == "cpu":
@@ -129,31 +127,34 @@ def of_sampling(supply: Supply, batch: MiniBatch) -> np.ndarray:
 
 
 def _on_host(problem: Problem, batch: MiniBatch) -> np.ndarray:
-    """Drawn edges, and the most that is held while layers are laid out one after the other.
+    """Return the bytes of drawn edges, and the peak while layers are laid out one by one [ranks].
 
-    Of the layer in work, per edge: positions (4 bytes), numbers sorted by source (12) and a copy
-    for the block (12). Then its weights are made, beside positions and the block: the edge's reader
-    (4) and a weight in both orders; GCN's are float64 first (8), times what an edge stands for
-    (8), unless it is a self edge (1). Per source: ids, degrees and offsets (72). Blocks of the
-    layers before it stay.
+    For the current layer, per edge: positions (4 bytes), numbers sorted by source (12) and a copy
+    for the block (12). Then, besides positions and the block, its weights: the edge's reader (4)
+    and a weight in both orders; GCN's weights are float64 first (8), with a factor per edge (8) and
+    a mask of self edges (1). Per source: ids, degrees and offsets (72). Blocks of earlier layers
+    stay.
     """
-    model, most, done, drawn = problem.model, *np.zeros((3, problem.ranks))
+    model, peak, finished, drawn = problem.model, *np.zeros((3, problem.ranks))
     for layer, spec in enumerate(model.layers, 1):
         f = batch.facts(layer)
         weighing = 20 + 2 * model.itemsize + 17 * spec.self_edges
         each = max(28, weighing * spec.weighs_edges)
         edges = f.edges + f.rows if spec.self_edges else f.edges
-        most = np.maximum(most, done + each * edges + 72 * f.sources)
-        done = done + block(model, spec, f.rows, f.sources, f.edges)
+        peak = np.maximum(peak, finished + each * edges + 72 * f.sources)
+        finished = finished + block(model, spec, f.rows, f.sources, f.edges)
         drawn = drawn + 4 * batch.sampled(layer)
-    return np.asarray(drawn + 2 * problem.stats.vertices + most)
+    return np.asarray(drawn + 2 * problem.stats.vertices + peak)
 
 
 # -- in servers' memories
 
 
 def of_rows(problem: Problem, store: Features, features: str) -> np.ndarray:
-    """Bytes of the features in each server's memory [servers]; rows may be spread."""
+    """Return the bytes of features in each server's memory [servers].
+
+    features: the knob, 'everywhere' or 'spread'.
+    """
     servers = list(dict.fromkeys(problem.servers))
     if isinstance(store, Store) and store.home is not None:
         rows = [np.flatnonzero(store.home == server) for server in servers]
@@ -164,7 +165,7 @@ def of_rows(problem: Problem, store: Features, features: str) -> np.ndarray:
 
 
 def of_all_rows(problem: Problem, sizes: Callable[[Ids], np.ndarray]) -> int:
-    """Bytes of all vertices' rows; sizes: those of some."""
+    """Return the bytes of all vertices' rows; sizes: ids -> bytes of their rows."""
     n = problem.stats.vertices
     return (
         int(sizes(np.zeros(1, np.int64))[0]) * n
@@ -174,7 +175,7 @@ def of_all_rows(problem: Problem, sizes: Callable[[Ids], np.ndarray]) -> int:
 
 
 def of_lists(problem: Problem, lists: Lists | None) -> np.ndarray:
-    """Bytes of adjacency lists, offsets and degrees in each server's memory [servers]."""
+    """Return the bytes of adjacency lists, offsets and degrees in each server's memory."""
     servers = np.array(problem.servers)
     at_server = (
         np.flatnonzero(servers == server).tolist() for server in dict.fromkeys(problem.servers)

@@ -1,4 +1,4 @@
-"""Strategies that train on mini-batches: what they have in common."""
+"""Base classes of strategies that train on mini-batches."""
 
 from __future__ import annotations
 
@@ -26,14 +26,14 @@ MOST_AHEAD = 1024
 
 
 class OnBatches(Strategy):
-    """A rank samples batches, or its share of them, in line, or with `prefetch` samplers ahead."""
+    """A strategy on mini-batches, which ranks sample in line or with `prefetch` samplers ahead."""
 
     mode: ClassVar[str] = "mini"
-    pushes: ClassVar[bool] = False
+    pushes: ClassVar[bool] = False  # whether ranks send each other sampled edges (P3)
     prefetch: int
 
     def batches(self, problem: Problem) -> Batches:
-        """Who samples what: each rank for itself."""
+        """Return the batches; by default each rank samples its own share."""
         return problem.minibatches(tuple(range(problem.ranks)))
 
     def settle(self, problem: Problem) -> Self:
@@ -41,14 +41,14 @@ class OnBatches(Strategy):
 
     @abstractmethod
     def store(self, problem: Problem) -> Features:
-        """Which rows each GPU caches, and who provides the others."""
+        """Return which rows each GPU caches, and which rank provides the others."""
 
     @abstractmethod
     def lists(self, problem: Problem) -> Lists | None:
-        """Where adjacency lists are; None: with every sampler."""
+        """Return the places of adjacency lists; None: every sampler has all lists."""
 
     def supply(self, problem: Problem) -> Supply:
-        """Where its batches come from."""
+        """Return the supply of batches, from a cache that keeps the last one."""
 
         def make() -> Supply:
             stored = self.store(problem), self.lists(problem)
@@ -77,11 +77,11 @@ class OnBatches(Strategy):
 
 
 class OnRows(OnBatches):
-    """A rank loads whole rows of features, and exchanges rows as `exchange_options` say."""
+    """A strategy on mini-batches whose ranks load whole rows of features."""
 
     rounds_rows: ClassVar[bool] = True
     executor: ClassVar[str] = "gnnplan.executor.strategies.minibatch"
-    # without prefetch: exact; with prefetch: what is ahead shares cores and ports with training
+    # without prefetch: exact; with prefetch: sampling and loads contend with training
     claim: ClassVar[float] = 0.1
     checkpoint: bool
     features: str
@@ -89,7 +89,7 @@ class OnRows(OnBatches):
     @property
     @abstractmethod
     def exchange_options(self) -> ExchangeOptions:
-        """How layers exchange rows."""
+        """The options by which layers exchange rows."""
 
     def check(self, problem: Problem) -> None:
         super().check(problem)
@@ -114,9 +114,9 @@ class OnRows(OnBatches):
 
 
 def check_batches(w: Workload, stats: GraphStats, ranks: int, without: str) -> None:
-    """Raises SpecError if the graph has no such batches for so many ranks.
+    """Raise SpecError if the graph has no batches of this size for this number of ranks.
 
-    `without`: the remedy if the graph has no training vertices.
+    without: the remedy if the graph has no training vertices.
     """
     items = count_items(w, stats)
     each, name = ("an edge", "edges") if w.task == "link" else ("a seed", "training vertices")

@@ -1,16 +1,16 @@
-"""What a graph's mini-batches are like, from the first batches that training would draw.
+"""Statistics of a graph's mini-batches, from the first batches that training would draw.
 
     frontier   rows of h_0 .. h_L and edges of layers 1 .. L of a mini-batch: mean and 95th
                percentile over batches
-    overlap    rows and edges of all micro-batches, one per rank, over those of their mini-batch
-               (GSplit, Table 1)
-    hits       share of the rows read that a cache on every GPU has, by the share of all rows that
-               it holds (Quiver, PaGraph)
-    split      with GSplit's owners: share of edges that cross, most edges over the mean, and bytes
-               that rank i sends rank j per batch
+    overlap    rows and edges of all micro-batches, one per rank, divided by those of their
+               mini-batch (GSplit, Table 1)
+    hits       share of reads that hit a cache on every GPU, by the share of all rows in the cache
+               (Quiver, PaGraph)
+    split      with GSplit's owners: share of edges between owners, largest number of edges of a
+               rank over the mean, and bytes that rank i sends to rank j per batch
 
-For a graph of statistics only, frontier and overlap are expectations for a random graph; hits and
-split are not known.
+For a graph known by statistics only, frontier and overlap are expectations for a random graph; hits
+and split are unknown.
 """
 
 from __future__ import annotations
@@ -33,24 +33,24 @@ from gnnplan.planner.strategies.minibatch.supply import ID
 from gnnplan.planner.vocabulary.progress import notify
 from gnnplan.planner.vocabulary.units import show_count
 
-CACHED = (0.01, 0.02, 0.05, 0.1, 0.2, 0.5)  # shares of all rows
+CACHED = (0.01, 0.02, 0.05, 0.1, 0.2, 0.5)  # sizes of caches, as shares of all rows
 HIGH = 95  # percentile
 
 
 def probe(graph: Graph | GraphStats, workload: Workload, ranks: Sequence[int]) -> dict[str, Any]:
-    """The profile of a graph's mini-batches for these numbers of ranks, JSON-ready.
+    """Return the profile of a graph's mini-batches for these numbers of ranks, JSON-ready.
 
-    {"batch", "fanouts", "batches": of an epoch, "probed": how many were drawn, "estimated",
+    {"batch", "fanouts", "batches": number per epoch, "probed": number drawn, "estimated",
      "rows": of h_0 .. h_L, "edges": of layers 1 .. L, both {"mean": [..], "p95": [..]},
      "ranks": {"4": {"overlap", "hits", "split"}, ..}}
 
-    Raises SpecError if the graph has no such batches.
+    Raises SpecError if the graph has no batches of this size.
     """
     stats = graph.stats if isinstance(graph, Graph) else graph
     check_batches(workload, stats, max(ranks), "leave --batch out")
     model = describe(workload, stats.features, stats.classes, stats.stored_per_row)
     varying = model.first_varying
-    each: dict[int, Batches] = {}  # each rank's batches are its own
+    each: dict[int, Batches] = {}  # number of ranks -> batches, of which each rank has its share
     for count in (1, *ranks):
         notify("drawing mini-batches", show_count(count, "rank"))
         groups = tuple(range(count))
@@ -60,7 +60,7 @@ def probe(graph: Graph | GraphStats, workload: Workload, ranks: Sequence[int]) -
             else EstimatedBatches(graph, workload, groups, varying)
         )
     steps = each[1].steps
-    # expected ones are alike
+    # estimated batches are equal, so one is enough
     probed = min(steps, *(b.known for b in each.values())) if isinstance(graph, Graph) else 1
     counts = {count: _counts(batches, probed) for count, batches in each.items()}
     by_ranks = {}
@@ -72,10 +72,9 @@ def probe(graph: Graph | GraphStats, workload: Workload, ranks: Sequence[int]) -
         if isinstance(graph, Graph) and count > 1:
             member = owners(graph, count, "gsplit", workload)
             split = _split(model, Batches(graph, workload, (0,) * count, member, varying), probed)
-        # micro-batches together over their mini-batch
-        (rows, edges), (of_rows, of_edges) = counts[count], counts[1]
-        features = float(rows[:, 0].sum() / max(of_rows[:, 0].sum(), 1))
-        overlap = {"features": features, "edges": float(edges.sum() / max(of_edges.sum(), 1))}
+        (rows, edges), (batch_rows, batch_edges) = counts[count], counts[1]
+        features = float(rows[:, 0].sum() / max(batch_rows[:, 0].sum(), 1))
+        overlap = {"features": features, "edges": float(edges.sum() / max(batch_edges.sum(), 1))}
         by_ranks[str(count)] = {"overlap": overlap, "hits": hits, "split": split}
     return {
         "batch": workload.batch,
@@ -90,13 +89,13 @@ def probe(graph: Graph | GraphStats, workload: Workload, ranks: Sequence[int]) -
 
 
 def _counts(batches: Batches, probed: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """Of all ranks: rows of h_0 .. h_L [batches, L + 1], edges of layers 1 .. L [batches, L]."""
+    """Return sums over ranks: rows of h_0 .. h_L [batches, L + 1], edges [batches, L]."""
     rows, edges = zip(*(batches.at(step).totals() for step in range(probed)), strict=True)
     return np.array(rows), np.array(edges)
 
 
 def _spread(counts: NDArray[np.int64]) -> dict[str, list[float]]:
-    """Mean and 95th percentile over batches, of [batches, ..]."""
+    """Return mean and 95th percentile over batches, of counts [batches, ..]."""
     return {
         "mean": counts.mean(0).tolist(),
         f"p{HIGH}": np.percentile(counts, HIGH, axis=0).tolist(),
@@ -104,25 +103,25 @@ def _spread(counts: NDArray[np.int64]) -> dict[str, list[float]]:
 
 
 def _hits(graph: Graph, w: Workload, batches: Batches, probed: int) -> dict[str, dict[str, float]]:
-    """Share of reads that hit, by how rows are ranked (HOT) and by the share of rows cached."""
-    n, ranks, out = graph.stats.vertices, range(len(batches.groups)), {}
+    """Return the share of reads that hit, by the measure of heat (HOT) and the cache's size."""
+    n, ranks, hits = graph.stats.vertices, range(len(batches.groups)), {}
     for hot in HOT:
-        turn = np.empty(n, np.int64)
-        turn[hottest(graph, w, hot, len(ranks))] = np.arange(n)
+        position = np.empty(n, np.int64)  # of each vertex, the hottest first
+        position[hottest(graph, w, hot, len(ranks))] = np.arange(n)
         reads = np.zeros(n, np.int64)
         for step in range(probed):
             for rank in ranks:
-                reads[turn[batches.at(step).rows(rank, 0)]] += 1
+                reads[position[batches.at(step).rows(rank, 0)]] += 1
         below = np.concatenate([[0], np.cumsum(reads)])
-        out[hot] = {f"{share:g}": float(below[round(share * n)] / below[-1]) for share in CACHED}
-    return out
+        hits[hot] = {f"{share:g}": float(below[round(share * n)] / below[-1]) for share in CACHED}
+    return hits
 
 
 def _split(model: Model, batches: Batches, probed: int) -> dict[str, Any]:
-    """How GSplit would split these batches.
+    """Return statistics of GSplit's split of these batches.
 
-    Per layer 1 .. L: the share of edges that cross, and the most edges of a rank over the mean.
-    Bytes per batch [ranks, ranks]: ids, rows of the forward pass, gradients of the backward pass.
+    For layers 1 .. L: the share of edges between owners, and the largest number of edges of a rank
+    over the mean. Bytes per batch [ranks, ranks]: ids, rows (forward), gradients (backward).
     """
     ranks, layers = len(batches.groups), range(1, batches.workload.layers + 1)
     edges, crossing = np.zeros((2, len(layers), ranks), np.int64)

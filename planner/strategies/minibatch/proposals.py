@@ -1,12 +1,12 @@
-"""What a plan proposes: how many samplers for each rank, how much is cached, and what is spread.
+"""Proposals of a plan: the number of samplers per rank, the size of caches, and the placement of
+graph data.
 
-With one sampler an epoch takes as long as sampling, loading or the rest, whichever is longest. k
-samplers take a k-th of the time, so a plan proposes the first of 1, 2, 4, .. with which something
-else takes longest, where cores and memory are there.
+With one sampler an epoch takes as long as sampling, loading or training, whichever is longest. k
+samplers take a k-th of the time, so a plan proposes the first of 1, 2, 4, .. samplers with which
+sampling is no longer the longest, if there are enough cores and memory.
 
-Where graph data do not fit in every server's memory, candidates spread the features, and if that
-does not suffice the lists too. What then is left of the memory caches lists of other servers (P3,
-Sec. 3.4).
+If graph data do not fit in every server's memory, candidates spread the features, and the lists too
+if necessary. The memory that remains caches lists of other servers (P3, Sec. 3.4).
 """
 
 from __future__ import annotations
@@ -28,53 +28,55 @@ from gnnplan.planner.strategies.program.account import predict
 from gnnplan.planner.strategies.program.memory import of_fullest
 
 S = TypeVar("S", bound=OnBatches)
-MOST = 32  # samplers of a rank that are proposed
-NEARLY = 0.98  # an epoch that is so much shorter is worth twice the samplers
-ROUNDED = 10**8  # [B] a proposed cache of this size or more has two digits
+MOST = 32  # largest number of samplers per rank that is proposed
+NEARLY = 0.98  # the samplers are doubled only if the epoch becomes shorter by this factor
+ROUNDED = 10**8  # proposed caches of this size or more are cut to two digits [B]
 
 
 def variants(problem: Problem, plain: S, **sharing: bool) -> Iterator[S]:
-    """The strategy, and with caches, each with as many samplers as pay; with buckets if they do.
+    """Yield the strategy without and with a cache, each with the best number of samplers, and all
+    of these with buckets if buckets pay.
 
-    sharing: knobs of one more variant that caches."""
-    found = [plain]
+    sharing: knobs of one more variant with a cache."""
+    proposed = [plain]
     if cache := worth_caching(problem, plain):
-        found.append(replace(plain, cache=cache))  # type: ignore[call-arg]
+        proposed.append(replace(plain, cache=cache))  # type: ignore[call-arg]
         if sharing:
-            found.append(replace(plain, cache=cache, **sharing))  # type: ignore[call-arg]
-    found = [enough_ahead(problem, variant) for variant in found]
-    yield from found
-    bucketed = [replace(each, buckets=problem.workload.layers) for each in found]  # type: ignore[call-arg]
-    if pays(problem, found[-1], bucketed[-1]):
+            proposed.append(replace(plain, cache=cache, **sharing))  # type: ignore[call-arg]
+    proposed = [enough_ahead(problem, variant) for variant in proposed]
+    yield from proposed
+    layers = problem.workload.layers
+    bucketed = [replace(each, buckets=layers) for each in proposed]  # type: ignore[call-arg]
+    if pays(problem, proposed[-1], bucketed[-1]):
         yield from bucketed
 
 
-def most_ahead(problem: Problem, there: bool = False) -> int:
-    """The most samplers of a rank that have a core each, besides its own: a power of two, or 0.
+def most_ahead(problem: Problem, lays_there: bool = False) -> int:
+    """Return the largest number of samplers per rank that have a core each: a power of two, or 0.
 
-    there: GPUs that sample lay out batches, too, beside which a thread may load (1). Otherwise GPUs
-    sample in line (0).
+    lays_there: whether a GPU that samples also lays out its batches. If so, one thread may sample
+    and load ahead (1); otherwise GPUs sample in line (0).
     """
     if problem.cluster.sampler == "device":
-        return int(there and problem.cost.cores_each >= 2)
+        return int(lays_there and problem.cost.cores_each >= 2)
     cores = int(min(problem.cost.cores_each - 1, MOST))
     return 2 ** (cores.bit_length() - 1) if cores > 0 else 0
 
 
-def one_ahead(problem: Problem, in_line: S, there: bool = False) -> S:
-    """The strategy with one sampler beside each rank, if it has a core and its batch has room.
+def one_ahead(problem: Problem, in_line: S, lays_there: bool = False) -> S:
+    """Return the strategy with one sampler per rank, if there is a core and memory for it.
 
-    there: a GPU that samples lays out its batches, too.
+    lays_there: whether a GPU that samples also lays out its batches.
     """
-    ahead = _with(problem, in_line, 1) if most_ahead(problem, there) else None
+    ahead = _with(problem, in_line, 1) if most_ahead(problem, lays_there) else None
     return ahead or fitting(problem, in_line)
 
 
 def enough_ahead(problem: Problem, one: S) -> S:
-    """The strategy with as many samplers as pay; `one` has one, or samples in line.
+    """Return the strategy with the best number of samplers; `one` has one sampler, or none.
 
-    An epoch is shortest with the most samplers. The fewest whose share of the sampling fits in that
-    time pay; fewer, where their batches have no room.
+    An epoch is shortest with the most samplers. The best number is the fewest samplers that finish
+    sampling within that epoch, or fewer if memory has no room for their batches.
     """
     most, settled = most_ahead(problem), one.settle(problem)
     if not one.prefetch or most < 2 or not settled.suits(problem):
@@ -84,16 +86,16 @@ def enough_ahead(problem: Problem, one: S) -> S:
     ops = program.ops(next(iter(program.known())))
     sampling = {op.label(0).kind for op in ops if op.lane == "host"}
     sampling_s = sum(float(with_most.by_op[kind]) for kind in sampling)
-    paying = int(np.ceil(NEARLY * sampling_s / float(with_most.epoch_s)))
-    doublings = min(most.bit_length() - 1, max(paying - 1, 0).bit_length())
+    needed = int(np.ceil(NEARLY * sampling_s / float(with_most.epoch_s)))
+    doublings = min(most.bit_length() - 1, max(needed - 1, 0).bit_length())
     fewer = (_with(problem, one, 2**power) for power in range(doublings, 0, -1))
     return next(filter(None, fewer), one)
 
 
 def _with(problem: Problem, strategy: S, samplers: int) -> S | None:
-    """With so many samplers per rank, spread no more than servers' memories ask.
+    """Return the strategy with this number of samplers, and data spread only as far as necessary.
 
-    None if batches that wait have no room, which on a CPU is a rank's, else a server's.
+    None if prefetched batches do not fit, on a CPU in the rank's memory, else in the server's.
     """
     several = fitting(problem, replace(strategy, prefetch=samplers))  # type: ignore[call-arg]
     settled = several.settle(problem)
@@ -104,7 +106,7 @@ def _with(problem: Problem, strategy: S, samplers: int) -> S | None:
 
 
 def fullest(problem: Problem, strategy: Strategy) -> dict[str, float]:
-    """Bytes by use in the fullest server's memory."""
+    """Return the bytes in the fullest server's memory, by use."""
     return of_fullest(strategy.settle(problem).host_memory(problem))
 
 
@@ -114,9 +116,9 @@ def fits(problem: Problem, strategy: Strategy) -> bool:
 
 
 def fitting(problem: Problem, strategy: S) -> S:
-    """The strategy, or the variant that spreads least of those that fit in servers' memories.
+    """Return the strategy, or the least spread variant that fits in servers' memories.
 
-    The last variant, which spreads most, if none fits.
+    If no variant fits, return the variant that spreads most.
     """
     if problem.cluster.graph_room == np.inf or not strategy.settle(problem).suits(problem):
         return strategy
@@ -128,29 +130,31 @@ def fitting(problem: Problem, strategy: S) -> S:
 
 
 def lists_cache(problem: Problem, spread: Strategy) -> int:
-    """Bytes of other servers' lists for which each server has room; `spread` caches none."""
-    left = problem.cluster.graph_room - sum(fullest(problem, spread).values())
-    every_list = NEIGHBOUR * problem.stats.edges + ENTRY * problem.stats.vertices
-    cache = int(max(0.0, min(left, every_list)))
+    """Return the bytes of other servers' lists for which each server has room.
+
+    spread: the strategy with spread lists and no cache.
+    """
+    room = problem.cluster.graph_room - sum(fullest(problem, spread).values())
+    all_lists = NEIGHBOUR * problem.stats.edges + ENTRY * problem.stats.vertices
+    cache = int(max(0.0, min(room, all_lists)))
     return in_two_digits(cache)
 
 
 def worth_caching(problem: Problem, plain: OnBatches) -> int:
-    """Bytes of the cache to propose to a strategy that has none, per GPU; 0 where it cannot be.
+    """Return the bytes of cache per GPU to propose for a strategy without a cache, or 0.
 
-    It is nine tenths of the memory that the strategy leaves, but no more than all rows need, or the
-    columns of them that a GPU reads. It is 0 on CPUs, where the cache would be in the memory that
-    it spares.
+    The cache has nine tenths of the free memory, but no more than all rows (in the columns that a
+    GPU reads) need. It is 0 on CPUs, where the rows are in the same memory already.
     """
     plain = plain.settle(problem)
     if problem.cluster.device.kind == "cpu" or not plain.suits(problem):
         return 0
-    left = problem.cluster.device.memory - plain.most_memory(problem)
+    free = problem.cluster.device.memory - plain.most_memory(problem)
     columns = max((each.columns for each in plain.store(problem).slices), key=len)
     all_rows = of_all_rows(problem, lambda ids: row_bytes(problem, ids, columns))
-    return max(0, min(in_two_digits(int(0.9 * left)), all_rows))
+    return max(0, min(in_two_digits(int(0.9 * free)), all_rows))
 
 
 def in_two_digits(nbytes: int) -> int:
-    """The size of a proposed cache, cut so that plans on any number of GPUs name one strategy."""
+    """Return the size cut to two digits, so that plans on any number of GPUs name one strategy."""
     return nbytes - nbytes % 10 ** (len(str(nbytes)) - 2) if nbytes >= ROUNDED else nbytes

@@ -1,6 +1,6 @@
 """The operations of one mini-batch, for data parallelism and GSplit: sample, load, then the layers.
 
-    a group per rank (data parallelism)
+    each rank samples for itself (data parallelism)
     host     |draw|lay|
     copy               |load|
     compute                 |forward 1 .. L|loss|backward L .. 1|            |update|
@@ -11,20 +11,20 @@
     copy                                             |load|
     comm                                                  |halo 1 (features)|  then graph parallel
 
-    draw     a layer's edges are sampled
-    ids      owners are told how many of their vertices the frontier has reached (8 bytes per
-             peer), and then which (8 bytes each)
-    push     where layer 1 is split by sources: its edges go to their sources' owners (4 bytes a
-             number)
-    lay      edges are laid out as blocks
-    load     rows of features are copied to the device, and to a GPU also the blocks
-    wait     with `prefetch` k, a batch is loaded while the one before trains, and k samplers of the
-             rank make the k batches that follow, one each; a rank records its wait
+    draw     sample a layer's edges
+    ids      tell owners how many of their vertices the frontier has reached (8 bytes per peer),
+             and then which (8 bytes each)
+    push     if layer 1 is split by sources: send its edges to the owners of their sources (4 bytes
+             per number)
+    lay      lay out edges as blocks
+    load     copy rows of features to the device; to a GPU also the blocks
+    wait     with `prefetch` k, a batch is loaded during the training of the previous batch, and k
+             samplers of the rank prepare the next k batches, one each; the rank's time of waiting
 
-Where a GPU samples for itself, `draw` and `lay` are its computation (device_sampler.py), edges stay
-there, and `load` brings features and sends back the ids of rows.
+If a GPU samples for itself, `draw` and `lay` are its computation (device_sampler.py), edges stay on
+the GPU, and `load` copies features to it and the ids of rows back.
 
-With a feature store (feature_store.py) `load` brings the rows that are in the server's memory and
+With a feature store (feature_store.py) `load` copies the rows that are in the server's memory and
 in no cache. More operations follow:
 
     compute        |pick|                rows of the GPU's own cache
@@ -33,8 +33,7 @@ in no cache. More operations follow:
                                          (8 bytes per rank), then which (8 bytes each)
 
 With spread adjacency lists (adjacency_store.py) samplers ask each other for neighbours, layer by
-layer. The layers' own operations come from layerwise/step.py; what is read from all of them is in
-strategies/program/.
+layer. layerwise/step.py has the operations of the layers.
 """
 
 from __future__ import annotations
@@ -51,40 +50,43 @@ from gnnplan.planner.strategies.layerwise import step as layerwise
 from gnnplan.planner.strategies.layerwise.exchange import ExchangeOptions
 from gnnplan.planner.strategies.minibatch.adjacency_store import NEIGHBOUR
 from gnnplan.planner.strategies.minibatch.device_sampler import sampled
-from gnnplan.planner.strategies.minibatch.supply import Supply, told
+from gnnplan.planner.strategies.minibatch.supply import Supply, sized_exchange
 from gnnplan.planner.strategies.program.program import Op, Program
 from gnnplan.planner.vocabulary.outer import Outer
 from gnnplan.planner.vocabulary.schedule import Compute
 
 
 def step(supply: Supply, batch: MiniBatch, options: ExchangeOptions) -> Iterator[Op]:
-    """The operations of one step, in order."""
+    """Yield the operations of one step, in order."""
     problem, splits = supply.problem, batch.splits
     layers = range(1, problem.workload.layers + 1)
     facts = [batch.facts(layer) for layer in layers]
-    in_all = np.sum([f.edges for f in facts], axis=0)
+    all_edges = np.sum([f.edges for f in facts], axis=0)
+    # whether a GPU's sampling is counted as computation; clusters may have a measured rate instead
     is_counted = supply.lays_there and not problem.cluster.rates_there
     if is_counted:
-        # a thread makes a batch and loads it, one after the other
+        # one thread samples a batch and then loads it
         lane: Literal["host", "copy"] = "copy" if supply.prefetch else "host"
         yield from sampled(problem, batch, lane)
-        yield from supply.reading(in_all, ahead=lane)
+        yield from supply.reading(all_edges, ahead=lane)
     elif not splits:
-        yield from supply.drawing(batch, in_all)
+        yield from supply.drawing(batch, all_edges)
     peers = Outer.of(batch.servers, True, 1)
     for layer in reversed(layers) if splits else ():
         drawn = batch.sampled(layer)
         yield supply.sampled("draw", drawn, layer)
         yield from supply.reading(drawn, layer)
         if batch.asks(layer):
-            yield from told("ids", batch.facts(layer).returned, peers, layer=layer, ahead="host")
+            yield from sized_exchange(
+                "ids", batch.facts(layer).returned, peers, layer=layer, ahead="host"
+            )
     if batch.pushed is not None:
-        yield from told("push", batch.pushed, peers, ahead="host", itemsize=NEIGHBOUR)
+        yield from sized_exchange("push", batch.pushed, peers, ahead="host", itemsize=NEIGHBOUR)
     if not is_counted:
-        yield supply.sampled("lay", in_all)
+        yield supply.sampled("lay", all_edges)
     yield Op("load", work=supply.copied(batch, facts), ahead="copy" if supply.prefetch else "")
     if supply.prefetch:
-        # takes no time if the batch is there
+        # no time if the batch is loaded already
         yield Op("wait", work=Compute(), idle=True)
     yield from supply.gathered(batch)
     if batch.meets(1) and problem.model.first_varying == 1:
@@ -94,7 +96,7 @@ def step(supply: Supply, batch: MiniBatch, options: ExchangeOptions) -> Iterator
 
 
 def program(supply: Supply, options: ExchangeOptions) -> Program:
-    """A step for each mini-batch."""
+    """Return the program, with a step for each mini-batch."""
     batches, prefetch = supply.batches, supply.prefetch
 
     @cache
@@ -107,7 +109,7 @@ def program(supply: Supply, options: ExchangeOptions) -> Program:
         batches.at,
         step_on,
         supply.fill,
-        # one batch is loaded, so many are made; a GPU makes the one that is loaded
+        # the batch being loaded, and `prefetch` batches being sampled; a GPU samples and loads one
         lead=min(prefetch, 1) if supply.lays_there else prefetch and prefetch + 1,
         samplers=supply.samplers,
     )

@@ -1,7 +1,6 @@
-"""Where a strategy's batches come from: who draws them, and where lists and features are.
+"""The supply of batches: which samplers draw them, and the places of lists and features.
 
-What every strategy on batches does before it trains on one: its operations follow from this, and so
-does what they hold.
+It has the operations before the training on a batch: sampling, and loading of features.
 """
 
 from __future__ import annotations
@@ -24,19 +23,20 @@ from gnnplan.planner.strategies.program.program import Copy, Exchange, Op, Sampl
 from gnnplan.planner.vocabulary.outer import Outer, Pairs
 from gnnplan.planner.vocabulary.schedule import Compute
 
-ID = 8  # [B]
-# [B] that a GPU reads over the host link for one neighbour: two of the four sectors of a line
+ID = 8  # bytes of a vertex's id
+# bytes that a GPU reads over the host link for one neighbour: two of the four sectors of a line
 SECTOR = 64
-CACHING = 0.75  # share of a GPU's memory for lists and features, if its sampler runs there
+CACHING = 0.75  # share of a GPU's memory for lists and features, if the GPU samples
 
 
 @dataclass(frozen=True, eq=False)
 class Supply:
-    """How ranks come by their batches.
+    """The sampling of batches, and the places of lists and features.
 
-    prefetch: samplers ahead of each rank; 0: it samples in line. store: which rows each GPU caches,
-    and who provides the others. lists: where adjacency lists are; None: with every sampler. pushes:
-    whether ranks send each other edges that they have drawn alone (P3).
+    prefetch: number of samplers of each rank; 0: the rank samples in line.
+    store: which rows each GPU caches, and which rank provides the others.
+    lists: the places of adjacency lists; None: every sampler has all lists.
+    pushes: whether ranks send each other the edges that they have sampled (P3).
     """
 
     problem: Problem
@@ -48,27 +48,27 @@ class Supply:
 
     @property
     def lays_there(self) -> bool:
-        """Whether a GPU that draws lays out its blocks, too: it asks no other rank for anything."""
+        """Whether a GPU both samples and lays out blocks, which needs no data of other ranks."""
         alone = self.lists is None and not self.batches.splits and not self.pushes
         return self.problem.cluster.sampler == "device" and alone
 
     @property
     def lists_there(self) -> float:
-        """Share of the adjacency lists in the memory of a GPU that samples.
+        """The share of a GPU's adjacency lists that are in the memory of the GPU, if it samples.
 
-        They have `CACHING` of it, less what cached features take. A GPU has all of its lists there
-        or none; if GPUs have the lists between them, it may have some of them.
+        Lists have `CACHING` of the memory, minus cached features. If every GPU needs all lists, all
+        or none are in its memory; if lists are spread, some of them may be.
         """
-        stats, lists, where = self.problem.stats, self.lists, self.problem.cluster
-        if where.sampler == "host":
+        stats, lists, cluster = self.problem.stats, self.lists, self.problem.cluster
+        if cluster.sampler == "host":
             return 0.0
         size = ID * (stats.edges + stats.vertices) / (len(set(lists.places)) if lists else 1)
-        room = CACHING * where.device.memory - self.store.held(self.problem).max()
+        room = CACHING * cluster.device.memory - self.store.held(self.problem).max()
         return min(max(room, 0.0) / max(size, 1.0), 1.0) if lists else float(room >= size)
 
     @property
     def picks_there(self) -> bool:
-        """Whether a GPU that has laid out a batch finds its rows among those that it caches."""
+        """Whether a GPU itself looks up a batch's rows in its cache."""
         store = self.store
         return store.caches and not store.asks.any() and self.problem.model.inputs.alike
 
@@ -79,15 +79,15 @@ class Supply:
 
     @property
     def samplers(self) -> int:
-        """Samplers of a rank that are at work at once; a GPU that samples is one."""
+        """The number of samplers of a rank that work at the same time; a GPU counts as one."""
         return max(self.prefetch, 1) if self.problem.cluster.sampler == "host" else 1
 
     # -- operations ----------------------------------------------------------------------------
 
     def drawing(self, batch: MiniBatch, edges: np.ndarray) -> Iterator[Op]:
-        """Sampling of ranks that split no batch: so many `edges` [ranks] of all layers.
+        """Yield the sampling of a batch that ranks do not split; edges: of all layers [ranks].
 
-        With spread lists, ranks draw layer by layer, for whoever asks.
+        With spread lists, ranks draw layer by layer, also for other ranks.
         """
         workload, lists = self.problem.workload, self.lists
         if lists is None:
@@ -97,15 +97,15 @@ class Supply:
         others = Outer.of([0] * batch.ranks, True, 1)
         layers = range(workload.layers, 0, -1)
         for layer, fanout in zip(layers, workload.fanouts, strict=True):
-            asked, given, drawn = lists.of(batch, layer, fanout)
-            yield from told("ask_edges", asked, others, layer=layer, ahead="host")
+            asked, sent, drawn = lists.of(batch, layer, fanout)
+            yield from sized_exchange("ask_edges", asked, others, layer=layer, ahead="host")
             yield self.sampled("draw", drawn, layer)
-            yield Op("edges", layer=layer, work=Exchange(given, NEIGHBOUR), ahead="host")
+            yield Op("edges", layer=layer, work=Exchange(sent, NEIGHBOUR), ahead="host")
 
     def sampled(
         self, what: Literal["draw", "lay"], edges: np.ndarray, layer: int | None = None
     ) -> Op:
-        """Work of samplers on so many edges [ranks]."""
+        """Return the operation of samplers that draw or lay out these numbers of edges [ranks]."""
         work = Sampling(what, edges, self.samplers)
         return Op(what, layer=layer, work=work, ahead="host")
 
@@ -115,30 +115,31 @@ class Supply:
         layer: int | None = None,
         ahead: Literal["host", "copy"] = "host",
     ) -> Iterator[Op]:
-        """Reads of a GPU's sampler: neighbours in lists for which the GPU's memory has no room."""
-        there = self.lists_there
-        if self.problem.cluster.sampler == "device" and there < 1.0:
-            read = np.rint(SECTOR * (1 - there) * edges).astype(np.int64)
-            yield Op("read", layer=layer, work=Copy(read), ahead=ahead)
+        """Yield the reads of a GPU's sampler from lists in the server's memory, if any."""
+        share = self.lists_there
+        if self.problem.cluster.sampler == "device" and share < 1.0:
+            nbytes = np.rint(SECTOR * (1 - share) * edges).astype(np.int64)
+            yield Op("read", layer=layer, work=Copy(nbytes), ahead=ahead)
 
     def copied(self, batch: MiniBatch, facts: Sequence[LayerFacts]) -> Copy:
-        """The copy of a batch to the ranks: rows of servers' memories, and what was laid out.
+        """Return the copy of a batch to its ranks: rows of servers' memories, and blocks.
 
-        The host packs edges first, but for those that a process samples, which are packed beside
-        training. facts: of layers 1 .. L.
+        The host packs the blocks first, unless a sampler process packs them during training.
+        facts: counts of layers 1 .. L.
         """
-        features, there = self.store.loads_of(self.problem, batch).host, self.lays_there
+        features, on_device = self.store.loads_of(self.problem, batch).host, self.lays_there
         if self.problem.cluster.rates_there:
             return Copy(features.astype(np.int64))
-        laid = self._laid(facts)
-        return Copy((features + laid).astype(np.int64), 0 if there or self.prefetch else laid)
+        blocks = self._block_bytes(facts)
+        packed = 0 if on_device or self.prefetch else blocks
+        return Copy((features + blocks).astype(np.int64), packed)
 
-    def _laid(self, facts: Sequence[LayerFacts]) -> np.ndarray:
-        """Bytes [ranks] of a batch's edges, and of the ids of the rows that they join.
+    def _block_bytes(self, facts: Sequence[LayerFacts]) -> np.ndarray:
+        """Return the bytes of a batch's blocks that are copied to a GPU [ranks].
 
-        A GPU is sent them; on a CPU they are where they were laid out. So is what a user's module
-        makes of edges, if only when a layer reads it first. Of what a GPU has laid out, the host is
-        sent the ids.
+        They include the ids of rows, and tensors that a user's module derives from edges, although
+        these are computed when a layer first reads them. Nothing is copied on a CPU. If a GPU lays
+        out the batch, only the ids of rows are copied, to the host.
         """
         if self.lays_there:
             return np.asarray(np.rint(ID * facts[0].sources).astype(np.int64))
@@ -149,37 +150,38 @@ class Supply:
         return np.asarray(np.rint(nbytes * model.on_gpu).astype(np.int64))
 
     def gathered(self, batch: MiniBatch) -> Iterator[Op]:
-        """The operations that bring each rank its own rows of h_0 that no `load` brings.
+        """Yield the operations that provide rows of h_0 from caches and from other ranks.
 
-        All ranks take part in an exchange if any of them may, so that they agree without a message.
+        All ranks take part in an exchange if any rank may need it, so that they need no message to
+        agree on it.
         """
         store = self.store
         loads = store.loads_of(self.problem, batch)
         if store.caches:
-            moved = 2 * loads.hits.astype(np.float64)  # read and written
-            pick = Compute(elementwise_bytes=moved, launches=1)
+            nbytes = 2 * loads.hits.astype(np.float64)  # read and written
+            pick = Compute(elementwise_bytes=nbytes, launches=1)
             if self.lays_there and self.picks_there:
                 pick = pick + finding(batch.facts(1))
             yield Op("pick", work=pick)
         if store.asks.any():
-            yield from told("ask", loads.asked, store.asks)
+            yield from sized_exchange("ask", loads.asked, store.asks)
             yield Op("fetch", work=Exchange(loads.fetched))
 
     def fill(self) -> Iterator[Op]:
-        """The exchange before the first step: cached rows whose home is another server."""
+        """Yield the exchange before the first step, of cached rows from other servers, if any."""
         if self.store.caches and (sent := self.store.filled(self.problem)).any():
             yield Op("fill", work=Exchange(sent))
 
     def filling(self) -> dict[str, float]:
-        """Seconds before the first step: to choose which rows are where, and to fill the caches."""
+        """Return the seconds before the first step: to place rows, and to fill the caches."""
         if self.is_plain:
             return {}
-        held = self.store.held(self.problem).astype(float)
-        loaded_s = float(np.max(self.problem.cost.load_s(held)))
+        caches = self.store.held(self.problem).astype(float)
+        loaded_s = float(np.max(self.problem.cost.load_s(caches)))
         return {"feature store": self.store.seconds + setup_s(self.problem, self.fill()) + loaded_s}
 
 
-def told(
+def sized_exchange(
     op: str,
     counts: Pairs,
     among: Pairs,
@@ -187,9 +189,10 @@ def told(
     ahead: Literal["", "host"] = "",
     itemsize: int = ID,
 ) -> Iterator[Op]:
-    """Two exchanges: ranks tell each other how many numbers follow, and then the numbers.
+    """Yield two exchanges: of the lengths of messages, and then of the messages' numbers.
 
-    counts: how many [ranks, ranks]. among: whether the one tells the other [ranks, ranks].
+    counts: how many numbers rank i sends to rank j [ranks, ranks]. among: whether rank i may send
+    to rank j [ranks, ranks].
     """
     yield Op(op, "n", layer, work=Exchange(among, ID), ahead=ahead)
     yield Op(op, layer=layer, work=Exchange(counts, itemsize), ahead=ahead)

@@ -1,11 +1,11 @@
-"""Bytes that a rank holds under P3, operation by operation, as executor/strategies/p3/ holds them.
+"""Memory of P3's ranks, operation by operation, as executor/strategies/p3/ allocates it.
 
-    front    columns of all peers' sources, layer 1, partial sums; what autograd saves stays to tail
-    body     the sum of own rows, layers 2 .. L and back (layerwise/memory.py), its gradient
-    tail     all peers' gradients, layer 1 back
+    front    columns of all peers' sources, layer 1, partial sums; autograd's tensors stay to tail
+    body     sums of own rows, layers 2 .. L and their backward pass (layerwise/memory.py)
+    tail     all peers' gradients, backward pass of layer 1
 
-In the pipeline a front is followed by the body of the batch before and by the tail of the batch
-before that: three batches in flight.
+In the pipeline the front of batch k is followed by the body of batch k - 1 and the tail of batch
+k - 2: three batches are in flight.
 """
 
 from __future__ import annotations
@@ -28,21 +28,22 @@ from gnnplan.planner.strategies.program.program import Held, in_turn, keeps
 
 
 def memory(p3: Slices, problem: Problem) -> Memory:
-    """Bytes per rank by use, at the fullest moment of an epoch.
+    """Return each rank's peak bytes, by use.
 
-    In the pipeline each batch in flight, and the batch whose gradients are reduced, has weights and
-    gradients of its own.
+    In the pipeline each batch in flight, and the batch whose gradients are all-reduced, has its own
+    copy of weights and gradients.
     """
     versions, supply = 4 if p3.pipelined else 0, p3.supply(problem)
     model, b = problem.model, problem.model.itemsize
     sliced = p3.sliced_weights(problem)
     columns = [each.columns for each in p3.slices(problem)]
-    own = model.weights - sliced + np.array([sliced * len(its) / model.features for its in columns])
-    copied = {its: _columns_copied(problem, its) for its in set(columns)}
+    own_sliced = np.array([sliced * len(each) / model.features for each in columns])
+    own = model.weights - sliced + own_sliced
+    copied = {each: _columns_copied(problem, each) for each in set(columns)}
     waiting, elsewhere = 0, 0.0 * own
     if not p3.prefetch:
         elsewhere = most(supply, partial(of_sampling, supply))
-    elif problem.cluster.device.kind == "cpu":  # or they wait in a server's memory
+    elif problem.cluster.device.kind == "cpu":  # with GPUs batches wait in the server's memory
         waiting = p3.prefetch
     blocks = most(supply, partial(_blocks, p3, problem))
     use = on_ranks(
@@ -52,21 +53,20 @@ def memory(p3: Slices, problem: Problem) -> Memory:
         groups=(*p3.all_twins(problem), *p3.rails(problem)),
         code=machine_code(problem, PIECES),
         elsewhere=elsewhere,
-        features=np.array([copied[its] for its in columns]),
+        features=np.array([copied[each] for each in columns]),
         cache=0.0 * own + supply.store.held(problem),
         graph=of_structure(supply) + blocks * (waiting + p3.in_flight),
     )
     use["parameters"] = use["parameters"] + model.weights * b  # the whole model, for evaluation
-    # of each version a gradient alone
+    # a version has a gradient, but no optimizer state
     use["optimizer"] = own * b * (problem.workload.beside_a_weight + versions)
     return use
 
 
 def _columns_copied(problem: Problem, columns: range) -> float:
-    """Bytes of a rank's copy of its feature columns.
+    """Return the bytes of a rank's copy of its feature columns.
 
-    Only ranks on a CPU have one, and not where features stay in their file or all columns are the
-    rank's anyway.
+    Only ranks on a CPU have a copy, unless features stay in their file or the rank has all columns.
     """
     x = problem.graph.x if problem.graph else None
     is_all = isinstance(x, np.ndarray) and len(columns) == x.shape[1]
@@ -76,8 +76,9 @@ def _columns_copied(problem: Problem, columns: range) -> float:
 
 
 def _blocks(p3: Slices, problem: Problem, batch: MiniBatch) -> np.ndarray:
-    """Bytes of a batch's blocks, of which the first is of all peers' rows, with labels and the
-    places of peers' rows [ranks]."""
+    """Return the bytes of a batch's blocks, labels and positions of peers' rows [ranks].
+
+    Layer 1's block has the rows of all peers."""
     facts = [batch.facts(layer) for layer in range(1, problem.workload.layers + 1)]
     counts = [np.array([f.rows, f.sources, f.edges], dtype=float) for f in facts]
     counts[0] = p3.of_peers(problem, *counts[0])
@@ -88,9 +89,9 @@ def _blocks(p3: Slices, problem: Problem, batch: MiniBatch) -> np.ndarray:
 
 
 class Batch:
-    """Memory of one batch's operations on all ranks.
+    """Memory of one batch's operations on all ranks [ranks] [B].
 
-    Sizes of layer 1's output [ranks] [B]: `own` block, `all` peers' blocks, `peers` without own.
+    Layer 1's output: of the `own` block, of `all` peers' blocks, and of `peers` without the own.
     """
 
     def __init__(self, p3: Slices, problem: Problem, batch: MiniBatch) -> None:
@@ -108,17 +109,17 @@ class Batch:
         self.peers = self.all - self.own
         self.applied = self.own * model.layers[0].bias
         self.pulled = self.own * (len(p3.rail(problem, 0)) - 1)
-        # in the pipeline the rank goes on while its messages leave
+        # send buffers: in the pipeline the rank continues before its messages are sent
         self.leaving = self.peers * p3.pipelined
-        # rows by column, when the gradient of their product comes; own rows, a cut of those read,
-        # have a product of their own
+        # a sparse input has a copy sorted by column for the gradient of its product; own rows, a
+        # part of the rows read, have a product and a copy of their own
         by_column = sliced.inputs.sorted(sources)
         self.sorted = by_column + sliced.own_sorted(rows)
         self.loaded = sliced.inputs.held(sources) - by_column
-        saved = spec.projects_first or spec.matrices > 1
+        saved = spec.projects_first or spec.matrices > 1  # autograd saves the inputs
         if spec.counted:
             saved = spec.counted.keeps_inputs
-        # what was loaded stays for the tail, not a copy of it
+        # whether the tail reads the loaded rows themselves, instead of a copy after dropout
         self.reads_on = model.inputs.multiplied_first or (
             saved and not (model.dropout and spec.drops)
         )
@@ -145,7 +146,7 @@ class Batch:
         return in_turn([*layers, Held(0.0, -self.applied - self.rest.logits - self.leaving)])
 
     def pull_backward(self) -> Held:
-        """The gradients that come; the own one is in the sum's place."""
+        """Return the memory of received gradients; the own gradient reuses the sum's memory."""
         return keeps(self.peers)
 
     def first_backward(self) -> Held:

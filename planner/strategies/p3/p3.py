@@ -1,8 +1,9 @@
 """P3 (push-pull): layer 1 is computed where the features are, all other layers data parallel.
 
-Feature columns are cut over servers, and the first layer's weight with them. A rank pushes layer
-1's block of edges to its peers, one on each server; each peer computes a partial sum on its own
-columns and sends it back (pull). So rows of H_1 numbers cross, in the place of rows of F features.
+Feature columns are divided over servers, and the first layer's weight with them. A rank pushes
+layer 1's block of edges to its peers, one on each server; each peer computes partial sums on its
+own columns and sends them back (pull). So servers exchange rows of H_1 numbers instead of rows of F
+features.
 
     a mini-batch of one rank, its columns on S servers
     host     |draw|push|lay|
@@ -11,46 +12,46 @@ columns and sends it back (pull). So rows of H_1 numbers cross, in the place of 
     comm                            |pull|            |pull b|
     reduce                                                       |all_reduce|
 
-    push      layer 1's block goes to the rank's peer on every server
-    load      each peer loads its columns of all peers' source rows; with a `cache`, those that
-              its GPU does not have, and then it picks the others (`pick`); to a GPU it also
-              copies its batch's blocks, and those pushed to it
+    push      send layer 1's block to the rank's peer on every server
+    load      each peer loads its columns of all peers' source rows; with a `cache`, it loads the
+              rows that its GPU does not cache, and copies the others (`pick`); to a GPU it also
+              copies the batch's own blocks and those pushed to it
     F_M       layer 1 forward: partial sums on the peer's columns, for all peers' blocks
-    pull      partial sums go to the rank whose block it is
+    pull      send partial sums to the rank that pushed the block
     F_D, B_D  layers 2 .. L forward and backward, data parallel
-    pull b    the gradient of the sum goes to all peers
+    pull b    send the gradient of the sum to all peers
     B_M       layer 1 backward: the gradient of each peer's columns of the weight
 
     pipelined: three batches in flight, period k
-    compute  |F_M k|F_D k-1|B_D k-1|B_M k-2|update k-3|    a pull hides behind the next phase,
-    reduce   |all_reduce k-3 . . . . . . . .|              the all-reduce behind all phases
+    compute  |F_M k|F_D k-1|B_D k-1|B_M k-2|update k-3|    a pull overlaps with the next phase,
+    reduce   |all_reduce k-3 . . . . . . . .|              the all-reduce with all phases
 
-Peers are the ranks at the same place of every server; a server's ranks have the same columns. With
-over='rank' all ranks are peers, each with columns of its own. With `copies` c, every S/c servers
-(ranks) in a row have all columns among them, F c/S each. A block goes to peers of its own group;
-twins, one in each group, have the same columns:
+Peers are the ranks at the same position of every server; a server's ranks have the same columns.
+With over='rank' all ranks are peers, each with its own columns. With `copies` c, every S/c
+consecutive servers (or ranks) have all columns among them, F c/S each. A block is pushed to peers
+of the rank's own group; twins, one in each group, have the same columns:
 
     S = 4, c = 2     server 0 |columns 0 .. F/2|   server 1 |columns F/2 .. F|
                      server 2 |columns 0 .. F/2|   server 3 |columns F/2 .. F|
-                     blocks and partial sums cross inside a pair (0, 1) and (2, 3); the first
-                     weight's gradient is added up between twins (0, 2) and (1, 3)
+                     blocks and partial sums are sent inside the pairs (0, 1) and (2, 3); the first
+                     weight's gradient is all-reduced between twins (0, 2) and (1, 3)
 
 With c = S every server has all columns, and nothing is pushed or pulled: this is data parallelism.
 
 Exact without `pipelined`: the gradient of one process on the same batch. Pipelined, batch t reads
 the weights after max(0, t - 3) updates, forward and backward (w_{t+1} = w_t - lr grad f(w_{t-3}),
-the paper's Eq. 3), so four sets of weights are kept. An epoch's last batch goes through at once, so
-that its loss counts in its own epoch.
+the paper's Eq. 3), so four sets of weights are kept. The body of an epoch's last batch is done in
+the period of its front, so that its loss counts in its own epoch.
 
-Adjacency lists are independent of columns (minibatch/adjacency_store.py). They are with every
-sampler, or vertex v's list is on server v mod S (over='rank': on rank v mod M), with
+Adjacency lists are independent of columns (minibatch/adjacency_store.py). All samplers have all
+lists, or vertex v's list is on server v mod S (over='rank': on rank v mod M), with
 `structure_cache` bytes of the hottest other lists on every server:
 
     host     |ask_edges 3|draw 3|edges 3| .. |ask_edges 1|draw 1|edges 1|push|lay|
 
-Attention needs its logits over all columns before it knows an edge's weight, so heads (f1 + f2)
-numbers are added up over peers first (`logits`). In the paper's words a layer is partition,
-scatter, gather, transform, sync, apply (executor/layers/models.py).
+An attention weight depends on logits over all columns, so peers first all-reduce heads (f1 + f2)
+numbers (`logits`). In the paper's words a layer is partition, scatter, gather, transform, sync,
+apply (executor/layers/models.py).
 
 Bytes per batch, for f1 rows and f2 source rows of a rank's layer 1, M ranks and W weights:
 
@@ -62,7 +63,7 @@ Bytes per batch, for f1 rows and f2 source rows of a rank's layer 1, M ranks and
 Data parallelism with features spread over servers fetches (S-1)/S f2 F b instead
 (slices.py). Source: P3 (OSDI 2021), Sec. 3.1-3.4; copies: Table 5.
 
-See also slices.py (who has which columns) and memory.py in this folder; minibatch/step.py and
+See also slices.py (columns of each rank) and memory.py in this folder; minibatch/step.py and
 program/ for operations; executor/strategies/p3/.
 """
 
@@ -79,7 +80,7 @@ from gnnplan.planner.ownership.minibatch import MiniBatch, Scored
 from gnnplan.planner.problem.problem import Problem
 from gnnplan.planner.strategies.base import Memory
 from gnnplan.planner.strategies.layerwise import step as layerwise
-from gnnplan.planner.strategies.minibatch.supply import told
+from gnnplan.planner.strategies.minibatch.supply import sized_exchange
 from gnnplan.planner.strategies.p3.memory import Batch, memory
 from gnnplan.planner.strategies.p3.slices import DELAY, HEADER, INT, Slices
 from gnnplan.planner.strategies.program.program import (
@@ -98,10 +99,10 @@ from gnnplan.planner.vocabulary.schedule import Compute, Label
 
 @dataclass(frozen=True)
 class P3(Slices):
-    """`Slices` with its operations, and what is predicted of them."""
+    """The strategy: `Slices` with its operations and memory."""
 
     def step(self, problem: Problem, batch: MiniBatch) -> Step:
-        """A batch's operations, by phase.
+        """Return a batch's operations, each with its phase.
 
         host    sampling, pushes, laying out blocks
         front   load, layer 1 forward, up to the pulled partial sums
@@ -117,24 +118,24 @@ class P3(Slices):
         rails, blocks = self.rail_of(problem), self.of_peers(problem, f1, f2, e1)
         edges_above = sum(facts[layer].edges for layer in layers if layer > 1)
         has_peers = len(self.rail(problem, 0)) > 1
-        sizes = cache(lambda: Batch(self, problem, batch))  # when memory is asked for
+        sizes = cache(lambda: Batch(self, problem, batch))  # computed only if memory is predicted
 
-        def holds(of_batch: Callable[[Batch], Held]) -> Callable[[], Held]:
-            return lambda: of_batch(sizes())
+        def holds(memory_of: Callable[[Batch], Held]) -> Callable[[], Held]:
+            return lambda: memory_of(sizes())
 
         supply = self.supply(problem)
         host = list(supply.drawing(batch, e1 + edges_above))
         if has_peers:
             peers, pushed = (Outer.of(rails, True, each) for each in (1, HEADER + f1 + f2 + e1))
-            host += told("push", pushed, peers, ahead="host", itemsize=INT)
+            host += sized_exchange("push", pushed, peers, ahead="host", itemsize=INT)
         host.append(supply.sampled("lay", edges_above + blocks[2]))
         if self.prefetch:
             host.append(Op("wait", work=Compute(), idle=True))
 
         sliced = self.sliced(problem, self.rail(problem, 0)[-1])  # the widest slice
-        of_peers = replace(facts[1], rows=blocks[0], sources=blocks[1], edges=blocks[2])
-        of_layers = list((facts | {1: of_peers}).values())
-        front = [Op("load", work=supply.copied(batch, of_layers)), *supply.gathered(batch)]
+        all_peers = replace(facts[1], rows=blocks[0], sources=blocks[1], edges=blocks[2])
+        copied = list((facts | {1: all_peers}).values())
+        front = [Op("load", work=supply.copied(batch, copied)), *supply.gathered(batch)]
         front[-1] = replace(front[-1], holds=holds(Batch.load))
         backward = sliced.backward(1, *blocks)
         tail = [Op("backward", layer=1, work=backward, holds=holds(Batch.first_backward))]
@@ -147,9 +148,9 @@ class P3(Slices):
         body = self._body(problem, facts, holds, batch.scored)
         if has_peers:
             sums = Exchange(Outer.of(rails, True, f1), model.layers[0].h_out * b)
-            there, back = replace(sums, items=sums.items.T), sums
-            front.append(Op("pull", "f", 1, work=there, holds=holds(Batch.pull_forward)))
-            body.append(Op("pull", "b", 1, work=back, holds=holds(Batch.pull_backward)))
+            pull, pull_back = replace(sums, items=sums.items.T), sums
+            front.append(Op("pull", "f", 1, work=pull, holds=holds(Batch.pull_forward)))
+            body.append(Op("pull", "b", 1, work=pull_back, holds=holds(Batch.pull_backward)))
         reduce, update = self._end(problem)
         phases = {
             "host": host,
@@ -162,7 +163,7 @@ class P3(Slices):
         return [replace(op, phase=phase) for phase, ops in phases.items() for op in ops]
 
     def _attention(self, problem: Problem, blocks: np.ndarray) -> tuple[Compute, Op, Op]:
-        """Projection of the blocks' source rows, and the all-reduces of logits over peers."""
+        """Return the projection of source rows, and the all-reduces of logits over peers."""
         first, b = problem.model.layers[0], problem.model.itemsize
         work = Compute(
             elementwise_bytes=4.0 * blocks[1] * first.projected * b, launches=8, itemsize=b
@@ -181,7 +182,7 @@ class P3(Slices):
         holds: Callable[[Callable[[Batch], Held]], Callable[[], Held]],
         scored: Scored | None,
     ) -> list[Op]:
-        """Partial sums are added and applied; then layers 2 .. L and the loss."""
+        """Return the operations on pulled sums: bias and ReLU, layers 2 .. L, and the loss."""
         model = problem.model
         passes = (3.0 + len(self.rail(problem, 0))) * facts[1].rows * model.layers[0].h_out
         forward = backward = Compute(
@@ -200,7 +201,7 @@ class P3(Slices):
         ]
 
     def _end(self, problem: Problem) -> tuple[list[Op], Op]:
-        """All-reduces of shared weights and of slices that have twins, and the update."""
+        """Return the all-reduces of shared weights and of slices with twins, and the update."""
         model, sliced = problem.model, self.sliced_weights(problem)
         shared = model.weights - sliced
         reduce = [Op("all_reduce", work=AllReduce((shared * model.itemsize,)))]
@@ -230,15 +231,15 @@ class P3(Slices):
         return memory(self, problem)
 
 
-# -- period k: |front k|body k-1|tail k-2|update k-3|, with reduce k-3 beside all of it ------------
+# -- period k: |front k|body k-1|tail k-2|update k-3|, and reduce k-3 overlaps with all of them ----
 
 
 def period(t: int, epoch: int, steps: int | None = None) -> Iterator[tuple[str, int]]:
-    """What a rank does in period t of the pipeline: (phase, batch), one after the other.
+    """Yield the phases of period t of the pipeline in order, as (phase, batch).
 
-    Phases are those of `P3.step` but 'host', which goes before 'front'. `epoch` is the number of
-    batches of an epoch, `steps` that of the run, whose last batch ends an epoch too (None: the run
-    goes on).
+    Phases are those of `P3.step` without 'host', which comes before 'front'. epoch: number of
+    batches per epoch. steps: number of batches of the run, whose last batch also ends an epoch;
+    None: the run has no end.
 
     >>> [f"{phase} {batch}" for phase, batch in period(4, epoch=5)]
     ['reduce 1', 'front 4', 'body 3', 'tail 2', 'body 4', 'update 1']
@@ -255,27 +256,28 @@ def period(t: int, epoch: int, steps: int | None = None) -> Iterator[tuple[str, 
         ("front", t, True),
         ("body", t - 1, not ends_epoch(t - 1)),
         ("tail", t - 2, True),
-        ("body", t, ends_epoch(t)),  # an epoch's last batch goes through at once
+        ("body", t, ends_epoch(t)),  # the last batch of an epoch does not wait for period t + 1
         ("update", t - DELAY, True),
     ]
     return ((phase, batch) for phase, batch, due in order if due and exists(batch))
 
 
 def pipelined(prefetch: int) -> Order:
-    """The order of batches whose samplers may be so many batches ahead.
+    """Return the order of the pipeline; samplers may be `prefetch` batches ahead.
 
-    An operation waits for the one before it of the same batch, and loads for the rank."""
+    An operation waits for the previous operation of its batch; a load also waits for the rank's
+    last computation or load."""
 
     def order(at: Callable[[int], Step], epoch: int, steps: int) -> Iterator[Queued]:
         ended = list[Label]()  # the last computation or load of each period
-        chains: dict[int, tuple[Label, ...]] = {}  # what a batch's next operation waits for
+        chains: dict[int, tuple[Label, ...]] = {}  # batch -> labels its next operation waits for
         last: tuple[Label, ...] = ()  # the rank's last computation or load
 
-        def queued(batch: int, phase: str) -> Iterator[Queued]:
+        def queue(batch: int, phase: str) -> Iterator[Queued]:
             nonlocal last
             for op in (op for op in at(batch) if op.phase == phase):
                 label, chain = op.label(batch), chains[batch]
-                if op.idle:  # it is the wait, and begins at once
+                if op.idle:  # the operation is a wait, so it begins at once
                     yield Queued(op, batch, ())
                     chains[batch] = (*chain, label)
                 else:
@@ -287,10 +289,10 @@ def pipelined(prefetch: int) -> Order:
         for t in range(steps + DELAY):
             for phase, batch in period(t, epoch, steps):
                 if phase == "front":
-                    start = len(ended) - 1 - prefetch  # the period that sampling follows
+                    start = len(ended) - 1 - prefetch  # sampling begins after this period
                     chains[batch] = (ended[start],) if start >= 0 else ()
-                    yield from queued(batch, "host")
-                yield from queued(batch, phase)
+                    yield from queue(batch, "host")
+                yield from queue(batch, phase)
             ended += last  # one label
 
     return order

@@ -1,4 +1,4 @@
-"""P3's knobs: which rank has which feature columns, and who adds up partial rows with whom.
+"""P3's knobs: the feature columns of each rank, and the groups that sum partial rows.
 
     4 servers x 2 ranks, copies 2     columns 0 .. F/2      columns F/2 .. F
                                       server 0: ranks 0, 1  server 1: ranks 2, 3
@@ -6,8 +6,8 @@
                                       rails (0, 2), (1, 3), (4, 6), (5, 7)
                                       twins (0, 1, 4, 5), (2, 3, 6, 7)
 
-A rail is a group of peers that have all columns among them: partial sums cross inside it. Twins are
-ranks of different rails with the same columns. p3.py explains the strategy.
+A rail is a group of peers that have all columns among them, and that send partial sums to each
+other. Twins are ranks of different rails with the same columns. p3.py explains the strategy.
 """
 
 from __future__ import annotations
@@ -44,16 +44,16 @@ from gnnplan.planner.vocabulary.outer import sums
 from gnnplan.planner.vocabulary.units import show_bytes
 
 OVER = ("server", "rank")
-# models whose first layer is a sum over feature columns (but for attention's softmax)
+# models whose first layer is a sum over feature columns (except for attention's softmax)
 MODELS = [name for name, kind in KINDS.items() if kind.by_columns]
 HIDDEN = (16, 32, 64, 128, 256, 512)  # widths as in P3's Fig. 15
-DELAY = 3  # updates by which a pipelined batch's weights lag
-HEADER = 3  # numbers before a pushed block: how many sources, destinations and edges
-INT = 4  # [B] of a pushed number
+DELAY = 3  # number of updates by which a pipelined batch's weights lag
+HEADER = 3  # numbers before a pushed block: the numbers of sources, destinations and edges
+INT = 4  # bytes of a pushed number
 
 
 def columns(features: int, slices: int, i: int) -> range:
-    """The columns of the i-th of so many slices.
+    """Return the columns of slice i, if `features` columns are divided into `slices` slices.
 
     >>> [columns(10, 3, i) for i in range(3)]
     [range(0, 3), range(3, 6), range(6, 10)]
@@ -63,15 +63,14 @@ def columns(features: int, slices: int, i: int) -> range:
 
 @dataclass(frozen=True)
 class Slices(OnBatches):
-    """The knobs of P3, and who has what.
+    """The knobs of P3, and the columns, peers and twins of each rank.
 
-    over: what has columns of its own, each 'server' or each 'rank'; None: servers if there are
-        several.
+    over: divide columns over each 'server' or each 'rank'; None: servers if there are several.
     pipelined: three batches in flight, on weights three updates old.
     prefetch: as in data parallelism, but loads stay in their step.
     structure, structure_cache: as in data parallelism; a list is at a server, or at a rank.
-    copies: how many times all columns are there.
-    cache: bytes that each GPU caches of its columns, those of the rows that are read most often.
+    copies: number of copies of all columns.
+    cache: bytes of the hottest rows, in its columns, that each GPU caches.
     """
 
     over: str | None = None
@@ -86,7 +85,7 @@ class Slices(OnBatches):
     pushes: ClassVar[bool] = True
     executor: ClassVar[str] = "gnnplan.executor.strategies.p3"
     examples: ClassVar[tuple[Example, ...]] = (Example("p3"),)
-    claim: ClassVar[float] = 0.10  # pipelined: transfers of several batches meet
+    claim: ClassVar[float] = 0.10  # pipelined: transfers of several batches contend
 
     @property
     def exact(self) -> bool:
@@ -94,7 +93,7 @@ class Slices(OnBatches):
 
     @property
     def in_flight(self) -> int:
-        """Batches between their load and the end of their backward pass."""
+        """The number of batches between their load and the end of their backward pass."""
         return DELAY if self.pipelined else 1
 
     @property
@@ -103,7 +102,7 @@ class Slices(OnBatches):
 
     @property
     def hands_over(self) -> bool:
-        return not self.pipelined  # the gradients of its batches under way would be lost
+        return not self.pipelined  # the gradients of batches in flight would be lost
 
     def approximates_as(self, other: Strategy) -> bool:
         return isinstance(other, Slices) and self.pipelined == other.pipelined
@@ -111,13 +110,13 @@ class Slices(OnBatches):
     @classmethod
     def candidates(cls, problem: Problem) -> Iterator[Strategy]:
         if problem.ranks > 1 and not _why_whole(problem):
-            tried = (cls(copies=c, pipelined=p) for c in _copies(problem) for p in (True, False))
-            for plain in dict.fromkeys(one_ahead(problem, strategy) for strategy in tried):
+            variants = (cls(copies=c, pipelined=p) for c in _copies(problem) for p in (True, False))
+            for plain in dict.fromkeys(one_ahead(problem, variant) for variant in variants):
                 cache = worth_caching(problem, plain)
-                for one in [plain, replace(plain, cache=cache)] if cache else [plain]:
-                    ahead = enough_ahead(problem, one)
-                    # fewer copies with more samplers are proposed as they are
-                    yield ahead if ahead.copies == one.copies else one
+                for cached in [plain, replace(plain, cache=cache)] if cache else [plain]:
+                    ahead = enough_ahead(problem, cached)
+                    # if more samplers need fewer copies, that is another variant of this loop
+                    yield ahead if ahead.copies == cached.copies else cached
 
     @classmethod
     def absent(cls, problem: Problem) -> str:
@@ -173,13 +172,13 @@ class Slices(OnBatches):
                 " copies"
             )
 
-    # -- who has what --------------------------------------------------------------------------
+    # -- columns, peers and twins --------------------------------------------------------------
 
     def rails(self, problem: Problem) -> list[tuple[int, ...]]:
-        """Groups of peers: each has one rank per slice, in the order of slices.
+        """Return the groups of peers: each has one rank per slice, in the order of slices.
 
         Peers are neighbours. Ranks fill servers in order, so with over='rank' and one copy per
-        server partial sums stay inside the server.
+        server, peers are in the same server.
         """
         lines = _lines(problem.servers, self.over)
         slices = len(lines[0]) // self.copies
@@ -187,41 +186,41 @@ class Slices(OnBatches):
         return [line[start : start + slices] for line in lines for start in starts]
 
     def rail_of(self, problem: Problem) -> np.ndarray:
-        """The number of each rank's rail [ranks]."""
+        """Return the number of each rank's rail [ranks]."""
         numbers = {rank: i for i, rail in enumerate(self.rails(problem)) for rank in rail}
         return np.array([numbers[rank] for rank in range(problem.ranks)])
 
     def of_peers(self, problem: Problem, *counts: np.ndarray) -> np.ndarray:
-        """What each rank's peers have together, itself included [counts, ranks]."""
+        """Return sums of counts over each rank's peers, with the rank itself [counts, ranks]."""
         return sums(self.rail_of(problem), np.array(counts, dtype=float))
 
     def slices(self, problem: Problem) -> tuple[Slice, ...]:
-        """The peers of each rank, itself included, and its feature columns [ranks]."""
-        of = {
+        """Return the peers of each rank, with the rank itself, and its feature columns [ranks]."""
+        by_rank = {
             rank: Slice(rail, columns(problem.stats.features, len(rail), i))
             for rail in self.rails(problem)
             for i, rank in enumerate(rail)
         }
-        return tuple(of[rank] for rank in range(len(of)))
+        return tuple(by_rank[rank] for rank in range(len(by_rank)))
 
     def rail(self, problem: Problem, rank: int) -> tuple[int, ...]:
-        """The peers of a rank, itself included."""
+        """Return the peers of a rank, with the rank itself."""
         return self.slices(problem)[rank].ranks
 
     def columns(self, problem: Problem, rank: int) -> range:
-        """The feature columns of a rank."""
+        """Return the feature columns of a rank."""
         return self.slices(problem)[rank].columns
 
     def all_twins(self, problem: Problem) -> list[tuple[int, ...]]:
-        """Groups of ranks with the same columns, in the order of their first ranks."""
-        return sorted(tuple(sorted(alike)) for alike in zip(*self.rails(problem), strict=True))
+        """Return the groups of ranks with the same columns, in the order of their first ranks."""
+        return sorted(tuple(sorted(twins)) for twins in zip(*self.rails(problem), strict=True))
 
     def twins(self, problem: Problem, rank: int) -> tuple[int, ...]:
-        """The ranks with the same columns, itself included."""
-        return next(alike for alike in self.all_twins(problem) if rank in alike)
+        """Return the ranks with the same columns as `rank`, with `rank` itself."""
+        return next(twins for twins in self.all_twins(problem) if rank in twins)
 
     def sliced(self, problem: Problem, rank: int) -> Model:
-        """The model as a rank has it: its first layer reads its columns only."""
+        """Return the model of a rank, whose first layer reads the rank's columns only."""
         share = len(self.columns(problem, rank))
         inputs = problem.model.inputs.of_columns(share)
         layers = tuple(layers_of(problem.workload, inputs, problem.model.classes))
@@ -231,15 +230,16 @@ class Slices(OnBatches):
         columns_at: dict[int, set[range]] = {}
         for server, of_rank in zip(problem.servers, self.slices(problem), strict=True):
             columns_at.setdefault(server, set()).add(of_rank.columns)
-        size_of, supply = cache(lambda its: all_columns(problem, its)), self.supply(problem)
+        size_of, supply = cache(lambda each: all_columns(problem, each)), self.supply(problem)
         return {
-            "features": np.array([sum(map(size_of, at)) for at in columns_at.values()]),
+            "features": np.array([sum(map(size_of, each)) for each in columns_at.values()]),
             "lists": of_lists(problem, supply.lists),
             **of_samplers(supply),
         }
 
     def more_spread(self, problem: Problem) -> Iterator[Self]:
-        """Lists are spread before there are fewer copies of columns."""
+        """Yield variants with less graph data per server: lists are spread first, then fewer
+        copies of the columns."""
         if len(set(problem.servers)) > 1:
             for copies in range(self.copies, 0, -1):
                 if self.copies % copies == 0:
@@ -258,7 +258,7 @@ class Slices(OnBatches):
         return feature_store(problem, self.batches(problem), self.cache, slices=slices)
 
     def sliced_weights(self, problem: Problem) -> int:
-        """Numbers in the first layer's weights that are cut with the columns."""
+        """Return how many of the first layer's weights are divided with the columns."""
         first = problem.model.layers[0]
         if first.counted:
             return first.counted.by_column * first.h_in
@@ -269,15 +269,15 @@ class Slices(OnBatches):
 
 
 def all_columns(problem: Problem, columns: range) -> int:
-    """Bytes of these columns of all vertices' features."""
+    """Return the bytes of these columns of all vertices' features."""
     return of_all_rows(problem, lambda ids: problem.features_bytes(ids, columns))
 
 
 def _copies(problem: Problem) -> list[int]:
-    """How many copies of the columns to propose: 1, and more where host memory may have room.
+    """Return the numbers of copies to propose: 1, and more if host memory may have room.
 
-    Each copy is over equally many servers. With as many copies as servers P3 would be data
-    parallelism.
+    Each copy is divided over equally many servers. As many copies as servers are not proposed,
+    since P3 would be data parallelism.
     """
     servers = len(set(problem.servers))
     most = servers if problem.cluster.graph_room < np.inf else 2
@@ -285,7 +285,7 @@ def _copies(problem: Problem) -> list[int]:
 
 
 def _why_whole(problem: Problem) -> str:
-    """Why layer 1 is no sum over feature columns; '' if it is."""
+    """Return why layer 1 is no sum over feature columns; '' if it is."""
     model = problem.workload.model
     if problem.workload.norm == "batch":
         return (
@@ -315,24 +315,24 @@ def _why_whole(problem: Problem) -> str:
 
 
 def _lines(servers: tuple[int, ...], over: str | None) -> list[tuple[int, ...]]:
-    """Ranks that could be peers: those at the same place of every server, or all."""
+    """Return groups of possible peers: ranks at the same position of every server, or all."""
     if over == "rank":
         return [tuple(range(len(servers)))]
-    seen: dict[int, list[int]] = {}
+    by_server: dict[int, list[int]] = {}
     for rank, server in enumerate(servers):
-        seen.setdefault(server, []).append(rank)
-    most = max(map(len, seen.values()))
+        by_server.setdefault(server, []).append(rank)
+    most = max(map(len, by_server.values()))
     return [
-        tuple(sorted(ranks[place] for ranks in seen.values() if place < len(ranks)))
+        tuple(sorted(ranks[place] for ranks in by_server.values() if place < len(ranks)))
         for place in range(most)
     ]
 
 
 def _break_even(problem: Problem) -> list[str]:
-    """Up to which width it sends fewer bytes than fetching rows of features spread over servers
-    does, from the mean batch, as P3, Fig. 15. It is shown and does not decide.
+    """Return a note on the width up to which P3 sends fewer bytes than fetching features does.
 
-    Empty on one rank, and where only statistics are known."""
+    It is computed from the mean batch, as in P3's Fig. 15, and does not affect the plan. Empty on
+    one rank, and if only statistics are known."""
     slices = len(set(problem.servers)) if len(set(problem.servers)) > 1 else problem.ranks
     if slices == 1 or not isinstance(problem.graph, Graph):
         return []
@@ -341,13 +341,13 @@ def _break_even(problem: Problem) -> list[str]:
         [(batch.facts(1).rows.sum(), batch.facts(1).sources.sum()) for batch in batches], axis=0
     ).tolist()
     itemsize = problem.model.itemsize
-    # numbers of a row in transit
+    # numbers per row that is sent
     width = max(1, round(float(problem.model.features_moved(1.0)) / itemsize))
     even = inputs * width / (2 * slices * rows)
     fetched = (1 - 1 / slices) * inputs * width * itemsize
     sent = {hidden: 2 * (slices - 1) * rows * hidden * itemsize for hidden in HIDDEN}
     table = ", ".join(f"{hidden}: {show_bytes(nbytes)}" for hidden, nbytes in sent.items())
-    # what makes the rows of layer 1 as wide as they are
+    # the option that sets the width of layer 1's rows
     name = "hidden" if problem.model.layers[0].h_out == problem.workload.hidden else "classes"
     return [
         f"P3 stops paying at {name} {even:.0f} (feature rows of {width} numbers; {rows:,.0f} rows"
