@@ -1,7 +1,7 @@
-"""Amounts that are linear in a block's counts.
+"""Amounts (of work or memory) that are linear in a block's counts.
 
-A block has R rows (destinations), S sources and E edges, self edges among them where a layer has
-these. What a layer works and holds is a sum of such counts, each times a factor."""
+A block is the bipartite graph that a layer reads: R rows (destinations), S sources and E edges,
+which include self edges if the layer has them. An amount is a sum of counts times factors."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 
 from gnnplan.planner.vocabulary.numbers import Number
 
-Block = Mapping[str, Number]  # the counts of a block by name
+Block = Mapping[str, Number]  # name -> count of a block
 
 
 def block_of(
@@ -28,8 +28,10 @@ def block_of(
     read: Number | None = None,
     away: Number = 0.0,
 ) -> Block:
-    """local: sources that are prepared here; read: those that are gathered from, if others prepared
-    some of them; away: destinations whose own row is with another rank."""
+    """Return the counts of a block by name.
+
+    local: sources that this rank prepares. read: sources that the gather reads, if other ranks
+    prepared some of them; default: all. away: destinations whose own row another rank has."""
     return {
         "rows": rows,
         "sources": sources,
@@ -42,32 +44,33 @@ def block_of(
 
 
 def summing(rows: Number, width: int, itemsize: int) -> Number:
-    """Room that torch takes on a GPU while it adds up rows of so many numbers [B].
+    """Return torch's workspace on a GPU for the sum over `rows` rows of `width` numbers [B].
 
-    Blocks of threads share the rows, and leave their sums there for the last of them: each thread
-    adds at least 16 rows, and at most 256 where rows are plenty. It is setReduceConfig of torch's
-    aten/src/ATen/native/cuda/Reduce.cuh, with the threads of an H100. Of 20,000 rows of 256 numbers
-    an H200 took 41.03 MB.
+    Thread blocks share the rows. Each block writes its partial sums to the workspace, and the last
+    block adds them up. A thread adds at least 16 rows, and at most 256 if there are many rows. The
+    formulas are those of setReduceConfig in torch's aten/src/ATen/native/cuda/Reduce.cuh, with the
+    threads of an H100. For 20,000 rows of 256 numbers an H200 allocated 41.03 MB.
     """
-    together = next(many for many in (4, 2, 1) if width % many == 0)  # columns of a thread
-    columns, threads = width // together, 512 // together
+    vector = next(size for size in (4, 2, 1) if width % size == 0)  # columns per thread
+    columns, threads = width // vector, 512 // vector
     across = min(32, 1 << columns.bit_length() - 1)
-    each = np.ceil(rows / (threads // across))  # rows of a thread, were there one block of them
+    each = np.ceil(rows / (threads // across))  # rows per thread if there were a single block
     fill = np.ceil(132 * (2048 // threads) / np.ceil(columns / across))  # blocks that fill the GPU
     blocks = np.maximum(np.minimum(fill, np.ceil(each / 16)), np.ceil(each / 256))
-    return np.where(each < 256, 0.0, blocks * width * across * together * itemsize)
+    return np.where(each < 256, 0.0, blocks * width * across * vector * itemsize)
 
 
 class Term(NamedTuple):
-    """A count of a block."""
+    """A count of a block, a bounded count, or the workspace of a sum over counted rows."""
 
-    of: str
-    most: float = np.inf  # so many of them at a time
-    summed: int = 0  # numbers per row, if the room is meant that their sum takes [B]
-    itemsize: int = 0  # [B] of these
+    name: str  # of a count (`block_of`)
+    most: float = np.inf  # upper bound: an operation goes block by block
+    summed: int = 0  # numbers per row, if the term is the workspace of their sum [B] (`summing`)
+    itemsize: int = 0  # bytes per summed number [B]
 
     def on(self, block: Block) -> Number:
-        count = block[self.of]
+        """Return the term's value on a block."""
+        count = block[self.name]
         if self.summed:
             return summing(count, self.summed, self.itemsize)
         return count if self.most == np.inf else np.minimum(count, self.most)
@@ -76,7 +79,7 @@ class Term(NamedTuple):
 class Amount:
     """A sum of terms, each times a factor."""
 
-    __array_ufunc__ = None  # numpy's numbers leave sums and products to it
+    __array_ufunc__ = None  # makes numpy numbers defer + and * to this class
 
     def __init__(self, terms: Mapping[Term, float]) -> None:
         self.terms = {term: factor for term, factor in terms.items() if factor}
@@ -103,17 +106,17 @@ class Amount:
     __radd__, __rmul__ = __add__, __mul__
 
     def at_most(self, most: float) -> Amount:
-        """So many at a time."""
+        """Return the amount with every count bounded by `most`."""
         return Amount({term._replace(most=most): factor for term, factor in self.terms.items()})
 
     def room_of_sum(self, width: int, itemsize: int) -> Amount:
-        """Room of the sum of these rows (`summing`) [B]."""
+        """Return the workspace for the sum over these rows, of `width` numbers (`summing`) [B]."""
         return Amount({term._replace(summed=width, itemsize=itemsize): 1.0 for term in self.terms})
 
 
 @dataclass(frozen=True, eq=False)
 class Amounts:
-    """Several amounts, which are told of a block together.
+    """Several amounts, evaluated on a block in one matrix product.
 
     >>> Amounts((4 * ROWS + 3, 2 * EDGES)).on(block_of(10.0, 20.0, 100.0))
     array([ 43., 200.])
@@ -123,24 +126,24 @@ class Amounts:
 
     @cached_property
     def _factors(self) -> tuple[tuple[Term, ...], NDArray[np.float64]]:
-        """The terms, and their factors [amounts, terms]."""
+        """All terms, and their factors in each amount [amounts, terms]."""
         terms = tuple(dict.fromkeys(term for amount in self.each for term in amount.terms))
         factors = [[amount.terms.get(term, 0.0) for term in terms] for amount in self.each]
         return terms, np.array(factors).reshape(len(self.each), len(terms))
 
     def on(self, block: Block) -> NDArray[np.float64]:
-        """[amounts, ..]"""
+        """Return the value of each amount on a block [amounts, ..]."""
         terms, factors = self._factors
         counts = [term.on(block) for term in terms]
         shape = np.broadcast_shapes(*map(np.shape, counts))
         table = np.empty((len(terms), *shape))
         for row, count in zip(table if shape else table[:, None], counts, strict=True):
             row[...] = count
-        told = factors @ table.reshape(len(terms), math.prod(shape))
-        return told.reshape(len(self.each), *shape)
+        values = factors @ table.reshape(len(terms), math.prod(shape))
+        return values.reshape(len(self.each), *shape)
 
 
 NOTHING = Amount({})
 ROWS, SOURCES, EDGES, LOCAL, READ, OWN = (
-    Amount({Term(of): 1.0}) for of in ("rows", "sources", "edges", "local", "read", "own")
+    Amount({Term(name): 1.0}) for name in ("rows", "sources", "edges", "local", "read", "own")
 )

@@ -1,4 +1,4 @@
-"""How rows between layers, and their gradients, are written that cross: a codec.
+"""A codec: the encoding of rows and row gradients that ranks send to each other between layers.
 
     whole     compute  |forward 1|        |forward 2|
               comm               |halo f 2|
@@ -6,23 +6,24 @@
     bits 2    compute  |forward 1|pack f 2|        |unpack f 2|forward 2|
               comm                        |halo f 2|
 
-Rows cross whole, and of some the reader uses a moving average (PipeGCN's smoothing). Or they cross
-in 8, 4 or 2 bits per number, the knob `bits` of a strategy (AdaQP): a row of d numbers takes
-ceil(d bits / 8) + 4 bytes. Every number is rounded at random to one of 2^bits levels between its
-row's lowest and highest, so that its mean over draws is the number itself
-(executor/layers/kernels/few_bits.py). Both passes do it. Evaluation, all-reduces, and the rows at
-the ends of pairs (link prediction) are left as they are. Draws are a hash of (seed, step, layer,
-way, vertex, column): any number of ranks draws alike for a row, and so does a resumed run.
+Ranks send rows whole, or quantized ("packed"). The reader of whole rows may use a moving average
+over steps (PipeGCN's smoothing). Packed rows have 8, 4 or 2 bits per number, a strategy's knob
+`bits` (AdaQP): a row of d numbers takes ceil(d bits / 8) + 4 bytes. Stochastic rounding maps every
+number to one of 2^bits levels between the row's minimum and maximum, so that the expected value is
+the number itself (executor/layers/kernels/few_bits.py). Both passes quantize. Evaluation,
+all-reduces, and the rows at the ends of pairs (link prediction) are not quantized. The random
+numbers are a hash of (seed, step, layer, direction, vertex, column): a row is rounded alike on any
+number of ranks, and in a resumed run.
 
-A layer's sum over neighbours is on average that of its inputs; what ReLU and the loss make of it is
-not unbiased. Each number is off by up to one of 2^bits - 1 spacings, which is the price of 2 bits.
+A layer's sum over neighbours is unbiased; the results of ReLU and of the loss are not. The error of
+a number is at most one of the row's 2^bits - 1 spacings, which is large for 2 bits.
 
-With bits='adaptive' rows have 8, 4 or 2 bits, 4 on average: 2 ceil(d / 4) + 4 a row. Both ends
-choose them alike, from the ranges of rows that crossed before.
+With bits='adaptive' each row has 8, 4 or 2 bits, and rows have 4 bits on average: 2 ceil(d / 4) + 4
+bytes per row. Sender and receiver choose the same bits from the ranges of the rows sent before.
 
-Source: Wan et al., AdaQP (MLSys 2023), Sec. 3.1 and 3.2. There a program weighs variance against
-seconds, so bytes follow from ranges, and rows whose neighbours are all local are computed
-meanwhile.
+Source: Wan et al., AdaQP (MLSys 2023), Sec. 3.1 and 3.2. AdaQP itself chooses bits by a program
+that weighs variance against seconds, so its bytes depend on ranges, and it overlaps the exchange
+with the computation of rows whose neighbours are all local.
 """
 
 from __future__ import annotations
@@ -36,27 +37,28 @@ from gnnplan.planner.vocabulary.precision import Precision
 from gnnplan.planner.vocabulary.schedule import Compute
 
 BITS = (8, 4, 2)
-ADAPTIVE = "adaptive"  # as `bits`: of each row its own, 4 on average
-PARAMETERS = 4  # bytes of a row's lowest number and spacing
+ADAPTIVE = "adaptive"  # value of `bits` for a number of bits per row, 4 on average
+PARAMETERS = 4  # bytes of a row's minimum and spacing [B]
 AT_ONCE = 2**18  # numbers that a CPU packs or unpacks at a time, so that they stay in its cache
-# Passes over tensors of a row's numbers: two extrema, difference, product, random numbers and their
-# sum, a half; and codes as numbers, product, sum.
+# Passes over the numbers of packed rows. PACK: two extrema, difference, product, random numbers and
+# their sum, a half. UNPACK: codes to numbers, product, sum.
 PACK, UNPACK = 13, 5
-PICKED, ADDED = 2, 3  # rows that are picked for peers; gradients that are added to those of rows
+PICKED, ADDED = 2, 3  # passes to gather rows for peers, and to add received gradients to rows
 PACK_LAUNCHES, UNPACK_LAUNCHES = 60, 12
-# Adaptive rows are packed kind by kind. Their codes are cleared, padded and put into their places,
-# and fetched from there, half a byte per number; the rows of a kind then go to theirs.
+# Bytes per number (PLACED, FETCHED) and passes (SORTED) of adaptive rows, packed bit width by bit
+# width: codes (half a byte per number) are cleared, padded and scattered to their positions, later
+# gathered from there, and the unpacked rows of a bit width are scattered to their positions.
 PLACED, FETCHED, SORTED = 2.5, 2, 2
-PLACES = 25  # [B] of an adaptive row's bits, and where its planes are
+PLACES = 25  # bytes of an adaptive row's bits, and of the positions of its bit planes [B]
 
 
 @dataclass(frozen=True)
 class Codec:
-    """How rows are written that cross.
+    """The encoding of rows that a rank sends.
 
-    bits: of a number, 8, 4 or 2; 'adaptive': of each row its own; None: rows cross whole.
-    smoothing: the reader averages whole rows ('f'), gradients ('g') or both ('gf') with those that
-    came before, which weigh `gamma`.
+    bits: bits per number, 8, 4 or 2; 'adaptive': a number of bits per row; None: whole rows.
+    smoothing: the reader averages rows ('f'), gradients ('g') or both ('gf') over steps; `gamma` is
+    the weight of the average of earlier steps.
     """
 
     bits: int | str | None = None
@@ -65,37 +67,37 @@ class Codec:
 
     @property
     def packs(self) -> bool:
-        """Whether rows are packed, and so rounded."""
+        """Whether rows are quantized to few bits per number."""
         return self.bits is not None
 
     @property
     def adapts(self) -> bool:
-        """Whether rows have bits of their own."""
+        """Whether each row has its own number of bits."""
         return self.bits == ADAPTIVE
 
     @property
     def on_average(self) -> int:
-        """Bits of a packed number."""
+        """Bits per packed number, on average; 0 for whole rows."""
         return 4 if self.adapts else int(self.bits or 0)
 
     @property
     def averaged(self) -> str:
-        """The ways of what is smoothed: forward ('f'), backward ('b')."""
+        """The directions that are smoothed: forward ('f'), backward ('b')."""
         return self.smoothing.replace("g", "b")
 
     @property
     def carries(self) -> str:
-        """What both ends carry from step to step, in words."""
+        """The state that sender and receiver carry from step to step, in words; '' for none."""
         return "each row's bits" if self.adapts else ""
 
     def check(self, name: str, precision: Precision, adapts: bool) -> None:
-        """Raises SpecError if rows of the strategy `name` cannot cross so.
+        """Raise SpecError if the strategy `name` cannot send rows of this precision in this codec.
 
-        adapts: whether they may have bits of their own.
+        adapts: whether the strategy supports a number of bits per row.
         """
         if self.packs and precision.rounds_rows:
             raise SpecError(
-                f"{name}: few bits are made of float32 rows (bits: {self.bits!r}, dtype:"
+                f"{name}: only float32 rows are quantized (bits: {self.bits!r}, dtype:"
                 f" {precision.name}); leave bits out, or use --dtype float32"
             )
         if self.adapts and not adapts:
@@ -105,12 +107,12 @@ class Codec:
             )
         if self.packs and self.bits not in (*BITS, ADAPTIVE):
             raise SpecError(
-                f"{name}: bits per number of a row that crosses are 8, 4 or 2, 'adaptive', or None"
-                f" for rows as they are (bits: {self.bits}); use bits=2"
+                f"{name}: bits per number of a row that ranks send are 8, 4 or 2, 'adaptive', or"
+                f" None for unrounded rows (bits: {self.bits}); use bits=2"
             )
         if self.packs and self.smoothing:
             raise SpecError(
-                f"{name}: a moving average is of whole rows, and with bits they arrive packed"
+                f"{name}: a moving average needs unrounded rows, and bits rounds them"
                 f" (smoothing: {self.smoothing!r}, bits: {self.bits}); use"
                 f" pipegcn(bits={self.bits!r}) or {name}"
             )
@@ -121,7 +123,7 @@ class Codec:
             )
 
     def row_bytes(self, width: int, itemsize: int) -> int:
-        """Of a row of `width` numbers that crosses [B].
+        """Return the bytes of an encoded row of `width` numbers [B].
 
         >>> Codec().row_bytes(256, 4), Codec(2).row_bytes(256, 4), Codec(4).row_bytes(7, 4)
         (1024, 68, 8)
@@ -134,11 +136,14 @@ class Codec:
         return -(-numbers * self.on_average // 8) + PARAMETERS
 
     def pack(self, rows: Number, width: int, itemsize: int, picked: bool) -> Iterator[Compute]:
-        """Work of packing so many rows, `picked` from among others; none of whole rows."""
+        """Yield the work of packing `rows` rows; nothing for whole rows.
+
+        picked: whether the rows are gathered from among other rows.
+        """
         if not self.packs:
             return
-        each = 8 // self.on_average
-        # bytes per number: random words, codes in two bytes, several put together, one byte
+        each = 8 // self.on_average  # codes per byte
+        # bytes per number: random words, codes in two bytes, several codes combined, one byte
         in_bytes = 2 + 2 + (6 * (each - 1) / each if each > 1 else 0) + 3 / each
         in_bytes += PLACED * self.adapts
         passes = PACK + PICKED * (picked or self.adapts)
@@ -151,13 +156,14 @@ class Codec:
         )
 
     def unpack(self, rows: Number, width: int, itemsize: int, added: bool) -> Iterator[Compute]:
-        """Work of unpacking so many rows, `added` to others; none of whole rows.
+        """Yield the work of unpacking `rows` rows; nothing for whole rows.
 
-        It goes by parts, too, but to memory that is in no cache.
+        added: whether the rows are gradients that are added to other rows. Like packing, it goes
+        AT_ONCE numbers at a time, but writes to memory outside the cache.
         """
         if not self.packs:
             return
-        in_bytes = 5 + FETCHED * self.adapts  # shift, mask and copy read, the first two write
+        in_bytes = 5 + FETCHED * self.adapts  # shift, mask and copy read; shift and mask write
         passes = UNPACK + ADDED * added + SORTED * self.adapts
         yield Compute(
             elementwise_bytes=(passes * itemsize + in_bytes) * (rows * width),

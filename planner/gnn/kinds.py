@@ -1,16 +1,16 @@
-"""The kinds of layers that everyone can name, each described once: what it has, and what it does.
+"""The kinds of layers (GCN, GraphSAGE, GAT, ..), each described once for planner and executor.
 
-A layer first prepares its input rows (norm, activation, dropout). Then it does two things, in the
-order that costs less: it multiplies rows by its matrix, and it aggregates rows over the edges.
+A layer first prepares its input rows (norm, activation, dropout). Then it multiplies rows by its
+matrix and aggregates rows over the edges, in the cheaper order of the two.
 
     h_{l-1} [S, H_{l-1}]   prepare | project | gather | update    h_l [R, H_l]     projects_first
                            prepare | gather  | update                              otherwise
 
 R rows are written (destinations) and S rows are read (sources, which include the destinations).
 
-What a kind does is written in the words of `Arithmetic`. Amounts of rows go through it in the
-planner (operations.py), which so finds work and memory; tensors do in the executor
-(executor/layers/known.py), which so computes. Adding a kind is adding a class, and its name in
+A kind is written in terms of the operations in `Arithmetic`. The planner applies them to amounts of
+rows (operations.py), which gives work and memory; the executor applies them to tensors
+(executor/layers/known.py), which computes the layer. A new kind needs a class here and its name in
 `Fields.model`."""
 
 from __future__ import annotations
@@ -23,77 +23,77 @@ from typing import ClassVar, Generic, NamedTuple, Protocol, TypeVar
 from gnnplan.planner.gnn.counted import Counted
 from gnnplan.planner.gnn.fields import Fields
 
-V = TypeVar("V")  # rows: amounts of them, or tensors
-Shapes = dict[str, tuple[int, ...]]
+V = TypeVar("V")  # rows: an amount (planner) or a tensor (executor)
+Shapes = dict[str, tuple[int, ...]]  # name of a parameter -> shape
 
 
 @dataclass(frozen=True)
 class Layer:
-    """The shape of one layer, and what it does to its inputs."""
+    """The shape of one layer, its kind, and its options."""
 
     h_in: int
     h_out: int
-    kind: str = "gcn"  # what it does (KINDS); 'own': a layer of the user's, which was counted
-    # multiplies, then aggregates: its output is narrower, or it is attention, or its inputs
-    # can only be multiplied (rows.py)
+    kind: str = "gcn"  # key of KINDS; 'own': a layer of the user's own, with `counted`
+    # The layer multiplies before it aggregates, because its output is narrower, because it uses
+    # attention, or because its input rows can only be multiplied (rows.py).
     projects_first: bool = False
     matrices: int = 1  # products with a matrix [h_in, h_out]; 0: the layer only aggregates
-    sums: int = 1  # aggregations over the edges; a softmax of messages is a ratio of two
-    heads: int = 0  # of attention; each adds a logit to a projected row
-    # Norm and ReLU are the first thing that the layer does to its inputs. Otherwise they are the
-    # last thing that the layer before does.
+    sums: int = 1  # sums over the edges; a softmax aggregation is a ratio of two sums
+    heads: int = 0  # attention heads; each adds a logit to a projected row
+    # Norm and ReLU come first in this layer, applied to its inputs. Otherwise they come last in the
+    # previous layer.
     activates: bool = False
-    norm: str = "none"  # of its inputs, if it activates them: 'layer' or 'batch'
-    drops: bool = True  # dropout of its inputs
+    norm: str = "none"  # norm of the inputs if `activates`: 'layer' or 'batch'
+    drops: bool = True  # dropout of the inputs
     bias: bool = True
-    middle: int = 0  # GIN: numbers per row between its two products; 0: there is one
-    counted: Counted | None = None
+    middle: int = 0  # GIN: numbers per row between its two products; 0: the layer has one product
+    counted: Counted | None = None  # counts of a layer of the user's own
 
     @property
     def parameters(self) -> Shapes:
-        """Shapes of its parameters by name, but for those of its norm."""
+        """The shapes of the layer's parameters by name, without the parameters of its norm."""
         return KINDS[self.kind].parameters(self)
 
     @property
     def weights(self) -> int:
-        """Numbers in its parameters."""
+        """The count of numbers in all parameters of the layer."""
         if self.counted:
             return self.counted.weights
         return sum(map(math.prod, self.parameters.values())) + self.norm_weights
 
     @property
     def norm_weights(self) -> int:
-        """Numbers in the parameters of its norm."""
+        """The count of numbers in the parameters of the layer's norm."""
         return 2 * self.h_in * (self.activates and self.norm != "none")
 
     @property
     def edges(self) -> str:
-        """Those that it asks for (executor/layers/layer.py)."""
+        """The edges and edge weights that the layer asks for (`Kind.edges`)."""
         return self.counted.edges if self.counted else KINDS[self.kind].edges
 
     @property
     def self_edges(self) -> bool:
-        """Whether it aggregates over its own row too."""
+        """Whether a destination also aggregates its own row."""
         return self.edges in ("gcn", "loop")
 
     @property
     def weighs_edges(self) -> bool:
-        """Whether its edges have weights: those of a mean, or GCN's norm."""
+        """Whether the edges have weights: those of a mean, or of GCN's symmetric norm."""
         return self.edges in ("gcn", "mean")
 
     @property
     def gathers_linearly(self) -> bool:
-        """Whether its gathering is a weighted sum of rows."""
+        """Whether the layer's aggregation is a weighted sum of rows."""
         return self.counted.linear if self.counted else KINDS[self.kind].linear
 
     @property
     def reads_own(self) -> bool:
-        """Whether it reads the rows of its destinations besides what it aggregates."""
+        """Whether the layer reads the destinations' own rows besides the aggregate."""
         return self.matrices > 1 or self.counted is not None
 
     @property
     def multiplied(self) -> int:
-        """Numbers per row after the first matrix."""
+        """Numbers per row after the product with the first matrix."""
         return KINDS[self.kind].parameters(self).get("weight", (self.h_out,))[0]
 
     @property
@@ -105,95 +105,100 @@ class Layer:
 
     @property
     def gathered(self) -> int:
-        """Numbers per row that is summed over the edges."""
+        """Numbers per row that the layer sums over the edges."""
         if self.counted:
             return self.counted.gathered
         return (self.middle or self.h_out) if self.projects_first else self.h_in
 
 
 class Arithmetic(Protocol[V]):
-    """What a layer may do with rows. A name is that of a parameter; a bias may be absent."""
+    """The operations that a layer may apply to rows.
 
-    # the sum of rows, each times its matrix, plus a bias; and ReLU of that
+    Strings name parameters of the layer, of which the bias may be absent, or constants."""
+
+    # sum over terms of rows times matrix, plus the bias; then ReLU if asked for
     def linear(self, terms: Sequence[tuple[V, str]], bias: str = "", relu: bool = False) -> V: ...
-    def bias(self, x: V) -> V: ...  # plus the layer's bias
+    def bias(self, x: V) -> V: ...  # x + the layer's bias
     def relu(self, x: V, in_place: bool = True) -> V: ...
     def add(self, x: V, y: V) -> V: ...
-    def shift(self, x: V) -> V: ...  # plus a small number
-    def lerp(self, x: V, y: V, by: str) -> V: ...  # towards y by one of the kind's constants
-    def towards_product(self, x: V, weight: str, by: str) -> V: ...  # of x with a matrix
-    def initial_rows(self, width: int) -> V: ...  # what the encoder made of the destinations
+    def shift(self, x: V) -> V: ...  # x + 1e-7
+    def lerp(self, x: V, y: V, by: str) -> V: ...  # x + c (y - x), c: a constant of the kind
+    def towards_product(self, x: V, weight: str, by: str) -> V: ...  # x + c (x W - x)
+    def initial_rows(self, width: int) -> V: ...  # the encoder's output for the destinations
     # over edges
     def aggregate(self, x: V, times: int = 1) -> V: ...  # weighted sums
-    def softmax_aggregate(self, x: V) -> V: ...  # means, weighted by the rows' softmax
-    def beside_logits(self, z: V, heads: int) -> V: ...  # GAT: rows with a logit per head
-    def attend(self, x: V, heads: int) -> V: ...  # GAT: sums of these by the logits' softmax
-    def attend_pairs(self, x: V, heads: int) -> V: ...  # GATv2: logits are of sums of two rows
+    def softmax_aggregate(self, x: V) -> V: ...  # means weighted by the softmax of the rows
+    def beside_logits(self, z: V, heads: int) -> V: ...  # GAT: [z | a logit per head]
+    def attend(self, x: V, heads: int) -> V: ...  # GAT: sums of z weighted by softmax of logits
+    def attend_pairs(self, x: V, heads: int) -> V: ...  # GATv2: a logit reads both ends' rows
 
 
 class Given(NamedTuple, Generic[V]):
-    """What a layer is given for its `update`."""
+    """The inputs of a layer's `update`."""
 
-    gathered: V
+    gathered: V  # the aggregate
     own: V  # the destinations' own prepared rows
-    inputs: V  # their inputs
-    relu: bool
+    inputs: V  # the destinations' rows before preparation
+    relu: bool  # whether the layer ends in ReLU
 
 
 class Kind:
-    """A kind of layer, with the defaults of all kinds."""
+    """A kind of layer; this base class has the defaults."""
 
-    # what the executor's block has: 'gcn' (symmetric norm, self edges), 'mean', 'one' or 'loop'
+    # edges and weights of a block: 'gcn' (symmetric norm, self edges), 'mean' (1 / degree), 'one'
+    # (1), or 'loop' (1, self edges)
     edges: ClassVar[str] = "gcn"
-    # kernels on a GPU, without those of dropout and norm (tests/executor/test_launches.py)
+    # kernels on a GPU, forward and backward, without dropout and norm
+    # (tests/executor/test_launches.py)
     launches: ClassVar[tuple[int, int]] = (6, 6)
-    # The convolution of PyTorch Geometric that it is, and of DGL: its class, and where ours has its
-    # parameters, as "theirs=ours:view" (executor/modules/convert.py). It may lack some of them.
+    # The equivalent convolutions of PyTorch Geometric and DGL: a class, then its parameters as
+    # "theirs=ours:view" (executor/modules/convert.py). A convolution may lack some of them.
     pyg: ClassVar[str] = ""
     dgl: ClassVar[str] = ""
 
-    linear: ClassVar[bool] = True  # its gathering is a weighted sum
-    attends: ClassVar[bool] = False
-    sends_logits: ClassVar[bool] = False  # a projected row has a logit per head beside it
-    projects_own: ClassVar[bool] = False  # a product reads the destinations' own rows, too
-    # names of parameters [., h_in] of which P3 gives every rank some columns
+    linear: ClassVar[bool] = True  # the aggregation is a weighted sum
+    attends: ClassVar[bool] = False  # the layer uses attention
+    sends_logits: ClassVar[bool] = False  # a projected row is followed by a logit per head
+    projects_own: ClassVar[bool] = False  # a product also reads the destinations' own rows
+    # names of parameters [., h_in] that P3 splits by columns among ranks
     by_columns: ClassVar[tuple[str, ...]] = ()
-    lacks_columns: ClassVar[str] = "reads an encoder's output"  # why it has none of these
-    rounds_rows: ClassVar[bool] = True  # its rows may be rounded (--dtype)
-    # of the model that its layers make
+    # reason, in words, why `by_columns` is empty
+    lacks_columns: ClassVar[str] = "reads an encoder's output"
+    rounds_rows: ClassVar[bool] = True  # rows may be bfloat16 (--dtype)
+    # properties of a model of such layers:
     encodes: ClassVar[bool] = False  # an encoder before the first layer, a decoder after the last
-    reads_initial: ClassVar[bool] = False  # every layer reads what the encoder made
-    activates: ClassVar[bool] = False  # a layer activates its inputs, whether normed or not
-    norm: ClassVar[str] = "none"  # where none is named
-    instead: ClassVar[str] = ""  # what to use with a norm, where it is defined without
-    has_relu: ClassVar[bool] = True  # between layers
+    reads_initial: ClassVar[bool] = False  # every layer reads the encoder's output
+    activates: ClassVar[bool] = False  # layers apply ReLU to their inputs, with or without a norm
+    norm: ClassVar[str] = "none"  # default norm
+    instead: ClassVar[str] = ""  # kind to use with a norm, if this kind is defined without one
+    has_relu: ClassVar[bool] = True  # ReLU between layers
 
     def width(self, fields: Fields, classes: int) -> int:
-        """Numbers per row between layers."""
+        """Return the numbers per row between layers."""
         return fields.hidden
 
     def shaped(self, layer: Layer, fields: Fields, place: int) -> Layer:
-        """The layer at a place of the model, counted from 0."""
+        """Adapt the layer at a position of the model, counted from 0, to the kind."""
         return layer
 
     def constants(self, fields: Fields, number: int) -> dict[str, float]:
-        """Constants of layer `number`, counted from 1, by name."""
+        """Return the constants of layer `number`, counted from 1, by name."""
         return {}
 
     def parameters(self, spec: Layer) -> Shapes:
-        """Shapes of its parameters by name, in their order."""
+        """Return the shapes of the layer's parameters by name, in order."""
         return {"weight": (spec.h_out, spec.h_in)} | _biased(spec)
 
     def project(self, ops: Arithmetic[V], spec: Layer, rows: V) -> V:
-        """A product, before what it makes is gathered."""
+        """Multiply rows by the layer's matrix, before the gather."""
         return ops.linear([(rows, "weight")])
 
     def gather(self, ops: Arithmetic[V], spec: Layer, rows: V) -> V:
-        """One row per destination, from the rows that its edges begin at."""
+        """Aggregate the source rows of each destination's edges into one row."""
         return ops.aggregate(rows, spec.sums)
 
     def update(self, ops: Arithmetic[V], spec: Layer, given: Given[V]) -> V:
-        """The layer's output, from what was gathered."""
+        """Compute the layer's output from the aggregate."""
         raise NotImplementedError
 
 
@@ -220,9 +225,8 @@ class GCN(Kind):
 class SGC(GCN):
     """K layers are A~^K x W + b (Wu et al. 2019; DGL's SGConv on A+I).
 
-    The first layer alone has W, so the rows of the others are as wide as there are classes. The
-    last alone has b, and there is no ReLU between them. The paper has no dropout; here features are
-    dropped."""
+    Only the first layer has W, so rows of later layers have a number per class. Only the last layer
+    has b. There is no ReLU between layers. The paper has no dropout; here features get dropout."""
 
     pyg = "SGConv lin.weight=weight lin.bias=bias"
     dgl = "SGConv fc.weight=weight fc.bias=bias"
@@ -290,8 +294,8 @@ class GCNII(Kind):
 class GAT(Kind):
     """Per head the sum of softmax_u(LeakyReLU(a_l z_u + a_r z_v)) z_u, with z = x W; plus b.
 
-    The sum is over neighbours u and the vertex v itself; heads lie side by side. Velickovic et al.
-    2018; DGL's GATConv on A+I, without attention dropout."""
+    The sum is over neighbours u and the vertex v itself; the heads' outputs are concatenated.
+    Velickovic et al. 2018; DGL's GATConv on A+I, without attention dropout."""
 
     edges = "loop"
     launches = (15, 21)
@@ -304,7 +308,7 @@ class GAT(Kind):
         return replace(layer, heads=1 if place == fields.layers - 1 else fields.heads)
 
     def parameters(self, spec: Layer) -> Shapes:
-        """attention: [a_l | a_r] of each head."""
+        """Return the shapes of weight, bias and attention, which has [a_l | a_r] for each head."""
         attention = spec.heads, 2 * (spec.h_out // spec.heads)
         return super().parameters(spec) | {"attention": attention}
 
@@ -322,9 +326,9 @@ class GAT(Kind):
 class GATv2(GAT):
     """Per head the sum of softmax_u(a LeakyReLU(z_u + r_v)) z_u; plus b.
 
-    z = x W + c of sources, r = x W' + c' of readers. The sum is over neighbours u and the vertex v
-    itself; heads lie side by side. Brody et al. 2022; DGL's GATv2Conv on A+I (which has no b) and
-    PyG's, without attention dropout."""
+    z = x W + c for sources, r = x W' + c' for destinations. The sum is over neighbours u and the
+    vertex v itself; the heads' outputs are concatenated. Brody et al. 2022; DGL's GATv2Conv on A+I
+    (which has no b) and PyG's, without attention dropout."""
 
     launches = (8, 15)
     pyg = (
@@ -340,14 +344,14 @@ class GATv2(GAT):
     lacks_columns = "has logits of whole rows"
 
     def parameters(self, spec: Layer) -> Shapes:
-        """weight: [W | W']. bias_in: [c | c']."""
+        """Return the shapes of weight [W | W'], bias_in [c | c'], attention and bias."""
         both = 2 * spec.h_out
         attention = spec.heads, spec.h_out // spec.heads
-        found: Shapes = {"weight": (both, spec.h_in), "bias_in": (both,), "attention": attention}
-        return found | _biased(spec)
+        shapes: Shapes = {"weight": (both, spec.h_in), "bias_in": (both,), "attention": attention}
+        return shapes | _biased(spec)
 
     def project(self, ops: Arithmetic[V], spec: Layer, rows: V) -> V:
-        """[z | r]"""
+        """Return [z | r]."""
         return ops.linear([(rows, "weight")], "bias_in")
 
     def gather(self, ops: Arithmetic[V], spec: Layer, rows: V) -> V:
@@ -355,7 +359,7 @@ class GATv2(GAT):
 
 
 class GIN(Kind):
-    """A perceptron of (x + the sum of neighbours' x): W_out ReLU(W . + b) + b_out.
+    """A perceptron W_out ReLU(W . + b) + b_out of (x + the sum of neighbours' x).
 
     Xu et al. 2019 with epsilon 0; GINConv of DGL and PyG with Linear, ReLU, Linear."""
 
@@ -391,7 +395,7 @@ class ResGCN(Kind):
     """(x + aggregated messages of neighbours) W + b, with messages relu(x_u) + 1e-7.
 
     GENConv of DeeperGCN (Li et al. 2020, Eq. 3-6), aggregated by a softmax of temperature 1 or a
-    sum. From layer 2 on, x is norm, ReLU and dropout of the layer's inputs, and the inputs are
+    sum. From layer 2 on, x is the layer's input after norm, ReLU and dropout, and the input is
     added to the result (Res+)."""
 
     edges = "one"
@@ -414,7 +418,7 @@ class ResGCN(Kind):
         return ops.add(out, given.inputs) if spec.activates else out
 
 
-# by Workload.model, in the order in which they are named
+# Workload.model -> kind, in the order in which messages list the kinds
 KINDS: dict[str, Kind] = {
     "gcn": GCN(),
     "sage": SAGE(),

@@ -1,4 +1,4 @@
-"""What a layer of a kind does on any block: its work and its memory, from its operations."""
+"""Work and memory of a layer on any block, found by recording the layer's operations."""
 
 from __future__ import annotations
 
@@ -25,55 +25,59 @@ from gnnplan.planner.gnn.trace import SUM, GatherOf, Setting, Value, Work
 
 @dataclass(frozen=True, eq=False)
 class Played:
-    """A layer's work and memory on any block, as its operations tell them."""
+    """A layer's recorded work and memory, which can be evaluated on any block."""
 
-    ways: tuple[Work, Work]  # forward and backward
-    project: tuple[Work, Work]  # before the exchange of projected rows
-    # [B] kept from the forward to the backward pass, with the output; then what is held at the
-    # fullest moments of the backward pass
+    ways: tuple[Work, Work]  # forward and backward work
+    project: tuple[Work, Work]  # forward and backward work before the exchange of projected rows
+    # First the memory that is kept from the forward to the backward pass, with the output; then the
+    # memory in use after each allocation of the backward pass [B].
     held: Amounts
     products: tuple[Product, ...]
 
 
 @cache
 def played(spec: Layer, setting: Setting) -> Played:
-    """A layer's operations, forward and backward."""
+    """Record a layer's operations, forward and backward."""
     ops = Operations(setting, {} if spec.counted else spec.parameters)
-    return _told(ops, _all_of(ops, spec))
+    return _with_backward(ops, _forward(ops, spec))
 
 
 def played_rowwise(
     spec: Layer, setting: Setting, h_out: int = 0, relu: bool = False, twice: bool = False
 ) -> Played:
-    """What is done to a layer's inputs, and the product that follows; h_out 0: none does.
+    """Record the preparation of a layer's inputs, and a product with a matrix [h_in, h_out].
 
-    twice: it has two readers, whose gradients are added."""
+    h_out 0: no product. twice: the output has two readers, whose gradients are added."""
     ops = Operations(setting)
     out = _prepare(ops, spec, _inputs(ROWS, setting))
     out = ops.product([out], spec.h_in, h_out, spec.bias, relu) if h_out else out
     ops.passes(0, SUM * twice, out)
-    return _told(ops, out)
+    return _with_backward(ops, out)
 
 
-def _told(ops: Operations, out: Value) -> Played:
-    ops.keep(out)
-    kept = ops.moments[-1]
-    ops.moments.clear()
-    ops.go_back(out)
-    ways = ops.forward, ops.back
-    return Played(ways, ops.project, Amounts((kept, kept, *ops.moments)), tuple(ops.products))
+def _with_backward(ops: Operations, out: Value) -> Played:
+    """Record the backward pass from the output `out`, and return the whole record."""
+    ops.hold(out)
+    kept = ops.in_use[-1]
+    ops.in_use.clear()
+    ops.run_backward(out)
+    ways = ops.forward, ops.backward
+    return Played(ways, ops.project, Amounts((kept, kept, *ops.in_use)), tuple(ops.products))
 
 
 def _inputs(rows: Amount, setting: Setting) -> Value:
+    """Return the layer's input tensor."""
     return Value(rows, setting.inputs.numbers, setting.varies, setting.inputs.index)
 
 
 def _prepare(ops: Operations, spec: Layer, x: Value) -> Value:
+    """Record norm, ReLU and dropout of the inputs."""
     rows = ops.activate(x, spec.norm) if spec.activates else x
     return ops.drop(rows) if spec.drops and ops.setting.dropout else rows
 
 
-def _all_of(ops: Operations, spec: Layer) -> Value:
+def _forward(ops: Operations, spec: Layer) -> Value:
+    """Record the layer's forward pass, and return its output."""
     setting = ops.setting
     x = _inputs(LOCAL if setting.narrow else SOURCES, setting)
     prepared = x if setting.apart else _prepare(ops, spec, x)
@@ -85,7 +89,9 @@ def _all_of(ops: Operations, spec: Layer) -> Value:
 
 
 def _gather(ops: Operations, spec: Layer, prepared: Value) -> tuple[Value, Value]:
-    """What is gathered, and the destinations' own prepared rows."""
+    """Record the projection (if it comes first) and the gather.
+
+    Returns the aggregate, and the destinations' own prepared rows."""
     setting, kind = ops.setting, KINDS[spec.kind]
     own = Value(OWN, spec.h_in, setting.varies)
     adds = spec.gathers_linearly and not spec.projects_first
@@ -96,7 +102,7 @@ def _gather(ops: Operations, spec: Layer, prepared: Value) -> tuple[Value, Value
     rows = prepared
     if spec.projects_first:
         rows = kind.project(ops, spec, rows)
-    if setting.narrow:  # who calls the backward pass of what was before the exchange holds its rows
+    if setting.narrow:  # the projection is an autograd segment of its own, before the exchange
         own = ops.segment(ops.first_rows(prepared), OWN) if spec.reads_own else own
         rows = ops.segment(rows, SOURCES)
     gathered = kind.gather(ops, spec, rows)
@@ -107,43 +113,47 @@ def _gather(ops: Operations, spec: Layer, prepared: Value) -> tuple[Value, Value
 
 
 def _amount(linear: Linear, sources: Amount = SOURCES) -> Amount:
+    """Return a count of a user's layer as an amount; sources: the count that its S stands for."""
     return Amount.of(amount(linear, ROWS, sources, EDGES))
 
 
 def _counted(ops: Operations, spec: Layer, counted: Counted, prepared: Value) -> Value:
-    """A layer whose operations were counted as it ran."""
+    """Add the counts of a user's layer to the record, and return the layer's output."""
     setting = ops.setting
-    outside = setting.apart and counted.linear  # what a gather makes is counted there
+    outside = setting.apart and counted.linear  # the gather, with its memory, is outside autograd
 
     _add(ops.forward, counted.forward)
-    _add(ops.back, counted.backward)
+    _add(ops.backward, counted.backward)
     if setting.redrawn:
         _add(ops.forward, counted.structure.work)
     for event in counted.forward_events:
-        ops.take(NOTHING if outside and event.of_gather else _amount(event.bytes))
+        ops.allocate(NOTHING if outside and event.of_gather else _amount(event.bytes))
     for product in counted.products:
         ops.products.append(Product(product.h_in, product.h_out, setting.varies, (product.after,)))
     keeps = counted.keeps_inputs or counted.projects_first
-    back = (event for event in counted.backward_events if not (outside and event.of_gather))
-    return ops.note(
+    events = (event for event in counted.backward_events if not (outside and event.of_gather))
+    return ops.record(
         Value(ROWS, spec.h_out, True),
         () if outside else (prepared,),
         (prepared,) if keeps else (),
-        events=tuple(_amount(event.bytes) for event in back),
+        events=tuple(_amount(event.bytes) for event in events),
     )
 
 
 def _add(work: Work, counted: CountedWork) -> None:
-    def of(linear: Linear) -> Amount:
+    """Add the counted work of a pass to the work recorded."""
+
+    def on_read(linear: Linear) -> Amount:
         return _amount(linear, READ)
 
     work.add(
-        flops=of(counted.flops),
-        gemm_bytes=of(counted.gemm_bytes),
-        elementwise_bytes=of(counted.elementwise_bytes),
-        hash_ops=of(counted.exponentials),
+        flops=on_read(counted.flops),
+        gemm_bytes=on_read(counted.gemm_bytes),
+        elementwise_bytes=on_read(counted.elementwise_bytes),
+        hash_ops=on_read(counted.exponentials),
     )
     work.launches += counted.launches
     work.gathers += [
-        GatherOf(of(g.rows), g.width, of(g.among), of(g.into)) for g in counted.gathers
+        GatherOf(on_read(g.rows), g.width, on_read(g.among), on_read(g.into))
+        for g in counted.gathers
     ]

@@ -1,4 +1,4 @@
-"""Products of rows with a matrix, and how many shapes of them oneDNN makes code for."""
+"""Products of rows with a matrix, and the number of shapes that oneDNN compiles code for."""
 
 from __future__ import annotations
 
@@ -7,18 +7,17 @@ from typing import NamedTuple
 
 import numpy as np
 
-# Numbers of a product's operands that its backward pass reads at a time (the executor's products
-# work block by block), by their bytes: where they take 2, a product is so fast that small blocks
-# cost time.
+# Bytes per number -> numbers of a product's operands in a block of rows: the executor's backward
+# pass multiplies block by block. Products of 2-byte numbers are so fast that small blocks are slow.
 BLOCK = {2: 2_048_000, 4: 512_000, 8: 512_000}
-# Rows of the smallest piece that gets machine code of its own, where row counts vary from step to
-# step: the executor cuts rows in whole blocks and powers of two of these.
+# If row counts vary from step to step, the executor cuts rows into pieces of few sizes, so that
+# oneDNN reuses its code: whole blocks, and LEAST rows times powers of two.
 LEAST = 128
-PIECES = 3  # about as many sizes of pieces does a product then have
+PIECES = 3  # typical number of piece sizes per product
 
 
 def block_rows(h_in: int, h_out: int, itemsize: int) -> int:
-    """Rows that the backward pass of a product [., h_in] -> [., h_out] reads at a time."""
+    """Return the rows per block in the backward pass of a product [., h_in] -> [., h_out]."""
     return max(1000, BLOCK[itemsize] // (h_in + h_out))
 
 
@@ -28,16 +27,17 @@ class Product(NamedTuple):
     h_in: int
     h_out: int
     varies: bool = True  # the rows get a gradient
-    # What follows the product ('bias', 'bias relu', ''). oneDNN makes code for each separately.
+    # Operations fused into the product ('bias', 'bias relu' or ''); oneDNN compiles code for each.
     after: tuple[str, ...] = ("bias",)
 
 
 def shapes(
     products: Collection[Product], itemsize: int, pieces: float = 1, rows: float = np.inf
 ) -> float:
-    """About how many shapes of these get code of their own, for pieces of so many rows.
+    """Estimate the number of product shapes that oneDNN compiles code for.
 
-    Forward all rows of a piece go at once, and backward in blocks, of which the last is smaller.
+    pieces: sizes of pieces per product. rows: rows of a piece. The forward pass multiplies a piece
+    at once; the backward pass goes in blocks, and the last block is smaller.
 
     >>> shapes([Product(64, 32, False)] * 2, 4), shapes([Product(64, 32)], 4, 3, rows=1000)
     (3, 9)

@@ -1,8 +1,7 @@
-"""How a layer's input rows are stored: all numbers of them; or of features that are sparse, as CSR,
-those that are not zero.
+"""Storage of a layer's input rows: dense, or for sparse features as a CSR matrix of the nonzeros.
 
-What is stored then has indices: the column of a number, and where a row ends. A product's gradient
-needs the transpose beside them: of each number its row and its place, and where a column ends."""
+CSR stores the column of each number and the end of each row. The gradient of a product also needs
+the transpose: the row and the position of each number, and the end of each column."""
 
 from __future__ import annotations
 
@@ -12,8 +11,8 @@ import numpy as np
 
 from gnnplan.planner.vocabulary.numbers import Number
 
-INDEX = 4  # [B]
-# why nothing is done to rows before they are multiplied
+INDEX = 4  # size of an index [B]
+# for messages: the reason why sparse rows are multiplied first, and a remedy
 SPARSE = (
     "its features are sparse, so their rows are multiplied before anything is summed; save x dense"
     " (x.toarray()), and the graph with gnnplan convert, in whose folder it stays so"
@@ -22,56 +21,56 @@ SPARSE = (
 
 @dataclass(frozen=True)
 class Rows:
-    """Rows of `width` columns, of which `numbers` are stored on average."""
+    """The storage format of rows of `width` columns."""
 
     width: int
-    itemsize: int  # [B] of a number
-    numbers: float
-    index: int = 0  # [B]; 0: all numbers are stored, and none needs an index
+    itemsize: int  # bytes per number [B]
+    numbers: float  # stored numbers per row, on average
+    index: int = 0  # size of an index [B]; 0: dense rows, without indices
 
     @classmethod
     def of(cls, width: int, itemsize: int, stored: float = 0.0) -> Rows:
-        """stored: numbers of a sparse row, on average; 0: the rows are dense."""
+        """Make the format of rows; stored: nonzeros per sparse row, on average; 0: dense rows."""
         return cls(width, itemsize, stored, INDEX) if stored else cls(width, itemsize, width)
 
     @property
     def multiplied_first(self) -> bool:
-        """Whether a layer can only multiply them, and adds up products along edges."""
+        """Whether a layer must multiply the rows before it aggregates, because they are sparse."""
         return self.index > 0
 
     @property
     def why_unsummed(self) -> str:
-        """Why rows themselves are not added up along edges, with a remedy; '' if they may be."""
+        """The reason why the rows cannot be aggregated as stored, with a remedy; '' if they can."""
         return SPARSE if self.multiplied_first else ""
 
     @property
     def alike(self) -> bool:
-        """Whether they have equally many bytes."""
+        """Whether all rows have the same number of bytes."""
         return not self.index
 
     @property
     def number_moved(self) -> int:
-        """Bytes of a number in transit [B]: an index is as wide as the number there, at least."""
+        """Bytes per stored number in transit [B]: an index takes at least as many as a number."""
         return self.itemsize + (max(self.itemsize, self.index) if self.index else 0)
 
     def moved(self, rows: Number) -> Number:
-        """Bytes of some rows in transit [B]."""
+        """Return the bytes of average rows in transit [B]."""
         return rows * (self.numbers * self.number_moved)
 
     def cached(self, numbers: np.ndarray) -> np.ndarray:
-        """Bytes of each row in a cache, where nothing multiplies it; of so many numbers [R]."""
+        """Return the bytes of each row in a cache (without a transpose), by stored numbers [R]."""
         return numbers * (self.itemsize + self.index) + self.index
 
     def held(self, rows: Number) -> Number:
-        """Bytes of some rows in memory, with their transpose [B]."""
+        """Return the bytes of average rows in memory, with their transpose [B]."""
         ends = self.index * (rows + self.width)
         return rows * self.numbers * (self.itemsize + 3 * self.index) + ends
 
     def sorted(self, rows: Number) -> Number:
-        """Bytes of indices to multiply some of the rows alone [B]: where each of them begins, and
-        the transpose of these rows."""
+        """Return the bytes of the indices for a product of a subset of the rows [B]: the start of
+        each row, and the transpose of the subset."""
         return rows * (2 * self.index * self.numbers + self.index) + self.index * self.width
 
     def of_columns(self, width: int) -> Rows:
-        """The same rows with so many of their columns."""
+        """Return the format of the rows restricted to `width` of their columns."""
         return replace(self, width=width, numbers=self.numbers * width / self.width)

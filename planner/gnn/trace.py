@@ -1,13 +1,13 @@
-"""What the operations of a layer work, and what they hold: a gradient goes back through them.
+"""A recorder of a layer's operations: their work, and the memory in use, forward and backward.
 
-Operations are noted one after the other (operations.py). Backward goes from the last to the first,
-as autograd does: the gradients of what an operation read appear, then the gradient that they were
-made of goes, and what was saved.
+Operations are recorded in order (operations.py). The backward pass visits them from last to first,
+as autograd does: it allocates the gradients of an operation's inputs, then frees the gradient of
+the operation's output and the tensors that the operation saved.
 
-    forward     out = linear(x)                      out is made, x is saved
-    backward    gradient of out -> gradient of x     x goes, unless others have saved it, too
+    forward     out = linear(x)                      allocate out, save x
+    backward    gradient of out -> gradient of x     free x, unless another operation saved it
 
-Nothing here knows how large a block is: amounts are linear in its counts (amounts.py)."""
+Amounts are linear in a block's counts (amounts.py), so one record holds for blocks of any size."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ from gnnplan.planner.gnn.products import Product
 from gnnplan.planner.gnn.rows import Rows
 from gnnplan.planner.vocabulary.schedule import Compute, Gather
 
-SUM = 3  # passes over numbers, of the sum of two tensors
+SUM = 3  # passes over memory by the sum of two tensors: two reads, one write
 
 
 class Setting(NamedTuple):
-    """What a layer's operations depend on besides its shape (model.Model)."""
+    """The context of a layer that its operations depend on; model.Model explains the first ones."""
 
-    itemsize: int  # [B] of a number of a row
+    itemsize: int  # bytes per number of a row [B]
     weight_itemsize: int
     dropout: bool
     inputs: Rows
@@ -35,23 +35,23 @@ class Setting(NamedTuple):
     by_pieces: bool
     in_place: bool
     on_gpu: bool
-    relu: bool = False  # it ends in ReLU
-    varies: bool = True  # its inputs get a gradient
-    cached: bool = False  # its aggregate is made before training
-    narrow: bool = False  # its rows are projected before the exchange
-    # its inputs are prepared in a segment of their own, and a gather that only weighs and adds is
-    # done outside autograd (GNNPipe)
+    relu: bool = False  # the layer ends in ReLU
+    varies: bool = True  # the layer's inputs get a gradient
+    cached: bool = False  # the layer's aggregate is computed once, before training
+    narrow: bool = False  # the layer's rows are projected before the exchange
+    # the inputs are prepared in an autograd segment of their own, and a gather that is a weighted
+    # sum runs outside autograd (GNNPipe)
     apart: bool = False
 
     @property
     def unrounded(self) -> int:
-        """[B] of a rounded number while it is added up, in the type of weights; 0: rows are not
-        rounded."""
+        """Bytes of a rounded number while it is summed in the precision of weights [B]; 0 if rows
+        are not rounded."""
         return self.weight_itemsize * (self.itemsize < self.weight_itemsize)
 
 
 class GatherOf(NamedTuple):
-    """An aggregation (schedule.Gather)."""
+    """An aggregation in amounts (schedule.Gather)."""
 
     rows: Amount
     width: int
@@ -61,27 +61,28 @@ class GatherOf(NamedTuple):
 
 @dataclass
 class Work:
-    """Work of one pass."""
+    """The work of one pass."""
 
-    amounts: dict[str, Amount] = field(default_factory=dict)  # by field of Compute
+    amounts: dict[str, Amount] = field(default_factory=dict)  # field of Compute -> amount
     gathers: list[GatherOf] = field(default_factory=list)
-    launches: int = 0  # that were counted; Model counts the others
+    launches: int = 0  # counted launches; `on` gets the other launches from Model
 
     def add(self, **amounts: Amount) -> None:
+        """Add to the amounts of these fields of Compute."""
         for name, amount in amounts.items():
             self.amounts[name] = self.amounts.get(name, NOTHING) + amount
 
     def on(self, block: Block, itemsize: int, launches: int, scattered: bool) -> Compute:
-        """The work on a block, once all is added."""
+        """Evaluate the work on a block; nothing may be added afterwards."""
         n = len(self.amounts)
-        found = self._told.on(block)
-        amounts: dict[str, Any] = dict(zip(self.amounts, found[:n], strict=True))
+        values = self._all.on(block)
+        amounts: dict[str, Any] = dict(zip(self.amounts, values[:n], strict=True))
         widths = [gather.width for gather in self.gathers]
         return Compute(
             gathers=tuple(
                 Gather(rows, width, among, into)
                 for width, (rows, among, into) in zip(
-                    widths, found[n:].reshape(len(widths), 3, *found.shape[1:]), strict=True
+                    widths, values[n:].reshape(len(widths), 3, *values.shape[1:]), strict=True
                 )
             ),
             launches=launches + self.launches,
@@ -91,171 +92,179 @@ class Work:
         )
 
     @cached_property
-    def _told(self) -> Amounts:
+    def _all(self) -> Amounts:
+        """All amounts, then the three amounts of each gather."""
         gathered = [amount for g in self.gathers for amount in (g.rows, g.among, g.into)]
         return Amounts((*self.amounts.values(), *gathered))
 
 
 @dataclass(eq=False)
 class Value:
-    """A tensor: so many rows of so many numbers."""
+    """A tensor of `rows` rows of `width` numbers."""
 
     rows: Amount
     width: float
     varies: bool  # it gets a gradient
-    index: int = 0  # [B] of a number; 0: all numbers are stored (rows.Rows)
-    held: Amount = NOTHING  # [B]; nothing: it is held elsewhere
+    index: int = 0  # bytes of a number's index [B]; 0: dense rows (rows.Rows)
+    held: Amount = NOTHING  # its memory [B]; nothing, if other code accounts for the memory
     view_of: Value | None = None
-    holders: int = 0  # operations that have saved it for the backward pass, and who reads what ends
+    holders: int = 0  # operations that saved it for the backward pass, and readers of the output
 
 
 @dataclass(eq=False)
 class Gradient:
-    held: Amount  # [B]
+    """The gradient of a tensor; its memory is freed when it has no holder left."""
+
+    held: Amount  # its memory [B]
     holders: int = 1
 
 
 class Node(NamedTuple):
-    """How a gradient goes back through an operation."""
+    """The backward pass of one recorded operation."""
 
-    made: tuple[Value, ...]
-    to: tuple[Value, ...]  # that get a gradient
-    saved: tuple[Value, ...] = ()
-    extra: Amount = NOTHING  # [B] that are saved besides
-    passed: Amount = NOTHING  # that is read and written for the new gradients [B]
-    passes_on: bool = False  # the gradient goes on as it is
-    stays: bool = False  # and is held by whoever calls the backward pass of what was before
-    temporaries: tuple[Amount, ...] = ()  # beside the new gradients, one after the other [B]
-    events: tuple[Amount, ...] = ()  # what comes and goes, the new gradients among it [B]
+    outputs: tuple[Value, ...]
+    inputs: tuple[Value, ...]  # inputs that get a gradient
+    saved: tuple[Value, ...] = ()  # tensors saved for the backward pass
+    extra: Amount = NOTHING  # other memory saved for the backward pass [B]
+    touched: Amount = NOTHING  # bytes read and written to compute the inputs' gradients [B]
+    passes_on: bool = False  # the output's gradient itself becomes the inputs' gradient
+    stays: bool = False  # the caller of the earlier segment's backward pass holds the gradient too
+    temporaries: tuple[Amount, ...] = ()  # consecutive temporary tensors [B]
+    events: tuple[Amount, ...] = ()  # allocations (negative: releases), with the gradients' own [B]
 
 
 class Trace:
-    """Notes operations, and what they do."""
+    """A recorder of operations, their work, and the memory in use."""
 
     def __init__(self, setting: Setting) -> None:
         self.setting = setting
-        self.now: Amount = NOTHING  # [B] that are held
-        self.moments: list[Amount] = []  # [B] that ever were
-        self.forward, self.back = Work(), Work()
-        self.project = Work(), Work()  # before the exchange of projected rows
+        self.now: Amount = NOTHING  # memory in use [B]
+        self.in_use: list[Amount] = []  # memory in use after each allocation [B]
+        self.forward, self.backward = Work(), Work()
+        self.project = Work(), Work()  # work before the exchange of projected rows
         self.products: list[Product] = []
         self.nodes: list[Node] = []
 
     # -- tensors -------------------------------------------------------------------------------
 
     def size(self, rows: Amount, width: float) -> Amount:
+        """Return the memory of rows of `width` numbers [B]."""
         return rows * width * self.setting.itemsize
 
-    def made(self, rows: Amount, width: float, varies: bool) -> Value:
-        """A new tensor."""
+    def new(self, rows: Amount, width: float, varies: bool) -> Value:
+        """Return a new tensor, whose memory is counted once it is held."""
         return Value(rows, width, varies, held=self.size(rows, width))
 
-    def take(self, *sizes: Amount) -> None:
-        """Allocate so many bytes."""
+    def allocate(self, *sizes: Amount) -> None:
+        """Add sizes to the memory in use [B]."""
         self.now = sum(sizes, self.now)
-        self.moments.append(self.now)
+        self.in_use.append(self.now)
 
     def free(self, *sizes: Amount) -> None:
+        """Subtract sizes from the memory in use [B]."""
         for size in sizes:
             self.now = self.now - size
 
-    def keep(self, value: Value) -> None:
-        """Hold a tensor after the operations that read it."""
+    def hold(self, value: Value) -> None:
+        """Add a holder to a tensor; the first holder allocates the tensor's memory."""
         value = value.view_of or value
         if not value.holders:
-            self.take(value.held)
+            self.allocate(value.held)
         value.holders += 1
 
-    def let_go(self, value: Value | Gradient) -> None:
-        """Hold it once less."""
+    def release(self, value: Value | Gradient) -> None:
+        """Remove a holder from a tensor; the last one frees the tensor's memory."""
         value.holders -= 1
         if not value.holders:
             self.free(value.held)
 
-    def note(
+    def record(
         self,
-        made: Value,
-        to: Iterable[Value],
+        output: Value,
+        inputs: Iterable[Value],
         saved: tuple[Value, ...] = (),
         extra: Amount = NOTHING,
         *,
         also: tuple[Value, ...] = (),
         **node: Any,
     ) -> Value:
-        """How the gradient of what an operation made goes back, if it has one (the fields of
-        `Node`). What it read goes, unless it is saved. also: what it made besides."""
-        if made.varies:
-            varying = tuple(x for x in to if x.varies)
-            for value in saved:
-                self.keep(value)
-            self.take(extra)
-            self.nodes.append(Node((made, *also), varying, saved, extra, **node))
-        return made
+        """Record an operation, unless its output needs no gradient, and return the output.
 
-    def go_back(self, out: Value) -> None:
-        """The backward pass. The gradient of what comes out is held elsewhere."""
+        Inputs are freed unless they are saved. also: further outputs. node: fields of `Node`."""
+        if output.varies:
+            varying = tuple(x for x in inputs if x.varies)
+            for value in saved:
+                self.hold(value)
+            self.allocate(extra)
+            self.nodes.append(Node((output, *also), varying, saved, extra, **node))
+        return output
+
+    def run_backward(self, out: Value) -> None:
+        """Record the backward pass; the memory of the output's gradient is counted elsewhere."""
         gradients = {out: Gradient(NOTHING)}
         for node in reversed(self.nodes):
-            arrived = [gradients.pop(value) for value in node.made if value in gradients]
+            arrived = [gradients.pop(value) for value in node.outputs if value in gradients]
             if not arrived:
                 continue
-            for x, gradient in zip(node.to, self._through(node, arrived), strict=True):
+            for x, gradient in zip(node.inputs, self._through(node, arrived), strict=True):
                 gradients[x] = self._added(x, gradients.get(x), gradient)
-        if self.setting.apart:  # what begins here has a copy
+        if self.setting.apart:  # the inputs are leaves, so autograd copies their gradients
             for x, gradient in gradients.items():
-                self.take(self.size(x.rows, x.width) - gradient.held)
+                self.allocate(self.size(x.rows, x.width) - gradient.held)
 
     def _through(self, node: Node, arrived: list[Gradient]) -> list[Gradient]:
-        """The gradients that an operation makes."""
-        self.works(node.to[0].rows if node.to else NOTHING)[1].add(elementwise_bytes=node.passed)
-        new = [Gradient(self.size(x.rows, x.width)) for x in node.to]
+        """Run an operation backward: from its outputs' gradients to its inputs' gradients."""
+        rows = node.inputs[0].rows if node.inputs else NOTHING
+        self.works(rows)[1].add(elementwise_bytes=node.touched)
+        new = [Gradient(self.size(x.rows, x.width)) for x in node.inputs]
         if node.passes_on:
-            new = arrived * len(node.to)
-            arrived[0].holders += len(node.to) + node.stays
+            new = arrived * len(node.inputs)
+            arrived[0].holders += len(node.inputs) + node.stays
         else:
             for event in node.events:
-                self.take(event)
-            self.take(*(gradient.held for gradient in new if not node.events))
+                self.allocate(event)
+            self.allocate(*(gradient.held for gradient in new if not node.events))
         self._touch(*node.temporaries)
         self._end(node, arrived)
         return new
 
     def _touch(self, *sizes: Amount) -> None:
-        """Allocate and free, one after the other."""
+        """Allocate and free temporary tensors one after the other [B]."""
         for size in sizes:
-            self.take(size)
+            self.allocate(size)
             self.free(size)
 
     def _end(self, node: Node, arrived: list[Gradient]) -> None:
+        """Release the outputs' gradients and the saved tensors of an operation."""
         for gradient in arrived:
-            self.let_go(gradient)
+            self.release(gradient)
         for value in node.saved:
-            self.let_go(value.view_of or value)
+            self.release(value.view_of or value)
         self.free(node.extra)
 
     def _added(self, x: Value, old: Gradient | None, new: Gradient) -> Gradient:
-        """A second gradient is added to the first, in place where nobody else reads that."""
+        """Accumulate a gradient of x: in place, if the old gradient has no other holder."""
         if old is None:
             return new
         self.passes(0, SUM, x)
         if old.holders == 1 and old.held.terms:
-            self.let_go(new)
+            self.release(new)
             return old
         both = Gradient(self.size(x.rows, x.width))
-        self.take(both.held)
-        self.let_go(old)
-        self.let_go(new)
+        self.allocate(both.held)
+        self.release(old)
+        self.release(new)
         return both
 
     # -- work ----------------------------------------------------------------------------------
 
     def works(self, rows: Amount) -> tuple[Work, Work]:
-        """Forward and backward work on such rows."""
+        """Return the forward and backward work to which operations on such rows belong."""
         before_exchange = self.setting.narrow and rows is LOCAL
-        return self.project if before_exchange else (self.forward, self.back)
+        return self.project if before_exchange else (self.forward, self.backward)
 
     def passes(self, forward: float, backward: float, over: Value) -> None:
-        """Element-wise operations pass over a tensor so often."""
+        """Add element-wise passes over a tensor to the forward and the backward work."""
         size = self.size(over.rows, over.width)
         for work, times in zip(self.works(over.rows), (forward, backward), strict=True):
             work.add(elementwise_bytes=times * size)

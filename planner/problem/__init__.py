@@ -1,8 +1,8 @@
-"""The problem that a plan answers: a graph, a workload, a cluster and ranks.
+"""The planning problem: a graph, a workload, a cluster and a number of ranks.
 
-    problem.py    the problem, and what strategies ask about its graph
-    known.py      what has been computed about problems
-    fitted.py     presets with the constants that were fitted to print
+    problem.py    the problem, and the layouts, batches and chunks of its graph
+    known.py      a cache of results about problems
+    fitted.py     presets with constants fitted to figures printed in papers
     inputs.py     cluster and workload from presets, YAML files, options and --set
 
 Imports `vocabulary`, `cluster`, `gnn`, `graph` and `ownership`."""

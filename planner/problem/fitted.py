@@ -1,9 +1,9 @@
 """Presets of papers' testbeds with the constants that were fitted to their printed figures.
 
-A datasheet does not say how fast other people's code and links are. A preset's file holds datasheet
-values; traces/quoted/fitted.csv holds at most three factors on them per testbed, with the tables
-that they were fitted to (benchmarks/papers/calibrate.py). A plan takes a preset from here, so that
-it knows what print has shown.
+A datasheet does not state the speed of other people's code and links. A preset's file has datasheet
+values; traces/quoted/fitted.csv has at most three factors on these values per testbed, and names
+the tables that the factors were fitted to (benchmarks/papers/calibrate.py). A plan reads a preset
+through this module, so that it uses the factors.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ from gnnplan.planner.vocabulary.files import quoted
 _MEMORY = ("device.memory_bandwidth", "device.cache_bandwidth")
 _INSIDE = ("island.bandwidth", "intra_node.bandwidth", "host.bandwidth")
 _BETWEEN = ("inter_node.bandwidth",)
-# Constant -> the fields that its factor multiplies; '/': that it divides. Of launch and tax more is
-# slower, of others faster. A constant may also be a model's name: then it is the device's speed for
-# that model.
+# Constant -> the fields that its factor multiplies, or divides if marked '/'. A larger factor on
+# launch and tax means slower, on the other constants faster. A constant may also be the name of a
+# GNN: its factor is the device's speed for that GNN.
 CONSTANTS = {
     "device": ("device.gemm", *_MEMORY),
     "gemm": ("device.gemm",),
@@ -31,15 +31,15 @@ CONSTANTS = {
     "inside": _INSIDE,
     "between": _BETWEEN,
     "host": ("host.bandwidth",),
-    "code": ("device.gemm", *_MEMORY, "/device.launch"),  # all that the device does
+    "code": ("device.gemm", *_MEMORY, "/device.launch"),  # all work of the device
     "sampler": ("host_rates", "device_rates"),
 }
-# Testbeds that take another's constants: the same code on other links, or on more servers.
+# Testbed -> the testbed whose factors it uses: the same code on other links or on more servers.
 SAME = {"granndis_a6000_nvlink": "granndis_a6000_pcie", "gsplit_p3_16xlarge": "gsplit_p3_8xlarge"}
 
 
 def kept_factors(testbed: str) -> dict[str, float]:
-    """Constant -> factor, as `benchmarks/published.py fit` wrote them; empty where none is kept."""
+    """Return constant -> factor as written by `benchmarks/published.py fit`; empty if unfitted."""
     return {line["constant"]: float(line["factor"]) for line in _lines(testbed)}
 
 
@@ -48,7 +48,7 @@ def _lines(testbed: str) -> list[dict[str, str]]:
 
 
 def scaled(cluster: Cluster, factors: Mapping[str, float], model: str) -> Cluster:
-    """The cluster with these factors on its constants; `model` is the GNN."""
+    """Apply the factors to the cluster's constants; model: the GNN's name in Workload.model."""
     for constant, factor in factors.items():
         fields = CONSTANTS["device"] if constant == model else CONSTANTS.get(constant, ())
         cluster = multiplied(cluster, dict.fromkeys(fields, factor))
@@ -56,10 +56,10 @@ def scaled(cluster: Cluster, factors: Mapping[str, float], model: str) -> Cluste
 
 
 def read_fitted(name: str, model: str) -> tuple[Cluster, str]:
-    """A cluster by its preset's name or its file, and a note on what was fitted ('': nothing).
+    """Read a cluster by its preset's name or its file; the note names fitted factors ('': none).
 
-    The factors of a preset's testbed are applied to its numbers, and `provenance` says so. `model`
-    is the GNN: one testbed has a factor for GraphSAGE. Files are read as they are.
+    A preset gets the factors of its testbed, which its field `provenance` records; a file gets
+    none. model: the GNN's name, because one testbed has a factor for GraphSAGE alone.
 
     Raises SpecError.
     """
@@ -77,19 +77,19 @@ def read_fitted(name: str, model: str) -> tuple[Cluster, str]:
     for field, ratio in _changed(plain, fitted):
         before = f"{provenance[field]}, " if field in provenance else ""
         provenance[field] = f"{before}x {ratio:.3g} {source}"
-    told = ", ".join(f"{constant} x {factor:.3g}" for constant, factor in factors.items())
+    applied = ", ".join(f"{constant} x {factor:.3g}" for constant, factor in factors.items())
     note = (
-        f"{name} has constants {source}: {told};"
+        f"{name} has constants {source}: {applied};"
         f" --cluster {PRESETS / f'{name}.yaml'} plans with datasheet values"
     )
     return fitted.model_copy(update={"provenance": provenance}), note
 
 
 def _changed(plain: Cluster, fitted: Cluster) -> Iterator[tuple[str, float]]:
-    """Every number that the factors changed, as a dotted field, and by how much."""
+    """Yield the dotted field and the ratio (fitted / plain) of every changed number."""
     before = plain.model_dump()
     for part, new in fitted.model_dump().items():
         for field, value in new.items() if isinstance(new, dict) else ():
-            known = (before[part] or {}).get(field)
-            if isinstance(value, float) and isinstance(known, float) and known and value != known:
-                yield f"{part}.{field}", value / known
+            old = (before[part] or {}).get(field)
+            if isinstance(value, float) and isinstance(old, float) and old and value != old:
+                yield f"{part}.{field}", value / old

@@ -1,6 +1,6 @@
-"""Reads cluster and workload as a user gives them: presets, YAML files, options and --set.
+"""Reading of clusters and workloads from presets, YAML files, options and --set.
 
-A mistake is reported with its file and line, or with its option."""
+An error names the file and line, or the option."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ from gnnplan.planner.vocabulary.errors import SpecError
 from gnnplan.planner.vocabulary.files import Document, Where, cache_dir, dotted, read_yaml, suggest
 from gnnplan.planner.vocabulary.progress import say
 
-MOST_MISTAKES = 20  # in one message
-LISTS = {"fanout": "full", "class_weights": BALANCED}  # written as 1,2; and what else they may say
-RENAMED = {"work": "core_s_per_byte"}  # of 0.1.0, whose cluster files are read until 0.3.0
-# Fields of cluster files of before, which are read without them: what each said bought less than a
-# point of error (docs/explanation/cost-model.md). The last three are names of 0.1.0.
+MOST_MISTAKES = 20  # mistakes in one message
+LISTS = {"fanout": "full", "class_weights": BALANCED}  # fields written as '1,2', or as this word
+RENAMED = {"work": "core_s_per_byte"}  # old -> new name; files of 0.1.0 are read until 0.3.0
+# Fields of older cluster files, which are ignored: each improved predictions by less than one
+# percentage point (docs/explanation/cost-model.md). The last three are names of 0.1.0.
 LEFT_OUT = {
     *("weight_gradient", "device.weight_gradient", "memory_rates", "hash_rate", "edge_rate"),
     *("host_latency", "timeslice_slowdown", "cold_cache_penalty", "core_s_per_message"),
@@ -33,11 +33,11 @@ Model = TypeVar("Model", bound=BaseModel)
 
 
 def read_cluster(name_or_path: str) -> Cluster:
-    """A cluster from a YAML file, a preset, or a server by the name that a cloud rents it under.
+    """Read a cluster from a YAML file, a preset, or the name under which a cloud rents a server.
 
-    The cluster 'local' is the one that `gnnplan measure` left in the cache directory, or else this
-    machine's GPUs as their presets have them, or else a preset of two cautious CPU ranks. Raises
-    SpecError with file, line and field."""
+    The cluster 'local' is the file that `gnnplan measure` wrote in the cache directory; without
+    that file, this machine's GPUs with the constants of their presets; without GPUs, a preset of
+    two CPU ranks with cautious constants. Raises SpecError with file, line and field."""
     rented = clouds.names()
     if name_or_path in rented:
         base = read_cluster(clouds.base_of(name_or_path))
@@ -50,7 +50,8 @@ def read_cluster(name_or_path: str) -> Cluster:
         if (measured := cache_dir() / "local.yaml").exists():
             path = measured
         else:
-            from gnnplan.planner.cluster.here import gpus_here  # whose imports ranks do without
+            # imported here to spare training ranks the imports of this module
+            from gnnplan.planner.cluster.here import gpus_here
 
             if gpus := gpus_here():
                 return gpus
@@ -59,8 +60,9 @@ def read_cluster(name_or_path: str) -> Cluster:
 
 
 def _file_of(name_or_path: str, presets: Path, others: Collection[str] = ()) -> Path:
-    """The YAML file of a path, or of a preset in the folder `presets`. Raises SpecError, which
-    suggests `others` too."""
+    """Return the YAML file of a path, or of a preset in the folder `presets`.
+
+    Raises SpecError, which suggests names of presets and `others`."""
     path = Path(name_or_path)
     names = sorted(preset.stem for preset in presets.glob("*.yaml"))
     if name_or_path in names:
@@ -75,11 +77,11 @@ def _file_of(name_or_path: str, presets: Path, others: Collection[str] = ()) -> 
 
 @dataclass(frozen=True)
 class Asked:
-    """A workload as a user asks for it.
+    """A workload as the user requested it, before a module of the user's is read.
 
-    module: FILE.py:NAME of their own model, if they have one; the workload then lacks what the
-    module decides. given: the fields that they set. fanout: of a module, whose number of layers
-    decides how many numbers it has."""
+    module: FILE.py:NAME of the user's own model, if any; the workload then lacks the fields that
+    the module decides. given: the fields that the user set. fanout: with a module, the value that
+    is checked once the module's number of layers is known."""
 
     workload: Workload
     module: str | None
@@ -90,11 +92,11 @@ class Asked:
 def ask_workload(
     source: str | Mapping[str, Any] | None = None, flags: Mapping[str, object] | None = None
 ) -> Asked:
-    """A workload: the defaults, changed by `source`, then by `flags`.
+    """Make a workload from the defaults, changed by `source`, then by `flags`.
 
-    source: a YAML file, a preset (what a paper trained with), or fields. flags: values of options
-    by field; None for an option that the user did not give. A module in a file stands relative to
-    the file. Raises SpecError with file, line and field, or with the option."""
+    source: a YAML file, a preset (the settings of a paper), or a mapping of fields. flags: field ->
+    value of its option; None if the user did not give the option. A module's path in a file is
+    relative to the file. Raises SpecError with file, line and field, or with the option."""
     origin: Document | str
     if isinstance(source, str):
         path = _file_of(source, WORKLOADS)
@@ -116,7 +118,7 @@ def ask_workload(
         given, module = _without_module(given)
     if module:
         fanout = given.pop("fanout", fanout)
-    elif fanout is not None:  # of a file whose module another model takes the place of
+    elif fanout is not None:  # an option replaces the file's module, but not the file's fanout
         given = {"fanout": fanout, **given}
     if given:
         workload = checked(Workload, workload.model_dump() | given, "--", given)
@@ -125,7 +127,7 @@ def ask_workload(
 
 
 def _without_module(fields: Mapping[Any, Any]) -> tuple[dict[Any, Any], str | None]:
-    """The fields without a model that is the user's own, and that."""
+    """Split off a `model` that is the user's module (FILE.py:NAME); None for any other model."""
     if not is_module(fields.get("model")):
         return dict(fields), None
     return {name: value for name, value in fields.items() if name != "model"}, fields["model"]
@@ -134,9 +136,10 @@ def _without_module(fields: Mapping[Any, Any]) -> tuple[dict[Any, Any], str | No
 def apply_overrides(
     cluster: Cluster, workload: Workload, settings: Sequence[str]
 ) -> tuple[Cluster, Workload]:
-    """Cluster and workload changed by settings such as 'servers=16' and 'hidden=256'.
+    """Change cluster and workload by settings such as 'servers=16' and 'hidden=256'.
 
-    A field's name says which of the two it belongs to. Raises SpecError with the setting."""
+    The name of a field determines whether it belongs to the cluster or to the workload. Raises
+    SpecError with the setting."""
     overrides: dict[str, dict[str, str]] = {"cluster": {}, "workload": {}}
     for setting in settings:
         key, equals, value = setting.partition("=")
@@ -156,9 +159,9 @@ def apply_overrides(
 
 
 def overridden(model: Model, overrides: Mapping[str, str]) -> Model:
-    """The model with dotted fields replaced, checked as a whole.
+    """Replace dotted fields of a specification, and validate the result as a whole.
 
-    A cluster notes in its provenance which numbers were set by hand."""
+    The provenance of a cluster records '--set' for the numbers that were replaced."""
     if not overrides:
         return model
     data = model.model_dump()
@@ -179,7 +182,7 @@ def overridden(model: Model, overrides: Mapping[str, str]) -> Model:
                 )
         target[path[-1]] = value
         if "provenance" in data and path[0] not in ("provenance", "name"):
-            # its doubt too is gone, however wide the file has it (cluster/doubt.py names constants)
+            # The file's range of the old number is dropped too (cluster/doubt.py names constants).
             constant = path[0] if path[0] == "host_rates" else ".".join(path[:2])
             data["provenance"][constant] = "--set"
             data["ranges"].pop(constant, None)
@@ -196,10 +199,10 @@ def checked(
     source: Document | str,
     given: Collection[str] | None = None,
 ) -> Model:
-    """A model of the data. Raises SpecError with a line per mistake.
+    """Validate data as a specification of class `kind`. Raises SpecError with a line per mistake.
 
-    `source` is a document, or the text that stands before a field's name, such as '--'. `given` are
-    the fields that the user has just set, where that is not all of the data."""
+    source: a document, or the prefix of field names in messages, such as '--'. given: the fields
+    that the user has just set, if the data has other fields too."""
     if kind is Workload and isinstance(data, Mapping):
         texts = {name: data[name] for name in LISTS if isinstance(data.get(name), str)}
         lists = {n: tuple(map(str.strip, t.split(","))) for n, t in texts.items() if t != LISTS[n]}
@@ -212,7 +215,7 @@ def checked(
         errors = [
             item
             for item in error.errors(include_url=False)
-            if item["type"] != "default_factory_not_called"  # for the sake of another mistake
+            if item["type"] != "default_factory_not_called"  # a consequence of another mistake
         ]
         mistakes = []
         for item in errors[:MOST_MISTAKES]:
@@ -230,7 +233,7 @@ def checked(
         if len(errors) > MOST_MISTAKES:
             mistakes.append(f"and {len(errors) - MOST_MISTAKES:,} more mistakes")
         raise SpecError("\n".join(dict.fromkeys(mistakes))) from error
-    except TypeError as error:  # from a validator that was given a list, a mapping or nothing
+    except TypeError as error:  # a validator got a list, a mapping or None
         name = source.path if isinstance(source, Document) else source.strip()
         raise SpecError(
             f"{name}: a field is empty, a list or a mapping where a number is expected ({error})"
@@ -238,7 +241,7 @@ def checked(
 
 
 def as_of_now(data: Mapping[Any, Any], source: str) -> dict[Any, Any]:
-    """A cluster's present fields, under their present names. Prints a note about old names."""
+    """Return a cluster's fields without obsolete ones, under present names; note renamed fields."""
     old: set[str] = set()
 
     def renamed(fields: Mapping[Any, Any]) -> dict[Any, Any]:
@@ -253,11 +256,11 @@ def as_of_now(data: Mapping[Any, Any], source: str) -> dict[Any, Any]:
 
     out = renamed(data)
     with suppress(AttributeError, KeyError, TypeError, ZeroDivisionError):
-        # what a message takes of a core was told apart from its latency
+        # Older files had a message's core seconds apart from its latency, which now includes them.
         ranks = data["gpus_per_server"] * (data["servers"] if data.get("one_machine") else 1)
         for name, link in out["collectives"].items():
-            taken = data["collectives"][name].get("core_s_per_message", 0.0)
-            link["latency"] += taken * ranks / data["cores"]
+            core_s = data["collectives"][name].get("core_s_per_message", 0.0)
+            link["latency"] += core_s * ranks / data["cores"]
     if old:
         new = ", ".join(f"{name} is now {RENAMED[name]}" for name in sorted(old))
         say(f"note: {source}: old names of fields: {new}; please rename them")
@@ -265,7 +268,7 @@ def as_of_now(data: Mapping[Any, Any], source: str) -> dict[Any, Any]:
 
 
 def _mistake(kind: type[BaseModel], loc: Where, rule: str, message: str) -> tuple[Where, str]:
-    """The place of a mistake and its message, in words of the file rather than pydantic's."""
+    """Return a mistake's place and message, in the words of the file instead of pydantic's."""
     parent = _model_at(kind, loc[:-1])
     if rule == "extra_forbidden":
         return loc, f"unknown field{suggest(str(loc[-1]), parent.model_fields if parent else [])}"
@@ -279,7 +282,7 @@ def _mistake(kind: type[BaseModel], loc: Where, rule: str, message: str) -> tupl
 
 
 def _model_at(kind: type[BaseModel], where: Where) -> type[BaseModel] | None:
-    """The model at a place inside another one, also in a dictionary of models."""
+    """Return the pydantic model at a path inside another one, also in a dictionary of models."""
     current: type[BaseModel] | None = kind
     for name in where:
         if current and name in current.model_fields:
@@ -288,7 +291,7 @@ def _model_at(kind: type[BaseModel], where: Where) -> type[BaseModel] | None:
 
 
 def _inner(annotation: Any) -> type[BaseModel] | None:
-    """The model in an annotation such as `Link`, `Link | None` or `dict[str, Link]`."""
+    """Return the model in an annotation such as `Link`, `Link | None` or `dict[str, Link]`."""
     return next(
         (
             kind
@@ -300,7 +303,7 @@ def _inner(annotation: Any) -> type[BaseModel] | None:
 
 
 def _leaves(kind: type[BaseModel], prefix: str = "") -> list[str]:
-    """Dotted names of all fields that --set can change."""
+    """Return the dotted names of all fields that --set can change."""
     names = []
     for name, field in kind.model_fields.items():
         inner = _inner(field.annotation)

@@ -1,4 +1,4 @@
-"""What has been computed about problems, by all that it depends on."""
+"""A cache of results about problems, keyed by everything that a result depends on."""
 
 from __future__ import annotations
 
@@ -13,60 +13,60 @@ from gnnplan.planner.graph.kept import Stopwatch
 P = ParamSpec("P")
 T = TypeVar("T")
 
-RECENT = 16  # answers of a kind that `recent` keeps
+RECENT = 16  # default number of answers per kind that `recent` keeps
 
 
 class Known:
-    """Answers by their questions; problems that are made of one another share one.
+    """A cache of answers keyed by questions; a problem derived from another one shares its cache.
 
-    A question is a tuple of all that its answer depends on. So an answer never becomes wrong, and
-    nothing has to be forgotten when a problem changes.
+    A question is a tuple of everything that the answer depends on. An answer therefore stays
+    correct, and no entry needs to be invalidated.
     """
 
     def __init__(self) -> None:
-        self._answers: dict[Hashable, tuple[Any, float]] = {}  # and how long it took [s]
-        self._recent: dict[str, OrderedDict[Hashable, Any]] = {}  # by the kind of question
+        self._answers: dict[Hashable, tuple[Any, float]] = {}  # answer, seconds to compute it [s]
+        self._recent: dict[str, OrderedDict[Hashable, Any]] = {}  # kind -> question -> answer
 
     def answer(self, question: Hashable, make: Callable[[], T]) -> T:
-        """The answer to a question, made when it is first asked."""
+        """Return the answer to a question, which `make` computes at the first request."""
         if question not in self._answers:
             with Stopwatch() as watch:
-                made = make()
-            self._answers[question] = made, watch.seconds
-        found: T = self._answers[question][0]
-        return found
+                answer = make()
+            self._answers[question] = answer, watch.seconds
+        cached: T = self._answers[question][0]
+        return cached
 
     def recent(self, kind: str, question: Hashable, make: Callable[[], T], most: int = RECENT) -> T:
-        """Like `answer`, of which only the `most` last ones of their kind are kept.
+        """Return the answer like `answer`, but keep only the `most` recently used ones of a kind.
 
-        What-ifs ask thousands, and some answers are large.
+        What-if analyses ask thousands of questions, and some answers are large.
         """
-        known = self._recent.setdefault(kind, OrderedDict())
-        if question not in known:
-            known[question] = make()
-            if len(known) > most:
-                known.popitem(last=False)
-        known.move_to_end(question)
-        found: T = known[question]
-        return found
+        answers = self._recent.setdefault(kind, OrderedDict())
+        if question not in answers:
+            answers[question] = make()
+            if len(answers) > most:
+                answers.popitem(last=False)
+        answers.move_to_end(question)
+        cached: T = answers[question]
+        return cached
 
     def seconds_of(self, answer: object) -> float:
-        """How long it took to make an answer [s]."""
-        return next((s for made, s in self._answers.values() if made is answer), 0.0)
+        """Return the time that computing an answer took [s]; 0 for an object not in the cache."""
+        return next((s for cached, s in self._answers.values() if cached is answer), 0.0)
 
 
 def answered(*fields: str) -> Callable[[Callable[P, T]], Callable[P, T]]:
-    """Keep the answers of a problem's method; besides its arguments they depend on these fields."""
-    of = attrgetter(*fields)
+    """Decorate a method of a problem: cache results, keyed by the arguments and these fields."""
+    values = attrgetter(*fields)
 
-    def keep(method: Callable[P, T]) -> Callable[P, T]:
+    def decorate(method: Callable[P, T]) -> Callable[P, T]:
         @wraps(method)
         def ask(*args: P.args, **options: P.kwargs) -> T:
             problem: Any = args[0]
-            question = (method.__name__, args[1:], *options.items(), of(problem))
-            found: T = problem.known.answer(question, lambda: method(*args, **options))
-            return found
+            question = (method.__name__, args[1:], *options.items(), values(problem))
+            answer: T = problem.known.answer(question, lambda: method(*args, **options))
+            return answer
 
         return ask
 
-    return keep
+    return decorate

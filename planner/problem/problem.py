@@ -1,7 +1,7 @@
-"""The problem that a plan answers: a graph, a GNN, a cluster and a number of ranks.
+"""The planning problem: a graph, a GNN, a cluster and a number of ranks.
 
-`Problem` also makes what strategies ask about the graph (layouts, mini-batches, chunks). Problems
-that are made of one another share what has been made (`Known`)."""
+`Problem` also makes the layouts, mini-batches and chunks that strategies need. A problem derived
+from another one shares its cache (`Known`)."""
 
 from __future__ import annotations
 
@@ -30,16 +30,17 @@ from gnnplan.planner.problem.known import Known, answered
 from gnnplan.planner.vocabulary.errors import SpecError
 from gnnplan.planner.vocabulary.precision import FLOAT64
 
-# Rows are left out where training vertices need at most this share of all rows of all layers
+# Rows that no training vertex needs are left out if at most this share of the rows of all layers
+# is needed.
 MOST_NEEDED = 2 / 3
-# Of a kernel that is launched with all others of a step, and of the least that any runs for [s]. On
-# an H200 a step on 1,000 vertices and 10,000 edges took 223 us (2026-11-27): its bytes and flops
-# take 28 us, and plans count 69 launches.
+# Seconds per kernel of a replayed step (CUDA graph): its launch, and the shortest run time of any
+# kernel [s]. On an H200 a step on 1,000 vertices and 10,000 edges took 223 us (2026-11-27): its
+# bytes and flops take 28 us, and plans count 69 launches.
 REPLAYED_LAUNCH = 2.8e-6
 
 
 def shape(cluster: Cluster, servers: int, gpus: int) -> dict[str, object]:
-    """The fields of a cluster with `servers` servers, and the first `gpus` GPUs of each."""
+    """Return the fields of a cluster with `servers` servers and the first `gpus` GPUs of each."""
     lists = {
         name: tuple(
             kept
@@ -52,10 +53,10 @@ def shape(cluster: Cluster, servers: int, gpus: int) -> dict[str, object]:
 
 
 def with_ranks(cluster: Cluster, ranks: int | None) -> Cluster:
-    """The cluster with `ranks` ranks, equally many on each of its servers.
+    """Return the cluster with `ranks` ranks, the same number on each server.
 
-    There cannot be more ranks than GPUs. There can be more ranks on a CPU, which share its cores.
-    Raises SpecError for a number that the cluster cannot have."""
+    A GPU has at most one rank. CPU ranks may exceed gpus_per_server; they share the cores. Raises
+    SpecError for a number of ranks that the cluster cannot have."""
     if ranks is None or ranks == cluster.ranks:
         return cluster
     if not 1 <= ranks <= MOST_RANKS:
@@ -83,16 +84,16 @@ def with_ranks(cluster: Cluster, ranks: int | None) -> Cluster:
     return cluster.model_copy(update=shape(cluster, servers, per_server))
 
 
-MOST_SCORES = 1 << 27  # of all vertices and classes, that every rank puts together for roc_auc
+MOST_SCORES = 1 << 27  # vertices times classes, whose scores every rank gathers for roc_auc
 
 
 @dataclass(frozen=True, eq=False)
 class Problem:
-    """A problem; it never changes.
+    """An immutable planning problem.
 
     `graph` is None if only statistics are known. Then plans are estimates and cannot be run. For
-    link prediction `graph` and `stats` lack the edges that are held out (graph/sampling.py). Raises
-    SpecError for another task on a graph that lacks them already."""
+    link prediction, `graph` and `stats` lack the held-out edges (graph/sampling.py). Raises
+    SpecError for another task on a graph without its held-out edges."""
 
     stats: GraphStats
     graph: Graph | None
@@ -102,14 +103,14 @@ class Problem:
     # placement[r] is the GPU of rank r, counted over all servers (cluster/placement.py chooses it);
     # empty: all GPUs in order
     placement: tuple[int, ...] = ()
-    replayed: bool = True  # a step's kernels are launched at once where they can be (`replays`)
+    replayed: bool = True  # launch a step's kernels as one CUDA graph where possible (`replays`)
     known: Known = field(default_factory=Known, compare=False, repr=False)
 
     def __post_init__(self) -> None:
         if self.graph and self.workload.precision != FLOAT64:
             object.__setattr__(self, "graph", self.graph.in_float32())
         module = self.workload.module
-        if self.graph and self.workload.is_cut:  # the user's code may do anything with them
+        if self.graph and self.workload.is_cut:  # the user's code may need dense features
             object.__setattr__(self, "graph", self.graph.dense())
             object.__setattr__(self, "stats", self.stats.made_dense())
         if module is not None and module.inputs:
@@ -129,14 +130,14 @@ class Problem:
 
         if self.graph and self.ranks > MOST_PAIRED:
             raise SpecError(
-                f"of a graph that is cut, a plan counts the rows between every two of at most"
+                "a plan for a partitioned graph counts rows between every two ranks, for at most"
                 f" {MOST_PAIRED:,} ranks (ranks: {self.ranks:,}); use fewer, or the graph's"
                 " statistics (--graph FILE.yaml)"
             )
-        self._must_learn_so()
+        self._check_targets()
 
-    def _must_learn_so(self) -> None:
-        """Raise SpecError where loss, metric or class weights are of another kind of target."""
+    def _check_targets(self) -> None:
+        """Raise SpecError if loss, metric or class weights do not suit the kind of target."""
         workload, stats = self.workload, self.stats
         learned = "link" if workload.task == "link" else stats.learned
         targets = {
@@ -145,47 +146,45 @@ class Problem:
             "labels": "several labels per vertex",
             "numbers": "numbers",
         }
-        told = f"the targets of {stats.name} are {targets[learned]}"
+        found = f"the targets of {stats.name} are {targets[learned]}"
         if workload.metric and workload.metric not in METRICS[learned]:
             raise SpecError(
-                f"metric={workload.metric} does not measure them: {told}; use"
+                f"metric={workload.metric} does not suit the targets: {found}; use"
                 f" {' or '.join(METRICS[learned])}"
             )
         if workload.loss and learned != "numbers":
             raise SpecError(
-                f"loss={workload.loss} is of numbers, and {told}; use --task regression if its y"
-                " holds numbers, or leave loss out"
+                f"loss={workload.loss} needs numbers as targets, and {found}; use --task regression"
+                " if its y holds numbers, or leave loss out"
             )
         weights = workload.class_weights
         if weights and learned != "label":
-            raise SpecError(
-                f"class_weights are of one class per vertex, and {told}; leave them out"
-            )
+            raise SpecError(f"class_weights need one class per vertex, and {found}; leave them out")
         if weights not in (None, BALANCED) and stats.known and len(weights) != stats.classes:
             raise SpecError(
-                f"class_weights has a number per class ({len(weights):,} numbers, classes of"
-                f" {stats.name}: {stats.classes:,}); use as many, or balanced"
+                f"class_weights needs a number per class ({len(weights):,} numbers, classes of"
+                f" {stats.name}: {stats.classes:,}); give as many numbers, or balanced"
             )
         if workload.patience and self.graph and learned != "link" and not self.graph.val.any():
             raise SpecError(
-                f"patience={workload.patience} is of scores of validation vertices, and"
+                f"patience={workload.patience} needs scores of validation vertices, and"
                 f" {stats.name} has none (val_mask); leave it out, or give a split"
             )
         scores = stats.vertices * stats.classes
         if workload.metric == "roc_auc" and scores > MOST_SCORES:
             raise SpecError(
-                f"metric=roc_auc puts the scores of all vertices together, and {scores:,} are more"
-                f" than {MOST_SCORES:,}; use {METRICS[learned][0]}, which ranks add up"
+                f"metric=roc_auc gathers the scores of all vertices on every rank, and {scores:,}"
+                f" are more than {MOST_SCORES:,}; use {METRICS[learned][0]}, which ranks add up"
             )
 
     @property
     def metric(self) -> str:
-        """What is measured of training, validation and test, as metrics.jsonl names it."""
+        """The metric of training, validation and test scores, as metrics.jsonl names it."""
         return self.workload.metric_of(self.stats.learned)
 
     @property
     def data(self) -> Graph:
-        """The graph, where more than its statistics must be known."""
+        """The graph, for code that needs more than statistics."""
         assert self.graph is not None
         return self.graph
 
@@ -195,12 +194,13 @@ class Problem:
 
     @property
     def partitioner(self) -> str:
-        """Who cuts the graph; with the name of its parts, if it is cut already."""
+        """The partitioner's name; for a graph that is stored in parts, with the parts' name."""
         cut = None if self.graph is None else self.graph.cut
         return self.method if cut is None else f"{self.method} {cut.name[:12]}"
 
     @cached_property
     def model(self) -> Model:
+        """The GNN's layers on this graph's features and classes, and on this cluster's device."""
         model = describe(
             self.workload,
             self.stats.features,
@@ -217,9 +217,9 @@ class Problem:
         )
 
     def features_bytes(self, rows: np.ndarray, columns: range | None = None) -> np.ndarray:
-        """Bytes of the vertices' features in transit: int64 ids [R] -> int64 [R] [B].
+        """Return the bytes in transit of each vertex's features: int64 ids [R] -> int64 [R] [B].
 
-        columns: of the features; default: all."""
+        columns: the columns of the features that are sent; default: all."""
         graph, columns = self.graph, columns or range(self.model.features)
         if self.model.inputs.alike or graph is None:
             row_bytes = float(self.model.features_moved(1.0)) * len(columns) / self.model.features
@@ -233,7 +233,7 @@ class Problem:
 
     @cached_property
     def cost(self) -> Cost:
-        """The cost model of the cluster with ranks placed so."""
+        """The cost model of the cluster, with the ranks on the GPUs of `placement`."""
         device = self.cluster.device.multiplying(self.workload.dtype)
         if self.replays:
             launch = np.minimum(device.launch, REPLAYED_LAUNCH)
@@ -243,21 +243,25 @@ class Problem:
 
     @property
     def replays(self) -> bool:
-        """Whether all kernels of a step are launched as one (executor/ranks/replay.py).
+        """Whether one launch starts all kernels of a step (a CUDA graph: executor/ranks/replay.py).
 
-        Steps that fill more of a GPU's memory are not. Their kernels take longer than launches, so
-        the host is ahead. Nor are those that differ.
+        Steps that fill much of a GPU's memory are not replayed: their kernels run longer than their
+        launches take, so launches cost nothing. Steps that differ from each other cannot be
+        replayed.
         """
-        alone = self.cluster.device.kind == "cuda" and self.ranks == 1
-        return self.replayed and alone and self.repeats and self.workload.mode == "full"
+        one_gpu = self.cluster.device.kind == "cuda" and self.ranks == 1
+        return self.replayed and one_gpu and self.repeats and self.workload.mode == "full"
 
     @property
     def repeats(self) -> bool:
-        """`Workload.repeats`; but the host tells dropout of rows that differ which step it is."""
+        """Whether all steps launch the same kernels with the same arguments (`Workload.repeats`).
+
+        With sparse features they do not: the host passes the step to their dropout kernel.
+        """
         return self.workload.repeats and self.model.inputs.alike
 
     def launching(self, replayed: bool) -> Problem:
-        """The same problem for a strategy whose steps are `replayed`, or are not."""
+        """Return the same problem with `replayed` set; several ranks never replay."""
         same = self.ranks > 1 or replayed == self.replayed
         return self if same else replace(self, replayed=replayed)
 
@@ -268,22 +272,22 @@ class Problem:
 
     @property
     def by_gpu(self) -> tuple[int, ...]:
-        """Ranks in the order of their GPUs: rank k of torchrun and srun is rank by_gpu[k]."""
+        """The ranks in the order of their GPUs: rank k of torchrun and srun is rank by_gpu[k]."""
         return tuple(int(rank) for rank in np.argsort(self.cost.placement))
 
     def placed(self, placement: tuple[int, ...]) -> Problem:
-        """The same problem with its ranks on these GPUs."""
+        """Return the same problem with rank r on GPU placement[r]."""
         placement = () if placement == tuple(range(self.cluster.ranks)) else placement
         return self if placement == self.placement else replace(self, placement=placement)
 
     def layout(
         self, depth: int = 0, expansion: Expansion | None = None, groups: tuple[int, ...] = ()
     ) -> Layout | EstimatedLayout:
-        """The rows of every rank at every layer.
+        """Return the layout: the rows that each rank computes and reads in each layer.
 
-        Depth 0 cuts the graph in a part per rank. A larger depth cuts it in a part per group of
-        ranks, which preloads the rows around its own. groups: the group of each rank; default: its
-        server."""
+        Depth 0 cuts the graph into a part per rank. A larger depth cuts it into a part per group of
+        ranks, and each group preloads the rows around its part. groups: the group of each rank;
+        default: its server."""
         groups = groups or self.servers
         deepest = self.workload.layers - self.model.first_varying
         several = len(set(groups)) > 1
@@ -296,9 +300,9 @@ class Problem:
         return self._laid_out(question, args, lambda graph: self._owner(graph, cut), kind)
 
     def chunked(self, chunks: int) -> Layout | EstimatedLayout:
-        """The rows of every chunk at every layer, as if each chunk were a rank.
+        """Return the layout of chunks: each chunk takes the role of a rank in the layout.
 
-        Each of our ranks has `chunks` of them, which follow one another: a group of the layout."""
+        Each real rank has `chunks` consecutive chunks, which are one group of the layout."""
         groups = tuple(rank for rank in range(self.ranks) for _ in range(chunks))
         args = (groups, self.workload.layers, self.model.first_varying, 0, None)
         return self._laid_out(
@@ -312,7 +316,7 @@ class Problem:
         owner: Callable[[Graph], np.ndarray],
         kind: type[Layout] = Layout,
     ) -> Layout | EstimatedLayout:
-        """The layout of `args`, of vertices that `owner` shares out if the graph is known."""
+        """Make a layout with arguments `args`; `owner` partitions the vertices of a known graph."""
 
         def make() -> Layout | EstimatedLayout:
             if self.graph is None:
@@ -326,7 +330,7 @@ class Problem:
     def batches(
         self, layout: Layout | EstimatedLayout, count: int
     ) -> Sequence[Layout | EstimatedLayout]:
-        """Layouts of `count` batches of every group's training vertices, drawn once by the seed."""
+        """Return the layouts of `count` batches, drawn from each group's training vertices."""
         if isinstance(layout, EstimatedLayout):
             targets = self.stats.train_vertices / len(set(layout.servers)) / count
             return [replace(layout, depth=layout.layers, targets=targets)] * count
@@ -335,16 +339,17 @@ class Problem:
 
     @answered("stats")
     def trimmed(self, layout: Layout | EstimatedLayout) -> Layout | EstimatedLayout:
-        """The layout of the rows that training vertices need."""
+        """Return the layout without the rows that no training vertex needs."""
         if isinstance(layout, EstimatedLayout):
             return replace(layout, targets=self.stats.train_vertices / len(set(layout.servers)))
         return layout.needed(layout.graph.train)
 
     @property
     def needed_share(self) -> float:
-        """The share of all layers' rows that training vertices need; at least theirs of the graph.
+        """The share of all layers' rows that training vertices need; with batch norm, all rows.
 
-        Batch norm needs all rows."""
+        If the training vertices alone exceed MOST_NEEDED, their share of the vertices is returned
+        as a lower bound."""
         trained = self.stats.train_vertices / self.stats.vertices
         if self.workload.norm == "batch":
             return 1.0
@@ -364,7 +369,7 @@ class Problem:
 
     @property
     def needs_few_rows(self) -> bool:
-        """Whether training vertices need so few rows that it pays to leave out the others."""
+        """Whether training vertices need so few rows that leaving out the other rows pays."""
         return self.needed_share <= MOST_NEEDED
 
     @answered("workload", "graph", "stats", "model.first_varying")
@@ -376,11 +381,11 @@ class Problem:
         imbalance: float = IMBALANCE,
         split: str = "all",
     ) -> Batches:
-        """The workload's mini-batches, and how groups of ranks share them.
+        """Return the workload's mini-batches, shared among groups of ranks.
 
-        splitter: who owns a vertex in a group of several ranks. epochs: of its pre-sampling.
-        imbalance: of its owners' loads; estimates know METIS's default only. split: that of
-        Batches."""
+        splitter: the method that assigns vertices to the ranks of a group. epochs: pre-sampling
+        epochs of the splitter. imbalance: the share of the mean load by which a rank's load may
+        exceed the mean; estimates know METIS's default only. split: as in Batches."""
         if split != "all":
             return SplitBelow(self.minibatches(groups, splitter, epochs, imbalance, "all"), split)
         first_varying = self.model.first_varying
@@ -392,25 +397,26 @@ class Problem:
         return Batches(self.graph, self.workload, groups, member, first_varying)
 
     def seconds_of(self, made: Layout | EstimatedLayout | Chunks | Batches) -> float:
-        """How long it took to make a layout, chunks or batches, partitioning included [s]."""
+        """Return the time that making a layout, chunks or batches took, with partitioning [s]."""
         return self.known.seconds_of(made)
 
     def _owner(self, graph: Graph, groups: tuple[int, ...]) -> np.ndarray:
-        """The rank that owns each vertex [N]; with groups, the first rank of the group."""
+        """Return the rank that owns each vertex [N]; with groups, the first rank of the group."""
         if not groups:
             return partition(graph, self.ranks, self.method)
-        _, first_rank = np.unique(groups, return_index=True)  # the layout cuts a group's part
+        # The layout later divides a group's part among its ranks.
+        _, first_rank = np.unique(groups, return_index=True)
         return np.asarray(first_rank[partition(graph, len(first_rank), self.method)])
 
     def chunk_of(self, chunks: int) -> np.ndarray:
-        """Chunk of every vertex, int32 [N]."""
+        """Return the chunk of every vertex, int32 [N]."""
         return partition(self.data, chunks, self.method)
 
     def _chunks_of_ranks(self, graph: Graph, chunks: int) -> np.ndarray:
-        """Chunk of every vertex [N]: every rank's part of the graph is cut in `chunks`."""
+        """Return the chunk of every vertex [N], `chunks` in each rank's part of the graph."""
         if self.ranks > 1 and self.method not in BLIND:
             owner = self._owner(graph, ())
-            if np.bincount(owner).min() >= chunks:  # no chunk is empty
+            if np.bincount(owner).min() >= chunks:  # else a chunk would be empty
                 return np.asarray(
                     owner * chunks + cut_parts(graph, owner, self.ranks, chunks, self.method)
                 )
@@ -418,12 +424,12 @@ class Problem:
 
     @answered("graph", "method")
     def cut(self, chunks: int, members: int = 1) -> Chunks:
-        """The graph in `chunks` chunks, each cut over the members of a stage."""
+        """Partition the graph into `chunks` chunks, and each chunk among the members of a stage."""
         return Chunks(self.data, self.chunk_of(chunks), chunks, members, self.method)
 
     @answered("graph", "stats", "method")
     def chunks(self, chunks: int, members: int = 1) -> ChunkFacts:
-        """Counts of `cut`; estimates if only statistics are known."""
+        """Return the counts of `cut`; estimates if only statistics are known."""
         if self.graph is not None:
             return self.cut(chunks, members).facts
         return estimated_chunks(self.stats, chunks, members, self.method)
