@@ -66,18 +66,15 @@ def _with_backward(ops: Operations, out: Value) -> Played:
 
 
 def _inputs(rows: Amount, setting: Setting) -> Value:
-    """Return the layer's input tensor."""
     return Value(rows, setting.inputs.numbers, setting.varies, setting.inputs.index)
 
 
 def _prepare(ops: Operations, spec: Layer, x: Value) -> Value:
-    """Record norm, ReLU and dropout of the inputs."""
     rows = ops.activate(x, spec.norm) if spec.activates else x
     return ops.drop(rows) if spec.drops and ops.setting.dropout else rows
 
 
 def _forward(ops: Operations, spec: Layer) -> Value:
-    """Record the layer's forward pass, and return its output."""
     setting = ops.setting
     x = _inputs(LOCAL if setting.narrow else SOURCES, setting)
     prepared = x if setting.apart else _prepare(ops, spec, x)
@@ -141,8 +138,6 @@ def _counted(ops: Operations, spec: Layer, counted: Counted, prepared: Value) ->
 
 
 def _add(work: Work, counted: CountedWork) -> None:
-    """Add the counted work of a pass to the work recorded."""
-
     def on_read(linear: Linear) -> Amount:
         return _amount(linear, READ)
 

@@ -1,9 +1,9 @@
-"""What a GNN is to a plan: its layers, and the work of each.
+"""The planner's view of a GNN: its layers, and the work of each layer.
 
-layer.py says what a layer does. Attention always projects first, and so does a layer whose inputs
-must be multiplied first (rows.py). GCNII and ResGCN+ have a row-wise encoder before the first layer
-and a row-wise decoder after the last; the decoder counts as layer L + 1. The executor's models
-(executor/layers/models.py) have the same shapes."""
+kinds.py describes layers, and layer.py finds their work and memory. Attention always projects
+first, and so does a layer whose inputs must be multiplied first (rows.py). GCNII and ResGCN+ have a
+row-wise encoder before the first layer and a row-wise decoder after the last; the decoder counts as
+layer L + 1. The executor's models (executor/layers/models.py) have the same shapes."""
 
 from __future__ import annotations
 
@@ -24,10 +24,10 @@ from gnnplan.planner.gnn.workload import ModuleLayer, Workload
 from gnnplan.planner.vocabulary.numbers import Number
 from gnnplan.planner.vocabulary.schedule import Compute
 
-# Framework operations that hash a dropout mask. The backward pass finds the mask made.
+# framework operations that compute a dropout mask; the backward pass reuses the mask
 MASK = 5
-# hash_ops that an exponential of the loss costs in rows shorter than VECTOR, whose numbers are
-# taken one by one. In longer rows it costs one.
+# hash_ops per exponential of the loss in rows shorter than VECTOR, which torch does not vectorize;
+# in longer rows an exponential costs one
 SHORT = 5
 
 
@@ -39,44 +39,45 @@ class Model:
     encoder: tuple[int, int] | None
     decoder: tuple[int, int] | None
     dropout: float
-    itemsize: int  # [B] of a number of a row
-    weight_itemsize: int  # [B] of a weight, and of its gradient
-    inputs: Rows  # of features
+    itemsize: int  # bytes per number of a row [B]
+    weight_itemsize: int  # bytes per weight, and per number of a weight's gradient [B]
+    inputs: Rows  # storage format of features
     classes: int
-    hands_on_initial: bool  # GCNII: every layer reads h_0, so a pipeline stage hands it on as well
+    hands_on_initial: bool  # GCNII: every layer reads h_0, so pipeline stages send h_0 too
     norm: str = "none"  # 'none', 'layer' or 'batch'
     activates_last: bool = False  # norm and ReLU before the decoder
     redrawn: bool = False  # every step has other edges (mini-batches)
-    # A product is made piece by piece, and the pieces are copied into place. CPU ranks do so where
-    # every step has other shapes and oneDNN multiplies.
+    # Products are computed piece by piece, and pieces are copied into place. CPU ranks do so if
+    # shapes vary from step to step and oneDNN multiplies.
     by_pieces: bool = False
-    # Gradients of products are written where they belong, and a sum of products is added up there,
-    # with ReLU after it (cuBLAS, MKL, and oneDNN's of rounded rows). oneDNN's of float32 are made
-    # apart, with ReLU inside.
+    # Products write gradients into their final buffers, and a sum of products accumulates there,
+    # with ReLU as a separate operation (cuBLAS, MKL, and oneDNN for rounded rows). oneDNN for
+    # float32 writes temporary buffers instead, and fuses ReLU.
     in_place: bool = False
-    # Kernels in Triton and whole products: nothing goes by blocks, dropout keeps no mask, and
+    # Triton kernels and whole products: nothing goes block by block, dropout keeps no mask, and
     # attention keeps nothing per edge.
     on_gpu: bool = False
-    relu: bool = True  # between layers
-    # what follows the last layer has its weights in that layer
+    relu: bool = True  # ReLU between layers
+    # a user's module: the last layer's weights include those of the operations that follow it
     ends: bool = False
-    is_cut: bool = False  # a user's module: where narrow, rows that no neighbour reads stay
+    # a user's module that runs as written, in pieces; `narrow` sends only rows that layers gather
+    is_cut: bool = False
 
-    own_laid_out: ClassVar[int] = COPY  # passes over own rows, to put them beside others
+    own_laid_out: ClassVar[int] = COPY  # passes that copy own rows into one buffer with the halo
 
     @property
     def features(self) -> int:
-        """Columns of features."""
+        """The number of feature columns."""
         return self.inputs.width
 
     @property
     def carried(self) -> int:
-        """Numbers per row that go past all layers: a pipeline stage hands them on."""
+        """Numbers per row of h_0, if a pipeline stage sends it past its layers (GCNII); else 0."""
         return self.layers[0].h_in * self.hands_on_initial
 
     @property
     def decoder_inputs(self) -> Layer:
-        """The layer whose preparation the decoder's inputs get."""
+        """A layer with the preparation (norm, ReLU, dropout) of the decoder's inputs."""
         assert self.decoder
         if self.activates_last:
             return self.layers[-1]
@@ -84,18 +85,20 @@ class Model:
 
     @property
     def first_varying(self) -> int:
-        """Index of the first h_l that changes from epoch to epoch.
+        """The first l for which h_l changes from epoch to epoch.
 
-        It is 1 where h_0 are constant features, and 0 after an encoder."""
+        It is 1 if h_0 are the constant features, and 0 if an encoder computes h_0."""
         return 0 if self.encoder else 1
 
     @property
     def weights(self) -> int:
-        """Numbers in all parameters."""
+        """The count of numbers in all parameters."""
         return self.weights_of(range(1, len(self.layers) + 1))
 
     def weights_of(self, layers: range) -> int:
-        """Numbers in the parameters of a run of layers, with the encoder or decoder at its ends."""
+        """Return the count of numbers in the parameters of consecutive layers.
+
+        The first layer includes the encoder, the last layer the decoder."""
         total = sum(self.layers[layer - 1].weights for layer in layers)
         if self.encoder and 1 in layers:
             total += _linear(*self.encoder)
@@ -105,10 +108,10 @@ class Model:
 
     @cached_property
     def aggregating_first(self) -> Model:
-        """The same model with every layer aggregating before it multiplies.
+        """The same model, in which layers aggregate before they multiply.
 
-        Attention still multiplies first, as do layers that must (`Rows.multiplied_first`), and a
-        layer of the user's own stays as it is."""
+        Exceptions are attention, layers that must multiply first (`Rows.multiplied_first`), and
+        layers of the user's own."""
         return replace(
             self,
             layers=tuple(
@@ -122,29 +125,29 @@ class Model:
         )
 
     def rows(self, layer: int) -> Rows:
-        """How the rows that the layer (0: the encoder) reads are stored."""
+        """Return the storage format of the rows that the layer (0: the encoder) reads."""
         if layer == self.first_varying:
             return self.inputs
         return Rows.of(self.input_width(layer), self.itemsize)
 
     @property
     def prepares_linearly(self) -> bool:
-        """Whether only dropout happens to a row between its exchange and its aggregation."""
+        """Whether dropout is the only operation on a row between exchange and aggregation."""
         return not (self.activates_last or any(layer.activates for layer in self.layers))
 
     def relu_after(self, layer: int) -> bool:
         """Whether the layer (0: the encoder) ends in ReLU.
 
-        It does not where the next layer activates its own inputs."""
+        It does not if the next layer activates its own inputs."""
         return self.hands_on_initial or (
             self.relu and 0 < layer < len(self.layers) and not self.layers[layer].activates
         )
 
     def moments(self, layer: int, way: str = "f") -> int:
-        """Numbers that all ranks add up before the layer (L + 1: the decoder).
+        """Return the count of numbers in batch norm's all-reduce before the layer (L + 1: decoder).
 
-        Batch norm adds up two per column, and in a batch how many rows there are (way 'f'); without
-        it there are none. way 'b': their gradient."""
+        The all-reduce has two sums per column, and in a mini-batch also the number of rows. way
+        'f': forward pass; 'b': the gradients of the sums. Without batch norm the count is 0."""
         if layer > len(self.layers):
             normed = self.norm if self.decoder and self.activates_last else "none"
             width = self.decoder[0] if self.decoder else 0
@@ -153,14 +156,14 @@ class Model:
         return 2 * width + (self.redrawn and way == "f") if normed == "batch" else 0
 
     def input_width(self, layer: int) -> int:
-        """H_{l-1} [numbers per row]."""
+        """Return H_{l-1} [numbers per row]."""
         return self.layers[layer - 1].h_in
 
     def aggregate_cached(self, layer: int) -> bool:
         """Whether the layer's aggregate is computed once, before training.
 
-        Only layer 1 aggregates constant features. Its aggregate changes where edges are redrawn,
-        dropout comes before it, or attention weighs it. Some features are never aggregated."""
+        Only layer 1 aggregates constant features. Its aggregate changes if edges are redrawn, if
+        dropout precedes it, or if attention weighs it. Sparse features are never aggregated."""
         return (
             layer == 1
             and self.encoder is None
@@ -170,25 +173,25 @@ class Model:
         )
 
     def features_moved(self, rows: Number) -> Number:
-        """Bytes of some rows of features in transit [B], of average ones."""
+        """Return the bytes of average rows of features in transit [B]."""
         return self.inputs.moved(rows)
 
     def own_sorted(self, rows: Number) -> Number:
-        """Bytes to multiply own rows alone too, where layer 1 does so with features [B]."""
+        """Return the bytes of indices for layer 1's product of own rows of features [B]."""
         reads_own = self.first_varying > 0 and self.layers[0].reads_own
         return self.inputs.sorted(rows) if reads_own else 0.0 * rows
 
     def exchanged_width(self, layer: int, narrow: bool) -> int:
-        """Numbers per halo row before the layer.
+        """Return the numbers per halo row that ranks exchange before the layer.
 
-        H_{l-1}; or H_l and attention's logits, where the layer projects before the exchange."""
+        It is H_{l-1}; or H_l and attention's logits, if the layer projects before the exchange."""
         spec = self.layers[layer - 1]
         return spec.projected if narrow and self.narrow_at(layer) else spec.h_in
 
     def narrow_at(self, layer: int) -> bool:
-        """Whether the option `narrow` makes the layer project before its exchange.
+        """Whether the knob `narrow` makes the layer project before its exchange.
 
-        Batch norm needs all rows before the projection, so there it does not."""
+        With batch norm it does not, because the norm needs all rows before the projection."""
         if not self.first_varying < layer <= len(self.layers):
             return False
         spec = self.layers[layer - 1]
@@ -201,13 +204,13 @@ class Model:
 
     @property
     def narrows(self) -> bool:
-        """Whether `narrow` makes a difference."""
+        """Whether the knob `narrow` changes any layer."""
         return any(self.narrow_at(layer) for layer in range(1, len(self.layers) + 1))
 
     # -- work ----------------------------------------------------------------------------------
 
     def played(self, layer: int, narrow: bool = False, apart: bool = False) -> Played:
-        """What the layer does on any block, by its operations; see Setting."""
+        """Return the layer's recorded work and memory; trace.Setting explains the options."""
         spec = self.layers[layer - 1]
         setting = self._setting(self.rows(layer))._replace(
             relu=self.relu_after(layer),
@@ -231,7 +234,7 @@ class Model:
         )
 
     def prepares(self, spec: Layer, varies: bool = True) -> Played:
-        """What is done to a layer's input rows alone."""
+        """Return the recorded work and memory of preparing a layer's input rows."""
         setting = self._setting(Rows.of(spec.h_in, self.itemsize))
         return played_rowwise(spec, setting._replace(varies=varies))
 
@@ -246,11 +249,11 @@ class Model:
         read: Number | None = None,
         away: Number = 0.0,
     ) -> Compute:
-        """Work of a layer's pass (0: forward): R `rows`, S `sources`, `edges` without self edges.
+        """Return the work of a layer's pass (way 0: forward, 1: backward).
 
-        read: the rows that it gathers from, where other ranks prepared some of them; default:
-        `sources`. narrow: without the projection, which was done before the exchange
-        (`project`). away: destinations whose own row is with another rank, and no source."""
+        rows: R. sources: S. edges: E without self edges. narrow: without the projection, which
+        `project` has. read: source rows that the gather reads, if other ranks prepared some of
+        them; default: `sources`. away: destinations whose own row another rank has."""
         spec, narrow = self.layers[layer - 1], narrow and self.narrow_at(layer)
         edges = edges + spec.self_edges * (rows - away)
         block = block_of(rows, sources, edges, read=read, away=away)
@@ -260,7 +263,7 @@ class Model:
     forward, backward = partialmethod(work, 0), partialmethod(work, 1)
 
     def project(self, layer: int, rows: Number) -> tuple[Compute, Compute]:
-        """Forward and backward work of a narrow layer's projection, before its exchange."""
+        """Return the forward and backward work of a narrow layer's projection, before exchange."""
         if self.is_cut or not self.narrow_at(layer):
             return self._moved(), self._moved()
         return self._rowwise(self.played(layer, True).project, rows)
@@ -268,7 +271,7 @@ class Model:
     def _rowwise(
         self, ways: tuple[Work, Work], rows: Number, launches: tuple[int, int] | None = None
     ) -> tuple[Compute, Compute]:
-        """Forward and backward work of an encoder, a decoder or a projection on `rows`."""
+        """Evaluate row-wise forward and backward work (encoder, decoder, projection) on `rows`."""
         block = block_of(rows, rows, 0.0, local=rows)
         first, second = launches or ((3, 6) if self.on_gpu else (6, 10))
         return (
@@ -278,39 +281,40 @@ class Model:
 
     @property
     def encodes(self) -> Played:
-        """What the encoder does; GCNII adds the gradients of h_0 and of the initial rows."""
+        """The encoder's recorded work and memory; GCNII's h_0 has two gradients, which it adds."""
         assert self.encoder
         setting = self._setting(self.inputs)._replace(varies=False)
         h_out, twice = self.encoder[1], self.hands_on_initial
-        # whose preparation its inputs get
+        # a layer with the preparation of the encoder's inputs
         spec = Layer(*self.encoder, drops=not self.activates_last)
         return played_rowwise(spec, setting, h_out, self.relu_after(0), twice)
 
     @property
     def decodes(self) -> Played:
-        """What the decoder does."""
+        """The decoder's recorded work and memory."""
         assert self.decoder
         setting = self._setting(Rows.of(self.decoder[0], self.itemsize))
         return played_rowwise(self.decoder_inputs, setting, self.decoder[1])
 
     def _moved(self, nbytes: Number = 0.0, launches: float = 0.0) -> Compute:
-        """Element-wise work on so many bytes [B]."""
+        """Return element-wise work on `nbytes` [B]."""
         return Compute(elementwise_bytes=nbytes, launches=launches, itemsize=self.itemsize)
 
     def lay_out(self, layer: int, rows: Number, narrow: bool) -> Compute:
-        """Work of putting a rank's own `rows` beside those that others send before the layer."""
+        """Return the work of copying a rank's own `rows` into one buffer with the halo rows."""
         width = self.exchanged_width(layer, narrow)
         return self._moved(1.0 * self.own_laid_out * rows * width * self.itemsize)
 
     def pick(self, layer: int, rows: Number, present: Number) -> tuple[Compute, Compute]:
-        """Forward and backward work of picking the `rows` that a layer reads of those `present`."""
+        """Return the forward and backward work of gathering a layer's `rows` of those `present`."""
         width = self.exchanged_width(layer, narrow=False) * self.itemsize
         return self._moved(2.0 * rows * width, 1), self._moved((2.0 * rows + present) * width, 2)
 
     def apply(self, layer: int, rows: Number, partial: Number) -> tuple[Compute, Compute]:
-        """Forward and backward work of making h_l: its `rows` are sums of `partial` rows.
+        """Return the forward and backward work of computing `rows` of h_l from partial sums.
 
-        These are picked and added up. Bias and ReLU come then, as `without_ends` has neither."""
+        The `partial` rows are gathered and added up; then follow the bias and ReLU, which a layer
+        of `without_ends` lacks."""
         spec, relu = self.layers[layer - 1], self.relu_after(layer)
         forward, backward = (
             bias * spec.bias + of_relu * relu for bias, of_relu in zip(BIAS, RELU, strict=True)
@@ -322,13 +326,13 @@ class Model:
         )
 
     def without_ends(self, layer: int) -> Model:
-        """The model whose layer l has no bias and no ReLU: it makes sums, which `apply` adds up."""
+        """Return the model with layer l without bias and ReLU: its partial sums go to `apply`."""
         specs = list(self.layers)
         specs[layer - 1] = replace(specs[layer - 1], bias=False)
         return replace(self, relu=False, layers=tuple(specs))
 
     def encode(self, rows: Number) -> tuple[Compute, Compute]:
-        """Forward and backward work of the encoder."""
+        """Return the forward and backward work of the encoder."""
         if self.encoder is None:
             return self._moved(), self._moved()
         return self._rowwise(self.encodes.ways, rows)
@@ -336,16 +340,17 @@ class Model:
     def finish(
         self, rows: Number, edges: Number | None = None, negatives: int = 0
     ) -> tuple[Compute, Compute]:
-        """Forward and backward work of decoder and loss on a rank's own rows.
+        """Return the forward and backward work of decoder and loss on a rank's own rows.
 
-        edges: of link prediction, each with so many negatives; None: the loss is of labels."""
+        edges: for link prediction, positive edges with `negatives` negatives each; None: the loss
+        compares labels."""
         forward = backward = self._moved()
         if self.decoder:
             forward, backward = self._rowwise(self.decodes.ways, rows)
         if edges is not None:
-            scored, its_gradient = self._score(rows, edges, negatives)
-            return forward + scored, backward + its_gradient
-        # the loss takes training rows, which are about half of all
+            scores, gradient = self._score(rows, edges, negatives)
+            return forward + scores, backward + gradient
+        # The loss reads training rows only, about half of all rows.
         per_logit = 0.5 if self.classes >= VECTOR else 0.5 * SHORT
         loss = Compute(
             launches=6 if self.on_gpu else 12,
@@ -355,14 +360,14 @@ class Model:
         return forward + loss, backward + loss
 
     def _score(self, rows: Number, edges: Number, negatives: int) -> tuple[Compute, Compute]:
-        """Forward and backward work of edges' dot products, and of their loss."""
+        """Return the forward and backward work of pairs' dot products and of their loss."""
         b, width, pairs = self.itemsize, self.classes, edges * (1 + negatives)
-        picked = edges + pairs  # rows of heads and of tails
-        pick = ((picked, width),)  # its gradient is added to rows in as random an order
+        gathered = edges + pairs  # rows of heads and of tails
+        random = ((gathered, width),)  # gathered forward; their gradients are scattered backward
         products = 2.0 * pairs * width
-        read = picked * width * b
+        read = gathered * width * b
         forward = Compute(
-            products, launches=10, itemsize=b, gemm_bytes=read, hash_ops=pairs, random_rows=pick
+            products, launches=10, itemsize=b, gemm_bytes=read, hash_ops=pairs, random_rows=random
         )
         backward = Compute(
             2 * products,
@@ -370,12 +375,12 @@ class Model:
             launches=10,
             itemsize=b,
             gemm_bytes=2 * read,
-            random_rows=pick,
+            random_rows=random,
         )
         return forward, backward
 
     def update(self, weights: Number) -> Compute:
-        """Adam's step: it reads and writes four arrays of the parameters' size."""
+        """Return the work of Adam's step: it reads and writes four arrays of the weights' size."""
         launches = 3 if self.on_gpu else 20
         return Compute(
             0.0, (), 8.0 * weights * self.weight_itemsize, launches, self.weight_itemsize
@@ -383,11 +388,11 @@ class Model:
 
     @property
     def masked(self) -> float:
-        """Passes over numbers with dropout, of its gradient."""
+        """Passes over memory by the gradient of dropout."""
         return MASKED_IN_PASSING if self.on_gpu else MASKED
 
     def _launches(self, spec: Layer, narrow: bool) -> tuple[int, int]:
-        """Framework operations of a layer's forward and backward pass; on GPUs kernels."""
+        """Return the framework operations (GPU: kernels) of a layer's forward and backward pass."""
         forward = 6 + 2 * spec.matrices + 12 * spec.heads
         ways = (forward, 2 * forward)
         if spec.counted:
@@ -400,7 +405,7 @@ class Model:
         return ways[0] + before[0], ways[1] + before[1]
 
     def prepare_launches(self, spec: Layer) -> tuple[int, int]:
-        """The same of norm, activation and dropout."""
+        """Return the framework operations of norm, activation and dropout, as `_launches` does."""
         activate = (1 if spec.norm == "none" else 4) * spec.activates
         drops = self.dropout > 0 and spec.drops
         forward, backward = (1, 1) if self.on_gpu else (MASK + 3, 6)
@@ -408,10 +413,10 @@ class Model:
 
 
 def describe(workload: Workload, features: int, classes: int, stored: float = 0.0) -> Model:
-    """The shapes of a workload's model on a graph with so many feature columns and classes.
+    """Make a workload's model for a graph with this number of feature columns and classes.
 
-    stored: numbers of a row of features, on average; 0: all of them. Link
-    prediction reads rows of the last layer that are as wide as hidden ones, whatever the classes.
+    stored: nonzeros per row of sparse features, on average; 0: dense features. In link prediction
+    the last layer is as wide as hidden layers, whatever the number of classes.
 
     >>> model = describe(Workload(layers=3, hidden=16), 40, 5)
     >>> [(layer.h_in, layer.h_out) for layer in model.layers]
@@ -445,15 +450,15 @@ def describe(workload: Workload, features: int, classes: int, stored: float = 0.
 
 
 def _linear(h_in: int, h_out: int) -> int:
-    """Numbers in the parameters of a Linear."""
+    """Return the count of numbers in the parameters of torch's Linear."""
     return h_in * h_out + h_out
 
 
 def layers_of(workload: Workload, inputs: Rows, classes: int) -> Iterator[Layer]:
-    """The layers of a workload; a user's module has norms, heads, dropout and biases of its own.
+    """Yield the layers of a workload; a user's module sets norms, heads, dropout and biases itself.
 
-    They project first where that narrows the rows. The first one does not where its aggregate is
-    cached (Model.aggregate_cached), and always does where it must (`Rows.multiplied_first`)."""
+    Layers project first if that narrows the rows. Layer 1 does not if its aggregate is cached
+    (Model.aggregate_cached), and always does if it must (`Rows.multiplied_first`)."""
     kind, module = KINDS.get(workload.model, Kind()), workload.module
     first, last = (workload.hidden,) * 2 if kind.encodes else (inputs.width, classes)
     outs = [kind.width(workload, classes)] * (workload.layers - 1) + [last]
@@ -481,7 +486,7 @@ def layers_of(workload: Workload, inputs: Rows, classes: int) -> Iterator[Layer]
 
 
 def _counted(own: ModuleLayer, counted: Counted, h_in: int) -> Layer:
-    """A layer of the user's own, of so many columns of its input."""
-    if h_in < own.h_in and own.half:  # P3 cuts its columns
+    """Return a layer of the user's own, restricted to `h_in` columns of its input."""
+    if h_in < own.h_in and own.half:  # P3 splits the columns among ranks
         counted = between(own.half, counted, own.h_in // 2 / own.h_in, h_in / own.h_in)
     return Layer(h_in, own.h_out, "own", counted.projects_first, norm=own.norm, counted=counted)

@@ -68,10 +68,8 @@ class Operations(Trace):
         return self.record(out, (normed,), (out,))
 
     def drop(self, x: Value) -> Value:
-        """Record dropout of x.
-
-        A word of the hash serves four columns of a dense row, or one number of a sparse row. A GPU
-        hashes inside the kernel, so that only reading and writing the rows costs time."""
+        """Record dropout: a word of the hash serves four columns of a dense row, or one number of a
+        sparse row. A GPU hashes inside the kernel, so only reading and writing rows costs time."""
         setting, numbers = self.setting, x.rows * x.width
         each = 4.0 if x.index else 1.0
         if setting.on_gpu:
@@ -88,7 +86,6 @@ class Operations(Trace):
     def linear(
         self, terms: Sequence[tuple[Value, str]], bias: str = "", relu: bool = False
     ) -> Value:
-        """Record a sum of products of rows with parameters, plus the bias if the layer has it."""
         h_out, h_in = self.parameters[terms[0][1]]
         return self.product([x for x, _ in terms], h_in, h_out, bias in self.parameters, relu)
 
@@ -149,10 +146,8 @@ class Operations(Trace):
     def _temporaries(
         self, terms: Sequence[Value], h_in: int, h_out: int, relu: bool
     ) -> tuple[Amount, ...]:
-        """Return the consecutive temporaries of a product's backward pass [B].
-
-        They are a block of rows, and per term the transposed matrix and its summed gradient; unless
-        products are written in place, also the gradient of a block."""
+        """Return temporaries of a product's backward pass [B]: a block of rows, and per term the
+        transposed matrix and its summed gradient; unless in place, also the gradient of a block."""
         setting, x = self.setting, terms[-1]
         itemsize, matrix = setting.itemsize, h_in * h_out
         if x.index:  # the numbers in the order of columns, and the gradient before it is added
@@ -179,14 +174,12 @@ class Operations(Trace):
         return self.record(out, (x,), passes_on=True, temporaries=(self.vector_workspace(x),))
 
     def relu(self, x: Value, in_place: bool = True) -> Value:
-        """Record ReLU of x."""
         forward, backward = RELU
         self.passes(forward, backward * x.varies, x)
         out = replace(x) if in_place else self.like(x)
         return self.record(out, (x,), (out,))
 
     def add(self, x: Value, y: Value) -> Value:
-        """Record x + y."""
         self.passes(SUM, 0, x)
         out = self.new(x.rows, x.width, x.varies or y.varies)
         return self.record(out, (x, y), passes_on=True)
@@ -203,7 +196,6 @@ class Operations(Trace):
         return self.record(out, (x, y))
 
     def towards_product(self, x: Value, weight: str, by: str) -> Value:
-        """Record a weighted mean of x and its product with a matrix."""
         return self.lerp(x, self.linear([(x, weight)]), by)
 
     def initial_rows(self, width: int) -> Value:
@@ -219,10 +211,10 @@ class Operations(Trace):
         return self.record(out, (x,), passes_on=True, stays=True)
 
     def first_rows(self, x: Value) -> Value:
-        """Record a view of the destinations' own rows, which are the first rows of x.
+        """Record a view of the destinations' own rows, the first rows of x.
 
-        Their gradient is padded with zeros to all rows of x. Of rows that are prepared before an
-        exchange, nearly all are destinations, so their gradient is passed on without padding."""
+        Zeros pad their gradient to all rows of x. Before an exchange nearly all prepared rows are
+        destinations, and the gradient is passed on without padding."""
         out = Value(OWN, x.width, x.varies, x.index, view_of=x)
         padded = self.size(x.rows + ROWS, x.width)
         return self.record(out, (x,), touched=padded, passes_on=x.rows is LOCAL)
@@ -241,9 +233,7 @@ class Operations(Trace):
         return self.record(out, (x,), temporaries=(self._bag(x.rows) + self._rounded,))
 
     def aggregate_beside(self, x: Value, times: int = 1) -> tuple[Value, Value]:
-        """Record `aggregate`, and a view of the destinations' own rows.
-
-        The gradient of the own rows is added to the gradient from the sums."""
+        """Record `aggregate` and a view of the own rows, whose gradient is added to the sums'."""
         self.sums(int(x.width), times, times * x.varies)
         out, own = self.new(ROWS, x.width, x.varies), Value(OWN, x.width, x.varies, view_of=x)
         self.passes(0, SUM * x.varies, out)
@@ -297,15 +287,13 @@ class Operations(Trace):
         else:  # logits and weights are kept
             kept = 2 * itemsize * weights
             products, added = self._head_temporaries(z, heads)
-            # The gradient of z is allocated after the logits' gradients, which are then sorted by
-            # source.
+            # z's gradient comes after the logits' gradients, which are then sorted by source
             temporaries = [products - z_bytes, added, kept + EDGES * LONG]
         return self.record(out, (z,), (x, out), kept, temporaries=tuple(temporaries))
 
     def attend_pairs(self, x: Value, heads: int) -> Value:
-        """Record GATv2's sum of z weighted by a softmax of logits; x is [z | r].
-
-        The logit of an edge is computed from the sum of its source's z and its destination's r."""
+        """Record GATv2's sum of z weighted by a softmax of logits. x is [z | r]; the logit of an
+        edge is computed from the sum of the source's z and the destination's r."""
         setting, h_out, itemsize = self.setting, int(x.width) // 2, self.setting.itemsize
         z, sums, pairs = (Value(rows, h_out, True) for rows in (x.rows, ROWS, EDGES))
         self._weigh(heads)
@@ -330,9 +318,8 @@ class Operations(Trace):
         return self.record(out, (x,), (x, out), kept, temporaries=tuple(temporaries))
 
     def _head_temporaries(self, z: Value, heads: int) -> list[Amount]:
-        """Return two consecutive temporaries of one head's backward pass [B].
-
-        First rows, gradients and their products along edges; then the gradient to add to z's."""
+        """Return consecutive temporaries of one head's backward pass [B]: first rows, gradients and
+        products along edges; then the gradient that is added to z's."""
         itemsize, width = self.setting.itemsize, z.width / heads
         gradient = self.size(ROWS, width) * (heads > 1)
         products = self.size(z.rows + ROWS, width) + gradient + EDGES * (LONG + itemsize)
@@ -340,6 +327,5 @@ class Operations(Trace):
         return [products + itemsize * heads * EDGES, added + itemsize * heads * EDGES]
 
     def _weigh(self, heads: int) -> None:
-        """Add the work of attention weights and of their gradients."""
         for work in (self.forward, self.backward):
             work.add(attention_edges=float(heads) * EDGES)

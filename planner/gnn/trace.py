@@ -68,7 +68,6 @@ class Work:
     launches: int = 0  # counted launches; `on` gets the other launches from Model
 
     def add(self, **amounts: Amount) -> None:
-        """Add to the amounts of these fields of Compute."""
         for name, amount in amounts.items():
             self.amounts[name] = self.amounts.get(name, NOTHING) + amount
 
@@ -93,7 +92,6 @@ class Work:
 
     @cached_property
     def _all(self) -> Amounts:
-        """All amounts, then the three amounts of each gather."""
         gathered = [amount for g in self.gathers for amount in (g.rows, g.among, g.into)]
         return Amounts((*self.amounts.values(), *gathered))
 
@@ -235,7 +233,6 @@ class Trace:
             self.free(size)
 
     def _end(self, node: Node, arrived: list[Gradient]) -> None:
-        """Release the outputs' gradients and the saved tensors of an operation."""
         for gradient in arrived:
             self.release(gradient)
         for value in node.saved:

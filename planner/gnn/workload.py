@@ -1,4 +1,4 @@
-"""The specification of what is trained: a GNN and its training options."""
+"""The workload: the specification of a GNN and its training."""
 
 from __future__ import annotations
 
@@ -15,27 +15,27 @@ from gnnplan.planner.gnn.kinds import KINDS, Kind
 from gnnplan.planner.vocabulary.precision import PRECISIONS, Precision
 from gnnplan.planner.vocabulary.spec import Spec
 
-WORKLOADS = Path(__file__).resolve().parent / "workloads"  # presets: what papers trained with
+WORKLOADS = Path(__file__).resolve().parent / "workloads"  # presets: the settings of papers
 ALL = -1  # the fanout that takes every neighbour
 TASKS = ("node", "link")
-# what tells how good a model is, by what it learns: edges, one label of a vertex, several, or
-# numbers; the first is the default
+# kind of target -> metrics, the default first: edges, one label per vertex, several labels per
+# vertex, numbers
 METRICS = {
     "link": ("auc",),
     "label": ("accuracy", "f1_macro", "roc_auc"),
     "labels": ("f1_micro", "f1_macro", "roc_auc"),
     "numbers": ("mae",),
 }
-FALLING = ("mae",)  # those of which less is better
+FALLING = ("mae",)  # metrics for which lower is better
 PARTS = ("train", "val", "test")
-BALANCED = "balanced"  # what class_weights may say besides numbers
+BALANCED = "balanced"  # the value of class_weights that is not a list of numbers
 ROUNDED_MODELS = [name for name, kind in KINDS.items() if kind.rounds_rows]
-AUTO = "auto"  # what --dtype may say besides types: the plan chooses one (decision/dtypes.py)
-MOST_BATCH_LAYERS = 32  # of a mini-batch, which reaches one hop further by every layer
+AUTO = "auto"  # the value of --dtype that lets the plan choose (decision/dtypes.py)
+MOST_BATCH_LAYERS = 32  # layers in mode mini: every layer extends a batch by one hop
 
 
 def scores_of(fields: Iterable[str]) -> list[str]:
-    """The names of scores among the fields of a line of metrics.jsonl.
+    """Return the names of scores among the fields of a line of metrics.jsonl.
 
     >>> scores_of(["epoch", "loss", "train_f1_micro", "val_f1_micro", "test_f1_micro", "epoch_s"])
     ['train_f1_micro', 'val_f1_micro', 'test_f1_micro']
@@ -46,7 +46,7 @@ def scores_of(fields: Iterable[str]) -> list[str]:
 
 
 def show_scores(row: Mapping[str, Any]) -> str:
-    """The scores of a line of metrics.jsonl, in words; '' if it has none.
+    """Return the scores of a line of metrics.jsonl as text; '' if the line has none.
 
     >>> show_scores({"train_f1_micro": 0.8, "val_f1_micro": 0.75, "test_f1_micro": None})
     'f1_micro: training pass 0.800, val 0.750'
@@ -55,15 +55,15 @@ def show_scores(row: Mapping[str, Any]) -> str:
     if not names:
         return ""
     parts = [name.partition("_")[0] for name in names]
-    said = [
+    scores = [
         f"{'training pass' if part == 'train' else part} {row[name]:.3f}"
         for part, name in zip(parts, names, strict=True)
     ]
-    return f"{names[0].partition('_')[2]}: {', '.join(said)}"
+    return f"{names[0].partition('_')[2]}: {', '.join(scores)}"
 
 
 def is_module(model: object) -> bool:
-    """Whether a model is named by a file, and is no kind of ours.
+    """Whether a model is given by a file instead of the name of a kind.
 
     >>> is_module("file.py:MyGNN"), is_module("gcn")
     (True, False)
@@ -72,9 +72,9 @@ def is_module(model: object) -> bool:
 
 
 class Conflict(ValueError):
-    """Values of several fields that do not go together.
+    """An invalid combination of the values of several fields.
 
-    `fields` names the fields, the likeliest mistake first."""
+    `fields` has the names of the fields, the likeliest mistake first."""
 
     def __init__(self, fields: tuple[str, ...], message: str) -> None:
         super().__init__(message)
@@ -82,50 +82,51 @@ class Conflict(ValueError):
 
 
 class ModuleLayer(Spec):
-    """A layer of a user's module: its widths, and what the module does to its inputs."""
+    """A layer of a user's module: its widths, and the preparation of its inputs."""
 
     h_in: int = Field(ge=1)
     h_out: int = Field(ge=1)
-    heads: int = Field(0, ge=0)  # of attention
+    heads: int = Field(0, ge=0)  # attention heads
     middle: int = Field(0, ge=0)  # GIN: numbers per row between its two products
-    norm: Literal["none", "layer", "batch"] = "none"  # of its inputs, before their ReLU
-    drops: bool = True  # dropout of its inputs
+    norm: Literal["none", "layer", "batch"] = "none"  # norm of the inputs, before their ReLU
+    drops: bool = True  # dropout of the inputs
     bias: bool = True
-    residual: None = None  # in plans from before; a module with one is run as it is written
-    counted: Counted | None = None  # a layer of the user's own
-    half: Counted | None = None  # the same for half of its input's columns, where P3 can cut them
-    # number of the first layer that has some of its parameters, which belong to that; 0: no other
+    residual: None = None  # only in older plans; a module with residuals runs as written
+    counted: Counted | None = None  # counts of a layer of the user's own
+    half: Counted | None = None  # counts for half of the input's columns, if P3 can split them
+    # number of the earlier layer that owns parameters which this layer shares; 0: none are shared
     shares: int = Field(0, ge=0)
 
 
 class Module(Spec):
-    """A user's torch module, in words that need no torch.
+    """A description of a user's torch module that does not need torch.
 
-    executor/modules/read.py makes this of the file, and reads the file again for weights."""
+    executor/modules/read.py derives it from the file, and reads the file again for weights."""
 
-    file: str  # whole path
-    name: str  # of a class, a function or an instance in the file
-    sha256: str  # of the file
+    file: str  # absolute path
+    name: str  # a class, a function or an instance in the file
+    sha256: str  # digest of the file
     features: int = Field(ge=1)
     classes: int = Field(ge=1)
     layers: tuple[ModuleLayer, ...] = Field(min_length=1)
-    relu: bool = True  # between layers
-    jump: None = None  # as a layer's residual
-    # `forward` is cut in pieces, and these are its layers; else they are our layers, or the user's
+    relu: bool = True  # ReLU between layers
+    jump: None = None  # only in older plans, as `ModuleLayer.residual`
+    # True: `forward` runs as written, cut into pieces, one or more per layer. False: the module is
+    # converted to layers of our kinds, or `layers` are layers of the user's own.
     cut: bool = False
-    arguments: tuple[tuple[str, int | float], ...] = ()  # that it is made with
-    # of a cut module: fields of vertices that layer 1 is given side by side, and their widths
+    arguments: tuple[tuple[str, int | float], ...] = ()  # keyword arguments of the module
+    # cut modules: vertex fields that are concatenated to layer 1's inputs, with their widths
     inputs: tuple[tuple[str, int], ...] = ()
     directed: bool = False
-    # of a cut module: other fields that it is given, the sizes of a row, numpy's type, and how many
-    # whole numbers there are
+    # cut modules: other fields that `forward` reads: name, shape of a row, numpy's dtype, and for
+    # integers the largest value + 1, else 0
     vertex_fields: tuple[tuple[str, tuple[int, ...], str, int], ...] = ()
     edge_fields: tuple[tuple[str, tuple[int, ...], str, int], ...] = ()
-    ends: bool = False  # of a cut module: batch norm after the last layer, and what follows it
+    ends: bool = False  # cut modules: batch norm, and perhaps more, follows the last layer
 
 
 class Workload(Fields):
-    """A GNN and its training options. Options that a model does not know have no effect."""
+    """A GNN and its training options. Options that do not apply to the model have no effect."""
 
     module: Module | None = None
     """Your own model, as `plan --model file.py:MyGNN` found it; it decides `model`, `layers`,
@@ -133,7 +134,7 @@ class Workload(Fields):
 
     @field_validator("dtype", mode="before")
     @classmethod
-    def _is_chosen(cls, dtype: object) -> object:
+    def _must_name_a_type(cls, dtype: object) -> object:
         if dtype == AUTO:
             raise ValueError(
                 f"{AUTO} is no type: only a plan on one number of GPUs chooses one (`gnnplan plan"
@@ -143,7 +144,7 @@ class Workload(Fields):
         return dtype
 
     @model_validator(mode="after")
-    def _is_the_module(self) -> Workload:
+    def _must_match_the_module(self) -> Workload:
         if self.module is None and self.model == "own":
             raise Conflict(
                 ("model",), "a layer of your own is in a file; use model=FILE.py:MyLayer"
@@ -151,7 +152,7 @@ class Workload(Fields):
         if self.module is None:
             return self
         decided = {"layers": len(self.module.layers)}
-        if not self.module.cut:  # whose `hidden` is what the module was made with
+        if not self.module.cut:  # `hidden` of a cut module is an argument of the module
             decided["hidden"] = self.module.layers[0].h_out
         for field, found in decided.items():
             if getattr(self, field) != found:
@@ -164,7 +165,7 @@ class Workload(Fields):
         return self
 
     @model_validator(mode="after")
-    def _is_a_model(self) -> Workload:
+    def _must_suit_the_model(self) -> Workload:
         kind = KINDS.get(self.model, Kind())
         if kind.attends and self.layers > 1 and self.hidden % self.heads:
             fitting = max(n for n in range(1, self.heads + 1) if self.hidden % n == 0)
@@ -199,7 +200,7 @@ class Workload(Fields):
         return self
 
     @model_validator(mode="after")
-    def _sums_what_rows_hold(self) -> Workload:
+    def _must_suit_the_precision(self) -> Workload:
         rounded, few = self.dtype, self.precision.coarseness
         if not self.precision.rounds_rows:
             return self
@@ -208,7 +209,7 @@ class Workload(Fields):
             raise Conflict(
                 ("dtype", "model"),
                 f"rows are {rounded} in {', '.join(ROUNDED_MODELS)} only: attention sums"
-                " exponentials, and what other layers lose is not known (model:"
+                " exponentials, and the loss of accuracy of other layers is not known (model:"
                 f" {name}, dtype: {rounded}); use one of these, or dtype=float32",
             )
         if self.norm == "batch":
@@ -226,7 +227,7 @@ class Workload(Fields):
         return self
 
     @model_validator(mode="after")
-    def _can_predict_links(self) -> Workload:
+    def _must_suit_the_task(self) -> Workload:
         if self.task == "link" and self.mode == "full":
             raise Conflict(
                 ("task", "mode"),
@@ -242,7 +243,7 @@ class Workload(Fields):
         return self
 
     @model_validator(mode="after")
-    def _trains(self) -> Workload:
+    def _must_suit_the_optimizer(self) -> Workload:
         if self.momentum and self.optimizer != "sgd":
             raise Conflict(
                 ("momentum", "optimizer"),
@@ -258,7 +259,7 @@ class Workload(Fields):
         return self
 
     def lr_of(self, epoch: int) -> float:
-        """The learning rate of an epoch, counted from 0.
+        """Return the learning rate of an epoch, counted from 0.
 
         >>> cosine = Workload(lr=1.0, warmup=2, schedule="cosine", epochs=6)
         >>> [round(cosine.lr_of(epoch), 3) for epoch in range(6)]
@@ -276,48 +277,48 @@ class Workload(Fields):
 
     @property
     def own(self) -> Module:
-        """The user's module, where the model is one."""
+        """The user's module, for code that runs only if there is one."""
         assert self.module is not None
         return self.module
 
     @property
     def varies_lr(self) -> bool:
-        """Whether the learning rate is not the same in all epochs."""
+        """Whether the learning rate differs between epochs."""
         return self.warmup > 1 or self.schedule != "constant"
 
     @property
     def ends_on_time(self) -> bool:
-        """Whether the learning rates depend on how many epochs are planned."""
+        """Whether the learning rates depend on the planned number of epochs."""
         return self.schedule == "cosine"
 
     @property
     def decay(self) -> float:
-        """The weight decay."""
+        """The weight decay, with the optimizer's default."""
         if self.weight_decay is None:
             return 0.01 if self.optimizer == "adamw" else 0.0
         return self.weight_decay
 
     @property
     def beside_a_weight(self) -> int:
-        """Numbers held beside a weight: its gradient, the optimizer's state, its best value."""
+        """Numbers stored beside each weight: gradient, optimizer state, best value (patience)."""
         state = int(self.momentum > 0) if self.optimizer == "sgd" else 2
         return 1 + state + (self.patience is not None)
 
     def metric_of(self, learned: str) -> str:
-        """What is measured of training, validation and test, as metrics.jsonl names it.
+        """Return the metric of training, validation and test scores, as metrics.jsonl names it.
 
-        learned: what is predicted of a vertex (GraphStats.learned).
+        learned: the kind of target per vertex (GraphStats.learned).
         """
         return self.metric or METRICS["link" if self.task == "link" else learned][0]
 
     @property
     def called(self) -> str:
-        """The model's kind; of layers of the user's own, the name of their module."""
+        """The name of the model's kind; for layers of the user's own, the name of their module."""
         return self.module.name if self.module and self.model == "own" else self.model
 
     @property
     def is_cut(self) -> bool:
-        """Whether it is the user's module, run as it is written."""
+        """Whether the model is the user's module, run as written."""
         return self.module is not None and self.module.cut
 
     @property
@@ -329,22 +330,22 @@ class Workload(Fields):
 
     @property
     def is_converted(self) -> bool:
-        """Whether it is the user's module of convolutions, whose parameters are put into ours."""
+        """Whether the model is the user's module, converted to layers of our kinds."""
         return self.module is not None and self.model != "own"
 
     @property
     def is_module(self) -> bool:
-        """Whether it is the user's torch module, as our layers or as it is written."""
+        """Whether the model is the user's torch module, converted to our layers or as written."""
         return self.is_converted or self.is_cut
 
     @property
     def fanouts(self) -> tuple[int, ...]:
-        """Neighbours drawn per layer, from the seeds outwards; ALL for every one."""
+        """The neighbours sampled per layer, from the seeds outwards; ALL: every neighbour."""
         if isinstance(self.fanout, tuple):
             return self.fanout
         return (ALL if self.fanout == "full" else FANOUT,) * self.layers
 
     @property
     def precision(self) -> Precision:
-        """How the numbers of a row are held."""
+        """The number format of rows."""
         return PRECISIONS[self.dtype]

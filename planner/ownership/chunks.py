@@ -1,8 +1,9 @@
-"""Chunks of a graph for a pipeline, each cut over the members of a stage.
+"""Chunks of a graph for a pipeline, each divided among the members of a stage.
 
-Member i of a stage owns sub-chunk i of every chunk. A row that another member reads, in any chunk,
-is sent to it once per layer, when the row's own chunk is processed. The planner reads counts and
-the executor reads indices of the same object, so they agree about bytes."""
+The members of a stage are its ranks. Member i owns sub-chunk i of every chunk. If another member
+reads a row for any chunk, the owner sends it the row once per layer, when the row's own chunk is
+processed. The planner reads counts and the executor reads indices of the same object, so they agree
+about bytes."""
 
 from __future__ import annotations
 
@@ -22,18 +23,18 @@ from gnnplan.planner.vocabulary.outer import Outer, Pairs
 
 @dataclass(frozen=True)
 class ChunkFacts:
-    """Counts of K chunks over g members."""
+    """The counts of K chunks over g members."""
 
-    rows: np.ndarray  # [K, g]
-    edges: np.ndarray  # [K, g], into a sub-chunk
-    sources: np.ndarray  # [K, g], distinct rows that these edges read, and the sub-chunk's own
-    sends: Pairs  # [K, g, g]: sends[c, i, j] rows of chunk c go from i to j
+    rows: np.ndarray  # rows of each sub-chunk [K, g]
+    edges: np.ndarray  # edges into each sub-chunk [K, g]
+    sources: np.ndarray  # distinct source rows of these edges and own rows of the sub-chunk [K, g]
+    sends: Pairs  # sends[c, i, j]: rows of chunk c that member i sends to member j [K, g, g]
 
 
 class Chunks:
     """The rows of every member in every chunk.
 
-    chunk: the chunk of each vertex, int [N]."""
+    chunk: the chunk of each vertex, int [N]. method: the partitioner that divides a chunk."""
 
     def __init__(
         self,
@@ -44,34 +45,35 @@ class Chunks:
         method: str = "metis",
     ) -> None:
         self.graph, self.chunks, self.members = graph, chunks, members
-        # sub-chunk of each vertex
+        # sub-chunk of each vertex [N]: chunk * members + member
         self.sub = np.asarray(chunk, dtype=np.int64) * members + cut_parts(
             graph, chunk, chunks, members, method
         )
-        self.order = np.argsort(self.sub, kind="stable")  # by chunk, then member, then id
+        self.order = np.argsort(self.sub, kind="stable")  # vertices by chunk, member, id
         self.bounds = np.searchsorted(self.sub[self.order], np.arange(chunks * members + 1))
 
     def rows(self, chunk: int, member: int) -> np.ndarray:
-        """Global ids of a sub-chunk."""
+        """Return the global ids of a sub-chunk's rows."""
         sub = chunk * self.members + member
         return np.asarray(self.order[self.bounds[sub] : self.bounds[sub + 1]])
 
     def own(self, member: int) -> np.ndarray:
-        """Global ids of all rows of a member, chunk after chunk."""
+        """Return the global ids of all rows of a member, chunk by chunk."""
         return np.asarray(self.order[self.sub[self.order] % self.members == member])
 
     def halo(self, member: int) -> np.ndarray:
-        """Global ids of other members' rows that a member reads, by chunk, then by owner."""
+        """Return the ids of other members' rows that a member reads, by chunk, then by owner."""
         return self._sources[1][member]
 
     def given(self, chunk: int, owner: int, reader: int) -> np.ndarray:
-        """Positions, among the owner's rows of the chunk, of those that it sends to the reader."""
+        """Return the positions of the rows sent to the reader among the owner's rows of a chunk."""
         halo = self.halo(reader)
         sent = halo[self.sub[halo] == chunk * self.members + owner]
         return np.asarray(np.searchsorted(self.rows(chunk, owner), sent))
 
     @property
     def facts(self) -> ChunkFacts:
+        """The counts over all chunks and members."""
         shape = self.chunks, self.members
         sends = [
             np.bincount(self.sub[self.halo(j)], minlength=self.chunks * self.members).reshape(shape)
@@ -89,9 +91,9 @@ class Chunks:
 
     @cached_property
     def _sources(self) -> tuple[np.ndarray, list[np.ndarray]]:
-        """Sources [K, g], and each member's halo.
+        """`ChunkFacts.sources` [K, g], and each member's halo.
 
-        Neighbours are marked rather than sorted, which is faster for many edges."""
+        Neighbours are marked in a mask instead of sorted, which is faster for many edges."""
         sources, halos = np.zeros((self.chunks, self.members), dtype=np.int64), []
         for member in range(self.members):
             read_by_member = np.zeros(self.sub.size, dtype=bool)
@@ -109,9 +111,9 @@ class Chunks:
 def cut_parts(
     graph: Graph, part: np.ndarray, parts: int, pieces: int, method: str = "metis"
 ) -> np.ndarray:
-    """The piece of each vertex, by the method's library inside every part: int64 [N].
+    """Divide every part into pieces by the method's partitioner; return the pieces, int64 [N].
 
-    In a part of fewer vertices than pieces, some pieces have none."""
+    A part with fewer vertices than pieces has empty pieces."""
     if pieces == 1:
         return np.zeros(part.size, dtype=np.int64)
 
@@ -127,28 +129,28 @@ def cut_parts(
                 piece[rows] = partition_weighted(edges_between(graph, rows), None, pieces, method)
         return piece
 
-    # a rank that finds all of them on disk looks at no edge of others' parts
+    # A rank that finds the pieces in the cache reads no edges of other ranks' parts.
     digest = blake2b(np.ascontiguousarray(part, np.int32).data, digest_size=16).hexdigest()
     key = f"{version_of(library_of(method))} inside {graph.stats.hash} {digest} {pieces}"
     return cached(key, part.size, pieces, compute).astype(np.int64)
 
 
 def estimated_chunks(stats: GraphStats, chunks: int, members: int, method: str) -> ChunkFacts:
-    """Expected counts for a graph known by statistics only.
+    """Return the expected counts of a graph known by statistics only.
 
-    Sub-chunks are equal. The quality of the cut is that of counted halos (estimated_layout.Mixing),
-    as the probability of an edge between two vertices of different sub-chunks."""
+    Sub-chunks have equal sizes. The graph's mixing (estimated_layout.Mixing) gives the probability
+    of an edge between two vertices of different sub-chunks."""
     vertices, edges = stats.vertices, stats.edges
     probability = min(edges / vertices**2 * mixing_of(stats, method).at(chunks * members), 0.5)
-    # shares as equal as whole numbers can be (schedule.share)
+    # nearly equal integer shares (schedule.share)
     chunk = vertices // chunks + (np.arange(chunks) < vertices % chunks)
     rows = chunk[:, None] // members + (np.arange(members) < chunk[:, None] % members)
     parts = min(chunks * members, vertices)
     sources = rows + expected_halo_rows(vertices, parts, probability) / parts
-    sent = 0 * rows  # by each member to each other one
+    sent = 0 * rows  # rows that each member sends to each other member
     if members > 1:
         halo = expected_halo_rows(vertices, min(members, vertices), probability)
-        # rows of one member that another one reads
+        # rows of one member that one other member reads
         read = round(halo / (members * (members - 1)))
         by_chunk = read // chunks + (np.arange(chunks) < read % chunks)
         sent = np.minimum(by_chunk[:, None], rows)

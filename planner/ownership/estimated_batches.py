@@ -1,28 +1,28 @@
-"""Estimates mini-batches of a graph known by statistics only: counts of rows and edges, no ids.
+"""Estimates of mini-batches for a graph known by statistics only: row and edge counts, no ids.
 
-Model: vertices fall into classes. A vertex of class k has d_k neighbours to draw from and r_k
-readers, the vertices that may draw it. Both are lognormal over vertices with the mean degree, each
-with a spread of its own (GraphStats.batch_spread). In an undirected graph, a vertex with a high d_k
-has a high r_k. In a directed graph the two are independent.
+Model: vertices belong to classes. A vertex of class k has d_k neighbours, which it can sample, and
+r_k readers, which can sample it. Both are lognormal over vertices, with the mean degree as their
+mean and a spread each (GraphStats.batch_spread). In an undirected graph, a vertex with a high d_k
+has a high r_k. In a directed graph d and r are independent.
 
-A drawn edge that was unknown so far leads to a vertex in proportion to r. When a share q of the
-unknown edges has been drawn,
+An edge that is sampled for the first time leads to a vertex with probability proportional to r_k.
+When a share q of the unknown edges has been sampled,
 
-    exp(-r_k q)     is the share of class k that has not been reached, and
-    d_k (1 - q)     unknown edges are left to each of these vertices (undirected graphs)
+    exp(-r_k q)     is the share of class k that is not reached yet, and
+    d_k (1 - q)     unknown edges are left at each of these vertices (undirected graphs)
 
-With spread 0 this is a uniform random graph, whose degrees follow Poisson's law. Real graphs are
-also clustered: neighbours of neighbours are often neighbours. The spreads cover that too. They are
-fitted to the size of frontiers, and are not the spreads of degrees.
+With spread 0 this is a uniform random graph, whose degrees have a Poisson distribution. Real graphs
+are also clustered: neighbours of neighbours are often neighbours. The spreads account for that too:
+they are fitted to the sizes of frontiers, and differ from the spreads of degrees.
 
 Errors of rows and edges (tests/planner/test_expected.py): with one spread fitted to each graph, 7 %
 for nine undirected graphs (mean; 2 to 10 %) and 22 % for four directed ones; with the usual spread,
 20 % and 75 %. With both spreads counted, GSplit's Table 1 is reproduced within 11 %.
 
-Ranks that split a batch (GSplit) have equal shares, except that the fullest rank has more, as in
-real splits (FULLEST). A share phi (m - 1) / m of drawn edges leads to another of m ranks, where phi
-is the graph's mixing (estimated_layout.py). If vertices of class k are drawn t_k times in a layer,
-each other rank asks for one of them with probability 1 - exp(-t_k phi / m)."""
+Ranks that split a batch (GSplit) get equal shares, except the fullest rank, which gets more, as in
+real splits (FULLEST). A share phi (m - 1) / m of the sampled edges leads to another of m ranks, for
+the graph's mixing phi (estimated_layout.py). If a vertex of class k is sampled t_k times in a
+layer, each other rank asks for the vertex with probability 1 - exp(-t_k phi / m)."""
 
 from __future__ import annotations
 
@@ -45,15 +45,15 @@ from gnnplan.planner.ownership.minibatch import MOST_BATCHES, Batches, MiniBatch
 from gnnplan.planner.vocabulary.outer import Outer
 from gnnplan.planner.vocabulary.values import Value
 
-CLASSES = 100  # of degrees; a directed graph has a quarter of it for each of d and r, in all pairs
-LOWEST = -5.0  # the first class [standard deviations]
-# Spreads where nobody counted, by whether the graph is directed: means of nine undirected graphs
-# (1.0 to 1.8) and of four directed ones (1.3 to 2.2).
+CLASSES = 100  # classes of vertices; a directed graph has all pairs of 25 values of d and 25 of r
+LOWEST = -5.0  # the lowest class [standard deviations]
+# directed -> spread of graphs whose spreads were not counted: means of nine undirected graphs (1.0
+# to 1.8) and of four directed ones (1.3 to 2.2)
 USUAL = {False: 1.3, True: 1.85}
 
-# Edges of the fullest rank over the mean, by splitter, with 1 % and with 50 % of the vertices to
-# train on: means of Flickr and ogbn-arxiv on four ranks (docs/reference/mini-batches.md). The
-# splitter 'edge' has seen no samples, and balances edges of which most are never drawn.
+# splitter -> edges of the fullest rank over the mean, with 1 % and with 50 % training vertices:
+# means of Flickr and ogbn-arxiv on four ranks (docs/reference/mini-batches.md). The splitter 'edge'
+# does not pre-sample, so it balances edges that are mostly never sampled.
 FULLEST = {
     "gsplit": (1.17, 1.10),
     "node": (1.16, 1.10),
@@ -66,49 +66,49 @@ Floats = NDArray[np.float64]
 
 @dataclass(frozen=True)
 class Population:
-    """The classes of a graph's vertices."""
+    """The K classes of a graph's vertices."""
 
-    vertices: Floats  # [K], in each class
-    drawn_from: Floats  # [K], neighbours of one vertex (d_k)
-    readers: Floats  # [K], readers of one vertex (r_k)
+    vertices: Floats  # vertices in each class [K]
+    drawn_from: Floats  # d_k, neighbours of a vertex [K]
+    readers: Floats  # r_k, readers of a vertex [K]
     directed: bool
 
     @classmethod
     @lru_cache(maxsize=16)
     def of(cls, stats: GraphStats) -> Population:
-        """The classes of a graph, by its mean degree and spreads."""
+        """Make the classes of a graph from its mean degree and spreads."""
         mean = stats.edges / stats.vertices
-        drawn, reached = stats.batch_spread or (USUAL[stats.directed],) * 2
-        # the last class: one vertex is expected beyond it [standard deviations]
+        spreads = stats.batch_spread or (USUAL[stats.directed],) * 2
+        # the highest class: one vertex is expected beyond it [standard deviations]
         highest = max(1.0, float(ndtri(1.0 - 1.0 / max(stats.vertices, 3))))
         z = np.linspace(LOWEST, highest, CLASSES // 4 if stats.directed else CLASSES)
-        share = np.exp(-z * z / 2)
-        d, r = (_lognormal(z, share, spread, mean) for spread in (drawn, reached))
+        density = np.exp(-z * z / 2)
+        d, r = (_lognormal(z, density, spread, mean) for spread in spreads)
         if not stats.directed:
-            return cls(stats.vertices * share / share.sum(), d, r, False)
-        of_all = share / share.sum()
-        vertices = stats.vertices * np.outer(of_all, of_all).ravel()
+            return cls(stats.vertices * density / density.sum(), d, r, False)
+        share = density / density.sum()
+        vertices = stats.vertices * np.outer(share, share).ravel()
         return cls(vertices, np.repeat(d, z.size), np.tile(r, z.size), True)
 
     @property
     def all(self) -> float:
-        """Vertices of all classes."""
+        """The vertices of all classes together."""
         return float(self.vertices.sum())
 
     @property
     def edges(self) -> float:
-        """Edges of all classes."""
+        """The edges of all classes together."""
         return float(self.vertices @ self.readers)
 
 
 def _lognormal(z: Floats, share: Floats, spread: float, mean: float) -> Floats:
-    """Lognormal values at z standard deviations, with the given mean over the shares [K]."""
+    """Return lognormal values at z standard deviations, with this mean over the shares [K]."""
     values = np.exp(spread * (z - z[-1]))
     return np.asarray(values * mean * share.sum() / (share @ values))
 
 
 def taken(fanout: int, mean: Floats) -> Floats:
-    """E[min(degree, fanout)] where degrees follow Poisson's law with these means."""
+    """Return E[min(degree, fanout)] for Poisson degrees with these means."""
     if fanout == ALL:
         return np.asarray(mean)
     # sum of k P(k) below the fanout, where k P(k) = mean P(k - 1)
@@ -120,17 +120,17 @@ def taken(fanout: int, mean: Floats) -> Floats:
 class Expected(Value):
     """The expected frontier of some seeds."""
 
-    rows: tuple[float, ...]  # of h_0 .. h_L
-    edges: tuple[float, ...]  # of layers 1 .. L
-    read: Floats  # [K], rows of h_0 by class
+    rows: tuple[float, ...]  # rows of h_0 .. h_L
+    edges: tuple[float, ...]  # edges of layers 1 .. L
+    read: Floats  # rows of h_0 in each class [K]
 
 
 @lru_cache(maxsize=256)
 def expected_frontier(stats: GraphStats, seeds: int, fanouts: tuple[int, ...]) -> Expected:
-    """The expected frontier of random training vertices.
+    """Return the expected frontier of random training vertices.
 
-    Seeds are drawn uniformly, or in proportion to degrees if the graph says that vertices with many
-    neighbours are trained on more often. fanouts: from the seeds outwards."""
+    Seeds are drawn uniformly, or in proportion to degrees if vertices with many neighbours are
+    training vertices more often (GraphStats.train_popular). fanouts: from the seeds outwards."""
     population = Population.of(stats)
     vertices = population.vertices
     weights = vertices * population.drawn_from if stats.train_popular else vertices
@@ -145,11 +145,11 @@ def expected_frontier(stats: GraphStats, seeds: int, fanouts: tuple[int, ...]) -
 def expected_frontier_of_edges(
     stats: GraphStats, edges: int, negatives: int, fanouts: tuple[int, ...]
 ) -> Expected:
-    """The expected frontier of random edges' ends, with so many negatives for each edge.
+    """Return the expected frontier of the ends of random edges, with negatives for each edge.
 
-    An edge begins at a vertex in proportion to its readers r, and ends at one in proportion to its
-    neighbours d; a negative is any vertex. So a vertex of class k is missed with probability
-    exp(-edges (r_k + d_k) / E - edges negatives / N)."""
+    An edge begins at a vertex in proportion to the vertex's readers r_k, and ends at a vertex in
+    proportion to the vertex's neighbours d_k; a negative is a uniformly random vertex. So a vertex
+    of class k is not reached with probability exp(-edges (r_k + d_k) / E - edges negatives / N)."""
     population = Population.of(stats)
     along = edges * (population.readers + population.drawn_from) / max(population.edges, 1.0)
     unreached = population.vertices * np.exp(-along - edges * negatives / population.all)
@@ -160,30 +160,30 @@ def expected_frontier_of_edges(
 def _expected(
     population: Population, unreached: Floats, seeds: float, fanouts: tuple[int, ...]
 ) -> Expected:
-    """The expected frontier of so many seeds, which leave so many vertices unreached [K]."""
+    """Return the expected frontier of `seeds` seeds; unreached: other vertices per class [K]."""
     vertices = population.vertices
-    # edges known so far; unknown edges of a vertex that has not been reached [K]
-    known, unknown_of_one = 0.0, population.drawn_from
+    # edges known so far; unknown edges of an unreached vertex [K]
+    known, unknown_each = 0.0, population.drawn_from
     rows, edges = [seeds], []
     for fanout in fanouts:
-        drawn = float(
+        sampled = float(
             (
                 vertices * taken(fanout, population.drawn_from)
-                - unreached * taken(fanout, unknown_of_one)
+                - unreached * taken(fanout, unknown_each)
             ).sum()
         )
-        # edges that the rows reached so far could draw
-        drawable = float((vertices * population.drawn_from - unreached * unknown_of_one).sum())
+        # edges that the reached vertices could sample
+        candidates = float((vertices * population.drawn_from - unreached * unknown_each).sum())
         unknown = max(population.edges - known, 1.0)
-        new = min(drawn * max(drawable - known, 0.0) / max(drawable, 1.0), unknown)
+        new = min(sampled * max(candidates - known, 0.0) / max(candidates, 1.0), unknown)
         unreached = unreached * np.exp(-population.readers * new / unknown)
         if population.directed:
             known += new
         else:
-            # an edge becomes known in both directions; once, if both were drawn
+            # an edge becomes known in both directions; once, if both directions were sampled
             known += 2 * new - new * new / unknown
-            unknown_of_one = unknown_of_one * (1.0 - new / unknown)
-        edges.append(drawn)
+            unknown_each = unknown_each * (1.0 - new / unknown)
+        edges.append(sampled)
         rows.append(population.all - float(unreached.sum()))
     return Expected(tuple(rows[::-1]), tuple(edges[::-1]), vertices - unreached)
 
@@ -192,8 +192,9 @@ class EstimatedBatch(MiniBatch):
     """The expected counts of a mini-batch.
 
     groups: the group of each rank. needs: the frontier of each group. crossing: the share of edges
-    that lead to another rank of the group. fullest: the share of a group's first rank, in equal
-    shares. scored: edges of the batch, and negatives of each; None: the loss is of labels."""
+    that lead to another rank of the group. fullest: the first rank's share of its group's rows and
+    edges over the mean share. scored: link prediction's edges per batch, and negatives per edge;
+    None for losses of labels."""
 
     def __init__(
         self,
@@ -211,7 +212,7 @@ class EstimatedBatch(MiniBatch):
         self.depth, self.ranks = self.layers - first_varying, len(groups)
         self._size, self._fullest = groups.count(groups[0]), fullest
         self._facts, seen = {}, Counter[int]()
-        self._member = np.zeros(self.ranks, dtype=np.int64)  # of each rank in its group
+        self._member = np.zeros(self.ranks, dtype=np.int64)  # index of each rank in its group
         for rank, group in enumerate(groups):
             self._member[rank], seen[group] = seen[group], seen[group] + 1
         self._rows = self._shared([need.rows for need in needs])
@@ -219,14 +220,14 @@ class EstimatedBatch(MiniBatch):
         self.scored = None if scored is None else self._scored(*scored)
 
     def _scored(self, batch: int, negatives: int) -> Scored:
-        """The expected edges that each rank scores, and rows that it is sent for that."""
+        """Return the expected edges that each rank scores, and the rows sent for that."""
         counts = [part.size for part in shares(np.arange(batch), len(self.needs))]
         edges, sends = self._shared(counts), self._to_peers([0] * len(counts))
         if self._size > 1:
             population, others = Population.of(self.stats), self._size - 1
             wanted = []
             for count in counts:
-                # times that one other rank's edges end at a vertex of each class [K]
+                # expected number of ends of one other rank's edges at a vertex of each class [K]
                 along = count * population.drawn_from / max(population.edges, 1.0)
                 times = (
                     along * self.cross / others + count * negatives / self._size / population.all
@@ -237,7 +238,7 @@ class EstimatedBatch(MiniBatch):
         return Scored(edges, sends, self._size > 1)
 
     def _shared(self, totals: Sequence[Any]) -> NDArray[np.int64]:
-        """Each rank's share of its group's totals, in whole numbers that add up [.., ranks]."""
+        """Divide each group's totals among its ranks, in integers that add up [.., ranks]."""
         total = np.rint(totals).astype(np.int64)[list(self.servers)].T
         others = self._size - 1
         if not others:
@@ -251,7 +252,7 @@ class EstimatedBatch(MiniBatch):
         return np.asarray(self._rows[h])
 
     def rows(self, rank: int, h: int) -> NDArray[np.int64]:
-        """As many numbers as the rank has rows; which vertices they are is not known."""
+        """Return as many numbers as the rank has rows; the vertices' ids are not known."""
         return np.arange(self.row_counts(h)[rank])
 
     def crossing(self, layer: int) -> NDArray[np.int64]:
@@ -268,13 +269,13 @@ class EstimatedBatch(MiniBatch):
         )
 
     def _to_peers(self, rows: Sequence[int]) -> Outer:
-        """So many rows of each group, that each of its ranks gets of each other."""
+        """Return the matrix in which a rank receives rows[group] rows from each group member."""
         return Outer.of(self.servers, True, np.array(rows)[list(self.servers)]).T
 
     def _halo(self, need: Expected, layer: int) -> float:
-        """Rows of h_{l-1} that a rank needs of one other rank."""
+        """Return the rows of h_{l-1} that a rank needs from one other rank of its group."""
         population = Population.of(self.stats)
-        # times that one other rank draws a vertex of each class [K]
+        # expected number of times that one other rank samples a vertex of each class [K]
         times = (
             need.edges[layer - 1]
             * population.readers
@@ -287,7 +288,7 @@ class EstimatedBatch(MiniBatch):
 
 
 class EstimatedBatches(Batches):
-    """Expected batches of an epoch. They are alike, except for the last."""
+    """The expected batches of an epoch; all are equal except the last, which may be smaller."""
 
     def __init__(
         self,
@@ -307,20 +308,20 @@ class EstimatedBatches(Batches):
         self.fullest = float(
             np.interp(share, np.log([0.01, 0.5]), FULLEST.get(splitter, (1.0, 1.0)))
         )
-        self._made = {}
+        self._batches = {}
 
     def at(self, step: int) -> MiniBatch:
         workload, groups = self.workload, len(set(self.groups))
         size = min(workload.batch, self.items - step % self.steps * workload.batch)
-        if size not in self._made:
+        if size not in self._batches:
             needs = [self._need(share.size) for share in shares(np.arange(size), groups)]
             scored = (size, workload.negatives) if workload.task == "link" else None
             others = self.first_varying, self.crossing, self.fullest, scored
-            self._made[size] = EstimatedBatch(self.stats, self.groups, needs, *others)
-        return self._made[size]
+            self._batches[size] = EstimatedBatch(self.stats, self.groups, needs, *others)
+        return self._batches[size]
 
     def _need(self, items: int) -> Expected:
-        """The expected frontier of a group's share of a batch."""
+        """Return the expected frontier of a group's share of a batch."""
         workload = self.workload
         if workload.task == "node":
             return expected_frontier(self.stats, items, workload.fanouts)

@@ -1,24 +1,24 @@
-"""Estimates the layout of a graph known by statistics only: counts of rows and edges, no ids.
+"""Estimates of layouts for a graph known by statistics only: row and edge counts, no ids.
 
-Model: an edge leads anywhere with probability phi (the graph's *mixing*), and stays in its part
-with probability 1 - phi. For N vertices of mean degree d, cut in m equal parts:
+Model: an edge leads to a random vertex with probability phi (the graph's *mixing*), and stays in
+its part with probability 1 - phi. For N vertices of mean degree d in m equal parts:
 
     halo rows of all parts           H(m)   = N (m-1) (1 - exp(-phi d / m))
     so one counted halo gives        phi(m) = -m/d ln(1 - H / (N (m-1)))
 
 phi grows with the number of parts, because smaller parts keep fewer edges. Between counted halos
-log phi is interpolated over log m. Beyond them phi grows as m^0.5: METIS's halos of five real
-graphs at 2, 8 and 32 parts have exponents 0.2 to 1.0 (mean 0.6) up to 8 parts, and 0.2 to 0.6
-(mean 0.4) after. Without a counted halo phi is that of usual graphs (USUAL). In a random partition
+log phi is interpolated over log m. Outside their range phi grows as m^0.5: METIS's halos of five
+real graphs at 2, 8 and 32 parts have exponents 0.2 to 1.0 (mean 0.6) up to 8 parts, and 0.2 to 0.6
+(mean 0.4) above. Without a counted halo, phi is that of usual graphs (USUAL). In a random partition
 phi is 1, as in a random graph, which no partitioner can cut well (GNNPipe Sec. 3.1.1).
 
-Neighbourhoods grow in two pools, the own part and all other parts. A row reached in another part
-has its neighbours there.
+Neighbourhoods grow in two pools, the own part and all other parts. A row that is reached in another
+part has its neighbours in that pool.
 
-Errors (tests/planner/test_estimate.py, three real graphs): all vertices are assumed alike, but hubs
-are reached first, so real neighbourhoods have more edges than estimated. Neighbourhoods of parts
-overlap, so two hops have up to 25 % fewer rows than estimated. In a dense graph (Squirrel, mean
-degree 76) exchanges inside servers that preload are estimated at half of their size."""
+Errors (tests/planner/test_estimate.py, three real graphs): the model treats all vertices alike, but
+hubs are reached first, so real neighbourhoods have more edges than estimated. Neighbourhoods of
+parts overlap, so two hops have up to 25 % fewer rows than estimated. In a dense graph (Squirrel,
+mean degree 76) the estimated exchanges inside preloading servers are half of the real ones."""
 
 from __future__ import annotations
 
@@ -33,30 +33,30 @@ from gnnplan.planner.graph.partitioners import BLIND
 from gnnplan.planner.ownership.layout import Expansion, LayerFacts
 from gnnplan.planner.vocabulary.outer import Outer
 
-GROWTH = 0.5  # slope of log phi over log m beyond counted halos
+GROWTH = 0.5  # slope of log phi over log m outside the range of counted halos
 # (parts, phi): geometric mean of eight graphs, 0.007 (papers100M, Reddit) to 0.5 (Squirrel)
 USUAL = 8, 0.04
 
 
 def expected_halo_rows(vertices: int, parts: int, edge_probability: float) -> float:
-    """Halo rows of all parts of a random graph, whose edges are independent [rows].
+    """Return the expected halo rows of all parts of a random graph with independent edges [rows].
 
-    Real graphs lie below. Source: GNNPipe Sec. 3.1.1.
+    Real graphs have fewer. Source: GNNPipe Sec. 3.1.1.
     """
-    with np.errstate(divide="ignore"):  # p = 1: log 0 = -inf, and exp of that is the right 0
+    with np.errstate(divide="ignore"):  # p = 1: log 0 = -inf, and exp(-inf) is the right 0
         share = -np.expm1(vertices / parts * np.log1p(-edge_probability))
     return float(vertices * (parts - 1) * share)
 
 
 @dataclass(frozen=True)
 class Mixing:
-    """phi as a function of the number of parts."""
+    """A graph's mixing phi as a function of the number of parts; without points, phi is 1."""
 
-    known: tuple[tuple[int, float], ...] = ()  # (m, phi(m)) as counted, in order of m
+    known: tuple[tuple[int, float], ...] = ()  # counted points (m, phi(m)), in order of m
 
     @classmethod
     def of(cls, vertices: int, edges: int, halo_rows: Mapping[int, int]) -> Mixing:
-        """The mixing from counted halos: number of parts -> halo rows of all parts together."""
+        """Make the mixing from counted halos; halo_rows: parts -> halo rows of all parts."""
         points = []
         for parts, rows in sorted(halo_rows.items()):
             if parts > 1 and rows > 0:
@@ -67,7 +67,7 @@ class Mixing:
         return cls(tuple(points))
 
     def at(self, parts: float) -> float:
-        """phi of a partition in so many equal parts."""
+        """Return phi for a partition into `parts` equal parts."""
         if not self.known:
             return 1.0
         log_parts, log_phi = (np.log([point[i] for point in self.known]) for i in (0, 1))
@@ -78,10 +78,10 @@ class Mixing:
 
 @dataclass(frozen=True)
 class EstimatedLayout:
-    """Expected counts of a Layout of equal parts, whose methods it has.
+    """The expected counts of a Layout with equal parts; it has the methods of Layout.
 
-    servers: the server (or group) of each rank; all have equally many ranks. The other fields are
-    as in Layout."""
+    servers: the server (or group) of each rank, with the same number of ranks each. The other
+    fields are as in Layout."""
 
     vertices: int
     edges: int
@@ -91,7 +91,7 @@ class EstimatedLayout:
     depth: int
     expansion: Expansion | None = None
     mixing: Mixing = Mixing()
-    targets: float | None = None  # per server, whose rows alone are computed; None: all own rows
+    targets: float | None = None  # vertices per server whose h_L is needed; None: all own vertices
     _facts: dict[object, LayerFacts] = field(
         default_factory=dict, init=False, compare=False, repr=False
     )
@@ -102,7 +102,7 @@ class EstimatedLayout:
 
     @cached_property
     def groups(self) -> int:
-        """How many servers there are."""
+        """The number of servers."""
         return len(set(self.servers))
 
     @property
@@ -123,25 +123,26 @@ class EstimatedLayout:
 
     @property
     def _own_rows(self) -> float:
-        """Rows of a server's own part."""
+        """The rows of a server's own part."""
         return self.vertices / self.groups
 
     @property
     def _external_rows(self) -> float:
-        """Rows of all other parts."""
+        """The rows of all other servers' parts."""
         return self.vertices - self._own_rows
 
     @property
     def _degree(self) -> float:
+        """The mean degree."""
         return self.edges / self.vertices
 
     @property
     def _allowed(self) -> float:
-        """External rows that a server may have: all, or those that an expansion draws."""
+        """The external rows that a server may read: all, or the rows that an expansion draws."""
         if not self.expansion or not self._external_rows:
             return self._external_rows
         reached, new, mixed = 0.0, self._own_rows, self.mixing.at(self.groups)
-        # external neighbours of an own row; nearly all neighbours of an external row are external
+        # external neighbours of an own row; below, of an external row, nearly all its neighbours
         external = self._degree * mixed * (1 - 1 / self.groups)
         for _ in range(self.expansion.max_hop):
             new = (self._external_rows - reached) * -np.expm1(
@@ -153,13 +154,13 @@ class EstimatedLayout:
 
     @cached_property
     def _regions(self) -> tuple[tuple[float, float], ...]:
-        """Own rows and external rows of h_0 .. h_L that a server computes (h_0: has)."""
+        """(own rows, external rows) of each of h_0 .. h_L that a server computes (h_0: has)."""
         grown = [self._grown(self.inside - h) for h in range(self.inside)]
         above = range(self.inside, self.layers + 1)
         return (*grown, *((self._needed(h) / self.groups, 0.0) for h in above))
 
     def _needed(self, h: int) -> float:
-        """Rows of h_h that the targets of all servers need of their owners."""
+        """Return the rows of h_h that the targets of all servers need from their owners."""
         if self.targets is None:
             return float(self.vertices)
         new = rows = self.targets * self.groups
@@ -169,14 +170,14 @@ class EstimatedLayout:
         return float(rows)
 
     def _grown(self, hops: int) -> tuple[float, float]:
-        """Own rows and external rows within `hops` hops of a server's own rows of h_inside."""
+        """Return the own and the external rows within `hops` hops of a server's own h_inside."""
         own = self._needed(self.inside) / self.groups
         external, new_own, new_external = 0.0, own, 0.0
         mixed = self.mixing.at(self.groups)
-        # edges of a row into any one vertex, and into its own pool
+        # edges of a row to any one vertex by mixing, and edges of a row that stay in its pool
         anywhere, near = self._degree * mixed / self.vertices, self._degree * (1 - mixed)
         for _ in range(hops):
-            # edges of the new rows into one vertex of each pool
+            # edges of the new rows to one vertex of each pool
             to_own = (new_own + new_external) * anywhere + new_own * near / self._own_rows
             to_external = (new_own + new_external) * anywhere + (
                 new_external * near / self._external_rows if self._external_rows else 0.0
@@ -187,9 +188,9 @@ class EstimatedLayout:
         return float(own), float(external)
 
     def _kept_edges(self, own: float, external: float) -> float:
-        """Edges into these rows from rows that the server may have."""
+        """Return the edges into `own` and `external` rows from rows that the server may read."""
         allowed = self._allowed / self._external_rows if self._external_rows else 1.0
-        # probability that an edge leads to one certain part by mixing
+        # probability that an edge leads to one given part by mixing
         crossing = self.mixing.at(self.groups) / self.groups
         return self._degree * (
             own * (1 - (self.groups - 1) * crossing * (1 - allowed))
@@ -197,7 +198,7 @@ class EstimatedLayout:
         )
 
     def facts(self, layer: int) -> LayerFacts:
-        """Counts of a layer over all ranks. Layers of the same `kind` have the same object."""
+        """Return the counts of a layer over all ranks; layers of one `kind` share an object."""
         if (kind := self.kind(layer)) not in self._facts:
             self._facts[kind] = self._counted(layer)
         return self._facts[kind]
@@ -217,10 +218,11 @@ class EstimatedLayout:
         return LayerFacts(rows * ones, local + sends.sum(0), edges * ones, sends)
 
     def _halo(self, rows: float, local: float, among: float, parts: tuple[float, float]) -> float:
-        """Halo rows of a rank that has `local` of the `among` source rows of its group.
+        """Return the halo rows of a rank with `local` of the `among` source rows of its group.
 
-        rows: its destinations. parts: rows of the rank's part of the graph and of the group's. The
-        halo is what edges leave the first for, but not the second."""
+        rows: the rank's destinations. parts: the rows of the rank's part of the graph, and of the
+        group's. Halo rows are at the ends of edges that leave the rank's part, but stay in the
+        group's."""
         if local >= among:
             return 0.0
         leave_rank, leave_group = map(self.leaving, parts)
@@ -228,7 +230,7 @@ class EstimatedLayout:
         return float((among - local) * -np.expm1(-rows * rate))
 
     def leaving(self, rows: float) -> float:
-        """Share of a part's edges that leave it, of a part of so many rows."""
+        """Return the share of edges that leave a part of `rows` rows."""
         return self.mixing.at(self.vertices / rows) * (1 - rows / self.vertices)
 
     def meets(self, layer: int) -> bool:
@@ -242,12 +244,12 @@ class EstimatedLayout:
         return np.full(self.ranks, self.region(h) * self.groups / self.ranks)
 
     def region(self, h: int) -> float:
-        """Own and external rows of h_h together."""
+        """Return a server's own and external rows of h_h together."""
         return sum(self._regions[h])
 
 
 def mixing_of(stats: GraphStats, method: str = "metis") -> Mixing:
-    """The mixing of a graph under a partitioner: from its counted halos, else the usual one."""
+    """Return a graph's mixing under a partitioner, from counted halos, else of usual graphs."""
     if method in BLIND:
         return Mixing()
     return (
@@ -258,8 +260,10 @@ def mixing_of(stats: GraphStats, method: str = "metis") -> Mixing:
 
 
 def _evenly(groups: tuple[int, ...], same: bool, rows: float) -> Outer:
-    """`rows` rows that every rank gets from the others of its group, or of other groups, equally
-    many from each, in whole rows."""
-    own = groups.count(groups[0])
-    peers = own - 1 if same else len(groups) - own
+    """Return the matrix in which every rank receives `rows` rows, the same number from each peer.
+
+    The peers are the other ranks of its group (`same`), or the ranks of other groups. Entries are
+    rounded to whole rows."""
+    size = groups.count(groups[0])
+    peers = size - 1 if same else len(groups) - size
     return Outer.of(groups, same, round(rows / max(peers, 1)))

@@ -1,23 +1,23 @@
-"""Graph parallelism at any depth: which rank computes which rows, and whose rows it is sent.
+"""Layouts: which rank computes which rows of each layer, and which rows it receives from whom.
 
-Every rank owns a part of the graph. With depth 0 a rank computes its own rows only, and fetches its
-halo before every layer. With depth d >= 1 (GraNNDis' preload) a server recomputes the first d
-hidden layers of the rows around its own, so that these layers' rows never cross servers. The rows
-that a server computes are its *region*; they are spread over its GPUs.
+Every rank owns a part of the graph. With depth 0 a rank computes its own rows only, and receives
+its halo before every layer. With depth d >= 1 (GraNNDis' preload) a server recomputes the first d
+hidden layers of the rows around its part, so that servers do not exchange rows of these layers. The
+rows that a server computes are its *region*; they are divided among the server's GPUs.
 
     region of a server, 3 layers, full preload
         own part | 1 hop | 2 hops | 3 hops (features only)      all edges into these rows
     with an Expansion (max_hop 1)
         own part | sampled external rows                        the edges among these rows only
-    a batch of it
+    a batch of the region
         targets  | 1 hop | 2 hops | 3 hops                      the same edges on the same GPUs
 
-A layout of all rows becomes one of those that some targets need (`needed`): a row that no target
-reaches in the layers that are left is left out.
+`needed` restricts a layout to the rows that some target vertices need: it leaves out a row of h_l
+that no target reads through the layers after l.
 
-Layer l reads h_{l-1} and writes h_l. `first_varying` (gnn/model.py) is 1 where h_0 are constant
-features, 0 after an encoder. The planner reads counts and the executor reads indices of the same
-object, so they agree about bytes."""
+Layer l reads h_{l-1} and writes h_l. `first_varying` (gnn/model.py) is 1 if h_0 are the constant
+features, and 0 if an encoder computes h_0. The planner reads counts and the executor reads indices
+of the same object, so they agree about bytes."""
 
 from __future__ import annotations
 
@@ -33,16 +33,16 @@ from gnnplan.planner.graph.sampling import BATCHES, EXPANSION
 from gnnplan.planner.vocabulary.numbers import runs
 from gnnplan.planner.vocabulary.outer import Pairs
 
-FAR = np.iinfo(np.int16).max  # hops: more than any model has layers
-AT_ONCE = 1 << 22  # edges handled at a time, so that temporaries are small compared to the graph
+FAR = np.iinfo(np.int16).max  # "unreachable", in hops: more than any model has layers
+AT_ONCE = 1 << 22  # edges per block, so that temporaries are small compared to the graph
 
 
 @dataclass(frozen=True)
 class Expansion:
     """GraNNDis' expansion-aware sampling of the rows around a server's own part.
 
-    A server takes vertices within `max_hop` (m) hops: at most `fanout` (k) external in-neighbours
-    of each vertex visited, drawn once. It has all edges among the rows that it then has."""
+    A server takes external vertices within `max_hop` (m) hops: at most `fanout` (k) in-neighbours
+    of each visited vertex, drawn once. It uses all edges among its rows, own and drawn."""
 
     max_hop: int
     fanout: int
@@ -51,76 +51,77 @@ class Expansion:
 
 @dataclass(frozen=True)
 class Piece:
-    """One rank's share of one layer. Its source rows are `local` rows of h_{l-1}, then its halo."""
+    """One rank's share of one layer: its source rows are `local` rows of h_{l-1}, then the halo."""
 
-    rows: int  # destinations: a prefix of the rank's rows
-    local: int  # rows of h_{l-1} that it computed itself, or its features
-    halo: np.ndarray  # int64 [halo], global ids, grouped by sender
-    received: np.ndarray  # int64 [ranks], halo rows by sender
+    rows: int  # destinations, which are a prefix of the rank's rows
+    local: int  # rows of h_{l-1} that the rank computed itself, or has as features
+    halo: np.ndarray  # global ids, grouped by sender, int64 [halo]
+    received: np.ndarray  # halo rows by sender, int64 [ranks]
     edges: int  # without self edges
 
 
 @dataclass(frozen=True)
 class LayerFacts:
-    """Counts of one layer over all ranks."""
+    """The counts of one layer over all ranks."""
 
-    rows: np.ndarray  # [ranks], destinations
-    sources: np.ndarray  # [ranks], rows read: local ones and halo
-    edges: np.ndarray  # [ranks], without self edges
-    halo: Pairs  # [ranks, ranks]: halo[i, j] rows of i are there when j computes the layer
-    # rows of h_{l-1} that each rank has made, if it made some for other ranks alone [ranks]
+    rows: np.ndarray  # destinations [ranks]
+    sources: np.ndarray  # rows read: local rows and halo rows [ranks]
+    edges: np.ndarray  # without self edges [ranks]
+    halo: Pairs  # halo[i, j]: rows of rank i that rank j has when it computes the layer
+    # rows of h_{l-1} that each rank computed; set if some of them serve other ranks only [ranks]
     made: np.ndarray | None = None
-    # if these are partial sums: how many each rank adds up to the sources that it reads [ranks]
+    # if the rows are partial sums: partial sums that each rank adds up to its sources [ranks]
     added: np.ndarray | None = None
-    # destinations whose own row is with another rank, which adds its part of the sum [ranks]
+    # destinations whose own row another rank has, which adds it to its partial sum [ranks]
     away: np.ndarray | None = None
-    fresh: Pairs | None = None  # rows of the halo that cross before the layer, if not all
+    fresh: Pairs | None = None  # halo rows that owners send in this step; None: all [ranks, ranks]
 
     def __post_init__(self) -> None:
         self.sends.setflags(write=False)
 
     @property
     def sends(self) -> Pairs:
-        """Rows that go from i to j before the layer [ranks, ranks]."""
+        """Rows that rank i sends to rank j before the layer [ranks, ranks]."""
         return self.halo if self.fresh is None else self.fresh
 
     @property
     def returned(self) -> Pairs:
-        """Rows whose gradients go from i to j after the layer: the other way [ranks, ranks]."""
+        """Rows whose gradients rank i returns to rank j in the backward pass [ranks, ranks]."""
         return self.sends.T
 
     @property
     def local(self) -> np.ndarray:
-        """Rows of h_{l-1} that each rank has before the halo comes [ranks]."""
+        """Rows of h_{l-1} that each rank has before it receives the halo [ranks]."""
         return np.asarray(self.sources - self.there) if self.made is None else self.made
 
     @property
     def present(self) -> np.ndarray:
-        """Rows of h_{l-1} that are with each rank when the halo is there, read or not [ranks]."""
+        """Rows of h_{l-1} that each rank has with the halo, read or unread [ranks]."""
         return np.asarray(self.local + self.there)
 
     @cached_property
     def there(self) -> np.ndarray:
-        """Halo rows that are with each rank, whenever they came [ranks]."""
+        """Halo rows that each rank has, received in this step or cached from earlier [ranks]."""
         return np.asarray(self.halo.sum(0))
 
     @cached_property
     def given(self) -> np.ndarray:
-        """Rows that each rank sends [ranks]."""
+        """Rows that each rank sends before the layer [ranks]."""
         return np.asarray(self.sends.sum(1))
 
     @cached_property
     def taken(self) -> np.ndarray:
-        """Halo rows that each rank gets before the layer [ranks]."""
+        """Halo rows that each rank receives before the layer [ranks]."""
         return np.asarray(self.sends.sum(0))
 
 
 class Layout:
-    """The rows of every rank at every layer.
+    """The rows of every rank in every layer.
 
     owner: the rank that owns each vertex, int [N]. servers: the server of each rank, or another
     group of ranks that preloads together (an island of GPUs). depth: the number of hidden layers
-    that are recomputed; with an expansion, all of them are."""
+    that a server recomputes; with an expansion, a server recomputes all hidden layers. method: the
+    partitioner, which also divides regions and orders rows."""
 
     def __init__(
         self,
@@ -134,28 +135,28 @@ class Layout:
         method: str = "metis",
     ):
         self.graph, self.servers, self.layers = graph, servers, layers
-        self.method = method  # the partitioner, which cuts regions and orders rows, too
+        self.method = method
         self.first_varying, self.ranks = first_varying, len(servers)
         several = len(set(servers)) > 1
         self.depth = min(layers if expansion else depth, layers - first_varying) if several else 0
-        # h_0 .. h_{inside - 1} never cross servers
+        # servers do not exchange rows of h_0 .. h_{inside - 1}
         self.inside = first_varying + self.depth if self.depth else 0
         self.owner = np.asarray(owner, dtype=np.int32)
-        # server -> bool [N]: the rows that it may have; servers that are absent may have all
+        # server -> bool [N]: the rows that it may read; a server without an entry may read all rows
         self._allowed: dict[int, np.ndarray] = {}
         if expansion and several:
-            self.inside = layers  # also where there is one layer
+            self.inside = layers  # even for a single layer, where depth is 0
             self._allowed = {
                 server: expand(graph, self._part(server), expansion, server)
                 for server in set(servers)
             }
-        # per rank: (global ids, last) of its rows; it computes a row of h_0 .. h_last
+        # rank -> (ids, last): global ids of its rows; the rank computes h_0 .. h_last of a row
         self._members = self._regions() if self.inside else self._parts()
         self._clear_caches()
 
     @classmethod
     def of_one(cls, graph: Graph, method: str = "metis") -> Layout:
-        """Of one layer on one rank, which has all rows."""
+        """Make the layout of a single layer on a single rank, which has all rows."""
         owner = np.zeros(graph.stats.vertices, np.int32)
         return cls(graph, owner, servers=(0,), layers=1, first_varying=1, method=method)
 
@@ -166,15 +167,15 @@ class Layout:
         self.__dict__.pop("_position", None)
 
     def recomputed(self, layer: int) -> bool:
-        """Whether the layer's inputs come from the own server only."""
+        """Whether a rank receives the layer's inputs from ranks of its own server only."""
         return layer - 1 < self.inside
 
     def kind(self, layer: int) -> object:
-        """A key that is equal for layers with equal rows, edges and exchanges."""
+        """Return a key that is equal for layers with equal rows, edges and exchanges."""
         return self._sizes(layer - 1), self._sizes(layer), self.recomputed(layer)
 
     def _sizes(self, h: int) -> tuple[int, ...]:
-        """Rows of h_h of each rank."""
+        """Return the number of rows of h_h that each rank computes."""
         if h not in self._row_counts:
             self._row_counts[h] = tuple(
                 int(np.searchsorted(-last, -h, side="right")) for _, last in self._members
@@ -185,21 +186,22 @@ class Layout:
 
     @property
     def _order(self) -> np.ndarray:
+        """Sort key of each vertex [N], close for vertices in one dense cluster of the graph."""
         return locality_order(self.graph, self.method)
 
     def _part(self, server: int) -> np.ndarray:
-        """The server's own rows, bool [N]."""
+        """Return the server's own rows, bool [N]."""
         return np.asarray(np.asarray(self.servers)[self.owner] == server)
 
     def _parts(self) -> list[tuple[np.ndarray, np.ndarray]]:
-        """Each rank's own rows."""
+        """Return (ids, last) of each rank for depth 0: its own rows."""
         last = np.full(self.owner.size, self.layers, dtype=np.int16)
         return [
             self._sorted(np.flatnonzero(self.owner == rank), last) for rank in range(self.ranks)
         ]
 
     def _regions(self) -> list[tuple[np.ndarray, np.ndarray]]:
-        """Each rank's share of its server's region."""
+        """Return (ids, last) of each rank: its share of its server's region."""
         owner, members = self.owner.copy(), dict[int, tuple[np.ndarray, np.ndarray]]()
         for server, last in self._lasts(np.ones(owner.size, dtype=bool)):
             ranks = np.flatnonzero(np.asarray(self.servers) == server)
@@ -208,7 +210,7 @@ class Layout:
                 rank_of = np.full(region.size, ranks[0])
             else:
                 inside = edges_between(self.graph, region)
-                # the layers are balanced in which rows are computed, at least 1
+                # A row weighs as many layers as it is computed in, and at least 1.
                 weights = np.maximum(last[region].astype(np.int64), 1)
                 rank_of = ranks[partition_weighted(inside, weights, len(ranks), self.method)]
             own = self._part(server)[region]
@@ -218,10 +220,11 @@ class Layout:
         return [members[rank] for rank in range(self.ranks)]
 
     def _lasts(self, targets: np.ndarray) -> Iterator[tuple[int, np.ndarray]]:
-        """Each server, and the last h_l of which it computes each row for the targets: int16 [N].
+        """Yield each server, and for each vertex the last l of the h_l that the server computes.
 
-        Negative: it does not have the row. Owners compute h_l for l >= inside, for the targets of
-        all servers; below, every server computes what its own rows of h_inside need."""
+        targets: the vertices whose h_L is needed, bool [N]. The last l is int16 [N]; negative: the
+        server does not have the row. For l >= inside, only owners compute h_l, for the targets of
+        all servers. For smaller l, every server computes the rows that its own h_inside needs."""
         hop = distances(self.graph, targets, self.layers - self.inside)
         by_owner = np.where(hop < FAR, self.layers - hop, -1).astype(np.int16)
         for server in sorted(set(self.servers)):
@@ -233,17 +236,18 @@ class Layout:
             yield server, np.maximum(own, self.inside - around)
 
     def _sorted(self, ids: np.ndarray, last: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """(global ids, last) of rows, those of most layers first; alike, METIS clusters together.
+        """Sort rows by falling `last`, then by locality; return (ids, last of these rows).
 
-        last: of all vertices, [N]."""
+        last: of all vertices [N]."""
         lasts = last[ids]
         sort = np.lexsort((self._order[ids], -lasts))
         return ids[sort], lasts[sort]
 
     def drawn(self, rows: np.ndarray, count: int, seed: int) -> np.ndarray:
-        """The random batch of each of `rows` (bool [N]), -1 elsewhere: int32 [N].
+        """Divide `rows` (bool [N]) at random into batches; return each row's batch, int32 [N].
 
-        Each server's rows are cut in `count` nearly equal batches."""
+        Vertices outside `rows` get -1. Each server divides its own rows into `count` nearly equal
+        batches."""
         batch_of = np.full(rows.size, -1, dtype=np.int32)
         for server in set(self.servers):
             order = np.random.default_rng((BATCHES, seed, server)).permutation(
@@ -253,9 +257,10 @@ class Layout:
         return batch_of
 
     def needed(self, targets: np.ndarray, inside: int | None = None) -> Layout:
-        """The layout of the rows that some targets (bool [N]) need, on the ranks that have them.
+        """Return the layout restricted to the rows that `targets` (bool [N]) need.
 
-        inside: h_0 .. h_{inside - 1} never cross servers; default: as here."""
+        Every row stays on its rank. inside: servers do not exchange rows of h_0 .. h_{inside - 1};
+        default: as in this layout."""
         out = object.__new__(Layout)
         out.__dict__.update(self.__dict__)
         out.inside = self.inside if inside is None else inside
@@ -268,19 +273,19 @@ class Layout:
         return out
 
     def batch(self, targets: np.ndarray) -> Layout:
-        """The layout of the rows that some targets (bool [N]) need.
+        """Return the layout of a batch: the rows that `targets` (bool [N]) need.
 
-        A server's targets are among its own rows. What they need is found for the server as a
-        whole, then split over its GPUs as in this layout. So every row that a rank needs is among
-        the rows that it has here."""
+        A server computes the targets among its own rows. The rows that they need are found for the
+        server as a whole, then divided among its GPUs as in this layout. So a rank's rows of the
+        batch are among its rows in this layout."""
         batch = self.needed(targets, inside=self.layers)
         batch.depth = self.layers - self.first_varying
         return batch
 
     def _holders(self, rank: int, layer: int) -> tuple[np.ndarray, np.ndarray]:
-        """Who sends the rank a row of h_{l-1} that it lacks, and the row's position among theirs.
+        """Return the sender of each row of h_{l-1} to the rank, and the row's position there.
 
-        Both are int32 [N], -1 where nobody has the row."""
+        Both are int32 [N]; -1 if no rank has the row."""
         if not self.recomputed(layer):
             return self.owner, self._position
         rank_of, position = np.full((2, self.graph.stats.vertices), -1, dtype=np.int32)
@@ -291,7 +296,7 @@ class Layout:
 
     @cached_property
     def _position(self) -> np.ndarray:
-        """Position of each vertex among its owner's rows, int32 [N]; -1 if it is left out."""
+        """The position of each vertex among its owner's rows, int32 [N]; -1 if it is left out."""
         position = np.full(self.graph.stats.vertices, -1, dtype=np.int32)
         for rank, (ids, _) in enumerate(self._members):
             own = np.flatnonzero(self.owner[ids] == rank)
@@ -299,25 +304,25 @@ class Layout:
         return position
 
     def rows(self, rank: int, h: int) -> np.ndarray:
-        """Global ids of the rows of h_h that the rank computes (h = 0: has), int64 [rows]."""
+        """Return the ids of the rows of h_h that the rank computes (h = 0: has), int64 [rows]."""
         return self._members[rank][0][: self._sizes(h)[rank]]
 
     def row_counts(self, h: int) -> np.ndarray:
-        """Rows of h_h of each rank [ranks]."""
+        """Return the number of rows of h_h that each rank computes [ranks]."""
         return np.array(self._sizes(h))
 
     def own(self, rank: int) -> np.ndarray:
-        """Global ids of the rows that the rank owns: those in its loss, or a batch's targets."""
+        """Return the ids of the rows in the rank's loss: its own vertices, or a batch's targets."""
         return self.rows(rank, self.layers)
 
     # -- layers --------------------------------------------------------------------------------
 
     def _edges(self, rank: int, layer: int) -> tuple[np.ndarray, np.ndarray]:
-        """In-neighbours of the rank's rows of h_l, row after row, and the degree of each row."""
+        """Return the in-neighbours of the rank's rows of h_l, row by row, and each row's degree."""
         return self._allowed_edges(rank, self.rows(rank, layer))
 
     def _allowed_edges(self, rank: int, rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """In-neighbours of `rows` that the rank's server may have, and the degree of each row."""
+        """Return the in-neighbours of `rows` that the server may read, and each row's degree."""
         columns, degree = self.graph.neighbours(rows), self.graph.degree_of(rows)
         allowed = self._allowed.get(self.servers[rank])
         if allowed is None:
@@ -328,9 +333,9 @@ class Layout:
         )
 
     def piece(self, rank: int, layer: int) -> Piece:
-        """The rank's share of a layer."""
+        """Return the rank's share of a layer."""
         rows, local = self.rows(rank, layer), self.rows(rank, layer - 1)
-        # rows are prefixes of the rank's rows, so equal sizes are equal rows
+        # Rows are prefixes of the rank's rows, so equal sizes mean equal rows.
         if (key := (rank, self.kind(layer))) not in self._pieces:
             self._pieces[key] = self._piece(rank, layer, rows.size, local.size)
         return self._pieces[key]
@@ -341,37 +346,37 @@ class Layout:
         wanted[columns] = True
         wanted[self._members[rank][0][:local]] = False
         halo = np.flatnonzero(wanted)
-        sender, place = (of_all[halo] for of_all in self._holders(rank, layer))
+        sender, place = (by_vertex[halo] for by_vertex in self._holders(rank, layer))
         sort = np.lexsort((place, sender))
         return Piece(
             rows, local, halo[sort], np.bincount(sender, minlength=self.ranks), int(columns.size)
         )
 
     def sent(self, rank: int, layer: int) -> list[np.ndarray]:
-        """Positions, among the rank's rows, of those that it sends to each peer before the layer.
+        """Return, per peer, the positions among the rank's rows of the rows that the rank sends.
 
-        A list over peers of int64 [rows]."""
+        The rank sends them before the layer. The result is a list over peers of int64 [rows]."""
         _, position = self._holders(rank, layer)
         pieces = (self.piece(peer, layer) for peer in range(self.ranks))
         wanted = (np.split(piece.halo, np.cumsum(piece.received)[:-1])[rank] for piece in pieces)
         return [position[rows].astype(np.int64) for rows in wanted]
 
     def block(self, rank: int, layer: int) -> tuple[np.ndarray, np.ndarray]:
-        """The rank's edges of a layer: CSR (indptr int64, indices int32) over its destinations.
+        """Return the rank's edges of a layer as CSR (indptr int64, indices int32) by destination.
 
-        Indices are positions among its source rows."""
+        Indices are positions among the rank's source rows."""
         piece = self.piece(rank, layer)
         columns, degree = self._edges(rank, layer)
         position = np.empty(self.graph.stats.vertices, dtype=np.int32)
         position[self.rows(rank, layer - 1)] = np.arange(piece.local, dtype=np.int32)
         position[piece.halo] = piece.local + np.arange(piece.halo.size, dtype=np.int32)
-        for start in range(0, columns.size, AT_ONCE):  # numpy makes 64-bit copies of indices
+        for start in range(0, columns.size, AT_ONCE):  # numpy copies indices to 64 bits
             some = columns[start : start + AT_ONCE]
             some[:] = position[some]
         return np.concatenate([[0], np.cumsum(degree)]), columns
 
     def degrees(self, rank: int) -> tuple[np.ndarray, np.ndarray]:
-        """In- and out-degrees [N] among the rows that the rank's server may have."""
+        """Return the in- and out-degrees [N] among the rows that the rank's server may read."""
         rows = np.flatnonzero(
             self._allowed.get(self.servers[rank], np.ones(self.graph.stats.vertices, dtype=bool))
         )
@@ -381,7 +386,7 @@ class Layout:
         return in_degree, np.bincount(columns, minlength=in_degree.size)
 
     def facts(self, layer: int) -> LayerFacts:
-        """Counts of a layer over all ranks. Layers of the same `kind` have the same object."""
+        """Return the counts of a layer over all ranks; layers of one `kind` share an object."""
         if (kind := self.kind(layer)) not in self._facts:
             self._facts[kind] = self._counted(layer)
         return self._facts[kind]
@@ -400,9 +405,9 @@ class Layout:
         return bool(self.facts(layer).sends.any())
 
     def preloaded(self) -> np.ndarray:
-        """Feature rows that rank i sends to rank j once, before training: [ranks, ranks].
+        """Return the feature rows that rank i sends to rank j once, before training [ranks, ranks].
 
-        After that j has the features of all rows that it computes."""
+        Afterwards rank j has the features of all rows that it computes."""
         sends = np.zeros((self.ranks, self.ranks), dtype=np.int64)
         for rank in range(self.ranks if self.inside else 0):
             np.add.at(sends[:, rank], self.owner[self.rows(rank, 0)[self.own(rank).size :]], 1)
@@ -410,7 +415,7 @@ class Layout:
 
 
 def _blocks(graph: Graph, rows: np.ndarray) -> Iterator[tuple[np.ndarray, np.ndarray]]:
-    """Blocks of `rows` with about AT_ONCE edges each: (rows, their in-neighbours)."""
+    """Yield blocks of `rows` with about AT_ONCE edges each: (rows, in-neighbours of the rows)."""
     for some in runs(graph.degree_of(rows), AT_ONCE):
         yield rows[some], graph.neighbours(rows[some])
 
@@ -418,9 +423,10 @@ def _blocks(graph: Graph, rows: np.ndarray) -> Iterator[tuple[np.ndarray, np.nda
 def distances(
     graph: Graph, roots: np.ndarray, reach: int, allowed: np.ndarray | None = None
 ) -> np.ndarray:
-    """Hops from the roots (bool [N]) against the edges, up to `reach`; FAR beyond: int16 [N].
+    """Return the hops of each vertex from the roots (bool [N]), against the edges: int16 [N].
 
-    allowed: the rows that may be visited (bool [N]); default: all."""
+    Vertices more than `reach` hops away get FAR. allowed: the vertices that may be visited
+    (bool [N]); default: all."""
     hop = np.full(graph.stats.vertices, FAR, dtype=np.int16)
     frontier = np.flatnonzero(roots)
     hop[frontier] = 0
@@ -439,7 +445,7 @@ def distances(
 
 
 def reached(graph: Graph, reach: int) -> list[int]:
-    """How many vertices lie within 0, 1, .. `reach` hops of training vertices, as `distances`."""
+    """Return the number of vertices within 0, 1, .. `reach` hops (`distances`) of training ones."""
     if len(graph.reached) > reach:
         return list(graph.reached[: reach + 1])
     hops = distances(graph, np.asarray(graph.train), reach)
@@ -447,7 +453,7 @@ def reached(graph: Graph, reach: int) -> list[int]:
 
 
 def expand(graph: Graph, own: np.ndarray, expansion: Expansion, server: int) -> np.ndarray:
-    """The rows that a server may have: its own (bool [N]), and those drawn around them.
+    """Return the rows that a server may read: its own rows (bool [N]) and rows drawn around them.
 
     Every rank draws the same rows for the same seed and server."""
     random = np.random.default_rng((EXPANSION, expansion.seed, server))
@@ -463,7 +469,7 @@ def expand(graph: Graph, own: np.ndarray, expansion: Expansion, server: int) -> 
             found[columns[~sampled]] = True
             reader, columns = reader[sampled], columns[sampled]
             degree[degree <= expansion.fanout] = 0
-            # put each reader's neighbours in random order, and take the first k of them
+            # Shuffle each reader's neighbours, and take the first k of them.
             sort = np.argsort(reader + random.random(reader.size))
             place = np.arange(reader.size) - (np.cumsum(degree) - degree)[reader]
             found[columns[sort[place < expansion.fanout]]] = True

@@ -1,4 +1,4 @@
-"""Mini-batches: which rank computes which rows of a batch. A batch is a Layout of sampled edges.
+"""Mini-batches: layouts of sampled edges, which say which rank computes which rows of a batch.
 
     split (GSplit): one group of all ranks; ranks exchange halos before every layer
         rank 0    its seeds | its rows of h_1 | its rows of h_0
@@ -8,19 +8,19 @@
         rank 0    its seeds | all they need of h_1 | all they need of h_0
         rank 1    its seeds | all they need of h_1 | all they need of h_0
 
-    hybrid: a group per server, split inside it
+    hybrid: a group per server, which splits batches among its ranks
 
-    first layer split (DNP): owners compute the rows of h_1; above, ranks compute what they need
+    layer 1 split by destinations (DNP): owners compute the rows of h_1; ranks compute later layers
         rank 0    its seeds | all they need of h_2 | its rows of h_1 | all they read of h_0
         rank 1    its seeds | all they need of h_2 | its rows of h_1 | all they read of h_0
 
-    first layer split by sources (SNP): owners of h_0 sum their part of the rows of h_1
+    layer 1 split by sources (SNP): owners of h_0 compute partial sums of the rows of h_1
         rank 0    its seeds | all they need of h_2 | sums of h_1 over | its rows of h_0
         rank 1    its seeds | all they need of h_2 | sums of h_1 over | its rows of h_0
 
-A group has its own seeds, and a frontier around them (graph/sampling.py). In a group every vertex
-has one owner. The owner alone samples its neighbours, loads its features and computes its rows, and
-sends them to the ranks that need them."""
+A group has its own seeds, and a frontier around them (graph/sampling.py). Every vertex has one
+owner in a group. Only the owner samples the vertex's neighbours, loads its features and computes
+its rows, which the owner sends to the ranks that need them."""
 
 from __future__ import annotations
 
@@ -46,17 +46,18 @@ from gnnplan.planner.ownership.layout import LayerFacts, Layout
 from gnnplan.planner.vocabulary.numbers import ranges
 from gnnplan.planner.vocabulary.outer import Pairs
 
-MOST_EDGES = 20_000_000  # sampled in all batches that are looked at one by one
-MOST_BATCHES = 64  # that are looked at one by one
-PUSHED = 1  # numbers before pushed edges: of how many rows they are
+MOST_EDGES = 20_000_000  # sampled edges in all batches that are counted one by one
+MOST_BATCHES = 64  # batches that are counted one by one
+PUSHED = 1  # numbers in the header of a push of edges: the number of rows
 
 
 @dataclass(frozen=True)
 class Scored:
-    """Link prediction: the edges of which each rank computes the loss.
+    """Link prediction: the edges that each rank scores, which means that it computes their loss.
 
-    edges: of each rank [ranks]. sends: rows of h_L that rank i sends rank j, who scores edges that
-    end there [ranks, ranks]. meets: whether ranks of a group send each other such rows."""
+    edges: edges that each rank scores [ranks]. sends: rows of h_L that rank i sends to rank j,
+    because they are ends of edges that rank j scores [ranks, ranks]. meets: whether ranks of a
+    group exchange rows of h_L."""
 
     edges: np.ndarray
     sends: Pairs
@@ -66,11 +67,11 @@ class Scored:
 class MiniBatch(Layout):
     """The rows of every rank in one mini-batch.
 
-    frontiers: of each group. groups: the group of each rank. member: which member of a group
-    (0 .. size - 1) owns each vertex, int [N]; None where every group is one rank. scored: who
-    computes the loss of which edges; None: it is of labels."""
+    frontiers: the frontier of each group. groups: the group of each rank. member: the member of a
+    group (0 .. size - 1) that owns each vertex, int [N]; None if every group is a single rank.
+    scored: the edges that each rank scores in link prediction; None for losses of labels."""
 
-    # numbers of edges that rank i pushes to rank j, [ranks, ranks]; None: nobody pushes
+    # numbers that rank i sends to rank j to push edges [ranks, ranks]; None: no rank pushes edges
     pushed: np.ndarray | None = None
 
     def __init__(
@@ -88,10 +89,10 @@ class MiniBatch(Layout):
         self.layers = self.inside = len(frontiers[0].edges)
         self.depth = self.layers - first_varying
         self._frontiers, self._allowed = frontiers, {}
-        # per rank: places of its rows among nodes[0] of its group
+        # rank -> positions of its rows among nodes[0] of its group
         self._places: list[np.ndarray] = []
         self._members = []
-        self.owner = np.full(graph.stats.vertices, -1, dtype=np.int32)  # of the seeds
+        self.owner = np.full(graph.stats.vertices, -1, dtype=np.int32)  # set for seeds only
         for rank, group in enumerate(groups):
             nodes = frontiers[group].nodes
             last = np.repeat(
@@ -109,7 +110,7 @@ class MiniBatch(Layout):
             self.owner[self.own(rank)] = rank
 
     def kind(self, layer: int) -> object:
-        return layer  # every layer draws anew
+        return layer  # every layer samples its own edges
 
     def _edges(self, rank: int, layer: int) -> tuple[np.ndarray, np.ndarray]:
         indptr, edges = self._frontiers[self.servers[rank]].edges[layer - 1]
@@ -118,7 +119,7 @@ class MiniBatch(Layout):
         return self.graph.indices[edges[ranges(indptr[rows], degree)]], degree
 
     def crossing(self, layer: int) -> np.ndarray:
-        """Edges of a layer whose source another rank owns [ranks]."""
+        """Return the number of each rank's edges of a layer with a remote source [ranks]."""
         blocks = (
             self.block(rank, layer)[1] >= self.piece(rank, layer).local
             for rank in range(self.ranks)
@@ -127,22 +128,22 @@ class MiniBatch(Layout):
 
     @property
     def splits(self) -> bool:
-        """Whether ranks share a batch."""
+        """Whether several ranks share a batch."""
         return self.ranks > len(set(self.servers))
 
     def meets(self, layer: int) -> bool:
         return self.splits
 
     def asks(self, layer: int) -> bool:
-        """Whether ranks tell owners which rows of h_{l-1} they need."""
+        """Whether ranks send owners the ids of the rows of h_{l-1} that they need."""
         return self.meets(layer)
 
     def sampled(self, layer: int) -> np.ndarray:
-        """Edges of a layer that each rank draws [ranks]."""
+        """Return the number of edges of a layer that each rank samples [ranks]."""
         return self.facts(layer).edges
 
     def totals(self) -> tuple[list[int], list[int]]:
-        """Rows of h_0 .. h_L, and edges of layers 1 .. L, of all ranks."""
+        """Return the rows of h_0 .. h_L, and the edges of layers 1 .. L, summed over ranks."""
         layers = range(1, self.layers + 1)
         rows = [int(self.row_counts(h).sum()) for h in (0, *layers)]
         return rows, [int(self.facts(layer).edges.sum()) for layer in layers]
@@ -155,39 +156,40 @@ class MiniBatch(Layout):
         return LayerFacts(self.row_counts(layer), self.row_counts(layer - 1), edges, nothing)
 
 
-class AloneAbove(MiniBatch):
-    """A split batch of which layer 1 alone is split.
+class FirstLayerSplit(MiniBatch):
+    """A batch in which ranks split layer 1 only.
 
-    A rank needs what its own seeds need of h_L .. h_1, and computes layers L .. 2 of it alone."""
+    For layers 2 .. L, a rank computes all rows that its own seeds need, without exchanges."""
 
-    first: LayerFacts  # of layer 1
-    given: np.ndarray  # rows of h_1 that i sends to j before layer 2 [ranks, ranks]
+    first: LayerFacts  # counts of layer 1
+    given: np.ndarray  # rows of h_1 that rank i sends to rank j before layer 2 [ranks, ranks]
     added: np.ndarray | None = None  # LayerFacts.added of layer 2
 
-    def __init__(self, whole: MiniBatch, alone: MiniBatch) -> None:
-        """whole: the same batch with all layers split. alone: as if each rank had its own seeds."""
+    def __init__(self, whole: MiniBatch, separate: MiniBatch) -> None:
+        """whole: the same batch with all layers split. separate: the batch with a group per rank,
+        which has the rank's own seeds."""
         self.__dict__.update(whole.__dict__)
         self._clear_caches()
         layers, ranks = range(1, self.layers + 1), range(self.ranks)
-        self._alone = {layer: alone.facts(layer) for layer in layers}
-        # of each rank: ids in h_0 or h_1, where not those it owns
+        self._separate = {layer: separate.facts(layer) for layer in layers}
+        # h (0 or 1) -> ids of the rows of h_h of each rank, if they are not the rows that it owns
         self._ids: dict[int, list[np.ndarray]] = {}
-        self._cut(whole, [alone.rows(rank, 1) for rank in ranks])
+        self._split_first(whole, [separate.rows(rank, 1) for rank in ranks])
 
     @abstractmethod
-    def _cut(self, whole: MiniBatch, needed: Sequence[np.ndarray]) -> None:
-        """Count layer 1, and what crosses after it. needed: which rows of h_1 each rank needs."""
+    def _split_first(self, whole: MiniBatch, needed: Sequence[np.ndarray]) -> None:
+        """Count layer 1, and the exchange of h_1; needed: ids of the rows of h_1 per rank."""
 
     def rows(self, rank: int, h: int) -> np.ndarray:
-        """Rows of h_0 that a rank reads, and of h_1 that it computes or sums a part of.
+        """Return the ids of the rows of h_0 that a rank reads, or of h_1 that it (partly) computes.
 
-        Of other rows there are as many as it owns."""
+        For other h, the ids are those of the rows that the rank owns."""
         return self._ids[h][rank] if h in self._ids else super().rows(rank, h)
 
     def row_counts(self, h: int) -> np.ndarray:
         if h < 2:
             return np.array([self.rows(rank, h).size for rank in range(self.ranks)])
-        return self._alone[h].rows
+        return self._separate[h].rows
 
     def meets(self, layer: int) -> bool:
         return layer == 2
@@ -198,18 +200,18 @@ class AloneAbove(MiniBatch):
     def _counted(self, layer: int) -> LayerFacts:
         if layer == 1:
             return self.first
-        facts = self._alone[layer]
+        facts = self._separate[layer]
         if not self.meets(layer):
             return facts
         return replace(facts, halo=self.given, made=self.row_counts(1), added=self.added)
 
 
-class ByDestinations(AloneAbove):
-    """Owners compute the rows of h_1 that any rank of the group needs, and read all their sources.
+class ByDestinations(FirstLayerSplit):
+    """A batch in which owners compute the rows of h_1 that any rank of the group needs.
 
-    h_1 crosses, and nothing else does."""
+    An owner reads all sources of its rows. Ranks exchange rows of h_1 only."""
 
-    def _cut(self, whole: MiniBatch, needed: Sequence[np.ndarray]) -> None:
+    def _split_first(self, whole: MiniBatch, needed: Sequence[np.ndarray]) -> None:
         assert whole.member is not None
         ranks, groups = range(whole.ranks), np.array(whole.servers)
         edges = [whole._edges(rank, 1)[0] for rank in ranks]
@@ -219,72 +221,74 @@ class ByDestinations(AloneAbove):
             peers = np.flatnonzero(groups == groups[rank])
             self.given[peers, rank] = np.bincount(whole.member[ids], minlength=peers.size)
         np.fill_diagonal(self.given, 0)
-        drawn, nothing = np.array([ids.size for ids in edges]), np.zeros_like(self.given)
-        self.first = LayerFacts(whole.row_counts(1), self.row_counts(0), drawn, nothing)
+        sampled, nothing = np.array([ids.size for ids in edges]), np.zeros_like(self.given)
+        self.first = LayerFacts(whole.row_counts(1), self.row_counts(0), sampled, nothing)
 
 
-class BySources(AloneAbove):
-    """Owners sum layer 1 over the edges whose sources are theirs, of all rows that anyone needs.
+class BySources(FirstLayerSplit):
+    """A batch in which the owner of each source sums layer 1 over the edges from its sources.
 
-    A rank draws all edges of the rows of h_1 that it needs, and pushes each edge to its source's
-    owner. Partial sums come back, one of each row and owner of some of its sources or of itself."""
+    A rank samples all edges of the rows of h_1 that it needs, and pushes each edge to its source's
+    owner. For each row it receives a partial sum from every owner of a source of the row, and from
+    the owner of the row itself."""
 
     def sampled(self, layer: int) -> np.ndarray:
-        return self._alone[layer].edges
+        return self._separate[layer].edges
 
-    def _cut(self, whole: MiniBatch, needed: Sequence[np.ndarray]) -> None:
+    def _split_first(self, whole: MiniBatch, needed: Sequence[np.ndarray]) -> None:
         assert whole.member is not None
-        partial = [np.zeros(0, np.int64)] * whole.ranks  # rows of h_1 that each sums a part of
+        partial = [np.zeros(0, np.int64)] * whole.ranks  # ids of each rank's partial sums of h_1
         summed, own, added = np.zeros((3, whole.ranks), dtype=np.int64)
         sends, pushed = np.zeros((2, whole.ranks, whole.ranks), dtype=np.int64)
         for group in set(whole.servers):
             ranks = np.flatnonzero(np.equal(whole.servers, group))
-            found = whole._frontiers[group]
-            rows, (indptr, places) = found.nodes[1], found.edges[0]
-            # edges of each row by their sources' owner [rows, members]
+            shared = whole._frontiers[group]
+            rows, (indptr, positions) = shared.nodes[1], shared.edges[0]
+            # edges of each row by the owner of their source [rows, members]
             edges = np.zeros((rows.size, ranks.size), dtype=np.int64)
             reader = np.repeat(np.arange(rows.size), np.diff(indptr))
-            np.add.at(edges, (reader, whole.member[whole.graph.indices[places]]), 1)
+            np.add.at(edges, (reader, whole.member[whole.graph.indices[positions]]), 1)
+            # whether each member has a partial sum of each row [rows, members]
             parts = (edges > 0) | (whole.member[rows][:, None] == np.arange(ranks.size))
             own[ranks] = np.bincount(whole.member[rows], minlength=ranks.size)
             summed[ranks] = edges.sum(0)
-            for place, rank in enumerate(ranks.tolist()):
-                partial[rank] = rows[parts[:, place]]
-                of_others, its = ranks != rank, np.isin(rows, needed[rank])
-                given, drawn = parts[its].sum(0), edges[its].sum(0)
-                sends[ranks, rank] = given * of_others
-                pushed[rank, ranks] = (PUSHED + 2 * given + drawn) * of_others
-                added[rank] = given.sum()
+            for member, rank in enumerate(ranks.tolist()):
+                partial[rank] = rows[parts[:, member]]
+                is_peer, is_needed = ranks != rank, np.isin(rows, needed[rank])
+                received, sampled = parts[is_needed].sum(0), edges[is_needed].sum(0)
+                sends[ranks, rank] = received * is_peer
+                pushed[rank, ranks] = (PUSHED + 2 * received + sampled) * is_peer
+                added[rank] = received.sum()
         self._ids, self.given, self.added, self.pushed = {1: partial}, sends, added, pushed
-        read, made, nothing = whole.row_counts(0), self.row_counts(1), np.zeros_like(sends)
-        self.first = LayerFacts(made, read, summed, nothing, away=made - own)
+        read, sums, nothing = whole.row_counts(0), self.row_counts(1), np.zeros_like(sends)
+        self.first = LayerFacts(sums, read, summed, nothing, away=sums - own)
 
 
-SPLIT = {"first": ByDestinations, "source": BySources}  # how layer 1 alone may be split
+SPLIT = {"first": ByDestinations, "source": BySources}  # `Batches.split` -> batch split in layer 1
 
 
 def shares(items: Ids, groups: int) -> list[Ids]:
-    """A batch's items, split nearly equally over the groups."""
+    """Divide a batch's items (vertices or edges) nearly equally among the groups."""
     return np.array_split(items, groups)
 
 
 def frontiers(
     graph: Graph, workload: Workload, items: Ids, groups: int, epoch: int, number: int
 ) -> list[Frontier]:
-    """The frontiers of a batch, around the seeds of each group's share of its items."""
+    """Sample a batch's frontier for each group, around the seeds of the group's items."""
     seeds = [seeds_in(graph, workload, part, epoch, number) for part in shares(items, groups)]
-    asked = workload.fanouts, workload.seed, epoch, number
-    return [frontier(graph, some, *asked) for some in seeds]
+    sampling = workload.fanouts, workload.seed, epoch, number
+    return [frontier(graph, some, *sampling) for some in seeds]
 
 
 class Batches:
-    """A workload's mini-batches, and how ranks share them.
+    """A workload's mini-batches, divided among ranks.
 
-    The first `known` batches are those that training draws, in the same order. A later batch is
-    taken to be like an earlier one. At most MOST_BATCHES are known, fewer if they are large.
+    The first `known` batches are those that training samples, in the same order. Later batches are
+    assumed to repeat them. At most MOST_BATCHES batches are known, fewer if they are large.
 
-    split: 'all' layers are split in a group, or layer 1 alone (`SplitBelow`): as the 'first', by
-    destinations, or by 'source'."""
+    split: the layers that the ranks of a group split: 'all', or layer 1 only (`SplitBelow`), by
+    destinations ('first') or by sources ('source')."""
 
     split = "all"
 
@@ -298,37 +302,38 @@ class Batches:
     ) -> None:
         self.graph, self.workload, self.groups = graph, workload, groups
         self.member, self.first_varying = member, first_varying
-        self._made: dict[int, MiniBatch] = {}
-        self._epoch, self._items = -1, list[Ids]()  # of the epoch that was asked for last
+        self._batches: dict[int, MiniBatch] = {}
+        self._epoch, self._items = -1, list[Ids]()  # the last epoch that `items_in` was asked for
         self.steps = per_epoch(workload, graph.stats)
-        # they are not kept: ranks that train draw their own
-        edges = sum(places.size for found in self._found(0) for _, places in found.edges)
+        # These frontiers are not cached: a training rank samples its own.
+        edges = sum(places.size for sampled in self._frontiers(0) for _, places in sampled.edges)
         self.known = max(1, min(MOST_BATCHES, MOST_EDGES // max(edges, 1)))
 
     @property
     def splits(self) -> bool:
-        """Whether ranks share a batch."""
+        """Whether several ranks share a batch."""
         return len(self.groups) > len(set(self.groups))
 
-    def _found(self, step: int) -> list[Frontier]:
+    def _frontiers(self, step: int) -> list[Frontier]:
+        """Sample the frontier of each group in a step."""
         epoch, number = divmod(step, self.steps)
         items, groups = self.items_in(epoch)[number], len(set(self.groups))
         return frontiers(self.graph, self.workload, items, groups, epoch, number)
 
     def _drawn(self, step: int) -> MiniBatch:
-        """The batch of a known step."""
+        """Sample the batch of a step."""
         shared = self.groups, self.member, self.first_varying
-        return MiniBatch(self.graph, self._found(step), *shared, self._scored(step))
+        return MiniBatch(self.graph, self._frontiers(step), *shared, self._scored(step))
 
     def items_in(self, epoch: int) -> list[Ids]:
-        """The items of the epoch's batches. Those of one epoch are kept: edges are many."""
+        """Return the items of each batch of an epoch; only the last epoch's items are cached."""
         if epoch != self._epoch:
             self._epoch, self._items = epoch, []
             self._items = items_of(self.graph, self.workload, epoch)
         return self._items
 
     def _scored(self, step: int) -> Scored | None:
-        """Who computes the loss of which edges; None: it is of labels."""
+        """Return the edges that each rank scores in a step; None for losses of labels."""
         epoch, number = divmod(step, self.steps)
         ranks = len(self.groups)
         edges, sends = np.zeros(ranks, np.int64), np.zeros((ranks, ranks), np.int64)
@@ -341,36 +346,36 @@ class Batches:
             if self.member is None:
                 edges[members] = part.size
                 continue
-            for place, rank in enumerate(members):
-                edges[rank] = np.count_nonzero(self.member[pairs.heads] == place)
-                wanted = self.member[fetched([pairs], self.member, place)]
+            for member, rank in enumerate(members):
+                edges[rank] = np.count_nonzero(self.member[pairs.heads] == member)
+                wanted = self.member[fetched([pairs], self.member, member)]
                 sends[members, rank] = np.bincount(wanted, minlength=len(members))
         return Scored(edges, sends, self.member is not None)
 
     def at(self, step: int) -> MiniBatch:
-        """The batch of a step, counted over epochs."""
+        """Return the batch of a step; steps count on from epoch to epoch."""
         step %= self.known
-        if step not in self._made:
-            self._made[step] = self._drawn(step)
-        return self._made[step]
+        if step not in self._batches:
+            self._batches[step] = self._drawn(step)
+        return self._batches[step]
 
     def first(self) -> list[MiniBatch]:
-        """The batches of the first epoch that are known."""
+        """Return the known batches of the first epoch."""
         return [self.at(step) for step in range(min(self.steps, self.known))]
 
 
 class SplitBelow(Batches):
-    """The same batches, of which groups split layer 1 alone, in one of the ways of `SPLIT`."""
+    """The batches of `whole`, in which groups split layer 1 only; split: a key of `SPLIT`."""
 
     def __init__(self, whole: Batches, split: str) -> None:
         self.__dict__.update(whole.__dict__)
-        self.whole, self.split, self._made = whole, split, {}
+        self.whole, self.split, self._batches = whole, split, {}
 
     def _drawn(self, step: int) -> MiniBatch:
         whole = self.whole.at(step)
         if not whole.splits:
             return whole
-        asked = self.workload.fanouts, self.workload.seed, *divmod(step, self.steps)
-        alone = [frontier(self.graph, whole.own(rank), *asked) for rank in range(whole.ranks)]
-        each = MiniBatch(self.graph, alone, (*range(whole.ranks),), None, self.first_varying)
-        return SPLIT[self.split](whole, each)
+        sampling = self.workload.fanouts, self.workload.seed, *divmod(step, self.steps)
+        own = [frontier(self.graph, whole.own(rank), *sampling) for rank in range(whole.ranks)]
+        separate = MiniBatch(self.graph, own, (*range(whole.ranks),), None, self.first_varying)
+        return SPLIT[self.split](whole, separate)

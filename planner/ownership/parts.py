@@ -1,7 +1,8 @@
-"""Writes a folder with a part of a graph for each rank, and makes a layout of such a folder.
+"""A folder with a part of a graph per rank: writing it, and the layout of such a folder.
 
-A part holds what a layout without preloading has of it. So `PartLayout` reads its rank's rows,
-edges and halo, which other layouts count in the whole graph. graph/part_folder.py has the files."""
+A part's files have the rank's rows, edges and halo in a layout without preloading. `PartLayout`
+reads them, where Layout computes them from the whole graph. graph/part_folder.py describes the
+files."""
 
 from __future__ import annotations
 
@@ -39,11 +40,11 @@ from gnnplan.planner.vocabulary.files import alone_in, read_bytes, remedy_of
 from gnnplan.planner.vocabulary.numbers import ranges
 from gnnplan.planner.vocabulary.progress import notify, say
 
-HOPS = 16  # the folder says how many vertices are within 0 .. 16 hops of training vertices
+HOPS = 16  # the folder has the numbers of vertices within 0 .. 16 hops of training vertices
 
 
 class _Members(Sequence[tuple[np.ndarray, np.ndarray]]):
-    """What Layout._parts has of each rank, (global ids, last), read when it is asked for."""
+    """A lazy `Layout._members` for depth 0: rank -> (ids, last), read at access."""
 
     def __init__(self, folder: PartFolder, layers: int) -> None:
         self.folder, self.last = folder, np.int16(layers)
@@ -57,9 +58,9 @@ class _Members(Sequence[tuple[np.ndarray, np.ndarray]]):
 
 
 class PartLayout(Layout):
-    """The layout without preloading of a folder with a part per rank.
+    """The layout of a folder with a part per rank, without preloading.
 
-    Of other ranks it reads the ids that they send, and counts."""
+    About other ranks it reads only counts, and the ids of the rows that they send."""
 
     @property
     def folder(self) -> PartFolder:
@@ -95,7 +96,7 @@ class PartLayout(Layout):
 
 
 def is_stored(graph: Graph, ranks: int) -> bool:
-    """Whether the graph lies in a part per rank."""
+    """Whether the graph is stored as a folder with a part per rank."""
     return isinstance(graph, PartGraph) and len(graph.folder.parts) == ranks
 
 
@@ -109,10 +110,10 @@ def write_parts(
     seed: int,
     folder: Path,
 ) -> Description:
-    """Write a graph as a folder of parts that is complete or absent.
+    """Write a graph as a folder of parts, which is complete or absent.
 
-    owner: the part of each vertex [N]. Parts that were written before a failure are kept beside the
-    folder, and are not written again. Raises SpecError."""
+    owner: the part of each vertex [N]. After a failure, the parts written so far stay beside the
+    folder, and the next call reuses them. Raises SpecError."""
     must_be_new(folder)
     parts = int(owner.max()) + 1
     layout = Layout(graph, owner, tuple(range(parts)), layers=1, first_varying=0, method=method)
@@ -121,8 +122,8 @@ def write_parts(
     known: dict[int, Part] = {}
     try:
         with _alone_beside(folder, begun):
-            found = ((number, _written(begun, number, name)) for number in range(parts))
-            known |= {number: part for number, part in found if part is not None}
+            earlier = ((number, _written(begun, number, name)) for number in range(parts))
+            known |= {number: part for number, part in earlier if part is not None}
             _keep_only({f"part{number}" for number in known}, begun)
             for number in range(parts):
                 if number not in known:
@@ -144,7 +145,7 @@ def write_parts(
 
 
 def _kept(known: Mapping[int, Part], parts: int, begun: Path) -> str:
-    """What is left of parts that could not all be written."""
+    """Return a sentence for the user about the parts that an incomplete write has kept."""
     if not known:
         return "no part of it is kept, and the same command begins anew"
     kept = f"{len(known)} of {parts} parts are kept in {begun}"
@@ -152,14 +153,14 @@ def _kept(known: Mapping[int, Part], parts: int, begun: Path) -> str:
 
 
 def _name_of(graph: Graph, owner: np.ndarray, method: str, seed: int) -> str:
-    """A name that no cut of another graph, or into other parts, has."""
+    """Return a digest that identifies the graph and its partition."""
     digest = blake2b(f"{VERSION} {graph.stats.hash} {method} {seed}".encode(), digest_size=16)
     digest.update(np.ascontiguousarray(owner, np.int32).data)
     return digest.hexdigest()
 
 
 def _written(begun: Path, number: int, name: str) -> Part | None:
-    """A part of this cut that was written before; None if there is none."""
+    """Return a part of the partition `name` that an earlier call wrote; None if there is none."""
     folder = begun / f"part{number}"
     try:
         raw = read_bytes(folder / OF_PART, MOST_DESCRIBED)
@@ -171,21 +172,21 @@ def _written(begun: Path, number: int, name: str) -> Part | None:
 
 @contextmanager
 def _alone_beside(folder: Path, begun: Path) -> Iterator[None]:
-    """A block in which no other process writes these parts; where none are written, none are left.
+    """Make and lock the folder `begun` for a block; afterwards, remove `begun` if it is empty.
 
     Raises SpecError, OSError."""
     begun.mkdir(exist_ok=True)
     with alone_in(begun, "another gnnplan partition writes in", "give another folder"):
         try:
-            must_be_new(folder)  # the other one may have just been done
+            must_be_new(folder)  # another process may just have finished it
             yield
         finally:
-            with suppress(OSError):  # it has parts, or is the folder now
+            with suppress(OSError):  # `begun` has parts, or was renamed to `folder`
                 begun.rmdir()
 
 
 def _keep_only(names: set[str], begun: Path) -> None:
-    """Remove parts of other cuts, and what writers that were killed have left."""
+    """Remove parts of other partitions, and files left by killed writers."""
     for path in begun.iterdir():
         if not path.is_dir():
             path.unlink()
@@ -204,13 +205,13 @@ def _write_part(layout: Layout, number: int, name: str, begun: Path) -> Part:
 
 
 def _rows_of(array: Any, ids: np.ndarray) -> Iterator[Array]:
-    """Rows of an array, some at a time."""
+    """Yield rows of an array in blocks of about AT_ONCE bytes."""
     step = max(1, AT_ONCE // max(1, array.dtype.itemsize * int(np.prod(array.shape[1:]))))
     return (array[ids[start : start + step]] for start in range(0, max(ids.size, 1), step))
 
 
 def _arrays_of(layout: Layout, number: int) -> dict[str, Iterable[Array]]:
-    """A part's arrays by name, some rows at a time."""
+    """Return a part's arrays by name, each as an iterable of blocks of rows."""
     graph, ids, piece = layout.graph, layout.rows(number, 0), layout.piece(number, 1)
     indptr = np.concatenate([[0], np.cumsum(graph.degree_of(ids))])
     out: dict[str, Iterable[Array]] = {
@@ -235,7 +236,7 @@ def _arrays_of(layout: Layout, number: int) -> dict[str, Iterable[Array]]:
 def _describe(
     layout: Layout, known: dict[int, Part], name: str, method: str, seed: int, begun: Path
 ) -> Description:
-    """Write what parts share, and then what describes them all."""
+    """Write the arrays that all parts share, then the description of the folder."""
     graph = layout.graph
     degree = {"degree": graph.degree}
     if graph.stats.directed:
@@ -273,6 +274,6 @@ def _save_text(path: Path, about: Part | Description) -> None:
 
 
 def _save(path: Path, pieces: Iterable[Array]) -> Stored:
-    """Write an array: what is stored of it."""
+    """Write an array, and return its description."""
     rows = write_rows(path, pieces)
     return Stored(rows.shape, rows.dtype.str, path.stat().st_size, digest_of(path))

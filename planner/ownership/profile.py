@@ -1,7 +1,7 @@
-"""Profiles a graph: degrees, and by number of parts the halo, edge cut, balance and growth by hops.
+"""Profiles of graphs: degrees, and per number of parts the halo, edge cut, balance and growth.
 
-B_i, the halo of part i, are the vertices outside part i that have an edge into it. Part i fetches
-their rows before it aggregates."""
+The halo B_i of part i is the set of vertices outside part i with an edge into it. The rank of part
+i receives the halo's rows before it aggregates."""
 
 from __future__ import annotations
 
@@ -25,9 +25,9 @@ from gnnplan.planner.ownership.layout import distances
 from gnnplan.planner.vocabulary.errors import SpecError
 
 Array = NDArray[Any]
-VERSION = 1  # of the cache
+VERSION = 1  # version of cached profiles
 MOST_HOPS = 1000
-# of GraphStats, that a profile repeats
+# fields of GraphStats that a profile repeats
 FACTS = (
     *("name", "source", "vertices", "edges", "features", "classes"),
     *("train_vertices", "multilabel", "directed"),
@@ -42,14 +42,14 @@ def profile(
     hops: int = 3,
     seed: int = 0,
 ) -> dict[str, Any]:
-    """Facts of a graph that can be written as JSON.
+    """Return facts about a graph and its partitions, as data for JSON.
 
     {"graph": {...}, "parts": {"8": {"halo_rows", "halo_rows_per_part", "edge_cut", ...}}}
 
-    Rows are vertices; edges are directed. An entry of `growth` is (own rows + rows within h hops) /
-    own rows, mean over servers, for h = 1 .. hops. servers: part p sits on server p * servers //
-    parts; default: each part is a server. If only statistics are known, figures are expectations
-    and are marked as "estimated". Raises SpecError for part counts that do not fit."""
+    Rows are vertices; edges are directed. `growth` has an entry for each h = 1 .. hops: (own rows +
+    rows within h hops) / own rows, as a mean over servers. servers: part p is on server p * servers
+    // parts; default: a server per part. If only statistics are known, figures are expectations and
+    are marked as "estimated". Raises SpecError for numbers of parts that do not fit."""
     stats = graph.stats if isinstance(graph, Graph) else graph
     if not 1 <= hops <= MOST_HOPS:
         raise SpecError(f"hops must lie in [1, {MOST_HOPS}], got {hops}")
@@ -72,10 +72,10 @@ def profile(
 
 
 def within(graph: Graph, part: Array, parts: int, hops: int) -> NDArray[np.int64]:
-    """Rows [hops+1, parts] within h = 0 .. hops hops of each part, its own included.
+    """Return the rows within h = 0 .. hops hops of each part, own rows included [hops+1, parts].
 
-    A part needs these rows to compute h layers without other parts. Those one hop away are its
-    halo."""
+    A part needs these rows to compute h layers without other parts. The rows at one hop are the
+    part's halo."""
     sizes = np.zeros((hops + 1, parts), np.int64)
     for number in range(parts):
         hop = np.minimum(distances(graph, part == number, hops), hops + 1)
@@ -107,10 +107,11 @@ def _facts(graph: Graph | GraphStats, stats: GraphStats) -> dict[str, Any]:
 def _measured(
     graph: Graph, parts: int, method: str, servers: int, hops: int, seed: int
 ) -> dict[str, Any]:
-    asked = parts, method, servers, hops, seed
-    key = " ".join(map(str, (VERSION, PARTITION_VERSION, graph.stats.hash, *asked)))
-    entry, there = remembered("profiles", key, lambda: _counted(graph, *asked))
-    return {**entry, "cached": there}
+    """Return an entry of `parts` for a known graph, from the cache if it is there."""
+    question = parts, method, servers, hops, seed
+    key = " ".join(map(str, (VERSION, PARTITION_VERSION, graph.stats.hash, *question)))
+    entry, cached = remembered("profiles", key, lambda: _counted(graph, *question))
+    return {**entry, "cached": cached}
 
 
 def _counted(
@@ -123,8 +124,8 @@ def _counted(
     external = (near[1] - near[0]).tolist()
 
     def in_each(weights: Array | None = None) -> list[int]:
-        found: list[int] = np.bincount(part, weights, parts).astype(int).tolist()
-        return found
+        counts: list[int] = np.bincount(part, weights, parts).astype(int).tolist()
+        return counts
 
     return {
         "method": method,
@@ -147,11 +148,11 @@ def _counted(
 def _expected(
     stats: GraphStats, parts: int, method: str, servers: int, hops: int
 ) -> dict[str, Any]:
-    """An entry of `parts` for a graph of statistics only.
+    """Return an entry of `parts` for a graph known by statistics only.
 
-    Halo rows are those that the file states for this number of parts. Otherwise they are estimated
-    from other numbers of parts or from other graphs (estimated_layout.Mixing). For a random
-    partition they are expectations for a random graph."""
+    If the graph's file declares halo rows for this number of parts, they are used. Otherwise halo
+    rows are estimated from other numbers of parts or from other graphs (estimated_layout.Mixing);
+    for a random partition, they are those of a random graph."""
     n = stats.vertices
     mixing = mixing_of(stats, method)
     declared = parts in stats.halo_rows and bool(mixing.known)

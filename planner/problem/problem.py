@@ -254,10 +254,7 @@ class Problem:
 
     @property
     def repeats(self) -> bool:
-        """Whether all steps launch the same kernels with the same arguments (`Workload.repeats`).
-
-        With sparse features they do not: the host passes the step to their dropout kernel.
-        """
+        """`Workload.repeats`, and dense features: the host passes the step to sparse dropout."""
         return self.workload.repeats and self.model.inputs.alike
 
     def launching(self, replayed: bool) -> Problem:

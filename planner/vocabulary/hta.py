@@ -58,7 +58,6 @@ def _steps(spans: list[Span], start: float) -> Iterator[dict[str, Any]]:
 
 
 def _kernels(spans: list[Span], start: float) -> Iterator[dict[str, Any]]:
-    """Yield a launch and a kernel per span, or a CPU operator per span of the host."""
     streams = {lane: number for number, lane in enumerate(LANES, 1)}
     for number, span in enumerate(spans, 1):
         name = _STEP.sub("", span.label)
@@ -85,8 +84,6 @@ def _event(rank: int, thread: int, category: str, name: str) -> dict[str, Any]:
 
 
 def _time(begin: float, end: float, start: float) -> dict[str, int]:
-    """Return start and duration [us] relative to `start`.
-
-    Both ends are rounded, so that adjacent spans stay adjacent."""
+    """Return whole microseconds since `start`; both ends are rounded, so spans stay adjacent."""
     first, last = round((begin - start) * 1e6), round((end - start) * 1e6)
     return {"ts": first, "dur": last - first}

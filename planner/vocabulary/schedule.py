@@ -107,7 +107,6 @@ class Local(Value):
 
 
 def _arrays(value: object) -> Iterator[np.ndarray]:
-    """Yield the arrays in a field's value, also from nested tuples."""
     if isinstance(value, tuple):
         for each in value:
             yield from _arrays(each)

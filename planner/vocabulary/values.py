@@ -52,7 +52,6 @@ class Value:
 
 
 def _content(value: object) -> object:
-    """Return a field's value in a hashable form."""
     if isinstance(value, np.ndarray):
         return Content(value)
     if isinstance(value, dict):
