@@ -1,21 +1,21 @@
-"""A cluster: what it is made of, and the seconds that work and transfers take on it.
+"""The hardware of a cluster, and the seconds that computation and communication take on it.
 
-    spec.py          the fields of a cluster file; presets/ holds clusters that are known
-    cost.py          `Cost`: work and transfers become seconds
-    compute.py       how long a device computes
-    shared_cores.py  ranks on a CPU that share the cores of their machine
-    transfer.py      what a transfer is: a latency, and seconds of ports
-    ports.py         which ports messages pass; messages.py: where their ends sit
-    places.py        who shares a server, an island, a PCIe switch, a NIC
-    fabric.py        what lies between servers
-    all_reduce.py    what an all-reduce keeps busy
+    spec.py          the fields of a cluster file; presets/ holds files of known clusters
+    cost.py          `Cost`: converts work and transfers to seconds
+    compute.py       seconds of computation on one device (roofline)
+    shared_cores.py  slowdown of CPU ranks that share the cores of their machine
+    transfer.py      `Transfer`: a latency, and the seconds for which it occupies each port
+    ports.py         which ports a message passes; messages.py: sets of messages between ranks
+    places.py        which ranks share a server, an island, a PCIe switch or a NIC
+    fabric.py        the network between servers
+    all_reduce.py    seconds for which an all-reduce occupies each port
     collectives.py   the algorithms of an all-reduce
-    placement.py     which GPU each rank sits on
-    link_fit.py      from timed messages to a link
-    clouds.py        servers by the names that clouds rent them under
-    readings.py      from the files of nccl-tests and nvidia-smi to a cluster
-    here.py          this machine's GPUs
-    scaling.py       a cluster with some of its numbers multiplied
-    doubt.py         how far its constants may be off, and clusters drawn from that
+    placement.py     proposals of which GPU each rank sits on
+    link_fit.py      fits a link to timed messages
+    clouds.py        servers by the names of their cloud instance types
+    readings.py      reads a cluster from the output of nccl-tests and nvidia-smi
+    here.py          reads this machine's GPUs
+    scaling.py       multiplies some numbers of a cluster
+    doubt.py         how far each constant may be off, and clusters drawn from these ranges
 
 This room imports planner/vocabulary only."""

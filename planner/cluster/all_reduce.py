@@ -1,7 +1,7 @@
-"""What an all-reduce keeps busy: the hops of its algorithm (collectives.py) over ports (ports.py).
+"""Transfers of all-reduces: the hops of an algorithm (collectives.py) over ports (ports.py).
 
-Hops visit servers one after the other, in them islands, and in these PCIe switches. What leaves a
-server with several NICs is shared among these, as NCCL does it."""
+Hops visit servers one after the other, inside a server its islands, and inside an island its PCIe
+switches. Bytes between servers are spread over all NICs of the two servers, as in NCCL."""
 
 from __future__ import annotations
 
@@ -21,19 +21,19 @@ from gnnplan.planner.vocabulary.numbers import Number, ranges, slowest, total
 
 
 class Flows(NamedTuple):
-    """What the hops of a phase send from rank to rank [flows]."""
+    """The messages of a phase's hops, from rank `source[i]` to rank `target[i]`."""
 
-    source: np.ndarray
-    target: np.ndarray
-    share: np.ndarray  # of a hop's bytes
+    source: np.ndarray  # [flows]
+    target: np.ndarray  # [flows]
+    share: np.ndarray  # share of a hop's bytes that the flow carries [flows]
 
 
-class Passed(NamedTuple):
-    """What passes the ports in a phase, for each byte of a hop."""
+class PhaseLoads(NamedTuple):
+    """The loads of a phase on ports, per byte of a hop."""
 
-    links: list[Link]  # of the kinds of ports
-    starts: np.ndarray  # of unlike flows, the links of each kind that they pass [kinds, unlike]
-    loads: list[dict[float, dict[str, np.ndarray]]]  # of each kind, by the share of a hop's bytes
+    links: list[Link]  # link of each kind of port
+    starts: np.ndarray  # links of each kind that the different flows pass [kinds, different flows]
+    loads: list[dict[float, dict[str, np.ndarray]]]  # per kind: flow's share -> port -> bytes
 
 
 @dataclass(frozen=True, eq=False)
@@ -45,47 +45,47 @@ class AllReduces:
     _hops: dict[tuple[Algorithm, tuple[int, ...]], tuple[AllReduce, list[Flows]]] = field(
         default_factory=dict
     )
-    _passed: dict[tuple[Algorithm, tuple[int, ...]], list[Passed]] = field(default_factory=dict)
+    _loads: dict[tuple[Algorithm, tuple[int, ...]], list[PhaseLoads]] = field(default_factory=dict)
 
     def transfer(self, size: int, group: tuple[int, ...]) -> Transfer:
-        """An all-reduce of `size` bytes: its steps one after the other, and what passes each port
-        in all of them.
+        """Return the transfer of an all-reduce of `size` bytes among `group`.
 
-        It is by the cluster's algorithm. Where that is not given, GPUs take a tree: NCCL takes a
-        ring or a tree, and a tree is never slower here. Ranks on CPUs take a ring.
+        The latency is that of all steps; the ports carry the bytes of all phases. The algorithm is
+        the cluster's. By default GPUs use a tree: NCCL chooses a ring or a tree, and here a tree is
+        never slower. CPU ranks use a ring.
         """
         cluster = self.ports.cluster
         on_gpus = cluster.device.kind == "cuda"
         algorithm = cluster.all_reduce or ("tree" if on_gpus else "ring")
         reduction, flows_by_phase = self.hops(algorithm, group)
-        if (algorithm, group) not in self._passed:
-            self._passed[algorithm, group] = list(map(self._passing, flows_by_phase))
+        if (algorithm, group) not in self._loads:
+            self._loads[algorithm, group] = list(map(self._phase_loads, flows_by_phase))
         latency: Number = 0.0
         ports: dict[str, np.ndarray] = {}
-        for phase, passed in zip(reduction.phases, self._passed[algorithm, group], strict=True):
+        for phase, each in zip(reduction.phases, self._loads[algorithm, group], strict=True):
             nbytes = phase.units * reduction.unit * size
-            for link, by_share in zip(passed.links, passed.loads, strict=True):
+            for link, by_share in zip(each.links, each.loads, strict=True):
                 for share, loads in by_share.items():
                     sent = float(link.stretched(share * nbytes, phase.messages))
                     add(ports, seconds_of(loads, sent, link.bandwidth))
-            starts = zip(passed.starts, passed.links, strict=True)
+            starts = zip(each.starts, each.links, strict=True)
             hop_s = slowest(total(passes * link.latency for passes, link in starts))
             latency = latency + phase.steps * hop_s
         return Transfer(latency, ports)
 
-    def _passing(self, flows: Flows) -> Passed:
-        """What passes the ports; flows that are alike are counted once, whatever they carry."""
+    def _phase_loads(self, flows: Flows) -> PhaseLoads:
+        """Return the loads of flows on ports."""
         source, target, share = flows
         uses = list(self.ports.uses("all_reduce", Listed(source, target)))
         starts = np.array([use.hops for use in uses]).reshape(len(uses), source.size)
-        return Passed(
+        return PhaseLoads(
             [use.link for use in uses],
             np.unique(starts, axis=1),
             [{one: use.loads(1.0 * (share == one)) for one in np.unique(share)} for use in uses],
         )
 
     def hops(self, algorithm: Algorithm, group: tuple[int, ...]) -> tuple[AllReduce, list[Flows]]:
-        """The phases of an all-reduce, and for each what it sends from rank to rank."""
+        """Return the phases of an all-reduce among `group`, and the flows of each phase."""
         key = algorithm, group
         if key not in self._hops:
             at, ranks = self.ports.places, np.array(group)
@@ -97,19 +97,19 @@ class AllReduces:
             by_server = np.split(order, np.flatnonzero(np.diff(at.server[order])) + 1)
             reduction = all_reduce(algorithm, [ranks.tolist() for ranks in by_server])
             first_of_nic = np.unique(at.nic[order], return_index=True)[1]
-            users = order[np.sort(first_of_nic)]  # the rank that uses each NIC, server by server
+            users = order[np.sort(first_of_nic)]  # a rank on each NIC, server by server [NICs]
             flows = [self._over_all_nics(phase, users) for phase in reduction.phases]
             self._hops[key] = reduction, flows
         return self._hops[key]
 
     def _over_all_nics(self, phase: ReducePhase, users: np.ndarray) -> Flows:
-        """The hops of a phase; those between servers use all NICs of both servers equally.
+        """Return the flows of a phase, with hops between servers spread over all their NICs.
 
-        NCCL has a channel for each NIC. A phase in which each rank uses its own NIC stays as it is.
+        NCCL has a channel per NIC. If each rank uses its own NIC (`by_nic`), a hop is one flow.
         """
         server, source, target = self.ports.places.server, phase.source, phase.target
         direct = (server[source] == server[target]) | phase.by_nic
-        nics = np.bincount(server[users], minlength=int(server.max()) + 1)  # in use, of each server
+        nics = np.bincount(server[users], minlength=int(server.max()) + 1)  # used by each server
         first, start, end = np.cumsum(nics) - nics, server[source[~direct]], server[target[~direct]]
         channels = nics[start] * nics[end]
         hop = np.repeat(np.arange(channels.size), channels)
@@ -121,7 +121,7 @@ class AllReduces:
         )
 
     def between(self, sent: float, group: Sequence[int]) -> np.ndarray:
-        """Bytes from rank to rank [ranks, ranks] of an all-reduce, `sent` over all hops [B]."""
+        """Return the bytes between ranks [ranks, ranks] of an all-reduce that sends `sent` [B]."""
         reduction, flows_by_phase = self.hops(self.ports.cluster.all_reduce or "ring", tuple(group))
         out = np.zeros((len(self.placement),) * 2)
         for phase, (source, target, share) in zip(reduction.phases, flows_by_phase, strict=True):
@@ -129,9 +129,9 @@ class AllReduces:
         return np.asarray(out * (sent / max(out.sum(), 1.0)))
 
     def bytes_by_link(self, sent: int, group: Sequence[int]) -> dict[LinkName, int]:
-        """Where the bytes of an all-reduce pass, `sent` over all hops [B].
+        """Return the bytes per kind of link [B] of an all-reduce that sends `sent` bytes in total.
 
-        They are whole bytes that add up to `sent`. Where NCCL may choose, they are a ring's.
+        They are integers that add up to `sent`. If the algorithm is not given, they are a ring's.
         """
         units = np.zeros(len(LINK_NAMES), dtype=np.int64)
         reduction, _ = self.hops(self.ports.cluster.all_reduce or "ring", tuple(group))

@@ -1,16 +1,16 @@
-"""All-reduces by algorithm: who sends whom how much of the buffer, in how many steps.
+"""Algorithms of an all-reduce: which rank sends how much of the buffer to which, in how many steps.
 
-    ring            Every rank hands 1/n of the buffer on to the next one, 2 (n-1) times. The order
-                    of ranks goes server by server.
+    ring            Every rank sends 1/n of the buffer to the next rank, 2 (n-1) times. The ranks of
+                    a server follow each other.
     hierarchical    A reduce-scatter in every server, a ring across servers for each rank's share,
                     and an all-gather in every server.
-    tree            The same in servers, and between them two binary trees with half of the buffer
-                    each (NCCL since 2.4). Sums go up, results come down. A server that has children
-                    in one tree has none in the other, so servers send as much as in a ring, and
-                    messages wait for log2 of the servers alone.
+    tree            As hierarchical inside servers; between servers two binary trees, each with half
+                    of the buffer (NCCL since 2.4). Sums go up a tree, results come down. An inner
+                    node of one tree is a leaf of the other, so servers send as much as in a ring,
+                    but only log2(servers) messages wait for each other.
 
-With n ranks all of them send 2 (n-1) buffers in total. Chunks of the buffer follow each other, so
-all links are busy at once. all_reduce.py finds the ports that these messages pass."""
+All n ranks together send 2 (n-1) buffers. Chunks of the buffer are pipelined, so all links are busy
+at once. all_reduce.py finds the ports that these messages pass."""
 
 from __future__ import annotations
 
@@ -23,28 +23,28 @@ Algorithm = Literal["ring", "tree", "hierarchical"]
 
 
 class ReducePhase(NamedTuple):
-    """Hops from rank to rank [hops] that are all alike."""
+    """Equal hops, each from rank `source[i]` to rank `target[i]`."""
 
-    source: np.ndarray
-    target: np.ndarray
-    units: int  # of the buffer, that each hop sends
-    messages: int  # in which it sends them
-    steps: int  # messages that have to wait for each other
-    by_nic: bool = False  # each rank uses its own NIC, not all NICs of its server
+    source: np.ndarray  # [hops]
+    target: np.ndarray  # [hops]
+    units: int  # units of the buffer (`AllReduce.unit`) that each hop sends
+    messages: int  # messages in which a hop sends these units
+    steps: int  # messages that wait for each other
+    by_nic: bool = False  # each rank uses its own NIC, instead of all NICs of its server
 
 
 class AllReduce(NamedTuple):
     """An all-reduce as phases, one after the other."""
 
-    unit: float  # share of the buffer
+    unit: float  # a unit, as a share of the buffer
     phases: tuple[ReducePhase, ...]
 
 
 def all_reduce(algorithm: Algorithm, servers: Sequence[Sequence[int]]) -> AllReduce:
-    """An all-reduce among the ranks of these servers.
+    """Return the phases of an all-reduce among the ranks of these servers.
 
-    The ranks of a server come in an order that finishes an island, and a PCIe switch, before it
-    goes on to the next. A ring takes the place of others where servers have unequally many ranks.
+    A server's ranks are in an order in which those of an island, and of a PCIe switch, follow each
+    other. If servers have different numbers of ranks, the algorithm is a ring.
     """
     assert algorithm in get_args(Algorithm), algorithm
     if algorithm == "ring" or len({len(ranks) for ranks in servers}) > 1:

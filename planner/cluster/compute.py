@@ -1,7 +1,7 @@
-"""How long a device computes: a roofline for each kind of work.
+"""Seconds of computation on one device: a roofline for each kind of work.
 
-No part of a transfer is here (transfer.py, ports.py), and none of what ranks on a CPU lose to each
-other (shared_cores.py)."""
+Transfers are in transfer.py and ports.py, the slowdown of CPU ranks that share cores is in
+shared_cores.py."""
 
 from __future__ import annotations
 
@@ -15,34 +15,34 @@ from gnnplan.planner.cluster.spec import Device
 from gnnplan.planner.vocabulary.numbers import Number
 from gnnplan.planner.vocabulary.schedule import EDGE_ACCESSES, HASH_BYTES, Compute
 
-# Bytes of a row that an aggregation on a GPU reads before it goes on to the next row: the line of
-# a warp (GE-SpMM, SC 2020) [B].
+# Bytes of a row that a warp reads at once, before it goes on to the next row, in an aggregation on
+# a GPU (GE-SpMM, SC 2020) [B].
 WARP_LINE = 128
 # On a CPU core, random row access costs three times sequential access.
 RANDOM_ACCESS_SLOWDOWN = 3.0
-# On a CPU core, gathers of rows in no order cost 1.25 to 1.8 times those of rows in an order that
-# keeps neighbours near each other, which rates are measured of.
+# On a CPU core, gathers from randomly ordered rows take 1.25 to 1.8 times as long as gathers from
+# rows in an order that keeps neighbours near each other. The latter order is measured.
 SCATTERED_SLOWDOWN = 1.5
 
 
 class Curve(NamedTuple):
-    """Rates that were measured at some sizes, both as logarithms.
+    """Rates measured at some sizes, interpolated log-log between these sizes.
 
-    Of n clusters at once the rates are [n, sizes], and a rate at a size is a column [n, 1].
+    For n clusters at once, `log_rates` is [n, sizes], and a rate at one size is a column [n, 1].
     """
 
-    log_sizes: np.ndarray
-    log_rates: np.ndarray
+    log_sizes: np.ndarray  # [sizes]
+    log_rates: np.ndarray  # [sizes] or [n, sizes]
 
     @classmethod
     def of(cls, rates: Mapping[float, Number]) -> Curve:
-        """From size -> rate."""
+        """Return the curve of a mapping size -> rate."""
         sizes = sorted(rates)
         columns = [np.log(rates[size]) for size in sizes]
         return cls(np.log(sizes), np.hstack(columns) if np.ndim(columns[0]) else np.array(columns))
 
     def log_rate(self, size: Number) -> Number:
-        """The logarithm of the rate at a size: log-log between what was measured, flat outside."""
+        """Return the logarithm of the rate at a size, constant outside the measured sizes."""
         log_size = np.log(size)
         if self.log_rates.ndim == 1:
             out: Number = np.interp(log_size, self.log_sizes, self.log_rates)
@@ -52,34 +52,34 @@ class Curve(NamedTuple):
 
 
 class Roofline:
-    """A device's rates, as functions of the work."""
+    """The seconds that work takes on a device, by its rates."""
 
     def __init__(self, device: Device, degree_spread: float, exchange_bandwidth: Number) -> None:
         self.device = device
         self.degree_spread = degree_spread  # standard deviation of a degree's logarithm
-        self.exchange_bandwidth = exchange_bandwidth  # of transfers beside computation [B/s]
-        # logarithms of the widths at which aggregation was measured, and the curve of each
+        self.exchange_bandwidth = exchange_bandwidth  # of transfers that overlap computation [B/s]
+        # logarithms of the row widths at which aggregation was measured, and a curve per width
         self._log_widths = np.log(sorted(device.gather))
         self._gather_curves = [Curve.of(device.gather[width]) for width in sorted(device.gather)]
 
     def compute_s(self, work: Compute) -> Number:
-        """Duration of a piece of work on a device that does nothing else [s].
+        """Return the duration of a piece of work on a device that does nothing else [s].
 
-        It is the sum over kinds of work, each limited by arithmetic or by memory, plus a fixed time
-        for each framework operation that is launched.
+        The duration is the sum over kinds of work, each limited by arithmetic or by memory, plus a
+        fixed time per launched framework operation.
         """
         device, bandwidth = self.device, self.device.memory_bandwidth
         multiplying = work.flops / device.gemm
         reading = work.gemm_bytes / bandwidth
-        # On a GPU some warps compute while others wait for memory. A core does one after the other.
+        # On a GPU some warps compute while others wait for memory; a CPU core does one at a time.
         on_gpu = device.kind == "cuda"
         seconds: Number = np.maximum(multiplying, reading) if on_gpu else multiplying + reading
         seconds = seconds + work.elementwise_bytes / bandwidth + work.launches * device.launch
-        beside = HASH_BYTES * work.hash_ops + EDGE_ACCESSES * work.itemsize * work.attention_edges
-        seconds = seconds + beside / bandwidth
+        other = HASH_BYTES * work.hash_ops + EDGE_ACCESSES * work.itemsize * work.attention_edges
+        seconds = seconds + other / bandwidth
         for rows, width, distinct, outputs in work.gathers:
             row_bytes, distinct = width * work.itemsize, np.maximum(distinct, 1.0)
-            # of a row, before it goes on to the next one [B]
+            # bytes of a row that are read before the next row [B]
             at_once = row_bytes if self._gather_curves else min(row_bytes, WARP_LINE)
             rate = self.gather_rate(width, distinct * at_once, rows / distinct)
             slowdown = SCATTERED_SLOWDOWN if work.scattered and not on_gpu else 1.0
@@ -89,27 +89,27 @@ class Roofline:
                 device.row_latency
                 + (0.0 if device.row_bandwidth is None else row_bytes / device.row_bandwidth)
             )
-        # A GPU hides the latency of memory, for it has many rows on their way at once.
+        # A GPU hides the latency of memory, because it has many reads in flight at once.
         slowdown = 1.0 if on_gpu else RANDOM_ACCESS_SLOWDOWN
         for rows, width in work.random_rows:
             seconds = seconds + rows * width * work.itemsize * slowdown / bandwidth
         return seconds + work.overlapped_bytes * device.overlap_tax / self.exchange_bandwidth
 
     def gather_rate(self, width: int, source_bytes: Number = np.inf, reads: Number = 1.0) -> Number:
-        """Rate of an aggregation [B of gathered rows/s].
+        """Return the rate of an aggregation [B of gathered rows/s].
 
-        `width` is the row width [numbers], `source_bytes` the size of all rows that it may read
-        [B], and `reads` how often it reads each of them on average. Between the widths and sizes
-        that were measured the rate is interpolated log-log; outside them it is flat.
+        `width` is the row width [numbers], `source_bytes` the size of all source rows [B], and
+        `reads` the average number of reads of each source row. Measured rates are interpolated
+        log-log between the measured widths and sizes, and constant outside them.
 
-        Where nothing was measured, the rate is a roofline of memory and cache. The cache keeps the
-        rows that are read most. A row is read as often as its vertex has edges, and degrees are
-        taken to be lognormal with spread s. A cache that holds the share c of the rows then serves
+        Without measurements, the rate is a roofline of memory and cache. The cache holds the rows
+        that are read most. A row is read as often as its vertex has edges, and degrees are assumed
+        to be lognormal with spread s. A cache that holds the share c of the rows then serves
 
             share(c) = Phi(s + Phi^-1(c))
 
-        of all reads (the Lorenz curve of a lognormal; c = 1 serves all). The other reads, and the
-        first read of every row, come from memory.
+        of all reads (the Lorenz curve of a lognormal; c = 1 serves all reads). Memory serves the
+        remaining reads, and the first read of every row.
         """
         device = self.device
         if self._gather_curves:

@@ -1,18 +1,16 @@
-"""The only place where work becomes seconds: what a cluster takes for computation and transfers.
+"""The cost model: converts computation and transfers to seconds. No other place does.
 
-`Cost` is the object that other rooms ask. It puts together
+Other rooms use `Cost`. It combines
 
-    compute.py        a roofline for each kind of work
-    transfer.py       a transfer: a latency, then ports that are busy for some seconds
-    ports.py          which ports a message passes, by where its two ranks sit
-    collectives.py    algorithms of an all-reduce; all_reduce.py: what they take on a cluster
-    shared_cores.py   what ranks on a CPU lose to each other; a GPU is not shared
+    compute.py        `roofline`: a roofline model for each kind of work
+    transfer.py       a transfer: a latency, and the seconds for which it occupies each port
+    ports.py          `ports`: which ports a message passes, by where its two ranks sit
+    all_reduce.py     `all_reduces`: their transfers; collectives.py has the algorithms
+    shared_cores.py   `cores`: slowdown of CPU ranks that share cores; GPUs are not shared
 
-whose objects are its `roofline`, `ports`, `all_reduces` and `cores`.
-
-A transfer alone takes its latency plus its busiest port. No schedule can be faster than the sum of
-what has to pass a port, and on a non-blocking fabric max-min fair flows come within 0.5 % of that
-bound. The simulator shares ports between transfers that overlap."""
+Without contention a transfer takes its latency plus the seconds of its busiest port. No schedule
+can be faster than the sum of all seconds of a port, and on a non-blocking fabric max-min fair flows
+come within 0.5 % of that bound. The simulator shares ports between transfers that overlap."""
 
 from __future__ import annotations
 
@@ -42,17 +40,17 @@ from gnnplan.planner.vocabulary.schedule import (
 
 __all__ = ["Cost", "Transfer", "slowest"]
 
-# [B/s] at which a core puts a batch's edges into one piece of page-locked memory: on the host of an
-# H200 4.7 MB took 2.0 ms besides their copy (docs/gpu.md).
+# Rate at which a core packs a batch's edges into one buffer of page-locked memory [B/s]: on the
+# host of an H200, 4.7 MB took 2.0 ms in addition to their copy (docs/gpu.md).
 PACKING = 2.4e9
 
 
 class Cost:
-    """A cluster's numbers, ready for hot loops.
+    """The cost model of a cluster with placed ranks.
 
     Rank r sits on GPU `placement[r]`; GPUs are numbered over all servers. Without a placement,
-    ranks fill the servers in order: rank r sits on GPU r. Wherever a `Number` comes in or goes out,
-    an array of candidates may stand for it.
+    ranks fill the servers in order: rank r sits on GPU r. A `Number` is a float, or an array with
+    one number per cluster or candidate.
 
     spread: standard deviation of the logarithm of a vertex degree.
     """
@@ -62,8 +60,8 @@ class Cost:
     ) -> None:
         self.cluster, self.spread = cluster, spread
         self.placement = tuple(placement) or tuple(range(cluster.ranks))
-        self.places = Places.of(cluster, self.placement)  # what each rank shares with others
-        self.servers: tuple[int, ...] = tuple(self.places.server.tolist())  # of each rank
+        self.places = Places.of(cluster, self.placement)
+        self.servers: tuple[int, ...] = tuple(self.places.server.tolist())  # the server per rank
         self.cores = SharedCores(cluster, self.places.server * (not cluster.one_machine))
         self.ports = MessagePorts(cluster, self.places, self.cores)
         self.all_reduces = AllReduces(self.ports, self.placement)
@@ -72,12 +70,12 @@ class Cost:
         self._all_reduce_transfers: dict[tuple[int, tuple[int, ...]], Transfer] = {}
 
     def link_name(self, a: int, b: int) -> LinkName:
-        """The link between two ranks."""
+        """Return the name of the link between ranks a and b."""
         return LINK_NAMES[int(self.places.links(np.array([a]), np.array([b]))[0])]
 
     @property
     def cores_each(self) -> float:
-        """Cores of a server for each of its ranks, where it has most of them."""
+        """Cores per rank, on the server with the most ranks."""
         if self.cluster.cores is None:
             return 1.0 if self.cluster.device.kind == "cpu" else np.inf
         return self.cluster.cores / int(self.cores.ranks_by_machine.max())
@@ -85,7 +83,7 @@ class Cost:
     # -- computation
 
     def seconds(self, work: Local) -> Number:
-        """Duration of what ranks do by themselves [s]."""
+        """Return the duration of a task without communication [s]."""
         match work:
             case Compute():
                 return self.compute_s(work)
@@ -96,15 +94,15 @@ class Cost:
         raise AssertionError(f"{work} has no price")
 
     def compute_s(self, work: Compute) -> Number:
-        """Duration of a rank's work on a device, or a core, of its own [s]."""
+        """Return the duration of a rank's work on a device, or a core, of its own [s]."""
         return self.roofline.compute_s(work)
 
     def load_s(self, nbytes: Number, packed: Number = 0.0) -> Number:
-        """Duration of a copy from the server's memory to the device [s].
+        """Return the duration of a copy from the server's memory to the device [s].
 
-        It goes over the host link, and so many bytes of it are `packed` before. A CPU rank has no
-        such link: it reads every byte and writes it to memory that is in no cache, and so is read
-        first.
+        A GPU copies over the host link, after a core has packed `packed` [B] of the bytes. A CPU
+        rank without a host link reads every byte and writes it to uncached memory, which the write
+        reads first: three accesses.
         """
         device = self.cluster.device
         if device.kind == "cpu" and self.cluster.host is None:
@@ -113,11 +111,11 @@ class Cost:
         return link.latency + link.stretched(nbytes) / link.bandwidth + packed / PACKING
 
     def host_s(self, work: HostWork, edges: Number, samplers: int = 1) -> Number:
-        """Duration of a sampler's work for one rank, on so many edges [s].
+        """Return the duration of a sampler's work for one rank on `edges` edges [s].
 
-        Each rank on a GPU has so many samplers at work. They share its server's cores, less one for
-        each rank where there are more, unless GPUs that sample have rates of their own. What ranks
-        on a CPU share is told apart.
+        Each GPU rank has `samplers` samplers at work. They share the cores of the server, of which
+        each rank keeps one if there are more than ranks. GPUs that sample have rates of their own
+        (`device_rates`). `SharedCores` has the slowdown of CPU ranks.
         """
         if work in self.cluster.rates_there:
             return edges / self.cluster.rates_there[work]
@@ -128,13 +126,13 @@ class Cost:
     # -- transfers
 
     def send(self, rank: int, work: Send) -> Transfer:
-        """One message from `rank` to a peer."""
+        """Return the transfer of one message from `rank` to a peer."""
         source, target, nbytes = (np.array([value]) for value in (rank, work.peer, work.nbytes))
         latency, ports = self.ports.sends(source, target, nbytes)
         return Transfer(slowest(latency) if np.ndim(latency) > 1 else float(latency[0]), ports)
 
     def collective(self, work: Exchange | Ring, group: Sequence[int]) -> Transfer:
-        """A collective of a group."""
+        """Return the transfer of a collective among the ranks of `group`."""
         if isinstance(work, Exchange):
             return self.exchange(work.items, group, itemsize=work.itemsize)
         return self.all_reduce(work.size, group)
@@ -146,28 +144,28 @@ class Cost:
         messages: int = 1,
         itemsize: int = 1,
     ) -> Transfer:
-        """An irregular all-to-all: `sent[i, j]` items from the i-th rank of `group` to its j-th.
+        """Return the transfer of an irregular all-to-all among `group`, by default all ranks.
 
-        An item has `itemsize` bytes. Without a group all ranks take part. Each rank starts its
-        messages one after the other. With `messages`, so many equal exchanges are one transfer: its
-        ports carry the bytes of all, its latency is that of one.
+        The i-th rank of the group sends `sent[i, j]` items of `itemsize` bytes to the j-th rank.
+        Each rank starts its messages one after the other. `messages` > 1 joins so many equal
+        exchanges: the ports carry the bytes of all exchanges, the latency is that of one exchange.
         """
         return self.ports.exchange(sent, group, messages, itemsize)
 
     def all_reduce(self, size: int, group: Sequence[int]) -> Transfer:
-        """An all-reduce of `size` bytes among `group`."""
+        """Return the transfer of an all-reduce of `size` bytes among `group`."""
         key = size, tuple(group)
         if key not in self._all_reduce_transfers:
-            several = len(group) > 1
-            taken = self.all_reduces.transfer(*key) if several else Transfer(0.0, {})
-            self._all_reduce_transfers[key] = taken
+            has_peers = len(group) > 1
+            transfer = self.all_reduces.transfer(*key) if has_peers else Transfer(0.0, {})
+            self._all_reduce_transfers[key] = transfer
         return self._all_reduce_transfers[key]
 
     def bytes_by_link(
         self, sent: Pairs, group: Sequence[int] | None = None, itemsize: int = 1
     ) -> dict[LinkName, int]:
-        """Where the bytes of an exchange pass; arguments as in `exchange` [B]."""
-        if sent.dtype.kind == "f":  # expected items, whose sums are cut to whole bytes
+        """Return the bytes of an exchange per kind of link [B]; arguments as in `exchange`."""
+        if sent.dtype.kind == "f":  # expected numbers of items; sums are truncated to whole bytes
             sent, itemsize = sent * itemsize, 1
         members = slice(None) if group is None else list(group)
         in_islands = _within(sent, self.places.island[members])
@@ -182,7 +180,7 @@ class Cost:
 
 
 def _within(sent: Pairs, place: np.ndarray) -> int:
-    """Items of `sent` [ranks, ranks] between ranks whose `place` [ranks] is the same."""
+    """Return the items of `sent` [ranks, ranks] between ranks with equal `place` [ranks]."""
     if isinstance(sent, Outer):
         return int(sent.within(place))
     return int(sent[np.equal.outer(place, place)].sum())

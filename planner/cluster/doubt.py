@@ -1,20 +1,20 @@
-"""How far a cluster's constants may be from the truth, and clusters drawn from that.
+"""Uncertainty of a cluster's constants: a range per constant, and clusters drawn from the ranges.
 
-A constant has a range, [low, high] times its value: in one of ten cases the truth is below it, in
-one of ten above. The file of a cluster may say it (`ranges`). Otherwise the constant's provenance
-does (RANGES): a number that was measured is known better than one of a datasheet.
+A constant has a range, [low, high] times its value: the true value is below the range in one of
+ten cases, and above it in one of ten. A cluster file may give the range (`ranges`). Otherwise the
+constant's provenance implies it (RANGES): a measured number is more certain than a datasheet's.
 
-    constant                          what it multiplies
+    constant                          numbers that its factor multiplies
     device.gemm                       the rates of products, in every precision
     device.memory_bandwidth           rates of element-wise work and of the cache
-    device.gather                     rates of aggregation, where they were measured
-    device.launch                     the time of an operation, however small
-    device.overlap_tax                what computation loses beside transfers
-    inter_node.bandwidth              the link's bandwidth; each link has its own
-    inter_node.latency                and its latency
-    collectives.exchange.inter_node   bandwidth and latency of what was measured on the link
+    device.gather                     measured rates of aggregation
+    device.launch                     the fixed time of a framework operation
+    device.overlap_tax                the delay of computation that overlaps transfers
+    inter_node.bandwidth              the link's bandwidth; a constant for each link
+    inter_node.latency                the link's latency; a constant for each link
+    collectives.exchange.inter_node   bandwidth and latency of an operation measured on the link
     host_rates                        rates of the samplers
-    device_rates                      in their place, where GPUs that sample have rates of their own
+    device_rates                      rates of GPUs that sample, if given; replaces host_rates
 
 `device.power` has a range too, but no epoch depends on it (decision/objective.py).
 """
@@ -34,11 +34,11 @@ from gnnplan.planner.cluster.spec import DOUBTED, GEMMS, LINKS, Cluster
 DRAWS = 300
 TENTH = 1.2816  # standard deviations from the median of a normal to its 10th and 90th percentile
 
-# What a provenance says first -> the range of such a constant. Our own measurements are reproduced
-# within a tenth (docs/reference/measured-runs.md). Constants fitted to print differ by a third when
-# a dataset is left out. Where datasheets times an efficiency were held against print, software
-# reached from 0.36 to 1.13 of it on links and 0.49 to 0.73 in products (traces/quoted/fitted.csv,
-# without links that TCP or a bus of the host limits).
+# First of these words in a provenance -> range of the constant. Our own measurements are
+# reproducible within a tenth (docs/reference/measured-runs.md). Constants fitted to printed epochs
+# change by up to a third when a dataset is left out. Compared with printed epochs, software reached
+# 0.36 to 1.13 times the datasheet number times an efficiency on links, and 0.49 to 0.73 times in
+# products (traces/quoted/fitted.csv, without links that TCP or a bus of the host limits).
 RANGES: dict[str, tuple[float, float]] = {
     "measured": (0.9, 1.1),
     "nccl-tests": (0.9, 1.1),
@@ -48,10 +48,10 @@ RANGES: dict[str, tuple[float, float]] = {
     "derived": (0.4, 1.2),
     "assumed": (0.5, 2.0),
     "generic default": (0.5, 2.0),
-    "--set": (1.0, 1.0),  # a what-if is about this number
+    "--set": (1.0, 1.0),  # a what-if question assumes exactly this number
 }
-UNSAID = (0.5, 1.33)  # of a number that does not say where it comes from
-# The fields that a constant stands for, if it is not one itself (scaling.multiplied)
+UNSAID = (0.5, 1.33)  # range of a number without provenance
+# Fields that a constant's factor multiplies, if not the field of its name (scaling.multiplied)
 FIELDS = {
     "device.gemm": tuple(f"device.{name}" for name in GEMMS),
     "device.memory_bandwidth": ("device.memory_bandwidth", "device.cache_bandwidth"),
@@ -60,7 +60,7 @@ FIELDS = {
 
 
 def range_of(cluster: Cluster, constant: str) -> tuple[float, float]:
-    """The range of a constant, as factors on its value."""
+    """Return the range of a constant, as factors (low, high) on its value."""
     if constant in cluster.ranges:
         return cluster.ranges[constant]
     source = cluster.provenance.get(constant, "")
@@ -71,7 +71,7 @@ def range_of(cluster: Cluster, constant: str) -> tuple[float, float]:
 
 
 def constants(cluster: Cluster) -> Iterator[str]:
-    """The names of the constants that epochs depend on."""
+    """Yield the names of the constants that epochs depend on."""
     yield from (f"device.{name}" for name in DOUBTED if getattr(cluster.device, name))
     for name in LINKS:
         if getattr(cluster, name) and (cluster.servers > 1 or name != "inter_node"):
@@ -83,19 +83,16 @@ def constants(cluster: Cluster) -> Iterator[str]:
 
 
 def normals(name: str) -> NDArray[np.float64]:
-    """Numbers of a standard normal [DRAWS]; the same for the same name, independent for others.
+    """Return draws of a standard normal [DRAWS], seeded by `name`.
 
-    Equally many lie in every interval of equal probability (Latin hypercube sampling).
+    Every interval of equal probability has equally many draws (Latin hypercube sampling).
     """
     places = np.random.default_rng(crc32(name.encode())).permutation(DRAWS)
     return np.asarray(ndtri((places + 0.5) / DRAWS))
 
 
 def factors(cluster: Cluster) -> dict[str, NDArray[np.float64]]:
-    """Of every constant that may be other than it is said to be: factors [DRAWS], 1 in the median.
-
-    Constants that are certain are left out.
-    """
+    """Return factors [DRAWS], with median 1, on each constant whose value is not certain."""
     return {
         constant: factors_of(cluster, constant)
         for constant in constants(cluster)
@@ -104,9 +101,9 @@ def factors(cluster: Cluster) -> dict[str, NDArray[np.float64]]:
 
 
 def factors_of(cluster: Cluster, constant: str) -> NDArray[np.float64]:
-    """Of a constant: factors [DRAWS], 1 in the median.
+    """Return factors [DRAWS] on a constant, with median 1.
 
-    They are lognormal below the median and above it, each with the width that its range says.
+    They are lognormal below the median and above it, with the widths that the range implies.
     """
     low, high = range_of(cluster, constant)
     z = normals(constant) / TENTH
@@ -114,8 +111,8 @@ def factors_of(cluster: Cluster, constant: str) -> NDArray[np.float64]:
 
 
 def drawn(cluster: Cluster) -> Cluster:
-    """DRAWS clusters at once: every constant is a column [DRAWS, 1]."""
-    found = multiplied(
+    """Return DRAWS clusters as one: every constant is a column [DRAWS, 1]."""
+    out = multiplied(
         cluster,
         {
             field: values[:, np.newaxis]
@@ -123,12 +120,12 @@ def drawn(cluster: Cluster) -> Cluster:
             for field in _fields_of(constant)
         },
     )
-    tax = np.minimum(found.device.overlap_tax, 1.0)
-    return found.model_copy(update={"device": found.device.model_copy(update={"overlap_tax": tax})})
+    tax = np.minimum(out.device.overlap_tax, 1.0)
+    return out.model_copy(update={"device": out.device.model_copy(update={"overlap_tax": tax})})
 
 
 def _fields_of(constant: str) -> tuple[str, ...]:
-    """The fields that a constant multiplies, or divides ('/')."""
+    """Return the fields that a constant's factor multiplies, or divides ('/')."""
     if constant.startswith("collectives."):
         return f"{constant}.bandwidth", f"/{constant}.latency"
     return FIELDS.get(constant, (constant,))

@@ -1,7 +1,7 @@
-"""The fabric between servers: its links, and which of them bytes pass on the shortest ways.
+"""The fabric between servers: its links, and the links that bytes pass on shortest routes.
 
-leaf_spine    up a leaf's link, then down another's
-ring          on from router to router, or back; half way round, half of the bytes go either way
+leaf_spine    up the link of one leaf, then down the link of another leaf
+ring          from router to router, forward or back; to the opposite router half go each way
 """
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ Node = tuple[str, int]
 
 
 def links(fabric: Fabric, servers: int) -> list[tuple[Node, Node]]:
-    """The links between servers, which in this order are the ports ('fabric', 0), ('fabric', 1) ..
+    """Return the links between servers; link i is the port ('fabric', i).
 
-    First those up to the spine, or on in the ring; then the same ones down, or back. Spine switches
-    count as one, because ways over them are spread evenly.
+    Links up to the spine, or forward in the ring, come first; then the same links in the opposite
+    direction. Spine switches count as one switch, because traffic is spread evenly over them.
     """
     if fabric.kind == "leaf_spine":
         leaves = range(-(-servers // fabric.below))
@@ -32,9 +32,9 @@ def links(fabric: Fabric, servers: int) -> list[tuple[Node, Node]]:
 
 
 class Routes:
-    """All shortest ways between the *points* of a fabric, which are where servers are plugged in.
+    """All shortest routes between the *points* of a fabric, where servers are plugged in.
 
-    Where two ways are equally short, each takes half of the bytes.
+    If two routes are equally short, each carries half of the bytes.
     """
 
     def __init__(self, fabric: Fabric, servers: int) -> None:
@@ -44,32 +44,32 @@ class Routes:
         self.links = len(links(fabric, servers))
 
     def between(self, a: np.ndarray, b: np.ndarray) -> np.ndarray:
-        """Links on the way from points a to points b."""
+        """Return the number of links from points a to points b."""
         return np.asarray(np.minimum(*self._around(a, b)) if self.is_ring else 2 * (a != b))
 
     def _around(self, a: np.ndarray, b: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Links from a on to b, and from a back to b; two routers have one cable."""
-        n, alone = self.points, self.points == 2
-        return (b - a) % n + alone * (a > b), (a - b) % n + alone * (a < b)
+        """Return the links from a to b forward, and backward; two routers have one cable."""
+        n, one_cable = self.points, self.points == 2
+        return (b - a) % n + one_cable * (a > b), (a - b) % n + one_cable * (a < b)
 
     def by_link(self, between: np.ndarray) -> np.ndarray:
-        """Bytes on each link [links], of those from point to point [points, points]."""
+        """Return the bytes on each link [links], from bytes between points [points, points]."""
         if self.is_ring:
-            mirrored = self._passing_on(between[::-1, ::-1])[::-1]
-            both = self._passing_on(between), np.roll(mirrored, -1)
+            mirrored = self._bytes_forward(between[::-1, ::-1])[::-1]
+            both = self._bytes_forward(between), np.roll(mirrored, -1)
         else:
             np.fill_diagonal(between, 0.0)
             both = between.sum(1), between.sum(0)
-        return np.concatenate([one_way[: self.links // 2] for one_way in both])
+        return np.concatenate([each[: self.links // 2] for each in both])
 
-    def _passing_on(self, between: np.ndarray) -> np.ndarray:
-        """Bytes on the cable from each router of a ring to the next [points]."""
+    def _bytes_forward(self, between: np.ndarray) -> np.ndarray:
+        """Return the bytes on the cable from each router of a ring to the next [points]."""
         start = np.arange(self.points)
         cable = passing = np.zeros(self.points)
-        for left in range(self.points // 2, 0, -1):  # cables that are left to pass
+        for left in range(self.points // 2, 0, -1):  # cables from here to the destination
             end = (start + left) % self.points
-            on, back = self._around(start, end)
-            share = (on <= back) / (1.0 + (on == back))
+            forward, back = self._around(start, end)
+            share = (forward <= back) / (1.0 + (forward == back))
             passing = np.roll(passing, 1) + share * between[start, end]
             cable = cable + passing
         return cable
@@ -77,21 +77,24 @@ class Routes:
     def passes(
         self, source: np.ndarray, target: np.ndarray
     ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """Which message between servers passes which link, with which share: three [passes]."""
+        """Return (message, link, share of the bytes) of each pass of a message over a link.
+
+        source, target: the servers of each message [messages]. Returned arrays are [passes].
+        """
         a, b = self.at[source], self.at[target]
         if not self.is_ring:
             away = np.flatnonzero(a != b)
-            over = np.append(a[away], self.points + b[away])
-            return np.tile(away, 2), over, np.ones(2 * away.size)
-        on, back = self._around(a, b)
-        lengths = np.append(np.where(on <= back, on, 0), np.where(back <= on, back, 0))
+            link = np.append(a[away], self.points + b[away])
+            return np.tile(away, 2), link, np.ones(2 * away.size)
+        forward, back = self._around(a, b)
+        lengths = np.append(forward * (forward <= back), back * (back <= forward))
         link = ranges(np.append(a, b), lengths) % self.points
         link[lengths[: a.size].sum() :] += self.links // 2
         message = np.repeat(np.tile(np.arange(a.size), 2), lengths)
-        return message, link, np.where(on == back, 0.5, 1.0)[message]
+        return message, link, np.where(forward == back, 0.5, 1.0)[message]
 
 
 @lru_cache(maxsize=32)
 def routes(fabric: Fabric, servers: int) -> Routes:
-    """The ways through a fabric that joins so many servers."""
+    """Return the routes through a fabric that joins `servers` servers."""
     return Routes(fabric, servers)

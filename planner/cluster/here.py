@@ -1,4 +1,4 @@
-"""Describes this machine's GPUs from `nvidia-smi`, until `gnnplan measure` has run."""
+"""This machine's GPUs as `nvidia-smi` lists them, until `gnnplan measure` has run."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from gnnplan.planner.cluster.spec import PRESETS, Cluster
 from gnnplan.planner.vocabulary.errors import SpecError
 from gnnplan.planner.vocabulary.files import read_yaml
 
-USABLE = 0.9  # of a GPU's memory, as in presets
-UNKNOWN = "l4_box"  # whose rates a GPU has that no preset tells of: few GPUs are slower
+USABLE = 0.9  # usable share of a GPU's memory, as in presets
+UNKNOWN = "l4_box"  # preset with the rates of unknown GPU models: few GPUs are slower than an L4
 
 
 def gpus_here() -> Cluster | None:
-    """One server of the GPUs that CUDA_VISIBLE_DEVICES leaves; None if there are none.
+    """Return one server with the GPUs that CUDA_VISIBLE_DEVICES names; None without any GPU.
 
-    Rates and links are those of the preset whose GPUs have the same model, or else of UNKNOWN.
+    Rates and links are those of the preset with the same GPU model, or else of UNKNOWN.
     """
     queried = _nvidia_smi("--query-gpu=name,memory.total", "--format=csv,noheader,nounits")
     found = _visible([line.rsplit(", ", 1) for line in queried.splitlines() if ", " in line])
@@ -40,7 +40,7 @@ def gpus_here() -> Cluster | None:
     if memory.isdigit():
         update["memory"] = USABLE * int(memory) * 2**20
         provenance["device.memory"] = f"nvidia-smi, x {USABLE}"
-    alone = {"servers": 1, "gpus_per_server": count, "islands": (), "switches": (), "nics": ()}
+    one_server = {"servers": 1, "gpus_per_server": count, "islands": (), "switches": (), "nics": ()}
     device = base.device.model_copy(update=update)
     cluster = base.model_copy(
         update={
@@ -48,7 +48,7 @@ def gpus_here() -> Cluster | None:
             "device": device,
             "cores": os.cpu_count(),
             "provenance": {**provenance, "cores": "counted"},
-            **alone,
+            **one_server,
         }
     )
     unwired = cluster.model_copy(update={"island": None, "switch": None})
@@ -56,7 +56,7 @@ def gpus_here() -> Cluster | None:
 
 
 def _visible(found: list[list[str]]) -> list[list[str]]:
-    """The GPUs that CUDA_VISIBLE_DEVICES names, up to a name that is none, as '-1'."""
+    """Return the GPUs that CUDA_VISIBLE_DEVICES names, up to the first invalid name, as '-1'."""
     names = os.environ.get("CUDA_VISIBLE_DEVICES")
     if names is None:
         return found
@@ -73,7 +73,10 @@ def _visible(found: list[list[str]]) -> list[list[str]]:
 
 
 def _wired(cluster: Cluster) -> Cluster | None:
-    """With the islands, switches and NICs of `nvidia-smi topo -m`, where it tells of just these."""
+    """Return the cluster with the islands, switches and NICs that `nvidia-smi topo -m` prints.
+
+    Return None if its table cannot be read, or has another number of GPUs.
+    """
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "nvidia-smi topo -m"
         path.write_text(_nvidia_smi("topo", "-m"), "utf-8")
@@ -84,25 +87,26 @@ def _wired(cluster: Cluster) -> Cluster | None:
 
 
 def _presets() -> Iterator[Cluster]:
-    """Presets of GPUs, those of whole servers first."""
+    """Yield the presets of GPUs, DGX servers first."""
     paths = sorted(PRESETS.glob("*.yaml"), key=lambda path: (not path.stem.startswith("dgx"), path))
     clusters = (Cluster.model_validate(read_yaml(path).data) for path in paths)
     return (each for each in clusters if each.device.kind == "cuda")
 
 
 def _model(name: str) -> str:
-    """'H200' of 'NVIDIA H200 SXM 141GB', '2080 Ti' of 'NVIDIA GeForce RTX 2080 Ti'."""
+    """Return the model in a GPU's name: 'H200' in 'NVIDIA H200 SXM 141GB', '2080 Ti' in 'NVIDIA
+    GeForce RTX 2080 Ti'."""
     found = re.search(r"\b(?:[A-Z]{1,3}\d{1,4}\w?|\d{4})(?: (?:Ti|SUPER))?\b", name)
     return found[0] if found else name
 
 
 def _nvidia_smi(*words: str) -> str:
-    """What it prints; '' where there is none, or no driver."""
+    """Return the output of `nvidia-smi`; '' if the program or the driver is missing."""
     program = shutil.which("nvidia-smi")
     if program is None:
         return ""
     try:
-        told = subprocess.run([program, *words], capture_output=True, text=True, timeout=20)
+        result = subprocess.run([program, *words], capture_output=True, text=True, timeout=20)
     except (OSError, subprocess.TimeoutExpired):
         return ""
-    return "" if told.returncode else told.stdout
+    return "" if result.returncode else result.stdout

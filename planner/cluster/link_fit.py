@@ -1,4 +1,4 @@
-"""From timed messages to a link: its latency, its bandwidth, and what each size reaches of it."""
+"""Fit of a link to timed messages: latency, bandwidth, and efficiency by message size."""
 
 from __future__ import annotations
 
@@ -10,30 +10,30 @@ from scipy.optimize import isotonic_regression, least_squares
 
 from gnnplan.planner.cluster.spec import Link
 
-# Share of the largest message's time that the fit grants its bytes at least. Without it, bandwidth
-# would have no bound where times do not grow with the size.
+# Least share of the largest message's time that the fit attributes to its bytes. Without it, the
+# bandwidth would have no upper bound if times do not grow with the size.
 LEAST_WIRE_SHARE = 0.1
-# Bytes of a message (or a buffer), duration [s], core-seconds of all ranks that took part.
+# Bytes of a message (or buffer), duration [s], core-seconds of all participating ranks.
 Sample = tuple[int, float, float]
 
 
 class Shape(NamedTuple):
-    """The messages that an operation on n bytes consists of."""
+    """The messages of an operation on n bytes."""
 
-    latencies: float = 1.0  # messages one after the other
-    wire: float = 1.0  # times n: bytes past the busiest rank
-    moved: float = 1.0  # times n: bytes in all messages of all ranks
-    port: float = 1.0  # ranks that share the port that limits it
+    latencies: float = 1.0  # number of messages that follow each other
+    wire: float = 1.0  # bytes that the busiest rank sends, divided by n
+    moved: float = 1.0  # bytes of all messages of all ranks, divided by n
+    port: float = 1.0  # ranks that share the limiting port
 
 
 ONE_MESSAGE = Shape()
 
 
 def shapes(places: int, ranks_per_place: int = 1) -> dict[str, Shape]:
-    """The shapes of the operations that are measured between places.
+    """Return the shape of each measured operation among `places` places (GPUs, or servers).
 
-    An exchange is among all ranks of each place, a send goes from one to another, and an all-reduce
-    is a ring.
+    An exchange is among all ranks of all places, a send is one message from a place to another, and
+    an all-reduce is a ring of places.
     """
     ranks, peers = places * ranks_per_place, (places - 1) * ranks_per_place
     steps = 2 * (places - 1)
@@ -45,11 +45,11 @@ def shapes(places: int, ranks_per_place: int = 1) -> dict[str, Shape]:
 
 
 def beyond(samples: Sequence[Sample], inside: Link, shape: Shape, groups: int) -> list[Sample]:
-    """Samples of an exchange among all ranks of several servers, less its part inside servers.
+    """Subtract the part inside servers from samples of an exchange among all ranks of servers.
 
-    Inside servers, `groups` exchanges of this shape pass the link `inside` at once. Of the duration
-    only their latency goes off: their bytes pass other ports at the same time. Of the core-seconds
-    goes off all that their bytes take.
+    Inside servers, `groups` exchanges of this shape pass the link `inside` at the same time. Only
+    their latency is subtracted from the duration, since their bytes pass other ports meanwhile. All
+    core-seconds of their bytes are subtracted from the core-seconds.
     """
     latency, per_byte = inside.latency * shape.latencies, inside.core_s_per_byte * shape.moved
     return [
@@ -59,11 +59,11 @@ def beyond(samples: Sequence[Sample], inside: Link, shape: Shape, groups: int) -
 
 
 def fit(samples: Sequence[Sample], shape: Shape = ONE_MESSAGE) -> tuple[Link, list[float]]:
-    """A link, and its relative errors at the sizes that it was not fitted to.
+    """Return a link, and its relative errors at the sizes that it was not fitted to.
 
-    Every other size is fitted to, from the first. Latency and bandwidth come from least squares of
-    relative errors (alpha-beta). Then each size where the bytes take longer than the latency gets
-    the share of the bandwidth that it reaches.
+    The fit uses every other size, from the first. Latency and bandwidth minimise the squares of
+    relative errors (alpha-beta). Then every size whose bytes take longer than the latency gets an
+    efficiency, the share of the bandwidth that it reaches.
 
     >>> sizes = [2**k for k in range(10, 25)]
     >>> link, errors = fit([(n, 1e-4 + n / 1e9, n / 4e9) for n in sizes])
@@ -97,7 +97,7 @@ def fit(samples: Sequence[Sample], shape: Shape = ONE_MESSAGE) -> tuple[Link, li
 
 
 def _alpha_beta(nbytes: np.ndarray, seconds: np.ndarray, fitted: slice) -> tuple[float, float]:
-    """Latency [s] and bandwidth [B/s], by least squares of relative errors."""
+    """Return latency [s] and bandwidth [B/s] with least squares of relative errors."""
 
     def errors(logs: np.ndarray) -> np.ndarray:
         predicted = np.exp(logs[0]) + nbytes[fitted] / np.exp(logs[1])

@@ -1,12 +1,12 @@
-"""Messages by where their two ends sit: told one by one, or counted where many are alike.
+"""Sets of messages between ranks, as a list (`Listed`) or, if all are equal, by counts (`Alike`).
 
-How many pass a port is asked of both in the same way (ports.py). A *count* says of each message
-whether it passes something [messages], or of each rank how many do that it sends, and how many that
-it receives [2, ranks]. Counts can be added and subtracted.
+ports.py asks both classes in the same way how many messages pass a port. A *count* is an array
+[messages]: how often each message passes something; or an array [2, ranks]: how many of the
+messages that a rank sends pass it, and how many of those it receives. Counts can be added.
 
-An `Outer` says what ranks send each other by a number per sender and one per receiver. The load of
-a port then follows from counts: how many of the ranks that a rank exchanges with share its island,
-its PCIe switch or its server with it. No list of messages is needed."""
+An `Outer` (vocabulary/outer.py) is a traffic matrix that is given by a number per sender and a
+number per receiver. The load of a port then follows from counts: how many of a rank's peers share
+its island, its PCIe switch or its server. No list of messages is needed."""
 
 from __future__ import annotations
 
@@ -23,62 +23,65 @@ Count = np.ndarray
 
 @dataclass(frozen=True, eq=False)
 class Listed:
-    """Messages from rank to rank [messages]."""
+    """Messages from rank `source[m]` to rank `target[m]`."""
 
-    source: np.ndarray
-    target: np.ndarray
+    source: np.ndarray  # [messages]
+    target: np.ndarray  # [messages]
 
     def among(self, *places: np.ndarray, to: np.ndarray | None = None) -> Count:
-        """Those between ranks that are alike in all these places, each numbered [ranks]; `to` some
-        receivers alone, bool [ranks]."""
+        """Count the messages whose two ranks are equal in each of `places` (arrays [ranks], such as
+        the server of each rank); only those to the ranks `to` (bool [ranks]), if given."""
         out = np.ones(self.source.size) if to is None else 1.0 * to[self.target]
         for place in places:
             out = out * (place[self.source] == place[self.target])
         return out
 
     def leaving(self, count: Count, some: np.ndarray) -> Count:
-        """Those that leave some of the ranks, bool [ranks]."""
+        """Restrict a count to messages that `some` ranks (bool [ranks]) send."""
         return np.asarray(count * some[self.source])
 
     def arriving(self, count: Count, some: np.ndarray) -> Count:
-        """Those that arrive at some of the ranks."""
+        """Restrict a count to messages that `some` ranks (bool [ranks]) receive."""
         return np.asarray(count * some[self.target])
 
     def started(self, count: Count) -> np.ndarray:
-        """How many each rank starts [ranks]."""
+        """Return the number of messages that each rank sends [ranks]."""
         return np.bincount(self.source, count)
 
     def ends(self, numbers: np.ndarray, leave: bool) -> np.ndarray:
-        """The number of the rank that each message leaves, or arrives at [messages]."""
+        """Return `numbers` [ranks] of each message's sender (`leave`) or receiver [messages]."""
         return np.asarray(numbers[self.source if leave else self.target])
 
     def load(self, count: Count, numbers: np.ndarray, leave: bool, nbytes: Number) -> np.ndarray:
-        """Bytes that leave ranks, or arrive at them, by the ranks' numbers [ranks]."""
+        """Return the bytes that pass each port as messages leave a rank, or arrive at one [ports].
+
+        `numbers` is the port of each rank [ranks]; `nbytes` are the bytes of each message [B].
+        """
         passing = np.flatnonzero(count)
         at, size = self.ends(numbers, leave)[passing], int(numbers.max()) + 1
         return np.bincount(at, (count * nbytes)[passing], size)
 
-    def hops(self, ways: Routes, point: np.ndarray) -> Count:
-        """Links of a fabric on the way, where each rank is plugged in at a point [ranks]."""
-        return ways.between(point[self.source], point[self.target])
+    def hops(self, routes: Routes, point: np.ndarray) -> Count:
+        """Count the links of a fabric that messages pass; `point` is each rank's point [ranks]."""
+        return routes.between(point[self.source], point[self.target])
 
-    def between(self, ways: Routes, point: np.ndarray, nbytes: Number) -> np.ndarray:
-        """Bytes from point to point of a fabric [points, points]."""
-        place = point[self.source] * ways.points + point[self.target]
-        return np.bincount(place, nbytes, ways.points**2).reshape(ways.points, -1)
+    def between(self, routes: Routes, point: np.ndarray, nbytes: Number) -> np.ndarray:
+        """Return the bytes from point to point of a fabric [points, points]."""
+        place = point[self.source] * routes.points + point[self.target]
+        return np.bincount(place, nbytes, routes.points**2).reshape(routes.points, -1)
 
 
 @dataclass(frozen=True, eq=False)
 class Alike:
-    """Equal messages between some ranks, the `members` of an `Outer`; methods as of `Listed`."""
+    """Equal messages between `members`; the methods are those of `Listed`."""
 
-    members: np.ndarray
+    members: np.ndarray  # ranks; their order is that of the rows of `pattern`
     pattern: Outer
-    pairs: EqualPairs
+    pairs: EqualPairs  # senders and receivers of the messages, bool [members]
 
     @property
     def _ends(self) -> tuple[np.ndarray, np.ndarray]:
-        """Whether ranks send, and whether they receive [ranks]."""
+        """1 for members that send, and 1 for members that receive, else 0 (each [members])."""
         return self.pairs.senders.astype(float), self.pairs.receivers.astype(float)
 
     def among(self, *places: np.ndarray, to: np.ndarray | None = None) -> Count:
@@ -91,42 +94,42 @@ class Alike:
     def leaving(self, count: Count, some: np.ndarray) -> Count:
         return np.asarray(count * some[self.members])
 
-    arriving = leaving  # of a count, that of what is sent leaves, the other arrives
+    arriving = leaving  # row 0 of a count is of messages sent, row 1 of messages received
 
     def started(self, count: Count) -> np.ndarray:
         return np.asarray(count[0])
 
     def load(self, count: Count, numbers: np.ndarray, leave: bool, nbytes: Number) -> np.ndarray:
-        of_end, size = count[0 if leave else 1], int(numbers.max()) + 1
-        return np.bincount(numbers[self.members], of_end * nbytes, size)
+        messages, size = count[0 if leave else 1], int(numbers.max()) + 1
+        return np.bincount(numbers[self.members], messages * nbytes, size)
 
-    def hops(self, ways: Routes, point: np.ndarray) -> Count:
+    def hops(self, routes: Routes, point: np.ndarray) -> Count:
         senders, receivers = self._ends
-        at, points = point[self.members], np.arange(ways.points)
+        at, points = point[self.members], np.arange(routes.points)
         group, rank = cells(self.pattern.groups), np.arange(at.size)
-        taken = np.zeros((int(group.max()) + 1, ways.points))
-        np.add.at(taken, (group, at), receivers)
-        reached = taken[group]  # of each point, by each rank
+        received = np.zeros((int(group.max()) + 1, routes.points))
+        np.add.at(received, (group, at), receivers)
+        reached = received[group]  # receivers at each point that a rank sends to [ranks, points]
         if self.pattern.same:
             reached[rank, at] -= receivers
         else:
-            reached = taken.sum(0) - reached
-        passed = senders * (reached * ways.between(points[:, None], points)[at]).sum(1)
+            reached = received.sum(0) - reached
+        passed = senders * (reached * routes.between(points[:, None], points)[at]).sum(1)
         return np.stack([passed, np.zeros_like(passed)])
 
-    def between(self, ways: Routes, point: np.ndarray, nbytes: Number) -> np.ndarray:
+    def between(self, routes: Routes, point: np.ndarray, nbytes: Number) -> np.ndarray:
         senders, receivers = self._ends
         at, group = point[self.members], cells(self.pattern.groups)
-        table = (ways.points, int(group.max()) + 1)
+        table = (routes.points, int(group.max()) + 1)
         cell = np.ravel_multi_index((at, group), table)
-        given, taken = (
+        sent, received = (
             np.bincount(cell, ends, table[0] * table[1]).reshape(table)
             for ends in (senders, receivers)
         )
-        grouped = given @ taken.T
+        grouped = sent @ received.T
         if not self.pattern.same:
-            return np.asarray((np.outer(given.sum(1), taken.sum(1)) - grouped) * nbytes)
-        own = np.bincount(at, senders * receivers, ways.points)
+            return np.asarray((np.outer(sent.sum(1), received.sum(1)) - grouped) * nbytes)
+        own = np.bincount(at, senders * receivers, routes.points)
         return np.asarray((grouped - np.diag(own)) * nbytes)
 
 

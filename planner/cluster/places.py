@@ -2,12 +2,12 @@
 
     GPU ── island (NVLink)
      ├──── PCIe switch ── host bridge of the server
-     └──── NIC ── its leaf, or its server's place in the ring, or the one switch that joins all NICs
+     └──── NIC ── the server's leaf switch, its router in the ring, or one switch for all NICs
 
     leaf_spine   leaf ── spine ── leaf
     ring         server ── server ── server ── (the first)
 
-fabric.py has the part between servers. Tests draw all of it as a graph, and follow routes."""
+fabric.py has the network between servers. Tests build this graph, and follow routes in it."""
 
 from __future__ import annotations
 
@@ -22,28 +22,28 @@ from gnnplan.planner.cluster.spec import Cluster, LinkName
 # A part of the cluster that carries bytes at a limited rate, in one direction where it has two:
 #     ('gpu_out', rank), ('island_out', rank), ('switch_out', switch), ('nic_out', NIC)
 #     ('gpu_in', rank), ('island_in', rank), ('switch_in', switch), ('nic_in', NIC)
-#     ('bridge', server), ('fabric', link), ('cores', machine); a GPU that samples: ('device', rank)
+#     ('bridge', server), ('fabric', link), ('cores', machine), ('device', rank): a sampling GPU
 Port = tuple[str, int]
 LINK_NAMES: tuple[LinkName, ...] = ("inter_node", "island", "intra_node")
 
 
 class Places(NamedTuple):
-    """What each rank shares with others; all are int [ranks], numbered over the whole cluster."""
+    """Each rank's server, island, switch and NIC, int [ranks], numbered over the whole cluster."""
 
     server: np.ndarray
     island: np.ndarray
     switch: np.ndarray
     nic: np.ndarray
-    uplinked: np.ndarray  # bool [ranks]: its way to its NIC passes the uplink of its switch
+    uplinked: np.ndarray  # bool [ranks]: whether the path to the NIC passes the switch's uplink
 
     @classmethod
     def of(cls, cluster: Cluster, placement: Sequence[int]) -> Places:
-        """Rank r sits on GPU `placement[r]`."""
+        """Return the places of ranks, of which rank r sits on GPU `placement[r]`."""
         gpus_per_server = cluster.gpus_per_server
         server, gpu = np.divmod(np.asarray(placement, dtype=np.int64), gpus_per_server)
 
         def numbered(lists: Sequence[Sequence[int]]) -> np.ndarray:
-            """The list that holds each rank's GPU, numbered over the cluster."""
+            """Return the list that contains each rank's GPU, numbered over the cluster [ranks]."""
             list_of_gpu = np.zeros(gpus_per_server, dtype=np.int64)
             for number, gpus in enumerate(lists):
                 list_of_gpu[list(gpus)] = number
@@ -62,14 +62,14 @@ class Places(NamedTuple):
         )
 
     def links(self, source: np.ndarray, target: np.ndarray) -> np.ndarray:
-        """The link between two ranks of each message, as its place among LINK_NAMES [messages]."""
+        """Return each message's kind of link, as an index of LINK_NAMES [messages]."""
         same_island = self.island[source] == self.island[target]
         between = self.server[source] != self.server[target]
         return np.asarray(np.where(between, 0, np.where(same_island, 1, 2)))
 
 
 def describe_port(cluster: Cluster, placement: Sequence[int], port: Port) -> str:
-    """A port in words: the link, as 'leaf 0 -> spine 0', or the memory or cores that are shared."""
+    """Describe a port: a link, as 'leaf 0 -> spine 0', or the shared memory or cores."""
     kind, number = port
     if kind == "bridge":
         return f"the memory of server {number}"
@@ -78,7 +78,7 @@ def describe_port(cluster: Cluster, placement: Sequence[int], port: Port) -> str
     if kind == "fabric" and cluster.fabric:
         ends = links(cluster.fabric, cluster.servers)[number]
     else:
-        at, (what, way) = Places.of(cluster, range(cluster.ranks)), kind.split("_")
+        at, (what, direction) = Places.of(cluster, range(cluster.ranks)), kind.split("_")
         if what in ("gpu", "island"):
             gpu, above = placement[number], "island" if what == "island" else "switch"
             ends = ("GPU", gpu), (above, int(getattr(at, above)[gpu]))
@@ -89,12 +89,12 @@ def describe_port(cluster: Cluster, placement: Sequence[int], port: Port) -> str
                 if what == "switch"
                 else (("NIC", number), attached(cluster, server))
             )
-        ends = ends if way == "out" else ends[::-1]
+        ends = ends if direction == "out" else ends[::-1]
     return " -> ".join(f"{name} {place}" for name, place in ends)
 
 
 def attached(cluster: Cluster, server: int) -> Node:
-    """The node of the fabric that a server's NICs are plugged into."""
+    """Return the node of the fabric that a server's NICs are plugged into."""
     fabric = cluster.fabric
     if fabric is None:
         return ("network", 0)

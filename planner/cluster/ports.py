@@ -1,17 +1,17 @@
-"""Which ports messages pass, and how many bytes of each.
+"""Which ports messages pass, and how many bytes each port carries.
 
-That follows from where the two ranks sit:
+The ports follow from where the two ranks sit:
 
     same island         the island's link, out of one GPU and into the other (NVLink)
     same server         the GPUs' links out and in (PCIe), and the uplinks of their PCIe switches
-                        where these differ
+                        if the switches differ
     different servers   the NICs out and in, the uplink of a PCIe switch that shares its NIC with
-                        others, and the links of the fabric on the way (fabric.py)
+                        other switches, and the links of the fabric on the route (fabric.py)
     no peer access      except in islands: both GPUs' links to their server's memory, and the
-                        bridge that they share
+                        bridge that all GPUs of the server share
     ranks on a CPU      also the cores at both ends, which copy (shared_cores.py)
 
-A `Transfer` (transfer.py) says how long messages (messages.py) keep these ports busy."""
+A `Transfer` (transfer.py) has the seconds for which messages (messages.py) occupy these ports."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ from gnnplan.planner.vocabulary.outer import Outer, Pairs
 
 
 class Passes(NamedTuple):
-    """Which messages pass which ports of one name. All arrays are [passes]."""
+    """Pairs of a message and a port that it passes, for ports of one name; arrays are [passes]."""
 
     port: str
     messages: np.ndarray  # index of the message
@@ -41,21 +41,21 @@ class Passes(NamedTuple):
 
 
 class Part(NamedTuple):
-    """Messages that pass the ports of one name where they leave a rank, or arrive at one."""
+    """Messages that pass the ports of one name at their sender, or at their receiver."""
 
     port: str
-    passing: Count  # of a message's bytes, what passes
-    numbers: np.ndarray  # of the port of each rank [ranks]
-    leave: bool
+    passing: Count  # share of a message's bytes that passes the port
+    numbers: np.ndarray  # the port of each rank [ranks]
+    leave: bool  # at the sender; else at the receiver
 
 
 class PortLoads(NamedTuple):
-    """What messages put on the ports of one kind."""
+    """Bytes that messages put on the ports of one kind."""
 
     kind: str
     link: Link
-    starts: np.ndarray  # messages that each rank starts, times the links that they pass [ranks]
-    bytes_by_port: dict[str, np.ndarray]  # port -> bytes by number
+    starts: np.ndarray  # messages that each rank sends, times the links that they pass [ranks]
+    bytes_by_port: dict[str, np.ndarray]  # port's name -> bytes on each port of this name
 
 
 class PortUse(NamedTuple):
@@ -64,27 +64,27 @@ class PortUse(NamedTuple):
     kind: str
     link: Link
     messages: Messages
-    hops: Count  # links of this kind on the way
+    hops: Count  # links of this kind on the route
     parts: tuple[Part, ...] = ()
-    fabric: tuple[Routes, np.ndarray] | None = None  # and the server of each rank
+    fabric: tuple[Routes, np.ndarray] | None = None  # routes, and the server of each rank
 
     def loads(self, nbytes: Number) -> dict[str, np.ndarray]:
-        """Bytes of each message -> port -> bytes by the port's number."""
+        """Return the bytes on each port, by the port's name, from the bytes of each message."""
         if self.fabric:
-            ways, server = self.fabric
-            return {"fabric": ways.by_link(self.messages.between(ways, ways.at[server], nbytes))}
+            paths, server = self.fabric
+            return {"fabric": paths.by_link(self.messages.between(paths, paths.at[server], nbytes))}
         out: dict[str, np.ndarray] = {}
         for port, count, numbers, leave in self.parts:
             add(out, {port: self.messages.load(count, numbers, leave, nbytes)})
         return out
 
     def passes(self) -> Iterator[Passes]:
-        """Which of the listed messages pass which ports."""
+        """Yield which of the listed messages pass which ports."""
         assert isinstance(self.messages, Listed)
         if self.fabric:
-            ways, server = self.fabric
+            paths, server = self.fabric
             ends = (self.messages.ends(server, leave) for leave in (True, False))
-            yield Passes("fabric", *ways.passes(*ends))
+            yield Passes("fabric", *paths.passes(*ends))
         for port, count, numbers, leave in self.parts:
             passing = np.flatnonzero(count)
             at = self.messages.ends(numbers, leave)[passing]
@@ -93,16 +93,16 @@ class PortUse(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class MessagePorts:
-    """The ports of a cluster whose ranks sit at these places."""
+    """The ports of a cluster, and the messages' use of them, for ranks that sit at `places`."""
 
     cluster: Cluster
     places: Places
     cores: SharedCores
-    # loads of an exchange (`Outer`) of a byte per message, by who talks to whom
+    # loads of an exchange (`Outer`) with one byte per message, keyed by its pairs of ranks
     _alike: dict[tuple[object, ...], list[PortLoads]] = field(default_factory=dict)
 
     def link(self, op: str, where: LinkName | Literal["switch"]) -> Link:
-        """The link there, as measured for this operation if it was."""
+        """Return the link `where`, as measured for operation `op` if the cluster has that."""
         plain: Link | None = getattr(self.cluster, where)
         if where == "intra_node" and not self.cluster.peer_access:
             host = self.cluster.host or self.cluster.intra_node
@@ -111,9 +111,9 @@ class MessagePorts:
         return self.cluster.collectives.get(f"{op}.{where}", plain)
 
     def fabric_link(self, op: str, fabric: Fabric) -> Link:
-        """A leaf's uplinks together, or a cable of the ring.
+        """Return the link that a leaf's uplinks form together, or a cable of the ring.
 
-        It is as wide as the NICs below it, divided by the oversubscription.
+        Its bandwidth is that of the NICs below it, divided by the oversubscription.
         """
         nic = self.link(op, "inter_node")
         nics_below = fabric.below * max(1, len(self.cluster.nics))
@@ -126,12 +126,13 @@ class MessagePorts:
         )
 
     def uses(self, op: str, messages: Messages) -> Iterator[PortUse]:
-        """How messages use the ports, kind by kind."""
+        """Yield how messages use the ports, one kind of port after the other."""
         at, cluster, ranks = self.places, self.cluster, np.arange(self.places.server.size)
         in_server, in_island = messages.among(at.server), messages.among(at.island)
         between, over_gpus = messages.among() - in_server, in_server - in_island
         if not cluster.peer_access:
-            # through memory: up the sender's host link, then down the receiver's or out by a NIC
+            # through the server's memory: up the sender's host link, then down the receiver's host
+            # link or out through a NIC
             over_gpus = over_gpus + between
 
         def use(
@@ -174,18 +175,18 @@ class MessagePorts:
                 ends = (Part("cores", share * count, self.cores.machines, e) for e in (True, False))
                 yield PortUse("cores", link, messages, 0.0 * count, tuple(ends))
         if cluster.fabric and between.any():
-            ways = routes(cluster.fabric, cluster.servers)
-            hops = messages.hops(ways, ways.at[at.server])
+            paths = routes(cluster.fabric, cluster.servers)
+            hops = messages.hops(paths, paths.at[at.server])
             link = self.fabric_link(op, cluster.fabric)
             if hops.any():
-                yield PortUse("fabric", link, messages, hops, fabric=(ways, at.server))
+                yield PortUse("fabric", link, messages, hops, fabric=(paths, at.server))
 
     def loads(
         self, op: str, source: np.ndarray, target: np.ndarray, nbytes: np.ndarray, messages: int = 1
     ) -> Iterator[PortLoads]:
-        """What messages from rank to rank [messages] put on the ports, kind by kind.
+        """Yield the bytes that messages put on the ports, one kind of port after the other.
 
-        The bytes of each pair go in `messages` equal messages.
+        source, target, nbytes: [pairs]; each pair's bytes are sent in `messages` equal messages.
         """
         listed = Listed(source, target)
         for use in self.uses(op, listed):
@@ -195,24 +196,24 @@ class MessagePorts:
     def passes(
         self, op: str, source: np.ndarray, target: np.ndarray, nbytes: np.ndarray
     ) -> tuple[list[Passes], dict[Port, float]]:
-        """Which ports each message passes, and the bandwidth of those ports [B/s]."""
+        """Return which ports each message passes, and the bandwidth of these ports [B/s]."""
         passes: list[Passes] = []
         bandwidth: dict[Port, float] = {}
         for use in self.uses(op, Listed(source, target)):
             stretch = use.link.stretched(nbytes) / nbytes
-            for passed in use.passes():
-                shares = stretch[passed.messages] * passed.shares
-                passes.append(passed._replace(shares=shares))
-                for number in np.unique(passed.numbers).tolist():
-                    bandwidth[passed.port, number] = float(use.link.bandwidth)
+            for each in use.passes():
+                shares = stretch[each.messages] * each.shares
+                passes.append(each._replace(shares=shares))
+                for number in np.unique(each.numbers).tolist():
+                    bandwidth[each.port, number] = float(use.link.bandwidth)
         return passes, bandwidth
 
     def sends(
         self, source: np.ndarray, target: np.ndarray, nbytes: np.ndarray
     ) -> tuple[np.ndarray, PortSeconds]:
-        """Messages from ranks to peers [messages], all started at once.
+        """Return the latency of each message [.., messages] [s], and the busy seconds of ports [s].
 
-        The latency of each [.., messages] [s], and how long all of them keep ports busy [s].
+        source, target, nbytes: [messages]; all messages start at the same time.
         """
         latencies: np.ndarray = np.zeros(source.size)
         ports: dict[str, np.ndarray] = {}
@@ -229,8 +230,7 @@ class MessagePorts:
         messages: int = 1,
         itemsize: int = 1,
     ) -> Transfer:
-        """An all-to-all of `sent[i, j]` items from the group's i-th rank to its j-th; each rank
-        starts its messages one after the other."""
+        """Return the transfer of an all-to-all; arguments as in `Cost.exchange`."""
         members = np.arange(self.places.server.size) if group is None else np.asarray(group)
         ports, starts = dict[str, np.ndarray](), dict[str, np.ndarray]()
         latency: dict[str, Number] = {}
@@ -244,23 +244,23 @@ class MessagePorts:
     def _loads_of(
         self, sent: Pairs, members: np.ndarray, messages: int, itemsize: int
     ) -> Iterator[tuple[PortLoads, float]]:
-        """What an exchange puts on the ports, and how many times that.
+        """Yield the loads of an exchange on ports, each with a factor to multiply it by.
 
-        Who talks to whom in an `Outer` is counted once for all sizes of messages."""
+        The loads of an `Outer` are computed once per set of pairs, for messages of one byte."""
         if not isinstance(sent, Outer):
             source, target = np.nonzero(sent)
             nbytes = sent[source, target] * itemsize
-            all_of = self.loads("exchange", members[source], members[target], nbytes, messages)
-            yield from ((each, 1.0) for each in all_of)
+            loads = self.loads("exchange", members[source], members[target], nbytes, messages)
+            yield from ((each, 1.0) for each in loads)
             return
         for pairs in sent.equal_pairs:
             ends = pairs.senders.tobytes(), pairs.receivers.tobytes()
-            asked = sent.groups.tobytes(), sent.same, *ends, members.tobytes()
-            if asked not in self._alike:
+            key = sent.groups.tobytes(), sent.same, *ends, members.tobytes()
+            if key not in self._alike:
                 alike = Alike(members, sent, pairs)
-                self._alike[asked] = [
+                self._alike[key] = [
                     PortLoads(use.kind, use.link, alike.started(use.hops), use.loads(1.0))
                     for use in self.uses("exchange", alike)
                 ]
-            for each in self._alike[asked]:
+            for each in self._alike[key]:
                 yield each, float(each.link.stretched(float(pairs.value * itemsize), messages))

@@ -1,4 +1,4 @@
-"""From the files of other tools to a cluster: nccl-tests (`-J FILE`) and `nvidia-smi topo -m`."""
+"""A cluster from the output of other tools: nccl-tests (`-J FILE`) and `nvidia-smi topo -m`."""
 
 from __future__ import annotations
 
@@ -21,19 +21,19 @@ from gnnplan.planner.vocabulary.trace import LONGEST
 from gnnplan.planner.vocabulary.units import show_count
 
 MAX_FILE = 16 << 20  # [B]
-MOST_SIZES = 10_000  # that one file of nccl-tests has
-LARGEST = 1e18  # message [B]
-# The programs of nccl-tests, and the operations that they measure.
+MOST_SIZES = 10_000  # message sizes in one file of nccl-tests
+LARGEST = 1e18  # largest message [B]
+# Program of nccl-tests -> operation that it measures
 PROGRAMS = {"all_reduce_perf": "all_reduce", "alltoall_perf": "exchange", "sendrecv_perf": "send"}
-# What nvidia-smi calls ways between GPUs and NICs, from the shortest to the longest.
+# nvidia-smi's names of connections between GPUs and NICs, from the shortest to the longest
 WAYS = ("PIX", "PXB", "PHB", "NODE", "SYS", "SOC")
 BY_PCIE_SWITCHES = ("PIX", "PXB")
 P2P = ("OK", "CNS", "GNS", "TNS", "NS", "U", "DR")  # cells of `nvidia-smi topo -p2p`
-AFTER_HEAD = ("CPU", "NUMA", "GPU")  # first words of the columns that follow
+AFTER_HEAD = ("CPU", "NUMA", "GPU")  # first words of the columns after those of GPUs and NICs
 
 
 def _text(path: Path) -> str:
-    """The text of a file, as a shell on any system writes it. Raises SpecError."""
+    """Return the text of a file in UTF-8 or UTF-16, as shells write it. Raises SpecError."""
     raw = read_bytes(path, MAX_FILE, "give what the tool wrote")
     wide = raw.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE))
     try:
@@ -49,19 +49,19 @@ def _text(path: Path) -> str:
 
 
 class Reading(NamedTuple):
-    """What a file of nccl-tests measured."""
+    """The measurement in a file of nccl-tests."""
 
     op: str
-    servers: int  # that a group spans
-    gpus: tuple[int, ...]  # of a server in one group; empty: not said
-    groups: int  # at once
-    link: Link  # that the times imply, for a group alone on it
+    servers: int  # servers of a group
+    gpus: tuple[int, ...]  # GPUs of a group on one server; empty: unknown
+    groups: int  # groups that ran at the same time
+    link: Link  # the link that the times imply, for one group
 
 
 def nccl_tests(path: Path) -> Reading:
-    """The operation that nccl-tests measured, among which GPUs, and the link its times imply.
+    """Read the operation that nccl-tests measured, its GPUs, and the link that its times imply.
 
-    Times are those out of place. Raises SpecError.
+    Only out-of-place times are used. Raises SpecError.
     """
     document = from_json(path, _text(path), "it is not what nccl-tests writes with -J")
     try:
@@ -86,7 +86,7 @@ def nccl_tests(path: Path) -> Reading:
             f"{path}: {ranks} GPUs of {servers} servers use links of both kinds at once; run it on"
             " one server, or with one GPU per server (mpirun --map-by ppr:1:node, -g 1)"
         )
-    messages = ranks if op == "exchange" else 1  # a size is that of all messages together
+    messages = ranks if op == "exchange" else 1  # alltoall_perf's size is that of all messages
     samples: list[Sample] = [
         (int(size // messages), seconds, 0.0)
         for size, seconds in rows
@@ -96,7 +96,7 @@ def nccl_tests(path: Path) -> Reading:
         raise SpecError(f"{path}: {len(samples)} sizes; give at least 3 (-b 1K -e 64M -f 2)")
     try:
         link = fit(samples, shapes(ranks)[op])[0]
-    except ValidationError as error:  # no such link: too fast or too slow
+    except ValidationError as error:  # the link is too fast or too slow to be valid
         what = error.errors()[0]["msg"]
         raise SpecError(
             f"{path}: its times imply no link that there is ({what}); measure again"
@@ -106,7 +106,7 @@ def nccl_tests(path: Path) -> Reading:
 
 
 def _group(path: Path, devices: Sequence[tuple[int, str, int]]) -> list[tuple[str, int]]:
-    """The servers and GPUs of a group that sends among itself; all groups are alike.
+    """Return the (server, GPU) pairs of the first group; all groups have the same shape.
 
     Raises SpecError."""
     groups: dict[int, list[tuple[str, int]]] = {}
@@ -130,8 +130,8 @@ def _group(path: Path, devices: Sequence[tuple[int, str, int]]) -> list[tuple[st
             f"{path}: {len(first)} device is listed, and a message needs two; on one server add"
             " -g N, which is how many GPUs a process uses, and on several start a build with MPI"
         )
-    told = [one for one in first if one[1] >= 0]
-    if twice := next((one for one in told if told.count(one) > 1), None):
+    numbered = [member for member in first if member[1] >= 0]
+    if twice := next((member for member in numbered if numbered.count(member) > 1), None):
         raise SpecError(
             f"{path}: GPU {twice[1]} of {twice[0]} is listed twice: servers share a name, or two"
             " ranks a GPU; give each server a name and each rank a GPU of its own"
@@ -142,7 +142,7 @@ def _group(path: Path, devices: Sequence[tuple[int, str, int]]) -> list[tuple[st
 def _rows(
     path: Path, document: Mapping[str, Any], results: Sequence[tuple[object, Any]]
 ) -> list[tuple[float, float]]:
-    """Sizes and times out of place [B, s]. Raises SpecError, also for results that are wrong."""
+    """Return sizes [B] and out-of-place times [s]. Raises SpecError, also for wrong results."""
     if len(results) > MOST_SIZES:
         raise SpecError(
             f"{path}: {len(results):,} sizes, and at most {MOST_SIZES:,} are fitted to; measure"
@@ -178,7 +178,7 @@ def _rows(
 
 
 def _number(value: object, most: float) -> float:
-    """A number of a file in [0, most]. Raises ValueError."""
+    """Return a number of a file, in [0, most]. Raises ValueError."""
     # older nccl-tests write numbers as text
     number = float(value) if type(value) in (int, float, str) else -1.0  # type: ignore[arg-type]
     if not 0 <= number <= most:
@@ -190,23 +190,24 @@ def _number(value: object, most: float) -> float:
 
 
 def topology(path: Path) -> dict[str, Any]:
-    """Lists of a server's GPUs as fields of a Cluster, from `nvidia-smi topo -m`. Raises SpecError.
+    """Read fields of a Cluster, lists of a server's GPUs, from `nvidia-smi topo -m`.
 
     islands: GPUs with NVLink between any two of them; switches: GPUs that are joined by PCIe
-    switches; nics: GPUs with the same nearest NICs, absent where the table has no NICs.
+    switches; nics: GPUs with the same nearest NICs, absent if the table has no NICs. Raises
+    SpecError.
     """
     ways = _matrix(path)
     gpus = list(ways)
     number = {name: i for i, name in enumerate(gpus)}
 
     def joined_by(pattern: str) -> list[tuple[int, ...]]:
-        """GPUs that are joined in such a way, directly or through others."""
-        is_such = re.compile(pattern).fullmatch
-        joined = nx.Graph()
-        joined.add_nodes_from(gpus)
-        joined.add_edges_from((a, b) for a in gpus for b in gpus if a != b and is_such(ways[a][b]))
+        """Return sets of GPUs that connections of this pattern join, directly or indirectly."""
+        matches = re.compile(pattern).fullmatch
+        graph = nx.Graph()
+        graph.add_nodes_from(gpus)
+        graph.add_edges_from((a, b) for a in gpus for b in gpus if a != b and matches(ways[a][b]))
         return sorted(
-            tuple(sorted(number[name] for name in part)) for part in nx.connected_components(joined)
+            tuple(sorted(number[name] for name in part)) for part in nx.connected_components(graph)
         )
 
     islands, switches = joined_by(r"NV[0-9]+"), joined_by("|".join(BY_PCIE_SWITCHES))
@@ -217,7 +218,7 @@ def topology(path: Path) -> dict[str, Any]:
         for b in island
         if a != b
     ):
-        islands = []  # a cube mesh: some pairs of it have no NVLink
+        islands = []  # a cube mesh, in which some pairs of GPUs have no NVLink
     found: dict[str, Any] = {
         "gpus_per_server": len(gpus),
         "islands": _unless_alone(islands, len(gpus)),
@@ -228,18 +229,18 @@ def topology(path: Path) -> dict[str, Any]:
         nearest = {name: _nearest(ways[name], nics) for name in gpus}
         found["nics"] = tuple(
             sorted(
-                tuple(number[name] for name in gpus if nearest[name] == own)
-                for own in set(nearest.values())
+                tuple(number[name] for name in gpus if nearest[name] == shared)
+                for shared in set(nearest.values())
             )
         )
     return found
 
 
 def _matrix(path: Path) -> dict[str, dict[str, str]]:
-    """GPU -> GPU or NIC -> the way between them, as nvidia-smi names it.
+    """Read a mapping GPU -> GPU or NIC -> nvidia-smi's name of the connection between the two.
 
-    GPUs come in the order of the table's head; other columns keep their names, whatever they are.
-    Raises SpecError.
+    GPUs are in the order of the table's head. Every other column counts as a NIC, whatever its
+    name. Raises SpecError.
     """
     rows: dict[str, list[str]] = {}
     head: list[str] = []
@@ -290,7 +291,7 @@ def _matrix(path: Path) -> dict[str, dict[str, str]]:
 
 
 def _must_be_ways(path: Path, name: str, row: Sequence[str], head: Sequence[str]) -> None:
-    """Raise SpecError where a line's cells are not the ways to the head's GPUs and NICs."""
+    """Raise SpecError if a line's cells are not connections to the head's GPUs and NICs."""
     is_way = re.compile(rf"X|NV[0-9]+|{'|'.join(WAYS)}").fullmatch
     for column, cell in zip(head, row, strict=False):
         if cell in P2P:
@@ -312,13 +313,13 @@ def _must_be_ways(path: Path, name: str, row: Sequence[str], head: Sequence[str]
 
 
 def _nearest(row: dict[str, str], nics: Sequence[str]) -> tuple[str, ...]:
-    """The NICs that a GPU has the shortest way to."""
+    """Return the NICs with the shortest connection to a GPU."""
     best = min((WAYS.index(row[nic]) for nic in nics if row.get(nic) in WAYS), default=None)
     return tuple(nic for nic in nics if best is not None and row.get(nic) == WAYS[best])
 
 
 def _unless_alone(lists: Sequence[tuple[int, ...]], gpus: int) -> tuple[tuple[int, ...], ...]:
-    """The lists, or none if every GPU has its own."""
+    """Return the lists, or none if every list has one GPU."""
     return tuple(lists) if lists and len(lists) < gpus else ()
 
 
@@ -326,9 +327,9 @@ def _unless_alone(lists: Sequence[tuple[int, ...]], gpus: int) -> tuple[tuple[in
 
 
 def read(base: Cluster, tests: Sequence[Path], wiring: Path | None) -> Cluster:
-    """The cluster with what the files of nccl-tests and nvidia-smi say of it.
+    """Return the cluster updated with the files of nccl-tests and nvidia-smi.
 
-    A GPU's own rates stay as they are. What a file does not say stays too, and a note says so.
+    Rates of a GPU, and everything that the files do not have, stay as in `base`; a note says so.
     Raises SpecError.
     """
     fields: dict[str, Any] = {}
@@ -338,18 +339,18 @@ def read(base: Cluster, tests: Sequence[Path], wiring: Path | None) -> Cluster:
         read_from = f"read from {wiring.name}"
         provenance |= {name: read_from for name in LISTS if fields.get(name)}
     measured = dict(base.collectives)
-    of: dict[str, Path] = {}
+    path_of: dict[str, Path] = {}
     for path in tests:
         found = nccl_tests(path)
         place = _place(found, fields.get("islands", base.islands))
         name = f"{found.op}.{place}"
-        if name in of:
+        if name in path_of:
             raise SpecError(
-                f"{of[name]} and {path} both have {name}, and a cluster has one; give that of as"
-                " many GPUs as will train"
+                f"{path_of[name]} and {path} both measured {name}, and a cluster has one; give the"
+                " file that was measured on as many GPUs as will train"
             )
-        of[name], link = path, found.link
-        if found.groups > 1 and place == "inter_node":  # they shared the NICs of a server
+        path_of[name], link = path, found.link
+        if found.groups > 1 and place == "inter_node":  # the groups shared the NICs of a server
             nics = len(fields.get("nics", base.nics)) or 1
             port = max(1.0, found.groups / nics)
             link = link.model_copy(update={"bandwidth": link.bandwidth * port})
@@ -369,7 +370,7 @@ def read(base: Cluster, tests: Sequence[Path], wiring: Path | None) -> Cluster:
 
 
 def _place(found: Reading, islands: Sequence[Sequence[int]]) -> str:
-    """The link that a group's messages pass: of an island where all of its GPUs are in one."""
+    """Return the link that a group's messages pass: `island` if one island has all its GPUs."""
     if found.servers > 1:
         return "inter_node"
     inside = any(set(found.gpus) <= set(island) for island in islands) if found.gpus else False
@@ -377,7 +378,7 @@ def _place(found: Reading, islands: Sequence[Sequence[int]]) -> str:
 
 
 def _wired(base: Cluster, wiring: Path) -> dict[str, Any]:
-    """The fields of a cluster that nvidia-smi's table says; notes say which others stay.
+    """Return the fields of a cluster in nvidia-smi's table; notes name the assumed ones.
 
     Raises SpecError."""
     found = topology(wiring)

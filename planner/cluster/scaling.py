@@ -1,8 +1,8 @@
-"""A cluster with some of its numbers multiplied.
+"""Clusters with some numbers multiplied by factors.
 
-Sensitivity asks what such clusters would change; a refit finds the factors that records imply
-(`fitted`).
-A factor may be a column [n, 1]: n clusters at once, which closed forms price together."""
+The sensitivity analysis predicts epochs on such clusters; a refit finds the factors that match
+measured epochs (`fitted`). A factor may be a column [n, 1]: then the result stands for n clusters,
+whose epochs the closed form predicts in one call."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ import numpy as np
 from gnnplan.planner.cluster.spec import GEMMS, Cluster, LinkName
 from gnnplan.planner.vocabulary.numbers import Number
 
-# All that a device's speed is in; '/': seconds
+# All fields that a faster device multiplies, or divides ('/', fields in seconds)
 DEVICE = (
     *(f"device.{name}" for name in GEMMS),
     "device.memory_bandwidth",
@@ -28,16 +28,16 @@ DEVICE = (
 
 
 def multiplied(cluster: Cluster, factors: Mapping[str, Number]) -> Cluster:
-    """The cluster with numbers multiplied by the names of their fields, as 'host.bandwidth'.
+    """Return the cluster with fields multiplied; `factors` is keyed by field, as 'host.bandwidth'.
 
-    What begins with '/' is divided. A name may lead to numbers by size; absent numbers stay absent.
+    A field after '/' is divided. A field may hold a mapping of numbers; absent fields stay absent.
     """
-    found: Any = cluster
+    out: Any = cluster
     for name, factor in factors.items():
         times = 1 / factor if name.startswith("/") else factor
-        found = _times(found, name.removeprefix("/"), times)
-    out: Cluster = found
-    return out
+        out = _times(out, name.removeprefix("/"), times)
+    result: Cluster = out
+    return result
 
 
 def _times(value: Any, name: str, factor: Number) -> Any:
@@ -56,21 +56,22 @@ def _times(value: Any, name: str, factor: Number) -> Any:
 
 
 def links(cluster: Cluster, factor: Number, names: Sequence[str]) -> Cluster:
-    """The cluster with the bandwidth of these links multiplied.
+    """Return the cluster with the bandwidth of these links multiplied.
 
-    As with `--set`, operations that were measured on the links keep what software took of them.
+    As with `--set`, the software time of operations measured on the links stays as it is.
     """
     faster = multiplied(cluster, dict.fromkeys([f"{name}.bandwidth" for name in names], factor))
     return faster.carried(cluster)
 
 
 def device(cluster: Cluster, factor: Number) -> Cluster:
-    """The cluster with a device that computes everything `factor` times as fast."""
+    """Return the cluster with a device that computes everything `factor` times as fast."""
     return multiplied(cluster, dict.fromkeys(DEVICE, factor))
 
 
 def messages(cluster: Cluster, factor: Number, where: LinkName) -> Cluster:
-    """The cluster with the link there, and all that was measured on it, multiplied; latency too."""
+    """Return the cluster with the link `where`, and all operations measured on it, `factor` times
+    as fast, in bandwidth and in latency."""
     measured = [f"collectives.{key}" for key in cluster.collectives if key.endswith(where)]
     names = [
         name for link in (where, *measured) for name in (f"{link}.bandwidth", f"/{link}.latency")
@@ -84,10 +85,10 @@ def fitted(
     prior: float,
     largest: float = inf,
 ) -> dict[str, float]:
-    """The factors, none above `largest`, for which misses and prior x log(factor) are least.
+    """Return the factors that minimise the squares of misses and of prior x log(factor).
 
-    misses: of factors by name, logarithms of predicted over true. A factor that they do not depend
-    on stays 1.
+    misses: maps factors to log(predicted / true) of each observation. A factor on which no miss
+    depends stays 1. largest: bound on factors and on their reciprocals.
     """
     from scipy.optimize import least_squares  # here: it takes long, and few refit
 

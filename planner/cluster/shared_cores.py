@@ -1,14 +1,14 @@
-"""Ranks on a CPU that share the cores of their machine; ranks on GPUs share none.
+"""Slowdown of CPU ranks that share the cores of their machine. GPU ranks share no cores.
 
-A machine's c cores are shared fairly, as an operating system does it (processor sharing):
+A machine shares its c cores fairly among ranks, as an operating system does (processor sharing):
 
-    k ranks at work     each has min(1, c / k) of a core
-    k > c               they also take turns: each computes TURNS times as long, for caches are
-                        another's
-    a message           is copied by the cores at both ends, beside the ranks that compute
+    k ranks at work     each rank has min(1, c / k) of a core
+    k > c               ranks take turns, and each computes TURNS times as long, because it finds
+                        the data of other ranks in the caches
+    a message           is copied by the cores at both ends, while ranks compute
 
-In terms of ports the cores of a machine are one more port, ('cores', machine). It is busy for a
-second when all cores are busy for a second."""
+The cores of a machine are one more port, ('cores', machine). A second of the port stands for a
+second in which all cores are busy."""
 
 from __future__ import annotations
 
@@ -18,19 +18,19 @@ from gnnplan.planner.cluster.places import Port
 from gnnplan.planner.cluster.spec import Cluster, Link
 from gnnplan.planner.vocabulary.numbers import Number, slowest
 
-# The port 'cores' needs a bandwidth, but cores have none: they copy so many bytes per second, and
-# each byte so often that the product is right. Any number would do [B/s].
+# The port 'cores' needs a bandwidth, but cores have none. The value is arbitrary [B/s]: `copying`
+# multiplies the bytes by it, so that the seconds are right.
 COPY_RATE = 1e9
 COPYING = Link(bandwidth=COPY_RATE, latency=0.0)
-# Measured were 1.02 to 1.14 of four ranks on two cores (traces/measured).
+# Four ranks on two cores took 1.02 to 1.14 times as long (traces/measured).
 TURNS = 1.1
 
 
 class SharedCores:
-    """What ranks that share cores lose to each other.
+    """The slowdown of ranks that share the cores of machines.
 
-    count: cores of each machine; None if ranks share none. machines: the machine of each rank
-    [ranks].
+    count: cores of each machine; None on GPUs, where ranks share none. machines: the machine of
+    each rank [ranks].
     """
 
     def __init__(self, cluster: Cluster, machines: np.ndarray) -> None:
@@ -39,17 +39,17 @@ class SharedCores:
         self.ranks_by_machine = np.bincount(machines)
         most_ranks, cores = int(self.ranks_by_machine.max()), self.count or np.inf
         take_turns = most_ranks > cores
-        # Share of its machine's cores that a computing rank keeps busy. It counts the time that
+        # Share of a machine's cores that a computing rank keeps busy. It includes the time that
         # ranks lose by taking turns, so it may exceed 1 / cores.
         self.core_share = (TURNS if take_turns else 1.0) / cores
-        # How many times as long a rank computes while all ranks compute.
+        # Factor on a rank's seconds while all ranks compute.
         self.full_load_slowdown = max(1.0, float(most_ranks) * self.core_share)
 
     def all_done_s(self, seconds: Number) -> Number:
-        """When the last rank has computed, if all begin at once [s].
+        """Return the time at which the last rank has computed, if all ranks start at time 0 [s].
 
-        `seconds` is what each would take alone [.., ranks]. Ranks end one after the other; those
-        that are left share the cores.
+        `seconds` is the time of each rank on a core of its own [.., ranks]. Ranks end one after the
+        other; the remaining ranks share the cores.
         """
         if self.full_load_slowdown == 1.0:
             return slowest(seconds)
@@ -65,7 +65,10 @@ class SharedCores:
         return out
 
     def core_busy_s(self, seconds: Number) -> dict[str, np.ndarray]:
-        """How long each machine's cores are busy while its ranks compute [.., ranks] [s]."""
+        """Return the seconds for which ranks' computation keeps cores busy [.., machines] [s].
+
+        seconds: the time of each rank on a core of its own [.., ranks].
+        """
         if not self.count:
             return {}
         busy = self._by_rank(seconds) * self.core_share
@@ -75,20 +78,22 @@ class SharedCores:
         }
 
     def computing(self, rank: int, lane: str, seconds: float) -> dict[Port, float]:
-        """Ports that a rank's computation shares with what overlaps it, and for how long [s]."""
+        """Return the busy seconds of the ports that a rank's computation uses: lane and cores."""
         if not self.count:
             return {}
         cores = ("cores", int(self.machines[rank]))
         return {(f"lane {lane}", rank): seconds, cores: seconds * self.core_share}
 
     def copying(self, own: Link) -> tuple[Link, float] | None:
-        """How cores copy what crosses a link, and a message's bytes on them at either end, per
-        byte; None if they do not."""
+        """Return the cores as a link, and the bytes on that link per byte sent, at either end.
+
+        Return None if cores do not copy the messages of the link `own`.
+        """
         if not (self.count and own.core_s_per_byte):
             return None
-        # half at either end
+        # half of the core-seconds are the sender's, half the receiver's
         return COPYING, own.core_s_per_byte * COPY_RATE / (2 * self.count)
 
     def _by_rank(self, seconds: Number) -> np.ndarray:
-        """The same for every rank, if one number is given [.., ranks]."""
+        """Broadcast seconds to all ranks [.., ranks]."""
         return np.broadcast_to(seconds, (*np.shape(seconds)[:-1], self.machines.size))

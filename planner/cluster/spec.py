@@ -1,7 +1,7 @@
-"""The fields of a cluster, as its file and --set give them.
+"""The fields of a cluster, as a cluster file and --set give them.
 
-They are frozen pydantic models, which check themselves wherever they come from. Costs read their
-numbers once and then work on arrays (cost.py)."""
+The classes are frozen pydantic models, which validate their fields wherever the values come from.
+`Cost` (cost.py) reads the numbers once and then works on arrays."""
 
 from __future__ import annotations
 
@@ -33,35 +33,36 @@ from gnnplan.planner.vocabulary.spec import (
     bounded,
 )
 
-OPERATIONS = ("all_reduce", "exchange", "send")  # that links can be measured for
+OPERATIONS = ("all_reduce", "exchange", "send")  # operations that can be measured on a link
 PLACES = ("intra_node", "inter_node", "island", "switch")
 LINKS = ("intra_node", "inter_node", "island", "switch", "host", "bridge")
 LISTS = ("islands", "switches", "nics")  # fields that list GPUs of a server
-GEMMS = ("gemm", "gemm_bfloat16", "gemm_tf32")  # rates of a device's products, by precision
-# of a device, constants that an epoch depends on, as they are doubted (doubt.py)
+GEMMS = ("gemm", "gemm_bfloat16", "gemm_tf32")  # matrix-product rates of a device, by precision
+# constants of a device that an epoch depends on; each has a range of uncertainty (doubt.py)
 DOUBTED = ("gemm", "memory_bandwidth", "gather", "launch", "overlap_tax")
 PRESETS = Path(__file__).resolve().parent / "presets"
 LinkName = Literal["island", "intra_node", "inter_node"]  # fields of a Cluster
 MOST_RANKS = 8192
-MOST_PAIRED = 1024  # ranks of which a plan looks at every pair: half a GB of arrays
-MOST_GPUS = 1024  # of a server
-MOST_POINTS = 512  # of a fabric where servers are plugged in; ways between all pairs are kept
+MOST_PAIRED = 1024  # ranks up to which a plan looks at every pair: half a GB of arrays
+MOST_GPUS = 1024  # per server
+MOST_POINTS = 512  # points of a fabric where servers are plugged in; all pairs' routes are stored
 
 
 class Link(Spec):
-    """A link by the alpha-beta model.
+    """A link in the alpha-beta model.
 
     A message of n bytes takes latency + n / (bandwidth * efficiency at n) seconds.
     """
 
     bandwidth: Bandwidth
-    """As reached [B/s]."""
+    """Bandwidth that programs reach [B/s]."""
     latency: Latency = 10e-6
-    """[s].  [default: 10us]"""
+    """Latency of a message [s].  [default: 10us]"""
     efficiency: dict[Size, Share] = Field(default_factory=dict)
-    """Message size: share of the bandwidth that it reaches, log-log between sizes.  [default: 1]"""
+    """Message size: share of the bandwidth that messages of this size reach, interpolated log-log
+    between sizes.  [default: 1]"""
     core_s_per_byte: Annotated[float, Field(ge=0.0, le=1e-3)] = 0.0
-    """CPU ranks: core-seconds that a byte takes, both ends together."""
+    """CPU ranks: core-seconds per byte sent, sender and receiver together."""
 
     @overload
     def stretched(self, nbytes: float, messages: int = 1) -> float: ...
@@ -70,10 +71,10 @@ class Link(Spec):
     @overload
     def stretched(self, nbytes: Number, messages: int = 1) -> Number: ...
     def stretched(self, nbytes: Number | NDArray[Any], messages: int = 1) -> Number:
-        """The bytes that would take as long at the whole bandwidth [B].
+        """Return the number of bytes that would take as long at the full bandwidth [B].
 
-        `nbytes` are sent in so many equal messages. The efficiency is interpolated log-log between
-        the sizes that are given; outside them it is flat.
+        `nbytes` are sent in `messages` equal messages. The efficiency is interpolated log-log
+        between the given sizes, and constant outside them.
         """
         if not self.efficiency:
             return nbytes
@@ -98,15 +99,15 @@ class Link(Spec):
         return self
 
     def differs(self, other: Link) -> bool:
-        """Whether bandwidth or latency do; a bandwidth may be a column: of many clusters."""
+        """Whether bandwidth or latency differ; a bandwidth may be a column, one row per cluster."""
         return bool(np.any(self.bandwidth != other.bandwidth)) or self.latency != other.latency
 
     def carried(self, old: Link, new: Link) -> Link:
-        """This operation, measured on the link `old`, as it would be on the link `new`.
+        """Convert this operation, measured on the link `old`, to the link `new`.
 
-        What the operation takes beyond its link (copies, software) stays. So a slower link slows
-        all operations, and a faster one leaves their copies to wait for. An operation that beats
-        its link, for example by a reduction in a switch, goes on doing so in proportion.
+        The time that the operation takes beyond its link (copies, software) stays. So a slower link
+        slows all operations down, and on a faster link the copies remain. An operation that is
+        faster than its link (by a reduction in a switch, for example) stays so in proportion.
         """
 
         def seconds(measured: float, before: float, after: float) -> float:
@@ -127,70 +128,70 @@ Code = Annotated[float, bounded(0.0, 1e9, "machine code [B]", "B")]
 
 
 class Device(Spec):
-    """A GPU, or a CPU core that plays one rank. Rates are those that programs reach."""
+    """A GPU, or a CPU core that runs one rank. Rates are those that programs reach."""
 
     name: str = "unnamed"
     """Shown in plans."""
     kind: Literal["cpu", "cuda"] = "cuda"
     """cpu or cuda."""
     memory: Bytes
-    """That a rank may fill [B]."""
+    """Memory that a rank may use [B]."""
     gemm: Rate
-    """Dense matrix product in fp32, as reached [flop/s]."""
+    """Rate of dense matrix products in fp32 that programs reach [flop/s]."""
     gemm_bfloat16: Rate | None = None
-    """All products of rows in bfloat16, as reached [flop/s].  [default: as `gemm`]"""
+    """Rate of dense matrix products in bfloat16 [flop/s].  [default: as `gemm`]"""
     gemm_tf32: Rate | None = None
-    """All products of rows in TF32, as reached [flop/s].  [default: as `gemm`]"""
+    """Rate of dense matrix products in TF32 [flop/s].  [default: as `gemm`]"""
     memory_bandwidth: Bandwidth
-    """Element-wise work, bytes read plus written [B/s]."""
+    """Rate of element-wise work, in bytes read plus written [B/s]."""
     gather: dict[Annotated[int, Field(ge=1)], Annotated[Rates, Field(min_length=1)]] = Field(
         default_factory=dict
     )
-    """Aggregation [B gathered/s] by row width and by bytes of the rows read from.  [default: a
-    cache model]"""
+    """Rate of aggregation [B gathered/s], by row width and by the size of the source rows [B].
+    [default: a cache model]"""
     gather_bfloat16: Annotated[float, Field(gt=0.0, le=100.0)] = 1.0
-    """Aggregation of rows in bfloat16: how many times as many bytes per second."""
+    """Rate of aggregation in bfloat16 [B/s], divided by the rate in float32."""
     row_latency: Latency = 0.0
-    """Of each row that aggregation makes, in addition to its gathers [s]."""
+    """Time per output row of an aggregation, in addition to gathering its source rows [s]."""
     row_bandwidth: Bandwidth | None = None
-    """Writing these rows [B/s].  [default: contained in the rate of gathers]"""
+    """Rate of writing the output rows of an aggregation [B/s].  [default: included in `gather`]"""
     cache: Annotated[float, bounded(1e4, 1e10, "a cache [B]", "B")] | None = None
-    """That all of the device shares (L2) [B].  [default: none]"""
+    """Size of the cache that the whole device shares (L2) [B].  [default: none]"""
     cache_bandwidth: Bandwidth | None = None
-    """Rows that are in the cache [B/s].  [default: 3 x `memory_bandwidth`]"""
+    """Rate of reading rows from the cache [B/s].  [default: 3 x `memory_bandwidth`]"""
     launch: Latency = 8e-6
-    """One framework operation, however small [s].  [default: 8us]"""
+    """Time of one framework operation, however small (a kernel launch) [s].  [default: 8us]"""
     product_code: Code = 0.0
-    """Machine code that is kept for each shape of a product [B]; oneDNN keeps it, on AMD's cores
-    with AVX-512. 0: MKL multiplies, and writes products into place."""
+    """Machine code that oneDNN caches for each shape of a matrix product [B], on AMD cores with
+    AVX-512. 0: MKL computes products, and writes them into place."""
     product_code_bfloat16: Code = 0.0
-    """The same of rows in bfloat16, on all cores with AVX-512."""
+    """The same as `product_code` for rows in bfloat16, on all cores with AVX-512."""
     power: Power | None = None
-    """That it draws while it trains [W]; of a CPU, a rank's share; `--objective energy` needs it.
-    [default: none]"""
-    # on GPUs what was fitted to PipeGCN's printed epochs (0.1 x 1.855, traces/quoted/fitted.csv)
+    """Power that the device draws while it trains (on a CPU, the share of one rank) [W];
+    `--objective energy` needs it.  [default: none]"""
+    # on GPUs the value fitted to PipeGCN's printed epochs (0.1 x 1.855, traces/quoted/fitted.csv)
     overlap_tax: float = Field(
         default_factory=lambda given: 0.185 if given.get("kind") == "cuda" else 0.0, ge=0.0, le=1.0
     )
-    """Share of a transfer's seconds that computation beside it loses.  [default: 0 on CPUs; 0.185
-    on GPUs, as fitted to PipeGCN's figures]"""
+    """Share of a transfer's seconds by which it delays the computation that it overlaps.  [default:
+    0 on CPUs; 0.185 on GPUs, fitted to PipeGCN's figures]"""
 
     def multiplying(self, dtype: str) -> Device:
-        """The device at the rates of products of rows in this type."""
+        """Return the device with `gemm` set to its rate of products in this type."""
         rate = getattr(self, f"gemm_{dtype}", None)
         return self if rate is None else self.model_copy(update={"gemm": rate})
 
     def code_of(self, itemsize: int) -> float:
-        """Machine code that is kept for each shape of a product of numbers of so many bytes [B]."""
+        """Return the machine code cached per shape of a product of `itemsize`-byte numbers [B]."""
         return {2: self.product_code_bfloat16, 4: self.product_code}.get(itemsize, 0.0)
 
     def gathering(self, itemsize: int) -> float:
-        """How many times float32's bytes per second aggregation reads of such numbers."""
+        """Return the rate of aggregation of `itemsize`-byte numbers over that of float32 [1]."""
         return self.gather_bfloat16 if itemsize == 2 else 1.0
 
 
 def _lists(value: object) -> object:
-    """Lists from the text that --set gives: '[[0, 1], [2, 3]]'."""
+    """Parse lists from the text that --set gives: '[[0, 1], [2, 3]]'."""
     if not isinstance(value, str):
         return value
     try:
@@ -206,24 +207,25 @@ GPUs = Annotated[tuple[tuple[Annotated[int, Field(ge=0)], ...], ...], BeforeVali
 
 
 class Fabric(Spec):
-    """What joins the NICs of servers, if it is not one switch that never blocks.
+    """The network between servers, if it is not one non-blocking switch.
 
     leaf_spine    The servers of a leaf switch share its uplinks to the spine.
-    ring          A server has a cable to the next server and to the one before. Bytes that go
-                  further pass the servers between.
+    ring          A server has a cable to the next server and to the previous server. Bytes to other
+                  servers pass the servers in between.
 
-    The uplinks of a leaf together carry what the NICs of its servers carry, divided by
-    `oversubscription`. A cable of a ring carries what the NICs of one server carry, divided by it.
+    The bandwidth of a leaf's uplinks together is that of its servers' NICs together, divided by
+    `oversubscription`. The bandwidth of a ring's cable is that of one server's NICs, divided by
+    `oversubscription`.
     """
 
     kind: Literal["leaf_spine", "ring"]
     """leaf_spine or ring."""
     servers_per_leaf: int | None = Field(None, ge=1)
-    """Of leaf_spine, which needs it.  [default: none]"""
+    """Servers on each leaf switch; required for leaf_spine.  [default: none]"""
     oversubscription: float = Field(1.0, gt=0.0, le=1000.0)
-    """How many times as many bytes per second the NICs carry together as what lies above them."""
+    """Bandwidth of the NICs below a link of the fabric, divided by the bandwidth of this link."""
     latency: Latency = 1e-6
-    """Of each link passed [s].  [default: 1us]"""
+    """Latency of each link of the fabric that a message passes [s].  [default: 1us]"""
 
     @property
     def below(self) -> int:
@@ -240,27 +242,28 @@ class Fabric(Spec):
         return self
 
 
-# Rate of a sampler that nobody measured [edges/s]. One core of an AMD EPYC (2026) draws 50 million
-# neighbours per second and lays out 63 million edges; measured were 25 to 41 and 34 to 63 million.
+# Rate of an unmeasured sampler [edges/s]. One core of an AMD EPYC (2026) draws 50 million
+# neighbours per second and lays out 63 million edges; other measurements gave 25 to 41 million and
+# 34 to 63 million.
 HOST_RATE = 5e7
 
 
 class Cluster(Spec):
     """Servers with equal GPUs.
 
-    Lists of a server's GPUs, 0 to gpus_per_server - 1, may say what a server is made of. They hold
-    for every server:
+    Lists of GPUs, numbered 0 to gpus_per_server - 1, describe the inside of a server. They hold for
+    every server:
 
-        islands: [[0, 1], [2, 3]]       GPUs of an island have a link of their own (NVLink),
-        island: {bandwidth: 100GB/s}    which is this
-        switches: [[0, 1], [2, 3]]      what leaves a PCIe switch shares its uplink,
-        switch: {bandwidth: 12GB/s}     which is this
-        nics: [[0, 1], [2, 3]]          each list has a NIC of its own, as fast as inter_node
+        islands: [[0, 1], [2, 3]]       GPUs that are joined by a fast link (NVLink)
+        island: {bandwidth: 100GB/s}    this link
+        switches: [[0, 1], [2, 3]]      GPUs behind a PCIe switch, whose uplink they share
+        switch: {bandwidth: 12GB/s}     this uplink
+        nics: [[0, 1], [2, 3]]          GPUs that share a NIC, as fast as inter_node
 
         peer_access: false              GPUs send through their server's memory, over `host` links;
         bridge: {bandwidth: 40GB/s}     the memory may be a bottleneck: each byte goes in and out
 
-    What joins the servers (absent: one switch that never blocks):
+    The network between servers (absent: one non-blocking switch):
 
         fabric: {kind: leaf_spine, servers_per_leaf: 4, oversubscription: 3}
         fabric: {kind: ring}
@@ -271,71 +274,72 @@ class Cluster(Spec):
     name: str = "unnamed"
     """Shown in plans."""
     servers: int = Field(1, ge=1, le=100_000)
-    """How many."""
+    """Number of servers."""
     gpus_per_server: int = Field(1, ge=1, le=MOST_GPUS)
-    """How many."""
+    """Number of GPUs, or of CPU ranks, of each server."""
     device: Device
-    """One GPU, or one CPU core that plays a rank (below)."""
+    """One GPU, or one CPU core that runs a rank (below)."""
     intra_node: Link
-    """Link between GPUs of a server that share no island."""
+    """Link between GPUs of a server that are not in the same island."""
     inter_node: Link | None = None
-    """Link between servers: one NIC per server, or one per list of `nics`.  [default: none;
+    """Link between servers: one NIC per server, or one NIC per list of `nics`.  [default: none;
     required with several servers]"""
     host: Link | None = None
     """Link from a server's memory to a GPU.  [default: `intra_node`]"""
     host_memory: Bytes | None = None
-    """Memory of a server for features and adjacency lists of mini-batches, and for what `offload`
-    keeps there [B]; of CPU ranks, whose `memory` holds graph data, it is asked by `offload` alone.
-    [default: enough for all; of CPU ranks none]"""
+    """Memory of a server for the features and adjacency lists of mini-batches, and for the rows
+    that `offload` stores there [B]. For CPU ranks only `offload` uses it, since their `memory`
+    holds graph data.  [default: enough for all; none for CPU ranks]"""
     islands: GPUs = ()
     """Lists of GPUs with NVLink between them.  [default: none]"""
     island: Link | None = None
-    """That link.  [default: none]"""
+    """Link between two GPUs of an island.  [default: none]"""
     switches: GPUs = ()
     """Lists of GPUs behind a PCIe switch.  [default: none]"""
     switch: Link | None = None
-    """The uplink that they share.  [default: none]"""
+    """The uplink that the GPUs behind a switch share.  [default: none]"""
     nics: GPUs = ()
-    """Lists of GPUs, each with a NIC of its own.  [default: one NIC per server]"""
+    """Lists of GPUs that share a NIC.  [default: one NIC per server]"""
     fabric: Fabric | None = None
-    """What lies between servers (below).  [default: one switch that never blocks]"""
+    """The network between servers (below).  [default: one non-blocking switch]"""
     peer_access: bool = True
-    """false: what GPUs send passes their server's memory, except inside islands."""
+    """false: GPUs send through their server's memory, except inside islands."""
     bridge: Link | None = None
     """Without peer access: the server's memory, shared by all its GPUs and NICs.  [default: never
     the bottleneck]"""
     all_reduce: Algorithm | None = None
-    """ring, tree or hierarchical.  [default: tree on GPUs, ring on CPUs]"""
+    """Algorithm: ring, tree or hierarchical.  [default: tree on GPUs, ring on CPUs]"""
     host_rates: Annotated[
         dict[HostWork, Annotated[float, Field(gt=0, le=1e15)]],
-        AfterValidator(lambda told: dict.fromkeys(get_args(HostWork), HOST_RATE) | told),
+        AfterValidator(lambda rates: dict.fromkeys(get_args(HostWork), HOST_RATE) | rates),
     ] = Field({}, validate_default=True)
-    """Edges per second of a sampler, on one core: `draw` neighbours, `lay` blocks out.  [default:
-    50 M each]"""
+    """Edges per second of a sampler on one core: `draw` (draw neighbours) and `lay` (lay out
+    blocks).  [default: 50 M each]"""
     sampler: Literal["host", "device"] = "host"
-    """Who draws neighbours: host or device, which reads lists that its memory cannot hold over the
-    host link. A rank that asks no other for anything lays its blocks out there, too."""
+    """Where neighbours are drawn: host or device. A device reads adjacency lists that do not fit
+    its memory over the host link. Blocks of a rank that fetches nothing from other ranks are laid
+    out there, too."""
     device_rates: dict[HostWork, Annotated[float, Field(gt=0, le=1e15)]] = Field(
         default_factory=dict
     )
-    """Edges per second of a sampler on the device, both `draw` and `lay`.  [default: from its
-    launches and the bytes that it passes over]"""
+    """Edges per second of a sampler on the device, for both `draw` and `lay`.  [default: computed
+    from its kernel launches and the bytes that it reads and writes]"""
     cores: int | None = Field(None, ge=1, le=100_000)
-    """Cores of a server. Samplers of its GPUs' ranks share them, and its CPU ranks; rates are those
-    of a rank with its own.  [default: of GPUs enough, a core for each CPU rank]"""
+    """Cores of a server, which its samplers or its CPU ranks share. Rates are those of a rank or
+    sampler on a core of its own.  [default: GPUs: enough; CPUs: one core per rank]"""
     one_machine: bool = False
-    """One machine plays all servers, which share its cores."""
+    """true: all servers are processes of one machine and share its cores."""
     collectives: dict[str, Link] = Field(default_factory=dict)
-    """What was measured, such as `all_reduce.inter_node`: the link as it reaches it; links
-    themselves serve for all other operations.  [default: from links]"""
+    """Operation and link, such as `all_reduce.inter_node`: the link as this operation was measured
+    on it. Other operations use the link itself.  [default: from links]"""
     price: Annotated[float, Field(gt=0, le=1e6, allow_inf_nan=False)] | None = None
     """Dollars per GPU and hour; servers are rented whole.  [default: none]"""
     provenance: dict[str, str] = Field(default_factory=dict)
-    """Field: where its number is from, as 'measured 2026-11-20 on ...', 'datasheet' or 'assumed'.
+    """Field: the source of its number, as 'measured 2026-11-20 on ...', 'datasheet' or 'assumed'.
     [default: empty]"""
     ranges: dict[str, tuple[Factor, Factor]] = Field(default_factory=dict)
-    """Constant: how far it may be off, `[low, high]` times its value (10th and 90th percentile).
-    [default: by its provenance]"""
+    """Constant: the range of its true value, `[low, high]` times the given value (10th and 90th
+    percentile).  [default: by its provenance]"""
 
     @property
     def ranks(self) -> int:
@@ -343,21 +347,21 @@ class Cluster(Spec):
 
     @property
     def rates_there(self) -> dict[HostWork, float]:
-        """`device_rates`, where the device samples: they are of all that makes a batch."""
+        """`device_rates` if the device samples, else empty."""
         return self.device_rates if self.sampler == "device" else {}
 
     @property
     def graph_room(self) -> float:
         """Memory of a server for graph data [B].
 
-        Infinite where it is not given, and on CPUs, where device.memory holds graph data too.
+        Infinite if it is not given, and on CPUs, where device.memory holds graph data too.
         """
         if self.host_memory is None or self.device.kind == "cpu":
             return float(np.inf)
         return self.host_memory
 
     def carried(self, old: Cluster, leave: Collection[str] = ()) -> Cluster:
-        """The cluster with what was measured on `old`'s links carried over to its own links.
+        """Return the cluster with the `collectives` measured on `old`'s links converted to its own.
 
         Operations in `leave` stay as they are. See `Link.carried`.
         """

@@ -1,7 +1,7 @@
-"""What a transfer is.
+"""A transfer: a latency, and the seconds for which it occupies each port.
 
-A *port* is a part of the cluster that carries bytes at a limited rate (places.py). ports.py says
-which ports a message passes."""
+A *port* is a part of the cluster that carries bytes at a limited rate (places.py). ports.py has
+the ports that a message passes."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from gnnplan.planner.cluster.places import Port
 from gnnplan.planner.vocabulary.numbers import Number, largest
 from gnnplan.planner.vocabulary.values import Value
 
-# How long ports are busy, by the name of their kind: arrays by number [.., ports] [s].
+# Kind of port -> seconds for which each port of this kind is busy [.., ports] [s]
 PortSeconds = Mapping[str, np.ndarray]
 
 
@@ -22,7 +22,7 @@ PortSeconds = Mapping[str, np.ndarray]
 class Transfer(Value):
     """A latency [s], after which every port is busy for some seconds.
 
-    A port's seconds are those it needs when nothing else passes it.
+    A port's seconds hold without contention: when no other transfer passes the port.
     """
 
     latency: Number
@@ -35,7 +35,7 @@ class Transfer(Value):
 
     @property
     def busy(self) -> dict[Port, float]:
-        """Seconds of every port that is busy at all, of one cluster."""
+        """Port -> busy seconds, without idle ports; for a single cluster [s]."""
         return {
             (kind, number): float(seconds[number])
             for kind, seconds in self.ports.items()
@@ -44,21 +44,21 @@ class Transfer(Value):
 
 
 def busiest(ports: PortSeconds) -> Number:
-    """How long the busiest port is busy [s]."""
+    """Return the seconds of the busiest port [s]."""
     return largest(busy.max(-1, keepdims=busy.ndim > 1) for busy in ports.values())
 
 
 def add(ports: dict[str, np.ndarray], more: PortSeconds, times: int = 1) -> None:
-    """Add the seconds that `times` as much as `more` keeps ports busy to those in `ports`."""
+    """Add `times` the seconds in `more` to the seconds in `ports`, in place."""
     for kind, seconds in more.items():
-        longer = seconds if times == 1 else seconds * times
-        ports[kind] = ports[kind] + longer if kind in ports else longer
+        added = seconds if times == 1 else seconds * times
+        ports[kind] = ports[kind] + added if kind in ports else added
 
 
 def seconds_of(loads: Mapping[str, np.ndarray], times: float, bandwidth: Number) -> PortSeconds:
-    """How long `times` these loads [B] keep ports busy at a bandwidth [B/s].
+    """Return the seconds for which `times` these loads [B] occupy ports at a bandwidth [B/s].
 
-    Of several clusters, ports that are all alike are one.
+    For several clusters at once, ports with equal loads are represented by one of them.
     """
     if isinstance(bandwidth, np.ndarray):  # [clusters, 1]
         few = {port: load[:1] if (load == load[0]).all() else load for port, load in loads.items()}

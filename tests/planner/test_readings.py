@@ -380,7 +380,7 @@ def test_two_files_of_one_place_are_refused(tmp_path):
         (tmp_path / str(count)).mkdir()
         hosts = ["a"] * count
         files.append(written(tmp_path / str(count), "all_reduce_perf", hosts, LINK, 1, 1))
-    with pytest.raises(SpecError, match=r"both have all_reduce.island, and a cluster has one"):
+    with pytest.raises(SpecError, match=r"both measured all_reduce.island, and a cluster has one"):
         read(read_cluster("dgx_a100"), files, None)
 
 
