@@ -1,7 +1,7 @@
-"""Writes a plan for other people's programs: launch files, and partitions.
+"""Writes a plan for other programs: launch files, and partitions.
 
     launch.py       bash scripts for torchrun and Slurm, and a Kubernetes manifest
-    partitions.py   the graph in a part per rank, written by DGL's and PyG's own writers
+    partitions.py   the graph in one part per rank, written by DGL or PyG
 
-Launch files are made of the plan alone, without its graph and without torch.
+Launch files need only the plan, neither its graph nor torch.
 """

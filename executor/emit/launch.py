@@ -1,7 +1,7 @@
 """Launch files of a plan: bash scripts for torchrun and Slurm, and a Kubernetes manifest.
 
-The manifest is an Indexed Job with a pod per server, and a headless Service, which gives pods
-names: the first pod's name is where all meet. The plan travels in a ConfigMap."""
+The manifest is an Indexed Job with a pod per server, and a headless Service, which gives the pods
+host names: ranks meet at the first pod. A ConfigMap carries the plan."""
 
 from __future__ import annotations
 
@@ -26,11 +26,11 @@ from gnnplan.planner.vocabulary.errors import SpecError
 from gnnplan.planner.vocabulary.units import show_bytes, show_count, show_time
 
 PORT = 29500
-MOST = 1_000_000  # [B] of a ConfigMap; Kubernetes allows 1 MiB with its metadata
-RUNS, DATA = "gnnplan-runs", "gnnplan-data"  # claims
-LONGEST_NAME = 40  # characters; Kubernetes allows 63 with what it adds
-# An argument of the script stands for more options of `gnnplan run`. Ranks meet before anything is
-# ready, and NCCL fills shared memory, of which a pod has 64 MB by default.
+MOST = 1_000_000  # [B] of a ConfigMap's data; Kubernetes allows 1 MiB with metadata
+RUNS, DATA = "gnnplan-runs", "gnnplan-data"  # names of PersistentVolumeClaims
+LONGEST_NAME = 40  # characters; Kubernetes allows 63 with the suffixes that it adds
+# `args` takes more options of `gnnplan run`. Ranks meet before pods are ready, so the Service
+# publishes their addresses earlier. NCCL needs more shared memory than a pod's default of 64 MB.
 MANIFEST = Template(Path(__file__).with_name("manifest.yaml").read_text())
 MOUNT = """\
         - name: data
@@ -56,20 +56,20 @@ APART = """\
 
 @dataclass(frozen=True)
 class Launch:
-    """What a launch file needs of a plan."""
+    """The facts of a plan that a launch file needs."""
 
     plan: Path
-    name: str  # of the job: lower case, digits and dashes
+    name: str  # of the job: lower-case letters, digits and dashes
     strategy: str
     servers: int
     ranks: int  # per server
-    gpus: int  # per server, all that it has; 0: ranks on CPUs
-    epoch_s: float  # as predicted [s]
-    files: tuple[Path, ...]  # of the graph and of the user's model
+    gpus: int  # per server, used or not; 0: ranks on CPUs
+    epoch_s: float  # predicted seconds of an epoch
+    files: tuple[Path, ...]  # of the graph, and of the user's model
 
     @classmethod
     def of(cls, path: Path, document: dict[str, Any]) -> Launch:
-        """From a plan's file and its document. Raises SpecError where it cannot be launched."""
+        """Read a plan's document. Raises SpecError if no launch file can start it."""
         about, cluster = document["graph"], Cluster.model_validate(document["cluster"])
         head, _, query = about["source"].partition("?")
         if not about.get("known", True) or well_known(head):
@@ -88,9 +88,9 @@ class Launch:
         if module := document["workload"].get("module"):
             files.append(module["file"])
         path = path.resolve()
-        for one in (str(path), *files):
-            if not one.isprintable():
-                raise SpecError(f"{one!r}: a launch file cannot name it; rename it and plan again")
+        for file in (str(path), *files):
+            if not file.isprintable():
+                raise SpecError(f"{file!r}: a launch file cannot name it; rename it and plan again")
         strategy = chosen(document)
         graph = Path(head).stem.removeprefix("synthetic:")
         return cls(
@@ -101,11 +101,11 @@ class Launch:
             next(iter(per_server.values())),
             0 if cluster.device.kind == "cpu" else cluster.gpus_per_server,
             float(document["best"]["predicted"]["epoch_s"]),
-            tuple(Path(one) for one in files if not one.isdecimal()),
+            tuple(Path(file) for file in files if not file.isdecimal()),
         )
 
     def header(self, target: str, *assumptions: str, usage: str) -> str:
-        """The comment at the top of a launch file: what it does, how to use it, what it assumes."""
+        """Return a launch file's first comment: what it starts, its usage and its assumptions."""
         where = show_count(self.ranks, "rank")
         where += f" on each of {self.servers} servers" if self.servers > 1 else " of one server"
         lines = [
@@ -120,25 +120,25 @@ class Launch:
         return "".join(f"# {line}".rstrip() + "\n" for line in lines)
 
     def where_files_lie(self) -> list[str]:
-        """Assumptions about the plan, the graph and the model."""
-        words = [f"the plan in {self.plan}"]
+        """Return the assumptions about where the plan, the graph and the model are stored."""
+        lines = [f"the plan in {self.plan}"]
         if self.files:
-            words.append(f"where the plan says: {', '.join(map(str, self.files))}")
-        return words
+            lines.append(f"where the plan says: {', '.join(map(str, self.files))}")
+        return lines
 
 
-def _name(words: str) -> str:
-    """A name of a job as Kubernetes takes it: lower case, digits and dashes, a letter first.
+def _name(text: str) -> str:
+    """Return a job's name for Kubernetes: lower-case letters, digits and dashes, a letter first.
 
     >>> _name("3D mesh_2-pipegcn")
     'd-mesh-2-pipegcn'
     """
-    plain = re.sub(r"[^a-z0-9]+", "-", words.lower())[-LONGEST_NAME:]
+    plain = re.sub(r"[^a-z0-9]+", "-", text.lower())[-LONGEST_NAME:]
     return re.sub(r"^[^a-z]+|-+$", "", plain)
 
 
 def torchrun(launch: Launch) -> str:
-    """A bash script that starts the ranks of a server with torchrun."""
+    """Return a bash script that starts the ranks of a server with torchrun."""
     several = launch.servers > 1
     usage = "Start it with: bash FILE [more options of gnnplan run]"
     if several:
@@ -157,7 +157,7 @@ def torchrun(launch: Launch) -> str:
         assumptions += [
             "port MASTER_PORT (29500) of the first server, reachable by all; no common disk",
         ]
-    where = "--standalone --local-addr 127.0.0.1"  # whether the server's own name resolves or not
+    where = "--standalone --local-addr 127.0.0.1"  # the server's own name may not resolve
     if several:
         where = (
             f'--nnodes {launch.servers} --node-rank "${{NODE_RANK:?is the number of this server}}"'
@@ -174,7 +174,7 @@ def torchrun(launch: Launch) -> str:
 
 
 def slurm(launch: Launch) -> str:
-    """An sbatch script that starts all ranks with srun."""
+    """Return an sbatch script that starts all ranks with srun."""
     asked = [
         f"--job-name={launch.name}",
         f"--nodes={launch.servers}",
@@ -205,18 +205,18 @@ def slurm(launch: Launch) -> str:
 
 
 def _settings(launch: Launch, out: str, more: str = "") -> str:
-    """What both scripts set. more: of the folder's name, as bash has it."""
+    """Return the variables of both scripts; more: appended to the folder's name, as bash code."""
     return (
         "set -euo pipefail\n"
         f"plan={shlex.quote(str(launch.plan))}\n"
         f"out={shlex.quote(out)}{more}  # must not hold a run yet\n"
-        # a folder named gnnplan where the script starts must not hide the package
+        # PYTHONSAFEPATH: a folder named gnnplan in the working directory must not hide the package
         "export PYTHONSAFEPATH=1 OMP_NUM_THREADS=${OMP_NUM_THREADS:-1}\n"
     )
 
 
 def kubernetes(launch: Launch, document: dict[str, Any], image: str | None) -> str:
-    """The manifest. Raises SpecError where the plan is too large for a ConfigMap."""
+    """Return the manifest. Raises SpecError if the plan is too large for a ConfigMap."""
     text = json.dumps(document, indent=1)
     if len(text) > MOST:
         raise SpecError(
@@ -266,5 +266,5 @@ def kubernetes(launch: Launch, document: dict[str, Any], image: str | None) -> s
 
 
 def _scalar(text: str) -> str:
-    """A text as YAML has it in a line."""
+    """Quote a text as a YAML scalar on one line."""
     return yaml.safe_dump(text, width=len(text) * 2 + 80).partition("\n")[0]

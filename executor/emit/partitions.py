@@ -1,7 +1,7 @@
-"""The graph of a plan in a part per rank, in the files of other libraries.
+"""Writes the graph of a plan in one part per rank, in the file formats of other libraries.
 
-Their own code writes them, with our assignment where it would call METIS. Parts count in the order
-of the GPUs: part k is what torchrun's rank k has."""
+The libraries' own code writes the files; only its call of METIS returns our assignment. Parts are
+numbered in the order of the ranks' GPUs: part k belongs to torchrun's rank k."""
 
 from __future__ import annotations
 
@@ -25,13 +25,13 @@ from gnnplan.planner.vocabulary.errors import SpecError
 if TYPE_CHECKING:
     from torch import Tensor
 
-COPIES = 4  # of the graph and its features that a writer holds at once, about
+COPIES = 4  # approximate number of copies of graph and features that a writer holds at once
 GRAPH_NAME = "graph"
 
 
 def assignment(problem: Problem, strategy: Strategy) -> tuple[np.ndarray, str | None]:
-    """The part of each vertex, int64 [N], and a note where the strategy itself owns no vertices."""
-    part = np.argsort(problem.by_gpu)  # of each rank
+    """Return the part of each vertex, int64 [N], and a note if the strategy assigns no vertices."""
+    part = np.argsort(problem.by_gpu)  # rank -> part
     own = strategy.layout(problem)
     parts = problem.layout() if own is None else own
     assert isinstance(parts, Layout)
@@ -44,17 +44,17 @@ def assignment(problem: Problem, strategy: Strategy) -> tuple[np.ndarray, str | 
 def distdgl(problem: Problem, strategy: Strategy, folder: Path) -> str | None:
     """Write DistDGL's partition: a part per server, a trainer per rank, and graph.json.
 
-    Returns a note or None. Raises SpecError where DGL is absent.
+    Returns a note or None. Raises SpecError if DGL is not installed.
     """
     dgl = library("dgl")
     import torch
 
     graph = _graph(problem)
-    assigned, told = assignment(problem, strategy)
+    assigned, note = assignment(problem, strategy)
     per_server = _per_server(problem)
     src, dst = _edges(graph)
     whole = dgl.graph((src, dst), num_nodes=graph.stats.vertices)
-    # DGL numbers vertices anew, so that those of a part follow each other
+    # DGL renumbers vertices, so that the vertices of a part are contiguous
     ids = torch.arange(graph.stats.vertices)
     data = {
         "feat": _tensor(graph.features()),
@@ -67,7 +67,7 @@ def distdgl(problem: Problem, strategy: Strategy, folder: Path) -> str | None:
     write = _with(dgl.distributed.partition_graph, metis_partition_assignment=ours)
     with (
         complete(folder) as temporary,
-        contextlib.redirect_stdout(io.StringIO()),  # timings
+        contextlib.redirect_stdout(io.StringIO()),  # DGL prints timings
     ):
         write(
             whole,
@@ -78,13 +78,13 @@ def distdgl(problem: Problem, strategy: Strategy, folder: Path) -> str | None:
             num_trainers_per_machine=per_server,
         )
         ours.must_be_taken(dgl.__name__)
-    return told
+    return note
 
 
 def pyg(problem: Problem, strategy: Strategy, folder: Path) -> str | None:
     """Write the folder of PyG's Partitioner, a part per rank, with label.pt and split.pt beside it.
 
-    Returns a note or None. Raises SpecError where PyG is absent.
+    Returns a note or None. Raises SpecError if PyG is not installed.
     """
     data, writer = library("torch_geometric.data"), library("torch_geometric.distributed.partition")
     import torch
@@ -92,17 +92,17 @@ def pyg(problem: Problem, strategy: Strategy, folder: Path) -> str | None:
     graph = _graph(problem)
     if problem.ranks == 1:
         raise SpecError("PyG's Partitioner writes two parts or more, and the plan has one rank")
-    assigned, told = assignment(problem, strategy)
+    assigned, note = assignment(problem, strategy)
     ours = _Assignment(assigned)
 
     class Clusters(writer.ClusterData):  # type: ignore[misc, name-defined]
-        """PyG's clusters, by our assignment."""
+        """PyG's clusters, with our assignment."""
 
         def _metis(self, *_: Any) -> Tensor:
             return ours()
 
     class Partitioner(writer.Partitioner):  # type: ignore[misc, name-defined]
-        """PyG's partitioner, of our clusters."""
+        """PyG's partitioner, with our clusters."""
 
         generate_partition = _with(writer.Partitioner.generate_partition, ClusterData=Clusters)
 
@@ -113,28 +113,28 @@ def pyg(problem: Problem, strategy: Strategy, folder: Path) -> str | None:
     )
     with (
         complete(folder) as temporary,
-        contextlib.redirect_stderr(io.StringIO()),  # 'Computing METIS partitioning...'
+        contextlib.redirect_stderr(io.StringIO()),  # PyG prints 'Computing METIS partitioning...'
     ):
         Partitioner(whole, problem.ranks, str(temporary)).generate_partition()
         ours.must_be_taken("torch_geometric")
         torch.save(_tensor(graph.y), temporary / "label.pt")
         torch.save(_masks(graph), temporary / "split.pt")
-    return told
+    return note
 
 
 class _Assignment:
-    """Stands where a library calls METIS, and gives the plan's parts."""
+    """Replaces a library's call of METIS, and returns the plan's parts."""
 
     def __init__(self, assigned: np.ndarray) -> None:
-        self.assigned, self.taken = assigned, False
+        self.assigned, self.is_called = assigned, False
 
     def __call__(self, *_: Any, **__: Any) -> Tensor:
-        self.taken = True
+        self.is_called = True
         return _tensor(self.assigned)
 
     def must_be_taken(self, name: str) -> None:
-        """Raise SpecError if the library has not called it: then the parts are not the plan's."""
-        if not self.taken and self.assigned.any():
+        """Raise SpecError if the library did not call it, so that the parts are not the plan's."""
+        if not self.is_called and self.assigned.any():
             raise SpecError(
                 f"this version of {name} partitions graphs in another way than those that gnnplan"
                 " knows; see pyproject.toml for their versions"
@@ -142,9 +142,9 @@ class _Assignment:
 
 
 def _with(function: FunctionType, **names: Any) -> FunctionType:
-    """The function, for which these names of its module stand for something else.
+    """Return a copy of the function, in which these global names have other values.
 
-    The libraries take no assignment. Their own functions and modules stay as they are."""
+    The libraries accept no assignment. Their own functions and modules stay unchanged."""
     scope = {**function.__globals__, **names}
     return FunctionType(
         function.__code__, scope, function.__name__, function.__defaults__, function.__closure__
@@ -152,7 +152,7 @@ def _with(function: FunctionType, **names: Any) -> FunctionType:
 
 
 def _graph(problem: Problem) -> Graph:
-    """The problem's graph. Raises SpecError where it is not there or exceeds memory."""
+    """Return the problem's graph. Raises SpecError if it is absent or exceeds memory."""
     graph, stats = problem.graph, problem.stats
     if graph is None:
         raise SpecError(
@@ -175,7 +175,7 @@ def _per_server(problem: Problem) -> int:
 
 
 def _edges(graph: Graph) -> tuple[Tensor, Tensor]:
-    """Sources and destinations, int64 [E] each."""
+    """Return sources and destinations, int64 [E] each."""
     dst = np.repeat(np.arange(graph.stats.vertices), graph.degree)
     return _tensor(graph.indices.astype(np.int64)), _tensor(dst)
 

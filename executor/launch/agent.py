@@ -1,6 +1,6 @@
 """Local ranks under torch's elastic agent.
 
-The agent starts the ranks, watches them, ends all of them when one is lost, and starts them anew.
+The agent starts the ranks, watches them, ends all of them when one is lost, and restarts them.
 """
 
 from __future__ import annotations
@@ -34,21 +34,21 @@ from gnnplan.executor.ranks.meeting import LOOPBACK, loopback_only, store_of_thi
 from gnnplan.planner.vocabulary.errors import GnnplanError, LostRank
 from gnnplan.planner.vocabulary.progress import say
 
-HEAD_START = 5.0  # [s] beyond their own time-out, in which ranks speak for themselves
-BUSY = 0.5  # [s] of a core, from which on a rank computes
-SEEN = 1.0  # [s] at most that pass between two looks; a launcher that was stopped has not looked
-GRACE = 5  # [s] that a rank has between SIGTERM and SIGKILL
+HEAD_START = 5.0  # [s] after the time-out in which ranks can report a silent peer themselves
+BUSY = 0.5  # [s] of core time between two looks that count as activity
+SEEN = 1.0  # [s] of silence counted per look at most: a launcher may itself have been stopped
+GRACE = 5  # [s] between SIGTERM and SIGKILL for a rank
 HANDLED = "TORCHELASTIC_SIGNALS_TO_HANDLE"
-# for logs that nobody has asked for torch would make folders in /tmp, and leave them
+# torch would create folders in /tmp for unused logs, and leave them there
 NO_LOGS = DefaultLogsSpecs(os.devnull)
 
 
 @dataclass(frozen=True)
 class Watched:
-    """What an agent watches: the ranks of a run on this machine, whose folder is `out`.
+    """The ranks of a run on this machine, as the agent watches them; `out` is the run's folder.
 
-    names: of every process, as messages have them. limit_s: for how long none may do anything [s].
-    unwind: called now and then; it raises where the run is to end. safe: says what is on disk.
+    names: of every process, for messages. limit_s: seconds that all ranks may be silent.
+    unwind: called now and then; raises to end the run. safe: returns a sentence on what is on disk.
     predicted: memory of the fullest rank by use [B].
     """
 
@@ -61,14 +61,14 @@ class Watched:
 
 
 class _Agent(LocalElasticAgent):
-    """An agent that looks whether any rank still does anything, and says which failed first.
+    """An agent that detects that all ranks hang, and reports which rank failed first.
 
-    It sees exit codes and core times; ranks leave their last activity and a note
-    (ranks/activity.py). Ranks notice a peer that is silent, but not that all of them are: stopped
-    by a signal or a debugger, or waiting for each other in a way that no time-out bounds.
+    It sees exit codes and core times; ranks write their last activity and a note
+    (ranks/activity.py). A rank notices one silent peer, but not that all ranks are silent: stopped
+    by a signal or a debugger, or in a deadlock without a time-out.
     """
 
-    error = GnnplanError()  # why the run is over
+    error = GnnplanError()  # the reason why the run ended
 
     def __init__(self, spec: WorkerSpec, watched: Watched) -> None:
         super().__init__(spec, NO_LOGS, start_method="spawn")
@@ -94,7 +94,7 @@ class _Agent(LocalElasticAgent):
     def _look(self) -> None:
         """End all ranks, with a note of each, once they have been silent for too long.
 
-        Where a system does not tell core times, all ranks count as busy.
+        On a system that does not report core times, all ranks count as busy.
         """
         self.watched.unwind()
         now = time.monotonic()
@@ -106,20 +106,20 @@ class _Agent(LocalElasticAgent):
         if activities != self._activities or abs(cores_s - self._cores_s) > BUSY:
             self._activities, self._cores_s, self._silent_s = activities, cores_s, 0.0
         elif self._silent_s > self.watched.limit_s + HEAD_START and all(map(_is_amid, activities)):
-            said = (
+            message = (
                 f"no rank has done anything for {self._silent_s:.0f} s; were they stopped? One that"
                 " works longer at an operation needs a longer --timeout"
             )
             for path, pid, where in zip(paths, self._pids, activities, strict=True):
-                with suppress(OSError):  # a folder that is gone must not keep them alive
-                    activity.leave(path, Failure(LostRank.exit_code, said, where).note)
+                with suppress(OSError):  # without the folder, still kill the processes
+                    activity.leave(path, Failure(LostRank.exit_code, message, where).note)
                 with suppress(ProcessLookupError):
                     os.kill(pid, signal.SIGKILL)
 
     def _is_over(self, failures: Mapping[int, Any]) -> bool:
-        """Whether the run ends with these failures of processes; any other is started anew.
+        """Whether the run ends with these failures of processes; else all ranks restart.
 
-        Ranks whose input is wrong are not.
+        A run whose input is wrong does not restart.
         """
         starved = _killings() > self._killed_before
         self.error = blame(
@@ -132,7 +132,7 @@ class _Agent(LocalElasticAgent):
         )
         if not (self._remaining_restarts and isinstance(self.error, LostRank)):
             return True
-        self.watched.unwind()  # a signal to all processes has ended the ranks
+        self.watched.unwind()  # raises if a signal to the process group has ended the ranks
         last = last_stored(self.watched.out, range(len(self.watched.names)))
         where = f"epoch {last}" if last else "the beginning"
         say(
@@ -143,26 +143,25 @@ class _Agent(LocalElasticAgent):
 
 
 def _is_amid(where: str) -> bool:
-    """Whether a rank is amid an epoch. At other times it may rightly wait: for a disk, or for a
-    compiler that it has started."""
+    """Whether a rank is inside an epoch. Outside, it may rightly wait for a disk or a compiler."""
     return " of epoch " in where and not where.startswith("the checkpoint")
 
 
 def _core_s(pid: int) -> float:
-    """Seconds for which a process and its threads have kept cores busy [s]; 0 once it is gone."""
+    """Return the core time of a process and its threads [s]; 0 after its end."""
     try:
         text = Path(f"/proc/{pid}/stat").read_text()
     except FileNotFoundError:
         return 0.0 if Path("/proc/self/stat").exists() else time.monotonic()
-    # after the name, which may hold blanks
+    # fields after the name, which may contain blanks
     user, system = text.rpartition(")")[2].split()[11:13]
     return (int(user) + int(system)) / os.sysconf("SC_CLK_TCK")
 
 
 def _killings() -> int:
-    """Processes that the kernel has killed for memory since this machine started.
+    """Return how many processes the kernel has killed for lack of memory since the machine started.
 
-    0 where the kernel does not count them.
+    0 if the kernel does not count them.
     """
     with suppress(OSError):
         for line in Path("/proc/vmstat").read_text().splitlines():
@@ -190,16 +189,16 @@ def _close_soon(
 
 
 class _Here(StaticTCPRendezvous):
-    """One machine's agent meets nobody; its ranks meet at a store that only the machine reaches.
+    """The rendezvous of one machine: its ranks meet at a store that only this machine reaches.
 
-    torch's own store listens on all interfaces.
+    torch's own store would listen on all interfaces.
     """
 
     use_agent_store = True
 
     def __init__(self, offers_store: bool) -> None:
-        """offers_store: whether the agent does, or rank 0. Ranks find the secret name of the run
-        in their environment."""
+        """offers_store: the agent hosts the store; else rank 0 does. Ranks get the run's secret
+        name by their environment."""
         self.store = store_of_this_machine()
         super().__init__(self.store.host, self.store.port, 0, 1, secrets.token_hex(16), timeout=0)
         self.use_agent_store = offers_store
@@ -218,28 +217,28 @@ def run(
     env: Mapping[str, str],
     restarts: int = 0,
 ) -> None:
-    """Run a program of ours (executor/__main__.py) in a process per rank, until all are done.
+    """Run a program of executor/__main__.py in one process per rank, until all have ended.
 
-    places: the server of every process. servers: that this machine plays; none: ranks are on it
-    alone. folder: for links to servers. env: added to its environment. No process is left behind.
+    words: its command line. places: the server of every process. servers: the emulated servers, if
+    any. folder: for links to servers. env: added to the environment. Leaves no process behind.
     Raises the error of the rank that failed first.
     """
     usual = {"OMP_NUM_THREADS": "1", "TORCH_CPP_LOG_LEVEL": "ERROR", **loopback_only()}
     env = {name: value for name, value in usual.items() if name not in os.environ} | dict(env)
     # -P: a folder named gnnplan in the working directory must not hide the package
     command = [sys.executable, "-P", "-m", "gnnplan.executor", *words]
-    address = servers[places[0]].address if servers else ""  # where rank 0 offers the store
+    address = servers[places[0]].address if servers else ""  # of rank 0, which hosts the store
     if servers:
         env = {**env, **INTERFACES}
         for process, place in enumerate(places):
             (folder / f"namespace{process}").symlink_to(servers[place].namespace)
-        # torch puts each rank's number there
+        # torch replaces ${local_rank} by the rank's number
         command = ["nsenter", f"--net={folder}/namespace${{local_rank}}", *command]
     for name in logging.root.manager.loggerDict:
         if name.startswith("torch.distributed.elastic"):
-            # every logger has a level of its own; our message says what happened
+            # these loggers do not inherit a level; our own message reports the failure
             logging.getLogger(name).setLevel(logging.CRITICAL)
-    # torch's default: a rank stays near its GPU
+    # torch's default: bind a rank to the cores near its GPU
     numa = LaunchConfig(1, 1, len(places), NO_LOGS).numa_options
     spec = WorkerSpec(
         "rank",
@@ -255,7 +254,7 @@ def run(
         numa_options=numa,
     )
     try:
-        os.environ[HANDLED] = ""  # the launcher's are not torch's
+        os.environ[HANDLED] = ""  # the launcher handles signals, torch does not
         agent = _Agent(spec, watched)
         result = agent.run()
     finally:

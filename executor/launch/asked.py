@@ -1,7 +1,7 @@
-"""A plan that is to be run, and how: the options of `gnnplan run`, which a run keeps in
-options.json; and what is refused of the plan's problem, its options and folder.
+"""A plan that is to be run, and the options of `gnnplan run`, which a run stores in options.json.
+Also the checks of the plan's problem, of the options, and of the run's folder.
 
-What the plan asks of this machine is in preflight.py.
+preflight.py compares the plan with this machine.
 """
 
 from __future__ import annotations
@@ -43,30 +43,30 @@ from gnnplan.planner.vocabulary.files import (
     write_atomically,
 )
 
-MAX_FILE = 1 << 16  # [B]
-MOST = 10**9  # epochs, restarts
-LONGEST_S = 10**6  # that a rank waits [s]; torch and Gloo count milliseconds in 32 bits
-NOT_INHERITED = ("resume", "restarts", "quiet")  # each call of `gnnplan run` says these anew
+MAX_FILE = 1 << 16  # [B] of options.json
+MOST = 10**9  # largest number of epochs, or restarts
+LONGEST_S = 10**6  # [s] that a rank waits at most; torch and Gloo count milliseconds in 32 bits
+NOT_INHERITED = ("resume", "restarts", "quiet")  # a resumed run does not take these over
 
 
 @dataclass(frozen=True)
 class Options:
-    """How a plan is run."""
+    """The options of `gnnplan run`."""
 
     __pydantic_config__ = ConfigDict(extra="forbid")
 
-    epochs: Annotated[int, Field(ge=1, le=MOST)] | None = None  # None: the workload's
+    epochs: Annotated[int, Field(ge=1, le=MOST)] | None = None  # None: as the workload says
     eval_every: Annotated[int, Field(ge=0, le=MOST)] = 10
-    # that a rank waits for its peers
+    # [s] that a rank waits for its peers
     timeout_s: Annotated[float, Field(ge=1.0, le=LONGEST_S)] = 30.0
     staleness_errors: bool = False
     gradient_errors: bool = False
-    checkpoint_every: Annotated[int, Field(ge=0, le=MOST)] = 10  # epochs; 0: never
-    resume: bool = False  # go on from the last checkpoint in the run's folder
-    restarts: Annotated[int, Field(ge=0, le=MOST)] = 0  # of all ranks, when one is lost
-    # folder of TensorBoard's event files; a resumed run may be called from elsewhere
+    checkpoint_every: Annotated[int, Field(ge=0, le=MOST)] = 10  # in epochs; 0: never
+    resume: bool = False  # continue from the last checkpoint in the run's folder
+    restarts: Annotated[int, Field(ge=0, le=MOST)] = 0  # of all ranks, after one is lost
+    # folder of TensorBoard's event files; absolute, as a resumed run may start in another folder
     tensorboard: Annotated[str, AfterValidator(os.path.abspath)] | None = None
-    quiet: bool = False  # no lines about epochs
+    quiet: bool = False  # report no epochs
 
     @classmethod
     def of(cls, out: Path, given: Mapping[str, Any], resume: bool) -> Options:
@@ -93,7 +93,7 @@ class Options:
 
     @classmethod
     def read(cls, path: Path) -> Options:
-        """The options of a run. Raises SpecError."""
+        """Read the options of a run. Raises SpecError."""
         remedy = "remove it, and give its options again"
         content = read_bytes(path, MAX_FILE, remedy)
         try:
@@ -106,21 +106,21 @@ class Options:
             ) from error
 
     def write(self, out: Path) -> None:
-        """Keep the options in the run's folder."""
+        """Write the options into the run's folder."""
         write_atomically(out / "options.json", json.dumps(asdict(self)))
 
 
 def _plain(value: Any) -> str | int:
-    """A path, or another library's whole number, as JSON has them."""
+    """Return a path as str and a whole number of another library as int, for JSON."""
     return os.fspath(value) if isinstance(value, os.PathLike) else index(value)
 
 
 @dataclass(frozen=True)
 class Asked:
-    """A plan that is to be run, and how.
+    """A plan that is to be run, with its folder and options.
 
-    launched: torchrun or srun has started this process as a rank. emulate: how this machine plays
-    the plan's servers; None: it does not. loaded: the plan's problem, where it is there already.
+    launched: torchrun or srun started this process as a rank. emulate: settings of emulated
+    servers; None: no emulation. loaded: the plan's problem, if it is already in memory.
     """
 
     document: dict[str, Any]
@@ -132,7 +132,7 @@ class Asked:
 
     @cached_property
     def problem(self) -> Problem:
-        """Raises SpecError, or Mismatch where the data have changed since."""
+        """The plan's problem. Raises SpecError, or Mismatch if the data have changed since."""
         return self.loaded or question(self.document)
 
     @property
@@ -149,7 +149,7 @@ class Asked:
 
     @cached_property
     def settled(self) -> Strategy:
-        """The strategy with all its knobs. Raises SpecError where it cannot be trained as asked."""
+        """The strategy with all knobs set. Raises SpecError if it cannot be trained as asked."""
         strategy = trainable(self.problem, self.strategy)
         must_be_measurable(self.options, strategy)
         must_have_rates(self.options, self.workload)
@@ -157,14 +157,14 @@ class Asked:
 
     @property
     def epochs(self) -> int:
-        """Of the whole training."""
+        """Epochs of the whole training."""
         return self.options.epochs or self.workload.epochs
 
     @cached_property
     def last(self) -> int:
-        """The epoch that it goes on from; 0: it begins. Raises SpecError where the folder refuses.
+        """The epoch to continue from, 0 for a new run. Raises SpecError if the folder refuses.
 
-        It is of ranks on this machine alone.
+        For runs whose ranks are all on this machine.
         """
         if not self.options.resume:
             must_be_new(self.out)
@@ -176,13 +176,13 @@ class Asked:
 
     @property
     def servers(self) -> tuple[int, ...]:
-        """The server of every rank, in the order of their GPUs, as launchers count them."""
+        """The server of every rank, in the order of the ranks' GPUs, as launchers number ranks."""
         each = self.cluster.gpus_per_server
         return tuple(gpu // each for gpu in sorted(placement(self.document)))
 
     @property
     def env(self) -> dict[str, str]:
-        """What says where ranks meet."""
+        """The environment variables that say where ranks meet."""
         if self.launched:
             return launcher_env()
         name = "GLOO_SOCKET_IFNAME"
@@ -190,7 +190,7 @@ class Asked:
 
     @property
     def servers_here(self) -> int:
-        """Servers of the run: real ones, or played by this machine."""
+        """Number of servers of the run: real ones, or emulated by this machine."""
         planned = len(set(self.servers))
         if not self.launched:
             return 1 if self.emulate is None else planned
@@ -199,7 +199,7 @@ class Asked:
 
     @property
     def ranks_here(self) -> int:
-        """Ranks of the run on this machine."""
+        """Number of the run's ranks on this machine."""
         ranks = len(self.servers)
         if not self.launched:
             return ranks
@@ -209,20 +209,20 @@ class Asked:
 
     @property
     def predicted(self) -> dict[str, float]:
-        """Memory of the fullest rank by use [B]; empty if someone has removed it from the plan."""
+        """Memory of the fullest rank by use [B]; empty if a user has removed it from the plan."""
         return dict(self.document["best"].get("predicted", {}).get("memory", {}))
 
     @property
     def host_bytes(self) -> float:
-        """Graph data in the fullest server's memory, beside what its ranks fill [B]."""
+        """Graph data in the fullest server's memory, apart from its ranks' memory [B]."""
         return float(self.document["best"].get("predicted", {}).get("host_bytes", 0.0))
 
 
 def trainable(problem: Problem, strategy: Strategy) -> Strategy:
-    """The settled strategy of a plan.
+    """Return a strategy with all knobs set.
 
-    Raises SpecError where it cannot be trained, or the graph is known by statistics only, or has no
-    labels.
+    Raises SpecError if it cannot be trained: for a graph that is known by statistics only, or
+    without labels, for instance.
     """
     name = problem.stats.name
     if not isinstance(problem.graph, Graph):
@@ -242,10 +242,10 @@ def trainable(problem: Problem, strategy: Strategy) -> Strategy:
 
 
 def must_be_measurable(options: Options, strategy: Strategy) -> None:
-    """Raise SpecError if the options ask for errors that nothing measures of the strategy.
+    """Raise SpecError if the options ask for errors that this strategy cannot measure.
 
-    Gradients are compared with those of its exact twin, the same worker with exchanges of whole
-    rows that are not late (strategies/gradient_errors.py).
+    Gradients are compared with those of the strategy's exact twin: the same worker, with exchanges
+    of fresh whole rows (strategies/gradient_errors.py).
     """
     if options.staleness_errors and isinstance(strategy, GraphParallel) and strategy.codec.packs:
         raise SpecError(
@@ -268,7 +268,7 @@ def must_be_measurable(options: Options, strategy: Strategy) -> None:
 
 
 def must_have_rates(options: Options, workload: Workload) -> None:
-    """Raise SpecError if more epochs are asked for than the workload has learning rates for."""
+    """Raise SpecError if the learning-rate schedule has fewer epochs than the options ask for."""
     asked, known = options.epochs or workload.epochs, workload.epochs
     if workload.ends_on_time and asked > known:
         raise SpecError(
@@ -278,9 +278,9 @@ def must_have_rates(options: Options, workload: Workload) -> None:
 
 
 def must_be_new(out: Path, begun: Mapping[str, Any] | None = None) -> None:
-    """Raise SpecError if the folder holds a run already.
+    """Raise SpecError if the folder already holds a run.
 
-    begun: the plan whose run may be there, since an earlier attempt has begun it.
+    begun: a plan whose run may be in the folder, as an earlier attempt has begun it.
     """
     left_by_runs = ("metrics.jsonl", "rank0.json", "weights.safetensors", "checkpoints")
     if any((out / name).exists() for name in left_by_runs) and not (
@@ -303,10 +303,10 @@ def must_go_on(
     """Raise SpecError if there is no checkpoint to resume from, or nothing left to train.
 
     last: epoch of the last checkpoint that all ranks have, 0 if there is none. may_begin: whether
-    training may begin again from epoch 0. A new run may, and so may ranks that our launcher
-    restarts, which has asked for a checkpoint itself; a run that a user resumes may not.
-    of_another: the checkpoint is of another plan, after which this one trains an epoch at least.
-    logs: this machine has the run's metrics, which must reach as far as the checkpoint.
+    training may begin from epoch 0. A new run may. So may ranks that our launcher restarts, as the
+    launcher has checked for a checkpoint; a run that a user resumes may not. of_another: whether
+    the checkpoint is of another plan; then this plan trains at least one epoch. logs: whether this
+    machine has the run's metrics, which must reach the checkpoint's epoch.
     """
     if not last and not may_begin:
         raise SpecError(
@@ -324,10 +324,10 @@ def must_go_on(
 
 
 def last_of(out: Path, problem: Problem, strategy: Strategy) -> tuple[int, bool]:
-    """The last epoch of which all ranks of a run on this machine have a checkpoint; 0: none.
+    """Return the last epoch whose checkpoint all ranks have on this machine, 0 without one.
 
-    They are the ranks of this plan, or (True) of another plan of the same training. Raises
-    SpecError if a checkpoint belongs to another training, or cannot go on with this plan.
+    Also return whether the checkpoint is of another plan of the same training. Raises SpecError if
+    a checkpoint belongs to another training, or this plan cannot continue from it.
     """
     asked = resumed_question(problem, strategy)
     own = [Checkpoints(out, rank, 0, asked).epochs() for rank in range(problem.ranks)]
@@ -338,8 +338,8 @@ def last_of(out: Path, problem: Problem, strategy: Strategy) -> tuple[int, bool]
 def write_run(out: Path, document: dict[str, Any], options: Options, last: int) -> None:
     """Write the plan and the options of a run into its folder.
 
-    The plan before is kept where another goes on from its epoch `last`: its checkpoints go on with
-    it until the other has written its own.
+    If this plan continues another plan from epoch `last`, the other plan is kept: its checkpoints
+    are needed until this plan has written its first.
     """
     earlier, kept = out / "plan.json", out / f"plan.until{last}.json"
     if last and earlier.is_file() and not kept.exists() and not _is_plan_of(out, document):
@@ -349,15 +349,15 @@ def write_run(out: Path, document: dict[str, Any], options: Options, last: int) 
 
 
 def _is_plan_of(out: Path, document: Mapping[str, Any]) -> bool:
-    """Whether the run in the folder is of this plan."""
+    """Whether the folder holds a run of this plan."""
     plan = out / "plan.json"
     return plan.is_file() and read(plan) == document
 
 
 def taken_over(before: Mapping[str, Any], strategy: Strategy, last: int) -> str:
-    """What a run's next plan takes over, and what it does not, in words.
+    """Return a sentence on what a run takes over from its previous plan, and what it does not.
 
-    before: the `question` of the plan that trained until epoch `last`. strategy: the next one.
+    before: the `question` of the plan that trained until epoch `last`. strategy: of the next plan.
     """
     theirs = parse(before["strategy"])
     clauses = [

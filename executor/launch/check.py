@@ -1,12 +1,12 @@
-"""Compares on a small graph what strategies make of a model's gradients with one process.
+"""Compares the gradients of all strategies with one process, on a small graph and a user's model.
 
 Every strategy takes one step of gradient descent with rate 1, in float64, on two CPU ranks over
-Gloo. What the weights have moved by is then the gradient, and it must equal one process's.
-Mini-batch strategies take all training vertices as their one batch. A strategy of a single rank
-(offload) is trained by rank 0, while rank 1 goes on.
+Gloo. The change of the weights is then the gradient, and must equal the gradient of one process.
+Mini-batch strategies take all training vertices as one batch. A strategy of a single rank (offload)
+trains on rank 0, while rank 1 moves on.
 
-This is the program of the ranks that `launcher.compare` starts. They are one process group for all
-strategies."""
+This is the program of the ranks that `launcher.compare` starts. All strategies share one process
+group."""
 
 from __future__ import annotations
 
@@ -45,23 +45,24 @@ from gnnplan.planner.vocabulary.errors import SpecError
 from gnnplan.planner.vocabulary.files import write_atomically
 
 RANKS = 2
-FEATURES, CLASSES = 12, 4  # of the graph, where the model has no widths of its own
+FEATURES, CLASSES = 12, 4  # of the graph, unless the model fixes its widths
 STEP = {"optimizer": "sgd", "lr": 1.0, "epochs": 1, "dtype": "float64"}
-SECONDS = 60.0  # after which a peer that does not answer is lost
-WITHIN = 1e-9  # of a gradient's largest number
-# A gradient this much smaller than the model's largest is rounding: that of a bias before a norm.
+SECONDS = 60.0  # after which a peer that does not answer counts as lost
+WITHIN = 1e-9  # tolerance, relative to a gradient's largest number
+# A tensor whose gradient is this much smaller than the largest of the model has rounding errors
+# only: a bias before a norm, for instance.
 ROUNDING = 1e-6
-ALONE = {"full": "graph_parallel", "mini": "data_parallel"}
+ALONE = {"full": "graph_parallel", "mini": "data_parallel"}  # mode -> strategy of one process
 
 
 @dataclass(frozen=True)
 class Verdict:
-    """What a strategy does with the model.
+    """The result of one strategy.
 
-    answer: 'equal' to one process's gradient; 'differs', though the strategy says it is exact;
-    'lossy', a strategy that changes the gradient by design, of which nothing is claimed but that
-    its step leaves finite weights; or 'cannot' carry the model. gap: the largest difference from
-    one process's gradient, as a share of the largest number in a tensor; None of 'cannot'."""
+    answer: 'equal' to one process's gradient; 'differs', although the strategy claims to be exact;
+    'lossy', if the strategy changes the gradient by design: its step only has to leave finite
+    weights; or 'cannot' run the model. gap: the largest difference from one process's gradient,
+    relative to the largest number in a tensor; None for 'cannot'."""
 
     strategy: str
     answer: str
@@ -70,7 +71,7 @@ class Verdict:
 
 
 class Task(NamedTuple):
-    """A strategy that takes the step."""
+    """A strategy with the problem on which it takes the step."""
 
     text: str
     problem: Problem
@@ -80,7 +81,7 @@ class Task(NamedTuple):
     def of(
         cls, text: str, graph: Graph, workload: Workload, ranks: int = 1, servers: int = 1
     ) -> Task:
-        """Raises SpecError if the workload does not suit the strategy."""
+        """Build a task. Raises SpecError if the workload does not suit the strategy."""
         cluster = Cluster(
             servers=servers,
             gpus_per_server=ranks // servers,
@@ -95,13 +96,13 @@ class Task(NamedTuple):
 
 
 def main() -> None:
-    """`python -m gnnplan.executor check FOLDER`: be a rank that answers the folder's question."""
-    os.dup2(2, 1)  # what a user's file prints is no answer
+    """Be a rank of `python -m gnnplan.executor check FOLDER`: answer the folder's question."""
+    os.dup2(2, 1)  # prints of a user's file go to standard error
     be_rank(Path(sys.argv[1]), answer)
 
 
 def tried() -> list[tuple[str, Example]]:
-    """What every family gives as examples for so few ranks, with its mode."""
+    """Return the examples of all strategies that run on so few ranks, with their modes."""
     return [
         (family.mode, example)
         for family in families()
@@ -113,19 +114,21 @@ def tried() -> list[tuple[str, Example]]:
 def answer(out: Path, activity: Activity) -> None:
     """Train all strategies as one of two ranks; rank 0 writes answer.json.
 
-    It has what was compared, and the verdict on each strategy. The folder's question.json has
-    `model` as the command line takes it, with `fields` of the Workload that the user has set,
-    `features` and `classes` (None: the model's own, else as below); or the `workload` of a live
-    module. Raises SpecError where the model itself is not understood."""
-    workload, features, classes = _asked(json.loads((out / "question.json").read_text()))
+    answer.json holds the settings of the comparison and a verdict on each strategy. The folder's
+    question.json holds `model` as on the command line, with the `fields` of the Workload that the
+    user has set, `features` and `classes` (None: the model's, or the defaults above); or the
+    `workload` of a live module. Raises SpecError if the model itself is refused."""
+    workload, features, classes = _workload_and_widths(
+        json.loads((out / "question.json").read_text())
+    )
     graph = load(
         f"synthetic:community?vertices=60&edges=400&features={features}&classes={classes}&seed=0"
     )
     assert isinstance(graph, Graph)
     base = open_rank(timeout_s=SECONDS, on_cpu=True)
     base.recorder.activity = activity
-    start = _initial(workload, features, classes)
-    gc.freeze()  # every training begins with a collection
+    start = _initial_weights(workload, features, classes)
+    gc.freeze()  # every training begins with a garbage collection, which this makes cheap
     whole_batch = {"mode": "mini", "batch": graph.stats.train_vertices, "fanout": "full"}
     alone: dict[str, dict[str, Tensor]] = {}
     verdicts = []
@@ -134,21 +137,23 @@ def answer(out: Path, activity: Activity) -> None:
         activity.begin("phase", "")
         activity.begin("strategy", text)
         here = out / str(number)
-        rank = base.anew()  # what it records is of one training
-        if example.ranks == 1 and base.rank:  # of one process, beside which this rank goes on
+        rank = base.anew()  # a rank records one training only
+        if example.ranks == 1 and base.rank:  # rank 0 trains alone, this rank moves on
             continue
         if example.ranks == 1:
             rank = Rank(0, 1, base.device, base.backend)
         try:
-            its = checked(Workload, workload.model_dump() | changes, "", ["mode"])
-            task = Task.of(text, graph, its, example.ranks, example.servers)
+            mode_workload = checked(Workload, workload.model_dump() | changes, "", ["mode"])
+            task = Task.of(text, graph, mode_workload, example.ranks, example.servers)
             here.mkdir(exist_ok=True)
             train(rank, task.problem, task.strategy, here, 1, 0)
-        except SpecError as error:  # on all ranks alike: what the model lacks
+        except SpecError as error:  # the same on all ranks: the strategy cannot run the model
             verdicts.append(Verdict(text, "cannot", None, str(error).removeprefix("mode: ")))
             continue
-        if mode not in alone:  # on both ranks, which open their samplers in the same order
-            alone[mode] = _alone(Task.of(ALONE[mode], graph, its), out / f"{mode}{base.rank}")
+        if mode not in alone:  # on both ranks, so that they open their samplers in the same order
+            alone[mode] = _train_alone(
+                Task.of(ALONE[mode], graph, mode_workload), out / f"{mode}{base.rank}"
+            )
         if base.rank == 0:
             verdicts.append(_verdict(task, here, start, alone[mode]))
     base.close()
@@ -156,7 +161,7 @@ def answer(out: Path, activity: Activity) -> None:
         return
     stats = graph.stats
     found = {
-        "module": _told(workload),
+        "module": _proved(workload),
         "graph": {
             "vertices": stats.vertices,
             "edges": stats.edges,
@@ -171,8 +176,8 @@ def answer(out: Path, activity: Activity) -> None:
     write_atomically(out / "answer.json", json.dumps(found))
 
 
-def _told(workload: Workload) -> str:
-    """What is trained of a user's module, as was proved; '' of a kind of ours."""
+def _proved(workload: Workload) -> str:
+    """Return what was proved of a user's module when it was read; '' for a built-in model."""
     if workload.is_cut:
         return f"forward, cut in {workload.layers} layers, computes what the module does"
     if workload.is_converted:
@@ -180,8 +185,8 @@ def _told(workload: Workload) -> str:
     return ""
 
 
-def _asked(question: Mapping[str, Any]) -> tuple[Workload, int, int]:
-    """The workload, and the widths of its graph. Raises SpecError."""
+def _workload_and_widths(question: Mapping[str, Any]) -> tuple[Workload, int, int]:
+    """Return the workload, and its graph's features and classes. Raises SpecError."""
     if "workload" in question:
         workload = Workload.model_validate(question["workload"])
         return workload, workload.own.features, workload.own.classes
@@ -200,9 +205,9 @@ def workload_of(
     classes: int | None,
     folder: Path | None = None,
 ) -> Workload:
-    """The one step of a user's module or layer, on a graph of so many columns and classes.
+    """Return the workload of one step of a user's module or layer.
 
-    features, classes: None are the module's own where it has some, else those of a small graph.
+    features, classes: of the graph; None: the module's own, or the defaults above.
     folder: for the parameters of a live module. Raises SpecError."""
     asked = checked(Workload, {**STEP, **fields}, "--", list(fields))
     own = features is None, classes is None
@@ -213,15 +218,15 @@ def workload_of(
     return with_module(asked, user, fields)
 
 
-def _alone(task: Task, out: Path) -> dict[str, Tensor]:
-    """One process's weights after the step."""
+def _train_alone(task: Task, out: Path) -> dict[str, Tensor]:
+    """Return the weights after one process has taken the step."""
     out.mkdir()
     train(Rank(0, 1, torch.device("cpu"), "gloo"), task.problem, task.strategy, out, 1, 0)
     return load_file(out / "weights.safetensors")
 
 
-def _initial(workload: Workload, features: int, classes: int) -> dict[str, Tensor]:
-    """The weights before the step."""
+def _initial_weights(workload: Workload, features: int, classes: int) -> dict[str, Tensor]:
+    """Return the weights before the step."""
     state = dict(net_of(describe(workload, features, classes), workload).state_dict())
     return read_again(workload).trained(state) if workload.is_module else state
 
@@ -230,7 +235,7 @@ def _verdict(
     task: Task, out: Path, start: Mapping[str, Tensor], alone: Mapping[str, Tensor]
 ) -> Verdict:
     text, workload = task.text, task.problem.workload
-    # a row of a batch that two ranks compute counts twice, as in torch.nn.SyncBatchNorm
+    # each rank that computes a row of a batch counts it in batch norm, as torch.nn.SyncBatchNorm
     is_synced = workload.mode == "mini" and workload.norm == "batch" and text != "gsplit"
     found = load_file(out / "weights.safetensors")
     gradients = {name: (alone[name] - start[name]).abs().max().item() for name in start}
@@ -244,7 +249,7 @@ def _verdict(
     if not math.isfinite(gap):
         return Verdict(text, "differs", None, f"{name} is not finite after the step")
     if not task.strategy.exact or is_synced:
-        # of a tensor whose gradient is rounding a share says nothing
+        # leave out tensors whose gradient is rounding: a relative difference says nothing of them
         gap = max((gaps[name] for name, size in gradients.items() if size >= least), default=gap)
         return Verdict(
             text,

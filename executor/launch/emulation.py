@@ -1,4 +1,4 @@
-"""An emulated cluster: the servers of a plan on one Linux machine, as network namespaces.
+"""An emulated cluster: network namespaces on one Linux machine stand for the servers of a plan.
 
 The servers are joined by a switch in a namespace of its own:
 
@@ -25,37 +25,36 @@ import torch
 
 from gnnplan.planner.vocabulary.errors import SpecError
 
-PORT = 29500  # where ranks meet: the namespace has no other processes
+PORT = 29500  # of the ranks' store; always free, as a namespace has no other processes
 INTERFACES = {"GLOO_SOCKET_IFNAME": "eth0", "NCCL_SOCKET_IFNAME": "eth0"}
-# [s] of traffic that a bucket lets pass at once. A message shorter than that would be faster than
-# the NIC.
+# [s] of traffic at full rate that fills a bucket. A shorter message passes faster than the NIC.
 BURST_S = 0.001
-PACKETS = (16_384, 65_536)  # [B] least and most that the kernel hands a NIC at once
+PACKETS = (16_384, 65_536)  # [B] smallest and largest packet that the kernel gives a NIC
 QUEUE = "200ms"  # longest wait for the bucket; TCP slows down when packets are dropped
 DIES_WITH_US = ("setpriv", "--pdeathsig", "KILL")
 
 
 @dataclass(frozen=True)
 class Emulated:
-    """Servers played by this machine, with NICs of `rate` [B/s]; None: unshaped."""
+    """Settings of emulated servers: NICs of `rate` [B/s]; None: as fast as the machine."""
 
     rate: float | None
 
 
 @dataclass(frozen=True)
 class Server:
-    """A namespace, held by a process that sleeps in it."""
+    """A network namespace, kept alive by the sleeping process `holder`."""
 
     holder: int
     address: str
 
     @property
     def namespace(self) -> str:
-        """The file of its network namespace."""
+        """The path of its network namespace."""
         return f"/proc/{self.holder}/ns/net"
 
     def inside(self, *command: str) -> list[str]:
-        """The command that runs `command` in this server."""
+        """Return the command line that runs `command` in this server."""
         return [*DIES_WITH_US, "nsenter", f"--net={self.namespace}", *command]
 
 
@@ -86,7 +85,7 @@ def check() -> None:
 
 @contextmanager
 def lab(servers: int, rate: float | None = None) -> Iterator[list[Server]]:
-    """Emulate servers whose NICs carry `rate` [B/s] each way, for the length of a `with` block.
+    """Emulate servers whose NICs carry `rate` [B/s] per direction, for a `with` block.
 
     Without a rate they are as fast as this machine copies. Raises SpecError.
     """
@@ -100,7 +99,7 @@ def lab(servers: int, rate: float | None = None) -> Iterator[list[Server]]:
     holders: list[subprocess.Popen[str]] = []
     try:
         for _ in range(servers + 1):
-            # it says so when its namespace is ready
+            # the echo tells that the namespace is ready
             awake = "ip link set lo up && echo awake && exec sleep infinity"
             holders.append(
                 subprocess.Popen(
@@ -128,7 +127,7 @@ def lab(servers: int, rate: float | None = None) -> Iterator[list[Server]]:
 
 
 def _wire(switch: Server, servers: Sequence[Server], rate: float | None) -> None:
-    """Lay a cable from every server to the switch, with a bucket at both ends."""
+    """Connect every server to the switch, with a token bucket at both ends of each cable."""
 
     def bucket(interface: str) -> str:
         if rate is None:

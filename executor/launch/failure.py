@@ -1,7 +1,7 @@
-"""How a rank fails, in its own words: why, what it was in, and what its user can do about it; and
-of several that failed, whose fault it was: one lost rank stops all others.
+"""Describes how a rank fails: the reason, the operation it was in, and the remedy.
 
-Of memory that ran out it says what the plan predicted, beside what is there."""
+If several ranks failed, finds the one at fault, as one lost rank stops all others. If memory ran
+out, the message shows the plan's prediction beside the measured memory."""
 
 from __future__ import annotations
 
@@ -27,15 +27,15 @@ from gnnplan.planner.vocabulary.files import make_folder, refusal, remedy_of, wr
 from gnnplan.planner.vocabulary.units import show_bytes
 
 FAILED_WITH_OTHERS = 75  # exit code of a rank that stopped because its peers did
-HEAD_START = 2.0  # [s] in which the launcher sees the rank that failed by itself before its peers
-OWN_EXIT_CODES = (1, 2, 3)  # of errors whose message says everything
-MOST_SAID = 10_000  # letters of a message: all of them are at most 60 kB of JSON
-# Python's RuntimeError where the kernel gives no thread: too many there are, or a stack has no room
+HEAD_START = 2.0  # [s] by which a rank that failed by itself ends before its peers
+OWN_EXIT_CODES = (1, 2, 3)  # of errors whose message needs no addition
+MOST_SAID = 10_000  # characters of a message, which take at most 60 kB as JSON
+# Python's RuntimeError if the kernel refuses a thread: too many threads, or no memory for its stack
 NO_THREAD = "can't start new thread"
-FEW = 32  # processes that are left where their limit is what has stopped a rank
+FEW = 32  # with fewer processes left below the limit, the limit is what stopped a rank
 # parts of the RuntimeErrors of torch's allocators
 OUT_OF_MEMORY = ("can't allocate memory", "std::bad_alloc", "out of memory", NO_THREAD)
-# parts of the messages with which torch.distributed says that a peer is gone
+# parts of the messages by which torch.distributed reports a lost peer
 LOST_PEER = ("onnection", "ocket", "gloo", "imed out", "NCCL", "peer")
 TIMED_OUT = ("imed out", "imeout")  # parts of the messages of torch and of the system
 FOREIGN_TEXT = 200  # characters of another library's message that are shown
@@ -47,16 +47,16 @@ REMEDY = (
 
 @dataclass(frozen=True)
 class Failure:
-    """How a rank ended before its time."""
+    """How a rank failed."""
 
     exit_code: int
     message: str
-    activity: str  # the operation it was in
-    waited_s: float = 0.0  # for its peers, if that is known [s]
+    activity: str  # the operation that the rank was in
+    waited_s: float = 0.0  # [s] that the rank waited for its peers, if known
 
     @property
     def note(self) -> str:
-        """What other processes read."""
+        """The failure as JSON, for other processes."""
         short = replace(self, message=self.message[:MOST_SAID])
         return json.dumps(asdict(short), ensure_ascii=False)
 
@@ -72,20 +72,20 @@ class Failure:
 
 
 def name_of(rank: int, server: int, host: str = "") -> str:
-    """A rank in messages."""
+    """Return a rank's name in messages."""
     return f"rank {rank} (server {server}{host and f', {host}'})"
 
 
 def error_of(message: str, exit_code: int) -> GnnplanError:
-    """The error that another process has met."""
+    """Return the error that another process reported by message and exit code."""
     kinds = (SpecError, Infeasible, LostRank)
     return next((kind for kind in kinds if kind.exit_code == exit_code), GnnplanError)(message)
 
 
 def be_rank(out: Path, work: Callable[[Path, Activity], None]) -> NoReturn:
-    """Be a rank that a launcher of ours started: do its work for what it was asked in `out`.
+    """Run `work` as a rank that our launcher started; `out` holds its question.
 
-    Leaves a note of how it failed.
+    If the rank fails, it leaves a note on how.
     """
     die_with_parent()
     activity = Activity(seen(out, int(os.environ["RANK"])))
@@ -93,14 +93,14 @@ def be_rank(out: Path, work: Callable[[Path, Activity], None]) -> NoReturn:
     try:
         work(out, activity)
     except Exception as error:
-        code, said = explain(error, None, 0, torch.device("cpu"), {})
-        activity.leave(Failure(code, said, str(activity)).note)
+        code, message = explain(error, None, 0, torch.device("cpu"), {})
+        activity.leave(Failure(code, message, str(activity)).note)
         end(code)
     leave(0)
 
 
 def end(code: int) -> NoReturn:
-    """End a rank that has left a note; first those that failed by themselves."""
+    """End a rank that has left a note; ranks that failed with others end a little later."""
     if code == FAILED_WITH_OTHERS:
         time.sleep(HEAD_START)
     leave(code)
@@ -113,10 +113,11 @@ def explain(
     device: torch.device,
     predicted: Mapping[str, float],
 ) -> tuple[int, str]:
-    """The exit code and the words of an error of rank `number`.
+    """Return the exit code and the message of an error of rank `number`.
 
-    It is a rule of ours, memory that ran out, a system that refuses, a peer that is gone, or a
-    bug, whose traceback is kept in `out`, if any. predicted: memory of the fullest rank by use [B].
+    The reason is an error of our own, memory that ran out, a refusal of the system, a lost peer, or
+    a bug, whose traceback is stored in `out`, if any. predicted: memory of the fullest rank by
+    use [B].
     """
     if isinstance(error, GnnplanError):
         return error.exit_code, str(error)
@@ -124,17 +125,17 @@ def explain(
     if limit := no_more_processes(error):
         return SpecError.exit_code, limit
     if ran_out(error):
-        said = f"memory ran out ({reason or type(error).__name__})"
-        return LostRank.exit_code, "\n".join([said, account(predicted), found(device), REMEDY])
+        message = f"memory ran out ({reason or type(error).__name__})"
+        return LostRank.exit_code, "\n".join([message, account(predicted), found(device), REMEDY])
     if (refused := refusal(error)) is not None:
         remedy = remedy_of(refused)
         where_to = f"{refused.filename}: " if refused.filename else ""
-        # a library's words have more than the system's: NCCL's name the memory that it lacks
-        said = (refused.strerror if error is refused else None) or reason
+        # a library's message says more than the system's: NCCL's has the bytes that it lacks
+        message = (refused.strerror if error is refused else None) or reason
         if "/dev/shm" in reason:
             remedy = "give the container more shared memory (--shm-size)"
-        # as a file of ours that cannot be written (cannot_write): a restart would end the same
-        return SpecError.exit_code, f"{where_to}{said}; {remedy}"
+        # as for an unwritable file of ours (cannot_write): a restart would fail the same way
+        return SpecError.exit_code, f"{where_to}{message}; {remedy}"
     if isinstance(error, torch.distributed.DistError) or (
         isinstance(error, RuntimeError) and any(part in str(error) for part in LOST_PEER)
     ):
@@ -153,22 +154,22 @@ def blame(
     safe: str,
     starved: str = "",
 ) -> GnnplanError:
-    """The error of the rank that failed by itself, not of those that stopped because it did.
+    """Return the error of the rank that failed by itself, not of ranks that stopped because of it.
 
     failures: exitcode and timestamp by process, as torch's elastic agent has them.
     names: of every process.
-    safe: what is on disk.
-    starved: added to the message of a killed rank; given if the kernel has killed a process
+    safe: a sentence on what is on disk.
+    starved: added to the message of a killed rank; not empty if the kernel has killed a process
         because memory ran out.
     """
     notes = {
-        process: Failure(**json.loads(said))
+        process: Failure(**json.loads(text))
         for process in range(len(names))
-        if (said := read_note(seen(out, process)))
+        if (text := read_note(seen(out, process)))
     }
 
     def place(process: int) -> str:
-        """The operation that a rank was in.
+        """Return the operation that a rank was in.
 
         The note of a rank that raised an error is more precise than its activity file, which may
         show what another lane began afterwards.
@@ -210,8 +211,8 @@ def blame(
 
 
 def _guilt(failure: Any) -> tuple[bool, bool, float]:
-    """Sorts ranks: first those that failed by themselves, by a signal, and early."""
-    # Gloo aborts a rank that receives what its peer should not have sent
+    """Return a sort key: ranks that failed by themselves first, then by a signal, then early."""
+    # Gloo aborts a rank if its peer sends an unexpected message
     with_others = (FAILED_WITH_OTHERS, -signal.SIGTERM, -signal.SIGABRT)
     return failure.exitcode in with_others, failure.exitcode >= 0, failure.timestamp
 
@@ -224,7 +225,7 @@ def _only_waited(failures: Mapping[int, Any], guiltiest: int) -> bool:
 
 
 def kept(out: Path, ranks: Iterable[int], command: str = "gnnplan run") -> str:
-    """What is safe on disk, and the command that goes on from it."""
+    """Return a sentence on what is on disk, with the command that resumes from it."""
     metrics = out / "metrics.jsonl"
     lines = metrics.read_text().count("\n") if metrics.exists() else 0
     last = last_stored(out, ranks)
@@ -242,17 +243,17 @@ def ran_out(error: BaseException) -> bool:
 
 
 def no_more_processes(error: BaseException) -> str:
-    """The limit of processes that an error comes from, and the remedy; "" where it is another."""
+    """Return the exhausted limit of processes and the remedy; "" if the error has another cause."""
     refused = isinstance(error, OSError) and error.errno == errno.EAGAIN  # of fork
     room = process_room() if refused or NO_THREAD in str(error) else None
     if room is None or room.left > FEW:
         return ""
-    said = "Processes and their threads have reached their limit"
-    return f"{said} ({room.limit}): {room.remedy}"
+    problem = "Processes and their threads have reached their limit"
+    return f"{problem} ({room.limit}): {room.remedy}"
 
 
 def account(predicted: Mapping[str, float]) -> str:
-    """A table of what fills the fullest rank [B] by use, as the plan predicts it."""
+    """Return a table of the plan's predicted memory of the fullest rank, by use [B]."""
     uses = sorted(((size, use) for use, size in predicted.items() if size), reverse=True)
     width = max((len(use) for _, use in uses), default=0)
     lines = [f"  {use:<{width}}  {show_bytes(size):>10}" for size, use in uses]
@@ -261,7 +262,7 @@ def account(predicted: Mapping[str, float]) -> str:
 
 
 def found(device: torch.device) -> str:
-    """What fills this process now, in a line."""
+    """Return the memory that this process uses now, in a line."""
     if device.type == "cuda":
         free, total = torch.cuda.mem_get_info(device)
         used = torch.cuda.memory_allocated(device)
@@ -278,12 +279,12 @@ def found(device: torch.device) -> str:
 
 
 def _own_words(error: Exception) -> str:
-    """What an error of another library says, in a line."""
+    """Return the first line of another library's error."""
     return str(error).strip().partition("\n")[0][:FOREIGN_TEXT]
 
 
 def _describe(error: Exception) -> str:
-    """An error in a line; one without words by the place that raised it."""
+    """Return an error in a line; if it has no message, with the place that raised it."""
     frames = traceback.extract_tb(error.__traceback__)
     if str(error) or not frames:
         return ": ".join(filter(None, (type(error).__name__, str(error))))
@@ -292,7 +293,7 @@ def _describe(error: Exception) -> str:
 
 
 def _keep_traceback(error: Exception, out: Path, number: int) -> str:
-    """Where the traceback of a bug is, in words."""
+    """Store the traceback of a bug, and return a phrase that says where."""
     path = out / f"traceback.rank{number}.txt"
     try:
         make_folder(out)

@@ -59,13 +59,13 @@ class TimeIsUp(Exception):
 
 
 def begin(asked: Asked, most_s: float = inf) -> None:
-    """Train a plan's strategy in a folder that gets all that a run leaves.
+    """Train a plan's strategy in the run's folder `asked.out`.
 
-    This machine can hold its ranks (`must_start`). Raises SpecError, LostRank, and TimeIsUp after
-    `most_s` seconds.
+    Call `must_start` first: it checks that this machine can run the ranks. Raises SpecError,
+    LostRank, and TimeIsUp after `most_s` seconds.
     """
     until = time.monotonic() + most_s
-    asked.settled.schedule(asked.problem, 1)  # makes the partitions, which the ranks then read
+    asked.settled.schedule(asked.problem, 1)  # computes the partitions, which ranks then load
     make_folder(asked.out)
     with alone_in(asked.out, "another run trains in", "give another --out"):
         write_run(asked.out, asked.document, asked.options, asked.last)
@@ -74,12 +74,12 @@ def begin(asked: Asked, most_s: float = inf) -> None:
 
 @contextmanager
 def unwound_by_signals() -> Iterator[Callable[[], None]]:
-    """Let signals that end this process unwind it, so that it leaves nothing behind.
+    """Unwind this process on signals that would end it, so that it leaves nothing behind.
 
-    A first signal raises where what is yielded is called, or at the end of the block: raised
-    anywhere it may leave a process half started, or a lock that its end waits for. A second one
-    raises at once. What its starter had it ignore it ignores: `nohup` goes on when its terminal is
-    closed.
+    Yields a function that raises if a signal has arrived; the end of the block raises too. An
+    exception at any other point could leave a process half started, or a lock held that the
+    clean-up waits for. A second signal raises at once. Signals that the parent made this process
+    ignore stay ignored: under `nohup` a run continues when its terminal is closed.
     """
     received: list[int] = []
 
@@ -94,7 +94,7 @@ def unwound_by_signals() -> Iterator[Callable[[], None]]:
         if len(received) > 1:
             unwind()
 
-    if threading.current_thread() is not threading.main_thread():  # the others may not say
+    if threading.current_thread() is not threading.main_thread():  # only it may set handlers
         yield unwind
         return
     before = {
@@ -113,11 +113,11 @@ def unwound_by_signals() -> Iterator[Callable[[], None]]:
 
 
 def start(asked: Asked, until: float = inf) -> None:
-    """Start the local ranks of a run whose folder has its plan and options, and wait for them.
+    """Start the local ranks of a run and wait for them; its folder holds the plan and the options.
 
-    A plan's servers are played as namespaces where that is asked for (emulation.py). No process is
-    left behind, also by signals. Raises LostRank, naming the rank that failed first, when no
-    restart is left, and TimeIsUp where the monotonic clock is past `until`.
+    Emulates the plan's servers if asked to (emulation.py). Leaves no process behind, not even after
+    a signal. Raises LostRank, naming the rank that failed first, if no restart is left, and
+    TimeIsUp when the monotonic clock passes `until`.
     """
     from gnnplan.executor.launch import agent
 
@@ -146,7 +146,7 @@ def start(asked: Asked, until: float = inf) -> None:
 
 
 def compare(out: Path) -> dict[str, Any]:
-    """The answer to the question in a folder (check.py), by two ranks of this machine.
+    """Return the answer to the question in a folder (check.py), from two ranks on this machine.
 
     Raises SpecError, LostRank.
     """
@@ -161,7 +161,7 @@ def compare(out: Path) -> dict[str, Any]:
 
 
 def _servers(asked: Asked) -> AbstractContextManager[Sequence[Server]]:
-    """The servers that this machine plays; none where ranks are on it alone."""
+    """Return the emulated servers as a context; it yields none without emulation."""
     if asked.emulate is None:
         return nullcontext(())
     return lab(asked.cluster.servers, asked.emulate.rate)
@@ -169,19 +169,19 @@ def _servers(asked: Asked) -> AbstractContextManager[Sequence[Server]]:
 
 @contextmanager
 def scratch(out: Path) -> Iterator[Path]:
-    """A folder of temporary files for the length of a `with` block. Raises SpecError.
+    """Create a folder of temporary files for the length of a `with` block. Raises SpecError.
 
-    Python makes temporary files for a sampler's sockets, and torch makes some when a sampler is
-    lost; a killed process leaves them where they are. A sampler also notes its process there, for
-    torch names shared memory by it. A launcher that is killed cannot remove anything; so a link in
-    the run's folder leads there, and whoever resumes the run with the same TMPDIR does it. On a
-    disk without links the folder stays.
+    Python puts a sampler's sockets there, and torch some files when a sampler is lost; a killed
+    process leaves them behind. Each sampler also leaves a file named by its process id, as torch
+    names shared memory by this id. A killed launcher cannot remove anything. So the run's folder
+    links to the temporary folder, and a resumed run with the same TMPDIR removes it. On a disk
+    without symbolic links the folder stays.
     """
     link = out / ".scratch"
     if link.is_symlink():
         earlier = Path(os.readlink(link))
         if earlier.name.startswith(PREFIX) and str(earlier.parent) == tempfile.gettempdir():
-            # by now another process may have the number of one that was killed long ago
+            # another process may have the id of a sampler that was killed long ago
             _remove(earlier, lambda sampler: not Path("/proc", sampler).exists())
         link.unlink()
     try:
@@ -198,7 +198,7 @@ def scratch(out: Path) -> Iterator[Path]:
 
 
 def _remove(folder: Path, is_over: Callable[[str], bool]) -> None:
-    """Remove a folder, and the shared memory of those of its samplers that are over."""
+    """Remove a folder, and the shared memory of the samplers that have ended."""
     if folder.is_dir():
         for sampler in filter(is_over, filter(str.isdecimal, os.listdir(folder))):
             for left in Path("/dev/shm").glob(f"torch_{sampler}_*"):

@@ -1,12 +1,12 @@
-"""What ranks tell each other through the store where all meet: before they train, and of a failure.
+"""Messages between ranks through the store where they meet: before training, and after a failure.
 
-A rank that refuses alone would leave the others waiting for it, and ranks that train different
-things would hang or learn something wrong. So each tells all others what it has found, and all come
-to the same: where they begin, or why they do not.
+If one rank refused to train by itself, the others would wait for it; ranks that train different
+things would hang or learn something wrong. So every rank tells all others what it has found, and
+all ranks reach the same conclusion: the epoch where they begin, or why they do not train.
 
-Where torchrun or srun has started the ranks no launcher of ours watches them. A rank whose peers do
-not answer then writes its failure into the store, and waits a moment for what the others write
-there. Ranks that write nothing are lost, or still wait for one that is.
+If torchrun or srun has started the ranks, our launcher does not watch them. A rank whose peers do
+not answer then writes its failure into the store, and waits a moment for the failures of others.
+Ranks that write nothing are lost, or still wait for a lost rank.
 """
 
 from __future__ import annotations
@@ -36,37 +36,37 @@ from gnnplan.executor.ranks.rank import Rank
 from gnnplan.planner.vocabulary.errors import GnnplanError, Infeasible, LostRank, Mismatch
 from gnnplan.planner.vocabulary.units import show_bytes
 
-PATIENCE = 2.0  # [s] in which ranks that are alive answer
+PATIENCE = 2.0  # [s] in which living ranks answer
 MUST_AGREE = ("gnnplan", "torch", "data", "plan", "options")
-SHOWN = 4  # differing ranks that a message names
+SHOWN = 4  # differing ranks that a message lists
 TORCHRUN = "torchrun .. -m gnnplan run"
-Found = Mapping[str, Any]  # what a rank says before it trains; of JSON's kinds
+Found = Mapping[str, Any]  # a rank's message before training; JSON values
 
 
 class Ready(NamedTuple):
-    """What a rank has before it meets the others."""
+    """A rank's state before it meets the others."""
 
     asked: Asked
     checkpoints: Checkpoints
-    stored: list[int]  # epochs of which it has a checkpoint
-    others: dict[int, dict[str, Any]]  # those of all ranks of another plan, and its `question`
-    differs: list[str]  # what its server has that the plan was not made for
+    stored: list[int]  # epochs whose checkpoint this rank has
+    others: dict[int, dict[str, Any]]  # epoch -> `question` of another plan that stored it
+    differs: list[str]  # where this server differs from the one that the plan was made for
 
 
 class Agreement(NamedTuple):
-    """What ranks that begin together know of each other."""
+    """The conclusion of all ranks before training."""
 
-    hosts: list[str]  # of every rank
-    last: int  # the epoch that all go on from; 0: they begin
-    of_another: bool  # it is of another plan
-    differs: list[str]  # what servers have that the plan was not made for
+    hosts: list[str]  # name of every rank's host
+    last: int  # the epoch that all ranks continue from; 0: they begin
+    of_another: bool  # whether the checkpoint of epoch `last` is of another plan
+    differs: list[str]  # where servers differ from those that the plan was made for
 
 
 # -- before they train -----------------------------------------------------------------------------
 
 
 def refusal(process: int, error: GnnplanError) -> Found:
-    """What a process says that cannot train."""
+    """Return the message of a process that cannot train."""
     return {
         "rank": process,
         "host": socket.gethostname(),
@@ -76,11 +76,11 @@ def refusal(process: int, error: GnnplanError) -> Found:
 
 
 def found(rank: Rank, ready: Ready) -> Found:
-    """What a rank says that can train: what all must agree in, as short names, and what it has.
+    """Return the message of a rank that can train: what all ranks must agree on, and its resources.
 
-    Of what decides about the training, graph and version are told apart from the rest, so that a
-    message can name them. A processor's memory was looked at before (preflight.py). A GPU's is
-    known once ranks have it: another process would fill some of it to ask.
+    Graph and version are fields of their own, so that an error can name them; the rest of the
+    training's question is one fingerprint. preflight.py has checked host memory. The memory of a
+    GPU is asked for here, as another process that asks would occupy some of it.
     """
     problem, predicted = ready.asked.problem, ready.asked.predicted
     question = ready.checkpoints.question
@@ -90,7 +90,7 @@ def found(rank: Rank, ready: Ready) -> Found:
         free = float(torch.cuda.mem_get_info(rank.device)[0])
         if problem.cluster.device.kind == "cuda":
             communicators = predicted.get("communicators", 0.0)
-            # its context is there already
+            # the CUDA context is allocated already
             needs = sum(predicted.values()) - communicators - predicted.get("runtime", 0.0)
     return {
         "rank": rank.rank,
@@ -106,35 +106,35 @@ def found(rank: Rank, ready: Ready) -> Found:
         "differs": ready.differs,
         "device": str(rank.device),
         "card": rank.card,  # a launcher may call every rank's GPU cuda:0
-        "needs": needs,  # [B] that it will still fill of its GPU
-        "communicators": communicators,  # [B] and these, if messages go over NCCL
-        "free": free,  # [B] of its GPU
+        "needs": needs,  # [B] of GPU memory that the rank has yet to allocate
+        "communicators": communicators,  # [B] in addition, if the backend is NCCL
+        "free": free,  # [B] of GPU memory
     }
 
 
 def agree(store: Store, env: Mapping[str, str], own: Found) -> Agreement:
-    """Tell all ranks what this one has found. Raises what `compare` raises, on all alike."""
+    """Exchange this rank's message with all ranks. Raises what `compare` raises, on all ranks."""
     process, world = int(env.get("RANK", "0")), int(env.get("WORLD_SIZE", "1"))
-    said = json.dumps(own).encode()
+    message = json.dumps(own).encode()
     timeout_s = store.timeout.total_seconds()  # type: ignore[attr-defined]
-    everyone = synchronize(store, said, process, world, "found", timeout_s)
+    everyone = synchronize(store, message, process, world, "found", timeout_s)
     return compare([json.loads(words) for words in everyone])
 
 
 def compare(everyone: Sequence[Found]) -> Agreement:
-    """What ranks agree in that have found this.
+    """Return the conclusion from the messages of all ranks.
 
-    Raises Mismatch if they would train different things, Infeasible if the prediction does not fit
-    their GPUs, and what one of them refuses.
+    Raises Mismatch if they would train different things, Infeasible if the predicted memory does
+    not fit their GPUs, and the error of a rank that refuses.
     """
-    said: dict[tuple[str, str], str] = {}  # ranks of a server say the same
+    refusals: dict[tuple[str, str], str] = {}  # ranks of one server report the same reason once
     for each in everyone:
         if why := each.get("refused"):
             who = f"rank {each['rank']} ({each['host']})"
-            said.setdefault((each["host"], why), f"{who} cannot train: {why}")
-    if said:
+            refusals.setdefault((each["host"], why), f"{who} cannot train: {why}")
+    if refusals:
         code = next(each["exit_code"] for each in everyone if "refused" in each)
-        raise error_of("\n".join(said.values()), code)
+        raise error_of("\n".join(refusals.values()), code)
     everyone = sorted(everyone, key=lambda each: each["rank"])
     first = everyone[0]
     for name in MUST_AGREE:
@@ -167,7 +167,7 @@ def compare(everyone: Sequence[Found]) -> Agreement:
 
 
 def _by_host(everyone: Sequence[Found]) -> list[str]:
-    """What differs, once each; with the servers' names where it does not on all of them."""
+    """Return each difference once, with the servers' names unless all servers have it."""
     hosts = {each["host"] for each in everyone}
     where: dict[str, dict[str, None]] = {}
     for each in everyone:
@@ -184,9 +184,9 @@ def _by_host(everyone: Sequence[Found]) -> list[str]:
 
 @dataclass(frozen=True)
 class Peers:
-    """All ranks, as one of them knows them once they have met.
+    """All ranks, as one rank knows them after they have met.
 
-    rank: this one. store: where that was. servers, hosts: of every rank.
+    rank: this rank. store: where ranks met. servers, hosts: of every rank.
     """
 
     rank: int
@@ -196,35 +196,35 @@ class Peers:
     out: Path
 
     def roll_call(self, failure: Failure) -> str:
-        """What a rank can say of the others after its own failure, and the remedy.
+        """Return what a rank knows of the others after its own failure, and the remedy.
 
-        Writes the failure for other ranks to read. A rank that failed by itself knows why, and does
-        not wait.
+        Writes the failure for other ranks to read. A rank that failed by itself knows the reason,
+        and does not wait for answers.
         """
-        _outlive_the_others()  # they have something to say
+        _outlive_the_others()  # torchrun must not end this process before it has reported
         answers: dict[int, Failure] | None = None
-        with suppress(RuntimeError, ValueError):  # torch's errors of connections are RuntimeErrors
+        with suppress(RuntimeError, ValueError):  # torch reports lost connections as RuntimeErrors
             answers = self._answers(PrefixStore("roll call", self.store), failure)
-        said = f". {self._who(answers)}" if failure.is_consequence else ""
+        others = f". {self._who(answers)}" if failure.is_consequence else ""
         if failure.exit_code not in (LostRank.exit_code, FAILED_WITH_OTHERS):
-            return said  # the message says what to change
-        return f"{said}. {self._remedy(self.hosts[self.rank])}"
+            return others  # the message says what to change
+        return f"{others}. {self._remedy(self.hosts[self.rank])}"
 
     def _answers(self, store: Store, failure: Failure) -> dict[int, Failure]:
-        """The failures of all ranks that say one in time."""
+        """Return the failures that ranks report within `PATIENCE`, by rank."""
         keys = [str(rank) for rank in range(len(self.hosts))]
         store.set_timeout(timedelta(seconds=PATIENCE))
         store.set(keys[self.rank], json.dumps(asdict(failure)))
         if failure.is_consequence:
-            with suppress(RuntimeError):  # some say nothing
+            with suppress(RuntimeError):  # time-out: some ranks report nothing
                 store.wait(keys)
-        said = {rank: store.get(key) for rank, key in enumerate(keys) if store.check([key])}
-        return {rank: Failure(**json.loads(words)) for rank, words in said.items()}
+        reports = {rank: store.get(key) for rank, key in enumerate(keys) if store.check([key])}
+        return {rank: Failure(**json.loads(report)) for rank, report in reports.items()}
 
     def _who(self, answers: Mapping[int, Failure] | None) -> str:
-        """The ranks that failed by themselves, else those that do not answer.
+        """Return a sentence on the ranks that failed by themselves, else on the silent ranks.
 
-        answers: None: the store cannot be reached.
+        answers: None if the store cannot be reached.
         """
         if answers is None:
             return (
@@ -232,9 +232,9 @@ class Peers:
                 " gone (torchrun's on the first server; under srun that of the first rank,"
                 f" {self._name(0)})"
             )
-        for rank, said in answers.items():
-            if not said.is_consequence:
-                return f"{self._name(rank)} failed in {said.activity}: {said.message}"
+        for rank, failure in answers.items():
+            if not failure.is_consequence:
+                return f"{self._name(rank)} failed in {failure.activity}: {failure.message}"
         absent = [self._name(rank) for rank in range(len(self.hosts)) if rank not in answers]
         if not absent:
             return "All ranks are alive and wait for each other: is a link between them down?"
@@ -247,18 +247,18 @@ class Peers:
         return name_of(rank, self.servers[rank], self.hosts[rank])
 
     def _remedy(self, host: str) -> str:
-        """How to go on, by the checkpoints that are on this host's disk."""
+        """Return how to continue, from the checkpoints on this host's disk."""
         count = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
         most = os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0")
         if count.isdecimal() and most.isdecimal() and int(count) < int(most):
             return f"torchrun starts all ranks anew (restart {int(count) + 1} of {most})"
-        safe = kept(self.out, [r for r, its in enumerate(self.hosts) if its == host], TORCHRUN)
+        safe = kept(self.out, [r for r, other in enumerate(self.hosts) if other == host], TORCHRUN)
         if "--resume" in safe:
             return f"resume: {safe}"
         return f"{safe}; no checkpoint is there to resume from, start anew with another --out"
 
 
 def _outlive_the_others() -> None:
-    """torchrun ends the other ranks as soon as it sees one end."""
-    with suppress(ValueError):  # only a main thread may ask for it
+    """Ignore SIGTERM, which torchrun sends to the other ranks as soon as one ends."""
+    with suppress(ValueError):  # only the main thread may set a handler
         signal.signal(signal.SIGTERM, signal.SIG_IGN)

@@ -1,8 +1,8 @@
-"""What a plan asks for beside what is here, before a process starts.
+"""Compares what a plan requires with this machine, before any process starts.
 
-Each check compares one thing and gives a row: equal enough ('ok'), different so that the run is not
-what was predicted ('differs'), or such that it cannot end well ('stops'). All of them look at this
-machine alone; ranks that torchrun or srun has started tell each other (`peers.py`).
+Each check compares one property and returns a row: equal enough ('ok'), different, so that the run
+will differ from the prediction ('differs'), or so wrong that the run must fail ('stops'). All
+checks look at this machine only; ranks that torchrun or srun started exchange theirs (`peers.py`).
 """
 
 from __future__ import annotations
@@ -30,16 +30,17 @@ from gnnplan.planner.vocabulary.errors import GnnplanError, OtherData, SpecError
 from gnnplan.planner.vocabulary.files import MOST_SHOWN, must_be_folder, nearest
 from gnnplan.planner.vocabulary.units import show_bytes, show_count
 
-LEAST_MEMORY = 200e6  # [B] that a process with torch fills
+LEAST_MEMORY = 200e6  # [B] of a process that has imported torch
 # Predictions of memory are off by less than this factor, so what is refused cannot fit.
 SLACK = 1.1
-# that a rank may have open: its own, connections to a peer, and a layer of what a sampler sends it
+# files that a rank opens: its own, per connection to a peer, per layer that a sampler sends, and
+# per sampler
 FILES, FILES_OF_A_PEER, FILES_OF_A_LAYER, FILES_OF_A_SAMPLER = 64, 8, 10, 4
-# of a rank, and of its sampler, at least: their own, their lanes', Gloo's and torch's; a rank of a
-# pipelined P3 has 14
+# least numbers of threads of a rank, and of its sampler, with those of their lanes, of Gloo and of
+# torch; a rank of a pipelined P3 has 14
 THREADS, SAMPLER_THREADS = 8, 6
 SHARED_MEMORY = Path("/dev/shm")
-SHOWN = 12  # digits of a graph's hash
+SHOWN = 12  # hexadecimal digits of a graph's hash in messages
 OTHER_TIMES = "times will not be those predicted"
 PLAN_HERE = "make a plan for this machine with gnnplan plan --cluster local"
 Verdict = Literal["ok", "differs", "stops"]
@@ -47,13 +48,13 @@ Verdict = Literal["ok", "differs", "stops"]
 
 @dataclass(frozen=True)
 class Row:
-    """One thing that was compared."""
+    """One comparison of the plan with this machine."""
 
     what: str
     planned: str
     here: str
     verdict: Verdict = "ok"
-    says: str = ""  # what a difference means; the remedy of what stops
+    says: str = ""  # the consequence of a difference; for 'stops' the remedy
 
     def __str__(self) -> str:
         compared = f"{self.what}: planned {self.planned}, here {self.here}"
@@ -71,13 +72,13 @@ def look(asked: Asked) -> list[Row]:
 
 
 def _asked_for(asked: Asked) -> list[Row]:
-    """What is trained, and into which folder. A row that needs one that stops is left out."""
+    """Compare what is trained, and where; without the rows that depend on a row that stops."""
     resume, board = asked.options.resume, asked.options.tensorboard
     rows = [_graph(asked)]
     if rows[-1].verdict == "ok":
         planned = f"{asked.strategy}, {show_count(asked.epochs, 'epoch')}"
         rows.append(_unless_refused("training", planned, lambda: str(asked.settled)))
-    # ranks that a launcher started have disks of their own, and compare them when they have met
+    # ranks of torchrun or srun may have disks of their own; they compare them once they have met
     if not asked.launched and (rows[-1].verdict == "ok" or not resume):
         planned = "a checkpoint to go on from" if resume else "new"
         rows.append(_unless_refused("run folder", planned, lambda: _folder(asked)))
@@ -91,7 +92,7 @@ def _folder(asked: Asked) -> str:
 
 
 def _installed(folder: str) -> str:
-    """In a word; raises SpecError where TensorBoard is not, or cannot have its folder."""
+    """Return 'installed'. Raises SpecError without TensorBoard, or if `folder` is unusable."""
     if find_spec("tensorboard") is None:
         raise SpecError("TensorBoard is not installed; pip install 'gnnplan[tensorboard]'")
     must_be_folder(Path(folder))
@@ -99,7 +100,7 @@ def _installed(folder: str) -> str:
 
 
 def must_start(asked: Asked) -> list[Row]:
-    """The rows that differ. Raises SpecError with all rows that stop the run."""
+    """Return the rows that differ. Raises SpecError with all rows that stop the run."""
     rows = look(asked)
     _refuse(rows)
     return [row for row in rows if row.verdict == "differs"]
@@ -112,7 +113,7 @@ def must_meet() -> None:
 
 
 def _refuse(rows: Sequence[Row]) -> None:
-    """Raise SpecError with all rows that stop, if there are any."""
+    """Raise SpecError with all rows that stop the run, if there are any."""
     stops = [str(row) for row in rows if row.verdict == "stops"]
     if len(stops) > 1:
         raise SpecError("\n  ".join([f"{len(stops)} things stop this run:", *stops]))
@@ -123,12 +124,12 @@ def _refuse(rows: Sequence[Row]) -> None:
 def _row(
     what: str, planned: str, here: str, is_met: bool, says: str, verdict: Verdict = "stops"
 ) -> Row:
-    """What a check has compared; where it is not met, what that means."""
+    """Return a comparison; `says` and `verdict` apply unless `is_met`."""
     return Row(what, planned, here) if is_met else Row(what, planned, here, verdict, says)
 
 
 def _unless_refused(what: str, planned: str, here: Callable[[], str]) -> Row:
-    """What is `here`, or the error that this raises; the remedy stands behind its semicolon."""
+    """Return a row with `here()`, or with its error, whose remedy follows the first semicolon."""
     try:
         return Row(what, planned, here())
     except GnnplanError as error:
@@ -136,7 +137,7 @@ def _unless_refused(what: str, planned: str, here: Callable[[], str]) -> Row:
         return Row(what, planned, found, "stops", remedy)
 
 
-# -- what the plan was made by and for -------------------------------------------------------------
+# -- the plan's software, data and cluster ---------------------------------------------------------
 
 
 def _gnnplan(asked: Asked) -> Row:
@@ -152,7 +153,7 @@ def _gnnplan(asked: Asked) -> Row:
 
 def _torch(asked: Asked) -> Row:
     planned, here = str(asked.document.get("torch", "unknown")), torch.__version__
-    # a laptop's 2.9+cpu and a server's 2.9+cu128 have one code
+    # 2.9+cpu and 2.9+cu128 are builds of the same code
     is_met = planned == "unknown" or planned.partition("+")[0] == here.partition("+")[0]
     says = f"{OTHER_TIMES}; measure again with gnnplan measure, and plan again"
     return _row("torch", planned, here, is_met, says, "differs")
@@ -184,7 +185,7 @@ def _device(asked: Asked) -> Row:
 
 
 def _model_numbers(name: str) -> set[str]:
-    """The words of a device's name that tell it from others of its maker.
+    """Return the words of a device's name that distinguish it from others of its maker.
 
     >>> sorted(_model_numbers("NVIDIA A100-SXM4-40GB")), _model_numbers("one core of my Xeon")
     (['a100', 'sxm4'], set())
@@ -194,11 +195,11 @@ def _model_numbers(name: str) -> set[str]:
 
 
 def _places(asked: Asked) -> Row:
-    """GPUs, or cores, of a server."""
+    """Compare the GPUs, or cores, per server."""
     each = max(asked.servers.count(server) for server in set(asked.servers))
     if asked.cluster.device.kind == "cuda":
         found = gpus()
-        # a launcher may show each rank its own GPU alone
+        # a launcher may make only its own GPU visible to each rank
         is_met = found >= each or (asked.launched and found == 1)
         says = "ranks share GPUs" if found else "ranks are on the processor"
         says += " and talk over Gloo"
@@ -235,7 +236,7 @@ def _ranks(asked: Asked) -> Row:
     return Row("ranks", str(planned), f"{here} started", "stops", says)
 
 
-# -- what ranks take of this machine ---------------------------------------------------------------
+# -- resources of this machine ---------------------------------------------------------------------
 
 
 def _memory(asked: Asked) -> Row:
@@ -245,7 +246,7 @@ def _memory(asked: Asked) -> Row:
         each = max(each, sum(asked.predicted.values()) / SLACK)
     planned = f"{show_count(ranks, 'rank')} with {show_bytes(each)} each at least"
     here = f"{show_bytes(free)} free"
-    servers = asked.servers_here if asked.emulate else 1  # that this machine plays
+    servers = asked.servers_here if asked.emulate else 1  # emulated by this machine
     graph = asked.host_bytes * servers / SLACK
     if graph:
         planned += f", and {show_bytes(graph)} of graph data"
@@ -267,10 +268,10 @@ def _disk(asked: Asked) -> Row:
     here = f"{show_bytes(free)} free at {place}"
     if not 0 < every <= asked.epochs:
         return Row("disk", "no checkpoints", here)
-    # weights and what the optimizer keeps of them, as many numbers as with a gradient in its place;
-    # what a strategy carries besides is not in a plan
+    # weights and optimizer state: as many numbers as `beside_a_weight`, which counts gradients and
+    # optimizer state; a plan does not know the size of a strategy's carried state
     one = asked.predicted.get("parameters", 0.0) * workload.beside_a_weight
-    # one is written while others are kept, which a run that goes on has already
+    # a checkpoint is written while KEPT others exist; a resumed run has written those already
     needed = asked.ranks_here * one * (1 if asked.options.resume else KEPT + 1)
     planned = f"{show_bytes(needed)} of checkpoints at least"
     says = "free the disk, give another --out, or train with --checkpoint-every 0"
@@ -284,9 +285,9 @@ def _shared_memory(asked: Asked) -> Row:
     here = f"{show_bytes(free)} free at {SHARED_MEMORY}"
     ahead = getattr(asked.strategy, "prefetch", 0)
     spread = getattr(asked.strategy, "structure", "") == "spread"
-    if not ahead or spread:  # the blocks of batches are then not told apart from adjacency lists
+    if not ahead or spread:  # the prediction then adds up blocks of batches and adjacency lists
         return Row("shared memory", "none that is known", here)
-    copies = 2 + (ahead if asked.cluster.device.kind == "cpu" else 0)  # predicted of a rank
+    copies = 2 + (ahead if asked.cluster.device.kind == "cpu" else 0)  # in the rank's prediction
     degrees = 16 * asked.document["graph"]["vertices"] if asked.cluster.device.kind == "cpu" else 0
     blocks = max(asked.predicted.get("graph", 0.0) - degrees, 0.0) * ahead / copies
     needed = asked.ranks_here * blocks
@@ -317,7 +318,7 @@ def _processes(asked: Asked) -> Row:
     return _row("processes", planned, here, room.left >= needed, room.remedy)
 
 
-# -- where ranks meet ------------------------------------------------------------------------------
+# -- connections between ranks ---------------------------------------------------------------------
 
 
 def _interface(env: Mapping[str, str]) -> Row:
@@ -351,7 +352,7 @@ def _port(env: Mapping[str, str]) -> Row:
     if not (port.isascii() and port.isdecimal() and len(port) < 9 and int(port) < 1 << 16):
         return Row("port", planned, "no such port", "stops", "use a number below 65536, as 29500")
     with socket.socket() as probe:
-        # as the store does: the port of a server that has just ended may be taken again
+        # as the store does: allows the port of a server that has just ended
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
             probe.bind(("", int(port)))
@@ -371,5 +372,5 @@ CHECKS: tuple[Callable[[Asked], Row], ...] = (
     _files,
     _processes,
 )
-# without these a rank cannot even tell the others what it has found
+# if these fail, a rank cannot even report to the others
 MEETING: tuple[Callable[[Mapping[str, str]], Row], ...] = (_interface, _address, _port)

@@ -1,4 +1,4 @@
-"""One rank's process: from a plan to trained weights, or to an exit code and a message.
+"""The process of one rank: from a plan to trained weights, or to an exit code and a message.
 
 `gnnplan run` starts such processes itself (`work`), or torchrun or srun does (`follow`).
 """
@@ -50,20 +50,20 @@ from gnnplan.planner.vocabulary.files import make_folder
 from gnnplan.planner.vocabulary.progress import say
 from gnnplan.planner.vocabulary.units import show_time
 
-# a field of metrics.jsonl -> TensorBoard's tag; a score's is its metric's and its part's
+# field of metrics.jsonl -> tag in TensorBoard; scores have the tag METRIC/SPLIT
 TAGS = {
     "loss": "loss",
     "epoch_s": "epoch/seconds",
     "bytes": "epoch/bytes sent",
     "peak_memory_bytes": "memory/peak bytes",
 }
-WITHIN = 5  # [s] in which TensorBoard sees an epoch
+WITHIN = 5  # [s] after which TensorBoard sees an epoch
 
 
 def work(out: Path) -> int:
     """Be one of the ranks that `launcher.start` started for the run in this folder.
 
-    Returns the exit code. If the rank fails it leaves a note for the launcher.
+    Returns the exit code. If the rank fails, it leaves a note for the launcher.
     """
     options = Options.read(out / "options.json")
     process = _Process(out / "plan.json", out, options, prepared=True)
@@ -76,10 +76,10 @@ def work(out: Path) -> int:
 
 
 def follow(plan: Path, out: Path, options: Options, choice: str | None = None) -> int:
-    """Be the rank that torchrun or srun made of this process.
+    """Be the rank that torchrun or srun started as this process.
 
-    choice: another candidate of the plan than its best. Returns the exit code. If the rank fails
-    it says why on standard error.
+    choice: the candidate of the plan to train; None: the best. Returns the exit code. If the rank
+    fails, it prints the reason to standard error.
     """
     process = _Process(plan, out, options, prepared=False, choice=choice)
     failure = process.run()
@@ -95,25 +95,25 @@ def follow(plan: Path, out: Path, options: Options, choice: str | None = None) -
 
 
 class _Process:
-    """One attempt of a rank to train, and what is known when it fails."""
+    """One attempt of a rank to train, with the state that an error message needs."""
 
     def __init__(
         self, plan: Path, out: Path, options: Options, prepared: bool, choice: str | None = None
     ) -> None:
-        """prepared: the launcher has made `out` and written the plan and the options there."""
+        """prepared: whether the launcher has written the plan and the options into `out`."""
         self.plan, self.out, self.options, self.prepared = plan, out, options, prepared
         self.choice = choice
         self.restarted = attempt(os.environ) != "0"
         self.resumes = options.resume or self.restarted
         self.number = int(os.environ.get("RANK", os.environ.get("SLURM_PROCID", "0")))
-        self.server: int | None = None  # not known before the plan has been read
-        self.peers: Peers | None = None  # once all ranks have met
+        self.server: int | None = None  # known once the plan has been read
+        self.peers: Peers | None = None  # known once all ranks have met
         self.activity = Activity()
         self.rank: Rank | None = None
         self.predicted: dict[str, float] = {}
 
     def run(self) -> Failure | None:
-        """Train to the end; None, or how that failed."""
+        """Train to the end; return None, or the failure."""
         try:
             self._train()
             return None
@@ -121,22 +121,22 @@ class _Process:
             return self._failure(error)
 
     def _failure(self, error: Exception) -> Failure:
-        # spans add a note to what passes them: their lane may do other work by now
+        # spans note their operation on errors that pass them; their lane may be busy again by now
         spans = getattr(error, "__notes__", [])
         where = spans[0].removeprefix("in ") if spans else str(self.activity)
         device = self.rank.device if self.rank else torch.device("cpu")
         if not self.predicted:
             with suppress(GnnplanError, MemoryError):
                 self.predicted = Asked(documents.read(self.plan), self.out, self.options).predicted
-        code, said = explain(error, self.out, self.number, device, self.predicted)
-        failure = Failure(code, said, where)
+        code, message = explain(error, self.out, self.number, device, self.predicted)
+        failure = Failure(code, message, where)
         if not failure.is_consequence:
             return failure
         waited_s = self.rank.groups.patience if self.rank else self.options.timeout_s
         return replace(failure, waited_s=waited_s)
 
     def _train(self) -> None:
-        from gnnplan.executor.train import train  # the launcher's own process does not need it
+        from gnnplan.executor.train import train  # only ranks need it, the launcher does not
 
         if self.prepared:
             self.activity = Activity(seen(self.out, self.number))
@@ -147,7 +147,7 @@ class _Process:
             ready = self._get_ready()
         except GnnplanError as error:
             if not (self.prepared or is_alone):
-                with suppress(GnnplanError):  # it cannot meet them, or is told what it tells them
+                with suppress(GnnplanError):  # no connection, or the same refusal comes back
                     must_meet()
                     agree(store_of_all(options.timeout_s), env, refusal(self.number, error))
             raise
@@ -163,13 +163,13 @@ class _Process:
             for line in agreed.differs:
                 say(f"note: {line}")
         rank.gradient_errors, rank.recorder.activity = options.gradient_errors, self.activity
-        # what bounds the one is the other
+        # staleness errors bound gradient errors, so they are recorded with them
         rank.staleness_errors = options.staleness_errors or rank.gradient_errors
         epochs, first = asked.epochs, agreed.last
         if self.resumes:
             self._go_on(ready, epochs, agreed)
         make_folder(self.out)
-        # every server may have a disk of its own
+        # per server, as each may have a disk of its own
         if not self.prepared and env.get("LOCAL_RANK", "0") == "0":
             write_run(self.out, asked.document, options, first)
         if checkpoints.before is not None and rank.rank == 0:
@@ -186,18 +186,18 @@ class _Process:
                 report,
                 checkpoints,
             )
-        # The first rank that ends may read what all ranks have left. Not torch's barrier, which
-        # would have to guess this rank's GPU.
+        # All ranks must have written before one ends and its caller reads their files. Not torch's
+        # barrier, which would have to guess this rank's GPU.
         rank.groups.await_all(None)
         rank.settle()
         rank.close()
 
     def _get_ready(self) -> Ready:
-        """Read the plan and the graph, and what there is to go on from; look at this machine."""
+        """Read the plan, the graph and the checkpoints, and check this machine."""
         out, options = self.out, self.options
         document, loaded = documents.read(self.plan, of_any_version=True), None
         if self.choice is not None:
-            from gnnplan.planner.decision.answer import take  # few ask for it
+            from gnnplan.planner.decision.answer import take  # rarely needed
 
             problem = documents.question(document)
             document = take(document, problem, self.choice)
@@ -207,30 +207,30 @@ class _Process:
         differs: list[str] = []
         if not self.prepared:
             if not options.resume:
-                # ranks write only after all of them have met, so what is here is another run's,
-                # or of an earlier attempt
+                # ranks write only after all have met, so a run in `out` is another one, or an
+                # earlier attempt of this one
                 must_be_new(out, document if self.restarted else None)
             differs = [str(row) for row in must_start(asked)]
         training = question(asked.problem, asked.settled)
-        if self.number < asked.problem.ranks:  # which rank of the plan it is
+        if self.number < asked.problem.ranks:  # from the launcher's number to the plan's rank
             self.number = asked.problem.by_gpu[self.number]
             self.server = asked.problem.servers[self.number]
         checkpoints = Checkpoints(out, self.number, options.checkpoint_every, training)
-        # reads all of its files, which takes longer than peers may wait if they are large
+        # before ranks meet: reading large files may take longer than peers wait
         stored = checkpoints.epochs(say) if self.resumes else []
         others = handed_over(out, training) if self.resumes else {}
         return Ready(asked, checkpoints, stored, others, differs)
 
     def _go_on(self, ready: Ready, epochs: int, agreed: Agreement) -> None:
-        """Go on from the epoch that all ranks have agreed on. Raises SpecError."""
+        """Continue from the epoch that all ranks have agreed on. Raises SpecError."""
         assert self.rank is not None
-        # the launcher, if it has prepared this, has seen a checkpoint, on the disk of all ranks
+        # our launcher has checked for a checkpoint, as all ranks share its disk
         may_begin = self.prepared or not self.options.resume
         last, of_another, out, rank = agreed.last, agreed.of_another, self.out, self.rank
         must_go_on(out, last, epochs, may_begin, of_another, logs=rank.rank == 0)
         ready.checkpoints.go_on(last, ready.others[last] if of_another else None)
-        # a finished run that is to have more epochs has left these
-        for path in out.glob("rank*.json"):  # of more ranks, too
+        # a finished run that continues for more epochs has left these files
+        for path in out.glob("rank*.json"):  # an earlier plan may have had more ranks
             number = path.stem.removeprefix("rank")
             if number.isdecimal() and int(number) % rank.world == rank.rank:
                 path.unlink(missing_ok=True)
@@ -241,7 +241,7 @@ class _Process:
 def _reports(
     epochs: int, first: int, options: Options, rank: int
 ) -> Iterator[Callable[[dict[str, Any]], None]]:
-    """Tells the user of epochs on standard error, and TensorBoard where it is asked for."""
+    """Yield a function that reports epochs on standard error, and to TensorBoard if asked to."""
     line = (lambda row: None) if options.quiet else _progress_line(epochs, first)
     if options.tensorboard is None or rank != 0:
         yield line
@@ -256,11 +256,12 @@ def _reports(
 
 
 def _progress_line(epochs: int, first: int) -> Callable[[dict[str, Any]], None]:
-    """Reports epochs on standard error: one line that renews itself on a terminal, else a few.
+    """Return a function that reports epochs on standard error: on a terminal in one line that it
+    overwrites, else in a line every 5 s.
 
     first: epochs that an earlier process has trained.
     """
-    started: float | None = None  # of the first epoch: set-up says nothing about those to come
+    started: float | None = None  # start of the first epoch: set-up does not predict later epochs
     shown = 0.0
 
     def report(row: dict[str, Any]) -> None:
@@ -284,14 +285,14 @@ def _progress_line(epochs: int, first: int) -> Callable[[dict[str, Any]], None]:
 
 
 class Scalars:
-    """Writes rows of metrics.jsonl into an event file; rank 0 has one.
+    """Writes rows of metrics.jsonl into an event file of TensorBoard; only rank 0 has one.
 
-    first: epochs that an earlier process has trained. What it wrote of later ones is no longer
-    shown. Raises SpecError if the folder cannot be made.
+    first: epochs that an earlier process has trained; TensorBoard hides its later epochs. Raises
+    SpecError if the folder cannot be made.
     """
 
     def __init__(self, folder: str, first: int) -> None:
-        from torch.utils.tensorboard import SummaryWriter  # takes half a second
+        from torch.utils.tensorboard import SummaryWriter  # its import takes 0.5 s
 
         make_folder(Path(folder))
         self.writer = SummaryWriter(
@@ -299,7 +300,7 @@ class Scalars:
         )
 
     def add(self, row: dict[str, Any]) -> None:
-        """Add an epoch; one that is not evaluated has no scores of val and test."""
+        """Write an epoch; epochs without evaluation have no scores on val and test."""
         parts = {name: name.partition("_") for name in scores_of(row)}
         scores = {name: f"{metric}/{part}" for name, (part, _, metric) in parts.items()}
         for field, tag in (TAGS | scores).items():
@@ -311,9 +312,9 @@ class Scalars:
 
 
 def main() -> None:
-    """`python -m gnnplan.executor launch FOLDER`."""
+    """Be a rank of `python -m gnnplan.executor launch FOLDER`."""
     warnings.filterwarnings("ignore", "Sparse CSR tensor support is in beta state", UserWarning)
-    # the launcher answers Ctrl-C; ranks end without a traceback
+    # the launcher handles Ctrl-C; its ranks end without a traceback
     signal.signal(signal.SIGINT, signal.SIG_DFL)
     die_with_parent()
     leave(work(Path(sys.argv[1])))

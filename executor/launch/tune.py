@@ -1,6 +1,6 @@
-"""Runs the few strategies whose predictions are within doubt, and plans by what they took.
+"""Runs the few strategies whose predictions are within doubt, and plans by the measured epochs.
 
-`prospect` says which they are and what they may cost. `tune` runs them by successive halving
+`prospect` selects the strategies and the budget. `tune` runs them by successive halving
 (planner/evidence/halving.py), refits the cluster's constants, and makes the plan.
 """
 
@@ -42,20 +42,20 @@ from gnnplan.planner.vocabulary.errors import GnnplanError, LostRank, SpecError
 from gnnplan.planner.vocabulary.progress import notify, say
 from gnnplan.planner.vocabulary.units import show_count, show_percent, show_time
 
-MOST = 4  # strategies that are run
-SHARE = 0.1  # of the training that tuning may cost
+MOST = 4  # strategies that run
+SHARE = 0.1  # of the predicted training time that tuning may cost
 
 
 @dataclass(frozen=True)
 class Prospect:
-    """What a tuning will do: run `candidates` for `budget_s` seconds at most.
+    """The plan of a tuning: run `candidates` for `budget_s` seconds at most.
 
-    `why_not`: why there is nothing to run; empty where there is. The recommended one comes first.
+    candidates: the recommended candidate first. why_not: the reason not to run any; else empty.
     """
 
     candidates: list[Candidate]
     budget_s: float
-    budget_epochs: float  # of the recommended strategy, as predicted
+    budget_epochs: float  # the budget in predicted epochs of the recommended strategy
     why_not: str
 
     def __str__(self) -> str:
@@ -69,7 +69,7 @@ class Prospect:
 
 
 def asked(document: dict[str, Any]) -> SearchResult:
-    """The search of a plan done again, on all its GPUs, evidence read anew.
+    """Search again for a plan's question, on all GPUs of its cluster and with all evidence of now.
 
     Raises SpecError.
     """
@@ -83,9 +83,9 @@ def asked(document: dict[str, Any]) -> SearchResult:
 
 
 def prospect(found: SearchResult, share: float = SHARE, epochs: int | None = None) -> Prospect:
-    """The strategies whose predictions are within doubt, and the seconds that they may take.
+    """Select the strategies whose predictions are within doubt, and compute the budget.
 
-    The budget is `share` of the predicted seconds of so many `epochs` (default: the workload's).
+    The budget is `share` of the predicted seconds of `epochs` epochs (default: the workload's).
     Raises SpecError.
     """
     if not 0 < share <= 1:
@@ -98,7 +98,7 @@ def prospect(found: SearchResult, share: float = SHARE, epochs: int | None = Non
     epoch_s = best.epoch_s
     budget_s = share * epochs * epoch_s
     others = [c for c in found.others if c.chance_faster(best) >= LEAST_CHANCE]
-    # the first of the other kind, exact or lossy, must not be missing
+    # the fastest strategy of the other kind, exact or lossy, is always included
     rival = next((c for c in others if c.strategy.exact != best.strategy.exact), None)
     others.sort(key=lambda candidate: candidate is not rival)
     within = [best, *others][:MOST]
@@ -140,11 +140,11 @@ def tune(
     epochs: int | None = None,
     emulate: Emulated | None = None,
 ) -> dict[str, Any]:
-    """The plan after runs of the candidates of `prospect`; the runs' folders are in `out`.
+    """Run the candidates of `prospect`, and return the plan; the runs' folders are in `out`.
 
-    Its `tuned` says what was measured, what that cost and what was refitted. Where there is nothing
-    to run it is the plan of the search, and `tuned` says why. Raises SpecError, and LostRank where
-    every candidate failed.
+    Its field `tuned` has the measurements, their cost and the refit. Without candidates to run, the
+    plan is that of the search, and `tuned` has the reason. Raises SpecError, and LostRank if every
+    candidate failed.
     """
     ahead = prospect(found, share, epochs)
     budget = {"share": share, "budget_s": ahead.budget_s, "budget_epochs": ahead.budget_epochs}
@@ -191,7 +191,7 @@ def tune(
 
 
 def must_be_this_machine(problem: Problem, emulate: Emulated | None) -> None:
-    """Raise SpecError where seconds measured here would say nothing about the plan's cluster."""
+    """Raise SpecError if seconds measured on this machine do not apply to the plan's cluster."""
     servers, kind = len(set(problem.servers)), problem.cluster.device.kind
     if servers > 1 and emulate is None:
         raise SpecError(
@@ -216,10 +216,10 @@ def must_be_this_machine(problem: Problem, emulate: Emulated | None) -> None:
 
 
 class _Runner:
-    """Gives candidates their turns, each a run of its own: 01-graph_parallel, 02-pipegcn, ...
+    """Runs a candidate for each turn, in a folder of its own: 01-graph_parallel, 02-pipegcn, ...
 
-    Folders of runs that did not finish are hidden (.02-pipegcn), so that `gnnplan validate DIR/*`
-    finds finished ones only.
+    Folders of unfinished runs are hidden (.02-pipegcn), so that `gnnplan validate DIR/*` finds
+    finished runs only.
     """
 
     def __init__(
@@ -266,10 +266,10 @@ def train_briefly(
     most_s: float,
     emulate: Emulated | None = None,
 ) -> tuple[list[dict[str, Any]], str, bool]:
-    """A plan's first epochs, within so many seconds -> their metrics, why they failed or '', and
-    whether they are all.
+    """Run a plan's first epochs; return their metrics, the reason of a failure or '', and whether
+    all epochs have run within `most_s` seconds.
 
-    A schedule that ends on time has as many epochs as the plan has, and no more.
+    A learning-rate schedule that ends on time has the plan's number of epochs, and no more.
     """
     workload, failed, is_whole = Workload.model_validate(document["workload"]), "", False
     epochs = min(epochs, workload.epochs) if workload.ends_on_time else epochs
@@ -290,9 +290,9 @@ def train_briefly(
 
 
 def refitted(cluster: Cluster, runs: list[Run]) -> tuple[Cluster, dict[str, Any] | None]:
-    """The cluster with its constants fitted to half of the runs, if that suits the others better.
+    """Fit the cluster's constants to half of the runs, if this predicts the other half better.
 
-    Also the report of `refit_cluster` with `kept`; None where there are too few runs.
+    Return the cluster, and the report of `refit_cluster` with `kept`; None with too few runs.
     """
     if len(runs) < 2:
         return cluster, None
@@ -303,7 +303,7 @@ def refitted(cluster: Cluster, runs: list[Run]) -> tuple[Cluster, dict[str, Any]
 
 
 def on_cluster(found: SearchResult, best: Candidate, cluster: Cluster) -> SearchResult:
-    """The candidates predicted anew, with `best` as what runs have shown."""
+    """Predict all candidates on the refitted cluster; `best` is the candidate that runs favour."""
     again = [
         evaluate(replace(c.problem, cluster=cluster), c.strategy, c.objective) for c in found.ranked
     ]
@@ -314,7 +314,7 @@ def on_cluster(found: SearchResult, best: Candidate, cluster: Cluster) -> Search
 
 
 def _evidence(contender: Contender, candidate: Candidate, result: Result) -> dict[str, Any]:
-    """What runs showed of one strategy, JSON-ready; by how much it is `worse` than the best."""
+    """Return the measurements of one strategy, JSON-ready; `worse`: its excess over the best."""
     found = difference(contender, result.best)
     ran, is_best = bool(contender.readings), contender is result.best
     compared = ran and not is_best
@@ -334,9 +334,9 @@ def _evidence(contender: Contender, candidate: Candidate, result: Result) -> dic
 
 
 def _close(result: Result) -> str:
-    """The others that ran, by how much worse they were."""
-    told = [
+    """Return a sentence on how much worse the other strategies were that ran."""
+    differences = [
         f"{c.name} {show_percent(expm1(difference(c, result.best).more), 1, sign=True)} measured"
         for c in result.others
     ]
-    return "; ".join(told[:2]) or "nothing else ran to its end"
+    return "; ".join(differences[:2]) or "nothing else ran to its end"

@@ -3,10 +3,10 @@
 Which file to open:
 
     measure.py      starts the ranks that measure, or is one of them
-    microbench.py   what a rank measures, and in which order; kernels, training steps, the sampler
-    messages.py     how ranks time something together; exchanges
-    rehearsal.py    short trainings that correct what single kernels promise
-    fitting.py      from all ranks' samples to the numbers of the cost model
+    microbench.py   the benchmarks of one rank, in order: kernels, training steps, the sampler
+    messages.py     times operations on all ranks together, and exchanges between them
+    rehearsal.py    short trainings that correct the times of single kernels
+    fitting.py      fits the cost model's numbers to the samples of all ranks
 
-This room may import all rooms of the executor.
+This package may import all packages of the executor.
 """

@@ -1,7 +1,7 @@
-"""From all ranks' samples to the numbers of the cost model (planner/cluster/cost.py).
+"""Fits the numbers of the cost model (planner/cluster/cost.py) to the samples of all ranks.
 
-Every number is defined by how the cost model uses it. Messages are fitted at every other size, and
-the fit is checked at the sizes between.
+Every number is defined by how the cost model uses it. Message times are fitted at every other size,
+and the fit is checked at the sizes between.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ from gnnplan.planner.vocabulary.precision import FLOAT32, PRECISIONS
 from gnnplan.planner.vocabulary.schedule import HostWork
 from gnnplan.planner.vocabulary.units import show_count, show_percent
 
-# No link is better known than this: the machine's pace changes in minutes.
+# Least relative doubt of a link: a machine's speed changes within minutes.
 LEAST_DOUBT = 0.05
-# Median error of sizes that were not fitted -> a range with 80 % of them, if they are normal.
+# Median error at the checked sizes -> half-width of a range with 80 % of normal errors.
 MEDIAN_TO_TENTH = 1.9
 HOST_WORK: tuple[HostWork, ...] = ("draw", "lay")
 OPERATIONS = ("exchange", "send", "all_reduce")
@@ -36,10 +36,10 @@ OPERATIONS = ("exchange", "send", "all_reduce")
 def cluster_of(
     found: dict[str, Any], servers: int, each: int, memory: float, cores: int, one_machine: bool
 ) -> Cluster:
-    """A cluster from what `Bench.all` found, with the provenance of every number.
+    """Build a cluster from the samples of `Bench.all`, with the provenance of every number.
 
-    each: ranks of a server. memory: of a device [B]. cores: of a server. one_machine: the servers
-    are emulated.
+    each: ranks per server. memory: of a device [B]. cores: of a server. one_machine: whether the
+    servers are emulated.
     """
     active = found["active"]
     source = (
@@ -83,12 +83,12 @@ def cluster_of(
 def _network(
     found: dict[str, Any], servers: int, each: int, source: str
 ) -> tuple[dict[str, Any], dict[str, str]]:
-    """The fields of links, and the provenance of each; exchanges stand for all messages."""
+    """Return the fields of links and their provenance; exchanges stand for all messages."""
     collectives, ranges = dict[str, Link](), dict[str, tuple[float, float]]()
     fields: dict[str, Any] = {"intra_node": Link(bandwidth=1e9, latency=50e-6)}
     assumed = "assumed: one rank of a server has nobody to measure with"
     provenance = {"intra_node.bandwidth": assumed, "intra_node.latency": assumed}
-    inside = None  # a link, and its exchanges: those among all ranks contain them
+    inside = None  # link and shape of exchanges inside servers, which are part of those between all
     for where, places in (("intra_node", (each,)), ("inter_node", (servers, each))):
         samples: list[tuple[int, float, float]] = found.get(f"exchange.{where}", [])
         if not samples:
@@ -105,16 +105,16 @@ def _network(
                 f" one fitted; the others {show_percent(median(errors))} off, at most"
                 f" {show_percent(max(errors))}"
             )
-        # The link carries large messages as an exchange does, without its software.
+        # A link's bandwidth is that of large exchanges, without the software's share.
         reached = link.efficiency.get(max(link.efficiency, default=0.0), 1.0)
         fields[where] = Link(bandwidth=link.bandwidth * reached, latency=link.latency)
         for name in ("bandwidth", "latency"):
             provenance[f"{where}.{name}"] = f"{source}, of exchanges"
     if servers == 1:
-        # Several servers played on this machine talk over the same loopback, so that
-        # `--set servers=2` asks a sensible question.
-        for told in (fields, collectives, ranges):
-            told |= {key.replace("intra", "inter"): value for key, value in told.items()}
+        # Several servers emulated on this machine use the same loopback, so that
+        # `--set servers=2` has a meaningful answer.
+        for table in (fields, collectives, ranges):
+            table |= {key.replace("intra", "inter"): value for key, value in table.items()}
         provenance |= {
             key.replace("intra", "inter"): f"as inside the server: {origin}"
             for key, origin in provenance.items()
@@ -125,7 +125,7 @@ def _network(
 def _device(
     found: dict[str, Any], memory: float, source: str
 ) -> tuple[dict[str, Any], dict[str, str]]:
-    """The fields of a Device, by its kernels alone, and the provenance of each."""
+    """Return the fields of a Device, from its kernels alone, and the provenance of each."""
     cuda, codes = torch.cuda.is_available(), product_codes()
     ((elementwise_s,),) = found["elementwise"]
     gathering = aggregation(
@@ -146,14 +146,14 @@ def _device(
         flops, seconds = [], []
         b = PRECISIONS.get(name.removeprefix("gemm_"), FLOAT32).itemsize
         for rows, h_in, h_out, samples in found.get(name, ()):
-            # as the cost model counts them
+            # reads and products are counted as in the cost model
             read = PRODUCTS * rows * (h_in + h_out) * b
             reading_s = 0.0 if cuda else read / device.memory_bandwidth
             flops.append(PRODUCTS * 2 * rows * h_in * h_out)
             seconds.append(max(median(samples) - reading_s, median(samples) / 2))
         if not flops:
             continue
-        rate = products[name] = sum(flops) / sum(seconds)  # wide layers decide, as in an epoch
+        rate = products[name] = sum(flops) / sum(seconds)  # wide layers dominate, as in an epoch
         off = [n / s / rate - 1 for n, s in zip(flops, seconds, strict=True)]
         provenance[f"device.{name}"] = (
             f"{source}, {len(flops)} shapes together, shapes within"
@@ -178,10 +178,10 @@ def _device(
 
 
 def line(samples: Sequence[tuple[float, Sequence[float]]]) -> tuple[float, float]:
-    """What a copy takes besides its bytes, and for a byte [s].
+    """Return the fixed seconds of a copy, and its seconds per byte.
 
-    samples: bytes and seconds, of large copies, then of small ones. The line through both; a byte
-    takes at least half of what it takes of the large ones.
+    samples: (bytes, seconds) of large copies, then of small ones. A line goes through both medians;
+    a byte takes at least half of its time in a large copy.
 
     >>> line([(3.0, [4.0]), (1.0, [2.0])])
     (1.0, 1.0)
@@ -193,17 +193,17 @@ def line(samples: Sequence[tuple[float, Sequence[float]]]) -> tuple[float, float
 
 
 def aggregation(samples: Sequence[tuple[int, int, int, float]]) -> dict[str, Any]:
-    """What aggregation costs: per edge by width and size, and per row that is made.
+    """Fit the cost of aggregation: per edge by width and size, and per output row.
 
     samples: (width, rows, edges, seconds of forward and backward). Returns the device's fields
-    gather, row_latency and row_bandwidth. It is a least-squares fit of predicted / measured - 1, in
-    which every edge takes at least half of its sample's seconds.
+    gather, row_latency and row_bandwidth. This is a least-squares fit of predicted / measured - 1,
+    in which the edges of a sample take at least half of its seconds.
     """
-    # the last sample of a width and size has the most edges per row
+    # the last sample of each width and size then has the most edges per row
     samples = sorted(samples, key=lambda sample: sample[2] / sample[1])
     sizes = sorted({sample[:2] for sample in samples})
     column = {size: number for number, size in enumerate(sizes)}
-    # share of a sample's seconds per unit of each unknown: an edge of each size, a row, its bytes
+    # column of each unknown: an edge of each size, a row, a row's byte; share of a sample's seconds
     shares = np.zeros((len(samples), len(sizes) + 2))
     least = np.zeros(len(sizes) + 2)
     for place, (width, rows, edges, seconds) in enumerate(samples):
@@ -211,7 +211,7 @@ def aggregation(samples: Sequence[tuple[int, int, int, float]]) -> dict[str, Any
         number = column[width, rows]
         shares[place, number], shares[place, -2:] = gathered / seconds, made / seconds
         least[number] = seconds / gathered / 2
-    unit = shares.max(axis=0)  # all of one magnitude
+    unit = shares.max(axis=0)  # scales all unknowns to the same magnitude
     solution = lsq_linear(shares / unit, np.ones(len(samples)), (least * unit, np.inf))
     *per_byte, row_latency, row_byte = (solution.x / unit).tolist()
     gather: dict[int, dict[float, float]] = {}
@@ -220,5 +220,5 @@ def aggregation(samples: Sequence[tuple[int, int, int, float]]) -> dict[str, Any
     return {
         "gather": gather,
         "row_latency": row_latency,
-        "row_bandwidth": min(1 / max(row_byte, 1e-30), 1e13),  # a cluster file takes 1e14
+        "row_bandwidth": min(1 / max(row_byte, 1e-30), 1e13),  # a cluster file allows 1e14
     }

@@ -1,7 +1,7 @@
 """Measures this machine, or several servers, with all ranks active at once.
 
-Processes, one per rank, run the same benchmarks in step (microbench.py). fitting.py turns what they
-found into a cluster.
+One process per rank runs the same benchmarks at the same time (microbench.py). fitting.py turns
+their samples into a cluster.
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ from gnnplan.planner.cluster.spec import Cluster
 from gnnplan.planner.vocabulary.errors import LostRank, SpecError
 
 SECONDS = 0.2  # spent on each number
-FOUND = "cluster.json"  # by ranks that we start, in their folder
-STUCK = 60.0  # [s] after which a peer that does not answer is lost
+FOUND = "cluster.json"  # file of the result, in the folder of ranks that we start
+STUCK = 60.0  # [s] after which a peer that does not answer counts as lost
 
 
 def measure(
@@ -46,12 +46,13 @@ def measure(
 ) -> Cluster:
     """Measure `ranks` ranks on each of `servers` servers; takes a minute or two.
 
-    progress: called with what is being measured. seconds: spent on each number. dtype: 'bfloat16'
-    measures products and aggregation of such rows as well. Several servers are
-    emulated on this machine, with NICs of `emulated` [B/s] (None: unshaped; launch/emulation.py).
-    Ranks use NCCL if each has a CUDA device of its own, and Gloo on a machine without CUDA.
+    progress: called with a phrase on what is being measured. seconds: spent on each number.
+    dtype: 'bfloat16' also measures matrix products and aggregation of bfloat16 rows. Several
+    servers are emulated on this machine, with NICs of `emulated` [B/s] (None: as fast as the
+    machine; launch/emulation.py). Ranks use NCCL if each has a CUDA device of its own, and Gloo on
+    a machine without CUDA.
     """
-    from gnnplan.executor.launch import agent  # takes a second, and ranks do without it
+    from gnnplan.executor.launch import agent  # its import takes 1 s, and ranks do without it
 
     if min(ranks, servers) < 1:
         raise SpecError(f"ranks is {ranks} and servers {servers}; measure at least 1")
@@ -70,27 +71,27 @@ def measure(
     notify = progress or (lambda what: None)
     env = {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
     places = [rank // ranks for rank in range(ranks * servers)]
-    playing: AbstractContextManager[list[lab.Server]]
-    playing = lab.lab(servers, emulated) if servers > 1 else nullcontext([])
-    with playing as played, TemporaryDirectory() as name:
+    emulation: AbstractContextManager[list[lab.Server]]
+    emulation = lab.lab(servers, emulated) if servers > 1 else nullcontext([])
+    with emulation as emulated_servers, TemporaryDirectory() as name:
         folder = Path(name)
         words = ["measure", name, str(seconds), dtype, str(ranks)]
-        heard = ""
+        phase = ""
 
         def listen() -> None:
-            nonlocal heard
-            if (what := read(seen(folder, 0))) and what != heard:
-                heard = what
+            nonlocal phase
+            if (what := read(seen(folder, 0))) and what != phase:
+                phase = what
                 notify(what)
 
         names = [name_of(rank, server) for rank, server in enumerate(places)]
         watched = agent.Watched(folder, names, STUCK, listen, lambda: "Nothing is measured")
-        agent.run(words, watched, places, played, folder, env)
+        agent.run(words, watched, places, emulated_servers, folder, env)
         return Cluster.model_validate_json((folder / FOUND).read_text())
 
 
 def check_dtype(dtype: str) -> None:
-    """Raises SpecError on rows that are not measured."""
+    """Raise SpecError if rows of this type cannot be measured."""
     if dtype not in ("float32", "bfloat16"):
         raise SpecError(
             f"rows are measured in float32, and in bfloat16 as well if asked (dtype: {dtype}); use"
@@ -103,7 +104,7 @@ def measure_as_rank(
 ) -> Cluster | None:
     """Be one of the ranks that torchrun or srun started on real servers.
 
-    Rank 0 returns the cluster that all have measured, the others None. Raises SpecError, LostRank.
+    Returns the measured cluster on rank 0, None on other ranks. Raises SpecError, LostRank.
     """
     check_dtype(dtype)
     env = launcher_env()
@@ -111,7 +112,7 @@ def measure_as_rank(
     server = int(env.get("GROUP_RANK", "0"))
     try:
         return _measured(seconds, dtype, notify, one_machine=False, server=server)
-    except RuntimeError as error:  # torch's, of peers that are gone
+    except RuntimeError as error:  # torch's, if peers are gone
         raise LostRank(
             f"rank {env['RANK']} failed while measuring: {type(error).__name__}: {error}"
         ) from error
@@ -123,14 +124,14 @@ def measure_as_rank(
 def _measured(
     seconds: float, dtype: str, notify: Callable[[str], None], one_machine: bool, server: int
 ) -> Cluster | None:
-    """Measure as one rank. Rank 0 returns the cluster that all have measured. Raises SpecError."""
+    """Measure as one rank. Returns the cluster on rank 0, else None. Raises SpecError."""
     memory = free_memory() / int(launcher_env().get("LOCAL_WORLD_SIZE", "1"))
-    available = cores()  # before this rank stays on its own
+    available = cores()  # before this rank is pinned to a core
     rank = place_rank(STUCK)
-    rank.groups.nccl_least_s = 0.0  # its messages wait for no step of a training
-    if rank.device.type == "cuda":  # before this process fills any
+    rank.groups.nccl_least_s = 0.0  # measured messages do not wait for a training step
+    if rank.device.type == "cuda":  # before this process allocates memory on the GPU
         memory = torch.cuda.mem_get_info()[0]
-    # a launcher's store may be that of a run afterwards
+    # a later run may use the same store of the launcher
     connect(rank, PrefixStore("measure", store_of_all(STUCK)))
     places = gather_all(server, rank.groups.wire_device)
     counts = Counter(places)
@@ -148,11 +149,11 @@ def _measured(
 
 
 def main() -> None:
-    """`python -m gnnplan.executor measure FOLDER SECONDS DTYPE EACH`.
+    """Be a rank of `python -m gnnplan.executor measure FOLDER SECONDS DTYPE EACH`.
 
-    EACH: ranks of a server. What was found is then in the folder.
+    EACH: ranks per server. Rank 0 writes the cluster into the folder.
     """
-    for stream in (1, 2):  # Gloo writes there
+    for stream in (1, 2):  # Gloo prints to both
         os.dup2(os.open(os.devnull, os.O_WRONLY), stream)
     be_rank(Path(sys.argv[1]), _measure)
 

@@ -1,8 +1,7 @@
-"""How ranks time something together, and what messages between them take.
+"""Times operations on all ranks together, and the messages between ranks.
 
-Inside servers the ranks of every server talk at once. Exchanges between servers are among all
-ranks, as in a training: the time that ranks wait for each other does not grow with the number of
-peers.
+Exchanges inside servers run on all servers at once. Exchanges between servers involve all ranks, as
+in a training: the time that ranks wait for each other does not grow with the number of peers.
 """
 
 from __future__ import annotations
@@ -20,29 +19,29 @@ from gnnplan.executor.ranks.comm import Exchange, gather_all
 from gnnplan.executor.ranks.device_clock import DeviceClock
 from gnnplan.executor.ranks.rank import Rank
 
-SIZES = tuple(2**k for k in range(10, 27))  # messages of 1 KiB to 64 MiB [B]
-# Larger messages are left out when one takes more than this many times what is spent on a number.
+SIZES = tuple(2**k for k in range(10, 27))  # message sizes, 1 KiB to 64 MiB [B]
+# If a message takes more than this share of the seconds for a number, larger ones are left out.
 LONGEST = 0.3
-FEWEST = 6  # sizes that a fit needs, however slow the moment
-ROW = 64  # numbers in an exchanged row
+FEWEST = 6  # sizes that a fit needs, however slow the machine is
+ROW = 64  # numbers per exchanged row
 
-# how long an operation of a size took, and core-seconds of a group's ranks [s]
+# seconds of an operation, and core-seconds that a group's ranks spend on it
 Sent = tuple[float, float]
-# that pass through a rank's cache between two samples; more than a GPU's L2 holds
+# [B] that pass through a rank's cache between two samples; more than a GPU's L2 holds
 OTHER_BYTES = {"cpu": 2**24, "cuda": 2**27}
-HEAD_START = 10_000_000  # cycles that a GPU idles, in which the host enqueues samples
+HEAD_START = 10_000_000  # cycles that a GPU idles while the host enqueues samples
 TOGETHER = 10  # samples that the host enqueues at once
-# Everything is timed in turn, in several rounds: a machine's pace changes for ten seconds and more.
+# All numbers are measured in several rounds, as a machine's speed changes for 10 s and longer.
 ROUNDS = 3
-HURRY = 0.1  # [s] on a number, below which one round is enough
+HURRY = 0.1  # [s] per number, below which there is only one round
 
 Group = tuple[int, ...]  # ranks
 
 
 def usual(rounds: Sequence[Sequence[float]]) -> list[float]:
-    """The median over several rounds, of each number by itself.
+    """Return the median of each number over several rounds.
 
-    Rounds in which others had the machine count too: trainings meet them as often.
+    Rounds that other processes disturb count too: trainings are disturbed as often.
 
     >>> usual([[1.0, 2.0], [1.1, 2.0], [1.5, 2.0]])
     [1.1, 2.0]
@@ -53,7 +52,7 @@ def usual(rounds: Sequence[Sequence[float]]) -> list[float]:
 class Messages:
     """One rank among those that measure.
 
-    Every method is called by all ranks together, and returns what all of them found.
+    All ranks call every method together, and every rank gets the results of all ranks.
     """
 
     def __init__(
@@ -65,11 +64,11 @@ class Messages:
         seconds: float,
         dtype: torch.dtype = torch.float32,
     ) -> None:
-        """places: the server of every rank. one_machine: all servers are played by one machine.
+        """places: the server of every rank. one_machine: whether one machine emulates all servers.
 
-        cores: that a machine's ranks have together, before each stays on its own.
+        cores: of a machine, for all its ranks, before each rank is pinned to a core.
 
-        seconds: spent on each number. dtype: of rows that are measured besides those in float32.
+        seconds: spent on each number. dtype: of rows that are measured in addition to float32.
         """
         self.me, self.rank, self.device, self.dtype = me, me.rank, me.device, dtype
         self.places, self.seconds = places, seconds
@@ -82,7 +81,7 @@ class Messages:
             server: tuple(r for r in self.everyone if places[r] == server) for server in places
         }
         machines = [self.everyone] if one_machine else [*members.values()]
-        # ranks that have a core each
+        # ranks that have a core of their own
         self.apart = tuple(sorted(r for ranks in machines for r in ranks[:each]))
         self.groups: dict[str, list[Group]] = {
             "intra_node": [ranks for ranks in members.values() if len(ranks) > 1]
@@ -96,16 +95,16 @@ class Messages:
         return time.perf_counter()
 
     def _disturb(self) -> None:
-        """What an epoch does between two uses of the same rows.
+        """Do what an epoch does between two uses of the same rows.
 
-        Other data pass through the caches, and Gloo's threads fall asleep.
+        Other data pass through the caches, and Gloo's threads go to sleep.
         """
         self.other.add_(1.0)
 
     def _time(self, work: Callable[[], Any], divide: int = 1) -> list[float]:
-        """Median duration of `work` / divide [s], on every rank that has a core.
+        """Return the median duration of `work` / divide [s], on every rank that has a core.
 
-        These ranks are all busy with it at once; the others wait.
+        All these ranks run `work` at the same time; the other ranks wait.
         """
         duration, takes_part = float("nan"), self.rank in self.apart
         if takes_part:
@@ -127,7 +126,7 @@ class Messages:
         return [self._clock() - begin]
 
     def _on_gpu(self, work: Callable[[], Any]) -> list[float]:
-        """Durations of the kernels alone: the host is ahead. Device.launch is what it takes."""
+        """Return durations of the kernels without launches, as the host enqueues them ahead."""
         clock, marks = DeviceClock(self.device), []
         torch.cuda._sleep(HEAD_START)  # type: ignore[no-untyped-call]
         for _ in range(TOGETHER):
@@ -139,17 +138,17 @@ class Messages:
         return [end.seconds - begin.seconds for begin, end in marks]
 
     def _gather(self, own: Any) -> list[Any]:
-        """What every rank gives, by rank."""
+        """Return the values of all ranks, by rank."""
         return gather_all(own, self.me.groups.wire_device)
 
     def exchanges(self, where: str, sent: dict[int, list[Sent]]) -> None:
-        """A round of exchanges of growing sizes, in all groups of a place at once.
+        """Run a round of exchanges of growing sizes, in all groups of a kind at once.
 
-        Adds what they took to `sent`, by size.
+        Adds their durations to `sent`, by size.
         """
         groups = self.groups[where]
         own_group = next(group for group in groups if self.rank in group)
-        for size in (*sent,) or SIZES:  # those of the first round
+        for size in (*sent,) or SIZES:  # later rounds repeat the sizes of the first
             if size * (len(groups[0]) - 1) > SIZES[-1]:
                 break
             is_first = size not in sent
@@ -162,18 +161,18 @@ class Messages:
                 break
 
     def _time_messages(self, work: Callable[[], Any], groups: Sequence[Group]) -> Sent:
-        """What a way of an exchange there and back adds to a loop of computation [s].
+        """Return the seconds that one direction of an exchange adds to a loop of computation, and
+        the core-seconds that a group's ranks spend on it [s].
 
-        It is the mean of each group's ranks, and so includes the time that ranks wait for those
-        that come later than usual, as in every layer of a training. Also what the cores of a
-        group's ranks are busy with it, in all [s].
+        The seconds are a mean over each group's ranks. So they include the time that ranks wait for
+        late ranks, as in every layer of a training.
         """
         dist.barrier()
         begin = self._clock()
         self._disturb()
         work()
         slowest = max(self._gather(self._clock() - begin))
-        # the same number on all ranks
+        # computed from `slowest`, so equal on all ranks
         rounds = min(60, max(5, int(self.seconds / max(slowest, 1e-5)))) // self.rounds + 1
         alone = median(self._durations(self._disturb, min(rounds, 20)))
         dist.barrier()
@@ -200,7 +199,8 @@ class Messages:
         return durations
 
     def _exchange(self, size: int, group: Group) -> Callable[[], None]:
-        """Every rank sends `size` bytes of scattered rows to every other, and gradients back."""
+        """Return an exchange: each rank sends `size` bytes of rows to every peer, and gradients
+        back."""
         rows = max(1, size // (4 * ROW))
         positions = np.random.default_rng(self.rank).permutation(4 * rows)[:rows]
         take = np.array([rows * (peer in group and peer != self.rank) for peer in self.everyone])

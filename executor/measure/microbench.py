@@ -1,6 +1,6 @@
-"""What one rank measures, in step with all others; here kernels, training steps and the sampler.
+"""The benchmarks of one rank, in step with all others: kernels, training steps and the sampler.
 
-As many ranks are busy as there are cores (on GPUs all), so that none shares its core.
+On CPUs as many ranks compute as there are cores, so that no two share a core; on GPUs all do.
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ from gnnplan.planner.graph.load import load
 from gnnplan.planner.ownership.layout import Layout
 from gnnplan.planner.ownership.minibatch import Batches
 
-WARM_BYTES = 2**29  # that a rank writes before it times anything: the allocator keeps them
+WARM_BYTES = 2**29  # written before any timing, so that the allocator holds warm pages
 SYNTHETIC = "synthetic:community?vertices={}&edges={}&features={}&classes=16&seed=0"
-# Vertices and edges. The graph with few edges per row shows what a row costs besides its edges.
+# Vertices and edges. Few edges per row reveal the cost of a row besides its edges.
 GRAPHS = ((20_000, 1_000_000), (20_000, 160_000))
 WIDTHS = (16, 64, 256)
 # rows, H_in, H_out of matrix products
@@ -40,26 +40,26 @@ SHAPES = (
     (5_000, 64, 64),
     (2_500, 512, 512),
 )
-PRODUCTS = 3  # of a sample: a layer's output, and the gradients of its input and its weight
-TF32 = (8, 0)  # compute capability of the first GPUs that have it
-TENSOR = (5_000, 256)  # rows, width; for smaller ones the framework's own time would count
-# On GPUs, whose L2 would hold the others, and whose processors they would not fill.
+PRODUCTS = 3  # per sample: a layer's output, and the gradients of its input and of its weight
+TF32 = (8, 0)  # compute capability of the first GPUs with TF32
+TENSOR = (5_000, 256)  # rows, width; with smaller tensors the framework's overhead would count
+# For GPUs: the sizes above would fit their L2, and would not fill their multiprocessors.
 LARGE, LARGE_SHAPE = (400_000, 256), (200_000, 256, 256)
 LARGE_GRAPHS = ((200_000, 2_000_000), (200_000, 500_000))
 SAMPLED = (20_000, 1_000_000)
-LOADED = (80_000, 1_000)  # rows of features that a GPU loads from the server's memory at once
+LOADED = (80_000, 1_000)  # feature rows that a GPU loads at once from the server's memory
 LOADED_WIDTH = 128
-# Of a rank's share of a batch, from the seeds outwards.
+# A rank's share of a batch; fan-outs from the seeds outwards.
 SEEDS, FANOUTS = 1024, (5, 10, 15)
 
 T = TypeVar("T")
-# a shape of a kernel, and seconds of it on several ranks
+# shape of a kernel; its seconds on each rank
 Sample = tuple[tuple[int, ...], list[float]]
 
 
 @cache
 def _community(vertices: int, edges: int, features: int = 8) -> Graph:
-    """Made once, for what aggregates and what samples."""
+    """Return the graph for aggregation and sampling; it is built once."""
     graph = load(SYNTHETIC.format(vertices, edges, features))
     assert isinstance(graph, Graph)
     return graph
@@ -69,10 +69,10 @@ class Bench(Messages):
     """All benchmarks of one rank."""
 
     def all(self, notify: Callable[[str], None]) -> dict[str, Any]:
-        """Every number, as samples of all ranks (fitting.py reads them)."""
+        """Measure every number; return the samples of all ranks, for fitting.py."""
         if self.device.type == "cpu" and self.rank in self.apart:
-            # Memory that has just been handed out is several times slower, most of all on virtual
-            # machines. A training has written its own after some epochs.
+            # Fresh pages are several times slower, most of all on virtual machines. A training
+            # reuses its own pages after some epochs.
             torch.zeros(WARM_BYTES // 4).fill_(1.0)
         notify("preparing graphs")
         graphs = LARGE_GRAPHS if self.device.type == "cuda" else GRAPHS
@@ -100,11 +100,11 @@ class Bench(Messages):
         return found
 
     def _with(self, shapes: tuple[T, ...], large: T) -> tuple[T, ...]:
-        """What is timed: on a GPU also a large one."""
+        """Return the shapes to time: on a GPU also a large one."""
         return (*shapes, large) if self.device.type == "cuda" else shapes
 
     def _block(self, vertices: int, edges: int) -> Block:
-        """A community graph as the executor lays it out: rows in locality order."""
+        """Return a community graph's block in the executor's layout: rows in locality order."""
         graph = _community(vertices, edges)
         indptr, indices = Layout.of_one(graph).block(0, 1)
         return Block(indptr, indices, vertices).mean().to(self.device)
@@ -116,7 +116,7 @@ class Bench(Messages):
         sampler: Sampler,
         notify: Callable[[str], None],
     ) -> dict[str, list[Sample]]:
-        """A round of all kernels and steps: by kind, for each shape, samples of several ranks."""
+        """Run a round of all kernels and steps; return kind -> samples of every shape."""
 
         cuda = self.device.type == "cuda"
 
@@ -157,23 +157,23 @@ class Bench(Messages):
     def gemm(
         self, rows: int, h_in: int, h_out: int, dtype: torch.dtype = torch.float32
     ) -> list[float]:
-        """Seconds of a linear layer's forward and backward: PRODUCTS products."""
+        """Return seconds of a linear layer's forward and backward pass: PRODUCTS products."""
         x = torch.randn(rows, h_in, device=self.device, dtype=dtype, requires_grad=True)
         weight = torch.randn(h_out, h_in, device=self.device, requires_grad=True)
         grad = torch.randn(rows, h_out, device=self.device, dtype=dtype)
         return self._time(lambda: torch.autograd.grad(linear(x, weight), (x, weight), grad))
 
     def gather(self, block: Block, width: int, dtype: torch.dtype = torch.float32) -> list[float]:
-        """Seconds of aggregation over a graph, forward and backward."""
+        """Return seconds of aggregation over a graph, forward and backward."""
         block = block.to(dtype=dtype)
         x = torch.randn(block.n_src, width, device=self.device, dtype=dtype, requires_grad=True)
         grad = torch.randn(block.n_dst, width, device=self.device, dtype=dtype)
         return self._time(lambda: torch.autograd.grad(aggregate(block, x), x, grad))
 
     def elementwise(self, rows: int, width: int) -> list[float]:
-        """Seconds per byte read or written by element-wise work.
+        """Return seconds per byte that element-wise operations read or write.
 
-        As in an epoch: ReLU, add and ReLU's gradient, over several tensors.
+        They are an epoch's operations: ReLU, addition and ReLU's gradient, over several tensors.
         """
         tensors = [torch.randn(rows, width, device=self.device) for _ in range(6)]
 
@@ -184,20 +184,20 @@ class Bench(Messages):
         return self._time(work, divide=3 * (2 + 3 + 3) * tensors[0].nbytes)
 
     def load(self, rows: int) -> list[float]:
-        """Seconds of picking so many rows of features from the server's memory."""
+        """Return seconds of gathering `rows` feature rows from the server's memory."""
         vertices = max(LOADED)
         stored = _community(vertices, vertices, LOADED_WIDTH)
         picked = np.random.default_rng(0).permutation(vertices)[:rows]
         return self._time(lambda: features(stored, picked, Workload(), self.device))
 
     def step(self, rehearsal: Rehearsal) -> float:
-        """Seconds of a training step on the slowest rank, for which the others wait."""
+        """Return seconds of a training step on the slowest rank, which the others wait for."""
         dist.barrier()
-        played = rehearsal.play(self.seconds) if self.rank in self.apart else 0.0
-        return float(max(self._gather(played)))
+        step_s = rehearsal.play(self.seconds) if self.rank in self.apart else 0.0
+        return float(max(self._gather(step_s)))
 
     def open_sampler(self) -> Sampler:
-        """A sampler whose batches are GraphSAGE's in data parallel."""
+        """Open a sampler for GraphSAGE's batches in data parallel."""
         graph = _community(*SAMPLED)
         workload = Workload(
             mode="mini", layers=len(FANOUTS), fanout=FANOUTS, batch=SEEDS * len(self.places)
@@ -206,10 +206,10 @@ class Bench(Messages):
         return Sampler(batches, self.rank, ["mean"] * len(FANOUTS))
 
     def sampling(self, sampler: Sampler) -> dict[str, list[float]]:
-        """Seconds that drawing and laying out a batch take for an edge, by the executor's own
-        spans. Of every rank that has a core, medians."""
+        """Return seconds per edge of drawing and of laying out a batch, from the executor's spans:
+        the median on every rank that has a core."""
         takes_part = self.rank in self.apart
-        seen: dict[str, list[float]] = {"draw": [], "lay": []}
+        samples: dict[str, list[float]] = {"draw": [], "lay": []}
         if takes_part:
             sampler[0]
         dist.barrier()
@@ -218,11 +218,11 @@ class Bench(Messages):
             self._disturb()
             sampled = sampler[step]
             edges = sum(part.block.edges for part in sampled.share.parts)
-            for what, each in seen.items():
+            for what, each in samples.items():
                 each.append(sum(s.seconds for s in sampled.spans if s.op == what) / edges)
             if step >= 3 and self._clock() > end:
                 break
         return {
             what: [s for s in self._gather(median(each) if each else None) if s is not None]
-            for what, each in seen.items()
+            for what, each in samples.items()
         }

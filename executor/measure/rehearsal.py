@@ -1,9 +1,9 @@
-"""Short trainings of one rank, which correct what single kernels promise.
+"""Short trainings of one rank, which correct the times of single kernels.
 
-Kernels that are timed one by one, on the same rows, are faster than in a training. There the caches
-hold other rows, autograd runs between the kernels, and memory has still to be handed out. Steps of
-a few trainings (pieces) give two numbers: the cost of a framework operation, and how many times as
-long as their kernels alone the steps take.
+A kernel that is timed alone, on the same rows, is faster than in a training. In a training the
+caches hold other rows, autograd runs between the kernels, and memory is not allocated yet. Steps of
+a few trainings (pieces) give two numbers: the cost of a framework operation, and the ratio of the
+steps' time to the time of their kernels alone.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ from gnnplan.planner.problem.problem import Problem, with_ranks
 from gnnplan.planner.strategies import GraphParallel
 from gnnplan.planner.vocabulary.units import show_percent
 
-# Steps of a piece at first, of which the later half count: a process is slower until its memory has
-# been handed out.
+# Least steps of a piece at first; the later half counts, as a process is slower until it has
+# allocated its memory.
 LEAST = 6
 _ANY = Cluster(
     servers=1,
@@ -41,14 +41,14 @@ _ANY = Cluster(
 
 
 class _OneByOne(Problem):
-    """Kernels are launched one by one: rehearsals show what a launch takes."""
+    """A problem without CUDA graphs: every kernel has a launch, whose cost rehearsals measure."""
 
     replays = False
 
 
 @dataclass(frozen=True)
 class Piece:
-    """A training of one rank."""
+    """A short training of one rank."""
 
     vertices: int
     edges: int
@@ -56,7 +56,7 @@ class Piece:
 
     @cached_property
     def problem(self) -> Problem:
-        """The piece's problem, on a cluster that plays no part in it."""
+        """The piece's problem; its cluster has no influence."""
         graph = load(
             f"synthetic:community?vertices={self.vertices}&edges={self.edges}&features=64&classes=8&seed=5"
         )
@@ -64,14 +64,14 @@ class Piece:
         return _OneByOne(graph.stats, graph, Workload(**self.workload), _ANY)
 
     def seconds(self, cluster: Cluster, launch: float) -> float:
-        """Predicted seconds of a step, if a framework operation takes `launch` seconds."""
+        """Predict the seconds of a step, if a framework operation takes `launch` seconds."""
         device = cluster.device.model_copy(update={"launch": launch})
         one_rank = with_ranks(cluster.model_copy(update={"device": device}), 1)
-        # a copy keeps the layouts that the problem has made
+        # the copy shares the layouts that the problem has computed
         return float(GraphParallel().predict(replace(self.problem, cluster=one_rank)).epoch_s)
 
 
-# from steps that the framework's own time dominates to rows that fit no cache
+# from steps that framework overhead dominates to rows that exceed every cache
 PIECES = (
     Piece(100, 400, {"model": "gcnii", "layers": 6, "hidden": 16, "dropout": 0.5}),
     Piece(700, 14_000, {"model": "gcnii", "layers": 6, "hidden": 64, "dropout": 0.5}),
@@ -83,7 +83,7 @@ PIECES = (
 
 
 class Rehearsal:
-    """A piece's training on this rank."""
+    """The training of a piece on this rank."""
 
     def __init__(self, piece: Piece, device: torch.device, backend: str) -> None:
         problem = piece.problem
@@ -93,7 +93,7 @@ class Rehearsal:
         self.done = 0
 
     def play(self, seconds: float) -> float:
-        """Train for so long, and return the median duration of the later half of the steps [s]."""
+        """Train for `seconds`; return the median duration of the later half of the steps [s]."""
         steps: list[float] = []
         end, least = now() + seconds, 2 if self.done else LEAST
         while now() < end or len(steps) < least:
@@ -111,11 +111,11 @@ class Rehearsal:
 
 
 def held_to(cluster: Cluster, steps: list[float]) -> tuple[Cluster, str]:
-    """Correct a cluster by the durations of the pieces' steps [s], and say by how much.
+    """Correct a cluster by the durations of the pieces' steps [s]; also return a sentence on it.
 
-    It is a least-squares fit of log(predicted / measured). The unknowns are the cost of a framework
-    operation and the factor, 1 or more, by which all kernels are slower. Steps that take less than
-    their kernels are of rows that stay in the caches, which those of a mini-batch do not.
+    This is a least-squares fit of log(predicted / measured). The unknowns are the cost of a
+    framework operation, and the factor by which all kernels are slower. The factor is 1 or more:
+    if steps take less than their kernels, their rows stay in caches, unlike those of a mini-batch.
     """
     kernels = np.array([piece.seconds(cluster, 0.0) for piece in PIECES])
     launches = np.array([piece.seconds(cluster, 1e-3) for piece in PIECES]) / 1e-3 - kernels / 1e-3

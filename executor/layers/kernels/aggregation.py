@@ -15,12 +15,12 @@ from torch.nn import functional as F
 from gnnplan.executor.layers.kernels.block import Block, check_rows
 from gnnplan.executor.layers.kernels.gpu import triton_kernels
 
-# Said once, or torch warns of what nobody has asked for (and of an argument that says it, in 2.11).
+# Set explicitly, or torch warns about its default (2.11 even if an argument of the call sets it).
 torch.sparse.check_sparse_tensor_invariants.disable()  # type: ignore[no-untyped-call]
 
 
 def aggregate(block: Block, x: Tensor) -> Tensor:
-    """Sum of weight times source row over each destination's edges: x [S, H] -> [R, H].
+    """Sum weight times source row over each destination's edges: x [S, H] -> [R, H].
 
     The weights get no gradient.
     """
@@ -28,10 +28,10 @@ def aggregate(block: Block, x: Tensor) -> Tensor:
 
 
 def aggregate_beside(block: Block, x: Tensor) -> tuple[Tensor, Tensor]:
-    """`aggregate` of x [S, H], and the destinations' own rows, its first R: both [R, H].
+    """Return `aggregate` of x [S, H], and the destinations' own rows, its first R: both [R, H].
 
-    The gradient of own rows is added where that of the aggregate has been made. The gradient of a
-    slice would be put among zeros first, for all of S.
+    The gradient of own rows is added in place to the gradient of the aggregate. The gradient of a
+    slice would first be copied into zeros [S, H].
     """
     check_rows(block, x)
     both: tuple[Tensor, Tensor] = _AggregateBeside.apply(x, block)  # type: ignore[no-untyped-call]
@@ -39,7 +39,7 @@ def aggregate_beside(block: Block, x: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def aggregate_transposed(block: Block, gradient: Tensor, add: Tensor | None = None) -> Tensor:
-    """The backward pass of `aggregate`, called by hand: gradient [R, H] -> [S, H].
+    """Run the backward pass of `aggregate` outside autograd: gradient [R, H] -> [S, H].
 
     add: rows [., H] that are added to the first rows of the result.
     """
@@ -62,7 +62,7 @@ class _AggregateBeside(torch.autograd.Function):
 def spmm(
     indptr: Tensor, indices: Tensor, weight: Tensor | None, x: Tensor, add: Tensor | None = None
 ) -> Tensor:
-    """A CSR matrix [R, S] times x [S, H] -> [R, H]; without `weight` [E] its entries are 1.
+    """Multiply a CSR matrix [R, S] by x [S, H] -> [R, H]; without `weight` [E] its entries are 1.
 
     add: rows [., H] that are added to the first rows of the result.
     """
@@ -80,7 +80,7 @@ def _by_torch(indptr: Tensor, indices: Tensor, weight: Tensor | None, x: Tensor)
         return x.new_zeros(rows, x.shape[1])
     if weight is not None and weight.dtype != x.dtype:
         weight = weight.to(x.dtype)
-    if x.device.type == "cpu":  # 3x as fast as MKL's CSR product, 1.5x as DGL's
+    if x.device.type == "cpu":  # 3x as fast as MKL's CSR product, 1.5x as fast as DGL's
         return F.embedding_bag(
             indices, x, indptr, mode="sum", per_sample_weights=weight, include_last_offset=True
         )
@@ -88,7 +88,7 @@ def _by_torch(indptr: Tensor, indices: Tensor, weight: Tensor | None, x: Tensor)
 
 
 def sparse_product(indptr: Tensor, indices: Tensor, weight: Tensor | None, x: Tensor) -> Tensor:
-    """`spmm` by torch.sparse, which is cuSPARSE on GPUs."""
+    """Compute `spmm` by torch.sparse, which is cuSPARSE on GPUs."""
     rows = len(indptr) - 1
     if weight is None:
         weight = torch.ones(len(indices), dtype=x.dtype, device=x.device)

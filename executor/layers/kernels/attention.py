@@ -18,7 +18,7 @@ from gnnplan.planner.gnn.operations import EDGE_NUMBERS
 
 
 def softmax_aggregate(block: Block, m: Tensor) -> Tensor:
-    """Mean of messages m [S, H], weighted per column by their softmax over the edges -> [R, H].
+    """Average messages m [S, H] over edges, with their softmax per column as weights -> [R, H].
 
     Destinations without edges get zero. The result is a ratio of two aggregates,
 
@@ -51,7 +51,7 @@ class _SoftmaxAggregate(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        """d out_v / d m_u = w (1 + m_u - out_v), with w = e_u / total_v."""
+        """Return the gradient: d out_v / d m_u = w (1 + m_u - out_v), with w = e_u / total_v."""
         m, e, total, out = ctx.saved_tensors
         grad = grad / total
         through_out = aggregate_transposed(ctx.block, grad * out)
@@ -61,11 +61,11 @@ class _SoftmaxAggregate(torch.autograd.Function):
 def attend(
     block: Block, z: Tensor, of_source: Tensor, of_reader: Tensor, slope: float = 0.2
 ) -> Tensor:
-    """Attention: sum of z_u [S, H] over edges, by softmax of logits per head -> [R, H].
+    """Sum z_u [S, H] over edges, weighted by the softmax of the edges' logits per head -> [R, H].
 
     The logit of an edge u -> v is LeakyReLU(of_source[u] + of_reader[v]), with of_source [S, heads]
-    and of_reader [R, heads], or [S] and [R] for one head. Heads lie side by side in z. Destinations
-    without edges get zero. Edge weights of the block play no part.
+    and of_reader [R, heads], or [S] and [R] for one head. Heads are side by side in z. Destinations
+    without edges get zero. Edge weights of the block have no effect.
     """
     check_rows(block, z)
     if of_source.dim() == 1:
@@ -76,7 +76,7 @@ def attend(
 
 
 class _Attend(torch.autograd.Function):
-    """Saves two values per edge and head."""
+    """Autograd of `attend`; it saves two values per edge and head."""
 
     @staticmethod
     def forward(
@@ -106,14 +106,15 @@ class _Attend(torch.autograd.Function):
 
 
 def attend_pairs(block: Block, rows: Tensor, vectors: Tensor, slope: float = 0.2) -> Tensor:
-    """Attention whose logits are of sums of two rows (Brody et al. 2022): rows [S, 2 H] -> [R, H].
+    """Attend over edges as GATv2 does (Brody et al. 2022): rows [S, 2 H] -> [R, H].
 
     A row is [z | r], with heads side by side in each half. Per head the result is the sum of z_u
-    over edges u -> v, by softmax of the logits a . LeakyReLU(z_u + r_v), with `vectors` a
-    [heads, H / heads]. Destinations without edges get zero. Edge weights of the block play no part.
+    over edges u -> v, weighted by the softmax of logits a . LeakyReLU(z_u + r_v), with `vectors` a
+    [heads, H / heads]. Destinations without edges get zero. Edge weights of the block have no
+    effect.
 
-    Without Triton a sum of two rows is made for some edges at a time, and again in the backward
-    pass: once in the order of readers, once in that of sources.
+    Without Triton z_u + r_v is computed for some edges at a time, and twice more in the backward
+    pass: in the order of readers and in the order of sources.
     """
     check_rows(block, rows)
     if rows.is_cuda and (ours := triton_kernels()):
@@ -122,7 +123,7 @@ def attend_pairs(block: Block, rows: Tensor, vectors: Tensor, slope: float = 0.2
 
 
 class _AttendPairs(torch.autograd.Function):
-    """Saves the rows, the outputs, and one value per edge and head."""
+    """Autograd of `attend_pairs`; it saves rows, outputs, and one value per edge and head."""
 
     @staticmethod
     def forward(ctx: Any, rows: Tensor, vectors: Tensor, block: Block, slope: float) -> Tensor:
@@ -139,8 +140,8 @@ class _AttendPairs(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None, None]:
-        """With s = z_u + r_v, d logit goes to a by LeakyReLU(s) = s LeakyReLU'(s), and by
-        a LeakyReLU'(s) to both rows."""
+        """With s = z_u + r_v, the gradient of a logit flows to a times LeakyReLU(s) =
+        s LeakyReLU'(s), and to both rows times a LeakyReLU'(s)."""
         (rows, vectors, weights, out), block = ctx.saved_tensors, ctx.block
         h_out, to_rows = rows.shape[1] // 2, torch.zeros_like(rows)
         by = _to_logits(block, rows[:, :h_out], weights, out, grad).T.contiguous()
@@ -164,7 +165,7 @@ class _AttendPairs(torch.autograd.Function):
 
 
 def _pairs(rows: Tensor, sources: Tensor, readers: Tensor) -> Iterator[tuple[slice, Tensor]]:
-    """Some edges at a time, and z_u + r_v of each [., H]; rows [S, 2 H] are [z | r]."""
+    """Yield slices of edges, and their z_u + r_v [., H]; rows [S, 2 H] are [z | r]."""
     halves = rows.view(2 * len(rows), rows.shape[1] // 2)  # z_u is row 2 u, r_v is row 2 v + 1
     places = torch.stack([2 * sources, 2 * readers + 1], 1)
     each = max(1, EDGE_NUMBERS[rows.device.type] // halves.shape[1])
@@ -174,7 +175,7 @@ def _pairs(rows: Tensor, sources: Tensor, readers: Tensor) -> Iterator[tuple[sli
 
 
 def _add_up(values: Tensor, indptr: Tensor, start: int, into: Tensor) -> None:
-    """Add values [n, H] of the edges from `start` on to their rows of a CSR."""
+    """Add values [n, H], of the edges from `start` on, to the edges' rows in a CSR."""
     stop = start + len(values)
     ends = torch.tensor([start, stop - 1], dtype=indptr.dtype, device=indptr.device)
     first, last = torch.searchsorted(indptr, ends, right=True).tolist()
@@ -186,11 +187,11 @@ def _add_up(values: Tensor, indptr: Tensor, start: int, into: Tensor) -> None:
 
 
 def _attended(block: Block, z: Tensor, logits: Tensor) -> tuple[Tensor, Tensor]:
-    """Logits [heads, E], made their softmax in place, and the sums of z [S, H] by it [R, H]."""
+    """Turn logits [heads, E] into their softmax in place; also return the weighted sums [R, H]."""
     sums = []
     for logit, of_head in zip(logits, z.chunk(len(logits), 1), strict=True):
         logit -= block.per_edge(_reduce_rows("max", logit, block.indptr))
-        # a sum is at least 1, its largest term; 0 without edges
+        # the largest term is 1, so a sum is at least 1, or 0 without edges
         total = _reduce_rows("sum", logit.exp_(), block.indptr).clamp_(min=1.0)
         logit /= block.per_edge(total)
         sums.append(spmm(block.indptr, block.indices, logit, of_head.contiguous()))
@@ -198,35 +199,35 @@ def _attended(block: Block, z: Tensor, logits: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _to_logits(block: Block, z: Tensor, weights: Tensor, out: Tensor, grad: Tensor) -> Tensor:
-    """The gradient of logits [heads, E]."""
+    """Return the gradient of logits [heads, E]."""
     of_heads = (rows.chunk(len(weights), 1) for rows in (z, out, grad))
     return torch.stack([_to_logit(block, *head) for head in zip(weights, *of_heads, strict=True)])
 
 
 def _to_logit(block: Block, weight: Tensor, z: Tensor, out: Tensor, grad: Tensor) -> Tensor:
-    """Of one head [E]: w_e (g_v . z_u - g_v . out_v), g being the gradient of out."""
+    """Return one head's gradient [E]: w_e (g_v . z_u - g_v . out_v), with g the gradient of out."""
     products = _edge_products(block, grad.contiguous(), z.contiguous())
     return products.sub_(block.per_edge((grad * out).sum(1))).mul_(weight)
 
 
 def _add_to_rows(block: Block, weights: Tensor, grad: Tensor, into: Tensor) -> None:
-    """Add to rows [S, H] the gradient of their sums by these weights."""
+    """Add to `into` [S, H] the gradient that rows get as terms of the weighted sums."""
     heads, order = len(weights), block.order.long()
     for weight, g, part in zip(weights, grad.chunk(heads, 1), into.chunk(heads, 1), strict=True):
         part += spmm(block.t_indptr, block.t_indices, weight[order], g.contiguous())
 
 
 def _reduce_rows(reduction: str, values: Tensor, indptr: Tensor) -> Tensor:
-    """Values per edge [E], reduced over each row of a CSR -> [rows]."""
+    """Reduce values per edge [E] over each row of a CSR -> [rows]."""
     return torch.segment_reduce(values, reduction, offsets=indptr, unsafe=True)
 
 
 def _edge_products(block: Block, a: Tensor, b: Tensor) -> Tensor:
-    """The inner product a_v . b_u of every edge u -> v: a [R, H], b [S, H] -> [E]."""
+    """Return the inner product a_v . b_u of every edge u -> v: a [R, H], b [S, H] -> [E]."""
     if not block.edges:
         return a.new_zeros(0)
     with no_beta_warning():
-        # with int64 indices 4x as fast as gathering rows block by block
+        # with int64 indices this is 4x as fast as gathering rows in blocks
         pattern = torch.sparse_csr_tensor(
             block.indptr.long(),
             block.indices.long(),

@@ -1,4 +1,4 @@
-"""A layer's edges: a bipartite piece of the graph, in CSR and transposed."""
+"""A block: the edges of a layer, in CSR and transposed."""
 
 from __future__ import annotations
 
@@ -14,20 +14,21 @@ from gnnplan.planner.graph.graph import Whole
 
 
 class Block:
-    """A bipartite piece of the graph in CSR over destinations, and its transpose for backward.
+    """A bipartite subgraph in CSR over destinations, with its transpose for the backward pass.
 
-    The first n_dst source rows are the destinations themselves (as in DGL), or the first `own` are
-    the first destinations, where the other destinations are no sources. All arrays are int32:
+    The first n_dst source rows are the destinations themselves (as in DGL). If some destinations
+    are not sources, only the first `own` source rows are the first `own` destinations. All arrays
+    are int32:
 
-        indptr    [R + 1], indices   [E]   the edges by destination: ids of their sources
-        t_indptr  [S + 1], t_indices [E]   the same edges by source: ids of their destinations
-        order     [E]                      places in `indices` of the transposed edges
+        indptr    [R + 1], indices   [E]   the edges by destination: positions of their sources
+        t_indptr  [S + 1], t_indices [E]   the same edges by source: positions of destinations
+        order     [E]                      positions in `indices` of the transposed edges
 
-    With `order`, one structure carries several sets of weights (`weighted`) without sorting again.
-    A block of a user's module, and no other, also has
+    Thanks to `order`, blocks with other weights (`weighted`) share the structure. Only a block for
+    a user's module also has
 
-        source  [S]   its sources' ids in the whole graph, int64
-        whole         the whole graph's edges
+        source  [S]   ids of the sources in the whole graph, int64
+        whole         the edges of the whole graph
     """
 
     source: Tensor
@@ -43,7 +44,7 @@ class Block:
     ) -> None:
         """indptr [R + 1], indices [E] in [0, n_src), weight [E]; None: every edge has weight 1.
 
-        own: destinations that are sources; None: all.
+        own: number of destinations that are sources; None: all.
 
         Raises ValueError on arrays that do not describe such edges.
         """
@@ -60,7 +61,7 @@ class Block:
         forward = sparse.csr_array(
             (np.arange(self.edges, dtype=np.int32), indices, indptr), shape=(self.n_dst, n_src)
         )
-        forward.check_format(full_check=True)  # an index out of range would read foreign memory
+        forward.check_format(full_check=True)  # an index out of range would read other memory
         transposed = forward.tocsc()
         del forward
         self.indptr, self.indices = _int32(indptr), _int32(indices)
@@ -73,7 +74,7 @@ class Block:
 
     @classmethod
     def laid(cls, indptr: Tensor, indices: Tensor, reader: Tensor, n_src: int) -> Block:
-        """The block of int32 tensors, laid out where they are; they are not checked.
+        """Build a block from int32 tensors, on their device, without checks.
 
         reader: the destination of each edge [E].
         """
@@ -93,9 +94,9 @@ class Block:
         self.t_weight = self.weight.index_select(0, self.order)
 
     def own_rows(self, rows: Tensor) -> Tensor:
-        """Those of the destinations, the first of the sources' rows [S, H].
+        """Return the destinations' rows: the first R of the sources' rows [S, H].
 
-        Where these are all, a slice would cost a backward pass that puts its gradient among zeros.
+        If R = S return the rows themselves: a slice's backward pass would copy the gradient.
         """
         return rows if rows.shape[0] == self.n_dst else rows[: self.n_dst]
 
@@ -106,19 +107,19 @@ class Block:
         return self.per_edge(rows)
 
     def per_edge(self, values: Tensor) -> Tensor:
-        """A value per destination [R], repeated for each of its edges [E]."""
+        """Repeat a value per destination [R] for each of its edges [E]."""
         return values.repeat_interleave(self.indptr.diff(), output_size=self.edges)
 
     def weighted(self, weight: np.ndarray | Tensor) -> Block:
-        """The same edges with weights [E]; the structure is shared."""
+        """Return a block with other weights [E], which shares the structure."""
         block = copy.copy(self)
         block._set_weight(weight)
         return block
 
     def among(self, kept: Tensor, scale: Tensor, dtype: torch.dtype) -> Block:
-        """The edges from the sources `kept`, ascending, which weigh scale [S] times as much.
+        """Return the edges from the sources `kept`, ascending, with weights times scale [S].
 
-        All of it is done where the block is, and nothing is sorted again."""
+        Runs on the block's device, without sorting."""
         place = torch.full_like(self.t_indptr[1:], -1)
         place[kept] = torch.arange(kept.numel(), dtype=torch.int32, device=place.device)
         source = place.index_select(0, self.indices)
@@ -138,16 +139,16 @@ class Block:
         return block
 
     def mean(self, dtype: torch.dtype = torch.float32) -> Block:
-        """The same edges with weight 1 / in-degree: `aggregate` then takes the mean, 0 if empty."""
+        """Return a block with weights 1 / in-degree: `aggregate` takes means, 0 without edges."""
         degree = self.indptr.diff().long()
         return self.weighted((1.0 / degree.clamp(min=1).to(dtype)).repeat_interleave(degree))
 
     def to(
         self, device: torch.device | str | None = None, dtype: torch.dtype | None = None
     ) -> Block:
-        """A copy on a device; `dtype` is that of the weights (indices stay int32).
+        """Copy the block to a device; dtype: of the weights (indices stay int32).
 
-        The host does not wait for copies of page-locked memory.
+        A copy from page-locked memory does not block the host.
         """
         return mapped(
             self,
@@ -160,7 +161,7 @@ class Block:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of its arrays."""
+        """Size of its arrays [B]."""
         return sum(value.nbytes for value in vars(self).values() if isinstance(value, Tensor))
 
     def __repr__(self) -> str:
@@ -171,24 +172,24 @@ class Block:
 
 
 def by_column(rows: Tensor, columns: Tensor, width: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Values at these places [Z], sorted by column: indptr [width + 1], rows and places [Z]."""
+    """Sort values at (row, column) [Z] by column: indptr [width + 1], rows and places [Z]."""
     columns, order = columns.sort(stable=True)
     starts = torch.arange(width + 1, dtype=columns.dtype, device=columns.device)
-    # torch.bincount would have the host wait for the largest column
+    # torch.bincount would block the host until it knows the largest column
     return torch.searchsorted(columns, starts, out_int32=True), rows[order], order.int()
 
 
 def check_rows(block: Block, x: Tensor) -> None:
-    """Raises ValueError unless x has a row per source of the block."""
+    """Raise ValueError unless x has a row per source of the block."""
     if x.shape[0] != block.n_src:
         raise ValueError(f"{block} needs {block.n_src} source rows, not {x.shape[0]}")
 
 
 def _ends(stays: Tensor) -> Tensor:
-    """How many of the first n stay, for every n: bool [E] -> int32 [E + 1]."""
+    """Count the True values before each position: bool [E] -> int32 [E + 1]."""
     return torch.nn.functional.pad(stays.cumsum(0, dtype=torch.int32), (1, 0))
 
 
 def _int32(array: np.ndarray) -> Tensor:
-    # a copy of a graph's arrays: they are read-only, which torch warns about
+    # copied if read-only, as a graph's arrays are: torch would warn
     return torch.from_numpy(np.require(array, np.int32, ["C", "W"]))

@@ -1,4 +1,4 @@
-"""Whether a GPU takes our own kernels."""
+"""Whether our own kernels work on this GPU."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from types import ModuleType
 
 @functools.cache
 def triton_kernels() -> ModuleType | None:
-    """triton_kernels.py, where Triton works on this process's GPU; else None, and torch's kernels.
+    """Return triton_kernels.py if Triton works on this GPU; else None, for torch's kernels.
 
     Triton comes with torch's builds for CUDA; to start kernels it also needs a C compiler.
     """
@@ -17,7 +17,7 @@ def triton_kernels() -> ModuleType | None:
         from gnnplan.executor.layers.kernels import triton_kernels as ours
 
         ours.probe()
-    except Exception as reason:  # whatever a compiler, a driver or a package without the other says
+    except Exception as reason:  # of a compiler, a driver, or a missing package
         warnings.warn(
             f"Triton does not work here ({type(reason).__name__}: {reason}); sums over edges,"
             " attention and dropout take torch's kernels, which are slower and need more memory",

@@ -1,7 +1,7 @@
 """Dropout whose mask is a hash of (seed, epoch, layer, vertex, column).
 
-Every rank that computes a vertex's row drops the same values of it, on any device, whichever other
-rows it has. The hash may never change: losses are compared between versions."""
+Every rank that computes a vertex's row drops the same values of the row, on any device, whichever
+other rows it has. The hash must never change: losses are compared between versions."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ LEAST = 256
 
 
 def mix(z: Tensor) -> Tensor:
-    """splitmix64's finalizer, in place, on int64 with wrap-around."""
+    """Apply splitmix64's finalizer in place, on int64 with wrap-around."""
     # torch's >> keeps the sign: the masks make it a logical shift
     z.bitwise_xor_((z >> 30).bitwise_and_((1 << 34) - 1)).mul_(_MIX1)
     z.bitwise_xor_((z >> 27).bitwise_and_((1 << 37) - 1)).mul_(_MIX2)
@@ -39,11 +39,10 @@ def dropout(
     p: float,
     first: int = 0,
 ) -> Tensor:
-    """x [R, H] with a share p of its values set to zero, the others scaled by 1 / (1 - p).
+    """Set a share p of the values of x [R, H] to zero, and scale the others by 1 / (1 - p).
 
-    Row r belongs to vertices[r] (int64 [R], global ids). `first`: the column of the model's row
-    that x begins with, if x has only some of its columns. With our kernels on GPUs the epoch may be
-    on the device, int64 [].
+    vertices: global ids of the rows, int64 [R]. first: the model's column that is column 0 of x, if
+    x has only some columns. With our GPU kernels the epoch may be on the device, int64 [].
     """
     if p == 0.0:
         return x
@@ -65,19 +64,19 @@ def dropout(
 def dropout_mask(
     seed: int, epoch: int, layer: int, vertices: Tensor, width: int, p: float, first: int = 0
 ) -> Tensor:
-    """Which values survive: bool [R, width], for columns first .. first + width - 1.
+    """Return which values survive: bool [R, width], for columns first .. first + width - 1.
 
-    A pure function of (seed, epoch, layer, vertex, column): the same on every device and for any
-    subset or order of the vertices (int64 [R], global ids). A value is decided by an int16, so p is
-    accurate to 1 / 65536.
+    The mask is a pure function of (seed, epoch, layer, vertex, column): the same on every device
+    and for any subset or order of the vertices (int64 [R], global ids). An int16 decides each
+    value, so p is accurate to 1 / 65536.
     """
     device, threshold = vertices.device, _threshold(p)
     keys = vertex_keys(vertices, seed, epoch, layer)
-    word, offset = divmod(first, 4)  # a word decides over four columns
+    word, offset = divmod(first, 4)  # a word of the hash decides four columns
     steps = torch.arange(word + 1, (first + width + 3) // 4 + 1, device=device) * GOLDEN
     mask = torch.empty(len(vertices), width, dtype=torch.bool, device=device)
-    # on CPUs 512 KiB of words together, which stay in cache; but of LEAST rows, in which a layer is
-    # counted (executor/layers/count.py)
+    # on CPUs 512 KiB of words at a time, which stay in cache; but at least LEAST rows, so that
+    # counting a layer sees one piece (executor/layers/count.py)
     rows = max(LEAST, 2**16 // max(len(steps), 1)) if device.type == "cpu" else len(vertices)
     for start in range(0, len(vertices), max(rows, 1)):
         words = mix(keys[start : start + rows, None] + steps)
@@ -90,7 +89,7 @@ def dropout_mask(
 
 
 def vertex_keys(vertices: Tensor, *numbers: int) -> Tensor:
-    """A word per vertex, int64 [R], from which the words of its columns follow."""
+    """Return a word per vertex, int64 [R], from which the words of its columns are derived."""
     key = 0
     for number in numbers:
         key = _mixed((key + number + 1) * GOLDEN)
@@ -98,7 +97,7 @@ def vertex_keys(vertices: Tensor, *numbers: int) -> Tensor:
 
 
 def _mixed(z: int) -> int:
-    """`mix` of a number."""
+    """Apply `mix` to a Python int."""
     z &= 2**64 - 1
     z = (z ^ (z >> 30)) * _MIX1 & 2**64 - 1
     z = (z ^ (z >> 27)) * _MIX2 & 2**64 - 1
@@ -106,17 +105,17 @@ def _mixed(z: int) -> int:
 
 
 def _signed(z: int) -> int:
-    """The int64 that a uint64 is in memory."""
+    """Return the int64 with the bits of a uint64."""
     return z - 2**64 if z >= 2**63 else z
 
 
 def _threshold(p: float) -> int:
-    """The smallest 16-bit number (signed) whose value survives."""
+    """Return the smallest 16-bit number (signed) that survives."""
     return min(round(p * 2**16), 2**16 - 1) - 2**15
 
 
 def _mask_at(keys: Tensor, pattern: Pattern, p: float, first: int) -> Tensor:
-    """dropout_mask at the pattern's places alone: bool [Z]. Only their words are hashed."""
+    """Return dropout_mask at the pattern's places: bool [Z]. Hashes only the words it needs."""
     columns, threshold = pattern.columns + first, _threshold(p)
     keys, offsets = pattern.per_number(keys), (columns & 3).long()
     mask = torch.empty(len(columns), dtype=torch.bool, device=columns.device)

@@ -1,6 +1,6 @@
-"""Linear layers: products of rows with a weight, on CPUs by MKL or oneDNN.
+"""Linear layers: matrix products, on CPUs by MKL or oneDNN.
 
-oneDNN is reached through an operation of torch that is private, so `has_onednn` probes it first.
+oneDNN is called by a private operation of torch, so `has_onednn` probes it first.
 Shapes: R rows, H_in and H_out values per row of input and output."""
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from gnnplan.planner.gnn.products import LEAST, block_rows
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, relu: bool = False) -> Tensor:
-    """x [R, H_in] times weight [H_out, H_in] transposed, plus bias [H_out] -> [R, H_out].
+    """Multiply x [R, H_in] by weight [H_out, H_in] transposed, add bias [H_out] -> [R, H_out].
 
     `relu`: apply ReLU to the result.
     """
@@ -35,7 +35,7 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, relu: bool = F
 def linear_sum(
     terms: Sequence[tuple[Tensor, Tensor]], bias: Tensor | None = None, relu: bool = False
 ) -> Tensor:
-    """`linear` summed over several (x, weight), as in GraphSAGE, with one bias and ReLU.
+    """Sum `linear` over several (x, weight), as in GraphSAGE, with one bias and ReLU.
 
     The backward pass reads the gradient once for all of them.
     """
@@ -45,17 +45,17 @@ def linear_sum(
 class Shapes:
     """Whether the number of rows varies from step to step, as in mini-batches.
 
-    oneDNN compiles a kernel for every shape it meets, which takes half a millisecond, and keeps it
-    (`CODE`). Where shapes vary, its products therefore go by pieces of a few sizes (`_pieces`).
+    oneDNN compiles a kernel for every new shape, which takes 0.5 ms, and keeps its code (`CODE`).
+    If shapes vary, its products are therefore split into pieces of a few sizes (`_pieces`).
     """
 
     vary = False
-    least = LEAST  # rows of the smallest piece; fewer rows go to MKL, which compiles nothing
+    least = LEAST  # rows of the smallest piece; MKL, which compiles nothing, takes fewer rows
 
     @classmethod
     @contextmanager
     def varying(cls, vary: bool) -> Iterator[None]:
-        """Sets `vary` inside the with block."""
+        """Set `vary` inside the with block."""
         before, cls.vary = cls.vary, vary
         try:
             yield
@@ -63,17 +63,17 @@ class Shapes:
             cls.vary = before
 
 
-# [B] of machine code that oneDNN keeps for each shape (measured; torch 2.13)
+# [B] of machine code that oneDNN keeps per shape (measured; torch 2.13)
 CODE = {torch.float32: 0.6e6, torch.bfloat16: 0.7e6}
 
 
 @functools.cache
 def by_onednn() -> bool:
-    """Whether oneDNN multiplies float32: on cores with AVX-512 that are not Intel's.
+    """Whether oneDNN multiplies float32 rows: on cores with AVX-512 that are not Intel's.
 
-    On AMD's, MKL leaves half of AVX-512 idle. On Intel's (fourth generation) MKL is faster, 135
-    GFLOP/s of a core for 106 in gradients of weights. With AVX2, MKL is as fast (60 to 76 GFLOP/s
-    of a core of AMD's third generation), faster where rows are few or layers narrow (oneDNN: 42 to
+    On AMD's cores MKL leaves half of AVX-512 idle. On Intel's (fourth generation) MKL is faster in
+    gradients of weights: 135 GFLOP/s per core against 106. With AVX2 (AMD's third generation) MKL
+    is as fast (60 to 76 GFLOP/s per core), faster with few rows or narrow layers (oneDNN: 42 to
     62), and compiles nothing.
     """
     if not torch.backends.cpu.get_cpu_capability().startswith("AVX512"):
@@ -84,54 +84,54 @@ def by_onednn() -> bool:
 
 @functools.cache
 def warm_up(device: torch.device) -> None:
-    """Let cuBLAS, MKL or oneDNN allocate what stays, tens of MB, once in a process.
+    """Make cuBLAS, MKL or oneDNN allocate their permanent workspaces, tens of MB, once per process.
 
-    Call it before memory is watched. cuBLAS has workspaces of the current stream and of each host
-    thread, and autograd has one of its own. MKL packs the factors of a product, of a few rows where
-    oneDNN multiplies the others; with AVX-512 no wider layer takes more room than these do.
+    Call it before memory is measured. cuBLAS has a workspace per stream and host thread, and
+    autograd's thread is one of these. MKL packs the factors of a product, also of the few rows that
+    oneDNN leaves to it; with AVX-512 no wider layer needs more workspace than the one here.
     """
     if device.type == "cuda":
         rows = torch.zeros(16, 16, device=device, requires_grad=True)
-        # the first call of autograd's thread makes the device's context its own, as cuBLAS does not
+        # makes the device's context current in autograd's thread, which cuBLAS does not do
         backward([rows * 2.0], [torch.zeros_like(rows)])
         out = F.linear(rows, rows) + F.linear(rows, rows, rows[0])
         backward([out], [torch.zeros_like(out)])
         return
     rows, weight, grad = torch.zeros(512, 4096), torch.zeros(512, 4096), torch.zeros(512, 512)
     F.linear(rows, weight), grad @ weight, grad.t() @ rows
-    by_onednn()  # by a product
+    by_onednn()  # its probe runs a product
     if code_of(torch.bfloat16):
         F.linear(torch.zeros(1, 1).bfloat16(), torch.zeros(1, 1).bfloat16())
 
 
 def code_of(dtype: torch.dtype) -> float:
-    """Machine code that is kept for each shape of a product of such rows [B]; 0 if none is."""
+    """Return the machine code kept per shape of a product of such rows [B]; 0 if none is."""
     if dtype == torch.float32:
         return CODE[dtype] * by_onednn()
     return CODE[dtype] * _bfloat16_by_onednn() if dtype == torch.bfloat16 else 0.0
 
 
 def product_codes() -> dict[str, float]:
-    """`code_of` by the fields of a device (planner/cluster/spec.py)."""
+    """Return `code_of` as fields of a Device (planner/cluster/spec.py)."""
     of_rounded = code_of(torch.bfloat16)
     return {"product_code": code_of(torch.float32), "product_code_bfloat16": of_rounded}
 
 
 def _bfloat16_by_onednn() -> bool:
-    """Whether torch hands products of bfloat16 to oneDNN: on all cores with AVX-512."""
+    """Whether torch multiplies bfloat16 rows by oneDNN: on all cores with AVX-512."""
     try:
         return bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
-    except AttributeError:  # a torch without oneDNN
+    except AttributeError:  # torch built without oneDNN
         return False
 
 
 def _by_pieces(rows: Tensor) -> bool:
-    """Whether products of these rows go by pieces of a few sizes."""
+    """Whether products of these rows are split into pieces of a few sizes."""
     return Shapes.vary and not rows.is_cuda and code_of(rows.dtype) > 0
 
 
 def has_onednn() -> bool:
-    """Whether this torch has the private oneDNN operation, and it computes what is expected."""
+    """Whether this torch has the private oneDNN operation, and its results are right."""
     generator = torch.Generator().manual_seed(0)
     a, b, bias, grad = (
         torch.rand(shape, generator=generator) - 0.5 for shape in ((5, 3), (4, 3), (4,), (5, 4))
@@ -147,9 +147,9 @@ def has_onednn() -> bool:
 def _product(
     a: Tensor, b: Tensor, bias: Tensor | None = None, after: str = "none", summed: bool = False
 ) -> Tensor:
-    """a [R, K] times b [H, K] transposed, plus bias [H] -> [R, H], followed by `after`.
+    """Multiply a [R, K] by b [H, K] transposed, add bias [H] -> [R, H], and apply `after`.
 
-    `summed`: the dimension that may vary is K, otherwise R.
+    summed: whether K, the summed dimension, is the one that varies; else R varies.
     """
     is_rest = _is_rest(a, summed)
     if _is_private(a, b) and not is_rest:
@@ -164,8 +164,8 @@ def _product(
 def _put(out: Tensor, a: Tensor, b: Tensor, add: bool = False, summed: bool = False) -> None:
     """Write `_product` of a and b into out [R, H], or add it.
 
-    MKL does so itself, and oneDNN with rows in bfloat16; oneDNN's private operation does not.
-    cuBLAS does not round what it sums up in another type.
+    MKL writes and adds in place, and so does oneDNN with bfloat16 rows; its private operation does
+    not. cuBLAS sums into a wider type without rounding.
     """
     if _is_private(a, b) or out.dtype != a.dtype or _is_rest(a, summed):
         product = (
@@ -179,18 +179,18 @@ def _put(out: Tensor, a: Tensor, b: Tensor, add: bool = False, summed: bool = Fa
 
 
 def _is_private(a: Tensor, b: Tensor) -> bool:
-    """Whether oneDNN's private operation multiplies these, of which none may be empty."""
+    """Whether oneDNN's private operation multiplies a and b; it takes no empty ones."""
     is_float32 = not a.is_cuda and a.dtype == torch.float32 and by_onednn()
     return is_float32 and a.numel() > 0 and b.numel() > 0
 
 
 def _is_rest(a: Tensor, summed: bool) -> bool:
-    """Whether these are the few rows that `_pieces` leaves, of which oneDNN shall keep no code."""
+    """Whether `a` is the short last piece of `_pieces`, for which oneDNN shall compile nothing."""
     return a.shape[summed] < Shapes.least and _by_pieces(a)
 
 
 def _onednn(a: Tensor, b: Tensor, bias: Tensor | None = None, after: str = "none") -> Tensor:
-    """`_product` by oneDNN, which copies a transposed `a` and reads a transposed `b` as it is."""
+    """Compute `_product` by oneDNN, which copies a transposed `a` but not a transposed `b`."""
     product: Tensor = torch.ops.mkldnn._linear_pointwise(a, b, bias, after, [], "")
     return product
 
@@ -198,8 +198,8 @@ def _onednn(a: Tensor, b: Tensor, bias: Tensor | None = None, after: str = "none
 def _add_weight_gradient(total: Tensor, grad: Tensor, x: Tensor) -> None:
     """Add grad [R, H_out] transposed times x [R, H_in] to total [H_out, H_in].
 
-    oneDNN copies the first factor. At 10 columns of x and 128 of grad it takes half the time if
-    that is x.
+    oneDNN copies the first factor. With 10 columns of x and 128 of grad it takes half the time if
+    the first factor is x.
     """
     if x.shape[1] < grad.shape[1]:
         total, grad, x = total.t(), x, grad
@@ -207,9 +207,9 @@ def _add_weight_gradient(total: Tensor, grad: Tensor, x: Tensor) -> None:
 
 
 def weight_gradient(gradient: Tensor, x: Tensor) -> Tensor:
-    """The gradient of a weight, called by hand: gradient [R, H_out] transposed times x [R, H_in].
+    """Return a weight's gradient outside autograd: gradient [R, H_out] transposed times x.
 
-    Like the backward pass of `linear` it goes by blocks of rows, [H_out, H_in] in all.
+    x [R, H_in]. Like the backward pass of `linear` it sums over blocks of rows -> [H_out, H_in].
     """
     if x.is_cuda:
         return gradient.t() @ x
@@ -220,14 +220,14 @@ def weight_gradient(gradient: Tensor, x: Tensor) -> Tensor:
 
 
 class _LinearSum(torch.autograd.Function):
-    """`linear_sum`. Weights of rows in bfloat16 are float32.
+    """Autograd of `linear_sum`. bfloat16 rows have float32 weights.
 
-    Their gradients are summed over blocks in float32, which autograd would round to bfloat16.
-    On GPUs they are summed into .grad itself (`_total`).
+    Weight gradients are summed over blocks in float32; autograd would round them to bfloat16.
+    On GPUs they are added to .grad itself (`_total`).
 
-    On CPUs backward goes by blocks of rows: a block of the gradient stays in cache for everything
-    that is computed from it. So a three-layer GraphSAGE of width 256 trains 7 % faster than with
-    whole matrices.
+    On CPUs the backward pass goes by blocks of rows: a block of the gradient stays in cache for
+    everything that is computed from it. So a three-layer GraphSAGE of width 256 trains 7 % faster
+    than with whole matrices.
     """
 
     @staticmethod
@@ -267,7 +267,7 @@ class _LinearSum(torch.autograd.Function):
         ]
         to_bias = _total(bias) if need_bias else None
         transposed = [weight.to(grad.dtype).t() for weight in weights]
-        if not grad.is_cuda:  # cuBLAS reads them as they are
+        if not grad.is_cuda:  # cuBLAS takes transposed operands without a copy
             transposed = [weight.contiguous() for weight in transposed]
         for part in _row_blocks(xs, grad.shape[1]):
             piece = grad[part]
@@ -279,7 +279,7 @@ class _LinearSum(torch.autograd.Function):
                 if (gradient := to_weight[i]) is not None:
                     _add_weight_gradient(gradient, piece, x[part])
             if to_bias is not None:
-                # a core would copy the piece for it
+                # with a dtype, torch would copy the piece on CPUs
                 to_bias += piece.sum(0, dtype=to_bias.dtype if piece.is_cuda else None)
         left = [
             None if total is None or total is parameter.grad else total
@@ -290,9 +290,9 @@ class _LinearSum(torch.autograd.Function):
 
 
 def _total(parameter: Tensor) -> Tensor:
-    """What the gradient of a parameter is added to: zeros, or on GPUs its .grad.
+    """Return the tensor to which a parameter's gradient is added: zeros, or on GPUs its .grad.
 
-    A launch would fill the zeros, and another add them to .grad.
+    Zeros on GPUs would cost a launch to fill, and another to add them to .grad.
     """
     if parameter.is_cuda and parameter.is_leaf and parameter.grad is not None:
         return parameter.grad
@@ -300,10 +300,10 @@ def _total(parameter: Tensor) -> Tensor:
 
 
 def _row_blocks(xs: Sequence[Tensor], h_out: int) -> Iterable[slice]:
-    """Blocks of rows of xs [R, H_in] for gradients, whose operands take 2 MB, in bfloat16 4 MB.
+    """Return blocks of rows of xs [R, H_in] whose operands take 2 MB (bfloat16: 4 MB).
 
     On an AMD core with AVX-512, weight gradients reach 175 GFLOP/s by blocks, 140 without, and 93
-    by MKL. With AMX, gradients in bfloat16 take a quarter less time by 4 MB than by 1 MB.
+    by MKL. With AMX, bfloat16 gradients take a quarter less time in blocks of 4 MB than of 1 MB.
     """
     rows, h_in, dtype = len(xs[0]), max(x.shape[1] for x in xs), xs[0].dtype
     if xs[0].is_cuda:
@@ -315,7 +315,7 @@ def _row_blocks(xs: Sequence[Tensor], h_out: int) -> Iterable[slice]:
 
 
 def _pieces(rows: int, size: int) -> Iterator[slice]:
-    """Pieces of `size` rows, then of `least` times powers of two, then the rest.
+    """Yield pieces of `size` rows, then of `least` times powers of two, then the rest.
 
     >>> [piece.stop - piece.start for piece in _pieces(2500, 1000)]
     [1000, 1000, 256, 128, 116]

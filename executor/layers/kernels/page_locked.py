@@ -1,8 +1,8 @@
-"""Tensors that cross to a GPU together, while the host goes on.
+"""Copies of many tensors to a GPU at once, which do not block the host.
 
-The host waits for a copy unless the memory that it comes from is page-locked. And each copy costs
-as much as some hundred kilobytes. So what a step needs is put into one piece of page-locked memory,
-which crosses at once; on the device its tensors are views of one."""
+A copy blocks the host unless its source is page-locked memory. And each copy has a fixed cost, that
+of some hundred kilobytes. So all tensors of a step are packed into one piece of page-locked memory,
+and copied at once; on the device they are views of one tensor."""
 
 from __future__ import annotations
 
@@ -15,45 +15,45 @@ import torch
 from torch import Tensor
 
 T = TypeVar("T")
-ALIGNED = 16  # [B] where a tensor begins
+ALIGNED = 16  # [B] alignment of packed tensors
 
 
 def mapped(
     things: T, function: Callable[[Tensor], Tensor], copies: dict[int, Any] | None = None
 ) -> T:
-    """Objects in dicts, lists and tuples, copied with what a function makes of their tensors.
+    """Copy nested dicts, lists, tuples and objects, with `function` applied to their tensors.
 
-    What is among them twice is copied once: `copies` has it by its id."""
+    An object that occurs twice is copied once: `copies` maps its id to the copy."""
     copies = {} if copies is None else copies
-    made: Any = things
+    result: Any = things
     if isinstance(things, Tensor):
-        made = function(things)
+        result = function(things)
     elif isinstance(things, dict):
-        made = {name: mapped(each, function, copies) for name, each in things.items()}
+        result = {name: mapped(each, function, copies) for name, each in things.items()}
     elif isinstance(things, list | tuple):
-        made = type(things)(mapped(each, function, copies) for each in things)
+        result = type(things)(mapped(each, function, copies) for each in things)
     elif not hasattr(things, "__dict__"):
         pass
     elif id(things) in copies:
-        made = copies[id(things)]
+        result = copies[id(things)]
     else:
-        made = copies[id(things)] = copy.copy(things)
+        result = copies[id(things)] = copy.copy(things)
         for name, value in vars(things).items():
             if isinstance(value, Tensor):
-                setattr(made, name, function(value))
-    return cast(T, made)
+                setattr(result, name, function(value))
+    return cast(T, result)
 
 
 def together(things: T, move: Callable[[Sequence[Tensor]], Sequence[Tensor]]) -> T:
-    """`mapped`, where all tensors, each of them once, are moved together."""
-    found: dict[int, Tensor] = {}
-    mapped(things, lambda tensor: found.setdefault(id(tensor), tensor))
-    moved = dict(zip(found, move(list(found.values())), strict=True))
-    return mapped(things, lambda tensor: moved[id(tensor)])
+    """Copy like `mapped`, but pass all distinct tensors to `move` in one call."""
+    distinct: dict[int, Tensor] = {}
+    mapped(things, lambda tensor: distinct.setdefault(id(tensor), tensor))
+    results = dict(zip(distinct, move(list(distinct.values())), strict=True))
+    return mapped(things, lambda tensor: results[id(tensor)])
 
 
 def keep_until_used(stream: Any, *things: Any) -> None:
-    """Keep memory of tensors, as in `mapped`, from being handed out before a stream has used it."""
+    """Keep the allocator from reusing the memory of tensors before a stream has used it."""
 
     def used(tensor: Tensor) -> Tensor:
         if tensor.is_cuda:
@@ -64,31 +64,31 @@ def keep_until_used(stream: Any, *things: Any) -> None:
 
 
 def on_device(things: T, device: torch.device) -> T:
-    """Objects on a device, in one copy."""
+    """Copy nested objects to a device, in one transfer."""
     return together(things, lambda tensors: sent(tensors, device))
 
 
 def pinned(tensors: Sequence[Tensor]) -> list[Tensor]:
-    """Copies in one piece of page-locked memory."""
+    """Return copies of tensors in one piece of page-locked memory."""
     sizes = [-(-tensor.nbytes // ALIGNED) * ALIGNED for tensor in tensors]
     ends = [0, *accumulate(sizes)]
-    room = torch.empty(ends[-1], dtype=torch.uint8, pin_memory=True)
+    buffer = torch.empty(ends[-1], dtype=torch.uint8, pin_memory=True)
     return [
-        _at(room, start, tensor).copy_(tensor)
+        _view(buffer, start, tensor).copy_(tensor)
         for start, tensor in zip(ends[:-1], tensors, strict=True)
     ]
 
 
-def _at(room: Tensor, start: int, like: Tensor) -> Tensor:
-    """The place of a tensor in bytes."""
-    return room[start : start + like.nbytes].view(like.dtype).view(like.shape)
+def _view(buffer: Tensor, start: int, like: Tensor) -> Tensor:
+    """Return a view of bytes, from `start` on, with the type and shape of `like`."""
+    return buffer[start : start + like.nbytes].view(like.dtype).view(like.shape)
 
 
 def sent(tensors: Sequence[Tensor], device: torch.device) -> list[Tensor]:
-    """The tensors on a device; those that are there stay.
+    """Copy tensors to a device; tensors that are already there stay.
 
-    A GPU is sent whole pieces of page-locked memory: those that `pinned` has made, and one more for
-    the tensors that are in none.
+    A transfer to a GPU copies whole pieces of page-locked memory: those that `pinned` has packed,
+    and one more for the remaining tensors.
     """
     if device.type != "cuda":
         return [tensor.to(device) for tensor in tensors]
@@ -98,20 +98,20 @@ def sent(tensors: Sequence[Tensor], device: torch.device) -> list[Tensor]:
 
 
 def _sent(tensors: Sequence[Tensor], device: torch.device) -> list[Tensor]:
-    """Tensors of the host on a GPU."""
+    """Copy host tensors to a GPU."""
     loose = iter(pinned([tensor for tensor in tensors if not tensor.is_pinned()]))
-    here = [tensor if tensor.is_pinned() else next(loose) for tensor in tensors]
-    there: dict[int, Tensor] = {}
-    for tensor in here:
+    pinned_tensors = [tensor if tensor.is_pinned() else next(loose) for tensor in tensors]
+    device_pieces: dict[int, Tensor] = {}
+    for tensor in pinned_tensors:
         piece = tensor.untyped_storage()
-        if piece.data_ptr() not in there:
-            room = torch.empty(0, dtype=torch.uint8).set_(piece)
-            there[piece.data_ptr()] = room.to(device, non_blocking=True)
+        if piece.data_ptr() not in device_pieces:
+            buffer = torch.empty(0, dtype=torch.uint8).set_(piece)
+            device_pieces[piece.data_ptr()] = buffer.to(device, non_blocking=True)
     return [
-        _at(
-            there[tensor.untyped_storage().data_ptr()],
+        _view(
+            device_pieces[tensor.untyped_storage().data_ptr()],
             int(tensor.storage_offset()) * tensor.itemsize,
             tensor,
         )
-        for tensor in here
+        for tensor in pinned_tensors
     ]

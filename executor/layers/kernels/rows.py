@@ -1,4 +1,4 @@
-"""Features of which most are zero: rows in CSR, and the pattern that several of them share."""
+"""Sparse features: rows in CSR, and the sparsity pattern that several row tensors share."""
 
 from __future__ import annotations
 
@@ -21,31 +21,31 @@ from gnnplan.executor.layers.kernels.runtime import apply
 
 
 class Pattern:
-    """Where sparse rows have their Z stored values: CSR, indptr [R + 1] and columns [Z], int32.
+    """A sparsity pattern: CSR of Z stored values, indptr [R + 1] and columns [Z], int32.
 
-    Rows that have other values at the same places share a pattern. So they share its transpose and
-    its slices too, which are computed once.
+    Row tensors with values at the same places share a pattern, and with it the pattern's transpose
+    and slices, which are computed once.
     """
 
     def __init__(
         self, indptr: Tensor, columns: Tensor, width: int, on_host: Tensor | None = None
     ) -> None:
-        """on_host: indptr once more, in host memory; None: the host waits for it if it is cut."""
+        """on_host: a copy of indptr in host memory; None: `cut` blocks the host."""
         self.indptr, self.columns, self.width = indptr, columns, width
         self.on_host = indptr if on_host is None else on_host
         self._slices: dict[tuple[int, int], tuple[Pattern, slice]] = {}
 
     def per_number(self, values: Tensor) -> Tensor:
-        """A value per row [R], repeated for each stored value of the row [Z]."""
+        """Repeat a value per row [R] for each stored value of the row [Z]."""
         return values.repeat_interleave(self.indptr.diff(), output_size=len(self.columns))
 
     @functools.cached_property
     def transposed(self) -> tuple[Tensor, Tensor, Tensor]:
-        """CSR over columns: indptr [width + 1], rows [Z], and the place of each value [Z]."""
+        """The CSR over columns: indptr [width + 1], rows [Z], and the place of each value [Z]."""
         rows = torch.arange(len(self.indptr) - 1, dtype=torch.int32, device=self.columns.device)
         if self.columns.device.type != "cpu":
             return by_column(self.per_number(rows), self.columns, self.width)
-        # half the time of torch's sort, or less
+        # takes half the time of torch's sort, or less
         places = np.arange(len(self.columns), dtype=np.int32)
         matrix = sparse.csr_array(
             (places, self.columns.numpy(), self.indptr.numpy()), shape=(len(rows), self.width)
@@ -56,7 +56,7 @@ class Pattern:
         return indptr, of_numbers, order
 
     def cut(self, start: int, stop: int) -> tuple[Pattern, slice]:
-        """The pattern of rows [start, stop), and which of the stored values are theirs."""
+        """Return the pattern of rows [start, stop), and the slice of their stored values."""
         if (start, stop) not in self._slices:
             first, last = self.on_host[[start, stop]].tolist()
             rows, numbers = slice(start, stop + 1), slice(first, last)
@@ -73,8 +73,8 @@ def _offsets(counts: Tensor) -> Tensor:
 class SparseRows(Tensor):
     """Rows [R, F] of mostly zeros: a pattern and its stored values [Z].
 
-    They are constant (features), so no gradient goes to them. They are a tensor to whoever has
-    features; of what a tensor does, they do what is here, and `linear` and `dropout`.
+    They are features, so they get no gradient. They are a Tensor, so that code for features takes
+    both; but only the operations below work on them, and `linear` and `dropout`.
     """
 
     pattern: Pattern
@@ -82,14 +82,14 @@ class SparseRows(Tensor):
 
     @staticmethod
     def __new__(cls, pattern: Pattern, stored: Tensor) -> SparseRows:
-        made: SparseRows = Tensor._make_wrapper_subclass(
+        result: SparseRows = Tensor._make_wrapper_subclass(
             cls,
             (len(pattern.indptr) - 1, pattern.width),
             dtype=stored.dtype,
             device=stored.device,
         )
-        made.pattern, made.stored = pattern, stored
-        return made
+        result.pattern, result.stored = pattern, stored
+        return result
 
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
 
@@ -103,13 +103,13 @@ class SparseRows(Tensor):
 
     @classmethod
     def of(cls, lengths: Tensor, columns: Tensor, values: Tensor, width: int) -> SparseRows:
-        """From the stored values per row [R], and row after row their columns and values [Z]."""
+        """Build rows from their numbers of stored values [R], and all columns and values [Z]."""
         return cls(Pattern(_offsets(lengths), columns.int(), width), values)
 
     @classmethod
     def of_csr(cls, x: csr_matrix, dtype: torch.dtype, room: int = 0) -> SparseRows:
-        """Of a matrix, with `room` more rows that store nothing. They share its memory if they may
-        write there."""
+        """Build rows from a matrix, and `room` more empty rows. The arrays are shared if writeable,
+        else copied."""
         indices, data = (
             array if array.flags.writeable else array.copy() for array in (x.indices, x.data)
         )
@@ -119,43 +119,45 @@ class SparseRows(Tensor):
 
     @classmethod
     def cat(cls, parts: Sequence[SparseRows]) -> SparseRows:
-        """The rows of all parts, one part after the other."""
+        """Concatenate the rows of all parts."""
         lengths = torch.cat([part.lengths for part in parts])
         columns = torch.cat([part.pattern.columns for part in parts])
         return cls.of(lengths, columns, torch.cat([p.stored for p in parts]), parts[0].shape[1])
 
     @property
     def lengths(self) -> Tensor:
-        """Stored values of each row [R]."""
+        """Number of stored values of each row [R]."""
         return self.pattern.indptr.diff()
 
     @property
     def column_type(self) -> torch.dtype:
-        """The type of columns in transit: as wide as a value, and int32 at least."""
+        """The type of columns in messages: as wide as a value, and at least int32."""
         return torch.int64 if self.stored.itemsize == 8 else torch.int32
 
     @property
     def nbytes(self) -> int:  # type: ignore[override]
-        """Size in transit [B]: a column and a value per stored value."""
+        """Size in messages [B]: a column and a value per stored value."""
         return len(self.stored) * (self.column_type.itemsize + self.stored.itemsize)
 
     def swapped(
         self, swap: Callable[..., Tensor], gives: list[int], takes: list[int], lengths: Tensor
     ) -> SparseRows:
-        """What peers send of theirs, while `gives` of these rows go to each of them.
+        """Send `gives` of these rows to each peer, and return the `takes` rows received from each.
 
-        lengths [sum takes]: stored values of what comes. A peer gets one message of bytes: the
-        columns of all stored values, then these."""
+        lengths [sum takes]: stored values of the received rows. A peer gets one message of bytes:
+        the columns of all stored values, then the values."""
         columns, values = self.pattern.columns.to(self.column_type), self.stored
-        given = [int(part.sum()) for part in torch.split(self.lengths, gives)]
-        taken = [int(part.sum()) for part in torch.split(lengths, takes)]
-        messages = zip(*(torch.split(part, given) for part in (columns, values)), strict=True)
+        sent_counts = [int(part.sum()) for part in torch.split(self.lengths, gives)]
+        received_counts = [int(part.sum()) for part in torch.split(lengths, takes)]
+        messages = zip(*(torch.split(part, sent_counts) for part in (columns, values)), strict=True)
         outgoing = torch.cat([part.view(torch.uint8) for pair in messages for part in pair])
         sizes = columns.itemsize, values.itemsize
         incoming = swap(
-            outgoing[:, None], [n * sum(sizes) for n in given], [n * sum(sizes) for n in taken]
+            outgoing[:, None],
+            [n * sum(sizes) for n in sent_counts],
+            [n * sum(sizes) for n in received_counts],
         )
-        parts = torch.split(incoming[:, 0], [n * size for n in taken for size in sizes])
+        parts = torch.split(incoming[:, 0], [n * size for n in received_counts for size in sizes])
         return SparseRows.of(
             lengths.to(values.device),
             torch.cat(parts[::2]).view(columns.dtype),
@@ -164,7 +166,7 @@ class SparseRows(Tensor):
         )
 
     def times(self, weight: Tensor) -> Tensor:
-        """Weighted sums of the columns of weight [H, F] -> [R, H]."""
+        """Multiply by the transpose of weight [H, F] -> [R, H]."""
         return apply(_Linear, weight, self.pattern, self.stored)
 
     def __getitem__(self, rows: slice) -> SparseRows:  # type: ignore[override]
@@ -180,12 +182,12 @@ class SparseRows(Tensor):
         self.pattern, self.stored = filled.pattern, filled.stored
 
     def new_empty(self, rows: int, width: int) -> SparseRows:  # type: ignore[override]
-        """Rows that store nothing."""
+        """Return rows without stored values."""
         lengths = self.pattern.indptr.new_zeros(rows)
         return SparseRows.of(lengths, self.pattern.columns[:0], self.stored[:0], width)
 
     def index_select(self, dim: int, rows: Tensor) -> SparseRows:
-        """The rows in that order; dim is 0."""
+        """Gather rows in the given order; dim is 0."""
         lengths = self.lengths.index_select(0, rows)
         starts = self.pattern.indptr.index_select(0, rows) - _offsets(lengths)[:-1]
         total = int(lengths.sum())
@@ -212,13 +214,13 @@ class SparseRows(Tensor):
 
 
 class _Linear(torch.autograd.Function):
-    """`linear` of sparse rows; where they are bfloat16, weights and their gradient are float32."""
+    """Autograd of `linear` of sparse rows; bfloat16 rows have float32 weights and gradients."""
 
     @staticmethod
     def forward(ctx: Any, weight: Tensor, pattern: Pattern, values: Tensor) -> Tensor:
         ctx.pattern, ctx.dtype = pattern, weight.dtype
         ctx.save_for_backward(values)
-        # no copy where the weight lies column by column in memory (models.Net)
+        # no copy if the weight is stored in column-major order (models.Net)
         columns = weight.to(values.dtype).t().contiguous()
         return spmm(pattern.indptr, pattern.columns, values, columns)
 

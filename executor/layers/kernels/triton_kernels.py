@@ -1,19 +1,19 @@
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators, allow-untyped-calls
 """Sums over edges, attention over edges and dropout on GPUs, in Triton.
 
-CUDA builds of torch bring Triton; `runtime.triton_kernels` imports this module where it works.
+CUDA builds of torch contain Triton; `gpu.triton_kernels` imports this module where Triton works.
 
-A program makes one row (of one head). It adds its edges up in their order, in float32 (rows of
-float64 in float64), so a call repeats itself to the bit. Backward passes go over the transposed
-edges, and nothing is added atomically.
+A Triton program computes one row (of one head). It sums the row's edges in their order, in float32
+(float64 rows in float64), so results are reproducible to the bit. Backward passes use the
+transposed edges; no kernel uses atomic additions.
 
     spmm            a CSR matrix times rows, plus other rows
-    attend          softmax over a row's edges and the weighted sum, in one pass over them
-    attend_pairs    the same with logits of sums of two rows
-    dropout         a hash decides, forward and backward alike, so no mask is kept
+    attend          softmax over a row's edges and the weighted sum, in one pass over the edges
+    attend_pairs    the same, with logits of sums of two rows
+    dropout         a hash decides, in forward and backward passes, so no mask is stored
 
-The softmax is made online, as in FlashAttention (Dao et al. 2022, Sec. 3.1): sums so far are scaled
-down when a larger logit comes. Of it log(sum(exp(logit))) is saved, per row and head.
+The softmax is computed online, as in FlashAttention (Dao et al. 2022, Sec. 3.1): running sums are
+rescaled when a larger logit appears. log(sum(exp(logit))) is saved per row and head.
 
 Shapes: R destinations, S sources, E edges; H numbers a row, which are heads x W in attention."""
 
@@ -30,13 +30,13 @@ from torch.autograd.function import once_differentiable
 
 from gnnplan.executor.layers.kernels.block import Block
 
-MOST_COLUMNS = 256  # of a row that one program of `spmm` makes
-PROGRAMS = 2048  # that share the rows where something is summed over all of them
-WORDS = 256  # of a hash that one program of `dropout` makes
+MOST_COLUMNS = 256  # of a row that one program of `spmm` computes
+PROGRAMS = 2048  # that share all rows, if the result is a sum over rows
+WORDS = 256  # of the hash that one program of `dropout` computes
 
 
 def probe() -> None:
-    """Raises whatever keeps these kernels from working on the current GPU."""
+    """Raise an error if these kernels do not work on the current GPU."""
     ones, indices = (
         torch.ones(2, 16, device="cuda"),
         torch.zeros(2, dtype=torch.int32, device="cuda"),
@@ -48,24 +48,24 @@ def probe() -> None:
 
 
 def _by_rows(x: Tensor) -> Tensor:
-    """The rows, each in one piece of memory."""
+    """Return rows that are each contiguous in memory."""
     return x if x.stride(1) == 1 or not x.numel() else x.contiguous()
 
 
 def _power(width: int) -> int:
-    """The least power of two that has room for a row."""
+    """Return the least power of two, 16 or more, that is not below a row's width."""
     power: int = triton.next_power_of_2(width)
     return max(16, power)
 
 
 def _sum_of(x: Tensor) -> tl.dtype:
-    """The type in which rows are added up."""
+    """Return the type in which rows are summed."""
     return tl.float64 if x.dtype == torch.float64 else tl.float32
 
 
 @triton.jit
 def _rows(x, stride, which, column, mask, SUM: tl.constexpr):
-    """Some columns [C] of some rows [B] of x -> [B, C]."""
+    """Load some columns [C] of some rows [B] of x -> [B, C]."""
     place = which.to(tl.int64)[:, None] * stride + column[None, :]
     return tl.load(x + place, mask=mask, other=0.0).to(SUM)
 
@@ -100,7 +100,7 @@ def _spmm(
 def spmm(
     indptr: Tensor, indices: Tensor, weight: Tensor | None, x: Tensor, add: Tensor | None = None
 ) -> Tensor:
-    """A CSR matrix [R, S] times x [S, H] -> [R, H]; without `weight` [E] its entries are 1.
+    """Multiply a CSR matrix [R, S] by x [S, H] -> [R, H]; without `weight` [E] its entries are 1.
 
     add: rows [., H] that are added to the first rows of the result.
     """
@@ -108,7 +108,7 @@ def spmm(
     add = None if add is None else _by_rows(add)
     out = x.new_empty(rows, width)
     if out.numel():
-        # rows are read by as many numbers together as divide them, and Triton has to see that
+        # loads are vectorised only if Triton sees the common divisor of stride and width
         columns, unit = min(MOST_COLUMNS, _power(width)), gcd(16, x.stride(0), width)
         _spmm[(rows, triton.cdiv(width, columns))](
             indptr, indices, weight, x, x.stride(0) // unit, add,
@@ -119,13 +119,13 @@ def spmm(
 
 
 def _edges(row_bytes: int) -> int:
-    """How many edges a warp reads together, of rows of so many bytes: the fastest on an H200."""
+    """Return the number of edges that a warp loads together: the fastest on an H200."""
     return 32 if row_bytes <= 256 else 8
 
 
 # -- attention -------------------------------------------------------------------------------------
-# `vectors` are GATv2's, whose logits are vector . LeakyReLU(z_u + r_v), and `reader` has rows r_v.
-# Without them a logit is LeakyReLU(source_u + reader_v), of a number per head, as in GAT.
+# GATv2 has `vectors`: a logit is vector . LeakyReLU(z_u + r_v), and `reader` holds rows r_v.
+# GAT has none: a logit is LeakyReLU(source_u + reader_v), from one number per vertex and head.
 
 
 @triton.jit
@@ -183,7 +183,7 @@ def _attend_home(
     WIDTH: tl.constexpr, HEADS: tl.constexpr, SLOPE: tl.constexpr,
     COLUMNS: tl.constexpr, EDGES: tl.constexpr, SUM: tl.constexpr,
 ):  # fmt: skip
-    """The gradient of a source's row, and of the logits of its edges: over the readers of it."""
+    """Compute the gradients of a source's row and of its edges' logits, over the row's readers."""
     row, head = (tl.program_id(0) // HEADS).to(tl.int64), tl.program_id(0) % HEADS
     column = tl.arange(0, COLUMNS)
     inside, of_head = column < WIDTH, head * WIDTH + column
@@ -235,7 +235,7 @@ def _pairs_home(
     WIDTH: tl.constexpr, HEADS: tl.constexpr, SLOPE: tl.constexpr,
     COLUMNS: tl.constexpr, EDGES: tl.constexpr, SUM: tl.constexpr,
 ):  # fmt: skip
-    """The gradient of readers' rows r_v, and of the vector: over the edges of some of the rows."""
+    """Compute the gradients of readers' rows r_v and of the vector, over the edges of some rows."""
     head, column = tl.program_id(1), tl.arange(0, COLUMNS)
     inside, of_head = column < WIDTH, head * WIDTH + column
     vector = tl.load(vectors + of_head, mask=inside, other=0.0).to(SUM)
@@ -263,7 +263,7 @@ def _pairs_home(
 
 
 def _head_shape(width: int, x: Tensor) -> tuple[int, int, tl.dtype, int]:
-    """Columns, edges at a time, type of sums, and warps of a program that makes a row of a head."""
+    """Return columns, edges per load, type of sums, and warps of a program."""
     columns = _power(width)
     edges, warps = min(16, max(4, 512 // columns)), min(16, max(1, columns // 256))
     return columns, edges, _sum_of(x), warps
@@ -273,7 +273,7 @@ def _attended(
     block: Block, z: Tensor, source: Tensor | None, reader: Tensor, vectors: Tensor | None,
     heads: int, slope: float,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """The sums [R, H], and the logarithm of each sum of exponentials [R, heads]."""
+    """Return the sums [R, H], and the logarithm of each sum of exponentials [R, heads]."""
     width = z.shape[1] // heads
     columns, edges, sums, warps = _head_shape(width, z)
     out, total = z.new_empty(block.n_dst, z.shape[1]), _wide(z, block.n_dst, heads)
@@ -290,7 +290,7 @@ def _attended_home(
     heads: int, slope: float, out: Tensor, total: Tensor, gradient: Tensor,
     to_z: Tensor, to_reader: Tensor,
 ) -> Tensor:  # fmt: skip
-    """The gradients of `_attended`: fills to_z [S, H] and to_reader [R, .].
+    """Compute the gradients of `_attended`: fill to_z [S, H] and to_reader [R, .].
 
     Returns that of source [S, heads], or of vectors [heads, W].
     """
@@ -318,7 +318,7 @@ def _attended_home(
 
 
 def _wide(x: Tensor, *shape: int) -> Tensor:
-    """Room for numbers of the type in which rows are added up."""
+    """Allocate numbers of the type in which rows are summed."""
     return x.new_empty(shape, dtype=torch.promote_types(x.dtype, torch.float32))
 
 
@@ -330,13 +330,13 @@ def _strided(
 
 
 def attend(block: Block, z: Tensor, of_source: Tensor, of_reader: Tensor, slope: float) -> Tensor:
-    """attention.attend of all heads together."""
+    """Compute attention.attend for all heads together."""
     out: Tensor = _Attend.apply(*map(_by_rows, (z, of_source, of_reader)), block, slope)
     return out
 
 
 class _Attend(torch.autograd.Function):
-    """Logits are made again in the backward pass."""
+    """Autograd of `attend`; logits are recomputed in the backward pass."""
 
     @staticmethod
     def forward(
@@ -360,13 +360,13 @@ class _Attend(torch.autograd.Function):
 
 
 def attend_pairs(block: Block, rows: Tensor, vectors: Tensor, slope: float) -> Tensor:
-    """attention.attend_pairs of all heads together."""
+    """Compute attention.attend_pairs for all heads together."""
     out: Tensor = _AttendPairs.apply(_by_rows(rows), vectors.contiguous(), block, slope)
     return out
 
 
 class _AttendPairs(torch.autograd.Function):
-    """As `_Attend`."""
+    """Autograd of `attend_pairs`; logits are recomputed in the backward pass."""
 
     @staticmethod
     def forward(ctx: Any, rows: Tensor, vectors: Tensor, block: Block, slope: float) -> Tensor:
@@ -395,13 +395,13 @@ class _AttendPairs(torch.autograd.Function):
 
 @triton.jit
 def _mix(z):
-    """splitmix64's finalizer, on uint64."""
+    """Compute splitmix64's finalizer on uint64."""
     z = (z ^ (z >> 30)) * 0xBF58476D1CE4E5B9
     z = (z ^ (z >> 27)) * 0x94D049BB133111EB
     return z ^ (z >> 31)
 
 
-# The width is a constant: only then does Triton see that four columns lie in one word of memory.
+# The width is a constant, or Triton would not see that four columns share one word of memory.
 @triton.jit(do_not_specialize=["seed", "epoch", "layer"])
 def _dropout(
     x, vertices, out, rows, seed, epoch, layer, WIDTH: tl.constexpr, STRIDE: tl.constexpr,
@@ -433,17 +433,17 @@ def dropout(
     x: Tensor, vertices: Tensor, seed: int, epoch: int | Tensor, layer: int, first: int,
     threshold: int, scale: float,
 ) -> Tensor:  # fmt: skip
-    """x [R, H] times `scale` where the hash of (seed, epoch, layer, vertex, column) survives, or 0.
+    """Scale values of x [R, H] whose hash of (seed, epoch, layer, vertex, column) survives; else 0.
 
-    vertices: int64 [R]. epoch: may be on the device, int64 []. first: the column that x begins
-    with. threshold: the least 16-bit number that survives, counted from -2^15.
+    vertices: int64 [R]. epoch: may be on the device, int64 []. first: the model's column that is
+    column 0 of x. threshold: the least signed 16-bit number that survives.
     """
     out: Tensor = _Dropout.apply(x, vertices, seed, epoch, layer, first, threshold, scale)
     return out
 
 
 class _Dropout(torch.autograd.Function):
-    """Its gradient is dropped out alike; the mask is made again."""
+    """Autograd of `dropout`; the backward pass recomputes the mask."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, vertices: Tensor, *numbers: Any) -> Tensor:
