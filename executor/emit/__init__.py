@@ -1,4 +1,4 @@
-"""Writes a plan for other programs: launch files, and partitions.
+"""Export of a plan to other programs: launch files, and partitions.
 
     launch.py       bash scripts for torchrun and Slurm, and a Kubernetes manifest
     partitions.py   the graph in one part per rank, written by DGL or PyG

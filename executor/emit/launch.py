@@ -59,13 +59,13 @@ class Launch:
     """The facts of a plan that a launch file needs."""
 
     plan: Path
-    name: str  # of the job: lower-case letters, digits and dashes
+    name: str  # the job's name: lower-case letters, digits and dashes
     strategy: str
     servers: int
     ranks: int  # per server
     gpus: int  # per server, used or not; 0: ranks on CPUs
     epoch_s: float  # predicted seconds of an epoch
-    files: tuple[Path, ...]  # of the graph, and of the user's model
+    files: tuple[Path, ...]  # files of the graph, and of the user's model
 
     @classmethod
     def of(cls, path: Path, document: dict[str, Any]) -> Launch:

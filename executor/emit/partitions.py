@@ -1,4 +1,4 @@
-"""Writes the graph of a plan in one part per rank, in the file formats of other libraries.
+"""Partitions of a plan's graph, one part per rank, in the file formats of other libraries.
 
 The libraries' own code writes the files; only its call of METIS returns our assignment. Parts are
 numbered in the order of the ranks' GPUs: part k belongs to torchrun's rank k."""
@@ -123,7 +123,7 @@ def pyg(problem: Problem, strategy: Strategy, folder: Path) -> str | None:
 
 
 class _Assignment:
-    """Replaces a library's call of METIS, and returns the plan's parts."""
+    """A stand-in for a library's call of METIS, which returns the plan's parts."""
 
     def __init__(self, assigned: np.ndarray) -> None:
         self.assigned, self.is_called = assigned, False

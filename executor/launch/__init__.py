@@ -1,4 +1,4 @@
-"""Starts the ranks of a plan, watches them, and reports which rank failed and why.
+"""The launcher: starts the ranks of a plan, watches them, and reports which rank failed and why.
 
 Which file to open:
 

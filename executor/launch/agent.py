@@ -227,7 +227,7 @@ def run(
     env = {name: value for name, value in usual.items() if name not in os.environ} | dict(env)
     # -P: a folder named gnnplan in the working directory must not hide the package
     command = [sys.executable, "-P", "-m", "gnnplan.executor", *words]
-    address = servers[places[0]].address if servers else ""  # of rank 0, which hosts the store
+    address = servers[places[0]].address if servers else ""  # rank 0 hosts the store
     if servers:
         env = {**env, **INTERFACES}
         for process, place in enumerate(places):

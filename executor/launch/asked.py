@@ -61,9 +61,9 @@ class Options:
     timeout_s: Annotated[float, Field(ge=1.0, le=LONGEST_S)] = 30.0
     staleness_errors: bool = False
     gradient_errors: bool = False
-    checkpoint_every: Annotated[int, Field(ge=0, le=MOST)] = 10  # in epochs; 0: never
+    checkpoint_every: Annotated[int, Field(ge=0, le=MOST)] = 10  # period in epochs; 0: never
     resume: bool = False  # continue from the last checkpoint in the run's folder
-    restarts: Annotated[int, Field(ge=0, le=MOST)] = 0  # of all ranks, after one is lost
+    restarts: Annotated[int, Field(ge=0, le=MOST)] = 0  # restarts of all ranks, after one is lost
     # folder of TensorBoard's event files; absolute, as a resumed run may start in another folder
     tensorboard: Annotated[str, AfterValidator(os.path.abspath)] | None = None
     quiet: bool = False  # report no epochs

@@ -1,9 +1,9 @@
-"""Compares the gradients of all strategies with one process, on a small graph and a user's model.
+"""`gnnplan check`: a comparison of all strategies' gradients with those of one process.
 
-Every strategy takes one step of gradient descent with rate 1, in float64, on two CPU ranks over
-Gloo. The change of the weights is then the gradient, and must equal the gradient of one process.
-Mini-batch strategies take all training vertices as one batch. A strategy of a single rank (offload)
-trains on rank 0, while rank 1 moves on.
+On a small graph, with a user's model, every strategy takes one step of gradient descent with rate
+1, in float64, on two CPU ranks over Gloo. The change of the weights is then the gradient, and must
+equal the gradient of one process. Mini-batch strategies take all training vertices as one batch. A
+strategy of a single rank (offload) trains on rank 0, while rank 1 moves on.
 
 This is the program of the ranks that `launcher.compare` starts. All strategies share one process
 group."""
@@ -45,7 +45,7 @@ from gnnplan.planner.vocabulary.errors import SpecError
 from gnnplan.planner.vocabulary.files import write_atomically
 
 RANKS = 2
-FEATURES, CLASSES = 12, 4  # of the graph, unless the model fixes its widths
+FEATURES, CLASSES = 12, 4  # the graph's widths, unless the model fixes them
 STEP = {"optimizer": "sgd", "lr": 1.0, "epochs": 1, "dtype": "float64"}
 SECONDS = 60.0  # after which a peer that does not answer counts as lost
 WITHIN = 1e-9  # tolerance, relative to a gradient's largest number

@@ -25,7 +25,7 @@ import torch
 
 from gnnplan.planner.vocabulary.errors import SpecError
 
-PORT = 29500  # of the ranks' store; always free, as a namespace has no other processes
+PORT = 29500  # port of the ranks' store; always free, as a namespace has no other processes
 INTERFACES = {"GLOO_SOCKET_IFNAME": "eth0", "NCCL_SOCKET_IFNAME": "eth0"}
 # [s] of traffic at full rate that fills a bucket. A shorter message passes faster than the NIC.
 BURST_S = 0.001

@@ -1,7 +1,7 @@
-"""Describes how a rank fails: the reason, the operation it was in, and the remedy.
+"""Failures of ranks: the reason, the operation that the rank was in, and the remedy.
 
-If several ranks failed, finds the one at fault, as one lost rank stops all others. If memory ran
-out, the message shows the plan's prediction beside the measured memory."""
+If several ranks failed, `blame` finds the rank at fault, as one lost rank stops all others. If
+memory ran out, the message shows the plan's prediction and the measured memory."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from gnnplan.planner.vocabulary.units import show_bytes
 
 FAILED_WITH_OTHERS = 75  # exit code of a rank that stopped because its peers did
 HEAD_START = 2.0  # [s] by which a rank that failed by itself ends before its peers
-OWN_EXIT_CODES = (1, 2, 3)  # of errors whose message needs no addition
+OWN_EXIT_CODES = (1, 2, 3)  # exit codes of errors whose message needs no addition
 MOST_SAID = 10_000  # characters of a message, which take at most 60 kB as JSON
 # Python's RuntimeError if the kernel refuses a thread: too many threads, or no memory for its stack
 NO_THREAD = "can't start new thread"
@@ -47,7 +47,7 @@ REMEDY = (
 
 @dataclass(frozen=True)
 class Failure:
-    """How a rank failed."""
+    """The failure of a rank."""
 
     exit_code: int
     message: str
@@ -244,7 +244,7 @@ def ran_out(error: BaseException) -> bool:
 
 def no_more_processes(error: BaseException) -> str:
     """Return the exhausted limit of processes and the remedy; "" if the error has another cause."""
-    refused = isinstance(error, OSError) and error.errno == errno.EAGAIN  # of fork
+    refused = isinstance(error, OSError) and error.errno == errno.EAGAIN  # from fork
     room = process_room() if refused or NO_THREAD in str(error) else None
     if room is None or room.left > FEW:
         return ""

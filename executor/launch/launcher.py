@@ -1,4 +1,4 @@
-"""Starts the local ranks of a plan and waits for them.
+"""The launcher's entry points: start the local ranks of a plan, and wait for them.
 
 The command line uses this module only, so it also offers what asked.py, options.py and
 rank_process.py define. The ranks themselves run rank_process.py.
@@ -50,12 +50,12 @@ ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
 
 
 def new_folder(name: str) -> Path:
-    """The first folder runs/NAME-1, runs/NAME-2 .. that does not exist."""
+    """Return the first folder runs/NAME-1, runs/NAME-2 .. that does not exist."""
     return next(p for n in range(1, 10_000) if not (p := Path("runs") / f"{name}-{n}").exists())
 
 
 class TimeIsUp(Exception):
-    """A run was stopped because it took longer than it may."""
+    """The end of a run that took longer than it may."""
 
 
 def begin(asked: Asked, most_s: float = inf) -> None:

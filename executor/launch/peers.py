@@ -156,8 +156,8 @@ def compare(everyone: Sequence[Found]) -> Agreement:
         if needs > SLACK * free:
             raise Infeasible(
                 f"{len(here)} ranks need {show_bytes(needs)} more on {host} {device}, where"
-                f" {show_bytes(free)} are free; stop what fills it, or plan again for more servers"
-                " or a smaller workload"
+                f" {show_bytes(free)} are free; stop the processes that fill it, or plan again for"
+                " more servers or a smaller workload"
             )
     last, of_another = onwards(
         (each["checkpoints"] for each in everyone),

@@ -1,4 +1,4 @@
-"""Compares what a plan requires with this machine, before any process starts.
+"""The preflight check: compares a plan's requirements with this machine, before any process starts.
 
 Each check compares one property and returns a row: equal enough ('ok'), different, so that the run
 will differ from the prediction ('differs'), or so wrong that the run must fail ('stops'). All
@@ -223,7 +223,7 @@ def _servers(asked: Asked) -> Row:
         return _unless_refused("servers", str(planned), played)
     says = "messages between servers do not cross the plan's links; start it with torchrun or srun"
     if not asked.launched:
-        says += " there, or play the servers here with --emulate RATE"
+        says += " there, or emulate the servers here with --emulate RATE"
     return _row("servers", str(planned), str(here), planned == here, says, "differs")
 
 
@@ -252,11 +252,15 @@ def _memory(asked: Asked) -> Row:
         planned += f", and {show_bytes(graph)} of graph data"
     if graph > free:
         room = show_bytes(free / servers)
-        says = f"stop what fills it, or plan again with --set host_memory={room.replace(' ', '')}"
+        says = (
+            "stop the processes that fill it, or plan again with --set"
+            f" host_memory={room.replace(' ', '')}"
+        )
     else:
         says = (
-            f"enough for {int((free - graph) / each):,}: stop what fills it, plan again with"
-            " --ranks or for a smaller workload, or start it with torchrun on several servers"
+            f"enough for {int((free - graph) / each):,}: stop the processes that fill it, plan"
+            " again with --ranks or for a smaller workload, or start it with torchrun on several"
+            " servers"
         )
     return _row("memory", planned, here, ranks * each + graph <= free, says)
 
@@ -287,7 +291,7 @@ def _shared_memory(asked: Asked) -> Row:
     spread = getattr(asked.strategy, "structure", "") == "spread"
     if not ahead or spread:  # the prediction then adds up blocks of batches and adjacency lists
         return Row("shared memory", "none that is known", here)
-    copies = 2 + (ahead if asked.cluster.device.kind == "cpu" else 0)  # in the rank's prediction
+    copies = 2 + (ahead if asked.cluster.device.kind == "cpu" else 0)  # that the prediction counts
     degrees = 16 * asked.document["graph"]["vertices"] if asked.cluster.device.kind == "cpu" else 0
     blocks = max(asked.predicted.get("graph", 0.0) - degrees, 0.0) * ahead / copies
     needed = asked.ranks_here * blocks

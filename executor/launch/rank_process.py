@@ -212,7 +212,7 @@ class _Process:
                 must_be_new(out, document if self.restarted else None)
             differs = [str(row) for row in must_start(asked)]
         training = question(asked.problem, asked.settled)
-        if self.number < asked.problem.ranks:  # from the launcher's number to the plan's rank
+        if self.number < asked.problem.ranks:  # maps the launcher's number to the plan's rank
             self.number = asked.problem.by_gpu[self.number]
             self.server = asked.problem.servers[self.number]
         checkpoints = Checkpoints(out, self.number, options.checkpoint_every, training)
@@ -285,7 +285,7 @@ def _progress_line(epochs: int, first: int) -> Callable[[dict[str, Any]], None]:
 
 
 class Scalars:
-    """Writes rows of metrics.jsonl into an event file of TensorBoard; only rank 0 has one.
+    """A writer of metrics.jsonl's rows into an event file of TensorBoard; only rank 0 has one.
 
     first: epochs that an earlier process has trained; TensorBoard hides its later epochs. Raises
     SpecError if the folder cannot be made.

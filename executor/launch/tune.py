@@ -1,4 +1,4 @@
-"""Runs the few strategies whose predictions are within doubt, and plans by the measured epochs.
+"""`gnnplan tune`: runs of the few strategies that are within doubt, and the plan they lead to.
 
 `prospect` selects the strategies and the budget. `tune` runs them by successive halving
 (planner/evidence/halving.py), refits the cluster's constants, and makes the plan.
@@ -43,7 +43,7 @@ from gnnplan.planner.vocabulary.progress import notify, say
 from gnnplan.planner.vocabulary.units import show_count, show_percent, show_time
 
 MOST = 4  # strategies that run
-SHARE = 0.1  # of the predicted training time that tuning may cost
+SHARE = 0.1  # share of the predicted training time that tuning may cost
 
 
 @dataclass(frozen=True)
@@ -196,7 +196,7 @@ def must_be_this_machine(problem: Problem, emulate: Emulated | None) -> None:
     if servers > 1 and emulate is None:
         raise SpecError(
             f"the plan is for {servers} servers, and tune runs on this machine alone; give"
-            " --emulate RATE to play them here, or run the plan's strategies there with torchrun"
+            " --emulate RATE to emulate them here, or run the plan's strategies there with torchrun"
             " and compare them by `gnnplan validate DIR...`"
         )
     found, each = gpus(), problem.cluster.gpus_per_server
@@ -216,7 +216,7 @@ def must_be_this_machine(problem: Problem, emulate: Emulated | None) -> None:
 
 
 class _Runner:
-    """Runs a candidate for each turn, in a folder of its own: 01-graph_parallel, 02-pipegcn, ...
+    """The runner of candidates: every turn has a folder of its own, 01-graph_parallel, 02-pipegcn.
 
     Folders of unfinished runs are hidden (.02-pipegcn), so that `gnnplan validate DIR/*` finds
     finished runs only.

@@ -1,4 +1,4 @@
-"""Counts the work and memory of a user's layer, from the operations that torch dispatches.
+"""A counter of a user's layer: its work and memory, from the operations that torch dispatches.
 
 The layer runs forward and backward on a few small blocks of different sizes. The counter records
 the work of each operation, and when each tensor is allocated and freed. All counts must be linear
@@ -39,9 +39,9 @@ WORDS = {
     "elementwise_bytes": "elementwise bytes",
     "gathers": "gathers",
     "products": "products",
-    "forward_events": "the tensors that it makes",
-    "backward_events": "the tensors that it makes",
-    "kept": "what it makes of edges",
+    "forward_events": "allocated tensors",
+    "backward_events": "allocated tensors",
+    "kept": "bytes kept for edges",
 }
 PRODUCTS = ("mm", "addmm", "addmm_", "bmm", "baddbmm", "_linear_pointwise", "linear")
 ARITHMETIC = ("mul", "add", "sub", "div", "pow")
@@ -74,43 +74,43 @@ FREE = (
 
 
 class Unmeasured(Exception):
-    """The layer cannot be counted, so no plan can be made; the message says why."""
+    """A layer that cannot be counted, so that no plan can be made; the message has the reason."""
 
 
 @dataclass
 class Work:
     """Work of one pass on one block: the fields of CountedWork."""
 
-    flops: float = 0.0  # of matrix products
+    flops: float = 0.0  # matrix products only
     gemm_bytes: float = 0.0
     elementwise_bytes: float = 0.0
     gathers: list[dict[str, Any]] = field(default_factory=list)
     launches: int = 0
 
-    def goes_by_index(self, name: str, args: tuple[Any, ...], made: Sequence[Tensor]) -> bool:
+    def add_indexed(self, name: str, args: tuple[Any, ...], outputs: Sequence[Tensor]) -> bool:
         """Add an operation that reads or writes rows by index; return False for other operations.
 
         A device has measured rates for sums of rows only. Rows read by index count as copies.
         Narrow rows written by index cost several passes (PUT_PASSES)."""
         if name in ("_embedding_bag", "_embedding_bag_forward_only"):
             table, indices = args[:2]
-            self.sums(indices.numel(), table.shape[1], len(table), len(made[0]))
+            self.add_sum(indices.numel(), table.shape[1], len(table), len(outputs[0]))
         elif name == "sparse_sampled_addmm":  # an inner product of two rows per edge
             edges, table = args[0], args[2].t()
-            self.sums(edges._nnz(), table.shape[1], len(table), len(edges))
-        elif name in PICKS and made[0].ndim:
-            self.elementwise_bytes += 2.0 * made[0].nbytes + INDEX * len(made[0])
-        elif name.rstrip("_") in PUTS and (rows := _longest(args[1:])):
-            width = max(1, made[0].numel() // max(1, len(made[0])))
+            self.add_sum(edges._nnz(), table.shape[1], len(table), len(edges))
+        elif name in PICKS and outputs[0].ndim:
+            self.elementwise_bytes += 2.0 * outputs[0].nbytes + INDEX * len(outputs[0])
+        elif name.rstrip("_") in PUTS and (rows := _most_rows(args[1:])):
+            width = max(1, outputs[0].numel() // max(1, len(outputs[0])))
             if width < VECTOR:
-                self.elementwise_bytes += PUT_PASSES * rows * width * made[0].itemsize
+                self.elementwise_bytes += PUT_PASSES * rows * width * outputs[0].itemsize
             else:
-                self.sums(rows, width, rows, rows)
+                self.add_sum(rows, width, rows, rows)
         else:
             return False
         return True
 
-    def sums(self, rows: int, width: int, among: int, into: int) -> None:
+    def add_sum(self, rows: int, width: int, among: int, into: int) -> None:
         """Add a sum: `rows` rows, read by index among `among` rows, are added to `into` rows."""
         sizes = {"rows": float(rows), "among": float(among), "into": float(into)}
         self.gathers.append({"width": width, **sizes})
@@ -132,7 +132,7 @@ class Noted:
 
 
 class Notes(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Records operations, and the allocation and release of the tensors that they return."""
+    """A recorder of operations, and of the allocation and release of their outputs."""
 
     def __init__(self, noted: Noted) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -143,8 +143,8 @@ class Notes(TorchDispatchMode):  # type: ignore[no-untyped-call]
     @contextmanager
     def during(self, part: str) -> Iterator[None]:
         self.part = part
-        way = "backward" if part.endswith("backward") else "forward"
-        self.work = getattr(self.noted, "structure" if part == "structure" else way)
+        direction = "backward" if part.endswith("backward") else "forward"
+        self.work = getattr(self.noted, "structure" if part == "structure" else direction)
         with self:
             yield
 
@@ -152,39 +152,41 @@ class Notes(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
         out = func(*args, **(kwargs or {}))
-        read = [leaf for leaf in tree_leaves((args, kwargs)) if _is_dense(leaf)]
-        made = [leaf for leaf in tree_leaves(out) if _is_dense(leaf)]
-        storages = {tensor.untyped_storage() for tensor in read}
+        inputs = [leaf for leaf in tree_leaves((args, kwargs)) if _is_dense(leaf)]
+        outputs = [leaf for leaf in tree_leaves(out) if _is_dense(leaf)]
+        storages = {tensor.untyped_storage() for tensor in inputs}
         name = func.overloadpacket.__name__.split(".")[-1]
-        casts = _casts(read, made[0]) if name.rstrip("_") in ARITHMETIC else []
+        casts = _casts(inputs, outputs[0]) if name.rstrip("_") in ARITHMETIC else []
         if self.part != "structure" and _reads_host(func, args):
             self.noted.reads_host = True
         events = self.noted.events[self.part]
         events += [(size, self.part) for size in casts]
-        for tensor in made:
+        for tensor in outputs:
             storage = tensor.untyped_storage()
             if storage not in storages and storage not in self.known:
-                self._comes(storage)
+                self._record_allocation(storage)
         events += [(-size, self.part) for size in casts]
-        is_view = made and not func._schema.is_mutable
-        is_view = is_view and all(t.untyped_storage() in storages for t in made)
+        is_view = outputs and not func._schema.is_mutable
+        is_view = is_view and all(t.untyped_storage() in storages for t in outputs)
         if not is_view:
             for size in casts:
                 self.work.elementwise_bytes += 2 * size
             unread = (kwargs or {}).get("out", args[0] if name in UNREAD else None)
-            self._does(name, args, [tensor for tensor in read if tensor is not unread], made)
+            self._record_operation(
+                name, args, [tensor for tensor in inputs if tensor is not unread], outputs
+            )
         return out
 
-    def _comes(self, storage: Any) -> None:
-        size, born, events = storage.nbytes(), self.part, self.noted.events
+    def _record_allocation(self, storage: Any) -> None:
+        size, part, events = storage.nbytes(), self.part, self.noted.events
         if not size:
             return
         self.known.add(storage)
-        events[born].append((size, born))
-        weakref.finalize(storage, lambda: events[self.part].append((-size, born)))
+        events[part].append((size, part))
+        weakref.finalize(storage, lambda: events[self.part].append((-size, part)))
 
-    def _does(
-        self, name: str, args: tuple[Any, ...], read: Sequence[Tensor], made: Sequence[Tensor]
+    def _record_operation(
+        self, name: str, args: tuple[Any, ...], inputs: Sequence[Tensor], outputs: Sequence[Tensor]
     ) -> None:
         work = self.work
         if name in FREE:
@@ -192,23 +194,23 @@ class Notes(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if not kernel.inside or kernel.entered != self.entered:
             self.entered = kernel.entered
             work.launches += 1
-        if work.goes_by_index(name, args, made):
+        if work.add_indexed(name, args, outputs):
             return
         if name in PRODUCTS:
-            first, second = [tensor for tensor in read if tensor.ndim >= 2][-2:]
-            work.flops += 2.0 * max(first.shape[-1], VECTOR) * _padded(made[0])
+            first, second = [tensor for tensor in inputs if tensor.ndim >= 2][-2:]
+            work.flops += 2.0 * max(first.shape[-1], VECTOR) * _padded(outputs[0])
             if name == "_linear_pointwise" and work is self.noted.forward:
-                after = f"{'bias' if len(read) > 2 else ''} {args[3]}"
+                after = f"{'bias' if len(inputs) > 2 else ''} {args[3]}"
                 widths = {"h_in": first.shape[1], "h_out": len(second), "after": after}
                 self.noted.products.append({"rows": float(len(first)), **widths})
-            work.gemm_bytes += _bytes(first) + _bytes(second) + _bytes(made[0])
+            work.gemm_bytes += _bytes(first) + _bytes(second) + _bytes(outputs[0])
         else:
-            work.elementwise_bytes += sum(map(_bytes, [*read, *made]))
+            work.elementwise_bytes += sum(map(_bytes, [*inputs, *outputs]))
 
 
-def _casts(read: Sequence[Tensor], made: Tensor) -> list[int]:
-    """Bytes of temporary copies that CPUs make of operands with another type [B]."""
-    return [t.numel() * made.itemsize for t in read if t.ndim and t.dtype != made.dtype]
+def _casts(inputs: Sequence[Tensor], outputs: Tensor) -> list[int]:
+    """Return the sizes of temporary copies that CPUs make of operands with another type [B]."""
+    return [t.numel() * outputs.itemsize for t in inputs if t.ndim and t.dtype != outputs.dtype]
 
 
 def _reads_host(func: Any, args: tuple[Any, ...]) -> bool:
@@ -221,7 +223,7 @@ def _reads_host(func: Any, args: tuple[Any, ...]) -> bool:
     return bool(waits & set(func.tags))
 
 
-def _longest(args: Sequence[Any]) -> int:
+def _most_rows(args: Sequence[Any]) -> int:
     """Return the number of rows of the longest tensor."""
     tensors = [leaf for leaf in tree_leaves(args) if isinstance(leaf, Tensor)]
     return max((len(tensor) for tensor in tensors if tensor.ndim), default=0)
@@ -258,7 +260,7 @@ def count(
     noted = [_note(layer, h_in, relu, varies, dtype, sizes) for sizes in SIZES]
     works = [(note.structure, note.forward, note.backward) for note in noted]
     if len({tuple(work.launches for work in each) for each in works}) > 1:
-        raise Unmeasured("the number of its operations depends on how large the block is")
+        raise Unmeasured("the number of operations depends on the size of the block")
 
     table = torch.zeros(1, h_in, dtype=dtype)
     with torch.no_grad():
@@ -300,13 +302,13 @@ def _must_fit(layer: Layer, h_in: int, h_out: int, dtype: torch.dtype) -> None:
     out = layer(block, layer.possible(torch.randn(sources, h_in, dtype=dtype)))
     if out.shape != (rows, h_out):
         raise Unmeasured(
-            f"a layer of {h_in} -> {h_out} numbers makes {list(out.shape)} of {rows} rows, and"
-            f" {[rows, h_out]} are asked for; let it make rows of h_out numbers"
+            f"a layer of {h_in} -> {h_out} numbers returns shape {list(out.shape)} for {rows} rows,"
+            f" not {[rows, h_out]}; return rows of h_out numbers"
         )
     if not out.requires_grad and layer.reads_whole:
         return  # a user's module may aggregate before it multiplies
     if not out.requires_grad:
-        raise Unmeasured("no parameter takes part in what it computes; give it one, in __init__")
+        raise Unmeasured("the output depends on no parameter; define one in __init__, and use it")
     out.sum().backward()
 
 
@@ -321,8 +323,8 @@ def must_sum_columns(layer: Layer, h_in: int, h_out: int, relu: bool, dtype: tor
         out, expected = parts.apply(summed, relu), layer(block, x, relu=relu)
     if out.shape != expected.shape or not torch.allclose(out, expected, rtol=1e-4, atol=1e-5):
         raise Unmeasured(
-            "scatter, gather, transform and apply, one after the other, give another output than"
-            " gather and update; make them equal, or leave by_columns out (P3 then refuses it)"
+            "scatter, gather, transform and apply, in this order, give another output than gather"
+            " and update; make them equal, or leave by_columns out (P3 then refuses the layer)"
         )
 
 
@@ -421,7 +423,7 @@ def _fitted(values: Sequence[Any], what: str) -> Any:
     if not isinstance(first, list):
         return first
     if len({len(value) for value in values}) > 1:
-        raise Unmeasured(f"{what} depend on how large the block is")
+        raise Unmeasured(f"{what} depend on the size of the block")
     return [_fitted(each, what) for each in zip(*values, strict=True)]
 
 
@@ -429,11 +431,11 @@ def _line(values: Sequence[float], what: str) -> Linear:
     """Return the factors of one number, from its value on each block. Raises Unmeasured."""
     (line,) = factors_of([[value] for value in values])
     (rows, sources, edges), value = SIZES[4], values[4]
-    foretold = amount(line, rows, sources, edges)
-    if abs(foretold - value) > 1e-3 * abs(value) + 8:
+    expected = amount(line, rows, sources, edges)
+    if abs(expected - value) > 1e-3 * abs(value) + 8:
         raise Unmeasured(
             f"{what} are not linear in rows, sources and edges, so that no plan can be made:"
-            f" {value:g} of {rows} rows, {sources} sources and {edges} edges, where"
-            f" {foretold:g} follow from fewer; let it compute by rows and by edges"
+            f" {value:g} with {rows} rows, {sources} sources and {edges} edges, where smaller"
+            f" blocks predict {expected:g}; do the same work for every row and for every edge"
         )
     return line

@@ -1,8 +1,8 @@
 """Built-in layers: the definitions in planner/gnn/kinds.py, computed on tensors.
 
-In a model with norms a layer outputs raw rows, and the next layer applies norm, ReLU and dropout to
-them; so it can apply them to halo rows and historical rows too. Batch norm's moments are over the
-rows of all ranks, so they are an input of the layer, as rows are.
+In a model with norms a layer outputs raw rows, and the next layer applies norm, ReLU and dropout.
+So the next layer can apply all three to halo rows and historical rows too. Batch norm's moments are
+over the rows of all ranks, so the moments are an input of the layer, as rows are.
 
 Shapes: R destination rows, S source rows, H_in and H_out values per row."""
 

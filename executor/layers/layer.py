@@ -3,13 +3,14 @@
 A layer is split into four methods, so that a strategy can exchange rows between them:
 
     prepare   row-wise, on the layer's inputs: dropout, for instance
-    project   row-wise: a matrix product before `gather`. A strategy calls it before the exchange
-              if it makes rows narrower (built-in layers only)
+    project   row-wise: a matrix product before `gather`, and before the exchange if that makes the
+              exchanged rows narrower (built-in layers only)
     gather    over the edges of a Block: reduces the rows of neighbours
     update    row-wise, on destinations: the rest of the layer
 
-A layer with these four methods runs under every strategy but three. P3 and snp also need the
-methods of `ColumnLayer` in layer 1. snp, feature_parallel and tensor3d take built-in layers only.
+A layer with these four methods runs under every strategy, with two exceptions. P3 and snp also call
+the methods of `ColumnLayer`, in layer 1. snp, feature_parallel and tensor3d take built-in layers
+only.
 
 Shapes: R destination rows, S source rows, H_in and H_out values per row."""
 

@@ -64,7 +64,7 @@ class LinkTargets:
         return F.binary_cross_entropy_with_logits(found, is_edge, reduction="sum") / total
 
     def counts(self, rows: Tensor) -> Tensor:
-        """Count right and all comparisons of the batch as training ones, float64 [3, 2, 1]."""
+        """Count the batch's right and total comparisons, as those of train, float64 [3, 2, 1]."""
         out = rows.new_zeros(3, 2, 1, dtype=torch.float64)
         if len(self.heads):
             out[0, :, 0] = _leads(scores(rows, self.heads, self.tails))

@@ -31,7 +31,8 @@ class BatchNorm(nn.Module):
 
     @property
     def shift(self) -> Tensor:
-        """Rows are summed after subtracting this running mean [H], which saves digits."""
+        """The running mean [H]; subtracted before rows are summed, so that small numbers keep
+        their digits."""
         return self.running_mean
 
     @torch.no_grad()
@@ -90,7 +91,7 @@ class Moments:
 
 
 class LayerNorm(nn.LayerNorm):
-    """Layer norm. Its weights stay float32 if rows have another precision."""
+    """Layer norm, whose weights stay float32 if rows are bfloat16."""
 
     def forward(self, x: Tensor, moments: Tensor | None = None) -> Tensor:
         weight, bias = self.weight.to(x.dtype), self.bias.to(x.dtype)

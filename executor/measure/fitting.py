@@ -1,4 +1,4 @@
-"""Fits the numbers of the cost model (planner/cluster/cost.py) to the samples of all ranks.
+"""The fit of the cost model's numbers (planner/cluster/cost.py) to the samples of all ranks.
 
 Every number is defined by how the cost model uses it. Message times are fitted at every other size,
 and the fit is checked at the sizes between.

@@ -1,4 +1,4 @@
-"""Measures this machine, or several servers, with all ranks active at once.
+"""The measurement of this machine, or of several servers, with all ranks active at once.
 
 One process per rank runs the same benchmarks at the same time (microbench.py). fitting.py turns
 their samples into a cluster.

@@ -1,4 +1,4 @@
-"""Times operations on all ranks together, and the messages between ranks.
+"""Timing of operations on all ranks together, and of messages between ranks.
 
 Exchanges inside servers run on all servers at once. Exchanges between servers involve all ranks, as
 in a training: the time that ranks wait for each other does not grow with the number of peers.

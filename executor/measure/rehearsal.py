@@ -71,7 +71,7 @@ class Piece:
         return float(GraphParallel().predict(replace(self.problem, cluster=one_rank)).epoch_s)
 
 
-# from steps that framework overhead dominates to rows that exceed every cache
+# sizes range from steps that framework overhead dominates to rows that exceed every cache
 PIECES = (
     Piece(100, 400, {"model": "gcnii", "layers": 6, "hidden": 16, "dropout": 0.5}),
     Piece(700, 14_000, {"model": "gcnii", "layers": 6, "hidden": 64, "dropout": 0.5}),

@@ -242,7 +242,7 @@ REFUSED = {
     "no update": (HEAD.format("mean") + LINEAR, "has no update"),
     "a wrong width": (
         HEAD.format("mean") + LINEAR + UPDATE + "        return self.lin(x)[:, :12] + gathered\n",
-        r"12 -> 16 numbers makes \[64, 12\] of 64 rows, and \[64, 16\] are asked for",
+        r"12 -> 16 numbers returns shape \[64, 12\] for 64 rows, not \[64, 16\]",
     ),
     "an error of its own": (
         HEAD.format("mean") + LINEAR + UPDATE + "        return self.lni(gathered)\n",

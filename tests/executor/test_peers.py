@@ -106,8 +106,8 @@ def test_what_does_not_fit_a_gpu_is_refused(monkeypatch):
     with pytest.raises(
         Infeasible,
         match=(
-            r"2 ranks need 180(\.00)? MB more on \S+ cuda:0, where 100(\.00)? MB are free; stop what"
-            r" fills it"
+            r"2 ranks need 180(\.00)? MB more on \S+ cuda:0, where 100(\.00)? MB are free; stop the"
+            r" processes that fill it"
         ),
     ):
         both(problem, 90e6)

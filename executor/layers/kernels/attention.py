@@ -24,8 +24,8 @@ def softmax_aggregate(block: Block, m: Tensor) -> Tensor:
 
         sum(exp(m - c) m) / sum(exp(m - c)),
 
-    so nothing of shape [E, H] is made. Any c per column gives the same ratio; here c is halfway
-    between the column's smallest and largest message. Exponents are clamped to +-60 (float64:
+    so nothing of shape [E, H] is allocated. Any c per column gives the same ratio; here c is the
+    middle of the column's smallest and largest message. Exponents are clamped to +-60 (float64:
     +-600): the result is exact while the messages of a column lie within 120 of each other, and
     always finite.
     """

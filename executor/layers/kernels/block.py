@@ -17,8 +17,8 @@ class Block:
     """A bipartite subgraph in CSR over destinations, with its transpose for the backward pass.
 
     The first n_dst source rows are the destinations themselves (as in DGL). If some destinations
-    are not sources, only the first `own` source rows are the first `own` destinations. All arrays
-    are int32:
+    are not sources, only the first `own` destinations are, as the first `own` source rows. All
+    arrays are int32:
 
         indptr    [R + 1], indices   [E]   the edges by destination: positions of their sources
         t_indptr  [S + 1], t_indices [E]   the same edges by source: positions of destinations

@@ -1,4 +1,4 @@
-"""Whether our own kernels work on this GPU."""
+"""The choice between our own Triton kernels and torch's kernels on this GPU."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def triton_kernels() -> ModuleType | None:
         from gnnplan.executor.layers.kernels import triton_kernels as ours
 
         ours.probe()
-    except Exception as reason:  # of a compiler, a driver, or a missing package
+    except Exception as reason:  # the compiler's, the driver's, or a missing package's
         warnings.warn(
             f"Triton does not work here ({type(reason).__name__}: {reason}); sums over edges,"
             " attention and dropout take torch's kernels, which are slower and need more memory",

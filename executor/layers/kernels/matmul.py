@@ -43,10 +43,11 @@ def linear_sum(
 
 
 class Shapes:
-    """Whether the number of rows varies from step to step, as in mini-batches.
+    """The process-wide setting whether the number of rows varies from step to step.
 
     oneDNN compiles a kernel for every new shape, which takes 0.5 ms, and keeps its code (`CODE`).
-    If shapes vary, its products are therefore split into pieces of a few sizes (`_pieces`).
+    If shapes vary, as in mini-batches, products are therefore split into pieces of a few sizes
+    (`_pieces`).
     """
 
     vary = False
@@ -207,9 +208,9 @@ def _add_weight_gradient(total: Tensor, grad: Tensor, x: Tensor) -> None:
 
 
 def weight_gradient(gradient: Tensor, x: Tensor) -> Tensor:
-    """Return a weight's gradient outside autograd: gradient [R, H_out] transposed times x.
+    """Return a weight's gradient, outside autograd: gradient [R, H_out]^T times x [R, H_in].
 
-    x [R, H_in]. Like the backward pass of `linear` it sums over blocks of rows -> [H_out, H_in].
+    Like the backward pass of `linear` it sums over blocks of rows -> [H_out, H_in].
     """
     if x.is_cuda:
         return gradient.t() @ x

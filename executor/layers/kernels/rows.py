@@ -73,8 +73,8 @@ def _offsets(counts: Tensor) -> Tensor:
 class SparseRows(Tensor):
     """Rows [R, F] of mostly zeros: a pattern and its stored values [Z].
 
-    They are features, so they get no gradient. They are a Tensor, so that code for features takes
-    both; but only the operations below work on them, and `linear` and `dropout`.
+    They are features, so they get no gradient. They are a Tensor, so that code for dense features
+    accepts them; but they support only the operations below, `linear` and `dropout`.
     """
 
     pattern: Pattern

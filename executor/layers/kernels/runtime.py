@@ -12,7 +12,7 @@ from torch import Tensor
 
 
 class Kernel:
-    """Marks operations of torch that are one kernel on a GPU: `with kernel: ..`.
+    """A mark around operations of torch that are one kernel on a GPU: `with kernel: ..`.
 
     layers/count.py, which sees each operation on CPUs, then counts one launch."""
 

@@ -30,9 +30,9 @@ from torch.autograd.function import once_differentiable
 
 from gnnplan.executor.layers.kernels.block import Block
 
-MOST_COLUMNS = 256  # of a row that one program of `spmm` computes
-PROGRAMS = 2048  # that share all rows, if the result is a sum over rows
-WORDS = 256  # of the hash that one program of `dropout` computes
+MOST_COLUMNS = 256  # columns of a row that one program of `spmm` computes at most
+PROGRAMS = 2048  # programs that share all rows, if the result is a sum over rows
+WORDS = 256  # words of the hash that one program of `dropout` computes
 
 
 def probe() -> None:
@@ -292,7 +292,7 @@ def _attended_home(
 ) -> Tensor:  # fmt: skip
     """Compute the gradients of `_attended`: fill to_z [S, H] and to_reader [R, .].
 
-    Returns that of source [S, heads], or of vectors [heads, W].
+    Returns the gradient of source [S, heads], or of vectors [heads, W].
     """
     width, gradient = z.shape[1] // heads, gradient.contiguous()
     columns, edges, sums, warps = _head_shape(width, z)
