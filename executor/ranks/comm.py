@@ -144,14 +144,14 @@ class Exchange:
         swap(rank, torch.split(staged, gives), torch.split(incoming, takes), self.group)
         return rank.unstaged(incoming) if into is None or incoming is into else into.copy_(incoming)
 
-    def rows(self, direction: str) -> tuple[int, int]:
+    def counts(self, direction: str) -> tuple[int, int]:
         """Return how many rows this rank sends and receives, forward ('f') or backward ('b')."""
         counts = sum(self.gives), sum(self.take)
         return counts if direction == "f" else counts[::-1]
 
     def nbytes(self, rows: Tensor, direction: str) -> int:
         """Return the bytes that this rank sends, if rows are as wide as `rows`."""
-        return self.rows(direction)[0] * rows.shape[1] * rows.element_size()
+        return self.counts(direction)[0] * rows.shape[1] * rows.element_size()
 
     def recorded(self, label: Label, rows: Tensor, direction: str) -> AbstractContextManager[None]:
         """Return the span of an exchange of rows as wide as `rows`; count its bytes now."""

@@ -45,8 +45,9 @@ class Fresh(NamedTuple):
     """The rows of a layer that are exchanged in a step."""
 
     exchange: Exchange  # of fresh rows only
-    sent_places: Tensor | None  # places of fresh rows among the rows that this rank owns and sends
-    halo_places: Tensor | None  # places of fresh rows in this rank's halo; for both None: all rows
+    # places of fresh rows among all rows that this rank sends, and in its halo; None: all are fresh
+    sent_places: Tensor | None
+    halo_places: Tensor | None
 
     def sent_positions(self, direction: str) -> Tensor | None:
         """Return which own rows are sent ('f'), or which halo gradients ('b'); None: all."""
@@ -70,14 +71,14 @@ class Halo:
     # (step within the policy's period, layer) -> fresh rows
     _fresh_rows: dict[tuple[int, int], Fresh] = field(default_factory=dict, init=False)
 
-    def rows(self, step: int, layer: int, rows: Tensor) -> Callable[[], Tensor]:
+    def fetch(self, step: int, layer: int, rows: Tensor) -> Callable[[], Tensor]:
         """Exchange rows [local, H] before a layer.
 
-        Returns a function that joins own rows and halo to the layer's source rows [S, H].
+        Returns a function that joins own rows and halo into the layer's source rows [S, H].
         """
         if layer not in self.exchanges:
             return lambda: rows
-        own, count, direction = len(rows), self.exchanges[layer].rows("f")[1], "f"
+        own, count, direction = len(rows), self.exchanges[layer].counts("f")[1], "f"
         source = rows.new_empty(own + count, rows.shape[1]) if count else rows
         # Writing an empty halo behind own rows would still bump the version that autograd checks.
         halo = source[own:] if count else None
@@ -89,14 +90,14 @@ class Halo:
                 halo[:] = 0.0 if used is None else used
             self._measure(layer, direction, rows, used)
 
-        def lay_out() -> Tensor:
+        def join() -> Tensor:
             if count:
                 source[:own] = rows
             return source
 
-        return lay_out
+        return join
 
-    def home(self, step: int, layer: int, gradient: Tensor) -> Tensor:
+    def return_gradients(self, step: int, layer: int, gradient: Tensor) -> Tensor:
         """Return halo gradients to their owners and add the gradients received.
 
         gradient: of the layer's source rows [S, H]. Returns the gradient of own rows [local, H].
@@ -104,7 +105,7 @@ class Halo:
         if layer not in self.exchanges:
             return gradient
         exchange, direction = self.exchanges[layer], "b"
-        own, halo = gradient.tensor_split([len(gradient) - exchange.rows("f")[1]])
+        own, halo = gradient.tensor_split([len(gradient) - exchange.counts("f")[1]])
         with self._exchange_fresh(step, layer, direction, halo) as received:
             used = self._merge_cached(step, layer, direction, received)
             self._measure(layer, direction, halo, used)
@@ -129,10 +130,9 @@ class Halo:
     def _exchange_fresh(
         self, step: int, layer: int, direction: str, rows: Tensor, into: Tensor | None = None
     ) -> Iterator[Tensor | None]:
-        """Send this step's fresh rows and yield the rows received from peers.
+        """Send this step's fresh rows and yield the rows received from peers, in `into` if given.
 
-        They are written into `into` if given. Yields None in the first step of a lagging exchange.
-        """
+        Yields None in the first step of a lagging exchange."""
         fresh = self._fresh(step, layer)
         with self._recorded(step, layer, direction, rows):
             if (outgoing := fresh.sent_positions(direction)) is not None:
@@ -152,7 +152,9 @@ class Halo:
         elif key in self.pending:
             cached = self.pending[key].result()
         else:
-            cached = received.new_zeros(self.exchanges[layer].rows(direction)[1], received.shape[1])
+            cached = received.new_zeros(
+                self.exchanges[layer].counts(direction)[1], received.shape[1]
+            )
         self.pending[key] = completed_future(
             cached if places is None else cached.index_copy_(0, places, received)
         )
@@ -245,7 +247,7 @@ class StaleHalo(Halo):
         used = self._pop_pending(direction, layer)
         yield used
         exchange, key, width = self.exchanges[layer], (direction, layer), rows.shape[1]
-        sends, receives = exchange.rows(direction)
+        sends, receives = exchange.counts(direction)
         if key not in self.send_buffers:
             self.send_buffers[key] = rows.new_empty(sends, width)
         outgoing = self.send_buffers[key]
@@ -306,7 +308,7 @@ class QuantizedHalo(Halo):
             packed = run()
         with self.rank.recorder.span(Label("unpack", step, direction, layer), "compute"):
             if into is None:
-                into = rows.new_empty(fresh.exchange.rows(direction)[1], rows.shape[1])
+                into = rows.new_empty(fresh.exchange.counts(direction)[1], rows.shape[1])
             received: Tensor | None = None
             if packed is not None:
                 received = self._bits("in", key).unpack(packed, into)
@@ -317,7 +319,7 @@ class QuantizedHalo(Halo):
         """Return the bits of the rows that this end sends or receives next."""
         if not self.codec.adapts:
             return Even(self.codec.on_average)
-        sends, receives = self.exchanges[key[1]].rows(key[0])
+        sends, receives = self.exchanges[key[1]].counts(key[0])
         count = sends if end == "out" else receives
         return self.mixes.get((end, *key)) or Mix.even(count, self.rank.device)
 
@@ -351,10 +353,7 @@ def open_halo(
     vertices: Mapping[int, Tensor],  # layer -> ids of its source rows
     weights: RowWeights,
 ) -> Halo:
-    """Return the halo exchange of training steps.
-
-    evaluation: exchanges all rows in every pass. weights: of rows in an adaptive codec.
-    """
+    """Return training's halo exchange, given that of evaluation. weights: of an adaptive codec."""
     rank, exchanges, model = evaluation.rank, evaluation.exchanges, problem.model
     policy, codec = options.policy, options.codec
     rows = rank, exchanges, policy, vertices, problem.workload.seed
@@ -363,7 +362,7 @@ def open_halo(
     if not policy.lags:
         return evaluation if policy.whole else Halo(*rows)
     sizes = [
-        exchanges[layer].rows(direction)[1] * model.exchanged_width(layer, options.narrow)
+        exchanges[layer].counts(direction)[1] * model.exchanged_width(layer, options.narrow)
         for layer in exchanges.keys() & vertices.keys()
         if layer > model.first_varying
         for direction in codec.averaged

@@ -244,7 +244,7 @@ class Worker(base.Worker):
         self._reduce_moments(step, layer, inputs)
         join_halo = None
         if layer > self.shapes.first_varying:
-            join_halo = self._current_halo.rows(step, layer, inputs.outgoing)
+            join_halo = self._current_halo.fetch(step, layer, inputs.outgoing)
         with self.rank.recorder.span(Label("forward", step, layer=layer), "compute"):
             source = self.features
             if join_halo is not None:
@@ -269,7 +269,7 @@ class Worker(base.Worker):
             if layer in self.selections:
                 gradient = self.selections[layer].backward(gradient)
                 source.grad = None
-            gradient = self._current_halo.home(step, layer, gradient)
+            gradient = self._current_halo.return_gradients(step, layer, gradient)
             self._add_moment_grad(step, layer, inputs, gradient)
             return gradient
 
@@ -358,7 +358,7 @@ class Worker(base.Worker):
         last, backs = self.forward(step)
         end = len(self.layers) + 1
         # link prediction: fetch the other ends of this rank's pairs
-        last.leaf = self.plain_halo.rows(step, end, last.leaf.detach())().requires_grad_()
+        last.leaf = self.plain_halo.fetch(step, end, last.leaf.detach())().requires_grad_()
         with self.rank.recorder.span(Label("loss", step), "compute"):
             drop = self.drop(step, end, self.scored_vertices)
             moments = last.moments.values if last.moments else None
@@ -366,7 +366,7 @@ class Worker(base.Worker):
             loss = self.targets.loss(logits)
             loss.backward()  # type: ignore[no-untyped-call]
         loss, logits = loss.detach(), logits.detach()  # their graphs hold h_L
-        gradient = self.plain_halo.home(step, end, gradient_of(last.leaf))
+        gradient = self.plain_halo.return_gradients(step, end, gradient_of(last.leaf))
         self._add_moment_grad(step, end, last, gradient)
         del last
         while backs:

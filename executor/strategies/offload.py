@@ -329,10 +329,7 @@ class Worker(base.Worker):
         tensors.boundary = received if is_backward else NOTHING
 
     def _add_gradients(self, layer: int, chunk: _Chunk, local: Tensor, received: Tensor) -> None:
-        """Add gradients of rows in the server's memory.
-
-        local: of rows that the chunk reads from there. received: of boundary rows that it sent.
-        """
+        """Add the gradients of the rank's rows that the chunk read, and of the rows that it sent."""
         into, part = self.gradients[layer - 1], chunk.parts[layer]
         if chunk is self.chunks[0]:
             into.zero_()
@@ -439,10 +436,9 @@ class Worker(base.Worker):
 
     @torch.no_grad()
     def evaluate(self, step: int) -> Tensor:
-        """Return logits [own, C] without dropout, of all rows, chunk after chunk.
+        """Return logits [own, C] of all rows without dropout, chunk after chunk.
 
-        If training uses fewer rows (trim), the edges of all rows are made for each evaluation.
-        """
+        With `trim` training has fewer rows: edges of all rows are made for each evaluation."""
         if self.strategy.trim:
             untrimmed = replace(self.strategy, trim=False)
             worker = Worker(self.rank, self.problem, untrimmed, step, self.net)
