@@ -27,7 +27,7 @@ rows read to the gradients that other chunks have stored. When a load begins, th
 of the chunk before.
 
 On a GPU copies overlap with computation: during the computation of a chunk, the results of the
-chunk before are stored, and then the rows of the layer's next chunk are loaded (`beside`).
+chunk before are stored, and then the layer's next chunk is loaded (`overlapped_order`).
 
 planner/ownership/layout.py counts the rows that a chunk has and reads, as if each chunk were a
 rank.
@@ -138,7 +138,7 @@ class ChunkedStep:
 
     def program(self) -> Program:
         step = [*self.ops(order(self.model, self.chunks)), *end_of_step(self.problem)]
-        return Program.of(step, order=beside if self.copies_beside else None)
+        return Program.of(step, order=overlapped_order if self.copies_beside else None)
 
     def fullest_program(self, evaluates: bool = False) -> Program:
         """Return a step, or an evaluation, over one chunk of each kind; its peak memory is that of
@@ -341,7 +341,7 @@ def _copy(nbytes: np.ndarray) -> Copy:
     return Copy(np.round(nbytes).astype(np.int64))
 
 
-def beside(at: Callable[[int], Step], epoch: int, steps: int) -> Iterator[Queued]:
+def overlapped_order(at: Callable[[int], Step], epoch: int, steps: int) -> Iterator[Queued]:
     """Yield the queue of steps whose copies overlap with computation (an `Order`)."""
     computed: tuple[Label, ...] = ()  # the last operation other than copies
     for step in range(steps):

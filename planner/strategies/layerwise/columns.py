@@ -45,8 +45,8 @@ def why_untried(problem: Problem, shared: str, unsuited: str) -> str:
     shared: what ranks divide. unsuited: why the model cannot be aggregated so; '' if it can.
     """
     if problem.ranks == 1:
-        return f"one rank has no other to share {shared} with"
-    unknown = "how fast this device sums a few columns is not known; run `gnnplan measure` on it"
+        return f"one rank: {shared} are divided over several ranks"
+    unknown = "this device's rate for sums of few columns is not known; run `gnnplan measure` on it"
     return unsuited or ("" if problem.cluster.device.gather else unknown)
 
 

@@ -112,7 +112,7 @@ class FeatureParallel(Strategy):
         ours, halo = fastest.predict(problem).bytes, GraphParallel().predict(problem).bytes
         exchanged = ours.get("to_columns", 0) + ours.get("to_rows", 0)
         return [
-            f"{fastest} turns rows into columns and back in {show_bytes(exchanged)} per epoch;"
+            f"{fastest} exchanges rows for columns and back, {show_bytes(exchanged)} per epoch;"
             f" graph_parallel exchanges {show_bytes(halo.get('halo', 0))} of halo rows"
         ]
 

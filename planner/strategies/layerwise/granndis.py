@@ -305,7 +305,7 @@ class GraNNDis(OnParts):
         if self.batches is not None and self.batches > 1:
             if self.trim:
                 raise SpecError(
-                    "granndis: several batches leave out the rows that they do not need already"
+                    "granndis: several batches always leave out the rows that they do not need"
                     f" (trim: True, batches: {self.batches}); use trim=False"
                 )
             if problem.workload.norm == "batch":

@@ -144,7 +144,7 @@ class GraphParallel(OnParts):
         return [
             f"{show_percent(trained, 1)} of the vertices train; they need"
             f" {show_percent(problem.needed_share)} of all layers' rows ({source}), and trim leaves"
-            " out the others",
+            " out the other rows",
         ]
 
     def check(self, problem: Problem) -> None:
@@ -166,7 +166,7 @@ class GraphParallel(OnParts):
             )
         if self.gamma != GAMMA and not self.smoothing:
             raise SpecError(
-                f"{self.name}: gamma is of smoothing, and nothing is smoothed here (gamma:"
+                f"{self.name}: gamma is the weight of smoothing, and smoothing is off (gamma:"
                 f" {self.gamma:g}); use pipegcn_gf(gamma={self.gamma:g})"
             )
         if not 0 <= self.gamma < 1:
@@ -200,6 +200,6 @@ def check_trim(problem: Problem, family: str) -> None:
     """Raise SpecError if the loss depends on rows that no training vertex needs (batch norm)."""
     if problem.workload.norm == "batch":
         raise SpecError(
-            f"{family}: batch norm's moments are of all vertices, so trim can leave none"
-            " out (trim: True, norm: batch); use norm=layer or trim=False"
+            f"{family}: batch norm's moments are of all vertices, so trim can leave no"
+            " vertex out (trim: True, norm: batch); use norm=layer or trim=False"
         )

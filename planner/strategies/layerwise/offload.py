@@ -105,8 +105,8 @@ class Offload(Strategy):
         model, name = problem.model, problem.workload.model
         if model.encoder:
             return (
-                f"it does not keep the encoder's rows in the server's memory (model: {name}); use a"
-                " model whose layers read the layer before"
+                f"it does not keep an encoder's rows in the server's memory (model: {name}); use a"
+                " model without encoder, whose layers read the previous layer only"
             )
         if model.ends:
             return (

@@ -249,7 +249,7 @@ def check_structure(name: str, problem: Problem, structure: str, cache: int = 0)
         )
     if cache and structure == "everywhere":
         raise SpecError(
-            f"{name}: where every sampler has the whole structure there is nothing to cache of it"
+            f"{name}: every sampler has all adjacency lists, so there are none to cache"
             f" (structure_cache: {cache:,}, structure: everywhere); use structure='spread', or"
             " structure_cache=0"
         )

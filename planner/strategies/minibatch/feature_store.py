@@ -475,7 +475,7 @@ def check_store(
         )
     if cache > room:
         raise SpecError(
-            f"{name}: the cache is larger than the memory that it is in (cache:"
+            f"{name}: the cache is larger than the device's memory (cache:"
             f" {show_bytes(cache)}, device.memory: {show_bytes(room)}); use"
             f" cache={show_size(room // 2)!r} or less"
         )
@@ -489,6 +489,6 @@ def check_store(
     check_word(f"{name}: features says whose memory has them", features, PLACES)
     if shared and not cache:
         raise SpecError(
-            f"{name}: GPUs that share their caches have some (shared_cache: True, cache: 0); use"
+            f"{name}: shared_cache needs a cache to share (shared_cache: True, cache: 0); use"
             " cache='1GB', or shared_cache=False"
         )

@@ -151,7 +151,7 @@ class GSplit(OnRows):
 
     @classmethod
     def absent(cls, problem: Problem) -> str:
-        return "one rank: there is nobody to split a batch with"
+        return "one rank: a batch is split over several ranks"
 
     @classmethod
     def explain(cls, problem: Problem, fastest: Self | None) -> list[str]:
@@ -227,18 +227,18 @@ class GSplit(OnRows):
             )
         if by_source and problem.workload.norm == "batch":
             raise SpecError(
-                f"{name} hands on parts of rows of h_1, of which no rank knows the moments (norm:"
-                " batch); use norm=layer, or gsplit"
+                f"{name} sends partial sums of rows of h_1, so no rank knows the moments of whole"
+                " rows (norm: batch); use norm=layer, or gsplit"
             )
         if problem.graph is None:
             raise SpecError(
-                f"{name} needs a graph's edges, and of {problem.stats.name} statistics alone are"
+                f"{name} needs a graph's edges, but only statistics of {problem.stats.name} are"
                 " known; use gsplit, or --graph with a file"
             )
         if self.narrow:
             raise SpecError(
-                f"{name} sends rows of h_1 as they are, for ranks compute layer 2 of vertices whose"
-                " h_1 comes from others (narrow: True); use narrow=False"
+                f"{name} exchanges rows of h_1 after layer 1, so layer 2 cannot multiply before the"
+                " exchange (narrow: True); use narrow=False"
             )
         read = "lists" if by_source else "features and lists"
         for knob in ("structure",) if by_source else ("features", "structure"):

@@ -121,7 +121,7 @@ class Slices(OnBatches):
     @classmethod
     def absent(cls, problem: Problem) -> str:
         if problem.ranks == 1:
-            return "one rank: there is nobody to cut the columns with"
+            return "one rank: columns are divided over several ranks"
         return _why_whole(problem)
 
     @classmethod
@@ -155,8 +155,8 @@ class Slices(OnBatches):
             )
         if holders == 1:
             raise SpecError(
-                f"p3 cuts columns over several (servers: {len(set(problem.servers))}, ranks:"
-                f" {problem.ranks}, over: {self.over}); use"
+                f"p3 divides columns over several {self.over}s (servers:"
+                f" {len(set(problem.servers))}, ranks: {problem.ranks}, over: {self.over}); use"
                 f" {'data_parallel' if problem.ranks == 1 else 'over=' + repr('rank')}"
             )
         if self.copies < 1 or holders % self.copies:
