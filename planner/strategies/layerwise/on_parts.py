@@ -65,7 +65,7 @@ class OnParts(Strategy):
         if policy.lags:
             carried.append("halo rows and gradients of the step before")
         if policy.stays:
-            carried.append("halo rows and gradients as they came last")
+            carried.append("halo rows and gradients as last received")
         if self.codec.carries:
             carried.append(self.codec.carries)
         return " and ".join(carried)

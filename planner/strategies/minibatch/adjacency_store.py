@@ -37,9 +37,9 @@ from gnnplan.planner.problem.problem import Problem
 from gnnplan.planner.strategies.minibatch.feature_store import (
     PLACES,
     check_word,
+    fitting_prefix,
     heat,
-    provided,
-    that_fit,
+    provider_of,
 )
 from gnnplan.planner.vocabulary.errors import SpecError
 from gnnplan.planner.vocabulary.outer import Outer
@@ -76,7 +76,7 @@ class Structure:
         """
         # id mod places is the home of a spread list, so the quotient selects one of its ranks
         home = np.where(self.keeps(rank)[ids], self.places[rank], self.home[ids])
-        return provided(self.places, rank, home, ids // len(self.kept))
+        return provider_of(self.places, rank, home, ids // len(self.kept))
 
     def of(
         self, batch: MiniBatch, layer: int, fanout: int
@@ -208,7 +208,7 @@ def hashed(
         order = worth_keeping(graph, batches.workload, hot, problem.ranks) if cache else home[:0]
         for place in range(count):
             others = order[home[order] != place]
-            kept[place, that_fit(others, list_bytes(graph, others), cache)] = True
+            kept[place, fitting_prefix(others, list_bytes(graph, others), cache)] = True
         return Structure(places, home, kept, True, graph.degree)
 
     make = estimated if isinstance(batches, EstimatedBatches) else counted

@@ -62,7 +62,7 @@ from gnnplan.planner.strategies.minibatch.feature_store import (
     feature_store,
 )
 from gnnplan.planner.strategies.minibatch.on_batches import OnRows
-from gnnplan.planner.strategies.minibatch.proposals import lists_cache, one_ahead, variants
+from gnnplan.planner.strategies.minibatch.proposals import lists_cache, variants, with_one_sampler
 
 
 @dataclass(frozen=True)
@@ -99,7 +99,7 @@ class DataParallel(OnRows):
     def candidates(cls, problem: Problem) -> Iterator[Strategy]:
         on_device = problem.cluster.sampler == "device"
         shared = {"shared_cache": True} if len(set(problem.servers)) < problem.ranks else {}
-        yield from variants(problem, one_ahead(problem, cls(), on_device), **shared)
+        yield from variants(problem, with_one_sampler(problem, cls(), on_device), **shared)
 
     def check(self, problem: Problem) -> None:
         super().check(problem)

@@ -88,7 +88,7 @@ def laying(facts: LayerFacts, edges: str) -> Compute:
     return Compute(elementwise_bytes=np.asarray(passes.of(facts)), launches=passes.launches)
 
 
-def finding(facts: LayerFacts) -> Compute:
+def lookup_work(facts: LayerFacts) -> Compute:
     """Return the work to find layer 1's rows in the cache: a look-up, and a sort of misses."""
     return Compute(elementwise_bytes=(FOUND + SORT) * facts.sources, launches=5)
 

@@ -132,7 +132,7 @@ class Store:
         """
         if self.home is None:
             return np.full(ids.size, rank, np.int32)
-        return provided(self.servers, rank, self.home[ids], ids)
+        return provider_of(self.servers, rank, self.home[ids], ids)
 
     def slot(self, rank: int) -> NDArray[np.int32]:
         """Return the position of each vertex in the rank's cache [N]; -1: not cached."""
@@ -379,13 +379,15 @@ def _cached(
             place, count = problem.servers[:rank].count(server), problem.servers.count(server)
         if (kind := (place, count, read.columns)) not in caches:
             eligible = order[place::count] if member is None else order[member[order] == place]
-            fitting = that_fit(eligible, row_bytes(problem, eligible, read.columns), cache)
+            fitting = fitting_prefix(eligible, row_bytes(problem, eligible, read.columns), cache)
             caches[kind] = fitting.astype(np.int64)
         held.append(caches[kind])
     return held
 
 
-def provided(places: Sequence[int], rank: int, home: NDArray[Any], turn: Ids) -> NDArray[np.int32]:
+def provider_of(
+    places: Sequence[int], rank: int, home: NDArray[Any], turn: Ids
+) -> NDArray[np.int32]:
     """Return the rank that provides each item to `rank` [R]: `rank` itself if the item is at its
     place, else one of the ranks at the item's place, in turns.
 
@@ -398,7 +400,7 @@ def provided(places: Sequence[int], rank: int, home: NDArray[Any], turn: Ids) ->
     return provider
 
 
-def that_fit(ids: Ids, sizes: NDArray[np.int64], budget: int) -> Ids:
+def fitting_prefix(ids: Ids, sizes: NDArray[np.int64], budget: int) -> Ids:
     """Return the longest prefix of `ids` whose sizes together are within a budget."""
     return ids[: int(np.searchsorted(np.cumsum(sizes), budget, side="right"))]
 

@@ -90,7 +90,7 @@ from gnnplan.planner.strategies.minibatch.feature_store import (
     feature_store,
 )
 from gnnplan.planner.strategies.minibatch.on_batches import OnRows
-from gnnplan.planner.strategies.minibatch.proposals import one_ahead, variants
+from gnnplan.planner.strategies.minibatch.proposals import variants, with_one_sampler
 from gnnplan.planner.vocabulary.errors import SpecError
 
 GROUPS = ("server", "all")
@@ -146,7 +146,7 @@ class GSplit(OnRows):
                 groups = GROUPS if servers < problem.ranks else ("all",)
             for group in groups:
                 for narrow in (False, True) if problem.model.narrows else (False,):
-                    plain = one_ahead(problem, cls(group=group, narrow=narrow))
+                    plain = with_one_sampler(problem, cls(group=group, narrow=narrow))
                     yield from variants(problem, plain)
 
     @classmethod

@@ -40,11 +40,11 @@ def memory(program: Program, supply: Supply) -> Memory:
     """Return each rank's peak bytes by use, without the graph data in the server's memory."""
     problem, store, prefetch = supply.problem, supply.store, supply.prefetch
     on_cpu = problem.cluster.device.kind == "cpu"
-    features = most(supply, partial(constant, problem))
-    graph = most(supply, partial(blocks, problem))
-    sampling, elsewhere = most(supply, partial(of_sampling, supply)), 0.0 * features
+    features = peak_over_batches(supply, partial(constant, problem))
+    graph = peak_over_batches(supply, partial(blocks, problem))
+    sampling, elsewhere = peak_over_batches(supply, partial(sampling_peak, supply)), 0.0 * features
     if not supply.is_plain:
-        elsewhere = features + most(supply, partial(_arriving, supply))
+        elsewhere = features + peak_over_batches(supply, partial(_arriving, supply))
     buffers = 0.0 * features
     if prefetch:  # sampler processes have their own memory, and the next batch is loaded
         buffers = np.maximum(sampling - graph, 0.0) * supply.lays_there
@@ -61,19 +61,19 @@ def memory(program: Program, supply: Supply) -> Memory:
         code=machine_code(problem, PIECES),
         features=features,
         cache=cache,
-        graph=graph + of_structure(supply),
+        graph=graph + structure_bytes(supply),
         buffers=buffers,
         elsewhere=elsewhere,
     )
 
 
-def most(supply: Supply, nbytes: Callable[[MiniBatch], np.ndarray]) -> np.ndarray:
+def peak_over_batches(supply: Supply, nbytes: Callable[[MiniBatch], np.ndarray]) -> np.ndarray:
     """Return the largest number of bytes over all known batches [ranks]."""
     distinct = dict.fromkeys(supply.batches.first())  # estimated batches are equal
     return np.asarray(np.max([nbytes(batch) for batch in distinct], axis=0))
 
 
-def of_samplers(supply: Supply) -> Memory:
+def sampler_memory(supply: Supply) -> Memory:
     """Return the bytes of sampler processes and their finished batches in each server's memory
     [servers]."""
     problem, waiting = supply.problem, 0 if supply.lays_there else supply.prefetch
@@ -81,13 +81,13 @@ def of_samplers(supply: Supply) -> Memory:
         return {}
     stats, links = problem.stats, problem.workload.task == "link"
     positions = PLACE_AMONG_SOURCES * stats.vertices + links * PLACE * stats.edges
-    each = most(supply, partial(_on_host, problem)) + positions
+    each = peak_over_batches(supply, partial(_on_host, problem)) + positions
     place = {server: i for i, server in enumerate(dict.fromkeys(problem.servers))}
     servers = [place[server] for server in problem.servers]
     return {"batches": np.bincount(servers, weights=waiting * each)}
 
 
-def of_structure(supply: Supply) -> np.ndarray:
+def structure_bytes(supply: Supply) -> np.ndarray:
     """Return the bytes of adjacency data in a rank's own memory, from which its sampler draws
     [ranks].
 
@@ -115,7 +115,7 @@ def _arriving(supply: Supply, batch: MiniBatch) -> np.ndarray:
     )
 
 
-def of_sampling(supply: Supply, batch: MiniBatch) -> np.ndarray:
+def sampling_peak(supply: Supply, batch: MiniBatch) -> np.ndarray:
     """Return the peak bytes of a sampler in a rank's own memory [ranks].
 
     With a GPU a sampler's data are in the server's memory, unless the GPU lays out its batches.
@@ -150,7 +150,7 @@ def _on_host(problem: Problem, batch: MiniBatch) -> np.ndarray:
 # -- in servers' memories
 
 
-def of_rows(problem: Problem, store: Features, features: str) -> np.ndarray:
+def features_by_server(problem: Problem, store: Features, features: str) -> np.ndarray:
     """Return the bytes of features in each server's memory [servers].
 
     features: the knob, 'everywhere' or 'spread'.
@@ -161,10 +161,10 @@ def of_rows(problem: Problem, store: Features, features: str) -> np.ndarray:
         return np.array([float(problem.features_bytes(ids).sum()) for ids in rows])
     spread = features == "spread" and problem.graph is None
     share = 1 / len(servers) if spread else 1.0
-    return np.full(len(servers), share * of_all_rows(problem, problem.features_bytes))
+    return np.full(len(servers), share * all_rows_bytes(problem, problem.features_bytes))
 
 
-def of_all_rows(problem: Problem, sizes: Callable[[Ids], np.ndarray]) -> int:
+def all_rows_bytes(problem: Problem, sizes: Callable[[Ids], np.ndarray]) -> int:
     """Return the bytes of all vertices' rows; sizes: ids -> bytes of their rows."""
     n = problem.stats.vertices
     return (
@@ -174,7 +174,7 @@ def of_all_rows(problem: Problem, sizes: Callable[[Ids], np.ndarray]) -> int:
     )
 
 
-def of_lists(problem: Problem, lists: Lists | None) -> np.ndarray:
+def lists_by_server(problem: Problem, lists: Lists | None) -> np.ndarray:
     """Return the bytes of adjacency lists, offsets and degrees in each server's memory."""
     servers = np.array(problem.servers)
     at_server = (

@@ -104,9 +104,9 @@ class OnRows(OnBatches):
     def host_memory(self, problem: Problem) -> Memory:
         supply = self.supply(problem)
         return {
-            "features": batchwise_memory.of_rows(problem, supply.store, self.features),
-            "lists": batchwise_memory.of_lists(problem, supply.lists),
-            **batchwise_memory.of_samplers(supply),
+            "features": batchwise_memory.features_by_server(problem, supply.store, self.features),
+            "lists": batchwise_memory.lists_by_server(problem, supply.lists),
+            **batchwise_memory.sampler_memory(supply),
         }
 
     def program(self, problem: Problem) -> Program:

@@ -22,7 +22,7 @@ from gnnplan.planner.strategies.base import Strategy
 from gnnplan.planner.strategies.layerwise.buckets import pays
 from gnnplan.planner.strategies.minibatch.adjacency_store import ENTRY, NEIGHBOUR
 from gnnplan.planner.strategies.minibatch.feature_store import row_bytes
-from gnnplan.planner.strategies.minibatch.memory import of_all_rows
+from gnnplan.planner.strategies.minibatch.memory import all_rows_bytes
 from gnnplan.planner.strategies.minibatch.on_batches import OnBatches
 from gnnplan.planner.strategies.program.account import predict
 from gnnplan.planner.strategies.program.memory import of_fullest
@@ -39,11 +39,11 @@ def variants(problem: Problem, plain: S, **sharing: bool) -> Iterator[S]:
 
     sharing: knobs of one more variant with a cache."""
     proposed = [plain]
-    if cache := worth_caching(problem, plain):
+    if cache := proposed_cache(problem, plain):
         proposed.append(replace(plain, cache=cache))  # type: ignore[call-arg]
         if sharing:
             proposed.append(replace(plain, cache=cache, **sharing))  # type: ignore[call-arg]
-    proposed = [enough_ahead(problem, variant) for variant in proposed]
+    proposed = [with_enough_samplers(problem, variant) for variant in proposed]
     yield from proposed
     layers = problem.workload.layers
     bucketed = [replace(each, buckets=layers) for each in proposed]  # type: ignore[call-arg]
@@ -51,7 +51,7 @@ def variants(problem: Problem, plain: S, **sharing: bool) -> Iterator[S]:
         yield from bucketed
 
 
-def most_ahead(problem: Problem, lays_there: bool = False) -> int:
+def most_samplers(problem: Problem, lays_there: bool = False) -> int:
     """Return the largest number of samplers per rank that have a core each: a power of two, or 0.
 
     lays_there: whether a GPU that samples also lays out its batches. If so, one thread may sample
@@ -63,22 +63,22 @@ def most_ahead(problem: Problem, lays_there: bool = False) -> int:
     return 2 ** (cores.bit_length() - 1) if cores > 0 else 0
 
 
-def one_ahead(problem: Problem, in_line: S, lays_there: bool = False) -> S:
+def with_one_sampler(problem: Problem, in_line: S, lays_there: bool = False) -> S:
     """Return the strategy with one sampler per rank, if there is a core and memory for it.
 
     lays_there: whether a GPU that samples also lays out its batches.
     """
-    ahead = _with(problem, in_line, 1) if most_ahead(problem, lays_there) else None
+    ahead = _with_samplers(problem, in_line, 1) if most_samplers(problem, lays_there) else None
     return ahead or fitting(problem, in_line)
 
 
-def enough_ahead(problem: Problem, one: S) -> S:
+def with_enough_samplers(problem: Problem, one: S) -> S:
     """Return the strategy with the best number of samplers; `one` has one sampler, or none.
 
     An epoch is shortest with the most samplers. The best number is the fewest samplers that finish
     sampling within that epoch, or fewer if memory has no room for their batches.
     """
-    most, settled = most_ahead(problem), one.settle(problem)
+    most, settled = most_samplers(problem), one.settle(problem)
     if not one.prefetch or most < 2 or not settled.suits(problem):
         return one
     program = settled.built(problem)
@@ -88,11 +88,11 @@ def enough_ahead(problem: Problem, one: S) -> S:
     sampling_s = sum(float(with_most.by_op[kind]) for kind in sampling)
     needed = int(np.ceil(NEARLY * sampling_s / float(with_most.epoch_s)))
     doublings = min(most.bit_length() - 1, max(needed - 1, 0).bit_length())
-    fewer = (_with(problem, one, 2**power) for power in range(doublings, 0, -1))
+    fewer = (_with_samplers(problem, one, 2**power) for power in range(doublings, 0, -1))
     return next(filter(None, fewer), one)
 
 
-def _with(problem: Problem, strategy: S, samplers: int) -> S | None:
+def _with_samplers(problem: Problem, strategy: S, samplers: int) -> S | None:
     """Return the strategy with this number of samplers, and data spread only as far as necessary.
 
     None if prefetched batches do not fit, on a CPU in the rank's memory, else in the server's.
@@ -140,7 +140,7 @@ def lists_cache(problem: Problem, spread: Strategy) -> int:
     return in_two_digits(cache)
 
 
-def worth_caching(problem: Problem, plain: OnBatches) -> int:
+def proposed_cache(problem: Problem, plain: OnBatches) -> int:
     """Return the bytes of cache per GPU to propose for a strategy without a cache, or 0.
 
     The cache has nine tenths of the free memory, but no more than all rows (in the columns that a
@@ -151,7 +151,7 @@ def worth_caching(problem: Problem, plain: OnBatches) -> int:
         return 0
     free = problem.cluster.device.memory - plain.most_memory(problem)
     columns = max((each.columns for each in plain.store(problem).slices), key=len)
-    all_rows = of_all_rows(problem, lambda ids: row_bytes(problem, ids, columns))
+    all_rows = all_rows_bytes(problem, lambda ids: row_bytes(problem, ids, columns))
     return max(0, min(in_two_digits(int(0.9 * free)), all_rows))
 
 

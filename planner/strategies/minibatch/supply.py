@@ -16,7 +16,7 @@ from gnnplan.planner.ownership.layout import LayerFacts
 from gnnplan.planner.ownership.minibatch import Batches, MiniBatch
 from gnnplan.planner.problem.problem import Problem
 from gnnplan.planner.strategies.minibatch.adjacency_store import NEIGHBOUR, Lists
-from gnnplan.planner.strategies.minibatch.device_sampler import finding
+from gnnplan.planner.strategies.minibatch.device_sampler import lookup_work
 from gnnplan.planner.strategies.minibatch.feature_store import Features
 from gnnplan.planner.strategies.program.price import setup_s
 from gnnplan.planner.strategies.program.program import Copy, Exchange, Op, Sampling
@@ -161,7 +161,7 @@ class Supply:
             nbytes = 2 * loads.hits.astype(np.float64)  # read and written
             pick = Compute(elementwise_bytes=nbytes, launches=1)
             if self.lays_there and self.picks_there:
-                pick = pick + finding(batch.facts(1))
+                pick = pick + lookup_work(batch.facts(1))
             yield Op("pick", work=pick)
         if store.asks.any():
             yield from sized_exchange("ask", loads.asked, store.asks)

@@ -21,7 +21,11 @@ from gnnplan.planner.problem.problem import Problem
 from gnnplan.planner.strategies.base import Memory
 from gnnplan.planner.strategies.layerwise.exchange import ExchangeOptions
 from gnnplan.planner.strategies.layerwise.memory import Holds
-from gnnplan.planner.strategies.minibatch.memory import most, of_sampling, of_structure
+from gnnplan.planner.strategies.minibatch.memory import (
+    peak_over_batches,
+    sampling_peak,
+    structure_bytes,
+)
 from gnnplan.planner.strategies.p3.slices import Slices, all_columns
 from gnnplan.planner.strategies.program.memory import machine_code, on_ranks
 from gnnplan.planner.strategies.program.program import Held, in_turn, keeps
@@ -42,10 +46,10 @@ def memory(p3: Slices, problem: Problem) -> Memory:
     copied = {each: _columns_copied(problem, each) for each in set(columns)}
     waiting, elsewhere = 0, 0.0 * own
     if not p3.prefetch:
-        elsewhere = most(supply, partial(of_sampling, supply))
+        elsewhere = peak_over_batches(supply, partial(sampling_peak, supply))
     elif problem.cluster.device.kind == "cpu":  # with GPUs batches wait in the server's memory
         waiting = p3.prefetch
-    blocks = most(supply, partial(_blocks, p3, problem))
+    blocks = peak_over_batches(supply, partial(_blocks, p3, problem))
     use = on_ranks(
         problem,
         p3.built(problem),
@@ -55,7 +59,7 @@ def memory(p3: Slices, problem: Problem) -> Memory:
         elsewhere=elsewhere,
         features=np.array([copied[each] for each in columns]),
         cache=0.0 * own + supply.store.held(problem),
-        graph=of_structure(supply) + blocks * (waiting + p3.in_flight),
+        graph=structure_bytes(supply) + blocks * (waiting + p3.in_flight),
     )
     use["parameters"] = use["parameters"] + model.weights * b  # the whole model, for evaluation
     # a version has a gradient, but no optimizer state
@@ -81,7 +85,7 @@ def _blocks(p3: Slices, problem: Problem, batch: MiniBatch) -> np.ndarray:
     Layer 1's block has the rows of all peers."""
     facts = [batch.facts(layer) for layer in range(1, problem.workload.layers + 1)]
     counts = [np.array([f.rows, f.sources, f.edges], dtype=float) for f in facts]
-    counts[0] = p3.of_peers(problem, *counts[0])
+    counts[0] = p3.peer_sums(problem, *counts[0])
     total = 16.0 * facts[-1].rows + 8 * (counts[0][0] - facts[0].rows)
     for spec, (rows, sources, edges) in zip(problem.model.layers, counts, strict=True):
         total = total + block(problem.model, spec, rows, sources, edges)
@@ -98,19 +102,19 @@ class Batch:
         model = problem.model
         facts = {layer: batch.facts(layer) for layer in range(1, len(model.layers) + 1)}
         first = facts[1]
-        rows, sources, edges = p3.of_peers(problem, first.rows, first.sources, first.edges)
+        rows, sources, edges = p3.peer_sums(problem, first.rows, first.sources, first.edges)
         sliced = p3.sliced(problem, p3.rail(problem, 0)[-1])  # the widest
         spec = sliced.layers[0]
         self.first = footprint(sliced.without_ends(1), 1, rows, sources, edges)
         layers = problem, model, facts, 0.0 * first.rows, ExchangeOptions(), batch.scored
-        self.rest = Holds(*layers)
+        self.later_layers = Holds(*layers)
         width = model.layers[0].h_out * model.itemsize
         self.own, self.all = first.rows * width, rows * width
         self.peers = self.all - self.own
         self.applied = self.own * model.layers[0].bias
         self.pulled = self.own * (len(p3.rail(problem, 0)) - 1)
         # send buffers: in the pipeline the rank continues before its messages are sent
-        self.leaving = self.peers * p3.pipelined
+        self.send_buffers = self.peers * p3.pipelined
         # a sparse input has a copy sorted by column for the gradient of its product; own rows, a
         # part of the rows read, have a product and a copy of their own
         by_column = sliced.inputs.sorted(sources)
@@ -120,7 +124,7 @@ class Batch:
         if spec.counted:
             saved = spec.counted.keeps_inputs
         # whether the tail reads the loaded rows themselves, instead of a copy after dropout
-        self.reads_on = model.inputs.multiplied_first or (
+        self.tail_reads_loaded = model.inputs.multiplied_first or (
             saved and not (model.dropout and spec.drops)
         )
 
@@ -128,22 +132,24 @@ class Batch:
         return keeps(self.loaded)
 
     def first_forward(self) -> Held:
-        freed = 0.0 if self.reads_on else self.loaded
+        freed = 0.0 if self.tail_reads_loaded else self.loaded
         return Held(self.first.kept + self.peers, self.first.kept - freed)
 
     def pull_forward(self) -> Held:
-        return keeps(self.pulled + self.leaving)
+        return keeps(self.pulled + self.send_buffers)
 
     def forward(self) -> Held:
-        layers = map(self.rest.forward, range(2, len(self.rest.facts) + 1))
+        layers = map(self.later_layers.forward, range(2, len(self.later_layers.facts) + 1))
         return in_turn([keeps(self.own + self.applied), Held(0.0, -self.pulled), *layers])
 
     def loss(self) -> Held:
-        return self.rest.loss()
+        return self.later_layers.loss()
 
     def backward(self) -> Held:
-        layers = map(self.rest.backward, range(len(self.rest.facts), 1, -1))
-        return in_turn([*layers, Held(0.0, -self.applied - self.rest.logits - self.leaving)])
+        layers = map(self.later_layers.backward, range(len(self.later_layers.facts), 1, -1))
+        return in_turn(
+            [*layers, Held(0.0, -self.applied - self.later_layers.logits - self.send_buffers)]
+        )
 
     def pull_backward(self) -> Held:
         """Return the memory of received gradients; the own gradient reuses the sum's memory."""
@@ -152,4 +158,4 @@ class Batch:
     def first_backward(self) -> Held:
         needed = self.all + self.first.backward - self.first.kept + self.sorted
         freed = self.peers + self.own + self.first.kept
-        return Held(needed, -freed - (self.loaded if self.reads_on else 0.0))
+        return Held(needed, -freed - (self.loaded if self.tail_reads_loaded else 0.0))

@@ -115,7 +115,7 @@ class P3(Slices):
         layers = range(1, problem.workload.layers + 1)
         facts = {layer: batch.facts(layer) for layer in layers}
         f1, f2, e1 = facts[1].rows, facts[1].sources, facts[1].edges
-        rails, blocks = self.rail_of(problem), self.of_peers(problem, f1, f2, e1)
+        rails, blocks = self.rail_of(problem), self.peer_sums(problem, f1, f2, e1)
         edges_above = sum(facts[layer].edges for layer in layers if layer > 1)
         has_peers = len(self.rail(problem, 0)) > 1
         sizes = cache(lambda: Batch(self, problem, batch))  # computed only if memory is predicted

@@ -31,13 +31,17 @@ from gnnplan.planner.strategies.minibatch.feature_store import (
     check_store,
     feature_store,
 )
-from gnnplan.planner.strategies.minibatch.memory import of_all_rows, of_lists, of_samplers
+from gnnplan.planner.strategies.minibatch.memory import (
+    all_rows_bytes,
+    lists_by_server,
+    sampler_memory,
+)
 from gnnplan.planner.strategies.minibatch.on_batches import OnBatches
 from gnnplan.planner.strategies.minibatch.proposals import (
-    enough_ahead,
     lists_cache,
-    one_ahead,
-    worth_caching,
+    proposed_cache,
+    with_enough_samplers,
+    with_one_sampler,
 )
 from gnnplan.planner.vocabulary.errors import SpecError
 from gnnplan.planner.vocabulary.outer import sums
@@ -111,10 +115,10 @@ class Slices(OnBatches):
     def candidates(cls, problem: Problem) -> Iterator[Strategy]:
         if problem.ranks > 1 and not _why_whole(problem):
             variants = (cls(copies=c, pipelined=p) for c in _copies(problem) for p in (True, False))
-            for plain in dict.fromkeys(one_ahead(problem, variant) for variant in variants):
-                cache = worth_caching(problem, plain)
+            for plain in dict.fromkeys(with_one_sampler(problem, variant) for variant in variants):
+                cache = proposed_cache(problem, plain)
                 for cached in [plain, replace(plain, cache=cache)] if cache else [plain]:
-                    ahead = enough_ahead(problem, cached)
+                    ahead = with_enough_samplers(problem, cached)
                     # if more samplers need fewer copies, that is another variant of this loop
                     yield ahead if ahead.copies == cached.copies else cached
 
@@ -190,7 +194,7 @@ class Slices(OnBatches):
         numbers = {rank: i for i, rail in enumerate(self.rails(problem)) for rank in rail}
         return np.array([numbers[rank] for rank in range(problem.ranks)])
 
-    def of_peers(self, problem: Problem, *counts: np.ndarray) -> np.ndarray:
+    def peer_sums(self, problem: Problem, *counts: np.ndarray) -> np.ndarray:
         """Return sums of counts over each rank's peers, with the rank itself [counts, ranks]."""
         return sums(self.rail_of(problem), np.array(counts, dtype=float))
 
@@ -233,8 +237,8 @@ class Slices(OnBatches):
         size_of, supply = cache(lambda each: all_columns(problem, each)), self.supply(problem)
         return {
             "features": np.array([sum(map(size_of, each)) for each in columns_at.values()]),
-            "lists": of_lists(problem, supply.lists),
-            **of_samplers(supply),
+            "lists": lists_by_server(problem, supply.lists),
+            **sampler_memory(supply),
         }
 
     def more_spread(self, problem: Problem) -> Iterator[Self]:
@@ -270,7 +274,7 @@ class Slices(OnBatches):
 
 def all_columns(problem: Problem, columns: range) -> int:
     """Return the bytes of these columns of all vertices' features."""
-    return of_all_rows(problem, lambda ids: problem.features_bytes(ids, columns))
+    return all_rows_bytes(problem, lambda ids: problem.features_bytes(ids, columns))
 
 
 def _copies(problem: Problem) -> list[int]:

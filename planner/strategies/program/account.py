@@ -22,7 +22,7 @@ import numpy as np
 from gnnplan.planner.cluster.transfer import add, busiest
 from gnnplan.planner.problem.problem import Problem
 from gnnplan.planner.strategies.program.path import Prices, path_of
-from gnnplan.planner.strategies.program.price import bytes_of, price_of, unlike_ranks
+from gnnplan.planner.strategies.program.price import bytes_of, distinct_ranks, price_of
 from gnnplan.planner.strategies.program.program import (
     Exchange,
     Group,
@@ -162,7 +162,7 @@ class _Account:
                 self.reported[*_reported(op), number] += times
         self.path, self.overlap = path_of(program, known, numbers), program.overlaps
         self.in_stages = any(op.ranks for op in self.ops)
-        representatives = None if self.in_stages else unlike_ranks(problem, self.ops)
+        representatives = None if self.in_stages else distinct_ranks(problem, self.ops)
         self.alone = [price_of(problem, op, representatives) for op in self.ops]
 
     def epoch_s(self) -> tuple[Number, Prices]:

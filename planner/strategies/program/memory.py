@@ -48,7 +48,7 @@ def on_ranks(
     use["buffers"] = use.get("buffers", zero) + code
     training = sum(use.get(name, zero) for name in ("features", "activations", "halo", "buffers"))
     use["buffers"] = use["buffers"] + np.maximum(elsewhere - training, 0.0)
-    return use | before_training(problem, groups)
+    return use | runtime_memory(problem, groups)
 
 
 def of_fullest(memory: Memory) -> dict[str, float]:
@@ -57,7 +57,7 @@ def of_fullest(memory: Memory) -> dict[str, float]:
     return {use: float(each[rank]) for use, each in memory.items()}
 
 
-def before_training(problem: Problem, groups: Iterable[Sequence[int]] = ()) -> Memory:
+def runtime_memory(problem: Problem, groups: Iterable[Sequence[int]] = ()) -> Memory:
     """Return the bytes of libraries and, on GPUs, of NCCL's communicators.
 
     Two communicators have all ranks, one for all-reduces and one for exchanges. groups: the ranks

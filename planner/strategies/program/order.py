@@ -44,11 +44,11 @@ def queue(program: Program, steps: int) -> Iterator[Queued]:
 def _step_after_step(program: Program, steps: int) -> Iterator[Queued]:
     for step in range(steps):
         chunks = program.chunks(step)
-        for ops in by_ranks(program.step(step)).values():
+        for ops in by_group(program.step(step)).values():
             yield from _waiting(program, step, _chunk_by_chunk(ops, chunks))
 
 
-def by_ranks(step: Step) -> dict[Group, list[Op]]:
+def by_group(step: Step) -> dict[Group, list[Op]]:
     """Return the operations of each group of ranks, in order."""
     groups: dict[Group, list[Op]] = {}
     for op in step:

@@ -35,7 +35,7 @@ import numpy as np
 
 from gnnplan.planner.cluster.shared_cores import SharedCores
 from gnnplan.planner.cluster.transfer import busiest
-from gnnplan.planner.strategies.program.order import by_ranks, queue
+from gnnplan.planner.strategies.program.order import by_group, queue
 from gnnplan.planner.strategies.program.price import Price
 from gnnplan.planner.strategies.program.program import (
     Group,
@@ -169,17 +169,17 @@ def _begins(
 
 
 class _Moment(NamedTuple):
-    """The time at which each rank is ready: `met` + `late` + seconds of the operations `worked`."""
+    """The time at which each rank is ready: `synced` plus `delays` plus the seconds of `work`."""
 
-    met: Number = 0.0  # time of the last synchronisation [.., 1] [s]
-    late: Number = 0.0  # delay of each rank after it [.., ranks] [s]
-    worked: tuple[tuple[int, int], ...] = ()  # numbers of kinds of operations, with their counts
+    synced: Number = 0.0  # time of the last synchronisation [.., 1] [s]
+    delays: Number = 0.0  # delay of each rank after that time [.., ranks] [s]
+    work: tuple[tuple[int, int], ...] = ()  # operations since then: (number of a kind, count)
 
-    def and_then(self, kind: int) -> _Moment:
+    def after_one_more(self, kind: int) -> _Moment:
         """Return the moment after one more operation of this kind."""
-        worked = dict(self.worked)
-        worked[kind] = worked.get(kind, 0) + 1
-        return self._replace(worked=tuple(worked.items()))
+        work = dict(self.work)
+        work[kind] = work.get(kind, 0) + 1
+        return self._replace(work=tuple(work.items()))
 
 
 def _ends_s(
@@ -191,27 +191,27 @@ def _ends_s(
     """
 
     @cache
-    def seconds(worked: tuple[tuple[int, int], ...]) -> Number:
-        return total(prices[kind].seconds * times for kind, times in worked)
+    def seconds(work: tuple[tuple[int, int], ...]) -> Number:
+        return total(prices[kind].seconds * times for kind, times in work)
 
     @cache
-    def done_s(worked: tuple[tuple[int, int], ...]) -> Number:
-        return cores.all_done_s(seconds(worked))
+    def done_s(work: tuple[tuple[int, int], ...]) -> Number:
+        return cores.all_done_s(seconds(work))
 
     def of_all(moment: _Moment) -> Number:
         """Return when the last rank is ready [s]."""
-        met, late, worked = moment
-        if np.ndim(late):
-            return met + cores.all_done_s(late + seconds(worked))
-        return met + done_s(worked)
+        synced, delays, work = moment
+        if np.ndim(delays):
+            return synced + cores.all_done_s(delays + seconds(work))
+        return synced + done_s(work)
 
     def or_later(one: _Moment, other: _Moment) -> _Moment:
         """Return the moment at which each rank has reached both moments."""
-        met = np.maximum(one.met, other.met)
-        if not any(each.worked or np.ndim(each.late) for each in (one, other)):
-            return _Moment(met)
-        ready = (each.late + seconds(each.worked) - (met - each.met) for each in (one, other))
-        return _Moment(met, np.atleast_1d(np.maximum(*ready)))
+        synced = np.maximum(one.synced, other.synced)
+        if not any(each.work or np.ndim(each.delays) for each in (one, other)):
+            return _Moment(synced)
+        ready = (each.delays + seconds(each.work) - (synced - each.synced) for each in (one, other))
+        return _Moment(synced, np.atleast_1d(np.maximum(*ready)))
 
     @cache
     def crowding(one: int, other: int) -> Number:
@@ -223,16 +223,16 @@ def _ends_s(
         price = prices[kind]
         start = reduce(or_later, [ended[other] for other in after] or [_Moment()])
         if not price.is_transfer:
-            ended.append(start.and_then(kind))
+            ended.append(start.after_one_more(kind))
             continue
         began[place] = begin = of_all(start)
         end, free = begin + price.seconds, 0.0  # free: time at which the other lane is free
         for other in overlapping:
-            if not np.any(ended[other].met > begin):
+            if not np.any(ended[other].synced > begin):
                 continue
             other_price = prices[begins[other].kind]
             delay = np.maximum(free - began[other], 0.0)
-            began[other], until = began[other] + delay, ended[other].met + delay
+            began[other], until = began[other] + delay, ended[other].synced + delay
             ports_from = np.maximum(
                 begin + price.transfer.latency, began[other] + other_price.transfer.latency
             )
@@ -279,7 +279,7 @@ class _Stages:
     """
 
     def __init__(self, step: Step, numbers: Mapping[Kind, int]) -> None:
-        stages = [groupby(ops, lambda op: op.chunks) for ops in by_ranks(step).values()]
+        stages = [groupby(ops, lambda op: op.chunks) for ops in by_group(step).values()]
         runs = [[[(op, numbers[op.kind]) for op in run] for _, run in stage] for stage in stages]
         # consecutive operations done chunk by chunk, or once; stages in the order of the chunks
         self.runs = [

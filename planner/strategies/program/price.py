@@ -88,7 +88,7 @@ def _price_of_chunks(problem: Problem, op: Op) -> Price:
             return Price(0.0)  # a receipt ends with its message, which has the price
 
 
-def unlike_ranks(problem: Problem, ops: Collection[Op]) -> np.ndarray | None:
+def distinct_ranks(problem: Problem, ops: Collection[Op]) -> np.ndarray | None:
     """Return one rank of each set of ranks that do the same work in all operations.
 
     Such ranks are always ready at the same time, so one represents the set. None: ranks share

@@ -111,7 +111,7 @@ class Op:
     """
 
     op: str
-    way: str = ""  # 'f': forward, 'b': backward
+    way: str = ""  # direction: 'f' (forward), 'b' (backward); 'n': lengths of the next messages
     layer: int | None = None
     work: Work = field(kw_only=True)
     overlaps_backward: bool = False  # an all-reduce: only the update waits for it
