@@ -28,7 +28,7 @@ REFUSED = r"""
 2x1 layers=3 | graph_parallel(smoothing='f') | only stale rows are smoothed; use staleness=1
 2x1 layers=3 | pipegcn(smoothing='x') | smoothing is '' \(none\), 'f' .*not 'x'
 2x1 layers=3 | pipegcn_gf(gamma=1) | gamma lies in \[0, 1\) .*not 1; use 0.95
-2x1 layers=3 | pipegcn(gamma=0.3) | nothing is smoothed here .gamma: 0.3.; use pipegcn_gf.gamma=0.3.
+2x1 layers=3 | pipegcn(gamma=0.3) | smoothing is off .gamma: 0.3.; use pipegcn_gf.gamma=0.3.
 2x1 layers=3 | pipegcn_g(gamma=-0.1) | gamma lies in \[0, 1\) .*not -0.1
 2x1 layers=3 | graph_parallel(bits=1) | 8, 4 or 2, 'adaptive', or None .* \(bits: 1\); use bits=2
 2x1 layers=3 | bns(bits='adaptive') | only graph_parallel and pipegcn .* use bits=4, or graph_parallel\(bits=
@@ -68,19 +68,19 @@ REFUSED = r"""
 1x3 | gsplit(split='last') | split is 'all' .* the 'first' alone .dnp. .*, not 'last'
 1x3 layers=1 fanout=3, | dnp | hands its rows to layer 2 .layers: 1.; use gsplit
 1x3 model=gcnii | dnp | gcnii reads an encoder's output; use gsplit
-1x3 | dnp(narrow=True) | as they are.* use narrow=False
+1x3 | dnp(narrow=True) | cannot multiply before the.* use narrow=False
 1x3 | dnp(features='spread') | features: spread\); use features='everywhere', or gsplit
 1x3 | dnp(structure='spread') | structure: spread\); use structure='everywhere'
 1x3 layers=1 fanout=3, | snp | snp splits layer 1 and .* use gsplit
-1x3 | snp(narrow=True) | as they are.* use narrow=False
+1x3 | snp(narrow=True) | cannot multiply before the.* use narrow=False
 1x3 | snp(structure='spread') | snp's ranks read lists of each other's vertices
 1x3 model=gat heads=2 | snp | of gat weighs an edge .*attention.; use dnp
 1x3 model=gin | snp | gin is no plain sum \(those of gcn, sage, sgc are\); use dnp
 2x2 | data_parallel(cache=-1) | data_parallel: cache is a number of bytes per GPU, 0 or more, not -1; use 0 for no cache
-2x2 | gsplit(cache=2000000000000) | the memory that it is in \(cache: 2.00 TB, device.memory: 1.00 TB\); use cache='500GB' or less
+2x2 | gsplit(cache=2000000000000) | the device's memory \(cache: 2.00 TB, device.memory: 1.00 TB\); use cache='500GB' or less
 2x2 | gsplit(hot='degrees') | hot says which rows to cache, and 'degrees' is unknown; did you mean degree
 2x2 | data_parallel(features='everwhere') | features says whose memory has them, and 'everwhere' is unknown; did you mean everywhere
-2x2 | data_parallel(shared_cache=True) | share their caches have some \(shared_cache: True, cache: 0\); use cache=
+2x2 | data_parallel(shared_cache=True) | needs a cache to share \(shared_cache: True, cache: 0\); use cache=
 2x2 | gsplit(shared_cache=True) | gsplit has no knob 'shared_cache'
 2x2 | p3(over='rank',cache=-1) | p3: cache is a number of bytes per GPU, 0 or more, not -1
 2x2 | data_parallel(structure='spred') | structure says who has adjacency lists, and 'spred' is unknown; did you mean spread

@@ -144,7 +144,9 @@ class ChunkedStep:
         """Return a step, or an evaluation, over one chunk of each kind; its peak memory is that of
         all chunks."""
         labels = evaluation if evaluates else order
-        return Program.of([*self.ops(labels(self.model, self.unlike)), *end_of_step(self.problem)])
+        return Program.of(
+            [*self.ops(labels(self.model, self.distinct_chunks)), *end_of_step(self.problem)]
+        )
 
     # -- operations ------------------------------------------------------------------------------
 
@@ -202,7 +204,7 @@ class ChunkedStep:
         ]
 
     @property
-    def unlike(self) -> list[int]:
+    def distinct_chunks(self) -> list[int]:
         """One chunk of each set of chunks with equal counts."""
         return sorted(set(self._first_like))
 
@@ -310,12 +312,14 @@ class ChunkedStep:
 
     # -- memory ----------------------------------------------------------------------------------
 
-    def under_way(self, ways: str = "fb") -> np.ndarray:
+    def copy_buffers(self, ways: str = "fb") -> np.ndarray:
         """Return the peak bytes of copies during computation: the results of the chunk before,
         then the rows of the next chunk [ranks]."""
         peak = np.zeros(self.problem.ranks)
         if self.copies_beside:
-            for layer, c, way in product(range(1, len(self.model.layers) + 1), self.unlike, ways):
+            for layer, c, way in product(
+                range(1, len(self.model.layers) + 1), self.distinct_chunks, ways
+            ):
                 for nbytes in (self.loaded_bytes, self.stored_bytes):
                     peak = np.maximum(peak, nbytes(way, layer, c))
         return peak

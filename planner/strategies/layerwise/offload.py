@@ -105,7 +105,7 @@ class Offload(Strategy):
         model, name = problem.model, problem.workload.model
         if model.encoder:
             return (
-                f"it does not keep an encoder's rows in the server's memory (model: {name}); use a"
+                f"it does not keep the encoder's rows in the server's memory (model: {name}); use a"
                 " model without encoder, whose layers read the previous layer only"
             )
         if model.ends:
@@ -240,7 +240,7 @@ def _on_device(problem: Problem, step: ChunkedStep, evaluates: bool = False) -> 
         problem,
         step.fullest_program(evaluates),
         code=machine_code(problem, len(step.chunks)),
-        copies=step.under_way("f" if evaluates else "fb"),
+        copies=step.copy_buffers("f" if evaluates else "fb"),
     )
 
 

@@ -198,7 +198,8 @@ class _Account:
         return largest(self._done_s(group, seconds) for group, seconds in sums.items())
 
     def by_operation(self, prices: Prices) -> dict[str, Number]:
-        """Return the seconds of each operation on the slowest rank; a message's, both ends'."""
+        """Return the seconds of each operation on the slowest rank; messages of both directions are
+        one operation."""
         sums = defaultdict[str, dict[Group, Number]](dict)
         for (group, label, number), times in self.reported.items():
             price, by_group = prices[number], sums[label.kind]
