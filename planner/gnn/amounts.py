@@ -109,7 +109,7 @@ class Amount:
         """Return the amount with every count bounded by `most`."""
         return Amount({term._replace(most=most): factor for term, factor in self.terms.items()})
 
-    def room_of_sum(self, width: int, itemsize: int) -> Amount:
+    def sum_workspace(self, width: int, itemsize: int) -> Amount:
         """Return the workspace for the sum over these rows, of `width` numbers (`summing`) [B]."""
         return Amount({term._replace(summed=width, itemsize=itemsize): 1.0 for term in self.terms})
 
@@ -122,14 +122,14 @@ class Amounts:
     array([ 43., 200.])
     """
 
-    each: tuple[Amount, ...]
+    amounts: tuple[Amount, ...]
 
     @cached_property
     def _factors(self) -> tuple[tuple[Term, ...], NDArray[np.float64]]:
         """All terms, and their factors in each amount [amounts, terms]."""
-        terms = tuple(dict.fromkeys(term for amount in self.each for term in amount.terms))
-        factors = [[amount.terms.get(term, 0.0) for term in terms] for amount in self.each]
-        return terms, np.array(factors).reshape(len(self.each), len(terms))
+        terms = tuple(dict.fromkeys(term for amount in self.amounts for term in amount.terms))
+        factors = [[amount.terms.get(term, 0.0) for term in terms] for amount in self.amounts]
+        return terms, np.array(factors).reshape(len(self.amounts), len(terms))
 
     def on(self, block: Block) -> NDArray[np.float64]:
         """Return the value of each amount on a block [amounts, ..]."""
@@ -140,7 +140,7 @@ class Amounts:
         for row, count in zip(table if shape else table[:, None], counts, strict=True):
             row[...] = count
         values = factors @ table.reshape(len(terms), math.prod(shape))
-        return values.reshape(len(self.each), *shape)
+        return values.reshape(len(self.amounts), *shape)
 
 
 NOTHING = Amount({})

@@ -143,17 +143,17 @@ class Model:
             self.relu and 0 < layer < len(self.layers) and not self.layers[layer].activates
         )
 
-    def moments(self, layer: int, way: str = "f") -> int:
+    def moments(self, layer: int, direction: str = "f") -> int:
         """Return the count of numbers in batch norm's all-reduce before the layer (L + 1: decoder).
 
-        The all-reduce has two sums per column, and in a mini-batch also the number of rows. way
-        'f': forward pass; 'b': the gradients of the sums. Without batch norm the count is 0."""
+        The all-reduce has two sums per column, and in a mini-batch also the number of rows.
+        direction: 'f' (forward), 'b' (the sums' gradients). Without batch norm the count is 0."""
         if layer > len(self.layers):
             normed = self.norm if self.decoder and self.activates_last else "none"
             width = self.decoder[0] if self.decoder else 0
         else:
             normed, width = self.layers[layer - 1].norm, self.layers[layer - 1].h_in
-        return 2 * width + (self.redrawn and way == "f") if normed == "batch" else 0
+        return 2 * width + (self.redrawn and direction == "f") if normed == "batch" else 0
 
     def input_width(self, layer: int) -> int:
         """Return H_{l-1} [numbers per row]."""
@@ -240,7 +240,7 @@ class Model:
 
     def work(
         self,
-        way: int,
+        direction: int,
         layer: int,
         rows: Number,
         sources: Number,
@@ -249,7 +249,7 @@ class Model:
         read: Number | None = None,
         away: Number = 0.0,
     ) -> Compute:
-        """Return the work of a layer's pass (way 0: forward, 1: backward).
+        """Return the work of a layer's pass (direction 0: forward, 1: backward).
 
         rows: R. sources: S. edges: E without self edges. narrow: without the projection, which
         `project` has. read: source rows that the gather reads, if other ranks prepared some of
@@ -257,7 +257,10 @@ class Model:
         spec, narrow = self.layers[layer - 1], narrow and self.narrow_at(layer)
         edges = edges + spec.self_edges * (rows - away)
         block = block_of(rows, sources, edges, read=read, away=away)
-        work, launches = self.played(layer, narrow).ways[way], self._launches(spec, narrow)[way]
+        work, launches = (
+            self.played(layer, narrow).ways[direction],
+            self._launches(spec, narrow)[direction],
+        )
         return work.on(block, self.itemsize, launches, self.redrawn)
 
     forward, backward = partialmethod(work, 0), partialmethod(work, 1)

@@ -71,10 +71,10 @@ class Operations(Trace):
         """Record dropout: a word of the hash serves four columns of a dense row, or one number of a
         sparse row. A GPU hashes inside the kernel, so only reading and writing rows costs time."""
         setting, numbers = self.setting, x.rows * x.width
-        each = 4.0 if x.index else 1.0
+        per_number = 4.0 if x.index else 1.0
         if setting.on_gpu:
-            each *= 2 * setting.itemsize / HASH_BYTES
-        self.works(x.rows)[0].add(hash_ops=each * numbers)
+            per_number *= 2 * setting.itemsize / HASH_BYTES
+        self.works(x.rows)[0].add(hash_ops=per_number * numbers)
         self.passes(0, (MASKED_IN_PASSING if setting.on_gpu else MASKED) * x.varies, x)
         mask = NOTHING if setting.on_gpu else numbers
         return self.record(self.like(x), (x,), extra=mask)
@@ -163,7 +163,7 @@ class Operations(Trace):
         """Return the workspace for the gradient of a vector added to, or multiplied with, rows."""
         if not self.setting.on_gpu:
             return NOTHING
-        return x.rows.room_of_sum(int(x.width), self.setting.weight_itemsize)
+        return x.rows.sum_workspace(int(x.width), self.setting.weight_itemsize)
 
     def bias(self, x: Value) -> Value:
         """Record the addition of the bias, if the layer has one."""

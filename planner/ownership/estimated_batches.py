@@ -224,14 +224,12 @@ class EstimatedBatch(MiniBatch):
         counts = [part.size for part in shares(np.arange(batch), len(self.needs))]
         edges, sends = self._shared(counts), self._to_peers([0] * len(counts))
         if self._size > 1:
-            population, others = Population.of(self.stats), self._size - 1
+            population, peers = Population.of(self.stats), self._size - 1
             wanted = []
             for count in counts:
                 # expected number of ends of one other rank's edges at a vertex of each class [K]
                 along = count * population.drawn_from / max(population.edges, 1.0)
-                times = (
-                    along * self.cross / others + count * negatives / self._size / population.all
-                )
+                times = along * self.cross / peers + count * negatives / self._size / population.all
                 reached = population.vertices @ -np.expm1(-times)
                 wanted.append(round(float(reached) / self._size))
             sends = self._to_peers(wanted)
@@ -240,12 +238,12 @@ class EstimatedBatch(MiniBatch):
     def _shared(self, totals: Sequence[Any]) -> NDArray[np.int64]:
         """Divide each group's totals among its ranks, in integers that add up [.., ranks]."""
         total = np.rint(totals).astype(np.int64)[list(self.servers)].T
-        others = self._size - 1
-        if not others:
+        peers = self._size - 1
+        if not peers:
             return np.asarray(total)
         first = np.rint(np.minimum(total * self._fullest / self._size, total)).astype(np.int64)
         left = total - first
-        rest = left // others + (self._member - 1 < left % others)
+        rest = left // peers + (self._member - 1 < left % peers)
         return np.where(self._member == 0, first, rest)
 
     def row_counts(self, h: int) -> NDArray[np.int64]:
@@ -283,8 +281,8 @@ class EstimatedBatch(MiniBatch):
             * self.cross
             / (self._size - 1)
         )
-        asked = float((population.vertices * -np.expm1(-times)).sum()) / self._size
-        return min(asked, need.rows[layer - 1] / self._size)
+        needed = float((population.vertices * -np.expm1(-times)).sum()) / self._size
+        return min(needed, need.rows[layer - 1] / self._size)
 
 
 class EstimatedBatches(Batches):

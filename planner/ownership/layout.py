@@ -72,7 +72,7 @@ class LayerFacts:
     made: np.ndarray | None = None
     # if the rows are partial sums: partial sums that each rank adds up to its sources [ranks]
     added: np.ndarray | None = None
-    # destinations whose own row another rank has, which adds it to its partial sum [ranks]
+    # destinations whose own row another rank has, and adds to its partial sum [ranks]
     away: np.ndarray | None = None
     fresh: Pairs | None = None  # halo rows that owners send in this step; None: all [ranks, ranks]
 
@@ -371,8 +371,8 @@ class Layout:
         position[self.rows(rank, layer - 1)] = np.arange(piece.local, dtype=np.int32)
         position[piece.halo] = piece.local + np.arange(piece.halo.size, dtype=np.int32)
         for start in range(0, columns.size, AT_ONCE):  # numpy copies indices to 64 bits
-            some = columns[start : start + AT_ONCE]
-            some[:] = position[some]
+            block = columns[start : start + AT_ONCE]
+            block[:] = position[block]
         return np.concatenate([[0], np.cumsum(degree)]), columns
 
     def degrees(self, rank: int) -> tuple[np.ndarray, np.ndarray]:
@@ -416,8 +416,8 @@ class Layout:
 
 def _blocks(graph: Graph, rows: np.ndarray) -> Iterator[tuple[np.ndarray, np.ndarray]]:
     """Yield blocks of `rows` with about AT_ONCE edges each: (rows, in-neighbours of the rows)."""
-    for some in runs(graph.degree_of(rows), AT_ONCE):
-        yield rows[some], graph.neighbours(rows[some])
+    for block in runs(graph.degree_of(rows), AT_ONCE):
+        yield rows[block], graph.neighbours(rows[block])
 
 
 def distances(
@@ -459,20 +459,20 @@ def expand(graph: Graph, own: np.ndarray, expansion: Expansion, server: int) -> 
     random = np.random.default_rng((EXPANSION, expansion.seed, server))
     allowed, frontier = own.copy(), np.flatnonzero(own)
     for _ in range(expansion.max_hop):
-        found = np.zeros(own.size, dtype=bool)
+        drawn = np.zeros(own.size, dtype=bool)
         for rows, columns in _blocks(graph, frontier):
             reader = np.repeat(np.arange(rows.size), graph.degree_of(rows))
             external = ~own[columns]
             reader, columns = reader[external], columns[external]
             degree = np.bincount(reader, minlength=rows.size)
             sampled = degree[reader] > expansion.fanout
-            found[columns[~sampled]] = True
+            drawn[columns[~sampled]] = True
             reader, columns = reader[sampled], columns[sampled]
             degree[degree <= expansion.fanout] = 0
             # Shuffle each reader's neighbours, and take the first k of them.
             sort = np.argsort(reader + random.random(reader.size))
             place = np.arange(reader.size) - (np.cumsum(degree) - degree)[reader]
-            found[columns[sort[place < expansion.fanout]]] = True
-        frontier = np.flatnonzero(found & ~allowed)
-        allowed |= found
+            drawn[columns[sort[place < expansion.fanout]]] = True
+        frontier = np.flatnonzero(drawn & ~allowed)
+        allowed |= drawn
     return allowed

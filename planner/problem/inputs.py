@@ -42,9 +42,9 @@ def read_cluster(name_or_path: str) -> Cluster:
     if name_or_path in rented:
         base = read_cluster(clouds.base_of(name_or_path))
         return checked(Cluster, clouds.fields_of(name_or_path, base), f"{name_or_path}: ")
-    like = [name for name in rented if name.lower().startswith(name_or_path.lower())]
-    if name_or_path and like and not Path(name_or_path).exists():
-        raise SpecError(f"{name_or_path}: servers have a size too; use one of {', '.join(like)}")
+    sizes = [name for name in rented if name.lower().startswith(name_or_path.lower())]
+    if name_or_path and sizes and not Path(name_or_path).exists():
+        raise SpecError(f"{name_or_path}: servers have a size too; use one of {', '.join(sizes)}")
     path = _file_of(name_or_path, PRESETS, rented)
     if name_or_path == "local":
         if (measured := cache_dir() / "local.yaml").exists():

@@ -356,10 +356,10 @@ class Problem:
     def _count_needed(self) -> float:
         stats, layers = self.stats, self.workload.layers
         if self.graph is None:
-            alone = EstimatedLayout(
+            one_rank = EstimatedLayout(
                 stats.vertices, stats.edges, (0,), layers, 0, 0, targets=stats.train_vertices
             )
-            rows = [alone.region(h) for h in range(1, layers + 1)]
+            rows = [one_rank.region(h) for h in range(1, layers + 1)]
         else:
             rows = [float(count) for count in reached(self.graph, layers - 1)]
         return float(np.mean(rows)) / stats.vertices
@@ -393,9 +393,9 @@ class Problem:
             member = owners(self.graph, size, splitter, self.workload, epochs, imbalance)
         return Batches(self.graph, self.workload, groups, member, first_varying)
 
-    def seconds_of(self, made: Layout | EstimatedLayout | Chunks | Batches) -> float:
+    def seconds_of(self, result: Layout | EstimatedLayout | Chunks | Batches) -> float:
         """Return the time that making a layout, chunks or batches took, with partitioning [s]."""
-        return self.known.seconds_of(made)
+        return self.known.seconds_of(result)
 
     def _owner(self, graph: Graph, groups: tuple[int, ...]) -> np.ndarray:
         """Return the rank that owns each vertex [N]; with groups, the first rank of the group."""

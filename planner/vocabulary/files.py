@@ -138,8 +138,8 @@ def refusal(error: BaseException) -> OSError | None:
     """
     if isinstance(error, OSError) and error.errno in _REFUSALS:
         return error
-    said = str(error)
-    number = next((number for number in _REFUSALS if os.strerror(number) in said), None)
+    message = str(error)
+    number = next((number for number in _REFUSALS if os.strerror(number) in message), None)
     return None if number is None else OSError(number, os.strerror(number))
 
 
@@ -170,12 +170,12 @@ def must_have_a_place(path: Path) -> None:
 
 def must_be_folder(path: Path) -> None:
     """Raise SpecError unless `path` is a folder or can become one; called before long work."""
-    there = nearest(path)
-    if not there.is_dir():
-        raise SpecError(f"{there}: is a file, but a folder is needed; give another place")
-    if not os.access(there, os.W_OK | os.X_OK):
+    place = nearest(path)
+    if not place.is_dir():
+        raise SpecError(f"{place}: is a file, but a folder is needed; give another place")
+    if not os.access(place, os.W_OK | os.X_OK):
         raise SpecError(
-            f"{path}: the folder cannot be written ({there} is not writable); choose another place"
+            f"{path}: the folder cannot be written ({place} is not writable); choose another place"
         )
 
 

@@ -159,10 +159,10 @@ class Outer(Value, NDArrayOperatorsMixin):
     @property
     def is_even(self) -> bool:
         """Whether every rank sends the same amount to every other rank."""
-        alone = self.groups.size < 2
-        alike = all((part == part[..., :1]).all() for part in (self.left, self.right))
-        everyone = self.same and bool((self.groups == self.groups[0]).all())
-        return alone or not self.any() or (alike and everyone)
+        single = self.groups.size < 2
+        equal = all((part == part[..., :1]).all() for part in (self.left, self.right))
+        one_group = self.same and bool((self.groups == self.groups[0]).all())
+        return single or not self.any() or (equal and one_group)
 
     @property
     def equal_pairs(self) -> list[EqualPairs]:
@@ -193,5 +193,5 @@ def cells(*places: np.ndarray) -> np.ndarray:
 def sums(cell: np.ndarray, numbers: np.ndarray) -> np.ndarray:
     """Return, per rank, the sum of `numbers` [.., ranks] over the ranks in its cell."""
     flat = numbers.reshape(-1, cell.size)
-    each = [np.bincount(cell, one)[cell] for one in flat]
-    return np.reshape(each, numbers.shape).astype(numbers.dtype)
+    totals = [np.bincount(cell, row)[cell] for row in flat]
+    return np.reshape(totals, numbers.shape).astype(numbers.dtype)

@@ -17,9 +17,9 @@ class Content:
 
     def __init__(self, array: np.ndarray) -> None:
         self.array = array
-        some = array[tuple(slice(None, None, size // 64 + 1) for size in array.shape)]
-        rest = array.sum().item() if some.size < array.size else 0
-        self._hash = hash((array.shape, some.tobytes(), rest))
+        sample = array[tuple(slice(None, None, size // 64 + 1) for size in array.shape)]
+        rest = array.sum().item() if sample.size < array.size else 0
+        self._hash = hash((array.shape, sample.tobytes(), rest))
 
     def __hash__(self) -> int:
         return self._hash
