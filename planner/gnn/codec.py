@@ -97,7 +97,7 @@ class Codec:
         """
         if self.packs and precision.rounds_rows:
             raise SpecError(
-                f"{name}: only float32 rows are quantized (bits: {self.bits!r}, dtype:"
+                f"{name}: bits quantizes unrounded rows only (bits: {self.bits!r}, dtype:"
                 f" {precision.name}); leave bits out, or use --dtype float32"
             )
         if self.adapts and not adapts:

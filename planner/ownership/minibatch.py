@@ -159,15 +159,15 @@ class MiniBatch(Layout):
 class FirstLayerSplit(MiniBatch):
     """A batch in which ranks split layer 1 only.
 
-    For layers 2 .. L, a rank computes all rows that its own seeds need, without exchanges."""
+    Ranks exchange rows of h_1. From these, each rank computes layers 2 .. L for its own seeds."""
 
     first: LayerFacts  # counts of layer 1
     given: np.ndarray  # rows of h_1 that rank i sends to rank j before layer 2 [ranks, ranks]
     added: np.ndarray | None = None  # LayerFacts.added of layer 2
 
     def __init__(self, whole: MiniBatch, separate: MiniBatch) -> None:
-        """whole: the same batch with all layers split. separate: the batch with a group per rank,
-        which has the rank's own seeds."""
+        """whole: the same batch with all layers split. separate: the same batch with a group per
+        rank, whose seeds are the rank's own."""
         self.__dict__.update(whole.__dict__)
         self._clear_caches()
         layers, ranks = range(1, self.layers + 1), range(self.ranks)
@@ -178,7 +178,7 @@ class FirstLayerSplit(MiniBatch):
 
     @abstractmethod
     def _split_first(self, whole: MiniBatch, needed: Sequence[np.ndarray]) -> None:
-        """Count layer 1, and the exchange of h_1; needed: ids of the rows of h_1 per rank."""
+        """Count layer 1 and the exchange of h_1; needed: ids of the rows of h_1 that ranks need."""
 
     def rows(self, rank: int, h: int) -> np.ndarray:
         """Return the ids of the rows of h_0 that a rank reads, or of h_1 that it (partly) computes.

@@ -109,7 +109,7 @@ def test_workloads_that_need_more_than_8_bits_are_refused(more, refusal):
     [
         ("tensor3d", "rough", "tensor3d has no rows in bfloat16 .* use graph_parallel, pipegcn, "),
         ("p3", "rough", "p3 has no rows in bfloat16 .* use data_parallel, gsplit, dnp or snp"),
-        ("graph_parallel(bits=4)", "rough", "only float32 rows are quantized"),
+        ("graph_parallel(bits=4)", "rough", "bits quantizes unrounded rows only"),
         ("pipegcn_gf", "rough", "too few for a moving average"),
     ],
 )
