@@ -81,7 +81,7 @@ class AllReduces:
         return PhaseLoads(
             [use.link for use in uses],
             np.unique(starts, axis=1),
-            [{one: use.loads(1.0 * (share == one)) for one in np.unique(share)} for use in uses],
+            [{s: use.loads(1.0 * (share == s)) for s in np.unique(share)} for use in uses],
         )
 
     def hops(self, algorithm: Algorithm, group: tuple[int, ...]) -> tuple[AllReduce, list[Flows]]:

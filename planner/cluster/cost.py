@@ -113,9 +113,9 @@ class Cost:
     def host_s(self, work: HostWork, edges: Number, samplers: int = 1) -> Number:
         """Return the duration of a sampler's work for one rank on `edges` edges [s].
 
-        Each GPU rank has `samplers` samplers at work. They share the cores of the server, of which
-        each rank keeps one if there are more than ranks. GPUs that sample have rates of their own
-        (`device_rates`). `SharedCores` has the slowdown of CPU ranks.
+        Each GPU rank has `samplers` samplers at work. The samplers share the cores of the server;
+        if there are more cores than ranks, each rank keeps one core for itself. GPUs that sample
+        have rates of their own (`device_rates`). `SharedCores` has the slowdown of CPU ranks.
         """
         if work in self.cluster.rates_there:
             return edges / self.cluster.rates_there[work]

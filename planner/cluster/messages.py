@@ -1,8 +1,9 @@
 """Sets of messages between ranks, as a list (`Listed`) or, if all are equal, by counts (`Alike`).
 
-ports.py asks both classes in the same way how many messages pass a port. A *count* is an array
-[messages]: how often each message passes something; or an array [2, ranks]: how many of the
-messages that a rank sends pass it, and how many of those it receives. Counts can be added.
+Both classes have the same methods, with which ports.py counts the messages that pass a port. A
+*count* of `Listed` is an array [messages]: how often each message passes something. A count of
+`Alike` is an array [2, ranks]: how many of the messages that a rank sends pass it, and how many of
+the messages that the rank receives. Counts can be added and subtracted.
 
 An `Outer` (vocabulary/outer.py) is a traffic matrix that is given by a number per sender and a
 number per receiver. The load of a port then follows from counts: how many of a rank's peers share

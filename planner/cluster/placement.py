@@ -1,4 +1,4 @@
-"""Proposals of which GPU each rank sits on, and of which GPUs to use if not all are worth it.
+"""Proposals of placements (which GPU each rank sits on), and of fewer GPUs to use.
 
     2 servers x 4 GPUs, 2 stages x 4   GPUs (0, 1, 2, 3, 4, 5, 6, 7)    not (0, 2, 4, 6, 1, 3, 5, 7)
     stage 0, halo exchanges inside     server 0                         half of each halo is sent

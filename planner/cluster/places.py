@@ -19,7 +19,7 @@ import numpy as np
 from gnnplan.planner.cluster.fabric import Node, links
 from gnnplan.planner.cluster.spec import Cluster, LinkName
 
-# A part of the cluster that carries bytes at a limited rate, in one direction where it has two:
+# A part of the cluster that carries bytes at a limited rate; each direction is a port of its own:
 #     ('gpu_out', rank), ('island_out', rank), ('switch_out', switch), ('nic_out', NIC)
 #     ('gpu_in', rank), ('island_in', rank), ('switch_in', switch), ('nic_in', NIC)
 #     ('bridge', server), ('fabric', link), ('cores', machine), ('device', rank): a sampling GPU

@@ -67,8 +67,8 @@ def nccl_tests(path: Path) -> Reading:
     try:
         name = Path(str(document["args"][0])).name
         devices = [
-            (int(one.get("group", 0)), str(one["hostname"]), int(one.get("device", -1)))
-            for one in document["config"]["devices"]
+            (int(device.get("group", 0)), str(device["hostname"]), int(device.get("device", -1)))
+            for device in document["config"]["devices"]
         ]
         results = [(row["size"], row["out_of_place"]) for row in document["results"]]
     except (ValueError, KeyError, IndexError, TypeError, AttributeError) as error:
@@ -77,7 +77,7 @@ def nccl_tests(path: Path) -> Reading:
         ) from error
     program = next((known for known in PROGRAMS if name.startswith(known)), name)
     if program not in PROGRAMS:
-        raise SpecError(f"{path}: {program} is not asked about; use {', '.join(PROGRAMS)}")
+        raise SpecError(f"{path}: {program} is not one of {', '.join(PROGRAMS)}; use one of these")
     op, members = PROGRAMS[program], _group(path, devices)
     rows = _rows(path, document, results)
     ranks, servers = len(members), len({host for host, _ in members})
@@ -283,9 +283,9 @@ def _matrix(path: Path) -> dict[str, dict[str, str]]:
     for a, b in combinations_with_replacement(gpus, 2):
         if ways[a][b] != ways[b][a] or (ways[a][b] == "X") != (a == b):
             raise SpecError(
-                f"{path}: the way from {a} to {b} is {ways[a][b]}, and from {b} to {a}"
-                f" {ways[b][a]}; X stands where a GPU meets itself, and both ways are one; give"
-                " the table as nvidia-smi printed it"
+                f"{path}: the connection from {a} to {b} is {ways[a][b]}, and from {b} to {a}"
+                f" {ways[b][a]}; both directions are the same, and X marks a GPU itself; give the"
+                " table as nvidia-smi printed it"
             )
     return ways
 
@@ -301,14 +301,15 @@ def _must_be_ways(path: Path, name: str, row: Sequence[str], head: Sequence[str]
             )
         if not is_way(cell):
             raise SpecError(
-                f"{path}: line {name}, column {column}: {cell!r:.40} is no way between GPUs and"
+                f"{path}: line {name}, column {column}: {cell!r:.40} is no connection of GPUs and"
                 f" NICs ({', '.join(WAYS)}, NV1 ..); give the table as nvidia-smi printed it"
             )
     more = [cell for cell in row[len(head) :] if is_way(cell)]
     if more:
         raise SpecError(
-            f"{path}: line {name} has {len(head) + len(more)} ways and the head {len(head)} names,"
-            " of which some may be glued together; give the table as nvidia-smi printed it"
+            f"{path}: line {name} has {len(head) + len(more)} connections and the head"
+            f" {len(head)} names; blanks between names may be missing; give the table as"
+            " nvidia-smi printed it"
         )
 
 
@@ -392,14 +393,14 @@ def _wired(base: Cluster, wiring: Path) -> dict[str, Any]:
     if gpus != base.gpus_per_server:
         say(
             f"note: {wiring.name} has {show_count(gpus, 'GPU')} and {base.name} has"
-            f" {base.gpus_per_server} a server;"
-            f" the cluster has {gpus}, each as fast as that of {base.name}"
+            f" {base.gpus_per_server} per server;"
+            f" the cluster has {gpus}, each as fast as a GPU of {base.name}"
         )
     if "nics" not in found:
         if gpus != base.gpus_per_server:
             found["nics"] = ()
-        told = [list(group) for group in found.get("nics", base.nics)] or "one a server"
-        say(f"note: {wiring.name} has no columns of NICs; they are taken to be {told}")
+        nics = [list(group) for group in found.get("nics", base.nics)] or "one per server"
+        say(f"note: {wiring.name} has no columns of NICs; NICs are assumed to be {nics}")
     elif len(found["nics"]) != max(1, len(base.nics)) and base.inter_node:
         say(
             f"note: {wiring.name} has {len(found['nics'])} lists of GPUs with NICs of their own,"

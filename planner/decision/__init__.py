@@ -1,20 +1,20 @@
 """The decision: which strategy to use, where its ranks sit, and why.
 
-    candidate.py       a strategy with its prediction, and whether it fits
-    search.py          all candidates, ranked
-    room.py            what would make one fit
-    recommendation.py  which of them is recommended, and how sure that is
-    dtypes.py          which precision rows have (--dtype auto)
-    whole.py           the whole training in both modes and on all sizes
+    candidate.py       a strategy with its prediction, and whether it fits in memory
+    search.py          evaluates all candidates, and ranks them
+    room.py            the memory or servers with which a strategy would fit
+    recommendation.py  draws of uncertain predictions: chances, ranges and regrets
+    dtypes.py          float32 or bfloat16 rows (--dtype auto)
+    whole.py           the whole training, full-graph and mini-batch, on all numbers of GPUs
     epochs.py          how many epochs a training has
-    summary.py         the lines that a plan opens with
-    explain.py         all reasons
-    sensitivity.py     which links, devices and depths would change the choice
+    summary.py         the lines at the beginning of a plan
+    explain.py         all reasons for a plan
+    sensitivity.py     the links, devices and depths that would change the choice
     sweep.py           the decision at many values of some fields
-    scale.py           the decision on more and more GPUs: whether to distribute at all
-    objective.py       what the best candidate has least of: time, cost, energy
-    plan.py            plan.json, written and read
-    answer.py          a strategy of a plan with its numbers, or as its best (--strategy NEXT)
+    scale.py           the decision on increasing numbers of GPUs: whether to distribute at all
+    objective.py       the quantity to minimise: time, cost, energy or value
+    plan.py            writes and reads plan.json
+    answer.py          a strategy of a plan with its numbers; replaces a plan's best (--strategy)
 
-The room may import every room of the planner but evidence/.
+The room may import every room of the planner except evidence/.
 """

@@ -1,5 +1,5 @@
-"""What a plan says: of a strategy that fits, of its question in a line, and with another of its
-strategies in the place of the recommended one."""
+"""Views of a plan: a strategy with its numbers, the question in a line, and the plan with another
+of its strategies as the best."""
 
 from __future__ import annotations
 
@@ -20,30 +20,30 @@ from gnnplan.planner.vocabulary.errors import Infeasible, SpecError
 from gnnplan.planner.vocabulary.units import show_count
 
 NEXT = "NEXT"  # the fastest alternative
-MOST_NAMED = 8  # candidates in an error
+MOST_NAMED = 8  # candidates that an error lists
 
 
 @dataclass(frozen=True)
 class Answer:
-    """A strategy, and what is predicted of it."""
+    """A strategy of a plan, with its predicted numbers."""
 
     strategy: str  # as `strategy=` and --strategy take it
     exact: bool
     gpus: int
     epoch_s: float  # [s]
-    memory_bytes: float  # of the fullest rank [B]
-    predicted: Mapping[str, Any]  # all that plan.json holds of it
-    # In doubt about constants and predictions; None in plans of version 0.1.
+    memory_bytes: float  # memory of the fullest rank [B]
+    predicted: Mapping[str, Any]  # the strategy's `predicted` in plan.json
+    # Over draws of uncertain constants and predictions; None in plans of version 0.1.
     epoch_low_s: float | None = None  # 10th percentile [s]
     epoch_high_s: float | None = None  # 90th percentile [s]
-    chance_fastest: float | None = None  # of all strategies that fit
-    expected_regret: float | None = None  # of choosing it: mean of epoch / fastest epoch - 1
-    # What the objective counts of it, by plan.json's names; empty for the time of an epoch.
+    chance_fastest: float | None = None  # among all strategies that fit
+    expected_regret: float | None = None  # mean of epoch / fastest epoch - 1
+    # Numbers of the objective, by plan.json's names; empty if it is the time of an epoch.
     counted: Mapping[str, float] = field(default_factory=dict)
 
     @classmethod
     def of(cls, found: Mapping[str, Any]) -> Answer:
-        """The answer of an entry of plan.json."""
+        """Return the answer in an entry (`best`, or one of `alternatives`) of plan.json."""
         predicted, call = found["predicted"], str(strategy_of(found))
         seconds, memory = predicted["epoch_s"], predicted["memory_bytes"]
         outlook = {name: found.get(name) for name in OUTLOOK}
@@ -59,7 +59,7 @@ class Answer:
 
     @property
     def row(self) -> dict[str, Any]:
-        """Its numbers, as a row of a table."""
+        """The numbers as a row of a table."""
         return {
             "strategy": self.strategy,
             "exact": self.exact,
@@ -85,22 +85,23 @@ def describe_question(graph: Mapping[str, Any], workload: Workload, cluster: Clu
 
 
 def describe_training(graph: Mapping[str, Any], workload: Workload) -> str:
-    """The graph and the GNN, in a line."""
+    """Describe the graph and the GNN in a line."""
     layers = describe(workload, graph["features"], graph["classes"]).layers
     deep, name = show_count(workload.layers, "layer"), workload.module and workload.module.name
     model = f"{f'{name}, ' if name else ''}{workload.model} {deep} x {layers[0].h_out}"
     return (
         f"{graph['name']}: {graph['vertices']:,} vertices, {graph['edges']:,} edges; "
-        # a module that is cut has widths and dropout of its own
+        # a user's module that is cut into layers has its own widths and dropout
         f"{f'{name}, {deep}' if workload.is_cut else f'{model}, dropout {workload.dropout:g}'}"
     )
 
 
 def take(document: dict[str, Any], problem: Problem, text: str) -> dict[str, Any]:
-    """The plan with the candidate that `text` names as `best`; what was best is an alternative.
+    """Return the plan with the strategy that `text` names as `best`, the old best an alternative.
 
-    problem: the plan's question. text: NEXT, or a strategy as the plan prints it; where the plan
-    holds it on several numbers of GPUs, the fastest. Raises SpecError where it does not hold it.
+    problem: the plan's question. text: NEXT, or a strategy as the plan prints it; if the plan has
+    the strategy on several numbers of GPUs, the fastest is taken. Raises SpecError if the plan does
+    not have the strategy, or the strategy does not fit.
     """
     found = _find(document, text)
     if found is document["best"]:
@@ -109,47 +110,47 @@ def take(document: dict[str, Any], problem: Problem, text: str) -> dict[str, Any
     from gnnplan.planner.decision.summary import summarise
 
     strategy, whole = strategy_of(found), problem.placed(())
-    # A plan keeps the placement of its best candidate only; others are placed as the search did.
-    placed_on = list[Candidate]()
+    # A plan has the placement of its best candidate only; others are placed as in the search.
+    fitting = list[Candidate]()
     for choice in [tuple(range(whole.ranks)), *parts(whole.cluster)]:
         if len(choice) == found["gpus"]:
             with suppress(SpecError, Infeasible):
-                placed_on.append(evaluate(placed(whole.placed(choice), strategy), strategy))
-    if not placed_on:
+                fitting.append(evaluate(placed(whole.placed(choice), strategy), strategy))
+    if not fitting:
         raise SpecError(
             f"--strategy {text}: {strategy} does not fit on {found['gpus']} GPUs, though the plan"
             " says so; plan again"
         )
     epoch_s = found["predicted"]["epoch_s"]
-    candidate = min(placed_on, key=lambda c: abs(c.epoch_s - epoch_s))
-    alone = SearchResult(whole, [candidate], how=Search(forced=strategy))
+    candidate = min(fitting, key=lambda c: abs(c.epoch_s - epoch_s))
+    only = SearchResult(whole, [candidate], how=Search(forced=strategy))
     best = {name: value for name, value in document["best"].items() if name != "placement"}
-    others = [best, *(one for one in document["alternatives"] if one is not found)]
+    others = [best, *(entry for entry in document["alternatives"] if entry is not found)]
     compared = {name: value for name, value in document.items() if name != "sizes"}
     return {
         **compared,
         "best": {**found, "placement": strategy.placement(candidate.problem)},
         "alternatives": others,
-        "summary": summarise(alone, ()),
+        "summary": summarise(only, ()),
         "explanation": [f"--strategy chose it from a plan that recommends {strategy_of(best)}"],
     }
 
 
 def _find(document: dict[str, Any], text: str) -> dict[str, Any]:
-    """The candidate of the plan that `text` names."""
-    held: list[dict[str, Any]] = [document["best"], *document.get("alternatives", [])]
+    """Return the entry of the plan that `text` names. Raises SpecError."""
+    entries: list[dict[str, Any]] = [document["best"], *document.get("alternatives", [])]
     if text == NEXT:
-        if len(held) < 2:
+        if len(entries) < 2:
             raise SpecError(
-                f"--strategy {NEXT}: the plan holds {strategy_of(held[0])} and no alternative; plan"
-                " again without --strategy"
+                f"--strategy {NEXT}: the plan holds {strategy_of(entries[0])} and no alternative;"
+                " plan again without --strategy"
             )
-        return held[1]
+        return entries[1]
     asked = str(parse(text))
-    names = [str(strategy_of(one)) for one in held]
+    names = [str(strategy_of(entry)) for entry in entries]
     if asked in names:
-        return held[names.index(asked)]
-    reasons = {one["strategy"]: one["reason"] for one in document.get("rejected", [])}
+        return entries[names.index(asked)]
+    reasons = {entry["strategy"]: entry["reason"] for entry in document.get("rejected", [])}
     if asked in reasons:
         why = f"the plan rejected it: {reasons[asked]}"
     else:

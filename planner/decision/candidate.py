@@ -1,4 +1,4 @@
-"""A candidate: a strategy on some GPUs, with what it is predicted to take, and whether it fits."""
+"""A candidate: a strategy on some GPUs, its predicted seconds, bytes and memory."""
 
 from __future__ import annotations
 
@@ -27,17 +27,20 @@ from gnnplan.planner.vocabulary.units import show_bytes
 
 @dataclass(frozen=True, eq=False)
 class Candidate:
-    """A strategy with its prediction; `problem.placement` has the GPUs of its ranks."""
+    """A strategy with its prediction."""
 
     strategy: Strategy
     predicted: Prediction
-    problem: Problem
+    problem: Problem  # `problem.placement` has the GPU of each rank
     objective: Objective = TIME
 
     @classmethod
     def of(cls, problem: Problem, strategy: Strategy, objective: Objective = TIME) -> Candidate:
-        """Raises SpecError where its knobs do not suit the problem, or no run says how many epochs
-        it needs."""
+        """Predict a strategy, without a check of its memory.
+
+        Raises SpecError if the strategy's knobs do not suit the problem, or if no run shows in how
+        many epochs it reaches the target accuracy.
+        """
         strategy = strategy.settle(problem)
         strategy.check(problem)
         problem = problem.launching(strategy.replays)
@@ -46,13 +49,13 @@ class Candidate:
         return cls(strategy, strategy.predict(problem), problem, objective)
 
     def launched_one_by_one(self) -> Candidate:
-        """The same where no step is launched at once: epochs that are recorded are not."""
+        """Return the candidate predicted without CUDA graphs, which recorded epochs do not use."""
         problem = replace(self.problem, replayed=False)
         predicted = predict(problem, self.strategy.built(problem))
         return replace(self, predicted=predicted, problem=problem)
 
     def that_fits(self) -> Candidate:
-        """The same. Raises Infeasible where a server or a device has too little memory."""
+        """Return the candidate. Raises Infeasible if a server or a device has too little memory."""
         device = self.problem.cluster.device
         must_fit_servers(self.problem, self.strategy)
         if self.memory_bytes > device.memory:
@@ -66,42 +69,42 @@ class Candidate:
 
     @cached_property
     def memory(self) -> Memory:
-        """Bytes per rank by use."""
+        """Use of memory -> bytes per rank."""
         return self.strategy.memory(self.problem)
 
     @property
     def epoch_s(self) -> float:
-        """Its predicted epoch [s]."""
+        """The predicted epoch [s]."""
         return float(self.predicted.epoch_s)
 
     @property
     def value(self) -> float:
-        """The number that the best candidate has least of: by default its epoch [s]."""
+        """The quantity that the objective minimises: by default the predicted epoch [s]."""
         return float(self.objective.value(self.problem, self.strategy, self.epoch_s))
 
     @property
     def drawn(self) -> NDArray[np.float64]:
-        """The same in each draw of what is not known for sure [DRAWS]."""
+        """`value` in each draw of the uncertain constants and predictions [DRAWS]."""
         return self.objective.drawn(self.problem, self.strategy, self.drawn_s)
 
     @property
     def epochs(self) -> Epochs:
-        """How many the objective counts: of a training, to its accuracy, or ONE."""
+        """The epochs that the objective counts: of a training, to the target accuracy, or ONE."""
         return self.objective.epochs(self.problem, self.strategy)
 
     @property
     def time_s(self) -> float:
-        """Its epoch, or all epochs that the objective counts [s]."""
+        """The predicted time of all epochs that the objective counts [s]."""
         return self.epoch_s * self.epochs.usual
 
     @property
     def drawn_time_s(self) -> NDArray[np.float64]:
-        """The same in each draw [DRAWS] [s]."""
+        """`time_s` in each draw [DRAWS] [s]."""
         return self.drawn_s * self.epochs.drawn
 
     @property
     def is_comparable(self) -> bool:
-        """Whether its accuracy is known: it is exact, or runs reached the target with it."""
+        """Whether the accuracy is known: the strategy is exact, or its runs reached the target."""
         return self.strategy.exact or self.objective.target is not None
 
     @property
@@ -111,44 +114,48 @@ class Candidate:
 
     @property
     def host_bytes(self) -> float:
-        """Graph data in the fullest server's memory [B]; 0 where a rank's memory includes it."""
+        """Graph data in the fullest server's memory [B]; 0 on CPUs, where `memory` includes it."""
         if self.problem.cluster.device.kind == "cpu":
             return 0.0
         return sum(fullest(self.problem, self.strategy).values())
 
     @property
     def dollars(self) -> float | None:
-        """Price of an epoch [$], where the cluster has a price; servers are rented whole."""
+        """Price of an epoch [$]; None without a price; servers are rented whole."""
         per_second = dollars_per_second(self.problem)
         return None if per_second is None else per_second * self.epoch_s
 
     @cached_property
     def drawn_s(self) -> NDArray[np.float64]:
-        """Its epoch in each draw of what is not known for sure (recommendation.py) [DRAWS] [s]."""
+        """The epoch in each draw of the uncertain constants and predictions [DRAWS] [s].
+
+        Draws are described in recommendation.py."""
         problem, cluster, strategy = self.problem, self.problem.cluster, self.strategy
         known, name = problem.known, cluster.model_dump_json()
-        doubted = known.recent("drawn", name, lambda: drawn(cluster))
-        # the same for all candidates on these GPUs, which share what all-reduces take there
-        there = known.recent("in doubt", problem, lambda: replace(problem, cluster=doubted), most=1)
-        epoch_s = strategy.predict(there).epoch_s
+        clusters = known.recent("drawn", name, lambda: drawn(cluster))
+        # all candidates on these GPUs share one problem, and so the costs of its all-reduces
+        doubted = known.recent(
+            "in doubt", problem, lambda: replace(problem, cluster=clusters), most=1
+        )
+        epoch_s = strategy.predict(doubted).epoch_s
         precision = problem.workload.precision
         misses = missed(cluster.device.kind, strategy.family, strategy.exact, precision)
         return np.broadcast_to(np.ravel(epoch_s), DRAWS) * misses
 
     def chance_faster(self, other: Candidate) -> float:
-        """The share of draws in which it has less of what the objective counts than the other."""
+        """Return the share of draws in which this candidate's `value` is below the other's."""
         return float((self.drawn < other.drawn).mean())
 
     def fullest(self) -> dict[str, float]:
-        """Memory by use on the fullest rank [B]."""
+        """Return use -> bytes on the fullest rank [B]."""
         return of_fullest(self.memory)
 
 
 def evaluate(problem: Problem, strategy: Strategy, objective: Objective = TIME) -> Candidate:
-    """The strategy with its prediction, which fits.
+    """Predict a strategy, and check that it fits in memory.
 
-    Raises SpecError where its knobs do not suit the problem, or no run says how many epochs it
-    needs; Infeasible where it does not fit.
+    Raises SpecError if the strategy's knobs do not suit the problem, or if no run shows in how many
+    epochs it reaches the target accuracy; Infeasible if it does not fit.
     """
     return Candidate.of(problem, strategy, objective).that_fits()
 
@@ -156,7 +163,7 @@ def evaluate(problem: Problem, strategy: Strategy, objective: Objective = TIME) 
 def evaluate_or_save_memory(
     problem: Problem, strategy: Strategy, objective: Objective = TIME
 ) -> Candidate:
-    """`evaluate`, with less memory and more computation where it would not fit otherwise."""
+    """Evaluate a strategy; if it does not fit, its variant that recomputes to save memory."""
     try:
         return evaluate(problem, strategy, objective)
     except Infeasible as error:
@@ -168,11 +175,11 @@ def evaluate_or_save_memory(
 
 
 def placed(problem: Problem, strategy: Strategy, limit_s: float = np.inf) -> Problem:
-    """The problem with its ranks on those of its GPUs where the strategy's traffic is fastest.
+    """Return the problem with its ranks placed for the strategy's traffic.
 
-    Of the placements that are `proposed` it is the one whose epoch is predicted to be shortest.
-    Ranks also stay in order where computation and waiting alone take `limit_s` [s], for then no
-    placement wins. Raises SpecError.
+    Of the `proposed` placements it has the one with the shortest predicted epoch. Ranks stay in
+    order if computation and waiting alone take `limit_s` [s], since then no placement can win.
+    Raises SpecError.
     """
     strategy = strategy.settle(problem)
     strategy.check(problem)
@@ -187,7 +194,7 @@ def placed(problem: Problem, strategy: Strategy, limit_s: float = np.inf) -> Pro
     _, *others = proposed(problem.cluster, gpus, sent, groups, strategy.tied(in_order))
     best, best_s = in_order, np.inf if not others else float(strategy.predict(in_order).epoch_s)
     for placement in others:
-        there = problem.placed(placement)
-        if (epoch_s := float(strategy.predict(there).epoch_s)) < best_s * (1 - 1e-9):
-            best, best_s = there, epoch_s
+        moved = problem.placed(placement)
+        if (epoch_s := float(strategy.predict(moved).epoch_s)) < best_s * (1 - 1e-9):
+            best, best_s = moved, epoch_s
     return best

@@ -1,8 +1,8 @@
-"""Rows in float32 or in bfloat16 (`--dtype auto`): the question asked with both, and one choice.
+"""The choice between float32 and bfloat16 rows (`--dtype auto`): a search with each, and a choice.
 
-Rows in bfloat16 are lossy. So they are recommended as a lossy strategy is (recommendation.py): if
-they are surely better than rows in float32, or if nothing fits in float32. With --exact they are
-not asked for.
+Rows in bfloat16 are lossy, so the rule for lossy strategies holds (recommendation.py): they are
+recommended if they are surely better than rows in float32, or if nothing fits in float32. With
+--exact they are not searched.
 """
 
 from __future__ import annotations
@@ -28,12 +28,12 @@ DTYPES = (PLAIN, ROUNDED)
 
 @dataclass(frozen=True)
 class Choice:
-    """The answers to a question by the type of its rows, and the type that is recommended."""
+    """The answers to a question for each type of rows, and the recommended type."""
 
-    chosen: str  # the type of rows that is recommended
-    answers: Mapping[str, SearchResult]
-    refused: Mapping[str, str]  # why a type has no answer
-    why: str  # this type
+    chosen: str  # the recommended type
+    answers: Mapping[str, SearchResult]  # type -> answer
+    refused: Mapping[str, str]  # type without an answer -> reason
+    why: str  # reason for the chosen type
 
     @property
     def found(self) -> SearchResult:
@@ -42,23 +42,24 @@ class Choice:
 
     @property
     def chance_faster(self) -> float | None:
-        """That rows in bfloat16 have less of the objective; None where one type has no answer."""
+        """Chance that bfloat16 rows have the better value; None if a type has no answer."""
         if self.refused:
             return None
         return self.answers[ROUNDED].best.chance_faster(self.answers[PLAIN].best)
 
     @property
     def line(self) -> str:
-        """The type and why; of two that fit also what each takes; what rounding costs."""
+        """The type and the reason, the epoch and memory with each type, and the cost of rounding,
+        in words."""
         words = [f"{self.chosen}, since {self.why}"]
         if not self.refused:
-            words += [taken(dtype, found.best) for dtype, found in self.answers.items()]
+            words += [describe(dtype, found.best) for dtype, found in self.answers.items()]
         if ROUNDED in self.answers:
             words.append(rounding_cost())
         return "; ".join(words)
 
     def told_in(self, document: dict[str, Any]) -> dict[str, Any]:
-        """The plan with what it says of both types; `document`: of `found`, from plan.make."""
+        """Return the plan with the comparison added; `document` is plan.make's of `found`."""
         return {
             **document,
             "dtypes": {
@@ -77,10 +78,10 @@ class Choice:
 
 
 def choose(problem: Problem, ask: Callable[[Problem], SearchResult], exact: bool = False) -> Choice:
-    """The choice for a problem, whatever the type of its rows.
+    """Search a problem with each type of rows, and choose a type.
 
-    ask: the search; exact: what --exact says. Raises SpecError or Infeasible where there is no
-    answer with either type.
+    ask: the search; exact: the option --exact. Raises SpecError or Infeasible if no type has an
+    answer.
     """
 
     def with_dtype(dtype: str) -> SearchResult:
@@ -94,7 +95,7 @@ def choose(problem: Problem, ask: Callable[[Problem], SearchResult], exact: bool
         if all(isinstance(error, Infeasible) for error in refused.values()):
             raise Infeasible(f"{refused[ROUNDED]} (rows in {ROUNDED}; {PLAIN} needs more)")
         raise refused[PLAIN]
-    reasons = {  # the rule, without the field in front, and the candidates and remedies behind
+    reasons = {  # the rule only: without the field before it, and the remedies after it
         dtype: str(error).splitlines()[0].removeprefix("dtype: ").rstrip(":")
         for dtype, error in refused.items()
     }
@@ -107,12 +108,12 @@ def choose(problem: Problem, ask: Callable[[Problem], SearchResult], exact: bool
 
 
 def of_two(plain: Candidate, rounded: Candidate) -> tuple[str, str]:
-    """The type of rows that is recommended of two that fit, and why."""
+    """Return the recommended type of two that fit, and the reason."""
     objective, products = plain.objective, rounded_products(rounded.problem)
     device = rounded.problem.cluster.device
     if device.multiplying(ROUNDED) is device:
-        return PLAIN, products  # nothing is surely faster at a rate that nobody knows
-    is_measured = objective.target is not None  # runs have shown what rounding costs
+        return PLAIN, products  # with an unknown rate, bfloat16 cannot be surely faster
+    is_measured = objective.target is not None  # runs have shown the cost of rounding
     chance = rounded.chance_faster(plain)
     is_sure = is_measured or chance >= SURE_SHARE
     choice = ROUNDED if rounded.value < plain.value and is_sure else PLAIN
@@ -127,8 +128,8 @@ def of_two(plain: Candidate, rounded: Candidate) -> tuple[str, str]:
     return choice, why if choice == ROUNDED else f"{why}; {products}"
 
 
-def taken(dtype: str, best: Candidate) -> str:
-    """Say what the best strategy takes with rows of a type."""
+def describe(dtype: str, best: Candidate) -> str:
+    """Describe the epoch and the memory of the best strategy with rows of a type."""
     return (
         f"{dtype}: {best.strategy}, {show_time(best.epoch_s)} per epoch,"
         f" {show_bytes(best.memory_bytes)} on the fullest rank"

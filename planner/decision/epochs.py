@@ -1,8 +1,8 @@
-"""How many epochs a training has: as it is asked for, or as such trainings had in print.
+"""The number of epochs of a training: as --epochs asks, or as similar trainings had in papers.
 
-Epochs of the full graph and of mini-batches are not comparable, whole trainings are. Print says
-what people trained (traces/quoted/epochs.csv), not what an accuracy needs: runs tell that
-(objective.Target).
+Epochs of the full graph and of mini-batches are not comparable; whole trainings are. Papers say how
+many epochs people trained (traces/quoted/epochs.csv), not how many an accuracy needs: runs show
+that (objective.Target).
 """
 
 from __future__ import annotations
@@ -22,20 +22,20 @@ from gnnplan.planner.problem.problem import Problem
 from gnnplan.planner.vocabulary.files import quoted
 
 MODES = {"full": "the full graph", "mini": "mini-batches"}
-ENOUGH = 3  # trainings in print that tell how far others are from them
+ENOUGH = 3  # least number of printed trainings from which their spread is estimated
 
 
 @dataclass(frozen=True)
 class Epochs:
-    """How many epochs are counted, and who says so."""
+    """A number of epochs, with its uncertainty and its source."""
 
     usual: float
-    spread: float  # standard deviation of its logarithm; 0: nothing is in doubt
-    source: str  # equal ones draw equal numbers
+    spread: float  # standard deviation of log(epochs); 0: certain
+    source: str  # seeds the draws: equal sources draw equal numbers
 
     @cached_property
     def drawn(self) -> NDArray[np.float64]:
-        """In each draw [DRAWS]; at least one."""
+        """The number of epochs in each draw [DRAWS]; at least 1."""
         factors = np.exp(self.spread * normals(f"epochs {self.source}"))
         return np.maximum(1.0, self.usual * factors)
 
@@ -45,7 +45,7 @@ class Epochs:
         return "{:.0f}-{:.0f}".format(*np.quantile(self.drawn, (0.1, 0.9)))
 
     def __str__(self) -> str:
-        """As '200 (as --epochs asks)' or '500 (160-1600; printed of other graphs)'."""
+        """Return '200 (as --epochs asks)' or '500 (160-1600; printed of other graphs)'."""
         low_to_high = f"{self.range}; " if self.spread else ""
         return f"{self.usual:.0f} ({low_to_high}{self.source})"
 
@@ -54,23 +54,25 @@ ONE = Epochs(1.0, 0.0, "an epoch")
 
 
 def stated(graph: str, asked: int | None, mode: str | None) -> Mapping[str, Epochs]:
-    """Return the epochs of each mode, of a graph by its name.
+    """Return the epochs of each mode for a graph of this name.
 
-    asked: for `mode`; or of the full graph, where mini-batches have as many fewer as in print.
+    asked: the number of epochs for `mode`, by default for the full graph. The other mode then has
+    epochs in the same ratio as in papers.
     """
     printed = {name: _printed(graph, name) for name in MODES}
     if asked is None:
         return printed
-    given = mode or "full"
-    ratio, told = asked / printed[given].usual, f"as many as in print for --epochs {asked}"
-    in_print = {
-        name: Epochs(max(1.0, round(ratio * one.usual)), one.spread, f"{one.source}, {told}")
-        for name, one in printed.items()
+    asked_mode = mode or "full"
+    ratio, note = asked / printed[asked_mode].usual, f"as many as in print for --epochs {asked}"
+    scaled = {
+        name: Epochs(max(1.0, round(ratio * each.usual)), each.spread, f"{each.source}, {note}")
+        for name, each in printed.items()
     }
-    return {**in_print, given: Epochs(float(asked), 0.0, "as --epochs asks")}
+    return {**scaled, asked_mode: Epochs(float(asked), 0.0, "as --epochs asks")}
 
 
 def _printed(graph: str, mode: str) -> Epochs:
+    """Return the geometric mean of printed trainings, of the graph itself if there are any."""
     rows = [row for row in quoted("epochs.csv") if row["mode"] == mode]
     own = [row for row in rows if row["graph"] == graph]
     logs, all_logs = (np.log([float(row["epochs"]) for row in of]) for of in (own or rows, rows))
@@ -80,6 +82,6 @@ def _printed(graph: str, mode: str) -> Epochs:
 
 
 def with_fields(problem: Problem, **fields: Any) -> Problem:
-    """The problem with these fields of its workload. Raises SpecError where they do not suit."""
+    """Return the problem with some fields of its workload replaced. Raises SpecError."""
     changed = problem.workload.model_dump() | fields
     return replace(problem, workload=checked(Workload, changed, "", list(fields)))

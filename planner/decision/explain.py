@@ -1,7 +1,7 @@
-"""Why a plan says what it says: the reasons that `gnnplan plan --explain` prints, as sentences.
+"""The reasons for a plan, as the sentences that `gnnplan plan --explain` prints.
 
-summary.py has the few lines that every plan opens with; sensitivity.py says what would change the
-choice.
+summary.py has the few lines at the beginning of every plan; sensitivity.py has the links, devices
+and depths that would change the choice.
 """
 
 from __future__ import annotations
@@ -25,7 +25,10 @@ TRY_BOTH = ": run both for a few epochs (gnnplan tune)"
 
 
 def explain(found: SearchResult, turning_points: Sequence[str]) -> list[str]:
-    """All reasons, the most important first; `turning_points` is what sensitivity.py says."""
+    """Return all reasons, the most important first.
+
+    turning_points: the sentences of sensitivity.py.
+    """
     problem, best, by = found.problem, found.best, found.objective
     counted = "" if by.is_plain else f"; compared by {by.of} {by.span}: {by.show(best.value)}"
     out = [
@@ -49,7 +52,7 @@ def explain(found: SearchResult, turning_points: Sequence[str]) -> list[str]:
 
 
 def why_these_gpus(found: SearchResult) -> list[str]:
-    """Whether all GPUs are worth using, and why ranks do not sit in the order of the GPUs."""
+    """Say whether all GPUs are worth using, and why ranks are not in the order of the GPUs."""
     problem, best, out, more = found.problem, found.best, [], found.objective.more
     used = best.problem.ranks
     other = next(
@@ -63,15 +66,17 @@ def why_these_gpus(found: SearchResult) -> list[str]:
             too_little = ": the graph gives more of them too little to do"
         less = found.objective.less
         are = "is" if used == 1 else "are"
-        told = f"{used} of {problem.ranks} GPUs {are} {less} than all{too_little}; on all"
+        choice = f"{used} of {problem.ranks} GPUs {are} {less} than all{too_little}; on all"
         if used == problem.ranks:
-            told = f"All {used} GPUs are worth using: on {other.problem.ranks}"
-        out.append(f"{told} of them the {least} is {other.strategy}, {show_percent(slower)} {more}")
+            choice = f"All {used} GPUs are worth using: on {other.problem.ranks}"
+        out.append(
+            f"{choice} of them the {least} is {other.strategy}, {show_percent(slower)} {more}"
+        )
     in_order = best.problem.placed(tuple(sorted(best.problem.cost.placement)))
     if in_order.placement != best.problem.placement:
         in_order_s = float(best.strategy.predict(in_order).epoch_s)
         slower = in_order_s / best.epoch_s - 1
-        if slower >= 0.005:  # computation may hide a stale exchange wherever the ranks sit
+        if slower >= 0.005:  # an exchange hidden behind computation is as fast anywhere
             out.append(
                 "Ranks sit where their traffic takes the fast links: in the order of the GPUs an"
                 f" epoch would be {show_percent(slower)} slower"
@@ -80,7 +85,7 @@ def why_these_gpus(found: SearchResult) -> list[str]:
 
 
 def tightest(best: Candidate) -> list[str]:
-    """The port that is busy longest, and the busiest port of every other kind."""
+    """Name the port that is busy longest, and the busiest port of every other kind."""
     cost, cluster = best.problem.cost, best.problem.cluster
     busy_s = defaultdict[Port, float](float)
     for sent in best.strategy.traffic(best.problem):
@@ -94,18 +99,18 @@ def tightest(best: Candidate) -> list[str]:
     first, *others = busiest_of_kind.values()
     words = ", ".join(
         f"{describe_port(cluster, cost.placement, port)}:"
-        f" {show_percent(busy_s[port] / busy_s[first])} of that"
+        f" {show_percent(busy_s[port] / busy_s[first])} of this time"
         for port in others
     )
     return [
-        "What ranks send each other keeps"
+        "Messages between ranks keep"
         f" {describe_port(cluster, cost.placement, first)} busy longest"
-        + (f" (of other links {words})" if words else "")
+        + (f" (other links: {words})" if words else "")
     ]
 
 
 def rounded_rows(problem: Problem) -> list[str]:
-    """Say what rounded rows or products are, and how they are priced; nothing of others."""
+    """Describe rounded rows or products, and their predicted rate; empty without rounding."""
     precision = problem.workload.precision
     if not precision.rounds:
         return []
@@ -114,9 +119,10 @@ def rounded_rows(problem: Problem) -> list[str]:
 
 
 def rounding_runs() -> list[dict[str, Any]]:
-    """The measured costs of rounded rows in test accuracy, JSON-ready.
+    """Return the measured costs of rounded rows in test accuracy, JSON-ready.
 
-    points: minus float32, ± two_errors (two standard errors of paired differences) [points].
+    points: difference from float32, ± two_errors (two standard errors of paired differences), both
+    in percentage points.
     """
     kinds = {"graph": str, "model": str, "seeds": int, "points": float, "two_errors": float}
     return [
@@ -125,7 +131,7 @@ def rounding_runs() -> list[dict[str, Any]]:
 
 
 def rounding_cost() -> str:
-    """The same in words."""
+    """Describe the measured costs of rounded rows."""
     measured = [
         f"{run['points']:+.2f} ± {run['two_errors']:.2f} points on {run['graph']}"
         f" ({run['model']}, {run['seeds']} seeds)"
@@ -135,7 +141,7 @@ def rounding_cost() -> str:
 
 
 def rounded_products(problem: Problem) -> str:
-    """How fast the device multiplies such rows, beside float32."""
+    """Compare the device's rate of products in the workload's precision with that of float32."""
     device, dtype = problem.cluster.device, problem.workload.dtype
     own = device.multiplying(dtype)
     if own is device:
@@ -151,21 +157,18 @@ def rounded_products(problem: Problem) -> str:
 
 
 def before_the_first_epoch(best: Candidate) -> list[str]:
-    """Seconds of the set-up. How long partitioning takes is unknown without the graph."""
+    """List the seconds of the set-up; those of partitioning are unknown without the graph."""
     seconds = dict(best.strategy.preparation(best.problem))
     if not best.problem.stats.known:
         seconds.pop("partitioning", None)
-    parts = [f"{name} {show_time(taken)}" for name, taken in seconds.items()]
+    parts = [f"{name} {show_time(duration)}" for name, duration in seconds.items()]
     if not best.problem.stats.known:
         parts.append("partitioning unknown")
     return [f"Before the first epoch: {', '.join(parts)}"] if parts else []
 
 
 def convergence(strategy: Strategy, model: str) -> list[str]:
-    """Say what an approximation cost in accuracy and epochs, where that was measured.
-
-    Empty for an exact strategy.
-    """
+    """Return the measured cost of a lossy strategy in accuracy and epochs; empty if exact."""
     if strategy.exact:
         return []
     rows = [
@@ -189,11 +192,11 @@ def convergence(strategy: Strategy, model: str) -> list[str]:
     ]
 
 
-# -- the others --------------------------------------------------------------------------------
+# -- other strategies --------------------------------------------------------------------------
 
 
 def why_not(found: SearchResult) -> list[str]:
-    """For every family that lost: by how much, and to what."""
+    """Say of every other family how much worse its best candidate is, and in which part."""
     best, out = found.best, []
     for family in families():
         if type(best.strategy) is family:
@@ -215,9 +218,9 @@ def why_not(found: SearchResult) -> list[str]:
 
 
 def largest_difference(candidate: Candidate, best: Candidate) -> str:
-    """The part of the epoch in which a candidate loses most, as '1.55 s more computation'.
+    """Return the part of the epoch in which a candidate loses most, '1.55 s more computation'.
 
-    Where more than the epoch counts: '1.55 s per epoch on 4 ranks, 60 epochs'.
+    If the objective is not the time of an epoch: '1.55 s per epoch on 4 ranks, 60 epochs'.
     """
     if not candidate.objective.is_plain:
         epochs = f", {candidate.epochs.usual:.0f} epochs" if candidate.epochs != ONE else ""
@@ -236,7 +239,7 @@ def largest_difference(candidate: Candidate, best: Candidate) -> str:
 
 
 def doubted(candidate: Candidate, best: Candidate) -> str:
-    """Why a candidate that is predicted to be better was passed over."""
+    """Say why a candidate with a better predicted value is not recommended."""
     gain, less = best.value / candidate.value - 1, best.objective.less
     used = candidate.problem.ranks
     where = f" on {show_count(used, 'GPU')}" if used != best.problem.ranks else ""
@@ -253,35 +256,37 @@ def doubted(candidate: Candidate, best: Candidate) -> str:
 
 
 def of_families(found: SearchResult) -> list[str]:
-    """The sentences of each family about the problem itself, and what its packed rows save."""
-    problem, told = found.problem, list[str]()
+    """Return each family's sentences about the problem, and the savings of its packed rows."""
+    problem, out = found.problem, list[str]()
     on_all = [c.strategy for c in found.ranked if c.problem.ranks == problem.ranks]
     for family in families():
         if family.mode == problem.workload.mode:
-            fastest = next((one for one in on_all if type(one) is family), None)
-            told += packed_rows(problem, fastest) if fastest and fastest.codec.packs else []
-            told += family.explain(problem, fastest)
-    return list(dict.fromkeys(told))
+            fastest = next((strategy for strategy in on_all if type(strategy) is family), None)
+            out += packed_rows(problem, fastest) if fastest and fastest.codec.packs else []
+            out += family.explain(problem, fastest)
+    return list(dict.fromkeys(out))
 
 
 def packed_rows(problem: Problem, packed: Strategy) -> list[str]:
-    """What packing saves and takes, beside the same strategy with whole rows."""
-    whole = packed.with_whole_rows()
-    few, all_of = packed.predict(problem), whole.predict(problem)
-    sent, of_whole = (
+    """Compare bytes and seconds of packed rows with the same strategy without packing."""
+    plain = packed.with_whole_rows()
+    with_packing, without = packed.predict(problem), plain.predict(problem)
+    packed_bytes, plain_bytes = (
         show_bytes(each.bytes.get("halo", 0) + each.bytes.get("pipeline", 0))
-        for each in (few, all_of)
+        for each in (with_packing, without)
     )
-    packing_s = sum(float(few.by_op[op]) for op in few.by_op if op.startswith(("pack", "unpack")))
+    by_op = with_packing.by_op
+    packing_s = sum(float(by_op[op]) for op in by_op if op.startswith(("pack", "unpack")))
     return [
-        f"{packed} sends {sent} of rows and their gradients per epoch, {whole}"
-        f" {of_whole}; to pack and unpack them takes {show_time(packing_s)} of"
-        f" {show_time(float(few.epoch_s))}, and {whole} takes {show_time(float(all_of.epoch_s))}"
+        f"{packed} sends {packed_bytes} of rows and their gradients per epoch, {plain}"
+        f" {plain_bytes}; to pack and unpack them takes {show_time(packing_s)} of"
+        f" {show_time(float(with_packing.epoch_s))}, and {plain} takes"
+        f" {show_time(float(without.epoch_s))}"
     ]
 
 
 def within_doubt(found: SearchResult) -> list[str]:
-    """Whether the runner-up may be faster than the recommended strategy."""
+    """Say whether the runner-up may be better than the recommended strategy; empty if not."""
     if len(found.ranked) < 2 or found.measured:
         return []
     first, second = found.best, found.others[0]
@@ -304,7 +309,7 @@ def within_doubt(found: SearchResult) -> list[str]:
 
 
 def measured_errors() -> list[float]:
-    """|predicted / measured - 1| of every epoch in measured.csv, all on CPU ranks over Gloo."""
+    """Return |predicted / measured - 1| of each epoch in measured.csv, on CPU ranks over Gloo."""
     return [
         abs(float(row["predicted_s"]) / float(row["measured_s"]) - 1)
         for row in quoted("measured.csv")
@@ -315,7 +320,7 @@ def measured_errors() -> list[float]:
 
 
 def batches_of(problem: Problem, strategy: Strategy) -> str:
-    """Say how many updates an epoch has, and on what batches."""
+    """Say how many updates of the weights an epoch has, and the size of their batches."""
     workload = problem.workload
     fanouts = ", ".join("all" if f == ALL else str(f) for f in workload.fanouts)
     items = "seeds"

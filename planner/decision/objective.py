@@ -1,13 +1,13 @@
-"""The objective, of which the best candidate has least: only here an epoch becomes that number.
+"""The objective: the quantity that a plan minimises. Only this file computes it from an epoch.
 
-    time     seconds of an epoch                                      [s]
-    cost     the same x price x GPUs of the servers that are rented   [$]
-    energy   the same x power x GPUs that train                       [J]
-    value    GPUs x price + waiting x what an hour of it is worth     [$]
+    time     seconds                                                    [s]
+    cost     seconds x price x GPUs of the rented servers               [$]
+    energy   seconds x power x GPUs that train                          [J]
+    value    seconds x (price x GPUs + worth of an hour of waiting)     [$]
 
-Each of them is of one epoch, of a whole training (epochs.py), which value always is, or of all
-epochs to a target accuracy. Epochs to an accuracy are known from runs only (`Target`): exact
-strategies compute the same numbers and share what runs of any of them showed; a lossy strategy
+The seconds are those of one epoch, of a whole training (epochs.py; always for value), or of all
+epochs to a target accuracy. Only runs show the number of epochs to an accuracy (`Target`). All
+exact strategies compute the same numbers, so a run of one of them holds for all; a lossy strategy
 needs runs of its own.
 """
 
@@ -28,25 +28,23 @@ from gnnplan.planner.vocabulary.errors import SpecError
 from gnnplan.planner.vocabulary.numbers import Number
 from gnnplan.planner.vocabulary.units import show_count, show_dollars, show_energy, show_time
 
-# objective -> the best, better, worse and as good, in words
+# objective -> words for the best, better, worse and equally good
 WORDS = {
     "value": ("best value", "better", "worse", "good"),
     "time": ("fastest", "faster", "slower", "fast"),
     "cost": ("cheapest", "cheaper", "dearer", "cheap"),
     "energy": tuple(f"{word} in energy" for word in ("cheapest", "cheaper", "dearer", "cheap")),
 }
-# Standard deviation of log(epochs to an accuracy) over seeds, until runs show it. In the studies of
-# traces/convergence, 0.5 to 5 points below the best accuracy, it is 0.13 in the median, and 0.17 of
-# those in which evaluations were close enough to tell seeds apart.
+# Standard deviation of log(epochs to an accuracy) over seeds, before runs show it. In the studies
+# of traces/convergence, 0.5 to 5 points below the best accuracy, its median is 0.13, and 0.17 over
+# the studies whose evaluations were frequent enough to distinguish seeds.
 SEED_SPREAD = 0.15
-PRIOR = 2  # runs that SEED_SPREAD counts for, beside the spread observed
-# What time is worth where GPUs are not to be wasted (objective value): the dollars of an hour of
-# waiting, and of a GPU without a price. A run takes so long besides its epochs, on one GPU or many:
-# somebody starts it, data are read, somebody looks at it. All are our choice, not measured.
-WAITING = 20.0  # [$/h]
-USUAL_PRICE = 2.5  # [$/h]
-START_S = 300.0  # [s]
-NEAR = 0.1  # by which fewer GPUs may be worse and are still recommended
+PRIOR = 2  # number of runs that SEED_SPREAD weighs as much as
+# Constants of the objective value, chosen by us and not measured.
+WAITING = 20.0  # worth of an hour of waiting [$/h]
+USUAL_PRICE = 2.5  # price of a GPU if the cluster has none [$/h]
+START_S = 300.0  # time of a run besides its epochs: somebody starts it, data are read, .. [s]
+NEAR = 0.1  # share by which a recommendation of fewer GPUs may be worse than the best value
 
 Array = NDArray[np.float64]
 
@@ -56,16 +54,16 @@ class Training:
     """A run, and its validation accuracy at the epochs that were evaluated."""
 
     folder: str
-    graph: str  # hash
+    graph: str  # hash of the graph
     workload: Workload
     strategy: Strategy
     ranks: int
     accuracies: Sequence[tuple[int, float]]  # (epoch, accuracy), from the first to the last
 
     def reached(self, accuracy: float) -> tuple[int, int] | None:
-        """The epochs (before, at) between which the accuracy was reached; None: never.
+        """Return the last evaluated epoch below the accuracy, and the first that reached it.
 
-        Nothing is known of epochs that were not evaluated.
+        Return None if no epoch reached it.
         """
         before = 0
         for epoch, seen in self.accuracies:
@@ -82,20 +80,20 @@ class Training:
 
 @dataclass(frozen=True)
 class EpochsOfRuns(Epochs):
-    """How many epochs reach the target accuracy, from some runs with different seeds.
+    """The number of epochs to the target accuracy, from runs with different seeds.
 
-    Strategies that compute the same numbers have one `source`: they draw the same epochs."""
+    Strategies that compute the same numbers have the same `source`, and so the same draws."""
 
     runs: int
 
     @classmethod
     def of(cls, reached: Sequence[tuple[int, int]], source: str) -> EpochsOfRuns:
-        """From the epochs (before, at) between which each run got there.
+        """Estimate the number from the epochs (before, at) between which each run reached it.
 
-        The usual number is the median: the geometric mean over runs, in the middle between two
-        evaluations. Runs show how far seeds are apart, and SEED_SPREAD counts for PRIOR runs beside
-        them. The mean of n runs is off by 1 / sqrt(n) of that. Where evaluations are far apart, an
-        epoch between them is uniformly distributed.
+        `usual`, the median, is the geometric mean over runs of the middle between the two epochs.
+        The spread over seeds comes from the runs, with SEED_SPREAD as a prior of PRIOR runs. The
+        error of the mean of n runs is 1 / sqrt(n) of that spread. Between two evaluations, the true
+        epoch is uniformly distributed.
         """
         befores, ats = np.array(reached, dtype=float).T
         middles = (befores + 1 + ats) / 2
@@ -107,21 +105,21 @@ class EpochsOfRuns(Epochs):
         return cls(float(np.exp(logs.mean())), float(spread), source, runs)
 
     def __str__(self) -> str:
-        """As '56 (48-65 in 80 % of trainings), from 3 runs'."""
+        """Return '56 (48-65 in 80 % of trainings), from 3 runs', for example."""
         runs = show_count(self.runs, "run")
-        alone = ", so how far seeds differ is assumed" if self.runs == 1 else ""
-        return f"{self.usual:.0f} ({self.range} in 80 % of trainings), from {runs}{alone}"
+        note = ", so how far seeds differ is assumed" if self.runs == 1 else ""
+        return f"{self.usual:.0f} ({self.range} in 80 % of trainings), from {runs}{note}"
 
 
 @dataclass(frozen=True)
 class Target:
-    """A validation accuracy, and the runs that say in how many epochs it is reached."""
+    """A validation accuracy, and the runs that show in how many epochs it is reached."""
 
     accuracy: float
     trainings: Sequence[Training]
 
     def of_question(self, problem: Problem) -> list[Training]:
-        """The runs on the same graph with the same model and options, whatever their seeds."""
+        """Return the runs on the same graph with the same model and options, of any seed."""
         asked = _options(problem.workload)
         return [
             training
@@ -130,14 +128,15 @@ class Target:
         ]
 
     def tells_of(self, problem: Problem) -> bool:
-        """Whether runs say in how many epochs exact strategies reach the accuracy."""
+        """Whether runs show in how many epochs exact strategies reach the accuracy."""
         exact = [run for run in self.of_question(problem) if run.strategy.exact]
         return bool(self._reached(exact))
 
     def like(self, problem: Problem, strategy: Strategy) -> list[Training]:
-        """The runs that computed what the strategy computes, or are lossy in the same way.
+        """Return the runs that computed what the strategy computes, or are lossy in the same way.
 
-        A lossy strategy's errors depend on the number of parts, so its runs had as many ranks.
+        A lossy strategy's errors depend on the number of parts, so runs of lossy strategies must
+        have the same number of ranks.
         """
         return [
             training
@@ -150,21 +149,21 @@ class Target:
         ]
 
     def epochs(self, problem: Problem, strategy: Strategy) -> Epochs | None:
-        """How many epochs the strategy needs; None where runs do not say.
+        """Return the number of epochs that the strategy needs; None if runs do not show it.
 
-        A run that ended before the slowest of the others got there says nothing. One that trained
-        as long and did not get there says that the accuracy is not always reached.
+        A run that ended early, before the slowest other run reached the accuracy, is ignored. If a
+        run trained as long and did not reach it, runs do not always reach the accuracy: None.
         """
         like = self.like(problem, strategy)
         reached = self._reached(like)
         if not reached:
             return None
-        told = min(str(run.strategy) for run in like)
-        name = "exact" if strategy.exact else f"{told} on {problem.ranks}"
+        first_name = min(str(run.strategy) for run in like)
+        name = "exact" if strategy.exact else f"{first_name} on {problem.ranks}"
         return EpochsOfRuns.of(reached, f"{problem.workload.mode} {name}")
 
     def _reached(self, like: Sequence[Training]) -> list[tuple[int, int]]:
-        """Where runs of the same numbers, one of each seed, got there; empty if none tells."""
+        """Return (before, at) of the longest run of each seed; empty if runs do not show it."""
         runs = {run.workload.seed: run for run in sorted(like, key=_length)}
         reached = [span for run in runs.values() if (span := run.reached(self.accuracy))]
         slowest = max((at for _, at in reached), default=0)
@@ -172,21 +171,21 @@ class Target:
         return [] if any(_length(run) >= slowest for run in late) else reached
 
     def why_not(self, problem: Problem, strategy: Strategy) -> str:
-        """Why `epochs` knows nothing of the strategy, and which run would tell."""
+        """Return why `epochs` is None for the strategy."""
         runs = self.like(problem, strategy)
         ranks = show_count(problem.ranks, "rank")
         which = "an exact strategy" if strategy.exact else f"it on {ranks}"
-        told, seen = "no run given", ""
+        number, best = "no run given", ""
         if runs:
-            told = f"{show_count(len(runs), 'run')} given"
-            seen = f" in each of them (best accuracy {max(run.best for run in runs):.3f})"
+            number = f"{show_count(len(runs), 'run')} given"
+            best = f" in each of them (best accuracy {max(run.best for run in runs):.3f})"
         return (
-            f"not covered: {told} of {which} shows in how many epochs it reaches a validation"
-            f" accuracy of {self.accuracy:g}{seen}"
+            f"not covered: {number} of {which} shows in how many epochs it reaches a validation"
+            f" accuracy of {self.accuracy:g}{best}"
         )
 
     def must_cover(self, problem: Problem, strategies: Iterable[Strategy]) -> None:
-        """Raise SpecError, with the runs that would help, where runs tell of no strategy."""
+        """Raise SpecError, with a run that would help, if runs cover none of the strategies."""
         asked = [strategy.settle(problem) for strategy in strategies]
         if any(self.epochs(problem, strategy) for strategy in asked):
             return
@@ -196,12 +195,12 @@ class Target:
                 f"{rule}, and none can, since only statistics of {problem.stats.name} are known;"
                 " give the graph itself (--graph FILE or FOLDER), or leave --target-accuracy out"
             )
-        here = self.of_question(problem)
+        matching = self.of_question(problem)
         found = [f"{show_count(len(self.trainings), 'run')} given"]
-        if others := len(self.trainings) - len(here):
+        if others := len(self.trainings) - len(matching):
             found.append(f"{others} of another graph, model or options")
-        if here:
-            best = max(here, key=lambda run: run.best)
+        if matching:
+            best = max(matching, key=lambda run: run.best)
             found.append(
                 f"the best accuracy is {best.best:.4f}, in {best.folder} ({best.strategy} on"
                 f" {show_count(best.ranks, 'rank')})"
@@ -226,7 +225,7 @@ class Target:
 
 
 def _options(workload: Workload) -> str:
-    """The fields that decide how accuracy grows with epochs, but for the seed."""
+    """Return the fields that decide how accuracy grows with epochs, without the seed."""
     other = {"seed", "batch", "fanout", "patience"}
     other |= set() if workload.ends_on_time else {"epochs"}
     always = workload.model_dump_json(exclude=other)
@@ -234,18 +233,17 @@ def _options(workload: Workload) -> str:
 
 
 def _length(training: Training) -> int:
-    """The last epoch that was evaluated."""
+    """Return the last epoch that was evaluated."""
     return training.accuracies[-1][0]
 
 
 @dataclass(frozen=True)
 class Objective:
-    """The number that the best has least of: per epoch, until the target accuracy, or of a whole
-    training, whose epochs are `stated` for each mode."""
+    """The quantity to minimise, per epoch, to the target accuracy, or of a whole training."""
 
-    of: str = "time"
+    of: str = "time"  # a key of WORDS
     target: Target | None = None
-    stated: Mapping[str, Epochs] | None = None
+    stated: Mapping[str, Epochs] | None = None  # mode -> epochs of a whole training
 
     def __post_init__(self) -> None:
         if self.of not in WORDS:
@@ -254,11 +252,11 @@ class Objective:
 
     @property
     def is_plain(self) -> bool:
-        """Whether it is the time of an epoch."""
+        """Whether the objective is the time of an epoch."""
         return self.of == "time" and self.target is None and self.stated is None
 
     def check(self, problem: Problem) -> None:
-        """Raise SpecError where the price or the power is missing."""
+        """Raise SpecError if the cluster lacks the price or the power."""
         cluster = problem.cluster
         if self.of == "cost" and cluster.price is None:
             raise SpecError(
@@ -273,29 +271,29 @@ class Objective:
             )
 
     def epochs(self, problem: Problem, strategy: Strategy) -> Epochs:
-        """How many epochs are counted."""
+        """Return the number of epochs that the objective counts."""
         if self.stated is not None:
             return self.stated[problem.workload.mode]
         return (self.target and self.target.epochs(problem, strategy)) or ONE
 
     def value(self, problem: Problem, strategy: Strategy, epoch_s: Number) -> Number:
-        """The number of epochs of `epoch_s` [s] on the problem's GPUs."""
+        """Return the objective's value for an epoch of `epoch_s` [s] on the problem's GPUs."""
         return self._counted(problem, epoch_s * self.epochs(problem, strategy).usual)
 
     def longest(self, problem: Problem, strategy: Strategy, value: float) -> float:
-        """The epoch with which the number is `value` [s]."""
+        """Return the epoch for which the objective's value is `value` [s]."""
         start = float(self.value(problem, strategy, 0.0))
         return (value - start) / (float(self.value(problem, strategy, 1.0)) - start)
 
     def drawn(self, problem: Problem, strategy: Strategy, epochs_s: Array) -> Array:
-        """The number in each draw, from epochs in each draw [DRAWS] [s]."""
+        """Return the value in each draw [DRAWS], from the epoch in each draw [DRAWS] [s]."""
         out = self._counted(problem, epochs_s * self.epochs(problem, strategy).drawn)
         if self.of == "energy":
             out = out * factors_of(problem.cluster, "device.power")
         return np.asarray(out)
 
     def at_least(self, problem: Problem, epoch_s: float) -> float:
-        """A bound on the number of every strategy whose epoch takes `epoch_s` or more."""
+        """Return a lower bound on the value of strategies whose epoch takes `epoch_s` or more."""
         runs = self.target.of_question(problem) if self.target else []
         accuracy = self.target.accuracy if self.target else 0.0
         spans = [span for run in runs if (span := run.reached(accuracy))]
@@ -305,6 +303,7 @@ class Objective:
         return float(self._counted(problem, epoch_s * fewest))
 
     def _counted(self, problem: Problem, seconds: Number) -> Number:
+        """Return the value of a training that takes `seconds` on the problem's GPUs."""
         if self.of == "value":
             price = problem.cluster.price or USUAL_PRICE
             return (seconds + START_S) * (WAITING + gpus_taken(problem) * price) / 3600
@@ -315,33 +314,33 @@ class Objective:
         return seconds * per_second
 
     def show(self, value: float) -> str:
-        """The number as people read it."""
+        """Format a value with its unit."""
         shown = {"time": show_time, "energy": show_energy}
         return shown.get(self.of, show_dollars)(value)
 
     @property
     def span(self) -> str:
-        """The part of a training that the number is of."""
+        """The part of a training that the value is of, in words."""
         if self.stated is not None:
             return "to the end"
         return f"to an accuracy of {self.target.accuracy:g}" if self.target else "per epoch"
 
     @property
     def slack(self) -> float:
-        """How many times the least number fewer GPUs may have and are still recommended."""
+        """Factor on the least value, within which fewer GPUs are recommended."""
         return 1 + NEAR if self.of == "value" else 1.0
 
-    least = property(lambda self: WORDS[self.of][0], doc="The best, in a word.")
-    less = property(lambda self: WORDS[self.of][1], doc="Better, in a word.")
-    more = property(lambda self: WORDS[self.of][2], doc="Worse, in a word.")
-    as_good = property(lambda self: WORDS[self.of][3], doc="As good, in a word.")
+    least = property(lambda self: WORDS[self.of][0], doc="The word for the best.")
+    less = property(lambda self: WORDS[self.of][1], doc="The word for better.")
+    more = property(lambda self: WORDS[self.of][2], doc="The word for worse.")
+    as_good = property(lambda self: WORDS[self.of][3], doc="The word for equally good.")
 
 
 TIME = Objective()
 
 
 def dollars_per_second(problem: Problem) -> float | None:
-    """The price of the problem's servers, which are rented whole; None without a price [$/s]."""
+    """Return the price of the problem's servers [$/s], rented whole; None without a price."""
     cluster = problem.cluster
     if cluster.price is None:
         return None
@@ -349,13 +348,13 @@ def dollars_per_second(problem: Problem) -> float | None:
 
 
 def gpus_taken(problem: Problem) -> int:
-    """GPUs that others cannot have meanwhile: where there is a price, all of the servers."""
+    """Return the number of occupied GPUs: with a price, all GPUs of the servers used."""
     if problem.cluster.price is None:
         return problem.ranks
     return len(set(problem.servers)) * problem.cluster.gpus_per_server
 
 
 def watts(problem: Problem) -> float | None:
-    """The power of the GPUs that train; None where the cluster's file has none [W]."""
+    """Return the power of the GPUs that train [W]; None if the cluster file has none."""
     power = problem.cluster.device.power
     return None if power is None else power * problem.ranks

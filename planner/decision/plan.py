@@ -1,6 +1,7 @@
-"""plan.json: the question, the answer, the runners-up, and why.
+"""plan.json: the question (graph, workload, cluster), the recommended strategy, the alternatives,
+and the reasons.
 
-A plan holds all that it was made for, so that `simulate`, `run` and `validate` need nothing else.
+`simulate`, `run` and `validate` need nothing but the plan and the graph that it names.
 """
 
 from __future__ import annotations
@@ -40,20 +41,20 @@ from gnnplan.planner.vocabulary.files import (
 )
 
 AGAIN = "make it again with `gnnplan plan`"
-BEFORE = "0.1.0"  # the release whose plans are still read; its field names bring a notice
+BEFORE = "0.1.0"  # an earlier release whose plans are still read; its field names cause a notice
 OUTLOOK = ("epoch_low_s", "epoch_high_s", "chance_fastest", "expected_regret")
-SIZES = ("bytes_total", "bytes", "bytes_by_link", "setup_bytes")  # of a prediction
+SIZES = ("bytes_total", "bytes", "bytes_by_link", "setup_bytes")  # fields of `Prediction`
 MAX_PLAN = 64 * 2**20  # [B]
 Finite = Annotated[float, Field(allow_inf_nan=False)]
 
 
 def make(found: SearchResult, depths: bool = False) -> dict[str, Any]:
-    """The document of a search result, JSON-ready.
+    """Return the plan of a search result, JSON-ready.
 
-    depths: among the reasons say at which other numbers of layers another family wins; that takes
-    as long as several plans.
+    depths: add to the reasons the numbers of layers at which another family wins; this takes as
+    long as several plans.
     """
-    # imported here: they take a tenth of a second, and every rank imports this file to read plans
+    # imported here: the imports take 0.1 s, and every rank imports this file to read plans
     from gnnplan.planner.decision.explain import explain
     from gnnplan.planner.decision.sensitivity import of_depths, sentences
     from gnnplan.planner.decision.summary import summarise
@@ -71,11 +72,11 @@ def make(found: SearchResult, depths: bool = False) -> dict[str, Any]:
 
 
 def for_run(found: SearchResult) -> dict[str, Any]:
-    """The part of a plan that is needed to run it: the question and one answer."""
+    """Return the part of a plan that is needed to run it: the question and the best strategy."""
     problem, best = found.problem, found.best
     return {
         "gnnplan": __version__,
-        "torch": version("torch"),  # by its package: the planner does not import it
+        "torch": version("torch"),  # from the package's metadata: the planner imports no torch
         "graph": graph_of(problem),
         "workload": problem.workload.model_dump(mode="json"),
         "cluster": problem.cluster.model_dump(mode="json"),
@@ -87,7 +88,7 @@ def for_run(found: SearchResult) -> dict[str, Any]:
 
 
 def objective_fields(objective: Objective, problem: Problem) -> dict[str, Any]:
-    """The objective as a plan has it, JSON-ready."""
+    """Return the objective's fields of a plan, JSON-ready."""
     out: dict[str, Any] = {"objective": objective.of}
     if objective.stated is not None:
         out["epochs"] = {mode: asdict(of_mode) for mode, of_mode in objective.stated.items()}
@@ -98,20 +99,20 @@ def objective_fields(objective: Objective, problem: Problem) -> dict[str, Any]:
 
 
 def graph_of(problem: Problem) -> dict[str, Any]:
-    """The graph as a plan has it, JSON-ready."""
+    """Return the graph's fields of a plan, JSON-ready."""
     stats = problem.stats
-    told = {name: getattr(stats, name) for name in _Graph.__annotations__ if name != "notes"}
-    return {**told, "notes": list(stats.notes)}
+    fields = {name: getattr(stats, name) for name in _Graph.__annotations__ if name != "notes"}
+    return {**fields, "notes": list(stats.notes)}
 
 
 def answer(found: SearchResult, candidate: Candidate) -> dict[str, Any]:
-    """A candidate as a plan has it, JSON-ready."""
+    """Return a candidate as an entry of a plan, JSON-ready."""
     p = candidate.predicted
     seconds = ("epoch_s", "compute_s", "comm_s", "bubble_s")
     period = [{"epoch_s": float(each.epoch_s), "bytes": each.bytes} for each in p.of_period]
     named = {"name": candidate.strategy.name, **candidate.strategy.knobs()}
     return {
-        "strategy": json.loads(json.dumps(named)),  # whose tuples are lists in a file
+        "strategy": json.loads(json.dumps(named)),  # tuples become lists, as in a file
         "exact": candidate.strategy.exact,
         "gpus": candidate.problem.ranks,
         "epoch_s": float(p.epoch_s),
@@ -132,25 +133,25 @@ def answer(found: SearchResult, candidate: Candidate) -> dict[str, Any]:
 
 
 def counted(candidate: Candidate) -> dict[str, float]:
-    """The numbers of a candidate's objective with 10th and 90th percentiles, 'cost', 'cost_low'
-    and 'cost_high'; none for an epoch's time.
+    """Return the numbers of a candidate's objective, as 'cost', 'cost_low' and 'cost_high'.
 
-    Cost and energy are of an epoch, or of all epochs that it counts.
+    Low and high are the 10th and 90th percentiles. Cost and energy are those of all epochs that the
+    objective counts. Empty if the objective is the time of an epoch.
     """
     objective, epochs, out = candidate.objective, candidate.epochs, dict[str, float]()
 
-    def say(what: str, value: float, drawn: Array) -> None:
-        names = (what.format(end) for end in ("", "_low", "_high"))
+    def add(name: str, value: float, drawn: Array) -> None:
+        names = (name.format(end) for end in ("", "_low", "_high"))
         out.update(zip(names, (value, *range_of(drawn, value)), strict=True))
 
     if epochs != ONE:
-        to = "epochs_to_accuracy{}", "time_to_accuracy{}_s"
-        to = to if objective.stated is None else ("epochs{}", "training{}_s")
-        say(to[0], epochs.usual, epochs.drawn)
-        say(to[1], candidate.time_s, candidate.drawn_time_s)
+        names = "epochs_to_accuracy{}", "time_to_accuracy{}_s"
+        names = names if objective.stated is None else ("epochs{}", "training{}_s")
+        add(names[0], epochs.usual, epochs.drawn)
+        add(names[1], candidate.time_s, candidate.drawn_time_s)
     if objective.of != "time":
         name = "energy{}_j" if objective.of == "energy" else objective.of + "{}"
-        say(name, candidate.value, candidate.drawn)
+        add(name, candidate.value, candidate.drawn)
     return out
 
 
@@ -158,7 +159,7 @@ def counted(candidate: Candidate) -> dict[str, float]:
 
 
 class _Predicted(TypedDict):
-    """A prediction as `answer` writes it, as far as it is read again."""
+    """The fields of a prediction that are read; `answer` writes more."""
 
     epoch_s: Finite
     compute_s: Finite
@@ -181,13 +182,13 @@ class _Place(TypedDict):
 
 
 class _Named(TypedDict):
-    """A strategy's name; its knobs, which stand beside it, are read by `named`."""
+    """A strategy's name; `strategies.named` reads the knobs in the same object."""
 
     name: str
 
 
 class KnownAnswer(TypedDict, total=False):
-    """An answer without the numbers of its objective (`counted`)."""
+    """An entry that `answer` writes, without the numbers of the objective (`counted`)."""
 
     strategy: Required[_Named]
     exact: Required[bool]
@@ -226,7 +227,7 @@ class _Graph(TypedDict, total=False):
 
 
 class _Document(TypedDict, total=False):
-    """A plan as `make` writes it, as far as it is read again."""
+    """The fields of a plan that are read; `make` writes more."""
 
     graph: Required[_Graph]
     workload: Required[dict[str, Any]]
@@ -249,10 +250,10 @@ _READABLE = TypeAdapter(_Document)
 
 
 def read(path: str | Path, of_any_version: bool = False) -> dict[str, Any]:
-    """The document of a file, with every field checked that is used later.
+    """Read a plan, and check every field that is used later.
 
-    of_any_version: another version's plan is read too, where it has the same fields. Raises
-    SpecError where it is not a plan, Mismatch where another version made it.
+    of_any_version: also read a plan of another version, if it has the same fields. Raises SpecError
+    if the file is not a plan, Mismatch if another version wrote it.
     """
     make = "make one with `gnnplan plan -o plan.json`"
     document: dict[str, Any] = read_json(path, MAX_PLAN, make)
@@ -273,7 +274,7 @@ def read(path: str | Path, of_any_version: bool = False) -> dict[str, Any]:
             document["cluster"] = as_of_now(document["cluster"], str(path))
         _inspect(path, document)
     except SpecError as error:
-        if other:  # another version writes other fields
+        if other:  # the fields differ because another version wrote them
             raise other from error
         raise
     return document
@@ -303,7 +304,7 @@ def _inspect(path: str | Path, document: dict[str, Any]) -> None:
 
 
 def _rule(mistake: ErrorDetails) -> str:
-    """The field of a mistake and what is wrong with it."""
+    """Return a message with the field of a mistake and the rule that it breaks."""
     where, kind = dotted(mistake["loc"]), mistake["type"]
     if kind in _KINDS:
         return f"{where} must be {_KINDS[kind]}"
@@ -322,14 +323,14 @@ _KINDS = {
 def question(
     document: dict[str, Any], cluster: Cluster | None = None, workload: Workload | None = None
 ) -> Problem:
-    """The problem that a plan from `read` answers, with its ranks on the plan's GPUs.
+    """Return the problem that a plan from `read` answers, with its ranks on the plan's GPUs.
 
-    With another `cluster` ranks sit on all its GPUs in order. Raises SpecError, or Mismatch where
-    the data have changed since.
+    With another `cluster`, ranks sit on all its GPUs in order. Raises SpecError, or OtherData if
+    the graph or its partition has changed since the plan was made.
     """
     _inspect("plan", document)
     about = document["graph"]
-    for name, size in declared(about["source"]).items():  # before it is generated
+    for name, size in declared(about["source"]).items():  # before the graph is generated
         if about.get(name, size) != size:
             raise OtherData(
                 f"the plan was made for other data: {about['source']} has {size:,} {name}, the plan"
@@ -346,7 +347,7 @@ def question(
         cluster or Cluster.model_validate(document["cluster"]),
         document["partitioner"].partition(" ")[0],
     )
-    found = problem.stats.hash  # of link prediction, without the edges that are held out
+    found = problem.stats.hash  # for link prediction, the hash without the held-out edges
     if found != about["hash"]:
         raise OtherData(
             f"the plan was made for other data: {about['source']} hashes to {found}, the plan says"
@@ -363,32 +364,23 @@ def question(
 
 
 def chosen(document: dict[str, Any]) -> Strategy:
-    """The recommended strategy of a plan.
-
-    Raises SpecError.
-    """
+    """Return the recommended strategy of a plan. Raises SpecError."""
     return strategy_of(document["best"])
 
 
 def strategy_of(answer: Mapping[str, Any]) -> Strategy:
-    """The strategy of one of a plan's answers, the best or an alternative.
-
-    Raises SpecError.
-    """
+    """Return the strategy of an entry of a plan, the best or an alternative. Raises SpecError."""
     knobs = dict(answer["strategy"])
     return named(knobs.pop("name"), knobs)
 
 
 def is_exact(document: dict[str, Any]) -> bool:
-    """Whether the plan was asked for with --exact."""
+    """Whether the plan was made with --exact."""
     return bool(document.get("exact", False))
 
 
 def placement(document: dict[str, Any]) -> tuple[int, ...]:
-    """The GPU of every rank of a plan, counted over all servers.
-
-    Raises SpecError.
-    """
+    """Return the GPU of every rank of a plan, numbered over all servers. Raises SpecError."""
     cluster = Cluster.model_validate(document["cluster"])
     servers, each = cluster.servers, cluster.gpus_per_server
     found = sorted(
@@ -411,5 +403,5 @@ def placement(document: dict[str, Any]) -> tuple[int, ...]:
 
 
 def write(path: str | Path, document: dict[str, Any]) -> None:
-    """Write a plan, or nothing if it is not valid JSON."""
+    """Write a plan atomically. Raises ValueError, and writes nothing, if it is not valid JSON."""
     write_atomically(path, json.dumps(document, indent=1, allow_nan=False) + "\n")

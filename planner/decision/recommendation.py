@@ -1,13 +1,15 @@
-"""Which candidate is recommended, and how sure that is, from epochs drawn in doubt.
+"""Uncertainty of a recommendation: chances, ranges and regrets over draws of predicted epochs.
 
-A prediction is wrong for two reasons: constants of the cluster are other than they are said to be
-(cluster/doubt.py), and a right cluster is still predicted imperfectly (MISSES). Both are drawn
-DRAWS times, the same way for all candidates. In each draw one of them is the fastest; the *regret*
-of another is how much longer its epoch takes. The exact candidate with the shortest predicted epoch
-is recommended, unless a lossy one is surely faster: what a lossy strategy costs in accuracy is
-often unknown (`search.recommend`). Draws choose nothing else: their ranges are lopsided, and regret
-depends on which others there are, so a better link could make the choice worse. Where an objective
-other than the epoch's time is asked for, its number takes the place of the epoch (objective.py).
+A prediction is wrong for two reasons: constants of the cluster differ from their given values
+(cluster/doubt.py), and the model has an error even with the right constants (MISSES). Both errors
+are drawn DRAWS times, with the same draws for all candidates. In each draw one candidate is the
+fastest; the *regret* of another candidate is how much longer its epoch takes, as a share.
+
+The exact candidate with the shortest predicted epoch is recommended, unless a lossy candidate is
+surely faster, because the loss of accuracy is often unknown (`search.recommend`). Draws decide
+nothing else: ranges are asymmetric, and regret depends on which candidates there are, so a faster
+link could make the choice worse. For objectives other than time, the objective's value takes the
+place of the epoch (objective.py).
 """
 
 from __future__ import annotations
@@ -25,51 +27,53 @@ Array = NDArray[np.float64]
 
 
 class Miss(NamedTuple):
-    """Standard deviations of log(predicted / true) that right constants leave."""
+    """Standard deviations of log(predicted / true) with the right constants."""
 
-    shared: float  # by all strategies of a question
-    own: float  # by the exact, or the lossy, strategies of a family; of rounded rows by others
+    shared: float  # of an error that all strategies of a question share
+    # of an error that a family's exact strategies share, or its lossy ones; rounded rows have
+    # errors of their own
+    own: float
 
 
-# By the kind of device. CPU ranks: from the first 146 blind runs, and 38 later runs lay between
-# their 10th and 90th percentile in 92 % (docs/reference/measured-runs.md). GPUs: from printed
-# epochs and speedups, left one out (docs/reference/published-figures.md). Of epochs that other
-# works print of GPUs on which nothing was measured, 79 % lie there too
+# Keyed by kind of device. CPU ranks: from the first 146 blind runs; of 38 later runs 92 % lay
+# between the 10th and the 90th percentile (docs/reference/measured-runs.md). GPUs: from printed
+# epochs and speedups, with leave-one-out (docs/reference/published-figures.md). Of the epochs that
+# other papers print for GPUs that nobody measured, 79 % lie in that range
 # (docs/reference/other-works.md).
 MISSES = {"cpu": Miss(0.08, 0.08), "cuda": Miss(0.14, 0.14)}
-SURE_SHARE = 0.95  # chance from which on a lossy strategy is surely faster than an exact one
-STRATA = 6  # in which a constant is taken to be known (settled_regret)
-MARGIN = 0.1  # the range leaves out as many draws at either end
-# Chance of being faster than the recommended strategy from which on one is worth a run (`gnnplan
-# tune`). On CPU ranks that is a prediction of up to 27 % more: of 373 measured pairs 193 were
-# further apart, and none of them came out the other way.
+SURE_SHARE = 0.95  # least chance with which a lossy strategy counts as surely faster
+STRATA = 6  # bins of a constant, inside which the constant counts as known (settled_regret)
+MARGIN = 0.1  # share of draws below a range, and above it
+# Least chance of being faster than the recommended strategy with which a strategy is worth a run
+# (`gnnplan tune`). On CPU ranks it corresponds to a prediction of up to 27 % more: of 373 measured
+# pairs 193 were further apart, and in none of these was the order reversed.
 LEAST_CHANCE = 0.01
 
 
 class Outlook(NamedTuple):
     """A candidate's range, chance and regret over the draws.
 
-    Fastest is what has least of the objective (objective.py), which is the epoch's time by default.
+    The fastest candidate is the one with the least value of the objective (objective.py).
     """
 
-    low_s: float  # of its epoch: 10th percentile [s] (`range_of`)
-    high_s: float  # 90th percentile [s]
-    chance_fastest: float  # of all candidates
-    expected_regret: float  # of choosing it: mean of its number / the least one - 1
+    low_s: float  # 10th percentile of the epoch [s] (`range_of`)
+    high_s: float  # 90th percentile of the epoch [s]
+    chance_fastest: float  # share of draws in which the candidate is the fastest
+    expected_regret: float  # mean over draws of value / least value - 1
 
 
 class Settled(NamedTuple):
     """A constant of the cluster whose measurement would make the choice surer."""
 
     constant: str
-    regret: float  # the least expected regret when it is known
+    regret: float  # the least expected regret once the constant is known
 
 
 def missed(kind: str, family: str, exact: bool, precision: Precision = FLOAT32) -> Array:
-    """Factors on a predicted epoch by which predictions miss on right constants [DRAWS].
+    """Return factors on a predicted epoch, draws of the model's error [DRAWS].
 
-    Rounded rows have kernels of their own, so their predictions are taken to miss on their own,
-    as widely as those of float32: no recorded runs have compared both with predictions.
+    Rounded rows have kernels of their own, so the errors of their predictions are independent, with
+    the spread of float32: no recorded runs have compared both precisions with predictions.
     """
     shared, own = MISSES[kind]
     rounded = f" {precision.name}" if precision.rounds_rows else ""
@@ -78,14 +82,14 @@ def missed(kind: str, family: str, exact: bool, precision: Precision = FLOAT32) 
 
 
 def regrets(drawn: Array) -> Array:
-    """The regret of each candidate in each draw, from numbers to minimise [candidates, draws]."""
+    """Return regrets from values to minimise (both [candidates, draws])."""
     return np.asarray(drawn / drawn.min(axis=0) - 1)
 
 
 def range_of(drawn: Array, predicted: float) -> tuple[float, float]:
-    """The 10th and 90th percentile of a number [draws], or the prediction itself, if it is beyond.
+    """Return the 10th and 90th percentile of draws, extended to include the prediction.
 
-    Ranges of constants may be lopsided, and then most draws may be on one side of it.
+    Ranges of constants may be asymmetric, so most draws may be on one side of the prediction.
     """
     low, high = np.quantile(drawn, (MARGIN, 1 - MARGIN))
     return min(float(low), predicted), max(float(high), predicted)
@@ -94,9 +98,10 @@ def range_of(drawn: Array, predicted: float) -> tuple[float, float]:
 def outlooks(
     predicted_s: Sequence[float], drawn_s: Array, drawn: Array | None = None
 ) -> list[Outlook]:
-    """Return the candidates' outlooks, from epochs and numbers to minimise [candidates, draws].
+    """Return the candidates' outlooks.
 
-    Without `drawn` the epochs are minimised.
+    predicted_s: epochs [candidates]; drawn_s: epochs in each draw [candidates, draws]; drawn: the
+    values to minimise [candidates, draws], by default the epochs.
     """
     drawn = drawn_s if drawn is None else drawn
     chances = np.bincount(drawn.argmin(axis=0), minlength=len(drawn)) / drawn.shape[1]
@@ -110,11 +115,12 @@ def outlooks(
 
 
 def settled_regret(drawn: Array, factor: Array) -> float:
-    """The expected regret of the best choice if one constant were known.
+    """Return the expected regret of the best choice if one constant were known.
 
-    `drawn` [candidates, draws]; `factor` [draws] is what the constant was multiplied by. Draws
-    are sorted by it into STRATA. In each of them one half of the draws chooses a candidate, whose
-    regret in the other half counts: a constant that tells nothing leaves the regret as it is.
+    `drawn` [candidates, draws] are values to minimise; `factor` [draws] multiplies the constant.
+    Draws are sorted by the factor into STRATA. In each stratum one half of the draws chooses a
+    candidate, and its regret in the other half counts. So a constant without influence leaves the
+    expected regret as it is.
     """
     regret, left = regrets(drawn), 0.0
     for stratum in np.array_split(np.argsort(factor), STRATA):

@@ -1,4 +1,4 @@
-"""Where memory is too little: how much would do, per device or server, or how many servers.
+"""If nothing fits in memory: the memory per device or server, or the servers, that would suffice.
 
 --set device.memory=12.1GB would fit granndis or --set servers=4 (graph_parallel, estimated)
 """
@@ -23,7 +23,7 @@ from gnnplan.planner.vocabulary.units import show_bytes
 
 
 def must_fit_servers(problem: Problem, strategy: Strategy) -> None:
-    """Raises Infeasible where servers' memories cannot hold the strategy's graph data."""
+    """Raise Infeasible if the strategy's graph data do not fit in the servers' memory."""
     if fits(problem, strategy):
         return
     room, held = problem.cluster.graph_room, fullest(problem, strategy)
@@ -37,7 +37,7 @@ def must_fit_servers(problem: Problem, strategy: Strategy) -> None:
 
 
 def _gigabytes(nbytes: float) -> float:
-    """A size for --set [GB], rounded up so that it suffices."""
+    """Return a size for --set [GB], rounded up so that it suffices."""
     return float(np.ceil(nbytes / 1e9 * 1.001 * 100) / 100)
 
 
@@ -45,12 +45,12 @@ class Need(NamedTuple):
     """The memory that a strategy needs [B]."""
 
     device: float  # on the fullest rank
-    server: float  # for graph data in the fullest server; 0 where that is not limited
-    name: str
+    server: float  # for graph data in the fullest server; 0 if that memory is not limited
+    name: str  # of the strategy
 
 
 def needs(problem: Problem, options: Iterable[Strategy]) -> Iterator[Need]:
-    """The needs of each option that suits the problem."""
+    """Yield the needs of each option that suits the problem."""
     limited = problem.cluster.graph_room < np.inf
     for option in options:
         with suppress(SpecError):
@@ -61,19 +61,19 @@ def needs(problem: Problem, options: Iterable[Strategy]) -> Iterator[Need]:
 
 
 def least_needed(problem: Problem, options: Iterable[Strategy]) -> float | None:
-    """The least memory of a device [B] in which an option fits; None: none suits.
+    """Return the least memory of a device [B] in which an option fits; None if none suits.
 
-    Of those that servers have the memory for, if there are any.
+    Options whose graph data fit in the servers' memory take precedence.
     """
     found = list(needs(problem, options))
-    there = [need.device for need in found if need.server <= problem.cluster.graph_room]
-    return min(there or [need.device for need in found], default=None)
+    on_servers = [need.device for need in found if need.server <= problem.cluster.graph_room]
+    return min(on_servers or [need.device for need in found], default=None)
 
 
 def smallest_change(problem: Problem, options: Callable[[Problem], Sequence[Strategy]]) -> str:
-    """How much memory per device or server, or how many servers, would make room for an option.
+    """Return the memory per device or server, or the servers, with which an option would fit.
 
-    Servers are estimated from the graph's statistics.
+    The number of servers is estimated from the graph's statistics.
     """
     words, found = [], list(needs(problem, options(problem)))
     room, server_room = problem.cluster.device.memory, problem.cluster.graph_room
@@ -94,7 +94,7 @@ def smallest_change(problem: Problem, options: Callable[[Problem], Sequence[Stra
 
     @cache
     def with_servers(servers: int) -> str | None:
-        """A strategy that fits on so many servers."""
+        """Return the name of a strategy that fits on this number of servers."""
         inter_node = problem.cluster.inter_node or problem.cluster.intra_node
         cluster = problem.cluster.model_copy(update={"servers": servers, "inter_node": inter_node})
         most = MOST_PAIRED if problem.graph else MOST_RANKS
@@ -108,12 +108,12 @@ def smallest_change(problem: Problem, options: Callable[[Problem], Sequence[Stra
         )
         return next(fitting, None)
 
-    # no real cut of a graph is worse than a random one, so the proposed number suffices
+    # no real partition of a graph is worse than a random one, so the proposed number suffices
     method = problem.method if problem.graph is None else "random"
     doubled = (problem.cluster.servers << times for times in range(1, 7))
-    if many := next(filter(with_servers, doubled), 0):
-        between = range(many // 2 + 1, many)
-        least = many // 2 + 1 + bisect_left(between, True, key=lambda n: bool(with_servers(n)))
+    if enough := next(filter(with_servers, doubled), 0):
+        between = range(enough // 2 + 1, enough)
+        least = enough // 2 + 1 + bisect_left(between, True, key=lambda n: bool(with_servers(n)))
         words.append(f"--set servers={least} ({with_servers(least)}, estimated)")
     if not words and not found:
         return "more memory would not help"
@@ -123,7 +123,7 @@ def smallest_change(problem: Problem, options: Callable[[Problem], Sequence[Stra
 
 
 def _enough(field: str, sizes: list[tuple[float, str]]) -> str:
-    """The least of a memory that suffices for one of (bytes, strategy)."""
+    """Return the --set of the least size in `sizes`, which are (bytes, strategy)."""
     least = _gigabytes(min(sizes)[0])
     name = next(name for size, name in sizes if size <= least * 1e9)
     return f"--set {field}={least:g}GB would fit {name}"

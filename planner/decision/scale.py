@@ -1,11 +1,11 @@
-"""Whether to distribute at all: the decision on more and more GPUs of the same kind.
+"""The decision on increasing numbers of GPUs of the same kind: whether to distribute at all.
 
     --scale 1..16 on servers of 8 GPUs
     1 of 8, 2 of 8, 4 of 8, 8 of 8 GPUs of one server; 16 GPUs of two servers
 
-Up to a server's GPUs ranks sit on one server, islands first, and the server is rented whole. Beyond
-they fill whole servers, of which there may be more than the cluster's file has. Each size is a
-point of a sweep (sweep.py) at which all of its GPUs are used.
+Ranks that fit on one server sit there, island by island, and the whole server is rented. More ranks
+fill whole servers, possibly more than the cluster file has. Each size is a point of a sweep
+(sweep.py) at which all GPUs are used.
 """
 
 from __future__ import annotations
@@ -32,18 +32,18 @@ from gnnplan.planner.vocabulary.errors import GnnplanError, Infeasible, SpecErro
 
 @dataclass(frozen=True)
 class Size:
-    """So many GPUs of a kind, and what is recommended on them."""
+    """A number of GPUs, and the recommendation on them."""
 
     gpus: int
     servers: int
-    mode: str  # what training is on: the 'full' graph, or 'mini'-batches
+    mode: str  # 'full' graph or 'mini'-batches
     found: SearchResult | None
-    error: GnnplanError | None = None  # why nothing was found
-    needs_bytes: float | None = None  # least memory in which a strategy would fit [B]
+    error: GnnplanError | None = None  # the reason why `found` is None
+    needs_bytes: float | None = None  # least device memory in which a strategy would fit [B]
 
     @property
     def best(self) -> Candidate:
-        """The recommended candidate; only of a size where something fits."""
+        """The recommended candidate; only valid if something fits."""
         assert self.found is not None
         return self.found.best
 
@@ -54,20 +54,17 @@ class Size:
 
     @property
     def dollars(self) -> float | None:
-        """The price of that [$]; None without a price of the cluster."""
+        """Price of `time_s` [$]; None if the cluster has no price."""
         per_epoch = self.best.dollars
         return None if per_epoch is None else per_epoch * self.best.epochs.usual
 
 
 @dataclass(frozen=True)
 class Scaling:
-    """The recommendations at all sizes, from fewest GPUs to most; at one of them something fits.
+    """The recommendations at all sizes; a strategy fits at one size at least."""
 
-    `skipped`: numbers of GPUs that the cluster cannot have, and why.
-    """
-
-    sizes: Sequence[Size]
-    skipped: Sequence[tuple[int, str]]
+    sizes: Sequence[Size]  # from fewest GPUs to most
+    skipped: Sequence[tuple[int, str]]  # numbers of GPUs that the cluster cannot have, and why
     how: Search = EVERYTHING
 
     @property
@@ -77,51 +74,51 @@ class Scaling:
 
     @property
     def first(self) -> Size:
-        """The fewest GPUs on which a strategy fits; speedups are over them."""
+        """The size with the fewest GPUs on which a strategy fits, the base of speedups."""
         return self.fitting[0]
 
     @property
     def fastest(self) -> Size:
-        """The size that takes the least time, of equal ones the smallest."""
+        """The size with the least time; among equal ones the smallest."""
         return min(self.fitting, key=lambda size: size.time_s)
 
     @property
     def cheapest(self) -> Size | None:
-        """The size that costs the least, of equal ones the fastest; None: no price."""
+        """The size with the least cost; among equal ones the fastest. None without a price."""
         priced = [size for size in self.fitting if size.dollars is not None]
         return min(priced, key=lambda size: (size.dollars, size.time_s), default=None)
 
     @property
     def best(self) -> Size:
-        """The size to use: it has least of the objective, and of equal ones is the fastest.
+        """The recommended size: the least value, or the smallest within the objective's slack.
 
-        Of values (objective.slack) the smallest that is nearly as good."""
+        Among equal values the fastest size wins."""
         least = min(self.fitting, key=lambda size: (size.best.value, size.time_s))
         most = least.best.value * self.how.objective.slack
         return next((s for s in self.fitting if s.best.value < most), least)
 
     @property
     def slower_from(self) -> Size | None:
-        """The size from which on all are slower than the fastest, a smaller one; None: no such."""
+        """The first size above the fastest that is slower than the fastest; None without one."""
         return self._from(self.fastest, lambda size: size.time_s)
 
     @property
     def worse_from(self) -> Size | None:
-        """The size from which on all have more of the objective than the best, a smaller one."""
+        """The first size above the best with a worse value; None without one."""
         return self._from(self.best, lambda size: size.best.value)
 
-    def _from(self, least: Size, of: Callable[[Size], float]) -> Size | None:
+    def _from(self, least: Size, measure: Callable[[Size], float]) -> Size | None:
         larger = (size for size in self.fitting if size.gpus > least.gpus)
-        return next((size for size in larger if of(size) > of(least)), None)
+        return next((size for size in larger if measure(size) > measure(least)), None)
 
     @property
     def enough(self) -> Size:
-        """The fewest GPUs that take at most NEAR longer than the fastest size."""
+        """The smallest size whose time is within NEAR of the fastest size's."""
         return next(s for s in self.fitting if s.time_s <= (1 + NEAR) * self.fastest.time_s)
 
     @property
     def takes_over(self) -> list[tuple[int, str, str]]:
-        """Where another strategy is recommended than on fewer GPUs: (GPUs, from, to)."""
+        """Sizes at which the recommended strategy changes: (GPUs, from, to)."""
         pairs = (
             (size.gpus, before.best.strategy, size.best.strategy)
             for before, size in pairwise(self.fitting)
@@ -133,18 +130,18 @@ class Scaling:
         ]
 
     def speedup(self, size: Size) -> float:
-        """How many times as fast as the first size."""
+        """Return the time of the first size divided by that of `size`."""
         return self.first.time_s / size.time_s
 
     def efficiency(self, size: Size) -> float:
-        """The share of its GPUs that the speedup is worth."""
+        """Return the speedup divided by the ratio of the numbers of GPUs."""
         return self.speedup(size) * self.first.gpus / size.gpus
 
 
 def sizes_of(asked: str | Iterable[int]) -> list[int]:
-    """Numbers of GPUs from a list, or from text: '1,2,4' lists them, '4..64' doubles.
+    """Parse numbers of GPUs from a list, or from text: '1,2,4' lists them, '4..64' doubles.
 
-    The end of a range is there too. Raises SpecError.
+    A range includes its end. Raises SpecError.
 
     >>> sizes_of("4..32"), sizes_of("1..6"), sizes_of("8,1"), sizes_of([2, 4])
     ([4, 8, 16, 32], [1, 2, 4, 6], [1, 8], [2, 4])
@@ -177,10 +174,10 @@ def sizes_of(asked: str | Iterable[int]) -> list[int]:
 
 
 def problem_of(base: Problem, gpus: int) -> Problem:
-    """The problem on so many GPUs of the cluster's kind.
+    """Return the problem on `gpus` GPUs of the cluster's kind.
 
-    More ranks on a CPU, up to those of a server, share its cores. Raises SpecError for a number
-    that the cluster cannot have.
+    More CPU ranks share the cores of their server. Raises SpecError for a number that the cluster
+    cannot have.
     """
     cluster = base.cluster
     each = cluster.gpus_per_server
@@ -206,20 +203,20 @@ def scale(
     how: Search = EVERYTHING,
     modes: Sequence[str] = (),
 ) -> Scaling:
-    """Plan on each number of GPUs, all of which are used, and say which is best.
+    """Plan on each number of GPUs, with all of them in use.
 
-    Of whole trainings in `modes`, or with a target accuracy that runs reached both on the full
-    graph and on mini-batches, a size has the better of the two.
+    modes: for whole trainings, the modes of which each size keeps the better. With a target
+    accuracy that runs reached on the full graph and on mini-batches, both modes are compared too.
 
-    Raises SpecError where price, power, evidence or the forced strategy are wrong, or no number can
-    be had; Infeasible where nothing fits at any.
+    Raises SpecError if price, power, evidence or the forced strategy are wrong, or if the cluster
+    can have none of the numbers; Infeasible if nothing fits at any size.
     """
     how.objective.check(base)
     how, problems = replace(how, may_use_fewer=False), in_modes(base, how, modes)
     asked, skipped = [], []
     for count in gpus:
         try:
-            asked += [({"gpus": str(count)}, problem_of(one, count)) for one in problems]
+            asked += [({"gpus": str(count)}, problem_of(each, count)) for each in problems]
         except SpecError as error:
             skipped.append((count, str(error)))
     if not asked:
@@ -242,9 +239,9 @@ def scale(
 
 
 def in_modes(base: Problem, how: Search, modes: Sequence[str] = ()) -> list[Problem]:
-    """The problem in each mode of a whole training; with a target also where runs tell of it.
+    """Return the problem in each mode of a whole training, or in each mode that runs cover.
 
-    Epochs of the two are not comparable, but times of trainings or to an accuracy are.
+    Epochs of the two modes are not comparable, but times of trainings or to an accuracy are.
     """
     objective = how.objective
     if objective.stated is not None:
@@ -255,12 +252,12 @@ def in_modes(base: Problem, how: Search, modes: Sequence[str] = ()) -> list[Prob
                 out.append(with_fields(base, mode=mode, epochs=epochs))
         return out
     other = with_fields(base, mode="mini" if base.workload.mode == "full" else "full")
-    is_told = objective.target is not None and objective.target.tells_of(other)
-    return [base, other] if is_told and how.forced is None else [base]
+    is_covered = objective.target is not None and objective.target.tells_of(other)
+    return [base, other] if is_covered and how.forced is None else [base]
 
 
 def better(one: Size, other: Size) -> Size:
-    """Return the size on which something fits, or the one with less of the objective."""
+    """Return the size at which something fits; if both do, the one with the lesser value."""
     if one.found is None or other.found is None:
         return one if other.found is None else other
     return min(one, other, key=lambda size: size.best.value)

@@ -1,8 +1,8 @@
-"""The search: all candidates of all families, on all GPUs and on parts of them.
+"""The search: evaluates the candidates of all families, on all GPUs and on parts of them.
 
-Candidates that fit are ranked by what the objective makes of their closed form (objective.py);
-recommendation.py says which is recommended, and how sure that is.
-The others are rejected with a reason; where none fits, the error says what would (room.py).
+Candidates that fit in memory are ranked by the objective's value of their closed form
+(objective.py). `recommend` chooses one of them; recommendation.py says how sure the choice is.
+Other candidates are rejected with a reason; if none fits, the error says what would (room.py).
 """
 
 from __future__ import annotations
@@ -42,32 +42,32 @@ from gnnplan.planner.vocabulary.units import show_count
 
 T = TypeVar("T")
 Refusals = tuple[type[GnnplanError], ...]
-MOST_HALVED = 256  # GPUs of which parts with fewer servers and fewer GPUs on each are evaluated
+MOST_HALVED = 256  # GPUs up to which `parts` halves both the servers and the GPUs of each server
 
 
 def families(problem: Problem) -> list[type[Strategy]]:
-    """The families that train on the full graph, or on mini-batches, as the workload asks."""
+    """Return the families of strategies for the workload's mode, full-graph or mini-batch."""
     return [family for family in strategies.families() if family.mode == problem.workload.mode]
 
 
 @dataclass(frozen=True)
 class Search:
-    """How a problem is searched: what may be chosen, and by what it is compared."""
+    """Options of a search: the strategies that may be chosen, and the objective."""
 
     exact: bool = False  # exact strategies only
     forced: Strategy | None = None  # this strategy only, on all GPUs
-    may_use_fewer: bool = True
+    may_use_fewer: bool = True  # also evaluate parts of the GPUs
     objective: Objective = TIME
 
     def __call__(self, problem: Problem) -> SearchResult:
-        """All candidates of all families on all GPUs, and the best on each part that may win.
+        """Evaluate all candidates on all GPUs, and on each part of the GPUs that may be better.
 
-        Raises SpecError where the forced strategy does not suit the problem or the objective lacks
-        numbers, Infeasible where nothing fits.
+        Only the best candidates of a part are kept. Raises SpecError if the forced strategy does
+        not suit the problem or the objective lacks numbers, Infeasible if nothing fits.
         """
         self.objective.check(problem)
         if self.forced is not None:
-            return SearchResult(problem, [self._alone(problem, self.forced)], how=self)
+            return SearchResult(problem, [self._evaluate_forced(problem, self.forced)], how=self)
         ranked, rejected = self._on_all(problem)
         if self.may_use_fewer:
             ranked += self._on_fewer(problem, ranked)
@@ -77,7 +77,7 @@ class Search:
         return SearchResult(problem, sorted(ranked, key=_value), rejected, self)
 
     def candidates(self, problem: Problem) -> Iterator[Strategy]:
-        """One by one: who evaluates one before it asks for the next finds its program built."""
+        """Yield the candidates; a strategy that is evaluated before the next reuses its program."""
         return (
             s
             for family in families(problem)
@@ -86,7 +86,7 @@ class Search:
         )
 
     def options(self, problem: Problem) -> list[Strategy]:
-        """What may be chosen: the candidates, and each with less memory and more computation."""
+        """Return the candidates, and for each its variant that recomputes to save memory."""
         if self.forced is not None:
             return [self.forced]
         return [
@@ -96,8 +96,8 @@ class Search:
             if s is not None
         ]
 
-    def _alone(self, problem: Problem, forced: Strategy) -> Candidate:
-        """The forced strategy. Raises SpecError, Infeasible."""
+    def _evaluate_forced(self, problem: Problem, forced: Strategy) -> Candidate:
+        """Evaluate the forced strategy. Raises SpecError, Infeasible."""
         if self.objective.target:
             self.objective.target.must_cover(problem, [forced])
         if self.exact and not forced.settle(problem).exact:
@@ -112,9 +112,9 @@ class Search:
             raise Infeasible(f"{error}; {smallest_change(problem, self.options)}") from None
 
     def _on_all(self, problem: Problem) -> tuple[list[Candidate], list[tuple[str, str]]]:
-        """The candidates that fit on all GPUs; and the others, each with the reason.
+        """Return candidates that fit on all GPUs, and (strategy, reason) of rejected candidates.
 
-        Raises SpecError where the objective lacks numbers.
+        Raises SpecError if the objective lacks numbers.
         """
         if self.objective.target:
             self.objective.target.must_cover(problem, self.candidates(problem))
@@ -128,8 +128,8 @@ class Search:
                 try:
                     if self.exact and not strategy.settle(problem).exact:
                         raise SpecError("it is lossy, and --exact asks for exact strategies")
-                    there = placed(problem, strategy)
-                    ranked.append(evaluate_or_save_memory(there, strategy, self.objective))
+                    on_gpus = placed(problem, strategy)
+                    ranked.append(evaluate_or_save_memory(on_gpus, strategy, self.objective))
                 except (SpecError, Infeasible) as error:
                     rejected.append((str(strategy.settle(problem)), str(error)))
             if not tried and (why := family.absent(problem)):
@@ -137,22 +137,23 @@ class Search:
         return ranked, rejected
 
     def _on_fewer(self, problem: Problem, on_all: Sequence[Candidate]) -> list[Candidate]:
-        """The best candidate on each part of the GPUs that may beat those `on_all` GPUs.
+        """Return the best candidate on each part of the GPUs that may beat the candidates `on_all`.
 
-        The best exact one of a part is there too if it is recommended, or the best of all exact
-        ones, by which lossy ones are judged. Ranks on a CPU are no GPUs: --ranks chooses their
-        number, and they share its cores.
+        The best exact candidate of a part is returned too if it is recommended, or if it is the
+        best of all exact candidates, with which lossy candidates are compared. Empty on CPUs:
+        --ranks chooses the number of CPU ranks, which share the machine's cores.
         """
         objective, found, exact_ones = self.objective, list[Candidate](), list[Candidate]()
         if problem.cluster.device.kind == "cpu":
             return found
         for gpus in parts(problem.cluster, sizes_alone=objective.stated is not None):
             smaller, waiting = problem.placed(gpus), list[Candidate]()
-            is_told = objective.stated is not None and len(gpus) == 1  # whether to distribute
+            # a plan for a whole training always compares with one GPU: whether to distribute
+            is_needed = objective.stated is not None and len(gpus) == 1
             known = [*on_all, *found, *exact_ones]
             limits = {kind: least_of(known, kind) for kind in (True, False)}
             limit = objective.slack * (limits[True] if np.isfinite(limits[True]) else limits[False])
-            if not is_told and objective.at_least(smaller, bound_s(problem, len(gpus))) >= limit:
+            if not is_needed and objective.at_least(smaller, bound_s(problem, len(gpus))) >= limit:
                 continue
             for strategy in self.candidates(smaller):
                 where = f"on {len(gpus)} of {show_count(problem.ranks, 'GPU')}"
@@ -160,8 +161,8 @@ class Search:
                 with suppress(SpecError, Infeasible):
                     settled = strategy.settle(smaller)
                     limit_s = objective.longest(smaller, settled, limits[settled.exact])
-                    there = placed(smaller, strategy, limit_s)
-                    waiting.append(Candidate.of(there, strategy, objective))
+                    on_gpus = placed(smaller, strategy, limit_s)
+                    waiting.append(Candidate.of(on_gpus, strategy, objective))
             fitting = _fitting(waiting)
             if least_one := next(fitting, None):
                 found.append(least_one)
@@ -179,62 +180,60 @@ EVERYTHING = Search()
 
 @dataclass(frozen=True)
 class SearchResult:
-    """Candidates from best to worst by the objective, and (strategy, reason) of rejected ones.
-
-    `measured`: the candidate that runs have shown to be best (`gnnplan tune`).
-    """
+    """The ranked candidates, and the recommended one."""
 
     problem: Problem
-    ranked: list[Candidate]
-    rejected: Sequence[tuple[str, str]] = ()
+    ranked: list[Candidate]  # from best to worst by the objective
+    rejected: Sequence[tuple[str, str]] = ()  # (strategy, reason)
     how: Search = EVERYTHING
-    measured: Candidate | None = None
+    measured: Candidate | None = None  # the candidate that runs have shown to be best (tune)
 
     @property
     def forced(self) -> bool:
-        """Whether one strategy was asked for, and nothing was compared."""
+        """Whether the user named one strategy, so that no strategies were compared."""
         return self.how.forced is not None
 
     @cached_property
     def best(self) -> Candidate:
-        """The candidate that is recommended (recommendation.py)."""
+        """The recommended candidate (`recommend`)."""
         return self.measured or recommend(self.ranked)
 
     @property
     def is_smaller(self) -> bool:
-        """Whether the best is chosen for its size, among those that are nearly as good."""
+        """Whether the best uses fewer GPUs than a candidate with a slightly better value."""
         if self.forced or self.measured or self.objective.slack == 1.0:
             return False
         return any(c.value < self.best.value and _size(c) > _size(self.best) for c in self.ranked)
 
     @property
     def objective(self) -> Objective:
-        """The objective that all candidates are compared by."""
+        """The objective that ranks the candidates."""
         return self.best.objective
 
     @cached_property
     def outlooks(self) -> list[Outlook]:
-        """How sure the ranking is: of each candidate, in the order of `ranked`."""
+        """The outlook of each candidate among all ranked ones, in the order of `ranked`."""
         return _outlooks(self.ranked)
 
     def outlook(self, candidate: Candidate) -> Outlook:
-        """How sure it is that a candidate is the right choice."""
+        """Return the outlook of a candidate among all ranked ones."""
         return self.outlooks[self.ranked.index(candidate)]
 
     @property
     def rivals(self) -> list[Candidate]:
-        """The candidates that the best was chosen from, the best first: if it is exact, exact ones.
+        """The best candidate, followed by the candidates that were comparable with it.
 
-        With a target accuracy all of them, for then it is known how many epochs each needs.
+        Lossy candidates are rivals of a lossy best, or, with a target accuracy, of any best, since
+        then the number of epochs that each candidate needs is known.
         """
         best = self.best
         return [best, *(c for c in self.others if c.is_comparable or not best.strategy.exact)]
 
     @property
     def settled(self) -> Settled | None:
-        """The constant of the cluster that would make the choice among rivals surest.
+        """The constant of the cluster whose measurement makes the choice among rivals surest.
 
-        None if nothing was chosen by prediction.
+        None if the choice was not made by predictions.
         """
         doubted = factors(self.best.problem.cluster)
         if len(self.rivals) < 2 or self.measured or not doubted:
@@ -246,7 +245,7 @@ class SearchResult:
 
     @property
     def certainty(self) -> Outlook:
-        """How sure it is that the best is the right choice among its rivals."""
+        """The outlook of the best among its rivals."""
         return _outlooks(self.rivals)[0]
 
     @property
@@ -257,14 +256,14 @@ class SearchResult:
 
 
 def _reasons(rejected: Sequence[tuple[str, str]]) -> str:
-    """Why strategies were rejected, a line each; what several have in common alone is said once."""
+    """Return why strategies were rejected, a line each; a reason common to all is given once."""
     if len(rejected) > 1 and len({reason for _, reason in rejected}) == 1:
         return f" {rejected[0][1]}"
     return "".join(f"\n  {name}: {reason}" for name, reason in rejected)
 
 
 def _side_by_side(candidates: Sequence[Candidate]) -> NDArray[np.float64]:
-    """The candidates' numbers to minimise in each draw [candidates, DRAWS]."""
+    """Return the candidates' values in each draw [candidates, DRAWS]."""
     return np.stack([candidate.drawn for candidate in candidates])
 
 
@@ -274,11 +273,12 @@ def _outlooks(candidates: Sequence[Candidate]) -> list[Outlook]:
 
 
 def recommend(candidates: Sequence[Candidate]) -> Candidate:
-    """The candidate that is recommended of these.
+    """Return the recommended candidate.
 
-    It has the least of the objective among comparable ones, or less than that for sure. So what
-    only makes candidates better never makes the best comparable one worse. With an objective's
-    slack the smallest of those that are nearly as good is chosen.
+    It has the least value among comparable candidates (known accuracy), or is a lossy candidate
+    whose value is surely less. So a change that only improves candidates never worsens the best
+    comparable one. If the objective has a slack, the candidate with the fewest GPUs among those
+    within the slack is recommended.
     """
     first = min([c for c in candidates if c.is_comparable] or candidates, key=_value)
 
@@ -295,14 +295,14 @@ def recommend(candidates: Sequence[Candidate]) -> Candidate:
 
 
 def _size(candidate: Candidate) -> tuple[int, int]:
-    """GPUs and servers."""
+    """Return the numbers of GPUs and servers."""
     return candidate.problem.ranks, len(set(candidate.problem.servers))
 
 
 def each_of(
     names: Iterable[str], ask: Callable[[str], T], refusals: Refusals = (SpecError, Infeasible)
 ) -> tuple[dict[str, T], dict[str, GnnplanError]]:
-    """The answers of several questions by their names, and why the others have none."""
+    """Ask a question for each name; return name -> answer, and name -> error of refused ones."""
     answers, refused = dict[str, T](), dict[str, GnnplanError]()
     for name in names:
         try:
@@ -313,26 +313,27 @@ def each_of(
 
 
 def search(problem: Problem, exact: bool = False, **how: Any) -> SearchResult:
-    """Search a problem: `how` names fields of `Search`."""
+    """Search a problem; `how` has fields of `Search`."""
     return Search(exact, **how)(problem)
 
 
 def _fitting(waiting: list[Candidate]) -> Iterator[Candidate]:
-    """Those that fit, the best first; a caller that needs a few asks no other's memory.
+    """Yield the candidates that fit in memory, the best first.
 
-    One that does not fit waits again with less memory and more computation.
+    Memory is computed only as far as the caller iterates. A candidate that does not fit is replaced
+    by its variant that recomputes to save memory.
     """
     waiting.sort(key=_value)
     while waiting:
-        one = waiting.pop(0)
+        first = waiting.pop(0)
         try:
-            yield one.that_fits()
+            yield first.that_fits()
         except Infeasible:
-            with_less_memory = one.strategy.with_less_memory()
+            with_less_memory = first.strategy.with_less_memory()
             if with_less_memory is not None:
                 with suppress(SpecError):
-                    again = Candidate.of(one.problem, with_less_memory, one.objective)
-                    insort(waiting, again, key=_value)
+                    variant = Candidate.of(first.problem, with_less_memory, first.objective)
+                    insort(waiting, variant, key=_value)
 
 
 def _value(candidate: Candidate) -> float:
@@ -340,18 +341,18 @@ def _value(candidate: Candidate) -> float:
 
 
 def least_of(candidates: Sequence[Candidate], comparable: bool = False) -> float:
-    """The least number of candidates, or of comparable ones; infinite without any."""
+    """Return the least value of candidates, or of comparable ones only; inf without any."""
     return min((c.value for c in candidates if c.is_comparable or not comparable), default=np.inf)
 
 
 def parts(cluster: Cluster, sizes_alone: bool = False) -> list[tuple[int, ...]]:
-    """Fewer GPUs that are worth evaluating, the most first.
+    """Return parts of the cluster's GPUs that are worth evaluating, the largest first.
 
-    Servers are halved again and again, and so are the GPUs of each server (in the order of their
-    islands); behind leaves, the servers of one leaf too. A cluster of half the servers has no part
-    that the whole cluster lacks, so a plan is never slower for more servers. Of clusters of more
-    than MOST_HALVED GPUs only one of the two is halved, to save time. sizes_alone: the GPUs of one
-    server are halved, and beyond there are whole servers, as people rent them.
+    The number of servers is halved repeatedly, and so are the GPUs of each server (in the order of
+    islands); with leaf switches, the servers of one leaf are a part too. Every part of a cluster of
+    half the servers is a part of the whole cluster, so more servers never make a plan slower. Above
+    MOST_HALVED GPUs only one of the two numbers is halved, to save time. sizes_alone: only part of
+    one server, or whole servers, as people rent them.
     """
     each = cluster.gpus_per_server
     path = walk(cluster, range(each))
@@ -374,25 +375,25 @@ def _halvings(count: int) -> list[int]:
 
 
 def bound_s(problem: Problem, ranks: int) -> float:
-    """No epoch is shorter [s]: its computation shared equally by so many ranks, and nothing sent.
+    """Return a lower bound on an epoch [s]: computation split evenly over ranks, no communication.
 
-    Ranks compute no fewer rows together than one rank would alone, which computes what training
-    vertices need: of the graph, or of every batch.
+    All ranks together compute at least the rows that a single rank computes: the rows that the
+    training vertices need, in the graph or in every batch.
     """
-    alone, share = problem.placed((0,)), 1.0 / ranks
+    one_rank, share = problem.placed((0,)), 1.0 / ranks
     if problem.workload.mode == "mini":
-        batches = alone.minibatches((0,))
+        batches = one_rank.minibatches((0,))
         steps: Sequence[Layout | EstimatedLayout] = batches.first()
-        share *= batches.steps / len(steps)  # known ones stand for all
+        share *= batches.steps / len(steps)  # the known steps represent all steps
     elif problem.workload.norm == "batch":
-        steps = [alone.layout()]
+        steps = [one_rank.layout()]
     else:
-        steps = alone.batches(alone.layout(), 1)
+        steps = one_rank.batches(one_rank.layout(), 1)
     work = []
     for layer in range(1, problem.workload.layers + 1):
         facts = [step.facts(layer) for step in steps]
         rows = share * sum(float(f.rows.sum()) for f in facts)
         edges = share * sum(float(f.edges.sum()) for f in facts)
-        for way in (problem.model.forward, problem.model.backward):
-            work.append(way(layer, rows, rows, edges))
-    return float(sum(problem.cost.compute_s(one) for one in work))
+        for direction in (problem.model.forward, problem.model.backward):
+            work.append(direction(layer, rows, rows, edges))
+    return float(sum(problem.cost.compute_s(each) for each in work))

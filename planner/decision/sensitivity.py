@@ -1,9 +1,8 @@
-"""The links, devices and depths that would change the choice.
+"""The speeds of links and devices, and the numbers of layers, that would change the choice.
 
-The candidates that were found are predicted again with one number of the cluster multiplied; where
-all reasons are wanted, the search is repeated at other numbers of layers. The plan's objective
-compares them. Where an exact strategy is recommended, links and devices are asked which exact
-strategy is the best.
+The candidates of a search are predicted again with one number of the cluster multiplied, and
+compared by the plan's objective. If an exact strategy is recommended, only exact strategies are
+compared. For other numbers of layers the search is repeated, if all reasons are requested.
 """
 
 from __future__ import annotations
@@ -25,18 +24,18 @@ from gnnplan.planner.vocabulary.numbers import Number
 from gnnplan.planner.vocabulary.progress import notify
 from gnnplan.planner.vocabulary.units import show_bytes, show_count, show_percent
 
-REACH = 8  # a bandwidth or the device's speed is asked about from an eighth to eight times
-STEPS = 96  # factors from 1 to there, 2.2 % apart
-MOST_EDGES = 2_000_000  # larger graphs are not asked about other depths, which need new layouts
-MOST_ESTIMATED = 64  # GPUs for which a plan of statistics asks at all; beyond, it takes too long
+REACH = 8  # factors on a bandwidth or the device's speed are between 1 / REACH and REACH
+STEPS = 96  # factors from 1 to REACH, 2.2 % apart
+MOST_EDGES = 2_000_000  # most edges of a graph for other depths, which need new layouts
+MOST_ESTIMATED = 64  # most GPUs if only statistics of the graph are known; more take too long
 Scaled = Callable[[Cluster, Number], Cluster]
 
 
 def sentences(found: SearchResult) -> list[str]:
-    """Say what doubling a number of the cluster gives, and where another family wins.
+    """Return the change by doubling each number of the cluster, and where another family wins.
 
     As 'twice the bandwidth between servers: -18 %', 'below 0.31x of it (..) granndis wins'. Empty
-    for statistics on more than MOST_ESTIMATED GPUs, and where runs have decided otherwise than
+    for statistics on more than MOST_ESTIMATED GPUs, and if runs chose another strategy than
     predictions would.
     """
     best = found.best.problem
@@ -50,29 +49,31 @@ def sentences(found: SearchResult) -> list[str]:
         asked.append(("the bandwidth between servers", _links("inter_node"), bandwidth))
     if cluster.gpus_per_server > 1:
         inside = [name for name in ("island", "switch") if getattr(cluster, name)]
-        # of several links there is no one bandwidth to name
+        # with several kinds of links there is no single bandwidth to name
         only = None if inside else cluster.intra_node.bandwidth
         asked.append(("the bandwidth inside servers", _links("intra_node", *inside), only))
     asked.append(("the device's speed", scaled.device, None))
-    return [sentence for one in asked for sentence in _of(found, *one)]
+    return [sentence for question in asked for sentence in _sentences_of(found, *question)]
 
 
 def _links(*names: str) -> Scaled:
     return lambda cluster, by: scaled.links(cluster, by, names)
 
 
-def _of(found: SearchResult, name: str, faster: Scaled, bandwidth: float | None) -> Iterator[str]:
-    """Say what doubling one number of the cluster gives, and where another family takes over."""
+def _sentences_of(
+    found: SearchResult, name: str, faster: Scaled, bandwidth: float | None
+) -> Iterator[str]:
+    """Yield the change by doubling one number, and the factors at which another family wins."""
     above = np.geomspace(1, REACH, STEPS + 1)[1:]
     winners, values = best_at(found, faster, [2.0, 1.0, *1 / above, *above])
     change = values[0] / found.best.value - 1
     yield f"twice {name}: {show_percent(change, sign=True)}"
     _, fastest, *others = winners
-    for word, factors, there in (
+    for word, factors, best in (
         ("below", 1 / above, others[:STEPS]),
         ("above", above, others[STEPS:]),
     ):
-        turns = zip(factors.tolist(), there, strict=True)
+        turns = zip(factors.tolist(), best, strict=True)
         turn = next((t for t in turns if t[1].strategy.name != fastest.strategy.name), None)
         if turn is not None:
             factor, winner = turn
@@ -85,9 +86,9 @@ def _of(found: SearchResult, name: str, faster: Scaled, bandwidth: float | None)
 def best_at(
     found: SearchResult, faster: Scaled, factors: Sequence[float] | NDArray[np.float64]
 ) -> tuple[list[Candidate], NDArray[np.float64]]:
-    """With the number multiplied by each factor: the best rival, and what the objective counts.
+    """Return the best rival and its value, with the number multiplied by each factor.
 
-    If the best is exact, its rivals are the exact ones.
+    If the recommended strategy is exact, its rivals are exact.
     """
     column = np.asarray(factors, dtype=float)[:, np.newaxis]
     values = np.array(
@@ -103,24 +104,24 @@ def best_at(
 
 
 def _runs_disagree(found: SearchResult) -> bool:
-    """Whether runs have decided otherwise than predictions would, of which all here is made."""
+    """Whether runs chose another strategy than predictions would."""
     return bool(found.measured) and found.measured is not recommend(found.ranked)
 
 
 def of_depths(found: SearchResult) -> Iterator[str]:
-    """The nearest of a half, a quarter and twice the layers at which another family wins.
+    """Yield the nearest of a half, a quarter and twice the layers at which another family wins.
 
-    As 'at 8 layers granndis wins'. Every number that is asked about takes a search, so a plan asks
-    only where all reasons are wanted. Nothing where runs have decided otherwise than predictions
-    would.
+    As 'at 8 layers granndis wins'. Each number of layers takes a search, so a plan includes these
+    sentences only if all reasons are requested. Empty if runs chose another strategy than
+    predictions would.
     """
     best = found.best
     problem, layers = best.problem, best.problem.workload.layers
     if (
         _runs_disagree(found)
-        or problem.workload.mode == "mini"  # another depth needs other fanouts, which nobody gave
-        or problem.workload.module  # its depth is its own
-        or found.objective.target  # no run says how many epochs another depth needs
+        or problem.workload.mode == "mini"  # another depth needs other fanouts, which are unknown
+        or problem.workload.module  # a user's module has its own depth
+        or found.objective.target  # no run shows how many epochs another depth needs
         or found.forced
         or not problem.stats.known
         or problem.stats.edges > MOST_EDGES

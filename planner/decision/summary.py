@@ -1,14 +1,13 @@
-"""The lines that every plan opens with: what to use, how sure that is, what it costs, what was
-close, what would change it.
+"""The lines at the beginning of every plan.
 
     use       pipegcn(narrow=True) on 8 GPUs; 4 ranks on each of 2 servers, in order; lossy ...
-    range     ...        of an epoch, and of the training
-    sure      ...        the chance of being fastest, what would settle it
-    inputs    ...        where the numbers come from
-    tested    ...        what predictions have been compared with
-    cost      ...        epoch, memory, bytes, dollars
-    close     ...        the runner-up
-    change    ...        where another family takes over
+    range     ranges of an epoch, and of the training
+    sure      the chance of being fastest, and a measurement that would raise it
+    inputs    where the cluster's numbers come from
+    tested    the runs that predictions have been compared with
+    cost      epoch, memory, bytes, dollars
+    close     the runner-up
+    change    links, devices and depths with which another family wins
 
 explain.py has all reasons.
 """
@@ -45,19 +44,19 @@ from gnnplan.planner.vocabulary.units import (
     show_time,
 )
 
-MOST_CHANGES = 2  # told
+MOST_CHANGES = 2  # sentences in the line 'change'
 NEARLY_FULL = 0.95  # share of a device's memory above which a plan warns
-WORTH_SAYING = 0.005  # of regret
-MOST_LISTED = 8  # ranks whose GPUs are named one by one
+WORTH_SAYING = 0.005  # least reduction of the regret by a measurement that is named
+MOST_LISTED = 8  # most ranks whose GPUs are listed one by one
 LINKS = {"intra_node": "inside servers", "inter_node": "between servers", "island": "over NVLink"}
 GENERIC = "generic default"  # the provenance of a machine that nobody has measured
 FITTED = "fitted to"  # how the provenance of a fitted constant reads (problem/fitted.py)
 
 
 def summarise(found: SearchResult, turning_points: Sequence[str]) -> dict[str, str]:
-    """A line of text under each of these words.
+    """Return the lines, keyed by their first word.
 
-    `turning_points` is what `sensitivity.sentences` says.
+    turning_points: the result of `sensitivity.sentences`.
     """
     problem, best = found.problem, found.best
     return {
@@ -73,7 +72,7 @@ def summarise(found: SearchResult, turning_points: Sequence[str]) -> dict[str, s
 
 
 def recommendation(found: SearchResult) -> str:
-    """The strategy, how many GPUs it uses and where its ranks sit."""
+    """Name the strategy, the number of GPUs and the placement of the ranks."""
     problem, best = found.problem, found.best
     used, device = best.problem.ranks, best.problem.cluster.device
     unit = "CPU rank" if device.kind == "cpu" else "GPU"
@@ -88,7 +87,7 @@ def recommendation(found: SearchResult) -> str:
 
 
 def where_ranks_sit(best: Candidate) -> str:
-    """Where ranks sit, in words."""
+    """Describe the placement of the ranks."""
     each, placement = best.problem.cluster.gpus_per_server, list(best.problem.cost.placement)
     if len(placement) == 1 and best.problem.cluster.device.kind == "cpu":
         return "alone on its machine"
@@ -109,7 +108,7 @@ def where_ranks_sit(best: Candidate) -> str:
 
 
 def ranges(found: SearchResult) -> str:
-    """In what range an epoch and what is counted lie, and how many epochs are."""
+    """Return the ranges of an epoch and of the objective's value, and the number of epochs."""
     best, objective = found.best, found.objective
     words = [f"an epoch takes {show_range(*range_of(best.drawn_s, best.epoch_s))}"]
     if best.epochs != ONE:
@@ -123,7 +122,7 @@ def ranges(found: SearchResult) -> str:
 
 
 def certainty(found: SearchResult) -> str:
-    """How sure the choice is, and what would make it surer."""
+    """Say how sure the choice is, and which measurement would make it surer."""
     outlook = found.certainty
     if found.measured:
         return "chosen by runs"
@@ -146,8 +145,8 @@ def certainty(found: SearchResult) -> str:
 
 
 def inputs(problem: Problem) -> str:
-    """Where the numbers come from that the plan is made of."""
-    words = [f"of the cluster's numbers {sources(problem.cluster.provenance)}"]
+    """Say where the numbers come from that the plan depends on."""
+    words = [f"sources of the cluster's numbers: {sources(problem.cluster.provenance)}"]
     if problem.workload.precision.rounds:
         words.append(rounded_products(problem))
     if not problem.stats.known:
@@ -156,7 +155,7 @@ def inputs(problem: Problem) -> str:
 
 
 def estimates(problem: Problem) -> str:
-    """Say what is estimated where only statistics of the graph are known."""
+    """Say which quantities are estimated, if only statistics of the graph are known."""
     counted = ", ".join(map(str, sorted(problem.stats.halo_rows)))
     source = f"halo sizes follow from those counted at {counted} parts"
     if problem.workload.mode == "mini":
@@ -180,7 +179,7 @@ def tested(problem: Problem) -> str:
 
 
 def settling(found: SearchResult) -> str:
-    """The constant whose measurement would lower the expected regret most, if one does."""
+    """Name the constant whose measurement would lower the expected regret most; '' if none."""
     settled = found.settled
     if not settled or found.certainty.expected_regret - settled.regret < WORTH_SAYING:
         return ""
@@ -188,14 +187,14 @@ def settling(found: SearchResult) -> str:
 
 
 def sources(provenance: dict[str, str]) -> str:
-    """Where the numbers of a cluster come from, as '7 datasheet, 3 assumed'."""
+    """Count the sources of a cluster's numbers, as '7 datasheet, 3 assumed'."""
     kinds = Counter(
         text[text.index(FITTED) :].partition(" (")[0] if FITTED in text else _kind(text)
         for field, text in provenance.items()
-        if "." in field  # not of servers=8, which is no rate
+        if "." in field  # fields without a dot, as servers, are no rates
     )
     if not kinds:
-        return "not said where from"
+        return "unknown"
     words = ", ".join(f"{count} {kind}" for kind, count in kinds.most_common())
     if set(provenance.values()) == {GENERIC}:
         words += " (`gnnplan measure` replaces them in a minute)"
@@ -203,7 +202,7 @@ def sources(provenance: dict[str, str]) -> str:
 
 
 def _kind(text: str) -> str:
-    """The kind of source that a provenance names first.
+    """Return the kind of source that a provenance names first.
 
     >>> _kind("as inside the server: measured 2026-11-25"), _kind("from a colleague")
     ('measured', 'given')
@@ -213,8 +212,8 @@ def _kind(text: str) -> str:
 
 
 def costs(best: Candidate) -> str:
-    """Epoch, memory of the fullest rank (with a warning where it is nearly full), bytes, and
-    dollars where the price is known."""
+    """List the epoch, the memory of the fullest rank (with a warning if it is nearly full), the
+    bytes, and the dollars if the price is known."""
     predicted, device = best.predicted, best.problem.cluster.device
     links = ", ".join(
         f"{show_bytes(sent)} {LINKS.get(link, 'on ' + link)}"
@@ -240,9 +239,10 @@ def costs(best: Candidate) -> str:
 
 
 def nearly_full(best: Candidate) -> list[str]:
-    """A warning where the fullest rank leaves its device little memory.
+    """Return a warning if the fullest rank leaves little memory on its device.
 
-    It says how far a prediction may be too low, and how to ask for a strategy with more room."""
+    The warning has the error of the prediction at which memory runs out, and an option that plans
+    with more room."""
     room = best.problem.cluster.device.memory
     share = best.memory_bytes / room
     if share <= NEARLY_FULL:
@@ -255,7 +255,7 @@ def nearly_full(best: Candidate) -> list[str]:
 
 
 def alone(problem: Problem, best: Candidate) -> str:
-    """Say what one GPU would take on the full graph: whether to distribute at all."""
+    """Say how long one GPU would take on the full graph: whether to distribute at all."""
     on_gpus = problem.cluster.device.kind != "cpu" and best.objective.stated is None
     if not on_gpus or problem.workload.mode != "full" or best.problem.ranks == 1:
         return ""
@@ -269,14 +269,15 @@ def alone(problem: Problem, best: Candidate) -> str:
 
 
 def rivals(found: SearchResult) -> str:
-    """The lossy strategy that was passed over, or the runner-up and why it lost.
+    """Name a lossy strategy that is better by prediction, or the runner-up and why it lost.
 
-    Names are whole, as --strategy takes them.
+    Names are complete, as --strategy takes them.
     """
     if found.forced:
         return "nothing else was compared, since --strategy names one"
     best = found.best
-    chosen = str(best.strategy), best.problem.ranks  # on other GPUs it is no rival
+    # another placement of the same strategy on as many GPUs is no rival
+    chosen = str(best.strategy), best.problem.ranks
     others = [c for c in found.others if (str(c.strategy), c.problem.ranks) != chosen]
     if not others:
         return "nothing else fits"
@@ -301,7 +302,7 @@ def _loss(candidate: Candidate, best: Candidate) -> str:
 
 
 def changes(found: SearchResult, turning_points: Sequence[str]) -> str:
-    """Where another family takes over, of links, devices and depths."""
+    """Name the links, devices and depths with which another family wins."""
     if len(found.ranked) < 2:
         return "unknown, since only one strategy was compared"
     if found.measured and not turning_points:

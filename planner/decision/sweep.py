@@ -1,11 +1,11 @@
-"""What if: plan again at every combination of swept values, and see where the choice changes.
+"""A sweep: plan at every combination of values of some fields, and see where the choice changes.
 
     --sweep servers=1,2,4 --sweep hidden=64,256
     every combination, the last field first: 1/64, 1/256, 2/64, ...
 
 A field is one of the cluster or the workload, as --set takes it, or `device`: the GPU of another
-preset or cluster file. The planner knows no virtual time, so the caller says how a recommendation
-is played (`Playing`).
+preset or cluster file. The planner does not import the simulator, so the caller passes a function
+that simulates a candidate (`Playing`).
 """
 
 from __future__ import annotations
@@ -30,16 +30,13 @@ from gnnplan.planner.vocabulary.progress import notify
 
 Axes = dict[str, tuple[str, ...]]
 MOST_POINTS = 1_000
-DEVICE = "device"  # swept as a whole, by the name of a cluster that has it
-# gives 'simulated_s' and other columns of a row; empty where the schedule is too large to play
+DEVICE = "device"  # swept as a whole, by the name of a cluster with the device
+# returns 'simulated_s' and other columns of a row; empty if the schedule is too large to simulate
 Playing = Callable[[Candidate], dict[str, float]]
 
 
 def axes(texts: Sequence[str]) -> Axes:
-    """The fields of texts such as 'servers=1,2,4', each with its values.
-
-    Raises SpecError.
-    """
+    """Parse texts such as 'servers=1,2,4' to fields with their values. Raises SpecError."""
     out: Axes = {}
     for text in texts:
         field, equals, listed = text.partition("=")
@@ -72,9 +69,10 @@ def points(
     settings: Sequence[str] = (),
     read: Callable[[str], Cluster] = read_cluster,
 ) -> list[tuple[dict[str, str], Problem]]:
-    """Every combination of values, and the problem there; `read` gives the cluster of a device.
+    """Return every combination of values, with its problem.
 
-    Raises SpecError if any of them is not valid, so that nothing is planned in vain.
+    read: returns the cluster that has a swept device. Raises SpecError if any combination is not
+    valid, before the first is planned.
     """
     ats = [dict(zip(swept, values, strict=True)) for values in product(*swept.values())]
     return [(at, point(base, at, settings, read)) for at in ats]
@@ -86,10 +84,10 @@ def point(
     settings: Sequence[str] = (),
     read: Callable[[str], Cluster] = read_cluster,
 ) -> Problem:
-    """The problem with the settings applied, and then the values of this point.
+    """Return the problem with the settings applied, and then the values of this point.
 
-    Fewer GPUs per server are the first ones of the cluster's lists (islands, switches, NICs). More
-    ranks on a CPU share its cores. Raises SpecError.
+    If a point has fewer GPUs per server, they are the first GPUs of the cluster's lists (islands,
+    switches, NICs). More CPU ranks share the cores of their server. Raises SpecError.
     """
     cluster = base.cluster
     if DEVICE in at:
@@ -118,18 +116,19 @@ def point(
 
 
 class Planned(NamedTuple):
-    """A point that was planned: what was found there, or why nothing was."""
+    """A planned point of a sweep."""
 
-    at: dict[str, str]
+    at: dict[str, str]  # field -> value
     problem: Problem
     found: SearchResult | None
-    error: GnnplanError | None = None
+    error: GnnplanError | None = None  # the reason why `found` is None
 
 
 def planned(asked: Iterable[tuple[dict[str, str], Problem]], how: Search) -> Iterator[Planned]:
-    """The decision at every point, one after the other.
+    """Plan every point, one after the other.
 
-    A strategy that is forced may suit some points only, and so may a lossy strategy's run."""
+    A forced strategy, or the evidence of a target accuracy, may suit some points only: then a
+    SpecError is the result of a point."""
     refusals: Refusals = (Infeasible,)
     if how.forced or how.objective.target:
         refusals = (Infeasible, SpecError)
@@ -144,10 +143,10 @@ def planned(asked: Iterable[tuple[dict[str, str], Problem]], how: Search) -> Ite
 def moved(
     strategy: Strategy, problem: Problem, ask: Callable[[Problem], SearchResult]
 ) -> Candidate:
-    """The best variant of the strategy's family on all GPUs, an exact one of an exact one.
+    """Return the best variant of the strategy's family on all GPUs; exact if the strategy is.
 
-    Of a family of which plans propose none (bns) it is the strategy itself. `ask` is the search.
-    Raises Infeasible where none fits, SpecError where its knobs do not suit.
+    For a family of which plans propose no variant (bns), it is the strategy itself. `ask` is the
+    search. Raises Infeasible if no variant fits, SpecError if the strategy's knobs do not suit.
     """
     if next(iter(type(strategy).candidates(problem)), None) is None:
         return evaluate(placed(problem, strategy), strategy)
@@ -167,9 +166,10 @@ def rows(
     playing: Playing,
     how: Search = EVERYTHING,
 ) -> list[dict[str, Any]]:
-    """A row per point: what is recommended there, and the plan's strategy of so many ranks.
+    """Return a row per point, with its recommendation and with the plan's strategy on that point.
 
-    On another number of ranks that is `moved`.
+    The plan's strategy is for `ranks` ranks; on another number of ranks a variant takes its place
+    (`moved`).
     """
     out = []
     for at, problem, found, error in planned(asked, how):
@@ -208,10 +208,10 @@ def rows(
 
 
 def changes(swept: Iterable[str], table: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Where another strategy is recommended at the next value of a field, the others unchanged.
+    """Return the values of a field at which the recommendation changes, with other fields fixed.
 
-    'from' and 'to' are families where these differ, else variants of one. Points at which nothing
-    fits are passed over.
+    'from' and 'to' are families, or variants if the family is the same. Points at which nothing
+    fits are skipped.
     """
     out = []
     for field in swept:
@@ -222,14 +222,14 @@ def changes(swept: Iterable[str], table: Sequence[dict[str, Any]]) -> list[dict[
             others = tuple(item for item in row["at"].items() if item[0] != field)
             before = last.get(others, row)
             if before["best"] != row["best"]:
-                told = "best" if before["family"] == row["family"] else "family"
+                column = "best" if before["family"] == row["family"] else "family"
                 out.append(
                     {
                         "field": field,
                         "value": row["at"][field],
                         "with": dict(others),
-                        "from": before[told],
-                        "to": row[told],
+                        "from": before[column],
+                        "to": row[column],
                     }
                 )
             last[others] = row
@@ -237,7 +237,7 @@ def changes(swept: Iterable[str], table: Sequence[dict[str, Any]]) -> list[dict[
 
 
 def to_csv(swept: Iterable[str], table: Sequence[dict[str, Any]]) -> str:
-    """A line per point: the swept fields, then every column that some row has."""
+    """Return a CSV line per point: the swept fields, then every column that some row has."""
     flat = [row["at"] | {key: value for key, value in row.items() if key != "at"} for row in table]
     header = dict.fromkeys([*swept, *(key for row in flat for key in row)])
     out = io.StringIO()

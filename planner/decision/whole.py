@@ -1,12 +1,13 @@
-"""The whole training: one answer from both modes and all sizes, and whether to distribute at all.
+"""The whole training: the best mode (full graph or mini-batches) and number of GPUs, and whether
+to distribute at all.
 
     on              GPUs  training  GPU hours
     the full graph     1   12.58 s    0.00349  use this
     the full graph    16    1.40 s    0.00622  fastest
     mini-batches       1   83.42 s     0.0232
 
-Each mode is searched with the epochs that it is assumed to train (epochs.py). What is chosen of the
-two is chosen as of two strategies (search.recommend).
+Each mode is searched with the number of epochs that epochs.py assumes for it. Between the two modes
+the choice is made as between two strategies (search.recommend).
 """
 
 from __future__ import annotations
@@ -28,32 +29,32 @@ from gnnplan.planner.vocabulary.units import show_count, show_long
 
 @dataclass(frozen=True)
 class Whole:
-    """The answers to a question in each mode, and why a mode has none."""
+    """The answers to a question in each mode."""
 
-    answers: Mapping[str, SearchResult]
-    refused: Mapping[str, str]
+    answers: Mapping[str, SearchResult]  # mode -> answer
+    refused: Mapping[str, str]  # mode without an answer -> reason
 
     @property
     def mode(self) -> str:
-        """The mode that is recommended.
+        """The recommended mode.
 
-        Each mode's best may be nearly as good as its least only (`slack`); it is compared with the
-        least of both, so that what is given up does not add up.
+        The best of a mode may be worse than the mode's least value by the objective's slack. It is
+        compared with the least value of both modes, so that the slack is not applied twice.
         """
         answers = self.answers.values()
         least = min(least_of(found.ranked, comparable=True) for found in answers)
-        bests = sorted((found.best for found in answers), key=lambda one: one.value)
+        bests = sorted((found.best for found in answers), key=lambda best: best.value)
         near = [best for best in bests if best.value <= best.objective.slack * least]
         return recommend(near).problem.workload.mode
 
     @property
     def found(self) -> SearchResult:
-        """The answer in that mode."""
+        """The answer in the recommended mode."""
         return self.answers[self.mode]
 
     @cached_property
     def sizes(self) -> list[Candidate]:
-        """The recommended candidate in each mode on each number of GPUs that was asked about."""
+        """The recommended candidate in each mode on each number of GPUs that was searched."""
         out = []
         for found in self.answers.values():
             by_gpus: dict[int, list[Candidate]] = {}
@@ -65,62 +66,65 @@ class Whole:
 
     @property
     def line(self) -> str:
-        """Whether to distribute at all, and in which mode, with what the others would take."""
+        """The number of GPUs and the mode to use, with the times of the other choices, in words."""
         best, most = self.found.best, self.found.problem.ranks
         used, device = best.problem.ranks, best.problem.cluster.device
-        said = f"{self._told(best)} in {show_long(best.time_s)}"
+        time = f"{self._epochs_of(best)} in {show_long(best.time_s)}"
         unit = "CPU rank" if device.kind == "cpu" else device.name
         if used == 1:
-            words = [f"one {unit} is enough: {said}"]
+            words = [f"one {unit} is enough: {time}"]
         else:
-            words = [f"use {used} x {unit}: {said}"]
+            words = [f"use {used} x {unit}: {time}"]
             words += self._against_one(best)
         words += self._against_all(best, most)
         for mode, found in self.answers.items():
             if mode != self.mode:
-                other = f"{self._told(found.best)} would take {show_long(found.best.time_s)}"
+                other = f"{self._epochs_of(found.best)} would take {show_long(found.best.time_s)}"
                 gpus = show_count(found.best.problem.ranks, "GPU")
                 words.append(f"{other} on {gpus}" if found.best.problem.ranks != used else other)
         words += [f"{_is(mode)} refused: {why}" for mode, why in self.refused.items()]
         return "; ".join(words)
 
     def told_in(self, document: dict[str, Any]) -> dict[str, Any]:
-        """The plan with the sizes; `document`: of `found`, from plan.make."""
+        """Return the plan with `sizes` added; `document` is plan.make's of `found`."""
         return {
             **document,
             "sizes": [self._row(candidate) for candidate in self.sizes],
             "summary": {"answer": self.line, **document["summary"]},
         }
 
-    def _told(self, candidate: Candidate) -> str:
+    def _epochs_of(self, candidate: Candidate) -> str:
+        """Return '50 epochs of the full graph', for example."""
         mode = MODES[candidate.problem.workload.mode]
         return f"{show_count(round(candidate.epochs.usual), 'epoch')} of {mode}"
 
     def _against_one(self, best: Candidate) -> list[str]:
-        ones = [c for c in self.sizes if c.problem.ranks == 1]
-        if not ones:
+        """Compare the best with one GPU, in words."""
+        on_one = [c for c in self.sizes if c.problem.ranks == 1]
+        if not on_one:
             most = self.found.problem.ranks
             fits = best.problem.ranks < most or len(self.found.ranked) > 1
             is_asked = any(c.problem.ranks < most for c in self.sizes)
             return ["one alone has too little memory"] if fits and is_asked else []
-        one = min(ones, key=lambda c: c.value)
+        one = min(on_one, key=lambda c: c.value)
         return [f"one alone would take {show_long(one.time_s)} ({one.time_s / best.time_s:.1f}x)"]
 
     def _against_all(self, best: Candidate, most: int) -> list[str]:
+        """Compare the best with all GPUs in the same mode, in words."""
         mode = best.problem.workload.mode
-        whole = [
+        on_all = [
             c for c in self.sizes if c.problem.ranks == most and c.problem.workload.mode == mode
         ]
-        if best.problem.ranks == most or not whole:
+        if best.problem.ranks == most or not on_all:
             return []
-        saved = best.time_s - whole[0].time_s
+        saved = best.time_s - on_all[0].time_s
         if saved <= 0:
             return [f"{most} are slower"]
-        hours = how_many(gpu_hours(whole[0]) / gpu_hours(best))
+        hours = how_many(gpu_hours(on_all[0]) / gpu_hours(best))
         return [f"{most} would save {show_long(saved)} and take {hours}"]
 
     def _row(self, candidate: Candidate) -> dict[str, Any]:
-        """A size's numbers, JSON-ready."""
+        """Return the numbers of a candidate, JSON-ready."""
         problem, epochs = candidate.problem, candidate.epochs
         low, high = range_of(candidate.drawn_time_s, candidate.time_s)
         dollars, power = candidate.dollars, watts(problem)
@@ -148,12 +152,12 @@ def _is(mode: str) -> str:
 
 
 def gpu_hours(candidate: Candidate) -> float:
-    """Of the GPUs that train [h]; a server that is rented whole has more, which dollars count."""
+    """Return the hours of all GPUs that train [h]; idle GPUs of rented servers do not count."""
     return candidate.problem.ranks * candidate.time_s / 3600
 
 
 def how_many(times: float) -> str:
-    """GPU hours in words, beside those of the answer.
+    """Compare GPU hours with those of the answer, in words.
 
     >>> how_many(1.8), how_many(1.02), how_many(0.9)
     ('1.8 times the GPU hours', 'as many GPU hours', 'fewer GPU hours')
@@ -169,9 +173,9 @@ def compare(
     epochs: Mapping[str, Epochs],
     ask: Callable[[Problem], SearchResult],
 ) -> Whole:
-    """The answers in these modes; `ask` is the search.
+    """Search in each of the modes; `ask` is the search.
 
-    Raises SpecError or Infeasible where no mode has one."""
+    Raises SpecError or Infeasible if no mode has an answer."""
     answers, refused = each_of(
         modes, lambda mode: ask(with_fields(problem, mode=mode, epochs=round(epochs[mode].usual)))
     )

@@ -1,10 +1,10 @@
-"""How wrong the predictions are, compared with our own runs.
+"""The evidence: predictions compared with measured runs.
 
-    recorded.py    what a finished run left in its folder
-    validate.py    one run: predicted, simulated and measured, and a diagnosis
-    runs.py        many runs: errors, rankings of strategies, and a refit of the cluster's constants
-    halving.py     which of a few strategies is fastest, from short runs within a budget
-    accuracy.py    what runs showed of accuracy over epochs
+    recorded.py    reads the files of a finished run
+    validate.py    compares one run's prediction, simulation and measurement, with a diagnosis
+    runs.py        compares many runs: errors, rankings of strategies, and a refit of constants
+    halving.py     finds the fastest of a few strategies by short runs within a budget (tune)
+    accuracy.py    reads the accuracies of runs over epochs
 
-May import every room of the planner: this is the last one.
+This room may import every other room of the planner.
 """

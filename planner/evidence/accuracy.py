@@ -1,4 +1,4 @@
-"""The validation accuracy of runs over epochs, as a target accuracy needs it
+"""The validation accuracy of runs over epochs, the evidence for a target accuracy
 (decision/objective.py)."""
 
 from __future__ import annotations
@@ -18,28 +18,28 @@ from gnnplan.planner.vocabulary.errors import SpecError
 from gnnplan.planner.vocabulary.files import from_json, read_bytes
 
 MAKE = "make one with `gnnplan run plan.json --out runs/one`"
-PLAN, METRICS = "plan.json", "metrics.jsonl"  # of a run's folder
-_KEPT = re.compile(r"plan\.until(\d+)\.json")  # of an earlier plan of the run
+PLAN, METRICS = "plan.json", "metrics.jsonl"  # files in a run's folder
+_EARLIER_PLAN = re.compile(r"plan\.until(\d+)\.json")  # a plan that trained the run until an epoch
 
 
 def objective_of(document: dict[str, Any]) -> Objective:
-    """The objective of a plan, the runs that are its evidence read anew.
+    """Return the objective of a plan; the runs that are its evidence are read again.
 
-    Raises SpecError where one is gone, and Mismatch where another version made its plan.
+    Raises SpecError if a run is missing, and Mismatch if another version made a run's plan.
     """
     of, accuracy = document.get("objective", "time"), document.get("target_accuracy")
     if "epochs" in document:
-        return Objective(of, stated={m: Epochs(**told) for m, told in document["epochs"].items()})
+        return Objective(of, stated={m: Epochs(**of_m) for m, of_m in document["epochs"].items()})
     if accuracy is None:
         return Objective(of)
     return Objective(of, Target(accuracy, trainings(document["evidence"])))
 
 
 def trainings(paths: Iterable[str | os.PathLike[str]]) -> list[Training]:
-    """The trainings of runs, finished or not, that evaluated an accuracy.
+    """Read the runs, finished or not, that evaluated an accuracy.
 
-    paths: folders of runs, or folders that hold such. Raises SpecError where one has no run, or a
-    run cannot be read, and Mismatch where another version made its plan.
+    paths: folders of runs, or folders that contain folders of runs. Raises SpecError if a folder
+    has no run, or a run cannot be read, and Mismatch if another version made a run's plan.
     """
     folders = [folder for path in paths for folder in _runs(Path(path))]
     read = [_training(folder) for folder in dict.fromkeys(folders)]
@@ -47,7 +47,7 @@ def trainings(paths: Iterable[str | os.PathLike[str]]) -> list[Training]:
 
 
 def _runs(path: Path) -> list[Path]:
-    """The folder itself if a run left it, else the runs' folders in it."""
+    """Return the folder itself if it is a run's, else the runs' folders in it."""
     if _is_run(path):
         return [path]
     found = sorted(folder for folder in path.iterdir() if _is_run(folder)) if path.is_dir() else []
@@ -64,6 +64,7 @@ def _is_run(folder: Path) -> bool:
 
 
 def _training(folder: Path) -> Training:
+    """Read a run's folder; only the epochs that its first plan trained count."""
     path, (plan, epochs) = folder / METRICS, _first_plan(folder)
     document = plans.read(plan)
     workload = Workload.model_validate(document["workload"])
@@ -81,16 +82,18 @@ def _training(folder: Path) -> Training:
 
 
 def _first_plan(folder: Path) -> tuple[Path, int | None]:
-    """The plan with which a run began, and the epochs until another went on; None: none has."""
-    kept = [
-        (int(match[1]), path) for path in folder.iterdir() if (match := _KEPT.fullmatch(path.name))
+    """Return a run's first plan, and the epochs that it trained; None: all epochs."""
+    earlier = [
+        (int(match[1]), path)
+        for path in folder.iterdir()
+        if (match := _EARLIER_PLAN.fullmatch(path.name))
     ]
-    until, plan = min(kept, default=(None, folder / PLAN))
+    until, plan = min(earlier, default=(None, folder / PLAN))
     return plan, until
 
 
 def _accuracies(path: Path, rows: list[Any]) -> Iterator[tuple[int, float]]:
-    """Scores of validation, of the epochs that were evaluated."""
+    """Yield (epoch, validation score) of the epochs that were evaluated. Raises SpecError."""
     last = 0
     for row in rows:
         epoch = row.get("epoch") if isinstance(row, dict) else None

@@ -1,14 +1,14 @@
-"""Which of a few strategies is best, by turns: successive halving within a budget of seconds.
+"""Successive halving: finds the best of a few strategies by short runs within a budget of seconds.
 
     rung 1   A B C D   D C B A   A B C D   D C B A     rounds of turns, each in reverse order
-    rung 2   C A   A C   C A   A C                     the faster half goes on
-    rung 3   A C   C A   ...                           for as many rounds as all before
+    rung 2   C A   A C   C A   A C                     the better half continues
+    rung 3   A C   C A   ...                           for as many rounds as all rungs before
 
-A turn is a run of a few seconds of epochs. Every strategy takes one in each round, so a machine
-whose pace changes in minutes is equally slow for all. The best has the shortest epochs, or the
-least of what else the plan's objective counts of them. It ends when the order is certain or the
-budget is used up. The file decides only: `measure` gives the turns (executor/launch/tune.py), or a
-test makes them up.
+A turn is a run of a few seconds of epochs. Every strategy has one turn in each round, so a slow
+phase of the machine, which lasts minutes, affects all strategies equally. The best strategy has the
+least value of the plan's objective. The competition ends when the order is certain or the budget is
+used up. This file only decides: the caller passes `measure`, which runs a turn
+(executor/launch/tune.py); tests pass made-up times.
 """
 
 from __future__ import annotations
@@ -25,60 +25,57 @@ from scipy.special import ndtri, stdtrit
 from gnnplan.planner.decision.objective import TIME, Objective
 from gnnplan.planner.vocabulary.units import show_percent
 
-TURN_S = 2.0  # [s] of a turn's epochs, at least; one epoch where that takes longer
-WARM_UP = 1  # epochs before them, not compared: caches are cold, and no message is under way
+TURN_S = 2.0  # least duration of a turn's epochs [s]; a turn has at least one epoch
+WARM_UP = 1  # first epochs of a turn, not compared: caches are cold, and no message is in flight
 FIRST = 4  # rounds of the first rung
 MOST_RUNGS = 5
-FEWEST = 2  # rounds before anything is certain: one disturbance spoils one round
-START_S = 8.0  # [s] of a run before its first epoch, until a run has shown it
-NOISE = 0.03  # of the median of a turn: standard deviation
-PRIOR = 2  # rounds that NOISE counts for, beside the spread observed
-LUCK = 0.01  # of a run, however long it is: where its memory happens to lie; standard deviation
-ENOUGH = 1.2  # times the doubt by luck alone: rounds end there
-# asked after every rung: two equal runs are called different at most once in ten tunings
+FEWEST = 2  # rounds before anything is certain, since a disturbance can spoil one round
+START_S = 8.0  # assumed duration of a run before its first epoch [s], until one is measured
+NOISE = 0.03  # expected standard deviation of a turn's median epoch, as a share
+PRIOR = 2  # number of rounds that NOISE weighs as much as
+LUCK = 0.01  # standard deviation between equal runs of any length (their memory layout), as a share
+ENOUGH = 1.2  # rounds end when the doubt is below ENOUGH times the doubt caused by LUCK
+# The test is repeated after every rung; with 0.98, tuning finds a difference between two equal
+# strategies in at most one of ten cases.
 CONFIDENCE = 0.98
 
 
 class Reading(NamedTuple):
     """The measurements of a turn."""
 
-    epochs_s: tuple[float, ...]  # without those that warm up
-    wall_s: float  # of the turn, and of the run's start if it is the first
-    failed: str = ""  # why the run ended, in the words of its error
+    epochs_s: tuple[float, ...]  # seconds of epochs without warm-up [s]
+    wall_s: float  # duration of the turn, in the first turn with the start of the run [s]
+    failed: str = ""  # error message if the run failed
 
 
-# (contender, epochs after warming up, most seconds that they may take) -> Reading
+# (index of the contender, epochs after the warm-up, most seconds for the turn) -> Reading
 Measure = Callable[[int, int, float], Reading]
 
 
 @dataclass(eq=False)
 class Contender:
-    """A strategy in the competition, and its turns so far, one per round.
-
-    comparable: it may be recommended without being certainly the best. rate: what the objective
-    counts of a second of its epochs.
-    """
+    """A strategy in the competition, and its turns so far."""
 
     name: str
-    comparable: bool
-    predicted_s: float
-    rate: float = 1.0
-    readings: list[Reading] = field(default_factory=list)
-    failed: str = ""
+    comparable: bool  # its accuracy is known, so it need not be certainly the best
+    predicted_s: float  # predicted epoch [s]
+    rate: float = 1.0  # the objective's value per second of its epochs
+    readings: list[Reading] = field(default_factory=list)  # one per round
+    failed: str = ""  # error message of its run
 
     @property
     def epoch_s(self) -> float:
-        """Median seconds of all its epochs; the prediction before the first."""
+        """Median of all measured epochs; the prediction before the first turn [s]."""
         epochs_s = [s for reading in self.readings for s in reading.epochs_s]
         return median(epochs_s) if epochs_s else self.predicted_s
 
 
 class Difference(NamedTuple):
-    """By how much more the objective counts of one contender than of another, as log(ratio)."""
+    """The difference between two contenders' values of the objective, as log(ratio)."""
 
-    more: float
+    more: float  # estimate; positive: the first contender is worse
     doubt: float  # half the width of the confidence interval
-    luck: float  # what of it more rounds do not lessen
+    luck: float  # part of `doubt` that more rounds do not reduce
 
     @property
     def is_certain(self) -> bool:
@@ -86,17 +83,17 @@ class Difference(NamedTuple):
 
     @property
     def is_settled(self) -> bool:
-        """Whether more rounds would tell nothing new."""
+        """Whether more rounds would not change the result."""
         return self.is_certain or self.doubt < ENOUGH * self.luck
 
 
 def difference(contender: Contender, leader: Contender) -> Difference:
-    """How certain it is that `contender` is worse than `leader`: a t-test on the rounds of both.
+    """Test whether `contender` is worse than `leader`, by a t-test on the rounds of both.
 
-    Every round gives one number, the log of the ratio of the two medians, each times its rate. Of a
-    few numbers the spread is unknown, so it is mixed with an expected one (NOISE of both), which
-    counts for PRIOR rounds. The interval is that of Student's t at CONFIDENCE. More rounds do not
-    lessen the LUCK of the two runs, which widens it. Nothing is certain before FEWEST rounds.
+    Every round has one sample, log(ratio) of the two medians, each times its rate. A few samples do
+    not show their spread, so it is combined with a prior (NOISE of both), which weighs as much as
+    PRIOR rounds. The interval is that of Student's t at CONFIDENCE, widened by the LUCK of the two
+    runs, which more rounds do not reduce. Nothing is certain before FEWEST rounds.
     """
     pairs = list(zip(contender.readings, leader.readings, strict=False))
     if not pairs:
@@ -106,7 +103,7 @@ def difference(contender: Contender, leader: Contender) -> Difference:
     if len(logs) < FEWEST:
         return Difference(mean(logs), np.inf, 0.0)
     freedom = PRIOR + len(logs) - 1
-    spread = sum((one - mean(logs)) ** 2 for one in logs)
+    spread = sum((sample - mean(logs)) ** 2 for sample in logs)
     deviation = ((PRIOR * 2 * NOISE**2 + spread) / freedom / len(logs)) ** 0.5
     tail = (1 + CONFIDENCE) / 2
     by_rounds, by_luck = stdtrit(freedom, tail) * deviation, ndtri(tail) * 2**0.5 * LUCK
@@ -115,29 +112,25 @@ def difference(contender: Contender, leader: Contender) -> Difference:
 
 @dataclass(frozen=True)
 class Result:
-    """How the competition ended.
+    """The result of the competition."""
 
-    `least` had least of what counts, and `best` is recommended. In `order` the best comes first,
-    then the others of the last rung, those that were out before, and those that did not run.
-    """
-
-    best: Contender
-    least: Contender
-    order: list[Contender]
+    best: Contender  # recommended
+    least: Contender  # with the least measured value
+    order: list[Contender]  # best, others of the last rung, of earlier rungs, those not run
     spent_s: float
 
     @property
     def is_certain(self) -> bool:
-        """Whether all others that ran are certainly worse than the best."""
+        """Whether all other contenders that ran are certainly worse than the best."""
         return all(difference(c, self.best).is_certain for c in self.others)
 
     @property
     def others(self) -> list[Contender]:
-        """Those that ran and are not the best."""
+        """The contenders that ran without failure, except the best."""
         return [c for c in self.order if c.readings and not c.failed and c is not self.best]
 
     def why(self, objective: Objective = TIME) -> str:
-        """The reason for the choice, in a sentence with the objective's words."""
+        """Return the reason for the choice, in a sentence with the objective's words."""
         if not self.others:
             return f"{self.best.name} is the only one that ran"
         if self.least is not self.best:
@@ -153,20 +146,20 @@ class Result:
 
 
 def _gap(worse: Contender, better: Contender) -> str:
-    """By how much, with its doubt, as '12 % ± 3 %'."""
+    """Return how much worse the first contender is, as '12 % ± 3 %'."""
     found = difference(worse, better)
     doubt = f" ± {show_percent(expm1(found.doubt))}" if np.isfinite(found.doubt) else ""
     return f"{show_percent(expm1(found.more))}{doubt}"
 
 
 def halve(contenders: Sequence[Contender], measure: Measure, budget_s: float) -> Result | None:
-    """Give the contenders turns until it is certain which is best, or the budget is used up.
+    """Measure contenders in turns until the best is certain, or the budget is used up.
 
-    A turn begins only if it is expected to fit what is left of the budget, and is told how much
-    that is. If time is short, the first round skips contenders so that a second one fits. A
-    contender that fails is out. After a rung the worse half is out, and all that are certainly
-    worse than the best; the best comparable one stays while it may be as good. It ends where more
-    rounds would tell nothing new. None: none has run.
+    A turn starts only if it is expected to fit into the rest of the budget, which `measure`
+    receives. If time is short, the first round skips contenders so that a second round fits. A
+    contender that fails is out. After a rung, the worse half is out, and so are contenders that are
+    certainly worse than the best; the best comparable contender stays as long as it may be as good.
+    The competition ends when more rounds would not change the result. Return None if none has run.
     """
     spent_s, start_s = 0.0, START_S
     alive, rounds = list(contenders), 0
@@ -175,14 +168,14 @@ def halve(contenders: Sequence[Contender], measure: Measure, budget_s: float) ->
             ran: list[Contender] = []
             for contender in alive[::-1] if rounds % 2 else alive:
                 is_new = not contender.readings
-                # a third and a fourth must leave time for a second round
+                # a third and a fourth contender must leave time for a second round
                 again = [*ran, contender] if is_new and len(ran) >= FEWEST else []
-                needed_s = sum(_turn_s(one, start_s) for one in (contender, *again))
+                needed_s = sum(_turn_s(each, start_s) for each in (contender, *again))
                 if spent_s + needed_s > budget_s and again:
                     continue
                 if spent_s + needed_s > budget_s:
-                    known = [one for one in alive if one.readings and not one.failed]
-                    return _result(contenders, known, spent_s)
+                    measured = [each for each in alive if each.readings and not each.failed]
+                    return _result(contenders, measured, spent_s)
                 epochs = _turn_epochs(contender)
                 reading = measure(contenders.index(contender), epochs, budget_s - spent_s)
                 spent_s += reading.wall_s
@@ -207,22 +200,22 @@ def halve(contenders: Sequence[Contender], measure: Measure, budget_s: float) ->
 
 
 def least_s(contenders: Sequence[Contender]) -> float:
-    """Seconds of the fewest rounds that can make anything certain, as predicted."""
+    """Return the predicted seconds of FEWEST rounds, the least that can be certain [s]."""
     return sum(FEWEST * _turn_s(contender, START_S) for contender in contenders)
 
 
 def _turn_epochs(contender: Contender) -> int:
-    """Epochs of a turn, after those that warm up."""
+    """Return the epochs of a turn after its warm-up."""
     return max(1, ceil(TURN_S / contender.epoch_s))
 
 
 def _turn_s(contender: Contender, start_s: float) -> float:
-    """Expected seconds of a turn."""
+    """Return the expected duration of a turn [s]."""
     return start_s + (WARM_UP + _turn_epochs(contender)) * contender.epoch_s
 
 
 def _in_order(contenders: Sequence[Contender]) -> list[Contender]:
-    """From best to worst in the rounds that all of them ran."""
+    """Sort contenders from best to worst, by the rounds that all of them ran."""
     rounds = min((len(contender.readings) for contender in contenders), default=0)
 
     def level(contender: Contender) -> float:
@@ -235,7 +228,7 @@ def _in_order(contenders: Sequence[Contender]) -> list[Contender]:
 
 
 def _survivors(alive: Sequence[Contender]) -> list[Contender]:
-    """Those that go on to the next rung, in their order before."""
+    """Return the contenders that continue in the next rung, in the same order."""
     if not alive:
         return []
     ordered = _in_order(alive)
@@ -248,7 +241,7 @@ def _survivors(alive: Sequence[Contender]) -> list[Contender]:
 def _result(
     contenders: Sequence[Contender], alive: Sequence[Contender], spent_s: float
 ) -> Result | None:
-    """The best of those of the last rung, or a comparable one that may be as good."""
+    """Choose the best of the last rung, or a comparable contender that may be as good."""
     last = _in_order([contender for contender in alive if contender.readings])
     if not last:
         return None

@@ -1,4 +1,4 @@
-"""The files of a finished run: the lines of metrics.jsonl and the rank*.json."""
+"""The files of a finished run: metrics.jsonl (a line per epoch) and rank*.json (one per rank)."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from gnnplan.planner.vocabulary.trace import LONGEST
 from gnnplan.planner.vocabulary.units import show_count, show_percent
 
 MAX_METRICS, MAX_RANK = 1 << 27, 1 << 26  # [B]
-WARM_UP = 2  # epochs that are not compared: they allocate and fill caches
+WARM_UP = 2  # first epochs, which are not compared: they allocate memory and fill caches
 _RANK_FILE = re.compile(r"rank(\d+)\.json")
 Count = Annotated[int, Strict(), Field(ge=0)]
 Number = Annotated[float, Strict()]
@@ -26,15 +26,15 @@ Size = Annotated[Number, Field(ge=0, allow_inf_nan=False)]
 
 
 class _Part(TypedDict):
-    """Epochs that ranks of another plan have trained."""
+    """A part of a run that another plan trained."""
 
-    until: Count
+    until: Count  # last epoch of the part
     ranks: Count
     strategy: str
 
 
 class _Rank(TypedDict, total=False):
-    """A rank*.json, as far as it is read; runs of older versions have less."""
+    """The fields of a rank*.json that are read; runs of older versions lack the optional ones."""
 
     bytes: Required[dict[str, Count]]
     setup_bytes: Required[dict[str, Count]]
@@ -42,7 +42,7 @@ class _Rank(TypedDict, total=False):
     peak_bytes: Required[Count | None]
     rows: dict[str, Count]
     before: list[_Part]
-    # |used - exact| and |exact|; runs of older versions have PipeGCN's bound of the first, too
+    # (|used - exact|, |exact|) per step; older versions add PipeGCN's bound of the first number
     gradient_errors: dict[
         str,
         Annotated[list[tuple[Size, Size] | tuple[Size, Size, Size | None]], Field(min_length=1)],
@@ -50,7 +50,7 @@ class _Rank(TypedDict, total=False):
 
 
 class _Epoch(TypedDict):
-    """A line of metrics.jsonl, as far as it is read."""
+    """The fields of a line of metrics.jsonl that are read."""
 
     epoch: Number
     loss: Number
@@ -61,7 +61,7 @@ _RANK, _EPOCH = TypeAdapter(_Rank), TypeAdapter(_Epoch)
 
 
 def read_run(directory: Path) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
-    """The lines of metrics.jsonl and the rank*.json of a finished run. Raises SpecError."""
+    """Read the lines of metrics.jsonl and the rank*.json of a finished run. Raises SpecError."""
     make = f"make one with `gnnplan run plan.json --out {directory}`"
     try:
         path = directory / "metrics.jsonl"
@@ -95,21 +95,24 @@ def read_run(directory: Path) -> tuple[list[dict[str, Any]], list[dict[str, Any]
 
 
 def warm_epochs(metrics: Sequence[Mapping[str, Any]]) -> list[float]:
-    """Seconds of the epochs that predictions are of [s]: without those that warm up, and only
-    those whose steps a GPU launched as one, if there are any (but the first, which makes that)."""
+    """Return the seconds of the epochs that are comparable with predictions [s].
+
+    Warm-up epochs are left out. If steps were replayed as a CUDA graph in some epochs, only these
+    epochs count, without the first of them, which captures the graph.
+    """
     warm = metrics[min(WARM_UP, len(metrics) - 1) :]
     replayed = [row for row in warm if row.get("replayed")][1:]
     return [float(row["epoch_s"]) for row in replayed or warm]
 
 
 def trained_before(ranks: Sequence[Mapping[str, Any]]) -> int:
-    """Epochs of a run that ranks of other plans have trained, before those that left `ranks`."""
+    """Return the number of epochs of a run that earlier plans trained."""
     before = ranks[0].get("before", [])
     return int(before[-1]["until"]) if before else 0
 
 
 def must_be_of_one_plan(directory: Path, ranks: Sequence[Mapping[str, Any]]) -> None:
-    """Raises SpecError where several plans have trained a run."""
+    """Raise SpecError if several plans trained a run."""
     if not trained_before(ranks):
         return
     parts = ", ".join(
@@ -124,7 +127,7 @@ def must_be_of_one_plan(directory: Path, ranks: Sequence[Mapping[str, Any]]) -> 
 
 
 def _lines(path: Path, make: str) -> list[Any]:
-    """The lines of metrics.jsonl as documents; a last line that is cut off is left out, and said.
+    """Parse the lines of metrics.jsonl; a note says if an incomplete last line is left out.
 
     Raises SpecError."""
     raw = read_bytes(path, MAX_METRICS, make)
@@ -148,11 +151,11 @@ def _is(kind: TypeAdapter[Any], document: object) -> bool:
 
 
 def gradient_error(ranks: Sequence[dict[str, Any]]) -> dict[str, float] | None:
-    """The relative error of the last step's gradient.
+    """Return the relative error of the last step's gradient.
 
     None if the run has not measured it (`gnnplan run --gradient-errors`).
     """
-    # all ranks have the same
+    # the errors are equal on all ranks
     for error, size, *_ in ranks[0].get("gradient_errors", {}).get("all", [])[-1:]:
         if size:
             return {"error": error / size}
@@ -160,9 +163,10 @@ def gradient_error(ranks: Sequence[dict[str, Any]]) -> dict[str, float] | None:
 
 
 def rows_by_class(ranks: Iterable[dict[str, Any]]) -> dict[str, int]:
-    """Feature rows that all ranks have read, by where they were: cache, peer, host or elsewhere.
+    """Return the number of feature rows that all ranks read, keyed by where the rows were stored.
 
-    Empty where the strategy has no feature store (planner/strategies/minibatch/feature_store.py).
+    Keys are as 'hit' (in the cache), 'peer' and 'host'. Empty if the strategy has no feature store
+    (planner/strategies/minibatch/feature_store.py).
     """
     rows = Counter[str]()
     for rank in ranks:
@@ -171,7 +175,7 @@ def rows_by_class(ranks: Iterable[dict[str, Any]]) -> dict[str, int]:
 
 
 def show_rows(rows: dict[str, int]) -> str:
-    """Shares of the rows, in words; places without a row are left out.
+    """Format the shares of the rows; places without rows are left out.
 
     >>> show_rows({"hit": 30, "peer": 0, "host": 70})
     'hit 30 %, host 70 %'

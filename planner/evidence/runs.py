@@ -1,13 +1,13 @@
-"""Compares many finished runs with their predictions, and refits a cluster's constants to them.
+"""Comparison of many finished runs with their predictions, and a refit of a cluster's constants.
 
-`summarise` builds the document of `gnnplan validate` over several runs: errors by operation, how
-right the ranking of strategies was, and which constants to doubt. Runs of the same graph, workload
-and cluster by several strategies answer one *question* and form a ranking. The *regret* of a
-ranking is the measured epoch of the strategy that was predicted to be fastest, over that of the
-fastest strategy, minus one. Kendall's tau compares the predicted order with the measured one.
+`summarise` builds the document of `gnnplan validate` over several runs: errors by operation,
+rankings of strategies, and the constants with the largest errors. Runs of several strategies on the
+same graph, workload and cluster answer one *question*, and form a ranking. The *regret* of a
+ranking is the measured epoch of the strategy that was predicted to be fastest, divided by that of
+the fastest strategy, minus one. Kendall's tau compares the predicted order with the measured order.
 
-`refit_cluster` fits factors on some questions and scores them on the others. validate.py compares
-one run.
+`refit_cluster` fits factors to some questions, and scores them on the other questions. validate.py
+compares one run.
 """
 
 from __future__ import annotations
@@ -27,33 +27,33 @@ from gnnplan.planner.evidence.recorded import warm_epochs
 from gnnplan.planner.problem.problem import Problem
 from gnnplan.planner.vocabulary.errors import SpecError
 
-# Weight of the prior in a refit. A factor of e on a constant costs as much as an epoch that is
-# 10 % off, so a constant that no run depends on stays as it was.
+# Weight of the prior in a refit: a factor of e on a constant costs as much as an error of 10 % on
+# an epoch, so a constant on which no run depends does not change.
 PRIOR_WEIGHT = 0.1
-LARGEST_FACTOR = 10.0  # a larger one explains nothing
+LARGEST_FACTOR = 10.0  # bound of a refitted factor; larger errors have other causes
 
 
 @dataclass(frozen=True)
 class Compared:
-    """A run beside its prediction: what was asked, and the document of `validate.compare`."""
+    """A run with the comparison to its prediction."""
 
     folder: str
-    question: str  # equal for runs that can be ranked
-    name: str  # of the question, for people
+    question: str  # key of `question_of`: runs with equal keys can be ranked
+    name: str  # name of the question (`question_name`)
     servers: int
     strategy: str
-    comparison: dict[str, Any]
-    epochs_s: tuple[float, ...]  # measured, without the epochs that warm up
+    comparison: dict[str, Any]  # result of `validate.compare`
+    epochs_s: tuple[float, ...]  # measured epochs without warm-up [s]
 
     @property
     def measured_s(self) -> float:
-        """Median seconds of an epoch [s]."""
+        """Median of the measured epochs [s]."""
         return float(self.comparison["step"]["measured_s"])
 
 
 @dataclass(frozen=True)
 class Run(Compared):
-    """A run whose plan is at hand, so that it can be predicted again."""
+    """A run with its plan, so that it can be predicted again."""
 
     planned: Candidate
 
@@ -65,7 +65,7 @@ class Run(Compared):
         comparison: dict[str, Any],
         metrics: Sequence[dict[str, Any]],
     ) -> Run:
-        """`metrics`: the lines of metrics.jsonl, one per epoch."""
+        """Create a run from its comparison and the lines of metrics.jsonl (one per epoch)."""
         problem, strategy = planned.problem, str(planned.strategy)
         asked = question_of(problem), question_name(problem), problem.cluster.servers
         return cls(folder, *asked, strategy, comparison, tuple(warm_epochs(metrics)), planned)
@@ -75,13 +75,15 @@ R = TypeVar("R", bound=Compared)
 
 
 def question_of(problem: Problem) -> str:
-    """Equal for problems whose strategies can be ranked: graph, workload, cluster, partitioner."""
+    """Return a key that is equal for problems with the same graph, workload, cluster, partitioner.
+
+    Strategies of runs with the same key can be ranked."""
     cluster = problem.cluster.model_dump_json(exclude={"provenance"})
     return f"{problem.stats.hash} {problem.workload.model_dump_json()} {cluster} {problem.method}"
 
 
 def question_name(problem: Problem) -> str:
-    """Graph, model and cluster, as 'reddit sage 3x256, 2x4 at 400 Mbit/s'."""
+    """Name graph, model and cluster, as 'reddit sage 3x256, 2x4 at 400 Mbit/s'."""
     cluster, workload = problem.cluster, problem.workload
     link = ""
     if cluster.servers > 1 and cluster.inter_node:
@@ -92,9 +94,9 @@ def question_name(problem: Problem) -> str:
 
 
 def errors(pairs: Iterable[tuple[float | None, float]]) -> dict[str, float] | None:
-    """Mean, 95th percentile and largest of abs(predicted / measured - 1), and how many there are.
+    """Return the number, mean, 95th percentile and maximum of abs(predicted / measured - 1).
 
-    `pairs`: (predicted, measured). Those without a prediction are left out; None if none is left.
+    pairs: (predicted, measured). Pairs without a prediction are left out; None if none is left.
 
     >>> errors([(1.5, 1.0), (None, 1.0)])
     {'n': 1, 'mean': 0.5, 'p95': 0.5, 'max': 0.5}
@@ -107,7 +109,7 @@ def errors(pairs: Iterable[tuple[float | None, float]]) -> dict[str, float] | No
 
 
 def summarise(runs: Sequence[Compared]) -> dict[str, Any]:
-    """The document of `gnnplan validate` over several runs."""
+    """Return the document of `gnnplan validate` over several runs."""
     by_operation = defaultdict[str, list[dict[str, Any]]](list)
     for run in runs:
         for row in run.comparison["operations"]:
@@ -118,7 +120,7 @@ def summarise(runs: Sequence[Compared]) -> dict[str, Any]:
         if len({run.strategy for run in same}) > 1
     ]
     measured_s = sum(run.measured_s for run in runs)
-    # other runs know the memory of the whole process only
+    # other runs have measured the memory of the whole process only
     memory = [run.comparison["memory"] for run in runs if run.comparison["memory"]["of"] == "data"]
     return {
         "runs": len(runs),
@@ -151,7 +153,7 @@ def _errors_by_source(rows: Sequence[dict[str, Any]]) -> dict[str, dict[str, flo
 
 
 def _grouped(runs: Sequence[R], key: Callable[[R], Hashable]) -> list[list[R]]:
-    """Runs with equal keys together, in the order in which they come."""
+    """Return the runs grouped by key, in their order."""
     groups = defaultdict[Hashable, list[R]](list)
     for run in runs:
         groups[key(run)].append(run)
@@ -162,10 +164,10 @@ def _grouped(runs: Sequence[R], key: Callable[[R], Hashable]) -> list[list[R]]:
 
 
 def noise(runs: Sequence[Compared]) -> float:
-    """How much the median epoch of the same run usually differs, as a share of it.
+    """Return the typical variation of the median epoch between equal runs, as a share of it.
 
-    Repeated runs give it directly, as their standard deviation over their mean. Without any, it is
-    the usual `median_error`.
+    With repeated runs, it is the median of their standard deviation / mean; without, the median of
+    `median_error`.
     """
     repeated = [
         [run.measured_s for run in same]
@@ -179,10 +181,10 @@ def noise(runs: Sequence[Compared]) -> float:
 
 
 def median_error(epochs_s: Sequence[float]) -> float:
-    """The uncertainty of the median of a run's epochs, as a share of it.
+    """Return the standard error of the median of a run's epochs, as a share of the median.
 
-    1.25 standard errors, with the standard deviation estimated as the interquartile range over
-    1.35.
+    It is 1.25 standard errors of the mean; the standard deviation is estimated as the interquartile
+    range / 1.35.
     """
     low, high = np.quantile(epochs_s, (0.25, 0.75))
     deviation = (high - low) / 1.35
@@ -190,10 +192,10 @@ def median_error(epochs_s: Sequence[float]) -> float:
 
 
 def ranking(runs: Sequence[Compared]) -> dict[str, Any]:
-    """The predicted and the measured order of one question's strategies.
+    """Compare the predicted with the measured order of one question's strategies.
 
-    A strategy that ran several times counts by its medians. `tau` is None where all predictions, or
-    all measurements, are equal.
+    A strategy with several runs counts with its medians. `tau` is None if all predictions, or all
+    measurements, are equal.
     """
     predicted, measured = (
         {
@@ -223,24 +225,25 @@ def ranking(runs: Sequence[Compared]) -> dict[str, Any]:
 
 
 def _all_rankings(rankings: Sequence[dict[str, Any]]) -> dict[str, float | None] | None:
-    """Means over all questions; None without any."""
+    """Return the means over all rankings; None without any."""
     if not rankings:
         return None
-    taus = [one["tau"] for one in rankings if one["tau"] is not None]
+    taus = [each["tau"] for each in rankings if each["tau"] is not None]
     return {
         "questions": len(rankings),
         "tau": mean(taus) if taus else None,
-        "regret": mean(one["regret"] for one in rankings),
-        "worst_regret": max(one["regret"] for one in rankings),
-        "right": mean(one["right"] or one["within_noise"] for one in rankings),
+        "regret": mean(each["regret"] for each in rankings),
+        "worst_regret": max(each["regret"] for each in rankings),
+        "right": mean(each["right"] or each["within_noise"] for each in rankings),
     }
 
 
 def doubt(runs: Sequence[Compared]) -> list[dict[str, Any]]:
-    """The kinds of constants, those first that make the epochs wrong by most.
+    """Return the kinds of constants by their share in the errors of epochs, the largest first.
 
-    `slower` is measured over predicted seconds of the operations that depend on them (None: nothing
-    was predicted), `share` their difference over the sum of all measured epochs.
+    A kind is 'computation', or the links 'inside' or 'between' servers. `slower` is measured /
+    predicted seconds of the operations that depend on the kind (None: nothing was predicted), and
+    `share` is measured - predicted seconds over the sum of all measured epochs.
     """
     predicted_s, measured_s = defaultdict[str, float](float), defaultdict[str, float](float)
     for run in runs:
@@ -260,12 +263,12 @@ def doubt(runs: Sequence[Compared]) -> list[dict[str, Any]]:
         }
         for kind in predicted_s
     ]
-    return sorted(found, key=lambda one: -abs(one["share"]))
+    return sorted(found, key=lambda each: -abs(each["share"]))
 
 
 # -- refit -----------------------------------------------------------------------------------------
 
-# What a refit makes faster or slower: (cluster, factor) -> cluster.
+# Kind of constants -> function that makes them faster by a factor in a cluster
 SPEEDS: dict[str, Callable[[Cluster, float], Cluster]] = {
     "computation": scaling.device,
     "inside": lambda cluster, factor: scaling.messages(cluster, factor, "intra_node"),
@@ -276,7 +279,7 @@ SPEEDS: dict[str, Callable[[Cluster, float], Cluster]] = {
 
 
 def predicted_s(run: Run, factors: dict[str, float]) -> float:
-    """The run's epoch on its cluster with these SPEEDS multiplied [s]."""
+    """Predict the run's epoch on its cluster with SPEEDS multiplied by `factors` [s]."""
     problem = run.planned.problem
     faster = replace(problem, cluster=_faster(problem.cluster, factors))
     return float(run.planned.strategy.predict(faster).epoch_s)
@@ -289,11 +292,11 @@ def _faster(cluster: Cluster, factors: dict[str, float]) -> Cluster:
 
 
 def refit_cluster(runs: Sequence[Run]) -> tuple[Cluster, dict[str, Any]]:
-    """The runs' cluster with its SPEEDS fitted to half of the questions, and a report.
+    """Return the runs' cluster with its SPEEDS fitted to half of the questions, and a report.
 
-    The report has the factors, and the errors of the runs that were not fitted, before and after.
-    Least squares of log(predicted / measured) of each run and PRIOR_WEIGHT log(factor) of each
-    speed. Raises SpecError where runs are too few, or of several cluster files.
+    The report has the factors, and the errors before and after on the runs that were not fitted.
+    The fit minimises the squares of log(predicted / measured) of each run, and of PRIOR_WEIGHT
+    log(factor) of each speed. Raises SpecError if there are too few runs, or several cluster files.
     """
     cluster = _only_cluster(runs)
     questions = _grouped(runs, lambda run: run.question)
@@ -322,7 +325,7 @@ def refit_cluster(runs: Sequence[Run]) -> tuple[Cluster, dict[str, Any]]:
 
 
 def _only_cluster(runs: Sequence[Run]) -> Cluster:
-    """The cluster of all runs, whatever their servers and GPUs. Raises SpecError."""
+    """Return the cluster of all runs, which may differ in servers and GPUs. Raises SpecError."""
     clusters = {
         run.planned.problem.cluster.model_copy(
             update={"servers": 1, "gpus_per_server": 1}
@@ -338,6 +341,7 @@ def _only_cluster(runs: Sequence[Run]) -> Cluster:
 
 
 def _fitted_factors(runs: Sequence[Run]) -> dict[str, float]:
+    """Fit a factor for each of SPEEDS that the runs depend on."""
     several_servers = any(run.servers > 1 for run in runs)
     names = [name for name in SPEEDS if name != "between" or several_servers]
 
@@ -348,7 +352,7 @@ def _fitted_factors(runs: Sequence[Run]) -> dict[str, float]:
 
 
 def same_shape(cluster: Cluster, as_in: Cluster) -> Cluster:
-    """`cluster` with as many servers and GPUs as `as_in`. Raises SpecError."""
+    """Return `cluster` with the numbers of servers and GPUs of `as_in`. Raises SpecError."""
     if cluster.inter_node is None and as_in.servers > 1:
         raise SpecError(
             f"the run had {as_in.servers} servers, and cluster {cluster.name} has no inter_node"

@@ -1,9 +1,9 @@
-"""Compares one finished run with its prediction and its simulation.
+"""Comparison of one finished run with its prediction and its simulation.
 
-`compare` builds the document of `gnnplan validate`. `diagnose` puts into words which part of the
-prediction is wrong: the volume (bytes), the cost (seconds of an operation) or the order.
-`per_operation` reads seconds from spans; simulated and measured spans are read in the same way.
-Comparisons of many runs are in runs.py.
+`compare` builds the document of `gnnplan validate`. `diagnose` says which part of the prediction is
+wrong: the volume (bytes), the cost (seconds of an operation) or the order. `per_operation` computes
+seconds from spans, in the same way for simulated and for measured spans. runs.py compares many
+runs.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ from gnnplan.planner.vocabulary.schedule import Schedule
 from gnnplan.planner.vocabulary.trace import Span, overlap, place_of, recorded_order, transfer_times
 from gnnplan.planner.vocabulary.units import show_percent
 
-TOLERANCE = 0.1  # of the measured step: smaller errors are not diagnosed
-# Operations that only wait: for a message to arrive, for the sampler. Nothing is predicted of them.
+TOLERANCE = 0.1  # share of the measured step; smaller errors are not diagnosed
+# Operations that only wait, for a message or for the sampler; they have no predicted seconds.
 WAITING = ("receive", "wait")
-# What operations with a direction move.
+# Operation with a direction -> the data that it moves, in words
 MOVED = {
     "halo": "halo rows",
     "input_halo": "halo rows",
@@ -40,7 +40,7 @@ MOVED = {
     "scatter_weights": "shares of weights' gradients",
 }
 MEASURE = "the machine's pace or its constants; run `gnnplan measure` and plan again"
-REPORT = "no machine's fault: please report it with the run's folder"
+REPORT = "this is a fault of gnnplan, not of the machine: please report it with the run's folder"
 
 Row = dict[str, Any]  # one operation: its seconds (predicted, simulated, measured) and errors
 
@@ -49,7 +49,7 @@ Row = dict[str, Any]  # one operation: its seconds (predicted, simulated, measur
 
 
 def operation(label: str) -> str:
-    """The operation that a label names, without layer, chunk, peer and step.
+    """Return the operation in a label, without layer, chunk, peer and step.
 
     >>> operation("halo:f:l2:s5"), operation("forward:c3:s0"), operation("update:s1")
     ('halo:f', 'forward', 'update')
@@ -59,20 +59,20 @@ def operation(label: str) -> str:
 
 
 def describe_operation(name: str) -> str:
-    """The name with what it says.
+    """Return an operation's name with its explanation.
 
     >>> describe_operation("halo:f"), describe_operation("encode:b"), describe_operation("loss")
     ('halo:f (halo rows, forward)', 'encode:b (backward)', 'loss')
     """
-    op, _, way = name.partition(":")
-    if not way:
+    op, _, direction = name.partition(":")
+    if not direction:
         return name
     words = [MOVED[op]] if op in MOVED else []
-    return f"{name} ({', '.join([*words, 'forward' if way == 'f' else 'backward'])})"
+    return f"{name} ({', '.join([*words, 'forward' if direction == 'f' else 'backward'])})"
 
 
 def by_epoch(spans: Iterable[Span], batches: int) -> list[Span]:
-    """The spans with the epoch as their `step`; those of an unfinished last epoch are dropped."""
+    """Return the spans with the epoch as their `step`, without those of an unfinished epoch."""
     spans = list(spans)
     epochs = (max((span.step for span in spans), default=-1) + 1) // batches
     return [
@@ -83,11 +83,12 @@ def by_epoch(spans: Iterable[Span], batches: int) -> list[Span]:
 
 
 def per_operation(spans: Iterable[Span], steps: range, period: int = 1) -> dict[str, float]:
-    """Median seconds of each operation per step; where steps differ, `typical` ones of a period.
+    """Return the median seconds of each operation per step [s].
 
-    The seconds of a computation are those of its slowest rank. A collective counts from when its
-    last rank has joined: the waiting of the others is no part of it. Operations that only wait are
-    left out. Spans of `by_epoch` give seconds per epoch.
+    If steps differ with a period, the seconds are `typical` of a period. A computation's seconds
+    are those of the slowest rank. A collective's seconds start when the last rank has joined, so
+    the waiting of the other ranks does not count. Operations that only wait are left out. For spans
+    of `by_epoch` the seconds are per epoch.
     """
     spans = [span for span in spans if span.step in steps and span.op not in WAITING]
     collective_s = transfer_times(spans)
@@ -109,7 +110,7 @@ def per_operation(spans: Iterable[Span], steps: range, period: int = 1) -> dict[
 
 
 def predicted_per_operation(prediction: Prediction) -> dict[str, float]:
-    """The closed form's seconds, by the names that `per_operation` uses."""
+    """Return the closed form's seconds [s], keyed by the names that `per_operation` uses."""
     found = defaultdict[str, float](float)
     for kind, seconds in prediction.by_op.items():
         found[operation(kind)] += float(seconds)
@@ -119,14 +120,14 @@ def predicted_per_operation(prediction: Prediction) -> dict[str, float]:
 def compare_operations(
     prediction: Prediction, simulated: Mapping[str, float], measured: Mapping[str, float]
 ) -> list[Row]:
-    """A row for each measured operation, the longest first.
+    """Return a row for each measured operation, the longest first.
 
-    `simulated` and `measured`: operation -> seconds.
+    simulated, measured: operation -> seconds [s].
     """
     predicted = predicted_per_operation(prediction)
     if "pipeline" in predicted:  # the closed form has one number for both directions
-        for way in ("pipeline:f", "pipeline:b"):
-            predicted.setdefault(way, predicted["pipeline"] / 2)
+        for name in ("pipeline:f", "pipeline:b"):
+            predicted.setdefault(name, predicted["pipeline"] / 2)
     return [
         _row(name, predicted.get(name), simulated.get(name), measured[name])
         for name in sorted(measured, key=lambda name: -measured[name])
@@ -160,12 +161,14 @@ def compare(
     metrics: list[dict[str, Any]],
     ranks: list[dict[str, Any]],
 ) -> dict[str, Any]:
-    """The document of `gnnplan validate`: all times per epoch, which is one step of a full graph.
+    """Return the document of `gnnplan validate`; all times are per epoch.
 
-    `candidate` is the plan's choice, evaluated; `recorded` is the same as its recorded epochs were
-    launched, and `simulated` are the spans of playing `schedule` so;
-    `metrics` and `ranks` are what `read_run` returns. Times are medians without the epochs that
-    warm up; of epochs that differ, means of the medians of those that are alike.
+    candidate: the plan's best, evaluated. recorded: the same candidate, launched like the recorded
+    epochs (`Candidate.launched_one_by_one`); simulated: the spans of simulating `schedule` with it.
+    metrics, ranks: the result of `read_run`.
+
+    Times are medians without the warm-up epochs; if epochs differ with a period, means over the
+    period of the medians of equal epochs.
     """
     problem, period = candidate.problem, candidate.predicted.period
     batches = candidate.strategy.steps(problem)
@@ -214,11 +217,11 @@ def _compare_bytes(
     metrics: list[dict[str, Any]],
     ranks: list[dict[str, Any]],
 ) -> dict[str, Any]:
-    """Bytes sent, over all ranks and epochs, by operation.
+    """Compare the bytes that all ranks sent, by operation.
 
-    Every epoch's are compared with those predicted of it. Where every epoch draws its own batches,
-    the prediction is of the first epoch. Then the run is compared with the schedule, as far as the
-    schedule has the batches that were drawn.
+    The bytes of every epoch are compared with their prediction. If every epoch draws its own
+    batches, the prediction is of the first epoch only; then the run is compared with the schedule,
+    as far as the schedule has the batches that were drawn.
     """
     prediction, epochs = candidate.predicted, len(metrics)
     counted = Counter[str]()
@@ -231,8 +234,8 @@ def _compare_bytes(
     drawn = candidate.strategy.drawn_steps(candidate.problem)
     if drawn is None:
         each = [prediction.at(epoch).bytes_total for epoch in range(epochs)]
-        told = [row.get("bytes", sent) for row, sent in zip(metrics, each, strict=True)]
-        compared, equal = epochs, counted == predicted and told == each
+        recorded = [row.get("bytes", sent) for row, sent in zip(metrics, each, strict=True)]
+        compared, equal = epochs, counted == predicted and recorded == each
     else:
         compared = min(epochs, drawn // batches, schedule.steps // batches)
         scheduled = [0] * compared
@@ -251,25 +254,25 @@ def _compare_bytes(
 
 
 def _compare_devices(planned: str, ranks: list[dict[str, Any]]) -> dict[str, Any]:
-    """The kind of device that the plan is for, and the kinds that ranks ran on ('cpu', 'cuda').
+    """Compare the plan's kind of device with the kinds that ranks ran on ('cpu', 'cuda').
 
-    Runs of older versions do not say where they ran; they count as equal.
+    Runs of older versions do not record their device; they count as equal.
     """
     ran_on = sorted({str(rank["device"]).partition(":")[0] for rank in ranks if "device" in rank})
     return {"planned": planned, "ran_on": ran_on, "equal": all(kind == planned for kind in ran_on)}
 
 
 def fullest(memory: Memory, runtime: bool) -> float:
-    """Memory of the fullest rank, with or without what is beside its training [B]."""
+    """Return the memory of the fullest rank [B]; `runtime`: with the uses BESIDE_TRAINING."""
     uses = [use for name, use in memory.items() if runtime or name not in BESIDE_TRAINING]
     return float(np.max(np.sum(uses, axis=0)))
 
 
 def compare_memory(memory: Memory, ranks: list[dict[str, Any]]) -> dict[str, Any]:
-    """Memory of the fullest rank.
+    """Compare the memory of the fullest rank.
 
-    'data' is that of tensors and arrays. Where the allocator does not count them, the process is
-    compared, which includes the libraries.
+    'data' is the memory of tensors and arrays. If the allocator does not count it, the memory of
+    the whole process is compared, which includes libraries.
     """
     counted = all(rank["peak_bytes"] is not None for rank in ranks)
     predicted = fullest(memory, runtime=not counted)
@@ -283,9 +286,9 @@ def compare_memory(memory: Memory, ranks: list[dict[str, Any]]) -> dict[str, Any
 
 
 def _communication_s(spans: Iterable[Span], steps: range) -> tuple[float, float]:
-    """Exposed and hidden seconds of transfers per step, of the rank where most is exposed.
+    """Return exposed and hidden seconds of transfers per step, of the rank with the most exposed.
 
-    A rank that waits for its sampler does not compute, so nothing is hidden behind that.
+    A rank that waits for its sampler does not compute, so it hides no transfer meanwhile.
     """
     spans = [span for span in spans if span.step in steps and span.op != "wait"]
     count = max(len({span.step for span in spans}), 1)
@@ -294,7 +297,7 @@ def _communication_s(spans: Iterable[Span], steps: range) -> tuple[float, float]
 
 
 def _sampler_wait_s(spans: Iterable[Span], steps: range) -> float:
-    """Seconds per step that a rank waits for sampled batches, of the rank that waits longest."""
+    """Return the seconds per step of waiting for sampled batches, of the rank that waits most."""
     waited = defaultdict[int, float](float)
     for span in spans:
         if span.step in steps and span.op == "wait":
@@ -303,7 +306,7 @@ def _sampler_wait_s(spans: Iterable[Span], steps: range) -> float:
 
 
 def first_disorder(schedule: Schedule, measured: Sequence[Span], steps: int) -> str | None:
-    """The first place where a lane's recorded order is not that of the schedule, in words."""
+    """Describe the first place where a lane's recorded order differs from the schedule's."""
     measured = [span for span in measured if 0 <= span.step < schedule.steps]
     lanes = {*(span.lane for span in measured), *(task.lane for task in schedule.tasks)}
     for rank in range(schedule.ranks):
@@ -327,10 +330,10 @@ def first_disorder(schedule: Schedule, measured: Sequence[Span], steps: int) -> 
 
 
 def share_of_step(row: Row, step: Row) -> float | None:
-    """Error of an operation's seconds over the measured step; None where nothing was predicted.
+    """Return an operation's error [s] over the measured step [s]; None without a prediction.
 
-    An operation of 1 % of the step that takes twice as long as predicted makes the step 1 % longer:
-    its own relative error (100 %) says nothing of that.
+    If an operation of 1 % of the step takes twice as long as predicted, the step takes 1 % longer:
+    the operation's own relative error (100 %) does not show that.
 
     >>> share_of_step({"predicted_s": 1.0, "measured_s": 3.0}, {"measured_s": 20.0})
     -0.1
@@ -341,7 +344,7 @@ def share_of_step(row: Row, step: Row) -> float | None:
 
 
 def show_error(error: float) -> str:
-    """A relative error as people read it: a factor where the times differ by more than two.
+    """Format a relative error; as a factor if the times differ by more than a factor of two.
 
     >>> show_error(-0.22), show_error(29.0), show_error(-0.75), show_error(-1.0)
     ('-22 %', '30x too long', '4.0x too short', '-100 %')
@@ -362,7 +365,7 @@ def diagnose(
     same_device: bool,
     unit: str = "step",
 ) -> str:
-    """Which part of the prediction to doubt first, in words."""
+    """Say which part of the prediction has the largest error, and what to do about it."""
     if not volume_equal:
         return f"the bytes counted are not the bytes predicted: the volume is wrong; {REPORT}"
     if disorder:
@@ -380,7 +383,7 @@ def diagnose(
     errors = {
         row["operation"]: error for row in rows if (error := share_of_step(row, step)) is not None
     }
-    # an operation that is predicted too long is no reason why a step is predicted too short
+    # an operation that is predicted too long does not explain a step that is predicted too short
     blamed = [name for name in errors if step_fits or (errors[name] > 0) == (missed > 0)]
     worst = max(blamed, key=lambda name: abs(errors[name]), default=None)
     if worst is not None and abs(errors[worst]) > TOLERANCE:

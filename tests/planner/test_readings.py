@@ -167,7 +167,7 @@ def test_they_make_a_cluster(tmp_path):
 @pytest.mark.parametrize(
     ("program", "hosts", "said"),
     [
-        ("broadcast_perf", ["a", "a"], "broadcast_perf is not asked about; use all_reduce_perf"),
+        ("broadcast_perf", ["a", "a"], "broadcast_perf is not one of all_reduce_perf"),
         ("all_reduce_perf", ["a"], "1 device is listed"),
         (
             "all_reduce_perf",
@@ -269,8 +269,11 @@ TWO = matrix(2, joined(range(2)), near(2, lambda gpu: gpu, 2))
 @pytest.mark.parametrize(
     ("text", "told"),
     [
-        (TWO.replace("NIC0\tNIC1\tCPU", "NIC0NIC1\tCPU"), "line GPU0 has 4 ways and the head 3"),
-        (TWO.replace("NV4", "12"), "line GPU0, column GPU1: '12' is no way"),
+        (
+            TWO.replace("NIC0\tNIC1\tCPU", "NIC0NIC1\tCPU"),
+            "line GPU0 has 4 connections and the head 3",
+        ),
+        (TWO.replace("NV4", "12"), "line GPU0, column GPU1: '12' is no connection"),
         (TWO.replace("NV4", "GNS"), "topo -p2p` prints; give what `nvidia-smi topo -m` does"),
         (TWO.replace("NV4", "OK"), "topo -p2p` prints"),
         (TWO.replace("NV4", "XGMI"), "a table of rocm-smi, which is not read; name the GPUs"),
@@ -295,7 +298,7 @@ def test_columns_that_are_absent_keep_what_the_cluster_has(tmp_path, capsys):
     base = read_cluster("dgx_a100")
     found = read(base, [], tmp_path / "topo.txt")
     assert found.nics == base.nics and "nics" not in found.provenance  # nothing was read of them
-    assert "topo.txt has no columns of NICs; they are taken to be" in capsys.readouterr().err
+    assert "topo.txt has no columns of NICs; NICs are assumed to be" in capsys.readouterr().err
     # of another machine's table nothing of the GPUs' numbers can stay
     (tmp_path / "topo.txt").write_text(matrix(4, joined(range(4)), {}))
     assert read(base, [], tmp_path / "topo.txt").nics == ()

@@ -371,11 +371,11 @@ def test_a_plan_names_the_tightest_link():
         (
             LEAVES,
             (
-                r"keeps (leaf \d -> spine 0|spine 0 -> leaf \d) busy longest \(of other links"
-                r" .*NIC \d+.*: \d\d % of that\)$"
+                r"keep (leaf \d -> spine 0|spine 0 -> leaf \d) busy longest \(other links:"
+                r" .*NIC \d+.*: \d\d % of this time\)$"
             ),
         ),
-        (None, r"keeps (NIC \d+ -> network 0|network 0 -> NIC \d+) busy longest$"),
+        (None, r"keep (NIC \d+ -> network 0|network 0 -> NIC \d+) busy longest$"),
     ):
         problem = problem_of(fabric and fabric.model_copy(update={"latency": 1e-6}))
         (sentence,) = tightest(evaluate(problem, parse("graph_parallel")))
