@@ -302,7 +302,7 @@ def test_columns_that_are_absent_keep_what_the_cluster_has(tmp_path, capsys):
     # of another machine's table nothing of the GPUs' numbers can stay
     (tmp_path / "topo.txt").write_text(matrix(4, joined(range(4)), {}))
     assert read(base, [], tmp_path / "topo.txt").nics == ()
-    assert "has 4 GPUs and dgx_a100 has 8 a server" in capsys.readouterr().err
+    assert "has 4 GPUs and dgx_a100 has 8 per server" in capsys.readouterr().err
     (tmp_path / "topo.txt").write_text(matrix(8, EIGHT, near(8, lambda gpu: gpu, 8)))
     assert read(base, [], tmp_path / "topo.txt").nics == each(8)
     assert "8 lists of GPUs with NICs of their own, each as fast as" in capsys.readouterr().err
