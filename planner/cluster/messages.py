@@ -1,9 +1,9 @@
-"""Sets of messages between ranks, as a list (`Listed`) or, if all are equal, by counts (`Alike`).
+"""Sets of messages between ranks: a list (`Listed`), or counts of equal messages (`EqualMessages`).
 
 Both classes have the same methods, with which ports.py counts the messages that pass a port. A
 *count* of `Listed` is an array [messages]: how often each message passes something. A count of
-`Alike` is an array [2, ranks]: how many of the messages that a rank sends pass it, and how many of
-the messages that the rank receives. Counts can be added and subtracted.
+`EqualMessages` is an array [2, ranks]: how many of the messages that a rank sends pass it, and how
+many of the messages that the rank receives. Counts can be added and subtracted.
 
 An `Outer` (vocabulary/outer.py) is a traffic matrix that is given by a number per sender and a
 number per receiver. The load of a port then follows from counts: how many of a rank's peers share
@@ -37,29 +37,31 @@ class Listed:
             out = out * (place[self.source] == place[self.target])
         return out
 
-    def leaving(self, count: Count, some: np.ndarray) -> Count:
+    def sent_by(self, count: Count, some: np.ndarray) -> Count:
         """Restrict a count to messages that `some` ranks (bool [ranks]) send."""
         return np.asarray(count * some[self.source])
 
-    def arriving(self, count: Count, some: np.ndarray) -> Count:
+    def received_by(self, count: Count, some: np.ndarray) -> Count:
         """Restrict a count to messages that `some` ranks (bool [ranks]) receive."""
         return np.asarray(count * some[self.target])
 
-    def started(self, count: Count) -> np.ndarray:
+    def sent_per_rank(self, count: Count) -> np.ndarray:
         """Return the number of messages that each rank sends [ranks]."""
         return np.bincount(self.source, count)
 
-    def ends(self, numbers: np.ndarray, leave: bool) -> np.ndarray:
-        """Return `numbers` [ranks] of each message's sender (`leave`) or receiver [messages]."""
-        return np.asarray(numbers[self.source if leave else self.target])
+    def ends(self, numbers: np.ndarray, at_sender: bool) -> np.ndarray:
+        """Return `numbers` [ranks] of each message's sender, or of its receiver [messages]."""
+        return np.asarray(numbers[self.source if at_sender else self.target])
 
-    def load(self, count: Count, numbers: np.ndarray, leave: bool, nbytes: Number) -> np.ndarray:
-        """Return the bytes that pass each port as messages leave a rank, or arrive at one [ports].
+    def load(
+        self, count: Count, numbers: np.ndarray, at_sender: bool, nbytes: Number
+    ) -> np.ndarray:
+        """Return the bytes that pass each port at the senders, or at the receivers [ports].
 
         `numbers` is the port of each rank [ranks]; `nbytes` are the bytes of each message [B].
         """
         passing = np.flatnonzero(count)
-        at, size = self.ends(numbers, leave)[passing], int(numbers.max()) + 1
+        at, size = self.ends(numbers, at_sender)[passing], int(numbers.max()) + 1
         return np.bincount(at, (count * nbytes)[passing], size)
 
     def hops(self, routes: Routes, point: np.ndarray) -> Count:
@@ -73,12 +75,12 @@ class Listed:
 
 
 @dataclass(frozen=True, eq=False)
-class Alike:
+class EqualMessages:
     """Equal messages between `members`; the methods are those of `Listed`."""
 
     members: np.ndarray  # ranks; their order is that of the rows of `pattern`
     pattern: Outer
-    pairs: EqualPairs  # senders and receivers of the messages, bool [members]
+    pairs: EqualPairs  # senders and receivers of the messages
 
     @property
     def _ends(self) -> tuple[np.ndarray, np.ndarray]:
@@ -92,16 +94,18 @@ class Alike:
         reached, reaching = (self.pattern.reached(ends, *at) for ends in (receivers, senders))
         return np.stack([senders * reached, receivers * reaching])
 
-    def leaving(self, count: Count, some: np.ndarray) -> Count:
+    def sent_by(self, count: Count, some: np.ndarray) -> Count:
         return np.asarray(count * some[self.members])
 
-    arriving = leaving  # row 0 of a count is of messages sent, row 1 of messages received
+    received_by = sent_by  # row 0 of a count is of messages sent, row 1 of messages received
 
-    def started(self, count: Count) -> np.ndarray:
+    def sent_per_rank(self, count: Count) -> np.ndarray:
         return np.asarray(count[0])
 
-    def load(self, count: Count, numbers: np.ndarray, leave: bool, nbytes: Number) -> np.ndarray:
-        messages, size = count[0 if leave else 1], int(numbers.max()) + 1
+    def load(
+        self, count: Count, numbers: np.ndarray, at_sender: bool, nbytes: Number
+    ) -> np.ndarray:
+        messages, size = count[0 if at_sender else 1], int(numbers.max()) + 1
         return np.bincount(numbers[self.members], messages * nbytes, size)
 
     def hops(self, routes: Routes, point: np.ndarray) -> Count:
@@ -134,4 +138,4 @@ class Alike:
         return np.asarray((grouped - np.diag(own)) * nbytes)
 
 
-Messages = Listed | Alike
+Messages = Listed | EqualMessages

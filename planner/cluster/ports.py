@@ -22,7 +22,7 @@ from typing import Literal, NamedTuple
 import numpy as np
 
 from gnnplan.planner.cluster.fabric import Routes, routes
-from gnnplan.planner.cluster.messages import Alike, Count, Listed, Messages
+from gnnplan.planner.cluster.messages import Count, EqualMessages, Listed, Messages
 from gnnplan.planner.cluster.places import Places, Port
 from gnnplan.planner.cluster.shared_cores import SharedCores
 from gnnplan.planner.cluster.spec import Cluster, Fabric, Link, LinkName
@@ -46,7 +46,7 @@ class Part(NamedTuple):
     port: str
     passing: Count  # share of a message's bytes that passes the port
     numbers: np.ndarray  # the port of each rank [ranks]
-    leave: bool  # at the sender; else at the receiver
+    at_sender: bool
 
 
 class PortLoads(NamedTuple):
@@ -74,8 +74,8 @@ class PortUse(NamedTuple):
             paths, server = self.fabric
             return {"fabric": paths.by_link(self.messages.between(paths, paths.at[server], nbytes))}
         out: dict[str, np.ndarray] = {}
-        for port, count, numbers, leave in self.parts:
-            add(out, {port: self.messages.load(count, numbers, leave, nbytes)})
+        for port, count, numbers, at_sender in self.parts:
+            add(out, {port: self.messages.load(count, numbers, at_sender, nbytes)})
         return out
 
     def passes(self) -> Iterator[Passes]:
@@ -83,11 +83,11 @@ class PortUse(NamedTuple):
         assert isinstance(self.messages, Listed)
         if self.fabric:
             paths, server = self.fabric
-            ends = (self.messages.ends(server, leave) for leave in (True, False))
+            ends = (self.messages.ends(server, at_sender) for at_sender in (True, False))
             yield Passes("fabric", *paths.passes(*ends))
-        for port, count, numbers, leave in self.parts:
+        for port, count, numbers, at_sender in self.parts:
             passing = np.flatnonzero(count)
-            at = self.messages.ends(numbers, leave)[passing]
+            at = self.messages.ends(numbers, at_sender)[passing]
             yield Passes(port, passing, at, count[passing])
 
 
@@ -99,7 +99,7 @@ class MessagePorts:
     places: Places
     cores: SharedCores
     # loads of an exchange (`Outer`) with one byte per message, keyed by its pairs of ranks
-    _alike: dict[tuple[object, ...], list[PortLoads]] = field(default_factory=dict)
+    _loads_by_pattern: dict[tuple[object, ...], list[PortLoads]] = field(default_factory=dict)
 
     def link(self, op: str, where: LinkName | Literal["switch"]) -> Link:
         """Return the link `where`, as measured for operation `op` if the cluster has that."""
@@ -154,10 +154,10 @@ class MessagePorts:
         yield from use("gpu", "intra_node", over_gpus, ranks, over_gpus, over_gpus)
         if cluster.switches and cluster.peer_access:
             same = messages.among(at.switch) - messages.among(at.switch, at.island)
-            up = over_gpus - same + messages.leaving(between, at.uplinked)
-            down = over_gpus - same + messages.arriving(between, at.uplinked)
+            up = over_gpus - same + messages.sent_by(between, at.uplinked)
+            down = over_gpus - same + messages.received_by(between, at.uplinked)
             arriving = messages.among(to=at.uplinked) - messages.among(at.server, to=at.uplinked)
-            either = up + messages.leaving(arriving, ~at.uplinked)
+            either = up + messages.sent_by(arriving, ~at.uplinked)
             yield from use("switch", "switch", either, at.switch, up, down)
         elif cluster.switches:
             yield from use("switch", "switch", over_gpus, at.switch, over_gpus, over_gpus)
@@ -191,7 +191,7 @@ class MessagePorts:
         listed = Listed(source, target)
         for use in self.uses(op, listed):
             loads = use.loads(use.link.stretched(nbytes, messages))
-            yield PortLoads(use.kind, use.link, listed.started(use.hops), loads)
+            yield PortLoads(use.kind, use.link, listed.sent_per_rank(use.hops), loads)
 
     def passes(
         self, op: str, source: np.ndarray, target: np.ndarray, nbytes: np.ndarray
@@ -256,11 +256,11 @@ class MessagePorts:
         for pairs in sent.equal_pairs:
             ends = pairs.senders.tobytes(), pairs.receivers.tobytes()
             key = sent.groups.tobytes(), sent.same, *ends, members.tobytes()
-            if key not in self._alike:
-                alike = Alike(members, sent, pairs)
-                self._alike[key] = [
-                    PortLoads(use.kind, use.link, alike.started(use.hops), use.loads(1.0))
-                    for use in self.uses("exchange", alike)
+            if key not in self._loads_by_pattern:
+                equal = EqualMessages(members, sent, pairs)
+                self._loads_by_pattern[key] = [
+                    PortLoads(use.kind, use.link, equal.sent_per_rank(use.hops), use.loads(1.0))
+                    for use in self.uses("exchange", equal)
                 ]
-            for each in self._alike[key]:
+            for each in self._loads_by_pattern[key]:
                 yield each, float(each.link.stretched(float(pairs.value * itemsize), messages))
