@@ -72,7 +72,7 @@ class _Agent(LocalElasticAgent):
 
     def __init__(self, spec: WorkerSpec, watched: Watched) -> None:
         super().__init__(spec, NO_LOGS, start_method="spawn")
-        self.watched, self._killed_before = watched, _killings()
+        self.watched, self._killed_before = watched, _oom_kills()
 
     def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
         activity.begin(self.watched.out, len(self.watched.names))
@@ -105,14 +105,14 @@ class _Agent(LocalElasticAgent):
         cores_s = sum(map(_core_s, self._pids))
         if activities != self._activities or abs(cores_s - self._cores_s) > BUSY:
             self._activities, self._cores_s, self._silent_s = activities, cores_s, 0.0
-        elif self._silent_s > self.watched.limit_s + HEAD_START and all(map(_is_amid, activities)):
+        elif self._silent_s > self.watched.limit_s + HEAD_START and all(map(_in_epoch, activities)):
             message = (
                 f"no rank has done anything for {self._silent_s:.0f} s; were they stopped? One that"
                 " works longer at an operation needs a longer --timeout"
             )
-            for path, pid, where in zip(paths, self._pids, activities, strict=True):
+            for path, pid, operation in zip(paths, self._pids, activities, strict=True):
                 with suppress(OSError):  # without the folder, still kill the processes
-                    activity.leave(path, Failure(LostRank.exit_code, message, where).note)
+                    activity.leave(path, Failure(LostRank.exit_code, message, operation).note)
                 with suppress(ProcessLookupError):
                     os.kill(pid, signal.SIGKILL)
 
@@ -121,7 +121,7 @@ class _Agent(LocalElasticAgent):
 
         A run whose input is wrong does not restart.
         """
-        starved = _killings() > self._killed_before
+        starved = _oom_kills() > self._killed_before
         self.error = blame(
             failures,
             self.watched.out,
@@ -134,17 +134,17 @@ class _Agent(LocalElasticAgent):
             return True
         self.watched.unwind()  # raises if a signal to the process group has ended the ranks
         last = last_stored(self.watched.out, range(len(self.watched.names)))
-        where = f"epoch {last}" if last else "the beginning"
+        start = f"epoch {last}" if last else "the beginning"
         say(
-            f"{self.error}\nstarting all ranks anew from {where} (restarts left after this one:"
+            f"{self.error}\nstarting all ranks anew from {start} (restarts left after this one:"
             f" {self._remaining_restarts - 1})"
         )
         return False
 
 
-def _is_amid(where: str) -> bool:
+def _in_epoch(operation: str) -> bool:
     """Whether a rank is inside an epoch. Outside, it may rightly wait for a disk or a compiler."""
-    return " of epoch " in where and not where.startswith("the checkpoint")
+    return " of epoch " in operation and not operation.startswith("the checkpoint")
 
 
 def _core_s(pid: int) -> float:
@@ -158,7 +158,7 @@ def _core_s(pid: int) -> float:
     return (int(user) + int(system)) / os.sysconf("SC_CLK_TCK")
 
 
-def _killings() -> int:
+def _oom_kills() -> int:
     """Return how many processes the kernel has killed for lack of memory since the machine started.
 
     0 if the kernel does not count them.
@@ -188,7 +188,7 @@ def _close_soon(
     close(death_sig, min(timeout, GRACE))
 
 
-class _Here(StaticTCPRendezvous):
+class _LocalRendezvous(StaticTCPRendezvous):
     """The rendezvous of one machine: its ranks meet at a store that only this machine reaches.
 
     torch's own store would listen on all interfaces.
@@ -209,7 +209,7 @@ class _Here(StaticTCPRendezvous):
 
 
 def run(
-    words: Sequence[str],
+    arguments: Sequence[str],
     watched: Watched,
     places: Sequence[int],
     servers: Sequence[Server],
@@ -223,10 +223,10 @@ def run(
     any. folder: for links to servers. env: added to the environment. Leaves no process behind.
     Raises the error of the rank that failed first.
     """
-    usual = {"OMP_NUM_THREADS": "1", "TORCH_CPP_LOG_LEVEL": "ERROR", **loopback_only()}
-    env = {name: value for name, value in usual.items() if name not in os.environ} | dict(env)
+    defaults = {"OMP_NUM_THREADS": "1", "TORCH_CPP_LOG_LEVEL": "ERROR", **loopback_only()}
+    env = {name: value for name, value in defaults.items() if name not in os.environ} | dict(env)
     # -P: a folder named gnnplan in the working directory must not hide the package
-    command = [sys.executable, "-P", "-m", "gnnplan.executor", *words]
+    command = [sys.executable, "-P", "-m", "gnnplan.executor", *arguments]
     address = servers[places[0]].address if servers else ""  # rank 0 hosts the store
     if servers:
         env = {**env, **INTERFACES}
@@ -243,7 +243,7 @@ def run(
     spec = WorkerSpec(
         "rank",
         len(places),
-        _Here(offers_store=not address),
+        _LocalRendezvous(offers_store=not address),
         entrypoint="env",
         args=(*(f"{name}={value}" for name, value in env.items()), *command),
         max_restarts=restarts,

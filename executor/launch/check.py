@@ -130,7 +130,7 @@ def answer(out: Path, activity: Activity) -> None:
     start = _initial_weights(workload, features, classes)
     gc.freeze()  # every training begins with a garbage collection, which this makes cheap
     whole_batch = {"mode": "mini", "batch": graph.stats.train_vertices, "fanout": "full"}
-    alone: dict[str, dict[str, Tensor]] = {}
+    exact: dict[str, dict[str, Tensor]] = {}
     verdicts = []
     for number, (mode, example) in enumerate(tried()):
         text, changes = example.strategy, whole_batch if mode == "mini" else {}
@@ -150,12 +150,12 @@ def answer(out: Path, activity: Activity) -> None:
         except SpecError as error:  # the same on all ranks: the strategy cannot run the model
             verdicts.append(Verdict(text, "cannot", None, str(error).removeprefix("mode: ")))
             continue
-        if mode not in alone:  # on both ranks, so that they open their samplers in the same order
-            alone[mode] = _train_alone(
+        if mode not in exact:  # on both ranks, so that they open their samplers in the same order
+            exact[mode] = _train_alone(
                 Task.of(ALONE[mode], graph, mode_workload), out / f"{mode}{base.rank}"
             )
         if base.rank == 0:
-            verdicts.append(_verdict(task, here, start, alone[mode]))
+            verdicts.append(_verdict(task, here, start, exact[mode]))
     base.close()
     if base.rank:
         return
@@ -232,16 +232,16 @@ def _initial_weights(workload: Workload, features: int, classes: int) -> dict[st
 
 
 def _verdict(
-    task: Task, out: Path, start: Mapping[str, Tensor], alone: Mapping[str, Tensor]
+    task: Task, out: Path, start: Mapping[str, Tensor], exact: Mapping[str, Tensor]
 ) -> Verdict:
     text, workload = task.text, task.problem.workload
     # each rank that computes a row of a batch counts it in batch norm, as torch.nn.SyncBatchNorm
     is_synced = workload.mode == "mini" and workload.norm == "batch" and text != "gsplit"
     found = load_file(out / "weights.safetensors")
-    gradients = {name: (alone[name] - start[name]).abs().max().item() for name in start}
+    gradients = {name: (exact[name] - start[name]).abs().max().item() for name in start}
     least = max(ROUNDING * max(gradients.values()), sys.float_info.min)
     gaps = {
-        name: (found[name] - alone[name]).abs().max().item() / max(size, least)
+        name: (found[name] - exact[name]).abs().max().item() / max(size, least)
         for name, size in gradients.items()
     }
     name = max(gaps, key=lambda name: math.inf if math.isnan(gaps[name]) else gaps[name])

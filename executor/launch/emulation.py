@@ -117,9 +117,9 @@ def lab(servers: int, rate: float | None = None) -> Iterator[list[Server]]:
                     f"this machine allows no network namespaces ({holder.stderr.read().strip()});"
                     " in a container, start it with --cap-add NET_ADMIN --cap-add SYS_ADMIN"
                 )
-        made = [Server(holder.pid, f"10.77.0.{i + 1}") for i, holder in enumerate(holders[:-1])]
-        _wire(Server(holders[-1].pid, ""), made, rate)
-        yield made
+        emulated = [Server(holder.pid, f"10.77.0.{i + 1}") for i, holder in enumerate(holders[:-1])]
+        _wire(Server(holders[-1].pid, ""), emulated, rate)
+        yield emulated
     finally:
         for holder in holders:
             holder.kill()

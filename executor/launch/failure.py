@@ -121,7 +121,7 @@ def explain(
     """
     if isinstance(error, GnnplanError):
         return error.exit_code, str(error)
-    reason = _own_words(error)
+    reason = _first_line(error)
     if limit := no_more_processes(error):
         return SpecError.exit_code, limit
     if ran_out(error):
@@ -174,14 +174,14 @@ def blame(
         The note of a rank that raised an error is more precise than its activity file, which may
         show what another lane began afterwards.
         """
-        noted = notes[process].activity if process in notes else ""
-        return noted or read(seen(out, process)) or "start"
+        note_activity = notes[process].activity if process in notes else ""
+        return note_activity or read(seen(out, process)) or "start"
 
     rank = min(failures, key=lambda rank: _guilt(failures[rank]))
     code, note = failures[rank].exitcode, notes.get(rank)
     if note and note.exit_code in OWN_EXIT_CODES:
-        began = f". {names[rank]} was in {place(rank)}. {safe}" if "epoch" in note.activity else ""
-        return error_of(note.message + began, note.exit_code)
+        where = f". {names[rank]} was in {place(rank)}. {safe}" if "epoch" in note.activity else ""
+        return error_of(note.message + where, note.exit_code)
     waited = [r for r, note in notes.items() if note.timed_out]
     if waited and _only_waited(failures, rank):
         waited_s = notes[waited[0]].waited_s or timeout_s
@@ -278,7 +278,7 @@ def found(device: torch.device) -> str:
     )
 
 
-def _own_words(error: Exception) -> str:
+def _first_line(error: Exception) -> str:
     """Return the first line of another library's error."""
     return str(error).strip().partition("\n")[0][:FOREIGN_TEXT]
 

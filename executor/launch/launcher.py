@@ -138,8 +138,8 @@ def start(asked: Asked, until: float = inf) -> None:
 
             limit_s, predicted = options.timeout_s, asked.predicted
             watched = agent.Watched(out, names, limit_s, go_on, safe, predicted)
-            words = ["launch", str(out)]
-            agent.run(words, watched, places, servers, folder, env, options.restarts)
+            arguments = ["launch", str(out)]
+            agent.run(arguments, watched, places, servers, folder, env, options.restarts)
     finally:
         activity.forget(out)
         forget_unfinished(out)
@@ -201,6 +201,6 @@ def _remove(folder: Path, is_over: Callable[[str], bool]) -> None:
     """Remove a folder, and the shared memory of the samplers that have ended."""
     if folder.is_dir():
         for sampler in filter(is_over, filter(str.isdecimal, os.listdir(folder))):
-            for left in Path("/dev/shm").glob(f"torch_{sampler}_*"):
-                left.unlink(missing_ok=True)
+            for segment in Path("/dev/shm").glob(f"torch_{sampler}_*"):
+                segment.unlink(missing_ok=True)
         shutil.rmtree(folder, ignore_errors=True)

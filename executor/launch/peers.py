@@ -117,42 +117,42 @@ def agree(store: Store, env: Mapping[str, str], own: Found) -> Agreement:
     process, world = int(env.get("RANK", "0")), int(env.get("WORLD_SIZE", "1"))
     message = json.dumps(own).encode()
     timeout_s = store.timeout.total_seconds()  # type: ignore[attr-defined]
-    everyone = synchronize(store, message, process, world, "found", timeout_s)
-    return compare([json.loads(words) for words in everyone])
+    messages = synchronize(store, message, process, world, "found", timeout_s)
+    return compare([json.loads(words) for words in messages])
 
 
-def compare(everyone: Sequence[Found]) -> Agreement:
+def compare(messages: Sequence[Found]) -> Agreement:
     """Return the conclusion from the messages of all ranks.
 
     Raises Mismatch if they would train different things, Infeasible if the predicted memory does
     not fit their GPUs, and the error of a rank that refuses.
     """
     refusals: dict[tuple[str, str], str] = {}  # ranks of one server report the same reason once
-    for each in everyone:
-        if why := each.get("refused"):
-            who = f"rank {each['rank']} ({each['host']})"
-            refusals.setdefault((each["host"], why), f"{who} cannot train: {why}")
+    for rank in messages:
+        if why := rank.get("refused"):
+            who = f"rank {rank['rank']} ({rank['host']})"
+            refusals.setdefault((rank["host"], why), f"{who} cannot train: {why}")
     if refusals:
-        code = next(each["exit_code"] for each in everyone if "refused" in each)
+        code = next(rank["exit_code"] for rank in messages if "refused" in rank)
         raise error_of("\n".join(refusals.values()), code)
-    everyone = sorted(everyone, key=lambda each: each["rank"])
-    first = everyone[0]
+    messages = sorted(messages, key=lambda rank: rank["rank"])
+    first = messages[0]
     for name in MUST_AGREE:
-        if odd := [each for each in everyone if each[name] != first[name]]:
+        if differing := [rank for rank in messages if rank[name] != first[name]]:
             who = ", ".join(
-                name_of(each["rank"], each["server"], each["host"]) for each in odd[:SHOWN]
+                name_of(rank["rank"], rank["server"], rank["host"]) for rank in differing[:SHOWN]
             )
             raise Mismatch(
-                f"ranks differ in {name}: {who} has {odd[0][name]}, rank 0 {first[name]}; give all"
-                " the same plan file, options and versions"
+                f"ranks differ in {name}: {who} has {differing[0][name]}, rank 0 {first[name]};"
+                " give all the same plan file, options and versions"
             )
-    over_nccl = backend_of([each["card"] for each in everyone]) == "nccl"
+    over_nccl = backend_of([rank["card"] for rank in messages]) == "nccl"
     by_place: dict[tuple[str, str, str], list[Found]] = {}
-    for each in everyone:
-        by_place.setdefault((each["host"], each["device"], each["card"]), []).append(each)
+    for rank in messages:
+        by_place.setdefault((rank["host"], rank["device"], rank["card"]), []).append(rank)
     for (host, device, _), here in by_place.items():
-        needs = sum(each["needs"] + over_nccl * each["communicators"] for each in here)
-        free = min(each["free"] for each in here)
+        needs = sum(rank["needs"] + over_nccl * rank["communicators"] for rank in here)
+        free = min(rank["free"] for rank in here)
         if needs > SLACK * free:
             raise Infeasible(
                 f"{len(here)} ranks need {show_bytes(needs)} more on {host} {device}, where"
@@ -160,19 +160,19 @@ def compare(everyone: Sequence[Found]) -> Agreement:
                 " more servers or a smaller workload"
             )
     last, of_another = onwards(
-        (each["checkpoints"] for each in everyone),
-        ([(epoch, plan) for epoch, plan in each["handed_over"]] for each in everyone),
+        (rank["checkpoints"] for rank in messages),
+        ([(epoch, plan) for epoch, plan in rank["handed_over"]] for rank in messages),
     )
-    return Agreement([each["host"] for each in everyone], last, of_another, _by_host(everyone))
+    return Agreement([rank["host"] for rank in messages], last, of_another, _by_host(messages))
 
 
-def _by_host(everyone: Sequence[Found]) -> list[str]:
+def _by_host(messages: Sequence[Found]) -> list[str]:
     """Return each difference once, with the servers' names unless all servers have it."""
-    hosts = {each["host"] for each in everyone}
+    hosts = {rank["host"] for rank in messages}
     where: dict[str, dict[str, None]] = {}
-    for each in everyone:
-        for line in each["differs"]:
-            where.setdefault(line, {})[each["host"]] = None
+    for rank in messages:
+        for line in rank["differs"]:
+            where.setdefault(line, {})[rank["host"]] = None
     return [
         line if len(there) == len(hosts) else f"{line} ({', '.join(there)})"
         for line, there in where.items()
@@ -205,7 +205,7 @@ class Peers:
         answers: dict[int, Failure] | None = None
         with suppress(RuntimeError, ValueError):  # torch reports lost connections as RuntimeErrors
             answers = self._answers(PrefixStore("roll call", self.store), failure)
-        others = f". {self._who(answers)}" if failure.is_consequence else ""
+        others = f". {self._suspects(answers)}" if failure.is_consequence else ""
         if failure.exit_code not in (LostRank.exit_code, FAILED_WITH_OTHERS):
             return others  # the message says what to change
         return f"{others}. {self._remedy(self.hosts[self.rank])}"
@@ -221,7 +221,7 @@ class Peers:
         reports = {rank: store.get(key) for rank, key in enumerate(keys) if store.check([key])}
         return {rank: Failure(**json.loads(report)) for rank, report in reports.items()}
 
-    def _who(self, answers: Mapping[int, Failure] | None) -> str:
+    def _suspects(self, answers: Mapping[int, Failure] | None) -> str:
         """Return a sentence on the ranks that failed by themselves, else on the silent ranks.
 
         answers: None if the store cannot be reached.

@@ -67,11 +67,11 @@ class Row:
 
 def look(asked: Asked) -> list[Row]:
     """All rows of the table."""
-    rows = [_gnnplan(asked), _torch(asked), *_asked_for(asked)]
+    rows = [_gnnplan(asked), _torch(asked), *_training_rows(asked)]
     return rows + [check(asked) for check in CHECKS] + [check(asked.env) for check in MEETING]
 
 
-def _asked_for(asked: Asked) -> list[Row]:
+def _training_rows(asked: Asked) -> list[Row]:
     """Compare what is trained, and where; without the rows that depend on a row that stops."""
     resume, board = asked.options.resume, asked.options.tensorboard
     rows = [_graph(asked)]
@@ -194,7 +194,7 @@ def _model_numbers(name: str) -> set[str]:
     return {word for word in words if re.search(r"\d", word) and not re.fullmatch(r"\d+gb", word)}
 
 
-def _places(asked: Asked) -> Row:
+def _devices_per_server(asked: Asked) -> Row:
     """Compare the GPUs, or cores, per server."""
     each = max(asked.servers.count(server) for server in set(asked.servers))
     if asked.cluster.device.kind == "cuda":
@@ -287,13 +287,14 @@ def _shared_memory(asked: Asked) -> Row:
         return Row("shared memory", "as much as there is", "no /dev/shm")
     free = shutil.disk_usage(SHARED_MEMORY).free
     here = f"{show_bytes(free)} free at {SHARED_MEMORY}"
-    ahead = getattr(asked.strategy, "prefetch", 0)
+    prefetch = getattr(asked.strategy, "prefetch", 0)
     spread = getattr(asked.strategy, "structure", "") == "spread"
-    if not ahead or spread:  # the prediction then adds up blocks of batches and adjacency lists
+    if not prefetch or spread:  # the prediction then adds up blocks of batches and adjacency lists
         return Row("shared memory", "none that is known", here)
-    copies = 2 + (ahead if asked.cluster.device.kind == "cpu" else 0)  # that the prediction counts
+    # copies that the prediction counts
+    copies = 2 + (prefetch if asked.cluster.device.kind == "cpu" else 0)
     degrees = 16 * asked.document["graph"]["vertices"] if asked.cluster.device.kind == "cpu" else 0
-    blocks = max(asked.predicted.get("graph", 0.0) - degrees, 0.0) * ahead / copies
+    blocks = max(asked.predicted.get("graph", 0.0) - degrees, 0.0) * prefetch / copies
     needed = asked.ranks_here * blocks
     planned = f"{show_bytes(needed)} of batches that wait at least"
     says = "give the container more (docker --shm-size, a larger /dev/shm), or plan with prefetch=0"
@@ -302,9 +303,11 @@ def _shared_memory(asked: Asked) -> Row:
 
 def _files(asked: Asked) -> Row:
     most, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
-    ahead, ranks = getattr(asked.strategy, "prefetch", 0), len(asked.servers)
-    sent = asked.workload.layers * (1 + ahead)
-    needed = FILES + FILES_OF_A_PEER * ranks + FILES_OF_A_LAYER * sent + FILES_OF_A_SAMPLER * ahead
+    prefetch, ranks = getattr(asked.strategy, "prefetch", 0), len(asked.servers)
+    sent = asked.workload.layers * (1 + prefetch)
+    needed = (
+        FILES + FILES_OF_A_PEER * ranks + FILES_OF_A_LAYER * sent + FILES_OF_A_SAMPLER * prefetch
+    )
     is_bounded = most != resource.RLIM_INFINITY
     here = f"{most:,}" if is_bounded else "any number"
     says = f"allow more (ulimit -n {max(needed, 4096)})"
@@ -367,7 +370,7 @@ def _port(env: Mapping[str, str]) -> Row:
 
 CHECKS: tuple[Callable[[Asked], Row], ...] = (
     _device,
-    _places,
+    _devices_per_server,
     _servers,
     _ranks,
     _memory,

@@ -167,7 +167,7 @@ class _Process:
         rank.staleness_errors = options.staleness_errors or rank.gradient_errors
         epochs, first = asked.epochs, agreed.last
         if self.resumes:
-            self._go_on(ready, epochs, agreed)
+            self._resume(ready, epochs, agreed)
         make_folder(self.out)
         # per server, as each may have a disk of its own
         if not self.prepared and env.get("LOCAL_RANK", "0") == "0":
@@ -221,7 +221,7 @@ class _Process:
         others = handed_over(out, training) if self.resumes else {}
         return Ready(asked, checkpoints, stored, others, differs)
 
-    def _go_on(self, ready: Ready, epochs: int, agreed: Agreement) -> None:
+    def _resume(self, ready: Ready, epochs: int, agreed: Agreement) -> None:
         """Continue from the epoch that all ranks have agreed on. Raises SpecError."""
         assert self.rank is not None
         # our launcher has checked for a checkpoint, as all ranks share its disk

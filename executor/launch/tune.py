@@ -146,13 +146,13 @@ def tune(
     plan is that of the search, and `tuned` has the reason. Raises SpecError, and LostRank if every
     candidate failed.
     """
-    ahead = prospect(found, share, epochs)
-    budget = {"share": share, "budget_s": ahead.budget_s, "budget_epochs": ahead.budget_epochs}
-    if ahead.why_not:
-        say(str(ahead))
+    trial = prospect(found, share, epochs)
+    budget = {"share": share, "budget_s": trial.budget_s, "budget_epochs": trial.budget_epochs}
+    if trial.why_not:
+        say(str(trial))
         document = plans.make(found)
-        document["summary"]["tuned"] = str(ahead)
-        return {**document, "tuned": {**budget, "why": ahead.why_not, "strategies": []}}
+        document["summary"]["tuned"] = str(trial)
+        return {**document, "tuned": {**budget, "why": trial.why_not, "strategies": []}}
     runs = Asked(
         plans.for_run(found),
         out,
@@ -162,19 +162,19 @@ def tune(
     )
     must_start(runs)
     must_be_this_machine(found.problem, emulate)
-    say(str(ahead))
-    contenders = [_contender(candidate) for candidate in ahead.candidates]
-    runner = _Runner(ahead.candidates, out, found.how.exact, emulate)
-    result = halve(contenders, runner, ahead.budget_s)
+    say(str(trial))
+    contenders = [_contender(candidate) for candidate in trial.candidates]
+    runner = _Runner(trial.candidates, out, found.how.exact, emulate)
+    result = halve(contenders, runner, trial.budget_s)
     if result is None:
         words = "\n".join(f"{contender.name}: {contender.failed}" for contender in contenders)
         raise LostRank(f"none of the strategies ran to its end:\n{words}")
     cluster, refit = refitted(found.problem.cluster, runner.runs)
-    best = ahead.candidates[contenders.index(result.best)]
+    best = trial.candidates[contenders.index(result.best)]
     found = on_cluster(found, best, cluster)
     document = plans.make(found)
     why = result.why(found.objective)
-    words = f"{why}; {show_time(result.spent_s)} of {show_time(ahead.budget_s)} spent"
+    words = f"{why}; {show_time(result.spent_s)} of {show_time(trial.budget_s)} spent"
     document["summary"] |= {"close": _close(result), "tuned": words}
     document["explanation"].insert(1, words)
     document["tuned"] = {
@@ -183,7 +183,7 @@ def tune(
         "certain": result.is_certain,
         "why": why,
         "strategies": [
-            _evidence(one, ahead.candidates[contenders.index(one)], result) for one in result.order
+            _evidence(one, trial.candidates[contenders.index(one)], result) for one in result.order
         ],
         "refit": refit,
     }
@@ -237,7 +237,7 @@ class _Runner:
         self.runs: list[Run] = []
 
     def __call__(self, index: int, epochs: int, most_s: float) -> Reading:
-        candidate, began = self.candidates[index], time.monotonic()
+        candidate, start_s = self.candidates[index], time.monotonic()
         detail = f"{show_count(epochs, 'epoch')}, at most {show_time(most_s)}"
         notify(f"a turn of {candidate.strategy}", detail)
         self.started += 1
@@ -256,7 +256,7 @@ class _Runner:
             hidden = folder.with_name(f".{folder.name}")
             folder.rename(hidden)
             failed = failed.replace(str(folder), str(hidden))
-        return Reading(() if failed else epochs_s, time.monotonic() - began, failed)
+        return Reading(() if failed else epochs_s, time.monotonic() - start_s, failed)
 
 
 def train_briefly(
@@ -304,11 +304,11 @@ def refitted(cluster: Cluster, runs: list[Run]) -> tuple[Cluster, dict[str, Any]
 
 def on_cluster(found: SearchResult, best: Candidate, cluster: Cluster) -> SearchResult:
     """Predict all candidates on the refitted cluster; `best` is the candidate that runs favour."""
-    again = [
+    predictions = [
         evaluate(replace(c.problem, cluster=cluster), c.strategy, c.objective) for c in found.ranked
     ]
-    measured = next(new for new, c in zip(again, found.ranked, strict=True) if c is best)
-    ranked = sorted(again, key=lambda candidate: candidate.value)
+    measured = next(new for new, c in zip(predictions, found.ranked, strict=True) if c is best)
+    ranked = sorted(predictions, key=lambda candidate: candidate.value)
     problem = replace(found.problem, cluster=cluster)
     return replace(found, problem=problem, ranked=ranked, measured=measured)
 

@@ -41,11 +41,11 @@ def features(
     if device.type == "cuda":
 
         def gather(start: int, stop: int, into: Tensor) -> None:
-            some, numbers = rows[start:stop], into.numpy()
+            piece, numbers = rows[start:stop], into.numpy()
             if isinstance(x, np.ndarray):
-                take_rows(x, some, numbers)
+                take_rows(x, piece, numbers)
             else:
-                numbers[:] = graph.features(some)
+                numbers[:] = graph.features(piece)
 
         staging(device).load(out[: rows.size], stored, gather)
         return out
@@ -53,8 +53,8 @@ def features(
         take_rows(x, rows, out[: rows.size].numpy())
         return out
     for start in range(0, rows.size, step := max(1, AT_ONCE // max(width, 1))):
-        some = rows[start : start + step]
-        out[start : start + some.size] = sent([torch.from_numpy(graph.features(some))], device)[0]
+        piece = rows[start : start + step]
+        out[start : start + piece.size] = sent([torch.from_numpy(graph.features(piece))], device)[0]
     return out
 
 
@@ -122,22 +122,22 @@ def weighed(
     None: all edges are present."""
     count = np.maximum(ins if taken is None else taken, 1)
     if edges == "mean":
-        of_rows = torch.from_numpy(1.0 / count).to(dtype_of(workload.precision))
-        return block.weighted(block.per_edge(of_rows))
+        row_weights = torch.from_numpy(1.0 / count).to(dtype_of(workload.precision))
+        return block.weighted(block.per_edge(row_weights))
     degree = block.indptr.diff()
-    of_dst, of_src, stands_for, ids = map(
+    d_in, d_out, edges_per_drawn, ids = map(
         torch.from_numpy, (ins + 1.0, outs + 1.0, ins / count, np.arange(block.n_dst))
     )
     weights = torch.empty(block.edges, dtype=dtype_of(workload.precision))
     for rows in runs(degree.numpy(), AT_ONCE):
-        here = slice(int(block.indptr[rows.start]), int(block.indptr[rows.stop]))
-        src, dst = block.indices[here], ids[rows].repeat_interleave(degree[rows])
-        exact = of_dst.index_select(0, dst).mul_(of_src.index_select(0, src)).sqrt_().reciprocal_()
+        span = slice(int(block.indptr[rows.start]), int(block.indptr[rows.stop]))
+        src, dst = block.indices[span], ids[rows].repeat_interleave(degree[rows])
+        weight = d_in.index_select(0, dst).mul_(d_out.index_select(0, src)).sqrt_().reciprocal_()
         if taken is not None:
             # graphs have no self edges, so this is the added one, which is always present
             is_self = (src == dst) & (dst < block.own)
-            exact *= stands_for.index_select(0, dst).masked_fill_(is_self, 1.0)
-        weights[here] = exact
+            weight *= edges_per_drawn.index_select(0, dst).masked_fill_(is_self, 1.0)
+        weights[span] = weight
     return block.weighted(weights)
 
 
@@ -146,8 +146,8 @@ def weighted_of(whole: Whole, edges: str, vertices: Ids, workload: Workload) -> 
     indptr, indices = whole.indptr, whole.indices
     outs = np.bincount(indices, minlength=vertices.size)
     degrees = np.diff(indptr), outs
-    given = indptr, indices, workload, degrees
-    return weighted_block(cast(Graph, None), edges, vertices, vertices, *given)
+    arguments = indptr, indices, workload, degrees
+    return weighted_block(cast(Graph, None), edges, vertices, vertices, *arguments)
 
 
 def tile(

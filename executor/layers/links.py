@@ -28,18 +28,18 @@ AT_ONCE = 1 << 20  # numbers gathered at a time where no gradient is needed
 
 def scores(rows: Tensor, heads: Tensor, tails: Tensor) -> Tensor:
     """Return scores [B, 1 + Q] of pairs of rows [R, H]; heads and tails index them (`Pairs`)."""
-    of_heads, of_tails = rows.index_select(0, heads), rows.index_select(0, tails.flatten())
-    return torch.bmm(of_tails.view(*tails.shape, -1), of_heads.unsqueeze(2)).squeeze(2)
+    head_rows, tail_rows = rows.index_select(0, heads), rows.index_select(0, tails.flatten())
+    return torch.bmm(tail_rows.view(*tails.shape, -1), head_rows.unsqueeze(2)).squeeze(2)
 
 
-def _leads(found: Tensor) -> Tensor:
+def _count_right(pair_scores: Tensor) -> Tensor:
     """Count right comparisons of edges with their negatives, and all comparisons, float64 [2].
 
     A tie counts half.
     """
-    lead = found[:, :1] - found[:, 1:]
-    right = (lead > 0).sum(dtype=torch.float64) + (lead == 0).sum(dtype=torch.float64) / 2
-    return torch.stack([right, torch.full_like(right, lead.numel())])
+    margin = pair_scores[:, :1] - pair_scores[:, 1:]
+    right = (margin > 0).sum(dtype=torch.float64) + (margin == 0).sum(dtype=torch.float64) / 2
+    return torch.stack([right, torch.full_like(right, margin.numel())])
 
 
 class LinkTargets:
@@ -57,17 +57,17 @@ class LinkTargets:
         """Return this rank's summand of the mean loss over the pairs of all `total` edges."""
         if not len(self.heads):
             return rows.sum() * 0.0
-        found = scores(rows, self.heads, self.tails)
-        is_edge = torch.zeros_like(found)
+        pair_scores = scores(rows, self.heads, self.tails)
+        is_edge = torch.zeros_like(pair_scores)
         is_edge[:, 0] = 1.0
-        total = self.total * found.shape[1]
-        return F.binary_cross_entropy_with_logits(found, is_edge, reduction="sum") / total
+        total = self.total * pair_scores.shape[1]
+        return F.binary_cross_entropy_with_logits(pair_scores, is_edge, reduction="sum") / total
 
     def counts(self, rows: Tensor) -> Tensor:
         """Count the batch's right and total comparisons, as those of train, float64 [3, 2, 1]."""
         out = rows.new_zeros(3, 2, 1, dtype=torch.float64)
         if len(self.heads):
-            out[0, :, 0] = _leads(scores(rows, self.heads, self.tails))
+            out[0, :, 0] = _count_right(scores(rows, self.heads, self.tails))
         return out
 
 
@@ -77,7 +77,7 @@ def compared(rows: Tensor, pairs: Pairs) -> Tensor:
     out = rows.new_zeros(2, dtype=torch.float64)
     step = max(1, AT_ONCE // max(pairs.tails.shape[1] * rows.shape[1], 1))
     for start in range(0, pairs.heads.size, step):
-        some = slice(start, start + step)
-        places = [torch.from_numpy(ids[some]) for ids in (pairs.heads, pairs.tails)]
-        out += _leads(scores(rows, *sent(places, rows.device)))
+        piece = slice(start, start + step)
+        places = [torch.from_numpy(ids[piece]) for ids in (pairs.heads, pairs.tails)]
+        out += _count_right(scores(rows, *sent(places, rows.device)))
     return out

@@ -181,8 +181,8 @@ def ratios(counts: Tensor) -> list[float | None]:
     """
     out: list[float | None] = []
     for part, whole in counts:
-        known = whole > 0
-        out.append(float((part[known] / whole[known]).mean()) if known.any() else None)
+        counted = whole > 0
+        out.append(float((part[counted] / whole[counted]).mean()) if counted.any() else None)
     return out
 
 
@@ -200,12 +200,12 @@ def roc_auc(values: np.ndarray, graph: Graph) -> list[float | None]:
     out: list[float | None] = []
     for mask in (graph.train, graph.val, graph.test):
         rows = np.flatnonzero(mask & (y >= 0) if y.ndim == 1 else mask)
-        known = np.flatnonzero(belongs[rows].any(0) & ~belongs[rows].all(0))
-        if not known.size:
+        counted = np.flatnonzero(belongs[rows].any(0) & ~belongs[rows].all(0))
+        if not counted.size:
             out.append(None)
             continue
-        true = belongs[np.ix_(rows, known)]
-        places, p = rankdata(values[np.ix_(rows, known)], axis=0), true.sum(0)
+        true = belongs[np.ix_(rows, counted)]
+        places, p = rankdata(values[np.ix_(rows, counted)], axis=0), true.sum(0)
         above = (places * true).sum(0) - p * (p + 1) / 2
         out.append(float((above / (p * (rows.size - p))).mean()))
     return out

@@ -47,8 +47,8 @@ def cluster_of(
         f" {show_count(active, 'rank')} active"
     )
     device, provenance = _device(found, memory, source)
-    network, of_network = _network(found, servers, each, source)
-    provenance |= of_network | {
+    network, network_provenance = _network(found, servers, each, source)
+    provenance |= network_provenance | {
         "device.memory": f"{source}, what is free",
         "host_rates": f"{source}, median",
         "cores": "counted",
@@ -58,8 +58,8 @@ def cluster_of(
     if "load" in found:
         fixed, per_byte = line(found["load"])
         host = Link(bandwidth=1 / per_byte, latency=fixed)
-        of_rows = f"{source}, rows of features picked from the server's memory"
-        provenance |= {"host.bandwidth": of_rows, "host.latency": of_rows}
+        load_source = f"{source}, rows of features picked from the server's memory"
+        provenance |= {"host.bandwidth": load_source, "host.latency": load_source}
     cluster = Cluster(
         name="measured",
         servers=servers,
@@ -154,10 +154,10 @@ def _device(
         if not flops:
             continue
         rate = products[name] = sum(flops) / sum(seconds)  # wide layers dominate, as in an epoch
-        off = [n / s / rate - 1 for n, s in zip(flops, seconds, strict=True)]
+        errors = [n / s / rate - 1 for n, s in zip(flops, seconds, strict=True)]
         provenance[f"device.{name}"] = (
             f"{source}, {len(flops)} shapes together, shapes within"
-            f" {show_percent(min(off), sign=True)} and {show_percent(max(off), sign=True)}"
+            f" {show_percent(min(errors), sign=True)} and {show_percent(max(errors), sign=True)}"
         )
     for precision in PRECISIONS.values():
         if (name := f"gather_{precision.name}") not in found:

@@ -38,12 +38,12 @@ HURRY = 0.1  # [s] per number, below which there is only one round
 Group = tuple[int, ...]  # ranks
 
 
-def usual(rounds: Sequence[Sequence[float]]) -> list[float]:
+def medians(rounds: Sequence[Sequence[float]]) -> list[float]:
     """Return the median of each number over several rounds.
 
     Rounds that other processes disturb count too: trainings are disturbed as often.
 
-    >>> usual([[1.0, 2.0], [1.1, 2.0], [1.5, 2.0]])
+    >>> medians([[1.0, 2.0], [1.1, 2.0], [1.5, 2.0]])
     [1.1, 2.0]
     """
     return [median(samples) for samples in zip(*rounds, strict=True)]
@@ -174,18 +174,18 @@ class Messages:
         slowest = max(self._gather(self._clock() - begin))
         # computed from `slowest`, so equal on all ranks
         rounds = min(60, max(5, int(self.seconds / max(slowest, 1e-5)))) // self.rounds + 1
-        alone = median(self._durations(self._disturb, min(rounds, 20)))
+        idle = median(self._durations(self._disturb, min(rounds, 20)))
         dist.barrier()
         busy = 0.0
 
-        def both() -> None:
+        def loop() -> None:
             nonlocal busy
             self._disturb()
             before = time.process_time()
             work()
             busy += (time.process_time() - before) / 2
 
-        samples = [max(duration - alone, 1e-7) / 2 for duration in self._durations(both, rounds)]
+        samples = [max(duration - idle, 1e-7) / 2 for duration in self._durations(loop, rounds)]
         everyone = self._gather((samples, busy / rounds))
         by_group = [np.mean([everyone[rank][0] for rank in group], axis=0) for group in groups]
         return float(np.median(by_group)), sum(everyone[rank][1] for rank in groups[0])

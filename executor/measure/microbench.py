@@ -17,7 +17,7 @@ import torch.distributed as dist
 
 from gnnplan.executor.layers.blocks import features
 from gnnplan.executor.layers.kernels import Block, aggregate, linear
-from gnnplan.executor.measure.messages import Messages, Sent, usual
+from gnnplan.executor.measure.messages import Messages, Sent, medians
 from gnnplan.executor.measure.rehearsal import PIECES, Rehearsal
 from gnnplan.executor.minibatch.sampler import Sampler
 from gnnplan.executor.ranks.machine import device_name
@@ -91,15 +91,15 @@ class Bench(Messages):
                 notify(f"exchanges {place}, {len(self.groups[where][0])} ranks")
                 self.exchanges(where, sent)
         for where, sent in messages.items():
-            found[f"exchange.{where}"] = [(size, *usual(of_size)) for size, of_size in sent.items()]
+            found[f"exchange.{where}"] = [(size, *medians(times)) for size, times in sent.items()]
         for kind, samples in rounds[0].items():
             found[kind] = [
-                (*shape, usual([one[kind][place][1] for one in rounds]))
+                (*shape, medians([one[kind][place][1] for one in rounds]))
                 for place, (shape, _) in enumerate(samples)
             ]
         return found
 
-    def _with(self, shapes: tuple[T, ...], large: T) -> tuple[T, ...]:
+    def _sizes(self, shapes: tuple[T, ...], large: T) -> tuple[T, ...]:
         """Return the shapes to time: on a GPU also a large one."""
         return (*shapes, large) if self.device.type == "cuda" else shapes
 
@@ -121,7 +121,7 @@ class Bench(Messages):
         cuda = self.device.type == "cuda"
 
         def products(dtype: torch.dtype = torch.float32) -> list[Sample]:
-            return [(shape, self.gemm(*shape, dtype)) for shape in self._with(SHAPES, LARGE_SHAPE)]
+            return [(shape, self.gemm(*shape, dtype)) for shape in self._sizes(SHAPES, LARGE_SHAPE)]
 
         def gathers(dtype: torch.dtype = torch.float32) -> list[Sample]:
             return [
@@ -187,8 +187,8 @@ class Bench(Messages):
         """Return seconds of gathering `rows` feature rows from the server's memory."""
         vertices = max(LOADED)
         stored = _community(vertices, vertices, LOADED_WIDTH)
-        picked = np.random.default_rng(0).permutation(vertices)[:rows]
-        return self._time(lambda: features(stored, picked, Workload(), self.device))
+        rows_to_load = np.random.default_rng(0).permutation(vertices)[:rows]
+        return self._time(lambda: features(stored, rows_to_load, Workload(), self.device))
 
     def step(self, rehearsal: Rehearsal) -> float:
         """Return seconds of a training step on the slowest rank, which the others wait for."""

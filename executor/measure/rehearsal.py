@@ -32,7 +32,7 @@ from gnnplan.planner.vocabulary.units import show_percent
 # Least steps of a piece at first; the later half counts, as a process is slower until it has
 # allocated its memory.
 LEAST = 6
-_ANY = Cluster(
+_PLACEHOLDER = Cluster(
     servers=1,
     gpus_per_server=1,
     device=Device(kind="cpu", memory=64e9, gemm=1e11, memory_bandwidth=1e10),
@@ -40,7 +40,7 @@ _ANY = Cluster(
 )
 
 
-class _OneByOne(Problem):
+class _WithoutCudaGraphs(Problem):
     """A problem without CUDA graphs: every kernel has a launch, whose cost rehearsals measure."""
 
     replays = False
@@ -61,7 +61,7 @@ class Piece:
             f"synthetic:community?vertices={self.vertices}&edges={self.edges}&features=64&classes=8&seed=5"
         )
         assert isinstance(graph, Graph)
-        return _OneByOne(graph.stats, graph, Workload(**self.workload), _ANY)
+        return _WithoutCudaGraphs(graph.stats, graph, Workload(**self.workload), _PLACEHOLDER)
 
     def seconds(self, cluster: Cluster, launch: float) -> float:
         """Predict the seconds of a step, if a framework operation takes `launch` seconds."""
@@ -121,24 +121,24 @@ def held_to(cluster: Cluster, steps: list[float]) -> tuple[Cluster, str]:
     launches = np.array([piece.seconds(cluster, 1e-3) for piece in PIECES]) / 1e-3 - kernels / 1e-3
 
     def predicted(logs: np.ndarray) -> np.ndarray:
-        launch, slower = np.exp(logs)
-        return np.asarray(launches * launch + kernels * slower)
+        launch, slowdown = np.exp(logs)
+        return np.asarray(launches * launch + kernels * slowdown)
 
     found = least_squares(
         lambda logs: np.log(predicted(logs) / steps),
         (np.log(steps[0] / launches[0]), 0.1),
         bounds=((-np.inf, 0.0), np.inf),
     )
-    (launch, slower), off = np.exp(found.x).tolist(), predicted(found.x) / steps - 1
-    held = scaled.device(cluster, 1 / slower)
+    (launch, slowdown), errors = np.exp(found.x).tolist(), predicted(found.x) / steps - 1
+    corrected = scaled.device(cluster, 1 / slowdown)
     correction = (
-        f"training steps took {slower:.2f} times as long as their kernels, and an operation"
+        f"training steps took {slowdown:.2f} times as long as their kernels, and an operation"
         f" {1e6 * launch:.1f} us ({len(steps)} pieces, then predicted within"
-        f" {show_percent(min(off), sign=True)} and {show_percent(max(off), sign=True)})"
+        f" {show_percent(min(errors), sign=True)} and {show_percent(max(errors), sign=True)})"
     )
     return (
-        held.model_copy(
-            update={"device": held.device.model_copy(update={"launch": min(launch, 0.1)})}
+        corrected.model_copy(
+            update={"device": corrected.device.model_copy(update={"launch": min(launch, 0.1)})}
         ),
         correction,
     )

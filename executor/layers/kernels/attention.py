@@ -128,9 +128,9 @@ class _AttendPairs(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, rows: Tensor, vectors: Tensor, block: Block, slope: float) -> Tensor:
         logits = rows.new_empty(len(vectors), block.edges)
-        for some, pairs in _pairs(rows, block.indices, block.readers):
+        for part, pairs in _pairs(rows, block.indices, block.readers):
             each = F.leaky_relu_(pairs, slope).chunk(len(vectors), 1)
-            for of_head, vector, logit in zip(each, vectors, logits[:, some], strict=True):
+            for of_head, vector, logit in zip(each, vectors, logits[:, part], strict=True):
                 torch.mv(of_head, vector, out=logit)
         weights, out = _attended(block, rows[:, : rows.shape[1] // 2], logits)
         ctx.block, ctx.slope = block, slope
@@ -147,11 +147,11 @@ class _AttendPairs(torch.autograd.Function):
         by = _to_logits(block, rows[:, :h_out], weights, out, grad).T.contiguous()
 
         def add_slopes(indptr: Tensor, sources: Tensor, readers: Tensor, into: Tensor) -> None:
-            for some, pairs in _pairs(rows, sources, readers):
+            for part, pairs in _pairs(rows, sources, readers):
                 slopes = torch.ops.aten.leaky_relu_backward(
-                    by[some, :, None], pairs.view(-1, *vectors.shape), ctx.slope, False
+                    by[part, :, None], pairs.view(-1, *vectors.shape), ctx.slope, False
                 )
-                _add_up(slopes.view_as(pairs), indptr, some.start, into)
+                _add_edges(slopes.view_as(pairs), indptr, part.start, into)
 
         to_z, to_r = to_rows.chunk(2, 1)
         add_slopes(block.indptr, block.indices, block.readers, to_r)
@@ -170,11 +170,11 @@ def _pairs(rows: Tensor, sources: Tensor, readers: Tensor) -> Iterator[tuple[sli
     places = torch.stack([2 * sources, 2 * readers + 1], 1)
     each = max(1, EDGE_NUMBERS[rows.device.type] // halves.shape[1])
     for start in range(0, len(places), each):
-        some = slice(start, start + each)
-        yield some, F.embedding_bag(places[some], halves, mode="sum")
+        part = slice(start, start + each)
+        yield part, F.embedding_bag(places[part], halves, mode="sum")
 
 
-def _add_up(values: Tensor, indptr: Tensor, start: int, into: Tensor) -> None:
+def _add_edges(values: Tensor, indptr: Tensor, start: int, into: Tensor) -> None:
     """Add values [n, H], of the edges from `start` on, to the edges' rows in a CSR."""
     stop = start + len(values)
     ends = torch.tensor([start, stop - 1], dtype=indptr.dtype, device=indptr.device)

@@ -123,19 +123,19 @@ class Block:
         place = torch.full_like(self.t_indptr[1:], -1)
         place[kept] = torch.arange(kept.numel(), dtype=torch.int32, device=place.device)
         source = place.index_select(0, self.indices)
-        stays = source >= 0
-        ends, t_stays = _ends(stays), stays.index_select(0, self.order)
+        is_kept = source >= 0
+        ends, t_is_kept = _counts_before(is_kept), is_kept.index_select(0, self.order)
         first = torch.cat([self.t_indptr[:-1][kept], self.t_indptr[-1:]])
         block = copy.copy(self)
-        block.n_src, block.indices = kept.numel(), source[stays]
+        block.n_src, block.indices = kept.numel(), source[is_kept]
         block.indptr = ends.index_select(0, self.indptr)
-        block.t_indptr = _ends(t_stays).index_select(0, first)
-        block.t_indices = self.t_indices[t_stays]
-        block.order = ends.index_select(0, self.order)[t_stays]
+        block.t_indptr = _counts_before(t_is_kept).index_select(0, first)
+        block.t_indices = self.t_indices[t_is_kept]
+        block.order = ends.index_select(0, self.order)[t_is_kept]
         block.edges = block.indices.numel()
         weight = scale.index_select(0, self.indices)
         weight = weight if self.weight is None else weight * self.weight
-        block._set_weight(weight[stays].to(dtype))
+        block._set_weight(weight[is_kept].to(dtype))
         return block
 
     def mean(self, dtype: torch.dtype = torch.float32) -> Block:
@@ -185,9 +185,9 @@ def check_rows(block: Block, x: Tensor) -> None:
         raise ValueError(f"{block} needs {block.n_src} source rows, not {x.shape[0]}")
 
 
-def _ends(stays: Tensor) -> Tensor:
+def _counts_before(is_kept: Tensor) -> Tensor:
     """Count the True values before each position: bool [E] -> int32 [E + 1]."""
-    return torch.nn.functional.pad(stays.cumsum(0, dtype=torch.int32), (1, 0))
+    return torch.nn.functional.pad(is_kept.cumsum(0, dtype=torch.int32), (1, 0))
 
 
 def _int32(array: np.ndarray) -> Tensor:

@@ -73,7 +73,7 @@ class Even(NamedTuple):
             scaled = (selected - lowest.to(rows.dtype)).mul_(1 / spacing.to(rows.dtype))
             words = mix(keys[part, None] + steps).view(torch.int16)[:, :width]
             scaled.add_(words.to(rows.dtype), alpha=2.0**-16).add_(0.5 + 2.0**-17)
-            packed[part, :-PARAMETERS] = _together(scaled, self.bits)
+            packed[part, :-PARAMETERS] = _pack_codes(scaled, self.bits)
             packed[part, -PARAMETERS:] = torch.cat([lowest, spacing], 1).view(torch.uint8)
         return packed
 
@@ -111,7 +111,7 @@ def _range(rows: Tensor, bits: int) -> tuple[Tensor, Tensor]:
     return lowest, torch.nextafter(spacing.to(torch.bfloat16).clamp_(min=LEAST), infinity)
 
 
-def _together(scaled: Tensor, bits: int) -> Tensor:
+def _pack_codes(scaled: Tensor, bits: int) -> Tensor:
     """Pack several codes per byte: the whole parts of numbers [R, H] -> int16 [R, .]."""
     each, width = 8 // bits, scaled.shape[1]
     stride = -(-width // each)
@@ -119,11 +119,11 @@ def _together(scaled: Tensor, bits: int) -> Tensor:
     codes = scaled.to(torch.int16)
     if each * stride > width:
         codes = torch.nn.functional.pad(codes, (0, each * stride - width))
-    together = codes[:, :stride]
+    packed = codes[:, :stride]
     for place in range(1, each):
         columns = codes[:, place * stride : (place + 1) * stride]
-        together = torch.add(together, columns, alpha=1 << (place * bits))
-    return together
+        packed = torch.add(packed, columns, alpha=1 << (place * bits))
+    return packed
 
 
 @dataclass
@@ -174,8 +174,8 @@ class Mix:
         for bits, (selected, places) in self.groups.items():
             where = selected if positions is None else positions[selected]
             packed_rows = Even(bits).pack(rows, where, vertices[selected], *numbers)
-            codes, room = packed_rows[:, :-PARAMETERS], bits // 2 * planes.shape[2]
-            codes = torch.nn.functional.pad(codes, (0, room - codes.shape[1]))
+            codes, plane_bytes = packed_rows[:, :-PARAMETERS], bits // 2 * planes.shape[2]
+            codes = torch.nn.functional.pad(codes, (0, plane_bytes - codes.shape[1]))
             planes[places // 2, places % 2] = codes.reshape(len(places), planes.shape[2])
             packed[selected, -PARAMETERS:] = packed_rows[:, -PARAMETERS:]
         return packed

@@ -79,8 +79,8 @@ def by_onednn() -> bool:
     """
     if not torch.backends.cpu.get_cpu_capability().startswith("AVX512"):
         return False
-    known: dict[str, Any] = getattr(torch.cpu, "get_capabilities", dict)()  # not in older torch
-    return "Intel" not in str(known.get("cpu_name")) and has_onednn()
+    cpu: dict[str, Any] = getattr(torch.cpu, "get_capabilities", dict)()  # not in older torch
+    return "Intel" not in str(cpu.get("cpu_name")) and has_onednn()
 
 
 @functools.cache
@@ -114,8 +114,8 @@ def code_of(dtype: torch.dtype) -> float:
 
 def product_codes() -> dict[str, float]:
     """Return `code_of` as fields of a Device (planner/cluster/spec.py)."""
-    of_rounded = code_of(torch.bfloat16)
-    return {"product_code": code_of(torch.float32), "product_code_bfloat16": of_rounded}
+    bfloat16_bytes = code_of(torch.bfloat16)
+    return {"product_code": code_of(torch.float32), "product_code_bfloat16": bfloat16_bytes}
 
 
 def _bfloat16_by_onednn() -> bool:
@@ -146,29 +146,29 @@ def has_onednn() -> bool:
 
 
 def _product(
-    a: Tensor, b: Tensor, bias: Tensor | None = None, after: str = "none", summed: bool = False
+    a: Tensor, b: Tensor, bias: Tensor | None = None, activation: str = "none", summed: bool = False
 ) -> Tensor:
-    """Multiply a [R, K] by b [H, K] transposed, add bias [H] -> [R, H], and apply `after`.
+    """Multiply a [R, K] by b [H, K] transposed, add bias [H] -> [R, H], and apply `activation`.
 
     summed: whether K, the summed dimension, is the one that varies; else R varies.
     """
-    is_rest = _is_rest(a, summed)
-    if _is_private(a, b) and not is_rest:
-        return _onednn(a, b, bias, after)
-    if a.dtype == torch.bfloat16 and is_rest:
+    is_last_piece = _is_last_piece(a, summed)
+    if _is_private(a, b) and not is_last_piece:
+        return _onednn(a, b, bias, activation)
+    if a.dtype == torch.bfloat16 and is_last_piece:
         bias = None if bias is None else bias.float()
-        return _product(a.float(), b.float(), bias, after, summed).to(a.dtype)
+        return _product(a.float(), b.float(), bias, activation, summed).to(a.dtype)
     out = F.linear(a, b, bias)
-    return out.relu_() if after == "relu" else out
+    return out.relu_() if activation == "relu" else out
 
 
-def _put(out: Tensor, a: Tensor, b: Tensor, add: bool = False, summed: bool = False) -> None:
+def _store(out: Tensor, a: Tensor, b: Tensor, add: bool = False, summed: bool = False) -> None:
     """Write `_product` of a and b into out [R, H], or add it.
 
     MKL writes and adds in place, and so does oneDNN with bfloat16 rows; its private operation does
     not. cuBLAS sums into a wider type without rounding.
     """
-    if _is_private(a, b) or out.dtype != a.dtype or _is_rest(a, summed):
+    if _is_private(a, b) or out.dtype != a.dtype or _is_last_piece(a, summed):
         product = (
             torch.mm(a, b.t(), out_dtype=out.dtype) if a.is_cuda else _product(a, b, summed=summed)
         )
@@ -185,14 +185,14 @@ def _is_private(a: Tensor, b: Tensor) -> bool:
     return is_float32 and a.numel() > 0 and b.numel() > 0
 
 
-def _is_rest(a: Tensor, summed: bool) -> bool:
+def _is_last_piece(a: Tensor, summed: bool) -> bool:
     """Whether `a` is the short last piece of `_pieces`, for which oneDNN shall compile nothing."""
     return a.shape[summed] < Shapes.least and _by_pieces(a)
 
 
-def _onednn(a: Tensor, b: Tensor, bias: Tensor | None = None, after: str = "none") -> Tensor:
+def _onednn(a: Tensor, b: Tensor, bias: Tensor | None = None, activation: str = "none") -> Tensor:
     """Compute `_product` by oneDNN, which copies a transposed `a` but not a transposed `b`."""
-    product: Tensor = torch.ops.mkldnn._linear_pointwise(a, b, bias, after, [], "")
+    product: Tensor = torch.ops.mkldnn._linear_pointwise(a, b, bias, activation, [], "")
     return product
 
 
@@ -204,7 +204,7 @@ def _add_weight_gradient(total: Tensor, grad: Tensor, x: Tensor) -> None:
     """
     if x.shape[1] < grad.shape[1]:
         total, grad, x = total.t(), x, grad
-    _put(total, grad.t(), x.t(), add=True, summed=True)
+    _store(total, grad.t(), x.t(), add=True, summed=True)
 
 
 def weight_gradient(gradient: Tensor, x: Tensor) -> Tensor:
@@ -235,13 +235,13 @@ class _LinearSum(torch.autograd.Function):
     def forward(ctx: Any, bias: Tensor | None, relu: bool, *tensors: Tensor) -> Tensor:
         xs, dtype = tensors[::2], tensors[0].dtype
         weights = [weight.to(dtype) for weight in tensors[1::2]]
-        of_bias, bias = bias, None if bias is None else bias.to(dtype)
+        bias_parameter, bias = bias, None if bias is None else bias.to(dtype)
 
         def compute(part: slice) -> Tensor:
             relu_inside = relu and len(xs) == 1
             out = _product(xs[0][part], weights[0], bias, "relu" if relu_inside else "none")
             for x, weight in zip(xs[1:], weights[1:], strict=True):
-                _put(out, x[part], weight, add=True)
+                _store(out, x[part], weight, add=True)
             return out.relu_() if relu and not relu_inside else out
 
         if _by_pieces(xs[0]):
@@ -250,7 +250,7 @@ class _LinearSum(torch.autograd.Function):
                 out[part] = compute(part)
         else:
             out = compute(slice(None))
-        ctx.save_for_backward(*tensors, of_bias, out if relu else None)
+        ctx.save_for_backward(*tensors, bias_parameter, out if relu else None)
         return out
 
     @staticmethod
@@ -276,7 +276,7 @@ class _LinearSum(torch.autograd.Function):
                 piece = torch.ops.aten.threshold_backward(piece, out[part], 0)
             for i, x in enumerate(xs):
                 if (gradient := to_x[i]) is not None:
-                    _put(gradient[part], piece, transposed[i])
+                    _store(gradient[part], piece, transposed[i])
                 if (gradient := to_weight[i]) is not None:
                     _add_weight_gradient(gradient, piece, x[part])
             if to_bias is not None:
