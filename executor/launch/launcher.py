@@ -1,7 +1,7 @@
 """The launcher's entry points: start the local ranks of a plan, and wait for them.
 
-The command line uses this module only, so it also offers what asked.py, options.py and
-rank_process.py define. The ranks themselves run rank_process.py.
+The command line uses this module only, so it also exports names of asked.py, emulation.py,
+preflight.py and rank_process.py. The ranks themselves run rank_process.py.
 """
 
 from __future__ import annotations

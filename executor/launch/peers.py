@@ -62,7 +62,7 @@ class Agreement(NamedTuple):
     differs: list[str]  # where servers differ from those that the plan was made for
 
 
-# -- before they train -----------------------------------------------------------------------------
+# -- before training -------------------------------------------------------------------------------
 
 
 def refusal(process: int, error: GnnplanError) -> Found:
@@ -179,7 +179,7 @@ def _by_host(messages: Sequence[Found]) -> list[str]:
     ]
 
 
-# -- of a failure ----------------------------------------------------------------------------------
+# -- after a failure -------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)

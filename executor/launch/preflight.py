@@ -30,14 +30,14 @@ from gnnplan.planner.vocabulary.errors import GnnplanError, OtherData, SpecError
 from gnnplan.planner.vocabulary.files import MOST_SHOWN, must_be_folder, nearest
 from gnnplan.planner.vocabulary.units import show_bytes, show_count
 
-LEAST_MEMORY = 200e6  # [B] of a process that has imported torch
+LEAST_MEMORY = 200e6  # memory of a process that has imported torch [B]
 # Predictions of memory are off by less than this factor, so what is refused cannot fit.
 SLACK = 1.1
-# files that a rank opens: its own, per connection to a peer, per layer that a sampler sends, and
-# per sampler
+# open files of a rank: its own; per connection to a peer; per layer of a batch that a sampler
+# sends; per sampler
 FILES, FILES_OF_A_PEER, FILES_OF_A_LAYER, FILES_OF_A_SAMPLER = 64, 8, 10, 4
-# least numbers of threads of a rank, and of its sampler, with those of their lanes, of Gloo and of
-# torch; a rank of a pipelined P3 has 14
+# least number of threads of a rank and of a sampler, including threads of lanes, Gloo and torch; a
+# rank of a pipelined P3 has 14
 THREADS, SAMPLER_THREADS = 8, 6
 SHARED_MEMORY = Path("/dev/shm")
 SHOWN = 12  # hexadecimal digits of a graph's hash in messages
@@ -66,7 +66,7 @@ class Row:
 
 
 def look(asked: Asked) -> list[Row]:
-    """All rows of the table."""
+    """Return all rows of the table."""
     rows = [_gnnplan(asked), _torch(asked), *_training_rows(asked)]
     return rows + [check(asked) for check in CHECKS] + [check(asked.env) for check in MEETING]
 

@@ -88,7 +88,7 @@ def _network(
     fields: dict[str, Any] = {"intra_node": Link(bandwidth=1e9, latency=50e-6)}
     assumed = "assumed: one rank of a server has nobody to measure with"
     provenance = {"intra_node.bandwidth": assumed, "intra_node.latency": assumed}
-    inside = None  # link and shape of exchanges inside servers, which are part of those between all
+    inside = None  # link and shape of exchanges inside servers; exchanges of all ranks contain them
     for where, places in (("intra_node", (each,)), ("inter_node", (servers, each))):
         samples: list[tuple[int, float, float]] = found.get(f"exchange.{where}", [])
         if not samples:

@@ -50,7 +50,7 @@ def medians(rounds: Sequence[Sequence[float]]) -> list[float]:
 
 
 class Messages:
-    """One rank among those that measure.
+    """One of the measuring ranks, and the timing of messages.
 
     All ranks call every method together, and every rank gets the results of all ranks.
     """

@@ -1,9 +1,9 @@
 """Short trainings of one rank, which correct the times of single kernels.
 
 A kernel that is timed alone, on the same rows, is faster than in a training. In a training the
-caches hold other rows, autograd runs between the kernels, and memory is not allocated yet. Steps of
-a few trainings (pieces) give two numbers: the cost of a framework operation, and the ratio of the
-steps' time to the time of their kernels alone.
+caches hold other rows, autograd runs between the kernels, and memory is still being allocated.
+Steps of a few trainings (pieces) give two numbers: the cost of a framework operation, and the ratio
+of the steps' time to the time of their kernels alone.
 """
 
 from __future__ import annotations
