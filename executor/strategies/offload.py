@@ -329,7 +329,7 @@ class Worker(base.Worker):
         tensors.boundary = received if is_backward else NOTHING
 
     def _add_gradients(self, layer: int, chunk: _Chunk, local: Tensor, received: Tensor) -> None:
-        """Add the gradients of the rank's rows that the chunk read, and of the rows that it sent."""
+        """Add the gradients of the rank's rows that the chunk read, and of the rows it sent."""
         into, part = self.gradients[layer - 1], chunk.parts[layer]
         if chunk is self.chunks[0]:
             into.zero_()
