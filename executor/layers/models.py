@@ -74,9 +74,9 @@ class Net(nn.Module):
             self._initialise(workload.seed)
 
     def _store_by_columns(self) -> None:
-        """Store weights that multiply sparse features in column-major order.
+        """Store weights that multiply compressed features in column-major order.
 
-        The product with sparse rows gathers columns; `linear` would otherwise transpose the weight.
+        The product with compressed rows gathers columns; `linear` would transpose the weight.
         """
         first = self.layers["1"] if self.encoder is None else self.encoder
         for name, parameter in first.named_parameters():

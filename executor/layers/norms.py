@@ -91,7 +91,7 @@ class Moments:
 
 
 class LayerNorm(nn.LayerNorm):
-    """Layer norm, whose weights stay float32 if rows are bfloat16."""
+    """Layer norm, whose weights stay float32 if rows are rounded."""
 
     def forward(self, x: Tensor, moments: Tensor | None = None) -> Tensor:
         weight, bias = self.weight.to(x.dtype), self.bias.to(x.dtype)

@@ -97,7 +97,7 @@ class Exchange:
     def forward(
         self, packed: Tensor, into: Tensor | None = None, lengths: np.ndarray | None = None
     ) -> Tensor:
-        """Send packed rows and receive the halo, dense (`swap`) or sparse.
+        """Send packed rows and receive the halo, dense (`swap`) or compressed.
 
         lengths: of features, the number of stored values of each halo row [sum take]. All ranks
         know it (Graph.lengths), so it is not sent.

@@ -5,7 +5,7 @@ Files have the names of planner/strategies/. Spans have the labels of the planne
     base.py             the interface of a strategy to the training loop
     graph_parallel.py   graph parallel, PipeGCN, bns: halos exchanged before each layer
     layerwise.py        their training step, forward and backward
-    halo.py             their halo exchange: fresh, cached, stale and quantized rows
+    halo.py             their halo exchange: fresh, cached, stale and packed rows
     constant_rows.py    their features, fetched at set-up
     gradient_errors.py  errors of a step's gradient against the exact gradient
     feature_parallel.py sums over edges on columns of all rows

@@ -1,7 +1,7 @@
 """The error of a step's gradient against the exact gradient at the same weights.
 
 After a step, the ranks make a second pass with the same weights and dropout masks, but with
-synchronous, unquantized exchanges. Its gradient is exact. The pass leaves training unchanged.
+synchronous exchanges of whole rows. Its gradient is exact. The pass leaves training unchanged.
 """
 
 from __future__ import annotations

@@ -136,7 +136,7 @@ class Worker(base.Worker):
 
     @property
     def _current_halo(self) -> Halo:
-        """The halo exchange of this pass; evaluation exchanges all rows, unquantized, fresh."""
+        """The halo exchange of this pass; evaluation exchanges all rows, whole and fresh."""
         return self.halo if self.training else self.plain_halo
 
     @property

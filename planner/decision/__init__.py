@@ -4,7 +4,7 @@
     search.py          evaluates all candidates, and ranks them
     room.py            the memory or servers with which a strategy would fit
     recommendation.py  draws of uncertain predictions: chances, ranges and regrets
-    dtypes.py          float32 or bfloat16 rows (--dtype auto)
+    dtypes.py          float32 or rounded rows (--dtype auto)
     whole.py           the whole training, full-graph and mini-batch, on all numbers of GPUs
     epochs.py          how many epochs a training has
     summary.py         the lines at the beginning of a plan

@@ -164,7 +164,7 @@ class Kind:
     by_columns: ClassVar[tuple[str, ...]] = ()
     # reason, in words, why `by_columns` is empty
     lacks_columns: ClassVar[str] = "reads an encoder's output"
-    rounds_rows: ClassVar[bool] = True  # rows may be bfloat16 (--dtype)
+    rounds_rows: ClassVar[bool] = True  # rows may be rounded (--dtype)
     # properties of a model of such layers:
     encodes: ClassVar[bool] = False  # an encoder before the first layer, a decoder after the last
     reads_initial: ClassVar[bool] = False  # every layer reads the encoder's output

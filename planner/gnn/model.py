@@ -418,8 +418,8 @@ class Model:
 def describe(workload: Workload, features: int, classes: int, stored: float = 0.0) -> Model:
     """Make a workload's model for a graph with this number of feature columns and classes.
 
-    stored: nonzeros per row of sparse features, on average; 0: dense features. In link prediction
-    the last layer is as wide as hidden layers, whatever the number of classes.
+    stored: numbers stored per row of compressed features, on average; 0: dense features. In link
+    prediction the last layer is as wide as hidden layers, whatever the number of classes.
 
     >>> model = describe(Workload(layers=3, hidden=16), 40, 5)
     >>> [(layer.h_in, layer.h_out) for layer in model.layers]

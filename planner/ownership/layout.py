@@ -370,7 +370,7 @@ class Layout:
         position = np.empty(self.graph.stats.vertices, dtype=np.int32)
         position[self.rows(rank, layer - 1)] = np.arange(piece.local, dtype=np.int32)
         position[piece.halo] = piece.local + np.arange(piece.halo.size, dtype=np.int32)
-        for start in range(0, columns.size, AT_ONCE):  # numpy copies indices to 64 bits
+        for start in range(0, columns.size, AT_ONCE):  # numpy copies indices to int64
             block = columns[start : start + AT_ONCE]
             block[:] = position[block]
         return np.concatenate([[0], np.cumsum(degree)]), columns

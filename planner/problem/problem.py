@@ -254,7 +254,7 @@ class Problem:
 
     @property
     def repeats(self) -> bool:
-        """`Workload.repeats`, and dense features: the host passes the step to sparse dropout."""
+        """`Workload.repeats`, and dense features: only these have dropout in a CUDA graph."""
         return self.workload.repeats and self.model.inputs.alike
 
     def launching(self, replayed: bool) -> Problem:

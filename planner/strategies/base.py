@@ -39,7 +39,7 @@ T = TypeVar("T")
 # uses of memory that are no tensors of the training: libraries, NCCL's buffers, and the server's
 # graph data, which counts to a rank that runs on the server's processor
 BESIDE_TRAINING = ("runtime", "communicators", "host")
-# mode -> the strategies that can train with rows in bfloat16 (Strategy.rounds_rows)
+# mode -> the strategies that can train with rounded rows, --dtype (Strategy.rounds_rows)
 ROUNDING = {
     "full": "graph_parallel, pipegcn, gnnpipe, granndis, bns, feature_parallel or offload",
     "mini": "data_parallel, gsplit, dnp or snp",
@@ -70,7 +70,7 @@ class Strategy(ABC):
     mode: ClassVar[str] = "full"  # 'full': trains on the full graph; 'mini': on mini-batches
     # published name of a variant -> the knobs that the name sets
     names: ClassVar[Mapping[str, Mapping[str, object]]] = {}
-    rounds_rows: ClassVar[bool] = False  # whether it can train with rows in bfloat16 (ROUNDING)
+    rounds_rows: ClassVar[bool] = False  # whether it can train with rounded rows (ROUNDING)
     # module that trains the strategy, by open_worker(rank, problem, strategy, first) -> Worker
     executor: ClassVar[str]
     examples: ClassVar[tuple[Example, ...]]  # variants that `gnnplan check` and tests train

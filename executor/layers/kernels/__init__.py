@@ -10,14 +10,14 @@ Open
     rows.py            for `SparseRows`: features of which most are zero
     matmul.py          for `linear`, `linear_sum`, `Shapes`, `warm_up`: products by MKL or oneDNN
     hashed_dropout.py  for `dropout`: masks that are a hash of (seed, epoch, layer, vertex, column)
-    few_bits.py        for `Even`, `Mix`: quantized rows with stochastic rounding, with the same
-                       number of bits in all rows, or a number per row
+    few_bits.py        for `Even`, `Mix`: packed rows with stochastic rounding, of one
+                       width or of a width per row
     triton_kernels.py  for sums over edges, attention and dropout on GPUs
     page_locked.py     for `sent`, `on_device`: copies to a GPU that do not block the host
     gpu.py             for `triton_kernels`: whether Triton works on this GPU
     runtime.py         for typed autograd calls, `backward`, the allocator's settings
 
-Shapes: R destination rows, S source rows, E edges, Z stored values of sparse rows, H values per row
+Shapes: R destination rows, S source rows, E edges, Z stored values of rows, H values per row
 (H_in and H_out for a linear layer)."""
 
 from gnnplan.executor.layers.kernels.aggregation import (

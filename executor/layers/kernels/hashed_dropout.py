@@ -105,7 +105,7 @@ def _mixed(z: int) -> int:
 
 
 def _signed(z: int) -> int:
-    """Return the int64 with the bits of a uint64."""
+    """Reinterpret a uint64 as an int64."""
     return z - 2**64 if z >= 2**63 else z
 
 

@@ -39,8 +39,8 @@ Epoch 0 is an evaluation pass with the initial weights. Our choices where the pa
     There are 4 x stages chunks by default.
     Layers are divided by cost, so that the slowest stage is as fast as possible.
 
-Exact only with one chunk and unquantized rows; otherwise historical rows, or quantized rows
-between stages, approximate the gradient.
+Exact only with one chunk and whole rows; otherwise historical rows, or packed rows between
+stages, approximate the gradient.
 
 Bytes per epoch, for N vertices, rows of H numbers of b bytes, g ranks per stage and W weights of
 all stages:
@@ -153,7 +153,7 @@ def _step(pipe: Pipeline, problem: Problem) -> Iterator[Op]:
     A chunk:  receive -> [exchange ->] compute ... -> send      forward, from the stage before
               receive -> compute [-> exchange] ... -> send      backward, from the stage after
 
-    If rows are quantized, they are packed before `send` and unpacked after `receive`.
+    With a codec, rows are packed before `send` and unpacked after `receive`.
     """
     g, b, facts = pipe.members(problem), problem.model.itemsize, pipe.facts(problem)
     last, kept = settled(pipe.stages) - 1, np.array(pipe.kept(problem), dtype=float)

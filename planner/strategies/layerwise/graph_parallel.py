@@ -45,7 +45,8 @@ Bytes per epoch, for halos B_i of parts i = 1 .. M, numbers of b bytes and W wei
 
     2 b sum_{l=2..L} H_{l-1} sum_i |B_i|  +  2 (M-1) W b
 
-Packed rows have fewer bytes. With dtype bfloat16 the first b is 2; that of weights stays 4.
+Packed rows have fewer bytes. If rows are rounded (--dtype), the first b is 2; that of weights stays
+4.
 
 The halo of the features is sent once, before the first step. Source: PipeGCN (ICLR 2022), Alg. 1
 and Sec. 3.4; GNNPipe (arXiv 2308.10087), Sec. 2, for the baseline.

@@ -113,7 +113,7 @@ def _kept_rows(
 
     Each layer keeps the halo rows and the gradients received last. If rows lag, they are kept as
     encoded, with buffers for sending too, and one more buffer for smoothing serves all layers in
-    turn. With bits='adaptive', ranks also keep the bits of each row.
+    turn. An adaptive codec also keeps the width of each row.
     """
     kept, smoothed = np.zeros((2, problem.ranks))
     model, codec = problem.model, options.codec

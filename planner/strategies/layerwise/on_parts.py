@@ -43,7 +43,7 @@ class OnParts(Strategy):
     """A strategy whose ranks own parts of the graph and exchange halo rows."""
 
     rounds_rows: ClassVar[bool] = True
-    adapts: ClassVar[bool] = False  # whether the executor supports bits='adaptive' (codec.py)
+    adapts: ClassVar[bool] = False  # whether the executor supports the adaptive codec (codec.py)
 
     @property
     @abstractmethod

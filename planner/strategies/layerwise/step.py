@@ -2,12 +2,12 @@
 
     one step   |halo f 1|forward 1| .. |forward L|loss|backward L|halo b L| .. |all_reduce|update|
 
-Rows that are quantized are packed before the exchange and unpacked after it (planner/gnn/codec.py):
+With a codec, rows are packed before the exchange and unpacked after it (planner/gnn/codec.py):
 
     .. |pack f 2|halo f 2|unpack f 2|forward 2| ..  |backward 2|pack b 2|halo b 2|unpack b 2| ..
 
 For link prediction, ranks exchange the rows of edges' endpoints before the loss, as if for a layer
-L + 1, and return their gradients after the loss; these rows are not quantized.
+L + 1, and return their gradients after the loss; these rows are not packed.
 
 planner/gnn/model.py counts the work of layers; planner/ownership/layout.py, the rows of ranks.
 """

@@ -115,8 +115,8 @@ class Batch:
         self.pulled = self.own * (len(p3.rail(problem, 0)) - 1)
         # send buffers: in the pipeline the rank continues before its messages are sent
         self.send_buffers = self.peers * p3.pipelined
-        # a sparse input has a copy sorted by column for the gradient of its product; own rows, a
-        # part of the rows read, have a product and a copy of their own
+        # a compressed input has a copy sorted by column for the gradient of its product; own rows,
+        # a part of the rows read, have a product and a copy of their own
         by_column = sliced.inputs.sorted(sources)
         self.sorted = by_column + sliced.own_sorted(rows)
         self.loaded = sliced.inputs.held(sources) - by_column
