@@ -435,7 +435,7 @@ class _Record:
 
     def counts(self) -> dict[str, Any]:
         stale = getattr(self.worker, "errors", {})
-        of_weights = self.gradient_errors.errors if self.gradient_errors else {}
+        gradient_errors = self.gradient_errors.errors if self.gradient_errors else {}
         rows = Counter(self.earlier.get("rows", {}))
         rows.update(getattr(self.worker, "rows", {}))
         return {
@@ -443,7 +443,7 @@ class _Record:
             "rss_bytes": self.resident_bytes,
             "rows": dict(rows),
             "staleness": self._appended("staleness", stale),
-            "gradient_errors": self._appended("gradient_errors", of_weights),
+            "gradient_errors": self._appended("gradient_errors", gradient_errors),
             "before": list(self.earlier.get("before", [])),
         }
 
@@ -490,7 +490,7 @@ class Metrics:
     def append(self, line: str) -> None:
         """Append a line. Raises SpecError if it cannot be written or the file was changed."""
         try:
-            there = os.stat(self.path).st_size
+            size = os.stat(self.path).st_size
             self._stream.write(line.encode())
             # Flushed, so that the line outlives a lost rank. Not synced: other ranks would take a
             # rank that waits for the disk for a lost peer.
@@ -500,9 +500,9 @@ class Metrics:
                 f"{self.path}: cannot be written ({error.strerror}); free the disk or put it back,"
                 " and go on with --resume"
             ) from error
-        if there != self._size:
+        if size != self._size:
             raise SpecError(
-                f"{self.path} has {there:,} bytes, and this run has written {self._size:,}: another"
+                f"{self.path} has {size:,} bytes, and this run has written {self._size:,}: another"
                 " program has changed it; put it back and go on with --resume, or start anew with"
                 " another --out"
             )

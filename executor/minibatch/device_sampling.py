@@ -160,9 +160,9 @@ def place_rows(rows: Tensor, columns: Tensor) -> tuple[Tensor, Tensor]:
     R is known, so the host waits only for S.
     """
     distinct, inverse = torch.unique(torch.cat([rows, columns]), return_inverse=True)
-    of_rows, of_columns = inverse.split([len(rows), len(columns)])
-    new = torch.ones_like(distinct).index_fill_(0, of_rows, 0)
+    row_places, column_places = inverse.split([len(rows), len(columns)])
+    new = torch.ones_like(distinct).index_fill_(0, row_places, 0)
     place = new.cumsum(0, dtype=torch.int32) + (len(rows) - 1)
-    place.index_copy_(0, of_rows, torch.arange(len(rows), dtype=torch.int32, device=rows.device))
+    place.index_copy_(0, row_places, torch.arange(len(rows), dtype=torch.int32, device=rows.device))
     below = torch.empty_like(distinct).index_copy_(0, place.long(), distinct)
-    return below, place[of_columns]
+    return below, place[column_places]

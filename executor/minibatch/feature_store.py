@@ -131,7 +131,7 @@ class FeatureStore:
         counts = np.bincount(provider, minlength=rank.world)
         requests = np.zeros(rank.world, np.int64)  # number of rows that each rank asks for
         own_counts, own_ids = (
-            torch.from_numpy(of)[:, None].to(rank.device) for of in (counts, ids)
+            torch.from_numpy(numbers)[:, None].to(rank.device) for numbers in (counts, ids)
         )
         received = self.count_exchange.fetch(Label("ask", step, "n"), own_counts)
         rank.settle()  # notices lost peers

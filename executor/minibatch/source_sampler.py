@@ -50,12 +50,12 @@ class SourceSampler(Sampler):
         rows, their ids, the number of edges of each row, and the sources of these edges.
         """
         reader = np.repeat(np.arange(first.rows.size), np.diff(first.indptr))
-        of_row, of_edge = self.member[first.rows], self.member[first.columns]
+        row_owner, edge_owner = self.member[first.rows], self.member[first.columns]
         wanted, messages = [], []
         for place in range(len(self.peers)):
-            mask = of_edge == place
+            mask = edge_owner == place
             counts = np.bincount(reader[mask], minlength=first.rows.size)
-            rows = np.flatnonzero((counts > 0) | (of_row == place))
+            rows = np.flatnonzero((counts > 0) | (row_owner == place))
             parts = [[rows.size], first.rows[rows], counts[rows], first.columns[mask]]
             wanted.append(rows)
             messages.append(np.concatenate(parts).astype(np.int32))

@@ -259,7 +259,7 @@ def handed_over(out: Path, ours: Mapping[str, Any]) -> dict[int, dict[str, Any]]
     ours: `question` of this plan. The files of all ranks must be on this disk. Raises SpecError if
     a file is of another training, or its strategy cannot hand over to this plan's.
     """
-    found, folder = {}, out / "checkpoints"
+    questions, folder = {}, out / "checkpoints"
     for epoch in stored(folder, 0):
         first = file_of(folder, epoch, 0)
         about = header(first, checked=False)
@@ -268,12 +268,12 @@ def handed_over(out: Path, ours: Mapping[str, Any]) -> dict[int, dict[str, Any]]
         must_agree(first, about["question"], ours)
         theirs = about["question"]
         must_hand_over(first, theirs, ours)
-        of_others = (header(file_of(folder, epoch, rank)) for rank in range(1, theirs["ranks"]))
+        other_headers = (header(file_of(folder, epoch, rank)) for rank in range(1, theirs["ranks"]))
         if "whole" in about and all(
-            about is not None and about["question"] == theirs for about in of_others
+            about is not None and about["question"] == theirs for about in other_headers
         ):
-            found[epoch] = theirs
-    return found
+            questions[epoch] = theirs
+    return questions
 
 
 def file_of(folder: Path, epoch: int, rank: int) -> Path:

@@ -46,14 +46,14 @@ class Exchange:
         give: Sequence[np.ndarray],
         take: np.ndarray,
         group: tuple[int, ...] | None = None,
-        at: torch.device | None = None,
+        device: torch.device | None = None,
     ) -> None:
         self.rank = rank
         self.group = (rank.groups.of(group) if group else None) or rank.groups.exchanges
         self.take = [int(n) for n in take]
         # all peers' positions, concatenated
         positions = torch.from_numpy(np.concatenate(give).astype(np.int64))
-        self.positions = positions.to(at or rank.device)
+        self.positions = positions.to(device or rank.device)
         self.gives = [len(positions) for positions in give]
 
     @classmethod
@@ -63,7 +63,7 @@ class Exchange:
         wanted: Sequence[np.ndarray],
         owner: np.ndarray,
         own: np.ndarray,
-        at: torch.device | None = None,
+        device: torch.device | None = None,
     ) -> Exchange:
         """Make an exchange from ids: rank i receives the rows of the vertices wanted[i].
 
@@ -74,7 +74,7 @@ class Exchange:
         place[own] = np.arange(own.size)
         give = [place[ids[owner[ids] == rank.rank]] for ids in wanted]
         take = np.bincount(owner[wanted[rank.rank]], minlength=rank.world)
-        return cls(rank, give, take, at=at)
+        return cls(rank, give, take, device=device)
 
     def pack(self, rows: Tensor, into: Tensor | None = None) -> Tensor:
         """Copy the rows for all peers [sum gives, H], into a buffer if given.

@@ -26,9 +26,10 @@ class _Enqueued(Future[T]):
         self._done, self._device = stream.record_event(), device
 
     def result(self, timeout: float | None = None) -> T:
-        value, here = super().result(timeout), _streams(self._device).current_stream(self._device)
-        here.wait_event(self._done)
-        keep_until_used(here, value)
+        value = super().result(timeout)
+        stream = _streams(self._device).current_stream(self._device)
+        stream.wait_event(self._done)
+        keep_until_used(stream, value)
         return value
 
 
@@ -96,15 +97,15 @@ class Lanes:
 
         if self.device.type != "cuda":
             return self._threads[lane].submit(unless_failed)
-        here = torch.cuda.current_stream(self.device)
-        before = here.record_event()
+        stream = torch.cuda.current_stream(self.device)
+        before = stream.record_event()
 
         def on_stream() -> T:
             own = torch.cuda.current_stream(self.device)
             own.wait_event(before)
             result = unless_failed()
             own.synchronize()  # also waits for work after the last span
-            keep_until_used(here, result)
+            keep_until_used(stream, result)
             return result
 
         return self._threads[lane].submit(on_stream)

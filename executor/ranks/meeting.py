@@ -143,11 +143,11 @@ def started_by_launcher() -> bool:
     if absent := [
         name for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT") if not found.get(name)
     ]:
-        given = [name for name in ("RANK", "WORLD_SIZE") if name in found]
+        present = [name for name in ("RANK", "WORLD_SIZE") if name in found]
         raise SpecError(
-            f"{' and '.join(given)} {'are' if len(given) > 1 else 'is'} set, but"
+            f"{' and '.join(present)} {'are' if len(present) > 1 else 'is'} set, but"
             f" {' and '.join(absent)} not; start ranks with torchrun, or unset"
-            f" {'both' if len(given) > 1 else 'it'}"
+            f" {'both' if len(present) > 1 else 'it'}"
         )
     return True
 
@@ -203,15 +203,15 @@ def from_launcher() -> dict[str, str]:
             )
         job = count_of("SLURM_JOB_ID", env.get("SLURM_JOB_ID", "0"))
         node = env.get("SLURM_NODEID", "0")
-        here = _tasks_of(count_of("SLURM_NODEID", node), env.get("SLURM_STEP_TASKS_PER_NODE", ""))
+        tasks = _tasks_of(count_of("SLURM_NODEID", node), env.get("SLURM_STEP_TASKS_PER_NODE", ""))
         usual = env.get("SLURM_NTASKS_PER_NODE", env["SLURM_STEP_NUM_TASKS"])
-        of_slurm = {
+        slurm_env = {
             "GROUP_RANK": node,
-            "LOCAL_WORLD_SIZE": here or usual,
+            "LOCAL_WORLD_SIZE": tasks or usual,
             "MASTER_ADDR": _first_host(env.get("SLURM_STEP_NODELIST", "localhost")),
             "MASTER_PORT": str(20_000 + job % 10_000),
         }
-        found = {**of_slurm, **found, **{name: env[slurm] for name, slurm in names.items()}}
+        found = {**slurm_env, **found} | {name: env[slurm] for name, slurm in names.items()}
     for name in _COUNTS:
         if name in found:
             count_of(name, found[name])

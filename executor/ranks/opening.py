@@ -94,13 +94,13 @@ def place_rank(timeout_s: float, problem: Problem | None = None, on_cpu: bool = 
     torch.set_num_threads(max(1, count_of("GNNPLAN_THREADS", env.get("GNNPLAN_THREADS", "1"))))
     stay_on_own_cores(env)
     keep_allocator()
-    found = 0 if on_cpu else gpus()
+    gpu_count = 0 if on_cpu else gpus()
     if problem is not None and problem.placement and size == problem.ranks:
         number = problem.by_gpu[number]
-        if found >= problem.cluster.gpus_per_server:  # this process sees all GPUs of the server
+        if gpu_count >= problem.cluster.gpus_per_server:  # this process sees all GPUs of the server
             local = problem.placement[number] % problem.cluster.gpus_per_server
-    device = torch.device("cuda", local % found) if found else torch.device("cpu")
-    if found:
+    device = torch.device("cuda", local % gpu_count) if gpu_count else torch.device("cpu")
+    if gpu_count:
         torch.cuda.set_device(device)
     card = card_of(device)
     return Rank(number, size, device, backend_of([card]), timeout_s=timeout_s, card=card)

@@ -96,8 +96,8 @@ class Joined:
 
 def _side_by_side(parts: Mapping[int, Tensor]) -> Tensor:
     """Concatenate parts by columns; a scalar (the step count) is the same in every part."""
-    first, *others = (part for _, part in sorted(parts.items()))
-    return first if first.dim() < 2 else torch.cat([first, *others], 1)
+    first, *rest = (part for _, part in sorted(parts.items()))
+    return first if first.dim() < 2 else torch.cat([first, *rest], 1)
 
 
 def fill(targets: Mapping[str, Tensor], state: Mapping[str, Tensor]) -> None:
@@ -105,9 +105,9 @@ def fill(targets: Mapping[str, Tensor], state: Mapping[str, Tensor]) -> None:
     for name, target in targets.items():
         saved = state.get(name)
         if saved is None or saved.shape != target.shape or saved.dtype != target.dtype:
-            there = "nothing" if saved is None else f"{saved.dtype} {list(saved.shape)}"
+            stored = "nothing" if saved is None else f"{saved.dtype} {list(saved.shape)}"
             raise SpecError(
-                f"the checkpoint's {name} is {there}, this training's {target.dtype}"
+                f"the checkpoint's {name} is {stored}, this training's {target.dtype}"
                 f" {list(target.shape)}: it is of another training; start anew with another --out"
             )
         with torch.no_grad():

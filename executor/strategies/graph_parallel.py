@@ -155,7 +155,7 @@ def variance_weights(rank: Rank, problem: Problem, layout: Layout, net: Net) -> 
         if not layout.meets(layer):
             continue
         if (kind := (layout.kind(layer), edges)) not in by_kind:
-            pieces = [_squares(problem, layout, at, layer, edges) for at in range(layout.ranks)]
+            pieces = [_squares(problem, layout, r, layer, edges) for r in range(layout.ranks)]
             out = np.concatenate([by_sender[rank.rank] for by_sender in pieces])
             by_kind[kind] = out, np.concatenate(pieces[rank.rank])
         for end, weights in zip(("out", "in"), by_kind[kind], strict=True):

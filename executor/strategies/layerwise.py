@@ -104,12 +104,12 @@ class Worker(base.Worker):
             make_once = cache(make)
             return {layer: make_once(part) for layer, part in enumerate(share.parts, 1)}
 
-        all_exchanges = by_layer(lambda part: Exchange(self.rank, part.give, part.take, at=host))
-        exchanges = {n: each for n, each in all_exchanges.items() if share.parts[n - 1].meets}
+        unfiltered = by_layer(lambda part: Exchange(self.rank, part.give, part.take, device=host))
+        exchanges = {n: each for n, each in unfiltered.items() if share.parts[n - 1].meets}
         self.own_vertices = self.scored_vertices = torch.from_numpy(share.own)
         if share.ends is not None and share.ends.meets:
             exchanges[len(self.layers) + 1] = Exchange(
-                self.rank, share.ends.give, share.ends.take, at=host
+                self.rank, share.ends.give, share.ends.take, device=host
             )
             self.scored_vertices = torch.from_numpy(np.concatenate([share.own, share.ends.remote]))
         self.vertices_in_all = share.everyone

@@ -71,8 +71,8 @@ class OnBatches(base.Worker):
         self.rows = self.store.rows  # number of rows read, by class
         lists, device = supply.lists, drawing_device(rank, supply)
         assert lists is None or isinstance(lists, Structure)
-        asked = supply.batches, rank.rank, self.net.edges, rank.groups.timeout_s, lists, device
-        self.arriving = Arriving(rank, sampler(*asked), strategy.prefetch, first, load)
+        arguments = supply.batches, rank.rank, self.net.edges, rank.groups.timeout_s, lists, device
+        self.arriving = Arriving(rank, sampler(*arguments), strategy.prefetch, first, load)
 
     def _load(self, share: Share, span: _Recorded, others: T) -> tuple[Tensor, T]:
         """Copy to the device: a share's rows in the server's memory, and `others`.

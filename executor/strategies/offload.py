@@ -133,7 +133,7 @@ class Worker(base.Worker):
         """Make chunks, and allocate their rows in the server's memory."""
         numbers = [self._number(self.rank.rank, turn) for turn in self.turns]
         chunk_ids = [[layout.rows(number, h) for number in numbers] for h in range(self.last + 1)]
-        ends = np.cumsum([[0] + [ids.size for ids in of_layer] for of_layer in chunk_ids], axis=1)
+        ends = np.cumsum([[0] + [ids.size for ids in layer_ids] for layer_ids in chunk_ids], axis=1)
         self.chunks = [
             _Chunk(
                 turn,
@@ -184,9 +184,9 @@ class Worker(base.Worker):
     def _part(self, layout: Layout, turn: int, layer: int, own: np.ndarray) -> _Part:
         """Make a chunk's part of a layer. own: ids of this rank's rows of h_{l-1}, in order."""
         number = self._number(self.rank.rank, turn)
-        of_rank = layout.owner // len(self.turns)
+        rank_of = layout.owner // len(self.turns)
         halos = [layout.piece(self._number(r, turn), layer).halo for r in range(self.rank.world)]
-        wanted = [halo[of_rank[halo] != rank] for rank, halo in enumerate(halos)]
+        wanted = [halo[rank_of[halo] != rank] for rank, halo in enumerate(halos)]
         # vertex -> place among own rows [N]; -1: another rank's vertex
         place = np.full(layout.graph.stats.vertices, -1, dtype=np.int64)
         place[own] = np.arange(own.size)
@@ -205,7 +205,7 @@ class Worker(base.Worker):
             mapped(block, Tensor.pin_memory) if self.rank.device.type == "cuda" else block,
             torch.from_numpy(source),
             torch.from_numpy(place[source[: source.size - wanted[self.rank.rank].size]]),
-            Exchange.of_ids(self.rank, wanted, of_rank, own, HOST),
+            Exchange.of_ids(self.rank, wanted, rank_of, own, HOST),
             any(ids.size for ids in wanted),
         )
 
@@ -263,7 +263,7 @@ class Worker(base.Worker):
                 tensors.targets = chunk.targets.to_train_on(device)
             return tensors
 
-    def _bytes_to_load(self, way: str, layer: int, chunk: _Chunk) -> int:
+    def _bytes_to_load(self, direction: str, layer: int, chunk: _Chunk) -> int:
         part, targets, b = chunk.parts.get(layer), chunk.targets, self.logits.element_size()
         rows = chunk.rows(layer)
         if part is None:
@@ -273,7 +273,7 @@ class Worker(base.Worker):
             if layer > self.shapes.first_varying:
                 rows_read = len(part.places) + sum(part.exchange.gives)
         nbytes = edges + rows_read * self.shapes.layers[layer - 1].h_in * b
-        if way == "b":
+        if direction == "b":
             return nbytes + rows * self.shapes.layers[layer - 1].h_out * b
         labels = targets.y.nbytes + targets.train.nbytes
         return nbytes + (labels if layer == self.last else 0)
@@ -329,7 +329,7 @@ class Worker(base.Worker):
         tensors.boundary = received if is_backward else NOTHING
 
     def _add_gradients(self, layer: int, chunk: _Chunk, local: Tensor, received: Tensor) -> None:
-        """Add the gradients of the rank's rows that the chunk read, and of the rows it sent."""
+        """Add gradients of the rank's rows that the chunk has read, or has sent to peers."""
         into, part = self.gradients[layer - 1], chunk.parts[layer]
         if chunk is self.chunks[0]:
             into.zero_()

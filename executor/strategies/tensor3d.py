@@ -184,10 +184,12 @@ class Worker(base.Worker):
         all_reduce(self.rank, label, tensor, self.groups[axis])
         return tensor
 
-    def _gather_weights(self, step: int, tiles: Tiles, way: str) -> tuple[Tensor, Tensor | None]:
+    def _gather_weights(
+        self, step: int, tiles: Tiles, direction: str
+    ) -> tuple[Tensor, Tensor | None]:
         """Gather the layer's tile of the weights, and the bias if this rank has it."""
         weights, exchange = self.weights[tiles.layer - 1], self.weight_exchanges[tiles.layer - 1]
-        label = Label("gather_weights", step, way, tiles.layer)
+        label = Label("gather_weights", step, direction, tiles.layer)
         copies = weights.own.detach().expand(len(exchange.group), -1)
         return weights.split(exchange.join(exchange.to_rows(label, copies))[0])
 
@@ -355,8 +357,8 @@ class Worker(base.Worker):
             if self.places[tiles.axes.rows] == 0:
                 weights.write_into(self.net, tiles.layer, flat)
             for parameter in layer.parameters():
-                everyone = tuple(range(self.rank.world))
-                all_reduce(self.rank, Label("whole", -1), parameter.data, everyone)
+                all_ranks = tuple(range(self.rank.world))
+                all_reduce(self.rank, Label("whole", -1), parameter.data, all_ranks)
         self.rank.recorder.recording = True
 
 

@@ -122,7 +122,7 @@ class Worker(base.Worker):
         refresh = (step + 1) % self.strategy.period == 0
         with self.rank.recorder.span(Label("history", step), "compute"):
             for layer in self.varying:
-                drops = (self.drop(at, layer, self.vertices) for at in (step - 1, step))
+                drops = (self.drop(t, layer, self.vertices) for t in (step - 1, step))
                 self.history.begin_step(layer, *drops)
             if self.is_first:
                 self.inputs.prepare(self.drop(step, 1, self.vertices))

@@ -181,7 +181,7 @@ class Worker(OnBatches):
         layer = cast(ColumnLayer, net.layer(1))
         targets = targets_of(problem, share, HOST, share.total)
         above = [each.block for each in rest], [each.vertices for each in rest], targets
-        tensors = part.block, part.vertices, Exchange(rank, part.give, part.take, at=HOST)
+        tensors = part.block, part.vertices, Exchange(rank, part.give, part.take, device=HOST)
         span = partial(rank.recorder.span, Label("load", step), "copy")
         loaded, (block, vertices, exchange, above) = self._load(share, span, (*tensors, above))
         x = self.store.complete(loaded, part.source, step)
@@ -206,8 +206,7 @@ class Worker(OnBatches):
     def _make_peer_sum(self, step: int, spans: ExitStack) -> Callable[[Tensor, str], Tensor]:
         """Return a function that all-reduces attention logits over peers inside a compute span.
 
-        Forward ('f') it interrupts the span in `spans`, backward ('b') the tail's span.
-        """
+        It interrupts the span in `spans`, or in the backward pass ('b') the tail's span."""
         rank = self.rank
 
         def total(numbers: Tensor, direction: str) -> Tensor:
@@ -278,8 +277,7 @@ class Worker(OnBatches):
     def _sum_columns(self, batch: PendingBatch) -> Tensor:
         """Return the sum of all columns' partial sums of this rank's block.
 
-        Frees the partial sums received, and views of them, before the layers above fill memory.
-        """
+        Frees the partial sums received, and views of them, before the layers above fill memory."""
         pulled, batch.pulled = batch.pulled.result(), NOTHING
         summed = batch.partial.detach()[batch.own].clone()
         for part in pulled.view(len(self.rail) - 1, *summed.shape):
