@@ -70,10 +70,10 @@ def as_rank(strategy: str, ranks: int, number: int, folder: str) -> dict[str, fl
     import torch.distributed as dist
 
     from gnnplan.executor.layers.kernels.aggregation import aggregate, aggregate_transposed
+    from gnnplan.executor.minibatch.share import share_of
     from gnnplan.executor.modules.nets import net_of
     from gnnplan.executor.ranks.comm import swap
     from gnnplan.executor.ranks.rank import Rank
-    from gnnplan.executor.strategies.graph_parallel import whole_share
     from gnnplan.planner.ownership.layout import Layout
     from gnnplan.planner.strategies import parse
     from gnnplan.planner.strategies.program.program import AllReduce, Exchange
@@ -107,7 +107,7 @@ def as_rank(strategy: str, ranks: int, number: int, folder: str) -> dict[str, fl
     layout = problem.layout()
     assert isinstance(layout, Layout)
     net = net_of(problem.model, problem.workload)
-    block = whole_share(rank, problem, layout, net, "global").parts[-1].block
+    block = share_of(layout, number, net.edges, problem.workload).parts[-1].block
     per_row: dict[tuple[str, int], float] = {}
 
     def row_s(op: str, width: int) -> float:

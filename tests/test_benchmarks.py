@@ -1,7 +1,10 @@
 """Every benchmark starts: it imports what is there, and says what it is for."""
 
+import ast
 import runpy
 import sys
+from importlib import import_module
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -20,6 +23,16 @@ def test_a_benchmark_says_what_it_is_for(path, monkeypatch, capsys):
         runpy.run_path(str(path), run_name="__main__")
     assert not end.value.code
     assert f"python benchmarks/{path.name}" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("path", PROGRAMS, ids=lambda path: path.stem)
+def test_a_benchmark_imports_what_is_there(path):
+    """Inside functions, too: the floor imported a name that had gone, and nothing noticed."""
+    for found in ast.walk(ast.parse(path.read_text("utf-8"))):
+        if isinstance(found, ast.ImportFrom) and (found.module or "").startswith("gnnplan"):
+            module = import_module(found.module)
+            for name in (alias.name for alias in found.names):
+                assert hasattr(module, name) or find_spec(f"{found.module}.{name}"), name
 
 
 def test_all_benchmarks_are_found():
