@@ -345,7 +345,7 @@ def test_plans_count_what_is_kept_of_each_weight(graphs, how, state):
             {"loss": "mse"},
             "loss=mse needs numbers as targets, and the targets of rough are one",
         ),
-        ("multi", {"class_weights": "balanced"}, "of one class per vertex, and the targets of"),
+        ("multi", {"class_weights": "balanced"}, "need one class per vertex, and the targets of"),
         ("rough", {"class_weights": (1.0, 2.0)}, r"\(2 numbers, classes of rough: 4\)"),
     ],
 )
