@@ -58,7 +58,7 @@ def replay(directory: Path, cluster: str | None = None) -> Replay:
     played = play(schedule, candidate.problem.cost)
     recorded, spans = candidate, played.spans
     if any(row.get("replayed") for row in metrics):
-        recorded = candidate.launched_one_by_one()
+        recorded = candidate.without_cuda_graphs()
         spans = play(schedule, recorded.problem.cost).spans
     epoch_s = played.epoch_s(batches, period)
     comparison = compare(candidate, recorded, schedule, spans, epoch_s, measured, metrics, ranks)

@@ -27,17 +27,17 @@ DROPPED = 6  # over inputs with dropout, backward
 class TheirModel(Model):
     """A GNN whose element-wise operations are theirs."""
 
-    own_laid_out = 0  # in COPIED
+    own_copy_passes = 0  # in COPIED
 
     def played(self, layer: int, narrow: bool = False, apart: bool = False) -> Played:
         told, spec = super().played(layer, narrow, apart), self.layers[layer - 1]
         narrow = narrow and self.narrow_at(layer)
-        applied = APPLIED * (spec.weights > 0) + MIXED * self.hands_on_initial
+        applied = APPLIED * (spec.weights > 0) + MIXED * self.sends_initial
         width = spec.multiplied if narrow or self.rows(layer).multiplied_first else spec.h_in
         per_source = 0 if self.aggregate_cached(layer) else COPIED * width
         per_source += EXPONENTIALS * (spec.sums > 1) * spec.h_in
         per_source += 0 if narrow else _activated(spec)
-        again = APPLIED_BACKWARD + MIXED_BACKWARD * self.hands_on_initial
+        again = APPLIED_BACKWARD + MIXED_BACKWARD * self.sends_initial
         projected = (COPIED * (spec.h_in + spec.multiplied) + _activated(spec)) * LOCAL
         return replace(
             told,

@@ -27,7 +27,12 @@ from gnnplan.executor.launch.rank_process import follow
 from gnnplan.executor.ranks import activity
 from gnnplan.executor.ranks.meeting import started_by_launcher
 from gnnplan.executor.ranks.opening import SCRATCH, leave
-from gnnplan.planner.vocabulary.files import alone_in, cannot_write, forget_unfinished, make_folder
+from gnnplan.planner.vocabulary.files import (
+    cannot_write,
+    folder_lock,
+    forget_unfinished,
+    make_folder,
+)
 
 __all__ = [
     "Asked",
@@ -67,7 +72,7 @@ def begin(asked: Asked, most_s: float = inf) -> None:
     until = time.monotonic() + most_s
     asked.settled.schedule(asked.problem, 1)  # computes the partitions, which ranks then load
     make_folder(asked.out)
-    with alone_in(asked.out, "another run trains in", "give another --out"):
+    with folder_lock(asked.out, "another run trains in", "give another --out"):
         write_run(asked.out, asked.document, asked.options, asked.last)
         start(asked, until)
 

@@ -272,9 +272,9 @@ def _disk(asked: Asked) -> Row:
     here = f"{show_bytes(free)} free at {place}"
     if not 0 < every <= asked.epochs:
         return Row("disk", "no checkpoints", here)
-    # weights and optimizer state: as many numbers as `beside_a_weight`, which counts gradients and
+    # weights and optimizer state: as many numbers as `state_per_weight`, which counts gradients and
     # optimizer state; a plan does not know the size of a strategy's carried state
-    one = asked.predicted.get("parameters", 0.0) * workload.beside_a_weight
+    one = asked.predicted.get("parameters", 0.0) * workload.state_per_weight
     # a checkpoint is written while KEPT others exist; a resumed run has written those already
     needed = asked.ranks_here * one * (1 if asked.options.resume else KEPT + 1)
     planned = f"{show_bytes(needed)} of checkpoints at least"

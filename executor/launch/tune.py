@@ -154,7 +154,7 @@ def tune(
         document["summary"]["tuned"] = str(trial)
         return {**document, "tuned": {**budget, "why": trial.why_not, "strategies": []}}
     runs = Asked(
-        plans.for_run(found),
+        plans.runnable_part(found),
         out,
         Options(checkpoint_every=0),
         emulate=emulate,
@@ -243,7 +243,7 @@ class _Runner:
         self.started += 1
         folder = self.out / f"{self.started:02}-{candidate.strategy.name}"
         how = Search(self.exact, candidate.strategy)
-        document = plans.for_run(SearchResult(candidate.problem, [candidate], how=how))
+        document = plans.runnable_part(SearchResult(candidate.problem, [candidate], how=how))
         rows, failed, is_whole = train_briefly(
             document, folder, WARM_UP + epochs, most_s, self.emulate
         )

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from gnnplan.executor.layers.kernels import (
     Block,
     aggregate,
-    aggregate_beside,
+    aggregate_with_own,
     attend,
     attend_pairs,
     linear,
@@ -60,10 +60,10 @@ class KnownLayer(Layer):
     def gather(self, block: Block, rows: Tensor) -> Tensor:
         return self.kind.gather(_Tensors(self, block), self.spec, rows)
 
-    def gather_beside(self, block: Block, rows: Tensor) -> tuple[Tensor, Tensor]:
+    def gather_with_own(self, block: Block, rows: Tensor) -> tuple[Tensor, Tensor]:
         if self.kind.projects_own and not self.projects_first:
-            return aggregate_beside(block, rows)
-        return super().gather_beside(block, rows)
+            return aggregate_with_own(block, rows)
+        return super().gather_with_own(block, rows)
 
     def update(
         self, gathered: Tensor, rows: Tensor, x: Tensor, x0: Tensor | None, relu: bool
@@ -153,7 +153,7 @@ class _Tensors:
     def softmax_aggregate(self, x: Tensor) -> Tensor:
         return softmax_aggregate(self.block, x)
 
-    def beside_logits(self, z: Tensor, heads: int) -> Tensor:
+    def append_logits(self, z: Tensor, heads: int) -> Tensor:
         """Append each head's logit a_l z to rows z [S, H_out] -> [S, H_out + heads].
 
         Under P3 z has some of the columns, the logits sum over all columns, and rows are
@@ -169,7 +169,7 @@ class _Tensors:
         return torch.cat([z, of_source, nn.functional.pad(of_reader, (0, 0, 0, away))], 1)
 
     def attend(self, x: Tensor, heads: int) -> Tensor:
-        """Attend over edges; rows x have the layout of `beside_logits`."""
+        """Attend over edges; rows x have the layout of `append_logits`."""
         h_out, block = self.layer.spec.h_out, self.block
         if x.shape[1] > h_out + heads:
             z, of_source, of_reader = torch.split(x, [h_out, heads, heads], 1)

@@ -92,7 +92,7 @@ class Layer(nn.Module):
         """Reduce prepared (and maybe projected) rows [S, width] over edges -> [R, width]."""
         return aggregate(block, rows)
 
-    def gather_beside(self, block: Block, rows: Tensor) -> tuple[Tensor, Tensor]:
+    def gather_with_own(self, block: Block, rows: Tensor) -> tuple[Tensor, Tensor]:
         """Return `gather` of prepared rows [S, H_in], and the destinations' rows [R, H_in]."""
         return self.gather(block, self.gathers(rows)), block.own_rows(rows)
 
@@ -135,7 +135,7 @@ class Layer(nn.Module):
     ) -> Tensor:
         """Compute x [S, H_in] -> [R, H_out]; the first R sources are the destinations."""
         rows = self.prepare(x, drop) if moments is None else self.prepare(x, drop, moments)
-        gathered, own = self.gather_beside(block, rows)
+        gathered, own = self.gather_with_own(block, rows)
         return self.update(gathered, own, block.own_rows(x), x0, relu)
 
 

@@ -65,7 +65,7 @@ class Net(nn.Module):
             if self.decoder and self.activates_last
             else None
         )
-        self.initial = shapes.hands_on_initial  # layers read x0, the encoder's output
+        self.initial = shapes.sends_initial  # layers read x0, the encoder's output
         self.relu_after = shapes.relu_after  # whether a layer (0: the encoder) ends in ReLU
         self.to(dtype_of(workload.precision.weights))
         if shapes.inputs.multiplied_first and 1 in self.which:

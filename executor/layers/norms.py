@@ -85,7 +85,7 @@ class Moments:
         """The gradient of the moments [2, H], after the layer's backward pass."""
         return gradient_of(self.values)
 
-    def add_home(self, rows: Tensor, gradient: Tensor) -> None:
+    def add_gradient(self, rows: Tensor, gradient: Tensor) -> None:
         """Add to the gradient of own rows [., H] the part that flows through the moments."""
         gradient += BatchNorm.home(rows.detach(), self.values, self.gradient, self.count)
 

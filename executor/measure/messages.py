@@ -206,4 +206,6 @@ class Messages:
         take = np.array([rows * (peer in group and peer != self.rank) for peer in self.everyone])
         exchange = Exchange(self.me, [positions[: take[peer]] for peer in self.everyone], take)
         x = torch.randn(4 * rows, ROW, device=self.device)
-        return lambda: exchange.add_home(x, exchange.swap("b", exchange.forward(exchange.pack(x))))
+        return lambda: exchange.add_gradient(
+            x, exchange.swap("b", exchange.forward(exchange.pack(x)))
+        )

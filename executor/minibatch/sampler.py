@@ -23,9 +23,9 @@ sampler holds a share of the lists, and does:
 If no sampler asks another and neighbours are drawn on a GPU, blocks are laid out there, too
 (device_sampling.py).
 
-The sampler runs in the rank itself, or in separate processes (arriving.py), which communicate over
-Gloo with samplers of other ranks for the same batches. Spans and sent bytes are returned with the
-share."""
+The sampler runs in the rank itself, or in separate processes (share_queue.py), which communicate
+over Gloo with samplers of other ranks for the same batches. Spans and sent bytes are returned with
+the share."""
 
 from __future__ import annotations
 

@@ -126,7 +126,7 @@ class Exchange:
         if received is not halo:
             rows[start:] = received
 
-    def add_home(self, gradient: Tensor, received: Tensor) -> None:
+    def add_gradient(self, gradient: Tensor, received: Tensor) -> None:
         """Add the gradients received from readers to the gradient of own rows, in place."""
         if received.shape[0]:
             gradient.index_add_(0, self.positions, received)

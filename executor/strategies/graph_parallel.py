@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from gnnplan.executor.layers.blocks import dtype_of
-from gnnplan.executor.layers.kernels import give_back, sent
+from gnnplan.executor.layers.kernels import release_memory, sent
 from gnnplan.executor.layers.models import Net
 from gnnplan.executor.minibatch.share import Part, block_of, share_of
 from gnnplan.executor.modules.nets import net_of
@@ -63,7 +63,7 @@ def worker_on(
 
     if not trim:
         worker = make_worker(layout, options)
-        give_back()
+        release_memory()
         worker.keep(constant_rows(rank, problem, layout), own_features(rank, problem, layout))
         return worker
     constants = ConstantRows(rank, problem, layout, weights, degrees)

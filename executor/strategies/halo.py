@@ -26,7 +26,7 @@ import torch
 from torch import Tensor
 
 from gnnplan.executor.layers.blocks import dtype_of
-from gnnplan.executor.layers.kernels import Even, Mix
+from gnnplan.executor.layers.kernels import MixedWidth, UniformWidth
 from gnnplan.executor.ranks.comm import Exchange
 from gnnplan.executor.ranks.lanes import completed_future
 from gnnplan.executor.ranks.rank import Rank
@@ -110,7 +110,7 @@ class Halo:
             used = self._merge_cached(step, layer, direction, received)
             self._measure(layer, direction, halo, used)
             if used is not None:
-                exchange.add_home(own, used)
+                exchange.add_gradient(own, used)
         return own
 
     def _measure(self, layer: int, direction: str, rows: Tensor, used: Tensor | None) -> None:
@@ -285,7 +285,7 @@ class QuantizedHalo(Halo):
     codec: Codec = WHOLE
     weights: RowWeights = field(default_factory=dict)
     # (end, direction, layer) -> bits of each row in the next exchange, of an adaptive codec
-    mixes: dict[tuple[str, str, int], Mix] = field(default_factory=dict, init=False)
+    mixes: dict[tuple[str, str, int], MixedWidth] = field(default_factory=dict, init=False)
 
     @contextmanager
     def _exchange_fresh(
@@ -315,18 +315,18 @@ class QuantizedHalo(Halo):
                 self._choose_bits("in", key, packed)
             yield received
 
-    def _bits(self, end: str, key: _Key) -> Even | Mix:
+    def _bits(self, end: str, key: _Key) -> UniformWidth | MixedWidth:
         """Return the bits of the rows that this end sends or receives next."""
         if not self.codec.adapts:
-            return Even(self.codec.on_average)
+            return UniformWidth(self.codec.on_average)
         sends, receives = self.exchanges[key[1]].counts(key[0])
         count = sends if end == "out" else receives
-        return self.mixes.get((end, *key)) or Mix.even(count, self.rank.device)
+        return self.mixes.get((end, *key)) or MixedWidth.even(count, self.rank.device)
 
     def _choose_bits(self, end: str, key: _Key, packed: Tensor) -> None:
         """Choose the bits of the next exchange from the rows packed in this one."""
         (direction, layer), exchange, bits = key, self.exchanges[key[1]], self._bits(end, key)
-        if isinstance(bits, Mix):
+        if isinstance(bits, MixedWidth):
             peers = exchange.gives if (end == "out") == (direction == "f") else exchange.take
             weights = self.weights[end, layer] if direction == "f" else None
             self.mixes[end, direction, layer] = bits.after(packed, peers, weights)
@@ -343,7 +343,7 @@ class QuantizedHalo(Halo):
             if name.startswith("bits."):
                 _, end, direction, layer, left = name.split(".")
                 bits = tensor.to(self.rank.device, copy=True)
-                self.mixes[end, direction, int(layer)] = Mix(bits, int(left))
+                self.mixes[end, direction, int(layer)] = MixedWidth(bits, int(left))
 
 
 def open_halo(

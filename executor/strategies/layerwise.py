@@ -19,8 +19,8 @@ from torch import Tensor
 
 from gnnplan.executor.layers.kernels import (
     backward,
-    give_back,
     gradient_of,
+    release_memory,
     together,
 )
 from gnnplan.executor.layers.kernels.gpu import triton_kernels
@@ -154,7 +154,7 @@ class Worker(base.Worker):
         self.features = features
         if not self.shapes.aggregate_cached(1):
             return
-        give_back()  # the memory of the exchange
+        release_memory()  # the memory of the exchange
         self.cached = self.net.layer(1).gather(self.blocks[1], features)
         rows = self.blocks[1].n_dst if self.shapes.layers[0].reads_own else 0
         self.features = features[:0].clone() if own and rows else features[:rows].clone()
@@ -233,7 +233,7 @@ class Worker(base.Worker):
         if inputs.moments is not None:
             self._all_reduce(Label("moments", step, "b", layer), inputs.moments.gradient)
             rows = self._moment_rows(inputs.leaf)
-            inputs.moments.add_home(rows, gradient[: len(rows)])
+            inputs.moments.add_gradient(rows, gradient[: len(rows)])
 
     def _run_layer(self, step: int, layer: int, inputs: LayerInput) -> tuple[LayerInput, Backward]:
         """Run one layer forward; return the next layer's input and the backward function.

@@ -19,10 +19,10 @@ from torch import Tensor
 
 from gnnplan.executor.layers.kernels import keep_until_used, on_device
 from gnnplan.executor.layers.models import Net
-from gnnplan.executor.minibatch.arriving import Arriving
 from gnnplan.executor.minibatch.feature_store import FeatureStore
 from gnnplan.executor.minibatch.sampler import Sampled, Sampler, drawing_device
 from gnnplan.executor.minibatch.share import Part, Share
+from gnnplan.executor.minibatch.share_queue import ShareQueue
 from gnnplan.executor.minibatch.source_sampler import SourceSampler
 from gnnplan.executor.modules.nets import net_of
 from gnnplan.executor.ranks.device_clock import now
@@ -72,7 +72,7 @@ class OnBatches(base.Worker):
         lists, device = supply.lists, drawing_device(rank, supply)
         assert lists is None or isinstance(lists, Structure)
         arguments = supply.batches, rank.rank, self.net.edges, rank.groups.timeout_s, lists, device
-        self.arriving = Arriving(rank, sampler(*arguments), strategy.prefetch, first, load)
+        self.arriving = ShareQueue(rank, sampler(*arguments), strategy.prefetch, first, load)
 
     def _load(self, share: Share, span: _Recorded, others: T) -> tuple[Tensor, T]:
         """Copy to the device: a share's rows in the server's memory, and `others`.

@@ -113,7 +113,7 @@ class Worker(base.Worker):
         self.moments: dict[int, Moments] = {}  # of this step's rows, by the layer that reads them
         chunks = settled(strategy.chunks)
         self.turns = range(chunks)  # every rank computes one chunk per turn
-        self.copies_beside = rank.device.type == "cuda"  # copies overlap computation
+        self.overlaps_copies = rank.device.type == "cuda"  # copies overlap computation
         self.pending: Future[_Loaded] | None = None  # the next chunk
         self.last_store: Future[None] = completed_future(None)
         self.losses: list[Tensor] = []  # of a step's chunks
@@ -230,7 +230,7 @@ class Worker(base.Worker):
         """Run copies one after another; on a GPU they overlap computation."""
         return (
             self.rank.lanes.in_thread("copy", copy)
-            if self.copies_beside
+            if self.overlaps_copies
             else completed_future(copy())
         )
 
@@ -280,7 +280,7 @@ class Worker(base.Worker):
 
     def _load_and_prefetch(self, label: Label, layer: int, chunk: _Chunk) -> _Loaded:
         """Return the loaded inputs of a chunk; on a GPU, start to load the next chunk."""
-        if not self.copies_beside:
+        if not self.overlaps_copies:
             return self._load(label, layer, chunk)
         tensors = (self.pending or self._submit(partial(self._load, label, layer, chunk))).result()
         self.pending, number = None, chunk.number + 1
@@ -345,7 +345,7 @@ class Worker(base.Worker):
                     into.index_add_(0, places, rows)
 
             staging(local.device).store(local, add)
-        part.exchange.add_home(into, received.to(HOST))
+        part.exchange.add_gradient(into, received.to(HOST))
 
     # -- a step ------------------------------------------------------------------------------------
 
@@ -384,7 +384,7 @@ class Worker(base.Worker):
         with self.rank.recorder.span(label, "compute"):
             out = tensors.out if layer == self.last else self._compute(label, layer, tensors)
             if layer + 1 in self.moments:
-                self.moments[layer + 1].add_home(out, tensors.gradient)
+                self.moments[layer + 1].add_gradient(out, tensors.gradient)
             backward([out], [tensors.gradient])
         tensors.out, tensors.gradient = tensors.out.detach(), NOTHING
 

@@ -142,7 +142,7 @@ def plan(
     result = choice.found if choice else find(question.problem)
     document = documents.make(result, depths)
     for told in (wholes.get(result.problem.workload.dtype), choice):
-        document = told.told_in(document) if told else document
+        document = told.add_to_plan(document) if told else document
     found = Plan(document, result.problem.placed(documents.placement(document)))
     found.notes = question.notes
     return found

@@ -141,7 +141,7 @@ class Simulation(View):
             make_folder(trace)
         steady, too_little = range(min(1, steps - 1), steps), ""
         try:
-            candidate.that_fits()
+            candidate.check_memory()
         except Infeasible as why:
             too_little = str(why)
         period, over = prediction.period, prediction.over(steady)

@@ -47,7 +47,7 @@ class Played:
         self.schedule = strategy.schedule(problem, result.case.epochs * self.steps)
         self.prediction = self.candidate.predicted
         # every epoch has other edges: prediction is of the first
-        self.redrawn = strategy.mode == "mini"
+        self.resamples = strategy.mode == "mini"
 
     @cached_property
     def spans(self) -> list[Span]:
@@ -95,7 +95,7 @@ def test_bytes_of_every_operation(played: Played) -> None:
     for rank, left in enumerate(played.ranks):
         assert left["bytes"] == +Counter(bytes_of(task for task in tasks if task.rank == rank))
         counted.update(left["bytes"])
-    if played.redrawn:
+    if played.resamples:
         first = bytes_of(task for task in tasks if task.label.step < played.steps)
         assert +Counter(first) == +Counter(played.prediction.bytes)
     else:
@@ -125,7 +125,7 @@ def test_evaluation_is_not_counted(played: Played) -> None:
         for e in range(played.epochs)
     ]
     assert [row["bytes"] for row in played.result.metrics] == of_epoch
-    known = 1 if played.redrawn else played.epochs
+    known = 1 if played.resamples else played.epochs
     assert of_epoch[:known] == [played.prediction.at(e).bytes_total for e in range(known)]
     metric = played.result.case.problem(played.world).metric
     assert all(row[f"val_{metric}"] is not None for row in played.result.metrics)

@@ -117,8 +117,8 @@ class Cost:
         if there are more cores than ranks, each rank keeps one core for itself. GPUs that sample
         have rates of their own (`device_rates`). `SharedCores` has the slowdown of CPU ranks.
         """
-        if work in self.cluster.rates_there:
-            return edges / self.cluster.rates_there[work]
+        if work in self.cluster.device_sampler_rates:
+            return edges / self.cluster.device_sampler_rates[work]
         cores = max(self.cores_each - 1, min(self.cores_each, 1.0))
         shared = 1.0 if self.cores.count else max(1.0, samplers / cores)
         return shared * edges / self.cluster.host_rates[work]

@@ -79,7 +79,7 @@ def constants(cluster: Cluster) -> Iterator[str]:
     for operation in cluster.collectives:
         if cluster.servers > 1 or not operation.endswith("inter_node"):
             yield f"collectives.{operation}"
-    yield "device_rates" if cluster.rates_there else "host_rates"
+    yield "device_rates" if cluster.device_sampler_rates else "host_rates"
 
 
 def normals(name: str) -> NDArray[np.float64]:

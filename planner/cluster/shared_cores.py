@@ -45,7 +45,7 @@ class SharedCores:
         # Factor on a rank's seconds while all ranks compute.
         self.full_load_slowdown = max(1.0, float(most_ranks) * self.core_share)
 
-    def all_done_s(self, seconds: Number) -> Number:
+    def last_rank_done_s(self, seconds: Number) -> Number:
         """Return the time at which the last rank has computed, if all ranks start at time 0 [s].
 
         `seconds` is the time of each rank on a core of its own [.., ranks]. Ranks end one after the

@@ -346,12 +346,12 @@ class Cluster(Spec):
         return self.servers * self.gpus_per_server
 
     @property
-    def rates_there(self) -> dict[HostWork, float]:
+    def device_sampler_rates(self) -> dict[HostWork, float]:
         """`device_rates` if the device samples, else empty."""
         return self.device_rates if self.sampler == "device" else {}
 
     @property
-    def graph_room(self) -> float:
+    def graph_memory(self) -> float:
         """Memory of a server for graph data [B].
 
         Infinite if it is not given, and on CPUs, where device.memory holds graph data too.

@@ -13,9 +13,9 @@ from gnnplan.planner.cluster.doubt import DRAWS, drawn
 from gnnplan.planner.cluster.placement import proposed
 from gnnplan.planner.cluster.spec import MOST_PAIRED
 from gnnplan.planner.decision.epochs import Epochs
+from gnnplan.planner.decision.memory_needed import must_fit_servers
 from gnnplan.planner.decision.objective import TIME, Objective, dollars_per_second
 from gnnplan.planner.decision.recommendation import missed
-from gnnplan.planner.decision.room import must_fit_servers
 from gnnplan.planner.problem.problem import Problem
 from gnnplan.planner.strategies.base import Memory, Strategy
 from gnnplan.planner.strategies.minibatch.proposals import fullest
@@ -48,13 +48,13 @@ class Candidate:
             raise SpecError(target.why_not(problem, strategy))
         return cls(strategy, strategy.predict(problem), problem, objective)
 
-    def launched_one_by_one(self) -> Candidate:
+    def without_cuda_graphs(self) -> Candidate:
         """Return the candidate predicted without CUDA graphs, which recorded epochs do not use."""
         problem = replace(self.problem, replayed=False)
         predicted = predict(problem, self.strategy.built(problem))
         return replace(self, predicted=predicted, problem=problem)
 
-    def that_fits(self) -> Candidate:
+    def check_memory(self) -> Candidate:
         """Return the candidate. Raises Infeasible if a server or a device has too little memory."""
         device = self.problem.cluster.device
         must_fit_servers(self.problem, self.strategy)
@@ -157,7 +157,7 @@ def evaluate(problem: Problem, strategy: Strategy, objective: Objective = TIME) 
     Raises SpecError if the strategy's knobs do not suit the problem, or if no run shows in how many
     epochs it reaches the target accuracy; Infeasible if it does not fit.
     """
-    return Candidate.of(problem, strategy, objective).that_fits()
+    return Candidate.of(problem, strategy, objective).check_memory()
 
 
 def evaluate_or_save_memory(

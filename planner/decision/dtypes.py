@@ -58,7 +58,7 @@ class Choice:
             words.append(rounding_cost())
         return "; ".join(words)
 
-    def told_in(self, document: dict[str, Any]) -> dict[str, Any]:
+    def add_to_plan(self, document: dict[str, Any]) -> dict[str, Any]:
         """Return the plan with the comparison added; `document` is plan.make's of `found`."""
         return {
             **document,

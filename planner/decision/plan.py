@@ -62,7 +62,7 @@ def make(found: SearchResult, depths: bool = False) -> dict[str, Any]:
     turning_points = sentences(found)
     reasons = [*turning_points, *(of_depths(found) if depths else ())]
     return {
-        **for_run(found),
+        **runnable_part(found),
         "alternatives": [answer(found, candidate) for candidate in found.others],
         "settles": found.settled._asdict() if found.settled else None,
         "rejected": [{"strategy": name, "reason": reason} for name, reason in found.rejected],
@@ -71,7 +71,7 @@ def make(found: SearchResult, depths: bool = False) -> dict[str, Any]:
     }
 
 
-def for_run(found: SearchResult) -> dict[str, Any]:
+def runnable_part(found: SearchResult) -> dict[str, Any]:
     """Return the part of a plan that is needed to run it: the question and the best strategy."""
     problem, best = found.problem, found.best
     return {

@@ -2,7 +2,8 @@
 
 Candidates that fit in memory are ranked by the objective's value of their closed form
 (objective.py). `recommend` chooses one of them; recommendation.py says how sure the choice is.
-Other candidates are rejected with a reason; if none fits, the error says what would (room.py).
+Other candidates are rejected with a reason; if none fits, the error says what would
+(memory_needed.py).
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ from gnnplan.planner.cluster.doubt import factors
 from gnnplan.planner.cluster.placement import walk
 from gnnplan.planner.cluster.spec import Cluster
 from gnnplan.planner.decision.candidate import Candidate, evaluate, evaluate_or_save_memory, placed
+from gnnplan.planner.decision.memory_needed import smallest_change
 from gnnplan.planner.decision.objective import TIME, Objective
 from gnnplan.planner.decision.recommendation import (
     SURE_SHARE,
@@ -31,7 +33,6 @@ from gnnplan.planner.decision.recommendation import (
     outlooks,
     settled_regret,
 )
-from gnnplan.planner.decision.room import smallest_change
 from gnnplan.planner.ownership.estimated_layout import EstimatedLayout
 from gnnplan.planner.ownership.layout import Layout
 from gnnplan.planner.problem.problem import Problem
@@ -327,7 +328,7 @@ def _fitting(waiting: list[Candidate]) -> Iterator[Candidate]:
     while waiting:
         first = waiting.pop(0)
         try:
-            yield first.that_fits()
+            yield first.check_memory()
         except Infeasible:
             with_less_memory = first.strategy.with_less_memory()
             if with_less_memory is not None:

@@ -226,7 +226,7 @@ def costs(best: Candidate) -> str:
         f"sent per epoch: {links or 'nothing'}",
     ]
     if best.host_bytes:
-        room = best.problem.cluster.graph_room
+        room = best.problem.cluster.graph_memory
         held = show_bytes(best.host_bytes) + (f" of {show_bytes(room)}" if room < np.inf else "")
         words.insert(2, f"{held} of graph data in the fullest server's memory")
     if best.dollars is not None:

@@ -85,7 +85,7 @@ class Whole:
         words += [f"{_is(mode)} refused: {why}" for mode, why in self.refused.items()]
         return "; ".join(words)
 
-    def told_in(self, document: dict[str, Any]) -> dict[str, Any]:
+    def add_to_plan(self, document: dict[str, Any]) -> dict[str, Any]:
         """Return the plan with `sizes` added; `document` is plan.make's of `found`."""
         return {
             **document,

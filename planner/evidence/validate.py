@@ -164,7 +164,7 @@ def compare(
     """Return the document of `gnnplan validate`; all times are per epoch.
 
     candidate: the plan's best, evaluated. recorded: the same candidate, launched like the recorded
-    epochs (`Candidate.launched_one_by_one`); simulated: the spans of simulating `schedule` with it.
+    epochs (`Candidate.without_cuda_graphs`); simulated: the spans of simulating `schedule` with it.
     metrics, ranks: the result of `read_run`.
 
     Times are medians without the warm-up epochs; if epochs differ with a period, means over the
@@ -172,7 +172,7 @@ def compare(
     """
     problem, period = candidate.problem, candidate.predicted.period
     batches = candidate.strategy.steps(problem)
-    disorder = first_disorder(schedule, measured, len(metrics) * batches)
+    disorder = first_order_difference(schedule, measured, len(metrics) * batches)
     simulated, measured = by_epoch(simulated, batches), by_epoch(measured, batches)
     warm = range(min(WARM_UP, len(metrics) - 1), len(metrics))
     prediction, played = candidate.predicted.over(warm), schedule.steps // batches
@@ -305,7 +305,7 @@ def _sampler_wait_s(spans: Iterable[Span], steps: range) -> float:
     return max(waited.values(), default=0.0) / len(steps)
 
 
-def first_disorder(schedule: Schedule, measured: Sequence[Span], steps: int) -> str | None:
+def first_order_difference(schedule: Schedule, measured: Sequence[Span], steps: int) -> str | None:
     """Describe the first place where a lane's recorded order differs from the schedule's."""
     measured = [span for span in measured if 0 <= span.step < schedule.steps]
     lanes = {*(span.lane for span in measured), *(task.lane for task in schedule.tasks)}

@@ -128,7 +128,7 @@ class Arithmetic(Protocol[V]):
     # over edges
     def aggregate(self, x: V, times: int = 1) -> V: ...  # weighted sums
     def softmax_aggregate(self, x: V) -> V: ...  # means weighted by the softmax of the rows
-    def beside_logits(self, z: V, heads: int) -> V: ...  # GAT: [z | a logit per head]
+    def append_logits(self, z: V, heads: int) -> V: ...  # GAT: [z | a logit per head]
     def attend(self, x: V, heads: int) -> V: ...  # GAT: sums of z weighted by softmax of logits
     def attend_pairs(self, x: V, heads: int) -> V: ...  # GATv2: a logit reads both ends' rows
 
@@ -313,7 +313,7 @@ class GAT(Kind):
         return super().parameters(spec) | {"attention": attention}
 
     def project(self, ops: Arithmetic[V], spec: Layer, rows: V) -> V:
-        return ops.beside_logits(super().project(ops, spec, rows), spec.heads)
+        return ops.append_logits(super().project(ops, spec, rows), spec.heads)
 
     def gather(self, ops: Arithmetic[V], spec: Layer, rows: V) -> V:
         return ops.attend(rows, spec.heads)

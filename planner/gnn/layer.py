@@ -95,7 +95,7 @@ def _gather(ops: Operations, spec: Layer, prepared: Value) -> tuple[Value, Value
     if adds and (setting.cached or setting.apart):
         return Value(ROWS, spec.h_in, setting.varies), own
     if kind.projects_own and adds:
-        return ops.aggregate_beside(prepared, spec.sums)
+        return ops.aggregate_with_own(prepared, spec.sums)
     rows = prepared
     if spec.projects_first:
         rows = kind.project(ops, spec, rows)
@@ -121,7 +121,7 @@ def _counted(ops: Operations, spec: Layer, counted: Counted, prepared: Value) ->
 
     _add(ops.forward, counted.forward)
     _add(ops.backward, counted.backward)
-    if setting.redrawn:
+    if setting.resamples:
         _add(ops.forward, counted.structure.work)
     for event in counted.forward_events:
         ops.allocate(NOTHING if outside and event.of_gather else _amount(event.bytes))

@@ -43,13 +43,13 @@ class Model:
     weight_itemsize: int  # bytes per weight, and per number of a weight's gradient [B]
     inputs: Rows  # storage format of features
     classes: int
-    hands_on_initial: bool  # GCNII: every layer reads h_0, so pipeline stages send h_0 too
+    sends_initial: bool  # GCNII: every layer reads h_0, so pipeline stages send h_0 too
     norm: str = "none"  # 'none', 'layer' or 'batch'
     activates_last: bool = False  # norm and ReLU before the decoder
-    redrawn: bool = False  # every step has other edges (mini-batches)
+    resamples: bool = False  # every step has other edges (mini-batches)
     # Products are computed piece by piece, and pieces are copied into place. CPU ranks do so if
     # shapes vary from step to step and oneDNN multiplies.
-    by_pieces: bool = False
+    in_pieces: bool = False
     # Products write gradients into their final buffers, and a sum of products accumulates there,
     # with ReLU as a separate operation (cuBLAS, MKL, and oneDNN for rounded rows). oneDNN for
     # float32 writes temporary buffers instead, and fuses ReLU.
@@ -63,7 +63,7 @@ class Model:
     # a user's module that runs as written, in pieces; `narrow` sends only rows that layers gather
     is_cut: bool = False
 
-    own_laid_out: ClassVar[int] = COPY  # passes that copy own rows into one buffer with the halo
+    own_copy_passes: ClassVar[int] = COPY  # passes that copy own rows into one buffer with the halo
 
     @property
     def features(self) -> int:
@@ -73,7 +73,7 @@ class Model:
     @property
     def carried(self) -> int:
         """Numbers per row of h_0, if a pipeline stage sends it past its layers (GCNII); else 0."""
-        return self.layers[0].h_in * self.hands_on_initial
+        return self.layers[0].h_in * self.sends_initial
 
     @property
     def decoder_inputs(self) -> Layer:
@@ -139,7 +139,7 @@ class Model:
         """Whether the layer (0: the encoder) ends in ReLU.
 
         It does not if the next layer activates its own inputs."""
-        return self.hands_on_initial or (
+        return self.sends_initial or (
             self.relu and 0 < layer < len(self.layers) and not self.layers[layer].activates
         )
 
@@ -153,7 +153,7 @@ class Model:
             width = self.decoder[0] if self.decoder else 0
         else:
             normed, width = self.layers[layer - 1].norm, self.layers[layer - 1].h_in
-        return 2 * width + (self.redrawn and direction == "f") if normed == "batch" else 0
+        return 2 * width + (self.resamples and direction == "f") if normed == "batch" else 0
 
     def input_width(self, layer: int) -> int:
         """Return H_{l-1} [numbers per row]."""
@@ -167,7 +167,7 @@ class Model:
         return (
             layer == 1
             and self.encoder is None
-            and not (self.redrawn or self.layers[0].heads or self.inputs.multiplied_first)
+            and not (self.resamples or self.layers[0].heads or self.inputs.multiplied_first)
             and not self.layers[0].counted
             and not (self.dropout and self.layers[0].drops)
         )
@@ -227,8 +227,8 @@ class Model:
             self.weight_itemsize,
             self.dropout > 0,
             inputs,
-            self.redrawn,
-            self.by_pieces,
+            self.resamples,
+            self.in_pieces,
             self.in_place,
             self.on_gpu,
         )
@@ -261,7 +261,7 @@ class Model:
             self.played(layer, narrow).ways[direction],
             self._launches(spec, narrow)[direction],
         )
-        return work.on(block, self.itemsize, launches, self.redrawn)
+        return work.on(block, self.itemsize, launches, self.resamples)
 
     forward, backward = partialmethod(work, 0), partialmethod(work, 1)
 
@@ -278,8 +278,8 @@ class Model:
         block = block_of(rows, rows, 0.0, local=rows)
         first, second = launches or ((3, 6) if self.on_gpu else (6, 10))
         return (
-            ways[0].on(block, self.itemsize, first, self.redrawn),
-            ways[1].on(block, self.itemsize, second, self.redrawn),
+            ways[0].on(block, self.itemsize, first, self.resamples),
+            ways[1].on(block, self.itemsize, second, self.resamples),
         )
 
     @property
@@ -287,7 +287,7 @@ class Model:
         """The encoder's recorded work and memory; GCNII's h_0 has two gradients, which it adds."""
         assert self.encoder
         setting = self._setting(self.inputs)._replace(varies=False)
-        h_out, twice = self.encoder[1], self.hands_on_initial
+        h_out, twice = self.encoder[1], self.sends_initial
         # a layer with the preparation of the encoder's inputs
         spec = Layer(*self.encoder, drops=not self.activates_last)
         return played_rowwise(spec, setting, h_out, self.relu_after(0), twice)
@@ -306,7 +306,7 @@ class Model:
     def lay_out(self, layer: int, rows: Number, narrow: bool) -> Compute:
         """Return the work of copying a rank's own `rows` into one buffer with the halo rows."""
         width = self.exchanged_width(layer, narrow)
-        return self._moved(1.0 * self.own_laid_out * rows * width * self.itemsize)
+        return self._moved(1.0 * self.own_copy_passes * rows * width * self.itemsize)
 
     def pick(self, layer: int, rows: Number, present: Number) -> tuple[Compute, Compute]:
         """Return the forward and backward work of gathering a layer's `rows` of those `present`."""
@@ -442,10 +442,10 @@ def describe(workload: Workload, features: int, classes: int, stored: float = 0.
         weight_itemsize=workload.precision.weights.itemsize,
         inputs=inputs,
         classes=classes,
-        hands_on_initial=kind.reads_initial,
+        sends_initial=kind.reads_initial,
         norm=workload.norm or kind.norm,
         activates_last=kind.activates or ends,
-        redrawn=workload.mode == "mini",
+        resamples=workload.mode == "mini",
         relu=kind.has_relu and (module is None or module.relu),
         ends=ends,
         is_cut=workload.is_cut,

@@ -104,7 +104,7 @@ class Operations(Trace):
             BIAS[0] * (bias and sparse)
             + RELU[0] * (relu and not relu_inside)
             + SUM * summed
-            + COPY * (setting.by_pieces and not sparse),
+            + COPY * (setting.in_pieces and not sparse),
             BIAS[1] * bias + RELU[1] * relu,
             out,
         )
@@ -133,7 +133,7 @@ class Operations(Trace):
             backward.gathers.append(GatherOf(numbers, h_out, x.rows, matrix))
             backward.add(
                 elementwise_bytes=self.size(Amount.of(SUM * h_in), h_out),
-                hash_ops=numbers * (REORDERED + TRANSPOSED * setting.redrawn),
+                hash_ops=numbers * (REORDERED + TRANSPOSED * setting.resamples),
             )
             backward.launches += 3
             return
@@ -232,7 +232,7 @@ class Operations(Trace):
         out = self.new(ROWS, x.width, x.varies)
         return self.record(out, (x,), temporaries=(self._bag(x.rows) + self._rounded,))
 
-    def aggregate_beside(self, x: Value, times: int = 1) -> tuple[Value, Value]:
+    def aggregate_with_own(self, x: Value, times: int = 1) -> tuple[Value, Value]:
         """Record `aggregate` and a view of the own rows, whose gradient is added to the sums'."""
         self.sums(int(x.width), times, times * x.varies)
         out, own = self.new(ROWS, x.width, x.varies), Value(OWN, x.width, x.varies, view_of=x)
@@ -262,7 +262,7 @@ class Operations(Trace):
         temporaries = (2 * source_bytes + row_bytes,)
         return self.record(out, (x,), (x, out), sums, temporaries=temporaries)
 
-    def beside_logits(self, z: Value, heads: int) -> Value:
+    def append_logits(self, z: Value, heads: int) -> Value:
         """Record GAT's logits: each projected row gets a logit per head beside it."""
         size = self.size(z.rows, z.width)
         out = self.new(z.rows, z.width + heads, True)

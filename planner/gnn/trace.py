@@ -31,8 +31,8 @@ class Setting(NamedTuple):
     weight_itemsize: int
     dropout: bool
     inputs: Rows
-    redrawn: bool
-    by_pieces: bool
+    resamples: bool
+    in_pieces: bool
     in_place: bool
     on_gpu: bool
     relu: bool = False  # the layer ends in ReLU

@@ -299,7 +299,7 @@ class Workload(Fields):
         return self.weight_decay
 
     @property
-    def beside_a_weight(self) -> int:
+    def state_per_weight(self) -> int:
         """Numbers stored beside each weight: gradient, optimizer state, best value (patience)."""
         state = int(self.momentum > 0) if self.optimizer == "sgd" else 2
         return 1 + state + (self.patience is not None)

@@ -33,7 +33,7 @@ from gnnplan.planner.graph.parts import (
     streams,
 )
 from gnnplan.planner.vocabulary.errors import SpecError
-from gnnplan.planner.vocabulary.files import cannot_write, from_json, must_have_a_place
+from gnnplan.planner.vocabulary.files import cannot_write, from_json, must_have_parent
 
 IDS = ("train_idx", "val_idx", "valid_idx", "test_idx")  # lists of vertices in place of masks
 ARRAYS = (*ENDS, "x", "x_indptr", "x_indices", "x_shape", "x_data", "y", *MASKS, "meta")
@@ -284,4 +284,4 @@ def must_be_new(folder: Path) -> None:
     """Raise SpecError if the folder, or anything of its name, is there."""
     if os.path.lexists(folder):
         raise SpecError(f"{folder}: is already there; give the name of a new folder")
-    must_have_a_place(folder)
+    must_have_parent(folder)

@@ -36,7 +36,7 @@ from gnnplan.planner.graph.part_folder import (
 )
 from gnnplan.planner.ownership.layout import LayerFacts, Layout, Piece, reached
 from gnnplan.planner.vocabulary.errors import SpecError
-from gnnplan.planner.vocabulary.files import alone_in, read_bytes, remedy_of
+from gnnplan.planner.vocabulary.files import folder_lock, read_bytes, remedy_of
 from gnnplan.planner.vocabulary.numbers import ranges
 from gnnplan.planner.vocabulary.progress import notify, say
 
@@ -176,7 +176,7 @@ def _alone_beside(folder: Path, begun: Path) -> Iterator[None]:
 
     Raises SpecError, OSError."""
     begun.mkdir(exist_ok=True)
-    with alone_in(begun, "another gnnplan partition writes in", "give another folder"):
+    with folder_lock(begun, "another gnnplan partition writes in", "give another folder"):
         try:
             must_be_new(folder)  # another process may just have finished it
             yield

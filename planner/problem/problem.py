@@ -212,7 +212,7 @@ class Problem:
             return replace(model, in_place=True, on_gpu=True)
         return replace(
             model,
-            by_pieces=model.redrawn and device.code_of(b) > 0,
+            in_pieces=model.resamples and device.code_of(b) > 0,
             in_place=b != 4 or not device.product_code,
         )
 

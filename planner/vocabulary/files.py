@@ -90,7 +90,7 @@ def write_atomically(
             raise
     except OSError as error:
         if isinstance(error, FileNotFoundError):
-            must_have_a_place(path)
+            must_have_parent(path)
         raise cannot_write(path, error) from error
 
 
@@ -156,13 +156,13 @@ def remedy_of(error: OSError) -> str:
 
 def must_be_writable(path: Path) -> None:
     """Raise SpecError if `path` cannot become a file; called before long work."""
-    must_have_a_place(path)
+    must_have_parent(path)
     with _allowed(f"{str(path)[:MOST_SHOWN]}...", "cannot be written", "choose another name"):
         if path.is_dir():
             raise SpecError(f"{path}: is a folder; give the name of a file")
 
 
-def must_have_a_place(path: Path) -> None:
+def must_have_parent(path: Path) -> None:
     """Raise SpecError if the folder of `path` is absent."""
     if not path.parent.is_dir():
         raise SpecError(f"{path}: the folder {path.parent} does not exist; create it first")
@@ -195,7 +195,7 @@ def make_folder(path: Path) -> None:
 
 
 @contextlib.contextmanager
-def alone_in(folder: Path, other: str, remedy: str) -> Iterator[None]:
+def folder_lock(folder: Path, other: str, remedy: str) -> Iterator[None]:
     """Lock a folder for a block, against other processes of this machine that call this function.
 
     other: the start of the message if another process has the lock, as 'another run trains in'.

@@ -119,7 +119,7 @@ def test_chunks_whose_copies_go_beside_computation(model):
     for beside in (False, True):
         rank = Rank(0, 1, CPU, "gloo")
         worker: Any = open_worker(rank, problem, case.settled(problem))
-        worker.copies_beside = beside
+        worker.overlaps_copies = beside
         losses = [worker.step(step)[0] for step in range(2)]
         rank.recorder.recording = False
         logits = worker.evaluate(1).clone()

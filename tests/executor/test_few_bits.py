@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from gnnplan.executor.layers.count import Noted, Notes
-from gnnplan.executor.layers.kernels import Even, Mix, few_bits
+from gnnplan.executor.layers.kernels import MixedWidth, UniformWidth, few_bits
 from gnnplan.executor.layers.kernels.few_bits import PERIOD, assigned
 from gnnplan.executor.layers.kernels.hashed_dropout import GOLDEN, mix
 from gnnplan.planner.gnn import codec as planned
@@ -22,8 +22,8 @@ BITS = (8, 4, 2)
 
 def crossed(rows: torch.Tensor, bits: int, *numbers: int) -> torch.Tensor:
     """The rows as they arrive."""
-    packed = Even(bits).pack(rows, None, torch.arange(len(rows)), *numbers)
-    return Even(bits).unpack(packed, torch.empty_like(rows))
+    packed = UniformWidth(bits).pack(rows, None, torch.arange(len(rows)), *numbers)
+    return UniformWidth(bits).unpack(packed, torch.empty_like(rows))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
@@ -39,9 +39,9 @@ def test_no_number_is_off_by_more_than_the_spacing(dtype, count, width, bits, si
     """Which is the row's range over 2^bits - 1, and what bfloat16 (8 digits) adds to it: of the
     lowest number, and twice of the spacing."""
     rows = (torch.randn(count, width, dtype=dtype) + shift) * size
-    packed = Even(bits).pack(rows, None, torch.arange(count), 0)
+    packed = UniformWidth(bits).pack(rows, None, torch.arange(count), 0)
     assert packed.shape == (count, Codec(bits).row_bytes(width, rows.element_size()))
-    off = (Even(bits).unpack(packed, torch.empty_like(rows)) - rows).abs()
+    off = (UniformWidth(bits).unpack(packed, torch.empty_like(rows)) - rows).abs()
     if count:
         low, high = rows.amin(1, keepdim=True), rows.amax(1, keepdim=True)
         spacing = (high - low + low.abs() / 128) / (2**bits - 1) * (1 + 2 / 128)
@@ -87,13 +87,13 @@ def test_draws_are_the_vertexs_whoever_packs():
     """In any order, among others, and in parts; another step, layer, way or vertex draws anew."""
     rows = torch.randn(70_000, 9)
     ids = torch.randperm(len(rows))
-    whole = Even(2).pack(rows, None, torch.arange(len(rows)), 5, 2)
-    assert (Even(2).pack(rows, ids, ids, 5, 2) == whole[ids]).all()
+    whole = UniformWidth(2).pack(rows, None, torch.arange(len(rows)), 5, 2)
+    assert (UniformWidth(2).pack(rows, ids, ids, 5, 2) == whole[ids]).all()
     assert len(rows) * 9 > planned.AT_ONCE
     few = ids[:100]
-    assert (Even(2).pack(rows, few, few, 5, 2) == whole[few]).all()
+    assert (UniformWidth(2).pack(rows, few, few, 5, 2) == whole[few]).all()
     for vertices, numbers in ((few, (5, 3)), (few, (6, 2)), (few + 1, (5, 2))):
-        other = Even(2).pack(rows, few, vertices, *numbers) == whole[few]
+        other = UniformWidth(2).pack(rows, few, vertices, *numbers) == whole[few]
         assert 0.01 < other[:, :-4].float().mean() < 0.5 and other[:, -4:].all()
 
 
@@ -106,7 +106,7 @@ def test_its_work_is_what_torch_counts(bits, dtype):
     item = rows.element_size()
     noted, hashed = Noted(), Noted()
     with Notes(noted).during("forward"):
-        packed = Even(bits).pack(rows, None, ids, 0)
+        packed = UniformWidth(bits).pack(rows, None, ids, 0)
     with Notes(hashed).during("forward"):
         mix(ids[:, None] + torch.arange(1, width // 4 + 1) * GOLDEN)
     (work,) = Codec(bits).pack(count, width, item, picked=False)
@@ -115,7 +115,7 @@ def test_its_work_is_what_torch_counts(bits, dtype):
     assert ours == pytest.approx(counted, rel=0.05)
     noted, into = Noted(), torch.empty_like(rows)
     with Notes(noted).during("forward"):
-        Even(bits).unpack(packed, into)
+        UniformWidth(bits).unpack(packed, into)
     (work,) = Codec(bits).unpack(count, width, item, added=False)
     ours = work.elementwise_bytes
     assert ours == pytest.approx(noted.forward.elementwise_bytes, rel=0.05)
@@ -152,15 +152,15 @@ def test_no_bits_in_as_many_bytes_have_less_variance(one, other):
 def test_a_row_arrives_as_it_does_among_rows_of_its_bits(width, dtype):
     rows, ids = torch.randn(50, width, dtype=dtype), torch.randperm(50)[:30]
     bits = torch.tensor([8, 2, 2, 4, 2, 8, 2, 4, 4, 4] * 3, dtype=torch.uint8)
-    packed = Mix(bits, 1).pack(rows, ids, ids, 5, 2)
+    packed = MixedWidth(bits, 1).pack(rows, ids, ids, 5, 2)
     assert packed.shape == (30, Codec(ADAPTIVE).row_bytes(width, rows.element_size()))
     # a peer's rows end where its bytes do: ten rows alone have the bytes that they have among all
-    first = Mix(bits[:10], 1).pack(rows, ids[:10], ids[:10], 5, 2)
+    first = MixedWidth(bits[:10], 1).pack(rows, ids[:10], ids[:10], 5, 2)
     assert (packed[:10] == first).all()
-    arrived = Mix(bits, 1).unpack(packed, torch.empty(30, width, dtype=dtype))
+    arrived = MixedWidth(bits, 1).unpack(packed, torch.empty(30, width, dtype=dtype))
     for each in planned.BITS:
-        alone = Even(each).unpack(
-            Even(each).pack(rows, ids, ids, 5, 2), torch.empty(30, width, dtype=dtype)
+        alone = UniformWidth(each).unpack(
+            UniformWidth(each).pack(rows, ids, ids, 5, 2), torch.empty(30, width, dtype=dtype)
         )
         assert (arrived[bits == each] == alone[bits == each]).all()
 
@@ -169,7 +169,7 @@ def test_both_ends_choose_from_what_crossed():
     """Wide rows rise after the first exchange, and bits stay for ten."""
     rows = torch.ones(12, 8) * torch.linspace(0, 1, 8)
     rows[:2] *= 100
-    ids, even = torch.arange(12), Mix.even(12, torch.device("cpu"))
+    ids, even = torch.arange(12), MixedWidth.even(12, torch.device("cpu"))
     packed = even.pack(rows, None, ids, 0)
     chosen = even.after(packed, [6, 6])
     assert chosen.bits.tolist() == [8, 8, 2, 2, 2, 2] + [4] * 6
@@ -186,7 +186,7 @@ def test_work_of_rows_of_their_own_bits_is_what_torch_counts():
     rows, ids = torch.randn(count, width), torch.arange(count)
     bits = torch.tensor([8, 2, 2, 4, 4, 4] * 200, dtype=torch.uint8)[:count]
     bits[-4:] = 4
-    chosen, noted, hashed, fetched = Mix(bits, 1), Noted(), Noted(), Noted()
+    chosen, noted, hashed, fetched = MixedWidth(bits, 1), Noted(), Noted(), Noted()
     with Notes(noted).during("forward"):
         packed = chosen.pack(rows, None, ids, 0)
     with Notes(hashed).during("forward"):

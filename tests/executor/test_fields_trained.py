@@ -16,8 +16,8 @@ from written import quiet
 
 import gnnplan
 from gnnplan.api.asking import ask
-from gnnplan.executor.minibatch.arriving import Arriving
 from gnnplan.executor.minibatch.sampler import Sampler
+from gnnplan.executor.minibatch.share_queue import ShareQueue
 from gnnplan.executor.modules.bind import GraphFields, bound
 from gnnplan.executor.modules.read import with_user_module
 from gnnplan.executor.ranks.rank import Rank
@@ -157,7 +157,7 @@ def test_a_batch_does_not_carry_the_whole_graph(folder):
     assert not any(hasattr(part.block, "whole") for part in sampler[0].share.parts)
     weights = problem.graph.edge_fields["edge_weight"].tobytes()
     assert weights not in pickle.dumps(sampler[0])
-    share = Arriving(Rank(0, 1, torch.device("cpu"), "gloo"), sampler, 0).next(0).share
+    share = ShareQueue(Rank(0, 1, torch.device("cpu"), "gloo"), sampler, 0).next(0).share
     assert all(part.block.whole is problem.graph.whole for part in share.parts)
 
 

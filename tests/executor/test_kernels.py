@@ -17,7 +17,7 @@ from gnnplan.executor.layers.kernels import (
     Block,
     SparseRows,
     aggregate,
-    aggregate_beside,
+    aggregate_with_own,
     attend,
     attend_pairs,
     dropout,
@@ -99,7 +99,7 @@ def test_own_rows_beside_their_aggregate(block, width):
     of_sums, of_own = torch.randn(2, block.n_dst, width, dtype=torch.float64)
     for reads_sums, reads_own in ((1, 1), (1, 0), (0, 1)):
         mine, plain = (x.clone().requires_grad_() for _ in range(2))
-        beside = aggregate_beside(block, mine)
+        beside = aggregate_with_own(block, mine)
         apart = aggregate(block, plain), plain[: block.n_dst]
         for sums, own in (beside, apart):
             (reads_sums * (sums * of_sums).sum() + reads_own * (own * of_own).sum()).backward()

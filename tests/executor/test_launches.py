@@ -23,7 +23,7 @@ from gnnplan.executor.minibatch.sampler import Sampler
 from gnnplan.executor.ranks.learner import Learner
 from gnnplan.executor.ranks.rank import Rank
 from gnnplan.planner.cluster import spec
-from gnnplan.planner.evidence.validate import first_disorder
+from gnnplan.planner.evidence.validate import first_order_difference
 from gnnplan.planner.problem.problem import Problem
 from gnnplan.planner.strategies import parse
 from gnnplan.planner.strategies.minibatch.device_sampler import WAIT, drawing, laying
@@ -219,7 +219,7 @@ def test_a_device_samples_with_few_waits(run_ranks, graphs, train_there, model, 
     problem = on_a_gpu(case, "device")
     settled = case.settled(problem)
     steps = settled.steps(problem)
-    assert first_disorder(settled.schedule(problem, steps), found.spans, steps) is None
+    assert first_order_difference(settled.schedule(problem, steps), found.spans, steps) is None
     loaded = {span.label: span.nbytes for span in found.spans if span.op == "load"}
     assert loads(problem, case) == loaded
     if knobs != "prefetch=1":

@@ -33,7 +33,7 @@ Edit = Callable[[dict[str, Any]], Any]  # of a plan's document
 def made(case: Case) -> Asked:
     problem = case.problem(2)
     found = search(problem, forced=parse(case.strategy).settle(problem))
-    document = documents.for_run(found)
+    document = documents.runnable_part(found)
     return Asked(json.loads(json.dumps(document)), Path("runs/new"), Options())
 
 

@@ -23,7 +23,7 @@ from gnnplan.executor.ranks.whole import fill
 from gnnplan.executor.train import Metrics
 from gnnplan.planner.strategies import families, parse
 from gnnplan.planner.vocabulary.errors import SpecError
-from gnnplan.planner.vocabulary.files import alone_in
+from gnnplan.planner.vocabulary.files import folder_lock
 from gnnplan.testing.ranks import Case
 from gnnplan.testing.runs import must_resume
 
@@ -273,10 +273,10 @@ def test_metrics_that_lack_epochs_refuse_before_anything_is_removed(tmp_path):
 def test_a_folder_has_one_run_at_a_time(tmp_path):
     """Two that began together ended both, and left metrics that nobody could read."""
     words = tmp_path, "another run trains in", "give another --out"
-    again = alone_in(*words)
-    with alone_in(*words), pytest.raises(SpecError, match="another run trains in"):
+    again = folder_lock(*words)
+    with folder_lock(*words), pytest.raises(SpecError, match="another run trains in"):
         again.__enter__()
-    with alone_in(*words):
+    with folder_lock(*words):
         pass
 
 

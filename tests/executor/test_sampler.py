@@ -16,8 +16,8 @@ import pytest
 import torch
 
 from gnnplan.executor import train as module
-from gnnplan.executor.minibatch.arriving import Arriving
 from gnnplan.executor.minibatch.sampler import Sampled, Sampler
+from gnnplan.executor.minibatch.share_queue import ShareQueue
 from gnnplan.executor.ranks.rank import Groups, Rank
 from gnnplan.executor.strategies import open_worker
 from gnnplan.planner.strategies import DataParallel
@@ -60,9 +60,9 @@ def arriving(
     prefetch: int,
     load: Callable[[int, Sampled], Sampled] | None = None,
     timeout_s: float = 30.0,
-) -> Arriving:
+) -> ShareQueue:
     problem = Case("data_parallel", graphs["rough"], WORK).problem(1)
-    return Arriving(
+    return ShareQueue(
         Rank(0, 1, torch.device("cpu"), "gloo", timeout_s=timeout_s),
         kind(DataParallel().batches(problem), 0, ["mean", "mean"]),
         prefetch,

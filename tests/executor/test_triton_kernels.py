@@ -13,7 +13,7 @@ from examples import NIGHT
 from torch import Tensor
 
 from gnnplan.executor.layers.kernels import Block, attend, attend_pairs, dropout
-from gnnplan.executor.layers.kernels.aggregation import aggregate_beside, sparse_product, spmm
+from gnnplan.executor.layers.kernels.aggregation import aggregate_with_own, sparse_product, spmm
 from gnnplan.executor.layers.kernels.hashed_dropout import _threshold
 
 # interpreters before 3.7 cannot read NumPy's arrays of one number
@@ -153,7 +153,7 @@ def test_a_gpu_takes_them():
     )
     expected = sparse_product(block.indptr, block.indices, weight, x.detach())
     near(ours.spmm(block.indptr, block.indices, weight, x.detach()), expected, torch.float64)
-    sums, own = aggregate_beside(block, x)
+    sums, own = aggregate_with_own(block, x)
     (sums.sum() + own.sum()).backward()
     there = torch.zeros(400, dtype=torch.float64, device="cuda")
     there.index_add_(0, block.indices.long(), weight)

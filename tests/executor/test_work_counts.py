@@ -58,7 +58,7 @@ def noted_on(case: Case, model: Model, net: Net, sizes: tuple[int, int, int]) ->
     drop, own = dropped(case, len(x)), x.detach()[:rows]
     noted = Noted()
     notes = Notes(noted)
-    with Shapes.varying(case.by_pieces), notes.during("forward"):
+    with Shapes.varying(case.in_pieces), notes.during("forward"):
         if norm:
             norm.sums(own)
         if case.narrow:
@@ -69,7 +69,7 @@ def noted_on(case: Case, model: Model, net: Net, sizes: tuple[int, int, int]) ->
     if case.narrow:  # the exchange comes between
         read = torch.randn(sources, first[0].shape[1], requires_grad=True)
         mine = first[1].detach().requires_grad_()
-        with Shapes.varying(case.by_pieces), notes.during("forward"):
+        with Shapes.varying(case.in_pieces), notes.during("forward"):
             out = layer.update(layer.gather(block, read), mine, mine, None, relu)
     gradient = torch.ones_like(out)
     with notes.during("backward"):
@@ -110,7 +110,7 @@ class Case(NamedTuple):
         return ", ".join(told + ["sum"] * (self.aggregation == "sum"))
 
     @property
-    def by_pieces(self) -> bool:
+    def in_pieces(self) -> bool:
         return self.mini or self.number == 1  # where layer 1 aggregates in every step
 
     @property
@@ -123,7 +123,7 @@ class Case(NamedTuple):
             norm=self.norm,
             dropout=self.p,
             aggregation=self.aggregation,
-            mode="mini" if self.by_pieces else "full",
+            mode="mini" if self.in_pieces else "full",
         )
 
     @property
@@ -137,7 +137,7 @@ class Case(NamedTuple):
         return replace(
             model,
             layers=tuple(layers),
-            by_pieces=self.by_pieces and not self.in_place,
+            in_pieces=self.in_pieces and not self.in_place,
             in_place=self.in_place,
         )
 
@@ -284,13 +284,13 @@ def ends(case: Case, rows: int) -> list[tuple[float, float]]:
     own, moments = h.detach(), torch.ones(2, width, requires_grad=True) if norm else None
     encoder, decoder = Noted(), Noted()
     notes = Notes(encoder)
-    with Shapes.varying(case.by_pieces), notes.during("forward"):
+    with Shapes.varying(case.in_pieces), notes.during("forward"):
         out = net.encode(x, drop)
     gradient, of_initial = torch.ones_like(out), torch.ones_like(out)
     with notes.during("backward"):
         backward([out], [gradient + of_initial if net.initial else gradient])
     notes = Notes(decoder)
-    with Shapes.varying(case.by_pieces), notes.during("forward"):
+    with Shapes.varying(case.in_pieces), notes.during("forward"):
         if norm:
             norm.sums(own)
         out = net.decode(h, drop, moments)

@@ -70,7 +70,7 @@ def test_a_mask_is_made_in_the_forward_pass_alone():
 def test_residual_blocks_and_norms():
     """An encoder, 3 layers of which the first has no norm, a norm and the decoder."""
     model = describe(Workload(model="resgcn", hidden=16), 40, 5)
-    assert model.norm == "layer" and model.first_varying == 0 and not model.hands_on_initial
+    assert model.norm == "layer" and model.first_varying == 0 and not model.sends_initial
     assert model.weights == (40 * 16 + 16) + 3 * (16 * 16 + 16) + 2 * 2 * 16 + 2 * 16 + (16 * 5 + 5)
     assert model.weights_of(range(1, 3)) + model.weights_of(range(3, 4)) == model.weights
     assert not any(model.moments(layer) for layer in (1, 2, 3, 4))

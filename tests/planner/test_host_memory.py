@@ -220,7 +220,7 @@ def test_copies_of_columns_are_proposed_where_memory_is_known():
 
 def test_on_cpus_graph_data_is_in_the_ranks_memory():
     problem = problem_of(2, 2, 1e6, kind="cpu")
-    assert problem.cluster.graph_room == np.inf
+    assert problem.cluster.graph_memory == np.inf
     assert evaluate(problem, DataParallel()).host_bytes == 0
 
 

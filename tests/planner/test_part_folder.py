@@ -29,7 +29,7 @@ from gnnplan.planner.ownership import parts
 from gnnplan.planner.ownership.layout import Layout, reached
 from gnnplan.planner.ownership.parts import PartLayout, write_parts
 from gnnplan.planner.vocabulary.errors import OtherData, SpecError
-from gnnplan.planner.vocabulary.files import alone_in
+from gnnplan.planner.vocabulary.files import folder_lock
 
 GRAPH = "synthetic:community?vertices=2500&edges=9000&features=7&classes=3&seed=1"
 N = 60
@@ -412,7 +412,7 @@ def test_one_partition_at_a_time_writes_a_folder(tmp_path):
     folder, begun = tmp_path / "parts", tmp_path / ".parts.begun"
     begun.mkdir()
     with (
-        alone_in(begun, "another", "wait"),
+        folder_lock(begun, "another", "wait"),
         pytest.raises(SpecError, match=r"another gnnplan partition writes in .*; wait for its end"),
     ):
         written(read(GRAPH), folder)

@@ -617,7 +617,7 @@ def test_a_plan_of_many_gpus_computes_nothing_twice(mode, monkeypatch):
     predicted: list[int] = []  # ranks of each
     priced: list[int] = []
     asked: list[int] = []
-    predict, price, that_fits = base.predict, account.price_of, Candidate.that_fits
+    predict, price, check_memory = base.predict, account.price_of, Candidate.check_memory
 
     def counted_predict(problem: Problem, program: Any) -> Any:
         predicted.append(problem.ranks)
@@ -630,11 +630,11 @@ def test_a_plan_of_many_gpus_computes_nothing_twice(mode, monkeypatch):
 
     def counted_fits(candidate: Candidate) -> Candidate:
         asked.append(candidate.problem.ranks)
-        return that_fits(candidate)
+        return check_memory(candidate)
 
     monkeypatch.setattr(base, "predict", counted_predict)
     monkeypatch.setattr(account, "price_of", counted_price)
-    monkeypatch.setattr(Candidate, "that_fits", counted_fits)
+    monkeypatch.setattr(Candidate, "check_memory", counted_fits)
     search(problem)
     tried = len(list(search_module.Search().candidates(problem)))
     parts = len(search_module.parts(cluster))

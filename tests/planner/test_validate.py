@@ -9,7 +9,7 @@ from gnnplan.api.validation import simulated_cell, times
 from gnnplan.planner.evidence.validate import (
     compare_memory,
     diagnose,
-    first_disorder,
+    first_order_difference,
     per_operation,
     share_of_step,
 )
@@ -151,7 +151,7 @@ def test_a_lane_records_all_that_is_planned_and_nothing_else(recorded, disorder)
         Span(label, label.partition(":")[0], 0, "compute", float(i), i + 1.0)
         for i, label in enumerate(recorded)
     ]
-    found = first_disorder(Schedule(1, 1, tasks), spans, 1)
+    found = first_order_difference(Schedule(1, 1, tasks), spans, 1)
     assert found is None if disorder is None else disorder in str(found)
 
 

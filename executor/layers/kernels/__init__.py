@@ -10,8 +10,7 @@ Open
     rows.py            for `SparseRows`: features of which most are zero
     matmul.py          for `linear`, `linear_sum`, `Shapes`, `warm_up`: products by MKL or oneDNN
     hashed_dropout.py  for `dropout`: masks that are a hash of (seed, epoch, layer, vertex, column)
-    few_bits.py        for `Even`, `Mix`: packed rows with stochastic rounding, of one
-                       width or of a width per row
+    few_bits.py        for `UniformWidth`, `MixedWidth`: packed rows with stochastic rounding
     triton_kernels.py  for sums over edges, attention and dropout on GPUs
     page_locked.py     for `sent`, `on_device`: copies to a GPU that do not block the host
     gpu.py             for `triton_kernels`: whether Triton works on this GPU
@@ -22,12 +21,12 @@ Shapes: R destination rows, S source rows, E edges, Z stored values of rows, H v
 
 from gnnplan.executor.layers.kernels.aggregation import (
     aggregate,
-    aggregate_beside,
     aggregate_transposed,
+    aggregate_with_own,
 )
 from gnnplan.executor.layers.kernels.attention import attend, attend_pairs, softmax_aggregate
 from gnnplan.executor.layers.kernels.block import Block
-from gnnplan.executor.layers.kernels.few_bits import Even, Mix
+from gnnplan.executor.layers.kernels.few_bits import MixedWidth, UniformWidth
 from gnnplan.executor.layers.kernels.hashed_dropout import GOLDEN, dropout, dropout_mask, mix
 from gnnplan.executor.layers.kernels.matmul import (
     Shapes,
@@ -48,29 +47,28 @@ from gnnplan.executor.layers.kernels.page_locked import (
 from gnnplan.executor.layers.kernels.rows import SparseRows
 from gnnplan.executor.layers.kernels.runtime import (
     backward,
-    give_back,
     gradient_of,
     keep_allocator,
     pin_no_more_than_asked,
+    release_memory,
 )
 
 __all__ = [
     "GOLDEN",
     "Block",
-    "Even",
-    "Mix",
+    "MixedWidth",
     "Shapes",
     "SparseRows",
+    "UniformWidth",
     "aggregate",
-    "aggregate_beside",
     "aggregate_transposed",
+    "aggregate_with_own",
     "attend",
     "attend_pairs",
     "backward",
     "code_of",
     "dropout",
     "dropout_mask",
-    "give_back",
     "gradient_of",
     "keep_allocator",
     "keep_until_used",
@@ -81,6 +79,7 @@ __all__ = [
     "on_device",
     "pin_no_more_than_asked",
     "product_codes",
+    "release_memory",
     "sent",
     "softmax_aggregate",
     "together",

@@ -24,10 +24,10 @@ def aggregate(block: Block, x: Tensor) -> Tensor:
 
     The weights get no gradient.
     """
-    return aggregate_beside(block, x)[0]
+    return aggregate_with_own(block, x)[0]
 
 
-def aggregate_beside(block: Block, x: Tensor) -> tuple[Tensor, Tensor]:
+def aggregate_with_own(block: Block, x: Tensor) -> tuple[Tensor, Tensor]:
     """Return `aggregate` of x [S, H], and the destinations' own rows, its first R: both [R, H].
 
     The gradient of own rows is added in place to the gradient of the aggregate. The gradient of a

@@ -15,7 +15,7 @@ u is 16 bits of a hash of (numbers of the caller, vertex, column), so a mean is 
 2^-17 of the spacing. Source: AdaQP (MLSys 2023), Eq. 4 and 5; AdaQP rounds the parameters to
 nearest.
 
-`Mix`: rows of 8, 4 or 2 bits per number, which together have the size of rows of 4 bits.
+`MixedWidth`: rows of 8, 4 or 2 bits per number, which together have the size of rows of 4 bits.
 
     bits of four rows         4      8      2  2
     their planes              a a    b b b b    c  d         a plane: w = ceil(d / 4) bytes
@@ -49,7 +49,7 @@ PERIOD = 10  # exchanges with the same bits
 LEAST = 2.0**-126  # least spacing, so that its inverse is a finite float32
 
 
-class Even(NamedTuple):
+class UniformWidth(NamedTuple):
     """A quantizer with the same number of bits for all rows."""
 
     bits: int
@@ -127,7 +127,7 @@ def _pack_codes(scaled: Tensor, bits: int) -> Tensor:
 
 
 @dataclass
-class Mix:
+class MixedWidth:
     """A quantizer with bits per row, uint8 [R], for the next `left` exchanges."""
 
     bits: Tensor
@@ -144,11 +144,13 @@ class Mix:
             self.groups[bits] = rows, places.flatten()
 
     @classmethod
-    def even(cls, count: int, device: torch.device) -> Mix:
+    def even(cls, count: int, device: torch.device) -> MixedWidth:
         """Return a quantizer with 4 bits for `count` rows whose ranges are not known yet."""
         return cls(torch.full((count,), 4, dtype=torch.uint8, device=device), 1)
 
-    def after(self, packed: Tensor, peers: Sequence[int], weights: Tensor | None = None) -> Mix:
+    def after(
+        self, packed: Tensor, peers: Sequence[int], weights: Tensor | None = None
+    ) -> MixedWidth:
         """Return the quantizer of the next exchange, given the rows packed in this one [R, bytes].
 
         peers: rows of each peer. weights: of each row's variance, float32 [R]; None: 1.
@@ -159,21 +161,21 @@ class Mix:
         spacing = packed[:, -2:].clone(memory_format=torch.contiguous_format)
         spacing = spacing.view(torch.bfloat16)[:, 0].double()
         ranges = spacing * (2.0 ** self.bits.double() - 1)
-        return Mix(
+        return MixedWidth(
             assigned(ranges if weights is None else ranges * weights.double().sqrt(), peers), PERIOD
         )
 
     def pack(
         self, rows: Tensor, positions: Tensor | None, vertices: Tensor, *numbers: int
     ) -> Tensor:
-        """Quantize rows as `Even` does, with the bits of each row: uint8 [R, row_bytes]."""
+        """Quantize rows as `UniformWidth` does, with the bits of each row: uint8 [R, row_bytes]."""
         count, width = len(vertices), rows.shape[1]
         nbytes = Codec(ADAPTIVE).row_bytes(width, rows.element_size())
         packed = torch.zeros(count, nbytes, dtype=torch.uint8, device=rows.device)
         planes = _planes(packed)
         for bits, (selected, places) in self.groups.items():
             where = selected if positions is None else positions[selected]
-            packed_rows = Even(bits).pack(rows, where, vertices[selected], *numbers)
+            packed_rows = UniformWidth(bits).pack(rows, where, vertices[selected], *numbers)
             codes, plane_bytes = packed_rows[:, :-PARAMETERS], bits // 2 * planes.shape[2]
             codes = torch.nn.functional.pad(codes, (0, plane_bytes - codes.shape[1]))
             planes[places // 2, places % 2] = codes.reshape(len(places), planes.shape[2])
@@ -187,7 +189,9 @@ class Mix:
             codes = planes[places // 2, places % 2].view(len(selected), bits // 2 * planes.shape[2])
             codes = codes[:, : Codec(bits).row_bytes(width, into.element_size()) - PARAMETERS]
             packed_rows = torch.cat([codes, packed[selected, -PARAMETERS:]], 1)
-            into[selected] = Even(bits).unpack(packed_rows, into.new_empty(len(selected), width))
+            into[selected] = UniformWidth(bits).unpack(
+                packed_rows, into.new_empty(len(selected), width)
+            )
         return into
 
 

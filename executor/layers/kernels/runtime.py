@@ -91,7 +91,7 @@ def keep_allocator() -> bool:
         return False
 
 
-def give_back() -> None:
+def release_memory() -> None:
     """Return the pages of freed buffers to the system (glibc only).
 
     Building a rank's part of the graph takes several times the memory of the part, only once.

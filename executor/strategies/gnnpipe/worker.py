@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from gnnplan.executor.layers.blocks import dtype_of
-from gnnplan.executor.layers.kernels import Even, backward, gradient_of
+from gnnplan.executor.layers.kernels import UniformWidth, backward, gradient_of
 from gnnplan.executor.layers.layer import keep
 from gnnplan.executor.layers.models import Net
 from gnnplan.executor.layers.targets import Targets
@@ -184,7 +184,7 @@ class Worker(base.Worker):
             width = self.strategy.boundary(self.problem, self.stage - (direction == "f"))
             with self.rank.recorder.span(label._replace(op="unpack", peer=None), "compute"):
                 rows = torch.empty(len(message), width, dtype=self.dtype, device=message.device)
-                message = Even(self.codec.on_average).unpack(message, rows)
+                message = UniformWidth(self.codec.on_average).unpack(message, rows)
         if not self.shapes.carried:
             return [message]
         # `contiguous` would not copy an empty tensor, whose strides autograd then warns about
@@ -203,7 +203,7 @@ class Worker(base.Worker):
             numbers = ROUNDING, self.seed, step, layer, "fb".index(direction)
             with self.rank.recorder.span(label._replace(op="pack", peer=None), "compute"):
                 vertices = self.vertices[self.chunks[c].rows]
-                rows = Even(self.codec.on_average).pack(rows, None, vertices, *numbers)
+                rows = UniformWidth(self.codec.on_average).pack(rows, None, vertices, *numbers)
         if not rows.shape[0]:
             return completed_future(None)
         recorded = self.rank.recorder.sending(label, "send", rows.nbytes)
@@ -296,7 +296,7 @@ class Worker(base.Worker):
                     gradient = backwards.pop()(gradient)
             if chunk.exchange and piece[0] in self.varying:
                 gradient, halo = gradient[: chunk.size], gradient[chunk.size :]
-                chunk.exchange.add_home(gradient, self._halo(step, "b", piece[0], c, halo))
+                chunk.exchange.add_gradient(gradient, self._halo(step, "b", piece[0], c, halo))
         if self.is_first:
             return []
         if x0 is None:

@@ -132,13 +132,13 @@ class ChunkedStep:
         return range(self.layout.ranks // self.problem.ranks)
 
     @property
-    def copies_beside(self) -> bool:
+    def overlaps_copies(self) -> bool:
         """Whether copies of a chunk overlap with the computation of another chunk."""
         return self.problem.cluster.device.kind == "cuda" and len(self.chunks) > 1
 
     def program(self) -> Program:
         step = [*self.ops(order(self.model, self.chunks)), *end_of_step(self.problem)]
-        return Program.of(step, order=overlapped_order if self.copies_beside else None)
+        return Program.of(step, order=overlapped_order if self.overlaps_copies else None)
 
     def fullest_program(self, evaluates: bool = False) -> Program:
         """Return a step, or an evaluation, over one chunk of each kind; its peak memory is that of
@@ -316,7 +316,7 @@ class ChunkedStep:
         """Return the peak bytes of copies during computation: the results of the chunk before,
         then the rows of the next chunk [ranks]."""
         peak = np.zeros(self.problem.ranks)
-        if self.copies_beside:
+        if self.overlaps_copies:
             for layer, c, way in product(
                 range(1, len(self.model.layers) + 1), self.distinct_chunks, ways
             ):

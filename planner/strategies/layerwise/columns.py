@@ -310,6 +310,6 @@ def between(model: ByColumns, layer: int, own: np.ndarray, width: int) -> Number
     row.
     """
     spec = model.layers[layer - 1]
-    sums = spec.projects_first or not spec.matrices or model.hands_on_initial
+    sums = spec.projects_first or not spec.matrices or model.sends_initial
     dropped = model.dropout > 0 and spec.drops and not spec.projects_first and spec.matrices < 2
     return 1.0 * own * (width * sums + model.rows(layer).numbers * dropped) * model.itemsize

@@ -111,7 +111,7 @@ def fullest(problem: Problem, strategy: Strategy) -> dict[str, float]:
 
 
 def fits(problem: Problem, strategy: Strategy) -> bool:
-    room = problem.cluster.graph_room
+    room = problem.cluster.graph_memory
     return room == np.inf or sum(fullest(problem, strategy).values()) <= room
 
 
@@ -120,7 +120,7 @@ def fitting(problem: Problem, strategy: S) -> S:
 
     If no variant fits, return the variant that spreads most.
     """
-    if problem.cluster.graph_room == np.inf or not strategy.settle(problem).suits(problem):
+    if problem.cluster.graph_memory == np.inf or not strategy.settle(problem).suits(problem):
         return strategy
     tried = strategy
     for tried in (strategy, *strategy.more_spread(problem)):
@@ -134,7 +134,7 @@ def lists_cache(problem: Problem, spread: Strategy) -> int:
 
     spread: the strategy with spread lists and no cache.
     """
-    room = problem.cluster.graph_room - sum(fullest(problem, spread).values())
+    room = problem.cluster.graph_memory - sum(fullest(problem, spread).values())
     all_lists = NEIGHBOUR * problem.stats.edges + ENTRY * problem.stats.vertices
     cache = int(max(0.0, min(room, all_lists)))
     return in_two_digits(cache)

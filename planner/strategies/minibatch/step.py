@@ -63,7 +63,7 @@ def step(supply: Supply, batch: MiniBatch, options: ExchangeOptions) -> Iterator
     facts = [batch.facts(layer) for layer in layers]
     all_edges = np.sum([f.edges for f in facts], axis=0)
     # whether a GPU's sampling is counted as computation; clusters may have a measured rate instead
-    is_counted = supply.lays_there and not problem.cluster.rates_there
+    is_counted = supply.lays_there and not problem.cluster.device_sampler_rates
     if is_counted:
         # one thread samples a batch and then loads it
         lane: Literal["host", "copy"] = "copy" if supply.prefetch else "host"

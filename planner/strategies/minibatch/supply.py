@@ -128,7 +128,7 @@ class Supply:
         facts: counts of layers 1 .. L.
         """
         features, on_device = self.store.loads_of(self.problem, batch).host, self.lays_there
-        if self.problem.cluster.rates_there:
+        if self.problem.cluster.device_sampler_rates:
             return Copy(features.astype(np.int64))
         blocks = self._block_bytes(facts)
         packed = 0 if on_device or self.prefetch else blocks

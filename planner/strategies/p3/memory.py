@@ -63,7 +63,7 @@ def memory(p3: Slices, problem: Problem) -> Memory:
     )
     use["parameters"] = use["parameters"] + model.weights * b  # the whole model, for evaluation
     # a version has a gradient, but no optimizer state
-    use["optimizer"] = own * b * (problem.workload.beside_a_weight + versions)
+    use["optimizer"] = own * b * (problem.workload.state_per_weight + versions)
     return use
 
 

@@ -284,7 +284,7 @@ def _copies(problem: Problem) -> list[int]:
     since P3 would be data parallelism.
     """
     servers = len(set(problem.servers))
-    most = servers if problem.cluster.graph_room < np.inf else 2
+    most = servers if problem.cluster.graph_memory < np.inf else 2
     return [c for c in range(1, max(most, 2)) if servers % c == 0]
 
 

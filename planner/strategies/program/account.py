@@ -217,7 +217,7 @@ class _Account:
 
     def _done_s(self, group: Group, seconds: Number) -> Number:
         """Return when the slowest rank ends, if ranks compute so long [.., ranks] [s]."""
-        return slowest(seconds) if group else self.cost.cores.all_done_s(seconds)
+        return slowest(seconds) if group else self.cost.cores.last_rank_done_s(seconds)
 
     def _busy_cores(self) -> dict[str, np.ndarray]:
         """Return how long shared cores are busy with work other than transfers [s]."""

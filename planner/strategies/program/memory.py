@@ -41,7 +41,7 @@ def on_ranks(
     """
     zero, model = np.zeros(problem.ranks), problem.model
     size = (zero + (model.weights if weights is None else weights)) * model.weight_itemsize
-    use: Memory = {"parameters": size, "optimizer": problem.workload.beside_a_weight * size}
+    use: Memory = {"parameters": size, "optimizer": problem.workload.state_per_weight * size}
     use |= {name: zero + nbytes for name, nbytes in stays.items()}
     use["activations"] = use.get("activations", zero) + fullest(problem, program)
     code = machine_code(problem) if code is None else code

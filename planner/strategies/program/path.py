@@ -196,13 +196,13 @@ def _ends_s(
 
     @cache
     def done_s(work: tuple[tuple[int, int], ...]) -> Number:
-        return cores.all_done_s(seconds(work))
+        return cores.last_rank_done_s(seconds(work))
 
     def of_all(moment: _Moment) -> Number:
         """Return when the last rank is ready [s]."""
         synced, delays, work = moment
         if np.ndim(delays):
-            return synced + cores.all_done_s(delays + seconds(work))
+            return synced + cores.last_rank_done_s(delays + seconds(work))
         return synced + done_s(work)
 
     def or_later(one: _Moment, other: _Moment) -> _Moment:

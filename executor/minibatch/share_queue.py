@@ -33,7 +33,7 @@ from gnnplan.planner.vocabulary.schedule import Label
 LOOK_S = 0.25  # [s] between two checks of a sampler
 
 
-class Arriving:
+class ShareQueue:
     """The queue of a rank's shares from step `first` on.
 
     Without `prefetch`, `next` samples a share. With it, `prefetch` processes sample ahead, and a

@@ -26,7 +26,7 @@ def must_fit_servers(problem: Problem, strategy: Strategy) -> None:
     """Raise Infeasible if the strategy's graph data do not fit in the servers' memory."""
     if fits(problem, strategy):
         return
-    room, held = problem.cluster.graph_room, fullest(problem, strategy)
+    room, held = problem.cluster.graph_memory, fullest(problem, strategy)
     by_use = ", ".join(f"{use}: {show_bytes(nbytes)}" for use, nbytes in held.items())
     less = next((s for s in strategy.more_spread(problem) if fits(problem, s)), None)
     raise Infeasible(
@@ -51,7 +51,7 @@ class Need(NamedTuple):
 
 def needs(problem: Problem, options: Iterable[Strategy]) -> Iterator[Need]:
     """Yield the needs of each option that suits the problem."""
-    limited = problem.cluster.graph_room < np.inf
+    limited = problem.cluster.graph_memory < np.inf
     for option in options:
         with suppress(SpecError):
             strategy = option.settle(problem)
@@ -66,7 +66,7 @@ def least_needed(problem: Problem, options: Iterable[Strategy]) -> float | None:
     Options whose graph data fit in the servers' memory take precedence.
     """
     found = list(needs(problem, options))
-    on_servers = [need.device for need in found if need.server <= problem.cluster.graph_room]
+    on_servers = [need.device for need in found if need.server <= problem.cluster.graph_memory]
     return min(on_servers or [need.device for need in found], default=None)
 
 
@@ -76,7 +76,7 @@ def smallest_change(problem: Problem, options: Callable[[Problem], Sequence[Stra
     The number of servers is estimated from the graph's statistics.
     """
     words, found = [], list(needs(problem, options(problem)))
-    room, server_room = problem.cluster.device.memory, problem.cluster.graph_room
+    room, server_room = problem.cluster.device.memory, problem.cluster.graph_memory
     if larger_gpu := [(need.device, need.name) for need in found if need.server <= server_room]:
         words.append(_enough("device.memory", larger_gpu))
     if larger_server := [
