@@ -353,7 +353,7 @@ class Sampler:
 
         requests: numbers for each rank, empty for this rank.
         """
-        with self._span(sampled, label._replace(way="n"), ID * (len(ranks) - 1)):
+        with self._span(sampled, label._replace(direction="n"), ID * (len(ranks) - 1)):
             counts = [np.array([len(ids)]) for ids in asked]
             received = self._exchange(counts, [1] * len(ranks), ranks)
         with self._span(sampled, label, sum(ids.nbytes for ids in asked)):

@@ -144,7 +144,7 @@ class Worker(layerwise.Worker):
                 del gradient
             gather = partial(aggregate_transposed, self.block)
             parts = self._sum_columns(
-                label._replace(way="b"), exchange, pieces, gather, course.joins, course.cuts
+                label._replace(direction="b"), exchange, pieces, gather, course.joins, course.cuts
             )
             with self.rank.recorder.span(Label("prepare", step, "b", layer), "compute"):
                 gradient = exchange.join(parts) if course.cuts else parts[0]

@@ -240,7 +240,9 @@ class Worker(base.Worker):
     def _load(self, label: Label, layer: int, chunk: _Chunk) -> _Loaded:
         """Load a layer's inputs for a chunk; for a backward pass, also the gradient of h_l."""
         part, device = chunk.parts.get(layer), self.rank.device
-        with self.rank.recorder.span(label, "copy", self._bytes_to_load(label.way, layer, chunk)):
+        with self.rank.recorder.span(
+            label, "copy", self._bytes_to_load(label.direction, layer, chunk)
+        ):
             if part is None:
                 assert self.aggregate is not None
                 own = chunk.rows(1) if self.shapes.layers[0].reads_own else 0
@@ -257,7 +259,7 @@ class Worker(base.Worker):
                 if layer > self.shapes.first_varying and part.meets:
                     sent = part.exchange.positions
                     tensors.boundary = self._gather(rows, sent, source.new_empty(len(sent), width))
-            if label.way == "b":
+            if label.direction == "b":
                 tensors.gradient = self._copy(self.gradients[layer][chunk.own[layer]])
             elif layer == self.last and self.training:
                 tensors.targets = chunk.targets.to_train_on(device)
@@ -319,7 +321,7 @@ class Worker(base.Worker):
 
     def _swap_halo(self, label: Label, layer: int, chunk: _Chunk, tensors: _Loaded) -> None:
         """Receive halo rows; or, backward, return halo gradients to their owners."""
-        part, is_backward = chunk.parts[layer], (label.op, label.way) == ("halo", "b")
+        part, is_backward = chunk.parts[layer], (label.op, label.direction) == ("halo", "b")
         if not part.meets:
             return
         halo = (gradient_of(tensors.source) if is_backward else tensors.source)[len(part.places) :]
@@ -391,7 +393,7 @@ class Worker(base.Worker):
     def _moments(self, label: Label, layer: int) -> None:
         """All-reduce batch norm's sums over the layer's inputs, or the moments' gradient."""
         norm = self.net.batch_norm(layer) if self.training else None
-        if norm is not None and label.way == "b":
+        if norm is not None and label.direction == "b":
             all_reduce(self.rank, label, self.moments[layer].gradient, self.reduce_group)
         elif norm is not None:
             total, self.sums = reduce(add, self.sums), []
@@ -419,7 +421,7 @@ class Worker(base.Worker):
                 tensors = _Loaded(NOTHING)  # frees the chunk before, ahead of the load
                 tensors = self._load_and_prefetch(label, layer, self.chunks[label.chunk])
             else:
-                method = methods[f"{label.op} {label.way}".rstrip()]
+                method = methods[f"{label.op} {label.direction}".rstrip()]
                 method(label, layer, self.chunks[label.chunk], tensors)
         self.last_store.result()
 

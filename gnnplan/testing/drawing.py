@@ -69,4 +69,4 @@ def _name(label: Label) -> str:
     """Such as 'halo 2 f', or 'f3' with chunk 3."""
     if label.chunk is not None:
         return f"{label.op[0]}{label.chunk}"
-    return " ".join(str(part) for part in (label.op, label.layer, label.way) if part)
+    return " ".join(str(part) for part in (label.op, label.layer, label.direction) if part)

@@ -47,13 +47,13 @@ class Label(NamedTuple):
     op: str
     step: int
     # 'f': forward pass, 'b': backward pass, 'n': a message with the sizes of the next messages
-    way: str = ""
+    direction: str = ""
     layer: int | None = None
     chunk: int | None = None
     peer: int | None = None
 
     def __str__(self) -> str:
-        parts = [self.op] + ([self.way] if self.way else [])
+        parts = [self.op] + ([self.direction] if self.direction else [])
         for letter, value in (("l", self.layer), ("c", self.chunk), ("p", self.peer)):
             if value is not None:
                 parts.append(f"{letter}{value}")

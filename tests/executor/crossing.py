@@ -22,10 +22,10 @@ from gnnplan.testing.plain import Plain, Read
 Round = Callable[[Tensor], Tensor]
 
 
-def uniform(rows: Tensor, seed: int, step: int, layer: int, way: str) -> Tensor:
+def uniform(rows: Tensor, seed: int, step: int, layer: int, direction: str) -> Tensor:
     """Of every number of all N rows, in [0, 1)."""
     words = (rows.shape[1] + 3) // 4
-    keys = vertex_keys(torch.arange(len(rows)), ROUNDING, seed, step, layer, "fb".index(way))
+    keys = vertex_keys(torch.arange(len(rows)), ROUNDING, seed, step, layer, "fb".index(direction))
     bits = mix(keys[:, None] + torch.arange(1, words + 1) * GOLDEN).view(torch.int16)
     return (bits[:, : rows.shape[1]].double() + 2**15 + 0.5) / 2**16
 
@@ -78,13 +78,13 @@ class Adapting:
             reader: squares[part == reader].sum(0).astype(np.float32) for reader in parts
         }
 
-    def rounded(self, rows: Tensor, u: Tensor, reader: int, layer: int, way: str) -> Tensor:
-        key = reader, layer, way
+    def rounded(self, rows: Tensor, u: Tensor, reader: int, layer: int, direction: str) -> Tensor:
+        key = reader, layer, direction
         bits = self.bits.setdefault(key, np.full((len(rows), 1), 4))
         count = self.exchanges[key] = self.exchanges.get(key, 0) + 1
         if count % 10 == 1:
             ranges = (levels(rows, bits)[1] * (2.0**bits - 1))[:, 0]
-            if way == "f":
+            if direction == "f":
                 ranges = ranges * self.weights[reader].astype(float) ** 0.5
             self.bits[key] = np.full((len(rows), 1), 4)
             for ids in self.cross[reader]:
@@ -127,10 +127,10 @@ def crossed(
 ) -> Tensor:
     """The rows as a reader has them; every reader asks for its own."""
 
-    def over(way: str) -> Round:
-        u = uniform(rows, seed, step, layer, way)
+    def over(direction: str) -> Round:
+        u = uniform(rows, seed, step, layer, direction)
         if isinstance(bits, Adapting):
-            return lambda x: bits.rounded(x, u, reader, layer, way)
+            return lambda x: bits.rounded(x, u, reader, layer, direction)
         return lambda x: rounded(x, bits, u)
 
     return Crossing.apply(rows, over("f"), over("b"))  # type: ignore[no-untyped-call]

@@ -72,10 +72,10 @@ def test_stale_rows_are_rounded_when_they_leave(run_ranks, graphs, model, world,
     sent = {layer: [home[layer] for _ in parts] for layer in layers}
     adapting = Adapting(plain, part)
 
-    def over(rows: Tensor, step: int, layer: int, way: str, reader: int) -> Tensor:
-        u = uniform(rows, SEED, step, layer, way)
+    def over(rows: Tensor, step: int, layer: int, direction: str, reader: int) -> Tensor:
+        u = uniform(rows, SEED, step, layer, direction)
         if bits == "adaptive":
-            return adapting.rounded(rows, u, reader, layer, way)
+            return adapting.rounded(rows, u, reader, layer, direction)
         return rounded(rows, int(bits), u)
 
     operator = by_reader(plain.operator, part)

@@ -56,9 +56,9 @@ def test_a_mask_is_made_in_the_forward_pass_alone():
     """What dropout adds forward, it adds twice backward (as everything), but for the mask's own
     operations."""
     more = []
-    for way in ("forward", "backward"):
+    for direction in ("forward", "backward"):
         without, dropped = (
-            getattr(describe(Workload(model="gcn", hidden=16, dropout=p), 40, 5), way)(
+            getattr(describe(Workload(model="gcn", hidden=16, dropout=p), 40, 5), direction)(
                 2, 10, 20, 50
             )
             for p in (0.0, 0.5)
@@ -212,7 +212,8 @@ def test_bytes_of_moments_by_hand():
     p = parse("graph_parallel").predict(problem)
     assert p.bytes["moments"] == 3 * 2 * (2 * 3) * (2 * 16) * 4
     order = [
-        f"{op.op}:{op.way}:{op.layer}" for op in step(problem, problem.layout(), ExchangeOptions())
+        f"{op.op}:{op.direction}:{op.layer}"
+        for op in step(problem, problem.layout(), ExchangeOptions())
     ]
     assert (
         order.index("moments:f:2") == order.index("halo:f:2") - 1

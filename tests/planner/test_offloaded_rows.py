@@ -88,9 +88,9 @@ def test_bytes_of_several_ranks_are_those_of_the_rows_that_others_have():
             crossing[rank, c // chunks] += rank != c // chunks
     ops = Offload(chunks).built(problem).step(0)
 
-    def sent(op: str, way: str, layer: int) -> np.ndarray:
+    def sent(op: str, direction: str, layer: int) -> np.ndarray:
         """[ranks, ranks]"""
-        alike = [o for o in ops if (o.op, o.way, o.layer) == (op, way, layer)]
+        alike = [o for o in ops if (o.op, o.direction, o.layer) == (op, direction, layer)]
         return sum((o.work.nbytes for o in alike), np.zeros((ranks, ranks), dtype=int))
 
     row = 4 * 16
@@ -106,9 +106,9 @@ def test_bytes_of_several_ranks_are_those_of_the_rows_that_others_have():
     alone = problem_of()
     as_one = ChunkedStep(alone, Layout(graph, chunk, (0,) * (ranks * chunks), 3, 1))
     several = ChunkedStep(problem, layout)
-    for way, layer in (("f", 2), ("b", 2), ("f", 3)):
-        total = sum(float(as_one.loaded_bytes(way, layer, c)[0]) for c in range(owned.size))
-        assert sum(several.loaded_bytes(way, layer, c).sum() for c in range(chunks)) == total
+    for direction, layer in (("f", 2), ("b", 2), ("f", 3)):
+        total = sum(float(as_one.loaded_bytes(direction, layer, c)[0]) for c in range(owned.size))
+        assert sum(several.loaded_bytes(direction, layer, c).sum() for c in range(chunks)) == total
 
 
 def test_a_constant_aggregate_is_loaded_instead_of_the_rows_that_it_is_of():

@@ -69,7 +69,7 @@ def test_of_narrow_rows_fewer_numbers_are_packed():
 def test_a_chunk_is_packed_before_it_is_sent_and_unpacked_once_it_came():
     asked = problem()
     pipe = GNNPipe(stages=2, chunks=1, bits=4).settle(asked)
-    ops = [f"{op.op}{op.way}" for op in pipe.program(asked).step(0) if op.ranks == (2, 3)]
+    ops = [f"{op.op}{op.direction}" for op in pipe.program(asked).step(0) if op.ranks == (2, 3)]
     assert ops[1:5] == ["receivef", "unpackf", "halof", "forward"]
     assert ops[-5:] == ["halob", "packb", "pipelineb", "all_reduce", "update"]
     by_op = pipe.predict(asked).by_op
@@ -87,7 +87,7 @@ def test_a_chunk_is_packed_before_it_is_sent_and_unpacked_once_it_came():
 def test_packing_is_work_of_its_own_around_every_exchange():
     asked = problem()
     strategy = GraphParallel(bits=4)
-    ops = [f"{op.op}{op.way}{op.layer}" for op in strategy.program(asked).step(0)]
+    ops = [f"{op.op}{op.direction}{op.layer}" for op in strategy.program(asked).step(0)]
     assert ops[1:4] == ["packf2", "halof2", "unpackf2"]
     assert [op for op in ops if op.endswith("3")] == (
         ["packf3", "halof3", "unpackf3", "forward3", "backward3", "packb3", "halob3", "unpackb3"]

@@ -232,7 +232,7 @@ def test_gradients_of_halo_rows_go_home():
     problem = problem_of(chain, cluster(1, 3), "hash", layers=2)
     for task in GraphParallel().schedule(problem, 1).tasks:
         if task.label.op == "halo" and isinstance(task.work, Collective):
-            sent[task.label.way].update(
+            sent[task.label.direction].update(
                 {(task.rank, peer): nbytes for peer, nbytes in task.work.to_peers}
             )
     assert sent["b"] == {(j, i): nbytes for (i, j), nbytes in sent["f"].items()}

@@ -98,8 +98,8 @@ def _chunk_by_chunk(
         omitted = CROSSING if names is LAST else (*CROSSING, "store b")
         names = [name for name in names if name not in omitted]
     for chunk, name in product(chunks, names):
-        op, _, way = name.partition(" ")
-        yield Label(op, 0, way, None if op == "loss" else layer, chunk)
+        op, _, direction = name.partition(" ")
+        yield Label(op, 0, direction, None if op == "loss" else layer, chunk)
 
 
 @dataclass(frozen=True, eq=False)
@@ -167,27 +167,27 @@ class ChunkedStep:
             return back if layer == last else model.forward(layer, *sizes) + back
 
         @cache
-        def work_of(op: str, way: str, layer: int, c: int) -> Work | None:
+        def work_of(op: str, direction: str, layer: int, c: int) -> Work | None:
             """Return the work of an operation on chunk c, or None for an empty exchange."""
             n = self.counts(layer, c)
             if op == "load":
-                return _copy(self.loaded_bytes(way, layer, c))
+                return _copy(self.loaded_bytes(direction, layer, c))
             if op == "store":
-                return _copy(self.stored_bytes(way, layer, c))
+                return _copy(self.stored_bytes(direction, layer, c))
             if not op.startswith("halo"):
                 return computed(op, like[layer], n)
             if not n.sends.any():
                 return None
-            returns = (op, way) == ("halo", "b")  # gradients, to the owners
+            returns = (op, direction) == ("halo", "b")  # gradients, to the owners
             return Exchange(n.sends.T if returns else n.sends, self._row_bytes(layer))
 
         for label in labels:
-            op, way, layer, c = label.op, label.way, label.layer or last, label.chunk
+            op, direction, layer, c = label.op, label.direction, label.layer or last, label.chunk
             if c is None:
-                yield from moments(self.problem, layer, way)
-            elif (work := work_of(op, way, layer, self._first_like[c])) is not None:
+                yield from moments(self.problem, layer, direction)
+            elif (work := work_of(op, direction, layer, self._first_like[c])) is not None:
                 holds = partial(self._hold, op, layer, c) if op in PASSES else None
-                yield Op(op, way, label.layer, chunk=c, work=work, holds=holds)
+                yield Op(op, direction, label.layer, chunk=c, work=work, holds=holds)
 
     # -- counts, work and bytes ------------------------------------------------------------------
 
@@ -257,27 +257,27 @@ class ChunkedStep:
         """Return the bytes of a row of h_{l-1}."""
         return self.model.layers[layer - 1].h_in * self.model.itemsize
 
-    def loaded_bytes(self, way: str, layer: int, c: int) -> np.ndarray:
+    def loaded_bytes(self, direction: str, layer: int, c: int) -> np.ndarray:
         """Return the bytes that ranks load for a layer of chunk c [ranks].
 
         A rank also loads the rows that it sends, but not the halo rows that it receives."""
         n = self.counts(layer, c)
         loaded = self.read_bytes(layer, c) + self.edge_bytes(layer, c)
         sent = self._exchanged(layer, n.given - n.halo)
-        return np.asarray(loaded + sent + self._gradient_or_labels(way, layer, c))
+        return np.asarray(loaded + sent + self._gradient_or_labels(direction, layer, c))
 
-    def _gradient_or_labels(self, way: str, layer: int, c: int) -> np.ndarray:
+    def _gradient_or_labels(self, direction: str, layer: int, c: int) -> np.ndarray:
         """Return the bytes of the outputs' gradient (backward), or of labels, if any [ranks]."""
-        if way == "b":
+        if direction == "b":
             layer_out = self.model.layers[layer - 1].h_out * self.model.itemsize
             return np.asarray(self.counts(layer, c).rows * layer_out)
         return self.label_bytes(c) * (layer == len(self.model.layers))
 
-    def stored_bytes(self, way: str, layer: int, c: int) -> np.ndarray:
+    def stored_bytes(self, direction: str, layer: int, c: int) -> np.ndarray:
         """Return the bytes that ranks store after a layer of chunk c [ranks]."""
         n, model, last = self.counts(layer, c), self.model, len(self.model.layers)
         outputs = n.rows * model.layers[layer - 1].h_out * model.itemsize
-        if way == "f":
+        if direction == "f":
             return np.asarray(outputs)
         stored = outputs * (layer == last)  # the last layer's outputs are logits
         if layer > model.first_varying:
@@ -317,11 +317,11 @@ class ChunkedStep:
         then the rows of the next chunk [ranks]."""
         peak = np.zeros(self.problem.ranks)
         if self.overlaps_copies:
-            for layer, c, way in product(
+            for layer, c, direction in product(
                 range(1, len(self.model.layers) + 1), self.distinct_chunks, ways
             ):
                 for nbytes in (self.loaded_bytes, self.stored_bytes):
-                    peak = np.maximum(peak, nbytes(way, layer, c))
+                    peak = np.maximum(peak, nbytes(direction, layer, c))
         return peak
 
     def _hold(self, op: str, layer: int, c: int) -> Held:
@@ -329,8 +329,8 @@ class ChunkedStep:
         n, is_last = self.counts(layer, c), layer == len(self.model.layers)
         need = footprint(self.model, layer, n.rows, n.sources, n.edges)
         loaded = self.read_bytes(layer, c) + self.edge_bytes(layer, c)
-        way = "b" if op == "backward" and not is_last else "f"
-        loaded = loaded + self._gradient_or_labels(way, layer, c)
+        direction = "b" if op == "backward" and not is_last else "f"
+        loaded = loaded + self._gradient_or_labels(direction, layer, c)
         if op == "forward":
             return Held(loaded + need.kept, 0.0)
         if not is_last:
@@ -367,7 +367,11 @@ def _loads_ahead(ops: Iterable[Op]) -> Iterator[Op]:
     """Yield the operations with each load moved to the place of the previous load in its pass of a
     layer; the first load stays, so a pass begins with two loads."""
     loads = pairwise(op for op in ops if op.op == "load")
-    following = {op: later for op, later in loads if (op.way, op.layer) == (later.way, later.layer)}
+    following = {
+        op: later
+        for op, later in loads
+        if (op.direction, op.layer) == (later.direction, later.layer)
+    }
     ahead = set(following.values())
     for op in ops:
         if op not in ahead:

@@ -253,16 +253,18 @@ def _step(problem: Problem, model: ByColumns, courses: Courses) -> Iterator[Op]:
         read = Gather(edges * columns / most, most, stats.vertices, stats.vertices)
         return Compute(0.0, (read,), launches=1, itemsize=b)
 
-    def sums(layer: int, course: Course, way: str) -> Iterator[Op]:
+    def sums(layer: int, course: Course, direction: str) -> Iterator[Op]:
         """Yield a layer's aggregation, with the exchanges before and after it."""
-        before, after = (course.cuts, course.joins) if way == "f" else (course.joins, course.cuts)
+        before, after = (
+            (course.cuts, course.joins) if direction == "f" else (course.joins, course.cuts)
+        )
         if before and several:
             numbers = crossing(problem, course.width, "to_columns")
-            yield Op("to_columns", way, layer, work=Exchange(numbers, b))
-        yield Op("aggregate", way, layer, work=summed(like[layer], course))
+            yield Op("to_columns", direction, layer, work=Exchange(numbers, b))
+        yield Op("aggregate", direction, layer, work=summed(like[layer], course))
         if after and several:
             numbers = crossing(problem, course.width, "to_rows")
-            yield Op("to_rows", way, layer, work=Exchange(numbers, b))
+            yield Op("to_rows", direction, layer, work=Exchange(numbers, b))
 
     def kept(layer: int, width: int) -> Held:
         return keeps(between(model, layer, own, width))

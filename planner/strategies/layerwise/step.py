@@ -91,41 +91,41 @@ def step(
     }
 
     @cache
-    def halo(layer: int, way: str) -> Exchange | None:
+    def halo(layer: int, direction: str) -> Exchange | None:
         """Return the layer's exchange, or None."""
         if layer <= model.first_varying or not exchanging[layer]:
             return None
         f, symmetric = facts[layer], isinstance(layout, EstimatedLayout)
-        rows = f.sends if way == "f" or symmetric else f.returned
+        rows = f.sends if direction == "f" or symmetric else f.returned
         width = model.exchanged_width(layer, options.narrow)
         return Exchange(rows, options.codec.row_bytes(width, model.itemsize))
 
     @cache
-    def work(layer: int, way: str, reduced: float = 0.0) -> Compute:
+    def work(layer: int, direction: str, reduced: float = 0.0) -> Compute:
         """Return the layer's computation, with the work around its exchange.
 
         A lagging exchange, and all-reduces in which a rank sends `reduced` bytes, overlap with the
         computation and use some of the memory's bandwidth.
         """
-        exchanged, f, total = halo(layer, way), facts[layer], computation(layer, way)
+        exchanged, f, total = halo(layer, direction), facts[layer], computation(layer, direction)
         total = total + Compute(overlapped_bytes=reduced) if reduced else total
         if exchanged is None:
             return total
-        if way == "f":  # rows of this step are received, or unpacked, in place: no copy
+        if direction == "f":  # rows of this step are received, or unpacked, in place: no copy
             rows = f.present if policy.stays or (lags and not options.codec.packs) else f.local
             total = total + model.lay_out(layer, rows, options.narrow)
         if f.added is not None:
-            total = total + model.apply(layer - 1, f.sources, f.added)[0 if way == "f" else 1]
+            total = total + model.apply(layer - 1, f.sources, f.added)[0 if direction == "f" else 1]
         elif f.made is not None:
-            total = total + model.pick(layer, f.sources, f.present)[0 if way == "f" else 1]
+            total = total + model.pick(layer, f.sources, f.present)[0 if direction == "f" else 1]
         overlapped: Number = 0.0
         if lags:
             overlapped = np.maximum(exchanged.nbytes.sum(1), exchanged.nbytes.sum(0))
         return total + Compute(overlapped_bytes=overlapped)
 
-    def computation(layer: int, way: str) -> Compute:
+    def computation(layer: int, direction: str) -> Compute:
         """Return the work of the layer, with the next layer's projection if `narrow`."""
-        f, forward_or_backward = facts[layer], 0 if way == "f" else 1
+        f, forward_or_backward = facts[layer], 0 if direction == "f" else 1
         counted, away = (model, 0.0) if f.away is None else (model.without_ends(layer), f.away)
         work = (counted.forward, counted.backward)[forward_or_backward](
             layer, f.rows, f.sources, f.edges, options.narrow, away=away
@@ -133,19 +133,19 @@ def step(
         if options.narrow:
             work = work + model.project(layer + 1, f.rows)[forward_or_backward]
         # a checkpointed layer recomputes its forward pass in the backward pass
-        return work + computation(layer, "f") if options.checkpoint and way == "b" else work
+        return work + computation(layer, "f") if options.checkpoint and direction == "b" else work
 
-    def exchange(layer: int, way: str) -> Iterator[Op]:
+    def exchange(layer: int, direction: str) -> Iterator[Op]:
         """Yield the exchange of rows before a layer, or of their gradients after it."""
-        if (exchanged := halo(like[layer], way)) is None:
+        if (exchanged := halo(like[layer], direction)) is None:
             return
         f, width = facts[like[layer]], model.exchanged_width(layer, options.narrow)
-        sent, received = (f.given, f.taken) if way == "f" else (f.taken, f.given)
-        for pack in options.codec.pack(sent, width, model.itemsize, picked=way == "f"):
-            yield Op("pack", way, layer, work=pack)
-        yield Op("halo", way, layer, work=exchanged)
-        for unpack in options.codec.unpack(received, width, model.itemsize, added=way == "b"):
-            yield Op("unpack", way, layer, work=unpack)
+        sent, received = (f.given, f.taken) if direction == "f" else (f.taken, f.given)
+        for pack in options.codec.pack(sent, width, model.itemsize, picked=direction == "f"):
+            yield Op("pack", direction, layer, work=pack)
+        yield Op("halo", direction, layer, work=exchanged)
+        for unpack in options.codec.unpack(received, width, model.itemsize, added=direction == "b"):
+            yield Op("unpack", direction, layer, work=unpack)
 
     complete: dict[int, list[Bucket]] = {}  # layer whose backward pass completes them -> buckets
     for bucket in buckets_of(problem, options.buckets, options.narrow):
@@ -210,14 +210,14 @@ def end_of_step(problem: Problem, are_summed: bool = False) -> Iterator[Op]:
     yield Op("update", work=model.update(model.weights))
 
 
-def moments(problem: Problem, layer: int, way: str) -> Iterator[Op]:
+def moments(problem: Problem, layer: int, direction: str) -> Iterator[Op]:
     """Yield batch norm's all-reduce: of moments before the layer, or of their gradient after it.
 
     Layer L + 1 is the decoder.
     """
-    if problem.ranks > 1 and (numbers := problem.model.moments(layer, way)):
+    if problem.ranks > 1 and (numbers := problem.model.moments(layer, direction)):
         size = numbers * problem.model.itemsize
-        yield Op("moments", way, layer, work=AllReduce((size,)))
+        yield Op("moments", direction, layer, work=AllReduce((size,)))
 
 
 def finish(problem: Problem, own: np.ndarray, scored: Scored | None) -> tuple[Compute, Compute]:

@@ -222,25 +222,25 @@ def _step(problem: Problem, grid: Grid) -> Iterator[Op]:
     b, layers = problem.model.itemsize, layers_of(problem, grid)
     last, ones = layers[-1], np.ones(grid.ranks, dtype=np.int64)
 
-    def along(axis: Axis, op: str, way: str, layer: int, numbers: np.ndarray) -> Iterator[Op]:
+    def along(axis: Axis, op: str, direction: str, layer: int, numbers: np.ndarray) -> Iterator[Op]:
         """Yield all-reduces, along an axis, of tensors with these sizes [ranks], if needed."""
         if grid.size(axis) > 1:
             groups = grid.groups(axis)
             sizes = tuple(int(numbers[group[0]]) * b for group in groups)
-            yield Op(op, way, layer, work=AllReduce(sizes, groups))
+            yield Op(op, direction, layer, work=AllReduce(sizes, groups))
 
     def exchange(
-        axis: Axis, op: str, way: str, layer: int | None, left: np.ndarray, right: np.ndarray
+        axis: Axis, op: str, direction: str, layer: int | None, left: np.ndarray, right: np.ndarray
     ) -> Op:
         """Return an exchange along an axis of left[i] * right[j] numbers from rank i to rank j."""
         # the first rank of each rank's group identifies the group
         first = np.arange(grid.ranks) - grid.places(axis) * grid.stride(axis)
-        return Op(op, way, layer, work=Exchange(Outer(left, right, first), b))
+        return Op(op, direction, layer, work=Exchange(Outer(left, right, first), b))
 
-    def gather_weights(tiles: Tiles, way: str) -> Iterator[Op]:
+    def gather_weights(tiles: Tiles, direction: str) -> Iterator[Op]:
         if grid.size(tiles.axes.rows) > 1:
             kept = tiles.kept_weights
-            yield exchange(tiles.axes.rows, "gather_weights", way, tiles.layer, kept, ones)
+            yield exchange(tiles.axes.rows, "gather_weights", direction, tiles.layer, kept, ones)
 
     for tiles in layers:
         layer, axes, holds = tiles.layer, tiles.axes, _Holds(tiles)

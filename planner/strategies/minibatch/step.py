@@ -91,7 +91,7 @@ def step(supply: Supply, batch: MiniBatch, options: ExchangeOptions) -> Iterator
     yield from supply.gathered(batch)
     if batch.meets(1) and problem.model.first_varying == 1:
         halo = layerwise.send_features(problem, batch, facts[0].sends, "halo")
-        yield replace(halo, way="f", layer=1)
+        yield replace(halo, direction="f", layer=1)
     yield from layerwise.step(problem, batch, options, scored=batch.scored)
 
 

@@ -261,4 +261,4 @@ def _reported(op: Op) -> tuple[Group, Label]:
     if isinstance(op.work, Message):
         return tuple(rank + min(op.work.distance, 0) for rank in op.ranks), Label(op.op, 0)
     peer = op.work.distance if isinstance(op.work, Receipt) else None
-    return op.ranks, Label(op.op, 0, op.way, None if op.chunks else op.layer, None, peer)
+    return op.ranks, Label(op.op, 0, op.direction, None if op.chunks else op.layer, None, peer)

@@ -111,7 +111,9 @@ class Op:
     """
 
     op: str
-    way: str = ""  # direction: 'f' (forward), 'b' (backward); 'n': lengths of the next messages
+    direction: str = (
+        ""  # direction: 'f' (forward), 'b' (backward); 'n': lengths of the next messages
+    )
     layer: int | None = None
     work: Work = field(kw_only=True)
     overlaps_backward: bool = False  # an all-reduce: only the update waits for it
@@ -138,7 +140,7 @@ class Op:
         """Return the label; its `peer` is the message's distance, until `at_rank` adds a rank."""
         chunk = self.chunk if chunk is None else chunk
         peer = self.work.distance if isinstance(self.work, (Message, Receipt)) else None
-        return Label(self.op, step, self.way, self.layer, chunk, peer)
+        return Label(self.op, step, self.direction, self.layer, chunk, peer)
 
     @property
     def kind(self) -> Kind:
