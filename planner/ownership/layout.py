@@ -69,11 +69,11 @@ class LayerFacts:
     edges: np.ndarray  # without self edges [ranks]
     halo: Pairs  # halo[i, j]: rows of rank i that rank j has when it computes the layer
     # rows of h_{l-1} that each rank computed; set if some of them serve other ranks only [ranks]
-    made: np.ndarray | None = None
+    computed_rows: np.ndarray | None = None
     # if the rows are partial sums: partial sums that each rank adds up to its sources [ranks]
-    added: np.ndarray | None = None
+    partial_sums: np.ndarray | None = None
     # destinations whose own row another rank has, and adds to its partial sum [ranks]
-    away: np.ndarray | None = None
+    remote_own: np.ndarray | None = None
     fresh: Pairs | None = None  # halo rows that owners send in this step; None: all [ranks, ranks]
 
     def __post_init__(self) -> None:
@@ -92,25 +92,29 @@ class LayerFacts:
     @property
     def local(self) -> np.ndarray:
         """Rows of h_{l-1} that each rank has before it receives the halo [ranks]."""
-        return np.asarray(self.sources - self.there) if self.made is None else self.made
+        return (
+            np.asarray(self.sources - self.halo_rows)
+            if self.computed_rows is None
+            else self.computed_rows
+        )
 
     @property
     def present(self) -> np.ndarray:
         """Rows of h_{l-1} that each rank has with the halo, read or unread [ranks]."""
-        return np.asarray(self.local + self.there)
+        return np.asarray(self.local + self.halo_rows)
 
     @cached_property
-    def there(self) -> np.ndarray:
+    def halo_rows(self) -> np.ndarray:
         """Halo rows that each rank has, received in this step or cached from earlier [ranks]."""
         return np.asarray(self.halo.sum(0))
 
     @cached_property
-    def given(self) -> np.ndarray:
+    def sent_rows(self) -> np.ndarray:
         """Rows that each rank sends before the layer [ranks]."""
         return np.asarray(self.sends.sum(1))
 
     @cached_property
-    def taken(self) -> np.ndarray:
+    def received_rows(self) -> np.ndarray:
         """Halo rows that each rank receives before the layer [ranks]."""
         return np.asarray(self.sends.sum(0))
 

@@ -162,8 +162,8 @@ class FirstLayerSplit(MiniBatch):
     Ranks exchange rows of h_1. From these, each rank computes layers 2 .. L for its own seeds."""
 
     first: LayerFacts  # counts of layer 1
-    given: np.ndarray  # rows of h_1 that rank i sends to rank j before layer 2 [ranks, ranks]
-    added: np.ndarray | None = None  # LayerFacts.added of layer 2
+    sent_rows: np.ndarray  # rows of h_1 that rank i sends to rank j before layer 2 [ranks, ranks]
+    partial_sums: np.ndarray | None = None  # LayerFacts.partial_sums of layer 2
 
     def __init__(self, whole: MiniBatch, separate: MiniBatch) -> None:
         """whole: the same batch with all layers split. separate: the same batch with a group per
@@ -203,7 +203,12 @@ class FirstLayerSplit(MiniBatch):
         facts = self._separate[layer]
         if not self.meets(layer):
             return facts
-        return replace(facts, halo=self.given, made=self.row_counts(1), added=self.added)
+        return replace(
+            facts,
+            halo=self.sent_rows,
+            computed_rows=self.row_counts(1),
+            partial_sums=self.partial_sums,
+        )
 
 
 class ByDestinations(FirstLayerSplit):
@@ -216,12 +221,12 @@ class ByDestinations(FirstLayerSplit):
         ranks, groups = range(whole.ranks), np.array(whole.servers)
         edges = [whole._edges(rank, 1)[0] for rank in ranks]
         self._ids = {0: [np.union1d(whole.rows(rank, 1), edges[rank]) for rank in ranks]}
-        self.given = np.zeros((whole.ranks, whole.ranks), dtype=np.int64)
+        self.sent_rows = np.zeros((whole.ranks, whole.ranks), dtype=np.int64)
         for rank, ids in enumerate(needed):
             peers = np.flatnonzero(groups == groups[rank])
-            self.given[peers, rank] = np.bincount(whole.member[ids], minlength=peers.size)
-        np.fill_diagonal(self.given, 0)
-        sampled, nothing = np.array([ids.size for ids in edges]), np.zeros_like(self.given)
+            self.sent_rows[peers, rank] = np.bincount(whole.member[ids], minlength=peers.size)
+        np.fill_diagonal(self.sent_rows, 0)
+        sampled, nothing = np.array([ids.size for ids in edges]), np.zeros_like(self.sent_rows)
         self.first = LayerFacts(whole.row_counts(1), self.row_counts(0), sampled, nothing)
 
 
@@ -259,9 +264,14 @@ class BySources(FirstLayerSplit):
                 sends[ranks, rank] = received * is_peer
                 pushed[rank, ranks] = (PUSHED + 2 * received + sampled) * is_peer
                 added[rank] = received.sum()
-        self._ids, self.given, self.added, self.pushed = {1: partial}, sends, added, pushed
+        self._ids, self.sent_rows, self.partial_sums, self.pushed = (
+            {1: partial},
+            sends,
+            added,
+            pushed,
+        )
         read, sums, nothing = whole.row_counts(0), self.row_counts(1), np.zeros_like(sends)
-        self.first = LayerFacts(sums, read, summed, nothing, away=sums - own)
+        self.first = LayerFacts(sums, read, summed, nothing, remote_own=sums - own)
 
 
 SPLIT = {"first": ByDestinations, "source": BySources}  # `Batches.split` -> batch split in layer 1

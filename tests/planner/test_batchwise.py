@@ -451,7 +451,7 @@ def test_snp_bytes_and_reads_by_hand(groups):
                         sent += owner != reader
                         pushed += (2 + len(its)) * (owner != reader)
                 second = batch.facts(2)
-                assert second.added is not None and second.added[rank] == sum(parts)
+                assert second.partial_sums is not None and second.partial_sums[rank] == sum(parts)
                 parts[reader] = 0
                 assert second.sends[3 * group : 3 * group + 3, rank].tolist() == parts
             for owner, sums in enumerate(made):
@@ -459,7 +459,7 @@ def test_snp_bytes_and_reads_by_hand(groups):
                 assert set(batch.rows(rank, 1)) == set(sums)
                 assert first.rows[rank] == len(sums)
                 assert first.edges[rank] == sum(map(len, sums.values()))
-                assert first.away[rank] == sum(owner_of[v] != owner for v in sums)
+                assert first.remote_own[rank] == sum(owner_of[v] != owner for v in sums)
                 read = {v for v in sums if owner_of[v] == owner}.union(*sums.values())
                 assert set(batch.rows(rank, 0)) == read == set(whole.at(step).rows(rank, 0))
                 assert first.sources[rank] == len(read)

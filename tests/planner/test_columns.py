@@ -67,11 +67,11 @@ def test_fewer_bytes_than_halos_where_halos_are_large():
     """A random graph of mean degree 100 in 4 parts: every vertex is in nearly every halo."""
     asked = problem()
     halo = GraphParallel().predict(asked).bytes["halo"]
-    rows = asked.layout().facts(2).taken.sum()
+    rows = asked.layout().facts(2).received_rows.sum()
     assert rows > 2.9 * N and halo == 2 * rows * 3 * H * 4
     assert moved(ALTERNATING, asked) < moved(FeatureParallel(), asked) < halo
     near = problem("mixing=0.01&skew=100")
-    assert near.layout().facts(2).taken.sum() < (RANKS - 1) / RANKS * N
+    assert near.layout().facts(2).received_rows.sum() < (RANKS - 1) / RANKS * N
     assert moved(ALTERNATING, near) > GraphParallel(narrow=True).predict(near).bytes["halo"]
 
 

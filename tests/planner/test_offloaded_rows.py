@@ -124,7 +124,9 @@ def test_an_estimate_is_near_the_count():
 def test_an_estimate_for_several_ranks_is_near_the_count():
     """From the halos of as many parts as there are ranks, and chunks."""
     counted = problem_of(gpus=3)
-    halos = {parts: problem_of(gpus=parts).layout().facts(2).taken.sum() for parts in (3, 12)}
+    halos = {
+        parts: problem_of(gpus=parts).layout().facts(2).received_rows.sum() for parts in (3, 12)
+    }
     estimated = replace(counted, graph=None, stats=replace(counted.stats, halo_rows=halos))
     assert Offload(4).moved(estimated) == pytest.approx(Offload(4).moved(counted), rel=0.2)
     crossing = Offload(4).predict(counted).bytes["halo"]

@@ -92,7 +92,7 @@ def test_on_two_ranks_a_layer_is_graph_parallelism_or_feature_columns():
     """Layer 2 of equal widths. With its rows shared (y), both ranks need all rows, as halos do where
     everybody is everybody's neighbour. With its columns shared (x), each sums half of the columns."""
     asked = problem((2, 1, 1), "edges=331200&mixing=1&skew=100")
-    assert asked.layout().facts(2).taken.sum() == N  # every row is in the other's halo
+    assert asked.layout().facts(2).received_rows.sum() == N  # every row is in the other's halo
     one_dimension = by_layer(GraphParallel(), asked)[2]
     weights = 3 * (H * H + H) * B  # gathered twice, their gradient scattered once
     assert by_layer(Tensor3D(1, 2, 1), asked)[2] == one_dimension + weights

@@ -124,7 +124,7 @@ def _facts_under(policy: Policy, rows: Rows, crossing: Crossing) -> LayerFacts:
     if policy.stays:
         return replace(f, fresh=sends)
     if isinstance(rows, EstimatedLayout):  # assumes equally many edges per row
-        vanished = (f.there - sends.sum(0)) / np.maximum(f.there, 1)
+        vanished = (f.halo_rows - sends.sum(0)) / np.maximum(f.halo_rows, 1)
         edges = f.edges - vanished * rows.leaving(rows.vertices / rows.ranks) * f.edges
     else:
         halo = np.asarray(f.halo)

@@ -80,7 +80,7 @@ def blocks(problem: Problem, layout: Layout | EstimatedLayout, count: int = 1) -
         f = layout.facts(layer)
         if (kind := layout.kind(layer)) not in seen:  # layers of the same kind share their blocks
             seen.add(kind)
-            total = total + block(model, spec, f.rows, f.sources, f.edges) + 8 * f.given
+            total = total + block(model, spec, f.rows, f.sources, f.edges) + 8 * f.sent_rows
     return np.asarray(count * (total + 16 * f.rows))
 
 
@@ -122,8 +122,8 @@ def _kept_rows(
     bits_bytes = 2 * PLACES * codec.adapts
     for layer in range(problem.model.first_varying + 1, problem.workload.layers + 1):
         f, width = layout.facts(layer), model.exchanged_width(layer, options.narrow)
-        exchanged = (f.taken + f.given) * stored.row_bytes(width, model.itemsize)
-        kept = kept + buffers * exchanged + bits_bytes * (f.taken + f.given)
+        exchanged = (f.received_rows + f.sent_rows) * stored.row_bytes(width, model.itemsize)
+        kept = kept + buffers * exchanged + bits_bytes * (f.received_rows + f.sent_rows)
         smoothed = np.maximum(smoothed, exchanged / 2 * len(codec.averaged))
     return np.asarray(kept + smoothed)
 
@@ -135,7 +135,7 @@ def _during_evaluation(problem: Problem, layout: Layout | EstimatedLayout) -> np
         f = layout.facts(layer)
         need = footprint(model, layer, f.rows, f.sources, f.edges)
         # own rows, rows to send, and a copy of all rows read
-        inputs = (f.local + f.given + f.sources) * (layer > model.first_varying)
+        inputs = (f.local + f.sent_rows + f.sources) * (layer > model.first_varying)
         most = np.maximum(most, inputs * spec.h_in * model.itemsize + need.kept)
     return np.asarray(most + constant(problem, layout) + blocks(problem, layout))
 
@@ -184,10 +184,10 @@ class Holds:
         """Return the bytes kept from a layer's forward pass to its backward pass: inputs only if
         `checkpoint`, else the tensors that autograd saves."""
         f, model, checkpoint = self.facts[layer], self.model, self.options.checkpoint
-        halo = f.there * (layer > model.first_varying) > 0  # rows are received in every step
+        halo = f.halo_rows * (layer > model.first_varying) > 0  # rows are received in every step
         narrow = self.options.narrow and model.narrow_at(layer)
         # whether own and halo rows are copied into one tensor of source rows
-        copied = halo | (checkpoint and narrow) | (f.made is not None)
+        copied = halo | (checkpoint and narrow) | (f.computed_rows is not None)
         kept = f.sources * self._row_bytes(layer) * copied
         if not checkpoint:
             return kept + self._need(layer).kept
@@ -227,14 +227,14 @@ class Holds:
         """Return the bytes of gradients if a layer reads only some of the rows present: gradients
         of the rows read, of all rows, and of the partial sums that were added."""
         f = self.facts[layer]
-        if f.made is None:
+        if f.computed_rows is None:
             return 0.0
-        added = 0.0 if f.added is None else f.added
+        added = 0.0 if f.partial_sums is None else f.partial_sums
         return np.asarray((f.sources + f.present + added) * self._row_bytes(layer))
 
     def _need(self, layer: int) -> Footprint:
         model, f = self.model, self.facts[layer]
-        if f.away is not None:
+        if f.remote_own is not None:
             model = model.without_ends(layer)
         counts = f.rows, f.sources, f.edges
         return footprint(model, layer, *counts, narrow=self.options.narrow, local=f.local)

@@ -114,9 +114,12 @@ def step(
         if direction == "f":  # rows of this step are received, or unpacked, in place: no copy
             rows = f.present if policy.stays or (lags and not options.codec.packs) else f.local
             total = total + model.lay_out(layer, rows, options.narrow)
-        if f.added is not None:
-            total = total + model.apply(layer - 1, f.sources, f.added)[0 if direction == "f" else 1]
-        elif f.made is not None:
+        if f.partial_sums is not None:
+            total = (
+                total
+                + model.apply(layer - 1, f.sources, f.partial_sums)[0 if direction == "f" else 1]
+            )
+        elif f.computed_rows is not None:
             total = total + model.pick(layer, f.sources, f.present)[0 if direction == "f" else 1]
         overlapped: Number = 0.0
         if lags:
@@ -126,7 +129,9 @@ def step(
     def computation(layer: int, direction: str) -> Compute:
         """Return the work of the layer, with the next layer's projection if `narrow`."""
         f, forward_or_backward = facts[layer], 0 if direction == "f" else 1
-        counted, away = (model, 0.0) if f.away is None else (model.without_ends(layer), f.away)
+        counted, away = (
+            (model, 0.0) if f.remote_own is None else (model.without_ends(layer), f.remote_own)
+        )
         work = (counted.forward, counted.backward)[forward_or_backward](
             layer, f.rows, f.sources, f.edges, options.narrow, away=away
         )
@@ -140,7 +145,9 @@ def step(
         if (exchanged := halo(like[layer], direction)) is None:
             return
         f, width = facts[like[layer]], model.exchanged_width(layer, options.narrow)
-        sent, received = (f.given, f.taken) if direction == "f" else (f.taken, f.given)
+        sent, received = (
+            (f.sent_rows, f.received_rows) if direction == "f" else (f.received_rows, f.sent_rows)
+        )
         for pack in options.codec.pack(sent, width, model.itemsize, picked=direction == "f"):
             yield Op("pack", direction, layer, work=pack)
         yield Op("halo", direction, layer, work=exchanged)

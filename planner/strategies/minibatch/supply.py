@@ -145,7 +145,7 @@ class Supply:
             return np.asarray(np.rint(ID * facts[0].sources).astype(np.int64))
         model, nbytes = self.problem.model, np.zeros(self.problem.ranks)
         for spec, f in zip(model.layers, facts, strict=True):
-            edges = f.edges if f.away is None else f.edges - spec.self_edges * f.away
+            edges = f.edges if f.remote_own is None else f.edges - spec.self_edges * f.remote_own
             nbytes = nbytes + block(model, spec, f.rows, f.sources, edges) + COUNTS_AT_ENDS
         return np.asarray(np.rint(nbytes * model.on_gpu).astype(np.int64))
 
