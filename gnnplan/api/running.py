@@ -99,7 +99,8 @@ class Run(View):
         lines = [
             f"{show_count(result['epochs'], 'epoch')}, loss {result['first_loss']:.4f} ->"
             f" {result['loss']:.4f}  {scores}",
-            f"median epoch {show_time(result['epoch_s'])} (without the first two); sent per epoch:"
+            f"median epoch {show_time(result['epoch_s'])}"
+            f"{' (without the first two)' * (result['epochs'] > 2)}; sent per epoch:"
             f" {sent}; peak memory {show_bytes(max(result['peak_rss_bytes']))} per process",
         ]
         if (best := result["best"]) and best["epoch"]:

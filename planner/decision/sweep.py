@@ -104,6 +104,8 @@ def point(
     try:
         cluster, workload = apply_overrides(cluster, base.workload, [*settings, *values])
     except SpecError as error:
+        if not at:
+            raise
         swept = "|".join(map(re.escape, at))
         raise SpecError(re.sub(rf"(?m)^--set (?=({swept})\b)", "--sweep ", str(error))) from error
     for field in ("batch", "fanout"):

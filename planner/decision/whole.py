@@ -184,6 +184,16 @@ def compare(
         if len(refused) == 1 or not all(isinstance(why, Infeasible) for why in refused.values()):
             raise first
         raise Infeasible("\n".join(f"{MODES[mode]}: {why}" for mode, why in refused.items()))
-    first_lines = {mode: str(why).splitlines()[0] for mode, why in refused.items()}
-    reasons = {m: w.removeprefix("nothing fits: ").rstrip(":") for m, w in first_lines.items()}
-    return Whole(answers, reasons)
+    return Whole(answers, {mode: _first_reason(str(why)) for mode, why in refused.items()})
+
+
+def _first_reason(why: str) -> str:
+    """The reason of an error in a line: of a list of strategies that do not fit, the first one's.
+
+    >>> _first_reason("nothing fits: too large"), _first_reason("nothing fits:\\n  p3: no")
+    ('too large', 'nothing fits: no')
+    """
+    first, *strategies = why.splitlines()
+    if first == "nothing fits:" and strategies:
+        return f"{first} {strategies[0].partition(': ')[2]}"
+    return first.removeprefix("nothing fits: ")

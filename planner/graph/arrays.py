@@ -36,6 +36,7 @@ from gnnplan.planner.vocabulary.errors import SpecError
 from gnnplan.planner.vocabulary.files import cannot_write, from_json, must_have_parent
 
 IDS = ("train_idx", "val_idx", "valid_idx", "test_idx")  # lists of vertices in place of masks
+SETS = ("train", "val", "valid", "test")  # both, or numbers of vertices that are fields
 ARRAYS = (*ENDS, "x", "x_indptr", "x_indices", "x_shape", "x_data", "y", *MASKS, "meta")
 
 
@@ -68,7 +69,11 @@ def read_own(path: str) -> Parts:
             )
             taken.append("num_nodes")
         vertices, edges = count(parts)[0], len(arrays["src"])
-        for mask, name in named({name: name for name in IDS if name in source.files}).items():
+        sets = {name: name for name in IDS if name in source.files}
+        for name in filter(source.files.__contains__, SETS):
+            if source.check(name).dtype.kind in "biu":
+                sets[name] = name
+        for mask, name in named(sets).items():
             if mask not in parts.masks:
                 parts.masks[mask] = mask_of(path, name, source.read(name), vertices)
                 taken.append(name)

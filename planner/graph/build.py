@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from hashlib import blake2b
 from pathlib import Path
 from typing import cast
@@ -22,7 +23,7 @@ from gnnplan.planner.graph.graph import (
     merging_note,
     must_fit,
 )
-from gnnplan.planner.graph.labels import as_mask, read_labels, split_of, stand_in
+from gnnplan.planner.graph.labels import Labels, as_mask, read_labels, split_of, stand_in
 from gnnplan.planner.graph.npy import must_be_ids
 from gnnplan.planner.graph.parts import Extras, Parts, counts_of
 from gnnplan.planner.vocabulary.errors import SpecError
@@ -66,6 +67,11 @@ def build(parts: Parts, source: str, extras: Extras, directed: bool) -> Graph:
     nbytes += (120.0 if on_edges else 60.0) * len(src)
     must_fit(source, what, nbytes + sum(2.0 * field.nbytes for field in on_edges.values()))
     indptr, indices, changes = in_neighbours(src, dst, vertices, directed)
+    if not counted and 2 * (bare := _without_edges(src, dst, vertices)) > vertices:
+        notes.append(
+            f"{bare:,} of {vertices:,} vertices have no edge; if ids have gaps, number the vertices"
+            " anew from 0"
+        )
     edge_fields, moved = along(on_edges, (src, dst), vertices, directed)
     notes += [*changes, *moved] if len(indices) else [*changes, *moved, "the graph has no edges"]
     parts.edges, parts.edge_fields = [], {}
@@ -87,6 +93,7 @@ def build(parts: Parts, source: str, extras: Extras, directed: bool) -> Graph:
     else:
         notes += merging_note(x)
     found = read_labels(path, parts.y, vertices, parts.classes, extras.numbers)
+    notes += _labels_that_may_mislead(found, parts.classes)
     if found.numbers:
         several = show_count(found.classes, "number")
         notes.append(f"regression: y holds {several} per vertex to predict, no classes")
@@ -127,6 +134,28 @@ def build(parts: Parts, source: str, extras: Extras, directed: bool) -> Graph:
     )
     edges, fields = (indptr, indices), (vertex_fields, edge_fields)
     return finish(Graph(stats, *edges, x, found.y, *masks, (), *fields, cut=cut))
+
+
+def _without_edges(src: Array, dst: Array, vertices: int) -> int:
+    """How many vertices are neither source nor target of an edge."""
+    bare = np.ones(vertices, bool)
+    bare[src] = bare[dst] = False
+    return int(bare.sum())
+
+
+def _labels_that_may_mislead(found: Labels, classes: int | None) -> Iterator[str]:
+    """Notes on labels that other libraries write otherwise. classes: as the source says."""
+    if found.numbers or not found.classes:
+        return
+    known = found.y[found.labelled]
+    if known.ndim == 1:
+        if classes is None and (first := int(known.min())):
+            yield f"no vertex has class 0: y begins with {first}; if it counts from 1, subtract 1"
+    elif known.shape[1] > 1 and ((known == 0) | (known == 1)).all() and (known.sum(1) == 1).all():
+        yield (
+            f"y holds {known.shape[1]:,} labels for each vertex, of which exactly one is 1; if each"
+            " vertex has one class, save y.argmax(1)"
+        )
 
 
 def _fields(parts: Parts, vertices: int, edges: int) -> tuple[dict[str, Array], dict[str, Array]]:

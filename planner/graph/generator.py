@@ -5,7 +5,7 @@ A generator gives `Parts`: `load` checks them as it checks a file's, and `conver
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, TypeAlias
 from urllib.parse import unquote
@@ -17,7 +17,7 @@ from gnnplan.planner.graph.graph import AT_ONCE, Array, must_fit
 from gnnplan.planner.graph.labels import MASKS, random_split
 from gnnplan.planner.graph.parts import Parts
 from gnnplan.planner.vocabulary.errors import SpecError
-from gnnplan.planner.vocabulary.files import suggest
+from gnnplan.planner.vocabulary.files import MOST_SHOWN, suggest
 from gnnplan.planner.vocabulary.units import number_of
 
 # labels before noise [N], edges, and notes
@@ -233,12 +233,22 @@ def parameters(source: str, query: str) -> dict[str, str]:
     return found
 
 
-def numbers(source: str, given: Mapping[str, str], ranges: Ranges) -> dict[str, Any]:
-    """The parameters as numbers, with defaults, checked against their ranges."""
+def numbers(
+    source: str, given: Mapping[str, str], ranges: Ranges, allowed: Iterable[str] = ()
+) -> dict[str, Any]:
+    """The parameters as numbers, with defaults, checked against their ranges.
+
+    allowed: all parameters of such a source, if it has others than numbers."""
     values: dict[str, Any] = {name: default for name, (default, _, _) in ranges.items()}
     for name, text in given.items():
+        if name not in ranges and name == "task":
+            raise SpecError(
+                f"{source}: task={text[:MOST_SHOWN]} is of graphs in files, and a generated graph"
+                " has labels of classes; leave --task out"
+            )
         if name not in ranges:
-            raise SpecError(f"{source}: unknown parameter {name!r}{suggest(name, ranges)}")
+            others = suggest(name, allowed or ranges)
+            raise SpecError(f"{source}: unknown parameter {name!r}{others}")
         default, low, high = ranges[name]
         kind = type(default)
         try:

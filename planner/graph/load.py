@@ -9,7 +9,7 @@ from urllib.parse import quote, urlencode
 
 from gnnplan.planner.graph import formats
 from gnnplan.planner.graph.build import STAND_IN_FEATURES
-from gnnplan.planner.graph.generator import asked, is_generated, numbers, parameters
+from gnnplan.planner.graph.generator import Ranges, asked, is_generated, numbers, parameters
 from gnnplan.planner.graph.graph import MOST_FEATURES, Graph, GraphStats
 from gnnplan.planner.graph.part_folder import is_part_folder, read_parts
 from gnnplan.planner.graph.statistics import DATASETS, datasets, statistics
@@ -48,9 +48,13 @@ def load(source: str, directed: bool = False) -> Graph | GraphStats:
     if is_generated(source):
         return formats.read(source, source, formats.NONE, directed)
     if (known := well_known(head)) and not query:
-        return dataclasses.replace(
+        stats = dataclasses.replace(
             statistics(str(DATASETS / f"{known}.yaml"), directed), source=known
         )
+        if not os.path.lexists(head):
+            return stats
+        said = f"{head} is the well-known graph, of which statistics are read; what lies here is"
+        return dataclasses.replace(stats, notes=(*stats.notes, f"{said} ./{head}"))
     suffix = Path(head).suffix.lower()
     if suffix in (".yaml", ".yml"):
         if query:
@@ -91,11 +95,8 @@ def load(source: str, directed: bool = False) -> Graph | GraphStats:
             f"{source}: task must be none, which makes stand-in labels, regression, node or link,"
             f" got {task[:MOST_SHOWN]!r}; use one of them, or leave it out"
         )
-    widths = numbers(
-        source,
-        given,
-        {"features": (STAND_IN_FEATURES, 1, MOST_FEATURES), "seed": (0, 0, 2**31 - 1)},
-    )
+    ranges: Ranges = {"features": (STAND_IN_FEATURES, 1, MOST_FEATURES), "seed": (0, 0, 2**31 - 1)}
+    widths = numbers(source, given, ranges, (*FILE_OPTIONS, "task", "seed"))
     extras = formats.Extras(
         **words,
         numbers=task == "regression",

@@ -97,7 +97,7 @@ def check_header(path: str, name: str, stream: IO[bytes], stored: int, fits: boo
     if dtype.hasobject:
         raise SpecError(
             f"{path}: {name}: holds pickled Python objects, which are never loaded; save it as"
-            " plain numbers (x.astype(...))"
+            f" plain numbers, as numpy.array({name}.tolist())"
         )
     if any(size < 0 for size in shape):
         raise SpecError(
@@ -192,10 +192,10 @@ def typed(path: str, name: str, array: Array, kinds: str, ndim: tuple[int, ...])
     """The array. Raises SpecError unless its dtype kind and dimensions are as allowed."""
     if array.dtype.kind not in kinds:
         allowed = " or ".join(sorted({KINDS[kind] for kind in kinds.replace("u", "")}))
-        raise SpecError(
-            f"{path}: {name}: must hold {allowed}, has dtype {array.dtype}; convert it with"
-            f" {name}.astype(...)"
-        )
+        remedy = f"save {name}.astype(numpy.{'float32' if 'f' in kinds else 'int64'})"
+        if array.dtype.kind in "SU":
+            remedy = f"save numbers; of names, numpy.unique({name}, return_inverse=True)[1]"
+        raise SpecError(f"{path}: {name}: must hold {allowed}, has dtype {array.dtype}; {remedy}")
     if array.ndim not in ndim:
         raise SpecError(
             f"{path}: {name}: must have {' or '.join(map(str, ndim))} dimension(s), has shape"

@@ -37,8 +37,8 @@ T = TypeVar("T")
 Matrix: TypeAlias = "Features | Iterator[Array]"
 ENDS = "src", "dst"
 # names of features and labels in other libraries' graphs, the likeliest first
-FEATURES = ("x", "feat", "feature", "features")
-LABELS = ("y", "label", "labels")
+FEATURES = ("x", "feat", "feature", "features", "node_feat", "node_features")
+LABELS = ("y", "label", "labels", "node_label", "node_labels")
 # where pip finds a library that reads and writes its own format
 PACKAGES = {
     "dgl": "'gnnplan[dgl]'",

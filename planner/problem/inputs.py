@@ -39,6 +39,9 @@ def read_cluster(name_or_path: str) -> Cluster:
     that file, this machine's GPUs with the constants of their presets; without GPUs, a preset of
     two CPU ranks with cautious constants. Raises SpecError with file, line and field."""
     rented = clouds.names()
+    if not Path(name_or_path).exists():
+        same = (name for name in rented if name.lower() == name_or_path.lower())
+        name_or_path = next(same, name_or_path)
     if name_or_path in rented:
         base = read_cluster(clouds.base_of(name_or_path))
         return checked(Cluster, clouds.fields_of(name_or_path, base), f"{name_or_path}: ")
@@ -274,6 +277,9 @@ def _mistake(kind: type[BaseModel], loc: Where, rule: str, message: str) -> tupl
         return loc, f"unknown field{suggest(str(loc[-1]), parent.model_fields if parent else [])}"
     if rule == "missing":
         return loc, "missing; this field is required"
+    if rule == "model_type" and (model := _model_at(kind, loc)):
+        needed = [name for name, field in model.model_fields.items() if field.is_required()]
+        return loc, f"must be a mapping of fields; give {', '.join(needed)} at least"
     if loc[:1] == ("fanout",):  # a union: pydantic reports each branch
         return loc[:1], "must be full, or a number of neighbours per layer such as 15,10"
     if loc[:1] == ("class_weights",):

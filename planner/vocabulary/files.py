@@ -405,5 +405,7 @@ def suggest(word: str, allowed: Iterable[str]) -> str:
     allowed = list(allowed)
     if not allowed:
         return ""
-    near = difflib.get_close_matches(str(word)[:MOST_SHOWN], allowed, n=1, cutoff=0.5)
-    return (f"; did you mean {near[0]}? Allowed: " if near else "; allowed: ") + ", ".join(allowed)
+    lower = {name.lower(): name for name in allowed}
+    near = difflib.get_close_matches(str(word)[:MOST_SHOWN].lower(), lower, n=1, cutoff=0.5)
+    meant = f"; did you mean {lower[near[0]]}? Allowed: " if near else "; allowed: "
+    return meant + ", ".join(allowed)

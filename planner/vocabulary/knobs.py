@@ -96,5 +96,5 @@ def parse_call(text: str) -> tuple[str, dict[str, Any]]:
         pass  # RecursionError and MemoryError: parentheses nested too deeply
     raise SpecError(
         f"--strategy {text!r:.200} is not a family with knobs; write it as"
-        " 'gnnpipe(stages=4,chunks=16)'"
+        " 'gnnpipe(stages=4,chunks=16)', with texts in quotes: data_parallel(cache='1GB')"
     )

@@ -33,7 +33,7 @@ _UNITS = {
     for unit, (si, scale) in _BASE.items()
 } | {unit: ("s", scale) for unit, scale in _TIME.items()}
 _PATTERN = re.compile(
-    r"\s*([-+]?(?:[0-9]+\.?[0-9]*|\.[0-9]+)(?:[eE][-+]?[0-9]+)?)\s*([A-Za-zµ\u03bc]*)(/s|ps)?\s*"
+    r"\s*([-+]?(?:[0-9]+\.?[0-9]*|\.[0-9]+)(?:[eE][-+]?[0-9]+)?)\s*([A-Za-zµ\u03bc]*?)(/s|ps)?\s*"
 )
 LONGEST_NUMBER = 300  # characters of a number in an option
 
@@ -59,6 +59,8 @@ def quantity(text: object) -> float:
 
     >>> quantity("25GB/s"), quantity("400 Mbit/s"), quantity("2us"), quantity(3)
     (25000000000.0, 50000000.0, 2e-06, 3.0)
+    >>> quantity("400Mbps"), quantity("25GBps")
+    (50000000.0, 25000000000.0)
     >>> quantity("2µs") == quantity("2\u03bcs") == quantity("2us")
     True
     """

@@ -1,5 +1,6 @@
 """Data is read as it is meant, and alike in every format: masks, ids, labels, features, edges."""
 
+import gzip
 import json
 from pathlib import Path
 
@@ -541,3 +542,127 @@ def test_whole_numbers_beyond_float64_are_refused(tmp_path, written):
         pytest.skip("floats already")
     with pytest.raises(SpecError, match=r"x\[19, 0\]: features must be whole numbers of at most"):
         written(tmp_path, HOLDS | {"x": (2**60 + np.arange(N))[:, None]})
+
+
+@pytest.mark.parametrize("end", ["\n", "\r\n", "\r"])
+def test_ids_with_a_point_are_whole_numbers_and_lines_end_as_they_do(tmp_path, end):
+    """pandas writes a column of ids as 1.0 where a cell was empty once: such files were refused.
+    Lines that end in \\r alone were one line of names: a graph without edges."""
+    path = tmp_path / "e.csv"
+    path.write_bytes(
+        end.join(["src,dst", *(f"{a}.0,{b}.0" for a, b in zip(SRC, DST, strict=True))]).encode()
+    )
+    whole = tmp_path / "whole.csv"
+    whole.write_text("src,dst\n" + "".join(f"{a},{b}\n" for a, b in zip(SRC, DST, strict=True)))
+    assert np.array_equal(load(str(path)).indices, load(str(whole)).indices)
+    path.write_bytes(path.read_bytes() + f"{end}1.5,2.0".encode())
+    with pytest.raises(SpecError, match=r"e\.csv: ids must be whole numbers, found 1\.5"):
+        load(str(path))
+
+
+def test_ids_in_a_parquets_floats_are_whole_numbers_and_pandas_index_is_no_field(tmp_path):
+    parquet = pytest.importorskip("pyarrow.parquet")
+    arrow = pytest.importorskip("pyarrow")
+    held = {"__index_level_0__": np.arange(len(SRC)), "src": np.asarray(SRC, float), "dst": DST}
+    parquet.write_table(arrow.table(held), tmp_path / "e.parquet")
+    graph = load(str(tmp_path / "e.parquet"))
+    assert np.array_equal(graph.indices, as_npz(tmp_path, {"src": SRC, "dst": DST}).indices)
+    assert not graph.edge_fields
+
+
+def test_names_as_ids_are_told_to_be_numbered_together(tmp_path):
+    """`pandas.factorize` of each column gives one vertex two numbers; 'mend this line' was said."""
+    (tmp_path / "e.csv").write_text("src,dst\na,b\nb,c\n")
+    with pytest.raises(SpecError, match=r"factorize\(pandas\.concat\(\[sources, targets\]\)\)"):
+        load(str(tmp_path / "e.csv"))
+
+
+def test_ids_with_large_gaps_are_said(tmp_path):
+    """1,000 times as many vertices as meant were planned for, and nothing said so."""
+    far = as_npz(tmp_path, {"src": [0, 5000], "dst": [5000, 9000]})
+    assert any(
+        "8,998 of 9,001 vertices have no edge; if ids have gaps" in n for n in far.stats.notes
+    )
+    near = as_npz(tmp_path, {"src": [0, 1], "dst": [1, 2]})
+    assert not any("no edge" in n for n in near.stats.notes)
+
+
+@every_format
+def test_one_hot_labels_are_said_to_be_several_labels(tmp_path, written):
+    """They train another loss than classes do."""
+    said = "y holds 2 labels for each vertex, of which exactly one is 1"
+    hot = written(tmp_path, HOLDS | {"y": np.eye(2)[Y]})
+    assert hot.stats.multilabel and any(note.startswith(said) for note in hot.stats.notes)
+
+
+def test_several_labels_are_not_taken_for_one(tmp_path):
+    several = as_npz(tmp_path, HOLDS | {"y": np.ones((N, 2))})
+    assert not any("exactly one" in note for note in several.stats.notes)
+
+
+def test_classes_that_begin_with_one_are_said(tmp_path):
+    said = "no vertex has class 0: y begins with 1; if it counts from 1, subtract 1"
+    assert said in as_npz(tmp_path, HOLDS | {"y": Y + 1}).stats.notes
+    assert said not in as_npz(tmp_path, HOLDS | {"y": Y}).stats.notes
+
+
+@pytest.mark.parametrize("dtype", [bool, int])
+def test_arrays_named_train_val_and_test_are_the_split(tmp_path, dtype):
+    """They were fields, and a random split took their place."""
+    val = np.arange(N) >= 15
+    held = {name: HOLDS[name] for name in HOLDS if not name.endswith("mask")}
+    graph = as_npz(tmp_path, held | {"train": TRAIN.astype(dtype), "valid": val.astype(dtype)})
+    assert np.array_equal(graph.train, TRAIN) and np.array_equal(graph.val, val)
+
+
+def test_ogbs_names_of_arrays_are_features_and_labels(tmp_path):
+    held = {"x": "node_feat", "y": "node_label"}
+    graph = as_npz(tmp_path, {held.get(name, name): array for name, array in HOLDS.items()})
+    assert np.array_equal(graph.y, Y) and np.allclose(graph.x, HOLDS["x"])
+
+
+@pytest.mark.parametrize(
+    ("name", "array", "remedy"),
+    [
+        ("src", np.asarray(SRC, float), "src.astype(numpy.int64)"),
+        ("y", Y.astype("S1"), "numpy.unique(y, return_inverse=True)[1]"),
+        ("y", Y.astype(str), "numpy.unique(y, return_inverse=True)[1]"),
+        ("y", Y.astype(object), "numpy.array(y.tolist())"),
+    ],
+)
+def test_an_array_of_a_wrong_type_is_told_what_to_become(tmp_path, name, array, remedy):
+    """The remedy was `y.astype(...)`, which nobody can type; of names it would fail."""
+    with pytest.raises(SpecError) as refused:
+        as_npz(tmp_path, HOLDS | {name: array})
+    assert remedy in str(refused.value)
+    as_npz(tmp_path, HOLDS | {name: eval(remedy, {name: array, "numpy": np})})
+
+
+def test_a_folder_with_the_name_of_a_well_known_graph_is_said(tmp_path, monkeypatch):
+    """Statistics were planned in place of the folder, and nothing said so."""
+    monkeypatch.chdir(tmp_path)
+    assert not any("lies here" in note for note in load("flickr").notes)
+    (tmp_path / "flickr").mkdir()
+    assert any("what lies here is ./flickr" in note for note in load("flickr").notes)
+
+
+@pytest.mark.parametrize(
+    ("name", "raw", "words"),
+    [
+        ("e.csv", b"", "is empty (0 bytes)"),
+        ("g.json", b'{"nodes": []}', "a CSV with src,dst above its edges"),
+        ("g.pt.gz", gzip.compress(b"PK\0\0"), "unpack it first (gunzip"),
+    ],
+)
+def test_files_of_no_format_are_told_what_to_become(tmp_path, name, raw, words):
+    (tmp_path / name).write_bytes(raw)
+    with pytest.raises(SpecError) as refused:
+        load(str(tmp_path / name))
+    assert words in str(refused.value)
+
+
+def test_a_misspelt_parameter_is_told_all_that_there_are(tmp_path):
+    with pytest.raises(SpecError, match=r"did you mean labels\? Allowed: features, labels, split"):
+        load(f"{edges_csv(tmp_path)}?label=y.npy")
+    with pytest.raises(SpecError, match="a generated graph has labels of classes; leave --task"):
+        load("synthetic:community?vertices=60&edges=240&task=none")

@@ -358,7 +358,7 @@ def test_overrides_go_where_they_belong():
         ("servers.x=3", "servers is a single value without fields"),
         ("intra_node.bandwidth=25", "Check the unit"),
         ("servers=2", "--set servers: servers is 2, so inter_node"),
-        ("device=3", "--set device: must be a valid dictionary"),
+        ("device=3", "--set device: must be a mapping of fields; give memory, gemm"),
     ],
 )
 def test_bad_overrides_are_named(setting, words):
@@ -480,3 +480,10 @@ def test_what_killed_writers_left_is_removed(tmp_path, monkeypatch):
     assert len(set(tmp_path.iterdir()) - kept) == 1
     forget_unfinished(tmp_path)
     assert set(tmp_path.iterdir()) == kept
+
+
+def test_names_of_servers_and_presets_are_known_or_suggested_in_any_case():
+    """P4D.24XLARGE lacked a size, and for DGX_A100 p3_p100 was suggested."""
+    assert read_cluster("P4D.24XLARGE") == read_cluster("p4d.24xlarge")
+    with pytest.raises(SpecError, match=r"did you mean dgx_a100\?"):
+        read_cluster("DGX_A100")

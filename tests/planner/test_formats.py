@@ -677,7 +677,7 @@ BAD = {
         "one split is needed, a folder with train.csv.gz or split_dict.pt, found none",
     ),
     "absent": (lambda d: d / "none.csv", r"a graph is a \.npz file"),
-    "empty file": (put(""), "of no format that is read"),
+    "empty file": (put(""), "is empty"),
     "junk": (put(bytes(range(128, 256))), "of no format that is read"),
     "prose": (put("Call me Ishmael.\nSome years ago"), "of no format that is read"),
     "empty folder": (lambda d: d, "missing; an edge list src, dst"),

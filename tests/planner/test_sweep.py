@@ -55,6 +55,12 @@ def test_a_mistake_is_in_the_option_that_made_it(text):
         points(axes([text]), question())
 
 
+def test_a_mistake_of_set_alone_is_not_blamed_on_a_sweep():
+    """`simulate --set servers=2` was told of --sweep, which nobody had given."""
+    with pytest.raises(SpecError, match=r"^--set layers: "):
+        points({}, question(), ["layers=0"])
+
+
 def test_a_device_is_that_of_another_cluster_with_its_price(tmp_path):
     text = (PRESETS / "dgx_a100.yaml").read_text()
     (tmp_path / "rented.yaml").write_text(text + "price: 4.1\n")

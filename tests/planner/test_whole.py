@@ -181,6 +181,13 @@ def test_a_rule_that_no_strategy_of_a_mode_keeps_is_said_once():
 
 
 @pytest.mark.slow
+def test_a_mode_that_one_gpu_cannot_have_says_why():
+    """On one GPU, and with --exact, it said 'nothing fits' of batches that were too large."""
+    source = "synthetic:community?vertices=200&edges=1000&features=8&classes=4"
+    plan = gnnplan.plan(source, "h200", layers=2, hidden=8)
+    assert "use --batch 120" in plan.document["summary"]["answer"]
+
+
 def test_the_epoch_alone_is_one_option():
     plan = planned(*ARXIV, per="epoch")
     assert plan.best.gpus == 16 and plan.workload.mode == "full"

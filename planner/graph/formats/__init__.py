@@ -157,7 +157,14 @@ def recognise(path: str) -> Format:
         if format.is_it(file):
             return format
     known = ", ".join(dict.fromkeys(format.name for format in FILES if format != PICKLE))
-    raise SpecError(f"{path}: its content is of no format that is read; files that are: {known}")
+    if not start:
+        raise SpecError(f"{path}: is empty (0 bytes); give a graph's file")
+    remedy = "write the graph as one of them, for instance as a CSV with src,dst above its edges"
+    if start.startswith(text.GZIP):
+        remedy = f"only text may be compressed: unpack it first (gunzip {path})"
+    raise SpecError(
+        f"{path}: its content is of no format that is read; files that are: {known}; {remedy}"
+    )
 
 
 def parts_of(path: str, extras: Extras = NONE, trust: bool = False) -> Parts:

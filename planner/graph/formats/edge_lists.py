@@ -14,6 +14,7 @@ import scipy.sparse as sp
 
 from gnnplan.planner.graph.fields import NAME
 from gnnplan.planner.graph.formats.text import (
+    NUMBER_THEM,
     NUMBERS,
     Head,
     head_of,
@@ -22,6 +23,7 @@ from gnnplan.planner.graph.formats.text import (
     narrow,
     start_of,
     tables,
+    whole,
 )
 from gnnplan.planner.graph.graph import Array, must_fit
 from gnnplan.planner.graph.npy import arrays_in, must_be_count, reading
@@ -43,8 +45,8 @@ def is_edge_list(path: str) -> bool:
 
     So does one of names alone whose first line says so; its ids are then refused with the line."""
     head = head_of(path, 2)
-    whole = [text for text in head.row if re.fullmatch(r"-?\d+", text)]
-    return head.columns > 1 and (len(whole) > 1 or any(n.lower() in SOURCES for n in head.names))
+    ends = [text for text in head.row if re.fullmatch(r"-?\d+(\.0*)?", text)]
+    return head.columns > 1 and (len(ends) > 1 or any(n.lower() in SOURCES for n in head.names))
 
 
 def columns_of(names: Sequence[str]) -> tuple[int, int]:
@@ -81,9 +83,13 @@ def edge_tables(
 ) -> Iterator[tuple[Array, ...]]:
     """Columns of source, target and fields of edges, some rows at a time."""
     names = [str(i) for i in range(len(columns))]
-    kinds = np.dtype([(name, np.float64 if i > 1 else np.int64) for i, name in enumerate(names)])
+    # where a cell was empty once, pandas writes a column of ids as 1.0
+    points = any("." in head.row[i] for i in columns[:2] if i < len(head.row))
+    ids = np.float64 if points else np.int64
+    kinds = np.dtype([(name, np.float64 if i > 1 else ids) for i, name in enumerate(names)])
     for table in tables(path, kinds, head, tuple(columns)):
-        yield tuple(table[name].ravel() for name in names)
+        src, dst, *others = (table[name].ravel() for name in names)
+        yield whole(path, src), whole(path, dst), *others
 
 
 def edge_list(path: str) -> Parts:
@@ -189,10 +195,10 @@ def parquet(path: str) -> Parts:
     )
     names = [schema.names[i] for i in (*ends, *fields.values())]
     for name in names[:2]:
-        if "int" not in str(schema.field(name).type):
+        if not str(schema.field(name).type).startswith(NUMERIC[:-1]):
             raise SpecError(
                 f"{path}: {name}: vertex ids must be integers, are {schema.field(name).type};"
-                " number the vertices from 0 (pandas.factorize)"
+                f" {NUMBER_THEM}"
             )
 
     def edges() -> Iterator[tuple[Array, ...]]:
@@ -205,7 +211,8 @@ def parquet(path: str) -> Parts:
                             f"{path}: {name}: every edge needs two ids, and a number of each field,"
                             f" {column.null_count:,} are empty; drop these rows"
                         )
-                yield tuple(np.asarray(column.to_numpy(False)) for column in columns)
+                src, dst, *others = (np.asarray(column.to_numpy(False)) for column in columns)
+                yield whole(path, src), whole(path, dst), *others
 
     return Parts(path, edges(), notes=notes, columns=tuple(fields))
 

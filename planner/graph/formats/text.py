@@ -22,9 +22,18 @@ from gnnplan.planner.vocabulary.errors import SpecError
 from gnnplan.planner.vocabulary.files import MOST_SHOWN, must_be_file
 
 BLOCK = 1 << 24  # [B]
-NUMBERS = ("", "index", "unnamed: 0")  # names of a column that pandas adds: numbers of rows
+NUMBERS = (
+    "",
+    "index",
+    "unnamed: 0",
+    "__index_level_0__",
+)  # names of a column that pandas adds: numbers of rows
 IDS = ("id", "node_id", "vertex_id", "nodeid", "node", "vertex", "nid", "idx")
 COMMENTS = ("#", "%")
+NUMBER_THEM = (
+    "ids that are names become numbers if both columns are numbered together, as by"
+    " pandas.factorize(pandas.concat([sources, targets]))"
+)
 GZIP = b"\x1f\x8b"
 
 
@@ -56,7 +65,8 @@ def lines_of(path: str, skip: int = 0) -> Iterator[tuple[int, list[str]]]:
             block += (end := stream.readline(BLOCK))
             unpacked += len(block)
             must_not_swell(f"{path}:{number}", unpacked, stored, 1 / 8)  # empty lines take time
-            lines = block.decode("utf-8-sig" if number == 1 else "utf-8").split("\n")
+            text = block.decode("utf-8-sig" if number == 1 else "utf-8")
+            lines = text.replace("\r\n", "\n").replace("\r", "\n").split("\n")
             if len(end) == BLOCK and lines[-1]:
                 raise SpecError(
                     f"{path}:{number + len(lines) - 1}: a line has more than {BLOCK:,} characters,"
@@ -140,14 +150,15 @@ def tables(
             found = re.search(r"row (\d+)", str(error))
             row = int(found[1]) - ("convert" not in str(error)) if found else 0
             at = full[min(row, len(full) - 1)]
-            rule = "must be numbers, as many as in the other lines"
+            rule, remedy = "must be numbers, as many as in the other lines", "mend this line"
             if columns:
                 rule = "source and target must be whole numbers that count vertices from 0"
                 rule += ", fields of edges numbers" * (len(columns) > 2)
                 rule += f", in {head.columns} columns as above" * (few is None)
+                remedy += f"; {NUMBER_THEM}"
             raise SpecError(
                 f"{path}:{number + at}: {rule}, found {ascii(lines[at])[1:-1][:MOST_SHOWN]!r};"
-                " mend this line"
+                f" {remedy}"
             ) from error
 
 
@@ -204,12 +215,13 @@ def column(path: str) -> Array:
             f"{path}: must hold one number per line, or name a column {IDS[0]}, holds"
             f" {len(others)}; keep one column"
         )
-    return _whole(path, table[:, others[0]])
+    return whole(path, table[:, others[0]])
 
 
-def _whole(path: str, numbers: Array) -> Array:
+def whole(path: str, numbers: Array) -> Array:
     """Ids as whole numbers. Raises SpecError."""
-    whole = numbers.astype(np.int64)
+    with np.errstate(invalid="ignore"):
+        whole = numbers.astype(np.int64)
     if (bad := whole != numbers).any():
         raise SpecError(
             f"{path}: ids must be whole numbers, found {numbers[bad][0]}; write whole numbers"
@@ -225,7 +237,7 @@ def whole_matrix(path: str, vertices: int = 0) -> Array:
     table, head = _rows(path)
     if head.ids is None:
         return table
-    ids = _whole(path, table[:, head.ids])
+    ids = whole(path, table[:, head.ids])
     must_be_ids(path, "its ids", ids, MOST_VERTICES)
     vertices = max(vertices, int(ids.max(initial=-1)) + 1)
     mask_of_ids(path, f"its column {head.names[head.ids]}", ids, vertices)
