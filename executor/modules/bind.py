@@ -4,27 +4,30 @@ small random ones on which a module is followed and proved."""
 from __future__ import annotations
 
 import inspect
+import warnings
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass, field
+from contextlib import nullcontext, suppress
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
+from torch.overrides import TorchFunctionMode
 
 from gnnplan.executor.layers.kernels import Block
-from gnnplan.executor.modules.record import Unfit
+from gnnplan.executor.modules.kept import copied
+from gnnplan.executor.modules.record import Unfit, leaves_of
 from gnnplan.executor.modules.structure import beside_loops, dgl_graph, edge_index_of, typed
 from gnnplan.planner.graph.graph import Whole
 from gnnplan.planner.problem.problem import Problem
 from gnnplan.planner.vocabulary.files import suggest
 
 # Names of parameters for what every graph has, as PyG, DGL and their examples call them.
-FEATURES = (
-    *("x", "X", "h", "feat", "feats", "features", "input", "inputs", "in_feat", "in_feats"),
-    *("nfeat", "n_feat", "node_feat", "node_feats", "node_features"),
-)
+FEATURES = {"x", "h", "feat", "feats", "feature", "features", "input", "inputs", "nfeat"}
+BESIDE = {"in", "n", "node"}  # words that may stand beside, as in in_feat
 EDGES = ("edge_index", "edges", "adj", "adj_t", "edge_idx")
 MATRICES = ("adj", "adj_t")  # of these, which hold what edges weigh in PyG's sparse tensors
 GRAPHS = ("g", "graph", "G", "block", "blocks", "mfgs", "bipartites")
@@ -33,6 +36,7 @@ DATA = ("data", "batch", "graph")
 VERTICES = (53, 78)  # of the graph that a module is followed on, and of another to prove it on
 MANY_VERTICES = 1201  # of a larger one, which tells sizes from other numbers
 PARTS = 4
+MOST_BLOCKS = 33  # of a mini-batch: one per layer
 EACH = 4  # rows of each whole number, if there are enough
 
 
@@ -66,20 +70,51 @@ def shape_of(field: np.ndarray) -> tuple[tuple[int, ...], str, int]:
     return field.shape[1:], field.dtype.str, 1 + max(int(field.max(initial=0)), 0) if whole else 0
 
 
+class InDouble(TorchFunctionMode):
+    """Has a module make float64, in which it is proved, where it asks for float32, as x.float()
+    and torch.zeros do."""
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        func = Tensor.double if func is Tensor.float else func
+        args = tuple(_doubled(each) for each in args)
+        kwargs = {name: _doubled(each) for name, each in (kwargs or {}).items()}
+        made = func(*args, **kwargs)
+        is_made = isinstance(made, Tensor) and made.dtype == torch.float32
+        if is_made and not any(isinstance(leaf, Tensor) for leaf in leaves_of((args, kwargs))):
+            with suppress(TypeError):
+                return func(*args, **kwargs, dtype=torch.float64)
+        return made
+
+
+def _doubled(given: Any) -> Any:
+    return torch.float64 if given is torch.float32 else given
+
+
 @dataclass(frozen=True)
 class Bound:
     """What forward is given.
 
     inputs: by names as a graph has them: 'vertex x', 'edge_index', 'edge edge_attr', 'g'.
-    takes: by parameter, a name of these; or 'data'. needed: parameters without a default."""
+    takes: by parameter, a name of these; or 'data', 'blocks'. needed: parameters without a default.
+    blocks: how many of them."""
 
     inputs: tuple[str, ...]
     takes: Mapping[str, str]
     needed: Collection[str]
     attributes: Mapping[str, str]  # of `data`: the input that each is
+    blocks: int = 1
 
     def call(self, module: nn.Module, values: Mapping[str, Any]) -> Any:
-        """What forward makes of values, by their names as a graph has them."""
+        """What forward makes of values, by their names as a graph has them: of numbers in float64
+        all in float64, whatever it writes."""
+        numbers = [v for v in values.values() if isinstance(v, Tensor) and v.is_floating_point()]
+        is_double = any(number.dtype == torch.float64 for number in numbers)
+        with InDouble() if is_double else nullcontext():
+            return self._called(module, values)
+
+    def _called(self, module: nn.Module, values: Mapping[str, Any]) -> Any:
         given: dict[str, Any] = {}
         for parameter, name in self.takes.items():
             if name == "data":
@@ -88,12 +123,28 @@ class Bound:
                 fields = {each: values[input_] for each, input_ in self.attributes.items()}
                 given[parameter] = Data(**fields)
             elif name == "blocks":
-                given[parameter] = [values["g"]] * convolutions_of(module)
+                given[parameter] = [values["g"]] * self.blocks
             else:
                 given[parameter] = values[name]
         if hasattr(getattr(module, "signature", None), "param_dict"):
             return module(*given.values())  # PyG's Sequential knows its parameters by place
         return module(**given)
+
+
+def is_features(name: str) -> bool:
+    """Whether a parameter of such a name means a graph's features.
+
+    >>> is_features("node_feat"), is_features("x0"), is_features("edge_feat")
+    (True, True, False)
+    """
+    words = {*name.lower().removesuffix("0").split("_")}
+    return words <= FEATURES | BESIDE and bool(words & FEATURES)
+
+
+def rows_of(values: Mapping[str, Any]) -> dict[str, Any]:
+    """What a graph of DGL has in ndata: the graph's fields, and the features as DGL calls them."""
+    rows = {n.partition(" ")[2]: v for n, v in values.items() if n.startswith("vertex ")}
+    return {"feat": rows["x"]} | rows
 
 
 def uses_dgl(module: nn.Module) -> bool:
@@ -104,27 +155,23 @@ def uses_dgl(module: nn.Module) -> bool:
     return any(name.partition(".")[0] == "dgl" for name in names)
 
 
-def convolutions_of(module: nn.Module) -> int:
-    """How many of its parts are convolutions of DGL, each of which gets a block."""
-    found = [p for p in module.modules() if type(p).__module__.startswith("dgl.nn.pytorch.conv")]
-    return max(len(found), 1)
-
-
 def bound(module: nn.Module, graph: GraphFields) -> Bound:
     """What forward is given of such a graph. Raises Unfit."""
     vertex, edge = ["x", *graph.vertex], list(graph.edge)
     # DGL keeps edges' feat, x and h apart from vertices', which these names mean everywhere else
-    fields = {name: f"edge {name}" for name in edge if name not in FEATURES}
+    fields = {name: f"edge {name}" for name in edge if not is_features(name)}
     fields = {f"edge_{n}": f"edge {n}" for n in edge if not n.startswith("edge_")} | fields
     fields |= {name: f"vertex {name}" for name in vertex}
     parameters = _parameters(module)
     has_dgl, takes, attributes = uses_dgl(module), {}, {}
+    has_features = any(name == "x" for name, _ in parameters)
+    needed = [parameter for parameter, is_needed in parameters if is_needed]
     for parameter, is_needed in parameters:
         if parameter in fields:
             takes[parameter] = fields[parameter]
         elif parameter in GRAPHS and (has_dgl or parameter != "graph"):
             takes[parameter] = "blocks" if parameter.endswith("s") else "g"
-        elif parameter in DATA and is_needed:
+        elif parameter in DATA and (needed == [parameter] or (is_needed and parameter != "batch")):
             takes[parameter] = "data"
             attributes = {"edge_index": "edge_index", **fields}
         elif parameter in EDGES:
@@ -134,8 +181,8 @@ def bound(module: nn.Module, graph: GraphFields) -> Bound:
                     " get edge_index, which does not; take edge_index and edge_weight"
                 )
             takes[parameter] = "edge_index"
-        elif parameter in FEATURES and (is_needed or not takes):
-            takes[parameter] = "vertex x"
+        elif is_features(parameter) and (is_needed or not takes) and not has_features:
+            takes[parameter], has_features = "vertex x", True
         elif is_needed:
             names = ", ".join(["x", "edge_index", *(n for n in (*vertex, *edge) if n != "x")])
             raise Unfit(
@@ -146,11 +193,11 @@ def bound(module: nn.Module, graph: GraphFields) -> Bound:
     inputs = dict.fromkeys(name for name in takes.values() if name not in ("data", "blocks"))
     if "blocks" in takes.values():
         inputs["g"] = None
-    if "g" in inputs:  # which has them in g.edata
+    if "g" in inputs:  # which has them in g.edata and g.ndata
         inputs |= {f"edge {name}": None for name in edge}
+        inputs |= {f"vertex {name}": None for name in vertex}
     if attributes:
         inputs |= dict.fromkeys(attributes.values())
-    needed = [parameter for parameter, is_needed in parameters if is_needed]
     return Bound(tuple(inputs), takes, needed, attributes)
 
 
@@ -169,6 +216,8 @@ def _parameters(module: nn.Module) -> list[tuple[str, bool]]:
     own: Any = getattr(module, "signature", None)
     if hasattr(own, "param_dict"):  # PyG's Sequential
         return [(name, True) for name in own.param_dict]
+    if getattr(module.forward, "__func__", None) is nn.Module.forward:
+        raise Unfit("it has no forward; write one that returns a row of logits for each vertex")
     found: list[tuple[str, bool]] = []
     for name, parameter in inspect.signature(module.forward).parameters.items():
         if parameter.kind in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD):
@@ -176,6 +225,10 @@ def _parameters(module: nn.Module) -> list[tuple[str, bool]]:
                 raise Unfit(f"forward takes *{name}; name what it takes, as x and edge_index")
             continue
         found.append((name, parameter.default is parameter.empty))
+    if not found:
+        raise Unfit(
+            "forward takes nothing; let it take x and edge_index: a rank has a part of them"
+        )
     return found
 
 
@@ -200,11 +253,39 @@ class Small:
         self.x = torch.from_numpy(draw.standard_normal((vertices, graph.features)))
         self.fields = {name: _drawn(draw, vertices, *shape) for name, shape in graph.vertex.items()}
         on_edges = {name: _drawn(draw, len(sources), *shape) for name, shape in graph.edge.items()}
-        # a convolution of DGL may refuse vertices that read nobody: users add self-loops then
-        loops = any(map(_refuses_who_reads_nobody, module.modules()))
-        self.whole = Whole(indptr, sources.astype(np.int32), on_edges, loops)
+        self.whole = Whole(indptr, sources.astype(np.int32), on_edges)
         # parts of which none reads all vertices
         self.parts = torch.from_numpy(draw.permutation(vertices)).tensor_split(PARTS)
+        if "g" in self.binding.inputs and not self._takes_graph():
+            # a convolution of DGL may refuse vertices that read nobody: users add self-loops then
+            self.whole = Whole(indptr, self.whole.indices, on_edges, loops=True)
+            self._takes_graph()
+
+    def _takes_graph(self) -> bool:
+        """Whether forward takes the graph of DGL, and if so of how many blocks: the most that it
+        takes, or so many that more change nothing, which would be layers that were left out."""
+        module = copied(self.module).eval()
+        weights = [weight for weight in module.parameters() if not is_lazy(weight)]
+        values = self.given(weights[0].dtype if weights else torch.float32)
+        most = MOST_BLOCKS if "blocks" in self.binding.takes.values() else 1
+        made: Any = None
+        with torch.no_grad(), warnings.catch_warnings(action="ignore"):
+            for weight in weights:
+                weight.add_(0.1)  # a layer whose weights begin as 0 changes rows
+            for blocks in range(1, most + 1):
+                before, binding = made, replace(self.binding, blocks=blocks)
+                try:
+                    made = binding.call(module, values)
+                    if not bool(made.isfinite().all()):  # a degree of 0 may divide
+                        made = None
+                    elif before is not None and torch.equal(before, made):
+                        break
+                except (Exception, SystemExit):
+                    if before is not None:
+                        break
+                else:
+                    self.binding = binding
+        return made is not None
 
     @cached_property
     def larger(self) -> Small:
@@ -223,14 +304,8 @@ class Small:
         values |= {f"edge {name}": v for name, v in on_edges.items()}
         if "g" in self.binding.inputs:
             values["g"] = dgl_graph(self.whole, edges, on_edges)
+            values["g"].ndata.update(rows_of(values))
         return {name: values[name] for name in self.binding.inputs}
-
-
-def _refuses_who_reads_nobody(part: nn.Module) -> bool:
-    """Whether a convolution of DGL raises an error for vertices without edges into them."""
-    code = getattr(type(part).forward, "__code__", None)
-    says_so = any("0-in-degree" in str(text) for text in code.co_consts) if code else False
-    return says_so and not getattr(part, "_allow_zero_in_degree", False)
 
 
 def block_of(whole: Whole, own: Tensor) -> Block:

@@ -46,6 +46,7 @@ from gnnplan.executor.modules.evaluate import (
     with_loops,
 )
 from gnnplan.executor.modules.record import (
+    EDGES_OF,
     Node,
     Opaque,
     Recorded,
@@ -169,7 +170,7 @@ class _Cutter:
         self.trained = trained
         self.learned: set[Node] = set()  # of parameters
         self.fields: set[Node] = set()  # structure that rows of piece 0 read
-        self.sets = edge_sets_of(self.live)
+        self.sets = [*self._of_graph, *edge_sets_of(self.live)]
         generator = torch.Generator().manual_seed(5)
         self.part = torch.randperm(self.n, generator=generator)[: self.n // 2].sort().values
 
@@ -180,7 +181,7 @@ class _Cutter:
         by_call: dict[Hashable, Node] = {}
         inputs = self.recorded.inputs
         inputs |= {name: self.shared.setdefault(name, node) for name, node in inputs.items()}
-        live = live_nodes([self.recorded.output])
+        live = live_nodes([self.recorded.output, *self.recorded.answers, *self._of_graph])
         of_rows: set[Node] = set()
         for node in live:
             if node.name.startswith("vertex ") or of_rows & {*node.reads}:
@@ -194,6 +195,13 @@ class _Cutter:
             first[node] = by_call.setdefault(key, self.shared.get(key, node))
             self.order.setdefault(first[node], node.index)
         self.recorded.output = first[self.recorded.output]
+        self.recorded.answers = {first[node]: told for node, told in self.recorded.answers.items()}
+
+    @property
+    def _of_graph(self) -> list[Node]:
+        """The edges of a graph of DGL, where calls of its kernels were recorded."""
+        inputs = self.recorded.inputs
+        return [inputs[EDGES_OF]] if EDGES_OF in inputs else []
 
     # -- kinds and pieces ------------------------------------------------------------------------
 

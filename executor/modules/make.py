@@ -19,38 +19,47 @@ from typing import Any
 from torch import nn
 
 from gnnplan.executor.modules import elsewhere
+from gnnplan.executor.modules.bind import GRAPHS
 from gnnplan.executor.modules.convert import Parameters
 from gnnplan.executor.modules.record import Unfit, is_the_users
 from gnnplan.planner.gnn.workload import Workload
 from gnnplan.planner.vocabulary.errors import SpecError
 from gnnplan.planner.vocabulary.files import read_bytes, suggest, write_atomically
 
-# Names of parameters that a module is made with, as PyG, DGL and their examples call them.
-ARGUMENTS = {
-    "features": (
-        "features",
-        "h_in",
-        "in_channels",
-        "in_feats",
-        "in_dim",
-        "in_size",
-        "num_features",
-    ),
-    "classes": (
-        "classes",
-        "h_out",
-        "out_channels",
-        "out_feats",
-        "out_dim",
-        "out_size",
-        "num_classes",
-    ),
-    "hidden": ("hidden", "hidden_channels", "hid_feats", "hidden_dim", "hid_size", "h_feats"),
-    "layers": ("layers", "num_layers", "n_layers"),
-    "heads": ("heads", "num_heads"),
-    "dropout": ("dropout",),
-}
-FIELD_OF = {alias: field for field, aliases in ARGUMENTS.items() for alias in aliases}
+# Names of parameters that are given a graph's width though they have a default, as PyG, DGL and
+# their examples call them.
+WIDTHS = (
+    *("features", "h_in", "in_channels", "in_feats", "in_dim", "in_size", "num_features"),
+    *("classes", "h_out", "out_channels", "out_feats", "out_dim", "out_size", "num_classes"),
+)
+# What a word of a parameter's name says that it is, the first that says something; beside PLAIN
+# ones, which say nothing, any other word makes it something else.
+WORDS = (
+    ("dropout", {"dropout", "drop", "droprate"}),
+    ("layers", {"layer", "layers"}),
+    ("heads", {"head", "heads"}),
+    ("features", {"in", "input"}),
+    ("classes", {"out", "output", "class", "classes", "labels"}),
+    ("hidden", {"hid", "hidden", "h"}),
+    ("features", {"feat", "feats", "feature", "features"}),
+)
+PLAIN = {"n", "num", "node", "d", "dim", "dims", "size", "units", "channels", "c", "rate", "prob"}
+KNOWN = PLAIN.union(*(words for _, words in WORDS))
+
+
+def field_of(parameter: str) -> str:
+    """The field of a workload, 'features' or 'classes', that a parameter's name stands for; '':
+    none of them.
+
+    >>> field_of("hidden_channels"), field_of("nclass"), field_of("edge_dim")
+    ('hidden', 'classes', '')
+    """
+    words = {
+        word if word in KNOWN else word.removeprefix("n")  # as nfeat
+        for word in parameter.lower().split("_")
+    }
+    found = (field for field, some in WORDS if words & some)
+    return next(found, "") if words <= KNOWN else ""
 
 
 MAX_SOURCE = 1 << 22  # [B] of a file that is executed
@@ -191,15 +200,18 @@ def _arguments(
     for parameter in inspect.signature(factory).parameters.values():
         if parameter.kind in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD):
             continue
-        field = FIELD_OF.get(parameter.name)
-        if parameter.default is not parameter.empty and field not in ("features", "classes"):
+        own = parameter.name
+        if parameter.default is not parameter.empty and own not in WIDTHS:
             continue
-        if field is None:
-            raise SpecError(
-                f"{where}{name} requires {parameter.name}, which we do not know; give it a"
-                f" default, or one of the names {', '.join(FIELD_OF)}"
+        if not (field := field_of(own)):
+            remedy = (
+                f"take it in forward, as forward(self, {own}, x): each rank has its part of it"
+                if own in GRAPHS
+                else "give it a default, or the name of what it is: in_channels, hidden_channels,"
+                " out_channels, num_layers, heads or dropout"
             )
-        out[parameter.name] = values[field]
+            raise SpecError(f"{where}{name} requires {own}, which we do not know; {remedy}")
+        out[own] = values[field]
     return out
 
 

@@ -65,6 +65,7 @@ class Pieces:
     dtype: torch.dtype
     loops: bool  # the module's graph has self-loops, as DGL's
     binding: Bound
+    by_kernels: bool  # calls of DGL's kernels are among its calls, and not parts that make them
     locals: WeakKeyDictionary[Block, Values] = field(default_factory=WeakKeyDictionary)
 
     @property

@@ -19,11 +19,12 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
+from torch.utils import checkpoint
 
 from gnnplan.executor.layers.layer import Drop
 from gnnplan.executor.layers.norms import BatchNorm
 from gnnplan.executor.modules import elsewhere
-from gnnplan.executor.modules.bind import VERTICES, GraphFields, Small, block_of
+from gnnplan.executor.modules.bind import MATRICES, VERTICES, GraphFields, Small, block_of
 from gnnplan.executor.modules.cut import (
     Program,
     Turned,
@@ -57,7 +58,10 @@ def run_once(module: nn.Module, graph: GraphFields, dtype: torch.dtype = torch.f
     small = Small(VERTICES[0], module, graph)
     with torch.no_grad():
         run = partial(_output, module, small, small.given(dtype), nullcontext)
-        return _guarded(small, run)
+        made = _guarded(small, run)
+    if not isinstance(made, Tensor):
+        raise Unfit(f"forward returns a {type(made).__name__}; return the logits alone")
+    return made
 
 
 def _guarded(small: Small, run: Callable[[], T]) -> T:
@@ -66,6 +70,7 @@ def _guarded(small: Small, run: Callable[[], T]) -> T:
         with (
             _one_product(),
             _as_written(),
+            _computed_once(),
             warnings.catch_warnings(action="ignore"),
             torch.sparse.check_sparse_tensor_invariants(),  # type: ignore[no-untyped-call]
         ):
@@ -90,6 +95,22 @@ def _hint(error: BaseException, words: str, small: Small) -> str:
         return (
             "; features are random numbers there, and no ids; let forward take ids by name, from a"
             " field of vertices of whole numbers"
+        )
+    takes = small.binding.takes
+    if matrix := next((name for name in MATRICES if takes.get(name) == "edge_index"), ""):
+        return (
+            f"; {matrix} is edge_index [2, E] here, whose matrix is torch.sparse_coo_tensor("
+            f"{matrix}.flip(0), weights, (x.size(0), x.size(0))): make that, and its weights, in"
+            " forward"
+        )
+    if isinstance(error, KeyError) and "g" in small.binding.inputs:
+        rows, edges = (
+            [name[len(kind) :] for name in small.binding.inputs if name.startswith(kind)]
+            for kind in ("vertex ", "edge ")
+        )
+        return (
+            f"; ndata of its graph has {', '.join(['feat', *rows])}, and edata"
+            f" {', '.join(edges) or 'nothing'}: name the fields of your graph's file so"
         )
     found = {
         "index out of range": "vertex 0 of that graph has no edges into it, as the first of a part"
@@ -126,15 +147,65 @@ def _as_written() -> AbstractContextManager[Any]:
     return stance
 
 
-def followed(module: nn.Module, graph: GraphFields, dtype: torch.dtype) -> tuple[Pieces, Small]:
-    """The module in pieces, in both of its modes. Raises Unfit, with the line."""
+@contextmanager
+def _computed_once() -> Iterator[None]:
+    """What torch.utils.checkpoint would compute again in the backward pass is computed once, where
+    its calls are seen; a strategy has its own way not to keep rows."""
+    function: Any = checkpoint.CheckpointFunction
+    again: Any = checkpoint._checkpoint_without_reentrant_generator
+
+    def once(*_: Any, **__: Any) -> Iterator[None]:
+        yield
+
+    function.apply = staticmethod(lambda run, preserve, *given: run(*given))
+    checkpoint._checkpoint_without_reentrant_generator = once  # type: ignore[assignment]
+    try:
+        yield
+    finally:
+        del function.apply
+        checkpoint._checkpoint_without_reentrant_generator = again
+
+
+def followed(
+    module: nn.Module, graph: GraphFields, dtype: torch.dtype, by_kernels: bool | None = None
+) -> tuple[Pieces, Small]:
+    """The module in pieces, in both of its modes. Raises Unfit, with the line.
+
+    A part that gives a graph of DGL to its kernels is called as a whole where that does, and else
+    each of the kernels by itself: where it drops, hops twice or reads what forward has put into the
+    graph. by_kernels: which of the two, if it is known."""
     small = Small(VERTICES[0], module, graph)
+    if by_kernels is None and "g" in small.binding.inputs:
+        try:
+            pieces = _in_pieces(module, small, torch.float64, by_kernels=False)
+            by_kernels = not _evaluates_alike(pieces, small)
+            if dtype == torch.float64 and not by_kernels:
+                return pieces, small
+        except Unfit:
+            by_kernels = True  # which says again what is no matter of these
+    return _in_pieces(module, small, dtype, bool(by_kernels)), small
+
+
+def _evaluates_alike(pieces: Pieces, small: Small) -> bool:
+    """Whether pieces make of parts of a graph what the module makes of all of it."""
+    own = copied(pieces.module).to(pieces.dtype).eval()
+    values = small.given(pieces.dtype)
+    with torch.no_grad():
+        expected = _guarded(small, partial(small.binding.call, own, values))
+        try:
+            found = in_parts(pieces, small, values, is_training=False)
+        except (RuntimeError, LookupError, ValueError):
+            return False
+    return differing(expected, found) is None
+
+
+def _in_pieces(module: nn.Module, small: Small, dtype: torch.dtype, by_kernels: bool) -> Pieces:
     shared: dict[Hashable, Node] = {}
     whole: set[str] = set()  # parts that turn rows
     still: set[Any] = set()  # running means of batch norms that evaluate in training
 
     def program(is_training: bool) -> Program:
-        seen, recorded = recorded_of(module, small, is_training, dtype, whole=whole)
+        seen, recorded = recorded_of(module, small, is_training, dtype, (), whole, by_kernels)
         keep_still(recorded.nodes, is_training, still)
         trained = {name for name, p in seen.named_parameters() if p.requires_grad}
         try:
@@ -163,10 +234,10 @@ def followed(module: nn.Module, graph: GraphFields, dtype: torch.dtype) -> tuple
             )
     structure = Structure((training, evaluation))
     loops, binding = small.whole.loops, small.binding
-    pieces = Pieces(module, training, evaluation, structure, dtype, loops, binding)
+    pieces = Pieces(module, training, evaluation, structure, dtype, loops, binding, by_kernels)
     for own in small.parts:
         structure.look(pieces.place, block_of(small.whole, own))
-    return pieces, small
+    return pieces
 
 
 def recorded_of(
@@ -176,15 +247,16 @@ def recorded_of(
     dtype: torch.dtype,
     parts: Collection[str] = (),
     whole: Collection[str] = (),
+    by_kernels: bool = False,
 ) -> tuple[nn.Module, Recorded]:
     """A copy of the module, and what its forward computes of a small graph, as it does of a large
-    one. parts, whole: as of `record`. Raises Unfit."""
+    one. parts, whole, by_kernels: as of `record`. Raises Unfit."""
 
     def of(graph: Small) -> tuple[nn.Module, Recorded]:
         seen = copied(module).to(dtype).train(is_training)  # a forward may keep what it is given
         given = graph.given(dtype)
         run = partial(graph.binding.call, seen, given)
-        recorded = partial(record, seen, given, run, graph.vertices, parts, whole)
+        recorded = partial(record, seen, given, run, graph.vertices, parts, whole, by_kernels)
         return seen, _guarded(graph, recorded)
 
     (seen, few), (_, many) = of(small), of(small.larger)
@@ -228,6 +300,11 @@ def must_compute(
         run = partial(_output, small=small, values=values, shared=within)
         expected = _guarded(small, partial(run, own))
         kept = numbers_of(own)
+        if not bool(expected.isfinite().all()):
+            raise Unfit(
+                "forward makes numbers that are not finite on a small graph, of which vertex 0 has"
+                " no edges into it: where it divides by a degree, let that be deg.clamp(min=1)"
+            )
         if not expected.requires_grad:
             raise Unfit("no parameter of it learns; let some have requires_grad=True")
         must_learn_its_own(expected, own)

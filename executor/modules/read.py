@@ -27,11 +27,10 @@ from gnnplan.executor.modules.convert import NoChain, Parameters, converted
 from gnnplan.executor.modules.elsewhere import must_be_alike
 from gnnplan.executor.modules.kept import copied
 from gnnplan.executor.modules.make import (
-    ARGUMENTS,
-    FIELD_OF,
     MAX_SOURCE,
     PICKLED,
     as_planned,
+    field_of,
     in_file,
     keep,
     loaded,
@@ -95,6 +94,12 @@ def with_user_module(
     >>> problem, notes = with_user_module(problem, MyGNN(100, 64, 47))  # doctest: +SKIP
     """
     user = read(model, problem.workload, GraphFields.of(problem), folder)
+    if user.pieces and problem.graph is not None:
+        try:
+            graph = replace(problem.graph, loops=user.pieces.loops)
+            user.pieces.structure.must_answer_alike(graph.whole, user.pieces.place)
+        except Unfit as unfit:
+            raise SpecError(f"{user.description.file}: {user.description.name}: {unfit}") from unfit
     given = list(given)
     workload = with_module(problem.workload, user, given, more)
     return replace(problem, workload=workload), [
@@ -125,9 +130,9 @@ def read(
 ) -> UserModule:
     """The user's module, for such a graph.
 
-    A class or a function is called with what it requires: widths of the graph, and of `workload`
-    the fields in `ARGUMENTS`. torch's random numbers start from the workload's seed, before a file
-    is executed.
+    A class or a function is called with what it requires: widths of the graph, and fields of
+    `workload`, as `field_of` knows them by name. torch's random numbers start from the workload's
+    seed, before a file is executed.
 
     A live object may be from anywhere, a notebook's cell too: ranks read its parameters from a
     file, which is written to `folder` (default: modules/ in gnnplan's cache directory), under a
@@ -233,8 +238,8 @@ def _counted(pieces: Pieces, number: int, dtype: torch.dtype) -> Counted:
 
 def proved(module: nn.Module, graph: GraphFields, dtype: torch.dtype) -> Pieces:
     """The module in pieces, which compute the same. Raises Unfit."""
-    pieces, _ = followed(module, graph, dtype)
     double, small = followed(module, graph, torch.float64)
+    pieces, _ = followed(module, graph, dtype, double.by_kernels)
     if double.training.widths != pieces.training.widths:
         raise Unfit("forward hands on other rows in float64 than in float32")
     prove(module, double, small)
@@ -243,7 +248,7 @@ def proved(module: nn.Module, graph: GraphFields, dtype: torch.dtype) -> Pieces:
     if width != graph.classes:
         raise Unfit(
             f"forward writes rows of {width} numbers, and the graph has {graph.classes} classes;"
-            f" make the two equal, by a parameter named {ARGUMENTS['classes'][1]} for instance"
+            f" make the two equal, by a parameter named out_channels for instance"
         )
     return pieces
 
@@ -352,7 +357,7 @@ def with_module(
     given: fields that the user set; SpecError if the module has another value of one of them, and
     if it breaks a rule of the workload."""
     given = list(given)
-    used = {FIELD_OF[argument] for argument, _ in user.description.arguments}
+    used = {field_of(argument) for argument, _ in user.description.arguments}
     for field in given:
         if field in used or field not in user.fields:
             continue
@@ -377,7 +382,7 @@ def assumed(user: UserModule, given: Collection[str]) -> list[str]:
         f"{user.description.name} is made with {argument}={value}, the default, since it requires"
         f" one and none was given; --set {field}=.. gives another"
         for argument, value in user.description.arguments
-        if (field := FIELD_OF[argument]) not in ("features", "classes", *given)
+        if (field := field_of(argument)) not in ("features", "classes", *given)
     ]
 
 

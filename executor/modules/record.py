@@ -8,7 +8,9 @@ that asks a tensor for its truth or its numbers is refused; so is one that draws
 for dropout.
 
 What torch does not see (DGL's kernels, other compiled code) is noted as a call of the innermost
-module that did it: an `Opaque`."""
+module that did it: an `Opaque`. Where that is not enough, as with dropout in a convolution of DGL
+or messages in forward itself, DGL's kernels are noted as calls that read the graph. What Python
+asks of edges alone is noted too: the graph that is trained on must answer the same."""
 
 from __future__ import annotations
 
@@ -19,8 +21,9 @@ import random
 import sys
 import traceback
 from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from types import FrameType
 from typing import Any, NamedTuple
@@ -29,6 +32,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.nn.modules.batchnorm import _BatchNorm
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_flatten, tree_map
 
@@ -70,6 +74,29 @@ class Unfit(Exception):
     """Something of a module that cannot be trained here; says what, and what would fit."""
 
 
+def _asking(name: str) -> Callable[..., Any]:
+    def asked(graph: Any, *args: Any, **kwargs: Any) -> Any:
+        return getattr(graph, name)(*args, **kwargs)
+
+    asked.__name__ = name
+    return asked
+
+
+# of a graph of DGL, what torch does not see and a part of the graph can be asked as well
+ASKED = {name: _asking(name) for name in ("in_degrees", "out_degrees", "all_edges")}
+EDGES_OF = "edges of g"
+
+
+def index_of(graph: Any) -> Any:
+    """What DGL's kernels are given of a graph."""
+    return graph._graph
+
+
+def edges_of(graph: Any) -> Tensor:
+    """Source and reader of each edge, int64 [2, E]."""
+    return torch.stack(graph.all_edges())
+
+
 @dataclass(eq=False, repr=False)
 class Node:
     """A value: a call's, or something that forward is given (`name`)."""
@@ -104,7 +131,7 @@ class Node:
     @property
     def leaves(self) -> list[Any]:
         """Everything that it is given."""
-        return _leaves((self.args, self.kwargs))
+        return leaves_of((self.args, self.kwargs))
 
     @property
     def reads(self) -> list[Node]:
@@ -175,14 +202,14 @@ class Named:
     name: str
 
 
-def _leaves(given: Any) -> list[Any]:
+def leaves_of(given: Any) -> list[Any]:
     """What tuples, lists and dictionaries hold. torch's own walk also builds a tree of it, and took
     a quarter of the time that a module is read in."""
     if isinstance(given, Mapping):
         given = tuple(given.values())
     if not isinstance(given, (tuple, list)):
         return [given]
-    return [leaf for each in given for leaf in _leaves(each)]
+    return [leaf for each in given for leaf in leaves_of(each)]
 
 
 def dropout_of(args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[float, bool, bool]:
@@ -197,8 +224,9 @@ class Recorded:
     """All calls of one run of forward, in their order."""
 
     nodes: list[Node]
-    inputs: dict[str, Node]  # by the name that the graph has for it; and 'vertices'
+    inputs: dict[str, Node]  # by the name that the graph has for it; 'vertices' and EDGES_OF
     output: Node
+    answers: dict[Node, Any] = field(default_factory=dict)  # to what Python asked of edges
 
     @property
     def vertices(self) -> int:
@@ -222,17 +250,22 @@ def record(
     vertices: int,
     parts: Collection[str] = (),
     whole: Collection[str] = (),
+    by_kernels: bool = False,
 ) -> Recorded:
     """What `call` computes, which runs the module's forward on what is `given`.
 
     given: by name, tensors that forward gets. vertices: rows of the small graph, by which a size is
     known. parts: names of those that are noted as one call each, whatever they do; whole: of those
-    that must not drop. Raises Unfit with the line."""
-    opaque = {*parts, *whole}
+    that must not drop. by_kernels: whether calls of DGL's kernels are noted, and not of the parts
+    that make them. Raises Unfit with the line."""
+    opaque, graph = {*parts, *whole}, given.get("g")
+    as_given = None if graph is None else graph.local_var()
     while True:
         before = _states_outside_torch()
+        if as_given is not None:  # without what another try has put into it
+            vars(graph).update(vars(as_given.local_var()))
         try:
-            recorder = _Recorder(module, given, vertices, opaque, parts)
+            recorder = _Recorder(module, given, vertices, opaque, parts, by_kernels)
             with recorder, recorder.calls():
                 recorded = recorder.finished(call())
             if before != _states_outside_torch():
@@ -255,9 +288,13 @@ class _Recorder(TorchFunctionMode):
         vertices: int,
         opaque: set[str],
         may_drop: Collection[str],
+        by_kernels: bool,
     ) -> None:
         super().__init__()
         self.opaque, self.may_drop = opaque, may_drop
+        self.graph: Any = given.get("g")
+        self.by_kernels = by_kernels
+        self.answers: dict[Node, Any] = {}
         self.nodes: list[Node] = []
         self.of: dict[int, Node] = {}  # by the tensor's id
         self.versions: dict[int, int] = {}
@@ -277,6 +314,10 @@ class _Recorder(TorchFunctionMode):
             node.value = value
             self.inputs[name] = node
             self._made(node, value)
+        if by_kernels:
+            self._made(self._node(index_of, (self.inputs["g"],), {}), self.graph._graph)
+            self.inputs[EDGES_OF] = edges = self._node(edges_of, (self.inputs["g"],), {})
+            edges.value = edges_of(self.graph)
 
     # -- calls -----------------------------------------------------------------------------------
 
@@ -292,10 +333,7 @@ class _Recorder(TorchFunctionMode):
         if name in PLAIN:
             return func(*args, **kwargs)
         if name in NUMBERS:
-            raise Unfit(
-                f"forward asks for the numbers in a tensor ({name.strip('_')}), to branch or to"
-                " compute outside torch; write it with torch's functions, as torch.where"
-            )
+            return self._answered(func, name, args)
         if name in MADE and (len(args) > 1 or name.endswith("_like")):
             return self._filled(func, name, args, kwargs)
         node = self._node(func, args, kwargs)
@@ -322,6 +360,23 @@ class _Recorder(TorchFunctionMode):
             result = first if result is None else result  # of setitem
             node.changes = result is first and id(first) in self.of
         return self._made(node, result)
+
+    def _answered(self, func: Any, name: str, args: tuple[Any, ...]) -> Any:
+        """What Python asks of a tensor that is made of edges alone. Raises Unfit of others."""
+        node = self._argument(args[0])
+        made_of = live_nodes([node]) if isinstance(node, Node) else []
+        of_edges = any(each.call is None and each.name != "vertices" for each in made_of)
+        if any(each.named or each.name.startswith("vertex ") for each in made_of):
+            of_edges = False
+        if of_edges and name not in ("tolist", "numpy"):
+            self.answers[node] = answer = func(*args)
+            return answer
+        if of_edges and self.by_kernels:  # DGL sorts edges so for a function of the user's
+            raise _Unseen(self.within[-1])
+        raise Unfit(
+            f"forward asks for the numbers in a tensor ({name.strip('_')}), to branch or to"
+            " compute outside torch; write it with torch's functions, as torch.where"
+        )
 
     def _must_not_be_learned(self, node: Node, tensor: Tensor) -> None:
         """Raise Unfit if what a call changes in place is a parameter, or its `data`."""
@@ -380,6 +435,8 @@ class _Recorder(TorchFunctionMode):
             raise _Unseen(self.within[-1], NO_MATRIX if is_sparse(value) else UNSEEN)
         if id(value) in self.of:  # a graph of DGL
             return self.of[id(value)]
+        if self.graph is not None and getattr(value, "_graph", None) is self.graph._graph:
+            return self.inputs["g"]  # a copy with other rows, as of local_var
         return value
 
     def _is_seen(self, tensor: Tensor) -> bool:
@@ -419,33 +476,80 @@ class _Recorder(TorchFunctionMode):
     @contextmanager
     def calls(self) -> Iterator[None]:
         """Note calls of modules, and of torch.autograd.Function, whose gradients are its own. Not
-        of functions that are given more than tensors and numbers, as DGL's are a graph, and not of
-        torch's, which bring hooks."""
+        of functions that are given more than tensors and numbers, as DGL's are a graph unless calls
+        of its kernels are noted, and not of torch's, which bring hooks."""
         original: Any = nn.Module.__call__
         base: Any = torch.autograd.function._SingleLevelFunction  # `apply` may be kept by a name
+        scripted: Any = torch.jit.ScriptFunction.__call__
 
         def of_module(part: nn.Module, *args: Any, **kwargs: Any) -> Any:
             return self.called(part, lambda: original(part, *args, **kwargs), args, kwargs)
 
         def of_function(function: Any, *args: Any) -> Any:
             apply = super(base, function).apply  # type: ignore[misc]
-            plain = all(isinstance(a, (Tensor, int, float, str, type(None))) for a in _leaves(args))
+            plain = all(
+                isinstance(a, (Tensor, int, float, str, type(None))) or id(a) in self.of
+                for a in leaves_of(args)
+            )
             is_torchs = function.__module__.startswith("torch.")
             if self.is_within_opaque or is_torchs or not plain:
                 return apply(*args)
             return self._whole(function.apply, args, {}, lambda: apply(*args))
 
+        def of_script(function: Any, *args: Any, **kwargs: Any) -> Any:
+            if self.is_within_opaque:
+                return scripted(function, *args, **kwargs)
+            return self._whole(function, args, kwargs, lambda: scripted(function, *args, **kwargs))
+
         nn.Module.__call__ = of_module  # type: ignore[method-assign]
         base.apply = classmethod(of_function)
+        torch.jit.ScriptFunction.__call__ = of_script
         try:
-            yield
+            with self._asked_of_graph() if self.by_kernels else nullcontext():
+                yield
         finally:
             nn.Module.__call__ = original  # type: ignore[method-assign]
             del base.apply
+            torch.jit.ScriptFunction.__call__ = scripted
+
+    @contextmanager
+    def _asked_of_graph(self) -> Iterator[None]:
+        """Note what forward asks of a graph of DGL."""
+        import dgl
+
+        item = dgl.DGLGraph.__getitem__
+
+        def of_graph(name: str, *args: Any, **kwargs: Any) -> Any:
+            of_type = getattr(dgl.DGLGraph, name)
+
+            def run() -> Any:
+                return of_type(self.graph, *args, **kwargs)
+
+            if self.is_within_opaque:
+                return run()
+            return self._whole(ASKED[name], (self.graph, *args), kwargs, run)
+
+        def of_edge_type(graph: Any, key: Any) -> Any:
+            """Its edges of a type, which are all: DGL makes a graph of them before it computes."""
+            return graph if graph._graph is self.graph._graph else item(graph, key)
+
+        vars(self.graph).update({name: partial(of_graph, name) for name in ASKED})
+        dgl.DGLGraph.__getitem__ = of_edge_type
+        try:
+            yield
+        finally:
+            dgl.DGLGraph.__getitem__ = item
+            for name in ASKED:
+                vars(self.graph).pop(name)
 
     def called(self, part: nn.Module, run: Callable[[], Any], args: Any, kwargs: Any) -> Any:
         """A module's call, as a whole if torch did not see all of it before."""
         path = self.paths.get(id(part))
+        if self.is_within_opaque and isinstance(part, _BatchNorm) and part.training:
+            raise Unfit(
+                f"{path} normalises by moments of all rows in a part that is called as a whole;"
+                " take it out of that part"
+            )
         if path is None or self.is_within_opaque:
             return run()
         if path not in self.opaque:
@@ -491,7 +595,7 @@ class _Recorder(TorchFunctionMode):
         with torch._C.DisableTorchFunction():
             if not self._is_seen(output):
                 raise _Unseen(self.within[-1])
-        return Recorded(self.nodes, self.inputs, self.of[id(output)])
+        return Recorded(self.nodes, self.inputs, self.of[id(output)], self.answers)
 
 
 def _states_outside_torch() -> bytes:
@@ -506,7 +610,7 @@ def number_of(edges: Tensor) -> int:
 def with_sizes(few: Recorded, many: Recorded) -> Recorded:
     """The calls of a small graph, where a plain number that is another of a large one is a size:
     the number of vertices, or of the edges of a set. Raises Unfit of what else is another."""
-    both = [live_nodes([recorded.output]) for recorded in (few, many)]
+    both = [live_nodes([recorded.output, *recorded.answers]) for recorded in (few, many)]
     places = [{node: place for place, node in enumerate(nodes)} for nodes in both]
     inputs = zip(few.inputs.values(), many.inputs.values(), strict=True)
     sets = [pair for pair in inputs if is_edge_set(pair[0].value)]
@@ -545,6 +649,9 @@ def with_sizes(few: Recorded, many: Recorded) -> Recorded:
         sets += [(node, twin)] if is_edge_set(node.value) else []
     if len(both[0]) != len(both[1]):
         raise other(both[1][-1])
+    # what is another of a large graph is a size, or none of the calls' arguments
+    answers = zip(few.answers.items(), many.answers.values(), strict=True)
+    few.answers = {node: mine for (node, mine), its in answers if mine == its}
     return few
 
 

@@ -120,6 +120,7 @@ class Structure:
             self.whole |= dict.fromkeys(program.fields)
             for node in (node for cut in program.layers for node in cut.gather.nodes):
                 self.read |= {read for read in node.reads if program.kind[read] == STRUCTURE}
+        self.answers = {n: told for p in self.programs for n, told in p.recorded.answers.items()}
         self.nodes, inputs = live_nodes(self.read), self.small.inputs
         is_dgl = any(node.name == "g" for node in self.nodes)  # whose graph has all fields
         self.edges = inputs.get("edge_index", Node(None, name="edge_index"))
@@ -152,7 +153,7 @@ class Structure:
         values: Values = {self.edges: edges, DESTINATIONS: destinations}
         size = whole.vertices if source is None else len(source)
         values |= {node: beside_loops(whole, field(node), size) for node in self.fields}
-        for node in self.nodes:
+        for node in live_nodes({*self.read, *self.answers}):
             if node.name == "vertices":
                 values[node] = whole.vertices if source is None else len(source)
             elif node.name == "g":
@@ -212,6 +213,19 @@ class Structure:
             else Table(values[of], values[node][: values[of].shape[1]], vertices)
             for node, of in self.whole.items()
         }
+
+    def must_answer_alike(self, whole: Whole, place: Place) -> None:
+        """Raise Unfit if Python would be told something else of a graph's edges than it was."""
+        if not self.answers:
+            return
+        for node, found in self.values_on(whole, place, self.answers).items():
+            told = self.answers[node]
+            if found != told:
+                raise Unfit(
+                    f"{node.place}forward asks for {node.what} of the edges: it is {found.item()}"
+                    f" of this graph, and {told} of those that it was recorded on, of which some"
+                    " vertices have no edges; leave the question out, or change the graph's file"
+                )
 
     def of_block(self, block: Block, place: Place) -> Values:
         """What layers read on a block."""

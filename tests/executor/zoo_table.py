@@ -29,7 +29,7 @@ from zoo_entries import Entry
 
 from gnnplan.executor.layers.kernels import dropout
 from gnnplan.executor.layers.layer import Drop
-from gnnplan.executor.modules.bind import GraphFields
+from gnnplan.executor.modules.bind import GraphFields, rows_of
 from gnnplan.executor.modules.prove import Dropouts, as_pieces_draw, followed
 from gnnplan.executor.modules.read import UserModule, read, with_module
 from gnnplan.executor.modules.structure import edge_index_of
@@ -168,6 +168,7 @@ class Itself:
 
             g = dgl.graph((edges[0], edges[1]), num_nodes=stats.vertices)
             g.edata.update(of_edges)
+            g.ndata.update(rows_of(self.given))
             self.given["g"] = dgl.add_self_loop(g) if self.pieces.loops else g
             of_edges = {**self.given["g"].edata}
         self.given |= {f"edge {name}": value for name, value in of_edges.items()}
