@@ -84,7 +84,7 @@ class InDouble(TorchFunctionMode):
         is_made = isinstance(made, Tensor) and made.dtype == torch.float32
         if is_made and not any(isinstance(leaf, Tensor) for leaf in leaves_of((args, kwargs))):
             with suppress(TypeError):
-                return func(*args, **kwargs, dtype=torch.float64)
+                return func(*args, **{**kwargs, "dtype": torch.float64})
         return made
 
 

@@ -151,7 +151,10 @@ def converted(module: nn.Module, graph: GraphFields, proves: bool = True) -> Cha
         parts = parts_of(module)
         bound(module, GraphFields(0, 0))  # ranks know no other fields of a graph
         small = Small(VERTICES[0], module, graph)
-        chain = _guess(*recorded_of(module, small, True, torch.float64, parts))
+        seen, recorded = recorded_of(module, small, True, torch.float64, parts)
+        if recorded.answers:
+            raise NoChain  # another graph may answer otherwise
+        chain = _guess(seen, recorded)
         if proves:
             # evaluation may depend on the graph's size too, which is refused here
             recorded_of(module, small, False, torch.float64, parts)

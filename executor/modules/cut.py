@@ -70,16 +70,6 @@ PAIRS = (
 )
 
 
-class Turned(Unfit):
-    """Rows that are not in the first dimension. within: the part of the module that turns them, as
-    torch.nn.MultiheadAttention does; a part that is called as a whole hands rows on as it got
-    them."""
-
-    def __init__(self, words: str, within: str) -> None:
-        super().__init__(words)
-        self.within = within
-
-
 # rows, the edges that they are added up along, and what these weigh
 _Sum = tuple[Node, Node, Node | None]
 
@@ -140,7 +130,13 @@ class Program:
 
 def width_of(node: Node) -> int:
     """Numbers per row of a value."""
-    return int(node.value[:1].numel())
+    return int(node.value.narrow(node.dim, 0, 1).numel())
+
+
+def rows_at(value: Tensor, vertices: int) -> int | None:
+    """The dimension in which a tensor has a row per vertex; None: there is none."""
+    found = [dim for dim, size in enumerate(value.shape) if size == vertices]
+    return found[0] if found[:1] == [0] or len(found) == 1 else None
 
 
 def cut(
@@ -222,7 +218,9 @@ class _Cutter:
             elif is_edges:
                 self.kind[node] = STRUCTURE
             elif FREE in kinds:
-                alike = self._has_rows(node) and bool((node.value == node.value[:1]).all())
+                alike = self._has_rows(node) and all(
+                    torch.equal(rows, rows[:1].expand_as(rows)) for rows in self._rows(node.value)
+                )
                 self.kind[node] = FREE if alike else STRUCTURE
             else:
                 self.kind[node] = FIXED
@@ -232,17 +230,25 @@ class _Cutter:
             self._through_edges(node)
         else:
             self._row_by_row(node)
+        if self.kind[node] == ROWS and isinstance(node.value, Tensor):
+            node.dim = rows_at(node.value, self.n) or 0
 
     def _has_rows(self, node: Node) -> bool:
         """Whether it makes tensors of a row per vertex."""
         found = tensors(node.value)
         return bool(found) and all(
-            v.layout == torch.strided and v.ndim > 0 and v.shape[0] == self.n for v in found
+            v.layout == torch.strided and rows_at(v, self.n) is not None for v in found
         )
+
+    def _rows(self, value: Any) -> list[Tensor]:
+        """Tensors of a row per vertex, with vertices in the first dimension."""
+        return [found.movedim(rows_at(found, self.n) or 0, 0) for found in tensors(value)]
 
     def _is_field(self, node: Node) -> bool:
         """Structure of numbers per vertex, which may be an input beside the features."""
-        return self._has_rows(node) and all(v.is_floating_point() for v in tensors(node.value))
+        return all(
+            v.is_floating_point() and rows_at(v, self.n) == 0 for v in tensors(node.value)
+        ) and self._has_rows(node)
 
     def _row_by_row(self, node: Node) -> None:
         rows = [read for read in node.reads if self.kind[read] == ROWS]
@@ -256,8 +262,8 @@ class _Cutter:
                     "a batch norm without running averages has no moments in evaluation; use"
                     " track_running_stats=True"
                 )
-            if node.value.ndim != 2:
-                raise Unfit(f"batch norm of {node.value.ndim} dimensions; flatten its rows")
+            if node.value.ndim != 2 or node.value.shape[0] != self.n:
+                raise Unfit(f"batch norm of {list(node.value.shape)}; flatten its rows")
             at += 3 if at % 3 == PREPARE else 2
         else:
             self._must_be_row_by_row(node)
@@ -276,12 +282,6 @@ class _Cutter:
     def _must_be_row_by_row(self, node: Node) -> None:
         if not self._has_rows(node):
             shapes = [list(v.shape) for v in tensors(node.value)]
-            if shapes and self.n in shapes[0]:
-                raise Turned(
-                    f"{node.place}{node.what} makes {shapes[0]} of {self.n} vertices; keep vertices"
-                    " in the first dimension",
-                    node.within,
-                )
             raise Unfit(
                 f"{node.what} makes {shapes[0] if shapes else 'no rows'} of the rows of all"
                 f" {self.n} vertices, as a graph's readout or a norm of all rows does; a row here"
@@ -291,7 +291,8 @@ class _Cutter:
             return
 
         def of_part(value: Any) -> Any:
-            return value[self.part] if isinstance(value, Tensor) and value.ndim else value
+            dim = rows_at(value, self.n) if isinstance(value, Tensor) else None
+            return value if dim is None else value.index_select(dim, self.part)
 
         values = {read: read.value for read in node.reads}
         values |= {
@@ -311,7 +312,10 @@ class _Cutter:
                 " edges, by index_add or torch.sparse.mm"
             ) from error
         for whole, part in zip(tensors(node.value), tensors(found), strict=True):
-            wrong = differing(whole[self.part], part)
+            dim, expected = rows_at(whole, self.n) or 0, of_part(whole)
+            wrong = 0
+            if expected.shape == part.shape:
+                wrong = differing(expected.movedim(dim, 0), part.movedim(dim, 0))
             if wrong is not None:
                 present = set(self.part.tolist())
                 absent = next(v for v in range(self.n) if v not in present)
@@ -347,15 +351,17 @@ class _Cutter:
             if not isinstance(value, Tensor):
                 return value
             changed = value.clone()
-            some = value[touched]
-            changed[touched] = some * 1.5 + 0.7 if value.is_floating_point() else some.flip(0)
+            (rows,) = self._rows(changed)
+            some = rows[touched]
+            rows[touched] = some * 1.5 + 0.7 if value.is_floating_point() else some.flip(0)
             return changed
 
         values = {each: each.value for each in node.reads}
         values[read] = tree_map(other, read.value)
         with torch.no_grad():
             changed = self.place.call(node, values)
-        for before, after in zip(tensors(node.value), tensors(changed), strict=True):
+        rows_of = self._rows if self._has_rows(node) else tensors
+        for before, after in zip(rows_of(node.value), rows_of(changed), strict=True):
             if before.shape != after.shape or before.shape[:1] != owner.shape:
                 return False
             differs = (before != after) & ~((before != before) & (after != after))
@@ -386,13 +392,11 @@ class _Cutter:
         for node in self.live:
             try:
                 self.classify(node)
-            except Turned:
-                raise
             except Unfit as unfit:
                 raise Unfit(f"{node.place}{unfit}") from None
         self._sum_up()
         kind, output = self.kind, self.recorded.output
-        if kind[output] != ROWS or output.value.ndim != 2:
+        if kind[output] != ROWS or output.value.ndim != 2 or output.dim:
             raise Unfit(
                 f"{output.place}forward returns {list(output.value.shape)} of {self.n} vertices;"
                 " return a row of logits for each"
@@ -457,7 +461,7 @@ class _Cutter:
         matrices = [read for read in node.reads if is_sparse(read.value)]
         rows = [read for read in node.reads if self.kind[read] == ROWS]
         is_one = len(node.reads) == 2 and len(matrices) == len(rows) == 1
-        if is_one and rows[0].value.ndim == 2 and self.kind[node] == ROWS:
+        if is_one and rows[0].value.ndim == 2 and not rows[0].dim and self.kind[node] == ROWS:
             matrix, read = matrices[0], rows[0]
             added_up = matrix.value.to_dense() @ read.value
             if differing(node.value, added_up) is None:
@@ -496,7 +500,8 @@ class _Cutter:
         rows = [
             each
             for each in read.reads
-            if self.kind[each] == ROWS and isinstance(each.value, Tensor) and each.value.ndim == 2
+            if self.kind[each] == ROWS and isinstance(each.value, Tensor)
+            if each.value.ndim == 2 and not each.dim
         ]
         is_picked = read.what in ("index_select", "getitem") and len(read.reads) == 2
         if edges is None or len(rows) != 1 or not is_picked or self.learned & {*node.reads}:

@@ -48,10 +48,12 @@ def pair_ids(source: Tensor, reader: Tensor) -> Tensor:
     return (reader << 31) | source
 
 
-def drawn(rows: Tensor, number: int, ids: Tensor, drop: Drop, p: float) -> Tensor:
-    """Dropout number `number` of a module, of rows [n, ..] that belong to `ids` [n]."""
-    flat = rows.reshape(rows.shape[0], -1)
-    return dropout(flat, drop.seed, drop.epoch, DRAWS + number, ids, p).view(rows.shape)
+def drawn(rows: Tensor, dim: int, number: int, ids: Tensor, drop: Drop, p: float) -> Tensor:
+    """Dropout number `number` of a module, of rows in a dimension that belong to `ids` [n]."""
+    turned = rows.movedim(dim, 0)
+    flat = turned.reshape(turned.shape[0], -1)
+    made = dropout(flat, drop.seed, drop.epoch, DRAWS + number, ids, p)
+    return made.view(turned.shape).movedim(0, dim)
 
 
 @dataclass(eq=False)
@@ -137,7 +139,7 @@ class Pieces:
 
 def packed(values: Values, nodes: Sequence[Node]) -> Tensor:
     """Rows [n, W] of some nodes' values, side by side."""
-    parts = [values[node] for node in nodes]
+    parts = [values[node].movedim(node.dim, 0) for node in nodes]
     flat = [part.reshape(part.shape[0], -1) for part in parts]
     kind = flat[0].dtype if flat[0].is_floating_point() else torch.get_default_dtype()
     flat = [part if part.is_floating_point() else part.to(kind) for part in flat]
@@ -145,7 +147,7 @@ def packed(values: Values, nodes: Sequence[Node]) -> Tensor:
 
 
 def unpacked(rows: Tensor, nodes: Sequence[Node]) -> Values:
-    """The values of nodes [n, ..] that lie side by side in rows [n, W]."""
+    """The values of nodes that lie side by side in rows [n, W]."""
     if not nodes:
         return {}
     if len(nodes) == 1:
@@ -156,8 +158,17 @@ def unpacked(rows: Tensor, nodes: Sequence[Node]) -> Values:
 
 def _shaped(rows: Tensor, node: Node) -> Tensor:
     value = node.value
-    rows = rows.reshape(rows.shape[0], *value.shape[1:])
+    sizes = value.movedim(node.dim, 0).shape[1:]
+    rows = rows.reshape(rows.shape[0], *sizes).movedim(0, node.dim)
     return rows if value.is_floating_point() else rows.to(value.dtype)
+
+
+def _own_rows(block: Block, values: Values) -> Values:
+    """Those of the vertices that a block writes."""
+    return {
+        node: block.own_rows(rows) if not node.dim else rows.narrow(node.dim, 0, block.n_dst)
+        for node, rows in values.items()
+    }
 
 
 class PackedNorm(BatchNorm):
@@ -306,7 +317,7 @@ class PieceLayer(Layer):
         prepared = during.begun(during.cut.prepare, self.norm, x, moments)
         read = {node: prepared[node] for node in during.cut.gather.given}
         gathered = during.gathered(block, read)
-        own = {node: block.own_rows(rows) for node, rows in prepared.items()}
+        own = _own_rows(block, prepared)
         del prepared, read
         return during.updated(own | gathered)
 
@@ -314,20 +325,23 @@ class PieceLayer(Layer):
         self,
         piece: Piece,
         values: Values,
-        rows: Tensor,
+        vertices: int,
+        like: Tensor,
         ids: Mapping[Node | None, Tensor],
     ) -> Values:
-        """What a piece makes. ids: of the vertices that its rows are of (None), and by edge set
-        of edges, for dropout."""
+        """What a piece makes of rows of so many vertices, in the type and the place of `like`. ids:
+        of the vertices that its rows are of (None), and by edge set of edges, for dropout."""
 
         def draw(node: Node, value: Tensor, p: float) -> Tensor:
+            if not self.drop.training:
+                return value
             of = ids[self.mode.drawn.get(node)]
             if self.mode.kind[node] == FIXED:  # of parameters: no rows of vertices
                 of = torch.arange(len(value), device=value.device)
-            return drawn(value, self.mode.numbers[node], of, self.drop, p)
+            return drawn(value, node.dim, self.mode.numbers[node], of, self.drop, p)
 
-        values[self.mode.recorded.inputs["vertices"]] = rows.shape[0]
-        place = Place(self.named, draw, rows.dtype, rows.device)
+        values[self.mode.recorded.inputs["vertices"]] = vertices
+        place = Place(self.named, draw, like.dtype, like.device)
         place.run([node for node in piece.nodes if node not in values], values, piece.frees)
         return {node: values[node] for node in piece.makes}
 
@@ -362,7 +376,7 @@ class PieceLayer(Layer):
         values = unpacked(rows, piece.given)
         if norm is not None:
             values |= norm.normed(piece, values, moments)
-        return self._run(piece, values, rows, {None: self.drop.vertices})
+        return self._run(piece, values, len(rows), rows, {None: self.drop.vertices})
 
     def gathered(self, block: Block, values: Values) -> Values:
         """Prepared rows [S, ..] -> what is made of them along edges [R, ..]."""
@@ -372,15 +386,16 @@ class PieceLayer(Layer):
             if (edges := self.mode.drawn.get(node)) is not None:
                 ids[edges] = pair_ids(*block.source[local[edges]])
         like = next(iter(values.values()), block.source)
-        made = self._run(piece, {**local, **values, BLOCK: block}, like, ids)
-        return {node: block.own_rows(rows) for node, rows in made.items()}
+        made = self._run(piece, {**local, **values, BLOCK: block}, block.n_src, like, ids)
+        return _own_rows(block, made)
 
     def updated(self, values: Values) -> Tensor:
         """Own prepared rows [R, ..] and what was gathered [R, ..] -> what is handed on [R, W]."""
         piece = self.cut.update
-        rows = next(iter(values.values()))
-        ids: dict[Node | None, Tensor] = {None: self.drop.vertices[: rows.shape[0]]}
-        return packed(self._run(piece, values, rows, ids), piece.makes)
+        node, rows = next(iter(values.items()))
+        vertices = rows.shape[node.dim]
+        ids: dict[Node | None, Tensor] = {None: self.drop.vertices[:vertices]}
+        return packed(self._run(piece, values, vertices, rows, ids), piece.makes)
 
 
 class Tail:

@@ -27,7 +27,6 @@ from gnnplan.executor.modules import elsewhere
 from gnnplan.executor.modules.bind import MATRICES, VERTICES, GraphFields, Small, block_of
 from gnnplan.executor.modules.cut import (
     Program,
-    Turned,
     cut,
     differing,
     keep_still,
@@ -188,12 +187,12 @@ def followed(
 
 def _evaluates_alike(pieces: Pieces, small: Small) -> bool:
     """Whether pieces make of parts of a graph what the module makes of all of it."""
-    own = copied(pieces.module).to(pieces.dtype).eval()
-    values = small.given(pieces.dtype)
+    again, values = copy.copy(pieces), small.given(pieces.dtype)
+    own = again.module = copied(pieces.module).to(pieces.dtype).eval()
     with torch.no_grad():
         expected = _guarded(small, partial(small.binding.call, own, values))
         try:
-            found = in_parts(pieces, small, values, is_training=False)
+            found = in_parts(again, small, values, is_training=False)
         except (RuntimeError, LookupError, ValueError):
             return False
     return differing(expected, found) is None
@@ -201,42 +200,38 @@ def _evaluates_alike(pieces: Pieces, small: Small) -> bool:
 
 def _in_pieces(module: nn.Module, small: Small, dtype: torch.dtype, by_kernels: bool) -> Pieces:
     shared: dict[Hashable, Node] = {}
-    whole: set[str] = set()  # parts that turn rows
     still: set[Any] = set()  # running means of batch norms that evaluate in training
 
     def program(is_training: bool) -> Program:
-        seen, recorded = recorded_of(module, small, is_training, dtype, (), whole, by_kernels)
+        seen, recorded = recorded_of(module, small, is_training, dtype, (), by_kernels)
         keep_still(recorded.nodes, is_training, still)
         trained = {name for name, p in seen.named_parameters() if p.requires_grad}
-        try:
-            return cut(recorded, Place(named_in(seen), dtype=dtype), trained, shared)
-        except Turned as turned:
-            if not turned.within or turned.within in whole:
-                raise
-            whole.add(turned.within)
-            return program(is_training)
+        return cut(recorded, Place(named_in(seen), dtype=dtype), trained, shared)
 
     training, evaluation = program(True), program(False)
-    if training.widths != evaluation.widths:
-        told = [
-            f"{sum(map(sum, mode.widths))} numbers per vertex in {len(mode.layers)} layers"
-            for mode in (training, evaluation)
-        ]
-        raise Unfit(
-            f"forward hands on {told[0]} in training, and {told[1]} in evaluation; let both modes"
-            " read the same edges and rows, and drop weights of edges after their norm"
-        )
     for node in evaluation.live:
         if node.drops:
             raise Unfit(
                 f"{node.place}dropout drops in evaluation too, unless it is told; write"
                 " training=self.training"
             )
+    told = [
+        f"{sum(map(sum, mode.widths))} numbers per vertex in {len(mode.layers)} layers"
+        for mode in (training, evaluation)
+    ]
+    # what dropout makes another in training may be the same in evaluation, and handed on once
+    is_same = training.widths == evaluation.widths
+    evaluation = evaluation if is_same else training
     structure = Structure((training, evaluation))
     loops, binding = small.whole.loops, small.binding
     pieces = Pieces(module, training, evaluation, structure, dtype, loops, binding, by_kernels)
     for own in small.parts:
         structure.look(pieces.place, block_of(small.whole, own))
+    if not is_same and not _evaluates_alike(pieces, small):
+        raise Unfit(
+            f"forward hands on {told[0]} in training, and {told[1]} in evaluation; let both modes"
+            " read the same edges and rows, and drop weights of edges after their norm"
+        )
     return pieces
 
 
@@ -246,17 +241,16 @@ def recorded_of(
     is_training: bool,
     dtype: torch.dtype,
     parts: Collection[str] = (),
-    whole: Collection[str] = (),
     by_kernels: bool = False,
 ) -> tuple[nn.Module, Recorded]:
     """A copy of the module, and what its forward computes of a small graph, as it does of a large
-    one. parts, whole, by_kernels: as of `record`. Raises Unfit."""
+    one. parts, by_kernels: as of `record`. Raises Unfit."""
 
     def of(graph: Small) -> tuple[nn.Module, Recorded]:
         seen = copied(module).to(dtype).train(is_training)  # a forward may keep what it is given
         given = graph.given(dtype)
         run = partial(graph.binding.call, seen, given)
-        recorded = partial(record, seen, given, run, graph.vertices, parts, whole, by_kernels)
+        recorded = partial(record, seen, given, run, graph.vertices, parts, by_kernels)
         return seen, _guarded(graph, recorded)
 
     (seen, few), (_, many) = of(small), of(small.larger)
@@ -270,6 +264,7 @@ Tried = tuple[Tensor, Callable[[], Mapping[str, Tensor | None]]]
 
 def prove(module: nn.Module, pieces: Pieces, small: Small) -> None:
     """Raise Unfit if the pieces compute something else than the module. Both are in float64."""
+    pieces.structure.must_answer_alike(small.whole, pieces.place)
 
     shared = partial(as_pieces_draw, pieces, pieces.training, small.whole, Drop(0.0, 7))
 
@@ -455,10 +450,10 @@ def as_pieces_draw(pieces: Pieces, mode: Program, whole: Whole, drop: Drop) -> D
 
     def draw(rows: Tensor, p: float) -> Tensor:
         node = next(nodes)
-        ids = torch.arange(len(rows))
+        ids = torch.arange(rows.shape[node.dim])
         edges = mode.drawn.get(node)
         if edges is not None:
             ids = pair_ids(*pieces.structure.values_on(whole, pieces.place, [edges])[edges])
-        return drawn(rows, mode.numbers[node], ids, drop, p)
+        return drawn(rows, node.dim, mode.numbers[node], ids, drop, p)
 
     return Dropouts(draw)

@@ -106,10 +106,10 @@ class Node:
     kwargs: Mapping[str, Any] = field(default_factory=dict)
     name: str = ""
     line: int = 0  # in the user's file; 0: unknown
-    within: str = ""  # the part of the module that makes it
     learns: bool = True  # autograd is on
     changes: bool = False  # the value of its first argument, in place
     value: Any = None  # on the small graph
+    dim: int = 0  # of a value that has a row per vertex: where they are
     index: float = field(default_factory=itertools.count().__next__)  # in the order of calls
 
     def __repr__(self) -> str:
@@ -249,16 +249,15 @@ def record(
     call: Callable[[], Any],
     vertices: int,
     parts: Collection[str] = (),
-    whole: Collection[str] = (),
     by_kernels: bool = False,
 ) -> Recorded:
     """What `call` computes, which runs the module's forward on what is `given`.
 
     given: by name, tensors that forward gets. vertices: rows of the small graph, by which a size is
-    known. parts: names of those that are noted as one call each, whatever they do; whole: of those
-    that must not drop. by_kernels: whether calls of DGL's kernels are noted, and not of the parts
-    that make them. Raises Unfit with the line."""
-    opaque, graph = {*parts, *whole}, given.get("g")
+    known. parts: names of those that are noted as one call each, whatever they do. by_kernels:
+    whether calls of DGL's kernels are noted, and not of the parts that make them. Raises Unfit with
+    the line."""
+    opaque, graph = {*parts}, given.get("g")
     as_given = None if graph is None else graph.local_var()
     while True:
         before = _states_outside_torch()
@@ -416,7 +415,6 @@ class _Recorder(TorchFunctionMode):
             tree_map(self._argument, dict(kwargs)),
             name,
             line,
-            self.within[-1],
             torch.is_grad_enabled(),
         )
         self.nodes.append(node)

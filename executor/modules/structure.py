@@ -26,6 +26,7 @@ from gnnplan.executor.modules.cut import (
 )
 from gnnplan.executor.modules.evaluate import Place, Values, frees, keys, with_loops
 from gnnplan.executor.modules.record import (
+    EDGES_OF,
     Node,
     Unfit,
     edge_sets_of,
@@ -281,6 +282,8 @@ class Structure:
         tables = self._as_tables(every, n)
         part, values = self._opened(block, place, tables)
         sets: list[Node] = [node for node in self.nodes if node.name == "edge_index"]
+        if (of_graph := self.small.inputs.get(EDGES_OF)) is not None:
+            sets, values[of_graph] = [of_graph], part.call(of_graph, values)
         edge_sets = {edges for program in self.programs for edges in edge_sets_of(program.live)}
         for node in self.nodes:
             if node.call is None:

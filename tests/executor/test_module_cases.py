@@ -1,6 +1,7 @@
 """Modules that people have brought, and what became of them before they were run as written."""
 
 import json
+import os
 import warnings
 from pathlib import Path
 
@@ -362,3 +363,179 @@ def test_what_only_looks_like_a_sum_is_run_as_it_is_written(tmp_path, added):
     """Our sum was taken for these, and the proof then refused them in words of something else."""
     body = f"h = torch.tanh(self.a(x, edge_index))\nm = {added}\nreturn self.c(h + m.sum(1, keepdim=True), edge_index)"
     assert asked(tmp_path, body).pieces
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        "h = self.a(x.float(), edge_index) + torch.ones(x.size(0), 8)\nreturn self.c(h, edge_index)",
+        "h = F.dropout(torch.stack([self.a(x, edge_index), self.first(x)]), 0.5, self.training)\n"
+        "return self.c(self.b(h[0], edge_index).tanh() + h[1], edge_index) + self.last(h.sum(0))",
+        "h = self.first(x)\nfor _ in range(2):\n"
+        "    h = self.b(h, edge_index) + self.first(F.dropout(x, 0.5, self.training))\n"
+        "return self.last(h)",
+        "from torch.utils.checkpoint import checkpoint\n"
+        "h = checkpoint(self.a, x, edge_index, use_reentrant=True)\n"
+        "return self.c(checkpoint(F.elu, h, use_reentrant=False), edge_index)",
+        "n = int(edge_index.max()) + 1\nh = torch.tanh(self.a(x, edge_index))\n"
+        "return self.c(torch.zeros(n, 8).index_add(0, edge_index[1], h[edge_index[0]]), edge_index)",
+    ],
+    ids=["float32", "vertices second", "dropped anew", "checkpoint", "counted vertices"],
+)
+def test_what_is_written_otherwise_is_run_as_it_is_written(tmp_path, body):
+    """Numbers in float32 failed in the proof's float64; rows whose vertices are in the second
+    dimension, and those that dropout alone makes others, were refused; a checkpoint's gradients
+    were lost; a question about edges alone was taken for one about rows."""
+    assert asked(tmp_path, body).pieces
+
+
+def test_a_scripted_function_is_called_as_a_whole(tmp_path):
+    """It was told to be put in a module of its own."""
+    model = written(tmp_path, "return self.c(gelu(self.a(x, edge_index)), edge_index)")
+    with (tmp_path / "model.py").open("a") as file:
+        file.write(
+            "\n@torch.jit.script\ndef gelu(x):\n    return x * 0.5 * (1.0 + torch.erf(x / 1.41))\n"
+        )
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # torch's own
+        assert read(model, Workload(), GraphFields(6, 3)).pieces
+
+
+@pytest.mark.parametrize(
+    ("asks", "words"),
+    [
+        ("edge_index.max() >= len(x)", ""),
+        ("(edge_index[1] == 0).any()", "line 15: forward asks for any of the edges: it is True of"),
+    ],
+    ids=["alike", "otherwise"],
+)
+def test_a_graph_must_answer_as_those_that_were_looked_at(tmp_path, asks, words):
+    """A branch on edges is recorded once, of random graphs whose vertex 0 reads nobody."""
+    body = f"if {asks}:\n    x = x * 2\nreturn self.c(self.a(x, edge_index).tanh(), edge_index)"
+    command = ["plan", "--graph", GRAPH, "--model", written(tmp_path, body), "--ranks", "2"]
+    done = CliRunner().invoke(app, [*command, "--set", "gpus_per_server=2", "--json"])
+    assert (words in str(done.exception)) if words else not done.exception, done.exception
+
+
+@pytest.mark.parametrize(
+    ("body", "given", "words"),
+    [
+        ("return self.c(x * h.sigmoid(), edge_index)", "x, edge_index, h", "forward asks for h,"),
+        ("return self.c(x, edge_index)", "x, edge_index, batch", "forward asks for batch, and the"),
+        ("return self.c(self.first.weight, None)", "*, y=None", "no convolution|fails on a small"),
+        (
+            "return {'x': self.c(self.a(x, edge_index), edge_index)}",
+            "x, edge_index",
+            "a dict; retu",
+        ),
+        ("return self.c(self.a(x, edge_index), edge_index) / 0", "x, edge_index", "are not finite"),
+        (
+            "return torch.spmm(adj, self.a(x, adj))",
+            "x, adj",
+            r"line 15: .*adj is edge_index \[2, E\] here, whose matrix is torch.sparse_coo_tensor",
+        ),
+    ],
+    ids=["two features", "batch", "nothing", "dict", "infinite", "matrix"],
+)
+def test_a_refusal_of_what_forward_is_given_and_returns(tmp_path, body, given, words):
+    """The features were given twice, a Data as the numbers of graphs, and a dict was said to fail
+    in the process of rank 1 alone."""
+    with pytest.raises(SpecError, match=words):
+        read(written(tmp_path, body, given), Workload(), GraphFields(6, 3))
+
+
+def test_parameters_are_known_by_the_words_of_their_names(tmp_path):
+    """pygcn's nfeat, nhid and nclass were not."""
+    model = written(
+        tmp_path, "return self.c(self.a(feature, edge_index), edge_index)", "feature, edge_index"
+    )
+    file = tmp_path / "model.py"
+    names = file.read_text().replace("in_channels", "nfeat").replace("out_channels", "nclass")
+    file.write_text(names.replace("nclass):", "nhid, num_layers, dim_drop, nclass):"))
+    user = read(model, Workload(hidden=5), GraphFields(6, 3))
+    made = dict(user.description.arguments)
+    assert made == {"nfeat": 6, "nhid": 5, "num_layers": 3, "dim_drop": 0.0, "nclass": 3}
+    file.write_text(names.replace("nfeat, nclass", "g, nfeat, nclass"))
+    with pytest.raises(
+        SpecError, match=r"requires g, .* take it in forward, as forward\(self, g, x"
+    ):
+        read(model, Workload(), GraphFields(6, 3))
+
+
+DGL = """
+import torch
+from torch import nn
+from torch.nn import functional as F
+from dgl import function as fn
+from dgl.nn import GATConv, SAGEConv, TAGConv
+
+class Own(nn.Module):
+    def __init__(self, h_in, h_out):
+        super().__init__()
+        self.linear = nn.Linear(h_in, h_out)
+    def forward(self, g, h):
+        with g.local_scope():
+            norm = g.in_degrees().float().pow(-0.5).unsqueeze(1)
+            g.srcdata["h"] = self.linear(h) * norm
+            g.update_all(fn.copy_u("h", "m"), fn.mean("m", "h"))
+            return F.dropout(g.dstdata["h"] * norm, 0.5, self.training)
+
+class Normed(nn.Module):
+    def __init__(self, width):
+        super().__init__()
+        self.norm = nn.BatchNorm1d(width)
+    def forward(self, g):
+        g.update_all(lambda edges: {"m": edges.src["h"]}, lambda nodes: {"h": nodes.mailbox["m"].sum(1)})
+        return self.norm(g.ndata["h"])
+
+class Net(nn.Module):
+    def __init__(self, in_feats, out_feats):
+        super().__init__()
+        self.gat, self.tag = GATConv(in_feats, 4, 2, 0.3, 0.3), TAGConv(8, out_feats, 2)
+        self.own = nn.ModuleList([Own(in_feats, in_feats), Own(in_feats, in_feats)])
+        self.last, self.norm = nn.Linear(in_feats, out_feats), Normed(in_feats)
+    def forward(self, GIVEN):
+        BODY
+"""
+MESSAGES = """
+g.ndata["h"] = g.ndata["feat"].tanh()
+g.apply_edges(lambda edges: {"e": edges.src["h"] * edges.dst["h"]})
+g.update_all(fn.u_mul_e("h", "e", "m"), fn.sum("m", "h"))
+return self.last(g.ndata["h"])
+""".strip()
+
+
+@pytest.mark.parametrize(
+    ("given", "body", "layers"),
+    [
+        ("g, x", "return self.tag(g, self.gat(g, x).flatten(1))", 3),
+        ("g", MESSAGES, 1),
+        (
+            "blocks, x",
+            "for own, block in zip(self.own, blocks):\n    x = own(block, x)\nreturn self.last(x)",
+            2,
+        ),
+    ],
+    ids=["dropout and hops inside", "messages in forward", "blocks of own layers"],
+)
+def test_dgls_kernels_are_followed_where_a_part_hides_too_much(tmp_path, given, body, layers):
+    """All were refused but the last, of which one layer was trained: it had as many blocks as
+    convolutions of DGL."""
+    assert with_dgl(tmp_path, given, body).fields["layers"] == layers
+
+
+def test_a_batch_norm_behind_functions_of_mailboxes_is_refused_by_name(tmp_path):
+    body = 'g.ndata["h"] = x\nreturn self.last(self.norm(g))'
+    with pytest.raises(SpecError, match=r"norm\.norm normalises by moments of all rows in a part"):
+        with_dgl(tmp_path, "g, x", body)
+
+
+def with_dgl(folder: Path, given: str, body: str) -> UserModule:
+    """A module of DGL; the graph has self-loops, for its layers divide by degrees."""
+    os.environ.setdefault("DGLBACKEND", "pytorch")
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # at import, its own
+        pytest.importorskip("dgl", exc_type=ImportError)
+    body = body.replace("\n", "\n        ")
+    (folder / "model.py").write_text(DGL.replace("GIVEN", given).replace("BODY", body))
+    return read(f"{folder / 'model.py'}:Net", Workload(), GraphFields(6, 3))

@@ -278,7 +278,7 @@ class SageMedian(TwoLayers):
         )
 
 
-@needs(refused="asks for the numbers in a tensor")
+@needs(refused="asks for max of the edges")
 class SageLSTM(TwoLayers):
     def __init__(self, in_channels, out_channels):
         super().__init__(SAGEConv(in_channels, 8, aggr="lstm"), SAGEConv(8, out_channels))
@@ -594,7 +594,7 @@ class PathfinderDiscovery(nn.Module):
         return self.conv2(self.conv1(x, edge_index, edge_attr).relu(), edge_index, edge_attr)
 
 
-@needs("edge_attr", refused="unsqueeze makes")
+@needs("edge_attr")
 class EdgeConditioned(nn.Module):
     def __init__(self, in_channels, out_channels):
         super().__init__()
@@ -820,7 +820,7 @@ class WholeGraphNorm(Normed):
         super().__init__(in_channels, out_channels, GraphNorm(16))
 
 
-@needs(refused="keep vertices in the first dimension")
+@needs(refused="looks at all vertices")
 class InstanceNormed(Normed):
     def __init__(self, in_channels, out_channels):
         super().__init__(in_channels, out_channels, InstanceNorm(16))
