@@ -313,7 +313,7 @@ class _Cutter:
             ) from error
         for whole, part in zip(tensors(node.value), tensors(found), strict=True):
             dim, expected = rows_at(whole, self.n) or 0, of_part(whole)
-            wrong = 0
+            wrong: int | None = 0
             if expected.shape == part.shape:
                 wrong = differing(expected.movedim(dim, 0), part.movedim(dim, 0))
             if wrong is not None:

@@ -157,7 +157,7 @@ def _computed_once() -> Iterator[None]:
         yield
 
     function.apply = staticmethod(lambda run, preserve, *given: run(*given))
-    checkpoint._checkpoint_without_reentrant_generator = once  # type: ignore[assignment]
+    checkpoint._checkpoint_without_reentrant_generator = once
     try:
         yield
     finally:

@@ -314,7 +314,7 @@ class _Recorder(TorchFunctionMode):
             self.inputs[name] = node
             self._made(node, value)
         if by_kernels:
-            self._made(self._node(index_of, (self.inputs["g"],), {}), self.graph._graph)
+            self._made(self._node(index_of, (self.inputs["g"],), {}), index_of(self.graph))
             self.inputs[EDGES_OF] = edges = self._node(edges_of, (self.inputs["g"],), {})
             edges.value = edges_of(self.graph)
 
@@ -478,7 +478,8 @@ class _Recorder(TorchFunctionMode):
         of its kernels are noted, and not of torch's, which bring hooks."""
         original: Any = nn.Module.__call__
         base: Any = torch.autograd.function._SingleLevelFunction  # `apply` may be kept by a name
-        scripted: Any = torch.jit.ScriptFunction.__call__
+        script: Any = torch.jit.ScriptFunction
+        scripted: Any = script.__call__
 
         def of_module(part: nn.Module, *args: Any, **kwargs: Any) -> Any:
             return self.called(part, lambda: original(part, *args, **kwargs), args, kwargs)
@@ -501,14 +502,14 @@ class _Recorder(TorchFunctionMode):
 
         nn.Module.__call__ = of_module  # type: ignore[method-assign]
         base.apply = classmethod(of_function)
-        torch.jit.ScriptFunction.__call__ = of_script
+        script.__call__ = of_script
         try:
             with self._asked_of_graph() if self.by_kernels else nullcontext():
                 yield
         finally:
             nn.Module.__call__ = original  # type: ignore[method-assign]
             del base.apply
-            torch.jit.ScriptFunction.__call__ = scripted
+            script.__call__ = scripted
 
     @contextmanager
     def _asked_of_graph(self) -> Iterator[None]:
