@@ -156,7 +156,12 @@ def _computed_once() -> Iterator[None]:
     def once(*_: Any, **__: Any) -> Iterator[None]:
         yield
 
-    function.apply = staticmethod(lambda run, preserve, *given: run(*given))
+    def as_reentrant(run: Callable[..., T], preserve: bool, *given: Any) -> T:
+        learns = any(isinstance(each, Tensor) and each.requires_grad for each in given)
+        with torch.set_grad_enabled(learns and torch.is_grad_enabled()):
+            return run(*given)
+
+    function.apply = staticmethod(as_reentrant)
     checkpoint._checkpoint_without_reentrant_generator = once
     try:
         yield

@@ -53,6 +53,10 @@ IN_PLACE = (
     " new tensor, as torch.cat and torch.where do, and coalesce edges in the graph's file"
 )
 NO_MATRIX = "a sparse matrix is made by no call of torch's; make it by torch.sparse_coo_tensor"
+NUMBERS_ASKED = (
+    "forward asks for the numbers in a tensor ({}), to branch or to compute outside torch; write it"
+    " with torch's functions, as torch.where"
+)
 # calls that make no value
 PLAIN = (
     "_set_grad_enabled",
@@ -372,10 +376,7 @@ class _Recorder(TorchFunctionMode):
             return answer
         if of_edges and self.by_kernels:  # DGL sorts edges so for a function of the user's
             raise _Unseen(self.within[-1])
-        raise Unfit(
-            f"forward asks for the numbers in a tensor ({name.strip('_')}), to branch or to"
-            " compute outside torch; write it with torch's functions, as torch.where"
-        )
+        raise Unfit(NUMBERS_ASKED.format(name.strip("_")))
 
     def _must_not_be_learned(self, node: Node, tensor: Tensor) -> None:
         """Raise Unfit if what a call changes in place is a parameter, or its `data`."""
@@ -648,9 +649,12 @@ def with_sizes(few: Recorded, many: Recorded) -> Recorded:
         sets += [(node, twin)] if is_edge_set(node.value) else []
     if len(both[0]) != len(both[1]):
         raise other(both[1][-1])
-    # what is another of a large graph is a size, or none of the calls' arguments
-    answers = zip(few.answers.items(), many.answers.values(), strict=True)
-    few.answers = {node: mine for (node, mine), its in answers if mine == its}
+    # a number that is another of a large graph is a size, or none of the calls' arguments
+    for (node, mine), its in zip([*few.answers.items()], many.answers.values(), strict=True):
+        if not isinstance(mine, bool):
+            del few.answers[node]
+            if mine == its:
+                raise Unfit(f"{node.place}{NUMBERS_ASKED.format(node.what)}")
     return few
 
 
