@@ -95,11 +95,7 @@ def with_user_module(
     """
     user = read(model, problem.workload, GraphFields.of(problem), folder)
     if user.pieces and problem.graph is not None:
-        try:
-            graph = replace(problem.graph, loops=user.pieces.loops)
-            user.pieces.structure.must_answer_alike(graph.whole, user.pieces.place)
-        except Unfit as unfit:
-            raise SpecError(f"{user.description.file}: {user.description.name}: {unfit}") from unfit
+        _must_answer_alike(user.description, user.pieces, problem.graph)
     given = list(given)
     workload = with_module(problem.workload, user, given, more)
     return replace(problem, workload=workload), [
@@ -108,6 +104,15 @@ def with_user_module(
         *optional(user),
         *unread(user, problem.graph),
     ]
+
+
+def _must_answer_alike(module: Module, pieces: Pieces, graph: Graph) -> None:
+    """Raise SpecError if forward would be told something else of a graph's edges than it was."""
+    whole = replace(graph, loops=pieces.loops).whole if pieces.loops else graph.whole
+    try:
+        pieces.structure.must_answer_alike(whole, pieces.place)
+    except Unfit as unfit:
+        raise SpecError(f"{module.file}: {module.name}: {unfit}") from unfit
 
 
 def made_dense(user: UserModule, stats: GraphStats) -> list[str]:
@@ -420,5 +425,6 @@ def with_structure(problem: Problem) -> Problem:
     if pieces.loops:
         graph = replace(graph, loops=True)
         problem = replace(problem, graph=graph)
+    _must_answer_alike(problem.workload.own, pieces, graph)
     pieces.structure.on_whole(graph.whole, pieces.place)
     return problem

@@ -230,7 +230,8 @@ class Recorded:
     nodes: list[Node]
     inputs: dict[str, Node]  # by the name that the graph has for it; 'vertices' and EDGES_OF
     output: Node
-    answers: dict[Node, Any] = field(default_factory=dict)  # to what Python asked of edges
+    # to what Python asked of edges: yes or no, or how many fewer than vertices
+    answers: dict[Node, Any] = field(default_factory=dict)
 
     @property
     def vertices(self) -> int:
@@ -649,12 +650,15 @@ def with_sizes(few: Recorded, many: Recorded) -> Recorded:
         sets += [(node, twin)] if is_edge_set(node.value) else []
     if len(both[0]) != len(both[1]):
         raise other(both[1][-1])
-    # a number that is another of a large graph is a size, or none of the calls' arguments
+    # of numbers Python may know how many vertices there are, or the last of them
+    known = {(few.vertices - less, many.vertices - less): less for less in (0, 1)}
+    if len(few.answers) != len(many.answers):
+        raise other(both[1][-1])
     for (node, mine), its in zip([*few.answers.items()], many.answers.values(), strict=True):
         if not isinstance(mine, bool):
-            del few.answers[node]
-            if mine == its:
+            if (mine, its) not in known:
                 raise Unfit(f"{node.place}{NUMBERS_ASKED.format(node.what)}")
+            few.answers[node] = known[mine, its]
     return few
 
 

@@ -221,11 +221,13 @@ class Structure:
             return
         for node, found in self.values_on(whole, place, self.answers).items():
             told = self.answers[node]
+            told = told if isinstance(told, bool) else whole.vertices - told
             if found != told:
                 raise Unfit(
                     f"{node.place}forward asks for {node.what} of the edges: it is {found.item()}"
-                    f" of this graph, and {told} of those that it was recorded on, of which some"
-                    " vertices have no edges; leave the question out, or change the graph's file"
+                    f" of this graph, and must be {told}, as of those that it was recorded on, of"
+                    " which the first vertex alone has no edges; leave the question out (x.size(0)"
+                    " tells how many vertices there are), or change the graph's file"
                 )
 
     def of_block(self, block: Block, place: Place) -> Values:

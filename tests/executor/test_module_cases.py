@@ -15,7 +15,9 @@ import gnnplan
 from gnnplan.cli import app
 from gnnplan.executor.modules.bind import GraphFields
 from gnnplan.executor.modules.read import UserModule, optional, read, read_again
+from gnnplan.executor.modules.record import Unfit
 from gnnplan.planner.gnn.workload import Workload
+from gnnplan.planner.graph.graph import Whole
 from gnnplan.planner.vocabulary.errors import SpecError
 
 GRAPH = "synthetic:community?vertices=60&edges=240&features=6&classes=3"
@@ -418,11 +420,33 @@ def test_a_graph_must_answer_as_those_that_were_looked_at(tmp_path, asks, words)
     assert (words in str(done.exception)) if words else not done.exception, done.exception
 
 
+def test_edges_tell_how_many_vertices_there_are_if_the_last_has_some(tmp_path):
+    """A module whose self-loops ended before isolated vertices was trained with loops for all."""
+    body = (
+        "n = int(edge_index.max()) + 1\nloops = torch.arange(n).expand(2, -1)\n"
+        "return self.c(torch.tanh(self.a(x, edge_index)), torch.cat([edge_index, loops], 1))"
+    )
+    pieces = asked(tmp_path, body).pieces
+    assert pieces
+    pair = np.array([1, 0], dtype=np.int32)
+    pieces.structure.must_answer_alike(Whole(np.array([0, 1, 2]), pair), pieces.place)
+    with pytest.raises(
+        Unfit, match=r"line 15: .* max of the edges: it is 1 of this graph, and must"
+    ):
+        pieces.structure.must_answer_alike(Whole(np.array([0, 1, 2, 2]), pair), pieces.place)
+
+
 @pytest.mark.parametrize(
     ("body", "given", "words"),
     [
         ("return self.c(x * h.sigmoid(), edge_index)", "x, edge_index, h", "forward asks for h,"),
         ("return self.c(x, edge_index)", "x, edge_index, batch", "forward asks for batch, and the"),
+        (
+            "most = torch.bincount(edge_index[1]).max().item()\n"
+            "return self.c(self.a(x if most > 99 else 2 * x, edge_index), edge_index)",
+            "x, edge_index",
+            r"line 15: forward asks for the numbers in a tensor \(max\)",
+        ),
         ("return self.c(X, EDGES)", "", "forward takes nothing; let it take x and edge_index"),
         (
             "return {'x': self.c(self.a(x, edge_index), edge_index)}",
@@ -436,7 +460,7 @@ def test_a_graph_must_answer_as_those_that_were_looked_at(tmp_path, asks, words)
             r"line 15: .*adj is edge_index \[2, E\] here, whose matrix is torch.sparse_coo_tensor",
         ),
     ],
-    ids=["two features", "batch", "nothing", "dict", "infinite", "matrix"],
+    ids=["two features", "batch", "degree", "nothing", "dict", "infinite", "matrix"],
 )
 def test_a_refusal_of_what_forward_is_given_and_returns(tmp_path, body, given, words):
     """The features were given twice, a Data as the numbers of graphs, and a dict was said to fail
