@@ -278,7 +278,7 @@ class SageMedian(TwoLayers):
         )
 
 
-@needs(refused="asks for the numbers in a tensor")
+@needs(refused="is another when its calls")
 class SageLSTM(TwoLayers):
     def __init__(self, in_channels, out_channels):
         super().__init__(SAGEConv(in_channels, 8, aggr="lstm"), SAGEConv(8, out_channels))
