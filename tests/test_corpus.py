@@ -14,10 +14,10 @@ PROMPT = ("nccl-tests", "topology", "devices and pipes", "YAML", "names", "plan.
 
 
 def parts() -> list[object]:
-    """By day of each of the PROMPT kinds every 150th call; at night a kind each, all of its calls."""
+    """By day of each of the PROMPT kinds every 300th call; at night a kind each, all of its calls."""
     kinds = dict.fromkeys(case.kind for case in corpus.cases())
     by_night = [pytest.param([kind], 1, id=kind, marks=pytest.mark.nightly) for kind in kinds]
-    return [pytest.param(PROMPT, 150, id="every 150th"), *by_night]
+    return [pytest.param(PROMPT, 300, id="every 300th"), *by_night]
 
 
 @pytest.mark.processes

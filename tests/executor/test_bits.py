@@ -24,7 +24,7 @@ SEED = 3
     ("model", "world", "servers", "strategy"),
     [
         ("gcn", 2, 1, "graph_parallel(bits=2)"),
-        ("sage", 3, 1, "graph_parallel(bits=4,buckets=2)"),
+        pytest.param("sage", 3, 1, "graph_parallel(bits=4,buckets=2)", marks=pytest.mark.nightly),
         ("gcnii", 3, 1, "graph_parallel(bits=8,checkpoint=True)"),
         pytest.param("gat", 2, 1, "graph_parallel(bits=4)", marks=pytest.mark.nightly),
         ("gin", 3, 3, "granndis(depth=0,bits=2)"),

@@ -45,6 +45,7 @@ def run(*arguments: object, cwd: Path) -> subprocess.CompletedProcess[str]:
     )
 
 
+@pytest.mark.nightly
 @pytest.mark.processes
 @pytest.mark.timeout(110)
 def test_a_users_module_has_one_process_gradients_on_every_exact_strategy(tmp_path):
@@ -177,7 +178,6 @@ def live_sage() -> Any:
     return Live()
 
 
-@pytest.mark.nightly
 def test_a_live_module_is_compared_at_its_own_widths(prove, tmp_path):
     pytest.importorskip("torch_geometric", exc_type=ImportError)
     workload = checking.workload_of(live_sage(), {}, None, None, tmp_path)

@@ -130,6 +130,7 @@ def test_both_plans_go_on_until_the_next_has_checkpoints_of_its_own(run_ranks, g
     assert kept == {"epoch8.rank0.safetensors", "epoch9.rank0.safetensors"}
 
 
+@pytest.mark.nightly
 def test_torchrun_ranks_go_on_with_another_plan(tmp_path, fork_server):
     """As srun starts them; the plan before is kept, and its options are inherited."""
     graph = "synthetic:community?vertices=300&edges=2400&features=8&classes=4&seed=0"

@@ -67,7 +67,7 @@ def test_a_plan_says_what_a_gpu_allocates(pretend_device, tmp_path, strategy, ki
         if strategy.startswith(OF_BATCHES)
         else {}
     )
-    workload = {"layers": 8 if kind in DEEP else 3, "hidden": 256, "seed": 3, "dtype": dtype}
+    workload = {"layers": 5 if kind in DEEP else 3, "hidden": 256, "seed": 3, "dtype": dtype}
     workload |= {"model": kind, "dropout": dropout, **batches}
     case = Case(strategy, GRAPH, workload, epochs=2, device="cuda")
     problem = case.problem(1)

@@ -113,15 +113,17 @@ MODELS: list[dict[str, Any]] = [
 
 
 @pytest.mark.parametrize(
-    ("model", "p", "layer"),
+    ("model", "p", "layer", "in_place"),
     covered(
-        list(itertools.product(MODELS, (0.0, 0.5), (1, 2, 3))),
-        # dropout with every kind of layer
-        lambda row: {(str(row[0]), row[2]), (row[0]["model"], *row[1:])},
+        list(itertools.product(MODELS, (0.0, 0.5), (1, 2, 3), (False, True))),
+        # every layer of every model; of every kind with dropout and without, in place and apart
+        lambda row: {
+            (str(row[0]), row[2]),
+            *((row[0]["model"], row[2], setting) for setting in enumerate(row[1::2])),
+        },
     ),
     ids=lambda value: "-".join(map(str, value.values())) if isinstance(value, dict) else str(value),
 )
-@pytest.mark.parametrize("in_place", [False, True], ids=["apart", "in place"])
 def test_footprint_is_what_torch_allocates(model, p, layer, in_place, monkeypatch):
     """What is kept to 0.1 %, peaks to 5 %: leaves out indices that operations make for themselves,
     and small numbers per row."""
@@ -290,7 +292,7 @@ RUNS = {
 
 # Each takes ten seconds. Of the others golden plans hold the prediction, and test_gpu_memory.py what
 # is allocated.
-BY_DAY = ("columns", "offload", "sparse pipeline", "shared cache")
+BY_DAY = ("columns", "sparse pipeline", "shared cache")
 
 
 def runs(names: Iterable[str]) -> list[Any]:
@@ -379,9 +381,9 @@ BATCHES = {
         "data_parallel", WIDE.replace("classes=16", "classes=128"), {**MINI, "model": "sgc"}
     ),
     "the sampler's": Case("data_parallel", SLIM, {**MINI, "model": "gcn", "hidden": 16}),
-    "columns": Case("p3", WIDE, {**MINI, "model": "sage"}),
-    "columns, cached": Case("p3(cache=2000000)", WIDE, {**MINI, "model": "sage"}),
-    "columns, pipelined": Case(
+    "P3": Case("p3", WIDE, {**MINI, "model": "sage"}),
+    "P3, cached": Case("p3(cache=2000000)", WIDE, {**MINI, "model": "sage"}),
+    "P3, pipelined": Case(
         "p3(pipelined=True)",
         # four batches: as many as are under way at once
         WIDE.replace("classes=16&train=0.2", "classes=128&train=0.4"),

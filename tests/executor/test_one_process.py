@@ -22,34 +22,34 @@ SETTINGS = """
     3 1 tensor3d(x=3,y=1,z=1) rough sage layers=4 directed
     4 1 tensor3d(x=2,y=2,z=1) multi gcn layers=4 dropout=0.5
     4 1 tensor3d(x=1,y=2,z=2) rough sage layers=4 dropout=0.5
-    4 1 tensor3d(x=2,y=1,z=2) rough gcn layers=4
+    4 1 tensor3d(x=2,y=1,z=2) rough gcn layers=4 nightly
     8 1 tensor3d(x=2,y=2,z=2) rough sage layers=4 dropout=0.5
     8 1 tensor3d(x=2,y=2,z=2) rough gcn layers=4 nightly
     8 1 tensor3d(x=1,y=8,z=1) multi sage layers=4 dropout=0.5 directed nightly
     8 1 tensor3d(x=8,y=1,z=1) multi gcn layers=4 nightly
     # chunks of all sizes: one, some, and of a vertex each, of which some have no edges
-    1 1 offload(chunks=3,trim=True) rough gcn
+    1 1 offload(chunks=3,trim=True) rough gcn nightly
     1 1 offload(chunks=5) multi gcn dropout=0.5 norm="layer" directed
     1 1 offload(chunks=4,trim=True) rough sage dropout=0.5 directed
-    1 1 offload(chunks=60) rough sage
+    1 1 offload(chunks=60) rough sage nightly
     1 1 offload(chunks=60,trim=True) rough sage
     1 1 offload(chunks=2,trim=True) multi sage layers=1 dropout=0.5
     1 1 offload(chunks=4) rough gcn norm="batch" optimizer="sgd" dropout=0.5
-    1 1 offload(chunks=1) rough gcn layers=2 dropout=0.5
+    1 1 offload(chunks=1) rough gcn layers=2 dropout=0.5 nightly
     1 1 offload(chunks=3) islands gat heads=2 dropout=0.5
     1 1 offload(chunks=3,trim=True) rough gin optimizer="sgd"
     1 1 offload(chunks=4,trim=True) islands sgc dropout=0.5
     # of several ranks; of islands nothing crosses
-    2 1 offload(chunks=3) rough gcn dropout=0.5
+    2 1 offload(chunks=3) rough gcn dropout=0.5 nightly
     2 1 offload(chunks=3,trim=True) rough gcn dropout=0.5
     3 1 offload(chunks=2,trim=True) rough sage directed
-    2 2 offload(chunks=1) multi sage dropout=0.5
+    2 2 offload(chunks=1) multi sage dropout=0.5 nightly
     2 2 offload(chunks=1,trim=True) multi sage dropout=0.5
     2 1 offload(chunks=4) rough gcn norm="batch" optimizer="sgd" dropout=0.5
     2 1 offload(chunks=3,trim=True) rough gat heads=2 dropout=0.5
     2 1 offload(chunks=2) islands gin optimizer="sgd"
-    2 1 offload(chunks=2) multi sage layers=1 dropout=0.5
-    4 2 offload(chunks=15,trim=True) rough sage layers=4
+    2 1 offload(chunks=2) multi sage layers=1 dropout=0.5 nightly
+    4 2 offload(chunks=15,trim=True) rough sage layers=4 nightly
 """
 LINES = [line.strip() for line in SETTINGS.strip().splitlines() if "#" not in line]
 

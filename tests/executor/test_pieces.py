@@ -22,7 +22,7 @@ from gnnplan.planner.gnn.workload import Workload
 from gnnplan.planner.graph.graph import Whole
 from gnnplan.planner.vocabulary.errors import SpecError
 
-ROWS, SOURCES, EDGES, FEATURES, CLASSES = 6_000, 9_000, 90_000, 64, 16
+ROWS, SOURCES, EDGES, FEATURES, CLASSES = 3_000, 4_500, 45_000, 64, 16
 GRAPH = GraphFields(FEATURES, CLASSES)
 HEAD = """
 import sys, time

@@ -91,13 +91,18 @@ CASES = [  # those at night are part of others
     # one batch per epoch: batches under way are of several epochs
     Case("p3(pipelined=True)", "rough", {**MINI, "batch": 20}),
 ]
-CASES += [  # of families that have none above: their own examples
-    Case(
-        example.strategy, "rough", FULL if family.mode == "full" else MINI, servers=example.servers
+CASES += [  # of families that have none above: their own examples, by day the first of each
+    (at_night if number else replace)(
+        Case(
+            example.strategy,
+            "rough",
+            FULL if family.mode == "full" else MINI,
+            servers=example.servers,
+        )
     )
     for family in families()
     if family not in {type(parse(getattr(case, "values", [case])[0].strategy)) for case in CASES}
-    for example in family.examples
+    for number, example in enumerate(family.examples)
     if example.ranks <= 2
 ]
 

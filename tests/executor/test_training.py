@@ -246,15 +246,16 @@ def patient(graphs: dict[str, str], **more: Any) -> Case:
     return Case("graph_parallel", graphs["rough"], how, epochs=30, eval_every=1)
 
 
-@pytest.mark.parametrize(
-    "more", [{}, {"model": "gcn", "norm": "batch", "optimizer": "sgd", "lr": 0.1}]
-)
+STOPPED = [{}, {"model": "gcn", "norm": "batch", "optimizer": "sgd", "lr": 0.1}]
+
+
+@pytest.mark.parametrize("more", STOPPED)
 def test_the_best_weights_by_validation_are_left(run_ranks, graphs, more):
     case = patient(graphs, **more)
     best, last, weights = train_patiently(case)
     assert best > 1 and last < 30
     idle = tuple(f"layers.{layer}.bias" for layer in (1, 2)) if more else ()
-    for world, servers, strategy in ON_FULL_GRAPHS:
+    for world, servers, strategy in shared_out(ON_FULL_GRAPHS, STOPPED, more):
         if more and ("tensor3d" in strategy or "gnnpipe" in strategy):
             continue  # they have no batch norm
         (run,) = run_ranks(world, [replace(case, strategy=strategy, servers=servers)])

@@ -5,6 +5,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import numpy as np
 import pytest
@@ -34,6 +35,23 @@ on_devices = pytest.mark.parametrize(
     "device", DEVICES[torch.cuda.is_available() :]
 )  # where there is a GPU kernels are compiled for it, and nothing is interpreted
 DTYPES = (torch.float64, torch.float32, torch.bfloat16)
+
+
+def at_night(*values: Any) -> Any:
+    """Where there is a GPU, by day too."""
+    return pytest.param(*values, marks=[] if torch.cuda.is_available() else pytest.mark.nightly)
+
+
+def each_once(values: Sequence[Any]) -> list[Any]:
+    """Every type with every value; by day each of both once."""
+    pairs = [
+        (dtype, value)
+        for shift in range(3)
+        for dtype, value in zip(DTYPES, [*values[shift:], *values[:shift]], strict=True)
+    ]
+    return [*pairs[:3], *(at_night(*pair) for pair in pairs[3:])]
+
+
 CLOSE = {torch.float64: 1e-12, torch.float32: 1e-5, torch.bfloat16: 2e-2}  # of the largest number
 
 
@@ -57,8 +75,7 @@ def draw(*shape: int, seed: int = 0) -> Tensor:
 
 
 @on_devices
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("width", [1, 64, 300])
+@pytest.mark.parametrize(("dtype", "width"), each_once([1, 64, 300]))
 def test_sums_over_edges(device, dtype, width):
     """Weighted, added to other rows, from a slice of wider rows; twice the same to the bit."""
     block = block_of(9, 12, 40)
@@ -78,9 +95,11 @@ def test_sums_over_edges(device, dtype, width):
 
 
 @on_devices
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize(("width", "first", "p"), [(13, 0, 0.5), (64, 6, 0.3), (300, 3, 0.75)])
-def test_dropout_is_that_of_cpus_to_the_bit(device, dtype, width, first, p):
+@pytest.mark.parametrize(
+    ("dtype", "how"), each_once([(64, 6, 0.3), (300, 3, 0.75), (13, 0, 0.5)]), ids=str
+)
+def test_dropout_is_that_of_cpus_to_the_bit(device, dtype, how):
+    width, first, p = how
     if device == "cpu" and dtype == torch.bfloat16 and p == 0.3:
         pytest.skip("the interpreter rounds to bfloat16 towards zero")
     x, vertices = draw(40, width).to(dtype), torch.randint(10**12, (40,))
@@ -118,9 +137,16 @@ def both(
 
 @pytest.mark.slow
 @on_devices
-@pytest.mark.parametrize("dtype", DTYPES[:2], ids=str)
 @pytest.mark.parametrize(
-    ("heads", "width"), [(1, 7), (3, 64), pytest.param(2, 150, marks=pytest.mark.nightly)]
+    ("dtype", "heads", "width"),
+    [
+        (torch.float64, 3, 64),
+        (torch.float32, 1, 7),
+        at_night(torch.float64, 1, 7),
+        at_night(torch.float32, 3, 64),
+        *(at_night(dtype, 2, 150) for dtype in DTYPES[:2]),
+    ],
+    ids=str,
 )
 def test_attention(device, dtype, heads, width):
     block = block_of(9, 12, 40)

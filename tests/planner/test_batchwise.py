@@ -216,7 +216,7 @@ def test_one_rank_sends_nothing():
 def test_what_memory_is_left_is_proposed_as_a_cache():
     """Nine tenths of it, all rows at the most; none on a CPU, whose cache is the memory that it
     would spare."""
-    problem = problem_of(GRAPHS[0], 1, 2)
+    problem = problem_of(GRAPHS[0], 1, 2, batch=80)
     rows = 400 * problem.model.features * 4
 
     def caches(problem: Problem) -> set[int]:

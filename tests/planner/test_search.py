@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from examples import examples
+from examples import NIGHT, examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from pairwise import covered
@@ -236,7 +236,7 @@ def test_more_gpus_are_never_slower(known, inter):
             .ranked[0]
             .predicted.epoch_s
         )
-        for servers in (1, 2, 4)
+        for servers in ((1, 2, 4) if NIGHT else (1, 2))
         for gpus in (1, 2)
     }
     for (servers, gpus), seconds in epoch_s.items():
@@ -293,8 +293,8 @@ HOWS: list[dict[str, Any]] = [
     ("number", "memory"),
     covered(
         list(product(range(len(HOWS)), (1e6, 3e8, 8.002e8))),
-        # without words: as exact, with more candidates
-        lambda row: {*enumerate(row)} - {(0, 0)} if row[0] else set(),
+        # without words and exact, with more candidates: test_scale.py
+        lambda row: {*enumerate(row)} if row[0] > 1 else set(),
     ),
 )
 def test_more_memory_as_proposed_does_fit(number, memory, monkeypatch):
