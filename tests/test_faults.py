@@ -16,6 +16,7 @@ from calls import call, planned
 from examples import NIGHT
 
 from gnnplan.planner.vocabulary.errors import SpecError
+from gnnplan.testing.fixtures import fork_server as fork_server
 
 GRAPH = "synthetic:community?vertices=200&edges=1600&features=8&classes=4&seed=0"
 FOREVER = 1_000_000  # epochs
@@ -54,16 +55,15 @@ def test_a_killed_rank_ends_all_and_is_named(tmp_path, start):
     assert {path: path.read_bytes() for path in run.out.rglob("*") if path.is_file()} == kept
 
 
+@pytest.mark.nightly
 def test_ranks_that_all_stop_end_the_run(tmp_path, start):
     """The launcher waited for ever: no rank was left to notice that its peers were silent."""
-    world = 2 if NIGHT else 1
     run = start(
-        plan(tmp_path, world, "--strategy graph_parallel"),
+        plan(tmp_path, 2, "--strategy graph_parallel"),
         *("--epochs", str(FOREVER), "--timeout", "1", "--checkpoint-every", "0"),
     )
     run.until_training()
-    ranks = {run.rank(rank) for rank in range(world)}
-    for rank in ranks:
+    for rank in [run.rank(rank) for rank in range(2)]:
         os.kill(rank, signal.SIGSTOP)
     assert run.ended() == 4, run.stderr
     words = (
@@ -114,16 +114,16 @@ main()
         ),
     ],
 )
-def test_too_few_files_are_refused_before_ranks_start(tmp_path, start, files, strategy):
+def test_too_few_files_are_refused_before_ranks_start(tmp_path, fork_server, files, strategy):
     mini = ["--mode", "mini", "--batch", "64", "--fanout", "3,3", "--layers", "2"]
     planned = plan(tmp_path, 2, *mini, "--strategy", strategy)
-    run = start(planned, "--epochs", "2", launcher=("-c", LIMITED.format(files)))
-    assert run.ended() == 2, run.stderr
-    *_, error = run.stderr.splitlines()
-    assert re.fullmatch(rf"error: open files: .*, here {files}; .*\(ulimit -n \d+\)", error), (
-        run.stderr
-    )
-    assert "Traceback" not in run.stderr and not run.out.exists()
+    (tmp_path / "limited.py").write_text(LIMITED.format(files))
+    words = [str(tmp_path / "limited.py"), "run", str(planned), "--epochs", "2"]
+    (ended,) = fork_server.run([([*words, "--out", str(tmp_path / "out")], {})], tmp_path)
+    assert ended.code == 2, ended.stderr
+    *_, error = ended.stderr.splitlines()
+    assert re.fullmatch(rf"error: open files: .*, here {files}; .*\(ulimit -n \d+\)", error), error
+    assert "Traceback" not in ended.stderr and not (tmp_path / "out").exists()
 
 
 @pytest.mark.nightly

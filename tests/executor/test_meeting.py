@@ -51,6 +51,7 @@ def listening(run: Started) -> dict[tuple[str, int], set[int]]:
     return found
 
 
+@pytest.mark.nightly  # by day a store alone, below
 @pytest.mark.timeout(120)
 @pytest.mark.skipif(not Path("/proc/net/tcp").exists(), reason="finds sockets in /proc")
 def test_only_this_machine_reaches_a_run_of_one_server(tmp_path, start):

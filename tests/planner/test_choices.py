@@ -53,7 +53,9 @@ def test_regret_is_of_the_printed_epochs():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("paper", ["gnnpipe", "pipegcn", "gsplit"])
+@pytest.mark.parametrize(
+    "paper", ["gnnpipe", pytest.param("pipegcn", marks=pytest.mark.nightly), "gsplit"]
+)
 def test_plans_name_what_print_found(paper):
     """With the constants that plans use; docs/reference/published-figures.md leaves them out."""
     scored = score([r for r in PRINTED if r["paper"] == paper], calibrate.calibrated)

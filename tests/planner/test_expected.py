@@ -1,6 +1,7 @@
 """Mini-batches of statistics beside those of graphs that these are of."""
 
 from dataclasses import replace
+from functools import cache
 from itertools import product
 
 import numpy as np
@@ -297,6 +298,7 @@ def test_memory_of_more_batches_than_numpy_chooses_from():
 # -- who has what ----------------------------------------------------------------------------------
 
 
+@cache
 def problems(spread: float = 1.2) -> tuple[Problem, Problem]:
     """A graph, and statistics of it: batches of 200 on two servers of two."""
     graph, rng = drawn_like(20_000, 20, spread), np.random.default_rng(0)

@@ -43,7 +43,7 @@ def test_a_small_graph_is_not_distributed():
 @pytest.mark.parametrize(
     ("graph", "cluster"),
     [
-        ("friendster", "gsplit_p3_8xlarge?servers=1"),
+        ("friendster", "gsplit_p3_8xlarge?servers=1&gpus_per_server=2"),
         pytest.param("friendster", "dgx_a100", marks=pytest.mark.nightly),
         pytest.param("ogbn-papers100M", "dgx_a100", marks=pytest.mark.nightly),
         pytest.param("friendster", "l4_box", marks=pytest.mark.nightly),
