@@ -236,6 +236,7 @@ class GAT(nn.Module):
 """
 
 
+@pytest.mark.nightly
 def test_coras_gat_trains_on_coras_words(tmp_path, run_ranks):
     """1,433 columns, nearly all of them 0: a layer could not be counted, as its dropout was drawn in
     one piece or two, and sparse features were refused with a remedy that gave sparse ones."""

@@ -110,6 +110,7 @@ def unbroken(plan: Path, epochs: int, run_ranks: Ranks) -> Result:
     return run_ranks(problem.ranks, [case])[0]
 
 
+@pytest.mark.nightly
 @needs_namespaces
 def test_training_across_emulated_servers_is_training(tmp_path, run_ranks):
     path, out = plan(tmp_path, 2, 1, "--strategy", "graph_parallel"), tmp_path / "lab"

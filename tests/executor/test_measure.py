@@ -49,6 +49,7 @@ def one_core():
     os.sched_setaffinity(0, several)
 
 
+@pytest.mark.nightly
 @pytest.mark.processes
 @pytest.mark.timeout(240)
 @pytest.mark.usefixtures("sizes")

@@ -163,10 +163,8 @@ def test_weights_are_drawn_apart():
     assert not any(torch.equal(a, b) for i, a in enumerate(draws) for b in draws[:i])
 
 
-@pytest.mark.parametrize(
-    ("aggregation", "norm"),
-    [("softmax", "layer"), pytest.param("sum", "batch", marks=pytest.mark.nightly)],
-)
+@pytest.mark.nightly
+@pytest.mark.parametrize(("aggregation", "norm"), [("softmax", "layer"), ("sum", "batch")])
 def test_a_model_of_112_layers_trains(run_ranks, graphs, aggregation, norm):
     """ResGCN+ as deep as GraNNDis' deepest."""
     how = {

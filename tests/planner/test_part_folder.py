@@ -204,7 +204,9 @@ def test_chunks_of_parts_that_a_plan_has_found_are_looked_up(tmp_path):
     [
         ("sparse", {"mode": "full"}),
         ("generated", {"mode": "mini", "batch": 512}),
-        ("sparse", {"mode": "mini", "batch": 64, "task": "link"}),
+        pytest.param(
+            *("sparse", {"mode": "mini", "batch": 64, "task": "link"}), marks=pytest.mark.nightly
+        ),
     ],
 )
 def test_every_strategy_is_predicted_as_on_the_graph(tmp_path, kind, fields):

@@ -12,6 +12,7 @@ import test_batchwise as batchwise
 from examples import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from pairwise import every
 
 from gnnplan.planner.graph.graph import Graph
 from gnnplan.planner.graph.sampling import frontier, seeds_of
@@ -235,7 +236,7 @@ def test_a_cache_is_the_hottest_rows_that_fit(cache):
     )
 
 
-@pytest.mark.parametrize("over", ["server", "rank"])
+@pytest.mark.parametrize("over", every(2, ["server", "rank"]))
 def test_columns_are_cached_of_the_rows_that_are_read_most(over):
     """A rank caches its own columns, and reads those of all its peers' rows: some are picked, the
     others loaded. An epoch is its simulation."""
