@@ -1,17 +1,17 @@
-"""gnnplan: which parallel strategy to train a graph neural network with, and how well we knew.
+"""gnnplan: plan, simulate and run distributed training of a graph neural network.
 
     import gnnplan
 
     plan = gnnplan.plan("graph.npz", "dgx_a100", model="gcn", layers=4, hidden=128)
-    plan                                        # what to use, how sure, what it costs
+    plan                                        # the strategy, its certainty and its cost
     plan.best.strategy, plan.table, plan.explain()
     plan.simulate(overrides={"inter_node.bandwidth": "10GB/s"})
     plan.sweep({"servers": [1, 2, 4]})
     run = plan.run(epochs=50)                   # on this machine's GPUs or cores
-    run.validate()                              # predicted, simulated and measured
+    run.validate()                              # predicted, simulated and measured times
 
-Everything that is listed here is public; what is imported from other modules may move. Errors are
-exceptions with the words that the command line prints: all are GnnplanError.
+Every name listed in this file is public; names in other modules may move. Every error that a user
+can mend is a GnnplanError with the message that the command line prints.
 """
 
 import re
@@ -52,8 +52,8 @@ if TYPE_CHECKING:
 
 __version__ = "0.2.0.dev0"
 
-# public names and where they are, as listed above; each is imported when it is first used, so that
-# `import gnnplan` is quick
+# public name -> its module, read from the imports above; a module is imported when its name is
+# first used, so that `import gnnplan` is quick
 _LISTED = r"^    from (gnnplan\.\S+) import (\w+) as"
 _HOMES = {name: home for home, name in re.findall(_LISTED, Path(__file__).read_text(), re.M)}
 __all__ = list(_HOMES)

@@ -1,4 +1,4 @@
-"""python -m gnnplan"""
+"""The command line, as `python -m gnnplan`."""
 
 from gnnplan.cli import main
 

@@ -1,7 +1,7 @@
-"""The face of `import gnnplan`: a file per question, its answer as an object.
+"""The functions behind `import gnnplan`: one file per function, each with its result's class.
 
-defaults.py    the graph where none is named
-asking.py      a graph, a GNN and a cluster, in any form a user has them -> Problem
+defaults.py    the default graph
+asking.py      a graph, a GNN and a cluster, in any form that a user has them -> Problem
 checking.py    check() -> Check
 planning.py    plan() -> Plan
 scaling.py     scale() -> Scale
@@ -10,7 +10,7 @@ running.py     Plan.run() -> Run
 tuning.py      tune() -> Tuned
 validation.py  validate() -> Validation, Validations
 measuring.py   measure() -> Cluster
-view.py        how answers show themselves, as text and HTML
+view.py        print a result as text and as HTML
 
 The command line prints these objects.
 """

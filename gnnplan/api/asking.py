@@ -1,4 +1,4 @@
-"""The question: a graph, a GNN and a cluster, in any form that a user has them, as a Problem."""
+"""Read a graph, a GNN and a cluster, in any form that a user has them, into a Problem."""
 
 from __future__ import annotations
 
@@ -26,21 +26,21 @@ from gnnplan.planner.vocabulary.errors import SpecError
 from gnnplan.planner.vocabulary.files import cache_dir, suggest
 from gnnplan.planner.vocabulary.progress import notify
 
-# {'servers': 16}, or 'servers=16' as --set, or several of these
+# {'servers': 16}, 'servers=16' (as --set takes it), or a list of such strings
 Overrides = Mapping[str, object] | Sequence[str]
 
 
-OF_LABELS = ("none", "regression")  # tasks that say what the graph's labels are
+OF_LABELS = ("none", "regression")  # values of --task that describe the graph's labels
 
 
 @dataclass(frozen=True)
 class Question:
-    """A problem, and what a user should know of how it was read."""
+    """A problem, with notes on how the user's input was read."""
 
     problem: Problem
     notes: tuple[str, ...]
-    given: frozenset[str] = frozenset()  # fields that the user set
-    chooses_dtype: bool = False  # the plan does, of the problem's rows (decision/dtypes.py)
+    given: frozenset[str] = frozenset()  # names of the fields that the user set
+    chooses_dtype: bool = False  # the plan chooses the rows' dtype (decision/dtypes.py)
 
 
 def ask(
@@ -59,11 +59,11 @@ def ask(
     may_choose_dtype: bool = False,
     **fields: object,
 ) -> Question:
-    """The question that the arguments describe; see `gnnplan.plan` for each.
+    """Return the question that the arguments describe; `gnnplan.plan` documents each argument.
 
     may_choose_dtype: the field dtype may be 'auto'. Raises SpecError.
     """
-    if task in TASKS:  # what is learned; others say what the labels are
+    if task in TASKS:  # a field of the workload; OF_LABELS describe the graph instead
         fields, task = {**fields, "task": task}, None
     elif task not in (None, *OF_LABELS):
         raise SpecError(f"--task {task!r:.100} is unknown{suggest(task, (*TASKS, *OF_LABELS))}")
@@ -79,9 +79,9 @@ def ask(
                 f"--set {named[0]} names a type of rows, and --dtype {AUTO} leaves it to the plan;"
                 " leave one out"
             )
-        fields = {**fields, "dtype": "float32"}  # the plan asks with others too
+        fields = {**fields, "dtype": "float32"}  # the plan tries the other dtypes later
     own = fields.get("model")
-    live: Any = None if isinstance(own, str) else own  # a module, or its class
+    live: Any = None if isinstance(own, str) else own  # a torch.nn.Module, or its class
     if isinstance(workload, Workload):
         workload = workload.model_dump(exclude_unset=True)
     workload = str(workload) if isinstance(workload, Path) else workload
@@ -105,7 +105,7 @@ def ask(
         notify("reading the model")
         more = {} if wanted.fanout is None else {"fanout": wanted.fanout}
         problem, made = with_user_model(problem, module, [*wanted.given, *fields_set], more=more)
-        if problem.workload.model != asked.model:  # constants of a testbed may be its own
+        if problem.workload.model != asked.model:  # a testbed may have constants per model
             machine, fitted = _cluster_of(cluster, problem.workload.model)
             machine, _ = apply_overrides(machine, asked, settings)
             problem = replace(problem, cluster=with_ranks(machine, ranks))
@@ -114,9 +114,9 @@ def ask(
 
 
 def source_name(graph: Any, numbers: bool = False) -> tuple[str, list[str]]:
-    """The name by which `load` finds a graph, and notes; an object is written to the cache first.
+    """Return the name by which `load` finds a graph, and notes; write an object to the cache first.
 
-    numbers: its labels are numbers to predict, whatever they look like. Raises SpecError.
+    numbers: the labels are numbers to predict, even if they look like classes. Raises SpecError.
     """
     if isinstance(graph, str | Path):
         return str(graph), []
@@ -124,7 +124,7 @@ def source_name(graph: Any, numbers: bool = False) -> tuple[str, list[str]]:
         return graph.stats.source, []
     from gnnplan.planner.graph.formats import Extras, convert
 
-    # ranks are processes of their own and read the graph from a folder, which its content names
+    # ranks are separate processes and read the graph from a folder named by the graph's hash
     kept = cache_dir() / "graphs"
     kept.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=kept) as folder:
@@ -139,7 +139,7 @@ def source_name(graph: Any, numbers: bool = False) -> tuple[str, list[str]]:
         if not target.exists():
             try:
                 os.rename(made, target)
-            except OSError:  # another process was first
+            except OSError:  # another process may have written the same graph
                 if not target.exists():
                     raise
         shutil.rmtree(made, ignore_errors=True)
@@ -149,9 +149,9 @@ def source_name(graph: Any, numbers: bool = False) -> tuple[str, list[str]]:
 def _cluster_of(
     cluster: str | Path | Mapping[str, Any] | Cluster, model: str
 ) -> tuple[Cluster, str]:
-    """The cluster, and a note on constants that were fitted to print ('': none).
+    """Return the cluster, and a note on constants fitted to published figures ('' if none are).
 
-    A name or path may set fields, as --set would: 'dgx_a100?price=2.20&servers=4'.
+    A name or path may set fields as --set does: 'dgx_a100?price=2.20&servers=4'.
     """
     if isinstance(cluster, Cluster):
         return cluster, ""
@@ -167,19 +167,19 @@ def _cluster_of(
 
 
 def settings_of(overrides: Overrides) -> list[str]:
-    """Overrides as 'field=value'."""
+    """Return overrides as a list of 'field=value'."""
     if isinstance(overrides, Mapping):
         return [f"{field}={value}" for field, value in overrides.items()]
     return several(overrides)
 
 
 def several(names: Iterable[Any] | str | os.PathLike[str]) -> list[Any]:
-    """A list of the names, or of the one name, that are given."""
+    """Return one name or several names as a list."""
     return [names] if isinstance(names, str | os.PathLike) else list(names)
 
 
 def whole(what: str, number: object) -> int:
-    """A whole number, NumPy's too. Raises SpecError."""
+    """Return an integer, also from a NumPy integer. Raises SpecError if `number` is none."""
     try:
         return operator.index(number)  # type: ignore[arg-type]
     except TypeError:
@@ -196,7 +196,7 @@ def problem_of(
     directed: bool,
     said: Sequence[str] = (),
 ) -> Problem:
-    """The problem of a graph by its name; `said` are notes of who wrote it.
+    """Load the graph and return the problem; `said`: notes from writing the graph to the cache.
 
     Raises SpecError.
     """
@@ -206,7 +206,7 @@ def problem_of(
     cluster = with_ranks(cluster, ranks)
     head, mark, query = graph.partition("?")
     if not head.startswith("synthetic:") and not well_known(head):
-        graph = os.path.realpath(head) + mark + query  # a plan may be run from another folder
+        graph = os.path.realpath(head) + mark + query  # the plan may be run from another folder
     loaded = load(graph, directed)
     stats = loaded.stats if isinstance(loaded, Graph) else loaded
     stats = replace(stats, notes=(*said, *stats.notes))
@@ -222,9 +222,10 @@ def problem_of(
 
 
 def with_parts(cut: Cut, source: str, cluster: Cluster, ranks: int | None, method: str) -> Cluster:
-    """The cluster with a rank for each part of a graph that is cut already.
+    """Return the cluster with one rank per part of a graph that is partitioned already.
 
-    ranks, method: that a user asks for. Raises SpecError."""
+    ranks, method: the number of ranks and the partitioner that the user asks for. Raises SpecError.
+    """
     if ranks not in (None, cut.parts):
         raise SpecError(
             f"{source} has a part for each of {cut.parts:,} ranks, and --ranks asks for {ranks:,};"

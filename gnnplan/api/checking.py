@@ -1,4 +1,4 @@
-"""`check`: which strategies give one process's gradients for a model, tried on a small graph."""
+"""`check`: compare each strategy's gradients with one process's, on a small graph."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 
 class Check(View):
-    """The gradients of a model under every strategy, and the graph on which they were compared."""
+    """The result of `check`: each strategy's gradients compared with those of one process."""
 
     def __init__(self, document: dict[str, Any]) -> None:
         differs = [one["strategy"] for one in document["strategies"] if one["answer"] == "differs"]
@@ -23,21 +23,22 @@ class Check(View):
 
     @property
     def ok(self) -> bool:
-        """Whether every strategy that says its gradient is exact has one process's."""
+        """Whether every strategy that claims exact gradients has the gradients of one process."""
         return not self.differs
 
     @property
     def differs(self) -> list[str]:
-        """Strategies that say their gradient is exact, and it is not one process's."""
+        """The strategies that claim exact gradients and compute different ones."""
         return list(self.document["differs"])
 
     @property
     def table(self) -> list[dict[str, Any]]:
-        """A row per strategy; pandas.DataFrame takes it.
+        """The rows of the comparison, one per strategy; pandas.DataFrame takes the list.
 
-        answer: 'equal', 'differs', 'lossy' (by design: `gap` is not judged) or 'cannot' carry the
-        model; reason: in words, of 'cannot' what is missing; gap: the largest difference from one
-        process's gradient, as a share of the largest number in a tensor."""
+        answer: 'equal', 'differs', 'lossy' (inexact by design: `gap` is not judged) or 'cannot'
+        (the strategy cannot train the model). reason: the answer in words; for 'cannot', what is
+        missing. gap: the largest difference from the gradient of one process, as a share of the
+        largest entry of the tensor."""
         rows: list[dict[str, Any]] = self.document["strategies"]
         return rows
 
@@ -68,18 +69,18 @@ def check(
 ) -> Check:
     """Compare every strategy's gradients for a model with one process's, on a small graph.
 
-    One step in float64 on two ranks of this machine.
+    Each strategy trains one step in float64 on two ranks of this machine.
 
     Args:
-        model: A kind of ours ('gcn'), 'model.py:MyGNN', or a live torch.nn.Module, its class or a
-            function that makes one.
-        features: Columns of its graph.  [default: the model's own, or 12]
-        classes: Classes of its graph.  [default: the model's own, or 4]
-        fields: Of the Workload, where the model asks for them (hidden=16).
+        model: A built-in model ('gcn'), 'model.py:MyGNN', a live torch.nn.Module, its class, or a
+            function that returns a module.
+        features: Width of the small graph's features.  [default: the model's own, or 12]
+        classes: Number of classes in the small graph.  [default: the model's own, or 4]
+        fields: Fields of the Workload that the model's constructor takes (hidden=16).
 
     Raises:
-        SpecError: The model is not understood.
-        LostRank: A process that does the work was lost.
+        SpecError: The model cannot be read.
+        LostRank: A worker process was lost.
 
     >>> gnnplan.check("gcn", layers=2, hidden=8)  # doctest: +SKIP
     """

@@ -1,4 +1,4 @@
-"""`measure`: the cluster that this machine is, or that servers emulated on it are."""
+"""`measure`: describe this machine, or servers emulated on it, as a Cluster."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from gnnplan.planner.cluster.spec import Cluster
 from gnnplan.planner.vocabulary.files import cache_dir, must_be_writable, write_atomically
 from gnnplan.planner.vocabulary.progress import Notify, silent, tells
 
-KEPT = "local.yaml"  # in the cache: the preset 'local'
+KEPT = "local.yaml"  # file of the preset 'local', in the cache
 
 
 @tells
@@ -25,17 +25,17 @@ def measure(
 ) -> Cluster:
     """Measure this machine with all ranks active; takes a minute or two.
 
-    One server is also kept as the preset 'local'.
+    The result for one server is also kept as the preset 'local'.
 
     Args:
-        ranks: Ranks active at once, per server.
-        servers: Servers; several are emulated on this machine, which needs root.
-        emulate: The rate of an emulated server's NIC: 400Mbit/s.
-        seconds: Spent on each of some hundred numbers.
-        dtype: bfloat16: measure products and aggregation of such rows too, for `gnnplan plan
-            --dtype bfloat16`. Without AVX-512 BF16 or AMX that takes a core minutes.
-        output: A YAML file for the result.
-        notify: Is told what is being done.
+        ranks: Ranks per server; all of them are active at once.
+        servers: Number of servers. More than one are emulated on this machine, which needs root.
+        emulate: Rate of each emulated server's NIC, as 400Mbit/s, or unshaped (no limit).
+        seconds: Seconds spent on each of about a hundred measurements.
+        dtype: bfloat16 also measures matrix products and aggregation of bfloat16 rows, for `gnnplan
+            plan --dtype bfloat16`. A CPU without AVX-512 BF16 or AMX needs minutes for them.
+        output: YAML file to write the cluster to.
+        notify: Called with progress messages.
 
     Raises:
         SpecError: An argument is wrong.
@@ -52,7 +52,7 @@ def measure(
 
 
 def keep(cluster: Cluster, output: Path | None, local: bool) -> None:
-    """Write a cluster file to `output`, and as the preset 'local' if it is this machine."""
+    """Write the cluster to `output` if given, and as the preset 'local' if `local` is set."""
     text = cluster.to_yaml()
     if local:
         write_atomically(cache_dir() / KEPT, text, parents=True)

@@ -1,4 +1,4 @@
-"""`plan`: which strategy, on which GPUs, and why; the answer is a Plan."""
+"""`plan`: choose a strategy and the GPUs to run it on, with the reasons; returns a Plan."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ if TYPE_CHECKING:
     from gnnplan.api.running import Preflight, Run
     from gnnplan.api.simulation import Simulation, Sweep
 
-MOST_LEADERS = 8  # rows of the table
+MOST_LEADERS = 8  # rows of the printed table of strategies
 PER = ("training", "epoch")
 
 
@@ -70,52 +70,54 @@ def plan(
     """Rank the strategies that fit, and recommend one with its rank placement and the reasons.
 
     Args:
-        graph: A file or folder of any format that docs/how-to/bring-your-graph.md names, the name
-            of a well-known graph, 'synthetic:...', or an object: a DGLGraph, a PyG Data, a networkx
-            Graph, a SciPy sparse matrix, an edge_index [2, E]. Objects are written to the cache,
-            where ranks read them.
+        graph: A file or folder in any format of docs/how-to/bring-your-graph.md, the name of a
+            well-known graph, 'synthetic:...', or an object: a DGLGraph, a PyG Data, a networkx
+            Graph, a SciPy sparse matrix, an edge_index [2, E]. An object is written to the cache,
+            where the ranks read it.
         cluster: A preset, a YAML file, a mapping of fields, or a Cluster. 'local' is this machine.
         workload: A YAML file, a preset, a mapping of fields, or a Workload.
-        exact: Only strategies that compute the gradient of one process.
-        objective: What the best has least of: time, cost (needs a price), energy (needs the
-            device's power), or value: dollars of GPUs and of waiting, for more GPUs only where they
-            are worth it (an hour of waiting counts $20, a GPU without a price $2.50; a run takes
-            five minutes besides its epochs); of sizes within 10 % the smallest.  [default: value of
-            a training, time of an epoch]
-        per: training (all its epochs, on the full graph or on mini-batches, whichever is better) or
-            epoch.  [default: training on GPUs, epoch on CPU ranks]
-        target_accuracy: Compare until this validation accuracy instead of per epoch, as 0.93; how
-            many epochs that takes is read from `evidence`. Strategies that no run tells of are
-            rejected.
-        evidence: Folders of runs, or folders that hold such.
-        strategy: Force one, as 'gnnpipe(stages=4,chunks=16)'; knobs may be left out.
-        ranks: Use this many ranks, equally many per server; on one where servers=1 is set.
+        exact: Consider only strategies that compute the same gradient as one process.
+        objective: Quantity to minimize: time, cost (the cluster needs a price), energy (the device
+            needs a power), or value: dollars for GPU hours plus dollars for waiting ($20 per hour;
+            a GPU without a price counts $2.50 per hour; a run takes five minutes besides its
+            epochs). By value, the smallest number of GPUs within 10 % of the best wins.  [default:
+            value per training, time per epoch]
+        per: What to compare: training (all epochs, on the full graph or on mini-batches, whichever
+            is better) or epoch.  [default: training on GPUs, epoch on CPU ranks]
+        target_accuracy: Compare the time (or `objective`) to reach this validation accuracy, as
+            0.93, instead of an epoch. The number of epochs is read from the runs in `evidence`;
+            strategies without such a run are rejected.
+        evidence: Folders of runs, or folders that contain folders of runs.
+        strategy: Plan this strategy only, as 'gnnpipe(stages=4,chunks=16)'; knobs may be left out.
+        ranks: Number of ranks, the same on each server; all on one server if servers=1 is set.
             [default: all, or fewer GPUs where that is faster]
-        overrides: Fields of cluster or workload: {'inter_node.bandwidth': '25GB/s'}.
-        partitioner: metis (edge cut), metis-volume (halo rows), kaminpar (edge cut, of large graphs
-            in less time and memory; an extra), kaminpar-train (and training vertices even), hash,
-            random, or auto: metis, of more than 5 million edges kaminpar where it is installed.
-        directed: Keep the edges' direction; otherwise graphs are made undirected.
-        features: Features that the graph's file lacks: a .npy, sparse .npz, .pt or text of
-            [vertices, features]; or the width of stand-ins.
-        labels: Labels that the file lacks: a .npy, .pt, text, or a .json of {"vertex": class}.
-        split: The split that the file lacks: a folder, .npz or .pt with train, val and test (masks
-            or ids), or a .json of ids.
-        task: What is learned: node (labels of vertices), link (which vertices an edge links; with
-            `mode` mini, a batch is of edges), regression (numbers of vertices: as `loss` says too,
-            and labels with fractions), or none: the graph has no labels, and is planned, simulated
-            and run on stand-ins.  [default: node]
-        depths: Among the reasons (`Plan.explain`) say at which other numbers of layers another
-            family wins, as --explain does; that takes as long as several plans.
-        notify: Is told what is being done (`gnnplan.progress`).
-        fields: Of the workload, as gnnplan.Workload has them: layers=3, fanout=[15, 10]. model is
-            'gcn', 'model.py:MyGNN', or a live torch.nn.Module or its class, whose parameters
-            training starts from. dtype='auto' leaves float32 or bfloat16 to the plan; with `exact`
-            rows are float32.
+        overrides: Fields of the cluster or workload to change: {'inter_node.bandwidth': '25GB/s'}.
+        partitioner: metis (minimizes the edge cut), metis-volume (minimizes halo rows), kaminpar
+            (edge cut; needs less time and memory on large graphs; an extra), kaminpar-train (also
+            balances training vertices), hash, random, or auto: metis, but kaminpar above 5 million
+            edges if it is installed.
+        directed: Keep the direction of edges; without it the graph is made undirected.
+        features: Features, if the graph's file has none: a .npy, sparse .npz, .pt or text file of
+            [vertices, features]; or a number: the width of generated stand-in features.
+        labels: Labels, if the graph's file has none: a .npy, .pt or text file, or a .json of
+            {"vertex": class}.
+        split: Split, if the graph's file has none: a folder, .npz or .pt with train, val and test
+            (masks or ids), or a .json of ids.
+        task: What to learn: node (class of a vertex), link (whether an edge links two vertices;
+            with `mode` mini, a batch holds edges), regression (a number per vertex; a regression
+            `loss` or labels with fractions imply it), or none: the graph has no labels, and
+            stand-in labels are generated to plan, simulate and run.  [default: node]
+        depths: Add to the reasons (`Plan.explain`) the numbers of layers at which another family
+            wins, as --explain does; takes as long as several plans.
+        notify: Called with progress messages (`gnnplan.progress`).
+        fields: Fields of gnnplan.Workload: layers=3, fanout=[15, 10]. model is 'gcn',
+            'model.py:MyGNN', or a live torch.nn.Module (training starts from its parameters) or its
+            class. dtype='auto' lets the plan choose float32 or bfloat16; with `exact` it is
+            float32.
 
     Raises:
         SpecError: The input is wrong.
-        Infeasible: Nothing fits.
+        Infeasible: No strategy fits.
 
     >>> import gnnplan
     >>> found = gnnplan.plan("flickr", "dgx_a100", model="gcn", hidden=16, layers=2, exact=True)
@@ -124,7 +126,7 @@ def plan(
     """
     given = {k: v for k, v in locals().items() if k not in ("notify", "depths", "fields")}
     question, how, modes = wish(**given, may_choose_dtype=True, **fields)
-    wholes = dict[str, Whole]()  # by the type of rows
+    wholes = dict[str, Whole]()  # dtype of rows -> comparison of whole trainings
 
     def find(problem: Problem) -> SearchResult:
         if how.objective.stated is None:
@@ -135,7 +137,7 @@ def plan(
 
     choice = None
     if question.chooses_dtype:
-        # imported here: it takes a tenth of a second, which a run need not wait
+        # imported here because the import takes 0.1 s, which a run need not wait for
         from gnnplan.planner.decision.dtypes import choose
 
         choice = choose(question.problem, find, exact)
@@ -158,10 +160,10 @@ def wish(
     evidence: Iterable[str | os.PathLike[str]] = (),
     **asked: Any,
 ) -> tuple[Question, Search, list[str]]:
-    """The question that the arguments of `plan` describe, how it is searched, and in which modes.
+    """Return the question that `plan`'s arguments describe, its search, and the modes to search.
 
-    A mistake is told before a graph is read. Raises SpecError, and Mismatch where another version
-    made a run that is evidence.
+    Mistakes are reported before the graph is read. Raises SpecError, and Mismatch if another
+    version of gnnplan wrote a run in `evidence`.
     """
     forced, folders = None if strategy is None else parse(strategy), several(evidence)
     if objective is not None:
@@ -201,33 +203,33 @@ def wish(
         mode = workload.mode if "mode" in given else None
         of_modes = stated(problem.stats.name, epochs, mode)
         counted = Objective(objective or "value", stated=of_modes)
-    # that which is named, or the forced strategy's; of links and of modules the workload's
+    # the mode that the user set, or the forced strategy's; for links and modules the workload's
     modes = list(MODES) if forced is None else [forced.mode]
     if "mode" in given or workload.task == "link" or workload.module:
         modes = [workload.mode]
-    is_cut = problem.graph is not None and problem.graph.cut is not None  # there is a part per rank
+    is_cut = problem.graph is not None and problem.graph.cut is not None  # the parts fix the ranks
     may_use_fewer = asked.get("ranks") is None and not is_cut
     return question, Search(exact, forced, may_use_fewer, counted), modes
 
 
 def load_plan(path: str | Path, of_any_version: bool = False) -> Plan:
-    """The plan of a file that `Plan.write` or `gnnplan plan -o` made.
+    """Read a plan from a file that `Plan.write` or `gnnplan plan -o` wrote.
 
-    of_any_version: leave it to `run` and `preflight` to say that another version made it. Raises
-    SpecError where it is not a plan, Mismatch where another version made it.
+    of_any_version: accept a plan of another version; `run` and `preflight` then report it. Raises
+    SpecError if the file is not a plan, Mismatch if another version wrote it.
     """
     return Plan(documents.read(path, of_any_version))
 
 
 class Plan(View):
-    """The answer to `plan`: `best`, the ranked `answers`, and all that plan.json holds.
+    """The result of `plan`: `best`, the ranked `answers`, and `document`, the content of plan.json.
 
-    notes: what was done with the graph and the model, as 'made undirected', and assumed of them."""
+    notes: changes made to the graph or model, as 'made undirected', and assumptions on them."""
 
     notes: tuple[str, ...] = ()
 
     def __init__(self, document: dict[str, Any], problem: Problem | None = None) -> None:
-        self.document = document  # of plan.json
+        self.document = document  # the content of plan.json
         self._problem = problem
 
     @property
@@ -237,24 +239,24 @@ class Plan(View):
 
     @property
     def answers(self) -> list[Answer]:
-        """All strategies that fit, the recommended one first."""
+        """All strategies that fit in memory, the recommended one first."""
         return [Answer.of(a) for a in (self.document["best"], *self.document["alternatives"])]
 
     @property
     def table(self) -> list[dict[str, Any]]:
-        """A row of numbers per answer; pandas.DataFrame takes it."""
+        """The numbers of each answer, one row per answer; pandas.DataFrame takes the list."""
         return [answer.row for answer in self.answers]
 
     @property
     def strategy(self) -> Strategy:
-        """The recommended strategy, as the planner knows it."""
+        """The recommended strategy, as the planner's object."""
         return documents.chosen(self.document)
 
     @property
     def problem(self) -> Problem:
-        """The question, with ranks on the GPUs of the plan; a plan from a file loads its graph.
+        """The planned problem, with ranks placed on GPUs; a plan from a file loads its graph first.
 
-        Raises SpecError, or Mismatch where the data have changed since.
+        Raises SpecError, or Mismatch if the graph has changed since the plan was made.
         """
         if self._problem is None:
             self._problem = documents.question(self.document)
@@ -262,7 +264,7 @@ class Plan(View):
 
     @property
     def loaded(self) -> Problem | None:
-        """`problem`, where its graph has been read already."""
+        """`problem` if its graph is loaded already, else None."""
         return self._problem
 
     @property
@@ -274,11 +276,12 @@ class Plan(View):
         return Workload.model_validate(self.document["workload"])
 
     def write(self, path: str | Path) -> None:
-        """Write plan.json, which the command line takes too."""
+        """Write the plan as JSON, which `load_plan` and the command line read."""
         documents.write(path, self.document)
 
     def explain(self) -> Blocks:
-        """All reasons: the placement, what binds, why others lost, what was rejected."""
+        """Return all reasons: the placement, the bottleneck, why other strategies lost, and why
+        strategies were rejected."""
         cluster, on_server = self.cluster, defaultdict[int, list[str]](list)
         places, each = self.document["best"]["placement"], cluster.gpus_per_server
         gpus = [place["server"] * each + place["gpu"] for place in places]
@@ -299,9 +302,10 @@ class Plan(View):
         )
 
     def choose(self, strategy: str) -> Plan:
-        """The plan with another of its answers as the best, without planning anew.
+        """Return the plan with another of its answers as the best, without planning again.
 
-        strategy: 'NEXT', the fastest alternative, or one as `answers` name it. Raises SpecError.
+        strategy: 'NEXT' (the fastest alternative) or a strategy's name in `answers`. Raises
+        SpecError.
         """
         document = take(self.document, self.problem, strategy)
         return Plan(document, self.problem.placed(documents.placement(document)))
@@ -320,24 +324,25 @@ class Plan(View):
         trace: str | Path | None = None,
         notify: Notify = silent,
     ) -> Simulation:
-        """Play the schedule in virtual time, perhaps on another cluster or with noise.
+        """Simulate the schedule in virtual time, optionally on another cluster or with noise.
 
         Args:
-            steps: Epochs to play (a full graph: a step each); the last ones are the steady state.
-            overrides: Fields of cluster or workload, as of `plan`.
-            jitter: Lognormal factors on every computation: their standard deviation, mean 1.
+            steps: Epochs to simulate (an epoch on the full graph is one step); the time of an epoch
+                is that of the last ones, the steady state.
+            overrides: Fields of the cluster or workload to change, as for `plan`.
+            jitter: Standard deviation of a lognormal factor of mean 1 on each computation's time.
             stragglers: {3: 2.0}: rank 3 computes twice as long.
-            repetitions: How often to play with `jitter` or stragglers.
-            seed: Of `jitter`.
-            flows: Each message of an exchange has its own max-min fair share of the links, rather
-                than all of them one (slower to play).
-            trace: Write a Chrome/Kineto trace per rank here (open it with Perfetto); with `jitter`
-                or stragglers of the first disturbed repetition.
-            notify: Is told what is being done.
+            repetitions: Number of simulations with `jitter` or stragglers.
+            seed: Seed of `jitter`.
+            flows: Give each message of an exchange its own max-min fair share of the links, instead
+                of one share to the whole exchange (slower to simulate).
+            trace: Folder for a Chrome/Kineto trace per rank (open it with Perfetto). With `jitter`
+                or stragglers, the trace shows the first noisy repetition.
+            notify: Called with progress messages.
 
         Raises:
             SpecError: An argument is wrong.
-            Infeasible: The strategy's family fits on no such cluster.
+            Infeasible: No variant of the strategy fits the changed cluster.
         """
         from gnnplan.api.simulation import Playing, Simulation
 
@@ -355,10 +360,10 @@ class Plan(View):
         notify: Notify = silent,
         **playing: Any,
     ) -> Sweep:
-        """Plan and play every combination of values, as {'servers': [1, 2, 4]}.
+        """Plan and simulate every combination of the fields' values, as {'servers': [1, 2, 4]}.
 
-        'device' takes the GPUs of presets. The other arguments are those of `simulate`. Raises
-        SpecError."""
+        The values of 'device' are presets, whose GPU is taken. The other arguments are those of
+        `simulate`. Raises SpecError."""
         from gnnplan.api.simulation import Playing, Sweep
 
         played = Playing(**playing)
@@ -384,27 +389,28 @@ class Plan(View):
         gradient_errors: bool = False,
         tensorboard: str | Path | None = None,
     ) -> Run:
-        """Train for real on ranks of this machine: NCCL on GPUs, Gloo elsewhere.
+        """Train the model on ranks of this machine: over NCCL on GPUs, over Gloo on CPUs.
 
         Args:
-            out: Folder for all it leaves; must not hold a run.  [default: a new one in runs/]
-            epochs: Epochs.  [default: the plan's]
-            eval_every: Evaluate every so many epochs, and at the end; 0: at the end.
-            timeout_s: Seconds a rank waits for its peers before it gives up.
-            checkpoint_every: Epochs between checkpoints; 0: none; two are kept.
-            restarts: Start all ranks anew from the last checkpoint when one is lost, so many times
-                at most.
-            emulate: The plan's servers as network namespaces of this Linux machine, with NICs of
-                this rate between them: 400Mbit/s, or unshaped. Needs root.
-            staleness_errors: Measure how far stale rows and gradients are from the true ones, per
-                layer and epoch, into rank*.json.
+            out: Folder for the run's files; it must not hold a run.  [default: a new one in runs/]
+            epochs: Number of epochs.  [default: the plan's]
+            eval_every: Epochs between evaluations; the last epoch is always evaluated, and with 0
+                it is the only one.
+            timeout_s: Seconds that a rank waits for its peers before it gives up.
+            checkpoint_every: Epochs between checkpoints; 0: none. The last two are kept.
+            restarts: How many times at most to restart all ranks from the last checkpoint after a
+                rank is lost.
+            emulate: Emulate the plan's servers as network namespaces of this Linux machine, with
+                NICs of this rate between them: 400Mbit/s, or unshaped (no limit). Needs root.
+            staleness_errors: Measure how far stale rows and gradients are from the fresh ones, per
+                layer and epoch; written to rank*.json.
             gradient_errors: Measure also how far the weights' gradients are from exact ones, by a
                 second pass per epoch (graph_parallel and pipegcn).
-            tensorboard: Write loss, accuracies, seconds, bytes and memory of every epoch for
-                TensorBoard here.
+            tensorboard: Folder for TensorBoard logs: loss, accuracies, seconds, bytes and memory of
+                every epoch.
 
         Raises:
-            SpecError: An option is wrong, or the plan cannot be run here.
+            SpecError: An option is wrong, or the plan cannot run on this machine.
             LostRank: A rank was lost, and no restart is left.
         """
         given = {name: value for name, value in locals().items() if name not in ("self", "out")}
@@ -417,7 +423,7 @@ class Plan(View):
         runs: Sequence[str | os.PathLike[str]] = (),
         notify: Notify = silent,
     ) -> Path:
-        """Draw the plan, and what runs of it measured, as one HTML page that opens offline.
+        """Draw the plan and the measurements of its runs as one HTML page that opens offline.
 
         Raises SpecError."""
         from gnnplan.report import report
@@ -431,21 +437,20 @@ class Plan(View):
         resume: bool = False,
         **options: Any,
     ) -> Preflight:
-        """Compare the plan's needs with this machine, as `run` does first.
+        """Check that this machine meets the plan's needs, as `run` does first.
 
-        resume: of a run that goes on in `out`. options: those of `run`. No process is started and
-        nothing is written. Raises SpecError."""
+        resume: check a run that resumes in `out`. options: options of `run`. No process is started
+        and nothing is written. Raises SpecError."""
         from gnnplan.api.running import asked_of, preflight
 
         return preflight(asked_of(self.document, self.loaded, out, options, resume))
 
     def resume(self, out: str | Path, **options: Any) -> Run:
-        """Go on with the run in `out` from its last checkpoint, with its options and those of `run`
-        that are given; `epochs` may ask for more.
+        """Resume the run in `out` from its last checkpoint, with the run's options. `options` of
+        `run` replace the run's; `epochs` may be larger.
 
-        The run may have begun with another plan of the same graph and workload: weights and the
-        optimizer's state go on, on this plan's ranks and with its strategy. Raises SpecError,
-        LostRank."""
+        The run may have used another plan of the same graph and workload: this plan's ranks and
+        strategy continue with the run's weights and optimizer state. Raises SpecError, LostRank."""
         return self._train(out, options, resume=True)
 
     def _train(self, out: str | Path | None, given: Mapping[str, Any], resume: bool = False) -> Run:
@@ -465,7 +470,7 @@ class Plan(View):
 
 
 def _leaders(leaders: Sequence[Answer], cluster: Cluster, document: Mapping[str, Any]) -> Table:
-    """The best answers."""
+    """Return the table of the best answers."""
     rows = [{**leader.predicted, **leader.row} for leader in leaders]
 
     def spread(row: Mapping[str, Any]) -> str:
@@ -498,9 +503,7 @@ def _leaders(leaders: Sequence[Answer], cluster: Cluster, document: Mapping[str,
 
 
 def _sizes(rows: Sequence[Mapping[str, Any]], cluster: Cluster, by: str) -> Table:
-    """A row for each mode and number of GPUs: what the whole training takes, and where the knee is.
-
-    by: the objective."""
+    """Return the table of whole trainings, a row per mode and number of GPUs. by: the objective."""
     unit = "rank" if cluster.device.kind == "cpu" else "GPU"
     least = {
         name: min(rows, key=lambda row: row[name])
@@ -535,7 +538,7 @@ def _sizes(rows: Sequence[Mapping[str, Any]], cluster: Cluster, by: str) -> Tabl
 
 
 def counted_columns(rows: Sequence[Mapping[str, Any]], accuracy: float | None) -> list[Any]:
-    """Columns of what the objective counts; accuracy: to which; None: of an epoch."""
+    """Return the columns of the objective's quantities: to an accuracy or, if None, per epoch."""
     per = "/epoch" if accuracy is None else f" to {accuracy:g}"
     shown = {
         "epochs_to_accuracy": column(f"epochs{per}", "epochs_to_accuracy", "{:.0f}".format),
@@ -543,5 +546,5 @@ def counted_columns(rows: Sequence[Mapping[str, Any]], accuracy: float | None) -
         "training_s": column("training", "training_s", show_long),
         "cost": column(f"${per}", "cost", show_dollars) if accuracy is not None else None,
         "energy_j": column(f"energy{per}", "energy_j", show_energy),
-    }  # where there are prices, a table has dollars per epoch anyway
+    }  # no cost per epoch: with a price, the table has the column $/epoch already
     return [shown[name] for name in shown if any(name in row for row in rows)]

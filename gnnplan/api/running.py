@@ -1,6 +1,5 @@
-"""`Plan.run`: training for real; the answer is a Run, a folder with all that training left.
-
-`Plan.preflight`: what is looked at before; the answer is a table."""
+"""`Plan.run` trains and returns a Run, the folder of the run's files; `Plan.preflight` checks this
+machine first and returns a table."""
 
 from __future__ import annotations
 
@@ -33,11 +32,11 @@ if TYPE_CHECKING:
     from gnnplan.executor.launch.asked import Asked
     from gnnplan.executor.launch.preflight import Row
 
-SLOWEST_NIC, FASTEST_NIC = 1e5, 1.25e11  # that are emulated [B/s]
+SLOWEST_NIC, FASTEST_NIC = 1e5, 1.25e11  # limits of an emulated NIC's rate [B/s]
 
 
 class Run(View):
-    """A finished run, by its folder; usable wherever a path of the folder is."""
+    """A finished run, read from its folder; usable wherever the folder's path is."""
 
     def __init__(self, out: str | Path) -> None:
         self.out = Path(out)
@@ -48,7 +47,7 @@ class Run(View):
 
     @property
     def metrics(self) -> list[dict[str, Any]]:
-        """The lines of metrics.jsonl: a row per epoch; pandas.DataFrame takes it."""
+        """The lines of metrics.jsonl, one row per epoch; pandas.DataFrame takes the list."""
         return self._metrics
 
     @property
@@ -60,7 +59,7 @@ class Run(View):
     def document(self) -> dict[str, Any]:
         """The document that `gnnplan run --json` prints."""
         metrics, ranks = self._metrics, self._ranks
-        own = metrics[trained_before(ranks) :]  # by the ranks that have left their files
+        own = metrics[trained_before(ranks) :]  # epochs of the ranks whose files are in the folder
         sent: dict[str, int] = {}
         for rank in ranks:
             for op, nbytes in rank["bytes"].items():
@@ -72,7 +71,7 @@ class Run(View):
             "first_loss": metrics[0]["loss"],
             "loss": last["loss"],
             **{name: last[name] for name in scores_of(last)},
-            "best": ranks[0].get("best"),  # where the workload has patience
+            "best": ranks[0].get("best"),  # the best epoch, if the workload stops early (patience)
             "epoch_s": median(m["epoch_s"] for m in own[min(2, len(own) - 1) :]),
             "backend": ranks[0]["backend"],
             "bytes": {op: nbytes // len(own) for op, nbytes in sent.items()},
@@ -84,7 +83,7 @@ class Run(View):
         }
 
     def validate(self) -> Validation:
-        """Compare what was predicted, simulated and measured.
+        """Compare predicted, simulated and measured times, bytes, memory and order.
 
         Raises SpecError.
         """
@@ -111,20 +110,20 @@ class Run(View):
             lines.append(f"rows of features: {show_rows(result['rows'])}")
         if found := result["gradient_error"]:
             lines.append(f"the last gradient is off by {found['error']:.3g} of the exact one")
-        if trained_before(self._ranks):  # no plan's prediction is of all of it
+        if trained_before(self._ranks):  # resumed from another plan: no one prediction covers it
             return [*lines, f"in {self.out}"]
         return [*lines, f"in {self.out}; next: gnnplan validate {quote(str(self.out))}"]
 
 
 class Preflight(View):
-    """The needs of a plan beside this machine: a row per check, and its verdict."""
+    """The comparison of a plan's needs with this machine: one row per check, with a verdict."""
 
     def __init__(self, rows: Sequence[Row]) -> None:
         self.rows = rows
 
     @property
     def stops(self) -> bool:
-        """Whether something here keeps the plan from being run."""
+        """Whether a check would stop the run."""
         return any(row.verdict == "stops" for row in self.rows)
 
     @property
@@ -154,11 +153,11 @@ def asked_of(
     given: Mapping[str, Any],
     resume: bool = False,
 ) -> Asked:
-    """A plan that is to be run, and how; `preflight` and `train` take it.
+    """Return a plan with the options of its run, which `preflight` and `train` take.
 
-    problem: the plan's, where its graph has been read. out: None: a new folder in runs/. given:
-    options (executor/launch/asked.py) and `emulate`; None where one was not given. resume: go on
-    in `out`. Raises SpecError."""
+    problem: the plan's problem, if its graph is loaded. out: the run's folder; None: a new one in
+    runs/. given: options (executor/launch/asked.py) and `emulate`; an unset option is None. resume:
+    resume the run in `out`. Raises SpecError."""
     from gnnplan.executor.launch import launcher as launch
 
     rate = given.get("emulate")
@@ -172,16 +171,16 @@ def asked_of(
 
 
 def preflight(asked: Asked) -> Preflight:
-    """Check what `train` checks before it starts a process."""
+    """Run the checks that `train` runs before it starts a process."""
     from gnnplan.executor.launch import launcher as launch
 
     return Preflight(launch.look(asked))
 
 
 def train(asked: Asked) -> Run:
-    """Start a plan's ranks on this machine, and wait for them.
+    """Start a plan's ranks on this machine, and wait until they end.
 
-    Raises SpecError, and LostRank when no restart is left."""
+    Raises SpecError, and LostRank if a rank is lost and no restart is left."""
     from gnnplan.executor.launch import launcher as launch
 
     for row in launch.must_start(asked):
@@ -202,7 +201,7 @@ def train(asked: Asked) -> Run:
 
 
 def rate_of(text: str) -> float | None:
-    """The rate of an emulated NIC [B/s]; None for 'unshaped'.
+    """Return the rate of an emulated NIC [B/s]; None for 'unshaped'.
 
     Raises SpecError.
     """

@@ -1,5 +1,5 @@
-"""`scale`: should I distribute at all? The plans on more and more GPUs, as a Scale; of several
-clusters side by side, as Offers."""
+"""`scale` plans on several numbers of GPUs and returns a Scale, which says whether to distribute at
+all; `offers` does so on several clusters and returns Offers."""
 
 from __future__ import annotations
 
@@ -45,25 +45,25 @@ def scale(
     notify: Notify = silent,
     **options: Any,
 ) -> Scale:
-    """Plan on each number of GPUs, and say which is best: whether to distribute at all.
+    """Plan on each number of GPUs, and find the best number: whether to distribute at all.
 
     All other arguments are those of `plan`.
 
     Args:
-        gpus: Numbers of GPUs of the cluster's kind, [1, 2, 4], or '1..64', which doubles. Up to a
-            server's GPUs are on one server; more are whole servers, of which there may be more
-            than the cluster has. All of them are used.
+        gpus: Numbers of GPUs of the cluster's kind, [1, 2, 4], or '1..64' for 1, 2, 4 .. 64. Up to
+            the GPUs of one server are placed on one server; larger numbers take whole servers, also
+            more than the cluster has. Each plan uses all of its GPUs.
 
     Raises:
         SpecError: The input is wrong.
-        Infeasible: Nothing fits on any number.
+        Infeasible: No strategy fits on any of these numbers of GPUs.
 
     >>> import gnnplan
     >>> found = gnnplan.scale("flickr", "dgx_a100", gpus=[1, 8, 16], model="gcn", exact=True)
     >>> [row["gpus"] for row in found.rows], found.best in (1, 8, 16)
     ([1, 8, 16], True)
     """
-    sizes = sizes_of(gpus)  # mistakes are told before the graph is read
+    sizes = sizes_of(gpus)  # report mistakes before the graph is read
     if "ranks" in options:
         raise SpecError("scale: ranks asks for one size and gpus for several; leave one out")
     question, how, modes = wish(graph, cluster, workload, **options)
@@ -78,11 +78,11 @@ def offers(
     gpus: str | Iterable[int],
     **options: Any,
 ) -> Offers:
-    """`scale` on each of several clusters, and which of all is best: where to train, what to rent.
+    """Call `scale` for each of several clusters and find the best: where to train, what to rent.
 
-    A cluster's name or file may set fields, such as its price: 'l4_box?price=0.80'. Each needs a
-    name of its own. All other arguments are those of `scale`. Raises SpecError where the input is
-    wrong, Infeasible where nothing fits on any cluster.
+    A cluster's name or file may set fields, such as the price: 'l4_box?price=0.80'. No two clusters
+    may have the same name. All other arguments are those of `scale`. Raises SpecError if the input
+    is wrong, Infeasible if no strategy fits on any cluster.
 
     >>> import gnnplan
     >>> offered = ["l4_box?price=0.80", "dgx_a100?price=2.20"]
@@ -104,7 +104,7 @@ def offers(
             " one, or leave them out"
         )
     sizes = gpus if isinstance(gpus, str) else list(gpus)
-    for name in ("evidence", "overrides"):  # every cluster reads them
+    for name in ("evidence", "overrides"):  # an iterator would be empty for the second cluster
         if name in options and not isinstance(options[name], Mapping):
             options[name] = list(options[name])
     clusters_of = dict(named)
@@ -125,7 +125,7 @@ def _name(cluster: str | Path | Mapping[str, Any] | Cluster) -> str:
 
 
 class Scale(View):
-    """The answer to `scale`: `rows`, a size each, the `best` of them, and where things change."""
+    """The result of `scale`: `rows`, one per number of GPUs ("size"), and the `best` number."""
 
     best: int
     """The number of GPUs to use, by the objective."""
@@ -134,15 +134,16 @@ class Scale(View):
     cheapest: int | None
     """The number of GPUs that cost the least; None without a price."""
     slower_from: int | None
-    """From this number on all that were asked are slower than the fastest; None: no such."""
+    """The number of GPUs from which on every size is slower than the fastest; None: no number."""
     worse_from: int | None
-    """From this number on all have more of the objective than the best; None: no such."""
+    """The number of GPUs from which on every size is worse than the best, by the objective; None:
+    no number."""
 
     def __init__(self, question: Question, found: Scaling) -> None:
         problem, how, self.notes = question.problem, found.how, question.notes
         self._problem, self._found = problem, found
         self.rows = [_row(found, size) for size in found.sizes]
-        """The numbers of every size; pandas.DataFrame takes them."""
+        """The numbers of every size, one row per size; pandas.DataFrame takes the list."""
         names = ("best", "fastest", "cheapest", "slower_from", "worse_from")
         told = {name: size and size.gpus for name in names for size in [getattr(found, name)]}
         vars(self).update(told)
@@ -176,18 +177,18 @@ class Scale(View):
 
 
 class Offers(View):
-    """The answer to `offers`: a Scale of each cluster on which something fits, and the best."""
+    """The result of `offers`: a Scale per cluster on which a strategy fits, and the best size."""
 
     def __init__(self, scales: Mapping[str, Scale], refused: Mapping[str, GnnplanError]) -> None:
         self.scales, self._refused = dict(scales), dict(refused)
         self.notes = tuple(dict.fromkeys(note for one in scales.values() for note in one.notes))
         marked = self._marked
         self.best = marked["best"][0], marked["best"][1].gpus
-        """The cluster and the number of its GPUs to use, by the objective."""
+        """The cluster and the number of GPUs to use, by the objective."""
         self.rows = [
             {"cluster": name, **row} for name, scale in self.scales.items() for row in scale.rows
         ]
-        """The numbers of every size of every cluster; pandas.DataFrame takes them."""
+        """The numbers of every size of every cluster; pandas.DataFrame takes the list."""
         self.document: dict[str, Any] = {
             "offers": [{"cluster": name, **one.document} for name, one in scales.items()],
             "refused": [{"cluster": name, "reason": str(why)} for name, why in refused.items()],
@@ -196,7 +197,7 @@ class Offers(View):
 
     @property
     def _marked(self) -> dict[str, tuple[str, Size]]:
-        """Of all sizes the best, the fastest, and the cheapest where every cluster has a price."""
+        """The best, the fastest and (if every cluster has a price) the cheapest size of all."""
         found = {name: scale._found for name, scale in self.scales.items()}
         best = min(found, key=lambda name: found[name].best.best.value)
         fastest = min(found, key=lambda name: found[name].fastest.time_s)
@@ -227,13 +228,13 @@ class Offers(View):
 
 
 def _in_short(why: GnnplanError) -> str:
-    """Say what does not fit, and the smallest change that would make it fit."""
+    """Return what does not fit, and the smallest change that would make it fit, in words."""
     lines = str(why).splitlines()
     return "; ".join(dict.fromkeys([lines[0].rstrip(":"), lines[-1]]))
 
 
 def _short(names: Collection[str]) -> dict[str, str]:
-    """Names of clusters without the fields that they set, where that tells them apart."""
+    """Map cluster names to names without fields ('?price=..'), if the latter are distinct."""
     heads = {name: name.partition("?")[0] for name in names}
     return {n: head if [*heads.values()].count(head) == 1 else n for n, head in heads.items()}
 
@@ -247,7 +248,7 @@ def _by_place(marked: Mapping[str, tuple[str, Size]]) -> dict[tuple[str, int], l
 
 
 def _table(scales: Mapping[str, Scale], marked: Mapping[str, tuple[str, Size]]) -> Table:
-    """A row per size; of several clusters a row says which it is of."""
+    """Return the table of sizes; with several clusters, a column names the cluster."""
     several, first = len(scales) > 1, next(iter(scales.values()))
     shown, marks = _short(scales), _by_place(marked)
     unit = _unit(first._problem.cluster)
@@ -291,7 +292,7 @@ def _table(scales: Mapping[str, Scale], marked: Mapping[str, tuple[str, Size]]) 
 
 
 def _row(found: Scaling, size: Size) -> dict[str, Any]:
-    """A size's numbers: those of `Plan.table`, and what they are of fewer GPUs."""
+    """Return the numbers of a size: the row of `Plan.table`, and the speedup over fewer GPUs."""
     where = {"gpus": size.gpus, "servers": size.servers, "mode": size.mode}
     if size.found is None:
         why = {"reason": str(size.error), "needs_bytes": size.needs_bytes}
@@ -311,7 +312,7 @@ def _unit(cluster: Cluster) -> str:
 
 
 def _lacks(size: Size, cluster: Cluster) -> str:
-    """Say what is missing for a strategy to fit, in short."""
+    """Return what is missing for a strategy to fit, in a few words."""
     room = cluster.device.memory
     if size.needs_bytes is None or size.needs_bytes <= room:
         why = str(size.error).splitlines()[0][:80]
@@ -320,9 +321,9 @@ def _lacks(size: Size, cluster: Cluster) -> str:
 
 
 def _sentences(found: Scaling, cluster: Cluster, what: str) -> list[str]:
-    """Say which size to use, where more GPUs are slower and where choices change.
+    """Return sentences: the size to use, and where more GPUs are slower or the strategy changes.
 
-    `what` fits from some size on: the full graph, or the strategy that is forced.
+    what: the subject of "first fits on": the full graph, or the forced strategy.
     """
     unit, first, fastest = _unit(cluster), found.first, found.fastest
 
@@ -368,7 +369,7 @@ def _sentences(found: Scaling, cluster: Cluster, what: str) -> list[str]:
 
 
 def _worse(found: Scaling, unit: str) -> str:
-    """What is worse about more GPUs than are recommended."""
+    """Return why more GPUs than the recommended number are worse, in words."""
     objective, best, fastest = found.how.objective, found.best, found.fastest
     if objective.of != "value":
         return f"{objective.more} than {best.gpus}"
@@ -382,7 +383,7 @@ def _worse(found: Scaling, unit: str) -> str:
 
 
 def _use(found: Scaling, unit: str) -> str:
-    """How many GPUs to use, and what they are better than."""
+    """Return the number of GPUs to use and the speedup over the fewest, in words."""
     best, first = found.best, found.first
     words = f"use {show_count(best.gpus, unit)}"
     if best.gpus > best.best.problem.cluster.gpus_per_server:

@@ -1,4 +1,5 @@
-"""`Plan.simulate` plays a plan in virtual time; `Plan.sweep` plans and plays every combination."""
+"""`Plan.simulate` simulates a plan in virtual time; `Plan.sweep` plans and simulates every
+combination of values."""
 
 from __future__ import annotations
 
@@ -38,7 +39,7 @@ from gnnplan.simulator.replay import MOST_TASKS, must_be_playable
 
 @dataclass(frozen=True)
 class Playing:
-    """How schedules are played, as `Plan.simulate` says. Raises SpecError for wrong numbers."""
+    """The settings of a simulation, as `Plan.simulate` documents them. Raises SpecError."""
 
     steps: int = 3
     jitter: float = 0.0
@@ -57,17 +58,17 @@ class Playing:
 
     @property
     def noise(self) -> Noise | None:
-        """None where all ranks compute as predicted."""
+        """The noise on computations; None if there is no jitter and no straggler."""
         disturbed = self.jitter or self.stragglers
         return Noise(self.jitter, self.stragglers, self.seed) if disturbed else None
 
     @property
     def times(self) -> int:
-        """How often a schedule is played."""
+        """The number of times that a schedule is simulated."""
         return self.repetitions if self.noise else 1
 
     def must_be_of(self, ranks: int) -> None:
-        """Raise SpecError where a straggler is none of the ranks."""
+        """Raise SpecError if a straggler's rank is not below `ranks`."""
         for rank, times in self.stragglers.items():
             if rank >= ranks:
                 raise SpecError(
@@ -76,7 +77,7 @@ class Playing:
                 )
 
     def must_be_short(self, tasks: int) -> None:
-        """Raise SpecError where so many tasks a step would take minutes to play."""
+        """Raise SpecError if a simulation with `tasks` tasks per epoch would take minutes."""
         if tasks > MOST_TASKS:
             raise SpecError(
                 f"an epoch has {tasks:,} tasks, and at most {MOST_TASKS:,} are played, so not even"
@@ -94,7 +95,7 @@ class Playing:
             )
 
     def schedule(self, candidate: Candidate) -> Schedule:
-        """All tasks that are played. Raises SpecError where that would take minutes."""
+        """Return the schedule to simulate. Raises SpecError if simulating it would take minutes."""
         problem, strategy = candidate.problem, candidate.strategy
         batches = strategy.steps(problem)
         must_be_playable(problem, batches)
@@ -103,7 +104,7 @@ class Playing:
         return strategy.schedule(problem, self.steps * batches) if self.steps > 1 else schedule
 
     def __call__(self, candidate: Candidate) -> dict[str, float]:
-        """'simulated_s', and percentiles with noise; empty where there are too many tasks."""
+        """Return 'simulated_s', with noise also percentiles; {} if there are too many tasks."""
         try:
             schedule = self.schedule(candidate)
         except SpecError:
@@ -119,7 +120,7 @@ class Playing:
 
 
 class Simulation(View):
-    """A plan that was played: `epoch_s`, and by operation what was simulated and predicted."""
+    """The result of a simulation: `epoch_s`, and simulated and predicted seconds per operation."""
 
     def __init__(
         self,
@@ -177,7 +178,7 @@ class Simulation(View):
             },
             "predicted": {
                 "epoch_s": float(over.epoch_s),
-                "bytes": prediction.at(steps - 1).bytes,  # as those simulated, of the last epoch
+                "bytes": prediction.at(steps - 1).bytes,  # of the last epoch, as the simulated ones
                 "operations": predicted_per_operation(over),
             },
             "trace": str(trace) if trace else None,
@@ -203,7 +204,7 @@ class Simulation(View):
 
     @property
     def epoch_s(self) -> float:
-        """Simulated seconds of an epoch [s]."""
+        """The simulated time of an epoch [s]."""
         return float(self.document["simulated"]["epoch_s"])
 
     def blocks(self) -> list[str | Table]:
@@ -259,7 +260,7 @@ class Simulation(View):
 def _epoch_by_epoch(
     schedule: Schedule, played: Played, prediction: Prediction, batches: int, epochs: range
 ) -> list[dict[str, Any]]:
-    """Seconds and bytes of each of these epochs, of a strategy whose epochs differ."""
+    """Return seconds and bytes of each of these epochs, for a strategy whose epochs differ."""
     sent = Counter[int]()
     for task in schedule.tasks:
         sent[task.label.step // batches] += sum(schedule.bytes_by_op([task]).values())
@@ -276,7 +277,8 @@ def _epoch_by_epoch(
 
 
 class Sweep(View):
-    """The recommendations at every combination of values, `rows`, and where they change."""
+    """The result of a sweep: `rows`, the recommendation at every combination of values, and
+    `changes`, where the recommendation changes."""
 
     def __init__(
         self,
@@ -305,12 +307,12 @@ class Sweep(View):
         }
 
     def to_csv(self, path: str | Path) -> None:
-        """Write the rows."""
+        """Write the rows as CSV."""
         write_atomically(Path(path), to_csv(self.axes, self.rows))
 
     def blocks(self) -> list[str | Table]:
         def where(name: str, title: str, show: Callable[[float], str]) -> Any:
-            """A column, if a row has such a number."""
+            """Return the column `name`, or None if no row has it."""
             return column(title, name, show) if any(name in row for row in self.rows) else None
 
         found = table(
@@ -339,11 +341,11 @@ class Sweep(View):
 
 
 def moved(base: Problem, strategy: Strategy, settings: list[str], exact: bool) -> Candidate:
-    """The plan's strategy on its problem with overrides applied.
+    """Return the plan's strategy on its problem with overrides applied.
 
-    Ranks keep their GPUs while servers and GPUs per server stay, and are placed anew if another
-    field of the cluster changes. On another number of ranks the best variant of the strategy's
-    family is taken. Raises SpecError, Infeasible.
+    Overrides of the workload keep the ranks' placement; overrides of the cluster place the ranks
+    again. If the number of ranks changes, the best variant of the strategy's family is taken.
+    Raises SpecError, Infeasible.
     """
     problem = point(base, {}, settings) if settings else base
     shapes = {(c.servers, c.gpus_per_server) for c in (problem.cluster, base.cluster)}
@@ -357,7 +359,7 @@ def moved(base: Problem, strategy: Strategy, settings: list[str], exact: bool) -
 
 
 def describe_noise(noise: Mapping[str, Any]) -> str:
-    """The noise of a simulation's document in words."""
+    """Return the noise of a simulation's document in words."""
     words = [f"jitter {noise['jitter']:g}"] if noise["jitter"] else []
     words += [f"rank {rank} {times:g} times as slow" for rank, times in noise["stragglers"].items()]
     return " and ".join(words)

@@ -1,4 +1,4 @@
-"""`tune`: which strategy, by short runs of the few within doubt; the answer is Tuned."""
+"""`tune`: choose between strategies of nearly equal predictions by short runs; returns Tuned."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from gnnplan.planner.vocabulary.units import show_count, show_percent, show_time
 
 
 class Tuned(Plan):
-    """A plan by what short runs took; it shows those runs, whose folders are in `out`."""
+    """A plan chosen by short runs; it prints their times. The runs' folders are in `out`."""
 
     def __init__(self, document: dict[str, Any], out: Path) -> None:
         super().__init__(document)
@@ -49,25 +49,26 @@ def tune(
     emulate: str | None = None,
     notify: Notify = silent,
 ) -> Tuned:
-    """Run the few strategies whose predictions are within doubt, and plan by what they took.
+    """Run the few strategies whose predictions are too close to call, and plan by measured times.
 
-    Least comes first: time of an epoch, or the plan's objective, made of measured epochs.
+    The strategy with the least measured time per epoch, or the least of the plan's objective
+    computed from measured epochs, comes first.
 
-    What is run and what it may cost is said on standard error before the first run. The plan's
-    document says under 'tuned' what was measured; where training is too short to be worth it, why
-    not.
+    Standard error says before the first run which strategies run and what that may cost. The plan's
+    document holds the measurements under 'tuned' or, if training is too short for tuning to pay,
+    the reason.
 
     Args:
-        plan: What to tune.
-        out: Folder for the folders of its runs.  [default: a new one, runs/tune-N]
-        share: Most that it may cost: a share of the seconds that training takes.
+        plan: The plan to tune.
+        out: Folder for the folders of the short runs.  [default: a new one, runs/tune-N]
+        share: Budget of the short runs, as a share of the training's time.
         epochs: Epochs of that training.  [default: the plan's]
-        emulate: The plan's servers as network namespaces of this Linux machine, with NICs of this
-            rate between them: 400Mbit/s, or unshaped. Needs root.
-        notify: Is told what is being done.
+        emulate: Emulate the plan's servers as network namespaces of this Linux machine, with NICs
+            of this rate between them: 400Mbit/s, or unshaped (no limit). Needs root.
+        notify: Called with progress messages.
 
     Raises:
-        SpecError: An argument is wrong, or the plan cannot be run here.
+        SpecError: An argument is wrong, or the plan cannot run on this machine.
         LostRank: A rank was lost.
     """
     from gnnplan.executor.launch import launcher as launch
@@ -84,7 +85,7 @@ def tune(
 
 
 def _measured(strategies: list[dict[str, Any]], objective: Objective) -> Table:
-    """The strategies that were run, the recommended one first."""
+    """Return the table of measured strategies, the recommended one first."""
 
     def worse(row: dict[str, Any]) -> str:
         if row["worse"] is None:
@@ -107,7 +108,7 @@ def _measured(strategies: list[dict[str, Any]], objective: Objective) -> Table:
 
 
 def _refitted(refit: dict[str, Any] | None) -> str:
-    """Say which constants were refitted."""
+    """Return which of the cluster's constants were refitted, in words."""
     if refit is None:
         return "too few runs"
     errors = (

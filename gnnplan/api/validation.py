@@ -1,4 +1,4 @@
-"""`validate`: predicted, simulated and measured beside each other, of one run or of many."""
+"""`validate`: compare predicted, simulated and measured times of one run or of several."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ from gnnplan.planner.vocabulary.table import Table, cell, column, table
 from gnnplan.planner.vocabulary.units import show_bytes, show_count, show_percent, show_time
 from gnnplan.simulator.replay import replay
 
-SHOWN = 0.02  # of the measured step: of many runs, smaller operations are counted only
-SAME = 0.01  # simulated seconds that differ by less from the predicted ones are not shown
+SHOWN = 0.02  # share of the measured step; smaller operations are summed up or only counted
+SAME = 0.01  # simulated seconds within this share of the predicted seconds are not shown
 
 
 @overload
@@ -49,15 +49,15 @@ def validate(
     refit: str | Path | None = None,
     notify: Notify = silent,
 ) -> Validation | Validations:
-    """Compare what was predicted, simulated and measured.
+    """Compare predicted, simulated and measured times, bytes, memory and order.
 
     Args:
-        runs: A finished run or its folder; or several: errors by operation, how right the ranking
-            of strategies was, and which constants to doubt.
-        cluster: Predict with this cluster file's constants, not the plans'.
-        refit: Fit the cluster's constants to some of the runs, score them on the others, and write
-            the cluster file.
-        notify: Is told what is being done.
+        runs: A finished run or its folder; or several, for errors per operation, the accuracy of
+            the ranking of strategies, and the constants that explain the errors.
+        cluster: Cluster file to predict with, instead of the plans' clusters.
+        refit: File for a cluster with refitted constants: they are fitted to some of the runs and
+            scored on the others.
+        notify: Called with progress messages.
 
     Raises:
         SpecError: A folder holds no finished run, or an argument is wrong.
@@ -70,7 +70,7 @@ def validate(
 
 
 class Validation(View):
-    """One run beside its prediction; `ok`: bytes and order are as predicted."""
+    """The comparison of one run with its prediction; `ok`: bytes and order are as predicted."""
 
     def __init__(self, folder: Path, cluster: str | None = None) -> None:
         run = replay(folder, cluster).run
@@ -85,12 +85,12 @@ class Validation(View):
 
     @property
     def error(self) -> float:
-        """How far the predicted epoch is off the measured one: 0.1 is 10 % too long."""
+        """The relative error of the predicted epoch: 0.1 means 10 % too long."""
         step = self.document["step"]
         return float(step["predicted_s"] / step["measured_s"] - 1)
 
     def blocks(self) -> list[str | Table]:
-        """Time, then bytes, memory and order, then the diagnosis."""
+        """Return lines on time, then bytes, memory and order, then the diagnosis."""
         result, lines = self.document, list[str | Table]()
         batches, epochs = result["batches"], result["epochs"]
         unit = "step" if batches == 1 else "epoch"
@@ -136,7 +136,8 @@ class Validation(View):
 
 
 def times(result: dict[str, Any], unit: str) -> Table:
-    """Seconds of the step and of its operations; those of SHOWN of it or less are added up."""
+    """Return the table of the step's and its operations' seconds; operations that take at most a
+    share SHOWN of the step are added up."""
     step = result["step"]
     rows, small = [{**step, "operation": unit}], list[dict[str, Any]]()
     for row in result["operations"]:
@@ -160,7 +161,7 @@ def times(result: dict[str, Any], unit: str) -> Table:
 
 
 def _added_up(rows: list[dict[str, Any]]) -> dict[str, Any]:
-    """A row of several operations; of one, the operation's own."""
+    """Return one row with the sums of several operations; of a single operation, its row."""
     if len(rows) == 1:
         return rows[0]
     sums = {
@@ -172,7 +173,7 @@ def _added_up(rows: list[dict[str, Any]]) -> dict[str, Any]:
 
 
 def simulated_cell(row: dict[str, Any]) -> str:
-    """Simulated seconds where they are more than SAME off the predicted ones."""
+    """Return the simulated seconds in words; '' if they are within SAME of the predicted ones."""
     simulated_s, predicted_s = row["simulated_s"], row["predicted_s"]
     if simulated_s is None or abs(simulated_s - (predicted_s or 0.0)) <= SAME * simulated_s:
         return ""
@@ -180,7 +181,7 @@ def simulated_cell(row: dict[str, Any]) -> str:
 
 
 def _bytes_line(sizes: dict[str, Any], epochs: int) -> str:
-    """Counted and predicted bytes, in words."""
+    """Return counted and predicted bytes in words."""
     counted, predicted = sum(sizes["counted"].values()), sum(sizes["predicted"].values())
     verdict = "equal" if sizes["equal"] else "DIFFERENT"
     if sizes["epochs"] < epochs:
@@ -195,7 +196,8 @@ def _bytes_line(sizes: dict[str, Any], epochs: int) -> str:
 
 
 class Validations(View):
-    """Several runs beside their predictions; `ok`: bytes and order of all are as predicted."""
+    """The comparison of several runs with their predictions; `ok`: bytes and order of all runs are
+    as predicted."""
 
     def __init__(
         self,
@@ -229,16 +231,16 @@ class Validations(View):
         return bool(self.document["bytes_equal"] == self.document["order_equal"] == count)
 
     def refitted(self) -> Cluster:
-        """The cluster that `refit` wrote.
+        """Return the cluster that `refit` wrote.
 
-        Raises SpecError where none was asked for.
+        Raises SpecError if `refit` was not given.
         """
         if self.refit is None:
             raise SpecError("no constants were fitted; give validate(runs, refit=FILE)")
         return read_cluster(str(self.refit))
 
     def blocks(self) -> list[str | Table]:
-        """Time, memory, bytes and order, choices, constants."""
+        """Return lines on time, memory, bytes and order, choices and constants."""
         result, lines = self.document, list[str | Table]()
         count = result["runs"]
         if other := result["other_device"]:
@@ -286,7 +288,7 @@ class Validations(View):
 
 
 def _errors(title: str, rows: list[dict[str, Any]]) -> Table:
-    """Errors of the step's and of the operations' seconds."""
+    """Return the table of the errors of the step's and the operations' seconds."""
 
     def error(source: str, figure: str) -> Any:
         return column(f"{source}: {figure}", source, lambda of: show_percent(of[figure], 1))
@@ -298,7 +300,7 @@ def _errors(title: str, rows: list[dict[str, Any]]) -> Table:
 
 
 def _rankings(rankings: list[dict[str, Any]], together: dict[str, Any]) -> list[str | Table]:
-    """Show each question's choice, and what it cost."""
+    """Return the choice of each question and its regret, as a table and a sentence."""
     shown = table(
         "choices",
         rankings,

@@ -1,4 +1,4 @@
-"""How answers show themselves: lines and tables, as text and as HTML."""
+"""Results as lines and tables, printed as text or shown as HTML."""
 
 from __future__ import annotations
 
@@ -10,18 +10,18 @@ from typing import IO
 
 from gnnplan.planner.vocabulary.table import Table
 
-WIDTH = 1000  # columns, where no terminal says how many it has: no name is broken
+WIDTH = 1000  # characters per line without a terminal: wide enough that no name is broken
 
 
 class View(ABC):
-    """An answer that shows itself, to `print`, to a Python prompt and to a notebook."""
+    """A result that prints itself, shows at a Python prompt and renders in a notebook."""
 
     @abstractmethod
     def blocks(self) -> Sequence[str | Table]:
-        """Lines and tables, in order."""
+        """Return lines and tables in the order to print them."""
 
     def print(self, file: IO[str] | None = None, width: int | None = WIDTH) -> None:
-        """Print to `file`, default standard output; width None: the terminal's."""
+        """Print to `file`, by default standard output; width None is the terminal's."""
         for block in self.blocks():
             if isinstance(block, Table):
                 _print_table(block, file, width)
@@ -44,7 +44,7 @@ class View(ABC):
 
 
 class Blocks(View):
-    """Lines and tables, and the document that they are of."""
+    """Lines and tables, with the JSON document that they show."""
 
     def __init__(self, blocks: Sequence[str | Table], document: object = None) -> None:
         self._blocks, self.document = blocks, document
@@ -66,7 +66,7 @@ def _print_table(table: Table, file: IO[str] | None, width: int | None) -> None:
 
 
 def of(used: int, ranks: int) -> str:
-    """How many of the cluster's GPUs.
+    """Return how many of the cluster's GPUs are used, in words.
 
     >>> of(4, 8), of(8, 8)
     ('4 of 8', '8')
