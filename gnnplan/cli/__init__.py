@@ -1,7 +1,8 @@
-"""The command line: a file per verb, or of verbs that read or write alike.
+"""The command line: one file per verb, or per group of similar verbs.
 
-A verb's signature and docstring are its arguments and their help; common.py adds those of what it
-calls. Every verb imports what it needs when it is called, so that --help comes at once.
+A verb's signature and docstring define its options and their help; common.py adds the options of
+the function that the verb calls. A verb imports modules when it is called, so that --help comes at
+once.
 """
 
 from __future__ import annotations
@@ -21,13 +22,13 @@ import typer
 from gnnplan.cli.common import app, print_json
 from gnnplan.planner.vocabulary.progress import say
 
-# in the order of --help
+# in the order that --help lists the verbs
 for _verbs in ["graphs", "check", "plan", "simulate", "training", "validate", "exports", "measure"]:
     import_module(f"gnnplan.cli.{_verbs}")
 
 
 def main() -> NoReturn:
-    """Run the program; an error that a user can mend is one line and an exit code.
+    """Run the program; print an error that a user can mend as one line, and exit with its code.
 
     Exit codes: see `gnnplan --help`. Other errors keep their traceback.
     """
@@ -36,11 +37,11 @@ def main() -> NoReturn:
     code: Any = 1
     unheard: OSError | None = None
     _open_standard_streams()
-    for stream in (sys.stdout, sys.stderr):  # a terminal may lack letters of a file's name
+    for stream in (sys.stdout, sys.stderr):  # the encoding may lack characters of a file's name
         if isinstance(stream, io.TextIOWrapper):
-            with suppress(OSError):  # a stream that was given to a fork, half read
+            with suppress(OSError):  # a stream shared with a forked process may refuse
                 stream.reconfigure(errors="backslashreplace")
-    # The collector runs after 10,000 new objects instead of 700: it took a fifth of a plan's time.
+    # Collect garbage every 10,000 new objects instead of 700: it took a fifth of a plan's time.
     gc.set_threshold(10_000)
     try:
         code = app(standalone_mode=False)
@@ -50,7 +51,7 @@ def main() -> NoReturn:
         code = 130
     except OSError as error:
         if error.filename is None and error.errno in (errno.EPIPE, errno.ENOSPC, errno.EIO):
-            unheard = error  # files have names
+            unheard = error  # without a file name: standard output
         else:
             code = _refused(error)
     except ValueError as error:
@@ -75,13 +76,13 @@ def main() -> NoReturn:
         said = f"standard output cannot be written ({unheard.strerror})"
         say(f"error: {said}, so the answer is not whole; send it to another place")
         code = 2
-    gc.freeze()  # and not once more at exit
+    gc.freeze()  # skip the collection at exit
     sys.exit(code if isinstance(code, int) else 0)
 
 
 def _open_standard_streams() -> None:
-    """Open nothing in place of a stream that is closed (`gnnplan plan >&-`): the next file that is
-    opened would take its place, and what is printed."""
+    """Open /dev/null for each closed standard stream (`gnnplan plan >&-`); otherwise the next file
+    opened would get the stream's number, and the text printed to it."""
     for number, name in enumerate(("stdin", "stdout", "stderr")):
         if getattr(sys, name) is None:
             stream = open(os.devnull, "w" if number else "r")  # noqa: SIM115
@@ -92,8 +93,7 @@ def _open_standard_streams() -> None:
 
 
 def _flush() -> OSError | None:
-    """Let standard output have its words; the error with which it refuses them. Then nobody hears
-    it any more."""
+    """Flush standard output; on an error, redirect it to /dev/null and return the error."""
     try:
         sys.stdout.flush()
     except OSError as error:
@@ -103,7 +103,7 @@ def _flush() -> OSError | None:
 
 
 def _blamed(said: str) -> str | None:
-    """The variable that torch has read as it was imported, and whose value an error repeats."""
+    """Return the environment variable whose value torch refuses, found in the error's text."""
     for name in ("TORCH_LOGS_FORMAT", "TORCH_LOGS", "TORCH_DISTRIBUTED_DEBUG", "LOGLEVEL"):
         value = os.environ.get(name)
         if value and (name in said or re.search(rf"(: |'){re.escape(value)}['.,]", f"{said}.")):
@@ -112,7 +112,7 @@ def _blamed(said: str) -> str | None:
 
 
 def _refused(error: OSError) -> int:
-    """Say what the system refuses; raises what may be a bug of ours."""
+    """Print a refusal of the operating system; raise an error that may be a bug of gnnplan."""
     from gnnplan.planner.vocabulary.files import MOST_SHOWN, refusal, remedy_of
 
     if refusal(error) is None:
@@ -122,7 +122,7 @@ def _refused(error: OSError) -> int:
 
 
 def fail(message: str, code: int) -> int:
-    """Print an error for people, and as JSON for programs that asked for it."""
+    """Print an error as text, and with --json also as JSON; return the exit code."""
     if "--json" in sys.argv[1:]:
         print_json({"error": message, "exit_code": code})
     say(f"error: {message}")

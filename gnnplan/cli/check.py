@@ -1,4 +1,4 @@
-"""`gnnplan check`: does every strategy give one process's gradients for a model?"""
+"""`gnnplan check`: compare each strategy's gradients for a model with one process's."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ def check(
 ) -> None:
     """Compare each strategy's gradients with one process's.
 
-    Before training: one step on a graph of 60 vertices, in float64, on two CPU ranks of this
-    machine. Says of each strategy that cannot carry the model what is missing. Exit code 1 if a
-    gradient differs.
+    Use it before training. Each strategy runs one step on a graph of 60 vertices, in float64, on
+    two CPU ranks of this machine. For a strategy that cannot train the model, the table says what
+    is missing. Exit code 1 if a gradient differs.
 
     Args:
-        hidden: Hidden width, where the model asks for one.
-        layers: GNN layers, where the model asks for a number.
+        hidden: Hidden width, if the model's constructor takes one.
+        layers: Number of GNN layers, if the model's constructor takes it.
     """
     from gnnplan.api.checking import check as compare
 

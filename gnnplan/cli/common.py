@@ -1,8 +1,9 @@
-"""What verbs share: the program, how answers are printed, and options: a verb's own arguments, and
-those of what it calls, a function of the API or the fields of a workload.
+"""Code that all verbs share: the typer program, printing of results, and construction of options.
 
-A signature has names, types and defaults, the docstring's Args the help; `name` in it is the option
---name. Files are read and not imported, which takes a second: --help comes at once."""
+A verb's options are its function's arguments, and the arguments of what it calls: a function of the
+API, or the fields of a workload. The signature gives names, types and defaults; Args in the
+docstring gives the help, where `name` is shown as the option --name. The API's files are parsed
+instead of imported, since imports take a second and --help must come at once."""
 
 from __future__ import annotations
 
@@ -31,7 +32,7 @@ app = typer.Typer(
     rich_markup_mode=None,
     pretty_exceptions_enable=False,
     help=(
-        "Which parallel strategy to train a graph neural network with on your cluster: plan it,"
+        "Choose a parallel strategy to train a graph neural network on your cluster: plan it,"
         " simulate it, run it, and see how wrong the prediction was.\n\nStart with: gnnplan plan -o"
         " plan.json && gnnplan simulate plan.json && gnnplan run plan.json --out run && gnnplan"
         " validate run\n\nExit codes: 0 done, 1 a check failed, 2 bad input, 3 nothing fits, 4 a"
@@ -39,35 +40,37 @@ app = typer.Typer(
     ),
 )
 
-LACKING = ("features", "labels", "split")  # of a graph's file
+LACKING = ("features", "labels", "split")  # options for what a graph's file may lack
 PACKAGE = Path(__file__).parents[1]
 API, FIELDS = PACKAGE / "api", PACKAGE / "planner" / "gnn" / "fields.py"
-# of the API's arguments that become options; a verb has arguments of its own for other types
+# annotation -> type of an option, for arguments of the API that become options as they are; for
+# other annotations a verb declares an argument itself
 TYPES = {"int": int, "float": float, "bool": bool, "str": str, "str | Path": Path}
-# what typer is told of an argument wherever it stands; flags: names of its option
+# argument -> settings of its typer option in every verb; flags: the option's names
 SHARED: dict[str, dict[str, Any]] = {
     "as_json": {
         "flags": ("--json",),
-        "help": "One JSON document on standard output and nothing else there.",
+        "help": "Print one JSON document, and nothing else, on standard output.",
     },
     "depths": {"flags": ("--explain",)},
     "emulate": {"metavar": "RATE"},
     "features": {"metavar": "FILE|WIDTH"},
     "graph": {
-        "help": "a .npz, a folder of .npy or of parts (gnnplan partition), a file or folder of DGL,"
-        " PyG, OGB, GraphBolt,"
+        "help": "The graph: a .npz, a folder of .npy files or of parts (gnnplan partition), a file"
+        " or folder of DGL, PyG, OGB, GraphBolt,"
         " GraphSAINT, SciPy, NetworkX (GraphML), MatrixMarket or an edge list (CSV, TSV, Parquet),"
         " synthetic:community?vertices=..&edges=..&features=..&classes=..&seed=.. (or"
-        " synthetic:rmat?..), a .yaml of"
-        " statistics, or the name of a well-known graph, of which only statistics are here (reddit)"
+        " synthetic:rmat?..); or statistics only, to plan and simulate: a .yaml, or the name of a"
+        " well-known graph (reddit)."
     },
     "labels": {"metavar": "FILE"},
     "output": {"flags": ("-o", "--output")},
     "plan_file": {"metavar": "PLAN", "help": "A plan.json."},
     "set_": {
         "flags": ("--set",),
-        "help": "Override a field of the cluster or workload: servers=16; inter_node is the link"
-        " between servers, intra_node the one inside: inter_node.bandwidth=25GB/s.",
+        "help": "Change a field of the cluster or workload: servers=16, inter_node.bandwidth=25GB/s"
+        " (inter_node is the link between servers, intra_node the link inside a server). May be"
+        " given again.",
     },
     "split": {"metavar": "PATH"},
     "timeout_s": {"flags": ("--timeout",)},
@@ -75,27 +78,28 @@ SHARED: dict[str, dict[str, Any]] = {
 
 
 class Told(NamedTuple):
-    """An argument: its type, default and help."""
+    """An argument of a verb, from which typer's option is made."""
 
-    hint: Any
+    hint: Any  # type
     default: Any
     help: str | None
-    by_place: bool = False  # it has no --name
+    by_place: bool = False  # a positional argument, without --name
 
 
 Source = Callable[[], dict[str, Told]]
 
 
 def helps_of(docstring: str | None) -> dict[str, str]:
-    """The help of each argument, from Args."""
+    """Return argument -> help, read from a docstring's Args."""
     said = re.findall(r"^ {4}(\w+): (.*(?:\n {8}.*)*)", docstring or "", re.MULTILINE)
     return {name: re.sub(r"\n *", " ", text) for name, text in said}
 
 
 def of_function(place: str, *only: str, given_only: bool = False) -> Source:
-    """The arguments of 'planning.Plan.simulate' that have a default and one of TYPES, or these.
+    """Return a source of a function's arguments that have a default and one of TYPES.
 
-    given_only: one that is not given is None, whatever its default.
+    place: the function, as 'planning.Plan.simulate'. only: take no other arguments than these.
+    given_only: the default of every option is None, so that a verb sees which options are given.
     """
 
     def told() -> dict[str, Told]:
@@ -119,7 +123,8 @@ def of_function(place: str, *only: str, given_only: bool = False) -> Source:
 
 
 def of_fields() -> dict[str, Told]:
-    """The fields of a workload, each None where it is not given; the help is below the field."""
+    """Return a workload's fields as arguments with default None; the string below a field is the
+    help."""
     out = {}
     for field, below in pairwise(_declared(FIELDS, "Fields").body):
         if hasattr(field, "annotation"):
@@ -133,7 +138,7 @@ def of_fields() -> dict[str, Told]:
 
 
 def _declared(file: Path, *names: str) -> Any:
-    """A function or a class of a file, or what is in a class; of overloads the last."""
+    """Return the syntax node of a function or class, or of a method; of overloads the last."""
     found: Any = ast.parse(file.read_text(encoding="utf-8"))
     for name in names:
         found = [one for one in found.body if getattr(one, "name", "") == name][-1]
@@ -141,21 +146,21 @@ def _declared(file: Path, *names: str) -> Any:
 
 
 def of_model() -> dict[str, Told]:
-    """A workload's model, by its place."""
+    """Return the workload's model as a positional argument."""
     text, _, _ = (of_fields()["model"].help or "").partition("  [default")
     return {"model": Told(str, Parameter.empty, text, by_place=True)}
 
 
 class Verb(TyperCommand):
-    """A verb, whose options are made when they are asked for, so that `gnnplan --help` is quick."""
+    """A verb that builds its options at first use, so that `gnnplan --help` is quick."""
 
     function: ClassVar[Callable[..., None]]
     sources: ClassVar[tuple[Source, ...]]
-    details: ClassVar[dict[str, dict[str, Any]]]  # what typer is told of an argument here
+    details: ClassVar[dict[str, dict[str, Any]]]  # argument -> settings that add to SHARED
 
     @property
     def parameters(self) -> list[Parameter]:
-        """The function's own arguments, then those of the sources that it has not itself."""
+        """The function's own arguments, then the sources' arguments of other names."""
         helps = helps_of(inspect.getdoc(self.function))
         found = {
             name: Told(one.annotation, one.default, helps.get(name), one.kind < one.KEYWORD_ONLY)
@@ -170,7 +175,7 @@ class Verb(TyperCommand):
         return [self._parameter(name, told, found) for name, told in found.items()]
 
     def _parameter(self, name: str, told: Told, among: Container[str]) -> Parameter:
-        """An argument as typer takes it."""
+        """Return an argument as an annotated parameter for typer; among: names of all arguments."""
         known = {**SHARED.get(name, {}), **self.details.get(name, {})}
         flags = known.pop("flags", (_flag(name),))
         text = re.sub(
@@ -190,7 +195,7 @@ class Verb(TyperCommand):
 
     @cached_property
     def whole(self) -> Any:
-        """The command with all of its options."""
+        """The typer command with all options."""
 
         def called(**given: Any) -> None:
             return self.function(**given)
@@ -216,9 +221,9 @@ def _flag(name: str) -> str:
 def _number(
     kind: type[int] | type[float], flag: str, least: float, most: float, given: str | float
 ) -> float:
-    """The number of an option, as written or its default.
+    """Return an option's value, from text or the default, as a number of `kind`.
 
-    Raises SpecError where it is none, or out of its range."""
+    Raises SpecError if it is no such number, or out of its range."""
     from gnnplan.planner.vocabulary.units import number_of
 
     text = str(given)
@@ -235,9 +240,10 @@ def _number(
 
 
 def verb(*sources: Source, name: str | None = None, **details: Any) -> Callable[[Any], Any]:
-    """Make a function a verb; its **arguments are those of the sources that it has not itself.
+    """Return a decorator that makes a function a verb; its **arguments come from the sources.
 
-    Its docstring is the help, Args that of options. Arguments before * are given by their place.
+    The docstring is the verb's help, and Args the options' help. Arguments before * are positional.
+    details: argument -> settings of its typer option.
     """
 
     def made(function: Callable[..., None]) -> Callable[..., None]:
@@ -259,7 +265,7 @@ def print_json(document: dict[str, Any]) -> None:
 
 
 def numbers(text: str, option: str) -> list[int]:
-    """The whole numbers of an option such as '2,4,8'.
+    """Return the whole numbers of an option such as '2,4,8'.
 
     Raises SpecError.
     """
@@ -274,13 +280,13 @@ def numbers(text: str, option: str) -> list[int]:
 
 
 def say_notes(notes: Iterable[str]) -> None:
-    """Print what a user should know beside an answer, on standard error."""
+    """Print notes on standard error."""
     for note in notes:
         say(f"note: {note}")
 
 
 def show(answer: Any, as_json: bool = False) -> bool:
-    """Print an answer on standard output, for people or its document; whether for people."""
+    """Print a result on standard output, as text or as JSON; return whether as text."""
     from gnnplan.api.view import WIDTH
 
     if as_json:

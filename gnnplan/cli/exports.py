@@ -1,5 +1,5 @@
-"""Verbs that write files for other programs: `trace` for viewers, `emit` launch files and other
-libraries' parts, `report` a page for a browser."""
+"""Verbs that write files for other programs: `trace` for trace viewers, `emit` launch files and
+partitions for other libraries, `report` an HTML page."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from gnnplan.planner.vocabulary.errors import SpecError
 from gnnplan.planner.vocabulary.progress import notify, say
 
 VIEWERS = ("perfetto", "hta")
-# launch files, and what starts them; and libraries, whose folders of parts are written
+# kind of launch file -> the command that starts it; FOLDERS: libraries to write partitions for
 FILES = {"torchrun": "bash", "slurm": "sbatch", "kubernetes": "kubectl create -f"}
 FOLDERS = ("distdgl", "pyg")
 
@@ -27,11 +27,12 @@ def view_traces(directory: Path, *, output: Path, viewer: str = "perfetto") -> N
 
     HTA, Holistic Trace Analysis, reads them as GPU kernels.
 
-    A run on several servers leaves its traces there; copy them into one folder first.
+    A run on several servers leaves each rank's trace on its server; copy them into one folder
+    first.
 
     Args:
-        directory: A run's folder, or one that `gnnplan simulate --trace` wrote.
-        output: The file; for hta a new folder.
+        directory: A run's folder, or a folder that `gnnplan simulate --trace` wrote.
+        output: File to write; for hta a new folder.
         viewer: perfetto: one file with all ranks, for https://ui.perfetto.dev; hta: a folder for
             Holistic Trace Analysis.
     """
@@ -61,16 +62,16 @@ def emit_plan(
     image: str | None = None,
     as_json: bool = False,
 ) -> None:
-    """Write launch files of a plan, or its parts for DistDGL or PyG.
+    """Write a plan's launch file, or its parts for DistDGL or PyG.
 
-    Launch files are for torchrun, Slurm or Kubernetes; each says at its top what it assumes. Parts
-    are written by the libraries' own code, and hold features, labels and masks.
+    Launch files are for torchrun, Slurm or Kubernetes; each lists its assumptions at the top. The
+    libraries' own code writes the parts, with features, labels and masks.
 
     Args:
-        target: torchrun (a bash script), slurm (an sbatch script), kubernetes (an Indexed Job); or
-            the graph in a part per rank: distdgl, pyg.
-        output: The file, or for distdgl and pyg the folder, which must not be there yet.  [default:
-            a launch file goes to standard output]
+        target: A launch file: torchrun (a bash script), slurm (an sbatch script) or kubernetes (an
+            Indexed Job); or the graph with one part per rank: distdgl, pyg.
+        output: File to write, or for distdgl and pyg a new folder.  [default: a launch file goes to
+            standard output]
         image: With --for kubernetes: the container's image.  [default: gnnplan:VERSION]
     """
     from gnnplan.executor.emit.launch import Launch, kubernetes, slurm, torchrun
@@ -106,7 +107,7 @@ def emit_plan(
 
 
 def write_partition(document: dict[str, object], target: str, folder: Path | None) -> str | None:
-    """Write the graph's parts, and return what to note of them. Raises SpecError."""
+    """Write the graph's parts, and return a note for the user, if any. Raises SpecError."""
     from gnnplan.executor.emit import partitions
     from gnnplan.planner.decision.plan import chosen, question
     from gnnplan.planner.graph.arrays import must_be_new
@@ -134,12 +135,13 @@ def report(
 ) -> None:
     """Draw a plan and its runs as one page that opens offline.
 
-    What epochs are made of, who does what when, memory and traffic; of runs also the errors of the
-    prediction, losses and accuracies. Needs plotly: pip install 'gnnplan[report]'.
+    The page shows the parts of an epoch, a timeline of each rank, memory and traffic; with runs
+    also the errors of the prediction, losses and accuracies. Needs plotly: pip install
+    'gnnplan[report]'.
 
     Args:
         runs: Folders of finished runs of this plan.
-        output: Write the page here.
+        output: File to write the page to.
     """
     from gnnplan.api.view import Blocks
     from gnnplan.report import report as write

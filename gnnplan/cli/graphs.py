@@ -1,5 +1,5 @@
-"""Verbs of graphs: `convert` makes mapped arrays of any format, `partition` a part for each rank,
-and `profile` says what parts cost."""
+"""Verbs for graphs: `convert` writes any format as arrays to memory-map, `partition` writes a part
+for each rank, and `profile` shows what partitions cost."""
 
 from __future__ import annotations
 
@@ -36,16 +36,15 @@ def convert(
 ) -> None:
     """Turn a graph of any format into a folder of .npy arrays.
 
-    Every rank opens it without parsing. Large files are read a piece at a time. Nothing is left
-    behind if it fails.
+    Every rank opens the folder without parsing. Large files are read piece by piece. If convert
+    fails, it leaves no folder behind.
 
     Args:
-        source: A file or folder of any format that --graph takes, told by content; or
-            synthetic:community?.. and synthetic:rmat?.., which are generated.
-        folder: A folder that is not there yet.
-        task: Labels are numbers to predict; else what look like classes must be classes.
-        trust: Load a pickle, which runs whatever code is in it: only for files of people whom you
-            trust.
+        source: A file or folder of any format that --graph takes, recognised by content; or
+            synthetic:community?.. or synthetic:rmat?.., a graph to generate.
+        folder: A new folder to write.
+        task: regression: labels are numbers to predict, even if they look like classes.
+        trust: Load a pickle, which runs any code in it: only for files from people whom you trust.
     """
     from gnnplan.api.view import Blocks
     from gnnplan.planner.graph.formats import Extras, recognise
@@ -95,17 +94,17 @@ def partition(
 ) -> None:
     """Cut a graph into a folder of parts, one per rank.
 
-    `plan` takes it as --graph. A rank then reads the rows, edges and halo of its own part. Nothing
-    of that name is there before all of it is written; the same command goes on where another was
-    broken off.
+    `plan` takes the folder as --graph; each rank then reads only the rows, edges and halo of its
+    own part. The folder appears when all parts are written; after an interruption, the same command
+    continues.
 
     Args:
-        graph: A graph of any format that --graph takes, told by content.
-        parts: How many parts: one for each rank.
-        output: A folder that is not there yet.
-        seed: Of the partitioner.
-        task: none: the graph has no labels, and gets stand-ins; regression: its labels are numbers
-            to predict.
+        graph: A graph of any format that --graph takes, recognised by content.
+        parts: Number of parts, one for each rank.
+        output: A new folder to write.
+        seed: Seed of the partitioner.
+        task: none: the graph has no labels, and stand-in labels are generated; regression: the
+            labels are numbers to predict.
     """
     from gnnplan.api.view import Blocks
     from gnnplan.planner.graph.arrays import must_be_new
@@ -125,7 +124,7 @@ def partition(
     owner = assign(found, parts, method, seed)
     if not isinstance(found, Graph):
         raise SpecError(f"{graph}: known by statistics only; give the graph itself")
-    with _unwound_by_sigterm():  # so that it says what is kept
+    with _unwound_by_sigterm():  # so that a message says which files are kept
         about = write_parts(found, owner, method, seed, output)
     notes, name = list(found.stats.notes), quote(str(output))
     facts = {
@@ -151,7 +150,7 @@ def partition(
 
 @contextmanager
 def _unwound_by_sigterm() -> Iterator[None]:
-    """A block in which SIGTERM raises SystemExit."""
+    """Raise SystemExit on SIGTERM within the block."""
 
     def end(number: int, _: object) -> NoReturn:
         raise SystemExit(128 + number)
@@ -164,7 +163,7 @@ def _unwound_by_sigterm() -> Iterator[None]:
 
 
 def _between(counts: list[int]) -> str:
-    """The least and the most of some counts."""
+    """Return the range of the counts in words."""
     least, most = min(counts), max(counts)
     return f"{least:,}" if least == most else f"{least:,} to {most:,}"
 
@@ -189,19 +188,20 @@ def profile(
 ) -> None:
     """Show what partitions of a graph cost: halo rows, cut, balance.
 
-    Per number of parts, with the growth of what layers reach. Facts are cached by content. With
-    --batch also of mini-batches: rows and edges that they reach, what ranks do twice, what caches
-    hit, what a split sends.
+    The table has a row per number of parts, with the growth of a part by hops: the vertices within
+    so many hops over its own. Results are cached by the graph's content. --batch adds facts of
+    mini-batches: the rows and edges that they reach, the work that ranks do twice, the hit rates of
+    feature caches, and the bytes that split batches send.
 
     Args:
-        parts: Part counts to look at, as 2,4,8.
-        servers: Servers that the parts are spread over; growth is then a server's.
-        hops: Hops of a part's growth to report.
-        batch: Look at mini-batches of so many seeds too, shared by as many ranks as parts.
+        parts: Numbers of parts to profile, as 2,4,8.
+        servers: Number of servers that hold the parts; the growth is then per server.
+        hops: Largest number of hops to report the growth for.
+        batch: Also profile mini-batches of this many seeds, shared by as many ranks as parts.
         fanout: Neighbours per layer from the seeds outwards, as 15,10 or full.  [default: 10 each]
-        layers: GNN layers of the mini-batches.  [default: as many as fanouts, or 3]
-        hidden: Hidden width of the rows that a split sends.  [default: 256]
-        task: none: the graph has no labels; it is planned, simulated and run on stand-ins.
+        layers: GNN layers of the mini-batches.  [default: the number of fan-outs, or 3]
+        hidden: Hidden width of the rows that a split batch sends.  [default: 256]
+        task: none: the graph has no labels, and stand-in labels are generated.
     """
     from gnnplan.api.view import Blocks
     from gnnplan.planner.ownership.profile import profile as make_profile
@@ -247,7 +247,7 @@ def profile(
 
 
 def batches(mini: dict[str, Any]) -> list[Table]:
-    """The facts of mini-batches that `probe` has found."""
+    """Return the tables of the facts of mini-batches that `probe` measured."""
     from gnnplan.planner.strategies.minibatch.profile import HIGH
     from gnnplan.planner.vocabulary.table import column, table
     from gnnplan.planner.vocabulary.units import show_bytes
@@ -302,7 +302,7 @@ def batches(mini: dict[str, Any]) -> list[Table]:
 def _loaded(
     graph: str, task: str | None, *, partitioner: str, directed: bool, **lacking: str | None
 ) -> tuple[Any, str]:
-    """A graph, or its statistics, and the partitioner that is chosen for it. Raises SpecError."""
+    """Return the graph, or its statistics, and the partitioner to use. Raises SpecError."""
     from gnnplan.planner.graph.load import load, source_of
     from gnnplan.planner.graph.partition import chosen
 

@@ -1,4 +1,4 @@
-"""`gnnplan measure`: a cluster file of this machine, of servers emulated on it, or of real ones."""
+"""`gnnplan measure`: write a cluster file of this machine, of emulated or of real servers."""
 
 from __future__ import annotations
 
@@ -29,20 +29,20 @@ def measure(
     as_json: bool = False,
     **how: Any,
 ) -> None:
-    """Measure what plans need of this machine, with all ranks active.
+    """Measure the constants that plans need, with all ranks active.
 
-    Micro-benchmarks give the numbers, each with its provenance.
+    Micro-benchmarks measure the machine; the cluster file gives the provenance of each constant.
 
-    Of this machine, of servers emulated on it (--servers 2 --emulate 400Mbit/s; needs root), or,
-    started by torchrun or srun, of real ones. Or read: gnnplan measure --cluster dgx_a100
-    --topology topo.txt --nccl-tests all_reduce.json -o mine.yaml
+    They run on this machine, on servers emulated on it (--servers 2 --emulate 400Mbit/s; needs
+    root) or, under torchrun or srun, on real servers. Or read measurements of other tools: gnnplan
+    measure --cluster dgx_a100 --topology topo.txt --nccl-tests all_reduce.json -o mine.yaml
 
     Args:
-        output: Where the cluster file goes; also kept as preset 'local'.
-        nccl_tests: Measure nothing: read what nccl-tests wrote with -J (all_reduce_perf,
-            alltoall_perf, sendrecv_perf), on one server or a GPU of each.
-        topology: Measure nothing: read what `nvidia-smi topo -m` printed.
-        cluster: The cluster file or preset that both of these are read into.
+        output: Cluster file to write. A measurement of one server is also kept as preset 'local'.
+        nccl_tests: Measure nothing; read a file that nccl-tests wrote with -J (all_reduce_perf,
+            alltoall_perf, sendrecv_perf), run on one server or on one GPU of each server.
+        topology: Measure nothing; read the output of `nvidia-smi topo -m`.
+        cluster: The cluster file or preset whose links --nccl-tests and --topology replace.
     """
     from gnnplan.api import measuring as api
     from gnnplan.api.running import rate_of
@@ -63,7 +63,7 @@ def measure(
         found = measured
     else:
         found = measuring.measure(how["ranks"], say, how["servers"], rate, seconds, dtype)
-    here = found.servers == 1 and not cluster  # files that are read describe another machine
+    here = found.servers == 1 and not cluster  # --cluster may describe another machine
     api.keep(found, output, local=here)
     if as_json:
         print_json(found.model_dump(mode="json"))
@@ -78,7 +78,7 @@ def measure(
 
 
 def _read(cluster: str | None, tests: list[Path], wiring: Path | None) -> Cluster:
-    """The cluster with what nccl-tests and nvidia-smi have measured.
+    """Return the cluster with the measurements of nccl-tests and the topology of nvidia-smi.
 
     Raises SpecError.
     """

@@ -1,4 +1,4 @@
-"""`gnnplan plan`: a question in, plan.json out."""
+"""`gnnplan plan`: plan the training of a GNN on a graph and a cluster, and write plan.json."""
 
 from __future__ import annotations
 
@@ -40,28 +40,29 @@ def plan(
 ) -> None:
     """Say whether to distribute at all, and which strategy to use.
 
-    On GPUs the whole training counts: on one GPU, on fewer and on all, on the full graph and on
-    mini-batches (--mode names one of them), for as many epochs as --epochs says, or as such
-    trainings had in print. More GPUs are recommended where they are worth it (--objective value).
-    --per epoch compares epochs, of the full graph unless --mode mini is given; so are CPU ranks.
+    On GPUs, plan compares whole trainings: on one GPU, on several and on all, on the full graph and
+    on mini-batches (--mode restricts it to one), for --epochs epochs or as many as published
+    trainings took. It recommends more GPUs if they are worth their price (--objective value). On
+    CPU ranks, or with --per epoch, it compares epochs, of the full graph unless --mode mini is set.
 
-    --scale 1..64 asks the same of more GPUs than the cluster has. --cluster 'l4_box?price=0.80'
-    --cluster 'dgx_a100?price=2.20' --scale 1..16 compares what you may rent.
+    --scale 1..64 also plans on more GPUs than the cluster has. --cluster 'l4_box?price=0.80'
+    --cluster 'dgx_a100?price=2.20' --scale 1..16 compares clusters that you may rent.
 
     Args:
-        cluster: A YAML file or a preset, such as dgx_a100; 'dgx_a100?price=2.20&servers=4' sets
-            fields; local is this machine as `gnnplan measure` found it, and generic numbers before
-            that. With --scale several, side by side.  [default: local]
-        workload: A YAML file with the fields that the options below override, or a preset: what a
-            paper trained with, such as pipegcn_reddit.
-        output: Write the plan here; without it none is written.
-        scale: Plan on several numbers of GPUs instead, and say which is best: 1..64 doubles, or a
+        cluster: A YAML file or a preset, such as dgx_a100. 'dgx_a100?price=2.20&servers=4' changes
+            fields. local is this machine as `gnnplan measure` measured it, or generic numbers if it
+            has not. With --scale, give several to compare them.  [default: local]
+        workload: A YAML file of workload fields, or a preset: the training of a paper, such as
+            pipegcn_reddit. The options below override its fields.
+        output: File to write the plan to; without it no plan is written.
+        scale: Plan on several numbers of GPUs, and say which is best: 1..64 for 1, 2, 4 .. 64, or a
             list, 1,2,4,8. More servers than the cluster has are allowed.
-        evidence: The folder of a run, or one that holds such; again for more. Runs of exact
-            strategies with any seed and number of ranks count for all of them.
-        depths: Print all reasons: what binds, why the others lost, what was rejected, and at which
-            other numbers of layers another family wins (takes as long as several plans).
-        report: Draw the plan as a page too; `gnnplan report` adds what runs measured.
+        evidence: Folder of a run, or a folder that contains runs; may be given again. Runs of one
+            exact strategy, with any seed and number of ranks, count for all exact strategies.
+        depths: Print all reasons: the bottleneck, why other strategies lost or were rejected, and
+            the numbers of layers at which another family wins (takes as long as several plans).
+        report: File to draw the plan in as an HTML page; `gnnplan report` adds runs'
+            measurements.
     """
     from gnnplan.api import planning, scaling
     from gnnplan.planner.vocabulary.files import must_be_writable
@@ -113,9 +114,9 @@ def _sizes(
     explain: bool,
     ranks: int | None,
 ) -> list[int]:
-    """The numbers of GPUs of --scale; none without it.
+    """Return the numbers of GPUs of --scale; [] without it.
 
-    Raises SpecError, also for options that do not go with it.
+    Raises SpecError, also for options that do not go with --scale.
     """
     from gnnplan.planner.decision.scale import sizes_of
 
@@ -142,7 +143,7 @@ def _sizes(
 
 
 def show_next(path: Path | None, problem: Problem) -> None:
-    """Where the plan is, and what it is good for."""
+    """Print where the plan is and which commands take it, or why it cannot be run."""
     learns_links = problem.workload.task == "link"
     trainable = problem.stats.known and (learns_links or problem.stats.classes > 0)
     if path is None:

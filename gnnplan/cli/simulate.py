@@ -1,4 +1,4 @@
-"""`gnnplan simulate`: play a plan in virtual time, with noise, or on other clusters."""
+"""`gnnplan simulate`: simulate a plan in virtual time, with noise, or on other clusters."""
 
 from __future__ import annotations
 
@@ -26,16 +26,16 @@ def simulate(
     as_json: bool = False,
     **playing: Any,
 ) -> None:
-    """Play a plan in virtual time: what if the cluster were another?
+    """Simulate a plan in virtual time: what if the cluster were another?
 
-    Perhaps with jitter or stragglers. --sweep varies fields, and says where the recommendation
-    changes.
+    --jitter and --straggler add noise. --sweep plans and simulates for several values of a field,
+    and says where the recommendation changes.
 
     Args:
         straggler: 3=2.0: rank 3 computes twice as long; may be given again.
-        sweep: What if: a field and its values, as servers=1,2,4,8 or device=dgx_a100,p3_p100 (the
-            GPU of a preset or file); several: every combination.
-        csv: Write what --sweep finds here too.
+        sweep: A field and the values to try, as servers=1,2,4,8 or device=dgx_a100,p3_p100 (the GPU
+            of a preset or file). Given again, every combination is tried.
+        csv: File to write the rows of --sweep to.
     """
     from gnnplan.api.planning import load_plan
     from gnnplan.api.simulation import Simulation, Sweep

@@ -1,5 +1,5 @@
-"""Verbs that train: `run` with a plan, here or as a rank of torchrun or Slurm, and `tune` with the
-few strategies that predictions cannot tell apart."""
+"""Verbs that train: `run` trains with a plan, on this machine or as a rank of torchrun or Slurm;
+`tune` tries the few strategies that predictions cannot tell apart."""
 
 from __future__ import annotations
 
@@ -22,17 +22,17 @@ def tune(
     as_json: bool = False,
     **options: Any,
 ) -> None:
-    """Run the strategies within doubt, and plan by what they took.
+    """Run the strategies too close to call, and plan by measured times.
 
-    They take turns of two seconds each, and after some rounds the faster half goes on; it ends as
-    soon as the order is certain or --share of the training is spent. A lossy strategy is
-    recommended only if it is faster by more than the noise. The runs also correct the cluster's
-    constants. Where the training is too short to be worth it, the plan stays as it is.
+    The strategies take turns of two seconds each; after some rounds the faster half continues.
+    Tuning ends as soon as the order is certain or --share of the training's time is spent. A lossy
+    strategy is recommended only if it is faster by more than the noise. The runs also correct the
+    cluster's constants. If training is too short for tuning to pay, the plan stays as it is.
 
     For example: gnnplan tune plan.json --epochs 1000 -o tuned.json && gnnplan run tuned.json
 
     Args:
-        output: Write the plan here.  [default: beside --out, .json]
+        output: File to write the tuned plan to.  [default: the folder --out with .json appended]
     """
     from gnnplan.api.planning import load_plan
     from gnnplan.api.tuning import tune as tune_by_runs
@@ -68,25 +68,27 @@ def run(
     as_json: bool = False,
     **given: Any,
 ) -> None:
-    """Train for real: NCCL on GPUs, Gloo elsewhere. Starts its own local ranks, or is one when
-    torchrun or Slurm started it.
+    """Train the model, over NCCL on GPUs or Gloo on CPUs. Starts its own ranks on this machine, or
+    is a rank itself if torchrun or Slurm started it.
 
-    First the plan is compared with this machine: versions, the graph, device, ranks, memory, disk,
-    open files and more. What differs is said, and what would stop the run ends it, all at once.
+    First, run compares the plan's needs with this machine: versions, graph, device, ranks, memory,
+    disk, open files and more. It prints every difference, and refuses to start if one would stop
+    the run.
 
-    A run that was broken off: gnnplan run --resume DIR. The same run on other ranks or with another
-    strategy: gnnplan run NEW.json --resume DIR; weights and the optimizer's state go on. Under
-    torchrun restarts are torchrun's (--max-restarts 3), and go on from the last checkpoint too.
+    To resume an interrupted run: gnnplan run --resume DIR. To resume it on other ranks or with
+    another strategy: gnnplan run NEW.json --resume DIR; weights and the optimizer's state are kept.
+    Under torchrun, torchrun restarts the ranks (--max-restarts 3), also from the last checkpoint.
 
     Args:
-        plan_file: A plan.json. With --resume: another plan to go on with; left out, the run's own.
-        strategy: Another candidate of the plan, as `plan` prints it; NEXT is its fastest
+        plan_file: A plan.json. With --resume, another plan to continue with.  [default: the run's
+            own plan]
+        strategy: Another strategy of the plan, as `plan` prints it; NEXT is the fastest
             alternative.  [default: the plan's recommendation]
-        resume: Go on with the run in this folder from its last checkpoint, with its plan and
-            options; --epochs may ask for more. With a PLAN of the same graph and workload: on its
-            ranks, with its strategy.
-        dry_run: Print what the plan asks for beside what is here, and start nothing; exit code 2
-            where the run would be refused.
+        resume: Resume the run in this folder from its last checkpoint, with its plan and options;
+            --epochs may be larger. With a PLAN of the same graph and workload, the run continues on
+            that plan's ranks, with its strategy.
+        dry_run: Print the plan's needs beside this machine's values, and start nothing; exit code 2
+            if the run would be refused.
     """
     from gnnplan.api.planning import load_plan
     from gnnplan.api.running import Run, asked_of, preflight, rate_of, train
@@ -134,7 +136,7 @@ def run(
             show(Run(out), as_json)
         launch.leave(code)
     if given["emulate"] is not None:
-        rate_of(given["emulate"])  # a typing mistake is told before the graph is read
+        rate_of(given["emulate"])  # report a mistake before the graph is read
     plan = load_plan(plan_file, of_any_version=True)
     if strategy is not None:
         plan = plan.choose(strategy)

@@ -1,4 +1,4 @@
-"""`gnnplan validate`: compares runs, or printed figures, with their predictions."""
+"""`gnnplan validate`: compare runs, or published figures, with their predictions."""
 
 from __future__ import annotations
 
@@ -30,15 +30,16 @@ def validate(
 ) -> None:
     """Compare runs with their predictions, and say what to doubt.
 
-    Predicted, simulated and measured seconds side by side. Exit 1 if bytes or order differ. Of
-    several runs: errors by operation, how right the ranking of strategies was (Kendall's tau,
-    regret) and which constants to doubt. With --published FILE.csv: the figures that others have
-    printed, beside what the model predicts of them.
+    Prints predicted, simulated and measured seconds side by side. Exit code 1 if bytes or order
+    differ. For several runs: errors per operation, the accuracy of the ranking of strategies
+    (Kendall's tau, regret), and the constants that explain the errors. With --published FILE.csv:
+    figures from papers beside their predictions.
 
     Args:
         directories: Folders of finished runs.
-        published: In their place: a .csv of printed figures to predict.
-        leave_one_out: With --published: predict each dataset with constants fitted to the others.
+        published: Instead of runs: a .csv of published figures to predict.
+        leave_one_out: With --published: predict each dataset with constants fitted to the other
+            datasets.
     """
     from gnnplan.api.validation import validate as compare
 
@@ -60,7 +61,7 @@ def validate(
 
 
 def show_published(path: Path, left_out: bool, as_json: bool) -> None:
-    """Predict a file of printed figures; print errors, winners, and why rows are skipped."""
+    """Predict a file of published figures; print errors, winners, and why rows are skipped."""
     from gnnplan.api.view import Blocks
     from gnnplan.papers.calibrate import calibrated, gave_a_constant, leave_one_out
     from gnnplan.papers.published import evaluate_rows
