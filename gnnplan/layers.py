@@ -1,8 +1,8 @@
-"""What a layer of your own is made of: its base class, and the operations over edges.
+"""The base class and the edge operations with which to write a layer of your own.
 
     from gnnplan.layers import Layer, aggregate, linear
 
-docs/how-to/bring-your-model.md shows one. `Layer` says what its methods get and give."""
+docs/how-to/bring-your-model.md has an example; `Layer` documents the methods to implement."""
 
 from gnnplan.executor.layers.kernels import (
     Block,

@@ -26,7 +26,7 @@ def simulate(
     as_json: bool = False,
     **playing: Any,
 ) -> None:
-    """Simulate a plan in virtual time: what if the cluster were another?
+    """Simulate a plan in virtual time, also on another cluster.
 
     --jitter and --straggler add noise. --sweep plans and simulates for several values of a field,
     and says where the recommendation changes.

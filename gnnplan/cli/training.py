@@ -22,7 +22,7 @@ def tune(
     as_json: bool = False,
     **options: Any,
 ) -> None:
-    """Run the strategies too close to call, and plan by measured times.
+    """Run the strategies too close to call, and compare real times.
 
     The strategies take turns of two seconds each; after some rounds the faster half continues.
     Tuning ends as soon as the order is certain or --share of the training's time is spent. A lossy

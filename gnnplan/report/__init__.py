@@ -1,12 +1,12 @@
 """A plan and its runs as one HTML page that opens offline.
 
-picture.py     what a picture is, and what all share: colours, units, sizes
-facts.py       what is drawn: the plan predicted and played again, its runs
-decision.py    pictures of the choice: epochs, memory
-timeline.py    what each rank does when, simulated and measured
-traffic.py     who sends whom, and over which links
-outcome.py     pictures of runs: errors by operation, losses
-page.py        `report`: the pictures in page.html
+picture.py     the class of a picture, and the colours, units and sizes of all pictures
+facts.py       the input of all pictures: the plan, predicted and simulated again, and its runs
+decision.py    pictures of the plan's choice: the parts of an epoch, memory
+timeline.py    the operations of each rank over time, simulated and measured
+traffic.py     bytes between ranks, and the load of links
+outcome.py     pictures of runs: errors per operation, losses
+page.py        `report`: writes the pictures into page.html
 """
 
 from gnnplan.report.page import report

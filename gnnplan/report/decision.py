@@ -1,4 +1,4 @@
-"""Pictures of the choice: what epochs are made of, what memory holds."""
+"""Pictures of the plan's choice: the parts of an epoch, and the uses of memory."""
 
 from __future__ import annotations
 
@@ -26,17 +26,17 @@ from gnnplan.report.picture import (
 )
 
 MOST_BARS = 10
-MOST_LETTERS = 64  # above a bar: the width of a phone
+MOST_LETTERS = 64  # characters above a bar, which fit a phone's screen
 PARTS = (
     ("compute_s", "computation", COMPUTATION),
     ("comm_s", "exposed communication", COMMUNICATION),
     ("bubble_s", "waiting", WAITING),
 )
-FAR = 5  # the device's memory is drawn where the fullest rank has more than 1/FAR of it
+FAR = 5  # draw the line of the device's memory if the fullest rank uses more than 1/FAR of it
 
 
 def epochs(facts: Facts) -> Picture:
-    """Strategies as stacked bars, the plan's choice on top; measured epochs beside them."""
+    """Draw strategies as stacked bars, the plan's choice on top, with the measured epochs."""
     answers = [facts.document["best"], *facts.document["alternatives"]]
     leaders = [Answer.of(answer) for answer in answers[:MOST_BARS]]
     seconds = [leader.epoch_s for leader in leaders]
@@ -88,7 +88,7 @@ def epochs(facts: Facts) -> Picture:
         drawn.add_annotation(text=text, y=place, yshift=19, **at_left)
     see = [f"{leaders[0].strategy} is the plan's choice: {show_time(seconds[0])} per epoch."]
     if len(leaders) > 1:
-        ahead = seconds[1] < seconds[0]  # a lossy one that is not surely faster
+        ahead = seconds[1] < seconds[0]  # a lossy strategy whose lead is within doubt
         gap = seconds[0] / seconds[1] if ahead else seconds[1] / seconds[0]
         far = f"{show_percent(gap - 1, 1)} {'faster by prediction' if ahead else 'slower'}"
         see.append(f"{leaders[1].strategy} is {far}.")
@@ -112,7 +112,7 @@ def epochs(facts: Facts) -> Picture:
 
 
 def _headline(leader: Answer, ranks: int) -> str:
-    """The line above a bar: name, star, epoch, knobs."""
+    """Return the text above a bar: name, star, epoch, knobs."""
     name, _, knobs = leader.strategy.partition("(")
     on = f"on {leader.gpus} of {ranks} " if leader.gpus < ranks else ""
     head = f"{'' if leader.exact else ' *'} {show_time(leader.epoch_s)} {on}"
@@ -122,7 +122,7 @@ def _headline(leader: Answer, ranks: int) -> str:
 
 
 def memory(facts: Facts) -> Picture:
-    """Memory by use of every rank, against the device's."""
+    """Draw each rank's memory by use, and the device's memory."""
     uses = {use: per_rank for use, per_rank in facts.candidate.memory.items() if per_rank.any()}
     room, ranks = facts.problem.cluster.device.memory, facts.problem.ranks
     totals = sum(uses.values(), np.zeros(ranks))

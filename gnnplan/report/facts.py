@@ -1,4 +1,4 @@
-"""The facts that a report draws, gathered once: the plan predicted and played again, its runs."""
+"""The input of a report's pictures: the plan, predicted and simulated again, and its runs."""
 
 from __future__ import annotations
 
@@ -19,19 +19,19 @@ from gnnplan.planner.vocabulary.units import show_count
 from gnnplan.simulator.player import play
 from gnnplan.simulator.replay import Replay, must_be_playable, replay
 
-MOST_TASKS = 400_000  # of an epoch that are played: some seconds
+MOST_TASKS = 400_000  # most tasks to simulate, which takes some seconds
 
 
 class Absent(Exception):
-    """A picture cannot be drawn of this plan; the message says why, for the page."""
+    """The reason why a picture of this plan cannot be drawn, which the page shows."""
 
 
 @dataclass(frozen=True)
 class Facts:
-    """A plan, and the runs that answer its question."""
+    """A plan, and runs of the same graph, workload, cluster and partitioner."""
 
-    document: dict[str, Any]
-    candidate: Candidate  # its choice, predicted again
+    document: dict[str, Any]  # the content of plan.json
+    candidate: Candidate  # the plan's choice, predicted again
     runs: list[Replay]
 
     @property
@@ -45,17 +45,17 @@ class Facts:
 
     @property
     def batches(self) -> int:
-        """Steps of an epoch."""
+        """The number of steps per epoch."""
         return self.candidate.strategy.steps(self.problem)
 
     @property
     def epoch(self) -> Schedule:
-        """All tasks of one epoch. Raises Absent where they are too many."""
+        """The schedule of one epoch. Raises Absent if it has too many tasks."""
         return self._schedule(self.batches)
 
     @property
     def simulated(self) -> list[Span]:
-        """The spans of some steps, the last of which is in the steady state. Raises Absent."""
+        """The spans of a few steps; the last step is in the steady state. Raises Absent."""
         schedule = self._schedule(3 if self.batches == 1 else min(self.batches, 6))
         notify("playing the schedule")
         return play(schedule, self.problem.cost).spans
@@ -75,9 +75,10 @@ class Facts:
 
 
 def gather(plan: dict[str, Any] | str | Path, folders: Sequence[str | Path]) -> Facts:
-    """The facts of a plan and of finished runs.
+    """Read a plan and finished runs.
 
-    Raises SpecError where the plan or a folder is none, or where a run answers another question.
+    Raises SpecError if the plan or a run cannot be read, or if a run is of another graph, workload,
+    cluster or partitioner.
     """
     notify("reading the plan")
     document = plan if isinstance(plan, dict) else plans.read(plan)

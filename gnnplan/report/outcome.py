@@ -23,7 +23,7 @@ EPOCH = "whole epoch"
 
 
 def errors(facts: Facts) -> Picture:
-    """How far predictions of operations are off, as shares of the epoch. Raises Absent."""
+    """Draw the errors of operations' predictions as shares of the epoch. Raises Absent."""
     names = run_names(facts)
     traces, rows, most = [], [], {EPOCH: float("inf")}
     for name, one, colour in zip(names, facts.runs, COLOURS * 9, strict=False):
@@ -80,10 +80,10 @@ def errors(facts: Facts) -> Picture:
 
 
 def losses(facts: Facts) -> Picture:
-    """Losses and validation scores by epoch. Raises Absent."""
+    """Draw losses and validation scores per epoch. Raises Absent."""
     names = run_names(facts)
     drawn = make_subplots(rows=2, cols=1, shared_xaxes=True, vertical_spacing=0.08)
-    # runs of one plan have one metric, which older runs may lack
+    # all runs of a plan have the same metric; the files of older runs may lack it
     scores = (name for one in facts.runs for name in scores_of(one.metrics[0]) if "val" in name)
     rows, score = [], next(scores, "val_accuracy")
     for name, one, colour in zip(names, facts.runs, COLOURS * 9, strict=False):
@@ -117,9 +117,9 @@ def losses(facts: Facts) -> Picture:
 
 
 def run_names(facts: Facts) -> list[str]:
-    """A name for each run: its strategy, or its folder where strategies repeat.
+    """Return a name per run: the strategy or, if several runs have the same strategy, the folder.
 
-    Raises Absent where there is no run.
+    Raises Absent if there is no run.
     """
     if not facts.runs:
         raise Absent(NO_RUNS)

@@ -1,6 +1,6 @@
-"""The page: a plan's summary, its pictures, and their numbers as folded tables, in one file.
+"""The page: a plan's summary, its pictures, and the pictures' numbers as folded tables.
 
-plotly.js is in the page once, compressed, so that it opens offline and is small."""
+The page includes a compressed plotly.js, so that it opens offline and stays small."""
 
 from __future__ import annotations
 
@@ -28,8 +28,8 @@ if TYPE_CHECKING:
     from gnnplan.report.picture import Picture
 
 PAGE = Path(__file__).with_name("page.html")
-MOST_ROWS = 400  # of a table
-# pages by the template of plotly that they use: text, dim text, and a field with nothing in it
+MOST_ROWS = 400  # most rows of a table in the page
+# theme -> plotly's template, and the colours of text, dim text and an empty cell of a matrix
 THEMES = {
     "light": ("plotly_white", "#1c2024", "#5a6370", "#f3f6fa"),
     "dark": ("plotly_dark", "#e8eaed", "#a3abb6", "#1c2228"),
@@ -41,10 +41,10 @@ def report(
     runs: Sequence[str | Path] = (),
     output: str | Path = "report.html",
 ) -> Path:
-    """Write the page of a plan (its document or file) and of finished runs of it; returns its path.
+    """Write the page of a plan (document or file) and of its finished runs; return the page's path.
 
-    Raises SpecError where the plan or a run cannot be read, or plotly is absent; then no file is
-    written.
+    Raises SpecError if the plan or a run cannot be read, or plotly is not installed; then no file
+    is written.
     """
     output = Path(output)
     must_be_writable(output)
@@ -57,13 +57,13 @@ def report(
 
 
 def must_have_plotly() -> None:
-    """Raise SpecError where plotly is not installed."""
+    """Raise SpecError if plotly is not installed."""
     if find_spec("plotly") is None:
         raise SpecError("a report needs plotly, which is absent: pip install 'gnnplan[report]'")
 
 
 def draw(facts: Facts) -> tuple[list[Picture], dict[str, str]]:
-    """The pictures, and by title why others are absent."""
+    """Return the pictures, and for each picture that cannot be drawn title -> reason."""
     from gnnplan.report import decision, outcome, traffic
     from gnnplan.report.timeline import timeline
 
@@ -87,7 +87,7 @@ def draw(facts: Facts) -> tuple[list[Picture], dict[str, str]]:
 
 
 def page(facts: Facts, pictures: Sequence[Picture], absent: dict[str, str]) -> str:
-    """The text of the page."""
+    """Return the HTML of the page."""
     from plotly.offline import get_plotlyjs
 
     templates = {name: _template(*theme) for name, theme in THEMES.items()}
@@ -116,7 +116,7 @@ def page(facts: Facts, pictures: Sequence[Picture], absent: dict[str, str]) -> s
 
 
 def summary(facts: Facts) -> dict[str, str]:
-    """The plan's lines, and one about its runs."""
+    """Return the lines of the plan's summary, and a line on its runs."""
     from gnnplan.report.outcome import run_names
 
     lines: dict[str, str] = dict(facts.document["summary"])
@@ -130,7 +130,7 @@ def summary(facts: Facts) -> dict[str, str]:
 
 
 def _template(source: str, text: str, dim: str, nothing: str) -> dict[str, Any]:
-    """A template of plotly on the page's own background."""
+    """Return a plotly template with a transparent background and the page's colours."""
     import plotly.io as pio
 
     from gnnplan.report.picture import COMPUTATION
@@ -139,7 +139,7 @@ def _template(source: str, text: str, dim: str, nothing: str) -> dict[str, Any]:
     template: dict[str, Any] = pio.templates[source].to_plotly_json()
     buttons = {"bgcolor": clear, "color": dim, "activecolor": text}
     template["layout"] |= {"paper_bgcolor": clear, "plot_bgcolor": clear, "modebar": buttons}
-    # opaque: plotly chooses the colour of the text in a field as if it lay on white
+    # opaque, since plotly picks the colour of a cell's text as if the cell lay on white
     template["data"]["heatmap"][0]["colorscale"] = [[0, nothing], [1, COMPUTATION]]
     template["data"]["bar"][0]["error_x"] = {"color": text}
     return template
@@ -154,7 +154,7 @@ def _section(picture: Picture) -> str:
 
 
 def _table(picture: Picture) -> str:
-    """The numbers of a picture, folded."""
+    """Return the numbers of a picture as a folded table."""
     rows = picture.numbers.rows
     shown, left_out = replace(picture.numbers, rows=rows[:MOST_ROWS]), len(rows[MOST_ROWS:])
     return (
@@ -166,11 +166,11 @@ def _table(picture: Picture) -> str:
 
 
 def _prose(words: str) -> str:
-    """A sentence with its commands set as such, and numbers on one line with their units."""
+    """Return text as HTML: `commands` as code, and no line break between a number and its unit."""
     joined = re.sub(r"(?<=\d) (?=(?:%|[mu]?s|[kMGT]?B)(?!\w))", "\u00a0", _text(words))
     return re.sub(r"`(.+?)`", r"<code>\1</code>", joined)
 
 
 def _json(value: Any) -> str:
-    """JSON inside a script element, which '</' would end."""
+    """Return JSON for a script element; '</', which would end the element, is escaped."""
     return json.dumps(value, separators=(",", ":"), allow_nan=False).replace("</", "<\\/")

@@ -19,22 +19,22 @@ COLOURS = (
 )
 TIMES = ((1.0, "s"), (1e-3, "ms"), (1e-6, "µs"))
 SIZES = ((1e12, "TB"), (1e9, "GB"), (1e6, "MB"), (1e3, "kB"), (1.0, "B"))
-MOST_READ = 3  # rows of the table that are read out in place of the picture
+MOST_READ = 3  # rows of the table in the text for screen readers
 
 
 @dataclass(frozen=True)
 class Picture:
-    """A figure with its words, and its numbers as a table."""
+    """A figure with a caption, and the figure's numbers as a table."""
 
-    key: str  # its id in the page
+    key: str  # id of the figure's element in the page
     title: str
-    see: str  # what to see
+    see: str  # caption: sentences that say what the figure shows
     figure: go.Figure
     numbers: Table
 
     @property
     def alt(self) -> str:
-        """The picture for those who do not see it: its first numbers, and where all of them are."""
+        """The text for screen readers: the first numbers, and where to find all numbers."""
         read = "; ".join(
             ", ".join(map(" ".join, zip(self.numbers.columns, row, strict=True)))
             for row in self.numbers.rows[:MOST_READ]
@@ -43,9 +43,9 @@ class Picture:
 
 
 def figure(traces: Any, height: int, **layout: Any) -> go.Figure:
-    """A figure as wide as the page, from traces or a figure; it does not zoom.
+    """Return a figure as wide as the page, without zoom, from plotly traces or a plotly figure.
 
-    It has no template: page.html sets the light or the dark one.
+    The figure has no template: page.html sets the light or the dark template.
     """
     out = go.Figure(traces)
     out.update_layout(
@@ -63,7 +63,7 @@ def figure(traces: Any, height: int, **layout: Any) -> go.Figure:
 
 
 def unit_of(most: float, units: Sequence[tuple[float, str]]) -> tuple[str, float]:
-    """The unit for numbers up to `most`, and how many of it a second or a byte is.
+    """Return the unit for numbers up to `most`, and the factor from seconds or bytes to that unit.
 
     >>> unit_of(0.3, TIMES), unit_of(3e9, SIZES)
     (('ms', 1000.0), ('GB', 1e-09))

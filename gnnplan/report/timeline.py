@@ -1,4 +1,4 @@
-"""The operations of each rank over time, lane by lane: simulated, and measured under it."""
+"""The operations of each rank over time, one row per lane: simulated, and measured below."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ from gnnplan.planner.vocabulary.units import show_count, show_percent, show_time
 from gnnplan.report.facts import Absent, Facts
 from gnnplan.report.picture import COLOURS, TIMES, WAITING, Picture, figure, unit_of
 
-MOST_RANKS = 16  # drawn
-MOST_MARKS = 8_000  # of a panel, which bounds the size of the page
-# what strangers ask about: lanes, and operations as MOVED has them
+MOST_RANKS = 16  # most ranks to draw
+MOST_MARKS = 8_000  # most marks per panel, to bound the size of the page
+# lane or operation -> explanation below the picture
 TERMS = {
     "comm": "exchanges between ranks",
     "reduce": "sums of gradients over ranks",
@@ -34,7 +34,7 @@ TERMS = {
 
 @dataclass(frozen=True)
 class Window:
-    """Some steps of a run: their spans, clipped, with time from 0; `op` is the operation."""
+    """The clipped spans of some steps, with times from 0; a span's `op` is the operation."""
 
     name: str  # 'simulated', or the folder of a run
     spans: list[Span]
@@ -42,7 +42,7 @@ class Window:
 
     @property
     def computing(self) -> str:
-        """How much of it ranks compute, in words."""
+        """The window's duration and the share of it in which ranks compute, in words."""
         ranks = {span.rank for span in self.spans}
         busy = [
             sum(s.seconds for s in self.spans if (s.rank, s.lane) == (rank, "compute"))
@@ -53,7 +53,7 @@ class Window:
 
 
 def timeline(facts: Facts) -> Picture:
-    """The steady state of the plan's strategy, simulated, and of its runs. Raises Absent."""
+    """Draw the steady state of the plan's strategy, simulated and measured. Raises Absent."""
     steps = 1 if facts.batches == 1 else min(3, facts.batches)
     simulated = steady("simulated", facts.simulated, steps)
     if simulated is None:
@@ -110,8 +110,8 @@ def timeline(facts: Facts) -> Picture:
 
 
 def steady(name: str, spans: Iterable[Span], steps: int) -> Window | None:
-    """So many successive steps whose duration is the median of all but the first; None where no
-    span says how long they take."""
+    """Return the window of `steps` successive steps with the median duration, the first steps left
+    out; None if no span has a duration."""
     spans = [span._replace(op=operation(span.label)) for span in spans if span.step >= 0]
     ends: dict[int, float] = {}
     for span in spans:
@@ -132,7 +132,7 @@ def steady(name: str, spans: Iterable[Span], steps: int) -> Window | None:
 
 
 def marks(window: Window) -> list[Span]:
-    """The window's spans of the first ranks, thinned until they are few enough."""
+    """Return the first ranks' spans, with short spans joined until at most MOST_MARKS remain."""
     spans = [
         span for span in window.spans if span.rank < MOST_RANKS and place_of(span.lane) < BELOW
     ]
@@ -145,7 +145,8 @@ def marks(window: Window) -> list[Span]:
 
 
 def thinned(lane: Iterable[Span], shortest: float) -> Iterator[Span]:
-    """Spans of one lane, by start, labelled without step; those within `shortest` are joined."""
+    """Yield the spans of one lane (sorted by start), labelled without the step; join spans that lie
+    within `shortest` seconds."""
     last, count = None, 0
     for span in lane:
         if last and span.end - last.start < shortest:
@@ -162,7 +163,7 @@ def thinned(lane: Iterable[Span], shortest: float) -> Iterator[Span]:
 def _lines(
     own: list[Span], places: list[tuple[int, str]], scale: float, unit: str, colour: str
 ) -> Any:
-    """An operation's marks as thick lines with gaps between them: one path, quick to draw."""
+    """Return an operation's marks as one path of thick lines with gaps, which is quick to draw."""
     height = {place: i for i, place in enumerate(places)}
     name = own[0].op
     return go.Scatter(
@@ -178,7 +179,7 @@ def _lines(
 
 
 def _by_lane(marks: Iterable[Span]) -> list[str]:
-    """Operations as a legend has them: by lane, then by time; waiting last."""
+    """Return operations in the legend's order: by lane, then by time; waiting last."""
     first: dict[str, tuple[bool, tuple[int, int], float]] = {}
     for mark in marks:
         key = _waits(mark.op), place_of(mark.lane), mark.start
@@ -191,7 +192,7 @@ def _waits(name: str) -> bool:
 
 
 def totals(window: Window) -> dict[tuple[int, str, str], float]:
-    """Seconds by rank, lane and operation [s]."""
+    """Return (rank, lane, operation) -> seconds [s]."""
     found = defaultdict[tuple[int, str, str], float](float)
     for span in window.spans:
         found[span.rank, span.lane, span.op] += span.seconds

@@ -1,4 +1,4 @@
-"""Who sends whom, and over which links: a matrix of ranks, and the busiest links."""
+"""Pictures of traffic: the bytes between each pair of ranks, and the busiest links."""
 
 from __future__ import annotations
 
@@ -17,24 +17,24 @@ from gnnplan.planner.vocabulary.units import show_bytes, show_percent
 from gnnplan.report.facts import Absent, Facts
 from gnnplan.report.picture import COMMUNICATION, SIZES, Picture, figure, unit_of
 
-MOST_RANKS = 64  # of the matrix; beyond, servers stand for their ranks
-EVEN = 1.01  # pairs that differ by less send the same
-MOST_TOLD = 3  # links in words
-MOST_LINKS = 24  # drawn
-MOST_WRITTEN = 4  # ranks whose bytes are written into the fields
+MOST_RANKS = 64  # with more ranks, the matrix has a row per server
+EVEN = 1.01  # pairs whose bytes differ by less than this factor count as equal
+MOST_TOLD = 3  # links named in the caption
+MOST_LINKS = 24  # links to draw
+MOST_WRITTEN = 4  # with more rows, bytes are not written into the cells
 
 
 class Load(NamedTuple):
-    """The load of an epoch on a port."""
+    """The bytes that an epoch sends through a port."""
 
     port: Port
     name: str
     nbytes: float
-    share: float  # of the epoch that the bytes need at the port's bandwidth
+    share: float  # time of the bytes at the port's bandwidth, as a share of the epoch
 
 
 def sent_between(candidate: Candidate, schedule: Schedule) -> np.ndarray:
-    """Bytes from rank to rank [ranks, ranks] of a schedule; all-reduces go hop by hop [B]."""
+    """Return a schedule's bytes from rank to rank, [ranks, ranks] [B], of all-reduces hop by hop."""
     sent = np.zeros((schedule.ranks, schedule.ranks))
     reduced = Counter[tuple[int, ...]]()
     for task in schedule.tasks:
@@ -52,7 +52,7 @@ def sent_between(candidate: Candidate, schedule: Schedule) -> np.ndarray:
 
 
 def loads(candidate: Candidate, sent: np.ndarray) -> list[Load]:
-    """The ports that an epoch's bytes pass, the busiest first."""
+    """Return the load of each port that an epoch sends through, the busiest first."""
     source, target = np.nonzero(sent)
     problem, epoch_s = candidate.problem, candidate.epoch_s
     placement = problem.cost.placement
@@ -61,7 +61,7 @@ def loads(candidate: Candidate, sent: np.ndarray) -> list[Load]:
         Load(
             (port, number),
             re.sub(
-                r"GPU \d+",  # as the drawing has them; and ranks may be CPUs
+                r"GPU \d+",  # the picture names ranks, which may be CPUs
                 lambda gpu: rank_of.get(gpu[0], gpu[0]),
                 describe_port(problem.cluster, placement, (port, number)),
             ),
@@ -77,7 +77,7 @@ def loads(candidate: Candidate, sent: np.ndarray) -> list[Load]:
 
 
 def matrix(facts: Facts) -> Picture:
-    """Bytes of an epoch from rank to rank, or from server to server. Raises Absent."""
+    """Draw an epoch's bytes from rank to rank, or from server to server. Raises Absent."""
     sent, problem = _sent(facts), facts.problem
     what = "rank" if problem.ranks <= MOST_RANKS else "server"
     places = np.arange(problem.ranks) if what == "rank" else np.array(problem.servers)
@@ -117,7 +117,7 @@ def matrix(facts: Facts) -> Picture:
 
 
 def links(facts: Facts) -> Picture:
-    """How long an epoch keeps links busy, the busiest first. Raises Absent."""
+    """Draw the share of an epoch that each link is busy, the busiest first. Raises Absent."""
     found = loads(facts.candidate, _sent(facts))
     shown = found[:MOST_LINKS]
     bars = go.Bar(

@@ -1,14 +1,15 @@
-"""The tests that every strategy passes, for a package to run on its own (docs/how-to/extend.md).
+"""The tests that every strategy must pass; a package with its own strategy runs them too
+(docs/how-to/extend.md).
 
-    kit.py        the tests that a package imports, and what it says for them
-    drawing.py    a schedule as text, as on strategies' pages
-    laws.py       of what the planner and the simulator say: closed form, schedule, bytes, memory
-    runs.py       of what ranks do: order, bytes, memory, resume, exactness
-    plain.py      models and their training written plainly, to write a recursion with
+    kit.py        the tests that a package imports, and the names that it defines for them
+    drawing.py    a schedule drawn as text, as on the strategies' pages
+    laws.py       checks of planner and simulator: closed form, schedule, bytes, memory
+    runs.py       checks of real runs: order, bytes, memory, resume, exactness
+    plain.py      reference models and training without the executor, to write a recursion with
     ranks.py      real ranks over Gloo, and the cases that they train
-    fixtures.py   ranks and small awkward graphs
+    fixtures.py   pytest fixtures: ranks, and small awkward graphs
 
-It needs gnnplan[testing]. Our own tests use the same.
+They need gnnplan[testing]. gnnplan's own tests use the same files.
 """
 
 import pytest

@@ -3,8 +3,8 @@
     compute  |forward 1|        |forward 2|loss|backward 2|        |backward 1|
     comm               |halo 2 f|                         |halo 2 b|
 
-A task begins when its lane is free and all that it waits for has ended. The drawing shows what
-follows what, and no seconds. Strategies' pages have theirs from here (tests/test_drawings.py).
+A task begins when its lane is free and all tasks that it waits for have ended. The drawing shows
+the order of tasks, not seconds. The strategies' pages show such drawings (tests/test_drawings.py).
 """
 
 from __future__ import annotations
@@ -16,21 +16,21 @@ from itertools import product
 from gnnplan.planner.vocabulary.schedule import Label, Recv, Schedule, Task
 
 LANES = ("setup", "host", "copy", "compute", "comm", "reduce", "send", "receive")
-WIDTH = 110  # columns, beyond which nothing is drawn
+WIDTH = 110  # characters per line; later tasks are not drawn
 
 
 def draw(schedule: Schedule, ranks: Sequence[int] = (0,), lanes: Sequence[str] = LANES) -> str:
-    """These lanes of these ranks, without those that are idle.
+    """Return the drawing of these lanes of these ranks, without idle lanes.
 
     Tasks of other lanes take no time.
     """
     rows: dict[tuple[int, str], str] = {}
-    ended: dict[tuple[int, Label], int] = {}  # columns
+    ended: dict[tuple[int, Label], int] = {}  # task -> column of its end
     tasks = [(task, "setup") for task in schedule.setup] + [(t, t.lane) for t in schedule.tasks]
     drawn = {(task.rank, task.label) for task, _ in tasks}
     while tasks:
-        later: list[tuple[Task, str]] = []  # wait for another rank
-        held: set[tuple[int, str]] = set()  # their lanes
+        later: list[tuple[Task, str]] = []  # tasks that wait for another task
+        held: set[tuple[int, str]] = set()  # (rank, lane) of the tasks in `later`
         for task, lane in tasks:
             row = task.rank, lane
             waits = [(task.rank, label) for label in task.after]
@@ -57,7 +57,7 @@ def draw(schedule: Schedule, ranks: Sequence[int] = (0,), lanes: Sequence[str] =
 
 
 def _cut(row: str) -> str:
-    """The tasks of a lane that end within WIDTH columns.
+    """Return the tasks of a lane that end within WIDTH columns.
 
     >>> _cut("|f 1|" + " " * WIDTH + "|f 2|")
     '|f 1|'
@@ -66,7 +66,7 @@ def _cut(row: str) -> str:
 
 
 def _name(label: Label) -> str:
-    """Such as 'halo 2 f', or 'f3' with chunk 3."""
+    """Return a task's name, as 'halo 2 f', or 'f3' for chunk 3."""
     if label.chunk is not None:
         return f"{label.op[0]}{label.chunk}"
     return " ".join(str(part) for part in (label.op, label.layer, label.direction) if part)

@@ -1,4 +1,4 @@
-"""Ranks and graphs that tests share."""
+"""Fixtures that tests share: ranks and graphs."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ from gnnplan.testing.ranks import ForkServer, Ranks
 
 @pytest.fixture(scope="session")
 def fork_server() -> ForkServer:
-    """Where ranks come from."""
+    """The process that forks ranks."""
     return ForkServer()
 
 
-# Gloo's threads look up a hundred times a second: ranks that have nothing to do any more end
+# per package, not per session: Gloo's threads poll 100 times a second, so idle ranks must end
 @pytest.fixture(scope="package")
 def run_ranks(tmp_path_factory: pytest.TempPathFactory, fork_server: ForkServer) -> Iterator[Ranks]:
-    """run_ranks(world, cases) -> a Result per case; run_ranks.alone(case) is the one process that
-    they must equal."""
+    """Ranks to train with: run_ranks(world, cases) returns a Result per case, and
+    run_ranks.alone(case) the Result of one process, which an exact strategy must equal."""
     ranks = Ranks(fork_server, tmp_path_factory.mktemp("ranks"))
     yield ranks
     ranks.close()
@@ -31,7 +31,7 @@ def run_ranks(tmp_path_factory: pytest.TempPathFactory, fork_server: ForkServer)
 def fresh_ranks(
     tmp_path_factory: pytest.TempPathFactory, fork_server: ForkServer
 ) -> Iterator[Ranks]:
-    """Processes of our own: those of other tests have code for their shapes of products already."""
+    """Fresh ranks for tests of memory: ranks of other tests have compiled code for some shapes."""
     ranks = Ranks(fork_server, tmp_path_factory.mktemp("memory"), memory=True)
     yield ranks
     ranks.close()
@@ -39,10 +39,10 @@ def fresh_ranks(
 
 @pytest.fixture(scope="session")
 def graphs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
-    """Small awkward graphs as files: every trap on purpose.
+    """Small graph files with edge cases.
 
-    rough    60 vertices, 6 of them isolated, self-loops and duplicates in the file, edges one way,
-             4 classes
+    rough    60 vertices, 6 of them isolated; self-loops, duplicates and edges in one direction
+             only; 4 classes
     islands  two components of 30 that METIS separates, so that two ranks have no halo; training
              vertices on one only
     multi    rough with 5 labels per vertex

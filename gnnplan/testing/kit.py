@@ -1,6 +1,6 @@
 """Tests of a strategy, for a package that adds one.
 
-A test file of the package imports all of them, and says what they are of:
+A test file of the package imports all tests, and defines the strategy's class and page:
 
     from gnnplan.testing.kit import *
     from my_package import MyStrategy
@@ -10,10 +10,10 @@ A test file of the package imports all of them, and says what they are of:
 
     def recursion(case, owner): ...
 
-Every one of `FAMILY.examples` is trained. PAGE is a text with the drawing of the first one.
-`recursion` is asked of a strategy that is not exact: it returns losses and weights of the case,
-trained plainly in one process (plain.py); owner: the rank of each vertex. Closed form and memory
-are asked of strategies of the full graph alone.
+The tests train every strategy in `FAMILY.examples`. PAGE is a text file that contains the drawing
+of the first example. A strategy that is not exact needs `recursion`: it computes the case's losses
+and weights in one process, from the strategy's equations (plain.py); owner: the rank of each
+vertex. The tests of closed form and memory apply to strategies on the full graph only.
 """
 
 from __future__ import annotations
@@ -73,7 +73,7 @@ def family(request: pytest.FixtureRequest) -> type[Strategy]:
 
 
 def case_of(example: Example, graph: str, model: str, **more: Any) -> Case:
-    """A run of the example on a small graph."""
+    """Return a case that trains the example on a small graph."""
     mini = MINI if parse(example.strategy).mode == "mini" else {}
     return Case(example.strategy, graph, {**SMALL, **mini, "model": model, **more}, example.servers)
 
@@ -90,7 +90,7 @@ def test_its_knobs_survive_words_and_json(example: Example) -> None:
 
 
 def suiting(family: type[Strategy], problem: Problem) -> Iterator[Strategy]:
-    """Its examples that suit a problem."""
+    """Yield the family's examples that can run the problem."""
     for example in family.examples:
         strategy = parse(example.strategy).settle(problem)
         try:
@@ -127,7 +127,7 @@ def test_a_graph_known_by_statistics_is_planned(family: type[Strategy], problem:
 def test_its_page_has_the_drawing_of_its_program(
     family: type[Strategy], request: pytest.FixtureRequest
 ) -> None:
-    """Two ranks, two layers, as many steps as differ."""
+    """Draw two ranks, two layers, and one period of steps."""
     first = family.examples[0]
     strategy = parse(first.strategy)
     case = case_of(first, LARGE, "sage")
@@ -142,7 +142,7 @@ def test_its_page_has_the_drawing_of_its_program(
 
 @pytest.fixture(scope="module")
 def played(example: Example, run_ranks: Ranks, graphs: dict[str, str]) -> Played:
-    """A run of as many epochs as differ, and one more."""
+    """A run of one period of epochs, and one more epoch."""
     case = case_of(example, graphs["rough"], "gcn")
     problem = case.problem(example.ranks)
     epochs = case.settled(problem).predict(problem).period + 1
@@ -157,7 +157,7 @@ def test_training_is_exact_or_follows_its_recursion(
     graphs: dict[str, str],
     request: pytest.FixtureRequest,
 ) -> None:
-    """In float64, to 1e-9. Of rows that are rounded at random, those that are not."""
+    """Compare in float64 to 1e-9, without the random rounding of rows."""
     strategy = parse(example.strategy).with_whole_rows()
     case = case_of(example, graphs["rough"], model, dtype="float64", optimizer="sgd")
     case = replace(case, strategy=str(strategy), epochs=6, eval_every=2)
@@ -167,7 +167,7 @@ def test_training_is_exact_or_follows_its_recursion(
     owner = case.problem(example.ranks).layout().owner
     losses, weights = request.module.recursion(case, owner)
     result = must_have_learnt(run_ranks(example.ranks, [case])[0], losses, weights)
-    # the exact run is another one, so the comparison above has teeth
+    # exact training ends at other weights, so the comparison above can fail
     assert difference(result.weights, one_process(run_ranks, case).weights) > 1e-3
 
 
@@ -191,7 +191,7 @@ def test_what_it_carries_is_made_anew_for_another_plans_weights(
 def test_predicted_memory_is_what_a_run_fills(
     example: Example, fork_server: ForkServer, tmp_path: Path
 ) -> None:
-    """In processes of its own, which have no code for its shapes of products yet."""
+    """Use fresh processes, in which no code for the products' shapes is compiled yet."""
     if parse(example.strategy).mode == "mini":
         pytest.skip("batches differ, and so does what they fill")
     case = case_of(example, LARGE, "sage", layers=3, hidden=128)

@@ -38,7 +38,7 @@ from gnnplan.planner.vocabulary.schedule import Collective, Ring, Schedule, Send
 from gnnplan.simulator.player import Played, TaskGraph, play, serial
 from gnnplan.testing.drawing import draw
 
-ROUND = 1e-9  # what rounding may do to a sum of seconds
+ROUND = 1e-9  # relative rounding error of a sum of seconds
 
 
 def community(vertices: int, edges: int, seed: int = 0) -> Graph:
@@ -50,11 +50,11 @@ def community(vertices: int, edges: int, seed: int = 0) -> Graph:
 
 
 def statistics(graph: Graph) -> GraphStats:
-    """The same graph, of which only the statistics are known."""
+    """Return the graph's statistics, as of a graph known by statistics only."""
     return replace(graph.stats, known=False)
 
 
-# dense to all isolated
+# from many edges to none
 GRAPHS = (community(400, 6000), community(120, 900, 1), community(60, 100, 2), community(24, 0, 3))
 
 
@@ -127,14 +127,14 @@ def problems(draw: st.DrawFn) -> Problem:
 
 @dataclass(frozen=True)
 class Told:
-    """A strategy, predicted and played once for all laws: to play takes longest."""
+    """A strategy's prediction and simulation, computed once for all laws, since it takes long."""
 
     problem: Problem
-    faster: Problem  # the same on better hardware
+    faster: Problem  # the same problem on better hardware
     strategy: Strategy
 
     def __post_init__(self) -> None:
-        for name in ("problem", "faster"):  # with launches as this strategy's steps make them
+        for name in ("problem", "faster"):  # a strategy that replays CUDA graphs launches less
             launching = getattr(self, name).launching(self.strategy.replays)
             object.__setattr__(self, name, launching)
 
@@ -152,7 +152,7 @@ class Told:
 
     @property
     def played_steps(self) -> int:
-        """Two epochs of every kind, after the first one."""
+        """The number of steps to simulate: two periods of epochs after the first epoch."""
         return max(6, (2 * self.period + 1) * self.steps)
 
     @cached_property
@@ -165,7 +165,7 @@ class Told:
 
     @cached_property
     def alone(self) -> Played:
-        """Without contention."""
+        """The simulation without contention for links."""
         return self.played(contention=False)
 
     @cached_property
@@ -188,11 +188,11 @@ def alone_simulated_serial(told: Told) -> None:
 
 
 def closed_form_is_the_simulation_within_the_claim(told: Told) -> None:
-    """Of every epoch of a period. Transfers of a synchronous step or of a pipeline do not meet on a
-    wire, so contention does not matter, unless gradients are summed in several buckets. A stale
-    step's all-reduce does meet exchanges: its closed form lies between the two simulations and
-    close to the contended one. So do a hybrid's members, who send at once through their server's
-    one card."""
+    """Compare every epoch of a period. Transfers of a synchronous step or of a pipeline do not
+    share a link, so contention does not matter, unless gradients are summed in several buckets. A
+    stale step's all-reduce shares links with exchanges: its closed form lies between the two
+    simulations and close to the contended one. The same holds for a hybrid's members, which send
+    at the same time through their server's one NIC."""
     both = (each.epochs_s(told.steps) for each in (told.alone, told.contended))
     alike = [[median(epochs[e :: told.period]) for e in range(told.period)] for epochs in both]
     for e, (alone, contended) in enumerate(zip(*alike, strict=True), 1):  # the first is not there
@@ -210,7 +210,7 @@ def _closed_form_is_near(told: Told, closed: float, alone: float, contended: flo
     elif buckets > 1:
         assert alone * (1 - ROUND) <= closed
         assert abs(closed / contended - 1) <= CLAIM, (closed, contended)
-    elif isinstance(strategy, Tensor3D):  # groups beside each other share their servers' cards
+    elif isinstance(strategy, Tensor3D):  # concurrent groups share their servers' NICs
         assert alone * (1 - ROUND) <= closed
     elif isinstance(strategy, GNNPipe) and strategy.members(problem) > 1:
         # without edges members never meet, and the claim alone holds
@@ -219,8 +219,8 @@ def _closed_form_is_near(told: Told, closed: float, alone: float, contended: flo
             len({problem.servers[rank] for rank in strategy.group(problem, s)}) > 1
             for s in range(problem.ranks // strategy.members(problem))
         )
-        # no card between members, and something ties them; 26.1 % was found, with 1-4 rows a
-        # member
+        # members on one server that exchange rows; the largest error found is 26.1 %, with 1 to 4
+        # rows per member
         if problem.stats.edges and not apart:
             assert abs(closed / contended - 1) <= 0.30, (closed, contended)
     elif isinstance(strategy, GNNPipe):
@@ -249,14 +249,14 @@ def better_hardware_is_never_slower(told: Told) -> None:
     faster, schedule = told.faster, told.schedule
     predicted = float(told.strategy.predict(faster).epoch_s)
     assert predicted <= float(told.predicted.epoch_s) * (1 + ROUND)
-    # a plan is work and order: no time in it
+    # a schedule holds work and order, no times, so faster hardware does not change it
     assert told.strategy.schedule(faster, told.played_steps) == schedule
     simulated = play(schedule, faster.cost, contention=False).end_s
     assert simulated <= told.alone.end_s * (1 + ROUND)
 
 
 def bytes_of_the_schedule_are_those_of_predict(told: Told) -> None:
-    """Epoch by epoch."""
+    """Compare bytes epoch by epoch."""
     steps, schedule = told.steps, told.schedule
     for epoch in range(1, 2 * told.period + 1):
         p = told.predicted.at(epoch)
@@ -290,9 +290,8 @@ def memory_is_told_by_rank_and_use(told: Told) -> None:
     assert (memory["runtime"] > 0).all()
     # a stage of SGC that only propagates has no weights
     assert ((memory["optimizer"] > 0) == (memory["parameters"] > 0)).all()
-    # a rank may have only rows that it hands to the others
-    # with checkpoints one layer keeps nothing but its features
-    # edges of a chunk are loaded by the operations that read them
+    # any: a rank may hold only rows that it hands to other ranks. Offload loads the edges of a
+    # chunk with the operations that read them; with recomputation one layer keeps only features
     assert isinstance(told.strategy, Offload) or memory["graph"].any()
     assert memory["activations"].any() or getattr(told.strategy, "checkpoint", False)
     assert memory["parameters"].sum() >= problem.model.weights * problem.model.itemsize
@@ -310,7 +309,7 @@ LAWS = (
 
 
 def with_better(problem: Problem, what: str, factor: float) -> Problem:
-    """The problem on hardware of which one number is `factor` times as good."""
+    """Return the problem on hardware with one number `factor` times as good."""
     c = problem.cluster
     assert c.inter_node
     intra, inter, device = c.intra_node, c.inter_node, c.device
@@ -341,8 +340,8 @@ def steady_bytes(schedule: Schedule, epoch: int = 1, steps: int = 1) -> dict[str
 def crossing(
     schedule: Schedule, problem: Problem, steps: int = 1, epoch: int = 1
 ) -> dict[str, int]:
-    """Bytes of an epoch of so many steps by class of link, read off the schedule; a ring over ranks
-    in order leaves each server once."""
+    """Return an epoch's bytes by class of link, from the schedule; steps: per epoch. A ring over
+    ranks in order leaves each server once."""
     links, rings = Counter[str](), Counter[tuple[Any, tuple[int, ...]]]()
     for task in schedule.tasks:
         work = task.work
@@ -370,7 +369,7 @@ def must_survive_words_and_json(strategy: Strategy) -> None:
 
 
 def drawing_of(strategy: Strategy, world: int, layers: int, steps: int, **what: Any) -> str:
-    """Some steps on a small graph, each rank on a server of its own."""
+    """Draw some steps on a small graph, with one rank per server."""
     graph = load("synthetic:community?vertices=200&edges=2000&features=16&classes=4&seed=0")
     assert isinstance(graph, Graph)
     batches = {"batch": 16, "fanout": (3,) * layers} if strategy.mode == "mini" else {}

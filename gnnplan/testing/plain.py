@@ -1,8 +1,8 @@
-"""The models and their training written plainly: dense matrices, autograd, one process.
+"""Reference models and training: dense matrices, autograd, one process.
 
-Nothing of the executor is used but the initial weights (so that runs can be compared) and the
+The code uses nothing of the executor but the initial weights (so that runs can be compared) and the
 dropout mask, which is part of the specification: a function of seed, epoch, layer and vertex.
-Everything is float64; rows are all N vertices."""
+All tensors are float64; a tensor of rows has all N vertices."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ from gnnplan.executor.modules.nets import net_of
 from gnnplan.planner.gnn.workload import Workload
 from gnnplan.testing.ranks import Case
 
-# layer, h_{l-1} [N, H] -> (which of S rows each of N reads, as the operator [N, S]; those rows
-# prepared [S, H], the N own ones first)
+# layer, h_{l-1} [N, H] -> (operator [N, S]: weight of each of S source rows for each of N readers;
+# prepared source rows [S, H], the rows of the N vertices first)
 Read = Callable[[int, Tensor], tuple[Tensor, Tensor]]
 
 
@@ -35,7 +35,7 @@ class Plain:
         self.layers, self.model = self.workload.layers, self.workload.model
         net = net_of(problem.model, self.workload)
         self.w = {name: p.detach().clone().requires_grad_() for name, p in net.named_parameters()}
-        self.running = {name: value.clone() for name, value in net.named_buffers()}  # of batch norm
+        self.running = {name: value.clone() for name, value in net.named_buffers()}  # batch norm's
         self.norm = self.workload.norm or ("layer" if self.model == "resgcn" else "none")
         n = self.graph.stats.vertices
         adjacency = np.zeros((n, n))
@@ -68,8 +68,8 @@ class Plain:
     # -- forward ----------------------------------------------------------------------------------
 
     def drop(self, h: Tensor, step: int | None, layer: int) -> Tensor:
-        """Dropout before layer `layer` (0: encoder, layers + 1: decoder); none where step is None
-        (evaluation), and in ResGCN+ none before the first activation; SGC drops features alone."""
+        """Apply dropout before layer `layer` (0: encoder, layers + 1: decoder), except in
+        evaluation (step None), in ResGCN+ before the first activation, in SGC beyond layer 1."""
         p, seed = self.workload.dropout, self.workload.seed
         never = {"resgcn": layer < 2, "sgc": layer > 1}.get(self.model, False)
         if step is None or not p or never:
@@ -77,8 +77,8 @@ class Plain:
         return h * dropout_mask(seed, step, layer, torch.arange(len(h)), h.shape[1], p) / (1 - p)
 
     def prepare(self, layer: int, step: int | None, h: Tensor, *older: Tensor) -> Tensor:
-        """Prepare rows [N, H] for the readers of layer `layer`; older ones, too, are normalised by
-        their moments."""
+        """Normalise, activate and drop out rows [N, H] for layer `layer`; batch norm normalises the
+        older rows with the moments of h."""
         activates = layer > 1 and (
             self.model == "resgcn" or (self.norm != "none" and layer <= self.layers)
         )
@@ -100,14 +100,14 @@ class Plain:
         return torch.cat(out)
 
     def encode(self, step: int | None) -> tuple[Tensor, Tensor | None]:
-        """(h_0, initial rows x0)."""
+        """Return h_0, and the initial rows x0 if the model has them."""
         if self.model not in ("gcnii", "resgcn"):
             return self.x, None
         h = self.drop(self.x, step, 0) @ self.w["encoder.weight"].T + self.w["encoder.bias"]
         return (h, None) if self.model == "resgcn" else (h.relu(), h.relu())
 
     def gather(self, layer: int, operator: Tensor, rows: Tensor) -> Tensor:
-        """operator [N, S], prepared rows [S, H] -> [N, .]"""
+        """Aggregate prepared rows [S, H] with the operator [N, S] into [N, .]."""
         if self.model == "resgcn":
             messages = rows.relu() + 1e-7
             if self.workload.aggregation == "sum":
@@ -138,7 +138,8 @@ class Plain:
     def update(
         self, layer: int, gathered: Tensor, own: Tensor, h: Tensor, x0: Tensor | None
     ) -> Tensor:
-        """gathered and own are of prepared rows, h are the layer's inputs."""
+        """Return the layer's output; gathered: aggregated rows, own: the vertices' prepared rows,
+        h: the layer's inputs."""
         if self.model == "sgc":
             out = gathered @ self.w["layers.1.weight"].T if layer == 1 else gathered
             return out + self.w[f"layers.{layer}.bias"] if layer == self.layers else out
@@ -168,11 +169,11 @@ class Plain:
     def enter(
         self, layer: int, step: int | None, h: Tensor, x0: Tensor | None
     ) -> tuple[Tensor, Tensor | None]:
-        """Return the layer's h_{l-1} and initial rows."""
+        """Return the layer's h_{l-1} and initial rows; a subclass may replace them."""
         return h, x0
 
     def forward(self, step: int | None, read: Read | None = None) -> tuple[Tensor, list[Tensor]]:
-        """(logits, [h_0 .. h_L]). `read` gives other rows than this step's."""
+        """Return logits and [h_0 .. h_L]; read: supplies other source rows than this step's."""
         h, x0 = self.encode(step)
         rows = []
         for layer in range(1, self.layers + 1):
@@ -186,12 +187,12 @@ class Plain:
         return self.decode(h, step), rows
 
     def varies(self, layer: int) -> bool:
-        """Whether layer l's input changes from epoch to epoch: features do not."""
+        """Whether the layer's input changes from epoch to epoch; features do not change."""
         return layer > 1 or self.model in ("gcnii", "resgcn")
 
     @property
     def state(self) -> dict[str, Tensor]:
-        """Weights, and batch norm's running moments."""
+        """The weights, and batch norm's running moments."""
         return self.w | self.running
 
     # -- training ---------------------------------------------------------------------------------
@@ -224,13 +225,13 @@ class Plain:
 
 
 def train_plainly(case: Case) -> tuple[list[float], dict[str, Tensor]]:
-    """Ordinary full-batch training: (losses, weights)."""
+    """Train on the full batch in the ordinary way; return losses and weights."""
     plain = Plain(case)
     return trained(plain, case.epochs), plain.state
 
 
 def trained(plain: Plain, epochs: int) -> list[float]:
-    """The losses of full-batch training."""
+    """Train on the full batch and return the losses."""
     losses = []
     for step in range(epochs):
         plain.begin(step)
@@ -241,8 +242,8 @@ def trained(plain: Plain, epochs: int) -> list[float]:
 
 
 def difference(ours: dict[str, Any], theirs: dict[str, Any], idle: tuple[str, ...] = ()) -> float:
-    """Largest difference of any weight, relative to the largest number of its tensor. `idle` names
-    what nothing but rounding moves: a bias before batch norm, which takes it away again."""
+    """Return the largest difference of any weight, relative to the largest number of its tensor.
+    idle: weights that only rounding changes, as a bias before batch norm, which cancels it."""
     assert ours.keys() == theirs.keys()
     worst = 0.0
     for name, reference in theirs.items():

@@ -1,11 +1,11 @@
 """Real ranks for tests: processes over Gloo on 127.0.0.1 that stay up and train one case after the
 other.
 
-`run_ranks(world, cases)` (a fixture in fixtures.py) gives a Result per case, made of what the ranks
-left on disk. Importing torch takes seconds of a processor. One process imports it, the fork server,
-and ranks are forks of it. The ranks of a world size start when they are first needed; a rank is
-sent a case, and answers when it is trained. A rank that fails or hangs ends its world: all of it is
-killed, the test fails with the rank's own words, and the next case starts afresh."""
+`run_ranks(world, cases)` (a fixture in fixtures.py) returns a Result per case, read from the files
+that the ranks wrote. Importing torch takes seconds, so only one process, the fork server, imports
+it, and ranks are forks of the fork server. The ranks of a world size start when first needed; a
+rank receives a case, trains it, and answers. If a rank fails or hangs, all ranks of its world are
+killed, the test fails with that rank's stderr, and the next case starts new ranks."""
 
 from __future__ import annotations
 
@@ -30,14 +30,14 @@ from typing import Any, NamedTuple
 
 import pytest
 
-# per case, the start of the ranks included; much, for a busy disk may hold up rank 0 for long
+# timeout per case, with the start of the ranks; generous, since a busy disk may delay rank 0
 SECONDS = 90
-# of a workload that trains small graphs in no time
+# workload fields with which small graphs train quickly
 SMALL = {"layers": 4, "hidden": 8, "dropout": 0.5, "lr": 0.05, "seed": 3}
 
 
 def small(model: str, **more: Any) -> dict[str, Any]:
-    """A small workload in float64, in which rounding hides no fault."""
+    """Return a small workload in float64, so that rounding hides no error."""
     return {"model": model, **SMALL, "dtype": "float64", **more}
 
 
@@ -56,11 +56,11 @@ class Case:
     staleness_errors: bool = False
     gradient_errors: bool = False
     checkpoint_every: int = 0
-    resume: str = ""  # the folder of a run to go on with
-    islands: str = ""  # of a server's ranks, as --set takes them; one process has none
-    streams: bool = False  # lanes without threads, as over NCCL
-    device: str = "cpu"  # that is planned for
-    fields: str = ""  # a .npz of more numbers of the graph, as 'edge edge_attr' and 'vertex pos'
+    resume: str = ""  # folder of a run to resume
+    islands: str = ""  # groups of a server's ranks, as --set takes them; not for one process
+    streams: bool = False  # run lanes as streams instead of threads, as over NCCL
+    device: str = "cpu"  # kind of device to plan for
+    fields: str = ""  # a .npz of vertex and edge fields, named 'vertex pos' or 'edge edge_attr'
 
     def problem(self, world: int) -> Any:
 
@@ -105,7 +105,7 @@ class Case:
 
 @dataclass(frozen=True)
 class Result:
-    """The files that a run left."""
+    """A finished run of a case, read from its folder."""
 
     case: Case
     world: int
@@ -127,18 +127,18 @@ class Result:
 
     @property
     def scores(self) -> list[float | None]:
-        """Of training, validation and test, of all epochs one after the other."""
+        """The scores on training, validation and test vertices of each epoch, in one list."""
         from gnnplan.planner.gnn.workload import scores_of
 
         return [row[name] for row in self.metrics for name in scores_of(row)]
 
     def rank(self, rank: int) -> dict[str, Any]:
-        """Bytes by operation, peak memory, backend."""
+        """Return the content of a rank's rank*.json: bytes by operation, peak memory, backend .."""
         left: dict[str, Any] = json.loads((self.out / f"rank{rank}.json").read_text())
         return left
 
     def fullest(self) -> int:
-        """The peak of the rank that filled most [bytes]."""
+        """Return the largest peak memory of any rank [B]."""
         return int(max(self.rank(rank)["peak_bytes"] for rank in range(self.world)))
 
     @property
@@ -149,7 +149,7 @@ class Result:
 
 
 def with_fields(graph: Any, file: str) -> Any:
-    """The graph with the fields in a file of a Case, if it has one."""
+    """Return the graph with the fields in `file` (Case.fields) added, if it is not ''."""
     import numpy as np
 
     if not file:
@@ -164,9 +164,9 @@ def with_fields(graph: Any, file: str) -> Any:
 
 
 def meeting(world: int) -> tuple[Any, dict[str, str]]:
-    """A store at a port that the system chooses, hosted here for as long as it is held, and what
-    ranks of this machine must know to meet there, but their numbers. A port that was only found
-    free may be somebody else's when rank 0 wants it."""
+    """Return a TCP store, hosted in this process while the object lives, and the environment with
+    which ranks of this machine join it, except RANK. The system chooses the port as the store
+    opens: a port that is only looked up may be taken before rank 0 opens it."""
     from gnnplan.executor.ranks.meeting import on_this_machine, store_of_this_machine
 
     store = store_of_this_machine()
@@ -178,11 +178,11 @@ def meeting(world: int) -> tuple[Any, dict[str, str]]:
     }
 
 
-Program = tuple[Sequence[str], Mapping[str, str]]  # its words as `start` takes them, environment
+Program = tuple[Sequence[str], Mapping[str, str]]  # argv as `start` takes it, environment
 
 
 class Ended(NamedTuple):
-    """A program that has ended."""
+    """The exit code and the output of a program."""
 
     code: int
     stdout: str
@@ -190,7 +190,7 @@ class Ended(NamedTuple):
 
 
 class ForkServer:
-    """Starts processes that have torch and the executor loaded: multiprocessing's."""
+    """The fork server of multiprocessing, with torch and the executor loaded."""
 
     def __init__(self) -> None:
         multiprocessing.set_forkserver_preload([__name__, "gnnplan.executor.train"])
@@ -200,12 +200,12 @@ class ForkServer:
             forkserver.ensure_running()
 
     def start(self, argv: Sequence[str], env: Mapping[str, str], stderr: Path) -> Forked:
-        """A process that does what `python argv...` would: a file, or '-m' and a module, and
-        words."""
+        """Start a process that does what `python argv...` would; argv: a file, or '-m' and a
+        module, then arguments. Without argv, start a rank."""
         return Forked({**os.environ, **env}, stderr, argv)
 
     def run(self, programs: Sequence[Program], folder: Path, seconds: float = 90) -> list[Ended]:
-        """Be these programs side by side until all have ended; none of them is left."""
+        """Run these programs at the same time until all have ended; kill those that remain."""
         told = [folder / f"stderr{number}" for number in range(len(programs))]
         begun = [self.start(*each, path) for each, path in zip(programs, told, strict=True)]
         try:
@@ -217,7 +217,7 @@ class ForkServer:
 
 
 class Forked(multiprocessing.context.ForkServerProcess):
-    """A rank that trains what comes through `channel`, or a program."""
+    """A forked process: a rank that trains the cases sent to `channel`, or a program."""
 
     def __init__(self, env: Mapping[str, str], stderr: Path, argv: Sequence[str] = ()) -> None:
         channel, its = multiprocessing.Pipe()
@@ -229,21 +229,21 @@ class Forked(multiprocessing.context.ForkServerProcess):
         self.channel = channel
 
     def ended(self, seconds: float) -> tuple[int, str]:
-        """The exit code, once it has ended, and what it has said on standard output."""
+        """Wait for the end; return the exit code and standard output. Raises TimeoutError."""
         self.join(seconds)
         if self.exitcode is None:
             raise TimeoutError(f"process {self.pid} still runs after {seconds} s")
         return self.exitcode, self.said.read_text()
 
     def close(self) -> None:
-        """Leave nothing of it."""
+        """Kill the process and release its resources."""
         self.kill()
         self.join()
         self.channel.close()
 
 
 class World:
-    """`world` processes that wait for cases. Not thread-safe; `close` leaves none behind."""
+    """A group of `world` ranks that wait for cases. Not thread-safe; `close` ends all of them."""
 
     def __init__(self, world: int, folder: Path, cuda: bool = False, memory: bool = False) -> None:
         folder.mkdir(parents=True)
@@ -261,7 +261,7 @@ class World:
         ]
 
     def run(self, case: Case, out: Path) -> Result:
-        """Raises AssertionError with the words of the rank that failed first."""
+        """Train a case. Raises AssertionError with the stderr of the rank that failed first."""
         try:
             self._await(case, out)
         except BaseException:
@@ -272,7 +272,7 @@ class World:
     def _await(self, case: Case, out: Path) -> None:
         waiting = {process.channel: rank for rank, process in enumerate(self.processes)}
         for channel in waiting:
-            with contextlib.suppress(OSError):  # it has died: its answer says so
+            with contextlib.suppress(OSError):  # a dead rank is reported when it does not answer
                 channel.send((case, out))
         until = time.monotonic() + SECONDS
         while waiting:
@@ -290,7 +290,7 @@ class World:
 
     def _fail(self, case: Case, what: str, rank: int) -> None:
         for process in self.processes:
-            # those that still run say where they are; one may end meanwhile
+            # running ranks print their stacks on SIGUSR1; a rank may end meanwhile
             with contextlib.suppress(ProcessLookupError):
                 if process.is_alive() and process.pid:
                     os.kill(process.pid, signal.SIGUSR1)
@@ -308,7 +308,7 @@ class World:
 
     def close(self) -> None:
         for process in self.processes:
-            process.channel.close()  # a rank ends then
+            process.channel.close()  # a rank ends when its channel closes
         until = time.monotonic() + 2
         for process in self.processes:
             process.join(max(0.0, until - time.monotonic()))
@@ -317,13 +317,14 @@ class World:
 
 
 class Ranks:
-    """Worlds by size, started when first needed. Calling it runs cases. `memory`: whether somebody
-    looks at their peak memory; to look for it every millisecond takes a quarter of their
-    processors' time. Who does looks ten times as often, in all epochs: beside other tests a peak of
-    a millisecond, 3 % of some, was now and then missed in each of three."""
+    """Worlds of ranks by size, started when first needed; a call runs cases.
+
+    memory: sample the ranks' memory every 0.1 ms, in all epochs, instead of rarely. Sampling every
+    millisecond takes a quarter of the ranks' processor time, and under load it still missed a peak
+    of one millisecond (3 % of the memory of some runs) in three epochs in a row."""
 
     def __init__(self, server: ForkServer, folder: Path, memory: bool = False) -> None:
-        """server: it runs."""
+        """Take a running fork server, and a folder for the runs."""
         self.folder, self.memory = folder, memory
         self.worlds: dict[tuple[int, bool], World] = {}
         self.runs = 0
@@ -341,15 +342,15 @@ class Ranks:
         return results
 
     def _folder(self, case: Case) -> Path:
-        """The folder of a run, which is there if it goes on."""
+        """Return the run's folder: a new one, or the folder of the run to resume."""
         self.runs += 1
         out = Path(case.resume) if case.resume else self.folder / f"run{self.runs}"
         out.mkdir(parents=True, exist_ok=bool(case.resume))
         return out
 
     def alone(self, case: Case) -> Result:
-        """The case in one process, this one: graph parallel with one rank is plain training. Always
-        on the CPU."""
+        """Train the case in this process, on the CPU: graph parallel on one rank is ordinary
+        training."""
         import torch
 
         from gnnplan.executor.ranks.rank import Rank
@@ -380,7 +381,7 @@ def _train(rank: Any, case: Case, out: Path) -> None:
 
 
 def be_rank(channel: Connection[Any, Any]) -> None:
-    """Train the cases that come in, until there are no more."""
+    """Train the cases received from the channel until it closes."""
     faulthandler.register(signal.SIGUSR1)
     import warnings
 
@@ -402,8 +403,7 @@ def be_rank(channel: Connection[Any, Any]) -> None:
             case, out = channel.recv()
         except EOFError:
             break
-        # trainings collect circles, but not in what earlier ones have imported: that takes a tenth
-        # of a second
+        # training collects garbage; freezing keeps imported modules out of it, which saves 0.1 s
         if known != len(sys.modules):
             known = len(sys.modules)
             gc.collect()
@@ -421,7 +421,7 @@ def be_rank(channel: Connection[Any, Any]) -> None:
 
 
 def be_program(argv: list[str]) -> None:
-    """Run the file, or after '-m' the module, with these words."""
+    """Run the file argv[0], or after '-m' the module argv[1], with the remaining arguments."""
     module = argv[0] == "-m"
     name, sys.argv = argv[module], argv[module:]
     (runpy.run_module if module else runpy.run_path)(name, run_name="__main__")
@@ -430,7 +430,7 @@ def be_program(argv: list[str]) -> None:
 def _be(
     channel: Connection[Any, Any], env: dict[str, str], files: tuple[str, str], argv: list[str]
 ) -> None:
-    """Be a Forked, whose standard output and errors go into these files."""
+    """Run a rank or a program in a forked process, with stdout and stderr written to `files`."""
     code = 1
     try:
         for number, path in enumerate(files, 1):

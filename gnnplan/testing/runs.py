@@ -1,7 +1,7 @@
-"""What a run of real ranks is held to: what ranks do is what the schedule says, with the bytes and
-the memory that were predicted; and a resumed run is the unbroken one.
+"""Checks of a run on real ranks: the order of operations is the schedule's, bytes and memory are as
+predicted, and a resumed run equals an uninterrupted run.
 
-The tests take a fixture `played`, a run beside its schedule and prediction.
+The tests take a fixture `played`: a run with its schedule and prediction.
 """
 
 from __future__ import annotations
@@ -36,8 +36,8 @@ from gnnplan.testing.ranks import Case, Ranks, Result
 
 
 class Played:
-    """A run beside its schedule and prediction. Evaluated after every epoch: that must not show
-    anywhere."""
+    """A run with its schedule and prediction. The run evaluates after every epoch, which must
+    change neither order nor bytes."""
 
     def __init__(self, result: Result) -> None:
         self.result, self.world, self.epochs = result, result.world, result.case.epochs
@@ -46,7 +46,7 @@ class Played:
         self.steps, self.candidate = strategy.steps(problem), Candidate.of(problem, strategy)
         self.schedule = strategy.schedule(problem, result.case.epochs * self.steps)
         self.prediction = self.candidate.predicted
-        # every epoch has other edges: prediction is of the first
+        # mini-batches sample other edges in every epoch; the prediction is for the first epoch
         self.resamples = strategy.mode == "mini"
 
     @cached_property
@@ -59,7 +59,7 @@ class Played:
 
 
 def test_order_of_operations(played: Played) -> None:
-    """Per rank and lane, step by step; and the set-up before them."""
+    """Check the order per rank and lane, of the set-up and of every step."""
     lanes = {span.lane for span in played.spans}
     assert all(place_of(lane) < BELOW for lane in lanes)
     for rank in range(played.world):
@@ -118,7 +118,7 @@ def test_set_up_bytes(played: Played) -> None:
 
 
 def test_evaluation_is_not_counted(played: Played) -> None:
-    """Every epoch was evaluated, and its line says the bytes of training alone."""
+    """Check that metrics.jsonl counts only the bytes of training, not of evaluation."""
     steps, tasks = played.steps, played.schedule.tasks
     of_epoch = [
         sum(played.schedule.bytes_by_op(t for t in tasks if t.label.step // steps == e).values())
@@ -132,7 +132,7 @@ def test_evaluation_is_not_counted(played: Played) -> None:
 
 
 def test_validate_finds_no_fault(played: Played) -> None:
-    """Epoch by epoch; so it blames neither."""
+    """Check that `compare` finds equal bytes and order, and suggests no bug report."""
     simulated = play(played.schedule, played.candidate.problem.cost)
     epoch_s = simulated.epoch_s(played.steps, played.prediction.period)
     measured = played.spans, played.result.metrics, played.ranks
@@ -156,7 +156,7 @@ def test_a_measured_trace_survives_its_file(played: Played, tmp_path: Path) -> N
 def must_resume(
     run_ranks: Ranks, world: int, case: Case, broken_off: int = 3, last: int = 5
 ) -> None:
-    """Broken off an epoch after its last checkpoint, that epoch is trained again; to the bit."""
+    """Check that a run interrupted one epoch after its checkpoint resumes bit by bit equal."""
     unbroken, broken = run_ranks(
         world, [replace(case, epochs=last), replace(case, epochs=broken_off, checkpoint_every=2)]
     )
@@ -168,7 +168,7 @@ def must_resume(
 
 
 def same(broken: Result, unbroken: Result) -> None:
-    """In weights, and in all that a run leaves but its times and its processes' memory."""
+    """Check that two runs have equal weights and equal files, but for times and process memory."""
     weights = unbroken.weights
     assert broken.weights.keys() == weights.keys() and all(
         torch.equal(broken.weights[name], p) for name, p in weights.items()
@@ -190,9 +190,10 @@ def same(broken: Result, unbroken: Result) -> None:
 
 
 def must_fill_as_predicted(world: int, case: Case, fresh_ranks: Ranks) -> None:
-    """The fullest rank's to 5 %, every rank's to 8 %. Runs are of 30 to 200 MB, so that Python's
-    own objects are small beside them. What a step keeps for the next is there in the second. On a
-    busy machine the watch sleeps through some short peaks: it has one in every epoch."""
+    """Compare the fullest rank's memory to 5 %, and every rank's to 8 %. Runs take 30 to 200 MB, so
+    that Python's own objects are small in comparison. Buffers that a step keeps for the next step
+    exist from the second epoch on. On a busy machine the sampling of memory misses short peaks, so
+    every epoch is sampled."""
     case = replace(case, epochs=6)
     (result,) = fresh_ranks(world, [case])
     problem = case.problem(world)
@@ -207,7 +208,7 @@ def must_fill_as_predicted(world: int, case: Case, fresh_ranks: Ranks) -> None:
 def must_have_learnt(
     result: Result, losses: list[float], weights: dict[str, Any], idle: tuple[str, ...] = ()
 ) -> Result:
-    """These losses and these weights, as far as float64 holds them."""
+    """Check losses and weights to the precision of float64; return the result."""
     assert result.losses == pytest.approx(losses, rel=1e-9), str(result.case)
     assert difference(result.weights, weights, idle) <= 1e-9, str(result.case)
     return result
@@ -217,7 +218,7 @@ _references: dict[str, Result] = {}
 
 
 def one_process(run_ranks: Ranks, case: Case) -> Result:
-    """The case as one process trains it."""
+    """Train the case in one process, once per case; return the result."""
     alone = "data_parallel" if case.workload.get("mode") == "mini" else "graph_parallel"
     case = replace(case, strategy=alone, servers=1)
     if str(case) not in _references:
@@ -233,7 +234,8 @@ def must_train_as_one_process(
     losses: float,
     idle: tuple[str, ...] = (),
 ) -> None:
-    """Final weights, every epoch's loss and accuracies; tolerances are relative."""
+    """Compare final weights, and every epoch's loss and scores, with those of one process;
+    weights, losses: relative tolerances."""
     for case, result in zip(cases, run_ranks(world, cases), strict=True):
         alone = one_process(run_ranks, case)
         assert difference(result.weights, alone.weights, idle) <= weights, str(case)
@@ -247,9 +249,9 @@ def must_train_as_one_process(
 def must_go_on_from_another_plan(
     run_ranks: Ranks, after: str, world: int, graph: str, workload: dict[str, Any]
 ) -> None:
-    """What a strategy carries is made of the weights that it goes on with. Without dropout it is
-    that of an exact step: so is the next one, forward and backward. SGD, since Adam makes steps of
-    the rounding of biases before a batch norm."""
+    """Check that a strategy recomputes its state between epochs from another plan's weights.
+    Without dropout that is the state of an exact step, so the next step is exact too, forward and
+    backward. SGD, since Adam turns the rounding of biases before a batch norm into steps."""
     plain = {**workload, "dropout": 0.0, "optimizer": "sgd", "lr": 0.3}
     case = Case("graph_parallel", graph, plain, epochs=4)
     unbroken = run_ranks.alone(replace(case, epochs=5))
