@@ -80,8 +80,8 @@ def ask(
                 " leave one out"
             )
         fields = {**fields, "dtype": "float32"}  # the plan tries the other dtypes later
-    own = fields.get("model")
-    live: Any = None if isinstance(own, str) else own  # a torch.nn.Module, or its class
+    model = fields.get("model")
+    live: Any = None if isinstance(model, str) else model  # a torch.nn.Module, or its class
     if isinstance(workload, Workload):
         workload = workload.model_dump(exclude_unset=True)
     workload = str(workload) if isinstance(workload, Path) else workload
@@ -89,7 +89,7 @@ def ask(
     asked, module = wanted.workload, live or wanted.module
     machine, fitted = _cluster_of(cluster, asked.model)
     says_loss = asked.loss is not None or "loss" in fields_set
-    name, said = source_name(graph, numbers=says_loss or task == "regression")
+    name, written_notes = source_name(graph, numbers=says_loss or task == "regression")
     notify(f"reading {name}")
     if says_loss and task is None and "task=" not in name and os.path.exists(name.split("?")[0]):
         task = "regression"
@@ -97,19 +97,23 @@ def ask(
     source = source_of(
         name, task=task, **{what: str(file) for what, file in files.items() if file is not None}
     )
-    problem = problem_of(source, machine, asked, settings, ranks, partitioner, directed, said)
-    made = [] if module else unread_by(asked.model, problem.graph)
+    problem = problem_of(
+        source, machine, asked, settings, ranks, partitioner, directed, written_notes
+    )
+    model_notes = [] if module else unread_by(asked.model, problem.graph)
     if module:
         from gnnplan.executor.modules.own import with_user_model
 
         notify("reading the model")
         more = {} if wanted.fanout is None else {"fanout": wanted.fanout}
-        problem, made = with_user_model(problem, module, [*wanted.given, *fields_set], more=more)
+        problem, model_notes = with_user_model(
+            problem, module, [*wanted.given, *fields_set], more=more
+        )
         if problem.workload.model != asked.model:  # a testbed may have constants per model
             machine, fitted = _cluster_of(cluster, problem.workload.model)
             machine, _ = apply_overrides(machine, asked, settings)
             problem = replace(problem, cluster=with_ranks(machine, ranks))
-    notes = (*problem.stats.notes, *made, *([fitted] if fitted else []))
+    notes = (*problem.stats.notes, *model_notes, *([fitted] if fitted else []))
     return Question(problem, notes, frozenset([*wanted.given, *fields_set]), chooses_dtype)
 
 
@@ -194,9 +198,9 @@ def problem_of(
     ranks: int | None,
     method: str,
     directed: bool,
-    said: Sequence[str] = (),
+    written_notes: Sequence[str] = (),
 ) -> Problem:
-    """Load the graph and return the problem; `said`: notes from writing the graph to the cache.
+    """Load the graph and return the problem; written_notes: notes of writing the graph.
 
     Raises SpecError.
     """
@@ -209,7 +213,7 @@ def problem_of(
         graph = os.path.realpath(head) + mark + query  # the plan may be run from another folder
     loaded = load(graph, directed)
     stats = loaded.stats if isinstance(loaded, Graph) else loaded
-    stats = replace(stats, notes=(*said, *stats.notes))
+    stats = replace(stats, notes=(*written_notes, *stats.notes))
     if cluster.ranks > stats.vertices:
         raise SpecError(
             f"every rank needs a vertex (vertices: {stats.vertices:,}, ranks: {cluster.ranks:,}); "

@@ -35,7 +35,7 @@ def main() -> NoReturn:
     from gnnplan.planner.vocabulary.errors import GnnplanError
 
     code: Any = 1
-    unheard: OSError | None = None
+    output_error: OSError | None = None
     _open_standard_streams()
     for stream in (sys.stdout, sys.stderr):  # the encoding may lack characters of a file's name
         if isinstance(stream, io.TextIOWrapper):
@@ -51,11 +51,11 @@ def main() -> NoReturn:
         code = 130
     except OSError as error:
         if error.filename is None and error.errno in (errno.EPIPE, errno.ENOSPC, errno.EIO):
-            unheard = error  # without a file name: standard output
+            output_error = error  # without a file name: standard output
         else:
-            code = _refused(error)
+            code = _fail_by_system(error)
     except ValueError as error:
-        named = _blamed(str(error))
+        named = _refused_variable(str(error))
         if named is None:
             raise
         code = fail(f"{named}={os.environ[named]!r:.80}: torch refuses it; mend or unset it", 2)
@@ -68,12 +68,12 @@ def main() -> NoReturn:
         code = 2
     if code == 130:
         fail("interrupted", 130)
-    at_last = _flush()
-    unheard = unheard or at_last
-    if isinstance(unheard, BrokenPipeError):  # `gnnplan plan | head`
+    flush_error = _flush()
+    output_error = output_error or flush_error
+    if isinstance(output_error, BrokenPipeError):  # `gnnplan plan | head`
         code = 1
-    elif unheard is not None:
-        said = f"standard output cannot be written ({unheard.strerror})"
+    elif output_error is not None:
+        said = f"standard output cannot be written ({output_error.strerror})"
         say(f"error: {said}, so the answer is not whole; send it to another place")
         code = 2
     gc.freeze()  # skip the collection at exit
@@ -102,7 +102,7 @@ def _flush() -> OSError | None:
     return None
 
 
-def _blamed(said: str) -> str | None:
+def _refused_variable(said: str) -> str | None:
     """Return the environment variable whose value torch refuses, found in the error's text."""
     for name in ("TORCH_LOGS_FORMAT", "TORCH_LOGS", "TORCH_DISTRIBUTED_DEBUG", "LOGLEVEL"):
         value = os.environ.get(name)
@@ -111,7 +111,7 @@ def _blamed(said: str) -> str | None:
     return None
 
 
-def _refused(error: OSError) -> int:
+def _fail_by_system(error: OSError) -> int:
     """Print a refusal of the operating system; raise an error that may be a bug of gnnplan."""
     from gnnplan.planner.vocabulary.files import MOST_SHOWN, refusal, remedy_of
 

@@ -77,7 +77,7 @@ SHARED: dict[str, dict[str, Any]] = {
 }
 
 
-class Told(NamedTuple):
+class Option(NamedTuple):
     """An argument of a verb, from which typer's option is made."""
 
     hint: Any  # type
@@ -86,7 +86,7 @@ class Told(NamedTuple):
     by_place: bool = False  # a positional argument, without --name
 
 
-Source = Callable[[], dict[str, Told]]
+Source = Callable[[], dict[str, Option]]
 
 
 def helps_of(docstring: str | None) -> dict[str, str]:
@@ -102,10 +102,10 @@ def of_function(place: str, *only: str, given_only: bool = False) -> Source:
     given_only: the default of every option is None, so that a verb sees which options are given.
     """
 
-    def told() -> dict[str, Told]:
+    def arguments_of_function() -> dict[str, Option]:
         module, *names = place.split(".")
         found = _declared(API / f"{module}.py", *names)
-        own, helps, out = found.args, helps_of(ast.get_docstring(found)), dict[str, Told]()
+        own, helps, out = found.args, helps_of(ast.get_docstring(found)), dict[str, Option]()
         arguments = [*own.args[len(own.args) - len(own.defaults) :], *own.kwonlyargs]
         for argument, value in zip(arguments, [*own.defaults, *own.kw_defaults], strict=True):
             name = argument.arg
@@ -116,13 +116,13 @@ def of_function(place: str, *only: str, given_only: bool = False) -> Source:
             if given_only:
                 text += f"  [default: {default:g}]" if type(default) in (int, float) else ""
                 default = None
-            out[name] = Told(kind if kind is bool else kind | None, default, text)
+            out[name] = Option(kind if kind is bool else kind | None, default, text)
         return out
 
-    return told
+    return arguments_of_function
 
 
-def of_fields() -> dict[str, Told]:
+def of_fields() -> dict[str, Option]:
     """Return a workload's fields as arguments with default None; the string below a field is the
     help."""
     out = {}
@@ -133,7 +133,7 @@ def of_fields() -> dict[str, Told]:
             kind: Any = TYPES.get(ast.unparse(field.annotation).removesuffix(" | None"), str)
             if default is not None:
                 text += f"  [default: {default if kind is str else f'{default:g}'}]"
-            out[field.target.id] = Told(kind | None, None, text)
+            out[field.target.id] = Option(kind | None, None, text)
     return out
 
 
@@ -145,10 +145,10 @@ def _declared(file: Path, *names: str) -> Any:
     return found
 
 
-def of_model() -> dict[str, Told]:
+def of_model() -> dict[str, Option]:
     """Return the workload's model as a positional argument."""
     text, _, _ = (of_fields()["model"].help or "").partition("  [default")
-    return {"model": Told(str, Parameter.empty, text, by_place=True)}
+    return {"model": Option(str, Parameter.empty, text, by_place=True)}
 
 
 class Verb(TyperCommand):
@@ -163,35 +163,37 @@ class Verb(TyperCommand):
         """The function's own arguments, then the sources' arguments of other names."""
         helps = helps_of(inspect.getdoc(self.function))
         found = {
-            name: Told(one.annotation, one.default, helps.get(name), one.kind < one.KEYWORD_ONLY)
+            name: Option(one.annotation, one.default, helps.get(name), one.kind < one.KEYWORD_ONLY)
             for name, one in inspect.signature(self.function, eval_str=True).parameters.items()
             if one.kind is not Parameter.VAR_KEYWORD
         }
         for source in self.sources:
-            for name, told in source().items():
-                found.setdefault(name, told)
+            for name, option in source().items():
+                found.setdefault(name, option)
         if "as_json" in found:  # --json stands last
             found["as_json"] = found.pop("as_json")
-        return [self._parameter(name, told, found) for name, told in found.items()]
+        return [self._parameter(name, option, found) for name, option in found.items()]
 
-    def _parameter(self, name: str, told: Told, among: Container[str]) -> Parameter:
+    def _parameter(self, name: str, option: Option, among: Container[str]) -> Parameter:
         """Return an argument as an annotated parameter for typer; among: names of all arguments."""
         known = {**SHARED.get(name, {}), **self.details.get(name, {})}
         flags = known.pop("flags", (_flag(name),))
         text = re.sub(
             r"`(\w+)`",
             lambda of: _flag(of[1]) if of[1] in among else of[0],
-            told.help or known.get("help", ""),
+            option.help or known.get("help", ""),
         )
-        kind: Any = typer.Argument if told.by_place else partial(typer.Option, *flags)
-        hint: Any = told.hint
+        kind: Any = typer.Argument if option.by_place else partial(typer.Option, *flags)
+        hint: Any = option.hint
         for number in (int, float):
             if number in (hint, *get_args(hint)):
                 ends = known.get("min", -math.inf), known.get("max", math.inf)
                 known["parser"] = partial(_number, number, max(flags, key=len), *ends)
                 known.setdefault("metavar", f"<{number.__name__}>")
         annotation = Annotated[hint, kind(**{**known, "help": text})]
-        return Parameter(name, Parameter.KEYWORD_ONLY, default=told.default, annotation=annotation)
+        return Parameter(
+            name, Parameter.KEYWORD_ONLY, default=option.default, annotation=annotation
+        )
 
     @cached_property
     def whole(self) -> Any:

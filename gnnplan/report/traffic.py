@@ -34,7 +34,7 @@ class Load(NamedTuple):
 
 
 def sent_between(candidate: Candidate, schedule: Schedule) -> np.ndarray:
-    """Return a schedule's bytes from rank to rank, [ranks, ranks] [B], of all-reduces hop by hop."""
+    """Return a schedule's bytes from rank to rank [ranks, ranks] [B]; all-reduces hop by hop."""
     sent = np.zeros((schedule.ranks, schedule.ranks))
     reduced = Counter[tuple[int, ...]]()
     for task in schedule.tasks:

@@ -206,26 +206,26 @@ class ForkServer:
 
     def run(self, programs: Sequence[Program], folder: Path, seconds: float = 90) -> list[Ended]:
         """Run these programs at the same time until all have ended; kill those that remain."""
-        told = [folder / f"stderr{number}" for number in range(len(programs))]
-        begun = [self.start(*each, path) for each, path in zip(programs, told, strict=True)]
+        stderrs = [folder / f"stderr{number}" for number in range(len(programs))]
+        begun = [self.start(*each, path) for each, path in zip(programs, stderrs, strict=True)]
         try:
             ended = [process.ended(seconds) for process in begun]
         finally:
             for process in begun:
                 process.close()
-        return [Ended(*each, path.read_text()) for each, path in zip(ended, told, strict=True)]
+        return [Ended(*each, path.read_text()) for each, path in zip(ended, stderrs, strict=True)]
 
 
 class Forked(multiprocessing.context.ForkServerProcess):
     """A forked process: a rank that trains the cases sent to `channel`, or a program."""
 
     def __init__(self, env: Mapping[str, str], stderr: Path, argv: Sequence[str] = ()) -> None:
-        channel, its = multiprocessing.Pipe()
-        self.said = stderr.with_name(f"{stderr.name}.out")
-        files = str(self.said), str(stderr)
-        super().__init__(target=_be, args=(its, dict(env), files, list(argv)))
+        channel, child_channel = multiprocessing.Pipe()
+        self.stdout = stderr.with_name(f"{stderr.name}.out")
+        files = str(self.stdout), str(stderr)
+        super().__init__(target=_be, args=(child_channel, dict(env), files, list(argv)))
         self.start()
-        its.close()
+        child_channel.close()
         self.channel = channel
 
     def ended(self, seconds: float) -> tuple[int, str]:
@@ -233,7 +233,7 @@ class Forked(multiprocessing.context.ForkServerProcess):
         self.join(seconds)
         if self.exitcode is None:
             raise TimeoutError(f"process {self.pid} still runs after {seconds} s")
-        return self.exitcode, self.said.read_text()
+        return self.exitcode, self.stdout.read_text()
 
     def close(self) -> None:
         """Kill the process and release its resources."""
