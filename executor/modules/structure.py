@@ -216,7 +216,9 @@ class Structure:
         }
 
     def must_answer_alike(self, whole: Whole, place: Place) -> None:
-        """Raise Unfit if Python would be told something else of a graph's edges than it was."""
+        """Raise Unfit if `forward` reads another value from a graph's edges than when recorded.
+
+        `forward` was recorded on graphs in which only the first vertex has no edges."""
         if not self.answers:
             return
         for node, found in self.values_on(whole, place, self.answers).items():
@@ -224,10 +226,10 @@ class Structure:
             told = told if isinstance(told, bool) else whole.vertices - told
             if found != told:
                 raise Unfit(
-                    f"{node.place}forward asks for {node.what} of the edges: it is {found.item()}"
-                    f" of this graph, and must be {told}, as of those that it was recorded on, of"
-                    " which the first vertex alone has no edges; leave the question out (x.size(0)"
-                    " tells how many vertices there are), or change the graph's file"
+                    f"{node.place}forward reads {node.what} of the edges, which is {found.item()}"
+                    f" on this graph, but {told} was expected, as on the graphs that it was"
+                    " recorded on (only their first vertex has no edges); use x.size(0) for the"
+                    " number of vertices, and do not branch on edges"
                 )
 
     def of_block(self, block: Block, place: Place) -> Values:

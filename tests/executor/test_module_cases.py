@@ -408,7 +408,7 @@ def test_a_scripted_function_is_called_as_a_whole(tmp_path):
     ("asks", "words"),
     [
         ("edge_index.max() >= len(x)", ""),
-        ("(edge_index[1] == 0).any()", "line 15: forward asks for any of the edges: it is True of"),
+        ("(edge_index[1] == 0).any()", "line 15: forward reads any of the edges, which is True on"),
     ],
     ids=["alike", "otherwise"],
 )
@@ -430,9 +430,7 @@ def test_edges_tell_how_many_vertices_there_are_if_the_last_has_some(tmp_path):
     assert pieces
     pair = np.array([1, 0], dtype=np.int32)
     pieces.structure.must_answer_alike(Whole(np.array([0, 1, 2]), pair), pieces.place)
-    with pytest.raises(
-        Unfit, match=r"line 15: .* max of the edges: it is 1 of this graph, and must"
-    ):
+    with pytest.raises(Unfit, match=r"line 15: .* max of the edges, which is 1 on this graph, but"):
         pieces.structure.must_answer_alike(Whole(np.array([0, 1, 2, 2]), pair), pieces.place)
 
 
