@@ -466,9 +466,15 @@ def trained(tmp_path_factory):
         asked = f"--ranks {ranks} --strategy {strategy} --hidden 8 --dropout 0.3"
         planned(plan, "--graph", GRAPH, asked)
         asked = spelt(["run", plan, "--out", out, f"--epochs {EPOCHS} --eval-every 2 --json"])
-        command = [sys.executable, *words, *asked]
+        # torchrun starts `python -m gnnplan`, which looks into the working directory first
+        safe = {"PYTHONSAFEPATH": "1"} if words is TORCHRUN else {}
         begun[name] = subprocess.Popen(
-            command, cwd=folder, env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+            [sys.executable, *words, *asked],
+            cwd=folder,
+            env=env | safe,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
         )
     try:
         return {
@@ -484,8 +490,9 @@ def test_a_run_from_the_folder_above_the_clone(trained):
     """There `git clone` had left a folder gnnplan/, which is no package: all ranks imported that
     and died with "cannot import name '__version__' from 'gnnplan'". Nor is a plan for the machine
     that it runs on one for another."""
-    for run in trained.values():
-        assert run.code == 0 and "here" not in run.stderr, run.stderr
+    for name, run in trained.items():
+        takes_turns = RUNS[name][0] > len(os.sched_getaffinity(0))  # which a note says
+        assert run.code == 0 and (takes_turns or "here" not in run.stderr), run.stderr
 
 
 @pytest.mark.timeout(150)
