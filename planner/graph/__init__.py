@@ -1,20 +1,21 @@
-"""A graph: read, generated or known by statistics; how it is partitioned, sampled and split.
+"""Graphs: read, generated or described by statistics; their partitions, samples and splits.
 
     graph.py        the types Graph and GraphStats
-    load.py         a graph by name, from one of the next three
-    parts.py        what every source is read into, a piece at a time
-    arrays.py       a table of arrays, which all sources become: in memory, or our own files
-    part_folder.py  a graph cut in parts, of which rows are read as they are asked for
-    build.py        a graph of parts, checked and completed
-    npy.py          an array's header and ids, checked before anything is allocated
-    labels.py       what vertices have: labels, masks, features; read, or made up
-    fields.py       numbers of vertices and edges by name, which go along with their edges
+    load.py         finds a graph by the name that a user gives
+    formats/        readers of other libraries' files
+    parts.py        `Parts`: the contents of a source, read piece by piece
+    arrays.py       gnnplan's own files: a .npz, or a folder of .npy files
+    part_folder.py  a folder of a partitioned graph, whose rows are read on demand
+    build.py        makes a checked and completed `Graph` from `Parts`
+    npy.py          checks array headers and vertex ids before memory is allocated
+    labels.py       labels, masks and features of vertices: read, or made up
+    fields.py       further named arrays of vertices and edges (edge weights, positions)
     generator.py    generated graphs
-    statistics.py   graphs of which only statistics are known (datasets/*.yaml)
+    statistics.py   graphs known by statistics only (datasets/*.yaml)
     partition.py    the part of each vertex
-    partitioners.py METIS and KaMinPar, which cut; training vertices evened out
-    kept.py         what takes long to find, kept on disk
-    sampling.py     what mini-batches draw: seeds, neighbours, edges and negatives
-    splitting.py    the owner of each vertex of a mini-batch
+    partitioners.py calls of METIS and KaMinPar, and balancing of training vertices
+    kept.py         the cache on disk for results that take long to compute
+    sampling.py     mini-batch sampling: seeds, neighbours, edges and negatives
+    splitting.py    the owner of each vertex of a mini-batch (split parallelism)
 
 Imports `vocabulary`, and `gnn` for the workload."""

@@ -1,7 +1,7 @@
 """The types of a graph: `Graph` with features, labels and masks, and its `GraphStats`.
 
 Shapes: N vertices, E directed edges, F features, C classes. An edge src -> dst means that dst
-aggregates from src. load.py makes graphs; this file has what all its sources share."""
+aggregates from src. load.py makes graphs; this file has the code that all sources share."""
 
 from __future__ import annotations
 
@@ -26,25 +26,25 @@ from gnnplan.planner.vocabulary.units import show_bytes
 
 Array = NDArray[Any]
 Owner: TypeAlias = NDArray[np.int32]  # the part of each vertex [N]
-# [N, F], float32, or float64 where float32 does not hold them; numpy.memmap if they stay in their
-# file
+# [N, F] in float32, or in float64 if float32 cannot represent the values exactly; a numpy.memmap if
+# the features stay in their file
 Features: TypeAlias = NDArray[np.floating[Any]] | sp.csr_matrix
 LARGEST_ARRAY = 64 << 30  # [B]
 MOST_CLASSES = 1_000_000
 MOST_VERTICES = 2**31 - 1  # ids are int32
 IDS_REACH = f"ids of 32 bits reach {MOST_VERTICES:,}"
 MOST_FEATURES = 1_000_000
-SPARSE = 0.1  # features with at most this share of nonzero numbers are kept sparse
+SPARSE = 0.1  # features with at most this share of nonzero numbers are stored sparse
 AT_ONCE = 1 << 24  # [B] of an array that are hashed and checked at a time
-LARGEST_WHOLE = 1 << 53  # float64 holds all whole numbers up to it
-COMPARED = 4096  # rows, at the start and all over, in which float32 is compared with float64
+LARGEST_WHOLE = 1 << 53  # float64 represents all whole numbers up to this one exactly
+COMPARED = 4096  # sample rows, the first and evenly spaced, that compare float32 with float64
 FINITE = "features must be finite in float32"
-MERGED = 0.01  # share of different numbers that float32 may make equal, as it does among millions
+MERGED = 0.01  # share of distinct numbers that float32 may merge without a note
 
 
 @dataclass(frozen=True)
 class GraphStats:
-    """Facts of a graph that a plan needs."""
+    """The facts of a graph that a plan needs."""
 
     name: str
     source: str  # the argument of `load`
@@ -54,40 +54,40 @@ class GraphStats:
     classes: int  # 0: no labels, so it can be planned but not trained
     train_vertices: int
     multilabel: bool
-    hash: str  # of the content, not of the file
-    # changes and additions, such as 'made undirected' or 'stand-in features'
+    hash: str  # digest of the graph's content, not of its file
+    # changes and additions made at loading, such as 'made undirected' or 'stand-in features'
     notes: tuple[str, ...] = ()
-    known: bool = True  # False: statistics only, without a graph
+    known: bool = True  # False: only statistics are known, there are no edges
     directed: bool = False
     # statistics only: number of parts -> halo rows of all parts together
     halo_rows: Mapping[int, int] = field(default_factory=dict, hash=False)
     nonzeros: int = 0  # numbers in sparse features; 0: they are dense
     spread: float = SPREAD  # standard deviation of the logarithms of degrees
-    # statistics only: spreads of what is drawn and of what is reached
+    # statistics only: spreads of the sampled edges and of the reached vertices per batch
     # (ownership/estimated_batches.py)
     batch_spread: tuple[float, float] | None = None
-    train_popular: bool = False  # vertices with many neighbours are trained on more often
-    packed: bool = False  # its features are what a user's module is given (with_inputs)
-    held_out: int = 0  # link prediction: directed edges that are not among `edges` (sampling.py)
-    numbers: bool = False  # y holds numbers, of which `classes` are predicted for each vertex
+    train_popular: bool = False  # training vertices have more neighbours than other vertices
+    packed: bool = False  # features are the concatenated inputs of a user's module (with_inputs)
+    held_out: int = 0  # link prediction: directed held-out edges, not counted in `edges`
+    numbers: bool = False  # regression: y holds numbers, `classes` of them per vertex
 
     @property
     def dense(self) -> bool:
-        """Whether all numbers of features are stored."""
+        """Whether features are stored dense, zeros included."""
         return not self.nonzeros
 
     @property
     def stored_per_row(self) -> float:
-        """Numbers of a row of sparse features, on average; 0: they are dense."""
+        """Mean count of stored numbers per row of sparse features; 0 for dense features."""
         return self.nonzeros / self.vertices
 
     def made_dense(self) -> GraphStats:
-        """Those of the graph with all numbers of its features, zeros too."""
+        """Return the statistics of the same graph with dense features."""
         return dataclasses.replace(self, nonzeros=0)
 
     @property
     def learned(self) -> Literal["label", "labels", "numbers"]:
-        """What is predicted of a vertex."""
+        """The kind of target that is predicted for a vertex."""
         if self.numbers:
             return "numbers"
         return "labels" if self.multilabel else "label"
@@ -95,12 +95,12 @@ class GraphStats:
 
 @dataclass(frozen=True, eq=False)
 class Whole:
-    """All edges of a graph, and what lies on them."""
+    """All edges of a graph as CSR of in-neighbours, with their fields."""
 
     indptr: NDArray[np.int64]  # [N+1]
     indices: NDArray[np.int32]  # [E]
-    fields: Mapping[str, Array] = field(default_factory=dict)  # of edges [E, ..], by name
-    loops: bool = False  # a self-loop per vertex, after all other edges
+    fields: Mapping[str, Array] = field(default_factory=dict)  # name -> numbers of edges [E, ..]
+    loops: bool = False  # True: a self-loop per vertex follows all other edges
 
     @property
     def vertices(self) -> int:
@@ -108,27 +108,27 @@ class Whole:
 
     @cached_property
     def degrees(self) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-        """In-degrees and out-degrees [N], with self-loops."""
+        """In-degrees and out-degrees [N], self-loops included."""
         outs = np.bincount(self.indices, minlength=self.vertices).astype(np.int64)
         return np.diff(self.indptr) + self.loops, outs + self.loops
 
 
-Csr: TypeAlias = Whole | sp.csr_matrix  # what has an indptr and indices
+Csr: TypeAlias = Whole | sp.csr_matrix  # both have the arrays indptr and indices
 
 
 @dataclass(frozen=True, eq=False)
 class Cut:
-    """Parts in which somebody has cut a graph."""
+    """A partition of the graph that was made before and came with its files."""
 
     parts: int
-    method: str  # as --partitioner has it; else the name of the library that cut it
+    method: str  # a value of --partitioner, or the name of the library that made the partition
     owner: Owner
-    name: str  # that no other cut has
+    name: str  # unique identifier of this partition
 
 
 @dataclass(frozen=True, eq=False)
 class Graph:
-    """A graph as CSR of in-neighbours: row v has the vertices that v aggregates from.
+    """A graph as CSR of in-neighbours: row v lists the vertices that v aggregates from.
 
     Rows are sorted; there are no self-loops and no duplicates."""
 
@@ -136,47 +136,47 @@ class Graph:
     indptr: NDArray[np.int64]  # [N+1]
     indices: NDArray[np.int32]  # [E]
     x: Features
-    # class ids, int64 [N], -1 = no label (all -1 without labels); or multi-label targets, uint8 or
-    # float32 [N, C]; or numbers, float32 [N, C], NaN = none
+    # class ids, int64 [N], -1 = no label (all -1 in a graph without labels); or multi-label
+    # targets, uint8 or float32 [N, C]; or regression targets, float32 [N, C], NaN = no target
     y: Array
     train: NDArray[np.bool_]  # [N]
     val: NDArray[np.bool_]
     test: NDArray[np.bool_]
-    # link prediction: edges for validation and for test, (source, destination) int64 [2, edges]
+    # link prediction: validation edges and test edges, (source, destination) int64 [2, edges] each
     held_out: tuple[Array, ...] = ()
-    # other numbers, by name: of vertices [N, ..], and of edges [E, ..] in the order of `indices`
+    # name -> further numbers of vertices [N, ..], and of edges [E, ..] in the order of `indices`
     vertex_fields: Mapping[str, Array] = field(default_factory=dict)
     edge_fields: Mapping[str, Array] = field(default_factory=dict)
-    loops: bool = False  # a module of DGL is given a self-loop per vertex beside these edges
+    loops: bool = False  # True: a DGL module gets a self-loop per vertex besides these edges
     cut: Cut | None = None
 
-    @cached_property  # one object, by which a user's module keeps what it has made of the edges
+    @cached_property  # one object per graph, since user modules cache data keyed by this object
     def whole(self) -> Whole:
-        """Its edges and their fields."""
+        """The graph's edges and edge fields."""
         return Whole(
             np.asarray(self.indptr), np.asarray(self.indices), self.edge_fields, self.loops
         )
 
     def neighbours(self, rows: NDArray[Any]) -> NDArray[np.int32]:
-        """In-neighbours of vertices, row after row [edges]."""
+        """Return the in-neighbours of the vertices `rows`, row after row [edges]."""
         return np.asarray(self.indices[ranges(self.indptr[rows], self.degree_of(rows))])
 
     def degree_of(self, rows: NDArray[Any]) -> NDArray[np.int64]:
-        """In-degrees of vertices [rows]."""
+        """Return the in-degrees of the vertices `rows` [rows]."""
         return np.asarray(self.indptr[rows + 1] - self.indptr[rows])
 
     @property
     def reached(self) -> Sequence[int]:
-        """Vertices within 0, 1, .. hops of training vertices, against the edges, where known."""
+        """Counts of vertices within 0, 1, .. in-hops of training vertices; empty if unknown."""
         return ()
 
     def features(self, rows: Any = slice(None)) -> NDArray[np.floating[Any]]:
-        """Dense features [len(rows), F] of `rows`: indices, a boolean mask or a slice."""
+        """Return dense features [len(rows), F] of `rows`: indices, a boolean mask or a slice."""
         x = self.x[rows]
         return np.asarray(x.toarray() if sp.issparse(x) else x)
 
     def in_float32(self) -> Graph:
-        """The graph with features in float32, unless they stay in their file."""
+        """Return the graph with features in float32; features that stay in their file are kept."""
         if self.x.dtype == np.float32 or not (type(self.x) is np.ndarray or sp.issparse(self.x)):
             return self
         x = self.x.astype(np.float32)
@@ -184,7 +184,7 @@ class Graph:
         return dataclasses.replace(self, x=x)
 
     def dense(self) -> Graph:
-        """The graph with all numbers of its features, zeros too. Raises SpecError for too many."""
+        """Return the graph with dense features. Raises SpecError if they do not fit the memory."""
         if isinstance(self.x, np.ndarray) or self.stats.dense:
             return self
         rows, columns = self.x.shape
@@ -194,7 +194,7 @@ class Graph:
         return dataclasses.replace(self, x=x, stats=self.stats.made_dense())
 
     def lengths(self, rows: NDArray[Any]) -> NDArray[np.int64]:
-        """How many numbers are stored of the vertices' features [rows]."""
+        """Return the count of stored feature numbers of each vertex of `rows` [rows]."""
         if self.stats.dense:
             return np.full(rows.size, self.stats.features)
         x: Any = self.x
@@ -202,12 +202,12 @@ class Graph:
 
     @property
     def degree(self) -> Array:
-        """In-degree [N]."""
+        """In-degree of each vertex [N]."""
         return np.diff(self.indptr)
 
     @property
     def out_degree(self) -> Array:
-        """Out-degree [N]."""
+        """Out-degree of each vertex [N]."""
         if not self.stats.directed:
             return self.degree
         return np.bincount(self.indices, minlength=self.stats.vertices)
@@ -220,30 +220,30 @@ class Graph:
     def with_edges(
         self, indptr: Array, indices: Array, fields: Mapping[str, Array], **changes: Any
     ) -> Graph:
-        """The graph with other edges, which are in memory, and other changes."""
+        """Return the graph with these edges and edge fields, and with other fields changed."""
         known = {each.name: getattr(self, each.name) for each in dataclasses.fields(Graph)}
         edges = {"indptr": indptr, "indices": indices, "edge_fields": fields}
         return Graph(**known | edges | changes)
 
 
 def matrix_of(edges: Csr, numbers: Array) -> sp.csr_matrix:
-    """Edges with these numbers as a matrix [N, N], which shares memory with both."""
+    """Return the edges, with one of `numbers` each, as a matrix [N, N] that shares their memory."""
     n = len(edges.indptr) - 1
     return sp.csr_matrix((numbers, edges.indices, edges.indptr), shape=(n, n))
 
 
 def both_ways(edges: sp.csr_matrix) -> sp.csr_matrix:
-    """The edges and their opposites, whose numbers are added up."""
+    """Return the edges in both directions; numbers of opposite edges are summed."""
     return sp.csr_matrix(edges + edges.T)
 
 
 def with_inputs(
     graph: Graph | None, stats: GraphStats, inputs: Sequence[tuple[str, int]], precision: Precision
 ) -> tuple[Graph | None, GraphStats]:
-    """The graph whose features are these fields of its vertices, side by side.
+    """Return the graph with the vertex fields `inputs` (name, width) concatenated as features.
 
-    precision: of the workload's rows. Raises SpecError for a field that the graph lacks, and for
-    whole numbers that such rows do not hold."""
+    precision: number format of the workload's rows. Raises SpecError for a field that the graph
+    lacks, and for whole numbers that this format cannot represent exactly."""
     width = sum(columns for _, columns in inputs)
     if [name for name, _ in inputs] == ["x"] or stats.packed:
         return graph, stats
@@ -271,9 +271,9 @@ def with_inputs(
 
 
 def must_fit(source: str, what: str, nbytes: float) -> None:
-    """Raises SpecError if `what` takes more memory than there is.
+    """Raise SpecError if `nbytes` [B] for `what` exceed the memory of this machine.
 
-    It is called before an allocation, so that a typo in a size cannot bring the machine down."""
+    Call it before an allocation, so that a typo in a size cannot bring the machine down."""
     limit = min(LARGEST_ARRAY, os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"))
     if nbytes > limit:
         raise SpecError(
@@ -286,7 +286,7 @@ def must_fit(source: str, what: str, nbytes: float) -> None:
 def in_neighbours(
     src: Array, dst: Array, vertices: int, directed: bool
 ) -> tuple[NDArray[np.int64], NDArray[np.int32], tuple[str, ...]]:
-    """CSR (indptr [N+1], indices [E]) of an edge list, and notes about what was changed.
+    """Return the CSR (indptr [N+1], indices [E]) of an edge list, and notes on changes.
 
     Self-loops and duplicates are dropped. The graph is made undirected unless `directed`.
 
@@ -312,16 +312,16 @@ def in_neighbours(
         rows = rows + rows.T
         if rows.nnz > before:
             notes.append(f"made undirected: {before:,} -> {rows.nnz:,} directed edges")
-    # copies, since scipy's arrays may be longer than needed
+    # astype copies: scipy's arrays may be longer than needed
     return rows.indptr.astype(np.int64), rows.indices.astype(np.int32), tuple(notes)
 
 
 def finish(graph: Graph) -> Graph:
-    """The graph with the hash of its content, and with its arrays frozen.
+    """Return the graph with the hash of its content and with read-only arrays.
 
-    Its features are sparse if and only if most numbers are zero. A mapped file is read through
-    once; every process that maps it is told by the cache on disk what was found. Raises SpecError
-    for features that are not finite, if they are mapped."""
+    Features become sparse if and only if most numbers are zero; mapped features stay dense. A
+    mapped file is read once: its hash and count of nonzeros are cached on disk for every process.
+    Raises SpecError for mapped features that are not finite."""
     stats, x = graph.stats, graph.x
     structure = graph.indptr, graph.indices
     others = graph.y, graph.train, graph.val, graph.test
@@ -351,7 +351,7 @@ def finish(graph: Graph) -> Graph:
     elif not sparse and not isinstance(x, np.ndarray):
         must_fit(stats.name, "features", x.shape[0] * x.shape[1] * x.dtype.itemsize)
         x = x.toarray()
-    # so the hash stays true
+    # nobody may change the arrays, so the hash stays valid
     freeze(*structure, *feature_arrays(x).values(), *others, *fields.values())
     stats = dataclasses.replace(
         stats, hash=digest, nonzeros=nonzeros if sparse else 0, spread=spread_of(graph.degree)
@@ -360,30 +360,30 @@ def finish(graph: Graph) -> Graph:
 
 
 def freeze(*arrays: Array) -> None:
-    """Let nobody write to arrays."""
+    """Make the arrays read-only."""
     for array in arrays:
         array.flags.writeable = False
 
 
 def is_stored_whole(x: Any) -> bool:
-    """Whether all numbers of features are stored."""
+    """Whether features are stored dense."""
     return not sp.issparse(x)
 
 
 def feature_arrays(x: Any) -> dict[str, Any]:
-    """What features are stored in, by the names of our files."""
+    """Return the arrays that store the features, keyed by their names in gnnplan's files."""
     if is_stored_whole(x):
         return {"x": x}
     return {"x_indptr": x.indptr, "x_indices": x.indices, "x_data": x.data}
 
 
 def csr_features(indptr: Array, indices: Array, data: Array, width: int) -> sp.csr_matrix:
-    """Features [N, width] that are stored in these arrays."""
+    """Return features [N, width] as a CSR matrix of these arrays."""
     return sp.csr_matrix((data, indices, indptr), shape=(len(indptr) - 1, width))
 
 
 def spread_of(degrees: Array) -> float:
-    """Standard deviation of the logarithms of all degrees above 0."""
+    """Return the standard deviation of the logarithms of all degrees above 0."""
     positive = degrees[degrees > 0]
     return float(np.log(positive).std()) if positive.size else 0.0
 
@@ -399,7 +399,7 @@ def _hash(directed: bool, arrays: Iterable[Array], fields: Mapping[str, Array]) 
 
 
 def some_rows(array: Array) -> Iterator[Array]:
-    """The array, some rows at a time.
+    """Yield the array in pieces of some rows.
 
     A mapped file is read instead, so that pages used once do not stay in the process's memory."""
     row_bytes = array[:1].nbytes
@@ -415,7 +415,7 @@ def some_rows(array: Array) -> Iterator[Array]:
 
 
 def _nonzeros(source: str, x: Any) -> int:
-    """How many numbers of mapped features are not zero. Raises SpecError for NaN and infinities."""
+    """Count the nonzeros of mapped features. Raises SpecError for NaN and infinities."""
     first = count = 0
     for piece in some_rows(x):
         with np.errstate(over="ignore", invalid="ignore"):
@@ -425,9 +425,10 @@ def _nonzeros(source: str, x: Any) -> int:
 
 
 def narrowed(path: str, name: str, array: Array, first: int = 0) -> Array:
-    """Features as float32 if that holds each of them, else as float64.
+    """Return features as float32 if float32 represents each exactly, else as float64.
 
-    Raises SpecError for NaN, infinities, and whole numbers that float64 does not hold."""
+    first: row number of the first row, for messages. Raises SpecError for NaN, infinities, and
+    whole numbers that float64 cannot represent exactly."""
     with np.errstate(over="ignore", invalid="ignore"):
         narrow = array.astype(np.float32, copy=False)
     must_be_finite(path, name, narrow, first)
@@ -447,7 +448,7 @@ def narrowed(path: str, name: str, array: Array, first: int = 0) -> Array:
 
 
 def merging_note(x: Features) -> list[str]:
-    """What is said of features that are different numbers, but not in float32."""
+    """Return a note if float32 merges distinct numbers of the features, else nothing."""
     if x.dtype == np.float32:
         return []
     count = min(x.shape[0], COMPARED, max(64, AT_ONCE // (8 * x.shape[1])))
@@ -455,7 +456,7 @@ def merging_note(x: Features) -> list[str]:
     rows = x[np.unique(np.append(spread, np.arange(count)))]
     sparse = sp.issparse(rows)
     rows = rows.data[:, None] if sparse else rows
-    before, after = (  # different numbers in each column
+    before, after = (  # counts of distinct numbers per column, in float64 and in float32
         1 + np.count_nonzero(np.diff(np.sort(each, axis=0), axis=0), axis=0)
         for each in (rows, rows.astype(np.float32))
     )
@@ -470,7 +471,7 @@ def merging_note(x: Features) -> list[str]:
 
 
 def must_be_finite(path: str, name: str, array: Array, first: int = 0, rule: str = FINITE) -> None:
-    """Raises SpecError for NaN and infinities in an array whose first row is row `first`."""
+    """Raise SpecError for NaN and infinities in an array whose first row is row `first`."""
     finite = np.isfinite(array)
     if not finite.all():
         index = np.argwhere(~finite)[0]

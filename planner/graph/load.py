@@ -1,4 +1,4 @@
-"""Loads a graph by name: a file, a folder, a generator, or statistics."""
+"""Loading of a graph by name: a file, a folder, a generator, or statistics."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from gnnplan.planner.graph.statistics import DATASETS, datasets, statistics
 from gnnplan.planner.vocabulary.errors import SpecError
 from gnnplan.planner.vocabulary.files import MOST_SHOWN, suggest
 
-FILE_OPTIONS = ("features", "labels", "split")  # files that add what a graph lacks
-LONGEST_SOURCE = 4400  # characters: a path of 4096, and parameters
+FILE_OPTIONS = ("features", "labels", "split")  # parameters that name additional files
+LONGEST_SOURCE = 4400  # characters: a path of up to 4096, and parameters
 
 
 def load(source: str, directed: bool = False) -> Graph | GraphStats:
-    """A graph, or its statistics, by the name that a user gives.
+    """Return the graph, or the statistics, that the name `source` means.
 
-    'file.npz[?features=500&seed=0]'           arrays; parameters of stand-in features
+    'file.npz[?features=500&seed=0]'           arrays; width and seed of stand-in features
     'folder[?...]'                             one .npy per array; features stay on disk
     'file or folder[?...]'                     a format of another library (formats/)
     'folder'                                   parts, as gnnplan partition writes them
@@ -31,12 +31,12 @@ def load(source: str, directed: bool = False) -> Graph | GraphStats:
     'file.yaml'                                statistics only
     'reddit'                                   statistics of a well-known graph
 
-    Files and folders also take '?features=FILE&labels=FILE&split=FILE', which add what they lack,
-    '?task=none', which makes stand-in labels, and '?task=regression': y are numbers to predict.
+    Files and folders also take '?features=FILE&labels=FILE&split=FILE', which add missing arrays,
+    '?task=none', which makes stand-in labels, and '?task=regression': y holds numbers to predict.
 
-    The graph is made undirected unless `directed`; self-loops and duplicates are dropped; its notes
-    say what was changed. Raises SpecError that names the file, the array, the rule and the
-    offending number."""
+    The graph is made undirected unless `directed`; self-loops and duplicate edges are dropped; the
+    graph's notes list the changes. Raises SpecError that names the file, the array, the rule and
+    the offending number."""
     if len(source) > LONGEST_SOURCE:
         raise SpecError(
             f"{source[:MOST_SHOWN]}...: a graph's name has at most {LONGEST_SOURCE:,} characters,"
@@ -108,7 +108,7 @@ def load(source: str, directed: bool = False) -> Graph | GraphStats:
 
 
 def declared(source: str) -> dict[str, int]:
-    """What the name of a generated graph says of its size; empty for other graphs.
+    """Return the sizes that the name of a generated graph declares; empty for other graphs.
 
     Raises SpecError.
 
@@ -121,12 +121,12 @@ def declared(source: str) -> dict[str, int]:
 
 
 def well_known(name: str) -> str | None:
-    """The name of the well-known graph, upper or lower case; None if there is none.
+    """Return the shipped name of a well-known graph, ignoring case; None for other names.
 
     >>> well_known("REDDIT"), well_known("ogbn-papers100m"), well_known("g.npz")
     ('reddit', 'ogbn-papers100M', None)
     """
-    if os.path.exists(name):  # a folder of this name
+    if os.path.exists(name):  # a local file or folder wins, unless the case matches exactly
         return name if name in datasets() else None
     return next((known for known in datasets() if known.lower() == name.lower()), None)
 
@@ -138,7 +138,7 @@ def source_of(
     split: str | None = None,
     task: str | None = None,
 ) -> str:
-    """The name that `load` takes of a graph with options: files are named by absolute paths.
+    """Return the name for `load` of a graph with options; files become absolute paths.
 
     features: a file, or the width of stand-in features."""
     given = {"features": features, "labels": labels, "split": split, "task": task}

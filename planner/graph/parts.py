@@ -1,7 +1,7 @@
-"""What every format is read into: `Parts`, and what their readers share.
+"""`Parts`, the contents of a graph source before checks, and helpers that all readers share.
 
-A reader gives what its file holds, as it is. arrays.py makes a table of arrays of it, in memory or
-in files, and checks it piece by piece."""
+A reader returns the contents of its file unchanged. arrays.py turns them into a table of arrays, in
+memory or in files, and checks them piece by piece."""
 
 from __future__ import annotations
 
@@ -33,13 +33,13 @@ from gnnplan.planner.vocabulary.errors import SpecError
 from gnnplan.planner.vocabulary.files import MOST_SHOWN
 
 T = TypeVar("T")
-# or its rows, some at a time, for files that may exceed memory
+# the matrix, or an iterator over blocks of its rows for files that may exceed memory
 Matrix: TypeAlias = "Features | Iterator[Array]"
 ENDS = "src", "dst"
-# names of features and labels in other libraries' graphs, the likeliest first
+# names of features and labels in other libraries' graphs, most likely first
 FEATURES = ("x", "feat", "feature", "features", "node_feat", "node_features")
 LABELS = ("y", "label", "labels", "node_label", "node_labels")
-# where pip finds a library that reads and writes its own format
+# module -> argument of pip install that provides it
 PACKAGES = {
     "dgl": "'gnnplan[dgl]'",
     "pyarrow": "'gnnplan[formats]'",
@@ -51,35 +51,35 @@ PACKAGES = {
 
 @dataclass
 class Parts:
-    """What a source holds: N vertices, E edges, F features, C classes."""
+    """The contents of a graph source: N vertices, E edges, F features, C classes."""
 
-    path: str  # the name that messages give
-    edges: Iterable[tuple[Array, ...]]  # src, dst and each of `columns`, some at a time
-    vertices: int | None = None  # None: nothing says how many but the other parts
+    path: str  # name of the source in messages
+    edges: Iterable[tuple[Array, ...]]  # blocks of edges: src, dst and each of `columns`
+    vertices: int | None = None  # None: follows from the arrays or the edges
     classes: int | None = None
     x: Matrix | None = None  # [N, F]
     y: Array | None = None  # [N], [N, 1] or [N, C]; NaN or -1: no label
-    masks: dict[str, Array] = field(default_factory=dict)  # of MASKS
+    masks: dict[str, Array] = field(default_factory=dict)  # keyed by names of MASKS
     notes: list[str] = field(default_factory=list)
     vertex_fields: dict[str, Array] = field(default_factory=dict)  # [N, ..]
-    columns: tuple[str, ...] = ()  # names of fields of edges that stand beside both ends
-    # other fields of edges [E, ..], in the order of the edges, some rows at a time
+    columns: tuple[str, ...] = ()  # names of the edge fields that `edges` yields after src and dst
+    # name -> blocks of rows of other edge fields [E, ..], in the order of the edges
     edge_fields: dict[str, Iterable[Array]] = field(default_factory=dict)
-    owner: Array | None = None  # the part of each vertex, if the source is cut already [N]
-    x_path: str = ""  # the name that messages give x, if it is of another file
+    owner: Array | None = None  # part of each vertex [N], if the source is already partitioned
+    x_path: str = ""  # name of x in messages, if x comes from another file
 
 
 @dataclass(frozen=True)
 class Extras:
-    """What a user adds where a graph lacks it: files, and wishes for what is made up."""
+    """User options for data that a graph lacks: additional files, and stand-in data."""
 
-    features: str | None = None  # files
+    features: str | None = None  # paths of additional files
     labels: str | None = None
     split: str | None = None
-    numbers: bool = False  # labels are numbers to predict, whatever they look like
-    width: int | None = None  # of stand-in features
+    numbers: bool = False  # labels are regression targets, whatever they look like
+    width: int | None = None  # columns of stand-in features
     stand_in_labels: bool = False
-    seed: int = 0  # of what is made up
+    seed: int = 0  # of stand-in features, stand-in labels and random splits
 
     @property
     def files(self) -> bool:
@@ -87,13 +87,13 @@ class Extras:
 
 
 def library(name: str) -> ModuleType:
-    """The library that reads a format. Raises SpecError, with pip's command, if it is absent."""
+    """Import a format's library. Raises SpecError, with pip's command, if it is absent."""
     try:
-        with warnings.catch_warnings():  # of theirs, at import
+        with warnings.catch_warnings():  # libraries warn at import
             warnings.simplefilter("ignore")
             os.environ.setdefault("DGLBACKEND", "pytorch")  # or dgl writes a file into ~/.dgl
             return importlib.import_module(name)
-    except (ImportError, OSError) as error:  # OSError: a library of theirs does not load
+    except (ImportError, OSError) as error:  # OSError: a shared library does not load
         raise SpecError(
             f"{name} is needed for this format and cannot be imported"
             f" ({str(error).splitlines()[0][:MOST_SHOWN] if str(error) else type(error).__name__});"
@@ -101,11 +101,11 @@ def library(name: str) -> ModuleType:
         ) from error
 
 
-# -- what all readers check ------------------------------------------------------------------------
+# -- checks of all readers -------------------------------------------------------------------------
 
 
 def endpoints(path: str, name: str, edge_index: Array) -> tuple[Array, Array]:
-    """src and dst of an array [2, E]. Raises SpecError."""
+    """Return src and dst of an array [2, E]. Raises SpecError for another shape."""
     if edge_index.ndim != 2 or edge_index.shape[0] != 2:
         turn = edge_index.ndim == 2 and edge_index.shape[1] == 2
         raise SpecError(
@@ -116,7 +116,7 @@ def endpoints(path: str, name: str, edge_index: Array) -> tuple[Array, Array]:
 
 
 def tensor_array(path: str, name: str, value: Any) -> Array:
-    """A dense tensor or an array as an array that shares its memory.
+    """Return a dense tensor or an array as a numpy array that shares the memory.
 
     Raises SpecError for objects, tensors that are not dense, and expanded tensors beyond memory."""
     if type(value).__module__.partition(".")[0] == "torch" and hasattr(value, "detach"):
@@ -127,7 +127,7 @@ def tensor_array(path: str, name: str, value: Any) -> Array:
             )
         nbytes, stored = value.numel() * value.element_size(), value.untyped_storage().nbytes()
         must_fit(path, f"{name} of shape {list(value.shape)}", nbytes)
-        if nbytes > max(stored, AT_ONCE):  # rows that are one row many times, as .expand() makes
+        if nbytes > max(stored, AT_ONCE):  # .expand() repeats a row without storing it
             raise SpecError(
                 f"{path}: {name}: shape {list(value.shape)} needs {nbytes:,} B but only"
                 f" {stored:,} B are stored; save its .contiguous()"
@@ -147,19 +147,19 @@ def tensor_array(path: str, name: str, value: Any) -> Array:
 
 
 def shown(names: Iterable[Any], most: int = 8) -> str:
-    """At most `most` of the names, without control characters that a terminal would obey."""
+    """Return at most `most` of the names as text, with control characters escaped."""
     names = sorted(str(name) for name in names)
     shown = [ascii(name)[1:-1][:MOST_SHOWN] for name in names[:most]]
     return ", ".join(shown + [f"and {len(names) - most:,} others"] * (len(names) > most))
 
 
 def ignored(names: Collection[Any]) -> list[str]:
-    """A note on what a file holds and nobody reads."""
+    """Return a note on names in a file that are not read."""
     return [f"ignored: {shown(names)}"] if names else []
 
 
 def take_vertex_data(parts: Parts, data: Mapping[str, Any]) -> dict[str, Any]:
-    """Take features, labels and masks of a library's graph by their usual names: what is left."""
+    """Move features, labels and masks with usual names from `data` to `parts`; return the rest."""
     left = {name: value for name, value in data.items() if value is not None}
     for of, names in (("x", FEATURES), ("y", LABELS)):
         if name := next((name for name in names if name in left), None):
@@ -170,9 +170,9 @@ def take_vertex_data(parts: Parts, data: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def counts_of(parts: Parts) -> dict[str, int]:
-    """By their names, how many vertices parts have rows of, or say that there are.
+    """Return the number of vertices that each array or declaration implies, keyed by its name.
 
-    Raises SpecError where they differ."""
+    Raises SpecError if the numbers differ."""
     named = {next(iter(feature_arrays(parts.x))): parts.x, "y": parts.y}
     named |= {name: parts.masks[name] for name in MASKS if name in parts.masks}
     named |= {VERTEX + name: field for name, field in parts.vertex_fields.items()}
@@ -189,16 +189,16 @@ def counts_of(parts: Parts) -> dict[str, int]:
 
 
 def vertices_of(parts: Parts) -> int | None:
-    """How many vertices the parts say that there are, without a look at edges."""
+    """Return the number of vertices from arrays or a declaration, not from edges; else None."""
     return next(iter(counts_of(parts).values()), None)
 
 
 def take_fields(
     parts: Parts, data: Mapping[str, Any], of: Callable[[str, int], str | None]
 ) -> None:
-    """Take fields of vertices and edges of a library's graph; what is none is noted.
+    """Copy the fields of vertices and edges from `data` to `parts`; note all other entries.
 
-    of: VERTEX or EDGE, by a field's name and its rows."""
+    of: function (name, rows) -> VERTEX, EDGE or None (no field)."""
     left = []
     for name, value in data.items():
         shape: Any = getattr(value, "shape", ())
@@ -215,7 +215,7 @@ def take_fields(
 
 
 def is_numbers(value: Any) -> bool:
-    """Whether it is a dense tensor, or an array, of real numbers or booleans."""
+    """Whether `value` is a dense tensor or an array of real numbers or booleans."""
     if isinstance(value, np.ndarray):
         return value.dtype.kind in NUMBERS
     return str(getattr(value, "layout", "")) == "torch.strided" and not value.is_complex()
@@ -225,9 +225,9 @@ def is_numbers(value: Any) -> bool:
 
 
 def edge_pieces(parts: Parts) -> Iterator[tuple[Array, ...]]:
-    """src and dst as int32, and fields, some at a time.
+    """Yield blocks of edges: src and dst as int32, and the fields of `columns`.
 
-    Raises SpecError for ids beyond the vertices."""
+    Raises SpecError for ids that are not vertices."""
     vertices, first = parts.vertices or MOST_VERTICES, 0
     for src, dst, *fields in pieces_of(parts.path, "its edges", parts.edges):
         for start in range(0, len(src), AT_ONCE // 8):
@@ -240,13 +240,13 @@ def edge_pieces(parts: Parts) -> Iterator[tuple[Array, ...]]:
 
 
 def pieces_of(path: str, what: str, pieces: Iterable[T]) -> Iterator[T]:
-    """The pieces, read one by one. Raises SpecError for whatever a library raises meanwhile."""
+    """Yield the pieces. Raises SpecError for any exception of the library that reads them."""
     with reading(path, what):
         yield from pieces
 
 
 def feature_pieces(path: str, x: Array | Iterator[Array]) -> Iterator[Array]:
-    """Rows as finite float32 or float64, some at a time. Raises SpecError."""
+    """Yield blocks of feature rows as finite float32 or float64. Raises SpecError."""
     first, width = 0, None
     for rows in pieces_of(path, "its features", [x] if isinstance(x, np.ndarray) else x):
         if (
@@ -268,7 +268,7 @@ def feature_pieces(path: str, x: Array | Iterator[Array]) -> Iterator[Array]:
 
 
 def gathered(names: tuple[str, ...], path: str, pieces: Iterable[tuple[Array, ...]]) -> list[Array]:
-    """Arrays of these names, put together of pieces. Raises SpecError before they exceed memory."""
+    """Concatenate the pieces to an array per name. Raises SpecError before they exceed memory."""
     kept: list[tuple[Array, ...]] = []
     nbytes = 0
     for piece in pieces:
@@ -281,7 +281,7 @@ def gathered(names: tuple[str, ...], path: str, pieces: Iterable[tuple[Array, ..
 
 
 def streams(parts: Parts) -> Iterator[tuple[tuple[str, ...], Iterable[tuple[Array, ...]]]]:
-    """Names of arrays of ours that are of edges or dense features, and their rows in pieces."""
+    """Yield names and row blocks of the large arrays: edges, edge fields and dense features."""
     yield (*ENDS, *(EDGE + name for name in parts.columns)), edge_pieces(parts)
     for name, pieces in parts.edge_fields.items():
         yield (EDGE + name,), zip(pieces_of(parts.path, "its edges", pieces))
@@ -291,12 +291,12 @@ def streams(parts: Parts) -> Iterator[tuple[tuple[str, ...], Iterable[tuple[Arra
 
 
 def small_arrays(parts: Parts) -> dict[str, Array]:
-    """All other arrays of ours, by name."""
+    """Return all other arrays, keyed by their names in gnnplan's files."""
     arrays: dict[str, Array] = dict(parts.masks)
     arrays |= {VERTEX + name: field for name, field in parts.vertex_fields.items()}
     if parts.y is not None:
         y = typed(parts.path, "y", parts.y, "biuf", (1, 2))
-        # NaN stays, for -1 may be a number to predict
+        # NaN stays, since -1 may be a regression target
         lacking = y.dtype.kind == "f" and np.isnan(y).any()
         arrays["y"] = y if lacking else class_ids(parts.path, "y", y)
     if not is_stored_whole(parts.x):
