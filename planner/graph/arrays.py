@@ -1,6 +1,6 @@
-"""Our own files: a .npz, or a folder with one .npy file per array, which `convert` writes.
+"""gnnplan's own files: a .npz, or a folder with one .npy file per array, which `convert` writes.
 
-Every array is checked by its header before anything is allocated. Pickles are never read."""
+Every array header is checked before memory is allocated. Pickles are never read."""
 
 from __future__ import annotations
 
@@ -35,17 +35,16 @@ from gnnplan.planner.graph.parts import (
 from gnnplan.planner.vocabulary.errors import SpecError
 from gnnplan.planner.vocabulary.files import cannot_write, from_json, must_have_parent
 
-IDS = ("train_idx", "val_idx", "valid_idx", "test_idx")  # lists of vertices in place of masks
-SETS = ("train", "val", "valid", "test")  # both, or numbers of vertices that are fields
+IDS = ("train_idx", "val_idx", "valid_idx", "test_idx")  # lists of vertex ids in place of masks
+SETS = ("train", "val", "valid", "test")  # masks or lists of ids; real numbers are vertex fields
 ARRAYS = (*ENDS, "x", "x_indptr", "x_indices", "x_shape", "x_data", "y", *MASKS, "meta")
 
 
 def read_own(path: str) -> Parts:
-    """What a file or a folder of ours holds; others of its arrays are noted.
+    """Read a .npz or a folder of .npy files; unknown arrays become a note.
 
-    Fields are read under the names of fields.py, and under their own: an array with a row for each
-    vertex or edge is one. Features and fields of vertices in a folder are mapped. Raises
-    SpecError."""
+    Fields have the prefixed names of fields.py, or plain names if they have a row for each vertex
+    or edge. Features and vertex fields in a folder are memory-mapped. Raises SpecError."""
     with arrays_in(path) as source:
         for name in filter(_is_known, source.twice):
             raise SpecError(f"{path}: {name}: is there twice; keep one")
@@ -93,7 +92,7 @@ def read_own(path: str) -> Parts:
 
 
 def _by_other_names(source: Arrays, arrays: dict[str, Array]) -> list[str]:
-    """Add edges, features and labels that have the names of other libraries: what these were.
+    """Add edges, features and labels under other libraries' names; return the names that were read.
 
     Raises SpecError."""
     taken = []
@@ -110,8 +109,8 @@ def _by_other_names(source: Arrays, arrays: dict[str, Array]) -> list[str]:
 
 
 def of_arrays(path: str, arrays: Mapping[str, Array]) -> Parts:
-    """A table of arrays, by the names that ours have, in one piece each. Raises SpecError."""
-    ends = {name: arrays[name] for name in ENDS}  # what is empty has no type
+    """Return the `Parts` of whole arrays keyed by gnnplan's names. Raises SpecError."""
+    ends = {name: arrays[name] for name in ENDS}  # empty arrays may have any type
     ends = {name: ids if ids.size else ids.astype(np.int64) for name, ids in ends.items()}
     src, dst = (typed(path, name, ids, "iu", (1,)) for name, ids in ends.items())
     if len(src) != len(dst):
@@ -132,10 +131,10 @@ def of_arrays(path: str, arrays: Mapping[str, Array]) -> Parts:
 
 
 def collect(parts: Parts) -> Parts:
-    """The parts in memory, in one piece each. Raises SpecError."""
+    """Read all pieces into memory, an array each. Raises SpecError."""
     arrays, x = small_arrays(parts), parts.x
     if isinstance(x, np.memmap) and x.dtype == np.float32 and x.ndim == 2 and x.flags.c_contiguous:
-        arrays["x"], parts = x, replace(parts, x=None)  # stays in its file
+        arrays["x"], parts = x, replace(parts, x=None)  # mapped features stay in their file
     for names, pieces in streams(parts):
         arrays |= zip(names, gathered(names, parts.path, pieces), strict=True)
     whole = of_arrays(parts.path, arrays)
@@ -143,18 +142,20 @@ def collect(parts: Parts) -> Parts:
 
 
 def _is_known(name: str) -> bool:
-    """Whether an array of this name is read, however many rows it has."""
+    """Whether an array of this name is read, regardless of its number of rows."""
     prefix = next((prefix for prefix in (VERTEX, EDGE) if name.startswith(prefix)), None)
     return name in ARRAYS or (prefix and NAME.fullmatch(name.removeprefix(prefix))) is not None
 
 
 def _field_kind(path: str, name: str, source: Arrays, vertices: int, edges: int) -> str | None:
-    """VERTEX or EDGE, if an array is a field by its header; else None. Raises SpecError."""
+    """Return VERTEX or EDGE if the array's header is that of a field, else None.
+
+    Raises SpecError."""
     if name == "edge_index" or not NAME.fullmatch(name):
         return None
     try:
         shape, _, dtype, _ = source.header(name)
-    except Exception:  # absent or damaged: it is no field
+    except Exception:  # absent or damaged: no field
         return None
     if not shape or not all(shape[1:]) or dtype.kind not in NUMBERS:
         return None
@@ -168,7 +169,7 @@ def _field_kind(path: str, name: str, source: Arrays, vertices: int, edges: int)
 
 
 def _meta(path: str, arrays: Mapping[str, Array]) -> dict[str, int]:
-    """`vertices` and `classes`, which the JSON object `meta` may hold."""
+    """Return `vertices` and `classes` from the JSON object `meta`, as far as it has them."""
     if "meta" not in arrays:
         return {}
     meta = from_json(
@@ -187,13 +188,13 @@ def _meta(path: str, arrays: Mapping[str, Array]) -> dict[str, int]:
 
 
 class Rows:
-    """A .npy file that grows by rows, in the narrowest type that holds all of them.
+    """A .npy file to which rows are appended, in the narrowest type that holds all rows.
 
-    numpy's headers leave room for their final number."""
+    numpy's header format reserves space for the final number of rows."""
 
     def __init__(self, path: Path) -> None:
         self.path, self.shape = path, cast(tuple[int, ...], (0,))
-        self.dtype: Any = None  # as the first rows say
+        self.dtype: Any = None  # set by the first rows
         self.stream = open(path, "xb")  # noqa: SIM115
         self._header()
 
@@ -203,12 +204,12 @@ class Rows:
             self._widen(both)
         self.dtype = both
         self.shape = self.shape[0] + len(rows), *rows.shape[1:]
-        if rows.size:  # tofile would not say why a disk refuses
+        if rows.size:  # stream.write, since ndarray.tofile hides the cause of a disk error
             raw = np.ascontiguousarray(rows, self.dtype).reshape(-1)
             self.stream.write(raw.view(np.uint8).data)
 
     def _widen(self, dtype: np.dtype[Any]) -> None:
-        """Go on in a type that holds more, with the rows before."""
+        """Rewrite the rows so far in a wider type, and continue in this type."""
         self.close()
         before = mapped_array(self.path)
         self.path.unlink()
@@ -233,7 +234,7 @@ class Rows:
 
 
 def write_rows(path: Path, pieces: Iterable[Array]) -> Rows:
-    """Write an array piece by piece: what was written."""
+    """Write an array piece by piece; return the closed file's shape and type as `Rows`."""
     with contextlib.closing(Rows(path)) as rows:
         for piece in pieces:
             rows.append(piece)
@@ -242,7 +243,7 @@ def write_rows(path: Path, pieces: Iterable[Array]) -> Rows:
 
 @contextlib.contextmanager
 def complete(folder: Path) -> Iterator[Path]:
-    """A temporary folder that becomes `folder` when all of it is written. Raises SpecError."""
+    """Yield a temporary folder that is renamed to `folder` at success. Raises SpecError."""
     must_be_new(folder)
     try:
         with renamed(folder) as temporary:
@@ -254,7 +255,7 @@ def complete(folder: Path) -> Iterator[Path]:
 
 @contextlib.contextmanager
 def renamed(folder: Path) -> Iterator[Path]:
-    """A new folder beside `folder`, which gets its name where nothing is raised."""
+    """Yield a new folder beside `folder`, renamed to `folder` unless an exception is raised."""
     temporary = folder.with_name(f".{folder.name}.{secrets.token_hex(4)}")
     temporary.mkdir()
     try:
@@ -265,10 +266,10 @@ def renamed(folder: Path) -> Iterator[Path]:
 
 
 def write(parts: Parts, folder: Path, numbers: bool = False) -> tuple[int, int]:
-    """Write the parts as a folder that is complete or absent: (vertices, edges).
+    """Write the parts as a folder that is complete or absent; return (vertices, edges).
 
-    numbers: labels are numbers to predict, whatever they look like. Raises SpecError for what is
-    no graph, and if the folder cannot be written."""
+    numbers: labels are regression targets, whatever they look like. Raises SpecError if the parts
+    are no valid graph or the folder cannot be written."""
     with complete(folder) as temporary:
         for names, pieces in streams(parts):
             with contextlib.ExitStack() as stack:
@@ -281,12 +282,12 @@ def write(parts: Parts, folder: Path, numbers: bool = False) -> tuple[int, int]:
             np.save(temporary / f"{name}.npy", array, allow_pickle=False)
         try:
             return must_be_a_graph(replace(read_own(str(temporary)), path=parts.path), numbers)
-        except SpecError as error:  # of who reads what was written: it knows its source only
+        except SpecError as error:  # the check reads the written copy; users know the source
             raise SpecError(str(error).replace(str(temporary), parts.path)) from error
 
 
 def must_be_new(folder: Path) -> None:
-    """Raise SpecError if the folder, or anything of its name, is there."""
+    """Raise SpecError if a folder or file of this name exists."""
     if os.path.lexists(folder):
         raise SpecError(f"{folder}: is already there; give the name of a new folder")
     must_have_parent(folder)

@@ -1,4 +1,4 @@
-"""A graph of what a source holds: checked, completed by what it lacks, and noted."""
+"""Build a `Graph` from `Parts`: check the arrays, add stand-ins for missing ones, and note both."""
 
 from __future__ import annotations
 
@@ -31,16 +31,16 @@ from gnnplan.planner.vocabulary.units import show_count
 
 STAND_IN_FEATURES = 128
 STAND_IN_CLASSES = 16
-STAND_IN_LABELS = "STAND-IN LABELS"  # how the note of them begins
+STAND_IN_LABELS = "STAND-IN LABELS"  # first words of the note on stand-in labels
 
 
 def must_be_a_graph(parts: Parts, numbers: bool) -> tuple[int, int]:
-    """Raise SpecError where `build` would, without the memory it takes: (vertices, edges).
+    """Raise SpecError where `build` would, in less memory; return (vertices, edges).
 
-    It is in one piece each."""
+    parts: whole arrays. numbers: labels are regression targets."""
     (src, _), vertices, _ = _checked_edges(parts)
     _fields(parts, vertices, len(src))
-    if parts.y is not None or parts.masks:  # of as many vertices
+    if parts.y is not None or parts.masks:
         found = read_labels(parts.path, parts.y, vertices, parts.classes, numbers)
         rng, notes = np.random.default_rng(0), list[str]()
         split_of(parts.path, _masks(parts, notes), found, rng, notes, 0)
@@ -48,10 +48,11 @@ def must_be_a_graph(parts: Parts, numbers: bool) -> tuple[int, int]:
 
 
 def build(parts: Parts, source: str, extras: Extras, directed: bool) -> Graph:
-    """The graph of the parts, with a note for everything that was changed or made up.
+    """Return the graph of the parts, with a note for everything that was changed or made up.
 
-    Edges and their fields are one piece each, which the parts lose: they take as much memory as the
-    graph. Raises SpecError that names the array, the rule and the offending number."""
+    parts: whole arrays. Their edges and edge fields are removed from `parts`, since they take as
+    much memory as the graph. Raises SpecError that names the array, the rule and the offending
+    number."""
     path, notes = parts.path, [*parts.notes]
     (src, dst), vertices, counted = _checked_edges(parts)
     if not counted:
@@ -137,14 +138,14 @@ def build(parts: Parts, source: str, extras: Extras, directed: bool) -> Graph:
 
 
 def _without_edges(src: Array, dst: Array, vertices: int) -> int:
-    """How many vertices are neither source nor target of an edge."""
+    """Count the vertices without any edge."""
     bare = np.ones(vertices, bool)
     bare[src] = bare[dst] = False
     return int(bare.sum())
 
 
 def _labels_that_may_mislead(found: Labels, classes: int | None) -> Iterator[str]:
-    """Notes on labels that other libraries write otherwise. classes: as the source says."""
+    """Yield notes on labels that look wrongly encoded. classes: declared by the source."""
     if found.numbers or not found.classes:
         return
     known = found.y[found.labelled]
@@ -159,7 +160,7 @@ def _labels_that_may_mislead(found: Labels, classes: int | None) -> Iterator[str
 
 
 def _fields(parts: Parts, vertices: int, edges: int) -> tuple[dict[str, Array], dict[str, Array]]:
-    """Fields of vertices, and of edges in the order of the edge list. Raises SpecError."""
+    """Check and return vertex fields, and edge fields in edge-list order. Raises SpecError."""
     path, on_vertices = parts.path, sorted(parts.vertex_fields.items())
     on_edges = [(n, array) for n, pieces in sorted(parts.edge_fields.items()) for array in pieces]
     return (
@@ -169,12 +170,12 @@ def _fields(parts: Parts, vertices: int, edges: int) -> tuple[dict[str, Array], 
 
 
 def _masks(parts: Parts, notes: list[str]) -> dict[str, Array]:
-    """Its masks, of booleans."""
+    """Return the masks of the parts as booleans [N]."""
     return {name: as_mask(parts.path, name, mask, notes) for name, mask in parts.masks.items()}
 
 
 def _checked_edges(parts: Parts) -> tuple[tuple[Array, ...], int, str]:
-    """The edges, the number of vertices, and what says how many, as `count` does.
+    """Return the edges, the number of vertices, and the arrays that give this number (`count`).
 
     Raises SpecError for an id beyond the vertices."""
     (edges,) = parts.edges
@@ -185,7 +186,7 @@ def _checked_edges(parts: Parts) -> tuple[tuple[Array, ...], int, str]:
 
 
 def count(parts: Parts) -> tuple[int, str]:
-    """The number of vertices, and the names of what says so ('' if only edges do)."""
+    """Return the number of vertices, and the names of the arrays that give it ('': the edges)."""
     counts = counts_of(parts)
     in_edges = (int(ids.max()) + 1 for edges in parts.edges for ids in edges if len(ids))
     vertices = next(iter(counts.values())) if counts else max(in_edges, default=0)

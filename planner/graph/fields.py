@@ -1,7 +1,7 @@
 """Fields: numbers of vertices [N, ..] and of edges [E, ..] beside features and labels, by name.
 
-Among arrays that are read, `vertex.pos` is the field pos of vertices, `edge.edge_weight` the field
-edge_weight of edges. A user's module reads them by the names of its parameters."""
+In files, the array `vertex.pos` is the vertex field pos, `edge.edge_weight` the edge field
+edge_weight. A parameter of a user's module with a field's name receives the field."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ from gnnplan.planner.vocabulary.errors import SpecError
 from gnnplan.planner.vocabulary.files import MOST_SHOWN
 
 VERTEX, EDGE = "vertex.", "edge."
-OF_EDGES = ("edge_weight", "edge_attr", "edge_type")  # what PyG gives edges by these names
-NAME = re.compile(r"\w[\w .-]{0,79}", re.ASCII)  # of a field: part of a file's name too
-NUMBERS = "biuf"  # kinds of numpy
+OF_EDGES = ("edge_weight", "edge_attr", "edge_type")  # PyG's names of edge fields
+NAME = re.compile(r"\w[\w .-]{0,79}", re.ASCII)  # valid field names: they become file names
+NUMBERS = "biuf"  # numpy dtype kinds: boolean, integer, unsigned, float
 
 
 def kind_of(path: str, name: str, rows: int, vertices: int, edges: int) -> str | None:
-    """VERTEX or EDGE, by a field's name and its rows; None: it is no field. Raises SpecError."""
+    """Return VERTEX or EDGE by the field's name and rows; None: no field. Raises SpecError."""
     if name in OF_EDGES:
         if rows != edges:
             raise SpecError(
@@ -37,9 +37,9 @@ def kind_of(path: str, name: str, rows: int, vertices: int, edges: int) -> str |
 
 
 def checked(path: str, name: str, array: Array, rows: int, of: str) -> Array:
-    """A field as it is kept: torch knows its type. Raises SpecError.
+    """Return a field as a contiguous array of a type that torch has. Raises SpecError.
 
-    rows: one for each of the vertices or edges, which `of` names."""
+    rows: the number of vertices or edges; `of` names which."""
     if array.ndim == 0 or len(array) != rows:
         raise SpecError(
             f"{path}: {name}: has shape {list(array.shape)}, and there are {rows:,} {of}; give a"
@@ -74,23 +74,23 @@ def checked(path: str, name: str, array: Array, rows: int, of: str) -> Array:
 def along(
     fields: Mapping[str, Array], ends: tuple[Array, Array], vertices: int, directed: bool
 ) -> tuple[dict[str, Array], list[str]]:
-    """Fields of an edge list in the order of the CSR that is made of it, and notes.
+    """Return the fields of an edge list in the order of the CSR built from it, and notes.
 
-    An edge that is given one way has its numbers both ways, if the graph is undirected. One that is
-    given both ways keeps those of each. A field is left out if an edge is given twice with
-    different numbers."""
+    In an undirected graph, an edge listed in one direction has the same row in both directions; an
+    edge listed in both directions keeps each direction's row. A field is dropped if an edge is
+    listed twice with different rows."""
     if not fields:
         return {}, []
     src, dst = ends
     given = np.flatnonzero(src != dst)
     a, b = (end[given].astype(np.int64) for end in ends)
     keys = np.concatenate([b * vertices + a, *([] if directed else [a * vertices + b])])
-    order = np.argsort(keys, kind="stable")  # of one edge, as it is given comes before turned ones
+    order = np.argsort(keys, kind="stable")  # stable: listed edges come before reversed ones
     turned, place = order >= given.size, given[order % max(given.size, 1)]
     again = np.append(False, np.diff(keys[order]) == 0)[: order.size]
 
     def unlike(field: Array, rows: NDArray[Any]) -> NDArray[Any]:
-        """Those of the rows that differ from the one before."""
+        """Return the `rows` whose field differs from the preceding row."""
         differ = field[place[rows]] != field[place[rows - 1]]
         return np.asarray(rows[differ.any(tuple(range(1, field.ndim)))])
 
@@ -125,9 +125,9 @@ def along(
 
 
 def unread_by(model: str, graph: Graph | None, reads: Collection[str] = ()) -> list[str]:
-    """A note on a graph's fields that a model does not read.
+    """Return a note on the graph's fields that a model does not read.
 
-    reads: as 'vertex pos', 'edge edge_weight'."""
+    reads: fields that the model reads, such as 'vertex pos', 'edge edge_weight'."""
     if graph is None:
         return []
     names = [n for n in graph.vertex_fields if f"vertex {n}" not in reads]

@@ -1,6 +1,6 @@
-"""Generates graphs: communities with power-law degrees, and R-MAT.
+"""Graph generators: communities with power-law degrees, and R-MAT.
 
-A generator gives `Parts`: `load` checks them as it checks a file's, and `convert` writes them."""
+A generator returns `Parts`: `load` checks them like a file's, and `convert` writes them."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ from gnnplan.planner.vocabulary.errors import SpecError
 from gnnplan.planner.vocabulary.files import MOST_SHOWN, suggest
 from gnnplan.planner.vocabulary.units import number_of
 
-# labels before noise [N], edges, and notes
+# (labels before noise [N], blocks of edges, notes)
 Drawn: TypeAlias = tuple[Array, Iterator[tuple[Array, ...]], list[str]]
-# name -> default, lowest, highest; if the default is an int, the parameter must be one
+# name -> (default, lowest, highest); if the default is an int, the parameter must be an integer
 Ranges = Mapping[str, tuple[float, float, float]]
 SIZES: Ranges = {
     "vertices": (20_000, 2, 100_000_000),
@@ -44,7 +44,7 @@ COMMUNITY: Ranges = {
     **LEARNED,
 }
 RMAT: Ranges = {**SIZES, "a": (0.57, 0, 1), "b": (0.19, 0, 1), "c": (0.19, 0, 1), **LEARNED}
-DRAWN_AT_ONCE = AT_ONCE // 8  # edges of R-MAT
+DRAWN_AT_ONCE = AT_ONCE // 8  # R-MAT edges per block
 
 
 def is_generated(source: str) -> bool:
@@ -52,12 +52,12 @@ def is_generated(source: str) -> bool:
 
 
 def generated(source: str) -> Parts:
-    """The graph of a name like 'synthetic:community?vertices=20000&seed=1'. Raises SpecError.
+    """Generate the graph of a name like 'synthetic:community?vertices=20000&seed=1'.
 
-    In all, features hint at a vertex's class, and its neighbours hint more. Vertex ids are
-    shuffled. noise: standard deviation of features around a class mean of length 1. label_noise:
-    the share of labels drawn at random. train: the share of training vertices, at least one; half
-    of the others validate, half test."""
+    In all generated graphs features are weak evidence of a vertex's class, and neighbours add
+    evidence. Vertex ids are shuffled. noise: standard deviation of features around a class mean of
+    length 1. label_noise: the share of labels drawn at random. train: the share of training
+    vertices, at least one vertex; the others are half validation, half test. Raises SpecError."""
     kind, given = asked(source)
     rng = np.random.default_rng(given["seed"])
     label, edges, notes = GENERATORS[kind][1](source, given, rng)
@@ -66,7 +66,7 @@ def generated(source: str) -> Parts:
     means /= np.linalg.norm(means, axis=1, keepdims=True)
 
     def rows(rng: np.random.Generator, step: int) -> Iterator[Array]:
-        """Features around the mean of each vertex's class, `step` rows at a time."""
+        """Yield blocks of `step` feature rows, each row drawn around the mean of its class."""
         for start in range(0, vertices, step):
             here = label[start : start + step]
             x = rng.standard_normal((len(here), means.shape[1]), dtype=np.float32)
@@ -75,7 +75,7 @@ def generated(source: str) -> Parts:
             yield x
 
     step = max(1, AT_ONCE // means[0].nbytes)
-    if kind == "rmat":  # drawn when they are read, by a stream of random numbers of their own
+    if kind == "rmat":  # drawn while read, from a separate stream of random numbers
         x: Any = rows(rng.spawn(1)[0], step)
     else:
         x = next(rows(rng, vertices))
@@ -88,7 +88,7 @@ def generated(source: str) -> Parts:
 
 
 def asked(source: str) -> tuple[str, dict[str, Any]]:
-    """The generator that a name asks for, and its parameters. Raises SpecError."""
+    """Return the generator's name and parameters from a graph's name. Raises SpecError."""
     head, _, query = source.partition("?")
     kind = head.removeprefix("synthetic:")
     if kind not in GENERATORS:
@@ -97,11 +97,11 @@ def asked(source: str) -> tuple[str, dict[str, Any]]:
 
 
 def community(source: str, given: Mapping[str, Any], rng: np.random.Generator) -> Drawn:
-    """A graph of communities, undirected, with the parameters COMMUNITY.
+    """Draw an undirected graph of communities, with the parameters COMMUNITY.
 
     Only a partitioner that reads the edges finds the communities. mixing: the share of edges drawn
-    without regard to communities. skew: the exponent of the degree distribution. Raises SpecError
-    for sizes that do not fit."""
+    regardless of communities. skew: the exponent of the degree distribution. Raises SpecError for
+    sizes that contradict each other or exceed memory."""
     vertices, edges, classes = given["vertices"], given["edges"], given["classes"]
     communities = given["communities"] or classes
     if edges > vertices * (vertices - 1):
@@ -128,13 +128,13 @@ def community(source: str, given: Mapping[str, Any], rng: np.random.Generator) -
 
 
 def rmat(source: str, given: Mapping[str, Any], rng: np.random.Generator) -> Drawn:
-    """A graph by R-MAT (Chakrabarti, Zhan, Faloutsos 2004), with the parameters RMAT.
+    """Draw an R-MAT graph (Chakrabarti, Zhan, Faloutsos 2004), with the parameters RMAT.
 
-    Each edge falls level by level into a quarter of the adjacency matrix, with the chances a, b, c
-    and 1 - a - b - c, until it is in a cell. An edge is drawn once for both directions; self-loops
-    and duplicates, which hubs have, are dropped when the graph is read. Pieces are drawn one by
-    one, so that `convert` writes graphs beyond memory. Raises SpecError for chances above 1
-    together."""
+    Each edge descends level by level into a quadrant of the adjacency matrix, with probabilities
+    a, b, c and 1 - a - b - c, down to a single cell. An edge is drawn once for both directions;
+    self-loops and duplicates, which hubs have, are dropped when the graph is read. Edges are drawn
+    block by block, so that `convert` can write graphs larger than memory. Raises SpecError if
+    a + b + c exceed 1."""
     if (together := given["a"] + given["b"] + given["c"]) > 1:
         raise SpecError(f"{source}: a + b + c must be at most 1, are {together:g}; lower one")
     vertices = given["vertices"]
@@ -149,7 +149,7 @@ GENERATORS = {"community": (COMMUNITY, community), "rmat": (RMAT, rmat)}
 
 
 def _cells(given: Mapping[str, Any], new_id: Array) -> Iterator[tuple[Array, ...]]:
-    """Edges (src, dst) by R-MAT, some at a time; all cores draw, and what they draw is the same."""
+    """Yield blocks of R-MAT edges (src, dst), equal on any number of cores (a seed per block)."""
     count, vertices = given["edges"] // 2, len(new_id)
     levels = (vertices - 1).bit_length()
     a, ab, abc = np.cumsum([given["a"], given["b"], given["c"]])
@@ -162,7 +162,7 @@ def _cells(given: Mapping[str, Any], new_id: Array) -> Iterator[tuple[Array, ...
             ends *= 2
             ends[0] += quarter >= ab
             ends[1] += ((quarter >= a) & (quarter < ab)) | (quarter >= abc)
-        ends = ends * vertices >> levels  # a power of two becomes as many as there are vertices
+        ends = ends * vertices >> levels  # scale ids below 2**levels to ids below `vertices`
         return new_id[ends[0]], new_id[ends[1]]
 
     pieces, threads = -(-count // DRAWN_AT_ONCE), os.cpu_count() or 1
@@ -174,10 +174,10 @@ def _cells(given: Mapping[str, Any], new_id: Array) -> Iterator[tuple[Array, ...
 def _pairs(
     rng: np.random.Generator, community: Array, count: int, mixing: float, skew: float
 ) -> tuple[NDArray[np.int64], int]:
-    """`count` distinct pairs i < j as i * N + j, and the number of edges drawn uniformly.
+    """Draw `count` distinct pairs i < j as i * N + j; return also the number drawn uniformly.
 
-    Both ends are drawn by weight. The second is from the community of the first, except in a share
-    `mixing`. Edges are drawn uniformly where communities are full."""
+    Both ends are drawn by weight. The second end is from the first end's community, except in a
+    share `mixing` of pairs. If communities are full, the remaining pairs are drawn uniformly."""
     n = len(community)
     weight = (1 - rng.random(n)) ** (-1 / (skew - 1))
     # capped, so that no hub is connected to everything
@@ -186,13 +186,13 @@ def _pairs(
     bounds = cumulative[np.append(first, n)]
 
     def pick(low: Array | float, high: Array | float, draws: int) -> NDArray[np.int64]:
-        """Vertices drawn by weight, each from an interval [low, high) of the cumulative weight."""
+        """Draw vertices by weight, each from an interval [low, high) of the cumulative weight."""
         drawn = low + rng.random(draws) * (high - low)
         vertices = np.searchsorted(cumulative, drawn, side="right") - 1
-        return np.minimum(vertices, n - 1)  # rounding may reach the end
+        return np.minimum(vertices, n - 1)  # rounding may give n
 
     def add(a: Array, b: Array) -> NDArray[np.int64]:
-        """The distinct pairs, with those of a and b that are no self-loop; sorted."""
+        """Return the sorted distinct `pairs` with the pairs (a, b) added, except self-loops."""
         keys = (np.minimum(a, b) * n + np.maximum(a, b))[a != b]
         keys = np.sort(np.concatenate([pairs, keys]))  # np.unique hashes, which is slower here
         return keys[np.diff(keys, prepend=-1) > 0]
@@ -210,7 +210,7 @@ def _pairs(
     filled = 0
     if len(pairs) < count:
         drawn = len(pairs)
-        # so dense that drawing would take forever: draw from a list of the missing pairs
+        # nearly complete graph: draw from the list of missing pairs, random tries would rarely hit
         if n * (n - 1) // 2 <= 8 * count:
             i, j = np.triu_indices(n, 1)
             missing = np.setdiff1d(i.astype(np.int64) * n + j, pairs, assume_unique=True)
@@ -223,7 +223,7 @@ def _pairs(
 
 
 def parameters(source: str, query: str) -> dict[str, str]:
-    """The parameters 'a=1&b=2'."""
+    """Parse the parameters 'a=1&b=2'. Raises SpecError."""
     pairs = [pair.partition("=") for pair in query.split("&")] if query else []
     if not all(mark for _, mark, _ in pairs):
         raise SpecError(f"{source}: parameters must read name=value&name=value, got {query!r}")
@@ -236,9 +236,9 @@ def parameters(source: str, query: str) -> dict[str, str]:
 def numbers(
     source: str, given: Mapping[str, str], ranges: Ranges, allowed: Iterable[str] = ()
 ) -> dict[str, Any]:
-    """The parameters as numbers, with defaults, checked against their ranges.
+    """Return the parameters as numbers, with defaults, checked against their ranges.
 
-    allowed: all parameters of such a source, if it has others than numbers."""
+    allowed: names to suggest for a misspelt one, if not those of `ranges`. Raises SpecError."""
     values: dict[str, Any] = {name: default for name, (default, _, _) in ranges.items()}
     for name, text in given.items():
         if name not in ranges and name == "task":

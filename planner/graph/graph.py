@@ -63,10 +63,10 @@ class GraphStats:
     halo_rows: Mapping[int, int] = field(default_factory=dict, hash=False)
     nonzeros: int = 0  # numbers in sparse features; 0: they are dense
     spread: float = SPREAD  # standard deviation of the logarithms of degrees
-    # statistics only: spreads of the sampled edges and of the reached vertices per batch
-    # (ownership/estimated_batches.py)
+    # statistics only: spread of how many neighbours a vertex can sample, and of how many vertices
+    # can sample it (ownership/estimated_batches.py)
     batch_spread: tuple[float, float] | None = None
-    train_popular: bool = False  # training vertices have more neighbours than other vertices
+    train_popular: bool = False  # vertices with many neighbours are training vertices more often
     packed: bool = False  # features are the concatenated inputs of a user's module (with_inputs)
     held_out: int = 0  # link prediction: directed held-out edges, not counted in `edges`
     numbers: bool = False  # regression: y holds numbers, `classes` of them per vertex

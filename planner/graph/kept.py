@@ -1,8 +1,8 @@
-"""What takes long to find is kept on disk, for every verb to reuse.
+"""The cache on disk for results that take long to compute, shared by all commands.
 
-Numbers of vertices, such as parts, are kept in `partitions` in the cache, or in the folder that
-$GNNPLAN_PARTITIONS names: beside the graph, say, where all servers see it. With
-GNNPLAN_PARTITIONS=none they are found again."""
+Arrays with a number per vertex, such as partitions, are in the cache's folder `partitions`, or in
+the folder that $GNNPLAN_PARTITIONS names, for example one beside the graph that all servers can
+read. With GNNPLAN_PARTITIONS=none they are computed every time."""
 
 from __future__ import annotations
 
@@ -24,14 +24,14 @@ from gnnplan.planner.vocabulary.errors import SpecError
 from gnnplan.planner.vocabulary.files import cache_dir, write_atomically
 
 T = TypeVar("T")
-VERSION = 5  # raise it when the same key should give another answer
-MOST_BYTES = 8 << 30  # of the folder; what was not read for longest goes first
+VERSION = 5  # raise it when the same key should give another result
+MOST_BYTES = 8 << 30  # [B] of the folder; the least recently read files are deleted first
 
 
 class Stopwatch:
-    """A context that measures seconds, as if everything that is kept was computed in it.
+    """A context manager that measures seconds [s] as if nothing came from the cache.
 
-    What was kept counts the seconds that it took when it was computed."""
+    A cached result counts the seconds that its first computation took."""
 
     _running: ClassVar[list[Stopwatch]] = []
 
@@ -46,19 +46,19 @@ class Stopwatch:
 
     @classmethod
     def saved(cls, seconds: float) -> None:
-        """Add the seconds that were saved to all running watches."""
+        """Add the seconds that the cache saved to all running watches."""
         for watch in cls._running:
             watch.seconds += seconds
 
 
 def state_of(path: Path) -> str:
-    """What tells a file from another, and from what it is once somebody has written to it."""
+    """Return a key that identifies a file and changes when the file is written."""
     file = path.stat()
     return f"{path.resolve()} {file.st_dev} {file.st_ino} {file.st_size} {file.st_mtime_ns}"
 
 
 def remembered(kind: str, key: str, compute: Callable[[], T]) -> tuple[T, bool]:
-    """What `compute` finds, which JSON can hold, or what is on disk; and whether it was there.
+    """Return the result of `compute` (a JSON value) from disk or computed, and whether from disk.
 
     kind: a folder of the cache."""
     path = cache_dir() / kind / f"{blake2b(key.encode(), digest_size=16).hexdigest()}.json"
@@ -67,7 +67,7 @@ def remembered(kind: str, key: str, compute: Callable[[], T]) -> tuple[T, bool]:
         if isinstance(kept, dict) and kept.get("key") == key:
             return kept["found"], True
     found = compute()
-    with contextlib.suppress(SpecError):  # a closed or full cache costs time, not the answer
+    with contextlib.suppress(SpecError):  # an unwritable or full cache costs only time
         text = json.dumps({"key": key, "found": found})
         write_atomically(path, text, parents=True, at_once=True)
     return found, False
@@ -76,10 +76,10 @@ def remembered(kind: str, key: str, compute: Callable[[], T]) -> tuple[T, bool]:
 def cached(
     key: str, vertices: int, below: int, compute: Callable[[], NDArray[np.int32]]
 ) -> NDArray[np.int32]:
-    """The numbers [vertices] in [0, below) that `compute` finds, or those on disk.
+    """Return the numbers [vertices] in [0, below) of `compute`, from disk or computed.
 
-    The seconds that it took are kept with them. A file is complete or absent, and what a disk has
-    changed in it is found by its checksum (of a .npz) and computed again."""
+    The seconds of the computation are stored with them. A file is complete or absent; the .npz
+    checksum reveals a damaged file, which is computed again."""
     if (named := os.environ.get("GNNPLAN_PARTITIONS")) == "none":
         return compute()
     there = Path(named) if named else cache_dir() / "partitions"
@@ -97,7 +97,7 @@ def cached(
     start = time.perf_counter()
     found, buffer = compute(), io.BytesIO()
     np.savez(buffer, found=found, seconds=time.perf_counter() - start)
-    with contextlib.suppress(SpecError, OSError):  # a closed or full disk costs only time
+    with contextlib.suppress(SpecError, OSError):  # an unwritable or full disk costs only time
         write_atomically(path, buffer.getbuffer(), parents=True)
         files = sorted(there.glob("*.npz"), key=lambda file: file.stat().st_mtime_ns, reverse=True)
         sizes = np.cumsum([file.stat().st_size for file in files])

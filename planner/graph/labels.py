@@ -1,8 +1,7 @@
-"""What vertices have: labels to learn, masks that split them, and features.
+"""Data of vertices: labels, masks of training, validation and test vertices, and features.
 
-Labels are class ids, multi-label targets, or numbers to predict. Masks [N] of training, validation
-and test vertices are read, told from lists of ids, or drawn. Features are dense, sparse, or made
-up."""
+Labels are class ids, multi-label targets, or numbers to predict (regression). Masks [N] are read,
+made from lists of ids, or drawn. Features are dense, sparse, or made up."""
 
 from __future__ import annotations
 
@@ -28,20 +27,20 @@ from gnnplan.planner.vocabulary.errors import SpecError
 
 T = TypeVar("T")
 MASKS = ("train_mask", "val_mask", "test_mask")
-# words for them in files' names and lists, the likeliest first
+# mask -> names of the mask in files, most likely first
 WORDS = {
     "train_mask": ("train", "train_mask", "train_idx", "tr"),
     "val_mask": ("val", "valid", "val_mask", "val_idx", "valid_idx", "va"),
     "test_mask": ("test", "test_mask", "test_idx", "te"),
 }
-# what libraries write for no label, besides numbers below 0: the highest of a type
+# values besides negative ones that libraries write for a missing label: the largest of a type
 NO_LABEL = [2**width - 1 for width in (8, 16, 31, 32, 63, 64)]
 
 
 def class_ids(path: str, name: str, y: Array) -> Array:
-    """Labels as class ids [N], integers, or targets [N, C], or what can be neither as it is.
+    """Convert labels with whole numbers in one column to class ids [N]; return others unchanged.
 
-    A single column is class ids, and NaN is no label. Raises SpecError for ids beyond float64."""
+    NaN becomes -1 (no label). Raises SpecError for ids that float64 cannot represent exactly."""
     y = column(y)
     if y.ndim != 1 or y.dtype.kind in "iu":
         return y
@@ -58,7 +57,7 @@ def class_ids(path: str, name: str, y: Array) -> Array:
 
 
 class Labels(NamedTuple):
-    """Labels, the number of classes (0 without labels), and which vertices have one [N].
+    """Labels, the number of classes (0 without labels), and a mask of labelled vertices [N].
 
     Class ids are int64 [N], -1 for none. Multi-label targets are uint8 or float32 [N, C]. Numbers
     are float32 [N, C], NaN for none. Without labels all vertices count as labelled."""
@@ -66,16 +65,16 @@ class Labels(NamedTuple):
     y: Array
     classes: int
     labelled: Array
-    numbers: bool = False  # to predict, not classes
+    numbers: bool = False  # True: y holds regression targets, not classes
 
 
 def read_labels(
     path: str, y: Array | None, vertices: int, classes: int | None, numbers: bool = False
 ) -> Labels:
-    """The labels of a graph. numbers: they are numbers to predict, whatever they look like.
+    """Return the checked labels of a graph. numbers: treat y as numbers to predict (regression).
 
-    Else only those are that can be no labels: fractions in one column, or beyond [0, 1] in several.
-    classes: as many as the source says. Raises SpecError."""
+    Without `numbers`, y is regression if it cannot be labels: fractions in one column, or fractions
+    with numbers beyond [0, 1] in several. classes: declared by the source. Raises SpecError."""
     nothing = Labels(np.full(vertices, -1, np.int64), 0, np.ones(vertices, bool))
     if y is None:
         return nothing
@@ -98,14 +97,14 @@ def read_labels(
 
 
 def _are_numbers(y: Array) -> bool:
-    """Whether these can be no labels."""
+    """Whether y cannot be labels, so that it must be numbers to predict."""
     known = y[np.isfinite(y)]
     beyond = y.ndim == 1 or bool(((known < 0) | (known > 1)).any())
     return beyond and bool((known != np.floor(known)).any())
 
 
 def _targets(path: str, y: Array, labelled: Array) -> Array:
-    """Targets [N, C] in [0, 1]; 0 where a vertex has none. Raises SpecError."""
+    """Return targets [N, C] in [0, 1], 0 for vertices without labels. Raises SpecError."""
     with np.errstate(invalid="ignore"):
         bad = ~((y >= 0) & (y <= 1)) & labelled[:, None]
     if y.shape[1] < 1 or bad.any():
@@ -120,7 +119,7 @@ def _targets(path: str, y: Array, labelled: Array) -> Array:
 
 
 def _classes(path: str, y: Array, classes: int | None) -> int:
-    """The number of classes of the ids y [N]. Raises SpecError for what is no class id."""
+    """Return the number of classes of the ids y [N]. Raises SpecError for invalid class ids."""
     allowed = classes or MOST_VERTICES
     if (bad := (y < -1) | (y >= allowed)).any():
         first = int(np.flatnonzero(bad)[0])
@@ -133,7 +132,7 @@ def _classes(path: str, y: Array, classes: int | None) -> int:
     ids = np.unique(y[y >= 0])
     high = int(ids[-1]) if ids.size else -1
     marks = high in NO_LABEL and int(ids[-2:][0]) != high - 1
-    if marks or high + 1 > 2 * ids.size:  # a stray id would widen the last layer, unseen
+    if marks or high + 1 > 2 * ids.size:  # a stray id would widen the last layer unnoticed
         raise SpecError(
             f"{path}: y[{int(y.argmax())}]: labels must be class ids 0 to C-1 without large gaps,"
             f" but the highest is {high:,} and only {ids.size:,} ids occur; {_remedy_of(high)}"
@@ -142,7 +141,7 @@ def _classes(path: str, y: Array, classes: int | None) -> int:
 
 
 def _remedy_of(label: int) -> str:
-    """What to do with a number that is no class id."""
+    """Return the remedy, for an error message, for a number that is no class id."""
     write = f"write -1 for no label: y = y.astype(int); y[y == {label}] = -1"
     if label < 0 or label in NO_LABEL:
         return write
@@ -154,7 +153,7 @@ def _remedy_of(label: int) -> str:
 
 
 def labels_of(path: str, vertices: int, sets: Sequence[tuple[Array, Array]]) -> Array:
-    """Labels [N] or [N, C] by ids of vertices and the labels of these; -1 or NaN for others."""
+    """Merge (vertex ids, labels) pairs to labels [N] or [N, C]; -1 or NaN for other vertices."""
     found = [(ids.ravel(), class_ids(path, "labels", y)) for ids, y in sets]
     shapes = {y.shape[1:] for _, y in found}
     if len(shapes) > 1 or any(y.ndim > 2 for _, y in found):
@@ -172,13 +171,13 @@ def labels_of(path: str, vertices: int, sets: Sequence[tuple[Array, Array]]) -> 
 
 
 def named(held: Mapping[str, T]) -> dict[str, T]:
-    """What is held under a word for a mask, by the names of the masks."""
+    """Return the entries of `held` whose key names a mask (WORDS), keyed by the mask."""
     words = {mask: next((w for w in words if w in held), "") for mask, words in WORDS.items()}
     return {mask: held[word] for mask, word in words.items() if word}
 
 
 def mask_of_ids(path: str, name: str, ids: Array, vertices: int) -> Array:
-    """The mask [N] of a list of vertex ids. Raises SpecError for ids beyond them, or twice."""
+    """Return the mask [N] of a list of vertex ids. Raises SpecError for invalid or repeated ids."""
     ids = column(ids if ids.size else ids.astype(np.int64))
     if ids.ndim != 1 or ids.dtype.kind not in "iu":
         raise SpecError(
@@ -199,9 +198,9 @@ def mask_of_ids(path: str, name: str, ids: Array, vertices: int) -> Array:
 
 
 def mask_of(path: str, name: str, array: Array, vertices: int) -> Array:
-    """The mask [N] of a mask, of booleans or of zeros and ones, or of a list of vertex ids.
+    """Return the mask [N] of a boolean or 0/1 mask, or of a list of vertex ids.
 
-    Raises SpecError for what is neither, or may be both."""
+    Raises SpecError if the array is neither, or could be both."""
     array = column(array)
     flags = array.dtype.kind == "b"
     if flags and array.shape != (vertices,):
@@ -220,13 +219,14 @@ def mask_of(path: str, name: str, array: Array, vertices: int) -> Array:
 
 
 def column(array: Array) -> Array:
-    """An array of a single column as that column [N]; another as it is."""
+    """Return an array [N, 1] as [N]; any other array unchanged."""
     return array[:, 0] if array.ndim == 2 and array.shape[1] == 1 else array
 
 
 def as_mask(path: str, name: str, mask: Array, notes: list[str]) -> Array:
-    """A mask [N] of booleans, or of zeros and ones; of several splits [N, S] the first, and it is
-    said. Raises SpecError."""
+    """Return a boolean or 0/1 mask as booleans [N]; of several splits [N, S] the first.
+
+    Several splits add a note to `notes`. Raises SpecError."""
     mask = typed(path, name, mask, "biuf", (1, 2))
     if mask.ndim == 2 and mask.shape[1] >= 1:
         if mask.shape[1] > 1:
@@ -251,10 +251,11 @@ def split_of(
     notes: list[str],
     seed: int,
 ) -> tuple[Array, Array, Array]:
-    """Training, validation and test masks [N]. given: those that were read.
+    """Return training, validation and test masks [N]. given: the masks that were read.
 
-    Without masks labelled vertices are split at random, with a note; without labels all are.
-    Without train_mask those are trained on that the other masks leave, with a note."""
+    Without masks, labelled vertices (or all, without labels) are split at random, with a note.
+    Without train_mask, all labelled vertices outside the other masks are training vertices, with a
+    note. Raises SpecError."""
     labelled, classes, vertices = labels.labelled, labels.classes, len(labels.labelled)
     if classes == 0:
         notes.append("no labels: can be planned, not trained")
@@ -297,9 +298,9 @@ def split_of(
 def random_split(
     labelled: Array, rng: np.random.Generator, train: float = 0.6
 ) -> tuple[Array, Array, Array]:
-    """Training, validation and test masks [N] that split the labelled vertices.
+    """Draw training, validation and test masks [N] that split the labelled vertices.
 
-    `train` is the share of the first; the other two are equal: 60/20/20."""
+    train: share of training vertices; validation and test share the rest equally (60/20/20)."""
     order = rng.permutation(np.flatnonzero(labelled))
     cuts = [round(train * len(order)), round((1 + train) / 2 * len(order))]
     masks = np.zeros((3, len(labelled)), bool)
@@ -309,7 +310,7 @@ def random_split(
 
 
 def features_of(path: str, arrays: Mapping[str, Array]) -> Features | None:
-    """Features of a table of arrays by their names, if it has any. Raises SpecError."""
+    """Return the features in a table of arrays, or None if it has none. Raises SpecError."""
     if "x" in arrays and "x_indptr" in arrays:
         raise SpecError(
             f"{path}: x, x_indptr: features are given twice, dense and sparse; keep one"
@@ -327,9 +328,9 @@ def features_of(path: str, arrays: Mapping[str, Array]) -> Features | None:
 
 
 def _dense(path: str, x: Array) -> Array:
-    """Features [N, F], as float32 or float64. Raises SpecError for NaN and infinities.
+    """Return features [N, F] as float32 or float64. Raises SpecError for NaN and infinities.
 
-    Mapped ones are looked through when they are hashed."""
+    Mapped features are checked for NaN and infinities later, when they are hashed (`finish`)."""
     if not isinstance(x, np.memmap):
         x = np.ascontiguousarray(narrowed(path, "x", typed(path, "x", x, "fiub", (2,))))
     elif x.dtype not in (np.float32, np.float64) or x.ndim != 2 or not x.flags.c_contiguous:
@@ -348,9 +349,9 @@ def _dense(path: str, x: Array) -> Array:
 
 
 def _sparse(path: str, arrays: Mapping[str, Array]) -> Features:
-    """Features as CSR, of ones where there are no data.
+    """Return features as CSR, with ones if there is no x_data.
 
-    Raises SpecError for NaN, infinities and a broken CSR."""
+    Raises SpecError for NaN, infinities and an invalid CSR."""
     indptr, indices, shape = (
         typed(path, name, arrays[name], "iu", (1,)) for name in ("x_indptr", "x_indices", "x_shape")
     )
@@ -359,7 +360,7 @@ def _sparse(path: str, arrays: Mapping[str, Array]) -> Features:
             f"{path}: x_shape: must be [{indptr.size - 1}, features] with 1 to {MOST_FEATURES:,}"
             f" features, is {shape[:4].tolist()}; save the matrix's shape"
         )
-    if int(indptr[-1]) != len(indices):  # scipy would cut off the others
+    if int(indptr[-1]) != len(indices):  # scipy would silently drop the excess indices
         raise SpecError(
             f"{path}: x_indptr: must rise from 0 to len(x_indices) = {len(indices):,}, goes from"
             f" {indptr[0]} to {indptr[-1]}; save the indptr of a scipy.sparse.csr_matrix"
@@ -376,7 +377,7 @@ def _sparse(path: str, arrays: Mapping[str, Array]) -> Features:
 def stand_in(
     indptr: NDArray[np.int64], width: int, rng: np.random.Generator
 ) -> NDArray[np.float32]:
-    """Made-up features [N, width], without regard to labels.
+    """Make up features [N, width] that do not depend on labels.
 
     They are normal noise, except for the last column, the standardised log degree."""
     x = rng.standard_normal((len(indptr) - 1, width), dtype=np.float32)

@@ -1,6 +1,6 @@
-"""Arrays in .npy and .npz files: checked by their headers before anything is allocated.
+"""Arrays in .npy and .npz files, whose headers are checked before memory is allocated.
 
-Ids of vertices count from 0, and are below the number of vertices, which int32 holds."""
+Vertex ids count from 0 and are below the number of vertices, which fits int32."""
 
 from __future__ import annotations
 
@@ -21,15 +21,15 @@ from gnnplan.planner.vocabulary.errors import GnnplanError, SpecError
 from gnnplan.planner.vocabulary.files import MOST_SHOWN, must_be_file
 from gnnplan.planner.vocabulary.units import show_bytes
 
-MOST_PACKED = 200  # times smaller than it is; zeros alone pack 230 to 1,030 times
-MOST_SWOLLEN = 1 << 29  # [B] that may be smaller than that
+MOST_PACKED = 200  # largest compression ratio; zeros alone compress 230 to 1,030 times
+MOST_SWOLLEN = 1 << 29  # [B] unpacked size up to which any ratio is allowed
 KINDS = {"i": "integers", "b": "booleans", "f": "real numbers", "U": "a JSON string"}
-LONGEST_HEADER = 1 << 14  # [B] of an npy header; numpy reads at most 10,000 characters
+LONGEST_HEADER = 1 << 14  # [B] read of an npy header; numpy accepts at most 10,000 characters
 
 
 @contextmanager
 def reading(path: str, what: str) -> Iterator[None]:
-    """Whatever a library raises over a damaged file becomes a SpecError."""
+    """Turn any exception of a library inside this context into a SpecError for a damaged file."""
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
@@ -45,10 +45,10 @@ def reading(path: str, what: str) -> Iterator[None]:
 
 
 def must_not_swell(what: str, unpacked: float, packed: float, most: float = 1.0) -> None:
-    """Raise SpecError for what a few megabytes were made to unpack into gigabytes.
+    """Raise SpecError for a decompression bomb: megabytes that unpack into gigabytes.
 
-    unpacked, packed: sizes [B]. most: the share of MOST_SWOLLEN that may be. Edges
-    pack tenfold, labels that most vertices lack 60-fold."""
+    unpacked, packed: sizes [B]. most: share of MOST_SWOLLEN that is always allowed. Edges compress
+    tenfold, labels that most vertices lack 60-fold."""
     if unpacked > most * MOST_SWOLLEN and unpacked > MOST_PACKED * packed:
         raise SpecError(
             f"{what}: unpacks to {show_bytes(unpacked)} from {show_bytes(packed)}, more than"
@@ -57,12 +57,12 @@ def must_not_swell(what: str, unpacked: float, packed: float, most: float = 1.0)
 
 
 class Header(NamedTuple):
-    """What an npy header says."""
+    """The contents of an npy header."""
 
     shape: tuple[int, ...]
-    fortran: bool  # in Fortran order
+    fortran: bool  # array is in Fortran order
     dtype: np.dtype[Any]
-    begin: int  # its length [B]
+    begin: int  # length of the header, where the array's data begin [B]
 
     @property
     def nbytes(self) -> int:
@@ -71,7 +71,7 @@ class Header(NamedTuple):
 
 
 def read_header(path: str, name: str, stream: IO[bytes]) -> Header:
-    """Read an npy header."""
+    """Read an npy header. Raises SpecError for an unknown format version."""
     # at most LONGEST_HEADER bytes: a header may claim to be gigabytes long
     header = io.BytesIO(stream.read(LONGEST_HEADER))
     version = np.lib.format.read_magic(header)
@@ -88,10 +88,10 @@ def read_header(path: str, name: str, stream: IO[bytes]) -> Header:
 
 
 def check_header(path: str, name: str, stream: IO[bytes], stored: int, fits: bool = True) -> Header:
-    """Check an array by its header, before anything is allocated.
+    """Check an array's header before memory is allocated, and return the header.
 
-    fits: it must fit the memory. Raises SpecError for pickled objects, and for a shape that does
-    not fit what is stored."""
+    stored: size of the file [B]. fits: the array must fit the memory. Raises SpecError for pickled
+    objects, and for a shape that contradicts the stored size."""
     header = shape, _, dtype, begin = read_header(path, name, stream)
     nbytes, stored = header.nbytes, stored - begin
     if dtype.hasobject:
@@ -114,9 +114,9 @@ def check_header(path: str, name: str, stream: IO[bytes], stored: int, fits: boo
 
 
 def mapped_array(path: str | Path, mode: Literal["r", "c"] = "r") -> Array:
-    """An array of a .npy file, mapped if it can be. Raises SpecError; its header is checked first.
+    """Return the array of a .npy file, memory-mapped unless empty. Raises SpecError.
 
-    mode: of numpy.load, for who reads pages (r) or may write to copies of them (c)."""
+    mode: as in numpy.load: read-only (r) or copy-on-write (c) pages."""
     path, name = str(path), Path(path).stem
     must_be_file(path, f"it should hold {name}.npy")
     with reading(path, ".npy"), open(path, "rb") as stream:
@@ -125,13 +125,13 @@ def mapped_array(path: str | Path, mode: Literal["r", "c"] = "r") -> Array:
 
 
 class Arrays:
-    """Arrays by name, of a .npz or of a folder of .npy files; who reads one has it checked."""
+    """The arrays of a .npz or of a folder of .npy files, by name; reading an array checks it."""
 
     def __init__(self, path: str, archive: zipfile.ZipFile | None = None) -> None:
         self.path, self.archive, self.nbytes = path, archive, 0
         self.files: dict[str, Any] = {}  # paths, or members of the archive
-        self.others: list[str] = []  # what holds no array
-        self.twice: list[str] = []
+        self.others: list[str] = []  # names of files that hold no array
+        self.twice: list[str] = []  # names that the archive holds twice
         for info in archive.infolist() if archive else ():
             name = info.filename.removesuffix(".npy")
             self.twice += [name] * (name in self.files)
@@ -143,19 +143,19 @@ class Arrays:
                 self.others.append(file.name)
 
     def open(self, name: str) -> IO[bytes]:
-        """The bytes of an array."""
+        """Open an array's .npy bytes as a stream."""
         if self.archive:
             return self.archive.open(self.files[name])
         must_be_file(self.files[name])
         return open(self.files[name], "rb")
 
     def header(self, name: str) -> Header:
-        """What an array's header says, unchecked."""
+        """Return an array's header without checks."""
         with self.open(name) as stream:
             return read_header(self.path, name, stream)
 
     def check(self, name: str, fits: bool = True) -> Header:
-        """Check an array by its header. Raises SpecError."""
+        """Check an array's header and return it. Raises SpecError."""
         file = self.files[name]
         if self.archive:
             must_not_swell(f"{self.path}: {name}", file.file_size, file.compress_size)
@@ -164,8 +164,9 @@ class Arrays:
             return check_header(self.path, name, stream, stored, fits)
 
     def read(self, name: str, mapped: bool = False) -> Array:
-        """An array. mapped: if the source can. Raises SpecError, also where all that was read so
-        far would not fit the memory."""
+        """Return an array. mapped: memory-map it if the source is a folder.
+
+        Raises SpecError, also if all arrays read so far would exceed the memory."""
         mapped = mapped and self.archive is None
         header = self.check(name, fits=not mapped)
         if mapped:
@@ -178,7 +179,7 @@ class Arrays:
 
 @contextmanager
 def arrays_in(path: str) -> Iterator[Arrays]:
-    """The arrays of a .npz, or of a folder of .npy files. Raises SpecError."""
+    """Open the arrays of a .npz, or of a folder of .npy files. Raises SpecError."""
     with reading(path, "arrays"):
         if os.path.isdir(path):
             yield Arrays(path)
@@ -189,7 +190,7 @@ def arrays_in(path: str) -> Iterator[Arrays]:
 
 
 def typed(path: str, name: str, array: Array, kinds: str, ndim: tuple[int, ...]) -> Array:
-    """The array. Raises SpecError unless its dtype kind and dimensions are as allowed."""
+    """Return the array. Raises SpecError unless its dtype kind and dimensions are allowed."""
     if array.dtype.kind not in kinds:
         allowed = " or ".join(sorted({KINDS[kind] for kind in kinds.replace("u", "")}))
         remedy = f"save {name}.astype(numpy.{'float32' if 'f' in kinds else 'int64'})"
@@ -207,9 +208,10 @@ def typed(path: str, name: str, array: Array, kinds: str, ndim: tuple[int, ...])
 def must_be_ids(
     path: str, name: str, ids: Array, vertices: int, first: int = 0, counted: str = ""
 ) -> None:
-    """Raise SpecError for ids beyond the vertices; the first of them is number `first`.
+    """Raise SpecError for ids beyond the vertices.
 
-    counted: what of the file gives the number of vertices."""
+    first: position of ids[0] in the whole array. counted: name of the array that gives the number
+    of vertices."""
     if ids.dtype.kind not in "iu":
         raise SpecError(
             f"{path}: {name}: vertex ids must be integers, have dtype {ids.dtype}; number the"
@@ -227,7 +229,7 @@ def must_be_ids(
 
 
 def must_be_count(path: str, name: str, value: Any, most: int = MOST_VERTICES) -> int:
-    """A number of vertices or classes that a file claims. Raises SpecError."""
+    """Return a number of vertices or classes that a file declares. Raises SpecError."""
     if isinstance(value, bool) or not isinstance(value, int | np.integer) or not 0 <= value <= most:
         raise SpecError(
             f"{path}: {name}: must be a whole number of 0 to {most:,}, is"

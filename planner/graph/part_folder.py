@@ -1,11 +1,11 @@
-"""Reads a folder of parts, which `gnnplan partition` writes: rows as they are asked for.
+"""Reader of the folder of parts that `gnnplan partition` writes; rows are read on demand.
 
-docs/reference/files.md has its files. ids.npy of a part are in the order of place.npy; order.npy is
-partition.locality_order; halo.npy goes by part and place, give.npy by part.
+docs/reference/files.md describes the files. ids.npy of a part is in the order of place.npy;
+order.npy is partition.locality_order; halo.npy is sorted by part and place, give.npy by part.
 
-A `Graph` of it has arrays that look whole. Rows that are asked for by their ids are read of the
-parts that have them; what asks for more gets the whole array, put together once. A part's files
-are compared with their digests when this machine reads them first."""
+The `Graph` of a folder has arrays that behave as whole arrays. Rows selected by ids are read from
+the parts that hold them; any other access assembles the whole array once. When a machine reads a
+part's file for the first time, it compares the file with its digest."""
 
 from __future__ import annotations
 
@@ -44,22 +44,22 @@ from gnnplan.planner.vocabulary.errors import SpecError
 from gnnplan.planner.vocabulary.files import must_be_file, read_bytes
 from gnnplan.planner.vocabulary.numbers import ranges, runs
 
-DESCRIPTION = "parts.json"  # tells a folder of parts
+DESCRIPTION = "parts.json"  # its presence marks a folder of parts
 OF_PART = "part.json"
-SHARED = {"owner", "place", "order", "degree", "sends"}  # files of the folder itself
-VERSION = 1  # of the folder: raise it when old ones can no longer be read
-MOST_DESCRIBED = 64 << 20  # [B]
+SHARED = {"owner", "place", "order", "degree", "sends"}  # arrays in the folder itself
+VERSION = 1  # of the folder's format: raise it when old folders can no longer be read
+MOST_DESCRIBED = 64 << 20  # [B] of a .json file
 AT_ONCE = 1 << 20  # edges, or numbers of sparse features, that are read at a time
 AGAIN = "write the folder again with gnnplan partition"
 T = TypeVar("T")
 Ids: TypeAlias = NDArray[Any]
-# of a part: places of rows of its arrays, and where these rows are to be
+# (part, positions of rows in the part's arrays, positions of these rows in the result)
 Span: TypeAlias = tuple[int, Ids, Ids]
 
 
 @dataclass(frozen=True)
 class Stored:
-    """A file of a part, or of the folder."""
+    """The description of a .npy file of a part, or of the folder."""
 
     shape: tuple[int, ...]
     dtype: str
@@ -69,9 +69,9 @@ class Stored:
 
 @dataclass(frozen=True)
 class Part:
-    """What a part's part.json says."""
+    """The contents of a part's part.json."""
 
-    cut: str  # the name of the cut that it is of (`Description.cut`)
+    cut: str  # identifier of the partition that the part belongs to (`Description.cut`)
     number: int
     vertices: int
     edges: int
@@ -80,7 +80,7 @@ class Part:
 
 @dataclass(frozen=True)
 class Description:
-    """What parts.json says."""
+    """The contents of parts.json."""
 
     version: int
     gnnplan: str
@@ -88,23 +88,23 @@ class Description:
     parts: int
     partitioner: str
     seed: int
-    cut: str  # a name that no other graph or assignment has
-    vertices: list[int]  # of each part
-    edges: list[int]
-    halo: list[int]
-    reached: list[int]  # vertices within 0, 1, .. hops of training vertices, against the edges
+    cut: str  # unique identifier of this graph's partition
+    vertices: list[int]  # count per part
+    edges: list[int]  # count per part
+    halo: list[int]  # halo rows per part
+    reached: list[int]  # count of vertices within 0, 1, .. in-hops of training vertices
     files: dict[str, Stored]
-    digests: list[str]  # of each part's part.json
+    digests: list[str]  # digest of each part's part.json
 
 
 def digest_of(path: Path) -> str:
-    """A digest of a file's bytes."""
+    """Return a digest of a file's bytes."""
     with open(path, "rb") as stream:
         return hashlib.file_digest(stream, partial(blake2b, digest_size=16)).hexdigest()
 
 
 def parsed(kind: type[T], path: Path, raw: bytes) -> T:
-    """What the JSON of a file says, as one of the classes here. Raises SpecError."""
+    """Parse a file's JSON as a `kind`, one of the classes above. Raises SpecError."""
     try:
         return TypeAdapter(kind).validate_json(raw)
     except ValidationError as error:
@@ -116,7 +116,7 @@ def parsed(kind: type[T], path: Path, raw: bytes) -> T:
 
 
 class PartFolder:
-    """A folder of parts, of which files are opened when they are asked for. Raises SpecError."""
+    """A folder of parts, whose files are opened on first use. Raises SpecError."""
 
     def __init__(self, path: str) -> None:
         self.path = Path(path)
@@ -169,7 +169,7 @@ class PartFolder:
         return part
 
     def _must_be_there(self, folder: Path, files: dict[str, Stored]) -> None:
-        """Raise SpecError unless files of these sizes are there."""
+        """Raise SpecError unless all files exist in their recorded sizes."""
         for name, stored in files.items():
             path = folder / f"{name}.npy"
             must_be_file(path, f"copy it there, or {AGAIN}")
@@ -182,7 +182,7 @@ class PartFolder:
     # -- files ----------------------------------------------------------------------------------
 
     def array(self, number: int | None, name: str) -> Array:
-        """An array of a part, or of the folder (None): mapped, and what was written."""
+        """Return a mapped array of part `number`, or of the folder (None), after a digest check."""
         key = number, name
         if key not in self._open:
             folder, files = self.path, self.about.files
@@ -190,7 +190,7 @@ class PartFolder:
                 folder, files = self.path / f"part{number}", self.parts[number].files
             path = folder / f"{name}.npy"
             _must_be_whole(path, files[name])
-            # pages that torch may take as its own; nobody writes them
+            # copy-on-write, since torch warns of read-only arrays; nobody writes to the pages
             self._open[key] = mapped_array(path, "c").view(np.ndarray)
         return self._open[key]
 
@@ -201,18 +201,18 @@ class PartFolder:
 
     @property
     def place(self) -> Array:
-        """The place of each vertex among the rows of its part [N]."""
+        """The row of each vertex in its part's arrays [N]."""
         return self.array(None, "place")
 
     # -- rows -----------------------------------------------------------------------------------
 
     def _by_part(self, ids: Ids) -> list[tuple[int, Ids]]:
-        """Each part that has some of these vertices, and which of them."""
+        """Return (part, positions in `ids` of the part's vertices) for each part that owns any."""
         owner = self.owner[ids]
         return [(int(number), np.flatnonzero(owner == number)) for number in np.unique(owner)]
 
     def _gathered(self, name: str, spans: Iterable[Span], count: int, pick: Any = ...) -> Array:
-        """Rows of the parts' arrays, or what `pick` takes of them, where they are to be [count]."""
+        """Gather rows of the parts' arrays, indexed by `pick` first, into an array [count, ..]."""
         row = np.empty((0, *self.parts[0].files[name].shape[1:]))[pick].shape[1:]
         out = np.empty((count, *row), self.parts[0].files[name].dtype)
         must_fit(str(self.path), f"{name} of {count:,} rows", out.nbytes)
@@ -221,21 +221,22 @@ class PartFolder:
             together = bool((np.diff(here) == 1).all()) and here.size > 0
             places: Any = slice(here[0], here[-1] + 1) if together else here
             out[there] = whole[pick][places]
-            if together and isinstance(whole.base, np.memmap):  # pages would count as memory too
+            if together and isinstance(whole.base, np.memmap):  # drop pages, or they count as used
                 whole.base._mmap.madvise(mmap.MADV_DONTNEED)  # type: ignore[attr-defined]
         return out
 
     def rows(self, name: str, ids: Ids | None = None, columns: slice | None = None) -> Array:
-        """Rows of these vertices [ids, ..], or of all, or some columns of them."""
+        """Return rows (or columns of rows) of the vertices `ids`, or of all vertices [ids, ..]."""
         ids = np.arange(self.about.graph.vertices) if ids is None else ids
         place = self.place[ids]
         spans = ((number, place[at], at) for number, at in self._by_part(ids))
         return self._gathered(name, spans, ids.size, ... if columns is None else np.s_[:, columns])
 
     def ragged(self, ids: Ids, pointers: str, *names: str) -> tuple[Ids, list[Array]]:
-        """Of rows with several numbers each: how many they have, and their numbers, row after row.
+        """Return the lengths of variable-length rows [ids], and their numbers, row after row.
 
-        pointers: where a part's rows begin, as the indptr of a CSR."""
+        pointers: name of the array with the start of each row of a part, like a CSR's indptr.
+        names: arrays with the numbers."""
         parts, place = self._by_part(ids), self.place[ids]
         begin, lengths = np.empty((2, ids.size), np.int64)
         for number, at in parts:
@@ -253,7 +254,7 @@ class PartFolder:
         return lengths, [self._gathered(name, spans(), int(lengths.sum())) for name in names]
 
     def csr(self, ids: Ids | None = None, columns: slice | None = None) -> Features:
-        """Features stored as CSR, of these vertices or of all, or some columns of them."""
+        """Return features as CSR, of the vertices `ids` or of all, or columns of them."""
         ids = np.arange(self.about.graph.vertices) if ids is None else ids
         lengths, (indices, data) = self.ragged(ids, "x_indptr", "x_indices", "x_data")
         indptr = np.append(0, np.cumsum(lengths))
@@ -262,11 +263,11 @@ class PartFolder:
 
     @cached_property
     def indptr(self) -> NDArray[np.int64]:
-        """The CSR of all edges: where rows begin."""
+        """The indptr [N+1] of the whole graph's CSR."""
         return np.concatenate([[0], np.cumsum(self.array(None, "degree"), dtype=np.int64)])
 
     def edges(self, name: str) -> Array:
-        """What all edges have, in the order of the whole graph's CSR."""
+        """Return an array of all edges [E, ..], in the order of the whole graph's CSR."""
         stored, stats = self.parts[0].files[name], self.about.graph
         out = np.empty((stats.edges, *stored.shape[1:]), stored.dtype)
         must_fit(str(self.path), f"{name} of all edges", out.nbytes)
@@ -277,9 +278,9 @@ class PartFolder:
 
 
 def _must_be_whole(path: Path, stored: Stored) -> None:
-    """Raise SpecError unless a file's bytes are those that were written.
+    """Raise SpecError unless a file has the recorded digest.
 
-    A machine reads them once for that, and keeps in its cache which files were right."""
+    A machine reads the file once for this check, and caches on disk that the file is intact."""
 
     def compare() -> bool:
         if digest_of(path) != stored.digest:
@@ -294,14 +295,15 @@ def _must_be_whole(path: Path, stored: Stored) -> None:
 
 
 class Lazy(NDArrayOperatorsMixin):
-    """An array that is put together of parts when it is asked for as a whole.
+    """An array that is assembled from the parts when it is first used as a whole.
 
-    read: reads all of it; by_rows: or rows with some ids, or some columns of all rows, alone."""
+    read: function that returns the whole array. by_rows: `read` also takes `ids` or `columns`, and
+    then returns only these rows or columns."""
 
     def __init__(
         self, dtype: DTypeLike, shape: Sequence[int], read: Callable[..., Any], by_rows: bool
     ) -> None:
-        like = np.broadcast_to(np.zeros((), dtype), shape)  # which takes no memory
+        like = np.broadcast_to(np.zeros((), dtype), shape)  # has all attributes, takes no memory
         self.dtype, self.shape, self.ndim = like.dtype, like.shape, like.ndim
         self.size, self.nbytes, self._like = like.size, like.nbytes, like
         self._read, self._by_rows = read, by_rows
@@ -339,7 +341,7 @@ class Lazy(NDArrayOperatorsMixin):
 
 @dataclasses.dataclass(frozen=True, eq=False, kw_only=True)
 class PartGraph(Graph):
-    """A graph of which each part's rows and edges are read as they are asked for."""
+    """A graph in a folder of parts, whose rows and edges are read on demand."""
 
     folder: PartFolder
 
@@ -363,14 +365,14 @@ class PartGraph(Graph):
 
 
 def is_part_folder(path: str) -> bool:
-    """Whether it is a folder of parts."""
+    """Whether `path` is a folder of parts."""
     return os.path.isfile(os.path.join(path, DESCRIPTION))
 
 
 def read_parts(path: str, source: str, directed: bool = False) -> Graph:
-    """The graph of a folder of parts. Raises SpecError.
+    """Return the graph of a folder of parts. Raises SpecError.
 
-    directed: refuse edges that have lost their direction."""
+    directed: refuse a folder whose edges were made undirected."""
     folder = PartFolder(path)
     about, first = folder.about, folder.parts[0]
     if directed and not about.graph.directed:

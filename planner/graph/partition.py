@@ -1,6 +1,6 @@
-"""Partitions a graph: the part of each vertex, by a library (partitioners.py) or without a look.
+"""Partitioning: the part of each vertex, by a library (partitioners.py) or ignoring edges.
 
-What libraries find is kept on disk under the hash of the graph's content (kept.py)."""
+Partitions of libraries are cached on disk, keyed by the hash of the graph's content (kept.py)."""
 
 from __future__ import annotations
 
@@ -35,21 +35,21 @@ from gnnplan.planner.vocabulary.errors import SpecError
 from gnnplan.planner.vocabulary.files import suggest
 from gnnplan.planner.vocabulary.numbers import runs
 
-FEW_EDGES = 5_000_000  # directed edges that METIS cuts in seconds
-AT_ONCE = 1 << 22  # edges that are looked at together
-# Share of all vertices that may move for even training vertices, as where these lie all over. One
-# of 64 parts of an R-MAT graph (2M edges) had 1.24 of the mean. To mend that 0.1 % of the vertices
-# move, for 0.02 % more halo rows.
+FEW_EDGES = 5_000_000  # directed edges up to which METIS takes only seconds
+AT_ONCE = 1 << 22  # edges processed at a time
+# Largest share of vertices that may change parts to balance training vertices. Few move where
+# training vertices lie all over the graph: one of 64 parts of an R-MAT graph (2M edges) had 1.24 of
+# the mean; to correct that, 0.1 % of the vertices move, for 0.02 % more halo rows.
 FEW_MOVED = 0.005
-CLUSTERS = 64  # that rows of a part follow each other by
+CLUSTERS = 64  # groups of vertices that order the rows (locality_order)
 # Vertices. All features of a smaller graph fit the processor's cache, so their order is irrelevant.
 SMALL = 2_000
 
 
 def chosen(method: str, graph: Graph | GraphStats) -> str:
-    """The partitioner that `method` is for this graph: auto is METIS unless it is large.
+    """Resolve the partitioner auto: METIS, or KaMinPar for a large graph if it is installed.
 
-    A graph that is cut has parts already."""
+    A graph that comes with a partition keeps the partition's method."""
     if method != AUTO:
         return method
     if isinstance(graph, Graph) and graph.cut is not None:
@@ -59,12 +59,12 @@ def chosen(method: str, graph: Graph | GraphStats) -> str:
 
 
 def partition(graph: Graph | GraphStats, parts: int, method: str = "metis", seed: int = 0) -> Owner:
-    """Part [N] of each vertex, in [0, parts), no part empty.
+    """Return the part [N] of each vertex, in [0, parts), no part empty.
 
-    method: 'metis' and 'kaminpar' minimise the edge cut, 'metis-volume' the rows sent; with
-    'kaminpar-train' training vertices are even, too; 'hash' and 'random' ignore edges. Edge
-    directions do not matter. A graph that is cut so already keeps its parts. Raises SpecError for
-    more parts than vertices, an unknown method, or statistics only."""
+    method: 'metis' and 'kaminpar' minimise the edge cut, 'metis-volume' the rows sent;
+    'kaminpar-train' also balances training vertices; 'hash' and 'random' ignore edges. Edge
+    directions do not matter. A graph that comes with such a partition keeps it. Raises SpecError
+    for more parts than vertices, an unknown method, or statistics only."""
     if not isinstance(graph, Graph):
         raise SpecError(
             f"{graph.source}: statistics only, so there is nothing to partition; give the graph"
@@ -79,7 +79,7 @@ def partition(graph: Graph | GraphStats, parts: int, method: str = "metis", seed
     if graph.cut is not None and (graph.cut.parts, graph.cut.method) == (parts, method):
         return graph.cut.owner
     if method == "hash":
-        # Fibonacci hashing: the top of id * 2**32 / golden ratio
+        # Fibonacci hashing: the upper digits of id * 2**32 / golden ratio
         mixed = np.arange(vertices, dtype=np.uint64) * np.uint64(2654435769) & np.uint64(0xFFFFFFFF)
         return repair((mixed * np.uint64(parts) >> np.uint64(32)).astype(np.int32), parts)
     if method == "random":
@@ -92,7 +92,7 @@ def partition(graph: Graph | GraphStats, parts: int, method: str = "metis", seed
 
 
 def evenly(method: str, edges: Csr, parts: int, seed: int, train: NDArray[np.bool_]) -> Owner:
-    """A library's part [N] of each vertex of a symmetric CSR, no part empty, evened out."""
+    """Partition a symmetric CSR by a library, fill empty parts, and balance KaMinPar's parts."""
     part = repair(cut(method, edges, parts, seed), parts)
     if library_of(method) == "kaminpar":
         even_out(edges, part, parts, np.ones(part.size, bool))
@@ -106,10 +106,10 @@ def evenly(method: str, edges: Csr, parts: int, seed: int, train: NDArray[np.boo
 def partition_weighted(
     edges: Csr, weights: Array | None, parts: int, method: str = "metis"
 ) -> Owner:
-    """Part [n] of each vertex of a symmetric CSR without self-loops, by the method's library.
+    """Return the part [n] of each vertex of a symmetric CSR without self-loops, by a library.
 
-    It minimises the edge cut and balances `weights` (whole numbers >= 0). Weights are ignored if
-    they are so uneven that a part would hold fewer than three of the largest."""
+    The library minimises the edge cut and balances `weights` (whole numbers >= 0). Weights are
+    ignored if they are so uneven that a part would hold fewer than three of the largest."""
     vertices = len(edges.indptr) - 1
     check_parts(parts, vertices, "the subgraph")
     library = library_of(method)
@@ -123,9 +123,9 @@ def partition_weighted(
 
 
 def locality_order(graph: Graph, method: str = "metis") -> Owner:
-    """Position [N] of each vertex in an order that keeps clusters of the method's library together.
+    """Return each vertex's position [N] in an order that groups clusters of the method's library.
 
-    In this order aggregation finds more of its rows in cache. A small graph keeps its order."""
+    In this order aggregation finds more rows in cache. A small graph keeps its order."""
     vertices, library = graph.stats.vertices, library_of(method)
     if isinstance(graph, PartGraph) and library_of(graph.folder.about.partitioner) == library:
         return graph.folder.array(None, "order")
@@ -137,16 +137,16 @@ def locality_order(graph: Graph, method: str = "metis") -> Owner:
 
 
 def undirected(graph: Graph) -> Csr:
-    """The graph with every edge in both directions."""
+    """Return the edges with every edge in both directions."""
     if not graph.stats.directed:
         return graph.whole
     return both_ways(graph.adjacency)
 
 
 def edges_between(graph: Graph, rows: Array) -> Csr:
-    """The edges between some vertices (ids, ascending) in both directions, [rows, rows].
+    """Return the edges between the vertices `rows` (ascending) in both directions, [rows, rows].
 
-    Of a graph in parts no others are read than those of the rows, some at a time."""
+    Of a partitioned folder only edges into these rows are read, some at a time."""
     place = np.full(graph.stats.vertices, -1, np.int32)
     place[rows] = np.arange(rows.size, dtype=np.int32)
     degree, found, inside = graph.degree_of(rows), [], []
@@ -161,7 +161,7 @@ def edges_between(graph: Graph, rows: Array) -> Csr:
 
 
 def repair(part: Owner, parts: int) -> Owner:
-    """The partition without empty parts, changed in place.
+    """Fill empty parts, in place, and return the partition.
 
     METIS leaves some parts empty when parts are small. An empty part gets the last vertices of the
     largest part: an even share, but at most half of them.
@@ -180,7 +180,7 @@ def repair(part: Owner, parts: int) -> Owner:
 
 
 def check_parts(parts: int, vertices: int, what: str) -> None:
-    """Raises SpecError for more parts than vertices; `what` names the graph."""
+    """Raise SpecError for more parts than vertices; `what` names the graph."""
     if not 1 <= parts <= vertices:
         raise SpecError(
             f"{what}: parts must lie in [1, {vertices:,}] (no more parts than vertices), got"

@@ -1,4 +1,4 @@
-"""Libraries that partition: METIS, which is always there, and KaMinPar, which an extra installs.
+"""Partitioning libraries: METIS, which is a dependency, and KaMinPar, which an extra installs.
 
 Both take a symmetric CSR without self-loops and minimise the edge cut. KaMinPar takes less memory
 and time, and its parts have fewer halo rows (docs/reference/partitioners.md)."""
@@ -24,37 +24,37 @@ from gnnplan.planner.vocabulary.progress import inner_phase
 from gnnplan.planner.vocabulary.units import show_bytes
 
 METHODS = ("metis", "metis-volume", "kaminpar", "kaminpar-train", "hash", "random")
-BLIND = ("hash", "random")  # which ignore edges
-TOLD_EDGES = 1_000_000  # directed edges from which partitioning is a phase of its own
-MOST_EDGES = 80_000_000  # directed edges that METIS is given; with the graph that takes 11 GB
+BLIND = ("hash", "random")  # methods that ignore edges
+TOLD_EDGES = 1_000_000  # directed edges from which progress reports partitioning as a phase
+MOST_EDGES = 80_000_000  # most directed edges passed to METIS; with the graph it then takes 11 GB
 # [B] that METIS takes per directed edge: 64-bit numbers, and a graph per level. 76 to 120 were
 # measured (docs/reference/mini-batches.md).
 EDGE_BYTES = 120
 IMBALANCE = 0.03  # share of the mean by which a part may be larger: METIS's default for k-way cuts
-# A vertex weighs 1 + this * degree / mean degree to KaMinPar. Where all weigh 1, one of 64 parts
-# of an R-MAT graph gets 14 times the mean of edges, and with this 2.1.
+# KaMinPar's vertex weight is 1 + EDGE_SHARE * degree / mean degree. With equal weights one of 64
+# parts of an R-MAT graph gets 14 times the mean number of edges, with these weights 2.1 times.
 EDGE_SHARE = 0.25
-MOST_MARKED = 1.08  # vertices of a part over their mean, and training vertices where asked for
-CANDIDATES = 4  # times as many vertices as move are looked at, those with the fewest edges
+MOST_MARKED = 1.08  # largest ratio of a part's (training) vertices to the mean over parts
+CANDIDATES = 4  # vertices considered per vertex that moves: those with the fewest edges
 
 
 def library_of(method: str) -> str:
-    """The library that cuts inside parts and finds clusters where `method` makes the parts."""
+    """Return the library of a method; blind methods use METIS to subdivide parts and cluster."""
     return "kaminpar" if method.startswith("kaminpar") else "metis"
 
 
 def version_of(library: str) -> str:
-    """What kept parts depend on besides their graph: another version finds other ones."""
+    """Return the library's name and version for cache keys; versions give different partitions."""
     try:
         return f"{library} {version('pymetis' if library == 'metis' else library)}"
-    except PackageNotFoundError:  # who asks for parts is told
+    except PackageNotFoundError:  # the call of the library raises the error that users read
         return library
 
 
 def cut(method: str, edges: Csr, parts: int, seed: int, weights: Array | None = None) -> Owner:
-    """The part of each vertex of a symmetric CSR; contiguous ones where no library can be called.
+    """Return the part of each vertex of a symmetric CSR; contiguous parts in trivial cases.
 
-    weights: of vertices, whole numbers >= 0 of which each part gets as much; ignored where a part
+    weights: of vertices, whole numbers >= 0, whose sums per part are balanced; ignored where a part
     would hold fewer than three of the largest."""
     vertices = len(edges.indptr) - 1
     if parts in (1, vertices) or not len(edges.indices):  # METIS divides by the number of edges
@@ -77,11 +77,11 @@ def cut(method: str, edges: Csr, parts: int, seed: int, weights: Array | None = 
 def by_kaminpar(
     edges: Csr, parts: int, seed: int, loads: Array | None = None, threads: int = 1
 ) -> Owner:
-    """KaMinPar's part of each vertex of a symmetric CSR. loads: of vertices, whole numbers; else
-    vertices with more edges weigh more.
+    """Return KaMinPar's part of each vertex of a symmetric CSR.
 
-    With one thread the same seed gives the same parts, with more it does not. Raises SpecError
-    where it is not installed or the graph cannot be handed over."""
+    loads: weights of vertices, whole numbers; by default weights grow with the degree. With one
+    thread the same seed gives the same parts, with several it does not. Raises SpecError if
+    KaMinPar is not installed or the temporary file of the graph cannot be written."""
     try:
         import kaminpar
     except ImportError as error:
@@ -89,8 +89,8 @@ def by_kaminpar(
             f"the partitioner kaminpar cannot be imported ({error}); pip install"
             " 'gnnplan[kaminpar]', or use --partitioner metis"
         ) from error
-    # ParHIP's binary format: a header, where each row begins in the file, edges, loads. Bits of the
-    # header's first number say that edges have no weights (1), and that ids (8) and weights of
+    # ParHIP's binary format: a header, the file offset of each row, edges, loads. Bits of the
+    # header's first number mean that edges have no weights (1), and that ids (8) and weights of
     # vertices (16) are int32.
     degree = np.diff(edges.indptr)
     if loads is None:
@@ -103,7 +103,7 @@ def by_kaminpar(
     )
     kaminpar.reseed(seed)
     cutter = kaminpar.KaMinPar(threads, kaminpar.default_context())
-    try:  # its Python face reads graphs from files only
+    try:  # KaMinPar's Python interface reads graphs from files only
         with tempfile.NamedTemporaryFile(prefix="gnnplan-", suffix=".parhip") as file:
             for array in parhip:
                 file.write(array.data)
@@ -115,10 +115,10 @@ def by_kaminpar(
 
 
 def even_out(edges: Csr, part: Owner, parts: int, marked: NDArray[np.bool_]) -> Owner:
-    """The partition, changed in place, with at most MOST_MARKED of the mean of `marked` in a part.
+    """Balance the `marked` vertices [N] in place, to at most MOST_MARKED times the mean per part.
 
-    Marked vertices go from the fullest part to the emptiest, and as many others come back, if there
-    are others. Those go first whose edges are cut least by it."""
+    Marked vertices move from the fullest part to the emptiest, and as many unmarked vertices move
+    back, if there are any. Vertices whose move increases the edge cut least go first."""
     indptr, counts = edges.indptr, np.bincount(part[marked], minlength=parts)
     most = math.ceil(MOST_MARKED * counts.mean())
     while counts.max() > most:
@@ -146,15 +146,17 @@ def by_metis(
     weights: Array | None = None,
     **options: int,
 ) -> Owner:
-    """METIS's part of each vertex of a symmetric CSR. loads: of vertices; weights: of edges."""
+    """Return METIS's part of each vertex of a symmetric CSR.
+
+    loads: weights of vertices. weights: of edges."""
     adjacency, weights = for_metis(edges, weights)
-    # C's random numbers are the same for seeds 0 and 1
+    # C's generator gives the same random numbers for seeds 0 and 1
     chosen = pymetis.Options(seed=seed + 1, **options)
     try:
         found = pymetis.part_graph(
             parts, adjacency, vweights=loads, eweights=weights, recursive=False, options=chosen
         )
-    except RuntimeError as error:  # it tells no reason
+    except RuntimeError as error:  # METIS gives no reason
         raise SpecError(
             f"METIS failed on {len(edges.indices):,} directed edges ({error}), as it does where"
             " memory is short; use --partitioner kaminpar or hash (gsplit: splitter='random')"
@@ -165,9 +167,10 @@ def by_metis(
 def for_metis(
     edges: Csr, weights: Array | None = None
 ) -> tuple[pymetis.CSRAdjacency, Array | None]:
-    """A symmetric CSR and its edges' weights as 64-bit integers, which METIS need not convert.
+    """Return a symmetric CSR and its edge weights as 64-bit integers, METIS's own type.
 
-    A CSR of more than MOST_EDGES edges is thinned. Raises SpecError if METIS would not fit."""
+    A CSR of more than MOST_EDGES edges is thinned. Raises SpecError if METIS would run out of
+    memory."""
     indptr, indices = edges.indptr, edges.indices
     count = min(len(indices), MOST_EDGES)
     need, memory = EDGE_BYTES * count, os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
@@ -187,10 +190,9 @@ def for_metis(
 
 
 def thinned(edges: Csr, most: int) -> NDArray[np.bool_]:
-    """Whether each edge of a symmetric CSR is kept [E]; about `most` are.
+    """Return a mask [E] that keeps about `most` edges of a symmetric CSR.
 
     An edge is kept in both directions or in none, and the same edges are kept on every machine.
-
     Edge (u, v) is kept with probability min(1, c / min(degree u, degree v)). Edges between two hubs
     matter least to a cut, and no vertex loses all its neighbours. Sparsifiers sample by effective
     resistance, which is about 1 / degree (Spielman & Srivastava 2008)."""
@@ -199,7 +201,7 @@ def thinned(edges: Csr, most: int) -> NDArray[np.bool_]:
     low = np.minimum(degree[into], degree[indices])
     counts, degrees = np.bincount(low), np.arange(low.max() + 1).clip(min=1)
     shares = np.cumsum(counts / degrees)
-    # edges kept for c = 0, 1, 2, ..
+    # expected number of edges kept for c = 0, 1, 2, ..
     kept = np.cumsum(counts) + np.arange(counts.size) * (shares[-1] - shares)
     c = np.interp(most, kept, np.arange(counts.size))
     pair = np.minimum(into, indices).astype(np.uint64) << np.uint64(32) | np.maximum(

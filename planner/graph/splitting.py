@@ -1,7 +1,7 @@
 """GSplit's splitting functions: the GPU that owns each vertex of a mini-batch.
 
-Owners are found once, before training. Pre-sampling runs the sampler for some epochs and counts per
-mini-batch how often each vertex and edge is used:
+Owners are computed once, before training. Pre-sampling runs the sampler for some epochs and counts
+how often the mini-batches use each vertex and edge:
 
     w(v)      times that vertex v is in a layer's frontier
     w(e)      times that edge e is drawn
@@ -10,11 +10,11 @@ mini-batch how often each vertex and edge is used:
     node      METIS: least cut of edges, parts with equal sums of w(v)
     edge      METIS without pre-sampling: least cut of edges, parts with equal sums of in-edges
               and training vertices together
-    random    every vertex anywhere
+    random    a random owner for every vertex
 
 Loads may differ: no part has more than 1 + imbalance times the mean (Eq. 2's tunable constant,
-METIS's ufactor). A looser balance leaves METIS more cuts to choose from. What is balanced is the
-load that pre-sampling expects; a batch has more or less of it.
+METIS's ufactor). A looser balance leaves METIS more cuts to choose from. METIS balances the mean
+load that pre-sampling measures; the load of a single batch deviates from the mean.
 
 Paper: GSplit (arXiv 2303.13775) Sec. 4, with ten epochs of pre-sampling. METIS takes whole numbers
 and one weight per vertex. So weights are scaled; an edge has at least weight 1, for both directions
@@ -40,20 +40,20 @@ from gnnplan.planner.vocabulary.files import suggest
 SPLITTERS = ("gsplit", "node", "edge", "random")
 EPOCHS = 10  # of pre-sampling, as in the paper
 IMBALANCE = 0.03  # METIS's default for k-way cuts; the paper does not print its own
-FINEST, LOOSEST = 0.001, 10.0  # imbalances: ufactor is in thousandths, and a whole number
+FINEST, LOOSEST = 0.001, 10.0  # allowed imbalances; ufactor is a whole number of thousandths
 BEFORE = 1 << 20  # the first epoch number of pre-sampling; training never reaches it
 
 
 @dataclass(frozen=True)
 class Frequency:
-    """How often each vertex [N] and each place of graph.indices [E] was sampled."""
+    """Counts of how often pre-sampling drew each vertex [N] and each edge of graph.indices [E]."""
 
     vertices: NDArray[np.int32]
     edges: NDArray[np.int32]
 
 
 def presample(graph: Graph, workload: Workload, epochs: int = EPOCHS) -> Frequency:
-    """Run the sampler as training does, on other draws, and count what is sampled."""
+    """Run the training sampler with other random draws; count the sampled vertices and edges."""
     vertices = np.zeros(graph.stats.vertices, np.int32)
     edges = np.zeros(graph.indices.size, np.int32)
     for epoch in range(BEFORE, BEFORE + epochs):
@@ -75,9 +75,9 @@ def owners(
     epochs: int = EPOCHS,
     imbalance: float = IMBALANCE,
 ) -> Owner:
-    """Owner [N] of each vertex for a workload's batches, cached on disk.
+    """Return the owner [N] of each vertex for a workload's batches, cached on disk.
 
-    epochs: of pre-sampling, if the splitter asks for it. imbalance: as in `split`."""
+    epochs: of pre-sampling, if the splitter needs it. imbalance: as in `split`."""
     asked = f"{splitter} {parts} {epochs} {_ufactor(imbalance)}"
     key = f"{version_of('metis')} owners {drawn_as(graph, workload)} {asked}"
 
@@ -97,11 +97,11 @@ def split(
     frequency: Frequency | None = None,
     imbalance: float = IMBALANCE,
 ) -> Owner:
-    """Owner [N] of each vertex, in [0, parts).
+    """Return the owner [N] of each vertex, in [0, parts).
 
-    imbalance: share of the mean load that METIS may give a part beyond it; random owners ignore it.
-    gsplit and node balance the `frequency` of pre-sampling, edge what is known without it. Raises
-    SpecError for an unknown splitter or more parts than vertices."""
+    imbalance: share by which a part's load may exceed the mean; random owners ignore it. gsplit and
+    node balance the `frequency` of pre-sampling, edge balances in-edges and training vertices.
+    Raises SpecError for an unknown splitter or more parts than vertices."""
     if splitter not in SPLITTERS:
         raise SpecError(f"splitter {splitter!r} is unknown{suggest(splitter, SPLITTERS)}")
     check_parts(parts, graph.stats.vertices, graph.stats.source)
@@ -115,7 +115,7 @@ def split(
         load = frequency.vertices.astype(float)
     drawn = np.ones(graph.indices.size, np.int32)
     if splitter == "gsplit" and frequency is not None:
-        drawn += frequency.edges  # METIS keeps neighbours together also where nothing was sampled
+        drawn += frequency.edges  # weight >= 1: unsampled edges also keep neighbours together
     both = both_ways(matrix_of(graph.whole, drawn))
     del frequency, drawn  # METIS needs the memory
     if parts == load.size or not both.nnz:
@@ -132,7 +132,7 @@ def split(
 
 
 def _ufactor(imbalance: float) -> int:
-    """METIS's option for a part's largest load, in thousandths of the mean beyond it.
+    """Return METIS's ufactor: the allowed excess load of a part in thousandths of the mean.
 
     >>> _ufactor(0.03), _ufactor(0.001)
     (30, 1)
@@ -141,7 +141,7 @@ def _ufactor(imbalance: float) -> int:
 
 
 def _whole(weights: NDArray[Any], most: float) -> NDArray[np.int64]:
-    """The weights as whole numbers >= 1 whose sum is about `most` or less.
+    """Scale the weights to whole numbers >= 1 whose sum is about `most` or less.
 
     If the sum allows it, the largest weight is 1001, so that shares keep three digits."""
     scale = min(

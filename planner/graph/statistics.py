@@ -1,4 +1,4 @@
-"""Reads graphs of which only statistics are known: a YAML file, or one that is shipped."""
+"""Graphs known by statistics only: a user's YAML file, or one that gnnplan ships."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from gnnplan.planner.vocabulary.numbers import SPREAD
 
 DATASETS = Path(__file__).resolve().parent / "datasets"
 _OF_DIRECTION = ("edges", "batch_spread", "train_popular")
-Rule: TypeAlias = tuple[str, Callable[[Any], bool]]  # for a value, and whether one keeps it
+Rule: TypeAlias = tuple[str, Callable[[Any], bool]]  # (rule in words, test of a value)
 
 
 def _lies_in(value: Any, low: float, high: float) -> bool:
-    """Whether it is a number in [low, high]."""
+    """Whether `value` is a number in [low, high]."""
     is_number = isinstance(value, int | float) and not isinstance(value, bool)
     return is_number and low <= value <= high
 
@@ -64,7 +64,7 @@ _OPTIONAL: dict[str, Rule] = {  # GraphStats describes them
     ),
     "train_popular": _FLAG,
     "directed": _FLAG,
-    # fields that are other ones where the edges keep their direction
+    # values that replace these fields if the graph is loaded as directed
     "as_directed": (
         f"must map {' or '.join(_OF_DIRECTION)} to values",
         lambda value: isinstance(value, dict) and value.keys() <= set(_OF_DIRECTION),
@@ -73,12 +73,12 @@ _OPTIONAL: dict[str, Rule] = {  # GraphStats describes them
 
 
 def datasets() -> list[str]:
-    """Names of the well-known graphs whose statistics are shipped."""
+    """Return the names of the well-known graphs whose statistics are shipped."""
     return sorted(path.stem for path in DATASETS.glob("*.yaml"))
 
 
 def statistics(path: str, directed: bool) -> GraphStats:
-    """The statistics in a YAML file. Raises SpecError with file, line and field.
+    """Read the statistics in a YAML file. Raises SpecError with file, line and field.
 
     Required are vertices, edges (directed, of the symmetrised graph), features and classes."""
     document = read_yaml(path)
@@ -92,7 +92,7 @@ def statistics(path: str, directed: bool) -> GraphStats:
     for key in data:
         if key not in rules:
             raise document.error((key,), f"unknown field{suggest(str(key), rules)}")
-    for name in ("as_directed", *rules):  # which may bring others
+    for name in ("as_directed", *rules):  # as_directed first: it may replace other fields
         if name in data:
             check((name,), data[name], rules[name])
         if name == "as_directed" and directed:
@@ -112,7 +112,7 @@ def statistics(path: str, directed: bool) -> GraphStats:
     multilabel, popular = data.get("multilabel", False), data.get("train_popular", False)
     spread, pair = float(data.get("spread", SPREAD)), data.get("batch_spread")
     batch_spread = None if pair is None else (float(pair[0]), float(pair[1]))
-    kept = data.get("directed", False) and not directed  # though nobody asks for it
+    kept = data.get("directed", False) and not directed  # directed in the file, not by the user
     as_directed = (
         f"{name} is known with its edges' direction only ({edges:,}), and is planned so; made"
         " undirected, as other graphs are, it has up to twice as many, and batches reach more rows",

@@ -1,7 +1,7 @@
-"""Graphs of other libraries: files, folders and objects, each format told by its content.
+"""Readers of other libraries' graphs: files, folders and objects, recognised by their content.
 
-FORMATS is the table: a format's name, how it is recognised, who reads it. A reader gives `Parts`,
-which `collect` checks and makes arrays of, or `convert` writes as a folder of mapped arrays."""
+FORMATS is the table: a format's name, its test and its reader. A reader returns `Parts`, which
+`collect` checks and loads into memory, or `convert` writes as a folder of .npy files."""
 
 from __future__ import annotations
 
@@ -37,16 +37,16 @@ __all__ = ["FORMATS", "Extras", "convert", "parts_of", "recognise"]
 
 OLD_TORCH = b"\x80\x02\x8a\nl\xfc\x9cF\xf9 j\xa8P\x19."  # .pt of torch before 1.6
 NONE = Extras()
-START = 512  # [B] of a file that tell its format
+START = 512  # [B] at the start of a file that are read to recognise its format
 
 
 @dataclass(frozen=True)
 class _File:
-    """What tells the format of a file, looked at once."""
+    """The evidence for the format of a file or folder, read once."""
 
     path: str
-    start: bytes  # its first bytes
-    names: frozenset[str]  # of the members, if it is a zip archive
+    start: bytes  # first bytes of a file
+    names: frozenset[str]  # names of a folder's entries, or of a zip archive's members
 
     def has(self, *names: str) -> bool:
         return self.names.issuperset(names)
@@ -54,7 +54,7 @@ class _File:
 
 @dataclass(frozen=True)
 class Format:
-    """A format: its name in messages, the test that tells it, and its reader."""
+    """A format: its name in messages, the test that recognises it, and its reader."""
 
     name: str
     is_it: Callable[[_File], bool]
@@ -62,7 +62,7 @@ class Format:
 
 
 def _refused(said: str) -> Callable[[str], Parts]:
-    """What reads a format that is refused; {path} in what is said is its path."""
+    """Return a reader that raises SpecError with `said`, in which {path} becomes the path."""
 
     def refuse(path: str) -> Parts:
         raise SpecError(f"{path}: {said.format(path=path)}")
@@ -80,7 +80,7 @@ PICKLE = Format(
 )
 OWN_FOLDER = Format("gnnplan's folder", lambda f: f.has("src.npy"), read_own)
 OWN_FILE = Format("gnnplan's .npz", lambda f: any(n.endswith(".npy") for n in f.names), read_own)
-# The first that fits reads it.
+# order matters: the first format whose test passes reads the path
 FOLDERS: tuple[Format, ...] = (
     Format(
         "gnnplan's folder of parts",
@@ -136,10 +136,10 @@ GENERATED = Format("generated", lambda f: is_generated(f.path), generated)
 
 
 def recognise(path: str) -> Format:
-    """The format of a file or a folder, by its content.
+    """Return the format of a file or a folder, by its content.
 
-    A folder of no format is taken for ours, which says what is missing. Raises SpecError for what
-    is of none of FORMATS."""
+    An unrecognised folder counts as gnnplan's own, whose reader reports what is missing. Raises
+    SpecError for a file of none of the FORMATS."""
     if is_generated(path):
         return GENERATED
     with reading(path, "a graph"):
@@ -168,7 +168,7 @@ def recognise(path: str) -> Format:
 
 
 def parts_of(path: str, extras: Extras = NONE, trust: bool = False) -> Parts:
-    """What a file or a folder holds, with `extras` added.
+    """Read a file or a folder, and add `extras`.
 
     trust: load a pickle, which may run any code. Raises SpecError."""
     format = recognise(path)
@@ -183,7 +183,7 @@ def parts_of(path: str, extras: Extras = NONE, trust: bool = False) -> Parts:
 
 
 def of_object(found: Any, path: str = "") -> Parts:
-    """The parts of a DGLGraph, a PyG Data, a networkx graph, a sparse matrix or an edge_index."""
+    """Return the `Parts` of a DGLGraph, PyG Data, networkx graph, sparse matrix or edge_index."""
     module = type(found).__module__.partition(".")[0]
     name = path or f"the {type(found).__name__}"
     readers: dict[str, Callable[[Any, str], Parts]] = {
@@ -205,9 +205,9 @@ def of_object(found: Any, path: str = "") -> Parts:
 
 
 def read(path: str, source: str, extras: Extras, directed: bool) -> Graph:
-    """The graph of a file or a folder, or a generated one, with notes of what was changed.
+    """Return the graph of a file, a folder or a generator's name, with notes on changes.
 
-    Features in a folder of ours stay there, as they are."""
+    Features in gnnplan's own folder stay there, memory-mapped."""
     parts = parts_of(path, extras)
     if extras.files or recognise(path) not in (OWN_FOLDER, OWN_FILE):
         parts = collect(parts)
@@ -217,11 +217,11 @@ def read(path: str, source: str, extras: Extras, directed: bool) -> Graph:
 def convert(
     source: Any, folder: str | Path, extras: Extras = NONE, trust: bool = False
 ) -> tuple[int, int, list[str]]:
-    """Write a graph as a folder of mapped arrays: (vertices, edges, notes).
+    """Write a graph as a folder of .npy files; return (vertices, edges, notes).
 
-    source: a path, or an object as `of_object` takes. The folder is complete or absent. Text,
-    Parquet and OGB's files are read a piece at a time, so they may exceed memory. Edges stay as
-    they are: `load` drops self-loops and duplicates and makes graphs undirected. trust: load a
+    source: a path, or an object that `of_object` accepts. The folder is complete or absent. Text,
+    Parquet and OGB's files are read piece by piece, so they may exceed memory. Edges are written
+    unchanged: `load` drops self-loops and duplicates and makes graphs undirected. trust: load a
     pickle, which may run any code. Raises SpecError."""
     folder = Path(folder)
     must_be_new(folder)

@@ -1,9 +1,9 @@
-"""DGL: graph objects, and .bin files of dgl.save_graphs; and graphs cut in parts, by DGL or PyG.
+"""Readers of DGL graph objects, DGL's .bin files, and graphs that DGL or PyG partitioned.
 
-All parts of DistDGL's folders, and of those of PyG's Partitioner, together are the graph. Its cut
-is theirs: a part per trainer, else per server.
+All parts in a folder of DistDGL, or of PyG's Partitioner, are merged to one graph, which keeps
+their partition: a part per trainer if trainers are recorded, else per server.
 
-A damaged .bin makes DGL's C++ end its process, so a process of its own reads it."""
+A damaged .bin makes DGL's C++ code end its process, so a separate process reads it."""
 
 from __future__ import annotations
 
@@ -34,15 +34,15 @@ from gnnplan.planner.vocabulary.errors import GnnplanError, SpecError
 from gnnplan.planner.vocabulary.files import must_be_file, read_json
 
 MAGIC = (0xDD2E4FF046B4A13F).to_bytes(8, "little")
-OWN_MEMORY = 16 << 30  # [B] of address space that the libraries take, far less of it real
-MOST = 1 << 28  # [B] of a description, of which DistDGL's has a list per part
-OWNER = "gnnplan part of a cut"  # the field that tells it on the way between processes
-OURS = ("orig_id", "trainer_id")  # of vertices: whose rows they are, no fields
-PER_BYTE = 8  # [B] of memory per byte of the file
+OWN_MEMORY = 16 << 30  # [B] of address space that the libraries reserve; they use far less memory
+MOST = 1 << 28  # [B] of the .json description; DistDGL's has a list per part
+OWNER = "gnnplan part of a cut"  # vertex field that passes the owners between the two processes
+OURS = ("orig_id", "trainer_id")  # DistDGL's bookkeeping of vertices, which becomes no field
+PER_BYTE = 8  # [B] of memory allowed per byte of the file
 
 
 def of_graph(graph: Any, path: str = "a DGLGraph") -> Parts:
-    """A homogeneous graph, with features, labels and masks of its ndata; all else are fields."""
+    """Return a homogeneous graph with features, labels and masks from ndata; the rest are fields."""
     if not graph.is_homogeneous or len(graph.canonical_etypes) != 1:
         raise SpecError(
             f"{path}: has {len(graph.ntypes)} kinds of vertices and {len(graph.canonical_etypes)}"
@@ -52,16 +52,16 @@ def of_graph(graph: Any, path: str = "a DGLGraph") -> Parts:
     parts = Parts(path, [(src, dst)], int(graph.num_nodes()))
     on_vertices, on_edges = take_vertex_data(parts, dict(graph.ndata)), dict(graph.edata)
     for data in (on_vertices, on_edges):
-        data.pop("_ID", None)  # DGL's own, in a part of a graph
+        data.pop("_ID", None)  # DGL's ids, which it adds in a part of a graph
     take_fields(parts, on_vertices, lambda name, rows: VERTEX)
     take_fields(parts, on_edges, lambda name, rows: EDGE)
     return parts
 
 
 def read(path: str) -> Parts:
-    """The graph of a .bin file, or of DistDGL's folder of parts.
+    """Read the graph of a .bin file, or of DistDGL's folder of parts, in a separate process.
 
-    Raises SpecError, also where DGL ends its process."""
+    Raises SpecError, also if DGL ends that process."""
     with tempfile.TemporaryDirectory(prefix="gnnplan-") as folder:
         out = Path(folder) / "graph"
         # -P: a folder named gnnplan in the working directory must not hide the package
@@ -78,7 +78,7 @@ def read(path: str) -> Parts:
             )
         parts = replace(read_own(str(out)), path=path)
     if parts.x is not None:
-        parts.x = np.asarray(parts.x)  # mapped still, but its file has no name any more
+        parts.x = np.asarray(parts.x)  # no longer np.memmap: the temporary file is deleted
     parts.vertex_fields = {name: np.asarray(field) for name, field in parts.vertex_fields.items()}
     parts.owner = parts.vertex_fields.pop(OWNER, None)
     parts.notes += [line.removeprefix("note: ") for line in done.stdout.splitlines() if line]
@@ -86,7 +86,7 @@ def read(path: str) -> Parts:
 
 
 def _main(path: str, out: str) -> None:
-    """Read a .bin or DistDGL's parts, and write it as a folder of arrays."""
+    """Read a .bin file or DistDGL's parts, and write the graph as a folder of .npy files."""
     import resource  # not on Windows
 
     files = Path(path).rglob("*") if os.path.isdir(path) else [Path(path)]
@@ -96,7 +96,7 @@ def _main(path: str, out: str) -> None:
         parts = read_distdgl(path) if os.path.isdir(path) else _read_bin(path)
         if parts.owner is not None:
             parts.vertex_fields[OWNER] = parts.owner
-        write(parts, Path(out), numbers=True)  # who asked for them looks at labels
+        write(parts, Path(out), numbers=True)  # the parent process checks the labels
     print(*(f"note: {note}" for note in parts.notes), sep="\n")
 
 
@@ -111,7 +111,7 @@ def _read_bin(path: str) -> Parts:
 
 
 def read_distdgl(path: str) -> Parts:
-    """A folder of dgl.distributed.partition_graph, as `emit` writes it. Runs DGL's code."""
+    """Read a folder of dgl.distributed.partition_graph (as `emit` writes too). Runs DGL's code."""
     (described, *others) = sorted(Path(path).glob("*.json")) or [Path(path) / "graph.json"]
     about = read_json(described, MOST, "copy it there")
     if others or not {"num_parts", "num_nodes"} <= set(about):
@@ -120,7 +120,7 @@ def read_distdgl(path: str) -> Parts:
         )
     load, vertices = library("dgl").distributed.load_partition, int(about["num_nodes"])
     given, ends, left = list[tuple[str, Array, Array]](), [], set()
-    of_ids = np.arange(vertices)  # whose rows they are, by DGL's ids
+    of_ids = np.arange(vertices)  # DGL's renumbered id -> original vertex id
     loaded = []
     for number in range(int(about["num_parts"])):
         must_be_file(Path(path) / f"part{number}" / "graph.dgl", "copy that part there")
@@ -140,7 +140,7 @@ def read_distdgl(path: str) -> Parts:
 
 
 def read_pyg(path: str) -> Parts:
-    """A folder of torch_geometric.distributed.Partitioner, with label.pt and split.pt."""
+    """Read a folder of torch_geometric.distributed.Partitioner, with label.pt and split.pt."""
     folder = Path(path)
     about = read_json(folder / "META.json", MOST, "copy it there")
     if about.get("is_hetero"):
@@ -170,7 +170,7 @@ def read_pyg(path: str) -> Parts:
 def _put_together(
     path: str, vertices: int, ends: list[Any], given: list[tuple[str, Array, Array]], left: set[str]
 ) -> Parts:
-    """The graph of all parts' edges and rows. given: names, ids of vertices, and their rows."""
+    """Merge the edges and rows of all parts. given: (name, vertex ids, their rows) triples."""
     found: dict[str, Array] = {}
     for name, ids, rows in given:
         must_be_ids(path, name, ids, vertices, 0)

@@ -1,7 +1,7 @@
-"""Edge lists: in text (CSV, TSV, blanks between columns), in Parquet, and as matrices.
+"""Readers of edge lists: text (CSV, TSV, blanks between columns), Parquet, and matrices.
 
-Entry i, j of a matrix is the edge i -> j: of MatrixMarket, and of SciPy's sparse ones, in files and
-as objects. All but SciPy's are read some rows at a time."""
+Entry i, j of a matrix is the edge i -> j, in MatrixMarket files and SciPy's sparse matrices (files
+and objects). All formats but SciPy's are read some rows at a time."""
 
 from __future__ import annotations
 
@@ -35,22 +35,23 @@ SOURCES = ("src", "source", "from", "src_id", "source_id", "from_id", "u", "head
 TARGETS = ("dst", "target", "to", "dst_id", "target_id", "to_id", "v", "tail", "destination")
 WEIGHTS = ("weight", "weights", "w", "edge_weight")
 KONECT = re.compile(r"%\s*(sym|asym|bip)\b")
-ROWS = 1 << 20  # at a time
-NUMERIC = ("int", "uint", "float", "double", "halffloat", "bool")  # how its types are called
-PLACES = ("row", "col", "coords", "indices", "indptr", "offsets", "shape")  # whole numbers
+ROWS = 1 << 20  # rows of Parquet read at a time
+NUMERIC = ("int", "uint", "float", "double", "halffloat", "bool")  # names of Parquet types begin so
+PLACES = ("row", "col", "coords", "indices", "indptr", "offsets", "shape")  # integer arrays of .npz
 
 
 def is_edge_list(path: str) -> bool:
-    """Whether a text begins like an edge list: two whole numbers, after a line of names at most.
+    """Whether a text begins like an edge list: two whole numbers, after at most one header line.
 
-    So does one of names alone whose first line says so; its ids are then refused with the line."""
+    A text whose header names a source column counts too, so that an error about ids that are no
+    numbers names their line."""
     head = head_of(path, 2)
     ends = [text for text in head.row if re.fullmatch(r"-?\d+(\.0*)?", text)]
     return head.columns > 1 and (len(ends) > 1 or any(n.lower() in SOURCES for n in head.names))
 
 
 def columns_of(names: Sequence[str]) -> tuple[int, int]:
-    """The columns of source and target by their names; else the first two."""
+    """Return the columns of source and target by their names; else the first two columns."""
     lower = [name.lower() for name in names]
     src = next((lower.index(name) for name in SOURCES if name in lower), None)
     dst = next((lower.index(name) for name in TARGETS if name in lower), None)
@@ -63,7 +64,7 @@ def columns_of(names: Sequence[str]) -> tuple[int, int]:
 def fields_beside(
     names: Sequence[str], columns: int, ends: tuple[int, int], is_number: Callable[[int], bool]
 ) -> tuple[dict[str, int], list[str]]:
-    """Columns of fields of edges, by their names, and a note on columns that are not taken."""
+    """Return the columns of edge fields, keyed by name, and a note on columns that are not read."""
     fields: dict[str, int] = {}
     for i, name in enumerate(names):
         if i not in ends and name.lower() not in NUMBERS and NAME.fullmatch(name) and is_number(i):
@@ -81,9 +82,9 @@ def fields_beside(
 def edge_tables(
     path: str, head: Head, columns: Sequence[int] = (0, 1)
 ) -> Iterator[tuple[Array, ...]]:
-    """Columns of source, target and fields of edges, some rows at a time."""
+    """Yield blocks of rows: the columns of source, target and edge fields."""
     names = [str(i) for i in range(len(columns))]
-    # where a cell was empty once, pandas writes a column of ids as 1.0
+    # pandas writes ids as 1.0 if the column ever had an empty cell
     points = any("." in head.row[i] for i in columns[:2] if i < len(head.row))
     ids = np.float64 if points else np.int64
     kinds = np.dtype([(name, np.float64 if i > 1 else ids) for i, name in enumerate(names)])
@@ -93,7 +94,7 @@ def edge_tables(
 
 
 def edge_list(path: str) -> Parts:
-    """An edge per line; columns that a line names, beside both ends, are fields of edges."""
+    """Read an edge per line; further columns that a header line names are edge fields."""
     head = head_of(path, 2)
     columns = columns_of(head.names) if head.named else (0, 1)
     numbers = {i for i, text in enumerate(head.row) if is_number(text)}
@@ -119,7 +120,7 @@ def edge_list(path: str) -> Parts:
 
 
 def from_zero(path: str, format: str, *ends: Array) -> Iterator[Array]:
-    """Ids that count from 1 in such files. Raises SpecError for others."""
+    """Yield the ids, which count from 1 in `format`, less 1. Raises SpecError for ids below 1."""
     for ids in ends:
         if ids.size and (least := int(ids.min())) < 1:
             raise SpecError(
@@ -129,9 +130,9 @@ def from_zero(path: str, format: str, *ends: Array) -> Iterator[Array]:
 
 
 def matrix_market(path: str) -> Parts:
-    """A square matrix in coordinates: entry i, j is the edge i -> j.
+    """Read a square matrix in coordinates: entry i, j is the edge i -> j.
 
-    Its numbers are the field edge_weight, unless all are 1."""
+    The values of entries are the field edge_weight, unless all are 1."""
     # scipy's mminfo ends the process over some streams, and mmread allocates what headers claim
     numbered = (line for number, lines in lines_of(path) for line in enumerate(lines, number))
     full = (line for line in numbered if line[1].strip() and not line[1].startswith("%"))
@@ -163,7 +164,7 @@ def matrix_market(path: str) -> Parts:
             src, dst = from_zero(path, "MatrixMarket", src, dst)
             count += len(src)
             yield src, dst, *weights
-            if symmetry != "general":  # one triangle is written
+            if symmetry != "general":  # the file holds one triangle only
                 apart, sign = src != dst, -1 if symmetry == "skew-symmetric" else 1
                 yield dst[apart], src[apart], *(sign * weight[apart] for weight in weights)
         if count != entries:
@@ -177,7 +178,7 @@ def matrix_market(path: str) -> Parts:
 
 
 def parquet(path: str) -> Parts:
-    """Columns named source and target, or else the first two; other numbers are fields of edges."""
+    """Read columns named source and target, else the first two; other numbers are edge fields."""
     arrow = library("pyarrow.parquet")
     with reading(path, "Parquet"), arrow.ParquetFile(path) as file:
         schema = file.schema_arrow
@@ -218,11 +219,11 @@ def parquet(path: str) -> Parts:
 
 
 def load_matrix(path: str) -> Any:
-    """The matrix of a .npz by scipy.sparse.save_npz, checked. Raises SpecError."""
+    """Load and check the matrix of a .npz by scipy.sparse.save_npz. Raises SpecError."""
     nbytes = 0
     with reading(path, "a sparse matrix"):
         with arrays_in(path) as arrays:
-            for name in arrays.files:  # before scipy allocates what headers claim
+            for name in arrays.files:  # before scipy allocates the sizes that headers claim
                 header = arrays.check(name)
                 nbytes += header.nbytes
                 if name in PLACES and header.dtype.kind not in "iu":  # scipy would round them
@@ -232,15 +233,15 @@ def load_matrix(path: str) -> Any:
                     )
             must_fit(path, "what it holds", nbytes)
         matrix = sp.load_npz(path)
-    if matrix.format == "dia":  # whose numbers of rows and columns scipy would allocate unseen
+    if matrix.format == "dia":  # scipy would allocate its declared shape without a check
         raise SpecError(f"{path}: holds diagonals; save it with save_npz(path, matrix.tocoo())")
     return matrix
 
 
 def of_matrix(matrix: Any, path: str = "a sparse matrix") -> Parts:
-    """The edges of a square matrix; what is stored is an edge, zeros too.
+    """Return the edges of a square matrix; each stored entry is an edge, stored zeros too.
 
-    Its numbers are the field edge_weight, unless all are 1."""
+    The values of entries are the field edge_weight, unless all are 1."""
     if len(matrix.shape) != 2 or matrix.shape[0] != matrix.shape[1]:
         raise SpecError(
             f"{path}: a graph's matrix is square, this one is of shape {matrix.shape}; give [N, N]"
@@ -248,7 +249,7 @@ def of_matrix(matrix: Any, path: str = "a sparse matrix") -> Parts:
     must_be_count(path, "shape", int(matrix.shape[0]))
     with reading(path, "a sparse matrix"):
         if matrix.format in ("csr", "csc", "bsr"):
-            matrix.check_format(full_check=True)  # scipy trusts pointers blindly
+            matrix.check_format(full_check=True)  # scipy does not check index pointers otherwise
         matrix = matrix.tocoo()
     parts = Parts(path, [(matrix.row, matrix.col)], int(matrix.shape[0]))
     if (matrix.data != 1).any():

@@ -1,6 +1,6 @@
-"""Features, labels and a split from files of their own, for a graph that lacks them.
+"""Features, labels and a split from separate files, for a graph that lacks them.
 
-GraphSAINT's folders are such: adj_full.npz beside feats.npy, class_map.json, role.json."""
+GraphSAINT's folders have such files: adj_full.npz, feats.npy, class_map.json, role.json."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ ENDINGS = (".npy", ".csv.gz", ".csv", ".txt", ".pt")
 
 
 def add(parts: Parts, extras: Extras) -> None:
-    """Add to the parts. Raises SpecError where the graph has its own."""
+    """Add the files of `extras` to the parts. Raises SpecError if the graph has such data."""
     own = {"features": parts.x is not None, "labels": parts.y is not None, "split": parts.masks}
     for word, has in own.items():
         if has and (path := getattr(extras, word)):
@@ -43,12 +43,12 @@ def add(parts: Parts, extras: Extras) -> None:
                 " out"
             )
     _take(parts, extras)
-    if extras.labels and parts.y is not None:  # who refuses names the file
+    if extras.labels and parts.y is not None:  # checked here, so that an error names the file
         read_labels(extras.labels, parts.y, len(parts.y), None, extras.numbers)
 
 
 def read_graphsaint(path: str) -> Parts:
-    """The whole graph, its features, its labels, its split by role."""
+    """Read the whole graph, with features, labels and the split by role."""
     edges = os.path.join(path, "adj_full.npz")
     parts = of_matrix(load_matrix(edges), edges)
     parts.path = path
@@ -68,7 +68,7 @@ def _take(parts: Parts, extras: Extras) -> None:
 
 
 def _vertices(parts: Parts) -> int:
-    """How many vertices there are; edges are read for it where nothing else says so."""
+    """Return the number of vertices; edges are read for it if no array gives the number."""
     if (said := vertices_of(parts)) is not None:
         return said
     names, pieces = next(streams(parts))
@@ -78,7 +78,7 @@ def _vertices(parts: Parts) -> int:
 
 
 def _kind(path: str) -> str:
-    """What a file holds: npy, npz, pt (a zip archive without arrays), or what may be text."""
+    """Return a file's kind: npy, npz, pt (a zip archive without arrays), or text for the rest."""
     must_be_file(path)
     with open(path, "rb") as stream:
         start = stream.read(6)
@@ -90,7 +90,7 @@ def _kind(path: str) -> str:
 
 
 def _saved(path: str, name: str) -> Array | None:
-    """The array of a .npy (mapped) or of a .pt; None: the file is neither."""
+    """Return the array of a .npy (mapped) or of a .pt; None: the file is neither."""
     kind = _kind(path)
     if kind == "npy":
         return mapped_array(path)
@@ -98,7 +98,7 @@ def _saved(path: str, name: str) -> Array | None:
 
 
 def _features(path: str) -> Matrix:
-    """The rows of a .npy (mapped), a sparse .npz, a .pt tensor, or a table in text."""
+    """Read features from a .npy (mapped), a sparse .npz, a .pt tensor, or a table in text."""
     if (saved := _saved(path, "features")) is not None:
         return saved
     if _kind(path) == "npz":
@@ -115,8 +115,9 @@ def _features(path: str) -> Matrix:
 
 
 def _labels(path: str, parts: Parts) -> Array:
-    """The numbers [N] or [N, C] of a .npy, a .pt tensor, or a text: a table, or a JSON list or
-    object of a class or a list for every vertex."""
+    """Read labels [N] or [N, C] from a .npy, a .pt tensor, a table in text, or JSON.
+
+    JSON holds a list, or an object {vertex: label}, of a class or a list per vertex."""
     if (saved := _saved(path, "labels")) is not None:
         return np.asarray(saved)
     if not (text.start_of(path, 64) or "").lstrip().startswith(("{", "[")):
@@ -136,7 +137,7 @@ def _labels(path: str, parts: Parts) -> Array:
 
 
 def _has_ids(path: str) -> bool:
-    """Whether a text says by a column of ids whose its rows are. Raises SpecError for no text."""
+    """Whether a table in text has a column of vertex ids. Raises SpecError for other files."""
     if text.start_of(path) is None:
         raise SpecError(
             f"{path}: is no .npy, .npz, .pt or text of numbers; save it with numpy.save"
@@ -145,7 +146,7 @@ def _has_ids(path: str) -> bool:
 
 
 def masks_in(path: str, parts: Parts) -> dict[str, Array]:
-    """Masks of a split: a folder of lists, a .npz or .pt of masks or lists, a .json of lists."""
+    """Read the masks of a split: a folder of lists, a .npz or .pt of masks or lists, or a .json."""
     if (kind := "folder" if os.path.isdir(path) else _kind(path)) == "folder":
         files = {
             file.name.removesuffix(ending): str(file)

@@ -1,4 +1,4 @@
-"""DGL GraphBolt's on-disk datasets: metadata.yaml, with edges, features and sets in files."""
+"""Reader of DGL GraphBolt's on-disk datasets: metadata.yaml, and the files that it names."""
 
 from __future__ import annotations
 
@@ -35,14 +35,14 @@ WORDS: dict[type, str] = {int: "a whole number", str: "text", list: "a list", di
 
 
 class _Metadata:
-    """metadata.yaml, whose values are checked where they are used."""
+    """The document metadata.yaml, whose values are checked when they are used."""
 
     def __init__(self, path: str) -> None:
         self.folder = Path(path)
         self.document: Document = read_yaml(self.folder / METADATA)
 
     def get(self, where: Where, kind: type, default: Any = None) -> Any:
-        """A value of a kind. Raises SpecError, with the line, for another kind."""
+        """Return the value at `where`. Raises SpecError, with the line, for another type."""
         value: Any = None
         with suppress(LookupError, TypeError):  # it is absent
             value = reduce(getitem, where, cast(Any, self.document.data))
@@ -57,13 +57,15 @@ class _Metadata:
         return value
 
     def named(self, where: Where, **having: str) -> dict[str, Where]:
-        """By name, the places of a list's items that have such values. Raises SpecError."""
+        """Return name -> location of the items of a list with the values `having`.
+
+        Raises SpecError."""
         items = enumerate(self.get(where, list, []))
         held = [(i, of) for i, of in items if isinstance(of, dict) and {**of, **having} == of]
         return {str(of.get("name")): (*where, i) for i, of in held}
 
     def only(self, where: Where) -> Where:
-        """The place of the only item of a list: one kind of vertices, or of edges."""
+        """Return the location of the only item of a list (one kind of vertices or edges)."""
         items = self.get(where, list)
         if len(items) != 1 or not isinstance(items[0], dict):
             raise self.document.error(
@@ -72,7 +74,7 @@ class _Metadata:
         return (*where, 0)
 
     def file(self, where: Where) -> tuple[str, str]:
-        """Path and format of a file that is described at `where`."""
+        """Return path and format of the file that the entry at `where` describes."""
         name = self.get((*where, "path"), str)
         path = (self.folder / name).resolve()
         if not path.is_relative_to(self.folder.resolve()):
@@ -83,7 +85,7 @@ class _Metadata:
         return str(path), self.get((*where, "format"), str)
 
     def array(self, where: Where) -> Array:
-        """The array of a file in format numpy or torch."""
+        """Read the array of a file in format numpy or torch."""
         path, kind = self.file(where)
         if kind == "numpy":
             return mapped_array(path)
@@ -95,9 +97,9 @@ class _Metadata:
 
 
 def read(path: str) -> Parts:
-    """Edges, the node features named feat (or the only ones), and the first task's sets.
+    """Read the edges, the node features named feat (or the only ones), and the first task's sets.
 
-    All other features, of nodes and of edges, are fields."""
+    All other features of nodes and edges become fields."""
     meta = _Metadata(path)
     nodes = meta.only(("graph", "nodes"))
     vertices = must_be_count(path, "graph.nodes.num", meta.get((*nodes, "num"), int))
@@ -126,13 +128,13 @@ def read(path: str) -> Parts:
 
 def _edges(meta: _Metadata) -> Iterable[tuple[Array, ...]]:
     path, kind = meta.file(where := meta.only(("graph", "edges")))
-    if kind == "csv":  # without names; src, dst
+    if kind == "csv":  # columns src, dst without a header line
         return edge_tables(path, Head(","))
     return [endpoints(path, "edges", meta.array(where))]
 
 
 def _sets(meta: _Metadata, parts: Parts) -> None:
-    """Masks, labels and the number of classes of the first task."""
+    """Set the masks, labels and number of classes of `parts` from the first task."""
     ids: dict[str, Array] = {}
     labels: list[tuple[Array, Array]] = []
     for mask, name in SETS.items():

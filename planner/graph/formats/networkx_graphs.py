@@ -1,4 +1,4 @@
-"""NetworkX: GraphML files, graph objects, and pickles of these that the user trusts."""
+"""Readers of NetworkX graphs: GraphML files, graph objects, and pickles that the user trusts."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from gnnplan.planner.graph.parts import (
 )
 from gnnplan.planner.vocabulary.errors import SpecError
 
-PER_BYTE = 10  # [B] of Python objects per byte of GraphML, at least
+PER_BYTE = 10  # lower bound: [B] of Python objects per byte of GraphML
 
 
 def read_graphml(path: str) -> Parts:
@@ -37,11 +37,11 @@ def read_graphml(path: str) -> Parts:
 
 
 def of_graph(graph: Any, path: str = "a networkx graph") -> Parts:
-    """A graph's edges, both ways if it is undirected, and attributes of nodes and edges.
+    """Return the edges, in both directions if undirected, and the attributes of nodes and edges.
 
-    Numbers that all nodes, or all edges, have are fields; weight is edge_weight.
-    Nodes that are whole numbers 0 to N-1, or such texts, keep them; others are numbered in their
-    order."""
+    Numeric attributes that all nodes, or all edges, have become fields; weight becomes edge_weight.
+    Nodes named 0 to N-1, as numbers or as text, keep these ids; other nodes are numbered in the
+    graph's order."""
     nodes, notes, ways = list(graph.nodes), list[str](), 1 if graph.is_directed() else 2
     texts = [str(node) for node in nodes]
     number = {node: i for i, node in enumerate(nodes)}
@@ -61,7 +61,7 @@ def of_graph(graph: Any, path: str = "a networkx graph") -> Parts:
         parts.edge_fields["edge_weight" if name == "weight" else name] = [both]
     on_nodes = [of for _, of in sorted(graph.nodes(data=True), key=lambda each: number[each[0]])]
 
-    data: dict[str, Array] = {}  # by the first name that a node has, in the order of our numbers
+    data: dict[str, Array] = {}  # attribute name -> values in the order of vertex ids
     for names, missing in ((FEATURES, None), (LABELS, -1), *(((mask,), None) for mask in MASKS)):
         for name in (name for name in names if any(name in of for of in on_nodes)):
             found = [of[name] for of in on_nodes if name in of]
@@ -71,7 +71,7 @@ def of_graph(graph: Any, path: str = "a networkx graph") -> Parts:
                     " give it to all or to none"
                 )
             if any(isinstance(value, str) for value in found):
-                continue  # Gephi's label is a name
+                continue  # text, as in Gephi's attribute label, is no class label
             none = np.full(np.shape(found[0]), missing)
             rows = [np.asarray(of.get(name, none)).tolist() for of in on_nodes]
             array = tensor_array(path, name, rows)
@@ -86,7 +86,7 @@ def of_graph(graph: Any, path: str = "a networkx graph") -> Parts:
 def _columns(
     rows: Sequence[Mapping[str, Any]], taken: Collection[str]
 ) -> tuple[dict[str, Array], list[str]]:
-    """Attributes that are numbers in all rows, but those taken; and the names of all others."""
+    """Return the attributes that are numbers in all rows, except `taken`; and all other names."""
     found: dict[str, Array] = {}
     names = dict.fromkeys(name for row in rows for name in row if name not in taken)
     for name in names:

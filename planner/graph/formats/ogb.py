@@ -1,4 +1,4 @@
-"""OGB's node property prediction: the folder as downloaded, raw/ and split/, text or binary."""
+"""Reader of OGB's node property datasets: the downloaded folder with raw/ and split/."""
 
 from __future__ import annotations
 
@@ -18,11 +18,13 @@ from gnnplan.planner.graph.npy import Header, arrays_in, must_be_count
 from gnnplan.planner.graph.parts import Parts
 from gnnplan.planner.vocabulary.errors import SpecError
 
-NAMES = LISTS, SAVED = "train.csv.gz", "split_dict.pt"  # what a split's folder holds
+NAMES = LISTS, SAVED = "train.csv.gz", "split_dict.pt"  # files that mark the folder of a split
 
 
 def raws_of(path: str) -> list[Path]:
-    """The raw folder in, or at, `path`, if there is one."""
+    """Return the raw folder in, or at, `path` in a list; an empty list if there is none.
+
+    Raises SpecError for a graph with several kinds of vertices or edges."""
     for folder in (Path(path) / "raw", Path(path)):
         if (folder / "data.npz").is_file() or (folder / "edge.csv.gz").is_file():
             return [folder]
@@ -37,9 +39,9 @@ def raws_of(path: str) -> list[Path]:
 
 
 def read(path: str) -> Parts:
-    """Edges, features, labels and the official split; whatever else it has of them are fields.
+    """Read edges, features, labels and the official split; other arrays become fields.
 
-    edge_feat is edge_attr, as OGB's loader of PyG names it."""
+    edge_feat becomes edge_attr, the name in OGB's PyG loader."""
     (raw,) = raws_of(path)
     is_binary = (raw / "data.npz").is_file()
     parts = _binary(raw, path) if is_binary else _text(raw, path)
@@ -68,7 +70,7 @@ def read(path: str) -> Parts:
 
 
 def _one(path: str, name: str, counts: Array, most: int = MOST_VERTICES) -> int:
-    """The number that a list of one graph has. Raises SpecError."""
+    """Return the single number in a list with an entry per graph. Raises SpecError."""
     if counts.size != 1:
         raise SpecError(
             f"{path}: {name}: node property prediction has one graph, this folder {counts.size};"
@@ -110,7 +112,7 @@ def _text(raw: Path, path: str) -> Parts:
 
 
 def _narrowed(path: str) -> Iterator[Array]:
-    """Rows of a table as OGB's loader gives them: integers, else float32."""
+    """Yield blocks of rows of a table in the types of OGB's loader: integers, else float32."""
     for piece in map(narrow, matrix(path)):
         yield piece if piece.dtype == np.int64 else piece.astype(np.float32)
 
@@ -145,7 +147,7 @@ def _binary(raw: Path, path: str) -> Parts:
 
 
 def _rows(path: str, name: str, of: str) -> Iterator[Array]:
-    """An array with a row for each vertex or edge, some rows at a time."""
+    """Yield blocks of rows of an array with a row for each vertex or edge."""
     shape = _header(path, name).shape
     width = math.prod(shape[1:])
     if not shape or not width:
@@ -158,7 +160,7 @@ def _rows(path: str, name: str, of: str) -> Iterator[Array]:
 
 
 def _header(path: str, name: str) -> Header:
-    """What is said of an array of a .npz, held against what is stored."""
+    """Return the header of an array in a .npz, checked against the stored size."""
     with arrays_in(path) as arrays:
         if name not in arrays.files:
             raise SpecError(f"{path}: {name}: missing; the download is damaged, repeat it")
@@ -169,14 +171,14 @@ def _header(path: str, name: str) -> Header:
 
 
 def _whole(path: str, name: str) -> Array:
-    """A small array of a .npz."""
+    """Read a small array of a .npz."""
     _header(path, name)
     with arrays_in(path) as arrays:
         return arrays.read(name)
 
 
 def _numbers(path: str, name: str, first: int, count: int, width: int = 1) -> Iterator[Array]:
-    """So many numbers of an array of a .npz, some rows of `width` at a time."""
+    """Yield `count` numbers of an array in a .npz from number `first`, in blocks of whole rows."""
     header, step = _header(path, name), max(1, AT_ONCE // 8 // width) * width
     with arrays_in(path) as arrays, arrays.open(name) as stream:
         stream.seek(header.begin + first * header.dtype.itemsize)

@@ -1,7 +1,7 @@
-"""PyTorch's files and PyTorch Geometric's graphs: .pt, Data objects, edge_index tensors.
+"""Readers of PyTorch Geometric's graphs: .pt files, Data objects, edge_index tensors.
 
 A .pt file is only read by torch.load(weights_only=True), which runs no code of the file. PyG's
-classes in it become `_Record`, so PyG itself is not imported."""
+classes in the file become `_Record`, so PyG itself is not imported."""
 
 from __future__ import annotations
 
@@ -32,28 +32,28 @@ PYG = (
     "torch_geometric.data.storage.GlobalStorage",
     "torch_geometric.data.storage.BaseStorage",
 )
-OTHERS = ("edge_index", "adj_t", "num_nodes")  # of Data, no data of vertices or edges
-BY_VERTEX = ("pos", "batch")  # say how many vertices there are, as features do
+OTHERS = ("edge_index", "adj_t", "num_nodes")  # entries of Data that are no vertex or edge data
+BY_VERTEX = ("pos", "batch")  # entries with a row per vertex, which give the number of vertices
 
 
 class _Record:
-    """Stands for an object of PyG: its attributes, and none of its code."""
+    """A stand-in for an object of PyG: it has the object's attributes, but no code."""
 
     def __setstate__(self, state: Any) -> None:
         if isinstance(state, dict):
             self.__dict__.update(state)
 
 
-# PyG keeps which attributes vertices have, after ToUndirected for instance
+# types that PyG saves in its list of vertex attributes, for example after ToUndirected
 ATTRIBUTES: tuple[tuple[Any, str], ...] = (
-    (lambda factory=None: {}, "collections.defaultdict"),  # which torch does not fill
+    (lambda factory=None: {}, "collections.defaultdict"),  # torch cannot fill a defaultdict
     (str, "torch_geometric.data.storage.AttrType"),
 )
 
 
 @contextmanager
 def _only(serialization: Any, allowed: list[Any]) -> Iterator[None]:
-    """Let files make nothing but these; where PyG is imported it allows its own classes."""
+    """Allow only these classes in files; an imported PyG registers more classes as safe."""
     before = serialization.get_safe_globals()
     serialization.clear_safe_globals()
     serialization.add_safe_globals(allowed)
@@ -65,18 +65,18 @@ def _only(serialization: Any, allowed: list[Any]) -> Iterator[None]:
 
 
 def load_tensors(path: str) -> Any:
-    """What a .pt file holds: tensors, mapped where they can be, in plain containers.
+    """Load a .pt file: tensors, memory-mapped if possible, in plain containers.
 
-    Raises SpecError for anything that needs code to load."""
+    Raises SpecError for objects that need code to load."""
     torch = library("torch")
     must_be_file(path)
     if zipfile.is_zipfile(path):
         with reading(path, ".pt"), zipfile.ZipFile(path) as archive:
-            for info in archive.infolist():  # torch does not compress, but unpacks what others did
+            for info in archive.infolist():  # torch does not compress, but decompresses others'
                 must_not_swell(f"{path}: {info.filename}", info.file_size, info.compress_size)
     allowed = [*((_Record, name) for name in PYG), *ATTRIBUTES]
     error: Exception
-    for mapped in (True, False):  # files of torch before 1.6 cannot be mapped
+    for mapped in (True, False):  # files of torch before 1.6 cannot be memory-mapped
         try:
             with _only(torch.serialization, allowed):
                 return torch.load(path, map_location="cpu", weights_only=True, mmap=mapped)
@@ -98,10 +98,10 @@ def load_tensors(path: str) -> Any:
 
 
 def read(path: str) -> Parts:
-    """A Data, its dictionary, InMemoryDataset's triple of one graph, or an edge_index."""
+    """Read a Data, its dictionary, an InMemoryDataset's triple of one graph, or an edge_index."""
     loaded = load_tensors(path)
     if isinstance(loaded, tuple | list) and loaded and not hasattr(loaded, "layout"):
-        if len(loaded) > 1 and loaded[1]:  # slices: where each of several graphs begins
+        if len(loaded) > 1 and loaded[1]:  # slices: the start of each of several graphs
             raise SpecError(
                 f"{path}: holds several graphs; save one of them, torch.save(dataset[0], ...)"
             )
@@ -122,14 +122,14 @@ def of_several_kinds(path: str, name: str) -> SpecError:
 
 
 def of_data(data: Any, path: str) -> Parts:
-    """A Data object."""
+    """Return the `Parts` of a Data object. Raises SpecError for graphs of several kinds."""
     if type(data).__name__ in ("HeteroData", "Batch", "TemporalData"):
         raise of_several_kinds(path, type(data).__name__)
     return of_mapping({**data.to_dict(), "num_nodes": data.num_nodes}, path)
 
 
 def of_mapping(data: Mapping[str, Any], path: str) -> Parts:
-    """A Data's dictionary."""
+    """Return the `Parts` of a Data's dictionary. Raises SpecError."""
     edge_index, numbers = data.get("edge_index"), None
     if "_global_store" in data:
         raise of_several_kinds(path, "a HeteroData's dictionary")
@@ -172,7 +172,7 @@ def of_mapping(data: Mapping[str, Any], path: str) -> Parts:
 
 
 def of_edge_index(edge_index: Any, path: str = "an edge_index") -> Parts:
-    """A tensor [2, E]: sources and destinations."""
+    """Return the `Parts` of a tensor [2, E] of sources and destinations. Raises SpecError."""
     return Parts(
         path, [endpoints(path, "edge_index", tensor_array(path, "edge_index", edge_index))]
     )

@@ -1,6 +1,6 @@
-"""Tables of numbers in text: CSV, TSV, or blanks between columns.
+"""Reader of tables of numbers in text: CSV, TSV, or blanks between columns.
 
-Files may be compressed with gzip. They are read a block at a time, never whole."""
+Files may be compressed with gzip. They are read block by block."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ from gnnplan.planner.graph.npy import must_be_ids, must_not_swell, reading
 from gnnplan.planner.vocabulary.errors import SpecError
 from gnnplan.planner.vocabulary.files import MOST_SHOWN, must_be_file
 
-BLOCK = 1 << 24  # [B]
+BLOCK = 1 << 24  # [B] read at a time
 NUMBERS = (
     "",
     "index",
     "unnamed: 0",
     "__index_level_0__",
-)  # names of a column that pandas adds: numbers of rows
+)  # names of the row-number column that pandas adds
 IDS = ("id", "node_id", "vertex_id", "nodeid", "node", "vertex", "nid", "idx")
 COMMENTS = ("#", "%")
 NUMBER_THEM = (
@@ -38,7 +38,7 @@ GZIP = b"\x1f\x8b"
 
 
 def opened(path: str) -> IO[bytes]:
-    """The file as a stream of its text, unzipped."""
+    """Open the file as a stream of bytes, decompressed if it is gzip."""
     must_be_file(path, "give a text file")
     with open(path, "rb") as stream:
         zipped = stream.read(2) == GZIP
@@ -46,7 +46,7 @@ def opened(path: str) -> IO[bytes]:
 
 
 def start_of(path: str, most: int = 1 << 16) -> str | None:
-    """The first lines of a text; None if it is not text. Raises SpecError for damaged gzip."""
+    """Return the start of a text; None if it is not text. Raises SpecError for damaged gzip."""
     with reading(path, "text"), opened(path) as stream:
         raw = stream.read(most)
     if b"\0" in raw:
@@ -57,7 +57,7 @@ def start_of(path: str, most: int = 1 << 16) -> str | None:
 
 
 def lines_of(path: str, skip: int = 0) -> Iterator[tuple[int, list[str]]]:
-    """Whole lines after the first `skip`, some at a time, with the number of the first one."""
+    """Yield (number of the first line, lines) for blocks of whole lines after the first `skip`."""
     number, unpacked = 1, 0
     with reading(path, "text"), opened(path) as stream:
         stored = os.stat(path).st_size
@@ -81,15 +81,15 @@ def lines_of(path: str, skip: int = 0) -> Iterator[tuple[int, list[str]]]:
 
 @dataclass(frozen=True)
 class Head:
-    """How a table begins."""
+    """The layout of a table, found in the first lines."""
 
     delimiter: str | None = None  # between columns; None: blanks
-    before: int = 0  # lines of names and comments before the rows
-    first: str = ""  # its first line
+    before: int = 0  # count of header and comment lines before the rows
+    first: str = ""  # first line of the file
     columns: int = 0
-    names: Sequence[str] = ()  # of its columns, if a line gives them
-    row: Sequence[str] = ()  # the fields of its first row
-    named: bool = False  # by a line of its own, no comment
+    names: Sequence[str] = ()  # column names, if a header line or a comment gives them
+    row: Sequence[str] = ()  # cells of the first row
+    named: bool = False  # True: names are from a header line, not from a comment
 
     @property
     def comment(self) -> str:
@@ -97,12 +97,12 @@ class Head:
 
     @property
     def numbers(self) -> list[int]:
-        """Columns of numbers of rows."""
+        """Columns that hold row numbers."""
         return [i for i, name in enumerate(self.names) if name.lower() in NUMBERS]
 
     @property
     def ids(self) -> int | None:
-        """The column that names the vertices of the rows; None: rows are in the vertices' order."""
+        """The column of vertex ids; None: row i is vertex i."""
         lower = [name.lower() for name in self.names]
         named = [lower.index(name) for name in IDS if name in lower] + self.numbers
         return named[0] if named and self.columns > 1 else None
@@ -111,11 +111,11 @@ class Head:
 def tables(
     path: str, dtype: Any, head: Head, columns: tuple[int, ...] | None = None
 ) -> Iterator[Array]:
-    """Rows of numbers, some at a time: [lines, columns]. Raises SpecError, with the line.
+    """Yield blocks of rows of numbers [lines, columns]. Raises SpecError, with the line.
 
-    Without `columns` a row's place counts, so no line without numbers may stand between rows."""
-    gap = 0  # the first line without numbers after which no row was found yet
-    # where all columns are asked for, numpy says which row has more or fewer
+    Without `columns`, row i is vertex i, so no line without numbers may stand between rows."""
+    gap = 0  # number of the first line without numbers that no row has followed yet
+    # if all columns are read, numpy itself reports rows with more or fewer columns
     few = None if columns == tuple(range(head.columns)) else columns
 
     def numbers(lines: list[str], comment: str | None) -> Array:
@@ -131,7 +131,7 @@ def tables(
             if len(rows) == len(lines) and not gap:
                 yield rows
                 continue
-        # comments and blank lines are rare, and to look for them takes most of the time
+        # slow path: comments and blank lines are rare, and searching for them takes most time
         is_row = [bool(line.strip()) and not line.startswith(head.comment) for line in lines]
         full = [i for i, full in enumerate(is_row) if full]
         hole = [*is_row, False].index(False)
@@ -146,7 +146,7 @@ def tables(
             if full:
                 yield numbers([lines[i] for i in full], head.comment)
         except (ValueError, OverflowError, Warning) as error:
-            # loadtxt counts rows from 0 where a number is wrong, from 1 where a column is
+            # loadtxt counts rows from 0 in errors on numbers, from 1 in errors on columns
             found = re.search(r"row (\d+)", str(error))
             row = int(found[1]) - ("convert" not in str(error)) if found else 0
             at = full[min(row, len(full) - 1)]
@@ -163,9 +163,9 @@ def tables(
 
 
 def head_of(path: str, ends: int | None = None) -> Head:
-    """Names, in the first line of a table or in a comment above its rows.
+    """Return the layout of a table; names are in its first line or in a comment above the rows.
 
-    ends: only so many columns at the start of a row are numbers for certain."""
+    ends: only the first `ends` columns must be numbers (None: all), else the line is a header."""
     lines = (start_of(path) or "").splitlines()
     kept = [i for i, line in enumerate(lines) if line.strip() and not line.startswith(COMMENTS)]
     first = "".join(lines[:1])
@@ -185,12 +185,12 @@ def head_of(path: str, ends: int | None = None) -> Head:
 
 
 def matrix(path: str, dtype: Any = np.float64) -> Iterator[Array]:
-    """The rows of a table of numbers; a line of names above them is left out."""
+    """Yield blocks of rows of a table of numbers, without its header line."""
     return tables(path, dtype, head_of(path))
 
 
 def _rows(path: str) -> tuple[Array, Head]:
-    """All rows of a table as they are [lines, columns], and how it begins."""
+    """Return all rows of a table [lines, columns], and its layout. Raises SpecError."""
     pieces = list(matrix(path))
     try:
         return np.concatenate(pieces) if pieces else np.empty((0, 1)), head_of(path)
@@ -199,7 +199,7 @@ def _rows(path: str) -> tuple[Array, Head]:
 
 
 def column(path: str) -> Array:
-    """Whole numbers, one per line, as ids are written, or those of the column that is named so."""
+    """Read a list of ids: one whole number per line, or the column whose name is in IDS."""
     table, head = _rows(path)
     others = [i for i in range(table.shape[1]) if i not in head.numbers]
     if len(others) > 1 and head.ids in others:
@@ -219,7 +219,7 @@ def column(path: str) -> Array:
 
 
 def whole(path: str, numbers: Array) -> Array:
-    """Ids as whole numbers. Raises SpecError."""
+    """Convert ids to int64. Raises SpecError for numbers that are not whole."""
     with np.errstate(invalid="ignore"):
         whole = numbers.astype(np.int64)
     if (bad := whole != numbers).any():
@@ -230,10 +230,10 @@ def whole(path: str, numbers: Array) -> Array:
 
 
 def whole_matrix(path: str, vertices: int = 0) -> Array:
-    """The rows of all vertices [N, F].
+    """Read the rows of all vertices [N, F].
 
-    A column of ids says whose they are; NaN is for vertices that none is of. vertices: at least as
-    many are made then."""
+    If the table has a column of vertex ids, rows are sorted by it, and vertices without a row get
+    NaN. vertices: least N in this case."""
     table, head = _rows(path)
     if head.ids is None:
         return table
@@ -249,7 +249,7 @@ def whole_matrix(path: str, vertices: int = 0) -> Array:
 
 
 def narrow(numbers: Array) -> Array:
-    """Numbers of a text as integers, where they are whole."""
+    """Return the numbers as int64 if all are whole, else unchanged."""
     if not (np.abs(numbers) < LARGEST_WHOLE).all():
         return numbers
     whole = numbers.astype(np.int64)
