@@ -199,6 +199,7 @@ class Rows:
         self._header()
 
     def append(self, rows: Array) -> None:
+        """Write rows to the end of the file; widen the file's type if it cannot hold them."""
         both = rows.dtype if self.dtype is None else np.result_type(self.dtype, rows.dtype)
         if self.dtype not in (None, both):
             self._widen(both)
@@ -220,12 +221,14 @@ class Rows:
             self.append(before[start : start + step])
 
     def _header(self) -> None:
+        """Write the header for the rows so far, at the start of the file."""
         self.stream.seek(0)
         kind = np.dtype(bool if self.dtype is None else self.dtype)
         about = {"descr": np.lib.format.dtype_to_descr(kind), "fortran_order": False}
         np.lib.format.write_array_header_1_0(self.stream, about | {"shape": self.shape})
 
     def close(self) -> None:
+        """Write the final header, and sync the file to disk."""
         self.stream.flush()
         self._header()
         self.stream.flush()

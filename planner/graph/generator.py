@@ -48,6 +48,7 @@ DRAWN_AT_ONCE = AT_ONCE // 8  # R-MAT edges per block
 
 
 def is_generated(source: str) -> bool:
+    """Whether the name of a graph is that of a generated one."""
     return source.startswith("synthetic:")
 
 

@@ -167,7 +167,7 @@ class Graph:
 
     @property
     def reached(self) -> Sequence[int]:
-        """Counts of vertices within 0, 1, .. in-hops of training vertices; empty if unknown."""
+        """Counts of vertices within 0, 1, .. hops upstream of training vertices, or () if unknown."""
         return ()
 
     def features(self, rows: Any = slice(None)) -> NDArray[np.floating[Any]]:
@@ -389,6 +389,7 @@ def spread_of(degrees: Array) -> float:
 
 
 def _hash(directed: bool, arrays: Iterable[Array], fields: Mapping[str, Array]) -> str:
+    """Return a digest of a graph's content: types, shapes and bytes of arrays and named fields."""
     digest = blake2b(f"{directed}".encode(), digest_size=16)
     named = [*(("", array) for array in arrays), *sorted(fields.items())]
     for name, array in named:

@@ -63,8 +63,8 @@ class Stored:
 
     shape: tuple[int, ...]
     dtype: str
-    nbytes: int  # of the file
-    digest: str  # of its bytes
+    nbytes: int  # size of the file [B]
+    digest: str  # digest of the file's bytes
 
 
 @dataclass(frozen=True)
@@ -92,7 +92,7 @@ class Description:
     vertices: list[int]  # count per part
     edges: list[int]  # count per part
     halo: list[int]  # halo rows per part
-    reached: list[int]  # count of vertices within 0, 1, .. in-hops of training vertices
+    reached: list[int]  # count of vertices within 0, 1, .. hops upstream of training vertices
     files: dict[str, Stored]
     digests: list[str]  # digest of each part's part.json
 
@@ -125,6 +125,7 @@ class PartFolder:
         self._open: dict[tuple[int | None, str], Array] = {}
 
     def _read(self) -> Description:
+        """Read and check parts.json and the presence of the folder's own files."""
         path = self.path / DESCRIPTION
         raw = read_bytes(path, MOST_DESCRIBED, AGAIN)
         about = parsed(Description, path, raw)
@@ -150,6 +151,7 @@ class PartFolder:
         return about
 
     def _part(self, number: int) -> Part:
+        """Read and check part.json of a part and the presence of the part's files."""
         folder, about = self.path / f"part{number}", self.about
         if not folder.is_dir():
             raise SpecError(
@@ -310,6 +312,7 @@ class Lazy(NDArrayOperatorsMixin):
 
     @cached_property
     def whole(self) -> Any:
+        """The assembled array, read-only, or the assembled CSR matrix."""
         made = self._read()
         if isinstance(made, np.ndarray):
             freeze(made)

@@ -83,6 +83,7 @@ class Extras:
 
     @property
     def files(self) -> bool:
+        """Whether any additional file is named."""
         return any((self.features, self.labels, self.split))
 
 
@@ -159,7 +160,7 @@ def ignored(names: Collection[Any]) -> list[str]:
 
 
 def take_vertex_data(parts: Parts, data: Mapping[str, Any]) -> dict[str, Any]:
-    """Move features, labels and masks with usual names from `data` to `parts`; return the rest."""
+    """Copy features, labels and masks with usual names from `data` to `parts`; return the rest."""
     left = {name: value for name, value in data.items() if value is not None}
     for of, names in (("x", FEATURES), ("y", LABELS)):
         if name := next((name for name in names if name in left), None):

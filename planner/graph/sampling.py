@@ -93,6 +93,7 @@ def seeds_of(graph: Graph, batch: int, seed: int, epoch: int) -> list[Ids]:
 
 
 def _in_batches(items: Ids | int, batch: int, *stream: int) -> list[Ids]:
+    """Shuffle the items (an int: 0 .. items-1) by a stream of random numbers, and cut batches."""
     order: Ids = np.random.default_rng(stream).permutation(items)
     return [order[start : start + batch] for start in range(0, order.size, batch)]
 
@@ -268,6 +269,7 @@ def expect_held_out(stats: GraphStats) -> GraphStats:
 
 
 def _with_fewer_edges(stats: GraphStats, edges: int) -> GraphStats:
+    """Return the statistics with `edges` training edges, and count and note the held-out edges."""
     held_out = stats.edges - edges
     note = f"held out {held_out:,} of {stats.edges:,} directed edges, half of them for test"
     return dataclasses.replace(stats, edges=edges, held_out=held_out, notes=(*stats.notes, note))

@@ -23,6 +23,7 @@ def _lies_in(value: Any, low: float, high: float) -> bool:
 
 
 def _whole(low: int, high: int) -> Rule:
+    """Return the rule for a whole number in [low, high]."""
     return (
         f"must be a whole number in [{low:,}, {high:,}]",
         lambda value: isinstance(value, int) and _lies_in(value, low, high),
@@ -36,7 +37,7 @@ _REQUIRED: dict[str, Rule] = {
     "features": _whole(1, MOST_FEATURES),
     "classes": _whole(0, MOST_CLASSES),
 }
-_OPTIONAL: dict[str, Rule] = {  # GraphStats describes them
+_OPTIONAL: dict[str, Rule] = {  # GraphStats explains most of these fields
     "train_fraction": (
         "must be a number in (0, 1]",
         lambda value: _lies_in(value, 0, 1) and value > 0,

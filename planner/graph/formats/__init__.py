@@ -49,6 +49,7 @@ class _File:
     names: frozenset[str]  # names of a folder's entries, or of a zip archive's members
 
     def has(self, *names: str) -> bool:
+        """Whether the folder or archive has all these names."""
         return self.names.issuperset(names)
 
 

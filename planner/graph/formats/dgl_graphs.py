@@ -42,7 +42,7 @@ PER_BYTE = 8  # [B] of memory allowed per byte of the file
 
 
 def of_graph(graph: Any, path: str = "a DGLGraph") -> Parts:
-    """Return a homogeneous graph with features, labels and masks from ndata; the rest are fields."""
+    """Return the `Parts` of a homogeneous graph: ndata has features, labels, masks and fields."""
     if not graph.is_homogeneous or len(graph.canonical_etypes) != 1:
         raise SpecError(
             f"{path}: has {len(graph.ntypes)} kinds of vertices and {len(graph.canonical_etypes)}"
@@ -101,6 +101,7 @@ def _main(path: str, out: str) -> None:
 
 
 def _read_bin(path: str) -> Parts:
+    """Read the only graph of a .bin file. Raises SpecError for several graphs."""
     graphs, _ = library("dgl").load_graphs(path)
     if len(graphs) != 1:
         raise SpecError(

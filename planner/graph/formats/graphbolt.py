@@ -127,6 +127,7 @@ def read(path: str) -> Parts:
 
 
 def _edges(meta: _Metadata) -> Iterable[tuple[Array, ...]]:
+    """Return the edges as blocks (src, dst), from a .csv or an array [2, E]."""
     path, kind = meta.file(where := meta.only(("graph", "edges")))
     if kind == "csv":  # columns src, dst without a header line
         return edge_tables(path, Head(","))

@@ -30,6 +30,7 @@ PER_BYTE = 10  # lower bound: [B] of Python objects per byte of GraphML
 
 
 def read_graphml(path: str) -> Parts:
+    """Read a GraphML file by NetworkX. Raises SpecError if its objects would exceed memory."""
     networkx = library("networkx")
     with reading(path, "GraphML"):
         must_fit(path, "NetworkX's objects of it", PER_BYTE * float(os.stat(path).st_size))

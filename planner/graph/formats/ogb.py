@@ -80,6 +80,7 @@ def _one(path: str, name: str, counts: Array, most: int = MOST_VERTICES) -> int:
 
 
 def _text(raw: Path, path: str) -> Parts:
+    """Read a raw folder of .csv.gz files; edges and edge fields are read later, in blocks."""
     nodes, ends = "num-node-list.csv.gz", "num-edge-list.csv.gz"
     vertices = _one(path, nodes, column(str(raw / nodes)))
     count = _one(path, ends, column(str(raw / ends)), 2**62)
@@ -121,6 +122,7 @@ def _narrowed(path: str) -> Iterator[Array]:
 
 
 def _binary(raw: Path, path: str) -> Parts:
+    """Read a raw folder of .npz files; edges, features, edge fields are read later, in blocks."""
     data, labels = str(raw / "data.npz"), str(raw / "node-label.npz")
     vertices = _one(data, "num_nodes_list", _whole(data, "num_nodes_list"))
     shape = _header(data, "edge_index").shape

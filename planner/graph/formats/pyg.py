@@ -115,6 +115,7 @@ def read(path: str) -> Parts:
 
 
 def of_several_kinds(path: str, name: str) -> SpecError:
+    """Return the error for a graph with several kinds of vertices or edges."""
     return SpecError(
         f"{path}: {name} is not a graph of one kind of vertices and edges; give a Data"
         " (data.to_homogeneous())"

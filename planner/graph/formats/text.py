@@ -257,10 +257,12 @@ def narrow(numbers: Array) -> Array:
 
 
 def fields_of(line: str, delimiter: str | None) -> list[str]:
+    """Split a line into cells, without blanks and quotes around each cell."""
     return [field.strip().strip('"') for field in line.split(delimiter)]
 
 
 def is_number(text: str) -> bool:
+    """Whether a cell's text is a number."""
     try:
         float(text)
     except ValueError:
