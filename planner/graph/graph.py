@@ -167,7 +167,7 @@ class Graph:
 
     @property
     def reached(self) -> Sequence[int]:
-        """Counts of vertices within 0, 1, .. hops upstream of training vertices, or () if unknown."""
+        """Counts of vertices within 0, 1, .. hops upstream of training vertices; () if unknown."""
         return ()
 
     def features(self, rows: Any = slice(None)) -> NDArray[np.floating[Any]]:

@@ -244,7 +244,7 @@ def hold_out(graph: Graph) -> Graph:
     n, source = np.uint64(stats.vertices), graph.indices.astype(np.int64)
     destination = np.repeat(np.arange(stats.vertices), graph.degree)
     ends = source, destination
-    if not stats.directed:  # both directions have one fate
+    if not stats.directed:  # hold out both directions or neither
         ends = np.minimum(source, destination), np.maximum(source, destination)
     names = ends[0].astype(np.uint64) * n + ends[1].astype(np.uint64)
     upper = mix((names + key_of(HELD_OUT)) * GOLDEN) >> np.uint64(32)
