@@ -131,7 +131,7 @@ def of_arrays(path: str, arrays: Mapping[str, Array]) -> Parts:
 
 
 def collect(parts: Parts) -> Parts:
-    """Read all pieces into memory, an array each. Raises SpecError."""
+    """Read all pieces into memory, as one array per name. Raises SpecError."""
     arrays, x = small_arrays(parts), parts.x
     if isinstance(x, np.memmap) and x.dtype == np.float32 and x.ndim == 2 and x.flags.c_contiguous:
         arrays["x"], parts = x, replace(parts, x=None)  # mapped features stay in their file

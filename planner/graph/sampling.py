@@ -237,7 +237,7 @@ def _with_negatives(
 def hold_out(graph: Graph) -> Graph:
     """Return the graph with validation and test edges moved from its CSR to `held_out`.
 
-    The hash of the graph changes. A graph that already has held-out edges is returned unchanged."""
+    The hash changes, as a graph with fewer edges must have another. A graph that already has held-out edges is returned unchanged."""
     stats = graph.stats
     if stats.held_out:
         return graph
