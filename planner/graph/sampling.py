@@ -237,7 +237,8 @@ def _with_negatives(
 def hold_out(graph: Graph) -> Graph:
     """Return the graph with validation and test edges moved from its CSR to `held_out`.
 
-    The hash changes, as a graph with fewer edges must have another. A graph that already has held-out edges is returned unchanged."""
+    The graph's hash changes with its edges. A graph that already has held-out edges is returned
+    unchanged."""
     stats = graph.stats
     if stats.held_out:
         return graph
