@@ -163,14 +163,6 @@ def _shaped(rows: Tensor, node: Node) -> Tensor:
     return rows if value.is_floating_point() else rows.to(value.dtype)
 
 
-def _own_rows(block: Block, values: Values) -> Values:
-    """Those of the vertices that a block writes."""
-    return {
-        node: block.own_rows(rows) if not node.dim else rows.narrow(node.dim, 0, block.n_dst)
-        for node, rows in values.items()
-    }
-
-
 class PackedNorm(BatchNorm):
     """The batch norms that a piece begins with, over the columns of the rows that it is given."""
 
@@ -317,7 +309,7 @@ class PieceLayer(Layer):
         prepared = during.begun(during.cut.prepare, self.norm, x, moments)
         read = {node: prepared[node] for node in during.cut.gather.given}
         gathered = during.gathered(block, read)
-        own = _own_rows(block, prepared)
+        own = {node: block.own_rows(rows, node.dim) for node, rows in prepared.items()}
         del prepared, read
         return during.updated(own | gathered)
 
@@ -387,7 +379,7 @@ class PieceLayer(Layer):
                 ids[edges] = pair_ids(*block.source[local[edges]])
         like = next(iter(values.values()), block.source)
         made = self._run(piece, {**local, **values, BLOCK: block}, block.n_src, like, ids)
-        return _own_rows(block, made)
+        return {node: block.own_rows(rows, node.dim) for node, rows in made.items()}
 
     def updated(self, values: Values) -> Tensor:
         """Own prepared rows [R, ..] and what was gathered [R, ..] -> what is handed on [R, W]."""

@@ -93,12 +93,14 @@ class Block:
         self.weight = weight.contiguous().to(self.indptr.device)
         self.t_weight = self.weight.index_select(0, self.order)
 
-    def own_rows(self, rows: Tensor) -> Tensor:
-        """Return the destinations' rows: the first R of the sources' rows [S, H].
+    def own_rows(self, rows: Tensor, dim: int = 0) -> Tensor:
+        """Return the destinations' rows: the first R of the sources' rows, S in dimension `dim`.
 
         If R = S return the rows themselves: a slice's backward pass would copy the gradient.
         """
-        return rows if rows.shape[0] == self.n_dst else rows[: self.n_dst]
+        if rows.shape[dim] == self.n_dst:
+            return rows
+        return rows.narrow(dim, 0, self.n_dst) if dim else rows[: self.n_dst]
 
     @property
     def readers(self) -> Tensor:
