@@ -1,9 +1,9 @@
-"""Forty questions, ten graphs on four clusters: the table of docs/how-to/choose-the-objective.md.
+"""Prints the table of docs/how-to/choose-the-objective.md: plans of ten graphs on four clusters.
 
     python benchmarks/answers.py
 
-A GraphSAGE of 3 x 256 is asked about with all defaults. A cell has the GPUs, the mode, the
-training, and what one GPU would take where it is more than one.
+Plans are of a GraphSAGE of 3 x 256 with all defaults. A cell has the number of GPUs, the mode and
+the time of the training; for several GPUs also the time on one GPU.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
-"""Scores choices of strategies against print: would a plan have named the fastest one?
+"""Scores choices of strategies: would a plan have chosen the strategy that is fastest in print?
 
-A comparison is printed: two or more strategies for the same graph, GNN and GPUs. `score` asks for
-each of them what a plan asks on the testbed's preset, and the one with the shortest predicted epoch
-is chosen, exact or not. The *regret* is its printed epoch over the fastest printed one, minus one.
-The same choice by the papers' own terms (interpret.py) is scored beside it.
+A printed comparison has two or more strategies for the same graph, GNN and GPUs. `score` predicts
+each strategy as a plan does, on the testbed's preset. The choice is the strategy with the shortest
+predicted epoch, exact or not. Its *regret* is its printed epoch divided by the shortest printed
+epoch, minus one. `score` also makes the choice by predictions of the papers' code (interpret.py).
 """
 
 from __future__ import annotations
@@ -27,14 +27,14 @@ from gnnplan.planner.vocabulary.errors import GnnplanError
 
 @dataclass(frozen=True)
 class Choice:
-    """One printed comparison, and what was chosen."""
+    """A printed comparison, with the predictions that decide the choice."""
 
     job: tuple[str, ...]
-    strategies: tuple[str, ...]  # as print names them
-    printed: tuple[float, ...]  # epochs, up to a factor that all of them share
+    strategies: tuple[str, ...]  # names in print
+    printed: tuple[float, ...]  # epochs, up to a common factor
     ours: tuple[float, ...]  # predicted epochs of our executor [s]
     theirs: tuple[float, ...]  # predicted epochs of the papers' code [s]
-    chances: tuple[float, ...]  # of being the fastest, in our terms
+    chances: tuple[float, ...]  # probability that each is the fastest with our executor
 
     @property
     def chosen(self) -> int:
@@ -54,9 +54,10 @@ class Choice:
 
 
 def comparisons(rows: Iterable[Row]) -> list[list[tuple[Row, float]]]:
-    """Printed comparisons: rows of strategies, each with its epoch up to a factor.
+    """Return printed comparisons: rows of strategies, with their epochs up to a common factor.
 
-    Rows of equal jobs print epochs. A row that prints a speedup compares itself with its baseline.
+    A comparison is all rows of one job that print epochs, or a row that prints a speedup and that
+    row's baseline.
     """
     by_job: dict[tuple[str, ...], dict[str, tuple[Row, float]]] = {}
     ratios: list[list[tuple[Row, float]]] = []
@@ -73,7 +74,7 @@ def comparisons(rows: Iterable[Row]) -> list[list[tuple[Row, float]]]:
 
 
 def score(rows: Sequence[Row], testbeds: Testbeds = testbed) -> list[Choice]:
-    """The choice of every printed comparison of which two strategies or more can be predicted."""
+    """Return the choice for each printed comparison with two or more predictable strategies."""
     out = []
     for told in comparisons(rows):
         found: list[tuple[Row, float, Candidate, float]] = []
@@ -103,7 +104,7 @@ def score(rows: Sequence[Row], testbeds: Testbeds = testbed) -> list[Choice]:
 
 
 def _candidate(row: Row, testbeds: Testbeds) -> Candidate:
-    """The row's strategy on a problem of ours: our layers, on the graph as a plan takes it."""
+    """Return the row's strategy as a plan predicts it: with our layers, on the whole graph."""
     asked = question(row, testbeds=testbeds)
     p = asked.problem
     problem = Problem(p.stats, None, p.workload, p.cluster, p.method)
@@ -113,7 +114,7 @@ def _candidate(row: Row, testbeds: Testbeds) -> Candidate:
 def reliability(
     chances: Sequence[float], right: Sequence[bool], bins: int = 10
 ) -> list[tuple[float, float, int, float]]:
-    """How often what was said with a chance came true: (from, to, how many, share that did).
+    """Return, for each bin of predicted chances: (from, to, count, share that came true).
 
     >>> reliability([0.05, 0.95, 0.9, 1.0], [False, True, False, True], 2)
     [(0.0, 0.5, 1, 0.0), (0.5, 1.0, 3, 0.6666666666666666)]
@@ -128,7 +129,7 @@ def reliability(
 
 
 def chances_table(chances: Sequence[float], right: Sequence[bool], bins: int = 10) -> list[str]:
-    """Markdown: how often strategies were the fastest that had a chance of being it."""
+    """Return a Markdown table: chance of being the fastest, and share that was the fastest."""
     return [
         header("chance of being the fastest", "strategies", "were it"),
         *(

@@ -1,4 +1,4 @@
-"""The frame of all benchmarks: how they are called, how they call gnnplan, turns, tables, rows."""
+"""Helpers of all benchmarks: their command lines, calls of gnnplan, turns, tables and CSV rows."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ DATASETS = Path(os.environ.get("GNNPLAN_DATASETS", ROOT.parent / "shared" / "dat
 
 
 def words(doc: str | None) -> list[str]:
-    """The words after the program's name; with --help its documentation is printed instead."""
+    """Return the words after the program's name; with --help, print `doc` and exit instead."""
     if {"-h", "--help"} & set(sys.argv[1:]):
         print(doc)
         sys.exit()
@@ -30,11 +30,10 @@ def words(doc: str | None) -> list[str]:
 
 
 def gnnplan(*words: object, **options: object) -> str:
-    """Return what a command of gnnplan prints.
+    """Run a command of gnnplan and return its standard output.
 
-    `eval_every=0` is --eval-every 0; of a list each is given, True is given alone, None is not.
-
-    Where it fails, its errors are printed, and CalledProcessError is raised.
+    `eval_every=0` becomes --eval-every 0. A list repeats the option, True gives it without a value,
+    None leaves it out. Raises CalledProcessError if the command fails, and prints its errors.
     """
     command = [sys.executable, "-m", "gnnplan", *map(str, words)]
     for name, value in options.items():
@@ -52,14 +51,15 @@ def gnnplan(*words: object, **options: object) -> str:
 
 
 def plan(out: str | Path, **question: object) -> dict[str, Any]:
-    """The plan of a question, which is left in `out`."""
+    """Write the plan of a question to `out`, and return its document."""
     gnnplan("plan", **question, output=out)
     return json.loads(Path(out).read_text())
 
 
 def train(plan: str | Path, out: str | Path, **options: object) -> list[dict[str, Any]]:
-    """The epochs of a run of the plan in `out`, which is evaluated at its end unless options say
-    otherwise."""
+    """Run the plan in the folder `out`, and return its epochs.
+
+    The run evaluates after the last epoch, unless options say otherwise."""
     gnnplan("run", plan, out=out, **{"eval_every": 0, **options})
     return [json.loads(line) for line in Path(out, "metrics.jsonl").read_text().splitlines()]
 
@@ -68,7 +68,9 @@ def train(plan: str | Path, out: str | Path, **options: object) -> list[dict[str
 
 
 def in_turn(sides: Mapping[str, Callable[[], T]], rounds: int) -> dict[str, list[T]]:
-    """Return what each side gives in every round: machines drift, so all of them are in each."""
+    """Call every side once in each round; return each side's results, by round.
+
+    The speed of machines drifts, so results are compared within rounds."""
     found: dict[str, list[T]] = {name: [] for name in sides}
     for turn in range(rounds):
         for name, once in sides.items():
@@ -78,7 +80,7 @@ def in_turn(sides: Mapping[str, Callable[[], T]], rounds: int) -> dict[str, list
 
 
 def ratio(ours: Iterable[float], theirs: Iterable[float]) -> float:
-    """The median of the ratios within rounds."""
+    """Return the median of the ratios ours / theirs within rounds."""
     return median(a / b for a, b in zip(ours, theirs, strict=True))
 
 
@@ -86,17 +88,17 @@ def ratio(ours: Iterable[float], theirs: Iterable[float]) -> float:
 
 
 def line(*cells: object) -> str:
-    """A line of a table in Markdown."""
+    """Return a row of a Markdown table."""
     return f"| {' | '.join(map(str, cells))} |"
 
 
 def header(*columns: str, left: int = 1) -> str:
-    """The first two lines of a table, whose columns but some at the left are numbers."""
+    """Return the first two lines of a Markdown table; `left` columns are text, the rest numbers."""
     return f"{line(*columns)}\n|{'---|' * left}{'--:|' * (len(columns) - left)}"
 
 
 def rows(path: Path) -> list[dict[str, str]]:
-    """The rows of a file; none where it is not there yet."""
+    """Return the rows of a CSV file; none if the file does not exist."""
     if not path.exists():
         return []
     with path.open(newline="", encoding="utf-8") as file:
@@ -104,7 +106,7 @@ def rows(path: Path) -> list[dict[str, str]]:
 
 
 def write(path: Path, rows: Sequence[Mapping[str, object]], mode: str = "w") -> None:
-    """Write rows, or with mode 'a' add them; all have the same columns."""
+    """Write rows with the same columns to a CSV file; mode 'a' appends them."""
     is_new = mode == "w" or not path.exists()
     path.parent.mkdir(parents=True, exist_ok=True)
     with path.open(mode, newline="", encoding="utf-8") as file:

@@ -2,17 +2,17 @@
 
     python benchmarks/convergence.py VERB [STUDY ...]
 
-    run         trains what is missing, appends to traces/convergence/<study>.csv
-    table       prints tables of what is there
-    document    writes the tables into docs/reference/convergence.md
-    staleness   traces/convergence/staleness.csv: how far stale rows are from true ones
-    summary     traces/quoted/convergence.csv and rounding.csv, which a plan quotes
-    figures     docs/figures/*.png (pip install matplotlib)
+    run         train missing variants, append to traces/convergence/<study>.csv
+    table       print tables of the rows
+    document    write the tables into docs/reference/convergence.md
+    staleness   write traces/convergence/staleness.csv: differences of stale and true rows
+    summary     write traces/quoted/convergence.csv and rounding.csv, which plans quote
+    figures     draw docs/figures/*.png (pip install matplotlib)
 
-Every run is `gnnplan plan` and `gnnplan run`, as a user would call them. Seeds are paired: variants
-with the same seed have the same initial weights and dropout masks. An interrupted study goes on
-where it stopped. Test accuracy is that of the epoch with the best validation accuracy. Differences
-are per seed, against the study's first variant, with two standard errors.
+Every run is a `gnnplan plan` and a `gnnplan run`, as a user would call them. Seeds are paired:
+variants with the same seed have the same initial weights and dropout masks. An interrupted study
+continues where it stopped. Test accuracy is that of the epoch with the best validation accuracy.
+Differences are per seed, to the study's first variant, with two standard errors.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ Variants = dict[str, tuple[int, str, dict[str, Any]]]
 class Study:
     """A graph, a workload, and the variants that train it.
 
-    `variants`: name -> (ranks, strategy, more options of `gnnplan plan`). The first is the
+    variants: name -> (ranks, strategy, more options of `gnnplan plan`). The first variant is the
     reference.
     """
 
@@ -52,7 +52,7 @@ class Study:
 
 
 def on_parts(ranks: int, *strategies: str) -> Variants:
-    """Strategies on so many ranks, each a part of the graph."""
+    """Return variants: the strategies on `ranks` ranks, with a part of the graph per rank."""
     return {f"{strategy}, {ranks} parts": (ranks, strategy, {}) for strategy in strategies}
 
 
@@ -68,8 +68,8 @@ PIPELINES: Variants = {
     "historical gradients": (2, "gnnpipe(chunks=8,historical_gradients=True)", {}),
     "moving history": (2, "gnnpipe(chunks=8,period=1)", {}),
 }
-# Stages compute what one stage with the same chunks computes. So on the larger graph, where only
-# the pipeline's tricks are studied, one rank has all stages.
+# Several stages compute the same as one stage with the same chunks. So on the larger graph, where
+# only the pipeline's tricks are studied, one rank has all layers.
 TRICKS = ("no shuffle", "historical gradients", "moving history")
 ON_ONE = PIPELINES | {
     name: (1, PIPELINES[name][1].replace("gnnpipe(", "gnnpipe(stages=1,"), {}) for name in TRICKS
@@ -115,11 +115,11 @@ BATCHES: Variants = {
     "p3": (2, "p3", {}),
     "p3, pipelined": (2, "p3(pipelined=True)", {}),
 }
-# It computes what the pipeline with the same chunks computes, so one seed is enough.
+# The hybrid computes the same as the pipeline with the same chunks, so one seed is enough.
 HYBRID: Variants = {"hybrid": (4, "gnnpipe(stages=2,chunks=8)", {})}
-# Seeds of variants that compute what another computes.
+# number of seeds of variants that compute the same as another variant
 FEW = {"hybrid": 1, "data parallel": 1, "gsplit": 1, "p3": 1}
-ENOUGH = 3  # seeds that a plan may quote
+ENOUGH = 3  # fewest seeds of a variant that a plan quotes
 STUDIES = {
     "gcnii_chameleon": Study("chameleon", GCNII, 600, 10, PIPELINES | HYBRID),
     "gcnii_squirrel": Study("squirrel", GCNII, 1000, 10, ON_ONE),
@@ -134,12 +134,12 @@ STUDIES = {
     "mini_gat_physics": Study("coauthor_physics", {**MINI, "model": "gat"}, 30, 5, BATCHES),
     "resgcn_cs": Study("coauthor_cs", RESGCN, 150, 5, SAMPLED),
 }
-# Rows in float32 and in bfloat16: file -> graph, model. traces/README.md says what made them.
+# Rows in float32 and in bfloat16: file -> graph, model. traces/README.md says how they were made.
 ROUNDING = {"rounding_tolokers": ("tolokers", "sage"), "rounding_photo": ("amazon_photo", "sage")}
 
 
 def run(name: str) -> None:
-    """Train every (variant, seed) that the study's file does not have yet."""
+    """Train every (variant, seed) that the study's file lacks."""
     study, path = STUDIES[name], TRACES / f"{name}.csv"
     done = {(row["variant"], row["seed"]) for row in rows(path)}
     for variant, (ranks, strategy, more) in study.variants.items():
@@ -162,17 +162,17 @@ def run(name: str) -> None:
 def trained(
     folder: str, graph: str, asked: dict[str, Any], **options: object
 ) -> list[dict[str, Any]]:
-    """The epochs of a run, which is left in folder/run."""
+    """Plan and train in folder/run, and return the run's epochs."""
     plan(f"{folder}/plan.json", graph=DATASETS / f"{graph}.npz", **asked)
     return train(f"{folder}/plan.json", f"{folder}/run", timeout=600, **options)
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """One run. Accuracies are in percent.
+    """The result of one run. Accuracies are in percent.
 
-    `reached` is the epoch in which validation accuracy comes within half a point of the
-    reference's best; None if it never does.
+    reached: the epoch in which the validation accuracy is first within half a point of the
+    reference's best; None if it never is.
     """
 
     test: float
@@ -181,11 +181,11 @@ class Outcome:
     reached: int | None
 
 
-Outcomes = dict[str, Outcome]  # by seed
+Outcomes = dict[str, Outcome]  # seed -> outcome
 
 
 def outcomes(name: str) -> dict[str, Outcomes]:
-    """variant -> seed -> outcome; nothing where the study has not run."""
+    """Return variant -> seed -> outcome; empty if the study has not run."""
     runs: dict[str, dict[str, list[dict[str, str]]]] = {}
     for row in rows(TRACES / f"{name}.csv"):
         runs.setdefault(row["variant"], {}).setdefault(row["seed"], []).append(row)
@@ -209,7 +209,7 @@ def _validation(row: dict[str, str]) -> float:
 
 
 def table(name: str) -> str:
-    """A row per variant: test accuracy and its paired difference to the reference, loss, epochs."""
+    """Return a study's table: per variant accuracy, difference to the reference, loss, epochs."""
     if name == "staleness":
         return _staleness_table()
     found = outcomes(name)
@@ -234,7 +234,7 @@ def table(name: str) -> str:
 
 
 def _staleness_table(first: int = 101) -> str:
-    """Relative errors, mean over the epochs from `first` on."""
+    """Return the table of relative errors, as means over the epochs from `first` on."""
     late = [row for row in rows(TRACES / "staleness.csv") if int(row["epoch"]) >= first]
     columns = list(dict.fromkeys((row["what"], row["layer"]) for row in late))
     names = [f"{'rows' if what == 'f' else 'gradients'}, layer {layer}" for what, layer in columns]
@@ -250,7 +250,7 @@ def _staleness_table(first: int = 101) -> str:
 
 
 def document() -> None:
-    """Put the tables where docs/reference/convergence.md has their marks."""
+    """Write the tables between their marks in docs/reference/convergence.md."""
     path = ROOT / "docs" / "reference" / "convergence.md"
     marked = re.compile(r"(<!-- table: (\w+) -->\n).*?(<!-- end -->)", re.S)
     path.write_text(
@@ -267,7 +267,7 @@ def _reached(of: Outcomes) -> str:
 
 
 def _gaps(of: Outcomes, reference: Outcomes) -> list[float]:
-    """Paired differences in test accuracy [points]."""
+    """Return the paired differences in test accuracy [points]."""
     return [of[seed].test - reference[seed].test for seed in of if seed in reference]
 
 
@@ -281,7 +281,7 @@ def _quoted_gaps(of: Outcomes, reference: Outcomes) -> dict[str, str]:
 
 
 def rounding() -> list[dict[str, str]]:
-    """The costs of rows in bfloat16 in accuracy, a row per graph, for plans to quote."""
+    """Return the accuracy that rows in bfloat16 cost, a row per graph, for plans to quote."""
     found = {name: outcomes(name) for name in ROUNDING}
     return [
         {"graph": graph, "model": model}
@@ -291,9 +291,9 @@ def rounding() -> list[dict[str, str]]:
 
 
 def summarise() -> None:
-    """Write what variants and rounded rows cost in accuracy and in epochs, for plans to quote.
+    """Write the costs of variants and of rounded rows in accuracy and epochs, for plans to quote.
 
-    Variants of fewer than ENOUGH seeds are left out.
+    Variants with fewer than ENOUGH seeds are left out.
     """
     write(QUOTED / "rounding.csv", rounding())
     found: list[dict[str, object]] = []
@@ -317,7 +317,7 @@ def summarise() -> None:
                     "strategy": strategy,
                     "ranks": ranks,
                     **_quoted_gaps(of, reference),
-                    # empty: some seed never gets there
+                    # empty: some seed never reaches the reference's accuracy
                     "epochs_ratio": f"{mean(ratios):.2f}" if len(ratios) == len(pairs) else "",
                 }
             )
@@ -325,7 +325,7 @@ def summarise() -> None:
 
 
 def _with_error(values: list[float], digits: int = 2) -> str:
-    """Mean and two standard errors."""
+    """Return the mean and two standard errors, as text."""
     error = f" ± {_two_errors(values, digits)}" if len(values) > 1 else ""
     return f"{mean(values):.{digits}f}{error}"
 
@@ -337,8 +337,8 @@ def _two_errors(values: list[float], digits: int = 2) -> str:
 def staleness(epochs: int = 150) -> None:
     """Write ||used - true|| and ||true|| of halo rows ('f') and gradients ('b'): PipeGCN's Fig. 5.
 
-    Per layer and epoch, of GraphSAGE on Coauthor Physics in 2 parts, with and without smoothing,
-    with and without dropout.
+    There is a row per layer and epoch of GraphSAGE on Coauthor Physics in 2 parts, with and without
+    smoothing, with and without dropout.
     """
     found: list[dict[str, object]] = []
     for dropout in ("0.5", "0.0"):
@@ -361,7 +361,7 @@ def staleness(epochs: int = 150) -> None:
 
 
 def figures() -> None:
-    """Draw every study (mean over seeds, two standard errors shaded), and staleness over epochs."""
+    """Draw each study (mean over seeds, two standard errors shaded), and staleness over epochs."""
     import matplotlib.pyplot as plt
 
     folder = ROOT / "docs" / "figures"
@@ -398,7 +398,7 @@ def figures() -> None:
 
 
 def _staleness_figure(path: Path) -> None:
-    """A column per layer and way, a row per dropout: relative error over epochs."""
+    """Draw relative errors over epochs: a column per layer and direction, a row per dropout."""
     import matplotlib.pyplot as plt
 
     found = rows(TRACES / "staleness.csv")

@@ -1,13 +1,13 @@
-"""Measures how long `gnnplan convert` takes on an edge list of each format, and in how much memory.
+"""Measures time and memory of `gnnplan convert` for edge lists in each format.
 
-    python benchmarks/convert.py                                     10 million edges of all formats
+    python benchmarks/convert.py                                     10 million edges, all formats
     python benchmarks/convert.py --edges 100e6 --vertices 10e6 csv parquet bin
 
-A graph with random edges and nothing else is written by the format's library and converted by a
-process of its own. Its memory is limited (--limit) by the kernel: what it maps from files is not
-counted, since that is given back under pressure. The table has the most that was resident, mapped
-files included, and beside the seconds the floor: those of reading the file and of writing the
-folder once, in blocks, by one process. Nothing is asserted.
+The format's library writes a graph with random edges only, and a separate process converts it. The
+kernel limits the memory of this process (--limit). Mapped files do not count, because the kernel
+evicts their pages if memory is short. The table has the most resident memory, mapped files
+included, and the floor of the seconds: one process reads the file and writes the folder once, in
+blocks. Nothing is asserted.
 """
 
 from __future__ import annotations
@@ -30,11 +30,11 @@ from commands import header, line
 from gnnplan.planner.vocabulary.units import quantity
 
 BLOCK = 1 << 24  # [B] read or written at a time
-ROWS = 1 << 20  # edges that are written at a time
+ROWS = 1 << 20  # edges written at a time
 
 
 def drawn(vertices: int, edges: int) -> tuple[np.ndarray, np.ndarray]:
-    """Sources and destinations, the last vertex among them."""
+    """Return random sources and destinations; the last edge ends at the last vertex."""
     rng = np.random.default_rng(0)
     src, dst = (rng.integers(0, vertices, edges, np.int32) for _ in range(2))
     dst[-1] = vertices - 1
@@ -114,7 +114,7 @@ def dgl_bin(path: str, src: np.ndarray, dst: np.ndarray, vertices: int) -> None:
     dgl.save_graphs(path, [dgl.graph(ends, num_nodes=vertices)])
 
 
-# format -> (its name in the table, file, writer)
+# format -> (name in the table, file, writer)
 FORMATS: dict[str, tuple[str, str, Callable[[str, np.ndarray, np.ndarray, int], None]]] = {
     "csv": ("edge list, CSV", "edges.csv", csv),
     "csv.gz": ("edge list, CSV, gzip", "edges.csv.gz", csv_gz),
@@ -129,7 +129,7 @@ FORMATS: dict[str, tuple[str, str, Callable[[str, np.ndarray, np.ndarray, int], 
 
 
 def converted(source: Path, folder: Path, limit: float) -> tuple[float, int, int]:
-    """`gnnplan convert`: (seconds, most resident memory of a process [B], exit code)."""
+    """Run `gnnplan convert`; return (seconds, most resident memory [B], exit code)."""
 
     def limited() -> None:
         resource.setrlimit(resource.RLIMIT_DATA, (int(limit), int(limit)))
@@ -137,13 +137,13 @@ def converted(source: Path, folder: Path, limit: float) -> tuple[float, int, int
     started = time.perf_counter()
     command = [sys.executable, "-m", "gnnplan", "convert", str(source), str(folder)]
     process = subprocess.Popen(command, stdout=subprocess.DEVNULL, preexec_fn=limited)
-    _, status, used = os.wait4(process.pid, 0)  # of it and the processes that it has started
+    _, status, used = os.wait4(process.pid, 0)  # resources of the process and of its children
     process.returncode = os.waitstatus_to_exitcode(status)
     return time.perf_counter() - started, used.ru_maxrss * 1024, process.returncode
 
 
 def floor(source: Path, folder: Path) -> float:
-    """Seconds of reading the source and writing as much as the folder holds, each once."""
+    """Return the seconds to read the source and to write as many bytes as the folder has."""
     started = time.perf_counter()
     with source.open("rb", buffering=0) as stream:
         while stream.read(BLOCK):

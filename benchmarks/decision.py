@@ -1,4 +1,4 @@
-"""A plan's decision as a picture: what the epochs of its candidates are made of.
+"""Draws a plan's candidates: computation, exposed communication and waiting of their epochs.
 
     gnnplan plan --graph ogbn-products --cluster granndis_a6000_pcie -o plan.json
     python benchmarks/decision.py plan.json docs/figures/decision.png

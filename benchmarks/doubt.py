@@ -1,11 +1,11 @@
-"""Holds what plans say of their doubt against measured epochs.
+"""Compares the doubt that plans state with measured epochs.
 
     python benchmarks/doubt.py DATASETS
 
-Every row of the studies (benchmarks/measured.py) is asked again on the constants that it was
-planned with. Printed as Markdown, study by study: how many measured epochs lie in the range that
-should hold 80 %; what would be recommended of the strategies that ran, and its regret; and how
-often what had a chance of being the fastest was it.
+Every row of the studies (benchmarks/measured.py) is predicted again with the constants that it was
+planned with. Prints a Markdown row per study: the share of measured epochs in the 80 % range, and
+the regret of the recommended one of the strategies that ran. A second table compares the predicted
+chance of being the fastest strategy with the share of strategies that were the fastest.
 """
 
 from __future__ import annotations
@@ -32,14 +32,14 @@ STUDIES = {"146 runs": FULL, "38 later runs": AGAIN, "mini-batches": MINI}
 
 @dataclass(frozen=True)
 class Measured:
-    """A candidate, and the epoch that its run took [s]."""
+    """A candidate with its measured epoch [s]."""
 
     candidate: Candidate
     epoch_s: float
 
 
 def questions(study: Study, datasets: Path, scratch: str) -> list[list[Measured]]:
-    """The study's rows as candidates, those of a question together."""
+    """Return the study's rows as candidates, grouped by question."""
     by_question: dict[tuple[str, str], list[dict[str, str]]] = defaultdict(list)
     for row in rows(study):
         if row["job"] in study.jobs:
@@ -59,7 +59,7 @@ def questions(study: Study, datasets: Path, scratch: str) -> list[list[Measured]
 
 
 def told(name: str, asked: list[list[Measured]]) -> list[tuple[float, bool]]:
-    """Print a study's line; return each candidate's chance, and whether it was the fastest."""
+    """Print a study's row; return each candidate's chance, and whether it was the fastest."""
     inside, regrets, among_exact, lossy = [], [], [], 0
     chances: list[tuple[float, bool]] = []
     for measured in asked:

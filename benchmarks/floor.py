@@ -1,12 +1,11 @@
-"""The floor of an exact epoch: what its products, aggregations and bytes take at the least here.
+"""Prints the floor of an exact epoch: the least time of its products, aggregations and messages.
 
     python benchmarks/floor.py [STRATEGY] [RANKS]
 
-Ranks measure together, one thread each, and the fastest of several rounds counts. They measure
-products of float32 at the best of three shapes, aggregation of the strategy's own blocks at each
-width it sums, and 8 MB both ways over Gloo. The floor is the step's counted work at these rates, of
-the rank that has most.
-`spine.py` prints epochs beside it.
+Ranks measure rates at the same time, one thread each, and the fastest of several rounds counts:
+float32 products at the best of three shapes, aggregation on the strategy's own blocks at each width
+that the strategy aggregates, and 8 MB in both directions over Gloo. The floor is the counted work
+of a step at these rates, on the rank with most work. `spine.py` compares epochs with their floor.
 """
 
 from __future__ import annotations
@@ -31,7 +30,7 @@ ROUNDS = 7
 
 
 def problem_of(ranks: int) -> Any:
-    """The training that is timed, on so many ranks of a cluster whose rates play no part."""
+    """Return the problem of the timed training; its cluster's rates are arbitrary and unused."""
     from gnnplan.planner.cluster.spec import Cluster, Device, Link
     from gnnplan.planner.gnn.workload import Workload
     from gnnplan.planner.graph.graph import Graph
@@ -50,7 +49,7 @@ def problem_of(ranks: int) -> Any:
 
 
 def floor(strategy: str, ranks: int) -> dict[str, float]:
-    """Seconds of an epoch's floor, {'products_s', 'aggregation_s', 'wire_s'}."""
+    """Return the floor of an epoch [s]: {'products_s', 'aggregation_s', 'wire_s'}."""
     with tempfile.TemporaryDirectory() as folder:
         started = [
             subprocess.Popen(
@@ -65,7 +64,7 @@ def floor(strategy: str, ranks: int) -> dict[str, float]:
 
 
 def as_rank(strategy: str, ranks: int, number: int, folder: str) -> dict[str, float]:
-    """Be one of the processes of `floor`."""
+    """Run one of the processes of `floor`, and return this rank's floor."""
     import torch
     import torch.distributed as dist
 
@@ -89,7 +88,7 @@ def as_rank(strategy: str, ranks: int, number: int, folder: str) -> dict[str, fl
         )
 
     def fastest(work: Callable[[], object]) -> float:
-        """Seconds of the fastest round; all ranks work at the same time."""
+        """Return the seconds of the fastest round; all ranks work at the same time."""
         seconds = []
         for _ in range(ROUNDS):
             rank.groups.await_all(None)
@@ -111,7 +110,7 @@ def as_rank(strategy: str, ranks: int, number: int, folder: str) -> dict[str, fl
     per_row: dict[tuple[str, int], float] = {}
 
     def row_s(op: str, width: int) -> float:
-        """Of a row that is read, in an aggregation of so many columns [s]."""
+        """Return the time per row read by an aggregation of `width` columns [s]."""
         if (op, width) not in per_row:
             forward = op == "forward"
             x = torch.randn(block.n_src if forward else block.n_dst, width)
@@ -143,7 +142,7 @@ def as_rank(strategy: str, ranks: int, number: int, folder: str) -> dict[str, fl
 
 
 def shown(found: Mapping[str, float]) -> str:
-    """In words.
+    """Return the floor in words.
 
     >>> shown({"products_s": 0.1, "aggregation_s": 0.05, "wire_s": 0.01})
     '0.160 s: products 0.100, aggregation 0.050, wire 0.010'

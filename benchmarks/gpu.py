@@ -1,34 +1,34 @@
-"""Tries everything that only a GPU can show, and writes what it finds.
+"""Runs everything that needs a GPU, in stages, and writes the results as a page.
 
     python benchmarks/gpu.py all --out DIR [--minutes 9] [--stages STAGE[:SECONDS[:WORDS]..] ..]
     python benchmarks/gpu.py STAGE --out DIR [--only WORDS ..]     one stage, without a limit
-    python benchmarks/gpu.py table DIR               DIR/gpu.md of stages that ran alone
-    python benchmarks/gpu.py --list                  packages that this Python has, and lacks
+    python benchmarks/gpu.py table DIR               write DIR/gpu.md for stages that ran alone
+    python benchmarks/gpu.py --list                  installed and missing packages
 
 Stages, each in a process of its own:
 
-    kernels     aggregation at the size of ogbn-products, dropout, products and attention, against
-                the card's bandwidth and peak, which are measured in the same run
-    peers       the epoch beside PyG's and DGL's, of the full graph and of mini-batches
+    kernels     aggregation at the size of ogbn-products, dropout, products and attention, compared
+                with the card's bandwidth and peak, which are measured in the same run
+    peers       epochs compared with PyG's and DGL's, on the full graph and on mini-batches
     one         plan, train and validate on one rank, for every strategy that one rank can run
     tests       all tests that are marked `gpu`
     measure     `gnnplan measure`, with its ranges
-    shared      as `one`, on two and four ranks that share the card (Gloo; NCCL where there are
-                enough GPUs), and how much of exchanges computation hides
-    streams     what recording spans costs, launches and waits of a step, a step as a CUDA graph
-    further     as `one`, of rows in bfloat16 and in few bits, columns, tiles, split layers, and
+    shared      as `one`, on two and four ranks that share the card (Gloo; NCCL if there are
+                enough GPUs), and the share of exchanges that overlaps with computation
+    streams     cost of recording spans, launches and waits of a step, a step as a CUDA graph
+    further     as `one`, for rows in bfloat16 and in few bits, columns, tiles, split layers, and
                 rows in the server's memory
-    modules     as `one`, of modules as PyG's users write them, beside each by itself
+    modules     as `one`, for modules as PyG's users write them, each compared with the module alone
     sampling    neighbours drawn by the GPU and by the host
-    references  trainings of one, shared and further on the CPU, whose losses theirs must be
+    references  the trainings of one, shared and further on the CPU; losses must be equal
 
-`all` takes stages in the order of what they tell, never longer than its minutes, while `references`
-runs beside them. A stage is killed at its seconds; WORDS: it tries only what has one of them in its
-name. `--stages more` stands for what the default leaves out. After every stage all that there is
-goes into DIR/gpu.tar.gz (JSON, logs, traces) and DIR/gpu.md; a second command adds to both.
+`all` runs stages in order, those that tell most first, for at most its minutes; `references` runs
+at the same time. A stage is killed after its seconds; with WORDS it runs only cases whose names
+contain one of them. `--stages more` runs what the default leaves out. After every stage all results
+go into DIR/gpu.tar.gz (JSON, logs, traces) and DIR/gpu.md; a second command adds to both.
 
-With --device cpu --small it is a rehearsal without a GPU. It uses the torch that is there;
-docs/how-to/run-on-a-gpu.md says how to bring what is missing.
+With --device cpu --small it is a rehearsal without a GPU. It uses the installed torch;
+docs/how-to/run-on-a-gpu.md says how to install missing packages.
 """
 
 from __future__ import annotations
@@ -66,15 +66,16 @@ STAGES = {
     "peers": "peers.run",
     "references": "training.run_references",
 }
-# stages and their seconds, in the order of what they tell
+# stages with their seconds; those that tell most come first
 FIRST = "kernels:80 peers:80 measure:50 one:45 modules:70 tests:75 shared:60 streams:30 further:35"
 MORE = "further:70 modules:50 shared:60 sampling:20 peers:30:batches"
-CLOSING_S, LEAST_S = 8.0, 15.0  # kept for the page; with less left no stage begins
-MOST_PACKED = 15_000_000  # [B]
+# time reserved for writing the page; least time left at which a stage still begins [s]
+CLOSING_S, LEAST_S = 8.0, 15.0
+MOST_PACKED = 15_000_000  # largest archive [B]
 
 
 def run(stage: str, setting: Setting) -> dict[str, object]:
-    """Run a stage in this process -> its document."""
+    """Run a stage in this process, and return its document."""
     record = Record(setting, stage)
     try:
         record.note(about=about(setting))
@@ -86,7 +87,7 @@ def run(stage: str, setting: Setting) -> dict[str, object]:
 
 
 def run_all(setting: Setting, out: Path, stages: Sequence[str], seconds: float) -> None:
-    """Run stages in processes of their own, and keep what they leave in `out`."""
+    """Run stages in processes of their own, and collect their results in `out`."""
     end = time.monotonic() + seconds - CLOSING_S
     compared = [f"{each.split(':')[0]}: " for each in stages if each.startswith(TRAINED)]
     beside = _start(setting, "references", compared) if compared else None
@@ -117,19 +118,19 @@ def _start(setting: Setting, stage: str, only: Sequence[str]) -> subprocess.Pope
     command = [sys.executable, __file__, stage, "--out", str(setting.out)]
     command += ["--device", setting.device, *(["--small"] if setting.small else [])]
     command += ["--only", *only] if only else []
-    Record(setting, stage)  # if the process dies before it has one
+    Record(setting, stage)  # in case the process dies before it writes a record
     with (setting.out / f"{stage}.log").open("w") as log:
         return subprocess.Popen(command, stdout=log, stderr=log, start_new_session=True)
 
 
 def _wait(setting: Setting, stage: str, process: subprocess.Popen[bytes], limit_s: float) -> None:
-    """Wait for a stage, kill what is left of it, and note how it ended if it has not itself."""
+    """Wait for a stage and kill its remaining processes; record an end that the stage did not."""
     try:
         code: int | None = process.wait(limit_s)
     except subprocess.TimeoutExpired:
         code = None
     finally:
-        with suppress(ProcessLookupError):  # its ranks as well
+        with suppress(ProcessLookupError):  # the group includes the stage's ranks
             os.killpg(process.pid, signal.SIGKILL)
         process.wait()
     path = setting.out / f"{stage}.json"
@@ -144,7 +145,7 @@ def _wait(setting: Setting, stage: str, process: subprocess.Popen[bytes], limit_
 
 
 def _keep(setting: Setting, out: Path) -> None:
-    """Put the page and all files, the smallest first, into the folder."""
+    """Write the page and an archive of all files, the smallest first, into the folder."""
     table(setting.out)
     shutil.copy(setting.out / "gpu.md", out / "gpu.md")
     files = [path for path in setting.out.rglob("*") if path.is_file()]
@@ -157,14 +158,14 @@ def _keep(setting: Setting, out: Path) -> None:
 
 
 def _told(setting: Setting, stage: str) -> str:
-    """Count a stage's rows and failures, in a line."""
+    """Return a stage's numbers of rows, failures and omissions, in a line."""
     document = json.loads((setting.out / f"{stage}.json").read_text("utf-8"))
     counts = {name: len(document[name]) for name in ("rows", "failed", "left_out")}
     return ", ".join(f"{count} {name.replace('_', ' ')}" for name, count in counts.items())
 
 
 def table(out: Path) -> str:
-    """Write the page -> its most telling figures."""
+    """Write the page, and return its most important figures."""
     from gpu_stages.table import digest, documents, page
 
     found = documents(out)

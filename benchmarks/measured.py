@@ -1,23 +1,22 @@
 """Compares predictions with measurements, on clusters emulated on this machine.
 
-    python benchmarks/measured.py run DATASETS [PROBLEM ...]   what is missing in runs.csv
-    python benchmarks/measured.py predict DATASETS             predictions in runs.csv anew
-    python benchmarks/measured.py table                        errors, regret, constants to doubt
-    python benchmarks/measured.py quote                        traces/quoted/measured.csv
-    python benchmarks/measured.py minibatch run DATASETS [..]  the same of mini-batches; so with
+    python benchmarks/measured.py run DATASETS [PROBLEM ...]   add runs missing in runs.csv
+    python benchmarks/measured.py predict DATASETS             update the predictions in runs.csv
+    python benchmarks/measured.py table                        print errors and regrets
+    python benchmarks/measured.py quote                        write traces/quoted/measured.csv
+    python benchmarks/measured.py minibatch run DATASETS [..]  the same for mini-batches; also with
                                                                predict and table
 
-`run` takes every problem, on every cluster, with every family that fits: it measures constants of
-the cluster alone (`gnnplan measure`), plans, runs and compares. Rows go to
-traces/measured/runs.csv, those of mini-batches to traces/measured/minibatch/runs.csv, and what was
-measured of clusters lies beside them. When all has been run, all is run again with constants of its
-own: what two such runs differ by is noise. Other tenants may slow this machine down, so a row has
-its pace before and after, and `table` also counts the rows apart in which it kept its pace. `run`
-needs Linux, root and iproute2, and a machine that does nothing else.
+`run` takes every problem on every cluster with every suitable family: it measures the constants of
+the cluster alone (`gnnplan measure`), plans, runs and compares. Rows go to traces/measured/runs.csv
+(mini-batches: traces/measured/minibatch/runs.csv); the cluster files lie beside them. Then all runs
+are repeated with new constants: the difference between two such runs is noise. Other tenants may
+slow this machine down, so a row has the machine's pace before and after, and `table` also sums up
+the rows with a constant pace. `run` needs Linux, root and iproute2, on an otherwise idle machine.
 
-`predict` replaces the predictions in the rows by those of today's code, from the constants that
-each row was planned with. `table` prints what docs/reference/measured-runs.md has. `quote` writes
-the file by which a plan knows which differences are noise.
+`predict` predicts the rows with today's code, from the constants with which each row was planned.
+`table` prints the tables of docs/reference/measured-runs.md. `quote` writes the file from which a
+plan knows which differences are noise.
 """
 
 from __future__ import annotations
@@ -48,18 +47,18 @@ from gnnplan.simulator.player import play
 from gnnplan.simulator.replay import replay
 
 TRACES, QUOTED = commands.TRACES / "measured", commands.TRACES / "quoted" / "measured.csv"
-EPOCHS = 12  # at least; half as many where an epoch is predicted to take longer than LONG [s]
-LONG = 1.5
-# cluster -> its newest file, when it was measured [s], and the machine's paces before and after
+EPOCHS = 12  # fewest epochs of a run; half as many if an epoch is predicted to exceed LONG
+LONG = 1.5  # [s]
+# cluster -> its newest file, time of measurement [s], and the machine's paces before and after
 MEASURED: dict[str, tuple[Path, float, list[float]]] = {}
-# [s] that constants are used for: other tenants come and go, so they do not hold for long
+# time for which constants are used [s]; other tenants come and go, so constants expire soon
 FRESH = 300.0
-# [s] that short epochs are repeated for, and how often at most: a process needs seconds to reach
-# its pace
+# length of a run of short epochs [s], and its most epochs: a process needs seconds to reach its
+# pace
 SETTLED, MOST = 10.0, 100
-STEADY = 1.2  # most that a steady machine's slowest pace may take, over its fastest
+STEADY = 1.2  # largest ratio of the slowest to the fastest pace of a steady machine
 SENT = ("all_reduce", *MOVED)  # operations that send
-TIMES = 2  # that each is run, half an hour or more apart
+TIMES = 2  # number of runs of each case, half an hour or more apart
 Job = tuple[str, dict[str, Any]]  # a graph, and options of its workload
 WIDE = {"model": "sage", "layers": 3, "hidden": 256}
 JOBS: dict[str, Job] = {
@@ -79,7 +78,7 @@ CLUSTERS = [
     (1, 4, ""),
     (2, 2, "unshaped"),
     (2, 1, "unshaped"),
-    # servers, ranks of each, rate of their NICs
+    # servers, ranks per server, rate of a NIC
     (2, 1, "100Mbit/s"),
     (2, 2, "2Gbit/s"),
     (2, 1, "2Gbit/s"),
@@ -91,7 +90,7 @@ FAMILIES = (
     "pipegcn(narrow=True)",
     "gnnpipe",
 )
-SHARING = ("granndis(depth=1)", "granndis")  # between servers
+SHARING = ("granndis(depth=1)", "granndis")  # families that need several servers
 SAMPLED = {"mode": "mini", "layers": 3, "hidden": 128, "batch": 1024}
 SAGE = {"model": "sage", "fanout": "10,10,5", **SAMPLED}
 GCN = {"model": "gcn", "fanout": "15,10,5", "dropout": 0.5, **SAMPLED}
@@ -111,7 +110,7 @@ MINI_FAMILIES = ("data_parallel", "gsplit", "p3", "p3(pipelined=True)")
 
 @dataclass(frozen=True)
 class Study:
-    """The questions that are run, and where their rows are."""
+    """A set of questions, and the folder of their rows."""
 
     folder: Path
     jobs: Mapping[str, Job]
@@ -129,7 +128,7 @@ MINI = Study(TRACES / "minibatch", MINI_JOBS, MINI_CLUSTERS, MINI_FAMILIES)
 
 
 def name(servers: int, each: int, rate: str) -> str:
-    """The name of a cluster's file."""
+    """Return the name of a cluster's file."""
     return f"{servers}x{each}" + (f"_{rate.split('/')[0]}" if rate else "")
 
 
@@ -143,9 +142,9 @@ def _work(core: int) -> float:
 
 
 def pace() -> float:
-    """Seconds of the same work on every core at once, of the slowest.
+    """Return the seconds of a fixed work on all cores at the same time, on the slowest core.
 
-    The work is copies of 32 MB and a loop of Python.
+    The work is copies of 32 MB and a loop in Python.
     """
     with get_context("spawn").Pool() as cores:  # a fork of a process with threads may hang
         return max(cores.map(_work, range(os.cpu_count() or 1), chunksize=1))
@@ -159,13 +158,16 @@ def amid(*command: object, **options: object) -> list[float]:
 
 
 def steady(row: dict[str, str]) -> bool:
-    """Whether the machine was as fast in training as when its constants were measured."""
+    """Return whether the machine was as fast in training as when constants were measured."""
     paces = json.loads(row["paces_s"])
     return max(paces) <= STEADY * min(paces)
 
 
 def constants(study: Study, servers: int, each: int, rate: str) -> tuple[Path, list[float]]:
-    """The cluster's file and the paces around its measurement; measured anew unless FRESH."""
+    """Return the cluster's file and the paces around its measurement.
+
+    The cluster is measured again if its file is older than FRESH.
+    """
     cluster = name(servers, each, rate)
     path, since, paces = MEASURED.get(cluster, (None, 0.0, []))
     if path is None or time.monotonic() - since > FRESH:
@@ -179,14 +181,14 @@ def constants(study: Study, servers: int, each: int, rate: str) -> tuple[Path, l
 
 
 def rows(study: Study) -> list[dict[str, str]]:
-    """All that there are."""
+    """Return all rows of the study."""
     return commands.rows(study.rows)
 
 
 def plan(
     study: Study, datasets: Path, problem: str, constants: Path, strategy: str, out: str
 ) -> dict[str, Any]:
-    """The document, which is left in `out`."""
+    """Write a plan to `out`, and return its document."""
     graph, workload = study.jobs[problem]
     source = graph if ":" in graph else datasets / f"{graph}.npz"
     commands.plan(out, graph=source, **workload, cluster=constants, strategy=strategy)
@@ -194,7 +196,7 @@ def plan(
 
 
 def run(study: Study, datasets: Path, problems: list[str]) -> None:
-    """Everything that has fewer rows than TIMES."""
+    """Run every case that has fewer rows than TIMES."""
     done = Counter((row["job"], row["cluster"], row["strategy"]) for row in rows(study))
     for before, cluster, problem in itertools.product(
         range(TIMES), study.clusters, problems or study.jobs
@@ -210,7 +212,7 @@ def run(study: Study, datasets: Path, problems: list[str]) -> None:
                 measured, paces = constants(study, *cluster)
                 found = plan(study, datasets, problem, measured, strategy, planned)
                 predicted = found["best"]["predicted"]["epoch_s"]
-                # whose exchanges lag more from step to step, until they lag by one
+                # PipeGCN's exchanges lag more from step to step, until they lag by one step
                 settled = "pipegcn" not in strategy
                 least = EPOCHS // 2 if predicted > LONG and settled else EPOCHS
                 epochs = min(max(least, int(SETTLED / predicted)), MOST)
@@ -227,7 +229,7 @@ def run(study: Study, datasets: Path, problems: list[str]) -> None:
 
 
 def append(study: Study, told: dict[str, str], paces: list[float], seen: Run) -> None:
-    """A row, and a line for whoever watches."""
+    """Append a row, and print a line about it."""
     comparison, step = seen.comparison, seen.comparison["step"]
     row = {
         "date": f"{datetime.now(UTC):%Y-%m-%d}",
@@ -252,7 +254,7 @@ def append(study: Study, told: dict[str, str], paces: list[float], seen: Run) ->
 
 
 def predict(study: Study, datasets: Path) -> None:
-    """Every row's predictions anew."""
+    """Update the predictions of every row."""
     told = rows(study)
     for row in told:
         cluster = study.folder / f"{row['constants']}.yaml"
@@ -277,7 +279,7 @@ def predict(study: Study, datasets: Path) -> None:
 
 
 def runs(study: Study, of: Callable[[dict[str, str]], bool] = lambda row: True) -> list[Compared]:
-    """The rows, or those of a kind, as runs that can be summed up."""
+    """Return the rows for which `of` is true, as runs for `summarise`."""
     return [
         Compared(
             "",
@@ -306,7 +308,7 @@ def runs(study: Study, of: Callable[[dict[str, str]], bool] = lambda row: True) 
 
 
 def table(study: Study) -> None:
-    """Markdown: errors by cluster and by operation, choices, what to doubt."""
+    """Print Markdown tables: errors by cluster, strategy and operation, and choices."""
     seen, on_steady = runs(study), runs(study, steady)
     told, even = summarise(seen), summarise(on_steady)["step"] if on_steady else {}
 
@@ -347,7 +349,7 @@ def table(study: Study) -> None:
 
 
 def quote() -> None:
-    """Write what a plan needs to know of the rows."""
+    """Write the numbers of the rows that a plan reads."""
     quoted = [
         {"job": run.question, "strategy": run.strategy}
         | {key: run.comparison["step"][key] for key in ("predicted_s", "measured_s")}

@@ -1,11 +1,11 @@
-"""Compares the memory that every rank is predicted to need with what it needs.
+"""Compares the predicted memory of every rank with the measured memory.
 
     python benchmarks/memory.py DATASETS [--record] [GRAPH ...]
 
 Plans and runs deep and sparse problems on this machine. DATASETS is a folder with squirrel.npz,
-chameleon.npz, coauthor_physics.npz and coauthor_cs.npz. Prints a row per rank, for the graphs named
-(default: all); --record adds the rows to traces/memory.csv. What a run fills does not depend on the
-machine's speed.
+chameleon.npz, coauthor_physics.npz and coauthor_cs.npz. Prints a row per rank, for the named graphs
+(default: all); --record adds the rows to traces/memory.csv. The memory of a run does not depend on
+the machine's speed.
 """
 
 from __future__ import annotations

@@ -1,13 +1,13 @@
-"""Counts what mini-batch strategies compute, and measures how fast they are.
+"""Counts the work of mini-batch strategies, and measures their speed.
 
     python benchmarks/minibatch.py VERB ...
 
-    redundancy [GRAPH ...]           edges computed and features loaded, as GSplit's Table 1
-    splitters [SHARE] [GRAPH ...]    cross edges and imbalance by layer, as GSplit's Fig. 5
-    balance [SHARE] [GRAPH ...]      the same in all, of gsplit's owners by the imbalance allowed
-    sampler                          edges per second beside DGL's, one thread
-    ddp [ROUNDS]                     an epoch on two ranks beside DGL's data-parallel loop, in turn
-    split [ROUNDS] [GRAPH ...]       gsplit beside data_parallel, in turn, also on these graphs
+    redundancy [GRAPH ...]           edges computed and features loaded, as in GSplit's Table 1
+    splitters [SHARE] [GRAPH ...]    cross edges and imbalance by layer, as in GSplit's Fig. 5
+    balance [SHARE] [GRAPH ...]      the same over all layers, for several imbalances of gsplit
+    sampler                          edges per second on one thread, compared with DGL's
+    ddp [ROUNDS]                     epochs on two ranks, in turn with DGL's data-parallel loop
+    split [ROUNDS] [GRAPH ...]       gsplit in turn with data_parallel, also on these graphs
 
 Graphs are names of .npz files in $GNNPLAN_DATASETS. `redundancy`, `splitters` and `balance` have
 four ranks and fanouts 15,15,15, for an epoch or its first 20 batches. `ddp` and `split` train the
@@ -42,9 +42,9 @@ from gnnplan.planner.graph.splitting import SPLITTERS, Frequency, presample, spl
 from gnnplan.planner.ownership.minibatch import MiniBatch
 
 RANKS, FANOUTS, MOST = 4, (15, 15, 15), 20
-IMBALANCES = (0.001, 0.01, 0.03, 0.1, 0.3, 1.0)  # of `balance`
-BATCH, OUTWARDS = 2048, (5, 10, 15)  # of `ddp`
-EPOCHS, WARM = 8, 2  # trained by each side, and those left out
+IMBALANCES = (0.001, 0.01, 0.03, 0.1, 0.3, 1.0)  # for `balance`
+BATCH, OUTWARDS = 2048, (5, 10, 15)  # for `ddp`: batch size, fanouts from the seeds outwards
+EPOCHS, WARM = 8, 2  # epochs that each side trains; first ones, which are not counted
 
 
 def graph_of(name: str) -> Graph:
@@ -60,7 +60,7 @@ def redundancy(names: list[str]) -> None:
     for name in names:
         graph, edges, rows = graph_of(name), np.zeros(2), np.zeros(2)
         for number, seeds in enumerate(seeds_of(graph, 1024, 0, 0)):
-            # micro-batches, one per rank; one mini-batch
+            # i = 0: micro-batches, one per rank; i = 1: one mini-batch
             for i, shares in enumerate((np.array_split(seeds, RANKS), [seeds])):
                 found = [
                     frontier(graph, share, FANOUTS, 0, 0, number) for share in shares if share.size
@@ -76,16 +76,16 @@ def redundancy(names: list[str]) -> None:
 
 
 def _setting(share: float) -> tuple[int, str]:
-    """The batch, and what a table says of the training vertices.
+    """Return the batch size, and a table's description of the training vertices.
 
-    `share` of the vertices are trained on, in batches of 128; 0: the published split, in batches of
+    share: of the vertices that train, in batches of 128; 0: the published split, in batches of
     1024.
     """
     return (128, f"{share:.0%} of all") if share else (1024, "the published split")
 
 
 def _sampled(name: str, share: float) -> tuple[Graph, Frequency, list[Frontier]]:
-    """The graph with its training vertices, its frequencies, and the batches to look at."""
+    """Return the graph with its training vertices, its access frequencies, and first batches."""
     graph, (batch, _) = graph_of(name), _setting(share)
     if share:
         train = np.zeros(graph.stats.vertices, dtype=bool)
@@ -102,7 +102,7 @@ def _sampled(name: str, share: float) -> tuple[Graph, Frequency, list[Frontier]]
 def _shared(
     graph: Graph, batches: list[Frontier], owner: np.ndarray
 ) -> tuple[np.ndarray, np.ndarray, int]:
-    """Edges [batches, L, ranks], those that cross [L], and rows that a rank sends another."""
+    """Return edges [batches, L, ranks], cross edges [L], and the number of rows sent."""
     layers = range(1, len(FANOUTS) + 1)
     made = [MiniBatch(graph, [found], (0,) * RANKS, owner, first_varying=1) for found in batches]
     edges = [[one.facts(layer).edges for layer in layers] for one in made]
@@ -112,7 +112,7 @@ def _shared(
 
 
 def splitters(share: float, names: list[str]) -> None:
-    """Count cross edges and imbalance of every splitting function."""
+    """Print cross edges and imbalance of every splitting function."""
     batch, trained = _setting(share)
     print(f"{RANKS} ranks, batch {batch}, fanout 15, training vertices: {trained}\n")
     columns = [f"{what}, layer 3" for what in ("cross edges", "most edges over mean")]
@@ -134,10 +134,10 @@ def splitters(share: float, names: list[str]) -> None:
 
 
 def balance(share: float, names: list[str]) -> None:
-    """Count what gsplit's owners cut and how uneven they are, by the imbalance that METIS may use.
+    """Print cross edges and loads of gsplit's owners, by the imbalance that METIS may use.
 
-    Over the mean: the load that pre-sampling expects of the fullest owner, and the edges of the
-    fullest rank in a batch.
+    Loads are divided by the mean: that of the fullest owner as pre-sampling expects it, and the
+    edges of the fullest rank in a batch.
     """
     batch, trained = _setting(share)
     print(f"{RANKS} ranks, batch {batch}, fanout 15, training vertices: {trained}\n")
@@ -156,7 +156,7 @@ def balance(share: float, names: list[str]) -> None:
 
 
 def sampler() -> None:
-    """Median of rounds in turn."""
+    """Print the edges per second of gnnplan's and DGL's samplers, as medians of rounds in turn."""
     import dgl
     import torch
 
@@ -184,9 +184,9 @@ def sampler() -> None:
 
 
 def dgl_child() -> None:
-    """Be one process of DGL's data-parallel loop, as its documentation has it.
+    """Run one process of DGL's data-parallel loop, as in DGL's documentation.
 
-    The first process prints the seconds of its epochs.
+    Rank 0 prints the seconds of the epochs.
     """
     import torch
     import torch.distributed as dist
@@ -212,7 +212,7 @@ def dgl_child() -> None:
     )
     graph.ndata["x"], graph.ndata["y"] = torch.tensor(data.x), torch.tensor(data.y)
     seeds = torch.tensor(data.train).nonzero().squeeze(1)
-    # DGL counts fanouts from the features on
+    # DGL's fanouts begin at the features
     sampler = NeighborSampler(list(OUTWARDS[::-1]))
     how = {"use_ddp": True, "shuffle": True, "drop_last": False, "num_workers": 0}
     loader = DataLoader(graph, seeds, sampler, batch_size=BATCH // ranks, **how)
@@ -249,7 +249,7 @@ def dgl_child() -> None:
 
 
 def theirs(ranks: int) -> float:
-    """Median epoch of DGL's data-parallel loop [s]."""
+    """Return the median epoch of DGL's data-parallel loop [s]."""
     run = f"-m torch.distributed.run --standalone --nproc-per-node {ranks}".split()
     threads = {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
     env = {**os.environ, **threads, "DGLBACKEND": "pytorch", "GLOO_SOCKET_IFNAME": "lo"}
@@ -262,7 +262,7 @@ def theirs(ranks: int) -> float:
 
 
 def ours(strategy: str, ranks: int, graph: str = GRAPH) -> float:
-    """Median epoch of the same training by `gnnplan run` [s]."""
+    """Return the median epoch of the same training by `gnnplan run` [s]."""
     batches = {"mode": "mini", "batch": BATCH, "fanout": ",".join(map(str, OUTWARDS))}
     asked = {"graph": graph, **MODEL, **batches, "lr": LR, "ranks": ranks, "strategy": strategy}
     with tempfile.TemporaryDirectory() as folder:
@@ -272,7 +272,7 @@ def ours(strategy: str, ranks: int, graph: str = GRAPH) -> float:
 
 
 def ddp(rounds: int) -> None:
-    """Medians of rounds in turn; ratios are within rounds, because machines drift."""
+    """Print median epochs of rounds in turn, and medians of the ratios within rounds."""
     sides: dict[str, Callable[[], float]] = {
         "DGL, DistributedDataParallel, 2 ranks": partial(theirs, 2)
     }
@@ -293,9 +293,9 @@ def ddp(rounds: int) -> None:
 
 
 def split_against_data_parallel(rounds: int, names: list[str]) -> None:
-    """Time a batch that is split over a batch per rank, on two ranks.
+    """Print epochs of gsplit (ranks split a batch) and data_parallel (a batch per rank).
 
-    Ratios are within rounds; medians of them are printed.
+    Both run on two ranks. Ratios are medians of ratios within rounds.
     """
     strategies = ("data_parallel", "gsplit", "gsplit(narrow=True)")
     graphs = {name: str(DATASETS / f"{name}.npz") for name in names}

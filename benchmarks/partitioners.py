@@ -1,15 +1,15 @@
-"""Measures what partitioners find, and in how much time and memory.
+"""Measures the partitions that partitioners find, and their time and memory.
 
     python benchmarks/partitioners.py FOLDER --edges 1e6,1e7 --parts 2,8,64 --by metis,kaminpar
     python benchmarks/partitioners.py FOLDER --graphs ogbn_arxiv.npz,flickr.npz
 
 The first form generates R-MAT graphs (a, b, c = 0.57, 0.19, 0.19; 20 edges per vertex) and the
-generator's communities into FOLDER, once. Each partition is made in a process of its own, and
-graphs of up to 20 million edges twice: `again` is 0 if both differ. Halo rows and edges cut are of
-all parts together; balances are the largest part's vertices, edges and training vertices over the
-mean; seconds are of all cores together; memory is what partitioning added to that of the graph.
-kaminpar:2 has two threads. mtkahypar is no partitioner of ours: it takes edges as a Python list,
-one object each. Nothing is asserted.
+generator's communities into FOLDER, once. Each partition is computed in a process of its own, and
+twice for graphs of up to 20 million edges: `again` is 0 if the two differ. Halo rows and cut edges
+are sums over all parts. Balances are the vertices, edges and training vertices of the largest part,
+divided by the mean. Seconds are CPU seconds of all cores. Memory is the increase by partitioning.
+kaminpar:2 has two threads. mtkahypar is not a partitioner of gnnplan: it takes edges as a Python
+list. Nothing is asserted.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ COLUMNS = ("halo", "cut", "vertices", "edges", "training", "seconds", "MB", "aga
 
 
 def rmat(edges: int) -> tuple[NDArray[np.int64], NDArray[np.int32]]:
-    """About `edges` directed edges, both ways, among vertices whose ids are shuffled."""
+    """Return an undirected R-MAT graph with about `edges` directed edges and shuffled ids."""
     bits, rng = round(np.log2(edges / PER_VERTEX)), np.random.default_rng(0)
     src, dst = np.zeros((2, edges // 2), np.int32)
     for _ in range(bits):
@@ -74,7 +74,7 @@ def by_mtkahypar(indptr: NDArray, indices: NDArray, parts: int) -> NDArray[np.in
 
 
 def resident(what: str) -> float:
-    """Memory of this process, now or at most [MB]."""
+    """Return the memory of this process [MB]: now ('VmRSS') or its peak ('VmHWM')."""
     status = Path("/proc/self/status").read_text()
     return float(status.partition(f"{what}:")[2].split()[0]) / 1e3
 
@@ -98,7 +98,7 @@ def case(path: Path, by: str, parts: int) -> dict[str, float]:
         return evenly(method, edges, parts, 0, train)
 
     before, start = resident("VmRSS"), time.process_time()
-    Path("/proc/self/clear_refs").write_text("5")  # forget the highest memory so far
+    Path("/proc/self/clear_refs").write_text("5")  # resets the peak memory
     part = partition()
     seconds, added = time.process_time() - start, resident("VmHWM") - before
     into = np.repeat(part.astype(np.int16), np.diff(indptr))

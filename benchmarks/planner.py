@@ -2,9 +2,9 @@
 
     python benchmarks/planner.py
 
-A candidate is a set of knobs on a cluster. Clusters come as arrays: predict() broadcasts over them.
-Every round has clusters that no round had before, so that no answer is known yet; its programs and
-all prices are made in the time. The graph is cut once.
+A candidate is a strategy with its knobs on a cluster. Numbers of clusters are arrays over which
+predict() broadcasts. Every round has new clusters, so that no prediction is cached: the time of a
+round includes all programs and prices. The graph is partitioned once.
 """
 
 from __future__ import annotations
@@ -34,11 +34,11 @@ KNOBS = {
     "gnnpipe": [f"gnnpipe(chunks={chunks})" for chunks in (8, 16, 32, 64)],
     "granndis": [*(f"granndis(depth={depth})" for depth in (1, 2, 3)), "granndis"],
 }
-CLUSTERS = 1_000  # at a time: what a prediction works on stays in the cache
+CLUSTERS = 1_000  # at a time, so that the arrays of a prediction stay in the processor's cache
 
 
 def question(layers: int) -> Problem:
-    """The default synthetic graph on two servers of four GPUs."""
+    """Return the problem of the default synthetic graph on two servers of four GPUs."""
     graph = load("synthetic:community")
     assert isinstance(graph, Graph)
     device = Device(memory=24e9, gemm=1e13, memory_bandwidth=5e11)
@@ -48,9 +48,9 @@ def question(layers: int) -> Problem:
 
 
 def over(problem: Problem, count: int, seed: int = 0) -> Problem:
-    """The problem on `count` clusters at once.
+    """Return the problem on `count` clusters at once.
 
-    Numbers are columns [count, 1], which model_copy allows because it does not validate.
+    The clusters' numbers are columns [count, 1]; model_copy does not validate them.
     """
     rng = np.random.default_rng(seed)
 
@@ -68,9 +68,9 @@ def over(problem: Problem, count: int, seed: int = 0) -> Problem:
 
 
 def rate(strategies: list[Strategy], problem: Problem, seconds: float = 1.0) -> tuple[float, float]:
-    """Best and median candidates per second, of rounds over all strategies."""
+    """Return the best and the median number of candidates per second over several rounds."""
     for strategy in strategies:
-        strategy.program(problem)  # cuts the graph and counts its rows, which depends on no cluster
+        strategy.program(problem)  # partitions the graph and counts rows, for all clusters alike
     rates, end = list[float](), time.perf_counter() + seconds
     while time.perf_counter() < end or len(rates) < 3:
         fresh = over(problem, CLUSTERS, seed=len(rates))
@@ -82,7 +82,7 @@ def rate(strategies: list[Strategy], problem: Problem, seconds: float = 1.0) -> 
 
 
 def large(vertices: int = 1_000_000, edges: int = 20_000_000) -> Graph:
-    """A random graph whose degrees follow a power law; edges are directed ones."""
+    """Return an undirected random graph with power-law degrees; `edges` counts directed edges."""
     rng = np.random.default_rng(0)
     weight = (1 + rng.pareto(1.8, vertices)).cumsum()
     src, dst = (
@@ -97,7 +97,7 @@ def large(vertices: int = 1_000_000, edges: int = 20_000_000) -> Graph:
 
 
 def growth(servers: int = 4, hops: int = 3) -> None:
-    """The regions of all servers, one GPU each, with and without expansion-aware sampling."""
+    """Print time and size of the servers' regions, with and without expansion-aware sampling."""
     graph = large()
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     server_of = np.random.default_rng(1).permutation(graph.stats.vertices) % servers

@@ -2,15 +2,15 @@
 
     python benchmarks/published.py VERB [FILE.csv]
 
-    fit        constants of the testbeds: traces/quoted/fitted.csv
+    fit        fit constants of the testbeds: traces/quoted/fitted.csv
     table      errors and choices: docs/reference/published-figures.md
-    software   constants of software, each half of other works: traces/quoted/software.csv
-    others     works that gave no constant: docs/reference/other-works.md
-    figures    docs/figures/published_*.png
+    software   fit rates of software to each half of other works: traces/quoted/software.csv
+    others     works to which no preset was fitted: docs/reference/other-works.md
+    figures    draw docs/figures/published_*.png
 
-`figures` draws the papers' own figures from predictions, with what they print as points. The file
-has the columns of benchmarks/papers/rows.py; by default it is traces/published/figures.csv, of
-`software` and `others` traces/published/others.csv.
+`figures` redraws figures of the papers from predictions, with printed values as points. The file
+has the columns of benchmarks/papers/rows.py. Its default is traces/published/figures.csv, and
+traces/published/others.csv for `software` and `others`.
 """
 
 import json
@@ -57,7 +57,7 @@ def fit(path: str) -> None:
 
 
 def software(path: str) -> None:
-    """Fit and write the constants of software, by the one half of works and by the other."""
+    """Fit and write the rates of software, once to each half of the works."""
     rows = [row for row in read(path) if row["testbed"]]
     halves = [
         calibrate.fit_software([row for row in rows if row["paper"] in half])
@@ -72,7 +72,7 @@ def software(path: str) -> None:
 
 
 def by_paper(result: dict, everything: bool) -> dict[tuple[str, str], list[float]]:
-    """(paper, metric) -> errors; of rows that gave a constant only with `everything`."""
+    """Return (paper, metric) -> errors; rows that gave a constant count only with `everything`."""
     errors = defaultdict(list)
     for row in result["rows"]:
         if everything or not row["fitted"]:
@@ -83,7 +83,7 @@ def by_paper(result: dict, everything: bool) -> dict[tuple[str, str], list[float
 def table(path: str) -> None:
     """Write the errors of every paper and metric into the document.
 
-    Once with the constants that are kept, and once each dataset with constants of the others.
+    Errors are with the constants in use, and with constants fitted to the other datasets.
     """
     rows = read(path)
     kept = evaluate_rows(rows, calibrate.gave_a_constant, calibrate.calibrated)
@@ -117,7 +117,7 @@ def table(path: str) -> None:
 
 
 def fill(name: str, lines: list[str]) -> None:
-    """Write Markdown in the place of what stands below the document's mark."""
+    """Replace the text below the document's mark by these Markdown lines."""
     document = DOCS / "reference" / name
     before, mark, _ = document.read_text().partition("<!-- table -->\n")
     assert mark
@@ -125,7 +125,7 @@ def fill(name: str, lines: list[str]) -> None:
 
 
 def others(path: str) -> None:
-    """Write every figure of works that gave no constant into the document, and what they sum to."""
+    """Write all figures of works to which no preset was fitted into the document, with sums."""
     found = evaluate_rows(read(path))
     epochs = [row for row in found["rows"] if "kind" in row]
     by_kind, by_work = defaultdict(list), defaultdict(list)
@@ -155,7 +155,7 @@ def others(path: str) -> None:
 
 
 def rivals(epochs: list[dict]) -> dict[str, list[bool]]:
-    """Knobs and places in which two systems of one job differ -> whether the faster was named."""
+    """Return, by the knobs in which two systems of one job differ: was the faster predicted?"""
     by_job = defaultdict(list)
     for row in epochs:
         by_job[tuple(row[name] for name in JOB)].append(row)
@@ -181,7 +181,7 @@ PRINTED_OF = "work, source", "what", "figure", "printed"
 
 
 def printed_of(row: dict) -> tuple[str, ...]:
-    """A figure: who prints it, of what, what and how much."""
+    """Return the cells of a figure (PRINTED_OF): work and source, case, metric, value."""
     sizes = f"{row['num_nodes']}x{row['gpus_per_node']}"
     where = f" on {sizes} {row['testbed'] or 'of a machine that is not stated'}" * (sizes != "x")
     sampler = json.loads(row["strategy_params"] or "{}").get("sampler")
@@ -191,7 +191,7 @@ def printed_of(row: dict) -> tuple[str, ...]:
 
 
 def choices(rows: list[Row]) -> list[str]:
-    """Markdown: what a plan chooses of the strategies that print compares, and how sure it is."""
+    """Return Markdown lines: a plan's choices among strategies compared in print, and chances."""
     lines = [header("paper, testbed", "comparisons", "right", "regret", "right, papers' terms")]
     scored = score(rows, calibrate.left_out(rows))
     by_testbed = defaultdict(list)
@@ -213,14 +213,14 @@ def choices(rows: list[Row]) -> list[str]:
 
 
 def asked(testbed: str, servers: int, strategy: str, **told: object) -> Question:
-    """A strategy on a testbed's servers of four GPUs."""
+    """Return the question of a strategy on a testbed's servers with four GPUs each."""
     told |= {"testbed": testbed, "num_nodes": servers, "gpus_per_node": 4, "strategy": strategy}
     row = {**dict.fromkeys(COLUMNS, ""), **{name: str(value) for name, value in told.items()}}
     return question(row, testbeds=calibrate.calibrated)
 
 
 def breakdown(plt, rows: list[dict[str, str]]) -> None:
-    """GNNPipe Sec. 4.6: computation, communication and bubble of an epoch, as shares."""
+    """Draw GNNPipe Sec. 4.6: shares of computation, communication and bubble in an epoch."""
     names, shares = [], []
     for (dataset, hidden), model, strategy in product(
         (("squirrel", 1000), ("reddit", 100)),
@@ -251,7 +251,7 @@ def breakdown(plt, rows: list[dict[str, str]]) -> None:
 
 
 def over_depth(plt, rows: list[dict[str, str]]) -> None:
-    """GraNNDis Table 4 and Sec. 8.2: speedup over graph parallel by depth, on PCIe and NVLink."""
+    """Draw GraNNDis Table 4, Sec. 8.2: speedup over graph parallel by depth, PCIe and NVLink."""
     figure, both = plt.subplots(1, 2, figsize=(11, 4), sharey=True)
     depths = (3, 14, 28, 56, 112)
     for axes, link in zip(both, ("PCIe", "NVLink"), strict=True):
@@ -284,8 +284,7 @@ def over_depth(plt, rows: list[dict[str, str]]) -> None:
 
 
 def over_width(plt, rows: list[dict[str, str]]) -> None:
-    """P3 Sec. 5: epoch over hidden width, beside data parallel, whose cost does not depend on
-    it."""
+    """Draw P3 Sec. 5: epochs by hidden width, on which data parallel's traffic does not depend."""
     widths = (16, 32, 64, 128, 256, 512, 1024)
     figure, axes = plt.subplots(figsize=(6, 4))
     batches = {"strategy_params": '{"batch": 1000, "fanout": [25, 10]}', "paper": "p3"}
@@ -302,7 +301,7 @@ def over_width(plt, rows: list[dict[str, str]]) -> None:
 
 
 def over_servers(plt, rows: list[dict[str, str]]) -> None:
-    """PipeGCN Table 8: speedup over graph parallel by servers and GPUs in them."""
+    """Draw PipeGCN Table 8: speedup over graph parallel by servers and GPUs per server."""
     figure, axes = plt.subplots(figsize=(6, 4))
     for color, gpus in enumerate((2, 3, 4)):
         wanted = {"strategy": "pipegcn", "gpus_per_node": str(gpus)}.items()

@@ -3,14 +3,14 @@
     python benchmarks/scale.py edges FOLDER [PICTURE [EDGES ...]]     by default 1e6 1e7 1e8
     python benchmarks/scale.py ranks [PICTURE]
 
-edges: R-MAT and communities of 20 edges per vertex, 32 features, a tenth trained on. Each graph is
-generated into FOLDER, cut into 8 parts and into 2, planned on two ranks of this machine, trained
-for three epochs of the full graph (GraphSAGE 2 x 32, graph_parallel) and one of mini-batches (1024,
-fanouts 10 and 10, data_parallel), and validated. Every command is a process of its own. The table
-has its seconds, those of all cores together, and the most memory of one of its processes, a rank's
-too. A graph, and what was made of it, is removed before the next.
+edges: R-MAT graphs and communities with 20 edges per vertex, 32 features, a tenth of the vertices
+trained on. Each graph is generated into FOLDER, partitioned into 8 and into 2 parts, planned on two
+ranks of this machine, trained for three epochs on the full graph (GraphSAGE 2 x 32, graph_parallel)
+and one on mini-batches (1024, fanouts 10 and 10, data_parallel), and validated. Every command is a
+process of its own. The table has each command's seconds, CPU seconds of all cores, and the peak
+memory of its largest process, ranks included. A graph and its files are removed before the next.
 
-ranks: seconds of one core that plans, and steps played, take on 8 to 1,024 GPUs.
+ranks: CPU seconds of plans and of simulated steps on 8 to 1,024 GPUs.
 
 Nothing is asserted.
 """
@@ -55,7 +55,7 @@ TRAINED = {
 
 
 class Taken(NamedTuple):
-    """What a command took."""
+    """The time and memory of a command."""
 
     seconds: float
     cpu: float  # seconds of all cores together
@@ -63,7 +63,7 @@ class Taken(NamedTuple):
 
 
 def timed(*words: object) -> Taken:
-    """Run a command of gnnplan, whose output goes to standard error. Raises SystemExit."""
+    """Run a command of gnnplan, with its output on standard error. Raises SystemExit."""
     command = [sys.executable, "-m", "gnnplan", *map(str, words)]
     print("gnnplan", *words, file=sys.stderr, flush=True)
     started = time.perf_counter()
@@ -77,7 +77,7 @@ def timed(*words: object) -> Taken:
 
 
 def trained(folder: Path, kind: str, edges: int) -> dict[str, Taken]:
-    """All commands from a graph's name to a validated model; what they write is removed."""
+    """Run all commands from a graph's name to a validated model, and remove their files."""
     name = GRAPHS[kind].format(v=edges // 20, e=edges, c=edges // 10_000) + LEARNED
     graph, parts = folder / "graph", folder / "parts2"
     taken = {
@@ -100,7 +100,7 @@ def trained(folder: Path, kind: str, edges: int) -> dict[str, Taken]:
 
 
 def by_edges(folder: Path, picture: Path | None, sizes: list[int]) -> None:
-    """Print a table for each kind of graph, and draw the seconds of all cores."""
+    """Print a table for each kind of graph, and draw the CPU seconds."""
     folder.mkdir(parents=True, exist_ok=True)
     timed("measure", "--ranks", 2, "-o", folder / "cluster.yaml")
     lines: dict[str, list[float]] = {}
@@ -147,27 +147,27 @@ def planning(ranks: int, asked: dict[str, object]) -> float:
     gc.collect()
     started = time.process_time()
     problem = on("ogbn-papers100M", ranks, asked)
-    with suppress(Infeasible):  # on few GPUs: then what would make room has been looked for
+    with suppress(Infeasible):  # on few GPUs; the search then also looked for what would fit
         make(search(problem))
     return time.process_time() - started
 
 
 def playing(text: str, ranks: int, asked: dict[str, object]) -> float:
-    """Seconds of playing a step, its schedule included; nan where the strategy does not suit."""
+    """Return the seconds to schedule and simulate a step; nan if the strategy does not suit."""
     problem = on("ogbn-products", ranks, asked)
     strategy = parse(text).settle(problem)
     try:
         strategy.check(problem)
     except SpecError:
         return float("nan")
-    gc.collect()  # what was played before is not this one's to clear away
+    gc.collect()  # so that this time does not include freeing earlier simulations
     started = time.process_time()
     play(strategy.schedule(problem, 1), problem.cost)
     return time.process_time() - started
 
 
 def by_ranks(picture: Path | None) -> None:
-    """Print the table over the number of ranks, and draw it."""
+    """Print and draw the table over the number of ranks."""
     lines: dict[str, list[float]] = {}
     print(header("seconds of one core", *(f"{ranks:,} ranks" for ranks in RANKS)), flush=True)
     for name, asked in PLANNED.items():
@@ -181,7 +181,7 @@ def by_ranks(picture: Path | None) -> None:
 
 
 def draw(of: str, at: Sequence[int], lines: Mapping[str, list[float]], picture: Path) -> None:
-    """Draw seconds over a size, both logarithmic."""
+    """Draw seconds over a size, both on logarithmic axes."""
     import matplotlib
 
     matplotlib.use("Agg")

@@ -1,4 +1,4 @@
-"""Times the simulator: tasks per second with contention, and 64 ranks' all-to-all as 4,032 flows.
+"""Times the simulator: tasks per second with contention, and an all-to-all of 64 ranks as flows.
 
 python benchmarks/simulator.py
 """
@@ -39,7 +39,7 @@ TWO_SERVERS = Cluster(
 
 
 def pipeline(stages: int = 8, chunks: int = 32, steps: int = 20) -> Schedule:
-    """Forward only, as GNNPipe's chunks flow: receive, compute, send."""
+    """Return the schedule of a pipeline's forward pass: receive, compute and send per chunk."""
     schedule = Schedule(stages, steps)
     for step in range(steps):
         for chunk in range(chunks):
@@ -59,8 +59,9 @@ def pipeline(stages: int = 8, chunks: int = 32, steps: int = 20) -> Schedule:
 
 
 def halo(ranks: int = 8, layers: int = 32, steps: int = 10) -> Schedule:
-    """Graph parallel with irregular halos; the gradients' all-reduce runs beside the next layer's
-    exchange."""
+    """Return a schedule of graph parallelism with irregular halos.
+
+    The all-reduce of a layer's gradients overlaps the next layer's exchange."""
     schedule, group = Schedule(ranks, steps), tuple(range(ranks))
     source, target = np.indices((ranks, ranks))
     sent = Exchange(10_000 * (1 + (3 * source + target) % 5) * (source != target))
@@ -83,7 +84,7 @@ def halo(ranks: int = 8, layers: int = 32, steps: int = 10) -> Schedule:
 
 
 def flows(cluster: Cluster) -> str:
-    """Irregular: log-normal sizes, sigma 1. Seconds of a core."""
+    """Time an irregular all-to-all (log-normal sizes, sigma 1), in seconds of one core."""
     ranks = cluster.ranks
     sizes = np.random.default_rng(0).lognormal(0, 1, (ranks, ranks)) * 1e6
     exchange = Flows.of(Cost(cluster), sizes * ~np.eye(ranks, dtype=bool))

@@ -1,13 +1,13 @@
-"""Times full-graph training, side by side in one run on this machine.
+"""Times full-graph training with gnnplan, DGL and PyG, side by side on this machine.
 
     python benchmarks/spine.py [ROUNDS]
 
-The peers are one process of DGL with one and with two threads, one that aggregates the features
-once, as SAR does, and one of PyG. Beside them are our families on two Gloo ranks (one thread each)
-for the same training, in turn and several times, because these machines drift. All begin with the
-same weights: an exact family whose losses are not the peers' ends the benchmark. Beside exact
-epochs is their floor, measured in turn with them (floor.py). On CPUs with AVX-512, epochs with rows
-in bfloat16 are beside those in float32. Prints ratios, asserts no time.
+The peers are single processes: DGL with one and with two threads, DGL that aggregates the features
+only once (as SAR does), and PyG. gnnplan's families train the same model on two Gloo ranks with one
+thread each. All sides take turns in several rounds, because the machine's speed drifts. All start
+from the same weights, and the benchmark fails if the losses of an exact family differ from the
+peers'. Exact epochs are compared with their floor, measured in the same rounds (floor.py). On CPUs
+with AVX-512 bfloat16 is compared with float32. Prints ratios, asserts no time.
 """
 
 from __future__ import annotations
@@ -28,15 +28,15 @@ from commands import in_turn, plan, ratio, train, words
 from floor import GRAPH, HIDDEN, MODEL, floor, problem_of, shown
 
 EPOCHS = 14
-AGREE = 1e-3  # most that losses of the same training are apart, as a share
+AGREE = 1e-3  # largest relative difference between losses of the same training
 STALE = ("pipegcn", "gnnpipe")  # read rows of earlier epochs
-PEERS = (("dgl", 1), ("dgl", 2), ("dgl_once", 1), ("pyg", 1))  # and their threads
+PEERS = (("dgl", 1), ("dgl", 2), ("dgl_once", 1), ("pyg", 1))  # library, threads
 
 
 def peer(library: str, threads: int) -> dict[str, Any]:
     """Train with another library in a process of its own.
 
-    {'epoch_s': median [s], 'losses', 'rss_mb'}.
+    Returns {'epoch_s': median [s], 'losses', 'rss_mb'}.
     """
     count = str(threads)
     env = {"OMP_NUM_THREADS": count, "MKL_NUM_THREADS": count, "DGLBACKEND": "pytorch"}
@@ -49,7 +49,7 @@ def peer(library: str, threads: int) -> dict[str, Any]:
 
 
 def as_peer(library: str, threads: int) -> dict[str, Any]:
-    """Be the process of `peer`."""
+    """Run the process of `peer`."""
     import resource
 
     import torch
@@ -71,9 +71,9 @@ def as_peer(library: str, threads: int) -> dict[str, Any]:
 
 
 def ours(strategy: str, ranks: int, dtype: str) -> dict[str, Any]:
-    """The same training by `gnnplan run`.
+    """Train the same model by `gnnplan run`.
 
-    {'epoch_s': median [s], 'losses', 'rss_mb': of the fullest rank}.
+    Returns {'epoch_s': median [s], 'losses', 'rss_mb': of the fullest rank}.
     """
     asked = {"graph": GRAPH, **MODEL, "ranks": ranks, "dtype": dtype, "strategy": strategy}
     with tempfile.TemporaryDirectory() as folder:
@@ -103,7 +103,7 @@ ROUNDED = (
 def main() -> None:
     words(__doc__)
     if sys.argv[1:2] == ["peer"]:
-        warnings.simplefilter("ignore")  # the libraries' own
+        warnings.simplefilter("ignore")  # warnings of the libraries
         print(json.dumps(as_peer(sys.argv[2], int(sys.argv[3]))))
         return
     import torch

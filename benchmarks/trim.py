@@ -1,11 +1,11 @@
-"""Trains with few labels, with and without the rows that no training vertex needs (trim).
+"""Times training with few labels, with and without `trim` (leave out rows that no label needs).
 
     python benchmarks/trim.py DATASETS NAME..
 
-NAME: a graph of the folder DATASETS, as ogbn_arxiv; 128 features are made up where it has none. Of
-each, 1, 5 and 10 % of the vertices train, and two ranks train both ways in turn. Prints a table:
-epochs (medians of all rounds), how many times faster trim is as measured and as predicted, and how
-far losses are apart. Asserts nothing.
+NAME: a graph in the folder DATASETS, such as ogbn_arxiv; a graph without features gets 128 made-up
+columns. 1, 5 and 10 % of the vertices train, on two ranks, with and without trim in turn. Prints a
+table: epochs (medians over all rounds), the measured and the predicted speedup by trim, and the
+largest relative difference of the losses. Asserts nothing.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ ROUNDS, EPOCHS, WARM = 2, 8, 2
 
 
 def few_labels(source: Path, share: float, path: Path) -> None:
-    """Write the graph with so many training vertices, drawn by seed 0, and no others labelled."""
+    """Write the graph with a random share of training vertices; the rest are for validation."""
     with np.load(source) as file:
         arrays = dict(file)
     vertices = arrays["y"].shape[0]
@@ -38,7 +38,7 @@ def few_labels(source: Path, share: float, path: Path) -> None:
 
 
 def row(name: str, graph: Path, share: float, folder: Path) -> str:
-    """A line of the table."""
+    """Train and return a row of the table."""
     with np.load(graph) as file:
         has_own = bool({"x", "x_data", "x_indices"} & set(file))
     asked = {"graph": graph, **MODEL, "features": None if has_own else 128}

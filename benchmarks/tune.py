@@ -1,14 +1,14 @@
-"""How good `plan` and `tune` choose, against all strategies measured.
+"""Compares the choices of `plan` and `tune` with the fastest strategy by measurement.
 
-    python benchmarks/tune.py run DATASETS [QUESTION ...]   answers that are missing in tune.csv
-    python benchmarks/tune.py table                         a table of them, as Markdown
+    python benchmarks/tune.py run DATASETS [QUESTION ...]   add the questions missing in tune.csv
+    python benchmarks/tune.py table                         print tune.csv as a Markdown table
 
-A question is a graph with a GNN on a cluster that this machine plays. For each one the cluster's
-constants are measured, then `plan` and `tune` answer, and then all strategies take turns for ROUNDS
-rounds, each a new run, a round's order being that of the one before turned round. Regret
-is how much slower than the fastest of these the chosen one is. `tune` may spend SHARE of a training
-that is predicted to take TRAINING seconds. Rows go to traces/measured/tune.csv with the machine's
-pace before and after. It needs Linux, root and iproute2, and a machine that does nothing else.
+A question is a graph with a GNN on a cluster that this machine emulates. The cluster's constants
+are measured, and `plan` and `tune` choose. Then all strategies take turns for ROUNDS rounds; each
+turn is a new run, and every round reverses the order of the previous one. Regret is how much slower
+the chosen strategy is than the fastest. `tune` may spend SHARE of a training that is predicted to
+take TRAINING seconds. Rows go to traces/measured/tune.csv, with the machine's pace before and
+after. The benchmark needs Linux, root and iproute2, on an otherwise idle machine.
 """
 
 from __future__ import annotations
@@ -36,15 +36,16 @@ from gnnplan.planner.evidence.halving import TURN_S
 ROWS = TRACES / "tune.csv"
 GRAPHS = ("physics", "squirrel")
 CLUSTERS = ((1, 2, ""), (1, 4, ""), (2, 2, "400Mbit/s"), (2, 2, "100Mbit/s"))
-TRAINING, SHARE = 900.0, 0.1  # [s], and of it
-ROUNDS, WARM_UP = 12, 2  # turns of every strategy, and epochs that each begins with
-LONGEST = 300.0  # [s] of a turn
+TRAINING, SHARE = 900.0, 0.1  # length of the training [s]; share of it that `tune` may spend
+ROUNDS, WARM_UP = 12, 2  # turns of every strategy; first epochs of a turn, which are not counted
+LONGEST = 300.0  # longest turn [s]
 
 
 def measured(plans: dict[str, Plan], emulate: str | None) -> dict[str, float]:
-    """Seconds per epoch of every strategy.
+    """Return the seconds per epoch of every strategy.
 
-    Of each strategy the median, over all rounds, of how it compares with the round's mean."""
+    They are the median, over all rounds, of the strategy's ratio to the round's geometric mean,
+    times the geometric mean of all rounds."""
     servers = None if emulate is None else Emulated(rate_of(emulate))
     rounds: dict[str, list[float]] = {strategy: [] for strategy in plans}
     with tempfile.TemporaryDirectory() as out:
@@ -69,7 +70,7 @@ def measured(plans: dict[str, Plan], emulate: str | None) -> dict[str, float]:
 
 
 def answer(graph: str, servers: int, each: int, rate: str, cluster: Any, source: str) -> None:
-    """Append the row of a question."""
+    """Let `plan` and `tune` choose, measure all strategies, and append the question's row."""
     emulate, workload = rate or None, JOBS[graph][1]
     plan = gnnplan.plan(source, cluster, **workload)
     epochs = ceil(TRAINING / plan.best.epoch_s)
@@ -90,7 +91,7 @@ def answer(graph: str, servers: int, each: int, rate: str, cluster: Any, source:
     row = {
         "date": f"{datetime.now(UTC):%Y-%m-%d}",
         "question": f"{graph}, {name(servers, each, rate)}",
-        "epochs": epochs,  # of the training
+        "epochs": epochs,  # length of the training
         "plan": plan.best.strategy,
         "tune": tuned.best.strategy,
         "plan_regret": round(seconds[plan.best.strategy] / fastest - 1, 4),
@@ -99,7 +100,7 @@ def answer(graph: str, servers: int, each: int, rate: str, cluster: Any, source:
         "why": found["why"],
         "budget_s": round(found["budget_s"], 2),
         "spent_s": round(found.get("spent_s", 0.0), 2),
-        # of every strategy
+        # strategy -> seconds per epoch
         "measured_s": json.dumps({strategy: round(s, 5) for strategy, s in seconds.items()}),
         "paces_s": json.dumps([round(before, 3), round(pace(), 3)]),
     }
@@ -119,7 +120,7 @@ def run(datasets: Path, wanted: list[str]) -> None:
 
 
 def table() -> None:
-    """Markdown."""
+    """Print the answers as a Markdown table."""
     print("| question | `plan` | regret | `tune` | regret | certain | cost |")
     print("|---|---|--:|---|--:|---|--:|")
     found = commands.rows(ROWS)
