@@ -1,17 +1,17 @@
-"""Printed figures of other people's systems, and what their code does differently from ours.
+"""Predictions of printed figures of other people's systems, whose code differs from gnnplan's.
 
-`gnnplan validate --published` answers by it, so it is installed, as gnnplan.papers. No plan reads
-it.
+`gnnplan validate --published` uses this package, so it is installed, as gnnplan.papers. Plans do
+not use it.
 
-published.py     all figures of a file: errors, and whether the faster strategy is named
+published.py     predicts all figures of a file: errors, and whether the faster strategy is right
 rows.py          reads and checks the file
-question.py      what a row asks of the model
+question.py      Question: the problem, strategy and row behind a figure
 interpret.py     a row -> its question: graph, GNN, testbed, strategy
 figures.py       a question -> its figure
-calibrate.py     constants of the testbeds, fitted to some figures
-full_graph.py    what PipeGCN's and GraNNDis' code does differently
-their_memory.py  what it keeps
-their_passes.py  the element-wise work of other people's code
-their_software.py  what DGL, PyG, PGL, SALIENT and SGNN do differently
-mini_batch.py    what P3 and GSplit count and time
+calibrate.py     fits constants of the testbeds to some of the figures
+full_graph.py    differences of PipeGCN's and GraNNDis' code
+their_memory.py  memory of PipeGCN's and GraNNDis' code
+their_passes.py  element-wise work of other people's code
+their_software.py  differences of DGL, PyG, PGL, SALIENT and SGNN
+mini_batch.py    counts and times as P3 and GSplit define them
 """

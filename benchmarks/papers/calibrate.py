@@ -1,20 +1,20 @@
 """Fits at most three constants of a testbed to printed figures.
 
-A constant is a factor on what the testbed's preset gives (planner/problem/fitted.py). A Fit names
-the rows that its constants are found from. These rows are never scored with those constants:
-`leave_one_out` scores each dataset with constants found from the other datasets.
+A constant is a factor on a number of the testbed's preset (planner/problem/fitted.py). A Fit names
+the rows to which its constants are fitted. These rows are never scored with these constants:
+`leave_one_out` scores each dataset with constants fitted to the other datasets.
 
-`fit_testbed` minimises the squares of
+`fit_testbed` minimises the sum of the squares of
 
-    log(predicted / printed) / MISS     of every row
-    log(factor) / WIDTH                 of every constant
+    log(predicted / printed) / MISS     for every row
+    log(factor) / WIDTH                 for every constant
 
-so a time that is predicted twice too long weighs as much as one half too long. The second term is
-the prior: before a row is seen, a constant is what its preset says, times or by three. Presets are
-datasheets times an efficiency that was stated before any row was looked at, and software reaches
-between a third of that and what caches make of it. Where rows are many they decide; what they do
-not depend on stays as it was. Rows that the model predicts alike (PipeGCN's smoothed variants) miss
-alike, so together they weigh as one.
+so predictions that are twice and half the printed time weigh the same. The second term is the
+prior: without rows, a constant is the preset's number within a factor of three. Presets are
+datasheets times an efficiency that was stated before any row was seen; software reaches a third of
+that number, or more than the number thanks to caches. Many rows outweigh the prior, and a constant
+that does not affect the rows keeps its preset. Rows with equal predictions (PipeGCN's smoothed
+variants) have equal errors, so together they weigh as one row.
 """
 
 from __future__ import annotations
@@ -38,19 +38,19 @@ from gnnplan.planner.problem import fitted
 from gnnplan.planner.problem.fitted import SAME, kept_factors
 from gnnplan.planner.vocabulary.errors import GnnplanError
 
-MOST = 3  # constants of a testbed
-# error of a figure that a right constant leaves, as a standard deviation of logs
+MOST = 3  # most constants of a testbed
+# standard deviation of the log error of a figure with the right constants
 MISS = np.log(1.2)
-WIDTH = np.log(3.0)  # of the prior of a constant, likewise
+WIDTH = np.log(3.0)  # standard deviation of the log of a constant, before rows are seen
 
 
 def whose(row: Row) -> str:
-    """The testbed whose constants hold for the row."""
+    """Return the testbed whose constants apply to the row."""
     return SAME.get(row["testbed"], row["testbed"])
 
 
 def scaled(row: Row, factors: Mapping[str, float]) -> Cluster:
-    """The row's testbed with these factors on its constants."""
+    """Return the row's testbed with these factors on its constants."""
     return fitted.scaled(testbed(row), factors, row["model"])
 
 
@@ -59,16 +59,16 @@ def scaled(row: Row, factors: Mapping[str, float]) -> Cluster:
 
 @dataclass(frozen=True)
 class Fit:
-    """The constants of a testbed, and the rows that give them: tables, datasets, metrics."""
+    """The constants of a testbed, and the rows to which they are fitted."""
 
     testbed: str
     constants: tuple[str, ...]
-    sources: tuple[str, ...]
+    sources: tuple[str, ...]  # beginnings of the rows' source, such as 'Table 3'
     datasets: tuple[str, ...]
     metrics: tuple[str, ...]
 
     def holds(self, row: Row) -> bool:
-        """Whether the row gives these constants."""
+        """Return whether these constants are fitted to the row."""
         return (
             whose(row) == self.testbed
             and row["dataset"] in self.datasets
@@ -78,7 +78,7 @@ class Fit:
 
 
 def fit_testbed(rows: Sequence[Row], constants: Sequence[str]) -> dict[str, float]:
-    """The factor of each constant; 1 of each where no row can be predicted."""
+    """Return the factor of each constant; 1 for all if no row can be predicted."""
     assert len(constants) <= MOST
     return fit_factors(rows, constants, lambda factors: partial(scaled, factors=factors))
 
@@ -88,7 +88,7 @@ def fit_factors(
     constants: Sequence[str],
     testbeds: Callable[[Mapping[str, float]], Testbeds],
 ) -> dict[str, float]:
-    """The factor of each constant, of which `testbeds` makes the rows' testbeds."""
+    """Return the factor of each constant; testbeds(factors) gives the rows' clusters."""
     rows = [row for row in rows if float(row["value"]) > 0 and _is_predicted(row)]
     if not rows:
         return dict.fromkeys(constants, 1.0)
@@ -107,7 +107,7 @@ def fit_factors(
 
 
 def fit_software(rows: Sequence[Row]) -> dict[str, float]:
-    """The constants of software (their_software.CONSTANTS) that the rows' epochs imply."""
+    """Return the rates of software (their_software.CONSTANTS), fitted to the rows' epochs."""
     prior = their_software.CONSTANTS
 
     def testbeds(factors: Mapping[str, float]) -> Testbeds:
@@ -126,14 +126,14 @@ def _is_predicted(row: Row) -> bool:
         return False
 
 
-# -- the fits that are kept ------------------------------------------------------------------------
+# -- the fits in use -------------------------------------------------------------------------------
 
 TIMES = ("epoch_time_s", "comm_time_s", "compute_time_s", "throughput_epochs_per_s", "speedup_vs")
-# What other people's code and links do that datasheets do not say. GNNPipe's code multiplies
+# Behaviour of other people's code and links that datasheets do not show. GNNPipe's code multiplies
 # matrices slowly, and computes GraphSAGE more slowly than other models. PipeGCN sends by Gloo
-# through the host, which costs some of the computation beside it. DGL computes slowly on the MI60,
-# and DGL 0.5 on P3's P100 yet more so. GraNNDis prints ratios only, so its constants are known up
-# to a common factor.
+# through the host, which slows down the computation that it overlaps. DGL computes slowly on the
+# MI60, and DGL 0.5 even more slowly on P3's P100. GraNNDis prints ratios only, so its constants are
+# known up to a common factor.
 FITS = (
     Fit(
         "gnnpipe_a5000",
@@ -181,17 +181,17 @@ FITS = (
 
 
 def calibrated(row: Row) -> Cluster:
-    """The row's testbed with the constants that are kept."""
+    """Return the row's testbed with the constants in use."""
     return scaled(row, kept_factors(row["testbed"]))
 
 
 def gave_a_constant(row: Row) -> bool:
-    """Whether a number that predictions start from was made from the row."""
+    """Return whether a number that predictions use was derived from the row."""
     return published.gave_a_halo(row) or any(fit.holds(row) for fit in FITS)
 
 
 def left_out(rows: Sequence[Row]) -> Testbeds:
-    """Testbeds on which each dataset has constants fitted to the other datasets' rows."""
+    """Return testbeds whose constants, for each dataset, are fitted to the other datasets."""
     found: dict[tuple[str, str], dict[str, float]] = {}  # testbed, dataset -> factors
     for fit in FITS:
         used = [row for row in rows if fit.holds(row)]
@@ -207,8 +207,9 @@ def left_out(rows: Sequence[Row]) -> Testbeds:
 
 
 def leave_one_out(rows: Sequence[Row]) -> dict[str, Any]:
-    """`published.evaluate_rows`, each dataset with constants fitted to the other datasets.
+    """Evaluate the rows, each dataset with constants fitted to the other datasets.
 
-    Rows that gave a halo, a spread or a factor on memory count as fitted all the same.
+    Returns the result of `published.evaluate_rows`. Rows from which a halo, a spread or a factor on
+    memory was derived still count as fitted.
     """
     return published.evaluate_rows(rows, published.gave_a_halo, left_out(rows))

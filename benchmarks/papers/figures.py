@@ -1,7 +1,7 @@
-"""Predicts a printed figure: its question's closed form, in SI or as a fraction.
+"""Predicts a printed figure by closed form, in SI units or as a fraction.
 
-FIGURES answers what a row asks of one strategy, RATIOS of two. Where a paper counts differently
-from us, full_graph.py, mini_batch.py and their_memory.py say how.
+FIGURES has the metrics of one strategy, RATIOS the metrics that compare two. full_graph.py,
+mini_batch.py and their_memory.py have metrics that a paper counts differently from gnnplan.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ from gnnplan.papers.question import Question, Row, Skip, Testbeds
 from gnnplan.planner.decision.candidate import evaluate
 from gnnplan.planner.vocabulary.errors import Infeasible
 
-SUMMARIES = ("_min", "_max", "_mean", "_geomean", "_std")  # ends of metrics over many runs
+SUMMARIES = ("_min", "_max", "_mean", "_geomean", "_std")  # endings of metrics over many runs
 FEASIBILITY = ("fits_in_memory", "min_gpus", "min_partitions")
 
 
 def predict(row: Row, testbeds: Testbeds = testbed) -> float:
-    """The row's figure, on the clusters that `testbeds` gives. Raises Skip."""
+    """Return the row's figure on the cluster testbeds(row). Raises Skip."""
     metric = row["metric"]
     if metric.endswith(SUMMARIES):
         raise Skip("it summarises many runs")
@@ -42,7 +42,7 @@ def predict(row: Row, testbeds: Testbeds = testbed) -> float:
 
 
 def _row_of_baseline(row: Row) -> Row:
-    """The row for its baseline: of the same system, without copies. Raises Skip."""
+    """Return the baseline's row; a system compared with itself has no copies. Raises Skip."""
     if row["baseline"] != row["strategy"]:
         return row
     params = json.loads(row["strategy_params"] or "{}")
@@ -75,9 +75,10 @@ def _train_s(asked: Question) -> float:
 
 
 def _comm_s(asked: Question) -> float:
-    """Seconds of exposed communication.
+    """Return the seconds of exposed communication.
 
-    Of a pipeline, whose chunks hide most of it, all that a rank sends, as GNNPipe seems to print.
+    For a pipeline, whose chunks hide most communication, it is all that a rank sends, which GNNPipe
+    seems to print.
     """
     prediction = asked.prediction
     pipeline_s = float(np.max(prediction.by_op.get("pipeline", 0.0)))
@@ -91,7 +92,7 @@ def _compute_s(asked: Question) -> float:
 
 
 def _part_s(metric: str, asked: Question) -> float:
-    """Seconds of a part of a mini-batch's step, as its paper divides it. Raises Skip."""
+    """Return the seconds of a part of a mini-batch step, as its paper divides it. Raises Skip."""
     if asked.row["paper"] not in ("p3", "gsplit"):
         raise Skip("what its paper counts as that is not known here")
     return mini_batch.part(metric, asked)
@@ -119,7 +120,7 @@ FIGURES: dict[str, Callable[[Question], float]] = {
     **{metric: partial(_part_s, metric) for metric in PARTS},
     **{metric: partial(mini_batch.sampled, metric) for metric in mini_batch.SAMPLED},
 }
-# metric -> the figure that both strategies have, and what is made of (own, baseline's)
+# metric -> the figure of both strategies, and a function of (strategy's figure, baseline's figure)
 RATIOS: dict[str, tuple[str, Callable[[float, float], float]]] = {
     "speedup_vs": ("epoch_time_s", lambda own, other: other / own),
     "epoch_time_ratio_vs": ("epoch_time_s", lambda own, other: own / other),
@@ -134,14 +135,14 @@ RATIOS: dict[str, tuple[str, Callable[[float, float], float]]] = {
 }
 
 
-# -- what fits -------------------------------------------------------------------------------------
+# -- what fits in memory ---------------------------------------------------------------------------
 
 
 def _feasibility(row: Row, testbeds: Testbeds) -> float:
-    """1 or 0 for fits_in_memory; for min_gpus and min_partitions the fewest parts that fit.
+    """Return 1 or 0 for fits_in_memory; for min_gpus and min_partitions the fewest parts that fit.
 
-    Parts are equal and each has a GPU: of one server first, then of whole servers. One part is no
-    partition.
+    Each part has a GPU. Numbers of parts are those of GPUs of one server, then of whole servers.
+    A single part does not count as a partition. Raises Skip.
     """
     if row["metric"] == "fits_in_memory":
         return float(_fits(question(row, testbeds=testbeds)))

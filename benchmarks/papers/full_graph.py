@@ -1,19 +1,19 @@
-"""The differences of two papers' full-graph code (PipeGCN, GraNNDis) from ours.
+"""Differences of the full-graph code of two papers (PipeGCN, GraNNDis) from gnnplan.
 
-Both publish their code: GATECH-EIC/PipeGCN, and AIS-SNU/GraNNDis_Artifact, which is made from it.
-What follows was read there:
+Both publish their code: GATECH-EIC/PipeGCN, and AIS-SNU/GraNNDis_Artifact, which is derived from
+it. The code shows these differences:
 
-    --inductive       They train on the graph among training vertices: PipeGCN on Reddit and Yelp
-                      (scripts/*.sh), GraNNDis on all graphs but papers100M (AE/*.py).
-    array_split       GraNNDis' servers share training vertices in order of their ids, not by METIS,
-                      so three quarters of the edges leave one of four servers. METIS cuts the share
-                      of a server among its GPUs (our_train.py).
+    --inductive       Training uses the graph among training vertices: PipeGCN on Reddit and Yelp
+                      (scripts/*.sh), GraNNDis on all graphs except papers100M (AE/*.py).
+    array_split       GraNNDis assigns training vertices to servers in the order of their ids, not
+                      by METIS, so with four servers three quarters of the edges cross servers.
+                      METIS divides a server's vertices among its GPUs (our_train.py).
     sample_neighbors  Expansion-aware sampling draws from all neighbours in the whole graph, once
-                      before training. It keeps those that are training vertices (sampler.py).
-    GraphSAGELayer    GraNNDis' ResGCN+ aggregates with it: a mean, no softmax of messages
+                      before training, and keeps the training vertices (sampler.py).
+    GraphSAGELayer    GraNNDis' ResGCN+ aggregates by a mean instead of a softmax of messages
                       (module/model.py).
-    Reducer           PipeGCN sums parameter by parameter, each in a Gloo group of its own, which
-                      sends by TCP (helper/reducer.py).
+    Reducer           PipeGCN all-reduces every parameter separately, each in its own Gloo group,
+                      over TCP (helper/reducer.py).
 """
 
 from __future__ import annotations
@@ -34,17 +34,17 @@ from gnnplan.planner.problem.problem import Problem
 
 PAPERS = ("pipegcn", "granndis")
 INDUCTIVE = {"pipegcn": ("reddit", "yelp"), "granndis": ("ogbn-arxiv", "ogbn-products", "reddit")}
-# Fields of our Workload that a row does not state. PipeGCN has dropout too, but on an aggregate of
-# features that is made once; our workload with dropout would aggregate them in every step.
+# Fields of Workload that a row does not state. PipeGCN has dropout too, but after an aggregation of
+# features that runs once; a Workload with dropout would aggregate features in every step.
 WORKLOADS: dict[str, dict[str, Any]] = {
     "pipegcn": {"norm": "layer"},
     "granndis": {"aggregation": "sum", "dropout": 0.5},
 }
-TCP_LATENCY = 5e-5  # [s] of a message: what presets assume of Ethernet
-FREE = 1e18  # [B/s] of a link that takes no time
+TCP_LATENCY = 5e-5  # latency of a message, as presets assume it for Ethernet [s]
+FREE = 1e18  # bandwidth of a link that takes no time [B/s]
 
 
-# -- systems as our strategies ---------------------------------------------------------------------
+# -- systems as gnnplan's strategies ---------------------------------------------------------------
 
 
 def _gamma(params: Params, problem: Problem) -> dict[str, Any]:
@@ -52,7 +52,7 @@ def _gamma(params: Params, problem: Problem) -> dict[str, Any]:
 
 
 def _pipeline(members: int, params: Params, problem: Problem) -> dict[str, Any]:
-    """Stages of so many ranks, and four chunks per rank, where the row does not say."""
+    """Return GNNPipe's knobs; default: stages of `members` ranks, and four chunks per rank."""
     stages = params.get("stages", max(1, problem.ranks // members))
     return {"stages": int(stages), "chunks": int(params.get("chunks", 4 * problem.ranks))}
 
@@ -65,30 +65,30 @@ def _sampled(params: Params, problem: Problem) -> dict[str, Any]:
     }
 
 
-def _as_it_is(params: Params, problem: Problem) -> dict[str, Any]:
+def _without_knobs(params: Params, problem: Problem) -> dict[str, Any]:
     return {}
 
 
-# Systems in the file that train on the full graph -> our strategy and its knobs.
+# Systems in the file that train on the full graph -> gnnplan's strategy and its knobs.
 SYSTEMS: dict[str, System] = {
-    "graph_parallel": ("graph_parallel", _as_it_is),
+    "graph_parallel": ("graph_parallel", _without_knobs),
     **{name: (name, _gamma) for name in ("pipegcn", "pipegcn_g", "pipegcn_f", "pipegcn_gf")},
     "gnnpipe_pipeline": ("gnnpipe", partial(_pipeline, 1)),
     "gnnpipe_hybrid": ("gnnpipe", partial(_pipeline, 2)),
     "granndis": ("granndis", _sampled),
     "granndis_eas": ("granndis", _sampled),
-    "granndis_preload": ("granndis", _as_it_is),
+    "granndis_preload": ("granndis", _without_knobs),
 }
 
 
-# -- what they train on ----------------------------------------------------------------------------
+# -- the graph that they train on ------------------------------------------------------------------
 
 
 def trained_on(stats: GraphStats, paper: str) -> GraphStats:
-    """The graph that the paper's code trains on.
+    """Return the statistics of the graph that the paper's code trains on.
 
-    Where that is the graph among training vertices, it is cut as well as the whole graph: at the
-    same number of parts it has the same mixing.
+    The graph among training vertices is assumed to partition as well as the whole graph: it has the
+    same mixing for the same number of parts.
     """
     if stats.name not in INDUCTIVE.get(paper, ()):
         return stats
@@ -108,19 +108,19 @@ def trained_on(stats: GraphStats, paper: str) -> GraphStats:
 
 
 def _halo_rows(vertices: int, edges: int, parts: int, mixing: float) -> float:
-    """Halo rows of all parts together."""
+    """Return the halo rows of all parts together."""
     return float(vertices * (parts - 1) * -np.expm1(-mixing * edges / vertices / parts))
 
 
 def halo(asked: Question) -> float:
-    """Halo rows of all ranks together, one hop deep."""
+    """Return the halo rows of all ranks together, for one hop."""
     stats, parts = asked.problem.stats, asked.problem.ranks
     mixing = mixing_of(stats, asked.problem.method).at(parts)
     return _halo_rows(stats.vertices, stats.edges, parts, mixing)
 
 
 def among(stats: GraphStats) -> float:
-    """The share of edges' ends that are training vertices."""
+    """Return the share of edge endpoints that are training vertices."""
     population = Population.of(stats)
     training = expected_frontier(stats, stats.train_vertices, ()).read
     return float(training @ population.readers) / population.edges
@@ -128,11 +128,11 @@ def among(stats: GraphStats) -> float:
 
 @dataclass(frozen=True)
 class InOrder(EstimatedLayout):
-    """The layout of GraNNDis' code: servers share vertices by id, their GPUs by METIS.
+    """The layout of GraNNDis' code: vertices are divided by id over servers, by METIS over GPUs.
 
-    Sharing by id is as good as sharing at random. `targets` are a server's training vertices, also
-    those of a batch; `metis` is the graph's mixing when METIS cuts it; `drawn` is how many
-    neighbours of a row the sampling keeps, wherever they are.
+    Division by id counts as division at random. targets: a server's training vertices, or those of
+    a batch. metis: the graph's mixing under METIS. drawn: number of neighbours of a row that
+    sampling keeps, on any server.
     """
 
     metis: Mixing = field(default_factory=Mixing)
@@ -152,7 +152,7 @@ class InOrder(EstimatedLayout):
             return self._external_rows
         reached, new = 0.0, self._own_rows
         for hop in range(self.expansion.max_hop):
-            # neighbours of rows that were drawn count in full: they were drawn from the whole graph
+            # All neighbours of drawn rows count, because sampling draws from the whole graph.
             elsewhere = 1 - self._own_rows / self.vertices if hop == 0 else 1.0
             edges = new * min(self.drawn, self._degree) * elsewhere
             new = (self._external_rows - reached) * -np.expm1(-edges / self._external_rows)
@@ -160,20 +160,20 @@ class InOrder(EstimatedLayout):
         return float(reached)
 
     def _halo(self, rows: float, local: float, among: float, parts: tuple[float, float]) -> float:
-        """Halo rows of a METIS part of what the server has."""
+        """Return the halo rows of a METIS part of the server's rows."""
         count = among / local if local else 1.0
         if count <= 1:
             return 0.0
-        degree = self._degree * among / self.vertices  # among the server's rows
+        degree = self._degree * among / self.vertices  # degree among the server's rows
         edges_per_row = self.metis.at(count) * degree / count * rows / local
         return float((among - local) * -np.expm1(-edges_per_row))
 
 
 @dataclass(frozen=True, eq=False)
 class GraNNDisProblem(TheirProblem):
-    """A problem as GraNNDis' code cuts and samples it.
+    """A problem as GraNNDis' code partitions and samples it.
 
-    `kept` is the share of drawn neighbours that are training vertices.
+    kept: share of the drawn neighbours that are training vertices.
     """
 
     kept: float = 1.0
@@ -200,7 +200,7 @@ class GraNNDisProblem(TheirProblem):
 
 
 def as_theirs(problem: Problem, paper: str) -> Problem:
-    """The problem as the paper's code has it, where that is known."""
+    """Return the problem as the paper's code has it, if the code is known to differ."""
     stats = trained_on(problem.stats, paper)
     inductive = stats is not problem.stats
     if paper == "granndis":
@@ -210,9 +210,9 @@ def as_theirs(problem: Problem, paper: str) -> Problem:
 
 
 def between_servers(asked: Question) -> float:
-    """Seconds by which an epoch is shorter where links between servers take no time.
+    """Return the seconds that an epoch loses on links between servers.
 
-    GraNNDis measures this: training with and without those exchanges.
+    GraNNDis measures epochs with and without the exchanges between servers.
     """
     link = asked.problem.cluster.inter_node
     if link is None:
@@ -224,7 +224,7 @@ def between_servers(asked: Question) -> float:
 
 
 def reduced(asked: Question) -> float:
-    """Seconds per epoch of all-reduces."""
+    """Return the seconds per epoch of all-reduces."""
     seconds = float(np.max(asked.prediction.by_op["all_reduce"]))
     if asked.row["paper"] != "pipegcn":
         return seconds
@@ -233,10 +233,10 @@ def reduced(asked: Question) -> float:
 
 
 def tensors(problem: Problem) -> int:
-    """The number of parameter tensors of PipeGCN's GraphSAGE.
+    """Return the number of parameter tensors of PipeGCN's GraphSAGE.
 
-    A layer has a matrix and a bias for own rows and for the aggregate (layer 1 has one pair for
-    both), and every layer but the last a norm with two.
+    A layer has a matrix and a bias for own rows, and another pair for the aggregate (layer 1 has
+    one pair for both). Every layer except the last has a norm with two tensors.
     """
     layers = problem.workload.layers
     return 4 * layers - 2 + 2 * (layers - 1)

@@ -1,11 +1,9 @@
-"""Makes a question to the model of a printed figure's row.
+"""Converts the row of a printed figure into a Question: graph, GNN, testbed and strategy.
 
-    row -> Question: the graph (its statistics, planner/graph/datasets/), the GNN, the testbed (a
-           preset, a cloud's server, or a file in testbeds/) and the strategy: a system by its name,
-           or one of ours with its knobs, as `data_parallel(prefetch=1)`
-
-A row that the model does not speak of is skipped: Skip says why. What other people's code does
-differently from ours is in full_graph.py and mini_batch.py.
+The graph is known by its statistics (planner/graph/datasets/). The testbed is a preset, a cloud's
+server, or a file in testbeds/. The strategy is the name of a system, or a strategy of gnnplan with
+knobs, such as `data_parallel(prefetch=1)`. Rows outside the model are skipped; Skip has the reason.
+full_graph.py and mini_batch.py have the differences of other people's code.
 """
 
 from __future__ import annotations
@@ -33,14 +31,14 @@ from gnnplan.planner.strategies import Strategy, named, parse
 from gnnplan.planner.vocabulary.errors import SpecError
 from gnnplan.planner.vocabulary.files import suggest
 
-# Names in the file -> ours.
+# names of models in the file -> gnnplan's names
 MODELS = {
     **{name: name for name in ("gcn", "sage", "gcnii", "gat", "gin")},
     **{"resgcn+": "resgcn", "sgcn": "sgc"},
 }
 SYSTEMS = full_graph.SYSTEMS | mini_batch.SYSTEMS
-TESTBEDS = Path(__file__).with_name("testbeds")  # machines that only print speaks of
-# Parameters of strategies that the model speaks of, or may leave out.
+TESTBEDS = Path(__file__).with_name("testbeds")  # machines that are no presets
+# Parameters of strategies that the model uses, or may ignore.
 PARAMS = {
     *("aggregates_first", "alpha", "batch", "cache", "chunks", "chunks_rule", "dropout", "epochs"),
     *("fanout", "feature_bytes", "feature_copies", "feature_dim", "gamma", "gpus", "graph_copies"),
@@ -48,9 +46,9 @@ PARAMS = {
     *("most_neighbours", "norm", "partitioner", "partitions", "reads", "sampler", "software"),
     *("stages", "undirected", "updates_per_epoch", "ways", "workers"),
 }
-DIRECTED = ("ogbn-papers100M",)  # all papers print 1.6 billion edges of it, each citation once
+DIRECTED = ("ogbn-papers100M",)  # all papers print 1.6 billion edges: each citation counts once
 REQUIRED = ("testbed", "dataset", "model", "layers", "num_nodes", "gpus_per_node")
-# Metrics of batches and of parts, which are alike on all machines.
+# metrics of batches and parts, which do not depend on the machine
 OF_BATCHES = (
     *(*mini_batch.SAMPLED, "cross_edge_ratio", "halo_rows"),
     *("edges_computed_ratio_vs", "features_loaded_ratio_vs"),
@@ -59,18 +57,18 @@ OF_BATCHES = (
 
 @cache
 def _read(name: str) -> Cluster:
-    """To fit a testbed's constants asks for it hundreds of times, and its YAML takes longest."""
+    """Read a testbed; cached, because a fit reads it hundreds of times, and parsing is slow."""
     own = TESTBEDS / f"{name}.yaml"
     return read_cluster(str(own) if own in TESTBEDS.iterdir() else name)
 
 
 def whole(row: Row) -> Cluster:
-    """The row's whole testbed, as its file says."""
+    """Return the row's whole testbed, as in its file."""
     return _read(row["testbed"])
 
 
 def testbed(row: Row) -> Cluster:
-    """The same as the row's software drives it."""
+    """Return the row's whole testbed with the rates of the row's software."""
     return their_software.cluster_of(whole(row), row)
 
 
@@ -80,7 +78,7 @@ def _testbeds() -> set[str]:
 
 
 def question(row: Row, strategy: str = "", testbeds: Testbeds = testbed) -> Question:
-    """The question of the row to its strategy, or to another (its baseline). Raises Skip."""
+    """Return the row's question; strategy: another one, such as the baseline. Raises Skip."""
     name = strategy or row["strategy"]
     params = json.loads(row["strategy_params"] or "{}")
     mode = _mode(name)
@@ -103,7 +101,7 @@ def question(row: Row, strategy: str = "", testbeds: Testbeds = testbed) -> Ques
     try:
         chosen = _strategy(name, params, problem).settle(problem)
         chosen.check(problem)
-    except (SpecError, ValueError, TypeError) as error:  # a knob that is no number, too
+    except (SpecError, ValueError, TypeError) as error:  # such as a knob that is not a number
         raise Skip(str(error)) from None
     if mode == "mini":
         problem = mini_batch.as_theirs(problem, name)
@@ -113,7 +111,7 @@ def question(row: Row, strategy: str = "", testbeds: Testbeds = testbed) -> Ques
 
 
 def _mode(name: str) -> str:
-    """Whether a strategy trains on the full graph or on mini-batches. Raises Skip."""
+    """Return 'full' or 'mini': what a strategy trains on. Raises Skip."""
     if name in SYSTEMS:
         return "full" if name in full_graph.SYSTEMS else "mini"
     try:
@@ -130,7 +128,7 @@ def _strategy(name: str, params: Params, problem: Problem) -> Strategy:
 
 
 def _with_usual_machine(row: Row, params: Params) -> Row:
-    """The row with a machine, where it needs none to be answered and states none.
+    """Return the row with a default machine, if it states none and its metric depends on none.
 
     P3's example of a mini-batch has one trainer per server.
     """
@@ -149,7 +147,7 @@ def _with_usual_machine(row: Row, params: Params) -> Row:
 
 
 def _check_stated(row: Row, name: str, params: Params) -> None:
-    """Raises Skip where the row does not say enough, or says what we do not know."""
+    """Raise Skip if the row lacks a required field, or has a value that the model lacks."""
     for field in REQUIRED:
         if not row[field]:
             raise Skip(f"{field} is not stated")
@@ -170,7 +168,7 @@ def _check_stated(row: Row, name: str, params: Params) -> None:
 
 
 def _part_of_testbed(row: Row, testbeds: Testbeds) -> Cluster:
-    """As many of the testbed's servers and GPUs as the row uses. Raises Skip."""
+    """Return the testbed with the numbers of servers and GPUs that the row uses. Raises Skip."""
     if row["testbed"] not in _testbeds():
         raise Skip(f"testbed {row['testbed']} is none of ours")
     every = testbeds(row)
@@ -193,7 +191,7 @@ def _statistics(name: str, both_ways: bool) -> GraphStats:
 
 
 def _workload(row: Row, mode: str, name: str, params: Params, cluster: Cluster) -> dict[str, Any]:
-    """The fields of our Workload that the row says. Raises Skip."""
+    """Return the fields of the Workload that the row states. Raises Skip."""
     layers = int(row["layers"])
     fields: dict[str, Any] = {"model": MODELS[row["model"]], "layers": layers}
     if row["hidden"]:
@@ -205,7 +203,8 @@ def _workload(row: Row, mode: str, name: str, params: Params, cluster: Cluster) 
         raise Skip("batch or fanout is not stated")
     if name == "dgl_data_parallel" and params.get("partitioner") == "metis":
         raise Skip("seeds of data_parallel are not of its own part, so METIS changes nothing here")
-    trainers = 1 if row["paper"] == "gsplit" else cluster.ranks  # whose batch the row states
+    # GSplit states the batch of all GPUs, other papers that of one trainer.
+    trainers = 1 if row["paper"] == "gsplit" else cluster.ranks
     fanout = params["fanout"]
     if isinstance(fanout, list):
         fanout = tuple(fanout)

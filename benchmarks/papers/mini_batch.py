@@ -1,19 +1,19 @@
-"""The counts and times of the papers on mini-batches (P3, GSplit), in our operations.
+"""Counts and times of the papers on mini-batches (P3, GSplit), in gnnplan's operations.
 
     P3 Table 4
-        dag               sampling, and in DGL the features that come over the network
-        copy              copies onto the GPU
-        compute           the rest: forward, backward, update, and what its pipeline waits for
+        dag               sampling, and in DGL the features that are fetched over the network
+        copy              copies to the GPU
+        compute           the rest: forward, backward, update, and waiting of the pipeline
     GSplit Table 3
-        sample            sampling, splitting, laying out blocks
+        sample            sampling, splitting, building blocks
         load              input features
         forward_backward  the rest, with the exchanges of rows
-    GSplit Table 1        what the micro-batches (one per GPU) and the mini-batch (split) of an
-                          epoch compute and load
+    GSplit Table 1        edges computed and features loaded per epoch, for micro-batches (one per
+                          GPU) and for a mini-batch (split)
 
-DistDGL and P3 state the batch of a trainer: P3's 1000 are those of each of 16 GPUs, so a step has
-16,000. (With 1000 per step its compute times would leave under a millisecond for each.) GSplit's
-1024 are those of all GPUs, as its Table 1 says.
+DistDGL and P3 state the batch of one trainer: P3's batch of 1000 is that of each of 16 GPUs, so a
+step has 16,000 seeds. (With 1000 per step, its compute times would leave less than a millisecond
+per step.) GSplit's batch of 1024 is that of all GPUs, as its Table 1 says.
 """
 
 from __future__ import annotations
@@ -32,27 +32,26 @@ from gnnplan.planner.problem.problem import Problem
 from gnnplan.planner.strategies.minibatch.gsplit import GSplit
 from gnnplan.planner.strategies.p3.p3 import P3
 
-# (paper, metric) -> our operations that the metric sums up
+# (paper, metric) -> the operations that the metric adds up
 PARTS: dict[tuple[str, str], tuple[str, ...]] = {
     ("p3", "dag_time_s"): ("draw", "read", "ask_edges", "edges", "lay", "ask", "fetch"),
     ("p3", "copy_time_s"): ("load",),
     ("gsplit", "sample_time_s"): ("draw", "read", "ids", "ask_edges", "edges", "lay", "push"),
     ("gsplit", "load_time_s"): ("load", "pick", "ask", "fetch"),
 }
-# metric -> the paper of which it is the epoch without PARTS
+# metric -> the paper in which the metric is the epoch without PARTS
 REST = {"compute_time_s": "p3", "forward_backward_time_s": "gsplit"}
-# metrics of batches, which are alike on all machines
+# metrics of batches, which do not depend on the machine
 SAMPLED = ("edges_computed", "features_loaded", "frontier_vertices")
-# [B] of a neighbour in DGL's adjacency lists, which are int64 unless it is told otherwise; GSplit
-# spreads the lists over GPUs
+# bytes per neighbour in DGL's adjacency lists (int64 by default), which GSplit spreads over GPUs
 LIST_ENTRY = 8
 
 
-# -- systems as our strategies ---------------------------------------------------------------------
+# -- systems as gnnplan's strategies ---------------------------------------------------------------
 
 
 def _spread(params: Params, problem: Problem) -> dict[str, Any]:
-    """On several servers this is DistDGL, which hash-partitions features and structure."""
+    """Return DGL's knobs: on several servers DistDGL, which spreads features and structure."""
     several = problem.cluster.servers > 1
     return {"features": "spread", "structure": "spread"} if several else {}
 
@@ -66,13 +65,13 @@ def _p3(pipelined: bool, params: Params, problem: Problem) -> dict[str, Any]:
     knobs = {"pipelined": pipelined, "copies": int(params.get("feature_copies", 1))}
     if structure_copies >= servers:
         return knobs
-    whole = 4 * problem.stats.edges + 8 * problem.stats.vertices  # [B] of the structure
+    whole = 4 * problem.stats.edges + 8 * problem.stats.vertices  # bytes of the structure
     cache = whole * (structure_copies - 1) // servers
     return {**knobs, "structure": "spread", "structure_cache": cache}
 
 
 def _gsplit(splitter: str, params: Params, problem: Problem) -> dict[str, Any]:
-    """A cache fills the memory that training leaves, as GSplit Sec. 6.1 sets it."""
+    """Return GSplit's knobs; a cache fills the memory that training leaves (GSplit Sec. 6.1)."""
     memory, ranks = problem.cluster.device.memory, problem.ranks
     lists = LIST_ENTRY * problem.stats.edges // ranks
     most = int(min(0.6 * memory, memory - lists))
@@ -80,7 +79,7 @@ def _gsplit(splitter: str, params: Params, problem: Problem) -> dict[str, Any]:
     return {"splitter": splitter, "cache": cache, "structure": "spread"}
 
 
-# Systems in the file that train on mini-batches -> our strategy and its knobs.
+# Systems in the file that train on mini-batches -> gnnplan's strategy and its knobs.
 SYSTEMS: dict[str, System] = {
     "dgl_data_parallel": ("data_parallel", _spread),
     "quiver": ("data_parallel", _half_cached),
@@ -95,15 +94,15 @@ SYSTEMS: dict[str, System] = {
 
 
 def _features(problem: Problem) -> int:
-    """Bytes of all vertices' features."""
+    """Return the bytes of all features."""
     return problem.model.features * problem.model.itemsize * problem.stats.vertices
 
 
 def as_theirs(problem: Problem, name: str) -> Problem:
-    """The problem where P3* has its columns of the features on the GPU.
+    """Return the problem with P3*'s feature columns on the GPU, if the system is P3* and they fit.
 
-    It has them there where all of them fit ('only for the Orkut graph'). Then it loads at the rate
-    of the GPU's memory, reading and writing.
+    The paper says that they fit 'only for the Orkut graph'. Loads then run at the rate at which the
+    GPU's memory is read and written.
     """
     device = problem.cluster.device
     if name != "p3star" or _features(problem) / problem.ranks > device.memory / 2:
@@ -116,7 +115,7 @@ def as_theirs(problem: Problem, name: str) -> Problem:
 
 
 def part(metric: str, asked: Question) -> float:
-    """Seconds per epoch of the part of a step that the row's paper calls so."""
+    """Return the seconds per epoch of the part of a step that the paper calls `metric`."""
     paper = asked.row["paper"]
     if metric in REST:
         parts = [name for of, name in PARTS if of == paper]
@@ -125,11 +124,11 @@ def part(metric: str, asked: Question) -> float:
 
 
 def _listed_s(metric: str, asked: Question) -> float:
-    """Seconds per epoch of the operations that PARTS lists."""
+    """Return the seconds per epoch of the operations in PARTS."""
     paper, chosen = asked.row["paper"], asked.strategy
-    blocks = 1  # that a rank lays out
+    blocks = 1  # blocks that a rank builds per batch
     if paper == "p3" and isinstance(chosen, P3):
-        blocks = len(chosen.rail(asked.problem, 0))  # theirs lays out its own only
+        blocks = len(chosen.rail(asked.problem, 0))  # a rank of P3 builds only its own block
     seconds = 0.0
     for kind, by_rank in asked.prediction.by_op.items():
         if kind.partition(":")[0] in PARTS[paper, metric]:
@@ -142,15 +141,15 @@ def _listed_s(metric: str, asked: Question) -> float:
 
 
 def epoch(asked: Question) -> float:
-    """Seconds per epoch, with what their system does and ours does not, and the other way round."""
+    """Return the seconds per epoch: gnnplan's prediction, corrected by the systems' differences."""
     return float(asked.prediction.epoch_s) + staged(asked) - in_place(asked)
 
 
 def in_place(asked: Question) -> float:
-    """Seconds per epoch in which only we copy cached rows to where a batch expects them.
+    """Return the seconds per epoch in which gnnplan, but not GSplit, copies cached rows.
 
     GSplit 'can skip loading an input feature if it is already cached locally' (Sec. 3): layer 1
-    reads it where it is.
+    reads such a row in the cache.
     """
     if asked.row["paper"] != "gsplit" or not isinstance(asked.strategy, GSplit):
         return 0.0
@@ -158,10 +157,10 @@ def in_place(asked: Question) -> float:
 
 
 def staged(asked: Question) -> float:
-    """Seconds per epoch in which only P3's testbed copies between GPUs and their servers' memory.
+    """Return the seconds per epoch in which P3's testbed, but not gnnplan, copies over host links.
 
-    Its KVStore sends from there: features that have come go in, partial sums and their gradients
-    out and in.
+    P3's KVStore sends from the servers' memory: received features are copied to the GPU, partial
+    sums and their gradients from and to the GPU.
     """
     if asked.row["paper"] != "p3" or asked.problem.workload.mode != "mini":
         return 0.0
@@ -175,9 +174,9 @@ def staged(asked: Question) -> float:
 
 
 def sampled(metric: str, asked: Question) -> float:
-    """Edges computed or features loaded per epoch; frontier_vertices: rows of one batch.
+    """Return edges computed or features loaded per epoch; frontier_vertices: rows of one batch.
 
-    The frontier is that many hops from the seeds.
+    The frontier is the row's `hop` hops from the seeds; default: all layers.
     """
     problem, params = asked.problem, json.loads(asked.row["strategy_params"] or "{}")
     layers = problem.workload.layers
@@ -194,7 +193,7 @@ def sampled(metric: str, asked: Question) -> float:
 
 
 def crossing(asked: Question) -> float:
-    """The share of a batch's edges that lead to another rank of those that split it."""
+    """Return the share of a batch's edges between different ranks that split the batch."""
     splitter = str(asked.strategy.knobs()["splitter"])
     batch = asked.problem.minibatches((0,) * asked.problem.ranks, splitter).at(0)
     assert isinstance(batch, EstimatedBatch)
@@ -202,10 +201,10 @@ def crossing(asked: Question) -> float:
 
 
 def volume(asked: Question) -> float:
-    """Bytes sent per mini-batch.
+    """Return the bytes sent per mini-batch.
 
-    P3's example, which states no GPUs, is of one trainer's batch: all its features, or its partial
-    sums of the forward pass.
+    P3's example, which states no number of GPUs, counts one trainer's batch: all its features, or
+    its partial sums in the forward pass.
     """
     problem, model = asked.problem, asked.problem.model
     if asked.row["gpus_per_node"]:

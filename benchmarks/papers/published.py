@@ -1,10 +1,10 @@
-"""Predicts printed figures of other people's systems, and says how far off the predictions are.
+"""Predicts printed figures of other people's systems, and computes the errors of the predictions.
 
     rows.py       reads and checks a file of figures
     interpret.py  row -> question: graph, GNN, testbed, strategy
     figures.py    question -> figure
-    published.py  all rows: errors by metric, of epochs by kind and by number of GPUs, and whether
-                  the faster strategy is named
+    published.py  all rows: errors by metric, errors of epochs by kind and by number of GPUs, and
+                  how often the faster strategy is predicted
 
 calibrate.py fits constants of the testbeds to some of the figures.
 """
@@ -28,16 +28,16 @@ from gnnplan.planner.decision.candidate import Candidate
 from gnnplan.planner.decision.recommendation import range_of
 from gnnplan.planner.vocabulary.errors import GnnplanError
 
-DIFFERENT = 0.05  # printed times closer than this have no winner
+DIFFERENT = 0.05  # printed times with a smaller relative difference have no winner
 
 
 def gave_a_halo(row: Row) -> bool:
-    """Whether the row is the source of a number that predictions start from.
+    """Return whether a number that predictions use was derived from the row.
 
-    Halos in planner/graph/datasets/ are made from some rows: Reddit's from GNNPipe Table 4,
+    Halos in planner/graph/datasets/ are derived from some rows: Reddit's from GNNPipe Table 4,
     ogbn-products' from PipeGCN Tables 2 and 4 (5 parts), ogbn-papers100M's from PipeGCN Table 5.
-    The batch spreads of GSplit's graphs are made from its Table 1; their_memory.py has a factor on
-    memory.
+    The batch spreads of GSplit's graphs are derived from its Table 1. their_memory.py has a factor
+    on memory.
     """
     paper, strategy, metric = row["paper"], row["strategy"], row["metric"]
     source = paper, row["dataset"]
@@ -57,14 +57,15 @@ def gave_a_halo(row: Row) -> bool:
 def evaluate_rows(
     rows: Iterable[Row], fitted: Callable[[Row], bool] = gave_a_halo, testbeds: Testbeds = testbed
 ) -> dict[str, Any]:
-    """Predict all rows.
+    """Predict all rows. Returns
 
-    "rows": each with "predicted", "error" (relative; of facts and shares the difference) and
-    "fitted", epochs with "kind" and the range "low_s" to "high_s" that should hold 80 %; "skipped":
-    each with "why"; "summary": by metric {"n", "mape", "p95", "max"} over the rows that are not
-    `fitted`, and {"winner": {"n", "right"}}; of epochs that are not `fitted` "kinds": by kind {"n",
-    "median", "ranges", "in_range"}, and "scaling": {"n", "median"}, of epochs over those on fewer
-    GPUs.
+    "rows": each with "predicted", "error" (relative; for facts and shares the difference) and
+    "fitted"; rows of epochs also with "kind" and the 80 % range "low_s" to "high_s";
+    "skipped": each with the reason "why";
+    "summary": {"n", "mape", "p95", "max"} by metric, over rows that are not `fitted`, and
+    {"winner": {"n", "right"}};
+    "kinds": {"n", "median", "ranges", "in_range"} by kind, over epochs that are not `fitted`;
+    "scaling": {"n", "median"} of these epochs, divided by those on fewer GPUs.
     """
     predicted: list[dict[str, Any]] = []
     skipped: list[dict[str, Any]] = []
@@ -89,8 +90,8 @@ def evaluate_rows(
 
 
 def _in_doubt(row: Row, figure: float, testbeds: Testbeds) -> dict[str, Any]:
-    """What kind of epoch the row prints, and the range that a plan would tell of it, around what is
-    predicted of their software."""
+    """Return the kind of the row's epoch, and a plan's 80 % range around `figure`, the prediction
+    for the row's software."""
     asked = question(row, testbeds=testbeds)
     problem = asked.problem
     ours_s = Candidate(asked.strategy, asked.prediction, problem).drawn_s
@@ -101,7 +102,7 @@ def _in_doubt(row: Row, figure: float, testbeds: Testbeds) -> dict[str, Any]:
 
 
 def _kinds(epochs: Sequence[dict[str, Any]]) -> dict[str, dict[str, float]]:
-    """Kind -> its epochs: the median error, and the share in the range that should hold 80 %."""
+    """Return, by kind of epoch, the median error and the share inside the 80 % range."""
     kinds = {}
     for kind in sorted({row["kind"] for row in epochs}):
         of = [row for row in epochs if row["kind"] == kind]
@@ -115,12 +116,12 @@ def _kinds(epochs: Sequence[dict[str, Any]]) -> dict[str, dict[str, float]]:
 
 
 def is_inside(epoch: dict[str, Any]) -> bool:
-    """Whether a printed epoch lies in the range that should hold 80 %."""
+    """Return whether a printed epoch lies inside the 80 % range."""
     return bool(epoch["low_s"] <= float(epoch["value"]) <= epoch["high_s"])
 
 
 def _scaling(epochs: Sequence[dict[str, Any]]) -> dict[str, float]:
-    """Of epochs that differ in GPUs alone: the median error of each over that on the fewest."""
+    """Return the median error of epochs divided by the same epoch on the fewest GPUs."""
     series: dict[tuple[str, ...], list[dict[str, Any]]] = {}
     sizes = ("num_nodes", "gpus_per_node")
     for row in epochs:
@@ -136,14 +137,14 @@ def _scaling(epochs: Sequence[dict[str, Any]]) -> dict[str, float]:
 
 
 def _error(row: Row, figure: float) -> float:
-    """Relative; of facts (0 or 1), shares and figures that are 0 the difference."""
+    """Return the relative error; for facts (0 or 1), shares and printed zeros the difference."""
     printed, metric = float(row["value"]), row["metric"]
     absolute = metric.startswith("fits_in") or metric.endswith(("_ratio", "_fraction_vs"))
     return figure - printed if absolute or printed == 0 else figure / printed - 1
 
 
 def _summary(predicted: Sequence[dict[str, Any]]) -> dict[str, dict[str, float]]:
-    """Metric -> errors of its rows that gave nothing."""
+    """Return, by metric, a summary of the errors of rows that are not fitted."""
     errors: dict[str, list[float]] = {}
     for row in predicted:
         if not row["fitted"]:
@@ -160,12 +161,12 @@ def _summary(predicted: Sequence[dict[str, Any]]) -> dict[str, dict[str, float]]
 
 
 def _winners(predicted: Sequence[dict[str, Any]]) -> dict[str, int]:
-    """How many pairs of strategies have different printed times, and how often the faster is named.
+    """Count pairs of strategies with different printed times, and correctly predicted winners.
 
-    Pairs are of rows that agree in the columns JOB, and of rows that print a ratio themselves. The
-    same strategy with another sampler, or of other software, is another one.
+    A pair is two rows with equal columns JOB, or a row that prints a ratio. A strategy with another
+    sampler or software counts as another strategy.
     """
-    # printed and predicted time of the second strategy over that of the first
+    # printed and predicted time of the second strategy, divided by that of the first
     pairs: list[tuple[float, float]] = []
     by_job: dict[tuple[str, ...], list[dict[str, Any]]] = {}
     for row in predicted:
@@ -186,6 +187,6 @@ def _winners(predicted: Sequence[dict[str, Any]]) -> dict[str, int]:
 
 
 def _system(row: Row) -> tuple[str | None, ...]:
-    """What trains: the strategy, and where its sampler is and whose software if the row says so."""
+    """Return the row's strategy, place of the sampler, and software (None: not stated)."""
     params = json.loads(row["strategy_params"] or "{}")
     return row["strategy"], params.get("sampler"), params.get("software")

@@ -1,4 +1,4 @@
-"""The question of a printed figure to the model: its row, problem and strategy."""
+"""The question behind a printed figure: its row, problem and strategy."""
 
 from __future__ import annotations
 
@@ -13,18 +13,18 @@ from gnnplan.planner.strategies.program.account import Prediction
 
 Row = Mapping[str, str]  # column -> text, in the columns of rows.py
 Testbeds = Callable[[Row], Cluster]  # a row -> its whole testbed
-Params = Mapping[str, Any]  # as strategy_params has them
-# a system as our strategy: its name, and its knobs
+Params = Mapping[str, Any]  # the content of the column strategy_params
+# a system as gnnplan's strategy: its name, and a function that returns its knobs
 System = tuple[str, Callable[[Params, Problem], dict[str, Any]]]
 
 
 class Skip(Exception):
-    """Why a row is not predicted."""
+    """The reason why a row is not predicted."""
 
 
 @dataclass(frozen=True)
 class Question:
-    """A strategy for a problem, and the row that asks for it."""
+    """A strategy for a problem, and the row that names both."""
 
     problem: Problem
     strategy: Strategy
@@ -32,7 +32,7 @@ class Question:
 
     @property
     def prediction(self) -> Prediction:
-        """The closed form; computed once for all rows that ask the same."""
+        """The closed form's prediction, computed once for all rows with the same question."""
         problem = self.problem
         key = (
             type(problem),

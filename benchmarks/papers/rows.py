@@ -1,6 +1,6 @@
-"""Reads and checks a file of printed figures: one row is one figure, in the columns of COLUMNS.
+"""Reads and checks a file of printed figures: one row is one figure, with the columns COLUMNS.
 
-interpret.py makes a question of a row, and figures.py answers it.
+interpret.py converts a row into a question, and figures.py predicts its figure.
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ from gnnplan.planner.vocabulary.errors import SpecError
 from gnnplan.planner.vocabulary.files import MOST_SHOWN, from_json, read_bytes, suggest
 
 MAX_CSV = 1 << 26  # [B]
-SMALLEST, LARGEST = 1e-20, 1e20  # of a figure that is not 0
-LARGEST_PARAM = 10**12  # of a number among a strategy's parameters
-# what was trained where; rows that agree in these columns compare strategies
+SMALLEST, LARGEST = 1e-20, 1e20  # bounds of a figure that is not 0
+LARGEST_PARAM = 10**12  # largest number among a strategy's parameters
+# the training and its machine; rows with equal columns compare strategies
 JOB = (
     *("paper", "source", "testbed", "dataset", "model", "layers", "hidden"),
     *("num_nodes", "gpus_per_node"),
@@ -27,8 +27,8 @@ COLUMNS = (
     *JOB,
     *("strategy", "strategy_params", "metric", "baseline", "value", "unit_as_printed", "note"),
 )
-# Unit as printed -> the kinds of metric that it can be of. Values are in SI already, so a unit of
-# another kind is a mistake.
+# Unit as printed -> the kinds of metric that can have it. Values are in SI units, so the unit only
+# serves to detect mistakes.
 UNITS = {
     **dict.fromkeys(("s", "ms", "min"), "time"),
     **dict.fromkeys(("MB", "GB"), "bytes"),
@@ -36,7 +36,7 @@ UNITS = {
     **dict.fromkeys(("OOM", "runs"), "fact"),
     **{"B": "bytes or count", "%": "share", "x": "ratio", "epochs/s": "rate", "": "any"},
 }
-# End of a metric's name -> its kind; of other metrics any unit is allowed.
+# ending of a metric's name -> its kind; other metrics may have any unit
 KINDS = {
     "_time_s": "time",
     "_bytes": "bytes",
@@ -54,9 +54,9 @@ KINDS = {
 
 
 def read(path: str | Path) -> list[dict[str, str]]:
-    """The rows of a file, each with its line number as 'line'.
+    """Return the rows of a file, each with its line number as 'line'.
 
-    Raises SpecError, which names file, line and remedy.
+    Raises SpecError with file, line and remedy.
     """
     try:
         with io.StringIO(read_bytes(path, MAX_CSV).decode("utf-8-sig"), newline="") as file:
@@ -99,7 +99,7 @@ def _finite_value(where: str, row: Row) -> float:
 
 
 def _check_value(where: str, row: Row, value: float) -> None:
-    """Whether metric, unit and value agree. Raises SpecError."""
+    """Raise SpecError if metric, unit and value do not fit together."""
     metric, unit = row["metric"], row["unit_as_printed"]
     kind = next((kind for end, kind in KINDS.items() if metric.endswith(end)), "any")
     if (value and not SMALLEST <= abs(value) <= LARGEST) or (
@@ -122,7 +122,7 @@ def _check_value(where: str, row: Row, value: float) -> None:
 
 
 def _check_counts(where: str, row: Row) -> None:
-    """Whether layers, widths and machines are counts. Raises SpecError."""
+    """Raise SpecError if a number of layers, columns, servers or GPUs is not a count."""
     for field in ("layers", "hidden", "num_nodes", "gpus_per_node"):
         text = row[field]
         least = 0 if field == "gpus_per_node" else 1
@@ -134,7 +134,7 @@ def _check_counts(where: str, row: Row) -> None:
 
 
 def _check_params(where: str, row: Row) -> None:
-    """Whether the strategy's parameters are a flat JSON object. Raises SpecError."""
+    """Raise SpecError if the strategy's parameters are not a flat JSON object."""
     remedy = "write it as an object, or leave it empty"
     params = from_json(f"{where}strategy_params", row["strategy_params"] or "{}", remedy)
     if not isinstance(params, dict):
@@ -148,6 +148,6 @@ def _check_params(where: str, row: Row) -> None:
 
 
 def _is_param(value: object) -> bool:
-    if isinstance(value, int | float):  # a bool is one of these
+    if isinstance(value, int | float):  # also a bool
         return 0 <= value <= LARGEST_PARAM
     return value is None or isinstance(value, str)

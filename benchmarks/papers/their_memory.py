@@ -1,24 +1,24 @@
-"""Whether PipeGCN's and GraNNDis' code fits in a GPU: what it keeps in a step, tensor by tensor.
+"""Memory of PipeGCN's and GraNNDis' code in a step, tensor by tensor: does it fit in a GPU?
 
-Counted from GATECH-EIC/PipeGCN and AIS-SNU/GraNNDis_Artifact (helper/feature_buffer.py,
-module/*.py). In brackets: rows of a layer's output, or its sources (own rows and halo).
+Tensors are those of GATECH-EIC/PipeGCN and AIS-SNU/GraNNDis_Artifact (helper/feature_buffer.py,
+module/*.py). Brackets give a tensor's rows: a layer's output rows, or its sources (own rows and
+halo).
 
-    graph         DGL has it by edges, by rows and by columns, with int32 ids: 8 bytes per edge
+    graph         DGL stores it by edges, by rows and by columns, with int32 ids: 8 bytes per edge
                   each.
-    features      PipeGCN keeps its own beside their neighbours' mean (--use-pp).
-    layer         Exchanged rows as they came, and their gradients (f_recv, b_recv: halo). Own
-                  and halo rows in one (f_buf: sources). Dropout's output and mask (sources). The
-                  mean of neighbours (rows). GraNNDis' ResGCN+ has norm and ReLU before dropout
-                  (sources); PipeGCN's GraphSAGE has them after the layer (twice rows).
-    linear layer  Dropout's output and mask, norm and ReLU (rows): PipeGCN's last two on Yelp
+    features      PipeGCN keeps its own features, and their neighbours' mean (--use-pp).
+    layer         Received rows and their gradients (f_recv, b_recv: halo). Own and halo rows in
+                  one buffer (f_buf: sources). Dropout's output and mask (sources). The mean of
+                  neighbours (rows). Norm and ReLU: before dropout in GraNNDis' ResGCN+ (sources),
+                  after the layer in PipeGCN's GraphSAGE (twice rows).
+    linear layer  Dropout's output and mask, norm and ReLU (rows): PipeGCN's last two layers on Yelp
                   (--n-linear 2).
-    ends          GraNNDis' encoder keeps features only. Logits, their log-softmax, and the
+    ends          GraNNDis' encoder keeps only features. Logits, their log-softmax, and the
                   gradients of both.
 
-Nothing is kept per edge: the mean is DGL's copy_u and sum, which makes no messages. The fullest
-moment is the backward pass of the widest layer, with three gradients of its sources. Weights,
-NCCL's buffers and what CUDA itself needs are not counted; presets leave a tenth of the memory for
-them.
+Nothing is kept per edge: the mean is DGL's copy_u and sum, which makes no messages. The peak is in
+the backward pass of the widest layer, with three gradients of its sources. Weights, NCCL's buffers
+and the memory of CUDA itself are not counted; presets leave a tenth of the memory for them.
 """
 
 from __future__ import annotations
@@ -32,19 +32,19 @@ from gnnplan.planner.ownership.estimated_layout import EstimatedLayout
 from gnnplan.planner.ownership.layout import Layout
 from gnnplan.planner.strategies.layerwise.granndis import GraNNDis
 
-EDGE = 24  # [B] of the graph
-DROPOUT = 1.25  # of the tensor's bytes: its output, and a mask of a byte for a number of four
+EDGE = 24  # bytes of the graph per edge
+DROPOUT = 1.25  # factor on a tensor's bytes: dropout's output, and a mask of 1 byte per number
 NO_DROPOUT = ("ogbn-papers100M",)  # PipeGCN Table 3
-LINEAR = {"yelp": 2}  # PipeGCN's last layers that aggregate nothing
+LINEAR = {"yelp": 2}  # number of PipeGCN's last layers that aggregate nothing
 MOST_BATCHES = 1024
-# What is not counted (NCCL, a fragmented heap), as a factor on what is, where a row says it. On
-# GraNNDis' 2080 Ti, 112 layers on Reddit need five batches (Sec. 8.7). Five are counted as 6.2 GB
-# and four as 7.3 GB, of 10.6 GB.
+# Factor on the counted memory for memory that is not counted (NCCL, a fragmented heap), if a row
+# shows it. On GraNNDis' 2080 Ti, 112 layers on Reddit need five batches (Sec. 8.7). Five batches
+# count as 6.2 GB and four as 7.3 GB, of 10.6 GB.
 UNCOUNTED = {"granndis_2080ti_1gbe": 1.58}
 
 
 def gave_a_factor(row: Row) -> bool:
-    """Whether a factor in UNCOUNTED was made from the row."""
+    """Return whether a factor in UNCOUNTED was derived from the row."""
     return (
         row["testbed"] in UNCOUNTED
         and row["metric"] == "fits_in_memory"
@@ -53,10 +53,10 @@ def gave_a_factor(row: Row) -> bool:
 
 
 def fits(asked: Question, any_batches: bool) -> bool:
-    """Whether the fullest rank fits.
+    """Return whether the fullest rank fits its GPU.
 
-    `any_batches`: GraNNDis makes its batches smaller until they fit (Sec. 5); then it is enough if
-    some number of batches does.
+    any_batches: GraNNDis reduces its batches until they fit (Sec. 5), so it is enough if some
+    number of batches fits.
     """
     problem, strategy = asked.problem, asked.strategy
     memory = problem.cluster.device.memory
@@ -71,7 +71,7 @@ def fits(asked: Question, any_batches: bool) -> bool:
 
 
 def needed(asked: Question) -> float:
-    """Memory of the fullest rank [B]."""
+    """Return the memory of the fullest rank [B]."""
     problem, strategy = asked.problem, asked.strategy
     layouts: list[Layout | EstimatedLayout] = [problem.layout()]
     if isinstance(strategy, GraNNDis):
@@ -81,7 +81,7 @@ def needed(asked: Question) -> float:
 
 
 def _counted(asked: Question, layout: Layout | EstimatedLayout) -> float:
-    """Bytes of the tensors that the module docstring lists."""
+    """Return the bytes of the tensors that the module docstring lists [B]."""
     problem, model = asked.problem, asked.problem.model
     itemsize, layers = model.itemsize, problem.workload.layers
     pipegcn = asked.row["paper"] == "pipegcn"
@@ -96,7 +96,7 @@ def _counted(asked: Question, layout: Layout | EstimatedLayout) -> float:
             kept += EDGE * float(facts.edges.max()) + rows * model.features * itemsize
         if model.encoder:
             kept += ((2 + dropout) * sources + rows + 2 * halo) * spec.h_in * itemsize
-        elif layer == 1:  # the features' mean, and dropout of both
+        elif layer == 1:  # the features' mean, and dropout of features and mean
             kept += (2 * dropout + 1) * rows * model.features * itemsize
             sources = rows
         elif layer > layers - linear:

@@ -1,8 +1,8 @@
-"""Element-wise work of other people's code, with which the testbeds' constants were fitted.
+"""Element-wise work of other people's code; the testbeds' constants were fitted with it.
 
-DGL and PyG run one operation after the other: rows are copied before and after a product, and what
-is summed is weighed, biased and activated apart. A problem of theirs is ours but for these passes
-(planner/gnn/operations.py)."""
+DGL and PyG run operations one by one: rows are copied before and after a product, and sums are
+multiplied, biased and activated in separate passes. `TheirProblem` has these passes in addition to
+gnnplan's (planner/gnn/operations.py)."""
 
 from __future__ import annotations
 
@@ -16,18 +16,19 @@ from gnnplan.planner.gnn.model import Model
 from gnnplan.planner.gnn.trace import Work
 from gnnplan.planner.problem.problem import Problem
 
-COPIED = 2  # passes over rows around a product
-APPLIED, APPLIED_BACKWARD = 3, 2  # over outputs; the backward pass does both
+# passes over memory
+COPIED = 2  # over rows around a product
+APPLIED, APPLIED_BACKWARD = 3, 2  # over outputs; the backward pass has the sum of both
 ACTIVATED, NORMED = 2, 6  # over inputs
 MIXED, MIXED_BACKWARD = 3, 7  # over outputs, by GCNII
 EXPONENTIALS = 2  # over messages
-DROPPED = 6  # over inputs with dropout, backward
+DROPPED = 6  # over inputs with dropout, in the backward pass
 
 
 class TheirModel(Model):
-    """A GNN whose element-wise operations are theirs."""
+    """A GNN with the element-wise operations of other people's code."""
 
-    own_copy_passes = 0  # in COPIED
+    own_copy_passes = 0  # COPIED includes these passes
 
     def played(self, layer: int, narrow: bool = False, apart: bool = False) -> Played:
         told, spec = super().played(layer, narrow, apart), self.layers[layer - 1]
@@ -66,7 +67,7 @@ class TheirModel(Model):
     def _theirs(
         self, ways: tuple[Work, Work], numbers: Amount, again: Amount = NOTHING
     ) -> tuple[Work, Work]:
-        """The work with their numbers in the forward pass; the backward pass has more."""
+        """Return the work with element-wise passes over `numbers`; `again`: more in backward."""
         dropped = DROPPED * ways[0].amounts.get("hash_ops", NOTHING)
         back = numbers + again + dropped
         return self._with(ways[0], numbers), self._with(ways[1], back)
@@ -76,7 +77,7 @@ class TheirModel(Model):
 
 
 def _activated(spec: Layer) -> int:
-    """Numbers per row of norm and activation."""
+    """Return the numbers per row that norm and activation read or write."""
     return (ACTIVATED if spec.norm == "none" else NORMED) * spec.activates * spec.h_in
 
 
@@ -84,7 +85,7 @@ def _activated(spec: Layer) -> int:
 class TheirProblem(Problem):
     """A problem for other people's code.
 
-    aggregates_first: whether its layers aggregate before they multiply, whichever is narrower.
+    aggregates_first: whether layers always aggregate before they multiply.
     """
 
     aggregates_first: bool = False

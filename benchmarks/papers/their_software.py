@@ -1,19 +1,19 @@
-"""What DGL, PyG, PGL, SALIENT and SGNN do differently from us, as their sources say.
+"""Differences of DGL, PyG, PGL, SALIENT and SGNN from gnnplan, as their sources show them.
 
-A row whose parameters name its `software` is predicted with what is here:
+A row whose parameters name its `software` is predicted with this model:
 
-    operations    A program is interpreted: every operation takes the host a while (`call`), and the
-                  GPU works beside it. An epoch, or a batch, takes as long as the slower of both.
-    kernels       They gather whole rows. Attention is several operations along edges, each of which
-                  reads and writes a number per edge and head, or in PyG a row per edge.
-    samplers      So many `workers` draw and lay out batches for a rank, on cores that all ranks of
-                  a server share; or the GPU does, as ours do (device_sampler.py).
-    loads         The program slices features in the server's memory, and copies them from memory
-                  that is not pinned, between two batches. SALIENT's and SGNN's samplers slice; or
-                  the GPU reads the server's memory (`reads`). Features may have half width
+    operations    The host calls every operation, which takes some time (`call`), while the GPU
+                  works. An epoch, or a batch, takes as long as the slower of the two.
+    kernels       Kernels gather whole rows. Attention is several operations along edges; each reads
+                  and writes a number per edge and head, or in PyG a row per edge.
+    samplers      A number of `workers` sample and build batches for a rank, on cores that all ranks
+                  of a server share; or the GPU does, as in gnnplan (device_sampler.py).
+    loads         The program gathers features in the server's memory, and copies them from memory
+                  that is not pinned, between two batches. In SALIENT and SGNN the samplers gather;
+                  or the GPU reads the server's memory (`reads`). Features may have half width
                   (`feature_bytes`).
 
-CONSTANTS are rates of software. They are found from one half of the works (HALVES), and the other
+CONSTANTS are rates of software. They are fitted to one half of the works (HALVES), and the other
 half is predicted with them.
 """
 
@@ -42,59 +42,63 @@ from gnnplan.planner.vocabulary.files import quoted
 from gnnplan.planner.vocabulary.numbers import Number
 from gnnplan.planner.vocabulary.schedule import Compute
 
-# Works in the order of their names go to the one half and the other in turn. So what is predicted
-# of a program that has works in both follows from what other people print of it.
+# Works, sorted by name, go to the two halves alternately. If a program has works in both halves,
+# its predictions follow from the figures of other authors.
 HALVES = ("dgl", "graphbolt", "pyg", "salient"), ("gnnlab", "pgl", "quiver", "salient++")
-# What is believed before a row is seen, within a factor of three (the prior of calibrate.py).
+# rates assumed before a row is seen, within a factor of three (the prior of calibrate.py)
 CONSTANTS = {
-    "call": 20e-6,  # [s] of a framework operation, on the host
-    "dgl": 3e6,  # [edges/s] that a worker of this program draws and lays out
+    "call": 20e-6,  # host time of a framework operation [s]
+    "dgl": 3e6,  # edges per second that one of the program's workers samples and builds
     "pyg": 2e6,
     "salient": 4e6,
-    "slicing": 6e9,  # [B/s] of rows that a program picks in the server's memory
-    "memory": 2e10,  # [B/s] the same, of all programs of a server together
+    "slicing": 6e9,  # rate at which a program gathers rows in the server's memory [B/s]
+    "memory": 2e10,  # the same rate for all programs of a server together [B/s]
 }
-PAGEABLE = 0.5  # share of a host link that copies from memory reach which is not pinned
-UNSHARED = "two GPUs on one"  # a host link's provenance: alone, a GPU has twice as much of it
+PAGEABLE = 0.5  # share of a host link's bandwidth that copies from unpinned memory reach
+# A host link with this provenance is shared by two GPUs: a single GPU has twice the bandwidth.
+UNSHARED = "two GPUs on one"
 
 
 # -- programs --------------------------------------------------------------------------------------
 
 
 class Calls(NamedTuple):
-    """Framework operations of a layer by kind, forward and backward: torch's, and for a call of the
-    library along edges as many as take its time."""
+    """Framework operations of a layer by kind, forward and backward.
+
+    A library call along edges counts as the number of torch's operations that take its time."""
 
     gcn: tuple[int, int]
     sage: tuple[int, int]
     gat: tuple[int, int]
     gin: tuple[int, int]
-    sgc: tuple[int, int] = (2, 3)  # a product alone: the aggregate is made before
+    sgc: tuple[int, int] = (2, 3)  # only a product: the aggregate is computed before training
 
 
-# A message passing of DGL prepares frames and looks types up, some ten operations' time, and has an
-# autograd function of its own; PyG's collects arguments.
+# A message passing of DGL prepares frames and looks up types, which takes the time of about ten
+# operations, and has its own autograd function. That of PyG collects arguments.
 DGL_CALLS = Calls(gcn=(28, 11), sage=(20, 10), gat=(58, 46), gin=(22, 14))
 PYG_CALLS = Calls(gcn=(10, 6), sage=(8, 9), gat=(48, 34), gin=(14, 14))
-PER_TENSOR = 10  # of a parameter: its gradient becomes zero, and Adam's step
-OF_LOSS = (4, 3)
+PER_TENSOR = 10  # operations per parameter: zeroing its gradient, and Adam's step
+OF_LOSS = (4, 3)  # operations of the loss, forward and backward
 
-INDEX = 4  # [B] of a vertex or an edge in their kernels
-SECTOR = 32  # [B] that a GPU reads for a number that stands anywhere
-# Of attention per edge, forward and backward: numbers per head, indices, numbers that stand
-# anywhere (by the edge's place in the transposed graph), and passes over a row.
+INDEX = 4  # bytes of a vertex or edge id in their kernels
+SECTOR = 32  # bytes that a GPU reads for a number at a random address
+# Attention per edge, forward and backward: numbers per head, indices, numbers at random addresses
+# (by the edge's position in the transposed graph), and passes over a row.
 DGL_EDGES = (14, 12, 0, 0), (19, 15, 2, 0)
 PYG_EDGES = (22, 16, 0, 6), (25, 16, 0, 10)
 
 
 @dataclass(frozen=True)
 class Program:
-    """A program: operations per layer, per edge, and what slices features."""
+    """A training program: operations per layer and per edge, and how it gathers features."""
 
     calls: Calls = DGL_CALLS
     edges: tuple[tuple[int, ...], tuple[int, ...]] = DGL_EDGES
-    slices: str = "in line"  # or 'ahead', as samplers do, or in line 'by all cores'
-    sampler: str = "dgl"  # the constant that is its rate
+    # gathering of features: 'in line' (between batches), 'ahead' (by the samplers), or 'by all
+    # cores' (between batches)
+    slices: str = "in line"
+    sampler: str = "dgl"  # name of the sampler's rate in CONSTANTS
 
 
 PROGRAMS = {
@@ -106,24 +110,24 @@ PROGRAMS = {
 }
 
 
-# -- what they run on ------------------------------------------------------------------------------
+# -- their machines --------------------------------------------------------------------------------
 
 
 def kept(paper: str) -> dict[str, float]:
-    """The constants that hold for a work: those that the other half gave."""
+    """Return the rates for a work: those that were fitted to the other half."""
     column = "second" if paper in HALVES[0] else "first"
     return {line["constant"]: float(line[column]) for line in quoted("software.csv")}
 
 
 def cluster_of(whole: Cluster, row: Row, constants: Mapping[str, float] | None = None) -> Cluster:
-    """The row's testbed as its program drives it."""
+    """Return the row's testbed with the rates of the row's program."""
     params = json.loads(row["strategy_params"] or "{}")
     if params.get("software") not in PROGRAMS:
         return whole
     constants = constants or kept(row["paper"])
     ranks = int(row["gpus_per_node"])
     link = _loading(whole, params, ranks, constants)
-    rate = 2 * _sampling(whole, params, ranks, constants)  # each of drawing and laying out
+    rate = 2 * _sampling(whole, params, ranks, constants)  # for sampling, and for building blocks
     device = whole.device.model_copy(update={"launch": constants["call"]})
     return whole.model_copy(
         update={"host": link, "host_rates": {"draw": rate, "lay": rate}, "device": device}
@@ -131,14 +135,14 @@ def cluster_of(whole: Cluster, row: Row, constants: Mapping[str, float] | None =
 
 
 def _sampling(whole: Cluster, params: Params, ranks: int, constants: Mapping[str, float]) -> float:
-    """Edges per second of a rank's samplers on the host."""
+    """Return the edges per second of a rank's samplers on the host."""
     workers = int(params.get("workers", 1))
     cores = np.inf if whole.cores is None else whole.cores / ranks
     return constants[PROGRAMS[params["software"]].sampler] * float(min(workers, cores))
 
 
 def _loading(whole: Cluster, params: Params, ranks: int, constants: Mapping[str, float]) -> Link:
-    """The host link, with the slicing before it."""
+    """Return the host link; its bandwidth includes the gathering of features before it."""
     link = whole.host or whole.intra_node
     shared = UNSHARED in whole.provenance.get("host.bandwidth", "")
     rate = link.bandwidth * (1 + (shared and 2 * ranks <= max(whole.gpus_per_server, 2)))
@@ -151,14 +155,14 @@ def _loading(whole: Cluster, params: Params, ranks: int, constants: Mapping[str,
     return link.model_copy(update={"bandwidth": rate})
 
 
-# -- what they compute -----------------------------------------------------------------------------
+# -- their work ------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
 class InterpretedModel(TheirModel):
-    """A GNN whose operations are a program's.
+    """A GNN with the operations of a program.
 
-    feature_bytes: of a number of a vertex's features, before they are on the GPU.
+    feature_bytes: bytes per number of the features in the server's memory.
     """
 
     program: Program = PROGRAMS["dgl"]
@@ -172,18 +176,20 @@ class InterpretedModel(TheirModel):
         first, second = told.ways
         return replace(told, ways=(self._along(spec, first, 0), self._along(spec, second, 1)))
 
-    def _along(self, spec: Layer, work: Work, way: int) -> Work:
-        """The work with their gathers of whole rows, and their operations along edges."""
+    def _along(self, spec: Layer, work: Work, direction: int) -> Work:
+        """Return the work with gathers of whole rows, and with the operations along edges.
+
+        direction: 0 forward, 1 backward."""
         gathers = [_whole_rows(gather, self.itemsize) for gather in work.gathers]
         if not spec.heads:
             return replace(work, gathers=gathers)
-        numbers, indices, anywhere, rows = self.program.edges[way]
+        numbers, indices, random, rows = self.program.edges[direction]
         nbytes = (numbers * spec.heads + rows * spec.h_out) * self.itemsize
-        nbytes += indices * INDEX + anywhere * SECTOR
+        nbytes += indices * INDEX + random * SECTOR
         moved = work.amounts.get("elementwise_bytes", NOTHING) + nbytes * EDGES
         amounts = work.amounts | {"elementwise_bytes": moved, "attention_edges": NOTHING}
-        # the gradient of a weight is a product of two rows
-        gathers += gathers[-1:] * way
+        # the gradient of an attention weight is a product of two rows
+        gathers += gathers[-1:] * direction
         return replace(work, amounts=amounts, gathers=gathers)
 
     def _launches(self, spec: Layer, narrow: bool) -> tuple[int, int]:
@@ -205,16 +211,16 @@ class InterpretedModel(TheirModel):
 
 
 def _whole_rows(gather: GatherOf, itemsize: int) -> GatherOf:
-    """As if more rows were read from: a cache holds fewer if each has all its numbers."""
+    """Return the gather with more source rows, since a cache holds fewer whole rows than lines."""
     lines = max(1.0, gather.width * itemsize / WARP_LINE)
     return gather._replace(among=lines * Amount.of(gather.among))
 
 
 @dataclass(frozen=True, eq=False)
 class InterpretedProblem(TheirProblem):
-    """A problem for a program of PROGRAMS.
+    """A problem for a program in PROGRAMS.
 
-    last_heads: of attention in the last layer, whose mean is taken; 0: it has one.
+    last_heads: number of attention heads of the last layer, which averages them; 0: one head.
     """
 
     program: Program = PROGRAMS["dgl"]
@@ -232,7 +238,7 @@ class InterpretedProblem(TheirProblem):
 
 
 def as_theirs(problem: TheirProblem, params: Params) -> TheirProblem:
-    """The problem for the program that a row's parameters name, if they do."""
+    """Return the problem for the program that the row's parameters name, if any."""
     if params.get("software") not in PROGRAMS:
         return problem
     same: dict[str, Any] = {
@@ -244,19 +250,22 @@ def as_theirs(problem: TheirProblem, params: Params) -> TheirProblem:
     return InterpretedProblem(**same, **theirs, program=PROGRAMS[params["software"]])
 
 
-# -- what an epoch takes ---------------------------------------------------------------------------
+# -- seconds of an epoch ---------------------------------------------------------------------------
 
-# What our operations are to a program; all others compute. Its adjacency lists are int32, and
-# fit: it reads none over the host link.
+# gnnplan's operation -> part of a program's epoch; all other operations compute. A program's
+# adjacency lists are int32 and fit the GPU, so it reads none over the host link.
 PARTS = {"draw": "sample", "lay": "sample", "load": "load", "ask": "fetch", "fetch": "fetch"}
 PARTS |= {"read": "left out"}
-# DGL's kernels of attention have a thread per row and column, which walks the row's edges one after
-# the other: two passes to memory a step [s]. So many kernels of a layer do, both ways.
+# DGL's attention kernels have a thread per row and column, which processes the row's edges one
+# after the other. STEP: time of an edge, for two memory accesses [s]. WALKS: number of such kernels
+# of a layer, forward and backward.
 STEP, WALKS = 3e-7, 7
 
 
 def epoch(asked: Question) -> float:
-    """Seconds of an epoch: the slower of host and GPU, and of what a program does beside it."""
+    """Return the seconds of an epoch: of the slower of host and GPU, and of sampling and loads.
+
+    A program with prefetching overlaps sampling, and some programs also loads."""
     problem, chosen = asked.problem, asked.strategy
     assert isinstance(problem, InterpretedProblem)
     device = problem.cluster.device.model_copy(update={"launch": 0.0})
@@ -272,14 +281,14 @@ def epoch(asked: Question) -> float:
 
 
 def parts(asked: Question) -> dict[str, float]:
-    """Seconds of an epoch by what a program does: sample, load, fetch, compute."""
+    """Return the seconds of an epoch by part: sample, load, fetch, compute."""
     seconds = dict.fromkeys((*PARTS.values(), "compute"), 0.0)
     for kind, by_rank in asked.prediction.by_op.items():
         seconds[PARTS.get(kind.partition(":")[0], "compute")] += float(np.max(by_rank))
     knobs, stats, model = asked.strategy.knobs(), asked.problem.stats, asked.problem.model
     if knobs.get("hot") == "degree" and stats.directed and knobs["cache"]:
-        # It serves as many reads as its rows have readers (compute.py has the curve). Batches begin
-        # at few vertices, and what most vertices read is not what these do.
+        # The cache serves as many reads as its rows have readers (the curve is that of compute.py).
+        # Batches begin at few vertices, whose neighbours are not those that most vertices read.
         cached = float(str(knobs["cache"])) / (model.features * model.itemsize) / stats.vertices
         plain = replace(asked, strategy=replace(asked.strategy, cache=0))  # type: ignore[call-arg]
         seconds["load"] = parts(plain)["load"] * (1 - ndtr(stats.spread + ndtri(cached)))
@@ -287,7 +296,7 @@ def parts(asked: Question) -> dict[str, float]:
 
 
 def _walked_s(asked: Question, problem: InterpretedProblem) -> float:
-    """Seconds in which a GPU waits for the row that has most edges."""
+    """Return the seconds for which a GPU waits for the row with most edges."""
     most = int(json.loads(asked.row["strategy_params"] or "{}").get("most_neighbours", 0))
     attends = sum(spec.heads > 0 for spec in problem.model.layers)
     return WALKS * STEP * attends * most * (problem.program.edges is DGL_EDGES)
