@@ -36,11 +36,11 @@ GRAPHS = (
 def cell(graph: str, cluster: str) -> str:
     sizes = gnnplan.plan(graph, cluster=cluster, model="sage").document["sizes"]
     best = next(size for size in sizes if size["recommended"])
-    told = f"{best['gpus']}, {best['mode']}: {show_long(best['training_s'])}"
-    alone = [size["training_s"] for size in sizes if size["gpus"] == 1]
-    if best["gpus"] == 1 or not alone:
-        return told
-    return f"{told} (1: {show_long(min(alone))})"
+    text = f"{best['gpus']}, {best['mode']}: {show_long(best['training_s'])}"
+    on_one_gpu = [size["training_s"] for size in sizes if size["gpus"] == 1]
+    if best["gpus"] == 1 or not on_one_gpu:
+        return text
+    return f"{text} (1: {show_long(min(on_one_gpu))})"
 
 
 def main() -> None:

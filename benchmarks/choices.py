@@ -70,30 +70,32 @@ def comparisons(rows: Iterable[Row]) -> list[list[tuple[Row, float]]]:
             epoch = {**row, "metric": "epoch_time_s"}
             other = {**epoch, "strategy": row["baseline"], "baseline": ""}
             ratios.append([(epoch, 1.0), (other, value)])
-    return [list(told.values()) for told in by_job.values() if len(told) > 1] + ratios
+    return [
+        list(comparison.values()) for comparison in by_job.values() if len(comparison) > 1
+    ] + ratios
 
 
 def score(rows: Sequence[Row], testbeds: Testbeds = testbed) -> list[Choice]:
     """Return the choice for each printed comparison with two or more predictable strategies."""
     out = []
-    for told in comparisons(rows):
+    for comparison in comparisons(rows):
         found: list[tuple[Row, float, Candidate, float]] = []
-        for row, printed in told:
+        for row, printed in comparison:
             try:
                 found.append((row, printed, _candidate(row, testbeds), predict(row, testbeds)))
             except (Skip, GnnplanError):
                 continue
         if len(found) < 2:
             continue
-        kept, printed_s, candidates, theirs = zip(*found, strict=True)
+        used, printed_s, candidates, theirs = zip(*found, strict=True)
         sure = outlooks(
             [candidate.epoch_s for candidate in candidates],
             np.stack([candidate.drawn_s for candidate in candidates]),
         )
         out.append(
             Choice(
-                tuple(kept[0][name] for name in JOB),
-                tuple(row["strategy"] for row in kept),
+                tuple(used[0][name] for name in JOB),
+                tuple(row["strategy"] for row in used),
                 printed_s,
                 tuple(float(candidate.predicted.epoch_s) for candidate in candidates),
                 theirs,
@@ -105,10 +107,10 @@ def score(rows: Sequence[Row], testbeds: Testbeds = testbed) -> list[Choice]:
 
 def _candidate(row: Row, testbeds: Testbeds) -> Candidate:
     """Return the row's strategy as a plan predicts it: with our layers, on the whole graph."""
-    asked = question(row, testbeds=testbeds)
-    p = asked.problem
+    case = question(row, testbeds=testbeds)
+    p = case.problem
     problem = Problem(p.stats, None, p.workload, p.cluster, p.method)
-    return Candidate(asked.strategy, asked.strategy.predict(problem), problem)
+    return Candidate(case.strategy, case.strategy.predict(problem), problem)
 
 
 def reliability(
@@ -120,9 +122,9 @@ def reliability(
     [(0.0, 0.5, 1, 0.0), (0.5, 1.0, 3, 0.6666666666666666)]
     """
     places = np.minimum((np.asarray(chances) * bins).astype(int), bins - 1)
-    came = np.asarray(right)
+    came_true = np.asarray(right)
     return [
-        (place / bins, (place + 1) / bins, int(mask.sum()), float(came[mask].mean()))
+        (place / bins, (place + 1) / bins, int(mask.sum()), float(came_true[mask].mean()))
         for place in range(bins)
         if (mask := places == place).any()
     ]

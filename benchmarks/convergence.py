@@ -147,9 +147,15 @@ def run(name: str) -> None:
             if (variant, str(seed)) in done:
                 continue
             print(f"{name}: {variant}, seed {seed}", file=sys.stderr, flush=True)
-            asked = {**study.workload, "seed": seed, "ranks": ranks, "strategy": strategy, **more}
+            question = {
+                **study.workload,
+                "seed": seed,
+                "ranks": ranks,
+                "strategy": strategy,
+                **more,
+            }
             with tempfile.TemporaryDirectory() as scratch:
-                epochs = trained(scratch, study.graph, asked, epochs=study.epochs, eval_every=10)
+                epochs = trained(scratch, study.graph, question, epochs=study.epochs, eval_every=10)
             found = [
                 {"variant": variant, "seed": seed, "epoch": epoch["epoch"]}
                 | {field: f"{float(epoch[field]):.6g}" for field in FIELDS}
@@ -160,10 +166,10 @@ def run(name: str) -> None:
 
 
 def trained(
-    folder: str, graph: str, asked: dict[str, Any], **options: object
+    folder: str, graph: str, question: dict[str, Any], **options: object
 ) -> list[dict[str, Any]]:
     """Plan and train in folder/run, and return the run's epochs."""
-    plan(f"{folder}/plan.json", graph=DATASETS / f"{graph}.npz", **asked)
+    plan(f"{folder}/plan.json", graph=DATASETS / f"{graph}.npz", **question)
     return train(f"{folder}/plan.json", f"{folder}/run", timeout=600, **options)
 
 
@@ -343,9 +349,9 @@ def staleness(epochs: int = 150) -> None:
     found: list[dict[str, object]] = []
     for dropout in ("0.5", "0.0"):
         for strategy in ("pipegcn", "pipegcn_gf(gamma=0.5)", "pipegcn_gf"):
-            asked = {**SAGE, "dropout": dropout, "ranks": 2, "strategy": strategy}
+            question = {**SAGE, "dropout": dropout, "ranks": 2, "strategy": strategy}
             with tempfile.TemporaryDirectory() as scratch:
-                trained(scratch, "coauthor_physics", asked, epochs=epochs, staleness_errors=True)
+                trained(scratch, "coauthor_physics", question, epochs=epochs, staleness_errors=True)
                 ranks = [
                     json.loads(Path(scratch, "run", f"rank{rank}.json").read_text())["staleness"]
                     for rank in range(2)

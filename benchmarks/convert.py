@@ -181,19 +181,19 @@ def main() -> None:
     parser.add_argument("--limit", default="8GB", help="memory that a conversion may take")
     parser.add_argument("--folder", help="where files are written and removed again")
     parser.add_argument("--write", metavar="FILE", help=argparse.SUPPRESS)
-    asked = parser.parse_args()
-    if unknown := set(asked.formats) - FORMATS.keys():
+    arguments = parser.parse_args()
+    if unknown := set(arguments.formats) - FORMATS.keys():
         parser.error(f"unknown format {', '.join(unknown)}; use {', '.join(FORMATS)}")
-    vertices, edges = int(asked.vertices), int(asked.edges)
-    if asked.write:
-        FORMATS[asked.formats[0]][2](asked.write, *drawn(vertices, edges), vertices)
+    vertices, edges = int(arguments.vertices), int(arguments.edges)
+    if arguments.write:
+        FORMATS[arguments.formats[0]][2](arguments.write, *drawn(vertices, edges), vertices)
         return
     columns = ("edges", "source GB", "seconds", "million edges/s", "peak GB", "floor, seconds")
     print(header("format", *columns), flush=True)
-    for name in asked.formats or FORMATS:
-        scratch = Path(tempfile.mkdtemp(dir=asked.folder))
+    for name in arguments.formats or FORMATS:
+        scratch = Path(tempfile.mkdtemp(dir=arguments.folder))
         try:
-            print(row(name, scratch, vertices, edges, quantity(asked.limit)), flush=True)
+            print(row(name, scratch, vertices, edges, quantity(arguments.limit)), flush=True)
         finally:
             shutil.rmtree(scratch)
 

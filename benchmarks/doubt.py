@@ -45,24 +45,24 @@ def questions(study: Study, datasets: Path, scratch: str) -> list[list[Measured]
         if row["job"] in study.jobs:
             by_question[row["job"], row["constants"]].append(row)
     found = []
-    for (job, constants), those in by_question.items():
-        cluster, first = study.folder / f"{constants}.yaml", those[0]["strategy"]
+    for (job, constants), question_rows in by_question.items():
+        cluster, first = study.folder / f"{constants}.yaml", question_rows[0]["strategy"]
         problem = question(plan(study, datasets, job, cluster, first, scratch)).placed(())
         found.append(
             [
                 Measured(evaluate(placed(problem, strategy), strategy), float(row["measured_s"]))
-                for row in those
+                for row in question_rows
                 for strategy in [parse(row["strategy"])]
             ]
         )
     return found
 
 
-def told(name: str, asked: list[list[Measured]]) -> list[tuple[float, bool]]:
+def print_study(name: str, groups: list[list[Measured]]) -> list[tuple[float, bool]]:
     """Print a study's row; return each candidate's chance, and whether it was the fastest."""
     inside, regrets, among_exact, lossy = [], [], [], 0
     chances: list[tuple[float, bool]] = []
-    for measured in asked:
+    for measured in groups:
         drawn_s = np.stack([one.candidate.drawn_s for one in measured])
         epochs_s = [one.epoch_s for one in measured]
         exact = [one.candidate.strategy.exact for one in measured]
@@ -91,8 +91,8 @@ def main(datasets: str) -> None:
     with tempfile.TemporaryDirectory() as scratch:
         for name, study in STUDIES.items():
             if study.rows.exists():
-                asked = questions(study, Path(datasets), f"{scratch}/plan.json")
-                chances += told(name, asked)
+                groups = questions(study, Path(datasets), f"{scratch}/plan.json")
+                chances += print_study(name, groups)
     print("\n" + "\n".join(chances_table(*zip(*chances, strict=True), bins=5)))
 
 

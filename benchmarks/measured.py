@@ -218,23 +218,23 @@ def run(study: Study, datasets: Path, problems: list[str]) -> None:
                 epochs = min(max(least, int(SETTLED / predicted)), MOST)
                 how = {"eval_every": 0, "checkpoint_every": 0, "timeout": 120}
                 around = amid("run", planned, epochs=epochs, **how, out=out, emulate=rate or None)
-                told = {
+                case = {
                     "job": problem,
                     "cluster": name(*cluster),
                     "strategy": strategy,
                     "constants": measured.stem,
                 }
-                append(study, told, paces + around, replay(Path(out)).run)
+                append(study, case, paces + around, replay(Path(out)).run)
                 done[problem, name(*cluster), strategy] += 1
 
 
-def append(study: Study, told: dict[str, str], paces: list[float], seen: Run) -> None:
+def append(study: Study, case: dict[str, str], paces: list[float], seen: Run) -> None:
     """Append a row, and print a line about it."""
     comparison, step = seen.comparison, seen.comparison["step"]
     row = {
         "date": f"{datetime.now(UTC):%Y-%m-%d}",
         "hardware": f"{os.cpu_count()} cores, {platform.machine()}, Gloo",
-        **told,
+        **case,
         **{key: f"{step[key]:.6g}" for key in ("predicted_s", "simulated_s", "measured_s")},
         "bytes_equal": comparison["bytes"]["equal"],
         "order_equal": comparison["order"]["equal"],
@@ -246,7 +246,7 @@ def append(study: Study, told: dict[str, str], paces: list[float], seen: Run) ->
     }
     write(study.rows, [row], "a")
     print(
-        f"{told['job']:10s} {told['cluster']:14s} {told['strategy']:28s}"
+        f"{case['job']:10s} {case['cluster']:14s} {case['strategy']:28s}"
         f" predicted {step['predicted_s']:.4f} s, measured {step['measured_s']:.4f} s"
         f" ({step['predicted_error']:+.0%}); {' '.join(f'{each:.2f}' for each in paces)}",
         flush=True,
@@ -255,8 +255,8 @@ def append(study: Study, told: dict[str, str], paces: list[float], seen: Run) ->
 
 def predict(study: Study, datasets: Path) -> None:
     """Update the predictions of every row."""
-    told = rows(study)
-    for row in told:
+    study_rows = rows(study)
+    for row in study_rows:
         cluster = study.folder / f"{row['constants']}.yaml"
         with tempfile.TemporaryDirectory() as scratch:
             out = f"{scratch}/plan.json"
@@ -275,7 +275,7 @@ def predict(study: Study, datasets: Path) -> None:
         }
         error = float(row["predicted_s"]) / float(row["measured_s"]) - 1
         print(row["job"], row["cluster"], row["strategy"], f"{error:+.0%}")
-    write(study.rows, told)
+    write(study.rows, study_rows)
 
 
 def runs(study: Study, of: Callable[[dict[str, str]], bool] = lambda row: True) -> list[Compared]:
@@ -310,7 +310,7 @@ def runs(study: Study, of: Callable[[dict[str, str]], bool] = lambda row: True) 
 def table(study: Study) -> None:
     """Print Markdown tables: errors by cluster, strategy and operation, and choices."""
     seen, on_steady = runs(study), runs(study, steady)
-    told, even = summarise(seen), summarise(on_steady)["step"] if on_steady else {}
+    summary, even = summarise(seen), summarise(on_steady)["step"] if on_steady else {}
 
     def show(what: str, of: dict[str, float] | None) -> None:
         cells = [f"{of[figure]:.1%}" for figure in ("mean", "p95", "max")] if of else ["-"] * 3
@@ -320,28 +320,28 @@ def table(study: Study) -> None:
         return "-" if tau is None else f"{tau:.2f}"
 
     print(header("", "runs", "mean", "95 % have at most", "largest"))
-    for way in ("predicted", "simulated"):
-        show(f"step, {way}", told["step"][way])
-        show(f"step, {way}, machine steady", even.get(way))
+    for method in ("predicted", "simulated"):
+        show(f"step, {method}", summary["step"][method])
+        show(f"step, {method}, machine steady", even.get(method))
     for cluster in dict.fromkeys(run.question.split()[1] for run in seen):
         there = summarise([run for run in seen if run.question.endswith(f" {cluster}")])
         show(f"step, predicted, {cluster}", there["step"]["predicted"])
     for strategy in dict.fromkeys(run.strategy for run in seen):
         alike = summarise([run for run in seen if run.strategy == strategy])
         show(f"step, predicted, {strategy}", alike["step"]["predicted"])
-    for op, of in sorted(told["operations"].items(), key=lambda item: -item[1]["share"]):
+    for op, of in sorted(summary["operations"].items(), key=lambda item: -item[1]["share"]):
         show(f"{op} ({of['share']:.0%} of the step), predicted", of["predicted"])
-    show("memory", told["memory"])
+    show("memory", summary["memory"])
     print(
-        f"\nBytes as predicted in {told['bytes_equal']} of {told['runs']} runs. Noise from run to"
-        f" run: {told['noise']:.1%}.\n"
+        f"\nBytes as predicted in {summary['bytes_equal']} of {summary['runs']} runs. Noise from"
+        f" run to run: {summary['noise']:.1%}.\n"
     )
     print("| question | strategies | tau | chosen | fastest | regret |\n|---|--:|--:|---|---|--:|")
-    for one in told["rankings"]:
+    for one in summary["rankings"]:
         names = one["choice"], one["fastest"]
         regret = f"{one['regret']:.1%}"
         print(line(one["question"], one["strategies"], order(one["tau"]), *names, regret))
-    if every := told["ranking"]:
+    if every := summary["ranking"]:
         print(
             f"| all {every['questions']} || {order(every['tau'])} | right or within noise |"
             f" {every['right']:.0%} | {every['regret']:.1%} |"
@@ -359,9 +359,9 @@ def quote() -> None:
 
 
 if __name__ == "__main__":
-    asked = words(__doc__)
-    study = MINI if asked[:1] == ["minibatch"] else FULL
-    match asked[study is MINI :]:
+    arguments = words(__doc__)
+    study = MINI if arguments[:1] == ["minibatch"] else FULL
+    match arguments[study is MINI :]:
         case ["run", datasets, *problems]:
             run(study, Path(datasets), problems)
         case ["predict", datasets]:

@@ -54,10 +54,10 @@ def main(datasets: Path, record: bool, graphs: list[str]) -> None:
     for graph, model, layers, strategy, ranks, more in JOBS:
         if graphs and graph not in graphs:
             continue
-        asked = {"model": model, "layers": layers, "hidden": 64, "strategy": strategy}
+        settings = {"model": model, "layers": layers, "hidden": 64, "strategy": strategy}
         with tempfile.TemporaryDirectory() as scratch:
             path, out, source = f"{scratch}/plan.json", f"{scratch}/run", datasets / f"{graph}.npz"
-            plan(path, graph=source, **asked, dropout=0.5, ranks=ranks, **more)
+            plan(path, graph=source, **settings, dropout=0.5, ranks=ranks, **more)
             train(path, out, epochs=4)
             document = read(path)
             use = chosen(document).memory(question(document))
@@ -72,7 +72,7 @@ def main(datasets: Path, record: bool, graphs: list[str]) -> None:
                     "date": f"{datetime.now(UTC):%Y-%m-%d}",
                     "hardware": f"{platform.machine()} CPU, Gloo",
                     "graph": graph,
-                    **asked,
+                    **settings,
                     "ranks": ranks,
                     "rank": rank,
                     "predicted_bytes": round(predicted[rank]),

@@ -104,10 +104,12 @@ def _shared(
 ) -> tuple[np.ndarray, np.ndarray, int]:
     """Return edges [batches, L, ranks], cross edges [L], and the number of rows sent."""
     layers = range(1, len(FANOUTS) + 1)
-    made = [MiniBatch(graph, [found], (0,) * RANKS, owner, first_varying=1) for found in batches]
-    edges = [[one.facts(layer).edges for layer in layers] for one in made]
-    crossing = np.array([[one.crossing(layer) for layer in layers] for one in made])
-    rows = sum(int(one.facts(layer).sends.sum()) for one in made for layer in layers)
+    mini_batches = [
+        MiniBatch(graph, [found], (0,) * RANKS, owner, first_varying=1) for found in batches
+    ]
+    edges = [[one.facts(layer).edges for layer in layers] for one in mini_batches]
+    crossing = np.array([[one.crossing(layer) for layer in layers] for one in mini_batches])
+    rows = sum(int(one.facts(layer).sends.sum()) for one in mini_batches for layer in layers)
     return np.array(edges, dtype=float), crossing.sum((0, 2)), rows
 
 
@@ -255,18 +257,18 @@ def theirs(ranks: int) -> float:
     env = {**os.environ, **threads, "DGLBACKEND": "pytorch", "GLOO_SOCKET_IFNAME": "lo"}
     command = [sys.executable, *run, __file__, "dgl-child"]
     done = subprocess.run(command, env=env, check=True, capture_output=True, text=True)
-    told = next(
+    output = next(
         line for line in done.stdout.splitlines() if line.startswith("[") and line.endswith("]")
     )
-    return median(json.loads(told)[WARM:])
+    return median(json.loads(output)[WARM:])
 
 
 def ours(strategy: str, ranks: int, graph: str = GRAPH) -> float:
     """Return the median epoch of the same training by `gnnplan run` [s]."""
     batches = {"mode": "mini", "batch": BATCH, "fanout": ",".join(map(str, OUTWARDS))}
-    asked = {"graph": graph, **MODEL, **batches, "lr": LR, "ranks": ranks, "strategy": strategy}
+    question = {"graph": graph, **MODEL, **batches, "lr": LR, "ranks": ranks, "strategy": strategy}
     with tempfile.TemporaryDirectory() as folder:
-        plan(f"{folder}/plan.json", **asked)
+        plan(f"{folder}/plan.json", **question)
         epochs = train(f"{folder}/plan.json", f"{folder}/run", epochs=EPOCHS)
     return median(epoch["epoch_s"] for epoch in epochs[WARM:])
 

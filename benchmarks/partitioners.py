@@ -123,15 +123,15 @@ def main() -> None:
     parser.add_argument("--parts", default="2,8,64")
     parser.add_argument("--by", default="metis,kaminpar")
     parser.add_argument("--case", action="store_true")
-    asked = parser.parse_args()
-    parts, methods = map(int, asked.parts.split(",")), asked.by.split(",")
-    if asked.case:
-        print(json.dumps(case(asked.folder, methods[0], next(parts))))
+    arguments = parser.parse_args()
+    parts, methods = map(int, arguments.parts.split(",")), arguments.by.split(",")
+    if arguments.case:
+        print(json.dumps(case(arguments.folder, methods[0], next(parts))))
         return
-    graphs = [asked.folder / name for name in asked.graphs.split(",") if name]
-    for edges in filter(None, asked.edges.split(",")):
+    graphs = [arguments.folder / name for name in arguments.graphs.split(",") if name]
+    for edges in filter(None, arguments.edges.split(",")):
         for kind in ("rmat", "community"):
-            graphs.append(asked.folder / f"{kind}-{edges}")
+            graphs.append(arguments.folder / f"{kind}-{edges}")
             if not graphs[-1].exists():
                 generate(graphs[-1], kind, int(float(edges)))
     print("|", " | ".join(("graph", "parts", "by", *COLUMNS)), "|\n|---" + "|--:" * 10 + "|")
@@ -139,10 +139,10 @@ def main() -> None:
         for graph in graphs:
             for method in methods:
                 command = [sys.executable, __file__, str(graph), "--case", "--by", method]
-                told = subprocess.run(
+                output = subprocess.run(
                     [*command, "--parts", str(count)], check=True, stdout=subprocess.PIPE
                 )
-                found = json.loads(told.stdout).values()
+                found = json.loads(output.stdout).values()
                 shown = (f"{one:.3g}" if isinstance(one, float) else f"{one:,}" for one in found)
                 print("|", " | ".join((graph.stem, str(count), method, *shown)), "|", flush=True)
 

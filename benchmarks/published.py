@@ -86,9 +86,9 @@ def table(path: str) -> None:
     Errors are with the constants in use, and with constants fitted to the other datasets.
     """
     rows = read(path)
-    kept = evaluate_rows(rows, calibrate.gave_a_constant, calibrate.calibrated)
+    in_use = evaluate_rows(rows, calibrate.gave_a_constant, calibrate.calibrated)
     left = calibrate.leave_one_out(rows)
-    fitted, out = by_paper(kept, True), by_paper(left, False)
+    fitted, out = by_paper(in_use, True), by_paper(left, False)
     columns = ("rows", "mean error, constants of all rows", "rows left out", "mean error, left out")
     lines = [
         f"{line('paper', 'figure', *columns, 'median', 'largest')}",
@@ -96,10 +96,10 @@ def table(path: str) -> None:
     ]
     for key in sorted(fitted):
         errors = out.get(key, [])
-        told = [f"{of(errors):.1%}" for of in (mean, median, max)] if errors else ["-"] * 3
+        cells = [f"{of(errors):.1%}" for of in (mean, median, max)] if errors else ["-"] * 3
         mean_s = f"{mean(fitted[key]):.1%}"
-        lines.append(line(*key, len(fitted[key]), mean_s, len(errors), *told))
-    for name, result in (("constants of all rows", kept), ("left out", left)):
+        lines.append(line(*key, len(fitted[key]), mean_s, len(errors), *cells))
+    for name, result in (("constants of all rows", in_use), ("left out", left)):
         winner = result["summary"]["winner"]
         lines.append(f"\nThe faster strategy, {name}: right in {winner['right']} of {winner['n']}.")
     worst = sorted(
@@ -147,8 +147,8 @@ def others(path: str) -> None:
     ]
     for row in found["rows"]:
         inside = ("yes" if is_inside(row) else "no") if "kind" in row else ""
-        told = f"{row['predicted']:.4g}", f"{row['error']:+.0%}", inside
-        lines.append(line(*printed_of(row), *told))
+        cells = f"{row['predicted']:.4g}", f"{row['error']:+.0%}", inside
+        lines.append(line(*printed_of(row), *cells))
     lines += ["\nNot predicted:\n", header(*PRINTED_OF, "why", left=3)]
     lines += [line(*printed_of(row), row["why"]) for row in found["skipped"]]
     fill("other-works.md", lines)
@@ -162,7 +162,7 @@ def rivals(epochs: list[dict]) -> dict[str, list[bool]]:
     right = defaultdict(list)
     for a, b in (pair for rows in by_job.values() for pair in combinations(rows, 2)):
         printed = float(b["value"]) / float(a["value"])
-        told = [
+        systems = [
             {
                 **parse(row["strategy"]).knobs(),
                 "sampler": params.get("sampler"),
@@ -171,7 +171,9 @@ def rivals(epochs: list[dict]) -> dict[str, list[bool]]:
             for row in (a, b)
             for params in [json.loads(row["strategy_params"] or "{}")]
         ]
-        differ = [name for name in told[0] if told[0][name] != told[1][name] and name != "hot"]
+        differ = [
+            name for name in systems[0] if systems[0][name] != systems[1][name] and name != "hot"
+        ]
         if differ and max(printed, 1 / printed) > 1 + DIFFERENT:
             right[", ".join(differ)].append((printed - 1) * (b["predicted"] - a["predicted"]) > 0)
     return right
@@ -198,12 +200,12 @@ def choices(rows: list[Row]) -> list[str]:
     for choice in scored:
         by_testbed[f"{choice.job[0]}, {choice.job[2]}"].append(choice)
     by_testbed["all"] = scored
-    for name, those in by_testbed.items():
-        theirs = [choice.regret(choice.by_their_terms) <= DIFFERENT for choice in those]
-        regret = mean(choice.regret(choice.chosen) for choice in those)
-        right = mean(choice.right for choice in those)
+    for name, testbed_choices in by_testbed.items():
+        theirs = [choice.regret(choice.by_their_terms) <= DIFFERENT for choice in testbed_choices]
+        regret = mean(choice.regret(choice.chosen) for choice in testbed_choices)
+        right = mean(choice.right for choice in testbed_choices)
         shares = (f"{right:.0%}", f"{regret:.1%}", f"{mean(theirs):.0%}")
-        lines.append(line(name, len(those), *shares))
+        lines.append(line(name, len(testbed_choices), *shares))
     chances = [chance for choice in scored for chance in choice.chances]
     fastest = [s == min(choice.printed) for choice in scored for s in choice.printed]
     return [*lines, "", *chances_table(chances, fastest)]
@@ -212,10 +214,10 @@ def choices(rows: list[Row]) -> list[str]:
 # -- figures --------------------------------------------------------------------------------------
 
 
-def asked(testbed: str, servers: int, strategy: str, **told: object) -> Question:
+def question_on(testbed: str, servers: int, strategy: str, **columns: object) -> Question:
     """Return the question of a strategy on a testbed's servers with four GPUs each."""
-    told |= {"testbed": testbed, "num_nodes": servers, "gpus_per_node": 4, "strategy": strategy}
-    row = {**dict.fromkeys(COLUMNS, ""), **{name: str(value) for name, value in told.items()}}
+    columns |= {"testbed": testbed, "num_nodes": servers, "gpus_per_node": 4, "strategy": strategy}
+    row = {**dict.fromkeys(COLUMNS, ""), **{name: str(value) for name, value in columns.items()}}
     return question(row, testbeds=calibrate.calibrated)
 
 
@@ -228,11 +230,11 @@ def breakdown(plt, rows: list[dict[str, str]]) -> None:
         ("graph_parallel", "gnnpipe_pipeline", "gnnpipe_hybrid"),
     ):
         what = {"dataset": dataset, "model": model, "layers": 32, "hidden": hidden}
-        told = asked("gnnpipe_a5000", 2, strategy, **what).prediction
+        prediction = question_on("gnnpipe_a5000", 2, strategy, **what).prediction
         name = strategy.removeprefix("gnnpipe_").replace("_", " ")
         names.append(f"{dataset} {model}\n{name}")
-        parts = told.compute_s, told.comm_s, told.bubble_s
-        shares.append([float(part) / float(told.epoch_s) for part in parts])
+        parts = prediction.compute_s, prediction.comm_s, prediction.bubble_s
+        shares.append([float(part) / float(prediction.epoch_s) for part in parts])
     figure, axes = plt.subplots(figsize=(11, 4))
     below = [0.0] * len(names)
     for what, of in zip(
@@ -261,7 +263,7 @@ def over_depth(plt, rows: list[dict[str, str]]) -> None:
 
             def epochs_s(strategy: str, testbed=testbed, what=what) -> list[float]:
                 return [
-                    asked(testbed, 4, strategy, **what, layers=depth).prediction.epoch_s
+                    question_on(testbed, 4, strategy, **what, layers=depth).prediction.epoch_s
                     for depth in depths
                 ]
 
@@ -291,7 +293,9 @@ def over_width(plt, rows: list[dict[str, str]]) -> None:
     for color, model in enumerate(("gcn", "sage")):
         what = {**batches, "dataset": "ogbn-products", "model": model, "layers": 2}
         for style, strategy in (("-", "p3_push_pull"), (":", "dgl_data_parallel")):
-            questions = (asked("p3_p100", 4, strategy, **what, hidden=width) for width in widths)
+            questions = (
+                question_on("p3_p100", 4, strategy, **what, hidden=width) for width in widths
+            )
             times, name = map(mini_batches.epoch, questions), strategy.replace("_", " ")
             axes.plot(widths, list(times), style, color=f"C{color}", label=f"{model}, {name}")
     axes.set(xscale="log", xlabel="hidden width", ylabel="epoch [s]")

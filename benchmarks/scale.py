@@ -80,23 +80,23 @@ def trained(folder: Path, kind: str, edges: int) -> dict[str, Taken]:
     """Run all commands from a graph's name to a validated model, and remove their files."""
     name = GRAPHS[kind].format(v=edges // 20, e=edges, c=edges // 10_000) + LEARNED
     graph, parts = folder / "graph", folder / "parts2"
-    taken = {
+    costs = {
         "convert (generate)": timed("convert", name, graph),
         "partition -k 8": timed("partition", graph, "-k", 8, "-o", folder / "parts8"),
         "partition -k 2": timed("partition", graph, "-k", 2, "-o", parts),
     }
-    for mode, (asked, epochs) in TRAINED.items():
+    for mode, (options, epochs) in TRAINED.items():
         plan, run = folder / "plan.json", folder / mode.replace(" ", "-")
         where = ("--graph", parts, "--cluster", folder / "cluster.yaml", "--ranks", 2)
-        taken[f"plan, {mode}"] = timed("plan", *where, *asked, "-o", plan)
-        taken[f"run, {mode}, epochs: {epochs}"] = timed(
+        costs[f"plan, {mode}"] = timed("plan", *where, *options, "-o", plan)
+        costs[f"run, {mode}, epochs: {epochs}"] = timed(
             "run", plan, "--epochs", epochs, "--out", run
         )
-        taken[f"validate, {mode}"] = timed("validate", run)
+        costs[f"validate, {mode}"] = timed("validate", run)
     for path in folder.iterdir():
         if path.name != "cluster.yaml":
             shutil.rmtree(path) if path.is_dir() else path.unlink()
-    return taken
+    return costs
 
 
 def by_edges(folder: Path, picture: Path | None, sizes: list[int]) -> None:
@@ -108,11 +108,11 @@ def by_edges(folder: Path, picture: Path | None, sizes: list[int]) -> None:
         found = [trained(folder, kind, edges) for edges in sizes]
         print(header(f"{kind}: seconds (of all cores), peak GB", *(f"{n:,} edges" for n in sizes)))
         for step in found[0]:
-            each = [taken[step] for taken in found]
+            each = [costs[step] for costs in found]
             cells = (f"{t.seconds:,.3g} ({t.cpu:,.3g}), {t.peak / 1e9:.2f}" for t in each)
             print(line(step, *cells), flush=True)
             if not step.startswith("validate"):
-                lines[f"{kind}: {step}"] = [taken.cpu for taken in each]
+                lines[f"{kind}: {step}"] = [cost.cpu for cost in each]
     if picture:
         draw("edges", sizes, lines, picture)
 
@@ -137,24 +137,24 @@ PLAYED: dict[str, dict[str, object]] = {
 }
 
 
-def on(graph: str, ranks: int, asked: dict[str, object]) -> Problem:
-    cluster, workload = read_cluster(SERVER), ask_workload(None, asked).workload
+def on(graph: str, ranks: int, options: dict[str, object]) -> Problem:
+    cluster, workload = read_cluster(SERVER), ask_workload(None, options).workload
     settings = [f"servers={ranks // EACH}"]
     return problem_of(graph, cluster, workload, settings, None, "metis", False)
 
 
-def planning(ranks: int, asked: dict[str, object]) -> float:
+def planning(ranks: int, options: dict[str, object]) -> float:
     gc.collect()
     started = time.process_time()
-    problem = on("ogbn-papers100M", ranks, asked)
+    problem = on("ogbn-papers100M", ranks, options)
     with suppress(Infeasible):  # on few GPUs; the search then also looked for what would fit
         make(search(problem))
     return time.process_time() - started
 
 
-def playing(text: str, ranks: int, asked: dict[str, object]) -> float:
+def playing(text: str, ranks: int, options: dict[str, object]) -> float:
     """Return the seconds to schedule and simulate a step; nan if the strategy does not suit."""
-    problem = on("ogbn-products", ranks, asked)
+    problem = on("ogbn-products", ranks, options)
     strategy = parse(text).settle(problem)
     try:
         strategy.check(problem)
@@ -170,12 +170,12 @@ def by_ranks(picture: Path | None) -> None:
     """Print and draw the table over the number of ranks."""
     lines: dict[str, list[float]] = {}
     print(header("seconds of one core", *(f"{ranks:,} ranks" for ranks in RANKS)), flush=True)
-    for name, asked in PLANNED.items():
-        lines[name] = [planning(ranks, asked) for ranks in RANKS]
-    for text, asked in PLAYED.items():
-        lines[f"play {text}"] = [playing(text, ranks, asked) for ranks in RANKS]
-    for name, told in lines.items():
-        print(line(name, *("-" if np.isnan(s) else f"{s:.3g}" for s in told)), flush=True)
+    for name, options in PLANNED.items():
+        lines[name] = [planning(ranks, options) for ranks in RANKS]
+    for text, options in PLAYED.items():
+        lines[f"play {text}"] = [playing(text, ranks, options) for ranks in RANKS]
+    for name, seconds in lines.items():
+        print(line(name, *("-" if np.isnan(s) else f"{s:.3g}" for s in seconds)), flush=True)
     if picture:
         draw("ranks", RANKS, lines, picture)
 
@@ -204,8 +204,8 @@ if __name__ == "__main__":
     what, *rest = words(__doc__) or [""]
     if what == "edges" and rest:
         folder, picture, *sizes = rest if len(rest) > 1 else [rest[0], ""]
-        asked = [int(float(size)) for size in sizes] or [10**6, 10**7, 10**8]
-        by_edges(Path(folder), Path(picture) if picture else None, asked)
+        numbers = [int(float(size)) for size in sizes] or [10**6, 10**7, 10**8]
+        by_edges(Path(folder), Path(picture) if picture else None, numbers)
     elif what == "ranks":
         by_ranks(Path(rest[0]) if rest else None)
     else:

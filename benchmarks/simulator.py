@@ -69,8 +69,8 @@ def halo(ranks: int = 8, layers: int = 32, steps: int = 10) -> Schedule:
         for layer in range(layers):
             for rank in group:
                 exchange, forward, reduced = (
-                    Label(op, step, way, layer)
-                    for op, way in (("halo", "f"), ("forward", "f"), ("all_reduce", "b"))
+                    Label(op, step, direction, layer)
+                    for op, direction in (("halo", "f"), ("forward", "f"), ("all_reduce", "b"))
                 )
                 before = (Label("forward", step, "f", layer - 1),) if layer else ()
                 schedule.tasks += [
@@ -122,8 +122,8 @@ def main(repeats: int = 3) -> None:
         )
     for fabric in (None, Fabric(kind="leaf_spine", servers_per_leaf=8, oversubscription=4)):
         changed = {"servers": 64, "gpus_per_server": 1, "fabric": fabric}
-        told = flows(TWO_SERVERS.model_copy(update=changed))
-        print(f"{fabric.kind if fabric else 'one switch'}: {told}")
+        text = flows(TWO_SERVERS.model_copy(update=changed))
+        print(f"{fabric.kind if fabric else 'one switch'}: {text}")
 
 
 if __name__ == "__main__":

@@ -75,9 +75,9 @@ def ours(strategy: str, ranks: int, dtype: str) -> dict[str, Any]:
 
     Returns {'epoch_s': median [s], 'losses', 'rss_mb': of the fullest rank}.
     """
-    asked = {"graph": GRAPH, **MODEL, "ranks": ranks, "dtype": dtype, "strategy": strategy}
+    question = {"graph": GRAPH, **MODEL, "ranks": ranks, "dtype": dtype, "strategy": strategy}
     with tempfile.TemporaryDirectory() as folder:
-        plan(f"{folder}/plan.json", **asked)
+        plan(f"{folder}/plan.json", **question)
         epochs = train(f"{folder}/plan.json", f"{folder}/run", epochs=EPOCHS)
         left = [json.loads(path.read_text()) for path in Path(folder, "run").glob("rank*.json")]
     return {
@@ -128,11 +128,11 @@ def main() -> None:
         runs[name] = partial(ours, *each)
         if name in exact:
             runs[f"{name}, floor"] = partial(floor, *each[:2])
-    told = in_turn(runs, rounds)
-    floors = {name: told.pop(f"{name}, floor") for name in exact}
-    seconds = {name: [each["epoch_s"] for each in of] for name, of in told.items()}
-    losses = {name: of[-1]["losses"] for name, of in told.items()}
-    first, *others = told
+    results = in_turn(runs, rounds)
+    floors = {name: results.pop(f"{name}, floor") for name in exact}
+    seconds = {name: [each["epoch_s"] for each in of] for name, of in results.items()}
+    losses = {name: of[-1]["losses"] for name, of in results.items()}
+    first, *others = results
     print(
         f"3-layer GraphSAGE-mean {HIDDEN}, 20k vertices, 1M edges, 128 features; median epoch of"
         f" {rounds} rounds in turn"
@@ -140,7 +140,7 @@ def main() -> None:
     for name, series in seconds.items():
         print(
             f"{name:50s} {median(series):.3f} s  {ratio(series, seconds[first]):.2f}x {first}"
-            f"  {max(each['rss_mb'] for each in told[name]):.0f} MB/process"
+            f"  {max(each['rss_mb'] for each in results[name]):.0f} MB/process"
         )
     for name, (strategy, ranks, dtype) in mine.items():
         if dtype != "float32":

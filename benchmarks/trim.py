@@ -41,9 +41,9 @@ def row(name: str, graph: Path, share: float, folder: Path) -> str:
     """Train and return a row of the table."""
     with np.load(graph) as file:
         has_own = bool({"x", "x_data", "x_indices"} & set(file))
-    asked = {"graph": graph, **MODEL, "features": None if has_own else 128}
+    question = {"graph": graph, **MODEL, "features": None if has_own else 128}
     plans = {strategy: folder / f"{name}.{share}.{strategy}.json" for strategy in STRATEGIES}
-    predicted = [plan(path, **asked, strategy=strategy) for strategy, path in plans.items()]
+    predicted = [plan(path, **question, strategy=strategy) for strategy, path in plans.items()]
 
     def trained(path: Path) -> list[dict[str, float]]:
         return train(path, Path(tempfile.mkdtemp(dir=folder)) / "run", epochs=EPOCHS)

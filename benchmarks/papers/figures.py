@@ -59,60 +59,60 @@ def _row_of_baseline(row: Row) -> Row:
 # -- figures of one strategy -----------------------------------------------------------------------
 
 
-def _epoch_s(asked: Question) -> float:
-    if isinstance(asked.problem, their_software.InterpretedProblem):
-        return their_software.epoch(asked)
-    if asked.problem.workload.mode == "mini":
-        return mini_batch.epoch(asked)
-    return float(asked.prediction.epoch_s)
+def _epoch_s(case: Question) -> float:
+    if isinstance(case.problem, their_software.InterpretedProblem):
+        return their_software.epoch(case)
+    if case.problem.workload.mode == "mini":
+        return mini_batch.epoch(case)
+    return float(case.prediction.epoch_s)
 
 
-def _train_s(asked: Question) -> float:
-    epochs = json.loads(asked.row["strategy_params"] or "{}").get("epochs")
+def _train_s(case: Question) -> float:
+    epochs = json.loads(case.row["strategy_params"] or "{}").get("epochs")
     if not isinstance(epochs, int):
         raise Skip("epochs are not stated")
-    return _epoch_s(asked) * epochs
+    return _epoch_s(case) * epochs
 
 
-def _comm_s(asked: Question) -> float:
+def _comm_s(case: Question) -> float:
     """Return the seconds of exposed communication.
 
     For a pipeline, whose chunks hide most communication, it is all that a rank sends, which GNNPipe
     seems to print.
     """
-    prediction = asked.prediction
+    prediction = case.prediction
     pipeline_s = float(np.max(prediction.by_op.get("pipeline", 0.0)))
     return max(float(prediction.comm_s), pipeline_s)
 
 
-def _compute_s(asked: Question) -> float:
-    if asked.problem.workload.mode == "mini":
-        return _part_s("compute_time_s", asked)
-    return float(asked.prediction.compute_s)
+def _compute_s(case: Question) -> float:
+    if case.problem.workload.mode == "mini":
+        return _part_s("compute_time_s", case)
+    return float(case.prediction.compute_s)
 
 
-def _part_s(metric: str, asked: Question) -> float:
+def _part_s(metric: str, case: Question) -> float:
     """Return the seconds of a part of a mini-batch step, as its paper divides it. Raises Skip."""
-    if asked.row["paper"] not in ("p3", "gsplit"):
+    if case.row["paper"] not in ("p3", "gsplit"):
         raise Skip("what its paper counts as that is not known here")
-    return mini_batch.part(metric, asked)
+    return mini_batch.part(metric, case)
 
 
-def _volume(asked: Question) -> float:
-    if asked.problem.workload.mode == "mini":
-        return mini_batch.volume(asked)
-    return float(asked.prediction.bytes_total)
+def _volume(case: Question) -> float:
+    if case.problem.workload.mode == "mini":
+        return mini_batch.volume(case)
+    return float(case.prediction.bytes_total)
 
 
 PARTS = ("dag_time_s", "copy_time_s", "sample_time_s", "load_time_s", "forward_backward_time_s")
 FIGURES: dict[str, Callable[[Question], float]] = {
     "epoch_time_s": _epoch_s,
-    "throughput_epochs_per_s": lambda asked: 1 / _epoch_s(asked),
+    "throughput_epochs_per_s": lambda case: 1 / _epoch_s(case),
     "comm_time_s": _comm_s,
     "compute_time_s": _compute_s,
     "reduce_time_s": full_graph.reduced,
-    "comm_ratio": lambda asked: _comm_s(asked) / _epoch_s(asked),
-    "ext_comm_ratio": lambda asked: full_graph.between_servers(asked) / _epoch_s(asked),
+    "comm_ratio": lambda case: _comm_s(case) / _epoch_s(case),
+    "ext_comm_ratio": lambda case: full_graph.between_servers(case) / _epoch_s(case),
     "comm_volume_bytes": _volume,
     "train_time_s": _train_s,
     "cross_edge_ratio": mini_batch.crossing,
@@ -159,12 +159,12 @@ def _feasibility(row: Row, testbeds: Testbeds) -> float:
     raise Skip("no number of GPUs of the testbed fits")
 
 
-def _fits(asked: Question) -> bool:
-    if asked.row["paper"] in full_graph.PAPERS:
-        params = json.loads(asked.row["strategy_params"] or "{}")
-        return their_memory.fits(asked, any_batches="updates_per_epoch" not in params)
+def _fits(case: Question) -> bool:
+    if case.row["paper"] in full_graph.PAPERS:
+        params = json.loads(case.row["strategy_params"] or "{}")
+        return their_memory.fits(case, any_batches="updates_per_epoch" not in params)
     try:
-        evaluate(asked.problem, asked.strategy)
+        evaluate(case.problem, case.strategy)
     except Infeasible:
         return False
     return True

@@ -112,10 +112,10 @@ def _halo_rows(vertices: int, edges: int, parts: int, mixing: float) -> float:
     return float(vertices * (parts - 1) * -np.expm1(-mixing * edges / vertices / parts))
 
 
-def halo(asked: Question) -> float:
+def halo(case: Question) -> float:
     """Return the halo rows of all ranks together, for one hop."""
-    stats, parts = asked.problem.stats, asked.problem.ranks
-    mixing = mixing_of(stats, asked.problem.method).at(parts)
+    stats, parts = case.problem.stats, case.problem.ranks
+    mixing = mixing_of(stats, case.problem.method).at(parts)
     return _halo_rows(stats.vertices, stats.edges, parts, mixing)
 
 
@@ -209,26 +209,26 @@ def as_theirs(problem: Problem, paper: str) -> Problem:
     return replace(problem, stats=stats) if inductive else problem
 
 
-def between_servers(asked: Question) -> float:
+def between_servers(case: Question) -> float:
     """Return the seconds that an epoch loses on links between servers.
 
     GraNNDis measures epochs with and without the exchanges between servers.
     """
-    link = asked.problem.cluster.inter_node
+    link = case.problem.cluster.inter_node
     if link is None:
         return 0.0
     free = link.model_copy(update={"bandwidth": FREE, "latency": 0.0})
-    cluster = asked.problem.cluster.model_copy(update={"inter_node": free})
-    without = replace(asked, problem=replace(asked.problem, cluster=cluster))
-    return float(asked.prediction.epoch_s) - float(without.prediction.epoch_s)
+    cluster = case.problem.cluster.model_copy(update={"inter_node": free})
+    without = replace(case, problem=replace(case.problem, cluster=cluster))
+    return float(case.prediction.epoch_s) - float(without.prediction.epoch_s)
 
 
-def reduced(asked: Question) -> float:
+def reduced(case: Question) -> float:
     """Return the seconds per epoch of all-reduces."""
-    seconds = float(np.max(asked.prediction.by_op["all_reduce"]))
-    if asked.row["paper"] != "pipegcn":
+    seconds = float(np.max(case.prediction.by_op["all_reduce"]))
+    if case.row["paper"] != "pipegcn":
         return seconds
-    messages = tensors(asked.problem) * 2 * (asked.problem.ranks - 1)  # a ring for each parameter
+    messages = tensors(case.problem) * 2 * (case.problem.ranks - 1)  # a ring for each parameter
     return seconds + messages * TCP_LATENCY
 
 

@@ -114,76 +114,76 @@ def as_theirs(problem: Problem, name: str) -> Problem:
 # -- times -----------------------------------------------------------------------------------------
 
 
-def part(metric: str, asked: Question) -> float:
+def part(metric: str, case: Question) -> float:
     """Return the seconds per epoch of the part of a step that the paper calls `metric`."""
-    paper = asked.row["paper"]
+    paper = case.row["paper"]
     if metric in REST:
         parts = [name for of, name in PARTS if of == paper]
-        return epoch(asked) - sum(_listed_s(name, asked) for name in parts)
-    return _listed_s(metric, asked)
+        return epoch(case) - sum(_listed_s(name, case) for name in parts)
+    return _listed_s(metric, case)
 
 
-def _listed_s(metric: str, asked: Question) -> float:
+def _listed_s(metric: str, case: Question) -> float:
     """Return the seconds per epoch of the operations in PARTS."""
-    paper, chosen = asked.row["paper"], asked.strategy
+    paper, chosen = case.row["paper"], case.strategy
     blocks = 1  # blocks that a rank builds per batch
     if paper == "p3" and isinstance(chosen, P3):
-        blocks = len(chosen.rail(asked.problem, 0))  # a rank of P3 builds only its own block
+        blocks = len(chosen.rail(case.problem, 0))  # a rank of P3 builds only its own block
     seconds = 0.0
-    for kind, by_rank in asked.prediction.by_op.items():
+    for kind, by_rank in case.prediction.by_op.items():
         if kind.partition(":")[0] in PARTS[paper, metric]:
             seconds += float(np.max(by_rank)) / (blocks if kind == "lay" else 1)
     if metric == "copy_time_s":
-        seconds += staged(asked)
+        seconds += staged(case)
     if metric == "load_time_s":
-        seconds -= in_place(asked)
+        seconds -= in_place(case)
     return seconds
 
 
-def epoch(asked: Question) -> float:
+def epoch(case: Question) -> float:
     """Return the seconds per epoch: gnnplan's prediction, corrected by the systems' differences."""
-    return float(asked.prediction.epoch_s) + staged(asked) - in_place(asked)
+    return float(case.prediction.epoch_s) + staged(case) - in_place(case)
 
 
-def in_place(asked: Question) -> float:
+def in_place(case: Question) -> float:
     """Return the seconds per epoch in which gnnplan, but not GSplit, copies cached rows.
 
     GSplit 'can skip loading an input feature if it is already cached locally' (Sec. 3): layer 1
     reads such a row in the cache.
     """
-    if asked.row["paper"] != "gsplit" or not isinstance(asked.strategy, GSplit):
+    if case.row["paper"] != "gsplit" or not isinstance(case.strategy, GSplit):
         return 0.0
-    return float(np.max(asked.prediction.by_op.get("pick", 0.0)))
+    return float(np.max(case.prediction.by_op.get("pick", 0.0)))
 
 
-def staged(asked: Question) -> float:
+def staged(case: Question) -> float:
     """Return the seconds per epoch in which P3's testbed, but not gnnplan, copies over host links.
 
     P3's KVStore sends from the servers' memory: received features are copied to the GPU, partial
     sums and their gradients from and to the GPU.
     """
-    if asked.row["paper"] != "p3" or asked.problem.workload.mode != "mini":
+    if case.row["paper"] != "p3" or case.problem.workload.mode != "mini":
         return 0.0
-    nbytes = asked.prediction.bytes
+    nbytes = case.prediction.bytes
     moved = nbytes.get("fetch", 0) + 2 * nbytes.get("pull", 0)
-    link = asked.problem.cluster.host or asked.problem.cluster.intra_node
-    return moved / asked.problem.ranks / link.bandwidth
+    link = case.problem.cluster.host or case.problem.cluster.intra_node
+    return moved / case.problem.ranks / link.bandwidth
 
 
 # -- counts ----------------------------------------------------------------------------------------
 
 
-def sampled(metric: str, asked: Question) -> float:
+def sampled(metric: str, case: Question) -> float:
     """Return edges computed or features loaded per epoch; frontier_vertices: rows of one batch.
 
     The frontier is the row's `hop` hops from the seeds; default: all layers.
     """
-    problem, params = asked.problem, json.loads(asked.row["strategy_params"] or "{}")
+    problem, params = case.problem, json.loads(case.row["strategy_params"] or "{}")
     layers = problem.workload.layers
     if metric == "frontier_vertices":
         need = expected_frontier(problem.stats, int(params["batch"]), problem.workload.fanouts)
         return need.rows[layers - int(params.get("hop", layers))]
-    split = isinstance(asked.strategy, GSplit)
+    split = isinstance(case.strategy, GSplit)
     groups = (0,) * problem.ranks if split else tuple(range(problem.ranks))
     batch = problem.minibatches(groups).at(0)
     batches = problem.stats.train_vertices / problem.workload.batch
@@ -192,26 +192,26 @@ def sampled(metric: str, asked: Question) -> float:
     return batches * sum(int(batch.facts(layer).edges.sum()) for layer in range(1, layers + 1))
 
 
-def crossing(asked: Question) -> float:
+def crossing(case: Question) -> float:
     """Return the share of a batch's edges between different ranks that split the batch."""
-    splitter = str(asked.strategy.knobs()["splitter"])
-    batch = asked.problem.minibatches((0,) * asked.problem.ranks, splitter).at(0)
+    splitter = str(case.strategy.knobs()["splitter"])
+    batch = case.problem.minibatches((0,) * case.problem.ranks, splitter).at(0)
     assert isinstance(batch, EstimatedBatch)
     return batch.cross
 
 
-def volume(asked: Question) -> float:
+def volume(case: Question) -> float:
     """Return the bytes sent per mini-batch.
 
     P3's example, which states no number of GPUs, counts one trainer's batch: all its features, or
     its partial sums in the forward pass.
     """
-    problem, model = asked.problem, asked.problem.model
-    if asked.row["gpus_per_node"]:
-        return asked.prediction.bytes_total / asked.strategy.steps(problem)
+    problem, model = case.problem, case.problem.model
+    if case.row["gpus_per_node"]:
+        return case.prediction.bytes_total / case.strategy.steps(problem)
     seeds = problem.workload.batch // problem.ranks
     need = expected_frontier(problem.stats, seeds, problem.workload.fanouts)
-    if isinstance(asked.strategy, P3):
+    if isinstance(case.strategy, P3):
         width = model.layers[0].h_out
         return float((problem.ranks - 1) * need.rows[1] * width * model.itemsize)
     return need.rows[0] * model.features * model.itemsize

@@ -76,9 +76,9 @@ def evaluate_rows(
         except (Skip, GnnplanError) as error:
             skipped.append({**plain, "why": str(error)})
             continue
-        told = {"predicted": figure, "error": _error(row, figure), "fitted": fitted(row)}
+        result = {"predicted": figure, "error": _error(row, figure), "fitted": fitted(row)}
         epoch = _in_doubt(row, figure, testbeds) if row["metric"] == "epoch_time_s" else {}
-        predicted.append({**plain, **told, **epoch})
+        predicted.append({**plain, **result, **epoch})
     epochs = [row for row in predicted if "kind" in row and not row["fitted"]]
     return {
         "rows": predicted,
@@ -92,10 +92,10 @@ def evaluate_rows(
 def _in_doubt(row: Row, figure: float, testbeds: Testbeds) -> dict[str, Any]:
     """Return the kind of the row's epoch, and a plan's 80 % range around `figure`, the prediction
     for the row's software."""
-    asked = question(row, testbeds=testbeds)
-    problem = asked.problem
-    ours_s = Candidate(asked.strategy, asked.prediction, problem).drawn_s
-    low_s, high_s = range_of(ours_s * figure / asked.prediction.epoch_s, figure)
+    case = question(row, testbeds=testbeds)
+    problem = case.problem
+    ours_s = Candidate(case.strategy, case.prediction, problem).drawn_s
+    low_s, high_s = range_of(ours_s * figure / case.prediction.epoch_s, figure)
     trained_on = {"full": "full graph", "mini": "mini-batches"}[problem.workload.mode]
     gpus = "one GPU" if problem.ranks == 1 else "several GPUs"
     return {"kind": f"{trained_on}, {gpus}", "low_s": low_s, "high_s": high_s}

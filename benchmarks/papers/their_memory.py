@@ -52,39 +52,39 @@ def gave_a_factor(row: Row) -> bool:
     )
 
 
-def fits(asked: Question, any_batches: bool) -> bool:
+def fits(case: Question, any_batches: bool) -> bool:
     """Return whether the fullest rank fits its GPU.
 
     any_batches: GraNNDis reduces its batches until they fit (Sec. 5), so it is enough if some
     number of batches fits.
     """
-    problem, strategy = asked.problem, asked.strategy
+    problem, strategy = case.problem, case.strategy
     memory = problem.cluster.device.memory
     if not (any_batches and isinstance(strategy, GraNNDis)):
-        return needed(asked) <= memory
+        return needed(case) <= memory
     most = min(MOST_BATCHES, max(1, problem.stats.train_vertices // problem.ranks))
     counts = [2**power for power in range(int(np.log2(most)) + 1)]
     return any(
-        needed(replace(asked, strategy=replace(strategy, batches=count))) <= memory
+        needed(replace(case, strategy=replace(strategy, batches=count))) <= memory
         for count in counts
     )
 
 
-def needed(asked: Question) -> float:
+def needed(case: Question) -> float:
     """Return the memory of the fullest rank [B]."""
-    problem, strategy = asked.problem, asked.strategy
+    problem, strategy = case.problem, case.strategy
     layouts: list[Layout | EstimatedLayout] = [problem.layout()]
     if isinstance(strategy, GraNNDis):
         layouts = list(strategy.layouts(problem)) or [strategy.layout(problem)]
-    factor = UNCOUNTED.get(asked.row["testbed"], 1.0)
-    return factor * max(_counted(asked, layout) for layout in layouts)
+    factor = UNCOUNTED.get(case.row["testbed"], 1.0)
+    return factor * max(_counted(case, layout) for layout in layouts)
 
 
-def _counted(asked: Question, layout: Layout | EstimatedLayout) -> float:
+def _counted(case: Question, layout: Layout | EstimatedLayout) -> float:
     """Return the bytes of the tensors that the module docstring lists [B]."""
-    problem, model = asked.problem, asked.problem.model
+    problem, model = case.problem, case.problem.model
     itemsize, layers = model.itemsize, problem.workload.layers
-    pipegcn = asked.row["paper"] == "pipegcn"
+    pipegcn = case.row["paper"] == "pipegcn"
     linear = LINEAR.get(problem.stats.name, 0) if pipegcn else 0
     dropout = 0.0 if pipegcn and problem.stats.name in NO_DROPOUT else DROPOUT
     kept, widest = 0.0, 0.0

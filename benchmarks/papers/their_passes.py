@@ -31,7 +31,7 @@ class TheirModel(Model):
     own_copy_passes = 0  # COPIED includes these passes
 
     def played(self, layer: int, narrow: bool = False, apart: bool = False) -> Played:
-        told, spec = super().played(layer, narrow, apart), self.layers[layer - 1]
+        ours, spec = super().played(layer, narrow, apart), self.layers[layer - 1]
         narrow = narrow and self.narrow_at(layer)
         applied = APPLIED * (spec.weights > 0) + MIXED * self.sends_initial
         width = spec.multiplied if narrow or self.rows(layer).multiplied_first else spec.h_in
@@ -41,28 +41,28 @@ class TheirModel(Model):
         again = APPLIED_BACKWARD + MIXED_BACKWARD * self.sends_initial
         projected = (COPIED * (spec.h_in + spec.multiplied) + _activated(spec)) * LOCAL
         return replace(
-            told,
+            ours,
             ways=self._theirs(
-                told.ways,
+                ours.ways,
                 applied * spec.h_out * ROWS + per_source * SOURCES,
                 again * spec.h_out * ROWS,
             ),
-            project=self._theirs(told.project, projected),
+            project=self._theirs(ours.project, projected),
         )
 
     @property
     def encodes(self) -> Played:
         assert self.encoder
-        told, (h_in, h_out) = super().encodes, self.encoder
+        ours, (h_in, h_out) = super().encodes, self.encoder
         copied = COPIED * (h_out + h_in * (not self.inputs.multiplied_first)) * ROWS
-        return replace(told, ways=self._theirs(told.ways, copied))
+        return replace(ours, ways=self._theirs(ours.ways, copied))
 
     @property
     def decodes(self) -> Played:
         assert self.decoder
-        told = super().decodes
+        ours = super().decodes
         copied = (COPIED * sum(self.decoder) + _activated(self.decoder_inputs)) * ROWS
-        return replace(told, ways=self._theirs(told.ways, copied))
+        return replace(ours, ways=self._theirs(ours.ways, copied))
 
     def _theirs(
         self, ways: tuple[Work, Work], numbers: Amount, again: Amount = NOTHING

@@ -172,9 +172,9 @@ class InterpretedModel(TheirModel):
         return rows * self.features * self.feature_bytes
 
     def played(self, layer: int, narrow: bool = False, apart: bool = False) -> Played:
-        told, spec = super().played(layer, narrow, apart), self.layers[layer - 1]
-        first, second = told.ways
-        return replace(told, ways=(self._along(spec, first, 0), self._along(spec, second, 1)))
+        ours, spec = super().played(layer, narrow, apart), self.layers[layer - 1]
+        first, second = ours.ways
+        return replace(ours, ways=(self._along(spec, first, 0), self._along(spec, second, 1)))
 
     def _along(self, spec: Layer, work: Work, direction: int) -> Work:
         """Return the work with gathers of whole rows, and with the operations along edges.
@@ -230,11 +230,11 @@ class InterpretedProblem(TheirProblem):
     @cached_property
     def model(self) -> Model:
         theirs, heads = super().model, self.last_heads
-        told = {each.name: getattr(theirs, each.name) for each in fields(Model)}
+        values = {each.name: getattr(theirs, each.name) for each in fields(Model)}
         *before, last = theirs.layers
         last = replace(last, h_out=heads * last.h_out, heads=heads) if heads else last
-        told |= {"program": self.program, "feature_bytes": self.feature_bytes}
-        return InterpretedModel(**told | {"layers": (*before, last)})
+        values |= {"program": self.program, "feature_bytes": self.feature_bytes}
+        return InterpretedModel(**values | {"layers": (*before, last)})
 
 
 def as_theirs(problem: TheirProblem, params: Params) -> TheirProblem:
@@ -262,17 +262,17 @@ PARTS |= {"read": "left out"}
 STEP, WALKS = 3e-7, 7
 
 
-def epoch(asked: Question) -> float:
+def epoch(case: Question) -> float:
     """Return the seconds of an epoch: of the slower of host and GPU, and of sampling and loads.
 
     A program with prefetching overlaps sampling, and some programs also loads."""
-    problem, chosen = asked.problem, asked.strategy
+    problem, chosen = case.problem, case.strategy
     assert isinstance(problem, InterpretedProblem)
     device = problem.cluster.device.model_copy(update={"launch": 0.0})
     at_once = replace(problem, cluster=problem.cluster.model_copy(update={"device": device}))
-    of = parts(replace(asked, problem=at_once))
-    called_s = parts(asked)["compute"] - of["compute"]
-    compute_s = max(of["compute"] + _walked_s(asked, problem), called_s)
+    of = parts(replace(case, problem=at_once))
+    called_s = parts(case)["compute"] - of["compute"]
+    compute_s = max(of["compute"] + _walked_s(case, problem), called_s)
     if not (isinstance(chosen, OnBatches) and chosen.prefetch):
         return compute_s + of["sample"] + of["load"] + of["fetch"]
     if problem.program.slices == "in line":
@@ -280,23 +280,23 @@ def epoch(asked: Question) -> float:
     return max(of["sample"], of["load"], of["fetch"], compute_s)
 
 
-def parts(asked: Question) -> dict[str, float]:
+def parts(case: Question) -> dict[str, float]:
     """Return the seconds of an epoch by part: sample, load, fetch, compute."""
     seconds = dict.fromkeys((*PARTS.values(), "compute"), 0.0)
-    for kind, by_rank in asked.prediction.by_op.items():
+    for kind, by_rank in case.prediction.by_op.items():
         seconds[PARTS.get(kind.partition(":")[0], "compute")] += float(np.max(by_rank))
-    knobs, stats, model = asked.strategy.knobs(), asked.problem.stats, asked.problem.model
+    knobs, stats, model = case.strategy.knobs(), case.problem.stats, case.problem.model
     if knobs.get("hot") == "degree" and stats.directed and knobs["cache"]:
         # The cache serves as many reads as its rows have readers (the curve is that of compute.py).
         # Batches begin at few vertices, whose neighbours are not those that most vertices read.
         cached = float(str(knobs["cache"])) / (model.features * model.itemsize) / stats.vertices
-        plain = replace(asked, strategy=replace(asked.strategy, cache=0))  # type: ignore[call-arg]
+        plain = replace(case, strategy=replace(case.strategy, cache=0))  # type: ignore[call-arg]
         seconds["load"] = parts(plain)["load"] * (1 - ndtr(stats.spread + ndtri(cached)))
     return seconds
 
 
-def _walked_s(asked: Question, problem: InterpretedProblem) -> float:
+def _walked_s(case: Question, problem: InterpretedProblem) -> float:
     """Return the seconds for which a GPU waits for the row with most edges."""
-    most = int(json.loads(asked.row["strategy_params"] or "{}").get("most_neighbours", 0))
+    most = int(json.loads(case.row["strategy_params"] or "{}").get("most_neighbours", 0))
     attends = sum(spec.heads > 0 for spec in problem.model.layers)
     return WALKS * STEP * attends * most * (problem.program.edges is DGL_EDGES)
