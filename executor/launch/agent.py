@@ -219,8 +219,8 @@ def run(
 ) -> None:
     """Run a program of executor/__main__.py in one process per rank, until all have ended.
 
-    words: its command line. places: the server of every process. servers: the emulated servers, if
-    any. folder: for links to servers. env: added to the environment. Leaves no process behind.
+    arguments: its command line. places: the server of every process. servers: the emulated servers,
+    if any. folder: for links to servers. env: added to the environment. Leaves no process behind.
     Raises the error of the rank that failed first.
     """
     defaults = {"OMP_NUM_THREADS": "1", "TORCH_CPP_LOG_LEVEL": "ERROR", **loopback_only()}

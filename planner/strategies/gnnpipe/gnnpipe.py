@@ -17,7 +17,7 @@ that a chunk reads from a later chunk is historical: its values are from an earl
 
 Fresh and historical rows: rows of the current chunk, and of chunks that this step has already
 processed, are fresh; all other rows are historical. Because backward runs in reverse order, the
-gradient of a fresh row is complete before it is pass_of to the previous layer.
+gradient of a fresh row is complete before it is passed on to the previous layer.
 
 Hybrid: a member keeps copies of the remote rows that its own rows read. A remote row is received
 once per layer, when the chunk of that row is processed; the row's gradient is sent to the owner

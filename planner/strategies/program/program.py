@@ -101,7 +101,8 @@ class Op:
 
     Three names (`op`) have a meaning: 'halo' is an exchange of rows between their owners, 'loss'
     ends a forward pass, 'update' ends a step. All other names are free; `validate` describes some
-    (MOVED in evidence/validate.py). Bytes are reported by `op`, seconds by `op`, `way` and `layer`.
+    (MOVED in evidence/validate.py). Bytes are reported by `op`, seconds by `op`, `direction` and
+    `layer`.
 
     The numbers of a computation are arrays [ranks], or scalars if all ranks do the same. If
     `chunks` is not 0, the operation is done once per chunk of the graph. Its arrays then have one
@@ -111,9 +112,7 @@ class Op:
     """
 
     op: str
-    direction: str = (
-        ""  # direction: 'f' (forward), 'b' (backward); 'n': lengths of the next messages
-    )
+    direction: str = ""  # 'f' (forward), 'b' (backward); 'n': lengths of the next messages
     layer: int | None = None
     work: Work = field(kw_only=True)
     overlaps_backward: bool = False  # an all-reduce: only the update waits for it
