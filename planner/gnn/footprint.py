@@ -5,7 +5,8 @@ A block has R rows, S sources and E edges."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Iterable
+from typing import NamedTuple
 
 import numpy as np
 
@@ -15,7 +16,7 @@ from gnnplan.planner.gnn.kinds import Layer
 from gnnplan.planner.gnn.layer import Played
 from gnnplan.planner.gnn.model import Model
 from gnnplan.planner.gnn.operations import LONG
-from gnnplan.planner.vocabulary.numbers import Number
+from gnnplan.planner.vocabulary.numbers import Number, largest
 
 # memory of libraries and CUDA context in an idle process [B]
 RUNTIME = {"cpu": 300e6, "cuda": 800e6}
@@ -26,18 +27,38 @@ COMMUNICATOR = 300e6
 COUNTS_AT_ENDS = 8  # the last entries of a block's two arrays of offsets (CSR and transpose) [B]
 
 
-@dataclass(frozen=True)
-class Footprint:
-    """The memory of one layer [B], without its source rows and the gradient of its output."""
+class Held(NamedTuple):
+    """The memory of an operation, on top of the memory before it [B].
 
-    kept: Number  # kept from the forward to the backward pass, with the output
-    backward: Number  # peak of the backward pass, `kept` included
+    Of a layer, a decoder or a loss: both passes, without source rows and the gradient of the
+    output; `left` is what the forward pass keeps for the backward pass, with the output."""
 
-    @staticmethod
-    def of(record: Played, counts: Block) -> Footprint:
-        """Evaluate a layer's recorded memory on a block."""
-        held = record.held.on(counts)
-        return Footprint(held[0], held[1:].max(0))
+    most: Number  # peak
+    left: Number  # still allocated afterwards; negative: it frees more than it allocates
+
+
+def keeps(nbytes: Number) -> Held:
+    """Return the memory of an operation that allocates so many bytes and frees nothing."""
+    return Held(nbytes, nbytes)
+
+
+def in_turn(operations: Iterable[Held]) -> Held:
+    """Return the memory of operations that run one after the other, taken as one operation.
+
+    >>> in_turn([keeps(3.0), Held(most=4.0, left=-2.0), keeps(1.0)])
+    Held(most=np.float64(7.0), left=2.0)
+    """
+    most: Number = 0.0
+    left: Number = 0.0
+    for each in operations:
+        most, left = largest([left + each.most], most), left + each.left
+    return Held(most, left)
+
+
+def _on(record: Played, counts: Block) -> Held:
+    """Evaluate recorded memory on a block."""
+    held = record.held.on(counts)
+    return Held(held[1:].max(0), held[0])
 
 
 def footprint(
@@ -50,7 +71,7 @@ def footprint(
     narrow: bool = False,
     local: Number = 0.0,
     apart: bool = False,
-) -> Footprint:
+) -> Held:
     """Return the memory of a layer of R `rows`, S `sources` and E `edges` (without self edges).
 
     narrow: the `local` source rows were prepared and projected before the exchange. apart: inputs
@@ -58,17 +79,17 @@ def footprint(
     outside autograd (GNNPipe)."""
     edges = edges + rows * model.layers[layer - 1].self_edges
     counts = block_of(rows, sources, edges, local=local)
-    return Footprint.of(model.played(layer, narrow, apart), counts)
+    return _on(model.played(layer, narrow, apart), counts)
 
 
 def encoding(model: Model, rows: Number) -> Number:
     """Return the memory that the encoder keeps for the backward pass of `rows` rows [B]."""
-    return Footprint.of(model.encodes, block_of(rows, rows, 0.0)).kept
+    return _on(model.encodes, block_of(rows, rows, 0.0)).left
 
 
 def prepared(model: Model, spec: Layer, rows: Number) -> Number:
     """Return the memory that preparing `rows` inputs keeps (norm, ReLU and dropout) [B]."""
-    return Footprint.of(model.prepares(spec), block_of(rows, rows, 0.0)).kept
+    return _on(model.prepares(spec), block_of(rows, rows, 0.0)).left
 
 
 def block(model: Model, spec: Layer, rows: Number, sources: Number, edges: Number) -> Number:
@@ -82,13 +103,11 @@ def block(model: Model, spec: Layer, rows: Number, sources: Number, edges: Numbe
     return edges * (12 + weights) + 4 * (rows + sources) + LONG * sources + structure
 
 
-def decoded(model: Model, own: Number) -> tuple[Number, Number, Number]:
-    """Return the memory of decoding `own` rows [B]: what is kept for the backward pass, with the
-    output; the backward pass's further peak memory; the gradient of h_L."""
-    if model.decoder is None:  # the output is h_L itself
-        return 0.0 * own, 0.0 * own, own * model.classes * model.itemsize
-    need = Footprint.of(model.decodes, block_of(own, own, 0.0))
-    return need.kept, need.backward - need.kept, own * model.decoder[0] * model.itemsize
+def decoded(model: Model, own: Number) -> Held:
+    """Return the memory of decoding `own` rows of h_L; without a decoder they are the output."""
+    if model.decoder is None:
+        return keeps(0.0 * own)
+    return _on(model.decodes, block_of(own, own, 0.0))
 
 
 def loss_itself(model: Model, own: Number, trained: Number) -> Number:
@@ -98,29 +117,25 @@ def loss_itself(model: Model, own: Number, trained: Number) -> Number:
     return np.maximum(3 * chosen, chosen + own * model.classes * model.itemsize)
 
 
-def loss(model: Model, own: Number, trained: Number) -> tuple[Number, Number, Number]:
-    """Return the memory of decoder and loss on `own` rows, with `trained` training vertices [B].
+def loss(model: Model, own: Number, trained: Number) -> Held:
+    """Return the memory of decoder and loss on `own` rows, with `trained` training vertices.
 
-    Returns (kept until the step ends, peak, the gradient of h_L)."""
-    kept, back, gradient = decoded(model, own)
-    logits = own * model.classes * model.itemsize
-    most = kept + np.maximum(loss_itself(model, own, trained), logits + back)
-    return logits * (model.decoder is not None), most, gradient
+    The logits stay until the step ends; without a decoder they are h_L itself."""
+    need, logits = decoded(model, own), own * model.classes * model.itemsize
+    most = np.maximum(need.left + loss_itself(model, own, trained), need.most + logits)
+    return Held(most, logits * (model.decoder is not None))
 
 
-def link_loss(
-    model: Model, own: Number, edges: Number, negatives: int
-) -> tuple[Number, Number, Number]:
-    """Return the memory of decoder and link prediction's loss on `own` rows, as `loss` does [B].
+def link_loss(model: Model, own: Number, edges: Number, negatives: int) -> Held:
+    """Return the memory of decoder and link prediction's loss on `own` rows, as `loss` does.
 
     The loss gathers the rows of heads and tails of `edges` edges, each with `negatives` negatives,
     and multiplies them pair by pair."""
     row = model.classes * model.itemsize
     rows, gathered = own * row, edges * row * (2 + negatives)  # heads and tails
     scores = edges * (1 + negatives) * model.itemsize
-    kept, back, gradient = decoded(model, own)
-    positions = 8 * edges * (2 + negatives)
+    need, positions = decoded(model, own), 8 * edges * (2 + negatives)
     # gradients of the gathered rows; then the rows' gradients, once as heads and once as tails
-    backward = 2 * scores + np.maximum(gathered + rows, back) + rows
-    most = np.maximum(2 * gathered + 3 * scores, backward)
-    return rows * (model.decoder is not None), kept + positions + most, gradient
+    backward = 2 * scores + np.maximum(gathered + rows, need.most - need.left) + rows
+    most = need.left + positions + np.maximum(2 * gathered + 3 * scores, backward)
+    return Held(most, rows * (model.decoder is not None))

@@ -172,6 +172,15 @@ class Model:
             and not (self.dropout and self.layers[0].drops)
         )
 
+    def constant_rows(self, rows: Number, sources: Number) -> Number:
+        """Return how many constant rows a step reads, if layer 1 (or the encoder) reads `sources`.
+
+        If layer 1's aggregate is cached, these are `rows` of it, and own rows if the layer reads
+        them too (GraphSAGE, residuals)."""
+        if not self.aggregate_cached(1):
+            return sources
+        return rows * (2 if self.layers[0].reads_own else 1)
+
     def features_moved(self, rows: Number) -> Number:
         """Return the bytes of average rows of features in transit [B]."""
         return self.inputs.moved(rows)

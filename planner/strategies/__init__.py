@@ -16,7 +16,7 @@ Which file computes which use of memory:
         inside a layer                planner/gnn/footprint.py
         around a layer                FOLDER/memory.py; layerwise/chunked.py (offload),
                                       layerwise/columns.py, layerwise/tiles.py (tensor3d)
-    features, graph, caches           `memory` in FOLDER/memory.py, or in the strategy's own file
+    features, graph, caches           `resident` in FOLDER/memory.py, or in the strategy's own file
     a server's memory                 minibatch/on_batches.py, p3/slices.py, layerwise/offload.py
 
 This package imports vocabulary, cluster, gnn, graph, ownership and problem. A new family needs one

@@ -5,11 +5,11 @@ A strategy is a frozen dataclass of knobs and holds no state. Most methods take 
 
     text -> parse -> settle -> check        choose the open knobs; check them against the problem
                         |
-                        +-> memory          bytes per rank
                         +-> program         the operations of all ranks
                              +-> predict    seconds and bytes of an epoch, in closed form
                              +-> schedule   every rank's tasks, for the simulator and the executor
                              +-> traffic    bytes between each two ranks, to place the ranks
+                             +-> memory     bytes per rank; `resident`: what stays during a step
 """
 
 from __future__ import annotations
@@ -26,7 +26,8 @@ from gnnplan.planner.ownership.layout import Layout
 from gnnplan.planner.problem.problem import Problem
 from gnnplan.planner.strategies.program.account import Prediction, predict
 from gnnplan.planner.strategies.program.memory import Memory as Memory
-from gnnplan.planner.strategies.program.memory import of_fullest
+from gnnplan.planner.strategies.program.memory import Resident as Resident
+from gnnplan.planner.strategies.program.memory import of_fullest, peak
 from gnnplan.planner.strategies.program.program import Program, traffic
 from gnnplan.planner.strategies.program.schedule import build_schedule
 from gnnplan.planner.vocabulary.errors import SpecError
@@ -202,8 +203,12 @@ class Strategy(ABC):
         """Return the seconds spent once before the first step, by purpose."""
 
     @abstractmethod
+    def resident(self, problem: Problem) -> Resident:
+        """Return what ranks have in memory besides the tensors of operations."""
+
     def memory(self, problem: Problem) -> Memory:
         """Return each rank's peak bytes, by use."""
+        return peak(problem, self.built(problem), self.resident(problem))
 
     def fits(self, problem: Problem) -> bool:
         """Return whether the peak memory of every rank fits its device."""

@@ -104,8 +104,8 @@ def test_memory_of_a_layer_is_what_torch_allocates(of_a_kind):
         need = footprint(model, number, ROWS, SOURCES, block.edges)
         out, kept, _ = counted(forward)
         _, _, most = counted(lambda out=out, by=gradient: out.backward(by))
-        assert kept == pytest.approx(float(need.kept), rel=0.02), number
-        assert kept + most == pytest.approx(float(need.backward), rel=0.1, abs=indices), number
+        assert kept == pytest.approx(float(need.left), rel=0.02), number
+        assert kept + most == pytest.approx(float(need.most), rel=0.1, abs=indices), number
 
 
 @pytest.mark.slow

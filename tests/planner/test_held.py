@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 from gnnplan.planner.decision.search import families
+from gnnplan.planner.gnn.footprint import Held, in_turn, keeps
 from gnnplan.planner.strategies import GraphParallel, Strategy, parse
 from gnnplan.planner.strategies.gnnpipe import memory as of_stages
 from gnnplan.planner.strategies.layerwise import chunked as of_chunks
@@ -14,7 +15,7 @@ from gnnplan.planner.strategies.layerwise import tiles as of_tiles
 from gnnplan.planner.strategies.p3 import memory as of_columns
 from gnnplan.planner.strategies.p3.p3 import pipelined
 from gnnplan.planner.strategies.program.memory import fullest
-from gnnplan.planner.strategies.program.program import Held, Op, Program, in_turn, keeps
+from gnnplan.planner.strategies.program.program import Op, Program
 from gnnplan.planner.vocabulary.schedule import Compute
 from gnnplan.testing.laws import GRAPHS, cluster, problem_of
 
@@ -30,6 +31,17 @@ def test_each_rank_is_fullest_at_a_moment_of_its_own():
     steps = [Op("forward", work=Compute(), holds=lambda: keeps(first))], []
     program = replace(Program.of([]), known=lambda: [0, 1, 0], ops=steps.__getitem__)
     assert fullest(TWO, program).tolist() == [3, 1]  # a step begins with nothing
+    # each stage of a pipeline has operations of its own
+    of_stages = [
+        Op(
+            "forward",
+            work=Compute(),
+            ranks=(rank,),
+            holds=lambda size=size: keeps(np.array([size])),
+        )
+        for rank, size in ((0, 2.0), (1, 5.0), (0, 1.0))
+    ]
+    assert fullest(TWO, Program.of(of_stages)).tolist() == [3, 5]
 
 
 def test_steps_under_way_together_are_held_together():

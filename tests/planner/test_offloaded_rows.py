@@ -104,8 +104,8 @@ def test_bytes_of_several_ranks_are_those_of_the_rows_that_others_have():
     # a chunk's own loads and stores are those of a chunk of one rank, wherever its rows are
     owned = np.bincount(chunk, minlength=ranks * chunks)
     alone = problem_of()
-    as_one = ChunkedStep(alone, Layout(graph, chunk, (0,) * (ranks * chunks), 3, 1))
-    several = ChunkedStep(problem, layout)
+    as_one = ChunkedStep.of(alone, Layout(graph, chunk, (0,) * (ranks * chunks), 3, 1))
+    several = ChunkedStep.of(problem, layout)
     for direction, layer in (("f", 2), ("b", 2), ("f", 3)):
         total = sum(float(as_one.loaded_bytes(direction, layer, c)[0]) for c in range(owned.size))
         assert sum(several.loaded_bytes(direction, layer, c).sum() for c in range(chunks)) == total
@@ -157,7 +157,7 @@ def test_copies_of_other_chunks_take_no_time_beside_computation():
 
 def test_a_gpu_has_room_for_what_is_copied_beside_computation():
     one, many = (Offload(chunks).memory(problem_of()) for chunks in (1, 4))
-    step = ChunkedStep(problem_of(), problem_of().chunked(4))
+    step = ChunkedStep.of(problem_of(), problem_of().chunked(4))
     most = max(float(step.loaded_bytes("b", 2, c).max()) for c in range(4))
     assert one["copies"].max() == 0 and many["copies"].max() >= most > 0
 

@@ -69,8 +69,8 @@ from typing import Literal
 import numpy as np
 
 from gnnplan.planner.problem.problem import Problem
-from gnnplan.planner.strategies.base import Memory, settled
-from gnnplan.planner.strategies.gnnpipe.memory import memory
+from gnnplan.planner.strategies.base import Resident, settled
+from gnnplan.planner.strategies.gnnpipe.memory import held, resident
 from gnnplan.planner.strategies.gnnpipe.pipeline import Pipeline, chunk_order
 from gnnplan.planner.strategies.program.price import setup_s
 from gnnplan.planner.strategies.program.program import (
@@ -126,8 +126,8 @@ class GNNPipe(Pipeline):
 
         return problem.known.recent("pipeline", (*question, *partition), make)
 
-    def memory(self, problem: Problem) -> Memory:
-        return memory(self, problem)
+    def resident(self, problem: Problem) -> Resident:
+        return resident(self, problem)
 
     def preparation(self, problem: Problem) -> dict[str, float]:
         """Return seconds to partition the graph, and of epoch 0: forward, stage after stage."""
@@ -180,7 +180,8 @@ def _step(pipe: Pipeline, problem: Problem) -> Iterator[Op]:
             if (kind := pipe.kind_of(problem, piece)) not in works:
                 works[kind] = pipe.work(problem, piece, facts)
             name, layer = ("forward", "backward")[is_back], piece[0] if g > 1 else None
-            ops = [op(name, layer=layer, work=works[kind][is_back])]
+            holds = partial(held, pipe, problem, stage, piece, is_back)
+            ops = [op(name, layer=layer, work=works[kind][is_back], holds=holds)]
             if row_bytes := pipe.exchanged(problem, piece) * b:
                 sends = facts.sends.swapaxes(1, 2) if is_back else facts.sends
                 ops.insert(0, op("halo", direction, piece[0], work=Exchange(sends, row_bytes)))

@@ -10,84 +10,97 @@ from __future__ import annotations
 import numpy as np
 
 from gnnplan.planner.gnn.footprint import (
+    Held,
     block,
     decoded,
     encoding,
     footprint,
+    keeps,
     loss_itself,
     prepared,
 )
 from gnnplan.planner.problem.problem import Problem
-from gnnplan.planner.strategies.base import Memory, settled
+from gnnplan.planner.strategies.base import Memory, Resident, settled
 from gnnplan.planner.strategies.gnnpipe.pipeline import Pipeline
-from gnnplan.planner.strategies.program.memory import machine_code, on_ranks
+from gnnplan.planner.strategies.program.memory import machine_code
+
+# -- data that stays from step to step -------------------------------------------------------------
 
 
-def memory(pipe: Pipeline, problem: Problem) -> Memory:
-    """Return each rank's peak bytes, by use; a stage's members share its rows."""
-    stages = [_stage_memory(pipe, problem, stage) for stage in range(settled(pipe.stages))]
-    use = {name: np.concatenate([stage[name] for stage in stages]) for name in stages[0]}
-    return on_ranks(problem, pipe.built(problem), groups=pipe.groups(problem), **use)
+def resident(pipe: Pipeline, problem: Problem) -> Resident:
+    """Return what ranks have besides a step's tensors; a stage's members share its rows."""
+    stages = range(settled(pipe.stages))
+    data = [_data(pipe, problem, stage) for stage in stages]
+    weights = [pipe.weights(problem, stage) for stage in stages]
+    return Resident(
+        {use: np.concatenate([each[use] for each in data]) for use in data[0]},
+        weights=np.repeat(weights, pipe.members(problem)),
+        groups=pipe.groups(problem),
+        code=np.concatenate([_code(pipe, problem, stage) for stage in stages]),
+    )
 
 
-def _stage_memory(pipe: Pipeline, problem: Problem, stage: int) -> Memory:
-    """Return the arguments of `on_ranks` for a stage's members [g]."""
-    model, stages = pipe.shape(problem)
-    kept, rows = np.array(pipe.kept(problem), dtype=float), pipe.facts(problem).rows
+def _code(pipe: Pipeline, problem: Problem, stage: int) -> list[float]:
+    """Return the bytes of machine code of a stage's members [g].
+
+    oneDNN generates code for each size of a chunk; there are few different sizes."""
     layers = [layer for piece in pipe.pieces(problem, stage) for layer in piece]
-    varying = [model.input_width(each) for each in stages[stage] if each > model.first_varying]
-    features, graph = _constant(pipe, problem, stage)
-    activations, buffers = _varying(pipe, problem, stage)
-    sent = 0  # [B per row]
-    if stage + 1 < len(stages):
-        sent = pipe.codec.row_bytes(pipe.boundary(problem, stage), model.itemsize)
-    return {
-        "weights": np.full(kept.size, pipe.weights(problem, stage)),
-        # oneDNN generates code for each size of a chunk; there are few different sizes
-        "code": np.array(
-            [
-                machine_code(problem, sizes.size, layers, sizes[-1])
-                for sizes in map(np.unique, rows.T)
-            ]
-        ),
-        "features": features,
-        # historical rows, the mix of fresh and historical rows that is read, and its gradients
-        "history": (3 + pipe.historical_gradients) * kept * sum(varying) * model.itemsize,
-        # buffers for the gradients received from the next stage
-        "pipeline": rows.sum(0) * float(sent),
-        "graph": graph,
-        "activations": activations,
-        "buffers": buffers,
-    }
+    sizes_of_members = map(np.unique, pipe.facts(problem).rows.T)
+    return [machine_code(problem, sizes.size, layers, sizes[-1]) for sizes in sizes_of_members]
 
 
-def _constant(pipe: Pipeline, problem: Problem, stage: int) -> tuple[np.ndarray, np.ndarray]:
-    """Return the bytes of constant inputs and of edges of a stage's members [g], [g]."""
+def _data(pipe: Pipeline, problem: Problem, stage: int) -> Memory:
+    """Return the bytes of constant inputs, history, receive buffers and edges of a stage [g]."""
     model, stages = pipe.shape(problem)
     facts, kept = pipe.facts(problem), np.array(pipe.kept(problem), dtype=float)
     own, edges, sources = (
         numbers.astype(float).sum(0) for numbers in (facts.rows, facts.edges, facts.sources)
     )
-    spec = model.layers[stages[stage].start - 1]
+    varying = [model.input_width(each) for each in stages[stage] if each > model.first_varying]
+    features, spec = np.zeros(own.size), model.layers[stages[stage].start - 1]
     graph = block(model, spec, own, sources, edges) + 8 * (kept + facts.sends.sum(2).sum(0))
+    received = 0  # bytes per row
     if stage == len(stages) - 1:
         graph = graph + 16 * own  # labels and masks
-    if stage:
-        return np.zeros(own.size), graph
-    features = np.asarray(model.inputs.held(kept if model.first_varying else own))
-    if model.rows(1).multiplied_first:  # each chunk has a copy of the rows that it reads
-        by_chunk = model.inputs.held(facts.sources) + model.own_sorted(facts.rows)
-        features = np.asarray(by_chunk).sum(0)
-    elif model.first_varying and model.aggregate_cached(1):
-        features = features + model.inputs.held(own)
-    elif model.first_varying and model.dropout and model.layers[0].drops:
-        features = 2 * features  # a copy after this step's dropout
-    return features, graph
+    else:
+        received = pipe.codec.row_bytes(pipe.boundary(problem, stage), model.itemsize)
+    if stage == 0:
+        features = np.asarray(model.inputs.held(kept if model.first_varying else own))
+        if model.rows(1).multiplied_first:  # each chunk has a copy of the rows that it reads
+            by_chunk = model.inputs.held(facts.sources) + model.own_sorted(facts.rows)
+            features = np.asarray(by_chunk).sum(0)
+        elif model.first_varying and model.aggregate_cached(1):
+            features = features + model.inputs.held(own)
+        elif model.first_varying and model.dropout and model.layers[0].drops:
+            features = 2 * features  # a copy after this step's dropout
+    return {
+        "features": features,
+        # historical rows, the mix of fresh and historical rows that is read, and its gradients
+        "history": (3 + pipe.historical_gradients) * kept * sum(varying) * model.itemsize,
+        # buffers for the gradients received from the next stage
+        "pipeline": own * received,
+        "graph": np.asarray(graph),
+    }
 
 
-def _varying(pipe: Pipeline, problem: Problem, stage: int) -> tuple[np.ndarray, np.ndarray]:
-    """Return the bytes that a stage's members keep of all chunks until backward begins, and the
-    largest workspace of a chunk after that [g], [g]."""
+# -- memory of a step's operations -----------------------------------------------------------------
+
+
+def held(
+    pipe: Pipeline, problem: Problem, stage: int, piece: tuple[int, ...], is_back: bool
+) -> Held:
+    """Return the memory of a piece on all chunks [g]: what it keeps until backward begins; or, in
+    the backward pass, the largest workspace of a chunk, from which on chunks free what they kept.
+    """
+    each = [_of_chunks(pipe, problem, stage, layer) for layer in piece]
+    if is_back:
+        return Held(np.max([np.asarray(layer.most) for layer in each], axis=(0, 1)), 0.0)
+    return keeps(np.sum([np.asarray(layer.left) for layer in each], axis=(0, 1)))
+
+
+def _of_chunks(pipe: Pipeline, problem: Problem, stage: int, layer: int) -> Held:
+    """Return what a layer (0: the encoder) keeps of each chunk until backward begins (`left`), and
+    its workspace in the chunk's backward pass (`most`) [chunks, g]."""
     model, stages = pipe.shape(problem)
     layers, is_last, b = stages[stage], stage + 1 == len(stages), model.itemsize
     facts = pipe.facts(problem)
@@ -95,40 +108,38 @@ def _varying(pipe: Pipeline, problem: Problem, stage: int) -> tuple[np.ndarray, 
         counts.astype(float)
         for counts in (facts.rows, facts.edges, facts.sources, facts.sends.sum(1))
     )  # [chunks, g]
-    kept, needs = 0.0 * rows, [0.0 * rows]
-    if stage:  # messages of the stage before
-        kept = kept + rows * pipe.boundary(problem, stage - 1) * b
-    elif model.encoder:
-        kept = kept + encoding(model, rows)
-    for layer in layers:
-        spec, varies = model.layers[layer - 1], layer > model.first_varying
-        apart = not model.rows(layer).multiplied_first
-        need = footprint(model, layer, rows, sources, edges, apart=apart)
-        saved = np.asarray(need.kept)
-        linear = spec.gathers_linearly and not spec.projects_first
-        read = rows if linear else sources  # rows gathered for the layer
-        if varies:
-            saved = saved + prepared(model, spec, rows + received)
-            # a copy of own and remote rows, or the layer's inputs saved for recomputation
-            checkpoint = rows * (pipe.checkpoint and layer > layers.start)
-            read = read + np.where(received.any(1, keepdims=True), rows + received, checkpoint)
-            # gradients of gathered rows and own rows, then of the rows read
-            needs.append((2 * rows + sources) * spec.h_in * b)
-        else:
-            read = read * (apart and not model.aggregate_cached(layer))
-        recomputed = pipe.checkpoint and varies and layer < len(model.layers)
-        boundary = rows * spec.h_out * b * (layer + 1 == layers.stop)
-        kept = kept + read * spec.h_in * b + (boundary if recomputed else saved)
+    if layer == 0:
+        return Held(0.0 * rows, encoding(model, rows))
+    spec, varies = model.layers[layer - 1], layer > model.first_varying
+    apart = not model.rows(layer).multiplied_first
+    need = footprint(model, layer, rows, sources, edges, apart=apart)
+    saved, workspace, gradients = need.left, need.most - need.left, 0.0 * rows
+    # rows gathered for the layer
+    read = rows if spec.gathers_linearly and not spec.projects_first else sources
+    if varies:
+        saved = saved + prepared(model, spec, rows + received)
+        # a copy of own and remote rows, or the layer's inputs saved for recomputation
+        checkpoint = rows * (pipe.checkpoint and layer > layers.start)
+        read = read + np.where(received.any(1, keepdims=True), rows + received, checkpoint)
+        # gradients of gathered rows and own rows, then of the rows read
+        gradients = (2 * rows + sources) * spec.h_in * b
+    else:
+        read = read * (apart and not model.aggregate_cached(layer))
+    kept = saved
+    if pipe.checkpoint and varies and layer < len(model.layers):
+        kept = rows * spec.h_out * b * (layer + 1 == layers.stop)
         # on the last stage, backward reuses the memory of the last layer's outputs
-        needs.append(need.backward - need.kept + saved * (recomputed and not is_last))
-    if is_last:
+        workspace = workspace + saved * (not is_last)
+    kept, workspace = kept + read * spec.h_in * b, np.maximum(workspace, gradients)
+    if layer == layers.start and stage:  # messages of the stage before
+        kept = kept + rows * pipe.boundary(problem, stage - 1) * b
+    if layer == len(model.layers):
         stats, logits = problem.stats, rows * model.classes * b
         trained = rows * min(1.0, stats.train_vertices / stats.vertices)
-        logits_made, besides, _ = decoded(model, rows)
-        kept = kept + logits_made + loss_itself(model, rows, trained) + logits
-        needs.append(np.asarray(besides))
-        most = np.max(needs, axis=0)
-    else:  # an unpacked message, and copies of its two parts
+        scored = decoded(model, rows)
+        kept = kept + scored.left + loss_itself(model, rows, trained) + logits
+        workspace = np.maximum(workspace, scored.most - scored.left)
+    if not is_last:  # an unpacked message, and copies of its two parts
         copies = pipe.codec.packs + bool(model.carried)
-        most = np.max(needs, axis=0) + rows * pipe.boundary(problem, stage) * copies * b
-    return kept.sum(0), most.max(0)
+        workspace = workspace + rows * pipe.boundary(problem, stage) * copies * b
+    return Held(workspace, kept)

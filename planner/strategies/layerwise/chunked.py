@@ -37,12 +37,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import cache, cached_property, partial
+from functools import cache, partial
 from itertools import pairwise, product
 
 import numpy as np
 
-from gnnplan.planner.gnn.footprint import COUNTS_AT_ENDS, block, footprint, loss
+from gnnplan.planner.gnn.footprint import COUNTS_AT_ENDS, Held, block, footprint, loss
 from gnnplan.planner.gnn.model import Model
 from gnnplan.planner.gnn.operations import LONG
 from gnnplan.planner.ownership.estimated_layout import EstimatedLayout
@@ -52,7 +52,6 @@ from gnnplan.planner.strategies.layerwise.step import alike_as, end_of_step, fir
 from gnnplan.planner.strategies.program.program import (
     Copy,
     Exchange,
-    Held,
     Op,
     Program,
     Queued,
@@ -121,6 +120,22 @@ class ChunkedStep:
 
     problem: Problem
     layout: Layout | EstimatedLayout
+    all_counts: list[list[Counts]]  # of every layer and chunk
+    # for each chunk the first chunk with the same counts in all layers; estimated chunks differ by
+    # a vertex at most, so few are distinct
+    first_like: list[int]
+
+    @classmethod
+    def of(cls, problem: Problem, layout: Layout | EstimatedLayout) -> ChunkedStep:
+        """Make the step, and count the rows and edges of all chunks."""
+        kinds = [layout.kind(layer) for layer in range(1, len(problem.model.layers) + 1)]
+        by_kind = {
+            kind: _counts_by_chunk(problem, layout, layout.facts(layer))
+            for kind, layer in {kind: layer for layer, kind in enumerate(kinds, 1)}.items()
+        }
+        counts, first = [by_kind[kind] for kind in kinds], dict[tuple[Counts, ...], int]()
+        alike = [first.setdefault(each, c) for c, each in enumerate(zip(*counts, strict=True))]
+        return cls(problem, layout, counts, alike)
 
     @property
     def model(self) -> Model:
@@ -185,73 +200,19 @@ class ChunkedStep:
             op, direction, layer, c = label.op, label.direction, label.layer or last, label.chunk
             if c is None:
                 yield from moments(self.problem, layer, direction)
-            elif (work := work_of(op, direction, layer, self._first_like[c])) is not None:
+            elif (work := work_of(op, direction, layer, self.first_like[c])) is not None:
                 holds = partial(self._hold, op, layer, c) if op in PASSES else None
                 yield Op(op, direction, label.layer, chunk=c, work=work, holds=holds)
 
     # -- counts, work and bytes ------------------------------------------------------------------
 
     def counts(self, layer: int, c: int) -> Counts:
-        return self._all_counts[layer - 1][c]
-
-    @cached_property
-    def _first_like(self) -> list[int]:
-        """For each chunk the first chunk with the same counts in all layers. Estimated chunks
-        differ by a vertex at most, so few are distinct."""
-        first = dict[tuple[Counts, ...], int]()
-        return [
-            first.setdefault(each, c) for c, each in enumerate(zip(*self._all_counts, strict=True))
-        ]
+        return self.all_counts[layer - 1][c]
 
     @property
     def distinct_chunks(self) -> list[int]:
         """One chunk of each set of chunks with equal counts."""
-        return sorted(set(self._first_like))
-
-    @cached_property
-    def _all_counts(self) -> list[list[Counts]]:
-        """Counts of every layer and chunk."""
-        layers = range(1, len(self.model.layers) + 1)
-        by_kind = {
-            kind: self._counts_by_chunk(self.layout.facts(layer))
-            for kind, layer in {self.layout.kind(layer): layer for layer in layers}.items()
-        }
-        return [by_kind[self.layout.kind(layer)] for layer in layers]
-
-    def _counts_by_chunk(self, facts: LayerFacts) -> list[Counts]:
-        """Return a layer's counts for every chunk."""
-        all_sends, trained = self._sends(facts), self._trained
-
-        def counts_of(c: int) -> Counts:
-            chunk = slice(c, None, len(self.chunks))  # chunk c of every rank
-            each = facts.rows, facts.sources, facts.edges, trained
-            rows, sources, edges, seeds = (
-                np.asarray(values, dtype=float)[chunk] for values in each
-            )
-            sends = all_sends[c]
-            return Counts(rows, sources, edges, seeds, sends, sends.sum(1), sends.sum(0))
-
-        return [counts_of(c) for c in self.chunks]
-
-    def _sends(self, facts: LayerFacts) -> Pairs:
-        """Return the rows sent from each rank to each rank's chunks [chunks, ranks, ranks]."""
-        layout, ranks, chunks = self.layout, self.problem.ranks, len(self.chunks)
-        if isinstance(layout, EstimatedLayout):
-            part = layout.vertices / ranks
-            far = layout.leaving(part) / max(layout.leaving(part / chunks), 1e-300)
-            halo = facts.halo.sum(0).reshape(ranks, chunks) * min(far, 1.0)
-            read = np.round(halo / max(ranks - 1, 1)).astype(np.int64)
-            return Outer.of([0] * ranks, True, read.T).T
-        by_rank = np.asarray(facts.sends).reshape(ranks, chunks, ranks, chunks).sum(1)
-        return np.asarray(~np.eye(ranks, dtype=bool)[:, :, None] * by_rank).transpose(2, 0, 1)
-
-    @property
-    def _trained(self) -> list[float]:
-        """The number of training vertices of each chunk of each rank."""
-        layout = self.layout
-        if isinstance(layout, EstimatedLayout):
-            return [self.problem.stats.train_vertices / layout.ranks] * layout.ranks
-        return [float(layout.graph.train[layout.own(c)].sum()) for c in range(layout.ranks)]
+        return sorted(set(self.first_like))
 
     def _row_bytes(self, layer: int) -> int:
         """Return the bytes of a row of h_{l-1}."""
@@ -269,16 +230,20 @@ class ChunkedStep:
     def _gradient_or_labels(self, direction: str, layer: int, c: int) -> np.ndarray:
         """Return the bytes of the outputs' gradient (backward), or of labels, if any [ranks]."""
         if direction == "b":
-            layer_out = self.model.layers[layer - 1].h_out * self.model.itemsize
-            return np.asarray(self.counts(layer, c).rows * layer_out)
+            return self.output_bytes(layer, c)
         return self.label_bytes(c) * (layer == len(self.model.layers))
+
+    def output_bytes(self, layer: int, c: int) -> np.ndarray:
+        """Return the bytes of the rows that the layer computes, or of their gradient [ranks]."""
+        row = self.model.layers[layer - 1].h_out * self.model.itemsize
+        return np.asarray(self.counts(layer, c).rows * row)
 
     def stored_bytes(self, direction: str, layer: int, c: int) -> np.ndarray:
         """Return the bytes that ranks store after a layer of chunk c [ranks]."""
         n, model, last = self.counts(layer, c), self.model, len(self.model.layers)
-        outputs = n.rows * model.layers[layer - 1].h_out * model.itemsize
+        outputs = self.output_bytes(layer, c)
         if direction == "f":
-            return np.asarray(outputs)
+            return outputs
         stored = outputs * (layer == last)  # the last layer's outputs are logits
         if layer > model.first_varying:
             stored = stored + self.read_bytes(layer, c) + self._exchanged(layer, n.given - n.halo)
@@ -290,10 +255,10 @@ class ChunkedStep:
 
     def read_bytes(self, layer: int, c: int) -> np.ndarray:
         """Return the bytes of the rows that the layer reads, or of its cached aggregate [ranks]."""
-        n, model = self.counts(layer, c), self.model
+        n = self.counts(layer, c)
         rows = n.sources
-        if model.aggregate_cached(layer):  # GraphSAGE also reads a vertex's own row
-            rows = n.rows * (2 if model.layers[0].reads_own else 1)
+        if layer == 1:
+            rows = np.asarray(self.model.constant_rows(n.rows, rows))
         return np.asarray(rows * self._row_bytes(layer))
 
     def edge_bytes(self, layer: int, c: int) -> np.ndarray:
@@ -332,12 +297,45 @@ class ChunkedStep:
         direction = "b" if op == "backward" and not is_last else "f"
         loaded = loaded + self._gradient_or_labels(direction, layer, c)
         if op == "forward":
-            return Held(loaded + need.kept, 0.0)
+            return Held(loaded + need.left, 0.0)
         if not is_last:
-            return Held(loaded + need.backward, 0.0)
-        logits, loss_peak, gradient = loss(self.model, n.rows, n.trained)
-        peak = np.maximum(need.kept + loss_peak, logits + gradient + need.backward)
+            return Held(loaded + need.most, 0.0)
+        scored, gradient = loss(self.model, n.rows, n.trained), self.output_bytes(layer, c)
+        peak = np.maximum(need.left + scored.most, scored.left + gradient + need.most)
         return Held(loaded + peak, 0.0)
+
+
+def _counts_by_chunk(
+    problem: Problem, layout: Layout | EstimatedLayout, facts: LayerFacts
+) -> list[Counts]:
+    """Return a layer's counts for every chunk."""
+    chunks, all_sends = layout.ranks // problem.ranks, _sends(problem, layout, facts)
+    if isinstance(layout, EstimatedLayout):
+        trained = np.full(layout.ranks, problem.stats.train_vertices / layout.ranks)
+    else:
+        own = map(layout.own, range(layout.ranks))
+        trained = np.array([float(layout.graph.train[rows].sum()) for rows in own])
+
+    def counts_of(c: int) -> Counts:
+        chunk, sends = slice(c, None, chunks), all_sends[c]  # chunk c of every rank
+        each = facts.rows, facts.sources, facts.edges, trained
+        rows, sources, edges, seeds = (np.asarray(n, dtype=float)[chunk] for n in each)
+        return Counts(rows, sources, edges, seeds, sends, sends.sum(1), sends.sum(0))
+
+    return [counts_of(c) for c in range(chunks)]
+
+
+def _sends(problem: Problem, layout: Layout | EstimatedLayout, facts: LayerFacts) -> Pairs:
+    """Return the rows sent from each rank to each rank's chunks [chunks, ranks, ranks]."""
+    ranks, chunks = problem.ranks, layout.ranks // problem.ranks
+    if isinstance(layout, EstimatedLayout):
+        part = layout.vertices / ranks
+        far = layout.leaving(part) / max(layout.leaving(part / chunks), 1e-300)
+        halo = facts.halo.sum(0).reshape(ranks, chunks) * min(far, 1.0)
+        read = np.round(halo / max(ranks - 1, 1)).astype(np.int64)
+        return Outer.of([0] * ranks, True, read.T).T
+    by_rank = np.asarray(facts.sends).reshape(ranks, chunks, ranks, chunks).sum(1)
+    return np.asarray(~np.eye(ranks, dtype=bool)[:, :, None] * by_rank).transpose(2, 0, 1)
 
 
 def _copy(nbytes: np.ndarray) -> Copy:

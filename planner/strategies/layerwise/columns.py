@@ -23,6 +23,7 @@ from functools import partial
 
 import numpy as np
 
+from gnnplan.planner.gnn.footprint import Held, keeps
 from gnnplan.planner.gnn.model import Model
 from gnnplan.planner.gnn.operations import COPY
 from gnnplan.planner.ownership.layout import LayerFacts
@@ -30,7 +31,7 @@ from gnnplan.planner.problem.problem import Problem
 from gnnplan.planner.strategies.layerwise.exchange import ExchangeOptions
 from gnnplan.planner.strategies.layerwise.memory import Holds
 from gnnplan.planner.strategies.layerwise.step import end_of_step, finish, first_alike, moments
-from gnnplan.planner.strategies.program.program import Exchange, Held, Op, Program, keeps
+from gnnplan.planner.strategies.program.program import Exchange, Op, Program
 from gnnplan.planner.vocabulary.numbers import Number
 from gnnplan.planner.vocabulary.outer import Outer
 from gnnplan.planner.vocabulary.schedule import Compute, Gather

@@ -49,11 +49,13 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import ClassVar, Self
 
+import numpy as np
+
 from gnnplan.planner.gnn.footprint import block
 from gnnplan.planner.graph.kept import Stopwatch
 from gnnplan.planner.graph.partition import locality_order
 from gnnplan.planner.problem.problem import Problem
-from gnnplan.planner.strategies.base import Example, Memory, Strategy
+from gnnplan.planner.strategies.base import Example, Resident, Strategy
 from gnnplan.planner.strategies.layerwise import columns
 from gnnplan.planner.strategies.layerwise.columns import (
     ByColumns,
@@ -63,7 +65,6 @@ from gnnplan.planner.strategies.layerwise.columns import (
     why_untried,
 )
 from gnnplan.planner.strategies.layerwise.graph_parallel import GraphParallel
-from gnnplan.planner.strategies.program.memory import on_ranks
 from gnnplan.planner.strategies.program.price import setup_s
 from gnnplan.planner.strategies.program.program import Program
 from gnnplan.planner.vocabulary.errors import SpecError
@@ -146,20 +147,15 @@ class FeatureParallel(Strategy):
         _ordered_s(problem)
         return super().schedule(problem, steps)
 
-    def memory(self, problem: Problem) -> Memory:
-        """Return each rank's peak bytes, by use: all edges, and an equal share of all else."""
+    def resident(self, problem: Problem) -> Resident:
+        """Return what ranks have besides a step's tensors: all edges, and a share of all else."""
         model, stats = problem.model, problem.stats
         own = shares(stats.vertices, problem.ranks)
         read = model.inputs.held(own)
-        features, spec = read + model.own_sorted(own), model.layers[0]
-        if model.aggregate_cached(1):
-            features = model.inputs.held(own * (2 if spec.reads_own else 1))
-        edges = block(model, spec, *(stats.vertices,) * 2, stats.edges)
-        return on_ranks(
-            problem,
-            self.built(problem),
-            features=features,
-            graph=edges + 16 * own,
+        features = model.inputs.held(model.constant_rows(own, own)) + model.own_sorted(own)
+        edges = block(model, model.layers[0], *(stats.vertices,) * 2, stats.edges)
+        return Resident(
+            {"features": np.asarray(features), "graph": np.asarray(edges + 16 * own)},
             # at set-up: own rows, rows to send, received columns, and their sums
             elsewhere=(4 - 1 / problem.ranks) * read if model.aggregate_cached(1) else read,
         )

@@ -1,6 +1,6 @@
 """Memory of ranks that train layer by layer.
 
-    constant   features, edges, rows that lag or stay: `memory`
+    constant   features, edges, rows that lag or stay: `resident`
     forward    a layer's inputs and the tensors that autograd saves, until the layer's backward pass
     loss       logits and their gradient
     backward   gradients of rows, and exchange buffers, in addition
@@ -18,28 +18,34 @@ from dataclasses import dataclass
 import numpy as np
 
 from gnnplan.planner.gnn.codec import PLACES, WHOLE
-from gnnplan.planner.gnn.footprint import Footprint, block, encoding, footprint, link_loss, loss
+from gnnplan.planner.gnn.footprint import (
+    Held,
+    block,
+    encoding,
+    footprint,
+    keeps,
+    link_loss,
+    loss,
+)
 from gnnplan.planner.gnn.model import Model
 from gnnplan.planner.ownership.estimated_layout import EstimatedLayout
 from gnnplan.planner.ownership.layout import LayerFacts, Layout
 from gnnplan.planner.ownership.minibatch import Scored
 from gnnplan.planner.problem.problem import Problem
 from gnnplan.planner.strategies.layerwise.exchange import ExchangeOptions
-from gnnplan.planner.strategies.program.memory import Memory, machine_code, on_ranks
-from gnnplan.planner.strategies.program.program import Held, Program, keeps
+from gnnplan.planner.strategies.program.memory import Resident, machine_code
 from gnnplan.planner.vocabulary.numbers import Number
 
 # -- data that stays from step to step -------------------------------------------------------------
 
 
-def memory(
+def resident(
     problem: Problem,
-    program: Program,
     layout: Layout | EstimatedLayout,
     options: ExchangeOptions,
     batches: Sequence[Layout | EstimatedLayout] = (),
-) -> Memory:
-    """Return each rank's peak bytes by use, over training steps, set-up and evaluation.
+) -> Resident:
+    """Return what ranks have besides a step's tensors, with set-up and evaluation.
 
     The device has the features of the largest batch, and the edges of all batches. Evaluation needs
     no more memory than a step, except with a single batch: evaluation then is on the whole layout,
@@ -52,7 +58,9 @@ def memory(
         halo = halo + _kept_rows(problem, batch, options)
         graph = graph + blocks(problem, batch, count)
     aggregate = problem.model.inputs.held(layout.facts(1).rows)
-    elsewhere = read(problem, layout) + aggregate * problem.model.aggregate_cached(1)
+    elsewhere = constant(
+        problem, layout, at_setup=True
+    ) + aggregate * problem.model.aggregate_cached(1)
     code = machine_code(problem, len(counts) + (len(counts) > 1))
     if batches:
         loaded = np.max([constant(problem, batch) for batch in counts], axis=0)
@@ -61,15 +69,8 @@ def memory(
             elsewhere = np.maximum(elsewhere, halo + loaded + code + evaluation)
         # a CPU rank's device memory is the server's, which has the features of all batches
         features = loaded + features * (problem.cluster.device.kind == "cpu")
-    return on_ranks(
-        problem,
-        program,
-        code=code,
-        features=features,
-        halo=halo,
-        graph=graph,
-        elsewhere=elsewhere,
-    )
+    data = {"features": features, "halo": halo, "graph": graph}
+    return Resident(data, code=code, elsewhere=elsewhere)
 
 
 def blocks(problem: Problem, layout: Layout | EstimatedLayout, count: int = 1) -> np.ndarray:
@@ -84,26 +85,24 @@ def blocks(problem: Problem, layout: Layout | EstimatedLayout, count: int = 1) -
     return np.asarray(count * (total + 16 * f.rows))
 
 
-def constant(problem: Problem, layout: Layout | EstimatedLayout) -> np.ndarray:
-    """Return the bytes of constant rows that a rank keeps [ranks].
+def constant(
+    problem: Problem, layout: Layout | EstimatedLayout, at_setup: bool = False
+) -> np.ndarray:
+    """Return the bytes of constant rows that a rank keeps, or reads at set-up [ranks].
 
-    These are layer 1's aggregate if it is cached, else the rows that layer 1 reads.
+    It keeps layer 1's aggregate if that is cached, else the rows that layer 1 or the encoder reads.
     """
-    model, f = problem.model, layout.facts(1)
-    if not model.aggregate_cached(1):
-        return read(problem, layout)
-    # GraphSAGE and residuals also read a vertex's own row
-    rows = f.rows * (2 if model.layers[0].reads_own else 1)
-    return np.asarray(model.inputs.held(rows), dtype=float)
-
-
-def read(problem: Problem, layout: Layout | EstimatedLayout) -> np.ndarray:
-    """Return the bytes of the constant rows that layer 1 or the encoder reads [ranks]."""
-    model, f = problem.model, layout.facts(1)
-    rows = f.sources if model.first_varying else layout.row_counts(0)
+    model, f, rows = problem.model, layout.facts(1), rows_read(problem, layout)
+    if not at_setup:
+        rows = np.asarray(model.constant_rows(f.rows, rows))
     # a layer that multiplies own rows apart from the rows read has a sorted copy of them
     own = (f.rows < f.sources) * model.own_sorted(f.rows)
     return np.asarray(model.inputs.held(rows) + own, dtype=float)
+
+
+def rows_read(problem: Problem, layout: Layout | EstimatedLayout) -> np.ndarray:
+    """Return how many constant rows layer 1 or the encoder reads [ranks]."""
+    return layout.facts(1).sources if problem.model.first_varying else layout.row_counts(0)
 
 
 def _kept_rows(
@@ -136,7 +135,7 @@ def _during_evaluation(problem: Problem, layout: Layout | EstimatedLayout) -> np
         need = footprint(model, layer, f.rows, f.sources, f.edges)
         # own rows, rows to send, and a copy of all rows read
         inputs = (f.local + f.sent_rows + f.sources) * (layer > model.first_varying)
-        most = np.maximum(most, inputs * spec.h_in * model.itemsize + need.kept)
+        most = np.maximum(most, inputs * spec.h_in * model.itemsize + need.left)
     return np.asarray(most + constant(problem, layout) + blocks(problem, layout))
 
 
@@ -165,20 +164,25 @@ class Holds:
         return Held(self._kept(layer) + outputs, self._kept(layer))
 
     def loss(self) -> Held:
-        logits, peak, _ = self._loss()
-        return Held(peak + self._outputs(len(self.model.layers)) * self.options.checkpoint, logits)
+        model, stats, rows = self.model, self.problem.stats, self._scored_rows
+        # with recomputation, outputs are not among the bytes that the last layer keeps
+        more = self._outputs(len(model.layers)) * self.options.checkpoint
+        if self.scored is None:
+            # rows are those of the whole graph, or only training vertices if trimmed
+            trained = rows * min(1.0, stats.train_vertices / max(rows.sum(), 1.0))
+            need = loss(model, rows, trained)
+        else:
+            need = link_loss(model, rows, self.scored.edges, self.problem.workload.negatives)
+            # a copy of own and received rows in one tensor
+            more = more + rows * self._last_row * self.scored.sends.any()
+        return need._replace(most=need.most + more)
 
     def backward(self, layer: int) -> Held:
         need = self._need(layer)
-        peak = self._gradient(layer) + np.maximum(need.backward, self._gradients_of_sources(layer))
-        # `backward` includes saved tensors, which exist already unless they are recomputed
-        saved = 0.0 if self.options.checkpoint else need.kept
+        peak = self._gradient(layer) + np.maximum(need.most, self._gradients_of_sources(layer))
+        # `most` includes saved tensors, which exist already unless they are recomputed
+        saved = 0.0 if self.options.checkpoint else need.left
         return Held(peak - saved, -self._kept(layer))
-
-    @property
-    def logits(self) -> Number:
-        """The bytes that the loss keeps until the step ends."""
-        return self._loss()[0]
 
     def _kept(self, layer: int) -> Number:
         """Return the bytes kept from a layer's forward pass to its backward pass: inputs only if
@@ -190,27 +194,24 @@ class Holds:
         copied = halo | (checkpoint and narrow) | (f.computed_rows is not None)
         kept = f.sources * self._row_bytes(layer) * copied
         if not checkpoint:
-            return kept + self._need(layer).kept
+            return kept + self._need(layer).left
         return kept + (self._outputs(layer - 1) * (narrow | ~halo) if layer > 1 else 0.0)
 
-    def _loss(self) -> tuple[Number, Number, Number]:
-        """Return the bytes that the loss keeps, its peak, and the bytes of the rows' gradient."""
-        model, stats = self.model, self.problem.stats
-        own = self.facts[len(model.layers)].rows
-        if self.scored is None:
-            # own rows are those of the whole graph, or only training vertices if trimmed
-            return loss(model, own, own * min(1.0, stats.train_vertices / max(own.sum(), 1.0)))
-        sends, negatives = self.scored.sends, self.problem.workload.negatives
-        own = own + sends.sum(0)
-        # a copy of own and received rows in one tensor
-        copied = own * model.layers[-1].h_out * model.itemsize * sends.any()
-        logits, peak, gradient = link_loss(model, own, self.scored.edges, negatives)
-        return logits, peak + copied, gradient
+    @property
+    def _scored_rows(self) -> np.ndarray:
+        """The rows of h_L that each rank has for the loss, own and received ones [ranks]."""
+        own = self.facts[len(self.model.layers)].rows
+        return own if self.scored is None else np.asarray(own + self.scored.sends.sum(0))
+
+    @property
+    def _last_row(self) -> int:
+        """The bytes of a row of h_L."""
+        return self.model.layers[-1].h_out * self.model.itemsize
 
     def _gradient(self, layer: int) -> Number:
         """Return the bytes of the gradient of the layer's outputs, with halo rows if larger."""
         if layer == len(self.model.layers):
-            return self._loss()[2]
+            return np.asarray(self._scored_rows * self._last_row)
         present = self.facts[layer + 1].present * self._row_bytes(layer + 1)
         return np.asarray(np.maximum(self._outputs(layer), present))
 
@@ -232,7 +233,7 @@ class Holds:
         added = 0.0 if f.partial_sums is None else f.partial_sums
         return np.asarray((f.sources + f.present + added) * self._row_bytes(layer))
 
-    def _need(self, layer: int) -> Footprint:
+    def _need(self, layer: int) -> Held:
         model, f = self.model, self.facts[layer]
         if f.remote_own is not None:
             model = model.without_ends(layer)

@@ -52,10 +52,10 @@ from typing import ClassVar, Self
 import numpy as np
 
 from gnnplan.planner.problem.problem import Problem
-from gnnplan.planner.strategies.base import Example, Memory, Strategy, settled
+from gnnplan.planner.strategies.base import Example, Memory, Resident, Strategy, settled
 from gnnplan.planner.strategies.layerwise.chunked import ChunkedStep
 from gnnplan.planner.strategies.layerwise.graph_parallel import GraphParallel, check_trim
-from gnnplan.planner.strategies.program.memory import machine_code, on_ranks
+from gnnplan.planner.strategies.program.memory import fullest, machine_code, peak
 from gnnplan.planner.strategies.program.program import Copy, Program
 from gnnplan.planner.vocabulary.errors import SpecError
 from gnnplan.planner.vocabulary.units import show_bytes, show_percent, show_time
@@ -191,7 +191,7 @@ class Offload(Strategy):
         """Return the step on the rows of training, or on all rows for evaluation."""
         layout = problem.chunked(settled(self.chunks))
         trims = self.trim and not evaluates
-        return ChunkedStep(problem, problem.trimmed(layout) if trims else layout)
+        return ChunkedStep.of(problem, problem.trimmed(layout) if trims else layout)
 
     def moved(self, problem: Problem) -> tuple[int, int]:
         """Return the bytes that all ranks load to devices in an epoch, and the bytes stored."""
@@ -202,23 +202,29 @@ class Offload(Strategy):
         return moved["load"], moved["store"]
 
     def memory(self, problem: Problem) -> Memory:
-        """Return each device's peak bytes: weights, and the largest chunk, with evaluation.
+        program = self._step(problem).fullest_program()
+        return peak(problem, program, self.resident(problem))
+
+    def resident(self, problem: Problem) -> Resident:
+        """Return what devices have besides the tensors of a chunk, with evaluation.
 
         A CPU rank's device memory is the server's. Graph data that exceeds the rank's share of the
         cluster's `host_memory` counts as device memory.
         """
-        use = _on_device(problem, self._step(problem))
+        step, elsewhere = self._step(problem), np.zeros(problem.ranks)
+        data, code = {"copies": step.copy_buffers()}, machine_code(problem, len(step.chunks))
         if self.trim:
-            evaluating = _on_device(problem, self._step(problem, evaluates=True), evaluates=True)
-            use = max(use, evaluating, key=lambda held: sum(each.max() for each in held.values()))
+            whole = self._step(problem, evaluates=True)
+            in_turn = fullest(problem, whole.fullest_program(evaluates=True))
+            elsewhere = in_turn + whole.copy_buffers("f") + code
         if problem.cluster.device.kind == "cpu":
             servers = _server_of(problem)
             ranks_of_server = np.bincount(servers)[servers]  # [ranks]
             features = _features_on_host(problem)
             graph_data = sum(self._on_host(problem).values(), features / ranks_of_server)
             room = (problem.cluster.host_memory or 0.0) / ranks_of_server
-            use["host"] = np.maximum(graph_data - room, 0.0)
-        return use
+            data["host"] = np.maximum(graph_data - room, 0.0)
+        return Resident(data, code=code, elsewhere=elsewhere)
 
     def host_memory(self, problem: Problem) -> Memory:
         """Return bytes of features, rows, gradients and edges in servers' memories [servers]."""
@@ -233,15 +239,6 @@ class Offload(Strategy):
             return training
         evaluation = _of_ranks_on_host(problem, self._step(problem, evaluates=True), trains=False)
         return {use: nbytes + evaluation[use] for use, nbytes in training.items()}
-
-
-def _on_device(problem: Problem, step: ChunkedStep, evaluates: bool = False) -> Memory:
-    return on_ranks(
-        problem,
-        step.fullest_program(evaluates),
-        code=machine_code(problem, len(step.chunks)),
-        copies=step.copy_buffers("f" if evaluates else "fb"),
-    )
 
 
 def _server_of(problem: Problem) -> np.ndarray:

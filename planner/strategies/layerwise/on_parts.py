@@ -23,11 +23,11 @@ from gnnplan.planner.gnn.footprint import block
 from gnnplan.planner.ownership.estimated_layout import EstimatedLayout
 from gnnplan.planner.ownership.layout import Layout
 from gnnplan.planner.problem.problem import Problem
-from gnnplan.planner.strategies.base import Memory, Strategy
-from gnnplan.planner.strategies.layerwise import memory as layerwise_memory
+from gnnplan.planner.strategies.base import Resident, Strategy
 from gnnplan.planner.strategies.layerwise import step as layerwise
 from gnnplan.planner.strategies.layerwise.buckets import check_buckets
 from gnnplan.planner.strategies.layerwise.exchange import ExchangeOptions
+from gnnplan.planner.strategies.layerwise.memory import resident
 from gnnplan.planner.strategies.layerwise.step import Batches, preparation
 from gnnplan.planner.strategies.program.program import Op, Program
 from gnnplan.planner.vocabulary.errors import SpecError
@@ -114,12 +114,12 @@ class OnParts(Strategy):
     def preparation(self, problem: Problem) -> dict[str, float]:
         return preparation(problem, self.layout(problem))
 
-    def memory(self, problem: Problem) -> Memory:
-        rows, options, batches = self.layout(problem), self.exchange_options, self.layouts(problem)
-        use = layerwise_memory.memory(problem, self.built(problem), rows, options, batches)
+    def resident(self, problem: Problem) -> Resident:
+        options = self.exchange_options
+        stays = resident(problem, self.layout(problem), options, self.layouts(problem))
         if options.policy.vanishes:
-            use["graph"] = use["graph"] + _cut_blocks(problem, options)
-        return use
+            stays.data["graph"] += _cut_blocks(problem, options)
+        return stays
 
     def program(self, problem: Problem) -> Program:
         rows, options, batches = self.layout(problem), self.exchange_options, self.layouts(problem)

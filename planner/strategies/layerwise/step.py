@@ -16,7 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
-from functools import cache, partial
+from functools import partial
 
 import numpy as np
 
@@ -27,7 +27,7 @@ from gnnplan.planner.ownership.minibatch import Scored
 from gnnplan.planner.problem.problem import Problem
 from gnnplan.planner.strategies.layerwise.buckets import Bucket, buckets_of
 from gnnplan.planner.strategies.layerwise.exchange import ExchangeOptions
-from gnnplan.planner.strategies.layerwise.memory import Holds
+from gnnplan.planner.strategies.layerwise.memory import Holds, rows_read
 from gnnplan.planner.strategies.program.price import setup_s
 from gnnplan.planner.strategies.program.program import AllReduce, Copy, Exchange, Op, Program
 from gnnplan.planner.vocabulary.numbers import Number
@@ -48,16 +48,11 @@ def program(
 ) -> Program:
     """Return the program: a step on the whole layout, or step t on the batch batch_at(t)."""
     layouts, period = batches or (layout,), options.policy.period  # estimated batches are equal
-    ops = {
-        (each, t): list(step(problem, each, options, loads=len(batches) > 1, at=t))
-        for each in dict.fromkeys(layouts)
-        for t in range(period)
-    }
     return Program(
         lambda: [(each, t) for t in range(period) for each in layouts],
         len(layouts),
         lambda t: (layouts[batch_at(t)], t % period),
-        ops.__getitem__,
+        lambda name: list(step(problem, name[0], options, loads=len(batches) > 1, at=name[1])),
         lambda: setup(problem, layout),
         int(options.policy.lags),
         period=period,
@@ -90,8 +85,7 @@ def step(
         for layer, f in facts.items()
     }
 
-    @cache
-    def halo(layer: int, direction: str) -> Exchange | None:
+    def exchange_of(layer: int, direction: str) -> Exchange | None:
         """Return the layer's exchange, or None."""
         if layer <= model.first_varying or not exchanging[layer]:
             return None
@@ -100,15 +94,14 @@ def step(
         width = model.exchanged_width(layer, options.narrow)
         return Exchange(rows, options.codec.row_bytes(width, model.itemsize))
 
-    @cache
-    def work(layer: int, direction: str, reduced: float = 0.0) -> Compute:
+    halos = {(layer, way): exchange_of(layer, way) for layer in facts for way in ("f", "b")}
+
+    def work_of(layer: int, direction: str) -> Compute:
         """Return the layer's computation, with the work around its exchange.
 
-        A lagging exchange, and all-reduces in which a rank sends `reduced` bytes, overlap with the
-        computation and use some of the memory's bandwidth.
+        A lagging exchange overlaps with the computation, and uses some of the memory's bandwidth.
         """
-        exchanged, f, total = halo(layer, direction), facts[layer], computation(layer, direction)
-        total = total + Compute(overlapped_bytes=reduced) if reduced else total
+        exchanged, f, total = halos[layer, direction], facts[layer], computation(layer, direction)
         if exchanged is None:
             return total
         if direction == "f":  # rows of this step are received, or unpacked, in place: no copy
@@ -142,7 +135,7 @@ def step(
 
     def exchange(layer: int, direction: str) -> Iterator[Op]:
         """Yield the exchange of rows before a layer, or of their gradients after it."""
-        if (exchanged := halo(like[layer], direction)) is None:
+        if (exchanged := halos[like[layer], direction]) is None:
             return
         f, width = facts[like[layer]], model.exchanged_width(layer, options.narrow)
         sent, received = (
@@ -154,6 +147,7 @@ def step(
         for unpack in options.codec.unpack(received, width, model.itemsize, added=direction == "b"):
             yield Op("unpack", direction, layer, work=unpack)
 
+    works = {key: work_of(*key) for key in halos}
     complete: dict[int, list[Bucket]] = {}  # layer whose backward pass completes them -> buckets
     for bucket in buckets_of(problem, options.buckets, options.narrow):
         complete.setdefault(bucket.after, []).append(bucket)
@@ -184,7 +178,7 @@ def step(
         yield from moments(problem, layer, "f")
         yield from exchange(layer, "f")
         keeps = partial(holds.forward, layer)
-        yield Op("forward", layer=layer, work=work(like[layer], "f"), holds=keeps)
+        yield Op("forward", layer=layer, work=works[like[layer], "f"], holds=keeps)
     forward, backward = finish(problem, facts[like[layers]].rows, scored)
     endpoints = None  # exchange of edges' endpoints
     if scored is not None and scored.meets:
@@ -198,7 +192,9 @@ def step(
     yield from moments(problem, layers + 1, "b")
     for layer in range(layers, 0, -1):
         frees = partial(holds.backward, layer)
-        computed = work(like[layer], "b", reduced(layer + 1))
+        computed = works[like[layer], "b"]
+        if sent := reduced(layer + 1):  # these all-reduces use some of the memory's bandwidth too
+            computed = computed + Compute(overlapped_bytes=sent)
         yield Op("backward", layer=layer, work=computed, holds=frees)
         yield from sums(layer)
         yield from exchange(layer, "b")
@@ -305,9 +301,5 @@ def loaded_bytes(problem: Problem, layout: Layout | EstimatedLayout) -> np.ndarr
             else local
         )
         return np.array([int(problem.features_bytes(rows).sum()) for rows in read])
-    if model.aggregate_cached(1):
-        # GraphSAGE also reads a vertex's own row
-        rows = layout.facts(1).rows * (2 if model.layers[0].reads_own else 1)
-    else:
-        rows = layout.facts(1).sources if model.first_varying else layout.row_counts(0)
+    rows = model.constant_rows(layout.facts(1).rows, rows_read(problem, layout))
     return np.asarray(np.round(model.features_moved(np.round(rows))).astype(np.int64))

@@ -46,12 +46,11 @@ import numpy as np
 
 from gnnplan.planner.cluster.spec import MOST_PAIRED
 from gnnplan.planner.problem.problem import Problem
-from gnnplan.planner.strategies.base import Example, Memory, Strategy, settled
+from gnnplan.planner.strategies.base import Example, Resident, Strategy, settled
 from gnnplan.planner.strategies.layerwise import tiles
 from gnnplan.planner.strategies.layerwise.columns import why_untried
 from gnnplan.planner.strategies.layerwise.graph_parallel import GraphParallel
 from gnnplan.planner.strategies.layerwise.tiles import AXES, Axis, Grid
-from gnnplan.planner.strategies.program.memory import on_ranks
 from gnnplan.planner.strategies.program.program import Program
 from gnnplan.planner.vocabulary.errors import SpecError
 from gnnplan.planner.vocabulary.units import show_bytes
@@ -152,8 +151,7 @@ class Tensor3D(Strategy):
     def program(self, problem: Problem) -> Program:
         return tiles.program(problem, self.grid)
 
-    def memory(self, problem: Problem) -> Memory:
-        """Return each rank's peak bytes, by use."""
+    def resident(self, problem: Problem) -> Resident:
         model, stats, grid = problem.model, problem.stats, self.grid
         layers = tiles.layers_of(problem, grid)
         zero, b, first = np.zeros(problem.ranks), model.itemsize, layers[0]
@@ -163,13 +161,10 @@ class Tensor3D(Strategy):
             each.edges * (12 + 2.0 * b) + 8.0 * (each.rows + each.sources)
             for each in distinct.values()
         ]
-        return on_ranks(
-            problem,
-            self.built(problem),
+        return Resident(
+            {"features": features, "graph": sum(edges, 8.0 * layers[-1].rows)},
             weights=sum((each.kept_weights for each in layers), zero),
-            groups=(group for axis in AXES for group in grid.groups(axis)),
-            features=features,
-            graph=sum(edges, 8.0 * layers[-1].rows),
+            groups=[group for axis in AXES for group in grid.groups(axis)],
             # at set-up: all columns of the features, and the tile computed from them
             elsewhere=features + first.sources * stats.features * b,
         )

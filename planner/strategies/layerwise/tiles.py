@@ -41,6 +41,7 @@ from typing import Literal, NamedTuple
 
 import numpy as np
 
+from gnnplan.planner.gnn.footprint import Held, keeps
 from gnnplan.planner.gnn.model import MASK, Model
 from gnnplan.planner.gnn.operations import BIAS, COPY, MASKED, RELU, VECTOR
 from gnnplan.planner.gnn.trace import SUM
@@ -52,10 +53,8 @@ from gnnplan.planner.strategies.program.program import (
     AllReduce,
     Exchange,
     Group,
-    Held,
     Op,
     Program,
-    keeps,
 )
 from gnnplan.planner.vocabulary.outer import Outer
 from gnnplan.planner.vocabulary.schedule import Compute, Gather

@@ -22,22 +22,20 @@ from gnnplan.planner.gnn.products import PIECES
 from gnnplan.planner.graph.sampling import Ids
 from gnnplan.planner.ownership.minibatch import MiniBatch
 from gnnplan.planner.problem.problem import Problem
-from gnnplan.planner.strategies.base import Memory
 from gnnplan.planner.strategies.layerwise.memory import blocks, constant
 from gnnplan.planner.strategies.minibatch import device_sampler
 from gnnplan.planner.strategies.minibatch.adjacency_store import ENTRY, Lists, bytes_at
 from gnnplan.planner.strategies.minibatch.feature_store import Features, Store
 from gnnplan.planner.strategies.minibatch.supply import Supply
-from gnnplan.planner.strategies.program.memory import machine_code, on_ranks
-from gnnplan.planner.strategies.program.program import Program
+from gnnplan.planner.strategies.program.memory import Memory, Resident, machine_code
 
 PLACE = 8  # bytes of an edge's position in the order of an epoch
 PLACE_IN_CACHE = 4  # bytes of a vertex's position in the cache, on a GPU that lays out its batches
 PLACE_AMONG_SOURCES = 4  # bytes of a vertex's position among a layer's sources
 
 
-def memory(program: Program, supply: Supply) -> Memory:
-    """Return each rank's peak bytes by use, without the graph data in the server's memory."""
+def resident(supply: Supply) -> Resident:
+    """Return what ranks have besides a step's tensors, without graph data in servers' memories."""
     problem, store, prefetch = supply.problem, supply.store, supply.prefetch
     on_cpu = problem.cluster.device.kind == "cpu"
     features = peak_over_batches(supply, partial(constant, problem))
@@ -55,16 +53,9 @@ def memory(program: Program, supply: Supply) -> Memory:
     cache = 0.0 * features + store.held(problem)
     if supply.lays_there and supply.picks_there:
         cache = cache + PLACE_IN_CACHE * problem.stats.vertices
-    return on_ranks(
-        problem,
-        program,
-        code=machine_code(problem, PIECES),
-        features=features,
-        cache=cache,
-        graph=graph + structure_bytes(supply),
-        buffers=buffers,
-        elsewhere=elsewhere,
-    )
+    graph = graph + structure_bytes(supply)
+    data = {"features": features, "cache": cache, "graph": graph, "buffers": buffers}
+    return Resident(data, code=machine_code(problem, PIECES), elsewhere=elsewhere)
 
 
 def peak_over_batches(supply: Supply, nbytes: Callable[[MiniBatch], np.ndarray]) -> np.ndarray:

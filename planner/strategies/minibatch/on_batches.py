@@ -6,18 +6,25 @@ from abc import abstractmethod
 from dataclasses import replace
 from typing import ClassVar, Self
 
+import numpy as np
+
 from gnnplan.planner.gnn.workload import Workload
 from gnnplan.planner.graph.graph import GraphStats
 from gnnplan.planner.graph.sampling import count_items, per_epoch
 from gnnplan.planner.ownership.minibatch import Batches
 from gnnplan.planner.problem.problem import Problem
-from gnnplan.planner.strategies.base import Memory, Strategy
+from gnnplan.planner.strategies.base import Memory, Resident, Strategy
 from gnnplan.planner.strategies.layerwise.buckets import check_buckets
 from gnnplan.planner.strategies.layerwise.exchange import ExchangeOptions
-from gnnplan.planner.strategies.minibatch import memory as batchwise_memory
 from gnnplan.planner.strategies.minibatch import step as batchwise
 from gnnplan.planner.strategies.minibatch.adjacency_store import Lists
 from gnnplan.planner.strategies.minibatch.feature_store import Features
+from gnnplan.planner.strategies.minibatch.memory import (
+    features_by_server,
+    lists_by_server,
+    resident,
+    sampler_memory,
+)
 from gnnplan.planner.strategies.minibatch.supply import Supply
 from gnnplan.planner.strategies.program.program import Program
 from gnnplan.planner.vocabulary.errors import SpecError
@@ -75,6 +82,15 @@ class OnBatches(Strategy):
     def preparation(self, problem: Problem) -> dict[str, float]:
         return self.supply(problem).filling()
 
+    def host_memory(self, problem: Problem) -> Memory:
+        supply = self.supply(problem)
+        lists = lists_by_server(problem, supply.lists)
+        return {"features": self.features_on_host(problem), "lists": lists} | sampler_memory(supply)
+
+    @abstractmethod
+    def features_on_host(self, problem: Problem) -> np.ndarray:
+        """Return the bytes of features in each server's memory [servers]."""
+
 
 class OnRows(OnBatches):
     """A strategy on mini-batches whose ranks load whole rows of features."""
@@ -98,16 +114,11 @@ class OnRows(OnBatches):
     def with_less_memory(self) -> Strategy | None:
         return None if self.checkpoint else replace(self, checkpoint=True)  # type: ignore[call-arg]
 
-    def memory(self, problem: Problem) -> Memory:
-        return batchwise_memory.memory(self.built(problem), self.supply(problem))
+    def resident(self, problem: Problem) -> Resident:
+        return resident(self.supply(problem))
 
-    def host_memory(self, problem: Problem) -> Memory:
-        supply = self.supply(problem)
-        return {
-            "features": batchwise_memory.features_by_server(problem, supply.store, self.features),
-            "lists": batchwise_memory.lists_by_server(problem, supply.lists),
-            **batchwise_memory.sampler_memory(supply),
-        }
+    def features_on_host(self, problem: Problem) -> np.ndarray:
+        return features_by_server(problem, self.store(problem), self.features)
 
     def program(self, problem: Problem) -> Program:
         return batchwise.program(self.supply(problem), self.exchange_options)

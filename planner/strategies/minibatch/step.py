@@ -40,7 +40,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import replace
-from functools import cache
 from typing import Literal
 
 import numpy as np
@@ -98,16 +97,11 @@ def step(supply: Supply, batch: MiniBatch, options: ExchangeOptions) -> Iterator
 def program(supply: Supply, options: ExchangeOptions) -> Program:
     """Return the program, with a step for each mini-batch."""
     batches, prefetch = supply.batches, supply.prefetch
-
-    @cache
-    def step_on(batch: MiniBatch) -> list[Op]:
-        return list(step(supply, batch, options))
-
     return Program(
         batches.first,
         batches.steps,
         batches.at,
-        step_on,
+        lambda batch: list(step(supply, batch, options)),
         supply.fill,
         # the batch being loaded, and `prefetch` batches being sampled; a GPU samples and loads one
         lead=min(prefetch, 1) if supply.lays_there else prefetch and prefetch + 1,

@@ -14,11 +14,10 @@ from functools import partial
 
 import numpy as np
 
-from gnnplan.planner.gnn.footprint import block, footprint
+from gnnplan.planner.gnn.footprint import Held, block, footprint, in_turn, keeps
 from gnnplan.planner.gnn.products import PIECES
 from gnnplan.planner.ownership.minibatch import MiniBatch
 from gnnplan.planner.problem.problem import Problem
-from gnnplan.planner.strategies.base import Memory
 from gnnplan.planner.strategies.layerwise.exchange import ExchangeOptions
 from gnnplan.planner.strategies.layerwise.memory import Holds
 from gnnplan.planner.strategies.minibatch.memory import (
@@ -27,12 +26,11 @@ from gnnplan.planner.strategies.minibatch.memory import (
     structure_bytes,
 )
 from gnnplan.planner.strategies.p3.slices import Slices, all_columns
-from gnnplan.planner.strategies.program.memory import machine_code, on_ranks
-from gnnplan.planner.strategies.program.program import Held, in_turn, keeps
+from gnnplan.planner.strategies.program.memory import Resident, machine_code
 
 
-def memory(p3: Slices, problem: Problem) -> Memory:
-    """Return each rank's peak bytes, by use.
+def resident(p3: Slices, problem: Problem) -> Resident:
+    """Return what ranks have besides a step's tensors.
 
     In the pipeline each batch in flight, and the batch whose gradients are all-reduced, has its own
     copy of weights and gradients.
@@ -50,21 +48,20 @@ def memory(p3: Slices, problem: Problem) -> Memory:
     elif problem.cluster.device.kind == "cpu":  # with GPUs batches wait in the server's memory
         waiting = p3.prefetch
     blocks = peak_over_batches(supply, partial(_blocks, p3, problem))
-    use = on_ranks(
-        problem,
-        p3.built(problem),
-        weights=own * (1 + versions),
-        groups=(*p3.all_twins(problem), *p3.rails(problem)),
+    return Resident(
+        {
+            # a version has a gradient, but no optimizer state; evaluation has the whole model
+            "parameters": (own * versions + model.weights) * b,
+            "optimizer": own * versions * b,
+            "features": np.array([copied[each] for each in columns]),
+            "cache": 0.0 * own + supply.store.held(problem),
+            "graph": structure_bytes(supply) + blocks * (waiting + p3.in_flight),
+        },
+        weights=own,
+        groups=[*p3.all_twins(problem), *p3.rails(problem)],
         code=machine_code(problem, PIECES),
         elsewhere=elsewhere,
-        features=np.array([copied[each] for each in columns]),
-        cache=0.0 * own + supply.store.held(problem),
-        graph=structure_bytes(supply) + blocks * (waiting + p3.in_flight),
     )
-    use["parameters"] = use["parameters"] + model.weights * b  # the whole model, for evaluation
-    # a version has a gradient, but no optimizer state
-    use["optimizer"] = own * b * (problem.workload.state_per_weight + versions)
-    return use
 
 
 def _columns_copied(problem: Problem, columns: range) -> float:
@@ -133,7 +130,7 @@ class Batch:
 
     def first_forward(self) -> Held:
         freed = 0.0 if self.tail_reads_loaded else self.loaded
-        return Held(self.first.kept + self.peers, self.first.kept - freed)
+        return Held(self.first.left + self.peers, self.first.left - freed)
 
     def pull_forward(self) -> Held:
         return keeps(self.pulled + self.send_buffers)
@@ -148,7 +145,7 @@ class Batch:
     def backward(self) -> Held:
         layers = map(self.later_layers.backward, range(len(self.later_layers.facts), 1, -1))
         return in_turn(
-            [*layers, Held(0.0, -self.applied - self.later_layers.logits - self.send_buffers)]
+            [*layers, Held(0.0, -self.applied - self.later_layers.loss().left - self.send_buffers)]
         )
 
     def pull_backward(self) -> Held:
@@ -156,6 +153,6 @@ class Batch:
         return keeps(self.peers)
 
     def first_backward(self) -> Held:
-        needed = self.all + self.first.backward - self.first.kept + self.sorted
-        freed = self.peers + self.own + self.first.kept
+        needed = self.all + self.first.most - self.first.left + self.sorted
+        freed = self.peers + self.own + self.first.left
         return Held(needed, -freed - (self.loaded if self.tail_reads_loaded else 0.0))

@@ -75,18 +75,18 @@ from functools import cache, partial
 
 import numpy as np
 
+from gnnplan.planner.gnn.footprint import Held
 from gnnplan.planner.ownership.layout import LayerFacts
 from gnnplan.planner.ownership.minibatch import MiniBatch, Scored
 from gnnplan.planner.problem.problem import Problem
-from gnnplan.planner.strategies.base import Memory
+from gnnplan.planner.strategies.base import Resident
 from gnnplan.planner.strategies.layerwise import step as layerwise
 from gnnplan.planner.strategies.minibatch.supply import sized_exchange
-from gnnplan.planner.strategies.p3.memory import Batch, memory
+from gnnplan.planner.strategies.p3.memory import Batch, resident
 from gnnplan.planner.strategies.p3.slices import DELAY, HEADER, INT, Slices
 from gnnplan.planner.strategies.program.program import (
     AllReduce,
     Exchange,
-    Held,
     Op,
     Order,
     Program,
@@ -214,12 +214,12 @@ class P3(Slices):
         return reduce, Op("update", work=model.update(own))
 
     def program(self, problem: Problem) -> Program:
-        batches, step = self.batches(problem), cache(partial(self.step, problem))
+        batches = self.batches(problem)
         program = Program(
             batches.first,
             batches.steps,
             batches.at,
-            step,
+            partial(self.step, problem),
             lead=self.prefetch,
             samplers=self.supply(problem).samplers,
         )
@@ -227,8 +227,8 @@ class P3(Slices):
             program = replace(program, order=pipelined(self.prefetch), in_flight=DELAY)
         return program
 
-    def memory(self, problem: Problem) -> Memory:
-        return memory(self, problem)
+    def resident(self, problem: Problem) -> Resident:
+        return resident(self, problem)
 
 
 # -- period k: |front k|body k-1|tail k-2|update k-3|, and reduce k-3 overlaps with all of them ----

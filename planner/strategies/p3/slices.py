@@ -14,7 +14,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from functools import cache
 from typing import ClassVar, Self
 
 import numpy as np
@@ -23,7 +22,7 @@ from gnnplan.planner.gnn.kinds import KINDS
 from gnnplan.planner.gnn.model import Model, layers_of
 from gnnplan.planner.graph.graph import Graph
 from gnnplan.planner.problem.problem import Problem
-from gnnplan.planner.strategies.base import Bytes, Example, Memory, Strategy
+from gnnplan.planner.strategies.base import Bytes, Example, Strategy
 from gnnplan.planner.strategies.minibatch.adjacency_store import Lists, check_structure, hashed
 from gnnplan.planner.strategies.minibatch.feature_store import (
     Features,
@@ -31,11 +30,7 @@ from gnnplan.planner.strategies.minibatch.feature_store import (
     check_store,
     feature_store,
 )
-from gnnplan.planner.strategies.minibatch.memory import (
-    all_rows_bytes,
-    lists_by_server,
-    sampler_memory,
-)
+from gnnplan.planner.strategies.minibatch.memory import all_rows_bytes
 from gnnplan.planner.strategies.minibatch.on_batches import OnBatches
 from gnnplan.planner.strategies.minibatch.proposals import (
     lists_cache,
@@ -230,16 +225,12 @@ class Slices(OnBatches):
         layers = tuple(layers_of(problem.workload, inputs, problem.model.classes))
         return replace(problem.model, layers=layers, inputs=inputs)
 
-    def host_memory(self, problem: Problem) -> Memory:
+    def features_on_host(self, problem: Problem) -> np.ndarray:
         columns_at: dict[int, set[range]] = {}
         for server, of_rank in zip(problem.servers, self.slices(problem), strict=True):
             columns_at.setdefault(server, set()).add(of_rank.columns)
-        size_of, supply = cache(lambda each: all_columns(problem, each)), self.supply(problem)
-        return {
-            "features": np.array([sum(map(size_of, each)) for each in columns_at.values()]),
-            "lists": lists_by_server(problem, supply.lists),
-            **sampler_memory(supply),
-        }
+        sizes = {each: all_columns(problem, each) for each in set().union(*columns_at.values())}
+        return np.array([sum(sizes[c] for c in each) for each in columns_at.values()])
 
     def more_spread(self, problem: Problem) -> Iterator[Self]:
         """Yield variants with less graph data per server: lists are spread first, then fewer

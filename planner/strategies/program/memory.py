@@ -1,54 +1,59 @@
-"""Peak memory of each rank: constant data, plus the peak of a step's operations.
+"""Peak memory of each rank: what stays during a step, plus the peak of the step's operations.
 
 Each operation of a program knows its bytes (`Op.holds`), and the order of operations tells when
-they are allocated and freed. A strategy passes the data that stays during a step (features, edges,
-caches) to `on_ranks`, which adds weights, libraries and machine code.
+they are allocated and freed. A strategy says what stays: features, edges, caches (`Resident`).
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from itertools import takewhile
 
 import numpy as np
 
-from gnnplan.planner.gnn.footprint import COMMUNICATOR, RUNTIME
+from gnnplan.planner.gnn.footprint import COMMUNICATOR, RUNTIME, in_turn
 from gnnplan.planner.gnn.products import shapes
 from gnnplan.planner.problem.problem import Problem
-from gnnplan.planner.strategies.program.program import Op, Program, in_turn
-from gnnplan.planner.vocabulary.numbers import Number, largest
+from gnnplan.planner.strategies.program.order import by_group
+from gnnplan.planner.strategies.program.program import Op, Program
+from gnnplan.planner.vocabulary.numbers import Number
 
 Memory = dict[str, np.ndarray]  # use -> bytes per rank [ranks]
+# uses that set-up and evaluation have, or may take, in place of a step's
+OF_A_STEP = ("features", "activations", "halo", "copies", "buffers")
 
 
-def on_ranks(
-    problem: Problem,
-    program: Program,
-    *,
-    weights: Number | None = None,
-    groups: Iterable[Sequence[int]] = (),
-    code: Number | None = None,
-    elsewhere: Number = 0.0,
-    **stays: Number,
-) -> Memory:
-    """Return each rank's peak bytes, by use.
+@dataclass(frozen=True)
+class Resident:
+    """What a rank has besides the tensors of a step's operations.
 
+    data: bytes that stay, by use; they add to those of `peak` of the same use.
     weights: number of weights of each rank; None: all of the model's weights.
     groups: groups of ranks with a communicator of their own.
     code: bytes of machine code; None: as for a whole step (`machine_code`).
     elsewhere: peak bytes of set-up or evaluation, without weights, edges and caches.
-    stays: bytes of other data, by use.
     """
-    zero, model = np.zeros(problem.ranks), problem.model
-    size = (zero + (model.weights if weights is None else weights)) * model.weight_itemsize
+
+    data: Memory
+    weights: Number | None = None
+    groups: Sequence[Sequence[int]] = ()
+    code: Number | None = None
+    elsewhere: Number = 0.0
+
+
+def peak(problem: Problem, program: Program, resident: Resident) -> Memory:
+    """Return each rank's peak bytes, by use."""
+    zero, model, code = np.zeros(problem.ranks), problem.model, resident.code
+    weights = model.weights if resident.weights is None else resident.weights
+    size = (zero + weights) * model.weight_itemsize
     use: Memory = {"parameters": size, "optimizer": problem.workload.state_per_weight * size}
-    use |= {name: zero + nbytes for name, nbytes in stays.items()}
-    use["activations"] = use.get("activations", zero) + fullest(problem, program)
-    code = machine_code(problem) if code is None else code
-    use["buffers"] = use.get("buffers", zero) + code
-    training = sum(use.get(name, zero) for name in ("features", "activations", "halo", "buffers"))
-    use["buffers"] = use["buffers"] + np.maximum(elsewhere - training, 0.0)
-    return use | runtime_memory(problem, groups)
+    use |= {name: use.get(name, zero) + nbytes for name, nbytes in resident.data.items()}
+    use["activations"] = fullest(problem, program)
+    use["buffers"] = use.get("buffers", zero) + (machine_code(problem) if code is None else code)
+    training = sum(use.get(name, zero) for name in OF_A_STEP)
+    use["buffers"] = use["buffers"] + np.maximum(resident.elsewhere - training, 0.0)
+    return use | runtime_memory(problem, resident.groups)
 
 
 def of_fullest(memory: Memory) -> dict[str, float]:
@@ -95,8 +100,13 @@ def machine_code(
 
 def fullest(problem: Problem, program: Program) -> np.ndarray:
     """Return the peak bytes of a program's operations on each rank [ranks]."""
-    steps = ([op.holds() for op in step if op.holds] for step in _steps(program))
-    return np.zeros(problem.ranks) + largest(in_turn(step).most for step in steps)
+    most = np.zeros(problem.ranks)
+    for step in _steps(program):
+        for ranks, ops in by_group([op for op in step if op.holds]).items():
+            at = list(ranks) or slice(None)
+            held = in_turn(op.holds() for op in ops if op.holds)
+            most[at] = np.maximum(most[at], held.most)
+    return most
 
 
 def _steps(program: Program) -> Iterator[Iterable[Op]]:

@@ -5,12 +5,13 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import cache
 from itertools import islice
 from typing import Any, Literal, NamedTuple, Protocol
 
 import numpy as np
 
-from gnnplan.planner.vocabulary.numbers import Number, largest
+from gnnplan.planner.gnn.footprint import Held
 from gnnplan.planner.vocabulary.outer import Pairs
 from gnnplan.planner.vocabulary.schedule import Compute, Label
 from gnnplan.planner.vocabulary.schedule import Copy as Copy
@@ -56,31 +57,6 @@ class AllReduce:
     def by_group(self, everyone: Group) -> list[tuple[Group, int]]:
         """Return the groups, each with its bytes."""
         return list(zip(self.groups or (everyone,), self.sizes, strict=True))
-
-
-class Held(NamedTuple):
-    """Bytes that an operation allocates, on top of the bytes before it [ranks]."""
-
-    most: Number  # peak during the operation
-    left: Number  # still allocated after it; negative: it frees more than it allocates
-
-
-def keeps(nbytes: Number) -> Held:
-    """Return the memory of an operation that allocates so many bytes and frees nothing."""
-    return Held(nbytes, nbytes)
-
-
-def in_turn(operations: Iterable[Held]) -> Held:
-    """Return the memory of operations that run one after the other, taken as one operation.
-
-    >>> in_turn([keeps(3.0), Held(most=4.0, left=-2.0), keeps(1.0)])
-    Held(most=np.float64(7.0), left=2.0)
-    """
-    most: Number = 0.0
-    left: Number = 0.0
-    for each in operations:
-        most, left = largest([left + each.most], most), left + each.left
-    return Held(most, left)
 
 
 Work = Compute | Exchange | Copy | Sampling | Message | Receipt | AllReduce
@@ -194,6 +170,9 @@ class Program:
     order: Order | None = None  # None: step after step (order.py)
     in_flight: int = 1  # number of steps until the overlap of steps is in its steady state
     period: int = 1  # epochs
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "ops", cache(self.ops))  # each reader asks for all steps
 
     @classmethod
     def of(cls, step: Step, **others: Any) -> Program:
