@@ -6,9 +6,7 @@ which include self edges if the layer has them. An amount is a sum of counts tim
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
-from dataclasses import dataclass
-from functools import cached_property
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -114,7 +112,6 @@ class Amount:
         return Amount({term._replace(summed=width, itemsize=itemsize): 1.0 for term in self.terms})
 
 
-@dataclass(frozen=True, eq=False)
 class Amounts:
     """Several amounts, evaluated on a block in one matrix product.
 
@@ -122,25 +119,20 @@ class Amounts:
     array([ 43., 200.])
     """
 
-    amounts: tuple[Amount, ...]
-
-    @cached_property
-    def _factors(self) -> tuple[tuple[Term, ...], NDArray[np.float64]]:
-        """All terms, and their factors in each amount [amounts, terms]."""
-        terms = tuple(dict.fromkeys(term for amount in self.amounts for term in amount.terms))
-        factors = [[amount.terms.get(term, 0.0) for term in terms] for amount in self.amounts]
-        return terms, np.array(factors).reshape(len(self.amounts), len(terms))
+    def __init__(self, amounts: Sequence[Amount]) -> None:
+        self.terms = list(dict.fromkeys(term for amount in amounts for term in amount.terms))
+        factors = [[amount.terms.get(term, 0.0) for term in self.terms] for amount in amounts]
+        self.factors = np.array(factors).reshape(len(amounts), len(self.terms))
 
     def on(self, block: Block) -> NDArray[np.float64]:
         """Return the value of each amount on a block [amounts, ..]."""
-        terms, factors = self._factors
-        counts = [term.on(block) for term in terms]
+        counts = [term.on(block) for term in self.terms]
         shape = np.broadcast_shapes(*map(np.shape, counts))
-        table = np.empty((len(terms), *shape))
+        table = np.empty((len(counts), *shape))
         for row, count in zip(table if shape else table[:, None], counts, strict=True):
             row[...] = count
-        values = factors @ table.reshape(len(terms), math.prod(shape))
-        return values.reshape(len(self.amounts), *shape)
+        values: NDArray[np.float64] = self.factors @ table.reshape(len(counts), math.prod(shape))
+        return values.reshape(len(self.factors), *shape)
 
 
 NOTHING = Amount({})

@@ -8,7 +8,6 @@
     buckets.py          all-reduces of gradients that overlap with the backward pass
     memory.py           memory of the step's operations, and of data that stays between steps
     granndis.py         GraNNDis: servers recompute rows instead of receiving them
-    preloading.py       notes for the user on GraNNDis' memory and bytes
     feature_parallel.py feature parallelism: aggregation on some columns of all rows
     columns.py          the operations of a step of feature parallelism
     tensor3d.py         3D tensor parallelism: a tile of every tensor on each rank of a grid

@@ -49,8 +49,8 @@ batch's mean loss).
 
 Bytes per epoch: as graph parallelism, but layers l <= depth + 1 exchange halos inside groups only
 (for depth 0 everywhere), plus 2 (M-1) W b per batch; preloaded features are sent once, before the
-first step. Source: GraNNDis (PACT 2024), Sec. 4.1-4.4, Alg. 1. The paper's Eq. 3-9 are not used:
-plans use the counted rows of every layer.
+first step. Source: GraNNDis (PACT 2024), Sec. 4.1-4.4, Alg. 1. The paper's Eq. 3-9 are not used, as
+they leave out links inside servers and much of an epoch: plans use the counted rows of every layer.
 
 See also step.py and memory.py in this folder, account.py and schedule.py in ../program;
 planner/ownership/layout.py for recomputed rows; executor/strategies/granndis.py.
@@ -61,7 +61,6 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from functools import cache
 from typing import ClassVar, Self
 
 import numpy as np
@@ -71,13 +70,13 @@ from gnnplan.planner.ownership.estimated_layout import EstimatedLayout
 from gnnplan.planner.ownership.layout import Expansion, Layout
 from gnnplan.planner.problem.problem import Problem
 from gnnplan.planner.strategies.base import Example, Strategy, settled
-from gnnplan.planner.strategies.layerwise import preloading
 from gnnplan.planner.strategies.layerwise.buckets import pays
 from gnnplan.planner.strategies.layerwise.exchange import ExchangeOptions
-from gnnplan.planner.strategies.layerwise.graph_parallel import check_trim
+from gnnplan.planner.strategies.layerwise.graph_parallel import GraphParallel, check_trim
 from gnnplan.planner.strategies.layerwise.on_parts import OnParts
 from gnnplan.planner.strategies.layerwise.step import Batches
 from gnnplan.planner.vocabulary.errors import SpecError
+from gnnplan.planner.vocabulary.units import show_bytes
 
 MOST = 10_000  # the largest max_hop, and the most batches
 MAX_HOP, FANOUT = 1, 15  # defaults of the paper, Sec. 4.3
@@ -196,7 +195,7 @@ class GraNNDis(OnParts):
     @classmethod
     def explain(cls, problem: Problem, fastest: Self | None) -> list[str]:
         sampled = cls(max_hop=MAX_HOP, fanout=FANOUT).settle(problem)
-        return preloading.sentences(problem, cls().settle(problem), sampled)
+        return _notes(problem, cls().settle(problem), sampled)
 
     def settle(self, problem: Problem) -> GraNNDis:
         chosen = replace(self, depth=problem.workload.layers if self.depth is None else self.depth)
@@ -225,24 +224,26 @@ class GraNNDis(OnParts):
         """
         room = problem.cluster.device.memory
 
-        @cache
         def need(batches: int) -> float:
             return replace(self, batches=batches).most_memory(problem)
 
         # if the strategy does not suit the problem, the caller's own check raises the error
-        if not self.suits(problem) or problem.workload.norm == "batch" or need(1) <= room:
+        if not self.suits(problem) or problem.workload.norm == "batch":
+            return 1
+        needs = {1: need(1)}  # batches -> bytes
+        if needs[1] <= room:
             return 1
         whole = replace(self, batches=1).memory(problem)
         if sum(whole[use].max() for use in SHARED if use in whole) > room:
             return 1
-        tried, most = [1], self._targets(problem)
-        while (
-            need(tried[-1]) > room and need(tried[-1]) <= need(tried[-2:][0]) and tried[-1] < most
-        ):
-            tried.append(min(2 * tried[-1], most))
-        if need(tried[-1]) > room:
-            return min(tried, key=need)
-        return bisect_left(range(tried[-1]), True, tried[-2] + 1, key=lambda n: need(n) <= room)
+        before = last = 1
+        most = self._targets(problem)
+        while needs[last] > room and needs[last] == min(needs.values()) and last < most:
+            before, last = last, min(2 * last, most)
+            needs[last] = need(last)
+        if needs[last] > room:
+            return min(needs, key=needs.__getitem__)
+        return bisect_left(range(last), True, before + 1, key=lambda n: need(n) <= room)
 
     def _targets(self, problem: Problem) -> int:
         """Return the smallest number of training vertices that a group has."""
@@ -403,3 +404,45 @@ def _groups_to_try(problem: Problem) -> list[str]:
 def _sizes(problem: Problem) -> list[int]:
     """Return the distinct numbers of GPUs that the problem uses per island."""
     return sorted(set(np.bincount(problem.cost.places.island).tolist()) - {0})
+
+
+# -- notes for the user ----------------------------------------------------------------------------
+
+
+def _notes(problem: Problem, whole: Strategy, sampled: Strategy) -> list[str]:
+    """Return notes on the memory that preloading costs, and on the bytes that it saves.
+
+    whole: preloads all rows around a server; sampled: a sample of them.
+    """
+    if problem.cluster.servers == 1:
+        islands = (
+            " Islands of GPUs may preload too, with group='island'."
+            if len(problem.cluster.islands) > 1
+            else ""
+        )
+        return [
+            "One server: nothing crosses servers, so preloading a server's surroundings would be"
+            f" plain graph parallel.{islands}"
+        ]
+    source = "estimated" if problem.graph is None else "counted"
+    plain = GraphParallel()
+    return [
+        f"A server that preloads the {problem.workload.layers} hops around its part ({whole}) holds"
+        f" {_growth(problem, whole):.2f} times the rows of its part ({source}); with rows drawn"
+        f" ({sampled}) {_growth(problem, sampled):.2f} times",
+        f"Between servers an epoch of {plain} on all GPUs would send"
+        f" {_between_servers(problem, plain)}, of {whole} {_between_servers(problem, whole)}",
+    ]
+
+
+def _growth(problem: Problem, strategy: Strategy) -> float:
+    """Return the rows that a server holds divided by the rows of its part, a mean over servers."""
+    layout, servers = strategy.layout(problem), problem.cluster.servers
+    assert layout is not None
+    own, held = problem.stats.vertices / servers, float(layout.row_counts(0).sum()) / servers
+    return 1 + max(held - own, 0.0) / own
+
+
+def _between_servers(problem: Problem, strategy: Strategy) -> str:
+    """Return the bytes that servers send each other in an epoch, in words."""
+    return show_bytes(strategy.predict(problem).bytes_by_link.get("inter_node", 0))

@@ -20,7 +20,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from functools import cache, cached_property
+from functools import cached_property
 from typing import Any, cast
 from weakref import WeakKeyDictionary
 
@@ -254,15 +254,19 @@ class EstimatedStore:
 
     def loads(self, problem: Problem, batch: EstimatedBatch) -> Loads:
         counts, one = batch.row_counts(0), np.zeros(1, np.int64)
-        read = cache(lambda ranks: counts[list(ranks)].sum())
-        row_bytes = cache(lambda columns: int(problem.features_bytes(one, columns)[0]))
-        rows = np.array([read(each.ranks) for each in self.slices])
-        row = np.array([row_bytes(each.columns) for each in self.slices])
+        # many ranks read the rows of the same ranks, or the same columns
+        read = {ranks: counts[list(ranks)].sum() for ranks in {each.ranks for each in self.slices}}
+        widths = {each.columns for each in self.slices}
+        row_bytes = {each: int(problem.features_bytes(one, each)[0]) for each in widths}
+        rows = np.array([read[each.ranks] for each in self.slices])
+        row = np.array([row_bytes[each.columns] for each in self.slices])
         # GPUs that cache different rows: of a server, or of a group, whose GPUs read only own rows
         sharing = np.unique(self.servers if self.shared else self.groups, return_inverse=True)[1]
-        share, together = cache(self.held_share), np.bincount(sharing)[sharing]
-        held = [batch.needs[group] for group in self.groups], (together * self.cached_rows).tolist()
-        cached = np.rint(rows * [*map(share, *held)]).astype(np.int64)
+        together = np.bincount(sharing)[sharing]
+        needs = [batch.needs[group] for group in self.groups]
+        held = [*zip(needs, (together * self.cached_rows).tolist(), strict=True)]
+        shares = {each: self.held_share(*each) for each in {*held}}
+        cached = np.rint(rows * [shares[each] for each in held]).astype(np.int64)
         hits = cached // together if self.shared else cached
         peer = (cached - hits) * (together > 1)
         remote, asked = 0 * rows, cast(Pairs, Outer.of(self.servers, True, 0))
