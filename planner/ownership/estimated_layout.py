@@ -100,7 +100,7 @@ class EstimatedLayout:
     def ranks(self) -> int:
         return len(self.servers)
 
-    @cached_property
+    @property
     def groups(self) -> int:
         """The number of servers."""
         return len(set(self.servers))

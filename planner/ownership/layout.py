@@ -108,15 +108,15 @@ class LayerFacts:
         """Halo rows that each rank has, received in this step or cached from earlier [ranks]."""
         return np.asarray(self.halo.sum(0))
 
-    @cached_property
+    @property
     def sent_rows(self) -> np.ndarray:
         """Rows that each rank sends before the layer [ranks]."""
         return np.asarray(self.sends.sum(1))
 
-    @cached_property
+    @property
     def received_rows(self) -> np.ndarray:
         """Halo rows that each rank receives before the layer [ranks]."""
-        return np.asarray(self.sends.sum(0))
+        return self.halo_rows if self.fresh is None else np.asarray(self.fresh.sum(0))
 
 
 class Layout:

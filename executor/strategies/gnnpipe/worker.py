@@ -25,15 +25,15 @@ from gnnplan.executor.modules.nets import net_of
 from gnnplan.executor.ranks.comm import Arrival, send
 from gnnplan.executor.ranks.lanes import completed_future
 from gnnplan.executor.ranks.rank import Rank
-from gnnplan.executor.strategies import base
 from gnnplan.executor.strategies.base import Backward
+from gnnplan.executor.strategies.base import Worker as StrategyWorker
 from gnnplan.executor.strategies.gnnpipe.chunks import make_chunks, with_halo
 from gnnplan.executor.strategies.gnnpipe.inputs import Inputs
 from gnnplan.executor.strategies.gnnpipe.layers import BackwardFrom, History
 from gnnplan.planner.graph.sampling import ROUNDING
 from gnnplan.planner.problem.problem import Problem
-from gnnplan.planner.strategies import GNNPipe
 from gnnplan.planner.strategies.base import settled
+from gnnplan.planner.strategies.gnnpipe.gnnpipe import GNNPipe
 from gnnplan.planner.strategies.gnnpipe.pipeline import chunk_order
 from gnnplan.planner.vocabulary.schedule import Label
 
@@ -50,7 +50,7 @@ class ChunkState:
     backwards: list[Backward] = field(default_factory=list, init=False)  # backward functions
 
 
-class Worker(base.Worker):
+class Worker(StrategyWorker):
     """One rank: member `member` of stage `stage`."""
 
     net: Net

@@ -20,7 +20,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from functools import cached_property
 from typing import Any, cast
 from weakref import WeakKeyDictionary
 
@@ -157,7 +156,7 @@ class Store:
     def caches(self) -> bool:
         return any(ids.size for ids in self.cached)
 
-    @cached_property
+    @property
     def asks(self) -> NDArray[np.bool_]:
         """Whether rank i may request rows from rank j in any batch [ranks, ranks]."""
         same = np.equal.outer(self.servers, self.servers)

@@ -191,26 +191,24 @@ def _ends_s(
     """
 
     @cache
-    def seconds(work: tuple[tuple[int, int], ...]) -> Number:
-        return total(prices[kind].seconds * times for kind, times in work)
-
-    @cache
-    def done_s(work: tuple[tuple[int, int], ...]) -> Number:
-        return cores.last_rank_done_s(seconds(work))
+    def spent(work: tuple[tuple[int, int], ...]) -> tuple[Number, Number]:
+        """Return the seconds of each rank, and those until the last rank has done the work."""
+        each = total(prices[kind].seconds * times for kind, times in work)
+        return each, cores.last_rank_done_s(each)
 
     def of_all(moment: _Moment) -> Number:
         """Return when the last rank is ready [s]."""
         synced, delays, work = moment
         if np.ndim(delays):
-            return synced + cores.last_rank_done_s(delays + seconds(work))
-        return synced + done_s(work)
+            return synced + cores.last_rank_done_s(delays + spent(work)[0])
+        return synced + spent(work)[1]
 
     def or_later(one: _Moment, other: _Moment) -> _Moment:
         """Return the moment at which each rank has reached both moments."""
         synced = np.maximum(one.synced, other.synced)
         if not any(each.work or np.ndim(each.delays) for each in (one, other)):
             return _Moment(synced)
-        ready = (each.delays + seconds(each.work) - (synced - each.synced) for each in (one, other))
+        ready = (m.delays + spent(m.work)[0] - (synced - m.synced) for m in (one, other))
         return _Moment(synced, np.atleast_1d(np.maximum(*ready)))
 
     @cache
