@@ -18,7 +18,7 @@ from gnnplan.cli import app
 from gnnplan.executor.launch.asked import Options
 
 GRAPH, CLUSTER = "flickr", "p3_p100"  # by statistics: the same each time
-ONE_SERVER = f"{CLUSTER}?servers=1"
+ONE_SERVER = f"{CLUSTER}?servers=1&gpus_per_server=2"
 FIELDS = {"model": "sage", "layers": 2, "hidden": 8}
 OPTIONS = ("--model", "sage", "--layers", "2", "--hidden", "8")
 FAST = {**FIELDS, "lr": 0.05}
@@ -324,10 +324,11 @@ def test_defaults_of_a_run_are_those_of_its_options():
 
 @pytest.mark.slow
 def test_numbers_of_numpy_paths_and_single_names_are_taken(plan):
+    forced = {"strategy": "graph_parallel", **FIELDS}
+    assert gnnplan.plan(GRAPH, CLUSTER, ranks=np.int64(2), **forced).document["best"]["gpus"] <= 2
+    alone = plan.simulate(overrides="hidden=16")
+    assert alone.document == plan.simulate(overrides=["hidden=16"]).document
     by_epoch = {"per": "epoch", **FIELDS}
-    assert gnnplan.plan(GRAPH, CLUSTER, ranks=np.int64(2), **by_epoch).document["best"]["gpus"] <= 2
-    alone = plan.simulate(overrides="servers=2")
-    assert alone.document == plan.simulate(overrides=["servers=2"]).document
     assert gnnplan.offers(GRAPH, CLUSTER, gpus=[1], **by_epoch).best == (CLUSTER, 1)
 
 

@@ -729,52 +729,45 @@ def test_a_run_is_gone_on_with_only_where_it_can_be(plan_file, gnnplan, tmp_path
     (out / "checkpoints").mkdir()
     prepared = launch.Asked(read(plan_file), out, launch.Options())
     asked = question(prepared.problem, prepared.settled)
-    for words, changed in (
-        ("workload.seed 9 there and 0 here", {"workload.seed": 9}),
-        ("gnnplan '0' there", {"gnnplan": "0"}),
-        ("", {}),
-    ):
-        for rank in range(2):
-            about = {"question": {**asked, **changed}, "notes": {}}
-            save_file(
-                {"x": ones(1)},
-                out / "checkpoints" / f"epoch10.rank{rank}.safetensors",
-                {"gnnplan": json.dumps(about)},
-            )
-        before = everything(out)
-        answer = gnnplan("run --resume", out, "--epochs 5")
-        words = (
-            f"epoch10.rank0.safetensors is of another training ({words}"
-            if words
-            else "a checkpoint of epoch 10, but only 5 epochs"
-        )
-        assert answer.code == 2 and words in answer.err, answer.err
-        assert everything(out) == before
-    for words, changed, whole in (
+    whole: dict[str, Any] = {"whole": {}}
+    going_on = ["--resume", out, "--epochs 5"]
+    changed_plan = [plan_file, "--resume", out, "--epochs 10"]
+    p3 = "p3(pipelined=True)"
+    for call, changed, more, words in (
         (
-            "of p3(pipelined=True) on 2 ranks, and this plan of graph_parallel on 2 ranks:"
-            " p3(pipelined=True) neither hands over weights nor takes them over (its batches",
-            {"strategy": "p3(pipelined=True)"},
-            {"whole": {}},
+            going_on,
+            {"workload.seed": 9},
+            {},
+            "is of another training (workload.seed 9 there and 0 ",
+        ),
+        (going_on, {"gnnplan": "0"}, {}, "is of another training (gnnplan '0' there"),
+        (going_on, {}, {}, "a checkpoint of epoch 10, but only 5 epochs"),
+        (
+            changed_plan,
+            {"strategy": p3},
+            whole,
+            f"of {p3} on 2 ranks, and this plan of graph_parallel on 2 ranks: {p3} neither hands"
+            " over weights nor takes them over (its batches",
         ),
         (
-            "tensor3d(x=1,y=1,z=2) neither hands over weights nor takes them over; resume with",
+            changed_plan,
             {"strategy": "tensor3d(x=1,y=1,z=2)"},
             {},
+            "tensor3d(x=1,y=1,z=2) neither hands over weights nor takes them over; resume with",
         ),
-        ("use --epochs 11 or more", {"strategy": "granndis"}, {"whole": {}}),
-        ("use --epochs 11 or more", {"ranks": 1}, {"whole": {}}),
-        ("no checkpoint that all ranks have finished", {"ranks": 3}, {"whole": {}}),
+        (changed_plan, {"strategy": "granndis"}, whole, "use --epochs 11 or more"),
+        (changed_plan, {"ranks": 1}, whole, "use --epochs 11 or more"),
+        (changed_plan, {"ranks": 3}, whole, "no checkpoint that all ranks have finished"),
     ):
         for rank in range(2):
-            about = {"question": {**asked, **changed}, "notes": {}, **whole}
+            about = {"question": {**asked, **changed}, "notes": {}, **more}
             save_file(
                 {"x": ones(1)},
                 out / "checkpoints" / f"epoch10.rank{rank}.safetensors",
                 {"gnnplan": json.dumps(about)},
             )
         before = everything(out)
-        answer = gnnplan("run", plan_file, "--resume", out, "--epochs 10")
+        answer = gnnplan("run", *call)
         assert answer.code == 2 and words in answer.err, answer.err
         assert everything(out) == before
     (out / "options.json").write_text('{"epochs": 5, "colour": 1}')

@@ -4,7 +4,6 @@ planner. The planner decides without torch and simpy; help comes at once."""
 import ast
 import subprocess
 import sys
-from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
 
@@ -80,15 +79,18 @@ def sources() -> dict[str, Path]:
     }
 
 
-def imported(tree: ast.AST) -> Iterator[str]:
+@cache
+def imported(path: Path) -> list[str]:
     """Absolute names of all modules that a file imports, wherever in it, for types too; relative
     ones are refused."""
-    for node in ast.walk(tree):
+    names = []
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
         if isinstance(node, ast.Import):
-            yield from (alias.name for alias in node.names)
+            names += [alias.name for alias in node.names]
         elif isinstance(node, ast.ImportFrom):
             assert node.level == 0, f"line {node.lineno}: imports are absolute here"
-            yield from (f"{node.module}.{alias.name}" for alias in node.names)
+            names += [f"{node.module}.{alias.name}" for alias in node.names]
+    return names
 
 
 @cache
@@ -97,7 +99,7 @@ def arrows() -> dict[str, set[str]]:
     modules = sources()
     found: dict[str, set[str]] = {}
     for module, path in modules.items():
-        names = list(imported(ast.parse(path.read_text(encoding="utf-8"))))
+        names = imported(path)
         targets = {name if name in modules else name.rpartition(".")[0] for name in names}
         found[module] = {name for name in targets if name in modules and name != module}
     return found
@@ -112,7 +114,7 @@ def test_no_file_imports_what_its_package_may_not(package):
     ]
     assert len(files) > 1
     for module, path in files:
-        for name in imported(ast.parse(path.read_text(encoding="utf-8"))):
+        for name in imported(path):
             bad = [
                 word for word in FORBIDDEN[package] if name == word or name.startswith(word + ".")
             ]

@@ -5,7 +5,6 @@ import re
 import shutil
 from html.parser import HTMLParser
 from itertools import pairwise
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -176,35 +175,27 @@ def test_without_plotly_the_error_says_what_to_install(plan, tmp_path, monkeypat
     assert list(tmp_path.iterdir()) == []
 
 
-def no_plan(folder: Path, document: dict) -> None:
-    (folder / "bad.json").write_text('{"graph": 1}')
-
-
-def no_candidates(folder: Path, document: dict) -> None:
-    document["alternatives"] = [{"strategy": {"name": "gnnpipe"}}]
-    (folder / "bad.json").write_text(json.dumps(document))
-
-
-def no_name(folder: Path, document: dict) -> None:
-    document["alternatives"][0]["strategy"] = {"a": "b"}
-    (folder / "bad.json").write_text(json.dumps(document))
-
-
-def no_json(folder: Path, document: dict) -> None:
-    (folder / "bad.json").write_text("plan")
+ALONE = {"strategy": {"name": "gnnpipe"}}
+NAMELESS = {"strategy": {"a": "b"}}
 
 
 @pytest.mark.parametrize(
-    "spoil, said",
+    ("spoilt", "said"),
     [
-        (no_plan, "not a plan"),
-        (no_json, "not JSON"),
-        (no_candidates, r"bad.json: alternatives.0.(exact|predicted)\S* must be given"),
-        (no_name, "bad.json: alternatives.0.strategy.name must be given"),
+        (lambda plan: json.dumps({"graph": 1}), "not a plan"),
+        (lambda plan: "plan", "not JSON"),
+        (
+            lambda plan: json.dumps(plan | {"alternatives": [ALONE]}),
+            r"bad.json: alternatives.0.(exact|predicted)\S* must be given",
+        ),
+        (
+            lambda plan: json.dumps(plan | {"alternatives": [plan["alternatives"][0] | NAMELESS]}),
+            "bad.json: alternatives.0.strategy.name must be given",
+        ),
     ],
 )
-def test_bad_input_is_named_and_leaves_nothing(spoil, said, plan, tmp_path, gnnplan):
-    spoil(tmp_path, plans.read(plan))
+def test_bad_input_is_named_and_leaves_nothing(spoilt, said, plan, tmp_path, gnnplan):
+    (tmp_path / "bad.json").write_text(spoilt(plans.read(plan)))
     output = tmp_path / "out" / "report.html"
     output.parent.mkdir()
     answer = gnnplan("report", tmp_path / "bad.json", "-o", output)

@@ -7,12 +7,12 @@ import os
 import warnings
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from pairwise import every
 from torch import Tensor, nn
 from torch.nn import functional as F
 from typer.testing import CliRunner
@@ -42,171 +42,180 @@ from gnnplan.testing.ranks import Case
 
 FEATURES, CLASSES = 12, 4  # of the graph `rough`
 GRAPH = GraphFields(FEATURES, CLASSES)
-PYG = """
+HEAD = """
 import torch
 import torch.nn.functional as F
 from torch import nn
-from torch_geometric.nn import BatchNorm, GATConv, GATv2Conv, GCN2Conv, GCNConv, GINConv, JumpingKnowledge, SAGEConv, SGConv
 """
-DGL = """
-import torch
-import torch.nn.functional as F
-from torch import nn
-from dgl.nn import *
+PYG = f"""{HEAD}
+from torch_geometric.nn import BatchNorm, GATConv, GATv2Conv, GCN2Conv, GCNConv, GINConv, SAGEConv, SGConv
 """
-# A module per convolution and way to write a forward; {p} is dropout's.
+DGL = f"{HEAD}from dgl.nn import *\n"
+
+
+def module(library: str, layers: str, body: str, given: str, made: str) -> str:
+    """The source of a module M that has these layers, and this as its forward."""
+    return f"""{library}
+class M(nn.Module):
+    def __init__(self, {made}):
+        super().__init__()
+        {indented(layers)}
+    def forward(self, {given}):
+        {indented(body)}
+"""
+
+
+def indented(lines: str) -> str:
+    return lines.strip().replace("\n", "\n        ")
+
+
+def of_pyg(
+    layers: str, body: str, given: str = "x, edge_index", made: str = "in_channels, out_channels"
+) -> str:
+    return module(PYG, layers, body, given, made)
+
+
+def of_dgl(layers: str, body: str, given: str = "g, x", made: str = "in_feats, out_feats") -> str:
+    return module(DGL, layers, body, given, made)
+
+
+# A module per convolution and way to write a forward
 MODULES = {
-    "pyg sage": f"""{PYG}
-class M(nn.Module):
-    def __init__(self, in_channels, out_channels):
-        super().__init__()
-        self.convs = nn.ModuleList([SAGEConv(in_channels, 16), SAGEConv(16, 8), SAGEConv(8, out_channels)])
-    def forward(self, x, edge_index):
-        for i, conv in enumerate(self.convs):
-            x = conv(x, edge_index)
-            if i + 1 < len(self.convs):
-                x = F.dropout(x.relu(), p={{p}}, training=self.training)
-        return x
+    "pyg sage": of_pyg(
+        "self.convs = nn.ModuleList([SAGEConv(in_channels, 16), SAGEConv(16, 8), SAGEConv(8, out_channels)])",
+        """
+for i, conv in enumerate(self.convs):
+    x = conv(x, edge_index)
+    if i + 1 < len(self.convs):
+        x = F.dropout(x.relu(), p=DROPOUT, training=self.training)
+return x
 """,
-    "pyg gcn, batch norm": f"""{PYG}
-class M(nn.Module):
-    def __init__(self, num_features, num_classes, hidden_channels=16):
-        super().__init__()
-        self.conv1 = GCNConv(num_features, hidden_channels)
-        self.norm = BatchNorm(hidden_channels)
-        self.conv2 = GCNConv(hidden_channels, num_classes, bias=False)
-        self.drop = nn.Dropout({{p}})
-    def forward(self, data):
-        x, edge_index = data.x, data.edge_index
-        x = self.conv1(self.drop(x), edge_index)
-        x = F.relu(self.norm(x))
-        return F.log_softmax(self.conv2(self.drop(x), edge_index), dim=1)
+    ),
+    "pyg gcn, batch norm": of_pyg(
+        """
+self.conv1, self.norm = GCNConv(num_features, hidden_channels), BatchNorm(hidden_channels)
+self.conv2, self.drop = GCNConv(hidden_channels, num_classes, bias=False), nn.Dropout(DROPOUT)
 """,
-    "pyg gat": f"""{PYG}
-class M(nn.Module):
-    def __init__(self, in_channels, out_channels):
-        super().__init__()
-        self.first = GATConv(in_channels, 6, heads=3)
-        self.norm = nn.LayerNorm(18)
-        self.last = GATConv(18, out_channels, heads=1, concat=False)
-    def forward(self, x, edge_index):
-        x = torch.relu(self.norm(self.first(x, edge_index)))
-        return self.last(F.dropout(x, {{p}}, self.training), edge_index)
+        """
+x, edge_index = data.x, data.edge_index
+x = self.conv1(self.drop(x), edge_index)
+x = F.relu(self.norm(x))
+return F.log_softmax(self.conv2(self.drop(x), edge_index), dim=1)
 """,
-    "pyg gcn2": f"""{PYG}
-class M(nn.Module):
-    def __init__(self, in_channels, out_channels, hidden=10, layers=3):
-        super().__init__()
-        self.lins = nn.ModuleList([nn.Linear(in_channels, hidden), nn.Linear(hidden, out_channels)])
-        self.convs = nn.ModuleList([GCN2Conv(hidden, 0.2, 0.7, i + 1) for i in range(layers)])
-    def forward(self, x, edge_index):
-        x = F.dropout(x, {{p}}, training=self.training)
-        x = x_0 = self.lins[0](x).relu()
-        for conv in self.convs:
-            x = conv(F.dropout(x, {{p}}, training=self.training), x_0, edge_index).relu()
-        return self.lins[1](F.dropout(x, {{p}}, training=self.training))
+        "data",
+        "num_features, num_classes, hidden_channels=16",
+    ),
+    "pyg gat": of_pyg(
+        """
+self.first, self.norm = GATConv(in_channels, 6, heads=3), nn.LayerNorm(18)
+self.last = GATConv(18, out_channels, heads=1, concat=False)
 """,
-    "pyg sgc": f"""{PYG}
-class M(nn.Module):
-    def __init__(self, in_channels, out_channels):
-        super().__init__()
-        self.conv = SGConv(in_channels, out_channels, K=3)
-        self.p = {{p}}
-    def forward(self, x, edge_index):
-        return self.conv(F.dropout(x, self.p, self.training), edge_index)
+        """
+x = torch.relu(self.norm(self.first(x, edge_index)))
+return self.last(F.dropout(x, DROPOUT, self.training), edge_index)
 """,
-    "pyg gatv2": f"""{PYG}
-class M(nn.Module):
-    def __init__(self, in_channels, out_channels):
-        super().__init__()
-        self.a, self.b = GATv2Conv(in_channels, 6, heads=3), GATv2Conv(18, out_channels)
-    def forward(self, x, edge_index):
-        x = self.a(F.dropout(x, {{p}}, self.training), edge_index).relu()
-        return self.b(x, edge_index)
+    ),
+    "pyg gcn2": of_pyg(
+        """
+self.lins = nn.ModuleList([nn.Linear(in_channels, hidden), nn.Linear(hidden, out_channels)])
+self.convs = nn.ModuleList([GCN2Conv(hidden, 0.2, 0.7, i + 1) for i in range(layers)])
 """,
-    "pyg gin": f"""{PYG}
-def net(*widths):
-    a, b, c = widths
-    return nn.Sequential(nn.Linear(a, b), nn.ReLU(), nn.Linear(b, c))
-class M(nn.Module):
-    def __init__(self, in_channels, out_channels):
-        super().__init__()
-        self.a, self.b = GINConv(net(in_channels, 9, 14)), GINConv(net(14, 20, out_channels))
-        self.norm = BatchNorm(14)
-    def forward(self, x, edge_index):
-        x = self.norm(self.a(x, edge_index)).relu()
-        return self.b(F.dropout(x, {{p}}, self.training), edge_index)
+        """
+x = F.dropout(x, DROPOUT, training=self.training)
+x = x_0 = self.lins[0](x).relu()
+for conv in self.convs:
+    x = conv(F.dropout(x, DROPOUT, training=self.training), x_0, edge_index).relu()
+return self.lins[1](F.dropout(x, DROPOUT, training=self.training))
 """,
-    "dgl gatv2": f"""{DGL}
-class M(nn.Module):
-    def __init__(self, in_feats, out_feats):
-        super().__init__()
-        self.a = GATv2Conv(in_feats, 6, 3, activation=F.relu)
-        self.b = GATv2Conv(18, out_feats, 1)
-    def forward(self, g, x):
-        return self.b(g, self.a(g, x).flatten(1)).squeeze(1)
+        made="in_channels, out_channels, hidden=10, layers=3",
+    ),
+    "pyg sgc": of_pyg(
+        "self.conv, self.p = SGConv(in_channels, out_channels, K=3), DROPOUT",
+        "return self.conv(F.dropout(x, self.p, self.training), edge_index)",
+    ),
+    "pyg gatv2": of_pyg(
+        "self.a, self.b = GATv2Conv(in_channels, 6, heads=3), GATv2Conv(18, out_channels)",
+        """
+x = self.a(F.dropout(x, DROPOUT, self.training), edge_index).relu()
+return self.b(x, edge_index)
 """,
-    "dgl gin": f"""{DGL}
-class M(nn.Module):
-    def __init__(self, in_feats, out_feats):
-        super().__init__()
-        self.a = GINConv(nn.Sequential(nn.Linear(in_feats, 16), nn.ReLU(), nn.Linear(16, 8)), activation=F.relu)
-        self.b = GINConv(nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, out_feats)))
-    def forward(self, g, x):
-        return self.b(g, self.a(g, x))
+    ),
+    "pyg gin": of_pyg(
+        """
+self.a = GINConv(nn.Sequential(nn.Linear(in_channels, 9), nn.ReLU(), nn.Linear(9, 14)))
+self.b = GINConv(nn.Sequential(nn.Linear(14, 20), nn.ReLU(), nn.Linear(20, out_channels)))
+self.norm = BatchNorm(14)
 """,
-    "dgl sage": f"""{DGL}
-class M(nn.Module):
-    def __init__(self, in_size, hid_size, out_size):
-        super().__init__()
-        self.layers = nn.ModuleList([SAGEConv(in_size, 16, "mean", feat_drop={{p}}, activation=F.relu)])
-        self.layers.append(SAGEConv(16, out_size, "mean", feat_drop={{p}}, bias=False))
-    def forward(self, g, x):
-        for layer in self.layers:
-            x = layer(g, x)
-        return x
+        """
+x = self.norm(self.a(x, edge_index)).relu()
+return self.b(F.dropout(x, DROPOUT, self.training), edge_index)
 """,
-    "dgl gcn, no ReLU": f"""{DGL}
-class M(nn.Module):
-    def __init__(self, in_feats, out_feats):
-        super().__init__()
-        self.a, self.b = GraphConv(in_feats, 20), GraphConv(20, out_feats)
-        self.drop = nn.Dropout({{p}})
-    def forward(self, blocks, x):
-        for layer, block in zip((self.a, self.b), blocks):
-            x = layer(block, self.drop(x))
-        return x
+    ),
+    "dgl gatv2": of_dgl(
+        "self.a, self.b = GATv2Conv(in_feats, 6, 3, activation=F.relu), GATv2Conv(18, out_feats, 1)",
+        "return self.b(g, self.a(g, x).flatten(1)).squeeze(1)",
+    ),
+    "dgl gin": of_dgl(
+        """
+one, two = (nn.Sequential(nn.Linear(a, 16), nn.ReLU(), nn.Linear(16, b)) for a, b in ((in_feats, 8), (8, out_feats)))
+self.a, self.b = GINConv(one, activation=F.relu), GINConv(two)
 """,
-    "dgl gat": f"""{DGL}
-class M(nn.Module):
-    def __init__(self, in_feats, out_feats):
-        super().__init__()
-        self.layers = nn.ModuleList([GATConv(in_feats, 5, 3, feat_drop={{p}}, activation=F.relu)])
-        self.layers.append(GATConv(15, out_feats, 1, feat_drop={{p}}))
-    def forward(self, g, x):
-        h = self.layers[0](g, x).flatten(1)
-        return self.layers[1](g, h).mean(1)
+        "return self.b(g, self.a(g, x))",
+    ),
+    "dgl sage": of_dgl(
+        """
+self.layers = nn.ModuleList([SAGEConv(in_size, 16, "mean", feat_drop=DROPOUT, activation=F.relu)])
+self.layers.append(SAGEConv(16, out_size, "mean", feat_drop=DROPOUT, bias=False))
 """,
-    "dgl gcn2": f"""{DGL}
-class M(nn.Module):
-    def __init__(self, in_feats, out_feats):
-        super().__init__()
-        self.inp, self.out = nn.Linear(in_feats, 10), nn.Linear(10, out_feats)
-        self.a = GCN2Conv(10, 1, alpha=0.3, lambda_=0.6, bias=False, activation=F.relu)
-        self.b = GCN2Conv(10, 2, alpha=0.3, lambda_=0.6, bias=False, activation=F.relu)
-    def forward(self, g, x):
-        x0 = F.relu(self.inp(x))
-        return self.out(self.b(g, self.a(g, x0, x0), x0))
+        """
+for layer in self.layers:
+    x = layer(g, x)
+return x
 """,
-    "dgl sgc": f"""{DGL}
-class M(nn.Module):
-    def __init__(self, in_feats, out_feats):
-        super().__init__()
-        self.conv = SGConv(in_feats, out_feats, k=2)
-    def forward(self, g, x):
-        return self.conv(g, x)
+        made="in_size, hid_size, out_size",
+    ),
+    "dgl gcn, no ReLU": of_dgl(
+        "self.a, self.b, self.drop = GraphConv(in_feats, 20), GraphConv(20, out_feats), nn.Dropout(DROPOUT)",
+        """
+for layer, block in zip((self.a, self.b), blocks):
+    x = layer(block, self.drop(x))
+return x
 """,
+        "blocks, x",
+    ),
+    "dgl gat": of_dgl(
+        """
+self.layers = nn.ModuleList([GATConv(in_feats, 5, 3, feat_drop=DROPOUT, activation=F.relu)])
+self.layers.append(GATConv(15, out_feats, 1, feat_drop=DROPOUT))
+""",
+        """
+h = self.layers[0](g, x).flatten(1)
+return self.layers[1](g, h).mean(1)
+""",
+    ),
+    "dgl gcn2": of_dgl(
+        """
+self.inp, self.out = nn.Linear(in_feats, 10), nn.Linear(10, out_feats)
+how = {"alpha": 0.3, "lambda_": 0.6, "bias": False, "activation": F.relu}
+self.a, self.b = GCN2Conv(10, 1, **how), GCN2Conv(10, 2, **how)
+""",
+        """
+x0 = F.relu(self.inp(x))
+return self.out(self.b(g, self.a(g, x0, x0), x0))
+""",
+    ),
+    "dgl sgc": of_dgl(
+        "self.conv = SGConv(in_feats, out_feats, k=2)",
+        "return self.conv(g, x)",
+    ),
 }
+
+
+def source(name: str, p: float) -> str:
+    """That of a module which drops with this probability."""
+    return MODULES[name].replace("DROPOUT", str(p))
+
+
 LOOPED = ("gcn", "gat", "gcn2", "sgc", "gatv2")  # those of DGL are for graphs with self loops
 
 
@@ -219,20 +228,21 @@ def libraries():
         pytest.importorskip("torch_geometric", exc_type=ImportError)
 
 
-def workload_of(file: Path, graph: Graph, directed: bool = False, **more: Any) -> Workload:
+def asked(
+    file: Path, graph: Graph, directed: bool = False, **more: Any
+) -> tuple[UserModule, Workload]:
+    """The module of a file, and the workload that trains it."""
     workload = Workload(dtype="float64", lr=0.05, **more)
     fields = GraphFields(graph.stats.features, graph.stats.classes, directed)
     user = read(f"{file}:M", workload, fields)
-    return with_module(workload, user, more)
+    return user, with_module(workload, user, more)
 
 
-def case_of(
-    tmp_path: Path, name: str, graph: str, p: float, strategy: str = "graph_parallel", **more: Any
-) -> Case:
+def case_of(tmp_path: Path, name: str, graph: str, p: float) -> tuple[UserModule, Case]:
     file = tmp_path / "model.py"
-    file.write_text(MODULES[name].replace("{p}", str(p)))
-    workload = workload_of(file, loaded(graph), **more)
-    return Case(strategy, graph, workload.model_dump(), epochs=3)
+    file.write_text(source(name, p))
+    user, workload = asked(file, loaded(graph))
+    return user, Case("graph_parallel", graph, workload.model_dump(), epochs=3)
 
 
 def loaded(path: str) -> Graph:
@@ -253,28 +263,17 @@ def edges_of(name: str, graph: Graph) -> Any:
     return dgl.add_self_loop(found) if name.split()[1].strip(",") in LOOPED else found
 
 
-class _Data:
-    def __init__(self, x: Tensor, edge_index: Tensor) -> None:
-        self.x, self.edge_index = x, edge_index
-
-
 def theirs(name: str, module: nn.Module, graph: Graph) -> Tensor:
     """The module's own logits."""
     x, edges = torch.from_numpy(graph.features().astype(np.float64)), edges_of(name, graph)
     if name == "pyg gcn, batch norm":
-        out = module(_Data(x, edges))
+        out = module(SimpleNamespace(x=x, edge_index=edges))
     elif name.startswith("pyg"):
         out = module(x, edges)
     else:
         out = module([edges] * 2 if "no ReLU" in name else edges, x)
     assert isinstance(out, Tensor)
     return out
-
-
-def made(case: Case) -> UserModule:
-    workload = Workload(**case.workload)
-    assert workload.module
-    return read(f"{workload.module.file}:M", workload, GRAPH)
 
 
 def ours(case: Case, user: UserModule, state: dict[str, Tensor]) -> Tensor:
@@ -312,8 +311,8 @@ BY_DAY = (
 )
 def test_a_module_trains_here_as_in_its_own_library(name, tmp_path, graphs, run_ranks):
     """Three steps of Adam from the module's own parameters give those of torch, norms included."""
-    case = case_of(tmp_path, name, graphs["rough"], 0.0)
-    graph, user = loaded(graphs["rough"]), made(case)
+    user, case = case_of(tmp_path, name, graphs["rough"], 0.0)
+    graph = loaded(graphs["rough"])
     module = user.module
     optimizer = torch.optim.Adam(module.parameters(), lr=0.05)
     train, y = torch.from_numpy(np.array(graph.train)), torch.from_numpy(np.array(graph.y))
@@ -349,7 +348,7 @@ def test_a_module_trains_here_as_in_its_own_library(name, tmp_path, graphs, run_
 def live(name: str) -> Any:
     """The class M, which no file has, as a notebook's cell makes it."""
     cell: dict[str, Any] = {}
-    exec(MODULES[name].replace("{p}", "0.25"), cell)
+    exec(source(name, 0.25), cell)
     return cell["M"]
 
 
@@ -443,8 +442,8 @@ def test_two_ranks_train_a_live_module_as_it_is_written(tmp_path, graphs, run_ra
 
 def test_a_module_that_a_file_makes_itself_is_the_same_in_every_rank(tmp_path):
     """Its parameters are random numbers from the time at which the file is executed."""
-    source = MODULES["pyg sage"].replace("{p}", "0.0")
-    (tmp_path / "model.py").write_text(f"{source}\nmade = M({FEATURES}, {CLASSES})\n")
+    code = source("pyg sage", 0.0)
+    (tmp_path / "model.py").write_text(f"{code}\nmade = M({FEATURES}, {CLASSES})\n")
     first, second = (
         read(f"{tmp_path / 'model.py'}:made", Workload(seed=3), GRAPH).module for _ in range(2)
     )
@@ -452,7 +451,7 @@ def test_a_module_that_a_file_makes_itself_is_the_same_in_every_rank(tmp_path):
 
 
 def test_a_live_class_is_made_with_the_graphs_widths_from_the_seed(tmp_path, graphs):
-    (tmp_path / "model.py").write_text(MODULES["pyg sage"].replace("{p}", "0.25"))
+    (tmp_path / "model.py").write_text(source("pyg sage", 0.25))
     workload = Workload(seed=7)
     by_file = read(f"{tmp_path / 'model.py'}:M", workload, GRAPH)
     by_class = read(live("pyg sage"), workload, GRAPH, tmp_path)
@@ -481,157 +480,28 @@ def test_a_live_modules_file_that_is_gone_or_damaged_is_refused(tmp_path):
         read_again(workload)
 
 
-# -- what is refused -------------------------------------------------------------------------------
-
-FRAME = """
-class M(nn.Module):
-    def __init__(self, in_channels, out_channels):
-        super().__init__()
-        self.a, self.b = GCNConv(in_channels, 8), GCNConv(8, out_channels)
-        {more}
-    def forward(self, x, edge_index):
-        {body}
-"""
-
-
-def frame(body: str, more: str = "pass", before: str = PYG) -> str:
-    return before + FRAME.format(
-        more=more.replace("\n", "\n        "), body=body.replace("\n", "\n        ")
-    )
-
-
-JUMPING = """
-y1 = self.a(x, edge_index)
-h1 = y1.relu()
-h2 = self.b(h1, edge_index).relu()
-h3 = self.c(h2, edge_index).relu()
-"""
-
-
-def jumping(end: str, more: str = "pass") -> str:
-    """A module of three layers with this end."""
-    layers = "self.b, self.c, self.lin = GCNConv(8, 8), GCNConv(8, 8), nn.Linear(8, out_channels)"
-    return frame(JUMPING.strip() + f"\n{end}", f"{layers}\n{more}")
-
-
-PLAIN = "return self.b(self.a(x, edge_index).relu(), edge_index)"
-REFUSED = {
-    "nothing": ("", "has no M"),
-    "syntax": ("class M(", "line 1"),
-    "raises": ("\n1 / 0\n", "line 2: "),
-    "no module": ("M = 3", "M is a int; name a torch.nn.Module"),
-    "no module made": ("def M():\n    return 3", "M makes a int"),
-    "unknown argument": ("def M(width):\n    pass", "requires width, which we do not know"),
-    "branch": (
-        frame(f"if x.sum() > 0:\n    return x\n{PLAIN}"),
-        "line 13: forward asks for the numbers in a tensor (bool)",
-    ),
-    "width": (
-        frame(PLAIN, "self.b = GCNConv(9, out_channels)"),
-        "line 13: forward fails on a small graph of 12 features (RuntimeError: mat1 and mat2",
-    ),
-    "classes": (frame(PLAIN, "self.b = GCNConv(8, 7)"), "the graph has 4 classes"),
-    "own convolution": (
-        PYG
-        + "from torch_geometric.nn import MessagePassing\n"
-        + "class Own(MessagePassing):\n    def forward(self, x, e):\n"
-        + "        return self.propagate(e, x=x)\n"
-        + FRAME.format(more="self.a = Own()", body=PLAIN),
-        "line 17: forward fails on a small graph",
-    ),
-    "drops in evaluation": (
-        frame("return self.b(F.dropout(self.a(x, edge_index).relu()), edge_index)"),
-        "line 13: dropout drops in evaluation too",
-    ),
-    "some edges": (
-        frame("return self.b(self.a(x, edge_index[:, :9]).relu(), edge_index)"),
-        "line 13: getitem makes other edges of a part of the graph than of the whole",
-    ),
-    "several values": (frame("return self.a(x, edge_index), x"), "forward returns several values"),
-    "no convolution": (frame("return x"), "no convolution's rows reach the output"),
-    "rows one above the other": (
-        jumping("return self.lin(torch.cat([h1, h2, h3]))"),
-        "line 18: cat makes [159, 8] of the rows of all 53 vertices",
-    ),
-    "rows side by side": (
-        jumping("return torch.cat([h1, h2, h3], 1)"),
-        "forward writes rows of 24 numbers, and the graph has 4 classes",
-    ),
-}
-# whose forward is no plain list of calls, and computes what our layers do
-CHAINS = {
-    "lazy": frame(PLAIN, "self.a = GCNConv(-1, 8)"),
-    "a model of PyG": PYG
-    + "from torch_geometric.nn import GraphSAGE\n"
-    + "def M(in_channels, out_channels):\n"
-    + "    return GraphSAGE(in_channels, 8, 2, out_channels)\n",
-    "by name": frame(PLAIN.replace("self.a(x, edge_index)", "self.a(x=x, edge_index=edge_index)")),
-    "no weights of edges": frame(
-        PLAIN.replace("self.a(x, edge_index)", "self.a(x, edge_index, None)")
-    ),
-    "a loop over sizes": frame(
-        "for conv in (self.a, self.b):\n    x = conv(x.relu() if x.size(1) == 8 else x, edge_index)\n"
-        "assert x.dim() == 2\nreturn x"
-    ),
-    "dropout before ReLU": frame(
-        "F.dropout(x, 0.2, self.training)  # which nobody reads\n"
-        "x = F.dropout(self.a(x, edge_index), 0.5, self.training)\n"
-        "return self.b(x.relu(), edge_index)"
-    ),
-}
-
-
-@pytest.mark.parametrize("what", every(2, REFUSED))
-def test_what_cannot_be_trained_is_refused_by_name(what, tmp_path):
-    source, words = REFUSED[what]
-    file = tmp_path / "model.py"
-    file.write_text(source)
-    with pytest.raises(SpecError) as refused:
-        read(f"{file}:M", Workload(), GRAPH)
-    assert str(file) in str(refused.value) and words in str(refused.value)
-    assert refused.value.exit_code == 2
-
-
-@pytest.mark.parametrize("what", every(2, CHAINS))
-def test_what_our_layers_compute_they_do_however_it_is_written(what, tmp_path):
-    file = tmp_path / "model.py"
-    file.write_text(CHAINS[what])
-    user = read(f"{file}:M", Workload(), GRAPH)
-    assert user.pieces is None and user.fields["model"] in ("gcn", "sage")
-
-
-@pytest.mark.parametrize("model", ["model.py", "model.py:", "absent.py:M", "model.pyc:M"])
-def test_a_name_that_stands_for_nothing_is_refused(model, tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "model.py").write_text(frame(PLAIN))
-    with pytest.raises(SpecError, match=r"has no|must read|cannot be read"):
-        read(model, Workload(), GRAPH)
-
-
 @pytest.mark.slow
 def test_on_a_directed_graph_in_degrees_are_not_out_degrees(tmp_path, graphs):
     """PyG's norm takes in-degrees of both ends, our layers the out-degree of the source."""
     file = tmp_path / "model.py"
-    file.write_text(MODULES["pyg sgc"].replace("{p}", "0.0"))
+    file.write_text(source("pyg sgc", 0.0))
     graph = loaded(graphs["rough"])
-    assert workload_of(file, graph, directed=False).is_converted
-    assert workload_of(file, graph, directed=True).is_cut
-    file.write_text(MODULES["dgl gcn, no ReLU"].replace("{p}", "0.0"))
-    assert workload_of(file, graph, directed=True).is_converted  # as DGL's GraphConv
+    assert asked(file, graph, directed=False)[1].is_converted
+    assert asked(file, graph, directed=True)[1].is_cut
+    file.write_text(source("dgl gcn, no ReLU", 0.0))
+    assert asked(file, graph, directed=True)[1].is_converted  # as DGL's GraphConv
 
 
 def test_a_default_that_a_module_is_made_with_is_said(tmp_path, graphs):
     """A class that requires hidden_channels got 256 without a word."""
     file = tmp_path / "model.py"
-    file.write_text(f"""{PYG}
-class M(nn.Module):
-    def __init__(self, in_channels, hidden_channels, out_channels):
-        super().__init__()
-        self.a = SAGEConv(in_channels, hidden_channels)
-        self.b = SAGEConv(hidden_channels, out_channels)
-    def forward(self, x, edge_index):
-        return self.b(self.a(x, edge_index).relu(), edge_index)
-""")
+    file.write_text(
+        of_pyg(
+            "self.a = SAGEConv(in_channels, hidden_channels)\nself.b = SAGEConv(hidden_channels, out_channels)",
+            "return self.b(self.a(x, edge_index).relu(), edge_index)",
+            made="in_channels, hidden_channels, out_channels",
+        )
+    )
     problem = Case("graph_parallel", graphs["rough"], {}).problem(2)
     wide, notes = with_user_module(problem, f"{file}:M")
     assert notes == [
@@ -646,11 +516,11 @@ class M(nn.Module):
 
 def test_what_the_module_decides_cannot_be_set_otherwise(tmp_path, graphs):
     file = tmp_path / "model.py"
-    file.write_text(MODULES["pyg sage"].replace("{p}", "0.5"))
+    file.write_text(source("pyg sage", 0.5))
     graph = loaded(graphs["rough"])
+    user, workload = asked(file, graph, hidden=16)
     with pytest.raises(SpecError, match=r"decides hidden .hidden: 64, the module's: 16.; leave"):
-        workload_of(file, graph, hidden=64)
-    workload = workload_of(file, graph, hidden=16)
+        with_module(Workload(hidden=64), user, ["hidden"])
     assert (workload.model, workload.layers, workload.dropout) == ("sage", 3, 0.5)
     assert workload.module
     assert [layer.drops for layer in workload.module.layers] == [False, True, True]
@@ -659,7 +529,7 @@ def test_what_the_module_decides_cannot_be_set_otherwise(tmp_path, graphs):
 
 
 def test_a_file_that_has_changed_since_the_plan_is_not_trained(tmp_path, graphs, run_ranks):
-    case = case_of(tmp_path, "pyg sage", graphs["rough"], 0.125)
+    _, case = case_of(tmp_path, "pyg sage", graphs["rough"], 0.125)
     with open(tmp_path / "model.py", "a") as file:
         file.write("# more\n")
     with pytest.raises(SpecError, match="has changed since the plan was made"):
@@ -679,7 +549,7 @@ def test_a_workload_file_names_a_module_that_stands_beside_it(tmp_path, graphs, 
     folder, elsewhere = tmp_path / "conf", tmp_path / "elsewhere"
     folder.mkdir()
     elsewhere.mkdir()
-    (folder / "model.py").write_text(MODULES["pyg sage"].replace("{p}", "0.25"))
+    (folder / "model.py").write_text(source("pyg sage", 0.25))
     (folder / "workload.yaml").write_text("model: model.py:M\nhidden: 16\nlr: 0.5\n")
     monkeypatch.chdir(elsewhere)
     common = ("--graph", graphs["rough"], "--ranks", 2, "--set", "gpus_per_server=2")
@@ -702,24 +572,13 @@ from gnnplan.planner.gnn.workload import Workload
 read(sys.argv[1] + ":M", Workload(), GraphFields(8, 4))
 assert "torch._inductor" not in sys.modules
 """
-OWN = """
-from dgl.nn import GraphConv
-from torch import nn
-
-class M(nn.Module):
-    def __init__(self, in_feats, out_feats):
-        super().__init__()
-        self.a = GraphConv(in_feats, out_feats)
-
-    def forward(self, g, x):
-        return self.a(g, x)
-"""
 
 
 def test_a_module_is_read_without_torchs_compiler(tmp_path, fork_server):
     """It was imported to say from which line a node is: every rank started a second later."""
     pytest.importorskip("dgl", exc_type=ImportError)
-    (tmp_path / "model.py").write_text(OWN)
+    source = of_dgl("self.a = GraphConv(in_feats, out_feats)", "return self.a(g, x)")
+    (tmp_path / "model.py").write_text(source)
     (tmp_path / "program.py").write_text(READS)
     words = [str(tmp_path / "program.py"), str(tmp_path / "model.py")]
     (ended,) = fork_server.run([(words, {})], tmp_path)
@@ -731,33 +590,24 @@ def test_a_module_whose_layers_wait_for_the_host_is_no_cuda_graph(tmp_path, pick
     """To read where a mask is true a GPU's host waits, which a CUDA graph cannot; a place it need
     not know. Dropout waits for nothing."""
     path = tmp_path / "net.py"
-    path.write_text(f"""{PYG}
-class Net(nn.Module):
-    def __init__(self, in_channels, out_channels):
-        super().__init__()
-        self.first, self.second = GCNConv(in_channels, 8), GCNConv(4, out_channels)
-        self.register_buffer("mask", torch.arange(8) % 2 == 0)
-        self.register_buffer("places", torch.arange(0, 8, 2))
-
-    def forward(self, x, edge_index):
-        h = F.dropout(F.silu(self.first(x, edge_index)), 0.5, self.training)
-        return self.second(h[:, {picks}], edge_index)
-""")
-    workload = with_module(Workload(), read(f"{path}:Net", Workload(), GRAPH), ())
+    layers = """
+self.first, self.second = GCNConv(in_channels, 8), GCNConv(4, out_channels)
+self.register_buffer("mask", torch.arange(8) % 2 == 0)
+self.register_buffer("places", torch.arange(0, 8, 2))
+"""
+    body = f"""
+h = F.dropout(F.silu(self.first(x, edge_index)), 0.5, self.training)
+return self.second(h[:, {picks}], edge_index)
+"""
+    path.write_text(of_pyg(layers, body))
+    workload = with_module(Workload(), read(f"{path}:M", Workload(), GRAPH), ())
     assert workload.is_cut and workload.repeats == repeats
 
 
 def test_what_is_no_number_does_not_change_from_call_to_call(tmp_path):
     """A NaN in any file of the user's kept every module from training: it differs from itself."""
     path = tmp_path / "net.py"
-    path.write_text(f"""{PYG}
-UNKNOWN = [float("nan")]
-class Net(nn.Module):
-    def __init__(self, in_channels, out_channels):
-        super().__init__()
-        self.conv, self.limit = GCNConv(in_channels, out_channels), UNKNOWN[0]
-
-    def forward(self, x, edge_index):
-        return F.silu(self.conv(x, edge_index))
-""")
-    assert with_module(Workload(), read(f"{path}:Net", Workload(), GRAPH), ()).is_cut
+    layers = "self.conv, self.limit = GCNConv(in_channels, out_channels), UNKNOWN[0]"
+    made = of_pyg(layers, "return F.silu(self.conv(x, edge_index))")
+    path.write_text(f"UNKNOWN = [float('nan')]\n{made}")
+    assert with_module(Workload(), read(f"{path}:M", Workload(), GRAPH), ()).is_cut

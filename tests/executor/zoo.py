@@ -1,8 +1,9 @@
 """Modules of PyG as users write them: architectures of its examples, of papers, of the forum.
 
-An entry says which fields of a graph its module needs, and the words of its refusal where no part
-of a graph can compute what it computes. Files that gnnplan reads have nothing but modules; so this
-is one. Those of DGL are in zoo_dgl.py."""
+Convolutions of which each asks the same of gnnplan stand in one chain; a module of its own has a
+rule of its own. An entry says which fields of a graph its module needs, and the words of its
+refusal where no part of a graph can compute what it computes. Files that gnnplan reads have nothing
+but modules; so this is one. Those of DGL are in zoo_dgl.py."""
 
 from __future__ import annotations
 
@@ -12,13 +13,11 @@ from torch import nn
 from torch_geometric.nn import (
     APPNP,
     GAT,
-    GCN,
     LINKX,
     MLP,
     BatchNorm,
     CGConv,
     ChebConv,
-    DeepGCNLayer,
     DirGNNConv,
     EdgeConv,
     FAConv,
@@ -75,53 +74,189 @@ def mlp(*widths):
     return nn.Sequential(nn.Linear(a, b), nn.BatchNorm1d(b), nn.ReLU(), nn.Linear(b, c))
 
 
-class TwoLayers(nn.Module):
-    """conv, activation, dropout, conv: the frame of most examples."""
+class Chain(nn.Module):
+    """Convolutions one after the other, an activation and dropout between them."""
 
-    def __init__(self, first, second, dropout=0.5):
+    def __init__(self, *convs):
         super().__init__()
-        self.conv1, self.conv2, self.dropout = first, second, dropout
+        self.convs = nn.ModuleList(convs)
 
     def forward(self, x, edge_index):
-        x = F.dropout(x, p=self.dropout, training=self.training)
-        x = self.conv1(x, edge_index).relu()
-        x = F.dropout(x, p=self.dropout, training=self.training)
-        return self.conv2(x, edge_index)
+        return self.through(x, edge_index)
+
+    def through(self, x, *edges):
+        for conv in self.convs[:-1]:
+            x = F.dropout(conv(x, *edges).relu(), p=0.5, training=self.training)
+        return self.convs[-1](x, *edges)
 
 
-# -- examples: one convolution --------------------------------------------------------------------
+class ChainOfAttributes(Chain):
+    def forward(self, x, edge_index, edge_attr):
+        return self.through(x, edge_index, edge_attr)
+
+
+# -- convolutions ---------------------------------------------------------------------------------
 
 
 @needs()
-class KipfGCN(nn.Module):
-    def __init__(self, in_channels, out_channels, hidden_channels=16):
-        super().__init__()
-        self.conv1 = GCNConv(in_channels, hidden_channels, cached=True, normalize=True)
-        self.conv2 = GCNConv(hidden_channels, out_channels, cached=True, normalize=True)
+def Aggregations(in_channels, out_channels):
+    return Chain(
+        SAGEConv(in_channels, 8, aggr="max", project=True),
+        SAGEConv(8, 8, aggr=["mean", "max", "std"]),
+        SAGEConv(8, 8, aggr="softmax", aggr_kwargs={"learn": True}),
+        SAGEConv(8, 8, aggr="powermean", aggr_kwargs={"learn": False}),
+        SAGEConv(8, out_channels, aggr="add", root_weight=False, normalize=True),
+    )
 
-    def forward(self, x, edge_index):
-        x = F.dropout(x, p=0.5, training=self.training)
-        x = self.conv1(x, edge_index).relu()
-        x = F.dropout(x, p=0.5, training=self.training)
-        return self.conv2(x, edge_index)
+
+@needs(refused="index out of range")
+def Median(in_channels, out_channels):
+    """PyG has no median of vertices that read nobody."""
+    return Chain(SAGEConv(in_channels, 16, aggr="median"), SAGEConv(16, out_channels, aggr="min"))
+
+
+@needs(refused="is another when its calls")
+def LSTMOfNeighbours(in_channels, out_channels):
+    return Chain(SAGEConv(in_channels, 8, aggr="lstm"), SAGEConv(8, out_channels))
+
+
+@needs()
+def NormedSums(in_channels, out_channels):
+    """By degrees, one of which drops entries of the normed adjacency."""
+    return Chain(
+        GCNConv(in_channels, 8, improved=True, bias=False),
+        GCNConv(8, 8, add_self_loops=False),
+        APPNP(K=2, alpha=0.1, dropout=0.4),
+        ChebConv(8, 8, K=3),
+        SGConv(8, out_channels, K=2),
+    )
+
+
+@needs()
+def Messages(in_channels, out_channels):
+    """Functions of both ends of an edge, attention among them."""
+    degrees = torch.tensor([1, 3, 8, 9, 12, 9, 6, 3, 2])
+    scalers = ["identity", "amplification", "attenuation"]
+    ends = nn.Sequential(nn.Linear(16, 16), nn.ReLU(), nn.Linear(16, 8))
+    return Chain(
+        EdgeConv(nn.Sequential(nn.Linear(2 * in_channels, 8), nn.ReLU()), aggr="max"),
+        EdgeConv(ends),
+        PNAConv(8, 8, ["mean", "min", "max", "std"], scalers, degrees, towers=2, pre_layers=1),
+        GATConv(8, 4, heads=2, dropout=0.6),
+        GENConv(8, 8, aggr="powermean", msg_norm=True, learn_msg_scale=True),
+        GeneralConv(8, out_channels, attention=True, l2_normalize=True),
+    )
 
 
 @needs("edge_weight")
-class WeightedGCN(nn.Module):
-    def __init__(self, in_channels, out_channels, hidden_channels=16):
+class Weighted(nn.Module):
+    def __init__(self, in_channels, out_channels):
         super().__init__()
-        self.conv1 = GCNConv(in_channels, hidden_channels)
-        self.conv2 = GCNConv(hidden_channels, out_channels)
+        self.conv1, self.conv2 = GCNConv(in_channels, 8), TAGConv(8, 8, K=2)
+        self.prop, self.lin = APPNP(2, 0.2), nn.Linear(8, out_channels)
 
     def forward(self, x, edge_index, edge_weight=None):
-        x = F.dropout(x, p=0.5, training=self.training)
-        x = self.conv1(x, edge_index, edge_weight).relu()
-        x = F.dropout(x, p=0.5, training=self.training)
-        return self.conv2(x, edge_index, edge_weight)
+        x = F.dropout(self.conv1(x, edge_index, edge_weight).relu(), 0.5, self.training)
+        x = self.conv2(x, edge_index, edge_weight).relu()
+        return self.prop(self.lin(x), edge_index, edge_weight)
+
+
+@needs("edge_attr")
+def Attributes(in_channels, out_channels):
+    by_edge = nn.Sequential(nn.Linear(5, 9), nn.ReLU(), nn.Linear(9, 64))
+    return ChainOfAttributes(
+        GATv2Conv(in_channels, 4, heads=2, edge_dim=5, dropout=0.2),
+        GATConv(8, 8, edge_dim=5, fill_value="mean"),
+        GINEConv(nn.Sequential(nn.Linear(8, 8), nn.ReLU()), train_eps=True, edge_dim=5),
+        TransformerConv(8, 4, 2, beta=True, dropout=0.3, edge_dim=5),
+        GENConv(8, 8, aggr="softmax", learn_t=True, num_layers=2, norm="layer", edge_dim=5),
+        NNConv(8, 8, by_edge, aggr="mean"),
+        CGConv(8, dim=5),
+        TransformerConv(8, out_channels, 2, concat=False, edge_dim=5),
+    )
+
+
+@needs("edge_attr")
+def PathfinderDiscovery(in_channels, out_channels):
+    """Degrees are sums of learned weights."""
+    return ChainOfAttributes(
+        PDNConv(in_channels, 16, edge_dim=5, hidden_channels=6),
+        PDNConv(16, out_channels, edge_dim=5, hidden_channels=6, normalize=False),
+    )
+
+
+@needs("pseudo")
+class MoNet(Chain):
+    def __init__(self, in_channels, out_channels):
+        super().__init__(
+            GMMConv(in_channels, 8, dim=2, kernel_size=3),
+            GMMConv(8, out_channels, dim=2, kernel_size=3, separate_gaussians=True),
+        )
+
+    def forward(self, x, edge_index, pseudo):
+        return self.through(x, edge_index, pseudo)
+
+
+@needs("edge_type")
+class Relations(Chain):
+    """Each type of edges has its weights."""
+
+    def __init__(self, in_channels, out_channels):
+        super().__init__(
+            RGCNConv(in_channels, 16, num_relations=2, num_bases=3),
+            RGCNConv(16, 16, 2),
+            FastRGCNConv(16, out_channels, 2, num_bases=2, aggr="add"),
+        )
+
+    def forward(self, x, edge_index, edge_type):
+        return self.through(x, edge_index, edge_type)
+
+
+@needs("pos")
+class PointNet(nn.Module):
+    """Positions of vertices, and their differences along edges."""
+
+    def __init__(self, in_channels, out_channels):
+        super().__init__()
+        self.conv1 = PointNetConv(nn.Linear(in_channels + 3, 16), nn.Linear(16, 16))
+        self.conv2 = PointNetConv(nn.Linear(16 + 3, out_channels))
+
+    def forward(self, x, pos, edge_index):
+        return self.conv2(self.conv1(x, pos, edge_index).relu(), pos, edge_index)
+
+
+@needs(refused="batch norm of edges")
+def NormOfEdges(in_channels, out_channels):
+    return Chain(EdgeConv(mlp(2 * in_channels, 16, 16), aggr="max"), GCNConv(16, out_channels))
+
+
+@needs(refused="line ")
+def SuperGAT(in_channels, out_channels):
+    return Chain(
+        SuperGATConv(in_channels, 8, heads=4, dropout=0.6, attention_type="MX"),
+        SuperGATConv(32, out_channels, concat=False, is_undirected=True),
+    )
+
+
+@needs(refused="flip makes other edges")
+def Directed(in_channels, out_channels):
+    other_way = DirGNNConv(GCNConv(16, out_channels, add_self_loops=False))
+    return Chain(SAGEConv(in_channels, 16, flow="source_to_target"), other_way)
+
+
+@needs(refused="new_empty")
+def ByDegree(in_channels, out_channels):
+    """A weight per degree."""
+    return Chain(MFConv(in_channels, 16, max_degree=5), MFConv(16, out_channels, max_degree=3))
+
+
+# -- frames ---------------------------------------------------------------------------------------
 
 
 @needs("edge_attr")
 class NetOfData(torch.nn.Module):
+    """A Data, of whose fields it reads no edge_attr."""
+
     def __init__(self, num_features, num_classes):
         super(NetOfData, self).__init__()
         self.conv1 = GCNConv(num_features, 16)
@@ -172,533 +307,6 @@ class SparseSAGE(nn.Module):
 
 
 @needs()
-class ImprovedGCN(TwoLayers):
-    def __init__(self, in_channels, out_channels):
-        super().__init__(
-            GCNConv(in_channels, 16, improved=True, bias=False),
-            GCNConv(16, out_channels, add_self_loops=False),
-        )
-
-
-@needs()
-class CoraGAT(nn.Module):
-    def __init__(self, in_channels, out_channels, hidden_channels=8, heads=8):
-        super().__init__()
-        self.conv1 = GATConv(in_channels, hidden_channels, heads, dropout=0.6)
-        self.conv2 = GATConv(
-            hidden_channels * heads, out_channels, heads=1, concat=False, dropout=0.6
-        )
-
-    def forward(self, x, edge_index):
-        x = F.dropout(x, p=0.6, training=self.training)
-        x = F.elu(self.conv1(x, edge_index))
-        x = F.dropout(x, p=0.6, training=self.training)
-        return self.conv2(x, edge_index)
-
-
-@needs("edge_attr")
-class GATv2OfEdges(nn.Module):
-    def __init__(self, in_channels, out_channels):
-        super().__init__()
-        self.conv1 = GATv2Conv(in_channels, 8, heads=2, edge_dim=5, dropout=0.2)
-        self.conv2 = GATConv(16, out_channels, edge_dim=5, fill_value="mean")
-
-    def forward(self, x, edge_index, edge_attr):
-        x = self.conv1(x, edge_index, edge_attr).relu()
-        return self.conv2(x, edge_index, edge_attr)
-
-
-@needs()
-class NormedEncoder(nn.Module):
-    """Batch norms before the first convolution, of the features too, and two after it."""
-
-    def __init__(self, in_channels, out_channels):
-        super().__init__()
-        self.norm0, self.lin0 = nn.BatchNorm1d(in_channels), nn.Linear(in_channels, 8)
-        self.norm1, self.conv1 = nn.BatchNorm1d(8), SAGEConv(8, 8)
-        self.norm2, self.lin2, self.norm3 = nn.BatchNorm1d(8), nn.Linear(8, 8), nn.BatchNorm1d(8)
-        self.conv2 = SAGEConv(8, out_channels)
-
-    def forward(self, x, edge_index):
-        h = self.norm1(self.lin0(self.norm0(x))).relu()
-        h = self.norm2(self.conv1(h, edge_index)).relu()
-        h = self.norm3(h + self.lin2(h)).relu()
-        return self.conv2(F.dropout(h, 0.3, self.training), edge_index)
-
-
-@needs()
-class RedditSAGE(nn.Module):
-    def __init__(self, in_channels, out_channels, hidden_channels=16):
-        super().__init__()
-        self.convs = nn.ModuleList()
-        self.convs.append(SAGEConv(in_channels, hidden_channels))
-        self.convs.append(SAGEConv(hidden_channels, out_channels))
-
-    def forward(self, x, edge_index):
-        for i, conv in enumerate(self.convs):
-            x = conv(x, edge_index)
-            if i < len(self.convs) - 1:
-                x = x.relu_()
-                x = F.dropout(x, p=0.5, training=self.training)
-        return x
-
-
-@needs()
-class SageMax(TwoLayers):
-    def __init__(self, in_channels, out_channels):
-        super().__init__(
-            SAGEConv(in_channels, 16, aggr="max", project=True),
-            SAGEConv(16, out_channels, aggr="max", normalize=True),
-        )
-
-
-@needs()
-class SageSeveralAggregations(TwoLayers):
-    def __init__(self, in_channels, out_channels):
-        super().__init__(
-            SAGEConv(in_channels, 16, aggr=["mean", "max", "std"]),
-            SAGEConv(16, out_channels, aggr="add", root_weight=False),
-        )
-
-
-@needs()
-class SageSoftmax(TwoLayers):
-    def __init__(self, in_channels, out_channels):
-        super().__init__(
-            SAGEConv(in_channels, 16, aggr="softmax", aggr_kwargs={"learn": True}),
-            SAGEConv(16, out_channels, aggr="powermean", aggr_kwargs={"learn": False}),
-        )
-
-
-@needs(refused="index out of range")  # of vertices that read nobody
-class SageMedian(TwoLayers):
-    def __init__(self, in_channels, out_channels):
-        super().__init__(
-            SAGEConv(in_channels, 16, aggr="median"), SAGEConv(16, out_channels, aggr="min")
-        )
-
-
-@needs(refused="is another when its calls")
-class SageLSTM(TwoLayers):
-    def __init__(self, in_channels, out_channels):
-        super().__init__(SAGEConv(in_channels, 8, aggr="lstm"), SAGEConv(8, out_channels))
-
-
-@needs()
-class DeepGIN(nn.Module):
-    def __init__(self, in_channels, out_channels, hidden_channels=16, num_layers=3):
-        super().__init__()
-        self.convs = nn.ModuleList()
-        for i in range(num_layers):
-            width = in_channels if i == 0 else hidden_channels
-            self.convs.append(
-                GINConv(mlp(width, 2 * hidden_channels, hidden_channels), train_eps=True)
-            )
-        self.lin1 = nn.Linear(hidden_channels, hidden_channels)
-        self.lin2 = nn.Linear(hidden_channels, out_channels)
-
-    def forward(self, x, edge_index):
-        for conv in self.convs:
-            x = F.relu(conv(x, edge_index))
-        x = F.relu(self.lin1(x))
-        x = F.dropout(x, p=0.5, training=self.training)
-        return self.lin2(x)
-
-
-@needs("edge_attr")
-class GINOfEdges(nn.Module):
-    def __init__(self, in_channels, out_channels):
-        super().__init__()
-        self.encoder = nn.Linear(in_channels, 16)
-        self.conv1 = GINEConv(nn.Sequential(nn.Linear(16, 16), nn.ReLU()), edge_dim=5)
-        self.conv2 = GINEConv(nn.Linear(16, out_channels), train_eps=True, edge_dim=5)
-
-    def forward(self, x, edge_index, edge_attr):
-        x = self.encoder(x)
-        x = x + self.conv1(x, edge_index, edge_attr)
-        return self.conv2(x, edge_index, edge_attr)
-
-
-@needs("edge_attr")
-class UniMP(nn.Module):
-    """TransformerConv with a gate, layer norm and attributes of edges."""
-
-    def __init__(self, in_channels, out_channels, hidden_channels=8, heads=2, num_layers=3):
-        super().__init__()
-        self.convs, self.norms = nn.ModuleList(), nn.ModuleList()
-        for i in range(1, num_layers + 1):
-            width = hidden_channels if i < num_layers else out_channels
-            self.convs.append(
-                TransformerConv(
-                    in_channels,
-                    width,
-                    heads,
-                    concat=i < num_layers,
-                    beta=True,
-                    dropout=0.3,
-                    edge_dim=5,
-                )
-            )
-            if i < num_layers:
-                self.norms.append(nn.LayerNorm(heads * hidden_channels))
-            in_channels = hidden_channels * heads
-
-    def forward(self, x, edge_index, edge_attr):
-        for conv, norm in zip(self.convs[:-1], self.norms, strict=True):
-            x = norm(conv(x, edge_index, edge_attr)).relu()
-        return self.convs[-1](x, edge_index, edge_attr)
-
-
-# -- propagation ----------------------------------------------------------------------------------
-
-
-@needs()
-class PPNP(nn.Module):
-    def __init__(self, in_channels, out_channels):
-        super().__init__()
-        self.lin1, self.lin2 = nn.Linear(in_channels, 16), nn.Linear(16, out_channels)
-        self.prop1 = APPNP(K=4, alpha=0.1)
-
-    def forward(self, x, edge_index):
-        x = F.dropout(x, training=self.training)
-        x = F.relu(self.lin1(x))
-        x = F.dropout(x, training=self.training)
-        x = self.lin2(x)
-        return F.log_softmax(self.prop1(x, edge_index), dim=1)
-
-
-@needs()
-class PPNPThatDropsEdges(PPNP):
-    """Its convolution drops entries of the normalised adjacency."""
-
-    def __init__(self, in_channels, out_channels):
-        super().__init__(in_channels, out_channels)
-        self.prop1 = APPNP(K=2, alpha=0.1, dropout=0.4)
-
-
-@needs()
-class SimpleGC(nn.Module):
-    def __init__(self, in_channels, out_channels):
-        super().__init__()
-        self.conv1 = SGConv(in_channels, out_channels, K=2, cached=True)
-
-    def forward(self, x, edge_index):
-        return F.log_softmax(self.conv1(x, edge_index), dim=1)
-
-
-@needs()
-class SSGC(nn.Module):
-    def __init__(self, in_channels, out_channels):
-        super().__init__()
-        self.conv1 = SSGConv(in_channels, out_channels, alpha=0.1, K=3)
-
-    def forward(self, x, edge_index):
-        return self.conv1(F.dropout(x, 0.2, self.training), edge_index)
-
-
-@needs()
-class Chebyshev(TwoLayers):
-    def __init__(self, in_channels, out_channels):
-        super().__init__(ChebConv(in_channels, 16, K=3), ChebConv(16, out_channels, K=2))
-
-
-@needs()
-class DeepGCNII(nn.Module):
-    def __init__(self, in_channels, out_channels, hidden_channels=16, num_layers=4):
-        super().__init__()
-        self.lins = nn.ModuleList()
-        self.lins.append(nn.Linear(in_channels, hidden_channels))
-        self.lins.append(nn.Linear(hidden_channels, out_channels))
-        self.convs = nn.ModuleList(
-            GCN2Conv(hidden_channels, 0.1, 0.5, layer + 1, shared_weights=False)
-            for layer in range(num_layers)
-        )
-
-    def forward(self, x, edge_index):
-        x = F.dropout(x, 0.6, training=self.training)
-        x = x_0 = self.lins[0](x).relu()
-        for conv in self.convs:
-            h = F.dropout(x, 0.6, training=self.training)
-            h = conv(h, x_0, edge_index)
-            x = h + x
-            x = x.relu()
-        x = F.dropout(x, 0.6, training=self.training)
-        return self.lins[1](x)
-
-
-@needs()
-class Fagcn(nn.Module):
-    def __init__(self, in_channels, out_channels):
-        super().__init__()
-        self.lin1, self.lin2 = nn.Linear(in_channels, 16), nn.Linear(16, out_channels)
-        self.convs = nn.ModuleList([FAConv(16, eps=0.3, dropout=0.4) for _ in range(2)])
-
-    def forward(self, x, edge_index):
-        x = x_0 = self.lin1(F.dropout(x, 0.5, self.training)).relu()
-        for conv in self.convs:
-            x = conv(x, x_0, edge_index)
-        return self.lin2(x)
-
-
-@needs("edge_weight")
-class WeightedPropagation(nn.Module):
-    def __init__(self, in_channels, out_channels):
-        super().__init__()
-        self.conv = TAGConv(in_channels, 8, K=2)
-        self.prop = APPNP(2, 0.2)
-        self.lin = nn.Linear(8, out_channels)
-
-    def forward(self, x, edge_index, edge_weight):
-        x = self.conv(x, edge_index, edge_weight).relu()
-        return self.prop(self.lin(x), edge_index, edge_weight)
-
-
-# -- gates, attention, and whatever else there is --------------------------------------------------
-
-
-@needs()
-class GatedRecurrent(nn.Module):
-    def __init__(self, in_channels, out_channels):
-        super().__init__()
-        self.conv = GatedGraphConv(16, num_layers=3)
-        self.lin = nn.Linear(16, out_channels)
-
-    def forward(self, x, edge_index):
-        return self.lin(self.conv(x, edge_index).relu())
-
-
-@needs()
-class FrozenGates(GatedRecurrent):
-    def __init__(self, in_channels, out_channels):
-        super().__init__(in_channels, out_channels)
-        self.conv.rnn.requires_grad_(False)
-
-
-DEGREES = torch.tensor([1, 3, 8, 9, 12, 9, 6, 3, 2])
-
-
-@needs()
-class PrincipalAggregation(nn.Module):
-    def __init__(self, in_channels, out_channels):
-        super().__init__()
-        aggregators = ["mean", "min", "max", "std"]
-        scalers = ["identity", "amplification", "attenuation"]
-        self.encoder = nn.Linear(in_channels, 8)
-        self.convs, self.norms = nn.ModuleList(), nn.ModuleList()
-        for _ in range(2):
-            self.convs.append(
-                PNAConv(
-                    8, 8, aggregators, scalers, deg=DEGREES, towers=2, pre_layers=1, post_layers=1
-                )
-            )
-            self.norms.append(BatchNorm(8))
-        self.mlp = nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, out_channels))
-
-    def forward(self, x, edge_index):
-        x = self.encoder(x)
-        for conv, norm in zip(self.convs, self.norms, strict=True):
-            x = F.relu(norm(conv(x, edge_index)))
-        return self.mlp(x)
-
-
-@needs()
-class EdgeConvolution(nn.Module):
-    def __init__(self, in_channels, out_channels):
-        super().__init__()
-        self.conv1 = EdgeConv(nn.Sequential(nn.Linear(2 * in_channels, 16), nn.ReLU()), aggr="max")
-        self.conv2 = EdgeConv(
-            nn.Sequential(nn.Linear(32, 16), nn.ReLU(), nn.Linear(16, out_channels))
-        )
-
-    def forward(self, x, edge_index):
-        return self.conv2(self.conv1(x, edge_index), edge_index)
-
-
-@needs(refused="batch norm of edges")
-class EdgeConvolutionWithNorm(nn.Module):
-    """Batch norm over the rows of edges."""
-
-    def __init__(self, in_channels, out_channels):
-        super().__init__()
-        self.conv1 = EdgeConv(mlp(2 * in_channels, 16, 16), aggr="max")
-        self.lin = nn.Linear(16, out_channels)
-
-    def forward(self, x, edge_index):
-        return self.lin(self.conv1(x, edge_index))
-
-
-@needs(refused="line ")
-class SuperGAT(nn.Module):
-    def __init__(self, in_channels, out_channels):
-        super().__init__()
-        self.conv1 = SuperGATConv(in_channels, 8, heads=4, dropout=0.6, attention_type="MX")
-        self.conv2 = SuperGATConv(32, out_channels, concat=False, is_undirected=True)
-
-    def forward(self, x, edge_index):
-        return self.conv2(F.elu(self.conv1(x, edge_index)), edge_index)
-
-
-@needs("edge_attr")
-class DeeperGCN(nn.Module):
-    """The example's: softmax aggregation with a learned temperature, res+ blocks."""
-
-    def __init__(self, in_channels, out_channels, hidden_channels=8, num_layers=3):
-        super().__init__()
-        self.node_encoder = nn.Linear(in_channels, hidden_channels)
-        self.edge_encoder = nn.Linear(5, hidden_channels)
-        self.layers = nn.ModuleList()
-        for _ in range(num_layers):
-            conv = GENConv(
-                hidden_channels,
-                hidden_channels,
-                aggr="softmax",
-                t=1.0,
-                learn_t=True,
-                num_layers=2,
-                norm="layer",
-            )
-            norm = nn.LayerNorm(hidden_channels, elementwise_affine=True)
-            self.layers.append(
-                DeepGCNLayer(conv, norm, nn.ReLU(inplace=True), block="res+", dropout=0.1)
-            )
-        self.lin = nn.Linear(hidden_channels, out_channels)
-
-    def forward(self, x, edge_index, edge_attr):
-        x = self.node_encoder(x)
-        edge_attr = self.edge_encoder(edge_attr)
-        x = self.layers[0].conv(x, edge_index, edge_attr)
-        for layer in self.layers[1:]:
-            x = layer(x, edge_index, edge_attr)
-        x = self.layers[0].act(self.layers[0].norm(x))
-        x = F.dropout(x, p=0.1, training=self.training)
-        return self.lin(x)
-
-
-@needs()
-class General(TwoLayers):
-    def __init__(self, in_channels, out_channels):
-        super().__init__(
-            GENConv(in_channels, 8, aggr="powermean", msg_norm=True, learn_msg_scale=True),
-            GeneralConv(8, out_channels, attention=True, l2_normalize=True),
-        )
-
-
-@needs("edge_attr")
-class PathfinderDiscovery(nn.Module):
-    def __init__(self, in_channels, out_channels):
-        super().__init__()
-        self.conv1 = PDNConv(in_channels, 16, edge_dim=5, hidden_channels=6)
-        self.conv2 = PDNConv(16, out_channels, edge_dim=5, hidden_channels=6, normalize=False)
-
-    def forward(self, x, edge_index, edge_attr):
-        return self.conv2(self.conv1(x, edge_index, edge_attr).relu(), edge_index, edge_attr)
-
-
-@needs("edge_attr")
-class EdgeConditioned(nn.Module):
-    def __init__(self, in_channels, out_channels):
-        super().__init__()
-        self.lin = nn.Linear(in_channels, 6)
-        self.conv = NNConv(
-            6, 6, nn.Sequential(nn.Linear(5, 9), nn.ReLU(), nn.Linear(9, 36)), aggr="mean"
-        )
-        self.gru = nn.GRU(6, 6)
-        self.out = nn.Linear(6, out_channels)
-
-    def forward(self, x, edge_index, edge_attr):
-        out = F.relu(self.lin(x))
-        h = out.unsqueeze(0)
-        for _ in range(2):
-            m = F.relu(self.conv(out, edge_index, edge_attr))
-            out, h = self.gru(m.unsqueeze(0), h)
-            out = out.squeeze(0)
-        return self.out(out)
-
-
-@needs("edge_attr")
-class Crystal(nn.Module):
-    def __init__(self, in_channels, out_channels):
-        super().__init__()
-        self.conv1, self.conv2 = (
-            CGConv(in_channels, dim=5),
-            CGConv(in_channels, dim=5, batch_norm=True),
-        )
-        self.lin = nn.Linear(in_channels, out_channels)
-
-    def forward(self, x, edge_index, edge_attr):
-        return self.lin(self.conv2(self.conv1(x, edge_index, edge_attr), edge_index, edge_attr))
-
-
-@needs("pseudo")
-class MoNet(nn.Module):
-    def __init__(self, in_channels, out_channels):
-        super().__init__()
-        self.conv1 = GMMConv(in_channels, 8, dim=2, kernel_size=3)
-        self.conv2 = GMMConv(8, out_channels, dim=2, kernel_size=3, separate_gaussians=True)
-
-    def forward(self, x, edge_index, pseudo):
-        return self.conv2(F.elu(self.conv1(x, edge_index, pseudo)), edge_index, pseudo)
-
-
-@needs("edge_type")
-class EntityRGCN(nn.Module):
-    def __init__(self, in_channels, out_channels):
-        super().__init__()
-        self.conv1 = RGCNConv(in_channels, 16, num_relations=2, num_bases=3)
-        self.conv2 = RGCNConv(16, out_channels, 2)
-
-    def forward(self, x, edge_index, edge_type):
-        x = F.relu(self.conv1(x, edge_index, edge_type))
-        return F.log_softmax(self.conv2(x, edge_index, edge_type), dim=1)
-
-
-@needs("edge_type")
-class FastEntityRGCN(nn.Module):
-    def __init__(self, in_channels, out_channels):
-        super().__init__()
-        self.conv1 = FastRGCNConv(in_channels, 16, 2, num_bases=2)
-        self.conv2 = FastRGCNConv(16, out_channels, 2, aggr="add")
-
-    def forward(self, x, edge_index, edge_type):
-        return self.conv2(self.conv1(x, edge_index, edge_type).relu(), edge_index, edge_type)
-
-
-@needs("pos")
-class PointNet(nn.Module):
-    """Positions of vertices, and their differences along edges."""
-
-    def __init__(self, in_channels, out_channels):
-        super().__init__()
-        self.conv1 = PointNetConv(nn.Linear(in_channels + 3, 16), nn.Linear(16, 16))
-        self.conv2 = PointNetConv(nn.Linear(16 + 3, out_channels))
-
-    def forward(self, x, pos, edge_index):
-        return self.conv2(self.conv1(x, pos, edge_index).relu(), pos, edge_index)
-
-
-@needs(refused="flip makes other edges")
-class Directed(TwoLayers):
-    def __init__(self, in_channels, out_channels):
-        super().__init__(
-            SAGEConv(in_channels, 16, flow="source_to_target"),
-            DirGNNConv(GCNConv(16, out_channels, add_self_loops=False)),
-        )
-
-
-@needs(refused="new_empty")
-class ByDegree(TwoLayers):
-    """A weight per degree."""
-
-    def __init__(self, in_channels, out_channels):
-        super().__init__(
-            MFConv(in_channels, 16, max_degree=5), MFConv(16, out_channels, max_degree=3)
-        )
-
-
-# -- frames: residuals, jumping knowledge, norms ---------------------------------------------------
-
-
-@needs()
 class ArxivGCN(nn.Module):
     """OGB's baseline."""
 
@@ -725,7 +333,103 @@ class ArxivGCN(nn.Module):
 
 
 @needs()
+class NormedEncoder(nn.Module):
+    """Batch norms before the first convolution, of the features too, and two after it."""
+
+    def __init__(self, in_channels, out_channels):
+        super().__init__()
+        self.norm0, self.lin0 = nn.BatchNorm1d(in_channels), nn.Linear(in_channels, 8)
+        self.norm1, self.conv1 = nn.BatchNorm1d(8), SAGEConv(8, 8)
+        self.norm2, self.lin2, self.norm3 = nn.BatchNorm1d(8), nn.Linear(8, 8), nn.BatchNorm1d(8)
+        self.conv2 = SAGEConv(8, out_channels)
+
+    def forward(self, x, edge_index):
+        h = self.norm1(self.lin0(self.norm0(x))).relu()
+        h = self.norm2(self.conv1(h, edge_index)).relu()
+        h = self.norm3(h + self.lin2(h)).relu()
+        return self.conv2(F.dropout(h, 0.3, self.training), edge_index)
+
+
+@needs()
+class DeepGIN(nn.Module):
+    def __init__(self, in_channels, out_channels, hidden_channels=16, num_layers=3):
+        super().__init__()
+        self.convs = nn.ModuleList()
+        for i in range(num_layers):
+            width = in_channels if i == 0 else hidden_channels
+            self.convs.append(
+                GINConv(mlp(width, 2 * hidden_channels, hidden_channels), train_eps=True)
+            )
+        self.lin1 = nn.Linear(hidden_channels, hidden_channels)
+        self.lin2 = nn.Linear(hidden_channels, out_channels)
+
+    def forward(self, x, edge_index):
+        for conv in self.convs:
+            x = F.relu(conv(x, edge_index))
+        x = F.relu(self.lin1(x))
+        x = F.dropout(x, p=0.5, training=self.training)
+        return self.lin2(x)
+
+
+@needs()
+class SSGC(nn.Module):
+    """Nothing is computed before its first layer."""
+
+    def __init__(self, in_channels, out_channels):
+        super().__init__()
+        self.conv1 = SSGConv(in_channels, out_channels, alpha=0.1, K=3)
+
+    def forward(self, x, edge_index):
+        return self.conv1(F.dropout(x, 0.2, self.training), edge_index)
+
+
+@needs()
+class FirstRowsAgain(nn.Module):
+    """GCNII and FAGCN: the rows of the first layer are read in all, whose own are added on."""
+
+    def __init__(self, in_channels, out_channels):
+        super().__init__()
+        self.lin1, self.lin2 = nn.Linear(in_channels, 16), nn.Linear(16, out_channels)
+        self.convs = nn.ModuleList(
+            GCN2Conv(16, 0.1, 0.5, layer + 1, shared_weights=False) for layer in range(2)
+        )
+        self.convs.append(FAConv(16, eps=0.3, dropout=0.4))
+
+    def forward(self, x, edge_index):
+        x = F.dropout(x, 0.6, training=self.training)
+        x = x_0 = self.lin1(x).relu()
+        for conv in self.convs:
+            x = (conv(F.dropout(x, 0.6, self.training), x_0, edge_index) + x).relu()
+        return self.lin2(x)
+
+
+@needs("edge_attr")
+class EdgeConditioned(nn.Module):
+    """A GRU, whose vertices are in the second dimension."""
+
+    def __init__(self, in_channels, out_channels):
+        super().__init__()
+        self.lin = nn.Linear(in_channels, 6)
+        self.conv = NNConv(
+            6, 6, nn.Sequential(nn.Linear(5, 9), nn.ReLU(), nn.Linear(9, 36)), aggr="mean"
+        )
+        self.gru = nn.GRU(6, 6)
+        self.out = nn.Linear(6, out_channels)
+
+    def forward(self, x, edge_index, edge_attr):
+        out = F.relu(self.lin(x))
+        h = out.unsqueeze(0)
+        for _ in range(2):
+            m = F.relu(self.conv(out, edge_index, edge_attr))
+            out, h = self.gru(m.unsqueeze(0), h)
+            out = out.squeeze(0)
+        return self.out(out)
+
+
+@needs()
 class ResidualGCN(nn.Module):
+    """A layer's rows are added to those it read."""
+
     def __init__(self, in_channels, out_channels):
         super().__init__()
         self.inp = nn.Linear(in_channels, 16)
@@ -740,12 +444,15 @@ class ResidualGCN(nn.Module):
         return self.out(F.normalize(x, p=2, dim=1))
 
 
-class Jumping(nn.Module):
-    def __init__(self, in_channels, out_channels, mode, width):
+@needs()
+class JumpingLSTM(nn.Module):
+    """All layers' rows, which an LSTM weighs."""
+
+    def __init__(self, in_channels, out_channels):
         super().__init__()
         self.convs = nn.ModuleList([SAGEConv(in_channels, 8), SAGEConv(8, 8), SAGEConv(8, 8)])
-        self.jump = JumpingKnowledge(mode, channels=8, num_layers=3)
-        self.lin = nn.Linear(width, out_channels)
+        self.jump = JumpingKnowledge("lstm", channels=8, num_layers=3)
+        self.lin = nn.Linear(8, out_channels)
 
     def forward(self, x, edge_index):
         xs = []
@@ -753,31 +460,6 @@ class Jumping(nn.Module):
             x = F.dropout(conv(x, edge_index).relu(), 0.5, self.training)
             xs += [x]
         return self.lin(self.jump(xs))
-
-
-@needs()
-class JumpingCat(Jumping):
-    def __init__(self, in_channels, out_channels):
-        super().__init__(in_channels, out_channels, "cat", 24)
-
-
-@needs()
-class JumpingLSTM(Jumping):
-    def __init__(self, in_channels, out_channels):
-        super().__init__(in_channels, out_channels, "lstm", 8)
-
-
-@needs()
-class NodeNorms(nn.Module):
-    """Layer norm of each vertex's row, and PReLU."""
-
-    def __init__(self, in_channels, out_channels):
-        super().__init__()
-        self.conv1, self.conv2 = GraphConv(in_channels, 16), GraphConv(16, out_channels)
-        self.norm, self.act = LayerNorm(16, mode="node"), nn.PReLU(16)
-
-    def forward(self, x, edge_index):
-        return self.conv2(self.act(self.norm(self.conv1(x, edge_index))), edge_index)
 
 
 class Normed(nn.Module):
@@ -791,77 +473,43 @@ class Normed(nn.Module):
 
 
 @needs()
-class ChangedMomentum(Normed):
-    def __init__(self, in_channels, out_channels):
-        super().__init__(in_channels, out_channels, nn.BatchNorm1d(16, eps=1e-3, momentum=0.3))
-
-
-@needs()
-class NormWithoutWeights(Normed):
-    def __init__(self, in_channels, out_channels):
-        super().__init__(in_channels, out_channels, nn.BatchNorm1d(16, affine=False))
+def NormWithoutWeights(in_channels, out_channels):
+    norm = nn.BatchNorm1d(16, eps=1e-3, momentum=0.3, affine=False)
+    return Normed(in_channels, out_channels, norm)
 
 
 @needs(refused="track_running_stats=True")
-class NormOfTheBatch(Normed):
-    def __init__(self, in_channels, out_channels):
-        super().__init__(in_channels, out_channels, BatchNorm(16, track_running_stats=False))
+def NormOfTheBatch(in_channels, out_channels):
+    return Normed(in_channels, out_channels, BatchNorm(16, track_running_stats=False))
 
 
 @needs(refused="asks for the numbers in a tensor")
-class CumulativeMomentum(Normed):
-    def __init__(self, in_channels, out_channels):
-        super().__init__(in_channels, out_channels, nn.BatchNorm1d(16, momentum=None))
+def CumulativeMomentum(in_channels, out_channels):
+    return Normed(in_channels, out_channels, nn.BatchNorm1d(16, momentum=None))
 
 
 @needs(refused="of the rows of all")
-class WholeGraphNorm(Normed):
-    def __init__(self, in_channels, out_channels):
-        super().__init__(in_channels, out_channels, GraphNorm(16))
+def WholeGraphNorm(in_channels, out_channels):
+    return Normed(in_channels, out_channels, GraphNorm(16))
 
 
 @needs(refused="looks at all vertices")
-class InstanceNormed(Normed):
-    def __init__(self, in_channels, out_channels):
-        super().__init__(in_channels, out_channels, InstanceNorm(16))
+def InstanceNormed(in_channels, out_channels):
+    return Normed(in_channels, out_channels, InstanceNorm(16))
 
 
 @needs()
-class GraphSized(Normed):
+def GraphSized(in_channels, out_channels):
     """Rows are divided by the square root of the number of vertices."""
-
-    def __init__(self, in_channels, out_channels):
-        super().__init__(in_channels, out_channels, GraphSizeNorm())
-
-
-@needs()
-class LinearThenNorm(nn.Module):
-    """A norm after the last convolution, and two Linears."""
-
-    def __init__(self, in_channels, out_channels):
-        super().__init__()
-        self.conv1, self.conv2 = SAGEConv(in_channels, 16), SAGEConv(16, 16)
-        self.norm1, self.norm2 = BatchNorm(16), BatchNorm(16)
-        self.head = nn.Sequential(
-            nn.Linear(16, 8), nn.GELU(), nn.Dropout(0.1), nn.Linear(8, out_channels)
-        )
-
-    def forward(self, x, edge_index):
-        x = F.leaky_relu(self.norm1(self.conv1(x, edge_index)), 0.1)
-        x = F.silu(self.norm2(self.conv2(x, edge_index)))
-        return self.head(x)
+    return Normed(in_channels, out_channels, GraphSizeNorm())
 
 
 # -- ready-made ------------------------------------------------------------------------------------
 
 
-@needs()
-def ReadyGCN(in_channels, out_channels):
-    return GCN(in_channels, 16, 3, out_channels, dropout=0.5, norm="batch")
-
-
 @needs("edge_attr")
 def ReadyGAT(in_channels, out_channels):
+    """A model of PyG, which hands attributes of edges on."""
     return GAT(
         in_channels, 16, 2, out_channels, heads=4, v2=True, edge_dim=5, dropout=0.1, jk="lstm"
     )
@@ -869,6 +517,7 @@ def ReadyGAT(in_channels, out_channels):
 
 @needs()
 def InSequence(in_channels, out_channels):
+    """No class, and a function among its layers."""
     return Sequential(
         "x, edge_index",
         [
@@ -898,6 +547,8 @@ class OfLINKX(nn.Module):
 
 @needs()
 class EncodedByMLP(nn.Module):
+    """A batch norm of PyG's MLP, behind the last convolution."""
+
     def __init__(self, in_channels, out_channels):
         super().__init__()
         self.encoder = MLP([in_channels, 16, 16], dropout=0.2, norm=None)
@@ -936,9 +587,8 @@ class TutorialConv(MessagePassing):
 
 
 @needs()
-class TutorialGCN(TwoLayers):
-    def __init__(self, in_channels, out_channels):
-        super().__init__(TutorialConv(in_channels, 16), TutorialConv(16, out_channels))
+def TutorialGCN(in_channels, out_channels):
+    return Chain(TutorialConv(in_channels, 16), TutorialConv(16, out_channels))
 
 
 class AttentionConv(MessagePassing):
@@ -963,9 +613,8 @@ class AttentionConv(MessagePassing):
 
 
 @needs()
-class TutorialGAT(TwoLayers):
-    def __init__(self, in_channels, out_channels):
-        super().__init__(AttentionConv(in_channels, 16), AttentionConv(16, out_channels))
+def TutorialGAT(in_channels, out_channels):
+    return Chain(AttentionConv(in_channels, 16), AttentionConv(16, out_channels))
 
 
 class GatedMessages(MessagePassing):
@@ -988,6 +637,8 @@ class GatedMessages(MessagePassing):
 
 @needs()
 class GatesOfEdges(nn.Module):
+    """A layer of two propagations is used twice."""
+
     def __init__(self, in_channels, out_channels):
         super().__init__()
         self.lin1, self.lin2 = nn.Linear(in_channels, 16), nn.Linear(16, out_channels)
@@ -1001,6 +652,8 @@ class GatesOfEdges(nn.Module):
 
 @needs()
 class ScatterInForward(nn.Module):
+    """Means of neighbours by index_add, scatter_add and PyG's scatter."""
+
     def __init__(self, in_channels, out_channels):
         super().__init__()
         self.own, self.others = nn.Linear(in_channels, 16), nn.Linear(in_channels, 16)
@@ -1020,6 +673,8 @@ class ScatterInForward(nn.Module):
 
 @needs()
 class SharedLayer(nn.Module):
+    """One layer three times, whose checkpoint could not be written."""
+
     def __init__(self, in_channels, out_channels):
         super().__init__()
         self.inp, self.out = nn.Linear(in_channels, 16), nn.Linear(16, out_channels)
@@ -1034,6 +689,8 @@ class SharedLayer(nn.Module):
 
 @needs()
 class TiedWeights(nn.Module):
+    """A weight of two names, which was saved under one."""
+
     def __init__(self, in_channels, out_channels):
         super().__init__()
         self.inp, self.out = nn.Linear(in_channels, 16), nn.Linear(16, out_channels)
@@ -1047,6 +704,8 @@ class TiedWeights(nn.Module):
 
 @needs()
 class Frozen(nn.Module):
+    """Our own layer, of which nothing is learned."""
+
     def __init__(self, in_channels, out_channels):
         super().__init__()
         self.conv1, self.conv2 = GCNConv(in_channels, 16), GCNConv(16, out_channels)
@@ -1058,47 +717,35 @@ class Frozen(nn.Module):
 
 
 @needs()
+class FrozenGates(nn.Module):
+    """A layer that is shared and frozen."""
+
+    def __init__(self, in_channels, out_channels):
+        super().__init__()
+        self.conv, self.lin = GatedGraphConv(16, num_layers=3), nn.Linear(16, out_channels)
+        self.conv.rnn.requires_grad_(False)
+
+    def forward(self, x, edge_index):
+        return self.lin(self.conv(x, edge_index).relu())
+
+
+@needs()
 class WithBuffers(nn.Module):
+    """Buffers, parametrized weights and norms of each vertex's row."""
+
     def __init__(self, in_channels, out_channels):
         super().__init__()
         self.register_buffer("mean", torch.linspace(-1, 1, in_channels))
         self.register_buffer("scale", torch.full((1,), 0.5), persistent=False)
-        self.conv1, self.conv2 = SAGEConv(in_channels, 16), SAGEConv(16, out_channels)
-
-    def forward(self, x, edge_index):
-        x = (x - self.mean) * self.scale
-        return self.conv2(self.conv1(x, edge_index).relu(), edge_index)
-
-
-@needs()
-class WeightNormed(nn.Module):
-    def __init__(self, in_channels, out_channels):
-        super().__init__()
         self.inp = nn.utils.parametrizations.weight_norm(nn.Linear(in_channels, 16))
-        self.conv = GraphConv(16, 16)
+        self.conv1, self.conv2 = GraphConv(16, 16), GraphConv(16, 16)
+        self.norm, self.act = LayerNorm(16, mode="node"), nn.PReLU(16)
         self.out = nn.utils.parametrizations.weight_norm(nn.Linear(16, out_channels), dim=None)
 
     def forward(self, x, edge_index):
-        return self.out(self.conv(self.inp(x).relu(), edge_index))
-
-
-@needs()
-class MixtureOfHops(nn.Module):
-    """GPR-GNN: learned weights of hops."""
-
-    def __init__(self, in_channels, out_channels, K=3):
-        super().__init__()
-        self.lin = nn.Linear(in_channels, out_channels)
-        self.gamma = nn.Parameter(0.1 * (0.9 ** torch.arange(K + 1)))
-        self.prop = SimpleConv(aggr="mean", combine_root="self_loop")
-
-    def forward(self, x, edge_index):
-        x = F.dropout(self.lin(x), 0.5, self.training)
-        out = self.gamma[0] * x
-        for k in range(1, len(self.gamma)):
-            x = self.prop(x, edge_index)
-            out = out + self.gamma[k] * x
-        return out
+        x = self.inp((x - self.mean) * self.scale).relu()
+        x = self.act(self.norm(self.conv1(x, edge_index)))
+        return self.out(self.conv2(x, edge_index))
 
 
 @needs()
@@ -1157,9 +804,12 @@ class BiasBeforeNorm(nn.Module):
 
 
 @needs()
-class DropConnect(TwoLayers):
+class DropConnect(nn.Module):
+    """Dropout of a parameter."""
+
     def __init__(self, in_channels, out_channels):
-        super().__init__(SAGEConv(in_channels, 8), SAGEConv(8, out_channels))
+        super().__init__()
+        self.conv1, self.conv2 = SAGEConv(in_channels, 8), SAGEConv(8, out_channels)
         self.mixing = nn.Parameter(torch.eye(8))
 
     def forward(self, x, edge_index):
@@ -1190,23 +840,6 @@ class H2GCN(nn.Module):
 
 
 @needs()
-class Checked(nn.Module):
-    """Checks of what it is given, as careful people write them."""
-
-    def __init__(self, in_channels, out_channels):
-        super().__init__()
-        self.in_channels = in_channels
-        self.conv = SAGEConv(in_channels, out_channels)
-
-    def forward(self, x, edge_index):
-        assert x.dim() == 2 and x.size(-1) == self.in_channels
-        assert edge_index.dtype == torch.long and edge_index.size(0) == 2
-        if x.size(0) == 0:
-            return x
-        return self.conv(x, edge_index)
-
-
-@needs()
 class ManyHeads(nn.Module):
     """Multi-head attention over a vertex's own two rows: einsum, softmax, chunk."""
 
@@ -1220,83 +853,6 @@ class ManyHeads(nn.Module):
         q, k, v = self.qkv(h).chunk(3, dim=-1)
         att = torch.softmax(torch.einsum("nid,njd->nij", q, k) / 8**0.5, dim=-1)
         return self.out((att @ v).mean(dim=1))
-
-
-@needs(refused="in place")
-class ReadsBothWays(nn.Module):
-    """Edges are made undirected in forward, which they are."""
-
-    def __init__(self, in_channels, out_channels):
-        super().__init__()
-        self.conv = GraphConv(in_channels, out_channels)
-
-    def forward(self, x, edge_index):
-        return self.conv(x, to_undirected(edge_index, num_nodes=x.size(0)))
-
-
-# -- what must be refused --------------------------------------------------------------------------
-
-
-@needs("batch", refused="asks for the numbers in a tensor")
-class GraphClassifier(nn.Module):
-    def __init__(self, in_channels, out_channels):
-        super().__init__()
-        self.conv, self.lin = GCNConv(in_channels, 16), nn.Linear(16, out_channels)
-
-    def forward(self, x, edge_index, batch):
-        x = self.conv(x, edge_index).relu()
-        x = global_mean_pool(x, batch)
-        return self.lin(x)
-
-
-@needs(refused="random")
-class DropsEdges(nn.Module):
-    def __init__(self, in_channels, out_channels):
-        super().__init__()
-        self.conv = GCNConv(in_channels, out_channels)
-
-    def forward(self, x, edge_index):
-        edge_index, _ = dropout_edge(edge_index, p=0.2, training=self.training)
-        return self.conv(x, edge_index)
-
-
-@needs(refused="x_dict")
-class Typed(nn.Module):
-    """Dictionaries by type of vertex."""
-
-    def __init__(self, in_channels, out_channels):
-        super().__init__()
-        self.conv = SAGEConv(in_channels, out_channels)
-
-    def forward(self, x_dict, edge_index_dict):
-        return {key: self.conv(x, edge_index_dict[key]) for key, x in x_dict.items()}
-
-
-@needs(refused="h_0")
-class Recurrent(nn.Module):
-    """A step in time, with the state of the step before."""
-
-    def __init__(self, in_channels, out_channels):
-        super().__init__()
-        self.conv, self.gru = GCNConv(in_channels, 16), nn.GRUCell(16, 16)
-        self.lin = nn.Linear(16, out_channels)
-
-    def forward(self, x, edge_index, h_0):
-        h = self.gru(self.conv(x, edge_index), h_0)
-        return self.lin(h), h
-
-
-@needs(refused="row of logits for each")
-class LinkPredictor(nn.Module):
-    """Logits of edges."""
-
-    def __init__(self, in_channels, out_channels):
-        super().__init__()
-        self.conv = SAGEConv(in_channels, 16)
-
-    def forward(self, x, edge_index):
-        h = self.conv(x, edge_index)
-        return (h[edge_index[0]] * h[edge_index[1]]).sum(dim=-1)
 
 
 @needs()
@@ -1330,3 +886,58 @@ class HopsLookedUp(nn.Module):
             for _ in range(2):
                 hops.append(self.conv(hops[-1], edge_index))
         return self.out(torch.cat([lin(h) for lin, h in zip(self.lins, hops)], 1).relu())
+
+
+# -- what must be refused --------------------------------------------------------------------------
+
+
+@needs(refused="in place")
+class ReadsBothWays(nn.Module):
+    """Edges are made undirected in forward, which they are."""
+
+    def __init__(self, in_channels, out_channels):
+        super().__init__()
+        self.conv = GraphConv(in_channels, out_channels)
+
+    def forward(self, x, edge_index):
+        return self.conv(x, to_undirected(edge_index, num_nodes=x.size(0)))
+
+
+@needs("batch", refused="asks for the numbers in a tensor")
+class GraphClassifier(nn.Module):
+    """A row of logits per graph."""
+
+    def __init__(self, in_channels, out_channels):
+        super().__init__()
+        self.conv, self.lin = GCNConv(in_channels, 16), nn.Linear(16, out_channels)
+
+    def forward(self, x, edge_index, batch):
+        x = self.conv(x, edge_index).relu()
+        x = global_mean_pool(x, batch)
+        return self.lin(x)
+
+
+@needs(refused="random")
+class DropsEdges(nn.Module):
+    """Other edges in each epoch."""
+
+    def __init__(self, in_channels, out_channels):
+        super().__init__()
+        self.conv = GCNConv(in_channels, out_channels)
+
+    def forward(self, x, edge_index):
+        edge_index, _ = dropout_edge(edge_index, p=0.2, training=self.training)
+        return self.conv(x, edge_index)
+
+
+@needs(refused="row of logits for each")
+class LinkPredictor(nn.Module):
+    """Logits of edges."""
+
+    def __init__(self, in_channels, out_channels):
+        super().__init__()
+        self.conv = SAGEConv(in_channels, 16)
+
+    def forward(self, x, edge_index):
+        h = self.conv(x, edge_index)
+        return (h[edge_index[0]] * h[edge_index[1]]).sum(dim=-1)

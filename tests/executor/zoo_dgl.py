@@ -1,4 +1,4 @@
-"""Modules of DGL as users write them; zoo.py has those of PyG."""
+"""Modules of DGL as users write them; zoo.py has those of PyG, and says what a chain is."""
 
 from __future__ import annotations
 
@@ -11,154 +11,37 @@ from dgl.nn.functional import edge_softmax
 from zoo_entries import needs
 
 
-@needs()
-class CoraGCN(nn.Module):
-    def __init__(self, in_size, out_size, hid_size=16):
+class Chain(nn.Module):
+    """Layers one after the other, and ReLU between them; heads stand side by side."""
+
+    def __init__(self, *layers):
         super().__init__()
-        self.layers = nn.ModuleList()
-        self.layers.append(dglnn.GraphConv(in_size, hid_size, activation=F.relu))
-        self.layers.append(dglnn.GraphConv(hid_size, out_size))
-        self.dropout = nn.Dropout(0.5)
-
-    def forward(self, g, features):
-        h = features
-        for i, layer in enumerate(self.layers):
-            if i != 0:
-                h = self.dropout(h)
-            h = layer(g, h)
-        return h
-
-
-@needs()
-class BlockSAGE(nn.Module):
-    def __init__(self, in_size, out_size, hid_size=16):
-        super().__init__()
-        self.layers = nn.ModuleList()
-        self.layers.append(dglnn.SAGEConv(in_size, hid_size, "mean"))
-        self.layers.append(dglnn.SAGEConv(hid_size, hid_size, "mean"))
-        self.layers.append(dglnn.SAGEConv(hid_size, out_size, "mean"))
-        self.dropout = nn.Dropout(0.5)
-
-    def forward(self, blocks, x):
-        h = x
-        for l, (layer, block) in enumerate(zip(self.layers, blocks)):
-            h = layer(block, h)
-            if l != len(self.layers) - 1:
-                h = F.relu(h)
-                h = self.dropout(h)
-        return h
-
-
-@needs()
-class CoraGAT(nn.Module):
-    def __init__(self, in_size, out_size, hid_size=8):
-        super().__init__()
-        self.gat_layers = nn.ModuleList()
-        self.gat_layers.append(dglnn.GATConv(in_size, hid_size, 4, activation=F.elu))
-        self.gat_layers.append(
-            dglnn.GATConv(hid_size * 4, out_size, 1, residual=True, activation=None)
-        )
-
-    def forward(self, g, inputs):
-        h = inputs
-        for i, layer in enumerate(self.gat_layers):
-            h = layer(g, h)
-            if i == 1:
-                h = h.mean(1)
-            else:
-                h = h.flatten(1)
-        return h
-
-
-@needs()
-class DroppingGAT(nn.Module):
-    def __init__(self, in_size, out_size, hid_size=8):
-        super().__init__()
-        self.a = dglnn.GATConv(in_size, hid_size, 4, feat_drop=0.6, attn_drop=0.6, activation=F.elu)
-        self.b = dglnn.GATConv(hid_size * 4, out_size, 1)
+        self.layers = nn.ModuleList(layers)
 
     def forward(self, g, x):
-        return self.b(g, self.a(g, x).flatten(1)).mean(1)
+        for layer in self.layers[:-1]:
+            x = F.relu(layer(g, x).flatten(1))
+        return self.layers[-1](g, x).flatten(1)
 
 
 @needs()
-class GATv2(nn.Module):
-    def __init__(self, in_feats, out_feats):
-        super().__init__()
-        self.a = dglnn.GATv2Conv(in_feats, 6, 3, activation=F.relu, share_weights=True)
-        self.b = dglnn.GATv2Conv(18, out_feats, 1)
-
-    def forward(self, g, x):
-        return self.b(g, self.a(g, x).flatten(1)).squeeze(1)
-
-
-@needs()
-class Gin(nn.Module):
-    def __init__(self, in_feats, out_feats):
-        super().__init__()
-        self.ginlayers, self.batch_norms = nn.ModuleList(), nn.ModuleList()
-        for i in range(2):
-            mlp = nn.Sequential(
-                nn.Linear(in_feats if i == 0 else 16, 16), nn.ReLU(), nn.Linear(16, 16)
-            )
-            self.ginlayers.append(dglnn.GINConv(mlp, learn_eps=False))
-            self.batch_norms.append(nn.BatchNorm1d(16))
-        self.out = nn.Linear(16, out_feats)
-
-    def forward(self, g, h):
-        for layer, norm in zip(self.ginlayers, self.batch_norms):
-            h = F.relu(norm(layer(g, h)))
-        return self.out(h)
+def Convolutions(in_size, out_size):
+    mlp = nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 8))
+    return Chain(
+        dglnn.GATConv(in_size, 4, 2, residual=True, activation=F.elu),
+        dglnn.GATv2Conv(8, 4, 2, share_weights=True),
+        dglnn.GINConv(mlp, learn_eps=False),
+        dglnn.TAGConv(8, 8, k=2, activation=F.relu),
+        dglnn.SAGEConv(8, 8, "pool", activation=F.relu),
+        dglnn.SAGEConv(8, out_size, "gcn"),
+    )
 
 
 @needs()
-class Tag(nn.Module):
-    def __init__(self, in_feats, out_feats):
-        super().__init__()
-        self.a, self.b = (
-            dglnn.TAGConv(in_feats, 8, k=2, activation=F.relu),
-            dglnn.TAGConv(8, out_feats, k=1),
-        )
-
-    def forward(self, g, features):
-        return self.b(g, self.a(g, features))
-
-
-@needs()
-class SagePool(nn.Module):
-    def __init__(self, in_feats, out_feats):
-        super().__init__()
-        self.a = dglnn.SAGEConv(in_feats, 8, "pool", activation=F.relu)
-        self.b = dglnn.SAGEConv(8, out_feats, "gcn")
-
-    def forward(self, graph, feat):
-        return self.b(graph, self.a(graph, feat))
-
-
-class UserSAGEConv(nn.Module):
-    """The one of DGL's guide: update_all with built-in functions."""
-
-    def __init__(self, in_feat, out_feat):
-        super().__init__()
-        self.linear = nn.Linear(in_feat * 2, out_feat)
-
-    def forward(self, g, h):
-        with g.local_scope():
-            g.ndata["h"] = h
-            g.update_all(message_func=fn.copy_u("h", "m"), reduce_func=fn.mean("m", "h_N"))
-            h_N = g.ndata["h_N"]
-            h_total = torch.cat([h, h_N], dim=1)
-            return self.linear(h_total)
-
-
-@needs()
-class UserSAGE(nn.Module):
-    def __init__(self, in_feats, num_classes, h_feats=16):
-        super().__init__()
-        self.conv1, self.conv2 = UserSAGEConv(in_feats, h_feats), UserSAGEConv(h_feats, num_classes)
-
-    def forward(self, g, in_feat):
-        return self.conv2(g, F.relu(self.conv1(g, in_feat)))
+def DroppingGAT(in_size, out_size):
+    """A kernel of DGL hides what is dropped of the edges."""
+    dropping = dglnn.GATConv(in_size, 8, 4, feat_drop=0.6, attn_drop=0.6, activation=F.elu)
+    return Chain(dropping, dglnn.GATConv(32, out_size, 1))
 
 
 class UserGATLayer(nn.Module):
@@ -190,13 +73,8 @@ class UserGATLayer(nn.Module):
 
 
 @needs()
-class UserGAT(nn.Module):
-    def __init__(self, in_dim, out_dim):
-        super().__init__()
-        self.layer1, self.layer2 = UserGATLayer(in_dim, 8), UserGATLayer(8, out_dim)
-
-    def forward(self, g, h):
-        return self.layer2(g, F.elu(self.layer1(g, h)))
+def UserGAT(in_dim, out_dim):
+    return Chain(UserGATLayer(in_dim, 8), UserGATLayer(8, out_dim))
 
 
 class SoftmaxOfEdges(nn.Module):
@@ -217,13 +95,8 @@ class SoftmaxOfEdges(nn.Module):
 
 
 @needs()
-class UserAttention(nn.Module):
-    def __init__(self, in_feats, out_feats):
-        super().__init__()
-        self.a, self.b = SoftmaxOfEdges(in_feats, 8), SoftmaxOfEdges(8, out_feats)
-
-    def forward(self, g, x):
-        return self.b(g, F.relu(self.a(g, x)))
+def UserAttention(in_feats, out_feats):
+    return Chain(SoftmaxOfEdges(in_feats, 8), SoftmaxOfEdges(8, out_feats))
 
 
 class WeightedConv(nn.Module):
@@ -241,13 +114,8 @@ class WeightedConv(nn.Module):
 
 
 @needs("edge_weight")
-class UserWeighted(nn.Module):
-    def __init__(self, in_feats, out_feats):
-        super().__init__()
-        self.a, self.b = WeightedConv(in_feats, 8), WeightedConv(8, out_feats)
-
-    def forward(self, g, x):
-        return self.b(g, self.a(g, x).relu())
+def UserWeighted(in_feats, out_feats):
+    return Chain(WeightedConv(in_feats, 8), WeightedConv(8, out_feats))
 
 
 @needs("edge_attr")
@@ -280,31 +148,6 @@ class EdgeGAT(nn.Module):
 class EdgeGATWithoutLoops(EdgeGAT):
     def __init__(self, in_feats, out_feats):
         super().__init__(in_feats, out_feats, allow_zero_in_degree=True)
-
-
-class DegreeNormed(nn.Module):
-    """GCN of DGL's old tutorial, which divides by degrees by hand."""
-
-    def __init__(self, in_feats, out_feats):
-        super().__init__()
-        self.linear = nn.Linear(in_feats, out_feats)
-
-    def forward(self, g, h):
-        with g.local_scope():
-            norm = g.in_degrees().to(h.dtype).clamp(min=1).pow(-0.5).unsqueeze(1)
-            g.ndata["h"] = h * norm
-            g.update_all(fn.copy_u("h", "m"), fn.sum("m", "h"))
-            return self.linear(g.ndata["h"] * norm)
-
-
-@needs()
-class UserGCN(nn.Module):
-    def __init__(self, in_feats, out_feats):
-        super().__init__()
-        self.a, self.b = DegreeNormed(in_feats, 8), DegreeNormed(8, out_feats)
-
-    def forward(self, g, x):
-        return self.b(g, self.a(g, x).relu())
 
 
 @needs()
