@@ -112,8 +112,8 @@ def test_what_is_known_by_statistics_is_not_offered_to_run(gnnplan, cluster, tmp
     which nobody knows."""
     (tmp_path / "stats.yaml").write_text(STATISTICS)
     plan = tmp_path / "plan.json"
-    ask = ("plan", "--graph", tmp_path / "stats.yaml", "--cluster", cluster, "--per", "epoch")
-    told = gnnplan(*ask, "--explain", "-o", plan).stdout
+    ask = ("plan", "--graph", tmp_path / "stats.yaml", "--cluster", cluster)
+    told = gnnplan(*ask, "--strategy", "graph_parallel", "--explain", "-o", plan).stdout
     assert f"next: gnnplan simulate {plan}\n" in told and "gnnplan run" not in told
     assert "only statistics are known; to train, plan again with the graph itself" in told
     assert "partitioning unknown" in told and "partitioning 0 s" not in told
