@@ -34,7 +34,7 @@ def plan():
 @pytest.fixture(scope="module")
 def epoch():
     """The same by the epoch alone, without sizes and modes: simulations and sweeps need no more."""
-    return gnnplan.plan(GRAPH, CLUSTER, per="epoch", **FIELDS)
+    return gnnplan.plan(GRAPH, ONE_SERVER, per="epoch", **FIELDS)
 
 
 @pytest.fixture(scope="module")
@@ -172,8 +172,8 @@ def test_where_nothing_fits_on_one_cluster_the_others_are_offered():
 @pytest.mark.slow
 def test_an_objective_of_python_is_that_of_the_command_line(epoch):
     asked = ("--objective", "energy", "--per", "epoch")
-    words = ("plan", "--graph", GRAPH, "--cluster", CLUSTER, *OPTIONS, *asked)
-    plan = gnnplan.plan(GRAPH, CLUSTER, objective="energy", per="epoch", **FIELDS)
+    words = ("plan", "--graph", GRAPH, "--cluster", ONE_SERVER, *OPTIONS, *asked)
+    plan = gnnplan.plan(GRAPH, ONE_SERVER, objective="energy", per="epoch", **FIELDS)
     assert json.loads(command(*words, "--json")) == json.loads(json.dumps(plan.document))
     assert "energy/epoch" in str(plan) and "energy" not in str(epoch)
     energies = [row["energy_j"] for row in plan.table]
