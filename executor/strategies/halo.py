@@ -18,6 +18,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import pairwise
 from typing import NamedTuple
 
@@ -188,16 +189,28 @@ class Halo:
         )
 
     def _prepare_exchange(
-        self, step: int, layer: int, direction: str, outgoing: Tensor, into: Tensor | None = None
+        self,
+        step: int,
+        layer: int,
+        direction: str,
+        outgoing: Tensor,
+        into: Tensor | None = None,
+        ahead: bool = True,
     ) -> Callable[[], Tensor]:
-        """Return a function that sends packed rows or gradients and returns those received."""
-        fresh, recorded = self._fresh(step, layer), self._recorded(step, layer, direction, outgoing)
+        """Return a function that sends packed rows or gradients and returns those received.
 
-        def exchange() -> Tensor:
+        ahead: the messages may start now (`Lanes.start`); else the function starts them.
+        """
+        exchange = self._fresh(step, layer).exchange
+        recorded = self._recorded(step, layer, direction, outgoing)
+        begin = partial(exchange.begin_swap, direction, outgoing, into)
+        end = self.rank.lanes.start(begin) if ahead else lambda: begin()()
+
+        def run() -> Tensor:
             with recorded:
-                return fresh.exchange.swap(direction, outgoing, into)
+                return end()
 
-        return exchange
+        return run
 
     def _pop_pending(self, direction: str, layer: int) -> Tensor | None:
         """Return the rows exchanged one step ago, for use in this step; None in the first step."""
@@ -255,7 +268,9 @@ class StaleHalo(Halo):
         into = None if self.rank.staleness_errors else used
         if direction in self.codec.averaged:
             into = self.receive_buffer[: receives * width].view(receives, width)
-        run = self._prepare_exchange(step, layer, direction, outgoing, into)
+        # one exchange at a time uses that buffer, and peers start messages in the same order
+        ahead = not self.codec.averaged
+        run = self._prepare_exchange(step, layer, direction, outgoing, into, ahead)
         self.pending[key] = self.rank.lanes.submit(
             "comm", lambda: self._smooth(direction, layer, run(), used)
         )
