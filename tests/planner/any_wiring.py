@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from gnnplan.planner.cluster.fabric import Node, links
 from gnnplan.planner.cluster.places import Places, Port, attached
-from gnnplan.planner.cluster.spec import Cluster, Link
+from gnnplan.planner.cluster.spec import Cluster, Fabric, Link
 
 LINKS = st.builds(
     Link,
@@ -32,6 +32,17 @@ def wiring(draw: st.DrawFn, gpus: int) -> dict[str, Any]:
             more[lists] = parts()
             if of:
                 more[of] = draw(LINKS)
+    return more
+
+
+def between(draw: st.DrawFn, **fabric: Any) -> dict[str, Any]:
+    """With and without peer access, and any fabric."""
+    more: dict[str, Any] = {}
+    if draw(st.booleans()):
+        more |= {"peer_access": False, "host": draw(LINKS), "bridge": draw(st.none() | LINKS)}
+    if kind := draw(st.sampled_from([None, "ring", "leaf_spine"])):
+        per_leaf = draw(st.integers(1, 3)) if kind == "leaf_spine" else None
+        more["fabric"] = Fabric(kind=kind, servers_per_leaf=per_leaf, **fabric)
     return more
 
 

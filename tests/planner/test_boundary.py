@@ -5,9 +5,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from gnnplan.planner.cluster.spec import Cluster, Device, Link
 from gnnplan.planner.gnn.workload import Workload
-from gnnplan.planner.graph.graph import Graph
 from gnnplan.planner.graph.load import load
 from gnnplan.planner.ownership.layout import LayerFacts
 from gnnplan.planner.problem.inputs import read_cluster
@@ -15,13 +13,10 @@ from gnnplan.planner.problem.problem import Problem
 from gnnplan.planner.strategies import BNS, GraphParallel
 from gnnplan.planner.strategies.layerwise.bns import Sample
 from gnnplan.planner.strategies.layerwise.exchange import Crossing
+from gnnplan.testing.laws import cluster, problem_of
 
 GRAPH = load("synthetic:community?vertices=600&edges=6000&features=12&classes=4&seed=0")
-CLUSTER = Cluster(
-    gpus_per_server=4,
-    device=Device(memory=1e9, gemm=1e11, memory_bandwidth=1e10),
-    intra_node=Link(bandwidth=1e8),
-)
+CLUSTER = cluster(1, 4, intra=1e8, memory=1e9, memory_bandwidth=1e10)
 
 
 def drawn(ids: np.ndarray, p: float, *crossing: int) -> np.ndarray:
@@ -29,8 +24,7 @@ def drawn(ids: np.ndarray, p: float, *crossing: int) -> np.ndarray:
 
 
 def problem(**workload: object) -> Problem:
-    asked = Workload(**{"model": "gcn", "layers": 3, "hidden": 16, **workload})
-    return Problem(GRAPH.stats, GRAPH, asked, CLUSTER)
+    return problem_of(GRAPH, CLUSTER, **{"layers": 3, "hidden": 16, **workload})
 
 
 @settings(deadline=None)
@@ -97,7 +91,6 @@ def test_gpus_cut_their_blocks_themselves(graph):
     """One thread of the host sorted all edges anew in every epoch. So a tenth of the halo took
     longer than all of it, where print (BNS-GCN) has it faster."""
     stats = load(graph)
-    assert not isinstance(stats, Graph)
     workload = Workload(model="sage", layers=4, hidden=256)
     asked = Problem(stats, None, workload, read_cluster("pipegcn_2080ti"))
     few, whole = (float(BNS(p=p).predict(asked).epoch_s) for p in (0.1, 1.0))

@@ -7,7 +7,6 @@ from functools import partial
 import numpy as np
 import printed_rows
 import pytest
-from examples import NIGHT
 
 from gnnplan.papers import calibrate
 from gnnplan.papers.calibrate import FITS, MOST, Fit, fit_testbed, scaled
@@ -39,31 +38,30 @@ def table(dataset: str, factors: dict[str, float]) -> list[dict[str, str]]:
 
 
 @pytest.mark.slow
-def test_known_constants_are_found_again(monkeypatch):
+@pytest.mark.parametrize(
+    ("width", "rel"),
+    [
+        pytest.param(1, 0.08, marks=pytest.mark.nightly),
+        pytest.param(2, 0.02, marks=pytest.mark.nightly),
+        (np.inf, 0.005),
+    ],
+)
+def test_known_constants_are_found_again(width, rel, monkeypatch):
     """Exactly, where nothing is believed before; else what these eight figures say stays said (they
     tell products' rate and GraphSAGE's badly apart), and it matters little how much was
     believed."""
+    monkeypatch.setattr(calibrate, "WIDTH", width * calibrate.WIDTH)
     rows = table("flickr", TRUE)
-    printed = [float(row["value"]) for row in rows]
-    assert of(rows, fit_testbed(rows, tuple(TRUE))) == pytest.approx(printed, rel=0.08)
-    if NIGHT:
-        monkeypatch.setattr(calibrate, "WIDTH", 2 * calibrate.WIDTH)
-        assert of(rows, fit_testbed(rows, tuple(TRUE))) == pytest.approx(printed, rel=0.02)
-    monkeypatch.setattr(calibrate, "WIDTH", np.inf)
-    assert fit_testbed(rows, tuple(TRUE)) == pytest.approx(TRUE, rel=0.005)
-
-
-def of(rows: list[dict[str, str]], factors: dict[str, float]) -> list[float]:
-    return [predict(row, partial(scaled, factors=factors)) for row in rows]
+    found = fit_testbed(rows, tuple(TRUE))
+    again = [predict(row, partial(scaled, factors=found)) for row in rows]
+    assert again == pytest.approx([float(row["value"]) for row in rows], rel=rel)
+    assert width < np.inf or found == pytest.approx(TRUE, rel=rel)
 
 
 def test_without_rows_constants_are_what_presets_say():
     row = figure("flickr", "gcn", "graph_parallel", "epoch_time_s", {})
-    assert (
-        fit_testbed([], ("device", "links"))
-        == {"device": 1.0, "links": 1.0}
-        == fit_testbed([{**row, "dataset": "unheard-of"}], ("device", "links"))
-    )
+    for rows in ([], [{**row, "dataset": "unheard-of"}]):
+        assert fit_testbed(rows, ("device", "links")) == {"device": 1.0, "links": 1.0}
 
 
 def test_rows_that_the_model_predicts_alike_weigh_as_one():
@@ -73,43 +71,24 @@ def test_rows_that_the_model_predicts_alike_weigh_as_one():
         figure("flickr", "gcn", "graph_parallel", metric, {"links": factor})
         for metric, factor in (("epoch_time_s", 1.0), ("comm_time_s", 0.1))
     )
-    once, often = (
-        fit_testbed([quick, slow], ("links",)),
-        fit_testbed([quick, quick, quick, slow], ("links",)),
+    throughput = str(1 / float(quick["value"]))
+    another = {**quick, "metric": "throughput_epochs_per_s", "value": throughput}
+    once, often, twice = (
+        fit_testbed([*rows, slow], ("links",))["links"]
+        for rows in ([quick], [quick] * 3, [quick, another])
     )
-    assert 0.1 < once["links"] < 1 and often == pytest.approx(once)
-    assert (
-        fit_testbed(
-            [
-                quick,
-                {
-                    **quick,
-                    "metric": "throughput_epochs_per_s",
-                    "value": str(1 / float(quick["value"])),
-                },
-                slow,
-            ],
-            ("links",),
-        )["links"]
-        > once["links"]
-    )
+    assert 0.1 < once < 1 and often == pytest.approx(once) and twice > once
 
 
 def test_what_is_believed_pulls_as_far_as_it_says(monkeypatch):
     """A figure that is proportional to its constant, four times too long: log 4 is shared as
     WIDTH^2 to MISS^2."""
-    row = figure(
-        "flickr",
-        "gcn",
-        "graph_parallel",
-        "epoch_time_s",
-        {"device": 0.25, "links": 0.25, "launch": 4.0},
-    )
+    slow = {"device": 0.25, "links": 0.25, "launch": 4.0}
+    row = figure("flickr", "gcn", "graph_parallel", "epoch_time_s", slow)
     monkeypatch.setitem(CONSTANTS, "all", (*CONSTANTS["code"], *CONSTANTS["links"]))
     believed = calibrate.WIDTH**2 / (calibrate.WIDTH**2 + calibrate.MISS**2)
-    assert np.log(fit_testbed([row], ("all",))["all"]) / np.log(0.25) == pytest.approx(
-        believed, rel=0.02
-    )
+    found = fit_testbed([row], ("all",))["all"]
+    assert np.log(found) / np.log(0.25) == pytest.approx(believed, rel=0.02)
 
 
 def test_what_rows_do_not_tell_stays_as_it_was():
@@ -119,14 +98,10 @@ def test_what_rows_do_not_tell_stays_as_it_was():
         figure("flickr", "gcn", name, "epoch_time_s", TRUE)
         for name in ("gnnpipe_pipeline", "graph_parallel")
     )
-    ratio = float(other["value"]) / float(own["value"])
-    found = fit_testbed(
-        [{**own, "metric": "speedup_vs", "baseline": "graph_parallel", "value": str(ratio)}],
-        ("device", "links", "launch"),
-    )
-    assert np.prod([found["device"], found["links"], 1 / found["launch"]]) == pytest.approx(
-        1.0, rel=0.1
-    )
+    ratio = str(float(other["value"]) / float(own["value"]))
+    speedup = {**own, "metric": "speedup_vs", "baseline": "graph_parallel", "value": ratio}
+    found = fit_testbed([speedup], ("device", "links", "launch"))
+    assert found["device"] * found["links"] / found["launch"] == pytest.approx(1.0, rel=0.1)
 
 
 @pytest.mark.nightly
@@ -135,26 +110,21 @@ def test_what_is_left_out_gives_nothing(monkeypatch):
     error is 0, and lies about its own rows change nothing for it."""
     slow = {name: factor / 2 for name, factor in TRUE.items()}
     rows = table("flickr", TRUE) + table("squirrel", slow)
-    monkeypatch.setattr(
-        calibrate,
-        "FITS",
-        (Fit("gnnpipe_a5000", tuple(TRUE), ("Table 1",), ("flickr", "squirrel"), calibrate.TIMES),),
-    )
+    asked = ("Table 1",), ("flickr", "squirrel"), calibrate.TIMES
+    monkeypatch.setattr(calibrate, "FITS", (Fit("gnnpipe_a5000", tuple(TRUE), *asked),))
 
     def scored(result: dict, dataset: str) -> list[float]:
         return [row["predicted"] for row in result["rows"] if row["dataset"] == dataset]
 
     told = calibrate.leave_one_out(rows)
     assert not any(row["fitted"] for row in told["rows"])
-    assert [row["error"] for row in told["rows"] if row["dataset"] == "flickr"] != pytest.approx(
-        [0.0] * 8, abs=0.1
-    )
+    errors = [row["error"] for row in told["rows"] if row["dataset"] == "flickr"]
+    assert errors != pytest.approx([0.0] * 8, abs=0.1)
     wanted = [predict(row, partial(scaled, factors=slow)) for row in rows[:8]]
     assert scored(told, "flickr") == pytest.approx(wanted, rel=0.1)
     lies = [{**row, "value": str(3 * float(row["value"]))} for row in rows[:8]] + rows[8:]
-    assert scored(calibrate.leave_one_out(lies), "flickr") == pytest.approx(
-        scored(told, "flickr"), rel=1e-9
-    )
+    again = scored(calibrate.leave_one_out(lies), "flickr")
+    assert again == pytest.approx(scored(told, "flickr"), rel=1e-9)
 
 
 @pytest.mark.parametrize("each", FITS, ids=lambda each: each.testbed)

@@ -1,20 +1,20 @@
 """Feature parallelism: its bytes by hand, its orders, and what it is refused for."""
 
 import re
-from dataclasses import replace
 from itertools import product
 
 import pytest
+from asked import on
 
-from gnnplan.planner.cluster.spec import Cluster, Device, Link
 from gnnplan.planner.gnn.model import describe
 from gnnplan.planner.gnn.workload import Workload
 from gnnplan.planner.graph.load import load
 from gnnplan.planner.problem.problem import Problem
-from gnnplan.planner.strategies import FeatureParallel, GraphParallel, parse
-from gnnplan.planner.strategies.layerwise.columns import Course, arranged, shares
+from gnnplan.planner.strategies import FeatureParallel, GraphParallel, Tensor3D
+from gnnplan.planner.strategies.layerwise.columns import arranged, shares
 from gnnplan.planner.vocabulary.errors import SpecError
 from gnnplan.planner.vocabulary.schedule import Compute
+from gnnplan.testing.laws import cluster, problem_of
 
 N, F, H, C, RANKS = 600, 12, 16, 4, 4
 ALTERNATING = FeatureParallel("alternating")
@@ -24,13 +24,9 @@ def problem(text: str = "mixing=1&skew=100", ranks: int = RANKS, **workload: obj
     graph = load(
         f"synthetic:community?vertices={N}&edges=30000&features={F}&classes={C}&seed=0&{text}"
     )
-    asked = Workload(**{"model": "gcn", "layers": 4, "hidden": H, **workload})
-    cluster = Cluster(
-        gpus_per_server=ranks,
-        device=Device(memory=1e9, gemm=1e11, memory_bandwidth=1e10, gather={4: {1e4: 1e10}}),
-        intra_node=Link(bandwidth=1e8),
-    )
-    return Problem(graph.stats, graph, asked, cluster)
+    measured = {"memory_bandwidth": 1e10, "gather": {4: {1e4: 1e10}}}
+    where = cluster(1, ranks, intra=1e8, memory=1e9, **measured)
+    return problem_of(graph, where, **{"layers": 4, "hidden": H, **workload})
 
 
 def moved(strategy: FeatureParallel, asked: Problem) -> int:
@@ -84,14 +80,14 @@ def test_own_rows_need_rows():
     assert list(FeatureParallel.candidates(problem(ranks=1))) == []
 
 
-def test_a_plan_tries_it_where_narrow_sums_were_measured():
+@pytest.mark.parametrize("family", [FeatureParallel, Tensor3D])
+def test_a_plan_tries_it_where_narrow_sums_were_measured(family):
     """By a roofline of wide rows it took GNNPipe's own case, on GPUs that nobody had measured."""
-    asked = problem()
-    device = asked.cluster.device.model_copy(update={"gather": {}})
-    unknown = replace(asked, cluster=asked.cluster.model_copy(update={"device": device}))
-    assert list(FeatureParallel.candidates(unknown)) == []
-    assert "gnnplan measure" in FeatureParallel.absent(unknown)
-    assert FeatureParallel().predict(unknown).epoch_s > 0  # when asked for
+    assert family() in list(family.candidates(problem()))
+    unknown = on(problem(), gather={})
+    assert list(family.candidates(unknown)) == []
+    assert "gnnplan measure" in family.absent(unknown)
+    assert family().settle(unknown).predict(unknown).epoch_s > 0  # when asked for
 
 
 @pytest.mark.parametrize("model", ["gcn", "sgc"])
@@ -100,31 +96,26 @@ def test_a_plan_tries_it_where_narrow_sums_were_measured():
 def test_no_order_moves_fewer_numbers(model, hidden, dropout):
     """Against all ways to leave four layers, by rows or by columns."""
     shapes = describe(Workload(model=model, layers=4, hidden=hidden, dropout=dropout), F, C)
-    _, courses = arranged(shapes, True)
-    ours = sum(course.numbers for course in courses if course)
+    cached = (shapes.aggregate_cached(1), False, False, False)
     every = []
     for leaves in product((False, True), repeat=3):
         before, total = False, 0
-        for spec, by_columns, cached in zip(
-            shapes.layers,
-            (*leaves, False),
-            (shapes.aggregate_cached(1), False, False, False),
-            strict=True,
+        for spec, by_columns, is_cached in zip(
+            shapes.layers, (*leaves, False), cached, strict=True
         ):
-            wide, narrow = spec.h_in, spec.h_out
             if before and by_columns:  # a product between them needs rows
-                total += 0 if not spec.matrices else 10**9
+                total += 10**9 if spec.matrices else 0
             elif before:
-                total += 2 * wide
+                total += 2 * spec.h_in
             elif by_columns:
-                total += 10**9 if cached else 2 * narrow
-            elif not cached:
+                total += 10**9 if is_cached else 2 * spec.h_out
+            elif not is_cached:
                 varies = spec is not shapes.layers[0] or spec.projects_first
                 total += spec.gathered * 2 * (1 + varies)
             before = by_columns
         every.append(total)
-    assert ours == min(every)
-    assert all(course is None or isinstance(course, Course) for course in courses)
+    courses = arranged(shapes, True)[1]
+    assert sum(course.numbers for course in courses if course) == min(every)
 
 
 def test_columns_are_shared_where_there_are_fewer_than_ranks():
@@ -139,17 +130,21 @@ def test_columns_are_shared_where_there_are_fewer_than_ranks():
 
 
 @pytest.mark.parametrize(
-    ("workload", "words"),
+    ("family", "workload", "words"),
     [
-        ({"model": "gat"}, r"layer 1 of gat has attention \(heads: 4\); use graph_parallel"),
-        ({"model": "resgcn"}, r"layer 1 of resgcn has messages of its own; use graph_parallel"),
-        ({"mode": "mini", "batch": 8}, "trains on the full graph"),
+        (FeatureParallel, {"model": "gat"}, r"layer 1 of gat has attention \(heads: 4\)"),
+        (FeatureParallel, {"model": "resgcn"}, "layer 1 of resgcn has messages of its own"),
+        (Tensor3D, {"model": "gat"}, "those of gcn and sage, and gat has attention"),
+        (Tensor3D, {"model": "gin"}, "gin has layers of another kind"),
+        (
+            Tensor3D,
+            {"norm": "layer"},
+            r"layer 2 has a norm \(layer\), of numbers that lie on several",
+        ),
     ],
 )
-def test_what_does_not_suit_is_refused(workload, words):
+def test_what_does_not_suit_is_refused(family, workload, words):
     asked = problem(**workload)
-    with pytest.raises(SpecError, match=words):
-        parse("feature_parallel").check(asked)
-    if workload.get("mode") != "mini":
-        assert not list(FeatureParallel.candidates(asked))
-        assert re.search(words.split(";")[0], FeatureParallel.absent(asked))
+    with pytest.raises(SpecError, match=words + ".*; use "):
+        family().settle(asked).check(asked)
+    assert not list(family.candidates(asked)) and re.search(words, family.absent(asked))

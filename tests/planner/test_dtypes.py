@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from asked import changed
 from typer.testing import CliRunner
 
 import gnnplan
@@ -31,7 +32,6 @@ from gnnplan.planner.vocabulary.units import show_bytes, show_time
 
 ROOT = Path(__file__).resolve().parents[2]
 STATS = load("reddit")
-assert isinstance(STATS, GraphStats)
 BY_LAYERS = parse("graph_parallel")
 
 
@@ -43,8 +43,7 @@ def problem_of(
 
 
 def device(**fields: Any) -> Cluster:
-    box = read_cluster("l4_box")
-    return box.model_copy(update={"device": box.device.model_copy(update=fields)})
+    return changed(read_cluster("l4_box"), **fields)
 
 
 def chosen(
@@ -66,9 +65,8 @@ def test_a_plan_takes_bfloat16_where_it_is_surely_faster(tmp_path):
     assert told["chosen"] == plan.workload.dtype == "bfloat16" and told["refused"] == {}
     assert told["chance_bfloat16_faster"] >= SURE_SHARE
     line = plan.document["summary"].pop("dtype")
-    assert (
-        line.startswith("bfloat16, since bfloat16 is ") and line in plan.document["explanation"][0]
-    )
+    assert line.startswith("bfloat16, since bfloat16 is ")
+    assert line in plan.document["explanation"][0]
     for dtype, one in asked.items():
         best = {name: value for name, value in one.document["best"].items() if name != "placement"}
         assert told["answers"][dtype] == best
@@ -106,9 +104,7 @@ def test_what_rounds_wins_by_the_rule_for_what_is_lossy(times, launch, dtype, wh
     assert (gain > 0) == (times != 0.04)
     if why == "within doubt":
         assert 0.05 < gain < 0.3 and 0.5 < chance < SURE_SHARE
-        why = (
-            f"faster by prediction, and faster with a chance of {100 * chance:.0f} % (what is lossy"
-        )
+        why = f"by prediction, and faster with a chance of {100 * chance:.0f} % (what is lossy"
     assert why in choice.line and choice.line.startswith(f"{dtype}, since ")
     # each type's miss is its own: the ratio of the two is in doubt by more than constants
     misses = np.log(rounded.drawn_s / plain.drawn_s).std()
@@ -144,25 +140,21 @@ def test_bfloat16_is_taken_where_float32_fits_nowhere():
 )
 def test_rows_stay_float32_where_they_cannot_be_bfloat16(fields, strategy, why):
     problem = problem_of(**fields)
-    forced = parse(strategy) if strategy else None
-    choice = chosen(problem, forced)
+    choice = chosen(problem, parse(strategy))
     assert choice.chosen == "float32" and list(choice.answers) == ["float32"]
-    assert choice.found.best.value == search(problem, forced=forced).best.value
+    assert choice.found.best.value == search(problem, forced=parse(strategy)).best.value
     assert choice.line.startswith("float32, since bfloat16 is refused: ") and why in choice.line
     assert "rounding cost" not in choice.line
 
 
 def test_exact_plans_do_not_round():
     """Reddit is surely faster in bfloat16 here, and float32 is what --exact takes."""
-    ask = {"dtype": "auto", "strategy": "graph_parallel", "layers": 2}
-    plan = gnnplan.plan("reddit", "l4_box", exact=True, **ask)
-    assert gnnplan.plan("reddit", "l4_box", **ask).workload.dtype == "bfloat16"
-    assert plan.workload.dtype == "float32" and list(plan.document["dtypes"]["answers"]) == [
-        "float32"
-    ]
-    assert plan.document["summary"]["dtype"].startswith(
-        "float32, since bfloat16 is refused: --exact leaves out what is lossy"
+    plan = gnnplan.plan(
+        *("reddit", "l4_box"), exact=True, dtype="auto", strategy="graph_parallel", layers=2
     )
+    assert plan.workload.dtype == "float32" and [*plan.document["dtypes"]["answers"]] == ["float32"]
+    said = "float32, since bfloat16 is refused: --exact leaves out what is lossy"
+    assert plan.document["summary"]["dtype"].startswith(said)
 
 
 def test_what_is_wrong_with_both_types_is_told_of_float32():

@@ -9,9 +9,8 @@ import pytest
 import scipy.sparse as sp
 from pairwise import covered
 from scipy.special import pdtr
-from test_batchwise import UNEVEN
+from test_batchwise import UNEVEN, later_epoch_s
 
-from gnnplan.planner.cluster.spec import Cluster, Device, Link
 from gnnplan.planner.gnn.workload import ALL, Workload
 from gnnplan.planner.graph.graph import Graph, GraphStats
 from gnnplan.planner.graph.load import load
@@ -25,9 +24,10 @@ from gnnplan.planner.ownership.estimated_batches import (
 from gnnplan.planner.ownership.minibatch import MiniBatch
 from gnnplan.planner.problem.inputs import read_cluster
 from gnnplan.planner.problem.problem import Problem
-from gnnplan.planner.strategies import P3, DataParallel, GSplit
+from gnnplan.planner.strategies import P3, DataParallel, GSplit, Strategy
 from gnnplan.planner.vocabulary.schedule import Copy
 from gnnplan.simulator.player import play
+from gnnplan.testing.laws import cluster, problem_of
 
 GRAPH = load("synthetic:community?vertices=300&edges=5000&features=4&classes=3&seed=0")
 
@@ -74,32 +74,38 @@ def counted(
     weight: np.ndarray | None = None,
 ) -> tuple[np.ndarray, np.ndarray]:
     """Rows and edges, at the mean of some batches."""
-    n = graph.stats.vertices
-    found = [
-        frontier(graph, np.random.default_rng(i).choice(n, seeds, False, weight), fanouts, 0, 0, i)
-        for i in range(count)
-    ]
-    return (
-        np.mean([[rows.size for rows in one.nodes] for one in found], axis=0),
-        np.mean([[places.size for _, places in one.edges] for one in found], axis=0),
-    )
+    rows, edges, n = [], [], graph.stats.vertices
+    for i in range(count):
+        drawn = np.random.default_rng(i).choice(n, seeds, False, weight)
+        found = frontier(graph, drawn, fanouts, 0, 0, i)
+        rows.append([nodes.size for nodes in found.nodes])
+        edges.append([places.size for _, places in found.edges])
+    return np.mean(rows, axis=0), np.mean(edges, axis=0)
 
 
-@pytest.mark.parametrize(
-    ("degree", "fanouts"),
-    [
-        *((degree, fanouts) for degree in (3, 8, 30) for fanouts in ((5, 10, 15), (ALL, ALL, ALL))),
-        (8, (10, 5, 2)),
-        (30, (10, 5, 2)),
-    ],
-)
-def test_the_expected_frontier_is_that_of_a_uniform_graph(degree, fanouts):
+def must_be_near(
+    graph: Graph,
+    spread: float,
+    fanouts: tuple[int, ...],
+    rel: float,
+    popular: bool = False,
+) -> np.ndarray:
+    """Every layer's expected rows and edges are those of batches of 200; returns the edges."""
+    weight = graph.degree / graph.degree.sum() if popular else None
+    stats = replace(graph.stats, batch_spread=(spread, spread), train_popular=popular)
+    told = expected_frontier(stats, 200, fanouts)
+    rows, edges = counted(graph, 200, fanouts, weight=weight)
+    assert told.rows == pytest.approx(rows, rel=rel)
+    assert told.edges == pytest.approx(edges, rel=rel)
+    return told.edges
+
+
+@pytest.mark.parametrize("degree", [3, 8, 30])
+def test_the_expected_frontier_is_that_of_a_uniform_graph(degree):
     """Every layer's rows and edges to 5 %."""
     graph = joined(20_000, *np.random.default_rng(0).integers(0, 20_000, (2, 20_000 * degree // 2)))
-    told = expected_frontier(replace(graph.stats, batch_spread=(0.0, 0.0)), 200, fanouts)
-    rows, edges = counted(graph, 200, fanouts)
-    assert told.rows == pytest.approx(rows, rel=0.05)
-    assert told.edges == pytest.approx(edges, rel=0.05)
+    for fanouts in ((5, 10, 15), (ALL, ALL, ALL), *([(10, 5, 2)] if degree > 3 else [])):
+        must_be_near(graph, 0.0, fanouts, 0.05)
 
 
 @pytest.mark.parametrize("both", [True, False], ids=["both ways", "directed"])
@@ -109,46 +115,29 @@ def test_the_expected_frontier_is_that_of_a_skewed_graph(spread, both):
     three times as many."""
     graph = drawn_like(20_000, 20, spread, both)
     for fanouts in ((5, 10, 15), (25, 10), (ALL, ALL)):
-        told = expected_frontier(replace(graph.stats, batch_spread=(spread, spread)), 200, fanouts)
-        rows, edges = counted(graph, 200, fanouts)
-        assert told.rows == pytest.approx(rows, rel=0.06)
-        assert told.edges == pytest.approx(edges, rel=0.06)
+        must_be_near(graph, spread, fanouts, 0.06)
 
 
 def test_popular_training_vertices():
     """Seeds in proportion to degrees."""
     graph = drawn_like(20_000, 20, 1.2)
-    rows, edges = counted(graph, 200, (25, 10), weight=graph.degree / graph.degree.sum())
-    told = expected_frontier(
-        replace(graph.stats, batch_spread=(1.2, 1.2), train_popular=True), 200, (25, 10)
-    )
-    assert told.rows == pytest.approx(rows, rel=0.06)
-    assert told.edges == pytest.approx(edges, rel=0.06)
-    assert (
-        told.edges[1]
-        > 1.2
-        * expected_frontier(replace(graph.stats, batch_spread=(1.2, 1.2)), 200, (25, 10)).edges[1]
-    )
+    popular, usual = (must_be_near(graph, 1.2, (25, 10), 0.06, each) for each in (True, False))
+    assert popular[1] > 1.2 * usual[1]
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "spread"),
     [
-        ("flickr", 1.2),
-        ("ogbn_arxiv", 1.5),
-        ("squirrel", 1.5),
-        ("coauthor_physics", 1.0),
-        ("tolokers", 1.5),
+        *(("flickr", 1.2), ("ogbn_arxiv", 1.5), ("squirrel", 1.5)),
+        *(("coauthor_physics", 1.0), ("tolokers", 1.5)),
     ],
 )
 def test_the_expected_frontier_is_that_of_a_real_graph(dataset, name, spread):
     """Rows of h_0 and edges of batches of two sizes: with a spread of its own off by 12 % on
     average and a third at the most, with the usual one by a quarter on average."""
     graph = load(dataset(name))
-    own: list[float] = []
-    usual: list[float] = []
-    n = graph.stats.vertices
+    own, usual, n = [], [], graph.stats.vertices
     for seeds, fanouts in (
         (min(1024, n // 40), (15, 15, 15)),
         (min(256, n // 160), (15, 15, 15)),
@@ -174,13 +163,11 @@ def test_gsplit_table_1(name, edges, features):
     """Mini- and micro-batches of an epoch, four numbers from a graph's two spreads: to 11 %."""
     stats = load(name, directed=name == "ogbn-papers100M")
     workload = Workload(mode="mini", batch=1024, layers=3, fanout=(15, 15, 15))
+    times = stats.train_vertices / 1024
     for groups, drawn, loaded in zip(((0,), (0, 1, 2, 3)), edges, features, strict=True):
-        batches = EstimatedBatches(stats, workload, groups, 1)
-        batch = batches.at(0)
-        times = stats.train_vertices / 1024
-        assert sum(
-            int(batch.facts(layer).edges.sum()) for layer in (1, 2, 3)
-        ) * times == pytest.approx(drawn, rel=0.11)
+        batch = EstimatedBatches(stats, workload, groups, 1).at(0)
+        found = sum(batch.facts(layer).edges.sum() for layer in (1, 2, 3))
+        assert found * times == pytest.approx(drawn, rel=0.11)
         assert batch.row_counts(0).sum() * times == pytest.approx(loaded, rel=0.11)
 
 
@@ -209,13 +196,10 @@ def test_shares_of_a_split_batch_add_up(groups):
     for layer in (1, 2, 3):
         f, whole = split.facts(layer), alone.facts(layer)
         assert f.rows.sum() == whole.rows.sum() and f.edges.sum() == whole.edges.sum()
-        assert (
-            (f.sources == split.facts(layer - 1).rows + f.sends.sum(0)).all() if layer > 1 else True
-        )
-        assert (
-            not f.sends[~np.equal.outer(groups, groups)].any()
-            and not np.asarray(f.sends).diagonal().any()
-        )
+        own = split.facts(layer - 1).rows if layer > 1 else f.sources - f.sends.sum(0)
+        assert (f.sources == own + f.sends.sum(0)).all()
+        assert not f.sends[~np.equal.outer(groups, groups)].any()
+        assert not np.asarray(f.sends).diagonal().any()
     assert split.row_counts(0).sum() == alone.row_counts(0).sum()
 
 
@@ -223,44 +207,30 @@ def test_shares_of_a_split_batch_add_up(groups):
 def test_what_a_random_split_sends_is_what_a_graph_sends(ranks):
     """Rows that cross before each layer, owners at random: to 8 %; and the share of edges that
     does."""
-    graph = drawn_like(20_000, 20, 1.0)
-    seeds, fanouts = 200, (5, 5, 5)
+    graph, groups = drawn_like(20_000, 20, 1.0), (0,) * ranks
     member = np.random.default_rng(1).integers(0, ranks, 20_000)
-    drawn = [
-        frontier(graph, np.random.default_rng(i).permutation(20_000)[:seeds], fanouts, 0, 0, i)
-        for i in range(4)
-    ]
-    real = [MiniBatch(graph, [one], (0,) * ranks, member, 1) for one in drawn]
+    seeds = [np.random.default_rng(i).permutation(20_000)[:200] for i in range(4)]
+    drawn = [frontier(graph, one, (5, 5, 5), 0, 0, i) for i, one in enumerate(seeds)]
+    real = [MiniBatch(graph, [one], groups, member, 1) for one in drawn]
     stats = replace(graph.stats, batch_spread=(1.0, 1.0))
-    told = EstimatedBatches(
-        stats,
-        Workload(mode="mini", layers=3, batch=seeds, fanout=fanouts),
-        (0,) * ranks,
-        1,
-        "random",
-    ).at(0)
+    asked = Workload(mode="mini", layers=3, batch=200, fanout=(5, 5, 5))
+    told = EstimatedBatches(stats, asked, groups, 1, "random").at(0)
+
+    def share(batch: MiniBatch, layer: int) -> float:
+        return batch.crossing(layer).sum() / batch.facts(layer).edges.sum()
+
     for layer in (1, 2, 3):
-        assert told.facts(layer).sends.sum() == pytest.approx(
-            np.mean([one.facts(layer).sends.sum() for one in real]), rel=0.08
-        )
-        share = told.crossing(layer).sum() / told.facts(layer).edges.sum()
-        assert share == pytest.approx((ranks - 1) / ranks, abs=0.01)
-        assert share == pytest.approx(
-            np.mean([one.crossing(layer).sum() / one.facts(layer).edges.sum() for one in real]),
-            abs=0.02,
-        )
+        sent = np.mean([one.facts(layer).sends.sum() for one in real])
+        assert told.facts(layer).sends.sum() == pytest.approx(sent, rel=0.08)
+        assert share(told, layer) == pytest.approx((ranks - 1) / ranks, abs=0.01)
+        crossing = np.mean([share(one, layer) for one in real])
+        assert share(told, layer) == pytest.approx(crossing, abs=0.02)
 
 
-def stats_job(train: int, batch: int, ranks: int = 3) -> Problem:
+def stats_job(train: int, batch: int) -> Problem:
     stats = GraphStats("told", "told", 50_000, 400_000, 32, 5, train, False, "", known=False)
-    where = Cluster(
-        gpus_per_server=ranks,
-        device=Device(memory=1e12, gemm=1e11, memory_bandwidth=1e11),
-        intra_node=Link(bandwidth=1e9, latency=1e-6),
-    )
-    return Problem(
-        stats, None, Workload(mode="mini", layers=2, hidden=16, batch=batch, fanout=(4, 3)), where
-    )
+    asked = {"model": "sage", "layers": 2, "hidden": 16, "batch": batch, "fanout": (4, 3)}
+    return problem_of(stats, cluster(1, 3), mode="mini", **asked)
 
 
 def test_batches_of_statistics():
@@ -268,18 +238,11 @@ def test_batches_of_statistics():
     is predicted as it is simulated."""
     problem, strategy = stats_job(train=10_000, batch=768), DataParallel()
     batches = strategy.batches(problem)
-    sizes = [
-        [batches.at(step).own(rank).size for rank in range(3)] for step in range(batches.steps)
-    ]
-    assert (
-        np.sum(sizes) == 10_000
-        and sizes[0] == [256, 256, 256]
-        and sizes[-1] == [6, 5, 5]
-        and sizes[0] == sizes[1]
-    )
-    loaded = sum(
-        t.work.nbytes for t in strategy.schedule(problem, 1).tasks if isinstance(t.work, Copy)
-    )
+    sizes = [[batches.at(n).own(rank).size for rank in range(3)] for n in range(batches.steps)]
+    assert np.sum(sizes) == 10_000
+    assert sizes[0] == sizes[1] == [256, 256, 256] and sizes[-1] == [6, 5, 5]
+    tasks = strategy.schedule(problem, 1).tasks
+    loaded = sum(task.work.nbytes for task in tasks if isinstance(task.work, Copy))
     features = int(batches.at(0).row_counts(0).sum()) * 32 * 4
     # either way an edge's end, weight and place, and offsets of rows; and the sources' ids
     facts = [batches.at(0).facts(layer) for layer in (1, 2)]
@@ -309,51 +272,39 @@ def problems(spread: float = 1.2) -> tuple[Problem, Problem]:
         train=np.arange(20_000) < 2_000,
         stats=replace(graph.stats, features=8, train_vertices=2_000, hash=f"drawn like {spread}"),
     )
-    where = Cluster(
-        servers=2,
-        gpus_per_server=2,
-        device=Device(memory=1e12, gemm=1e11, memory_bandwidth=1e11),
-        intra_node=Link(bandwidth=1e10, latency=1e-6),
-        inter_node=Link(bandwidth=1e9, latency=1e-6),
-    )
-    workload = Workload(mode="mini", layers=2, hidden=16, batch=200, fanout=(10, 5))
     told = replace(graph.stats, known=False, batch_spread=(spread, spread), hash=f"told {spread}")
-    return Problem(graph.stats, graph, workload, where), Problem(told, None, workload, where)
+    asked = {"model": "sage", "layers": 2, "hidden": 16, "batch": 200, "fanout": (10, 5)}
+    real, guess = (problem_of(one, cluster(2, 2), mode="mini", **asked) for one in (graph, told))
+    return real, guess
+
+
+CACHED = [(0, False), (500, False), (2_000, False), (2_000, True), (20_000, False)]
 
 
 @pytest.mark.parametrize(
     ("cached", "shared", "features"),
     covered(
         [
-            (cached, shared, features)
-            for cached, shared in (
-                *((0, False), (500, False), (2_000, False)),
-                *((2_000, True), (20_000, False)),
-            )
-            for features in ("everywhere", "spread")
-            if cached or features == "spread"
+            (*cached, features)
+            for cached, features in product(CACHED, ("everywhere", "spread"))
+            if cached[0] or features == "spread"
         ],
         lambda row: {row[:2], row[2]},
     ),
 )
-def test_rows_that_a_cache_hits(cached, shared, features, tmp_path, monkeypatch):
+def test_rows_that_a_cache_hits(cached, shared, features):
     """Of the rows that a batch reads, those of each class: to 5 % of all."""
-    monkeypatch.setenv("GNNPLAN_CACHE", str(tmp_path))
     strategy, found = DataParallel(cache=cached * 32, shared_cache=shared, features=features), []
     for problem in problems():
         strategy.check(problem)
         store = strategy.store(problem)
         loads = [store.loads_of(problem, batch) for batch in strategy.batches(problem).first()]
+        for one in loads:
+            assert np.array_equal(one.fetched, 32 * one.asked.T)
+            assert not np.asarray(one.asked).diagonal().any()
+            assert (one.host == 32 * one.rows[:, 2]).all()
+        assert (store.held(problem) == 32 * min(cached, 20_000)).all()
         rows = np.sum([one.rows for one in loads], axis=0)
-        assert all(
-            np.array_equal(one.fetched, 32 * one.asked.T)
-            and not np.asarray(one.asked).diagonal().any()
-            for one in loads
-        )
-        assert (
-            all((one.host == 32 * one.rows[:, 2]).all() for one in loads)
-            and (store.held(problem) == 32 * min(cached, 20_000)).all()
-        )
         found.append(rows.sum(0) / rows.sum())
     assert found[1] == pytest.approx(found[0], abs=0.05)
 
@@ -361,50 +312,40 @@ def test_rows_that_a_cache_hits(cached, shared, features, tmp_path, monkeypatch)
 @pytest.mark.parametrize(
     ("cached", "over"), covered(list(product((500, 2_000, 20_000), ("server", "rank"))), set)
 )
-def test_rows_whose_columns_a_cache_hits(cached, over, tmp_path, monkeypatch):
+def test_rows_whose_columns_a_cache_hits(cached, over):
     """As `test_rows_that_a_cache_hits`, of all peers' rows."""
-    monkeypatch.setenv("GNNPLAN_CACHE", str(tmp_path))
-    width = 8 // 2 if over == "server" else 8 // 4
-    strategy, found = P3(over=over, cache=cached * width * 4), []
+    width = 4 * 8 // (2 if over == "server" else 4)  # [B]
+    strategy, found = P3(over=over, cache=cached * width), []
     for problem in problems():
         strategy.check(problem)
-        store = strategy.store(problem)
-        batches = strategy.batches(problem).first()
+        store, batches = strategy.store(problem), strategy.batches(problem).first()
         loads = [store.loads_of(problem, batch) for batch in batches]
-        read = [
-            sum(batch.row_counts(0)[list(strategy.rail(problem, rank))].sum() for batch in batches)
-            for rank in range(4)
-        ]
         rows = np.sum([one.rows for one in loads], axis=0)
-        assert rows.sum(1).tolist() == read
-        assert all((one.host == width * 4 * one.rows[:, 2]).all() for one in loads)
-        assert all((one.hits == width * 4 * one.rows[:, 0]).all() for one in loads)
-        assert (store.held(problem) == width * 4 * cached).all()
+        for rank in range(4):
+            rail = list(strategy.rail(problem, rank))
+            assert rows[rank].sum() == sum(batch.row_counts(0)[rail].sum() for batch in batches)
+        for one in loads:
+            assert (one.host == width * one.rows[:, 2]).all()
+            assert (one.hits == width * one.rows[:, 0]).all()
+        assert (store.held(problem) == width * cached).all()
         found.append(rows.sum(0) / rows.sum())
     assert found[1] == pytest.approx(found[0], abs=0.05)
 
 
 @pytest.mark.parametrize("cached", [0.0, 0.5, 1.0])
-def test_neighbours_asked_for(cached, tmp_path, monkeypatch):
+def test_neighbours_asked_for(cached):
     """Ids asked and edges drawn for others: to 10 % without cached lists and with all; with half of
     the others' to a quarter of all, since those that are read most for their bytes come first on a
     graph."""
-    monkeypatch.setenv("GNNPLAN_CACHE", str(tmp_path))
     others = (4 * problems()[0].stats.edges + 8 * 20_000) // 2
-    strategy, found = (
-        DataParallel(structure="spread", structure_cache=round(cached * others * 1.01)),
-        [],
-    )
+    strategy = DataParallel(structure="spread", structure_cache=round(cached * others * 1.01))
+    found = []
     for problem in problems():
         strategy.check(problem)
-        lists = strategy.lists(problem)
-        drawn = [
-            lists.of(batch, layer, fanout)
-            for batch in strategy.batches(problem).first()
-            for layer, fanout in ((2, 10), (1, 5))
-        ]
-        away = sum(np.array([asked.sum(), given.sum()]) for asked, given, _ in drawn)
-        found.append(away / sum(np.array([edges.sum(), edges.sum()]) for _, _, edges in drawn))
+        lists, batches = strategy.lists(problem), strategy.batches(problem).first()
+        drawn = [lists.of(batch, *at) for batch in batches for at in ((2, 10), (1, 5))]
+        asked, given, edges = (sum(one[i].sum() for one in drawn) for i in range(3))
+        found.append([asked / edges, given / edges])
     assert found[1] == pytest.approx(found[0], abs=0.25 if cached == 0.5 else 0.0, rel=0.1)
 
 
@@ -427,21 +368,16 @@ def test_statistics_are_predicted_as_they_are_simulated(strategy):
     problem = problems()[1]
     strategy = strategy.settle(problem)
     strategy.check(problem)
-    steps = strategy.steps(problem)
-    two, one = (
-        play(strategy.schedule(problem, count * steps), problem.cost).end_s for count in (2, 1)
-    )
     knobs = strategy.knobs()
     claim = strategy.claim if knobs.get("pipelined") or knobs["prefetch"] else UNEVEN
-    assert float(strategy.predict(problem).epoch_s) == pytest.approx(two - one, rel=claim)
-    assert all(
-        np.isfinite(each).all() and each.shape == (4,) for each in strategy.memory(problem).values()
-    )
+    later = later_epoch_s(strategy, problem)
+    assert float(strategy.predict(problem).epoch_s) == pytest.approx(later, rel=claim)
+    for each in strategy.memory(problem).values():
+        assert np.isfinite(each).all() and each.shape == (4,)
 
 
-def test_a_split_batch_moves_what_a_graphs_does(tmp_path, monkeypatch):
+def test_a_split_batch_moves_what_a_graphs_does():
     """GSplit with owners at random, P3 and data parallel: bytes of every operation, to 10 %."""
-    monkeypatch.setenv("GNNPLAN_CACHE", str(tmp_path))
     for strategy in (
         GSplit(splitter="random", group="all"),
         P3(structure="spread"),
@@ -453,33 +389,26 @@ def test_a_split_batch_moves_what_a_graphs_does(tmp_path, monkeypatch):
             assert told[op] == pytest.approx(count, rel=0.1), op
 
 
-def test_a_sampler_on_a_gpu_reads_what_it_has_no_room_for():
+@pytest.mark.parametrize(
+    ("name", "whole", "split"), [("orkut", 0.0, 0.0), ("friendster", 1.0, 0.5)]
+)
+def test_a_sampler_on_a_gpu_reads_what_it_has_no_room_for(name, whole, split):
     """GSplit's Table 3: Orkut's lists fit a GPU, Friendster's do not, and between four GPUs a part
     of them does; the fullest of these has a little more than its share to read."""
-    for name, whole, split in (("orkut", 0.0, 0.0), ("friendster", 1.0, 0.5)):
-        stats, where = load(name), read_cluster("gsplit_p3_8xlarge")
-        problem = Problem(
-            stats, None, Workload(mode="mini", layers=3, batch=1024, fanout=(15, 15, 15)), where
-        )
-        edges = sum(
-            int(DataParallel().batches(problem).at(0).facts(layer).edges[0]) for layer in (1, 2, 3)
-        )
-        read = {
-            op: float(np.max(s))
-            for op, s in DataParallel().predict(problem).by_op.items()
-            if op.startswith("read")
-        }
-        assert sum(read.values()) == pytest.approx(
-            whole * problem.stats.train_vertices / 1024 * edges * 64 / where.host.bandwidth,
-            rel=0.02,
-        )
-        half = (
-            GSplit(structure="spread", cache=int(where.device.memory) // 2).predict(problem).by_op
-        )
-        drawn = sum(float(np.max(s)) for op, s in half.items() if op.startswith("read"))
-        assert drawn <= split * FULLEST["gsplit"][0] * sum(read.values()) and bool(drawn) == bool(
-            split
-        )
+    stats, where = load(name), read_cluster("gsplit_p3_8xlarge")
+    asked = Workload(mode="mini", layers=3, batch=1024, fanout=(15, 15, 15))
+    problem = Problem(stats, None, asked, where)
+
+    def read_s(strategy: Strategy) -> float:
+        by_op = strategy.predict(problem).by_op
+        return sum(float(np.max(s)) for op, s in by_op.items() if op.startswith("read"))
+
+    batch, read = DataParallel().batches(problem).at(0), read_s(DataParallel())
+    edges = sum(int(batch.facts(layer).edges[0]) for layer in (1, 2, 3))
+    epoch = stats.train_vertices / 1024 * edges * 64 / where.host.bandwidth
+    assert read == pytest.approx(whole * epoch, rel=0.02)
+    drawn = read_s(GSplit(structure="spread", cache=int(where.device.memory) // 2))
+    assert drawn <= split * FULLEST["gsplit"][0] * read and bool(drawn) == bool(split)
 
 
 @pytest.mark.parametrize("splitter", FULLEST)
@@ -488,15 +417,14 @@ def test_shares_of_a_split_add_up_whoever_has_most(splitter, ranks):
     """The first rank as much over the mean as real splits have it, the others alike."""
     stats = load("orkut")
     work = Workload(mode="mini", layers=2, batch=1000, fanout=(5, 5))
-    batches = EstimatedBatches(stats, work, (0,) * ranks, 1, splitter)
+    split = EstimatedBatches(stats, work, (0,) * ranks, 1, splitter)
     edges, whole = (
-        each.at(0).facts(1).edges for each in (batches, EstimatedBatches(stats, work, (0,), 1))
+        each.at(0).facts(1).edges for each in (split, EstimatedBatches(stats, work, (0,), 1))
     )
     assert edges.sum() == whole.sum()
     low, high = sorted(FULLEST[splitter])
-    assert low <= edges[0] / edges.mean() * (1 + 1e-4) and edges[0] / edges.mean() <= high * (
-        1 + 1e-4
-    )
+    most = edges[0] / edges.mean()
+    assert low <= most * (1 + 1e-4) and most <= high * (1 + 1e-4)
     assert np.ptp(edges[1:]) <= 1 <= edges[0] - edges[1]
 
 
@@ -505,7 +433,6 @@ def test_what_is_taken_is_the_mean_of_the_smaller(fanout):
     """E[min(X, k)] = sum over j < k of P(X > j), also of vertices without neighbours and of very
     many."""
     mean = np.array([0.0, 1e-9, 0.3, 1.0, 7.0, 39.0, 1e6])
-    assert taken(fanout, mean) == pytest.approx(
-        sum(1.0 - pdtr(j, mean) for j in range(fanout)), rel=1e-6, abs=1e-14
-    )
+    expected = sum(1.0 - pdtr(j, mean) for j in range(fanout))
+    assert taken(fanout, mean) == pytest.approx(expected, rel=1e-6, abs=1e-14)
     assert taken(10**12, mean) == pytest.approx(mean)

@@ -2,22 +2,26 @@
 files written here."""
 
 import re
+from collections.abc import Callable
 from dataclasses import replace
+from functools import cache
+from itertools import product
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
+from asked import on
 from examples import NIGHT
 
 from gnnplan.planner.cluster import scaling
 from gnnplan.planner.cluster.doubt import DRAWS
-from gnnplan.planner.cluster.spec import Cluster, Device, Link
+from gnnplan.planner.cluster.spec import Cluster
 from gnnplan.planner.decision import explain
 from gnnplan.planner.decision.candidate import Candidate
 from gnnplan.planner.decision.search import SearchResult, search
 from gnnplan.planner.decision.sensitivity import of_depths, sentences
 from gnnplan.planner.decision.summary import inputs
-from gnnplan.planner.gnn.workload import Workload
 from gnnplan.planner.graph import kept, partition
 from gnnplan.planner.graph.load import load
 from gnnplan.planner.problem.inputs import read_cluster
@@ -25,56 +29,43 @@ from gnnplan.planner.problem.problem import Problem
 from gnnplan.planner.strategies import GraNNDis, parse
 from gnnplan.planner.vocabulary import files
 from gnnplan.planner.vocabulary.units import show_bytes, show_count
+from gnnplan.testing.laws import cluster, problem_of
 
 MEASURED = Path(__file__).resolve().parents[2] / "traces" / "measured"
-DEVICE = {"memory": "24GB", "gemm": "14TFLOP/s", "memory_bandwidth": "600GB/s"}
 
 
-def two_servers(gpus: int, intra_node: str, inter_node: str) -> Cluster:
-    return Cluster(
-        servers=2,
-        gpus_per_server=gpus,
-        device=DEVICE,
-        intra_node={"bandwidth": intra_node},
-        inter_node={"bandwidth": inter_node},
-    )
+def two_servers(gpus: int, intra_node: float, inter_node: float) -> Cluster:
+    rates = {"memory": 24e9, "gemm": 14e12, "memory_bandwidth": 600e9, "launch": 8e-6}
+    return cluster(2, gpus, inter_node, intra_node, latency=5e-6, **rates)
 
 
-def question(inter_node: str = "100MB/s", layers: int = 2) -> Problem:
+@cache
+def question(inter_node: float = 1e8, layers: int = 2) -> Problem:
     graph = load("synthetic:community?vertices=3000&edges=60000&features=32&classes=4")
-    cluster = two_servers(1, "10GB/s", inter_node)
-    return Problem(graph.stats, graph, Workload(model="gcn", layers=layers, hidden=64), cluster)
+    return problem_of(graph, two_servers(1, 1e10, inter_node), layers=layers)
 
 
 def test_what_takes_over_really_takes_over():
     """At the bandwidth that a sentence names, the other family is the fastest; on this side of it, it
     is not."""
-    problem = question("5GB/s", layers=8)
+    problem = question(5e9, layers=8)
     every = search(problem, may_use_fewer=False)
     # exact strategies are recommended in doubt, wherever the others take over from each other
     found = replace(every, ranked=[c for c in every.ranked if not c.strategy.exact])
     told = [s for s in sentences(found) if "between servers (" in s]
     assert told
+
+    def first(factor: float) -> str:
+        link = problem.cluster.inter_node
+        bandwidth = link.bandwidth * factor
+        there = on(problem, inter_node=link.model_copy(update={"bandwidth": bandwidth}))
+        every = [c.strategy for c in found.ranked]
+        return min(every, key=lambda strategy: float(strategy.predict(there).epoch_s)).name
+
     for sentence in told:
         factor, winner = re.match(
             r"(?:below|above) ([\d.e+-]+)x .* (\w+)(?:\(.*\))? wins", sentence
         ).groups()
-
-        def first(factor: float) -> str:
-            link = problem.cluster.inter_node.model_copy(
-                update={"bandwidth": problem.cluster.inter_node.bandwidth * factor}
-            )
-            there = Problem(
-                problem.stats,
-                problem.graph,
-                problem.workload,
-                problem.cluster.model_copy(update={"inter_node": link}),
-            )
-            predicted = [
-                replace(c, predicted=c.strategy.predict(there), problem=there) for c in found.ranked
-            ]
-            return min(predicted, key=lambda c: float(c.predicted.epoch_s)).strategy.name
-
         beyond = 0.9 if sentence.startswith("below") else 1.1
         assert first(float(factor) * beyond) == winner != found.best.strategy.name
         assert first(float(factor) / beyond**2) == found.best.strategy.name
@@ -92,20 +83,13 @@ def test_what_takes_over_really_takes_over():
 def test_a_plan_says_how_fast_rounded_products_are(times, told, dtype):
     """The rate is the device's own for that type."""
     problem = question()
-    whole = min(float(c.predicted.epoch_s) for c in search(problem).ranked)
-    device = problem.cluster.device
-    rate = times and device.gemm * times
-    device = device.model_copy(update={f"gemm_{dtype}": rate})
-    rounded = replace(
-        problem,
-        workload=problem.workload.model_copy(update={"dtype": dtype}),
-        cluster=problem.cluster.model_copy(update={"device": device}),
-    )
-    found = search(rounded)
+    rate = times and problem.cluster.device.gemm * times
+    asked = problem.workload.model_copy(update={"dtype": dtype})
+    rounded = on(replace(problem, workload=asked), **{f"gemm_{dtype}": rate})
     assert f"{dtype} products {told}" in inputs(rounded)
     assert told in explain.rounded_rows(rounded)[0]
-    slower = min(float(c.predicted.epoch_s) for c in found.ranked) > whole
-    assert slower == (times == 0.03)
+    whole_s, rounded_s = (search(p).ranked[0].predicted.epoch_s for p in (problem, rounded))
+    assert (rounded_s > whole_s) == (times == 0.03)
 
 
 def test_twice_the_link_helps_where_the_link_binds():
@@ -114,8 +98,16 @@ def test_twice_the_link_helps_where_the_link_binds():
         sentence = next(s for s in told if s.startswith("twice the bandwidth between servers"))
         return int(re.search(r"([+-]\d+) %", sentence).group(1))
 
-    assert gain(question("10MB/s")) < -10
-    assert gain(question("100GB/s")) in (-1, 0)
+    assert gain(question(1e7)) < -10
+    assert gain(question(1e11)) in (-1, 0)
+
+
+def of_depth(layers: int, inter: float, hidden: int, may_use_fewer: bool = True) -> SearchResult:
+    """On two servers of two, between which links are a tenth as fast as in them."""
+    graph = load(f"synthetic:community?vertices=1000&edges=10000&features={hidden}&classes=4")
+    where = two_servers(2, 10 * inter, inter)
+    asked = problem_of(graph, where, layers=layers, hidden=max(hidden, 64))
+    return search(asked, may_use_fewer=may_use_fewer)
 
 
 @pytest.mark.nightly
@@ -123,14 +115,7 @@ def test_other_depths_change_the_choice_where_they_do():
     """On each side the nearest depth at which another family is recommended, as separate searches
     say; the question has depths of either side, of both, and one beyond a depth that changes
     nothing."""
-    graph = load("synthetic:community?vertices=1000&edges=10000&features=256&classes=4")
-    cluster = two_servers(2, "1GB/s", "100MB/s")
-
-    def found(layers: int) -> SearchResult:
-        workload = Workload(model="gcn", layers=layers, hidden=256)
-        return search(Problem(graph.stats, graph, workload, cluster), may_use_fewer=False)
-
-    at = {layers: found(layers) for layers in (1, 2, 4, 8, 16)}
+    at = {layers: of_depth(layers, 1e8, 256, may_use_fewer=False) for layers in (1, 2, 4, 8, 16)}
     winners = {layers: each.best.strategy.name for layers, each in at.items()}
     told = []
     for asked in (2, 4, 8):
@@ -149,27 +134,17 @@ def test_other_depths_change_the_choice_where_they_do():
 def test_other_depths_may_use_fewer_gpus_too():
     """The best uses one GPU of four at 2 layers and at 4, where on all four another family would be
     ahead."""
-    graph = load("synthetic:community?vertices=1000&edges=10000&features=32&classes=4")
-    cluster = two_servers(2, "10GB/s", "1GB/s")
-
-    def found(layers: int, may_use_fewer: bool = True) -> SearchResult:
-        return search(
-            Problem(graph.stats, graph, Workload(model="gcn", layers=layers, hidden=64), cluster),
-            may_use_fewer=may_use_fewer,
-        )
-
-    two, four = found(2), found(4).best
-    assert (
-        two.best.problem.ranks == four.problem.ranks == 1
-        and two.best.strategy.name == four.strategy.name
-    )
-    assert found(4, may_use_fewer=False).best.strategy.name != four.strategy.name
+    two, four = (of_depth(layers, 1e9, 32) for layers in (2, 4))
+    assert two.best.problem.ranks == four.best.problem.ranks == 1
+    assert two.best.strategy.name == four.best.strategy.name
+    on_all = of_depth(4, 1e9, 32, may_use_fewer=False)
+    assert on_all.best.strategy.name != four.best.strategy.name
     assert not any(s.startswith("at 4 layers") for s in of_depths(two))
 
 
 def test_a_forced_strategy_has_not_won_so_no_depth_takes_it_over():
     """GraNNDis wins at 8 layers, and at more: not news about graph parallel."""
-    problem = question("2GB/s", layers=8)
+    problem = question(2e9, layers=8)
     assert search(problem, may_use_fewer=False).best.strategy.name == "granndis"
     found = search(problem, forced=parse("graph_parallel"))
     assert any(s.startswith("twice the bandwidth between servers") for s in sentences(found))
@@ -192,33 +167,38 @@ def test_close_seconds_are_within_doubt():
     assert faster_in(0.04) == []
 
 
-def test_an_approximation_says_what_was_measured_or_that_it_is_unknown(monkeypatch, tmp_path):
-    (tmp_path / "convergence.csv").write_text(
-        "study,graph,model,strategy,ranks,seeds,points,two_errors,epochs_ratio\n"
-        "a,squirrel,gcnii,gnnpipe(chunks=8),2,10,-0.20,0.50,1.10\nb,physics,sage,pipegcn,2,5,0.10,0.20,\n"
-        "b,physics,sage,pipegcn_f(gamma=0.5),2,5,0.30,0.20,\n",
-        encoding="utf-8",
-    )
+TABLE = """study,graph,model,strategy,ranks,seeds,points,two_errors,epochs_ratio
+a,squirrel,gcnii,gnnpipe(chunks=8),2,10,-0.20,0.50,1.10
+b,physics,sage,pipegcn,2,5,0.10,0.20,
+b,physics,sage,pipegcn_f(gamma=0.5),2,5,0.30,0.20,
+"""
+UNKNOWN = "has not been measured: unknown"
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("gnnpipe(stages=2,chunks=4)", "-0.20 ± 0.50 points"),
+        (
+            "gnnpipe(stages=2,chunks=4)",
+            "1.10 times the epochs on squirrel with gcnii (2 ranks, 10 seeds)",
+        ),
+        ("pipegcn", "unknown times the epochs"),
+        ("pipegcn_f(gamma=0.5)", "+0.30 ± 0.20 points"),
+        # lossy in another way
+        ("pipegcn_gf", UNKNOWN),
+        ("pipegcn_f", UNKNOWN),
+        ("gnnpipe(stages=2,shuffle=False)", UNKNOWN),
+        ("granndis(max_hop=1,fanout=15)", UNKNOWN),
+    ],
+)
+def test_an_approximation_says_what_was_measured_or_that_it_is_unknown(
+    text, words, monkeypatch, tmp_path
+):
+    (tmp_path / "convergence.csv").write_text(TABLE, encoding="utf-8")
     monkeypatch.setattr(files, "QUOTED", tmp_path)
-    problem = question()
     assert explain.convergence(parse("graph_parallel"), "gcn") == []
-    told = explain.convergence(parse("gnnpipe(stages=2,chunks=4)").settle(problem), "gcnii")[0]
-    assert (
-        "-0.20 ± 0.50 points" in told
-        and "1.10 times the epochs on squirrel with gcnii (2 ranks, 10 seeds)" in told
-    )
-    assert "unknown times the epochs" in explain.convergence(parse("pipegcn"), "gcn")[0]
-    assert "+0.30 ± 0.20 points" in explain.convergence(parse("pipegcn_f(gamma=0.5)"), "gcn")[0]
-    # lossy in another way
-    for other in ("pipegcn_gf", "pipegcn_f", "gnnpipe(stages=2,shuffle=False)"):
-        assert (
-            "has not been measured: unknown"
-            in explain.convergence(parse(other).settle(problem), "gcn")[0]
-        )
-    assert (
-        "has not been measured: unknown"
-        in explain.convergence(parse("granndis(max_hop=1,fanout=15)"), "gcn")[0]
-    )
+    assert words in explain.convergence(parse(text).settle(question()), "gcnii")[0]
 
 
 def test_preloading_is_told_by_our_own_prediction():
@@ -237,7 +217,7 @@ def test_preloading_is_told_by_our_own_prediction():
 
 
 def test_preparation_counts_a_cached_partition_as_when_it_was_made(own_cache):
-    problem = question()
+    problem = replace(question())
     with kept.Stopwatch() as first:
         partition.partition(problem.graph, 7)
     (path,) = own_cache.glob("partitions/*.npz")
@@ -245,8 +225,7 @@ def test_preparation_counts_a_cached_partition_as_when_it_was_made(own_cache):
     with kept.Stopwatch() as again:
         partition.partition(problem.graph, 7)
     assert 0 < first.seconds < 12.5 <= again.seconds
-    told = parse("granndis").preparation(problem)
-    assert told["features"] > 0
+    assert parse("granndis").preparation(problem)["features"] > 0
 
 
 @pytest.mark.slow
@@ -254,37 +233,23 @@ def test_a_plan_of_mini_batches_says_where_p3_stops_paying():
     """The formula's break-even at the mean batch's rows, and both sides of it in the table over
     hidden widths."""
     graph = load("synthetic:community?vertices=400&edges=6000&features=64&classes=5&seed=0")
-    device = Device(memory=1e12, gemm=1e11, memory_bandwidth=1e11)
-    where = Cluster(
-        servers=2,
-        gpus_per_server=1,
-        device=device,
-        intra_node=Link(bandwidth=1e10),
-        inter_node=Link(bandwidth=1e9),
-    )
-    problem = Problem(
-        graph.stats,
-        graph,
-        Workload(mode="mini", batch=20, fanout=(4, 3), layers=2, hidden=16),
-        where,
-    )
+    asked = {"model": "sage", "mode": "mini", "batch": 20, "fanout": (4, 3), "hidden": 16}
+    problem = problem_of(graph, cluster(2, 1, launch=8e-6), layers=2, **asked)
     lines = explain.explain(search(problem, may_use_fewer=False), [])
-    told = next(line for line in lines if line.startswith("P3 stops paying"))
+
+    def line(start: str) -> str:
+        return next(line for line in lines if line.startswith(start))
+
     facts = [batch.facts(1) for batch in problem.minibatches((0, 1)).first()]
     rows, inputs = sum(f.rows.sum() for f in facts), sum(f.sources.sum() for f in facts)
     even = inputs * 64 / (2 * 2 * rows)
-    assert (
-        told.startswith(f"P3 stops paying at hidden {even:.0f} (feature rows of 64 numbers;")
-        and "16: " in told
-        and "512: " in told
-    )
-    assert any(
-        line.startswith("An epoch is ") and "updates of the weights" in line for line in lines
-    )
-    twice = next(line for line in lines if line.startswith("Sampling each for itself, ranks read "))
+    told = line(f"P3 stops paying at hidden {even:.0f} (feature rows of 64 numbers;")
+    assert "16: " in told and "512: " in told
+    assert "updates of the weights" in line("An epoch is ")
     split = problem.minibatches((0, 0), "gsplit", 10).first()
     read = inputs / sum(batch.rows(rank, 0).size for batch in split for rank in (0, 1))
-    assert f"ranks read {read:.2f} times" in twice and read > 1
+    assert read > 1
+    assert f"ranks read {read:.2f} times" in line("Sampling each for itself, ranks read ")
 
 
 @pytest.mark.parametrize("mode", ["full", "mini"])
@@ -292,22 +257,22 @@ def test_what_would_change_a_measured_machines_plan_is_asked_in_one_pass(mode):
     """It ended in a traceback: `gnnplan measure` writes rates by size, and a column of clusters had
     been tried on links and devices of one rate only."""
     graph = load("synthetic:community?vertices=500&edges=4000&features=16&classes=4")
-    cluster = read_cluster(str(MEASURED / "2x2_400Mbit.1.yaml"))
-    assert cluster.collectives and cluster.device.gather
-    workload = Workload(model="gat", layers=2, hidden=16, dropout=0.5, mode=mode, batch=64)
-    found = search(Problem(graph.stats, graph, workload, cluster), may_use_fewer=False)
+    measured = read_cluster(str(MEASURED / "2x2_400Mbit.1.yaml"))
+    assert measured.collectives and measured.device.gather
+    asked = {"model": "gat", "layers": 2, "hidden": 16, "dropout": 0.5, "mode": mode, "batch": 64}
+    found = search(problem_of(graph, measured, **asked), may_use_fewer=False)
     factors, candidates = np.array([0.25, 4.0]), found.ranked if NIGHT else found.ranked[::9]
 
     def epoch_s(candidate: Candidate, there: Cluster) -> np.ndarray:
         asked = replace(candidate.problem, cluster=there)
         return np.ravel(candidate.strategy.predict(asked).epoch_s)
 
-    for scaled in (
-        scaling.device,
-        lambda c, f: scaling.links(c, f, ["inter_node"]),
-        lambda c, f: scaling.links(c, f, ["intra_node"]),
+    def links(name: str) -> Callable[[Cluster, Any], Cluster]:
+        return lambda there, factor: scaling.links(there, factor, [name])
+
+    for scaled, candidate in product(
+        (scaling.device, links("inter_node"), links("intra_node")), candidates
     ):
-        for candidate in candidates:
-            at_once = epoch_s(candidate, scaled(cluster, factors[:, np.newaxis]))
-            one_by_one = [epoch_s(candidate, scaled(cluster, factor)) for factor in factors]
-            assert np.broadcast_to(at_once, 2) == pytest.approx(np.concatenate(one_by_one))
+        at_once = epoch_s(candidate, scaled(measured, factors[:, np.newaxis]))
+        one_by_one = [epoch_s(candidate, scaled(measured, factor)) for factor in factors]
+        assert np.broadcast_to(at_once, 2) == pytest.approx(np.concatenate(one_by_one))

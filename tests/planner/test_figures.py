@@ -4,7 +4,6 @@ file may be wrong."""
 import csv
 import json
 from pathlib import Path
-from typing import Any
 
 import printed_rows
 import pytest
@@ -20,6 +19,8 @@ from gnnplan.planner.graph.statistics import datasets
 from gnnplan.planner.strategies import GNNPipe, GraphParallel
 from gnnplan.planner.vocabulary.errors import SpecError
 
+PARALLEL = {"strategy": "graph_parallel", "strategy_params": ""}
+TIME = {"metric": "epoch_time_s", "unit_as_printed": "s"}
 PIPELINE = '{"alpha": 23, "chunks": 32, "group": 1, "stages": 8}'
 
 
@@ -57,53 +58,32 @@ def test_a_pipeline_moves_what_is_printed(dataset, hidden, model, printed):
 
 def test_a_row_asks_for_its_testbed_and_strategy():
     asked = question(row())
-    assert (
-        asked.strategy == GNNPipe(stages=8, chunks=32).settle(asked.problem)
-        and asked.problem.ranks == 8
-    )
+    assert asked.strategy == GNNPipe(stages=8, chunks=32).settle(asked.problem)
+    assert asked.problem.ranks == 8
     assert asked.problem.stats.name == "squirrel" and asked.problem.workload.hidden == 1000
-    fewer = question(
-        row(strategy="graph_parallel", strategy_params="", num_nodes=1, gpus_per_node=2)
-    )
+    fewer = question(row(**PARALLEL, num_nodes=1, gpus_per_node=2))
     assert fewer.strategy == GraphParallel() and fewer.problem.servers == (0, 0)
 
 
 def test_ratios_are_of_the_two_strategies():
-    times = {
-        name: predict(row(metric="epoch_time_s", strategy=name, strategy_params=params))
-        for name, params in (("graph_parallel", ""), ("gnnpipe_pipeline", PIPELINE))
-    }
-    against = row(metric="speedup_vs", baseline="graph_parallel", value=2.4, unit_as_printed="x")
-    assert predict(against) == pytest.approx(times["graph_parallel"] / times["gnnpipe_pipeline"])
-    slower = row(
-        metric="slowdown_fraction_vs", baseline="graph_parallel", value=0.1, unit_as_printed="%"
-    )
-    assert predict(slower) == pytest.approx(times["gnnpipe_pipeline"] / times["graph_parallel"] - 1)
+    parallel, pipeline = predict(row(**TIME, **PARALLEL)), predict(row(**TIME))
+    against = {"baseline": "graph_parallel", "value": 0.1}
+    speedup = row(metric="speedup_vs", unit_as_printed="x", **against)
+    slowdown = row(metric="slowdown_fraction_vs", unit_as_printed="%", **against)
+    assert predict(speedup) == pytest.approx(parallel / pipeline)
+    assert predict(slowdown) == pytest.approx(pipeline / parallel - 1)
 
 
 def test_feasibility_is_the_memory_models():
-    big: dict[str, Any] = {
-        "metric": "fits_in_memory",
-        "unit_as_printed": "runs",
-        "value": 1,
-        "dataset": "reddit",
-        "model": "sage",
-        "layers": 4,
-        "strategy": "graph_parallel",
-        "strategy_params": "",
-        "testbed": "pipegcn_2080ti",
-        "num_nodes": 1,
-    }
-    least = predict(
-        row(
-            **{**big, "metric": "min_partitions", "unit_as_printed": "partitions"},
-            hidden=1024,
-            gpus_per_node="",
-        )
-    )
+    """GraphSAGE of 4 layers of 1024 on Reddit."""
+    job = {"dataset": "reddit", "model": "sage", "layers": 4, "hidden": 1024, "num_nodes": 1}
+    job |= PARALLEL | {"testbed": "pipegcn_2080ti", "value": 1}
+    fits = job | {"metric": "fits_in_memory", "unit_as_printed": "runs"}
+    parts = {"metric": "min_partitions", "unit_as_printed": "partitions", "gpus_per_node": ""}
+    least = int(predict(row(**job | parts)))
     assert least >= 2
-    assert predict(row(**big, hidden=1024, gpus_per_node=int(least))) == 1.0
-    assert predict(row(**big, hidden=1024, gpus_per_node=int(least) - 1)) == 0.0
+    assert predict(row(**fits, gpus_per_node=least)) == 1.0
+    assert predict(row(**fits, gpus_per_node=least - 1)) == 0.0
 
 
 @pytest.mark.parametrize(
@@ -133,48 +113,36 @@ def test_what_the_model_does_not_speak_of_is_skipped(changed, why):
 
 
 def test_the_score_leaves_out_what_was_fitted(tmp_path):
-    gcn, sage = row(), row(model="sage", value=2 * 289910292)
-    lost = row(strategy="roc")
-    rows = read(file_of(tmp_path, gcn, sage, lost))
-    told = evaluate_rows(rows, fitted=lambda one: one["model"] == "sage")
+    given = row(), row(model="sage", value=2 * 289910292), row(strategy="roc")
+    told = evaluate_rows(read(file_of(tmp_path, *given)), fitted=lambda one: one["model"] == "sage")
     assert json.loads(json.dumps(told)) == told
-    assert [one["fitted"] for one in told["rows"]] == [False, True] and told["skipped"][0][
-        "why"
-    ] == "roc is none of our strategies"
-    assert (
-        told["summary"]["comm_volume_bytes"]["n"] == 1
-        and told["summary"]["comm_volume_bytes"]["max"] < 0.01
-    )
+    assert [one["fitted"] for one in told["rows"]] == [False, True]
+    assert told["skipped"][0]["why"] == "roc is none of our strategies"
+    volume = told["summary"]["comm_volume_bytes"]
+    assert volume["n"] == 1 and volume["max"] < 0.01
     assert told["rows"][1]["error"] == pytest.approx(-0.5, abs=0.01)
 
 
+def winner(tmp_path: Path, *rows: dict[str, str]) -> tuple[int, int]:
+    """Comparisons of printed times, and those that are predicted so."""
+    told = evaluate_rows(read(file_of(tmp_path, *rows)))["summary"]["winner"]
+    return told["n"], told["right"]
+
+
 def test_a_winner_counts_where_printed_times_differ(tmp_path):
-    times = dict(metric="epoch_time_s", unit_as_printed="s")
-    parallel, pipeline = (
-        row(**times, strategy="graph_parallel", strategy_params="", value=1),
-        row(**times, value=1.04),
-    )
-    assert evaluate_rows(read(file_of(tmp_path, parallel, pipeline)))["summary"]["winner"] == {
-        "n": 0,
-        "right": 0,
-    }
-    predicted = [predict(parallel), predict(pipeline)]
-    told = [
-        {**parallel, "value": "1"},
-        {**pipeline, "value": "2" if predicted[1] > predicted[0] else "0.5"},
-    ]
-    assert evaluate_rows(read(file_of(tmp_path, *told)))["summary"]["winner"] == {
-        "n": 1,
-        "right": 1,
-    }
-    wrong = [
-        {**parallel, "value": "1"},
-        {**pipeline, "value": "0.5" if predicted[1] > predicted[0] else "2"},
-    ]
-    assert evaluate_rows(read(file_of(tmp_path, *wrong)))["summary"]["winner"] == {
-        "n": 1,
-        "right": 0,
-    }
+    parallel, pipeline = row(**TIME, **PARALLEL, value=1), row(**TIME, value=1.04)
+    assert winner(tmp_path, parallel, pipeline) == (0, 0)
+    as_predicted, other = ("2", "0.5") if predict(pipeline) > predict(parallel) else ("0.5", "2")
+    assert winner(tmp_path, parallel, {**pipeline, "value": as_predicted}) == (1, 1)
+    assert winner(tmp_path, parallel, {**pipeline, "value": other}) == (1, 0)
+
+
+def test_a_predicted_tie_names_no_winner(tmp_path):
+    """On one GPU there is nothing to hide."""
+    alone = row(**TIME, **PARALLEL, value=1, num_nodes=1, gpus_per_node=1)
+    twin = {**alone, "strategy": "pipegcn", "value": "2"}
+    assert predict(twin) == predict(alone)
+    assert winner(tmp_path, alone, twin) == winner(tmp_path, twin, alone) == (1, 0)
 
 
 @pytest.mark.parametrize(
@@ -202,24 +170,6 @@ def test_a_wrong_row_is_named(tmp_path, changed, rule):
         read(file_of(tmp_path, row(**changed)))
 
 
-def test_a_predicted_tie_names_no_winner(tmp_path):
-    times = row(
-        metric="epoch_time_s",
-        unit_as_printed="s",
-        strategy="graph_parallel",
-        strategy_params="",
-        value=1,
-    )
-    twin = {**times, "strategy": "pipegcn", "num_nodes": "1", "gpus_per_node": "1", "value": "2"}
-    alone = {**times, "num_nodes": "1", "gpus_per_node": "1"}  # one GPU: nothing to hide
-    assert predict(twin) == predict(alone)
-    for rows in ((alone, twin), (twin, alone)):
-        assert evaluate_rows(read(file_of(tmp_path, *rows)))["summary"]["winner"] == {
-            "n": 1,
-            "right": 0,
-        }
-
-
 def test_what_excel_writes(tmp_path):
     path = file_of(tmp_path, row())
     path.write_bytes(b"\xef\xbb\xbf" + path.read_bytes())
@@ -235,12 +185,8 @@ def test_other_columns_are_refused(tmp_path):
         read(tmp_path / "absent.csv")
 
 
-def test_well_known_graphs_have_statistics():
-    assert {"reddit", "ogbn-products", "ogbn-papers100M", "orkut", "friendster", "uk-union"} <= set(
-        datasets()
-    )
-    for name in datasets():
-        stats = load(name)
-        assert (
-            isinstance(stats, GraphStats) and stats.name == stats.source == name and not stats.known
-        )
+@pytest.mark.parametrize("name", datasets())
+def test_well_known_graphs_have_statistics(name):
+    stats = load(name)
+    assert isinstance(stats, GraphStats) and not stats.known
+    assert stats.name == stats.source == name

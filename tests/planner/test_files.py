@@ -3,7 +3,6 @@
 import os
 import re
 import stat
-import textwrap
 import tracemalloc
 from pathlib import Path
 
@@ -129,19 +128,22 @@ def test_what_is_no_file_is_not_replaced_by_one(tmp_path):
     assert link.is_symlink() and file.read_text() == "after"
 
 
-@pytest.mark.slow
-def test_files_that_are_no_specification(tmp_path):
-    for name, content, words in (
-        ("list.yaml", b"[1, 2]", "must be a mapping"),
-        ("bin.yaml", b"\xff\xfe\x00", "not valid YAML"),
-        ("deep.yaml", b"a: " + b"[" * 5000, "not valid YAML"),
-        ("big.yaml", b"#" * (5 << 20), "larger than"),
-    ):
-        (tmp_path / name).write_bytes(content)
-        with pytest.raises(SpecError, match=words):
-            read_cluster(str(tmp_path / name))
-    with pytest.raises(SpecError, match=r"none.yaml: cannot be read \(No such file"):
-        read_cluster(str(tmp_path / "none.yaml"))
+@pytest.mark.parametrize(
+    ("content", "words"),
+    [
+        (b"[1, 2]", "must be a mapping"),
+        (b"\xff\xfe\x00", "not valid YAML"),
+        (b"a: " + b"[" * 5000, "not valid YAML"),
+        (b"#" * (5 << 20), "larger than"),
+        (None, r"no.yaml: cannot be read \(No such file"),
+    ],
+    ids=["a list", "bytes", "deep", "large", "absent"],
+)
+def test_files_that_are_no_specification(tmp_path, content, words):
+    if content is not None:
+        (tmp_path / "no.yaml").write_bytes(content)
+    with pytest.raises(SpecError, match=words):
+        read_cluster(str(tmp_path / "no.yaml"))
     with pytest.raises(SpecError, match=r"cannot be read \(Is a directory"):
         read_yaml(tmp_path)
 
@@ -153,13 +155,8 @@ def test_files_that_are_no_specification(tmp_path):
 def test_presets_are_whole_and_say_where_numbers_come_from(name):
     cluster = read_cluster(name)
     assert cluster.name == name
-    needed = {
-        "device.memory",
-        "device.gemm",
-        "device.memory_bandwidth",
-        "intra_node.bandwidth",
-        "intra_node.latency",
-    }
+    needed = {f"device.{name}" for name in ("memory", "gemm", "memory_bandwidth")}
+    needed |= {"intra_node.bandwidth", "intra_node.latency"}
     needed |= {"inter_node.bandwidth", "inter_node.latency"} if cluster.inter_node else set()
     needed |= {"price"} if cluster.price else set()
     assert needed <= set(cluster.provenance)
@@ -184,9 +181,9 @@ def test_servers_of_clouds_are_whole_and_say_where_numbers_come_from(name):
         assert text.startswith(("datasheet", "printed", "derived", "assumed")), field
 
 
-def test_a_clouds_family_is_told_its_sizes():
-    with pytest.raises(SpecError, match=r"servers have a size too; use one of p4d\.24xlarge"):
-        read_cluster("P4D")
+def test_a_clouds_server_is_known_in_any_case():
+    """P4D.24XLARGE lacked a size."""
+    assert read_cluster("P4D.24XLARGE") == read_cluster("p4d.24xlarge")
     found = read_fitted("p4d.24xlarge", "gcn")[0]
     assert found.device.name == "NVIDIA A100 40GB" and found.gpus_per_server == 8
 
@@ -198,9 +195,17 @@ def test_datasheet_times_efficiency():
     assert cluster.provenance["device.gemm"] == "datasheet 27.8 TFLOP/s x 0.5"
 
 
-def test_an_unknown_preset_lists_the_known_ones():
-    with pytest.raises(SpecError, match=r"did you mean gnnpipe_a5000\? Allowed: dgx_a100, .*local"):
-        read_cluster("gnnpipe_a500")
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [
+        ("gnnpipe_a500", r"did you mean gnnpipe_a5000\? Allowed: dgx_a100, .*local"),
+        ("P4D", r"servers have a size too; use one of p4d\.24xlarge"),
+        ("DGX_A100", r"did you mean dgx_a100\?"),  # p3_p100 was suggested
+    ],
+)
+def test_an_unknown_preset_or_server_is_told_the_known_ones(name, words):
+    with pytest.raises(SpecError, match=words):
+        read_cluster(name)
 
 
 def test_local_is_as_measured_where_it_was_measured(own_cache, cluster_with):
@@ -234,9 +239,8 @@ def test_the_page_has_what_every_preset_of_a_workload_says():
         workload, said = ask_workload(name).workload, read_yaml(WORKLOADS / f"{name}.yaml").data
         row = [workload.model, f"{workload.layers} x {workload.hidden}"]
         row.append("Adam" if "optimizer" in said else "-")
-        row += [
-            f"{said[field]:g}" if field in said else "-" for field in ("lr", "dropout", "epochs")
-        ]
+        numbers = (said.get(field) for field in ("lr", "dropout", "epochs"))
+        row += ["-" if number is None else f"{number:g}" for number in numbers]
         assert f"| `{name}` | {' | '.join(row)} |" in page
 
 
@@ -255,28 +259,14 @@ def test_a_workload_is_a_preset_or_a_file(tmp_path):
 
 def test_flags_beat_the_file_and_overrides_beat_flags(tmp_path):
     path = tmp_path / "workload.yaml"
-    path.write_text(
-        textwrap.dedent("""\
-        model: gcnii
-        layers: 32
-        hidden: 1000
-        fanout: 15,10
-        """)
-    )
-    workload = overridden(
-        ask_workload(str(path), {"hidden": 64, "dropout": None}).workload, {"layers": "8"}
-    )
-    assert (workload.model, workload.layers, workload.hidden, workload.dropout) == (
-        "gcnii",
-        8,
-        64,
-        0.0,
-    )
-    assert workload.fanout == (15, 10)
+    path.write_text("model: gcnii\nlayers: 32\nhidden: 1000\nfanout: 15,10\n")
+    asked = ask_workload(str(path), {"hidden": 64, "dropout": None}).workload
+    workload = overridden(asked, {"layers": "8"})
+    expected = {"model": "gcnii", "layers": 8, "hidden": 64, "fanout": (15, 10)}
+    assert workload == Workload(**expected)
     assert ask_workload().workload == Workload()
-    assert ask_workload(None, {"fanout": "full"}).workload.fanout == "full" and ask_workload(
-        None, {"fanout": "5"}
-    ).workload.fanout == (5,)
+    for text, fanout in (("full", "full"), ("5", (5,))):
+        assert ask_workload(None, {"fanout": text}).workload.fanout == fanout
 
 
 @pytest.mark.parametrize(
@@ -289,6 +279,12 @@ def test_flags_beat_the_file_and_overrides_beat_flags(tmp_path):
         ({"schedule": "cosine", "warmup": 50}, "--warmup: a cosine falls between warmup and the"),
         ({"model": "gatt"}, "--model: must be 'gcn', 'sage', 'gcnii'"),
         ({"hiden": 3}, "--hiden: not a field .* did you mean hidden"),
+        ({"model": "gat", "hidden": 10}, r"heads \(hidden: 10, heads: 4\); use heads=2"),
+        ({"model": "gat", "heads": 0}, "--heads: must be greater"),
+        ({"model": "gcnii", "norm": "batch"}, "gcnii is defined without a norm .*use norm=none"),
+        ({"model": "sgc", "norm": "layer"}, "sgc is .* without a norm .*use norm=none, or gcn"),
+        ({"model": "resgcn", "aggregation": "max"}, "--aggregation: must be 'softmax' or 'sum'"),
+        ({"norm": "group"}, "--norm: must be 'none', 'layer' or 'batch'"),
     ],
 )
 def test_bad_flags_are_named(flags, words):
@@ -326,19 +322,12 @@ def test_overrides_go_where_they_belong():
         read_cluster("pipegcn_2080ti"),
         Workload(),
         [
-            "servers=16",
-            "inter_node.bandwidth=25GB/s",
-            "hidden=256",
-            "device.gather.64=5GB/s",
-            "fanout=3,2",
-            "collectives.all_reduce.inter_node.bandwidth=2GB/s",
+            *("servers=16", "inter_node.bandwidth=25GB/s", "hidden=256", "fanout=3,2"),
+            *("device.gather.64=5GB/s", "collectives.all_reduce.inter_node.bandwidth=2GB/s"),
         ],
     )
-    assert (cluster.servers, cluster.inter_node.bandwidth, cluster.device.gather) == (
-        16,
-        25e9,
-        {64: {1.0: 5e9}},
-    )
+    assert (cluster.servers, cluster.inter_node.bandwidth) == (16, 25e9)
+    assert cluster.device.gather == {64: {1.0: 5e9}}
     assert cluster.collectives["all_reduce.inter_node"].bandwidth == 2e9
     assert cluster.provenance["servers"] == cluster.provenance["inter_node.bandwidth"] == "--set"
     assert (workload.hidden, workload.fanout) == (256, (3, 2))
@@ -351,10 +340,7 @@ def test_overrides_go_where_they_belong():
         ("servers", "must read field=value"),
         ("servers=", "must read field=value"),
         ("servers=1.5", "--set servers: must be a valid integer"),
-        (
-            "intra_node.bandwidt=3GB/s",
-            "--set intra_node.bandwidt: unknown field; did you mean bandwidth",
-        ),
+        ("intra_node.bandwidt=3GB/s", "--set intra_node.bandwidt: unknown field; .* bandwidth"),
         ("servers.x=3", "servers is a single value without fields"),
         ("intra_node.bandwidth=25", "Check the unit"),
         ("servers=2", "--set servers: servers is 2, so inter_node"),
@@ -370,35 +356,26 @@ def test_what_was_measured_on_a_link_is_carried_to_another(cluster_with):
     """Software's share stays: 1/10 = 1/25 + 0.06 s/GB. Messages between CPU ranks were measured at
     2.6 times the link (the exchange's rate), which took 129 MB/s over a wire declared as 50 MB/s: a
     pipeline was predicted at half of what it took."""
-    measured = (
-        "  all_reduce.inter_node: {bandwidth: 10GB/s, latency: 40us}\n  exchange.intra_node:"
-        " {bandwidth: 5GB/s}\n"
-    )
-    path = cluster_with("", f"collectives:\n{measured}")
+    all_reduce = "  all_reduce.inter_node: {bandwidth: 10GB/s, latency: 40us}\n"
+    exchange = "  exchange.intra_node: {bandwidth: 5GB/s}\n"
+    measured = read_cluster(cluster_with("", f"collectives:\n{all_reduce}{exchange}"))
+
+    def carried(**changes: str) -> dict[str, Link]:
+        told = {name.replace("__", "."): value for name, value in changes.items()}
+        return overridden(measured, told).collectives
+
     for gigabytes in (0.05, 1, 50, 1000):
-        cluster = overridden(read_cluster(path), {"inter_node.bandwidth": f"{gigabytes}GB/s"})
-        assert cluster.collectives["all_reduce.inter_node"].bandwidth == pytest.approx(
-            1e9 / (1 / gigabytes + 0.06)
-        )
-        assert cluster.collectives["all_reduce.inter_node"].latency == pytest.approx(40e-6)
-        assert cluster.collectives["exchange.intra_node"].bandwidth == 5e9
-    latency = (
-        overridden(read_cluster(path), {"inter_node.latency": "1ms"})
-        .collectives["all_reduce.inter_node"]
-        .latency
-    )
-    assert latency == pytest.approx(1e-3 + 40e-6 - read_cluster(path).inter_node.latency)
-    assert (
-        overridden(read_cluster(path), {"inter_node.bandwidth": "25GB/s"}).collectives
-        == read_cluster(path).collectives
-    )
-    both = {
-        "inter_node.bandwidth": "50GB/s",
-        "collectives.all_reduce.inter_node.bandwidth": "1GB/s",
-    }
-    assert (
-        overridden(read_cluster(path), both).collectives["all_reduce.inter_node"].bandwidth == 1e9
-    )
+        there = carried(inter_node__bandwidth=f"{gigabytes}GB/s")
+        reduced = there["all_reduce.inter_node"]
+        assert reduced.bandwidth == pytest.approx(1e9 / (1 / gigabytes + 0.06))
+        assert reduced.latency == pytest.approx(40e-6)
+        assert there["exchange.intra_node"].bandwidth == 5e9
+    latency = carried(inter_node__latency="1ms")["all_reduce.inter_node"].latency
+    assert latency == pytest.approx(1e-3 + 40e-6 - measured.inter_node.latency)
+    assert carried(inter_node__bandwidth="25GB/s") == measured.collectives
+    own = {"collectives.all_reduce.inter_node.bandwidth": "1GB/s"}
+    both = carried(inter_node__bandwidth="50GB/s", **own)
+    assert both["all_reduce.inter_node"].bandwidth == 1e9
 
 
 @pytest.mark.parametrize("op", ["exchange", "send", "all_reduce"])
@@ -480,10 +457,3 @@ def test_what_killed_writers_left_is_removed(tmp_path, monkeypatch):
     assert len(set(tmp_path.iterdir()) - kept) == 1
     forget_unfinished(tmp_path)
     assert set(tmp_path.iterdir()) == kept
-
-
-def test_names_of_servers_and_presets_are_known_or_suggested_in_any_case():
-    """P4D.24XLARGE lacked a size, and for DGX_A100 p3_p100 was suggested."""
-    assert read_cluster("P4D.24XLARGE") == read_cluster("p4d.24xlarge")
-    with pytest.raises(SpecError, match=r"did you mean dgx_a100\?"):
-        read_cluster("DGX_A100")

@@ -96,29 +96,24 @@ def test_normalisation_is_what_sets_say(vertices, data, directed):
     )
 
 
-@pytest.mark.parametrize(
-    "name, vertices, edges, features, classes",
-    [
-        ("squirrel", 5201, 396_706, 2089, 5),
-        ("cora", 2708, 10_556, 1433, 7),
-        ("citeseer", 3327, 9104, 3703, 6),
-        ("tolokers", 11_758, 1_038_000, 10, 2),
-        ("amazon_photo", 7650, 238_162, 745, 8),
-        ("flickr", 89_250, 899_756, 128, 7),
-        ("soc_slashdot0902", 82_168, 1_008_460, 128, 0),
-    ],
-)
-def test_real_graphs_have_their_published_sizes(dataset, name, vertices, edges, features, classes):
+REAL = """
+squirrel 5201 396706 2089 5
+cora 2708 10556 1433 7
+citeseer 3327 9104 3703 6
+tolokers 11758 1038000 10 2
+amazon_photo 7650 238162 745 8
+flickr 89250 899756 128 7 stand-ins
+soc_slashdot0902 82168 1008460 128 0 stand-ins
+"""  # vertices, edges, features, classes
+
+
+@pytest.mark.parametrize("row", REAL.strip().splitlines())
+def test_real_graphs_have_their_published_sizes(dataset, row):
+    name, *sizes = row.split()
     stats = load(dataset(name)).stats
-    assert (stats.vertices, stats.edges, stats.features, stats.classes) == (
-        vertices,
-        edges,
-        features,
-        classes,
-    )
-    assert any("stand-in" in note for note in stats.notes) == (
-        name in ("flickr", "soc_slashdot0902")
-    )
+    found = (stats.vertices, stats.edges, stats.features, stats.classes)
+    assert found == tuple(map(int, sizes[:4]))
+    assert any("stand-in" in note for note in stats.notes) == (len(sizes) > 4)
 
 
 def test_the_hash_is_of_the_content(save):
@@ -140,18 +135,20 @@ def test_the_hash_is_of_the_content(save):
 # --- features, labels, masks ----------------------------------------------------------------------
 
 
+def compressed(x: np.ndarray) -> dict[str, object]:
+    """Arrays of a file with compressed rows."""
+    csr = sp.csr_matrix(x)
+    arrays = {"x_indptr": csr.indptr, "x_indices": csr.indices, "x_data": csr.data}
+    return {"x": None, "x_shape": csr.shape, **arrays}
+
+
 def test_sparse_features_equal_dense_ones(save):
     dense = np.array([[0, 2, 0], [1, 0, 0], [0, 0, 0], [0, 0, 3], [4, 0, 5]], np.float32)
-    csr = sp.csr_matrix(dense)
-    graph = load(
-        save(x=None, x_indptr=csr.indptr, x_indices=csr.indices, x_data=csr.data, x_shape=csr.shape)
-    )
+    graph = load(save(**compressed(dense)))
     assert np.array_equal(graph.features(), dense)
-    assert (
-        np.array_equal(graph.features([3, 0]), dense[[3, 0]])
-        and graph.features([3]).dtype == np.float32
-    )
-    ones = load(save(x=None, x_indptr=csr.indptr, x_indices=csr.indices, x_shape=csr.shape))
+    assert np.array_equal(graph.features([3, 0]), dense[[3, 0]])
+    assert graph.features([3]).dtype == np.float32
+    ones = load(save(**compressed(dense) | {"x_data": None}))
     assert np.array_equal(ones.features(), dense > 0)  # without x_data all stored values are 1
 
 
@@ -159,23 +156,14 @@ def test_features_are_kept_sparse_by_their_numbers_however_they_come(save):
     """At most a tenth of them: 9 and 10 of 100, then 11, then none."""
     thin = np.zeros((5, 20), np.float32)
     thin[:, :2] = [[1, 2], [3, 4], [5, 6], [7, 8], [9, 0]]
-    csr = sp.csr_matrix(thin)
-    stored = load(
-        save(x=None, x_indptr=csr.indptr, x_indices=csr.indices, x_data=csr.data, x_shape=csr.shape)
-    )
-    dense = load(save(x=thin))
-    for graph in (stored, dense):
-        assert (
-            graph.stats.nonzeros == 9
-            and graph.lengths(np.arange(5)).tolist() == [2, 2, 2, 2, 1]
-            and np.array_equal(graph.features(), thin)
-        )
+    for graph in (load(save(**compressed(thin))), load(save(x=thin))):
+        assert graph.stats.nonzeros == 9
+        assert graph.lengths(np.arange(5)).tolist() == [2, 2, 2, 2, 1]
+        assert np.array_equal(graph.features(), thin)
     thin[4, :3] = [9, 9, 0]
     assert load(save(x=thin)).stats.nonzeros == 10
     thin[4, 2] = 9
-    csr = sp.csr_matrix(thin)
-    arrays = {"x_indptr": csr.indptr, "x_indices": csr.indices, "x_data": csr.data}
-    for graph in (load(save(x=thin)), load(save(x=None, x_shape=csr.shape, **arrays))):
+    for graph in (load(save(x=thin)), load(save(**compressed(thin)))):
         assert graph.stats.nonzeros == 0 and isinstance(graph.x, np.ndarray)
         assert graph.lengths(np.arange(2)).tolist() == [20, 20]
         assert np.array_equal(graph.features(), thin)
@@ -288,10 +276,8 @@ def test_mapped_features_are_looked_at_once_and_again_when_their_file_changes(
 def test_mapped_features_stay_dense_and_it_is_said(save_folder):
     graph = load(save_folder(x=np.eye(5, 40, dtype=np.float32)))
     assert isinstance(graph.x, np.memmap) and graph.stats.nonzeros == 0
-    assert (
-        "x.npy is mapped, so it stays dense, though only 5 numbers are not zero"
-        in graph.stats.notes[-1]
-    )
+    said = "x.npy is mapped, so it stays dense, though only 5 numbers are not zero"
+    assert said in graph.stats.notes[-1]
 
 
 def test_a_graph_without_features_in_reach_of_memory_is_mapped_all_the_same(
@@ -301,27 +287,21 @@ def test_a_graph_without_features_in_reach_of_memory_is_mapped_all_the_same(
     assert load(save_folder(x=np.ones((5, 1_000), np.float32))).x.nbytes == 20_000
 
 
+MUST = "x: is mapped, not read, so it must be float32 or float64 .vertices, features. in C order, "
+
+
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
         ({"src": None}, "small: src: missing; an edge list"),
         ({"x": np.eye(4, 3, dtype=np.float32)}, "x, y, .* are for 4, 5, 5, 5, 5"),
+        ({"x": np.eye(5, 3, dtype=int)}, MUST + "is int64 of shape .5, 3.; save numpy.ascontig"),
         (
-            {"x": np.eye(5, 3, dtype=int)},
-            (
-                "x: is mapped, not read, so it must be float32 or .* is int64 of shape .5, 3.; save"
-                " numpy.ascontiguousarray"
-            ),
+            {"x": np.asfortranarray(SMALL["x"])},
+            MUST + "is float32 of shape .5, 3. in Fortran order",
         ),
-        ({"x": np.asfortranarray(SMALL["x"])}, "is float32 of shape .5, 3. in Fortran order"),
-        (
-            {"x": np.ones(5, np.float32)},
-            "float64 .vertices, features. in C order, is float32 of shape .5,.",
-        ),
-        (
-            {"x": np.diag([1, 1, np.nan, 1, 1]).astype(np.float32)},
-            r"x\[2, 2\]: features must be finite in float32, found nan",
-        ),
+        ({"x": np.ones(5, np.float32)}, MUST + "is float32 of shape .5,."),
+        ({"x": np.full((5, 5), np.nan, np.float32)}, r"x\[0, 0\]: .*finite in float32, found nan"),
         ({"x_indptr": [0] * 6}, "x, x_indptr: features are given twice"),
         ({"y": np.array([None] * 5)}, "pickled"),
     ],
@@ -350,6 +330,8 @@ def test_a_damaged_or_empty_folder_is_named(save_folder, tmp_path):
 # --- refusals -------------------------------------------------------------------------------------
 
 NAN = np.where(np.eye(5, 3) > 0, np.nan, 0)
+CSR = {"x": None, "x_indptr": [0, 1, 1, 1, 1, 1], "x_indices": [0], "x_shape": [5, 3]}
+EDGES_ALONE = dict.fromkeys(SMALL) | {"src": [0], "dst": [1]}
 
 
 @pytest.mark.parametrize(
@@ -357,90 +339,64 @@ NAN = np.where(np.eye(5, 3) > 0, np.nan, 0)
     [
         ({"src": None}, "small.npz: src: missing; an edge list"),
         ({"src": [0, 1]}, "src, dst: must have the same length, have 2 and 6"),
-        (
-            {"src": [0, 1, 1, 3, 2, 5]},
-            r"src\[5\]: vertex ids must lie in \[0, 4\], found 5 \(1 such edges\)",
-        ),
+        ({"src": [0, 1, 1, 3, 2, 5]}, r"src\[5\]: .* must lie in \[0, 4\], found 5 \(1 such edges"),
         ({"dst": [-1, 0, 2, 0, 2, 1]}, r"dst\[0\]: vertex ids must lie in \[0, 4\], found -1"),
         ({"src": np.array([0, 1, 1, 3, 2, 2**64 - 1], np.uint64)}, "found 18446744073709551615"),
         ({"src": [0.0, 1, 1, 3, 2, 2]}, "src: must hold integers, has dtype float64"),
         ({"src": [[0, 1, 1, 3, 2, 2]]}, r"src: must have 1 dimension\(s\), has shape \(1, 6\)"),
-        (
-            {"x": np.eye(4, 3)},
-            "must be given for the same number of vertices, are for 4, 5, 5, 5, 5",
-        ),
-        (
-            {"x": NAN},
-            r"x\[0, 0\]: features must be finite in float32, found nan \(3 such numbers\).*nan_to_num",
-        ),
+        ({"x": np.eye(4, 3)}, "for the same number of vertices, are for 4, 5, 5, 5, 5"),
+        ({"x": NAN}, r"x\[0, 0\]: features must be finite in float32, found nan \(3 .*nan_to_num"),
         ({"x": np.full((5, 3), 1e300)}, "features must be finite in float32, found inf"),
         ({"x": np.zeros((5, 0))}, "x: must have 1 to"),
         ({"x": np.full((5, 3), "a")}, "x: must hold"),
         ({"x_indptr": np.zeros(6, int)}, "given twice, dense and sparse"),
         ({"x": None, "x_indptr": np.zeros(6, int)}, "x_indices: missing"),
         (
-            {"x": None, "x_indptr": np.zeros(6, int), "x_indices": [0], "x_shape": [5, 3]},
+            CSR | {"x_indptr": np.zeros(6, int)},
             r"x_indptr: must rise from 0 to len\(x_indices\) = 1",
         ),
-        (
-            {"x": None, "x_indptr": [0, 1, 1, 1, 1, 1], "x_indices": [3], "x_shape": [5, 3]},
-            r"cannot be read as a CSR .*must be < 3",
-        ),
-        (
-            {"x": None, "x_indptr": [0, 1, 1, 1, 1, 1], "x_indices": [0], "x_shape": [5, 2**40]},
-            r"x_shape: must be \[5, features\] with 1 to",
-        ),
-        (
-            {
-                "x": None,
-                "x_indptr": [0, 1, 1, 1, 1, 1],
-                "x_indices": [0],
-                "x_data": [np.inf],
-                "x_shape": [5, 3],
-            },
-            r"x_data\[0\]: features must",
-        ),
+        (CSR | {"x_indices": [3]}, r"cannot be read as a CSR .*must be < 3"),
+        (CSR | {"x_shape": [5, 2**40]}, r"x_shape: must be \[5, features\] with 1 to"),
+        (CSR | {"x_data": [np.inf]}, r"x_data\[0\]: features must"),
         ({"y": [0, 1, 0, -2, 0]}, r"y\[3\]: labels must be class ids .* found -2"),
         ({"y": [-1, 1, 0, 1, 0]}, r"y\[0\]: a training vertex needs a label, found none"),
         (
             {"y": [0, 1, 0, 1, 99]},
-            (
-                r"y\[4\]: labels must be class ids 0 to C-1 without large gaps, but the highest is"
-                r" 99 and only 3"
-            ),
+            r"y\[4\]: .*without large gaps, but the highest is 99 and only 3",
         ),
         (
-            {"y": [0, 1, 0, 1, 2], "meta": json.dumps({"classes": 2})},
-            r"y\[4\]: labels must be class ids 0 to 1 .* found 2",
+            {"y": [0, 1, 0, 1, 2], "meta": '{"classes": 2}'},
+            r"y\[4\]: .*class ids 0 to 1 .* found 2",
         ),
         ({"y": [2.0**60, 1, 0, 1, 0]}, r"y\[0\]: labels must be whole class ids .* 1\.15"),
         ({"y": [0.5, 1, 0, np.inf, 0]}, r"y\[3, 0\]: numbers to predict must be finite"),
+        ({"y": NAN}, r"y\[0, 0\]: multi-label targets \[N, C\] must lie in \[0, 1\], found \[nan"),
         (
-            {"y": NAN},
-            r"y\[0, 0\]: multi-label targets \[N, C\] must lie in \[0, 1\], found \[nan\]",
+            {"y": [[0, 0], [3, 3], [2, 2], [1, 1], [0, 0]]},
+            r"y\[1, 0\]: .* found \[3\]; save 0 or 1 for",
+        ),
+        (
+            {"src": None, "dst": None, "node_feat": np.eye(5)},
+            r"edge_index \[2, E\], .* found node_feat, .*x, y$",
         ),
         ({"train_mask": [False] * 5}, "train_mask: marks no vertex"),
         ({"train_mask": [0, 1, 2, 0, 0]}, r"train_mask\[2\]: must hold booleans, .* found 2"),
         (
             {"test_mask": SMALL["train_mask"]},
-            r"train_mask, test_mask: must not overlap, share 2 vertices \(first: 0\)",
+            r"train_mask, test_mask: .*share 2 vertices \(first: 0",
         ),
         ({"meta": "{"}, "meta: not JSON"),
         ({"meta": "[1]"}, "meta: must be a JSON object"),
         ({"meta": json.dumps({"vertices": -5})}, "meta.vertices: must be a whole number"),
         ({"x": [[1, None]]}, "x: holds pickled Python objects, which are never loaded"),
+        (EDGES_ALONE | {"src": [], "dst": []}, r"the graph is empty \(0 vertices\)"),
         (
-            {name: None for name in SMALL} | {"src": np.zeros(0, int), "dst": np.zeros(0, int)},
-            r"the graph is empty \(0 vertices\)",
+            EDGES_ALONE | {"meta": '{"vertices": 1000000000000}'},
+            "must be a whole number of 0 to 2,147",
         ),
         (
-            {name: None for name in SMALL}
-            | {"src": [0], "dst": [1], "meta": json.dumps({"vertices": 10**12})},
-            "meta.vertices: must be a whole number of 0 to 2,147,483,647",
-        ),
-        (
-            {name: None for name in SMALL} | {"src": [0], "dst": [2**31 - 2]},
-            "vertices with 128 stand-in features would take .*, more than",
+            EDGES_ALONE | {"dst": [2**31 - 2]},
+            "vertices with 128 stand-in features would take .*, more",
         ),
     ],
 )
@@ -482,17 +438,6 @@ def test_features_labels_and_splits_have_the_names_of_other_libraries_too(save, 
         load(save(train_mask=None, train_idx=np.zeros(3, int)))
 
 
-def test_without_edges_all_arrays_of_the_file_are_listed(save):
-    with pytest.raises(SpecError, match=r"edge_index \[2, E\], .* found node_feat, .*x, y$"):
-        load(save(src=None, dst=None, node_feat=np.eye(5)))
-
-
-def test_class_ids_in_two_columns_are_told_the_remedy(save):
-    column = np.array([[0], [3], [2], [1], [0]])
-    with pytest.raises(SpecError, match=r"y\[1, 0\]: .* found \[3\]; save 0 or 1 for each class"):
-        load(save(y=np.hstack([column, column])))
-
-
 def test_own_features_take_no_width(save):
     with pytest.raises(SpecError, match="the file has its own"):
         load(save() + "?features=7")
@@ -504,13 +449,8 @@ def test_own_features_take_no_width(save):
 def test_the_default_graph():
     graph = load("synthetic:community?vertices=20000&edges=1000000&features=128&classes=16&seed=0")
     stats = graph.stats
-    assert (stats.vertices, stats.edges, stats.features, stats.classes, stats.train_vertices) == (
-        20_000,
-        1_000_000,
-        128,
-        16,
-        12_000,
-    )
+    assert (stats.vertices, stats.edges, stats.features) == (20_000, 1_000_000, 128)
+    assert (stats.classes, stats.train_vertices) == (16, 12_000)
     assert stats.hash == load("synthetic:community").stats.hash  # the embedded default
     both = graph.adjacency
     assert (both != both.T).nnz == 0 and both.diagonal().sum() == 0
@@ -541,13 +481,12 @@ def test_generated_graphs_have_exactly_the_edges_asked_for(
     vertices, density, classes, seed, mixing
 ):
     edges = int(density * vertices * (vertices - 1))
-    classes = min(classes, vertices)
-    source = f"synthetic:community?vertices={vertices}&edges={edges}&classes={classes}&seed={seed}&mixing={mixing:.3f}&features=4"
-    if round(0.6 * vertices) and classes:
-        graph = load(source)
-        assert graph.stats.edges == edges // 2 * 2
-        assert (graph.adjacency != graph.adjacency.T).nnz == 0
-        assert graph.stats.hash == load(source).stats.hash
+    source = f"synthetic:community?vertices={vertices}&edges={edges}&seed={seed}&features=4"
+    source += f"&classes={min(classes, vertices)}&mixing={mixing:.3f}"
+    graph = load(source)
+    assert graph.stats.edges == edges // 2 * 2
+    assert (graph.adjacency != graph.adjacency.T).nnz == 0
+    assert graph.stats.hash == load(source).stats.hash
 
 
 @pytest.mark.parametrize(
@@ -602,17 +541,12 @@ def test_chances_of_rmat_above_1_are_refused():
 
 def test_statistics(tmp_path):
     path = tmp_path / "reddit.yaml"
-    path.write_text(
-        "vertices: 232965\nedges: 114615892\nfeatures: 602\nclasses: 41\ntrain_fraction:"
-        " 0.66\nhalo_rows: {2: 1000, 8: 5000}\n"
-    )
+    sizes = "vertices: 232965\nedges: 114615892\nfeatures: 602\nclasses: 41\n"
+    path.write_text(sizes + "train_fraction: 0.66\nhalo_rows: {2: 1000, 8: 5000}\n")
     stats = load(str(path))
     assert isinstance(stats, GraphStats) and not stats.known and stats.name == "reddit"
-    assert (stats.vertices, stats.train_vertices, dict(stats.halo_rows)) == (
-        232_965,
-        153_757,
-        {2: 1000, 8: 5000},
-    )
+    assert (stats.vertices, stats.train_vertices) == (232_965, 153_757)
+    assert dict(stats.halo_rows) == {2: 1000, 8: 5000}
 
 
 @pytest.mark.parametrize(

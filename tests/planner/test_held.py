@@ -63,11 +63,11 @@ def test_nothing_of_memory_is_computed_until_it_is_asked(problem, monkeypatch):
     def computed(*_: object, **__: object) -> None:
         raise AssertionError
 
-    examples = [parse(e.strategy) for family in families(problem) for e in family.examples]
     for room in (of_layers, of_chunks, of_stages, of_columns):
         monkeypatch.setattr(room, "footprint", computed)
     monkeypatch.setattr(of_tiles, "keeps", computed)
-    for strategy in (each.settle(problem) for each in examples):
+    for example in (example for family in families(problem) for example in family.examples):
+        strategy = parse(example.strategy).settle(problem)
         strategy.predict(problem)
         with pytest.raises(AssertionError):
             strategy.memory(problem)

@@ -27,53 +27,36 @@ def batch(
     groups: tuple[int, ...], seeds: int = 40, fanouts: tuple[int, ...] = (5, 3, 2), seed: int = 0
 ) -> MiniBatch:
     """Seeds shared out over the groups, vertices owned at random."""
-    chosen = np.random.default_rng(seed).permutation(GRAPH.stats.vertices)[:seeds]
-    count, size = len(set(groups)), groups.count(0)
-    frontiers = [
-        frontier(GRAPH, share, fanouts, seed, 0, 0) for share in np.array_split(chosen, count)
-    ]
-    member = (
-        np.random.default_rng(seed + 1).integers(0, size, GRAPH.stats.vertices)
-        if size > 1
-        else None
-    )
+    n, count, size = GRAPH.stats.vertices, len(set(groups)), groups.count(0)
+    chosen = np.random.default_rng(seed).permutation(n)[:seeds]
+    parts = np.array_split(chosen, count)
+    frontiers = [frontier(GRAPH, share, fanouts, seed, 0, 0) for share in parts]
+    member = np.random.default_rng(seed + 1).integers(0, size, n) if size > 1 else None
     return MiniBatch(GRAPH, frontiers, groups, member, first_varying=1)
 
 
 @pytest.mark.parametrize("groups", GROUPS.values(), ids=GROUPS)
 @pytest.mark.parametrize("fanouts", [(5, 3, 2), (4,), (ALL, 2), (300, ALL)], ids=str)
 def test_ranks_of_a_group_share_its_frontier(groups, fanouts):
+    """And every halo row comes from its owner."""
     made = batch(groups, fanouts=fanouts)
     for group, found in enumerate(made._frontiers):
         ranks = [rank for rank, of in enumerate(groups) if of == group]
         for h, nodes in enumerate(found.nodes):
-            assert sorted(
-                np.concatenate([made.rows(rank, h) for rank in ranks]).tolist()
-            ) == sorted(nodes.tolist())
+            together = np.concatenate([made.rows(rank, h) for rank in ranks])
+            assert sorted(together.tolist()) == sorted(nodes.tolist())
         for layer, (indptr, places) in enumerate(found.edges, start=1):
-            expected = sorted(
-                zip(
-                    np.repeat(found.nodes[layer], np.diff(indptr)).tolist(),
-                    GRAPH.indices[places].tolist(),
-                    strict=True,
-                )
-            )
-            edges = []
+            ends = np.repeat(found.nodes[layer], np.diff(indptr)), GRAPH.indices[places]
+            expected, edges = sorted(zip(*map(np.ndarray.tolist, ends), strict=True)), []
             for rank in ranks:
                 piece, rows = made.piece(rank, layer), made.rows(rank, layer)
                 sources = np.concatenate([made.rows(rank, layer - 1), piece.halo])
                 starts, local = made.block(rank, layer)
                 assert sources[: rows.size].tolist() == rows.tolist()
                 assert piece.edges == local.size
-                edges += zip(
-                    np.repeat(rows, np.diff(starts)).tolist(), sources[local].tolist(), strict=True
-                )
+                ends = np.repeat(rows, np.diff(starts)), sources[local]
+                edges += zip(*map(np.ndarray.tolist, ends), strict=True)
             assert sorted(edges) == expected
-
-
-@pytest.mark.parametrize("groups", GROUPS.values(), ids=GROUPS)
-def test_every_halo_row_comes_from_its_owner(groups):
-    made = batch(groups)
     for layer in range(1, made.layers + 1):
         sends = made.facts(layer).sends
         for rank in range(made.ranks):
@@ -84,8 +67,7 @@ def test_every_halo_row_comes_from_its_owner(groups):
             assert np.concatenate(arriving).tolist() == made.piece(rank, layer).halo.tolist()
             assert [rows.size for rows in arriving] == sends[:, rank].tolist()
             assert all(groups[peer] == groups[rank] for peer in np.flatnonzero(sends[:, rank]))
-        if len(set(groups)) == made.ranks:
-            assert not sends.any()
+        assert len(set(groups)) < made.ranks or not sends.any()
 
 
 @settings(max_examples=examples(30))
@@ -93,19 +75,13 @@ def test_every_halo_row_comes_from_its_owner(groups):
 def test_splitting_computes_each_row_once_and_data_parallel_never_fewer(seeds, ranks, seed):
     """GSplit Table 1: what data parallelism computes and loads beyond the mini-batch is what its
     ranks have in common."""
-    seeds = max(seeds, ranks)
-    split, apart, alone = (
-        batch((0,) * ranks, seeds, seed=seed),
-        batch(tuple(range(ranks)), seeds, seed=seed),
-        batch((0,), seeds, seed=seed),
-    )
-    for layer in (1, 2, 3):
-        edges = [int(made.facts(layer).edges.sum()) for made in (split, apart, alone)]
-        assert edges[0] == edges[2] <= edges[1]
-    loaded = [
-        sum(made.rows(rank, 0).size for rank in range(made.ranks)) for made in (split, apart, alone)
-    ]
-    assert loaded[0] == loaded[2] <= loaded[1]
+    counts = []
+    for groups in ((0,) * ranks, (0,), tuple(range(ranks))):
+        made = batch(groups, max(seeds, ranks), seed=seed)
+        edges = [int(made.facts(layer).edges.sum()) for layer in (1, 2, 3)]
+        counts.append([*edges, sum(made.rows(rank, 0).size for rank in range(made.ranks))])
+    split, alone, apart = counts
+    assert split == alone and all(np.less_equal(alone, apart))
 
 
 def test_without_sampling_a_batch_is_the_whole_neighbourhood():

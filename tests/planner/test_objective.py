@@ -2,7 +2,9 @@
 reached."""
 
 import json
+from contextlib import suppress
 from dataclasses import replace
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -23,31 +25,26 @@ from gnnplan.planner.decision.objective import (
     Training,
 )
 from gnnplan.planner.decision.scale import scale
-from gnnplan.planner.decision.search import Search, bound_s, parts, search
+from gnnplan.planner.decision.search import Search, SearchResult, bound_s, parts, search
 from gnnplan.planner.decision.search import families as families_of
 from gnnplan.planner.evidence.accuracy import trainings
 from gnnplan.planner.gnn.workload import Workload
-from gnnplan.planner.graph.graph import Graph
 from gnnplan.planner.graph.load import load
 from gnnplan.planner.problem.inputs import apply_overrides, read_cluster
 from gnnplan.planner.problem.problem import Problem
 from gnnplan.planner.strategies import parse
 from gnnplan.planner.vocabulary.errors import GnnplanError, SpecError
+from gnnplan.testing.laws import GRAPHS
 
-GRAPH = load("synthetic:community?vertices=400&edges=6000&features=40&classes=5&seed=0")
+GRAPH = GRAPHS[0]
 STATS = GRAPH.stats
 
 
-def problem_of(*settings: str, cluster: str = "dgx_a100", **workload: Any) -> Problem:
+def problem_of(*settings: str, **workload: Any) -> Problem:
     """On two servers of two GPUs unless the settings say otherwise."""
     small = ["islands=[[0, 1]]", "nics=[[0, 1]]", "gpus_per_server=2"]
-    if cluster != "dgx_a100":
-        small = []
-    there, asked = apply_overrides(
-        read_cluster(cluster),
-        Workload.model_validate({"layers": 2, "hidden": 16} | workload),
-        [*small, *settings],
-    )
+    asked = Workload.model_validate({"layers": 2, "hidden": 16} | workload)
+    there, asked = apply_overrides(read_cluster("dgx_a100"), asked, [*small, *settings])
     return Problem(STATS, GRAPH, asked, there)
 
 
@@ -68,15 +65,20 @@ REACHED = ((10, 0.5), (20, 0.8), (30, 0.91))
 # -- cost and energy ------------------------------------------------------------------------------
 
 
-def test_cost_is_of_the_servers_that_are_rented_and_energy_of_the_gpus_that_train():
-    problem = problem_of("price=3.6", "device.power=300W", "gpus_per_server=2")
-    one = problem.placed((0,))
-    strategy = parse("graph_parallel")
-    assert Objective("cost").value(one, strategy, 10.0) == pytest.approx(2 * 0.001 * 10)
-    assert Objective("cost").value(problem, strategy, 10.0) == pytest.approx(4 * 0.001 * 10)
-    assert Objective("energy").value(one, strategy, 10.0) == pytest.approx(300 * 10)
-    assert Objective("energy").value(problem, strategy, 10.0) == pytest.approx(4 * 300 * 10)
-    assert Objective().value(problem, strategy, 10.0) == 10.0
+@pytest.mark.parametrize(
+    ("of", "one", "all_of_them"),
+    [
+        ("cost", 2 * 0.001 * 10, 4 * 0.001 * 10),
+        ("energy", 300 * 10, 4 * 300 * 10),
+        ("time", 10, 10),
+    ],
+)
+def test_cost_is_of_the_servers_that_are_rented_and_energy_of_the_gpus_that_train(
+    of, one, all_of_them
+):
+    problem, strategy = problem_of("price=3.6", "device.power=300W"), parse("graph_parallel")
+    for there, expected in ((problem.placed((0,)), one), (problem, all_of_them)):
+        assert Objective(of).value(there, strategy, 10.0) == pytest.approx(expected)
 
 
 @pytest.mark.parametrize("of", every(2, ["time", "cost", "energy"]))
@@ -87,25 +89,18 @@ def test_no_part_of_the_gpus_has_a_candidate_with_less(of):
     least = np.inf
     for gpus in [tuple(range(problem.ranks)), *parts(problem.cluster)]:
         part = problem.placed(gpus)
-        for family in families_of(part):
-            for strategy in family.candidates(part):
-                try:
-                    there = placed(part, strategy)
-                    one = evaluate_or_save_memory(there, strategy, objective)
-                except GnnplanError:
-                    continue
+        for strategy in (s for family in families_of(part) for s in family.candidates(part)):
+            with suppress(GnnplanError):
+                one = evaluate_or_save_memory(placed(part, strategy), strategy, objective)
                 least = min(least, one.value)
-    assert found.ranked[0].value == pytest.approx(least)
     values = [candidate.value for candidate in found.ranked]
-    assert values == sorted(values)
+    assert values == sorted(values) and values[0] == pytest.approx(least)
 
 
 @pytest.mark.slow
 def test_the_least_energy_is_on_fewer_gpus_and_the_plan_says_how_much():
-    problem = problem_of()
-    fast, frugal = search(problem), search(problem, objective=Objective("energy"))
-    assert frugal.best.problem.ranks == 1
-    document = plan.make(frugal)
+    assert frugal().best.problem.ranks == 1
+    document = plan.make(frugal())
     best = document["best"]
     assert document["objective"] == "energy" and "target_accuracy" not in document
     assert best["energy_j"] == pytest.approx(400 * best["epoch_s"])
@@ -115,15 +110,21 @@ def test_the_least_energy_is_on_fewer_gpus_and_the_plan_says_how_much():
     assert "energy per epoch: " in document["summary"]["range"]
     assert "cheapest in energy" in document["summary"]["sure"]
     assert any("dearer in energy" in line for line in document["explanation"])
+    fast = search(problem_of(), forced=parse("graph_parallel"))
     assert "energy_j" not in plan.make(fast)["best"]
     # another of its answers keeps what the objective counts
-    taken = take(document, problem, "NEXT")
+    taken = take(document, problem_of(), "NEXT")
     assert taken["best"]["energy_j"] == document["alternatives"][0]["energy_j"]
+
+
+@cache
+def frugal() -> SearchResult:
+    return search(problem_of(), objective=Objective("energy"))
 
 
 def test_the_power_is_doubted_as_its_source_says():
     """All candidates have the same GPUs, so the doubt widens the range and changes no choice."""
-    found = search(problem_of(), objective=Objective("energy"))
+    found = frugal()
     sure = search(problem_of("device.power=400"), objective=Objective("energy"))
     best, same = found.best, sure.best
     factor = best.drawn / best.drawn_s / (400 * best.problem.ranks)
@@ -143,23 +144,28 @@ def test_a_power_has_watts():
 # -- epochs to an accuracy ------------------------------------------------------------------------
 
 
-def test_epochs_are_the_geometric_mean_of_runs_in_the_middle_of_evaluations():
-    assert EpochsOfRuns.of([(50, 60)], "").usual == pytest.approx(55.5)
-    assert EpochsOfRuns.of([(59, 60)], "").usual == pytest.approx(60)
-    assert EpochsOfRuns.of([(39, 40), (89, 90)], "").usual == pytest.approx(60)
+@pytest.mark.parametrize(
+    ("runs", "usual"), [([(50, 60)], 55.5), ([(59, 60)], 60), ([(39, 40), (89, 90)], 60)]
+)
+def test_epochs_are_the_geometric_mean_of_runs_in_the_middle_of_evaluations(runs, usual):
+    assert EpochsOfRuns.of(runs, "").usual == pytest.approx(usual)
 
 
 def test_epochs_are_as_doubtful_as_runs_are_few_and_far_apart():
-    alone, three = EpochsOfRuns.of([(59, 60)], "a"), EpochsOfRuns.of([(59, 60)] * 3, "a")
+    alone, three, scattered, coarse = (
+        EpochsOfRuns.of(runs, "a")
+        for runs in (
+            [(59, 60)],
+            [(59, 60)] * 3,
+            [(29, 30), (59, 60), (119, 120)],
+            [(50, 60)],  # one of ten epochs, nobody knows which
+        )
+    )
     assert alone.spread == pytest.approx(SEED_SPREAD * 2**0.5)
     assert three.spread == pytest.approx(SEED_SPREAD * (PRIOR / (PRIOR + 2) * 4 / 3) ** 0.5)
-    scattered = EpochsOfRuns.of([(29, 30), (59, 60), (119, 120)], "a")
-    assert scattered.spread > three.spread
-    assert (
-        EpochsOfRuns.of([(50, 60)], "a").spread > alone.spread
-    )  # one of ten epochs, nobody knows which
-    assert np.median(alone.drawn) == pytest.approx(60, rel=0.01)
-    low, high = np.quantile(alone.drawn, (0.1, 0.9))
+    assert scattered.spread > three.spread and coarse.spread > alone.spread
+    low, median, high = np.quantile(alone.drawn, (0.1, 0.5, 0.9))
+    assert median == pytest.approx(60, rel=0.01)
     assert np.log(high / low) / 2 / 1.2816 == pytest.approx(alone.spread, rel=0.02)
     assert alone.drawn.shape == (DRAWS,) and EpochsOfRuns.of([(0, 1)], "a").drawn.min() >= 1
     assert "from 1 run, so how far seeds differ is assumed" in str(alone)
@@ -169,8 +175,7 @@ def test_epochs_are_as_doubtful_as_runs_are_few_and_far_apart():
 def test_runs_of_any_exact_strategy_count_for_all_and_those_of_lossy_ones_for_themselves():
     problem = problem_of()  # 4 ranks
     exact = training("gnnpipe(stages=2,chunks=1)", *REACHED, seed=1, epochs=30)
-    stale = training("pipegcn", (10, 0.95), ranks=4)
-    target = Target(0.9, [exact, stale])
+    target = Target(0.9, [exact, training("pipegcn", (10, 0.95), ranks=4)])
 
     def usual(strategy: str, there: Problem = problem) -> float | None:
         epochs = target.epochs(there, parse(strategy).settle(there))
@@ -182,12 +187,12 @@ def test_runs_of_any_exact_strategy_count_for_all_and_those_of_lossy_ones_for_th
     assert usual("pipegcn", problem.placed((0, 1))) is None  # fewer parts have less stale rows
     assert usual("pipegcn_gf") is usual("bns(p=0.1)") is None
     # exact ones draw the same epochs, so nothing but the epoch tells them apart
-    names = ("graph_parallel", "granndis", "pipegcn", "pipegcn(narrow=True)")
-    drawn = [target.epochs(problem, parse(name)) for name in names]
-    assert all(drawn)
-    first, second, third, fourth = (one.drawn / one.usual for one in drawn if one)
-    assert (first == second).all() and (third == fourth).all()
-    assert abs(np.corrcoef(first, third)[0, 1]) < 0.3
+    drawn = [
+        target.epochs(problem, parse(name)).drawn / target.epochs(problem, parse(name)).usual
+        for name in ("graph_parallel", "granndis", "pipegcn", "pipegcn(narrow=True)")
+    ]
+    assert (drawn[0] == drawn[1]).all() and (drawn[2] == drawn[3]).all()
+    assert abs(np.corrcoef(drawn[0], drawn[2])[0, 1]) < 0.3
 
 
 @pytest.mark.parametrize(
@@ -237,74 +242,73 @@ def test_a_lossy_strategy_wins_where_runs_show_that_it_takes_less_time():
         objective = Objective(target=Target(0.9, [exact, stale]))
         found = search(problem, may_use_fewer=False, objective=objective)
         assert (not found.best.strategy.exact) == wins
-        assert any(name == "pipegcn" for name in (c.strategy.name for c in found.ranked))
+        assert "pipegcn" in {candidate.strategy.name for candidate in found.ranked}
     document = plan.make(found)
-    best = document["best"]
+    best, summary = document["best"], document["summary"]
     assert document["target_accuracy"] == 0.9
     assert document["evidence"] == ["runs/graph_parallel", "runs/pipegcn"]
     assert best["epochs_to_accuracy"] == pytest.approx(5)
     assert best["time_to_accuracy_s"] == pytest.approx(5 * best["epoch_s"])
-    assert best["time_to_accuracy_low_s"] < best["time_to_accuracy_s"]
-    assert best["time_to_accuracy_s"] < best["time_to_accuracy_high_s"]
-    assert best["epoch_low_s"] < best["epoch_s"] < best["epoch_high_s"]  # of an epoch as ever
-    assert "to an accuracy of 0.9" in document["summary"]["cost"]
-    assert "from 1 run, so how far seeds differ is assumed" in document["summary"]["range"]
+    for what in ("time_to_accuracy", "epoch"):  # of an epoch as ever
+        assert best[f"{what}_low_s"] < best[f"{what}_s"] < best[f"{what}_high_s"]
+    assert "to an accuracy of 0.9" in summary["cost"]
+    assert "from 1 run, so how far seeds differ is assumed" in summary["range"]
 
 
 def test_a_strategy_that_no_run_tells_of_is_rejected_as_not_covered():
-    problem = problem_of()
-    objective = Objective("energy", Target(0.9, [training("graph_parallel", *REACHED)]))
-    found = search(problem, objective=objective)
+    target = Target(0.9, [training("graph_parallel", *REACHED)])
+    found = search(problem_of(), objective=Objective("energy", target))
     assert all(candidate.strategy.exact for candidate in found.ranked)
-    reasons = dict(found.rejected)
-    assert reasons["pipegcn"].startswith(
+    assert dict(found.rejected)["pipegcn"].startswith(
         "not covered: no run given of it on 4 ranks shows in how many epochs it reaches a"
         " validation accuracy of 0.9"
     )
-    assert found.best.value == pytest.approx(
-        25.5 * 400 * found.best.problem.ranks * float(found.best.predicted.epoch_s)
-    )
+    best = found.best
+    energy = 25.5 * 400 * best.problem.ranks * float(best.predicted.epoch_s)
+    assert best.value == pytest.approx(energy)
 
 
-def test_a_target_that_nothing_covers_is_told_with_the_runs_that_would():
-    problem = problem_of(epochs=80)
+PIPE = "gnnpipe(stages=2,chunks=1)"
 
-    def told(*runs: Training, there: Problem = problem) -> str:
-        with pytest.raises(SpecError) as error:
-            search(there, objective=Objective(target=Target(0.95, runs)))
-        return str(error.value)
 
-    assert "(0 runs given)" in told()
-    assert "gnnplan plan --exact" in told()
-    assert "gnnplan run first.json --epochs 80 --eval-every 5 --out runs/first" in told()
-    low = told(training("graph_parallel", *REACHED))
-    assert "best accuracy is 0.9100, in runs/graph_parallel" in low
-    assert "gnnplan run --resume runs/graph_parallel --epochs 60" in low
-    elsewhere = told(training("pipegcn", (10, 0.99), ranks=2))
-    assert "pipegcn on 2 ranks" in elsewhere and "gnnplan plan --exact" in elsewhere
-    # where another seed got there, the run that did not is the one to go on with
-    both = told(
-        training("graph_parallel", (9, 0.96)),
-        training("gnnpipe(stages=2,chunks=1)", (9, 0), seed=1),
-    )
-    assert "gnnplan run --resume runs/gnnpipe" in both
+@pytest.mark.parametrize(
+    ("runs", "words"),
+    [
+        ([], r"\(0 runs given\)"),
+        ([], "gnnplan plan --exact"),
+        ([], "gnnplan run first.json --epochs 80 --eval-every 5 --out runs/first"),
+        ([training(*("graph_parallel", *REACHED))], "accuracy is 0.9100, in runs/graph_parallel"),
+        ([training(*("graph_parallel", *REACHED))], "run --resume runs/graph_parallel --epochs 60"),
+        ([training("pipegcn", (10, 0.99))], "pipegcn on 2 ranks.*gnnplan plan --exact"),
+        # where another seed got there, the run that did not is the one to go on with
+        (
+            [training("graph_parallel", (9, 0.96)), training(PIPE, (9, 0), seed=1)],
+            "gnnplan run --resume runs/gnnpipe",
+        ),
+    ],
+)
+def test_a_target_that_nothing_covers_is_told_with_the_runs_that_would(runs, words):
+    with pytest.raises(SpecError, match=f"(?s){words}"):
+        search(problem_of(epochs=80), objective=Objective(target=Target(0.95, runs)))
+
+
+def test_a_target_without_a_run_of_the_strategy_or_without_the_graph_is_told_so():
+    problem, none = problem_of(), Objective(target=Target(0.9, []))
     with pytest.raises(SpecError, match="gnnplan plan --strategy 'pipegcn'"):
-        search(problem, forced=parse("pipegcn"), objective=Objective(target=Target(0.9, [])))
-    stats = load("flickr")
-    assert not isinstance(stats, Graph)
-    unknown = Problem(stats, None, problem.workload, problem.cluster)
-    assert "give the graph itself" in told(there=unknown)
+        search(problem, forced=parse("pipegcn"), objective=none)
+    unknown = Problem(load("flickr"), None, problem.workload, problem.cluster)
+    with pytest.raises(SpecError, match="give the graph itself"):
+        search(unknown, objective=none)
 
 
 def test_sizes_are_compared_until_the_accuracy():
     problem = problem_of("price=2")
     target = Target(0.9, [training("graph_parallel", *REACHED)])
-    plain = scale(problem, [1, 2, 4], Search(exact=True))
+    plain = scale(problem, [1, 4], Search(exact=True))
     for of in ("time", "cost", "energy"):
-        found = scale(problem, [1, 2, 4], Search(exact=True, objective=Objective(of, target)))
-        assert [size.time_s for size in found.sizes] == pytest.approx(
-            [25.5 * size.time_s for size in plain.sizes]
-        )
+        found = scale(problem, [1, 4], Search(exact=True, objective=Objective(of, target)))
+        expected = [25.5 * size.time_s for size in plain.sizes]
+        assert [size.time_s for size in found.sizes] == pytest.approx(expected)
         assert found.best.best.value == min(size.best.value for size in found.sizes)
         larger = [size for size in found.sizes if size.gpus > found.best.gpus]
         assert found.worse_from is (larger[0] if larger else None)
@@ -359,21 +363,29 @@ def test_a_folder_without_runs_is_told(tmp_path):
             trainings([path])
 
 
+FULL = training("graph_parallel", *REACHED)
+QUICK = training("data_parallel", (1, 0.95), mode="mini", batch=64, fanout=(10, 10))
+SLOW = training("data_parallel", (1, 0.5), (9000, 0.95), mode="mini", batch=64)
+
+
 @pytest.mark.slow
-def test_a_size_has_the_better_of_full_graph_and_mini_batches():
+@pytest.mark.parametrize(
+    ("runs", "forced", "mode"),
+    [
+        ([FULL], None, "full"),
+        ([FULL, QUICK], None, "mini"),
+        ([FULL, SLOW], None, "full"),
+        ([FULL, QUICK], parse("graph_parallel"), "full"),
+        (None, None, "full"),
+    ],
+    ids=["full", "quick batches", "slow batches", "forced", "no target"],
+)
+def test_a_size_has_the_better_of_full_graph_and_mini_batches(runs, forced, mode):
     """The table says where one takes over from the other; without runs of both it has one mode."""
-    problem = problem_of(batch=64)
-    full = training("graph_parallel", *REACHED)
-    quick = training("data_parallel", (1, 0.95), mode="mini", batch=64, fanout=(10, 10))
-    slow = training("data_parallel", (1, 0.5), (9000, 0.95), mode="mini", batch=64)
-    for runs, mode in (([full], "full"), ([full, quick], "mini"), ([full, slow], "full")):
-        objective = Objective(target=Target(0.9, runs))
-        found = scale(problem, [1, 4], Search(exact=True, objective=objective))
-        assert [(size.gpus, size.mode) for size in found.sizes] == [(1, mode), (4, mode)]
-    assert scale(problem, [1, 4], Search(exact=True)).sizes[0].mode == "full"
-    forced = Objective(target=Target(0.9, [full, quick]))
-    found = scale(problem, [1], Search(forced=parse("graph_parallel"), objective=forced))
-    assert found.sizes[0].mode == "full"
+    objective = Objective(target=Target(0.9, runs)) if runs else Objective()
+    how = Search(exact=forced is None, forced=forced, objective=objective)
+    found = scale(problem_of(batch=64), [1], how)
+    assert [(size.gpus, size.mode) for size in found.sizes] == [(1, mode)]
 
 
 def test_fewer_gpus_are_asked_where_few_vertices_train():

@@ -6,12 +6,13 @@ from typing import Any
 
 import numpy as np
 import pytest
+from asked import changed, on
 
-from gnnplan.planner.cluster.spec import Cluster, Device, Link
+from gnnplan.planner.cluster.spec import Link
 from gnnplan.planner.decision.explain import explain
 from gnnplan.planner.decision.search import search
 from gnnplan.planner.gnn.footprint import RUNTIME
-from gnnplan.planner.gnn.workload import Workload
+from gnnplan.planner.graph.graph import Graph
 from gnnplan.planner.graph.load import load
 from gnnplan.planner.ownership.layout import Layout
 from gnnplan.planner.problem.problem import Problem
@@ -20,6 +21,7 @@ from gnnplan.planner.strategies.layerwise.chunked import ChunkedStep
 from gnnplan.planner.strategies.program import memory as program_memory
 from gnnplan.planner.vocabulary.errors import Infeasible, SpecError
 from gnnplan.simulator.player import play
+from gnnplan.testing import laws
 
 GRAPH = load("synthetic:community?vertices=3000&edges=20000&features=24&classes=5&seed=0")
 
@@ -28,15 +30,11 @@ def problem_of(
     memory: float = 1e9, gpus: int = 1, kind: str = "cuda", known: bool = True, **more: Any
 ) -> Problem:
     """`memory`: of a device, beside its runtime."""
-    cluster = Cluster(
-        gpus_per_server=gpus,
-        device=Device(kind=kind, memory=RUNTIME[kind] + memory, gemm=1e12, memory_bandwidth=1e11),
-        intra_node=Link(bandwidth=1e10),
-        host=more.pop("host", None),
-        host_memory=more.pop("host_memory", None),
-    )
-    workload = Workload(**{"model": "sage", "layers": 3, "hidden": 16, "dropout": 0.5, **more})
-    return Problem(GRAPH.stats, GRAPH if known else None, workload, cluster)
+    device = {"kind": kind, "memory": RUNTIME[kind] + memory, "gemm": 1e12, "launch": 8e-6}
+    where = changed(laws.cluster(1, gpus, **device), host=more.pop("host", None))
+    asked = {"model": "sage", "layers": 3, "hidden": 16, "dropout": 0.5, **more}
+    problem = laws.problem_of(GRAPH, where, **asked)
+    return problem if known else replace(problem, graph=None)
 
 
 def needed(problem: Problem, text: str) -> float:
@@ -48,17 +46,19 @@ def needed(problem: Problem, text: str) -> float:
 # -- bytes -------------------------------------------------------------------------------------
 
 
+def reads(graph: Graph, rows: np.ndarray) -> set[int]:
+    """These rows and their neighbours."""
+    return set(rows).union(*(graph.indices[graph.indptr[v] : graph.indptr[v + 1]] for v in rows))
+
+
 def test_bytes_are_those_of_the_rows_that_chunks_read():
     """GraphSAGE: edges in both directions with places (12) and two weights (8), ends of offsets,
     ids of the rows read (8); labels (8) and the places of those trained on (8)."""
     problem, chunks = problem_of(), 4
-    chunk, graph = problem.chunk_of(chunks), problem.graph
-    widths = (24, 16, 16, 5)
-    loaded = stored = 0
+    chunk, widths, loaded, stored = problem.chunk_of(chunks), (24, 16, 16, 5), 0, 0
     for c in range(chunks):
         rows = np.flatnonzero(chunk == c)
-        neighbours = [set(graph.indices[graph.indptr[v] : graph.indptr[v + 1]]) for v in rows]
-        edges, read = sum(map(len, neighbours)), len(set(rows).union(*neighbours))
+        edges, read = int(GRAPH.degree[rows].sum()), len(reads(GRAPH, rows))
         block = 20 * edges + 4 * (len(rows) + 1 + read + 1) + 8 * read
         for layer in (1, 2, 3):
             loaded += block + 4 * read * widths[layer - 1]
@@ -67,7 +67,7 @@ def test_bytes_are_those_of_the_rows_that_chunks_read():
                 loaded += block + 4 * read * widths[layer - 1] + 4 * len(rows) * widths[layer]
             if layer > 1:
                 stored += 4 * read * widths[layer - 1]
-        loaded += 8 * len(rows) + 8 * int(graph.train[rows].sum())
+        loaded += 8 * len(rows) + 8 * int(GRAPH.train[rows].sum())
     assert Offload(chunks).moved(problem) == (loaded, stored)
 
 
@@ -77,37 +77,29 @@ def test_bytes_of_several_ranks_are_those_of_the_rows_that_others_have():
     loaded where it is, and its gradient stored there."""
     problem, chunks, ranks = problem_of(gpus=3), 4, 3
     layout = problem.chunked(chunks)
-    chunk, graph = layout.owner, layout.graph
+    chunk = layout.owner
     crossing = np.zeros((ranks, ranks), dtype=int)  # from, to
     for c in range(ranks * chunks):
-        rows = np.flatnonzero(chunk == c)
-        read = set(rows).union(
-            *(graph.indices[graph.indptr[v] : graph.indptr[v + 1]] for v in rows)
-        )
-        for rank in chunk[list(read)] // chunks:
+        for rank in chunk[list(reads(layout.graph, np.flatnonzero(chunk == c)))] // chunks:
             crossing[rank, c // chunks] += rank != c // chunks
-    ops = Offload(chunks).built(problem).step(0)
-
-    def sent(op: str, direction: str, layer: int) -> np.ndarray:
-        """[ranks, ranks]"""
+    ops, row = Offload(chunks).built(problem).step(0), 4 * 16
+    for op, direction, layer, rows in (
+        ("halo", "f", 2, crossing),
+        ("halo_again", "b", 2, crossing),
+        ("halo", "b", 2, crossing.T),
+        ("halo", "f", 3, crossing),
+        ("halo", "b", 3, crossing.T),
+    ):
         alike = [o for o in ops if (o.op, o.direction, o.layer) == (op, direction, layer)]
-        return sum((o.work.nbytes for o in alike), np.zeros((ranks, ranks), dtype=int))
-
-    row = 4 * 16
-    assert (sent("halo", "f", 2) == row * crossing).all()
-    assert (sent("halo_again", "b", 2) == row * crossing).all()
-    assert (sent("halo", "b", 2) == row * crossing.T).all()
-    assert (sent("halo", "f", 3) == row * crossing).all()
-    assert (sent("halo", "b", 3) == row * crossing.T).all()
+        assert (sum(np.asarray(o.work.nbytes) for o in alike) == row * rows).all()
     predicted = Offload(chunks).predict(problem)
     assert predicted.bytes["halo"] + predicted.bytes["halo_again"] == 5 * row * crossing.sum()
     # a chunk's own loads and stores are those of a chunk of one rank, wherever its rows are
-    owned = np.bincount(chunk, minlength=ranks * chunks)
-    alone = problem_of()
-    as_one = ChunkedStep.of(alone, Layout(graph, chunk, (0,) * (ranks * chunks), 3, 1))
+    count = ranks * chunks
+    as_one = ChunkedStep.of(problem_of(), Layout(layout.graph, chunk, (0,) * count, 3, 1))
     several = ChunkedStep.of(problem, layout)
     for direction, layer in (("f", 2), ("b", 2), ("f", 3)):
-        total = sum(float(as_one.loaded_bytes(direction, layer, c)[0]) for c in range(owned.size))
+        total = sum(float(as_one.loaded_bytes(direction, layer, c)[0]) for c in range(count))
         assert sum(several.loaded_bytes(direction, layer, c).sum() for c in range(chunks)) == total
 
 
@@ -124,13 +116,12 @@ def test_an_estimate_is_near_the_count():
 def test_an_estimate_for_several_ranks_is_near_the_count():
     """From the halos of as many parts as there are ranks, and chunks."""
     counted = problem_of(gpus=3)
-    halos = {
-        parts: problem_of(gpus=parts).layout().facts(2).received_rows.sum() for parts in (3, 12)
-    }
+    layouts = {parts: problem_of(gpus=parts).layout() for parts in (3, 12)}
+    halos = {parts: layout.facts(2).received_rows.sum() for parts, layout in layouts.items()}
     estimated = replace(counted, graph=None, stats=replace(counted.stats, halo_rows=halos))
     assert Offload(4).moved(estimated) == pytest.approx(Offload(4).moved(counted), rel=0.2)
-    crossing = Offload(4).predict(counted).bytes["halo"]
-    assert Offload(4).predict(estimated).bytes["halo"] == pytest.approx(crossing, rel=0.3)
+    told, crossing = (Offload(4).predict(p).bytes["halo"] for p in (estimated, counted))
+    assert told == pytest.approx(crossing, rel=0.3)
 
 
 def seconds(chunks: int, rate: float, **more: Any) -> float:
@@ -178,17 +169,14 @@ def test_a_plan_uses_it_where_nothing_else_fits():
 
 @pytest.mark.slow
 def test_it_takes_all_gpus_that_have_too_little_memory_together_where_they_are_faster(monkeypatch):
-    monkeypatch.setattr(
-        program_memory, "COMMUNICATOR", 0.0
-    )  # one GPU has none, and this graph is small
+    # one GPU has none, and this graph is small
+    monkeypatch.setattr(program_memory, "COMMUNICATOR", 0.0)
     least = needed(problem_of(gpus=4), "graph_parallel(checkpoint=True)")
     problem = problem_of(memory=0.9 * least, gpus=4)
-    found = search(problem)
-    assert isinstance(found.best.strategy, Offload) and found.best.problem.ranks == 4
-    slow = problem.cluster.model_copy(update={"intra_node": Link(bandwidth=1e6)})
-    slow = slow.model_copy(update={"host": Link(bandwidth=1e10)})
-    found = search(replace(problem, cluster=slow))
-    assert isinstance(found.best.strategy, Offload) and found.best.problem.ranks == 1
+    slow = on(problem, intra_node=Link(bandwidth=1e6), host=Link(bandwidth=1e10))
+    for asked, ranks in ((problem, 4), (slow, 1)):
+        best = search(asked).best
+        assert isinstance(best.strategy, Offload) and best.problem.ranks == ranks
 
 
 def test_few_training_vertices_are_trained_on_few_rows():
@@ -197,27 +185,16 @@ def test_few_training_vertices_are_trained_on_few_rows():
     whole = problem_of(host=Link(bandwidth=1e8, latency=0.0))
     train = np.arange(GRAPH.stats.vertices) < 30
     graph = replace(whole.graph, train=train, stats=replace(GRAPH.stats, train_vertices=30))
-    asked = Problem(graph.stats, graph, whole.workload, whole.cluster)
+    asked = replace(whole, graph=graph, stats=graph.stats)
     all_rows, few = Offload(4), Offload(4, trim=True)
     assert sum(few.moved(asked)) < 0.5 * sum(all_rows.moved(asked))
     assert few.predict(asked).epoch_s < 0.7 * all_rows.predict(asked).epoch_s
-    memory = asked.cluster.model_copy(
-        update={
-            "device": asked.cluster.device.model_copy(
-                update={
-                    "memory": RUNTIME["cuda"]
-                    + needed(asked, "graph_parallel(checkpoint=True,trim=True)") / 2
-                }
-            )
-        }
-    )
-    found = search(replace(asked, cluster=memory)).best
+    room = RUNTIME["cuda"] + needed(asked, "graph_parallel(checkpoint=True,trim=True)") / 2
+    found = search(on(asked, memory=room)).best
     assert isinstance(found.strategy, Offload) and found.strategy.trim
-    assert found.memory_bytes <= memory.device.memory
+    assert found.memory_bytes <= room
     # the edges of an evaluation are there too, but not its gradients
-    held = [
-        sum(float(use.max()) for use in one.host_memory(asked).values()) for one in (few, all_rows)
-    ]
+    held = [sum(float(use.max()) for use in s.host_memory(asked).values()) for s in (few, all_rows)]
     assert held[1] < held[0] < 2 * held[1]
 
 
@@ -235,32 +212,18 @@ def test_cpu_ranks_have_no_other_memory_unless_the_cluster_says_so():
     problem = problem_of(memory=least / 2, kind="cpu")
     with pytest.raises(Infeasible, match=r"offload\(chunks=1\) needs"):
         search(problem)
-    apart = replace(problem, cluster=problem.cluster.model_copy(update={"host_memory": 1e9}))
-    assert isinstance(search(apart).best.strategy, Offload)
+    assert isinstance(search(on(problem, host_memory=1e9)).best.strategy, Offload)
 
 
 @pytest.mark.slow
 def test_a_servers_memory_has_an_end():
     problem = problem_of(memory=needed(problem_of(), "graph_parallel(checkpoint=True)") / 2)
-    small = replace(problem, cluster=problem.cluster.model_copy(update={"host_memory": 1e4}))
     with pytest.raises(Infeasible, match=r"offload\(chunks=\d+\) has .* --set host_memory="):
-        search(small)
+        search(on(problem, host_memory=1e4))
 
 
-# -- what it refuses ---------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("text", "more", "rule"),
-    [
-        ("offload", {"model": "gcnii"}, r"the encoder's rows .* \(model: gcnii\)"),
-        ("offload(chunks=0)", {}, r"\[1, 1024\].*\(chunks: 0, ranks: 1\); use chunks=1,"),
-        ("offload(chunks=4000)", {}, r"\(chunks: 4000, ranks: 1\); use chunks=1024"),
-        ("offload(chunks=400)", {"gpus": 4}, r"\(chunks: 400, ranks: 4\); use chunks=256"),
-        ("offload", {"mode": "mini"}, "trains on the full graph"),
-    ],
-)
-def test_what_does_not_suit_is_refused(text, more, rule):
-    problem = problem_of(**more)
-    with pytest.raises(SpecError, match=rule):
-        parse(text).settle(problem).check(problem)
+@pytest.mark.parametrize(("gpus", "chunks", "most"), [(1, 4000, 1024), (4, 400, 256)])
+def test_chunks_have_an_end(gpus, chunks, most):
+    problem, many = problem_of(gpus=gpus), Offload(chunks)
+    with pytest.raises(SpecError, match=rf"\(chunks: {chunks}, ranks: {gpus}\); use chunks={most}"):
+        many.settle(problem).check(problem)

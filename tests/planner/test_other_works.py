@@ -12,11 +12,10 @@ from gnnplan.papers import calibrate, interpret, their_software
 from gnnplan.papers.figures import predict
 from gnnplan.papers.interpret import TESTBEDS, question
 from gnnplan.papers.published import evaluate_rows, is_inside
-from gnnplan.papers.question import Row, Skip
+from gnnplan.papers.question import Skip
 from gnnplan.papers.rows import COLUMNS, read
 from gnnplan.planner.cluster.doubt import range_of
 from gnnplan.planner.cluster.scaling import multiplied
-from gnnplan.planner.cluster.spec import Cluster
 from gnnplan.planner.problem.inputs import read_cluster
 from gnnplan.planner.strategies import parse
 
@@ -44,20 +43,16 @@ def test_rows_say_where_they_are_printed():
 def test_nothing_is_fitted_to_them():
     """Their testbeds are as datasheets say, and constants of their software are the other half's:
     no work gave a constant that it is predicted with."""
-    of_half = [their_software.kept(works[0]) for works in their_software.HALVES]
-    assert of_half[0] != of_half[1]
+    first, second = their_software.HALVES
+    assert their_software.kept(first[0]) != their_software.kept(second[0])
     for each in ROWS:
         assert not calibrate.gave_a_constant(each), each["line"]
         if each["testbed"]:
             assert calibrate.calibrated(each) == interpret.testbed(each)
-            params = json.loads(each["strategy_params"] or "{}")
-            is_first = each["paper"] in their_software.HALVES[0]
-            assert ("software" not in params) or (
-                is_first or each["paper"] in their_software.HALVES[1]
-            )
-            assert ("software" in params) == (each["metric"] == "epoch_time_s"), each["line"]
-            if "software" not in params:
-                assert interpret.testbed(each) == interpret.whole(each)
+            has_software = "software" in json.loads(each["strategy_params"] or "{}")
+            assert not has_software or each["paper"] in {*first, *second}
+            assert has_software == (each["metric"] == "epoch_time_s"), each["line"]
+            assert has_software or interpret.testbed(each) == interpret.whole(each)
 
 
 @pytest.mark.nightly
@@ -141,25 +136,19 @@ def test_epochs_are_summed_up_by_kind_and_by_gpus():
     one["value"], two["value"] = str(predict(one) / 1000), str(predict(two) / 750)
     found = evaluate_rows([one, two])
     assert found["scaling"] == {"n": 1, "median": pytest.approx(1 / 4)}
-    kinds = found["kinds"]
-    assert kinds["mini-batches, one GPU"] == {
-        "n": 1,
-        "median": pytest.approx(999),
-        "ranges": 1,
-        "in_range": 0,
-    }
+    kinds, alone = found["kinds"], "mini-batches, one GPU"
+    median = pytest.approx(999)
+    assert kinds[alone] == {"n": 1, "median": median, "ranges": 1, "in_range": 0}
     assert kinds["mini-batches, several GPUs"]["median"] == pytest.approx(749)
     one["value"] = str(predict(one))
-    assert evaluate_rows([one])["kinds"]["mini-batches, one GPU"]["in_range"] == 1
+    assert evaluate_rows([one])["kinds"][alone]["in_range"] == 1
 
 
 def test_samplers_are_rivals():
     """The same strategy whose sampler is elsewhere: print may say that one of them is faster."""
+    batches = {"batch": 1000, "fanout": [10, 25]}
     host, device = (
-        row(
-            dataset="ogbn-papers100M",
-            strategy_params={"batch": 1000, "fanout": [10, 25], "sampler": place},
-        )
+        row(dataset="ogbn-papers100M", strategy_params=batches | {"sampler": place})
         for place in ("host", "device")
     )
     faster = predict(device) < predict(host)
@@ -187,25 +176,20 @@ def test_features_in_half_width_load_faster_and_faster_yet_if_the_gpu_reads_them
     assert whole > half > of_software(workers=32, reads="device", feature_bytes=2)
 
 
+def of_full_graph(**changed: object) -> dict[str, str]:
+    return row(strategy="graph_parallel", **changed)
+
+
 def test_a_program_waits_for_the_slower_of_host_and_gpu():
     """On Cora the host only launches: an epoch is as long whatever the GPU's memory moves. On
     Reddit the GPU is behind."""
+    params = {"software": "dgl", "dropout": 0.5, "aggregates_first": 1}
+    told = of_full_graph(paper="dgl", testbed="p3.2xlarge", hidden=16, strategy_params=params)
 
     def epoch_s(dataset: str, launches: float, memory: float) -> float:
-        told = row(
-            paper="dgl",
-            testbed="p3.2xlarge",
-            dataset=dataset,
-            hidden=16,
-            strategy="graph_parallel",
-            strategy_params={"software": "dgl", "dropout": 0.5, "aggregates_first": 1},
-        )
-
-        def testbed(asked: Row) -> Cluster:
-            factors = {"device.launch": launches, "device.memory_bandwidth": memory}
-            return multiplied(interpret.testbed(asked), factors)
-
-        return predict(told, testbed)
+        factors = {"device.launch": launches, "device.memory_bandwidth": memory}
+        testbed = lambda asked: multiplied(interpret.testbed(asked), factors)  # noqa: E731
+        return predict({**told, "dataset": dataset}, testbed)
 
     usual = epoch_s("cora", 1, 1)
     assert epoch_s("cora", 1, 2) == pytest.approx(usual)
@@ -216,37 +200,24 @@ def test_a_program_waits_for_the_slower_of_host_and_gpu():
 def test_pyg_keeps_a_row_per_edge_and_dgl_a_number():
     """Attention of 64 numbers a row on ogbn-arxiv: PyG moves several times as much, for the program
     that walks rows has no walk here."""
-
-    def epoch_s(software: str) -> float:
-        params = {"software": software, "heads": 4}
-        told = row(
-            paper=software,
-            dataset="ogbn-arxiv",
-            model="gat",
-            hidden=64,
-            strategy="graph_parallel",
-            strategy_params=params,
-        )
-        return predict(told)
-
-    assert epoch_s("pyg") > 2 * epoch_s("dgl")
+    job = {"dataset": "ogbn-arxiv", "model": "gat", "hidden": 64}
+    pyg_s, dgl_s = (
+        predict(of_full_graph(**job, paper=name, strategy_params={"software": name, "heads": 4}))
+        for name in ("pyg", "dgl")
+    )
+    assert pyg_s > 2 * dgl_s
 
 
 def test_a_cache_by_degree_holds_what_most_vertices_read():
     """GNNLab, fig5a: 29 % and 50 % of reads where it has 5 and 10 % of papers100M. A cache by
     frequency holds nearly all of them."""
+    params = {"batch": 8000, "fanout": [15, 10, 5], "sampler": "device", "software": "sgnn"}
+    job = {"paper": "gnnlab", "dataset": "ogbn-papers100M", "model": "gcn", "layers": 3}
 
     def loaded_s(share: float, hot: str) -> float:
         cache = round(share * 111059956 * 512)
-        params = {"batch": 8000, "fanout": [15, 10, 5], "sampler": "device", "software": "sgnn"}
-        told = row(
-            paper="gnnlab",
-            dataset="ogbn-papers100M",
-            model="gcn",
-            layers=3,
-            strategy=f"data_parallel(cache={cache},hot='{hot}')" if share else "data_parallel",
-            strategy_params=params,
-        )
+        strategy = f"data_parallel(cache={cache},hot='{hot}')" if share else "data_parallel"
+        told = row(**job, strategy=strategy, strategy_params=params)
         return their_software.parts(question(told))["load"]
 
     alone = loaded_s(0, "degree")

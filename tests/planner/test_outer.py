@@ -2,11 +2,10 @@
 and of ports, wherever ranks sit."""
 
 import tracemalloc
-from typing import Any
 
 import numpy as np
 import pytest
-from any_wiring import LINKS, wiring
+from any_wiring import LINKS, between, wiring
 from examples import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -37,57 +36,44 @@ def matrices(draw: st.DrawFn, ranks: int) -> Outer:
 
 @given(st.integers(1, 6).flatmap(matrices))
 def test_it_is_the_array_that_it_stands_for(outer):
-    dense = np.asarray(outer)
+    dense, n = np.asarray(outer), outer.shape[-1]
     assert outer.shape == dense.shape and outer.any() == dense.any()
     assert outer.sum() == dense.sum() and (3 * outer).sum() == 3 * dense.sum()
-    np.testing.assert_array_equal(np.ceil(0.3 * outer), np.ceil(0.3 * dense))
-    np.testing.assert_array_equal(
-        np.arange(dense.shape[-1]) * outer, np.arange(dense.shape[-1]) * dense
-    )
-    for axis in range(dense.ndim):
-        np.testing.assert_array_equal(np.asarray(outer.sum(axis)), dense.sum(axis))
-    np.testing.assert_array_equal(np.asarray(outer.T), dense.swapaxes(-1, -2))
-    np.testing.assert_allclose(
-        np.asarray(outer.mean(0)), dense.mean(0)
-    ) if dense.ndim == 3 else None
-    np.testing.assert_array_equal([np.asarray(each) for each in outer], dense)
-    if dense.ndim == 2:
-        n = len(dense)
-        apart = dense[~np.eye(n, dtype=bool)]
-        assert outer.is_even == (n < 2 or (apart == apart[0]).all())
-        alike = [
-            np.where(k.value * np.outer(k.senders, k.receivers), k.value, 0)
-            for k in outer.equal_pairs
-        ]
-        pairs = np.asarray(Outer.of(outer.groups, outer.same, 1))
-        np.testing.assert_array_equal(pairs * sum(alike, np.zeros((n, n))), dense)
+    for ours, expected in (
+        (np.ceil(0.3 * outer), np.ceil(0.3 * dense)),
+        (np.arange(n) * outer, np.arange(n) * dense),
+        *((outer.sum(axis), dense.sum(axis)) for axis in range(dense.ndim)),
+        (outer.T, dense.swapaxes(-1, -2)),
+        ([np.asarray(each) for each in outer], dense),
+    ):
+        np.testing.assert_array_equal(np.asarray(ours), expected)
+    if dense.ndim == 3:
+        np.testing.assert_allclose(np.asarray(outer.mean(0)), dense.mean(0))
+        return
+    apart = dense[~np.eye(n, dtype=bool)]
+    assert outer.is_even == (n < 2 or (apart == apart[0]).all())
+    alike = [np.where(np.outer(k.senders, k.receivers), k.value, 0) for k in outer.equal_pairs]
+    pairs = np.asarray(Outer.of(outer.groups, outer.same, 1))
+    np.testing.assert_array_equal(pairs * sum(alike, np.zeros((n, n))), dense)
 
 
 @st.composite
 def clusters(draw: st.DrawFn) -> Cluster:
     """Any lists of GPUs, any fabric, with and without peer access; or ranks that share cores."""
     gpus, servers = draw(st.integers(1, 4)), draw(st.integers(1, 4))
-    more: dict[str, Any] = wiring(draw, gpus)
+    more, far = wiring(draw, gpus), between(draw, latency=1e-3)
     kind = draw(st.sampled_from(["cuda", "cpu"]))
     if kind == "cpu":
         link = {"core_s_per_byte": draw(st.sampled_from([0.0, 1e-9]))}
-        more = {
-            name: draw(LINKS).model_copy(update=link) for name in ("intra_node", "inter_node")
-        } | {
-            "cores": draw(st.integers(1, 3)),
-            "one_machine": draw(st.booleans()),
-        }
-    elif draw(st.booleans()):
-        more |= {"peer_access": False, "host": draw(LINKS), "bridge": draw(st.none() | LINKS)}
-    fabric = draw(st.sampled_from([None, "ring", "leaf_spine"]))
-    if fabric:
-        per_leaf = draw(st.integers(1, 3)) if fabric == "leaf_spine" else None
-        more["fabric"] = Fabric(kind=fabric, servers_per_leaf=per_leaf, latency=1e-3)
+        links = ("intra_node", "inter_node")
+        more = {name: draw(LINKS).model_copy(update=link) for name in links}
+        more |= {"cores": draw(st.integers(1, 3)), "one_machine": draw(st.booleans())}
+        far = {"fabric": far.get("fabric")}
     if draw(st.booleans()):
-        curve = more["intra_node"].model_copy(update={"efficiency": {10.0: 0.1, 1e4: 1.0}})
-        more["intra_node"] = curve
+        curve = {"efficiency": {10.0: 0.1, 1e4: 1.0}}
+        more["intra_node"] = more["intra_node"].model_copy(update=curve)
     device = Device(kind=kind, memory=1e9, gemm=1e9, memory_bandwidth=1e9)
-    return Cluster(servers=servers, gpus_per_server=gpus, device=device, **more)
+    return Cluster(servers=servers, gpus_per_server=gpus, device=device, **more, **far)
 
 
 @settings(deadline=None, max_examples=examples(200))

@@ -4,12 +4,12 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
+from asked import on
 
-from gnnplan.planner.cluster.spec import Cluster, Device, Link
+from gnnplan.planner.cluster.spec import Link
 from gnnplan.planner.decision.explain import explain
 from gnnplan.planner.decision.search import search
 from gnnplan.planner.gnn.codec import Codec
-from gnnplan.planner.gnn.workload import Workload
 from gnnplan.planner.graph.load import load
 from gnnplan.planner.problem.problem import Problem
 from gnnplan.planner.strategies import (
@@ -21,19 +21,20 @@ from gnnplan.planner.strategies import (
     families,
     parse,
 )
+from gnnplan.testing.laws import cluster, problem_of
 
 GRAPH = load("synthetic:community?vertices=600&edges=6000&features=12&classes=4&seed=0")
-CLUSTER = Cluster(
-    servers=4,
-    device=Device(memory=4e9, gemm=1e11, memory_bandwidth=1e10),
-    intra_node=Link(bandwidth=1e8),
-    inter_node=Link(bandwidth=1e6),
-)
+CLUSTER = cluster(4, 1, inter=1e6, intra=1e8, memory=4e9, memory_bandwidth=1e10)
 
 
 def problem(**workload: object) -> Problem:
-    asked = Workload(**{"model": "gcn", "layers": 3, "hidden": 30, **workload})
-    return Problem(GRAPH.stats, GRAPH, asked, CLUSTER)
+    return problem_of(GRAPH, CLUSTER, **{"layers": 3, "hidden": 30, **workload})
+
+
+def packing(strategy: Strategy, asked: Problem) -> dict[str, float]:
+    """Seconds by operation."""
+    by_op = strategy.predict(asked).by_op
+    return {op: float(seconds) for op, seconds in by_op.items() if "pack" in op}
 
 
 @pytest.mark.parametrize(
@@ -72,33 +73,27 @@ def test_a_chunk_is_packed_before_it_is_sent_and_unpacked_once_it_came():
     ops = [f"{op.op}{op.direction}" for op in pipe.program(asked).step(0) if op.ranks == (2, 3)]
     assert ops[1:5] == ["receivef", "unpackf", "halof", "forward"]
     assert ops[-5:] == ["halob", "packb", "pipelineb", "all_reduce", "update"]
-    by_op = pipe.predict(asked).by_op
-    packing = {op: float(s) for op, s in by_op.items() if "pack" in op}
-    assert set(packing) == {"pack:f", "pack:b", "unpack:f", "unpack:b"}
-    assert min(packing.values()) > 0
-    fast = CLUSTER.model_copy(update={"inter_node": Link(bandwidth=1e12)})
-    there, here = (
-        [float(GNNPipe(2, 4, bits=each).settle(at).predict(at).epoch_s) for each in (None, 4)]
-        for at in (asked, replace(asked, cluster=fast))
-    )
-    assert there[1] < there[0] and here[1] > here[0]
+    found = packing(pipe, asked)
+    assert set(found) == {"pack:f", "pack:b", "unpack:f", "unpack:b"} and min(found.values()) > 0
+    for there, pays in ((asked, True), (on(asked, inter_node=Link(bandwidth=1e12)), False)):
+        whole, packed = (GNNPipe(2, 4, bits=b).settle(there).predict(there) for b in (None, 4))
+        assert (packed.epoch_s < whole.epoch_s) == pays
 
 
 def test_packing_is_work_of_its_own_around_every_exchange():
-    asked = problem()
-    strategy = GraphParallel(bits=4)
+    asked, strategy = problem(), GraphParallel(bits=4)
     ops = [f"{op.op}{op.direction}{op.layer}" for op in strategy.program(asked).step(0)]
     assert ops[1:4] == ["packf2", "halof2", "unpackf2"]
-    assert [op for op in ops if op.endswith("3")] == (
-        ["packf3", "halof3", "unpackf3", "forward3", "backward3", "packb3", "halob3", "unpackb3"]
-    )
-    by_op = strategy.predict(asked).by_op
-    packing = {op: float(s) for op, s in by_op.items() if "pack" in op}
-    assert len(packing) == 8 and min(packing.values()) > 0
+    last = "packf3 halof3 unpackf3 forward3 backward3 packb3 halob3 unpackb3"
+    assert [op for op in ops if op.endswith("3")] == last.split()
+    found = packing(strategy, asked)
+    assert len(found) == 8 and min(found.values()) > 0
     whole, packed = (GraphParallel(bits=bits).predict(asked) for bits in (None, 4))
-    computed = sum(seconds for op, seconds in by_op.items() if not op.startswith("halo"))
-    before = sum(seconds for op, seconds in whole.by_op.items() if not op.startswith("halo"))
-    assert computed - before == pytest.approx(sum(packing.values()), rel=1e-6)
+    before, computed = (
+        sum(seconds for op, seconds in each.by_op.items() if not op.startswith("halo"))
+        for each in (whole, packed)
+    )
+    assert computed - before == pytest.approx(sum(found.values()), rel=1e-6)
     assert packed.epoch_s < whole.epoch_s
 
 
@@ -136,9 +131,8 @@ def test_it_is_lossy_in_a_way_of_its_own(packed):
 
 def test_no_search_tries_it_by_itself():
     asked = problem()
-    tried = [
-        each for family in families() if family.mode == "full" for each in family.candidates(asked)
-    ]
+    full = [family for family in families() if family.mode == "full"]
+    tried = [each for family in full for each in family.candidates(asked)]
     assert tried and all(each.knobs().get("bits") is None for each in tried)
 
 

@@ -16,6 +16,7 @@ import pytest
 import scipy.sparse as sp
 from calls import call
 
+import gnnplan
 from gnnplan.api.asking import ask
 from gnnplan.cli.graphs import _unwound_by_sigterm
 from gnnplan.planner.decision import plan as documents
@@ -62,8 +63,12 @@ def a_graph(tmp_path: Path, kind: str, directed: bool = False) -> Graph:
 
 
 def read(source: str, directed: bool = False) -> Graph:
-    graph = load(source, directed)
-    return graph
+    return load(source, directed)
+
+
+def must_equal(ours: object, theirs: object, *names: str) -> None:
+    for name in names:
+        assert np.array_equal(getattr(ours, name), getattr(theirs, name)), name
 
 
 def written(graph: Graph, folder: Path, parts: int = 3, method: str = "metis") -> Path:
@@ -81,21 +86,16 @@ KINDS = [("generated", False), ("sparse", True), ("float64", False), ("labels", 
 @pytest.mark.parametrize(("kind", "directed"), KINDS)
 def test_a_folder_of_parts_is_the_graph(tmp_path, kind, directed):
     graph = a_graph(tmp_path, kind, directed)
-    folder = str(written(graph, tmp_path / "parts"))
     some = np.random.default_rng(0).permutation(graph.stats.vertices)[:41]
-    found = read(folder)
+    found = read(str(written(graph, tmp_path / "parts")))
     assert np.array_equal(found.neighbours(some), graph.neighbours(some))
     for name in ("x", "y", "train", "val", "test"):
         ours, theirs = getattr(found, name), getattr(graph, name)
         assert np.array_equal(dense(ours[some]), dense(theirs[some])), name
-        assert ours.dtype == theirs.dtype, name
-        assert np.array_equal(dense(ours), dense(theirs)), name
-    for name in ("indptr", "indices", "degree", "out_degree"):
-        assert np.array_equal(getattr(found, name), getattr(graph, name)), name
-    for ours, theirs in (
-        (found.vertex_fields, graph.vertex_fields),
-        (found.edge_fields, graph.edge_fields),
-    ):
+        assert ours.dtype == theirs.dtype and np.array_equal(dense(ours), dense(theirs)), name
+    must_equal(found, graph, "indptr", "indices", "degree", "out_degree")
+    for fields in ("vertex_fields", "edge_fields"):
+        ours, theirs = getattr(found, fields), getattr(graph, fields)
         assert ours.keys() == theirs.keys()
         assert all(np.array_equal(ours[name], theirs[name]) for name in ours)
     assert found.stats.hash == graph.stats.hash and found.stats.nonzeros == graph.stats.nonzeros
@@ -108,27 +108,21 @@ def test_a_folder_of_parts_is_the_graph(tmp_path, kind, directed):
 def test_a_layout_of_parts_is_that_of_the_graph(tmp_path, kind, directed):
     graph = a_graph(tmp_path, kind, directed)
     found = read(str(written(graph, tmp_path / "parts")))
-    assert found.cut is not None
     args = (0, 1, 1), 2, 1  # servers, layers, first_varying
     ours = PartLayout(found, found.cut.owner, *args)
     theirs = Layout(graph, partition(graph, 3), *args)
     targets = np.asarray(graph.train)
     for mine, other in ((ours, theirs), (ours.needed(targets), theirs.needed(targets))):
+        assert np.array_equal(mine.preloaded(), other.preloaded())
         for layer in (1, 2):
-            facts, expected = mine.facts(layer), other.facts(layer)
-            for name in ("rows", "sources", "edges", "halo"):
-                assert np.array_equal(getattr(facts, name), getattr(expected, name)), name
+            must_equal(mine.facts(layer), other.facts(layer), "rows", "sources", "edges", "halo")
             for rank in range(3):
                 assert np.array_equal(mine.rows(rank, layer), other.rows(rank, layer))
-                piece, same = mine.piece(rank, layer), other.piece(rank, layer)
-                assert np.array_equal(piece.halo, same.halo)
-                assert np.array_equal(piece.received, same.received)
-                assert (piece.rows, piece.local, piece.edges) == (same.rows, same.local, same.edges)
-                pairs = zip(mine.sent(rank, layer), other.sent(rank, layer), strict=True)
-                assert all(np.array_equal(*pair) for pair in pairs)
-                pairs = zip(mine.block(rank, layer), other.block(rank, layer), strict=True)
-                assert all(np.array_equal(*pair) for pair in pairs)
-        assert np.array_equal(mine.preloaded(), other.preloaded())
+                pieces = mine.piece(rank, layer), other.piece(rank, layer)
+                must_equal(*pieces, "halo", "received", "rows", "local", "edges")
+                for arrays in ("sent", "block"):
+                    pair = (getattr(each, arrays)(rank, layer) for each in (mine, other))
+                    assert all(np.array_equal(*one) for one in zip(*pair, strict=True))
 
 
 def test_a_cut_is_used_for_as_many_parts_and_no_others(tmp_path):
@@ -144,28 +138,32 @@ def test_a_cut_is_used_for_as_many_parts_and_no_others(tmp_path):
 # -- plans ----------------------------------------------------------------------------------------
 
 
-def test_a_plan_has_a_rank_per_part(tmp_path):
-    folder = written(read(GRAPH), tmp_path / "parts", method="hash")
-    problem = ask(str(folder), "local", None, model="gcn", layers=2).problem
+TWO_GPUS = {
+    "servers": 1,
+    "gpus_per_server": 2,
+    "device": {"memory": "24GB", "gemm": "10TFLOP/s", "memory_bandwidth": "500GB/s"},
+    "intra_node": {"bandwidth": "2GB/s"},
+    "inter_node": {"bandwidth": "1GB/s"},
+}
+
+
+@pytest.mark.parametrize(
+    ("cluster", "options", "words"),
+    [
+        ("local", {"ranks": 2}, r"a part for each of 3 ranks.*--ranks asks for 2.*-k 2"),
+        ("local", {"partitioner": "random"}, r"cut by hash, and --partitioner names random"),
+        (TWO_GPUS, {}, r"a part for each of 3 ranks: --ranks 3 asks.*-k 2"),
+        ("local", {"directed": True}, "its edges lost their direction"),
+        ("local", {"task": "none"}, "takes no parameters; give them to gnnplan partition"),
+    ],
+)
+def test_a_plan_has_a_rank_per_part(tmp_path, cluster, options, words):
+    folder = str(written(read(GRAPH), tmp_path / "parts", method="hash"))
+    problem = ask(folder, "local", None, model="gcn", layers=2).problem
     assert problem.ranks == 3 and problem.method == "hash"
     assert isinstance(problem.layout(), PartLayout)
-    with pytest.raises(SpecError, match=r"a part for each of 3 ranks.*--ranks asks for 2.*-k 2"):
-        ask(str(folder), "local", None, ranks=2)
-    with pytest.raises(SpecError, match=r"cut by hash, and --partitioner names random"):
-        ask(str(folder), "local", None, partitioner="random")
-    cluster = {
-        "servers": 1,
-        "gpus_per_server": 2,
-        "device": {"memory": "24GB", "gemm": "10TFLOP/s", "memory_bandwidth": "500GB/s"},
-        "intra_node": {"bandwidth": "2GB/s"},
-        "inter_node": {"bandwidth": "1GB/s"},
-    }
-    with pytest.raises(SpecError, match=r"a part for each of 3 ranks: --ranks 3 asks.*-k 2"):
-        ask(str(folder), cluster, None)
-    with pytest.raises(SpecError, match="its edges lost their direction"):
-        ask(str(folder), "local", None, directed=True)
-    with pytest.raises(SpecError, match="takes no parameters; give them to gnnplan partition"):
-        ask(str(folder), "local", None, task="none")
+    with pytest.raises(SpecError, match=words):
+        ask(folder, cluster, None, **options)
 
 
 @pytest.mark.parametrize("directed", [False, True])
@@ -178,9 +176,7 @@ def test_the_edges_between_vertices_are_those_of_the_graph(tmp_path, monkeypatch
     expected = sp.csr_matrix((ones, both.indices, both.indptr), shape=(N, N))[rows][:, rows]
     monkeypatch.setattr(cuts, "AT_ONCE", 50)
     for one in (graph, read(str(written(graph, tmp_path / "parts")), directed)):
-        found = edges_between(one, rows)
-        assert np.array_equal(found.indptr, expected.indptr)
-        assert np.array_equal(found.indices, expected.indices)
+        must_equal(edges_between(one, rows), expected, "indptr", "indices")
     assert edges_between(graph, rows[:0]).shape == (0, 0)
 
 
@@ -210,23 +206,18 @@ def test_chunks_of_parts_that_a_plan_has_found_are_looked_up(tmp_path):
     ],
 )
 def test_every_strategy_is_predicted_as_on_the_graph(tmp_path, kind, fields):
-    import gnnplan
-
     graph = a_graph(tmp_path, kind)
     folder = written(graph, tmp_path / "parts", 2)
     asked = {"model": "sage", "layers": 2, "per": "epoch", **fields}
     whole = gnnplan.plan(graph.stats.source, ranks=2, **asked).table
     parts = gnnplan.plan(folder, **asked).table
-    for row in (*whole, *parts):
-        assert row["gpus"] == 2
-    assert [row["strategy"] for row in parts] == [row["strategy"] for row in whole]
-    assert [row["epoch_s"] for row in parts] == [row["epoch_s"] for row in whole]
+    assert {row["gpus"] for row in (*whole, *parts)} == {2}
+    for what in ("strategy", "epoch_s"):
+        assert [row[what] for row in parts] == [row[what] for row in whole]
 
 
 def test_a_plan_is_of_its_parts(tmp_path):
     """The same graph, cut anew under the same name, would leave ranks with others' halos."""
-    import gnnplan
-
     graph, folder = read(GRAPH), tmp_path / "parts"
     written(graph, folder, 2)
     document = gnnplan.plan(folder, model="gcn", layers=2, strategy="graph_parallel").document
@@ -301,24 +292,37 @@ def test_more_vertices_than_ids_of_32_bits_are_refused(tmp_path):
 
 
 PARTITION = "import sys; sys.argv[0] = 'gnnplan'; from gnnplan.cli import main; main()"
+OF_THREE = f"""
+import numpy as np
+from pathlib import Path
+from gnnplan.planner.graph.load import load
+from gnnplan.planner.ownership.parts import write_parts
+from gnnplan.planner.vocabulary.errors import SpecError
+owner = np.repeat(np.int32([0, 1, 2]), [500, 500, 1500])
+try:
+    write_parts(load({GRAPH!r}), owner, "hash", 0, Path("FOLDER"))
+except SpecError as error:
+    print(error)
+"""
 
 
-def partitioned(*words: str, most: int | None = None) -> subprocess.CompletedProcess[str]:
-    """`gnnplan partition` in a process, whose files may have so many bytes."""
+def done(code: str, *words: str, most: int | None = None) -> subprocess.CompletedProcess[str]:
+    """Of a process whose files may have so many bytes."""
 
     def limit() -> None:
         if most is not None:
             resource.setrlimit(resource.RLIMIT_FSIZE, (most, most))
 
-    command = [sys.executable, "-c", PARTITION, "partition", *words]
+    command = [sys.executable, "-c", code, *words]
     return subprocess.run(command, preexec_fn=limit, text=True, capture_output=True, timeout=60)
 
 
 @pytest.mark.processes
 def test_ids_beyond_32_bits_are_refused_and_nothing_is_left(tmp_path):
     np.savez(tmp_path / "g.npz", src=np.array([0, 2**31]), dst=np.array([1, 1]))
-    done = partitioned(str(tmp_path / "g.npz"), "-k", "2", "-o", str(tmp_path / "parts"))
-    assert done.returncode == 2 and "2,147,483,64" in done.stderr
+    words = str(tmp_path / "g.npz"), "-k", "2", "-o", str(tmp_path / "parts")
+    ended = done(PARTITION, "partition", *words)
+    assert ended.returncode == 2 and "2,147,483,64" in ended.stderr
     assert not list(tmp_path.glob("*parts*")) and not list(tmp_path.glob(".parts*"))
 
 
@@ -327,43 +331,23 @@ def test_a_full_disk_leaves_nothing_half_written_and_the_next_attempt_goes_on(tm
     """The third part's features are the largest file, for it has most vertices."""
     graph, folder = read(GRAPH), tmp_path / "parts"
     words = GRAPH, "-k", "3", "-o", str(folder), "--partitioner", "hash"
-    sizes = np.bincount(partition(graph, 3, "hash"))
-    owner = np.zeros(graph.stats.vertices, np.int32)  # parts of 500, 500 and 1,500
-    owner[:500], owner[500:1000], owner[1000:] = 0, 1, 2
-    assert sizes.min() > 500
-    done = partitioned(*words, most=5_000)
-    assert done.returncode == 2 and "cannot be written (File too large)" in done.stderr
+    ended = done(PARTITION, "partition", *words, most=5_000)
+    assert ended.returncode == 2 and "cannot be written (File too large)" in ended.stderr
     assert not list(tmp_path.glob("*parts*")) and not list(tmp_path.glob(".parts*"))
-
-    code = f"""
-import numpy as np
-from pathlib import Path
-from gnnplan.planner.graph.load import load
-from gnnplan.planner.ownership.parts import write_parts
-from gnnplan.planner.vocabulary.errors import SpecError
-owner = np.repeat(np.int32([0, 1, 2]), [500, 500, 1500])
-try:
-    write_parts(load({GRAPH!r}), owner, "hash", 0, Path({str(folder)!r}))
-except SpecError as error:
-    print(error)
-"""
-    most = 20_000  # features of 500 vertices take 14 kB, those of 1,500 42
-
-    def limit() -> None:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (most, most))
-
-    done = subprocess.run(
-        [sys.executable, "-c", code], preexec_fn=limit, text=True, capture_output=True, timeout=60
-    )
-    assert "2 of 3 parts are kept in" in done.stdout and "goes on from there" in done.stdout
+    # features of 500 vertices take 14 kB, those of 1,500 42
+    ended = done(OF_THREE.replace("FOLDER", str(folder)), most=20_000)
+    assert "2 of 3 parts are kept in" in ended.stdout and "goes on from there" in ended.stdout
     assert not folder.exists()
     begun = tmp_path / ".parts.begun"
     assert sorted(os.listdir(begun)) == ["part0", "part1"]
-    times = [(begun / f"part{k}" / "x.npy").stat().st_mtime_ns for k in (0, 1)]
-    write_parts(graph, owner, "hash", 0, folder)
+
+    def times(at: Path) -> list[int]:
+        return [(at / part / "x.npy").stat().st_mtime_ns for part in ("part0", "part1")]
+
+    before = times(begun)
+    write_parts(graph, np.repeat(np.int32([0, 1, 2]), [500, 500, 1500]), "hash", 0, folder)
     assert not begun.exists() and np.array_equal(read(str(folder)).indices, graph.indices)
-    kept = [(folder / f"part{k}" / "x.npy").stat().st_mtime_ns for k in (0, 1)]
-    assert kept == times
+    assert times(folder) == before
 
 
 @pytest.mark.parametrize("end", [SystemExit(143), KeyboardInterrupt()], ids=["SIGTERM", "Ctrl-C"])
@@ -394,18 +378,14 @@ def test_sigterm_unwinds_a_partition():
 
 def test_parts_of_another_cut_are_not_gone_on_with(tmp_path):
     graph, folder = read(GRAPH), tmp_path / "parts"
-    written(graph, tmp_path / "earlier", 2)
     begun = tmp_path / ".parts.begun"
-    shutil.copytree(tmp_path / "earlier", begun)
+    shutil.copytree(written(graph, tmp_path / "earlier", 2), begun)
     (begun / "part1").rename(begun / "part7")  # of a cut into more
     (begun / ".part0.c0ffee00").mkdir()  # of a writer that was killed; both stayed in the folder
     written(graph, folder)
     assert PartFolder(str(folder)).about.parts == 3
-    assert sorted(path.name for path in folder.iterdir() if path.is_dir()) == [
-        "part0",
-        "part1",
-        "part2",
-    ]
+    folders = sorted(path.name for path in folder.iterdir() if path.is_dir())
+    assert folders == ["part0", "part1", "part2"]
     assert np.array_equal(read(str(folder)).indices, graph.indices)
 
 

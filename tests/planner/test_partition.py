@@ -57,20 +57,15 @@ def test_every_vertex_has_a_part_and_parts_are_even(graph, method, parts):
 
 def test_only_metis_sees_the_communities(graph):
     cuts = {method: cut(graph, partition(graph, 8, method)) for method in METHODS}
-    assert (
-        cuts["metis"] < cuts["metis-volume"] < cuts["hash"] and cuts["metis"] < 0.5 * cuts["random"]
-    )
+    assert cuts["metis"] < cuts["metis-volume"] < cuts["hash"]
+    assert cuts["metis"] < 0.5 * cuts["random"]
     # no better than chance: ids are shuffled
     assert min(cuts["hash"], cuts["random"]) > 0.85 * 7 / 8 * graph.stats.edges
 
 
-def test_seeds_differ(graph):
-    assert not np.array_equal(
-        partition(graph, 4, "random", seed=0), partition(graph, 4, "random", seed=1)
-    )
-    assert not np.array_equal(
-        partition(graph, 4, "metis", seed=0), partition(graph, 4, "metis", seed=1)
-    )
+@pytest.mark.parametrize("method", ["random", "metis"])
+def test_seeds_differ(graph, method):
+    assert (partition(graph, 4, method, seed=0) != partition(graph, 4, method, seed=1)).any()
 
 
 def test_directed_graphs_are_partitioned_as_undirected(tmp_path):
@@ -112,13 +107,9 @@ def test_a_large_graph_is_thinned_between_vertices_of_many_neighbours(graph):
     stays = module.thinned(undirected(graph), 60_000)
     # 80,000 drawn by chance: a standard deviation is 200
     assert abs(int(stays.sum()) - 60_000) < 1_000
-    into, low = (
-        np.repeat(np.arange(4000), graph.degree),
-        np.minimum(np.repeat(graph.degree, graph.degree), graph.degree[graph.indices]),
-    )
-    kept = {
-        (u, v) for u, v in zip(into[stays].tolist(), graph.indices[stays].tolist(), strict=True)
-    }
+    into = np.repeat(np.arange(4000), graph.degree)
+    low = np.minimum(graph.degree[into], graph.degree[graph.indices])
+    kept = set(zip(into[stays].tolist(), graph.indices[stays].tolist(), strict=True))
     assert kept == {(v, u) for u, v in kept}
     assert set(into[stays].tolist()) == set(into.tolist())
     gone, few = low[~stays], np.percentile(low, 20)
@@ -140,13 +131,11 @@ def test_metis_finds_the_same_communities_in_fewer_edges(graph, monkeypatch):
 @given(st.integers(1, 30), st.data())
 def test_small_graphs_never_leave_a_part_empty(vertices, data):
     ids = st.integers(0, vertices - 1)
-    src, dst = (
-        np.array(data.draw(st.lists(st.tuples(ids, ids), max_size=80)), np.int64).reshape(-1, 2).T
-    )
+    edges = data.draw(st.lists(st.tuples(ids, ids), max_size=80))
     parts = data.draw(st.integers(1, vertices))
-    weights = data.draw(
-        st.none() | st.lists(st.integers(0, 50), min_size=vertices, max_size=vertices).map(np.array)
-    )
+    each = st.lists(st.integers(0, 50), min_size=vertices, max_size=vertices)
+    weights = data.draw(st.none() | each.map(np.array))
+    src, dst = np.array(edges, np.int64).reshape(-1, 2).T
     indptr, indices, _ = in_neighbours(src, dst, vertices, directed=False)
     part = partition_weighted(Whole(indptr, indices), weights, parts)
     assert part.shape == (vertices,) and set(part.tolist()) == set(range(parts))
@@ -157,16 +146,18 @@ def test_metis_prints_nothing(capfd):
     rng = np.random.default_rng(0)
     for _ in range(examples(150)):
         n = int(rng.integers(2, 40))
-        indptr, indices, _ = in_neighbours(
-            rng.integers(0, n, 3 * n), rng.integers(0, n, 3 * n), n, directed=False
-        )
+        src, dst = rng.integers(0, n, (2, 3 * n))
+        indptr, indices, _ = in_neighbours(src, dst, n, directed=False)
         partition_weighted(Whole(indptr, indices), rng.random(n) < 0.3, int(rng.integers(1, n + 1)))
     assert capfd.readouterr() == ("", "")
 
 
-def test_weights_are_balanced(graph):
+@pytest.mark.parametrize("method", ["metis", "kaminpar"])
+def test_weights_are_balanced(graph, method):
+    if method == "kaminpar":
+        pytest.importorskip("kaminpar")
     weights = np.random.default_rng(0).integers(0, 20, 4000)
-    loads = np.bincount(partition_weighted(graph.whole, weights, 8), weights=weights)
+    loads = np.bincount(partition_weighted(graph.whole, weights, 8, method), weights=weights)
     assert loads.max() <= 1.05 * loads.mean()
 
 
@@ -239,18 +230,16 @@ def test_locality_order_keeps_clusters_together(graph):
 
 
 def test_small_graphs_stay_in_order():
-    assert np.array_equal(
-        locality_order(load("synthetic:community?vertices=500&edges=2000")), np.arange(500)
-    )
+    small = load("synthetic:community?vertices=500&edges=2000")
+    assert np.array_equal(locality_order(small), np.arange(500))
 
 
 def test_a_large_graph_is_cut_by_kaminpar_where_it_is_installed(graph, monkeypatch):
+    at = "gnnplan.planner.graph.partition."
     assert chosen("auto", graph) == "metis" and chosen("random", graph) == "random"
-    monkeypatch.setattr("gnnplan.planner.graph.partition.FEW_EDGES", 70_000)
+    monkeypatch.setattr(at + "FEW_EDGES", 70_000)
     for found, method in ((True, "kaminpar"), (None, "metis")):
-        monkeypatch.setattr(
-            "gnnplan.planner.graph.partition.find_spec", lambda _, found=found: found
-        )
+        monkeypatch.setattr(at + "find_spec", lambda _, found=found: found)
         assert chosen("auto", graph) == method
     assert chosen("auto", graph.stats) == "metis"  # of statistics nothing is cut
 
@@ -316,14 +305,10 @@ def test_training_vertices_are_even_where_few_move_for_that(monkeypatch):
     assert np.array_equal(left, before)
 
 
-def test_kaminpar_cuts_as_well_as_metis_and_balances_weights(graph, monkeypatch, tmp_path):
+def test_kaminpar_cuts_as_well_as_metis(graph, monkeypatch, tmp_path):
     pytest.importorskip("kaminpar")
-    cuts = {method: cut(graph, partition(graph, 8, method)) for method in ("metis", "kaminpar")}
-    assert cuts["kaminpar"] < 1.05 * cuts["metis"]
-    weights = np.random.default_rng(0).integers(0, 20, 4000)
-    part = partition_weighted(graph.whole, weights, 8, "kaminpar")
-    loads = np.bincount(part, weights=weights)
-    assert loads.max() <= 1.05 * loads.mean()
+    metis, ours = (cut(graph, partition(graph, 8, method)) for method in ("metis", "kaminpar"))
+    assert ours < 1.05 * metis
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path / "absent"))
     with pytest.raises(SpecError, match=r"absent.*cannot be written"):
         module.cut("kaminpar", graph.whole, 3, 0)
@@ -339,9 +324,3 @@ def test_training_vertices_are_evened_out_where_a_part_has_most_of_them(graph):
     no_edges = Whole(np.zeros(4001, np.int64), graph.indices[:0])
     first_ones = module.even_out(no_edges, part.copy(), 8, marked)
     assert cut(graph, part) < cut(graph, even) < 0.97 * cut(graph, first_ones)
-
-
-def test_squirrel(dataset):
-    graph = load(dataset("squirrel"))
-    cuts = {method: cut(graph, partition(graph, 8, method)) for method in METHODS}
-    assert cuts["metis"] < 150_000 < 320_000 < cuts["hash"]

@@ -5,8 +5,8 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
+from asked import uniform
 
-from gnnplan.planner.cluster.spec import Cluster, Device, Link
 from gnnplan.planner.gnn.workload import Workload
 from gnnplan.planner.graph.load import load
 from gnnplan.planner.graph.sampling import draw, key_of, seeds_of
@@ -15,25 +15,12 @@ from gnnplan.planner.strategies import DataParallel, GSplit
 from gnnplan.planner.strategies.minibatch.feature_store import CLASSES
 from gnnplan.planner.strategies.minibatch.profile import probe
 from gnnplan.planner.vocabulary.errors import SpecError
+from gnnplan.testing.laws import cluster
 
 GRAPH = load("synthetic:community?vertices=600&edges=6000&features=8&classes=3&seed=0")
 TRAIN = int(GRAPH.train.sum())
 MINI = Workload(mode="mini", batch=50, fanout=(3, 2), layers=2, hidden=16, model="sage")
-CLUSTER = Cluster(
-    name="two",
-    servers=1,
-    gpus_per_server=2,
-    device=Device(
-        name="x",
-        kind="cuda",
-        memory=10**10,
-        gemm=1e12,
-        memory_bandwidth=1e11,
-        gather={16: 1e10},
-        launch=1e-6,
-    ),
-    intra_node=Link(bandwidth=1e10, latency=1e-6),
-)
+CLUSTER = cluster(1, 2, memory=1e10, gemm=1e12, gather={16: {1.0: 1e10}})
 
 
 def reached(seeds: np.ndarray, number: int) -> tuple[list[set[int]], list[int]]:
@@ -49,44 +36,37 @@ def reached(seeds: np.ndarray, number: int) -> tuple[list[set[int]], list[int]]:
 
 def test_frontiers_and_overlap_are_what_sets_say():
     found = probe(GRAPH, MINI, [1, 3])
-    batches = seeds_of(GRAPH, 50, 0, 0)
-    whole = [reached(seeds, number) for number, seeds in enumerate(batches)]
-    assert (
-        found["probed"] == found["batches"] == len(batches) == -(-TRAIN // 50)
-        and not found["estimated"]
-    )
+    batches = list(enumerate(seeds_of(GRAPH, 50, 0, 0)))
+    whole = [reached(seeds, number) for number, seeds in batches]
+    assert found["probed"] == found["batches"] == len(batches) == -(-TRAIN // 50)
+    assert not found["estimated"]
     for h in range(3):
         sizes = [len(rows[h]) for rows, _ in whole]
         assert found["rows"]["mean"][h] == pytest.approx(np.mean(sizes))
         assert found["rows"]["p95"][h] == pytest.approx(np.percentile(sizes, 95))
     assert found["edges"]["mean"] == pytest.approx(np.mean([edges for _, edges in whole], axis=0))
-    micro = [
-        reached(part, number)
-        for number, seeds in enumerate(batches)
-        for part in np.array_split(seeds, 3)
-    ]
+    parts = [(part, n) for n, seeds in batches for part in np.array_split(seeds, 3)]
+
+    def loaded(batches: list) -> np.ndarray:
+        """Rows of features, and edges."""
+        return np.sum([[len(rows[0]), sum(edges)] for rows, edges in batches], axis=0)
+
     assert found["ranks"]["1"]["overlap"] == {"features": 1.0, "edges": 1.0}
     overlap = found["ranks"]["3"]["overlap"]
-    assert overlap["features"] == pytest.approx(
-        sum(len(rows[0]) for rows, _ in micro) / sum(len(rows[0]) for rows, _ in whole)
-    )
-    assert overlap["edges"] == pytest.approx(
-        sum(sum(edges) for _, edges in micro) / sum(sum(edges) for _, edges in whole)
-    )
-    assert overlap["features"] > 1.1
+    features, edges = loaded([reached(*part) for part in parts]) / loaded(whole)
+    assert overlap == pytest.approx({"features": features, "edges": edges}) and features > 1.1
 
 
-def test_hits_are_those_of_the_strategy_with_such_a_cache():
+@pytest.mark.parametrize("hot", ["frequency", "degree"])
+def test_hits_are_those_of_the_strategy_with_such_a_cache(hot):
     problem = Problem(GRAPH.stats, GRAPH, MINI, CLUSTER)
     found = probe(GRAPH, MINI, [2])["ranks"]["2"]["hits"]
-    for hot in ("frequency", "degree"):
-        strategy = DataParallel(cache=round(0.1 * 600) * 8 * 4, hot=hot)
-        store, batches = strategy.store(problem), strategy.batches(problem)
-        rows = sum(
-            store.loads_of(problem, batches.at(step)).rows.sum(0) for step in range(batches.steps)
-        )
-        assert found[hot]["0.1"] == pytest.approx(rows[CLASSES.index("hit")] / rows.sum())
-        assert list(found[hot].values()) == sorted(found[hot].values())
+    strategy = DataParallel(cache=round(0.1 * 600) * 8 * 4, hot=hot)
+    store, batches = strategy.store(problem), strategy.batches(problem)
+    loads = [store.loads_of(problem, batches.at(step)) for step in range(batches.steps)]
+    rows = sum(load.rows.sum(0) for load in loads)
+    assert found[hot]["0.1"] == pytest.approx(rows[CLASSES.index("hit")] / rows.sum())
+    assert list(found[hot].values()) == sorted(found[hot].values())
     assert found["frequency"]["0.1"] > 0.1  # the hottest are hit more often than others
 
 
@@ -95,41 +75,30 @@ def test_a_split_sends_what_gsplit_schedules(model):
     workload = MINI.model_copy(update={"model": model})
     problem = Problem(GRAPH.stats, GRAPH, workload, CLUSTER)
     found = probe(GRAPH, workload, [2])
-    sent = np.array(found["ranks"]["2"]["split"]["bytes"]) * found["batches"]
+    split = found["ranks"]["2"]["split"]
+    sent = np.array(split["bytes"]) * found["batches"]
     planned = GSplit().predict(problem).bytes
     assert sent.sum() == pytest.approx(planned["halo"] + planned["ids"])
     assert sent[0, 0] == sent[1, 1] == 0 and sent[0, 1] > 0 and sent[1, 0] > 0
-    batches = GSplit().batches(problem)
-    crossing = np.array(
-        [
-            [batch.crossing(layer).sum(), batch.facts(layer).edges.sum()]
-            for batch in batches.first()
-            for layer in (1, 2)
-        ]
-    )
-    shares = crossing.reshape(-1, 2, 2).sum(0)
-    assert found["ranks"]["2"]["split"]["cross_edges"] == pytest.approx(
-        (shares[:, 0] / shares[:, 1]).tolist()
-    )
+    batches = GSplit().batches(problem).first()
+    shares = [
+        sum(batch.crossing(layer).sum() for batch in batches)
+        / sum(batch.facts(layer).edges.sum() for batch in batches)
+        for layer in (1, 2)
+    ]
+    assert split["cross_edges"] == pytest.approx(shares)
 
 
 def test_statistics_only_gives_expectations():
     """Near what a graph without structure shows; who owns or caches what is not known."""
-    graph = load(
-        "synthetic:community?vertices=4000&edges=40000&mixing=1&skew=100&features=1&classes=1"
-    )
+    graph = uniform(4000, 40000)
     stats = replace(graph.stats, hash="", batch_spread=(0.0, 0.0))
     workload = MINI.model_copy(update={"batch": 100, "fanout": (5, 5)})
     real, found = probe(graph, workload, [4]), probe(stats, workload, [4])
-    assert (
-        found["estimated"]
-        and found["ranks"]["4"]["hits"] is None
-        and found["ranks"]["4"]["split"] is None
-    )
+    ours, theirs = found["ranks"]["4"], real["ranks"]["4"]
+    assert found["estimated"] and ours["hits"] is ours["split"] is None
     assert found["rows"]["mean"] == pytest.approx(real["rows"]["mean"], rel=0.05)
-    assert found["ranks"]["4"]["overlap"]["edges"] == pytest.approx(
-        real["ranks"]["4"]["overlap"]["edges"], rel=0.05
-    )
+    assert ours["overlap"]["edges"] == pytest.approx(theirs["overlap"]["edges"], rel=0.05)
 
 
 def test_refusals():

@@ -6,6 +6,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
+from asked import uniform
 from examples import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -22,16 +23,12 @@ COMMUNITY = "synthetic:community?vertices=4000&edges=80000&features=2&classes=8"
 
 @st.composite
 def partitioned_graphs(draw):
-    """(edges as a set of (src, dst), vertices, part of each vertex, parts, directed): parts may be
-    empty, vertices isolated."""
-    vertices, parts, directed = (
-        draw(st.integers(1, 14)),
-        draw(st.sampled_from([1, 2, 3, 5, 70])),
-        draw(st.booleans()),
-    )
+    """(edges as a set of (src, dst), vertices, part of each vertex, parts): parts may be empty,
+    vertices isolated."""
+    vertices, parts = draw(st.integers(1, 14)), draw(st.sampled_from([1, 2, 3, 5, 70]))
     ids = st.integers(0, vertices - 1)
     edges = {(u, v) for u, v in draw(st.lists(st.tuples(ids, ids), max_size=50)) if u != v}
-    edges |= set() if directed else {(v, u) for u, v in edges}
+    edges |= set() if draw(st.booleans()) else {(v, u) for u, v in edges}
     part = draw(st.lists(st.integers(0, parts - 1), min_size=vertices, max_size=vertices))
     return edges, vertices, np.array(part, np.int32), parts
 
@@ -59,24 +56,13 @@ def test_a_path_in_two(tmp_path):
     """0-1-2 | 3-4-5: one vertex from either side, one more with every hop."""
     np.savez(tmp_path / "path.npz", src=np.arange(5), dst=np.arange(1, 6), x=np.ones((6, 1)))
     found = profile(load(str(tmp_path / "path.npz")), [1, 2])
-    assert found["graph"]["degree"] == {
-        "min": 1,
-        "median": 2.0,
-        "mean": 10 / 6,
-        "p90": 2.0,
-        "p99": 2.0,
-        "max": 2,
-    }
-    two = found["parts"]["2"]
-    assert (two["halo_rows"], two["halo_rows_per_part"], two["edge_cut"]) == (2, [1, 1], 2)
+    degrees = {"min": 1, "median": 2.0, "mean": 10 / 6, "p90": 2.0, "p99": 2.0, "max": 2}
+    assert found["graph"]["degree"] == degrees
+    one, two = found["parts"]["1"], found["parts"]["2"]
+    counts = {"halo_rows": 2, "halo_rows_per_part": [1, 1], "edge_cut": 2, "balance": 1.0}
+    counts |= {"rows_per_part": [3, 3], "edges_per_part": [5, 5], "train_per_part": [3, 1]}
+    assert {name: two[name] for name in counts} == counts
     assert two["growth"] == pytest.approx([4 / 3, 5 / 3, 2])
-    assert (two["rows_per_part"], two["edges_per_part"], two["train_per_part"], two["balance"]) == (
-        [3, 3],
-        [5, 5],
-        [3, 1],
-        1.0,
-    )
-    one = found["parts"]["1"]
     assert (one["halo_rows"], one["edge_cut"], one["growth"]) == (0, 0, [1, 1, 1])
 
 
@@ -86,11 +72,8 @@ def test_sums_agree_and_json_survives():
     assert json.loads(json.dumps(found)) == found
     assert list(found["parts"]) == ["2", "8"] and found["graph"]["hash"] == graph.stats.hash
     eight = found["parts"]["8"]
-    assert (
-        sum(eight["rows_per_part"]) == 4000
-        and sum(eight["edges_per_part"]) == 80_000
-        and sum(eight["train_per_part"]) == 2400
-    )
+    for what, count in (("rows", 4000), ("edges", 80_000), ("train", 2400)):
+        assert sum(eight[f"{what}_per_part"]) == count
     assert sum(eight["halo_rows_per_part"]) == eight["halo_rows"] <= eight["edge_cut"]
     assert len(eight["growth"]) == 2 and 1 < eight["growth"][0] < eight["growth"][1] <= 8.5
 
@@ -99,11 +82,9 @@ def test_servers_hold_several_parts():
     graph = load(COMMUNITY)
     on_two = profile(graph, [8], servers=2)["parts"]["8"]
     alone = profile(graph, [8])["parts"]["8"]
-    assert on_two["halo_rows"] == alone["halo_rows"] and max(on_two["growth"]) <= 2.1 < max(
-        alone["growth"]
-    )
-    part = partition(graph, 8) // 4
-    sizes = within(graph, part, 2, 1)
+    assert on_two["halo_rows"] == alone["halo_rows"]
+    assert max(on_two["growth"]) <= 2.1 < max(alone["growth"])
+    sizes = within(graph, partition(graph, 8) // 4, 2, 1)
     assert on_two["growth"][0] == pytest.approx((sizes[1] / sizes[0]).mean())
 
 
@@ -123,79 +104,62 @@ def test_the_cache_says_so_and_survives_damage(own_cache, monkeypatch):
         assert not again["cached"] and again["halo_rows"] == first["halo_rows"]
 
 
+def of_statistics(folder, vertices: int, edges: int, more: str = ""):
+    text = f"vertices: {vertices}\nedges: {edges}\nfeatures: 10\nclasses: 2\n{more}"
+    (folder / "told.yaml").write_text(text)
+    return load(str(folder / "told.yaml"))
+
+
 def test_statistics_only_gives_expectations(tmp_path):
-    path = tmp_path / "random.yaml"
-    path.write_text("vertices: 1000000\nedges: 20000000\nfeatures: 10\nclasses: 2\n")
-    found = profile(load(str(path)), [8], "random")
+    stats = of_statistics(tmp_path, 1_000_000, 20_000_000)
+    found = profile(stats, [8], "random")
     eight = found["parts"]["8"]
     # GNNPipe Section 3.1.1
     assert eight["estimated"] and eight["halo_rows"] / 7e6 == pytest.approx(0.92, abs=0.005)
-    assert (
-        sum(eight["halo_rows_per_part"]) == eight["halo_rows"]
-        and sum(eight["rows_per_part"]) == 1_000_000
-    )
+    assert sum(eight["halo_rows_per_part"]) == eight["halo_rows"]
+    assert sum(eight["rows_per_part"]) == 1_000_000
     assert found["graph"]["degree"] == {"mean": 20.0} and found["graph"]["statistics_only"]
-    cut = profile(load(str(path)), [8])["parts"]["8"]["halo_rows"]
+    cut = profile(stats, [8])["parts"]["8"]["halo_rows"]
     assert cut == pytest.approx(7e6 * -np.expm1(-0.04 * 20 / 8), rel=1e-3)  # as METIS usually finds
 
 
 def test_a_halo_that_was_counted_says_what_others_are(tmp_path):
     """Two halo sizes as the declared mixings make them; a third between them, and one beyond."""
     n, degree = 1_000_000, 20
-    counted = {
-        m: round(n * (m - 1) * -np.expm1(-phi * degree / m)) for m, phi in ((2, 0.01), (8, 0.04))
-    }
-    path = tmp_path / "told.yaml"
-    path.write_text(
-        f"vertices: {n}\nedges: {n * degree}\nfeatures: 10\nclasses: 2\nhalo_rows: {counted}\n".replace(
-            "'", ""
-        )
-    )
-    found = profile(load(str(path)), [2, 4, 8, 32])["parts"]
-    assert [found[m]["method"] for m in ("2", "4", "8", "32")] == [
-        "declared",
-        "estimated",
-        "declared",
-        "estimated",
-    ]
+
+    def halo(m: int, phi: float) -> float:
+        return n * (m - 1) * -np.expm1(-phi * degree / m)
+
+    counted = ", ".join(f"{m}: {round(halo(m, phi))}" for m, phi in ((2, 0.01), (8, 0.04)))
+    stats = of_statistics(tmp_path, n, n * degree, f"halo_rows: {{{counted}}}\n")
+    found = profile(stats, [2, 4, 8, 32])["parts"]
+    methods = {m: found[m]["method"] for m in found}
+    assert methods == {"2": "declared", "4": "estimated", "8": "declared", "32": "estimated"}
     # log phi over log m is a line between them, and grows as the square root of m after
     for m, phi in ((4, 0.02), (32, 0.08)):
-        assert found[str(m)]["halo_rows"] == pytest.approx(
-            n * (m - 1) * -np.expm1(-phi * degree / m), rel=0.001
-        )
+        assert found[str(m)]["halo_rows"] == pytest.approx(halo(m, phi), rel=0.001)
         # a halo says nothing of how many edges lead there: hubs have most
         assert found[str(m)]["edge_cut"] is None
 
 
 def test_expectations_are_met_by_random_graphs(tmp_path):
     """A graph without structure: any partition is as the formula says, growth by hops included."""
-    (tmp_path / "r.yaml").write_text("vertices: 4000\nedges: 40000\nfeatures: 1\nclasses: 2\n")
-    expected = profile(load(str(tmp_path / "r.yaml")), [4], "random")["parts"]["4"]
-    graph = load(
-        "synthetic:community?vertices=4000&edges=40000&mixing=1&skew=100&features=1&classes=1"
-    )
-    found = profile(graph, [4], "random")["parts"]["4"]
-    assert found["halo_rows"] == pytest.approx(expected["halo_rows"], rel=0.02)
-    assert found["edge_cut"] == pytest.approx(expected["edge_cut"], rel=0.02)
-    assert found["growth"] == pytest.approx(expected["growth"], rel=0.02)
+    told = of_statistics(tmp_path, 4000, 40000)
+    graph = uniform(4000, 40000)
+    expected, found = (profile(each, [4], "random")["parts"]["4"] for each in (told, graph))
+    for what in ("halo_rows", "edge_cut", "growth"):
+        assert found[what] == pytest.approx(expected[what], rel=0.02)
 
 
-def test_refusals(tmp_path):
-    (tmp_path / "s.yaml").write_text("vertices: 10\nedges: 20\nfeatures: 1\nclasses: 2\n")
-    stats = load(str(tmp_path / "s.yaml"))
-    for arguments, words in (
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
         ({"parts": [11]}, r"parts must lie in \[1, 10\]"),
         ({"parts": [0]}, "got 0"),
         ({"parts": [2], "hops": 0}, "hops"),
         ({"parts": [2], "servers": 3}, "2 parts cannot fill 3 servers"),
-    ):
-        with pytest.raises(SpecError, match=words):
-            profile(stats, **arguments)
-
-
-def test_squirrel_halo_is_as_published(dataset):
-    """GNNPipe Table 4, graph parallel on 8 GPUs, 4.43 GiB: 2 x 4 B x 32 layers x 1000 x halo rows,
-    and the all-reduce of the weights."""
-    halo_rows = profile(load(dataset("squirrel")), [8], "metis-volume")["parts"]["8"]["halo_rows"]
-    total = 2 * 4 * 32 * 1000 * halo_rows + 2 * 7 * 32_094_000 * 4
-    assert total / 2**30 == pytest.approx(4.43, rel=0.1)
+    ],
+)
+def test_refusals(tmp_path, arguments, words):
+    with pytest.raises(SpecError, match=words):
+        profile(of_statistics(tmp_path, 10, 20), **arguments)

@@ -33,46 +33,33 @@ def told(row: dict[str, str], metric: str, **more: Any) -> float:
     return predict({**row, "metric": metric, **more})
 
 
-@pytest.mark.parametrize("strategy", ["dgl_data_parallel", "p3_push_pull", "p3_push_pull_nopipe"])
-def test_p3s_parts_are_its_epoch(strategy):
-    parts = [
-        told(P3, metric, strategy=strategy)
-        for metric in ("dag_time_s", "copy_time_s", "compute_time_s")
-    ]
-    assert min(parts) > 0
-    assert sum(parts) == pytest.approx(told(P3, "epoch_time_s", strategy=strategy))
+CUT_BY_METIS = P3["strategy_params"].replace("hash", "metis")
+P3S = ("dag_time_s", "copy_time_s", "compute_time_s")
+GSPLITS = ("sample_time_s", "load_time_s", "forward_backward_time_s")
+OF_P3 = ("dgl_data_parallel", "p3_push_pull", "p3_push_pull_nopipe")
+OF_GSPLIT = (
+    "dgl_data_parallel",
+    "quiver",
+    "p3star",
+    *(f"gsplit{how}" for how in ("", "_edge", "_node", "_rand")),
+)
 
 
 @pytest.mark.parametrize(
-    "strategy",
-    [
-        "dgl_data_parallel",
-        "quiver",
-        "p3star",
-        "gsplit",
-        "gsplit_edge",
-        "gsplit_node",
-        "gsplit_rand",
-    ],
+    ("row", "parts", "strategy"),
+    [*((P3, P3S, name) for name in OF_P3), *((SPLIT, GSPLITS, name) for name in OF_GSPLIT)],
 )
-def test_gsplits_parts_are_its_epoch(strategy):
-    parts = [
-        told(SPLIT, metric, strategy=strategy)
-        for metric in ("sample_time_s", "load_time_s", "forward_backward_time_s")
-    ]
-    assert min(parts) > 0
-    assert sum(parts) == pytest.approx(told(SPLIT, "epoch_time_s", strategy=strategy))
+def test_parts_are_their_epoch(row, parts, strategy):
+    seconds = [told(row, metric, strategy=strategy) for metric in parts]
+    assert min(seconds) > 0
+    assert sum(seconds) == pytest.approx(told(row, "epoch_time_s", strategy=strategy))
 
 
 def test_p3_counts_batches_by_trainer_and_gsplit_by_step():
     assert question({**P3, "metric": "epoch_time_s"}).problem.workload.batch == 16_000
     assert question({**SPLIT, "metric": "epoch_time_s"}).problem.workload.batch == 1024
-    one = {
-        "num_nodes": "4",
-        "gpus_per_node": "",
-        "hidden": "16",
-        "strategy_params": '{"batch": 1000, "fanout": [25, 10], "feature_dim": 50}',
-    }
+    params = '{"batch": 1000, "fanout": [25, 10], "feature_dim": 50}'
+    one = {"num_nodes": "4", "gpus_per_node": "", "hidden": "16", "strategy_params": params}
     asked = question({**P3, **one, "metric": "comm_volume_bytes"})
     assert asked.problem.stats.features == 50 and asked.problem.ranks == 4
     # P3 Sec. 3.2.2, forward only
@@ -82,39 +69,37 @@ def test_p3_counts_batches_by_trainer_and_gsplit_by_step():
 def test_caches_are_in_the_memory_that_is_left():
     """Orkut's features are cached between four GPUs, and in P3* as columns; Friendster's columns do
     not fit (GSplit Sec. 6.1)."""
-    row = {**SPLIT, "metric": "load_time_s"}
-    quiver, split = (question({**row, "strategy": name}).strategy for name in ("quiver", "gsplit"))
+    quiver, split = (
+        question({**SPLIT, "metric": "load_time_s", "strategy": name}).strategy
+        for name in ("quiver", "gsplit")
+    )
     assert isinstance(quiver, DataParallel) and quiver.shared_cache and isinstance(split, GSplit)
     assert split.cache == 3_072_441 * 512 * 4 // 4 + 1 and split.structure == "spread"
-    cached, uncached = (
-        told(row, "load_time_s", strategy=name) for name in ("gsplit", "dgl_data_parallel")
-    )
-    assert 50 * cached < uncached
-    for dataset, ratio in (("orkut", (0.0, 0.1)), ("friendster", (0.9, 1.1))):
-        star, plain = (
-            told(row, "load_time_s", strategy=name, dataset=dataset)
-            for name in ("p3star", "dgl_data_parallel")
-        )
-        assert ratio[0] * plain < star < ratio[1] * plain
+
+    def loaded_s(strategy: str, dataset: str = "orkut") -> float:
+        return told(SPLIT, "load_time_s", strategy=strategy, dataset=dataset)
+
+    assert 50 * loaded_s("gsplit") < loaded_s("dgl_data_parallel")
+    for dataset, low, high in (("orkut", 0.0, 0.1), ("friendster", 0.9, 1.1)):
+        plain = loaded_s("dgl_data_parallel", dataset)
+        assert low * plain < loaded_s("p3star", dataset) < high * plain
 
 
 def test_copies_of_columns_and_lists():
     """P3 Table 5: against itself without them."""
-    params = '{"batch": 1000, "fanout": [25, 10], "feature_copies": %d, "graph_copies": %d}'
+    start = '{"batch": 1000, "fanout": [25, 10], '
+    params = start + '"feature_copies": %d, "graph_copies": %d}'
     times = [
         told(P3, "epoch_time_s", strategy_params=params % copies)
         for copies in ((1, 1), (2, 1), (1, 2), (4, 4))
     ]
     assert times[0] == told(P3, "epoch_time_s") > max(times[1:3]) and min(times[1:3]) > times[3]
-    speedup = told(P3, "speedup_vs", baseline="p3_push_pull", strategy_params=params % (4, 4))
+    against = {"baseline": "p3_push_pull"}
+    speedup = told(P3, "speedup_vs", **against, strategy_params=params % (4, 4))
     assert speedup == pytest.approx(times[0] / times[3])
+    other = start + '"feature_dim": 512}'
     with pytest.raises(Skip, match="in what the baseline differs"):
-        told(
-            P3,
-            "epoch_time_ratio_vs",
-            baseline="p3_push_pull",
-            strategy_params='{"batch": 1000, "fanout": [25, 10], "feature_dim": 512}',
-        )
+        told(P3, "epoch_time_ratio_vs", **against, strategy_params=other)
 
 
 @pytest.mark.parametrize(
@@ -123,18 +108,10 @@ def test_copies_of_columns_and_lists():
 )
 def test_what_ranks_do_twice(dataset, edges, features):
     """GSplit Table 1: micro-batches against the mini-batch, to a quarter."""
-    for metric, printed in (
-        ("edges_computed_ratio_vs", edges),
-        ("features_loaded_ratio_vs", features),
-    ):
-        ratio = told(
-            COUNTS,
-            metric,
-            strategy="dgl_data_parallel",
-            baseline="gsplit",
-            dataset=dataset,
-            strategy_params='{"batch": 1024, "fanout": 15, "micro_batches": 4}',
-        )
+    asked = {"strategy": "dgl_data_parallel", "baseline": "gsplit", "dataset": dataset}
+    asked |= {"strategy_params": '{"batch": 1024, "fanout": 15, "micro_batches": 4}'}
+    for metric, printed in (("edges_computed", edges), ("features_loaded", features)):
+        ratio = told(COUNTS, f"{metric}_ratio_vs", **asked)
         assert ratio == pytest.approx(printed, rel=0.25) and ratio >= 1
 
 
@@ -149,30 +126,25 @@ def test_edges_between_owners():
 
 def test_constants_of_code_host_and_sampler():
     row = {**SPLIT, "metric": "epoch_time_s", "strategy": "dgl_data_parallel"}
-    plain = interpret.testbed(row)
-    assert plain.host is not None and plain.device.launch > 0
-    slower = scaled(row, {"host": 0.5, "code": 0.5, "sampler": 0.5})
-    assert slower.host is not None and slower.host.bandwidth == plain.host.bandwidth / 2
-    assert (
-        slower.device.launch == 2 * plain.device.launch
-        and slower.device.gemm == plain.device.gemm / 2
-    )
+    plain, slower = interpret.testbed(row), scaled(row, {"host": 0.5, "code": 0.5, "sampler": 0.5})
+    assert plain.device.launch > 0 and slower.device.launch == 2 * plain.device.launch
+    assert slower.host.bandwidth == plain.host.bandwidth / 2
+    assert slower.device.gemm == plain.device.gemm / 2
     assert slower.host_rates == {work: rate / 2 for work, rate in plain.host_rates.items()}
     assert scaled(P3, {"sampler": 0.5}).host_rates == {"draw": HOST_RATE / 2, "lay": HOST_RATE / 2}
     for factor in ("host", "code", "sampler"):
         assert predict(row, partial(scaled, factors={factor: 0.5})) > predict(row)
 
 
-def test_what_is_not_stated():
-    metis = {
-        "strategy": "dgl_data_parallel",
-        "strategy_params": P3["strategy_params"].replace("hash", "metis"),
-    }
-    for more, why in (
+@pytest.mark.parametrize(
+    ("more", "why"),
+    [
         ({"model": "sgcn", "hidden": ""}, "partial sums"),
         ({"model": "gat", "hidden": ""}, "hidden is not stated"),
-        (metis, "METIS"),
-    ):
-        with pytest.raises(Skip, match=why):
-            told(P3, "epoch_time_s", **more)
+        ({"strategy": "dgl_data_parallel", "strategy_params": CUT_BY_METIS}, "METIS"),
+    ],
+)
+def test_what_is_not_stated(more, why):
+    with pytest.raises(Skip, match=why):
+        told(P3, "epoch_time_s", **more)
     assert told(P3, "dag_time_s", model="sgcn", hidden="") > 0

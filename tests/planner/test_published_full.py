@@ -15,7 +15,6 @@ from gnnplan.papers.calibrate import scaled
 from gnnplan.papers.figures import predict
 from gnnplan.papers.full_graph import InOrder, among, trained_on
 from gnnplan.papers.interpret import question
-from gnnplan.planner.graph.graph import Graph, GraphStats
 from gnnplan.planner.graph.load import load
 from gnnplan.planner.ownership.estimated_layout import Mixing, mixing_of
 from gnnplan.planner.ownership.layout import Expansion
@@ -31,12 +30,6 @@ def told(row: dict[str, str], metric: str, **more: Any) -> float:
     return predict({**row, "metric": metric, **more})
 
 
-def stats(name: str) -> GraphStats:
-    found = load(name)
-    assert not isinstance(found, Graph)
-    return found
-
-
 @pytest.mark.parametrize("name", ["flickr", "ogbn-arxiv"])
 def test_training_vertices_and_the_edges_among_them(dataset, name):
     """Of a real graph, whose training vertices are no others than those not to train on (half of
@@ -50,40 +43,26 @@ def test_training_vertices_and_the_edges_among_them(dataset, name):
 
 
 def test_who_trains_on_training_vertices_only():
-    reddit = trained_on(stats("reddit"), "pipegcn")
+    whole, products, papers = map(load, ("reddit", "ogbn-products", "ogbn-papers100M"))
+    reddit = trained_on(whole, "pipegcn")
     assert (reddit.vertices, reddit.train_vertices) == (153_431, 153_431)
     assert reddit.edges == pytest.approx(114_615_892 * 0.6586**2, rel=1e-3)
     # cut as well as the whole
-    assert mixing_of(reddit).at(8) == pytest.approx(mixing_of(stats("reddit")).at(8), rel=1e-3)
-    products = stats("ogbn-products")
+    assert mixing_of(reddit).at(8) == pytest.approx(mixing_of(whole).at(8), rel=1e-3)
     assert trained_on(products, "pipegcn") is products
     popular = trained_on(products, "granndis")
-    assert (
-        popular.vertices == 196_657
-        and popular.edges / popular.vertices < products.edges / products.vertices
-    )
+    assert popular.vertices == 196_657
+    assert popular.edges / popular.vertices < products.edges / products.vertices
     assert popular.edges / products.edges > 2 * 0.0803**2  # they have more neighbours than others
-    papers = stats("ogbn-papers100M")
     assert trained_on(papers, "pipegcn") is papers is trained_on(papers, "granndis")
 
 
-def in_order(
-    vertices: int, degree: int, drawn: float, sampled: bool = True, targets: float | None = None
-) -> InOrder:
+def in_order(vertices: int, degree: int, drawn: float, sampled: bool = True) -> InOrder:
+    """On four servers of two."""
     expansion = Expansion(1, 15, 0) if sampled else None
-    return InOrder(
-        vertices,
-        vertices * degree,
-        (0, 0, 1, 1, 2, 2, 3, 3),
-        4,
-        0,
-        4,
-        expansion,
-        Mixing(),
-        targets or vertices / 4,
-        metis=Mixing(((2, 0.05),)),
-        drawn=drawn,
-    )
+    layers = (0, 0, 1, 1, 2, 2, 3, 3), 4, 0, 4, expansion, Mixing(), vertices / 4
+    halves = Mixing(((2, 0.05),))
+    return InOrder(vertices, vertices * degree, *layers, metis=halves, drawn=drawn)
 
 
 @pytest.mark.parametrize(("degree", "drawn"), [(6, 15), (30, 4), (60, 15)])
@@ -106,17 +85,15 @@ def test_what_a_server_has_of_a_graph_shared_in_order(degree, drawn):
 
 def test_batches_and_preloads_of_a_graph_shared_in_order():
     sampled, whole = in_order(20_000, 30, 4.0), in_order(20_000, 30, np.inf, sampled=False)
-    batch = replace(sampled, targets=sampled.targets / 5)  # type: ignore[operator]
-    assert (
-        batch.region(2)
-        < sampled.region(2) / 2
-        < whole.region(1)
-        == pytest.approx(20_000, rel=0.001)
-    )
-    halo = whole.facts(2).sends
-    assert halo[0, 1] > 0 and not halo[0, 2:].any()  # nothing between servers
-    assert not replace(whole, metis=Mixing(((2, 1e-9),))).facts(2).sends.any()
-    assert halo[0, 1] < replace(whole, metis=Mixing(((2, 0.5),))).facts(2).sends[0, 1] < 10_000
+    batch = replace(sampled, targets=sampled.targets / 5)
+    assert batch.region(2) < sampled.region(2) / 2 < whole.region(1)
+    assert whole.region(1) == pytest.approx(20_000, rel=0.001)
+
+    def halo(phi: float) -> np.ndarray:
+        return replace(whole, metis=Mixing(((2, phi),))).facts(2).sends
+
+    assert 0 < halo(0.05)[0, 1] < halo(0.5)[0, 1] < 10_000
+    assert not halo(0.05)[0, 2:].any() and not halo(1e-9).any()  # nothing between servers
 
 
 def test_the_share_between_servers():
@@ -140,23 +117,22 @@ def test_preloading_costs_more_than_sampling_and_neither_leaves_the_server():
     )
     assert eas < preload < full
     sent = question({**GRANNDIS, "metric": "epoch_time_s"}).prediction
-    assert set(sent.bytes_by_link) <= {"intra_node", "inter_node"} and set(sent.bytes) == {
-        "halo",
-        "all_reduce",
-    }
+    assert set(sent.bytes_by_link) <= {"intra_node", "inter_node"}
+    assert set(sent.bytes) == {"halo", "all_reduce"}
     assert sent.bytes_by_link.get("inter_node", 0) < sent.bytes["all_reduce"]
 
 
 def test_reductions_go_parameter_by_parameter():
     """20 parameters of four layers, each 2 (m - 1) messages of 50 us beside the bytes."""
-    two, four = (told(PIPEGCN, "reduce_time_s", gpus_per_node=str(gpus)) for gpus in (2, 4))
-    problem = question({**PIPEGCN, "metric": "reduce_time_s"}).problem
-    assert published_full.tensors(problem) == 20
-    for gpus, seconds in ((2, two), (4, four)):
-        asked = question({**PIPEGCN, "gpus_per_node": str(gpus), "metric": "reduce_time_s"})
-        once = float(np.max(asked.prediction.by_op["all_reduce"]))
+
+    def reduced(row: dict[str, str], **more: str) -> tuple[Any, float]:
+        asked = question({**row, **more, "metric": "reduce_time_s"})
+        return asked, float(np.max(asked.prediction.by_op["all_reduce"]))
+
+    for gpus in (2, 4):
+        asked, once = reduced(PIPEGCN, gpus_per_node=str(gpus))
+        seconds = told(PIPEGCN, "reduce_time_s", gpus_per_node=str(gpus))
+        assert published_full.tensors(asked.problem) == 20
         assert seconds - once == pytest.approx(20 * 2 * (gpus - 1) * 50e-6)
-    elsewhere = question({**GRANNDIS, "metric": "reduce_time_s"})
-    assert figures.FIGURES["reduce_time_s"](elsewhere) == float(
-        np.max(elsewhere.prediction.by_op["all_reduce"])
-    )
+    asked, once = reduced(GRANNDIS)
+    assert figures.FIGURES["reduce_time_s"](asked) == once

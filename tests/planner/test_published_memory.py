@@ -19,46 +19,39 @@ def bytes_of(row: dict[str, str], **more: Any) -> float:
     return needed(question({**row, **more}))
 
 
+def rows_of(more: dict[str, str]) -> tuple[float, float, float]:
+    """Rows, sources and edges of the first rank."""
+    facts = question({**PIPEGCN, **more}).problem.layout().facts(2)
+    return float(facts.rows[0]), float(facts.sources[0]), float(facts.edges[0])
+
+
 def test_pipegcns_tensors_by_hand():
     """Three layers on products in five parts: features and their mean; two hidden layers of 128; 47
     classes."""
-    facts = question(PIPEGCN).problem.layout().facts(2)
-    n, s, e = float(facts.rows[0]), float(facts.sources[0]), float(facts.edges[0])
-    mask = 0.25
+    (n, s, e), mask = rows_of({}), 0.25
     # own and mean; dropout's output and mask of both
     features = 2 * n * 100 + 2 * n * 100 * (1 + mask)
     one = 2 * n * 128  # the input of norm, the output of ReLU
     # all rows, dropout of them, mean, what came in and its gradients
     two = s * 128 * (1 + 1 + mask) + n * 128 + 2 * (s - n) * 128
-    widest = max(3 * s * 128, 3 * n * 100)
-    assert bytes_of(PIPEGCN) == pytest.approx(
-        24 * e + 4 * (features + one + two + one + two + 4 * n * 47 + widest), rel=1e-6
-    )
+    numbers = features + 2 * (one + two) + 4 * n * 47 + max(3 * s * 128, 3 * n * 100)
+    assert bytes_of(PIPEGCN) == pytest.approx(24 * e + 4 * numbers, rel=1e-6)
     assert EDGE == 3 * 2 * 4
 
 
 def test_dropout_and_linear_layers_as_the_paper_has_them():
-    dry = {
-        "dataset": "ogbn-papers100M",
-        "testbed": "pipegcn_mi60",
-        "hidden": "48",
-        "num_nodes": "4",
-        "gpus_per_node": "8",
-    }
-    facts = question({**PIPEGCN, **dry}).problem.layout().facts(2)
-    n, s, e = float(facts.rows[0]), float(facts.sources[0]), float(facts.edges[0])
+    dry = {"dataset": "ogbn-papers100M", "testbed": "pipegcn_mi60", "hidden": "48"}
+    dry |= {"num_nodes": "4", "gpus_per_node": "8"}
+    n, s, e = rows_of(dry)
     hidden = 2 * (2 * n + s + n + 2 * (s - n)) * 48
-    assert bytes_of(PIPEGCN, **dry) == pytest.approx(
-        24 * e + 4 * (2 * n * 128 + hidden + 4 * n * 172 + 3 * n * 128), rel=1e-6
-    )
+    numbers = 2 * n * 128 + hidden + 4 * n * 172 + 3 * n * 128
+    assert bytes_of(PIPEGCN, **dry) == pytest.approx(24 * e + 4 * numbers, rel=1e-6)
     yelp = {"dataset": "yelp", "layers": "4", "hidden": "512"}
-    facts = question({**PIPEGCN, **yelp}).problem.layout().facts(2)
-    n, s, e = float(facts.rows[0]), float(facts.sources[0]), float(facts.edges[0])
+    n, s, e = rows_of(yelp)
     aggregating, linear = s * 512 * 2.25 + n * 512 + 2 * (s - n) * 512, n * 512 * 1.25
     kept = 2 * n * 300 * 2.25 + 3 * 2 * n * 512 + aggregating + 2 * linear
-    assert bytes_of(PIPEGCN, **yelp) == pytest.approx(
-        24 * e + 4 * (kept + 4 * n * 100 + 3 * s * 512), rel=1e-6
-    )
+    numbers = kept + 4 * n * 100 + 3 * s * 512
+    assert bytes_of(PIPEGCN, **yelp) == pytest.approx(24 * e + 4 * numbers, rel=1e-6)
 
 
 @pytest.mark.parametrize(
@@ -79,28 +72,24 @@ def test_pipegcns_least_partitions(dataset, layers, hidden, testbed, parts):
 def test_more_parts_and_more_batches_need_less():
     few, many = (bytes_of(PIPEGCN, gpus_per_node=gpus) for gpus in ("4", "8"))
     assert 1.5 * many < few
-    sizes = [
-        bytes_of(GRANNDIS, strategy="granndis", strategy_params=f'{{"updates_per_epoch": {count}}}')
-        for count in (1, 2, 4, 8)
-    ]
+    sizes = [bytes_of(in_batches(GRANNDIS, count)) for count in (1, 2, 4, 8)]
     assert sizes == sorted(sizes, reverse=True) and sizes[-1] < sizes[0] / 2
+
+
+def in_batches(row: dict[str, str], count: int) -> dict[str, str]:
+    params = f'{{"updates_per_epoch": {count}}}'
+    return row | {"strategy": "granndis", "strategy_params": params}
 
 
 def test_granndis_takes_as_many_batches_as_it_needs():
     """Sec. 5 and 8.7: 112 layers on eight 2080 Ti in five batches, not in one; nor does graph
     parallel fit."""
     small = {**GRANNDIS, "testbed": "granndis_2080ti_1gbe", "num_nodes": "2", "hidden": "64"}
-    one, five = (
-        question(
-            small | {"strategy": "granndis", "strategy_params": f'{{"updates_per_epoch": {count}}}'}
-        )
-        for count in (1, 5)
-    )
+    one, five = (question(in_batches(small, count)) for count in (1, 5))
     assert not fits(one, any_batches=False) and fits(one, any_batches=True)
     assert fits(five, any_batches=False)
-    assert predict(small) == 0.0
     preloaded = {**small, "strategy": "granndis"}
-    assert predict(preloaded) == 1.0
+    assert predict(small) == 0.0 and predict(preloaded) == 1.0
     assert gave_a_factor(preloaded)
     assert not gave_a_factor(small) and not gave_a_factor(GRANNDIS)
     assert UNCOUNTED["granndis_2080ti_1gbe"] > 1

@@ -36,7 +36,6 @@ REFUSED = r"""
 2x1 layers=3 | feature_parallel(order='narrow') | 'alternating', not 'narrow'; use order='coupled'
 2x1 layers=3 | tensor3d(x=3) | x \* y \* z = 2 ranks, each at least 1 \(x: 3\); .* use tensor3d\(x=
 2x1 layers=3 | tensor3d(x=2,y=2,z=0) | \(x: 2, y: 2, z: 0\)
-2x1 layers=3 | bns(bits=0) | \(bits: 0\); use bits=2
 2x1 layers=3 | pipegcn_gf(bits=4) | smoothing: 'gf', bits: 4\); use pipegcn\(bits=4\) or pipegcn_gf
 2x1 layers=3 | granndis(depth=4) | depth lies between 0 \(plain halo\) and the layers \(3, full preload\), not 4
 2x1 layers=3 | granndis(depth=-1) | not -1
@@ -98,14 +97,8 @@ REFUSED = r"""
 2x2 layers=3 | graph_parallel(buckets=0) | graph_parallel: buckets .* \(buckets: 0, layers: 3\); use
 2x2 layers=3 | graph_parallel(buckets=-1) | graph_parallel: buckets .* \(buckets: -1, layers: 3\); use
 2x2 layers=3 | graph_parallel(buckets=4) | graph_parallel: buckets .* \(buckets: 4, layers: 3\); use
-2x2 layers=3 | pipegcn(buckets=0) | pipegcn: buckets .* \(buckets: 0, layers: 3\); use
-2x2 layers=3 | pipegcn(buckets=-1) | pipegcn: buckets .* \(buckets: -1, layers: 3\); use
 2x2 layers=3 | pipegcn(buckets=4) | pipegcn: buckets .* \(buckets: 4, layers: 3\); use
-2x2 layers=3 | granndis(buckets=0) | granndis: buckets .* \(buckets: 0, layers: 3\); use
-2x2 layers=3 | granndis(buckets=-1) | granndis: buckets .* \(buckets: -1, layers: 3\); use
 2x2 layers=3 | granndis(buckets=4) | granndis: buckets .* \(buckets: 4, layers: 3\); use
-2x2 layers=3 | bns(buckets=0) | bns: buckets .* \(buckets: 0, layers: 3\); use
-2x2 layers=3 | bns(buckets=-1) | bns: buckets .* \(buckets: -1, layers: 3\); use
 1x4(2,2) layers=4 | granndis(group='switch') | group is 'server' or 'island' \(what preloads as one\), not 'switch'
 1x3(2,1) layers=4 | granndis(group='island') | equally large \(GPUs used of an island of cluster .*: 1, 2\); use group='server'
 1x4(2,2) layers=4 | granndis(depth=1,max_hop=1,group='island') | leaves an island rows .* may cross islands \(depth: 1, layers: 4\)
@@ -113,6 +106,11 @@ REFUSED = r"""
 1x4(2,2) layers=4 | granndis(batches=9999,group='island') | vertex per batch on every island \(fewest on one: \d+, batches: 9999\)
 2x4 layers=4 | granndis(group='island') | names none \(GPUs per server: 4\); use group='server', or give it islands and island
 2x2 layers=3 | bns(buckets=4) | bns: buckets .* \(buckets: 4, layers: 3\); use
+1x1 model=gcnii | offload | the encoder's rows .* \(model: gcnii\)
+1x1 | offload(chunks=0) | \[1, 24\].*\(chunks: 0, ranks: 1\); use chunks=1,
+1x1 mode=mini | offload | trains on the full graph
+1x4 mode=mini batch=8 | feature_parallel | trains on the full graph
+1x4 mode=mini batch=8 | tensor3d | trains on the full graph
 """
 MINI = {"mode": "mini", "batch": 16, "layers": 3, "fanout": (4, 3, 2)}
 

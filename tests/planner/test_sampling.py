@@ -25,41 +25,30 @@ def test_the_hash_is_splitmix64():
 
 @given(st.data())
 def test_draws_are_different_neighbours(data):
-    vertices = np.array(
-        data.draw(st.lists(st.integers(0, 299), min_size=1, max_size=60, unique=True))
-    )
+    ids = st.lists(st.integers(0, 299), min_size=1, max_size=60, unique=True)
+    vertices = np.array(data.draw(ids))
     fanout = data.draw(st.sampled_from([1, 2, 5, 17, 1000, ALL]))
     indptr, places = draw(GRAPH, vertices, fanout, key_of(0, 0, 0, 1))
     columns = GRAPH.indices[places]
     for i, v in enumerate(vertices):
-        own, all_of_them = (
-            columns[indptr[i] : indptr[i + 1]],
-            GRAPH.indices[GRAPH.indptr[v] : GRAPH.indptr[v + 1]],
-        )
-        assert (
-            len(set(own))
-            == own.size
-            == (all_of_them.size if fanout == ALL else min(fanout, all_of_them.size))
-        )
-        assert set(own) <= set(all_of_them)
+        own = columns[indptr[i] : indptr[i + 1]]
+        everyone = GRAPH.indices[GRAPH.indptr[v] : GRAPH.indptr[v + 1]]
+        asked = everyone.size if fanout == ALL else min(fanout, everyone.size)
+        assert len(set(own)) == own.size == asked
+        assert set(own) <= set(everyone)
 
 
 @given(st.data())
 def test_a_vertex_draws_the_same_beside_whichever_others(data):
     """What lets ranks share a batch's sampling, and anybody check it."""
-    vertices = np.array(
-        data.draw(st.lists(st.integers(0, 299), min_size=2, max_size=40, unique=True))
-    )
-    fanout, key = (
-        data.draw(st.sampled_from([1, 3, 8])),
-        key_of(*data.draw(st.tuples(*[st.integers(0, 9)] * 4))),
-    )
+    ids = st.lists(st.integers(0, 299), min_size=2, max_size=40, unique=True)
+    vertices = np.array(data.draw(ids))
+    fanout = data.draw(st.sampled_from([1, 3, 8]))
+    key = key_of(*data.draw(st.tuples(*[st.integers(0, 9)] * 4)))
     indptr, places = draw(GRAPH, vertices, fanout, key)
     for i in data.draw(st.permutations(range(vertices.size)))[:5]:
-        assert (
-            draw(GRAPH, vertices[i : i + 1], fanout, key)[1].tolist()
-            == places[indptr[i] : indptr[i + 1]].tolist()
-        )
+        alone = draw(GRAPH, vertices[i : i + 1], fanout, key)[1]
+        assert alone.tolist() == places[indptr[i] : indptr[i + 1]].tolist()
 
 
 def test_seed_epoch_batch_and_layer_each_change_the_draws():
@@ -84,12 +73,8 @@ def test_every_set_is_as_likely(degree, k):
 
 def test_batches_hold_every_training_vertex_once_an_epoch():
     first, second = (seeds_of(GRAPH, 32, 0, epoch) for epoch in (0, 1))
-    train = np.flatnonzero(GRAPH.train)
-    assert (
-        sorted(np.concatenate(first).tolist())
-        == sorted(np.concatenate(second).tolist())
-        == train.tolist()
-    )
+    for epoch in (first, second):
+        assert sorted(np.concatenate(epoch).tolist()) == np.flatnonzero(GRAPH.train).tolist()
     assert [one.size for one in first[:-1]] == [32] * (len(first) - 1)
     assert 1 <= first[-1].size <= 32
     assert first[0].tolist() != second[0].tolist()

@@ -3,6 +3,7 @@ fit, and what survives a file."""
 
 import json
 import re
+from collections.abc import Callable
 from copy import deepcopy
 from dataclasses import replace
 from functools import cache
@@ -11,13 +12,14 @@ from typing import Any
 
 import numpy as np
 import pytest
+from asked import by_statistics, on
 from examples import NIGHT, examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from pairwise import covered
 
 from gnnplan import __version__
-from gnnplan.planner.cluster.spec import PRESETS, Cluster, Device, Link
+from gnnplan.planner.cluster.spec import PRESETS
 from gnnplan.planner.decision import plan
 from gnnplan.planner.decision import search as search_module
 from gnnplan.planner.decision.candidate import Candidate, evaluate
@@ -35,24 +37,20 @@ from gnnplan.planner.strategies.program import memory as program_memory
 from gnnplan.planner.vocabulary.errors import Infeasible, Mismatch, SpecError
 from gnnplan.planner.vocabulary.progress import tells
 from gnnplan.simulator.player import play
+from gnnplan.testing import laws
+from gnnplan.testing.laws import cluster
 
-SOURCE = "synthetic:community?vertices=400&edges=6000&features=40&classes=5&seed=0"
-GRAPH = load(SOURCE)
+GRAPH = laws.GRAPHS[0]
 
 
 def problem_of(
     servers: int = 2, gpus: int = 2, memory: float = 1e12, inter: float = 1e9, **workload: Any
 ) -> Problem:
-    device = Device(name="toy", memory=memory, gemm=1e11, memory_bandwidth=1e11)
-    link = Link(bandwidth=inter, latency=1e-6)
-    where = Cluster(
-        servers=servers,
-        gpus_per_server=gpus,
-        device=device,
-        intra_node=Link(bandwidth=1e10),
-        inter_node=link,
-    )
-    return Problem(GRAPH.stats, GRAPH, Workload(**{"layers": 4, "hidden": 64, **workload}), where)
+    where = cluster(servers, gpus, inter, name="toy", memory=memory, launch=8e-6)
+    return laws.problem_of(GRAPH, where, **{"model": "sage", "layers": 4, **workload})
+
+
+SMALL = "synthetic:community?vertices=1000&edges=8000&features=60&classes=6&seed=0"
 
 
 @cache
@@ -66,17 +64,10 @@ def candidates(problem: Problem) -> list[str]:
     ]
 
 
-def test_a_search_tells_what_it_evaluates():
+def test_a_search_tells_what_it_evaluates(found):
     """A plan of a large graph takes minutes; whoever waits sees each candidate's name."""
-    told: list[str] = []
-    tells(lambda notify: search(problem_of()))(notify=lambda phase, detail="": told.append(detail))
-    for words in (
-        "graph_parallel",
-        "gnnpipe",
-        "granndis",
-        "2 of 4 GPUs",
-    ):
-        assert any(words in line for line in told)
+    for words in ("graph_parallel", "gnnpipe", "granndis", "2 of 4 GPUs"):
+        assert any(words in line for line in NOTIFIED)
 
 
 # -- ranking ---------------------------------------------------------------------------------------
@@ -99,73 +90,54 @@ def test_every_candidate_is_ranked_or_rejected_and_the_fastest_leads(
     seconds = [float(c.predicted.epoch_s) for c in found.ranked]
     assert seconds == sorted(seconds)
     for candidate in found.ranked:
-        assert (
-            float(candidate.strategy.predict(candidate.problem).epoch_s)
-            == candidate.predicted.epoch_s
-        )
-        assert (
-            candidate.memory_bytes
-            == sum(candidate.fullest().values())
-            <= problem.cluster.device.memory
-        )
-    ranked, rejected = (
-        [str(c.strategy) for c in found.ranked if c.problem.ranks == problem.ranks],
-        [name for name, _ in found.rejected],
-    )
+        again = candidate.strategy.predict(candidate.problem).epoch_s
+        assert float(again) == candidate.predicted.epoch_s
+        assert candidate.memory_bytes == sum(candidate.fullest().values())
+        assert candidate.memory_bytes <= problem.cluster.device.memory
+    ranked = [str(c.strategy) for c in found.ranked if c.problem.ranks == problem.ranks]
     absent = [
         family.family
         for family in families(problem)
         if not list(family.candidates(problem)) and family.absent(problem)
     ]
+    rejected = [name for name, _ in found.rejected]
     assert sorted(ranked + rejected) == sorted(candidates(problem) + absent)
 
 
-def test_rejected_say_why():
-    reasons = dict(search(problem_of(1, 4, layers=3)).rejected)
-    assert reasons["granndis"].startswith("one server: no row crosses servers")
-    assert dict(search(problem_of(1, 4, layers=1)).rejected)["gnnpipe"].startswith(
-        "a pipeline needs two stages or more"
-    )
-    assert (
-        dict(search(problem_of(1, 1)).rejected)["gnnpipe"]
-        == "one rank: a pipeline needs at least two stages"
-    )
+@pytest.mark.parametrize(
+    ("gpus", "layers", "name", "reason"),
+    [
+        (4, 3, "granndis", "one server: no row crosses servers"),
+        (4, 1, "gnnpipe", "a pipeline needs two stages or more"),
+        (1, 4, "gnnpipe", "one rank: a pipeline needs at least two stages"),
+    ],
+)
+def test_rejected_say_why(gpus, layers, name, reason):
+    rejected = dict(search(problem_of(1, gpus, layers=layers)).rejected)
+    assert rejected[name].startswith(reason)
 
 
 def test_what_does_not_fit_is_rejected_with_what_fills_the_memory():
-    whole = on_all_gpus()
-    needs = {str(c.strategy): c.memory_bytes for c in whole.ranked}
-    middle = float(np.median(list(needs.values())))
+    whole = {str(c.strategy): c for c in on_all_gpus().ranked}
+    middle = float(np.median([c.memory_bytes for c in whole.values()]))
     found = search(problem_of(memory=middle), may_use_fewer=False)
-    fitting = {name for name, need in needs.items() if need <= middle}
-    thrifty = {
-        str(c.strategy.with_less_memory()): str(c.strategy)
-        for c in whole.ranked
-        if c.strategy.with_less_memory()
-    }
+    fitting = {name for name, c in whole.items() if c.memory_bytes <= middle}
+    saving = {name: c.strategy.with_less_memory() for name, c in whole.items()}
+    thrifty = {str(strategy): name for name, strategy in saving.items() if strategy}
     ranked = {str(c.strategy) for c in found.ranked}
     assert fitting <= ranked and all(c.memory_bytes <= middle for c in found.ranked)
     # some are weighed with checkpoints, not all fit so
-    assert {thrifty[name] for name in ranked - fitting} < needs.keys() - fitting
+    saved = {thrifty[name] for name in ranked - fitting}
+    assert saved < whole.keys() - fitting
     reasons = dict(found.rejected)
     for name in ("feature_parallel", "tensor3d"):
         assert "not known" in reasons.pop(name)  # whatever the memory
-    assert (
-        reasons.keys()
-        == needs.keys() - fitting - {thrifty[name] for name in ranked - fitting}
-        != set()
-    )
+    assert reasons.keys() == whole.keys() - fitting - saved != set()
     for name, reason in reasons.items():
-        use, most = max(
-            next(c for c in whole.ranked if str(c.strategy) == name).fullest().items(),
-            key=lambda item: item[1],
-        )
-        assert (
-            re.search(
-                rf"needs .*B on its fullest rank but a toy has .*B; most of it is {use} \(", reason
-            )
-            and most > 0
-        )
+        uses = whole[name].fullest()
+        use = max(uses, key=uses.__getitem__)
+        rule = rf"needs .*B on its fullest rank but a toy has .*B; most of it is {use} \("
+        assert re.search(rule, reason) and uses[use] > 0
 
 
 def test_exact_keeps_the_gradient():
@@ -180,18 +152,20 @@ def test_exact_keeps_the_gradient():
 
 def test_forced():
     problem = problem_of()
-    settled = parse("gnnpipe(stages=4,chunks=5)").settle(problem)
-    assert [c.strategy for c in search(problem, forced=parse("gnnpipe(chunks=5)")).ranked] == [
-        settled
-    ]
-    with pytest.raises(SpecError, match=r"\(layers: 4, stages: 8\); use stages <= 4"):
-        search(problem, forced=parse("gnnpipe(stages=8)"))
-    with pytest.raises(SpecError, match=r"--exact excludes pipegcn.*: it is lossy; drop --exact"):
-        search(problem, exact=True, forced=parse("pipegcn"))
+    found = search(problem, forced=parse("gnnpipe(chunks=5)")).ranked
+    assert [c.strategy for c in found] == [parse("gnnpipe(stages=4,chunks=5)").settle(problem)]
     mini = problem_of(mode="mini", batch=100, fanout=(5, 5, 5, 5))
-    with pytest.raises(SpecError, match="it is lossy; drop --exact or use data_parallel or gsplit"):
-        search(mini, exact=True, forced=parse("p3(pipelined=True)"))
-    assert search(problem, exact=True, forced=parse("gnnpipe(chunks=1)")).ranked[0].strategy.exact
+    large = problem_of(mode="mini", batch=100)
+    for asked, text, exact, words in (
+        (problem, "gnnpipe(stages=8)", False, r"\(layers: 4, stages: 8\); use stages <= 4"),
+        (problem, "pipegcn", True, "--exact excludes pipegcn.*: it is lossy; drop --exact"),
+        (mini, "p3(pipelined=True)", True, "lossy; drop --exact or use data_parallel or gsplit"),
+        (large, "gnnpipe", False, r"gnnpipe trains on the full graph, .* use --mode full"),
+        (problem, "gsplit", False, r"gsplit trains on mini-batches, .* use --mode mini"),
+    ):
+        with pytest.raises(SpecError, match=words):
+            search(asked, exact=exact, forced=parse(text))
+    assert search(problem, exact=True, forced=parse("gnnpipe(chunks=1)")).best.strategy.exact
 
 
 @pytest.mark.slow
@@ -199,26 +173,17 @@ def test_a_workload_of_mini_batches_weighs_the_families_that_train_on_them():
     problem = problem_of(mode="mini", batch=100, fanout=(5, 5, 5, 5))
     ranked = search(problem, may_use_fewer=False).ranked
     assert {c.strategy.family for c in ranked} == {"data_parallel", "gsplit", "p3"}
-    with pytest.raises(SpecError, match=r"gnnpipe trains on the full graph, .* use --mode full"):
-        search(problem_of(mode="mini", batch=100), forced=parse("gnnpipe"))
-    with pytest.raises(SpecError, match=r"gsplit trains on mini-batches, .* use --mode mini"):
-        search(problem_of(), forced=parse("gsplit"))
 
 
 def of_few_training_vertices(servers: int, gpus: int, known: bool, inter: float) -> Problem:
     """One or two of a hundred vertices train, as in ogbn-papers100M."""
-    problem = problem_of(servers, gpus, inter=inter, layers=2, model="sage")
-    stats = replace(
-        problem.stats, vertices=10**7, edges=10**8, features=40, train_vertices=10**5, known=False
-    )
-    if not known:
-        return replace(problem, stats=stats, graph=None)
-    graph = replace(
-        GRAPH,
-        train=np.arange(GRAPH.stats.vertices) % 50 == 0,
-        stats=replace(GRAPH.stats, train_vertices=8),
-    )
-    return replace(problem, graph=graph, stats=graph.stats)
+    problem = problem_of(servers, gpus, inter=inter, layers=2)
+    if known:
+        train = np.arange(GRAPH.stats.vertices) % 50 == 0
+        graph = replace(GRAPH, train=train, stats=replace(GRAPH.stats, train_vertices=8))
+        return replace(problem, graph=graph, stats=graph.stats)
+    sizes = {"vertices": 10**7, "edges": 10**8, "train_vertices": 10**5}
+    return replace(problem, stats=replace(problem.stats, **sizes, known=False), graph=None)
 
 
 @pytest.mark.slow
@@ -230,15 +195,10 @@ def test_more_gpus_are_never_slower(known, inter):
     """A plan for 32 GPUs took longer than one for 16: batches, which are faster where few vertices
     train, were tried only where the whole graph did not fit, and the bound for fewer GPUs counted
     rows that batches do not compute."""
-    epoch_s = {
-        (servers, gpus): float(
-            search(of_few_training_vertices(servers, gpus, known, inter))
-            .ranked[0]
-            .predicted.epoch_s
-        )
-        for servers in ((1, 2, 4) if NIGHT else (1, 2))
-        for gpus in (1, 2)
-    }
+    epoch_s = {}
+    for servers, gpus in product((1, 2, 4) if NIGHT else (1, 2), (1, 2)):
+        found = search(of_few_training_vertices(servers, gpus, known, inter))
+        epoch_s[servers, gpus] = float(found.ranked[0].predicted.epoch_s)
     for (servers, gpus), seconds in epoch_s.items():
         for part in ((servers // 2, gpus), (servers, gpus // 2)):
             assert seconds <= epoch_s.get(part, np.inf) * (1 + 1e-9), (servers, gpus, part)
@@ -253,16 +213,7 @@ def test_batches_compete_where_the_whole_graph_fits():
 
 
 def test_what_is_worth_evaluating_of_the_gpus():
-    def cluster(servers: int, gpus: int) -> Cluster:
-        return problem_of(servers, gpus).cluster
-
-    assert parts(cluster(2, 4)) == [
-        (0, 1, 2, 3),
-        (0, 1, 4, 5),
-        (0, 1),
-        (0, 4),
-        (0,),
-    ]
+    assert parts(cluster(2, 4)) == [(0, 1, 2, 3), (0, 1, 4, 5), (0, 1), (0, 4), (0,)]
     assert parts(cluster(1, 3)) == [(0,)] and parts(cluster(1, 1)) == []
     for servers, gpus in ((4, 4), (3, 2), (8, 1)):
         whole = parts(cluster(servers, gpus))
@@ -305,13 +256,12 @@ def test_more_memory_as_proposed_does_fit(number, memory, monkeypatch):
     assert "most of it is runtime (800.00 MB)" in message  # libraries alone are 800 MB
     proposed, name = re.search(
         r"--set (device.memory=\S+) would fit (.+?)(?: or --set .*)?$", message
-    ).groups()  # type: ignore[union-attr]
-    cluster, _ = apply_overrides(problem.cluster, problem.workload, [proposed])
-    larger = replace(problem, cluster=cluster)
+    ).groups()
+    enough, _ = apply_overrides(problem.cluster, problem.workload, [proposed])
+    larger = replace(problem, cluster=enough)
     assert name in [str(c.strategy) for c in search(larger, **how).ranked]
-    smaller = cluster.device.model_copy(update={"memory": cluster.device.memory * 0.98})
-    less = replace(problem, cluster=cluster.model_copy(update={"device": smaller}))
-    assert refused(less, **how)  # the smallest, but for the rounding to 10 MB
+    # the smallest, but for the rounding to 10 MB
+    assert refused(on(problem, memory=enough.device.memory * 0.98), **how)
 
 
 @pytest.mark.parametrize(
@@ -327,31 +277,19 @@ def test_more_servers_as_proposed_would_fit(how):
     """A graph that fills the memory, so that more servers help; the proposal is an estimate, and
     holds as one."""
     stats = replace(GRAPH.stats, vertices=10**6, edges=10**7, features=50, known=False)
-    problem = replace(
-        problem_of(memory=12e9, layers=64, model="gcnii", dropout=0.5),
-        stats=stats,
-        graph=None,
-        method="random",
-    )
+    problem = problem_of(memory=12e9, layers=64, model="gcnii", dropout=0.5)
+    problem = replace(problem, stats=stats, graph=None, method="random")
     message = refused(problem, **how)
-    servers, name = re.search(r"or --set servers=(\d+) \((.*), estimated\)$", message).groups()  # type: ignore[union-attr]
-
-    def on(count: int) -> Problem:
-        return replace(
-            problem,
-            cluster=problem.cluster.model_copy(update={"servers": count}),
-        )
-
-    assert name in [str(c.strategy) for c in search(on(int(servers)), **how).ranked]
+    servers, name = re.search(r"or --set servers=(\d+) \((.*), estimated\)$", message).groups()
+    found = search(on(problem, servers=int(servers)), **how)
+    assert name in [str(c.strategy) for c in found.ranked]
     assert parse(name).exact or "exact" not in how
-    assert refused(on(int(servers) - 1), **how)
+    assert refused(on(problem, servers=int(servers) - 1), **how)
 
 
 @pytest.mark.slow
 def test_no_servers_are_proposed_where_they_do_not_help():
-    problem = problem_of(
-        memory=7e8, layers=2
-    )  # libraries alone need more, on any number of servers
+    problem = problem_of(memory=7e8, layers=2)  # libraries alone need more, on any number
     message = refused(problem)
     assert "--set device.memory" in message and "--set servers" not in message
     assert all(name in message for name in candidates(problem))
@@ -360,9 +298,13 @@ def test_no_servers_are_proposed_where_they_do_not_help():
 # -- plans -----------------------------------------------------------------------------------------
 
 
+NOTIFIED: list[str] = []
+
+
 @pytest.fixture(scope="module")
 def found():
-    return search(problem_of())
+    searching = tells(lambda notify: search(problem_of()))
+    return searching(notify=lambda phase, detail="": NOTIFIED.append(detail))
 
 
 @pytest.fixture(scope="module")
@@ -379,58 +321,40 @@ def document(made):
 @pytest.mark.parametrize(
     "name",
     [
-        "graph_parallel(narrow=True)",
-        "pipegcn",
-        "gnnpipe(chunks=7,shuffle=False)",
+        *("graph_parallel(narrow=True)", "pipegcn", "gnnpipe(chunks=7,shuffle=False)"),
         "granndis(depth=2)",
     ],
 )
 def test_a_plan_survives_its_file(name, tmp_path):
-    problem = problem_of(model="sage", dropout=0.25, seed=3)
+    problem = problem_of(dropout=0.25, seed=3)
     found = search(problem, forced=parse(name))
     made = plan.make(found)
     plan.write(tmp_path / "plan.json", made)
     read = plan.read(tmp_path / "plan.json")
-    assert read == made
-    assert plan.chosen(read) == found.best.strategy
+    assert read == made and plan.chosen(read) == found.best.strategy
     asked = plan.question(read)
-    assert (asked.stats, asked.workload, asked.cluster, asked.method) == (
-        problem.stats,
-        problem.workload,
-        problem.cluster,
-        problem.method,
-    )
+    for what in ("stats", "workload", "cluster", "method"):
+        assert getattr(asked, what) == getattr(problem, what)
     assert plan.chosen(read).predict(asked).epoch_s == made["best"]["predicted"]["epoch_s"]
 
 
 @pytest.mark.slow
 def test_a_plan_says_what_was_asked_for_and_what_was_found(document, found):
-    best = document["best"]
-    assert best["strategy"] == {
-        "name": found.best.strategy.name,
-        **found.best.strategy.knobs(),
-    }
+    best, strategy = document["best"], found.best.strategy
+    assert best["strategy"] == {"name": strategy.name, **strategy.knobs()}
     p = best["predicted"]
     assert p["bytes_total"] == sum(p["bytes"].values()) == sum(p["bytes_by_link"].values())
     assert p["memory_bytes"] == pytest.approx(sum(p["memory"].values()))
     assert p["epoch_s"] == pytest.approx(p["compute_s"] + p["comm_s"] + p["bubble_s"])
     assert [place["rank"] for place in best["placement"]] == list(range(best["gpus"]))
-    assert [a["predicted"]["epoch_s"] for a in document["alternatives"]] == [
-        float(c.predicted.epoch_s) for c in found.ranked if c is not found.best
-    ]
-    assert document["rejected"] == [
-        {"strategy": name, "reason": reason} for name, reason in found.rejected
-    ]
+    others = [float(c.predicted.epoch_s) for c in found.ranked if c is not found.best]
+    assert [a["predicted"]["epoch_s"] for a in document["alternatives"]] == others
+    rejected = [(one["strategy"], one["reason"]) for one in document["rejected"]]
+    assert rejected == list(found.rejected)
     words = "\n".join(document["explanation"])
-    assert words.startswith(str(found.best.strategy))
-    assert all(
-        text in words
-        for text in (
-            "times the rows of its part (counted)",
-            "Between servers an epoch of graph_parallel on all GPUs would send ",
-            "slower",
-        )
-    )
+    assert words.startswith(str(strategy)) and "slower" in words
+    assert "times the rows of its part (counted)" in words
+    assert "Between servers an epoch of graph_parallel on all GPUs would send " in words
     lines = ["use", "range", "sure", "inputs", "tested", "cost", "close", "change"]
     assert list(document["summary"]) == lines
     json.dumps(document, allow_nan=False)
@@ -438,10 +362,9 @@ def test_a_plan_says_what_was_asked_for_and_what_was_found(document, found):
 
 @pytest.mark.slow
 def test_explanations_of_one_server_and_of_statistics():
-    one = problem_of(1, 2)
-    assert any("nothing crosses servers" in line for line in plan.make(search(one))["explanation"])
-    problem = problem_of()
-    guess = replace(problem, stats=replace(problem.stats, known=False), graph=None)
+    explained = plan.make(search(problem_of(1, 2)))["explanation"]
+    assert any("nothing crosses servers" in line for line in explained)
+    guess = by_statistics(problem_of())
     assert "statistics only" in plan.make(search(guess))["summary"]["inputs"]
 
 
@@ -495,15 +418,13 @@ def test_exact_plans_turn_to_checkpoints_where_batches_would_change_the_gradient
         for checkpoint in (False, True)
     )
     assert kept < plain
-    found = search(
-        problem_of(layers=12, memory=(plain + kept) / 2), exact=True, may_use_fewer=False
-    )
-    deepest = [
-        c.strategy
-        for c in found.ranked
-        if c.strategy.name == "granndis" and c.strategy.knobs()["depth"] == 12
+    tight = problem_of(layers=12, memory=(plain + kept) / 2)
+    knobs = [
+        c.strategy.knobs()
+        for c in search(tight, exact=True, may_use_fewer=False).ranked
+        if c.strategy.name == "granndis"
     ]
-    assert {s.knobs()["checkpoint"] for s in deepest} == {True}
+    assert {one["checkpoint"] for one in knobs if one["depth"] == 12} == {True}
 
 
 def with_epochs(found: SearchResult, *epochs: tuple[str, float]) -> SearchResult:
@@ -571,11 +492,9 @@ def test_an_exact_strategy_on_fewer_gpus_is_recommended_too(monkeypatch):
     Where one GPU launches kernels one by one, as two do.
     """
     monkeypatch.setattr(Problem, "replays", False)
-    graph = load("synthetic:community?vertices=1000&edges=8000&features=60&classes=6&seed=0")
-    workload = Workload(model="sage", layers=4, hidden=32, dropout=0.3)
-    found = search(
-        Problem(graph.stats, graph, workload, read_cluster(str(PRESETS / "l4_box.yaml")))
-    )
+    box = read_cluster(str(PRESETS / "l4_box.yaml"))
+    asked = {"model": "sage", "layers": 4, "hidden": 32, "dropout": 0.3}
+    found = search(laws.problem_of(load(SMALL), box, **asked))
     fastest = found.ranked[0]
     assert not fastest.strategy.exact and fastest.problem.ranks == 2
     assert found.best.strategy.exact and found.best.problem.ranks == 1
@@ -584,11 +503,10 @@ def test_an_exact_strategy_on_fewer_gpus_is_recommended_too(monkeypatch):
 def test_kernels_launched_one_by_one_are_priced_so(monkeypatch):
     """GNNPipe on one GPU was priced as if a step were one CUDA graph, in which a launch costs next
     to nothing: it took seven times as long on an H200."""
-    graph = load("synthetic:community?vertices=1000&edges=8000&features=60&classes=6&seed=0")
-    cluster = with_ranks(read_cluster("l4_box"), 1)
+    one = with_ranks(read_cluster("l4_box"), 1)
 
     def epoch_s(name: str) -> float:
-        problem = Problem(graph.stats, graph, Workload(layers=3, hidden=32), cluster)
+        problem = laws.problem_of(load(SMALL), one, model="sage", layers=3, hidden=32)
         candidate = evaluate(problem, parse(name))
         schedule = candidate.strategy.schedule(candidate.problem, 1)
         simulated_s = play(schedule, candidate.problem.cost).epoch_s(1)
@@ -611,35 +529,33 @@ def test_a_plan_of_many_gpus_computes_nothing_twice(mode, monkeypatch):
     """64 GPUs and their parts: a candidate is predicted once for each placement that it is asked
     on; on parts only the fastest are asked whether they fit; ranks with equal work are priced as
     one."""
-    workload = Workload(mode=mode, layers=3)
-    cluster = read_cluster("dgx_a100").model_copy(update={"servers": 8})
-    problem = Problem(load("reddit"), None, workload, cluster)
-    predicted: list[int] = []  # ranks of each
-    priced: list[int] = []
-    asked: list[int] = []
-    predict, price, check_memory = base.predict, account.price_of, Candidate.check_memory
+    there = read_cluster("dgx_a100").model_copy(update={"servers": 8})
+    problem = Problem(load("reddit"), None, Workload(mode=mode, layers=3), there)
+    counted: dict[str, list[int]] = {"predict": [], "price_of": [], "check_memory": []}
 
-    def counted_predict(problem: Problem, program: Any) -> Any:
-        predicted.append(problem.ranks)
-        return predict(problem, program)
+    def count(owner: Any, name: str, ranks: Callable[..., int | None]) -> None:
+        work = getattr(owner, name)
 
-    def counted_price(problem: Problem, op: Any, ranks: Any) -> Any:
-        if not op.ranks:  # a stage has few, and prices chunks
-            priced.append(problem.ranks if ranks is None else len(ranks))
-        return price(problem, op, ranks)
+        def counting(*args: Any) -> Any:
+            if (number := ranks(*args)) is not None:
+                counted[name].append(number)
+            return work(*args)
 
-    def counted_fits(candidate: Candidate) -> Candidate:
-        asked.append(candidate.problem.ranks)
-        return check_memory(candidate)
+        monkeypatch.setattr(owner, name, counting)
 
-    monkeypatch.setattr(base, "predict", counted_predict)
-    monkeypatch.setattr(account, "price_of", counted_price)
-    monkeypatch.setattr(Candidate, "check_memory", counted_fits)
+    def priced(problem: Problem, op: Any, ranks: Any) -> int | None:
+        """A stage has few, and prices chunks."""
+        return None if op.ranks else problem.ranks if ranks is None else len(ranks)
+
+    count(base, "predict", lambda problem, program: problem.ranks)
+    count(account, "price_of", priced)
+    count(Candidate, "check_memory", lambda candidate: candidate.problem.ranks)
     search(problem)
     tried = len(list(search_module.Search().candidates(problem)))
-    parts = len(search_module.parts(cluster))
+    parts = len(search_module.parts(there))
     # most stay in order, and some are drawn; each family asks of two whether buckets pay
     tested = 2 * len(search_module.families(problem))
-    assert len(predicted) <= (1.5 * tried + tested) * (1 + parts)
-    assert sum(ranks < problem.ranks for ranks in asked) < tried * parts / 2
-    assert max(priced) <= problem.ranks / 4
+    assert len(counted["predict"]) <= (1.5 * tried + tested) * (1 + parts)
+    of_parts = [ranks for ranks in counted["check_memory"] if ranks < problem.ranks]
+    assert len(of_parts) < tried * parts / 2
+    assert max(counted["price_of"]) <= problem.ranks / 4

@@ -1,6 +1,7 @@
 """The feature store: every row is somewhere, caches hold the hottest, and what no server's memory
 gives is counted elsewhere."""
 
+from collections import Counter
 from dataclasses import replace
 from itertools import pairwise
 from typing import Any
@@ -9,6 +10,7 @@ import numpy as np
 import pytest
 import scipy.sparse as sp
 import test_batchwise as batchwise
+from asked import fullest_bytes, on
 from examples import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -19,7 +21,7 @@ from gnnplan.planner.graph.sampling import frontier, seeds_of
 from gnnplan.planner.graph.splitting import BEFORE
 from gnnplan.planner.ownership.minibatch import MiniBatch, shares
 from gnnplan.planner.problem.problem import Problem
-from gnnplan.planner.strategies import P3, DataParallel, GSplit
+from gnnplan.planner.strategies import P3, DataParallel, GSplit, Strategy
 from gnnplan.planner.strategies.minibatch import feature_store as store_module
 from gnnplan.planner.strategies.minibatch.feature_store import (
     HIT,
@@ -27,7 +29,6 @@ from gnnplan.planner.strategies.minibatch.feature_store import (
     HOT,
     PEER,
     REMOTE,
-    Store,
     frequency,
     hottest,
     row_bytes,
@@ -37,30 +38,17 @@ from gnnplan.simulator.player import play
 
 ROW = 40 * 4  # [B]
 GRAPH = batchwise.GRAPHS[0]
-Strategies = DataParallel | GSplit
 
 
 def problem_of(
-    servers: int = 2,
-    gpus: int = 2,
-    graph: Graph = GRAPH,
-    method: str = "metis",
-    memory: float = 1e12,
-    **workload: Any,
+    servers: int = 2, gpus: int = 2, graph: Graph = GRAPH, memory: float = 1e12, **workload: Any
 ) -> Problem:
-    made = batchwise.problem_of(graph, servers, gpus, **workload)
-    device = made.cluster.device.model_copy(update={"memory": memory})
-    return replace(made, method=method, cluster=made.cluster.model_copy(update={"device": device}))
+    return on(batchwise.problem_of(graph, servers, gpus, **workload), memory=memory)
 
 
-def made(strategy: Strategies, problem: Problem) -> Store:
-    store = strategy.store(problem)
-    return store
-
-
-def rows_of_an_epoch(strategy: Strategies, problem: Problem) -> np.ndarray:
+def rows_of_an_epoch(strategy: Strategy, problem: Problem) -> np.ndarray:
     """By rank and class [ranks, 4]."""
-    store, batches = made(strategy, problem), strategy.batches(problem)
+    store, batches = strategy.store(problem), strategy.batches(problem)
     return np.sum([store.loads_of(problem, batch).rows for batch in batches.first()], axis=0)
 
 
@@ -76,56 +64,37 @@ def laid_bytes(rows: Any, sources: Any, edges: Any) -> Any:
 
 
 @st.composite
-def stored(draw: st.DrawFn) -> tuple[Strategies, Problem]:
+def stored(draw: st.DrawFn) -> tuple[Strategy, Problem]:
     problem = problem_of(draw(st.integers(1, 3)), draw(st.integers(1, 3)))
     if draw(st.booleans()):
         problem = problem.placed(tuple(draw(st.permutations(range(problem.ranks)))))
-    cache, hot = draw(st.sampled_from([0, ROW, 50 * ROW + 7, 10**6])), draw(st.sampled_from(HOT))
-    features, shared = (
-        draw(st.sampled_from(["everywhere", "spread"])),
-        bool(cache) and draw(st.booleans()),
-    )
-    prefetch = draw(st.sampled_from([0, 2]))
+    knobs: dict[str, Any] = {
+        "cache": draw(st.sampled_from([0, ROW, 50 * ROW + 7, 10**6])),
+        "hot": draw(st.sampled_from(HOT)),
+        "features": draw(st.sampled_from(["everywhere", "spread"])),
+        "prefetch": draw(st.sampled_from([0, 2])),
+    }
     if problem.ranks > 1 and draw(st.booleans()):
         group = draw(st.sampled_from(["server", "all"]))
-        return (
-            GSplit(
-                splitter="random",
-                group=group,
-                presample=1,
-                prefetch=prefetch,
-                cache=cache,
-                hot=hot,
-                features=features,
-            ),
-            problem,
-        )
-    return (
-        DataParallel(
-            prefetch=prefetch, cache=cache, shared_cache=shared, hot=hot, features=features
-        ),
-        problem,
-    )
+        return GSplit(splitter="random", group=group, presample=1, **knobs), problem
+    shared = bool(knobs["cache"]) and draw(st.booleans())
+    return DataParallel(shared_cache=shared, **knobs), problem
 
 
 @given(stored())
 @settings(max_examples=examples(30))
 def test_every_row_is_where_its_class_says(drawn):
     strategy, problem = drawn
-    store = made(strategy, problem)
+    store, everyone = strategy.store(problem), np.arange(400)
     is_spread = strategy.features == "spread" and problem.cluster.servers > 1
     assert strategy.supply(problem).is_plain == (not store.caches and not is_spread)
-    everyone = np.arange(400)
     held = [set(ids.tolist()) for ids in store.cached]
+    on_server = {s: [r for r, its in enumerate(problem.servers) if its == s] for s in range(3)}
     for rank, server in enumerate(problem.servers):
         kind, provider = store.of(rank, everyone)
         for v, k, p in zip(everyone.tolist(), kind.tolist(), provider.tolist(), strict=True):
             home = server if store.home is None else store.home[v]
-            near = [
-                other
-                for other, where in enumerate(problem.servers)
-                if where == server and v in held[other]
-            ]
+            near = [other for other in on_server[server] if v in held[other]]
             if v in held[rank]:
                 assert (k, p) == (HIT, rank)
             elif store.shared and near:
@@ -133,7 +102,7 @@ def test_every_row_is_where_its_class_says(drawn):
             elif home == server:
                 assert (k, p) == (HOST, rank)
             else:
-                there = [other for other, where in enumerate(problem.servers) if where == home]
+                there = on_server[home]
                 assert (k, p) == (REMOTE, there[v % len(there)])  # they share the work
             assert p == rank or store.asks[rank, p]
 
@@ -146,40 +115,31 @@ def test_prediction_schedule_and_simulation_agree(drawn):
     strategy, problem = drawn
     strategy.check(problem)
     steps, p = strategy.steps(problem), strategy.predict(problem)
-    schedule, plain = (
-        strategy.schedule(problem, steps),
-        replace(strategy, cache=0, features="everywhere", **_unshared(strategy)),
-    )
-    assert {op: n for op, n in schedule.bytes_by_op().items() if n} == {
-        op: n for op, n in p.bytes.items() if n
-    }
+    schedule = strategy.schedule(problem, steps)
+    assert +Counter(schedule.bytes_by_op()) == +Counter(p.bytes)
     assert sum(schedule.bytes_by_op(schedule.setup).values()) == p.setup_bytes
     closed, played = float(p.epoch_s), play(schedule, problem.cost).end_s
-    if strategy.prefetch:
-        chains = 2 if isinstance(strategy, P3) else 3  # one after the other in the first step
-        assert closed <= played * (1 + 1e-9) <= chains * closed * (1 + 1e-9)
+    if strategy.prefetch:  # three one after the other in the first step
+        assert closed <= played * (1 + 1e-9) <= 3 * closed * (1 + 1e-9)
     else:
         assert closed == pytest.approx(played, rel=1e-9)
-
-    def loaded(of: Strategies) -> int:
-        return sum(
-            t.work.nbytes for t in of.schedule(problem, steps).tasks if isinstance(t.work, Copy)
-        )
-
-    if not strategy.supply(problem).is_plain:
-        hit, peer, host, remote = rows_of_an_epoch(strategy, problem).sum(0)
-        laid = sum(laid_of(problem, batch).sum() for batch in strategy.batches(problem).first())
-        assert loaded(strategy) == host * ROW + laid
-        assert loaded(plain) == (hit + peer + host + remote) * ROW + laid
-        assert p.bytes.get("fetch", 0) == (peer + remote) * ROW
-        asks = int(made(strategy, problem).asks.sum())
-        assert p.bytes.get("ask", 0) == 8 * (peer + remote + steps * asks)
-        meetings = {t.label.op for t in schedule.tasks if isinstance(t.work, Collective)}
-        assert ({"ask", "fetch"} <= meetings) == bool(asks)
-
-
-def _unshared(strategy: Strategies) -> dict[str, Any]:
-    return {"shared_cache": False} if isinstance(strategy, DataParallel) else {}
+    if strategy.supply(problem).is_plain:
+        return
+    unshared = {"shared_cache": False} if isinstance(strategy, DataParallel) else {}
+    plain = replace(strategy, cache=0, features="everywhere", **unshared)
+    loaded, whole = (
+        sum(task.work.nbytes for task in each.tasks if isinstance(task.work, Copy))
+        for each in (schedule, plain.schedule(problem, steps))
+    )
+    hit, peer, host, remote = rows_of_an_epoch(strategy, problem).sum(0)
+    laid = sum(laid_of(problem, batch).sum() for batch in strategy.batches(problem).first())
+    assert loaded == host * ROW + laid
+    assert whole == (hit + peer + host + remote) * ROW + laid
+    assert p.bytes.get("fetch", 0) == (peer + remote) * ROW
+    asks = int(strategy.store(problem).asks.sum())
+    assert p.bytes.get("ask", 0) == 8 * (peer + remote + steps * asks)
+    meetings = {t.label.op for t in schedule.tasks if isinstance(t.work, Collective)}
+    assert ({"ask", "fetch"} <= meetings) == bool(asks)
 
 
 @pytest.mark.parametrize(
@@ -216,24 +176,22 @@ def test_a_larger_cache_has_more(strategy, hot):
 
 @pytest.mark.parametrize("cache", [ROW, 25 * ROW + 3, 80 * ROW])
 def test_a_cache_is_the_hottest_rows_that_fit(cache):
-    problem = problem_of()
+    problem, room = problem_of(), cache // ROW
     order = hottest(GRAPH, problem.workload, "degree", 4)
     degree = np.bincount(GRAPH.indices, minlength=400)
     assert (np.diff(degree[order]) <= 0).all()
-    alike = made(DataParallel(cache=cache, hot="degree"), problem)
-    assert all(ids.tolist() == order[: cache // ROW].tolist() for ids in alike.cached)
-    assert alike.held(problem).tolist() == [cache // ROW * ROW] * 4
-    dealt = made(DataParallel(cache=cache, hot="degree", shared_cache=True), problem)
+    alike = DataParallel(cache=cache, hot="degree").store(problem)
+    assert all(ids.tolist() == order[:room].tolist() for ids in alike.cached)
+    assert alike.held(problem).tolist() == [room * ROW] * 4
+    dealt = DataParallel(cache=cache, hot="degree", shared_cache=True).store(problem).cached
     for first in (0, 2):  # each server
-        ours = np.concatenate([dealt.cached[first], dealt.cached[first + 1]])
-        assert sorted(ours.tolist()) == sorted(order[: 2 * (cache // ROW)].tolist())
+        ours = np.concatenate([dealt[first], dealt[first + 1]])
+        assert sorted(ours.tolist()) == sorted(order[: 2 * room].tolist())
     strategy = GSplit(splitter="random", group="all", cache=cache, hot="degree")
-    member = strategy.batches(problem).member
-    for rank, ids in enumerate(made(strategy, problem).cached):
-        assert ids.tolist() == order[member[order] == rank][: cache // ROW].tolist()
-    assert (
-        strategy.memory(problem)["cache"].tolist() == made(strategy, problem).held(problem).tolist()
-    )
+    member, store = strategy.batches(problem).member, strategy.store(problem)
+    for rank, ids in enumerate(store.cached):
+        assert ids.tolist() == order[member[order] == rank][:room].tolist()
+    assert strategy.memory(problem)["cache"].tolist() == store.held(problem).tolist()
 
 
 @pytest.mark.parametrize("over", every(2, ["server", "rank"]))
@@ -252,85 +210,72 @@ def test_columns_are_cached_of_the_rows_that_are_read_most(over):
         memory = strategy.memory(problem)
         assert memory["cache"].tolist() == store.held(problem).tolist() == [rows * width] * 4
         schedule = strategy.schedule(problem, strategy.steps(problem))
-        done = {
-            (t.label.step, t.rank, t.label.op): t.work for t in schedule.tasks if t.rank is not None
-        }
-        picked = {op for _, _, op in done if op == "pick"}
-        assert picked == ({"pick"} if rows else set())
+        done = {(t.label.step, t.rank, t.label.op): t.work for t in schedule.tasks}
+        assert any(op == "pick" for _, _, op in done) == bool(rows)
         for step, batch in enumerate(strategy.batches(problem).first()):
             first = batch.facts(1)
+            of_layer_1 = np.array([first.rows, first.sources, first.edges])
             for rank in range(4):
-                peers = strategy.rail(problem, rank)
+                peers = list(strategy.rail(problem, rank))
                 read = np.concatenate([batch.rows(peer, 0) for peer in peers])
                 hits = int(np.isin(read, order[:rows]).sum())
-                of_layer_1 = np.array([first.rows, first.sources, first.edges])
-                laid = laid_of(problem, batch)[rank] + (
-                    laid_bytes(*of_layer_1[:, list(peers)].sum(1))
-                    - laid_bytes(*of_layer_1[:, rank])
-                )
+                laid = laid_of(problem, batch)[rank] - laid_bytes(*of_layer_1[:, rank])
+                laid += laid_bytes(*of_layer_1[:, peers].sum(1))
                 assert done[step, rank, "load"] == Copy((read.size - hits) * width + laid, laid)
                 if rows:
                     assert done[step, rank, "pick"].elementwise_bytes == 2 * hits * width
         played = play(schedule, problem.cost).end_s
         assert float(strategy.predict(problem).epoch_s) == pytest.approx(played, rel=1e-9)
-    lossy = replace(plain, pipelined=True)
-    assert float(replace(lossy, cache=10**6).predict(problem).epoch_s) < float(
-        lossy.predict(problem).epoch_s
-    )
+    lossy, cached = (replace(plain, pipelined=True, cache=cache) for cache in (0, 10**6))
+    assert float(cached.predict(problem).epoch_s) < float(lossy.predict(problem).epoch_s)
+
+
+X = sp.random(400, 40, 0.05, "csr", np.float32, np.random.default_rng(0))
+THIN = replace(GRAPH, x=X, stats=replace(GRAPH.stats, nonzeros=X.nnz, hash="sparse"))
 
 
 def test_ranks_cache_as_many_rows_as_their_columns_leave_room_for():
     """Three ranks have 13, 13 and 14 of 40 columns; sparse rows take what their columns have."""
-    problem, strategy = problem_of(1, 3), P3(over="rank", cache=13 * 14 * 4)
-    store = strategy.store(problem)
+    strategy = P3(over="rank", cache=13 * 14 * 4)
+    store = strategy.store(problem_of(1, 3))
     assert [ids.size for ids in store.cached] == [14, 14, 13]
-    x = sp.random(400, 40, 0.05, "csr", np.float32, np.random.default_rng(0))
-    graph = replace(GRAPH, x=x, stats=replace(GRAPH.stats, nonzeros=x.nnz, hash="sparse"))
-    problem = problem_of(1, 3, graph)
-    everyone, columns = np.arange(400), strategy.columns(problem, 1)
-    numbers = x[:, columns.start : columns.stop].nnz
-    assert row_bytes(problem, everyone, columns).sum() == 8 * numbers + 4 * 400
-    store = strategy.store(problem)
-    assert all(0 < size <= strategy.cache for size in store.held(problem).tolist())
+    problem = problem_of(1, 3, THIN)
+    columns = strategy.columns(problem, 1)
+    numbers = X[:, columns.start : columns.stop].nnz
+    assert row_bytes(problem, np.arange(400), columns).sum() == 8 * numbers + 4 * 400
+    held = strategy.store(problem).held(problem)
+    assert (held > 0).all() and (held <= strategy.cache).all()
 
 
 def test_a_plan_caches_columns_where_gpus_have_room():
     def proposed(**more: Any) -> set[int]:
-        return {s.cache for s in P3.candidates(problem_of(**more)) if isinstance(s, P3)}
+        return {strategy.cache for strategy in P3.candidates(problem_of(**more))}
 
     assert proposed() == {0, 400 * 20 * 4}  # all rows' columns
-    ahead = P3("server", prefetch=1)
-    alone = float(sum(ahead.memory(problem_of(memory=4e8)).values()).max())
-    small = {cache for cache in proposed(memory=alone + 1000) if cache}
-    assert small and max(small) == 900  # nine tenths of what is left
+    alone = fullest_bytes(problem_of(memory=4e8), P3("server", prefetch=1))
+    assert max(proposed(memory=alone + 1000)) == 900  # nine tenths of what is left
     assert proposed(memory=alone * 0.9) == {0}
 
 
-def test_sparse_rows_take_what_they_have():
-    x = sp.random(400, 40, 0.05, "csr", np.float32, np.random.default_rng(0))
-    graph = replace(GRAPH, x=x, stats=replace(GRAPH.stats, nonzeros=x.nnz, hash="sparse"))
-    problem = problem_of(graph=graph)
-    for cache in (0, 4, 100, 1000, 10**6):
-        store = made(DataParallel(cache=cache, hot="degree"), problem)
-        order = hottest(graph, problem.workload, "degree", 4)
-        taken = store.cached[0].size
-        assert store.cached[0].tolist() == order[:taken].tolist()
-        assert row_bytes(problem, order[:taken]).sum() <= cache
-        assert taken == 400 or row_bytes(problem, order[: taken + 1]).sum() > cache
-    assert row_bytes(problem, np.arange(400)).sum() == 8 * x.nnz + 4 * 400
+@pytest.mark.parametrize("cache", [0, 4, 100, 1000, 10**6])
+def test_sparse_rows_take_what_they_have(cache):
+    problem = problem_of(graph=THIN)
+    cached = DataParallel(cache=cache, hot="degree").store(problem).cached[0]
+    order, taken = hottest(THIN, problem.workload, "degree", 4), cached.size
+    assert cached.tolist() == order[:taken].tolist()
+    assert row_bytes(problem, order[:taken]).sum() <= cache
+    assert taken == 400 or row_bytes(problem, order[: taken + 1]).sum() > cache
+    assert row_bytes(problem, np.arange(400)).sum() == 8 * X.nnz + 4 * 400
 
 
 def test_frequency_counts_what_is_read(monkeypatch):
     """A vertex once per batch and group that reads its row; found once, then from disk."""
-    w = problem_of().workload
-    heat = np.zeros(400, int)
+    w, heat = problem_of().workload, np.zeros(400, int)
     for epoch in (BEFORE, BEFORE + 1):
         for number, seeds in enumerate(seeds_of(GRAPH, w.batch, w.seed, epoch)):
             for part in shares(seeds, 3):
-                for v in set(
-                    frontier(GRAPH, part, w.fanouts, w.seed, epoch, number).nodes[0].tolist()
-                ):
-                    heat[v] += 1
+                found = frontier(GRAPH, part, w.fanouts, w.seed, epoch, number)
+                heat[np.unique(found.nodes[0])] += 1
     assert frequency(GRAPH, w, 3, 2).tolist() == heat.tolist()
     monkeypatch.setattr(store_module, "frontiers", None)
     assert frequency(GRAPH, w, 3, 2).tolist() == heat.tolist()
@@ -341,21 +286,17 @@ def test_frequency_counts_what_is_read(monkeypatch):
 def test_remote_rows_are_those_of_the_formula():
     """P3 Sec. 3.2: (S-1)/S of the rows that ranks read, where they are spread without regard to
     edges and none is cached."""
-    problem, strategy = problem_of(4, 1, method="random", batch=64), DataParallel(features="spread")
-    read = int(rows_of_an_epoch(strategy, problem).sum())
-    assert strategy.predict(problem).bytes["fetch"] == pytest.approx(
-        (1 - 1 / 4) * read * 40 * 4, rel=0.03
-    )
+    problem = replace(problem_of(4, 1, batch=64), method="random")
+    strategy = DataParallel(features="spread")
+    remote = (1 - 1 / 4) * int(rows_of_an_epoch(strategy, problem).sum()) * ROW
+    assert strategy.predict(problem).bytes["fetch"] == pytest.approx(remote, rel=0.03)
 
 
 def test_what_is_cached_from_elsewhere_is_sent_once():
     problem = problem_of()
     strategy = DataParallel(cache=30 * ROW, features="spread")
-    store, p = made(strategy, problem), strategy.predict(problem)
-    away = sum(
-        int((store.home[ids] != problem.servers[rank]).sum())
-        for rank, ids in enumerate(store.cached)
-    )
-    assert p.setup_bytes == away * ROW > 0
+    store, servers = strategy.store(problem), problem.servers
+    away = sum((store.home[ids] != servers[r]).sum() for r, ids in enumerate(store.cached))
+    assert strategy.predict(problem).setup_bytes == away * ROW > 0
     assert strategy.preparation(problem)["feature store"] > 0
     assert DataParallel(cache=30 * ROW).predict(problem).setup_bytes == 0

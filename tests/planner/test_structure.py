@@ -2,32 +2,24 @@
 each byte of it is counted."""
 
 from dataclasses import replace
-from typing import Any
 
 import numpy as np
 import pytest
 import test_batchwise as batchwise
+from asked import on
 
 from gnnplan.planner.graph.sampling import frontier, seeds_of
 from gnnplan.planner.ownership.minibatch import shares
 from gnnplan.planner.problem.problem import Problem
 from gnnplan.planner.strategies import P3, DataParallel, GSplit
-from gnnplan.planner.strategies.minibatch.adjacency_store import Structure, thinned
+from gnnplan.planner.strategies.minibatch.adjacency_store import thinned
 from gnnplan.planner.strategies.minibatch.feature_store import frequency
 
 GRAPH = batchwise.GRAPHS[0]
 
 
-def problem_of(servers: int = 2, gpus: int = 2, kind: str = "cuda", **workload: Any) -> Problem:
-    asked = {"batch": 32, "model": "sage", **workload}
-    made = batchwise.problem_of(GRAPH, servers, gpus, **asked)
-    device = made.cluster.device.model_copy(update={"kind": kind})
-    return replace(made, cluster=made.cluster.model_copy(update={"device": device}))
-
-
-def spread(strategy: DataParallel | P3 | GSplit, problem: Problem) -> Structure:
-    lists = strategy.lists(problem)
-    return lists
+def problem_of(servers: int = 2, gpus: int = 2, kind: str = "cuda") -> Problem:
+    return on(batchwise.problem_of(GRAPH, servers, gpus, batch=32), kind=kind)
 
 
 CASES = [
@@ -44,25 +36,20 @@ CASES = [
 @pytest.mark.parametrize(("strategy", "servers", "gpus"), CASES, ids=str)
 def test_every_list_is_at_home_and_cached_where_it_is_hot(strategy, servers, gpus):
     problem = problem_of(servers, gpus)
-    lists, everyone = spread(strategy, problem), np.arange(400)
+    lists, everyone = strategy.lists(problem), np.arange(400)
     by_rank = strategy.over == "rank" if isinstance(strategy, P3) else servers == 1
     places = range(problem.ranks) if by_rank else problem.servers
     assert lists.places == tuple(places)
-    hot = getattr(strategy, "hot", "frequency")
-    read = (
-        frequency(problem.graph, problem.workload, problem.ranks)
-        if hot == "frequency"
-        else np.bincount(problem.graph.indices)
-    )
-    worth = read / (4 * problem.graph.degree + 8)
-    order = np.lexsort((everyone, -worth))
+    read, size = np.bincount(GRAPH.indices), 4 * GRAPH.degree + 8
+    if getattr(strategy, "hot", "frequency") == "frequency":
+        read = frequency(problem.graph, problem.workload, problem.ranks)
+    order = np.lexsort((everyone, -read / size))
     for place in set(places):
         away = [v for v in order.tolist() if v % len(set(places)) != place]
         cached = [v for v in away if lists.kept[place, v]]
-        assert cached == away[: len(cached)] and lists.kept[place].sum() == 400 - len(away) + len(
-            cached
-        )
-        fits = (4 * problem.graph.degree + 8)[away].cumsum() <= strategy.structure_cache
+        assert cached == away[: len(cached)]
+        assert lists.kept[place].sum() == 400 - len(away) + len(cached)
+        fits = size[away].cumsum() <= strategy.structure_cache
         assert len(cached) == fits.sum() and bool(cached) == bool(strategy.structure_cache)
     for rank, place in enumerate(places):
         provider = lists.provider(rank, everyone)
@@ -71,9 +58,8 @@ def test_every_list_is_at_home_and_cached_where_it_is_hot(strategy, servers, gpu
         for v, other in zip(everyone[~here].tolist(), provider[~here].tolist(), strict=True):
             assert places[other] == v % len(set(places))
         for home in set(places) - {place}:  # they share the work
-            busy = np.bincount(provider[~here & (lists.home == home)], minlength=problem.ranks)[
-                np.equal(places, home)
-            ]
+            asked = provider[~here & (lists.home == home)]
+            busy = np.bincount(asked, minlength=problem.ranks)[np.equal(places, home)]
             assert busy.max() <= busy.min() + busy.sum() // 4
 
 
@@ -82,29 +68,20 @@ def test_bytes_by_hand():
     neighbour drawn of those."""
     problem, strategy = problem_of(), DataParallel(structure="spread")
     w, asks, found, drawn = problem.workload, 0, 0, np.zeros(4, int)
-    batches = seeds_of(GRAPH, w.batch, w.seed, 0)  # type: ignore[arg-type]
+    batches = seeds_of(GRAPH, w.batch, w.seed, 0)
     for number, seeds in enumerate(batches):
         for rank, part in enumerate(shares(seeds, 4)):
-            sampled = frontier(GRAPH, part, w.fanouts, w.seed, 0, number)  # type: ignore[arg-type]
+            sampled, here = frontier(GRAPH, part, w.fanouts, w.seed, 0, number), rank // 2
             for layer in (1, 2, 3):
-                rows, degree = (
-                    sampled.nodes[layer].tolist(),
-                    np.diff(sampled.edges[layer - 1][0]).tolist(),
-                )
-                away = [
-                    n for v, n in zip(rows, degree, strict=True) if v % 2 != problem.servers[rank]
-                ]
-                asks, found = asks + 8 * (len(away) + 3), found + 4 * sum(away)
-                for v, n in zip(rows, degree, strict=True):
-                    home = v % 2
-                    drawn[rank if home == problem.servers[rank] else 2 * home + v // 2 % 2] += n
+                rows, degree = sampled.nodes[layer], np.diff(sampled.edges[layer - 1][0])
+                away = rows % 2 != here
+                asks, found = asks + 8 * (away.sum() + 3), found + 4 * degree[away].sum()
+                np.add.at(drawn, np.where(away, 2 * (1 - here) + rows // 2 % 2, rank), degree)
     p, plain = strategy.predict(problem), DataParallel().predict(problem)
     assert p.bytes == {**plain.bytes, "ask_edges": asks, "edges": found} and asks > 0 < found
-    tasks = strategy.schedule(problem, len(batches)).tasks
-    assert [
-        sum(t.work.edges for t in tasks if t.rank == rank and t.label.op == "draw")
-        for rank in range(4)
-    ] == drawn.tolist()  # type: ignore
+    tasks = [t for t in strategy.schedule(problem, len(batches)).tasks if t.label.op == "draw"]
+    edges = [sum(task.work.edges for task in tasks if task.rank == rank) for rank in range(4)]
+    assert edges == drawn.tolist()
     assert float(p.epoch_s) > float(plain.epoch_s)
 
 
@@ -119,7 +96,7 @@ def test_a_larger_cache_asks_for_less():
 @pytest.mark.parametrize("group", ["server", "all"])
 def test_owners_have_their_lists_and_nobody_asks(group):
     problem, strategy = problem_of(), GSplit(splitter="random", group=group, structure="spread")
-    lists, member = spread(strategy, problem), strategy.batches(problem).member
+    lists, member = strategy.lists(problem), strategy.batches(problem).member
     assert member is not None and not lists.asks
     place = (0, 1, 0, 1) if group == "server" else (0, 1, 2, 3)
     for rank in range(4):
@@ -143,21 +120,17 @@ def test_a_thinned_graph_has_the_lists_that_are_kept():
 @pytest.mark.parametrize(
     "strategy",
     [
-        DataParallel(),
-        DataParallel(prefetch=1),
-        GSplit(splitter="random"),
+        *(DataParallel(), DataParallel(prefetch=1), GSplit(splitter="random")),
         P3("rank", pipelined=True),
     ],
     ids=str,
 )
-def test_its_copy_counts_where_ranks_share_the_servers_memory(strategy):
+@pytest.mark.parametrize("kind", ["cpu", "cuda"])
+def test_its_copy_counts_where_ranks_share_the_servers_memory(strategy, kind):
     """On a CPU a sampler's lists are a rank's own; beside a GPU they are elsewhere. Degrees count
     once."""
-    apart: Any = replace(strategy, structure="spread")  # type: ignore[call-arg]
-    for kind in ("cpu", "cuda"):
-        problem = problem_of(1, 2, kind)
-        more = apart.memory(problem)["graph"] - strategy.memory(problem)["graph"]
-        lists = np.array(
-            [int(GRAPH.degree[apart.lists(problem).keeps(rank)].sum()) for rank in (0, 1)]
-        )  # type: ignore[union-attr]
-        assert more.tolist() == ((4 * lists + 8 * 401).tolist() if kind == "cpu" else [0, 0])
+    apart, problem = replace(strategy, structure="spread"), problem_of(1, 2, kind)
+    more = apart.memory(problem)["graph"] - strategy.memory(problem)["graph"]
+    lists = [GRAPH.degree[apart.lists(problem).keeps(rank)].sum() for rank in (0, 1)]
+    expected = [4 * numbers + 8 * 401 for numbers in lists]
+    assert more.tolist() == (expected if kind == "cpu" else [0, 0])

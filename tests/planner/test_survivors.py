@@ -7,60 +7,47 @@ from typing import Any
 
 import numpy as np
 import pytest
+from asked import changed
 
 from gnnplan.papers.full_graph import InOrder
 from gnnplan.planner.cluster.cost import Cost
-from gnnplan.planner.cluster.spec import HOST_RATE, Cluster, Device, Link
+from gnnplan.planner.cluster.spec import HOST_RATE, Cluster, Link
 from gnnplan.planner.decision.candidate import Candidate
 from gnnplan.planner.decision.search import SearchResult
 from gnnplan.planner.decision.sensitivity import sentences
 from gnnplan.planner.evidence.runs import errors, question_name
-from gnnplan.planner.gnn.workload import Workload
-from gnnplan.planner.graph.load import load
 from gnnplan.planner.ownership.estimated_layout import EstimatedLayout, Mixing
 from gnnplan.planner.ownership.layout import Expansion
 from gnnplan.planner.problem.problem import Problem
-from gnnplan.planner.vocabulary.schedule import Label, Sampling, Schedule, Send, Task
+from gnnplan.planner.vocabulary.schedule import Label, Sampling, Schedule, Task
 from gnnplan.planner.vocabulary.trace import Span, transfer_times
 from gnnplan.simulator.noise import Noise, epochs
+from gnnplan.testing.laws import GRAPHS, cluster, problem_of
 
-DEVICE = Device(name="toy", memory=1e12, gemm=1e12, memory_bandwidth=1e12)
-TWO_SERVERS = Cluster(
-    servers=2,
-    gpus_per_server=1,
-    device=DEVICE,
-    intra_node=Link(bandwidth=1e10),
-    inter_node=Link(bandwidth=1e9),
-)
+TWO_SERVERS = cluster(2, 1)
 
 
-def problem(cluster: Cluster, **workload: Any) -> Problem:
-    graph = load("synthetic:community?vertices=100&edges=500&features=8&classes=4&seed=0")
-    return Problem(graph.stats, graph, Workload(**workload), cluster, "metis")
+def problem(where: Cluster, **workload: Any) -> Problem:
+    return problem_of(GRAPHS[1], where, **workload)
 
 
 # -- evidence/runs.py ------------------------------------------------------------------------------
 
 
-def test_a_question_names_its_link_in_bits():
+@pytest.mark.parametrize(
+    ("servers", "told"), [(2, "sage 3x256, 2x1 at 400 Mbit/s"), (1, "sage 3x256, 1x2")]
+)
+def test_a_question_names_its_link_in_bits(servers, told):
     """50 MB/s are 400 Mbit/s."""
-    slow = TWO_SERVERS.model_copy(update={"inter_node": Link(bandwidth=50e6)})
-    name = question_name(problem(slow, model="sage", layers=3, hidden=256))
-    assert name.endswith("sage 3x256, 2x1 at 400 Mbit/s")
-    alone = slow.model_copy(update={"servers": 1, "gpus_per_server": 2})
-    name = question_name(problem(alone, model="sage", layers=3, hidden=256))
-    assert name.endswith("sage 3x256, 1x2")
+    where = cluster(servers, 2 // servers, inter=50e6)
+    asked = problem(where, model="sage", layers=3, hidden=256)
+    assert question_name(asked).endswith(told)
 
 
 def test_the_95th_percentile_of_three_errors():
     """Errors 0, 0.1 and 0.2: 0.95 of the way from the first to the last is 1.9 steps of two."""
     found = errors([(1.0, 1.0), (1.1, 1.0), (0.8, 1.0)])
-    assert found == {
-        "n": 3,
-        "mean": pytest.approx(0.1),
-        "p95": pytest.approx(0.19),
-        "max": pytest.approx(0.2),
-    }
+    assert found == pytest.approx({"n": 3, "mean": 0.1, "p95": 0.19, "max": 0.2})
 
 
 # -- decision/sensitivity.py -----------------------------------------------------------------------
@@ -87,16 +74,13 @@ class Timed:
 
 def test_the_bandwidth_below_which_another_strategy_wins():
     """At 1 GB/s one takes 1 s and the other 1.999 s; at half of it the first takes 2 s."""
-    certain = {"ranges": {"inter_node.bandwidth": (1.0, 1.0)}}
-    asked = problem(
-        TWO_SERVERS.model_copy(update=certain), mode="mini", batch=10, fanout=(2, 2), layers=2
-    )
+    where = changed(TWO_SERVERS, ranges={"inter_node.bandwidth": (1.0, 1.0)})
+    asked = problem(where, mode="mini", batch=10, fanout=(2, 2), layers=2)
     candidates = [
-        Candidate(strategy, strategy.predict(asked), asked)  # type: ignore[arg-type]
+        Candidate(strategy, strategy.predict(asked), asked)
         for strategy in (Timed("chatty", 0.0, 1e9), Timed("silent", 1.999, 0.0))
     ]
-    found = sentences(SearchResult(asked, candidates))
-    assert found[:2] == [
+    assert sentences(SearchResult(asked, candidates))[:2] == [
         "twice the bandwidth between servers: -50 %",
         "below 0.5x of the bandwidth between servers (500.00 MB/s, now 1.00 GB/s) silent wins",
     ]
@@ -144,33 +128,6 @@ def test_so_does_granndis_which_samples_before_it_splits():
     assert most(2) == pytest.approx(first + (500 - first) * (1 - exp(-first * 4 / 500)), rel=1e-3)
 
 
-# -- cluster/cost.py -------------------------------------------------------------------------------
-
-
-def test_messages_between_servers_pass_switch_uplinks_without_peer_access():
-    """1 MB up one GPU's way and its switch's to memory, and down others in the other server."""
-    link = Link(bandwidth=1e6, latency=0.0)
-    staged = Cluster(
-        servers=2,
-        gpus_per_server=4,
-        device=DEVICE,
-        intra_node=link,
-        inter_node=Link(bandwidth=1e5, latency=0.0),
-        host=link,
-        peer_access=False,
-        switches=[[0, 1], [2, 3]],
-        switch=Link(bandwidth=5e5, latency=0.0),
-    )
-    assert Cost(staged).send(0, Send(6, 1_000_000)).busy == {
-        ("gpu_out", 0): 1.0,
-        ("gpu_in", 6): 1.0,
-        ("switch_out", 0): 2.0,
-        ("switch_in", 3): 2.0,
-        ("nic_out", 0): 10.0,
-        ("nic_in", 1): 10.0,
-    }
-
-
 # -- simulator/noise.py, simulator/player.py -------------------------------------------------------
 
 
@@ -187,17 +144,10 @@ def test_a_stragglers_sampler_is_slow_too(straggler, seconds):
 
 def test_a_ring_sends_a_message_per_step():
     """Of 40,000 B, four ranks send 2 (4 - 1) messages of 10,000 B, at what such messages reach."""
-    link = {"bandwidth": 1e9, "latency": 0.0, "efficiency": {1e3: 0.5, 1e6: 1.0}}
-    cluster = Cluster.model_validate(
-        {
-            "gpus_per_server": 4,
-            "device": {"memory": 1e9, "gemm": 1e12, "memory_bandwidth": 1e11},
-            "intra_node": link,
-            "all_reduce": "ring",
-        }
-    )
+    link = Link(bandwidth=1e9, latency=0.0, efficiency={1e3: 0.5, 1e6: 1.0})
+    where = changed(cluster(1, 4), intra_node=link, all_reduce="ring")
     reached = 0.5 * 10 ** (np.log10(2) / 3)  # log-log between 1 kB and 1 MB
-    seconds = Cost(cluster).all_reduce(40_000, (0, 1, 2, 3)).alone
+    seconds = Cost(where).all_reduce(40_000, (0, 1, 2, 3)).alone
     assert seconds == pytest.approx(6 * 10_000 / (1e9 * reached))
 
 

@@ -3,9 +3,10 @@ changes; what an epoch costs."""
 
 import csv
 import io
-from dataclasses import replace
+from itertools import product
 
 import pytest
+from asked import on
 
 from gnnplan.planner.cluster.spec import PRESETS
 from gnnplan.planner.decision.candidate import evaluate, placed
@@ -27,16 +28,13 @@ def question(cluster: str = "gnnpipe_a5000", **workload: object) -> Problem:
 def test_every_combination_is_asked_once_the_last_field_first():
     base = question()
     asked = points(axes(["servers=1,4", "hidden=64,128,256"]), base, ["layers=5"])
-    assert [tuple(at.values()) for at, _ in asked] == [
-        (s, h) for s in ("1", "4") for h in ("64", "128", "256")
-    ]
+    expected = list(product(("1", "4"), ("64", "128", "256")))
+    assert [tuple(at.values()) for at, _ in asked] == expected
     for at, problem in asked:
-        assert (problem.cluster.servers, problem.workload.hidden, problem.workload.layers) == (
-            int(at["servers"]),
-            int(at["hidden"]),
-            5,
-        )
-        assert problem.stats is base.stats and problem.cluster.device == base.cluster.device
+        w = problem.workload
+        assert (problem.cluster.servers, w.hidden) == (int(at["servers"]), int(at["hidden"]))
+        assert w.layers == 5 and problem.stats is base.stats
+        assert problem.cluster.device == base.cluster.device
 
 
 def test_batches_are_swept_where_there_are_some():
@@ -62,29 +60,22 @@ def test_a_mistake_of_set_alone_is_not_blamed_on_a_sweep():
 
 
 def test_a_device_is_that_of_another_cluster_with_its_price(tmp_path):
-    text = (PRESETS / "dgx_a100.yaml").read_text()
-    (tmp_path / "rented.yaml").write_text(text + "price: 4.1\n")
-    base = question()
-    base = replace(base, cluster=base.cluster.model_copy(update={"price": 0.5}))
-    asked = points(axes([f"device=gnnpipe_a5000,dgx_a100,{tmp_path / 'rented.yaml'}"]), base)
-    devices = [base.cluster.device, *[read_cluster("dgx_a100").device] * 2]
-    assert [(problem.cluster.device, problem.cluster.price) for _, problem in asked] == list(
-        zip(devices, (0.5, None, 4.1), strict=True)
-    )
-    assert all(
-        (problem.cluster.intra_node, problem.cluster.islands, problem.ranks)
-        == (base.cluster.intra_node, (), 8)
-        for _, problem in asked
-    )
+    rented = tmp_path / "rented.yaml"
+    rented.write_text((PRESETS / "dgx_a100.yaml").read_text() + "price: 4.1\n")
+    base = on(question(), price=0.5)
+    asked = points(axes([f"device=gnnpipe_a5000,dgx_a100,{rented}"]), base)
+    a100 = read_cluster("dgx_a100").device
+    found = [(problem.cluster.device, problem.cluster.price) for _, problem in asked]
+    assert found == [(base.cluster.device, 0.5), (a100, None), (a100, 4.1)]
+    for _, problem in asked:
+        assert problem.cluster.intra_node == base.cluster.intra_node
+        assert problem.cluster.islands == () and problem.ranks == 8
 
 
 def test_fewer_gpus_are_the_first_of_the_servers_lists_and_more_ranks_on_a_cpu_share_its_cores():
     [(_, problem)] = points(axes(["gpus_per_server=3"]), question("dgx_a100"))
-    assert (
-        problem.ranks == 6
-        and problem.cluster.islands == ((0, 1, 2),)
-        and problem.cluster.nics == ((0, 1), (2,))
-    )
+    assert problem.ranks == 6 and problem.cluster.islands == ((0, 1, 2),)
+    assert problem.cluster.nics == ((0, 1), (2,))
     base = question("local")
     more = base.cluster.gpus_per_server * 4
     [(_, problem)] = points(axes([f"gpus_per_server={more}"]), base)
@@ -92,30 +83,22 @@ def test_fewer_gpus_are_the_first_of_the_servers_lists_and_more_ranks_on_a_cpu_s
 
 
 def test_where_the_recommendation_changes():
-    swept = axes(["a=1,2,3", "b=x,y"])
-
-    def row(a: str, b: str, family: str | None) -> dict[str, object]:
-        return {"at": {"a": a, "b": b}, "best": family, **({"family": family} if family else {})}
-
-    table = [
-        row("1", "x", "p"),
-        row("1", "y", "q"),
-        row("2", "x", None),
-        row("2", "y", "q"),
-        row("3", "x", "r"),
-        row("3", "y", "q"),
+    table = []
+    for text in ("1 x p", "1 y q", "2 x", "2 y q", "3 x r", "3 y q"):  # nothing fits at a=2, b=x
+        a, b, *family = text.split()
+        best = {"best": family[0], "family": family[0]} if family else {"best": None}
+        table.append({"at": {"a": a, "b": b}, **best})
+    found = changes(axes(["a=1,2,3", "b=x,y"]), table)
+    assert [tuple(change.values()) for change in found] == [
+        ("a", "3", {"b": "x"}, "p", "r"),
+        ("b", "y", {"a": "1"}, "p", "q"),
+        ("b", "y", {"a": "3"}, "r", "q"),
     ]
-    assert changes(swept, table) == [
-        # nothing fits at a=2
-        {"field": "a", "value": "3", "with": {"b": "x"}, "from": "p", "to": "r"},
-        {"field": "b", "value": "y", "with": {"a": "1"}, "from": "p", "to": "q"},
-        {"field": "b", "value": "y", "with": {"a": "3"}, "from": "r", "to": "q"},
-    ]
-    assert changes(axes(["a=1"]), [row("1", "x", "p")]) == []
+    assert changes(axes(["a=1"]), table[:1]) == []
     # where only the variant changes, the variants are named
-    variants = [row("1", "x", "p") | {"best": f"p(k={k})"} for k in (2, 4)]
-    variants[1]["at"] = {"a": "2", "b": "x"}
-    assert changes(axes(["a=1,2"]), variants) == [
+    at = {"1": "p(k=2)", "2": "p(k=4)"}
+    alike = [{"at": {"a": a, "b": "x"}, "best": best, "family": "p"} for a, best in at.items()]
+    assert changes(axes(["a=1,2"]), alike) == [
         {"field": "a", "value": "2", "with": {"b": "x"}, "from": "p(k=2)", "to": "p(k=4)"}
     ]
 
@@ -124,50 +107,29 @@ def test_where_the_recommendation_changes():
 def test_rows_are_plans_of_their_own():
     """The recommendation, and the best of the plan's family on all GPUs, are those of a plan asked
     there."""
-    asked = points(axes(["servers=1,2"]), question(layers=4), ["gpus_per_server=2"])
-    table = rows(
-        asked,
-        parse("gnnpipe(chunks=2)"),
-        0,
-        lambda candidate: {"simulated_s": 2.0 * float(candidate.predicted.epoch_s)},
-    )
+    swept = axes(["servers=1,2"])
+    asked = points(swept, question(layers=4), ["gpus_per_server=2"])
+    twice = lambda candidate: {"simulated_s": 2.0 * float(candidate.predicted.epoch_s)}  # noqa: E731
+    table = rows(asked, parse("gnnpipe(chunks=2)"), 0, twice)
     for row, (_, problem) in zip(table, asked, strict=True):
         found = search(problem)
-        best, same = (
-            found.best,
-            next(
-                c
-                for c in found.ranked
-                if c.strategy.name == "gnnpipe" and c.problem.ranks == problem.ranks
-            ),
-        )
-        assert (row["best"], row["gpus"], row["predicted_s"]) == (
-            str(best.strategy),
-            best.problem.ranks,
-            float(best.predicted.epoch_s),
-        )
-        assert (row["plan"], row["plan_predicted_s"]) == (
-            str(same.strategy),
-            float(same.predicted.epoch_s),
-        )
-        assert (
-            row["simulated_s"] == 2 * row["predicted_s"]
-            and row["plan_simulated_s"] == 2 * row["plan_predicted_s"]
-        )
-        assert "epoch_dollars" not in row
-    told = list(csv.DictReader(io.StringIO(to_csv(axes(["servers=1,2"]), table))))
-    assert [line["servers"] for line in told] == ["1", "2"] and float(
-        told[1]["predicted_s"]
-    ) == table[1]["predicted_s"]
+        pipes = [c for c in found.ranked if c.strategy.name == "gnnpipe"]
+        same = next(c for c in pipes if c.problem.ranks == problem.ranks)
+        for of, candidate in (("", found.best), ("plan_", same)):
+            assert row[f"{of}predicted_s"] == float(candidate.predicted.epoch_s)
+            assert row[f"{of}simulated_s"] == 2 * row[f"{of}predicted_s"]
+        assert (row["best"], row["plan"]) == (str(found.best.strategy), str(same.strategy))
+        assert row["gpus"] == found.best.problem.ranks and "epoch_dollars" not in row
+    told = list(csv.DictReader(io.StringIO(to_csv(swept, table))))
+    assert [line["servers"] for line in told] == ["1", "2"]
+    assert float(told[1]["predicted_s"]) == table[1]["predicted_s"]
 
 
 def test_a_strategy_that_plans_propose_of_no_family_is_a_column_too():
     """bns, of which users ask by name, was a dash."""
-    asked = points(axes(["servers=1,2"]), question())
-    for row, (_, problem) in zip(
-        rows(asked, parse("bns(p=0.5)"), 0, lambda _: {}), asked, strict=True
-    ):
-        expected = evaluate(placed(problem, parse("bns(p=0.5)")), parse("bns(p=0.5)"))
+    asked, bns = points(axes(["servers=1,2"]), question()), parse("bns(p=0.5)")
+    for row, (_, problem) in zip(rows(asked, bns, 0, lambda _: {}), asked, strict=True):
+        expected = evaluate(placed(problem, bns), bns)
         assert row["plan"] == "bns(p=0.5)"
         assert row["plan_predicted_s"] == float(expected.predicted.epoch_s)
 
@@ -192,17 +154,10 @@ def test_a_plan_of_as_many_ranks_is_swept_as_it_is():
 
 @pytest.mark.slow
 def test_nothing_fits_is_a_row_too():
-    asked = points(
-        axes(["device.memory=24GB,10MB"]), question(), ["servers=1", "gpus_per_server=2"]
-    )
-    table = rows(asked, parse("gnnpipe"), 0, lambda _: {})
-    assert table[0]["best"] and "simulated_s" not in table[0]
-    assert (
-        table[1]["best"] is None
-        and "nothing fits" in table[1]["reason"]
-        and changes(axes(["device.memory=24GB,10MB"]), table) == []
-    )
-    assert [
-        line["best"]
-        for line in csv.DictReader(io.StringIO(to_csv(axes(["device.memory=24GB,10MB"]), table)))
-    ][1] == ""
+    swept = axes(["device.memory=24GB,10MB"])
+    asked = points(swept, question(), ["servers=1", "gpus_per_server=2"])
+    first, second = table = rows(asked, parse("gnnpipe"), 0, lambda _: {})
+    assert first["best"] and "simulated_s" not in first
+    assert second["best"] is None and "nothing fits" in second["reason"]
+    assert changes(swept, table) == []
+    assert [line["best"] for line in csv.DictReader(io.StringIO(to_csv(swept, table)))][1] == ""

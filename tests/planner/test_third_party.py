@@ -11,14 +11,12 @@ import gnnplan
 from gnnplan.executor.ranks.rank import Rank
 from gnnplan.executor.train import train
 from gnnplan.planner import strategies
-from gnnplan.planner.cluster.spec import Cluster, Device, Link
 from gnnplan.planner.decision.explain import explain
 from gnnplan.planner.decision.search import search
-from gnnplan.planner.gnn.workload import Workload
-from gnnplan.planner.graph.graph import Graph
 from gnnplan.planner.graph.load import load
 from gnnplan.planner.problem.problem import Problem
 from gnnplan.planner.vocabulary.errors import SpecError
+from gnnplan.testing.laws import cluster, problem_of
 
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
 PLANNER = """
@@ -89,10 +87,7 @@ def forget() -> None:
 
 def problem(ranks: int) -> Problem:
     graph = load("synthetic:community?vertices=200&edges=1200&features=8&classes=3&seed=0")
-    assert isinstance(graph, Graph)
-    device = Device(kind="cpu", memory=1e9, gemm=1e11, memory_bandwidth=1e10)
-    cluster = Cluster(gpus_per_server=ranks, device=device, intra_node=Link(bandwidth=1e9))
-    return Problem(graph.stats, graph, Workload(model="gcn", layers=2, hidden=8), cluster)
+    return problem_of(graph, cluster(1, ranks, intra=1e9, kind="cpu"), layers=2, hidden=8)
 
 
 def test_it_is_a_candidate_and_trains(install):
@@ -118,9 +113,8 @@ def test_it_explains_itself(install):
 def test_epochs_that_differ_are_told_one_by_one(delayed):
     """A mean of three, rounded, was taken for each of them."""
     graph = "synthetic:community?vertices=200&edges=1200&features=8&classes=3&seed=0"
-    fields = {"model": "gcn", "layers": 2, "hidden": 8}
-    two = {"servers": 1, "gpus_per_server": 2}
-    plan = gnnplan.plan(graph, "p3_p100", strategy="delayed(r=3)", overrides=two, **fields)
+    fields = {"model": "gcn", "layers": 2, "hidden": 8, "strategy": "delayed(r=3)"}
+    plan = gnnplan.plan(graph, "p3_p100?servers=1&gpus_per_server=2", **fields)
     predicted = plan.document["best"]["predicted"]
     each = [sum(epoch["bytes"].values()) for epoch in predicted["period"]]
     assert len(each) == 3 and len(set(each)) > 1

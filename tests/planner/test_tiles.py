@@ -1,21 +1,20 @@
 """tensor3d: its bytes by its paper's formula, what it degenerates to, its grids, and what is refused."""
 
-import re
 from dataclasses import replace
 from math import prod
 
 import numpy as np
 import pytest
+from asked import fullest_bytes, on
 
-from gnnplan.planner.cluster.spec import Cluster, Device, Link
-from gnnplan.planner.gnn.workload import Workload
+from gnnplan.planner.cluster.spec import Link
 from gnnplan.planner.graph.load import load
 from gnnplan.planner.problem.problem import Problem
-from gnnplan.planner.strategies import FeatureParallel, GraphParallel, Tensor3D, parse
+from gnnplan.planner.strategies import FeatureParallel, GraphParallel, Tensor3D
 from gnnplan.planner.strategies.layerwise.tensor3d import grids, summing_s
 from gnnplan.planner.strategies.layerwise.tiles import Grid, edges_of_tiles, orders, roles
 from gnnplan.planner.strategies.program.program import AllReduce, Exchange
-from gnnplan.planner.vocabulary.errors import SpecError
+from gnnplan.testing.laws import cluster, problem_of
 
 N, F, H, C = 576, 24, 48, 72  # shares are equal on the grids below
 LAYERS, B = 4, 4
@@ -30,13 +29,9 @@ def problem(
     grid: tuple[int, ...] = (2, 2, 1), text: str = "edges=6000", **workload: object
 ) -> Problem:
     graph = load(f"synthetic:community?vertices={N}&{text}&features={F}&classes={C}&seed=0")
-    asked = Workload(**{"model": "gcn", "layers": LAYERS, "hidden": H, **workload})
-    cluster = Cluster(
-        gpus_per_server=prod(grid),
-        device=Device(memory=1e9, gemm=1e11, memory_bandwidth=1e10, gather={4: {1e4: 1e10}}),
-        intra_node=Link(bandwidth=1e8, latency=0),
-    )
-    return Problem(graph.stats, graph, asked, cluster)
+    measured = {"memory_bandwidth": 1e10, "gather": {4: {1e4: 1e10}}}
+    where = cluster(1, prod(grid), intra=1e8, latency=0, memory=1e9, **measured)
+    return problem_of(graph, where, **{"layers": LAYERS, "hidden": H, **workload})
 
 
 def by_layer(strategy: object, asked: Problem) -> dict[int | None, int]:
@@ -140,13 +135,13 @@ def test_two_orders_balance_what_one_order_does_not():
     assert fullest < 1.25 < 1.8 < counted.max() / counted.mean()
 
 
-def test_tiles_by_statistics_are_the_mean_of_counted_ones():
-    asked = problem((2, 2, 2))
-    estimated = replace(asked, graph=None)
-    for layer in (1, 2):
-        grid = Grid(2, 2, 2)
-        counted, expected = (edges_of_tiles(p, grid, layer) for p in (asked, estimated))
-        assert expected == pytest.approx(np.full(8, counted.mean()))
+@pytest.mark.parametrize("layer", [1, 2])
+def test_tiles_by_statistics_are_the_mean_of_counted_ones(layer):
+    asked, grid = problem((2, 2, 2)), Grid(2, 2, 2)
+    counted, expected = (
+        edges_of_tiles(p, grid, layer) for p in (asked, replace(asked, graph=None))
+    )
+    assert expected == pytest.approx(np.full(8, counted.mean()))
 
 
 @pytest.mark.parametrize("ranks", [2, 4, 6, 8, 12])
@@ -154,74 +149,31 @@ def test_the_grid_that_is_chosen_sends_fewest_bytes_where_all_links_are_alike(ra
     """Without latency, on one server, the time to sum is bytes per rank over bandwidth."""
     asked = problem((ranks,), dropout=0.5)
     found = grids(ranks)
-    assert len({(g.x, g.y, g.z) for g in found}) == len(found)
+    assert len(set(found)) == len(found)
     sent = {grid: Tensor3D(grid.x, grid.y, grid.z).predict(asked).bytes_total for grid in found}
     for grid in found:
         # three layers of three and a layer of one: shares are equal, but for weights of few numbers
         assert summing_s(asked, grid) * 1e8 * ranks == pytest.approx(sent[grid], rel=0.02)
-    chosen = Tensor3D().settle(asked)
-    assert isinstance(chosen, Tensor3D)
-    assert sent[chosen.grid] <= min(sent.values()) * 1.02
+    assert sent[Tensor3D().settle(asked).grid] <= min(sent.values()) * 1.02
     fixed = Tensor3D(x=2).settle(asked)
-    assert isinstance(fixed, Tensor3D) and fixed.x == 2 and fixed.grid.ranks == ranks
+    assert fixed.x == 2 and fixed.grid.ranks == ranks
 
 
 def test_a_grid_that_fits_is_chosen_before_a_faster_one_that_does_not():
     """The fastest was chosen whatever it held, and a plan that fits was not found."""
     asked = problem((8,), dropout=0.5)
-    held = {
-        grid: float(sum(Tensor3D(grid.x, grid.y, grid.z).memory(asked).values()).max())
-        for grid in grids(8)
-    }
+    held = {grid: fullest_bytes(asked, Tensor3D(grid.x, grid.y, grid.z)) for grid in grids(8)}
     by_time = sorted(held, key=lambda grid: summing_s(asked, grid))
-    assert held[by_time[0]] > min(held.values())
-    for room in (max(held.values()), np.mean(list(held.values())), min(held.values()), 0.0):
-        device = asked.cluster.device.model_copy(update={"memory": room})
-        tight = replace(asked, cluster=asked.cluster.model_copy(update={"device": device}))
-        chosen = Tensor3D().settle(tight)
-        assert isinstance(chosen, Tensor3D)
+    needs = list(held.values())
+    assert held[by_time[0]] > min(needs)
+    for room in (max(needs), np.mean(needs), min(needs), 0.0):
         fit = [grid for grid in by_time if held[grid] <= room]
-        assert chosen.grid == (fit or by_time)[0]
+        assert Tensor3D().settle(on(asked, memory=room)).grid == (fit or by_time)[0]
 
 
 def test_an_axis_between_servers_is_short_where_their_link_is_slow():
     """8 ranks on 2 servers: the axis that crosses has 2 ranks."""
-    asked = problem((8,))
-    apart = asked.cluster.model_copy(
-        update={
-            "servers": 2,
-            "gpus_per_server": 4,
-            "intra_node": Link(bandwidth=1e11),
-            "inter_node": Link(bandwidth=1e8),
-        }
-    )
-    chosen = Tensor3D().settle(replace(asked, cluster=apart))
-    assert isinstance(chosen, Tensor3D)
-    assert min(size for size in (chosen.x, chosen.y, chosen.z) if size != 1) == 2  # type: ignore[type-var]
-
-
-def test_a_plan_tries_it_where_narrow_sums_were_measured():
-    asked = problem()
-    assert list(Tensor3D.candidates(asked)) == [Tensor3D()]
-    device = asked.cluster.device.model_copy(update={"gather": {}})
-    unknown = replace(asked, cluster=asked.cluster.model_copy(update={"device": device}))
-    assert list(Tensor3D.candidates(unknown)) == []
-    assert "gnnplan measure" in Tensor3D.absent(unknown)
-
-
-@pytest.mark.parametrize(
-    ("workload", "words"),
-    [
-        ({"model": "gat"}, "those of gcn and sage, and gat has attention; use graph_parallel"),
-        ({"model": "gin"}, "gin has layers of another kind"),
-        ({"norm": "layer"}, r"layer 2 has a norm \(layer\), of numbers that lie on several ranks"),
-        ({"mode": "mini", "batch": 8}, "trains on the full graph"),
-    ],
-)
-def test_what_does_not_suit_is_refused(workload, words):
-    asked = problem(**workload)
-    with pytest.raises(SpecError, match=words):
-        parse("tensor3d").settle(asked).check(asked)
-    if workload.get("mode") != "mini":
-        assert not list(Tensor3D.candidates(asked))
-        assert re.search(words.split(";")[0], Tensor3D.absent(asked))
+    links = {"intra_node": Link(bandwidth=1e11), "inter_node": Link(bandwidth=1e8)}
+    apart = on(problem((8,)), servers=2, gpus_per_server=4, **links)
+    chosen = Tensor3D().settle(apart)
+    assert min(size for size in (chosen.x, chosen.y, chosen.z) if size != 1) == 2

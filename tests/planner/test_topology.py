@@ -2,12 +2,14 @@
 answers that change with them."""
 
 import re
+from collections import Counter
+from itertools import permutations
 from typing import Any
 
 import networkx as nx
 import numpy as np
 import pytest
-from any_wiring import LINKS, graph, route, wiring
+from any_wiring import between, graph, route, wiring
 from examples import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -29,22 +31,15 @@ from gnnplan.planner.vocabulary.schedule import Send
 from gnnplan.simulator.player import play
 
 DEVICE = Device(name="toy", memory=1e12, gemm=1e12, memory_bandwidth=1e12)
-RING, LEAVES = (
-    Fabric(kind="ring", latency=0.5),
-    Fabric(kind="leaf_spine", servers_per_leaf=2, oversubscription=4, latency=0.5),
-)
+RING = Fabric(kind="ring", latency=0.5)
+LEAVES = Fabric(kind="leaf_spine", servers_per_leaf=2, oversubscription=4, latency=0.5)
 
 
 def cluster(servers: int, gpus: int = 1, **more: Any) -> Cluster:
-    links = {
-        "intra_node": Link(bandwidth=1e9, latency=1.0),
-        "inter_node": Link(bandwidth=1e8, latency=2.0),
-    }
-    return Cluster(
-        servers=servers,
-        gpus_per_server=gpus,
-        **{"device": DEVICE, "all_reduce": "ring", **links, **more},
-    )
+    links = {"intra_node": (1e9, 1.0), "inter_node": (1e8, 2.0)}
+    more |= {n: Link(bandwidth=b, latency=s) for n, (b, s) in links.items() if n not in more}
+    more = {"device": DEVICE, "all_reduce": "ring"} | more
+    return Cluster(servers=servers, gpus_per_server=gpus, **more)
 
 
 @st.composite
@@ -52,35 +47,20 @@ def clusters(draw: st.DrawFn, ranks: int = 12) -> Cluster:
     """Any lists of GPUs, any fabric, with and without peer access."""
     servers = draw(st.integers(1, 7))
     gpus = draw(st.integers(1, max(1, ranks // servers)))
-    more = wiring(draw, gpus)
-    if draw(st.booleans()):
-        more |= {"peer_access": False, "host": draw(LINKS), "bridge": draw(st.none() | LINKS)}
-    kind = draw(st.sampled_from([None, "ring", "leaf_spine"]))
-    if kind:
-        per_leaf = draw(st.integers(1, 3)) if kind == "leaf_spine" else None
-        more["fabric"] = Fabric(
-            kind=kind,
-            servers_per_leaf=per_leaf,
-            oversubscription=draw(st.sampled_from([0.5, 1.0, 3.0])),
-        )
-    return cluster(servers, gpus, **more)
+    fabric = {"oversubscription": draw(st.sampled_from([0.5, 1.0, 3.0]))}
+    return cluster(servers, gpus, **wiring(draw, gpus), **between(draw, **fabric))
 
 
 def bytes_by_port(cost: Cost, transfer: Any) -> dict[tuple[str, int], float]:
     links = {"gpu": "intra_node", "island": "island", "switch": "switch", "nic": "inter_node"}
 
-    def bandwidth(kind: str) -> float:
+    def link(kind: str) -> Link:
         if kind == "fabric":
-            return cost.ports.fabric_link("send", cost.cluster.fabric).bandwidth
-        return (
-            cost.cluster.bridge.bandwidth
-            if kind == "bridge"
-            else cost.ports.link("send", links[kind]).bandwidth
-        )
+            return cost.ports.fabric_link("send", cost.cluster.fabric)
+        return cost.cluster.bridge if kind == "bridge" else cost.ports.link("send", links[kind])
 
-    return {
-        port: seconds * bandwidth(port[0].split("_")[0]) for port, seconds in transfer.busy.items()
-    }
+    busy = transfer.busy.items()
+    return {port: seconds * link(port[0].split("_")[0]).bandwidth for port, seconds in busy}
 
 
 # -- ports are routes ------------------------------------------------------------------------------
@@ -93,23 +73,17 @@ def test_a_message_fills_the_ports_on_its_way(where):
     says half of what is so."""
     where = where.model_copy(update={"peer_access": True, "bridge": None})
     cost, whole = Cost(where), graph(where)
-    for a in range(where.ranks):
-        for b in range(where.ranks):
-            if a != b:
-                passed, path = (
-                    bytes_by_port(cost, cost.send(a, Send(b, 1000))),
-                    route(whole, a, b),
-                )
-                fabric = {port for port in passed if port[0] == "fabric"}
-                assert set(path) - {p for p in path if p[0] == "fabric"} == set(passed) - fabric
-                assert all(
-                    nbytes == pytest.approx(1000 if p not in fabric or p in path else 500, rel=1e-9)
-                    or nbytes == pytest.approx(500)
-                    for p, nbytes in passed.items()
-                )
-                assert sum(passed[p] for p in fabric) == pytest.approx(
-                    1000 * sum(p[0] == "fabric" for p in path)
-                )
+    for a, b in permutations(range(where.ranks), 2):
+        passed, path = bytes_by_port(cost, cost.send(a, Send(b, 1000))), route(whole, a, b)
+        cables = [port for port in path if port[0] == "fabric"]
+        inside = {port: nbytes for port, nbytes in passed.items() if port[0] != "fabric"}
+        assert inside == pytest.approx(dict.fromkeys(set(path) - {*cables}, 1000))
+        between = {port: nbytes for port, nbytes in passed.items() if port[0] == "fabric"}
+        assert sum(between.values()) == pytest.approx(1000 * len(cables))
+        for port, nbytes in between.items():
+            assert nbytes == pytest.approx(500) or (
+                port in cables and nbytes == pytest.approx(1000)
+            )
 
 
 @given(clusters(), st.integers(0, 10**6))
@@ -118,50 +92,36 @@ def test_bytes_over_links_are_conserved(where, seed):
     """As many bytes come into a server's place in the fabric as its cards send plus what passes on,
     at every node; and in all as many bytes are on links as messages have, times the links on their
     way."""
-    random = np.random.default_rng(seed)
-    n = where.ranks
+    random, n = np.random.default_rng(seed), where.ranks
     sent = random.integers(0, 1000, (n, n)) * (random.random((n, n)) < 0.6)
     np.fill_diagonal(sent, 0)
     cost = Cost(where)
-    passed = bytes_by_port(cost, cost.exchange(sent))
-    by_link = cost.bytes_by_link(sent)
+    passed, by_link = bytes_by_port(cost, cost.exchange(sent)), cost.bytes_by_link(sent)
+    of_kind = Counter[str]()
+    for (kind, _), nbytes in passed.items():
+        of_kind[kind] += nbytes
+    inside, across = (by_link.get(link, 0) for link in ("intra_node", "inter_node"))
     for way in ("out", "in"):
-        assert sum(b for p, b in passed.items() if p[0] == f"nic_{way}") == pytest.approx(
-            by_link.get("inter_node", 0)
-        )
-        assert sum(b for p, b in passed.items() if p[0] == f"island_{way}") == pytest.approx(
-            by_link.get("island", 0)
-        )
-        staged = 0 if where.peer_access else by_link.get("inter_node", 0)
-        assert sum(b for p, b in passed.items() if p[0] == f"gpu_{way}") == pytest.approx(
-            by_link.get("intra_node", 0) + staged
-        )
+        assert of_kind[f"nic_{way}"] == pytest.approx(across)
+        assert of_kind[f"island_{way}"] == pytest.approx(by_link.get("island", 0))
+        staged = 0 if where.peer_access else across
+        assert of_kind[f"gpu_{way}"] == pytest.approx(inside + staged)
     if where.bridge:
-        assert sum(b for p, b in passed.items() if p[0] == "bridge") == pytest.approx(
-            2 * by_link.get("intra_node", 0) + 4 * by_link.get("inter_node", 0)
-        )
+        assert of_kind["bridge"] == pytest.approx(2 * inside + 4 * across)
     if where.fabric and where.servers > 1:
         between = nx.DiGraph(links(where.fabric, where.servers))
-        between.add_nodes_from(attached(where, s) for s in range(where.servers))
-        flow = {
-            edge: passed.get(("fabric", i), 0.0)
-            for i, edge in enumerate(links(where.fabric, where.servers))
-        }
-        servers = cost.places.server
+        at = [attached(where, int(server)) for server in cost.places.server]
+        between.add_nodes_from(at)
+        edges = enumerate(links(where.fabric, where.servers))
+        flow = {edge: passed.get(("fabric", i), 0.0) for i, edge in edges}
         for node in between:
-            here = np.array([attached(where, int(s)) == node for s in servers])
+            here = np.array([place == node for place in at])
             leaving, arriving = sent[here][:, ~here].sum(), sent[~here][:, here].sum()
             out, into = (sum(b for edge, b in flow.items() if edge[end] == node) for end in (0, 1))
             assert out - into == pytest.approx(leaving - arriving, abs=1e-6)
         distance = dict(nx.all_pairs_shortest_path_length(between))
-        assert sum(flow.values()) == pytest.approx(
-            sum(
-                sent[a, b]
-                * distance[attached(where, int(servers[a]))][attached(where, int(servers[b]))]
-                for a in range(n)
-                for b in range(n)
-            )
-        )
+        hops = np.array([[distance[a][b] for b in at] for a in at])
+        assert sum(flow.values()) == pytest.approx((sent * hops).sum())
 
 
 # -- by hand ---------------------------------------------------------------------------------------
@@ -170,31 +130,22 @@ def test_bytes_over_links_are_conserved(where, seed):
 def test_a_ring_of_servers():
     """Five servers: from 0 to 2 over 1, from 0 to 3 over 4; of four, half way round goes both ways.
     A cable is as fast as a card."""
+
+    def passed(servers: int, a: int, b: int) -> dict[tuple[int, int], float]:
+        names = [(x[1], y[1]) for x, y in links(RING, servers)]
+        busy = Cost(cluster(servers, fabric=RING)).send(a, Send(b, 10**8)).busy
+        return {names[i]: seconds for (kind, i), seconds in busy.items() if kind == "fabric"}
+
+    assert passed(5, 0, 1) == passed(2, 0, 1) == {(0, 1): 1.0}
+    assert passed(5, 0, 2) == {(0, 1): 1.0, (1, 2): 1.0}
+    assert passed(5, 0, 3) == {(0, 4): 1.0, (4, 3): 1.0}
+    assert passed(4, 1, 3) == dict.fromkeys([(1, 2), (2, 3), (1, 0), (0, 3)], 0.5)
     cost = Cost(cluster(5, fabric=RING))
-    ports = {edge: i for i, edge in enumerate(links(RING, 5))}
-
-    def passed(where: Cost, a: int, b: int) -> dict[tuple[int, int], float]:
-        names = {i: (x[1], y[1]) for i, (x, y) in enumerate(links(RING, where.cluster.servers))}
-        return {
-            names[p[1]]: s
-            for p, s in where.send(a, Send(b, 10**8)).busy.items()
-            if p[0] == "fabric"
-        }
-
-    assert len(ports) == 10
-    assert passed(cost, 0, 1) == {(0, 1): 1.0} and passed(cost, 0, 2) == {(0, 1): 1.0, (1, 2): 1.0}
-    assert passed(cost, 0, 3) == {(0, 4): 1.0, (4, 3): 1.0} and passed(
-        Cost(cluster(2, fabric=RING)), 0, 1
-    ) == {(0, 1): 1.0}
-    assert passed(Cost(cluster(4, fabric=RING)), 1, 3) == dict.fromkeys(
-        [(1, 2), (2, 3), (1, 0), (0, 3)], 0.5
-    )
     assert cost.send(0, Send(2, 10**8)).alone == 2.0 + 2 * 0.5 + 1.0
     everyone = cost.exchange(1e8 * ~np.eye(5, dtype=bool))
     assert everyone.latency == 4 * 2.0 + (1 + 2 + 2 + 1) * 0.5
-    assert [everyone.busy["fabric", i] for i in range(10)] == pytest.approx(
-        [3.0] * 10
-    ) and everyone.alone == pytest.approx(11.0 + 4.0)
+    assert [everyone.busy["fabric", i] for i in range(10)] == pytest.approx([3.0] * 10)
+    assert everyone.alone == pytest.approx(11.0 + 4.0)
     ring = cost.all_reduce(10**8, range(5))
     assert ring.latency == 8 * 2.5
     # one way round
@@ -239,30 +190,15 @@ def test_a_leaf_that_is_not_oversubscribed_is_no_bottleneck(where, seed):
 def improvements(draw: st.DrawFn, where: Cluster) -> Cluster:
     """One number of the network, better."""
     factor = draw(st.floats(1.0, 50.0))
-    names = [
-        name
-        for name in ("intra_node", "inter_node", "island", "switch", "host", "bridge")
-        if getattr(where, name)
-    ]
-    name = draw(st.sampled_from([*names, *["fabric"] * (where.fabric is not None)]))
+    links = ("intra_node", "inter_node", "island", "switch", "host", "bridge", "fabric")
+    name = draw(st.sampled_from([link for link in links if getattr(where, link)]))
+    link = getattr(where, name)
     if name == "fabric":
-        assert where.fabric
-        better: dict[str, Any] = draw(
-            st.sampled_from(
-                [
-                    {"oversubscription": where.fabric.oversubscription / factor},
-                    {"latency": where.fabric.latency / factor},
-                ]
-            )
-        )
+        faster = {"oversubscription": link.oversubscription / factor}
     else:
-        link = getattr(where, name)
-        better = draw(
-            st.sampled_from(
-                [{"bandwidth": link.bandwidth * factor}, {"latency": link.latency / factor}]
-            )
-        )
-    return where.model_copy(update={name: getattr(where, name).model_copy(update=better)})
+        faster = {"bandwidth": link.bandwidth * factor}
+    better = draw(st.sampled_from([faster, {"latency": link.latency / factor}]))
+    return where.model_copy(update={name: link.model_copy(update=better)})
 
 
 @given(
@@ -276,20 +212,17 @@ def improvements(draw: st.DrawFn, where: Cluster) -> Cluster:
 def test_a_better_network_is_never_slower(data, where, seed, algorithm, curved):
     """No exchange, no all-reduce, and not on any port, so that no plan is slower that fills ports
     with several."""
-    more: dict[str, Any] = {"all_reduce": algorithm}
+    where = where.model_copy(update={"all_reduce": algorithm})
     if curved:
-        more["inter_node"] = Link(
-            **where.inter_node.model_dump(exclude={"efficiency"}), efficiency={1e3: 0.1, 1e6: 0.9}
-        )  # type: ignore
-    where = where.model_copy(update=more)
+        curve = where.inter_node.model_copy(update={"efficiency": {1e3: 0.1, 1e6: 0.9}})
+        where = where.model_copy(update={"inter_node": curve})
     before, after = Cost(where), Cost(data.draw(improvements(where)))
     n = where.ranks
     sent = np.random.default_rng(seed).integers(0, 10**6, (n, n)) * ~np.eye(n, dtype=bool)
-    exchanges, sums = (
-        [cost.exchange(sent) for cost in (before, after)],
-        [cost.all_reduce(seed, range(n)) for cost in (before, after)],
-    )
-    for now, better in (exchanges, sums):
+    for now, better in (
+        (before.exchange(sent), after.exchange(sent)),
+        (before.all_reduce(seed, range(n)), after.all_reduce(seed, range(n))),
+    ):
         assert float(better.alone) <= float(now.alone) * (1 + 1e-9)
         assert better.busy.keys() == now.busy.keys()
         assert all(better.busy[port] <= seconds * (1 + 1e-9) for port, seconds in now.busy.items())
@@ -331,13 +264,10 @@ def test_one_leaf_is_offered():
 SOURCE = "synthetic:community?vertices=2000&edges=60000&features=40&classes=5&communities=8&mixing=0.6&seed=0"
 
 
-def problem_of(fabric: Fabric | None, **more: Any) -> Problem:
+def problem_of(fabric: Fabric | None) -> Problem:
     data = load(SOURCE)
-    links = {
-        "intra_node": Link(bandwidth=1e10, latency=1e-6),
-        "inter_node": Link(bandwidth=6e9, latency=1e-6),
-    }
-    where = cluster(16, 1, **{**links, "fabric": fabric, **more})
+    intra, inter = (Link(bandwidth=bandwidth, latency=1e-6) for bandwidth in (1e10, 6e9))
+    where = cluster(16, 1, fabric=fabric, intra_node=intra, inter_node=inter)
     return Problem(data.stats, data, Workload(model="gcn", layers=8, hidden=256), where)
 
 
@@ -345,55 +275,45 @@ def test_a_ring_of_servers_gets_another_plan_than_a_fat_tree():
     """Sixteen servers, cables as fast as cards. Halos go from everyone to everyone, and round a
     ring they pass four cables on average; an all-reduce passes one at a time. So exchanging halos
     wins on the fat tree, and recomputing them on the ring."""
-    tree, ring = (
-        problem_of(Fabric(kind="leaf_spine", servers_per_leaf=2)),
-        problem_of(Fabric(kind="ring")),
-    )
-    for problem, winner in ((tree, "graph_parallel"), (ring, "granndis")):
-        halos = evaluate(problem, parse("graph_parallel"))
-        recomputed = [evaluate(problem, parse(f"granndis(depth={depth})")) for depth in (4, 8)]
-        assert (
-            min([halos, *recomputed], key=lambda c: float(c.predicted.epoch_s)).strategy.family
-            == winner
-        )
-    strategy = parse("graph_parallel")
-    for problem in (tree, ring):
-        assert play(strategy.schedule(problem, 3), problem.cost).step_s == pytest.approx(
-            float(strategy.predict(problem).epoch_s), rel=strategy.claim
-        )
-    assert float(strategy.predict(ring).comm_s) > 1.5 * float(strategy.predict(tree).comm_s)
+    halos, exchanged = parse("graph_parallel"), []
+    tree, ring = Fabric(kind="leaf_spine", servers_per_leaf=2), Fabric(kind="ring")
+    for fabric, winner in ((tree, "graph_parallel"), (ring, "granndis")):
+        problem = problem_of(fabric)
+        recomputed = [parse(f"granndis(depth={depth})") for depth in (4, 8)]
+        evaluated = [evaluate(problem, strategy) for strategy in (halos, *recomputed)]
+        best = min(evaluated, key=lambda candidate: float(candidate.predicted.epoch_s))
+        assert best.strategy.family == winner
+        played, predicted = play(halos.schedule(problem, 3), problem.cost), evaluated[0].predicted
+        assert played.step_s == pytest.approx(float(predicted.epoch_s), rel=halos.claim)
+        exchanged.append(float(predicted.comm_s))
+    assert exchanged[1] > 1.5 * exchanged[0]
 
 
-def test_a_plan_names_the_tightest_link():
-    """Four times oversubscribed, an uplink; on one switch a card; in one server a GPU's way out, by
-    its GPU and not its rank."""
-    for fabric, words in (
+@pytest.mark.parametrize(
+    ("fabric", "words"),
+    [
         (
-            LEAVES,
-            (
-                r"keep (leaf \d -> spine 0|spine 0 -> leaf \d) busy longest \(other links:"
-                r" .*NIC \d+.*: \d\d % of this time\)$"
-            ),
+            LEAVES.model_copy(update={"latency": 1e-6}),
+            r"keep (leaf \d -> spine 0|spine 0 -> leaf \d) busy longest \(other links:"
+            r" .*NIC \d+.*: \d\d % of this time\)$",
         ),
         (None, r"keep (NIC \d+ -> network 0|network 0 -> NIC \d+) busy longest$"),
-    ):
-        problem = problem_of(fabric and fabric.model_copy(update={"latency": 1e-6}))
-        (sentence,) = tightest(evaluate(problem, parse("graph_parallel")))
-        assert re.search(words, sentence), sentence
-    where = cluster(
-        1,
-        3,
-        switches=[[0, 1], [2]],
-        switch=Link(bandwidth=1e8),
-        peer_access=False,
-        bridge=Link(bandwidth=1e8),
-    )
+    ],
+)
+def test_a_plan_names_the_tightest_link(fabric, words):
+    """Four times oversubscribed, an uplink; on one switch a card; in one server a GPU's way out, by
+    its GPU and not its rank."""
+    (sentence,) = tightest(evaluate(problem_of(fabric), parse("graph_parallel")))
+    assert re.search(words, sentence), sentence
+    slow = Link(bandwidth=1e8)
+    lists = {"switches": [[0, 1], [2]], "switch": slow, "peer_access": False, "bridge": slow}
     ports = {
         ("gpu_out", 0): "GPU 2 -> switch 1",
         ("gpu_in", 1): "switch 0 -> GPU 0",
         ("switch_out", 1): "switch 1 -> host 0",
         ("bridge", 0): "the memory of server 0",
     }
+    where = cluster(1, 3, **lists)
     assert {port: describe_port(where, (2, 0, 1), port) for port in ports} == ports
 
 

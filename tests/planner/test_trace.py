@@ -216,7 +216,7 @@ def test_one_who_sends_nothing_may_still_come_last():
     assert transfer_times(spans) == {"x": 1.0}
 
 
-@pytest.mark.parametrize("op", ["halo:f:l2", "moments:f:l2", "all_reduce"])
+@pytest.mark.parametrize("op", ["halo:f:l2", "moments:f:l2", "all_reduce", "ids:l1"])
 def test_waiting_for_the_last_rank_is_not_part_of_a_transfer(op):
     """Batch norm's moments are an all-reduce like that of the gradients: what a rank waits for the
     others is not theirs."""

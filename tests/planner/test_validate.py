@@ -28,15 +28,6 @@ def row(name: str, predicted: float | None, measured: float, simulated: float = 
     }
 
 
-def test_a_collective_of_any_name_counts_without_its_waiting():
-    """`ids`, `push` and `pull` are collectives as much as `halo`."""
-    spans = [
-        Span("ids:l1:s0", "ids", 0, "host", 0.0, 5.0, 8, 0),
-        Span("ids:l1:s0", "ids", 1, "host", 3.0, 5.0, 8, 0),
-    ]
-    assert per_operation(spans, range(1)) == {"ids": 2.0}
-
-
 def test_what_only_waits_has_no_cost():
     spans = [
         Span("wait:s0", "wait", 0, "compute", 0.0, 5.0),
