@@ -706,7 +706,7 @@ def test_a_damaged_run_is_bad_input(name, content, words, copied, gnnplan):
 
 def test_a_run_is_gone_on_with_only_where_it_can_be(plan_file, gnnplan, tmp_path):
     """Answers before anything starts, and leaves the folder as it is. What a good one does is in
-    tests/executor/test_resume.py."""
+    tests/executor/test_conformance.py."""
     from safetensors.torch import save_file
     from torch import ones
 

@@ -70,7 +70,7 @@ class Targets:
         self.dtype = dtype_of(workload.precision.weights)
         y = torch.from_numpy(np.array(graph.y[rows]))
         if self.learned == "numbers":
-            y = y.view(len(y), -1)
+            y = y.view(len(y), *y.shape[1:] or (1,))  # a rank may have no rows
         self.y = y.to(device, torch.int64 if self.learned == "label" else self.dtype)
         parts = np.stack([mask[rows] for mask in (graph.train, graph.val, graph.test)])
         self.train = torch.from_numpy(np.flatnonzero(parts[0])).to(device)

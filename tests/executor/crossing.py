@@ -17,7 +17,7 @@ from torch import Tensor
 from gnnplan.executor.layers.kernels import GOLDEN, mix
 from gnnplan.executor.layers.kernels.hashed_dropout import vertex_keys
 from gnnplan.planner.graph.sampling import ROUNDING
-from gnnplan.testing.plain import Plain, Read
+from gnnplan.testing.plain import Plain
 
 Round = Callable[[Tensor], Tensor]
 
@@ -54,11 +54,41 @@ def rounded(rows: Tensor, bits: int | np.ndarray, u: Tensor) -> Tensor:
     return torch.from_numpy(lowest + np.floor((x - lowest) / above + u.numpy()) * above)
 
 
-class Adapting:
+class Whole:
+    """What a reader gets of rows that cross, and their owner of the reader's gradient: all of it."""
+
+    def over(self, rows: Tensor, step: int, layer: int, direction: str, reader: int) -> Tensor:
+        return rows.detach()
+
+    def crossed(self, rows: Tensor, step: int, layer: int, reader: int = 0) -> Tensor:
+        """The rows as a reader has them; every reader asks for its own."""
+
+        def over(direction: str) -> Round:
+            return lambda x: self.over(x, step, layer, direction, reader)
+
+        return Crossing.apply(rows, over("f"), over("b"))  # type: ignore[no-untyped-call]
+
+
+class Uniform(Whole):
+    """So many bits of every number."""
+
+    def __init__(self, bits: int, seed: int) -> None:
+        self.bits, self.seed = bits, seed
+
+    def over(self, rows: Tensor, step: int, layer: int, direction: str, reader: int) -> Tensor:
+        u = uniform(rows, self.seed, step, layer, direction)
+        return rounded(rows, self.chosen(rows, layer, direction, reader), u)
+
+    def chosen(self, rows: Tensor, layer: int, direction: str, reader: int) -> int | np.ndarray:
+        return self.bits
+
+
+class Adapting(Uniform):
     """Bits of every row, by reader, layer and way: 4 in the first exchange; then, anew every ten,
     those that keep the rounding of what crosses between two parts least in as many bytes."""
 
     def __init__(self, plain: Plain, part: np.ndarray) -> None:
+        super().__init__(4, plain.workload.seed)
         operator = plain.operator.numpy() != 0
         parts = range(part.max() + 1)
         # the rows that cross between two parts
@@ -70,7 +100,7 @@ class Adapting:
             ]
             for reader in parts
         }
-        self.bits: dict[tuple[int, int, str], np.ndarray] = {}
+        self.of_rows: dict[tuple[int, int, str], np.ndarray] = {}
         self.exchanges: dict[tuple[int, int, str], int] = {}
         # of the variance of a row that a part reads: squares of what it is multiplied by
         squares = plain.operator.numpy() ** 2
@@ -78,18 +108,18 @@ class Adapting:
             reader: squares[part == reader].sum(0).astype(np.float32) for reader in parts
         }
 
-    def rounded(self, rows: Tensor, u: Tensor, reader: int, layer: int, direction: str) -> Tensor:
+    def chosen(self, rows: Tensor, layer: int, direction: str, reader: int) -> np.ndarray:
         key = reader, layer, direction
-        bits = self.bits.setdefault(key, np.full((len(rows), 1), 4))
+        bits = self.of_rows.setdefault(key, np.full((len(rows), 1), 4))
         count = self.exchanges[key] = self.exchanges.get(key, 0) + 1
         if count % 10 == 1:
             ranges = (levels(rows, bits)[1] * (2.0**bits - 1))[:, 0]
             if direction == "f":
                 ranges = ranges * self.weights[reader].astype(float) ** 0.5
-            self.bits[key] = np.full((len(rows), 1), 4)
+            self.of_rows[key] = np.full((len(rows), 1), 4)
             for ids in self.cross[reader]:
-                self.bits[key][ids, 0] = cheapest(ranges[ids])
-        return rounded(rows, bits, u)
+                self.of_rows[key][ids, 0] = cheapest(ranges[ids])
+        return bits
 
 
 def cheapest(ranges: np.ndarray) -> np.ndarray:
@@ -122,39 +152,9 @@ class Crossing(torch.autograd.Function):
         return ctx.back(gradient), None, None
 
 
-def crossed(
-    rows: Tensor, bits: int | Adapting, seed: int, step: int, layer: int, reader: int = 0
-) -> Tensor:
-    """The rows as a reader has them; every reader asks for its own."""
-
-    def over(direction: str) -> Round:
-        u = uniform(rows, seed, step, layer, direction)
-        if isinstance(bits, Adapting):
-            return lambda x: bits.rounded(x, u, reader, layer, direction)
-        return lambda x: rounded(x, bits, u)
-
-    return Crossing.apply(rows, over("f"), over("b"))  # type: ignore[no-untyped-call]
-
-
 def by_reader(operator: Tensor, part: np.ndarray) -> Tensor:
     """The operator [N, N] as one of (own rows, those that part 0 reads, those that part 1 reads,
     ..): [N, (1 + parts) N]."""
     same = torch.from_numpy(part[:, None] == part[None, :])
     readers = [torch.from_numpy(part == reader)[:, None] for reader in range(part.max() + 1)]
     return torch.cat([operator * same, *(operator * ~same * reads for reads in readers)], 1)
-
-
-def reading(
-    plain: Plain, part: np.ndarray, bits: int | Adapting, step: int, scale: Any = None
-) -> Read:
-    """Rows of other parts in `bits`; `scale(layer)` [N, N] weighs edges."""
-
-    def read(layer: int, h: Tensor) -> tuple[Tensor, Tensor]:
-        if not plain.varies(layer):
-            return plain.operator, plain.prepare(layer, step, h)
-        operator = plain.operator if scale is None else plain.operator * scale(layer)
-        seed = plain.workload.seed
-        far = [crossed(h, bits, seed, step, layer, reader) for reader in range(part.max() + 1)]
-        return by_reader(operator, part), plain.prepare(layer, step, h, *far)
-
-    return read

@@ -15,7 +15,9 @@ from gnnplan.planner.gnn.workload import Workload
 from gnnplan.planner.strategies import families, parse
 from gnnplan.planner.strategies.base import ROUNDING
 from gnnplan.planner.vocabulary.errors import SpecError
+from gnnplan.testing.plain import difference
 from gnnplan.testing.ranks import Case
+from gnnplan.testing.runs import one_process
 
 pytestmark = pytest.mark.timeout(110)
 
@@ -47,6 +49,18 @@ def test_half_the_bytes_nearly_the_losses_and_weights_in_float32(
     for file in files:
         assert {tensor.dtype for tensor in load_file(file).values()} == {torch.float32}, file
     assert all(not torch.equal(w, w.bfloat16().float()) for w in half.weights.values())
+
+
+def test_columns_that_bfloat16_does_not_hold_cross_whole(run_ranks, graphs, tmp_path):
+    """Those above 256 would become even, and gradients go to their neighbours' weights."""
+    with np.load(graphs["sparse"]) as file:
+        arrays = dict(file)
+    arrays["x_indices"], arrays["x_shape"] = 260 + arrays["x_indices"], [60, 300]
+    np.savez(tmp_path / "wide.npz", **arrays)
+    case = case_of("graph_parallel", str(tmp_path / "wide.npz"), optimizer="sgd")
+    (ranks,), alone = run_ranks(2, [case]), one_process(run_ranks, case)
+    assert ranks.losses == pytest.approx(alone.losses, rel=2**-9)
+    assert difference(ranks.weights, alone.weights) <= 0.01
 
 
 def test_sums_of_rows_and_gradients_of_weights_are_rounded_once():

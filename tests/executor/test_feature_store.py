@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import scipy.sparse as sp
 import torch
-from test_memory import counted
+from counting import counted
 
 from gnnplan.executor.layers.blocks import features
 from gnnplan.executor.layers.kernels import SparseRows
@@ -40,12 +40,15 @@ def case(strategy: str, graph: str, servers: int = 1, model: str = "sage", **mor
 @pytest.mark.parametrize(
     ("strategy", "classes"),
     [
-        (f"data_parallel(features='spread',cache={9 * ROW},shared_cache=True)", set(CLASSES)),
+        (
+            f"data_parallel(features='spread',cache={9 * ROW},shared_cache=True,prefetch=1)",
+            set(CLASSES),
+        ),
         (f"p3(cache={9 * ROW})", {"hit", "host"}),
     ],
 )
 def test_ranks_leave_rows_by_class(run_ranks, graphs, strategy, classes):
-    """Of all steps, as the planner counts them."""
+    """Of all steps, as the planner counts them; not of batches that are made ahead of the end."""
     result = run_ranks(4, [case(strategy, graphs["rough"], 2)])[0]
     problem = result.case.problem(4)
     settled = result.case.settled(problem)

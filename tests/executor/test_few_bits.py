@@ -97,28 +97,33 @@ def test_draws_are_the_vertexs_whoever_packs():
         assert 0.01 < other[:, :-4].float().mean() < 0.5 and other[:, -4:].all()
 
 
-@pytest.mark.parametrize("bits", BITS)
+OWN = torch.tensor([8, 2, 2, 4, 4, 4] * 166 + [4] * 4, dtype=torch.uint8)
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-def test_its_work_is_what_torch_counts(bits, dtype):
-    """Bytes that element-wise operations read and write, without the hash and picking rows."""
+@pytest.mark.parametrize(
+    ("codec", "width_of"),
+    [*((Codec(bits), UniformWidth(bits)) for bits in BITS), (Codec(ADAPTIVE), MixedWidth(OWN, 1))],
+    ids=str,
+)
+def test_its_work_is_what_torch_counts(codec, width_of, dtype):
+    """Bytes that element-wise operations read and write, without the hash, picking rows, and rows' ways
+    back to their places."""
     width, count = 256, 1000
     rows, ids = torch.randn(count, width, dtype=dtype), torch.arange(count)
-    item = rows.element_size()
-    noted, hashed = Noted(), Noted()
-    with Notes(noted).during("forward"):
-        packed = UniformWidth(bits).pack(rows, None, ids, 0)
-    with Notes(hashed).during("forward"):
+    item, packing, hashing, unpacking = rows.element_size(), Noted(), Noted(), Noted()
+    with Notes(packing).during("forward"):
+        packed = width_of.pack(rows, None, ids, 0)
+    with Notes(hashing).during("forward"):
         mix(ids[:, None] + torch.arange(1, width // 4 + 1) * GOLDEN)
-    (work,) = Codec(bits).pack(count, width, item, picked=False)
-    ours = work.elementwise_bytes
-    counted = noted.forward.elementwise_bytes - hashed.forward.elementwise_bytes
-    assert ours == pytest.approx(counted, rel=0.05)
-    noted, into = Noted(), torch.empty_like(rows)
-    with Notes(noted).during("forward"):
-        UniformWidth(bits).unpack(packed, into)
-    (work,) = Codec(bits).unpack(count, width, item, added=False)
-    ours = work.elementwise_bytes
-    assert ours == pytest.approx(noted.forward.elementwise_bytes, rel=0.05)
+    with Notes(unpacking).during("forward"):
+        width_of.unpack(packed, torch.empty_like(rows))
+    counted = [noted.forward.elementwise_bytes for noted in (packing, hashing, unpacking)]
+    (work,) = codec.pack(count, width, item, picked=False)
+    assert work.elementwise_bytes == pytest.approx(counted[0] - counted[1], rel=0.05)
+    (work,) = codec.unpack(count, width, item, added=False)
+    arranged = item * width * count * planned.SORTED * isinstance(width_of, MixedWidth)
+    assert work.elementwise_bytes - arranged == pytest.approx(counted[2], rel=0.05)
     assert few_bits.AT_ONCE == planned.AT_ONCE
 
 
@@ -178,28 +183,3 @@ def test_both_ends_choose_from_what_crossed():
         chosen = chosen.after(again, [6, 6])
         assert chosen.bits[:6].tolist() == [8, 8, 2, 2, 2, 2]
     assert chosen.after(again, [6, 6]).bits[6:].tolist() == [2, 2, 2, 2, 8, 8]
-
-
-def test_work_of_rows_of_their_own_bits_is_what_torch_counts():
-    """Bytes that operations read and write, without the hash and rows' ways back to their places."""
-    width, count = 256, 1000
-    rows, ids = torch.randn(count, width), torch.arange(count)
-    bits = torch.tensor([8, 2, 2, 4, 4, 4] * 200, dtype=torch.uint8)[:count]
-    bits[-4:] = 4
-    chosen, noted, hashed, fetched = MixedWidth(bits, 1), Noted(), Noted(), Noted()
-    with Notes(noted).during("forward"):
-        packed = chosen.pack(rows, None, ids, 0)
-    with Notes(hashed).during("forward"):
-        mix(ids[:, None] + torch.arange(1, width // 4 + 1) * GOLDEN)
-    (work,) = Codec(ADAPTIVE).pack(count, width, 4, picked=False)
-    ours = work.elementwise_bytes
-    counted = noted.forward.elementwise_bytes - hashed.forward.elementwise_bytes
-    into = torch.empty_like(rows)
-    with Notes(fetched).during("forward"):
-        chosen.unpack(packed, into)
-    (work,) = Codec(ADAPTIVE).unpack(count, width, 4, added=False)
-    also = work.elementwise_bytes
-    arranged = 4 * width * count * planned.SORTED
-    assert ours == pytest.approx(counted, rel=0.05)
-    assert also - arranged == pytest.approx(fetched.forward.elementwise_bytes, rel=0.05)
-    assert few_bits.AT_ONCE == planned.AT_ONCE

@@ -2,7 +2,7 @@
 
 All fifty run at night, shared out among the strategies. Every time seen are a rank that is killed
 (test_faults.py), a launcher that starts its ranks anew (test_restarted.py) and ends them
-(test_lab.py), and that what is resumed is the unbroken training (test_resume.py)."""
+(test_lab.py), and that what is resumed is the unbroken training (test_conformance.py)."""
 
 import os
 from dataclasses import replace

@@ -345,14 +345,6 @@ def test_sums_of_linear_layers_by_blocks_of_rows(rows, relu, library, monkeypatc
         torch.testing.assert_close(a.grad, b.grad.float(), atol=2e-3, rtol=1e-4)
 
 
-def test_linear_without_onednn_is_the_same(monkeypatch):
-    x, weight, bias = torch.randn(50, 7), torch.randn(5, 7), torch.randn(5)
-    monkeypatch.setattr(matmul, "by_onednn", matmul.has_onednn)
-    ours = linear(x, weight, bias, relu=True)
-    monkeypatch.setattr(matmul, "by_onednn", lambda: False)
-    torch.testing.assert_close(linear(x, weight, bias, relu=True), ours)
-
-
 def test_the_probe_survives_a_torch_without_the_operation(monkeypatch):
     def gone(*_: object) -> None:
         raise AttributeError("no such operation")

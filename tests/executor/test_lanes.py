@@ -1,8 +1,8 @@
 """Lanes as they are over NCCL: no threads, so every rank begins all messages in its program's
-order. Their streams are torch.cpu's here, which do nothing; what they order is tested on GPUs."""
+order. Their streams are torch.cpu's here, which do nothing; what they order is tested on GPUs. That
+they train the same is in trainings.py (streams)."""
 
 import threading
-from dataclasses import replace
 
 import pytest
 import torch
@@ -10,8 +10,6 @@ import torch
 from gnnplan.executor.ranks.lanes import Lanes
 from gnnplan.executor.ranks.opening import backend_of
 from gnnplan.executor.ranks.replay import Replay
-from gnnplan.testing.plain import difference
-from gnnplan.testing.ranks import Case
 
 
 def test_lanes_without_threads_work_here_and_now():
@@ -63,26 +61,6 @@ def test_a_checkpoint_keeps_a_thread():
     thread = lanes.in_thread("disk", threading.current_thread).result()
     assert thread is not threading.main_thread()
     lanes.close()
-
-
-@pytest.mark.timeout(110)
-@pytest.mark.parametrize(
-    ("strategy", "more"),
-    [
-        ("pipegcn", {}),
-        ("pipegcn_gf", {}),
-        ("graph_parallel(buckets=2)", {}),
-        ("gnnpipe(chunks=3)", {}),
-        ("p3(pipelined=True)", {"mode": "mini", "batch": 8, "fanout": (3, 3, 2)}),
-    ],
-)
-def test_lanes_without_threads_train_the_same(run_ranks, graphs, strategy, more):
-    work = {"model": "sage", "layers": 3, "hidden": 8, "seed": 3, "dtype": "float64", **more}
-    threads = Case(strategy, graphs["rough"], work, eval_every=2)
-    with_threads, without = run_ranks(2, [threads, replace(threads, streams=True)])
-    assert difference(with_threads.weights, without.weights) == 0
-    for rank in range(2):
-        assert with_threads.rank(rank)["bytes"] == without.rank(rank)["bytes"] != {}
 
 
 def test_nccl_needs_a_gpu_of_its_own_for_every_rank_on_all_servers():

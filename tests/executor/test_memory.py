@@ -5,7 +5,6 @@ import gc
 import itertools
 import os
 import time
-from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from typing import Any, TypeVar
@@ -16,6 +15,7 @@ import torch
 from counting import counted
 from libraries import multiply
 from pairwise import covered
+from trainings import Setting, lines
 
 from gnnplan.executor.layers.kernels import Block, SparseRows, dropout, warm_up
 from gnnplan.executor.layers.models import Net
@@ -208,96 +208,79 @@ def test_footprint_of_sparse_rows(model, p, dtype):
 
 # -- runs ------------------------------------------------------------------------------------------
 
-DENSE = "synthetic:community?vertices=20000&edges=300000&features=64&classes=10"
-MANY = "synthetic:community?vertices=20000&edges=300000&features=256&classes=64"
-THIN = "synthetic:community?vertices=12000&edges=120000&features=48&classes=7"
-FEW_TRAIN = f"{DENSE}&train=0.02"
-SAGE = {"model": "sage", "layers": 3, "hidden": 128}
-DEEP = {"model": "gcnii", "layers": 12, "hidden": 64, "dropout": 0.5}
-RES = {"model": "resgcn", "layers": 8, "hidden": 64, "dropout": 0.5}
-
-
-def on(
-    ranks: int, strategy: str, graph: str, workload: dict[str, Any], servers: int = 1, **more: Any
-) -> tuple[int, Case]:
-    """So many ranks, and what they train."""
-    return ranks, Case(strategy, graph, {**workload, **more}, servers)
-
-
-RUNS = {
-    "checkpoints": on(2, "graph_parallel(checkpoint=True)", THIN, RES, layers=12),
-    "graph parallel": on(2, "graph_parallel", DENSE, SAGE),
-    "offload": on(1, "offload(chunks=4)", MANY, SAGE, dropout=0.5),
-    "offload, two devices": on(2, "offload(chunks=4)", MANY, SAGE, hidden=126, dropout=0.5),
-    "narrow": on(
-        2,
-        "graph_parallel(narrow=True)",
-        DENSE,
-        {"model": "gcn"},
-        layers=3,
-        hidden=130,
-        norm="layer",
-    ),
-    "attention": on(2, "graph_parallel", THIN, {"model": "gat"}, layers=3, hidden=64, heads=2),
-    "propagation": on(2, "graph_parallel", MANY, {"model": "sgc"}, layers=4, dropout=0.5),
-    "columns": on(2, "feature_parallel", DENSE, SAGE, hidden=116, norm="layer", dropout=0.5),
-    # no gradient goes to constant features, however wide they are
-    "columns, wide features": on(
-        2,
-        "feature_parallel",
-        DENSE.replace("features=64", "features=400"),
-        SAGE,
-        layers=4,
-        hidden=32,
-        dropout=0.3,
-    ),
-    "columns, alternating": on(
-        2, "feature_parallel(order='alternating')", DENSE, {"model": "gcn"}, layers=4, hidden=138
-    ),
-    "tiles": on(4, "tensor3d(x=2,y=1,z=2)", DENSE, SAGE, hidden=118, dropout=0.5),
-    "tiles, sums made once": on(
-        2, "tensor3d(x=1,y=2,z=1)", DENSE, {"model": "gcn"}, layers=4, hidden=142
-    ),
-    "pipegcn": on(2, "pipegcn", DENSE, SAGE, hidden=124, dropout=0.5),
-    "bfloat16": on(2, "granndis(depth=1)", DENSE, SAGE, dtype="bfloat16", hidden=140, servers=2),
-    "bfloat16, pipeline": on(2, "gnnpipe(chunks=4)", THIN, DEEP, hidden=74, dtype="bfloat16"),
-    "few bits": on(2, "graph_parallel(bits=2)", DENSE, SAGE, hidden=132),
-    "few bits, each row its own": on(2, "graph_parallel(bits='adaptive')", DENSE, SAGE, hidden=136),
-    "few bits, late": on(2, "pipegcn(bits=8)", DENSE, SAGE, hidden=134, dropout=0.5),
-    # wide rows leave beside the last layer's
-    "pipegcn, narrow": on(2, "pipegcn(narrow=True)", DENSE, SAGE, hidden=256),
-    "pipegcn_gf": on(2, "pipegcn_gf", DENSE, SAGE, hidden=126, dropout=0.5),
-    "recompute": on(2, "granndis(depth=1)", DENSE, SAGE, hidden=122, servers=2),
-    "sampling": on(2, "granndis(max_hop=1,fanout=5)", THIN, RES, hidden=60, servers=2),
-    "batches": on(
-        2, "granndis(batches=2)", DENSE, SAGE, layers=2, hidden=200, dropout=0.5, servers=2
-    ),
-    "pipeline": on(2, "gnnpipe(chunks=4)", THIN, DEEP),
-    "pipeline, few bits": on(2, "gnnpipe(chunks=4,bits=2)", THIN, DEEP, hidden=78),
-    "pipeline, checkpoints": on(2, "gnnpipe(chunks=3,checkpoint=True)", THIN, RES, hidden=68),
-    # the last layer's outlived its use
-    "pipeline, wide": on(2, "gnnpipe(chunks=3)", THIN, SAGE, hidden=254),
-    "members": on(2, "gnnpipe(stages=1,chunks=3)", THIN, DEEP),
-    "trimmed": on(2, "graph_parallel(trim=True)", FEW_TRAIN, SAGE, dropout=0.5),
-    "constant aggregate": on(
-        2, "granndis", DENSE, {"model": "gcn"}, layers=3, hidden=64, servers=2
-    ),
-    "sparse": on(2, "graph_parallel", "coauthor_physics", SAGE, hidden=64, dropout=0.5),
-    "sparse, bfloat16": on(
-        2, "graph_parallel", "coauthor_physics", SAGE, hidden=66, dropout=0.5, dtype="bfloat16"
-    ),
-    "sparse pipeline": on(2, "gnnpipe", "coauthor_physics", SAGE, hidden=64, dropout=0.5),
+COMMUNITY = "synthetic:community?vertices="
+DENSE = f"{COMMUNITY}20000&edges=300000&features=64&classes=10"
+BATCHED = f"{COMMUNITY}20000&edges=400000&seed=0&features="
+GRAPHS = {
+    "dense": DENSE,
+    "wide": DENSE.replace("features=64", "features=400"),
+    "many": f"{COMMUNITY}20000&edges=300000&features=256&classes=64",
+    "thin": f"{COMMUNITY}12000&edges=120000&features=48&classes=7",
+    "few": f"{DENSE}&train=0.02",
+    "batched": f"{BATCHED}128&classes=16&train=0.2",
+    "classes": f"{BATCHED}128&classes=128&train=0.2",
+    "larger": f"{BATCHED}128&classes=128&train=0.4",  # four batches: as many as are under way at once
+    "slim": f"{BATCHED}8&classes=16&train=0.2",
+    "linked": f"{COMMUNITY}20000&edges=100000&features=32&classes=4&seed=0",
 }
+
+
+def on(line: str) -> tuple[int, Case]:
+    """So many ranks, and what they train."""
+    setting = Setting.of(line)
+    how = {"layers": 3, "hidden": 128, "model": setting.model, "dropout": setting.dropout}
+    graph = GRAPHS.get(setting.graph, setting.graph)
+    return setting.world, Case(setting.strategy, graph, how | setting.fields, setting.servers)
+
+
+RUNS = """
+    # ranks, servers, strategy, graph, dropout, model and more
+    2 1 graph_parallel(checkpoint=True) thin 0.5 resgcn layers=12 hidden=64
+    2 1 graph_parallel dense 0.0 sage
+    1 1 offload(chunks=4) many 0.5 sage
+    2 1 offload(chunks=4) many 0.5 sage hidden=126
+    2 1 graph_parallel(narrow=True) dense 0.0 gcn hidden=130 norm=layer
+    2 1 graph_parallel thin 0.0 gat hidden=64 heads=2
+    2 1 graph_parallel many 0.5 sgc layers=4
+    2 1 feature_parallel dense 0.5 sage hidden=116 norm=layer
+    # no gradient goes to constant features, however wide they are
+    2 1 feature_parallel wide 0.3 sage layers=4 hidden=32
+    2 1 feature_parallel(order='alternating') dense 0.0 gcn layers=4 hidden=138
+    4 1 tensor3d(x=2,y=1,z=2) dense 0.5 sage hidden=118
+    2 1 tensor3d(x=1,y=2,z=1) dense 0.0 gcn layers=4 hidden=142  # sums made once
+    2 1 pipegcn dense 0.5 sage hidden=124
+    2 2 granndis(depth=1) dense 0.0 sage dtype=bfloat16 hidden=140
+    2 1 gnnpipe(chunks=4) thin 0.5 gcnii layers=12 hidden=74 dtype=bfloat16
+    2 1 graph_parallel(bits=2) dense 0.0 sage hidden=132
+    2 1 graph_parallel(bits='adaptive') dense 0.0 sage hidden=136
+    2 1 pipegcn(bits=8) dense 0.5 sage hidden=134
+    2 1 pipegcn(narrow=True) dense 0.0 sage hidden=256  # wide rows leave beside the last layer's
+    2 1 pipegcn_gf dense 0.5 sage hidden=126
+    2 2 granndis(depth=1) dense 0.0 sage hidden=122
+    2 2 granndis(max_hop=1,fanout=5) thin 0.5 resgcn layers=8 hidden=60
+    2 2 granndis(batches=2) dense 0.5 sage layers=2 hidden=200
+    2 1 gnnpipe(chunks=4) thin 0.5 gcnii layers=12 hidden=64
+    2 1 gnnpipe(chunks=4,bits=2) thin 0.5 gcnii layers=12 hidden=78
+    2 1 gnnpipe(chunks=3,checkpoint=True) thin 0.5 resgcn layers=8 hidden=68
+    2 1 gnnpipe(chunks=3) thin 0.0 sage hidden=254  # the last layer's outlived its use
+    2 1 gnnpipe(stages=1,chunks=3) thin 0.5 gcnii layers=12 hidden=64
+    2 1 graph_parallel(trim=True) few 0.5 sage
+    2 2 granndis dense 0.0 gcn hidden=64  # aggregates once
+    2 1 graph_parallel coauthor_physics 0.5 sage hidden=64
+    2 1 graph_parallel coauthor_physics 0.5 sage hidden=66 dtype=bfloat16
+    2 1 gnnpipe coauthor_physics 0.5 sage hidden=64
+"""
 
 
 # Each takes ten seconds. Of the others golden plans hold the prediction, and test_gpu_memory.py what
 # is allocated.
-BY_DAY = ("columns", "sparse pipeline", "shared cache")
+BY_DAY = ("2 1 feature_parallel dense", "2 1 gnnpipe coauthor", "2 1 data_parallel(cache")
 
 
-def runs(names: Iterable[str]) -> list[Any]:
+def runs(text: str) -> list[Any]:
     return [
-        name if name in BY_DAY else pytest.param(name, marks=pytest.mark.nightly) for name in names
+        line if line.startswith(BY_DAY) else pytest.param(line, marks=pytest.mark.nightly)
+        for line in lines(text)
     ]
 
 
@@ -328,9 +311,9 @@ def test_the_watch_does_not_wait_for_its_turn():
 
 @glibc
 @pytest.mark.timeout(120)
-@pytest.mark.parametrize("name", runs(RUNS))
-def test_predicted_memory_is_what_a_run_fills(name, fresh_ranks, dataset):
-    world, case = RUNS[name]
+@pytest.mark.parametrize("line", runs(RUNS))
+def test_predicted_memory_is_what_a_run_fills(line, fresh_ranks, dataset):
+    world, case = on(line)
     case = replace(case, graph=case.graph if ":" in case.graph else dataset(case.graph))
     must_fill_as_predicted(world, case, fresh_ranks)
 
@@ -340,8 +323,8 @@ def test_predicted_memory_is_what_a_run_fills(name, fresh_ranks, dataset):
 @pytest.mark.timeout(300)
 def test_rows_of_eight_devices_pass_one(fresh_ranks):
     """The bar of offload: features, rows and gradients take eight times what its device holds."""
-    graph = DENSE.replace("vertices=20000&edges=300000", "vertices=120000&edges=480000&mixing=0.01")
-    case = Case("offload(chunks=24)", graph, {**SAGE, "dropout": 0.5})
+    graph = f"{COMMUNITY}120000&edges=480000&mixing=0.01&features=64&classes=10"
+    case = replace(on("1 1 offload(chunks=24) dense 0.5 sage")[1], graph=graph)
     (result,) = fresh_ranks(1, [case])
     problem = case.problem(1)
     use = case.settled(problem).memory(problem)
@@ -350,50 +333,32 @@ def test_rows_of_eight_devices_pass_one(fresh_ranks):
     assert held == pytest.approx(result.fullest(), rel=0.03), use
 
 
-MINI = {"mode": "mini", "layers": 3, "hidden": 64, "batch": 2048, "fanout": (5, 10, 15)}
-WIDE, SLIM = (
-    f"synthetic:community?vertices=20000&edges=400000&features={width}&classes=16&train=0.2&seed=0"
-    for width in (128, 8)
-)
-LINKED = "synthetic:community?vertices=20000&edges=100000&features=32&classes=4&seed=0"
-LINKS = {
-    "mode": "mini",
-    "task": "link",
-    "negatives": 3,
-    "layers": 2,
-    "hidden": 128,
-    "batch": 40_000,
-    "fanout": (5, 5),
-}
-BATCHES = {
-    "data parallel": Case("data_parallel", WIDE, {**MINI, "model": "sage"}),
-    "split": Case("gsplit", WIDE, {**MINI, "model": "sage"}),
-    "first split": Case("dnp(splitter='random')", WIDE, {**MINI, "model": "sage"}),
-    "sources split": Case("snp(splitter='random')", WIDE, {**MINI, "model": "sage"}),
-    "sources split, checkpoints": Case(
-        "snp(splitter='random',checkpoint=True)", WIDE, {**MINI, "model": "gcn", "hidden": 256}
-    ),
-    "split, narrow": Case("gsplit(narrow=True)", WIDE, {**MINI, "model": "gcn", "hidden": 256}),
-    "shared cache": Case(
-        "data_parallel(cache=4000000,shared_cache=True)", WIDE, {**MINI, "model": "sage"}
-    ),
-    "propagation": Case(
-        "data_parallel", WIDE.replace("classes=16", "classes=128"), {**MINI, "model": "sgc"}
-    ),
-    "the sampler's": Case("data_parallel", SLIM, {**MINI, "model": "gcn", "hidden": 16}),
-    "P3": Case("p3", WIDE, {**MINI, "model": "sage"}),
-    "P3, cached": Case("p3(cache=2000000)", WIDE, {**MINI, "model": "sage"}),
-    "P3, pipelined": Case(
-        "p3(pipelined=True)",
-        # four batches: as many as are under way at once
-        WIDE.replace("classes=16&train=0.2", "classes=128&train=0.4"),
-        {**MINI, "model": "sgc"},
-    ),
-    "links": Case("data_parallel", LINKED, {**LINKS, "model": "sage"}),
-    "links, split": Case("gsplit(splitter='random')", LINKED, {**LINKS, "model": "gcn"}),
-    "links, columns": Case("p3", LINKED, {**LINKS, "model": "sage"}),
-    "links, decoded": Case("data_parallel", LINKED, {**LINKS, "model": "resgcn", "dropout": 0.5}),
-}
+MINI = {"mode": "mini", "hidden": 64, "batch": 2048, "fanout": (5, 10, 15)}
+LINKS = {"task": "link", "negatives": 3, "layers": 2, "hidden": 128, "batch": 40_000}
+BATCHES = """
+    2 1 data_parallel batched 0.0 sage
+    2 1 gsplit batched 0.0 sage
+    2 1 dnp(splitter='random') batched 0.0 sage
+    2 1 snp(splitter='random') batched 0.0 sage
+    2 1 snp(splitter='random',checkpoint=True) batched 0.0 gcn hidden=256
+    2 1 gsplit(narrow=True) batched 0.0 gcn hidden=256
+    2 1 data_parallel(cache=4000000,shared_cache=True) batched 0.0 sage
+    2 1 data_parallel classes 0.0 sgc
+    2 1 data_parallel slim 0.0 gcn hidden=16  # the sampler's
+    2 1 p3 batched 0.0 sage
+    2 1 p3(cache=2000000) batched 0.0 sage
+    2 1 p3(pipelined=True) larger 0.0 sgc
+    2 1 data_parallel linked 0.0 sage
+    2 1 gsplit(splitter='random') linked 0.0 gcn
+    2 1 p3 linked 0.0 sage
+    2 1 data_parallel linked 0.5 resgcn
+"""
+
+
+def of_batches(line: str) -> Case:
+    _, case = on(line)
+    links = {**LINKS, "fanout": (5, 5)} if "linked" in line else {}
+    return replace(case, workload={**case.workload, **MINI, **links, **Setting.of(line).fields})
 
 
 def fullest_of_batches(case: Case) -> float:
@@ -407,13 +372,13 @@ def fullest_of_batches(case: Case) -> float:
 
 @glibc
 @pytest.mark.timeout(120)
-@pytest.mark.parametrize("name", runs(BATCHES))
-def test_predicted_memory_of_batches(name, fresh_ranks, monkeypatch):
+@pytest.mark.parametrize("line", runs(BATCHES))
+def test_predicted_memory_of_batches(line, fresh_ranks, monkeypatch):
     """The fullest rank's to 5 %, in the second run of its processes. Where oneDNN multiplies, its code
     for products, which comes in few sizes of pieces although every batch has another number of rows,
     is there then: all of it, as the same batches were drawn. On a busy machine the watch sleeps
     through some short peaks: it has one in every epoch."""
-    case = replace(BATCHES[name], epochs=4)  # each draws other batches, as many and as large
+    case = replace(of_batches(line), epochs=4)  # each draws other batches, as many and as large
     _, second = fresh_ranks(2, [case, case])
     monkeypatch.setattr(program_memory, "shapes", lambda *products: 0.0)
     assert fullest_of_batches(case) == pytest.approx(second.fullest(), rel=0.05)
@@ -426,7 +391,7 @@ def test_predicted_memory_of_a_processs_first_batches(tmp_path, fork_server):
     above some of that code is there already (54 of 57 MB were measured then). Data parallel alone:
     others split the graph in their first run, let go of their own copy of the features once the
     server's file is mapped, or are the sampler's."""
-    case = replace(BATCHES["data parallel"], epochs=1)
+    case = replace(of_batches("2 1 data_parallel batched 0.0 sage"), epochs=1)
     ranks = Ranks(fork_server, tmp_path, memory=True)
     try:
         (first,) = ranks(2, [case])

@@ -77,278 +77,166 @@ class M(nn.Module):
         {body}
         return self.b(h, edge_index)
 """
-PLAIN = "h = h + 0"
-# what forward does between its two convolutions -> whether it must be carried, or refused (None:
-# either will do, if it equals itself)
-FORWARD: dict[str, tuple[str, bool | None]] = {
-    "nothing": (PLAIN, True),
-    "edges backwards": ("h = self.c(h, edge_index.flip(0))", False),
-    "edges backwards by hand": ("h = torch.zeros_like(h).index_add_(0, src, h[dst])", False),
-    "the first edges": ("h = self.c(h, edge_index[:, :40])", False),
-    "half of the edges": ("h = self.c(h, edge_index[:, : edge_index.size(1) // 2])", False),
-    "every second edge": ("h = self.c(h, edge_index[:, ::2])", False),
-    "edges of heavy weight": ("h = self.c(h, edge_index[:, edge_weight > 0.6])", None),
-    "edges to larger ids": ("h = self.c(h, edge_index[:, src < dst])", None),
-    "edges of two hops": (
-        "h = self.c(h, torch.stack([src, src[torch.randperm(src.numel(), generator=torch.Generator().manual_seed(1))]]))",
-        False,
-    ),
-    "a weight": ("h = self.c(h, edge_index, edge_weight)", True),
-    "another weight": ("h = self.c(h, edge_index, other)", True),
-    "a weight of mean one": ("h = self.c(h, edge_index, edge_weight / edge_weight.mean())", True),
-    "weights sorted": ("h = self.c(h, edge_index, edge_weight.sort().values)", None),
-    "the next edge's weight": ("h = self.c(h, edge_index, edge_weight.roll(1))", None),
-    "a column of attributes": ("h = self.c(h, edge_index, edge_attr[:, 3])", True),
-    "positions": ("h = h * pos.norm(dim=1, keepdim=True)", True),
-    "positions from the middle": ("h = h * (pos - pos.mean(0)).norm(dim=1, keepdim=True)", False),
-    "softmax over vertices": ("h = h.softmax(0)", False),
-    "softmax over columns": ("h = h.softmax(1)", True),
-    "softmax over sources": (
-        "h = torch.zeros_like(h).index_add_(0, dst, h[src] * softmax(h[src], src))",
-        False,
-    ),
-    "mean of all rows": ("h = h - h.mean(0)", False),
-    "the largest of all": ("h = h / h.max()", False),
-    "norm of the matrix": ("h = h / h.norm()", False),
-    "moments of the batch": ("h = (h - h.mean(0)) / h.std(0)", False),
-    "sorted rows": ("h = h.sort(0).values", False),
-    "rows in another order": ("h = h.flip(0)", False),
-    "the row of the next vertex": ("h = h.roll(1, 0)", False),
-    "the row of vertex 0": ("h = h + h[0]", False),
-    "rows summed up": ("h = h.cumsum(0)", False),
-    "columns summed up": ("h = h.cumsum(1)", True),
-    "the largest ten": (
-        "h = torch.zeros_like(h).index_copy(0, h[:, 0].topk(10).indices, h[:10])",
-        False,
-    ),
-    "attention of all to all": ("h = (h @ h.t()).softmax(1) @ h", False),
-    "the rank of a vertex": ("h = h * torch.arange(h.size(0)).unsqueeze(1)", None),
-    "number of vertices": ("h = h / h.size(0)", False),
-    "number of vertices less one": ("h = h / (h.size(0) - 1)", None),
-    "square root of the number of vertices": ("h = h * h.size(0) ** -0.5", None),
-    "number of edges": ("h = h / edge_index.size(1)", None),
-    "mean degree": ("h = h * (edge_index.size(1) / x.size(0))", None),
-    "number of vertices as a tensor": ("h = h / torch.tensor(float(len(h)))", None),
-    "rows as len says it": ("h = h * torch.ones(len(h), 8, dtype=h.dtype)", True),
-    "number of vertices as len says it": ("h = h / len(h)", None),
-    "number of parameters": ("h = h / self.lin.weight.numel()", True),
-    "degree of sources": ("h = h * degree(src, h.size(0)).unsqueeze(1)", True),
-    "the largest degree": ("h = h / degree(dst, h.size(0)).max()", None),
-    "evaluation of its own": ("h = h if self.training else h * 0.5", True),
-    "other edges in evaluation": (
-        "h = self.c(h, edge_index) if self.training else self.c(h, edge_index[:, :30])",
-        False,
-    ),
-    "a layer less in evaluation": ("h = self.c(h, edge_index) if self.training else h", False),
-    "a sparse matrix": (
-        "h = torch.sparse_coo_tensor(edge_index.flip(0), edge_weight, (len(h), len(h))) @ h",
-        True,
-    ),
-    "a sparse matrix of sources": (  # equal to its transpose where edges go both ways
-        "h = torch.sparse_coo_tensor(edge_index, other, (len(h), len(h))) @ h",
-        True,
-    ),
-    "a sparse matrix of two hops": (
-        "a = torch.sparse_coo_tensor(edge_index.flip(0), other, (len(h), len(h)))\n"
-        "h = torch.sparse.mm(torch.sparse.mm(a, a), h)",
-        False,
-    ),
-    "a sparse matrix and half its edges": (
-        "a = torch.sparse_coo_tensor(edge_index[:, ::2].flip(0), other[::2], (len(h), len(h)))\n"
-        "h = a @ h",
-        False,
-    ),
-    "a sparse matrix over columns": (
-        "a = torch.sparse_coo_tensor(edge_index[:, :3] * 0, other[:3], (8, 8))\nh = (a @ h.t()).t()",
-        None,
-    ),
-    "learned numbers in a sparse matrix": (
-        "h = torch.sparse_coo_tensor(edge_index.flip(0), other * self.lin.bias[0], (len(h), len(h))) @ h",
-        False,
-    ),
-    "noise": ("h = h + torch.randn_like(h)", False),
-    "noise in training": ("h = h + 0.1 * torch.rand(h.shape) if self.training else h", False),
-    "noise of numpy": ("h = h + float(np.random.rand())", False),
-    "noise of its own generator": (
-        "h = h + torch.randn(h.shape, generator=torch.Generator().manual_seed(1))",
-        False,
-    ),
-    "dropout of columns": ("h = F.dropout1d(h, 0.5, self.training)", False),
-    "dropout in evaluation": ("h = F.dropout(h, 0.5)", False),
-    "dropout": ("h = F.dropout(h, 0.5, self.training)", True),
-    "alpha dropout": ("h = F.alpha_dropout(h, 0.5, self.training)", False),
-    "a number that its class has kept": ("M.k = getattr(M, 'k', 0) + 1\nh = h * M.k", False),
-    "a number that a list has kept": (
-        "self.kept = [*(self.kept or []), 1]\nh = h * (1 if len(self.kept) < 99 else 2)",
-        False,
-    ),
-    "the number of its process": ("import os\nh = h * os.getpid()", False),
-    "an environment that ranks have": (
-        "import os\nh = h * (2 if 'LOCAL_WORLD_SIZE' in os.environ else 1)",
-        False,
-    ),
-    "ranks that meet": (
-        "h = h * (2 if torch.distributed.is_initialized() else 1)",
-        False,
-    ),
-    "a number that it has kept": ("self.calls += 1\nh = h * self.calls", False),
-    "rows that it has kept": (
-        "h = h if self.kept is None else h + self.kept\nself.kept = h.detach()",
-        False,
-    ),
-    "a buffer that it moves": ("self.seen += 1\nh = h * self.seen", False),
-    "a buffer that it sets": ("self.seen = self.seen * 0.9 + 1\nh = h * self.seen", False),
-    "no gradient": ("with torch.no_grad():\n    h = h * 2", True),
-    "detached": ("h = h.detach()", True),
-    "half detached": ("h = h + (h * 2).detach()", True),
-    "data": ("h.data.mul_(2)", False),
-    "x changed in place": ("x.mul_(2)\nh = self.a(x, edge_index).relu()", False),
-    "rows changed in place": ("h = h * 1\nh.mul_(2)", True),
-    "rows of some vertices in place": ("h = h * 1\nh[h > 1] = 0", None),
-    "the first row in place": ("h = h * 1\nh[0] = 0", False),
-    "what a gradient needs in place": ("h.mul_(2)", False),
-    "columns in place": ("h[:, 2:].mul_(2)", None),
-    "a product with a vector": ("h = h * (h @ self.lin.weight[0]).unsqueeze(1)", True),
-    "a product of three": (
-        "h = torch.einsum('ni,ij,nj->n', h, self.lin.weight, h)[:, None] * h",
-        None,
-    ),
-    "a convolution over columns": ("h = F.avg_pool1d(h.unsqueeze(1), 3, 1, 1).squeeze(1)", None),
-    "the largest columns": (
-        "h = torch.zeros_like(h).scatter(1, h.topk(3, 1).indices, 1.0) * h",
-        None,
-    ),
-    "some rows": ("h = h[h[:, 0] > 0]", False),
-    "rows that are not zero": (
-        "h = torch.zeros_like(h).index_copy(0, h.sum(1).nonzero()[:, 0], h[h.sum(1) != 0])",
-        None,
-    ),
-    "whole numbers": ("h = h + h.round().long()", None),
-    "less precision": ("h = h + h.half().to(h.dtype)", None),
-    "a Fourier transform of columns": ("h = torch.fft.fft(h, dim=1).real", None),
-    "distances of vertices": ("h = torch.cdist(h, h) @ h", False),
-    "distances to parameters": ("h = torch.cdist(h, self.lin.weight)", None),
-    "an inverse": (
-        "h = torch.linalg.solve(torch.eye(8, dtype=h.dtype) + h.t() @ h, h.t()).t()",
-        False,
-    ),
-    "attention of columns": (
-        "h = F.scaled_dot_product_attention(h[:, None, None], h[:, None, None], h[:, None, None])[:, 0, 0]",
-        None,
-    ),
-    "the unique rows": ("h = torch.unique(h, dim=0)", False),
-    "rows by a table": ("h = h + F.embedding(torch.arange(h.size(0)) % 8, self.lin.weight)", None),
-    "a clone of a copy": ("h = h.clone().contiguous().type_as(x).to(x.device)", True),
-    "an exception": ("raise ValueError('no')", False),
-    "an assertion": ("assert h.size(0) == 53", False),
-    "another file's graph": ("import scipy.sparse\nh = h + float(scipy.sparse.eye(3).nnz)", None),
-    "compiled": ("h = torch.jit.script(nn.ReLU())(h)", None),
-    "checkpointed": (
-        "import torch.utils.checkpoint as c\nh = c.checkpoint(self.lin, h, use_reentrant=False)",
-        None,
-    ),
-    "autocast": (
-        "with torch.autocast('cpu', torch.bfloat16):\n    h = self.lin(h).to(x.dtype)",
-        None,
-    ),
-    "vmap": ("h = torch.vmap(lambda row: row * row.sum())(h)", None),
-    "a branch on data": ("h = h * 2 if h.sum() > 0 else h", False),
-    "a branch on an item": ("h = h * 2 if h[0, 0].item() > -100 else h", False),
-    "a branch on a size": ("h = h * 2 if h.size(0) < 55 else h", False),
-    "a branch on parity": ("h = h * 2 if h.size(0) % 2 else h", None),
-    "a loop over vertices": ("h = torch.stack([row * 2 for row in h])", False),
-    "through numpy": ("h = h + torch.from_numpy(np.tanh(h.detach().numpy()))", False),
-    "through a list": ("h = h + torch.tensor(x.tolist())[:, :8]", False),
-    "numpy of edges": ("h = self.c(h, torch.from_numpy(edge_index.numpy().copy()))", False),
-    "a gradient of its own": ("h = Twice.apply(h)", True),
-    "a gradient of its own, kept by a name": ("h = twice(h) + Twice.apply(self.lin.bias)", True),
-    "a gradient of its own, of edges": ("h = self.c(h, edge_index, Twice.apply(other))", True),
-    "a gradient of its own, of noise": ("h = Noise.apply(h)", False),
-    "several rows of one call through edges": (
-        "a, b = Pair.apply(h, src, dst)\nh = self.c(a, edge_index) + b",
-        True,
-    ),
-    "several rows of one call, read later": (
-        "v, i = h.topk(3, 1)\nh = self.c(self.c(h, edge_index), edge_index).scatter_add(1, i, v)",
-        True,
-    ),
-    "attention over hops": (
-        "h = torch.stack([h, self.c(h, edge_index)], 1)\nh = self.att(h, h, h)[0].sum(1)",
-        True,
-    ),
-    "attention of all to all by a module": (
-        "h = self.att(h[None], h[None], h[None])[0][0]",
-        False,
-    ),
-    "batch norm": ("h = self.norm(h)", True),
-    "batch norm of batches alone": ("h = F.batch_norm(h, None, None, training=True)", False),
-    "two batch norms": ("h = self.norm(self.norm(h))", True),
-    "a transposed product": ("h = h @ (h.t() @ h)", False),
-    "rows as columns": ("h = h.reshape(8, -1).t().contiguous().view(-1, 8)", False),
-    "a convolution over vertices": ("h = F.avg_pool1d(h.t().unsqueeze(0), 3, 1, 1)[0].t()", False),
-    "dropout of parameters": ("h = h @ F.dropout(self.lin.weight, 0.5, self.training)", True),
-    "dropout of one row for all": (
-        "h = h * F.dropout(torch.ones(5, dtype=h.dtype), 0.5, self.training).mean()",
-        True,
-    ),
-    "an environment that it changes": (
-        "import os\nos.environ['CALLS'] = os.environ.get('CALLS', '') + '.'\n"
-        "h = h * (1 if len(os.environ['CALLS']) < 99 else 2)",
-        False,
-    ),
-    "its first rows": (
-        "self.kept = h.detach() if self.kept is None else self.kept\nh = h + self.kept",
-        False,
-    ),
-    "a branch on many vertices": ("h = h * 2 if int(h.size(0)) > 999 else h", False),
-    "a branch on digits": ("h = h * len(str(h.size(0)))", False),
-    "rows by blocks": ("h = torch.cat([c * i for i, c in enumerate(h.split(100), 1)])", False),
-    "the first edge of each reader": (
-        "first = torch.full((len(h),), dst.numel()).scatter_reduce(0, dst, torch.arange(dst.numel()), 'amin')\n"
-        "h = h + h[torch.cat([src, src[:1]])[first]]",
-        False,
-    ),
-    "equal edges that weigh another": (
-        "twice = torch.cat([edge_index, edge_index], 1)\n"
-        "w = torch.cat([other, degree(src, h.size(0)).to(h.dtype)[src]])\n"
-        "h = torch.zeros_like(h).index_add(0, twice[1], w[:, None] * h[twice[0]])",
-        True,
-    ),
-    "a sparse matrix with loops": (
-        "loops, _ = add_self_loops(edge_index, num_nodes=len(h))\n"
-        "a = torch.sparse_coo_tensor(loops.flip(0), degree(loops[1], len(h))[loops[1]].to(h.dtype), (len(h), len(h)))\n"
-        "h = a @ h",
-        True,
-    ),
-    "a function that it patches": (
-        "old, F.relu = F.relu, lambda t, inplace=False: old(t) * 2\n"
-        "try:\n    h = F.relu(h)\nfinally:\n    F.relu = old",
-        False,
-    ),
-    "a gradient's hook": ("h.register_hook(lambda g: g * 2) if h.requires_grad else None", None),
-}
+# what forward does between its two convolutions: its name, whether it must be carried or refused
+# (either will do, if it equals itself), and lines of code, between which ;; stands
+IN_FORWARD = """
+    nothing | carried | h = h + 0
+    edges backwards | refused | h = self.c(h, edge_index.flip(0))
+    edges backwards by hand | refused | h = torch.zeros_like(h).index_add_(0, src, h[dst])
+    the first edges | refused | h = self.c(h, edge_index[:, :40])
+    half of the edges | refused | h = self.c(h, edge_index[:, : edge_index.size(1) // 2])
+    every second edge | refused | h = self.c(h, edge_index[:, ::2])
+    edges of heavy weight | either | h = self.c(h, edge_index[:, edge_weight > 0.6])
+    edges to larger ids | either | h = self.c(h, edge_index[:, src < dst])
+    edges of two hops | refused | h = self.c(h, torch.stack([src, src[torch.randperm(src.numel(), generator=torch.Generator().manual_seed(1))]]))
+    a weight | carried | h = self.c(h, edge_index, edge_weight)
+    another weight | carried | h = self.c(h, edge_index, other)
+    a weight of mean one | carried | h = self.c(h, edge_index, edge_weight / edge_weight.mean())
+    weights sorted | either | h = self.c(h, edge_index, edge_weight.sort().values)
+    the next edge's weight | either | h = self.c(h, edge_index, edge_weight.roll(1))
+    a column of attributes | carried | h = self.c(h, edge_index, edge_attr[:, 3])
+    positions | carried | h = h * pos.norm(dim=1, keepdim=True)
+    positions from the middle | refused | h = h * (pos - pos.mean(0)).norm(dim=1, keepdim=True)
+    softmax over vertices | refused | h = h.softmax(0)
+    softmax over columns | carried | h = h.softmax(1)
+    softmax over sources | refused | h = torch.zeros_like(h).index_add_(0, dst, h[src] * softmax(h[src], src))
+    mean of all rows | refused | h = h - h.mean(0)
+    the largest of all | refused | h = h / h.max()
+    norm of the matrix | refused | h = h / h.norm()
+    moments of the batch | refused | h = (h - h.mean(0)) / h.std(0)
+    sorted rows | refused | h = h.sort(0).values
+    rows in another order | refused | h = h.flip(0)
+    the row of the next vertex | refused | h = h.roll(1, 0)
+    the row of vertex 0 | refused | h = h + h[0]
+    rows summed up | refused | h = h.cumsum(0)
+    columns summed up | carried | h = h.cumsum(1)
+    the largest ten | refused | h = torch.zeros_like(h).index_copy(0, h[:, 0].topk(10).indices, h[:10])
+    attention of all to all | refused | h = (h @ h.t()).softmax(1) @ h
+    the rank of a vertex | either | h = h * torch.arange(h.size(0)).unsqueeze(1)
+    number of vertices | refused | h = h / h.size(0)
+    number of vertices less one | either | h = h / (h.size(0) - 1)
+    square root of the number of vertices | either | h = h * h.size(0) ** -0.5
+    number of edges | either | h = h / edge_index.size(1)
+    mean degree | either | h = h * (edge_index.size(1) / x.size(0))
+    number of vertices as a tensor | either | h = h / torch.tensor(float(len(h)))
+    rows as len says it | carried | h = h * torch.ones(len(h), 8, dtype=h.dtype)
+    number of vertices as len says it | either | h = h / len(h)
+    number of parameters | carried | h = h / self.lin.weight.numel()
+    degree of sources | carried | h = h * degree(src, h.size(0)).unsqueeze(1)
+    the largest degree | either | h = h / degree(dst, h.size(0)).max()
+    evaluation of its own | carried | h = h if self.training else h * 0.5
+    other edges in evaluation | refused | h = self.c(h, edge_index) if self.training else self.c(h, edge_index[:, :30])
+    a layer less in evaluation | refused | h = self.c(h, edge_index) if self.training else h
+    a sparse matrix | carried | h = torch.sparse_coo_tensor(edge_index.flip(0), edge_weight, (len(h), len(h))) @ h
+    a sparse matrix of sources | carried | h = torch.sparse_coo_tensor(edge_index, other, (len(h), len(h))) @ h
+    a sparse matrix of two hops | refused | a = torch.sparse_coo_tensor(edge_index.flip(0), other, (len(h), len(h))) ;; h = torch.sparse.mm(torch.sparse.mm(a, a), h)
+    a sparse matrix and half its edges | refused | a = torch.sparse_coo_tensor(edge_index[:, ::2].flip(0), other[::2], (len(h), len(h))) ;; h = a @ h
+    a sparse matrix over columns | either | a = torch.sparse_coo_tensor(edge_index[:, :3] * 0, other[:3], (8, 8)) ;; h = (a @ h.t()).t()
+    learned numbers in a sparse matrix | refused | h = torch.sparse_coo_tensor(edge_index.flip(0), other * self.lin.bias[0], (len(h), len(h))) @ h
+    noise | refused | h = h + torch.randn_like(h)
+    noise in training | refused | h = h + 0.1 * torch.rand(h.shape) if self.training else h
+    noise of numpy | refused | h = h + float(np.random.rand())
+    noise of its own generator | refused | h = h + torch.randn(h.shape, generator=torch.Generator().manual_seed(1))
+    dropout of columns | refused | h = F.dropout1d(h, 0.5, self.training)
+    dropout in evaluation | refused | h = F.dropout(h, 0.5)
+    dropout | carried | h = F.dropout(h, 0.5, self.training)
+    alpha dropout | refused | h = F.alpha_dropout(h, 0.5, self.training)
+    a number that its class has kept | refused | M.k = getattr(M, 'k', 0) + 1 ;; h = h * M.k
+    a number that a list has kept | refused | self.kept = [*(self.kept or []), 1] ;; h = h * (1 if len(self.kept) < 99 else 2)
+    the number of its process | refused | import os ;; h = h * os.getpid()
+    an environment that ranks have | refused | import os ;; h = h * (2 if 'LOCAL_WORLD_SIZE' in os.environ else 1)
+    ranks that meet | refused | h = h * (2 if torch.distributed.is_initialized() else 1)
+    a number that it has kept | refused | self.calls += 1 ;; h = h * self.calls
+    rows that it has kept | refused | h = h if self.kept is None else h + self.kept ;; self.kept = h.detach()
+    a buffer that it moves | refused | self.seen += 1 ;; h = h * self.seen
+    a buffer that it sets | refused | self.seen = self.seen * 0.9 + 1 ;; h = h * self.seen
+    no gradient | carried | with torch.no_grad(): ;;     h = h * 2
+    detached | carried | h = h.detach()
+    half detached | carried | h = h + (h * 2).detach()
+    data | refused | h.data.mul_(2)
+    x changed in place | refused | x.mul_(2) ;; h = self.a(x, edge_index).relu()
+    rows changed in place | carried | h = h * 1 ;; h.mul_(2)
+    rows of some vertices in place | either | h = h * 1 ;; h[h > 1] = 0
+    the first row in place | refused | h = h * 1 ;; h[0] = 0
+    what a gradient needs in place | refused | h.mul_(2)
+    columns in place | either | h[:, 2:].mul_(2)
+    a product with a vector | carried | h = h * (h @ self.lin.weight[0]).unsqueeze(1)
+    a product of three | either | h = torch.einsum('ni,ij,nj->n', h, self.lin.weight, h)[:, None] * h
+    a convolution over columns | either | h = F.avg_pool1d(h.unsqueeze(1), 3, 1, 1).squeeze(1)
+    the largest columns | either | h = torch.zeros_like(h).scatter(1, h.topk(3, 1).indices, 1.0) * h
+    some rows | refused | h = h[h[:, 0] > 0]
+    rows that are not zero | either | h = torch.zeros_like(h).index_copy(0, h.sum(1).nonzero()[:, 0], h[h.sum(1) != 0])
+    whole numbers | either | h = h + h.round().long()
+    less precision | either | h = h + h.half().to(h.dtype)
+    a Fourier transform of columns | either | h = torch.fft.fft(h, dim=1).real
+    distances of vertices | refused | h = torch.cdist(h, h) @ h
+    distances to parameters | either | h = torch.cdist(h, self.lin.weight)
+    an inverse | refused | h = torch.linalg.solve(torch.eye(8, dtype=h.dtype) + h.t() @ h, h.t()).t()
+    attention of columns | either | h = F.scaled_dot_product_attention(h[:, None, None], h[:, None, None], h[:, None, None])[:, 0, 0]
+    the unique rows | refused | h = torch.unique(h, dim=0)
+    rows by a table | either | h = h + F.embedding(torch.arange(h.size(0)) % 8, self.lin.weight)
+    a clone of a copy | carried | h = h.clone().contiguous().type_as(x).to(x.device)
+    an exception | refused | raise ValueError('no')
+    an assertion | refused | assert h.size(0) == 53
+    another file's graph | either | import scipy.sparse ;; h = h + float(scipy.sparse.eye(3).nnz)
+    compiled | either | h = torch.jit.script(nn.ReLU())(h)
+    checkpointed | either | import torch.utils.checkpoint as c ;; h = c.checkpoint(self.lin, h, use_reentrant=False)
+    autocast | either | with torch.autocast('cpu', torch.bfloat16): ;;     h = self.lin(h).to(x.dtype)
+    vmap | either | h = torch.vmap(lambda row: row * row.sum())(h)
+    a branch on data | refused | h = h * 2 if h.sum() > 0 else h
+    a branch on an item | refused | h = h * 2 if h[0, 0].item() > -100 else h
+    a branch on a size | refused | h = h * 2 if h.size(0) < 55 else h
+    a branch on parity | either | h = h * 2 if h.size(0) % 2 else h
+    a loop over vertices | refused | h = torch.stack([row * 2 for row in h])
+    through numpy | refused | h = h + torch.from_numpy(np.tanh(h.detach().numpy()))
+    through a list | refused | h = h + torch.tensor(x.tolist())[:, :8]
+    numpy of edges | refused | h = self.c(h, torch.from_numpy(edge_index.numpy().copy()))
+    a gradient of its own | carried | h = Twice.apply(h)
+    a gradient of its own, kept by a name | carried | h = twice(h) + Twice.apply(self.lin.bias)
+    a gradient of its own, of edges | carried | h = self.c(h, edge_index, Twice.apply(other))
+    a gradient of its own, of noise | refused | h = Noise.apply(h)
+    several rows of one call through edges | carried | a, b = Pair.apply(h, src, dst) ;; h = self.c(a, edge_index) + b
+    several rows of one call, read later | carried | v, i = h.topk(3, 1) ;; h = self.c(self.c(h, edge_index), edge_index).scatter_add(1, i, v)
+    attention over hops | carried | h = torch.stack([h, self.c(h, edge_index)], 1) ;; h = self.att(h, h, h)[0].sum(1)
+    attention of all to all by a module | refused | h = self.att(h[None], h[None], h[None])[0][0]
+    batch norm | carried | h = self.norm(h)
+    batch norm of batches alone | refused | h = F.batch_norm(h, None, None, training=True)
+    two batch norms | carried | h = self.norm(self.norm(h))
+    a transposed product | refused | h = h @ (h.t() @ h)
+    rows as columns | refused | h = h.reshape(8, -1).t().contiguous().view(-1, 8)
+    a convolution over vertices | refused | h = F.avg_pool1d(h.t().unsqueeze(0), 3, 1, 1)[0].t()
+    dropout of parameters | carried | h = h @ F.dropout(self.lin.weight, 0.5, self.training)
+    dropout of one row for all | carried | h = h * F.dropout(torch.ones(5, dtype=h.dtype), 0.5, self.training).mean()
+    an environment that it changes | refused | import os ;; os.environ['CALLS'] = os.environ.get('CALLS', '') + '.' ;; h = h * (1 if len(os.environ['CALLS']) < 99 else 2)
+    its first rows | refused | self.kept = h.detach() if self.kept is None else self.kept ;; h = h + self.kept
+    a branch on many vertices | refused | h = h * 2 if int(h.size(0)) > 999 else h
+    a branch on digits | refused | h = h * len(str(h.size(0)))
+    rows by blocks | refused | h = torch.cat([c * i for i, c in enumerate(h.split(100), 1)])
+    the first edge of each reader | refused | first = torch.full((len(h),), dst.numel()).scatter_reduce(0, dst, torch.arange(dst.numel()), 'amin') ;; h = h + h[torch.cat([src, src[:1]])[first]]
+    equal edges that weigh another | carried | twice = torch.cat([edge_index, edge_index], 1) ;; w = torch.cat([other, degree(src, h.size(0)).to(h.dtype)[src]]) ;; h = torch.zeros_like(h).index_add(0, twice[1], w[:, None] * h[twice[0]])
+    a sparse matrix with loops | carried | loops, _ = add_self_loops(edge_index, num_nodes=len(h)) ;; a = torch.sparse_coo_tensor(loops.flip(0), degree(loops[1], len(h))[loops[1]].to(h.dtype), (len(h), len(h))) ;; h = a @ h
+    a function that it patches | refused | old, F.relu = F.relu, lambda t, inplace=False: old(t) * 2 ;; try: ;;     h = F.relu(h) ;; finally: ;;     F.relu = old
+    a gradient's hook | either | h.register_hook(lambda g: g * 2) if h.requires_grad else None
+"""
 # what is done to the module after it was made
-MADE: dict[str, tuple[str, bool | None]] = {
-    "another message": ("self.a.message = lambda x_j, edge_weight: x_j * 2", None),
-    "a hook after": ("self.a.register_forward_hook(lambda m, i, o: o * 2)", None),
-    "a hook before": ("self.a.register_forward_pre_hook(lambda m, i: (i[0] * 2, *i[1:]))", None),
-    "a hook of messages": ("self.a.register_message_forward_hook(lambda m, i, o: o * 2)", None),
-    "a hook of gradients": ("self.lin.register_full_backward_hook(lambda m, i, o: None)", None),
-    "frozen": ("self.a.requires_grad_(False)", True),
-    "all is frozen": ("self.requires_grad_(False)", False),
-    "max of messages": ("self.a = GraphConv(in_channels, 8, aggr='max')", True),
-    "against the edges": ("self.a = GraphConv(in_channels, 8, flow='target_to_source')", False),
-    "tied": ("self.c.lin.weight = self.lin.weight", True),
-    "weight norm": ("nn.utils.parametrizations.weight_norm(self.a.lin_rel)", True),
-    "spectral norm": ("nn.utils.parametrizations.spectral_norm(self.a.lin_rel)", None),
-    "another forward": ("old = self.a.forward; self.a.forward = lambda *x: old(*x) * 2", False),
-    "a hook of a parameter": ("self.lin.weight.register_hook(lambda g: g.clamp(-1, 1))", False),
-    "always in training": ("self.norm.train = lambda mode=True: self.norm", False),
-    "never in training": (
-        "self.norm.running_mean.normal_(); self.norm.eval().train = lambda mode=True: self.norm",
-        True,
-    ),
-}
+WHEN_MADE = """
+    another message | either | self.a.message = lambda x_j, edge_weight: x_j * 2
+    a hook after | either | self.a.register_forward_hook(lambda m, i, o: o * 2)
+    a hook before | either | self.a.register_forward_pre_hook(lambda m, i: (i[0] * 2, *i[1:]))
+    a hook of messages | either | self.a.register_message_forward_hook(lambda m, i, o: o * 2)
+    a hook of gradients | either | self.lin.register_full_backward_hook(lambda m, i, o: None)
+    frozen | carried | self.a.requires_grad_(False)
+    all is frozen | refused | self.requires_grad_(False)
+    max of messages | carried | self.a = GraphConv(in_channels, 8, aggr='max')
+    against the edges | refused | self.a = GraphConv(in_channels, 8, flow='target_to_source')
+    tied | carried | self.c.lin.weight = self.lin.weight
+    weight norm | carried | nn.utils.parametrizations.weight_norm(self.a.lin_rel)
+    spectral norm | either | nn.utils.parametrizations.spectral_norm(self.a.lin_rel)
+    another forward | refused | old = self.a.forward; self.a.forward = lambda *x: old(*x) * 2
+    a hook of a parameter | refused | self.lin.weight.register_hook(lambda g: g.clamp(-1, 1))
+    always in training | refused | self.norm.train = lambda mode=True: self.norm
+    never in training | carried | self.norm.running_mean.normal_(); self.norm.eval().train = lambda mode=True: self.norm
+"""
 SHOWN = "h = self.norm(self.lin(self.c(h, edge_index)))"  # so that a change of any part shows
 STEP = "n = [0]\n        def step():\n            n[0] += 1\n            return 1 + n[0] // 99\n        "
 # both: what it keeps, and what forward does with it
@@ -448,6 +336,15 @@ def assert_is_as_expected(found: str, carried: bool | None) -> None:
         assert len(words.split()) > 6 and "Traceback" not in words, found
 
 
+def read_table(text: str) -> dict[str, tuple[str, bool | None]]:
+    rows = [line.strip().split(" | ", 2) for line in text.strip().splitlines()]
+    may = {"carried": True, "refused": False, "either": None}
+    return {name: (code.replace(" ;; ", "\n"), may[word]) for name, word, code in rows}
+
+
+FORWARD, MADE = read_table(IN_FORWARD), read_table(WHEN_MADE)
+
+
 def by_day(changes: dict[str, tuple[str, bool | None]]) -> list[Any]:
     """The changes as parameters: by day every fourth of those that must be refused, and every fifth of
     those that must be carried."""
@@ -458,29 +355,17 @@ def by_day(changes: dict[str, tuple[str, bool | None]]) -> list[Any]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("change", by_day(FORWARD))
-def test_a_change_of_forward_is_carried_as_it_is_or_refused(change, tmp_path):
-    body, carried = FORWARD[change]
-    found = outcome(tmp_path, body, "pass", directed=False)
-    print(f"{change:40} {found.partition('M: ')[2] or found}")
-    assert_is_as_expected(found, carried)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("change", by_day(MADE))
-def test_a_change_of_the_module_is_carried_as_it_is_or_refused(change, tmp_path):
-    more, carried = MADE[change]
-    found = outcome(tmp_path, SHOWN, more, directed=False)
-    print(f"{change:40} {found.partition('M: ')[2] or found}")
-    assert_is_as_expected(found, carried)
-
-
-@pytest.mark.parametrize("change", every(3, KEPT))
-def test_what_is_kept_between_calls_is_refused(change, tmp_path):
-    more, body = KEPT[change]
+@pytest.mark.parametrize("change", [*by_day(FORWARD), *by_day(MADE), *every(3, KEPT)])
+def test_a_change_is_carried_as_it_is_or_refused(change, tmp_path):
+    """What is kept between calls is refused."""
+    if change in KEPT:
+        (more, body), carried = KEPT[change], False
+    else:
+        code, carried = (FORWARD | MADE)[change]
+        more, body = (code, SHOWN) if change in MADE else ("pass", code)
     found = outcome(tmp_path, body, more, directed=False)
-    print(f"{change:40} {found.partition('M: ')[2]}")
-    assert_is_as_expected(found, carried=False)
+    print(f"{change:40} {found.partition('M: ')[2] or found}")
+    assert_is_as_expected(found, carried)
 
 
 @pytest.mark.nightly

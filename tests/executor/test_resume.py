@@ -1,17 +1,15 @@
-"""Training that was broken off and went on from its last checkpoint is, to the bit, the training
-that was not."""
+"""What is left to go on with: checkpoints, metrics, folders. That a training which was broken off and
+went on is, to the bit, the one that was not is in trainings.py (resumes)."""
 
 import json
 import os
 import time
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from calls import planned
-from examples import NIGHT
 from safetensors.torch import save_file
 
 from gnnplan.executor import train
@@ -21,108 +19,13 @@ from gnnplan.executor.ranks.checkpoint import Checkpoints, header, latest, store
 from gnnplan.executor.ranks.rank import Rank
 from gnnplan.executor.ranks.whole import fill
 from gnnplan.executor.train import Metrics
-from gnnplan.planner.strategies import families, parse
 from gnnplan.planner.vocabulary.errors import SpecError
 from gnnplan.planner.vocabulary.files import folder_lock
 from gnnplan.testing.ranks import Case
-from gnnplan.testing.runs import must_resume
 
 pytestmark = pytest.mark.timeout(110)
 
 FULL = {"model": "sage", "layers": 3, "hidden": 6, "dropout": 0.3}
-MINI = {
-    "model": "sage",
-    "mode": "mini",
-    "batch": 8,
-    "fanout": (3, 2),
-    "layers": 2,
-    "hidden": 6,
-    "dropout": 0.3,
-}
-
-
-def at_night(case: Case) -> Any:
-    return pytest.param(case, marks=pytest.mark.nightly)
-
-
-CASES = [  # those at night are part of others
-    at_night(Case("graph_parallel", "rough", FULL)),
-    Case(
-        "graph_parallel(narrow=True,checkpoint=True)",
-        "rough",
-        {**FULL, "model": "gcn", "norm": "batch", "warmup": 4, "schedule": "cosine"},
-    ),
-    *(
-        at_night(Case(name, "rough", FULL, staleness_errors=True))
-        for name in ("pipegcn", "pipegcn_f", "pipegcn_g")
-    ),
-    Case("pipegcn_gf", "rough", FULL, gradient_errors=True),
-    at_night(Case("pipegcn_gf", "rough", {**FULL, "model": "gcnii"})),
-    at_night(Case("pipegcn(buckets=3)", "rough", {**FULL, "norm": "batch"})),
-    Case("pipegcn", "rough", {**FULL, "dtype": "bfloat16"}),  # keeps rows of the step before
-    at_night(Case("gnnpipe(stages=2,chunks=4)", "rough", {**FULL, "dtype": "bfloat16"})),
-    at_night(Case("graph_parallel(bits=2)", "rough", FULL)),
-    at_night(Case("pipegcn(bits=4)", "rough", FULL)),
-    Case("pipegcn(bits='adaptive')", "rough", FULL),
-    at_night(Case("bns(p=0.5,bits=2)", "rough", FULL)),
-    at_night(Case("gnnpipe(stages=2,chunks=4)", "rough", FULL)),
-    Case(
-        "gnnpipe(stages=2,chunks=4,period=3,historical_gradients=True)",
-        "rough",
-        {**FULL, "model": "gat", "heads": 2, "optimizer": "adamw", "clip": 0.1},
-    ),
-    at_night(Case("gnnpipe(stages=1,chunks=3)", "rough", {**FULL, "model": "gcnii"})),
-    at_night(Case("granndis", "rough", FULL, servers=2)),
-    Case("granndis(max_hop=1,fanout=3,batches=3)", "rough", FULL, servers=2),
-    at_night(Case("data_parallel(prefetch=2)", "rough", MINI)),
-    at_night(Case("data_parallel(cache=480)", "rough", MINI)),
-    Case(
-        "gsplit(buckets=2,prefetch=3)",
-        "rough",
-        {**MINI, "optimizer": "sgd", "momentum": 0.9, "schedule": "step", "step_size": 2},
-    ),
-    Case("data_parallel(prefetch=1)", "rough", {**MINI, "dtype": "bfloat16"}),
-    at_night(Case("dnp(prefetch=1)", "rough", MINI)),
-    Case("snp(prefetch=1)", "rough", MINI),
-    at_night(Case("p3", "rough", MINI)),
-    at_night(Case("p3(pipelined=True)", "rough", MINI)),
-    at_night(Case("p3(pipelined=True,prefetch=2)", "rough", {**MINI, "model": "gat", "heads": 2})),
-    at_night(Case("p3(pipelined=True,cache=480)", "rough", MINI)),
-    # one batch per epoch: batches under way are of several epochs
-    Case("p3(pipelined=True)", "rough", {**MINI, "batch": 20}),
-]
-CASES += [  # of families that have none above: their own examples, by day the first of each
-    (at_night if number else replace)(
-        Case(
-            example.strategy,
-            "rough",
-            FULL if family.mode == "full" else MINI,
-            servers=example.servers,
-        )
-    )
-    for family in families()
-    if family not in {type(parse(getattr(case, "values", [case])[0].strategy)) for case in CASES}
-    for number, example in enumerate(family.examples)
-    if example.ranks <= 2
-]
-
-
-def world_of(case: Case) -> int:
-    """Two ranks, or the only one that a strategy trains on."""
-    return min(2, max(example.ranks for example in type(parse(case.strategy)).examples))
-
-
-@pytest.mark.parametrize(
-    "case",
-    CASES,
-    ids=lambda case: f"{case.strategy} {case.workload['model']} {case.workload.get('batch', '')}",
-)
-def test_broken_off_and_resumed_is_unbroken(case, run_ranks, graphs):
-    """Broken off an epoch after its last checkpoint: that epoch is trained again. By night this is the
-    second checkpoint."""
-    case = replace(case, graph=graphs[case.graph])
-    broken_off, last = (5, 7) if NIGHT else (3, 5)
-    must_resume(run_ranks, world_of(case), case, broken_off, last)
 
 
 def test_a_rank_has_its_last_checkpoint_when_ranks_meet_to_write_the_next(

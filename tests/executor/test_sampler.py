@@ -1,5 +1,5 @@
-"""Samplers in processes of their own: what happens when one dies, and that being ahead changes
-nothing."""
+"""Samplers in processes of their own: what happens when one dies. That being ahead changes nothing is
+in trainings.py (prefetch)."""
 
 import gc
 import multiprocessing
@@ -8,7 +8,6 @@ import signal
 import threading
 import time
 from collections.abc import Callable
-from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -254,27 +253,3 @@ def test_an_error_of_a_load_is_the_steps(graphs):
     with pytest.raises(ValueError, match="no such row"):
         ahead.next(1)
     ahead.close()
-
-
-@pytest.mark.parametrize(
-    ("world", "strategy", "ahead"),
-    [
-        (1, "data_parallel", "prefetch=2"),
-        (2, "data_parallel(cache=480,shared_cache=True)", "cache=480,shared_cache=True,prefetch=1"),
-        (2, "gsplit(splitter='random')", "splitter='random',prefetch=3"),
-    ],
-)
-def test_batches_loaded_ahead_train_as_ever(run_ranks, graphs, world, strategy, ahead):
-    """To the bit. Nothing is told of batches that come after the last one."""
-    case = Case(strategy, graphs["rough"], {**WORK, "dropout": 0.5}, epochs=3, eval_every=1)
-    name = strategy.partition("(")[0]
-    in_line, beside = run_ranks(world, [case, replace(case, strategy=f"{name}({ahead})")])
-    assert all(torch.equal(beside.weights[name], p) for name, p in in_line.weights.items())
-    losses = [[row["loss"] for row in run.metrics] for run in (in_line, beside)]
-    assert losses[0] == losses[1]
-    for rank in range(world):
-        spans = {span.label: span for span in beside.spans if span.rank == rank}
-        loads = [span for span in spans.values() if span.op == "load"]
-        assert len(loads) == sum(span.op == "update" for span in spans.values())
-        assert all(span.lane == "copy" for span in loads)
-        assert in_line.rank(rank)["rows"] == beside.rank(rank)["rows"]

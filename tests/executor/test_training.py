@@ -1,5 +1,5 @@
-"""Optimizers, learning rates, clipping, losses, metrics and early stopping: on any ranks they are
-those of one process of torch (plain.py)."""
+"""Early stopping, on any ranks as in one process of torch (plain.py); what is kept of each weight; and
+what is refused. Optimizers, learning rates, losses and metrics are in trainings.py."""
 
 from dataclasses import replace
 from typing import Any
@@ -9,33 +9,21 @@ import pytest
 import torch
 from examples import NIGHT
 from pairwise import every
-from test_minibatch_exactness import train_plainly_in_batches
+from trainings import source
 
 from gnnplan.executor.launch.asked import Options, must_have_rates
 from gnnplan.executor.ranks.checkpoint import question
 from gnnplan.executor.ranks.learner import Optimizer
-from gnnplan.planner.gnn.workload import PARTS, Workload
+from gnnplan.planner.gnn.workload import Workload
 from gnnplan.planner.strategies import parse
 from gnnplan.planner.vocabulary.errors import SpecError
-from gnnplan.testing.plain import Plain, difference, train_plainly, trained
+from gnnplan.testing.plain import Plain, difference
 from gnnplan.testing.ranks import Case
-from gnnplan.testing.runs import must_have_learnt
 
 pytestmark = pytest.mark.timeout(110)
 
 FULL = {"layers": 3, "hidden": 8, "dropout": 0.3, "seed": 3, "dtype": "float64", "epochs": 5}
 MINI = {**FULL, "mode": "mini", "batch": 8, "layers": 2, "fanout": (3, 2)}
-# the gradients of these graphs are some tenths long, so that both lengths clip some steps
-HOW = [
-    {"optimizer": "adamw", "lr": 0.05, "warmup": 2, "schedule": "cosine", "clip": 0.3},
-    {
-        **{"optimizer": "sgd", "lr": 0.2, "momentum": 0.9, "weight_decay": 0.05, "clip": 0.1},
-        **{"schedule": "step", "step_size": 2, "gamma": 0.3},
-    },
-    {"optimizer": "adam", "lr": 0.05, "weight_decay": 0.1, "warmup": 3},
-    {"class_weights": "balanced"},
-    {"class_weights": (0.5, 2.0, 0.0, 1.5)},
-]
 ON_FULL_GRAPHS = [
     (1, 1, "graph_parallel"),
     (2, 1, "graph_parallel(buckets=3)"),
@@ -56,164 +44,9 @@ def shared_out(plans: list[Any], among: list[Any], one: Any) -> list[Any]:
     return plans if NIGHT else plans[among.index(one) % 3 :: 3]
 
 
-def name(how: dict[str, Any]) -> str:
-    return str(how.get("optimizer", how.get("class_weights")))
-
-
-@pytest.mark.parametrize("how", HOW, ids=name)
-def test_full_graphs_train_as_torch_does(run_ranks, graphs, how):
-    """SGC's first stage has no weights."""
-    for world, servers, strategy in shared_out(ON_FULL_GRAPHS, HOW, how):
-        model = "sgc" if "gnnpipe" in strategy else "sage"
-        case = Case(strategy, graphs["rough"], {**FULL, "model": model, **how}, epochs=5)
-        losses, weights = train_plainly(case)
-        asked = replace(case, servers=servers)
-        must_have_learnt(run_ranks(world, [asked])[0], losses, weights)
-
-
-@pytest.mark.parametrize("how", HOW, ids=name)
-def test_mini_batches_train_as_torch_does(run_ranks, graphs, how):
-    for world, servers, strategy in shared_out(ON_BATCHES, HOW, how):
-        case = Case(strategy, graphs["rough"], {**MINI, "model": "sage", **how}, epochs=4)
-        losses, weights = train_plainly_in_batches(case)
-        asked = replace(case, servers=servers)
-        must_have_learnt(run_ranks(world, [asked])[0], losses, weights)
-
-
-# -- metrics ---------------------------------------------------------------------------------------
-
-
-def f1(said: np.ndarray, true: np.ndarray) -> float:
-    tp, wrong = (said & true).sum(), (said ^ true).sum()
-    return 2 * tp / (2 * tp + wrong)
-
-
-def f1_of_each(said: np.ndarray, true: np.ndarray) -> float:
-    found = [f1(a, b) for a, b in zip(said.T, true.T, strict=True) if a.any() or b.any()]
-    return sum(found) / len(found)
-
-
-def auc_of_each(scores: np.ndarray, true: np.ndarray) -> float:
-    """Every vertex of a class with every other."""
-    found = []
-    for of_class, is_of in zip(scores.T, true.T, strict=True):
-        if is_of.any() and not is_of.all():
-            lead = of_class[is_of][:, None] - of_class[~is_of]
-            found.append(((lead > 0) + (lead == 0) / 2).mean())
-    return sum(found) / len(found)
-
-
-def measured(metric: str, logits: torch.Tensor, y: np.ndarray) -> float:
-    """The metric by its definition."""
-    several = y.ndim == 2
-    true = y > 0 if several else y[:, None] == np.arange(logits.shape[1])
-    if metric == "roc_auc":
-        return auc_of_each((logits if several else logits.softmax(1)).numpy(), true)
-    highest = np.eye(logits.shape[1], dtype=bool)[logits.argmax(1).numpy()]
-    said = (logits > 0).numpy() if several else highest
-    return {"accuracy": lambda a, b: (a & b).any(1).mean(), "f1_micro": f1}.get(metric, f1_of_each)(
-        said, true
-    )
-
-
-METRICS = [
-    ("rough", None, "accuracy"),
-    ("rough", "f1_macro", "f1_macro"),
-    ("rough", "roc_auc", "roc_auc"),
-    ("multi", None, "f1_micro"),
-    ("multi", "f1_macro", "f1_macro"),
-    ("multi", "roc_auc", "roc_auc"),
-]
-
-
-@pytest.mark.parametrize(("graph", "asked", "metric"), METRICS)
-def test_metrics_are_counted_over_all_ranks(run_ranks, graphs, graph, asked, metric):
-    how = {**FULL, "model": "sage", "dropout": 0.0, "metric": asked}
-    case = Case("graph_parallel", graphs[graph], how, epochs=4, eval_every=2)
-    plain = Plain(case)
-    trained(plain, case.epochs)
-    with torch.no_grad():
-        logits = plain.forward(None)[0]
-    plans = [plan for plan in ON_FULL_GRAPHS if plan[0] < 4]
-    plans.append((2, 2, "granndis(batches=1)"))
-    for world, servers, strategy in shared_out(plans, METRICS, (graph, asked, metric)):
-        (run,) = run_ranks(world, [replace(case, strategy=strategy, servers=servers)])
-        first, _, _, last = run.metrics
-        for part in ("val", "test"):
-            mask = np.array(getattr(plain.graph, part))
-            expected = measured(metric, logits[torch.from_numpy(mask)], plain.graph.y[mask])
-            assert first[f"{part}_{metric}"] is None
-            assert last[f"{part}_{metric}"] == pytest.approx(expected, rel=1e-9), strategy
-        # of the pass before; no step puts all scores together
-        assert (last[f"train_{metric}"] is None) == (metric == "roc_auc")
-
-
-@pytest.mark.parametrize(("graph", "asked", "metric"), METRICS)
-def test_metrics_of_batches_are_those_of_one_process(run_ranks, graphs, graph, asked, metric):
-    case = Case("data_parallel", graphs[graph], {**MINI, "model": "sage", "metric": asked})
-    alone = run_ranks.alone(case).metrics[-1]
-    for world, servers, strategy in shared_out(ON_BATCHES, METRICS, (graph, asked, metric)):
-        (run,) = run_ranks(world, [replace(case, strategy=strategy, servers=servers)])
-        for part in PARTS[metric == "roc_auc" :]:
-            name = f"{part}_{metric}"
-            assert run.metrics[-1][name] == pytest.approx(alone[name], rel=1e-9), strategy
-
-
-# -- regression ------------------------------------------------------------------------------------
-
-
-@pytest.fixture(scope="module")
-def numbers(tmp_path_factory, graphs):
-    """rough with numbers to predict: one of each vertex, of which five lack it, or three."""
-    folder, random = tmp_path_factory.mktemp("numbers"), np.random.default_rng(4)
-    with np.load(graphs["rough"]) as file:
-        arrays = dict(file)
-    y = random.standard_normal(60) * 2
-    y[np.flatnonzero(~arrays["train_mask"])[:5]] = np.nan
-    for name, values in (("one", y), ("three", random.standard_normal((60, 3)))):
-        np.savez(folder / f"{name}.npz", **{**arrays, "y": values})
-    whole = {**arrays, "y": random.integers(-1, 3, 60)}
-    np.savez(folder / "whole.npz", **whole)
-    return {
-        "one": str(folder / "one.npz"),
-        "three": str(folder / "three.npz"),
-        "whole": str(folder / "whole.npz?task=regression"),
-    }
-
-
-NUMBERS = [("one", None), ("three", "mae"), ("whole", "mse")]
-
-
-@pytest.mark.parametrize(("graph", "loss"), NUMBERS)
-def test_numbers_are_learned_on_full_graphs(run_ranks, numbers, graph, loss):
-    how = {**FULL, "model": "sage", "loss": loss}
-    case = Case("graph_parallel", numbers[graph], how, epochs=4)
-    plain = Plain(case)
-    losses = trained(plain, case.epochs)
-    with torch.no_grad():
-        predicted = plain.forward(None)[0].numpy()
-    for world, servers, strategy in shared_out(ON_FULL_GRAPHS, NUMBERS, (graph, loss)):
-        asked = replace(case, strategy=strategy, servers=servers)
-        run = must_have_learnt(run_ranks(world, [asked])[0], losses, plain.state)
-        for part in ("val", "test"):
-            mask = getattr(plain.graph, part)
-            mae = np.abs(predicted[mask] - plain.graph.y[mask]).mean()
-            assert run.metrics[-1][f"{part}_mae"] == pytest.approx(mae, rel=1e-9), strategy
-
-
-@pytest.mark.parametrize(("graph", "loss"), NUMBERS)
-def test_numbers_are_learned_in_batches(run_ranks, numbers, graph, loss):
-    how = {**MINI, "model": "sage", "loss": loss, "patience": 2}
-    case = Case("data_parallel", numbers[graph], how, epochs=4)
-    losses, weights = train_plainly_in_batches(case)
-    for world, servers, strategy in shared_out(ON_BATCHES, NUMBERS, (graph, loss)):
-        asked = replace(case, strategy=strategy, servers=servers)
-        must_have_learnt(run_ranks(world, [asked])[0], losses, weights)
-
-
-def test_the_smallest_error_is_the_best(run_ranks, numbers):
+def test_the_smallest_error_is_the_best(run_ranks, graphs, tmp_path):
     how = {**FULL, "model": "sage", "lr": 0.05, "patience": 2}
-    case = Case("graph_parallel", numbers["one"], how, epochs=20, eval_every=1)
+    case = Case("graph_parallel", source("one", graphs, tmp_path), how, epochs=20, eval_every=1)
     (run,) = run_ranks(2, [case])
     errors = [row["val_mae"] for row in run.metrics]
     assert run.rank(0)["best"]["epoch"] == 1 + int(np.argmin(errors)) == len(errors) - 2
