@@ -56,9 +56,13 @@ def in_turn(operations: Iterable[Held]) -> Held:
 
 
 def _on(record: Played, counts: Block) -> Held:
-    """Evaluate recorded memory on a block."""
     held = record.held.on(counts)
     return Held(held[1:].max(0), held[0])
+
+
+def rowwise(record: Played, rows: Number) -> Held:
+    """Return the memory of an encoder, a decoder or a layer's preparation on `rows` rows."""
+    return _on(record, block_of(rows, rows, 0.0))
 
 
 def footprint(
@@ -82,16 +86,6 @@ def footprint(
     return _on(model.played(layer, narrow, apart), counts)
 
 
-def encoding(model: Model, rows: Number) -> Number:
-    """Return the memory that the encoder keeps for the backward pass of `rows` rows [B]."""
-    return _on(model.encodes, block_of(rows, rows, 0.0)).left
-
-
-def prepared(model: Model, spec: Layer, rows: Number) -> Number:
-    """Return the memory that preparing `rows` inputs keeps (norm, ReLU and dropout) [B]."""
-    return _on(model.prepares(spec), block_of(rows, rows, 0.0)).left
-
-
 def block(model: Model, spec: Layer, rows: Number, sources: Number, edges: Number) -> Number:
     """Return the memory of a layer's edges [B].
 
@@ -107,7 +101,7 @@ def decoded(model: Model, own: Number) -> Held:
     """Return the memory of decoding `own` rows of h_L; without a decoder they are the output."""
     if model.decoder is None:
         return keeps(0.0 * own)
-    return _on(model.decodes, block_of(own, own, 0.0))
+    return rowwise(model.decodes, own)
 
 
 def loss_itself(model: Model, own: Number, trained: Number) -> Number:

@@ -8,16 +8,8 @@
     minibatch/      mini-batches: data parallelism, GSplit; where features and adjacency lists are
     p3/             mini-batches with layer 1 on feature columns: P3
 
-Which file computes which use of memory:
-
-    parameters, optimizer, runtime    program/memory.py
-    communicators                     program/memory.py
-    activations and workspaces (buffers)
-        inside a layer                planner/gnn/footprint.py
-        around a layer                FOLDER/memory.py; layerwise/chunked.py (offload),
-                                      layerwise/columns.py, layerwise/tiles.py (tensor3d)
-    features, graph, caches           `resident` in FOLDER/memory.py, or in the strategy's own file
-    a server's memory                 minibatch/on_batches.py, p3/slices.py, layerwise/offload.py
+docs/explanation/cost-model.md says which file computes which use of memory. The memory of servers
+is in minibatch/on_batches.py and layerwise/offload.py.
 
 This package imports vocabulary, cluster, gnn, graph, ownership and problem. A new family needs one
 file here, one file in executor/strategies, and its class in FAMILIES; tests read FAMILIES. Another

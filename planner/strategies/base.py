@@ -28,6 +28,7 @@ from gnnplan.planner.strategies.program.account import Prediction, predict
 from gnnplan.planner.strategies.program.memory import Memory as Memory
 from gnnplan.planner.strategies.program.memory import Resident as Resident
 from gnnplan.planner.strategies.program.memory import of_fullest, peak
+from gnnplan.planner.strategies.program.price import setup_s
 from gnnplan.planner.strategies.program.program import Program, traffic
 from gnnplan.planner.strategies.program.schedule import build_schedule
 from gnnplan.planner.vocabulary.errors import SpecError
@@ -198,9 +199,14 @@ class Strategy(ABC):
         """
         return None
 
-    @abstractmethod
+    def partitioned_s(self, problem: Problem) -> float:
+        """Return the seconds that it took to partition the graph."""
+        return 0.0
+
     def preparation(self, problem: Problem) -> dict[str, float]:
         """Return the seconds spent once before the first step, by purpose."""
+        features_s = setup_s(problem, self.built(problem).setup())
+        return {"partitioning": self.partitioned_s(problem), "features": features_s}
 
     @abstractmethod
     def resident(self, problem: Problem) -> Resident:

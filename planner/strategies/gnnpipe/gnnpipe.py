@@ -72,7 +72,6 @@ from gnnplan.planner.problem.problem import Problem
 from gnnplan.planner.strategies.base import Resident, settled
 from gnnplan.planner.strategies.gnnpipe.memory import held, resident
 from gnnplan.planner.strategies.gnnpipe.pipeline import Pipeline, chunk_order
-from gnnplan.planner.strategies.program.price import setup_s
 from gnnplan.planner.strategies.program.program import (
     AllReduce,
     Exchange,
@@ -129,20 +128,16 @@ class GNNPipe(Pipeline):
     def resident(self, problem: Problem) -> Resident:
         return resident(self, problem)
 
+    def partitioned_s(self, problem: Problem) -> float:
+        if problem.graph is None:
+            return 0.0
+        return problem.seconds_of(problem.cut(settled(self.chunks), self.members(problem)))
+
     def preparation(self, problem: Problem) -> dict[str, float]:
-        """Return seconds to partition the graph, and of epoch 0: forward, stage after stage."""
-        partitioning_s = (
-            0.0
-            if problem.graph is None
-            else problem.seconds_of(problem.cut(settled(self.chunks), self.members(problem)))
-        )
-        first_pass_s = float(self.predict(problem).by_op["forward"]) * settled(self.stages)
-        return {
-            "partitioning": partitioning_s,
-            "features": setup_s(problem, self.built(problem).setup()),
-            "first pass": first_pass_s
-            / problem.cost.cores.full_load_slowdown,  # one stage at a time
-        }
+        """Return also the seconds of epoch 0: forward, stage after stage."""
+        in_all_s = float(self.predict(problem).by_op["forward"]) * settled(self.stages)
+        first_pass_s = in_all_s / problem.cost.cores.full_load_slowdown  # one stage at a time
+        return super().preparation(problem) | {"first pass": first_pass_s}
 
 
 def _step(pipe: Pipeline, problem: Problem) -> Iterator[Op]:

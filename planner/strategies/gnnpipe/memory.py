@@ -13,11 +13,10 @@ from gnnplan.planner.gnn.footprint import (
     Held,
     block,
     decoded,
-    encoding,
     footprint,
     keeps,
     loss_itself,
-    prepared,
+    rowwise,
 )
 from gnnplan.planner.problem.problem import Problem
 from gnnplan.planner.strategies.base import Memory, Resident, settled
@@ -109,7 +108,7 @@ def _of_chunks(pipe: Pipeline, problem: Problem, stage: int, layer: int) -> Held
         for counts in (facts.rows, facts.edges, facts.sources, facts.sends.sum(1))
     )  # [chunks, g]
     if layer == 0:
-        return Held(0.0 * rows, encoding(model, rows))
+        return Held(0.0 * rows, rowwise(model.encodes, rows).left)
     spec, varies = model.layers[layer - 1], layer > model.first_varying
     apart = not model.rows(layer).multiplied_first
     need = footprint(model, layer, rows, sources, edges, apart=apart)
@@ -117,7 +116,7 @@ def _of_chunks(pipe: Pipeline, problem: Problem, stage: int, layer: int) -> Held
     # rows gathered for the layer
     read = rows if spec.gathers_linearly and not spec.projects_first else sources
     if varies:
-        saved = saved + prepared(model, spec, rows + received)
+        saved = saved + rowwise(model.prepares(spec), rows + received).left
         # a copy of own and remote rows, or the layer's inputs saved for recomputation
         checkpoint = rows * (pipe.checkpoint and layer > layers.start)
         read = read + np.where(received.any(1, keepdims=True), rows + received, checkpoint)

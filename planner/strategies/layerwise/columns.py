@@ -217,8 +217,7 @@ def _step(problem: Problem, model: ByColumns, courses: Courses) -> Iterator[Op]:
     )
     nothing = Outer.of([0] * ranks, True, 0)
     facts = dict.fromkeys(like, LayerFacts(own, own, np.zeros(ranks), nothing))
-    encoded = own if model.encoder else np.zeros(ranks)
-    holds = Holds(problem, model, facts, encoded, ExchangeOptions(narrow=True))
+    holds = Holds(problem, model, facts, ExchangeOptions(narrow=True))
 
     def of_columns(width: int) -> np.ndarray:
         """Return a rank's columns of all rows as a number of whole rows of `width` [ranks]."""
@@ -273,9 +272,9 @@ def _step(problem: Problem, model: ByColumns, courses: Courses) -> Iterator[Op]:
     def freed(layer: int, width: int) -> Held:
         return Held(0.0, -between(model, layer, own, width))
 
-    encode = model.encode(encoded) if model.encoder else None
+    encode = model.encode(own) if model.encoder else None
     if encode:
-        yield Op("encode", "f", work=encode[0], holds=holds.encode)
+        yield Op("encode", "f", work=encode[0], holds=partial(holds.encode, own))
     for layer in range(1, layers + 1):
         yield from moments(problem, layer, "f")
         if (course := courses[layer - 1]) is not None:

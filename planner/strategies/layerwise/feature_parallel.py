@@ -65,7 +65,7 @@ from gnnplan.planner.strategies.layerwise.columns import (
     why_untried,
 )
 from gnnplan.planner.strategies.layerwise.graph_parallel import GraphParallel
-from gnnplan.planner.strategies.program.price import setup_s
+from gnnplan.planner.strategies.program.memory import machine_code
 from gnnplan.planner.strategies.program.program import Program
 from gnnplan.planner.vocabulary.errors import SpecError
 from gnnplan.planner.vocabulary.schedule import Schedule
@@ -135,16 +135,19 @@ class FeatureParallel(Strategy):
         """Return the model with its orders of product and aggregation, and each layer's course."""
         return arranged(problem.model, self.order == "alternating")
 
-    def preparation(self, problem: Problem) -> dict[str, float]:
-        features_s = setup_s(problem, columns.setup(problem, self.arranged(problem)[1]))
-        return {"partitioning": _ordered_s(problem), "features": features_s}
+    def partitioned_s(self, problem: Problem) -> float:
+        """Return how long METIS took to order the vertices [s]; the order is cached on the disk."""
+        with Stopwatch() as watch:
+            if problem.graph is not None:
+                locality_order(problem.graph, problem.method)
+        return watch.seconds
 
     def program(self, problem: Problem) -> Program:
         return columns.program(problem, *self.arranged(problem))
 
     def schedule(self, problem: Problem, steps: int) -> Schedule:
         """Return every rank's tasks, after METIS has ordered the vertices for the ranks."""
-        _ordered_s(problem)
+        self.partitioned_s(problem)
         return super().schedule(problem, steps)
 
     def resident(self, problem: Problem) -> Resident:
@@ -156,17 +159,10 @@ class FeatureParallel(Strategy):
         edges = block(model, model.layers[0], *(stats.vertices,) * 2, stats.edges)
         return Resident(
             {"features": np.asarray(features), "graph": np.asarray(edges + 16 * own)},
+            code=machine_code(problem),
             # at set-up: own rows, rows to send, received columns, and their sums
             elsewhere=(4 - 1 / problem.ranks) * read if model.aggregate_cached(1) else read,
         )
-
-
-def _ordered_s(problem: Problem) -> float:
-    """Return how long METIS took to order the vertices [s]; the order is cached on the disk."""
-    with Stopwatch() as watch:
-        if problem.graph is not None:
-            locality_order(problem.graph, problem.method)
-    return watch.seconds
 
 
 def _numbers(problem: Problem, order: str) -> int:

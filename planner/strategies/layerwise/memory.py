@@ -21,11 +21,11 @@ from gnnplan.planner.gnn.codec import PLACES, WHOLE
 from gnnplan.planner.gnn.footprint import (
     Held,
     block,
-    encoding,
     footprint,
     keeps,
     link_loss,
     loss,
+    rowwise,
 )
 from gnnplan.planner.gnn.model import Model
 from gnnplan.planner.ownership.estimated_layout import EstimatedLayout
@@ -151,13 +151,12 @@ class Holds:
     problem: Problem
     model: Model  # the problem's model, or one with other orders of product and aggregation
     facts: Mapping[int, LayerFacts]  # layer -> counts of rows and edges
-    encoded: np.ndarray  # number of rows that the encoder computes
     options: ExchangeOptions
     scored: Scored | None = None
 
-    def encode(self) -> Held:
+    def encode(self, rows: np.ndarray) -> Held:
         """Return the memory of the encoder's forward pass, whose rows GCNII's layers read."""
-        return keeps(encoding(self.model, self.encoded))
+        return keeps(rowwise(self.model.encodes, rows).left)
 
     def forward(self, layer: int) -> Held:
         outputs = self._outputs(layer) * self.options.checkpoint

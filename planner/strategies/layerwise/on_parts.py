@@ -28,7 +28,7 @@ from gnnplan.planner.strategies.layerwise import step as layerwise
 from gnnplan.planner.strategies.layerwise.buckets import check_buckets
 from gnnplan.planner.strategies.layerwise.exchange import ExchangeOptions
 from gnnplan.planner.strategies.layerwise.memory import resident
-from gnnplan.planner.strategies.layerwise.step import Batches, preparation
+from gnnplan.planner.strategies.layerwise.step import Batches
 from gnnplan.planner.strategies.program.program import Op, Program
 from gnnplan.planner.vocabulary.errors import SpecError
 from gnnplan.planner.vocabulary.schedule import Compute
@@ -111,8 +111,8 @@ class OnParts(Strategy):
         """Return the number of the batch that a step trains on."""
         return 0
 
-    def preparation(self, problem: Problem) -> dict[str, float]:
-        return preparation(problem, self.layout(problem))
+    def partitioned_s(self, problem: Problem) -> float:
+        return problem.seconds_of(self.layout(problem))
 
     def resident(self, problem: Problem) -> Resident:
         options = self.exchange_options

@@ -28,7 +28,6 @@ from gnnplan.planner.problem.problem import Problem
 from gnnplan.planner.strategies.layerwise.buckets import Bucket, buckets_of
 from gnnplan.planner.strategies.layerwise.exchange import ExchangeOptions
 from gnnplan.planner.strategies.layerwise.memory import Holds, rows_read
-from gnnplan.planner.strategies.program.price import setup_s
 from gnnplan.planner.strategies.program.program import AllReduce, Copy, Exchange, Op, Program
 from gnnplan.planner.vocabulary.numbers import Number
 from gnnplan.planner.vocabulary.outer import Pairs
@@ -165,15 +164,15 @@ def step(
         size = sum(bucket.weights for bucket in complete.get(after, ())) * model.weight_itemsize
         return 2 * (problem.ranks - 1) / problem.ranks * size
 
-    encoded = layout.row_counts(0) if model.encoder else np.zeros(problem.ranks)
     facts_by_layer = {layer: facts[first] for layer, first in like.items()}
-    holds = Holds(problem, model, facts_by_layer, encoded, options, scored)
+    holds = Holds(problem, model, facts_by_layer, options, scored)
 
     if loads:
         yield Op("load", work=Copy(loaded_bytes(problem, layout)))
+    encoded = layout.row_counts(0)
     encode = model.encode(encoded) if model.encoder else None
     if encode:
-        yield Op("encode", "f", work=encode[0], holds=holds.encode)
+        yield Op("encode", "f", work=encode[0], holds=partial(holds.encode, encoded))
     for layer in range(1, layers + 1):
         yield from moments(problem, layer, "f")
         yield from exchange(layer, "f")
@@ -279,12 +278,6 @@ def send_features(problem: Problem, layout: Layout | EstimatedLayout, rows: Pair
             sender, weights=problem.features_bytes(ids), minlength=problem.ranks
         )
     return Op(op, work=Exchange(nbytes))
-
-
-def preparation(problem: Problem, layout: Layout | EstimatedLayout) -> dict[str, float]:
-    """Return the seconds before the first step: partitioning, and the exchanges of `setup`."""
-    exchanged_s = setup_s(problem, setup(problem, layout))
-    return {"partitioning": problem.seconds_of(layout), "features": exchanged_s}
 
 
 def loaded_bytes(problem: Problem, layout: Layout | EstimatedLayout) -> np.ndarray:

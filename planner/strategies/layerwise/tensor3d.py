@@ -51,6 +51,7 @@ from gnnplan.planner.strategies.layerwise import tiles
 from gnnplan.planner.strategies.layerwise.columns import why_untried
 from gnnplan.planner.strategies.layerwise.graph_parallel import GraphParallel
 from gnnplan.planner.strategies.layerwise.tiles import AXES, Axis, Grid
+from gnnplan.planner.strategies.program.memory import machine_code
 from gnnplan.planner.strategies.program.program import Program
 from gnnplan.planner.vocabulary.errors import SpecError
 from gnnplan.planner.vocabulary.units import show_bytes
@@ -145,9 +146,6 @@ class Tensor3D(Strategy):
     def role(self, problem: Problem, rank: int) -> dict[str, int]:
         return {axis: int(self.grid.places(axis)[rank]) for axis in AXES}
 
-    def preparation(self, problem: Problem) -> dict[str, float]:
-        return {"partitioning": 0.0, "features": 0.0}  # every rank reads its own features
-
     def program(self, problem: Problem) -> Program:
         return tiles.program(problem, self.grid)
 
@@ -163,6 +161,7 @@ class Tensor3D(Strategy):
         ]
         return Resident(
             {"features": features, "graph": sum(edges, 8.0 * layers[-1].rows)},
+            code=machine_code(problem),
             weights=sum((each.kept_weights for each in layers), zero),
             groups=[group for axis in AXES for group in grid.groups(axis)],
             # at set-up: all columns of the features, and the tile computed from them

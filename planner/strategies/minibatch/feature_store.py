@@ -253,11 +253,9 @@ class EstimatedStore:
 
     def loads(self, problem: Problem, batch: EstimatedBatch) -> Loads:
         counts, one = batch.row_counts(0), np.zeros(1, np.int64)
-        # many ranks read the rows of the same ranks, or the same columns
-        read = {ranks: counts[list(ranks)].sum() for ranks in {each.ranks for each in self.slices}}
         widths = {each.columns for each in self.slices}
         row_bytes = {each: int(problem.features_bytes(one, each)[0]) for each in widths}
-        rows = np.array([read[each.ranks] for each in self.slices])
+        rows = np.array([counts[list(each.ranks)].sum() for each in self.slices])
         row = np.array([row_bytes[each.columns] for each in self.slices])
         # GPUs that cache different rows: of a server, or of a group, whose GPUs read only own rows
         sharing = np.unique(self.servers if self.shared else self.groups, return_inverse=True)[1]

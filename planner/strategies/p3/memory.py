@@ -103,8 +103,7 @@ class Batch:
         sliced = p3.sliced(problem, p3.rail(problem, 0)[-1])  # the widest
         spec = sliced.layers[0]
         self.first = footprint(sliced.without_ends(1), 1, rows, sources, edges)
-        layers = problem, model, facts, 0.0 * first.rows, ExchangeOptions(), batch.scored
-        self.later_layers = Holds(*layers)
+        self.later_layers = Holds(problem, model, facts, ExchangeOptions(), batch.scored)
         width = model.layers[0].h_out * model.itemsize
         self.own, self.all = first.rows * width, rows * width
         self.peers = self.all - self.own

@@ -29,52 +29,46 @@ class Resident:
     """What a rank has besides the tensors of a step's operations.
 
     data: bytes that stay, by use; they add to those of `peak` of the same use.
+    code: bytes of machine code (`machine_code`).
     weights: number of weights of each rank; None: all of the model's weights.
     groups: groups of ranks with a communicator of their own.
-    code: bytes of machine code; None: as for a whole step (`machine_code`).
     elsewhere: peak bytes of set-up or evaluation, without weights, edges and caches.
     """
 
     data: Memory
+    code: Number
     weights: Number | None = None
     groups: Sequence[Sequence[int]] = ()
-    code: Number | None = None
     elsewhere: Number = 0.0
 
 
 def peak(problem: Problem, program: Program, resident: Resident) -> Memory:
-    """Return each rank's peak bytes, by use."""
-    zero, model, code = np.zeros(problem.ranks), problem.model, resident.code
+    """Return each rank's peak bytes, by use.
+
+    runtime: libraries. communicators: buffers of NCCL.
+    """
+    zero, model, kind = np.zeros(problem.ranks), problem.model, problem.cluster.device.kind
     weights = model.weights if resident.weights is None else resident.weights
     size = (zero + weights) * model.weight_itemsize
     use: Memory = {"parameters": size, "optimizer": problem.workload.state_per_weight * size}
     use |= {name: use.get(name, zero) + nbytes for name, nbytes in resident.data.items()}
     use["activations"] = fullest(problem, program)
-    use["buffers"] = use.get("buffers", zero) + (machine_code(problem) if code is None else code)
+    use["buffers"] = use.get("buffers", zero) + resident.code
     training = sum(use.get(name, zero) for name in OF_A_STEP)
     use["buffers"] = use["buffers"] + np.maximum(resident.elsewhere - training, 0.0)
-    return use | runtime_memory(problem, resident.groups)
+    use["runtime"] = zero + RUNTIME[kind]
+    if kind == "cuda" and problem.ranks > 1:
+        # two communicators of all ranks, one for all-reduces and one for exchanges
+        use["communicators"] = zero + 2 * COMMUNICATOR
+        for group in resident.groups:
+            use["communicators"][list(group)] += COMMUNICATOR * (1 < len(group) < problem.ranks)
+    return use
 
 
 def of_fullest(memory: Memory) -> dict[str, float]:
     """Return the bytes, by use, of the rank or server with the most bytes."""
     rank = int(np.argmax(sum(memory.values(), np.zeros(1))))
     return {use: float(each[rank]) for use, each in memory.items()}
-
-
-def runtime_memory(problem: Problem, groups: Iterable[Sequence[int]] = ()) -> Memory:
-    """Return the bytes of libraries and, on GPUs, of NCCL's communicators.
-
-    Two communicators have all ranks, one for all-reduces and one for exchanges. groups: the ranks
-    of each other communicator.
-    """
-    kind, ranks = problem.cluster.device.kind, problem.ranks
-    use = {"runtime": np.full(ranks, RUNTIME[kind])}
-    if kind == "cuda" and ranks > 1:
-        use["communicators"] = np.full(ranks, 2 * COMMUNICATOR)
-        for group in groups:
-            use["communicators"][list(group)] += COMMUNICATOR * (1 < len(group) < ranks)
-    return use
 
 
 def machine_code(
