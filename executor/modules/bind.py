@@ -1,5 +1,5 @@
-"""What a module's `forward` is given, by the names of its parameters: of any graph, and of the
-small random ones on which a module is followed and proved."""
+"""The inputs that `forward` receives, by the names of its parameters; and small random graphs, on
+which a module is recorded and proved."""
 
 from __future__ import annotations
 
@@ -19,34 +19,27 @@ from torch.overrides import TorchFunctionMode
 
 from gnnplan.executor.layers.kernels import Block
 from gnnplan.executor.modules.kept import copied
+from gnnplan.executor.modules.names import DATA, EDGES, GRAPHS, MATRICES, is_features
 from gnnplan.executor.modules.record import Unfit, leaves_of
 from gnnplan.executor.modules.structure import beside_loops, dgl_graph, edge_index_of, typed
 from gnnplan.planner.graph.graph import Whole
 from gnnplan.planner.problem.problem import Problem
 from gnnplan.planner.vocabulary.files import suggest
 
-# Names of parameters for what every graph has, as PyG, DGL and their examples call them.
-FEATURES = {"x", "h", "feat", "feats", "feature", "features", "input", "inputs", "nfeat"}
-BESIDE = {"in", "n", "node"}  # words that may stand beside, as in in_feat
-EDGES = ("edge_index", "edges", "adj", "adj_t", "edge_idx")
-MATRICES = ("adj", "adj_t")  # of these, which hold what edges weigh in PyG's sparse tensors
-GRAPHS = ("g", "graph", "G", "block", "blocks", "mfgs", "bipartites")
-DATA = ("data", "batch", "graph")
-
-VERTICES = (53, 78)  # of the graph that a module is followed on, and of another to prove it on
-MANY_VERTICES = 1201  # of a larger one, which tells sizes from other numbers
+VERTICES = (53, 78)  # of the graph that a module is recorded on, and of another one to prove it on
+MANY_VERTICES = 1201  # of a larger graph, which tells sizes from other numbers
 PARTS = 4
 MOST_BLOCKS = 33  # of a mini-batch: one per layer
-EACH = 4  # rows of each whole number, if there are enough
+EACH = 4  # rows of each value of an integer field, if the graph has enough rows
 
 
-# name -> sizes of a row, type of numpy, and of whole numbers how many there are, from 0 on
+# name -> (sizes of a row, numpy type, for integers their number: they lie below it)
 Fields = Mapping[str, tuple[tuple[int, ...], str, int]]
 
 
 @dataclass(frozen=True)
 class GraphFields:
-    """What a module may be given of a graph: widths, other fields, and whether it is directed."""
+    """What a module may know of a graph: widths, fields, and whether it is directed."""
 
     features: int
     classes: int
@@ -65,14 +58,15 @@ class GraphFields:
 
 
 def shape_of(field: np.ndarray) -> tuple[tuple[int, ...], str, int]:
-    """What a module may know of a field."""
+    """Return a field's entry in Fields."""
     whole = field.dtype.kind in "iu"
     return field.shape[1:], field.dtype.str, 1 + max(int(field.max(initial=0)), 0) if whole else 0
 
 
 class InDouble(TorchFunctionMode):
-    """Has a module make float64, in which it is proved, where it asks for float32, as x.float()
-    and torch.zeros do."""
+    """A mode that makes float64 where a module asks for float32, as x.float() and torch.zeros do.
+
+    A module is proved in float64."""
 
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
@@ -80,75 +74,58 @@ class InDouble(TorchFunctionMode):
         func = Tensor.double if func is Tensor.float else func
         args = tuple(_doubled(each) for each in args)
         kwargs = {name: _doubled(each) for name, each in (kwargs or {}).items()}
-        made = func(*args, **kwargs)
-        is_made = isinstance(made, Tensor) and made.dtype == torch.float32
-        if is_made and not any(isinstance(leaf, Tensor) for leaf in leaves_of((args, kwargs))):
+        result = func(*args, **kwargs)
+        is_single = isinstance(result, Tensor) and result.dtype == torch.float32
+        if is_single and not any(isinstance(leaf, Tensor) for leaf in leaves_of((args, kwargs))):
             with suppress(TypeError):
                 return func(*args, **{**kwargs, "dtype": torch.float64})
-        return made
+        return result
 
 
-def _doubled(given: Any) -> Any:
-    return torch.float64 if given is torch.float32 else given
+def _doubled(argument: Any) -> Any:
+    return torch.float64 if argument is torch.float32 else argument
 
 
 @dataclass(frozen=True)
 class Bound:
-    """What forward is given.
+    """The inputs that `forward` receives.
 
-    inputs: by names as a graph has them: 'vertex x', 'edge_index', 'edge edge_attr', 'g'.
-    takes: by parameter, a name of these; or 'data', 'blocks'. needed: parameters without a default.
-    blocks: how many of them."""
+    inputs: their names, as of a graph: 'vertex x', 'edge_index', 'edge edge_attr', 'g'. takes: the
+    input of each parameter; or 'data', or 'blocks'. needed: the parameters without a default.
+    attributes: the input of each attribute of `data`. blocks: the length of the list of blocks."""
 
     inputs: tuple[str, ...]
     takes: Mapping[str, str]
     needed: Collection[str]
-    attributes: Mapping[str, str]  # of `data`: the input that each is
+    attributes: Mapping[str, str]
     blocks: int = 1
 
     def call(self, module: nn.Module, values: Mapping[str, Any]) -> Any:
-        """What forward makes of values, by their names as a graph has them: of numbers in float64
-        all in float64, whatever it writes."""
+        """Return the output of `forward` for inputs by name; in float64 if the inputs are."""
         numbers = [v for v in values.values() if isinstance(v, Tensor) and v.is_floating_point()]
         is_double = any(number.dtype == torch.float64 for number in numbers)
+        arguments = {name: self._argument(taken, values) for name, taken in self.takes.items()}
         with InDouble() if is_double else nullcontext():
-            return self._called(module, values)
+            if hasattr(getattr(module, "signature", None), "param_dict"):
+                return module(*arguments.values())  # PyG's Sequential knows parameters by position
+            return module(**arguments)
 
-    def _called(self, module: nn.Module, values: Mapping[str, Any]) -> Any:
-        given: dict[str, Any] = {}
-        for parameter, name in self.takes.items():
-            if name == "data":
-                from torch_geometric.data import Data
+    def _argument(self, taken: str, values: Mapping[str, Any]) -> Any:
+        if taken == "data":
+            from torch_geometric.data import Data
 
-                fields = {each: values[input_] for each, input_ in self.attributes.items()}
-                given[parameter] = Data(**fields)
-            elif name == "blocks":
-                given[parameter] = [values["g"]] * self.blocks
-            else:
-                given[parameter] = values[name]
-        if hasattr(getattr(module, "signature", None), "param_dict"):
-            return module(*given.values())  # PyG's Sequential knows its parameters by place
-        return module(**given)
-
-
-def is_features(name: str) -> bool:
-    """Whether a parameter of such a name means a graph's features.
-
-    >>> is_features("node_feat"), is_features("x0"), is_features("edge_feat")
-    (True, True, False)
-    """
-    words = {*name.lower().removesuffix("0").split("_")}
-    return words <= FEATURES | BESIDE and bool(words & FEATURES)
+            return Data(**{each: values[name] for each, name in self.attributes.items()})
+        return [values["g"]] * self.blocks if taken == "blocks" else values[taken]
 
 
 def rows_of(values: Mapping[str, Any]) -> dict[str, Any]:
-    """What a graph of DGL has in ndata: the graph's fields, and the features as DGL calls them."""
+    """Return the ndata of a DGL graph: the fields of vertices, and the features as 'feat'."""
     rows = {n.partition(" ")[2]: v for n, v in values.items() if n.startswith("vertex ")}
     return {"feat": rows["x"]} | rows
 
 
 def uses_dgl(module: nn.Module) -> bool:
-    """Whether it, or the file of its class, knows DGL."""
+    """Whether a module derives from DGL's classes, or its file imports DGL."""
     names = {base.__module__ for part in module.modules() for base in type(part).__mro__}
     code = getattr(type(module).forward, "__globals__", {})
     names |= {each.__name__ for each in code.values() if inspect.ismodule(each)}
@@ -156,9 +133,9 @@ def uses_dgl(module: nn.Module) -> bool:
 
 
 def bound(module: nn.Module, graph: GraphFields) -> Bound:
-    """What forward is given of such a graph. Raises Unfit."""
+    """Return the inputs that `forward` receives of such a graph. Raises Unfit."""
     vertex, edge = ["x", *graph.vertex], list(graph.edge)
-    # DGL keeps edges' feat, x and h apart from vertices', which these names mean everywhere else
+    # in DGL, edges may have a feat, x or h; these names otherwise mean fields of vertices
     fields = {name: f"edge {name}" for name in edge if not is_features(name)}
     fields = {f"edge_{n}": f"edge {n}" for n in edge if not n.startswith("edge_")} | fields
     fields |= {name: f"vertex {name}" for name in vertex}
@@ -193,7 +170,7 @@ def bound(module: nn.Module, graph: GraphFields) -> Bound:
     inputs = dict.fromkeys(name for name in takes.values() if name not in ("data", "blocks"))
     if "blocks" in takes.values():
         inputs["g"] = None
-    if "g" in inputs:  # which has them in g.edata and g.ndata
+    if "g" in inputs:  # all fields are in g.edata and g.ndata
         inputs |= {f"edge {name}": None for name in edge}
         inputs |= {f"vertex {name}": None for name in vertex}
     if attributes:
@@ -202,7 +179,7 @@ def bound(module: nn.Module, graph: GraphFields) -> Bound:
 
 
 def _parameters(module: nn.Module) -> list[tuple[str, bool]]:
-    """Parameters of forward, and whether each is needed. Raises Unfit."""
+    """Return the parameters of `forward`, and whether each has no default. Raises Unfit."""
     for path, part in module.named_modules():
         is_script = isinstance(part, torch.jit.ScriptModule) and any(
             True for _ in part.parameters()
@@ -233,15 +210,14 @@ def _parameters(module: nn.Module) -> list[tuple[str, bool]]:
 
 
 class Small:
-    """A random graph of so many vertices, with such fields, of which a module is given some.
-
-    Raises Unfit if it asks for others."""
+    """A random graph with so many vertices and such fields, and the inputs that a module takes of
+    it. Raises Unfit if the module asks for something else."""
 
     def __init__(self, vertices: int, module: nn.Module, graph: GraphFields) -> None:
         draw = np.random.default_rng(vertices)
         dense = draw.random((vertices, vertices)) < 1.5 / vertices
         dense[np.arange(vertices), (np.arange(vertices) + 1) % vertices] = True
-        dense[0, :] = False  # a vertex that reads nobody
+        dense[0, :] = False  # vertex 0 has no edges into it
         if not graph.directed:
             dense[:, 0] = False
             dense |= dense.T
@@ -254,46 +230,49 @@ class Small:
         self.fields = {name: _drawn(draw, vertices, *shape) for name, shape in graph.vertex.items()}
         on_edges = {name: _drawn(draw, len(sources), *shape) for name, shape in graph.edge.items()}
         self.whole = Whole(indptr, sources.astype(np.int32), on_edges)
-        # parts of which none reads all vertices
+        # PARTS parts, none of which reads all vertices
         self.parts = torch.from_numpy(draw.permutation(vertices)).tensor_split(PARTS)
-        if "g" in self.binding.inputs and not self._takes_graph():
-            # a convolution of DGL may refuse vertices that read nobody: users add self-loops then
-            self.whole = Whole(indptr, self.whole.indices, on_edges, loops=True)
-            self._takes_graph()
+        if "g" in self.binding.inputs:
+            blocks = self._blocks_taken()
+            if not blocks:
+                # a DGL convolution may refuse vertices without edges: users add self-loops then
+                self.whole = replace(self.whole, loops=True)
+                blocks = self._blocks_taken()
+            self.binding = replace(self.binding, blocks=blocks or 1)
 
-    def _takes_graph(self) -> bool:
-        """Whether forward takes the graph of DGL, and if so of how many blocks: the most that it
-        takes, or so many that more change nothing, which would be layers that were left out."""
+    def _blocks_taken(self) -> int:
+        """Return the number of blocks that `forward` takes; 1 for a graph; 0: it fails on any.
+
+        That is the largest number that works, or the number from which more blocks change nothing,
+        since `forward` has no layers for them."""
         module = copied(self.module).eval()
         weights = [weight for weight in module.parameters() if not is_lazy(weight)]
         values = self.given(weights[0].dtype if weights else torch.float32)
         most = MOST_BLOCKS if "blocks" in self.binding.takes.values() else 1
-        made: Any = None
+        taken, before = 0, torch.empty(0)
         with torch.no_grad(), warnings.catch_warnings(action="ignore"):
             for weight in weights:
-                weight.add_(0.1)  # a layer whose weights begin as 0 changes rows
+                weight.add_(0.1)  # so that a layer whose weights are 0 at first changes rows
             for blocks in range(1, most + 1):
-                before, binding = made, replace(self.binding, blocks=blocks)
                 try:
-                    made = binding.call(module, values)
-                    if not bool(made.isfinite().all()):  # a degree of 0 may divide
-                        made = None
-                    elif before is not None and torch.equal(before, made):
-                        break
+                    output = replace(self.binding, blocks=blocks).call(module, values)
+                    is_finite = bool(output.isfinite().all())  # a degree of 0 may divide
                 except (Exception, SystemExit):
-                    if before is not None:
+                    if taken:
                         break
-                else:
-                    self.binding = binding
-        return made is not None
+                    continue
+                if taken and torch.equal(before, output):
+                    break
+                taken, before = (blocks if is_finite else 0), output
+        return taken
 
     @cached_property
     def larger(self) -> Small:
-        """One of many vertices, on which forward must make the same calls."""
+        """A graph with many vertices, on which `forward` must make the same calls."""
         return Small(MANY_VERTICES, self.module, self.graph)
 
     def given(self, dtype: torch.dtype) -> dict[str, Any]:
-        """What forward is given, by the graph's names."""
+        """Return the inputs of `forward` by name, in new tensors."""
         edges = edge_index_of(self.whole)
         on_edges = {
             name: beside_loops(self.whole, typed(values, dtype), self.vertices)
@@ -309,7 +288,7 @@ class Small:
 
 
 def block_of(whole: Whole, own: Tensor) -> Block:
-    """The edges into some vertices, which are the first of its sources."""
+    """Return the edges into some vertices, which are the first sources of the block."""
     starts, stops = whole.indptr[own], whole.indptr[own + 1]
     neighbours = np.concatenate([whole.indices[a:b] for a, b in zip(starts, stops, strict=True)])
     others = np.setdiff1d(neighbours, own.numpy())
@@ -325,10 +304,11 @@ def block_of(whole: Whole, own: Tensor) -> Block:
 def _drawn(
     draw: np.random.Generator, rows: int, sizes: tuple[int, ...], kind: str, kinds: int
 ) -> np.ndarray:
+    """Return a random field; kind: the numpy type, kinds: the number of values of integers."""
     if np.dtype(kind).kind in "iu":
         numbers = draw.integers(0, kinds, (rows, *sizes))
         if EACH * kinds <= rows and np.bincount(numbers.ravel(), minlength=kinds).min() < EACH:
-            # a module may take edges of one kind, and none has no size
+            # a module may select the edges of one kind, and an empty selection has no size
             numbers = np.resize(draw.permutation(rows) % kinds, (*sizes, rows)).T
         return numbers.reshape(rows, *sizes).astype(kind)
     if np.dtype(kind).kind == "b":

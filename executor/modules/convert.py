@@ -1,10 +1,10 @@
-"""A user's module as a chain of our own layers, where these compute the same.
+"""Converts a user's module to a chain of built-in layers, if these compute the same.
 
-A chain is convolutions of PyG or DGL that our layers know, one after the other. Before one of them
-rows may get a norm, ReLU and dropout; GCNII's chain begins and ends with a Linear. Which module is
-one is a guess, from the order of its calls. The guess is proved as pieces are: on a small graph our
-layers, with the module's parameters, must make its output, the gradients of all its parameters and
-its buffers, in training and in evaluation, with the same dropout."""
+A chain is a sequence of PyG or DGL convolutions that built-in layers compute too. A norm, ReLU and
+dropout may precede each convolution; GCNII's chain begins and ends with a Linear. The order of a
+module's calls gives a guess of its chain. The guess is proved as pieces are: on a small graph the
+built-in layers, with the module's parameters, must compute its output, the gradients of all its
+parameters and its buffers, in training and in evaluation mode, with the same dropout masks."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ from gnnplan.planner.gnn.workload import Module, ModuleLayer, Workload
 
 SEED = 7  # of dropout in the proof
 NORMS: dict[type[nn.Module], str] = {nn.BatchNorm1d: "batch", nn.LayerNorm: "layer"}
-# by library and class: its kind as Workload.model, and where ours has its parameters
+# (library, class) -> (kind, as Workload.model; "theirs=ours:view" of each parameter)
 CONVOLUTIONS = {
     (library, words[0]): (kind, words[1:])
     for kind, ours in KINDS.items()
@@ -44,8 +44,8 @@ CONVOLUTIONS = {
 }
 
 
-# Views of a tensor of ours that have the shape of theirs. A view reads and writes, so that one
-# table takes weights both ways.
+# Views of our tensor in the shape of theirs. A view can be read and written: one table converts
+# weights both ways.
 VIEWS: dict[str, Callable[[Tensor], Tensor]] = {
     "": lambda ours: ours,
     "transposed": Tensor.t,
@@ -53,51 +53,51 @@ VIEWS: dict[str, Callable[[Tensor], Tensor]] = {
     # [a_l | a_r] of each head [heads, 2 width] as one of the two [1, heads, width]
     "left": lambda ours: ours.chunk(2, 1)[0][None],
     "right": lambda ours: ours.chunk(2, 1)[1][None],
-    # of sources and of readers, which stand one above the other
+    # the rows of sources stand above the rows of destinations
     "upper": lambda ours: ours.chunk(2)[0],
     "lower": lambda ours: ours.chunk(2)[1],
 }
 
 
 class NoChain(Exception):
-    """The module is no chain of our layers; it is run as it is written."""
+    """The module is no chain of built-in layers; it runs as it is written."""
 
 
 @dataclass
 class Chain:
-    """What a module is among our layers.
+    """A module as a chain of built-in layers.
 
-    fields: of a Workload. layers, relu: of a Module. places: by the name of each of its parameters
-    and buffers, where our Net has it. drawn: by call of dropout, in their order, the layer before
-    which it is. softmax: whether it ends with one, which is part of our loss."""
+    fields: of a Workload. layers: fields of each ModuleLayer. relu: of a Module. places: see
+    Parameters. dropout_layers: for each call of dropout, the layer that it precedes. softmax: the
+    module ends with log_softmax, which is part of our loss."""
 
     fields: dict[str, Any]
-    layers: list[dict[str, Any]] = field(default_factory=list)  # of a ModuleLayer
+    layers: list[dict[str, Any]] = field(default_factory=list)
     relu: bool = True
     places: dict[str, str] = field(default_factory=dict)
-    drawn: list[int] = field(default_factory=list)
+    dropout_layers: list[int] = field(default_factory=list)
     softmax: bool = False
 
     @property
     def own(self) -> dict[str, Any]:
-        """Fields of a Module."""
+        """The fields of a Module."""
         return {"layers": tuple(ModuleLayer(**each) for each in self.layers), "relu": self.relu}
 
 
 @dataclass(frozen=True)
 class Parameters:
-    """The state_dict that training starts from, and where our Net has its tensors.
+    """The state_dict that training starts from, and the places of its tensors in a Net.
 
-    places: by the name of the user's tensor that of ours, as "name" or "name:view". A tensor
-    without a place takes no part in training."""
+    places: the user's name -> the Net's name, as "name" or "name:view". A tensor without a place
+    takes no part in training."""
 
     state: Mapping[str, Tensor]
     places: Mapping[str, str]
 
     def fill(self, net: nn.Module) -> None:
-        """Give our Net these parameters, as far as it holds their tensors.
+        """Copy these parameters to a Net, except for tensors that it lacks or holds in part.
 
-        A Net that is cut by columns (P3) has smaller ones, and is filled from a whole Net."""
+        A Net that is cut by columns (P3) has smaller tensors, and is filled from a whole Net."""
         ours = net.state_dict()
         for name, place in self.places.items():
             if place.partition(":")[0] in ours:
@@ -106,13 +106,13 @@ class Parameters:
                     mine.copy_(self.state[name])
 
     def net(self, shapes: Model, workload: Workload, which: range | None) -> Net:
-        """Our layers `which`, with these parameters."""
+        """Return the built-in layers `which`, with these parameters."""
         net = Net(shapes, workload, which)
         self.fill(net)
         return net
 
     def trained(self, ours: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Our Net's weights as the state_dict of the user's module."""
+        """Return a Net's weights as the state_dict of the user's module."""
         return {
             name: (
                 _at(self.places[name], ours).to(value.dtype) if name in self.places else value
@@ -122,18 +122,18 @@ class Parameters:
 
 
 def _at(place: str, ours: Mapping[str, Tensor]) -> Tensor:
-    """The tensor in a place, in the user's shape."""
+    """Return the tensor in a place, in the user's shape."""
     name, _, view = place.partition(":")
     return VIEWS[view](ours[name])
 
 
 def _class_of(part: nn.Module) -> tuple[str, str]:
-    """Its library and its name; a class that is derived from a convolution has another one."""
+    """Return library and name of a submodule's class, which differ for a class derived from it."""
     return type(part).__module__.partition(".")[0], type(part).__name__
 
 
 def parts_of(module: nn.Module) -> list[str]:
-    """Names of parts that are recorded as one call each. Raises NoChain if no convolution is."""
+    """Return the submodules to record as one call each. Raises NoChain if none is a convolution."""
     parts = dict(module.named_modules())
     if not any(_class_of(part) in CONVOLUTIONS for part in parts.values()):
         raise NoChain
@@ -144,60 +144,60 @@ def parts_of(module: nn.Module) -> list[str]:
 
 
 def converted(module: nn.Module, graph: GraphFields, proves: bool = True) -> Chain:
-    """The module as our layers. Raises NoChain if they do not compute the same.
+    """Return the module as a chain. Raises NoChain if built-in layers do not compute the same.
 
     proves: False where it was proved before."""
     try:
         parts = parts_of(module)
-        bound(module, GraphFields(0, 0))  # ranks know no other fields of a graph
+        bound(module, GraphFields(0, 0))  # built-in layers read no fields of a graph
         small = Small(VERTICES[0], module, graph)
         seen, recorded = recorded_of(module, small, True, torch.float64, parts)
         if recorded.answers:
-            raise NoChain  # another graph may answer otherwise
+            raise NoChain  # another graph may give other answers
         chain = _guess(seen, recorded)
         if proves:
-            # evaluation may depend on the graph's size too, which is refused here
+            # Unfit if evaluation depends on the graph's size
             recorded_of(module, small, False, torch.float64, parts)
             _prove(module, chain, graph)
-    except Exception as error:  # it is none of these chains, however that shows
+    except Exception as error:  # whatever fails, the module is no chain
         raise NoChain from error
     return chain
 
 
 def _guess(module: nn.Module, recorded: Recorded) -> Chain:
-    """Which layers a module seems to be, by the order of its calls."""
+    """Return the chain that a module seems to be, from the order of its calls."""
     parts, live = dict(module.named_modules()), {*live_nodes([recorded.output])}
     chain = Chain({"dropout": 0.0, "norm": "none"})
-    coming: dict[str, Any] = {}
+    pending: dict[str, Any] = {}
     active: list[bool] = []
     for node in recorded.nodes:
         number, place = len(chain.layers) + 1, ""
         if node.drops:
-            chain.drawn.append(number)
+            chain.dropout_layers.append(number)
         if node not in live:
             continue
         if node.drops:
-            coming["drops"], chain.fields["dropout"] = True, node.drops
+            pending["drops"], chain.fields["dropout"] = True, node.drops
         if not isinstance(node.call, Opaque):
             continue
         part = parts[node.call.path]
         if _class_of(part) in CONVOLUTIONS:
-            reads: Tensor = next(  # rows of numbers, the first of several
+            reads: Tensor = next(  # the first real rows among its arguments
                 value
                 for value in (read.value for read in node.reads)
                 if isinstance(value, Tensor) and value.is_floating_point() and value.ndim == 2
             )
             active += [bool((reads >= 0).all())] * (number > 1)
-            _add(chain, coming, node, part, reads)
-            coming = {}
+            _add(chain, pending, node, part, reads)
+            pending = {}
             continue
         if type(part) in NORMS:
-            coming["norm"] = chain.fields["norm"] = NORMS[type(part)]
+            pending["norm"] = chain.fields["norm"] = NORMS[type(part)]
             place = f"layers.{number}.norm"
         elif chain.layers:
             place = "decoder"
-        else:  # of GCNII: what was dropped before is dropped before the encoder
-            place, chain.drawn = "encoder", [0] * len(chain.drawn)
+        else:  # of GCNII: the dropouts so far precede the encoder
+            place, chain.dropout_layers = "encoder", [0] * len(chain.dropout_layers)
         chain.places |= {
             f"{node.call.path}.{name}": f"{place}.{name}"
             for name in part.state_dict()
@@ -210,10 +210,10 @@ def _guess(module: nn.Module, recorded: Recorded) -> Chain:
     return chain
 
 
-def _add(chain: Chain, coming: Mapping[str, Any], node: Node, conv: Any, reads: Tensor) -> None:
-    """Add a convolution to the chain.
+def _add(chain: Chain, pending: Mapping[str, Any], node: Node, conv: Any, reads: Tensor) -> None:
+    """Add a convolution to the chain, as if it had no options that our layer lacks.
 
-    coming: norm and dropout before it. What it does beyond our layer is not looked at."""
+    pending: the norm and dropout that precede it."""
     kind, names = CONVOLUTIONS[_class_of(conv)]
     number, state, shapes = len(chain.layers) + 1, conv.state_dict(), {}
     hops = getattr(conv, "K", getattr(conv, "_k", 1)) if kind == "sgc" else 1
@@ -222,14 +222,14 @@ def _add(chain: Chain, coming: Mapping[str, Any], node: Node, conv: Any, reads: 
         if theirs in state:
             name = ours.partition(":")[0]
             shapes[name] = state[theirs].shape
-            at = number + hops - 1 if name == "bias" else number  # SGC: of the last hop
+            at = number + hops - 1 if name == "bias" else number  # SGC: the last hop adds it
             chain.places[f"{path}.{theirs}"] = f"layers.{at}.{ours}"
     layer = {
         "h_in": reads.shape[1],
         "h_out": node.value.flatten(1).shape[1],  # heads side by side
         "drops": False,
-        "bias": kind == "gcnii" or "bias" in shapes,  # which is said to have one
-    } | dict(coming)
+        "bias": kind == "gcnii" or "bias" in shapes,  # GCNII's layer says True
+    } | dict(pending)
     fields: dict[str, Any] = {"model": kind}
     if "attention" in shapes:
         fields["heads"] = layer["heads"] = shapes["attention"][1]
@@ -237,16 +237,16 @@ def _add(chain: Chain, coming: Mapping[str, Any], node: Node, conv: Any, reads: 
         layer["middle"] = shapes["weight"][0]
     if kind == "gcnii":
         fields |= {"alpha": conv.alpha, "theta": float(f"{math.expm1(conv.beta):.12g}")}
-    if hasattr(conv, "feat_drop") and conv.feat_drop.p:  # DGL's drop their inputs
+    if hasattr(conv, "feat_drop") and conv.feat_drop.p:  # a DGL convolution drops its inputs
         layer["drops"], chain.fields["dropout"] = True, conv.feat_drop.p
-        chain.drawn.append(number)
-    chain.fields = fields | chain.fields  # those of the first layer
+        chain.dropout_layers.append(number)
+    chain.fields = fields | chain.fields  # the first layer's count
     more = layer | {"h_in": layer["h_out"], "drops": False}
     chain.layers += [layer, *[more] * (hops - 1)]
 
 
 def _prove(module: nn.Module, chain: Chain, graph: GraphFields) -> None:
-    """Raise an error if our layers compute something else, or learn more."""
+    """Raise an error if the chain's layers compute something else, or have more parameters."""
     widths = graph.features, graph.classes
     description = Module(
         file="", name="", sha256="", features=widths[0], classes=widths[1], **chain.own
@@ -277,8 +277,8 @@ def _prove(module: nn.Module, chain: Chain, graph: GraphFields) -> None:
         return output, tensors
 
     def shared() -> Dropouts:
-        """Has a module's own dropout draw as that of our layers does."""
-        layers = iter(chain.drawn)
+        """Return the mode in which the module draws the masks of built-in layers."""
+        layers = iter(chain.dropout_layers)
         return Dropouts(lambda rows, p: Drop(p, SEED, 0, next(layers), everyone)(rows))
 
     everyone = torch.arange(small.vertices)
@@ -286,7 +286,7 @@ def _prove(module: nn.Module, chain: Chain, graph: GraphFields) -> None:
 
 
 def _of_net(net: Net, small: Small, workload: Workload, is_training: bool) -> Tensor:
-    """What our layers make of the whole small graph."""
+    """Return the output of built-in layers on the whole small graph."""
     everyone = torch.arange(small.vertices)
     p = workload.dropout if is_training else 0.0
     drops = [Drop(p, SEED, 0, n, everyone, training=is_training) for n in range(net.total + 2)]

@@ -1,25 +1,26 @@
-"""Cuts what a module computes into layers, by what each call reads.
+"""Cuts the calls of a recorded `forward` into layers, by what each call reads.
 
-A call is one of these, as running it shows:
+A node is of one of these kinds, which running its call shows:
 
-    fixed       of parameters and numbers alone
-    free        as fixed, with as many equal rows as there are vertices
-    structure   of edges and their fields alone
-    rows        one row per vertex, made of its own rows or, through edges, of its neighbours'
-    inner       of edges and rows: it stands between rows that are read and rows that are made
+    FIXED       computed from parameters and plain numbers alone
+    FREE        as FIXED, with as many equal rows as there are vertices
+    STRUCTURE   computed from edges and their fields alone
+    ROWS        one row per vertex, computed from own rows or, through edges, from neighbours' rows
+    INNER       computed from edges and rows: a step between the rows read and the rows computed
 
-A layer has three pieces, and the pieces of all layers are numbered:
+A layer has three pieces. The pieces of all layers are numbered:
 
-    layer l:   3 l - 3   prepare  rows: batch norm, and what follows it   (layer 1: everything)
+    layer l:   3 l - 3   prepare  row-wise: batch norm, and what follows it   (layer 1: everything)
                3 l - 2   gather   over edges
-               3 l - 1   update   rows, up to a batch norm
+               3 l - 1   update   row-wise, up to a batch norm
 
-Each value stands in the first piece that can make it. The features are piece 0's. What reads rows
-of neighbours is *gathered*, by the next gather; what is then done to rows is done by their owner. A
-call that reads, through the edges, only rows of the vertex whose edges they are (as a softmax over
-a vertex's edges does) stays in the gather that makes them. Batch norm alone looks at rows of other
-vertices; it begins a piece, so that its moments can be summed over all ranks. One that follows
-another, or nothing that was gathered, makes a layer that gathers nothing."""
+Each value belongs to the first piece that can compute it; the features belong to piece 0. A call
+that reads neighbours' rows belongs to the next gather, and the owner of a vertex computes what
+follows row by row. A call that reads, through edges, only rows of these edges' destinations (as a
+softmax over a vertex's edges does) stays in the gather that computes these rows. Batch norm alone
+reads rows of other vertices row-wise: it begins a piece, so that its moments can be summed over all
+ranks. A batch norm that follows another one, or precedes all gathers, begins a layer that gathers
+nothing."""
 
 from __future__ import annotations
 
@@ -47,6 +48,11 @@ from gnnplan.executor.modules.evaluate import (
 )
 from gnnplan.executor.modules.record import (
     EDGES_OF,
+    FIXED,
+    FREE,
+    INNER,
+    ROWS,
+    STRUCTURE,
     Node,
     Opaque,
     Recorded,
@@ -56,39 +62,37 @@ from gnnplan.executor.modules.record import (
     live_nodes,
 )
 
-FIXED, FREE, STRUCTURE, ROWS, INNER = "fixed", "free", "structure", "rows", "inner"
-BLOCK = Node(None, name="block")  # the edges of the graph or of a part, as a layer is given them
-DESTINATIONS = Node(None, name="destinations")  # how many vertices those edges lead to
+# the edges that a layer receives as a Block, and how many vertices these edges lead to
+BLOCK = Node(None, name="block", kind=STRUCTURE)
+DESTINATIONS = Node(None, name="destinations", kind=STRUCTURE)
 PREPARE, GATHER, UPDATE = 0, 1, 2
 BATCH_NORM = inspect.signature(F.batch_norm)
-CLOSE = {torch.float64: 1e-9, torch.float32: 1e-3}  # of two runs of the same on other rows
-
-
+CLOSE = {torch.float64: 1e-9, torch.float32: 1e-3}  # tolerance of two runs on other rows
 PAIRS = (
     " whose gradient torch makes of all pairs of vertices; multiply rows by them:"
     " torch.zeros_like(x).index_add(0, edge_index[1], w[:, None] * x[edge_index[0]])"
 )
 
-
-# rows, the edges that they are added up along, and what these weigh
+# a weighted sum over edges: rows, edge set, weights
 _Sum = tuple[Node, Node, Node | None]
 
 
 @dataclass
 class Piece:
-    """Calls that run together, in their order; rows that they are given and make. An update is
-    given what its layer's prepare and gather make."""
+    """Calls that run together.
 
-    nodes: list[Node] = field(default_factory=list)
+    given, makes: the rows that the piece reads and returns; an update reads what its layer's
+    prepare and gather return. frees: the values that no later call reads, by call."""
+
+    nodes: list[Node] = field(default_factory=list)  # in the order of calls
     given: list[Node] = field(default_factory=list)
     makes: list[Node] = field(default_factory=list)
-    # by call: values that nobody needs after it
     frees: dict[Node, list[Node]] = field(default_factory=dict)
 
 
 @dataclass
 class Cut:
-    """One layer."""
+    """The three pieces of a layer."""
 
     prepare: Piece
     gather: Piece
@@ -97,44 +101,36 @@ class Cut:
 
 @dataclass
 class Program:
-    """A forward in pieces.
+    """A `forward` cut into layers.
 
-    layers: each with its three pieces. ends: batch norm after the last layer, and what follows it;
-    or nothing. fields: structure that rows of piece 0 read. drawn: of inner values that are
-    dropped, the edge set that they are of. numbers: of all dropouts, in the order of forward."""
+    live: the nodes that the output is computed from. ends: batch norm after the last layer, and the
+    calls that follow it. fields: STRUCTURE of a row per vertex that piece 0 reads beside rows."""
 
     recorded: Recorded
     live: list[Node]
-    kind: dict[Node, str]
     layers: list[Cut]
     ends: Piece
     fields: set[Node]
-    drawn: dict[Node, Node]
-    numbers: dict[Node, int]
-
-    @property
-    def output(self) -> Node:
-        return self.recorded.output
 
     @property
     def inputs(self) -> list[Node]:
-        """Fields of vertices that layer 1 is given, side by side."""
+        """The fields of vertices that layer 1 reads, side by side."""
         return self.layers[0].prepare.given
 
     @property
     def widths(self) -> list[list[int]]:
-        """Numbers per row that each piece makes."""
+        """The numbers per row of each value that a prepare or an update returns."""
         pieces = [piece for cut in self.layers for piece in (cut.prepare, cut.update)]
         return [[width_of(node) for node in piece.makes] for piece in pieces]
 
 
 def width_of(node: Node) -> int:
-    """Numbers per row of a value."""
+    """Return the numbers per row of a value."""
     return int(node.value.narrow(node.dim, 0, 1).numel())
 
 
 def rows_at(value: Tensor, vertices: int) -> int | None:
-    """The dimension in which a tensor has a row per vertex; None: there is none."""
+    """Return the dimension in which a tensor has a row per vertex; None: there is none."""
     found = [dim for dim, size in enumerate(value.shape) if size == vertices]
     return found[0] if found[:1] == [0] or len(found) == 1 else None
 
@@ -142,144 +138,142 @@ def rows_at(value: Tensor, vertices: int) -> int | None:
 def cut(
     recorded: Recorded, place: Place, trained: set[str], shared: dict[Hashable, Node]
 ) -> Program:
-    """The layers of a recorded forward.
+    """Cut a recorded `forward` into layers. Raises Unfit with the line.
 
-    place: that of the small graph. trained: names of parameters. shared: structure by its calls,
-    which the module's modes have in common. Raises Unfit, with the line."""
+    place: runs calls on the small graph. trained: names of trained parameters. shared: nodes by
+    Node.key that training and evaluation have in common, to which this mode's nodes are added."""
     return _Cutter(recorded, place, trained, shared).cut()
 
 
 class _Cutter:
-    """Finds kinds and pieces, by running calls on parts of their rows."""
+    """Finds the kinds and pieces of nodes by running calls on some of their rows."""
 
     def __init__(
         self, recorded: Recorded, place: Place, trained: set[str], shared: dict[Hashable, Node]
     ) -> None:
         self.recorded, self.place, self.n = recorded, place, recorded.vertices
-        self.shared = shared
-        self.order: dict[Node, float] = {}  # of calls in this mode
-        self._merge()
+        self.shared, self.trained = shared, trained
+        self.order: dict[Node, float] = {}  # of the first of equal calls, in this mode
+        self._merge_equal_calls()
         self.vertices = recorded.inputs["vertices"]
         self.live = live_nodes([recorded.output])
-        self.kind: dict[Node, str] = {}
-        self.at: dict[Node, int] = {}  # rows and inner values: the first piece that can make them
-        self.trained = trained
-        self.learned: set[Node] = set()  # of parameters
-        self.fields: set[Node] = set()  # structure that rows of piece 0 read
-        self.sets = [*self._of_graph, *edge_sets_of(self.live)]
+        self.learned: set[Node] = set()  # computed from trained parameters
+        self.fields: set[Node] = set()  # Program.fields
+        self.edge_sets = [*self._edges_of_graph, *edge_sets_of(self.live)]
         generator = torch.Generator().manual_seed(5)
         self.part = torch.randperm(self.n, generator=generator)[: self.n // 2].sort().values
 
-    def _merge(self) -> None:
-        """Have equal calls be one: not dropout, batch norm, opaque modules, or what rows are put
-        into, which would be copied first."""
+    def _merge_equal_calls(self) -> None:
+        """Replace equal calls by the first of them.
+
+        Dropout, batch norm and opaque modules stay apart. So does a value that a later call changes
+        in place by rows: it would be copied first."""
         first: dict[Node, Node] = {}
-        by_call: dict[Hashable, Node] = {}
+        by_key: dict[Hashable, Node] = {}
         inputs = self.recorded.inputs
         inputs |= {name: self.shared.setdefault(name, node) for name, node in inputs.items()}
-        live = live_nodes([self.recorded.output, *self.recorded.answers, *self._of_graph])
+        live = live_nodes([self.recorded.output, *self.recorded.answers, *self._edges_of_graph])
         of_rows: set[Node] = set()
         for node in live:
             if node.name.startswith("vertex ") or of_rows & {*node.reads}:
                 of_rows.add(node)
-        changed = {node.reads[0] for node in of_rows if node.changes}
+        changed = {node.reads[0] for node in of_rows if node.in_place}
         for node in live:
-            node.read_instead(first)
-            alone = node.drops or is_batch_norm(node) or isinstance(node.call, Opaque)
-            alone = alone or node in changed
-            key = node if alone else node.key
-            first[node] = by_call.setdefault(key, self.shared.get(key, node))
+            node.replace_reads(first)
+            is_apart = node.drops or is_batch_norm(node) or isinstance(node.call, Opaque)
+            key = node if is_apart or node in changed else node.key
+            first[node] = by_key.setdefault(key, self.shared.get(key, node))
             self.order.setdefault(first[node], node.index)
         self.recorded.output = first[self.recorded.output]
-        self.recorded.answers = {first[node]: told for node, told in self.recorded.answers.items()}
+        self.recorded.answers = {first[n]: answer for n, answer in self.recorded.answers.items()}
 
     @property
-    def _of_graph(self) -> list[Node]:
-        """The edges of a graph of DGL, where calls of its kernels were recorded."""
+    def _edges_of_graph(self) -> list[Node]:
+        """The edges of a DGL graph, if calls of its kernels were recorded."""
         inputs = self.recorded.inputs
         return [inputs[EDGES_OF]] if EDGES_OF in inputs else []
 
     # -- kinds and pieces ------------------------------------------------------------------------
 
     def classify(self, node: Node) -> None:
-        """Find a call's kind, and of rows and inner values the first piece that can make them."""
+        """Set a node's kind and, for ROWS and INNER, the first piece that can compute it."""
+        kinds = {read.kind for read in node.reads}
         if node.call is None:
             is_rows, is_free = node.name.startswith("vertex "), node.name == "vertices"
-            self.kind[node] = ROWS if is_rows else FREE if is_free else STRUCTURE
-            self.at[node] = 0
-            return
-        kinds = {self.kind[read] for read in node.reads}
-        if not kinds & {ROWS, INNER}:
-            is_edges = STRUCTURE in kinds
-            if any(read in self.learned for read in node.reads) or set(node.named) & self.trained:
-                self.learned.add(node)
-            if is_edges and (node in self.learned or node.drops):
-                self.kind[node], self.at[node] = INNER, GATHER  # other numbers in every step
-            elif is_edges:
-                self.kind[node] = STRUCTURE
-            elif FREE in kinds:
-                alike = self._has_rows(node) and all(
-                    torch.equal(rows, rows[:1].expand_as(rows)) for rows in self._rows(node.value)
-                )
-                self.kind[node] = FREE if alike else STRUCTURE
+            node.kind = ROWS if is_rows else FREE if is_free else STRUCTURE
+            node.piece = 0
+        elif INNER in kinds or ROWS in kinds:
+            through = [r for r in node.reads if r.kind == STRUCTURE and not self._is_field(r)]
+            if INNER in kinds or through:
+                self._through_edges(node)
             else:
-                self.kind[node] = FIXED
-        elif INNER in kinds or any(
-            self.kind[read] == STRUCTURE and not self._is_field(read) for read in node.reads
-        ):
-            self._through_edges(node)
+                self._row_by_row(node)
         else:
-            self._row_by_row(node)
-        if self.kind[node] == ROWS and isinstance(node.value, Tensor):
+            if {*node.reads} & self.learned or {*node.tensor_names} & self.trained:
+                self.learned.add(node)
+            if STRUCTURE in kinds and (node in self.learned or node.drops):
+                node.kind, node.piece = INNER, GATHER  # other numbers in every step
+            elif STRUCTURE in kinds or (FREE in kinds and not self._has_equal_rows(node)):
+                node.kind = STRUCTURE
+            else:
+                node.kind = FREE if FREE in kinds else FIXED
+        if node.kind == ROWS and isinstance(node.value, Tensor):
             node.dim = rows_at(node.value, self.n) or 0
 
+    def _has_equal_rows(self, node: Node) -> bool:
+        return self._has_rows(node) and all(
+            torch.equal(rows, rows[:1].expand_as(rows)) for rows in self._rows(node.value)
+        )
+
     def _has_rows(self, node: Node) -> bool:
-        """Whether it makes tensors of a row per vertex."""
+        """Whether all tensors of a value have a row per vertex, and there are some."""
         found = tensors(node.value)
         return bool(found) and all(
             v.layout == torch.strided and rows_at(v, self.n) is not None for v in found
         )
 
     def _rows(self, value: Any) -> list[Tensor]:
-        """Tensors of a row per vertex, with vertices in the first dimension."""
+        """Return a value's tensors with the vertices in the first dimension."""
         return [found.movedim(rows_at(found, self.n) or 0, 0) for found in tensors(value)]
 
     def _is_field(self, node: Node) -> bool:
-        """Structure of numbers per vertex, which may be an input beside the features."""
+        """Whether STRUCTURE is real numbers per vertex, which can be read as rows."""
         return all(
             v.is_floating_point() and rows_at(v, self.n) == 0 for v in tensors(node.value)
         ) and self._has_rows(node)
 
     def _row_by_row(self, node: Node) -> None:
-        rows = [read for read in node.reads if self.kind[read] == ROWS]
-        at = max(self.at[read] for read in rows)
-        structure = [read for read in node.reads if self.kind[read] == STRUCTURE]
-        node.read_instead({read: self._field(read, at) for read in structure})
-        self.kind[node] = ROWS
-        if is_batch_norm(node):  # a layer begins with one batch norm, and the first with none
-            if told_of(node)["running_mean"] is None:
+        piece = max(read.piece for read in node.reads if read.kind == ROWS)
+        structure = [read for read in node.reads if read.kind == STRUCTURE]
+        node.replace_reads({read: self._as_rows(read, piece) for read in structure})
+        node.kind = ROWS
+        if is_batch_norm(node):  # it begins a layer, but not the first one
+            if norm_arguments(node)["running_mean"] is None:
                 raise Unfit(
                     "a batch norm without running averages has no moments in evaluation; use"
                     " track_running_stats=True"
                 )
             if node.value.ndim != 2 or node.value.shape[0] != self.n:
                 raise Unfit(f"batch norm of {list(node.value.shape)}; flatten its rows")
-            at += 3 if at % 3 == PREPARE else 2
+            piece += 3 if piece % 3 == PREPARE else 2
         else:
             self._must_be_row_by_row(node)
-        self.at[node] = at
+        node.piece = piece
 
-    def _field(self, node: Node, at: int) -> Node:
-        """Structure of numbers per vertex, beside rows of a piece, which the last gather before
-        makes of its block; for piece 0 of neighbours, too, whom the whole graph alone knows."""
-        if not at:
+    def _as_rows(self, node: Node, piece: int) -> Node:
+        """Return STRUCTURE of a row per vertex as ROWS that a piece can read.
+
+        The gather before the piece computes it on its block. Piece 0 reads it for neighbours too,
+        of which only the whole graph knows it."""
+        if not piece:
             self.fields.add(node)
-        field = Node(_same, (node,), line=node.line, value=node.value, index=node.index)
-        self.kind[field], self.order[field] = ROWS, self.order[node]
-        self.at[field] = at - 2 if at and at % 3 == PREPARE else at
-        return field
+        rows = Node(_same, (node,), line=node.line, value=node.value, index=node.index, kind=ROWS)
+        self.order[rows] = self.order[node]
+        rows.piece = piece - 2 if piece and piece % 3 == PREPARE else piece
+        return rows
 
     def _must_be_row_by_row(self, node: Node) -> None:
+        """Raise Unfit if a vertex's row changes when only some vertices are present."""
         if not self._has_rows(node):
             shapes = [list(v.shape) for v in tensors(node.value)]
             raise Unfit(
@@ -294,13 +288,10 @@ class _Cutter:
             dim = rows_at(value, self.n) if isinstance(value, Tensor) else None
             return value if dim is None else value.index_select(dim, self.part)
 
-        values = {read: read.value for read in node.reads}
-        values |= {
-            read: tree_map(of_part, value)
-            for read, value in values.items()
-            if self.kind[read] in (ROWS, FREE)
-        }
-        values[self.vertices] = len(self.part)
+        values = {
+            read: tree_map(of_part, read.value) if read.kind in (ROWS, FREE) else read.value
+            for read in node.reads
+        } | {self.vertices: len(self.part)}
         try:
             with torch.no_grad():
                 found = self.place.call(node, values)
@@ -328,40 +319,38 @@ class _Cutter:
     def _through_edges(self, node: Node) -> None:
         if is_batch_norm(node):
             raise Unfit("batch norm of edges; normalise rows of vertices instead")
-        at = GATHER
+        node.piece = GATHER
         for read in node.reads:
-            if self.kind[read] == INNER:
-                at = max(at, self.at[read])
-            elif self.kind[read] == ROWS:  # what was gathered, only the next gather can read
-                made, is_gathered = self.at[read], self.at[read] % 3 == GATHER
-                stays = is_gathered and self._reads_own(node, read)
-                at = max(at, made if stays else made + 3 if is_gathered else made + 1)
-        self.kind[node] = ROWS if self._has_rows(node) else INNER
-        self.at[node] = at
+            piece = read.piece if read.kind in (ROWS, INNER) else 0
+            if read.kind == ROWS and piece % 3 != GATHER:
+                piece += 1
+            elif read.kind == ROWS and not self._reads_own(node, read):
+                piece += 3  # gathered rows of neighbours must be exchanged first
+            node.piece = max(node.piece, piece)
+        node.kind = ROWS if self._has_rows(node) else INNER
 
     def _reads_own(self, node: Node, read: Node) -> bool:
-        """Whether what is made for an edge, or for a vertex, depends on its reader's row alone."""
+        """Whether the value of an edge, or vertex, depends on the row of its destination alone."""
         owner = self._owner(node)
         if owner is None:
             return False
         touched = torch.zeros(self.n, dtype=torch.bool)
         touched[self.part] = True
 
-        def other(value: Any) -> Any:
+        def changed(value: Any) -> Any:
             if not isinstance(value, Tensor):
                 return value
-            changed = value.clone()
-            (rows,) = self._rows(changed)
+            copy = value.clone()
+            (rows,) = self._rows(copy)
             some = rows[touched]
             rows[touched] = some * 1.5 + 0.7 if value.is_floating_point() else some.flip(0)
-            return changed
+            return copy
 
-        values = {each: each.value for each in node.reads}
-        values[read] = tree_map(other, read.value)
+        values = {each: each.value for each in node.reads} | {read: tree_map(changed, read.value)}
         with torch.no_grad():
-            changed = self.place.call(node, values)
+            found = self.place.call(node, values)
         rows_of = self._rows if self._has_rows(node) else tensors
-        for before, after in zip(rows_of(node.value), rows_of(changed), strict=True):
+        for before, after in zip(rows_of(node.value), rows_of(found), strict=True):
             if before.shape != after.shape or before.shape[:1] != owner.shape:
                 return False
             differs = (before != after) & ~((before != before) & (after != after))
@@ -370,21 +359,122 @@ class _Cutter:
         return True
 
     def _owner(self, node: Node) -> Tensor | None:
-        """The vertex that each row of a value is for: an edge's reader, or the vertex itself."""
+        """Return the vertex of each row of a value, the destination if rows are of edges."""
         if self._has_rows(node):
             return torch.arange(self.n)
-        edges = self.set_of(node)
+        edges = self.edge_set_of(node)
         return None if edges is None else edges.value[1]
 
-    def set_of(self, node: Node) -> Node | None:
-        """The last edge set before a value that has as many edges as the value has rows."""
+    def edge_set_of(self, node: Node) -> Node | None:
+        """Return the last edge set before a value that has as many edges as the value has rows."""
         sizes = {v.shape[0] for v in tensors(node.value) if v.ndim}
         found = [
             edges
-            for edges in self.sets
+            for edges in self.edge_sets
             if self.order[edges] < self.order[node] and sizes == {edges.value.shape[1]}
         ]
         return max(found, key=self.order.__getitem__) if found else None
+
+    # -- sums over edges -------------------------------------------------------------------------
+
+    def _sum_by_kernel(self) -> None:
+        """Replace calls that sum rows over edges by our kernel, which needs no row per edge.
+
+        Raises Unfit if a sparse matrix is in no such call."""
+        for node in self.live:
+            if node.kind not in (ROWS, INNER) or node.call is None:
+                continue
+            matrices = [read for read in node.reads if is_sparse(read.value)]
+            if is_sparse(node.value):
+                raise Unfit(
+                    f"{node.place}{node.what} makes a sparse matrix of numbers that are"
+                    f" learned,{PAIRS}"
+                )
+            found = None
+            if node.kind == ROWS:
+                found = self._product(node, matrices) if matrices else self._scatter(node)
+            if found and self._is_sum(node, *found):  # `_group` adds the Block
+                node.call, node.in_place, node.args, node.kwargs = aggregate, False, found, {}
+            elif matrices:
+                raise Unfit(
+                    f"{node.place}{node.what} of a sparse matrix is no product with rows; multiply,"
+                    " as torch.sparse.mm(adj, x) does, and add, divide or drop rows"
+                )
+        self.live = live_nodes([self.recorded.output])
+
+    def _is_sum(self, node: Node, rows: Node, edges: Node, weight: Node | None) -> bool:
+        source, reader = edges.value
+        sent = rows.value[source]
+        if weight is not None:
+            sent = sent * weight.value
+        added = torch.zeros_like(rows.value).index_add(0, reader, sent)
+        return differing(node.value, added) is None
+
+    def _product(self, node: Node, matrices: Sequence[Node]) -> _Sum | None:
+        """Return the sum that a product of a sparse matrix and rows [N, H] may be.
+
+        The edges are the graph's where equal: also if an undirected graph's matrix is transposed.
+        """
+        rows = self._rows_2d(node)
+        if len(node.reads) != 2 or not len(matrices) == len(rows) == 1:
+            return None
+        matrix = matrices[0]
+        if matrix.value.shape != (self.n, self.n):
+            return None
+
+        def structure(call: Any, *reads: Node) -> Node:
+            value = call(*(read.value for read in reads))
+            new = Node(call, reads, line=matrix.line, value=value, kind=STRUCTURE)
+            return self.shared.setdefault(new.key, new)
+
+        edges, given = structure(matrix_edges, matrix), self.recorded.inputs.get("edge_index")
+        if given is not None:
+            for same in (given, structure(with_loops, given, self.vertices)):
+                if torch.equal(*(keys(e.value, self.n).sort().values for e in (same, edges))):
+                    edges = same
+        weight = structure(numbers, matrix, edges)
+        return rows[0], edges, None if bool((weight.value == 1).all()) else weight
+
+    def _scatter(self, node: Node) -> _Sum | None:
+        """Return the sum that a call may compute which scatters rows [N, H] of edges' sources."""
+        if node.what not in ("scatter_add", "index_add") or self.learned & {*node.reads}:
+            return None
+        messages = read = node.reads[-1]
+        weight, edges = None, self.edge_set_of(messages)
+        if messages.what in ("mul", "multiply") and len(messages.reads) == 2:
+            weight, read = sorted(messages.reads, key=lambda each: each.kind == INNER)
+        rows, is_indexed = self._rows_2d(read), read.what in ("index_select", "getitem")
+        if edges is None or len(rows) != 1 or not is_indexed or len(read.reads) != 2:
+            return None
+        source = edges.value[0]
+        if not any(torch.equal(each.value, source) for each in read.reads):
+            return None
+        if weight is None or (weight.kind == STRUCTURE and weight.value.shape == (len(source), 1)):
+            return rows[0], edges, weight
+        return None
+
+    @staticmethod
+    def _rows_2d(node: Node) -> list[Node]:
+        """Return the rows [N, H] that a call reads."""
+        rows = [r for r in node.reads if r.kind == ROWS and isinstance(r.value, Tensor)]
+        return [read for read in rows if read.value.ndim == 2 and not read.dim]
+
+    def _group(self, piece: Piece) -> None:
+        """Give sums the Block of their edges, by destination.
+
+        The destinations are all vertices of the layer's block if other calls of the piece read the
+        sum, else the block's destinations alone."""
+        for node in piece.nodes:
+            if node.call is aggregate:
+                rows, edges, *weight = node.args
+                is_read = any(node in other.reads for other in piece.nodes)
+                if edges.name == "edge_index" and not any(weight) and not is_read:
+                    block = BLOCK
+                else:
+                    readers = self.vertices if is_read else DESTINATIONS
+                    block = Node(grouped, (edges, readers, self.vertices, *weight), kind=STRUCTURE)
+                    block = self.shared.setdefault(block.key, block)
+                node.args = (block, rows)
 
     # -- pieces ----------------------------------------------------------------------------------
 
@@ -394,237 +484,132 @@ class _Cutter:
                 self.classify(node)
             except Unfit as unfit:
                 raise Unfit(f"{node.place}{unfit}") from None
-        self._sum_up()
-        kind, output = self.kind, self.recorded.output
-        if kind[output] != ROWS or output.value.ndim != 2 or output.dim:
+        self._sum_by_kernel()
+        output = self.recorded.output
+        if not any(node.kind == ROWS and node.call is None for node in self.live):
+            raise Unfit(
+                "forward reads no rows of vertices: its output follows from edges and parameters"
+                " alone; begin with x, or with a field of vertices, instead of torch.ones"
+            )
+        if output.kind != ROWS or output.value.ndim != 2 or output.dim:
             raise Unfit(
                 f"{output.place}forward returns {list(output.value.shape)} of {self.n} vertices;"
                 " return a row of logits for each"
             )
-        made = self._made()
-        if not any(at % 3 == GATHER and self.at[node] for node, at in made.items()):
+        self._assign_pieces()
+        computed = [n for n in self.live if n.kind == ROWS and n.call is not None]
+        if not any(n.runs_in % 3 == GATHER and n.piece for n in computed):
             raise Unfit("no convolution's rows reach the output; return what they make")
-        rows = [node for node in self.live if kind[node] == ROWS]
-        end = 3 * self._layers + 1  # after the last piece
-        pieces = [Piece() for _ in range(end)]
-        for node, at in made.items():
-            pieces[at].nodes.append(node)
-        needs: dict[Node, set[int]] = {node: set() for node in rows}
-        needs[output].add(end)
+        layers = (output.piece + 2) // 3
+        end = 3 * layers + 1  # the number of pieces: one follows the last layer's
+        pieces = [Piece([n for n in computed if n.runs_in == at]) for at in range(end)]
+        readers: dict[Node, set[int]] = {n: set() for n in self.live if n.kind == ROWS}
+        readers[output].add(end)
         for at, piece in enumerate(pieces):
             self._complete(piece)
             self._group(piece)
             for read in {read for node in piece.nodes for read in node.reads}:
-                if kind[read] == ROWS and (read.call is None or made[read] != at):
-                    needs[read].add(at)
-        return self._laid_out(pieces, needs, made)
+                if read.kind == ROWS and (read.call is None or read.runs_in != at):
+                    readers[read].add(at)
+        self._hand_on(pieces, readers)
+        self._number_dropouts()
+        alike = (FIXED, FREE, STRUCTURE)
+        self.shared |= {node.key: node for node in self.live if node.kind in alike}
+        cuts = [Cut(*pieces[at : at + 3]) for at in range(0, 3 * layers, 3)]
+        return Program(self.recorded, self.live, cuts, pieces[-1], self.fields)
 
-    def _sum_up(self) -> None:
-        """Have sums over edges made by our kernel, which makes no row per edge. Raises Unfit."""
-        for node in self.live:
-            if self.kind[node] not in (ROWS, INNER) or node.call is None:
-                continue
-            found: _Sum | None
-            if any(is_sparse(value) for value in (node.value, *(r.value for r in node.reads))):
-                found = self._product(node)
-            elif node.what in ("scatter_add", "index_add") and self.kind[node] == ROWS:
-                found = self._sum(node)
-            else:
-                continue
-            if found:  # its edges are grouped where it is known who reads it
-                node.call, node.changes, node.kwargs = aggregate, False, {}
-                node.args = found
-        self.live = live_nodes([self.recorded.output])
-
-    def _group(self, piece: Piece) -> None:
-        """Have sums read edges by their readers: by all vertices of a block where others of the
-        piece go on with the sum, else by its destinations alone."""
-        for node in piece.nodes:
-            if node.call is aggregate:
-                rows, edges, *weight = node.args
-                goes_on = any(node in other.reads for other in piece.nodes)
-                if edges.name == "edge_index" and not any(weight) and not goes_on:
-                    by = BLOCK
-                else:
-                    readers = self.vertices if goes_on else DESTINATIONS
-                    by = Node(grouped, (edges, readers, self.vertices, *weight))
-                    by = self.shared.setdefault(by.key, by)
-                self.kind[by] = STRUCTURE
-                node.args = (by, rows)
-
-    def _product(self, node: Node) -> _Sum:
-        """The sum that a product of a sparse matrix and rows [N, H] is. Raises Unfit of others."""
-        if is_sparse(node.value):
-            raise Unfit(
-                f"{node.place}{node.what} makes a sparse matrix of numbers that are learned,{PAIRS}"
-            )
-        matrices = [read for read in node.reads if is_sparse(read.value)]
-        rows = [read for read in node.reads if self.kind[read] == ROWS]
-        is_one = len(node.reads) == 2 and len(matrices) == len(rows) == 1
-        if is_one and rows[0].value.ndim == 2 and not rows[0].dim and self.kind[node] == ROWS:
-            matrix, read = matrices[0], rows[0]
-            added_up = matrix.value.to_dense() @ read.value
-            if differing(node.value, added_up) is None:
-                return read, *self._entries(matrix)
-        raise Unfit(
-            f"{node.place}{node.what} of a sparse matrix is no product with rows; multiply,"
-            " as torch.sparse.mm(adj, x) does, and add, divide or drop rows"
-        )
-
-    def _entries(self, matrix: Node) -> tuple[Node, Node | None]:
-        """The edges of a sparse matrix, and what they weigh; None: each 1.
-
-        They are the graph's, if the matrix is transposed and the graph undirected as well."""
-
-        def made(call: Any, *reads: Node) -> Node:
-            value = call(*(read.value for read in reads))
-            node = Node(call, reads, line=matrix.line, value=value)
-            node = self.shared.setdefault(node.key, node)
-            self.kind[node] = STRUCTURE
-            return node
-
-        edges, found = made(matrix_edges, matrix), self.recorded.inputs.get("edge_index")
-        if found is not None:
-            for of in (found, made(with_loops, found, self.vertices)):
-                if torch.equal(*(keys(e.value, self.n).sort().values for e in (of, edges))):
-                    edges = of
-        weight = made(numbers, matrix, edges)
-        return edges, None if bool((weight.value == 1).all()) else weight
-
-    def _sum(self, node: Node) -> _Sum | None:
-        """The sum of rows [N, H] of edges' sources that a call makes in zeros, if it makes one."""
-        messages = read = node.reads[-1]
-        weight, edges = None, self.set_of(messages)
-        if messages.what in ("mul", "multiply") and len(messages.reads) == 2:
-            weight, read = sorted(messages.reads, key=lambda each: self.kind[each] == INNER)
-        rows = [
-            each
-            for each in read.reads
-            if self.kind[each] == ROWS and isinstance(each.value, Tensor)
-            if each.value.ndim == 2 and not each.dim
-        ]
-        is_picked = read.what in ("index_select", "getitem") and len(read.reads) == 2
-        if edges is None or len(rows) != 1 or not is_picked or self.learned & {*node.reads}:
-            return None
-        source, reader = edges.value
-        if not any(torch.equal(each.value, source) for each in read.reads):
-            return None
-        sent = rows[0].value[source]
-        if weight is not None:
-            if self.kind[weight] != STRUCTURE or weight.value.shape != (len(source), 1):
-                return None
-            sent = sent * weight.value
-        added_up = torch.zeros_like(rows[0].value).index_add(0, reader, sent)
-        return (rows[0], edges, weight) if differing(node.value, added_up) is None else None
-
-    @property
-    def _layers(self) -> int:
-        """How many there are: a last piece of rows may follow them."""
-        return (self.at[self.recorded.output] + 2) // 3
-
-    def _made(self) -> dict[Node, int]:
-        """The piece that makes each value of rows."""
-        kind, at = self.kind, self.at
-        gathered: set[Node] = set()  # rows that a call of the same piece reads through edges
+    def _assign_pieces(self) -> None:
+        """Set the piece in which each value of ROWS is computed (`runs_in`)."""
+        gathered: set[Node] = set()  # values that a call of the same piece reads through edges
         for node in reversed(self.live):
-            is_made = node.call is not None and kind[node] in (ROWS, INNER)
-            is_through = any(kind[read] in (STRUCTURE, INNER) for read in node.reads)
-            if is_made and (is_through or node in gathered):
-                gathered |= {r for r in node.reads if kind[r] == ROWS and at[r] == at[node]}
+            is_computed = node.call is not None and node.kind in (ROWS, INNER)
+            is_through = any(read.kind in (STRUCTURE, INNER) for read in node.reads)
+            if is_computed and (is_through or node in gathered):
+                gathered |= {r for r in node.reads if r.kind == ROWS and r.piece == node.piece}
                 gathered.add(node)
-        made: dict[Node, int] = {}
         for node in self.live:
-            if kind[node] != ROWS or node.call is None:
+            node.runs_in = node.piece
+            if node.kind != ROWS or node.call is None:
                 continue
-            if _is_one_of_several(node) and node.reads[0] in made:
-                made[node] = made[node.reads[0]]
-            elif at[node] == 0:  # gathered too, if it is made of structure
-                reads = [made[read] for read in node.reads if read in made]
-                made[node] = max([GATHER if node in gathered else PREPARE, *reads])
-            else:
-                made[node] = at[node] + (at[node] % 3 == GATHER and node not in gathered)
-        self._delay(made)
-        return made
+            if _is_one_of_several(node) and node.reads[0].kind == ROWS:
+                node.runs_in = node.reads[0].runs_in
+            elif node.piece == 0:  # if it is computed from STRUCTURE, it is gathered too
+                reads = [r.runs_in for r in node.reads if r.kind == ROWS and r.call is not None]
+                node.runs_in = max([GATHER if node in gathered else PREPARE, *reads])
+            elif node.piece % 3 == GATHER and node not in gathered:
+                node.runs_in += 1
+        self._delay()
 
-    def _delay(self, made: dict[Node, int]) -> None:
-        """Move rows to the last update until they are read, if their own inputs are kept until
-        then: so they are neither exchanged nor made for the halo."""
-        at = made | {node: self.at[node] for node in self.live if self.kind[node] == INNER}
+    def _delay(self) -> None:
+        """Move values to the last update before they are read, if their inputs are kept until then.
+
+        So they are neither exchanged nor computed for halo rows."""
         readers: dict[Node, list[Node]] = {}
         for node in self.live:
             for read in node.reads:
                 readers.setdefault(read, []).append(node)
         for node in reversed(self.live):
-            if node not in readers or made.get(node, GATHER) % 3 == GATHER or is_batch_norm(node):
+            is_computed = node.kind == ROWS and node.call is not None
+            if node not in readers or not is_computed or node.runs_in % 3 == GATHER:
                 continue
-            if _is_one_of_several(node) or not isinstance(node.value, Tensor):
+            if is_batch_norm(node) or _is_one_of_several(node):
                 continue
-            first = min(at[reader] for reader in readers[node])
-            update = first - (first % 3 == PREPARE)  # the last before
-            stay = [
-                any(at[reader] >= update - 1 for reader in readers[read] if reader is not node)
+            if not isinstance(node.value, Tensor):
+                continue
+            first = min(reader.runs_in for reader in readers[node])
+            update = first - (first % 3 == PREPARE)  # the last one before `first`
+            are_kept = [
+                any(each.runs_in >= update - 1 for each in readers[read] if each is not node)
                 for read in node.reads
-                if self.kind[read] == ROWS
+                if read.kind == ROWS
             ]
-            if update > made[node] and update % 3 == UPDATE and all(stay):
-                made[node] = at[node] = update
+            if update > node.runs_in and update % 3 == UPDATE and all(are_kept):
+                node.runs_in = update
 
     def _complete(self, piece: Piece) -> None:
-        """Add what the piece's calls read that is no rows: it is made anew wherever it is read."""
+        """Add the nodes of other kinds that the piece reads: each piece computes them anew."""
         found, todo = set(piece.nodes), list(piece.nodes)
         while todo:
             for read in todo.pop().reads:
-                if self.kind[read] in (INNER, FIXED, FREE) and read not in found:
+                if read.kind in (INNER, FIXED, FREE) and read not in found:
                     found.add(read)
                     todo.append(read)
         piece.nodes = sorted(found, key=lambda node: node.index)
 
-    def _laid_out(
-        self, pieces: Sequence[Piece], needs: dict[Node, set[int]], made: dict[Node, int]
-    ) -> Program:
-        """Say which rows each piece is given, and which it makes: those that later ones read."""
+    def _hand_on(self, pieces: Sequence[Piece], readers: dict[Node, set[int]]) -> None:
+        """Set the rows that each piece reads, and returns because later pieces read them."""
 
         def alive(at: int) -> list[Node]:
-            """Rows made before piece `at` that it or a later one reads; first what it reads."""
+            """Return rows from before piece `at` that it or a later one reads; first its own."""
             found = [
                 node
-                for node, reads in needs.items()
-                if (node.call is None or made[node] < at) and any(r >= at for r in reads)
+                for node, reads in readers.items()
+                if (node.call is None or node.runs_in < at) and any(r >= at for r in reads)
             ]
-            return sorted(found, key=lambda node: (at not in needs[node], node.index))
+            return sorted(found, key=lambda node: (at not in readers[node], node.index))
 
         rows = alive(0)
         for at, piece in enumerate(pieces):
             if at % 3 == PREPARE:
                 piece.given, piece.makes = rows, alive(at + 1)
                 if not piece.nodes:
-                    rows[:] = piece.makes  # in one order, so that nothing is moved
+                    rows[:] = piece.makes  # in the same order, so that no rows are copied
             elif at % 3 == GATHER:
-                piece.given = [node for node in pieces[at - 1].makes if at in needs[node]]
-                piece.makes = [node for node in alive(at + 1) if made.get(node) == at]
+                piece.given = [node for node in pieces[at - 1].makes if at in readers[node]]
+                piece.makes = [n for n in alive(at + 1) if n.call is not None and n.runs_in == at]
             else:
                 piece.makes = rows = alive(at + 1)
             piece.frees = frees(piece.nodes, {*piece.makes})
-        alike = (FIXED, FREE, STRUCTURE)
-        self.shared |= {node.key: node for node in self.live if self.kind[node] in alike}
-        drawn = {}
+
+    def _number_dropouts(self) -> None:
+        """Number the dropouts in the order of `forward`, and find the edges that INNER drops."""
+        for number, node in enumerate(node for node in self.recorded.nodes if node.drops):
+            node.number = number
         for node in self.live:
-            if node.drops and self.kind[node] == INNER:
-                edges = self.set_of(node)
-                if edges is None:
+            if node.drops and node.kind == INNER:
+                node.edges = self.edge_set_of(node)
+                if node.edges is None:
                     raise Unfit(f"{node.place}dropout of something that is no rows of edges")
-                drawn[node] = edges
-        dropping = [node for node in self.recorded.nodes if node.drops]
-        return Program(
-            self.recorded,
-            self.live,
-            self.kind,
-            [Cut(*pieces[at : at + 3]) for at in range(0, 3 * self._layers, 3)],
-            pieces[-1],
-            self.fields,
-            drawn,
-            {node: number for number, node in enumerate(dropping)},
-        )
 
 
 def _same(value: Any) -> Any:
@@ -632,48 +617,51 @@ def _same(value: Any) -> Any:
 
 
 def _is_one_of_several(node: Node) -> bool:
-    """Whether it is a tensor of those that a call makes together, and stays in its piece: rows that
-    are handed on are tensors."""
+    """Whether a node picks one of several tensors that a call returns.
+
+    It stays in the call's piece: rows are handed on as single tensors."""
     is_item = node.call is operator.getitem and isinstance(node.args[0], Node)
     return is_item and isinstance(node.args[0].value, (tuple, list))
 
 
 def is_batch_norm(node: Node) -> bool:
-    """Whether it normalises by moments of all rows."""
+    """Whether a call normalises by moments of all rows."""
     return node.call is F.batch_norm
 
 
-def keep_still(nodes: Iterable[Node], is_training: bool, still: set[Any]) -> None:
-    """Have a batch norm that evaluates in training scale each row, in both modes, by moments that
-    stay. still: running means of these, which training adds to. Raises Unfit of the converse."""
+def freeze_norms(nodes: Iterable[Node], is_training: bool, frozen: set[Any]) -> None:
+    """Make batch norms row-wise that use running moments in training.
+
+    frozen: the running means of these norms; training adds to it, evaluation reads it. Raises Unfit
+    if a batch norm uses moments of all rows in evaluation."""
     for node in nodes:
         if not is_batch_norm(node):
             continue
-        told = told_of(node)
-        if is_training and not told["training"]:
-            still.add(told["running_mean"])
-        if told["running_mean"] in still:
-            node.call = _scaled
-        elif not is_training and told["training"] and told["running_mean"] is not None:
+        arguments = norm_arguments(node)
+        if is_training and not arguments["training"]:
+            frozen.add(arguments["running_mean"])
+        if arguments["running_mean"] in frozen:
+            node.call = _frozen_norm
+        elif not is_training and arguments["training"] and arguments["running_mean"] is not None:
             raise Unfit(
                 f"{node.place}a batch norm takes moments of all rows in evaluation too; let eval()"
                 " reach it, and give training=self.training"
             )
 
 
-def _scaled(*args: Any, **kwargs: Any) -> Tensor:
+def _frozen_norm(*args: Any, **kwargs: Any) -> Tensor:
     return F.batch_norm(*args, **kwargs)
 
 
-def told_of(norm: Node) -> dict[str, Any]:
-    """What a call of batch norm is told, by name."""
+def norm_arguments(norm: Node) -> dict[str, Any]:
+    """Return the arguments of a call of batch norm by name, with defaults."""
     call = BATCH_NORM.bind(*norm.args, **norm.kwargs)
     call.apply_defaults()
     return call.arguments
 
 
 def differing(expected: Tensor, found: Tensor) -> int | None:
-    """A row in which two values differ; None if they are equal."""
+    """Return a row in which two tensors differ; None if they are equal."""
     if expected.shape != found.shape:
         return 0
     close = CLOSE.get(expected.dtype, 0.0)

@@ -1,7 +1,8 @@
-"""Runs a user's code in another process, as a rank will, and limits what it may take.
+"""Runs a user's code in another process, as rank 1 of 2, within limits of time and memory.
 
-A forward that ends its process, waits or allocates without end does so there, and what a module
-makes of the number of its rank shows: ranks would train different modules."""
+A `forward` that ends its process, hangs, or allocates without end does so in that process. And a
+module that depends on its rank differs there from this process: ranks would train different ones.
+"""
 
 from __future__ import annotations
 
@@ -26,9 +27,9 @@ from gnnplan.executor.modules.cut import differing
 from gnnplan.executor.modules.record import Unfit
 
 FORWARD_SECONDS = 60.0  # on a graph of few vertices
-FORWARD_BYTES = 4e9  # on such a graph, beside parameters
-MAKING_SECONDS = 600.0  # a file that is executed may import much, or load weights
-# what torchrun tells the second of two ranks
+FORWARD_BYTES = 4e9  # on this graph, beside parameters
+MAKING_SECONDS = 600.0  # a file may import large libraries, or load weights
+# the environment that torchrun gives the second of two ranks
 RANK = {
     "RANK": "1",
     "LOCAL_RANK": "1",
@@ -38,15 +39,14 @@ RANK = {
 }
 
 
-Rows = Callable[[nn.Module], Sequence[Tensor]]
+Rows = Callable[[nn.Module], Sequence[Tensor]]  # returns a module's outputs
 
 
 @contextmanager
 def seconds(most: float, what: str) -> Iterator[None]:
-    """Have the block end with Unfit after so many seconds. Threads other than the main one, which
-    gets no signal, take as long as they take."""
+    """Raise Unfit in the block after so many seconds; other threads get no signal, and no limit."""
 
-    def ends(number: int, frame: FrameType | None) -> None:
+    def end(number: int, frame: FrameType | None) -> None:
         raise Unfit(
             f"{what} takes more than {most:.0f} s; leave out what waits, asks or loads there"
         )
@@ -54,7 +54,7 @@ def seconds(most: float, what: str) -> Iterator[None]:
     if threading.current_thread() is not threading.main_thread():
         yield
         return
-    before = signal.signal(signal.SIGALRM, ends)
+    before = signal.signal(signal.SIGALRM, end)
     signal.setitimer(signal.ITIMER_REAL, most)
     try:
         yield
@@ -64,7 +64,7 @@ def seconds(most: float, what: str) -> Iterator[None]:
 
 
 def limit_memory(more: float) -> None:
-    """Have allocations fail, from now on, that make the process so many bytes larger than it is."""
+    """Limit the process to so many bytes more than it has now; larger allocations then fail."""
     pages = int(Path("/proc/self/statm").read_text().split()[0])
     limit = pages * resource.getpagesize() + int(more)
     soft, hard = resource.getrlimit(resource.RLIMIT_AS)
@@ -73,13 +73,13 @@ def limit_memory(more: float) -> None:
 
 
 def must_be_alike(module: nn.Module, make: Callable[[], nn.Module], rows: Rows) -> None:
-    """Raise Unfit if `rows` of the module that a rank makes are others, or its process ends."""
+    """Raise Unfit if the module of another rank has other outputs, or if its process ends."""
     unfit, failed, found = _as_rank(make, rows)
     if unfit:
         raise Unfit(unfit)
     expected = rows(module)
     if "forked subprocess" in failed:
-        return  # it computes on a GPU, which only one of the two can
+        return  # it computes on a GPU, which a forked process cannot use
     if failed:
         raise Unfit(f"it fails in the process of rank 1 of 2 ({failed:.150}), and not in this one")
     if any(differing(*both) is not None for both in zip(expected, found, strict=True)):
@@ -90,14 +90,15 @@ def must_be_alike(module: nn.Module, make: Callable[[], nn.Module], rows: Rows) 
 
 
 def _as_rank(make: Callable[[], nn.Module], rows: Rows) -> tuple[str, str, list[Tensor]]:
-    """Why a process of its own refuses the module, or what it raises, or makes. Raises Unfit if
-    that ends."""
-    given, taken = os.pipe()
+    """Make a module in a forked process; return why it is Unfit, its other error, and its outputs.
+
+    Raises Unfit if the process ends."""
+    read_end, write_end = os.pipe()
     process = os.fork()
     if not process:
-        _be_rank(make, rows, taken)
-    os.close(taken)
-    with os.fdopen(given, "rb") as pipe:
+        _be_rank(make, rows, write_end)
+    os.close(write_end)
+    with os.fdopen(read_end, "rb") as pipe:
         data = pipe.read()
     code = os.waitstatus_to_exitcode(os.waitpid(process, 0)[1])
     if not data:
@@ -110,8 +111,8 @@ def _as_rank(make: Callable[[], nn.Module], rows: Rows) -> tuple[str, str, list[
     return found
 
 
-def _be_rank(make: Callable[[], nn.Module], rows: Rows, taken: int) -> NoReturn:
-    """Be the process that `_as_rank` waits for."""
+def _be_rank(make: Callable[[], nn.Module], rows: Rows, write_end: int) -> NoReturn:
+    """Run the forked process of `_as_rank`, and write its answer."""
     unfit, failed, found = "", "", list[Tensor]()
     try:
         os.environ |= RANK
@@ -119,8 +120,8 @@ def _be_rank(make: Callable[[], nn.Module], rows: Rows, taken: int) -> NoReturn:
         nothing = os.open(os.devnull, os.O_RDWR)
         for stream in (0, 1, 2):
             os.dup2(nothing, stream)
-        torch.set_num_threads(1)  # those of the other process are not here
-        _meet_nobody()
+        torch.set_num_threads(1)  # a fork has no other threads
+        _pretend_two_ranks()
         module = make()
         held = sum(p.numel() * 8 for p in module.parameters() if not is_lazy(p))
         limit_memory(FORWARD_BYTES + 4 * held)
@@ -129,17 +130,17 @@ def _be_rank(make: Callable[[], nn.Module], rows: Rows, taken: int) -> NoReturn:
             found = [tensor.detach().clone() for tensor in rows(module)]
     except Unfit as error:
         unfit = str(error)
-    except BaseException as error:  # of a class that this process alone may have
+    except BaseException as error:  # its class may exist in this process alone
         failed = f"{type(error).__name__}: {error}"
     data = BytesIO()
     torch.save((unfit, failed, found), data)
-    with os.fdopen(taken, "wb") as pipe:
+    with os.fdopen(write_end, "wb") as pipe:
         pipe.write(data.getbuffer())
     os._exit(0)
 
 
-def _meet_nobody() -> None:
-    """Have torch.distributed say that this is rank 1 of 2."""
+def _pretend_two_ranks() -> None:
+    """Make torch.distributed report rank 1 of 2."""
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
     if not torch.distributed.is_initialized():

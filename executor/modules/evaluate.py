@@ -18,12 +18,14 @@ from gnnplan.executor.modules.record import Named, Node, Opaque, Slice
 
 CPU = torch.device("cpu")
 Values = dict[Node, Any]
-Draw = Callable[[Node, Tensor, float], Tensor]  # dropout of a value, with its p
+Draw = Callable[[Node, Tensor, float], Tensor]  # (call of dropout, rows, p) -> rows
 
 
 @dataclass
 class Place:
-    """Where calls run: what the module has by a name, tensors or parts of it; how dropout draws."""
+    """Where calls run: on which device, with which tensors, submodules and dropout masks.
+
+    named: returns the module's tensor or submodule of a name. draw: drops rows."""
 
     named: Callable[[str], Any]
     draw: Draw = lambda node, rows, p: rows
@@ -33,40 +35,42 @@ class Place:
     def run(
         self, nodes: Sequence[Node], values: Values, frees: Mapping[Node, Sequence[Node]]
     ) -> None:
-        """Add to `values` those of nodes, in their order; frees: after which ones go."""
-        given: dict[int, int] = {}
-        if any(node.changes for node in nodes):
-            given = storages([*values.values()])
-        for node in nodes:
-            gone, may_change = frees.get(node, ()), False
-            if node.changes:  # in place, if nobody else has these numbers
-                kept = given | storages([v for each, v in values.items() if each not in gone])
-                may_change = not kept.keys() & storages(values.get(node.reads[0]))
-            values[node] = self.call(node, values, may_change)
-            for freed in gone:
-                values.pop(freed, None)
+        """Compute nodes in their order and add their values to `values`.
 
-    def call(self, node: Node, values: Mapping[Node, Any], may_change: bool = False) -> Any:
-        """The value of one call, of those that it reads; may_change: the first, in place."""
-        # torch's own walk of arguments takes as long as many a call
-        args = tuple(self._given(argument, values) for argument in node.args)
-        kwargs = {name: self._given(given, values) for name, given in node.kwargs.items()}
+        frees: the nodes whose values are no longer needed after a call."""
+        inputs: dict[int, int] = {}
+        if any(node.in_place for node in nodes):
+            inputs = storages([*values.values()])
+        for node in nodes:
+            freed, may_overwrite = frees.get(node, ()), False
+            if node.in_place:  # only if no other value shares the storage
+                kept = inputs | storages([v for each, v in values.items() if each not in freed])
+                may_overwrite = not kept.keys() & storages(values.get(node.reads[0]))
+            values[node] = self.call(node, values, may_overwrite)
+            for each in freed:
+                values.pop(each, None)
+
+    def call(self, node: Node, values: Mapping[Node, Any], may_overwrite: bool = False) -> Any:
+        """Return the value of one call. may_overwrite: it may change its first argument."""
+        # tree_map over the arguments would take as long as many a call
+        args = tuple(self._argument(argument, values) for argument in node.args)
+        kwargs = {name: self._argument(value, values) for name, value in node.kwargs.items()}
         if p := node.drops:
             return self.draw(node, args[0] if args else kwargs["input"], p)
-        if node.changes and not may_change:
+        if node.in_place and not may_overwrite:
             args = (args[0].clone(), *args[1:])
         function: Any = node.call
         if isinstance(node.call, Opaque):
             function = self.named(node.call.path)
-        if node.learns:
+        if node.has_grad:
             result = function(*args, **kwargs)
         else:
             with torch.no_grad():
                 result = function(*args, **kwargs)
         return args[0] if result is None else result
 
-    def _given(self, argument: Any, values: Mapping[Node, Any]) -> Any:
-        # not a function in `call`: one that calls itself would hold all values in a cycle
+    def _argument(self, argument: Any, values: Mapping[Node, Any]) -> Any:
+        # a method: a recursive function inside `call` would keep all values alive in a cycle
         if isinstance(argument, Node):
             return values[argument]
         if isinstance(argument, Named):
@@ -74,19 +78,19 @@ class Place:
         if isinstance(argument, torch.device):
             return self.device
         if isinstance(argument, Slice):
-            return slice(*(self._given(each, values) for each in argument))
+            return slice(*(self._argument(each, values) for each in argument))
         if isinstance(argument, (tuple, list)):
-            return type(argument)(self._given(each, values) for each in argument)
+            return type(argument)(self._argument(each, values) for each in argument)
         return argument
 
 
 def tensors(value: Any) -> list[Tensor]:
-    """All tensors in a value."""
+    """Return all tensors in a value."""
     return [leaf for leaf in tree_leaves(value) if isinstance(leaf, Tensor)]
 
 
 def storages(values: Any) -> dict[int, int]:
-    """Where the numbers of values' tensors are, and how many bytes there."""
+    """Return the address of each storage of the values' tensors, and its size [B]."""
     dense = [tensor for tensor in tensors(values) if tensor.layout == torch.strided]
     found = [tensor.untyped_storage() for tensor in dense]
     return {storage.data_ptr(): storage.nbytes() for storage in found}
@@ -97,7 +101,7 @@ def frees(
     keep: Collection[Node],
     reads: Callable[[Node], list[Node]] = lambda node: node.reads,
 ) -> dict[Node, list[Node]]:
-    """By call: the values that no later one reads, but for those to keep."""
+    """Return, for each call, the values that no later call reads, except those to keep."""
     last: dict[Node, Node] = {}
     for node in nodes:
         last |= dict.fromkeys([node, *reads(node)], node)
@@ -109,7 +113,7 @@ def frees(
 
 
 def grouped(edges: Tensor, readers: int, vertices: int, weight: Tensor | None = None) -> Block:
-    """Edges [2, E] into the first `readers` vertices, by these, and what they weigh [E, 1]."""
+    """Return the Block of the edges [2, E] into the first `readers` vertices; weight [E, 1]."""
     order = edges[1].argsort(stable=True)
     indptr = torch.zeros(readers + 1, dtype=torch.int32)
     indptr[1:] = torch.bincount(edges[1], minlength=vertices)[:readers].cumsum(0)
@@ -119,28 +123,28 @@ def grouped(edges: Tensor, readers: int, vertices: int, weight: Tensor | None = 
 
 
 def matrix_edges(matrix: Tensor) -> Tensor:
-    """Edges [2, E] from columns to rows, where the matrix has a number."""
+    """Return the edges [2, E] of a sparse matrix: from the column to the row of each number."""
     return _coalesced(matrix).indices().flip(0)
 
 
 def numbers(matrix: Tensor, edges: Tensor) -> Tensor:
-    """What the matrix has at some edges [E, 1]; 0 where it has nothing."""
+    """Return a sparse matrix's numbers at some edges [E, 1]; 0 where it stores none."""
     matrix = _coalesced(matrix)
-    found, wanted = (keys(some, len(matrix)) for some in (matrix.indices().flip(0), edges))
-    if not len(found):
+    stored, wanted = (keys(some, len(matrix)) for some in (matrix.indices().flip(0), edges))
+    if not len(stored):
         return matrix.values().new_zeros(len(wanted), 1)
-    places = torch.searchsorted(found, wanted).clamp_(max=len(found) - 1)
-    return (matrix.values()[places] * (found[places] == wanted))[:, None]
+    places = torch.searchsorted(stored, wanted).clamp_(max=len(stored) - 1)
+    return (matrix.values()[places] * (stored[places] == wanted))[:, None]
 
 
 def with_loops(edges: Tensor, vertices: int) -> Tensor:
-    """The edges, and then one from each vertex to itself."""
+    """Return the edges, followed by a self-loop per vertex."""
     every = torch.arange(vertices)
     return torch.cat([edges, torch.stack([every, every])], 1)
 
 
 def keys(edges: Tensor, vertices: int) -> Tensor:
-    """A number per edge [E] by which it is known, in the order of a matrix; edges: ids [2, E]."""
+    """Return a number per edge [E], unique per pair of ids, in the order of a matrix's entries."""
     return edges[1] * vertices + edges[0]
 
 

@@ -1,4 +1,4 @@
-"""What a module keeps from call to call, and what copies of it do not have.
+"""Finds state that a module keeps between calls, and parts that a copy of the module would lack.
 
 A module is recorded once, and every rank trains a copy."""
 
@@ -30,7 +30,7 @@ HOOKED = (
 
 
 def copied(module: nn.Module) -> nn.Module:
-    """A copy of a module. Raises Unfit."""
+    """Return a copy of a module. Raises Unfit if it has hooks of gradients, or cannot be copied."""
     for name, parameter in module.named_parameters():
         if parameter._backward_hooks or parameter._post_accumulate_grad_hooks:
             raise Unfit(HOOKED.format(name))
@@ -44,7 +44,7 @@ def copied(module: nn.Module) -> nn.Module:
 
 
 def must_learn_its_own(output: Tensor, module: nn.Module) -> None:
-    """Raise Unfit if what learns is not all of the module: a copy of it would not have that."""
+    """Raise Unfit if the output depends on a trained tensor that is no parameter of the module."""
     own, seen, todo = {*map(id, module.parameters())}, set(), [output.grad_fn]
     while todo:
         node: Any = todo.pop()
@@ -62,9 +62,10 @@ def must_learn_its_own(output: Tensor, module: nn.Module) -> None:
 
 
 def numbers_of(module: nn.Module) -> dict[str, Any]:
-    """What a module, its parts, functions and the user's files keep from call to call, by name:
-    numbers and words, tensors of one number or of whole ones, how much is in lists and sets, and
-    where iterators and random generators are. Batch norm's count of batches is none of it."""
+    """Return the state that a module, its submodules, functions and the user's files keep, by name.
+
+    That is numbers and texts, tensors of one number or of integers, the sizes of containers, and
+    the states of iterators and random generators; but not batch norm's count of batches."""
     found: dict[str, Any] = {}
     files = {
         name: code
@@ -73,10 +74,11 @@ def numbers_of(module: nn.Module) -> dict[str, Any]:
     }
 
     def note(name: str, value: Any, depth: int) -> None:
+        """Add a value, and values inside it to a depth."""
         if isinstance(value, (list, tuple, dict, set, deque)):
             found[f"the size of {name}"] = len(value)
         if isinstance(value, (int, float, str, np.generic)):
-            if value == value:  # what is no number differs from itself
+            if value == value:  # NaN differs from itself
                 found[name] = value
         elif isinstance(value, Tensor):
             counts = value.numel() == 1 or not value.is_floating_point()
@@ -84,7 +86,7 @@ def numbers_of(module: nn.Module) -> dict[str, Any]:
             if counts and not learns and value.layout == torch.strided:
                 found[name] = value.tolist()
         elif isinstance(value, (Iterator, random.Random, np.random.Generator)):
-            with suppress(Exception):  # some cannot tell
+            with suppress(Exception):  # some cannot be pickled
                 found[name] = pickle.dumps(value)
         elif depth and isinstance(value, (list, tuple)):
             note(name, dict(enumerate(value)), depth)
@@ -110,5 +112,5 @@ def numbers_of(module: nn.Module) -> dict[str, Any]:
 
 
 def _captured(function: FunctionType) -> list[Any]:
-    """What a function has of the function around it."""
+    """Return the variables that a function has captured from the functions around it."""
     return [cell.cell_contents for cell in function.__closure__ or () if cell != CellType()]

@@ -1,7 +1,7 @@
-"""Makes a user's module: of a file, of a class or of a function; and keeps a live one in a file.
+"""Makes a user's module from a file, a class or a function, and keeps a live module in a file.
 
-The file is executed, which is why the user names it: as `--model file.py:MyGNN`, in a plan that
-they run."""
+The file is executed, so the user names it: in `--model file.py:MyGNN`, or in a plan that they run.
+"""
 
 from __future__ import annotations
 
@@ -19,55 +19,19 @@ from typing import Any
 from torch import nn
 
 from gnnplan.executor.modules import elsewhere
-from gnnplan.executor.modules.bind import GRAPHS
 from gnnplan.executor.modules.convert import Parameters
+from gnnplan.executor.modules.names import GRAPHS, WIDTHS, field_of
 from gnnplan.executor.modules.record import Unfit, is_the_users
 from gnnplan.planner.gnn.workload import Workload
 from gnnplan.planner.vocabulary.errors import SpecError
 from gnnplan.planner.vocabulary.files import read_bytes, suggest, write_atomically
-
-# Names of parameters that are given a graph's width though they have a default, as PyG, DGL and
-# their examples call them.
-WIDTHS = (
-    *("features", "h_in", "in_channels", "in_feats", "in_dim", "in_size", "num_features"),
-    *("classes", "h_out", "out_channels", "out_feats", "out_dim", "out_size", "num_classes"),
-)
-# What a word of a parameter's name says that it is, the first that says something; beside PLAIN
-# ones, which say nothing, any other word makes it something else.
-WORDS = (
-    ("dropout", {"dropout", "drop", "droprate"}),
-    ("layers", {"layer", "layers"}),
-    ("heads", {"head", "heads"}),
-    ("features", {"in", "input"}),
-    ("classes", {"out", "output", "class", "classes", "labels"}),
-    ("hidden", {"hid", "hidden", "h"}),
-    ("features", {"feat", "feats", "feature", "features"}),
-)
-PLAIN = {"n", "num", "node", "d", "dim", "dims", "size", "units", "channels", "c", "rate", "prob"}
-KNOWN = PLAIN.union(*(words for _, words in WORDS))
-
-
-def field_of(parameter: str) -> str:
-    """The field of a workload, 'features' or 'classes', that a parameter's name stands for; '':
-    none of them.
-
-    >>> field_of("hidden_channels"), field_of("nclass"), field_of("edge_dim")
-    ('hidden', 'classes', '')
-    """
-    words = {
-        word if word in KNOWN else word.removeprefix("n")  # as nfeat
-        for word in parameter.lower().split("_")
-    }
-    found = (field for field, some in WORDS if words & some)
-    return next(found, "") if words <= KNOWN else ""
-
 
 MAX_SOURCE = 1 << 22  # [B] of a file that is executed
 PICKLED = ".pickle"
 
 
 def source_of(model: str) -> tuple[Path, str, str]:
-    """The file of FILE.py:NAME, the name, and the file's SHA-256. Raises SpecError."""
+    """Return the file and the name of FILE.py:NAME, and the file's SHA-256. Raises SpecError."""
     path, _, name = model.rpartition(":")
     if not path.endswith(".py"):
         raise SpecError(f"model {model}: must read FILE.py:NAME, as model.py:MyGNN")
@@ -76,7 +40,7 @@ def source_of(model: str) -> tuple[Path, str, str]:
 
 
 def as_planned(file: Path, sha256: str, most: int = MAX_SOURCE) -> bytes:
-    """The content of a file. Raises SpecError if it is no longer what was planned."""
+    """Return the content of a file. Raises SpecError if it has changed since the plan."""
     content = read_bytes(file, most, "plan again")
     if hashlib.sha256(content).hexdigest() != sha256:
         raise SpecError(
@@ -86,7 +50,7 @@ def as_planned(file: Path, sha256: str, most: int = MAX_SOURCE) -> bytes:
 
 
 def in_file(file: Path, name: str) -> object:
-    """What a name in a file stands for. Raises SpecError."""
+    """Execute a file and return the object of a name in it. Raises SpecError."""
     with (
         _blamed(file, f"{file} cannot be executed"),
         elsewhere.seconds(elsewhere.MAKING_SECONDS, "the file"),
@@ -114,10 +78,10 @@ def make(
     classes: int,
     given: Mapping[str, Any] | None = None,
 ) -> tuple[nn.Module, dict[str, Any]]:
-    """The module itself, or what the class or function makes; and what that was called with.
+    """Return the module that `found` is or makes, and the arguments of the call that made it.
 
-    file: that it is from, to name it in errors. given: what it is called with, if that is known.
-    Raises SpecError."""
+    file: the source, for errors. given: the arguments of an earlier call; None: they follow from
+    the parameters' names. Raises SpecError."""
     where = f"{file}: " if file else ""
     if isinstance(found, nn.Module):
         return found, {}
@@ -146,15 +110,15 @@ def make(
 
 
 def _execute(file: Path) -> ModuleType:
-    """The file as a module; files beside it can be imported by it."""
+    """Execute a file as a Python module; it can import the files beside it."""
     code = ModuleType(f"gnnplan_user_{file.stem}")
     code.__file__ = str(file)
     sys.modules[code.__name__] = code
     sys.path.insert(0, str(file.parent))
     try:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # of the libraries that it imports
-            # not Python's cache, which takes a file of the same second and size for the same
+            warnings.simplefilter("ignore")  # libraries that it imports may warn
+            # without Python's cache, which takes two files of the same second and size for one
             exec(compile(file.read_bytes(), str(file), "exec"), vars(code))
     finally:
         sys.path.remove(str(file.parent))
@@ -163,7 +127,7 @@ def _execute(file: Path) -> ModuleType:
 
 @contextmanager
 def _blamed(file: Path | None, what: str) -> Iterator[None]:
-    """Turns what the user's code raises into a SpecError with its line."""
+    """Raise a SpecError with the user's line instead of what their code raises."""
     try:
         yield
     except (KeyboardInterrupt, SpecError):
@@ -194,7 +158,7 @@ def _arguments(
     features: int,
     classes: int,
 ) -> dict[str, Any]:
-    """What the factory requires, by its parameters' names."""
+    """Return the arguments that a class or function needs, by its parameters' names."""
     values = workload.model_dump() | {"features": features, "classes": classes}
     out: dict[str, Any] = {}
     for parameter in inspect.signature(factory).parameters.values():
@@ -216,9 +180,9 @@ def _arguments(
 
 
 def keep(kept: nn.Module | Parameters, folder: Path, name: str) -> tuple[Path, str]:
-    """Write a file that `loaded` reads; its path and its SHA-256, which its name has too.
+    """Write a file that `loaded` reads; return its path and its SHA-256, which is part of the name.
 
-    Raises Unfit for what cannot be pickled."""
+    Raises Unfit for an object that cannot be pickled."""
     import cloudpickle
 
     code = _code_of(kept) if isinstance(kept, nn.Module) else set()
@@ -242,11 +206,11 @@ def keep(kept: nn.Module | Parameters, folder: Path, name: str) -> tuple[Path, s
 
 
 def loaded(data: bytes) -> nn.Module | Parameters:
-    """What is in a file of `keep`. Raises SpecError."""
+    """Return the object in a file of `keep`. Raises SpecError."""
     import cloudpickle
 
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # of the libraries that it imports
+        warnings.simplefilter("ignore")  # libraries that it imports may warn
         try:
             kept = cloudpickle.loads(data)
         except Exception as error:
@@ -259,8 +223,8 @@ def loaded(data: bytes) -> nn.Module | Parameters:
 
 
 def _code_of(module: nn.Module) -> set[ModuleType]:
-    """Code of its parts that a rank cannot import: the user's, and what PyG generates for the
-    user's classes."""
+    """Return the Python modules that a rank cannot import: the user's own, and the code that PyG
+    generates for the user's classes."""
     kinds = {kind for part in module.modules() for kind in type(part).__mro__}
     values = [value for kind in kinds for value in (kind, *vars(kind).values())]
     names = {str(getattr(value, "__module__", "")) for value in values} - {"__main__"}

@@ -1,4 +1,4 @@
-"""The Net of a workload, whoever wrote its layers."""
+"""The Net of any workload: built-in layers, a user's layers, or a user's module."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from gnnplan.planner.gnn.workload import Workload
 
 
 def net_of(shapes: Model, workload: Workload, which: range | None = None) -> Net:
-    """The layers `which` (default: all) of our kinds, of the user's class or of their module."""
+    """Return the layers `which` (None: all): built-in, of the user's class, or of their module."""
     if workload.is_module:
         return read_again(workload).net(shapes, workload, which)
     if workload.model != "own":

@@ -1,7 +1,7 @@
-"""A layer of the user's own: a class in a file, of which a model is made.
+"""A model of layers that the user wrote: a class of layers.Layer in a file.
 
-`with_user_model` counts what its layers do (count.py), so that they can be planned, and says so in
-the workload. Ranks make the layers anew, from the same file."""
+`with_user_model` counts the work of the layers (layers/count.py) and adds it to the workload, which
+is then planned. Each rank makes the layers again from the file."""
 
 from __future__ import annotations
 
@@ -34,14 +34,11 @@ def with_user_model(
     folder: Path | None = None,
     more: Mapping[str, Any] | None = None,
 ) -> tuple[Problem, list[str]]:
-    """The problem with the user's model, and notes on how that was made.
+    """Return the problem with the user's model, and notes.
 
-    The model is layers of their own, or a module of convolutions.
-
-    model, given, folder, more: as of modules.read.with_user_module. Layers are `FILE.py:NAME`,
-    where NAME is a class of layer.Layer; the workload's `layers` and `hidden` say how many there
-    are, and how wide. Raises SpecError.
-    """
+    The model is a torch module, or a class of layers.Layer: `FILE.py:NAME`, of which the workload's
+    `layers` and `hidden` give the number and the width. model, given, folder, more: see
+    modules.read.with_user_module. Raises SpecError."""
     if not names_layer(model, problem.workload.seed):
         return with_user_module(problem, model, given, folder, more)
     stats = problem.stats
@@ -54,7 +51,7 @@ def with_user_model(
 
 
 def names_layer(model: Source, seed: int) -> bool:
-    """Whether a model is `FILE.py:NAME` of a class of layers. Raises SpecError."""
+    """Whether a model is `FILE.py:NAME` of a class of layers. Raises SpecError for a live one."""
     if not isinstance(model, str):
         kind = model if isinstance(model, type) else type(model)
         if issubclass(kind, Layer):
@@ -71,7 +68,7 @@ def names_layer(model: Source, seed: int) -> bool:
 
 
 def own_layers(workload: Workload, model: str, features: int, classes: int) -> Workload:
-    """The workload with layers of the user's class, and what each does. Raises SpecError."""
+    """Return the workload with layers of the user's class and their work. Raises SpecError."""
     if workload.norm not in (None, "none"):
         raise SpecError(
             f"norm: {model} is a layer of your own, which norms in its prepare or update (norm:"
@@ -109,7 +106,7 @@ def own_layers(workload: Workload, model: str, features: int, classes: int) -> W
 def _counted(
     workload: Workload, number: int, shape: ModuleLayer, varies: bool, relu: bool
 ) -> ModuleLayer:
-    """The layer of this shape with what it does. Raises SpecError."""
+    """Return a layer of this shape with its counted work. Raises SpecError."""
     dtype = dtype_of(workload.precision.weights)
     where = f"{workload.own.file}: {workload.own.name}"
     layer = made(workload, number, shape.h_in, shape.h_out).to(dtype)
@@ -134,7 +131,7 @@ def _counted(
 
 
 def _must_be_whole(layer: Layer, where: str) -> None:
-    """Raise SpecError if the class does not say what every layer must."""
+    """Raise SpecError if the class lacks an attribute or method that every layer needs."""
     edges = getattr(layer, "edges", None)
     if edges not in EDGES:
         raise SpecError(
@@ -150,15 +147,15 @@ def _must_be_whole(layer: Layer, where: str) -> None:
 
 
 def _has_calls_of_p3(layer: Layer) -> bool:
-    """Whether the class says how its sums distribute over columns (layer.ColumnLayer)."""
+    """Whether the class has the methods of layers.ColumnLayer."""
     has = [getattr(type(layer), name, None) for name in ("scatter", "transform", "apply")]
     return bool(layer.by_columns) and not {None, nn.Module.apply} & {*has}
 
 
 def made(workload: Workload, number: int, h_in: int, h_out: int) -> Layer:
-    """Layer `number` of the user's class. Its random numbers are those of (seed, number).
+    """Make layer `number` of the user's class, with random numbers from (seed, number).
 
-    Raises SpecError if the file is no longer what was planned."""
+    Raises SpecError if the file has changed since the plan."""
     module = workload.own
     file = Path(module.file)
     with torch.random.fork_rng(devices=[]):
@@ -173,6 +170,6 @@ def made(workload: Workload, number: int, h_in: int, h_out: int) -> Layer:
 
 @lru_cache(maxsize=2)
 def class_in(file: Path, name: str, sha256: str) -> object:
-    """The class in a file with this content. Raises SpecError."""
+    """Return the class in a file. Raises SpecError if the file's SHA-256 is another one."""
     as_planned(file, sha256)
     return in_file(file, name)

@@ -1,13 +1,14 @@
-"""The layers of a user's module: its own calls of torch, on a part of the graph.
+"""The layers of a user's module: its own torch calls, on a part of the graph.
 
-`Pieces` is a module that was followed, in training and in evaluation. A `PieceLayer` is one of its
-layers. Rows that are handed from one layer to the next lie side by side in one tensor."""
+`Pieces` is a module that was recorded and cut, in training and in evaluation mode. `PieceLayer` is
+one of its layers. The values that a layer hands to the next lie side by side in one tensor of rows.
+"""
 
 from __future__ import annotations
 
 import copy
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, cast
 from weakref import WeakKeyDictionary
 
@@ -22,52 +23,51 @@ from gnnplan.executor.layers.norms import BatchNorm
 from gnnplan.executor.modules.bind import Bound
 from gnnplan.executor.modules.cut import (
     BLOCK,
-    FIXED,
     Cut,
     Piece,
     Program,
     is_batch_norm,
-    told_of,
+    norm_arguments,
     width_of,
 )
 from gnnplan.executor.modules.evaluate import Place, Values, storages
-from gnnplan.executor.modules.record import Named, Node, Opaque, named_in, tensors_of
+from gnnplan.executor.modules.record import FIXED, Named, Node, Opaque, named_in, tensors_of
 from gnnplan.executor.modules.structure import Structure
 from gnnplan.planner.gnn.model import Model
 from gnnplan.planner.gnn.workload import Workload
 from gnnplan.planner.graph.graph import Whole
 
-# edges after which fields begin anew where layers are counted: of each kind there are as many in
-# every size of layers/count.py
+# layers/count.py counts layers on graphs whose fields repeat after so many edges: these graphs have
+# as many edges of each kind, whatever their size
 PERIOD = 64
-DRAWS = 1 << 16  # before the numbers of a module's dropouts, in a hash where layers have theirs
+DRAWS = 1 << 16  # a module's dropouts hash DRAWS + number, where built-in layers hash their number
 
 
 def pair_ids(source: Tensor, reader: Tensor) -> Tensor:
-    """A number per edge, of the global ids of its ends."""
+    """Return a number per edge, from the global ids of source and destination."""
     return (reader << 31) | source
 
 
-def drawn(rows: Tensor, dim: int, number: int, ids: Tensor, drop: Drop, p: float) -> Tensor:
-    """Dropout number `number` of a module, of rows in a dimension that belong to `ids` [n]."""
-    turned = rows.movedim(dim, 0)
-    flat = turned.reshape(turned.shape[0], -1)
-    made = dropout(flat, drop.seed, drop.epoch, DRAWS + number, ids, p)
-    return made.view(turned.shape).movedim(0, dim)
+def drawn(rows: Tensor, node: Node, ids: Tensor, drop: Drop, p: float) -> Tensor:
+    """Drop rows as the call of dropout `node` does; the mask of a row follows from its id [n]."""
+    by_row = rows.movedim(node.dim, 0)
+    flat = by_row.reshape(by_row.shape[0], -1)
+    dropped = dropout(flat, drop.seed, drop.epoch, DRAWS + node.number, ids, p)
+    return dropped.view(by_row.shape).movedim(0, node.dim)
 
 
 @dataclass(eq=False)
 class Pieces:
-    """A module that was followed."""
+    """A module that was recorded and cut into pieces."""
 
     module: nn.Module
     training: Program
     evaluation: Program
     structure: Structure
     dtype: torch.dtype
-    loops: bool  # the module's graph has self-loops, as DGL's
+    loops: bool  # the DGL graph that the module receives has self-loops
     binding: Bound
-    by_kernels: bool  # calls of DGL's kernels are among its calls, and not parts that make them
+    by_kernels: bool  # the calls of DGL's kernels are recorded
     locals: WeakKeyDictionary[Block, Values] = field(default_factory=WeakKeyDictionary)
 
     @property
@@ -77,17 +77,20 @@ class Pieces:
     def layer(self, number: int) -> PieceLayer:
         return PieceLayer(self, number)
 
+    def with_module(self, module: nn.Module) -> Pieces:
+        """Return the pieces with the tensors of a copy of the module."""
+        return replace(self, module=module)
+
     def net(self, shapes: Model, workload: Workload, which: range | None) -> Net:
-        """Its layers `which`, of a copy of the module with parameters of its own."""
-        own = copy.copy(self)
-        own.module = copy.deepcopy(self.module)
+        """Return the layers `which`, with the tensors of a new copy of the module."""
+        own = self.with_module(copy.deepcopy(self.module))
         net = Net(shapes, workload, which, own.layer)
         if own.training.ends.nodes and net.total in net.which:
             net.ends = Tail(cast(PieceLayer, net.layer(net.total)))
         return net
 
     def trained(self, weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """A Net's weights as the state_dict of the user's module."""
+        """Return a Net's weights as the state_dict of the user's module."""
         named = self.module.state_dict(keep_vars=True)
         state = {name: value.detach().clone() for name, value in named.items()}
         for name, value in weights.items():
@@ -99,19 +102,18 @@ class Pieces:
 
     @property
     def place(self) -> Place:
-        """Where structure, which drops nothing, is computed: with the module's tensors, on the
-        host."""
+        """Where STRUCTURE is computed: on the host, with the module's tensors, without dropout."""
         return Place(named_in(self.module), dtype=self.dtype)
 
     def local(self, block: Block) -> Values:
-        """What layers read of a block's edges, which is made once."""
+        """Return, and cache, the STRUCTURE that layers read on a block."""
         if block not in self.locals:
             self.locals[block] = self.structure.of_block(block, self.place)
         return self.locals[block]
 
     @property
     def owners(self) -> dict[nn.Parameter, list[int]]:
-        """The layers that have each trained parameter. The first of them owns it."""
+        """The numbers of the layers that read each trained parameter; the first one owns it."""
         found: dict[nn.Parameter, list[int]] = {}
         for number in range(1, self.layers + 1):
             for parameter in self.layer(number).parameters():
@@ -120,25 +122,25 @@ class Pieces:
 
     @property
     def inputs(self) -> tuple[tuple[str, int], ...]:
-        """Fields of vertices that layer 1 is given, and their widths."""
+        """The fields of vertices that layer 1 reads, and their widths."""
         program = self.training
         return tuple((node.name.removeprefix("vertex "), width_of(node)) for node in program.inputs)
 
     @property
     def reads(self) -> set[str]:
-        """What it reads of what it is given."""
+        """The names of the inputs of `forward` that the output depends on."""
         modes = self.training, self.evaluation
         return {node.name for program in modes for node in program.live if node.call is None}
 
     def width(self, layer: int) -> int:
-        """Numbers per row that a layer hands on (0: that layer 1 is given)."""
+        """Return the numbers per row that a layer hands on; 0: that layer 1 receives."""
         program = self.training
         rows = program.inputs if layer == 0 else program.layers[layer - 1].update.makes
         return sum(map(width_of, rows))
 
 
 def packed(values: Values, nodes: Sequence[Node]) -> Tensor:
-    """Rows [n, W] of some nodes' values, side by side."""
+    """Return rows [n, W] that hold the values of some nodes side by side."""
     parts = [values[node].movedim(node.dim, 0) for node in nodes]
     flat = [part.reshape(part.shape[0], -1) for part in parts]
     kind = flat[0].dtype if flat[0].is_floating_point() else torch.get_default_dtype()
@@ -147,7 +149,7 @@ def packed(values: Values, nodes: Sequence[Node]) -> Tensor:
 
 
 def unpacked(rows: Tensor, nodes: Sequence[Node]) -> Values:
-    """The values of nodes that lie side by side in rows [n, W]."""
+    """Return the values of the nodes that lie side by side in rows [n, W]."""
     if not nodes:
         return {}
     if len(nodes) == 1:
@@ -164,54 +166,54 @@ def _shaped(rows: Tensor, node: Node) -> Tensor:
 
 
 class PackedNorm(BatchNorm):
-    """The batch norms that a piece begins with, over the columns of the rows that it is given."""
+    """The batch norms that a piece begins with, over columns of the piece's rows [., W]."""
 
     def __init__(self, layer: PieceLayer, piece: Piece) -> None:
         nn.Module.__init__(self)
-        self.of, self.piece = [layer], piece  # in a list: the layer is no part of this module
+        self.layers, self.piece = [layer], piece  # in a list: the layer is no submodule of its norm
 
     def norms_of(self, piece: Piece) -> Iterator[tuple[Node, slice, dict[str, Any]]]:
-        """Each batch norm that a piece begins with, its columns, and what it is told."""
+        """Yield each batch norm that a piece begins with, its columns, and its arguments."""
         norms, stop = {node.reads[0]: node for node in piece.nodes if is_batch_norm(node)}, 0
         for given in piece.given:
             start, stop = stop, stop + width_of(given)
             if given in norms:
-                told = told_of(norms[given])
-                tensors = {k: self.of[0].named(v.name) for k, v in told.items() if type(v) is Named}
-                yield norms[given], slice(start, stop), told | tensors
+                arguments, named = norm_arguments(norms[given]), self.layers[0].named
+                tensors = {k: named(v.name) for k, v in arguments.items() if isinstance(v, Named)}
+                yield norms[given], slice(start, stop), arguments | tensors
 
     @property
     def shift(self) -> Tensor:
-        """Running means [W]; zero of columns that are not normed."""
-        means = [(columns, told["running_mean"]) for _, columns, told in self.norms_of(self.piece)]
+        """Running means [W]; zero for columns without a batch norm."""
+        means = [(columns, norm["running_mean"]) for _, columns, norm in self.norms_of(self.piece)]
         shift: Tensor = means[0][1].new_zeros(sum(map(width_of, self.piece.given)))
         for columns, mean in means:
             shift[columns] = mean
         return shift
 
     def keep(self, mean: Tensor, variance: Tensor) -> None:
-        for _, columns, told in self.norms_of(self.piece):
-            told["running_mean"].add_(mean[columns], alpha=told["momentum"])
-            told["running_var"].lerp_(variance[columns], told["momentum"])
+        for _, columns, norm in self.norms_of(self.piece):
+            norm["running_mean"].add_(mean[columns], alpha=norm["momentum"])
+            norm["running_var"].lerp_(variance[columns], norm["momentum"])
 
     def normed(self, piece: Piece, values: Values, moments: Tensor | None) -> Values:
-        """The values of a piece's batch norms; moments [2, W]; None: the running ones."""
+        """Return the values of a piece's batch norms; moments [2, W]; None: the running ones."""
         found: Values = {}
-        for node, columns, told in self.norms_of(piece):
-            running = told["running_mean"], told["running_var"]
+        for node, columns, norm in self.norms_of(piece):
+            running = norm["running_mean"], norm["running_var"]
             mean, variance = running if moments is None else moments[:, columns]
-            scale = (variance + told["eps"]).rsqrt()
-            if told["weight"] is not None:
-                scale = told["weight"] * scale
+            scale = (variance + norm["eps"]).rsqrt()
+            if norm["weight"] is not None:
+                scale = norm["weight"] * scale
             out = (values[node.reads[0]] - mean) * scale
-            found[node] = out if told["bias"] is None else out + told["bias"]
+            found[node] = out if norm["bias"] is None else out + norm["bias"]
         return found
 
 
 class PieceLayer(Layer):
     """A layer of a user's module.
 
-    Its parameters have the names of the module's, with / for the dots."""
+    Its parameters have the module's names, with / for the dots."""
 
     linear = False
     reads_whole = True
@@ -224,32 +226,27 @@ class PieceLayer(Layer):
         cut = pieces.training.layers[number - 1]
         self.read = sum(map(width_of, cut.gather.given))
         self.projects_first = self.read < sum(map(width_of, cut.prepare.makes))
-        self._take_tensors()
+        self._register_tensors()
         norms = any(is_batch_norm(node) for node in cut.prepare.nodes)
         self.norm = PackedNorm(self, cut.prepare) if norms else None
 
-    def _take_tensors(self) -> None:
-        """Have the parameters and buffers that this layer's calls name."""
-        found = tensors_of(self.pieces.module)
-        named: set[str] = set()
-        modules = dict(self.pieces.module.named_modules())
-        for mode in (self.pieces.training, self.pieces.evaluation):
-            for piece in self._pieces_of(mode):
-                for node in piece.nodes:
-                    named |= set(node.named)
-                    if isinstance(node.call, Opaque):
-                        self.add_module(node.call.path.replace(".", "/"), modules[node.call.path])
-        for name in sorted(named):
-            own = name.replace(".", "/")
-            if isinstance(found[name], nn.Parameter) and found[name].requires_grad:
-                self.register_parameter(own, found[name])  # type: ignore[arg-type]
+    def _register_tensors(self) -> None:
+        """Register the module's tensors and submodules that this layer's calls read."""
+        tensors, modules = tensors_of(self.pieces.module), dict(self.pieces.module.named_modules())
+        names: set[str] = set()
+        for program in (self.pieces.training, self.pieces.evaluation):
+            cut = program.layers[self.number - 1]
+            ends = program.ends.nodes if self.number == self.pieces.layers else []
+            for node in (*cut.prepare.nodes, *cut.gather.nodes, *cut.update.nodes, *ends):
+                names |= set(node.tensor_names)
+                if isinstance(node.call, Opaque):
+                    self.add_module(node.call.path.replace(".", "/"), modules[node.call.path])
+        for name in sorted(names):
+            own, tensor = name.replace(".", "/"), tensors[name]
+            if isinstance(tensor, nn.Parameter) and tensor.requires_grad:
+                self.register_parameter(own, tensor)
             else:
-                self.register_buffer(own, found[name].detach())
-
-    def _pieces_of(self, program: Program) -> list[Piece]:
-        cut = program.layers[self.number - 1]
-        ends = [program.ends] if self.number == self.pieces.layers else []
-        return [cut.prepare, cut.gather, cut.update, *ends]
+                self.register_buffer(own, tensor.detach())
 
     def on(self, indptr: np.ndarray, indices: np.ndarray) -> Whole:
         inputs = self.pieces.training.recorded.inputs
@@ -263,17 +260,17 @@ class PieceLayer(Layer):
         return whole
 
     def possible(self, x: Tensor) -> Tensor:
-        """Whole numbers may be ids, of which there is a 0."""
+        """Return x with zeros for integers, which may be ids: any table has a row 0."""
         given = self.pieces.training.layers[self.number - 1].prepare.given
         values = unpacked(x, given)
-        whole = [node for node, value in values.items() if not value.is_floating_point()]
-        return packed(values | {node: torch.zeros_like(values[node]) for node in whole}, given)
+        integers = [node for node, value in values.items() if not value.is_floating_point()]
+        return packed(values | {node: torch.zeros_like(values[node]) for node in integers}, given)
 
     def named(self, name: str) -> Any:
-        """A tensor, or a part that is called as a whole, by its name in the module."""
+        """Return a tensor or a submodule by its name in the user's module."""
         return getattr(self, name.replace(".", "/"))
 
-    # -- calls of a strategy -----------------------------------------------------------------------
+    # -- methods that strategies call --------------------------------------------------------------
 
     def open(self, block: Block) -> int:
         values = [*self.pieces.local(block).values()]
@@ -281,9 +278,9 @@ class PieceLayer(Layer):
         return of_sums + sum(storages(values).values())
 
     def during(self, drop: Drop) -> PieceLayer:
-        own = copy.copy(self)  # with this layer's tensors
-        own.drop = drop
-        return own
+        layer = copy.copy(self)  # with the same tensors
+        layer.drop = drop
+        return layer
 
     @property
     def mode(self) -> Program:
@@ -305,13 +302,14 @@ class PieceLayer(Layer):
         relu: bool = False,
         moments: Tensor | None = None,
     ) -> Tensor:
+        """Compute x [S, W] -> [R, W], without packing the rows between the pieces."""
         during = self.during(drop)
-        prepared = during.begun(during.cut.prepare, self.norm, x, moments)
+        prepared = during.begin(during.cut.prepare, self.norm, x, moments)
         read = {node: prepared[node] for node in during.cut.gather.given}
-        gathered = during.gathered(block, read)
+        gathered = during.gather_values(block, read)
         own = {node: block.own_rows(rows, node.dim) for node, rows in prepared.items()}
         del prepared, read
-        return during.updated(own | gathered)
+        return during.update_values(own | gathered)
 
     def _run(
         self,
@@ -321,16 +319,17 @@ class PieceLayer(Layer):
         like: Tensor,
         ids: Mapping[Node | None, Tensor],
     ) -> Values:
-        """What a piece makes of rows of so many vertices, in the type and the place of `like`. ids:
-        of the vertices that its rows are of (None), and by edge set of edges, for dropout."""
+        """Return what a piece computes from rows of so many vertices; like: their type and device.
+
+        ids, for dropout: of the vertices (None), and of the edges of each edge set."""
 
         def draw(node: Node, value: Tensor, p: float) -> Tensor:
             if not self.drop.training:
                 return value
-            of = ids[self.mode.drawn.get(node)]
-            if self.mode.kind[node] == FIXED:  # of parameters: no rows of vertices
-                of = torch.arange(len(value), device=value.device)
-            return drawn(value, node.dim, self.mode.numbers[node], of, self.drop, p)
+            row_ids = ids[node.edges]
+            if node.kind == FIXED:  # computed from parameters: no rows of vertices
+                row_ids = torch.arange(len(value), device=value.device)
+            return drawn(value, node, row_ids, self.drop, p)
 
         values[self.mode.recorded.inputs["vertices"]] = vertices
         place = Place(self.named, draw, like.dtype, like.device)
@@ -338,7 +337,7 @@ class PieceLayer(Layer):
         return {node: values[node] for node in piece.makes}
 
     def _unpacked(self, rows: Tensor, nodes: Sequence[Node]) -> Values:
-        """Prepared rows by node; the features beside what layer 1 has made get no gradient."""
+        """Return prepared rows by node; features among what layer 1 prepares get no gradient."""
         values = unpacked(rows, nodes)
         if self.number > 1:
             return values
@@ -347,42 +346,41 @@ class PieceLayer(Layer):
     def prepare(self, x: Any, drop: Drop, moments: Tensor | None = None) -> Any:
         during = self.during(drop)
         piece = during.cut.prepare
-        return packed(during.begun(piece, self.norm, x, moments), piece.makes) if piece.nodes else x
+        return packed(during.begin(piece, self.norm, x, moments), piece.makes) if piece.nodes else x
 
     def gather(self, block: Block, rows: Tensor) -> Tensor:
-        """Rows [S, read] -> what is made of them along edges [R, .]."""
+        """Compute rows [S, read] -> [R, .] over edges."""
         piece = self.cut.gather
         if not piece.makes:
             return rows.new_empty(block.n_dst, 0)
-        return packed(self.gathered(block, self._unpacked(rows, piece.given)), piece.makes)
+        return packed(self.gather_values(block, self._unpacked(rows, piece.given)), piece.makes)
 
     def update(self, gathered: Tensor, rows: Any, x: Any, x0: Tensor | None, relu: bool) -> Tensor:
-        """What was gathered [R, .] and own prepared rows [R, P] -> what is handed on [R, W]."""
+        """Compute gathered rows [R, .] and own prepared rows [R, P] -> [R, W]."""
         own = self._unpacked(rows, self.cut.prepare.makes)
-        return self.updated(own | unpacked(gathered, self.cut.gather.makes))
+        return self.update_values(own | unpacked(gathered, self.cut.gather.makes))
 
-    def begun(
+    def begin(
         self, piece: Piece, norm: PackedNorm | None, rows: Tensor, moments: Tensor | None
     ) -> Values:
-        """What a piece that may begin with batch norms makes of rows [., W]."""
+        """Return what a piece computes from rows [., W]; it may begin with batch norms."""
         values = unpacked(rows, piece.given)
         if norm is not None:
             values |= norm.normed(piece, values, moments)
         return self._run(piece, values, len(rows), rows, {None: self.drop.vertices})
 
-    def gathered(self, block: Block, values: Values) -> Values:
-        """Prepared rows [S, ..] -> what is made of them along edges [R, ..]."""
+    def gather_values(self, block: Block, values: Values) -> Values:
+        """Return what the gather computes from prepared rows [S, ..], for destinations [R, ..]."""
         piece, local = self.cut.gather, self.pieces.local(block)
         ids: dict[Node | None, Tensor] = {None: block.source}
-        for node in piece.nodes:
-            if (edges := self.mode.drawn.get(node)) is not None:
-                ids[edges] = pair_ids(*block.source[local[edges]])
+        for edges in (node.edges for node in piece.nodes if node.edges is not None):
+            ids[edges] = pair_ids(*block.source[local[edges]])
         like = next(iter(values.values()), block.source)
-        made = self._run(piece, {**local, **values, BLOCK: block}, block.n_src, like, ids)
-        return {node: block.own_rows(rows, node.dim) for node, rows in made.items()}
+        found = self._run(piece, {**local, **values, BLOCK: block}, block.n_src, like, ids)
+        return {node: block.own_rows(rows, node.dim) for node, rows in found.items()}
 
-    def updated(self, values: Values) -> Tensor:
-        """Own prepared rows [R, ..] and what was gathered [R, ..] -> what is handed on [R, W]."""
+    def update_values(self, values: Values) -> Tensor:
+        """Return the layer's output [R, W] from own prepared rows and gathered rows [R, ..]."""
         piece = self.cut.update
         node, rows = next(iter(values.items()))
         vertices = rows.shape[node.dim]
@@ -391,13 +389,13 @@ class PieceLayer(Layer):
 
 
 class Tail:
-    """Batch norm after the last layer, and what follows it, with that layer's tensors."""
+    """Batch norm after the last layer, and the calls that follow it."""
 
     def __init__(self, layer: PieceLayer) -> None:
         self.layer, self.norm = layer, PackedNorm(layer, layer.pieces.training.ends)
 
     def __call__(self, h: Tensor, drop: Drop = keep, moments: Tensor | None = None) -> Tensor:
-        """h_L [R, W] -> logits [R, C]."""
+        """Compute h_L [R, W] -> logits [R, C]."""
         during = self.layer.during(drop)
         piece = during.mode.ends
-        return packed(during.begun(piece, self.norm, h, moments), piece.makes)
+        return packed(during.begin(piece, self.norm, h, moments), piece.makes)

@@ -1,9 +1,9 @@
 """Cuts a user's module, and proves on small graphs that the pieces compute what the module does.
 
-The graphs are random; every field has its own numbers. Parts of a graph run each layer as ranks
-would: a part has rows of its own vertices and of those that they read. Outputs, and gradients
-of all parameters, must equal the module's own, in training and in evaluation. Dropout draws the
-same numbers in both."""
+The graphs are random; every field has its own numbers. Each layer runs on parts of a graph as ranks
+run it: a part has the rows of its own vertices and of the vertices that they read. Outputs,
+gradients of all parameters, and buffers must equal the module's own, in training and in evaluation
+mode. Dropout draws the same masks in both."""
 
 from __future__ import annotations
 
@@ -24,15 +24,11 @@ from torch.utils import checkpoint
 from gnnplan.executor.layers.layer import Drop
 from gnnplan.executor.layers.norms import BatchNorm
 from gnnplan.executor.modules import elsewhere
-from gnnplan.executor.modules.bind import MATRICES, VERTICES, GraphFields, Small, block_of
-from gnnplan.executor.modules.cut import (
-    Program,
-    cut,
-    differing,
-    keep_still,
-)
+from gnnplan.executor.modules.bind import VERTICES, GraphFields, Small, block_of
+from gnnplan.executor.modules.cut import Program, cut, differing, freeze_norms
 from gnnplan.executor.modules.evaluate import Place
 from gnnplan.executor.modules.kept import copied, must_learn_its_own, numbers_of
+from gnnplan.executor.modules.names import MATRICES
 from gnnplan.executor.modules.pieces import Pieces, Tail, drawn, pair_ids
 from gnnplan.executor.modules.record import (
     DROPOUTS,
@@ -43,33 +39,34 @@ from gnnplan.executor.modules.record import (
     line_of,
     named_in,
     record,
+    replaced,
     with_sizes,
 )
 from gnnplan.executor.modules.structure import Structure
 from gnnplan.planner.graph.graph import Whole
 
 T = TypeVar("T")
-WITHIN = 1e-9
+WITHIN = 1e-9  # of the largest number
 
 
 def run_once(module: nn.Module, graph: GraphFields, dtype: torch.dtype = torch.float32) -> Tensor:
-    """What forward makes of a small graph of such fields. Raises Unfit."""
+    """Return the output of `forward` on a small graph with such fields. Raises Unfit."""
     small = Small(VERTICES[0], module, graph)
     with torch.no_grad():
         run = partial(_output, module, small, small.given(dtype), nullcontext)
-        made = _guarded(small, run)
-    if not isinstance(made, Tensor):
-        raise Unfit(f"forward returns a {type(made).__name__}; return the logits alone")
-    return made
+        output = _guarded(small, run)
+    if not isinstance(output, Tensor):
+        raise Unfit(f"forward returns a {type(output).__name__}; return the logits alone")
+    return output
 
 
 def _guarded(small: Small, run: Callable[[], T]) -> T:
-    """What the user's code makes, or Unfit with its line."""
+    """Run the user's code. Raises Unfit with its line instead of other errors."""
     try:
         with (
             _one_product(),
-            _as_written(),
-            _computed_once(),
+            _uncompiled(),
+            _without_recomputation(),
             warnings.catch_warnings(action="ignore"),
             torch.sparse.check_sparse_tensor_invariants(),  # type: ignore[no-untyped-call]
         ):
@@ -80,7 +77,7 @@ def _guarded(small: Small, run: Callable[[], T]) -> T:
         if isinstance(error, MemoryError) or "can't allocate memory" in str(error):
             most = f"{elsewhere.FORWARD_BYTES / 1e9:.0f} GB; make there what rows need alone"
             raise Unfit(f"{line_of(error)}it allocates more than {most}") from error
-        code = traceback.extract_tb(error.__traceback__)[-1].line  # of assert, without words
+        code = traceback.extract_tb(error.__traceback__)[-1].line  # for an assert without a text
         words = (str(error).strip().splitlines() or [code or ""])[0]
         raise Unfit(
             f"{line_of(error)}forward fails on a small graph of {small.x.shape[1]} features"
@@ -89,7 +86,7 @@ def _guarded(small: Small, run: Callable[[], T]) -> T:
 
 
 def _hint(error: BaseException, words: str, small: Small) -> str:
-    """What may have led to an error of torch's with such words."""
+    """Return the likely cause of a torch error with such a text; '' if unknown."""
     if any(frame.name == "embedding" for frame in traceback.extract_tb(error.__traceback__)):
         return (
             "; features are random numbers there, and no ids; let forward take ids by name, from a"
@@ -122,24 +119,19 @@ def _hint(error: BaseException, words: str, small: Small) -> str:
     return next((f"; {hint}" for part, hint in found.items() if part in words), "")
 
 
-@contextmanager
-def _one_product() -> Iterator[None]:
-    """RGCNConv of PyG asks how many edges each type has, to choose between two equal products."""
-    backend: Any = sys.modules.get("torch_geometric.backend")
-    if backend is None:
-        yield
-        return
-    before = backend.use_segment_matmul
-    backend.use_segment_matmul = False
-    try:
-        yield
-    finally:
-        backend.use_segment_matmul = before
+def _one_product() -> AbstractContextManager[Any]:
+    """Let PyG's RGCNConv always choose the same one of two equal products.
+
+    Else it asks how many edges each type has."""
+    backend = sys.modules.get("torch_geometric.backend")
+    return replaced(backend, "use_segment_matmul", False) if backend else nullcontext()
 
 
-def _as_written() -> AbstractContextManager[Any]:
-    """What a file has given to torch.compile runs as it is written: compiled, it hides its calls,
-    and the compiler would follow ours. Only such a file has imported it, which takes a second."""
+def _uncompiled() -> AbstractContextManager[Any]:
+    """Run uncompiled what the user's file has compiled by torch.compile.
+
+    Compiled code hides its calls, and the compiler would follow ours. A file that compiles has
+    imported torch._dynamo; other files need not wait the second that the import takes."""
     if "torch._dynamo" not in sys.modules:
         return nullcontext()
     stance: AbstractContextManager[Any] = torch.compiler.set_stance("force_eager")
@@ -147,95 +139,92 @@ def _as_written() -> AbstractContextManager[Any]:
 
 
 @contextmanager
-def _computed_once() -> Iterator[None]:
-    """What torch.utils.checkpoint would compute again in the backward pass is computed once, where
-    its calls are seen; a strategy has its own way not to keep rows."""
-    function: Any = checkpoint.CheckpointFunction
-    again: Any = checkpoint._checkpoint_without_reentrant_generator
+def _without_recomputation() -> Iterator[None]:
+    """Make torch.utils.checkpoint keep rows, where it would compute them again in the backward
+    pass: the calls are recorded there. Strategies have an activation checkpointing of their own."""
 
     def once(*_: Any, **__: Any) -> Iterator[None]:
         yield
 
-    def as_reentrant(run: Callable[..., T], preserve: bool, *given: Any) -> T:
+    def apply(run: Callable[..., T], preserve: bool, *given: Any) -> T:
         learns = any(isinstance(each, Tensor) and each.requires_grad for each in given)
         with torch.set_grad_enabled(learns and torch.is_grad_enabled()):
             return run(*given)
 
-    function.apply = staticmethod(as_reentrant)
-    checkpoint._checkpoint_without_reentrant_generator = once
-    try:
+    with (
+        replaced(checkpoint.CheckpointFunction, "apply", staticmethod(apply)),
+        replaced(checkpoint, "_checkpoint_without_reentrant_generator", once),
+    ):
         yield
-    finally:
-        del function.apply
-        checkpoint._checkpoint_without_reentrant_generator = again
 
 
 def followed(
     module: nn.Module, graph: GraphFields, dtype: torch.dtype, by_kernels: bool | None = None
 ) -> tuple[Pieces, Small]:
-    """The module in pieces, in both of its modes. Raises Unfit, with the line.
+    """Record a module in both modes and cut it. Raises Unfit with the line.
 
-    A part that gives a graph of DGL to its kernels is called as a whole where that does, and else
-    each of the kernels by itself: where it drops, hops twice or reads what forward has put into the
-    graph. by_kernels: which of the two, if it is known."""
+    A submodule that calls DGL's kernels is recorded as one call where that suffices; else each call
+    of a kernel is recorded: where the submodule drops, makes two hops, or reads rows that `forward`
+    has written into the graph. by_kernels: which of the two, if it is known."""
     small = Small(VERTICES[0], module, graph)
     if by_kernels is None and "g" in small.binding.inputs:
         try:
-            pieces = _in_pieces(module, small, torch.float64, by_kernels=False)
+            pieces = _cut(module, small, torch.float64, by_kernels=False)
             by_kernels = not _evaluates_alike(pieces, small)
             if dtype == torch.float64 and not by_kernels:
                 return pieces, small
         except Unfit:
-            by_kernels = True  # which says again what is no matter of these
-    return _in_pieces(module, small, dtype, bool(by_kernels)), small
+            by_kernels = True  # if the reason is another one, it is refused again
+    return _cut(module, small, dtype, bool(by_kernels)), small
 
 
 def _evaluates_alike(pieces: Pieces, small: Small) -> bool:
-    """Whether pieces make of parts of a graph what the module makes of all of it."""
-    again, values = copy.copy(pieces), small.given(pieces.dtype)
-    own = again.module = copied(pieces.module).to(pieces.dtype).eval()
+    """Whether pieces on parts of a graph compute the module's output in evaluation mode."""
+    own = copied(pieces.module).to(pieces.dtype).eval()
+    values = small.given(pieces.dtype)
     with torch.no_grad():
         expected = _guarded(small, partial(small.binding.call, own, values))
         try:
-            found = in_parts(again, small, values, is_training=False)
+            found = in_parts(pieces.with_module(own), small, values, is_training=False)
         except (RuntimeError, LookupError, ValueError):
             return False
     return differing(expected, found) is None
 
 
-def _in_pieces(module: nn.Module, small: Small, dtype: torch.dtype, by_kernels: bool) -> Pieces:
+def _cut(module: nn.Module, small: Small, dtype: torch.dtype, by_kernels: bool) -> Pieces:
     shared: dict[Hashable, Node] = {}
-    still: set[Any] = set()  # running means of batch norms that evaluate in training
+    frozen: set[Any] = set()  # running means of batch norms that evaluate in training
 
     def program(is_training: bool) -> Program:
-        seen, recorded = recorded_of(module, small, is_training, dtype, (), by_kernels)
-        keep_still(recorded.nodes, is_training, still)
-        trained = {name for name, p in seen.named_parameters() if p.requires_grad}
-        return cut(recorded, Place(named_in(seen), dtype=dtype), trained, shared)
+        own, recorded = recorded_of(module, small, is_training, dtype, (), by_kernels)
+        freeze_norms(recorded.nodes, is_training, frozen)
+        trained = {name for name, p in own.named_parameters() if p.requires_grad}
+        return cut(recorded, Place(named_in(own), dtype=dtype), trained, shared)
 
-    training, evaluation = program(True), program(False)
-    for node in evaluation.live:
+    modes = program(True), program(False)
+    for node in modes[1].live:
         if node.drops:
             raise Unfit(
                 f"{node.place}dropout drops in evaluation too, unless it is told; write"
                 " training=self.training"
             )
-    told = [
-        f"{sum(map(sum, mode.widths))} numbers per vertex in {len(mode.layers)} layers"
-        for mode in (training, evaluation)
-    ]
-    # what dropout makes another in training may be the same in evaluation, and handed on once
-    is_same = training.widths == evaluation.widths
-    evaluation = evaluation if is_same else training
-    structure = Structure((training, evaluation))
+    is_same = modes[0].widths == modes[1].widths
+    # else dropout may have kept equal calls apart: then the calls of training evaluate too
+    training, evaluation = modes if is_same else (modes[0], modes[0])
+    answers = {node: n for mode in modes for node, n in mode.recorded.answers.items()}
+    structure = Structure((training, evaluation), answers)
     loops, binding = small.whole.loops, small.binding
     pieces = Pieces(module, training, evaluation, structure, dtype, loops, binding, by_kernels)
     for own in small.parts:
-        structure.look(pieces.place, block_of(small.whole, own))
+        structure.find_whole(pieces.place, block_of(small.whole, own))
     if not is_same and not _evaluates_alike(pieces, small):
+        handed = [
+            f"{sum(map(sum, mode.widths))} numbers per vertex in {len(mode.layers)} layers"
+            for mode in modes
+        ]
         raise Unfit(
-            f"forward hands on {told[0]} in training, and {told[1]} in evaluation; let both modes"
-            " read the same edges and rows, and drop weights of edges after their norm"
+            f"forward hands on {handed[0]} in training, and {handed[1]} in evaluation; let both"
+            " modes read the same edges and rows, and drop weights of edges after their norm"
         )
     return pieces
 
@@ -248,22 +237,23 @@ def recorded_of(
     parts: Collection[str] = (),
     by_kernels: bool = False,
 ) -> tuple[nn.Module, Recorded]:
-    """A copy of the module, and what its forward computes of a small graph, as it does of a large
-    one. parts, by_kernels: as of `record`. Raises Unfit."""
+    """Return a copy of the module, and its recording on a small graph, with sizes from a large one.
 
-    def of(graph: Small) -> tuple[nn.Module, Recorded]:
-        seen = copied(module).to(dtype).train(is_training)  # a forward may keep what it is given
+    parts, by_kernels: see `record`. Raises Unfit."""
+
+    def on(graph: Small) -> tuple[nn.Module, Recorded]:
+        own = copied(module).to(dtype).train(is_training)  # forward may keep its arguments
         given = graph.given(dtype)
-        run = partial(graph.binding.call, seen, given)
-        recorded = partial(record, seen, given, run, graph.vertices, parts, by_kernels)
-        return seen, _guarded(graph, recorded)
+        run = partial(graph.binding.call, own, given)
+        recorded = partial(record, own, given, run, graph.vertices, parts, by_kernels)
+        return own, _guarded(graph, recorded)
 
-    (seen, few), (_, many) = of(small), of(small.larger)
-    return seen, with_sizes(few, many)
+    (own, few), (_, many) = on(small), on(small.larger)
+    return own, with_sizes(few, many)
 
 
-# What is computed instead of a module: the output, and when that has had its gradient, those of the
-# module's parameters, and its buffers, by name.
+# what is compared with a module: an output, and a function that returns, after the backward pass,
+# the gradients of the module's parameters and its buffers, by name
 Tried = tuple[Tensor, Callable[[], Mapping[str, Tensor | None]]]
 
 
@@ -274,10 +264,9 @@ def prove(module: nn.Module, pieces: Pieces, small: Small) -> None:
     shared = partial(as_pieces_draw, pieces, pieces.training, small.whole, Drop(0.0, 7))
 
     def tried(values: Mapping[str, Any], is_training: bool) -> Tried:
-        again = copy.copy(pieces)
-        own = again.module = copy.deepcopy(module).to(torch.float64)
-        found = in_parts(again, small, values, is_training)
-        return found, lambda: gradients_of(own) | dict(own.named_buffers())
+        own = copy.deepcopy(module).to(torch.float64)
+        output = in_parts(pieces.with_module(own), small, values, is_training)
+        return output, lambda: gradients_of(own) | dict(own.named_buffers())
 
     must_compute(module, small, shared, tried)
 
@@ -290,12 +279,12 @@ def must_compute(
 ) -> None:
     """Raise Unfit if `tried` computes something else than the module. Both are in float64.
 
-    shared: in it the module's own dropout draws what it draws in `tried`, which is told whether it
-    is training."""
+    shared: a mode in which the module's dropout draws the masks that `tried` draws. tried: is
+    called with the inputs of `forward` and whether to train."""
     for is_training in (True, False):
         own, new = (copy.deepcopy(module).to(torch.float64).train(is_training) for _ in range(2))
         values = small.given(torch.float64)
-        # in evaluation nothing drops, and nothing stands between the module and torch
+        # in evaluation nothing drops, and no mode stands between the module and torch
         within = shared if is_training else nullcontext
         run = partial(_output, small=small, values=values, shared=within)
         expected = _guarded(small, partial(run, own))
@@ -313,7 +302,7 @@ def must_compute(
         buffers = {name: buffer.clone() for name, buffer in own.named_buffers()}
         with torch.no_grad():
             for parameter in (*own.parameters(), *new.parameters()):
-                if parameter.requires_grad:  # a step of training, which what it keeps may not know
+                if parameter.requires_grad:  # a step, of which numbers kept by forward know nothing
                     parameter.mul_(1.1).add_(0.01)
             again, first = (_guarded(small, partial(run, each)) for each in (own, new))
             if differing(again, first) is not None:
@@ -337,28 +326,32 @@ def must_compute(
                 " or edges is among them, or the place of an edge; write sizes, as x.size(0), and"
                 " add up rows over edges by index_add"
             ) from error
-        _must_equal(expected, output, "output", is_training)
+        try:
+            _must_equal(expected, output, "output", is_training)
+        except Unfit:
+            _must_not_read_order(module, small)  # which says more
+            raise
         found, gradients = tensors(), gradients_of(own)
-        # what adds up to nothing, as the gradient of a bias before a batch norm, is noise of these
+        # a gradient that cancels, as of a bias before a batch norm, is rounding error of this size
         most = max(float(g.abs().max()) for g in gradients.values() if g is not None and g.numel())
         for name, gradient in gradients.items():
-            mine = found.get(name)
-            if gradient is not None and mine is not None:
-                _must_equal(gradient, mine, f"gradient of {name}", is_training, max(most, 1.0))
-            elif gradient is not mine:
+            other = found.get(name)
+            if gradient is not None and other is not None:
+                _must_equal(gradient, other, f"gradient of {name}", is_training, max(most, 1.0))
+            elif gradient is not other:
                 raise Unfit(
                     f"{name} has a gradient in one of forward and what is trained for it alone:"
                     " forward does something that is not in its calls of torch, as a"
                     " torch.autograd.Function"
                 )
         for name, buffer in buffers.items():
-            mine = found.get(name)
-            if mine is not None and mine.is_floating_point():
-                _must_equal(buffer, mine, f"buffer {name}", is_training)
+            other = found.get(name)
+            if other is not None and other.is_floating_point():
+                _must_equal(buffer, other, f"buffer {name}", is_training)
 
 
 def gradients_of(module: nn.Module) -> dict[str, Tensor | None]:
-    """By all names of parameters."""
+    """Return gradients by all names of the parameters."""
     return {name: p.grad for name, p in module.named_parameters(remove_duplicate=False)}
 
 
@@ -368,17 +361,17 @@ def _output(
     values: Mapping[str, Any],
     shared: Callable[[], AbstractContextManager[Any]],
 ) -> Tensor:
-    """What the module itself makes of a graph, with dropout as its twin draws it."""
+    """Return the module's own output on a graph; shared: the mode that draws its dropout."""
     with shared():
         output = small.binding.call(module, values)
-    made: Tensor = output[0] if isinstance(output, (tuple, list)) else output
-    return made
+    first: Tensor = output[0] if isinstance(output, (tuple, list)) else output
+    return first
 
 
 def _must_equal(
     expected: Tensor, found: Tensor, what: str, is_training: bool, most: float = 1.0
 ) -> None:
-    """most: the size of the numbers that it may be a difference of."""
+    """Raise Unfit if tensors differ; most: the largest number that theirs are differences of."""
     expected, found = expected.detach(), found.detach()
     largest = float(expected.abs().nan_to_num().max()) if expected.numel() else 0.0
     largest = max(largest, 1e-3 * most)
@@ -394,8 +387,29 @@ def _must_equal(
         )
 
 
+def _must_not_read_order(module: nn.Module, small: Small) -> None:
+    """Raise Unfit if the module's output changes when vertices are numbered in reverse."""
+    twin, whole = copy.copy(small), small.whole
+    indptr, indices = whole.indices.size - whole.indptr[::-1], small.vertices - 1 - whole.indices
+    on_edges = {name: field[::-1] for name, field in whole.fields.items()}
+    twin.whole = Whole(indptr, indices[::-1], on_edges, whole.loops)
+    twin.x, twin.fields = small.x.flip(0), {name: v[::-1] for name, v in small.fields.items()}
+    own = copied(module).to(torch.float64).eval()
+    with torch.no_grad():
+        first, second = (
+            _guarded(each, partial(each.binding.call, own, each.given(torch.float64)))
+            for each in (small, twin)
+        )
+    if differing(first, second.flip(0)) is not None:
+        raise Unfit(
+            "forward makes other rows when vertices are numbered in reverse: it depends on the"
+            " order of edges, as an LSTM over neighbours does, or on vertices' places, and a part"
+            " has others; take the sum, mean, maximum or attention of neighbours"
+        )
+
+
 def in_parts(pieces: Pieces, small: Small, values: Mapping[str, Any], is_training: bool) -> Tensor:
-    """The output of all vertices, each layer computed on the parts of the graph."""
+    """Return the output of all vertices, with each layer computed on the parts of the graph."""
     mode = pieces.training if is_training else pieces.evaluation
     layers = [pieces.layer(number) for number in range(1, pieces.layers + 1)]
     rows = inputs_of(pieces, values)
@@ -404,11 +418,11 @@ def in_parts(pieces: Pieces, small: Small, values: Mapping[str, Any], is_trainin
         moments = None
         if layer.norm is not None and is_training:
             moments = moments_of(layer.norm, rows)
-        made = []
+        outputs = []
         for block in blocks:
             drop = Drop(0.0, 7, 0, layer.number, block.source, training=is_training)
-            made.append(layer(block, rows[block.source], drop, moments=moments))
-        rows = torch.cat(made)[torch.argsort(torch.cat(small.parts))]
+            outputs.append(layer(block, rows[block.source], drop, moments=moments))
+        rows = torch.cat(outputs)[torch.argsort(torch.cat(small.parts))]
     if mode.ends.nodes:
         tail = Tail(layers[-1])
         moments = moments_of(tail.norm, rows) if is_training else None
@@ -418,19 +432,19 @@ def in_parts(pieces: Pieces, small: Small, values: Mapping[str, Any], is_trainin
 
 
 def moments_of(norm: BatchNorm, rows: Tensor) -> Tensor:
-    """Moments of rows [2, W], with their graph; running averages move on."""
+    """Return moments of rows [2, W] with their autograd graph, and update the running moments."""
     norm.moments(norm.sums(rows.detach()), len(rows))
     return torch.stack([rows.mean(0), rows.var(0, unbiased=False)])
 
 
 def inputs_of(pieces: Pieces, values: Mapping[str, Any]) -> Tensor:
-    """What layer 1 is given of all vertices [N, W]."""
+    """Return the rows [N, W] that layer 1 reads, of all vertices."""
     parts = [values[node.name] for node in pieces.training.inputs]
     return torch.cat([part.reshape(len(part), -1).to(pieces.dtype) for part in parts], 1)
 
 
 class Dropouts(TorchFunctionMode):
-    """Has a module's own dropout drop by `draw`, which is given rows and p."""
+    """A mode in which a module's own dropout drops by `draw(rows, p)`."""
 
     def __init__(self, draw: Callable[[Tensor, float], Tensor]) -> None:
         super().__init__()
@@ -450,15 +464,14 @@ class Dropouts(TorchFunctionMode):
 
 
 def as_pieces_draw(pieces: Pieces, mode: Program, whole: Whole, drop: Drop) -> Dropouts:
-    """Has a module's own dropout, on a whole graph, draw as its pieces' does, call by call."""
+    """Return the mode in which a module on a whole graph draws the masks that its pieces draw."""
     nodes = iter([node for node in mode.recorded.nodes if node.drops])
 
     def draw(rows: Tensor, p: float) -> Tensor:
         node = next(nodes)
         ids = torch.arange(rows.shape[node.dim])
-        edges = mode.drawn.get(node)
-        if edges is not None:
+        if (edges := node.edges) is not None:
             ids = pair_ids(*pieces.structure.values_on(whole, pieces.place, [edges])[edges])
-        return drawn(rows, node.dim, mode.numbers[node], ids, drop, p)
+        return drawn(rows, node, ids, drop, p)
 
     return Dropouts(draw)

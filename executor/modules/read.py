@@ -1,9 +1,9 @@
-"""A user's module as a workload, with its parameters.
+"""Reads a user's module as a workload, with its parameters.
 
-It is FILE.py:NAME, or a live object: a torch.nn.Module, a class of one, or a function that makes
-one. It is run as it is written, cut in pieces (cut.py) that are proved to compute the same
-(prove.py). Where it is a chain of convolutions that our own layers compute too, these are taken:
-they are faster, and every strategy can split them."""
+The model is FILE.py:NAME, or a live object: a torch.nn.Module, a class of modules, or a function
+that returns one. A module runs as it is written, cut into pieces (cut.py) that are proved to
+compute the same (prove.py). A chain of convolutions that built-in layers compute too is converted
+to these (convert.py): they are faster, and every strategy can split them."""
 
 from __future__ import annotations
 
@@ -30,24 +30,19 @@ from gnnplan.executor.modules.make import (
     MAX_SOURCE,
     PICKLED,
     as_planned,
-    field_of,
     in_file,
     keep,
     loaded,
     make,
     source_of,
 )
+from gnnplan.executor.modules.names import field_of
 from gnnplan.executor.modules.pieces import Pieces
-from gnnplan.executor.modules.prove import (
-    followed,
-    prove,
-    run_once,
-)
-from gnnplan.executor.modules.record import Unfit
-from gnnplan.planner.gnn.counted import Counted
+from gnnplan.executor.modules.prove import followed, prove, run_once
+from gnnplan.executor.modules.record import Opaque, Unfit
 from gnnplan.planner.gnn.workload import Module, ModuleLayer, Workload
 from gnnplan.planner.graph.fields import unread_by
-from gnnplan.planner.graph.graph import Graph, GraphStats
+from gnnplan.planner.graph.graph import Graph
 from gnnplan.planner.problem.inputs import checked
 from gnnplan.planner.problem.problem import Problem
 from gnnplan.planner.vocabulary.errors import SpecError
@@ -61,9 +56,10 @@ Source = str | nn.Module | Callable[..., nn.Module]
 
 @dataclass(frozen=True)
 class UserModule:
-    """A user's module, and what it is.
+    """A user's module, as it was read.
 
-    fields: of the Workload. trained: its pieces, or the parameters that our layers start with."""
+    fields: what the module decides of the Workload. trained: the pieces of the module, or the
+    parameters of built-in layers."""
 
     module: nn.Module
     fields: Mapping[str, Any]
@@ -72,7 +68,7 @@ class UserModule:
 
     @property
     def pieces(self) -> Pieces | None:
-        """None where our layers are taken."""
+        """None if the module is converted to built-in layers."""
         return self.trained if isinstance(self.trained, Pieces) else None
 
 
@@ -83,13 +79,12 @@ def with_user_module(
     folder: Path | None = None,
     more: Mapping[str, Any] | None = None,
 ) -> tuple[Problem, list[str]]:
-    """The problem with the user's module as its model, and notes on how that was made.
+    """Return the problem with the user's module as its model, and notes.
 
-    model: `FILE.py:NAME`; or a live torch.nn.Module, which stays as it is and whose parameters
-    training starts from; or its class, or a function that makes it, which is called with the
-    graph's widths. given: fields of the workload that the user set, which the module must not
-    contradict. folder: see `read`. more: fields whose rules ask for what the module decides, as
-    fanout does. Raises SpecError.
+    model: `FILE.py:NAME`; or a live torch.nn.Module, which is not changed, and from whose
+    parameters training starts; or a class or function, which is called with the graph's widths.
+    given: fields of the workload that the user set, which the module must not contradict. folder:
+    see `read`. more: fields that depend on what the module decides, as fanout. Raises SpecError.
 
     >>> problem, notes = with_user_module(problem, MyGNN(100, 64, 47))  # doctest: +SKIP
     """
@@ -98,32 +93,16 @@ def with_user_module(
         _must_answer_alike(user.description, user.pieces, problem.graph)
     given = list(given)
     workload = with_module(problem.workload, user, given, more)
-    return replace(problem, workload=workload), [
-        *made_dense(user, problem.stats),
-        *assumed(user, given),
-        *optional(user),
-        *unread(user, problem.graph),
-    ]
+    return replace(problem, workload=workload), _notes(user, problem, given)
 
 
 def _must_answer_alike(module: Module, pieces: Pieces, graph: Graph) -> None:
-    """Raise SpecError if forward would be told something else of a graph's edges than it was."""
+    """Raise SpecError if `forward` reads other numbers from a graph's edges than when recorded."""
     whole = replace(graph, loops=pieces.loops).whole if pieces.loops else graph.whole
     try:
         pieces.structure.must_answer_alike(whole, pieces.place)
     except Unfit as unfit:
         raise SpecError(f"{module.file}: {module.name}: {unfit}") from unfit
-
-
-def made_dense(user: UserModule, stats: GraphStats) -> list[str]:
-    """Say that features are made dense for the module, if they are not."""
-    if user.pieces is None or stats.dense:
-        return []
-    share = stats.stored_per_row / stats.features
-    return [
-        f"the features of {stats.name} are made dense, of which {show_percent(share, 1)} are not 0:"
-        " a module that is run as it is written may do anything with them"
-    ]
 
 
 def read(
@@ -133,40 +112,38 @@ def read(
     folder: Path | None = None,
     own_widths: tuple[bool, bool] = (False, False),
 ) -> UserModule:
-    """The user's module, for such a graph.
+    """Read the user's module for such a graph. Raises SpecError, with the line if it has a file.
 
-    A class or a function is called with what it requires: widths of the graph, and fields of
-    `workload`, as `field_of` knows them by name. torch's random numbers start from the workload's
-    seed, before a file is executed.
+    A class or function is called with the widths of the graph and fields of `workload` that its
+    parameters name (names.py). torch's random numbers start from the workload's seed before a file
+    is executed.
 
-    A live object may be from anywhere, a notebook's cell too: ranks read its parameters from a
-    file, which is written to `folder` (default: modules/ in gnnplan's cache directory), under a
-    name that says its content. Ranks on other servers need it at the same path.
+    A live object may be from a notebook. Ranks read it from a file, which is written to `folder`
+    (default: modules/ in gnnplan's cache directory) under a name with its SHA-256. Ranks on other
+    servers need the file at the same path.
 
-    own_widths: whether features and classes of `graph` are but what a class is called with, and the
-    module may read and write rows of other widths.
-
-    Raises SpecError, of a file with its line."""
+    own_widths: whether the module may have other features, or classes, than `graph`, whose widths
+    then only serve as arguments."""
     file: Path | None = None
     name, sha256 = getattr(model, "__name__", type(model).__name__), ""
     if isinstance(model, str):
         file, name, sha256 = source_of(model)
 
-    def made() -> tuple[nn.Module, dict[str, Any]]:
+    def make_module() -> tuple[nn.Module, dict[str, Any]]:
         torch.manual_seed(workload.seed)
         found = in_file(file, name) if file else model
         return make(found, name, file, workload, graph.features, graph.classes)
 
     with torch.random.fork_rng(devices=[]):
-        module, arguments = made()
+        module, arguments = make_module()
     dtype = dtype_of(workload.precision.weights)
     trained: Parameters | Pieces
     try:
         with torch.random.fork_rng(devices=[]), redirect_stdout(sys.stderr):
             rows = partial(_rows, graph=graph, seed=workload.seed, own_widths=own_widths)
-            must_be_alike(module, lambda: made()[0], rows)
+            must_be_alike(module, lambda: make_module()[0], rows)
             materialise(module, graph, workload.seed)
-            module = copy.deepcopy(module).to("cpu", dtype)  # a live one stays as it is
+            module = copy.deepcopy(module).to("cpu", dtype)  # a live module is not changed
             graph = _with_its_widths(module, graph, own_widths, dtype)
             try:
                 chain = converted(module, graph)
@@ -195,33 +172,43 @@ def read(
 def _described(
     pieces: Pieces, graph: GraphFields, dtype: torch.dtype
 ) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Pieces as fields of a Workload and of a Module. Raises Unfit."""
-    layers = range(1, pieces.layers + 1)
-    norms = [bool(pieces.layer(number).norm) for number in layers]
-    ends = bool(pieces.training.ends.nodes)
+    """Return pieces as fields of a Workload and of a Module. Raises Unfit."""
     owners = pieces.owners
+    ends = bool(pieces.training.ends.nodes)
+
+    def described(number: int) -> ModuleLayer:
+        layer, widths = pieces.layer(number), (pieces.width(number - 1), pieces.width(number))
+        try:
+            counted = count(layer, *widths, False, number > 1, dtype)
+        except Unmeasured as error:
+            for call in (node.call for node in layer.cut.gather.nodes):
+                if isinstance(call, Opaque):
+                    raise Unfit(
+                        f"layer {number}, in {call.path} ({call.kind}), which is called as a whole:"
+                        f" {error}. A Python function of mailboxes, as an LSTM, runs once per"
+                        " degree; reduce by a function of dgl.function, as its sum and mean"
+                    ) from error
+            raise Unfit(f"layer {number}: {error}") from error
+        weights = sum(p.numel() for p, of in owners.items() if of[0] == number)
+        return ModuleLayer(
+            h_in=widths[0],
+            h_out=widths[1],
+            norm="batch" if layer.norm else "none",
+            drops=False,
+            counted=counted.model_copy(update={"weights": weights}),
+            shares=min((of[0] for of in owners.values() if number in of[1:]), default=0),
+        )
+
+    layers = tuple(described(number) for number in range(1, pieces.layers + 1))
+    has_norm = ends or any(layer.norm == "batch" for layer in layers)
     fields = {
         "model": "own",
-        "layers": pieces.layers,
-        "norm": "batch" if any(norms) or ends else "none",
+        "layers": len(layers),
+        "norm": "batch" if has_norm else "none",
         "dropout": 0.0,  # the module drops by itself
     }
     return fields, {
-        "layers": tuple(
-            ModuleLayer(
-                h_in=pieces.width(number - 1),
-                h_out=pieces.width(number),
-                norm="batch" if has_norm else "none",
-                drops=False,
-                counted=_counted(pieces, number, dtype).model_copy(
-                    update={
-                        "weights": sum(p.numel() for p, of in owners.items() if of[0] == number)
-                    }
-                ),
-                shares=min((of[0] for of in owners.values() if number in of[1:]), default=0),
-            )
-            for number, has_norm in zip(layers, norms, strict=True)
-        ),
+        "layers": layers,
         "relu": False,
         "cut": True,
         "inputs": pieces.inputs,
@@ -232,24 +219,17 @@ def _described(
     }
 
 
-def _counted(pieces: Pieces, number: int, dtype: torch.dtype) -> Counted:
-    """What a layer does. Raises Unfit."""
-    try:
-        widths = pieces.width(number - 1), pieces.width(number)
-        return count(pieces.layer(number), *widths, False, number > 1, dtype)
-    except Unmeasured as error:
-        raise Unfit(f"layer {number}: {error}") from error
-
-
 def proved(module: nn.Module, graph: GraphFields, dtype: torch.dtype) -> Pieces:
-    """The module in pieces, which compute the same. Raises Unfit."""
+    """Return the module in pieces that are proved to compute the same. Raises Unfit."""
     double, small = followed(module, graph, torch.float64)
-    pieces, _ = followed(module, graph, dtype, double.by_kernels)
+    pieces = double
+    if dtype != torch.float64:
+        pieces, _ = followed(module, graph, dtype, double.by_kernels)
     if double.training.widths != pieces.training.widths:
         raise Unfit("forward hands on other rows in float64 than in float32")
     prove(module, double, small)
     prove(module, double, Small(VERTICES[1], module, graph))
-    width = pieces.training.output.value.shape[1]
+    width = pieces.training.recorded.output.value.shape[1]
     if width != graph.classes:
         raise Unfit(
             f"forward writes rows of {width} numbers, and the graph has {graph.classes} classes;"
@@ -261,26 +241,26 @@ def proved(module: nn.Module, graph: GraphFields, dtype: torch.dtype) -> Pieces:
 def _rows(
     module: nn.Module, graph: GraphFields, seed: int, own_widths: tuple[bool, bool]
 ) -> list[Tensor]:
-    """What a module makes of a small graph, in both of its modes. Raises Unfit."""
-    found = []
+    """Return a module's outputs on a small graph, in training and evaluation mode. Raises Unfit."""
+    outputs = []
     for is_training in (True, False):
         own = copied(module).train(is_training)
         materialise(own, graph, seed)
         torch.manual_seed(seed)
-        found.append(run_once(own, _with_its_widths(own, graph, own_widths, torch.float32)))
-    return found
+        outputs.append(run_once(own, _with_its_widths(own, graph, own_widths, torch.float32)))
+    return outputs
 
 
 def _with_its_widths(
     module: nn.Module, graph: GraphFields, own: tuple[bool, bool], dtype: torch.dtype
 ) -> GraphFields:
-    """The graph with the widths that the module has of its own, where it may have some."""
+    """Return the graph with the module's widths; own: see `own_widths` of `read`."""
     if not any(own):
         return graph
     sizes = [p.shape[-1] for p in module.parameters() if p.ndim >= 2]
     widths = [graph.features, *dict.fromkeys(sizes)] if own[0] else [graph.features]
     for features in widths:
-        with suppress(Exception):  # however it fails on rows of this width
+        with suppress(Exception):  # whatever fails, the module reads no rows of this width
             found = replace(graph, features=features)
             classes = run_once(copy.deepcopy(module), found, dtype).shape[1]
             return replace(found, classes=classes if own[1] else graph.classes)
@@ -288,7 +268,7 @@ def _with_its_widths(
 
 
 def materialise(module: nn.Module, graph: GraphFields, seed: int) -> None:
-    """Let lazy parameters (in_channels=-1) be made, as a first forward does. Raises Unfit."""
+    """Initialise lazy parameters (in_channels=-1) by a first call of `forward`. Raises Unfit."""
     if any(is_lazy(parameter) for parameter in module.parameters()):
         torch.manual_seed(seed)
         run_once(module, graph)
@@ -296,9 +276,9 @@ def materialise(module: nn.Module, graph: GraphFields, seed: int) -> None:
 
 @lru_cache(maxsize=2)
 def read_again(workload: Workload) -> Parameters | Pieces:
-    """What training of a plan's workload starts from.
+    """Return the pieces or parameters that a plan's workload trains.
 
-    Raises SpecError if the file is no longer what was planned."""
+    Raises SpecError if the file has changed since the plan."""
     module = workload.own
     path = Path(module.file)
     is_pickled = path.suffix == PICKLED
@@ -314,7 +294,7 @@ def read_again(workload: Workload) -> Parameters | Pieces:
 
 
 def _understood_again(workload: Workload, made: nn.Module) -> Parameters | Pieces:
-    """What a plan's module is trained as. Raises SpecError if that is not what was planned."""
+    """Return what a plan's module is trained as. Raises SpecError if that is not as planned."""
     module = workload.own
     dtype = dtype_of(workload.precision.weights)
     vertex, edge = (
@@ -346,9 +326,9 @@ def _widths_of(layers: Sequence[ModuleLayer]) -> list[int]:
 
 
 def _shapes(kind: str, fields: Fields, pieces: Pieces) -> tuple[Any, ...]:
-    """Fields of a graph that a module is given, as a Module keeps them."""
-    given = pieces.binding.inputs
-    return tuple((name, *shape) for name, shape in fields.items() if f"{kind} {name}" in given)
+    """Return the fields of a graph that a module receives, as a Module stores them."""
+    inputs = pieces.binding.inputs
+    return tuple((name, *shape) for name, shape in fields.items() if f"{kind} {name}" in inputs)
 
 
 def with_module(
@@ -357,10 +337,10 @@ def with_module(
     given: Iterable[str],
     more: Mapping[str, Any] | None = None,
 ) -> Workload:
-    """The workload with the user's module as its model.
+    """Return the workload with the user's module as its model.
 
-    given: fields that the user set; SpecError if the module has another value of one of them, and
-    if it breaks a rule of the workload."""
+    given: fields that the user set. Raises SpecError if the module decides another value of one of
+    them, or breaks a rule of the workload."""
     given = list(given)
     used = {field_of(argument) for argument, _ in user.description.arguments}
     for field in given:
@@ -381,18 +361,32 @@ def with_module(
     )
 
 
-def assumed(user: UserModule, given: Collection[str]) -> list[str]:
-    """A note for each argument of the module that has the workload's default, as nobody gave it."""
-    return [
-        f"{user.description.name} is made with {argument}={value}, the default, since it requires"
-        f" one and none was given; --set {field}=.. gives another"
+def _notes(user: UserModule, problem: Problem, given: Collection[str]) -> list[str]:
+    """Return notes on dense features, default arguments, optional fields and unread fields."""
+    name, graph, stats, notes = user.description.name, problem.graph, problem.stats, list[str]()
+    if user.pieces and not stats.dense:
+        share = show_percent(stats.stored_per_row / stats.features, 1)
+        notes.append(
+            f"the features of {stats.name} are made dense, of which {share} are not 0: a module"
+            " that is run as it is written may do anything with them"
+        )
+    notes += [
+        f"{name} is made with {argument}={value}, the default, since it requires one and none was"
+        f" given; --set {field}=.. gives another"
         for argument, value in user.description.arguments
         if (field := field_of(argument)) not in ("features", "classes", *given)
     ]
+    notes += optional(user)
+    if graph is None:
+        return notes
+    reads = user.pieces.reads if user.pieces else set()
+    if "g" in reads:  # a DGL graph has all fields of edges
+        reads |= {f"edge {field}" for field in graph.edge_fields}
+    return notes + unread_by(name, graph, reads)
 
 
 def optional(user: UserModule) -> list[str]:
-    """A note for each field of the graph that forward gets though it could do without."""
+    """Return a note for each field of the graph that `forward` receives instead of a default."""
     pieces = user.pieces
     if pieces is None:
         return []
@@ -406,19 +400,9 @@ def optional(user: UserModule) -> list[str]:
     ]
 
 
-def unread(user: UserModule, graph: Graph | None) -> list[str]:
-    """A note on fields of the graph that the module does not read."""
-    if graph is None:
-        return []
-    reads = user.pieces.reads if user.pieces else set()
-    if "g" in reads:  # DGL's graph has the edges' fields
-        reads |= {f"edge {name}" for name in graph.edge_fields}
-    return unread_by(user.description.name, graph, reads)
-
-
 def with_structure(problem: Problem) -> Problem:
-    """The problem whose graph has self-loops, if convolutions of DGL need them, and of which is
-    known what its module computes of the whole graph."""
+    """Return the problem, with self-loops if DGL convolutions need them, after computing what the
+    module computes from the edges of the whole graph. Raises SpecError."""
     graph, pieces = problem.graph, read_again(problem.workload)
     if graph is None or not isinstance(pieces, Pieces):
         return problem

@@ -1,16 +1,16 @@
-"""Records what a module's `forward` computes, as the calls of torch that it makes.
+"""Records `forward` of a user's module, as the torch calls that it makes.
 
-The module runs on a small graph, and every call of torch is noted, with what it was given: values
-that were computed before, parameters, plain numbers. The notes can be run again on other rows and
-other edges. A plain number that is another on a larger graph is a size, of which a value tells it:
-the number of vertices, or of edges. What decides a branch must not be computed, so a module
-that asks a tensor for its truth or its numbers is refused; so is one that draws random numbers, but
-for dropout.
+The module runs on a small graph. A `Node` notes each torch call and its arguments: nodes of earlier
+calls, names of parameters, plain numbers. The nodes can run again on other rows and other edges. A
+plain number that differs on a larger graph is a size: the number of vertices, or of edges. One
+recording has one branch, so a module that reads a tensor's truth or numbers is refused. A module
+that draws random numbers is refused too, except for dropout.
 
-What torch does not see (DGL's kernels, other compiled code) is noted as a call of the innermost
-module that did it: an `Opaque`. Where that is not enough, as with dropout in a convolution of DGL
-or messages in forward itself, DGL's kernels are noted as calls that read the graph. What Python
-asks of edges alone is noted too: the graph that is trained on must answer the same."""
+torch does not see some computations, such as DGL's kernels. The innermost module around such a
+computation is recorded as one call (`Opaque`). Where that hides too much, as with dropout inside a
+DGL convolution or messages in `forward` itself, the calls of DGL's kernels are recorded. Python may
+ask for numbers of tensors that are computed from edges alone: the answers are recorded, and the
+graph that is trained on must give the same ones."""
 
 from __future__ import annotations
 
@@ -38,10 +38,10 @@ from torch.utils._pytree import tree_flatten, tree_map
 
 import gnnplan
 
-OURS = str(Path(gnnplan.__file__).resolve().parent)
+PACKAGE = str(Path(gnnplan.__file__).resolve().parent)
 DROPOUTS = (F.dropout, torch.dropout, torch.dropout_)
-# calls that make a tensor of one number, with the type of another
-MADE = ("new_zeros", "new_ones", "new_full", "zeros_like", "ones_like", "full_like")
+# calls that fill a tensor with one number, and take its type from another tensor
+FILLERS = ("new_zeros", "new_ones", "new_full", "zeros_like", "ones_like", "full_like")
 MOST_CALLS = 100_000
 UNSEEN = (
     "something that torch does not see makes a tensor in forward itself; put it into a module of"
@@ -57,107 +57,111 @@ NUMBERS_ASKED = (
     "forward asks for the numbers in a tensor ({}), to branch or to compute outside torch; write it"
     " with torch's functions, as torch.where"
 )
-# calls that make no value
-PLAIN = (
-    "_set_grad_enabled",
-    *("size", "__len__", "numel", "nelement", "dim", "ndimension", "stride"),
+# calls that are not recorded, since they return no tensor
+UNRECORDED = (
+    *("_set_grad_enabled", "size", "__len__", "numel"),
+    *("nelement", "dim", "ndimension", "stride"),
 )
-NUMBERS = (
-    "__bool__",
-    "__int__",
-    "__float__",
-    "__index__",
-    "__complex__",
-    "item",
-    "tolist",
-    "numpy",
+# calls that return a tensor's numbers to Python
+TO_PYTHON = (
+    *("__bool__", "__int__", "__float__", "__index__", "__complex__"),
+    *("item", "tolist", "numpy"),
 )
 
 
 class Unfit(Exception):
-    """Something of a module that cannot be trained here; says what, and what would fit."""
+    """A part of a module that cannot be trained here; the text says which, and the remedy."""
 
 
-def _asking(name: str) -> Callable[..., Any]:
-    def asked(graph: Any, *args: Any, **kwargs: Any) -> Any:
+def _graph_method(name: str) -> Callable[..., Any]:
+    def method(graph: Any, *args: Any, **kwargs: Any) -> Any:
         return getattr(graph, name)(*args, **kwargs)
 
-    asked.__name__ = name
-    return asked
+    method.__name__ = name
+    return method
 
 
-# of a graph of DGL, what torch does not see and a part of the graph can be asked as well
-ASKED = {name: _asking(name) for name in ("in_degrees", "out_degrees", "all_edges")}
+# methods of a DGL graph whose calls are recorded; a block's graph answers them too
+GRAPH_METHODS = {name: _graph_method(name) for name in ("in_degrees", "out_degrees", "all_edges")}
 EDGES_OF = "edges of g"
+FIXED, FREE, STRUCTURE, ROWS, INNER = "fixed", "free", "structure", "rows", "inner"  # see cut.py
 
 
 def index_of(graph: Any) -> Any:
-    """What DGL's kernels are given of a graph."""
+    """Return the graph index that DGL's kernels take as an argument."""
     return graph._graph
 
 
 def edges_of(graph: Any) -> Tensor:
-    """Source and reader of each edge, int64 [2, E]."""
+    """Return source and destination of each edge of a DGL graph, int64 [2, E]."""
     return torch.stack(graph.all_edges())
 
 
 @dataclass(eq=False, repr=False)
 class Node:
-    """A value: a call's, or something that forward is given (`name`)."""
+    """A value that `forward` computes by one call, or an input of `forward` (`name`)."""
 
-    call: Callable[..., Any] | Opaque | None
-    args: tuple[Any, ...] = ()  # with nodes for values, Named for parameters
+    call: Callable[..., Any] | Opaque | None  # None: an input
+    args: tuple[Any, ...] = ()  # Node for a computed value, Named for a parameter
     kwargs: Mapping[str, Any] = field(default_factory=dict)
     name: str = ""
     line: int = 0  # in the user's file; 0: unknown
-    learns: bool = True  # autograd is on
-    changes: bool = False  # the value of its first argument, in place
+    has_grad: bool = True  # autograd is on
+    in_place: bool = False  # the call changes its first argument, and returns it
     value: Any = None  # on the small graph
-    dim: int = 0  # of a value that has a row per vertex: where they are
     index: float = field(default_factory=itertools.count().__next__)  # in the order of calls
+    # cut.py sets the following
+    kind: str = ""
+    dim: int = 0  # of ROWS: the dimension that has a row per vertex
+    piece: int = 0  # of ROWS and INNER: the first piece that can compute the value
+    runs_in: int = 0  # the piece that computes it
+    number: int = 0  # of an active dropout, in the order of forward
+    edges: Node | None = None  # of an active dropout of INNER: the edge set whose rows it drops
 
     def __repr__(self) -> str:
         return f"{self.index}: {self.name or self.what}"
 
     @property
     def place(self) -> str:
+        """The user's line, as the start of an error message."""
         return f"line {self.line}: " if self.line else ""
 
     @property
     def what(self) -> str:
-        """The name of what it calls."""
+        """The name of the function or module that is called."""
         if isinstance(self.call, Opaque):
             return self.call.kind
         if isinstance(function := getattr(self.call, "__self__", None), type):
-            return function.__name__  # a torch.autograd.Function's `apply`
+            return function.__name__  # the `apply` of a torch.autograd.Function
         return getattr(self.call, "__name__", str(self.call)).strip("_") or self.name
 
     @property
     def leaves(self) -> list[Any]:
-        """Everything that it is given."""
+        """All arguments, without the tuples, lists and dictionaries around them."""
         return leaves_of((self.args, self.kwargs))
 
     @property
     def reads(self) -> list[Node]:
-        """Values that it is given."""
+        """The nodes among the arguments."""
         return [leaf for leaf in self.leaves if isinstance(leaf, Node)]
 
-    def read_instead(self, others: Mapping[Node, Node]) -> None:
-        """Have it be given other values."""
+    def replace_reads(self, replacements: Mapping[Node, Node]) -> None:
+        """Replace nodes among the arguments."""
 
-        def other(argument: Any) -> Any:
-            return others.get(argument, argument) if isinstance(argument, Node) else argument
+        def replaced(argument: Any) -> Any:
+            is_node = isinstance(argument, Node)
+            return replacements.get(argument, argument) if is_node else argument
 
-        self.args, self.kwargs = tree_map(other, (self.args, dict(self.kwargs)))
+        self.args, self.kwargs = tree_map(replaced, (self.args, dict(self.kwargs)))
 
     @property
-    def named(self) -> list[str]:
-        """Parameters and buffers that it is given, and those of an Opaque's module."""
+    def tensor_names(self) -> list[str]:
+        """The names of parameters, buffers and other tensors of the module among the arguments."""
         return [leaf.name for leaf in self.leaves if isinstance(leaf, Named)]
 
     @property
     def key(self) -> Hashable:
-        """Equal for calls of the same with the same."""
+        """A key that is equal for equal calls with equal arguments."""
 
         def plain(argument: Any) -> Hashable:
             if isinstance(argument, (tuple, list)):
@@ -167,7 +171,7 @@ class Node:
         if self.call is None:
             return self.name
         kwargs = [(name, plain(self.kwargs[name])) for name in sorted(self.kwargs)]
-        key = self.call, self.learns, plain(self.args), *kwargs
+        key = self.call, self.has_grad, plain(self.args), *kwargs
         try:
             hash(key)
         except TypeError:
@@ -176,7 +180,7 @@ class Node:
 
     @property
     def drops(self) -> float:
-        """Of dropout that drops: its p."""
+        """The p of an active dropout; 0: the call drops nothing."""
         if self.call not in DROPOUTS:
             return 0.0
         p, training, _ = dropout_of(self.args, self.kwargs)
@@ -185,14 +189,14 @@ class Node:
 
 @dataclass(frozen=True)
 class Opaque:
-    """A module that is called as a whole."""
+    """A module that is called as a whole: its path in the user's module, and its class's name."""
 
     path: str
     kind: str
 
 
 class Slice(NamedTuple):
-    """A slice, whose ends may be sizes."""
+    """A slice whose bounds may be nodes (sizes)."""
 
     start: Any
     stop: Any
@@ -201,23 +205,25 @@ class Slice(NamedTuple):
 
 @dataclass(frozen=True)
 class Named:
-    """A parameter, a buffer or another tensor of the module, by its name there."""
+    """A parameter, buffer or other tensor of the module, by its name there."""
 
     name: str
 
 
-def leaves_of(given: Any) -> list[Any]:
-    """What tuples, lists and dictionaries hold. torch's own walk also builds a tree of it, and took
-    a quarter of the time that a module is read in."""
-    if isinstance(given, Mapping):
-        given = tuple(given.values())
-    if not isinstance(given, (tuple, list)):
-        return [given]
-    return [leaf for each in given for leaf in leaves_of(each)]
+def leaves_of(tree: Any) -> list[Any]:
+    """Return the leaves of nested tuples, lists and dictionaries.
+
+    torch's tree_flatten also builds a description of the tree: with it, reading a module took a
+    third longer."""
+    if isinstance(tree, Mapping):
+        tree = tuple(tree.values())
+    if not isinstance(tree, (tuple, list)):
+        return [tree]
+    return [leaf for each in tree for leaf in leaves_of(each)]
 
 
 def dropout_of(args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[float, bool, bool]:
-    """(p, whether it drops, in place) of a call of dropout."""
+    """Return (p, whether dropout is active, whether it is in place) of a call of dropout."""
     given = dict(zip(("input", "p", "training", "inplace"), args, strict=False)) | dict(kwargs)
     given.setdefault("training", given.pop("train", True))
     return float(given.get("p", 0.5)), bool(given["training"]), bool(given.get("inplace", False))
@@ -225,23 +231,25 @@ def dropout_of(args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[float, b
 
 @dataclass
 class Recorded:
-    """All calls of one run of forward, in their order."""
+    """All calls of one run of `forward`, in their order."""
 
     nodes: list[Node]
-    inputs: dict[str, Node]  # by the name that the graph has for it; 'vertices' and EDGES_OF
+    inputs: dict[str, Node]  # by Bound's name of the input; also 'vertices' and EDGES_OF
     output: Node
-    # to what Python asked of edges: yes or no, or how many fewer than vertices
+    # the number that Python read from a node that is computed from edges alone: a bool; or, once
+    # `with_sizes` has run, the difference between the number of vertices and the number read
     answers: dict[Node, Any] = field(default_factory=dict)
 
     @property
     def vertices(self) -> int:
-        """Of the small graph."""
-        found: int = self.inputs["vertices"].value
-        return found
+        """The number of vertices of the small graph."""
+        count: int = self.inputs["vertices"].value
+        return count
 
 
 class _Unseen(Exception):
-    """A tensor that no call of torch made. words: of the refusal, if that was in forward itself."""
+    """No torch call made a tensor inside the module at `path`; '': in `forward` itself, which is
+    then refused with `words`."""
 
     def __init__(self, path: str, words: str = UNSEEN) -> None:
         super().__init__(path)
@@ -250,28 +258,27 @@ class _Unseen(Exception):
 
 def record(
     module: nn.Module,
-    given: Mapping[str, Any],
+    inputs: Mapping[str, Any],
     call: Callable[[], Any],
     vertices: int,
     parts: Collection[str] = (),
     by_kernels: bool = False,
 ) -> Recorded:
-    """What `call` computes, which runs the module's forward on what is `given`.
+    """Return the torch calls that `call` makes, which runs the module's forward on `inputs`.
 
-    given: by name, tensors that forward gets. vertices: rows of the small graph, by which a size is
-    known. parts: names of those that are noted as one call each, whatever they do. by_kernels:
-    whether calls of DGL's kernels are noted, and not of the parts that make them. Raises Unfit with
-    the line."""
-    opaque, graph = {*parts}, given.get("g")
-    as_given = None if graph is None else graph.local_var()
+    inputs: the tensors that forward receives, by name. vertices: the rows of the small graph.
+    parts: paths of submodules to record as one call each. by_kernels: record calls of DGL's
+    kernels, instead of the submodules that make these calls. Raises Unfit with the line."""
+    opaque, graph = {*parts}, inputs.get("g")
+    unchanged = None if graph is None else graph.local_var()
     while True:
         before = _states_outside_torch()
-        if as_given is not None:  # without what another try has put into it
-            vars(graph).update(vars(as_given.local_var()))
+        if unchanged is not None:  # remove what an earlier attempt has written into the graph
+            vars(graph).update(vars(unchanged.local_var()))
         try:
-            recorder = _Recorder(module, given, vertices, opaque, parts, by_kernels)
-            with recorder, recorder.calls():
-                recorded = recorder.finished(call())
+            recorder = _Recorder(module, inputs, vertices, opaque, parts, by_kernels)
+            with recorder, recorder.patches():
+                recorded = recorder.finish(call())
             if before != _states_outside_torch():
                 raise Unfit(
                     "forward draws random numbers of Python's or numpy's, which other ranks would"
@@ -285,10 +292,12 @@ def record(
 
 
 class _Recorder(TorchFunctionMode):
+    """Records torch calls while it is active; `record` has the parameters."""
+
     def __init__(
         self,
         module: nn.Module,
-        given: Mapping[str, Any],
+        inputs: Mapping[str, Any],
         vertices: int,
         opaque: set[str],
         may_drop: Collection[str],
@@ -296,30 +305,31 @@ class _Recorder(TorchFunctionMode):
     ) -> None:
         super().__init__()
         self.opaque, self.may_drop = opaque, may_drop
-        self.graph: Any = given.get("g")
+        self.graph: Any = inputs.get("g")
         self.by_kernels = by_kernels
         self.answers: dict[Node, Any] = {}
         self.nodes: list[Node] = []
-        self.of: dict[int, Node] = {}  # by the tensor's id
+        self.node_by_id: dict[int, Node] = {}  # id() of the value
         self.versions: dict[int, int] = {}
-        self.alive: list[Any] = []  # so that ids stay
-        self.names = {id(t): name for name, t in tensors_of(module).items()}
-        self.learned = {  # names of parameters, by where their numbers are
+        self.alive: list[Any] = []  # recorded values, so that no id() is used again
+        self.name_by_id = {id(t): name for name, t in tensors_of(module).items()}
+        self.parameter_by_address = {
             parameter.untyped_storage().data_ptr(): name
             for name, parameter in module.named_parameters()
             if parameter.numel()
         }
-        self.paths = {id(part): path for path, part in module.named_modules()}
-        self.within: list[str] = [""]
+        self.path_by_id = {id(part): path for path, part in module.named_modules()}
+        self.path_stack: list[str] = [""]  # of the modules that are being called
         self.is_within_opaque = False
         self.inputs: dict[str, Node] = {}
-        for name, value in {**given, "vertices": vertices}.items():
+        for name, value in {**inputs, "vertices": vertices}.items():
             node = self._node(None, (), {}, name)
             node.value = value
             self.inputs[name] = node
-            self._made(node, value)
+            self._record_result(node, value)
         if by_kernels:
-            self._made(self._node(index_of, (self.inputs["g"],), {}), index_of(self.graph))
+            index = self._node(index_of, (self.inputs["g"],), {})
+            self._record_result(index, index_of(self.graph))
             self.inputs[EDGES_OF] = edges = self._node(edges_of, (self.inputs["g"],), {})
             edges.value = edges_of(self.graph)
 
@@ -331,15 +341,15 @@ class _Recorder(TorchFunctionMode):
         kwargs = kwargs or {}
         name = getattr(func, "__name__", "")
         if name == "__get__":
-            result = func(*args)  # a tensor, as .T, .data and .grad, or not, as .shape
+            result = func(*args)  # a tensor, as .T, .data and .grad; or something else, as .shape
             is_value = isinstance(result, Tensor)
-            return self._made(self._node(func, args, {}), result) if is_value else result
-        if name in PLAIN:
+            return self._record_result(self._node(func, args, {}), result) if is_value else result
+        if name in UNRECORDED:
             return func(*args, **kwargs)
-        if name in NUMBERS:
-            return self._answered(func, name, args)
-        if name in MADE and (len(args) > 1 or name.endswith("_like")):
-            return self._filled(func, name, args, kwargs)
+        if name in TO_PYTHON:
+            return self._answer(func, name, args)
+        if name in FILLERS and (len(args) > 1 or name.endswith("_like")):
+            return self._record_fill(func, name, args, kwargs)
         node = self._node(func, args, kwargs)
         first = args[0] if args and isinstance(args[0], Tensor) else None
         version = None if first is None else first._version
@@ -349,7 +359,7 @@ class _Recorder(TorchFunctionMode):
             if training and p >= 1.0:
                 raise Unfit(f"{node.place}dropout of p={p:g} leaves nothing; use p < 1")
             rows = args[0] if args else kwargs["input"]
-            # what is dropped is decided where it runs
+            # nothing is dropped while recording: masks are drawn where the calls run
             result = rows.mul_(1.0) if in_place else rows * 1.0
         else:
             result = func(*args, **kwargs)
@@ -360,47 +370,49 @@ class _Recorder(TorchFunctionMode):
                 " attention and LSTM, give it dropout=0 and drop its rows before"
             )
         if first is not None and first._version != version:
-            self._must_not_be_learned(node, first)
-            result = first if result is None else result  # of setitem
-            node.changes = result is first and id(first) in self.of
-        return self._made(node, result)
+            self._must_not_be_parameter(node, first)
+            result = first if result is None else result  # setitem returns None
+            node.in_place = result is first and id(first) in self.node_by_id
+        return self._record_result(node, result)
 
-    def _answered(self, func: Any, name: str, args: tuple[Any, ...]) -> Any:
-        """What Python asks of a tensor that is made of edges alone. Raises Unfit of others."""
+    def _answer(self, func: Any, name: str, args: tuple[Any, ...]) -> Any:
+        """Return the numbers that Python asks of a tensor that is computed from edges alone.
+
+        Raises Unfit if the tensor is computed from anything else."""
         node = self._argument(args[0])
-        made_of = live_nodes([node]) if isinstance(node, Node) else []
-        of_edges = any(each.call is None and each.name != "vertices" for each in made_of)
-        if any(each.named or each.name.startswith("vertex ") for each in made_of):
+        sources = live_nodes([node]) if isinstance(node, Node) else []
+        of_edges = any(each.call is None and each.name != "vertices" for each in sources)
+        if any(each.tensor_names or each.name.startswith("vertex ") for each in sources):
             of_edges = False
         if of_edges and name not in ("tolist", "numpy"):
             self.answers[node] = answer = func(*args)
             return answer
-        if of_edges and self.by_kernels:  # DGL sorts edges so for a function of the user's
-            raise _Unseen(self.within[-1])
+        if of_edges and self.by_kernels:  # DGL sorts edges like this for a Python function
+            raise _Unseen(self.path_stack[-1])
         raise Unfit(NUMBERS_ASKED.format(name.strip("_")))
 
-    def _must_not_be_learned(self, node: Node, tensor: Tensor) -> None:
-        """Raise Unfit if what a call changes in place is a parameter, or its `data`."""
+    def _must_not_be_parameter(self, node: Node, tensor: Tensor) -> None:
+        """Raise Unfit if a call changes a parameter, or its `data`, in place."""
         if tensor.layout != torch.strided:
             return
-        name = self.learned.get(tensor.untyped_storage().data_ptr())
+        name = self.parameter_by_address.get(tensor.untyped_storage().data_ptr())
         if name is not None:
             raise Unfit(
                 f"{node.place}{node.what} changes {name} in place, which would be lost; compute"
                 " with a new tensor, as a clamped one, and leave parameters to the optimizer"
             )
 
-    def _filled(self, func: Any, name: str, args: tuple[Any, ...], kwargs: Any) -> Any:
-        """A tensor of one number, of whose example nothing but its type matters."""
+    def _record_fill(self, func: Any, name: str, args: tuple[Any, ...], kwargs: Any) -> Any:
+        """Call one of FILLERS, and record it as torch.full, without the example tensor."""
         result = func(*args, **kwargs)
         if name.endswith("_like"):
             shape: Sequence[int] = args[0].size()
         else:
             shape = args[1] if isinstance(args[1], (tuple, list)) else args[1:]
         number = result.flatten()[0].item() if result.numel() else 0
-        made = {"dtype": result.dtype, "device": result.device}
-        node = self._node(torch.full, (tuple(shape), number), made)
-        return self._made(node, result)
+        options = {"dtype": result.dtype, "device": result.device}
+        node = self._node(torch.full, (tuple(shape), number), options)
+        return self._record_result(node, result)
 
     # -- nodes -----------------------------------------------------------------------------------
 
@@ -410,7 +422,7 @@ class _Recorder(TorchFunctionMode):
         if len(self.nodes) > MOST_CALLS:
             raise Unfit(f"forward makes more than {MOST_CALLS:,} calls of torch; use fewer layers")
         line = _line()
-        # a list may be an argument of a call that changes it, so it is walked now
+        # the call may change a list among its arguments, so they are converted before the call
         node = Node(
             call,
             tree_map(self._argument, args),
@@ -423,129 +435,135 @@ class _Recorder(TorchFunctionMode):
         return node
 
     def _argument(self, value: Any) -> Any:
+        """Return an argument as a Node keeps it. Raises _Unseen for a tensor of unknown origin."""
         if isinstance(value, torch.Size):
             return tuple(value)
         if isinstance(value, slice):
             return Slice(*map(self._argument, (value.start, value.stop, value.step)))
         if isinstance(value, Tensor):
-            if self._is_seen(value):
-                return self.of[id(value)]
-            if id(value) in self.names:
-                return Named(self.names[id(value)])
-            raise _Unseen(self.within[-1], NO_MATRIX if is_sparse(value) else UNSEEN)
-        if id(value) in self.of:  # a graph of DGL
-            return self.of[id(value)]
+            if self._is_recorded(value):
+                return self.node_by_id[id(value)]
+            if id(value) in self.name_by_id:
+                return Named(self.name_by_id[id(value)])
+            raise _Unseen(self.path_stack[-1], NO_MATRIX if is_sparse(value) else UNSEEN)
+        if id(value) in self.node_by_id:  # a DGL graph
+            return self.node_by_id[id(value)]
         if self.graph is not None and getattr(value, "_graph", None) is self.graph._graph:
-            return self.inputs["g"]  # a copy with other rows, as of local_var
+            return self.inputs["g"]  # a copy with other rows, as from local_var
         return value
 
-    def _is_seen(self, tensor: Tensor) -> bool:
-        """Whether a call made all numbers in a tensor: compiled code may have filled it since."""
-        if id(tensor) not in self.of:
+    def _is_recorded(self, tensor: Tensor) -> bool:
+        """Whether recorded calls made all numbers in a tensor; compiled code may have changed them
+        since."""
+        if id(tensor) not in self.node_by_id:
             return False
         if tensor.layout != torch.strided:
             return True
-        seen = self.of[id(tensor)].value
-        if torch.equal(tensor, seen) or bool(((tensor == seen) | (seen != seen)).all()):
+        recorded = self.node_by_id[id(tensor)].value
+        is_equal = (tensor == recorded) | (recorded != recorded)  # NaN
+        if torch.equal(tensor, recorded) or bool(is_equal.all()):
             return True
         if tensor._version != self.versions[id(tensor)]:
-            raise _Unseen(self.within[-1], IN_PLACE)
+            raise _Unseen(self.path_stack[-1], IN_PLACE)
         return False
 
-    def _made(self, node: Node, result: Any) -> Any:
+    def _record_result(self, node: Node, result: Any) -> Any:
+        """Store the result as the node's value, and return it."""
         node.value = tree_map(lambda v: v.detach().clone() if isinstance(v, Tensor) else v, result)
         if isinstance(result, Tensor):
-            self._tensor(node, result)
+            self._record_tensor(node, result)
         elif isinstance(result, (tuple, list)):
             for i, item in enumerate(result):
                 if isinstance(item, Tensor):
-                    part = Node(operator.getitem, (node, i), line=node.line, learns=node.learns)
+                    part = Node(operator.getitem, (node, i), line=node.line, has_grad=node.has_grad)
                     self.nodes.append(part)
                     part.value = item.detach().clone()
-                    self._tensor(part, item)
+                    self._record_tensor(part, item)
         elif not isinstance(result, (int, float, bool, str, torch.dtype, torch.device, type(None))):
-            self.of[id(result)] = node
+            self.node_by_id[id(result)] = node
             self.alive.append(result)
         return result
 
-    def _tensor(self, node: Node, tensor: Tensor) -> None:
-        self.of[id(tensor)] = node
+    def _record_tensor(self, node: Node, tensor: Tensor) -> None:
+        self.node_by_id[id(tensor)] = node
         self.versions[id(tensor)] = tensor._version
         self.alive.append(tensor)
 
     @contextmanager
-    def calls(self) -> Iterator[None]:
-        """Note calls of modules, and of torch.autograd.Function, whose gradients are its own. Not
-        of functions that are given more than tensors and numbers, as DGL's are a graph unless calls
-        of its kernels are noted, and not of torch's, which bring hooks."""
-        original: Any = nn.Module.__call__
-        base: Any = torch.autograd.function._SingleLevelFunction  # `apply` may be kept by a name
+    def patches(self) -> Iterator[None]:
+        """Record calls of modules, of scripted functions, and of torch.autograd.Function, which
+        computes its own gradients.
+
+        Not of a Function that receives more than tensors and numbers, as DGL's Functions receive a
+        graph (unless calls of its kernels are recorded), and not of torch's own, which run hooks.
+        """
+        call_module: Any = nn.Module.__call__
+        base: Any = torch.autograd.function._SingleLevelFunction  # a file may keep `apply` itself
         script: Any = torch.jit.ScriptFunction
-        scripted: Any = script.__call__
+        call_script: Any = script.__call__
 
         def of_module(part: nn.Module, *args: Any, **kwargs: Any) -> Any:
-            return self.called(part, lambda: original(part, *args, **kwargs), args, kwargs)
+            return self.call_module(part, lambda: call_module(part, *args, **kwargs), args, kwargs)
 
         def of_function(function: Any, *args: Any) -> Any:
             apply = super(base, function).apply  # type: ignore[misc]
-            plain = all(
-                isinstance(a, (Tensor, int, float, str, type(None))) or id(a) in self.of
+            is_plain = all(
+                isinstance(a, (Tensor, int, float, str, type(None))) or id(a) in self.node_by_id
                 for a in leaves_of(args)
             )
             is_torchs = function.__module__.startswith("torch.")
-            if self.is_within_opaque or is_torchs or not plain:
+            if self.is_within_opaque or is_torchs or not is_plain:
                 return apply(*args)
-            return self._whole(function.apply, args, {}, lambda: apply(*args))
+            return self._record_whole(function.apply, args, {}, lambda: apply(*args))
 
         def of_script(function: Any, *args: Any, **kwargs: Any) -> Any:
-            if self.is_within_opaque:
-                return scripted(function, *args, **kwargs)
-            return self._whole(function, args, kwargs, lambda: scripted(function, *args, **kwargs))
+            def run() -> Any:
+                return call_script(function, *args, **kwargs)
 
-        nn.Module.__call__ = of_module  # type: ignore[method-assign]
-        base.apply = classmethod(of_function)
-        script.__call__ = of_script
-        try:
-            with self._asked_of_graph() if self.by_kernels else nullcontext():
-                yield
-        finally:
-            nn.Module.__call__ = original  # type: ignore[method-assign]
-            del base.apply
-            script.__call__ = scripted
+            return (
+                run() if self.is_within_opaque else self._record_whole(function, args, kwargs, run)
+            )
+
+        with (
+            replaced(nn.Module, "__call__", of_module),
+            replaced(base, "apply", classmethod(of_function)),
+            replaced(script, "__call__", of_script),
+            self._graph_patches() if self.by_kernels else nullcontext(),
+        ):
+            yield
 
     @contextmanager
-    def _asked_of_graph(self) -> Iterator[None]:
-        """Note what forward asks of a graph of DGL."""
+    def _graph_patches(self) -> Iterator[None]:
+        """Record calls of GRAPH_METHODS on the DGL graph."""
         import dgl
 
         item = dgl.DGLGraph.__getitem__
 
         def of_graph(name: str, *args: Any, **kwargs: Any) -> Any:
-            of_type = getattr(dgl.DGLGraph, name)
+            method = getattr(dgl.DGLGraph, name)
 
             def run() -> Any:
-                return of_type(self.graph, *args, **kwargs)
+                return method(self.graph, *args, **kwargs)
 
             if self.is_within_opaque:
                 return run()
-            return self._whole(ASKED[name], (self.graph, *args), kwargs, run)
+            return self._record_whole(GRAPH_METHODS[name], (self.graph, *args), kwargs, run)
 
         def of_edge_type(graph: Any, key: Any) -> Any:
-            """Its edges of a type, which are all: DGL makes a graph of them before it computes."""
+            """Return the graph itself, which has one edge type, where DGL would make a subgraph."""
             return graph if graph._graph is self.graph._graph else item(graph, key)
 
-        vars(self.graph).update({name: partial(of_graph, name) for name in ASKED})
-        dgl.DGLGraph.__getitem__ = of_edge_type
+        vars(self.graph).update({name: partial(of_graph, name) for name in GRAPH_METHODS})
         try:
-            yield
+            with replaced(dgl.DGLGraph, "__getitem__", of_edge_type):
+                yield
         finally:
-            dgl.DGLGraph.__getitem__ = item
-            for name in ASKED:
+            for name in GRAPH_METHODS:
                 vars(self.graph).pop(name)
 
-    def called(self, part: nn.Module, run: Callable[[], Any], args: Any, kwargs: Any) -> Any:
-        """A module's call, as a whole if torch did not see all of it before."""
-        path = self.paths.get(id(part))
+    def call_module(self, part: nn.Module, run: Callable[[], Any], args: Any, kwargs: Any) -> Any:
+        """Call a module; record the call as one node if torch did not see all of it before."""
+        path = self.path_by_id.get(id(part))
         if self.is_within_opaque and isinstance(part, _BatchNorm) and part.training:
             raise Unfit(
                 f"{path} normalises by moments of all rows in a part that is called as a whole;"
@@ -554,23 +572,25 @@ class _Recorder(TorchFunctionMode):
         if path is None or self.is_within_opaque:
             return run()
         if path not in self.opaque:
-            self.within.append(path)
+            self.path_stack.append(path)
             try:
                 result = run()
             finally:
-                self.within.pop()
+                self.path_stack.pop()
             with torch._C.DisableTorchFunction():
-                made = [leaf for leaf in tree_flatten(result)[0] if isinstance(leaf, Tensor)]
-                if not all(id(leaf) in self.names or self._is_seen(leaf) for leaf in made):
+                leaves = [leaf for leaf in tree_flatten(result)[0] if isinstance(leaf, Tensor)]
+                if not all(
+                    id(leaf) in self.name_by_id or self._is_recorded(leaf) for leaf in leaves
+                ):
                     raise _Unseen(path)
             return result
         opaque = Opaque(path, type(part).__name__)
-        return self._whole(opaque, args, kwargs, run, path in self.may_drop)
+        return self._record_whole(opaque, args, kwargs, run, path in self.may_drop)
 
-    def _whole(
+    def _record_whole(
         self, call: Any, args: Any, kwargs: Any, run: Callable[[], Any], may_drop: bool = False
     ) -> Any:
-        """Note a call, and none that it makes."""
+        """Record a call as one node, without the calls that it makes."""
         with torch._C.DisableTorchFunction():
             node = self._node(call, args, kwargs)
             before = torch.get_rng_state()
@@ -584,88 +604,110 @@ class _Recorder(TorchFunctionMode):
                     f"{node.place}{node.what} drops inside, where torch does not see it; drop its"
                     " inputs before (torch.nn.functional.dropout)"
                 )
-            return self._made(node, result)
+            return self._record_result(node, result)
 
-    def finished(self, output: Any) -> Recorded:
+    def finish(self, output: Any) -> Recorded:
+        """Return the recording whose last call made the output. Raises Unfit."""
         if isinstance(output, (tuple, list)) and len(output) == 1:
             output = output[0]
         if not isinstance(output, Tensor):
             raise Unfit("forward returns several values; return the logits alone")
-        if id(output) in self.names:
+        if id(output) in self.name_by_id:
             raise Unfit("forward returns a parameter; return rows that it computes")
         with torch._C.DisableTorchFunction():
-            if not self._is_seen(output):
-                raise _Unseen(self.within[-1])
-        return Recorded(self.nodes, self.inputs, self.of[id(output)], self.answers)
+            if not self._is_recorded(output):
+                raise _Unseen(self.path_stack[-1])
+        return Recorded(self.nodes, self.inputs, self.node_by_id[id(output)], self.answers)
+
+
+@contextmanager
+def replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
+    """Give an attribute of a class, module or object another value in the block."""
+    own = vars(owner)
+    before = [own[name]] if name in own else []  # else it is inherited
+    setattr(owner, name, value)
+    try:
+        yield
+    finally:
+        if before:
+            setattr(owner, name, before[0])
+        else:
+            delattr(owner, name)
 
 
 def _states_outside_torch() -> bytes:
-    """Where Python's and numpy's generators are."""
+    """Return the states of Python's and numpy's random generators."""
     return pickle.dumps((random.getstate(), np.random.get_state()))
 
 
 def number_of(edges: Tensor) -> int:
+    """Return the number of edges of an edge set [2, E]."""
     return edges.shape[1]
 
 
-def with_sizes(few: Recorded, many: Recorded) -> Recorded:
-    """The calls of a small graph, where a plain number that is another of a large one is a size:
-    the number of vertices, or of the edges of a set. Raises Unfit of what else is another."""
-    both = [live_nodes([recorded.output, *recorded.answers]) for recorded in (few, many)]
-    places = [{node: place for place, node in enumerate(nodes)} for nodes in both]
-    inputs = zip(few.inputs.values(), many.inputs.values(), strict=True)
-    sets = [pair for pair in inputs if is_edge_set(pair[0].value)]
+def with_sizes(small: Recorded, large: Recorded) -> Recorded:
+    """Replace numbers that differ between a small and a large graph by sizes; return `small`.
 
-    def other(node: Node) -> Unfit:
+    A size is the number of vertices, or of edges of an edge set. Raises Unfit if something else
+    differs."""
+    both = [live_nodes([recorded.output, *recorded.answers]) for recorded in (small, large)]
+    positions = [{node: position for position, node in enumerate(nodes)} for nodes in both]
+    inputs = zip(small.inputs.values(), large.inputs.values(), strict=True)
+    edge_sets = [pair for pair in inputs if is_edge_set(pair[0].value)]
+
+    def unequal(node: Node) -> Unfit:
         return Unfit(
-            f"{node.place}{node.what} of a graph of {many.vertices:,} vertices is another call"
-            f" than of one of {few.vertices}; let nothing depend on the size of the graph"
+            f"{node.place}{node.what} of a graph of {large.vertices:,} vertices is another call"
+            f" than of one of {small.vertices}; let nothing depend on the size of the graph"
         )
 
-    def told(mine: Any, its: Any) -> Any:
-        if isinstance(mine, Node) and isinstance(its, Node):
-            is_same = places[0][mine] == places[1][its]
-        elif isinstance(mine, (int, float, str, Named)):
-            is_same = repr(mine) == repr(its)
+    def argument(first: Any, second: Any) -> Any:
+        """Return an argument of the small graph's call, or the size that it is."""
+        if isinstance(first, Node) and isinstance(second, Node):
+            is_same = positions[0][first] == positions[1][second]
+        elif isinstance(first, (int, float, str, Named)):
+            is_same = repr(first) == repr(second)
         else:
-            is_same = type(mine) is type(its)
-        return mine if is_same else size(mine, its)
+            is_same = type(first) is type(second)
+        return first if is_same else size(first, second)
 
-    def size(mine: Any, its: Any) -> Node:
-        if type(mine) is int and (mine, its) == (few.vertices, many.vertices):
-            return few.inputs["vertices"]
-        for first, second in reversed(sets):
-            if type(mine) is int and (mine, its) == (first.value.shape[1], second.value.shape[1]):
-                return Node(number_of, (first,), index=node.index - 0.5, value=mine)
-        raise other(twin)
+    def size(first: Any, second: Any) -> Node:
+        if type(first) is int and (first, second) == (small.vertices, large.vertices):
+            return small.inputs["vertices"]
+        for edges, more in reversed(edge_sets):
+            sizes = edges.value.shape[1], more.value.shape[1]
+            if type(first) is int and (first, second) == sizes:
+                return Node(number_of, (edges,), index=node.index - 0.5, value=first)
+        raise unequal(twin)
 
     for node, twin in zip(*both, strict=False):
-        if (node.what, node.learns) != (twin.what, twin.learns):
-            raise other(twin)
-        given = (node.args, dict(node.kwargs)), (twin.args, dict(twin.kwargs))
+        if (node.what, node.has_grad) != (twin.what, twin.has_grad):
+            raise unequal(twin)
+        arguments = (node.args, dict(node.kwargs)), (twin.args, dict(twin.kwargs))
         try:
-            node.args, node.kwargs = tree_map(told, *given)
-        except ValueError:  # of another structure
-            raise other(twin) from None
-        sets += [(node, twin)] if is_edge_set(node.value) else []
+            node.args, node.kwargs = tree_map(argument, *arguments)
+        except ValueError:  # the arguments are nested otherwise
+            raise unequal(twin) from None
+        edge_sets += [(node, twin)] if is_edge_set(node.value) else []
     if len(both[0]) != len(both[1]):
-        raise other(both[1][-1])
-    # of numbers Python may know how many vertices there are, or the last of them
-    known = {(few.vertices - less, many.vertices - less): less for less in (0, 1)}
-    if len(few.answers) != len(many.answers):
-        raise other(both[1][-1])
-    for (node, mine), its in zip([*few.answers.items()], many.answers.values(), strict=True):
-        if not isinstance(mine, bool):
-            if (mine, its) not in known:
+        raise unequal(both[1][-1])
+    # Python may read the number of vertices, or the last vertex's id
+    known = {(small.vertices - less, large.vertices - less): less for less in (0, 1)}
+    if len(small.answers) != len(large.answers):
+        raise unequal(both[1][-1])
+    pairs = zip([*small.answers.items()], large.answers.values(), strict=True)
+    for (node, first), second in pairs:
+        if not isinstance(first, bool):
+            if (first, second) not in known:
                 raise Unfit(f"{node.place}{NUMBERS_ASKED.format(node.what)}")
-            few.answers[node] = known[mine, its]
-    return few
+            small.answers[node] = known[first, second]
+    return small
 
 
 def live_nodes(
     outputs: Iterable[Node], reads: Callable[[Node], list[Node]] = lambda node: node.reads
 ) -> list[Node]:
-    """Nodes of which the outputs are made, in their order."""
+    """Return the outputs and all nodes that they are computed from, in the order of calls."""
     live: set[Node] = set()
     todo = [*outputs]
     while todo:
@@ -682,7 +724,7 @@ def is_sparse(value: Any) -> bool:
 
 
 def is_edge_set(value: Any) -> bool:
-    """Whether a value is edges: int64 [2, E] of vertices' ids."""
+    """Whether a value is an edge set: vertices' ids, int64 [2, E], with E > 2."""
     return (
         isinstance(value, Tensor)
         and value.dtype == torch.int64
@@ -694,19 +736,19 @@ def is_edge_set(value: Any) -> bool:
 
 
 def edge_sets_of(nodes: Collection[Node]) -> list[Node]:
-    """Those that are edges, and not only places of a sparse matrix's numbers."""
+    """Return the edge sets among nodes, without those that only a sparse matrix is built from."""
     used = {
         read
         for node in nodes
         if not is_sparse(node.value) and node.call is not number_of
         for read in node.reads
     }
-    places = {read for node in nodes for read in node.reads} - used
-    return [node for node in nodes if is_edge_set(node.value) and node not in places]
+    only_in_matrices = {read for node in nodes for read in node.reads} - used
+    return [node for node in nodes if is_edge_set(node.value) and node not in only_in_matrices]
 
 
 def tensors_of(module: nn.Module) -> dict[str, Tensor]:
-    """Parameters, buffers and other tensors of a module and its parts, by name."""
+    """Return parameters, buffers and other tensors of a module and its submodules, by name."""
     found: dict[str, Tensor] = {}
     for path, part in module.named_modules():
         prefix = f"{path}." if path else ""
@@ -718,35 +760,35 @@ def tensors_of(module: nn.Module) -> dict[str, Tensor]:
 
 
 def named_in(module: nn.Module) -> Callable[[str], Any]:
-    """Tensors and parts of a module, by their names."""
+    """Return the function that maps names to tensors and submodules of a module."""
     return {**dict(module.named_modules()), **tensors_of(module)}.__getitem__
 
 
 def line_of(error: BaseException) -> str:
-    """'line 12: ', where the user's code raised; '' if the error says it, or if it is unknown."""
+    """Return 'line 12: ' where the user's code raised; '' if unknown, or if the text has it."""
     if str(error).startswith("line "):
         return ""
     steps = traceback.walk_tb(error.__traceback__)
-    lines = [line for frame, line in steps if _is_the_users(frame)]
+    lines = [line for frame, line in steps if _is_users_frame(frame)]
     return f"line {lines[-1]}: " if lines else ""
 
 
-def _is_the_users(frame: FrameType) -> bool:
+def _is_users_frame(frame: FrameType) -> bool:
     file = frame.f_code.co_filename
     generated = f"{frame.f_globals.get('__name__')}_"  # by PyG
     return is_the_users(file) and not Path(file).name.startswith(generated)
 
 
 def is_the_users(file: str) -> bool:
-    """Whether a file of Python is neither a library's nor ours."""
-    return not ("site-packages" in file or file.startswith((OURS, "<")) or "/lib/python" in file)
+    """Whether a Python file belongs neither to a library nor to gnnplan."""
+    return not ("site-packages" in file or file.startswith((PACKAGE, "<")) or "/lib/python" in file)
 
 
 def _line() -> int:
-    """The innermost line of forward that is neither a library's nor ours; 0: there is none."""
+    """Return the innermost line of the user's code that is running; 0: there is none."""
     for frame, line in traceback.walk_stack(sys._getframe(1)):
         if frame.f_code is record.__code__:
             break
-        if _is_the_users(frame):
+        if _is_users_frame(frame):
             return line
     return 0

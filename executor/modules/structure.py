@@ -1,9 +1,9 @@
-"""What a module computes of edges alone, on a part of the graph.
+"""Computes, on a part of the graph, the values that a module derives from edges alone: STRUCTURE.
 
-A part knows the edges into its vertices. Most of what a module makes of edges, a part makes as the
-whole graph does: a list of sources, a field times two, self-loops. Some it cannot, as a source's
-degree. That is computed once on the whole graph, and the part looks it up: by vertex, or by the
-pair of vertices that an edge links. No value stays that no layer reads."""
+A part knows the edges into its vertices. Most STRUCTURE follows from these as it does on the whole
+graph: a list of sources, a field times two, self-loops. Some does not, as a source's degree. It is
+computed once on the whole graph, and the part looks it up: by vertex, or by the pair of vertices
+that an edge connects. Values that no layer reads are not kept."""
 
 from __future__ import annotations
 
@@ -17,17 +17,13 @@ import torch
 from torch import Tensor
 
 from gnnplan.executor.layers.kernels import Block
-from gnnplan.executor.modules.cut import (
-    BLOCK,
-    DESTINATIONS,
-    STRUCTURE,
-    Program,
-    differing,
-)
+from gnnplan.executor.modules.cut import BLOCK, DESTINATIONS, Program, differing
 from gnnplan.executor.modules.evaluate import Place, Values, frees, keys, with_loops
 from gnnplan.executor.modules.record import (
     EDGES_OF,
+    STRUCTURE,
     Node,
+    Recorded,
     Unfit,
     edge_sets_of,
     is_edge_set,
@@ -36,13 +32,6 @@ from gnnplan.executor.modules.record import (
 )
 from gnnplan.planner.graph.graph import Whole
 
-
-def edge_index_of(whole: Whole) -> Tensor:
-    """Source and reader of each edge, int64 [2, E]."""
-    readers = np.repeat(np.arange(whole.vertices), np.diff(whole.indptr))
-    return torch.from_numpy(np.stack([whole.indices.astype(np.int64), readers]))
-
-
 TURNED = (
     "the graph's from end to start, and a part knows the edges into its vertices; leave out what"
     " turns them. A sparse matrix has a row per reader:"
@@ -50,33 +39,41 @@ TURNED = (
 )
 
 
+def edge_index_of(whole: Whole) -> Tensor:
+    """Return source and destination of each edge, int64 [2, E]."""
+    readers = np.repeat(np.arange(whole.vertices), np.diff(whole.indptr))
+    return torch.from_numpy(np.stack([whole.indices.astype(np.int64), readers]))
+
+
 def edges_in(block: Block) -> Tensor:
-    """Source and reader of each edge of a block, among its sources, int64 [2, E]."""
+    """Return each edge of a block as positions among the block's sources, int64 [2, E]."""
     return torch.stack([block.indices, block.readers]).long()
 
 
 class Table:
-    """Numbers of edges [E, ..], by pairs of vertices, and of equal edges by their order."""
+    """Numbers of edges [E, ..] that are looked up by pairs of vertices.
+
+    Edges that connect the same pair are told apart by their order."""
 
     def __init__(self, edges: Tensor, values: Tensor, vertices: int) -> None:
         self.keys, order = keys(edges, vertices).sort(stable=True)
         self.values, self.vertices = values[order], vertices
-        self.has_equal = bool((self.keys[1:] == self.keys[:-1]).any())
+        self.has_duplicates = bool((self.keys[1:] == self.keys[:-1]).any())
 
     def at(self, edges: Tensor) -> Tensor:
-        """Those of some edges."""
-        found = keys(edges, self.vertices)
-        places = torch.searchsorted(self.keys, found)
-        if self.has_equal:
-            places += _equal_before(found)
+        """Return the numbers of some edges. Raises Unfit for an edge that the table lacks."""
+        wanted = keys(edges, self.vertices)
+        places = torch.searchsorted(self.keys, wanted)
+        if self.has_duplicates:
+            places += _duplicates_before(wanted)
         places.clamp_(max=max(len(self.keys) - 1, 0))
-        if len(found) and (not len(self.keys) or (self.keys[places] != found).any()):
+        if len(wanted) and (not len(self.keys) or (self.keys[places] != wanted).any()):
             raise Unfit("it makes edges that the graph lacks; give convolutions the graph's edges")
         return self.values[places]
 
 
-def _equal_before(keys: Tensor) -> Tensor:
-    """How many equal ones come before each."""
+def _duplicates_before(keys: Tensor) -> Tensor:
+    """Return how many equal keys precede each key."""
     ordered, order = keys.sort(stable=True)
     before = torch.arange(len(keys)) - torch.searchsorted(ordered, ordered)
     return before[order.argsort()]
@@ -84,46 +81,50 @@ def _equal_before(keys: Tensor) -> Tensor:
 
 @dataclass
 class _Part(Place):
-    """A part of a graph: what only the whole tells, it looks up. source [S]: its vertices there."""
+    """A part of a graph, which looks up what only the whole graph determines.
+
+    source [S]: ids of the part's vertices in the whole graph. tables: see Structure.tables_of."""
 
     structure: Structure = field(kw_only=True)
     source: Tensor = field(kw_only=True)
     tables: Mapping[Node, Any] = field(kw_only=True)
 
-    def call(self, node: Node, values: Mapping[Node, Any], may_change: bool = False) -> Any:
+    def call(self, node: Node, values: Mapping[Node, Any], may_overwrite: bool = False) -> Any:
         if node not in self.structure.whole:
-            return super().call(node, values, may_change)
-        return self.at(node, self.structure.whole[node], self.tables[node], values)
+            return super().call(node, values, may_overwrite)
+        return self.look_up(node, self.structure.whole[node], self.tables[node], values)
 
-    def at(self, node: Node, of: Node | None, table: Any, values: Mapping[Node, Any]) -> Any:
-        """What a part has of a value on the whole graph: of edges of a set, of vertices, or all."""
-        if of is not None:
-            return table.at(self.source[values[of]])
+    def look_up(
+        self, node: Node, edges: Node | None, table: Any, values: Mapping[Node, Any]
+    ) -> Any:
+        """Return the part's rows of a value on the whole graph: of edges, of vertices, or all."""
+        if edges is not None:
+            return table.at(self.source[values[edges]])
         return table[self.source] if self.structure.is_of_vertices(node) else table
 
 
 @dataclass(eq=False)
 class Structure:
-    """The structure of a module's programs, which were recorded on the same graph.
+    """The STRUCTURE of a module's programs, which were recorded on the same graph.
 
-    read: what layers read of it. nodes: that, and what it is made of, in the order of calls. whole:
-    those of them that only the whole graph tells, with the edge set that they are of; None: they
-    are of vertices, or one for all."""
+    answers: Recorded.answers of all modes. read: the nodes that layers read. nodes: these, and the
+    nodes that they are computed from, in the order of calls. whole: the nodes that only the whole
+    graph determines, with their edge set; None: they are of vertices, or one value for all."""
 
     programs: tuple[Program, ...]
+    answers: Mapping[Node, Any]
     whole: dict[Node, Node | None] = field(default_factory=dict)
     tables: WeakKeyDictionary[Whole, Mapping[Node, Any]] = field(default_factory=WeakKeyDictionary)
 
     def __post_init__(self) -> None:
         self.read: set[Node] = set()
         for program in self.programs:
-            self.read |= {*program.drawn.values()}
+            self.read |= {node.edges for node in program.live if node.edges is not None}
             self.whole |= dict.fromkeys(program.fields)
             for node in (node for cut in program.layers for node in cut.gather.nodes):
-                self.read |= {read for read in node.reads if program.kind[read] == STRUCTURE}
-        self.answers = {n: told for p in self.programs for n, told in p.recorded.answers.items()}
+                self.read |= {read for read in node.reads if read.kind == STRUCTURE}
         self.nodes, inputs = live_nodes(self.read), self.small.inputs
-        is_dgl = any(node.name == "g" for node in self.nodes)  # whose graph has all fields
+        is_dgl = any(node.name == "g" for node in self.nodes)  # a DGL graph has all fields
         self.edges = inputs.get("edge_index", Node(None, name="edge_index"))
         self.fields = [  # of edges
             node
@@ -133,13 +134,13 @@ class Structure:
         self.whole |= dict.fromkeys(self.fields, self.edges)
 
     @property
-    def small(self) -> Any:
-        """What was recorded."""
+    def small(self) -> Recorded:
+        """A recording on the small graph, for its inputs and its size."""
         return self.programs[0].recorded
 
     # -- values ----------------------------------------------------------------------------------
 
-    def given(
+    def inputs_of(
         self,
         whole: Whole,
         edges: Tensor,
@@ -147,144 +148,124 @@ class Structure:
         source: Tensor | None = None,
         destinations: int = 0,
     ) -> Values:
-        """Values of what forward is given of edges, by node.
+        """Return the inputs of `forward` that STRUCTURE is computed from.
 
-        field: the numbers of a field. source [S]: the vertices that edges link, as a part numbers
-        them; None: it is the whole. destinations: those that edges lead to, the first of them."""
+        field: returns the numbers of a field. source [S]: ids of a part's vertices, which `edges`
+        has the positions of; None: the whole graph. destinations: the edges lead to the first of
+        the vertices. Raises Unfit if STRUCTURE is computed from rows of vertices."""
+        vertices = whole.vertices if source is None else len(source)
         values: Values = {self.edges: edges, DESTINATIONS: destinations}
-        size = whole.vertices if source is None else len(source)
-        values |= {node: beside_loops(whole, field(node), size) for node in self.fields}
+        values |= {node: beside_loops(whole, field(node), vertices) for node in self.fields}
         for node in live_nodes({*self.read, *self.answers}):
             if node.name == "vertices":
-                values[node] = whole.vertices if source is None else len(source)
+                values[node] = vertices
             elif node.name == "g":
                 fields = {node.name.removeprefix("edge "): values[node] for node in self.fields}
                 values[node] = dgl_graph(whole, edges, fields, source)
             elif node.name.startswith("vertex "):
-                raise Unfit(self._chosen_by(node))
+                reader = next((each.place for each in self.nodes if node in each.reads), "")
+                raise Unfit(
+                    f"{reader}forward chooses edges by {node.name.removeprefix('vertex ')} of"
+                    " vertices; weigh them instead, with 0 for those to leave out, or choose them"
+                    " before, in the graph's file"
+                )
         return values
 
-    def _chosen_by(self, rows: Node) -> str:
-        """That edges are made of rows of vertices, which are known only where a layer runs."""
-        name = rows.name.removeprefix("vertex ")
-        place = next((node.place for node in self.nodes if rows in node.reads), "")
-        return (
-            f"{place}forward chooses edges by {name} of vertices; weigh them instead, with 0 for"
-            " those to leave out, or choose them before, in the graph's file"
-        )
-
-    def _wanted(
+    def _compute(
         self,
         wanted: Collection[Node],
         place: Place,
         values: Values,
         reads: Callable[[Node], list[Node]] = lambda node: node.reads,
     ) -> Values:
-        """Compute some, and keep nothing else; values: of what forward is given."""
+        """Return the wanted values and keep no others; values: the inputs of `forward`."""
         nodes = live_nodes(wanted, reads)
+        calls = [node for node in nodes if node.call is not None]
         with torch.no_grad():
-            place.run(
-                [node for node in nodes if node.call is not None],
-                values,
-                frees(nodes, wanted, reads),
-            )
+            place.run(calls, values, frees(nodes, wanted, reads))
         return {node: values[node] for node in wanted if node is not BLOCK}
 
     def values_on(self, whole: Whole, place: Place, wanted: Collection[Node]) -> Values:
-        """Values on the whole graph."""
+        """Return values on the whole graph."""
 
         def field(node: Node) -> Tensor:
             return typed(whole.fields[node.name.removeprefix("edge ")], place.dtype)
 
-        return self._wanted(wanted, place, self.given(whole, edge_index_of(whole), field))
+        return self._compute(wanted, place, self.inputs_of(whole, edge_index_of(whole), field))
 
     def on_whole(self, whole: Whole, place: Place) -> Mapping[Node, Any]:
-        """Tables of what only the whole graph tells."""
+        """Return, and cache, the tables of the values that only the whole graph determines."""
         if whole not in self.tables:
-            wanted = {*self.whole} | {of for of in self.whole.values() if of is not None}
+            wanted = {*self.whole} | {edges for edges in self.whole.values() if edges is not None}
             values = self.values_on(whole, place, wanted) if wanted else {}
-            self.tables[whole] = self._as_tables(values, whole.vertices)
+            self.tables[whole] = self._tables_of(values, whole.vertices)
         return self.tables[whole]
 
-    def _as_tables(self, values: Values, vertices: int) -> dict[Node, Any]:
-        """What a part looks up of values on the whole graph."""
+    def _tables_of(self, values: Values, vertices: int) -> dict[Node, Any]:
+        """Return a Table of values of edges, and other values as they are."""
         return {
             node: values[node]
-            if of is None
-            else Table(values[of], values[node][: values[of].shape[1]], vertices)
-            for node, of in self.whole.items()
+            if edges is None
+            else Table(values[edges], values[node][: values[edges].shape[1]], vertices)
+            for node, edges in self.whole.items()
         }
 
     def must_answer_alike(self, whole: Whole, place: Place) -> None:
-        """Raise Unfit if `forward` reads another value from a graph's edges than when recorded.
+        """Raise Unfit if `forward` reads another number from a graph's edges than when recorded.
 
         `forward` was recorded on graphs in which only the first vertex has no edges."""
         if not self.answers:
             return
         for node, found in self.values_on(whole, place, self.answers).items():
-            told = self.answers[node]
-            told = told if isinstance(told, bool) else whole.vertices - told
-            if found != told:
+            expected = self.answers[node]
+            expected = expected if isinstance(expected, bool) else whole.vertices - expected
+            if found != expected:
                 raise Unfit(
                     f"{node.place}forward reads {node.what} of the edges, which is {found.item()}"
-                    f" on this graph, but {told} was expected, as on the graphs that it was"
+                    f" on this graph, but {expected} was expected, as on the graphs that it was"
                     " recorded on (only their first vertex has no edges); use x.size(0) for the"
                     " number of vertices, and do not branch on edges"
                 )
 
     def of_block(self, block: Block, place: Place) -> Values:
-        """What layers read on a block."""
-        part, values = self._opened(block, place, self.on_whole(block.whole, place))
-        found, device = self._wanted(self.read, part, values, self._looks_up), block.indptr.device
+        """Return the STRUCTURE that layers read on a block, on the block's device."""
+        part, values = self._part(block, place, self.on_whole(block.whole, place))
+        found, device = self._compute(self.read, part, values, self._reads), block.indptr.device
         return {n: v.to(device) if hasattr(v, "to") else v for n, v in found.items()}
 
-    def _opened(
-        self, block: Block, place: Place, tables: Mapping[Node, Any]
-    ) -> tuple[_Part, Values]:
-        """A block as a part of its graph, and what forward is given there."""
+    def _part(self, block: Block, place: Place, tables: Mapping[Node, Any]) -> tuple[_Part, Values]:
+        """Return a block as a part of its graph, and the inputs of `forward` on it."""
         source, edges = block.source.cpu(), edges_in(block).cpu()
         part = _Part(
-            place.named,
-            place.draw,
-            place.dtype,
-            structure=self,
-            source=source,
-            tables=tables,
+            place.named, place.draw, place.dtype, structure=self, source=source, tables=tables
         )
 
         def field(node: Node) -> Tensor:
             found: Tensor = tables[node].at(source[edges])
             return found
 
-        return part, self.given(block.whole, edges, field, source, block.n_dst)
+        return part, self.inputs_of(block.whole, edges, field, source, block.n_dst)
 
-    def _looks_up(self, node: Node) -> list[Node]:
-        """What a value reads on a block."""
+    def _reads(self, node: Node) -> list[Node]:
+        """Return the nodes that a value reads on a block: its edge set alone if it is looked up."""
         if node not in self.whole:
             return node.reads
-        of = self.whole[node]
-        return [] if of is None else [of]
+        edges = self.whole[node]
+        return [] if edges is None else [edges]
 
     def is_of_vertices(self, node: Node) -> bool:
-        """Whether it has a row per vertex."""
+        """Whether a value has a row per vertex."""
         value = node.value
         return bool(value.ndim) and value.shape[0] == self.small.vertices
 
-    def _has_numbers(self, node: Node) -> bool:
-        """Whether it is numbers of vertices, and not their ids."""
-        value = node.value
-        is_dense = isinstance(value, Tensor) and not is_sparse(value) and value.is_floating_point()
-        return is_dense and self.is_of_vertices(node)
+    # -- what only the whole graph determines ------------------------------------------------------
 
-    # -- what only the whole graph tells -----------------------------------------------------------
-
-    def look(self, place: Place, block: Block) -> None:
-        """Find what a part of the graph that was recorded cannot tell: where it makes other
-        numbers. Raises Unfit."""
+    def find_whole(self, place: Place, block: Block) -> None:
+        """Add to `whole` the values that differ on a part of the small graph. Raises Unfit."""
         n, edges = block.whole.vertices, edge_index_of(block.whole)
         every = {node: node.value for node in (*self.nodes, *self.fields)} | {self.edges: edges}
-        tables = self._as_tables(every, n)
-        part, values = self._opened(block, place, tables)
+        tables = self._tables_of(every, n)
+        part, values = self._part(block, place, tables)
         sets: list[Node] = [node for node in self.nodes if node.name == "edge_index"]
         if (of_graph := self.small.inputs.get(EDGES_OF)) is not None:
             sets, values[of_graph] = [of_graph], part.call(of_graph, values)
@@ -304,83 +285,87 @@ class Structure:
                 ) from error
             if node in edge_sets:
                 sets.append(node)
-                self._must_be_the_same(node, block.source, values[node], block.n_dst, n)
+                self._must_be_the_same(node, block, values[node])
             elif (
                 node not in tables and isinstance(node.value, Tensor) and not is_sparse(node.value)
             ):
                 self._compare(node, values, part, sets, block.n_dst)
 
-    def _are_turned(self, edges: Tensor, n: int) -> bool:
-        """Whether edges are the graph's, from end to start."""
+    def _must_be_the_same(self, node: Node, block: Block, edges: Tensor) -> None:
+        """Raise Unfit if an edge set has other edges into a part's own vertices than the whole."""
+        source, n = block.source, block.whole.vertices
+        is_own = torch.zeros(n, dtype=torch.bool)
+        is_own[source[: block.n_dst]] = True
+        if bool((edges >= 0).all()) and bool((edges < len(source)).all()):
+            found, expected = (
+                keys(each[:, is_own[each[1]]], n).sort().values
+                for each in (source[edges], node.value)
+            )
+            if torch.equal(found, expected):
+                return
         given = self.small.inputs.get("edge_index")
-        return given is not None and bool(
-            torch.isin(keys(given.value.flip(0), n), keys(edges, n)).all()
+        if (
+            given is not None
+            and torch.isin(keys(given.value.flip(0), n), keys(node.value, n)).all()
+        ):
+            raise Unfit(f"{node.place}{node.what} makes other edges, {TURNED}")
+        raise Unfit(
+            f"{node.place}{node.what} makes other edges of a part of the graph than of the"
+            " whole, as some edges by their places, or edges that the graph lacks; give"
+            " convolutions the edges into each vertex, all of them"
         )
 
-    def _must_be_the_same(
-        self, node: Node, source: Tensor, edges: Tensor, own: int, n: int
-    ) -> None:
-        """Raise Unfit if an edge set has other edges into the part's vertices than in the whole."""
-        mine = torch.zeros(n, dtype=torch.bool)
-        mine[source[:own]] = True
-        ok = bool((edges >= 0).all()) and bool((edges < len(source)).all())
-        if ok:
-            here = source[edges]
-            found = keys(here[:, mine[here[1]]], n).sort().values
-            there = keys(node.value[:, mine[node.value[1]]], n).sort().values
-            ok = torch.equal(found, there)
-        if not ok:
-            if self._are_turned(node.value, n):
-                raise Unfit(f"{node.place}{node.what} makes other edges, {TURNED}")
-            raise Unfit(
-                f"{node.place}{node.what} makes other edges of a part of the graph than of the"
-                " whole, as some edges by their places, or edges that the graph lacks; give"
-                " convolutions the edges into each vertex, all of them"
-            )
-
     def _compare(self, node: Node, values: Values, part: _Part, sets: list[Node], own: int) -> None:
-        """What a part's own vertices, and the edges into them, have must be as in the whole."""
-        value, n, table, of = node.value, self.small.vertices, node.value, None
+        """Add a node, or one that it reads, to `whole` if its rows of a part's own vertices, or of
+        the edges into them, differ from the whole graph's."""
+        value, n, table, edges = node.value, self.small.vertices, node.value, None
         mine: Any = ...
         if self.is_of_vertices(node):
             mine = slice(0, own)
         elif value.ndim and (found := [s for s in sets if s.value.shape[1] == value.shape[0]]):
-            of = found[-1]
-            mine, table = values[of][1] < own, Table(of.value, value, n)
+            edges = found[-1]
+            mine, table = values[edges][1] < own, Table(edges.value, value, n)
         elif {n, *(s.value.shape[1] for s in self.nodes if is_edge_set(s.value))} & {*value.shape}:
-            return  # else it is one for all, as a largest weight
-        whole, here = part.at(node, of, table, values), values[node]
+            return  # else it is one value for all, such as a largest weight
+        whole, here = part.look_up(node, edges, table, values), values[node]
         if whole.shape == here.shape:
-            expected, ours = whole[mine], here[mine]
-            if differing(expected, ours) is None or _are_ids(ours, expected, part.source):
+            expected, computed = whole[mine], here[mine]
+            if differing(expected, computed) is None or _are_ids(computed, expected, part.source):
                 return
-        for read in node.reads:  # of neighbours, as their degrees, a part knows less
-            if of is not None and read not in self.whole and self._has_numbers(read):
+        for read in node.reads:  # a part may lack numbers of neighbours, as their degrees
+            if edges is not None and read not in self.whole and self._is_real(read):
                 self.whole[read] = None
                 values[read] = read.value[part.source]
                 values[node] = part.call(node, values)
                 self._compare(node, values, part, sets, own)
                 return
-        self.whole[node] = of
+        self.whole[node] = edges
         values[node] = whole
+
+    def _is_real(self, node: Node) -> bool:
+        """Whether a value is real numbers of vertices, and not their ids."""
+        value = node.value
+        is_dense = isinstance(value, Tensor) and not is_sparse(value) and value.is_floating_point()
+        return is_dense and self.is_of_vertices(node)
 
 
 def _are_ids(found: Tensor, expected: Tensor, source: Tensor) -> bool:
-    """Whether they are ids of vertices, of which a part has its own."""
+    """Whether a part found ids of vertices: positions in `source`, which has the ids expected."""
     is_id = found.dtype == torch.int64 and found.numel() > 0
     is_id = is_id and bool(found.min() >= 0) and bool(found.max() < len(source))
     return is_id and torch.equal(source[found], expected)
 
 
 def typed(field: np.ndarray, dtype: torch.dtype) -> Tensor:
-    """A copy, for the graph's own never changes."""
+    """Return a copy of a field as a tensor; real numbers in the given type."""
     value = torch.from_numpy(np.array(field))
     return value.to(dtype) if value.is_floating_point() else value
 
 
 def beside_loops(whole: Whole, field: Tensor, vertices: int) -> Tensor:
-    """A field of edges, with ones for the self-loops that a graph of DGL has then, as
-    dgl.add_self_loop writes them."""
+    """Return a field of edges, followed by ones for the self-loops if the graph has them.
+
+    dgl.add_self_loop writes ones too."""
     if not whole.loops:
         return field
     return torch.cat([field, field.new_ones((vertices, *field.shape[1:]))])
@@ -389,7 +374,7 @@ def beside_loops(whole: Whole, field: Tensor, vertices: int) -> Tensor:
 def dgl_graph(
     whole: Whole, edges: Tensor, fields: Mapping[str, Tensor], source: Tensor | None = None
 ) -> Any:
-    """A graph of DGL, of edges [2, E]; of a part it says the degrees that vertices have in all."""
+    """Return a DGL graph with edges [2, E]; the graph of a part tells the whole graph's degrees."""
     import dgl
 
     size = whole.vertices if source is None else len(source)

@@ -469,17 +469,27 @@ def test_a_scripted_function_is_called_as_a_whole(tmp_path):
         assert read(model, Workload(), PLAIN).pieces
 
 
+TANH = "return self.c(self.a(x, edge_index).tanh(), edge_index)"
+ANEW = """h = self.first(x)
+for _ in range(2):
+    h = self.b(h, edge_index) + self.first(F.dropout(x, 0.5, self.training))
+return self.last(h)"""
+TOLD = "line 15: forward reads any of the edges, which is True on"
+
+
 @pytest.mark.parametrize(
-    ("asks", "words"),
+    ("asks", "end", "words"),
     [
-        ("edge_index.max() >= len(x)", ""),
-        ("(edge_index[1] == 0).any()", "line 15: forward reads any of the edges, which is True on"),
+        ("edge_index.max() >= len(x)", TANH, ""),
+        ("(edge_index[1] == 0).any()", TANH, TOLD),
+        ("not self.training and (edge_index[1] == 0).any()", ANEW, TOLD),
     ],
-    ids=["alike", "otherwise"],
+    ids=["alike", "otherwise", "otherwise in evaluation"],
 )
-def test_a_graph_must_answer_as_those_that_were_looked_at(tmp_path, asks, words):
-    """A branch on edges is recorded once, of random graphs whose vertex 0 reads nobody."""
-    body = f"if {asks}:\n    x = x * 2\nreturn self.c(self.a(x, edge_index).tanh(), edge_index)"
+def test_a_graph_must_answer_as_those_that_were_looked_at(tmp_path, asks, end, words):
+    """A branch on edges is recorded once, of random graphs whose vertex 0 reads nobody. One in
+    evaluation alone was not checked where evaluation runs the calls of training."""
+    body = f"if {asks}:\n    x = x * 2\n{end}"
     done = planned(written(tmp_path, body))
     assert (words in str(done.exception)) if words else not done.exception, done.exception
 
@@ -548,6 +558,7 @@ class Net(nn.Module):
         self.gat, self.tag = GATConv(in_feats, 4, 2, 0.3, 0.3), TAGConv(8, out_feats, 2)
         self.own = nn.ModuleList([Own(in_feats, in_feats), Own(in_feats, in_feats)])
         self.last, self.norm = nn.Linear(in_feats, out_feats), Normed(in_feats)
+        self.lstm = SAGEConv(in_feats, out_feats, "lstm")
     def forward(self, GIVEN):
         BODY
 """
@@ -578,10 +589,28 @@ def test_dgls_kernels_are_followed_where_a_part_hides_too_much(tmp_path, given, 
     assert with_dgl(tmp_path, given, body).fields["layers"] == layers
 
 
-def test_a_batch_norm_behind_functions_of_mailboxes_is_refused_by_name(tmp_path):
-    body = 'g.ndata["h"] = x\nreturn self.last(self.norm(g))'
-    with pytest.raises(SpecError, match=r"norm\.norm normalises by moments of all rows in a part"):
-        with_dgl(tmp_path, "g, x", body)
+@pytest.mark.parametrize(
+    ("given", "body", "words"),
+    [
+        (
+            "g, x",
+            'g.ndata["h"] = x\nreturn self.last(self.norm(g))',
+            r"norm\.norm normalises by moments of all rows in a part",
+        ),
+        ("g, x", "return self.lstm(g, x)", r"layer 1, in lstm \(SAGEConv\), .* reduce by a"),
+        (
+            "g",
+            "h = F.dropout(torch.ones(g.num_nodes(), 6), 0.5, self.training)\n"
+            "return self.last(self.own[0](g, h))",
+            "forward reads no rows of vertices",
+        ),
+    ],
+    ids=["batch norm of mailboxes", "LSTM", "MWE_GCN"],
+)
+def test_what_a_module_of_dgl_does_is_refused_by_name(tmp_path, given, body, words):
+    """The last two were refused in words of something else."""
+    with pytest.raises(SpecError, match=words):
+        with_dgl(tmp_path, given, body)
 
 
 def with_dgl(folder: Path, given: str, body: str) -> UserModule:

@@ -115,7 +115,7 @@ def Median(in_channels, out_channels):
     return Chain(SAGEConv(in_channels, 16, aggr="median"), SAGEConv(16, out_channels, aggr="min"))
 
 
-@needs(refused="is another when its calls")
+@needs(refused="numbered in reverse")
 def LSTMOfNeighbours(in_channels, out_channels):
     return Chain(SAGEConv(in_channels, 8, aggr="lstm"), SAGEConv(8, out_channels))
 
