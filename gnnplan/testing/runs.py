@@ -233,9 +233,10 @@ def one_process(run_ranks: Ranks, case: Case) -> Result:
     """Train the case in one process, once per case; return the result."""
     alone = "data_parallel" if case.workload.get("mode") == "mini" else "graph_parallel"
     case = replace(case, strategy=alone, servers=1)
-    if str(case) not in _references:
-        _references[str(case)] = run_ranks.alone(case)
-    return _references[str(case)]
+    key = f"{case}, {case.epochs} epochs"
+    if key not in _references:
+        _references[key] = run_ranks.alone(case)
+    return _references[key]
 
 
 def must_train_as_one_process(

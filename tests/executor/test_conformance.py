@@ -50,15 +50,20 @@ def trained(setting: Setting, run_ranks: Ranks, sources: Any) -> Result:
     return _trained[str(setting)]
 
 
-_played: dict[str, Played] = {}
+class OfSetting(Played):
+    def __init__(self, setting: Setting, result: Result) -> None:
+        super().__init__(result)
+        self.setting = setting
+
+
+_played: dict[str, OfSetting] = {}
 
 
 @pytest.fixture(params=covered(SETTINGS, Setting.needs, several=False), ids=str)
 def played(request, run_ranks, sources):
     setting = request.param
     if str(setting) not in _played:
-        _played[str(setting)] = Played(trained(setting, run_ranks, sources))
-        _played[str(setting)].setting = setting
+        _played[str(setting)] = OfSetting(setting, trained(setting, run_ranks, sources))
     return _played[str(setting)]
 
 
@@ -73,12 +78,10 @@ def test_they_train_what_one_process_or_the_recursion_does(played, run_ranks, so
     case, twin = result.case, setting.twin
     if twin:
         same_bits(result, trained(twin, run_ranks, sources))
-    strategy, dtype = (
-        parse(setting.strategy).settle(case.problem(setting.world)),
-        case.workload["dtype"],
-    )
     if "uncompared" in setting.words:
         return
+    strategy = case.settled(case.problem(setting.world))
+    dtype = case.workload["dtype"]
     if dtype == "bfloat16":
         if strategy.exact:
             must_be_near_in_bfloat16(result, one_process(run_ranks, case))

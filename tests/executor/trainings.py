@@ -9,6 +9,7 @@ the workload or of the case, or one of
     streams    lanes without threads, as over NCCL
     as=..      to the bit what this strategy trains on the graph's plain file, with threads
     uncompared what is trained is compared with nothing
+    often      runs by day too: tests/mutants.toml asks for it
     resumes    broken off and resumed it is, to the bit, the unbroken training"""
 
 from __future__ import annotations
@@ -80,11 +81,8 @@ class Setting(NamedTuple):
         how |= {"dropout": self.dropout, "optimizer": self.optimizer, **fields}
         if batches and isinstance(how["fanout"], tuple):
             how["fanout"] = how["fanout"][: how["layers"]]
-        islands = (
-            {1: "[[0, 2], [1, 3]]", 2: "[[0], [1]]"}[self.servers]
-            if "island'" in self.strategy
-            else ""
-        )
+        of_four = {1: "[[0, 2], [1, 3]]", 2: "[[0], [1]]"}
+        islands = of_four[self.servers] if "island'" in self.strategy else ""
         flags = {"directed": "directed" in self.words, "streams": "streams" in self.words}
         options = {"epochs": epochs, "eval_every": 1, "islands": islands, **flags, **of_case}
         return Case(self.strategy, sources(self.graph), how, self.servers, **options)
@@ -94,10 +92,8 @@ class Setting(NamedTuple):
         """Adam divides a gradient by its own size, and so turns the rounding of a gradient that is
         almost zero into a step. Batch norm's idle biases have such gradients, and its running means
         follow them; so has GATv2's `bias_in` (1.4e-9 apart on one kind of processor)."""
-        exact = parse(self.strategy).exact
-        told = self.fields
-        rounds = "norm=batch" in self.words or self.model == "gatv2" or "dtype" in told
-        return "sgd" if rounds or not exact else "adam"
+        rounds = "norm=batch" in self.words or self.model == "gatv2" or "dtype" in self.fields
+        return "sgd" if rounds or not parse(self.strategy).exact else "adam"
 
     def needs(self) -> set[Hashable]:
         """Of each family every knob, of numbers none, one and more, and every world; of each program of
@@ -118,6 +114,7 @@ class Setting(NamedTuple):
             *((parsed.name, word) for word in words if word.startswith("dtype=")),
             *((parsed.executor, word) for word in words if word in ("resumes", "streams")),
             (parsed.executor, self.graph.partition("/")[1:]),
+            str(self) if "often" in self.words else "",
             *((parsed.mode, word) for word in (*words, self.graph, self.dropout > 0)),
         }
 
@@ -135,10 +132,8 @@ def idle(case: Case) -> tuple[str, ...]:
     how = case.workload
     if how.get("norm") != "batch":
         return ()
-    last, name = (
-        how["layers"] - (how["model"] != "resgcn"),
-        "bias_out" if how["model"] == "gin" else "bias",
-    )
+    last = how["layers"] - (how["model"] != "resgcn")
+    name = "bias_out" if how["model"] == "gin" else "bias"
     return tuple(f"layers.{layer}.{name}" for layer in range(1, last + 1))
 
 
@@ -236,7 +231,7 @@ LINES = """
     4 1 granndis(group='island',narrow=True) multi 0.0 sage
     4 2 granndis(depth=2,group='island') rough 0.0 gcnii
     4 1 granndis(max_hop=1,fanout=2,batches=3,group='island') rough 0.0 gcn
-    2 1 graph_parallel(narrow=True) rough 0.5 gatv2
+    2 1 graph_parallel(narrow=True) rough 0.5 gatv2 often
     4 1 gnnpipe(stages=2,chunks=3) sparse 0.0 gatv2
     3 1 gnnpipe rough 0.5 gin
     # gradients in buckets: beside exchanges, stale ones, and moments; of an encoder; in batches
@@ -251,10 +246,10 @@ LINES = """
     2 1 pipegcn(bits=2) rough 0.5 sage
     3 1 graph_parallel(bits='adaptive') rough 0.5 gcn
     3 1 pipegcn(bits=4,narrow=True) sparse 0.0 gcn
-    2 1 bns(p=0.5,bits=2) rough 0.5 gcn
+    2 1 bns(p=0.5,bits=2) rough 0.5 gcn often
     4 2 granndis(depth=1,bits=2) rough 0.5 gcn uncompared
     4 2 granndis(batches=2,bits=4) rough 0.0 sage uncompared
-    4 1 gnnpipe(stages=2,chunks=24,bits=2) rough 0.5 gcnii  # some hand on nothing
+    4 1 gnnpipe(stages=2,chunks=24,bits=2) rough 0.5 gcnii often  # some hand on nothing
     2 1 data_parallel(prefetch=1,buckets=4) rough 0.5 sage mini
     # rows turned into columns: fewer columns than ranks, no sums in some steps, an encoder, moments
     3 1 feature_parallel rough 0.5 gin norm=batch
@@ -262,6 +257,8 @@ LINES = """
     # tiles of a grid: the sums of layer 1 made in every step, and once; fewer columns than ranks
     4 1 tensor3d(x=2,y=1,z=2) rough 0.5 gcn
     2 1 tensor3d(x=2,y=1,z=1) multi 0.0 sage
+    3 1 feature_parallel rough 0.5 sage often
+    3 1 snp(splitter='random',checkpoint=True) sparse 0.5 gcn mini often
     # moments before layers and the decoder
     3 1 graph_parallel rough 0.5 resgcn norm=batch
     2 1 pipegcn rough 0.5 sage norm=batch
@@ -323,7 +320,7 @@ LINES = """
     2 1 dnp multi 0.5 sage mini dtype=bfloat16
     2 1 snp sparse 0.5 sage mini dtype=bfloat16
     # chunk by chunk, layer 1 on a constant aggregate, and with edges and attention of its own
-    1 1 offload(chunks=3) rough 0.5 gat
+    1 1 offload(chunks=3) rough 0.5 gat often
     2 1 offload(chunks=2,trim=True) multi 0.5 sage
     2 1 offload(chunks=3) rough 0.5 gcn norm=batch
     4 2 offload(chunks=2) multi 0.0 sage dtype=bfloat16
@@ -333,9 +330,9 @@ LINES = """
     1 1 offload(chunks=5) multi 0.5 gcn norm=layer directed
     1 1 offload(chunks=2,trim=True) multi 0.5 sage layers=1
     2 1 offload(chunks=2) islands 0.0 gin optimizer=sgd
-    4 2 offload(chunks=15,trim=True) rough 0.0 sage
+    4 2 offload(chunks=15,trim=True) rough 0.0 sage often
     # every axis; more ranks than classes (4), labels (5) or columns; three ranks on an axis
-    2 1 tensor3d(x=1,y=2,z=1) multi 0.5 sage
+    2 1 tensor3d(x=1,y=2,z=1) multi 0.5 sage often
     2 1 tensor3d(x=1,y=1,z=2) rough 0.5 gcn directed
     3 1 tensor3d(x=1,y=3,z=1) rough 0.0 sage hidden=2
     3 1 tensor3d(x=3,y=1,z=1) rough 0.0 sage directed
@@ -372,7 +369,7 @@ LINES = """
     3 1 pipegcn rough 0.5 gat
     3 1 pipegcn rough 0.5 resgcn
     3 1 pipegcn_f(gamma=0.5) rough 0.5 sage
-    4 1 pipegcn_g(gamma=0.7) rough 0.5 gcnii
+    4 1 pipegcn_g(gamma=0.7) rough 0.5 gcnii often
     2 1 pipegcn_gf rough 0.5 gcn
     3 1 pipegcn(narrow=True) rough 0.5 gcn
     2 1 pipegcn_gf(gamma=0.0) rough 0.5 sage as=pipegcn
@@ -394,7 +391,7 @@ LINES = """
     4 1 gnnpipe(chunks=4,shuffle=False,period=3) sparse 0.5 gcn
     2 1 gnnpipe(stages=1,chunks=5,historical_gradients=True,period=3,checkpoint=True) multi 0.5 gcn
     2 1 gnnpipe(stages=1,chunks=5,shuffle=False,historical_gradients=True,period=1) rough 0.0 sage directed
-    4 1 gnnpipe(stages=2,chunks=5,historical_gradients=True,period=2) rough 0.5 gat
+    4 1 gnnpipe(stages=2,chunks=5,historical_gradients=True,period=2) rough 0.5 gat often
     4 1 gnnpipe(stages=2,chunks=5,period=2,checkpoint=True) rough 0.5 resgcn
     4 1 gnnpipe(stages=2,chunks=24,period=2) rough 0.5 sage  # members without rows
     2 1 gnnpipe(chunks=1,bits=2) rough 0.5 gcn
@@ -406,7 +403,7 @@ LINES = """
     3 1 data_parallel(prefetch=1) rough 0.5 gcnii mini batch=80 task=link negatives=2
     3 1 snp(splitter='random') rough 0.5 sage mini batch=30 task=link negatives=2
     4 2 gsplit(splitter='random',narrow=True) rough 0.5 gcn mini batch=80 task=link negatives=2
-    3 1 gsplit(splitter='random',checkpoint=True) rough 0.5 resgcn mini batch=80 task=link negatives=2
+    3 1 gsplit(splitter='random',checkpoint=True) rough 0.5 resgcn mini batch=80 task=link negatives=2 often
     2 2 p3 rough 0.5 sage mini batch=80 task=link
     # three updates late, at rates that change
     4 2 p3(pipelined=True) sparse 0.5 sage mini optimizer=adam lr=0.02 schedule=step step_size=1
@@ -619,7 +616,7 @@ def suits(setting: Setting) -> bool:
     return setting.model not in REFUSES.get(family, set()) and not (normed or rounded or thin)
 
 
-SHARED_OUT = [*shared_out(FULL, ON_FULL_GRAPHS, 3), *shared_out(MINI, ON_BATCHES, 3)]
+SHARED_OUT = [*shared_out(FULL, ON_FULL_GRAPHS, 4), *shared_out(MINI, ON_BATCHES, 4)]
 SETTINGS = list(dict.fromkeys([*(Setting.of(line) for line in lines(LINES)), *SHARED_OUT]))
 SETTINGS += [  # of families that have none above: their own examples
     Setting.of(
