@@ -345,8 +345,6 @@ class Model:
 
     def encode(self, rows: Number) -> tuple[Compute, Compute]:
         """Return the forward and backward work of the encoder."""
-        if self.encoder is None:
-            return self._moved(), self._moved()
         return self._rowwise(self.encodes.ways, rows)
 
     def finish(

@@ -8,7 +8,6 @@ about bytes."""
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import cached_property
 from hashlib import blake2b
 
 import numpy as np
@@ -51,6 +50,7 @@ class Chunks:
         )
         self.order = np.argsort(self.sub, kind="stable")  # vertices by chunk, member, id
         self.bounds = np.searchsorted(self.sub[self.order], np.arange(chunks * members + 1))
+        self.sources, self.halos = self._read()
 
     def rows(self, chunk: int, member: int) -> np.ndarray:
         """Return the global ids of a sub-chunk's rows."""
@@ -63,7 +63,7 @@ class Chunks:
 
     def halo(self, member: int) -> np.ndarray:
         """Return the ids of other members' rows that a member reads, by chunk, then by owner."""
-        return self._sources[1][member]
+        return self.halos[member]
 
     def given(self, chunk: int, owner: int, reader: int) -> np.ndarray:
         """Return the positions of the rows sent to the reader among the owner's rows of a chunk."""
@@ -85,13 +85,12 @@ class Chunks:
         return ChunkFacts(
             np.diff(self.bounds).reshape(shape),
             edges.reshape(shape),
-            self._sources[0],
+            self.sources,
             np.stack(sends, axis=2),
         )
 
-    @cached_property
-    def _sources(self) -> tuple[np.ndarray, list[np.ndarray]]:
-        """`ChunkFacts.sources` [K, g], and each member's halo.
+    def _read(self) -> tuple[np.ndarray, list[np.ndarray]]:
+        """Return `ChunkFacts.sources` [K, g], and each member's halo.
 
         Neighbours are marked in a mask instead of sorted, which is faster for many edges."""
         sources, halos = np.zeros((self.chunks, self.members), dtype=np.int64), []
