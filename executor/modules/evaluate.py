@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._pytree import tree_leaves
 
 from gnnplan.executor.layers.kernels import Block
@@ -38,7 +39,7 @@ class Place:
         """Compute nodes in their order and add their values to `values`.
 
         frees: the nodes whose values are no longer needed after a call."""
-        inputs: dict[int, int] = {}
+        inputs: dict[StorageWeakRef, int] = {}
         if any(node.in_place for node in nodes):
             inputs = storages([*values.values()])
         for node in nodes:
@@ -89,11 +90,14 @@ def tensors(value: Any) -> list[Tensor]:
     return [leaf for leaf in tree_leaves(value) if isinstance(leaf, Tensor)]
 
 
-def storages(values: Any) -> dict[int, int]:
-    """Return the address of each storage of the values' tensors, and its size [B]."""
+def storages(values: Any) -> dict[StorageWeakRef, int]:
+    """Return the storages of the values' tensors, and their sizes [B].
+
+    A weak reference frees the memory and stays unique, where a new storage may have the address of
+    a freed one."""
     dense = [tensor for tensor in tensors(values) if tensor.layout == torch.strided]
     found = [tensor.untyped_storage() for tensor in dense]
-    return {storage.data_ptr(): storage.nbytes() for storage in found}
+    return {StorageWeakRef(storage): storage.nbytes() for storage in found}
 
 
 def frees(

@@ -108,6 +108,7 @@ class Node:
     line: int = 0  # in the user's file; 0: unknown
     has_grad: bool = True  # autograd is on
     in_place: bool = False  # the call changes its first argument, and returns it
+    drops: float = 0.0  # p of dropout; 0: the call drops nothing
     value: Any = None  # on the small graph
     index: float = field(default_factory=itertools.count().__next__)  # in the order of calls
     # cut.py sets the following
@@ -136,14 +137,9 @@ class Node:
         return getattr(self.call, "__name__", str(self.call)).strip("_") or self.name
 
     @property
-    def leaves(self) -> list[Any]:
-        """All arguments, without the tuples, lists and dictionaries around them."""
-        return leaves_of((self.args, self.kwargs))
-
-    @property
     def reads(self) -> list[Node]:
         """The nodes among the arguments."""
-        return [leaf for leaf in self.leaves if isinstance(leaf, Node)]
+        return [leaf for leaf in leaves_of((self.args, self.kwargs)) if isinstance(leaf, Node)]
 
     def replace_reads(self, replacements: Mapping[Node, Node]) -> None:
         """Replace nodes among the arguments."""
@@ -157,7 +153,8 @@ class Node:
     @property
     def tensor_names(self) -> list[str]:
         """The names of parameters, buffers and other tensors of the module among the arguments."""
-        return [leaf.name for leaf in self.leaves if isinstance(leaf, Named)]
+        leaves = leaves_of((self.args, self.kwargs))
+        return [leaf.name for leaf in leaves if isinstance(leaf, Named)]
 
     @property
     def key(self) -> Hashable:
@@ -177,14 +174,6 @@ class Node:
         except TypeError:
             return self
         return key
-
-    @property
-    def drops(self) -> float:
-        """The p of an active dropout; 0: the call drops nothing."""
-        if self.call not in DROPOUTS:
-            return 0.0
-        p, training, _ = dropout_of(self.args, self.kwargs)
-        return p if training else 0.0
 
 
 @dataclass(frozen=True)
@@ -358,6 +347,7 @@ class _Recorder(TorchFunctionMode):
             p, training, in_place = dropout_of(args, kwargs)
             if training and p >= 1.0:
                 raise Unfit(f"{node.place}dropout of p={p:g} leaves nothing; use p < 1")
+            node.drops = p if training else 0.0
             rows = args[0] if args else kwargs["input"]
             # nothing is dropped while recording: masks are drawn where the calls run
             result = rows.mul_(1.0) if in_place else rows * 1.0

@@ -13,8 +13,10 @@ from gnnplan.executor.layers.kernels import Block
 from gnnplan.executor.layers.layer import Drop
 from gnnplan.executor.modules import elsewhere
 from gnnplan.executor.modules.bind import GraphFields
+from gnnplan.executor.modules.evaluate import Place, frees
 from gnnplan.executor.modules.pieces import Pieces
 from gnnplan.executor.modules.read import UserModule, read, with_module
+from gnnplan.executor.modules.record import Node
 from gnnplan.executor.ranks.machine import allocated
 from gnnplan.planner.gnn.footprint import block as edges_held
 from gnnplan.planner.gnn.footprint import footprint
@@ -140,6 +142,30 @@ def test_a_step_leaves_nothing_behind(tmp_path):
         assert allocated() - before < ROWS * FEATURES * 4
     finally:
         gc.enable()
+
+
+def test_only_memory_that_somebody_holds_is_copied_before_it_is_changed():
+    """Rows at the address of an input that was freed were copied: the number of calls was another
+    from block to block then, and no plan could be made."""
+    addresses = []
+
+    def negated(rows: torch.Tensor) -> torch.Tensor:
+        addresses.append((made := -rows).data_ptr())
+        return made
+
+    given = Node(None, name="given")
+    first = Node(negated, (given,))
+    second = Node(negated, (first,))
+    changed = Node(torch.Tensor.add_, (second, 1.0), in_place=True)
+    # so many rows that the allocator gives the freed address to the next ones
+    values, calls = {given: torch.ones(10_000_000)}, [first, second, changed]
+    Place(dict[str, torch.Tensor]().__getitem__).run(
+        calls, values, frees(calls, [changed]) | {first: [given]}
+    )
+    assert values[changed].data_ptr() == addresses[1]
+    held = torch.ones(1000)
+    Place(dict[str, torch.Tensor]().__getitem__).run([changed], {second: held}, {})
+    assert (held == 1).all()
 
 
 @pytest.mark.slow
