@@ -21,8 +21,8 @@ from gnnplan.executor.layers.layer import Drop
 from gnnplan.executor.layers.models import Net
 from gnnplan.executor.modules.bind import VERTICES, GraphFields, Small, bound
 from gnnplan.executor.modules.prove import (
+    Candidate,
     Dropouts,
-    Tried,
     gradients_of,
     moments_of,
     must_compute,
@@ -262,7 +262,7 @@ def _prove(module: nn.Module, chain: Chain, graph: GraphFields) -> None:
     if chain.softmax and graph.multilabel:
         raise NoChain
 
-    def tried(values: Mapping[str, Any], is_training: bool) -> Tried:
+    def candidate(values: Mapping[str, Any], is_training: bool) -> Candidate:
         net = parameters.net(model, workload, None)
         output = _of_net(net, small, workload, is_training)
         if placed != {*net.state_dict()} or output.shape[1] != graph.classes:
@@ -276,13 +276,13 @@ def _prove(module: nn.Module, chain: Chain, graph: GraphFields) -> None:
 
         return output, tensors
 
-    def shared() -> Dropouts:
+    def dropout_mode() -> Dropouts:
         """Return the mode in which the module draws the masks of built-in layers."""
         layers = iter(chain.dropout_layers)
         return Dropouts(lambda rows, p: Drop(p, SEED, 0, next(layers), everyone)(rows))
 
     everyone = torch.arange(small.vertices)
-    must_compute(module, small, shared, tried)
+    must_compute(module, small, dropout_mode, candidate)
 
 
 def _of_net(net: Net, small: Small, workload: Workload, is_training: bool) -> Tensor:

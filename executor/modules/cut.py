@@ -81,17 +81,17 @@ _Sum = tuple[Node, Node, Node | None]
 class Piece:
     """Calls that run together.
 
-    given, makes: the rows that the piece reads and returns; an update reads what its layer's
+    inputs, outputs: the rows that the piece reads and returns; an update reads what its layer's
     prepare and gather return. frees: the values that no later call reads, by call."""
 
     nodes: list[Node] = field(default_factory=list)  # in the order of calls
-    given: list[Node] = field(default_factory=list)
-    makes: list[Node] = field(default_factory=list)
+    inputs: list[Node] = field(default_factory=list)
+    outputs: list[Node] = field(default_factory=list)
     frees: dict[Node, list[Node]] = field(default_factory=dict)
 
 
 @dataclass
-class Cut:
+class LayerPieces:
     """The three pieces of a layer."""
 
     prepare: Piece
@@ -108,20 +108,20 @@ class Program:
 
     recorded: Recorded
     live: list[Node]
-    layers: list[Cut]
+    layers: list[LayerPieces]
     ends: Piece
     fields: set[Node]
 
     @property
     def inputs(self) -> list[Node]:
         """The fields of vertices that layer 1 reads, side by side."""
-        return self.layers[0].prepare.given
+        return self.layers[0].prepare.inputs
 
     @property
     def widths(self) -> list[list[int]]:
         """The numbers per row of each value that a prepare or an update returns."""
         pieces = [piece for cut in self.layers for piece in (cut.prepare, cut.update)]
-        return [[width_of(node) for node in piece.makes] for piece in pieces]
+        return [[width_of(node) for node in piece.outputs] for piece in pieces]
 
 
 def width_of(node: Node) -> int:
@@ -515,8 +515,8 @@ class _Cutter:
         self._number_dropouts()
         alike = (FIXED, FREE, STRUCTURE)
         self.shared |= {node.key: node for node in self.live if node.kind in alike}
-        cuts = [Cut(*pieces[at : at + 3]) for at in range(0, 3 * layers, 3)]
-        return Program(self.recorded, self.live, cuts, pieces[-1], self.fields)
+        by_layer = [LayerPieces(*pieces[at : at + 3]) for at in range(0, 3 * layers, 3)]
+        return Program(self.recorded, self.live, by_layer, pieces[-1], self.fields)
 
     def _assign_pieces(self) -> None:
         """Set the piece in which each value of ROWS is computed (`runs_in`)."""
@@ -591,15 +591,15 @@ class _Cutter:
         rows = alive(0)
         for at, piece in enumerate(pieces):
             if at % 3 == PREPARE:
-                piece.given, piece.makes = rows, alive(at + 1)
+                piece.inputs, piece.outputs = rows, alive(at + 1)
                 if not piece.nodes:
-                    rows[:] = piece.makes  # in the same order, so that no rows are copied
+                    rows[:] = piece.outputs  # in the same order, so that no rows are copied
             elif at % 3 == GATHER:
-                piece.given = [node for node in pieces[at - 1].makes if at in readers[node]]
-                piece.makes = [n for n in alive(at + 1) if n.call is not None and n.runs_in == at]
+                piece.inputs = [node for node in pieces[at - 1].outputs if at in readers[node]]
+                piece.outputs = [n for n in alive(at + 1) if n.call is not None and n.runs_in == at]
             else:
-                piece.makes = rows = alive(at + 1)
-            piece.frees = frees(piece.nodes, {*piece.makes})
+                piece.outputs = rows = alive(at + 1)
+            piece.frees = frees(piece.nodes, {*piece.outputs})
 
     def _number_dropouts(self) -> None:
         """Number the dropouts in the order of `forward`, and find the edges that INNER drops."""

@@ -97,7 +97,8 @@ def storages(values: Any) -> dict[StorageWeakRef, int]:
     a freed one."""
     dense = [tensor for tensor in tensors(values) if tensor.layout == torch.strided]
     found = [tensor.untyped_storage() for tensor in dense]
-    return {StorageWeakRef(storage): storage.nbytes() for storage in found}
+    weak: Any = StorageWeakRef
+    return {weak(storage): storage.nbytes() for storage in found}
 
 
 def frees(

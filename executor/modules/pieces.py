@@ -23,7 +23,7 @@ from gnnplan.executor.layers.norms import BatchNorm
 from gnnplan.executor.modules.bind import Bound
 from gnnplan.executor.modules.cut import (
     BLOCK,
-    Cut,
+    LayerPieces,
     Piece,
     Program,
     is_batch_norm,
@@ -135,7 +135,7 @@ class Pieces:
     def width(self, layer: int) -> int:
         """Return the numbers per row that a layer hands on; 0: that layer 1 receives."""
         program = self.training
-        rows = program.inputs if layer == 0 else program.layers[layer - 1].update.makes
+        rows = program.inputs if layer == 0 else program.layers[layer - 1].update.outputs
         return sum(map(width_of, rows))
 
 
@@ -175,7 +175,7 @@ class PackedNorm(BatchNorm):
     def norms_of(self, piece: Piece) -> Iterator[tuple[Node, slice, dict[str, Any]]]:
         """Yield each batch norm that a piece begins with, its columns, and its arguments."""
         norms, stop = {node.reads[0]: node for node in piece.nodes if is_batch_norm(node)}, 0
-        for given in piece.given:
+        for given in piece.inputs:
             start, stop = stop, stop + width_of(given)
             if given in norms:
                 arguments, named = norm_arguments(norms[given]), self.layers[0].named
@@ -186,7 +186,7 @@ class PackedNorm(BatchNorm):
     def shift(self) -> Tensor:
         """Running means [W]; zero for columns without a batch norm."""
         means = [(columns, norm["running_mean"]) for _, columns, norm in self.norms_of(self.piece)]
-        shift: Tensor = means[0][1].new_zeros(sum(map(width_of, self.piece.given)))
+        shift: Tensor = means[0][1].new_zeros(sum(map(width_of, self.piece.inputs)))
         for columns, mean in means:
             shift[columns] = mean
         return shift
@@ -224,8 +224,8 @@ class PieceLayer(Layer):
         self.pieces, self.number = pieces, number
         self.edges = "one"
         cut = pieces.training.layers[number - 1]
-        self.read = sum(map(width_of, cut.gather.given))
-        self.projects_first = self.read < sum(map(width_of, cut.prepare.makes))
+        self.read = sum(map(width_of, cut.gather.inputs))
+        self.projects_first = self.read < sum(map(width_of, cut.prepare.outputs))
         self._register_tensors()
         norms = any(is_batch_norm(node) for node in cut.prepare.nodes)
         self.norm = PackedNorm(self, cut.prepare) if norms else None
@@ -261,7 +261,7 @@ class PieceLayer(Layer):
 
     def possible(self, x: Tensor) -> Tensor:
         """Return x with zeros for integers, which may be ids: any table has a row 0."""
-        given = self.pieces.training.layers[self.number - 1].prepare.given
+        given = self.pieces.training.layers[self.number - 1].prepare.inputs
         values = unpacked(x, given)
         integers = [node for node, value in values.items() if not value.is_floating_point()]
         return packed(values | {node: torch.zeros_like(values[node]) for node in integers}, given)
@@ -287,7 +287,7 @@ class PieceLayer(Layer):
         return self.pieces.training if self.drop.training else self.pieces.evaluation
 
     @property
-    def cut(self) -> Cut:
+    def cut(self) -> LayerPieces:
         return self.mode.layers[self.number - 1]
 
     def project(self, rows: Tensor) -> Tensor:
@@ -305,7 +305,7 @@ class PieceLayer(Layer):
         """Compute x [S, W] -> [R, W], without packing the rows between the pieces."""
         during = self.during(drop)
         prepared = during.begin(during.cut.prepare, self.norm, x, moments)
-        read = {node: prepared[node] for node in during.cut.gather.given}
+        read = {node: prepared[node] for node in during.cut.gather.inputs}
         gathered = during.gather_values(block, read)
         own = {node: block.own_rows(rows, node.dim) for node, rows in prepared.items()}
         del prepared, read
@@ -334,7 +334,7 @@ class PieceLayer(Layer):
         values[self.mode.recorded.inputs["vertices"]] = vertices
         place = Place(self.named, draw, like.dtype, like.device)
         place.run([node for node in piece.nodes if node not in values], values, piece.frees)
-        return {node: values[node] for node in piece.makes}
+        return {node: values[node] for node in piece.outputs}
 
     def _unpacked(self, rows: Tensor, nodes: Sequence[Node]) -> Values:
         """Return prepared rows by node; features among what layer 1 prepares get no gradient."""
@@ -346,25 +346,27 @@ class PieceLayer(Layer):
     def prepare(self, x: Any, drop: Drop, moments: Tensor | None = None) -> Any:
         during = self.during(drop)
         piece = during.cut.prepare
-        return packed(during.begin(piece, self.norm, x, moments), piece.makes) if piece.nodes else x
+        return (
+            packed(during.begin(piece, self.norm, x, moments), piece.outputs) if piece.nodes else x
+        )
 
     def gather(self, block: Block, rows: Tensor) -> Tensor:
         """Compute rows [S, read] -> [R, .] over edges."""
         piece = self.cut.gather
-        if not piece.makes:
+        if not piece.outputs:
             return rows.new_empty(block.n_dst, 0)
-        return packed(self.gather_values(block, self._unpacked(rows, piece.given)), piece.makes)
+        return packed(self.gather_values(block, self._unpacked(rows, piece.inputs)), piece.outputs)
 
     def update(self, gathered: Tensor, rows: Any, x: Any, x0: Tensor | None, relu: bool) -> Tensor:
         """Compute gathered rows [R, .] and own prepared rows [R, P] -> [R, W]."""
-        own = self._unpacked(rows, self.cut.prepare.makes)
-        return self.update_values(own | unpacked(gathered, self.cut.gather.makes))
+        own = self._unpacked(rows, self.cut.prepare.outputs)
+        return self.update_values(own | unpacked(gathered, self.cut.gather.outputs))
 
     def begin(
         self, piece: Piece, norm: PackedNorm | None, rows: Tensor, moments: Tensor | None
     ) -> Values:
         """Return what a piece computes from rows [., W]; it may begin with batch norms."""
-        values = unpacked(rows, piece.given)
+        values = unpacked(rows, piece.inputs)
         if norm is not None:
             values |= norm.normed(piece, values, moments)
         return self._run(piece, values, len(rows), rows, {None: self.drop.vertices})
@@ -385,7 +387,7 @@ class PieceLayer(Layer):
         node, rows = next(iter(values.items()))
         vertices = rows.shape[node.dim]
         ids: dict[Node | None, Tensor] = {None: self.drop.vertices[:vertices]}
-        return packed(self._run(piece, values, vertices, rows, ids), piece.makes)
+        return packed(self._run(piece, values, vertices, rows, ids), piece.outputs)
 
 
 class Tail:
@@ -398,4 +400,4 @@ class Tail:
         """Compute h_L [R, W] -> logits [R, C]."""
         during = self.layer.during(drop)
         piece = during.mode.ends
-        return packed(during.begin(piece, self.norm, h, moments), piece.makes)
+        return packed(during.begin(piece, self.norm, h, moments), piece.outputs)

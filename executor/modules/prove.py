@@ -254,39 +254,39 @@ def recorded_of(
 
 # what is compared with a module: an output, and a function that returns, after the backward pass,
 # the gradients of the module's parameters and its buffers, by name
-Tried = tuple[Tensor, Callable[[], Mapping[str, Tensor | None]]]
+Candidate = tuple[Tensor, Callable[[], Mapping[str, Tensor | None]]]
 
 
 def prove(module: nn.Module, pieces: Pieces, small: Small) -> None:
     """Raise Unfit if the pieces compute something else than the module. Both are in float64."""
     pieces.structure.must_answer_alike(small.whole, pieces.place)
 
-    shared = partial(as_pieces_draw, pieces, pieces.training, small.whole, Drop(0.0, 7))
+    dropout_mode = partial(as_pieces_draw, pieces, pieces.training, small.whole, Drop(0.0, 7))
 
-    def tried(values: Mapping[str, Any], is_training: bool) -> Tried:
+    def candidate(values: Mapping[str, Any], is_training: bool) -> Candidate:
         own = copy.deepcopy(module).to(torch.float64)
         output = in_parts(pieces.with_module(own), small, values, is_training)
         return output, lambda: gradients_of(own) | dict(own.named_buffers())
 
-    must_compute(module, small, shared, tried)
+    must_compute(module, small, dropout_mode, candidate)
 
 
 def must_compute(
     module: nn.Module,
     small: Small,
-    shared: Callable[[], TorchFunctionMode],
-    tried: Callable[[Mapping[str, Any], bool], Tried],
+    dropout_mode: Callable[[], TorchFunctionMode],
+    candidate: Callable[[Mapping[str, Any], bool], Candidate],
 ) -> None:
-    """Raise Unfit if `tried` computes something else than the module. Both are in float64.
+    """Raise Unfit if `candidate` computes something else than the module. Both are in float64.
 
-    shared: a mode in which the module's dropout draws the masks that `tried` draws. tried: is
-    called with the inputs of `forward` and whether to train."""
+    dropout_mode: makes a mode in which the module's dropout draws the masks that `candidate` draws.
+    candidate: is called with the inputs of `forward`, and with whether to train."""
     for is_training in (True, False):
         own, new = (copy.deepcopy(module).to(torch.float64).train(is_training) for _ in range(2))
         values = small.given(torch.float64)
         # in evaluation nothing drops, and no mode stands between the module and torch
-        within = shared if is_training else nullcontext
-        run = partial(_output, small=small, values=values, shared=within)
+        within = dropout_mode if is_training else nullcontext
+        run = partial(_output, small=small, values=values, dropout_mode=within)
         expected = _guarded(small, partial(run, own))
         kept = numbers_of(own)
         if not bool(expected.isfinite().all()):
@@ -317,7 +317,7 @@ def must_compute(
                 " that out, or train a module per value"
             )
         try:
-            output, tensors = tried(values, is_training)
+            output, tensors = candidate(values, is_training)
             (output.flatten() * weights).sum().backward()  # type: ignore[no-untyped-call]
         except (RuntimeError, LookupError, ValueError) as error:
             words = (str(error).strip().splitlines() or [""])[0]
@@ -359,10 +359,10 @@ def _output(
     module: nn.Module,
     small: Small,
     values: Mapping[str, Any],
-    shared: Callable[[], AbstractContextManager[Any]],
+    dropout_mode: Callable[[], AbstractContextManager[Any]],
 ) -> Tensor:
-    """Return the module's own output on a graph; shared: the mode that draws its dropout."""
-    with shared():
+    """Return the module's own output on a graph; dropout_mode: the mode that draws its dropout."""
+    with dropout_mode():
         output = small.binding.call(module, values)
     first: Tensor = output[0] if isinstance(output, (tuple, list)) else output
     return first
