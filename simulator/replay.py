@@ -6,6 +6,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from gnnplan.planner.cluster.spec import Cluster
 from gnnplan.planner.decision.candidate import Candidate, evaluate
 from gnnplan.planner.decision.plan import chosen, question, read
 from gnnplan.planner.evidence.recorded import must_be_of_one_plan, read_run
@@ -33,10 +34,10 @@ class Replay:
     ranks: list[dict[str, Any]]  # the rank*.json
 
 
-def replay(directory: Path, cluster: str | None = None) -> Replay:
+def replay(directory: Path, cluster: str | Path | Cluster | None = None) -> Replay:
     """Predict and simulate the plan in a run's folder, and compare with the run.
 
-    cluster: a cluster file whose constants replace those of the plan. Raises SpecError.
+    cluster: a cluster, or its file, whose constants replace those of the plan. Raises SpecError.
     """
     metrics, ranks = read_run(directory)
     must_be_of_one_plan(directory, ranks)
@@ -49,7 +50,8 @@ def replay(directory: Path, cluster: str | None = None) -> Replay:
             " trace.rank*.json); bring those of all servers into one folder"
         )
     if cluster:
-        problem = replace(problem, cluster=same_shape(read_cluster(cluster), problem.cluster))
+        other = cluster if isinstance(cluster, Cluster) else read_cluster(str(cluster))
+        problem = replace(problem, cluster=same_shape(other, problem.cluster))
     candidate = evaluate(problem, chosen(document))
     batches, period = candidate.strategy.steps(problem), candidate.predicted.period
     steps = min(len(metrics), max(MOST_EPOCHS, period + 1)) * batches

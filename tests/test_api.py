@@ -2,6 +2,8 @@
 
 import inspect
 import json
+import pickle
+import re
 from dataclasses import fields
 from html import escape
 from pathlib import Path
@@ -185,14 +187,104 @@ def test_an_objective_of_python_is_that_of_the_command_line(epoch):
     assert found.worse_from == 4 and "4 GPUs are dearer in energy than 1" in str(found)
 
 
-def test_a_tuning_of_python_is_that_of_the_command_line(tmp_path, capsys):
+WRONG = {
+    "strategy must be text, not 3": {"strategy": 3},
+    "exact must be True or False, not 'no'": {"exact": "no"},
+    "directed must be True or False, not 'no'": {"directed": "no"},  # was directed
+    "target_accuracy must be a number, not '0.9'": {"target_accuracy": "0.9"},
+    "evidence must be text or a path or several values, not None": {"evidence": None},
+    "overrides must be a mapping or several values, not None": {"overrides": None},
+    "an override must be text, not ('hidden', 4)": {"overrides": [("hidden", 4)]},
+    "workload must be text or a path or a mapping or Workload, not 5": {"workload": 5},
+    "cluster must be text or a path or a mapping or Cluster, not None": {"cluster": None},
+    "ranks must be a whole number, not '2'": {"ranks": "2"},
+    "ranks must be a whole number, not True": {"ranks": True},
+    "features must be text or a whole number or a path, not array": {"features": np.zeros((5, 2))},
+    "--dtype: must be .*, not torch.bfloat16; did you mean bfloat16": {"dtype": torch.bfloat16},
+}
+
+
+@pytest.mark.parametrize("said", WRONG)
+def test_an_argument_of_a_wrong_type_is_named(said):
+    """Half of these were a TypeError from deep inside, and directed='no' was directed."""
+    words = said if ".*" in said else re.escape(said)
+    asked = {"graph": GRAPH, "cluster": ONE_SERVER, **FIELDS} | WRONG[said]
+    with pytest.raises(gnnplan.SpecError, match=words):
+        gnnplan.plan(**asked)
+    if not {"ranks", "cluster", "dtype"} & WRONG[said].keys():
+        with pytest.raises(gnnplan.SpecError, match=words):
+            gnnplan.scale(gpus=[1], **asked)
+
+
+def test_other_calls_name_wrong_arguments_too(plan, tmp_path):
+    calls = {
+        "jitter must be a number, not '0.1'": lambda: plan.simulate(jitter="0.1"),
+        "time of straggler 1 must be a number": lambda: plan.simulate(stragglers={1: "2"}),
+        "steps must be a whole number": lambda: plan.sweep({"hidden": 8}, steps=2.0),
+        "strategy must be text, not Answer": lambda: plan.choose(plan.answers[1]),
+        "gpus must be text or several values, not 2": lambda: gnnplan.scale(GRAPH, gpus=2),
+        "share must be a number, not '0.1'": lambda: gnnplan.tune(plan, share="0.1"),
+        "--epochs 0: a training has 1 to": lambda: gnnplan.tune(plan, epochs=0),
+        "runs must be text or a path or several values": lambda: gnnplan.validate(None),
+        "path must be text or a path, not {": lambda: gnnplan.load_plan(plan.document),
+        "features must be a whole number, not '4'": lambda: gnnplan.check("gcn", features="4"),
+        "seconds must lie in [0.01, 60]": lambda: gnnplan.measure(2, seconds=-1),
+        "ranks must be a whole number, not '2'": lambda: gnnplan.measure("2"),
+        "epochs must be a whole number": lambda: plan.run(tmp_path / "out", epochs=2.5),
+        "of a dataset give a graph (dataset[0])": lambda: gnnplan.plan([1, 2, 3]),
+        "give numpy.stack(edge_index.nonzero())": lambda: gnnplan.plan(np.eye(9)),
+    }
+    for said, call in calls.items():
+        with pytest.raises(gnnplan.SpecError, match=re.escape(said)):
+            call()
+
+
+def test_values_are_taken_as_python_has_them(epoch):
+    """Nested and listed overrides were texts of Python's; one value was not iterable."""
+    bandwidth = epoch.cluster.intra_node.bandwidth * 2
+    nested = {"intra_node": {"bandwidth": bandwidth}, "hidden": np.int64(16)}
+    dotted = {"intra_node.bandwidth": bandwidth, "hidden": "16"}
+    assert epoch.simulate(overrides=nested).document == epoch.simulate(overrides=dotted).document
+    assert gnnplan.plan(
+        GRAPH, ONE_SERVER, overrides={"mode": "mini", "fanout": [5, 3]}, per="epoch", **FIELDS
+    ).workload.fanout == (5, 3)
+    rows = epoch.sweep({"hidden": [16]}).rows
+    for one in ({"hidden": 16}, {"hidden": "16"}, "hidden=16"):
+        assert epoch.sweep(one).rows == rows
+    assert pickle.loads(pickle.dumps(epoch)).document == epoch.document
+
+
+def test_sources_and_destinations_and_a_tensor_of_entries_are_graphs():
+    edges = torch.randint(0, 50, (2, 300), generator=torch.Generator().manual_seed(1)).unique(dim=1)
+    entries = torch.sparse_coo_tensor(edges, torch.ones(edges.shape[1]), (50, 50))
+    some = edges, tuple(edges), tuple(edges.numpy()), edges.tolist(), entries
+    plans = [gnnplan.plan(graph, ranks=2, strategy="graph_parallel", **STAND_INS) for graph in some]
+    assert len({(plan.problem.stats.edges, plan.best.epoch_s) for plan in plans}) == 1
+
+
+def test_an_option_that_no_part_reads_is_said():
+    """`heads` of a GCN and `batch` of the full graph were taken without a word."""
+    asked = {"model": "GCN", "layers": 2, "hidden": 8, "batch": 64}
+    found = gnnplan.plan(GRAPH, ONE_SERVER, overrides={"heads": 8}, per="epoch", **asked)
+    notes = [note for note in found.notes if "has no effect" in note]
+    assert [note.split()[0] for note in notes] == ["--batch", "--heads"]
+    assert notes[1].endswith("has no effect with model=gcn, only with model=gat or gatv2")
+    whole = gnnplan.plan(GRAPH, ONE_SERVER, **asked)  # of both modes
+    assert not any("has no effect" in note for note in whole.notes)
+
+
+def test_a_tuning_of_python_is_that_of_the_command_line(tmp_path, monkeypatch):
+    """Without --out a second tuning wrote its plan over the first, whose runs had no folder."""
     plan = gnnplan.plan(GRAPH, CLUSTER, strategy="graph_parallel", **FIELDS)
     plan.write(tmp_path / "p")
     tuned = gnnplan.tune(plan, tmp_path / "runs")
-    assert "not tuned: nothing else was compared" in capsys.readouterr().err
+    assert "not tuned: nothing else was compared" in str(tuned)
     told = command("tune", tmp_path / "p", "--out", tmp_path / "runs", "-o", tmp_path / "tuned")
     assert told.startswith(f"{tuned}\nwritten to") and str(tuned).startswith("use:    graph_par")
     assert json.loads((tmp_path / "tuned").read_text()) == tuned.document
+    monkeypatch.chdir(tmp_path)
+    for name in ("tune-1", "tune-2"):
+        assert f"written to runs/{name}.json" in command("tune", "p")
 
 
 def test_a_tuned_plan_shows_what_its_runs_took(tmp_path):

@@ -945,7 +945,7 @@ ASKED = {
     "--model gat --hidden 9": r"gat's heads \(hidden: 9, heads: 4\); use heads=3",
     "--mode medium": "--mode: must be 'full' or 'mini'",
     "--fanout 5,-1": "--fanout: must be full, or a number",
-    "--dtype float16": "--dtype: must be 'float32', 'float64', 'bfloat16' or 'tf32'",
+    "--dtype float16": "--dtype: must be 'float32', 'float64', 'bfloat16' or 'tf32', not 'float16'; did you mean bfloat16",
     "--dtype auto --scale 1,2": "--dtype: auto is no type: only a plan on one number of GPUs chooses one",
     "--dtype auto --set dtype=bfloat16": "--set dtype=bfloat16 names a type of rows, and --dtype auto leaves it to the plan",
     "--cluster l4_box --cluster dgx_a100": "--cluster dgx_a100: several clusters are compared by numbers of GPUs; add --scale",
@@ -959,7 +959,8 @@ ASKED = {
     "--ranks 64 --cluster gnnpipe_a5000": "32 GPUs per server, but cluster gnnpipe_a5000 has 4.*use --ranks 8 or less",
     "--ranks 7 --cluster gnnpipe_a5000": "cannot be spread equally over 2 servers; use a multiple of 2",
     "--ranks 61": r"every rank needs a vertex \(vertices: 60, ranks: 61\); use --ranks 60 or less",
-    "--partitioner metiz": "--partitioner 'metiz': use one of auto, metis, metis-volume, kaminpar, kaminpar-train, hash, random",
+    "--partitioner metiz": "--partitioner 'metiz' is unknown; did you mean metis.? Allowed: auto, metis, metis-volume, kaminpar",
+    "--per epoc": "--per 'epoc' is unknown; did you mean epoch",
 }
 SIMULATED = {
     f"--sweep hidden={','.join(map(str, range(1, 1002)))}": "1,001 combinations",
@@ -1157,6 +1158,9 @@ def test_nothing_fits(gnnplan):
     needs = r"on its fullest rank but a .* has 1.00 MB; most of it is \w+"
     remedy = r"the smallest change that would fit: --set device.memory="
     assert re.search(f"{needs}.*{remedy}", answer.document["error"], re.S), answer
+    # the name of a strategy stood twice in its line
+    said = gnnplan(PLAN, "--ranks 2 --set device.memory=1MB").err
+    assert "\n  graph_parallel: needs 30" in said and "graph_parallel: graph" not in said
 
 
 @pytest.mark.processes

@@ -31,6 +31,7 @@ ROOMS = {
     "api": [
         "view",
         "defaults",
+        "arguments",
         "asking",
         "simulation",
         "validation",

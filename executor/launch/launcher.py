@@ -55,8 +55,11 @@ ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
 
 
 def new_folder(name: str) -> Path:
-    """Return the first folder runs/NAME-1, runs/NAME-2 .. that does not exist."""
-    return next(p for n in range(1, 10_000) if not (p := Path("runs") / f"{name}-{n}").exists())
+    """Return the first folder runs/NAME-1, runs/NAME-2 .. that does not exist.
+
+    Nor does the plan beside it, runs/NAME-1.json, which may be all that `tune` has written."""
+    places = (Path("runs") / f"{name}-{n}" for n in range(1, 10_000))
+    return next(p for p in places if not (p.exists() or p.with_name(f"{p.name}.json").exists()))
 
 
 class TimeIsUp(Exception):

@@ -90,7 +90,7 @@ def prospect(found: SearchResult, share: float = SHARE, epochs: int | None = Non
     """
     if not 0 < share <= 1:
         raise SpecError(f"--share {share:g}: a share of the training, above 0 and at most 1")
-    best, epochs = found.best, epochs or found.problem.workload.epochs
+    best, epochs = found.best, found.problem.workload.epochs if epochs is None else epochs
     if not 1 <= epochs <= MOST_EPOCHS:
         raise SpecError(
             f"--epochs {epochs:,}: a training has 1 to {MOST_EPOCHS:,} epochs; ask for fewer"
@@ -149,7 +149,6 @@ def tune(
     trial = prospect(found, share, epochs)
     budget = {"share": share, "budget_s": trial.budget_s, "budget_epochs": trial.budget_epochs}
     if trial.why_not:
-        say(str(trial))
         document = plans.make(found)
         document["summary"]["tuned"] = str(trial)
         return {**document, "tuned": {**budget, "why": trial.why_not, "strategies": []}}

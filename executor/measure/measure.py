@@ -56,6 +56,8 @@ def measure(
 
     if min(ranks, servers) < 1:
         raise SpecError(f"ranks is {ranks} and servers {servers}; measure at least 1")
+    if not 0.01 <= seconds <= 60:
+        raise SpecError(f"seconds must lie in [0.01, 60] per measurement, not {seconds:g}")
     if emulated is not None and servers == 1:
         raise SpecError(
             "an emulated NIC is between servers, and this is one server; give --servers 2 or more"

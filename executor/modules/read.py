@@ -362,7 +362,7 @@ def with_module(
 
 
 def _notes(user: UserModule, problem: Problem, given: Collection[str]) -> list[str]:
-    """Return notes on dense features, default arguments, optional fields and unread fields."""
+    """Return notes on dense features, arguments, optional fields and unread fields."""
     name, graph, stats, notes = user.description.name, problem.graph, problem.stats, list[str]()
     if user.pieces and not stats.dense:
         share = show_percent(stats.stored_per_row / stats.features, 1)
@@ -375,6 +375,13 @@ def _notes(user: UserModule, problem: Problem, given: Collection[str]) -> list[s
         f" given; --set {field}=.. gives another"
         for argument, value in user.description.arguments
         if (field := field_of(argument)) not in ("features", "classes", *given)
+    ]
+    used = {*user.fields, *(field_of(argument) for argument, _ in user.description.arguments)}
+    notes += [
+        f"--{field} has no effect: {name} is made without it; set it in the module, or take the"
+        " default off its parameter"
+        for field in ("hidden", "heads")
+        if field in given and field not in used
     ]
     notes += optional(user)
     if graph is None:

@@ -1,6 +1,7 @@
 """The functions behind `import gnnplan`: one file per function, each with its result's class.
 
 defaults.py    the default graph
+arguments.py   check the types of a function's arguments
 asking.py      a graph, a GNN and a cluster, in any form that a user has them -> Problem
 checking.py    check() -> Check
 planning.py    plan() -> Plan

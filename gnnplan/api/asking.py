@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import operator
 import os
 import shutil
 import tempfile
@@ -12,6 +11,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from gnnplan.api.arguments import typed, value_of
 from gnnplan.planner.cluster.spec import Cluster
 from gnnplan.planner.gnn.workload import AUTO, TASKS, Workload
 from gnnplan.planner.graph.fields import unread_by
@@ -23,11 +23,11 @@ from gnnplan.planner.problem.fitted import read_fitted
 from gnnplan.planner.problem.inputs import apply_overrides, ask_workload, checked, overridden
 from gnnplan.planner.problem.problem import Problem, with_ranks
 from gnnplan.planner.vocabulary.errors import SpecError
-from gnnplan.planner.vocabulary.files import cache_dir, suggest
+from gnnplan.planner.vocabulary.files import cache_dir, one_of
 from gnnplan.planner.vocabulary.progress import notify
 
 # {'servers': 16}, 'servers=16' (as --set takes it), or a list of such strings
-Overrides = Mapping[str, object] | Sequence[str]
+Overrides = Mapping[str, object] | Iterable[str]
 
 
 OF_LABELS = ("none", "regression")  # values of --task that describe the graph's labels
@@ -43,6 +43,7 @@ class Question:
     chooses_dtype: bool = False  # the plan chooses the rows' dtype (decision/dtypes.py)
 
 
+@typed
 def ask(
     graph: Any,
     cluster: str | Path | Mapping[str, Any] | Cluster,
@@ -63,14 +64,13 @@ def ask(
 
     may_choose_dtype: the field dtype may be 'auto'. Raises SpecError.
     """
+    if task is not None:
+        task = one_of("--task", task, (*TASKS, *OF_LABELS))
     if task in TASKS:  # a field of the workload; OF_LABELS describe the graph instead
         fields, task = {**fields, "task": task}, None
-    elif task not in (None, *OF_LABELS):
-        raise SpecError(f"--task {task!r:.100} is unknown{suggest(task, (*TASKS, *OF_LABELS))}")
-    ranks = None if ranks is None else whole("ranks", ranks)
     settings = settings_of(overrides)
     fields_set = [setting.partition("=")[0].strip() for setting in settings]
-    chooses_dtype = may_choose_dtype and fields.get("dtype") == AUTO
+    chooses_dtype = may_choose_dtype and str(fields.get("dtype")).lower() == AUTO
     if chooses_dtype:
         if named := [
             one for one, field in zip(settings, fields_set, strict=True) if field == "dtype"
@@ -81,6 +81,8 @@ def ask(
             )
         fields = {**fields, "dtype": "float32"}  # the plan tries the other dtypes later
     model = fields.get("model")
+    if isinstance(model, os.PathLike):
+        model = fields["model"] = os.fspath(model)
     live: Any = None if isinstance(model, str) else model  # a torch.nn.Module, or its class
     if isinstance(workload, Workload):
         workload = workload.model_dump(exclude_unset=True)
@@ -171,23 +173,28 @@ def _cluster_of(
 
 
 def settings_of(overrides: Overrides) -> list[str]:
-    """Return overrides as a list of 'field=value'."""
-    if isinstance(overrides, Mapping):
-        return [f"{field}={value}" for field, value in overrides.items()]
-    return several(overrides)
+    """Return overrides as a list of 'field=value'. Raises SpecError.
+
+    >>> settings_of({"inter_node": {"latency": "9us"}, "fanout": [15, 10]})
+    ['inter_node.latency=9us', 'fanout=15,10']
+    """
+    if not isinstance(overrides, Mapping):
+        return [value_of("an override", setting, str) for setting in several(overrides)]
+    nested = {field: value for field, value in overrides.items() if isinstance(value, Mapping)}
+    inner = {f"{field}.{name}": v for field, of in nested.items() for name, v in of.items()}
+    own = (f"{field}={text_of(value)}" for field, value in overrides.items() if field not in nested)
+    return [*(settings_of(inner) if inner else []), *own]
+
+
+def text_of(value: Any) -> str:
+    """Return a field's value as --set takes it."""
+    listed = isinstance(value, Iterable) and not isinstance(value, str)
+    return ",".join(map(str, value)) if listed else str(value)
 
 
 def several(names: Iterable[Any] | str | os.PathLike[str]) -> list[Any]:
     """Return one name or several names as a list."""
     return [names] if isinstance(names, str | os.PathLike) else list(names)
-
-
-def whole(what: str, number: object) -> int:
-    """Return an integer, also from a NumPy integer. Raises SpecError if `number` is none."""
-    try:
-        return operator.index(number)  # type: ignore[arg-type]
-    except TypeError:
-        raise SpecError(f"{what} must be a whole number, not {number!r:.100}") from None
 
 
 def problem_of(
@@ -204,8 +211,7 @@ def problem_of(
 
     Raises SpecError.
     """
-    if method not in (AUTO, *METHODS):
-        raise SpecError(f"--partitioner {method!r}: use one of {', '.join((AUTO, *METHODS))}")
+    method = one_of("--partitioner", method, (AUTO, *METHODS))
     cluster, workload = apply_overrides(cluster, workload, settings)
     cluster = with_ranks(cluster, ranks)
     head, mark, query = graph.partition("?")

@@ -7,6 +7,7 @@ import tempfile
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from gnnplan.api.arguments import typed
 from gnnplan.api.view import View
 from gnnplan.planner.vocabulary.table import Table, column, table
 
@@ -64,6 +65,7 @@ class Check(View):
         ]
 
 
+@typed
 def check(
     model: Source, *, features: int | None = None, classes: int | None = None, **fields: Any
 ) -> Check:
@@ -97,5 +99,5 @@ def check(
             name = getattr(model, "__name__", type(model).__name__)
             workload = workload_of(model, given, features, classes, out)
             question = {"workload": workload.model_dump(mode="json")}
-        (out / "question.json").write_text(json.dumps(question))
+        (out / "question.json").write_text(json.dumps(question, default=str))
         return Check({"model": name, **compare(out)})

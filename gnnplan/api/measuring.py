@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from gnnplan.api.arguments import typed
 from gnnplan.api.running import rate_of
 from gnnplan.planner.cluster.spec import Cluster
 from gnnplan.planner.vocabulary.files import cache_dir, must_be_writable, write_atomically
@@ -13,6 +14,7 @@ KEPT = "local.yaml"  # file of the preset 'local', in the cache
 
 
 @tells
+@typed
 def measure(
     ranks: int = 2,
     *,

@@ -5,9 +5,11 @@ from __future__ import annotations
 import os
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from gnnplan.api.arguments import typed
 from gnnplan.api.asking import Overrides, Question, ask, several
 from gnnplan.api.defaults import DEFAULT_GRAPH
 from gnnplan.api.view import Blocks, View, of
@@ -16,13 +18,14 @@ from gnnplan.planner.decision import plan as documents
 from gnnplan.planner.decision.answer import Answer, describe_question, take
 from gnnplan.planner.decision.epochs import MODES, stated
 from gnnplan.planner.decision.objective import WORDS, Objective, Target
-from gnnplan.planner.decision.search import Search, SearchResult
+from gnnplan.planner.decision.search import Search, SearchResult, one_reason
 from gnnplan.planner.decision.whole import Whole, compare
 from gnnplan.planner.evidence.accuracy import objective_of, trainings
 from gnnplan.planner.gnn.workload import Workload
 from gnnplan.planner.problem.problem import Problem
 from gnnplan.planner.strategies import Strategy, parse
 from gnnplan.planner.vocabulary.errors import SpecError
+from gnnplan.planner.vocabulary.files import one_of
 from gnnplan.planner.vocabulary.progress import Notify, silent, tells
 from gnnplan.planner.vocabulary.table import Table, column, table, yes_no
 from gnnplan.planner.vocabulary.units import (
@@ -53,7 +56,7 @@ def plan(
     objective: str | None = None,
     per: str | None = None,
     target_accuracy: float | None = None,
-    evidence: Iterable[str | os.PathLike[str]] = (),
+    evidence: str | os.PathLike[str] | Iterable[str | os.PathLike[str]] = (),
     strategy: str | None = None,
     ranks: int | None = None,
     overrides: Overrides = (),
@@ -150,6 +153,7 @@ def plan(
     return found
 
 
+@typed
 def wish(
     *about: Any,
     exact: bool = False,
@@ -157,7 +161,7 @@ def wish(
     objective: str | None = None,
     per: str | None = None,
     target_accuracy: float | None = None,
-    evidence: Iterable[str | os.PathLike[str]] = (),
+    evidence: str | os.PathLike[str] | Iterable[str | os.PathLike[str]] = (),
     **asked: Any,
 ) -> tuple[Question, Search, list[str]]:
     """Return the question that `plan`'s arguments describe, its search, and the modes to search.
@@ -167,9 +171,9 @@ def wish(
     """
     forced, folders = None if strategy is None else parse(strategy), several(evidence)
     if objective is not None:
-        Objective(objective)
-    if per not in (None, *PER):
-        raise SpecError(f"--per {per!r}: must be training or epoch")
+        objective = one_of("--objective", objective, WORDS)
+    if per is not None:
+        per = one_of("--per", per, PER)
     if target_accuracy is None and folders:
         raise SpecError(
             f"--evidence {folders[0]}: runs tell in how many epochs an accuracy is reached; say"
@@ -207,11 +211,18 @@ def wish(
     modes = list(MODES) if forced is None else [forced.mode]
     if "mode" in given or workload.task == "link" or workload.module:
         modes = [workload.mode]
+    planned = [workload.mode] if counted.stated is None else modes
+    unread = [
+        f"--{name.replace('_', '-')} {why}"
+        for name, why in workload.unread(sorted(given), planned).items()
+    ]
+    question = replace(question, notes=(*question.notes, *unread))
     is_cut = problem.graph is not None and problem.graph.cut is not None  # the parts fix the ranks
     may_use_fewer = asked.get("ranks") is None and not is_cut
     return question, Search(exact, forced, may_use_fewer, counted), modes
 
 
+@typed
 def load_plan(path: str | Path, of_any_version: bool = False) -> Plan:
     """Read a plan from a file that `Plan.write` or `gnnplan plan -o` wrote.
 
@@ -231,6 +242,10 @@ class Plan(View):
     def __init__(self, document: dict[str, Any], problem: Problem | None = None) -> None:
         self.document = document  # the content of plan.json
         self._problem = problem
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Return what a pickle holds: a copy reads its graph again."""
+        return {**vars(self), "_problem": None}
 
     @property
     def best(self) -> Answer:
@@ -297,10 +312,14 @@ class Plan(View):
             [
                 f"placement: {'; '.join(servers)}",
                 *(f"- {line}" for line in self.document["explanation"]),
-                *(f"- not {o['strategy']}: {o['reason']}" for o in self.document["rejected"]),
+                *(
+                    f"- not {one_reason(o['strategy'], o['reason'])}"
+                    for o in self.document["rejected"]
+                ),
             ]
         )
 
+    @typed
     def choose(self, strategy: str) -> Plan:
         """Return the plan with another of its answers as the best, without planning again.
 
@@ -311,6 +330,7 @@ class Plan(View):
         return Plan(document, self.problem.placed(documents.placement(document)))
 
     @tells
+    @typed
     def simulate(
         self,
         *,
@@ -352,9 +372,10 @@ class Plan(View):
         return Simulation(self.problem, strategy, exact, playing, overrides, flows, folder)
 
     @tells
+    @typed
     def sweep(
         self,
-        fields: Mapping[str, Iterable[object]] | Sequence[str],
+        fields: Mapping[str, Any] | Iterable[str],
         *,
         overrides: Overrides = (),
         notify: Notify = silent,
@@ -362,8 +383,8 @@ class Plan(View):
     ) -> Sweep:
         """Plan and simulate every combination of the fields' values, as {'servers': [1, 2, 4]}.
 
-        The values of 'device' are presets, whose GPU is taken. The other arguments are those of
-        `simulate`. Raises SpecError."""
+        The values of 'device' are presets, whose GPU is taken; those of 'ranks' are numbers of
+        ranks. The other arguments are those of `simulate`. Raises SpecError."""
         from gnnplan.api.simulation import Playing, Sweep
 
         played = Playing(**playing)
@@ -375,6 +396,7 @@ class Plan(View):
         how = Search(documents.is_exact(self.document), objective=objective_of(self.document))
         return Sweep(self.problem, self.strategy, how, fields, played, overrides)
 
+    @typed
     def run(
         self,
         out: str | Path | None = None,
@@ -417,10 +439,11 @@ class Plan(View):
         return self._train(out, given)
 
     @tells
+    @typed
     def report(
         self,
         output: str | Path,
-        runs: Sequence[str | os.PathLike[str]] = (),
+        runs: str | os.PathLike[str] | Iterable[str | os.PathLike[str]] = (),
         notify: Notify = silent,
     ) -> Path:
         """Draw the plan and the measurements of its runs as one HTML page that opens offline.
@@ -428,7 +451,7 @@ class Plan(View):
         Raises SpecError."""
         from gnnplan.report import report
 
-        return report(self.document, [Path(run) for run in runs], Path(output))
+        return report(self.document, [Path(run) for run in several(runs)], Path(output))
 
     def preflight(
         self,

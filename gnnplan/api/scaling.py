@@ -9,6 +9,7 @@ from collections.abc import Collection, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
+from gnnplan.api.arguments import typed
 from gnnplan.api.asking import Question
 from gnnplan.api.defaults import DEFAULT_GRAPH
 from gnnplan.api.planning import counted_columns, wish
@@ -36,6 +37,7 @@ from gnnplan.planner.vocabulary.units import (
 
 
 @tells
+@typed
 def scale(
     graph: Any = DEFAULT_GRAPH,
     cluster: str | Path | Mapping[str, Any] | Cluster = "local",
@@ -70,9 +72,10 @@ def scale(
     return Scale(question, scaling(question.problem, sizes, how, modes))
 
 
+@typed
 def offers(
     graph: Any,
-    clusters: Iterable[str | Path | Mapping[str, Any] | Cluster],
+    clusters: str | Path | Iterable[str | Path | Mapping[str, Any] | Cluster],
     workload: str | Path | Mapping[str, Any] | Workload | None = None,
     *,
     gpus: str | Iterable[int],

@@ -4,12 +4,13 @@ combination of values."""
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from gnnplan.api.asking import Overrides, settings_of, whole
+from gnnplan.api.arguments import value_of
+from gnnplan.api.asking import Overrides, settings_of, several, text_of
 from gnnplan.api.view import View, of
 from gnnplan.planner.decision.candidate import Candidate, placed
 from gnnplan.planner.decision.search import Search
@@ -50,10 +51,12 @@ class Playing:
     def __post_init__(self) -> None:
         least = {"steps": 1, "repetitions": 1, "seed": 0}
         for name, number in least.items():
-            if whole(name, getattr(self, name)) < number:
+            if value_of(name, getattr(self, name), int) < number:
                 raise SpecError(f"{name} must be {number} or more, not {getattr(self, name)}")
-        for rank in self.stragglers:
-            whole("a straggler's rank", rank)
+        value_of("jitter", self.jitter, float)
+        for rank, times in self.stragglers.items():
+            value_of("a straggler's rank", rank, int)
+            value_of(f"the time of straggler {rank}", times, float)
         _ = self.noise
 
     @property
@@ -285,13 +288,13 @@ class Sweep(View):
         base: Problem,
         strategy: Strategy,
         how: Search,
-        fields: Mapping[str, Iterable[object]] | Sequence[str],
+        fields: Mapping[str, Any] | Iterable[str],
         playing: Playing,
         overrides: Overrides,
     ) -> None:
         if isinstance(fields, Mapping):
-            fields = [f"{field}={','.join(map(str, values))}" for field, values in fields.items()]
-        self.axes, self.strategy, self.exact = axes(fields), strategy.name, how.exact
+            fields = [f"{field}={text_of(values)}" for field, values in fields.items()]
+        self.axes, self.strategy, self.exact = axes(several(fields)), strategy.name, how.exact
         settings, model = settings_of(overrides), base.workload.model
         asked = points(self.axes, base, settings, lambda name: read_fitted(name, model)[0])
         for _, problem in asked:
@@ -319,7 +322,10 @@ class Sweep(View):
             f"{', '.join(self.axes)} swept" + (", exact strategies only" if self.exact else ""),
             self.rows,
             *((field, lambda row, field=field: row["at"][field]) for field in self.axes),
-            ("ranks", lambda row: of(row.get("gpus", row["ranks"]), row["ranks"])),
+            (
+                "used" if "ranks" in self.axes else "ranks",
+                lambda row: of(row.get("gpus", row["ranks"]), row["ranks"]),
+            ),
             ("recommended", lambda row: row["best"] or "nothing fits"),
             column("predicted", "predicted_s", show_time),
             column("simulated", "simulated_s", show_time),

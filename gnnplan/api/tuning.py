@@ -5,7 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from gnnplan.api.planning import Plan
+from gnnplan.api.arguments import typed
+from gnnplan.api.planning import Plan, load_plan
 from gnnplan.api.running import rate_of
 from gnnplan.planner.decision.objective import Objective
 from gnnplan.planner.vocabulary.errors import SpecError
@@ -40,8 +41,9 @@ class Tuned(Plan):
 
 
 @tells
+@typed
 def tune(
-    plan: Plan,
+    plan: Plan | str | Path,
     out: str | Path | None = None,
     *,
     share: float = 0.1,
@@ -59,7 +61,7 @@ def tune(
     the reason.
 
     Args:
-        plan: The plan to tune.
+        plan: The plan to tune, or its file.
         out: Folder for the folders of the short runs.  [default: a new one, runs/tune-N]
         share: Budget of the short runs, as a share of the training's time.
         epochs: Epochs of that training.  [default: the plan's]
@@ -81,6 +83,7 @@ def tune(
         )
     servers = None if emulate is None else launch.Emulated(rate_of(emulate))
     folder = launch.new_folder("tune") if out is None else Path(out)
+    plan = plan if isinstance(plan, Plan) else load_plan(plan)
     return Tuned(by_runs(asked(plan.document), folder, share, epochs, servers), folder)
 
 

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import os
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any, overload
 
+from gnnplan.api.arguments import typed
 from gnnplan.api.view import View
 from gnnplan.planner.cluster.spec import Cluster
 from gnnplan.planner.evidence import runs as evidence
@@ -27,25 +28,29 @@ SAME = 0.01  # simulated seconds within this share of the predicted seconds are 
 
 @overload
 def validate(
-    runs: str | os.PathLike[str], *, cluster: str | None = None, notify: Notify = silent
+    runs: str | os.PathLike[str],
+    *,
+    cluster: str | Path | Cluster | None = None,
+    notify: Notify = silent,
 ) -> Validation: ...
 
 
 @overload
 def validate(
-    runs: list[Any] | tuple[Any, ...],
+    runs: Iterable[Any],
     *,
-    cluster: str | None = None,
+    cluster: str | Path | Cluster | None = None,
     refit: str | Path | None = None,
     notify: Notify = silent,
 ) -> Validations: ...
 
 
 @tells
+@typed
 def validate(
-    runs: str | os.PathLike[str] | list[Any] | tuple[Any, ...],
+    runs: str | os.PathLike[str] | Iterable[Any],
     *,
-    cluster: str | None = None,
+    cluster: str | Path | Cluster | None = None,
     refit: str | Path | None = None,
     notify: Notify = silent,
 ) -> Validation | Validations:
@@ -54,7 +59,7 @@ def validate(
     Args:
         runs: A finished run or its folder; or several, for errors per operation, the accuracy of
             the ranking of strategies, and the constants that explain the errors.
-        cluster: Cluster file to predict with, instead of the plans' clusters.
+        cluster: Cluster or its file to predict with, instead of the plans' clusters.
         refit: File for a cluster with refitted constants: they are fitted to some of the runs and
             scored on the others.
         notify: Called with progress messages.
@@ -72,7 +77,7 @@ def validate(
 class Validation(View):
     """The comparison of one run with its prediction; `ok`: bytes and order are as predicted."""
 
-    def __init__(self, folder: Path, cluster: str | None = None) -> None:
+    def __init__(self, folder: Path, cluster: str | Path | Cluster | None = None) -> None:
         run = replay(folder, cluster).run
         assert run.planned
         named = {"name": run.planned.strategy.name, **run.planned.strategy.knobs()}
@@ -202,7 +207,7 @@ class Validations(View):
     def __init__(
         self,
         folders: Sequence[Path],
-        cluster: str | None = None,
+        cluster: str | Path | Cluster | None = None,
         refit: str | Path | None = None,
     ) -> None:
         self.refit = Path(refit) if refit else None

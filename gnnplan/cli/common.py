@@ -45,7 +45,10 @@ PACKAGE = Path(__file__).parents[1]
 API, FIELDS = PACKAGE / "api", PACKAGE / "planner" / "gnn" / "fields.py"
 # annotation -> type of an option, for arguments of the API that become options as they are; for
 # other annotations a verb declares an argument itself
-TYPES = {"int": int, "float": float, "bool": bool, "str": str, "str | Path": Path}
+TYPES = {
+    **{"int": int, "float": float, "bool": bool, "str": str, "str | Path": Path},
+    "str | Path | Cluster": str,
+}
 # argument -> settings of its typer option in every verb; flags: the option's names
 SHARED: dict[str, dict[str, Any]] = {
     "as_json": {

@@ -37,12 +37,11 @@ def view_traces(directory: Path, *, output: Path, viewer: str = "perfetto") -> N
             Holistic Trace Analysis.
     """
     from gnnplan.planner.graph.arrays import must_be_new
-    from gnnplan.planner.vocabulary.files import must_be_writable, suggest
+    from gnnplan.planner.vocabulary.files import must_be_writable, one_of
     from gnnplan.planner.vocabulary.hta import write_for_hta
     from gnnplan.planner.vocabulary.trace import merge_traces
 
-    if viewer not in VIEWERS:
-        raise SpecError(f"--for {viewer!r} is unknown{suggest(viewer, VIEWERS)}")
+    viewer = one_of("--for", viewer, VIEWERS)
     if viewer == "hta":
         must_be_new(output)
         write_for_hta(directory, output)
@@ -76,10 +75,9 @@ def emit_plan(
     """
     from gnnplan.executor.emit.launch import Launch, kubernetes, slurm, torchrun
     from gnnplan.planner.decision import plan as plans
-    from gnnplan.planner.vocabulary.files import must_be_writable, suggest, write_atomically
+    from gnnplan.planner.vocabulary.files import must_be_writable, one_of, write_atomically
 
-    if target not in (*FILES, *FOLDERS):
-        raise SpecError(f"--for {target!r} is unknown{suggest(target, (*FILES, *FOLDERS))}")
+    target = one_of("--for", target, (*FILES, *FOLDERS))
     if image is not None and target != "kubernetes":
         raise SpecError("--image goes with --for kubernetes")
     document = plans.read(plan_file)

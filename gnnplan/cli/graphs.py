@@ -49,12 +49,18 @@ def convert(
     from gnnplan.api.view import Blocks
     from gnnplan.planner.graph.formats import Extras, recognise
     from gnnplan.planner.graph.formats import convert as write
+    from gnnplan.planner.graph.load import well_known
 
     features = lacking["features"]
     if features is not None and features.isdecimal():
         raise SpecError(
             f"--features {features} is a width of stand-in features, which are made when the graph"
             " is loaded, not stored; give a file, or leave it out"
+        )
+    if well_known(source):
+        raise SpecError(
+            f"{source} is known by statistics only, so there is nothing to convert; give the"
+            " graph's own file or folder"
         )
     kind = recognise(source).name
     if task not in (None, "regression"):

@@ -33,8 +33,9 @@ def simulate(
 
     Args:
         straggler: 3=2.0: rank 3 computes twice as long; may be given again.
-        sweep: A field and the values to try, as servers=1,2,4,8 or device=dgx_a100,p3_p100 (the GPU
-            of a preset or file). Given again, every combination is tried.
+        sweep: A field and the values to try, as servers=1,2,4,8, ranks=1,2,4 or
+            device=dgx_a100,p3_p100 (the GPU of a preset or file). Given again, every combination is
+            tried.
         csv: File to write the rows of --sweep to.
     """
     from gnnplan.api.planning import load_plan

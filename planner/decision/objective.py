@@ -25,6 +25,7 @@ from gnnplan.planner.gnn.workload import Workload
 from gnnplan.planner.problem.problem import Problem
 from gnnplan.planner.strategies.base import Strategy
 from gnnplan.planner.vocabulary.errors import SpecError
+from gnnplan.planner.vocabulary.files import suggest
 from gnnplan.planner.vocabulary.numbers import Number
 from gnnplan.planner.vocabulary.units import show_count, show_dollars, show_energy, show_time
 
@@ -247,8 +248,7 @@ class Objective:
 
     def __post_init__(self) -> None:
         if self.of not in WORDS:
-            *most, last = WORDS
-            raise SpecError(f"--objective {self.of!r}: must be {', '.join(most)} or {last}")
+            raise SpecError(f"--objective {self.of!r} is unknown{suggest(self.of, WORDS)}")
 
     @property
     def is_plain(self) -> bool:

@@ -260,7 +260,16 @@ def _reasons(rejected: Sequence[tuple[str, str]]) -> str:
     """Return why strategies were rejected, a line each; a reason common to all is given once."""
     if len(rejected) > 1 and len({reason for _, reason in rejected}) == 1:
         return f" {rejected[0][1]}"
-    return "".join(f"\n  {name}: {reason}" for name, reason in rejected)
+    return "".join(f"\n  {one_reason(name, reason)}" for name, reason in rejected)
+
+
+def one_reason(strategy: str, reason: str) -> str:
+    """Return why a strategy was rejected; its name stands once, though the reason may begin so.
+
+    >>> one_reason("p3", "p3 needs 2 GB"), one_reason("p3", "it is lossy")
+    ('p3: needs 2 GB', 'p3: it is lossy')
+    """
+    return f"{strategy}: {reason.removeprefix(f'{strategy} ')}"
 
 
 def _side_by_side(candidates: Sequence[Candidate]) -> NDArray[np.float64]:

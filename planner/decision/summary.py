@@ -16,6 +16,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
+from dataclasses import replace
 
 import numpy as np
 
@@ -47,6 +48,7 @@ from gnnplan.planner.vocabulary.units import (
 MOST_CHANGES = 2  # sentences in the line 'change'
 NEARLY_FULL = 0.95  # share of a device's memory above which a plan warns
 WORTH_SAYING = 0.005  # least reduction of the regret by a measurement that is named
+WORTH_LAUNCHING = 1.1  # least ratio of epochs without and with CUDA graphs that is named
 MOST_LISTED = 8  # most ranks whose GPUs are listed one by one
 LINKS = {"intra_node": "inside servers", "inter_node": "between servers", "island": "over NVLink"}
 GENERIC = "generic default"  # the provenance of a machine that nobody has measured
@@ -229,6 +231,7 @@ def costs(best: Candidate) -> str:
         room = best.problem.cluster.graph_memory
         held = show_bytes(best.host_bytes) + (f" of {show_bytes(room)}" if room < np.inf else "")
         words.insert(2, f"{held} of graph data in the fullest server's memory")
+    words += launched_one_by_one(best)
     if best.dollars is not None:
         words.append(f"{show_dollars(best.dollars)} per epoch")
     if best.epochs != ONE:
@@ -236,6 +239,25 @@ def costs(best: Candidate) -> str:
     if best.objective.of in ("cost", "energy"):
         words.append(f"{best.objective.show(best.value)} {best.objective.span}")
     return "; ".join(words)
+
+
+def launched_one_by_one(best: Candidate) -> list[str]:
+    """Say how long an epoch would take at a constant learning rate, if that makes a difference.
+
+    Steps whose learning rate changes are not replayed as CUDA graphs (`Problem.replays`)."""
+    problem, asked = best.problem, best.problem.workload
+    if not asked.varies_lr:
+        return []
+    constant = asked.model_copy(update={"warmup": 0, "schedule": "constant"})
+    other = Candidate.of(replace(problem, workload=constant), best.strategy)
+    ratio = best.epoch_s / other.epoch_s
+    if ratio < WORTH_LAUNCHING:
+        return []
+    return [
+        "steps are launched kernel by kernel and not as CUDA graphs, since the learning rate"
+        f" changes (warmup: {asked.warmup:,}, schedule: {asked.schedule}); with --set warmup=0"
+        f" --set schedule=constant an epoch takes {show_time(other.epoch_s)}, {ratio:.1f}x faster"
+    ]
 
 
 def nearly_full(best: Candidate) -> list[str]:

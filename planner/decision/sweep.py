@@ -3,9 +3,9 @@
     --sweep servers=1,2,4 --sweep hidden=64,256
     every combination, the last field first: 1/64, 1/256, 2/64, ...
 
-A field is one of the cluster or the workload, as --set takes it, or `device`: the GPU of another
-preset or cluster file. The planner does not import the simulator, so the caller passes a function
-that simulates a candidate (`Playing`).
+A field is one of the cluster or the workload, as --set takes it; `device`: the GPU of another
+preset or cluster file; or `ranks`: a number of ranks, as --ranks takes it. The planner does not
+import the simulator, so the caller passes a function that simulates a candidate (`Playing`).
 """
 
 from __future__ import annotations
@@ -22,15 +22,18 @@ from typing import Any, NamedTuple
 from gnnplan.planner.cluster.spec import MOST_RANKS, Cluster
 from gnnplan.planner.decision.candidate import Candidate, evaluate, placed
 from gnnplan.planner.decision.search import EVERYTHING, Refusals, Search, SearchResult
+from gnnplan.planner.gnn.fields import READ_WITH
 from gnnplan.planner.problem.inputs import apply_overrides, read_cluster
 from gnnplan.planner.problem.problem import Problem, with_ranks
 from gnnplan.planner.strategies import Strategy
 from gnnplan.planner.vocabulary.errors import GnnplanError, Infeasible, SpecError
 from gnnplan.planner.vocabulary.progress import notify
+from gnnplan.planner.vocabulary.units import number_of
 
 Axes = dict[str, tuple[str, ...]]
 MOST_POINTS = 1_000
 DEVICE = "device"  # swept as a whole, by the name of a cluster with the device
+RANKS = "ranks"
 # returns 'simulated_s' and other columns of a row; empty if the schedule is too large to simulate
 Playing = Callable[[Candidate], dict[str, float]]
 
@@ -100,7 +103,7 @@ def point(
         cluster.device.kind == "cpu" or each < cluster.gpus_per_server
     ):
         cluster = with_ranks(cluster, each * cluster.servers)
-    values = [f"{field}={value}" for field, value in at.items() if field != DEVICE]
+    values = [f"{field}={value}" for field, value in at.items() if field not in (DEVICE, RANKS)]
     try:
         cluster, workload = apply_overrides(cluster, base.workload, [*settings, *values])
     except SpecError as error:
@@ -108,11 +111,19 @@ def point(
             raise
         swept = "|".join(map(re.escape, at))
         raise SpecError(re.sub(rf"(?m)^--set (?=({swept})\b)", "--sweep ", str(error))) from error
-    for field in ("batch", "fanout"):
-        if field in at and workload.mode == "full":
+    if RANKS in at:
+        try:
+            cluster = with_ranks(cluster, int(number_of(at[RANKS])))
+        except ValueError:
             raise SpecError(
-                f"--sweep {field}: the plan trains on the full graph (mode: full), which has none;"
-                " add --set mode=mini"
+                f"--sweep ranks={at[RANKS]}: must be whole numbers, as ranks=1,2,4"
+            ) from None
+    alone = () if at else [setting.partition("=")[0].strip() for setting in settings]
+    for field, why in workload.unread([*at, *alone]).items():
+        read_with, (value, *_) = READ_WITH[field]
+        if read_with not in at:  # else the field is read at another point
+            raise SpecError(
+                f"--{'sweep' if at else 'set'} {field} {why}; add --set {read_with}={value}"
             )
     return Problem(base.stats, base.graph, workload, cluster, base.method)
 

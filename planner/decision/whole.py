@@ -191,9 +191,9 @@ def _first_reason(why: str) -> str:
     """The reason of an error in a line: of a list of strategies that do not fit, the first one's.
 
     >>> _first_reason("nothing fits: too large"), _first_reason("nothing fits:\\n  p3: no")
-    ('too large', 'nothing fits: no')
+    ('too large', 'nothing fits: p3: no')
     """
     first, *strategies = why.splitlines()
     if first == "nothing fits:" and strategies:
-        return f"{first} {strategies[0].partition(': ')[2]}"
+        return f"{first} {strategies[0].strip()}"
     return first.removeprefix("nothing fits: ")

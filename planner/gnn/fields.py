@@ -15,6 +15,30 @@ FANOUT = 10  # default fanout per layer
 MOST = 10**12  # upper bound of vertices, seeds of a batch, epochs
 MOST_NEGATIVES = 10_000  # negatives per edge
 MOST_LAYERS = 1000  # a plan for 1000 layers takes half a minute
+# other names in use, in lower case with _ -> the name of a field's value (files.meant)
+USUAL = {
+    "bf16": "bfloat16",
+    **dict.fromkeys(("fp32", "f32", "float"), "float32"),
+    **dict.fromkeys(("fp64", "f64", "double"), "float64"),
+    "graphsage": "sage",
+    **dict.fromkeys(("minibatch", "mini_batch"), "mini"),
+    **dict.fromkeys(("fullgraph", "full_graph", "full_batch"), "full"),
+    **{"acc": "accuracy", "micro_f1": "f1_micro", "macro_f1": "f1_macro", "auroc": "roc_auc"},
+    **{"l1": "mae", "l2": "mse"},
+    **{"batchnorm": "batch", "layernorm": "layer"},
+}
+# field -> another field and its values; no part reads the field if the other has another value
+READ_WITH = {
+    "alpha": ("model", ("gcnii",)),
+    "theta": ("model", ("gcnii",)),
+    "heads": ("model", ("gat", "gatv2", "own")),
+    "aggregation": ("model", ("resgcn",)),
+    "batch": ("mode", ("mini",)),
+    "fanout": ("mode", ("mini",)),
+    "negatives": ("task", ("link",)),
+    "step_size": ("schedule", ("step",)),
+    "gamma": ("schedule", ("step",)),
+}
 Weights = tuple[Annotated[float, Field(ge=0.0, le=1e9)], ...]
 
 

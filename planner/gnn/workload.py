@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 from pydantic import Field, field_validator, model_validator
 
 from gnnplan.planner.gnn.counted import Counted
-from gnnplan.planner.gnn.fields import FANOUT, Fields
+from gnnplan.planner.gnn.fields import FANOUT, READ_WITH, USUAL, Fields
 from gnnplan.planner.gnn.kinds import KINDS, Kind
 from gnnplan.planner.vocabulary.precision import PRECISIONS, Precision
 from gnnplan.planner.vocabulary.spec import Spec
@@ -126,8 +126,14 @@ class Module(Spec):
 
 
 class Workload(Fields):
-    """A GNN and its training options. Options that do not apply to the model have no effect."""
+    """A GNN and its training options. `unread` names options that have no effect on it."""
 
+    usual: ClassVar[Mapping[str, str]] = USUAL | {
+        words.split()[0].lower(): name  # the classes of PyG and DGL
+        for name, kind in KINDS.items()
+        for words in (kind.pyg, kind.dgl)
+        if words
+    }
     module: Module | None = None
     """Your own model, as `plan --model file.py:MyGNN` found it; it decides `model`, `layers`,
     `hidden`, `dropout`, `norm`, `heads`, `alpha` and `theta`."""
@@ -135,7 +141,7 @@ class Workload(Fields):
     @field_validator("dtype", mode="before")
     @classmethod
     def _must_name_a_type(cls, dtype: object) -> object:
-        if dtype == AUTO:
+        if str(dtype).lower() == AUTO:
             raise ValueError(
                 f"{AUTO} is no type: only a plan on one number of GPUs chooses one (`gnnplan plan"
                 f" --dtype {AUTO}`, gnnplan.plan(..., dtype='{AUTO}')); use float32, tf32,"
@@ -274,6 +280,23 @@ class Workload(Fields):
             share = min(after / (self.epochs - self.warmup), 1.0)
             return self.lr * (1.0 + math.cos(math.pi * share)) / 2.0
         return self.lr
+
+    def unread(self, given: Iterable[str], modes: Sequence[str] = ()) -> dict[str, str]:
+        """Return the given fields that no part reads beside this workload's other fields, and why.
+
+        modes: the modes that are planned, if they are others than `mode`.
+
+        >>> Workload(model="gcn").unread(["heads", "hidden"])
+        {'heads': 'has no effect with model=gcn, only with model=gat or gatv2'}
+        """
+        out = {}
+        for name in filter(READ_WITH.__contains__, given):
+            other, reading = READ_WITH[name]
+            values = (other == "mode" and modes) or [getattr(self, other)]
+            if not set(values) & set(reading):
+                reads = " or ".join(value for value in reading if value != "own")
+                out[name] = f"has no effect with {other}={values[0]}, only with {other}={reads}"
+        return out
 
     @property
     def own(self) -> Module:

@@ -32,7 +32,7 @@ from gnnplan.planner.graph.partitioners import (
     version_of,
 )
 from gnnplan.planner.vocabulary.errors import SpecError
-from gnnplan.planner.vocabulary.files import suggest
+from gnnplan.planner.vocabulary.files import one_of
 from gnnplan.planner.vocabulary.numbers import runs
 
 FEW_EDGES = 5_000_000  # directed edges up to which METIS takes only seconds
@@ -49,8 +49,9 @@ SMALL = 2_000
 def chosen(method: str, graph: Graph | GraphStats) -> str:
     """Resolve the partitioner auto: METIS, or KaMinPar for a large graph if it is installed.
 
-    A graph that comes with a partition keeps the partition's method."""
-    if method != AUTO:
+    A graph that comes with a partition keeps the partition's method. Raises SpecError for an
+    unknown name."""
+    if (method := one_of("--partitioner", method, (AUTO, *METHODS))) != AUTO:
         return method
     if isinstance(graph, Graph) and graph.cut is not None:
         return graph.cut.method
@@ -70,8 +71,7 @@ def partition(graph: Graph | GraphStats, parts: int, method: str = "metis", seed
             f"{graph.source}: statistics only, so there is nothing to partition; give the graph"
             " itself (.npz or synthetic:...)"
         )
-    if method not in METHODS:
-        raise SpecError(f"partitioner {method!r} is unknown{suggest(method, METHODS)}")
+    method = one_of("partitioner", method, METHODS)
     vertices = graph.stats.vertices
     check_parts(parts, vertices, graph.stats.source)
     if parts == 1:

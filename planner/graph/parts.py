@@ -108,10 +108,13 @@ def library(name: str) -> ModuleType:
 def endpoints(path: str, name: str, edge_index: Array) -> tuple[Array, Array]:
     """Return src and dst of an array [2, E]. Raises SpecError for another shape."""
     if edge_index.ndim != 2 or edge_index.shape[0] != 2:
-        turn = edge_index.ndim == 2 and edge_index.shape[1] == 2
+        remedy = "row 0 are sources, row 1 destinations"
+        if edge_index.ndim == 2 and edge_index.shape[1] == 2:
+            remedy = f"save {name}.T"
+        elif edge_index.ndim == 2 and edge_index.shape[0] == edge_index.shape[1]:
+            remedy = f"if it is a matrix of edges, give numpy.stack({name}.nonzero())"
         raise SpecError(
-            f"{path}: {name}: must have shape [2, edges], has {list(edge_index.shape)}"
-            f"{f'; save {name}.T' if turn else '; row 0 are sources, row 1 destinations'}"
+            f"{path}: {name}: must have shape [2, edges], has {list(edge_index.shape)}; {remedy}"
         )
     return edge_index[0], edge_index[1]
 

@@ -12,7 +12,7 @@ from collections.abc import Iterator, Mapping
 
 from gnnplan.planner.cluster.scaling import multiplied
 from gnnplan.planner.cluster.spec import PRESETS, Cluster
-from gnnplan.planner.problem.inputs import read_cluster
+from gnnplan.planner.problem.inputs import cluster_name, read_cluster
 from gnnplan.planner.vocabulary.files import quoted
 
 _MEMORY = ("device.memory_bandwidth", "device.cache_bandwidth")
@@ -63,6 +63,7 @@ def read_fitted(name: str, model: str) -> tuple[Cluster, str]:
 
     Raises SpecError.
     """
+    name = cluster_name(name)
     plain = read_cluster(name)
     factors = {
         constant: factor

@@ -4,6 +4,7 @@ An error names the file and line, or the option."""
 
 from __future__ import annotations
 
+import re
 from collections.abc import Collection, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -16,11 +17,31 @@ from gnnplan.planner.cluster import clouds
 from gnnplan.planner.cluster.spec import PRESETS, Cluster
 from gnnplan.planner.gnn.workload import BALANCED, WORKLOADS, Conflict, Workload, is_module
 from gnnplan.planner.vocabulary.errors import SpecError
-from gnnplan.planner.vocabulary.files import Document, Where, cache_dir, dotted, read_yaml, suggest
+from gnnplan.planner.vocabulary.files import (
+    Document,
+    Where,
+    cache_dir,
+    dotted,
+    likeliest,
+    meant,
+    read_yaml,
+    suggest,
+)
 from gnnplan.planner.vocabulary.progress import say
 
 MOST_MISTAKES = 20  # mistakes in one message
 LISTS = {"fanout": "full", "class_weights": BALANCED}  # fields written as '1,2', or as this word
+# options of `plan` that look like fields of the cluster or the workload
+OPTIONS = (
+    "ranks",
+    "strategy",
+    "objective",
+    "partitioner",
+    "features",
+    "labels",
+    "cluster",
+    "graph",
+)
 RENAMED = {"work": "core_s_per_byte"}  # old -> new name; files of 0.1.0 are read until 0.3.0
 # Fields of older cluster files, which are ignored: each improved predictions by less than one
 # percentage point (docs/explanation/cost-model.md). The last three are names of 0.1.0.
@@ -38,10 +59,7 @@ def read_cluster(name_or_path: str) -> Cluster:
     The cluster 'local' is the file that `gnnplan measure` wrote in the cache directory; without
     that file, this machine's GPUs with the constants of their presets; without GPUs, a preset of
     two CPU ranks with cautious constants. Raises SpecError with file, line and field."""
-    rented = clouds.names()
-    if not Path(name_or_path).exists():
-        same = (name for name in rented if name.lower() == name_or_path.lower())
-        name_or_path = next(same, name_or_path)
+    rented, name_or_path = clouds.names(), cluster_name(name_or_path)
     if name_or_path in rented:
         base = read_cluster(clouds.base_of(name_or_path))
         return checked(Cluster, clouds.fields_of(name_or_path, base), f"{name_or_path}: ")
@@ -62,12 +80,30 @@ def read_cluster(name_or_path: str) -> Cluster:
     return checked(Cluster, document.data, document)
 
 
+def cluster_name(name_or_path: str) -> str:
+    """Return the name of a preset or of a cloud's server, which is meant in any case; a path as is.
+
+    >>> cluster_name("DGX-A100"), cluster_name("mine.yaml")
+    ('dgx_a100', 'mine.yaml')
+    """
+    return _name_of(name_or_path, [*clouds.names(), *_names_in(PRESETS)])
+
+
+def _names_in(presets: Path) -> list[str]:
+    return sorted(preset.stem for preset in presets.glob("*.yaml"))
+
+
+def _name_of(name_or_path: str, names: Collection[str]) -> str:
+    return name_or_path if Path(name_or_path).exists() else meant(name_or_path, names)
+
+
 def _file_of(name_or_path: str, presets: Path, others: Collection[str] = ()) -> Path:
     """Return the YAML file of a path, or of a preset in the folder `presets`.
 
     Raises SpecError, which suggests names of presets and `others`."""
+    names = _names_in(presets)
+    name_or_path = _name_of(name_or_path, names)
     path = Path(name_or_path)
-    names = sorted(preset.stem for preset in presets.glob("*.yaml"))
     if name_or_path in names:
         return presets / f"{name_or_path}.yaml"
     if path.suffix not in (".yaml", ".yml") and not path.is_file():
@@ -152,6 +188,11 @@ def apply_overrides(
                 f"--set {setting}: must read field=value, as servers=16 or"
                 " inter_node.bandwidth=25GB/s"
             )
+        if first in OPTIONS:
+            raise SpecError(
+                f"--set {setting}: {first} is no field of the cluster or workload, but an option of"
+                f" gnnplan plan: --{first} {value.strip()}"
+            )
         if first not in Cluster.model_fields and first not in Workload.model_fields:
             raise SpecError(
                 f"--set {setting}: no such"
@@ -208,7 +249,11 @@ def checked(
     that the user has just set, if the data has other fields too."""
     if kind is Workload and isinstance(data, Mapping):
         texts = {name: data[name] for name in LISTS if isinstance(data.get(name), str)}
-        lists = {n: tuple(map(str.strip, t.split(","))) for n, t in texts.items() if t != LISTS[n]}
+        lists = {
+            n: tuple(map(str.strip, t.split(",")))
+            for n, t in texts.items()
+            if t.lower() != LISTS[n]
+        }
         data = {**data, **lists}
     if kind is Cluster and isinstance(data, Mapping) and given is None:
         data = as_of_now(data, source.path if isinstance(source, Document) else source)
@@ -222,7 +267,7 @@ def checked(
         ]
         mistakes = []
         for item in errors[:MOST_MISTAKES]:
-            where, message = _mistake(kind, item["loc"], item["type"], item["msg"])
+            where, message = _mistake(kind, item["loc"], item["type"], item["msg"], item["input"])
             rule = item.get("ctx", {}).get("error")
             if not where and isinstance(rule, Conflict):
                 known = data if given is None else given
@@ -270,7 +315,9 @@ def as_of_now(data: Mapping[Any, Any], source: str) -> dict[Any, Any]:
     return out
 
 
-def _mistake(kind: type[BaseModel], loc: Where, rule: str, message: str) -> tuple[Where, str]:
+def _mistake(
+    kind: type[BaseModel], loc: Where, rule: str, message: str, given: object
+) -> tuple[Where, str]:
     """Return a mistake's place and message, in the words of the file instead of pydantic's."""
     parent = _model_at(kind, loc[:-1])
     if rule == "extra_forbidden":
@@ -284,7 +331,11 @@ def _mistake(kind: type[BaseModel], loc: Where, rule: str, message: str) -> tupl
         return loc[:1], "must be full, or a number of neighbours per layer such as 15,10"
     if loc[:1] == ("class_weights",):
         return loc[:1], "must be balanced, or a number for each class such as 1,2.5"
-    return loc, message.removeprefix("Value error, ").replace("Input should be", "must be")
+    message = message.removeprefix("Value error, ").replace("Input should be", "must be")
+    if rule == "literal_error":
+        near = likeliest(given, re.findall(r"'([^']+)'", message))
+        message += f", not {given!r:.80}" + (f"; did you mean {near}?" if near else "")
+    return loc, message
 
 
 def _model_at(kind: type[BaseModel], where: Where) -> type[BaseModel] | None:

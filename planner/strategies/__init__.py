@@ -42,6 +42,7 @@ from gnnplan.planner.strategies.minibatch.gsplit import GSplit as GSplit
 from gnnplan.planner.strategies.p3.p3 import P3 as P3
 from gnnplan.planner.strategies.program.account import Prediction as Prediction
 from gnnplan.planner.vocabulary.errors import SpecError
+from gnnplan.planner.vocabulary.files import meant, suggest
 from gnnplan.planner.vocabulary.knobs import parse_call, read_list, read_size
 
 FAMILIES: tuple[type[Strategy], ...] = (
@@ -115,9 +116,10 @@ def named(name: str, knobs: dict[str, object]) -> Strategy:
 
     Raises SpecError if the name or a knob is unknown, or a value has the wrong type.
     """
-    if name not in OWN_NAMES and name not in names():
-        raise SpecError(f"there is no strategy {name!r}; use one of {', '.join(names())}")
-    family, preset = OWN_NAMES.get(name) or names()[name]
+    known = OWN_NAMES if meant(str(name), OWN_NAMES) in OWN_NAMES else names()
+    if (found := meant(str(name), known)) not in known:
+        raise SpecError(f"there is no strategy {name!r:.100}{suggest(name, known)}")
+    family, preset = known[found]
     annotations = {f.name: str(f.type) for f in fields(family)}
     values = dict(preset)
     for knob, value in knobs.items():

@@ -14,7 +14,7 @@ import os
 import re
 import secrets
 import stat
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from itertools import islice
 from pathlib import Path
@@ -400,12 +400,45 @@ def dotted(where: Where) -> str:
     return ".".join(str(name)[:MOST_SHOWN] for name in where) or "the file"
 
 
+def meant(word: str, allowed: Iterable[str], usual: Mapping[str, str] | None = None) -> str:
+    """Return the allowed name that a word means, in any case and with - or _; else the word.
+
+    usual: other names in use, in lower case with _ -> an allowed name.
+
+    >>> meant("GCN", ["gcn", "sage"]), meant("Data-Parallel", ["data_parallel"]), meant("x", ["y"])
+    ('gcn', 'data_parallel', 'x')
+    """
+    names, plain = {_plain(name): name for name in allowed}, _plain(word)
+    other = (usual or {}).get(plain, "")
+    return word if word in names.values() else names.get(plain) or names.get(other) or word
+
+
+def _plain(word: str) -> str:
+    return word.strip().lower().replace("-", "_")
+
+
+def one_of(what: str, word: object, allowed: Iterable[str]) -> str:
+    """Return the allowed name that a word means (`meant`).
+
+    what: the beginning of the message, such as '--for'. Raises SpecError with the nearest name.
+    """
+    allowed = list(allowed)
+    if (name := meant(str(word), allowed)) not in allowed:
+        raise SpecError(f"{what} {word!r:.100} is unknown{suggest(str(word), allowed)}")
+    return name
+
+
 def suggest(word: str, allowed: Iterable[str]) -> str:
     """Return the end of a message about a misspelt word: '; did you mean X? Allowed: ...'."""
     allowed = list(allowed)
     if not allowed:
         return ""
+    near = likeliest(word, allowed)
+    return (f"; did you mean {near}? Allowed: " if near else "; allowed: ") + ", ".join(allowed)
+
+
+def likeliest(word: object, allowed: Iterable[str]) -> str:
+    """Return the allowed name that is most like a misspelt word; '' if none is."""
     lower = {name.lower(): name for name in allowed}
     near = difflib.get_close_matches(str(word)[:MOST_SHOWN].lower(), lower, n=1, cutoff=0.5)
-    meant = f"; did you mean {lower[near[0]]}? Allowed: " if near else "; allowed: "
-    return meant + ", ".join(allowed)
+    return lower[near[0]] if near else ""

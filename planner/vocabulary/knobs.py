@@ -84,8 +84,10 @@ def parse_call(text: str) -> tuple[str, dict[str, Any]]:
     >>> parse_call("granndis")
     ('granndis', {})
     """
+    family = re.match(r"\s*[\w-]*", text)[0]  # type: ignore[index]
+    written = family.strip().replace("-", "_") + text[len(family) :].rstrip()
     try:
-        node = ast.parse(text.strip(), mode="eval").body
+        node = ast.parse(written, mode="eval").body
         if isinstance(node, ast.Name):
             return node.id, {}
         if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and not node.args:

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Annotated, Any, get_args
+from collections.abc import Callable, Mapping
+from typing import Annotated, Any, ClassVar, get_args
 
 import yaml
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationInfo, field_validator
 
+from gnnplan.planner.vocabulary.files import meant
 from gnnplan.planner.vocabulary.units import kind, quantity
 
 
@@ -60,22 +61,23 @@ class Spec(BaseModel):
     """A frozen pydantic model in which unknown keys are errors."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
+    usual: ClassVar[Mapping[str, str]] = {}  # other names of a field's values (files.meant)
 
     @field_validator("*", mode="before")
     @classmethod
     def _is_what_it_looks_like(cls, value: Any, info: ValidationInfo) -> Any:
         """Refuse values that pydantic misreads: true as 1, or text that C code cuts at a zero byte.
 
-        A specification nested in this one checks its own fields.
+        Of names, take those that are meant. A specification nested in this one checks its own
+        fields.
         """
-        field = cls.model_fields[info.field_name or ""]
-        if bool not in _kinds(field.annotation) and _contains(
-            value, lambda item: item is True or item is False
-        ):
+        kinds = _kinds(cls.model_fields[info.field_name or ""].annotation)
+        if bool not in kinds and _contains(value, lambda item: item is True or item is False):
             raise ValueError("must be a number or text, not true or false")
         if _contains(value, lambda item: isinstance(item, str) and "\0" in item):
             raise ValueError("must not hold a zero byte; leave it out")
-        return value
+        names = [name for name in kinds if isinstance(name, str)]  # of a Literal
+        return meant(value, names, cls.usual) if names and isinstance(value, str) else value
 
     def to_yaml(self) -> str:
         """Return all fields as the text of a YAML file."""

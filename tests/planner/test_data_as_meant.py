@@ -347,6 +347,49 @@ def test_pandas_numbers_of_rows_are_no_feature_and_no_end_of_an_edge(tmp_path):
     assert load(edges).stats.hash == load(edges_csv(tmp_path)).stats.hash
 
 
+@pytest.mark.parametrize("ids", [(), ("id",)])
+@pytest.mark.parametrize("name", ["label", "Y", "class"])
+def test_labels_and_masks_among_the_features_are_no_features(tmp_path, ids, name):
+    """A column `label` was a feature, from which the model read the answers."""
+    first, columns = [np.arange(N)] * len(ids), (X[:, 0], Y, X[:, 1], TRAIN)
+    names = ",".join([*ids, "f0", name, "f1", "train_mask"])
+    x = table(tmp_path / "x.csv", names, *first, *columns)
+    graph = load(source_of(edges_csv(tmp_path), x))
+    assert np.allclose(graph.features(), X[:, :2], rtol=1e-6)
+    assert np.array_equal(graph.y, Y) and np.array_equal(graph.train, TRAIN)
+    assert any(
+        f"{name}, train_mask: read as labels or masks, since" in n for n in graph.stats.notes
+    )
+    np.save(tmp_path / "y.npy", 1 - Y)
+    graph = load(source_of(edges_csv(tmp_path), x, str(tmp_path / "y.npy")))
+    assert graph.stats.features == 2 and np.array_equal(graph.y, 1 - Y)
+    assert any(f"{name}: left out, since" in n for n in graph.stats.notes)
+    # and such a table as --labels: columns beside the label were more labels
+    graph = load(source_of(edges_csv(tmp_path), "3", x))
+    assert np.array_equal(graph.y, Y) and graph.stats.classes == 2
+    convert(edges_csv(tmp_path), tmp_path / "g", Extras(features=x))
+    assert np.array_equal(load(str(tmp_path / "g")).y, Y)
+
+
+def test_features_and_labels_may_be_in_a_npz(tmp_path):
+    """It was read as SciPy's matrix alone, and called damaged."""
+    np.savez(tmp_path / "both.npz", x=X, y=Y)
+    both = str(tmp_path / "both.npz")
+    graph = load(source_of(edges_csv(tmp_path), both, both))
+    assert np.array_equal(graph.features(), X) and np.array_equal(graph.y, Y)
+    np.savez(tmp_path / "odd.npz", a=X, b=X)
+    with pytest.raises(SpecError, match="the array x, or a single one, and it holds a, b; save"):
+        load(source_of(edges_csv(tmp_path), str(tmp_path / "odd.npz")))
+
+
+def test_a_place_is_features_and_labels_alone_are_none(tmp_path):
+    place = table(tmp_path / "x.csv", "x,y,z", X[:, 0], X[:, 1], X[:, 2])
+    assert load(source_of(edges_csv(tmp_path), place)).stats.features == 3
+    alone = table(tmp_path / "y.csv", "id,label", np.arange(N), Y)
+    with pytest.raises(SpecError, match="holds no feature beside labels or masks; use it as"):
+        load(source_of(edges_csv(tmp_path), alone))
+
+
 def test_labels_of_some_ids_are_labels_of_these(tmp_path):
     y = table(tmp_path / "y.csv", "id,label", np.arange(N)[TRAIN], Y[TRAIN])
     graph = load(source_of(edges_csv(tmp_path), labels=y))

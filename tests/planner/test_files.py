@@ -200,12 +200,25 @@ def test_datasheet_times_efficiency():
     [
         ("gnnpipe_a500", r"did you mean gnnpipe_a5000\? Allowed: dgx_a100, .*local"),
         ("P4D", r"servers have a size too; use one of p4d\.24xlarge"),
-        ("DGX_A100", r"did you mean dgx_a100\?"),  # p3_p100 was suggested
+        ("DGX_A10", r"did you mean dgx_a100\?"),  # p3_p100 was suggested
     ],
 )
 def test_an_unknown_preset_or_server_is_told_the_known_ones(name, words):
     with pytest.raises(SpecError, match=words):
         read_cluster(name)
+
+
+def test_a_name_is_taken_in_any_case_with_either_dash_and_as_others_write_it():
+    """`--model GCN`, `--dtype bf16` and `--cluster DGX_A100` were refused, without the nearest."""
+    assert read_cluster("DGX-A100") == read_cluster("dgx_a100")
+    assert read_fitted("PipeGCN_2080ti", "sage") == read_fitted("pipegcn_2080ti", "sage")
+    assert ask_workload("PipeGCN-Reddit").workload == ask_workload("pipegcn_reddit").workload
+    asked = {"model": "GraphSAGE", "dtype": "BF16", "mode": "mini-batch", "metric": "F1-Macro"}
+    found = ask_workload(None, {**asked, "fanout": "Full", "optimizer": "AdamW"}).workload
+    assert (found.model, found.dtype, found.mode) == ("sage", "bfloat16", "mini")
+    assert (found.metric, found.fanout, found.optimizer) == ("f1_macro", "full", "adamw")
+    names = {"GCNConv": "gcn", "GATv2Conv": "gatv2", "GCN2Conv": "gcnii", "SAGEConv": "sage"}
+    assert {name: Workload(model=name).model for name in names} == names
 
 
 def test_local_is_as_measured_where_it_was_measured(own_cache, cluster_with):
@@ -277,7 +290,11 @@ def test_flags_beat_the_file_and_overrides_beat_flags(tmp_path):
         ({"class_weights": "1,x"}, "--class-weights: must be balanced, or a number for each class"),
         ({"optimizer": "adam", "momentum": 0.9}, "--momentum: adam has moments of its own"),
         ({"schedule": "cosine", "warmup": 50}, "--warmup: a cosine falls between warmup and the"),
-        ({"model": "gatt"}, "--model: must be 'gcn', 'sage', 'gcnii'"),
+        (
+            {"model": "gatt"},
+            "--model: must be 'gcn', 'sage', 'gcnii'.*not 'gatt'; did you mean gat",
+        ),
+        ({"dtype": "fp16"}, "--dtype: must be .*, not 'fp16'"),
         ({"hiden": 3}, "--hiden: not a field .* did you mean hidden"),
         ({"model": "gat", "hidden": 10}, r"heads \(hidden: 10, heads: 4\); use heads=2"),
         ({"model": "gat", "heads": 0}, "--heads: must be greater"),
@@ -336,6 +353,7 @@ def test_overrides_go_where_they_belong():
 @pytest.mark.parametrize(
     "setting, words",
     [
+        ("ranks=4", "ranks is no field .* but an option of gnnplan plan: --ranks 4"),
         ("hiden=3", "--set hiden=3: no such field; did you mean hidden.*inter_node.bandwidth"),
         ("servers", "must read field=value"),
         ("servers=", "must read field=value"),

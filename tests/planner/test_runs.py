@@ -204,3 +204,7 @@ def test_other_constants_keep_the_run_s_servers():
     with pytest.raises(SpecError, match="no inter_node link"):
         same_shape(alone, CLUSTER)
     assert same_shape(alone.model_copy(update={"inter_node": link}), CLUSTER).ranks == 4
+    # `validate --cluster dgx_a100` of two ranks was an IndexError, over the lists of eight GPUs
+    other = same_shape(read_cluster("dgx_a100"), CLUSTER)
+    gpus = range(CLUSTER.gpus_per_server)
+    assert other.nics and all(gpu in gpus for nic in other.nics for gpu in nic)

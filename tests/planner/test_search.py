@@ -25,7 +25,7 @@ from gnnplan.planner.decision import search as search_module
 from gnnplan.planner.decision.candidate import Candidate, evaluate
 from gnnplan.planner.decision.recommendation import SURE_SHARE
 from gnnplan.planner.decision.search import SearchResult, families, parts, search
-from gnnplan.planner.decision.summary import rivals
+from gnnplan.planner.decision.summary import costs, rivals
 from gnnplan.planner.gnn.workload import Workload
 from gnnplan.planner.graph.graph import Graph
 from gnnplan.planner.graph.load import load
@@ -36,6 +36,7 @@ from gnnplan.planner.strategies.program import account
 from gnnplan.planner.strategies.program import memory as program_memory
 from gnnplan.planner.vocabulary.errors import Infeasible, Mismatch, SpecError
 from gnnplan.planner.vocabulary.progress import tells
+from gnnplan.planner.vocabulary.units import show_time
 from gnnplan.simulator.player import play
 from gnnplan.testing import laws
 from gnnplan.testing.laws import cluster
@@ -518,6 +519,21 @@ def test_kernels_launched_one_by_one_are_priced_so(monkeypatch):
     monkeypatch.setattr(Problem, "replays", False)
     slower = {name: epoch_s(name) / found[name] for name in kinds}
     assert slower["graph_parallel"] > 2 < slower["bns(p=0.5)"] and slower["gnnpipe"] == 1
+
+
+def test_a_plan_says_what_a_changing_learning_rate_costs_on_one_gpu():
+    """`--warmup 10` made an epoch several times as long, as steps became no CUDA graphs."""
+    graph = load("synthetic:community?vertices=1000&edges=8000&features=60&classes=6&seed=0")
+    cluster = with_ranks(read_cluster("l4_box"), 1)
+
+    def candidate(**how: Any) -> Candidate:
+        workload = Workload(layers=3, hidden=32, **how)
+        return evaluate(Problem(graph.stats, graph, workload, cluster), parse("graph_parallel"))
+
+    plain, warm = candidate(), candidate(warmup=10)
+    assert "CUDA graphs" not in costs(plain)
+    said = f"an epoch takes {show_time(plain.epoch_s)}, {warm.epoch_s / plain.epoch_s:.1f}x faster"
+    assert "(warmup: 10, schedule: constant)" in costs(warm) and said in costs(warm)
 
 
 # -- how much is computed --------------------------------------------------------------------------

@@ -495,11 +495,12 @@ def test_a_size_may_have_any_unit_of_bytes():
 def test_a_published_name_is_its_preset(name):
     strategy = parse(name)
     assert strategy == parse(f" {name}() ") == named(name, {}) and strategy.name == name
+    assert strategy == parse(name.upper().replace("_", "-"))
     assert type(strategy) in FAMILIES
 
 
 NO_STRATEGY = r"""
-gnnpip -> there is no strategy 'gnnpip'; use one of graph_parallel, pipegcn, pipegcn_f, pipegcn_g, pipegcn_gf
+gnnpip -> there is no strategy 'gnnpip'; did you mean gnnpipe\? Allowed: graph_parallel, pipegcn, pipegcn_f
 gnnpipe(stage=4) -> gnnpipe has no knob 'stage'; its knobs are stages, chunks, shuffle, historical_gradients, period
 gnnpipe(stages=4.0) -> gnnpipe: stages is int \| None, not 4.0
 gnnpipe(stages='4') -> gnnpipe: stages is int \| None, not '4'

@@ -42,8 +42,31 @@ def test_batches_are_swept_where_there_are_some():
     assert problem.workload.batch == 512
     [(_, problem)] = points(axes(["batch=512"]), question(), ["mode=mini"])
     assert (problem.workload.batch, problem.workload.mode) == (512, "mini")
-    with pytest.raises(SpecError, match="the plan trains on the full graph"):
-        points(axes(["batch=512"]), question())
+
+
+@pytest.mark.parametrize("text", ["batch=512", "heads=2", "theta=0.1", "negatives=2", "gamma=0.5"])
+def test_what_no_part_reads_is_not_swept(text):
+    """Every row was the same, and nothing said why."""
+    field = text.partition("=")[0]
+    with pytest.raises(SpecError, match=f"--sweep {field} has no effect with .* add --set"):
+        points(axes([text]), question(model="gcn"))
+    with pytest.raises(SpecError, match=f"--set {field} has no effect .* add --set") as told:
+        points({}, question(model="gcn"), [text])
+    remedy = str(told.value).rpartition("--set ")[2]
+    if field != "negatives":  # links are learnt in mini-batches only
+        points({}, question(model="gcn"), [text, remedy])
+    both = axes([text, "model=gcn,gat", "mode=full,mini", "task=node", "schedule=constant,step"])
+    both["model"] += ("gcnii",)
+    assert points(both, question())
+
+
+def test_ranks_are_swept_as_ranks_asks_for_them():
+    """`--sweep ranks=1,2` was told of `ranges`."""
+    assert [p.ranks for _, p in points(axes(["ranks=1,2,8"]), question("local"))] == [1, 2, 8]
+    with pytest.raises(SpecError, match="--ranks 7 cannot be spread equally over 2 servers"):
+        points(axes(["ranks=7"]), question("gnnpipe_a5000"))
+    with pytest.raises(SpecError, match="ranks=x: must be whole numbers, as ranks=1,2,4"):
+        points(axes(["ranks=1,x"]), question())
 
 
 @pytest.mark.parametrize("text", ["hidden=0", "hiden=64", "inter_node.bandwidth=fast"])

@@ -254,10 +254,10 @@ def test_an_epoch_that_is_too_long_to_play_is_told_so():
 @pytest.mark.parametrize(
     ("options", "told"),
     [
-        ({"per": "year"}, "--per 'year': must be training or epoch"),
+        ({"per": "year"}, "--per 'year' is unknown; allowed: training, epoch"),
         ({"per": "epoch", "objective": "value"}, "--objective value weighs a whole training"),
         ({"per": "training", "target_accuracy": 0.9}, "--per training and --target-accuracy 0.9"),
-        ({"objective": "speed"}, "must be value, time, cost or energy"),
+        ({"objective": "speed"}, "'speed' is unknown; allowed: value, time, cost, energy"),
         ({"epochs": 0}, "--epochs: must be greater than or equal to 1"),
     ],
 )

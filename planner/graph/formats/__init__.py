@@ -13,6 +13,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from gnnplan.planner.graph.arrays import collect, must_be_new, read_own, write
 from gnnplan.planner.graph.build import build
 from gnnplan.planner.graph.formats import (
@@ -29,7 +31,7 @@ from gnnplan.planner.graph.generator import generated, is_generated
 from gnnplan.planner.graph.graph import Graph
 from gnnplan.planner.graph.npy import mapped_array, reading
 from gnnplan.planner.graph.part_folder import DESCRIPTION
-from gnnplan.planner.graph.parts import Extras, Parts
+from gnnplan.planner.graph.parts import Extras, Parts, tensor_array
 from gnnplan.planner.vocabulary.errors import SpecError
 from gnnplan.planner.vocabulary.files import must_be_file
 
@@ -187,6 +189,9 @@ def of_object(found: Any, path: str = "") -> Parts:
     """Return the `Parts` of a DGLGraph, PyG Data, networkx graph, sparse matrix or edge_index."""
     module = type(found).__module__.partition(".")[0]
     name = path or f"the {type(found).__name__}"
+    if isinstance(found, list | tuple) and len(found) == 2:  # sources and destinations
+        with reading(name, "sources and destinations"):
+            found, module = np.stack([tensor_array(name, "its ids", ids) for ids in found]), "numpy"
     readers: dict[str, Callable[[Any, str], Parts]] = {
         "dgl": dgl_graphs.of_graph,
         "torch_geometric": pyg.of_data,
@@ -199,7 +204,8 @@ def of_object(found: Any, path: str = "") -> Parts:
     if module not in readers or not any(hasattr(found, name) for name in graph_like):
         raise SpecError(
             f"{name}: a graph is a DGLGraph, a PyG Data, a networkx Graph, a SciPy sparse matrix or"
-            f" an edge_index [2, E], this is {type(found).__module__}.{type(found).__name__}"
+            f" an edge_index [2, E], this is {type(found).__module__}.{type(found).__name__}; of a"
+            " dataset give a graph (dataset[0]), of a DataFrame two columns (df.to_numpy().T)"
         )
     with reading(name, "a graph"):
         return readers[module](found, name)

@@ -5,6 +5,7 @@ GraphSAINT's folders have such files: adj_full.npz, feats.npy, class_map.json, r
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,9 +15,11 @@ from gnnplan.planner.graph.formats import text
 from gnnplan.planner.graph.formats.edge_lists import load_matrix, of_matrix
 from gnnplan.planner.graph.formats.pyg import load_tensors
 from gnnplan.planner.graph.graph import Array
-from gnnplan.planner.graph.labels import labels_of, mask_of, mask_of_ids, named, read_labels
+from gnnplan.planner.graph.labels import MASKS, labels_of, mask_of, mask_of_ids, named, read_labels
 from gnnplan.planner.graph.npy import arrays_in, mapped_array, reading
 from gnnplan.planner.graph.parts import (
+    FEATURES,
+    LABELS,
     Extras,
     Matrix,
     Parts,
@@ -60,11 +63,48 @@ def read_graphsaint(path: str) -> Parts:
 
 def _take(parts: Parts, extras: Extras) -> None:
     if extras.features:
-        parts.x, parts.x_path = _features(extras.features), extras.features
+        parts.x, parts.x_path = _features(extras.features, parts, extras), extras.features
     if extras.labels:
         parts.y = np.atleast_1d(_labels(extras.labels, parts))
     if extras.split:
         parts.masks = masks_in(extras.split, parts)
+
+
+def _without_targets(path: str, parts: Parts, extras: Extras) -> list[int] | None:
+    """Return the columns of a table that are features; None: all are.
+
+    Labels and masks among the columns would teach the answers. They are taken as what their names
+    say if the graph has none of these, and else left out; a note says which."""
+    head = text.head_of(path)
+    if not (others := head.no_features):
+        return None
+    has = {
+        "labels": parts.y is not None or extras.labels or extras.stand_in_labels,
+        **dict.fromkeys(MASKS, bool(parts.masks) or extras.split),
+    }
+    taken = {what: place for what, place in others.items() if not has[what]}
+    for what, place in taken.items():
+        values = text.whole_matrix(path, columns=[place])[:, 0]
+        if what == "labels":
+            parts.y = values
+        else:
+            parts.masks[what] = mask_of(path, what, values, len(values))
+    for places, are in (
+        (taken, "read as labels or masks"),
+        (others.keys() - taken.keys(), "left out"),
+    ):
+        if names := ", ".join(head.names[others[what]] for what in others if what in places):
+            parts.notes.append(
+                f"{path}: {names}: {are}, since their names say that they are no features; rename"
+                " a column that is one"
+            )
+    left = [i for i in range(head.columns) if i not in others.values()]
+    if not set(left) - {head.ids, *head.numbers}:
+        raise SpecError(
+            f"{path}: {', '.join(head.names)}: holds no feature beside labels or masks; use it as"
+            " --labels"
+        )
+    return left
 
 
 def _vertices(parts: Parts) -> int:
@@ -89,23 +129,39 @@ def _kind(path: str) -> str:
         return "npz" if any(held) else "pt"
 
 
-def _saved(path: str, name: str) -> Array | None:
-    """Return the array of a .npy (mapped) or of a .pt; None: the file is neither."""
+def _saved(path: str, name: str, names: Sequence[str] = ()) -> Array | None:
+    """Return the array of a .npy (mapped), a .pt or a .npz; None: the file has none.
+
+    names: of the array in a .npz, if it holds several."""
     kind = _kind(path)
     if kind == "npy":
         return mapped_array(path)
+    if kind == "npz":
+        with arrays_in(path) as arrays:
+            if "format" in arrays.files:  # a matrix of SciPy
+                return None
+            own = [each for each in names if each in arrays.files] or [*arrays.files]
+            if len(own) > 1 and own[0] not in names:
+                raise SpecError(
+                    f"{path}: {name} are the array {names[0]}, or a single one, and it holds"
+                    f" {', '.join(own)}; save one of them with numpy.save"
+                )
+            return arrays.read(own[0])
     return tensor_array(path, name, load_tensors(path)) if kind == "pt" else None
 
 
-def _features(path: str) -> Matrix:
-    """Read features from a .npy (mapped), a sparse .npz, a .pt tensor, or a table in text."""
-    if (saved := _saved(path, "features")) is not None:
+def _features(path: str, parts: Parts, extras: Extras) -> Matrix:
+    """Read features from a .npy (mapped), a .npz (dense or sparse), a .pt tensor, or text.
+
+    Columns of such a table that are named as labels or masks are no features."""
+    if (saved := _saved(path, "features", FEATURES)) is not None:
         return saved
     if _kind(path) == "npz":
         return load_matrix(path).tocsr()
-    if not _has_ids(path):
-        return text.matrix(path)
-    rows = text.whole_matrix(path)
+    has_ids, columns = _has_ids(path), _without_targets(path, parts, extras)
+    if not has_ids:
+        return text.matrix(path, columns=columns)
+    rows = text.whole_matrix(path, columns=columns)
     if (lacking := np.flatnonzero(np.isnan(rows).all(1))).size:
         raise SpecError(
             f"{path}: vertex {lacking[0]:,} has no row ({lacking.size:,} such vertices); its rows"
@@ -118,10 +174,18 @@ def _labels(path: str, parts: Parts) -> Array:
     """Read labels [N] or [N, C] from a .npy, a .pt tensor, a table in text, or JSON.
 
     JSON holds a list, or an object {vertex: label}, of a class or a list per vertex."""
-    if (saved := _saved(path, "labels")) is not None:
+    if (saved := _saved(path, "labels", LABELS)) is not None:
         return np.asarray(saved)
     if not (text.start_of(path, 64) or "").lstrip().startswith(("{", "[")):
-        return text.whole_matrix(path, _vertices(parts) if _has_ids(path) else 0)
+        vertices, head = _vertices(parts) if _has_ids(path) else 0, text.head_of(path)
+        columns = None
+        if (place := head.no_features.get("labels")) is not None:
+            columns = [place]
+            if others := [n for i, n in enumerate(head.names) if i not in (place, head.ids)]:
+                parts.notes.append(
+                    f"{path}: {head.names[place]} is taken as labels, not {', '.join(others)}"
+                )
+        return text.whole_matrix(path, vertices, columns)
     with reading(path, "classes of vertices"):
         found: Any = read_json(path, LARGEST_JSON, 'write {"vertex": class}')
         found = found if isinstance(found, dict) else dict(enumerate(found))

@@ -10,7 +10,10 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
+import scipy.sparse as sp
+
 from gnnplan.planner.graph.fields import VERTEX, kind_of
+from gnnplan.planner.graph.formats.edge_lists import of_matrix
 from gnnplan.planner.graph.npy import must_be_count, must_not_swell, reading
 from gnnplan.planner.graph.parts import (
     Parts,
@@ -173,7 +176,14 @@ def of_mapping(data: Mapping[str, Any], path: str) -> Parts:
 
 
 def of_edge_index(edge_index: Any, path: str = "an edge_index") -> Parts:
-    """Return the `Parts` of a tensor [2, E] of sources and destinations. Raises SpecError."""
+    """Return the `Parts` of a tensor [2, E] of sources and destinations, or of a sparse one [N, N].
+
+    Entry i, j of a sparse tensor is the edge i -> j, as in SciPy's. Raises SpecError."""
+    if str(getattr(edge_index, "layout", "")).startswith("torch.sparse"):
+        with reading(path, "a sparse tensor"):
+            entries = edge_index.detach().cpu().to_sparse_coo().coalesce()
+            held = entries.values().numpy(), entries.indices().numpy()
+            return of_matrix(sp.coo_array(held, tuple(entries.shape)), path)
     return Parts(
         path, [endpoints(path, "edge_index", tensor_array(path, "edge_index", edge_index))]
     )

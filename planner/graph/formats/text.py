@@ -16,8 +16,9 @@ from typing import IO, Any
 import numpy as np
 
 from gnnplan.planner.graph.graph import LARGEST_WHOLE, MOST_VERTICES, Array, must_fit
-from gnnplan.planner.graph.labels import mask_of_ids
+from gnnplan.planner.graph.labels import MASKS, mask_of_ids
 from gnnplan.planner.graph.npy import must_be_ids, must_not_swell, reading
+from gnnplan.planner.graph.parts import LABELS
 from gnnplan.planner.vocabulary.errors import SpecError
 from gnnplan.planner.vocabulary.files import MOST_SHOWN, must_be_file
 
@@ -29,6 +30,7 @@ NUMBERS = (
     "__index_level_0__",
 )  # names of the row-number column that pandas adds
 IDS = ("id", "node_id", "vertex_id", "nodeid", "node", "vertex", "nid", "idx")
+TARGETS = (*LABELS, "class", "target")
 COMMENTS = ("#", "%")
 NUMBER_THEM = (
     "ids that are names become numbers if both columns are numbered together, as by"
@@ -99,6 +101,15 @@ class Head:
     def numbers(self) -> list[int]:
         """Columns that hold row numbers."""
         return [i for i, name in enumerate(self.names) if name.lower() in NUMBERS]
+
+    @property
+    def no_features(self) -> dict[str, int]:
+        """The columns that are no features by their names: 'labels' and MASKS -> column."""
+        lower = [name.lower() for name in self.names]
+        targets = [name for name in TARGETS if name != "y" or "x" not in lower]  # x, y: a place
+        names = {"labels": targets, **{mask: [mask] for mask in MASKS}}
+        found = {what: [n for n in words if n in lower] for what, words in names.items()}
+        return {what: lower.index(words[0]) for what, words in found.items() if words}
 
     @property
     def ids(self) -> int | None:
@@ -184,23 +195,28 @@ def head_of(path: str, ends: int | None = None) -> Head:
     return Head(delimiter, comments, first, len(fields), row=fields)
 
 
-def matrix(path: str, dtype: Any = np.float64) -> Iterator[Array]:
-    """Yield blocks of rows of a table of numbers, without its header line."""
-    return tables(path, dtype, head_of(path))
+def matrix(
+    path: str, dtype: Any = np.float64, columns: Sequence[int] | None = None
+) -> Iterator[Array]:
+    """Yield blocks of rows of a table of numbers, without its header line.
+
+    columns: the columns to yield; default: all."""
+    for rows in tables(path, dtype, head_of(path)):
+        yield rows if columns is None else rows[:, columns]
 
 
-def _rows(path: str) -> tuple[Array, Head]:
-    """Return all rows of a table [lines, columns], and its layout. Raises SpecError."""
-    pieces = list(matrix(path))
+def _rows(path: str, columns: Sequence[int] | None = None) -> Array:
+    """Return all rows of a table [lines, columns]. Raises SpecError."""
+    pieces = list(matrix(path, columns=columns))
     try:
-        return np.concatenate(pieces) if pieces else np.empty((0, 1)), head_of(path)
+        return np.concatenate(pieces) if pieces else np.empty((0, 1))
     except ValueError as error:
         raise SpecError(f"{path}: lines must have as many numbers as the first") from error
 
 
 def column(path: str) -> Array:
     """Read a list of ids: one whole number per line, or the column whose name is in IDS."""
-    table, head = _rows(path)
+    table, head = _rows(path), head_of(path)
     others = [i for i in range(table.shape[1]) if i not in head.numbers]
     if len(others) > 1 and head.ids in others:
         rest = [i for i in others if i != head.ids]
@@ -229,19 +245,21 @@ def whole(path: str, numbers: Array) -> Array:
     return whole
 
 
-def whole_matrix(path: str, vertices: int = 0) -> Array:
+def whole_matrix(path: str, vertices: int = 0, columns: Sequence[int] | None = None) -> Array:
     """Read the rows of all vertices [N, F].
 
     If the table has a column of vertex ids, rows are sorted by it, and vertices without a row get
-    NaN. vertices: least N in this case."""
-    table, head = _rows(path)
+    NaN. vertices: least N in this case. columns: the columns to read; default: all."""
+    head = head_of(path)
     if head.ids is None:
-        return table
+        return _rows(path, columns)
+    table = _rows(path)
     ids = whole(path, table[:, head.ids])
     must_be_ids(path, "its ids", ids, MOST_VERTICES)
     vertices = max(vertices, int(ids.max(initial=-1)) + 1)
     mask_of_ids(path, f"its column {head.names[head.ids]}", ids, vertices)
-    rest = np.delete(table, [head.ids, *head.numbers], 1)
+    kept = range(table.shape[1]) if columns is None else columns
+    rest = table[:, [i for i in kept if i not in (head.ids, *head.numbers)]]
     must_fit(path, f"rows of {vertices:,} vertices", 8.0 * vertices * rest.shape[1])
     rows = np.full((vertices, rest.shape[1]), np.nan)
     rows[ids] = rest
