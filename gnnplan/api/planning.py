@@ -100,7 +100,7 @@ def plan(
             balances training vertices), hash, random, or auto: metis, but kaminpar above 5 million
             edges if it is installed.
         directed: Keep the direction of edges; without it the graph is made undirected.
-        features: Features, if the graph's file has none: a .npy, sparse .npz, .pt or text file of
+        features: Features, if the graph's file has none: a .npy, .npz, .pt or text file of
             [vertices, features]; or a number: the width of generated stand-in features.
         labels: Labels, if the graph's file has none: a .npy, .pt or text file, or a .json of
             {"vertex": class}.

@@ -512,6 +512,13 @@ def test_a_default_that_a_module_is_made_with_is_said(tmp_path, graphs):
     given = replace(problem, workload=problem.workload.model_copy(update={"hidden": 24}))
     narrow, notes = with_user_module(given, f"{file}:M", ["hidden"])
     assert (narrow.workload.hidden, notes) == (24, [])
+    # --heads, which no parameter takes, did nothing either
+    text = file.read_text()
+    head = "in_channels, hidden_channels, out_channels"
+    assert head in text
+    file.write_text(text.replace(head, "in_channels, out_channels, hidden_channels=16", 1))
+    wide = with_user_module(replace(given, workload=Workload(heads=8)), f"{file}:M", ["heads"])
+    assert [note.split(":")[0] for note in wide[1]] == ["--heads has no effect"]
 
 
 def test_what_the_module_decides_cannot_be_set_otherwise(tmp_path, graphs):
