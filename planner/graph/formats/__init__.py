@@ -189,9 +189,10 @@ def of_object(found: Any, path: str = "") -> Parts:
     """Return the `Parts` of a DGLGraph, PyG Data, networkx graph, sparse matrix or edge_index."""
     module = type(found).__module__.partition(".")[0]
     name = path or f"the {type(found).__name__}"
-    if isinstance(found, list | tuple) and len(found) == 2:  # sources and destinations
+    pair = found if isinstance(found, list | tuple) and len(found) == 2 else ()
+    if pair and all(hasattr(ids, "shape") for ids in pair):  # sources and destinations
         with reading(name, "sources and destinations"):
-            found, module = np.stack([tensor_array(name, "its ids", ids) for ids in found]), "numpy"
+            found, module = np.stack([tensor_array(name, "its ids", ids) for ids in pair]), "numpy"
     readers: dict[str, Callable[[Any, str], Parts]] = {
         "dgl": dgl_graphs.of_graph,
         "torch_geometric": pyg.of_data,
