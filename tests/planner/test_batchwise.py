@@ -335,7 +335,9 @@ def readers(
                 indptr, places = found.edges[0]
                 parts = np.split(problem.graph.indices[places], indptr[1:-1])
                 frontiers.append(found)
-                drawn.append([(v, part.tolist()) for v, part in zip(found.nodes[1], parts)])  # noqa: B905
+                drawn.append(
+                    [(v, part.tolist()) for v, part in zip(found.nodes[1], parts, strict=False)]
+                )
             yield step, batch, ranks, frontiers, drawn
 
 

@@ -66,7 +66,8 @@ def test_sgc_is_one_matrix_and_one_bias():
     aggregation, 5 numbers wide."""
     model, cached, layers = gnn("sgc", dropout=0.5), gnn("sgc"), (1, 2, 3)
     assert model.weights == gnn("sgc", layers=1).weights == 40 * 5 + 5
-    assert [model.weights_of(range(l, l + 1)) for l in layers] == [40 * 5, 0, 5]  # noqa: E741
+    weights = [model.weights_of(range(layer, layer + 1)) for layer in layers]
+    assert weights == [40 * 5, 0, 5]
     assert not any(model.relu_after(layer) for layer in (0, *layers))
     assert not model.narrows and model.prepares_linearly
     forward, backward, constant = (

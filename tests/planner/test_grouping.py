@@ -287,8 +287,9 @@ def test_a_placement_edited_by_hand(place, rule):
     if place is None:
         document["best"]["placement"] = {}
     else:
-        fields = zip(("rank", "server", "gpu"), place) if isinstance(place, tuple) else None  # noqa: B905
-        document["best"]["placement"][0] = place if fields is None else dict(fields)
+        names = ("rank", "server", "gpu")
+        fields = dict(zip(names, place, strict=False)) if isinstance(place, tuple) else place
+        document["best"]["placement"][0] = fields
     with pytest.raises(SpecError, match=rule):
         plan.question(document)
 

@@ -188,8 +188,8 @@ def test_a_program_waits_for_the_slower_of_host_and_gpu():
 
     def epoch_s(dataset: str, launches: float, memory: float) -> float:
         factors = {"device.launch": launches, "device.memory_bandwidth": memory}
-        testbed = lambda asked: multiplied(interpret.testbed(asked), factors)  # noqa: E731
-        return predict({**told, "dataset": dataset}, testbed)
+        row = {**told, "dataset": dataset}
+        return predict(row, lambda asked: multiplied(interpret.testbed(asked), factors))
 
     usual = epoch_s("cora", 1, 1)
     assert epoch_s("cora", 1, 2) == pytest.approx(usual)

@@ -132,8 +132,12 @@ def test_rows_are_plans_of_their_own():
     there."""
     swept = axes(["servers=1,2"])
     asked = points(swept, question(layers=4), ["gpus_per_server=2"])
-    twice = lambda candidate: {"simulated_s": 2.0 * float(candidate.predicted.epoch_s)}  # noqa: E731
-    table = rows(asked, parse("gnnpipe(chunks=2)"), 0, twice)
+    table = rows(
+        asked,
+        parse("gnnpipe(chunks=2)"),
+        0,
+        lambda candidate: {"simulated_s": 2.0 * float(candidate.predicted.epoch_s)},
+    )
     for row, (_, problem) in zip(table, asked, strict=True):
         found = search(problem)
         pipes = [c for c in found.ranked if c.strategy.name == "gnnpipe"]
