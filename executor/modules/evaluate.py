@@ -97,8 +97,7 @@ def storages(values: Any) -> dict[StorageWeakRef, int]:
     a freed one."""
     dense = [tensor for tensor in tensors(values) if tensor.layout == torch.strided]
     found = [tensor.untyped_storage() for tensor in dense]
-    weak: Any = StorageWeakRef
-    return {weak(storage): storage.nbytes() for storage in found}
+    return {StorageWeakRef(s): s.nbytes() for s in found}  # type: ignore[no-untyped-call]
 
 
 def frees(
