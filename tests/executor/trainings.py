@@ -257,8 +257,15 @@ LINES = """
     # tiles of a grid: the sums of layer 1 made in every step, and once; fewer columns than ranks
     4 1 tensor3d(x=2,y=1,z=2) rough 0.5 gcn
     2 1 tensor3d(x=2,y=1,z=1) multi 0.0 sage
-    3 1 feature_parallel rough 0.5 sage often
+    3 1 feature_parallel(order='alternating') rough 0.5 gcn often
     3 1 snp(splitter='random',checkpoint=True) sparse 0.5 gcn mini often
+    4 2 snp(group='all',splitter='random',buckets=2) multi 0.0 sage mini hidden=12 norm=layer often  # sums first
+    4 2 snp(prefetch=1,features='spread') multi 0.5 sgc mini
+    4 2 dnp(prefetch=1) multi 0.5 gat mini
+    4 2 p3 islands 0.0 gcn mini batch=4 fanout=full norm=layer
+    2 1 p3 sparse 0.5 sgc mini layers=1
+    2 2 p3(copies=2) rough 0.0 gat mini heads=4
+    4 2 p3(over='rank') sparse 0.5 sage mini
     # moments before layers and the decoder
     3 1 graph_parallel rough 0.5 resgcn norm=batch
     2 1 pipegcn rough 0.5 sage norm=batch
