@@ -4,9 +4,9 @@
 
     fit        fit constants of the testbeds: traces/quoted/fitted.csv
     table      errors and choices: docs/reference/published-figures.md
-    software   fit rates of software to each half of other works: traces/quoted/software.csv
-    others     works to which no preset was fitted: docs/reference/other-works.md
-    figures    draw docs/figures/published_*.png
+    software   constants of software, without each of the other works: traces/quoted/software.csv
+    others     works that gave no constant: docs/reference/other-works.md
+    figures    docs/figures/published_*.png
 
 `figures` redraws figures of the papers from predictions, with printed values as points. The file
 has the columns of benchmarks/papers/rows.py. Its default is traces/published/figures.csv, and
@@ -57,14 +57,14 @@ def fit(path: str) -> None:
 
 
 def software(path: str) -> None:
-    """Fit and write the rates of software, once to each half of the works."""
+    """Fit and write the constants of software, without each people's works and of all works."""
     rows = [row for row in read(path) if row["testbed"]]
-    halves = [
-        calibrate.fit_software([row for row in rows if row["paper"] in half])
-        for half in their_software.HALVES
-    ]
+    without = {
+        works[0]: calibrate.fit_software([row for row in rows if row["paper"] not in works])
+        for works in (*their_software.WORKS, ("nobody",))
+    }
     found = [
-        {"constant": name, "first": f"{halves[0][name]:.3g}", "second": f"{halves[1][name]:.3g}"}
+        {"constant": name, **{work: f"{of[name]:.3g}" for work, of in without.items()}}
         for name in their_software.CONSTANTS
     ]
     print(*found, sep="\n")

@@ -246,6 +246,7 @@ STATISTICS = {
     "halo_rows": {2: 500, 4: 900},
     "spread": 1.0,
     "batch_spread": [0.5, 1.0],
+    "near_seed": 300,
     "train_popular": True,
     "directed": False,
 }

@@ -87,8 +87,11 @@ def fit_factors(
     rows: Sequence[Row],
     constants: Sequence[str],
     testbeds: Callable[[Mapping[str, float]], Testbeds],
+    together: Callable[[Row], int] = lambda row: 1,
 ) -> dict[str, float]:
-    """Return the factor of each constant; testbeds(factors) gives the rows' clusters."""
+    """Return the factor of each constant; testbeds(factors) gives the rows' clusters.
+
+    together: the number of rows, of which a row is one, that together weigh as one."""
     rows = [row for row in rows if float(row["value"]) > 0 and _is_predicted(row)]
     if not rows:
         return dict.fromkeys(constants, 1.0)
@@ -96,7 +99,8 @@ def fit_factors(
         (row["metric"], predict(row, testbeds(dict.fromkeys(constants, 1.0)))) for row in rows
     ]
     alike = Counter(unfitted)
-    weights = np.array([1 / np.sqrt(alike[key]) / MISS for key in unfitted])
+    counts = [alike[key] * together(row) for key, row in zip(unfitted, rows, strict=True)]
+    weights = 1 / np.sqrt(counts) / MISS
 
     def misses(factors: Mapping[str, float]) -> NDArray[np.float64]:
         of = testbeds(factors)
@@ -107,7 +111,10 @@ def fit_factors(
 
 
 def fit_software(rows: Sequence[Row]) -> dict[str, float]:
-    """Return the rates of software (their_software.CONSTANTS), fitted to the rows' epochs."""
+    """Return the rates of software (their_software.CONSTANTS), fitted to the rows' epochs.
+
+    Rows of a work miss alike, for its versions and its server are the same, so together they weigh
+    as one."""
     prior = their_software.CONSTANTS
 
     def testbeds(factors: Mapping[str, float]) -> Testbeds:
@@ -115,7 +122,8 @@ def fit_software(rows: Sequence[Row]) -> dict[str, float]:
         return lambda row: their_software.cluster_of(whole(row), row, constants)
 
     epochs = [row for row in rows if row["metric"] == "epoch_time_s"]
-    found = fit_factors(epochs, tuple(prior), testbeds)
+    of_work = Counter(row["paper"] for row in epochs)
+    found = fit_factors(epochs, tuple(prior), testbeds, lambda row: of_work[row["paper"]])
     return {name: prior[name] * factor for name, factor in found.items()}
 
 

@@ -36,14 +36,14 @@ def gave_a_halo(row: Row) -> bool:
 
     Halos in planner/graph/datasets/ are derived from some rows: Reddit's from GNNPipe Table 4,
     ogbn-products' from PipeGCN Tables 2 and 4 (5 parts), ogbn-papers100M's from PipeGCN Table 5.
-    The batch spreads of GSplit's graphs are derived from its Table 1. their_memory.py has a factor
-    on memory.
+    The batch spreads of GSplit's graphs are made from its Table 1, and GNNLab's batch says how many
+    vertices are near a seed of ogbn-papers100M; their_memory.py has a factor on memory.
     """
     paper, strategy, metric = row["paper"], row["strategy"], row["metric"]
     source = paper, row["dataset"]
     if their_memory.gave_a_factor(row):
         return True
-    if paper == "gsplit":
+    if paper in ("gsplit", "gnnlab"):
         return metric.startswith(mini_batch.SAMPLED)
     if source == ("gnnpipe", "reddit"):
         return (strategy, metric) == ("graph_parallel", "comm_volume_bytes")

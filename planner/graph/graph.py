@@ -11,6 +11,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from hashlib import blake2b
+from math import inf
 from pathlib import Path
 from typing import Any, Literal, TypeAlias
 
@@ -66,6 +67,7 @@ class GraphStats:
     # statistics only: spread of how many neighbours a vertex can sample, and of how many vertices
     # can sample it (ownership/estimated_batches.py)
     batch_spread: tuple[float, float] | None = None
+    near_seed: float = inf  # statistics only: vertices to which reads on behalf of a seed lead
     train_popular: bool = False  # vertices with many neighbours are training vertices more often
     packed: bool = False  # features are the concatenated inputs of a user's module (with_inputs)
     held_out: int = 0  # link prediction: directed held-out edges, not counted in `edges`

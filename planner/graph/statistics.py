@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from hashlib import blake2b
+from math import inf
 from pathlib import Path
 from typing import Any, TypeAlias
 
@@ -12,7 +13,7 @@ from gnnplan.planner.vocabulary.files import MOST_SHOWN, Where, read_yaml, sugge
 from gnnplan.planner.vocabulary.numbers import SPREAD
 
 DATASETS = Path(__file__).resolve().parent / "datasets"
-_OF_DIRECTION = ("edges", "batch_spread", "train_popular")
+_OF_DIRECTION = ("edges", "batch_spread", "near_seed", "train_popular")
 Rule: TypeAlias = tuple[str, Callable[[Any], bool]]  # (rule in words, test of a value)
 
 
@@ -63,6 +64,7 @@ _OPTIONAL: dict[str, Rule] = {  # GraphStats explains most of these fields
             )
         ),
     ),
+    "near_seed": ("must be a number of vertices, from 1", lambda value: _lies_in(value, 1, inf)),
     "train_popular": _FLAG,
     "directed": _FLAG,
     # values that replace these fields if the graph is loaded as directed
@@ -113,6 +115,7 @@ def statistics(path: str, directed: bool) -> GraphStats:
     multilabel, popular = data.get("multilabel", False), data.get("train_popular", False)
     spread, pair = float(data.get("spread", SPREAD)), data.get("batch_spread")
     batch_spread = None if pair is None else (float(pair[0]), float(pair[1]))
+    near = float(data.get("near_seed", inf))
     kept = data.get("directed", False) and not directed  # directed in the file, not by the user
     as_directed = (
         f"{name} is known with its edges' direction only ({edges:,}), and is planned so; made"
@@ -120,7 +123,8 @@ def statistics(path: str, directed: bool) -> GraphStats:
     )
     directed = directed or kept
     size, halos = (name, vertices, edges, features, classes), sorted(halo_rows.items())
-    facts = (*size, fraction, multilabel, halos, directed, spread, batch_spread, popular)
+    facts: tuple[object, ...] = (*size, fraction, multilabel, halos, directed, spread, batch_spread)
+    facts += (popular, near)[: 1 + (near < inf)]
     return GraphStats(
         name=name,
         source=path,
@@ -142,4 +146,5 @@ def statistics(path: str, directed: bool) -> GraphStats:
         spread=spread,
         batch_spread=batch_spread,
         train_popular=popular,
+        near_seed=near,
     )

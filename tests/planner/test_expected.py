@@ -125,6 +125,23 @@ def test_popular_training_vertices():
     assert popular[1] > 1.2 * usual[1]
 
 
+def test_duplicates_near_a_seed_are_the_same_share_of_small_and_of_large_batches():
+    """Of 280 vertices near a seed: GNNLab prints 568,303 rows of a batch of 8,000 on the graph of
+    which GSplit prints small batches. By spreads alone it has 327,000, for spreads that tell so
+    many duplicates of small batches tell yet more of large ones."""
+    stats = load("ogbn-papers100M", directed=True)
+    assert expected_frontier(stats, 8000, (15, 10, 5)).rows[0] == pytest.approx(568_303, rel=0.14)
+    for seeds, share in ((16, 0.9), (8000, 0.4)):
+        near, alone = (
+            expected_frontier(replace(stats, near_seed=reach), seeds, (15, 10, 5))
+            for reach in (10.0, np.inf)
+        )
+        assert near.edges[-1] == alone.edges[-1]  # what seeds draw
+        assert near.rows[0] < min(alone.rows[0], seeds * (1 + 10))
+        # nearly as many as are near, while batches are small
+        assert near.rows[0] > share * seeds * 10
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "spread"),
