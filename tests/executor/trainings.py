@@ -27,7 +27,11 @@ from gnnplan.planner.ownership.parts import write_parts
 from gnnplan.planner.strategies import families, parse
 from gnnplan.testing.ranks import SMALL, Case
 
-BATCHES = {"mode": "mini", "batch": 6, "fanout": (3, 2, 2, 1)}
+BATCHES = {
+    "mode": "mini",
+    "batch": 6,
+    "fanout": (1, 2, 2, 3),
+}  # layer 1, whose edges ranks may share, draws three
 OF_THE_CASE = ("epochs", "staleness_errors", "gradient_errors")
 FEW = "synthetic:community?vertices=400&edges=1200&features=12&classes=4&train=0.03"
 
@@ -80,7 +84,7 @@ class Setting(NamedTuple):
         how = {**SMALL, "heads": 2, "dtype": "float64", **batches, "model": self.model}
         how |= {"dropout": self.dropout, "optimizer": self.optimizer, **fields}
         if batches and isinstance(how["fanout"], tuple):
-            how["fanout"] = how["fanout"][: how["layers"]]
+            how["fanout"] = how["fanout"][-how["layers"] :]
         of_four = {1: "[[0, 2], [1, 3]]", 2: "[[0], [1]]"}
         islands = of_four[self.servers] if "island'" in self.strategy else ""
         flags = {"directed": "directed" in self.words, "streams": "streams" in self.words}

@@ -146,7 +146,11 @@ class SparseRows(Tensor):
 
         lengths [sum takes]: stored values of the received rows. A peer gets one message of bytes:
         the columns of all stored values, then the values."""
-        columns, values = self.pattern.columns.to(self.column_type), self.stored
+        # copied where a single value or none has stride 0, of which torch makes no bytes
+        columns, values = (
+            each if each.stride(0) == 1 else each.clone(memory_format=torch.contiguous_format)
+            for each in (self.pattern.columns.to(self.column_type), self.stored)
+        )
         sent_counts = [int(part.sum()) for part in torch.split(self.lengths, gives)]
         received_counts = [int(part.sum()) for part in torch.split(lengths, takes)]
         messages = zip(*(torch.split(part, sent_counts) for part in (columns, values)), strict=True)
