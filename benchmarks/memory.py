@@ -21,7 +21,7 @@ import numpy as np
 from commands import plan, train, words, write
 
 from gnnplan.planner.decision.plan import chosen, question, read
-from gnnplan.planner.strategies.base import BESIDE_TRAINING
+from gnnplan.planner.strategies.base import NON_TRAINING_USES
 
 RECORD = commands.TRACES / "memory.csv"
 SERVERS = {"set": ["servers=2", "gpus_per_server=1"]}
@@ -62,7 +62,7 @@ def main(datasets: Path, record: bool, graphs: list[str]) -> None:
             document = read(path)
             use = chosen(document).memory(question(document))
             predicted = np.sum(
-                [nbytes for what, nbytes in use.items() if what not in BESIDE_TRAINING], axis=0
+                [nbytes for what, nbytes in use.items() if what not in NON_TRAINING_USES], axis=0
             )
             left = [json.loads(Path(out, f"rank{rank}.json").read_text()) for rank in range(ranks)]
         for rank in range(ranks):

@@ -24,7 +24,7 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from gnnplan.planner.graph.graph import Graph, Whole, in_neighbours
+from gnnplan.planner.graph.graph import CsrEdges, Graph, in_neighbours
 from gnnplan.planner.graph.load import load
 from gnnplan.planner.graph.partition import evenly, undirected
 from gnnplan.planner.graph.partitioners import by_kaminpar
@@ -85,7 +85,7 @@ def case(path: Path, by: str, parts: int) -> dict[str, float]:
         assert isinstance(graph, Graph)
         edges, train = undirected(graph), graph.train
     else:
-        edges = Whole(np.load(path / "indptr.npy"), np.load(path / "indices.npy"))
+        edges = CsrEdges(np.load(path / "indptr.npy"), np.load(path / "indices.npy"))
         train = np.load(path / "train.npy")
     indptr, indices = edges.indptr, edges.indices
     method, _, threads = by.partition(":")

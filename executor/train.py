@@ -27,22 +27,22 @@ from gnnplan.executor.layers.targets import no_counts, scores
 from gnnplan.executor.modules.read import read_again, with_structure
 from gnnplan.executor.ranks.checkpoint import Checkpoints, must_have_epochs
 from gnnplan.executor.ranks.comm import gather_bytes
+from gnnplan.executor.ranks.cuda_graph import Replay, is_small
 from gnnplan.executor.ranks.device_clock import now
 from gnnplan.executor.ranks.learner import Learner
 from gnnplan.executor.ranks.machine import MemoryWatch, peak, resident
-from gnnplan.executor.ranks.rank import Rank
-from gnnplan.executor.ranks.replay import Replay, is_small
-from gnnplan.executor.ranks.whole import (
+from gnnplan.executor.ranks.model_state import (
     BEST,
     OPTIMIZER,
     WORKER,
     Best,
-    Held,
+    ModelPart,
     apart,
     fill,
     named,
     under,
 )
+from gnnplan.executor.ranks.rank import Rank
 from gnnplan.executor.strategies import Worker, open_worker
 from gnnplan.planner.gnn.workload import FALLING
 from gnnplan.planner.problem.problem import Problem
@@ -95,7 +95,7 @@ def _measuring(worker: Worker, learner: Learner) -> GradientErrors:
     from gnnplan.executor.strategies.gradient_errors import GradientErrors
     from gnnplan.executor.strategies.layerwise import Worker as LayerwiseWorker
 
-    assert isinstance(worker, LayerwiseWorker)  # launch/asked.py refuses others
+    assert isinstance(worker, LayerwiseWorker)  # launch/run_request.py refuses others
     return GradientErrors(worker, learner.gradients[0])
 
 
@@ -180,7 +180,7 @@ class _Training:
         return {"before": [*notes.get("before", []), part]}
 
     @property
-    def held(self) -> Held | None:
+    def held(self) -> ModelPart | None:
         """The part of the model that this rank trains, with the best weights so far."""
         held = self.worker.held
         return replace(held, best=self.best.weights) if held and self.best else held
@@ -268,7 +268,7 @@ class _Training:
 
         The first epochs of a process are not replayed: they are traced, and fill caches."""
         recorded = (max(self.before, self.first) + TRACED_EPOCHS) * self.steps
-        if step < recorded or self.gradient_errors or not self.worker.replays:
+        if step < recorded or self.gradient_errors or not self.worker.uses_cuda_graph:
             return False
         return self.replay is not None or (not self.unrepeatable and is_small(self.rank.device))
 

@@ -17,7 +17,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from gnnplan.planner.cluster.cost import Cost, Transfer
-from gnnplan.planner.vocabulary.outer import Pairs
+from gnnplan.planner.vocabulary.outer import RankMatrix
 
 # `ByFlows` computes new rates at most once in this share of the port bound.
 RATES_INTERVAL = 0.005
@@ -105,7 +105,7 @@ class ByFlows(Cost):
 
     def exchange(
         self,
-        sent: Pairs,
+        sent: RankMatrix,
         group: Sequence[int] | None = None,
         messages: int = 1,
         itemsize: int = 1,

@@ -83,7 +83,7 @@ def epochs(
     """Return the durations of all epochs in all repetitions [s] [repetitions * epochs].
 
     steps: steps per epoch. The first epoch of a repetition is left out, unless it is the only one
-    (`Played.epochs_s`).
+    (`Timeline.epochs_s`).
     """
     task_graph = task_graph or TaskGraph(schedule, cost)
     played = (

@@ -37,7 +37,7 @@ from gnnplan.simulator.network import Demand, Network
 
 
 @dataclass(frozen=True)
-class Played:
+class Timeline:
     """The result of a simulation."""
 
     schedule: Schedule
@@ -95,7 +95,7 @@ def play(
     contention: bool = True,
     factors: Sequence[float] = (),
     task_graph: TaskGraph | None = None,
-) -> Played:
+) -> Timeline:
     """Simulate all tasks of the steps in virtual time; they begin at 0, after `setup`.
 
     contention: whether transfers that overlap slow each other down. factors: factor of the duration
@@ -149,7 +149,7 @@ def play(
     env.run()
     task_graph.check_all_ended()
     times = [(node.start, node.end) for node in task_graph.nodes]
-    return Played(schedule, times)
+    return Timeline(schedule, times)
 
 
 def serial(schedule: Schedule, cost: Cost, task_graph: TaskGraph | None = None) -> float:

@@ -17,7 +17,7 @@ from typer.testing import CliRunner
 
 import gnnplan
 from gnnplan.cli import app
-from gnnplan.executor.launch.asked import Options
+from gnnplan.executor.launch.run_request import Options
 
 GRAPH, CLUSTER = "flickr", "p3_p100"  # by statistics: the same each time
 ONE_SERVER = f"{CLUSTER}?servers=1&gpus_per_server=2"

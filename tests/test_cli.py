@@ -727,7 +727,7 @@ def test_a_run_is_gone_on_with_only_where_it_can_be(plan_file, gnnplan, tmp_path
     assert answer.code == 2 and "leave one of them out" in answer.err
     assert gnnplan("run").code == 2
     (out / "checkpoints").mkdir()
-    prepared = launch.Asked(read(plan_file), out, launch.Options())
+    prepared = launch.RunRequest(read(plan_file), out, launch.Options())
     asked = question(prepared.problem, prepared.settled)
     whole: dict[str, Any] = {"whole": {}}
     going_on = ["--resume", out, "--epochs 5"]
@@ -781,7 +781,7 @@ def test_where_a_run_goes_by_default(plan_file, gnnplan, tmp_path, monkeypatch):
 
     monkeypatch.chdir(tmp_path)
     (tmp_path / "runs" / "community-graph_parallel-1").mkdir(parents=True)
-    started: list[launch.Asked] = []
+    started: list[launch.RunRequest] = []
     monkeypatch.setattr(launch, "start", lambda asked, _: started.append(asked))
     monkeypatch.setattr(running, "Run", lambda out: Blocks([]))
     assert gnnplan("run", plan_file).code == 0
@@ -821,12 +821,12 @@ def test_what_is_to_be_typed_next_is_quoted(gnnplan, tmp_path):
 
 def test_the_plan_before_is_kept_where_another_goes_on(plan_file, gnnplan, tmp_path, monkeypatch):
     from gnnplan.api import running
-    from gnnplan.executor.launch import asked
     from gnnplan.executor.launch import launcher as launch
+    from gnnplan.executor.launch import run_request
 
     monkeypatch.setattr(launch, "start", lambda *words: None)
     monkeypatch.setattr(running, "Run", lambda out: Blocks([]))
-    monkeypatch.setattr(asked, "last_of", lambda *words: (10, True))
+    monkeypatch.setattr(run_request, "last_of", lambda *words: (10, True))
     out, other = tmp_path / "run", json.loads(plan_file.read_text()) | {"objective": "cost"}
     out.mkdir()
     (out / "plan.json").write_text(json.dumps(other))

@@ -21,8 +21,8 @@ from torch.nn import functional as F
 
 from gnnplan.executor.layers.kernels import Shapes
 from gnnplan.executor.modules.nets import net_of
-from gnnplan.executor.ranks.opening import open_rank
-from gnnplan.executor.ranks.replay import Replay, is_small
+from gnnplan.executor.ranks.cuda_graph import Replay, is_small
+from gnnplan.executor.ranks.process import open_rank
 from gnnplan.executor.strategies import open_worker
 from gnnplan.planner.gnn.workload import Workload
 from gnnplan.planner.graph.graph import Graph
@@ -149,7 +149,7 @@ def ours(problem: Problem, device: torch.device) -> Epoch:
 
     def epoch() -> Tensor:
         step = next(steps)
-        if step >= EPOCHS and not replay and worker.replays and is_small(device):
+        if step >= EPOCHS and not replay and worker.uses_cuda_graph and is_small(device):
             replay.append(Replay(worker, partial(enqueue, step), device))
         return replay[0](step) if replay else enqueue(step)
 

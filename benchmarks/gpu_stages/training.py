@@ -20,8 +20,8 @@ from typing import Any
 import torch
 
 import gnnplan
-from gnnplan.executor.launch.asked import Options, trainable
-from gnnplan.executor.ranks.opening import open_rank
+from gnnplan.executor.launch.run_request import Options, trainable
+from gnnplan.executor.ranks.process import open_rank
 from gnnplan.executor.ranks.rank import Rank
 from gnnplan.executor.train import train
 from gnnplan.planner.decision.plan import chosen

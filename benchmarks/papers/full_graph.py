@@ -185,7 +185,7 @@ class GraNNDisProblem(TheirProblem):
         if not isinstance(usual, EstimatedLayout) or not usual.inside:
             return usual
         of = (usual.servers, usual.layers, usual.first_varying, usual.layers, usual.expansion)
-        return self.known.answer(
+        return self.cache.get(
             ("in order", *of, self.stats, self.kept),
             lambda: InOrder(
                 usual.vertices,

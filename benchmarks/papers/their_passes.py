@@ -10,8 +10,8 @@ from dataclasses import dataclass, fields, replace
 from functools import cached_property
 
 from gnnplan.planner.gnn.amounts import LOCAL, NOTHING, ROWS, SOURCES, Amount
-from gnnplan.planner.gnn.kinds import Layer
-from gnnplan.planner.gnn.layer import Played
+from gnnplan.planner.gnn.kinds import LayerSpec
+from gnnplan.planner.gnn.layer import LayerRecord
 from gnnplan.planner.gnn.model import Model
 from gnnplan.planner.gnn.trace import Work
 from gnnplan.planner.problem.problem import Problem
@@ -33,8 +33,8 @@ class TheirModel(Model):
 
     own_copy_passes = 0  # COPIED includes these passes
 
-    def played(self, layer: int, narrow: bool = False, apart: bool = False) -> Played:
-        ours, spec = super().played(layer, narrow, apart), self.layers[layer - 1]
+    def layer_record(self, layer: int, narrow: bool = False, apart: bool = False) -> LayerRecord:
+        ours, spec = super().layer_record(layer, narrow, apart), self.layers[layer - 1]
         narrow = narrow and self.narrow_at(layer)
         applied = APPLIED * (spec.weights > 0) + MIXED * self.sends_initial
         width = spec.multiplied if narrow or self.rows(layer).multiplied_first else spec.h_in
@@ -45,8 +45,8 @@ class TheirModel(Model):
         projected = (COPIED * (spec.h_in + spec.multiplied) + _activated(spec)) * LOCAL
         return replace(
             ours,
-            ways=self._theirs(
-                ours.ways,
+            passes=self._theirs(
+                ours.passes,
                 applied * spec.h_out * ROWS + per_source * SOURCES,
                 again * spec.h_out * ROWS,
             ),
@@ -54,18 +54,18 @@ class TheirModel(Model):
         )
 
     @property
-    def encodes(self) -> Played:
+    def encoder_record(self) -> LayerRecord:
         assert self.encoder
-        ours, (h_in, h_out) = super().encodes, self.encoder
+        ours, (h_in, h_out) = super().encoder_record, self.encoder
         copied = COPIED * (h_out + h_in * (not self.inputs.multiplied_first)) * ROWS
-        return replace(ours, ways=self._theirs(ours.ways, copied))
+        return replace(ours, passes=self._theirs(ours.passes, copied))
 
     @property
-    def decodes(self) -> Played:
+    def decoder_record(self) -> LayerRecord:
         assert self.decoder
-        ours = super().decodes
+        ours = super().decoder_record
         copied = (COPIED * sum(self.decoder) + _activated(self.decoder_inputs)) * ROWS
-        return replace(ours, ways=self._theirs(ours.ways, copied))
+        return replace(ours, passes=self._theirs(ours.passes, copied))
 
     def _theirs(
         self, ways: tuple[Work, Work], numbers: Amount, again: Amount = NOTHING
@@ -79,7 +79,7 @@ class TheirModel(Model):
         return replace(work, amounts=work.amounts | {"elementwise_bytes": self.itemsize * numbers})
 
 
-def _activated(spec: Layer) -> int:
+def _activated(spec: LayerSpec) -> int:
     """Return the numbers per row that norm and activation read or write."""
     return NORMED.get(spec.norm, ACTIVATED) * spec.activates * spec.h_in
 
@@ -92,7 +92,7 @@ class TheirProblem(Problem):
     """
 
     aggregates_first: bool = False
-    replays = False
+    uses_cuda_graph = False
 
     @cached_property
     def model(self) -> Model:

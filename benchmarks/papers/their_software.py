@@ -35,10 +35,10 @@ from gnnplan.papers.their_passes import TheirModel, TheirProblem
 from gnnplan.planner.cluster.compute import WARP_LINE
 from gnnplan.planner.cluster.spec import Cluster, Link
 from gnnplan.planner.gnn.amounts import EDGES, NOTHING, Amount
-from gnnplan.planner.gnn.kinds import Layer
-from gnnplan.planner.gnn.layer import Played
+from gnnplan.planner.gnn.kinds import LayerSpec
+from gnnplan.planner.gnn.layer import LayerRecord
 from gnnplan.planner.gnn.model import Model
-from gnnplan.planner.gnn.trace import GatherOf, Work
+from gnnplan.planner.gnn.trace import GatherAmounts, Work
 from gnnplan.planner.strategies.minibatch.on_batches import OnBatches
 from gnnplan.planner.vocabulary.files import quoted
 from gnnplan.planner.vocabulary.numbers import Number
@@ -185,15 +185,15 @@ class InterpretedModel(TheirModel):
     program: Program = PROGRAMS["dgl"]
     feature_bytes: int = 4
 
-    def features_moved(self, rows: Number) -> Number:
+    def feature_transit_bytes(self, rows: Number) -> Number:
         return rows * self.features * self.feature_bytes
 
-    def played(self, layer: int, narrow: bool = False, apart: bool = False) -> Played:
-        ours, spec = super().played(layer, narrow, apart), self.layers[layer - 1]
-        first, second = ours.ways
-        return replace(ours, ways=(self._along(spec, first, 0), self._along(spec, second, 1)))
+    def layer_record(self, layer: int, narrow: bool = False, apart: bool = False) -> LayerRecord:
+        ours, spec = super().layer_record(layer, narrow, apart), self.layers[layer - 1]
+        first, second = ours.passes
+        return replace(ours, passes=(self._along(spec, first, 0), self._along(spec, second, 1)))
 
-    def _along(self, spec: Layer, work: Work, direction: int) -> Work:
+    def _along(self, spec: LayerSpec, work: Work, direction: int) -> Work:
         """Return the work with gathers of whole rows, and with the operations along edges.
 
         direction: 0 forward, 1 backward."""
@@ -209,7 +209,7 @@ class InterpretedModel(TheirModel):
         gathers += gathers[-1:] * direction
         return replace(work, amounts=amounts, gathers=gathers)
 
-    def _launches(self, spec: Layer, narrow: bool) -> tuple[int, int]:
+    def _launches(self, spec: LayerSpec, narrow: bool) -> tuple[int, int]:
         if not spec.matrices:
             return 0, 0
         ways = getattr(self.program.calls, spec.kind)
@@ -227,10 +227,10 @@ class InterpretedModel(TheirModel):
         return replace(super().update(weights), launches=PER_TENSOR * tensors)
 
 
-def _whole_rows(gather: GatherOf, itemsize: int) -> GatherOf:
+def _whole_rows(gather: GatherAmounts, itemsize: int) -> GatherAmounts:
     """Return the gather with more source rows, since a cache holds fewer whole rows than lines."""
     lines = max(1.0, gather.width * itemsize / WARP_LINE)
-    return gather._replace(among=lines * Amount.of(gather.among))
+    return gather._replace(sources=lines * Amount.of(gather.sources))
 
 
 @dataclass(frozen=True, eq=False)

@@ -5,7 +5,7 @@ Which file to open:
     launcher.py       starts local ranks and waits for them; the names that the command line uses
     agent.py          runs local ranks under torch's elastic agent, and detects that all hang
     emulation.py      emulates servers by network namespaces
-    asked.py          a plan with its run options, and the checks of both and of the run's folder
+    run_request.py    a plan with its run options, and the checks of both and of the run's folder
     preflight.py      compares what the plan requires with this machine, as a table
     rank_process.py   the process of one rank, from its plan to its exit code
     peers.py          messages between ranks: before training, and after a failure

@@ -30,7 +30,7 @@ from gnnplan.executor.launch.emulation import INTERFACES, PORT, Server
 from gnnplan.executor.launch.failure import REMEDY, Failure, account, blame
 from gnnplan.executor.ranks import activity
 from gnnplan.executor.ranks.checkpoint import last_stored
-from gnnplan.executor.ranks.meeting import LOOPBACK, loopback_only, store_of_this_machine
+from gnnplan.executor.ranks.rendezvous import LOOPBACK, loopback_only, store_of_this_machine
 from gnnplan.planner.vocabulary.errors import GnnplanError, LostRank
 from gnnplan.planner.vocabulary.progress import say
 

@@ -30,7 +30,7 @@ from gnnplan.executor.modules.nets import net_of
 from gnnplan.executor.modules.own import names_layer, own_layers
 from gnnplan.executor.modules.read import Source, read, read_again, with_module
 from gnnplan.executor.ranks.activity import Activity
-from gnnplan.executor.ranks.opening import open_rank
+from gnnplan.executor.ranks.process import open_rank
 from gnnplan.executor.ranks.rank import Rank
 from gnnplan.executor.train import train
 from gnnplan.planner.cluster.spec import Cluster, Device, Link

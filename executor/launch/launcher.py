@@ -1,6 +1,6 @@
 """The launcher's entry points: start the local ranks of a plan, and wait for them.
 
-The command line uses this module only, so it also exports names of asked.py, emulation.py,
+The command line uses this module only, so it also exports names of run_request.py, emulation.py,
 preflight.py and rank_process.py. The ranks themselves run rank_process.py.
 """
 
@@ -19,14 +19,14 @@ from math import inf
 from pathlib import Path
 from typing import Any
 
-from gnnplan.executor.launch.asked import Asked, Options, write_run
 from gnnplan.executor.launch.emulation import Emulated, Server, lab
 from gnnplan.executor.launch.failure import kept, name_of
 from gnnplan.executor.launch.preflight import Row, look, must_start
 from gnnplan.executor.launch.rank_process import follow
+from gnnplan.executor.launch.run_request import Options, RunRequest, write_run
 from gnnplan.executor.ranks import activity
-from gnnplan.executor.ranks.meeting import started_by_launcher
-from gnnplan.executor.ranks.opening import SCRATCH, leave
+from gnnplan.executor.ranks.process import SCRATCH, leave
+from gnnplan.executor.ranks.rendezvous import started_by_launcher
 from gnnplan.planner.vocabulary.files import (
     cannot_write,
     folder_lock,
@@ -35,10 +35,10 @@ from gnnplan.planner.vocabulary.files import (
 )
 
 __all__ = [
-    "Asked",
     "Emulated",
     "Options",
     "Row",
+    "RunRequest",
     "begin",
     "compare",
     "follow",
@@ -66,7 +66,7 @@ class TimeIsUp(Exception):
     """The end of a run that took longer than it may."""
 
 
-def begin(asked: Asked, most_s: float = inf) -> None:
+def begin(asked: RunRequest, most_s: float = inf) -> None:
     """Train a plan's strategy in the run's folder `asked.out`.
 
     Call `must_start` first: it checks that this machine can run the ranks. Raises SpecError,
@@ -120,7 +120,7 @@ def unwound_by_signals() -> Iterator[Callable[[], None]]:
         unwind()
 
 
-def start(asked: Asked, until: float = inf) -> None:
+def start(asked: RunRequest, until: float = inf) -> None:
     """Start the local ranks of a run and wait for them; its folder holds the plan and the options.
 
     Emulates the plan's servers if asked to (emulation.py). Leaves no process behind, not even after
@@ -168,7 +168,7 @@ def compare(out: Path) -> dict[str, Any]:
     return answer
 
 
-def _servers(asked: Asked) -> AbstractContextManager[Sequence[Server]]:
+def _servers(asked: RunRequest) -> AbstractContextManager[Sequence[Server]]:
     """Return the emulated servers as a context; it yields none without emulation."""
     if asked.emulate is None:
         return nullcontext(())

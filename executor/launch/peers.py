@@ -27,11 +27,11 @@ from torch.distributed import PrefixStore, Store  # type: ignore[attr-defined]
 from torch.distributed.elastic.utils.store import synchronize
 
 from gnnplan import __version__
-from gnnplan.executor.launch.asked import Asked
 from gnnplan.executor.launch.failure import FAILED_WITH_OTHERS, Failure, error_of, kept, name_of
 from gnnplan.executor.launch.preflight import SLACK
+from gnnplan.executor.launch.run_request import RunRequest
 from gnnplan.executor.ranks.checkpoint import Checkpoints, fingerprint, onwards
-from gnnplan.executor.ranks.opening import backend_of
+from gnnplan.executor.ranks.process import backend_of
 from gnnplan.executor.ranks.rank import Rank
 from gnnplan.planner.vocabulary.errors import GnnplanError, Infeasible, LostRank, Mismatch
 from gnnplan.planner.vocabulary.units import show_bytes
@@ -46,7 +46,7 @@ Found = Mapping[str, Any]  # a rank's message before training; JSON values
 class Ready(NamedTuple):
     """A rank's state before it meets the others."""
 
-    asked: Asked
+    asked: RunRequest
     checkpoints: Checkpoints
     stored: list[int]  # epochs whose checkpoint this rank has
     others: dict[int, dict[str, Any]]  # epoch -> `question` of another plan that stored it

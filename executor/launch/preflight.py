@@ -21,10 +21,10 @@ import torch
 
 from gnnplan import __version__
 from gnnplan.executor.launch import emulation
-from gnnplan.executor.launch.asked import Asked
+from gnnplan.executor.launch.run_request import RunRequest
 from gnnplan.executor.ranks.checkpoint import KEPT
 from gnnplan.executor.ranks.machine import cores, device_name, free_memory, gpus, process_room
-from gnnplan.executor.ranks.meeting import hosts_the_store, launcher_env
+from gnnplan.executor.ranks.rendezvous import hosts_the_store, launcher_env
 from gnnplan.planner.decision.plan import BEFORE
 from gnnplan.planner.vocabulary.errors import GnnplanError, OtherData, SpecError
 from gnnplan.planner.vocabulary.files import MOST_SHOWN, must_be_folder, nearest
@@ -65,13 +65,13 @@ class Row:
         return asdict(self)
 
 
-def look(asked: Asked) -> list[Row]:
+def look(asked: RunRequest) -> list[Row]:
     """Return all rows of the table."""
     rows = [_gnnplan(asked), _torch(asked), *_training_rows(asked)]
     return rows + [check(asked) for check in CHECKS] + [check(asked.env) for check in MEETING]
 
 
-def _training_rows(asked: Asked) -> list[Row]:
+def _training_rows(asked: RunRequest) -> list[Row]:
     """Compare what is trained, and where; without the rows that depend on a row that stops."""
     resume, board = asked.options.resume, asked.options.tensorboard
     rows = [_graph(asked)]
@@ -87,7 +87,7 @@ def _training_rows(asked: Asked) -> list[Row]:
     return rows
 
 
-def _folder(asked: Asked) -> str:
+def _folder(asked: RunRequest) -> str:
     return f"of epoch {asked.last}, in {asked.out}" if asked.last else str(asked.out)
 
 
@@ -99,7 +99,7 @@ def _installed(folder: str) -> str:
     return "installed"
 
 
-def must_start(asked: Asked) -> list[Row]:
+def must_start(asked: RunRequest) -> list[Row]:
     """Return the rows that differ. Raises SpecError with all rows that stop the run."""
     rows = look(asked)
     _refuse(rows)
@@ -140,7 +140,7 @@ def _unless_refused(what: str, planned: str, here: Callable[[], str]) -> Row:
 # -- the plan's software, data and cluster ---------------------------------------------------------
 
 
-def _gnnplan(asked: Asked) -> Row:
+def _gnnplan(asked: RunRequest) -> Row:
     made_by = str(asked.document["gnnplan"])
     planned, here = f"gnnplan {made_by[:MOST_SHOWN]}", f"gnnplan {__version__}"
     if made_by == __version__:
@@ -151,7 +151,7 @@ def _gnnplan(asked: Asked) -> Row:
     return Row("version", planned, here, "stops", "plan again")
 
 
-def _torch(asked: Asked) -> Row:
+def _torch(asked: RunRequest) -> Row:
     planned, here = str(asked.document.get("torch", "unknown")), torch.__version__
     # 2.9+cpu and 2.9+cu128 are builds of the same code
     is_met = planned == "unknown" or planned.partition("+")[0] == here.partition("+")[0]
@@ -159,7 +159,7 @@ def _torch(asked: Asked) -> Row:
     return _row("torch", planned, here, is_met, says, "differs")
 
 
-def _graph(asked: Asked) -> Row:
+def _graph(asked: RunRequest) -> Row:
     about = asked.document["graph"]
     planned = f"{about['source']}, hash {about['hash'][:SHOWN]}"
     try:
@@ -170,7 +170,7 @@ def _graph(asked: Asked) -> Row:
         return Row("graph", planned, "not read", "stops", str(error))
 
 
-def _device(asked: Asked) -> Row:
+def _device(asked: RunRequest) -> Row:
     device, found = asked.cluster.device, gpus()
     kind = "cuda" if found else "cpu"
     name = "" if device.name in ("unnamed", "CPU") else device.name
@@ -194,7 +194,7 @@ def _model_numbers(name: str) -> set[str]:
     return {word for word in words if re.search(r"\d", word) and not re.fullmatch(r"\d+gb", word)}
 
 
-def _devices_per_server(asked: Asked) -> Row:
+def _devices_per_server(asked: RunRequest) -> Row:
     """Compare the GPUs, or cores, per server."""
     each = max(asked.servers.count(server) for server in set(asked.servers))
     if asked.cluster.device.kind == "cuda":
@@ -212,7 +212,7 @@ def _devices_per_server(asked: Asked) -> Row:
     return _row("cores", str(needed), str(cores()), is_met, says, "differs")
 
 
-def _servers(asked: Asked) -> Row:
+def _servers(asked: RunRequest) -> Row:
     planned, here = len(set(asked.servers)), asked.servers_here
 
     def played() -> str:
@@ -227,7 +227,7 @@ def _servers(asked: Asked) -> Row:
     return _row("servers", str(planned), str(here), planned == here, says, "differs")
 
 
-def _ranks(asked: Asked) -> Row:
+def _ranks(asked: RunRequest) -> Row:
     planned = len(asked.servers)
     here = int(asked.env["WORLD_SIZE"]) if asked.launched else planned
     if here == planned:
@@ -239,7 +239,7 @@ def _ranks(asked: Asked) -> Row:
 # -- resources of this machine ---------------------------------------------------------------------
 
 
-def _memory(asked: Asked) -> Row:
+def _memory(asked: RunRequest) -> Row:
     ranks, free = asked.ranks_here, free_memory()
     each = LEAST_MEMORY
     if asked.cluster.device.kind == "cpu" and not gpus():
@@ -265,7 +265,7 @@ def _memory(asked: Asked) -> Row:
     return _row("memory", planned, here, ranks * each + graph <= free, says)
 
 
-def _disk(asked: Asked) -> Row:
+def _disk(asked: RunRequest) -> Row:
     every, workload = asked.options.checkpoint_every, asked.workload
     place = nearest(asked.out)
     free = shutil.disk_usage(place).free
@@ -282,7 +282,7 @@ def _disk(asked: Asked) -> Row:
     return _row("disk", planned, here, needed <= free, says)
 
 
-def _shared_memory(asked: Asked) -> Row:
+def _shared_memory(asked: RunRequest) -> Row:
     if not SHARED_MEMORY.is_dir():
         return Row("shared memory", "as much as there is", "no /dev/shm")
     free = shutil.disk_usage(SHARED_MEMORY).free
@@ -301,7 +301,7 @@ def _shared_memory(asked: Asked) -> Row:
     return _row("shared memory", planned, here, needed <= SLACK * free, says)
 
 
-def _files(asked: Asked) -> Row:
+def _files(asked: RunRequest) -> Row:
     most, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     prefetch, ranks = getattr(asked.strategy, "prefetch", 0), len(asked.servers)
     sent = asked.workload.layers * (1 + prefetch)
@@ -315,7 +315,7 @@ def _files(asked: Asked) -> Row:
     return _row("open files", f"up to {needed:,} in a rank", here, is_met, says)
 
 
-def _processes(asked: Asked) -> Row:
+def _processes(asked: RunRequest) -> Row:
     samplers = getattr(asked.strategy, "prefetch", 0)
     needed = asked.ranks_here * (THREADS + SAMPLER_THREADS * samplers)
     planned, room = f"at least {needed:,} with their threads", process_room()
@@ -368,7 +368,7 @@ def _port(env: Mapping[str, str]) -> Row:
     return Row("port", planned, "free")
 
 
-CHECKS: tuple[Callable[[Asked], Row], ...] = (
+CHECKS: tuple[Callable[[RunRequest], Row], ...] = (
     _device,
     _devices_per_server,
     _servers,

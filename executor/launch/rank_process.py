@@ -20,14 +20,6 @@ from typing import Any
 import torch
 from torch.distributed import HashStore, Store  # type: ignore[attr-defined]
 
-from gnnplan.executor.launch.asked import (
-    Asked,
-    Options,
-    must_be_new,
-    must_go_on,
-    taken_over,
-    write_run,
-)
 from gnnplan.executor.launch.failure import Failure, end, explain
 from gnnplan.executor.launch.peers import (
     Agreement,
@@ -38,11 +30,19 @@ from gnnplan.executor.launch.peers import (
     refusal,
 )
 from gnnplan.executor.launch.preflight import must_meet, must_start
+from gnnplan.executor.launch.run_request import (
+    Options,
+    RunRequest,
+    must_be_new,
+    must_go_on,
+    taken_over,
+    write_run,
+)
 from gnnplan.executor.ranks.activity import Activity, seen
 from gnnplan.executor.ranks.checkpoint import Checkpoints, handed_over, question
-from gnnplan.executor.ranks.meeting import attempt, launcher_env, store_of_all
-from gnnplan.executor.ranks.opening import connect, die_with_parent, leave, place_rank
+from gnnplan.executor.ranks.process import connect, die_with_parent, leave, place_rank
 from gnnplan.executor.ranks.rank import Rank
+from gnnplan.executor.ranks.rendezvous import attempt, launcher_env, store_of_all
 from gnnplan.planner.decision import plan as documents
 from gnnplan.planner.gnn.workload import scores_of, show_scores
 from gnnplan.planner.vocabulary.errors import GnnplanError, LostRank
@@ -127,7 +127,9 @@ class _Process:
         device = self.rank.device if self.rank else torch.device("cpu")
         if not self.predicted:
             with suppress(GnnplanError, MemoryError):
-                self.predicted = Asked(documents.read(self.plan), self.out, self.options).predicted
+                self.predicted = RunRequest(
+                    documents.read(self.plan), self.out, self.options
+                ).predicted
         code, message = explain(error, self.out, self.number, device, self.predicted)
         failure = Failure(code, message, where)
         if not failure.is_consequence:
@@ -202,7 +204,7 @@ class _Process:
             problem = documents.question(document)
             document = take(document, problem, self.choice)
             loaded = problem.placed(documents.placement(document))
-        asked = Asked(document, out, options, launched=not self.prepared, loaded=loaded)
+        asked = RunRequest(document, out, options, launched=not self.prepared, loaded=loaded)
         self.predicted = asked.predicted
         differs: list[str] = []
         if not self.prepared:

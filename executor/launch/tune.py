@@ -14,11 +14,11 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from gnnplan.executor.launch.asked import MOST as MOST_EPOCHS
-from gnnplan.executor.launch.asked import Asked, Options
 from gnnplan.executor.launch.emulation import Emulated
 from gnnplan.executor.launch.launcher import TimeIsUp, begin
 from gnnplan.executor.launch.preflight import must_start
+from gnnplan.executor.launch.run_request import MOST as MOST_EPOCHS
+from gnnplan.executor.launch.run_request import Options, RunRequest
 from gnnplan.executor.ranks.machine import gpus
 from gnnplan.planner.cluster.spec import Cluster
 from gnnplan.planner.decision import plan as plans
@@ -152,7 +152,7 @@ def tune(
         document = plans.make(found)
         document["summary"]["tuned"] = str(trial)
         return {**document, "tuned": {**budget, "why": trial.why_not, "strategies": []}}
-    runs = Asked(
+    runs = RunRequest(
         plans.runnable_part(found),
         out,
         Options(checkpoint_every=0),
@@ -274,7 +274,7 @@ def train_briefly(
     epochs = min(epochs, workload.epochs) if workload.ends_on_time else epochs
     options = Options(epochs=epochs, eval_every=0, checkpoint_every=0, quiet=True)
     try:
-        begin(Asked(document, folder, options, emulate=emulate), most_s)
+        begin(RunRequest(document, folder, options, emulate=emulate), most_s)
         is_whole = True
     except TimeIsUp:
         pass

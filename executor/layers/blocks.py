@@ -11,7 +11,7 @@ from torch import Tensor
 from gnnplan.executor.layers.copies import staging
 from gnnplan.executor.layers.kernels import Block, SparseRows, sent
 from gnnplan.planner.gnn.workload import Workload
-from gnnplan.planner.graph.graph import Graph, Whole
+from gnnplan.planner.graph.graph import CsrEdges, Graph
 from gnnplan.planner.graph.sampling import Ids
 from gnnplan.planner.vocabulary.numbers import runs
 from gnnplan.planner.vocabulary.precision import Precision
@@ -102,7 +102,10 @@ def weighted_block(
     block = Block(indptr.astype(np.int32), indices, src.size, own=own)
     if edges in ("one", "loop"):
         if workload.is_cut:
-            block.source, block.whole = torch.from_numpy(src.astype(np.int64)), graph.whole
+            block.source, block.graph_edges = (
+                torch.from_numpy(src.astype(np.int64)),
+                graph.csr_edges,
+            )
         return block
     ins, outs = _degrees(graph, dst, src) if degrees is None else (degrees[0][dst], degrees[1][src])
     return weighed(block, edges, workload, ins, outs, taken if drawn else None)
@@ -141,7 +144,7 @@ def weighed(
     return block.weighted(weights)
 
 
-def weighted_of(whole: Whole, edges: str, vertices: Ids, workload: Workload) -> Block:
+def weighted_of(whole: CsrEdges, edges: str, vertices: Ids, workload: Workload) -> Block:
     """Build the Block of all edges of a graph; vertices: all ids in order."""
     indptr, indices = whole.indptr, whole.indices
     outs = np.bincount(indices, minlength=vertices.size)

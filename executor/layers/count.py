@@ -24,7 +24,7 @@ from torch.utils._pytree import tree_leaves
 
 from gnnplan.executor.layers.kernels import Block
 from gnnplan.executor.layers.kernels.runtime import kernel
-from gnnplan.executor.layers.layer import ColumnLayer, Drop, Layer, keep
+from gnnplan.executor.layers.layer import ColumnLayer, Drop, Layer, no_dropout
 from gnnplan.executor.layers.norms import BatchNorm
 from gnnplan.planner.gnn.counted import Counted, Linear, amount
 from gnnplan.planner.gnn.operations import VECTOR
@@ -264,7 +264,7 @@ def count(
 
     table = torch.zeros(1, h_in, dtype=dtype)
     with torch.no_grad():
-        gathered = layer.gathers(layer.prepare(table, keep)).shape[1]
+        gathered = layer.gathers(layer.prepare(table, no_dropout)).shape[1]
     return Counted(
         edges=layer.edges,
         projects_first=layer.projects_first,
@@ -319,7 +319,7 @@ def must_sum_columns(layer: Layer, h_in: int, h_out: int, relu: bool, dtype: tor
     x = layer.possible(torch.randn(sources, h_in, dtype=dtype))
     parts = cast(ColumnLayer, layer)
     with torch.no_grad():
-        summed = parts.transform(parts.gather(block, parts.scatter(block, x, keep)), x[:rows])
+        summed = parts.transform(parts.gather(block, parts.scatter(block, x, no_dropout)), x[:rows])
         out, expected = parts.apply(summed, relu), layer(block, x, relu=relu)
     if out.shape != expected.shape or not torch.allclose(out, expected, rtol=1e-4, atol=1e-5):
         raise Unmeasured(
@@ -363,7 +363,7 @@ def _note(
                 out = layer(block, leaf, drop, moments=moments)
         else:
             with notes.during("gather"):
-                prepared = layer.prepare(x.requires_grad_(varies), keep)
+                prepared = layer.prepare(x.requires_grad_(varies), no_dropout)
                 leaf = prepared.detach().requires_grad_(prepared.requires_grad)
             with saved_tensors_hooks(saved, lambda tensor: tensor), notes.during("gather"):
                 gathered = layer.gather(block, layer.gathers(leaf))
@@ -397,7 +397,7 @@ def block_of(layer: Layer, rows: int, sources: int, edges: int, dtype: torch.dty
     block = Block(indptr, indices, sources)
     if layer.reads_whole:
         nobody = np.full(sources - rows, edges)
-        block.whole = layer.on(np.concatenate([indptr, nobody]), indices)
+        block.graph_edges = layer.on(np.concatenate([indptr, nobody]), indices)
         block.source = torch.arange(sources)
     weighted = layer.edges in ("gcn", "mean")
     return block.mean(dtype) if weighted else block

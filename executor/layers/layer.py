@@ -29,7 +29,7 @@ from gnnplan.executor.layers.kernels import (
     aggregate,
     dropout,
 )
-from gnnplan.planner.graph.graph import Whole
+from gnnplan.planner.graph.graph import CsrEdges
 
 EDGES = ("gcn", "mean", "one", "loop")
 
@@ -53,7 +53,7 @@ class Drop:
         return dropout(rows, *numbers)
 
 
-keep = Drop(training=False)  # drops nothing
+no_dropout = Drop(training=False)  # drops nothing
 
 
 class Layer(nn.Module):
@@ -112,9 +112,9 @@ class Layer(nn.Module):
             return self.project(rows)
         return rows
 
-    def on(self, indptr: np.ndarray, indices: np.ndarray) -> Whole:
+    def on(self, indptr: np.ndarray, indices: np.ndarray) -> CsrEdges:
         """Return a graph with these edges, and placeholders for the fields that the layer reads."""
-        return Whole(indptr, indices)
+        return CsrEdges(indptr, indices)
 
     def open(self, block: Block) -> int:
         """Compute what depends on the edges of a block only; return the bytes that stay [B]."""
@@ -128,7 +128,7 @@ class Layer(nn.Module):
         self,
         block: Block,
         x: Tensor,
-        drop: Drop = keep,
+        drop: Drop = no_dropout,
         x0: Tensor | None = None,
         relu: bool = False,
         moments: Tensor | None = None,

@@ -12,9 +12,9 @@ import torch
 from torch import Tensor, nn
 
 from gnnplan.executor.layers.blocks import dtype_of
+from gnnplan.executor.layers.built_in import BuiltInLayer
 from gnnplan.executor.layers.kernels import linear
-from gnnplan.executor.layers.known import KnownLayer
-from gnnplan.executor.layers.layer import Drop, Layer, keep
+from gnnplan.executor.layers.layer import Drop, Layer, no_dropout
 from gnnplan.executor.layers.norms import BatchNorm, activated, norm_of
 from gnnplan.planner.gnn.kinds import KINDS
 from gnnplan.planner.gnn.model import Model
@@ -128,7 +128,7 @@ class Net(nn.Module):
         norm = self.norm if number > self.total else getattr(self.layers[str(number)], "norm", None)
         return norm if isinstance(norm, BatchNorm) else None
 
-    def encode(self, x: Tensor, drop: Drop = keep) -> Tensor:
+    def encode(self, x: Tensor, drop: Drop = no_dropout) -> Tensor:
         """Map features [R, F] to h_0 [R, H]; return them unchanged without an encoder."""
         if self.encoder is None:
             return x
@@ -139,7 +139,7 @@ class Net(nn.Module):
             relu=self.relu_after(0),
         )
 
-    def decode(self, h: Tensor, drop: Drop = keep, moments: Tensor | None = None) -> Tensor:
+    def decode(self, h: Tensor, drop: Drop = no_dropout, moments: Tensor | None = None) -> Tensor:
         """Map h_L [R, H] to logits [R, C]; return h_L unchanged without a decoder."""
         if self.ends is not None:
             return self.ends(h, drop, moments)
@@ -150,7 +150,7 @@ class Net(nn.Module):
         return linear(drop(h), self.decoder.weight, self.decoder.bias)
 
 
-def _known(shapes: Model, workload: Workload, number: int) -> KnownLayer:
+def _known(shapes: Model, workload: Workload, number: int) -> BuiltInLayer:
     """Return the built-in layer `number` of a model."""
     constants = KINDS[workload.model].constants(workload, number)
-    return KnownLayer(shapes.layers[number - 1], constants)
+    return BuiltInLayer(shapes.layers[number - 1], constants)

@@ -43,7 +43,7 @@ _PLACEHOLDER = Cluster(
 class _WithoutCudaGraphs(Problem):
     """A problem without CUDA graphs: every kernel has a launch, whose cost rehearsals measure."""
 
-    replays = False
+    uses_cuda_graph = False
 
 
 @dataclass(frozen=True)

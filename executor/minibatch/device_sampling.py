@@ -41,8 +41,8 @@ class Lists:
 
     def __init__(self, graph: Graph, device: torch.device) -> None:
         self.graph = graph
-        self.indptr = torch.tensor(graph.whole.indptr, device=device)
-        self.indices = torch.tensor(graph.whole.indices, device=device)
+        self.indptr = torch.tensor(graph.csr_edges.indptr, device=device)
+        self.indices = torch.tensor(graph.csr_edges.indices, device=device)
         self.max_degree = int(np.max(graph.degree, initial=0))
 
     @cached_property
@@ -132,12 +132,12 @@ def draw(indptr: Tensor, vertices: Tensor, fanout: int, key: int) -> tuple[Tenso
         first = (start - ends[:-1]).repeat_interleave(degree)
         return ends, first + torch.arange(len(first), device=first.device)
     order = torch.arange(fanout, device=start.device)
-    drawn = floyd(mix((vertices.long() + key) * GOLDEN), degree, fanout)
+    drawn = sample_without_replacement(mix((vertices.long() + key) * GOLDEN), degree, fanout)
     places = torch.where(degree > fanout, drawn, order[:, None]) + start
     return ends, places.t()[order < counts[:, None]]
 
 
-def floyd(keys: Tensor, degree: Tensor, k: int) -> Tensor:
+def sample_without_replacement(keys: Tensor, degree: Tensor, k: int) -> Tensor:
     """Draw k distinct numbers below each degree, uniformly: int64 [k, V].
 
     If a degree is k or less, its numbers are undefined. Floyd's algorithm, as in

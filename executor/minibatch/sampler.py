@@ -47,8 +47,8 @@ from gnnplan.executor.layers.targets import weight_of
 from gnnplan.executor.minibatch import device_sampling as sampling
 from gnnplan.executor.minibatch.share import Ends, Part, Selection, Share
 from gnnplan.executor.ranks.device_clock import now
-from gnnplan.executor.ranks.meeting import join, launcher_env
 from gnnplan.executor.ranks.rank import Rank
+from gnnplan.executor.ranks.rendezvous import join, launcher_env
 from gnnplan.planner.graph.graph import Graph
 from gnnplan.planner.graph.sampling import (
     Ids,
@@ -86,7 +86,7 @@ class Drawn(NamedTuple):
     below: Ids  # global ids of own rows of h_{l-1}: `rows`, then new vertices
     indptr: Ids  # [R + 1]
     columns: NDArray[np.int32]  # global ids of the neighbours drawn, row after row
-    meets: bool  # ranks exchange rows before the layer
+    exchanges_rows: bool  # ranks exchange rows before the layer
     halo: Ids  # global ids of rows of h_{l-1} that peers send
     gives: Sequence[Ids]  # for each rank, global ids of own rows of h_{l-1} to send
     takes: NDArray[np.int64]  # number of halo rows from each rank [ranks]
@@ -116,7 +116,7 @@ class Sampler:
         self.graph, self.workload = batches.graph, batches.workload
         # vertex -> the member of a group that owns it; empty: every group has one rank
         self.member = np.zeros(0, np.int64) if batches.member is None else batches.member
-        self.whole = batches.graph.whole
+        self.whole = batches.graph.csr_edges
         self.steps, self.groups, self.split = batches.steps, batches.groups, batches.split
         self.me, self.edges, self.timeout_s, self.lists = me, edges, timeout_s, lists
         self.group = self.groups[me]
@@ -201,7 +201,7 @@ class Sampler:
         self._lay(sampled, step, drawn[::-1])
         for part in sampled.share.parts:
             # the rank has the graph's structure: a sampler process need not send it with batches
-            vars(part.block).pop("whole", None)
+            vars(part.block).pop("graph_edges", None)
         return sampled
 
     def _items_of(self, epoch: int, number: int) -> tuple[Ids, Ids]:
@@ -344,7 +344,9 @@ class Sampler:
             self._degrees,
             drawn=True,
         )
-        return Part(source, drawn.below.size, give, drawn.takes, drawn.meets, block, selection)
+        return Part(
+            source, drawn.below.size, give, drawn.takes, drawn.exchanges_rows, block, selection
+        )
 
     def _all_to_all(
         self, sampled: Sampled, label: Label, asked: Sequence[np.ndarray], ranks: Sequence[int]

@@ -64,7 +64,7 @@ class Part:
     local: int  # number of own rows of h_{l-1}
     give: Sequence[np.ndarray]  # for each peer, positions of the own rows of h_{l-1} to send
     take: np.ndarray  # number of halo rows from each peer [ranks]
-    meets: bool  # ranks exchange rows before the layer
+    exchanges_rows: bool  # ranks exchange rows before the layer
     block: Block
     selection: Selection | None = None
     ids: Tensor | None = None  # `source` on the device, if the edges were laid out there
@@ -83,7 +83,7 @@ class Ends:
     remote: np.ndarray  # global ids of the rows received
     give: Sequence[np.ndarray]  # for each peer, places of the own rows to send
     take: np.ndarray  # number of rows from each peer [ranks]
-    meets: bool  # ranks exchange rows
+    exchanges_rows: bool  # ranks exchange rows
 
 
 @dataclass
@@ -120,7 +120,7 @@ def share_of(
                 piece.local,
                 layout.sent(me, layer),
                 piece.received,
-                layout.meets(layer),
+                layout.exchanges_rows(layer),
                 block_of(layout, me, layer, layer_edges, workload, degrees),
             )
         parts.append(part_by_kind[kind])

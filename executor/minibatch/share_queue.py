@@ -25,7 +25,7 @@ from pathlib import Path
 import torch
 
 from gnnplan.executor.minibatch.sampler import Sampled, Sampler
-from gnnplan.executor.ranks.opening import SCRATCH, die_with_parent
+from gnnplan.executor.ranks.process import SCRATCH, die_with_parent
 from gnnplan.executor.ranks.rank import Rank
 from gnnplan.planner.vocabulary.errors import LostRank
 from gnnplan.planner.vocabulary.schedule import Label
@@ -106,7 +106,7 @@ class ShareQueue:
         """Set the blocks' graph structure, which a sampler process does not send."""
         if self.sampler.workload.is_cut:
             for part in sampled.share.parts:
-                part.block.whole = self.sampler.whole
+                part.block.graph_edges = self.sampler.whole
         return sampled
 
     def _await(self, step: int) -> Sampled:

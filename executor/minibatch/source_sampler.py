@@ -106,7 +106,7 @@ class SourceSampler(Sampler):
             give[peer], take[peer] = index[ids].astype(np.int64), readers.size
             places.append(np.arange(ends, ends + readers.size))
             ends += readers.size
-        part.local, part.give, part.take, part.meets = rows.size, give, take, True
+        part.local, part.give, part.take, part.exchanges_rows = rows.size, give, take, True
         all_places, into = (torch.from_numpy(np.concatenate(each)) for each in (places, wanted))
         part.selection = Selection(all_places, ends, into, part.source.size)
         return part

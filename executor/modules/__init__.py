@@ -5,8 +5,8 @@ Open
     make.py           to execute a file and call a class; to keep a live module in a file
     names.py          for what the names of parameters mean
     bind.py           for the inputs of `forward`, and the small graphs that it runs on
-    elsewhere.py      to run the user's code in another process, within limits
-    kept.py           for state that a module keeps between calls
+    sandbox.py        to run the user's code in another process, within limits
+    module_state.py   for state that a module keeps between calls
     record.py         for `forward` as torch calls
     cut.py            for how these calls become layers
     evaluate.py       to run recorded calls on other rows

@@ -18,11 +18,11 @@ from torch.nn.parameter import is_lazy
 from torch.overrides import TorchFunctionMode
 
 from gnnplan.executor.layers.kernels import Block
-from gnnplan.executor.modules.kept import copied
+from gnnplan.executor.modules.module_state import copied
 from gnnplan.executor.modules.names import DATA, EDGES, GRAPHS, MATRICES, is_features
 from gnnplan.executor.modules.record import Unfit, leaves_of
 from gnnplan.executor.modules.structure import beside_loops, dgl_graph, edge_index_of, typed
-from gnnplan.planner.graph.graph import Whole
+from gnnplan.planner.graph.graph import CsrEdges
 from gnnplan.planner.problem.problem import Problem
 from gnnplan.planner.vocabulary.files import suggest
 
@@ -229,7 +229,7 @@ class Small:
         self.x = torch.from_numpy(draw.standard_normal((vertices, graph.features)))
         self.fields = {name: _drawn(draw, vertices, *shape) for name, shape in graph.vertex.items()}
         on_edges = {name: _drawn(draw, len(sources), *shape) for name, shape in graph.edge.items()}
-        self.whole = Whole(indptr, sources.astype(np.int32), on_edges)
+        self.whole = CsrEdges(indptr, sources.astype(np.int32), on_edges)
         # PARTS parts, none of which reads all vertices
         self.parts = torch.from_numpy(draw.permutation(vertices)).tensor_split(PARTS)
         if "g" in self.binding.inputs:
@@ -287,7 +287,7 @@ class Small:
         return {name: values[name] for name in self.binding.inputs}
 
 
-def block_of(whole: Whole, own: Tensor) -> Block:
+def block_of(whole: CsrEdges, own: Tensor) -> Block:
     """Return the edges into some vertices, which are the first sources of the block."""
     starts, stops = whole.indptr[own], whole.indptr[own + 1]
     neighbours = np.concatenate([whole.indices[a:b] for a, b in zip(starts, stops, strict=True)])
@@ -297,7 +297,7 @@ def block_of(whole: Whole, own: Tensor) -> Block:
     place[source] = np.arange(source.size)
     indptr = np.concatenate([[0], np.cumsum(stops - starts)]).astype(np.int32)
     block = Block(indptr, place[neighbours], source.size)
-    block.source, block.whole = torch.from_numpy(source), whole
+    block.source, block.graph_edges = torch.from_numpy(source), whole
     return block
 
 

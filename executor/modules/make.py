@@ -18,7 +18,7 @@ from typing import Any
 
 from torch import nn
 
-from gnnplan.executor.modules import elsewhere
+from gnnplan.executor.modules import sandbox
 from gnnplan.executor.modules.convert import Parameters
 from gnnplan.executor.modules.names import GRAPHS, WIDTHS, field_of
 from gnnplan.executor.modules.record import Unfit, is_the_users
@@ -53,7 +53,7 @@ def in_file(file: Path, name: str) -> object:
     """Execute a file and return the object of a name in it. Raises SpecError."""
     with (
         _blamed(file, f"{file} cannot be executed"),
-        elsewhere.seconds(elsewhere.MAKING_SECONDS, "the file"),
+        sandbox.seconds(sandbox.MAKING_SECONDS, "the file"),
         redirect_stdout(sys.stderr),
     ):
         code = _execute(file)
@@ -98,7 +98,7 @@ def make(
     shown = f"{name}({', '.join(map(str, arguments.values()))})"
     with (
         _blamed(file, f"{shown} cannot be made"),
-        elsewhere.seconds(elsewhere.MAKING_SECONDS, shown),
+        sandbox.seconds(sandbox.MAKING_SECONDS, shown),
         redirect_stdout(sys.stderr),
     ):
         made = found(**arguments)

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from gnnplan.executor.layers.kernels import Block, dropout
-from gnnplan.executor.layers.layer import Drop, Layer, keep
+from gnnplan.executor.layers.layer import Drop, Layer, no_dropout
 from gnnplan.executor.layers.models import Net
 from gnnplan.executor.layers.norms import BatchNorm
 from gnnplan.executor.modules.bind import Bound
@@ -35,7 +35,7 @@ from gnnplan.executor.modules.record import FIXED, Named, Node, Opaque, named_in
 from gnnplan.executor.modules.structure import Structure
 from gnnplan.planner.gnn.model import Model
 from gnnplan.planner.gnn.workload import Workload
-from gnnplan.planner.graph.graph import Whole
+from gnnplan.planner.graph.graph import CsrEdges
 
 # layers/count.py counts layers on graphs whose fields repeat after so many edges: these graphs have
 # as many edges of each kind, whatever their size
@@ -217,7 +217,7 @@ class PieceLayer(Layer):
 
     linear = False
     reads_whole = True
-    drop = keep
+    drop = no_dropout
 
     def __init__(self, pieces: Pieces, number: int) -> None:
         super().__init__()
@@ -248,14 +248,14 @@ class PieceLayer(Layer):
             else:
                 self.register_buffer(own, tensor.detach())
 
-    def on(self, indptr: np.ndarray, indices: np.ndarray) -> Whole:
+    def on(self, indptr: np.ndarray, indices: np.ndarray) -> CsrEdges:
         inputs = self.pieces.training.recorded.inputs
         fields = {
             name[5:]: np.resize(node.value.numpy()[:PERIOD], (len(indices), *node.value.shape[1:]))
             for name, node in inputs.items()
             if name.startswith("edge ")
         }
-        whole = Whole(indptr, indices, fields, self.pieces.loops)
+        whole = CsrEdges(indptr, indices, fields, self.pieces.loops)
         self.pieces.structure.on_whole(whole, self.pieces.place)
         return whole
 
@@ -297,7 +297,7 @@ class PieceLayer(Layer):
         self,
         block: Block,
         x: Tensor,
-        drop: Drop = keep,
+        drop: Drop = no_dropout,
         x0: Tensor | None = None,
         relu: bool = False,
         moments: Tensor | None = None,
@@ -396,7 +396,7 @@ class Tail:
     def __init__(self, layer: PieceLayer) -> None:
         self.layer, self.norm = layer, PackedNorm(layer, layer.pieces.training.ends)
 
-    def __call__(self, h: Tensor, drop: Drop = keep, moments: Tensor | None = None) -> Tensor:
+    def __call__(self, h: Tensor, drop: Drop = no_dropout, moments: Tensor | None = None) -> Tensor:
         """Compute h_L [R, W] -> logits [R, C]."""
         during = self.layer.during(drop)
         piece = during.mode.ends

@@ -23,11 +23,11 @@ from torch.utils import checkpoint
 
 from gnnplan.executor.layers.layer import Drop
 from gnnplan.executor.layers.norms import BatchNorm
-from gnnplan.executor.modules import elsewhere
+from gnnplan.executor.modules import sandbox
 from gnnplan.executor.modules.bind import VERTICES, GraphFields, Small, block_of
 from gnnplan.executor.modules.cut import Program, cut, differing, freeze_norms
 from gnnplan.executor.modules.evaluate import Place
-from gnnplan.executor.modules.kept import copied, must_learn_its_own, numbers_of
+from gnnplan.executor.modules.module_state import copied, must_learn_its_own, numbers_of
 from gnnplan.executor.modules.names import MATRICES
 from gnnplan.executor.modules.pieces import Pieces, Tail, drawn, pair_ids
 from gnnplan.executor.modules.record import (
@@ -43,7 +43,7 @@ from gnnplan.executor.modules.record import (
     with_sizes,
 )
 from gnnplan.executor.modules.structure import Structure
-from gnnplan.planner.graph.graph import Whole
+from gnnplan.planner.graph.graph import CsrEdges
 
 T = TypeVar("T")
 WITHIN = 1e-9  # of the largest number
@@ -75,7 +75,7 @@ def _guarded(small: Small, run: Callable[[], T]) -> T:
         raise Unfit(f"{line_of(unfit)}{unfit}") from None
     except (Exception, SystemExit) as error:
         if isinstance(error, MemoryError) or "can't allocate memory" in str(error):
-            most = f"{elsewhere.FORWARD_BYTES / 1e9:.0f} GB; make there what rows need alone"
+            most = f"{sandbox.FORWARD_BYTES / 1e9:.0f} GB; make there what rows need alone"
             raise Unfit(f"{line_of(error)}it allocates more than {most}") from error
         code = traceback.extract_tb(error.__traceback__)[-1].line  # for an assert without a text
         words = (str(error).strip().splitlines() or [code or ""])[0]
@@ -392,7 +392,7 @@ def _must_not_read_order(module: nn.Module, small: Small) -> None:
     twin, whole = copy.copy(small), small.whole
     indptr, indices = whole.indices.size - whole.indptr[::-1], small.vertices - 1 - whole.indices
     on_edges = {name: field[::-1] for name, field in whole.fields.items()}
-    twin.whole = Whole(indptr, indices[::-1], on_edges, whole.loops)
+    twin.whole = CsrEdges(indptr, indices[::-1], on_edges, whole.loops)
     twin.x, twin.fields = small.x.flip(0), {name: v[::-1] for name, v in small.fields.items()}
     own = copied(module).to(torch.float64).eval()
     with torch.no_grad():
@@ -463,7 +463,7 @@ class Dropouts(TorchFunctionMode):
         return rows.copy_(out) if in_place else out
 
 
-def as_pieces_draw(pieces: Pieces, mode: Program, whole: Whole, drop: Drop) -> Dropouts:
+def as_pieces_draw(pieces: Pieces, mode: Program, whole: CsrEdges, drop: Drop) -> Dropouts:
     """Return the mode in which a module on a whole graph draws the masks that its pieces draw."""
     nodes = iter([node for node in mode.recorded.nodes if node.drops])
 

@@ -24,8 +24,6 @@ from gnnplan.executor.layers.blocks import dtype_of
 from gnnplan.executor.layers.count import Unmeasured, count
 from gnnplan.executor.modules.bind import VERTICES, Fields, GraphFields, Small
 from gnnplan.executor.modules.convert import NoChain, Parameters, converted
-from gnnplan.executor.modules.elsewhere import must_be_alike
-from gnnplan.executor.modules.kept import copied
 from gnnplan.executor.modules.make import (
     MAX_SOURCE,
     PICKLED,
@@ -36,10 +34,12 @@ from gnnplan.executor.modules.make import (
     make,
     source_of,
 )
+from gnnplan.executor.modules.module_state import copied
 from gnnplan.executor.modules.names import field_of
 from gnnplan.executor.modules.pieces import Pieces
 from gnnplan.executor.modules.prove import followed, prove, run_once
 from gnnplan.executor.modules.record import Opaque, Unfit
+from gnnplan.executor.modules.sandbox import must_equal_in_ranks
 from gnnplan.planner.gnn.workload import Module, ModuleLayer, Workload
 from gnnplan.planner.graph.fields import unread_by
 from gnnplan.planner.graph.graph import Graph
@@ -98,7 +98,7 @@ def with_user_module(
 
 def _must_answer_alike(module: Module, pieces: Pieces, graph: Graph) -> None:
     """Raise SpecError if `forward` reads other numbers from a graph's edges than when recorded."""
-    whole = replace(graph, loops=pieces.loops).whole if pieces.loops else graph.whole
+    whole = replace(graph, loops=pieces.loops).csr_edges if pieces.loops else graph.csr_edges
     try:
         pieces.structure.must_answer_alike(whole, pieces.place)
     except Unfit as unfit:
@@ -141,7 +141,7 @@ def read(
     try:
         with torch.random.fork_rng(devices=[]), redirect_stdout(sys.stderr):
             rows = partial(_rows, graph=graph, seed=workload.seed, own_widths=own_widths)
-            must_be_alike(module, lambda: make_module()[0], rows)
+            must_equal_in_ranks(module, lambda: make_module()[0], rows)
             materialise(module, graph, workload.seed)
             module = copy.deepcopy(module).to("cpu", dtype)  # a live module is not changed
             graph = _with_its_widths(module, graph, own_widths, dtype)
@@ -417,5 +417,5 @@ def with_structure(problem: Problem) -> Problem:
         graph = replace(graph, loops=True)
         problem = replace(problem, graph=graph)
     _must_answer_alike(problem.workload.own, pieces, graph)
-    pieces.structure.on_whole(graph.whole, pieces.place)
+    pieces.structure.on_whole(graph.csr_edges, pieces.place)
     return problem

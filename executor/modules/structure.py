@@ -30,7 +30,7 @@ from gnnplan.executor.modules.record import (
     is_sparse,
     live_nodes,
 )
-from gnnplan.planner.graph.graph import Whole
+from gnnplan.planner.graph.graph import CsrEdges
 
 TURNED = (
     "the graph's from end to start, and a part knows the edges into its vertices; leave out what"
@@ -39,7 +39,7 @@ TURNED = (
 )
 
 
-def edge_index_of(whole: Whole) -> Tensor:
+def edge_index_of(whole: CsrEdges) -> Tensor:
     """Return source and destination of each edge, int64 [2, E]."""
     readers = np.repeat(np.arange(whole.vertices), np.diff(whole.indptr))
     return torch.from_numpy(np.stack([whole.indices.astype(np.int64), readers]))
@@ -114,7 +114,9 @@ class Structure:
     programs: tuple[Program, ...]
     answers: Mapping[Node, Any]
     whole: dict[Node, Node | None] = field(default_factory=dict)
-    tables: WeakKeyDictionary[Whole, Mapping[Node, Any]] = field(default_factory=WeakKeyDictionary)
+    tables: WeakKeyDictionary[CsrEdges, Mapping[Node, Any]] = field(
+        default_factory=WeakKeyDictionary
+    )
 
     def __post_init__(self) -> None:
         self.read: set[Node] = set()
@@ -142,7 +144,7 @@ class Structure:
 
     def inputs_of(
         self,
-        whole: Whole,
+        whole: CsrEdges,
         edges: Tensor,
         field: Callable[[Node], Tensor],
         source: Tensor | None = None,
@@ -185,7 +187,7 @@ class Structure:
             place.run(calls, values, frees(nodes, wanted, reads))
         return {node: values[node] for node in wanted if node is not BLOCK}
 
-    def values_on(self, whole: Whole, place: Place, wanted: Collection[Node]) -> Values:
+    def values_on(self, whole: CsrEdges, place: Place, wanted: Collection[Node]) -> Values:
         """Return values on the whole graph."""
 
         def field(node: Node) -> Tensor:
@@ -193,7 +195,7 @@ class Structure:
 
         return self._compute(wanted, place, self.inputs_of(whole, edge_index_of(whole), field))
 
-    def on_whole(self, whole: Whole, place: Place) -> Mapping[Node, Any]:
+    def on_whole(self, whole: CsrEdges, place: Place) -> Mapping[Node, Any]:
         """Return, and cache, the tables of the values that only the whole graph determines."""
         if whole not in self.tables:
             wanted = {*self.whole} | {edges for edges in self.whole.values() if edges is not None}
@@ -210,7 +212,7 @@ class Structure:
             for node, edges in self.whole.items()
         }
 
-    def must_answer_alike(self, whole: Whole, place: Place) -> None:
+    def must_answer_alike(self, whole: CsrEdges, place: Place) -> None:
         """Raise Unfit if `forward` reads another number from a graph's edges than when recorded.
 
         `forward` was recorded on graphs in which only the first vertex has no edges."""
@@ -229,7 +231,7 @@ class Structure:
 
     def of_block(self, block: Block, place: Place) -> Values:
         """Return the STRUCTURE that layers read on a block, on the block's device."""
-        part, values = self._part(block, place, self.on_whole(block.whole, place))
+        part, values = self._part(block, place, self.on_whole(block.graph_edges, place))
         found, device = self._compute(self.read, part, values, self._reads), block.indptr.device
         return {n: v.to(device) if hasattr(v, "to") else v for n, v in found.items()}
 
@@ -244,7 +246,7 @@ class Structure:
             found: Tensor = tables[node].at(source[edges])
             return found
 
-        return part, self.inputs_of(block.whole, edges, field, source, block.n_dst)
+        return part, self.inputs_of(block.graph_edges, edges, field, source, block.n_dst)
 
     def _reads(self, node: Node) -> list[Node]:
         """Return the nodes that a value reads on a block: its edge set alone if it is looked up."""
@@ -262,7 +264,7 @@ class Structure:
 
     def find_whole(self, place: Place, block: Block) -> None:
         """Add to `whole` the values that differ on a part of the small graph. Raises Unfit."""
-        n, edges = block.whole.vertices, edge_index_of(block.whole)
+        n, edges = block.graph_edges.vertices, edge_index_of(block.graph_edges)
         every = {node: node.value for node in (*self.nodes, *self.fields)} | {self.edges: edges}
         tables = self._tables_of(every, n)
         part, values = self._part(block, place, tables)
@@ -293,7 +295,7 @@ class Structure:
 
     def _must_be_the_same(self, node: Node, block: Block, edges: Tensor) -> None:
         """Raise Unfit if an edge set has other edges into a part's own vertices than the whole."""
-        source, n = block.source, block.whole.vertices
+        source, n = block.source, block.graph_edges.vertices
         is_own = torch.zeros(n, dtype=torch.bool)
         is_own[source[: block.n_dst]] = True
         if bool((edges >= 0).all()) and bool((edges < len(source)).all()):
@@ -362,7 +364,7 @@ def typed(field: np.ndarray, dtype: torch.dtype) -> Tensor:
     return value.to(dtype) if value.is_floating_point() else value
 
 
-def beside_loops(whole: Whole, field: Tensor, vertices: int) -> Tensor:
+def beside_loops(whole: CsrEdges, field: Tensor, vertices: int) -> Tensor:
     """Return a field of edges, followed by ones for the self-loops if the graph has them.
 
     dgl.add_self_loop writes ones too."""
@@ -372,7 +374,7 @@ def beside_loops(whole: Whole, field: Tensor, vertices: int) -> Tensor:
 
 
 def dgl_graph(
-    whole: Whole, edges: Tensor, fields: Mapping[str, Tensor], source: Tensor | None = None
+    whole: CsrEdges, edges: Tensor, fields: Mapping[str, Tensor], source: Tensor | None = None
 ) -> Any:
     """Return a DGL graph with edges [2, E]; the graph of a part tells the whole graph's degrees."""
     import dgl

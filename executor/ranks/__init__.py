@@ -3,15 +3,15 @@
     rank.py         `Rank`: its number, device and process groups
     lanes.py        work that overlaps a step, in threads or streams
     recorder.py     spans of a rank's operations, and bytes that it sends
-    opening.py      how a process becomes a rank, and ends
-    meeting.py      the launcher's environment, and the store where ranks meet
+    process.py      how a process becomes a rank, and ends
+    rendezvous.py   the launcher's environment, and the store where ranks meet
     comm.py         exchanges of rows, point-to-point messages, all-reduces, small messages
     learner.py      all-reduce of gradients; SGD, Adam and AdamW
     checkpoint.py   files from which a training resumes
-    whole.py        the whole model's weights, independent of ranks; the best weights
+    model_state.py  the whole model's weights, independent of ranks; the best weights
     machine.py      devices and limits of this machine, and the memory that a rank allocates
     device_clock.py times at which a CUDA device begins and ends work
-    replay.py       a step as a CUDA graph
+    cuda_graph.py   a step as a CUDA graph
     activity.py     the file that names a rank's current operation
 
 This room imports the planner and executor/layers."""

@@ -10,8 +10,8 @@ what the rank has counted so far. Random numbers are functions of (seed, epoch, 
 generator's state is stored. There are no pickles.
 
 Another plan of the same training, with other ranks or another strategy, can resume from these
-files, too. For it the header also lists the tensors that are weights of the whole model (whole.py),
-and the new ranks read the files of all earlier ranks.
+files, too. For it the header also lists the tensors that are weights of the whole model
+(model_state.py), and the new ranks read the files of all earlier ranks.
 
 A file is complete or absent, and its header has a checksum: a file that a disk or a copy has
 damaged counts as absent, and the file before it is used. An epoch counts if all ranks have its
@@ -38,8 +38,8 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from gnnplan import __version__
+from gnnplan.executor.ranks.model_state import Joined, apart
 from gnnplan.executor.ranks.rank import Rank
-from gnnplan.executor.ranks.whole import Joined, apart
 from gnnplan.planner.problem.problem import Problem
 from gnnplan.planner.strategies import Strategy, parse
 from gnnplan.planner.vocabulary.errors import SpecError
@@ -192,7 +192,7 @@ class Checkpoints:
 
         The lane 'disk' waits for the disk: other ranks would take a waiting step for a lost peer.
         before: descriptors of files that must be on disk first. whole: the tensors that are weights
-        of the whole model (`Held.about`).
+        of the whole model (`ModelPart.about`).
         """
         self.wait()
         make_folder(self.folder)
@@ -242,7 +242,7 @@ class Checkpoints:
         """Read the checkpoint of the earlier plan, which had `ranks` ranks.
 
         Returns its rank 0's notes, and weights and optimizer state by names in the whole model
-        (whole.py).
+        (model_state.py).
         """
         whole, notes = Joined(), list[dict[str, Any]]()
         for rank in range(ranks):

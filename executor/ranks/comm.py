@@ -35,7 +35,7 @@ class Exchange:
     """An all-to-all of rows: the rows that this rank sends to and receives from each peer.
 
     give: for each peer, positions of the own rows that it needs (int64). take: number of rows
-    received from each peer [ranks]. Received rows are grouped by peer, as in layout.Piece.halo.
+    received from each peer [ranks]. Received rows are grouped by peer, as in layout.RankLayer.halo.
     group: the ranks that take part, if not all; call `Groups.of` for it before. at: the device of
     the own rows, if not the rank's device.
     """
@@ -309,7 +309,7 @@ def begin_send(rank: Rank, rows: Tensor, peer: int) -> Callable[[], None]:
     return _wait(begin(rank, [(dist.isend, staged, peer)], rank.groups.pair(peer)))
 
 
-class Arrival:
+class PendingReceive:
     """A pending receive from a peer of `Groups.open_pairs`, in a new buffer.
 
     An empty message is not sent.

@@ -150,9 +150,9 @@ class Learner:
         for future in self.pending:
             future.result()
         self.pending.clear()
-        self.descend(step)
+        self.apply_gradients(step)
 
-    def descend(self, step: int) -> None:
+    def apply_gradients(self, step: int) -> None:
         """Update the weights with the gradients, which are already all-reduced."""
         with self.rank.recorder.span(Label("update", step), "compute"):
             if self.clip is not None:

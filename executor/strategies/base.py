@@ -14,8 +14,8 @@ from torch import Tensor
 from gnnplan.executor.layers.layer import Drop
 from gnnplan.executor.layers.models import Net
 from gnnplan.executor.ranks.learner import Gradients, Learner
+from gnnplan.executor.ranks.model_state import ModelPart, fill
 from gnnplan.executor.ranks.rank import Rank
-from gnnplan.executor.ranks.whole import Held, fill
 from gnnplan.planner.problem.problem import Problem
 
 Backward = Callable[[Tensor], Tensor]  # the gradient of a segment's output -> that of its input
@@ -61,7 +61,7 @@ class Worker(ABC):
         return Drop(p, workload.seed, epoch, layer, vertices, first, self.training)
 
     @property
-    def replays(self) -> bool:
+    def uses_cuda_graph(self) -> bool:
         """Whether a step can become a CUDA graph: the host gives it nothing but its number."""
         return False
 
@@ -99,13 +99,13 @@ class Worker(ABC):
         return self.learner
 
     @property
-    def held(self) -> Held | None:
+    def held(self) -> ModelPart | None:
         """The part of the model that this rank trains, from which other plans can resume.
 
         None if the strategy hands over no weights.
         """
         assert self.learner is not None
-        return Held(self.net, {}, self.learner.optimizer)
+        return ModelPart(self.net, {}, self.learner.optimizer)
 
     def drain(self) -> None:  # noqa: B027  by default nothing is under way
         """Wait for pending messages."""

@@ -18,12 +18,12 @@ import torch
 from torch import Tensor
 
 from gnnplan.executor.layers.blocks import features, weighted_block
+from gnnplan.executor.layers.built_in import BuiltInLayer
 from gnnplan.executor.layers.kernels import (
     aggregate_transposed,
     backward,
     gradient_of,
 )
-from gnnplan.executor.layers.known import KnownLayer
 from gnnplan.executor.layers.targets import Targets
 from gnnplan.executor.modules.nets import net_of
 from gnnplan.executor.ranks.comm import ColumnExchange
@@ -43,7 +43,7 @@ from gnnplan.planner.vocabulary.schedule import Label
 class Worker(layerwise.Worker):
     """A rank that owns a range of the vertices, and reads no halo."""
 
-    replays = False
+    uses_cuda_graph = False
 
     def __init__(
         self, rank: Rank, problem: Problem, strategy: FeatureParallel, first: int = 0
@@ -130,7 +130,7 @@ class Worker(layerwise.Worker):
                 out = net.update(sums[0], own, x, self.x0, relu)
             else:
                 columns = exchange.columns[self.rank.rank]
-                out = self._update_columns(cast(KnownLayer, net), sums[0], columns, relu)
+                out = self._update_columns(cast(BuiltInLayer, net), sums[0], columns, relu)
             next_inputs, saved = self._make_input(out, step, layer + 1)[0], [out]
             del out
 
@@ -196,7 +196,9 @@ class Worker(layerwise.Worker):
             columns = aggregate(columns)
         return exchange.to_rows(label._replace(op="to_rows"), columns) if joins else [columns]
 
-    def _update_columns(self, net: KnownLayer, sums: Tensor, columns: slice, relu: bool) -> Tensor:
+    def _update_columns(
+        self, net: BuiltInLayer, sums: Tensor, columns: slice, relu: bool
+    ) -> Tensor:
         """Apply bias and ReLU of GCN or SGC to sums [N, C] of own `columns`."""
         if net.spec.bias:
             sums = sums + net.get_parameter("bias")[columns]

@@ -101,7 +101,7 @@ class Vanishing(Worker):
 
     def step(self, step: int) -> tuple[Tensor, Tensor]:
         varying = self.share.parts[self.problem.model.first_varying :]
-        if not any(part.meets for part in varying):
+        if not any(part.exchanges_rows for part in varying):
             return super().step(step)
         with self.rank.recorder.span(Label("lay", step), "compute"):
             parts = [self._fresh_part(part, step, n) for n, part in enumerate(self.share.parts, 1)]
@@ -114,7 +114,7 @@ class Vanishing(Worker):
     def _fresh_part(self, part: Part, step: int, layer: int) -> Part:
         """Return the layer's part with the fresh rows of this step and their edges."""
         block = self.blocks[layer]
-        if layer <= self.problem.model.first_varying or not part.meets:
+        if layer <= self.problem.model.first_varying or not part.exchanges_rows:
             return replace(part, block=block)
         ids, positions, gives = part.source, np.concatenate(part.give), [*map(len, part.give)]
         crossing = Crossing(self.problem.workload.seed, step, layer, self.rank.rank)
@@ -152,7 +152,7 @@ def variance_weights(rank: Rank, problem: Problem, layout: Layout, net: Net) -> 
     by_kind: dict[object, tuple[np.ndarray, np.ndarray]] = {}
     for layer in range(problem.model.first_varying + 1, len(problem.model.layers) + 1):
         edges = net.layer(layer).edges
-        if not layout.meets(layer):
+        if not layout.exchanges_rows(layer):
             continue
         if (kind := (layout.kind(layer), edges)) not in by_kind:
             pieces = [_squares(problem, layout, r, layer, edges) for r in range(layout.ranks)]

@@ -84,7 +84,7 @@ class Halo:
         # Writing an empty halo behind own rows would still bump the version that autograd checks.
         halo = source[own:] if count else None
         with self._exchange_fresh(
-            step, layer, direction, rows, None if self.policy.stays else halo
+            step, layer, direction, rows, None if self.policy.keeps_received else halo
         ) as received:
             used = self._merge_cached(step, layer, direction, received)
             if halo is not None and used is not halo:
@@ -116,7 +116,7 @@ class Halo:
 
     def _measure(self, layer: int, direction: str, rows: Tensor, used: Tensor | None) -> None:
         """Record the error of cached rows, after one more exchange of all rows (not counted)."""
-        if self.policy.stays and self.rank.staleness_errors:
+        if self.policy.keeps_received and self.rank.staleness_errors:
             exchange = self.exchanges[layer]
             outgoing = rows.index_select(0, exchange.positions) if direction == "f" else rows
             self._note(layer, direction, used, exchange.swap(direction, outgoing))
@@ -144,7 +144,7 @@ class Halo:
         self, step: int, layer: int, direction: str, received: Tensor | None
     ) -> Tensor | None:
         """Merge the rows received in this step into the rows cached from earlier steps."""
-        if received is None or not self.policy.stays:
+        if received is None or not self.policy.keeps_received:
             return received
         key, fresh = (direction, layer), self._fresh(step, layer)
         places = fresh.halo_places if direction == "f" else fresh.sent_places
@@ -164,7 +164,7 @@ class Halo:
     def _fresh(self, step: int, layer: int) -> Fresh:
         """Return the rows that are exchanged in this step."""
         exchange, key = self.exchanges[layer], (step % self.policy.period, layer)
-        if not self.policy.stays or self.refilling:
+        if not self.policy.keeps_received or self.refilling:
             return Fresh(exchange, None, None)
         if key not in self._fresh_rows:
             positions, ids = exchange.positions.cpu().numpy(), self.vertices[layer].cpu().numpy()
@@ -375,7 +375,7 @@ def open_halo(
     if codec.packs:
         return QuantizedHalo(*rows, codec, weights)
     if not policy.lags:
-        return evaluation if policy.whole else Halo(*rows)
+        return evaluation if policy.sends_all else Halo(*rows)
     sizes = [
         exchanges[layer].counts(direction)[1] * model.exchanged_width(layer, options.narrow)
         for layer in exchanges.keys() & vertices.keys()

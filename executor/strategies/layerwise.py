@@ -24,13 +24,13 @@ from gnnplan.executor.layers.kernels import (
     together,
 )
 from gnnplan.executor.layers.kernels.gpu import triton_kernels
-from gnnplan.executor.layers.layer import ColumnLayer, keep, partial_sums
+from gnnplan.executor.layers.layer import ColumnLayer, no_dropout, partial_sums
 from gnnplan.executor.layers.models import Net
 from gnnplan.executor.layers.norms import Moments
 from gnnplan.executor.minibatch.share import Part, Share, targets_of
 from gnnplan.executor.ranks.comm import Exchange, all_reduce, begin_all_reduce
+from gnnplan.executor.ranks.model_state import fill
 from gnnplan.executor.ranks.rank import Rank
-from gnnplan.executor.ranks.whole import fill
 from gnnplan.executor.strategies import base
 from gnnplan.executor.strategies.base import Backward
 from gnnplan.executor.strategies.halo import Halo, RowWeights, open_halo
@@ -105,9 +105,9 @@ class Worker(base.Worker):
             return {layer: make_once(part) for layer, part in enumerate(share.parts, 1)}
 
         unfiltered = by_layer(lambda part: Exchange(self.rank, part.give, part.take, device=host))
-        exchanges = {n: each for n, each in unfiltered.items() if share.parts[n - 1].meets}
+        exchanges = {n: each for n, each in unfiltered.items() if share.parts[n - 1].exchanges_rows}
         self.own_vertices = self.scored_vertices = torch.from_numpy(share.own)
-        if share.ends is not None and share.ends.meets:
+        if share.ends is not None and share.ends.exchanges_rows:
             exchanges[len(self.layers) + 1] = Exchange(
                 self.rank, share.ends.give, share.ends.take, device=host
             )
@@ -140,7 +140,7 @@ class Worker(base.Worker):
         return self.halo if self.training else self.plain_halo
 
     @property
-    def replays(self) -> bool:
+    def uses_cuda_graph(self) -> bool:
         """Whether one rank trains on the full graph, and no step draws numbers on the host."""
         single = self.rank.world == 1 and self.rank.device.type == "cuda" and self.batch is None
         return single and self.problem.repeats and triton_kernels() is not None
@@ -297,7 +297,7 @@ class Worker(base.Worker):
             return lambda: net.update(net.gather(block, source), own, own, x0, relu)
         if self._reads_partial_sums(layer + 1):
             by_columns = cast(ColumnLayer, net)
-            return lambda: partial_sums(by_columns, block, net.prepare(source, drop), keep)
+            return lambda: partial_sums(by_columns, block, net.prepare(source, drop), no_dropout)
         moments = inputs.moments.values if inputs.moments else None
         if self._reads_partial_sums(layer):
             below = cast(ColumnLayer, self.net.layer(layer - 1))
@@ -403,7 +403,7 @@ class Worker(base.Worker):
         averages start from the last pass's rows, not from a mixture with earlier passes' rows.
         """
         policy = self.options.policy
-        if not (policy.lags or policy.stays):
+        if not (policy.lags or policy.keeps_received):
             return
         learner, self.learner = self.learner, None  # gradients of these passes are not used
         self.halo.refilling = True

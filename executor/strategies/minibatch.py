@@ -28,7 +28,7 @@ from gnnplan.executor.modules.nets import net_of
 from gnnplan.executor.ranks.device_clock import now
 from gnnplan.executor.ranks.rank import Rank
 from gnnplan.executor.strategies import base, layerwise
-from gnnplan.executor.strategies.whole import Whole
+from gnnplan.executor.strategies.full_graph_evaluation import FullGraphEvaluation
 from gnnplan.planner.graph.sampling import count_items
 from gnnplan.planner.problem.problem import Problem
 from gnnplan.planner.strategies import P3, DataParallel, GSplit
@@ -90,12 +90,12 @@ class OnBatches(base.Worker):
     def _own_rows(self, first: Part) -> tuple[np.ndarray, int]:
         """Return ids of own rows of layer 1 or the encoder, and the number of halo rows."""
         own, halo = np.split(first.source, [first.local])
-        return own, halo.size * (first.meets and self.problem.model.first_varying > 0)
+        return own, halo.size * (first.exchanges_rows and self.problem.model.first_varying > 0)
 
     @cached_property
-    def evaluation_graph(self) -> Whole:
+    def evaluation_graph(self) -> FullGraphEvaluation:
         """The rank's part of the full graph."""
-        return Whole(self.rank, self.problem, self.net)
+        return FullGraphEvaluation(self.rank, self.problem, self.net)
 
     @torch.no_grad()
     def evaluate(self, step: int) -> Tensor:
@@ -168,7 +168,7 @@ class Worker(OnBatches):
         first = share.parts[0]
         own, room = self._own_rows(first)
         rows = self.store.complete(worker.features, own, step, room, first.ids)
-        if not (first.meets and self.problem.model.first_varying):
+        if not (first.exchanges_rows and self.problem.model.first_varying):
             return rows
         label, exchange = Label("halo", step, "f", 1), worker.plain_halo.exchanges[1]
         lengths = self.problem.data.lengths(first.source[first.local :])

@@ -62,7 +62,7 @@ class _Part:
     vertices: Tensor
     places: Tensor  # of the source rows but the halo in the server's memory, int64 [S - halo]
     exchange: Exchange  # receives the halo, and sends boundary rows to other ranks' halos
-    meets: bool  # some ranks exchange rows in this turn
+    exchanges_rows: bool  # some ranks exchange rows in this turn
 
 
 @dataclass
@@ -256,7 +256,7 @@ class Worker(base.Worker):
                     source = rows.new_empty(len(part.vertices), width, device=device)
                     self._gather(rows, part.places, source[: len(part.places)])
                 tensors = _Loaded(source, mapped(part.block, self._copy), self._copy(part.vertices))
-                if layer > self.shapes.first_varying and part.meets:
+                if layer > self.shapes.first_varying and part.exchanges_rows:
                     sent = part.exchange.positions
                     tensors.boundary = self._gather(rows, sent, source.new_empty(len(sent), width))
             if label.direction == "b":
@@ -322,7 +322,7 @@ class Worker(base.Worker):
     def _swap_halo(self, label: Label, layer: int, chunk: _Chunk, tensors: _Loaded) -> None:
         """Receive halo rows; or, backward, return halo gradients to their owners."""
         part, is_backward = chunk.parts[layer], (label.op, label.direction) == ("halo", "b")
-        if not part.meets:
+        if not part.exchanges_rows:
             return
         halo = (gradient_of(tensors.source) if is_backward else tensors.source)[len(part.places) :]
         outgoing, into = (halo, None) if is_backward else (tensors.boundary, halo)

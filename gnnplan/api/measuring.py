@@ -8,12 +8,12 @@ from gnnplan.api.arguments import typed
 from gnnplan.api.running import rate_of
 from gnnplan.planner.cluster.spec import Cluster
 from gnnplan.planner.vocabulary.files import cache_dir, must_be_writable, write_atomically
-from gnnplan.planner.vocabulary.progress import Notify, silent, tells
+from gnnplan.planner.vocabulary.progress import Notify, reports_progress, silent
 
 KEPT = "local.yaml"  # file of the preset 'local', in the cache
 
 
-@tells
+@reports_progress
 @typed
 def measure(
     ranks: int = 2,

@@ -17,16 +17,16 @@ from gnnplan.planner.cluster.spec import Cluster
 from gnnplan.planner.decision import plan as documents
 from gnnplan.planner.decision.answer import Answer, describe_question, take
 from gnnplan.planner.decision.epochs import MODES, stated
+from gnnplan.planner.decision.modes import ModeComparison, compare
 from gnnplan.planner.decision.objective import WORDS, Objective, Target
 from gnnplan.planner.decision.search import Search, SearchResult, one_reason
-from gnnplan.planner.decision.whole import Whole, compare
 from gnnplan.planner.evidence.accuracy import objective_of, trainings
 from gnnplan.planner.gnn.workload import Workload
 from gnnplan.planner.problem.problem import Problem
 from gnnplan.planner.strategies import Strategy, parse
 from gnnplan.planner.vocabulary.errors import SpecError
 from gnnplan.planner.vocabulary.files import one_of
-from gnnplan.planner.vocabulary.progress import Notify, silent, tells
+from gnnplan.planner.vocabulary.progress import Notify, reports_progress, silent
 from gnnplan.planner.vocabulary.table import Table, column, table, yes_no
 from gnnplan.planner.vocabulary.units import (
     show_bytes,
@@ -46,7 +46,7 @@ MOST_LEADERS = 8  # rows of the printed table of strategies
 PER = ("training", "epoch")
 
 
-@tells
+@reports_progress
 def plan(
     graph: Any = DEFAULT_GRAPH,
     cluster: str | Path | Mapping[str, Any] | Cluster = "local",
@@ -129,7 +129,7 @@ def plan(
     """
     given = {k: v for k, v in locals().items() if k not in ("notify", "depths", "fields")}
     question, how, modes = wish(**given, may_choose_dtype=True, **fields)
-    wholes = dict[str, Whole]()  # dtype of rows -> comparison of whole trainings
+    wholes = dict[str, ModeComparison]()  # dtype of rows -> comparison of whole trainings
 
     def find(problem: Problem) -> SearchResult:
         if how.objective.stated is None:
@@ -329,7 +329,7 @@ class Plan(View):
         document = take(self.document, self.problem, strategy)
         return Plan(document, self.problem.placed(documents.placement(document)))
 
-    @tells
+    @reports_progress
     @typed
     def simulate(
         self,
@@ -371,7 +371,7 @@ class Plan(View):
         exact, strategy = documents.is_exact(self.document), self.strategy
         return Simulation(self.problem, strategy, exact, playing, overrides, flows, folder)
 
-    @tells
+    @reports_progress
     @typed
     def sweep(
         self,
@@ -438,7 +438,7 @@ class Plan(View):
         given = {name: value for name, value in locals().items() if name not in ("self", "out")}
         return self._train(out, given)
 
-    @tells
+    @reports_progress
     @typed
     def report(
         self,

@@ -29,8 +29,8 @@ from gnnplan.planner.vocabulary.units import kind, quantity, show_bytes, show_co
 
 if TYPE_CHECKING:
     from gnnplan.api.validation import Validation
-    from gnnplan.executor.launch.asked import Asked
     from gnnplan.executor.launch.preflight import Row
+    from gnnplan.executor.launch.run_request import RunRequest
 
 SLOWEST_NIC, FASTEST_NIC = 1e5, 1.25e11  # limits of an emulated NIC's rate [B/s]
 
@@ -152,12 +152,12 @@ def asked_of(
     out: str | Path | None,
     given: Mapping[str, Any],
     resume: bool = False,
-) -> Asked:
+) -> RunRequest:
     """Return a plan with the options of its run, which `preflight` and `train` take.
 
     problem: the plan's problem, if its graph is loaded. out: the run's folder; None: a new one in
-    runs/. given: options (executor/launch/asked.py) and `emulate`; an unset option is None. resume:
-    resume the run in `out`. Raises SpecError."""
+    runs/. given: options (executor/launch/run_request.py) and `emulate`; an unset option is None.
+    resume: resume the run in `out`. Raises SpecError."""
     from gnnplan.executor.launch import launcher as launch
 
     rate = given.get("emulate")
@@ -167,17 +167,17 @@ def asked_of(
     graph = document["graph"].get("name", "graph").split("?")[0]
     name = f"{graph}-{document['best']['strategy']['name']}".replace(":", "-").replace("/", "-")
     folder = launch.new_folder(name) if out is None else Path(out)
-    return launch.Asked(document, folder, options, emulate=servers, loaded=problem)
+    return launch.RunRequest(document, folder, options, emulate=servers, loaded=problem)
 
 
-def preflight(asked: Asked) -> Preflight:
+def preflight(asked: RunRequest) -> Preflight:
     """Run the checks that `train` runs before it starts a process."""
     from gnnplan.executor.launch import launcher as launch
 
     return Preflight(launch.look(asked))
 
 
-def train(asked: Asked) -> Run:
+def train(asked: RunRequest) -> Run:
     """Start a plan's ranks on this machine, and wait until they end.
 
     Raises SpecError, and LostRank if a rank is lost and no restart is left."""

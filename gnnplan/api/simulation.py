@@ -34,7 +34,7 @@ from gnnplan.planner.vocabulary.trace import write_traces
 from gnnplan.planner.vocabulary.units import show_bytes, show_count, show_dollars, show_time
 from gnnplan.simulator.flows import ByFlows
 from gnnplan.simulator.noise import Noise, epochs, percentiles
-from gnnplan.simulator.player import Played, TaskGraph, play, serial
+from gnnplan.simulator.player import TaskGraph, Timeline, play, serial
 from gnnplan.simulator.replay import MOST_TASKS, must_be_playable
 
 
@@ -261,7 +261,7 @@ class Simulation(View):
 
 
 def _epoch_by_epoch(
-    schedule: Schedule, played: Played, prediction: Prediction, batches: int, epochs: range
+    schedule: Schedule, played: Timeline, prediction: Prediction, batches: int, epochs: range
 ) -> list[dict[str, Any]]:
     """Return seconds and bytes of each of these epochs, for a strategy whose epochs differ."""
     sent = Counter[int]()

@@ -10,7 +10,7 @@ from gnnplan.api.planning import Plan, load_plan
 from gnnplan.api.running import rate_of
 from gnnplan.planner.decision.objective import Objective
 from gnnplan.planner.vocabulary.errors import SpecError
-from gnnplan.planner.vocabulary.progress import Notify, silent, tells
+from gnnplan.planner.vocabulary.progress import Notify, reports_progress, silent
 from gnnplan.planner.vocabulary.table import Table, column, table, yes_no
 from gnnplan.planner.vocabulary.units import show_count, show_percent, show_time
 
@@ -40,7 +40,7 @@ class Tuned(Plan):
         ]
 
 
-@tells
+@reports_progress
 @typed
 def tune(
     plan: Plan | str | Path,

@@ -17,7 +17,7 @@ from gnnplan.planner.evidence.validate import describe_operation, show_error
 from gnnplan.planner.problem.inputs import read_cluster
 from gnnplan.planner.vocabulary.errors import SpecError
 from gnnplan.planner.vocabulary.files import must_be_writable, write_atomically
-from gnnplan.planner.vocabulary.progress import Notify, notify, silent, tells
+from gnnplan.planner.vocabulary.progress import Notify, notify, reports_progress, silent
 from gnnplan.planner.vocabulary.table import Table, cell, column, table
 from gnnplan.planner.vocabulary.units import show_bytes, show_count, show_percent, show_time
 from gnnplan.simulator.replay import replay
@@ -45,7 +45,7 @@ def validate(
 ) -> Validations: ...
 
 
-@tells
+@reports_progress
 @typed
 def validate(
     runs: str | os.PathLike[str] | Iterable[Any],

@@ -35,7 +35,7 @@ from gnnplan.planner.vocabulary.errors import SpecError
 from gnnplan.testing.fixtures import *  # noqa: F403
 from gnnplan.testing.laws import (
     LAWS,
-    Told,
+    StrategyEvaluation,
     bytes_of_the_schedule_are_those_of_predict,
     drawing_of,
     must_survive_words_and_json,
@@ -46,7 +46,7 @@ from gnnplan.testing.plain import difference
 from gnnplan.testing.ranks import SMALL, Case, ForkServer, Ranks
 from gnnplan.testing.runs import *  # noqa: F403
 from gnnplan.testing.runs import (
-    Played,
+    FinishedRun,
     must_fill_as_predicted,
     must_go_on_from_another_plan,
     must_have_learnt,
@@ -110,7 +110,7 @@ def test_closed_form_schedule_and_memory_tell_one_story(
     family: type[Strategy], problem: Problem, what: str, factor: float
 ) -> None:
     for strategy in suiting(family, problem):
-        told = Told(problem, with_better(problem, what, factor), strategy)
+        told = StrategyEvaluation(problem, with_better(problem, what, factor), strategy)
         for law in LAWS:
             note(law.__name__)
             law(told)
@@ -121,7 +121,7 @@ def test_closed_form_schedule_and_memory_tell_one_story(
 def test_a_graph_known_by_statistics_is_planned(family: type[Strategy], problem: Problem) -> None:
     problem = replace(problem, stats=replace(problem.stats, known=False), graph=None)
     for strategy in suiting(family, problem):
-        bytes_of_the_schedule_are_those_of_predict(Told(problem, problem, strategy))
+        bytes_of_the_schedule_are_those_of_predict(StrategyEvaluation(problem, problem, strategy))
 
 
 def test_its_page_has_the_drawing_of_its_program(
@@ -141,12 +141,12 @@ def test_its_page_has_the_drawing_of_its_program(
 
 
 @pytest.fixture(scope="module")
-def played(example: Example, run_ranks: Ranks, graphs: dict[str, str]) -> Played:
+def played(example: Example, run_ranks: Ranks, graphs: dict[str, str]) -> FinishedRun:
     """A run of one period of epochs, and one more epoch."""
     case = case_of(example, graphs["rough"], "gcn")
     problem = case.problem(example.ranks)
     epochs = case.settled(problem).predict(problem).period + 1
-    return Played(run_ranks(example.ranks, [replace(case, epochs=epochs, eval_every=1)])[0])
+    return FinishedRun(run_ranks(example.ranks, [replace(case, epochs=epochs, eval_every=1)])[0])
 
 
 @pytest.mark.parametrize("model", ["gcn", "sage"])

@@ -1,7 +1,8 @@
 """Laws over every strategy: closed form, schedule and memory tell one story, and the story bends
 the right way.
 
-`problems()` draws what strategies are asked about; `Told` is what they say, for all LAWS.
+`problems()` draws what strategies are asked about; `StrategyEvaluation` is what they say, for all
+LAWS.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ from gnnplan.planner.strategies import (
 )
 from gnnplan.planner.strategies.layerwise.buckets import CLAIM
 from gnnplan.planner.vocabulary.schedule import Collective, Ring, Schedule, Send
-from gnnplan.simulator.player import Played, TaskGraph, play, serial
+from gnnplan.simulator.player import TaskGraph, Timeline, play, serial
 from gnnplan.testing.drawing import draw
 
 ROUND = 1e-9  # relative rounding error of a sum of seconds
@@ -126,7 +127,7 @@ def problems(draw: st.DrawFn) -> Problem:
 
 
 @dataclass(frozen=True)
-class Told:
+class StrategyEvaluation:
     """A strategy's prediction and simulation, computed once for all laws, since it takes long."""
 
     problem: Problem
@@ -134,9 +135,9 @@ class Told:
     strategy: Strategy
 
     def __post_init__(self) -> None:
-        for name in ("problem", "faster"):  # a strategy that replays CUDA graphs launches less
-            launching = getattr(self, name).launching(self.strategy.replays)
-            object.__setattr__(self, name, launching)
+        for name in ("problem", "faster"):  # a step that is one CUDA graph launches less
+            with_graph = getattr(self, name).with_cuda_graph(self.strategy.uses_cuda_graph)
+            object.__setattr__(self, name, with_graph)
 
     @cached_property
     def steps(self) -> int:
@@ -164,20 +165,20 @@ class Told:
         return TaskGraph(self.schedule, self.problem.cost)
 
     @cached_property
-    def alone(self) -> Played:
+    def alone(self) -> Timeline:
         """The simulation without contention for links."""
         return self.played(contention=False)
 
     @cached_property
-    def contended(self) -> Played:
+    def contended(self) -> Timeline:
         return self.played(contention=True)
 
-    def played(self, contention: bool) -> Played:
+    def played(self, contention: bool) -> Timeline:
         cost, graph = self.problem.cost, self.task_graph
         return play(self.schedule, cost, contention=contention, task_graph=graph)
 
 
-def alone_simulated_serial(told: Told) -> None:
+def alone_simulated_serial(told: StrategyEvaluation) -> None:
     cost = told.problem.cost
     bounds = [
         told.alone.end_s,
@@ -187,7 +188,7 @@ def alone_simulated_serial(told: Told) -> None:
     assert all(low <= high * (1 + ROUND) for low, high in pairwise(bounds)), bounds
 
 
-def closed_form_is_the_simulation_within_the_claim(told: Told) -> None:
+def closed_form_is_the_simulation_within_the_claim(told: StrategyEvaluation) -> None:
     """Compare every epoch of a period. Transfers of a synchronous step or of a pipeline do not
     share a link, so contention does not matter, unless gradients are summed in several buckets. A
     stale step's all-reduce shares links with exchanges: its closed form lies between the two
@@ -199,12 +200,14 @@ def closed_form_is_the_simulation_within_the_claim(told: Told) -> None:
         _closed_form_is_near(told, float(told.predicted.at(e).epoch_s), alone, contended)
 
 
-def _closed_form_is_near(told: Told, closed: float, alone: float, contended: float) -> None:
+def _closed_form_is_near(
+    told: StrategyEvaluation, closed: float, alone: float, contended: float
+) -> None:
     problem, strategy = told.problem, told.strategy
     buckets = getattr(strategy, "buckets", 1)
     claim = strategy.claim if buckets == 1 else max(strategy.claim, CLAIM)
     assert abs(closed / contended - 1) <= claim, (closed, contended)
-    if told.strategy.built(problem).late:
+    if told.strategy.built(problem).lag:
         assert alone * (1 - ROUND) <= closed
         assert buckets > 1 or closed <= contended * (1 + ROUND)
     elif buckets > 1:
@@ -233,8 +236,8 @@ def _closed_form_is_near(told: Told, closed: float, alone: float, contended: flo
         assert abs(closed / alone - 1) <= strategy.claim, (closed, alone)
 
 
-def parts_of_the_epoch_add_up(told: Told) -> None:
-    for p in (told.predicted, *told.predicted.of_period):
+def parts_of_the_epoch_add_up(told: StrategyEvaluation) -> None:
+    for p in (told.predicted, *told.predicted.epochs_of_period):
         _parts_add_up(p)
 
 
@@ -245,7 +248,7 @@ def _parts_add_up(p: Prediction) -> None:
     assert p.bottleneck.split(" (")[0] in ("computation", "communication", "waiting")
 
 
-def better_hardware_is_never_slower(told: Told) -> None:
+def better_hardware_is_never_slower(told: StrategyEvaluation) -> None:
     faster, schedule = told.faster, told.schedule
     predicted = float(told.strategy.predict(faster).epoch_s)
     assert predicted <= float(told.predicted.epoch_s) * (1 + ROUND)
@@ -255,7 +258,7 @@ def better_hardware_is_never_slower(told: Told) -> None:
     assert simulated <= told.alone.end_s * (1 + ROUND)
 
 
-def bytes_of_the_schedule_are_those_of_predict(told: Told) -> None:
+def bytes_of_the_schedule_are_those_of_predict(told: StrategyEvaluation) -> None:
     """Compare bytes epoch by epoch."""
     steps, schedule = told.steps, told.schedule
     for epoch in range(1, 2 * told.period + 1):
@@ -269,7 +272,7 @@ def bytes_of_the_schedule_are_those_of_predict(told: Told) -> None:
     assert sum(sent.values()) == told.predicted.setup_bytes
 
 
-def every_wait_names_a_task_and_every_rank_has_the_same_meetings(told: Told) -> None:
+def every_wait_names_a_task_and_every_rank_has_the_same_meetings(told: StrategyEvaluation) -> None:
     known = {(t.rank, t.label) for t in told.schedule.tasks}
     meetings: dict[Any, set[int]] = {}
     for t in told.schedule.tasks:
@@ -279,7 +282,7 @@ def every_wait_names_a_task_and_every_rank_has_the_same_meetings(told: Told) -> 
     assert all(set(group) == ranks for (_, group), ranks in meetings.items())
 
 
-def memory_is_told_by_rank_and_use(told: Told) -> None:
+def memory_is_told_by_rank_and_use(told: StrategyEvaluation) -> None:
     problem, memory = told.problem, told.strategy.memory(told.problem)
     assert all(
         use.shape == (problem.ranks,) and (use >= 0).all() and np.isfinite(use).all()

@@ -167,7 +167,7 @@ def meeting(world: int) -> tuple[Any, dict[str, str]]:
     """Return a TCP store, hosted in this process while the object lives, and the environment with
     which ranks of this machine join it, except RANK. The system chooses the port as the store
     opens: a port that is only looked up may be taken before rank 0 opens it."""
-    from gnnplan.executor.ranks.meeting import on_this_machine, store_of_this_machine
+    from gnnplan.executor.ranks.rendezvous import on_this_machine, store_of_this_machine
 
     store = store_of_this_machine()
     return store, {
@@ -372,7 +372,7 @@ class Ranks:
 
 
 def _train(rank: Any, case: Case, out: Path) -> None:
-    from gnnplan.executor.launch.asked import last_of
+    from gnnplan.executor.launch.run_request import last_of
     from gnnplan.executor.ranks.checkpoint import Checkpoints, handed_over, question
     from gnnplan.executor.train import train
 
@@ -395,7 +395,7 @@ def be_rank(channel: Connection[Any, Any]) -> None:
 
     from gnnplan.executor import train
     from gnnplan.executor.ranks import machine
-    from gnnplan.executor.ranks.opening import open_rank
+    from gnnplan.executor.ranks.process import open_rank
 
     closely = "LOOK_CLOSELY" in os.environ
     machine.INTERVAL = 1e-4 if closely else 0.05

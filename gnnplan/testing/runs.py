@@ -18,7 +18,7 @@ import torch
 
 from gnnplan.planner.decision.candidate import Candidate
 from gnnplan.planner.evidence.validate import REPORT, compare
-from gnnplan.planner.strategies.base import BESIDE_TRAINING
+from gnnplan.planner.strategies.base import NON_TRAINING_USES
 from gnnplan.planner.vocabulary.schedule import Collective, Copy, Send
 from gnnplan.planner.vocabulary.trace import (
     BELOW,
@@ -35,7 +35,7 @@ from gnnplan.testing.plain import difference
 from gnnplan.testing.ranks import Case, Ranks, Result
 
 
-class Played:
+class FinishedRun:
     """A run with its schedule and prediction. The run evaluates after every epoch, which must
     change neither order nor bytes."""
 
@@ -58,7 +58,7 @@ class Played:
         return [self.result.rank(rank) for rank in range(self.world)]
 
 
-def test_order_of_operations(played: Played) -> None:
+def test_order_of_operations(played: FinishedRun) -> None:
     """Check the order per rank and lane, of the set-up and of every step."""
     lanes = {span.lane for span in played.spans}
     assert all(place_of(lane) < BELOW for lane in lanes)
@@ -72,7 +72,7 @@ def test_order_of_operations(played: Played) -> None:
         assert once == [str(task.label) for task in played.schedule.setup if task.rank == rank]
 
 
-def test_nothing_starts_before_what_it_waits_for(played: Played) -> None:
+def test_nothing_starts_before_what_it_waits_for(played: FinishedRun) -> None:
     """On its own rank, by the schedule's arrows; those into earlier steps are what staleness
     means."""
     spans = {(span.rank, span.label): span for span in played.spans}
@@ -88,7 +88,7 @@ def test_nothing_starts_before_what_it_waits_for(played: Played) -> None:
     assert arrows
 
 
-def test_bytes_of_every_operation(played: Played) -> None:
+def test_bytes_of_every_operation(played: FinishedRun) -> None:
     """Counted = scheduled per rank and operation = predicted in all; spans carry the same."""
     counted: Counter[str] = Counter()
     tasks, bytes_of = played.schedule.tasks, played.schedule.bytes_by_op
@@ -109,7 +109,7 @@ def test_bytes_of_every_operation(played: Played) -> None:
         assert spans[task.rank, str(task.label)] == expected, (task.rank, str(task.label))
 
 
-def test_set_up_bytes(played: Played) -> None:
+def test_set_up_bytes(played: FinishedRun) -> None:
     counted: Counter[str] = Counter()
     for left in played.ranks:
         counted.update(left["setup_bytes"])
@@ -117,7 +117,7 @@ def test_set_up_bytes(played: Played) -> None:
     assert counted == +Counter(played.schedule.bytes_by_op(played.schedule.setup))
 
 
-def test_evaluation_is_not_counted(played: Played) -> None:
+def test_evaluation_is_not_counted(played: FinishedRun) -> None:
     """Check that metrics.jsonl counts only the bytes of training, not of evaluation."""
     steps, tasks = played.steps, played.schedule.tasks
     of_epoch = [
@@ -131,7 +131,7 @@ def test_evaluation_is_not_counted(played: Played) -> None:
     assert all(row[f"val_{metric}"] is not None for row in played.result.metrics)
 
 
-def test_validate_finds_no_fault(played: Played) -> None:
+def test_validate_finds_no_fault(played: FinishedRun) -> None:
     """Check that `compare` finds equal bytes and order, and suggests no bug report."""
     simulated = play(played.schedule, played.candidate.problem.cost)
     epoch_s = simulated.epoch_s(played.steps, played.prediction.period)
@@ -142,7 +142,7 @@ def test_validate_finds_no_fault(played: Played) -> None:
     assert REPORT not in told["diagnosis"]
 
 
-def test_a_measured_trace_survives_its_file(played: Played, tmp_path: Path) -> None:
+def test_a_measured_trace_survives_its_file(played: FinishedRun, tmp_path: Path) -> None:
     write_traces(tmp_path, played.spans, range(played.world), played.world, "measured", "gloo")
     assert read_traces(tmp_path) == played.spans
     assert all(span.start <= span.end for span in played.spans)
@@ -210,7 +210,7 @@ def must_fill_as_predicted(world: int, case: Case, fresh_ranks: Ranks) -> None:
     (result,) = fresh_ranks(world, [case])
     problem = case.problem(world)
     use = case.settled(problem).memory(problem)
-    of_training = (nbytes for what, nbytes in use.items() if what not in BESIDE_TRAINING)
+    of_training = (nbytes for what, nbytes in use.items() if what not in NON_TRAINING_USES)
     predicted = sum(of_training, np.zeros(world))
     measured = np.array([result.rank(rank)["peak_bytes"] for rank in range(world)])
     assert predicted.max() == pytest.approx(measured.max(), rel=0.05), use

@@ -14,7 +14,7 @@
     link_fit.py      fits a link to timed messages
     clouds.py        servers by the names of their cloud instance types
     readings.py      reads a cluster from the output of nccl-tests and nvidia-smi
-    here.py          reads this machine's GPUs
+    local_gpus.py    reads this machine's GPUs
     scaling.py       multiplies some numbers of a cluster
     doubt.py         how far each constant may be off, and clusters drawn from these ranges
 

@@ -12,7 +12,7 @@ from typing import NamedTuple
 import numpy as np
 
 from gnnplan.planner.cluster.collectives import Algorithm, AllReduce, ReducePhase, all_reduce
-from gnnplan.planner.cluster.messages import Listed
+from gnnplan.planner.cluster.messages import MessageList
 from gnnplan.planner.cluster.places import LINK_NAMES
 from gnnplan.planner.cluster.ports import MessagePorts
 from gnnplan.planner.cluster.spec import Link, LinkName
@@ -76,7 +76,7 @@ class AllReduces:
     def _phase_loads(self, flows: Flows) -> PhaseLoads:
         """Return the loads of flows on ports."""
         source, target, share = flows
-        uses = list(self.ports.uses("all_reduce", Listed(source, target)))
+        uses = list(self.ports.uses("all_reduce", MessageList(source, target)))
         starts = np.array([use.hops for use in uses]).reshape(len(uses), source.size)
         return PhaseLoads(
             [use.link for use in uses],

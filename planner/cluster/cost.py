@@ -26,13 +26,13 @@ from gnnplan.planner.cluster.shared_cores import SharedCores
 from gnnplan.planner.cluster.spec import Cluster, LinkName
 from gnnplan.planner.cluster.transfer import Transfer
 from gnnplan.planner.vocabulary.numbers import SPREAD, Number, slowest
-from gnnplan.planner.vocabulary.outer import Outer, Pairs
+from gnnplan.planner.vocabulary.outer import Outer, RankMatrix
 from gnnplan.planner.vocabulary.schedule import (
     Compute,
     Copy,
     Exchange,
     HostWork,
-    Local,
+    LocalWork,
     Ring,
     Sampling,
     Send,
@@ -82,7 +82,7 @@ class Cost:
 
     # -- computation
 
-    def seconds(self, work: Local) -> Number:
+    def seconds(self, work: LocalWork) -> Number:
         """Return the duration of a task without communication [s]."""
         match work:
             case Compute():
@@ -139,7 +139,7 @@ class Cost:
 
     def exchange(
         self,
-        sent: Pairs,
+        sent: RankMatrix,
         group: Sequence[int] | None = None,
         messages: int = 1,
         itemsize: int = 1,
@@ -162,7 +162,7 @@ class Cost:
         return self._all_reduce_transfers[key]
 
     def bytes_by_link(
-        self, sent: Pairs, group: Sequence[int] | None = None, itemsize: int = 1
+        self, sent: RankMatrix, group: Sequence[int] | None = None, itemsize: int = 1
     ) -> dict[LinkName, int]:
         """Return the bytes of an exchange per kind of link [B]; arguments as in `exchange`."""
         if sent.dtype.kind == "f":  # expected numbers of items; sums are truncated to whole bytes
@@ -179,7 +179,7 @@ class Cost:
         return {where: nbytes for where, nbytes in shares.items() if nbytes}
 
 
-def _within(sent: Pairs, place: np.ndarray) -> int:
+def _within(sent: RankMatrix, place: np.ndarray) -> int:
     """Return the items of `sent` [ranks, ranks] between ranks with equal `place` [ranks]."""
     if isinstance(sent, Outer):
         return int(sent.within(place))

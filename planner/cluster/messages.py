@@ -1,7 +1,7 @@
-"""Sets of messages between ranks: a list (`Listed`), or counts of equal messages (`EqualMessages`).
+"""Sets of messages between ranks: `MessageList`, or counts of equal messages (`EqualMessages`).
 
 Both classes have the same methods, with which ports.py counts the messages that pass a port. A
-*count* of `Listed` is an array [messages]: how often each message passes something. A count of
+*count* of `MessageList` is an array [messages]: how often each message passes something. A count of
 `EqualMessages` is an array [2, ranks]: how many of the messages that a rank sends pass it, and how
 many of the messages that the rank receives. Counts can be added and subtracted.
 
@@ -23,13 +23,13 @@ Count = np.ndarray
 
 
 @dataclass(frozen=True, eq=False)
-class Listed:
+class MessageList:
     """Messages from rank `source[m]` to rank `target[m]`."""
 
     source: np.ndarray  # [messages]
     target: np.ndarray  # [messages]
 
-    def among(self, *places: np.ndarray, to: np.ndarray | None = None) -> Count:
+    def within(self, *places: np.ndarray, to: np.ndarray | None = None) -> Count:
         """Count the messages whose two ranks are equal in each of `places` (arrays [ranks], such as
         the server of each rank); only those to the ranks `to` (bool [ranks]), if given."""
         out = np.ones(self.source.size) if to is None else 1.0 * to[self.target]
@@ -76,7 +76,7 @@ class Listed:
 
 @dataclass(frozen=True, eq=False)
 class EqualMessages:
-    """Equal messages between `members`; the methods are those of `Listed`."""
+    """Equal messages between `members`; the methods are those of `MessageList`."""
 
     members: np.ndarray  # ranks; their order is that of the rows of `pattern`
     pattern: Outer
@@ -87,7 +87,7 @@ class EqualMessages:
         """1 for members that send, and 1 for members that receive, else 0 (each [members])."""
         return self.pairs.senders.astype(float), self.pairs.receivers.astype(float)
 
-    def among(self, *places: np.ndarray, to: np.ndarray | None = None) -> Count:
+    def within(self, *places: np.ndarray, to: np.ndarray | None = None) -> Count:
         at, (senders, receivers) = [place[self.members] for place in places], self._ends
         if to is not None:
             receivers = receivers * to[self.members]
@@ -138,4 +138,4 @@ class EqualMessages:
         return np.asarray((grouped - np.diag(own)) * nbytes)
 
 
-Messages = Listed | EqualMessages
+Messages = MessageList | EqualMessages

@@ -23,7 +23,7 @@ from gnnplan.planner.cluster.cost import Cost
 from gnnplan.planner.cluster.fabric import routes
 from gnnplan.planner.cluster.places import LINK_NAMES, Places
 from gnnplan.planner.cluster.spec import MOST_PAIRED, Cluster
-from gnnplan.planner.vocabulary.outer import Outer, Pairs
+from gnnplan.planner.vocabulary.outer import Outer, RankMatrix
 
 MOST_SWAPPED = 128  # ranks up to which pairs swap: a step multiplies matrices [ranks, ranks]
 
@@ -58,7 +58,7 @@ def fewer(cluster: Cluster) -> list[tuple[int, ...]]:
 def proposed(
     cluster: Cluster,
     gpus: Sequence[int],
-    sent: Sequence[Pairs],
+    sent: Sequence[RankMatrix],
     groups: Sequence[Sequence[int]],
     tied: Sequence[int] = (),
 ) -> list[tuple[int, ...]]:
@@ -89,7 +89,7 @@ def proposed(
     return list(dict.fromkeys(placements))
 
 
-def _is_even(sent: Pairs) -> bool:
+def _is_even(sent: RankMatrix) -> bool:
     """Whether all ranks send each other equally much, so that all placements are equal."""
     if isinstance(sent, Outer):
         return sent.is_even

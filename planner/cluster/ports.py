@@ -22,13 +22,13 @@ from typing import Literal, NamedTuple
 import numpy as np
 
 from gnnplan.planner.cluster.fabric import Routes, routes
-from gnnplan.planner.cluster.messages import Count, EqualMessages, Listed, Messages
+from gnnplan.planner.cluster.messages import Count, EqualMessages, MessageList, Messages
 from gnnplan.planner.cluster.places import Places, Port
 from gnnplan.planner.cluster.shared_cores import SharedCores
 from gnnplan.planner.cluster.spec import Cluster, Fabric, Link, LinkName
 from gnnplan.planner.cluster.transfer import PortSeconds, Transfer, add, seconds_of
 from gnnplan.planner.vocabulary.numbers import Number, total
-from gnnplan.planner.vocabulary.outer import Outer, Pairs
+from gnnplan.planner.vocabulary.outer import Outer, RankMatrix
 
 
 class Passes(NamedTuple):
@@ -80,7 +80,7 @@ class PortUse(NamedTuple):
 
     def passes(self) -> Iterator[Passes]:
         """Yield which of the listed messages pass which ports."""
-        assert isinstance(self.messages, Listed)
+        assert isinstance(self.messages, MessageList)
         if self.fabric:
             paths, server = self.fabric
             ends = (self.messages.ends(server, at_sender) for at_sender in (True, False))
@@ -128,8 +128,8 @@ class MessagePorts:
     def uses(self, op: str, messages: Messages) -> Iterator[PortUse]:
         """Yield how messages use the ports, one kind of port after the other."""
         at, cluster, ranks = self.places, self.cluster, np.arange(self.places.server.size)
-        in_server, in_island = messages.among(at.server), messages.among(at.island)
-        between, over_gpus = messages.among() - in_server, in_server - in_island
+        in_server, in_island = messages.within(at.server), messages.within(at.island)
+        between, over_gpus = messages.within() - in_server, in_server - in_island
         if not cluster.peer_access:
             # through the server's memory: up the sender's host link, then down the receiver's host
             # link or out through a NIC
@@ -153,10 +153,10 @@ class MessagePorts:
         yield from use("island", "island", in_island, ranks, in_island, in_island)
         yield from use("gpu", "intra_node", over_gpus, ranks, over_gpus, over_gpus)
         if cluster.switches and cluster.peer_access:
-            same = messages.among(at.switch) - messages.among(at.switch, at.island)
+            same = messages.within(at.switch) - messages.within(at.switch, at.island)
             up = over_gpus - same + messages.sent_by(between, at.uplinked)
             down = over_gpus - same + messages.received_by(between, at.uplinked)
-            arriving = messages.among(to=at.uplinked) - messages.among(at.server, to=at.uplinked)
+            arriving = messages.within(to=at.uplinked) - messages.within(at.server, to=at.uplinked)
             either = up + messages.sent_by(arriving, ~at.uplinked)
             yield from use("switch", "switch", either, at.switch, up, down)
         elif cluster.switches:
@@ -188,7 +188,7 @@ class MessagePorts:
 
         source, target, nbytes: [pairs]; each pair's bytes are sent in `messages` equal messages.
         """
-        listed = Listed(source, target)
+        listed = MessageList(source, target)
         for use in self.uses(op, listed):
             loads = use.loads(use.link.stretched(nbytes, messages))
             yield PortLoads(use.kind, use.link, listed.sent_per_rank(use.hops), loads)
@@ -199,7 +199,7 @@ class MessagePorts:
         """Return which ports each message passes, and the bandwidth of these ports [B/s]."""
         passes: list[Passes] = []
         bandwidth: dict[Port, float] = {}
-        for use in self.uses(op, Listed(source, target)):
+        for use in self.uses(op, MessageList(source, target)):
             stretch = use.link.stretched(nbytes) / nbytes
             for each in use.passes():
                 shares = stretch[each.messages] * each.shares
@@ -217,7 +217,7 @@ class MessagePorts:
         """
         latencies: np.ndarray = np.zeros(source.size)
         ports: dict[str, np.ndarray] = {}
-        for use in self.uses("send", Listed(source, target)):
+        for use in self.uses("send", MessageList(source, target)):
             latencies = latencies + use.hops * use.link.latency
             loads = use.loads(use.link.stretched(nbytes))
             add(ports, seconds_of(loads, 1.0, use.link.bandwidth))
@@ -225,7 +225,7 @@ class MessagePorts:
 
     def exchange(
         self,
-        sent: Pairs,
+        sent: RankMatrix,
         group: Sequence[int] | None,
         messages: int = 1,
         itemsize: int = 1,
@@ -242,7 +242,7 @@ class MessagePorts:
         return Transfer(total(each_s), ports)
 
     def _loads_of(
-        self, sent: Pairs, members: np.ndarray, messages: int, itemsize: int
+        self, sent: RankMatrix, members: np.ndarray, messages: int, itemsize: int
     ) -> Iterator[tuple[PortLoads, float]]:
         """Yield the loads of an exchange on ports, each with a factor to multiply it by.
 

@@ -12,14 +12,14 @@ import numpy as np
 
 from gnnplan.planner.cluster.places import Port
 from gnnplan.planner.vocabulary.numbers import Number, largest
-from gnnplan.planner.vocabulary.values import Value
+from gnnplan.planner.vocabulary.values import ByContent
 
 # Kind of port -> seconds for which each port of this kind is busy [.., ports] [s]
 PortSeconds = Mapping[str, np.ndarray]
 
 
 @dataclass(frozen=True, eq=False)
-class Transfer(Value):
+class Transfer(ByContent):
     """A latency [s], after which every port is busy for some seconds.
 
     A port's seconds hold without contention: when no other transfer passes the port.

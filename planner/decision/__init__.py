@@ -2,10 +2,10 @@
 
     candidate.py       a strategy with its prediction, and whether it fits in memory
     search.py          evaluates all candidates, and ranks them
-    memory_needed.py            the memory or servers with which a strategy would fit
+    memory_needed.py   the memory or servers with which a strategy would fit
     recommendation.py  draws of uncertain predictions: chances, ranges and regrets
     dtypes.py          float32 or rounded rows (--dtype auto)
-    whole.py           the whole training, full-graph and mini-batch, on all numbers of GPUs
+    modes.py           the whole training, full-graph and mini-batch, on all numbers of GPUs
     epochs.py          how many epochs a training has
     summary.py         the lines at the beginning of a plan
     explain.py         all reasons for a plan

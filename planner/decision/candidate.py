@@ -20,7 +20,7 @@ from gnnplan.planner.problem.problem import Problem
 from gnnplan.planner.strategies.base import Memory, Strategy
 from gnnplan.planner.strategies.minibatch.proposals import fullest
 from gnnplan.planner.strategies.program.account import Prediction, predict
-from gnnplan.planner.strategies.program.memory import of_fullest
+from gnnplan.planner.strategies.program.memory import on_fullest_rank
 from gnnplan.planner.vocabulary.errors import Infeasible, SpecError
 from gnnplan.planner.vocabulary.units import show_bytes
 
@@ -43,7 +43,7 @@ class Candidate:
         """
         strategy = strategy.settle(problem)
         strategy.check(problem)
-        problem = problem.launching(strategy.replays)
+        problem = problem.with_cuda_graph(strategy.uses_cuda_graph)
         if (target := objective.target) and not target.epochs(problem, strategy):
             raise SpecError(target.why_not(problem, strategy))
         return cls(strategy, strategy.predict(problem), problem, objective)
@@ -131,10 +131,10 @@ class Candidate:
 
         Draws are described in recommendation.py."""
         problem, cluster, strategy = self.problem, self.problem.cluster, self.strategy
-        known, name = problem.known, cluster.model_dump_json()
-        clusters = known.recent("drawn", name, lambda: drawn(cluster))
+        cache, name = problem.cache, cluster.model_dump_json()
+        clusters = cache.get_recent("drawn", name, lambda: drawn(cluster))
         # all candidates on these GPUs share one problem, and so the costs of its all-reduces
-        doubted = known.recent(
+        doubted = cache.get_recent(
             "in doubt", problem, lambda: replace(problem, cluster=clusters), most=1
         )
         epoch_s = strategy.predict(doubted).epoch_s
@@ -148,7 +148,7 @@ class Candidate:
 
     def fullest(self) -> dict[str, float]:
         """Return use -> bytes on the fullest rank [B]."""
-        return of_fullest(self.memory)
+        return on_fullest_rank(self.memory)
 
 
 def evaluate(problem: Problem, strategy: Strategy, objective: Objective = TIME) -> Candidate:

@@ -109,7 +109,7 @@ def answer(found: SearchResult, candidate: Candidate) -> dict[str, Any]:
     """Return a candidate as an entry of a plan, JSON-ready."""
     p = candidate.predicted
     seconds = ("epoch_s", "compute_s", "comm_s", "bubble_s")
-    period = [{"epoch_s": float(each.epoch_s), "bytes": each.bytes} for each in p.of_period]
+    period = [{"epoch_s": float(each.epoch_s), "bytes": each.bytes} for each in p.epochs_of_period]
     named = {"name": candidate.strategy.name, **candidate.strategy.knobs()}
     return {
         "strategy": json.loads(json.dumps(named)),  # tuples become lists, as in a file

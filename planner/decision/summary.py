@@ -244,7 +244,8 @@ def costs(best: Candidate) -> str:
 def launched_one_by_one(best: Candidate) -> list[str]:
     """Say how long an epoch would take at a constant learning rate, if that makes a difference.
 
-    Steps whose learning rate changes are not replayed as CUDA graphs (`Problem.replays`)."""
+    Steps whose learning rate changes are not replayed as CUDA graphs
+    (`Problem.uses_cuda_graph`)."""
     problem, asked = best.problem, best.problem.workload
     if not asked.varies_lr:
         return []

@@ -16,7 +16,7 @@ import numpy as np
 
 from gnnplan.planner.decision.candidate import Candidate
 from gnnplan.planner.evidence.recorded import WARM_UP, rows_by_class, warm_epochs
-from gnnplan.planner.strategies.base import BESIDE_TRAINING, Memory
+from gnnplan.planner.strategies.base import NON_TRAINING_USES, Memory
 from gnnplan.planner.strategies.program.account import Prediction
 from gnnplan.planner.vocabulary.numbers import typical
 from gnnplan.planner.vocabulary.schedule import Schedule
@@ -263,8 +263,8 @@ def _compare_devices(planned: str, ranks: list[dict[str, Any]]) -> dict[str, Any
 
 
 def fullest(memory: Memory, runtime: bool) -> float:
-    """Return the memory of the fullest rank [B]; `runtime`: with the uses BESIDE_TRAINING."""
-    uses = [use for name, use in memory.items() if runtime or name not in BESIDE_TRAINING]
+    """Return the memory of the fullest rank [B]; `runtime`: with the uses NON_TRAINING_USES."""
+    uses = [use for name, use in memory.items() if runtime or name not in NON_TRAINING_USES]
     return float(np.max(np.sum(uses, axis=0)))
 
 

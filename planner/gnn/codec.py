@@ -40,10 +40,11 @@ BITS = (8, 4, 2)
 ADAPTIVE = "adaptive"  # value of `bits` for a number of bits per row, 4 on average
 PARAMETERS = 4  # bytes of a row's minimum and spacing [B]
 AT_ONCE = 2**18  # numbers that a CPU packs or unpacks at a time, so that they stay in its cache
-# Passes over the numbers of packed rows. PACK: two extrema, difference, product, random numbers and
-# their sum, a half. UNPACK: codes to numbers, product, sum.
-PACK, UNPACK = 13, 5
-PICKED, ADDED = 2, 3  # passes to gather rows for peers, and to add received gradients to rows
+# Passes over the numbers of packed rows. PACK_PASSES: two extrema, difference, product, random
+# numbers and their sum, a half. UNPACK_PASSES: codes to numbers, product, sum.
+PACK_PASSES, UNPACK_PASSES = 13, 5
+# Passes to gather rows for peers, and to add received gradients to rows.
+GATHER_PASSES, ADD_PASSES = 2, 3
 PACK_LAUNCHES, UNPACK_LAUNCHES = 60, 12
 # Bytes per number (PLACED, FETCHED) and passes (SORTED) of adaptive rows, packed bit width by bit
 # width: codes (half a byte per number) are cleared, padded and scattered to their positions, later
@@ -146,7 +147,7 @@ class Codec:
         # bytes per number: random words, codes in two bytes, several codes combined, one byte
         in_bytes = 2 + 2 + (6 * (each - 1) / each if each > 1 else 0) + 3 / each
         in_bytes += PLACED * self.adapts
-        passes = PACK + PICKED * (picked or self.adapts)
+        passes = PACK_PASSES + GATHER_PASSES * (picked or self.adapts)
         numbers = rows * width
         yield Compute(
             elementwise_bytes=(passes * itemsize + in_bytes) * numbers,
@@ -164,7 +165,7 @@ class Codec:
         if not self.packs:
             return
         in_bytes = 5 + FETCHED * self.adapts  # shift, mask and copy read; shift and mask write
-        passes = UNPACK + ADDED * added + SORTED * self.adapts
+        passes = UNPACK_PASSES + ADD_PASSES * added + SORTED * self.adapts
         yield Compute(
             elementwise_bytes=(passes * itemsize + in_bytes) * (rows * width),
             launches=UNPACK_LAUNCHES * (len(BITS) if self.adapts else 1),

@@ -12,8 +12,8 @@ import numpy as np
 
 from gnnplan.planner.gnn.amounts import Block, block_of
 from gnnplan.planner.gnn.counted import amount
-from gnnplan.planner.gnn.kinds import Layer
-from gnnplan.planner.gnn.layer import Played
+from gnnplan.planner.gnn.kinds import LayerSpec
+from gnnplan.planner.gnn.layer import LayerRecord
 from gnnplan.planner.gnn.model import Model
 from gnnplan.planner.gnn.operations import LONG
 from gnnplan.planner.vocabulary.numbers import Number, largest
@@ -27,7 +27,7 @@ COMMUNICATOR = 300e6
 COUNTS_AT_ENDS = 8  # the last entries of a block's two arrays of offsets (CSR and transpose) [B]
 
 
-class Held(NamedTuple):
+class OpMemory(NamedTuple):
     """The memory of an operation, on top of the memory before it [B].
 
     Of a layer, a decoder or a loss: both passes, without source rows and the gradient of the
@@ -37,30 +37,30 @@ class Held(NamedTuple):
     left: Number  # still allocated afterwards; negative: it frees more than it allocates
 
 
-def keeps(nbytes: Number) -> Held:
+def keeps(nbytes: Number) -> OpMemory:
     """Return the memory of an operation that allocates so many bytes and frees nothing."""
-    return Held(nbytes, nbytes)
+    return OpMemory(nbytes, nbytes)
 
 
-def in_turn(operations: Iterable[Held]) -> Held:
+def in_turn(operations: Iterable[OpMemory]) -> OpMemory:
     """Return the memory of operations that run one after the other, taken as one operation.
 
-    >>> in_turn([keeps(3.0), Held(most=4.0, left=-2.0), keeps(1.0)])
-    Held(most=np.float64(7.0), left=2.0)
+    >>> in_turn([keeps(3.0), OpMemory(most=4.0, left=-2.0), keeps(1.0)])
+    OpMemory(most=np.float64(7.0), left=2.0)
     """
     most: Number = 0.0
     left: Number = 0.0
     for each in operations:
         most, left = largest([left + each.most], most), left + each.left
-    return Held(most, left)
+    return OpMemory(most, left)
 
 
-def _on(record: Played, counts: Block) -> Held:
+def _on(record: LayerRecord, counts: Block) -> OpMemory:
     held = record.held.on(counts)
-    return Held(held[1:].max(0), held[0])
+    return OpMemory(held[1:].max(0), held[0])
 
 
-def rowwise(record: Played, rows: Number) -> Held:
+def rowwise(record: LayerRecord, rows: Number) -> OpMemory:
     """Return the memory of an encoder, a decoder or a layer's preparation on `rows` rows."""
     return _on(record, block_of(rows, rows, 0.0))
 
@@ -75,7 +75,7 @@ def footprint(
     narrow: bool = False,
     local: Number = 0.0,
     apart: bool = False,
-) -> Held:
+) -> OpMemory:
     """Return the memory of a layer of R `rows`, S `sources` and E `edges` (without self edges).
 
     narrow: the `local` source rows were prepared and projected before the exchange. apart: inputs
@@ -83,10 +83,10 @@ def footprint(
     outside autograd (GNNPipe)."""
     edges = edges + rows * model.layers[layer - 1].self_edges
     counts = block_of(rows, sources, edges, local=local)
-    return _on(model.played(layer, narrow, apart), counts)
+    return _on(model.layer_record(layer, narrow, apart), counts)
 
 
-def block(model: Model, spec: Layer, rows: Number, sources: Number, edges: Number) -> Number:
+def block(model: Model, spec: LayerSpec, rows: Number, sources: Number, edges: Number) -> Number:
     """Return the memory of a layer's edges [B].
 
     A block has its edges as CSR and transposed, with each edge's position in the other form, the
@@ -97,11 +97,11 @@ def block(model: Model, spec: Layer, rows: Number, sources: Number, edges: Numbe
     return edges * (12 + weights) + 4 * (rows + sources) + LONG * sources + structure
 
 
-def decoded(model: Model, own: Number) -> Held:
+def decoded(model: Model, own: Number) -> OpMemory:
     """Return the memory of decoding `own` rows of h_L; without a decoder they are the output."""
     if model.decoder is None:
         return keeps(0.0 * own)
-    return rowwise(model.decodes, own)
+    return rowwise(model.decoder_record, own)
 
 
 def loss_itself(model: Model, own: Number, trained: Number) -> Number:
@@ -111,16 +111,16 @@ def loss_itself(model: Model, own: Number, trained: Number) -> Number:
     return np.maximum(3 * chosen, chosen + own * model.classes * model.itemsize)
 
 
-def loss(model: Model, own: Number, trained: Number) -> Held:
+def loss(model: Model, own: Number, trained: Number) -> OpMemory:
     """Return the memory of decoder and loss on `own` rows, with `trained` training vertices.
 
     The logits stay until the step ends; without a decoder they are h_L itself."""
     need, logits = decoded(model, own), own * model.classes * model.itemsize
     most = np.maximum(need.left + loss_itself(model, own, trained), need.most + logits)
-    return Held(most, logits * (model.decoder is not None))
+    return OpMemory(most, logits * (model.decoder is not None))
 
 
-def link_loss(model: Model, own: Number, edges: Number, negatives: int) -> Held:
+def link_loss(model: Model, own: Number, edges: Number, negatives: int) -> OpMemory:
     """Return the memory of decoder and link prediction's loss on `own` rows, as `loss` does.
 
     The loss gathers the rows of heads and tails of `edges` edges, each with `negatives` negatives,
@@ -132,4 +132,4 @@ def link_loss(model: Model, own: Number, edges: Number, negatives: int) -> Held:
     # gradients of the gathered rows; then the rows' gradients, once as heads and once as tails
     backward = 2 * scores + np.maximum(gathered + rows, need.most - need.left) + rows
     most = need.left + positions + np.maximum(2 * gathered + 3 * scores, backward)
-    return Held(most, rows * (model.decoder is not None))
+    return OpMemory(most, rows * (model.decoder is not None))

@@ -10,8 +10,8 @@ R rows are written (destinations) and S rows are read (sources, which include th
 
 A kind is written in terms of the operations in `Arithmetic`. The planner applies them to amounts of
 rows (operations.py), which gives work and memory; the executor applies them to tensors
-(executor/layers/known.py), which computes the layer. A new kind needs a class here and its name in
-`Fields.model`."""
+(executor/layers/built_in.py), which computes the layer. A new kind needs a class here and its name
+in `Fields.model`."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ Shapes = dict[str, tuple[int, ...]]  # name of a parameter -> shape
 
 
 @dataclass(frozen=True)
-class Layer:
+class LayerSpec:
     """The shape of one layer, its kind, and its options."""
 
     h_in: int
@@ -133,7 +133,7 @@ class Arithmetic(Protocol[V]):
     def attend_pairs(self, x: V, heads: int) -> V: ...  # GATv2: a logit reads both ends' rows
 
 
-class Given(NamedTuple, Generic[V]):
+class UpdateInputs(NamedTuple, Generic[V]):
     """The inputs of a layer's `update`."""
 
     gathered: V  # the aggregate
@@ -177,7 +177,7 @@ class Kind:
         """Return the numbers per row between layers."""
         return fields.hidden
 
-    def shaped(self, layer: Layer, fields: Fields, place: int) -> Layer:
+    def shaped(self, layer: LayerSpec, fields: Fields, place: int) -> LayerSpec:
         """Adapt the layer at a position of the model, counted from 0, to the kind."""
         return layer
 
@@ -185,24 +185,24 @@ class Kind:
         """Return the constants of layer `number`, counted from 1, by name."""
         return {}
 
-    def parameters(self, spec: Layer) -> Shapes:
+    def parameters(self, spec: LayerSpec) -> Shapes:
         """Return the shapes of the layer's parameters by name, in order."""
         return {"weight": (spec.h_out, spec.h_in)} | _biased(spec)
 
-    def project(self, ops: Arithmetic[V], spec: Layer, rows: V) -> V:
+    def project(self, ops: Arithmetic[V], spec: LayerSpec, rows: V) -> V:
         """Multiply rows by the layer's matrix, before the gather."""
         return ops.linear([(rows, "weight")])
 
-    def gather(self, ops: Arithmetic[V], spec: Layer, rows: V) -> V:
+    def gather(self, ops: Arithmetic[V], spec: LayerSpec, rows: V) -> V:
         """Aggregate the source rows of each destination's edges into one row."""
         return ops.aggregate(rows, spec.sums)
 
-    def update(self, ops: Arithmetic[V], spec: Layer, given: Given[V]) -> V:
+    def update(self, ops: Arithmetic[V], spec: LayerSpec, given: UpdateInputs[V]) -> V:
         """Compute the layer's output from the aggregate."""
         raise NotImplementedError
 
 
-def _biased(spec: Layer) -> Shapes:
+def _biased(spec: LayerSpec) -> Shapes:
     return {"bias": (spec.h_out,)} if spec.bias else {}
 
 
@@ -215,7 +215,7 @@ class GCN(Kind):
     dgl = "GraphConv weight=weight:transposed bias=bias"
     by_columns = ("weight",)
 
-    def update(self, ops: Arithmetic[V], spec: Layer, given: Given[V]) -> V:
+    def update(self, ops: Arithmetic[V], spec: LayerSpec, given: UpdateInputs[V]) -> V:
         if spec.matrices and not spec.projects_first:
             return ops.linear([(given.gathered, "weight")], "bias", given.relu)
         out = ops.bias(given.gathered)
@@ -236,11 +236,11 @@ class SGC(GCN):
     def width(self, fields: Fields, classes: int) -> int:
         return classes
 
-    def shaped(self, layer: Layer, fields: Fields, place: int) -> Layer:
+    def shaped(self, layer: LayerSpec, fields: Fields, place: int) -> LayerSpec:
         begins, ends = place == 0, place == fields.layers - 1
         return replace(layer, matrices=int(begins), drops=begins, bias=ends)
 
-    def parameters(self, spec: Layer) -> Shapes:
+    def parameters(self, spec: LayerSpec) -> Shapes:
         return super().parameters(spec) if spec.matrices else _biased(spec)
 
 
@@ -254,14 +254,14 @@ class SAGE(Kind):
     projects_own = True
     by_columns = ("weight", "weight_self")
 
-    def shaped(self, layer: Layer, fields: Fields, place: int) -> Layer:
+    def shaped(self, layer: LayerSpec, fields: Fields, place: int) -> LayerSpec:
         return replace(layer, matrices=2)
 
-    def parameters(self, spec: Layer) -> Shapes:
+    def parameters(self, spec: LayerSpec) -> Shapes:
         matrix = spec.h_out, spec.h_in
         return {"weight": matrix, "weight_self": matrix} | _biased(spec)
 
-    def update(self, ops: Arithmetic[V], spec: Layer, given: Given[V]) -> V:
+    def update(self, ops: Arithmetic[V], spec: LayerSpec, given: UpdateInputs[V]) -> V:
         own = given.own, "weight_self"
         if not spec.projects_first:
             return ops.linear([own, (given.gathered, "weight")], "bias", given.relu)
@@ -279,13 +279,13 @@ class GCNII(Kind):
     encodes = reads_initial = True
     instead = "resgcn for a deep model"
 
-    def shaped(self, layer: Layer, fields: Fields, place: int) -> Layer:
+    def shaped(self, layer: LayerSpec, fields: Fields, place: int) -> LayerSpec:
         return replace(layer, bias=False)
 
     def constants(self, fields: Fields, number: int) -> dict[str, float]:
         return {"alpha": fields.alpha, "beta": math.log(fields.theta / number + 1)}
 
-    def update(self, ops: Arithmetic[V], spec: Layer, given: Given[V]) -> V:
+    def update(self, ops: Arithmetic[V], spec: LayerSpec, given: UpdateInputs[V]) -> V:
         mixed = ops.lerp(given.gathered, ops.initial_rows(spec.h_in), "alpha")
         out = ops.towards_product(mixed, "weight", "beta")
         return ops.relu(out) if given.relu else out
@@ -304,21 +304,21 @@ class GAT(Kind):
     linear, attends, sends_logits, rounds_rows = False, True, True, False
     by_columns: ClassVar[tuple[str, ...]] = ("weight",)
 
-    def shaped(self, layer: Layer, fields: Fields, place: int) -> Layer:
+    def shaped(self, layer: LayerSpec, fields: Fields, place: int) -> LayerSpec:
         return replace(layer, heads=1 if place == fields.layers - 1 else fields.heads)
 
-    def parameters(self, spec: Layer) -> Shapes:
+    def parameters(self, spec: LayerSpec) -> Shapes:
         """Return the shapes of weight, bias and attention, which has [a_l | a_r] for each head."""
         attention = spec.heads, 2 * (spec.h_out // spec.heads)
         return super().parameters(spec) | {"attention": attention}
 
-    def project(self, ops: Arithmetic[V], spec: Layer, rows: V) -> V:
+    def project(self, ops: Arithmetic[V], spec: LayerSpec, rows: V) -> V:
         return ops.append_logits(super().project(ops, spec, rows), spec.heads)
 
-    def gather(self, ops: Arithmetic[V], spec: Layer, rows: V) -> V:
+    def gather(self, ops: Arithmetic[V], spec: LayerSpec, rows: V) -> V:
         return ops.attend(rows, spec.heads)
 
-    def update(self, ops: Arithmetic[V], spec: Layer, given: Given[V]) -> V:
+    def update(self, ops: Arithmetic[V], spec: LayerSpec, given: UpdateInputs[V]) -> V:
         out = ops.bias(given.gathered)
         return ops.relu(out, in_place=spec.bias) if given.relu else out
 
@@ -343,18 +343,18 @@ class GATv2(GAT):
     by_columns = ()
     lacks_columns = "has logits of whole rows"
 
-    def parameters(self, spec: Layer) -> Shapes:
+    def parameters(self, spec: LayerSpec) -> Shapes:
         """Return the shapes of weight [W | W'], bias_in [c | c'], attention and bias."""
         both = 2 * spec.h_out
         attention = spec.heads, spec.h_out // spec.heads
         shapes: Shapes = {"weight": (both, spec.h_in), "bias_in": (both,), "attention": attention}
         return shapes | _biased(spec)
 
-    def project(self, ops: Arithmetic[V], spec: Layer, rows: V) -> V:
+    def project(self, ops: Arithmetic[V], spec: LayerSpec, rows: V) -> V:
         """Return [z | r]."""
         return ops.linear([(rows, "weight")], "bias_in")
 
-    def gather(self, ops: Arithmetic[V], spec: Layer, rows: V) -> V:
+    def gather(self, ops: Arithmetic[V], spec: LayerSpec, rows: V) -> V:
         return ops.attend_pairs(rows, spec.heads)
 
 
@@ -372,10 +372,10 @@ class GIN(Kind):
     )
     lacks_columns = "has a second product after the sum"
 
-    def shaped(self, layer: Layer, fields: Fields, place: int) -> Layer:
+    def shaped(self, layer: LayerSpec, fields: Fields, place: int) -> LayerSpec:
         return replace(layer, middle=fields.hidden)
 
-    def parameters(self, spec: Layer) -> Shapes:
+    def parameters(self, spec: LayerSpec) -> Shapes:
         return {
             "weight": (spec.middle, spec.h_in),
             "bias": (spec.middle,),
@@ -383,7 +383,7 @@ class GIN(Kind):
             "bias_out": (spec.h_out,),
         }
 
-    def update(self, ops: Arithmetic[V], spec: Layer, given: Given[V]) -> V:
+    def update(self, ops: Arithmetic[V], spec: LayerSpec, given: UpdateInputs[V]) -> V:
         if spec.projects_first:
             hidden = ops.relu(ops.bias(given.gathered))
         else:
@@ -404,16 +404,16 @@ class ResGCN(Kind):
     encodes = activates = True
     norm = "layer"
 
-    def shaped(self, layer: Layer, fields: Fields, place: int) -> Layer:
+    def shaped(self, layer: LayerSpec, fields: Fields, place: int) -> LayerSpec:
         return replace(layer, sums=2 if fields.aggregation == "softmax" else 1, drops=False)
 
-    def gather(self, ops: Arithmetic[V], spec: Layer, rows: V) -> V:
+    def gather(self, ops: Arithmetic[V], spec: LayerSpec, rows: V) -> V:
         messages = ops.shift(rows if spec.activates else ops.relu(rows, in_place=False))
         if spec.sums > 1:
             return ops.softmax_aggregate(messages)
         return ops.aggregate(messages, spec.sums)
 
-    def update(self, ops: Arithmetic[V], spec: Layer, given: Given[V]) -> V:
+    def update(self, ops: Arithmetic[V], spec: LayerSpec, given: UpdateInputs[V]) -> V:
         out = ops.linear([(ops.add(given.gathered, given.own), "weight")], "bias")
         return ops.add(out, given.inputs) if spec.activates else out
 

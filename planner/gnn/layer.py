@@ -17,17 +17,17 @@ from gnnplan.planner.gnn.amounts import (
     Amounts,
 )
 from gnnplan.planner.gnn.counted import Counted, CountedWork, Linear, amount
-from gnnplan.planner.gnn.kinds import KINDS, Given, Layer
+from gnnplan.planner.gnn.kinds import KINDS, LayerSpec, UpdateInputs
 from gnnplan.planner.gnn.operations import Operations
 from gnnplan.planner.gnn.products import Product
-from gnnplan.planner.gnn.trace import SUM, GatherOf, Setting, Value, Work
+from gnnplan.planner.gnn.trace import SUM, GatherAmounts, Setting, TensorAmount, Work
 
 
 @dataclass(frozen=True, eq=False)
-class Played:
+class LayerRecord:
     """A layer's recorded work and memory, which can be evaluated on any block."""
 
-    ways: tuple[Work, Work]  # forward and backward work
+    passes: tuple[Work, Work]  # forward and backward work
     project: tuple[Work, Work]  # forward and backward work before the exchange of projected rows
     # First the memory that is kept from the forward to the backward pass, with the output; then the
     # memory in use after each allocation of the backward pass [B].
@@ -36,15 +36,15 @@ class Played:
 
 
 @cache
-def played(spec: Layer, setting: Setting) -> Played:
+def record_layer(spec: LayerSpec, setting: Setting) -> LayerRecord:
     """Record a layer's operations, forward and backward."""
     ops = Operations(setting, {} if spec.counted else spec.parameters)
     return _with_backward(ops, _forward(ops, spec))
 
 
-def played_rowwise(
-    spec: Layer, setting: Setting, h_out: int = 0, relu: bool = False, twice: bool = False
-) -> Played:
+def record_rowwise(
+    spec: LayerSpec, setting: Setting, h_out: int = 0, relu: bool = False, twice: bool = False
+) -> LayerRecord:
     """Record the preparation of a layer's inputs, and a product with a matrix [h_in, h_out].
 
     h_out 0: no product. twice: the output has two readers, whose gradients are added."""
@@ -55,45 +55,47 @@ def played_rowwise(
     return _with_backward(ops, out)
 
 
-def _with_backward(ops: Operations, out: Value) -> Played:
+def _with_backward(ops: Operations, out: TensorAmount) -> LayerRecord:
     """Record the backward pass from the output `out`, and return the whole record."""
     ops.hold(out)
     kept = ops.in_use[-1]
     ops.in_use.clear()
     ops.run_backward(out)
     ways = ops.forward, ops.backward
-    return Played(ways, ops.project, Amounts((kept, kept, *ops.in_use)), tuple(ops.products))
+    return LayerRecord(ways, ops.project, Amounts((kept, kept, *ops.in_use)), tuple(ops.products))
 
 
-def _inputs(rows: Amount, setting: Setting) -> Value:
-    return Value(rows, setting.inputs.numbers, setting.varies, setting.inputs.index)
+def _inputs(rows: Amount, setting: Setting) -> TensorAmount:
+    return TensorAmount(rows, setting.inputs.numbers, setting.varies, setting.inputs.index)
 
 
-def _prepare(ops: Operations, spec: Layer, x: Value) -> Value:
+def _prepare(ops: Operations, spec: LayerSpec, x: TensorAmount) -> TensorAmount:
     rows = ops.activate(x, spec.norm) if spec.activates else x
     return ops.drop(rows) if spec.drops and ops.setting.dropout else rows
 
 
-def _forward(ops: Operations, spec: Layer) -> Value:
+def _forward(ops: Operations, spec: LayerSpec) -> TensorAmount:
     setting = ops.setting
     x = _inputs(LOCAL if setting.narrow else SOURCES, setting)
     prepared = x if setting.apart else _prepare(ops, spec, x)
     if spec.counted:
         return _counted(ops, spec, spec.counted, prepared)
     gathered, own = _gather(ops, spec, prepared)
-    inputs = Value(ROWS, x.width, x.varies) if setting.apart else ops.first_rows(x)
-    return KINDS[spec.kind].update(ops, spec, Given(gathered, own, inputs, setting.relu))
+    inputs = TensorAmount(ROWS, x.width, x.varies) if setting.apart else ops.first_rows(x)
+    return KINDS[spec.kind].update(ops, spec, UpdateInputs(gathered, own, inputs, setting.relu))
 
 
-def _gather(ops: Operations, spec: Layer, prepared: Value) -> tuple[Value, Value]:
+def _gather(
+    ops: Operations, spec: LayerSpec, prepared: TensorAmount
+) -> tuple[TensorAmount, TensorAmount]:
     """Record the projection (if it comes first) and the gather.
 
     Returns the aggregate, and the destinations' own prepared rows."""
     setting, kind = ops.setting, KINDS[spec.kind]
-    own = Value(OWN, spec.h_in, setting.varies)
+    own = TensorAmount(OWN, spec.h_in, setting.varies)
     adds = spec.gathers_linearly and not spec.projects_first
     if adds and (setting.cached or setting.apart):
-        return Value(ROWS, spec.h_in, setting.varies), own
+        return TensorAmount(ROWS, spec.h_in, setting.varies), own
     if kind.projects_own and adds:
         return ops.aggregate_with_own(prepared, spec.sums)
     rows = prepared
@@ -114,7 +116,9 @@ def _amount(linear: Linear, sources: Amount = SOURCES) -> Amount:
     return Amount.of(amount(linear, ROWS, sources, EDGES))
 
 
-def _counted(ops: Operations, spec: Layer, counted: Counted, prepared: Value) -> Value:
+def _counted(
+    ops: Operations, spec: LayerSpec, counted: Counted, prepared: TensorAmount
+) -> TensorAmount:
     """Add the counts of a user's layer to the record, and return the layer's output."""
     setting = ops.setting
     outside = setting.apart and counted.linear  # the gather, with its memory, is outside autograd
@@ -130,7 +134,7 @@ def _counted(ops: Operations, spec: Layer, counted: Counted, prepared: Value) ->
     keeps = counted.keeps_inputs or counted.projects_first
     events = (event for event in counted.backward_events if not (outside and event.of_gather))
     return ops.record(
-        Value(ROWS, spec.h_out, True),
+        TensorAmount(ROWS, spec.h_out, True),
         () if outside else (prepared,),
         (prepared,) if keeps else (),
         events=tuple(_amount(event.bytes) for event in events),
@@ -149,6 +153,6 @@ def _add(work: Work, counted: CountedWork) -> None:
     )
     work.launches += counted.launches
     work.gathers += [
-        GatherOf(on_read(g.rows), g.width, on_read(g.among), on_read(g.into))
+        GatherAmounts(on_read(g.rows), g.width, on_read(g.among), on_read(g.into))
         for g in counted.gathers
     ]

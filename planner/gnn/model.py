@@ -15,10 +15,10 @@ from typing import ClassVar
 
 from gnnplan.planner.gnn.amounts import block_of
 from gnnplan.planner.gnn.counted import Counted, between
-from gnnplan.planner.gnn.kinds import KINDS, Kind, Layer
-from gnnplan.planner.gnn.layer import Played, played, played_rowwise
+from gnnplan.planner.gnn.kinds import KINDS, Kind, LayerSpec
+from gnnplan.planner.gnn.layer import LayerRecord, record_layer, record_rowwise
 from gnnplan.planner.gnn.operations import BIAS, COPY, MASKED, MASKED_IN_PASSING, RELU, VECTOR
-from gnnplan.planner.gnn.rows import Rows
+from gnnplan.planner.gnn.rows import RowFormat
 from gnnplan.planner.gnn.trace import SUM, Setting, Work
 from gnnplan.planner.gnn.workload import ModuleLayer, Workload
 from gnnplan.planner.vocabulary.numbers import Number
@@ -35,13 +35,13 @@ SHORT = 5
 class Model:
     """A GNN on features and classes of known width. Layers are numbered from 1."""
 
-    layers: tuple[Layer, ...]
+    layers: tuple[LayerSpec, ...]
     encoder: tuple[int, int] | None
     decoder: tuple[int, int] | None
     dropout: float
     itemsize: int  # bytes per number of a row [B]
     weight_itemsize: int  # bytes per weight, and per number of a weight's gradient [B]
-    inputs: Rows  # storage format of features
+    inputs: RowFormat  # storage format of features
     classes: int
     sends_initial: bool  # GCNII: every layer reads h_0, so pipeline stages send h_0 too
     norm: str = "none"  # 'none', 'layer' or 'batch'
@@ -76,12 +76,12 @@ class Model:
         return self.layers[0].h_in * self.sends_initial
 
     @property
-    def decoder_inputs(self) -> Layer:
+    def decoder_inputs(self) -> LayerSpec:
         """A layer with the preparation (norm, ReLU, dropout) of the decoder's inputs."""
         assert self.decoder
         if self.activates_last:
             return self.layers[-1]
-        return Layer(*self.decoder)
+        return LayerSpec(*self.decoder)
 
     @property
     def first_varying(self) -> int:
@@ -110,8 +110,8 @@ class Model:
     def aggregating_first(self) -> Model:
         """The same model, in which layers aggregate before they multiply.
 
-        Exceptions are attention, layers that must multiply first (`Rows.multiplied_first`), and
-        layers of the user's own."""
+        Exceptions are attention, layers that must multiply first (`RowFormat.multiplied_first`),
+        and layers of the user's own."""
         return replace(
             self,
             layers=tuple(
@@ -124,11 +124,11 @@ class Model:
             ),
         )
 
-    def rows(self, layer: int) -> Rows:
+    def rows(self, layer: int) -> RowFormat:
         """Return the storage format of the rows that the layer (0: the encoder) reads."""
         if layer == self.first_varying:
             return self.inputs
-        return Rows.of(self.input_width(layer), self.itemsize)
+        return RowFormat.of(self.input_width(layer), self.itemsize)
 
     @property
     def prepares_linearly(self) -> bool:
@@ -181,14 +181,14 @@ class Model:
             return sources
         return rows * (2 if self.layers[0].reads_own else 1)
 
-    def features_moved(self, rows: Number) -> Number:
+    def feature_transit_bytes(self, rows: Number) -> Number:
         """Return the bytes of average rows of features in transit [B]."""
-        return self.inputs.moved(rows)
+        return self.inputs.transit_bytes(rows)
 
-    def own_sorted(self, rows: Number) -> Number:
+    def own_index_bytes(self, rows: Number) -> Number:
         """Return the bytes of indices for layer 1's product of own rows of features [B]."""
         reads_own = self.first_varying > 0 and self.layers[0].reads_own
-        return self.inputs.sorted(rows) if reads_own else 0.0 * rows
+        return self.inputs.product_index_bytes(rows) if reads_own else 0.0 * rows
 
     def exchanged_width(self, layer: int, narrow: bool) -> int:
         """Return the numbers per halo row that ranks exchange before the layer.
@@ -218,7 +218,7 @@ class Model:
 
     # -- work ----------------------------------------------------------------------------------
 
-    def played(self, layer: int, narrow: bool = False, apart: bool = False) -> Played:
+    def layer_record(self, layer: int, narrow: bool = False, apart: bool = False) -> LayerRecord:
         """Return the layer's recorded work and memory; trace.Setting explains the options."""
         spec = self.layers[layer - 1]
         setting = self._setting(self.rows(layer))._replace(
@@ -228,9 +228,9 @@ class Model:
             narrow=narrow and self.narrow_at(layer),
             apart=apart,
         )
-        return played(spec, setting)
+        return record_layer(spec, setting)
 
-    def _setting(self, inputs: Rows) -> Setting:
+    def _setting(self, inputs: RowFormat) -> Setting:
         return Setting(
             self.itemsize,
             self.weight_itemsize,
@@ -242,10 +242,10 @@ class Model:
             self.on_gpu,
         )
 
-    def prepares(self, spec: Layer, varies: bool = True) -> Played:
+    def preparation_record(self, spec: LayerSpec, varies: bool = True) -> LayerRecord:
         """Return the recorded work and memory of preparing a layer's input rows."""
-        setting = self._setting(Rows.of(spec.h_in, self.itemsize))
-        return played_rowwise(spec, setting._replace(varies=varies))
+        setting = self._setting(RowFormat.of(spec.h_in, self.itemsize))
+        return record_rowwise(spec, setting._replace(varies=varies))
 
     def work(
         self,
@@ -267,7 +267,7 @@ class Model:
         edges = edges + spec.self_edges * (rows - away)
         block = block_of(rows, sources, edges, read=read, away=away)
         work, launches = (
-            self.played(layer, narrow).ways[direction],
+            self.layer_record(layer, narrow).passes[direction],
             self._launches(spec, narrow)[direction],
         )
         return work.on(block, self.itemsize, launches, self.resamples)
@@ -278,7 +278,7 @@ class Model:
         """Return the forward and backward work of a narrow layer's projection, before exchange."""
         if self.is_cut or not self.narrow_at(layer):
             return self._moved(), self._moved()
-        return self._rowwise(self.played(layer, True).project, rows)
+        return self._rowwise(self.layer_record(layer, True).project, rows)
 
     def _rowwise(
         self, ways: tuple[Work, Work], rows: Number, launches: tuple[int, int] | None = None
@@ -292,21 +292,21 @@ class Model:
         )
 
     @property
-    def encodes(self) -> Played:
+    def encoder_record(self) -> LayerRecord:
         """The encoder's recorded work and memory; GCNII's h_0 has two gradients, which it adds."""
         assert self.encoder
         setting = self._setting(self.inputs)._replace(varies=False)
         h_out, twice = self.encoder[1], self.sends_initial
         # a layer with the preparation of the encoder's inputs
-        spec = Layer(*self.encoder, drops=not self.activates_last)
-        return played_rowwise(spec, setting, h_out, self.relu_after(0), twice)
+        spec = LayerSpec(*self.encoder, drops=not self.activates_last)
+        return record_rowwise(spec, setting, h_out, self.relu_after(0), twice)
 
     @property
-    def decodes(self) -> Played:
+    def decoder_record(self) -> LayerRecord:
         """The decoder's recorded work and memory."""
         assert self.decoder
-        setting = self._setting(Rows.of(self.decoder[0], self.itemsize))
-        return played_rowwise(self.decoder_inputs, setting, self.decoder[1])
+        setting = self._setting(RowFormat.of(self.decoder[0], self.itemsize))
+        return record_rowwise(self.decoder_inputs, setting, self.decoder[1])
 
     def _moved(self, nbytes: Number = 0.0, launches: float = 0.0) -> Compute:
         """Return element-wise work on `nbytes` [B]."""
@@ -345,7 +345,7 @@ class Model:
 
     def encode(self, rows: Number) -> tuple[Compute, Compute]:
         """Return the forward and backward work of the encoder."""
-        return self._rowwise(self.encodes.ways, rows)
+        return self._rowwise(self.encoder_record.passes, rows)
 
     def finish(
         self, rows: Number, edges: Number | None = None, negatives: int = 0
@@ -356,7 +356,7 @@ class Model:
         compares labels."""
         forward = backward = self._moved()
         if self.decoder:
-            forward, backward = self._rowwise(self.decodes.ways, rows)
+            forward, backward = self._rowwise(self.decoder_record.passes, rows)
         if edges is not None:
             scores, gradient = self._score(rows, edges, negatives)
             return forward + scores, backward + gradient
@@ -401,7 +401,7 @@ class Model:
         """Passes over memory by the gradient of dropout."""
         return MASKED_IN_PASSING if self.on_gpu else MASKED
 
-    def _launches(self, spec: Layer, narrow: bool) -> tuple[int, int]:
+    def _launches(self, spec: LayerSpec, narrow: bool) -> tuple[int, int]:
         """Return the framework operations (GPU: kernels) of a layer's forward and backward pass."""
         forward = 6 + 2 * spec.matrices + 12 * spec.heads
         ways = (forward, 2 * forward)
@@ -414,7 +414,7 @@ class Model:
         before = (0, 0) if narrow else self.prepare_launches(spec)
         return ways[0] + before[0], ways[1] + before[1]
 
-    def prepare_launches(self, spec: Layer) -> tuple[int, int]:
+    def prepare_launches(self, spec: LayerSpec) -> tuple[int, int]:
         """Return the framework operations of norm, activation and dropout, as `_launches` does."""
         activate = (1 if spec.norm == "none" else 4) * spec.activates
         drops = self.dropout > 0 and spec.drops
@@ -434,7 +434,7 @@ def describe(workload: Workload, features: int, classes: int, stored: float = 0.
     """
     classes = workload.hidden if workload.task == "link" else max(classes, 1)
     module, kind = workload.module, KINDS.get(workload.model, Kind())
-    inputs = Rows.of(features, workload.precision.itemsize, stored)
+    inputs = RowFormat.of(features, workload.precision.itemsize, stored)
     layers = tuple(layers_of(workload, inputs, classes))
     decoder = (workload.hidden, classes) if kind.encodes else None
     ends = module is not None and module.ends
@@ -464,11 +464,11 @@ def _linear(h_in: int, h_out: int) -> int:
     return h_in * h_out + h_out
 
 
-def layers_of(workload: Workload, inputs: Rows, classes: int) -> Iterator[Layer]:
+def layers_of(workload: Workload, inputs: RowFormat, classes: int) -> Iterator[LayerSpec]:
     """Yield the layers of a workload; a user's module sets norms, heads, dropout and biases itself.
 
     Layers project first if that narrows the rows. Layer 1 does not if its aggregate is cached
-    (Model.aggregate_cached), and always does if it must (`Rows.multiplied_first`)."""
+    (Model.aggregate_cached), and always does if it must (`RowFormat.multiplied_first`)."""
     kind, module = KINDS.get(workload.model, Kind()), workload.module
     first, last = (workload.hidden,) * 2 if kind.encodes else (inputs.width, classes)
     outs = [kind.width(workload, classes)] * (workload.layers - 1) + [last]
@@ -484,7 +484,7 @@ def layers_of(workload: Workload, inputs: Rows, classes: int) -> Iterator[Layer]
         caches = reads_features and not drops and workload.mode != "mini"
         narrows = h_out < h_in and not caches
         projects_first = kind.attends or narrows or (reads_features and inputs.multiplied_first)
-        layer = Layer(h_in, h_out, workload.model, projects_first)
+        layer = LayerSpec(h_in, h_out, workload.model, projects_first)
         layer = kind.shaped(layer, workload, place)
         norm = own.norm if own else (workload.norm or kind.norm) if place else "none"
         if norm != "none" or (place and kind.activates):
@@ -495,8 +495,8 @@ def layers_of(workload: Workload, inputs: Rows, classes: int) -> Iterator[Layer]
         yield layer
 
 
-def _counted(own: ModuleLayer, counted: Counted, h_in: int) -> Layer:
+def _counted(own: ModuleLayer, counted: Counted, h_in: int) -> LayerSpec:
     """Return a layer of the user's own, restricted to `h_in` columns of its input."""
     if h_in < own.h_in and own.half:  # P3 splits the columns among ranks
         counted = between(own.half, counted, own.h_in // 2 / own.h_in, h_in / own.h_in)
-    return Layer(h_in, own.h_out, "own", counted.projects_first, norm=own.norm, counted=counted)
+    return LayerSpec(h_in, own.h_out, "own", counted.projects_first, norm=own.norm, counted=counted)

@@ -11,7 +11,7 @@ from dataclasses import replace
 from gnnplan.planner.gnn.amounts import EDGES, LOCAL, NOTHING, OWN, READ, ROWS, Amount
 from gnnplan.planner.gnn.kinds import Shapes
 from gnnplan.planner.gnn.products import Product, block_rows
-from gnnplan.planner.gnn.trace import SUM, GatherOf, Setting, Trace, Value
+from gnnplan.planner.gnn.trace import SUM, GatherAmounts, Setting, TensorAmount, Trace
 from gnnplan.planner.vocabulary.schedule import HASH_BYTES
 
 # SIMD width [numbers]: a product with fewer columns costs as much as one with this many.
@@ -50,7 +50,7 @@ class Operations(Trace):
 
     # -- on rows ---------------------------------------------------------------------------------
 
-    def activate(self, x: Value, norm: str) -> Value:
+    def activate(self, x: TensorAmount, norm: str) -> TensorAmount:
         """Record norm and ReLU of x."""
         forward, backward = ACTIVATE[norm]
         self.passes(forward, backward * x.varies, x)
@@ -58,7 +58,7 @@ class Operations(Trace):
             out = self.like(x)
             return self.record(out, (x,), (out,))
         if norm == "batch":
-            self.passes(*MOMENTS, Value(ROWS, x.width, True))
+            self.passes(*MOMENTS, TensorAmount(ROWS, x.width, True))
         size = self.size(x.rows, x.width)
         kept = size if norm == "batch" else self.size(x.rows, 2)
         out = self.like(x)
@@ -67,7 +67,7 @@ class Operations(Trace):
         self.record(normed, (x,), extra=kept, temporaries=within)
         return self.record(out, (normed,), (out,))
 
-    def drop(self, x: Value) -> Value:
+    def drop(self, x: TensorAmount) -> TensorAmount:
         """Record dropout: a word of the hash serves four columns of a dense row, or one number of a
         sparse row. A GPU hashes inside the kernel, so only reading and writing rows costs time."""
         setting, numbers = self.setting, x.rows * x.width
@@ -79,19 +79,24 @@ class Operations(Trace):
         mask = NOTHING if setting.on_gpu else numbers
         return self.record(self.like(x), (x,), extra=mask)
 
-    def like(self, x: Value) -> Value:
+    def like(self, x: TensorAmount) -> TensorAmount:
         """Return a new tensor with the shape of x."""
         return replace(self.new(x.rows, x.width, x.varies), index=x.index)
 
     def linear(
-        self, terms: Sequence[tuple[Value, str]], bias: str = "", relu: bool = False
-    ) -> Value:
+        self, terms: Sequence[tuple[TensorAmount, str]], bias: str = "", relu: bool = False
+    ) -> TensorAmount:
         h_out, h_in = self.parameters[terms[0][1]]
         return self.product([x for x, _ in terms], h_in, h_out, bias in self.parameters, relu)
 
     def product(
-        self, terms: Sequence[Value], h_in: int, h_out: int, bias: bool = False, relu: bool = False
-    ) -> Value:
+        self,
+        terms: Sequence[TensorAmount],
+        h_in: int,
+        h_out: int,
+        bias: bool = False,
+        relu: bool = False,
+    ) -> TensorAmount:
         """Record the product of rows with a matrix [h_in, h_out]; for several terms, their sum."""
         setting, sparse = self.setting, terms[0].index > 0
         relu_inside = relu and len(terms) == 1 and not (sparse or setting.in_place)
@@ -121,7 +126,7 @@ class Operations(Trace):
             temporaries=tuple(t + bias_workspace for t in temporaries),
         )
 
-    def _multiply(self, x: Value, h_in: int, h_out: int) -> None:
+    def _multiply(self, x: TensorAmount, h_in: int, h_out: int) -> None:
         """Add the work of a product of rows x with a matrix [h_in, h_out]."""
         setting, (forward, backward) = self.setting, self.works(x.rows)
         if x.index:
@@ -129,8 +134,8 @@ class Operations(Trace):
             # the transpose, whose order is computed anew for each batch: the numbers are written in
             # that order, and each number gathers a row of the output's gradient.
             numbers, matrix = x.rows * x.width, Amount.of(h_in)
-            forward.gathers.append(GatherOf(numbers, h_out, matrix, x.rows))
-            backward.gathers.append(GatherOf(numbers, h_out, x.rows, matrix))
+            forward.gathers.append(GatherAmounts(numbers, h_out, matrix, x.rows))
+            backward.gathers.append(GatherAmounts(numbers, h_out, x.rows, matrix))
             backward.add(
                 elementwise_bytes=self.size(Amount.of(SUM * h_in), h_out),
                 hash_ops=numbers * (REORDERED + TRANSPOSED * setting.resamples),
@@ -144,7 +149,7 @@ class Operations(Trace):
         self.passes(0, COPY * (x.varies and not setting.in_place), x)
 
     def _temporaries(
-        self, terms: Sequence[Value], h_in: int, h_out: int, relu: bool
+        self, terms: Sequence[TensorAmount], h_in: int, h_out: int, relu: bool
     ) -> tuple[Amount, ...]:
         """Return temporaries of a product's backward pass [B]: a block of rows, and per term the
         transposed matrix and its summed gradient; unless in place, also the gradient of a block."""
@@ -159,13 +164,13 @@ class Operations(Trace):
         per_number += itemsize * (not setting.in_place or setting.unrounded > 0)
         return (self.size(block, width + h_out * relu) + matrix * per_number,)
 
-    def vector_workspace(self, x: Value) -> Amount:
+    def vector_workspace(self, x: TensorAmount) -> Amount:
         """Return the workspace for the gradient of a vector added to, or multiplied with, rows."""
         if not self.setting.on_gpu:
             return NOTHING
         return x.rows.sum_workspace(int(x.width), self.setting.weight_itemsize)
 
-    def bias(self, x: Value) -> Value:
+    def bias(self, x: TensorAmount) -> TensorAmount:
         """Record the addition of the bias, if the layer has one."""
         if "bias" not in self.parameters:
             return x
@@ -173,49 +178,49 @@ class Operations(Trace):
         out = self.new(x.rows, x.width, True)
         return self.record(out, (x,), passes_on=True, temporaries=(self.vector_workspace(x),))
 
-    def relu(self, x: Value, in_place: bool = True) -> Value:
+    def relu(self, x: TensorAmount, in_place: bool = True) -> TensorAmount:
         forward, backward = RELU
         self.passes(forward, backward * x.varies, x)
         out = replace(x) if in_place else self.like(x)
         return self.record(out, (x,), (out,))
 
-    def add(self, x: Value, y: Value) -> Value:
+    def add(self, x: TensorAmount, y: TensorAmount) -> TensorAmount:
         self.passes(SUM, 0, x)
         out = self.new(x.rows, x.width, x.varies or y.varies)
         return self.record(out, (x, y), passes_on=True)
 
-    def shift(self, x: Value) -> Value:
+    def shift(self, x: TensorAmount) -> TensorAmount:
         """Record the addition of a number to x."""
         self.passes(SCALED, 0, x)
         return self.record(self.like(x), (x,), passes_on=True)
 
-    def lerp(self, x: Value, y: Value, by: str) -> Value:
+    def lerp(self, x: TensorAmount, y: TensorAmount, by: str) -> TensorAmount:
         """Record a weighted mean of x and y."""
         self.passes(SUM, SCALED * (x.varies + y.varies), x)
         out = self.new(x.rows, x.width, x.varies or y.varies)
         return self.record(out, (x, y))
 
-    def towards_product(self, x: Value, weight: str, by: str) -> Value:
+    def towards_product(self, x: TensorAmount, weight: str, by: str) -> TensorAmount:
         return self.lerp(x, self.linear([(x, weight)]), by)
 
-    def initial_rows(self, width: int) -> Value:
+    def initial_rows(self, width: int) -> TensorAmount:
         """Return GCNII's initial rows; their gradient is scattered among all rows, and added."""
-        own = Value(ROWS, width, True)
+        own = TensorAmount(ROWS, width, True)
         self.passes(0, SCALED + SUM, own)
         return self.record(own, (), temporaries=(self.size(ROWS, width),))
 
-    def segment(self, x: Value, rows: Amount) -> Value:
+    def segment(self, x: TensorAmount, rows: Amount) -> TensorAmount:
         """Record the start of a new autograd segment, with `rows` rows: x and received rows."""
         self.hold(x)
-        out = Value(rows, x.width, x.varies)
+        out = TensorAmount(rows, x.width, x.varies)
         return self.record(out, (x,), passes_on=True, stays=True)
 
-    def first_rows(self, x: Value) -> Value:
+    def first_rows(self, x: TensorAmount) -> TensorAmount:
         """Record a view of the destinations' own rows, the first rows of x.
 
         Zeros pad their gradient to all rows of x. Before an exchange nearly all prepared rows are
         destinations, and the gradient is passed on without padding."""
-        out = Value(OWN, x.width, x.varies, x.index, view_of=x)
+        out = TensorAmount(OWN, x.width, x.varies, x.index, view_of=x)
         padded = self.size(x.rows + ROWS, x.width)
         return self.record(out, (x,), touched=padded, passes_on=x.rows is LOCAL)
 
@@ -223,19 +228,24 @@ class Operations(Trace):
 
     def sums(self, width: int, forward: int, backward: int) -> None:
         """Add the work of `forward` sums over edges, and `backward` sums over transposed edges."""
-        self.forward.gathers += [GatherOf(EDGES, width, READ, ROWS)] * forward
-        self.backward.gathers += [GatherOf(EDGES, width, ROWS, READ)] * backward
+        self.forward.gathers += [GatherAmounts(EDGES, width, READ, ROWS)] * forward
+        self.backward.gathers += [GatherAmounts(EDGES, width, ROWS, READ)] * backward
 
-    def aggregate(self, x: Value, times: int = 1) -> Value:
+    def aggregate(self, x: TensorAmount, times: int = 1) -> TensorAmount:
         """Record a weighted sum over edges; times 0: its work is counted elsewhere."""
         self.sums(int(x.width), times, times * x.varies)
         out = self.new(ROWS, x.width, x.varies)
         return self.record(out, (x,), temporaries=(self._bag(x.rows) + self._rounded,))
 
-    def aggregate_with_own(self, x: Value, times: int = 1) -> tuple[Value, Value]:
+    def aggregate_with_own(
+        self, x: TensorAmount, times: int = 1
+    ) -> tuple[TensorAmount, TensorAmount]:
         """Record `aggregate` and a view of the own rows, whose gradient is added to the sums'."""
         self.sums(int(x.width), times, times * x.varies)
-        out, own = self.new(ROWS, x.width, x.varies), Value(OWN, x.width, x.varies, view_of=x)
+        out, own = (
+            self.new(ROWS, x.width, x.varies),
+            TensorAmount(OWN, x.width, x.varies, view_of=x),
+        )
         self.passes(0, SUM * x.varies, out)
         self.record(out, (x,), also=(own,), temporaries=(self._bag(x.rows) + self._rounded,))
         return out, own
@@ -249,32 +259,32 @@ class Operations(Trace):
         """Memory of a copy of edge weights in the precision of rows [B]; 0 if not rounded."""
         return EDGES * self.setting.unrounded
 
-    def softmax_aggregate(self, x: Value) -> Value:
+    def softmax_aggregate(self, x: TensorAmount) -> TensorAmount:
         """Record the mean of messages weighted by their softmax, a ratio of two sums over edges."""
         source_bytes = self.size(x.rows, x.width)
         row_bytes = self.size(ROWS, x.width)
         self.sums(int(x.width), 2, 2)
         self.forward.add(hash_ops=x.rows * x.width)
         self.passes(12, 11, x)
-        self.passes(6.5, 6, Value(ROWS, x.width, True))
+        self.passes(6.5, 6, TensorAmount(ROWS, x.width, True))
         out = self.new(ROWS, x.width, True)
         sums = source_bytes + row_bytes  # exponentials, and their sums
         temporaries = (2 * source_bytes + row_bytes,)
         return self.record(out, (x,), (x, out), sums, temporaries=temporaries)
 
-    def append_logits(self, z: Value, heads: int) -> Value:
+    def append_logits(self, z: TensorAmount, heads: int) -> TensorAmount:
         """Record GAT's logits: each projected row gets a logit per head beside it."""
         size = self.size(z.rows, z.width)
         out = self.new(z.rows, z.width + heads, True)
         self.passes(5, 7, out)
         return self.record(out, (z,), (z,), temporaries=(size + self.vector_workspace(z),))
 
-    def attend(self, x: Value, heads: int) -> Value:
+    def attend(self, x: TensorAmount, heads: int) -> TensorAmount:
         """Record GAT's sum of z weighted by the softmax of logits; x is [z | logits]."""
         setting, h_out, itemsize = self.setting, int(x.width) - heads, self.setting.itemsize
         self.sums(h_out, 1, 2)
         self._weigh(heads)
-        z, sums = Value(x.rows, h_out, True, view_of=x), Value(ROWS, h_out, True)
+        z, sums = TensorAmount(x.rows, h_out, True, view_of=x), TensorAmount(ROWS, h_out, True)
         self.passes(2, 8 if setting.on_gpu else 12, z)
         self.passes(5, 13, sums)
         z_bytes, weights = self.size(x.rows, h_out), EDGES * heads
@@ -291,11 +301,11 @@ class Operations(Trace):
             temporaries = [products - z_bytes, added, kept + EDGES * LONG]
         return self.record(out, (z,), (x, out), kept, temporaries=tuple(temporaries))
 
-    def attend_pairs(self, x: Value, heads: int) -> Value:
+    def attend_pairs(self, x: TensorAmount, heads: int) -> TensorAmount:
         """Record GATv2's sum of z weighted by a softmax of logits. x is [z | r]; the logit of an
         edge is computed from the sum of the source's z and the destination's r."""
         setting, h_out, itemsize = self.setting, int(x.width) // 2, self.setting.itemsize
-        z, sums, pairs = (Value(rows, h_out, True) for rows in (x.rows, ROWS, EDGES))
+        z, sums, pairs = (TensorAmount(rows, h_out, True) for rows in (x.rows, ROWS, EDGES))
         self._weigh(heads)
         self.sums(h_out, 3, 6 if setting.on_gpu else 8)
         self.passes(2, 6 if setting.on_gpu else 26, z)
@@ -317,7 +327,7 @@ class Operations(Trace):
             ]
         return self.record(out, (x,), (x, out), kept, temporaries=tuple(temporaries))
 
-    def _head_temporaries(self, z: Value, heads: int) -> list[Amount]:
+    def _head_temporaries(self, z: TensorAmount, heads: int) -> list[Amount]:
         """Return consecutive temporaries of one head's backward pass [B]: first rows, gradients and
         products along edges; then the gradient that is added to z's."""
         itemsize, width = self.setting.itemsize, z.width / heads

@@ -20,7 +20,7 @@ SPARSE = (
 
 
 @dataclass(frozen=True)
-class Rows:
+class RowFormat:
     """The storage format of rows of `width` columns."""
 
     width: int
@@ -29,7 +29,7 @@ class Rows:
     index: int = 0  # size of an index [B]; 0: dense rows, without indices
 
     @classmethod
-    def of(cls, width: int, itemsize: int, stored: float = 0.0) -> Rows:
+    def of(cls, width: int, itemsize: int, stored: float = 0.0) -> RowFormat:
         """Make the format of rows; stored: nonzeros per sparse row, on average; 0: dense rows."""
         return cls(width, itemsize, stored, INDEX) if stored else cls(width, itemsize, width)
 
@@ -44,33 +44,33 @@ class Rows:
         return SPARSE if self.multiplied_first else ""
 
     @property
-    def alike(self) -> bool:
+    def is_dense(self) -> bool:
         """Whether all rows have the same number of bytes."""
         return not self.index
 
     @property
-    def number_moved(self) -> int:
+    def transit_bytes_per_number(self) -> int:
         """Bytes per stored number in transit [B]: an index takes at least as many as a number."""
         return self.itemsize + (max(self.itemsize, self.index) if self.index else 0)
 
-    def moved(self, rows: Number) -> Number:
+    def transit_bytes(self, rows: Number) -> Number:
         """Return the bytes of average rows in transit [B]."""
-        return rows * (self.numbers * self.number_moved)
+        return rows * (self.numbers * self.transit_bytes_per_number)
 
-    def cached(self, numbers: np.ndarray) -> np.ndarray:
+    def cache_bytes(self, numbers: np.ndarray) -> np.ndarray:
         """Return the bytes of each row in a cache (without a transpose), by stored numbers [R]."""
         return numbers * (self.itemsize + self.index) + self.index
 
-    def held(self, rows: Number) -> Number:
+    def stored_bytes(self, rows: Number) -> Number:
         """Return the bytes of average rows in memory, with their transpose [B]."""
         ends = self.index * (rows + self.width)
         return rows * self.numbers * (self.itemsize + 3 * self.index) + ends
 
-    def sorted(self, rows: Number) -> Number:
+    def product_index_bytes(self, rows: Number) -> Number:
         """Return the bytes of the indices for a product of a subset of the rows [B]: the start of
         each row, and the transpose of the subset."""
         return rows * (2 * self.index * self.numbers + self.index) + self.index * self.width
 
-    def of_columns(self, width: int) -> Rows:
+    def of_columns(self, width: int) -> RowFormat:
         """Return the format of the rows restricted to `width` of their columns."""
         return replace(self, width=width, numbers=self.numbers * width / self.width)

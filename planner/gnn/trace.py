@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 
 from gnnplan.planner.gnn.amounts import LOCAL, NOTHING, Amount, Amounts, Block
 from gnnplan.planner.gnn.products import Product
-from gnnplan.planner.gnn.rows import Rows
+from gnnplan.planner.gnn.rows import RowFormat
 from gnnplan.planner.vocabulary.schedule import Compute, Gather
 
 SUM = 3  # passes over memory by the sum of two tensors: two reads, one write
@@ -30,7 +30,7 @@ class Setting(NamedTuple):
     itemsize: int  # bytes per number of a row [B]
     weight_itemsize: int
     dropout: bool
-    inputs: Rows
+    inputs: RowFormat
     resamples: bool
     in_pieces: bool
     in_place: bool
@@ -50,13 +50,13 @@ class Setting(NamedTuple):
         return self.weight_itemsize * (self.itemsize < self.weight_itemsize)
 
 
-class GatherOf(NamedTuple):
+class GatherAmounts(NamedTuple):
     """An aggregation in amounts (schedule.Gather)."""
 
     rows: Amount
     width: int
-    among: Amount
-    into: Amount
+    sources: Amount
+    destinations: Amount
 
 
 @dataclass
@@ -64,7 +64,7 @@ class Work:
     """The work of one pass."""
 
     amounts: dict[str, Amount] = field(default_factory=dict)  # field of Compute -> amount
-    gathers: list[GatherOf] = field(default_factory=list)
+    gathers: list[GatherAmounts] = field(default_factory=list)
     launches: int = 0  # counted launches; `on` gets the other launches from Model
 
     def add(self, **amounts: Amount) -> None:
@@ -92,20 +92,20 @@ class Work:
 
     @cached_property
     def _all(self) -> Amounts:
-        gathered = [amount for g in self.gathers for amount in (g.rows, g.among, g.into)]
+        gathered = [amount for g in self.gathers for amount in (g.rows, g.sources, g.destinations)]
         return Amounts((*self.amounts.values(), *gathered))
 
 
 @dataclass(eq=False)
-class Value:
+class TensorAmount:
     """A tensor of `rows` rows of `width` numbers."""
 
     rows: Amount
     width: float
     varies: bool  # it gets a gradient
-    index: int = 0  # bytes of a number's index [B]; 0: dense rows (rows.Rows)
+    index: int = 0  # bytes of a number's index [B]; 0: dense rows (rows.RowFormat)
     held: Amount = NOTHING  # its memory [B]; nothing, if other code accounts for the memory
-    view_of: Value | None = None
+    view_of: TensorAmount | None = None
     holders: int = 0  # operations that saved it for the backward pass, and readers of the output
 
 
@@ -120,9 +120,9 @@ class Gradient:
 class Node(NamedTuple):
     """The backward pass of one recorded operation."""
 
-    outputs: tuple[Value, ...]
-    inputs: tuple[Value, ...]  # inputs that get a gradient
-    saved: tuple[Value, ...] = ()  # tensors saved for the backward pass
+    outputs: tuple[TensorAmount, ...]
+    inputs: tuple[TensorAmount, ...]  # inputs that get a gradient
+    saved: tuple[TensorAmount, ...] = ()  # tensors saved for the backward pass
     extra: Amount = NOTHING  # other memory saved for the backward pass [B]
     touched: Amount = NOTHING  # bytes read and written to compute the inputs' gradients [B]
     passes_on: bool = False  # the output's gradient itself becomes the inputs' gradient
@@ -149,9 +149,9 @@ class Trace:
         """Return the memory of rows of `width` numbers [B]."""
         return rows * width * self.setting.itemsize
 
-    def new(self, rows: Amount, width: float, varies: bool) -> Value:
+    def new(self, rows: Amount, width: float, varies: bool) -> TensorAmount:
         """Return a new tensor, whose memory is counted once it is held."""
-        return Value(rows, width, varies, held=self.size(rows, width))
+        return TensorAmount(rows, width, varies, held=self.size(rows, width))
 
     def allocate(self, *sizes: Amount) -> None:
         """Add sizes to the memory in use [B]."""
@@ -163,14 +163,14 @@ class Trace:
         for size in sizes:
             self.now = self.now - size
 
-    def hold(self, value: Value) -> None:
+    def hold(self, value: TensorAmount) -> None:
         """Add a holder to a tensor; the first holder allocates the tensor's memory."""
         value = value.view_of or value
         if not value.holders:
             self.allocate(value.held)
         value.holders += 1
 
-    def release(self, value: Value | Gradient) -> None:
+    def release(self, value: TensorAmount | Gradient) -> None:
         """Remove a holder from a tensor; the last one frees the tensor's memory."""
         value.holders -= 1
         if not value.holders:
@@ -178,14 +178,14 @@ class Trace:
 
     def record(
         self,
-        output: Value,
-        inputs: Iterable[Value],
-        saved: tuple[Value, ...] = (),
+        output: TensorAmount,
+        inputs: Iterable[TensorAmount],
+        saved: tuple[TensorAmount, ...] = (),
         extra: Amount = NOTHING,
         *,
-        also: tuple[Value, ...] = (),
+        also: tuple[TensorAmount, ...] = (),
         **node: Any,
-    ) -> Value:
+    ) -> TensorAmount:
         """Record an operation, unless its output needs no gradient, and return the output.
 
         Inputs are freed unless they are saved. also: further outputs. node: fields of `Node`."""
@@ -197,7 +197,7 @@ class Trace:
             self.nodes.append(Node((output, *also), varying, saved, extra, **node))
         return output
 
-    def run_backward(self, out: Value) -> None:
+    def run_backward(self, out: TensorAmount) -> None:
         """Record the backward pass; the memory of the output's gradient is counted elsewhere."""
         gradients = {out: Gradient(NOTHING)}
         for node in reversed(self.nodes):
@@ -239,7 +239,7 @@ class Trace:
             self.release(value.view_of or value)
         self.free(node.extra)
 
-    def _added(self, x: Value, old: Gradient | None, new: Gradient) -> Gradient:
+    def _added(self, x: TensorAmount, old: Gradient | None, new: Gradient) -> Gradient:
         """Accumulate a gradient of x: in place, if the old gradient has no other holder."""
         if old is None:
             return new
@@ -260,7 +260,7 @@ class Trace:
         before_exchange = self.setting.narrow and rows is LOCAL
         return self.project if before_exchange else (self.forward, self.backward)
 
-    def passes(self, forward: float, backward: float, over: Value) -> None:
+    def passes(self, forward: float, backward: float, over: TensorAmount) -> None:
         """Add element-wise passes over a tensor to the forward and the backward work."""
         size = self.size(over.rows, over.width)
         for work, times in zip(self.works(over.rows), (forward, backward), strict=True):

@@ -19,7 +19,7 @@ import numpy as np
 import scipy.sparse as sp
 from numpy.typing import NDArray
 
-from gnnplan.planner.graph.kept import remembered, state_of
+from gnnplan.planner.graph.disk_cache import remembered, state_of
 from gnnplan.planner.vocabulary.errors import SpecError
 from gnnplan.planner.vocabulary.numbers import SPREAD, ranges
 from gnnplan.planner.vocabulary.precision import FLOAT64, Precision
@@ -96,7 +96,7 @@ class GraphStats:
 
 
 @dataclass(frozen=True, eq=False)
-class Whole:
+class CsrEdges:
     """All edges of a graph as CSR of in-neighbours, with their fields."""
 
     indptr: NDArray[np.int64]  # [N+1]
@@ -115,7 +115,7 @@ class Whole:
         return np.diff(self.indptr) + self.loops, outs + self.loops
 
 
-Csr: TypeAlias = Whole | sp.csr_matrix  # both have the arrays indptr and indices
+Csr: TypeAlias = CsrEdges | sp.csr_matrix  # both have the arrays indptr and indices
 
 
 @dataclass(frozen=True, eq=False)
@@ -153,9 +153,9 @@ class Graph:
     cut: Cut | None = None
 
     @cached_property  # one object per graph, since user modules cache data keyed by this object
-    def whole(self) -> Whole:
+    def csr_edges(self) -> CsrEdges:
         """The graph's edges and edge fields."""
-        return Whole(
+        return CsrEdges(
             np.asarray(self.indptr), np.asarray(self.indices), self.edge_fields, self.loops
         )
 
@@ -217,7 +217,7 @@ class Graph:
     @property
     def adjacency(self) -> sp.csr_matrix:
         """The edges as a boolean matrix [N, N] that shares memory with the graph."""
-        return matrix_of(self.whole, np.ones(len(self.whole.indices), bool))
+        return matrix_of(self.csr_edges, np.ones(len(self.csr_edges.indices), bool))
 
     def with_edges(
         self, indptr: Array, indices: Array, fields: Mapping[str, Array], **changes: Any

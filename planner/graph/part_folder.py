@@ -25,6 +25,7 @@ from numpy.typing import DTypeLike, NDArray
 from pydantic import TypeAdapter, ValidationError
 from pydantic.dataclasses import dataclass
 
+from gnnplan.planner.graph.disk_cache import remembered, state_of
 from gnnplan.planner.graph.fields import EDGE, VERTEX
 from gnnplan.planner.graph.graph import (
     IDS_REACH,
@@ -38,7 +39,6 @@ from gnnplan.planner.graph.graph import (
     freeze,
     must_fit,
 )
-from gnnplan.planner.graph.kept import remembered, state_of
 from gnnplan.planner.graph.npy import mapped_array
 from gnnplan.planner.vocabulary.errors import SpecError
 from gnnplan.planner.vocabulary.files import must_be_file, read_bytes

@@ -1,6 +1,7 @@
 """Partitioning: the part of each vertex, by a library (partitioners.py) or ignoring edges.
 
-Partitions of libraries are cached on disk, keyed by the hash of the graph's content (kept.py)."""
+Partitions of libraries are cached on disk, keyed by the hash of the graph's content
+(disk_cache.py)."""
 
 from __future__ import annotations
 
@@ -11,17 +12,17 @@ import numpy as np
 from numpy.typing import NDArray
 
 from gnnplan.planner.gnn.workload import AUTO
+from gnnplan.planner.graph.disk_cache import cached
 from gnnplan.planner.graph.graph import (
     Array,
     Csr,
+    CsrEdges,
     Graph,
     GraphStats,
     Owner,
-    Whole,
     both_ways,
     matrix_of,
 )
-from gnnplan.planner.graph.kept import cached
 from gnnplan.planner.graph.part_folder import PartGraph
 from gnnplan.planner.graph.partitioners import (
     METHODS,
@@ -139,7 +140,7 @@ def locality_order(graph: Graph, method: str = "metis") -> Owner:
 def undirected(graph: Graph) -> Csr:
     """Return the edges with every edge in both directions."""
     if not graph.stats.directed:
-        return graph.whole
+        return graph.csr_edges
     return both_ways(graph.adjacency)
 
 
@@ -156,7 +157,7 @@ def edges_between(graph: Graph, rows: Array) -> Csr:
         inside.append(np.append(0, np.cumsum(ends >= 0))[np.append(0, np.cumsum(degree[run]))])
     indptr = np.append(0, np.cumsum(np.concatenate([np.diff(ends) for ends in inside])))
     columns = np.concatenate(found)
-    edges = matrix_of(Whole(indptr, columns), np.ones(columns.size, bool))
+    edges = matrix_of(CsrEdges(indptr, columns), np.ones(columns.size, bool))
     return both_ways(edges) if graph.stats.directed else edges
 
 

@@ -116,13 +116,15 @@ def draw(graph: Graph, vertices: Ids, fanout: int, key: NDArray[np.uint64]) -> t
     for first in range(0, sampled.size, AT_ONCE):
         some = sampled[first : first + AT_ONCE]
         keys = mix((vertices[some].astype(np.uint64) + key) * GOLDEN)
-        places[indptr[some] + np.arange(fanout)[:, None]] = start[some] + floyd(
-            keys, degree[some], fanout
-        )
+        places[indptr[some] + np.arange(fanout)[:, None]] = start[
+            some
+        ] + sample_without_replacement(keys, degree[some], fanout)
     return indptr, places
 
 
-def floyd(keys: NDArray[np.uint64], degree: NDArray[np.int64], k: int) -> NDArray[np.int64]:
+def sample_without_replacement(
+    keys: NDArray[np.uint64], degree: NDArray[np.int64], k: int
+) -> NDArray[np.int64]:
     """Draw k distinct numbers below each degree (> k) uniformly; return int64 [k, V].
 
     keys: a word per vertex [V] that starts the vertex's stream of draws."""

@@ -29,8 +29,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from gnnplan.planner.gnn.workload import Workload
+from gnnplan.planner.graph.disk_cache import cached
 from gnnplan.planner.graph.graph import Graph, Owner, both_ways, matrix_of
-from gnnplan.planner.graph.kept import cached
 from gnnplan.planner.graph.partition import check_parts, repair
 from gnnplan.planner.graph.partitioners import by_metis, version_of
 from gnnplan.planner.graph.sampling import drawn_as, frontier, presampled, seeds_in
@@ -116,7 +116,7 @@ def split(
     drawn = np.ones(graph.indices.size, np.int32)
     if splitter == "gsplit" and frequency is not None:
         drawn += frequency.edges  # weight >= 1: unsampled edges also keep neighbours together
-    both = both_ways(matrix_of(graph.whole, drawn))
+    both = both_ways(matrix_of(graph.csr_edges, drawn))
     del frequency, drawn  # METIS needs the memory
     if parts == load.size or not both.nnz:
         return np.asarray(np.arange(load.size) * parts // load.size, dtype=np.int32)

@@ -12,22 +12,22 @@ from hashlib import blake2b
 
 import numpy as np
 
+from gnnplan.planner.graph.disk_cache import cached
 from gnnplan.planner.graph.graph import Graph, GraphStats
-from gnnplan.planner.graph.kept import cached
 from gnnplan.planner.graph.partition import edges_between, partition_weighted
 from gnnplan.planner.graph.partitioners import library_of, version_of
 from gnnplan.planner.ownership.estimated_layout import expected_halo_rows, mixing_of
-from gnnplan.planner.vocabulary.outer import Outer, Pairs
+from gnnplan.planner.vocabulary.outer import Outer, RankMatrix
 
 
 @dataclass(frozen=True)
-class ChunkFacts:
+class ChunkCounts:
     """The counts of K chunks over g members."""
 
     rows: np.ndarray  # rows of each sub-chunk [K, g]
     edges: np.ndarray  # edges into each sub-chunk [K, g]
     sources: np.ndarray  # distinct source rows of these edges and own rows of the sub-chunk [K, g]
-    sends: Pairs  # sends[c, i, j]: rows of chunk c that member i sends to member j [K, g, g]
+    sends: RankMatrix  # sends[c, i, j]: rows of chunk c that member i sends to member j [K, g, g]
 
 
 class Chunks:
@@ -72,7 +72,7 @@ class Chunks:
         return np.asarray(np.searchsorted(self.rows(chunk, owner), sent))
 
     @property
-    def facts(self) -> ChunkFacts:
+    def facts(self) -> ChunkCounts:
         """The counts over all chunks and members."""
         shape = self.chunks, self.members
         sends = [
@@ -82,7 +82,7 @@ class Chunks:
         edges = np.bincount(
             self.sub, weights=self.graph.degree, minlength=self.chunks * self.members
         ).astype(np.int64)
-        return ChunkFacts(
+        return ChunkCounts(
             np.diff(self.bounds).reshape(shape),
             edges.reshape(shape),
             self.sources,
@@ -90,7 +90,7 @@ class Chunks:
         )
 
     def _read(self) -> tuple[np.ndarray, list[np.ndarray]]:
-        """Return `ChunkFacts.sources` [K, g], and each member's halo.
+        """Return `ChunkCounts.sources` [K, g], and each member's halo.
 
         Neighbours are marked in a mask instead of sorted, which is faster for many edges."""
         sources, halos = np.zeros((self.chunks, self.members), dtype=np.int64), []
@@ -134,7 +134,7 @@ def cut_parts(
     return cached(key, part.size, pieces, compute).astype(np.int64)
 
 
-def estimated_chunks(stats: GraphStats, chunks: int, members: int, method: str) -> ChunkFacts:
+def estimated_chunks(stats: GraphStats, chunks: int, members: int, method: str) -> ChunkCounts:
     """Return the expected counts of a graph known by statistics only.
 
     Sub-chunks have equal sizes. The graph's mixing (estimated_layout.Mixing) gives the probability
@@ -153,7 +153,7 @@ def estimated_chunks(stats: GraphStats, chunks: int, members: int, method: str) 
         read = round(halo / (members * (members - 1)))
         by_chunk = read // chunks + (np.arange(chunks) < read % chunks)
         sent = np.minimum(by_chunk[:, None], rows)
-    return ChunkFacts(
+    return ChunkCounts(
         rows,
         rows * (edges / vertices),
         sources,

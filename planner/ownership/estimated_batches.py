@@ -44,10 +44,10 @@ from gnnplan.planner.gnn.workload import ALL, Workload
 from gnnplan.planner.graph.graph import GraphStats
 from gnnplan.planner.graph.sampling import count_items, per_epoch
 from gnnplan.planner.ownership.estimated_layout import mixing_of
-from gnnplan.planner.ownership.layout import LayerFacts
+from gnnplan.planner.ownership.layout import LayerCounts
 from gnnplan.planner.ownership.minibatch import MOST_BATCHES, Batches, MiniBatch, Scored, shares
 from gnnplan.planner.vocabulary.outer import Outer
-from gnnplan.planner.vocabulary.values import Value
+from gnnplan.planner.vocabulary.values import ByContent
 
 CLASSES = 100  # classes of vertices; a directed graph has all pairs of 25 values of d and 25 of r
 LOWEST = -5.0  # the lowest class [standard deviations]
@@ -121,7 +121,7 @@ def taken(fanout: int, mean: Floats) -> Floats:
 
 
 @dataclass(frozen=True, eq=False)
-class Expected(Value):
+class Expected(ByContent):
     """The expected frontier of some seeds."""
 
     rows: tuple[float, ...]  # rows of h_0 .. h_L
@@ -267,10 +267,10 @@ class EstimatedBatch(MiniBatch):
     def crossing(self, layer: int) -> NDArray[np.int64]:
         return np.rint(self.facts(layer).edges * self.cross).astype(np.int64)
 
-    def _counted(self, layer: int) -> LayerFacts:
+    def _counted(self, layer: int) -> LayerCounts:
         halo = [round(self._halo(need, layer)) if self._size > 1 else 0 for need in self.needs]
         sends = self._to_peers(halo)
-        return LayerFacts(
+        return LayerCounts(
             self.row_counts(layer),
             self.row_counts(layer - 1) + sends.sum(0),
             self._edges_in[layer - 1],

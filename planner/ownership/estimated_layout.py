@@ -30,7 +30,7 @@ import numpy as np
 
 from gnnplan.planner.graph.graph import GraphStats
 from gnnplan.planner.graph.partitioners import BLIND
-from gnnplan.planner.ownership.layout import Expansion, LayerFacts
+from gnnplan.planner.ownership.layout import Expansion, LayerCounts
 from gnnplan.planner.vocabulary.outer import Outer
 
 GROWTH = 0.5  # slope of log phi over log m outside the range of counted halos
@@ -92,7 +92,7 @@ class EstimatedLayout:
     expansion: Expansion | None = None
     mixing: Mixing = Mixing()
     targets: float | None = None  # vertices per server whose h_L is needed; None: all own vertices
-    _facts: dict[object, LayerFacts] = field(
+    _facts: dict[object, LayerCounts] = field(
         default_factory=dict, init=False, compare=False, repr=False
     )
 
@@ -197,13 +197,13 @@ class EstimatedLayout:
             + external * (crossing + (1 - crossing) * allowed)
         )
 
-    def facts(self, layer: int) -> LayerFacts:
+    def facts(self, layer: int) -> LayerCounts:
         """Return the counts of a layer over all ranks; layers of one `kind` share an object."""
         if (kind := self.kind(layer)) not in self._facts:
             self._facts[kind] = self._counted(layer)
         return self._facts[kind]
 
-    def _counted(self, layer: int) -> LayerFacts:
+    def _counted(self, layer: int) -> LayerCounts:
         ranks, per_server = self.ranks, self.ranks // self.groups
         (own, external), among = self._regions[layer], sum(self._regions[layer - 1])
         rows, local = (own + external) / per_server, among / per_server
@@ -215,7 +215,7 @@ class EstimatedLayout:
             parts, groups = (self.vertices / ranks, self.vertices), (0,) * ranks
         sends = _evenly(groups, True, self._halo(rows, local, among, parts))
         ones = np.ones(ranks)
-        return LayerFacts(rows * ones, local + sends.sum(0), edges * ones, sends)
+        return LayerCounts(rows * ones, local + sends.sum(0), edges * ones, sends)
 
     def _halo(self, rows: float, local: float, among: float, parts: tuple[float, float]) -> float:
         """Return the halo rows of a rank with `local` of the `among` source rows of its group.
@@ -233,7 +233,7 @@ class EstimatedLayout:
         """Return the share of edges that leave a part of `rows` rows."""
         return self.mixing.at(self.vertices / rows) * (1 - rows / self.vertices)
 
-    def meets(self, layer: int) -> bool:
+    def exchanges_rows(self, layer: int) -> bool:
         return bool(self.facts(layer).sends.any())
 
     def preloaded(self) -> Outer:

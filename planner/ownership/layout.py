@@ -31,7 +31,7 @@ from gnnplan.planner.graph.graph import Graph
 from gnnplan.planner.graph.partition import edges_between, locality_order, partition_weighted
 from gnnplan.planner.graph.sampling import BATCHES, EXPANSION
 from gnnplan.planner.vocabulary.numbers import runs
-from gnnplan.planner.vocabulary.outer import Pairs
+from gnnplan.planner.vocabulary.outer import RankMatrix
 
 FAR = np.iinfo(np.int16).max  # "unreachable", in hops: more than any model has layers
 AT_ONCE = 1 << 22  # edges per block, so that temporaries are small compared to the graph
@@ -50,7 +50,7 @@ class Expansion:
 
 
 @dataclass(frozen=True)
-class Piece:
+class RankLayer:
     """One rank's share of one layer: its source rows are `local` rows of h_{l-1}, then the halo."""
 
     rows: int  # destinations, which are a prefix of the rank's rows
@@ -61,31 +61,31 @@ class Piece:
 
 
 @dataclass(frozen=True)
-class LayerFacts:
+class LayerCounts:
     """The counts of one layer over all ranks."""
 
     rows: np.ndarray  # destinations [ranks]
     sources: np.ndarray  # rows read: local rows and halo rows [ranks]
     edges: np.ndarray  # without self edges [ranks]
-    halo: Pairs  # halo[i, j]: rows of rank i that rank j has when it computes the layer
+    halo: RankMatrix  # halo[i, j]: rows of rank i that rank j has when it computes the layer
     # rows of h_{l-1} that each rank computed; set if some of them serve other ranks only [ranks]
     computed_rows: np.ndarray | None = None
     # if the rows are partial sums: partial sums that each rank adds up to its sources [ranks]
     partial_sums: np.ndarray | None = None
     # destinations whose own row another rank has, and adds to its partial sum [ranks]
     remote_own: np.ndarray | None = None
-    fresh: Pairs | None = None  # halo rows that owners send in this step; None: all [ranks, ranks]
+    fresh: RankMatrix | None = None  # halo rows sent in this step; None: all [ranks, ranks]
 
     def __post_init__(self) -> None:
         self.sends.setflags(write=False)
 
     @property
-    def sends(self) -> Pairs:
+    def sends(self) -> RankMatrix:
         """Rows that rank i sends to rank j before the layer [ranks, ranks]."""
         return self.halo if self.fresh is None else self.fresh
 
     @property
-    def returned(self) -> Pairs:
+    def returned(self) -> RankMatrix:
         """Rows whose gradients rank i returns to rank j in the backward pass [ranks, ranks]."""
         return self.sends.T
 
@@ -99,7 +99,7 @@ class LayerFacts:
         )
 
     @property
-    def present(self) -> np.ndarray:
+    def available_rows(self) -> np.ndarray:
         """Rows of h_{l-1} that each rank has with the halo, read or unread [ranks]."""
         return np.asarray(self.local + self.halo_rows)
 
@@ -165,9 +165,9 @@ class Layout:
         return cls(graph, owner, servers=(0,), layers=1, first_varying=1, method=method)
 
     def _clear_caches(self) -> None:
-        self._pieces: dict[tuple[int, object], Piece] = {}
+        self._pieces: dict[tuple[int, object], RankLayer] = {}
         self._row_counts: dict[int, tuple[int, ...]] = {}
-        self._facts: dict[object, LayerFacts] = {}
+        self._facts: dict[object, LayerCounts] = {}
         self.__dict__.pop("_position", None)
 
     def recomputed(self, layer: int) -> bool:
@@ -336,7 +336,7 @@ class Layout:
             np.repeat(np.arange(rows.size), degree)[kept], minlength=rows.size
         )
 
-    def piece(self, rank: int, layer: int) -> Piece:
+    def piece(self, rank: int, layer: int) -> RankLayer:
         """Return the rank's share of a layer."""
         rows, local = self.rows(rank, layer), self.rows(rank, layer - 1)
         # Rows are prefixes of the rank's rows, so equal sizes mean equal rows.
@@ -344,7 +344,7 @@ class Layout:
             self._pieces[key] = self._piece(rank, layer, rows.size, local.size)
         return self._pieces[key]
 
-    def _piece(self, rank: int, layer: int, rows: int, local: int) -> Piece:
+    def _piece(self, rank: int, layer: int, rows: int, local: int) -> RankLayer:
         columns, _ = self._edges(rank, layer)
         wanted = np.zeros(self.graph.stats.vertices, dtype=bool)
         wanted[columns] = True
@@ -352,7 +352,7 @@ class Layout:
         halo = np.flatnonzero(wanted)
         sender, place = (by_vertex[halo] for by_vertex in self._holders(rank, layer))
         sort = np.lexsort((place, sender))
-        return Piece(
+        return RankLayer(
             rows, local, halo[sort], np.bincount(sender, minlength=self.ranks), int(columns.size)
         )
 
@@ -389,22 +389,22 @@ class Layout:
         in_degree[rows] = degree
         return in_degree, np.bincount(columns, minlength=in_degree.size)
 
-    def facts(self, layer: int) -> LayerFacts:
+    def facts(self, layer: int) -> LayerCounts:
         """Return the counts of a layer over all ranks; layers of one `kind` share an object."""
         if (kind := self.kind(layer)) not in self._facts:
             self._facts[kind] = self._counted(layer)
         return self._facts[kind]
 
-    def _counted(self, layer: int) -> LayerFacts:
+    def _counted(self, layer: int) -> LayerCounts:
         pieces = [self.piece(rank, layer) for rank in range(self.ranks)]
-        return LayerFacts(
+        return LayerCounts(
             np.array([p.rows for p in pieces]),
             np.array([p.local + p.halo.size for p in pieces]),
             np.array([p.edges for p in pieces]),
             np.stack([p.received for p in pieces]).T,
         )
 
-    def meets(self, layer: int) -> bool:
+    def exchanges_rows(self, layer: int) -> bool:
         """Whether ranks exchange rows before the layer."""
         return bool(self.facts(layer).sends.any())
 

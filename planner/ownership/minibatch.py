@@ -42,9 +42,9 @@ from gnnplan.planner.graph.sampling import (
     per_epoch,
     seeds_in,
 )
-from gnnplan.planner.ownership.layout import LayerFacts, Layout
+from gnnplan.planner.ownership.layout import LayerCounts, Layout
 from gnnplan.planner.vocabulary.numbers import ranges
-from gnnplan.planner.vocabulary.outer import Pairs
+from gnnplan.planner.vocabulary.outer import RankMatrix
 
 MOST_EDGES = 20_000_000  # sampled edges in all batches that are counted one by one
 MOST_BATCHES = 64  # batches that are counted one by one
@@ -60,8 +60,8 @@ class Scored:
     group exchange rows of h_L."""
 
     edges: np.ndarray
-    sends: Pairs
-    meets: bool
+    sends: RankMatrix
+    exchanges_rows: bool
 
 
 class MiniBatch(Layout):
@@ -131,12 +131,12 @@ class MiniBatch(Layout):
         """Whether several ranks share a batch."""
         return self.ranks > len(set(self.servers))
 
-    def meets(self, layer: int) -> bool:
+    def exchanges_rows(self, layer: int) -> bool:
         return self.splits
 
     def asks(self, layer: int) -> bool:
         """Whether ranks send owners the ids of the rows of h_{l-1} that they need."""
-        return self.meets(layer)
+        return self.exchanges_rows(layer)
 
     def sampled(self, layer: int) -> np.ndarray:
         """Return the number of edges of a layer that each rank samples [ranks]."""
@@ -148,12 +148,12 @@ class MiniBatch(Layout):
         rows = [int(self.row_counts(h).sum()) for h in (0, *layers)]
         return rows, [int(self.facts(layer).edges.sum()) for layer in layers]
 
-    def _counted(self, layer: int) -> LayerFacts:
+    def _counted(self, layer: int) -> LayerCounts:
         if self.splits:
             return super()._counted(layer)
         edges = np.array([self._frontiers[g].edges[layer - 1][1].size for g in self.servers])
         nothing = np.zeros((self.ranks, self.ranks), dtype=np.int64)
-        return LayerFacts(self.row_counts(layer), self.row_counts(layer - 1), edges, nothing)
+        return LayerCounts(self.row_counts(layer), self.row_counts(layer - 1), edges, nothing)
 
 
 class FirstLayerSplit(MiniBatch):
@@ -161,9 +161,9 @@ class FirstLayerSplit(MiniBatch):
 
     Ranks exchange rows of h_1. From these, each rank computes layers 2 .. L for its own seeds."""
 
-    first: LayerFacts  # counts of layer 1
+    first: LayerCounts  # counts of layer 1
     sent_rows: np.ndarray  # rows of h_1 that rank i sends to rank j before layer 2 [ranks, ranks]
-    partial_sums: np.ndarray | None = None  # LayerFacts.partial_sums of layer 2
+    partial_sums: np.ndarray | None = None  # LayerCounts.partial_sums of layer 2
 
     def __init__(self, whole: MiniBatch, separate: MiniBatch) -> None:
         """whole: the same batch with all layers split. separate: the same batch with a group per
@@ -191,17 +191,17 @@ class FirstLayerSplit(MiniBatch):
             return np.array([self.rows(rank, h).size for rank in range(self.ranks)])
         return self._separate[h].rows
 
-    def meets(self, layer: int) -> bool:
+    def exchanges_rows(self, layer: int) -> bool:
         return layer == 2
 
     def asks(self, layer: int) -> bool:
-        return self.meets(layer) and self.pushed is None
+        return self.exchanges_rows(layer) and self.pushed is None
 
-    def _counted(self, layer: int) -> LayerFacts:
+    def _counted(self, layer: int) -> LayerCounts:
         if layer == 1:
             return self.first
         facts = self._separate[layer]
-        if not self.meets(layer):
+        if not self.exchanges_rows(layer):
             return facts
         return replace(
             facts,
@@ -227,7 +227,7 @@ class ByDestinations(FirstLayerSplit):
             self.sent_rows[peers, rank] = np.bincount(whole.member[ids], minlength=peers.size)
         np.fill_diagonal(self.sent_rows, 0)
         sampled, nothing = np.array([ids.size for ids in edges]), np.zeros_like(self.sent_rows)
-        self.first = LayerFacts(whole.row_counts(1), self.row_counts(0), sampled, nothing)
+        self.first = LayerCounts(whole.row_counts(1), self.row_counts(0), sampled, nothing)
 
 
 class BySources(FirstLayerSplit):
@@ -271,7 +271,7 @@ class BySources(FirstLayerSplit):
             pushed,
         )
         read, sums, nothing = whole.row_counts(0), self.row_counts(1), np.zeros_like(sends)
-        self.first = LayerFacts(sums, read, summed, nothing, remote_own=sums - own)
+        self.first = LayerCounts(sums, read, summed, nothing, remote_own=sums - own)
 
 
 SPLIT = {"first": ByDestinations, "source": BySources}  # `Batches.split` -> batch split in layer 1

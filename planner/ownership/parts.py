@@ -34,7 +34,7 @@ from gnnplan.planner.graph.part_folder import (
     digest_of,
     parsed,
 )
-from gnnplan.planner.ownership.layout import LayerFacts, Layout, Piece, reached
+from gnnplan.planner.ownership.layout import LayerCounts, Layout, RankLayer, reached
 from gnnplan.planner.vocabulary.errors import SpecError
 from gnnplan.planner.vocabulary.files import folder_lock, read_bytes, remedy_of
 from gnnplan.planner.vocabulary.numbers import ranges
@@ -81,18 +81,18 @@ class PartLayout(Layout):
     def _sizes(self, h: int) -> tuple[int, ...]:
         return tuple(part.vertices for part in self.folder.parts)
 
-    def _piece(self, rank: int, layer: int, rows: int, local: int) -> Piece:
+    def _piece(self, rank: int, layer: int, rows: int, local: int) -> RankLayer:
         halo, edges = self.folder.array(rank, "halo"), self.folder.parts[rank].edges
-        return Piece(rows, local, halo, self._sends[:, rank], edges)
+        return RankLayer(rows, local, halo, self._sends[:, rank], edges)
 
     def sent(self, rank: int, layer: int) -> list[np.ndarray]:
         ends = np.cumsum(self._sends[rank])
         return np.split(self.folder.array(rank, "give"), ends[:-1])
 
-    def _counted(self, layer: int) -> LayerFacts:
+    def _counted(self, layer: int) -> LayerCounts:
         parts, sends = self.folder.parts, self._sends
         rows = np.array(self._sizes(layer))
-        return LayerFacts(rows, rows + sends.sum(0), np.array([p.edges for p in parts]), sends)
+        return LayerCounts(rows, rows + sends.sum(0), np.array([p.edges for p in parts]), sends)
 
 
 def is_stored(graph: Graph, ranks: int) -> bool:

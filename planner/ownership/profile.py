@@ -12,9 +12,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from gnnplan.planner.graph.disk_cache import VERSION as PARTITION_VERSION
+from gnnplan.planner.graph.disk_cache import remembered
 from gnnplan.planner.graph.graph import Graph, GraphStats
-from gnnplan.planner.graph.kept import VERSION as PARTITION_VERSION
-from gnnplan.planner.graph.kept import remembered
 from gnnplan.planner.graph.partition import check_parts, partition
 from gnnplan.planner.ownership.estimated_layout import (
     EstimatedLayout,

@@ -1,7 +1,7 @@
 """The planning problem: a graph, a workload, a cluster and a number of ranks.
 
     problem.py    the problem, and the layouts, batches and chunks of its graph
-    known.py      a cache of results about problems
+    cache.py      a cache of results about problems
     fitted.py     presets with constants fitted to figures printed in papers
     inputs.py     cluster and workload from presets, YAML files, options and --set
 

@@ -72,7 +72,7 @@ def read_cluster(name_or_path: str) -> Cluster:
             path = measured
         else:
             # imported here to spare training ranks the imports of this module
-            from gnnplan.planner.cluster.here import gpus_here
+            from gnnplan.planner.cluster.local_gpus import gpus_here
 
             if gpus := gpus_here():
                 return gpus
@@ -115,7 +115,7 @@ def _file_of(name_or_path: str, presets: Path, others: Collection[str] = ()) -> 
 
 
 @dataclass(frozen=True)
-class Asked:
+class WorkloadRequest:
     """A workload as the user requested it, before a module of the user's is read.
 
     module: FILE.py:NAME of the user's own model, if any; the workload then lacks the fields that
@@ -130,7 +130,7 @@ class Asked:
 
 def ask_workload(
     source: str | Mapping[str, Any] | None = None, flags: Mapping[str, object] | None = None
-) -> Asked:
+) -> WorkloadRequest:
     """Make a workload from the defaults, changed by `source`, then by `flags`.
 
     source: a YAML file, a preset (the settings of a paper), or a mapping of fields. flags: field ->
@@ -162,7 +162,7 @@ def ask_workload(
     if given:
         workload = checked(Workload, workload.model_dump() | given, "--", given)
     named = dict.fromkeys([*data, *given, *(["fanout"] if module and fanout else [])])
-    return Asked(workload, module, tuple(map(str, named)), fanout if module else None)
+    return WorkloadRequest(workload, module, tuple(map(str, named)), fanout if module else None)
 
 
 def _without_module(fields: Mapping[Any, Any]) -> tuple[dict[Any, Any], str | None]:

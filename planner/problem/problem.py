@@ -1,7 +1,7 @@
 """The planning problem: a graph, a GNN, a cluster and a number of ranks.
 
 `Problem` also makes the layouts, mini-batches and chunks that strategies need. A problem derived
-from another one shares its cache (`Known`)."""
+from another one shares its cache (`Cache`)."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ from gnnplan.planner.graph.partition import partition
 from gnnplan.planner.graph.partitioners import BLIND
 from gnnplan.planner.graph.sampling import expect_held_out, hold_out
 from gnnplan.planner.graph.splitting import IMBALANCE, owners
-from gnnplan.planner.ownership.chunks import ChunkFacts, Chunks, cut_parts, estimated_chunks
+from gnnplan.planner.ownership.chunks import ChunkCounts, Chunks, cut_parts, estimated_chunks
 from gnnplan.planner.ownership.estimated_batches import EstimatedBatches
 from gnnplan.planner.ownership.estimated_layout import EstimatedLayout, mixing_of
 from gnnplan.planner.ownership.layout import Expansion, Layout, reached
 from gnnplan.planner.ownership.minibatch import Batches, SplitBelow
 from gnnplan.planner.ownership.parts import PartLayout, is_stored
-from gnnplan.planner.problem.known import Known, answered
+from gnnplan.planner.problem.cache import Cache, cached_by
 from gnnplan.planner.vocabulary.errors import SpecError
 from gnnplan.planner.vocabulary.precision import FLOAT64
 
@@ -103,8 +103,8 @@ class Problem:
     # placement[r] is the GPU of rank r, counted over all servers (cluster/placement.py chooses it);
     # empty: all GPUs in order
     placement: tuple[int, ...] = ()
-    replayed: bool = True  # launch a step's kernels as one CUDA graph where possible (`replays`)
-    known: Known = field(default_factory=Known, compare=False, repr=False)
+    replayed: bool = True  # a step may be one CUDA graph (`uses_cuda_graph`: whether it is)
+    cache: Cache = field(default_factory=Cache, compare=False, repr=False)
 
     def __post_init__(self) -> None:
         if self.graph and self.workload.precision != FLOAT64:
@@ -221,29 +221,33 @@ class Problem:
 
         columns: the columns of the features that are sent; default: all."""
         graph, columns = self.graph, columns or range(self.model.features)
-        if self.model.inputs.alike or graph is None:
-            row_bytes = float(self.model.features_moved(1.0)) * len(columns) / self.model.features
+        if self.model.inputs.is_dense or graph is None:
+            row_bytes = (
+                float(self.model.feature_transit_bytes(1.0)) * len(columns) / self.model.features
+            )
             return np.full(rows.size, round(row_bytes))
         whole = len(columns) == self.model.features
         sliced = graph if whole else replace(graph, x=graph.x[:, columns.start : columns.stop])
-        lengths = self.known.answer(
+        lengths = self.cache.get(
             ("lengths", graph, columns), lambda: sliced.lengths(np.arange(self.stats.vertices))
         )
-        return np.asarray(lengths[rows].astype(np.int64) * self.model.inputs.number_moved)
+        return np.asarray(
+            lengths[rows].astype(np.int64) * self.model.inputs.transit_bytes_per_number
+        )
 
     @cached_property
     def cost(self) -> Cost:
         """The cost model of the cluster, with the ranks on the GPUs of `placement`."""
         device = self.cluster.device.multiplying(self.workload.dtype)
-        if self.replays:
+        if self.uses_cuda_graph:
             launch = np.minimum(device.launch, REPLAYED_LAUNCH)
             device = device.model_copy(update={"launch": launch})
         cluster = self.cluster.model_copy(update={"device": device})
         return Cost(cluster, self.placement, self.stats.spread)
 
     @property
-    def replays(self) -> bool:
-        """Whether one launch starts all kernels of a step (a CUDA graph: executor/ranks/replay.py).
+    def uses_cuda_graph(self) -> bool:
+        """Whether one launch starts all kernels of a step (executor/ranks/cuda_graph.py).
 
         Steps that fill much of a GPU's memory are not replayed: their kernels run longer than their
         launches take, so launches cost nothing. Steps that differ from each other cannot be
@@ -255,9 +259,9 @@ class Problem:
     @property
     def repeats(self) -> bool:
         """`Workload.repeats`, and dense features: only these have dropout in a CUDA graph."""
-        return self.workload.repeats and self.model.inputs.alike
+        return self.workload.repeats and self.model.inputs.is_dense
 
-    def launching(self, replayed: bool) -> Problem:
+    def with_cuda_graph(self, replayed: bool) -> Problem:
         """Return the same problem with `replayed` set; several ranks never replay."""
         same = self.ranks > 1 or replayed == self.replayed
         return self if same else replace(self, replayed=replayed)
@@ -321,9 +325,9 @@ class Problem:
                 return EstimatedLayout(self.stats.vertices, self.stats.edges, *args, mixing)
             return kind(self.graph, owner(self.graph), *args, method=self.method)
 
-        return self.known.answer((*question, self.graph, self.stats, self.method), make)
+        return self.cache.get((*question, self.graph, self.stats, self.method), make)
 
-    @answered("stats", "workload.seed")
+    @cached_by("stats", "workload.seed")
     def batches(
         self, layout: Layout | EstimatedLayout, count: int
     ) -> Sequence[Layout | EstimatedLayout]:
@@ -334,7 +338,7 @@ class Problem:
         batch_of = layout.drawn(layout.graph.train, count, self.workload.seed)
         return [layout.batch(batch_of == b) for b in range(count)]
 
-    @answered("stats")
+    @cached_by("stats")
     def trimmed(self, layout: Layout | EstimatedLayout) -> Layout | EstimatedLayout:
         """Return the layout without the rows that no training vertex needs."""
         if isinstance(layout, EstimatedLayout):
@@ -352,7 +356,7 @@ class Problem:
             return 1.0
         return trained if trained > MOST_NEEDED else self._count_needed()
 
-    @answered("graph", "stats", "workload.layers")
+    @cached_by("graph", "stats", "workload.layers")
     def _count_needed(self) -> float:
         stats, layers = self.stats, self.workload.layers
         if self.graph is None:
@@ -369,7 +373,7 @@ class Problem:
         """Whether training vertices need so few rows that leaving out the other rows pays."""
         return self.needed_share <= MOST_NEEDED
 
-    @answered("workload", "graph", "stats", "model.first_varying")
+    @cached_by("workload", "graph", "stats", "model.first_varying")
     def minibatches(
         self,
         groups: tuple[int, ...],
@@ -395,7 +399,7 @@ class Problem:
 
     def seconds_of(self, result: Layout | EstimatedLayout | Chunks | Batches) -> float:
         """Return the time that making a layout, chunks or batches took, with partitioning [s]."""
-        return self.known.seconds_of(result)
+        return self.cache.seconds_of(result)
 
     def _owner(self, graph: Graph, groups: tuple[int, ...]) -> np.ndarray:
         """Return the rank that owns each vertex [N]; with groups, the first rank of the group."""
@@ -419,13 +423,13 @@ class Problem:
                 )
         return self.chunk_of(self.ranks * chunks)
 
-    @answered("graph", "method")
+    @cached_by("graph", "method")
     def cut(self, chunks: int, members: int = 1) -> Chunks:
         """Partition the graph into `chunks` chunks, and each chunk among the members of a stage."""
         return Chunks(self.data, self.chunk_of(chunks), chunks, members, self.method)
 
-    @answered("graph", "stats", "method")
-    def chunks(self, chunks: int, members: int = 1) -> ChunkFacts:
+    @cached_by("graph", "stats", "method")
+    def chunks(self, chunks: int, members: int = 1) -> ChunkCounts:
         """Return the counts of `cut`; estimates if only statistics are known."""
         if self.graph is not None:
             return self.cut(chunks, members).facts

@@ -27,20 +27,20 @@ from gnnplan.planner.problem.problem import Problem
 from gnnplan.planner.strategies.program.account import Prediction, predict
 from gnnplan.planner.strategies.program.memory import Memory as Memory
 from gnnplan.planner.strategies.program.memory import Resident as Resident
-from gnnplan.planner.strategies.program.memory import of_fullest, peak
+from gnnplan.planner.strategies.program.memory import on_fullest_rank, peak
 from gnnplan.planner.strategies.program.price import setup_s
 from gnnplan.planner.strategies.program.program import Program, traffic
 from gnnplan.planner.strategies.program.schedule import build_schedule
 from gnnplan.planner.vocabulary.errors import SpecError
 from gnnplan.planner.vocabulary.knobs import show_knob
-from gnnplan.planner.vocabulary.outer import Pairs
+from gnnplan.planner.vocabulary.outer import RankMatrix
 from gnnplan.planner.vocabulary.schedule import Schedule
 
 T = TypeVar("T")
 
 # uses of memory that are no tensors of the training: libraries, NCCL's buffers, and the server's
 # graph data, which counts to a rank that runs on the server's processor
-BESIDE_TRAINING = ("runtime", "communicators", "host")
+NON_TRAINING_USES = ("runtime", "communicators", "host")
 # mode -> the strategies that can train with rounded rows, --dtype (Strategy.rounds_rows)
 ROUNDING = {
     "full": "graph_parallel, pipegcn, gnnpipe, granndis, bns, feature_parallel or offload",
@@ -144,8 +144,8 @@ class Strategy(ABC):
         return self
 
     @property
-    def replays(self) -> bool:
-        """Whether a single rank replays its step as one CUDA graph (Problem.replays)."""
+    def uses_cuda_graph(self) -> bool:
+        """Whether a single rank replays its step as one CUDA graph (Problem.uses_cuda_graph)."""
         return False
 
     def with_less_memory(self) -> Strategy | None:
@@ -222,7 +222,7 @@ class Strategy(ABC):
 
     def most_memory(self, problem: Problem) -> float:
         """Return the peak memory of the rank that needs most [B]."""
-        return sum(of_fullest(self.memory(problem)).values())
+        return sum(on_fullest_rank(self.memory(problem)).values())
 
     def host_memory(self, problem: Problem) -> Memory:
         """Return the bytes of graph data in each server's memory, by use [servers]."""
@@ -238,7 +238,7 @@ class Strategy(ABC):
 
     def built(self, problem: Problem) -> Program:
         """Return `program(problem)` from a cache that keeps the last program."""
-        return problem.known.recent(
+        return problem.cache.get_recent(
             "program", (self, problem), lambda: self.program(problem), most=1
         )
 
@@ -248,17 +248,17 @@ class Strategy(ABC):
         Broadcasts over clusters: if the cluster's numbers are arrays [problems, 1], the seconds
         are such arrays too.
         """
-        problem = problem.launching(self.replays)
-        return problem.known.recent(
+        problem = problem.with_cuda_graph(self.uses_cuda_graph)
+        return problem.cache.get_recent(
             "prediction", (self, problem), lambda: predict(problem, self.built(problem))
         )
 
     def schedule(self, problem: Problem, steps: int) -> Schedule:
         """Return every rank's tasks. The simulator plays them; the executor must do the same."""
-        problem = problem.launching(self.replays)
+        problem = problem.with_cuda_graph(self.uses_cuda_graph)
         return build_schedule(problem, self.program(problem), steps)
 
-    def traffic(self, problem: Problem) -> list[Pairs]:
+    def traffic(self, problem: Problem) -> list[RankMatrix]:
         """Return matrices of the bytes from rank to rank [ranks, ranks], to place the ranks."""
         return traffic(self.built(problem), problem.ranks)
 

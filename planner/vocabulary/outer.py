@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.lib.mixins import NDArrayOperatorsMixin
 
-from gnnplan.planner.vocabulary.values import Value
+from gnnplan.planner.vocabulary.values import ByContent
 
 
 class EqualPairs(NamedTuple):
@@ -24,7 +24,7 @@ class EqualPairs(NamedTuple):
 
 
 @dataclass(frozen=True, eq=False)
-class Outer(Value, NDArrayOperatorsMixin):
+class Outer(ByContent, NDArrayOperatorsMixin):
     """A matrix [ranks, ranks], or [chunks, ranks, ranks]: entry [i, j] is left[i] * right[j] or 0.
 
     With `same`, the entries are nonzero for two different ranks i and j of one group; otherwise,
@@ -175,7 +175,7 @@ class Outer(Value, NDArrayOperatorsMixin):
         ]
 
 
-Pairs = np.ndarray | Outer  # amounts from rank (row) to rank (column)
+RankMatrix = np.ndarray | Outer  # amounts from rank (row) to rank (column)
 
 
 def cells(*places: np.ndarray) -> np.ndarray:

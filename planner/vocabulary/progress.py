@@ -36,7 +36,7 @@ def notify(phase: str, detail: str = "", /) -> None:
     _listeners[-1](phase, detail)
 
 
-def tells(function: Callable[P, T]) -> Callable[P, T]:
+def reports_progress(function: Callable[P, T]) -> Callable[P, T]:
     """Decorate a function of the API: its argument `notify` receives the progress of the call."""
 
     @wraps(function)

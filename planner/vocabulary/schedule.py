@@ -14,8 +14,8 @@ from typing import Any, Literal, NamedTuple, Self
 import numpy as np
 
 from gnnplan.planner.vocabulary.numbers import Number
-from gnnplan.planner.vocabulary.outer import Pairs
-from gnnplan.planner.vocabulary.values import Value
+from gnnplan.planner.vocabulary.outer import RankMatrix
+from gnnplan.planner.vocabulary.values import ByContent
 
 # Fallback costs for a device without a measured rate: a dropout hash in bytes (its words have one
 # length for all precisions of rows) [B], and an attention weight in element accesses (logit,
@@ -70,12 +70,12 @@ class Gather(NamedTuple):
 
     rows: Number  # rows read, one per edge
     width: int  # numbers per row
-    among: Number  # distinct source rows
-    into: Number  # destination rows
+    sources: Number  # distinct source rows
+    destinations: Number  # destination rows
 
 
 @dataclass(frozen=True, eq=False)
-class Local(Value):
+class LocalWork(ByContent):
     """Work without communication, of one rank, or of several if fields are arrays [ranks]."""
 
     @property
@@ -83,7 +83,7 @@ class Local(Value):
         """All arrays [ranks] in the fields: the numbers that differ between ranks."""
         return list(_arrays(tuple(getattr(self, field.name) for field in fields(self))))
 
-    def among(self, ranks: np.ndarray | slice) -> Self:
+    def of_ranks(self, ranks: np.ndarray | slice) -> Self:
         """Return the work of some ranks, with arrays of these ranks."""
         return self._with(lambda array: array[ranks])
 
@@ -122,7 +122,7 @@ def _replaced(value: Any, pick: Callable[[np.ndarray], Any]) -> Any:
 
 
 @dataclass(frozen=True, eq=False)
-class Compute(Local):
+class Compute(LocalWork):
     """Computation: an amount per kind of work, to which cluster/cost.py assigns rates."""
 
     flops: Number = 0.0  # dense matrix products [flop]
@@ -144,7 +144,7 @@ class Compute(Local):
 
 
 @dataclass(frozen=True, eq=False)
-class Copy(Local):
+class Copy(LocalWork):
     """A copy between a server's memory and the device."""
 
     nbytes: Any  # a number, or an array [ranks] [B]
@@ -152,7 +152,7 @@ class Copy(Local):
 
 
 @dataclass(frozen=True, eq=False)
-class Sampling(Local):
+class Sampling(LocalWork):
     """A sampler's work on edges of a batch."""
 
     what: HostWork
@@ -161,14 +161,14 @@ class Sampling(Local):
 
 
 @dataclass(frozen=True, eq=False)
-class Exchange(Value):
+class Exchange(ByContent):
     """An all-to-all: every rank of a group sends items to every other rank of the group."""
 
-    items: Pairs  # items from rank (row) to rank (column) [ranks, ranks]
+    items: RankMatrix  # items from rank (row) to rank (column) [ranks, ranks]
     itemsize: int = 1  # bytes per item [B]
 
     @property
-    def nbytes(self) -> Pairs:
+    def nbytes(self) -> RankMatrix:
         return self.items if self.itemsize == 1 else self.items * self.itemsize
 
     @cached_property
@@ -231,7 +231,7 @@ class Collective:
         return [(peer, nbytes) for peer, nbytes in zip(self.group, sent, strict=True) if nbytes]
 
 
-Work = Local | Send | Recv | Collective
+Work = LocalWork | Send | Recv | Collective
 
 
 @dataclass(frozen=True, slots=True)

@@ -31,7 +31,7 @@ class Content:
         )
 
 
-class Value:
+class ByContent:
     """The base of frozen dataclasses (`eq=False`) whose fields are arrays, or contain arrays."""
 
     @cached_property

@@ -20,7 +20,7 @@ from gnnplan.testing.plain import difference
 from gnnplan.testing.ranks import Case, Ranks, Result
 from gnnplan.testing.runs import *  # noqa: F403
 from gnnplan.testing.runs import (
-    Played,
+    FinishedRun,
     must_be_as_one_process,
     must_have_learnt,
     must_resume_as,
@@ -50,7 +50,7 @@ def trained(setting: Setting, run_ranks: Ranks, sources: Any) -> Result:
     return _trained[str(setting)]
 
 
-class OfSetting(Played):
+class OfSetting(FinishedRun):
     def __init__(self, setting: Setting, result: Result) -> None:
         super().__init__(result)
         self.setting = setting
@@ -166,7 +166,7 @@ def test_one_rank_sends_nothing(run_ranks, graphs, model, strategy):
     """Nor does it record an exchange or an all-reduce; and it trains as one process does."""
     how = {"model": model, "layers": 3, "hidden": 8}
     result = run_ranks.alone(Case(strategy, graphs["rough"], how, epochs=2, eval_every=1))
-    played = Played(result)
+    played = FinishedRun(result)
     assert result.rank(0)["bytes"] == result.rank(0)["setup_bytes"] == {}
     assert played.prediction.bytes_total == played.prediction.setup_bytes == 0
     assert {span.lane for span in result.spans} == {"compute"}

@@ -14,8 +14,8 @@ from calls import call, planned
 
 from gnnplan.executor.ranks.checkpoint import Checkpoints, handed_over, last_stored
 from gnnplan.executor.ranks.learner import Optimizer
+from gnnplan.executor.ranks.model_state import Joined, ModelPart, named
 from gnnplan.executor.ranks.rank import Rank
-from gnnplan.executor.ranks.whole import Held, Joined, named
 from gnnplan.planner.gnn.workload import Workload
 from gnnplan.planner.vocabulary.errors import SpecError
 from gnnplan.testing.ranks import Case, Ranks, Result
@@ -180,7 +180,7 @@ def saved(out: Path, *ranks: int, **changed: Any) -> None:
         net.weight = torch.nn.Parameter(torch.full((3, 2), float(rank)))
         optimizer = Optimizer(net.parameters(), Workload())
         optimizer.kept["mean"][0].fill_(10.0 + rank)
-        held = Held(net, {"weight": range(2 * rank, 2 * rank + 2)}, optimizer)
+        held = ModelPart(net, {"weight": range(2 * rank, 2 * rank + 2)}, optimizer)
         tensors = named("worker", net.state_dict()) | named("optimizer", optimizer.state())
         process = Rank(rank, 2, torch.device("cpu"), "gloo")
         checkpoints = Checkpoints(out, rank, 10, question)
@@ -198,17 +198,17 @@ def test_columns_are_put_side_by_side(tmp_path):
     notes, whole = ours.load_whole(2)
     net = torch.nn.Linear(4, 3)
     optimizer = Optimizer(net.parameters(), Workload())
-    Held(net, {}, optimizer).take(whole)
+    ModelPart(net, {}, optimizer).take(whole)
     assert net.weight.tolist() == [[0.0, 0.0, 1.0, 1.0]] * 3 and notes == {"before": []}
     assert optimizer.kept["mean"][0].tolist() == [[10.0, 10.0, 11.0, 11.0]] * 3
     # and cut otherwise
     part = torch.nn.Linear(1, 3)
-    Held(
+    ModelPart(
         part, {"weight": range(2, 3)}, Optimizer(part.parameters(), Workload(optimizer="sgd"))
     ).take(whole)
     assert part.weight.tolist() == [[1.0]] * 3 and torch.equal(part.bias, net.bias)
     with pytest.raises(SpecError, match=r"checkpoint's weight.weight is torch.float32 \[3, 4\]"):
-        Held(part, {}, Optimizer([], Workload(optimizer="sgd"))).take(whole)
+        ModelPart(part, {}, Optimizer([], Workload(optimizer="sgd"))).take(whole)
 
 
 def test_a_part_that_is_missing_or_damaged_hands_nothing_over(tmp_path):

@@ -154,11 +154,11 @@ def test_a_batch_does_not_carry_the_whole_graph(folder):
     problem = case.problem(2)
     batches = case.settled(problem).batches(problem)
     sampler = Sampler(batches, 0, ["one"] * 2)
-    assert not any(hasattr(part.block, "whole") for part in sampler[0].share.parts)
+    assert not any(hasattr(part.block, "graph_edges") for part in sampler[0].share.parts)
     weights = problem.graph.edge_fields["edge_weight"].tobytes()
     assert weights not in pickle.dumps(sampler[0])
     share = ShareQueue(Rank(0, 1, torch.device("cpu"), "gloo"), sampler, 0).next(0).share
-    assert all(part.block.whole is problem.graph.whole for part in share.parts)
+    assert all(part.block.graph_edges is problem.graph.csr_edges for part in share.parts)
 
 
 # -- what is said, and refused ---------------------------------------------------------------------

@@ -13,11 +13,11 @@ import torch
 import torch.distributed as dist
 
 from gnnplan.executor.layers.copies import Staging
-from gnnplan.executor.ranks.opening import open_rank
+from gnnplan.executor.ranks.process import open_rank
 from gnnplan.executor.strategies import open_worker
 from gnnplan.executor.strategies.layerwise import Worker
 from gnnplan.executor.train import train
-from gnnplan.planner.strategies.base import BESIDE_TRAINING
+from gnnplan.planner.strategies.base import NON_TRAINING_USES
 from gnnplan.planner.vocabulary.schedule import Label
 from gnnplan.planner.vocabulary.trace import LANES, recorded_order
 from gnnplan.testing.plain import difference
@@ -123,7 +123,7 @@ def test_steps_that_are_launched_as_one_equal_others(
     found = []
     for replays in (True, False):
         if not replays:
-            monkeypatch.setattr(Worker, "replays", False)
+            monkeypatch.setattr(Worker, "uses_cuda_graph", False)
         norm = {"norm": "batch"} if model == "sage" else {}
         case = Case("graph_parallel", graphs["rough"], workload(model, optimizer="adam", **norm))
         problem, out = case.problem(1), tmp_path / str(replays)
@@ -365,7 +365,7 @@ def test_peak_memory(gpu_rank, tmp_path, model, dropout, strategy):
     predicted = sum(
         float(np.sum(use))
         for name, use in settled.memory(problem).items()
-        if name not in BESIDE_TRAINING
+        if name not in NON_TRAINING_USES
     )
     torch.cuda.empty_cache()
     train(gpu_rank, problem, settled, tmp_path, case.epochs, 0)

@@ -344,7 +344,7 @@ def test_what_crosses_together_crosses_once(pretend_device):
 @pytest.mark.parametrize("model", MODELS)
 def test_launches_are_those_that_are_priced(graphs, monkeypatch, model, strategy):
     """By a device on which nothing else takes time; within a quarter."""
-    monkeypatch.setattr(Problem, "replays", False)
+    monkeypatch.setattr(Problem, "uses_cuda_graph", False)
     device = spec.Device(memory=1e12, gemm=1e18, memory_bandwidth=1e14, launch=1.0)
     cluster = spec.Cluster(device=device, intra_node={"bandwidth": "1GB/s"})
     problem = replace(case_of(strategy, model, graphs["rough"]).problem(1), cluster=cluster)

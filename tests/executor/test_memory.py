@@ -20,13 +20,13 @@ from trainings import Setting, lines
 from gnnplan.executor.layers.kernels import Block, SparseRows, dropout, warm_up
 from gnnplan.executor.layers.models import Net
 from gnnplan.executor.ranks.machine import INTERVAL, MemoryWatch, allocated
-from gnnplan.executor.ranks.opening import wait_in_turn
+from gnnplan.executor.ranks.process import wait_in_turn
 from gnnplan.executor.ranks.rank import Rank
 from gnnplan.executor.strategies import open_worker
 from gnnplan.planner.gnn.footprint import footprint
 from gnnplan.planner.gnn.model import Model, describe
 from gnnplan.planner.gnn.workload import Workload
-from gnnplan.planner.strategies.base import BESIDE_TRAINING
+from gnnplan.planner.strategies.base import NON_TRAINING_USES
 from gnnplan.planner.strategies.program import memory as program_memory
 from gnnplan.testing.fixtures import fresh_ranks as fresh_ranks
 from gnnplan.testing.ranks import Case, Ranks
@@ -328,7 +328,7 @@ def test_rows_of_eight_devices_pass_one(fresh_ranks):
     (result,) = fresh_ranks(1, [case])
     problem = case.problem(1)
     use = case.settled(problem).memory(problem)
-    held = sum(float(nbytes[0]) for what, nbytes in use.items() if what not in BESIDE_TRAINING)
+    held = sum(float(nbytes[0]) for what, nbytes in use.items() if what not in NON_TRAINING_USES)
     assert problem.stats.vertices * (64 + 2 * 2 * 128) * 4 > 8 * held
     assert held == pytest.approx(result.fullest(), rel=0.03), use
 

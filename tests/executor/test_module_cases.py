@@ -17,7 +17,7 @@ from gnnplan.executor.modules.bind import GraphFields
 from gnnplan.executor.modules.read import UserModule, optional, read, read_again
 from gnnplan.executor.modules.record import Unfit
 from gnnplan.planner.gnn.workload import Workload
-from gnnplan.planner.graph.graph import Whole
+from gnnplan.planner.graph.graph import CsrEdges
 from gnnplan.planner.vocabulary.errors import SpecError
 
 GRAPH = "synthetic:community?vertices=60&edges=240&features=6&classes=3"
@@ -503,9 +503,9 @@ def test_edges_tell_how_many_vertices_there_are_if_the_last_has_some(tmp_path):
     pieces = asked(tmp_path, body).pieces
     assert pieces
     pair = np.array([1, 0], dtype=np.int32)
-    pieces.structure.must_answer_alike(Whole(np.array([0, 1, 2]), pair), pieces.place)
+    pieces.structure.must_answer_alike(CsrEdges(np.array([0, 1, 2]), pair), pieces.place)
     with pytest.raises(Unfit, match=r"line 15: .* max of the edges, which is 1 on this graph, but"):
-        pieces.structure.must_answer_alike(Whole(np.array([0, 1, 2, 2]), pair), pieces.place)
+        pieces.structure.must_answer_alike(CsrEdges(np.array([0, 1, 2, 2]), pair), pieces.place)
 
 
 def test_parameters_are_known_by_the_words_of_their_names(tmp_path):

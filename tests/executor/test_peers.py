@@ -19,8 +19,8 @@ from calls import planned
 from torch.distributed import HashStore, PrefixStore
 
 from gnnplan.executor.launch import peers
-from gnnplan.executor.launch.asked import Asked, Options
 from gnnplan.executor.launch.peers import Agreement, Found, Ready
+from gnnplan.executor.launch.run_request import Options, RunRequest
 from gnnplan.executor.ranks.checkpoint import Checkpoints
 from gnnplan.executor.ranks.rank import Rank
 from gnnplan.planner.problem.problem import Problem
@@ -49,7 +49,7 @@ def found(
     """What a rank says, but for what is `other`."""
     checkpoints = Checkpoints(Path(), rank.rank, 0, question)
     document = {"best": {"predicted": {"memory": predicted or {}}}}
-    asked = Asked(document, Path(), Options(epochs=3), loaded=problem)
+    asked = RunRequest(document, Path(), Options(epochs=3), loaded=problem)
     return {**peers.found(rank, Ready(asked, checkpoints, [10, 20], {}, [])), **other}
 
 

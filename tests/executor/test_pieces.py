@@ -11,7 +11,7 @@ from pairwise import every
 
 from gnnplan.executor.layers.kernels import Block
 from gnnplan.executor.layers.layer import Drop
-from gnnplan.executor.modules import elsewhere
+from gnnplan.executor.modules import sandbox
 from gnnplan.executor.modules.bind import GraphFields
 from gnnplan.executor.modules.evaluate import Place, frees
 from gnnplan.executor.modules.pieces import Pieces
@@ -22,7 +22,7 @@ from gnnplan.planner.gnn.footprint import block as edges_held
 from gnnplan.planner.gnn.footprint import footprint
 from gnnplan.planner.gnn.model import describe
 from gnnplan.planner.gnn.workload import Workload
-from gnnplan.planner.graph.graph import Whole
+from gnnplan.planner.graph.graph import CsrEdges
 from gnnplan.planner.vocabulary.errors import SpecError
 
 ROWS, SOURCES, EDGES, FEATURES, CLASSES = 3_000, 4_500, 45_000, 64, 16
@@ -77,7 +77,10 @@ def a_block() -> Block:
     indices = (ROWS + pairs[:, 1]).astype(np.int32)
     block = Block(indptr, indices, SOURCES)
     nobody = np.full(SOURCES - ROWS, len(indices))
-    block.source, block.whole = torch.arange(SOURCES), Whole(np.append(indptr, nobody), indices)
+    block.source, block.graph_edges = (
+        torch.arange(SOURCES),
+        CsrEdges(np.append(indptr, nobody), indices),
+    )
     return block
 
 
@@ -115,7 +118,7 @@ def test_memory_of_a_layer_is_what_torch_allocates(of_a_kind):
 def test_memory_of_edges_is_what_stays(of_a_kind):
     user, pieces = of_a_kind
     model, block = describe(with_module(Workload(), user, []), FEATURES, CLASSES), a_block()
-    pieces.structure.on_whole(block.whole, pieces.place)
+    pieces.structure.on_whole(block.graph_edges, pieces.place)
     gc.collect()
     before = allocated()
     pieces.local(block)
@@ -205,13 +208,13 @@ WAYS = {
 @pytest.mark.slow
 @pytest.mark.parametrize("does", WAYS)
 def test_a_forward_that_does_not_come_back_is_refused(does, tmp_path, monkeypatch):
-    monkeypatch.setattr(elsewhere, "FORWARD_SECONDS", 1.0)
+    monkeypatch.setattr(sandbox, "FORWARD_SECONDS", 1.0)
     head = f"{HEAD}\nclass Odd(Two):\n    def forward(self, x, edge_index):\n        h = {does}\n        return super().forward(x, edge_index)\n"
     with pytest.raises(SpecError, match=WAYS[does]):
         module(tmp_path, "Odd(GCNConv(f, 64), GCNConv(64, c))", head)
 
 
 def test_a_class_that_does_not_come_back_is_refused(tmp_path, monkeypatch):
-    monkeypatch.setattr(elsewhere, "MAKING_SECONDS", 10.0)
+    monkeypatch.setattr(sandbox, "MAKING_SECONDS", 10.0)
     with pytest.raises(SpecError, match=r"line \d+: M\(64, 16\) .*takes more than 10 s"):
         module(tmp_path, "time.sleep(100)")

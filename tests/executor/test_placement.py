@@ -22,7 +22,7 @@ from pathlib import Path
 import torch.distributed as dist
 from gnnplan.executor.launch.launcher import leave
 from gnnplan.executor.train import train
-from gnnplan.executor.ranks.opening import open_rank
+from gnnplan.executor.ranks.process import open_rank
 from gnnplan.planner.decision.plan import chosen, question, read
 document = read(Path(sys.argv[1]))
 job, strategy = question(document), chosen(document)
@@ -97,7 +97,7 @@ def test_ranks_that_a_run_starts(run_ranks, graphs, tmp_path):
     )
     out, candidate = planned(case, 2, (1, 0), tmp_path)
     document = plan.read(tmp_path / "plan.json")
-    asked = launch.Asked(document, out, launch.Options(3, 0, 60.0))
+    asked = launch.RunRequest(document, out, launch.Options(3, 0, 60.0))
     assert asked.problem.by_gpu == (1, 0)
     launch.begin(asked)
     assert_as_planned(Result(case, 2, out), run_ranks(2, [case])[0], candidate)

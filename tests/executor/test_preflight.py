@@ -15,8 +15,8 @@ import torch
 
 from gnnplan import __version__
 from gnnplan.executor.launch import preflight
-from gnnplan.executor.launch.asked import Asked, Options
 from gnnplan.executor.launch.preflight import Row, look, must_meet, must_start
+from gnnplan.executor.launch.run_request import Options, RunRequest
 from gnnplan.executor.ranks.machine import ProcessRoom
 from gnnplan.planner.decision import plan as documents
 from gnnplan.planner.decision.search import search
@@ -30,11 +30,11 @@ Patch = pytest.MonkeyPatch
 Edit = Callable[[dict[str, Any]], Any]  # of a plan's document
 
 
-def made(case: Case) -> Asked:
+def made(case: Case) -> RunRequest:
     problem = case.problem(2)
     found = search(problem, forced=parse(case.strategy).settle(problem))
     document = documents.runnable_part(found)
-    return Asked(json.loads(json.dumps(document)), Path("runs/new"), Options())
+    return RunRequest(json.loads(json.dumps(document)), Path("runs/new"), Options())
 
 
 @pytest.fixture(scope="module")
@@ -64,11 +64,11 @@ def this_machine(monkeypatch):
     monkeypatch.setattr(resource, "getrlimit", lambda what: (1024, 1024))
 
 
-def row(asked: Asked, what: str) -> Row:
+def row(asked: RunRequest, what: str) -> Row:
     return next(row for row in look(asked) if row.what == what)
 
 
-def edited(asked: Asked, edit: Edit, **fields: Any) -> Asked:
+def edited(asked: RunRequest, edit: Edit, **fields: Any) -> RunRequest:
     document = json.loads(json.dumps(asked.document))
     edit(document)
     return replace(asked, document=document, **fields)
@@ -228,7 +228,7 @@ def test_gpus_of_a_plan_for_gpus(asked, monkeypatch):
     assert row(plan, "GPUs").says == "ranks share GPUs and talk over Gloo"
 
 
-def launched(asked: Asked, monkeypatch: Patch, **env: str) -> Asked:
+def launched(asked: RunRequest, monkeypatch: Patch, **env: str) -> RunRequest:
     env = {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", **env}
     for name, value in {"MASTER_PORT": "0", **env}.items():
         monkeypatch.setenv(name, value)

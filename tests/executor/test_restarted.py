@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 from calls import planned
 
-from gnnplan.executor.launch.asked import last_of, must_be_new
 from gnnplan.executor.launch.launcher import unwound_by_signals
+from gnnplan.executor.launch.run_request import last_of, must_be_new
 from gnnplan.executor.ranks.checkpoint import onwards
 from gnnplan.planner.decision.plan import chosen, question, read
 from gnnplan.planner.vocabulary.errors import SpecError

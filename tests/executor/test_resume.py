@@ -13,11 +13,11 @@ from calls import planned
 from safetensors.torch import save_file
 
 from gnnplan.executor import train
-from gnnplan.executor.launch.asked import must_go_on
+from gnnplan.executor.launch.run_request import must_go_on
 from gnnplan.executor.ranks import checkpoint
 from gnnplan.executor.ranks.checkpoint import Checkpoints, header, latest, stored
+from gnnplan.executor.ranks.model_state import fill
 from gnnplan.executor.ranks.rank import Rank
-from gnnplan.executor.ranks.whole import fill
 from gnnplan.executor.train import Metrics
 from gnnplan.planner.vocabulary.errors import SpecError
 from gnnplan.planner.vocabulary.files import folder_lock

@@ -9,8 +9,8 @@ import pytest
 from calls import planned
 
 from gnnplan.executor.launch import preflight, rank_process
-from gnnplan.executor.launch.asked import Options
 from gnnplan.executor.launch.rank_process import follow
+from gnnplan.executor.launch.run_request import Options
 from gnnplan.planner.vocabulary.errors import SpecError
 
 GUIDE = Path(__file__).resolve().parents[2] / "docs" / "how-to" / "track-a-run.md"

@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from gnnplan.executor.launch.asked import Options
 from gnnplan.executor.launch.failure import FAILED_WITH_OTHERS
 from gnnplan.executor.launch.rank_process import _Process
+from gnnplan.executor.launch.run_request import Options
 from gnnplan.executor.ranks.activity import Activity, read
 from gnnplan.executor.ranks.device_clock import HostMark
 from gnnplan.executor.ranks.rank import Rank

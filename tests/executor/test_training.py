@@ -11,7 +11,7 @@ from examples import NIGHT
 from pairwise import every
 from trainings import source
 
-from gnnplan.executor.launch.asked import Options, must_have_rates
+from gnnplan.executor.launch.run_request import Options, must_have_rates
 from gnnplan.executor.ranks.checkpoint import question
 from gnnplan.executor.ranks.learner import Optimizer
 from gnnplan.planner.gnn.workload import Workload

@@ -34,7 +34,7 @@ from gnnplan.executor.modules.prove import Dropouts, as_pieces_draw, followed
 from gnnplan.executor.modules.read import UserModule, read, with_module
 from gnnplan.executor.modules.structure import edge_index_of
 from gnnplan.planner.gnn.workload import Module, Workload
-from gnnplan.planner.graph.graph import Graph, Whole
+from gnnplan.planner.graph.graph import CsrEdges, Graph
 from gnnplan.planner.graph.load import load
 from gnnplan.planner.problem.problem import Problem
 from gnnplan.planner.strategies import parse
@@ -155,7 +155,7 @@ class Itself:
             edge={name: tuple(shape) for name, *shape in shapes[1]},
         )
         self.pieces = user.pieces or followed(self.module, fields, torch.float64)[0]
-        self.whole = Whole(graph.indptr, graph.indices, graph.edge_fields, self.pieces.loops)
+        self.whole = CsrEdges(graph.indptr, graph.indices, graph.edge_fields, self.pieces.loops)
         edges = edge_index_of(self.whole)
         of_edges = {name: tensor_of(value) for name, value in graph.edge_fields.items()}
         self.given: dict[str, Any] = {

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from gnnplan.planner.gnn.workload import Workload
 from gnnplan.planner.graph.load import load
-from gnnplan.planner.ownership.layout import LayerFacts
+from gnnplan.planner.ownership.layout import LayerCounts
 from gnnplan.planner.problem.inputs import read_cluster
 from gnnplan.planner.problem.problem import Problem
 from gnnplan.planner.strategies import BNS, GraphParallel
@@ -71,7 +71,7 @@ def test_fewer_rows_and_edges_are_held_and_computed():
     asked = problem()
     whole = asked.layout()
 
-    def facts(p: float, layer: int) -> LayerFacts:
+    def facts(p: float, layer: int) -> LayerCounts:
         return BNS(p=p).exchange_options.facts(asked, whole, layer)
 
     assert facts(0.2, 1) is whole.facts(1)  # constant features: nothing is exchanged for them

@@ -22,7 +22,7 @@ from gnnplan.planner.decision.candidate import Candidate
 from gnnplan.planner.decision.search import SearchResult, search
 from gnnplan.planner.decision.sensitivity import of_depths, sentences
 from gnnplan.planner.decision.summary import inputs
-from gnnplan.planner.graph import kept, partition
+from gnnplan.planner.graph import disk_cache, partition
 from gnnplan.planner.graph.load import load
 from gnnplan.planner.problem.inputs import read_cluster
 from gnnplan.planner.problem.problem import Problem
@@ -218,11 +218,11 @@ def test_preloading_is_told_by_our_own_prediction():
 
 def test_preparation_counts_a_cached_partition_as_when_it_was_made(own_cache):
     problem = replace(question())
-    with kept.Stopwatch() as first:
+    with disk_cache.Stopwatch() as first:
         partition.partition(problem.graph, 7)
     (path,) = own_cache.glob("partitions/*.npz")
     np.savez(path, found=np.load(path)["found"], seconds=12.5)
-    with kept.Stopwatch() as again:
+    with disk_cache.Stopwatch() as again:
         partition.partition(problem.graph, 7)
     assert 0 < first.seconds < 12.5 <= again.seconds
     assert parse("granndis").preparation(problem)["features"] > 0

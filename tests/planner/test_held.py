@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from gnnplan.planner.decision.search import families
-from gnnplan.planner.gnn.footprint import Held, in_turn, keeps
+from gnnplan.planner.gnn.footprint import OpMemory, in_turn, keeps
 from gnnplan.planner.strategies import GraphParallel, Strategy, parse
 from gnnplan.planner.strategies.gnnpipe import memory as of_stages
 from gnnplan.planner.strategies.layerwise import chunked as of_chunks
@@ -25,7 +25,12 @@ MINI = problem_of(GRAPHS[1], cluster(2, 1), mode="mini", batch=20, fanout=(3, 3)
 
 def test_each_rank_is_fullest_at_a_moment_of_its_own():
     first, second = np.array([3.0, 1.0]), np.array([4.0, 0.0])
-    moments = [keeps(first), Held(np.array([1.0, 10.0]), 0.0), keeps(second), Held(0.0, -first)]
+    moments = [
+        keeps(first),
+        OpMemory(np.array([1.0, 10.0]), 0.0),
+        keeps(second),
+        OpMemory(0.0, -first),
+    ]
     most, left = in_turn(moments)
     assert np.array([most, left]).tolist() == [[7, 11], [4, 0]]
     steps = [Op("forward", work=Compute(), holds=lambda: keeps(first))], []
@@ -49,7 +54,7 @@ def test_steps_under_way_together_are_held_together():
     step = [
         Op("forward", work=Compute(), phase="front", holds=lambda: keeps(1.0)),
         Op("loss", work=Compute(), phase="body"),
-        Op("backward", work=Compute(), phase="tail", holds=lambda: Held(0.0, -1.0)),
+        Op("backward", work=Compute(), phase="tail", holds=lambda: OpMemory(0.0, -1.0)),
     ]
     program = Program.of(step, order=pipelined(0), in_flight=3)
     program = replace(program, known=lambda: [0] * 5, steps=5)

@@ -12,10 +12,10 @@ from examples import NIGHT
 
 from gnnplan.planner.cluster.spec import Cluster
 from gnnplan.planner.decision.epochs import MODES, stated
+from gnnplan.planner.decision.modes import ModeComparison, compare
 from gnnplan.planner.decision.objective import TIME, Objective
 from gnnplan.planner.decision.recommendation import SURE_SHARE
 from gnnplan.planner.decision.search import SearchResult, least_of, search
-from gnnplan.planner.decision.whole import Whole, compare
 from gnnplan.planner.gnn.workload import Workload
 from gnnplan.planner.graph.graph import Graph, GraphStats
 from gnnplan.planner.graph.load import load
@@ -134,7 +134,7 @@ def must_be_as_forced(found: SearchResult) -> None:
     asked = best.problem.placed(tuple(sorted(best.problem.cost.placement)))
     alone = search(asked, forced=best.strategy, objective=best.objective).best
     assert alone.value == pytest.approx(best.value, rel=1e-9)
-    strategy, there = best.strategy, best.problem.launching(best.strategy.replays)
+    strategy, there = best.strategy, best.problem.with_cuda_graph(best.strategy.uses_cuda_graph)
     steps = strategy.steps(there)
     schedule = strategy.schedule(there, 2 * steps) if steps == 1 else None
     if schedule is not None and len(schedule.tasks) <= MOST_PLAYED:
@@ -192,7 +192,7 @@ def test_what_is_better_makes_no_training_worth_less(seed):
         must_be_as_forced(after.found)
 
 
-def trained(problem: Problem) -> Whole | None:
+def trained(problem: Problem) -> ModeComparison | None:
     """The whole training, as a plan asks for it; None where nothing fits."""
     epochs = stated(problem.stats.name, None, None)
     objective = Objective("value", stated=epochs)

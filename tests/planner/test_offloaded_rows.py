@@ -141,7 +141,7 @@ def test_copies_of_other_chunks_take_no_time_beside_computation():
     slow = seconds(8, 1e8)
     assert copied_s < slow < copied_s + computed_s, "the slower lane is never idle for long"
     assert 0 < slow - copied_s < 0.3 * computed_s
-    problem = problem_of().launching(Offload().replays)
+    problem = problem_of().with_cuda_graph(Offload().uses_cuda_graph)
     played = play(Offload(8).schedule(problem, 4), problem.cost, contention=False)
     assert played.step_s == pytest.approx(float(Offload(8).predict(problem).epoch_s))
 

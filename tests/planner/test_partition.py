@@ -10,9 +10,9 @@ from examples import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from gnnplan.planner.graph import kept
+from gnnplan.planner.graph import disk_cache
 from gnnplan.planner.graph import partitioners as module
-from gnnplan.planner.graph.graph import Whole, in_neighbours
+from gnnplan.planner.graph.graph import CsrEdges, in_neighbours
 from gnnplan.planner.graph.load import load
 from gnnplan.planner.graph.partition import (
     chosen,
@@ -124,7 +124,7 @@ def test_metis_finds_the_same_communities_in_fewer_edges(graph, monkeypatch):
     assert np.array_equal(graph.indices[weights], given.adjacent), "weights stay with their edges"
     into = np.repeat(np.arange(4000), np.diff(given.adj_starts))
     assert np.array_equal(into, np.repeat(np.arange(4000), graph.degree)[weights])
-    assert cut(graph, module.cut("metis", graph.whole, 8, 0)) < 1.02 * whole
+    assert cut(graph, module.cut("metis", graph.csr_edges, 8, 0)) < 1.02 * whole
 
 
 @settings(max_examples=examples(150), deadline=None)
@@ -137,7 +137,7 @@ def test_small_graphs_never_leave_a_part_empty(vertices, data):
     weights = data.draw(st.none() | each.map(np.array))
     src, dst = np.array(edges, np.int64).reshape(-1, 2).T
     indptr, indices, _ = in_neighbours(src, dst, vertices, directed=False)
-    part = partition_weighted(Whole(indptr, indices), weights, parts)
+    part = partition_weighted(CsrEdges(indptr, indices), weights, parts)
     assert part.shape == (vertices,) and set(part.tolist()) == set(range(parts))
 
 
@@ -148,7 +148,9 @@ def test_metis_prints_nothing(capfd):
         n = int(rng.integers(2, 40))
         src, dst = rng.integers(0, n, (2, 3 * n))
         indptr, indices, _ = in_neighbours(src, dst, n, directed=False)
-        partition_weighted(Whole(indptr, indices), rng.random(n) < 0.3, int(rng.integers(1, n + 1)))
+        partition_weighted(
+            CsrEdges(indptr, indices), rng.random(n) < 0.3, int(rng.integers(1, n + 1))
+        )
     assert capfd.readouterr() == ("", "")
 
 
@@ -157,7 +159,7 @@ def test_weights_are_balanced(graph, method):
     if method == "kaminpar":
         pytest.importorskip("kaminpar")
     weights = np.random.default_rng(0).integers(0, 20, 4000)
-    loads = np.bincount(partition_weighted(graph.whole, weights, 8, method), weights=weights)
+    loads = np.bincount(partition_weighted(graph.csr_edges, weights, 8, method), weights=weights)
     assert loads.max() <= 1.05 * loads.mean()
 
 
@@ -196,7 +198,7 @@ def test_what_is_kept_has_a_place_and_a_size(own_cache, graph, monkeypatch, tmp_
     monkeypatch.setenv("GNNPLAN_PARTITIONS", str(beside))
     parts = [partition(graph, count) for count in (2, 3)]
     assert len(list(beside.glob("*.npz"))) == 2 and not (own_cache / "partitions").exists()
-    monkeypatch.setattr(kept, "MOST_BYTES", 40_000)  # two files of 4 bytes per vertex
+    monkeypatch.setattr(disk_cache, "MOST_BYTES", 40_000)  # two files of 4 bytes per vertex
     for age, count in ((20, 3), (10, 2)):
         partition(graph, count)
         newest = max(beside.glob("*.npz"), key=lambda path: path.stat().st_mtime_ns)
@@ -258,7 +260,7 @@ def test_metis_that_fails_is_told_with_a_remedy(graph, monkeypatch):
 
     monkeypatch.setattr("pymetis.part_graph", fail)
     with pytest.raises(SpecError, match=r"METIS failed on 80,000 .* kaminpar or hash"):
-        module.cut("metis", graph.whole, 8, 0)
+        module.cut("metis", graph.csr_edges, 8, 0)
 
 
 def test_kaminpar_shares_out_the_edges_of_hubs(monkeypatch):
@@ -277,8 +279,8 @@ def test_kaminpar_shares_out_the_edges_of_hubs(monkeypatch):
 
     with monkeypatch.context() as patch:
         patch.setattr(module, "EDGE_SHARE", 0.0)
-        alike = evenly("kaminpar", Whole(indptr, indices), 8, 0, marked)
-    part = evenly("kaminpar", Whole(indptr, indices), 8, 0, marked)
+        alike = evenly("kaminpar", CsrEdges(indptr, indices), 8, 0, marked)
+    part = evenly("kaminpar", CsrEdges(indptr, indices), 8, 0, marked)
     assert most_edges(part) < 0.7 * most_edges(alike)
     assert np.bincount(part).max() <= 1 + 1.08 * 1000
 
@@ -297,9 +299,9 @@ def test_training_vertices_are_even_where_few_move_for_that(monkeypatch):
         counts = np.bincount(part[marked], minlength=64)
         return counts.max() / counts.mean()
 
-    even, left = (evenly("kaminpar", graph.whole, 64, 0, m) for m in (graph.train, together))
+    even, left = (evenly("kaminpar", graph.csr_edges, 64, 0, m) for m in (graph.train, together))
     monkeypatch.setattr("gnnplan.planner.graph.partition.FEW_MOVED", -1.0)
-    before = evenly("kaminpar", graph.whole, 64, 0, graph.train)
+    before = evenly("kaminpar", graph.csr_edges, 64, 0, graph.train)
     assert fullest(before, graph.train) > 1.2 and fullest(even, graph.train) < 1.1
     assert fullest(even, np.ones(30_000, bool)) < 1.09 and halo(even) <= 1.03 * halo(before)
     assert np.array_equal(left, before)
@@ -311,16 +313,16 @@ def test_kaminpar_cuts_as_well_as_metis(graph, monkeypatch, tmp_path):
     assert ours < 1.05 * metis
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path / "absent"))
     with pytest.raises(SpecError, match=r"absent.*cannot be written"):
-        module.cut("kaminpar", graph.whole, 3, 0)
+        module.cut("kaminpar", graph.csr_edges, 3, 0)
 
 
 def test_training_vertices_are_evened_out_where_a_part_has_most_of_them(graph):
     part = partition(graph, 8)
     marked = np.random.default_rng(0).random(4000) < np.where(part < 2, 0.4, 0.2)
-    even = module.even_out(graph.whole, part.copy(), 8, marked)
+    even = module.even_out(graph.csr_edges, part.copy(), 8, marked)
     counts = np.bincount(even[marked], minlength=8)
     assert counts.max() <= np.ceil(1.08 * counts.mean())
     assert np.array_equal(np.bincount(even), np.bincount(part)), "others come back"
-    no_edges = Whole(np.zeros(4001, np.int64), graph.indices[:0])
+    no_edges = CsrEdges(np.zeros(4001, np.int64), graph.indices[:0])
     first_ones = module.even_out(no_edges, part.copy(), 8, marked)
     assert cut(graph, part) < cut(graph, even) < 0.97 * cut(graph, first_ones)

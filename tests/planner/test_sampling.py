@@ -11,7 +11,14 @@ from scipy.stats import chisquare
 
 from gnnplan.planner.gnn.workload import ALL
 from gnnplan.planner.graph.load import load
-from gnnplan.planner.graph.sampling import draw, floyd, frontier, key_of, mix, seeds_of
+from gnnplan.planner.graph.sampling import (
+    draw,
+    frontier,
+    key_of,
+    mix,
+    sample_without_replacement,
+    seeds_of,
+)
 
 GRAPH = load("synthetic:community?vertices=300&edges=5000&features=4&classes=3&seed=0")
 
@@ -66,7 +73,7 @@ def test_every_set_is_as_likely(degree, k):
         (np.arange(200 * len(sets), dtype=np.uint64) + key_of(0, 0, 0, 1))
         * np.uint64(0x9E3779B97F4A7C15)
     )
-    taken = np.sort(floyd(keys, np.full(keys.size, degree), k), axis=0).T
+    taken = np.sort(sample_without_replacement(keys, np.full(keys.size, degree), k), axis=0).T
     counts = np.bincount([sets[tuple(row)] for row in taken.tolist()], minlength=len(sets))
     assert chisquare(counts).pvalue > 1e-3
 

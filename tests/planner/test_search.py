@@ -35,7 +35,7 @@ from gnnplan.planner.strategies import base, parse
 from gnnplan.planner.strategies.program import account
 from gnnplan.planner.strategies.program import memory as program_memory
 from gnnplan.planner.vocabulary.errors import Infeasible, Mismatch, SpecError
-from gnnplan.planner.vocabulary.progress import tells
+from gnnplan.planner.vocabulary.progress import reports_progress
 from gnnplan.planner.vocabulary.units import show_time
 from gnnplan.simulator.player import play
 from gnnplan.testing import laws
@@ -304,7 +304,7 @@ NOTIFIED: list[str] = []
 
 @pytest.fixture(scope="module")
 def found():
-    searching = tells(lambda notify: search(problem_of()))
+    searching = reports_progress(lambda notify: search(problem_of()))
     return searching(notify=lambda phase, detail="": NOTIFIED.append(detail))
 
 
@@ -492,7 +492,7 @@ def test_an_exact_strategy_on_fewer_gpus_is_recommended_too(monkeypatch):
 
     Where one GPU launches kernels one by one, as two do.
     """
-    monkeypatch.setattr(Problem, "replays", False)
+    monkeypatch.setattr(Problem, "uses_cuda_graph", False)
     box = read_cluster(str(PRESETS / "l4_box.yaml"))
     asked = {"model": "sage", "layers": 4, "hidden": 32, "dropout": 0.3}
     found = search(laws.problem_of(load(SMALL), box, **asked))
@@ -516,7 +516,7 @@ def test_kernels_launched_one_by_one_are_priced_so(monkeypatch):
 
     kinds = "graph_parallel", "bns(p=0.5)", "gnnpipe"
     found = {name: epoch_s(name) for name in kinds}
-    monkeypatch.setattr(Problem, "replays", False)
+    monkeypatch.setattr(Problem, "uses_cuda_graph", False)
     slower = {name: epoch_s(name) / found[name] for name in kinds}
     assert slower["graph_parallel"] > 2 < slower["bns(p=0.5)"] and slower["gnnpipe"] == 1
 

@@ -22,7 +22,7 @@ from gnnplan.planner.graph.graph import GraphStats, in_neighbours
 from gnnplan.planner.graph.load import load
 from gnnplan.planner.graph.splitting import SPLITTERS
 from gnnplan.planner.ownership.minibatch import Batches
-from gnnplan.planner.problem.known import Known
+from gnnplan.planner.problem.cache import Cache
 from gnnplan.planner.problem.problem import Problem
 from gnnplan.planner.strategies import (
     BNS,
@@ -44,12 +44,12 @@ from gnnplan.planner.strategies.minibatch.feature_store import HOT, PLACES
 from gnnplan.planner.strategies.minibatch.gsplit import SPLITS
 from gnnplan.planner.vocabulary.errors import SpecError
 from gnnplan.planner.vocabulary.schedule import Collective, Send
-from gnnplan.simulator.player import Played, play
+from gnnplan.simulator.player import Timeline, play
 from gnnplan.testing.laws import (
     GRAPHS,
     LAWS,
     ROUND,
-    Told,
+    StrategyEvaluation,
     bytes_of_the_schedule_are_those_of_predict,
     cluster,
     must_survive_words_and_json,
@@ -116,7 +116,7 @@ def some(law_examples: int = 12) -> Any:
 def test_every_strategy_keeps_all_laws(problem, what, factor):
     faster = with_better(problem, what, factor)
     for strategy in variants(problem):
-        told = Told(problem, faster, strategy)
+        told = StrategyEvaluation(problem, faster, strategy)
         for law in LAWS:
             note(f"{law.__name__}: {strategy}")
             law(told)
@@ -180,7 +180,7 @@ def test_bytes_of_the_schedule_are_those_of_predict_where_only_statistics_are_kn
     problem = by_statistics(problem)
     for strategy in variants(problem):
         note(str(strategy))
-        bytes_of_the_schedule_are_those_of_predict(Told(problem, problem, strategy))
+        bytes_of_the_schedule_are_those_of_predict(StrategyEvaluation(problem, problem, strategy))
 
 
 @given(problems())
@@ -283,7 +283,7 @@ def test_pipelines_on_other_clusters_share_a_program():
     program = strategy.program(problem)
     for other in others:
         assert strategy.program(other) is program
-        apart = replace(other, known=Known())
+        apart = replace(other, cache=Cache())
         assert strategy.schedule(apart, 2).tasks == strategy.schedule(problem, 2).tasks
 
 
@@ -339,7 +339,7 @@ def test_deeper_preload_crosses_servers_less_and_costs_more():
 # -- schedules -------------------------------------------------------------------------------------
 
 
-def drawn(played: Played, rank: int) -> str:
+def drawn(played: Timeline, rank: int) -> str:
     """The compute lane in order: 'f0 f1 | b1 b0' by op and chunk."""
     return " ".join(
         s.op[0] + next((p[1:] for p in s.label.split(":")[1:] if p[0] == "c"), "")

@@ -22,7 +22,7 @@ from gnnplan.planner.vocabulary.schedule import (
     Task,
 )
 from gnnplan.planner.vocabulary.trace import Span
-from gnnplan.simulator.player import Played, play, serial
+from gnnplan.simulator.player import Timeline, play, serial
 
 
 def cluster(servers: int = 1, gpus: int = 8, latency: float = 0.0, speed: float = 1.0) -> Cost:
@@ -72,7 +72,7 @@ def all_reduce(name: Label, rank: int, group: tuple[int, ...], size: int) -> Tas
     return Task(name, rank, "reduce", Collective(Ring(size), group, group.index(rank)))
 
 
-def drawn(played: Played, rank: int, lane: str) -> str:
+def drawn(played: Timeline, rank: int, lane: str) -> str:
     """One character per second: the chunk, else the op's first letter; blank where nothing
     happens."""
     line = [" "] * round(played.end_s)
@@ -209,8 +209,8 @@ def test_where_updates_come_behind_later_steps_a_step_ends_with_its_loss():
     ]
     times = [(0.0, end) for end in (1.0, 7.0, 3.0, 8.0, 5.0, 8.5)]
     by_loss = Schedule(1, 3, tasks, by_loss=True)
-    assert Played(by_loss, times).step_ends == {0: 1.0, 1: 3.0, 2: 5.0}
-    assert Played(Schedule(1, 3, tasks), times).step_ends == {0: 7.0, 1: 8.0, 2: 8.5}
+    assert Timeline(by_loss, times).step_ends == {0: 1.0, 1: 3.0, 2: 5.0}
+    assert Timeline(Schedule(1, 3, tasks), times).step_ends == {0: 7.0, 1: 8.0, 2: 8.5}
 
 
 @pytest.mark.parametrize("turn", [1, -1])

@@ -10,7 +10,7 @@ from scipy import sparse
 from torch import Tensor
 
 from gnnplan.executor.layers.kernels.page_locked import mapped
-from gnnplan.planner.graph.graph import Whole
+from gnnplan.planner.graph.graph import CsrEdges
 
 
 class Block:
@@ -28,11 +28,11 @@ class Block:
     a user's module also has
 
         source  [S]   ids of the sources in the whole graph, int64
-        whole         the edges of the whole graph
+        graph_edges   the edges of the whole graph
     """
 
     source: Tensor
-    whole: Whole
+    graph_edges: CsrEdges
 
     def __init__(
         self,

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from gnnplan.executor.layers.blocks import features
-from gnnplan.executor.layers.layer import Drop, keep
+from gnnplan.executor.layers.layer import Drop, no_dropout
 from gnnplan.executor.layers.models import Net
 from gnnplan.executor.ranks.rank import Rank
 from gnnplan.executor.strategies.gnnpipe.chunks import Chunk
@@ -89,5 +89,7 @@ class Inputs:
 
     def first_layer_exactly(self) -> Tensor:
         """Return layer 1's output for all own rows, without dropout."""
-        self.prepare(keep)
-        return torch.cat([self.first_layer(c, lambda _: keep) for c in range(len(self.chunks))])
+        self.prepare(no_dropout)
+        return torch.cat(
+            [self.first_layer(c, lambda _: no_dropout) for c in range(len(self.chunks))]
+        )

@@ -18,11 +18,11 @@ from torch import Tensor
 
 from gnnplan.executor.layers.blocks import dtype_of
 from gnnplan.executor.layers.kernels import UniformWidth, backward, gradient_of
-from gnnplan.executor.layers.layer import keep
+from gnnplan.executor.layers.layer import no_dropout
 from gnnplan.executor.layers.models import Net
 from gnnplan.executor.layers.targets import Targets
 from gnnplan.executor.modules.nets import net_of
-from gnnplan.executor.ranks.comm import Arrival, begin_send, send
+from gnnplan.executor.ranks.comm import PendingReceive, begin_send, send
 from gnnplan.executor.ranks.lanes import completed_future
 from gnnplan.executor.ranks.rank import Rank
 from gnnplan.executor.strategies.base import Backward
@@ -156,7 +156,7 @@ class Worker(StrategyWorker):
             future.result()
         return loss, logits
 
-    def _post_receives(self, order: list[int], peer: int) -> dict[int, Arrival]:
+    def _post_receives(self, order: list[int], peer: int) -> dict[int, PendingReceive]:
         """Post receives from the peer, by chunk, in the order in which it sends."""
         if not 0 <= peer < self.rank.world:
             return {}
@@ -164,10 +164,12 @@ class Worker(StrategyWorker):
         width, dtype = self.strategy.boundary(self.problem, below), self.dtype
         if self.codec.packs:
             width, dtype = self.codec.row_bytes(width, dtype.itemsize), torch.uint8
-        return {c: Arrival(self.rank, (self.chunks[c].size, width), dtype, peer) for c in order}
+        return {
+            c: PendingReceive(self.rank, (self.chunks[c].size, width), dtype, peer) for c in order
+        }
 
     def _receive(
-        self, receives: dict[int, Arrival], step: int, c: int, direction: str, peer: int
+        self, receives: dict[int, PendingReceive], step: int, c: int, direction: str, peer: int
     ) -> list[Tensor]:
         """Receive chunk c's rows, or their gradient, and GCNII's initial rows; [] without a peer.
 
@@ -322,7 +324,7 @@ class Worker(StrategyWorker):
             h = with_halo(self.chunks, h)
             self.history.mixed[layer].copy_(h)
             part, relu = self.net.layer(layer), self.net.relu_after(layer)
-            prepared, outs = part.prepare(h, keep), list[Tensor]()
+            prepared, outs = part.prepare(h, no_dropout), list[Tensor]()
             for chunk in self.chunks:
                 arguments = chunk.gather(part, prepared), prepared[chunk.rows], h[chunk.rows]
                 outs.append(part.update(*arguments, None if x0 is None else x0[chunk.rows], relu))
@@ -346,7 +348,9 @@ class Worker(StrategyWorker):
             past = self.shapes.carried
             width = self.strategy.boundary(self.problem, self.stage - 1) - past
             shapes = [(self.own, columns) for columns in (width, past) if columns]
-            receives = [Arrival(self.rank, shape, self.dtype, self.previous) for shape in shapes]
+            receives = [
+                PendingReceive(self.rank, shape, self.dtype, self.previous) for shape in shapes
+            ]
             return [arrival.wait() for arrival in receives]
         if self.net.encoder is None:
             return []

@@ -52,7 +52,7 @@ class Delayed(Learner):
         for own, reduced in zip(self.gradients, self.gradients_of(due), strict=True):
             own.flat.copy_(reduced.flat)
         self.optimizer.lr = self.workload.lr_of(due // self.steps)  # of the batch's epoch
-        self.descend(due)
+        self.apply_gradients(due)
 
     def finish(self, step: int) -> None:
         """Play the pending batches to their end."""

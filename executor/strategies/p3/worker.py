@@ -30,12 +30,12 @@ from gnnplan.executor.ranks import comm
 from gnnplan.executor.ranks.comm import Exchange
 from gnnplan.executor.ranks.lanes import completed_future
 from gnnplan.executor.ranks.learner import Gradients, Learner
+from gnnplan.executor.ranks.model_state import ModelPart, fill, named
 from gnnplan.executor.ranks.rank import Rank
-from gnnplan.executor.ranks.whole import Held, fill, named
+from gnnplan.executor.strategies.full_graph_evaluation import Scorer
 from gnnplan.executor.strategies.minibatch import OnBatches
 from gnnplan.executor.strategies.p3.learner import Delayed
 from gnnplan.executor.strategies.p3.sampler import ColumnSampler, Pushed
-from gnnplan.executor.strategies.whole import Scorer
 from gnnplan.planner.graph.sampling import count_items
 from gnnplan.planner.problem.problem import Problem
 from gnnplan.planner.strategies import P3
@@ -120,8 +120,8 @@ class Worker(OnBatches):
         return sliced
 
     @property
-    def held(self) -> Held:
-        return Held(self.sliced, self.cut, self.learner.optimizer)
+    def held(self) -> ModelPart:
+        return ModelPart(self.sliced, self.cut, self.learner.optimizer)
 
     def gradients(self, net: Net) -> list[Gradients]:
         """Make buffers for the gradient of `net`: of whole weights, and of those cut by columns."""

@@ -78,7 +78,7 @@ from gnnplan.planner.strategies.program.program import (
     Message,
     Op,
     Program,
-    Receipt,
+    Receive,
 )
 from gnnplan.planner.vocabulary.schedule import Compute
 
@@ -123,7 +123,7 @@ class GNNPipe(Pipeline):
                 chunks=lambda t: chunk_order(seed, t, chunks, self.shuffle),
             )
 
-        return problem.known.recent("pipeline", (*question, *partition), make)
+        return problem.cache.get_recent("pipeline", (*question, *partition), make)
 
     def resident(self, problem: Problem) -> Resident:
         return resident(self, problem)
@@ -167,7 +167,7 @@ def _step(pipe: Pipeline, problem: Problem) -> Iterator[Op]:
         sign, is_back = SIGNS[direction], direction == "b"
         op = partial(Op, ranks=tuple(pipe.group(problem, stage)), chunks=sign)
         if 0 <= stage - sign <= last:
-            yield op("receive", direction, work=Receipt(message(stage - sign, direction)))
+            yield op("receive", direction, work=Receive(message(stage - sign, direction)))
             width = pipe.boundary(problem, stage - (not is_back))
             for unpack in pipe.codec.unpack(rows, width, b, added=False):
                 yield op("unpack", direction, work=unpack)

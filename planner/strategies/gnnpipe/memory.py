@@ -10,7 +10,7 @@ from __future__ import annotations
 import numpy as np
 
 from gnnplan.planner.gnn.footprint import (
-    Held,
+    OpMemory,
     block,
     decoded,
     footprint,
@@ -64,12 +64,12 @@ def _data(pipe: Pipeline, problem: Problem, stage: int) -> Memory:
     else:
         received = pipe.codec.row_bytes(pipe.boundary(problem, stage), model.itemsize)
     if stage == 0:
-        features = np.asarray(model.inputs.held(kept if model.first_varying else own))
+        features = np.asarray(model.inputs.stored_bytes(kept if model.first_varying else own))
         if model.rows(1).multiplied_first:  # each chunk has a copy of the rows that it reads
-            by_chunk = model.inputs.held(facts.sources) + model.own_sorted(facts.rows)
+            by_chunk = model.inputs.stored_bytes(facts.sources) + model.own_index_bytes(facts.rows)
             features = np.asarray(by_chunk).sum(0)
         elif model.first_varying and model.aggregate_cached(1):
-            features = features + model.inputs.held(own)
+            features = features + model.inputs.stored_bytes(own)
         elif model.first_varying and model.dropout and model.layers[0].drops:
             features = 2 * features  # a copy after this step's dropout
     return {
@@ -87,17 +87,17 @@ def _data(pipe: Pipeline, problem: Problem, stage: int) -> Memory:
 
 def held(
     pipe: Pipeline, problem: Problem, stage: int, piece: tuple[int, ...], is_back: bool
-) -> Held:
+) -> OpMemory:
     """Return the memory of a piece on all chunks [g]: what it keeps until backward begins; or, in
     the backward pass, the largest workspace of a chunk, from which on chunks free what they kept.
     """
     each = [_of_chunks(pipe, problem, stage, layer) for layer in piece]
     if is_back:
-        return Held(np.max([np.asarray(layer.most) for layer in each], axis=(0, 1)), 0.0)
+        return OpMemory(np.max([np.asarray(layer.most) for layer in each], axis=(0, 1)), 0.0)
     return keeps(np.sum([np.asarray(layer.left) for layer in each], axis=(0, 1)))
 
 
-def _of_chunks(pipe: Pipeline, problem: Problem, stage: int, layer: int) -> Held:
+def _of_chunks(pipe: Pipeline, problem: Problem, stage: int, layer: int) -> OpMemory:
     """Return what a layer (0: the encoder) keeps of each chunk until backward begins (`left`), and
     its workspace in the chunk's backward pass (`most`) [chunks, g]."""
     model, stages = pipe.shape(problem)
@@ -108,7 +108,7 @@ def _of_chunks(pipe: Pipeline, problem: Problem, stage: int, layer: int) -> Held
         for counts in (facts.rows, facts.edges, facts.sources, facts.sends.sum(1))
     )  # [chunks, g]
     if layer == 0:
-        return Held(0.0 * rows, rowwise(model.encodes, rows).left)
+        return OpMemory(0.0 * rows, rowwise(model.encoder_record, rows).left)
     spec, varies = model.layers[layer - 1], layer > model.first_varying
     apart = not model.rows(layer).multiplied_first
     need = footprint(model, layer, rows, sources, edges, apart=apart)
@@ -116,7 +116,7 @@ def _of_chunks(pipe: Pipeline, problem: Problem, stage: int, layer: int) -> Held
     # rows gathered for the layer
     read = rows if spec.gathers_linearly and not spec.projects_first else sources
     if varies:
-        saved = saved + rowwise(model.prepares(spec), rows + received).left
+        saved = saved + rowwise(model.preparation_record(spec), rows + received).left
         # a copy of own and remote rows, or the layer's inputs saved for recomputation
         checkpoint = rows * (pipe.checkpoint and layer > layers.start)
         read = read + np.where(received.any(1, keepdims=True), rows + received, checkpoint)
@@ -141,4 +141,4 @@ def _of_chunks(pipe: Pipeline, problem: Problem, stage: int, layer: int) -> Held
     if not is_last:  # an unpacked message, and copies of its two parts
         copies = pipe.codec.packs + bool(model.carried)
         workspace = workspace + rows * pipe.boundary(problem, stage) * copies * b
-    return Held(workspace, kept)
+    return OpMemory(workspace, kept)

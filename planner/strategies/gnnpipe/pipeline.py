@@ -19,12 +19,12 @@ from typing import ClassVar
 import numpy as np
 
 from gnnplan.planner.gnn.model import Model
-from gnnplan.planner.ownership.chunks import ChunkFacts
+from gnnplan.planner.ownership.chunks import ChunkCounts
 from gnnplan.planner.problem.problem import Problem
 from gnnplan.planner.strategies.base import Example, Strategy, settled
 from gnnplan.planner.vocabulary.errors import SpecError
 from gnnplan.planner.vocabulary.numbers import Number
-from gnnplan.planner.vocabulary.outer import Pairs
+from gnnplan.planner.vocabulary.outer import RankMatrix
 from gnnplan.planner.vocabulary.schedule import Compute
 
 LOSSY = ("shuffle", "historical_gradients", "period", "bits")  # knobs that change the gradient
@@ -196,7 +196,7 @@ class Pipeline(Strategy):
         pairs = [range(rank, rank + g + 1, g) for rank in range(problem.ranks - g)]
         return [self.group(problem, stage) for stage in range(settled(self.stages))] + pairs
 
-    def facts(self, problem: Problem) -> ChunkFacts:
+    def facts(self, problem: Problem) -> ChunkCounts:
         return problem.chunks(settled(self.chunks), self.members(problem))
 
     def shape(self, problem: Problem) -> tuple[Model, list[range]]:
@@ -234,7 +234,7 @@ class Pipeline(Strategy):
         )
 
     def work(
-        self, problem: Problem, piece: tuple[int, ...], facts: ChunkFacts
+        self, problem: Problem, piece: tuple[int, ...], facts: ChunkCounts
     ) -> tuple[Compute, Compute]:
         """Return forward and backward work of a piece; arrays over sub-chunks [chunks * g]."""
         rows, model = _floats(facts.rows), problem.model.aggregating_first
@@ -248,7 +248,7 @@ class Pipeline(Strategy):
         return forward, backward
 
     def _packing(
-        self, problem: Problem, piece: tuple[int, ...], facts: ChunkFacts
+        self, problem: Problem, piece: tuple[int, ...], facts: ChunkCounts
     ) -> tuple[Compute, Compute]:
         """Return forward and backward work around a piece's exchange, if it has an exchange.
 
@@ -279,7 +279,7 @@ class Pipeline(Strategy):
         )
 
     def _layer_work(
-        self, problem: Problem, layer: int, facts: ChunkFacts
+        self, problem: Problem, layer: int, facts: ChunkCounts
     ) -> tuple[Compute, Compute]:
         """Return forward and backward work of one layer."""
         rows, edges, sources = _floats(facts.rows), _floats(facts.edges), _floats(facts.sources)
@@ -349,14 +349,14 @@ class Pipeline(Strategy):
         model, stages = self.shape(problem)
         return model.weights_of(stages[stage])
 
-    def inputs_sent(self, problem: Problem) -> Pairs:
+    def inputs_sent(self, problem: Problem) -> RankMatrix:
         """Return the bytes of constant inputs that the first stage's members exchange [g, g]."""
-        read: Pairs = self.facts(problem).sends.sum(0)
+        read: RankMatrix = self.facts(problem).sends.sum(0)
         if problem.model.first_varying == 0 or not read.any():
-            nothing: Pairs = 0 * read
+            nothing: RankMatrix = 0 * read
             return nothing
         if problem.graph is None:
-            return (read * problem.model.features_moved(1)).round().astype(np.int64)
+            return (read * problem.model.feature_transit_bytes(1)).round().astype(np.int64)
         cut, members = problem.cut(settled(self.chunks), len(read)), range(len(read))
         received = [  # by each member, from each member
             np.bincount(cut.sub[halo] % len(read), problem.features_bytes(halo), len(read))

@@ -42,11 +42,11 @@ from itertools import pairwise, product
 
 import numpy as np
 
-from gnnplan.planner.gnn.footprint import COUNTS_AT_ENDS, Held, block, footprint, loss
+from gnnplan.planner.gnn.footprint import COUNTS_AT_ENDS, OpMemory, block, footprint, loss
 from gnnplan.planner.gnn.model import Model
 from gnnplan.planner.gnn.operations import LONG
 from gnnplan.planner.ownership.estimated_layout import EstimatedLayout
-from gnnplan.planner.ownership.layout import LayerFacts, Layout
+from gnnplan.planner.ownership.layout import LayerCounts, Layout
 from gnnplan.planner.problem.problem import Problem
 from gnnplan.planner.strategies.layerwise.step import alike_as, end_of_step, first_alike, moments
 from gnnplan.planner.strategies.program.program import (
@@ -54,13 +54,13 @@ from gnnplan.planner.strategies.program.program import (
     Exchange,
     Op,
     Program,
-    Queued,
+    QueuedOp,
     Step,
     Work,
 )
-from gnnplan.planner.vocabulary.outer import Outer, Pairs
+from gnnplan.planner.vocabulary.outer import Outer, RankMatrix
 from gnnplan.planner.vocabulary.schedule import Compute, Label
-from gnnplan.planner.vocabulary.values import Value
+from gnnplan.planner.vocabulary.values import ByContent
 
 # operations on a chunk, each with its way ('f' or 'b') if the name does not tell it
 FORWARD = ("load f", "halo f", "forward", "store f")
@@ -102,14 +102,14 @@ def _chunk_by_chunk(
 
 
 @dataclass(frozen=True, eq=False)
-class Counts(Value):
+class Counts(ByContent):
     """Counts of a layer for one chunk of every rank; estimates are means."""
 
     rows: np.ndarray  # [ranks]
     sources: np.ndarray  # rows that edges read, own rows and halo [ranks]
     edges: np.ndarray  # without self edges [ranks]
     trained: np.ndarray  # training vertices among the rows [ranks]
-    sends: Pairs  # sends[i, j]: rows of rank i in the halo of j's chunk [ranks, ranks]
+    sends: RankMatrix  # sends[i, j]: rows of rank i in the halo of j's chunk [ranks, ranks]
     given: np.ndarray  # rows that each rank sends [ranks]
     halo: np.ndarray  # rows that each rank receives [ranks]
 
@@ -289,7 +289,7 @@ class ChunkedStep:
                     peak = np.maximum(peak, nbytes(direction, layer, c))
         return peak
 
-    def _hold(self, op: str, layer: int, c: int) -> Held:
+    def _hold(self, op: str, layer: int, c: int) -> OpMemory:
         """Return the memory of a pass, which leaves nothing on the device for the next chunk."""
         n, is_last = self.counts(layer, c), layer == len(self.model.layers)
         need = footprint(self.model, layer, n.rows, n.sources, n.edges)
@@ -297,16 +297,16 @@ class ChunkedStep:
         direction = "b" if op == "backward" and not is_last else "f"
         loaded = loaded + self._gradient_or_labels(direction, layer, c)
         if op == "forward":
-            return Held(loaded + need.left, 0.0)
+            return OpMemory(loaded + need.left, 0.0)
         if not is_last:
-            return Held(loaded + need.most, 0.0)
+            return OpMemory(loaded + need.most, 0.0)
         scored, gradient = loss(self.model, n.rows, n.trained), self.output_bytes(layer, c)
         peak = np.maximum(need.left + scored.most, scored.left + gradient + need.most)
-        return Held(loaded + peak, 0.0)
+        return OpMemory(loaded + peak, 0.0)
 
 
 def _counts_by_chunk(
-    problem: Problem, layout: Layout | EstimatedLayout, facts: LayerFacts
+    problem: Problem, layout: Layout | EstimatedLayout, facts: LayerCounts
 ) -> list[Counts]:
     """Return a layer's counts for every chunk."""
     chunks, all_sends = layout.ranks // problem.ranks, _sends(problem, layout, facts)
@@ -325,7 +325,7 @@ def _counts_by_chunk(
     return [counts_of(c) for c in range(chunks)]
 
 
-def _sends(problem: Problem, layout: Layout | EstimatedLayout, facts: LayerFacts) -> Pairs:
+def _sends(problem: Problem, layout: Layout | EstimatedLayout, facts: LayerCounts) -> RankMatrix:
     """Return the rows sent from each rank to each rank's chunks [chunks, ranks, ranks]."""
     ranks, chunks = problem.ranks, layout.ranks // problem.ranks
     if isinstance(layout, EstimatedLayout):
@@ -343,7 +343,7 @@ def _copy(nbytes: np.ndarray) -> Copy:
     return Copy(np.round(nbytes).astype(np.int64))
 
 
-def overlapped_order(at: Callable[[int], Step], epoch: int, steps: int) -> Iterator[Queued]:
+def overlapped_order(at: Callable[[int], Step], epoch: int, steps: int) -> Iterator[QueuedOp]:
     """Yield the queue of steps whose copies overlap with computation (an `Order`)."""
     computed: tuple[Label, ...] = ()  # the last operation other than copies
     for step in range(steps):
@@ -358,7 +358,7 @@ def overlapped_order(at: Callable[[int], Step], epoch: int, steps: int) -> Itera
             else:  # operations of all chunks, such as the update, wait for the last store
                 after += loaded.pop(op.chunk, ()) + (stored if op.chunk is None else ())
                 computed = (label,)
-            yield Queued(op, step, after)
+            yield QueuedOp(op, step, after)
 
 
 def _loads_ahead(ops: Iterable[Op]) -> Iterator[Op]:

@@ -23,10 +23,10 @@ from functools import partial
 
 import numpy as np
 
-from gnnplan.planner.gnn.footprint import Held, keeps
+from gnnplan.planner.gnn.footprint import OpMemory, keeps
 from gnnplan.planner.gnn.model import Model
 from gnnplan.planner.gnn.operations import COPY
-from gnnplan.planner.ownership.layout import LayerFacts
+from gnnplan.planner.ownership.layout import LayerCounts
 from gnnplan.planner.problem.problem import Problem
 from gnnplan.planner.strategies.layerwise.exchange import ExchangeOptions
 from gnnplan.planner.strategies.layerwise.memory import Holds
@@ -106,8 +106,8 @@ class ByColumns(Model):
         spec = self.layers[layer - 1]
         if spec.projects_first:
             return self.project(layer, rows)
-        played = self.prepares(spec, varies=layer > self.first_varying)
-        return self._rowwise(played.ways, rows, self.prepare_launches(spec))
+        played = self.preparation_record(spec, varies=layer > self.first_varying)
+        return self._rowwise(played.passes, rows, self.prepare_launches(spec))
 
     def end(self, layer: int, rows: Number) -> tuple[Compute, Compute]:
         """Return forward and backward work after a layer's aggregation."""
@@ -216,7 +216,7 @@ def _step(problem: Problem, model: ByColumns, courses: Courses) -> Iterator[Op]:
         for layer, (spec, course) in enumerate(zip(model.layers, courses, strict=True), 1)
     )
     nothing = Outer.of([0] * ranks, True, 0)
-    facts = dict.fromkeys(like, LayerFacts(own, own, np.zeros(ranks), nothing))
+    facts = dict.fromkeys(like, LayerCounts(own, own, np.zeros(ranks), nothing))
     holds = Holds(problem, model, facts, ExchangeOptions(narrow=True))
 
     def of_columns(width: int) -> np.ndarray:
@@ -266,11 +266,11 @@ def _step(problem: Problem, model: ByColumns, courses: Courses) -> Iterator[Op]:
             numbers = crossing(problem, course.width, "to_rows")
             yield Op("to_rows", direction, layer, work=Exchange(numbers, b))
 
-    def kept(layer: int, width: int) -> Held:
+    def kept(layer: int, width: int) -> OpMemory:
         return keeps(between(model, layer, own, width))
 
-    def freed(layer: int, width: int) -> Held:
-        return Held(0.0, -between(model, layer, own, width))
+    def freed(layer: int, width: int) -> OpMemory:
+        return OpMemory(0.0, -between(model, layer, own, width))
 
     encode = model.encode(own) if model.encoder else None
     if encode:

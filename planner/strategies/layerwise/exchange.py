@@ -24,9 +24,9 @@ import numpy as np
 from gnnplan.planner.gnn.codec import WHOLE, Codec
 from gnnplan.planner.graph.sampling import Ids
 from gnnplan.planner.ownership.estimated_layout import EstimatedLayout
-from gnnplan.planner.ownership.layout import LayerFacts, Layout
+from gnnplan.planner.ownership.layout import LayerCounts, Layout
 from gnnplan.planner.problem.problem import Problem
-from gnnplan.planner.vocabulary.outer import Outer, Pairs
+from gnnplan.planner.vocabulary.outer import Outer, RankMatrix
 
 Rows = Layout | EstimatedLayout
 
@@ -54,7 +54,7 @@ class Policy:
     period: int = 1
 
     def __post_init__(self) -> None:
-        if self.lags and not self.whole:
+        if self.lags and not self.sends_all:
             raise ValueError(
                 f"{self}: rows that lag are all sent, so `fresh` is never called; do not define it"
             )
@@ -72,7 +72,7 @@ class Policy:
         return self.fresh(ids, crossing).size
 
     @property
-    def whole(self) -> bool:
+    def sends_all(self) -> bool:
         """Whether all rows are sent in every step."""
         return type(self).fresh is Policy.fresh
 
@@ -82,14 +82,14 @@ class Policy:
         return self.others == "lag"
 
     @property
-    def stays(self) -> bool:
+    def keeps_received(self) -> bool:
         """Whether some rows are not sent, and are read as last received."""
-        return self.others == "stay" and not self.whole
+        return self.others == "stay" and not self.sends_all
 
     @property
     def vanishes(self) -> bool:
         """Whether some rows are not sent, and are left out with their edges."""
-        return self.others == "vanish" and not self.whole
+        return self.others == "vanish" and not self.sends_all
 
 
 FRESH = Policy()  # sends all rows in every step
@@ -105,23 +105,23 @@ class ExchangeOptions:
     checkpoint: bool = False  # keep a layer's inputs only, and recompute the layer in backward
     buckets: int = 1  # number of all-reduces of gradients per step (buckets.py)
 
-    def facts(self, problem: Problem, rows: Rows, layer: int, step: int = 0) -> LayerFacts:
+    def facts(self, problem: Problem, rows: Rows, layer: int, step: int = 0) -> LayerCounts:
         """Return the counts of rows and edges of a layer in a step."""
         policy = self.policy
-        if policy.whole or layer <= problem.model.first_varying:
+        if policy.sends_all or layer <= problem.model.first_varying:
             return rows.facts(layer)
         seed, phase = problem.workload.seed, step % policy.period
-        return problem.known.answer(
+        return problem.cache.get(
             ("exchanged", policy, rows, rows.kind(layer), seed, phase),
             lambda: _facts_under(policy, rows, Crossing(seed, phase, layer, 0)),
         )
 
 
-def _facts_under(policy: Policy, rows: Rows, crossing: Crossing) -> LayerFacts:
+def _facts_under(policy: Policy, rows: Rows, crossing: Crossing) -> LayerCounts:
     """Return the counts of a layer if ranks send the rows that the policy selects."""
     layer = crossing.layer
     f, sends = rows.facts(layer), _sends(policy, rows, crossing)
-    if policy.stays:
+    if policy.keeps_received:
         return replace(f, fresh=sends)
     if isinstance(rows, EstimatedLayout):  # assumes equally many edges per row
         vanished = (f.halo_rows - sends.sum(0)) / np.maximum(f.halo_rows, 1)
@@ -130,10 +130,10 @@ def _facts_under(policy: Policy, rows: Rows, crossing: Crossing) -> LayerFacts:
         halo = np.asarray(f.halo)
         shares = np.divide(sends, halo, out=np.zeros(halo.shape), where=halo > 0)
         edges = f.edges - ((1 - shares) * _halo_edges(rows, layer)).sum(0)
-    return LayerFacts(f.rows, f.local + sends.sum(0), np.rint(edges).astype(np.int64), sends)
+    return LayerCounts(f.rows, f.local + sends.sum(0), np.rint(edges).astype(np.int64), sends)
 
 
-def _sends(policy: Policy, rows: Rows, crossing: Crossing) -> Pairs:
+def _sends(policy: Policy, rows: Rows, crossing: Crossing) -> RankMatrix:
     """Return the number of rows that each owner sends to each reader [ranks, ranks].
 
     For a graph known by statistics, the policy counts among the ids 0, 1, ...

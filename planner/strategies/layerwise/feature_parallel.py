@@ -52,7 +52,7 @@ from typing import ClassVar, Self
 import numpy as np
 
 from gnnplan.planner.gnn.footprint import block
-from gnnplan.planner.graph.kept import Stopwatch
+from gnnplan.planner.graph.disk_cache import Stopwatch
 from gnnplan.planner.graph.partition import locality_order
 from gnnplan.planner.problem.problem import Problem
 from gnnplan.planner.strategies.base import Example, Resident, Strategy
@@ -154,8 +154,10 @@ class FeatureParallel(Strategy):
         """Return what ranks have besides a step's tensors: all edges, and a share of all else."""
         model, stats = problem.model, problem.stats
         own = shares(stats.vertices, problem.ranks)
-        read = model.inputs.held(own)
-        features = model.inputs.held(model.constant_rows(own, own)) + model.own_sorted(own)
+        read = model.inputs.stored_bytes(own)
+        features = model.inputs.stored_bytes(model.constant_rows(own, own)) + model.own_index_bytes(
+            own
+        )
         edges = block(model, model.layers[0], *(stats.vertices,) * 2, stats.edges)
         return Resident(
             {"features": np.asarray(features), "graph": np.asarray(edges + 16 * own)},

@@ -125,7 +125,7 @@ class GraNNDis(OnParts):
         return self.max_hop is not None or self.fanout is not None
 
     @property
-    def replays(self) -> bool:
+    def uses_cuda_graph(self) -> bool:
         return self.batches == 1  # steps on several batches differ
 
     @property
@@ -210,7 +210,7 @@ class GraNNDis(OnParts):
         # cached, because a search settles the same strategy for many placements
         device = problem.cluster.device
         key = (chosen, self.tied(problem), problem.workload, device.kind, device.memory)
-        batches = problem.known.answer(
+        batches = problem.cache.get(
             ("fewest that fit", *key, problem.graph, problem.stats, problem.method),
             lambda: chosen._fewest_that_fit(problem),
         )

@@ -19,7 +19,7 @@ import numpy as np
 
 from gnnplan.planner.gnn.codec import PLACES, WHOLE
 from gnnplan.planner.gnn.footprint import (
-    Held,
+    OpMemory,
     block,
     footprint,
     keeps,
@@ -29,7 +29,7 @@ from gnnplan.planner.gnn.footprint import (
 )
 from gnnplan.planner.gnn.model import Model
 from gnnplan.planner.ownership.estimated_layout import EstimatedLayout
-from gnnplan.planner.ownership.layout import LayerFacts, Layout
+from gnnplan.planner.ownership.layout import LayerCounts, Layout
 from gnnplan.planner.ownership.minibatch import Scored
 from gnnplan.planner.problem.problem import Problem
 from gnnplan.planner.strategies.layerwise.exchange import ExchangeOptions
@@ -57,7 +57,7 @@ def resident(
     for batch, count in counts.items():
         halo = halo + _kept_rows(problem, batch, options)
         graph = graph + blocks(problem, batch, count)
-    aggregate = problem.model.inputs.held(layout.facts(1).rows)
+    aggregate = problem.model.inputs.stored_bytes(layout.facts(1).rows)
     elsewhere = constant(
         problem, layout, at_setup=True
     ) + aggregate * problem.model.aggregate_cached(1)
@@ -96,8 +96,8 @@ def constant(
     if not at_setup:
         rows = np.asarray(model.constant_rows(f.rows, rows))
     # a layer that multiplies own rows apart from the rows read has a sorted copy of them
-    own = (f.rows < f.sources) * model.own_sorted(f.rows)
-    return np.asarray(model.inputs.held(rows) + own, dtype=float)
+    own = (f.rows < f.sources) * model.own_index_bytes(f.rows)
+    return np.asarray(model.inputs.stored_bytes(rows) + own, dtype=float)
 
 
 def rows_read(problem: Problem, layout: Layout | EstimatedLayout) -> np.ndarray:
@@ -116,7 +116,7 @@ def _kept_rows(
     """
     kept, smoothed = np.zeros((2, problem.ranks))
     model, codec = problem.model, options.codec
-    buffers = 2 if options.policy.lags else int(options.policy.stays)
+    buffers = 2 if options.policy.lags else int(options.policy.keeps_received)
     stored = codec if options.policy.lags else WHOLE
     bits_bytes = 2 * PLACES * codec.adapts
     for layer in range(problem.model.first_varying + 1, problem.workload.layers + 1):
@@ -150,19 +150,19 @@ class Holds:
 
     problem: Problem
     model: Model  # the problem's model, or one with other orders of product and aggregation
-    facts: Mapping[int, LayerFacts]  # layer -> counts of rows and edges
+    facts: Mapping[int, LayerCounts]  # layer -> counts of rows and edges
     options: ExchangeOptions
     scored: Scored | None = None
 
-    def encode(self, rows: np.ndarray) -> Held:
+    def encode(self, rows: np.ndarray) -> OpMemory:
         """Return the memory of the encoder's forward pass, whose rows GCNII's layers read."""
-        return keeps(rowwise(self.model.encodes, rows).left)
+        return keeps(rowwise(self.model.encoder_record, rows).left)
 
-    def forward(self, layer: int) -> Held:
+    def forward(self, layer: int) -> OpMemory:
         outputs = self._outputs(layer) * self.options.checkpoint
-        return Held(self._kept(layer) + outputs, self._kept(layer))
+        return OpMemory(self._kept(layer) + outputs, self._kept(layer))
 
-    def loss(self) -> Held:
+    def loss(self) -> OpMemory:
         model, stats, rows = self.model, self.problem.stats, self._scored_rows
         # with recomputation, outputs are not among the bytes that the last layer keeps
         more = self._outputs(len(model.layers)) * self.options.checkpoint
@@ -176,12 +176,12 @@ class Holds:
             more = more + rows * self._last_row * self.scored.sends.any()
         return need._replace(most=need.most + more)
 
-    def backward(self, layer: int) -> Held:
+    def backward(self, layer: int) -> OpMemory:
         need = self._need(layer)
         peak = self._gradient(layer) + np.maximum(need.most, self._gradients_of_sources(layer))
         # `most` includes saved tensors, which exist already unless they are recomputed
         saved = 0.0 if self.options.checkpoint else need.left
-        return Held(peak - saved, -self._kept(layer))
+        return OpMemory(peak - saved, -self._kept(layer))
 
     def _kept(self, layer: int) -> Number:
         """Return the bytes kept from a layer's forward pass to its backward pass: inputs only if
@@ -211,7 +211,7 @@ class Holds:
         """Return the bytes of the gradient of the layer's outputs, with halo rows if larger."""
         if layer == len(self.model.layers):
             return np.asarray(self._scored_rows * self._last_row)
-        present = self.facts[layer + 1].present * self._row_bytes(layer + 1)
+        present = self.facts[layer + 1].available_rows * self._row_bytes(layer + 1)
         return np.asarray(np.maximum(self._outputs(layer), present))
 
     def _outputs(self, layer: int) -> np.ndarray:
@@ -230,9 +230,9 @@ class Holds:
         if f.computed_rows is None:
             return 0.0
         added = 0.0 if f.partial_sums is None else f.partial_sums
-        return np.asarray((f.sources + f.present + added) * self._row_bytes(layer))
+        return np.asarray((f.sources + f.available_rows + added) * self._row_bytes(layer))
 
-    def _need(self, layer: int) -> Held:
+    def _need(self, layer: int) -> OpMemory:
         model, f = self.model, self.facts[layer]
         if f.remote_own is not None:
             model = model.without_ends(layer)

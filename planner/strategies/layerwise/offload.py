@@ -143,7 +143,7 @@ class Offload(Strategy):
         """Return the strategy with the fewest chunks that fit."""
         if self.chunks is not None or self.refused(problem):
             return self
-        return problem.known.answer(
+        return problem.cache.get(
             (self, *_key(problem), problem.cluster.host_memory),
             lambda: replace(self, chunks=self._fewest_chunks(problem)),
         )
@@ -277,7 +277,7 @@ def _fits_without(problem: Problem) -> bool:
     """Return whether graph parallelism fits on all GPUs with least memory, or cannot be used."""
     everyone = problem.placed(tuple(range(problem.cluster.ranks)))
     least = _least(everyone)
-    return problem.known.answer(
+    return problem.cache.get(
         ("fits without offload", *_key(everyone)),
         lambda: not least.suits(everyone) or least.fits(everyone),
     )

@@ -53,10 +53,10 @@ class OnParts(Strategy):
     @property
     def exact(self) -> bool:
         options = self.exchange_options
-        return options.policy.whole and not options.policy.lags and not options.codec.packs
+        return options.policy.sends_all and not options.policy.lags and not options.codec.packs
 
     @property
-    def replays(self) -> bool:
+    def uses_cuda_graph(self) -> bool:
         return True
 
     @property
@@ -64,7 +64,7 @@ class OnParts(Strategy):
         policy, carried = self.exchange_options.policy, list[str]()
         if policy.lags:
             carried.append("halo rows and gradients of the step before")
-        if policy.stays:
+        if policy.keeps_received:
             carried.append("halo rows and gradients as last received")
         if self.codec.carries:
             carried.append(self.codec.carries)
@@ -167,5 +167,5 @@ def _cut_blocks(problem: Problem, options: ExchangeOptions) -> np.ndarray:
 def _exchanging_layers(problem: Problem) -> Iterator[int]:
     """Yield the layers before which ranks exchange rows in every step."""
     for layer in range(problem.model.first_varying + 1, problem.workload.layers + 1):
-        if problem.layout().meets(layer):
+        if problem.layout().exchanges_rows(layer):
             yield layer

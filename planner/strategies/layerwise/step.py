@@ -30,7 +30,7 @@ from gnnplan.planner.strategies.layerwise.exchange import ExchangeOptions
 from gnnplan.planner.strategies.layerwise.memory import Holds, rows_read
 from gnnplan.planner.strategies.program.program import AllReduce, Copy, Exchange, Op, Program
 from gnnplan.planner.vocabulary.numbers import Number
-from gnnplan.planner.vocabulary.outer import Pairs
+from gnnplan.planner.vocabulary.outer import RankMatrix
 from gnnplan.planner.vocabulary.schedule import Compute
 
 # The batches of an epoch, one per step; with several, each is loaded in its step. Empty: every step
@@ -80,7 +80,7 @@ def step(
     like = first_alike(alike_as(model, layout, options.narrow))
     facts = {layer: options.facts(problem, layout, layer, at) for layer in {*like.values()}}
     exchanging = {
-        layer: layout.meets(layer) and (policy.whole or bool(f.halo.any()))
+        layer: layout.exchanges_rows(layer) and (policy.sends_all or bool(f.halo.any()))
         for layer, f in facts.items()
     }
 
@@ -104,7 +104,11 @@ def step(
         if exchanged is None:
             return total
         if direction == "f":  # rows of this step are received, or unpacked, in place: no copy
-            rows = f.present if policy.stays or (lags and not options.codec.packs) else f.local
+            rows = (
+                f.available_rows
+                if policy.keeps_received or (lags and not options.codec.packs)
+                else f.local
+            )
             total = total + model.lay_out(layer, rows, options.narrow)
         if f.partial_sums is not None:
             total = (
@@ -112,7 +116,9 @@ def step(
                 + model.apply(layer - 1, f.sources, f.partial_sums)[0 if direction == "f" else 1]
             )
         elif f.computed_rows is not None:
-            total = total + model.pick(layer, f.sources, f.present)[0 if direction == "f" else 1]
+            total = (
+                total + model.pick(layer, f.sources, f.available_rows)[0 if direction == "f" else 1]
+            )
         overlapped: Number = 0.0
         if lags:
             overlapped = np.maximum(exchanged.nbytes.sum(1), exchanged.nbytes.sum(0))
@@ -180,7 +186,7 @@ def step(
         yield Op("forward", layer=layer, work=works[like[layer], "f"], holds=keeps)
     forward, backward = finish(problem, facts[like[layers]].rows, scored)
     endpoints = None  # exchange of edges' endpoints
-    if scored is not None and scored.meets:
+    if scored is not None and scored.exchanges_rows:
         endpoints = Exchange(scored.sends, model.layers[-1].h_out * model.itemsize)
     yield from moments(problem, layers + 1, "f")
     if endpoints is not None:
@@ -262,10 +268,12 @@ def setup(problem: Problem, layout: Layout | EstimatedLayout) -> Iterator[Op]:
         yield send_features(problem, layout, halo, "input_halo")
 
 
-def send_features(problem: Problem, layout: Layout | EstimatedLayout, rows: Pairs, op: str) -> Op:
+def send_features(
+    problem: Problem, layout: Layout | EstimatedLayout, rows: RankMatrix, op: str
+) -> Op:
     """Return the exchange of features, for these numbers of rows [ranks, ranks]."""
-    if problem.model.inputs.alike or not isinstance(layout, Layout):
-        return Op(op, work=Exchange(rows, round(float(problem.model.features_moved(1.0)))))
+    if problem.model.inputs.is_dense or not isinstance(layout, Layout):
+        return Op(op, work=Exchange(rows, round(float(problem.model.feature_transit_bytes(1.0)))))
     nbytes = np.zeros((problem.ranks, problem.ranks), np.int64)
     for receiver in range(problem.ranks):
         if op == "preload":
@@ -286,7 +294,7 @@ def loaded_bytes(problem: Problem, layout: Layout | EstimatedLayout) -> np.ndarr
     These are the rows that layer 1 or the encoder reads, or layer 1's aggregate if it is cached.
     """
     model = problem.model
-    if isinstance(layout, Layout) and not model.inputs.alike:
+    if isinstance(layout, Layout) and not model.inputs.is_dense:
         local = [layout.rows(rank, 0) for rank in range(problem.ranks)]
         read = (
             [np.append(rows, layout.piece(rank, 1).halo) for rank, rows in enumerate(local)]
@@ -295,4 +303,4 @@ def loaded_bytes(problem: Problem, layout: Layout | EstimatedLayout) -> np.ndarr
         )
         return np.array([int(problem.features_bytes(rows).sum()) for rows in read])
     rows = model.constant_rows(layout.facts(1).rows, rows_read(problem, layout))
-    return np.asarray(np.round(model.features_moved(np.round(rows))).astype(np.int64))
+    return np.asarray(np.round(model.feature_transit_bytes(np.round(rows))).astype(np.int64))

@@ -41,7 +41,7 @@ from typing import Literal, NamedTuple
 
 import numpy as np
 
-from gnnplan.planner.gnn.footprint import Held, keeps
+from gnnplan.planner.gnn.footprint import OpMemory, keeps
 from gnnplan.planner.gnn.model import MASK, Model
 from gnnplan.planner.gnn.operations import BIAS, COPY, MASKED, RELU, VECTOR
 from gnnplan.planner.gnn.trace import SUM
@@ -163,7 +163,7 @@ def edges_of_tiles(problem: Problem, grid: Grid, layer: int) -> np.ndarray:
         return np.bincount(tiles, minlength=rows * sources)
 
     question = ("tiles", rows, sources, layer % 2, self_loops, seed, graph)
-    counted = problem.known.answer(question, count)
+    counted = problem.cache.get(question, count)
     return np.asarray(counted[grid.places(axes.rows) * sources + grid.places(axes.sources)])
 
 
@@ -328,25 +328,25 @@ class _Holds:
         # the mask of ReLU and dropout, one byte per input
         self.mask = t.inputs / t.model.itemsize * (t.relu or t.drops) * t.varies
 
-    def aggregate(self) -> Held:
+    def aggregate(self) -> OpMemory:
         t = self.tiles
         kept = self.mask + t.sums
         # inputs are freed, except features, which are constant
-        return Held(kept + t.inputs * t.drops + self.neighbours, kept - t.inputs * t.varies)
+        return OpMemory(kept + t.inputs * t.drops + self.neighbours, kept - t.inputs * t.varies)
 
-    def forward(self) -> Held:
+    def forward(self) -> OpMemory:
         return keeps(self.tiles.outputs)
 
-    def backward(self) -> Held:
+    def backward(self) -> OpMemory:
         t = self.tiles
         weights = 2.0 * t.weights * t.model.itemsize  # the tile of weights and its gradient
         freed = t.sums * t.is_summed
-        return Held(t.outputs + weights + t.sums * t.varies - freed, -freed)
+        return OpMemory(t.outputs + weights + t.sums * t.varies - freed, -freed)
 
-    def aggregate_back(self) -> Held:
-        return Held(self.tiles.sums + self.neighbours + self.tiles.inputs, -self.mask)
+    def aggregate_back(self) -> OpMemory:
+        return OpMemory(self.tiles.sums + self.neighbours + self.tiles.inputs, -self.mask)
 
-    def loss(self) -> Held:
+    def loss(self) -> OpMemory:
         """Return the memory of the logits and their gradients, each both as a tile and as whole
         rows, which have as many numbers as the tile."""
-        return Held(4 * self.tiles.outputs, 0.0)
+        return OpMemory(4 * self.tiles.outputs, 0.0)

@@ -212,7 +212,7 @@ def hashed(
         return Structure(places, home, kept, True, graph.degree)
 
     make = estimated if isinstance(batches, EstimatedBatches) else counted
-    return problem.known.answer(("adjacency store", batches, places, cache, hot), make)
+    return problem.cache.get(("adjacency store", batches, places, cache, hot), make)
 
 
 def owned(batches: Batches, structure: str) -> Lists | None:

@@ -19,7 +19,7 @@ import numpy as np
 
 from gnnplan.planner.gnn.footprint import block
 from gnnplan.planner.gnn.workload import ALL
-from gnnplan.planner.ownership.layout import LayerFacts
+from gnnplan.planner.ownership.layout import LayerCounts
 from gnnplan.planner.ownership.minibatch import MiniBatch
 from gnnplan.planner.problem.problem import Problem
 from gnnplan.planner.strategies.program.program import Op
@@ -42,7 +42,7 @@ class Passes(NamedTuple):
     sources: float  # bytes per source
     held: float  # peak of temporary memory per edge [B]
 
-    def of(self, facts: LayerFacts) -> Number:
+    def of(self, facts: LayerCounts) -> Number:
         """Return the bytes read and written for a layer of a batch."""
         return self.rows * facts.rows + self.edges * facts.edges + self.sources * facts.sources
 
@@ -74,7 +74,7 @@ def sampled(problem: Problem, batch: MiniBatch, lane: Literal["host", "copy"]) -
     yield Op("lay", work=lay, ahead=lane)
 
 
-def drawing(facts: LayerFacts, fanout: int) -> Compute:
+def drawing(facts: LayerCounts, fanout: int) -> Compute:
     """Return the work to draw a layer's neighbours, and to find which of them are new rows."""
     draws = 0 if fanout == ALL else fanout
     choices = draws * CHOICE.of(facts) + BEFORE * draws**2 * facts.rows
@@ -82,13 +82,13 @@ def drawing(facts: LayerFacts, fanout: int) -> Compute:
     return Compute(elementwise_bytes=np.asarray(DRAW.of(facts) + choices), launches=launches)
 
 
-def laying(facts: LayerFacts, edges: str) -> Compute:
+def laying(facts: LayerCounts, edges: str) -> Compute:
     """Return the work to build a layer's block."""
     passes = LAY[edges]
     return Compute(elementwise_bytes=np.asarray(passes.of(facts)), launches=passes.launches)
 
 
-def lookup_work(facts: LayerFacts) -> Compute:
+def lookup_work(facts: LayerCounts) -> Compute:
     """Return the work to find layer 1's rows in the cache: a look-up, and a sort of misses."""
     return Compute(elementwise_bytes=(FOUND + SORT) * facts.sources, launches=5)
 

@@ -28,8 +28,8 @@ from numpy.typing import NDArray
 
 from gnnplan.planner.cluster.spec import MOST_PAIRED
 from gnnplan.planner.gnn.workload import Workload
+from gnnplan.planner.graph.disk_cache import Stopwatch, cached
 from gnnplan.planner.graph.graph import Graph, GraphStats
-from gnnplan.planner.graph.kept import Stopwatch, cached
 from gnnplan.planner.graph.partition import partition
 from gnnplan.planner.graph.sampling import Ids, drawn_as, presampled
 from gnnplan.planner.graph.splitting import BEFORE, EPOCHS
@@ -44,7 +44,7 @@ from gnnplan.planner.problem.problem import Problem
 from gnnplan.planner.vocabulary.errors import SpecError
 from gnnplan.planner.vocabulary.files import suggest
 from gnnplan.planner.vocabulary.knobs import show_size
-from gnnplan.planner.vocabulary.outer import Outer, Pairs
+from gnnplan.planner.vocabulary.outer import Outer, RankMatrix
 from gnnplan.planner.vocabulary.units import show_bytes
 
 HOT = ("frequency", "degree")
@@ -75,8 +75,8 @@ class Loads:
 
     host: NDArray[np.int64]
     hits: NDArray[np.int64]
-    asked: Pairs
-    fetched: Pairs
+    asked: RankMatrix
+    fetched: RankMatrix
     rows: NDArray[np.int64]
 
     def __post_init__(self) -> None:
@@ -266,7 +266,7 @@ class EstimatedStore:
         cached = np.rint(rows * [shares[each] for each in held]).astype(np.int64)
         hits = cached // together if self.shared else cached
         peer = (cached - hits) * (together > 1)
-        remote, asked = 0 * rows, cast(Pairs, Outer.of(self.servers, True, 0))
+        remote, asked = 0 * rows, cast(RankMatrix, Outer.of(self.servers, True, 0))
         if self.shared:
             asked = self._evenly(peer, True)
         if self.spread:
@@ -278,7 +278,7 @@ class EstimatedStore:
         classes = np.stack([hits, peer, host, remote], axis=1)
         return Loads(row * host, row * hits, asked, row * asked.T, classes)
 
-    def _evenly(self, counts: NDArray[np.int64], same: bool) -> Pairs:
+    def _evenly(self, counts: NDArray[np.int64], same: bool) -> RankMatrix:
         """Divide each rank's count evenly over the other ranks of its server (`same`), or over the
         ranks of other servers [ranks, ranks]. Whole numbers; sums are exact unless ranks are many.
         """
@@ -289,12 +289,12 @@ class EstimatedStore:
         among, (whole, rest) = np.asarray(peers), (n[:, None] for n in np.divmod(counts, number))
         return np.asarray(among * (whole + (among.cumsum(1) <= rest)))
 
-    def filled(self, problem: Problem) -> Pairs:
+    def filled(self, problem: Problem) -> RankMatrix:
         """Return the bytes of `Store.filled`; most cached rows are in other servers' memories."""
         row = int(problem.features_bytes(np.zeros(1, np.int64))[0])
         others = Outer.of(self.servers, False, 1).sum(1) / len(self.servers)
         rows = np.rint(self.cached_rows * others * self.spread).astype(np.int64)
-        sent: Pairs = row * self._evenly(rows, False).T
+        sent: RankMatrix = row * self._evenly(rows, False).T
         return sent
 
     def held(self, problem: Problem) -> NDArray[np.int64]:
@@ -351,7 +351,7 @@ def feature_store(
 
     key = problem.servers, problem.method, problem.workload, cache, hot, spread, shared, epochs
     make = estimated if isinstance(batches, EstimatedBatches) else counted
-    return problem.known.answer(("feature store", batches, *key, slices), make)
+    return problem.cache.get(("feature store", batches, *key, slices), make)
 
 
 def _cached(
@@ -409,7 +409,9 @@ def fitting_prefix(ids: Ids, sizes: NDArray[np.int64], budget: int) -> Ids:
 def row_bytes(problem: Problem, ids: Ids, columns: range | None = None) -> NDArray[np.int64]:
     """Return the bytes of each of these rows, or of some of their columns, in a cache [R]."""
     inputs = problem.model.inputs
-    return inputs.cached(problem.features_bytes(ids, columns) // inputs.number_moved)
+    return inputs.cache_bytes(
+        problem.features_bytes(ids, columns) // inputs.transit_bytes_per_number
+    )
 
 
 def hottest(graph: Graph, workload: Workload, hot: str, groups: int, epochs: int = EPOCHS) -> Ids:

@@ -61,7 +61,7 @@ class OnBatches(Strategy):
             stored = self.store(problem), self.lists(problem)
             return Supply(problem, self.batches(problem), self.prefetch, *stored, self.pushes)
 
-        return problem.known.recent("supply", (self, problem), make, most=1)
+        return problem.cache.get_recent("supply", (self, problem), make, most=1)
 
     def check(self, problem: Problem) -> None:
         self.check_mode(problem)

@@ -133,7 +133,7 @@ def _split(model: Model, batches: Batches, probed: int) -> dict[str, Any]:
             edges[layer - 1] += facts.edges
             crossing[layer - 1] += batch.crossing(layer)
             row = (
-                model.features_moved(1.0)
+                model.feature_transit_bytes(1.0)
                 if constant
                 else model.exchanged_width(layer, narrow=False) * model.itemsize
             )

@@ -25,7 +25,7 @@ from gnnplan.planner.strategies.minibatch.feature_store import row_bytes
 from gnnplan.planner.strategies.minibatch.memory import all_rows_bytes
 from gnnplan.planner.strategies.minibatch.on_batches import OnBatches
 from gnnplan.planner.strategies.program.account import predict
-from gnnplan.planner.strategies.program.memory import of_fullest
+from gnnplan.planner.strategies.program.memory import on_fullest_rank
 
 S = TypeVar("S", bound=OnBatches)
 MOST = 32  # largest number of samplers per rank that is proposed
@@ -107,7 +107,7 @@ def _with_samplers(problem: Problem, strategy: S, samplers: int) -> S | None:
 
 def fullest(problem: Problem, strategy: Strategy) -> dict[str, float]:
     """Return the bytes in the fullest server's memory, by use."""
-    return of_fullest(strategy.settle(problem).host_memory(problem))
+    return on_fullest_rank(strategy.settle(problem).host_memory(problem))
 
 
 def fits(problem: Problem, strategy: Strategy) -> bool:

@@ -88,7 +88,7 @@ def step(supply: Supply, batch: MiniBatch, options: ExchangeOptions) -> Iterator
         # no time if the batch is loaded already
         yield Op("wait", work=Compute(), idle=True)
     yield from supply.gathered(batch)
-    if batch.meets(1) and problem.model.first_varying == 1:
+    if batch.exchanges_rows(1) and problem.model.first_varying == 1:
         halo = layerwise.send_features(problem, batch, facts[0].sends, "halo")
         yield replace(halo, direction="f", layer=1)
     yield from layerwise.step(problem, batch, options, scored=batch.scored)

@@ -12,7 +12,7 @@ from typing import Literal
 import numpy as np
 
 from gnnplan.planner.gnn.footprint import COUNTS_AT_ENDS, block
-from gnnplan.planner.ownership.layout import LayerFacts
+from gnnplan.planner.ownership.layout import LayerCounts
 from gnnplan.planner.ownership.minibatch import Batches, MiniBatch
 from gnnplan.planner.problem.problem import Problem
 from gnnplan.planner.strategies.minibatch.adjacency_store import NEIGHBOUR, Lists
@@ -20,7 +20,7 @@ from gnnplan.planner.strategies.minibatch.device_sampler import lookup_work
 from gnnplan.planner.strategies.minibatch.feature_store import Features
 from gnnplan.planner.strategies.program.price import setup_s
 from gnnplan.planner.strategies.program.program import Copy, Exchange, Op, Sampling
-from gnnplan.planner.vocabulary.outer import Outer, Pairs
+from gnnplan.planner.vocabulary.outer import Outer, RankMatrix
 from gnnplan.planner.vocabulary.schedule import Compute
 
 ID = 8  # bytes of a vertex's id
@@ -70,7 +70,7 @@ class Supply:
     def picks_there(self) -> bool:
         """Whether a GPU itself looks up a batch's rows in its cache."""
         store = self.store
-        return store.caches and not store.asks.any() and self.problem.model.inputs.alike
+        return store.caches and not store.asks.any() and self.problem.model.inputs.is_dense
 
     @property
     def is_plain(self) -> bool:
@@ -121,7 +121,7 @@ class Supply:
             nbytes = np.rint(SECTOR * (1 - share) * edges).astype(np.int64)
             yield Op("read", layer=layer, work=Copy(nbytes), ahead=ahead)
 
-    def copied(self, batch: MiniBatch, facts: Sequence[LayerFacts]) -> Copy:
+    def copied(self, batch: MiniBatch, facts: Sequence[LayerCounts]) -> Copy:
         """Return the copy of a batch to its ranks: rows of servers' memories, and blocks.
 
         The host packs the blocks first, unless a sampler process packs them during training.
@@ -134,7 +134,7 @@ class Supply:
         packed = 0 if on_device or self.prefetch else blocks
         return Copy((features + blocks).astype(np.int64), packed)
 
-    def _block_bytes(self, facts: Sequence[LayerFacts]) -> np.ndarray:
+    def _block_bytes(self, facts: Sequence[LayerCounts]) -> np.ndarray:
         """Return the bytes of a batch's blocks that are copied to a GPU [ranks].
 
         They include the ids of rows, and tensors that a user's module derives from edges, although
@@ -183,8 +183,8 @@ class Supply:
 
 def sized_exchange(
     op: str,
-    counts: Pairs,
-    among: Pairs,
+    counts: RankMatrix,
+    among: RankMatrix,
     layer: int | None = None,
     ahead: Literal["", "host"] = "",
     itemsize: int = ID,

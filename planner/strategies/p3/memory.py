@@ -14,7 +14,7 @@ from functools import partial
 
 import numpy as np
 
-from gnnplan.planner.gnn.footprint import Held, block, footprint, in_turn, keeps
+from gnnplan.planner.gnn.footprint import OpMemory, block, footprint, in_turn, keeps
 from gnnplan.planner.gnn.products import PIECES
 from gnnplan.planner.ownership.minibatch import MiniBatch
 from gnnplan.planner.problem.problem import Problem
@@ -113,9 +113,9 @@ class Batch:
         self.send_buffers = self.peers * p3.pipelined
         # a compressed input has a copy sorted by column for the gradient of its product; own rows,
         # a part of the rows read, have a product and a copy of their own
-        by_column = sliced.inputs.sorted(sources)
-        self.sorted = by_column + sliced.own_sorted(rows)
-        self.loaded = sliced.inputs.held(sources) - by_column
+        by_column = sliced.inputs.product_index_bytes(sources)
+        self.sorted = by_column + sliced.own_index_bytes(rows)
+        self.loaded = sliced.inputs.stored_bytes(sources) - by_column
         saved = spec.projects_first or spec.matrices > 1  # autograd saves the inputs
         if spec.counted:
             saved = spec.counted.keeps_inputs
@@ -124,34 +124,37 @@ class Batch:
             saved and not (model.dropout and spec.drops)
         )
 
-    def load(self) -> Held:
+    def load(self) -> OpMemory:
         return keeps(self.loaded)
 
-    def first_forward(self) -> Held:
+    def first_forward(self) -> OpMemory:
         freed = 0.0 if self.tail_reads_loaded else self.loaded
-        return Held(self.first.left + self.peers, self.first.left - freed)
+        return OpMemory(self.first.left + self.peers, self.first.left - freed)
 
-    def pull_forward(self) -> Held:
+    def pull_forward(self) -> OpMemory:
         return keeps(self.pulled + self.send_buffers)
 
-    def forward(self) -> Held:
+    def forward(self) -> OpMemory:
         layers = map(self.later_layers.forward, range(2, len(self.later_layers.facts) + 1))
-        return in_turn([keeps(self.own + self.applied), Held(0.0, -self.pulled), *layers])
+        return in_turn([keeps(self.own + self.applied), OpMemory(0.0, -self.pulled), *layers])
 
-    def loss(self) -> Held:
+    def loss(self) -> OpMemory:
         return self.later_layers.loss()
 
-    def backward(self) -> Held:
+    def backward(self) -> OpMemory:
         layers = map(self.later_layers.backward, range(len(self.later_layers.facts), 1, -1))
         return in_turn(
-            [*layers, Held(0.0, -self.applied - self.later_layers.loss().left - self.send_buffers)]
+            [
+                *layers,
+                OpMemory(0.0, -self.applied - self.later_layers.loss().left - self.send_buffers),
+            ]
         )
 
-    def pull_backward(self) -> Held:
+    def pull_backward(self) -> OpMemory:
         """Return the memory of received gradients; the own gradient reuses the sum's memory."""
         return keeps(self.peers)
 
-    def first_backward(self) -> Held:
+    def first_backward(self) -> OpMemory:
         needed = self.all + self.first.most - self.first.left + self.sorted
         freed = self.peers + self.own + self.first.left
-        return Held(needed, -freed - (self.loaded if self.tail_reads_loaded else 0.0))
+        return OpMemory(needed, -freed - (self.loaded if self.tail_reads_loaded else 0.0))

@@ -75,8 +75,8 @@ from functools import cache, partial
 
 import numpy as np
 
-from gnnplan.planner.gnn.footprint import Held
-from gnnplan.planner.ownership.layout import LayerFacts
+from gnnplan.planner.gnn.footprint import OpMemory
+from gnnplan.planner.ownership.layout import LayerCounts
 from gnnplan.planner.ownership.minibatch import MiniBatch, Scored
 from gnnplan.planner.problem.problem import Problem
 from gnnplan.planner.strategies.base import Resident
@@ -90,7 +90,7 @@ from gnnplan.planner.strategies.program.program import (
     Op,
     Order,
     Program,
-    Queued,
+    QueuedOp,
     Step,
 )
 from gnnplan.planner.vocabulary.outer import Outer
@@ -120,7 +120,7 @@ class P3(Slices):
         has_peers = len(self.rail(problem, 0)) > 1
         sizes = cache(lambda: Batch(self, problem, batch))  # computed only if memory is predicted
 
-        def holds(memory_of: Callable[[Batch], Held]) -> Callable[[], Held]:
+        def holds(memory_of: Callable[[Batch], OpMemory]) -> Callable[[], OpMemory]:
             return lambda: memory_of(sizes())
 
         supply = self.supply(problem)
@@ -178,8 +178,8 @@ class P3(Slices):
     def _body(
         self,
         problem: Problem,
-        facts: Mapping[int, LayerFacts],
-        holds: Callable[[Callable[[Batch], Held]], Callable[[], Held]],
+        facts: Mapping[int, LayerCounts],
+        holds: Callable[[Callable[[Batch], OpMemory]], Callable[[], OpMemory]],
         scored: Scored | None,
     ) -> list[Op]:
         """Return the operations on pulled sums: bias and ReLU, layers 2 .. L, and the loss."""
@@ -268,20 +268,20 @@ def pipelined(prefetch: int) -> Order:
     An operation waits for the previous operation of its batch; a load also waits for the rank's
     last computation or load."""
 
-    def order(at: Callable[[int], Step], epoch: int, steps: int) -> Iterator[Queued]:
+    def order(at: Callable[[int], Step], epoch: int, steps: int) -> Iterator[QueuedOp]:
         ended = list[Label]()  # the last computation or load of each period
         chains: dict[int, tuple[Label, ...]] = {}  # batch -> labels its next operation waits for
         last: tuple[Label, ...] = ()  # the rank's last computation or load
 
-        def queue(batch: int, phase: str) -> Iterator[Queued]:
+        def queue(batch: int, phase: str) -> Iterator[QueuedOp]:
             nonlocal last
             for op in (op for op in at(batch) if op.phase == phase):
                 label, chain = op.label(batch), chains[batch]
                 if op.idle:  # the operation is a wait, so it begins at once
-                    yield Queued(op, batch, ())
+                    yield QueuedOp(op, batch, ())
                     chains[batch] = (*chain, label)
                 else:
-                    yield Queued(op, batch, chain + last if op.lane == "copy" else chain)
+                    yield QueuedOp(op, batch, chain + last if op.lane == "copy" else chain)
                     chains[batch] = (label,)
                 if op.lane in ("compute", "copy"):
                     last = (label,)

@@ -337,7 +337,7 @@ def _break_even(problem: Problem) -> list[str]:
     ).tolist()
     itemsize = problem.model.itemsize
     # numbers per row that is sent
-    width = max(1, round(float(problem.model.features_moved(1.0)) / itemsize))
+    width = max(1, round(float(problem.model.feature_transit_bytes(1.0)) / itemsize))
     even = inputs * width / (2 * slices * rows)
     fetched = (1 - 1 / slices) * inputs * width * itemsize
     sent = {hidden: 2 * (slices - 1) * rows * hidden * itemsize for hidden in HIDDEN}

@@ -5,7 +5,7 @@
                                          -> traffic()     bytes from rank to rank, to place ranks
                                          -> memory.py     each rank's peak memory
 
-    program.py    Op, one operation of the ranks; Held, its memory; Program, the steps of an epoch
+    program.py    Op, one operation of the ranks; OpMemory, its memory; Program, an epoch's steps
     order.py      the order of operations, and the dependencies of each
     price.py      seconds and bytes of one operation
     path.py       seconds without contention: the longest path over lanes and ranks

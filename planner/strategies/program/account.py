@@ -30,7 +30,7 @@ from gnnplan.planner.strategies.program.program import (
     Message,
     Op,
     Program,
-    Receipt,
+    Receive,
 )
 from gnnplan.planner.vocabulary.numbers import Number, largest, slowest
 from gnnplan.planner.vocabulary.schedule import Compute, Label
@@ -43,7 +43,7 @@ class Prediction:
 
     Bytes are sums over all ranks; each byte is counted once, where it is sent. Seconds are arrays
     [problems, 1] if the cluster's numbers are. If epochs differ, the numbers are means over a
-    period, with bytes rounded, and `of_period` has the prediction of each epoch.
+    period, with bytes rounded, and `epochs_of_period` has the prediction of each epoch.
     """
 
     epoch_s: Number
@@ -55,16 +55,16 @@ class Prediction:
     setup_bytes: int  # sent once, before the first epoch
     # operation kind -> seconds of its slowest rank
     by_op: dict[str, Number] = field(default_factory=dict)
-    of_period: tuple[Prediction, ...] = ()  # one per epoch of a period, if epochs differ
+    epochs_of_period: tuple[Prediction, ...] = ()  # one per epoch of a period, if epochs differ
 
     @property
     def period(self) -> int:
         """The number of epochs after which epochs repeat."""
-        return max(len(self.of_period), 1)
+        return max(len(self.epochs_of_period), 1)
 
     def at(self, epoch: int) -> Prediction:
         """Return the prediction of an epoch, counted from 0."""
-        return self.of_period[epoch % self.period] if self.of_period else self
+        return self.epochs_of_period[epoch % self.period] if self.epochs_of_period else self
 
     def over(self, epochs: range) -> Prediction:
         """Return the mean of some epochs, of which at most the first period is read."""
@@ -124,7 +124,7 @@ def mean(epochs: Sequence[Prediction]) -> Prediction:
         return epochs[0]
     sent = [{op: nbytes for op, nbytes in each.bytes.items() if nbytes} for each in epochs]
     each = [replace(epoch, bytes=of_op) for epoch, of_op in zip(epochs, sent, strict=True)]
-    return replace(_in_all(each, 1, len(each)), of_period=tuple(each))
+    return replace(_in_all(each, 1, len(each)), epochs_of_period=tuple(each))
 
 
 def _in_all(epochs: Sequence[Prediction], times: int, of: int) -> Prediction:
@@ -260,5 +260,5 @@ def _reported(op: Op) -> tuple[Group, Label]:
     """
     if isinstance(op.work, Message):
         return tuple(rank + min(op.work.distance, 0) for rank in op.ranks), Label(op.op, 0)
-    peer = op.work.distance if isinstance(op.work, Receipt) else None
+    peer = op.work.distance if isinstance(op.work, Receive) else None
     return op.ranks, Label(op.op, 0, op.direction, None if op.chunks else op.layer, None, peer)

@@ -65,7 +65,7 @@ def peak(problem: Problem, program: Program, resident: Resident) -> Memory:
     return use
 
 
-def of_fullest(memory: Memory) -> dict[str, float]:
+def on_fullest_rank(memory: Memory) -> dict[str, float]:
     """Return the bytes, by use, of the rank or server with the most bytes."""
     rank = int(np.argmax(sum(memory.values(), np.zeros(1))))
     return {use: float(each[rank]) for use, each in memory.items()}
@@ -86,8 +86,14 @@ def machine_code(
         rows = 1.5 * problem.stats.vertices / problem.ranks / pieces
     works = []
     for layer in layers or range(len(model.layers) + 1):
-        works += [model.played(layer)] if layer else [model.encodes] if model.encoder else []
-        works += [model.decodes] if layer == len(model.layers) and model.decoder else []
+        works += (
+            [model.layer_record(layer)]
+            if layer
+            else [model.encoder_record]
+            if model.encoder
+            else []
+        )
+        works += [model.decoder_record] if layer == len(model.layers) and model.decoder else []
     products = [product for each in works for product in each.products]
     return code * shapes(products, model.itemsize, pieces, rows)
 

@@ -12,7 +12,7 @@
     receive   messages                         nothing
 
 Operations of one rank and lane run in the order of the program. Only the update waits for
-all-reduces that overlap with the backward pass. If a program's `late` is 1, a computation waits for
+all-reduces that overlap with the backward pass. If a program's `lag` is 1, a computation waits for
 the exchange of the previous step (PipeGCN). A program whose steps overlap otherwise has its own
 order (`Program.order`).
 """
@@ -27,21 +27,21 @@ from gnnplan.planner.strategies.program.program import (
     Group,
     Op,
     Program,
-    Queued,
-    Receipt,
+    QueuedOp,
+    Receive,
     Step,
 )
 from gnnplan.planner.vocabulary.schedule import Label
 
 
-def queue(program: Program, steps: int) -> Iterator[Queued]:
+def queue(program: Program, steps: int) -> Iterator[QueuedOp]:
     """Yield the operations of the first `steps` steps, in the order of every rank."""
     if program.order is not None:
         return program.order(program.step, program.steps, steps)
     return _step_after_step(program, steps)
 
 
-def _step_after_step(program: Program, steps: int) -> Iterator[Queued]:
+def _step_after_step(program: Program, steps: int) -> Iterator[QueuedOp]:
     for step in range(steps):
         chunks = program.chunks(step)
         for ops in by_group(program.step(step)).values():
@@ -67,7 +67,9 @@ def _chunk_by_chunk(ops: Iterable[Op], chunks: Sequence[int]) -> Iterator[tuple[
                 yield op, chunk  # ranks skip the exchange of a chunk of which nobody sends rows
 
 
-def _waiting(program: Program, step: int, ops: Iterable[tuple[Op, int | None]]) -> Iterator[Queued]:
+def _waiting(
+    program: Program, step: int, ops: Iterable[tuple[Op, int | None]]
+) -> Iterator[QueuedOp]:
     """Yield the operations of a step, with the labels of the operations that each waits for."""
     computed: tuple[Label, ...] = ()  # the last computation
     awaited: tuple[Label, ...] = ()  # operations that the next computation waits for
@@ -75,7 +77,7 @@ def _waiting(program: Program, step: int, ops: Iterable[tuple[Op, int | None]]) 
     sampling = False  # whether an operation of the step is on the host's lane already
     for op, chunk in ops:
         label, updated, after = op.label(step, chunk), Label("update", step - 1), computed + awaited
-        if op.idle or isinstance(op.work, Receipt):  # the operation is a wait, so it begins at once
+        if op.idle or isinstance(op.work, Receive):  # the operation is a wait, so it begins at once
             awaited, after = (*awaited, label), ()
         elif op.lane == "compute":
             after, computed, awaited = awaited, (label,), ()
@@ -91,5 +93,5 @@ def _waiting(program: Program, step: int, ops: Iterable[tuple[Op, int | None]]) 
         elif op.overlaps_backward:
             overlapped += (label,)
         elif op.lane != "send":  # the sender does not wait for its message to arrive
-            awaited += (label._replace(step=step - program.late * (op.lane == "comm")),)
-        yield Queued(op, step, after, chunk)
+            awaited += (label._replace(step=step - program.lag * (op.lane == "comm")),)
+        yield QueuedOp(op, step, after, chunk)

@@ -43,8 +43,8 @@ from gnnplan.planner.strategies.program.program import (
     Message,
     Op,
     Program,
-    Queued,
-    Receipt,
+    QueuedOp,
+    Receive,
     Step,
 )
 from gnnplan.planner.vocabulary.numbers import Number, largest, slowest, total
@@ -85,7 +85,7 @@ class _Steps:
         self, program: Program, known: Sequence[Hashable], numbers: Mapping[Kind, int]
     ) -> None:
         names, self.weights, self.before = _played(program, known)
-        steps, epoch = len(self.weights) + program.late, len(names)
+        steps, epoch = len(self.weights) + program.lag, len(names)
         if program.order and len(known) < program.steps:  # no counted step ends an epoch or the run
             steps, epoch = steps + program.in_flight, program.steps + steps + program.in_flight
         shortened = replace(program, at=lambda t: names[t % len(names)], steps=epoch)
@@ -116,7 +116,7 @@ def _played(program: Program, known: Sequence[Hashable]) -> tuple[list[Hashable]
         weights = [1] * (before + len(names))
         weights[before + len(names) // 2] += len(known) - len(names)  # in the middle of an epoch
         return names, weights, before
-    before = program.late + min(program.lead, len(known), LEAD)
+    before = program.lag + min(program.lead, len(known), LEAD)
     names = [known[step % len(known)] for step in range(-before, 0)]
     weights = [1] * before
     for name, run in groupby(known):
@@ -136,7 +136,7 @@ class _Begin(NamedTuple):
 
 
 def _begins(
-    queued: Iterable[Queued], numbers: Mapping[Kind, int], by_loss: bool
+    queued: Iterable[QueuedOp], numbers: Mapping[Kind, int], by_loss: bool
 ) -> tuple[list[_Begin], list[list[int]]]:
     """Return when each operation begins, and the operations with which each step ends.
 
@@ -304,7 +304,7 @@ def _pass(run: Sequence[tuple[Op, Price]], start: Number, arrived: dict[Op, Numb
 
     Writes the arrival times of the stage's messages into `arrived`.
     """
-    receipts = (op.work for op, _ in run if isinstance(op.work, Receipt))
+    receipts = (op.work for op, _ in run if isinstance(op.work, Receive))
     ready = largest((arrived[receipt.sender] for receipt in receipts), start)
     by_chunk = np.atleast_2d(total(price.by_chunk for _, price in run))[:, :: run[0][0].chunks]
     each = np.ascontiguousarray(by_chunk.T)[..., None]  # [chunks, problems, 1]

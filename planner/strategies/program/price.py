@@ -16,10 +16,10 @@ from gnnplan.planner.strategies.program.program import (
     AllReduce,
     Message,
     Op,
-    Receipt,
+    Receive,
 )
 from gnnplan.planner.vocabulary.numbers import Number, largest, slowest
-from gnnplan.planner.vocabulary.schedule import Exchange, Local
+from gnnplan.planner.vocabulary.schedule import Exchange, LocalWork
 
 
 class Price(NamedTuple):
@@ -43,28 +43,28 @@ def price_of(problem: Problem, op: Op, ranks: np.ndarray | None = None) -> Price
         return _price_of_chunks(problem, op)
     cost = problem.cost
     match op.work:
-        case Local() as work:
+        case LocalWork() as work:
             seconds = cost.seconds(work if ranks is None else _among(work, ranks))
             return Price(np.asfortranarray(seconds) if np.ndim(seconds) > 1 else seconds)
         case Exchange(items, itemsize):
             transfer = cost.exchange(items, op.ranks or None, itemsize=itemsize)
         case AllReduce():
             transfer = _all_reduce(problem, op, op.work)
-        case Message() | Receipt():
+        case Message() | Receive():
             raise AssertionError("only operations with chunks send messages")
     return Price(transfer.alone, transfer, True)
 
 
-def _among(work: Local, ranks: np.ndarray) -> Local:
+def _among(work: LocalWork, ranks: np.ndarray) -> LocalWork:
     """Return the work of these ranks."""
-    return work.at(int(ranks[0])) if ranks.size == 1 else work.among(ranks)
+    return work.at(int(ranks[0])) if ranks.size == 1 else work.of_ranks(ranks)
 
 
 def _price_of_chunks(problem: Problem, op: Op) -> Price:
     """Return the price of an operation that `op.ranks` do for every chunk."""
     cost, group = problem.cost, op.ranks
     match op.work:
-        case Local() as work:
+        case LocalWork() as work:
             seconds = cost.seconds(work)
             by_rank = np.reshape(seconds, (*np.shape(seconds)[:-1], -1, len(group)))
             return Price(by_rank.sum(-2), by_chunk=by_rank.max(-1))
@@ -96,7 +96,7 @@ def distinct_ranks(problem: Problem, ops: Collection[Op]) -> np.ndarray | None:
     """
     if problem.cost.cores.count:
         return None
-    arrays = [array for op in ops if isinstance(op.work, Local) for array in op.work.arrays]
+    arrays = [array for op in ops if isinstance(op.work, LocalWork) for array in op.work.arrays]
     by_rank = [array for array in arrays if np.ptp(array)]
     if not by_rank:
         return np.zeros(1, dtype=np.int64)

@@ -11,20 +11,20 @@ from typing import Any, Literal, NamedTuple, Protocol
 
 import numpy as np
 
-from gnnplan.planner.gnn.footprint import Held
-from gnnplan.planner.vocabulary.outer import Pairs
+from gnnplan.planner.gnn.footprint import OpMemory
+from gnnplan.planner.vocabulary.outer import RankMatrix
 from gnnplan.planner.vocabulary.schedule import Compute, Label
 from gnnplan.planner.vocabulary.schedule import Copy as Copy
 from gnnplan.planner.vocabulary.schedule import Exchange as Exchange
 from gnnplan.planner.vocabulary.schedule import Sampling as Sampling
-from gnnplan.planner.vocabulary.values import Value
+from gnnplan.planner.vocabulary.values import ByContent
 
 Group = tuple[int, ...]  # ranks
 PLACED_BY = 4  # number of steps whose traffic decides the placement; later steps are similar
 
 
 @dataclass(frozen=True, eq=False)
-class Message(Value):
+class Message(ByContent):
     """A message from every rank r of the operation to rank r + `distance`."""
 
     nbytes: np.ndarray  # [chunks, ranks]
@@ -32,7 +32,7 @@ class Message(Value):
 
 
 @dataclass(frozen=True)
-class Receipt:
+class Receive:
     """The receipt, at every rank r of the operation, of the message from rank r + `distance`."""
 
     sender: Op  # whose work is the message
@@ -59,14 +59,14 @@ class AllReduce:
         return list(zip(self.groups or (everyone,), self.sizes, strict=True))
 
 
-Work = Compute | Exchange | Copy | Sampling | Message | Receipt | AllReduce
+Work = Compute | Exchange | Copy | Sampling | Message | Receive | AllReduce
 LANES: dict[type[Work], str] = {
     Compute: "compute",
     Exchange: "comm",
     Copy: "copy",
     Sampling: "host",
     Message: "send",
-    Receipt: "receive",
+    Receive: "receive",
     AllReduce: "reduce",
 }
 
@@ -100,7 +100,7 @@ class Op:
     ranks: Group = ()  # (): all ranks; either all operations of a step name ranks, or none
     chunks: Literal[-1, 0, 1] = 0  # 1: for all chunks in order, -1: in reverse, 0: once
     chunk: int | None = None  # chunk of an operation that a Program.order places by itself
-    holds: Callable[[], Held] | None = field(default=None, compare=False)  # memory (memory.py)
+    holds: Callable[[], OpMemory] | None = field(default=None, compare=False)  # memory (memory.py)
 
     @property
     def lane(self) -> str:
@@ -114,7 +114,7 @@ class Op:
     def label(self, step: int, chunk: int | None = None) -> Label:
         """Return the label; its `peer` is the message's distance, until `at_rank` adds a rank."""
         chunk = self.chunk if chunk is None else chunk
-        peer = self.work.distance if isinstance(self.work, (Message, Receipt)) else None
+        peer = self.work.distance if isinstance(self.work, (Message, Receive)) else None
         return Label(self.op, step, self.direction, self.layer, chunk, peer)
 
     @property
@@ -131,7 +131,7 @@ Kind = tuple[str, Group, int | None, int, Work]  # Op.kind
 Step = Sequence[Op]  # in order; an exchange stands where a synchronous rank would wait for it
 
 
-class Queued(NamedTuple):
+class QueuedOp(NamedTuple):
     """An operation in the queue of every rank."""
 
     op: Op
@@ -143,7 +143,7 @@ class Queued(NamedTuple):
 class Order(Protocol):
     """A function that orders the operations of steps that overlap."""
 
-    def __call__(self, at: Callable[[int], Step], epoch: int, steps: int) -> Iterator[Queued]:
+    def __call__(self, at: Callable[[int], Step], epoch: int, steps: int) -> Iterator[QueuedOp]:
         """Yield the queue of the first `steps` steps; at(t): step t; epoch: steps per epoch."""
 
 
@@ -163,7 +163,7 @@ class Program:
     ops: Callable[[Any], Step]  # name -> operations
     # exchanges before step 0, not counted in an epoch
     setup: Callable[[], Iterable[Op]] = lambda: ()
-    late: int = 0  # lag: computation reads the exchanges of so many steps before (PipeGCN: 1)
+    lag: int = 0  # computation reads the exchanges of so many steps before (PipeGCN: 1)
     lead: int = 0  # operations that are `ahead` may begin so many steps before their own
     samplers: int = 1  # sampler processes of a rank, which take turns at the steps
     chunks: Callable[[int], Sequence[int]] = lambda step: ()  # step -> order of the chunks
@@ -186,7 +186,7 @@ class Program:
     @property
     def overlaps(self) -> bool:
         """Whether operations of several steps run at the same time."""
-        return bool(self.late or self.lead or self.order)
+        return bool(self.lag or self.lead or self.order)
 
     @property
     def by_loss(self) -> bool:
@@ -209,7 +209,7 @@ class Program:
         return sum(int(each.items.sum()) * each.itemsize for each in exchanges)
 
 
-def traffic(program: Program, ranks: int) -> list[Pairs]:
+def traffic(program: Program, ranks: int) -> list[RankMatrix]:
     """Return matrices of the bytes from rank to rank [ranks, ranks], to place the ranks.
 
     They cover the first PLACED_BY known steps: one matrix for each set of equal halo exchanges, and

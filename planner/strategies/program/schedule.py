@@ -15,13 +15,13 @@ from gnnplan.planner.strategies.program.program import (
     Message,
     Op,
     Program,
-    Receipt,
+    Receive,
 )
 from gnnplan.planner.vocabulary.schedule import (
     Collective,
     Exchange,
     Label,
-    Local,
+    LocalWork,
     Recv,
     Ring,
     Schedule,
@@ -42,7 +42,7 @@ def build_schedule(problem: Problem, program: Program, steps: int) -> Schedule:
     shares_by_kind: dict[object, dict[int, Work]] = {}  # kind of operation -> rank -> share
     arriving: set[tuple[int, Label]] = set()  # receiving rank, label of the receipt
     for op, step, after, chunk in queue(program, steps):
-        label, is_received = op.label(step, chunk), isinstance(op.work, Receipt)
+        label, is_received = op.label(step, chunk), isinstance(op.work, Receive)
         key = op.kind, op.ranks, chunk, is_received and step
         if key not in shares_by_kind:
             shares_by_kind[key] = _shares(op, op.ranks or everyone, step, chunk)
@@ -75,9 +75,9 @@ def _waits(
 def _shares(op: Op, group: Group, step: int, chunk: int | None) -> dict[int, Work]:
     """Return the share of each rank of a group; an empty message has no sender or receiver."""
     match op.work:
-        case Local() as work:
+        case LocalWork() as work:
             count = len(group)
-            in_chunk = work if chunk is None else work.among(chunk * count + np.arange(count))
+            in_chunk = work if chunk is None else work.of_ranks(chunk * count + np.arange(count))
             return dict(zip(group, in_chunk.each(count), strict=True))
         case Exchange() as work:
             exchange = work if chunk is None else replace(work, items=work.items[chunk])
@@ -91,7 +91,7 @@ def _shares(op: Op, group: Group, step: int, chunk: int | None) -> dict[int, Wor
         case Message(nbytes, distance):
             sizes = zip(group, nbytes[chunk].tolist(), strict=True)
             return {rank: Send(rank + distance, size) for rank, size in sizes if size}
-        case Receipt(sender) as work:
+        case Receive(sender) as work:
             sizes = zip(group, work.message.nbytes[chunk].tolist(), strict=True)
             sent, distance = sender.label(step, chunk), work.distance
             return {

@@ -17,8 +17,8 @@ from torch.distributed import Store  # type: ignore[attr-defined]
 
 from gnnplan.executor.layers.kernels import keep_allocator
 from gnnplan.executor.ranks.machine import gpus
-from gnnplan.executor.ranks.meeting import count_of, launcher_env, store_of_all
 from gnnplan.executor.ranks.rank import Rank
+from gnnplan.executor.ranks.rendezvous import count_of, launcher_env, store_of_all
 from gnnplan.planner.problem.problem import Problem
 
 SCRATCH = "GNNPLAN_SCRATCH"  # names the launcher's temporary folder, which also lists samplers

@@ -28,7 +28,7 @@ from gnnplan.executor.ranks.checkpoint import (
     plan_of,
 )
 from gnnplan.executor.ranks.checkpoint import question as resumed_question
-from gnnplan.executor.ranks.meeting import launcher_env
+from gnnplan.executor.ranks.rendezvous import launcher_env
 from gnnplan.planner.cluster.spec import Cluster
 from gnnplan.planner.decision.plan import chosen, placement, question, read, write
 from gnnplan.planner.gnn.workload import Workload
@@ -116,7 +116,7 @@ def _plain(value: Any) -> str | int:
 
 
 @dataclass(frozen=True)
-class Asked:
+class RunRequest:
     """A plan that is to be run, with its folder and options.
 
     launched: torchrun or srun started this process as a rank. emulate: settings of emulated

@@ -72,7 +72,7 @@ def limit_memory(more: float) -> None:
         resource.setrlimit(resource.RLIMIT_AS, (limit, hard))
 
 
-def must_be_alike(module: nn.Module, make: Callable[[], nn.Module], rows: Rows) -> None:
+def must_equal_in_ranks(module: nn.Module, make: Callable[[], nn.Module], rows: Rows) -> None:
     """Raise Unfit if the module of another rank has other outputs, or if its process ends."""
     unfit, failed, found = _as_rank(make, rows)
     if unfit:

@@ -28,7 +28,7 @@ from gnnplan.planner.vocabulary.units import show_count, show_long
 
 
 @dataclass(frozen=True)
-class Whole:
+class ModeComparison:
     """The answers to a question in each mode."""
 
     answers: Mapping[str, SearchResult]  # mode -> answer
@@ -172,7 +172,7 @@ def compare(
     modes: Iterable[str],
     epochs: Mapping[str, Epochs],
     ask: Callable[[Problem], SearchResult],
-) -> Whole:
+) -> ModeComparison:
     """Search in each of the modes; `ask` is the search.
 
     Raises SpecError or Infeasible if no mode has an answer."""
@@ -184,7 +184,7 @@ def compare(
         if len(refused) == 1 or not all(isinstance(why, Infeasible) for why in refused.values()):
             raise first
         raise Infeasible("\n".join(f"{MODES[mode]}: {why}" for mode, why in refused.items()))
-    return Whole(answers, {mode: _first_reason(str(why)) for mode, why in refused.items()})
+    return ModeComparison(answers, {mode: _first_reason(str(why)) for mode, why in refused.items()})
 
 
 def _first_reason(why: str) -> str:

@@ -1,8 +1,8 @@
 """The whole model's weights and optimizer state by name, independent of how ranks share them.
 
 A rank may train all weights, the weights of some layers (GNNPipe), or some columns of a weight
-(P3). Its checkpoint says which (`Held.about`). `Joined` joins the parts of all ranks, and
-`Held.take` loads a rank's part from the whole model of another plan. Names in the whole model are:
+(P3). Its checkpoint says which (`ModelPart.about`). `Joined` joins the parts of all ranks, and
+`ModelPart.take` loads a rank's part from the whole model of another plan. Names in the whole model:
 
     weight.layers.1.weight   mean.layers.1.weight   square.layers.1.weight   steps.layers.1.weight
 
@@ -25,7 +25,7 @@ WORKER, OPTIMIZER, BEST = "worker", "optimizer", "best"  # prefixes of names in 
 
 
 @dataclass(frozen=True)
-class Held:
+class ModelPart:
     """The part of a model that a rank trains.
 
     net: weights by their names in the whole model. columns: name of a weight [., H] that the rank
@@ -76,7 +76,7 @@ class Joined:
     def add(self, about: Mapping[str, Any], read: Callable[[str], Tensor]) -> None:
         """Add a rank's tensors, unless an earlier rank has added the same part.
 
-        about: the rank's `Held.about`. read: returns a tensor of its checkpoint by name.
+        about: the rank's `ModelPart.about`. read: returns a tensor of its checkpoint by name.
         """
         saved = {f"weight.{name}": (f"{WORKER}.{name}", name) for name in about["weights"]}
         saved |= {f"{BEST}.{name}": (f"{BEST}.{name}", name) for name in about.get("best", ())}

@@ -18,7 +18,7 @@ from gnnplan.planner.problem.problem import Problem
 from gnnplan.planner.strategies.layerwise.exchange import ExchangeOptions
 
 
-class Whole:
+class FullGraphEvaluation:
     """One rank's part of the full graph, with halo exchange, and the targets that score it."""
 
     def __init__(self, rank: Rank, problem: Problem, net: Net) -> None:

@@ -15,9 +15,9 @@ import torch.distributed as dist
 from calls import planned
 from started import Started
 
-from gnnplan.executor.ranks import meeting
+from gnnplan.executor.ranks import rendezvous
 from gnnplan.executor.ranks.comm import gather_all, gather_bytes
-from gnnplan.executor.ranks.meeting import (
+from gnnplan.executor.ranks.rendezvous import (
     from_launcher,
     join,
     on_this_machine,
@@ -151,7 +151,7 @@ def test_what_ranks_say_arrives_as_it_is(tmp_path, fork_server):
     out.mkdir()
     script = tmp_path / "rank.py"
     script.write_text(
-        f"import sys\nsys.path[:0] = {sys.path}\nfrom test_meeting import say\n"
+        f"import sys\nsys.path[:0] = {sys.path}\nfrom test_rendezvous import say\n"
         f"say(int(sys.argv[1]), {store.port}, {str(out)!r})\n"
     )
     ended = fork_server.run([([str(script), rank], {}) for rank in "012"], tmp_path, 40)
@@ -172,7 +172,7 @@ def test_nothing_from_a_network_is_unpickled():
 def test_a_machine_without_a_loopback_is_told_in_seconds(monkeypatch):
     """Ranks waited five minutes for their store, deaf to SIGTERM; without IPv4 a traceback came.
     192.0.2.1 is nobody's address (RFC 5737)."""
-    monkeypatch.setattr(meeting, "LOOPBACK", "192.0.2.1")
+    monkeypatch.setattr(rendezvous, "LOOPBACK", "192.0.2.1")
     began = time.monotonic()
     with pytest.raises(SpecError, match=r"cannot be reached .*; bring it up: ip link set lo up"):
         store_of_this_machine()

@@ -28,17 +28,17 @@ from gnnplan.executor.layers.kernels import (
 from gnnplan.executor.layers.layer import Drop, Layer
 from gnnplan.executor.layers.norms import activated, norm_of
 from gnnplan.planner.gnn import kinds
-from gnnplan.planner.gnn.kinds import KINDS, Given
+from gnnplan.planner.gnn.kinds import KINDS, UpdateInputs
 
 Sync = Callable[[Tensor], Tensor]
 NO_EDGES = Block(np.zeros(1, np.int32), np.empty(0, np.int32), 0)
 NO_ROWS = torch.empty(0)
 
 
-class KnownLayer(Layer):
+class BuiltInLayer(Layer):
     """A built-in layer and its parameters."""
 
-    def __init__(self, spec: kinds.Layer, constants: Mapping[str, float] | None = None) -> None:
+    def __init__(self, spec: kinds.LayerSpec, constants: Mapping[str, float] | None = None) -> None:
         """constants: the kind's constants for this layer (Kind.constants)."""
         super().__init__()
         self.spec, self.kind, self.constants = spec, KINDS[spec.kind], constants or {}
@@ -68,7 +68,7 @@ class KnownLayer(Layer):
     def update(
         self, gathered: Tensor, rows: Tensor, x: Tensor, x0: Tensor | None, relu: bool
     ) -> Tensor:
-        given = Given(gathered, rows, x, relu)
+        given = UpdateInputs(gathered, rows, x, relu)
         initial = NO_ROWS if x0 is None else x0
         return self.kind.update(_Tensors(self, initial=initial), self.spec, given)
 
@@ -82,7 +82,7 @@ class KnownLayer(Layer):
     def transform(self, gathered: Tensor, own: Tensor) -> Tensor:
         ops, away = _Tensors(self, is_partial=True), gathered.shape[0] - own.shape[0]
         if not (away and self.kind.projects_own):
-            given = Given(gathered, own, own, False)
+            given = UpdateInputs(gathered, own, own, False)
             return self.kind.update(ops, self.spec, given)
         of_own, others = torch.split(gathered, [own.shape[0], away])
         if not self.projects_first:
@@ -102,7 +102,7 @@ class _Tensors:
 
     def __init__(
         self,
-        layer: KnownLayer,
+        layer: BuiltInLayer,
         block: Block = NO_EDGES,
         initial: Tensor = NO_ROWS,
         sync: Sync | None = None,
