@@ -268,7 +268,8 @@ def _describe(
 
 def _save_text(path: Path, about: Part | Description) -> None:
     with open(path, "xb") as stream:
-        stream.write(TypeAdapter(type(about)).dump_json(about, indent=1))
+        # defaults are left out: JSON has no infinity (GraphStats.near_seed)
+        stream.write(TypeAdapter(type(about)).dump_json(about, indent=1, exclude_defaults=True))
         stream.flush()
         os.fsync(stream.fileno())
 
