@@ -91,17 +91,8 @@ class Exchange:
 
         into: the buffer to receive in. Blocks until both are done.
         """
-        return self.begin_swap(direction, rows, into)()
-
-    def begin_swap(
-        self, direction: str, rows: Tensor, into: Tensor | None = None
-    ) -> Callable[[], Tensor]:
-        """Start a `swap`; return a function that waits for its end and returns the rows received.
-
-        Until then `rows` must not change.
-        """
         ends = (self.gives, self.take) if direction == "f" else (self.take, self.gives)
-        return self._begin_swap(rows, *ends, into)
+        return self._swap(rows, *ends, into)
 
     def forward(
         self, packed: Tensor, into: Tensor | None = None, lengths: np.ndarray | None = None
@@ -140,12 +131,9 @@ class Exchange:
         if received.shape[0]:
             gradient.index_add_(0, self.positions, received)
 
-    def _swap(self, outgoing: Tensor, gives: list[int], takes: list[int]) -> Tensor:
-        return self._begin_swap(outgoing, gives, takes, None)()
-
-    def _begin_swap(
-        self, outgoing: Tensor, gives: list[int], takes: list[int], into: Tensor | None
-    ) -> Callable[[], Tensor]:
+    def _swap(
+        self, outgoing: Tensor, gives: list[int], takes: list[int], into: Tensor | None = None
+    ) -> Tensor:
         rank, width = self.rank, outgoing.shape[1]
         staged = rank.staged(outgoing)
         incoming = (
@@ -153,16 +141,8 @@ class Exchange:
             if into is not None and into.device == staged.device
             else staged.new_empty(sum(takes), width)
         )
-        outs, ins = torch.split(staged, gives), torch.split(incoming, takes)
-        wait = begin_swap(rank, outs, ins, self.group)
-
-        def end() -> Tensor:
-            wait()
-            if into is None or incoming is into:
-                return rank.unstaged(incoming)
-            return into.copy_(incoming)
-
-        return end
+        swap(rank, torch.split(staged, gives), torch.split(incoming, takes), self.group)
+        return rank.unstaged(incoming) if into is None or incoming is into else into.copy_(incoming)
 
     def counts(self, direction: str) -> tuple[int, int]:
         """Return how many rows this rank sends and receives, forward ('f') or backward ('b')."""
@@ -185,22 +165,11 @@ def swap(
     group: dist.ProcessGroup | None = None,
     among: Sequence[int] | None = None,
 ) -> None:
-    """Send outs[j] to each peer j, and receive from each peer i in ins[i]; block until all is done.
+    """Send outs[j] to each peer j, and receive from each peer i in ins[i].
 
     All tensors are contiguous and on the backend's device (`Rank.staged`). Empty tensors are not
-    sent. among: the ranks that i and j number; None: all.
+    sent. Blocks until all messages are done. among: the ranks that i and j number; None: all.
     """
-    begin_swap(rank, outs, ins, group, among)()
-
-
-def begin_swap(
-    rank: Rank,
-    outs: Sequence[Tensor],
-    ins: Sequence[Tensor],
-    group: dist.ProcessGroup | None = None,
-    among: Sequence[int] | None = None,
-) -> Callable[[], None]:
-    """Start a `swap`; return a function that waits for its end. Tensors must not change before."""
     ranks = among or range(rank.world)
     me, count = ranks.index(rank.rank), len(ranks)
     distances = range(1, count)  # every rank begins with another peer: not all with rank 0
@@ -212,7 +181,8 @@ def begin_swap(
     posts: list[_Post]
     posts = [(dist.irecv, ins[i], ranks[i]) for i in sources if ins[i].numel()]
     posts += [(dist.isend, outs[i], ranks[i]) for i in receivers if outs[i].numel()]
-    return _wait(begin(rank, posts, group))
+    for handle in begin(rank, posts, group):
+        handle.wait()
 
 
 def begin(
@@ -229,14 +199,6 @@ def begin(
         return dist.batch_isend_irecv(batch) if batch else ()
     handles = [op(rows, peer, group) for op, rows, peer in posts]
     return [handle for handle in handles if handle is not None]  # all ranks are in the group
-
-
-def _wait(handles: Sequence[dist.Work]) -> Callable[[], None]:
-    def wait() -> None:
-        for handle in handles:
-            handle.wait()
-
-    return wait
 
 
 class ColumnExchange:
@@ -300,13 +262,8 @@ class ColumnExchange:
 
 def send(rank: Rank, rows: Tensor, peer: int) -> None:
     """Send rows to a peer of `Groups.open_pairs`; block until the buffer can be used again."""
-    begin_send(rank, rows, peer)()
-
-
-def begin_send(rank: Rank, rows: Tensor, peer: int) -> Callable[[], None]:
-    """Start a `send`; return a function that waits for its end. `rows` must not change before."""
-    staged = rank.staged(rows)
-    return _wait(begin(rank, [(dist.isend, staged, peer)], rank.groups.pair(peer)))
+    for handle in begin(rank, [(dist.isend, rank.staged(rows), peer)], rank.groups.pair(peer)):
+        handle.wait()
 
 
 class PendingReceive:

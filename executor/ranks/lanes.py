@@ -75,18 +75,6 @@ class Lanes:
         with device.stream(own):
             return _Enqueued(work(), own, self.device)
 
-    def start(self, begin: Callable[[], Callable[[], T]]) -> Callable[[], T]:
-        """Return a function for a lane, which waits for the end of a transfer.
-
-        `begin` starts the transfer and returns what waits for its end. CPU ranks start it now: on
-        its lane's thread it would wait for that thread's turn on a core, and for the lane's earlier
-        transfers to end; PipeGCN's epochs with 32 layers took a quarter longer. On CUDA a transfer
-        belongs to the lane's stream.
-        """
-        if self.device.type != "cpu":
-            return lambda: begin()()
-        return begin()
-
     def in_thread(self, lane: str, work: Callable[[], T]) -> Future[T]:
         """Run `work` on the lane's own thread, on CUDA with its own stream.
 

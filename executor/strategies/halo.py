@@ -18,7 +18,6 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
-from functools import partial
 from itertools import pairwise
 from typing import NamedTuple
 
@@ -189,28 +188,16 @@ class Halo:
         )
 
     def _prepare_exchange(
-        self,
-        step: int,
-        layer: int,
-        direction: str,
-        outgoing: Tensor,
-        into: Tensor | None = None,
-        ahead: bool = True,
+        self, step: int, layer: int, direction: str, outgoing: Tensor, into: Tensor | None = None
     ) -> Callable[[], Tensor]:
-        """Return a function that sends packed rows or gradients and returns those received.
+        """Return a function that sends packed rows or gradients and returns those received."""
+        fresh, recorded = self._fresh(step, layer), self._recorded(step, layer, direction, outgoing)
 
-        ahead: the messages may start now (`Lanes.start`); else the function starts them.
-        """
-        exchange = self._fresh(step, layer).exchange
-        recorded = self._recorded(step, layer, direction, outgoing)
-        begin = partial(exchange.begin_swap, direction, outgoing, into)
-        end = self.rank.lanes.start(begin) if ahead else lambda: begin()()
-
-        def run() -> Tensor:
+        def exchange() -> Tensor:
             with recorded:
-                return end()
+                return fresh.exchange.swap(direction, outgoing, into)
 
-        return run
+        return exchange
 
     def _pop_pending(self, direction: str, layer: int) -> Tensor | None:
         """Return the rows exchanged one step ago, for use in this step; None in the first step."""
@@ -268,9 +255,7 @@ class StaleHalo(Halo):
         into = None if self.rank.staleness_errors else used
         if direction in self.codec.averaged:
             into = self.receive_buffer[: receives * width].view(receives, width)
-        # one exchange at a time uses that buffer, and peers start messages in the same order
-        ahead = not self.codec.averaged
-        run = self._prepare_exchange(step, layer, direction, outgoing, into, ahead)
+        run = self._prepare_exchange(step, layer, direction, outgoing, into)
         self.pending[key] = self.rank.lanes.submit(
             "comm", lambda: self._smooth(direction, layer, run(), used)
         )

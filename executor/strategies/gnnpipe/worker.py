@@ -22,7 +22,7 @@ from gnnplan.executor.layers.layer import no_dropout
 from gnnplan.executor.layers.models import Net
 from gnnplan.executor.layers.targets import Targets
 from gnnplan.executor.modules.nets import net_of
-from gnnplan.executor.ranks.comm import PendingReceive, begin_send, send
+from gnnplan.executor.ranks.comm import PendingReceive, send
 from gnnplan.executor.ranks.lanes import completed_future
 from gnnplan.executor.ranks.rank import Rank
 from gnnplan.executor.strategies.base import Backward
@@ -209,11 +209,10 @@ class Worker(StrategyWorker):
         if not rows.shape[0]:
             return completed_future(None)
         recorded = self.rank.recorder.sending(label, "send", rows.nbytes)
-        end = self.rank.lanes.start(partial(begin_send, self.rank, rows, peer))
 
         def run() -> None:
             with recorded:
-                end()
+                send(self.rank, rows, peer)
 
         return self.rank.lanes.submit("send", run)
 
