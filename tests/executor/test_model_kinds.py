@@ -12,7 +12,7 @@ import pytest
 import torch
 from examples import NIGHT
 from test_own_layers import EXAMPLE
-from test_user_modules import MODULES, libraries, loaded, logits_of, made, ours, theirs
+from test_user_modules import MODULES, asked, libraries, loaded, logits_of, ours, source, theirs
 
 import gnnplan
 from gnnplan.executor.modules.nets import net_of
@@ -60,7 +60,7 @@ def model_of(name: str, tmp_path: Path) -> dict[str, Any]:
     if name == "own layer":
         (tmp_path / "layer.py").write_text(EXAMPLE)
         return {"model": f"{tmp_path / 'layer.py'}:Contrast", "layers": 3, "hidden": 16}
-    (tmp_path / "model.py").write_text(MODULES[name].replace("{p}", "0.25"))
+    (tmp_path / "model.py").write_text(source(name, 0.25))
     return {"model": f"{tmp_path / 'model.py'}:M"}
 
 
@@ -104,7 +104,8 @@ def test_a_model_is_planned_trained_as_planned_and_used(name, tmp_path, watched,
     assert sum(sent["counted"].values()) > 0
 
     if name in MODULES:
-        graph, user = loaded(GRAPH), made(case)
+        graph = loaded(GRAPH)
+        user, _ = asked(Path(case.workload["module"]["file"]), graph)
         module, mine = user.module.eval(), ours(case, user, result.weights)
         before = theirs(name, module, graph).detach()
         module.load_state_dict(result.weights)

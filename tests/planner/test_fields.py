@@ -101,7 +101,7 @@ def test_fewer_edges_keep_their_rows(tmp_path):
     for fewer in (graph, left, thinned(graph, np.arange(9) % 2 == 0)):
         readers = np.repeat(np.arange(9), fewer.degree)
         assert np.array_equal(fewer.edge_fields["edge_key"], 10 * fewer.indices + readers)
-        assert fewer.whole.fields is fewer.edge_fields
+        assert fewer.csr_edges.fields is fewer.edge_fields
 
 
 # -- the content's hash ----------------------------------------------------------------------------
