@@ -7,7 +7,7 @@ and the fit is checked at the sizes between.
 from __future__ import annotations
 
 import datetime
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from statistics import median
 from typing import Any
 
@@ -127,10 +127,7 @@ def _device(
 ) -> tuple[dict[str, Any], dict[str, str]]:
     """Return the fields of a Device, from its kernels alone, and the provenance of each."""
     cuda, codes = torch.cuda.is_available(), product_codes()
-    rates = element_wise(
-        {size: median(samples) for size, samples in found["elementwise"]},
-        *(median(samples) for (samples,) in found.get("random", ())),
-    )
+    ((elementwise_s,),) = found["elementwise"]
     gathering = aggregation(
         [(width, rows, edges, median(samples)) for width, rows, edges, samples in found["gather"]]
     )
@@ -139,7 +136,7 @@ def _device(
         kind="cuda" if cuda else "cpu",
         memory=memory,
         gemm=1e12,
-        **rates,
+        memory_bandwidth=1 / median(elementwise_s),
         **({} if cuda else codes),
         **gathering,
     )
@@ -174,27 +171,10 @@ def _device(
             f"{source}, median of {len(shares)} widths and sizes, {min(shares):.2g} to"
             f" {max(shares):.2g}"
         )
-    provenance |= {f"device.{name}": f"{source}, median" for name in (*rates, *gathering)}
+    provenance |= {
+        f"device.{name}": f"{source}, median" for name in ("memory_bandwidth", *gathering)
+    }
     return device.model_dump() | products, provenance
-
-
-def element_wise(per_byte: Mapping[int, float], random_s: float | None = None) -> dict[str, Any]:
-    """Return the device's fields memory_bandwidth, memory_speedup and random_slowdown.
-
-    per_byte: bytes that an operation reads plus writes -> seconds per byte; the largest operation's
-    rate is the bandwidth. random_s: seconds per byte of rows that are gathered from a table and
-    added there: the table is read twice and written once in random order, the rows are written and
-    read in order. On GPUs nothing but the bandwidth is measured.
-
-    >>> element_wise({100: 0.5, 1000: 1.0}, 8.0)
-    {'memory_bandwidth': 1.0, 'memory_speedup': {100: 2.0, 1000: 1.0}, 'random_slowdown': 2.0}
-    """
-    slowest = per_byte[max(per_byte)]
-    fields: dict[str, Any] = {"memory_bandwidth": 1 / slowest}
-    if random_s is not None:
-        fields["memory_speedup"] = {size: slowest / s for size, s in per_byte.items()}
-        fields["random_slowdown"] = max((random_s / slowest - 2) / 3, 1.0)
-    return fields
 
 
 def line(samples: Sequence[tuple[float, Sequence[float]]]) -> tuple[float, float]:

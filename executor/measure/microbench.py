@@ -42,12 +42,9 @@ SHAPES = (
 )
 PRODUCTS = 3  # per sample: a layer's output, and the gradients of its input and of its weight
 TF32 = (8, 0)  # compute capability of the first GPUs with TF32
-# Rows, width. The last tensor exceeds a core's caches; with tensors smaller than the first one the
-# framework's overhead would count.
-TENSORS = ((256, 256), (1_000, 256), (5_000, 256))
-TABLE, READ = (40_000, 256), 20_000  # rows, width; rows read in random order
+TENSOR = (5_000, 256)  # rows, width; with smaller tensors the framework's overhead would count
 # For GPUs: the sizes above would fit their L2, and would not fill their multiprocessors.
-LARGE, LARGE_SHAPE = ((400_000, 256),), (200_000, 256, 256)
+LARGE, LARGE_SHAPE = (400_000, 256), (200_000, 256, 256)
 LARGE_GRAPHS = ((200_000, 2_000_000), (200_000, 500_000))
 SAMPLED = (20_000, 1_000_000)
 LOADED = (80_000, 1_000)  # feature rows that a GPU loads at once from the server's memory
@@ -148,13 +145,8 @@ class Bench(Messages):
             found["gemm_tf32"] = products()
             torch.backends.cuda.matmul.allow_tf32 = False
         notify("element-wise work")
-        found["elementwise"] = [
-            ((8 * rows * width * 4 // 3,), self.elementwise(rows, width))
-            for rows, width in (LARGE if cuda else TENSORS)
-        ]
-        if not cuda:
-            found["random"] = [((), self.random_rows(*TABLE, READ))]
-        else:
+        found["elementwise"] = [((), self.elementwise(*(LARGE if cuda else TENSOR)))]
+        if cuda:
             notify("loads from the server's memory")
             found["load"] = [((rows * LOADED_WIDTH * 4,), self.load(rows)) for rows in LOADED]
         notify("the sampler")
@@ -181,8 +173,7 @@ class Bench(Messages):
     def elementwise(self, rows: int, width: int) -> list[float]:
         """Return seconds per byte that element-wise operations read or write.
 
-        They are an epoch's operations: ReLU, addition and ReLU's gradient, over several tensors;
-        they read or write 2, 3 and 3 tensors.
+        They are an epoch's operations: ReLU, addition and ReLU's gradient, over several tensors.
         """
         tensors = [torch.randn(rows, width, device=self.device) for _ in range(6)]
 
@@ -191,15 +182,6 @@ class Bench(Messages):
                 torch.ops.aten.threshold_backward(torch.relu(a), a + b, 0)
 
         return self._time(work, divide=3 * (2 + 3 + 3) * tensors[0].nbytes)
-
-    def random_rows(self, rows: int, width: int, read: int) -> list[float]:
-        """Return seconds per byte of rows that are gathered from a table, and added there."""
-        table = torch.full((rows, width), 0.0)
-        places = torch.from_numpy(np.random.default_rng(0).permutation(rows)[:read])
-        return self._time(
-            lambda: table.index_add_(0, places, table.index_select(0, places)),
-            divide=read * width * 4,
-        )
 
     def load(self, rows: int) -> list[float]:
         """Return seconds of gathering `rows` feature rows from the server's memory."""

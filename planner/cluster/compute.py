@@ -18,6 +18,8 @@ from gnnplan.planner.vocabulary.schedule import EDGE_ACCESSES, HASH_BYTES, Compu
 # Bytes of a row that a warp reads at once, before it goes on to the next row, in an aggregation on
 # a GPU (GE-SpMM, SC 2020) [B].
 WARP_LINE = 128
+# On a CPU core, random row access costs three times sequential access.
+RANDOM_ACCESS_SLOWDOWN = 3.0
 # On a CPU core, gathers from randomly ordered rows take 1.25 to 1.8 times as long as gathers from
 # rows in an order that keeps neighbours near each other. The latter order is measured.
 SCATTERED_SLOWDOWN = 1.5
@@ -59,7 +61,6 @@ class Roofline:
         # logarithms of the row widths at which aggregation was measured, and a curve per width
         self._log_widths = np.log(sorted(device.gather))
         self._gather_curves = [Curve.of(device.gather[width]) for width in sorted(device.gather)]
-        self._speedups = Curve.of(device.memory_speedup) if device.memory_speedup else None
 
     def compute_s(self, work: Compute) -> Number:
         """Return the duration of a piece of work on a device that does nothing else [s].
@@ -73,8 +74,7 @@ class Roofline:
         # On a GPU some warps compute while others wait for memory; a CPU core does one at a time.
         on_gpu = device.kind == "cuda"
         seconds: Number = np.maximum(multiplying, reading) if on_gpu else multiplying + reading
-        per_byte = 1 / (bandwidth * self._speedup(work))
-        seconds = seconds + work.elementwise_bytes * per_byte + work.launches * device.launch
+        seconds = seconds + work.elementwise_bytes / bandwidth + work.launches * device.launch
         other = HASH_BYTES * work.hash_ops + EDGE_ACCESSES * work.itemsize * work.attention_edges
         seconds = seconds + other / bandwidth
         for rows, width, distinct, outputs in work.gathers:
@@ -89,18 +89,11 @@ class Roofline:
                 device.row_latency
                 + (0.0 if device.row_bandwidth is None else row_bytes / device.row_bandwidth)
             )
+        # A GPU hides the latency of memory, because it has many reads in flight at once.
+        slowdown = 1.0 if on_gpu else RANDOM_ACCESS_SLOWDOWN
         for rows, width in work.random_rows:
-            nbytes = rows * width * work.itemsize
-            seconds = seconds + nbytes * device.random_slowdown * per_byte
+            seconds = seconds + rows * width * work.itemsize * slowdown / bandwidth
         return seconds + work.overlapped_bytes * device.overlap_tax / self.exchange_bandwidth
-
-    def _speedup(self, work: Compute) -> Number:
-        """Return the rate of the work's element-wise operations over that of large ones."""
-        if self._speedups is None:
-            return 1.0
-        per_operation = np.maximum(work.elementwise_bytes / max(work.launches, 1.0), 1.0)
-        speedup: Number = np.exp(self._speedups.log_rate(per_operation))
-        return speedup
 
     def gather_rate(self, width: int, source_bytes: Number = np.inf, reads: Number = 1.0) -> Number:
         """Return the rate of an aggregation [B of gathered rows/s].

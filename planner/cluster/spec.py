@@ -125,7 +125,6 @@ class Link(Spec):
 
 
 Code = Annotated[float, bounded(0.0, 1e9, "machine code [B]", "B")]
-Factor = Annotated[float, Field(gt=0.0, le=1e3, allow_inf_nan=False)]
 
 
 class Device(Spec):
@@ -145,14 +144,6 @@ class Device(Spec):
     """Rate of dense matrix products in TF32 [flop/s].  [default: as `gemm`]"""
     memory_bandwidth: Bandwidth
     """Rate of element-wise work, in bytes read plus written [B/s]."""
-    memory_speedup: dict[Size, Factor] = Field(default_factory=dict)
-    """Rate over `memory_bandwidth` of element-wise operations that read plus write this many bytes:
-    small tensors stay in a cache. Interpolated log-log between sizes.  [default: 1]"""
-    random_slowdown: Factor = Field(
-        default_factory=lambda given: 1.0 if given.get("kind") == "cuda" else 3.0
-    )
-    """Time of rows read or written in random order, over the time in sequential order.  [default: 3
-    on CPUs; 1 on GPUs, which have many reads in flight at once]"""
     gather: dict[Annotated[int, Field(ge=1)], Annotated[Rates, Field(min_length=1)]] = Field(
         default_factory=dict
     )
@@ -211,6 +202,7 @@ def _lists(value: object) -> object:
         ) from None
 
 
+Factor = Annotated[float, Field(gt=0.0, le=1e3, allow_inf_nan=False)]
 GPUs = Annotated[tuple[tuple[Annotated[int, Field(ge=0)], ...], ...], BeforeValidator(_lists)]
 
 

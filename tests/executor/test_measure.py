@@ -302,18 +302,13 @@ def test_what_ranks_have_found_becomes_a_cluster(monkeypatch, cuda):
         "active": 2,
         "gemm": [(1000, 64, 64, [1e-3, 1e-3])],
         "gather": [(64, 1e6, 1e9, [0.1, 0.1])],
-        "elementwise": [(1_000, [5e-11, 5e-11]), (100_000, [1e-10, 1e-10])],
+        "elementwise": [([1e-10, 1e-10],)],
         "draw": [([1e-8],)],
         "lay": [([1e-8],)],
         "steps": [([0.01],)] * 6,
         "exchange.intra_node": samples,
     }
-    if not cuda:  # passes over rows: two in order and three that take twice as long
-        found["random"] = [([8e-10, 8e-10],)]
     cluster = cluster_of(found, 1, 2, 1e9, 2, one_machine=True)
-    speedups = {} if cuda else {1_000: 2.0, 100_000: 1.0}
-    assert cluster.device.memory_speedup == pytest.approx(speedups)
-    assert cluster.device.random_slowdown == pytest.approx(1.0 if cuda else 2.0)
     link, device = cluster.collectives["send.intra_node"], cluster.device
     # a sample of gemm is of three products, which read and write rows
     reads_s = 0.0 if cuda else 3 * 1000 * 128 * 4 * 1e-10

@@ -91,20 +91,6 @@ def test_a_core_is_measured_where_a_gpu_waits_for_memory(work, on_gpu, on_core):
     assert (COST.compute_s(work), core.compute_s(work)) == pytest.approx((on_gpu, on_core))
 
 
-def test_operations_on_small_tensors_stay_in_a_cache():
-    """On cores whose caches hold Squirrel's rows but not 5 MB, where alone the rate was measured,
-    epochs took a quarter less than predicted. Log-log in the bytes of an operation, flat outside;
-    the speedup of the rows read in random order is that of the operations beside them."""
-    small = {"memory_speedup": {1e6: 4.0, 4e6: 1.0}, "random_slowdown": 2.0}
-    core = Cost(Cluster(device=CORE.model_copy(update=small), intra_node=Link(bandwidth=1e9)))
-    sizes = np.array([1e5, 1e6, 2e6, 1e8])  # of each of four operations [B]
-    speedups = np.array([4.0, 4.0, 2.0, 1.0])
-    work = Compute(elementwise_bytes=4 * sizes, launches=4, random_rows=((1e5, 64),))
-    expected = 4 * CORE.launch + (4 * sizes + 2 * 25.6e6) / 1e8 / speedups
-    assert core.compute_s(work) == pytest.approx(expected)
-    assert core.compute_s(work.at(1)) == pytest.approx(core.compute_s(work)[1])
-
-
 def test_rows_of_many_bytes_are_gathered_slower():
     """Log-log in the bytes that are read from, flat outside; a rate alone is that of all sizes.
     Arrays as one by one."""
