@@ -260,7 +260,7 @@ class OwnGraphs(Recursion):
         strategy = case.settled(problem)
         layout, n = strategy.layout(problem), self.graph.stats.vertices
         self.server_of = np.asarray(layout.servers)[layout.owner]
-        self.operators = {}
+        self.operators, reads_more = {}, not strategy.sampled
         for server in set(layout.servers):
             allowed = np.ones(n, dtype=bool)
             if strategy.sampled:
@@ -268,10 +268,12 @@ class OwnGraphs(Recursion):
                 expansion = Expansion(strategy.max_hop, strategy.fanout, self.workload.seed)
                 allowed = expand(graph, own, expansion, server)
                 assert own.sum() <= allowed.sum() < n
+                reads_more |= own.sum() < allowed.sum()
             among = torch.from_numpy(np.outer(allowed, allowed) | np.eye(n, dtype=bool))
             self.operators[server] = self.operator * among
             if strategy.degrees == "local":
                 self.operators[server] = self.locally(self.adjacency * among)
+        assert reads_more  # else the sampled hops would be untested
         self.batches, self.turn = strategy.batches, lambda step: strategy.turn(problem, step)
         self.batch_of = np.where(graph.train, 0, -1)
         if self.batches > 1:
