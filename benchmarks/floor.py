@@ -68,9 +68,9 @@ def as_rank(strategy: str, ranks: int, number: int, folder: str) -> dict[str, fl
     import torch
     import torch.distributed as dist
 
-    from gnnplan.executor.layers.kernels.aggregation import aggregate, aggregate_transposed
+    from gnnplan.executor.layers.kernels.block import aggregate, aggregate_transposed
     from gnnplan.executor.minibatch.share import share_of
-    from gnnplan.executor.modules.nets import net_of
+    from gnnplan.executor.modules.own import net_of
     from gnnplan.executor.ranks.comm import swap
     from gnnplan.executor.ranks.rank import Rank
     from gnnplan.planner.ownership.layout import Layout

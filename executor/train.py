@@ -28,7 +28,6 @@ from gnnplan.executor.modules.read import read_again, with_structure
 from gnnplan.executor.ranks.checkpoint import Checkpoints, must_have_epochs
 from gnnplan.executor.ranks.comm import gather_bytes
 from gnnplan.executor.ranks.cuda_graph import Replay, is_small
-from gnnplan.executor.ranks.device_clock import now
 from gnnplan.executor.ranks.learner import Learner
 from gnnplan.executor.ranks.machine import MemoryWatch, peak, resident
 from gnnplan.executor.ranks.model_state import (
@@ -43,6 +42,7 @@ from gnnplan.executor.ranks.model_state import (
     under,
 )
 from gnnplan.executor.ranks.rank import Rank
+from gnnplan.executor.ranks.recorder import now
 from gnnplan.executor.strategies import Worker, open_worker
 from gnnplan.planner.gnn.workload import FALLING
 from gnnplan.planner.problem.problem import Problem

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from gnnplan.executor.ranks.device_clock import DeviceClock
+from gnnplan.executor.ranks.recorder import DeviceClock
 
 HEAD_START = 10_000_000  # cycles that the GPU idles, in which the host enqueues samples
 TOGETHER = 5  # samples that the host enqueues at once

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 
 from gnnplan.executor.minibatch.sampler import Sampler
-from gnnplan.executor.ranks.device_clock import now
+from gnnplan.executor.ranks.recorder import now
 from gnnplan.planner.gnn.workload import Workload
 from gnnplan.planner.ownership.minibatch import Batches
 from gpu_stages import graphs

@@ -2,8 +2,7 @@
 
 Open
     layer.py    for the interface between strategies and layers, and the base class of all layers
-    built_in.py for layers of the kinds in planner/gnn/kinds.py
-    models.py   for `Net`, a whole model or a pipeline stage of it
+    models.py   for `Net`, a whole model or a pipeline stage of it; layers of built-in kinds
     norms.py    for layer norm, and batch norm over the rows of all ranks
     count.py    for counting the work and memory of a user's layer
     blocks.py   for features, and `weighted_block`: a layer's edges with weights

@@ -153,7 +153,7 @@ class ColumnLayer(Protocol):
     transform   turns the sums into a partial sum of the output. If edges are assigned to ranks by
                 their sources, a rank has own rows of the first destinations only, and adds nothing
                 to the other destinations for their own rows
-    sync        executor/strategies/p3/: sums the partial sums of all columns, for `apply`; and
+    sync        executor/strategies/p3.py: sums the partial sums of all columns, for `apply`; and
                 inside `scatter`, if edges need more than a sum (attention)
     apply       computes the rest from the full sum; it hides torch's Module.apply, which is unused
     """

@@ -1,24 +1,197 @@
-"""Models as torch modules. Widths and weights are those of planner/gnn/model.py.
+"""Models as torch modules, and built-in layers: the definitions in planner/gnn/kinds.py on tensors.
 
-Shapes: R destination rows, H_in and H_out values per row."""
+Widths and weights are those of planner/gnn/model.py. In a model with norms a layer outputs raw
+rows, and the next layer applies norm, ReLU and dropout. So the next layer can apply all three to
+halo rows and historical rows too. Batch norm's moments are over the rows of all ranks, so the
+moments are an input of the layer, as rows are.
+
+Shapes: R destination rows, S source rows, H_in and H_out values per row."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Protocol, cast
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
 from gnnplan.executor.layers.blocks import dtype_of
-from gnnplan.executor.layers.built_in import BuiltInLayer
-from gnnplan.executor.layers.kernels import linear
+from gnnplan.executor.layers.kernels import (
+    Block,
+    aggregate,
+    aggregate_with_own,
+    attend,
+    attend_pairs,
+    linear,
+    linear_sum,
+    softmax_aggregate,
+)
 from gnnplan.executor.layers.layer import Drop, Layer, no_dropout
 from gnnplan.executor.layers.norms import BatchNorm, activated, norm_of
-from gnnplan.planner.gnn.kinds import KINDS
+from gnnplan.planner.gnn import kinds
+from gnnplan.planner.gnn.kinds import KINDS, UpdateInputs
 from gnnplan.planner.gnn.model import Model
 from gnnplan.planner.gnn.workload import Workload
+
+Sync = Callable[[Tensor], Tensor]
+NO_EDGES = Block(np.zeros(1, np.int32), np.empty(0, np.int32), 0)
+NO_ROWS = torch.empty(0)
+
+
+class BuiltInLayer(Layer):
+    """A built-in layer and its parameters."""
+
+    def __init__(self, spec: kinds.LayerSpec, constants: Mapping[str, float] | None = None) -> None:
+        """constants: the kind's constants for this layer (Kind.constants)."""
+        super().__init__()
+        self.spec, self.kind, self.constants = spec, KINDS[spec.kind], constants or {}
+        self.edges, self.linear = self.kind.edges, self.kind.linear
+        self.by_columns, self.projects_first = self.kind.by_columns, spec.projects_first
+        self.norm = norm_of(spec.norm, spec.h_in)
+        for name, shape in spec.parameters.items():
+            empty = torch.zeros(shape) if len(shape) == 1 else torch.empty(shape)
+            self.register_parameter(name, nn.Parameter(empty))
+
+    def prepare(self, x: Tensor, drop: Drop, moments: Tensor | None = None) -> Tensor:
+        if self.spec.activates:
+            x = activated(self.norm, x, moments)
+        return drop(x) if self.spec.drops else x
+
+    def project(self, rows: Tensor) -> Tensor:
+        return self.kind.project(_Tensors(self), self.spec, rows)
+
+    def gather(self, block: Block, rows: Tensor) -> Tensor:
+        return self.kind.gather(_Tensors(self, block), self.spec, rows)
+
+    def gather_with_own(self, block: Block, rows: Tensor) -> tuple[Tensor, Tensor]:
+        if self.kind.projects_own and not self.projects_first:
+            return aggregate_with_own(block, rows)
+        return super().gather_with_own(block, rows)
+
+    def update(
+        self, gathered: Tensor, rows: Tensor, x: Tensor, x0: Tensor | None, relu: bool
+    ) -> Tensor:
+        given = UpdateInputs(gathered, rows, x, relu)
+        initial = NO_ROWS if x0 is None else x0
+        return self.kind.update(_Tensors(self, initial=initial), self.spec, given)
+
+    # -- P3's calls (layer.ColumnLayer) ----------------------------------------------------------
+
+    def scatter(self, block: Block, x: Tensor, sync: Sync) -> Tensor:
+        if not self.projects_first:
+            return self.gathers(x)
+        return self.kind.project(_Tensors(self, block, sync=sync), self.spec, x)
+
+    def transform(self, gathered: Tensor, own: Tensor) -> Tensor:
+        ops, away = _Tensors(self, is_partial=True), gathered.shape[0] - own.shape[0]
+        if not (away and self.kind.projects_own):
+            given = UpdateInputs(gathered, own, own, False)
+            return self.kind.update(ops, self.spec, given)
+        of_own, others = torch.split(gathered, [own.shape[0], away])
+        if not self.projects_first:
+            others = self.project(others)
+        return torch.cat([self.transform(of_own, own), others])
+
+    def apply(self, summed: Tensor, relu: bool) -> Tensor:  # type: ignore[override]
+        out = _Tensors(self).bias(summed)
+        return out.relu_() if relu else out
+
+
+class _Tensors:
+    """kinds.Arithmetic on tensors, with a layer's parameters.
+
+    sync: P3's sum of partial results over the columns of all ranks. is_partial: the results are
+    partial sums, so no bias is added."""
+
+    def __init__(
+        self,
+        layer: BuiltInLayer,
+        block: Block = NO_EDGES,
+        initial: Tensor = NO_ROWS,
+        sync: Sync | None = None,
+        is_partial: bool = False,
+    ) -> None:
+        self.layer, self.block, self.initial, self.sync = layer, block, initial, sync
+        self.is_partial = is_partial
+
+    def _matrix(self, name: str) -> Tensor:
+        return cast(Tensor, self.layer._parameters[name])
+
+    def _bias(self, name: str) -> Tensor | None:
+        return None if self.is_partial else self.layer._parameters.get(name)
+
+    def linear(
+        self, terms: Sequence[tuple[Tensor, str]], bias: str = "", relu: bool = False
+    ) -> Tensor:
+        both = [(rows, self._matrix(weight)) for rows, weight in terms]
+        if len(both) == 1:
+            return linear(*both[0], self._bias(bias), relu)
+        return linear_sum(both, self._bias(bias), relu)
+
+    def bias(self, x: Tensor) -> Tensor:
+        bias = self._bias("bias")
+        return x if bias is None else x + bias.to(x.dtype)
+
+    def relu(self, x: Tensor, in_place: bool = True) -> Tensor:
+        return x.relu_() if in_place else x.relu()
+
+    def add(self, x: Tensor, y: Tensor) -> Tensor:
+        return x + y
+
+    def shift(self, x: Tensor) -> Tensor:
+        return x + 1e-7
+
+    def lerp(self, x: Tensor, y: Tensor, by: str) -> Tensor:
+        return torch.lerp(x, y, self.layer.constants[by])
+
+    def towards_product(self, x: Tensor, weight: str, by: str) -> Tensor:
+        return self.lerp(x, self.linear([(x, weight)]), by)
+
+    def initial_rows(self, width: int) -> Tensor:
+        return self.initial
+
+    def aggregate(self, x: Tensor, times: int = 1) -> Tensor:
+        return aggregate(self.block, x)
+
+    def softmax_aggregate(self, x: Tensor) -> Tensor:
+        return softmax_aggregate(self.block, x)
+
+    def append_logits(self, z: Tensor, heads: int) -> Tensor:
+        """Append each head's logit a_l z to rows z [S, H_out] -> [S, H_out + heads].
+
+        Under P3 z has some of the columns, the logits sum over all columns, and rows are
+        [z | a_l z | a_r z]. Only destinations have an a_r z; it is 0 in the other rows."""
+        attention = self._matrix("attention")
+        each = attention.shape[1] // 2
+        to_sources, to_readers = attention[:, :each], attention[:, each:]
+        if self.sync is None:
+            return torch.cat([z, _logits(z, to_sources)], 1)
+        own, away = self.block.n_dst, self.block.n_src - self.block.n_dst
+        logits = self.sync(torch.cat([_logits(z, to_sources), _logits(z[:own], to_readers)]))
+        of_source, of_reader = torch.split(logits, [self.block.n_src, own])
+        return torch.cat([z, of_source, nn.functional.pad(of_reader, (0, 0, 0, away))], 1)
+
+    def attend(self, x: Tensor, heads: int) -> Tensor:
+        """Attend over edges; rows x have the layout of `append_logits`."""
+        h_out, block = self.layer.spec.h_out, self.block
+        if x.shape[1] > h_out + heads:
+            z, of_source, of_reader = torch.split(x, [h_out, heads, heads], 1)
+            of_reader = block.own_rows(of_reader)
+        else:
+            z, of_source = torch.split(x, [h_out, heads], 1)
+            attention = self._matrix("attention")
+            of_reader = _logits(block.own_rows(z), attention[:, attention.shape[1] // 2 :])
+        return attend(block, z, of_source, of_reader)
+
+    def attend_pairs(self, x: Tensor, heads: int) -> Tensor:
+        return attend_pairs(self.block, x, self._matrix("attention"))
+
+
+def _logits(z: Tensor, vectors: Tensor) -> Tensor:
+    """Return logits [., heads] of rows z [., H_out]; vectors [heads, H_out / heads]."""
+    return (z.view(-1, *vectors.shape) * vectors).sum(2)
 
 
 class Ends(Protocol):

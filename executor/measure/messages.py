@@ -16,8 +16,8 @@ import torch
 import torch.distributed as dist
 
 from gnnplan.executor.ranks.comm import Exchange, gather_all
-from gnnplan.executor.ranks.device_clock import DeviceClock
 from gnnplan.executor.ranks.rank import Rank
+from gnnplan.executor.ranks.recorder import DeviceClock
 
 SIZES = tuple(2**k for k in range(10, 27))  # message sizes, 1 KiB to 64 MiB [B]
 # If a message takes more than this share of the seconds for a number, larger ones are left out.

@@ -17,8 +17,8 @@ import numpy as np
 import torch
 from scipy.optimize import least_squares
 
-from gnnplan.executor.ranks.device_clock import now
 from gnnplan.executor.ranks.rank import Rank
+from gnnplan.executor.ranks.recorder import now
 from gnnplan.executor.strategies import open_worker
 from gnnplan.planner.cluster import scaling as scaled
 from gnnplan.planner.cluster.spec import Cluster, Device, Link

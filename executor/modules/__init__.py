@@ -13,8 +13,7 @@ Open
     structure.py      for values that follow from edges alone, on a part of the graph
     pieces.py         for the layers, as strategies call them
     prove.py          for the proof that the layers compute what the module does
-    nets.py           for the Net of any workload
-    own.py            for a layer that the user wrote against layers.Layer
+    own.py            for the Net of any workload, and layers that the user wrote (layers.Layer)
 
 A module that is a chain of convolutions may be converted to built-in layers. Open
     convert.py        for the guess of the chain, its proof, and the places of its parameters

@@ -1,4 +1,4 @@
-"""A model of layers that the user wrote: a class of layers.Layer in a file.
+"""The Net of any workload, and models of layers that the user wrote: a layers.Layer in a file.
 
 `with_user_model` counts the work of the layers (layers/count.py) and adds it to the workload, which
 is then planned. Each rank makes the layers again from the file."""
@@ -18,8 +18,10 @@ from torch import nn
 from gnnplan.executor.layers.blocks import dtype_of
 from gnnplan.executor.layers.count import Unmeasured, count, must_sum_columns
 from gnnplan.executor.layers.layer import EDGES, Layer
+from gnnplan.executor.layers.models import Net
 from gnnplan.executor.modules.make import as_planned, in_file, make, source_of
-from gnnplan.executor.modules.read import Source, with_user_module
+from gnnplan.executor.modules.read import Source, read_again, with_user_module
+from gnnplan.planner.gnn.model import Model
 from gnnplan.planner.gnn.workload import Module, ModuleLayer, Workload
 from gnnplan.planner.graph.fields import unread_by
 from gnnplan.planner.problem.inputs import checked
@@ -173,3 +175,17 @@ def class_in(file: Path, name: str, sha256: str) -> object:
     """Return the class in a file. Raises SpecError if the file's SHA-256 is another one."""
     as_planned(file, sha256)
     return in_file(file, name)
+
+
+def net_of(shapes: Model, workload: Workload, which: range | None = None) -> Net:
+    """Return the layers `which` (None: all): built-in, of the user's class, or of their module."""
+    if workload.is_module:
+        return read_again(workload).net(shapes, workload, which)
+    if workload.model != "own":
+        return Net(shapes, workload, which)
+
+    def layer(number: int) -> Layer:
+        shape = shapes.layers[number - 1]
+        return made(workload, number, shape.h_in, shape.h_out)
+
+    return Net(shapes, workload, which, layer)

@@ -2,7 +2,7 @@
 
     rank.py         `Rank`: its number, device and process groups
     lanes.py        work that overlaps a step, in threads or streams
-    recorder.py     spans of a rank's operations, and bytes that it sends
+    recorder.py     spans of a rank's operations, bytes that it sends; a CUDA device's clock
     process.py      how a process becomes a rank, and ends
     rendezvous.py   the launcher's environment, and the store where ranks meet
     comm.py         exchanges of rows, point-to-point messages, all-reduces, small messages
@@ -10,7 +10,6 @@
     checkpoint.py   files from which a training resumes
     model_state.py  the whole model's weights, independent of ranks; the best weights
     machine.py      devices and limits of this machine, and the memory that a rank allocates
-    device_clock.py times at which a CUDA device begins and ends work
     cuda_graph.py   a step as a CUDA graph
     activity.py     the file that names a rank's current operation
 

@@ -1,21 +1,20 @@
-"""Training steps of all strategies with torch: one file or folder per family of strategies.
+"""Training steps of all strategies with torch: one file per family of strategies.
 
 Files have the names of planner/strategies/. Spans have the labels of the planner's schedules.
 
-    base.py                  the interface of a strategy to the training loop
-    graph_parallel.py        graph parallel, PipeGCN, bns: halos exchanged before each layer
-    layerwise.py             their training step, forward and backward
-    halo.py                  their halo exchange: fresh, cached, stale and packed rows
-    constant_rows.py         their features, fetched at set-up
-    gradient_errors.py       errors of a step's gradient against the exact gradient
-    feature_parallel.py      sums over edges on columns of all rows
-    tensor3d.py              a tile of every tensor on each rank of a grid
-    offload.py               chunks that pass the device, with vertex data in the server's memory
-    granndis.py              graph parallel over deeper layouts, and cooperative batches
-    minibatch.py             data parallel and GSplit
-    full_graph_evaluation.py evaluation of mini-batch strategies on the full graph
-    p3/                      layer 1 by columns of the features
-    gnnpipe/                 layers in a pipeline, the graph in chunks
+    base.py              the interface of a strategy to the training loop
+    graph_parallel.py    graph parallel, PipeGCN, bns: halos exchanged before each layer;
+                         features, fetched at set-up
+    layerwise.py         their training step, forward and backward
+    halo.py              their halo exchange: fresh, cached, stale and packed rows
+    gradient_errors.py   errors of a step's gradient against the exact gradient
+    feature_parallel.py  sums over edges on columns of all rows
+    tensor3d.py          a tile of every tensor on each rank of a grid
+    offload.py           chunks that pass the device, with vertex data in the server's memory
+    granndis.py          graph parallel over deeper layouts, and cooperative batches
+    minibatch.py         data parallel and GSplit; their evaluation on the full graph
+    p3.py                layer 1 by columns of the features
+    gnnpipe.py           layers in a pipeline, the graph in chunks
 
 This room may import layers/, ranks/ and minibatch/ of the executor. A strategy's planner half names
 its module here (`Strategy.executor`), and only that module is imported.

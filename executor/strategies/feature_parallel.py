@@ -18,14 +18,14 @@ import torch
 from torch import Tensor
 
 from gnnplan.executor.layers.blocks import features, weighted_block
-from gnnplan.executor.layers.built_in import BuiltInLayer
 from gnnplan.executor.layers.kernels import (
     aggregate_transposed,
     backward,
     gradient_of,
 )
+from gnnplan.executor.layers.models import BuiltInLayer
 from gnnplan.executor.layers.targets import Targets
-from gnnplan.executor.modules.nets import net_of
+from gnnplan.executor.modules.own import net_of
 from gnnplan.executor.ranks.comm import ColumnExchange
 from gnnplan.executor.ranks.rank import Rank
 from gnnplan.executor.strategies import layerwise

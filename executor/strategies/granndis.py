@@ -12,12 +12,11 @@ from torch import Tensor
 from gnnplan.executor.layers.models import Net
 from gnnplan.executor.layers.targets import weight_of
 from gnnplan.executor.minibatch.share import share_of
-from gnnplan.executor.modules.nets import net_of
+from gnnplan.executor.modules.own import net_of
 from gnnplan.executor.ranks.rank import Rank
 from gnnplan.executor.strategies import base
 from gnnplan.executor.strategies.base import Scorer
-from gnnplan.executor.strategies.constant_rows import ConstantRows
-from gnnplan.executor.strategies.graph_parallel import worker_on
+from gnnplan.executor.strategies.graph_parallel import ConstantRows, worker_on
 from gnnplan.executor.strategies.layerwise import Worker
 from gnnplan.planner.ownership.layout import Layout
 from gnnplan.planner.problem.problem import Problem

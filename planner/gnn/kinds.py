@@ -10,7 +10,7 @@ R rows are written (destinations) and S rows are read (sources, which include th
 
 A kind is written in terms of the operations in `Arithmetic`. The planner applies them to amounts of
 rows (operations.py), which gives work and memory; the executor applies them to tensors
-(executor/layers/built_in.py), which computes the layer. A new kind needs a class here and its name
+(executor/layers/models.py), which computes the layer. A new kind needs a class here and its name
 in `Fields.model`."""
 
 from __future__ import annotations

@@ -212,7 +212,7 @@ def test_two_ranks_train_it_as_one_process_does(
 
 def test_every_rank_makes_the_same_weights(tmp_path, run_ranks, graphs):
     """Layer N starts from (seed, N), whichever layers a rank has and whatever was drawn before."""
-    from gnnplan.executor.modules.nets import net_of
+    from gnnplan.executor.modules.own import net_of
 
     workload = workload_of(tmp_path, EXAMPLE, "Contrast")
     model = describe(workload, FEATURES, CLASSES)
@@ -300,7 +300,7 @@ def test_the_kind_alone_is_no_model():
 
 
 def test_a_file_that_has_changed_since_the_plan_is_not_trained(tmp_path):
-    from gnnplan.executor.modules.nets import net_of
+    from gnnplan.executor.modules.own import net_of
 
     workload = workload_of(tmp_path, EXAMPLE, "Contrast")
     (tmp_path / "layer.py").write_text(EXAMPLE.replace("0.5", "0.4"))

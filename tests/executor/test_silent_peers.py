@@ -12,8 +12,8 @@ from gnnplan.executor.launch.failure import FAILED_WITH_OTHERS
 from gnnplan.executor.launch.rank_process import _Process
 from gnnplan.executor.launch.run_request import Options
 from gnnplan.executor.ranks.activity import Activity, read
-from gnnplan.executor.ranks.device_clock import HostMark
 from gnnplan.executor.ranks.rank import Rank
+from gnnplan.executor.ranks.recorder import HostMark
 from gnnplan.planner.vocabulary.schedule import Label
 
 

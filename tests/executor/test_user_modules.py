@@ -22,7 +22,7 @@ from gnnplan.executor.layers.models import Net
 from gnnplan.executor.modules.bind import GraphFields
 from gnnplan.executor.modules.convert import Parameters
 from gnnplan.executor.modules.make import loaded as kept
-from gnnplan.executor.modules.nets import net_of
+from gnnplan.executor.modules.own import net_of
 from gnnplan.executor.modules.read import (
     UserModule,
     read,

@@ -1,4 +1,4 @@
-"""Memory of P3's ranks, operation by operation, as executor/strategies/p3/ allocates it.
+"""Memory of P3's ranks, operation by operation, as executor/strategies/p3.py allocates it.
 
     front    columns of all peers' sources, layer 1, partial sums; autograd's tensors stay to tail
     body     sums of own rows, layers 2 .. L and their backward pass (layerwise/memory.py)

@@ -64,7 +64,7 @@ Data parallelism with features spread over servers fetches (S-1)/S f2 F b instea
 (slices.py). Source: P3 (OSDI 2021), Sec. 3.1-3.4; copies: Table 5.
 
 See also slices.py (columns of each rank) and memory.py in this folder; minibatch/step.py and
-program/ for operations; executor/strategies/p3/.
+program/ for operations; executor/strategies/p3.py.
 """
 
 from __future__ import annotations

@@ -1,47 +1,177 @@
-"""The training steps of one rank under P3.
+"""P3: layer 1 on a rank's columns of the features, for the blocks of all its peers.
 
-A batch passes three phases. The front (F_M) computes partial sums of layer 1, over this rank's
-columns, for the blocks of all peers, and starts to exchange them. The body (F_D, B_D) trains layers
-2 .. L on the sums over all columns. The tail (B_M) computes the gradient of this rank's columns of
-the first weight. Messages run on the comm lane. The pipeline has three pending batches at once.
+planner/strategies/p3/ draws the pipeline. Peers (a rail) have other columns of the features, and
+the same batch.
+
+    ColumnSampler   batches, drawn as in data parallel; layer 1's block is pushed to all peers
+    Delayed         the weight update, with the gradient of three batches ago
+    Worker          a training step: front, body and tail of a batch; three batches at once
+
+The front (F_M) computes partial sums of layer 1, over this rank's columns, for the blocks of all
+peers, and starts to exchange them. The body (F_D, B_D) trains layers 2 .. L on the sums over all
+columns. The tail (B_M) computes the gradient of this rank's columns of the first weight. Messages
+run on the comm lane.
 """
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, cast
 
+import numpy as np
 import torch
 from torch import Tensor
 
+from gnnplan.executor.layers.blocks import weighted_block
 from gnnplan.executor.layers.kernels import Block, backward, gradient_of
 from gnnplan.executor.layers.layer import ColumnLayer, partial_sums
 from gnnplan.executor.layers.links import LinkTargets
 from gnnplan.executor.layers.models import Net
 from gnnplan.executor.layers.targets import Targets
-from gnnplan.executor.minibatch.share import Share, targets_of
-from gnnplan.executor.modules.nets import net_of
+from gnnplan.executor.minibatch.sampler import Drawn, Sampled, Sampler
+from gnnplan.executor.minibatch.share import Part, Share, targets_of
+from gnnplan.executor.modules.own import net_of
 from gnnplan.executor.ranks import comm
 from gnnplan.executor.ranks.comm import Exchange
 from gnnplan.executor.ranks.lanes import completed_future
 from gnnplan.executor.ranks.learner import Gradients, Learner
 from gnnplan.executor.ranks.model_state import ModelPart, fill, named
 from gnnplan.executor.ranks.rank import Rank
-from gnnplan.executor.strategies.full_graph_evaluation import Scorer
-from gnnplan.executor.strategies.minibatch import OnBatches
-from gnnplan.executor.strategies.p3.learner import Delayed
-from gnnplan.executor.strategies.p3.sampler import ColumnSampler, Pushed
+from gnnplan.executor.strategies.minibatch import OnBatches, Scorer
+from gnnplan.planner.gnn.workload import Workload
 from gnnplan.planner.graph.sampling import count_items
 from gnnplan.planner.problem.problem import Problem
 from gnnplan.planner.strategies import P3
 from gnnplan.planner.strategies.p3.p3 import period
-from gnnplan.planner.strategies.p3.slices import DELAY
+from gnnplan.planner.strategies.p3.slices import DELAY, HEADER
 from gnnplan.planner.vocabulary.schedule import Label
+
+
+@dataclass
+class Pushed(Part):
+    """Layer 1 of all peers' blocks merged: all peers' destinations, then all other sources.
+
+    The rank sends each peer the sums of the peer's destinations, and receives sums of its own."""
+
+    own: slice = field(kw_only=True)  # the rank's own destinations
+
+
+class ColumnSampler(Sampler):
+    """A sampler that pushes layer 1's block to its rail."""
+
+    pushes = True
+
+    def __init__(self, *args: Any, rail: Sequence[int], **options: Any) -> None:
+        super().__init__(*args, **options)
+        self.rail = list(rail)
+
+    def _lay(self, sampled: Sampled, step: int, drawn: Sequence[Drawn]) -> None:
+        first, *above = drawn
+        below, columns, index = first.below, first.columns, self._index
+        index[below] = np.arange(below.size, dtype=np.int32)
+        header = np.array([below.size, first.rows.size, columns.size])
+        own = np.concatenate([header, below, np.diff(first.indptr), index[columns]]).astype(
+            np.int32
+        )
+        blocks = [own] * len(self.rail)
+        if len(self.rail) > 1:
+            blocks = self._push(sampled, step, blocks, self.rail)
+        with self._span(sampled, Label("lay", step)):
+            rest = (self._part(*layer) for layer in zip(self.edges[1:], above, strict=True))
+            sampled.share.parts = [self._merge_blocks(blocks), *rest]
+
+    def _merge_blocks(self, blocks: Sequence[np.ndarray]) -> Pushed:
+        """Merge the blocks of all peers. A block: header, sources' ids, degrees, positions."""
+        # by peer: numbers of sources, rows, edges
+        counts = np.array([block[:HEADER] for block in blocks], dtype=np.int64)
+        first = np.concatenate([[0], np.cumsum(counts[:, 1])])
+        first_extra = first[-1] + np.concatenate([[0], np.cumsum(counts[:, 0] - counts[:, 1])])
+        source, degrees, indices = np.empty(counts[:, 0].sum(), np.int64), [], []
+        for i, (block, (sources, rows, edges)) in enumerate(
+            zip(blocks, counts.tolist(), strict=True)
+        ):
+            ids, degree, places = np.split(block[HEADER:], [sources, sources + rows])
+            index = np.concatenate(
+                [first[i] + np.arange(rows), first_extra[i] + np.arange(sources - rows)]
+            ).astype(np.int32)
+            source[index] = ids
+            degrees.append(degree)
+            indices.append(index[places])
+            assert places.size == edges
+        indptr = np.concatenate([[0], np.cumsum(np.concatenate(degrees))])
+        merged = weighted_block(
+            self.graph,
+            self.edges[0],
+            source[: first[-1]],
+            source,
+            indptr,
+            np.concatenate(indices),
+            self.workload,
+            self._degrees,
+            drawn=True,
+        )
+        give, take = [indptr[:0]] * len(self.groups), np.zeros(len(self.groups), np.int64)
+        place = self.rail.index(self.me)
+        for i, peer in enumerate(self.rail):
+            if i != place:
+                give[peer], take[peer] = np.arange(first[i], first[i + 1]), counts[place, 1]
+        own = slice(int(first[place]), int(first[place + 1]))
+        return Pushed(source, source.size, give, take, False, merged, own=own)
+
+
+class Delayed(Learner):
+    """A learner whose all-reduce overlaps the computation of a period."""
+
+    def __init__(
+        self,
+        rank: Rank,
+        workload: Workload,
+        gradients: Sequence[Gradients],
+        gradients_of: Callable[[int], Sequence[Gradients]],
+        play: Callable[[int, int], object],
+        steps: int,
+    ) -> None:
+        """gradients_of: returns the buffers of a batch's gradient. steps: batches of an epoch.
+
+        play: plays a period (its number) of a run (its number of batches).
+        """
+        super().__init__(rank, workload, gradients)
+        self.gradients_of, self.play = gradients_of, play
+        self.workload, self.steps = workload, steps
+        self.pending_reduce: Future[None] = completed_future(None)
+
+    def start(self, batch: int) -> None:
+        """Start the all-reduce of a batch's gradient."""
+        buffers = self.gradients_of(batch)
+
+        def reduce() -> None:
+            for buffer in buffers:
+                buffer.reduce(self.rank, batch)
+
+        self.pending_reduce = self.rank.lanes.submit("reduce", reduce)
+
+    def update(self, step: int) -> None:
+        """Update the weights with the gradient of three batches ago."""
+        due = step - DELAY
+        if due < 0:
+            return
+        self.pending_reduce.result()
+        for own, reduced in zip(self.gradients, self.gradients_of(due), strict=True):
+            own.flat.copy_(reduced.flat)
+        self.optimizer.lr = self.workload.lr_of(due // self.steps)  # of the batch's epoch
+        self.apply_gradients(due)
+
+    def finish(self, step: int) -> None:
+        """Play the pending batches to their end."""
+        for later in range(step, step + DELAY):
+            self.play(later, step)
+            self.update(later)
+
 
 HOST = torch.device("cpu")
 NO_ROWS = torch.empty(0)
@@ -383,3 +513,6 @@ class Worker(OnBatches):
             )
             self.batches[step] = batch
         self.rank.recorder.recording = recording
+
+
+open_worker = Worker

@@ -1,41 +1,374 @@
-"""The training steps of one rank: chunks through its stage, messages between stages and members.
+"""GNNPipe: a rank's share of a pipeline stage, chunk after chunk.
 
-A stage sends a chunk's rows to the next stage. Members of a stage exchange the rows that their
-sub-chunks read of each other (the halo), when the chunk is processed. Gradients are sent in the
-other direction. After a step executor/ranks/learner.py all-reduces weight gradients over the
-members of a stage, and updates the weights.
+planner/strategies/gnnpipe/ draws the pipeline. A stage sends a chunk's rows to the next stage.
+Members of a stage exchange the rows that their sub-chunks read of each other (the halo), when the
+chunk is processed. Gradients are sent in the other direction. After a step
+executor/ranks/learner.py all-reduces weight gradients over the members of a stage, and updates the
+weights.
+
+    Chunk     a sub-chunk: its rows, its edges, and exchanges with other members
+    Inputs    layer 1 on constant features
+    History   one layer on one chunk, forward and backward; rows cached from step to step
+    Worker    a training step: chunks through the stage, messages between stages and members
+
+A rank keeps the rows of its own sub-chunks, chunk after chunk, followed by its halo: the rows of
+other members of its stage that its edges read.
+
+    [ own rows of chunk 0 | own of chunk 1 | .. | halo of chunk 0 | halo of chunk 1 | .. ]
+
+A stage of one member has no halo. Positions in this order are called places.
+
+A layer runs in parts here (layers/layer.py): it gathers its neighbourhood from mixed rows, fresh
+and historical, and adds the gradient of neighbours to the slope by hand. The forward pass returns a
+backward function, which holds the tensors that the backward pass needs. For all rows that the rank
+keeps, each layer with varying input has:
+
+    past    historical input rows
+    mixed   the rows that neighbours read: past rows, overwritten by fresh rows as chunks are
+            processed. Both are prepared (norm and dropout).
+    slope   the gradient of the mixed rows
+
+Backward visits the chunks in reverse order. So a chunk may add gradient to rows that it read as
+historical, after the backward pass of these rows' chunk. Such late gradient stays in `slope`. It is
+unused, or with historical_gradients `carried` into the next step.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 
+import numpy as np
 import torch
 from torch import Tensor
 
-from gnnplan.executor.layers.blocks import dtype_of
-from gnnplan.executor.layers.kernels import UniformWidth, backward, gradient_of
-from gnnplan.executor.layers.layer import no_dropout
+from gnnplan.executor.layers.blocks import dtype_of, features, weighted_block
+from gnnplan.executor.layers.kernels import (
+    Block,
+    UniformWidth,
+    aggregate_transposed,
+    backward,
+    gradient_of,
+)
+from gnnplan.executor.layers.layer import Drop, Layer, no_dropout
 from gnnplan.executor.layers.models import Net
 from gnnplan.executor.layers.targets import Targets
-from gnnplan.executor.modules.nets import net_of
-from gnnplan.executor.ranks.comm import PendingReceive, send
+from gnnplan.executor.modules.own import net_of
+from gnnplan.executor.ranks.comm import Exchange, PendingReceive, send
 from gnnplan.executor.ranks.lanes import completed_future
 from gnnplan.executor.ranks.rank import Rank
 from gnnplan.executor.strategies.base import Backward
 from gnnplan.executor.strategies.base import Worker as StrategyWorker
-from gnnplan.executor.strategies.gnnpipe.chunks import make_chunks, with_halo
-from gnnplan.executor.strategies.gnnpipe.inputs import Inputs
-from gnnplan.executor.strategies.gnnpipe.layers import BackwardFrom, History
-from gnnplan.planner.graph.sampling import ROUNDING
+from gnnplan.planner.gnn.workload import Workload
+from gnnplan.planner.graph.graph import Graph
+from gnnplan.planner.graph.sampling import ROUNDING, Ids
+from gnnplan.planner.ownership.chunks import Chunks
 from gnnplan.planner.problem.problem import Problem
 from gnnplan.planner.strategies.base import settled
 from gnnplan.planner.strategies.gnnpipe.gnnpipe import GNNPipe
 from gnnplan.planner.strategies.gnnpipe.pipeline import chunk_order
 from gnnplan.planner.vocabulary.schedule import Label
+
+
+@dataclass
+class Chunk:
+    """A sub-chunk and the edges into it."""
+
+    rows: slice  # places of own rows
+    halo: slice  # places of the chunk's rows that other members own and this rank reads
+    sources: Tensor  # int64 [S], places of source rows, own rows first
+    blocks: dict[str, Block]  # by the kind of a layer's edges
+    exchange: Exchange | None  # of the halo; None: no member reads another member's rows
+
+    @property
+    def size(self) -> int:
+        """Number of own rows."""
+        return int(self.rows.stop - self.rows.start)
+
+    def select(self, rows: Tensor) -> Tensor:
+        """Select the chunk's own rows and halo from all rows that the rank keeps."""
+        return torch.cat([rows[self.rows], rows[self.halo]]) if self.exchange else rows[self.rows]
+
+    def gather(self, layer: Layer, rows: Tensor) -> Tensor:
+        """Gather the neighbourhood from all prepared rows that the rank keeps -> [size, width]."""
+        return self.gather_sources(layer, rows.index_select(0, self.sources))
+
+    def gather_sources(self, layer: Layer, sources: Tensor) -> Tensor:
+        """Gather the neighbourhood from prepared source rows [S, H_in] -> [size, width]."""
+        rows = layer.project(sources) if layer.projects_first else sources
+        return layer.gather(self.blocks[layer.edges], rows)
+
+
+def make_chunks(
+    rank: Rank,
+    graph: Graph,
+    workload: Workload,
+    cut: Chunks,
+    member: int,
+    group: Sequence[int],
+    kinds: set[str],
+) -> tuple[np.ndarray, list[Chunk]]:
+    """Make a rank's sub-chunks; return global ids of all rows that it keeps, and the sub-chunks.
+
+    cut: the graph in chunks, every chunk split over the members of a stage. member: this rank's
+    number in its stage. group: the stage's ranks. kinds: kinds of edges of the stage's layers.
+    """
+    own, halo = cut.own(member), cut.halo(member)
+    kept = np.concatenate([own, halo])
+    place = np.full(graph.stats.vertices, -1, dtype=np.int64)
+    place[kept] = np.arange(kept.size)
+    position = np.empty(kept.size, dtype=np.int32)  # place -> position among a chunk's sources
+    halo_starts = own.size + np.searchsorted(
+        cut.sub[halo] // cut.members, np.arange(cut.chunks + 1)
+    )
+    chunks, start = [], 0
+    for c in range(cut.chunks):
+        ids = cut.rows(c, member)
+        rows = slice(start, start + ids.size)
+        start = rows.stop
+        indptr = np.concatenate([[0], np.cumsum(graph.degree_of(ids))])
+        columns, own_places = place[graph.neighbours(ids)], np.arange(rows.start, rows.stop)
+        sources = np.concatenate([own_places, np.setdiff1d(columns, own_places)])
+        position[sources] = np.arange(sources.size)
+        local = position[columns]
+        blocks = {
+            kind: weighted_block(graph, kind, ids, kept[sources], indptr, local, workload).to(
+                rank.device
+            )
+            for kind in kinds
+        }
+        chunks.append(
+            Chunk(
+                rows,
+                slice(int(halo_starts[c]), int(halo_starts[c + 1])),
+                torch.from_numpy(sources).to(rank.device),
+                blocks,
+                _exchange(rank, cut, c, member, group),
+            )
+        )
+    return kept, chunks
+
+
+def _exchange(
+    rank: Rank, cut: Chunks, c: int, member: int, group: Sequence[int]
+) -> Exchange | None:
+    """Make the members' exchange of chunk c's rows; None if no member reads another's rows."""
+    sends = cut.facts.sends[c]
+    if not sends.any():
+        return None
+    give = [np.zeros(0, dtype=np.int64)] * rank.world
+    take = np.zeros(rank.world, dtype=np.int64)
+    for other, peer in enumerate(group):
+        give[peer], take[peer] = cut.given(c, member, other), sends[other, member]
+    return Exchange(rank, give, take, tuple(group))
+
+
+def with_halo(chunks: Sequence[Chunk], own: Tensor) -> Tensor:
+    """Append the halo to own rows [own, H], fetched from members chunk by chunk."""
+    halo = [
+        chunk.exchange.forward(chunk.exchange.pack(own[chunk.rows]))
+        for chunk in chunks
+        if chunk.exchange
+    ]
+    return torch.cat([own, *halo]) if halo else own
+
+
+class Inputs:
+    """The features of a rank of the first stage."""
+
+    def __init__(
+        self, rank: Rank, problem: Problem, net: Net, chunks: Sequence[Chunk], kept: Ids, own: int
+    ) -> None:
+        """kept: global ids of the rows that the rank keeps. own: number of own rows, the first."""
+        self.net, self.chunks = net, chunks
+        exchanges = [(chunk, chunk.exchange) for chunk in chunks if chunk.exchange]
+        # of the halo, if layer 1 reads it: fetched once
+        self.fetched = exchanges if problem.model.first_varying > 0 else []
+        self.features = self._load(rank, problem, kept, own)
+        self.by_chunk: list[Tensor] = []  # chunks' source rows, if only a product reads features
+        if problem.model.rows(1).multiplied_first:
+            self.by_chunk = [self.features.index_select(0, chunk.sources) for chunk in chunks]
+            self.features = torch.empty(0)  # `by_chunk` replaces it
+        self.aggregated: list[Tensor] = []  # by chunk, if the aggregate is constant
+        if problem.model.aggregate_cached(1):
+            self.aggregated = [chunk.gather(net.layer(1), self.features) for chunk in chunks]
+        # other dense features are prepared here in every step, unless a layer does so itself
+        plain = net.encoder is None and not net.layer(1).reads_whole
+        self.is_prepared = plain and not (self.by_chunk or self.aggregated)
+        self.prepared = torch.empty(0)
+
+    def _load(self, rank: Rank, problem: Problem, kept: Ids, own: int) -> Tensor:
+        """Load features of own rows, and of the halo if layer 1 reads it."""
+        graph = problem.data
+        rows = features(graph, kept[:own], problem.workload, rank.device)
+        outgoing = [exchange.pack(rows[chunk.rows]) for chunk, exchange in self.fetched]
+        if not outgoing:
+            return rows
+        with rank.recorder.sending(
+            Label("input_halo", -1), "comm", sum(each.nbytes for each in outgoing)
+        ):
+            halo = [
+                exchange.forward(packed, lengths=graph.lengths(kept[chunk.halo]))
+                for (chunk, exchange), packed in zip(self.fetched, outgoing, strict=True)
+            ]
+        return torch.cat([rows, *halo])
+
+    def prepare(self, drop: Drop) -> None:
+        """Apply a step's dropout to features, if layer 1 reads prepared features."""
+        if self.is_prepared:
+            self.prepared = self.net.layer(1).prepare(self.features, drop)
+
+    def encode(self, chunk: Chunk, drop: Drop) -> Tensor:
+        """Return the encoder's output for a chunk's own rows, with autograd graph."""
+        return self.net.encode(self.features[chunk.rows], drop)
+
+    def first_layer(self, c: int, drop: Callable[[Tensor], Drop]) -> Tensor:
+        """Return layer 1's output for chunk c. drop: places -> dropout of the rows there."""
+        chunk, layer, relu = self.chunks[c], self.net.layer(1), self.net.relu_after(1)
+        if self.by_chunk or layer.reads_whole:
+            rows = (
+                self.by_chunk[c] if self.by_chunk else self.features.index_select(0, chunk.sources)
+            )
+            block, dropped = chunk.blocks[layer.edges], drop(chunk.sources)
+            out: Tensor = layer(block, rows, dropped, None, relu)
+            return out
+        own = self.features[chunk.rows]
+        if self.aggregated:
+            return layer.update(self.aggregated[c], own, own, None, relu)
+        gathered = chunk.gather(layer, self.prepared)
+        return layer.update(gathered, self.prepared[chunk.rows], own, None, relu)
+
+    def first_layer_exactly(self) -> Tensor:
+        """Return layer 1's output for all own rows, without dropout."""
+        self.prepare(no_dropout)
+        return torch.cat(
+            [self.first_layer(c, lambda _: no_dropout) for c in range(len(self.chunks))]
+        )
+
+
+# backward function: (root of the layer's autograd graph, the root's gradient) -> gradient of the
+# layer's input rows
+BackwardFrom = Callable[[Tensor, Tensor], Tensor]
+
+
+class History:
+    """The past and mixed rows of one rank, and their gradients."""
+
+    def __init__(
+        self,
+        net: Net,
+        widths: dict[int, int],
+        rows: int,
+        dtype: torch.dtype,
+        device: torch.device,
+        carries: bool,
+    ) -> None:
+        """widths: input width of every layer whose input varies. carries: historical_gradients."""
+
+        def zeros() -> dict[int, Tensor]:
+            return {
+                layer: torch.zeros(rows, width, dtype=dtype, device=device)
+                for layer, width in widths.items()
+            }
+
+        self.net, self.layers = net, list(widths)
+        self.past, self.mixed, self.slope = zeros(), zeros(), zeros()
+        self.carried = zeros() if carries else {}
+
+    def begin_step(self, layer: int, drop_before: Drop, drop: Drop) -> None:
+        """Prepare a layer's rows for a step.
+
+        drop: dropout of this step. drop_before: of the step before, whose late gradient is carried.
+        """
+        net = self.net.layer(layer)
+        if self.carried:
+            # The late gradient is that of prepared rows; this makes it that of input rows. Here
+            # `prepare` is dropout or the identity, and each is its own transpose.
+            self.carried[layer] = net.prepare(self.slope[layer], drop_before).clone()
+        self.slope[layer].zero_()
+        with torch.no_grad():
+            self.mixed[layer].copy_(net.prepare(self.past[layer], drop))
+
+    def remember(self) -> None:
+        """Copy the mixed rows to the past rows."""
+        for layer in self.layers:
+            self.past[layer].copy_(self.mixed[layer])
+
+    def state(self) -> dict[str, Tensor]:
+        """Return a checkpoint's tensors: past rows, and late gradient if it is carried."""
+        late = self.slope if self.carried else {}
+        return {
+            f"{name}.{layer}": rows
+            for name, by_layer in (("past", self.past), ("slope", late))
+            for layer, rows in by_layer.items()
+        }
+
+    def forward(
+        self,
+        layer: int,
+        chunk: Chunk,
+        inputs: Tensor,
+        x0: Tensor | None,
+        drop: Drop,
+        refresh: bool,
+        checkpoint: bool,
+    ) -> tuple[Tensor, BackwardFrom]:
+        """Run a layer on a chunk's input rows, own rows and halo -> output, backward function.
+
+        drop: dropout of these rows. refresh: copy them to the past rows. checkpoint: recompute in
+        the backward pass. The mixed rows cannot be recomputed, as they change before the chunk's
+        backward pass: the rows read from them are kept (if gathering is linear, only their sums).
+        """
+        part, relu = self.net.layer(layer).during(drop), self.net.relu_after(layer)
+        linear = part.linear and not part.projects_first  # rows' gradient follows from the sums'
+        mixed, x = self.mixed[layer], inputs.detach().requires_grad_()
+
+        def finish(prepared: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+            """Return prepared rows with autograd graph, a leaf of own prepared rows, the output."""
+            rows = prepared.detach()[: chunk.size].requires_grad_()
+            gathered = read if linear else chunk.gather_sources(part, read)
+            return prepared, rows, part.update(gathered, rows, x[: chunk.size], x0, relu)
+
+        with torch.set_grad_enabled(not checkpoint):
+            prepared = part.prepare(x, drop)
+            own_and_halo = (chunk.rows, slice(0, chunk.size)), (chunk.halo, slice(chunk.size, None))
+            for places, rows in own_and_halo:
+                mixed[places] = prepared.detach()[rows]
+                if refresh:
+                    self.past[layer][places] = x.detach()[rows]
+            read = mixed.index_select(0, chunk.sources)
+            read = (chunk.gather_sources(part, read) if linear else read).requires_grad_()
+            *saved, out = finish(prepared)
+        del prepared
+        if checkpoint:
+            saved = []
+
+        def back(root: Tensor, gradient: Tensor) -> Tensor:
+            """Return the gradient of input rows, own rows and halo."""
+            prepared, rows, root = (*saved, root) if saved else finish(part.prepare(x, drop))
+            backward([root], [gradient])
+            to_read = gradient_of(read)
+            if linear:
+                to_read = aggregate_transposed(chunk.blocks[part.edges], to_read)
+            slope = self.slope[layer]
+            slope[chunk.rows] += to_read[: chunk.size]
+            # own rows are added by slice above: index_add_ is several times as slow
+            slope.index_add_(0, chunk.sources[chunk.size :], to_read[chunk.size :])
+            del to_read  # the largest tensor
+            if rows.grad is not None:
+                slope[chunk.rows] += rows.grad
+            backward([prepared], [chunk.select(slope)])
+            if not self.carried:
+                return gradient_of(x)
+            for places in (chunk.rows, chunk.halo):
+                slope[places].zero_()  # used up: gradient that is added later is late
+            return gradient_of(x) + chunk.select(self.carried[layer])
+
+        return out, back
+
 
 NOTHING = torch.empty(0)
 
@@ -368,3 +701,6 @@ class Worker(StrategyWorker):
         """Recompute historical rows from the current weights, as before the first step."""
         self._evaluate_exactly()
         self.history.remember()
+
+
+open_worker = Worker
