@@ -67,7 +67,6 @@ class Pieces:
     dtype: torch.dtype
     loops: bool  # the DGL graph that the module receives has self-loops
     binding: Bound
-    by_kernels: bool  # the calls of DGL's kernels are recorded
     locals: WeakKeyDictionary[Block, Values] = field(default_factory=WeakKeyDictionary)
 
     @property

@@ -158,24 +158,10 @@ def _without_recomputation() -> Iterator[None]:
         yield
 
 
-def followed(
-    module: nn.Module, graph: GraphFields, dtype: torch.dtype, by_kernels: bool | None = None
-) -> tuple[Pieces, Small]:
-    """Record a module in both modes and cut it. Raises Unfit with the line.
-
-    A submodule that calls DGL's kernels is recorded as one call where that suffices; else each call
-    of a kernel is recorded: where the submodule drops, makes two hops, or reads rows that `forward`
-    has written into the graph. by_kernels: which of the two, if it is known."""
+def followed(module: nn.Module, graph: GraphFields, dtype: torch.dtype) -> tuple[Pieces, Small]:
+    """Record a module in both modes and cut it. Raises Unfit with the line."""
     small = Small(VERTICES[0], module, graph)
-    if by_kernels is None and "g" in small.binding.inputs:
-        try:
-            pieces = _cut(module, small, torch.float64, by_kernels=False)
-            by_kernels = not _evaluates_alike(pieces, small)
-            if dtype == torch.float64 and not by_kernels:
-                return pieces, small
-        except Unfit:
-            by_kernels = True  # if the reason is another one, it is refused again
-    return _cut(module, small, dtype, bool(by_kernels)), small
+    return _cut(module, small, dtype), small
 
 
 def _evaluates_alike(pieces: Pieces, small: Small) -> bool:
@@ -191,12 +177,12 @@ def _evaluates_alike(pieces: Pieces, small: Small) -> bool:
     return differing(expected, found) is None
 
 
-def _cut(module: nn.Module, small: Small, dtype: torch.dtype, by_kernels: bool) -> Pieces:
+def _cut(module: nn.Module, small: Small, dtype: torch.dtype) -> Pieces:
     shared: dict[Hashable, Node] = {}
     frozen: set[Any] = set()  # running means of batch norms that evaluate in training
 
     def program(is_training: bool) -> Program:
-        own, recorded = recorded_of(module, small, is_training, dtype, (), by_kernels)
+        own, recorded = recorded_of(module, small, is_training, dtype)
         freeze_norms(recorded.nodes, is_training, frozen)
         trained = {name for name, p in own.named_parameters() if p.requires_grad}
         return cut(recorded, Place(named_in(own), dtype=dtype), trained, shared)
@@ -214,7 +200,7 @@ def _cut(module: nn.Module, small: Small, dtype: torch.dtype, by_kernels: bool) 
     answers = {node: n for mode in modes for node, n in mode.recorded.answers.items()}
     structure = Structure((training, evaluation), answers)
     loops, binding = small.whole.loops, small.binding
-    pieces = Pieces(module, training, evaluation, structure, dtype, loops, binding, by_kernels)
+    pieces = Pieces(module, training, evaluation, structure, dtype, loops, binding)
     for own in small.parts:
         structure.find_whole(pieces.place, block_of(small.whole, own))
     if not is_same and not _evaluates_alike(pieces, small):
@@ -235,17 +221,16 @@ def recorded_of(
     is_training: bool,
     dtype: torch.dtype,
     parts: Collection[str] = (),
-    by_kernels: bool = False,
 ) -> tuple[nn.Module, Recorded]:
     """Return a copy of the module, and its recording on a small graph, with sizes from a large one.
 
-    parts, by_kernels: see `record`. Raises Unfit."""
+    parts: see `record`. Raises Unfit."""
 
     def on(graph: Small) -> tuple[nn.Module, Recorded]:
         own = copied(module).to(dtype).train(is_training)  # forward may keep its arguments
         given = graph.given(dtype)
         run = partial(graph.binding.call, own, given)
-        recorded = partial(record, own, given, run, graph.vertices, parts, by_kernels)
+        recorded = partial(record, own, given, run, graph.vertices, parts)
         return own, _guarded(graph, recorded)
 
     (own, few), (_, many) = on(small), on(small.larger)

@@ -224,7 +224,7 @@ def proved(module: nn.Module, graph: GraphFields, dtype: torch.dtype) -> Pieces:
     double, small = followed(module, graph, torch.float64)
     pieces = double
     if dtype != torch.float64:
-        pieces, _ = followed(module, graph, dtype, double.by_kernels)
+        pieces, _ = followed(module, graph, dtype)
     if double.training.widths != pieces.training.widths:
         raise Unfit("forward hands on other rows in float64 than in float32")
     prove(module, double, small)

@@ -6,11 +6,10 @@ plain number that differs on a larger graph is a size: the number of vertices, o
 recording has one branch, so a module that reads a tensor's truth or numbers is refused. A module
 that draws random numbers is refused too, except for dropout.
 
-torch does not see some computations, such as DGL's kernels. The innermost module around such a
-computation is recorded as one call (`Opaque`). Where that hides too much, as with dropout inside a
-DGL convolution or messages in `forward` itself, the calls of DGL's kernels are recorded. Python may
-ask for numbers of tensors that are computed from edges alone: the answers are recorded, and the
-graph that is trained on must give the same ones."""
+Calls of DGL's kernels are recorded too. torch does not see some other computations, such as
+compiled code. The innermost module around such a computation is recorded as one call (`Opaque`).
+Python may ask for numbers of tensors that are computed from edges alone: the answers are recorded,
+and the graph that is trained on must give the same ones."""
 
 from __future__ import annotations
 
@@ -251,13 +250,11 @@ def record(
     call: Callable[[], Any],
     vertices: int,
     parts: Collection[str] = (),
-    by_kernels: bool = False,
 ) -> Recorded:
     """Return the torch calls that `call` makes, which runs the module's forward on `inputs`.
 
     inputs: the tensors that forward receives, by name. vertices: the rows of the small graph.
-    parts: paths of submodules to record as one call each. by_kernels: record calls of DGL's
-    kernels, instead of the submodules that make these calls. Raises Unfit with the line."""
+    parts: paths of submodules to record as one call each. Raises Unfit with the line."""
     opaque, graph = {*parts}, inputs.get("g")
     unchanged = None if graph is None else graph.local_var()
     while True:
@@ -265,7 +262,7 @@ def record(
         if unchanged is not None:  # remove what an earlier attempt has written into the graph
             vars(graph).update(vars(unchanged.local_var()))
         try:
-            recorder = _Recorder(module, inputs, vertices, opaque, parts, by_kernels)
+            recorder = _Recorder(module, inputs, vertices, opaque, parts)
             with recorder, recorder.patches():
                 recorded = recorder.finish(call())
             if before != _states_outside_torch():
@@ -290,12 +287,10 @@ class _Recorder(TorchFunctionMode):
         vertices: int,
         opaque: set[str],
         may_drop: Collection[str],
-        by_kernels: bool,
     ) -> None:
         super().__init__()
         self.opaque, self.may_drop = opaque, may_drop
         self.graph: Any = inputs.get("g")
-        self.by_kernels = by_kernels
         self.answers: dict[Node, Any] = {}
         self.nodes: list[Node] = []
         self.node_by_id: dict[int, Node] = {}  # id() of the value
@@ -316,7 +311,7 @@ class _Recorder(TorchFunctionMode):
             node.value = value
             self.inputs[name] = node
             self._record_result(node, value)
-        if by_kernels:
+        if self.graph is not None:
             index = self._node(index_of, (self.inputs["g"],), {})
             self._record_result(index, index_of(self.graph))
             self.inputs[EDGES_OF] = edges = self._node(edges_of, (self.inputs["g"],), {})
@@ -377,7 +372,7 @@ class _Recorder(TorchFunctionMode):
         if of_edges and name not in ("tolist", "numpy"):
             self.answers[node] = answer = func(*args)
             return answer
-        if of_edges and self.by_kernels:  # DGL sorts edges like this for a Python function
+        if of_edges and self.graph is not None:  # DGL sorts edges like this for a Python function
             raise _Unseen(self.path_stack[-1])
         raise Unfit(NUMBERS_ASKED.format(name.strip("_")))
 
@@ -518,7 +513,7 @@ class _Recorder(TorchFunctionMode):
             replaced(nn.Module, "__call__", of_module),
             replaced(base, "apply", classmethod(of_function)),
             replaced(script, "__call__", of_script),
-            self._graph_patches() if self.by_kernels else nullcontext(),
+            nullcontext() if self.graph is None else self._graph_patches(),
         ):
             yield
 

@@ -559,6 +559,7 @@ class Net(nn.Module):
         self.own = nn.ModuleList([Own(in_feats, in_feats), Own(in_feats, in_feats)])
         self.last, self.norm = nn.Linear(in_feats, out_feats), Normed(in_feats)
         self.lstm = SAGEConv(in_feats, out_feats, "lstm")
+        self.mean = SAGEConv(in_feats, out_feats, "mean")
     def forward(self, GIVEN):
         BODY
 """
@@ -583,10 +584,16 @@ return self.last(g.ndata["h"])
     ],
     ids=["dropout and hops inside", "messages in forward", "blocks of own layers"],
 )
-def test_dgls_kernels_are_followed_where_a_part_hides_too_much(tmp_path, given, body, layers):
+def test_dgls_kernels_are_followed(tmp_path, given, body, layers):
     """All were refused but the last, of which one layer was trained: it had as many blocks as
     convolutions of DGL."""
     assert with_dgl(tmp_path, given, body).fields["layers"] == layers
+
+
+def test_a_convolution_of_dgl_that_multiplies_first_has_its_products_exchanged(tmp_path):
+    """It was called as a whole, so ranks sent all features of each neighbour."""
+    module = with_dgl(tmp_path, "g, x", "return self.mean(g, x)").description
+    assert module.layers[0].counted.gathered == PLAIN.classes < PLAIN.features
 
 
 @pytest.mark.parametrize(
