@@ -592,7 +592,7 @@ def test_dgls_kernels_are_followed(tmp_path, given, body, layers):
 
 def test_a_convolution_of_dgl_that_multiplies_first_has_its_products_exchanged(tmp_path):
     """It was called as a whole, so ranks sent all features of each neighbour."""
-    module = with_dgl(tmp_path, "g, x", "return self.mean(g, x)").description
+    module = with_dgl(tmp_path, "g, x", "return 1.5 * self.mean(g, x)").description
     assert module.layers[0].counted.gathered == PLAIN.classes < PLAIN.features
 
 
