@@ -19,7 +19,6 @@ from gnnplan.planner.vocabulary.numbers import Number
 DEVICE = (
     *(f"device.{name}" for name in GEMMS),
     "device.memory_bandwidth",
-    "device.cache_bandwidth",
     "device.gather",
     "device.row_bandwidth",
     "/device.row_latency",

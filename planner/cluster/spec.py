@@ -157,8 +157,6 @@ class Device(Spec):
     """Rate of writing the output rows of an aggregation [B/s].  [default: included in `gather`]"""
     cache: Annotated[float, bounded(1e4, 1e10, "a cache [B]", "B")] | None = None
     """Size of the cache that the whole device shares (L2) [B].  [default: none]"""
-    cache_bandwidth: Bandwidth | None = None
-    """Rate of reading rows from the cache [B/s].  [default: 3 x `memory_bandwidth`]"""
     launch: Latency = 8e-6
     """Time of one framework operation, however small (a kernel launch) [s].  [default: 8us]"""
     product_code: Code = 0.0

@@ -15,23 +15,23 @@ from gnnplan.planner.cluster.spec import PRESETS, Cluster
 from gnnplan.planner.problem.inputs import cluster_name, read_cluster
 from gnnplan.planner.vocabulary.files import quoted
 
-_MEMORY = ("device.memory_bandwidth", "device.cache_bandwidth")
 _INSIDE = ("island.bandwidth", "intra_node.bandwidth", "host.bandwidth")
 _BETWEEN = ("inter_node.bandwidth",)
 # Constant -> the fields that its factor multiplies, or divides if marked '/'. A larger factor on
 # launch and tax means slower, on the other constants faster. A constant may also be the name of a
 # GNN: its factor is the device's speed for that GNN.
 CONSTANTS = {
-    "device": ("device.gemm", *_MEMORY),
+    "device": ("device.gemm", "device.memory_bandwidth"),
     "gemm": ("device.gemm",),
-    "memory": _MEMORY,
+    "memory": ("device.memory_bandwidth",),
     "launch": ("device.launch",),
     "tax": ("device.overlap_tax",),
     "links": (*_INSIDE, *_BETWEEN),
     "inside": _INSIDE,
     "between": _BETWEEN,
     "host": ("host.bandwidth",),
-    "code": ("device.gemm", *_MEMORY, "/device.launch"),  # all work of the device
+    # all work of the device
+    "code": ("device.gemm", "device.memory_bandwidth", "/device.launch"),
     "sampler": ("host_rates", "device_rates"),
 }
 # Testbed -> the testbed whose factors it uses: the same code on other links or on more servers.

@@ -48,7 +48,7 @@ RENAMED = {"work": "core_s_per_byte"}  # old -> new name; files of 0.1.0 are rea
 LEFT_OUT = {
     *("weight_gradient", "device.weight_gradient", "memory_rates", "hash_rate", "edge_rate"),
     *("host_latency", "timeslice_slowdown", "cold_cache_penalty", "core_s_per_message"),
-    *("crowding", "refill", "wake"),
+    *("cache_bandwidth", "device.cache_bandwidth", "crowding", "refill", "wake"),
 }
 Model = TypeVar("Model", bound=BaseModel)
 

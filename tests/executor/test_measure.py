@@ -105,7 +105,6 @@ def test_two_ranks_that_share_a_core(started):
         "device.overlap_tax",
         "device.power",
         "device.cache",
-        "device.cache_bandwidth",
         "device.gemm_tf32",  # which no CPU has
     }
     fields = {f"device.{name}" for name in type(device).model_fields} - told
