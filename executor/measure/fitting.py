@@ -72,9 +72,7 @@ def cluster_of(
         **network,
     )
     cluster, correction = held_to(cluster, [median(rounds) for (rounds,) in found["steps"]])
-    corrected = {
-        f"device.{name}" for name in (*scaled.DEVICE, "gather", "row_latency")
-    } & provenance.keys()
+    corrected = {name.removeprefix("/") for name in scaled.DEVICE} & provenance.keys()
     provenance |= {name: f"{provenance[name]}; {correction}" for name in corrected}
     provenance["device.launch"] = f"{source}; {correction}"
     return cluster.model_copy(update={"provenance": provenance})

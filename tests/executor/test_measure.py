@@ -312,6 +312,9 @@ def test_what_ranks_have_found_becomes_a_cluster(monkeypatch, cuda):
     # a sample of gemm is of three products, which read and write rows
     reads_s = 0.0 if cuda else 3 * 1000 * 128 * 4 * 1e-10
     assert device.gemm == pytest.approx(3 * 2 * 1000 * 64 * 64 / (1e-3 - reads_s))
+    # training steps correct all rates, not aggregation's alone
+    for name in ("gemm", "memory_bandwidth", "gather", "row_latency", "row_bandwidth"):
+        assert "times as long as their kernels" in cluster.provenance[f"device.{name}"]
     assert cluster.host_rates == pytest.approx({"draw": 1e8, "lay": 1e8})
     low, high = cluster.ranges["collectives.send.intra_node"]
     assert 0 < low <= 0.96 and 1.05 <= high <= 2
