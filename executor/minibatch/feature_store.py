@@ -243,11 +243,10 @@ def _share_features(rank: Rank, problem: Problem) -> None:
     Does nothing if every server has one rank, or the features are already mapped.
     """
     graph = problem.data
-    x = graph.x
     if (
-        not isinstance(x, np.ndarray)
-        or isinstance(x, np.memmap)
-        or x.nbytes < LARGE
+        not isinstance(graph.x, np.ndarray)
+        or isinstance(graph.x, np.memmap)
+        or graph.x.nbytes < LARGE
         or len(set(problem.servers)) == rank.world
     ):
         return
@@ -255,7 +254,9 @@ def _share_features(rank: Rank, problem: Problem) -> None:
     if problem.servers.index(problem.servers[rank.rank]) == rank.rank:
         write_features(path, graph)
     rank.groups.await_all(rank.groups.exchanges)  # by now the file is complete, or never will be
-    map_features(path, graph)
+    # frees the rank's own copy, which the watch on its memory did not count when it began
+    with rank.in_server_memory():
+        map_features(path, graph)
 
 
 def write_features(path: Path, graph: Graph) -> None:

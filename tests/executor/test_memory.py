@@ -218,6 +218,7 @@ GRAPHS = {
     "thin": f"{COMMUNITY}12000&edges=120000&features=48&classes=7",
     "few": f"{DENSE}&train=0.02",
     "batched": f"{BATCHED}128&classes=16&train=0.2",
+    "mapped": f"{BATCHED}400&classes=16&train=0.2",  # 32 MB of features: one file for a server
     "classes": f"{BATCHED}128&classes=128&train=0.2",
     "larger": f"{BATCHED}128&classes=128&train=0.4",  # four batches: as many as are under way at once
     "slim": f"{BATCHED}8&classes=16&train=0.2",
@@ -337,6 +338,7 @@ MINI = {"mode": "mini", "hidden": 64, "batch": 2048, "fanout": (5, 10, 15)}
 LINKS = {"task": "link", "negatives": 3, "layers": 2, "hidden": 128, "batch": 40_000}
 BATCHES = """
     2 1 data_parallel batched 0.0 sage
+    2 1 gsplit mapped 0.0 sage  # the rank's own copy, freed, is not subtracted
     2 1 gsplit batched 0.0 sage
     2 1 dnp(splitter='random') batched 0.0 sage
     2 1 snp(splitter='random') batched 0.0 sage
