@@ -19,14 +19,12 @@ from pretend_device import CUDA, ROUNDED, Device, OnDevice, pretend_device
 
 from gnnplan.executor import train
 from gnnplan.executor.layers.kernels import sent
-from gnnplan.executor.minibatch.sampler import Sampler
 from gnnplan.executor.ranks.learner import Learner
 from gnnplan.executor.ranks.rank import Rank
 from gnnplan.planner.cluster import spec
 from gnnplan.planner.evidence.validate import first_order_difference
 from gnnplan.planner.problem.problem import Problem
 from gnnplan.planner.strategies import parse
-from gnnplan.planner.strategies.minibatch.device_sampler import WAIT, drawing, laying
 from gnnplan.planner.vocabulary.schedule import Copy
 from gnnplan.testing.ranks import Case, Result
 
@@ -233,23 +231,6 @@ def test_a_device_samples_with_few_waits(
         brought = "cache=9000" not in strategy  # by the host; there all rows are
         assert counts["waits"] == 2 * 3 + 1 and counts["copies"] == 3 + brought, operations
         assert counts["launches"] <= SAMPLED[model] + 6 * ("cache" in strategy), operations
-
-
-@pytest.mark.parametrize("kind", ["mean", "gcn", "one", "loop"])
-def test_launches_and_waits_of_a_sampler_are_those_that_are_priced(graphs, pretend_device, kind):
-    case = case_of("data_parallel", "sage", graphs["rough"])
-    batches = parse("data_parallel").batches(case.problem(1))
-    sampler = Sampler(batches, 0, [kind] * 3, device=CUDA)
-    before = pretend_device.counts.copy()
-    share = sampler[0].share
-    counts = pretend_device.counts - before
-    facts = [batches.at(0).facts(layer) for layer in (1, 2, 3)]
-    fanouts = case.workload["fanout"][::-1]
-    works = [drawing(each, fanout) for each, fanout in zip(facts, fanouts, strict=True)]
-    works += [laying(each, kind) for each in facts]
-    launches = sum(work.launches for work in works) + 2 + WAIT  # ids there, in 32 bits, and back
-    assert counts["launches"] + WAIT * counts["waits"] == launches
-    assert all(part.block.indices.is_cuda for part in share.parts)
 
 
 @pytest.mark.parametrize("model", ["sage", "gat"])

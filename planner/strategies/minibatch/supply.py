@@ -16,7 +16,6 @@ from gnnplan.planner.ownership.layout import LayerCounts
 from gnnplan.planner.ownership.minibatch import Batches, MiniBatch
 from gnnplan.planner.problem.problem import Problem
 from gnnplan.planner.strategies.minibatch.adjacency_store import NEIGHBOUR, Lists
-from gnnplan.planner.strategies.minibatch.device_sampler import lookup_work
 from gnnplan.planner.strategies.minibatch.feature_store import Features
 from gnnplan.planner.strategies.program.price import setup_s
 from gnnplan.planner.strategies.program.program import Copy, Exchange, Op, Sampling
@@ -26,6 +25,7 @@ from gnnplan.planner.vocabulary.schedule import Compute
 ID = 8  # bytes of a vertex's id
 # bytes that a GPU reads over the host link for one neighbour: two of the four sectors of a line
 SECTOR = 64
+LOOKED_UP = 164  # bytes that a GPU reads and writes to find a row in its cache, and to sort misses
 CACHING = 0.75  # share of a GPU's memory for lists and features, if the GPU samples
 
 
@@ -158,11 +158,10 @@ class Supply:
         store = self.store
         loads = store.loads_of(self.problem, batch)
         if store.caches:
-            nbytes = 2 * loads.hits.astype(np.float64)  # read and written
-            pick = Compute(elementwise_bytes=nbytes, launches=1)
+            nbytes, launches = 2 * loads.hits.astype(np.float64), 1  # read and written
             if self.lays_there and self.picks_there:
-                pick = pick + lookup_work(batch.facts(1))
-            yield Op("pick", work=pick)
+                nbytes, launches = nbytes + LOOKED_UP * batch.facts(1).sources, 6
+            yield Op("pick", work=Compute(elementwise_bytes=nbytes, launches=launches))
         if store.asks.any():
             yield from sized_exchange("ask", loads.asked, store.asks)
             yield Op("fetch", work=Exchange(loads.fetched))
