@@ -68,7 +68,7 @@ def as_rank(strategy: str, ranks: int, number: int, folder: str) -> dict[str, fl
     import torch
     import torch.distributed as dist
 
-    from gnnplan.executor.layers.kernels.block import aggregate, aggregate_transposed
+    from gnnplan.executor.layers.kernels.aggregation import aggregate, aggregate_transposed
     from gnnplan.executor.minibatch.share import share_of
     from gnnplan.executor.modules.own import net_of
     from gnnplan.executor.ranks.comm import swap

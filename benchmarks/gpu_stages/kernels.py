@@ -27,7 +27,7 @@ from gnnplan.executor.layers.kernels import (
     linear,
     softmax_aggregate,
 )
-from gnnplan.executor.layers.kernels.block import no_beta_warning, sparse_product, spmm
+from gnnplan.executor.layers.kernels.aggregation import no_beta_warning, sparse_product, spmm
 from gnnplan.planner.cluster.compute import Roofline
 from gnnplan.planner.graph.graph import spread_of
 from gnnplan.planner.problem.inputs import read_cluster

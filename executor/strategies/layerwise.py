@@ -23,7 +23,7 @@ from gnnplan.executor.layers.kernels import (
     release_memory,
     together,
 )
-from gnnplan.executor.layers.kernels.runtime import triton_kernels
+from gnnplan.executor.layers.kernels.gpu import triton_kernels
 from gnnplan.executor.layers.layer import ColumnLayer, no_dropout, partial_sums
 from gnnplan.executor.layers.models import Net
 from gnnplan.executor.layers.norms import Moments

@@ -29,8 +29,8 @@ from torch.utils._pytree import tree_flatten, tree_map_only
 from gnnplan.executor.layers.kernels import (
     GOLDEN,
     Block,
+    aggregation,
     attention,
-    block,
     hashed_dropout,
     mapped,
     mix,
@@ -373,7 +373,7 @@ def _dropout(
 
 # name -> what computes the same on the host, and launches forward and backward
 OURS: dict[str, tuple[Callable[..., Tensor], int, int]] = {
-    "spmm": (block.spmm, 1, 0),
+    "spmm": (aggregation.spmm, 1, 0),
     "dropout": (_dropout, 1, 1),
     "attend": (attention.attend, 1, 5),
     "attend_pairs": (attention.attend_pairs, 1, 7),
@@ -479,7 +479,7 @@ def pretend_device(monkeypatch):
     }.items():
         monkeypatch.setattr(torch.cuda, name, value)
     kernels = {name: functools.partial(_Kernel.apply, name) for name in OURS}
-    for module in (attention, block, hashed_dropout):
+    for module in (aggregation, attention, hashed_dropout):
         monkeypatch.setattr(module, "triton_kernels", lambda: SimpleNamespace(**kernels))
     before = torch.__future__.get_swap_module_params_on_conversion()
     torch.__future__.set_swap_module_params_on_conversion(True)  # a module's .to

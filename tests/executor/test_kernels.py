@@ -28,7 +28,8 @@ from gnnplan.executor.layers.kernels import (
     matmul,
     softmax_aggregate,
 )
-from gnnplan.executor.layers.kernels.block import by_column, sparse_product
+from gnnplan.executor.layers.kernels.aggregation import sparse_product
+from gnnplan.executor.layers.kernels.block import by_column
 from gnnplan.planner.gnn.operations import EDGE_NUMBERS
 from gnnplan.planner.gnn.products import block_rows
 

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from gnnplan.executor.layers.kernels import Block, attend, attend_pairs, dropout
-from gnnplan.executor.layers.kernels.block import aggregate_with_own, sparse_product, spmm
+from gnnplan.executor.layers.kernels.aggregation import aggregate_with_own, sparse_product, spmm
 from gnnplan.executor.layers.kernels.hashed_dropout import _threshold
 
 # interpreters before 3.7 cannot read NumPy's arrays of one number

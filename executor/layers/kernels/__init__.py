@@ -4,8 +4,8 @@ On CPUs torch's default kernels are up to twice as slow as the best, so each ope
 faster one: a public operation, or a private one that is probed at run time.
 
 Open
-    block.py           for `Block`: the edges of a layer, in CSR, with their transpose; for
-                       `aggregate`: weighted sums over edges, and their gradient
+    block.py           for `Block`: the edges of a layer, in CSR, with their transpose
+    aggregation.py     for `aggregate`: weighted sums over edges, and their gradient
     attention.py       for `softmax_aggregate`, `attend`, `attend_pairs`: softmax over edges
     rows.py            for `SparseRows`: features of which most are zero
     matmul.py          for `linear`, `linear_sum`, `Shapes`, `warm_up`: products by MKL or oneDNN
@@ -13,19 +13,19 @@ Open
     few_bits.py        for `UniformWidth`, `MixedWidth`: packed rows with stochastic rounding
     triton_kernels.py  for sums over edges, attention and dropout on GPUs
     page_locked.py     for `sent`, `on_device`: copies to a GPU that do not block the host
-    runtime.py         for typed autograd calls, `backward`, the allocator's settings;
-                       for `triton_kernels`: whether Triton works on this GPU
+    gpu.py             for `triton_kernels`: whether Triton works on this GPU
+    runtime.py         for typed autograd calls, `backward`, the allocator's settings
 
 Shapes: R destination rows, S source rows, E edges, Z stored values of rows, H values per row
 (H_in and H_out for a linear layer)."""
 
-from gnnplan.executor.layers.kernels.attention import attend, attend_pairs, softmax_aggregate
-from gnnplan.executor.layers.kernels.block import (
-    Block,
+from gnnplan.executor.layers.kernels.aggregation import (
     aggregate,
     aggregate_transposed,
     aggregate_with_own,
 )
+from gnnplan.executor.layers.kernels.attention import attend, attend_pairs, softmax_aggregate
+from gnnplan.executor.layers.kernels.block import Block
 from gnnplan.executor.layers.kernels.few_bits import MixedWidth, UniformWidth
 from gnnplan.executor.layers.kernels.hashed_dropout import GOLDEN, dropout, dropout_mask, mix
 from gnnplan.executor.layers.kernels.matmul import (

@@ -14,7 +14,8 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
-from gnnplan.executor.layers.kernels.block import by_column, spmm
+from gnnplan.executor.layers.kernels.aggregation import spmm
+from gnnplan.executor.layers.kernels.block import by_column
 from gnnplan.executor.layers.kernels.page_locked import sent
 from gnnplan.executor.layers.kernels.runtime import apply
 
