@@ -4,6 +4,7 @@ import inspect
 import json
 import pickle
 import re
+import shutil
 from dataclasses import fields
 from html import escape
 from pathlib import Path
@@ -372,6 +373,11 @@ def test_from_an_object_in_memory_to_a_validated_run(run, tmp_path):
     assert report.error == pytest.approx(step["predicted_s"] / step["measured_s"] - 1)
     assert str(report) == command("validate", run.out).rstrip()
     assert gnnplan.validate([run]).document["runs"] == 1
+    spoilt = shutil.copytree(run.out, tmp_path / "spoilt")
+    rank = json.loads((spoilt / "rank0.json").read_text())
+    rank["bytes"]["halo"] += 1
+    (spoilt / "rank0.json").write_text(json.dumps(rank))
+    assert not gnnplan.validate(spoilt).ok
     plan = gnnplan.load_plan(run.out / "plan.json")
     with pytest.raises(gnnplan.SpecError, match="holds a run already"):
         plan.run(run.out)

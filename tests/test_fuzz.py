@@ -256,7 +256,7 @@ PIECES = (
     *(b"!!python/object/apply:os.getcwd []", b"&a ", b"*a", b"<<: ", b"? ", b"- ", b": "),
     *(b"\n", b"\r\n", b"\xef\xbb\xbf", b"\xff\xfe", b"\0", b"---\n", b"%YAML 9\n", b"2001-99-99"),
     *(b"0x" + b"f" * 5000, b"1" * 5000, b"1:" * 3000 + b"1"),
-    *(b"[\n" * 2000, b"{\n" * 2000, b"- " * 2000),
+    *(b"[\n" * 600, b"{\n" * 600, b"- " * 600),
     *(b"=", b"|", b">", b"'", b'"', b"\t", b"#"),
 )
 READERS: list[tuple[str, Any, Callable[[str], Any]]] = [

@@ -2,29 +2,22 @@
 files written here."""
 
 import re
-from collections.abc import Callable
 from dataclasses import replace
 from functools import cache
-from itertools import product
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
 from asked import on
-from examples import NIGHT
 
-from gnnplan.planner.cluster import scaling
 from gnnplan.planner.cluster.doubt import DRAWS
 from gnnplan.planner.cluster.spec import Cluster
 from gnnplan.planner.decision import explain
-from gnnplan.planner.decision.candidate import Candidate
 from gnnplan.planner.decision.search import SearchResult, search
 from gnnplan.planner.decision.sensitivity import of_depths, sentences
 from gnnplan.planner.decision.summary import inputs
 from gnnplan.planner.graph import disk_cache, partition
 from gnnplan.planner.graph.load import load
-from gnnplan.planner.problem.inputs import read_cluster
 from gnnplan.planner.problem.problem import Problem
 from gnnplan.planner.strategies import GraNNDis, parse
 from gnnplan.planner.vocabulary import files
@@ -250,29 +243,3 @@ def test_a_plan_of_mini_batches_says_where_p3_stops_paying():
     read = inputs / sum(batch.rows(rank, 0).size for batch in split for rank in (0, 1))
     assert read > 1
     assert f"ranks read {read:.2f} times" in line("Sampling each for itself, ranks read ")
-
-
-@pytest.mark.parametrize("mode", ["full", "mini"])
-def test_what_would_change_a_measured_machines_plan_is_asked_in_one_pass(mode):
-    """It ended in a traceback: `gnnplan measure` writes rates by size, and a column of clusters had
-    been tried on links and devices of one rate only."""
-    graph = load("synthetic:community?vertices=500&edges=4000&features=16&classes=4")
-    measured = read_cluster(str(MEASURED / "2x2_400Mbit.1.yaml"))
-    assert measured.collectives and measured.device.gather
-    asked = {"model": "gat", "layers": 2, "hidden": 16, "dropout": 0.5, "mode": mode, "batch": 64}
-    found = search(problem_of(graph, measured, **asked), may_use_fewer=False)
-    factors, candidates = np.array([0.25, 4.0]), found.ranked if NIGHT else found.ranked[::9]
-
-    def epoch_s(candidate: Candidate, there: Cluster) -> np.ndarray:
-        asked = replace(candidate.problem, cluster=there)
-        return np.ravel(candidate.strategy.predict(asked).epoch_s)
-
-    def links(name: str) -> Callable[[Cluster, Any], Cluster]:
-        return lambda there, factor: scaling.links(there, factor, [name])
-
-    for scaled, candidate in product(
-        (scaling.device, links("inter_node"), links("intra_node")), candidates
-    ):
-        at_once = epoch_s(candidate, scaled(measured, factors[:, np.newaxis]))
-        one_by_one = [epoch_s(candidate, scaled(measured, factor)) for factor in factors]
-        assert np.broadcast_to(at_once, 2) == pytest.approx(np.concatenate(one_by_one))
