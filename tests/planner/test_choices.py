@@ -54,7 +54,8 @@ def test_regret_is_of_the_printed_epochs():
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "paper", ["gnnpipe", pytest.param("pipegcn", marks=pytest.mark.nightly), "gsplit"]
+    "paper",
+    ["gnnpipe", *(pytest.param(name, marks=pytest.mark.nightly) for name in ("pipegcn", "gsplit"))],
 )
 def test_plans_name_what_print_found(paper):
     """With the constants that plans use; docs/reference/published-figures.md leaves them out."""

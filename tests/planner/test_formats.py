@@ -76,6 +76,7 @@ from gnnplan.planner.graph.parts import Parts, small_arrays
 from gnnplan.planner.vocabulary.errors import SpecError
 
 starts = pytest.mark.processes
+AT_NIGHT = [starts, pytest.mark.nightly]
 COLUMNS = {"edge_type": TYPE[:, None], "node_year": YEAR[:, None]}  # as OGB has them
 VALUES = GRAPH | COLUMNS | ON_EDGES | ON_VERTICES
 WHOLE = {*ALL, *ON_EDGES, *ON_VERTICES}
@@ -777,23 +778,18 @@ BAD = {
         r"x\[0, 0\]: features must be finite",
     ),
 }
-DGL = {
+DGL = {  # its process takes seconds to start
     "dgl: cut off": (cut(dgl_bin), "cannot be read as a DGL graph|cannot be read as DGL's"),
     "dgl: two graphs": (two_dgl_graphs, "holds 2 graphs, one is needed"),
     "dgl: petabytes": (lying_dgl, r"DGL ended with|cannot be read as a DGL graph"),
 }
 
 
-def at_night(name: str) -> list[pytest.MarkDecorator]:
-    """Its process takes seconds to start."""
-    return [starts] if name == "dgl: petabytes" else [starts, pytest.mark.nightly]
-
-
 @pytest.mark.parametrize(
     "write, words",
     [
         *(pytest.param(*case, id=name) for name, case in BAD.items()),
-        *(pytest.param(*case, id=name, marks=at_night(name)) for name, case in DGL.items()),
+        *(pytest.param(*case, id=name, marks=AT_NIGHT) for name, case in DGL.items()),
     ],
 )
 def test_bad_input_is_named_and_leaves_nothing(tmp_path, place, write, words):

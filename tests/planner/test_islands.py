@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 from asked import by_statistics, fullest_bytes, on
-from examples import examples
+from examples import NIGHT, examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -279,11 +279,12 @@ def fastest_s(servers: int, intra: float) -> dict[str, float]:
 
 @pytest.mark.slow
 def test_slow_pcie_between_islands_makes_them_preload_and_fast_pcie_does_not():
-    """One server. Then two: islands beat servers where halos would pass a slow PCIe, and lose where
-    it is as fast as NVLink."""
-    slow, fast = fastest_s(1, 1e8), fastest_s(1, 1e11)
-    assert set(slow) == set(fast) == {"none", "island"}
-    assert slow["island"] < 0.7 * slow["none"] and fast["island"] > fast["none"]
+    """Islands beat servers where halos would pass a slow PCIe, and lose where it is as fast as
+    NVLink. At night of one server too."""
+    if NIGHT:
+        slow, fast = fastest_s(1, 1e8), fastest_s(1, 1e11)
+        assert set(slow) == set(fast) == {"none", "island"}
+        assert slow["island"] < 0.7 * slow["none"] and fast["island"] > fast["none"]
     slow, fast = fastest_s(2, 1e8), fastest_s(2, 1e11)
     assert slow["island"] < 0.8 * min(slow["server"], slow["none"])
     assert fast["server"] < min(fast["island"], fast["none"])

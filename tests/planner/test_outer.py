@@ -2,6 +2,7 @@
 and of ports, wherever ranks sit."""
 
 import tracemalloc
+from itertools import product
 
 import numpy as np
 import pytest
@@ -9,6 +10,7 @@ from any_wiring import LINKS, between, wiring
 from examples import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from pairwise import covered
 
 from gnnplan.planner.cluster.cost import Cost
 from gnnplan.planner.cluster.spec import Cluster, Device, Fabric
@@ -94,8 +96,9 @@ def test_ports_are_as_busy_as_by_every_message(cluster, data):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("oversubscription", [None, 2.0])
-@pytest.mark.parametrize("whole_servers", [False, True])
+@pytest.mark.parametrize(
+    ("oversubscription", "whole_servers"), covered([*product((None, 2.0), (False, True))], set)
+)
 def test_links_of_8192_gpus_are_shared_as_by_flows(oversubscription, whole_servers):
     """Samples of 64 ranks: every message with a rate of its own takes 5 % longer at most."""
     rng, gpus = np.random.default_rng(0), 8
@@ -114,14 +117,15 @@ def test_links_of_8192_gpus_are_shared_as_by_flows(oversubscription, whole_serve
         assert told <= flowing * (1 + 1e-9) and flowing < 1.05 * told
 
 
+AT_NIGHT = ("bns", "feature_parallel", "granndis", "gsplit")
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "text",
     [
-        *("pipegcn", "granndis", "gnnpipe(stages=2)"),
-        "data_parallel(cache=1000000,features='spread')",
-        *(pytest.param(text, marks=pytest.mark.nightly) for text in ("bns", "feature_parallel")),
-        pytest.param("gsplit", marks=pytest.mark.nightly),
+        *("pipegcn", "gnnpipe(stages=2)", "data_parallel(cache=1000000,features='spread')"),
+        *(pytest.param(text, marks=pytest.mark.nightly) for text in AT_NIGHT),
     ],
 )
 def test_no_pair_of_8192_gpus_is_written_down(text):

@@ -162,7 +162,8 @@ def test_speedup_is_over_the_fewest_gpus_that_fit():
 def test_where_nothing_fits_it_says_how_much_memory_would():
     # with too little memory in a server to train chunk by chunk
     base = question("ogbn-papers100M", "l4_box", "host_memory=1GB", layers=3)
-    found = scale(base, [4, 64], Search(exact=True))
+    asked = Search(exact=True, forced=parse("graph_parallel"))
+    found = scale(base, [4, 64], asked)
     small, large = found.sizes
     assert small.found is None and isinstance(small.error, Infeasible)
     assert small.needs_bytes > base.cluster.device.memory
@@ -170,12 +171,12 @@ def test_where_nothing_fits_it_says_how_much_memory_would():
     roomy, tight = (
         problem_of(on(base, memory=share * small.needs_bytes), 4) for share in (1.001, 0.999)
     )
-    assert search(roomy, exact=True, may_use_fewer=False).best
+    assert search(roomy, exact=True, forced=asked.forced).best
     with pytest.raises(Infeasible):
-        search(tight, exact=True, may_use_fewer=False)
+        search(tight, exact=True, forced=asked.forced)
     assert large.found and found.first is large and found.fitting == [large]
-    with pytest.raises(Infeasible, match="nothing fits on any of 1, 4 GPUs; on 4: nothing fits"):
-        scale(base, [1, 4])
+    with pytest.raises(Infeasible, match="nothing fits on any of 1, 4 GPUs; on 4: graph_parallel"):
+        scale(base, [1, 4], asked)
 
 
 def test_where_a_strategy_takes_over():

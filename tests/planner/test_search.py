@@ -82,7 +82,7 @@ def test_a_search_tells_what_it_evaluates(found):
     st.sampled_from(["gcn", "gcnii"]),
     st.sampled_from([1e6, 1e8, 1e10]),
 )
-@settings(deadline=None, max_examples=examples(15))
+@settings(deadline=None, max_examples=examples(10))
 def test_every_candidate_is_ranked_or_rejected_and_the_fastest_leads(
     servers, gpus, layers, model, inter
 ):
@@ -167,13 +167,6 @@ def test_forced():
         with pytest.raises(SpecError, match=words):
             search(asked, exact=exact, forced=parse(text))
     assert search(problem, exact=True, forced=parse("gnnpipe(chunks=1)")).best.strategy.exact
-
-
-@pytest.mark.slow
-def test_a_workload_of_mini_batches_weighs_the_families_that_train_on_them():
-    problem = problem_of(mode="mini", batch=100, fanout=(5, 5, 5, 5))
-    ranked = search(problem, may_use_fewer=False).ranked
-    assert {c.strategy.family for c in ranked} == {"data_parallel", "gsplit", "p3"}
 
 
 def of_few_training_vertices(servers: int, gpus: int, known: bool, inter: float) -> Problem:
@@ -363,9 +356,9 @@ def test_a_plan_says_what_was_asked_for_and_what_was_found(document, found):
 
 @pytest.mark.slow
 def test_explanations_of_one_server_and_of_statistics():
-    explained = plan.make(search(problem_of(1, 2)))["explanation"]
+    explained = plan.make(search(problem_of(1, 2, layers=2)))["explanation"]
     assert any("nothing crosses servers" in line for line in explained)
-    guess = by_statistics(problem_of())
+    guess = by_statistics(problem_of(1, 2, layers=2))
     assert "statistics only" in plan.make(search(guess))["summary"]["inputs"]
 
 

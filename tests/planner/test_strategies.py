@@ -175,7 +175,7 @@ def test_stale_exchanges_come_one_after_the_other():
 
 @pytest.mark.slow
 @given(problems())
-@some(6)
+@some(5)
 def test_bytes_of_the_schedule_are_those_of_predict_where_only_statistics_are_known(problem):
     problem = by_statistics(problem)
     for strategy in variants(problem):
