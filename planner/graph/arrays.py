@@ -228,12 +228,12 @@ class Rows:
         np.lib.format.write_array_header_1_0(self.stream, about | {"shape": self.shape})
 
     def close(self) -> None:
-        """Write the final header, and sync the file to disk."""
-        self.stream.flush()
-        self._header()
-        self.stream.flush()
-        os.fsync(self.stream.fileno())
-        self.stream.close()
+        """Write the final header, sync the file to disk, and close it, also if the disk is full."""
+        with self.stream:
+            self.stream.flush()
+            self._header()
+            self.stream.flush()
+            os.fsync(self.stream.fileno())
 
 
 def write_rows(path: Path, pieces: Iterable[Array]) -> Rows:

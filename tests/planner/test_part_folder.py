@@ -6,9 +6,8 @@ import os
 import resource
 import shutil
 import signal
-import subprocess
-import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import numpy as np
@@ -291,52 +290,36 @@ def test_more_vertices_than_ids_of_32_bits_are_refused(tmp_path):
         load(str(folder))
 
 
-PARTITION = "import sys; sys.argv[0] = 'gnnplan'; from gnnplan.cli import main; main()"
-OF_THREE = f"""
-import numpy as np
-from pathlib import Path
-from gnnplan.planner.graph.load import load
-from gnnplan.planner.ownership.parts import write_parts
-from gnnplan.planner.vocabulary.errors import SpecError
-owner = np.repeat(np.int32([0, 1, 2]), [500, 500, 1500])
-try:
-    write_parts(load({GRAPH!r}), owner, "hash", 0, Path("FOLDER"))
-except SpecError as error:
-    print(error)
-"""
+@contextmanager
+def files_of_at_most(nbytes: int) -> Iterator[None]:
+    """As on a disk that is full."""
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (nbytes, before[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
 
 
-def done(code: str, *words: str, most: int | None = None) -> subprocess.CompletedProcess[str]:
-    """Of a process whose files may have so many bytes."""
-
-    def limit() -> None:
-        if most is not None:
-            resource.setrlimit(resource.RLIMIT_FSIZE, (most, most))
-
-    command = [sys.executable, "-c", code, *words]
-    return subprocess.run(command, preexec_fn=limit, text=True, capture_output=True, timeout=60)
-
-
-@pytest.mark.processes
-def test_ids_beyond_32_bits_are_refused_and_nothing_is_left(tmp_path):
+def test_ids_beyond_32_bits_are_refused_and_nothing_is_left(tmp_path, gnnplan):
     np.savez(tmp_path / "g.npz", src=np.array([0, 2**31]), dst=np.array([1, 1]))
-    words = str(tmp_path / "g.npz"), "-k", "2", "-o", str(tmp_path / "parts")
-    ended = done(PARTITION, "partition", *words)
-    assert ended.returncode == 2 and "2,147,483,64" in ended.stderr
+    answer = gnnplan("partition", tmp_path / "g.npz", "-k 2 -o", tmp_path / "parts")
+    assert answer.code == 2 and "2,147,483,64" in answer.err
     assert not list(tmp_path.glob("*parts*")) and not list(tmp_path.glob(".parts*"))
 
 
-@pytest.mark.processes
-def test_a_full_disk_leaves_nothing_half_written_and_the_next_attempt_goes_on(tmp_path):
+def test_a_full_disk_leaves_nothing_half_written_and_the_next_attempt_goes_on(tmp_path, gnnplan):
     """The third part's features are the largest file, for it has most vertices."""
     graph, folder = read(GRAPH), tmp_path / "parts"
-    words = GRAPH, "-k", "3", "-o", str(folder), "--partitioner", "hash"
-    ended = done(PARTITION, "partition", *words, most=5_000)
-    assert ended.returncode == 2 and "cannot be written (File too large)" in ended.stderr
+    with files_of_at_most(5_000):
+        answer = gnnplan("partition", GRAPH, "-k 3 --partitioner hash -o", folder)
+    assert answer.code == 2 and "cannot be written (File too large)" in answer.err
     assert not list(tmp_path.glob("*parts*")) and not list(tmp_path.glob(".parts*"))
+    owner = np.repeat(np.int32([0, 1, 2]), [500, 500, 1500])
+    kept = "2 of 3 parts are kept in .* goes on from there"
     # features of 500 vertices take 14 kB, those of 1,500 42
-    ended = done(OF_THREE.replace("FOLDER", str(folder)), most=20_000)
-    assert "2 of 3 parts are kept in" in ended.stdout and "goes on from there" in ended.stdout
+    with files_of_at_most(20_000), pytest.raises(SpecError, match=kept):
+        write_parts(graph, owner, "hash", 0, folder)
     assert not folder.exists()
     begun = tmp_path / ".parts.begun"
     assert sorted(os.listdir(begun)) == ["part0", "part1"]
@@ -345,7 +328,7 @@ def test_a_full_disk_leaves_nothing_half_written_and_the_next_attempt_goes_on(tm
         return [(at / part / "x.npy").stat().st_mtime_ns for part in ("part0", "part1")]
 
     before = times(begun)
-    write_parts(graph, np.repeat(np.int32([0, 1, 2]), [500, 500, 1500]), "hash", 0, folder)
+    write_parts(graph, owner, "hash", 0, folder)
     assert not begun.exists() and np.array_equal(read(str(folder)).indices, graph.indices)
     assert times(folder) == before
 
