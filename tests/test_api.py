@@ -30,8 +30,9 @@ STAND_INS = {"task": "none", "features": "8"}
 
 @pytest.fixture(scope="module")
 def plan():
-    """The plan of GRAPH on a server of CLUSTER with FIELDS; nobody changes it."""
-    return gnnplan.plan(GRAPH, ONE_SERVER, **FIELDS)
+    """The plan of GRAPH on a server of CLUSTER with FIELDS; nobody changes it. Of both modes:
+    planner/test_whole.py."""
+    return gnnplan.plan(GRAPH, ONE_SERVER, mode="full", **FIELDS)
 
 
 @pytest.fixture(scope="module")
@@ -67,7 +68,7 @@ def test_all_that_is_listed_is_there_and_documented():
 
 @pytest.mark.slow
 def test_a_plan_of_python_is_the_plan_of_the_command_line(plan, tmp_path):
-    asked = ("--graph", GRAPH, "--cluster", ONE_SERVER, *OPTIONS)
+    asked = ("--graph", GRAPH, "--cluster", ONE_SERVER, "--mode", "full", *OPTIONS)
     theirs = command("plan", *asked, "-o", tmp_path / "p")
     plan.write(tmp_path / "mine")
     assert (tmp_path / "mine").read_text() == (tmp_path / "p").read_text()
@@ -161,7 +162,7 @@ def test_offers_override_all_clusters_from_one_generator():
 
 @pytest.mark.slow
 def test_where_nothing_fits_on_one_cluster_the_others_are_offered():
-    large = {"graph": "ogbn-papers100M", "gpus": [4], "exact": True, "mode": "full"}
+    large = {"graph": "ogbn-papers100M", "gpus": [4], "strategy": "graph_parallel"}
     small = "l4_box?host_memory=1GB"  # too little to train chunk by chunk
     found = gnnplan.offers(clusters=[small, "l4_box?device.memory=320GB"], **large)
     assert found.best == ("l4_box?device.memory=320GB", 4)
@@ -246,9 +247,8 @@ def test_values_are_taken_as_python_has_them(epoch):
     nested = {"intra_node": {"bandwidth": bandwidth}, "hidden": np.int64(16)}
     dotted = {"intra_node.bandwidth": bandwidth, "hidden": "16"}
     assert epoch.simulate(overrides=nested).document == epoch.simulate(overrides=dotted).document
-    assert gnnplan.plan(
-        GRAPH, ONE_SERVER, overrides={"mode": "mini", "fanout": [5, 3]}, per="epoch", **FIELDS
-    ).workload.fanout == (5, 3)
+    mini = {"overrides": {"mode": "mini", "fanout": [5, 3]}, "strategy": "data_parallel"}
+    assert gnnplan.plan(GRAPH, ONE_SERVER, **mini, **FIELDS).workload.fanout == (5, 3)
     rows = epoch.sweep({"hidden": [16]}).rows
     for one in ({"hidden": 16}, {"hidden": "16"}, "hidden=16"):
         assert epoch.sweep(one).rows == rows

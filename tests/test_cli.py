@@ -75,20 +75,6 @@ def test_profile(gnnplan):
     )
 
 
-def test_plan_of_statistics_for_mini_batches(gnnplan, tmp_path):
-    """From estimated frontiers; there is no graph to run on."""
-    stats, path = tmp_path / "stats.yaml", tmp_path / "plan.json"
-    stats.write_text(
-        "vertices: 100000\nedges: 2000000\nfeatures: 64\nclasses: 8\ntrain_fraction: 0.1\n"
-    )
-    answer = gnnplan("plan --graph", stats, "--mode mini --ranks 2 -o", path, "--json")
-    assert answer.code == 0, answer.err
-    assert answer.document["best"]["strategy"]["name"] in ("data_parallel", "gsplit", "p3")
-    assert "frontiers are estimated" in answer.document["summary"]["inputs"]
-    assert gnnplan("simulate", path).code == 0
-    assert gnnplan("run", path, "--out", tmp_path / "run").code == 2
-
-
 def test_plan(gnnplan, tmp_path):
     path = tmp_path / "plan.json"
     answer = gnnplan("plan --graph", GRAPH, "--ranks 2 -o", path, "--json")
@@ -183,53 +169,29 @@ def test_simulate(gnnplan, plan_file, tmp_path):
 
 
 def test_simulate_by_flows(gnnplan, plan_file):
-    """Two ranks send each other one message at a time; on a ring of seven servers messages wait for
-    each other."""
+    """On a ring of seven servers messages wait for each other."""
     ring = "--set servers=7 --set gpus_per_server=1 --set fabric.kind=ring"
-    slow = "--set inter_node.bandwidth=10MB/s"
-    for fields, longer in (("--set servers=1", 1.0), (f"{ring} {slow}", 1.001)):
-        bundles, flows = (
-            gnnplan("simulate", plan_file, fields, words, "--json").document["simulated"]
-            for words in ("", "--flows")
-        )
-        assert (
-            flows["epoch_s"] >= bundles["epoch_s"] * (longer - 1e-9)
-            and flows["bytes"] == bundles["bytes"]
-        )
-        assert (
-            flows["critical_path_s"]
-            <= flows["end_s"] * (1 + 1e-9)
-            <= flows["serial_s"] * (1 + 2e-9)
-        )
+    fields = f"{ring} --set inter_node.bandwidth=10MB/s"
+    bundles, flows = (
+        gnnplan("simulate", plan_file, fields, words, "--json").document["simulated"]
+        for words in ("", "--flows")
+    )
+    assert flows["epoch_s"] > 1.001 * bundles["epoch_s"] and flows["bytes"] == bundles["bytes"]
+    assert flows["critical_path_s"] <= flows["end_s"] * (1 + 1e-9)
+    assert flows["end_s"] <= flows["serial_s"] * (1 + 1e-9)
     assert gnnplan("simulate", plan_file, "--flows --sweep servers=1,2").code == 2
 
 
 def test_a_sweep(gnnplan, plan_file):
-    answer = gnnplan("simulate", plan_file, "--sweep servers=1,2,64 --json")
-    told = answer.document
-    assert answer.code == 0 and (told["sweep"], told["strategy"]) == (
-        {"servers": ["1", "2", "64"]},
-        "graph_parallel",
-    )
-    assert [(row["at"], row["ranks"]) for row in told["rows"]] == [
-        ({"servers": "1"}, 2),
-        ({"servers": "2"}, 4),
-        ({"servers": "64"}, 128),
-    ]
-    assert all(
-        row["predicted_s"] > 0 and row["simulated_s"] > 0 and row["plan_simulated_s"] > 0
-        for row in told["rows"][:2]
-    )
-    # 128 ranks, 60 vertices
-    assert told["rows"][2]["best"] is None and "vertex" in told["rows"][2]["reason"]
-    for change in told["changes"]:
-        assert change["from"] != change["to"]
+    told = gnnplan("simulate", plan_file, "--sweep servers=1,64 --json").document
+    assert (told["sweep"], told["strategy"]) == ({"servers": ["1", "64"]}, "graph_parallel")
+    one, many = told["rows"]
+    assert one["at"] == {"servers": "1"} and (one["ranks"], many["ranks"]) == (2, 128)
+    assert min(one["predicted_s"], one["simulated_s"], one["plan_simulated_s"]) > 0
+    assert many["best"] is None and "vertex" in many["reason"]  # of which there are 60
     shown = gnnplan("simulate", plan_file, "--sweep inter_node.bandwidth=1GB/s,10GB/s")
-    assert (
-        shown.code == 0
-        and "inter_node.bandwidth swept" in shown.out
-        and "the recommendation does not change" in shown.out
-    )
+    assert shown.code == 0 and "inter_node.bandwidth swept" in shown.out
+    assert "the recommendation does not change" in shown.out
 
 
 def test_a_sweep_of_several_fields_with_prices_and_noise_to_a_table(gnnplan, plan_file, tmp_path):
@@ -298,17 +260,11 @@ def test_a_plan_on_several_numbers_of_ranks(gnnplan, tmp_path):
     assert [row["gpus"] for row in told["rows"]] == [1, 2]
     for row in told["rows"]:
         alone = gnnplan(*words, "--ranks", row["gpus"], "--json").document["best"]
-        assert {key: row[key] for key in ("epoch_s", "exact", "gpus", "epoch_low_s")} == {
-            key: alone[key] for key in ("epoch_s", "exact", "gpus", "epoch_low_s")
-        }
-        predicted = alone["predicted"]
-        assert (row["memory_bytes"], row["epoch_dollars"]) == (
-            predicted["memory_bytes"],
-            predicted["epoch_dollars"],
-        )
-        first = told["rows"][0]["epoch_s"]
-        assert row["speedup"] == pytest.approx(first / row["epoch_s"])
-        assert row["efficiency"] == pytest.approx(row["speedup"] / row["gpus"])
+        for of, names in (
+            (alone, ("epoch_s", "exact", "gpus", "epoch_low_s")),
+            (alone["predicted"], ("memory_bytes", "epoch_dollars")),
+        ):
+            assert [row[name] for name in names] == [of[name] for name in names]
     # a server more needs a link that the cluster lacks
     [skipped] = told["skipped"]
     assert skipped["gpus"] == 4 and "inter_node" in skipped["reason"]

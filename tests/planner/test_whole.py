@@ -22,6 +22,7 @@ from gnnplan.planner.vocabulary.units import show_long
 from gnnplan.simulator.replay import MOST_TASKS
 
 ARXIV = ("ogbn-arxiv", "dgx_a100")  # two servers of eight
+ONE_SERVER = "dgx_a100?servers=1"
 
 
 @cache
@@ -31,12 +32,12 @@ def planned(graph: str, cluster: str, **fields: Any) -> gnnplan.Plan:
 
 @pytest.mark.slow
 def test_a_small_graph_is_not_distributed():
-    """The answer was 16 GPUs, to save 7.7 ms of an epoch."""
-    plan = planned(*ARXIV)
+    """The answer was all GPUs, to save 7.7 ms of an epoch."""
+    plan = planned("ogbn-arxiv", ONE_SERVER)
     assert plan.best.gpus == 1 and plan.best.exact
     answer = plan.document["summary"]["answer"]
     assert answer.startswith("one NVIDIA A100 40GB is enough: 50 epochs of mini-batches in ")
-    assert "; 16 would save " in answer and " times the GPU hours; 500 epochs of the f" in answer
+    assert "; 8 would save " in answer and " times the GPU hours; 500 epochs of the f" in answer
     assert str(plan).index("answer:") < str(plan).index("use: ")
 
 
@@ -55,6 +56,7 @@ def test_a_large_graph_trains_on_mini_batches(graph, cluster):
     plan = planned(graph, cluster)
     assert plan.workload.mode == "mini" and plan.best.exact
     assert plan.document["summary"]["answer"].count("mini-batches") == 1
+    assert "frontiers are estimated" in plan.document["summary"]["inputs"]
     # surely: the full graph takes many times as long, however many epochs in doubt
     full, mini = (
         min((r["training_s"] for r in plan.document["sizes"] if r["mode"] == mode), default=np.inf)
@@ -65,10 +67,10 @@ def test_a_large_graph_trains_on_mini_batches(graph, cluster):
 
 @pytest.mark.slow
 def test_one_table_has_both_modes_and_all_sizes_with_the_whole_training():
-    plan = planned(*ARXIV)
+    plan = planned("ogbn-arxiv", ONE_SERVER)
     rows = plan.document["sizes"]
     assert [(row["mode"], row["gpus"]) for row in rows] == [
-        (mode, gpus) for mode in ("full", "mini") for gpus in (1, 2, 4, 8, 16)
+        (mode, gpus) for mode in ("full", "mini") for gpus in (1, 2, 4, 8)
     ]
     for row in rows:
         assert row["training_s"] == pytest.approx(row["epochs"] * row["epoch_s"])
@@ -83,10 +85,14 @@ def test_one_table_has_both_modes_and_all_sizes_with_the_whole_training():
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "graph", ["ogbn-arxiv", pytest.param("friendster", marks=pytest.mark.nightly)]
+    ("graph", "cluster"),
+    [
+        ("ogbn-arxiv", ONE_SERVER),
+        pytest.param("friendster", "dgx_a100", marks=pytest.mark.nightly),
+    ],
 )
-def test_the_smallest_size_within_a_tenth_of_the_best_value_is_named(graph):
-    plan = planned(graph, "dgx_a100")
+def test_the_smallest_size_within_a_tenth_of_the_best_value_is_named(graph, cluster):
+    plan = planned(graph, cluster)
     rows = [row for row in plan.document["sizes"] if row["mode"] == "mini"]
 
     def value(row: dict[str, Any]) -> float:
@@ -105,7 +111,8 @@ def test_the_smallest_size_within_a_tenth_of_the_best_value_is_named(graph):
 @pytest.mark.slow
 def test_a_price_decides_how_many_gpus_are_worth_it():
     """Servers are rented whole, so one of eight GPUs costs as much as all."""
-    free, rented = planned(*ARXIV), planned("ogbn-arxiv", "dgx_a100?price=2.50", mode="full")
+    free = planned("ogbn-arxiv", ONE_SERVER)
+    rented = planned("ogbn-arxiv", f"{ONE_SERVER}&price=2.50", mode="full")
     assert free.best.gpus == 1 and 1 <= rented.best.gpus <= 8
     by_gpus = {row["gpus"]: row for row in rented.document["sizes"]}
     assert by_gpus[1]["gpu_hours"] == pytest.approx(by_gpus[1]["training_s"] / 3600)
@@ -125,7 +132,7 @@ def test_cheap_gpus_may_idle():
 
 
 def test_epochs_are_the_users_or_those_of_print_with_doubt():
-    asked = planned(*ARXIV, mode="full", epochs=200).document
+    asked = planned("ogbn-arxiv", "l4_box", mode="full", epochs=200).document
     (row,) = (row for row in asked["sizes"] if row["recommended"])
     assert row["epochs"] == 200 and asked["epochs"]["full"]["source"] == "as --epochs asks"
     assert {row["mode"] for row in asked["sizes"]} == {"full"}
@@ -147,7 +154,7 @@ def test_epochs_are_the_users_or_those_of_print_with_doubt():
 
 @pytest.mark.slow
 def test_a_run_trains_the_epochs_that_the_plan_counts():
-    plan = planned(*ARXIV)
+    plan = planned("ogbn-arxiv", ONE_SERVER)
     assert plan.workload.epochs == plan.document["epochs"]["mini"]["usual"] == 50
     assert plan.best.counted["training_s"] == pytest.approx(50 * plan.best.epoch_s)
 
@@ -171,10 +178,11 @@ def test_a_rule_that_no_strategy_of_a_mode_keeps_is_said_once():
     """Cora has 140 training vertices, and "mini-batches are refused: nothing fits" was all of it;
     with --mode mini thirteen lines said one thing."""
     rule = "a batch is at most the training vertices (batch: 1,024, training vertices: 140)"
-    answer = planned("cora", "dgx_a100").document["summary"]["answer"]
+    pair = "l4_box?gpus_per_server=2"
+    answer = planned("cora", pair).document["summary"]["answer"]
     assert answer.endswith(f"mini-batches are refused: {rule}; use --batch 140")
     with pytest.raises(gnnplan.Infeasible) as alone:
-        planned("cora", "dgx_a100", mode="mini")
+        planned("cora", pair, mode="mini")
     assert str(alone.value).startswith(f"nothing fits: {rule}")
     assert str(alone.value).count("a batch is") == 1
 
@@ -196,7 +204,7 @@ def test_the_epoch_alone_is_one_option():
 
 @pytest.mark.slow
 def test_the_objective_of_a_written_plan_is_read_again(tmp_path):
-    plan = planned(*ARXIV)
+    plan = planned("ogbn-arxiv", ONE_SERVER)
     plan.write(tmp_path / "plan.json")
     document = read(tmp_path / "plan.json")
     assert document["sizes"] == json.loads(json.dumps(plan.document["sizes"]))
