@@ -397,7 +397,7 @@ def files_of(arrays: dict[str, np.ndarray]) -> list[tuple[str, bytes]]:
 
 
 def zipped(path: Path, files: list[tuple[str, bytes]]) -> None:
-    with zipfile.ZipFile(path, "w", zipfile.ZIP_DEFLATED) as archive:
+    with zipfile.ZipFile(path, "w", zipfile.ZIP_DEFLATED, compresslevel=1) as archive:
         for name, raw in files:
             archive.writestr(name, raw)
 
