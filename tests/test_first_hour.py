@@ -167,8 +167,9 @@ def test_a_plan_of_exact_strategies_is_swept_with_exact_strategies(gnnplan, clus
     """`--exact` was forgotten by plan.json, and the sweep recommended PipeGCN."""
     plan, exact = tmp_path / "plan.json", tmp_path / "exact.json"
     ask = ("plan", "--graph", GRAPH, "--cluster", cluster, "--layers", 6, "--ranks", 4)
-    gnnplan(*ask, "--strategy", "granndis", "-o", plan)
-    gnnplan(*ask, "--strategy", "granndis", "--exact", "-o", exact)
+    ask += ("--per", "epoch", "--strategy", "granndis")
+    gnnplan(*ask, "-o", plan)
+    gnnplan(*ask, "--exact", "-o", exact)
     slow = ("--set", "device.gemm=5GFLOP/s", "--sweep", "inter_node.bandwidth=20MB/s", "--json")
     free, kept = (json.loads(gnnplan("simulate", p, *slow).stdout) for p in (plan, exact))
     assert not all(row["exact"] for row in free["rows"])
