@@ -39,12 +39,17 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker("processes")
 
 
+def pytest_configure() -> None:
+    """Of what is imported and collected nothing is garbage."""
+    gc.disable()
+
+
 def pytest_collection_finish() -> None:
     """The collector does as in `gnnplan` (cli/__init__.py), and looks no more at what was imported
     and collected: it took a fifth of the time of tests that plan."""
-    gc.collect()
     gc.freeze()
     gc.set_threshold(10_000)
+    gc.enable()
 
 
 @pytest.fixture(autouse=True)

@@ -75,7 +75,7 @@ def found():
     return evaluate_rows(ROWS)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly  # 120 predictions
 def test_what_is_not_stated_is_not_predicted(found):
     assert len(found["rows"]) + len(found["skipped"]) == len(ROWS)
     assert {each["why"] for each in found["skipped"]} == {"testbed is not stated"}
@@ -85,7 +85,7 @@ def test_what_is_not_stated_is_not_predicted(found):
     assert all(0 < each["low_s"] <= each["high_s"] for each in found["rows"] if "kind" in each)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_ranges_hold_what_they_say_of_works_that_did_not_give_them(found):
     """80 % are aimed at, of epochs on machines that nothing is known of; epochs are off by less
     than a third in the median."""
