@@ -47,7 +47,7 @@ def test_an_example_runs(name, tmp_path):
 @pytest.mark.timeout(300)
 def test_a_package_runs_the_kit_on_its_strategy(tmp_path):
     """`delayed`, installed with its entry point: less than a page of code, all tests of the kit;
-    by day those of its laws and page, at night those that train."""
+    by day those of its recursion, laws and page."""
     package, site = FOLDER / "delayed", tmp_path / "site"
     assert len((package / "gnnplan_delayed.py").read_text(encoding="utf-8").splitlines()) <= 80
     copy = shutil.copytree(package, tmp_path / "delayed")  # a build leaves files behind
@@ -55,7 +55,7 @@ def test_a_package_runs_the_kit_on_its_strategy(tmp_path):
     path = f"{site}{os.pathsep}{FOLDER.parent}"
     env = os.environ | {"PYTHONPATH": path, "GNNPLAN_CACHE": str(tmp_path / "cache")}
     options = ["-q", "-p", "no:cacheprovider", "--rootdir", str(copy), "-W", "error"]
-    by_day = "(entry_point or words or story or page) and not bits and not checkpoint"
+    by_day = "(entry_point or words or story or page or recursion) and not bits and not checkpoint"
     options += [] if NIGHT else ["-k", by_day]
     for command in ([*install, str(site), str(copy)], ["pytest", *options, str(copy)]):
         done = subprocess.run(
