@@ -83,14 +83,9 @@ def check_buckets(name: str, problem: Problem, count: int) -> None:
 def pays(problem: Problem, plain: Strategy, several: Strategy) -> bool:
     """Return whether a search should evaluate variants with several buckets.
 
-    plain: a strategy with one bucket; several: the same strategy with more buckets. Buckets save at
-    most the seconds of the all-reduce.
+    plain: a strategy with one bucket; several: the same strategy with more buckets.
     """
-    layers = problem.workload.layers
-    if not several.suits(problem) or len(buckets_of(problem, layers, narrow=False)) < 2:
+    if not several.suits(problem):
         return False
-    before = plain.predict(problem)
-    most = (1 - GAIN) * float(before.epoch_s)
-    if float(before.epoch_s - before.by_op["all_reduce"]) > most:
-        return False
+    most = (1 - GAIN) * float(plain.predict(problem).epoch_s)
     return float(several.predict(problem).epoch_s) <= most
