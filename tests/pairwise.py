@@ -20,11 +20,15 @@ def pairs(values: Mapping[Any, Hashable]) -> set[Hashable]:
     return set(combinations(values.items(), 2))
 
 
-def cover(rows: Sequence[T], needs: Callable[[T], Iterable[Hashable]]) -> list[T]:
+def cover(
+    rows: Sequence[T],
+    needs: Callable[[T], Iterable[Hashable]],
+    cost: Callable[[T], float] = lambda row: 1,
+) -> list[T]:
     """Few of the rows, in their order, that have together every need that any row has.
 
-    Greedy: the row with most needs that are still open comes next, of equals the first; then those
-    leave whose needs others have.
+    Greedy: the row with most needs that are still open, for its cost, comes next, of equals the first;
+    then those leave whose needs others have, dear ones first.
 
     >>> cover(["ab", "abc", "d"], set)
     ['abc', 'd']
@@ -32,10 +36,13 @@ def cover(rows: Sequence[T], needs: Callable[[T], Iterable[Hashable]]) -> list[T
     has = [set(needs(row)) for row in rows]
     left, chosen = set().union(*has), set[int]()
     while left:
-        best = max(range(len(rows)), key=lambda number: (len(has[number] & left), -number))
+        best = max(
+            range(len(rows)),
+            key=lambda number: (len(has[number] & left) / cost(rows[number]), -number),
+        )
         chosen.add(best)
         left -= has[best]
-    for number in sorted(chosen):
+    for number in sorted(chosen, key=lambda number: (-cost(rows[number]), number)):
         if has[number] <= set().union(*(has[other] for other in chosen - {number})):
             chosen.remove(number)
     return [row for number, row in enumerate(rows) if number in chosen]

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from pairwise import cover, covered
+from pairwise import cover
 from recursions import Batches, measured, recursion_of
 from trainings import SETTINGS, Setting, idle, source
 
@@ -22,7 +22,6 @@ from gnnplan.testing.runs import *  # noqa: F403
 from gnnplan.testing.runs import (
     FinishedRun,
     must_be_as_one_process,
-    must_have_learnt,
     must_resume_as,
     one_process,
 )
@@ -30,7 +29,15 @@ from gnnplan.testing.runs import (
 pytestmark = pytest.mark.timeout(110)
 
 NEAR = {"float64": (1e-9, 1e-9), "float32": (1e-4, 1e-4)}  # weights, losses
-BY_DAY = cover(SETTINGS, Setting.needs)
+BY_DAY = cover(SETTINGS, Setting.needs, lambda setting: 1.5 + setting.world)
+
+
+def by_day(settings: list[Setting]) -> list[Any]:
+    """The settings as parameters of a test."""
+    return [
+        setting if setting in BY_DAY else pytest.param(setting, marks=pytest.mark.nightly)
+        for setting in settings
+    ]
 
 
 @pytest.fixture(scope="module")
@@ -59,7 +66,7 @@ class OfSetting(FinishedRun):
 _played: dict[str, OfSetting] = {}
 
 
-@pytest.fixture(params=covered(SETTINGS, Setting.needs, several=False), ids=str)
+@pytest.fixture(params=by_day(SETTINGS), ids=str)
 def played(request, run_ranks, sources):
     setting = request.param
     if str(setting) not in _played:
@@ -95,9 +102,12 @@ def test_they_train_what_one_process_or_the_recursion_does(played, run_ranks, so
 def must_be_near_in_bfloat16(result: Result, alone: Result) -> None:
     """Rows that cross are rounded once more: 2^-9 of their value. Where that turns the sign of a
     number before ReLU, a gradient of these few rows changes by some percent, as it does between
-    float32 and bfloat16 in one process; GCNII's residuals keep it below one."""
-    assert result.losses == pytest.approx(alone.losses, rel=2**-9)
-    if result.case.workload["model"] == "gcnii" and "mode" not in result.case.workload:
+    float32 and bfloat16 in one process; GCNII's residuals keep it below one. After
+    eight batches losses are as far apart as those of the two types."""
+    of_batches = "mode" in result.case.workload
+    first = 2 if of_batches else result.case.epochs
+    assert result.losses[:first] == pytest.approx(alone.losses[:first], rel=2**-9)
+    if result.case.workload["model"] == "gcnii" and not of_batches:
         assert difference(result.weights, alone.weights) <= 0.01
 
 
@@ -107,9 +117,16 @@ def must_follow_its_recursion(result: Result, run_ranks: Ranks) -> None:
     case = result.case
     recursion = recursion_of(case, result.world)
     losses = recursion.losses(case.epochs)
-    # what is late is normalised with other moments, so that biases before these do move
+    # what is late is normalised with other moments, so that biases before these do move; what is
+    # rounded before it is moves them by a millionth
     unmoved = () if getattr(recursion, "sent", None) else idle(case)
-    must_have_learnt(result, losses, recursion.state, unmoved)
+    weights, expected = result.weights, dict(recursion.state)
+    if case.settled(case.problem(result.world)).codec.packs:
+        for name in unmoved:
+            assert (weights.pop(name) - expected.pop(name)).abs().max() <= 1e-9, name
+        unmoved = ()
+    assert result.losses == pytest.approx(losses, rel=1e-9)
+    assert difference(weights, expected, unmoved) <= 1e-9
     graph, metric = recursion.graph, case.problem(result.world).metric
     if not isinstance(recursion, Batches):
         answers = recursion.answers()
@@ -119,7 +136,7 @@ def must_follow_its_recursion(result: Result, run_ranks: Ranks) -> None:
             assert result.metrics[-1][f"{part}_{metric}"] == pytest.approx(expected, rel=1e-9)
     if "islands" not in case.graph and "trim=True" not in case.strategy:
         exact = one_process(run_ranks, case).weights
-        assert difference(result.weights, exact, unmoved) > 1e-3
+        assert difference(weights, {name: exact[name] for name in weights}, unmoved) > 1e-3
 
 
 def same_bits(result: Result, plain: Result) -> None:
@@ -130,11 +147,7 @@ def same_bits(result: Result, plain: Result) -> None:
 
 @pytest.mark.parametrize(
     "played",
-    [
-        setting if setting in BY_DAY else pytest.param(setting, marks=pytest.mark.nightly)
-        for setting in SETTINGS
-        if "resumes" in setting.words
-    ],
+    by_day([setting for setting in SETTINGS if "resumes" in setting.words]),
     indirect=True,
     ids=str,
 )

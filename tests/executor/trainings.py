@@ -100,27 +100,42 @@ class Setting(NamedTuple):
         return "sgd" if rounds or not parse(self.strategy).exact else "adam"
 
     def needs(self) -> set[Hashable]:
-        """Of each family every knob, of numbers none, one and more, and every world; of each program of
-        ranks every model; every graph and other word, on the full graph and in batches."""
+        """Of each family every knob, of numbers none, a part, one and more, and every world; of each
+        program of ranks a model that reads attention, one that reads its first rows again, and bfloat16;
+        every model, graph and other word, of numbers whichever, on the full graph and in batches."""
         parsed = parse(self.strategy)
         knobs = {
-            (knob, min(value, 2) if type(value) in (int, float) else str(value))
+            (knob, size(value))
             for knob, value in parsed.knobs().items()
             if f"{knob}=" in self.strategy
         }
-        sizes = ("batch=", "fanout=", "epochs=", "layers=", "hidden=", "as=", "lr=")
-        words = [word for word in self.words if not word.startswith(sizes)]
+        sizes = {"batch", "fanout", "epochs", "layers", "hidden", "as", "lr"}
+        words = {word for word in self.words if "=" not in word}
+        words |= {
+            f"{name}={value}" if isinstance(value, str) else name
+            for name, value in self.fields.items()
+            if name not in sizes
+        }
+        base, _, way = self.graph.partition("/")
+        reads = "attention" if self.model in ATTENTION else "deep" if self.model in DEEP else ""
+        by_program = {reads, way, *words & {"resumes", "streams", "dtype=bfloat16"}}
+        of_ranks = {*words - {"uncompared"}, base, self.model} if self.world > 1 else ()
         return {
             *((parsed.name, *knob) for knob in knobs),
             *((parsed.name, self.world > 2), (parsed.name, self.servers > 1)),
             (self.world, self.servers),
-            (parsed.executor, self.model),
-            *((parsed.name, word) for word in words if word.startswith("dtype=")),
-            *((parsed.executor, word) for word in words if word in ("resumes", "streams")),
-            (parsed.executor, self.graph.partition("/")[1:]),
-            str(self) if "often" in self.words else "",
-            *((parsed.mode, word) for word in (*words, self.graph, self.dropout > 0)),
+            *((parsed.executor, word) for word in by_program),
+            str(self) if "often" in words else "",
+            (parsed.executor, self.dropout > 0),
+            *((parsed.mode, word) for word in of_ranks),
         }
+
+
+def size(value: object) -> Hashable:
+    """None, a part, one or more."""
+    if type(value) not in (int, float):
+        return str(value)
+    return "a part" if 0 < value < 1 else min(value, 2)
 
 
 def value_of(text: str) -> Any:
@@ -253,7 +268,7 @@ LINES = """
     2 1 bns(p=0.5,bits=2) rough 0.5 gcn often
     4 2 granndis(depth=1,bits=2) rough 0.5 gcn uncompared
     4 2 granndis(batches=2,bits=4) rough 0.0 sage uncompared
-    4 1 gnnpipe(stages=2,chunks=24,bits=2) rough 0.5 gcnii often  # some hand on nothing
+    4 1 gnnpipe(stages=2,chunks=24,bits=2) rough 0.5 gcnii  # some hand on nothing
     2 1 data_parallel(prefetch=1,buckets=4) rough 0.5 sage mini
     # rows turned into columns: fewer columns than ranks, no sums in some steps, an encoder, moments
     3 1 feature_parallel rough 0.5 gin norm=batch
@@ -264,11 +279,9 @@ LINES = """
     3 1 feature_parallel(order='alternating') rough 0.5 gcn often
     3 1 snp(splitter='random',checkpoint=True) sparse 0.5 gcn mini often
     4 2 snp(group='all',splitter='random',buckets=2) multi 0.0 sage mini hidden=12 norm=layer often  # sums first
-    4 2 snp(prefetch=1,features='spread') multi 0.5 sgc mini
-    4 2 dnp(prefetch=1) multi 0.5 gat mini
     4 2 p3 islands 0.0 gcn mini batch=4 fanout=full norm=layer
     2 1 p3 sparse 0.5 sgc mini layers=1
-    2 2 p3(copies=2) rough 0.0 gat mini heads=4
+    4 2 p3(over='rank',copies=2,prefetch=1,cache=200) rough 0.0 gat mini heads=4
     4 2 p3(over='rank') sparse 0.5 sage mini
     # moments before layers and the decoder
     3 1 graph_parallel rough 0.5 resgcn norm=batch
@@ -310,13 +323,12 @@ LINES = """
     # link prediction: rows of edges' ends cross where ranks split a batch
     2 1 data_parallel rough 0.5 sage mini batch=60 task=link negatives=2
     2 1 gsplit rough 0.5 gcn mini batch=60 task=link
-    4 2 dnp(group='all',cache=480) sparse 0.5 gat mini
+    4 2 dnp(group='all',cache=480,prefetch=1) sparse 0.5 gat mini
     2 1 dnp(prefetch=1) rough 0.5 gcn mini batch=60 task=link
-    4 2 snp(group='all',cache=480,features='spread') sparse 0.5 gcn mini
+    4 2 snp(group='all',cache=480,features='spread',prefetch=1) sparse 0.5 gcn mini
     2 1 snp(prefetch=1) rough 0.5 sage mini batch=60 task=link
     4 2 gsplit(splitter='random',narrow=True) sparse 0.0 resgcn mini batch=60 task=link
     2 1 p3(pipelined=True) rough 0.5 sage mini batch=60 task=link
-    4 2 p3(cache=200,prefetch=1) rough 0.0 gat mini
     2 1 p3(cache=300,pipelined=True) sparse 0.5 gcn mini
     # rows in bfloat16, weights in float32
     2 1 graph_parallel(narrow=True,buckets=2) rough 0.5 gcn dtype=bfloat16 norm=layer
@@ -332,7 +344,7 @@ LINES = """
     2 1 snp sparse 0.5 sage mini dtype=bfloat16
     # chunk by chunk, layer 1 on a constant aggregate, and with edges and attention of its own
     1 1 offload(chunks=3) rough 0.5 gat often
-    2 1 offload(chunks=2,trim=True) multi 0.5 sage
+    2 1 offload(chunks=2,trim=True) multi 0.5 sage often
     2 1 offload(chunks=3) rough 0.5 gcn norm=batch
     4 2 offload(chunks=2) multi 0.0 sage dtype=bfloat16
     # chunks of a vertex each, of which some have no edges; of islands nothing crosses
@@ -341,7 +353,7 @@ LINES = """
     1 1 offload(chunks=5) multi 0.5 gcn norm=layer directed
     1 1 offload(chunks=2,trim=True) multi 0.5 sage layers=1
     2 1 offload(chunks=2) islands 0.0 gin optimizer=sgd
-    4 2 offload(chunks=15,trim=True) rough 0.0 sage often
+    4 2 offload(chunks=15,trim=True) rough 0.0 sage
     # every axis; more ranks than classes (4), labels (5) or columns; three ranks on an axis
     2 1 tensor3d(x=1,y=2,z=1) multi 0.5 sage often
     2 1 tensor3d(x=1,y=1,z=2) rough 0.5 gcn directed
@@ -385,8 +397,7 @@ LINES = """
     3 1 pipegcn(narrow=True) rough 0.5 gcn
     2 1 pipegcn_gf(gamma=0.0) rough 0.5 sage as=pipegcn
     # rows of a share of the boundary
-    3 1 bns(p=0.3,narrow=True,buckets=2) rough 0.5 sage
-    3 1 bns(p=0.6,checkpoint=True) rough 0.5 gcnii
+    3 1 bns(p=0.6,narrow=True,checkpoint=True,buckets=2) rough 0.5 gcnii
     2 1 bns(p=0.2) rough 0.5 gin
     3 1 bns(p=0) rough 0.5 gcn
     2 1 bns(p=1) rough 0.5 sage as=graph_parallel
@@ -406,7 +417,7 @@ LINES = """
     4 1 gnnpipe(stages=2,chunks=5,period=2,checkpoint=True) rough 0.5 resgcn
     4 1 gnnpipe(stages=2,chunks=24,period=2) rough 0.5 sage  # members without rows
     2 1 gnnpipe(chunks=1,bits=2) rough 0.5 gcn
-    3 1 gnnpipe(chunks=5,historical_gradients=True,period=1,bits=8) rough 0.5 gcnii
+    3 1 gnnpipe(chunks=5,historical_gradients=True,period=1,bits=8) rough 0.5 gcnii often
     4 1 gnnpipe(stages=2,chunks=3,period=1,bits=4) rough 0.5 sage
     # batch norm over a batch's rows of all ranks; links with an encoder
     2 1 gsplit rough 0.5 gcn mini norm=batch
@@ -465,7 +476,7 @@ LINES = """
     2 1 pipegcn rough 0.3 sage staleness_errors=True resumes
     2 1 pipegcn_f rough 0.3 sage staleness_errors=True resumes
     2 1 pipegcn_g rough 0.3 sage staleness_errors=True resumes
-    2 1 pipegcn_gf rough 0.3 sage gradient_errors=True resumes
+    2 1 pipegcn_gf rough 0.3 sage staleness_errors=True gradient_errors=True resumes
     2 1 pipegcn(buckets=3) rough 0.3 sage norm=batch resumes
     2 1 pipegcn rough 0.3 sage dtype=bfloat16 resumes
     2 1 graph_parallel(bits=2) rough 0.3 sage resumes
@@ -493,14 +504,9 @@ LINES = """
 # what is trained -> on the full graph and in batches: graph, dropout, model and more
 # (gradients of these graphs are some tenths long, so that both lengths clip some steps)
 HOW = """
-    rough 0.3 sage optimizer=adamw lr=0.05 warmup=2 schedule=cosine epochs=5 clip=0.3
-    rough 0.3 sage optimizer=sgd lr=0.2 momentum=0.9 weight_decay=0.05 clip=0.1 schedule=step step_size=2 gamma=0.3
-    rough 0.3 sage optimizer=adam lr=0.05 weight_decay=0.1 warmup=3
-    rough 0.3 sage class_weights=balanced
-    rough 0.3 sage class_weights=(0.5,2.0,0.0,1.5)
-    rough 0.0 sage metric=f1_macro
-    rough 0.0 sage metric=roc_auc
-    multi 0.0 sage metric=f1_macro
+    rough 0.3 sage optimizer=adamw lr=0.05 warmup=2 schedule=cosine epochs=5 clip=0.3 class_weights=balanced metric=f1_macro
+    rough 0.3 sage optimizer=sgd lr=0.2 momentum=0.9 weight_decay=0.05 clip=0.1 schedule=step step_size=2 gamma=0.3 class_weights=(0.5,2.0,0.0,1.5) metric=roc_auc
+    multi 0.3 sage optimizer=adam lr=0.05 weight_decay=0.1 warmup=3 metric=f1_macro
     multi 0.0 sage metric=roc_auc
     one 0.3 sage
     three 0.3 sage loss=mae
