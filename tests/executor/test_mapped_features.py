@@ -1,7 +1,5 @@
 """Features that stay in their file: only rows that are asked for are read."""
 
-import os
-import subprocess
 import sys
 import tracemalloc
 
@@ -55,8 +53,7 @@ def test_features_in_float64_are_trained_on_as_they_are(run_ranks, graphs, tmp_p
     assert results[-2].losses == results[-1].losses
 
 
-@pytest.mark.processes
-def test_only_rows_that_are_asked_for_are_read(tmp_path):
+def test_only_rows_that_are_asked_for_are_read(tmp_path, fork_server):
     """By what the process has resident: neither the first load, which looks at every number, nor
     the second keeps the features."""
     random = np.random.default_rng(0)
@@ -71,14 +68,9 @@ def test_only_rows_that_are_asked_for_are_read(tmp_path):
         np.save(tmp_path / f"{name}.npy", array)
     nbytes = x.nbytes
     del x
-    words = subprocess.run(
-        [sys.executable, __file__, str(tmp_path)],
-        check=True,
-        text=True,
-        stdout=subprocess.PIPE,
-        env=os.environ | {"GNNPLAN_CACHE": str(tmp_path / "cache")},
-    ).stdout
-    first, second, rows = (int(word) for word in words.split())
+    program = [__file__, str(tmp_path)], {"GNNPLAN_CACHE": str(tmp_path / "cache")}
+    (told,) = fork_server.run([program], tmp_path)
+    first, second, rows = map(int, told.stdout.split())
     assert max(first, second, rows) < nbytes / 2
     assert rows >= 8 * WIDTH * 4
 

@@ -116,9 +116,9 @@ MODELS: list[dict[str, Any]] = [
     ("model", "p", "layer", "in_place"),
     covered(
         list(itertools.product(MODELS, (0.0, 0.5), (1, 2, 3), (False, True))),
-        # every layer of every model; of every kind with dropout and without, in place and apart
+        # every model; of every kind every layer with dropout and without, in place and apart
         lambda row: {
-            (str(row[0]), row[2]),
+            str(row[0]),
             *((row[0]["model"], row[2], setting) for setting in enumerate(row[1::2])),
         },
     ),

@@ -31,7 +31,7 @@ COLUMNS = (
     *("memory", "predicted", "logits off by"),
 )
 # some of every run; the rest by night
-OFTEN = {"pyg sage", "gin"}
+OFTEN = {"pyg sage"}
 
 
 @pytest.fixture(scope="module")

@@ -1,9 +1,12 @@
 """One process trains as is written plainly with dense matrices (recursions.py), so that an error
-that all ranks share shows too. By day each training in one way of several."""
+that all ranks share shows too. By day each word, graph and model on the full graph and in batches."""
+
+from collections.abc import Hashable
 
 import numpy as np
 import pytest
 import torch
+from pairwise import covered
 from recursions import Recursion, measured, recursion_of
 from torch import Tensor
 from trainings import ON_BATCHES, ON_FULL_GRAPHS, Setting, idle, lines, source
@@ -18,6 +21,11 @@ pytestmark = pytest.mark.timeout(110)
 TRAININGS = [Setting.of(f"1 1 graph_parallel {line}") for line in lines(ON_FULL_GRAPHS)]
 TRAININGS += [Setting.of(f"1 1 data_parallel {line} mini") for line in lines(ON_BATCHES)]
 TRAININGS = [setting for setting in TRAININGS if "dtype" not in setting.fields]
+
+
+def needs(setting: Setting) -> set[Hashable]:
+    of = setting.graph, setting.model, setting.dropout > 0, *setting.words
+    return {*((setting.strategy, word) for word in of), (setting.model, setting.graph == "sparse")}
 
 
 def must_score(recursion: Recursion, row: dict[str, float], metric: str) -> None:
@@ -44,7 +52,7 @@ def plain_auc(rows: Tensor, pairs: Pairs) -> float:
     return sum(won) / len(won)
 
 
-@pytest.mark.parametrize("setting", TRAININGS, ids=str)
+@pytest.mark.parametrize("setting", covered(TRAININGS, needs, several=False), ids=str)
 def test_one_process_is_plain_training(setting, run_ranks, graphs, tmp_path):
     """Batch norm's running moments are among the weights."""
     case = setting.case(lambda name: source(name, graphs, tmp_path))

@@ -13,12 +13,10 @@ from calls import call, planned
 
 from gnnplan.executor.layers.blocks import features
 from gnnplan.executor.minibatch.share import share_of, targets_of
-from gnnplan.planner.cluster.spec import Cluster
-from gnnplan.planner.gnn.workload import Workload
 from gnnplan.planner.graph.load import load
 from gnnplan.planner.graph.partition import partition
 from gnnplan.planner.ownership.parts import write_parts
-from gnnplan.planner.problem.problem import Problem
+from gnnplan.testing.ranks import Case
 
 pytestmark = pytest.mark.timeout(170)
 
@@ -72,24 +70,13 @@ def test_the_set_up_of_a_rank_takes_little_more_than_its_part(tmp_path, dropout,
 def test_a_rank_reads_its_own_part_only(graphs, tmp_path):
     """The others' files are gone when it looks."""
     folder = parts_of(graphs["rough"], tmp_path / "parts", 3)
-    graph = load(folder)
-    cluster = Cluster.model_validate(
-        {
-            "servers": 1,
-            "gpus_per_server": 3,
-            "device": {"memory": "24GB", "gemm": "10TFLOP/s", "memory_bandwidth": "500GB/s"},
-            "intra_node": {"bandwidth": "2GB/s"},
-            "inter_node": {"bandwidth": "1GB/s"},
-        }
-    )
-    workload = Workload(**FULL)  # type: ignore[arg-type]
-    problem, me, device = Problem(graph.stats, graph, workload, cluster), 1, torch.device("cpu")
+    problem, me, device = Case("", folder, FULL).problem(3), 1, torch.device("cpu")
     for path in Path(folder).glob("part[02]/*.npy"):
         path.unlink()
     layout = problem.layout()
-    share = share_of(layout, me, ["gcn"] * 3, workload)
+    share = share_of(layout, me, ["gcn"] * 3, problem.workload)
     targets_of(problem, share, device)
-    rows = features(problem.data, share.own, workload, device)
+    rows = features(problem.data, share.own, problem.workload, device)
     whole = load(graphs["rough"])
     assert np.array_equal(rows.numpy(), whole.features(share.own))
     assert set(share.own.tolist()) == set(np.flatnonzero(partition(whole, 3) == me).tolist())

@@ -45,8 +45,8 @@ class Two(nn.Module):
 MODULES = {
     "gcn": "Two(GCNConv(f, 64), GCNConv(64, c))",
     "sage": "Two(SAGEConv(f, 64), SAGEConv(64, c))",
-    "sage max": "Two(SAGEConv(f, 64, aggr='max'), SAGEConv(64, c, aggr='max'))",
     "gat": "Two(GATConv(f, 16, heads=4, dropout=0.2), GATConv(64, c))",
+    "sage max": "Two(SAGEConv(f, 64, aggr='max'), SAGEConv(64, c, aggr='max'))",
     "transformer": "Two(TransformerConv(f, 16, heads=4), TransformerConv(64, c))",
     "cheb": "Two(ChebConv(f, 64, K=2), ChebConv(64, c, K=2))",
     "tag": "Two(TAGConv(f, 32, K=2), TAGConv(32, c, K=2))",
@@ -63,10 +63,22 @@ def module(tmp_path: Path, made: str, head: str = HEAD) -> tuple[UserModule, Pie
     return user, user.pieces
 
 
-@pytest.fixture(scope="module", params=every(2, MODULES))
+@pytest.fixture(scope="module", params=every(3, MODULES))
 def of_a_kind(request, tmp_path_factory):
     """A module of each kind, read once for all tests."""
     return module(tmp_path_factory.mktemp("module"), MODULES[request.param])
+
+
+@pytest.fixture(scope="module")
+def sage(tmp_path_factory):
+    return module(tmp_path_factory.mktemp("sage"), MODULES["sage"])
+
+
+@pytest.fixture(scope="module")
+def appnp(tmp_path_factory):
+    """Its steps have first rows that all read again."""
+    head = HEAD.replace("h = F", "return self.last(self.first(x), edge_index)\n        h = F")
+    return module(tmp_path_factory.mktemp("appnp"), "Two(nn.Linear(f, c), APPNP(4, 0.1))", head)
 
 
 def a_block() -> Block:
@@ -130,9 +142,9 @@ def test_memory_of_edges_is_what_stays(of_a_kind):
 
 
 @pytest.mark.slow
-def test_a_step_leaves_nothing_behind(tmp_path):
+def test_a_step_leaves_nothing_behind(sage):
     """A function that calls itself held all values of a step, until Python looked for cycles."""
-    _, pieces = module(tmp_path, MODULES["sage"])
+    pieces = sage[1]
     block, layer = a_block(), pieces.layer(1)
     x, drop = torch.randn(SOURCES, FEATURES), Drop(vertices=torch.arange(SOURCES))
     layer(block, x, drop)
@@ -171,25 +183,24 @@ def test_only_memory_that_somebody_holds_is_copied_before_it_is_changed():
 
 
 @pytest.mark.slow
-def test_only_rows_that_neighbours_read_are_exchanged(tmp_path):
+def test_only_rows_that_neighbours_read_are_exchanged(sage):
     """SAGE's product of a vertex's own row is made by that vertex's rank alone."""
-    _, pieces = module(tmp_path, MODULES["sage"])
+    pieces = sage[1]
     assert [pieces.width(layer) for layer in range(3)] == [FEATURES, 64, CLASSES]
 
 
-def test_rows_that_only_their_vertex_reads_later_stay(tmp_path):
+@pytest.mark.slow
+def test_rows_that_only_their_vertex_reads_later_stay(appnp):
     """APPNP's first rows were exchanged before each of its steps; `narrow` was for our kinds alone."""
-    head = HEAD.replace("h = F", "return self.last(self.first(x), edge_index)\n        h = F")
-    user, _ = module(tmp_path, "Two(nn.Linear(f, c), APPNP(4, 0.1))", head)
-    model = describe(with_module(Workload(), user, []), FEATURES, CLASSES)
+    model = describe(with_module(Workload(), appnp[0], []), FEATURES, CLASSES)
     assert [model.exchanged_width(layer, narrow=False) for layer in (2, 3, 4)] == 3 * [2 * CLASSES]
     assert [model.exchanged_width(layer, narrow=True) for layer in (2, 3, 4)] == 3 * [CLASSES]
 
 
-def test_equal_calls_are_made_once(tmp_path):
+@pytest.mark.slow
+def test_equal_calls_are_made_once(appnp):
     """APPNP makes alpha times its first rows in every step of its own."""
-    head = HEAD.replace("h = F", "return self.last(self.first(x), edge_index)\n        h = F")
-    _, pieces = module(tmp_path, "Two(nn.Linear(f, c), APPNP(4, 0.1))", head)
+    pieces = appnp[1]
     widths = [pieces.width(layer) for layer in range(5)]
     assert widths == [FEATURES, 2 * CLASSES, 2 * CLASSES, 2 * CLASSES, CLASSES]
     names = [node.what for node in pieces.structure.nodes]
@@ -215,6 +226,6 @@ def test_a_forward_that_does_not_come_back_is_refused(does, tmp_path, monkeypatc
 
 
 def test_a_class_that_does_not_come_back_is_refused(tmp_path, monkeypatch):
-    monkeypatch.setattr(sandbox, "MAKING_SECONDS", 10.0)
-    with pytest.raises(SpecError, match=r"line \d+: M\(64, 16\) .*takes more than 10 s"):
+    monkeypatch.setattr(sandbox, "MAKING_SECONDS", 2.0)
+    with pytest.raises(SpecError, match=r"line \d+: M\(64, 16\) .*takes more than 2 s"):
         module(tmp_path, "time.sleep(100)")
