@@ -17,7 +17,7 @@ from gnnplan.planner.gnn.amounts import block_of
 from gnnplan.planner.gnn.counted import Counted, between
 from gnnplan.planner.gnn.kinds import KINDS, Kind, LayerSpec
 from gnnplan.planner.gnn.layer import LayerRecord, record_layer, record_rowwise
-from gnnplan.planner.gnn.operations import BIAS, COPY, MASKED, MASKED_IN_PASSING, RELU, VECTOR
+from gnnplan.planner.gnn.operations import BIAS, COPY, RELU, VECTOR
 from gnnplan.planner.gnn.rows import RowFormat
 from gnnplan.planner.gnn.trace import SUM, Setting, Work
 from gnnplan.planner.gnn.workload import ModuleLayer, Workload
@@ -395,11 +395,6 @@ class Model:
         return Compute(
             0.0, (), 8.0 * weights * self.weight_itemsize, launches, self.weight_itemsize
         )
-
-    @property
-    def masked(self) -> float:
-        """Passes over memory by the gradient of dropout."""
-        return MASKED_IN_PASSING if self.on_gpu else MASKED
 
     def _launches(self, spec: LayerSpec, narrow: bool) -> tuple[int, int]:
         """Return the framework operations (GPU: kernels) of a layer's forward and backward pass."""

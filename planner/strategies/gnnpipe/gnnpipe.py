@@ -151,7 +151,7 @@ def _step(pipe: Pipeline, problem: Problem) -> Iterator[Op]:
     With a codec, rows are packed before `send` and unpacked after `receive`.
     """
     g, b, facts = pipe.members(problem), problem.model.itemsize, pipe.facts(problem)
-    last, kept = settled(pipe.stages) - 1, np.array(pipe.kept(problem), dtype=float)
+    last = settled(pipe.stages) - 1
     rows = facts.rows.astype(float).ravel()  # of each sub-chunk
     works: dict[object, tuple[Compute, Compute]] = {}  # kind of piece -> forward and backward
 
@@ -189,7 +189,7 @@ def _step(pipe: Pipeline, problem: Problem) -> Iterator[Op]:
 
     for stage in range(last + 1):
         ranks, weights = tuple(pipe.group(problem, stage)), pipe.weights(problem, stage)
-        yield Op("history", work=pipe.refresh_work(problem, stage, kept), ranks=ranks)
+        yield Op("history", work=Compute(launches=4, itemsize=b), ranks=ranks)
         yield from pass_of(stage, "f")
         yield from pass_of(stage, "b")
         if g > 1:

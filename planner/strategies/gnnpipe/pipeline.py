@@ -23,7 +23,6 @@ from gnnplan.planner.ownership.chunks import ChunkCounts
 from gnnplan.planner.problem.problem import Problem
 from gnnplan.planner.strategies.base import Example, Strategy, settled
 from gnnplan.planner.vocabulary.errors import SpecError
-from gnnplan.planner.vocabulary.numbers import Number
 from gnnplan.planner.vocabulary.outer import RankMatrix
 from gnnplan.planner.vocabulary.schedule import Compute
 
@@ -238,45 +237,13 @@ class Pipeline(Strategy):
     ) -> tuple[Compute, Compute]:
         """Return forward and backward work of a piece; arrays over sub-chunks [chunks * g]."""
         rows, model = _floats(facts.rows), problem.model.aggregating_first
-        parts = [self._packing(problem, piece, facts)]
+        # gives the sums the shape [chunks * g] even if no part computes anything
+        parts = [(Compute(flops=0.0 * rows, itemsize=model.itemsize),) * 2]
         parts += [model.encode(rows)] if 0 in piece else []
         parts += [self._layer_work(problem, layer, facts) for layer in piece if layer]
         parts += [model.finish(rows)] if len(model.layers) in piece else []
-        # gives the sums the shape [chunks * g] even if no part computes anything
-        parts += [(Compute(flops=0.0 * rows),) * 2]
         forward, backward = (reduce(add, works) for works in zip(*parts, strict=True))
         return forward, backward
-
-    def _packing(
-        self, problem: Problem, piece: tuple[int, ...], facts: ChunkCounts
-    ) -> tuple[Compute, Compute]:
-        """Return forward and backward work around a piece's exchange, if it has an exchange.
-
-        Forward: rows to send are gathered, received rows are placed behind own rows, and all are
-        prepared. Backward does the reverse with the gradients.
-        """
-        model, width = problem.model.aggregating_first, self.exchanged(problem, piece)
-        b = model.itemsize
-        if not width:
-            return Compute(itemsize=b), Compute(itemsize=b)
-        rows = _floats(facts.rows)
-        sent, received = _floats(facts.sends.sum(2)), _floats(facts.sends.sum(1))
-        dropped = received if model.dropout and model.layers[piece[0] - 1].drops else 0.0
-        return (
-            Compute(
-                elementwise_bytes=(2.0 * sent + 2 * rows + 4 * received) * width * b,
-                launches=4,
-                itemsize=b,
-                hash_ops=dropped * width,
-            ),
-            Compute(
-                elementwise_bytes=(3.0 * sent + 2 * rows + 4 * received + model.masked * dropped)
-                * width
-                * b,
-                launches=4,
-                itemsize=b,
-            ),
-        )
 
     def _layer_work(
         self, problem: Problem, layer: int, facts: ChunkCounts
@@ -318,31 +285,6 @@ class Pipeline(Strategy):
         """Return the width of the rows that `stage` sends to the next stage."""
         model, stages = self.shape(problem)
         return model.input_width(stages[stage + 1].start) + model.carried
-
-    def refresh_work(self, problem: Problem, stage: int, rows: Number) -> Compute:
-        """Return the work at the start of a step, which prepares historical rows for each layer.
-
-        rows: the rows that a member keeps, own rows and the remote rows that it reads.
-        """
-        model, stages = self.shape(problem)
-        varying = [
-            model.layers[layer - 1] for layer in stages[stage] if layer > model.first_varying
-        ]
-        dropped = [spec.h_in for spec in varying if model.dropout and spec.drops]
-        # dropout of features; if layer 1 only multiplies them, each chunk does it instead
-        if (
-            model.dropout
-            and model.layers[0].drops
-            and 1 in stages[stage]
-            and not (model.encoder or model.inputs.multiplied_first)
-        ):
-            dropped.append(model.features)
-        return Compute(
-            elementwise_bytes=4.0 * rows * sum(spec.h_in for spec in varying) * model.itemsize,
-            launches=4,
-            itemsize=model.itemsize,
-            hash_ops=rows * float(sum(dropped)),
-        )
 
     def weights(self, problem: Problem, stage: int) -> int:
         """Return the number of parameters of a stage."""
