@@ -43,8 +43,6 @@ PARTS: dict[tuple[str, str], tuple[str, ...]] = {
 REST = {"compute_time_s": "p3", "forward_backward_time_s": "gsplit"}
 # metrics of batches, which do not depend on the machine
 SAMPLED = ("edges_computed", "features_loaded", "frontier_vertices")
-# bytes per neighbour in DGL's adjacency lists (int64 by default), which GSplit spreads over GPUs
-LIST_ENTRY = 8
 
 
 # -- systems as gnnplan's strategies ---------------------------------------------------------------
@@ -72,10 +70,8 @@ def _p3(pipelined: bool, params: Params, problem: Problem) -> dict[str, Any]:
 
 def _gsplit(splitter: str, params: Params, problem: Problem) -> dict[str, Any]:
     """Return GSplit's knobs; a cache fills the memory that training leaves (GSplit Sec. 6.1)."""
-    memory, ranks = problem.cluster.device.memory, problem.ranks
-    lists = LIST_ENTRY * problem.stats.edges // ranks
-    most = int(min(0.6 * memory, memory - lists))
-    cache = max(0, min(most, _features(problem) // ranks + 1))
+    most = int(0.6 * problem.cluster.device.memory)
+    cache = min(most, _features(problem) // problem.ranks + 1)
     return {"splitter": splitter, "cache": cache, "structure": "spread"}
 
 

@@ -24,7 +24,6 @@ ACTIVATED = 2  # over inputs
 # go through a column at a time: a GPU moves 32 bytes for each number, eight times as much.
 NORMED = {"layer": 6, "batch": 2 + 8 * 4}
 MIXED, MIXED_BACKWARD = 3, 7  # over outputs, by GCNII
-EXPONENTIALS = 2  # over messages
 DROPPED = 6  # over inputs with dropout, in the backward pass
 
 
@@ -39,7 +38,6 @@ class TheirModel(Model):
         applied = APPLIED * (spec.weights > 0) + MIXED * self.sends_initial
         width = spec.multiplied if narrow or self.rows(layer).multiplied_first else spec.h_in
         per_source = 0 if self.aggregate_cached(layer) else COPIED * width
-        per_source += EXPONENTIALS * (spec.sums > 1) * spec.h_in
         per_source += 0 if narrow else _activated(spec)
         again = APPLIED_BACKWARD + MIXED_BACKWARD * self.sends_initial
         projected = (COPIED * (spec.h_in + spec.multiplied) + _activated(spec)) * LOCAL

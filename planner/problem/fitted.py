@@ -23,7 +23,6 @@ _BETWEEN = ("inter_node.bandwidth",)
 CONSTANTS = {
     "device": ("device.gemm", "device.memory_bandwidth"),
     "gemm": ("device.gemm",),
-    "memory": ("device.memory_bandwidth",),
     "launch": ("device.launch",),
     "tax": ("device.overlap_tax",),
     "links": (*_INSIDE, *_BETWEEN),
