@@ -273,7 +273,8 @@ class OwnGraphs(Recursion):
             self.operators[server] = self.operator * among
             if strategy.degrees == "local":
                 self.operators[server] = self.locally(self.adjacency * among)
-        assert reads_more  # else the sampled hops would be untested
+        # else the sampled hops would be untested; of islands no hop leads to another server
+        assert reads_more or "islands" in case.graph
         self.batches, self.turn = strategy.batches, lambda step: strategy.turn(problem, step)
         self.batch_of = np.where(graph.train, 0, -1)
         if self.batches > 1:
