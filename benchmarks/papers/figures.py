@@ -1,7 +1,7 @@
 """Predicts a printed figure by closed form, in SI units or as a fraction.
 
 FIGURES has the metrics of one strategy, RATIOS the metrics that compare two. full_graph.py,
-mini_batch.py have metrics that a paper counts differently from gnnplan.
+mini_batch.py and their_memory.py have metrics that a paper counts differently from gnnplan.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from functools import partial
 
 import numpy as np
 
-from gnnplan.papers import full_graph, mini_batch, their_software
+from gnnplan.papers import full_graph, mini_batch, their_memory, their_software
 from gnnplan.papers.interpret import question, testbed
 from gnnplan.papers.question import Question, Row, Skip, Testbeds
 from gnnplan.planner.decision.candidate import evaluate
@@ -110,7 +110,7 @@ FIGURES: dict[str, Callable[[Question], float]] = {
     "throughput_epochs_per_s": lambda case: 1 / _epoch_s(case),
     "comm_time_s": _comm_s,
     "compute_time_s": _compute_s,
-    "reduce_time_s": lambda case: float(np.max(case.prediction.by_op["all_reduce"])),
+    "reduce_time_s": full_graph.reduced,
     "comm_ratio": lambda case: _comm_s(case) / _epoch_s(case),
     "ext_comm_ratio": lambda case: full_graph.between_servers(case) / _epoch_s(case),
     "comm_volume_bytes": _volume,
@@ -160,6 +160,9 @@ def _feasibility(row: Row, testbeds: Testbeds) -> float:
 
 
 def _fits(case: Question) -> bool:
+    if case.row["paper"] in full_graph.PAPERS:
+        params = json.loads(case.row["strategy_params"] or "{}")
+        return their_memory.fits(case, any_batches="updates_per_epoch" not in params)
     try:
         evaluate(case.problem, case.strategy)
     except Infeasible:

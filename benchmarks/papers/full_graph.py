@@ -12,6 +12,8 @@ it. The code shows these differences:
                       before training, and keeps the training vertices (sampler.py).
     GraphSAGELayer    GraNNDis' ResGCN+ aggregates by a mean instead of a softmax of messages
                       (module/model.py).
+    Reducer           PipeGCN all-reduces every parameter separately, each in its own Gloo group,
+                      over TCP (helper/reducer.py).
 """
 
 from __future__ import annotations
@@ -30,6 +32,7 @@ from gnnplan.planner.ownership.estimated_layout import EstimatedLayout, Mixing, 
 from gnnplan.planner.ownership.layout import Expansion, Layout
 from gnnplan.planner.problem.problem import Problem
 
+PAPERS = ("pipegcn", "granndis")
 INDUCTIVE = {"pipegcn": ("reddit", "yelp"), "granndis": ("ogbn-arxiv", "ogbn-products", "reddit")}
 # Fields of Workload that a row does not state. PipeGCN has dropout too, but after an aggregation of
 # features that runs once; a Workload with dropout would aggregate features in every step.
@@ -37,6 +40,7 @@ WORKLOADS: dict[str, dict[str, Any]] = {
     "pipegcn": {"norm": "layer"},
     "granndis": {"aggregation": "sum", "dropout": 0.5},
 }
+TCP_LATENCY = 5e-5  # latency of a message, as presets assume it for Ethernet [s]
 FREE = 1e18  # bandwidth of a link that takes no time [B/s]
 
 
@@ -217,3 +221,22 @@ def between_servers(case: Question) -> float:
     cluster = case.problem.cluster.model_copy(update={"inter_node": free})
     without = replace(case, problem=replace(case.problem, cluster=cluster))
     return float(case.prediction.epoch_s) - float(without.prediction.epoch_s)
+
+
+def reduced(case: Question) -> float:
+    """Return the seconds per epoch of all-reduces."""
+    seconds = float(np.max(case.prediction.by_op["all_reduce"]))
+    if case.row["paper"] != "pipegcn":
+        return seconds
+    messages = tensors(case.problem) * 2 * (case.problem.ranks - 1)  # a ring for each parameter
+    return seconds + messages * TCP_LATENCY
+
+
+def tensors(problem: Problem) -> int:
+    """Return the number of parameter tensors of PipeGCN's GraphSAGE.
+
+    A layer has a matrix and a bias for own rows, and another pair for the aggregate (layer 1 has
+    one pair for both). Every layer except the last has a norm with two tensors.
+    """
+    layers = problem.workload.layers
+    return 4 * layers - 2 + 2 * (layers - 1)

@@ -42,8 +42,8 @@ TESTBEDS = Path(__file__).with_name("testbeds")  # machines that are no presets
 PARAMS = {
     *("aggregates_first", "alpha", "batch", "cache", "chunks", "chunks_rule", "dropout", "epochs"),
     *("fanout", "feature_bytes", "feature_copies", "feature_dim", "gamma", "gpus", "graph_copies"),
-    *("group", "heads", "hop", "inflight_minibatches", "max_hop", "micro_batches"),
-    *("norm", "partitioner", "partitions", "reads", "sampler", "software"),
+    *("group", "heads", "hop", "inflight_minibatches", "last_heads", "max_hop", "micro_batches"),
+    *("most_neighbours", "norm", "partitioner", "partitions", "reads", "sampler", "software"),
     *("stages", "undirected", "updates_per_epoch", "ways", "workers"),
 }
 DIRECTED = ("ogbn-papers100M",)  # all papers print 1.6 billion edges: each citation counts once

@@ -6,9 +6,10 @@ A row whose parameters name its `software` is predicted with this model:
                   works. An epoch, or a batch, takes as long as the slower of the two.
     kernels       Kernels gather whole rows. Attention is several operations along edges; each reads
                   and writes a number per edge and head, or in PyG a row per edge.
-    samplers      A number of `workers` sample and build batches for a rank, and the program's loop
-                  receives the batches one after the other. Or the GPU samples, as in gnnplan
-                  (device_sampler.py).
+    samplers      A number of `workers` sample and build batches for a rank, on cores that all ranks
+                  of a server share. Each samples whole batches, so workers beyond the batches are
+                  idle, and the program's loop receives the batches one after the other. Or the GPU
+                  samples, as in gnnplan (device_sampler.py).
     loads         The program gathers features in the server's memory, and copies them from memory
                   that is not pinned, between two batches. In SALIENT and SGNN the samplers gather;
                   or the GPU reads the server's memory (`reads`). Features may have half width
@@ -89,9 +90,14 @@ PYG_CALLS = Calls(gcn=(10, 6), sage=(8, 9), gat=(48, 34), gin=(14, 14))
 PER_TENSOR = 10  # operations per parameter: zeroing its gradient, and Adam's step
 OF_LOSS = (4, 3)  # operations of the loss, forward and backward
 
-# Attention per edge, forward and backward: numbers per head, and passes over a row.
-DGL_EDGES = (14, 0), (19, 0)
-PYG_EDGES = (22, 6), (25, 10)
+INDEX = 4  # bytes of a vertex or edge id in their kernels
+SECTOR = 32  # bytes that a GPU reads for a number at a random address
+# Attention per edge, forward and backward: numbers per head, indices, numbers at random addresses
+# (by the edge's position in the transposed graph), and passes over a row.
+DGL_EDGES = (14, 12, 0, 0), (19, 15, 2, 0)
+PYG_EDGES = (22, 16, 0, 6), (25, 16, 0, 10)
+# DGL's benchmark of PyG makes attention of both ends' rows on each edge, not of numbers per vertex.
+PYG_ROWS = (22, 16, 0, 14), (25, 16, 0, 25)
 
 
 @dataclass(frozen=True)
@@ -99,7 +105,7 @@ class Program:
     """A training program: operations per layer and per edge, and how it gathers features."""
 
     calls: Calls = DGL_CALLS
-    edges: tuple[tuple[int, int], tuple[int, int]] = DGL_EDGES
+    edges: tuple[tuple[int, ...], tuple[int, ...]] = DGL_EDGES
     # gathering of features: 'in line' (between batches), 'ahead' (by the samplers), or 'by all
     # cores' (between batches)
     slices: str = "in line"
@@ -110,6 +116,7 @@ PROGRAMS = {
     "dgl": Program(),
     "pgl": Program(),
     "pyg": Program(PYG_CALLS, PYG_EDGES, sampler="pyg"),
+    "pyg_rows": Program(PYG_CALLS, PYG_ROWS, sampler="pyg"),
     "salient": Program(PYG_CALLS, PYG_EDGES, "ahead", "salient"),
     "sgnn": Program(slices="by all cores", sampler="salient"),
 }
@@ -132,11 +139,21 @@ def cluster_of(whole: Cluster, row: Row, constants: Mapping[str, float] | None =
     constants = constants or kept(row["paper"])
     ranks = int(row["gpus_per_node"])
     link = _loading(whole, params, ranks, constants)
-    sampled = constants[PROGRAMS[params["software"]].sampler] * int(params.get("workers", 1))
-    rate = 2 * sampled  # for sampling, and for building blocks
+    rate = 2 * _sampling(whole, params, ranks, constants)  # for sampling, and for building blocks
     device = whole.device.model_copy(update={"launch": constants["call"]})
     rates = {"draw": rate, "lay": rate, "receive": constants["receive"]}
     return whole.model_copy(update={"host": link, "host_rates": rates, "device": device})
+
+
+def _sampling(whole: Cluster, params: Params, ranks: int, constants: Mapping[str, float]) -> float:
+    """Return the edges per second of a rank's samplers on the host."""
+    return constants[PROGRAMS[params["software"]].sampler] * _workers(whole, params, ranks)
+
+
+def _workers(cluster: Cluster, params: Params, ranks: int) -> float:
+    """Return the number of samplers of a rank that have a core."""
+    cores = np.inf if cluster.cores is None else cluster.cores / ranks
+    return float(min(int(params.get("workers", 1)), cores))
 
 
 def _loading(whole: Cluster, params: Params, ranks: int, constants: Mapping[str, float]) -> Link:
@@ -183,8 +200,9 @@ class InterpretedModel(TheirModel):
         gathers = [_whole_rows(gather, self.itemsize) for gather in work.gathers]
         if not spec.heads:
             return replace(work, gathers=gathers)
-        numbers, rows = self.program.edges[direction]
+        numbers, indices, random, rows = self.program.edges[direction]
         nbytes = (numbers * spec.heads + rows * spec.h_out) * self.itemsize
+        nbytes += indices * INDEX + random * SECTOR
         moved = work.amounts.get("elementwise_bytes", NOTHING) + nbytes * EDGES
         amounts = work.amounts | {"elementwise_bytes": moved, "attention_edges": NOTHING}
         # the gradient of an attention weight is a product of two rows
@@ -217,16 +235,23 @@ def _whole_rows(gather: GatherAmounts, itemsize: int) -> GatherAmounts:
 
 @dataclass(frozen=True, eq=False)
 class InterpretedProblem(TheirProblem):
-    """A problem for a program in PROGRAMS."""
+    """A problem for a program in PROGRAMS.
+
+    last_heads: number of attention heads of the last layer, which averages them; 0: one head.
+    """
 
     program: Program = PROGRAMS["dgl"]
     feature_bytes: int = 4
+    last_heads: int = 0
 
     @cached_property
     def model(self) -> Model:
-        theirs = super().model
+        theirs, heads = super().model, self.last_heads
         values = {each.name: getattr(theirs, each.name) for each in fields(Model)}
-        return InterpretedModel(**values, program=self.program, feature_bytes=self.feature_bytes)
+        *before, last = theirs.layers
+        last = replace(last, h_out=heads * last.h_out, heads=heads) if heads else last
+        values |= {"program": self.program, "feature_bytes": self.feature_bytes}
+        return InterpretedModel(**values | {"layers": (*before, last)})
 
 
 def as_theirs(problem: TheirProblem, params: Params) -> TheirProblem:
@@ -236,9 +261,10 @@ def as_theirs(problem: TheirProblem, params: Params) -> TheirProblem:
     same: dict[str, Any] = {
         each.name: getattr(problem, each.name) for each in fields(problem) if each.init
     }
-    nbytes = int(params.get("feature_bytes", 4))
-    program = PROGRAMS[params["software"]]
-    return InterpretedProblem(**same, program=program, feature_bytes=nbytes)
+    theirs: dict[str, Any] = {
+        name: int(params[name]) for name in ("feature_bytes", "last_heads") if name in params
+    }
+    return InterpretedProblem(**same, **theirs, program=PROGRAMS[params["software"]])
 
 
 # -- seconds of an epoch ---------------------------------------------------------------------------
@@ -247,6 +273,10 @@ def as_theirs(problem: TheirProblem, params: Params) -> TheirProblem:
 # adjacency lists are int32 and fit the GPU, so it reads none over the host link.
 PARTS = {"draw": "sample", "lay": "sample", "load": "load", "ask": "fetch", "fetch": "fetch"}
 PARTS |= {"read": "left out"}
+# DGL's attention kernels have a thread per row and column, which processes the row's edges one
+# after the other. STEP: time of an edge, for two memory accesses [s]. WALKS: number of such kernels
+# of a layer, forward and backward.
+STEP, WALKS = 3e-7, 7
 
 
 def epoch(case: Question) -> float:
@@ -259,7 +289,7 @@ def epoch(case: Question) -> float:
     at_once = replace(problem, cluster=problem.cluster.model_copy(update={"device": device}))
     of = parts(replace(case, problem=at_once))
     called_s = parts(case)["compute"] - of["compute"]
-    compute_s = max(of["compute"], called_s)
+    compute_s = max(of["compute"] + _walked_s(case, problem), called_s)
     in_line_s = of["receive"] + of["load"] + of["fetch"] + compute_s
     if not (isinstance(chosen, OnBatches) and chosen.prefetch):
         return of["sample"] + in_line_s
@@ -280,10 +310,27 @@ def parts(case: Question) -> dict[str, float]:
         cached = float(str(knobs["cache"])) / (model.features * model.itemsize) / stats.vertices
         plain = replace(case, strategy=replace(case.strategy, cache=0))  # type: ignore[call-arg]
         seconds["load"] = parts(plain)["load"] * (1 - ndtr(stats.spread + ndtri(cached)))
-    params, cluster = json.loads(case.row["strategy_params"] or "{}"), case.problem.cluster
-    in_line = PROGRAMS[params["software"]].slices == "in line"
-    if in_line and case.problem.workload.mode == "mini" and cluster.sampler == "host":
-        # the program's loop receives all batches, whichever worker sampled them
+    return _by_workers(case, seconds)
+
+
+def _by_workers(case: Question, seconds: dict[str, float]) -> dict[str, float]:
+    """Return the seconds if workers sample: each samples whole batches, and the program's loop
+    receives them."""
+    problem, params = case.problem, json.loads(case.row["strategy_params"] or "{}")
+    cluster, slices = problem.cluster, PROGRAMS[params["software"]].slices
+    if problem.workload.mode == "full" or cluster.sampler == "device" or slices == "by all cores":
+        return seconds
+    if slices == "in line":
         rates: dict[Any, float] = cluster.host_rates  # as cluster_of has them
         seconds["receive"] = seconds["sample"] * rates["draw"] / 2 / rates["receive"]
+    batches = case.strategy.steps(problem)
+    workers = _workers(cluster, params, cluster.gpus_per_server)
+    seconds["sample"] *= np.ceil(batches / workers) * workers / batches
     return seconds
+
+
+def _walked_s(case: Question, problem: InterpretedProblem) -> float:
+    """Return the seconds for which a GPU waits for the row with most edges."""
+    most = int(json.loads(case.row["strategy_params"] or "{}").get("most_neighbours", 0))
+    attends = sum(spec.heads > 0 for spec in problem.model.layers)
+    return WALKS * STEP * attends * most * (problem.program.edges is DGL_EDGES)

@@ -9,6 +9,8 @@ import numpy as np
 import pytest
 from printed_rows import row
 
+from gnnplan.papers import figures
+from gnnplan.papers import full_graph as published_full
 from gnnplan.papers.calibrate import scaled
 from gnnplan.papers.figures import predict
 from gnnplan.papers.full_graph import InOrder, among, trained_on
@@ -118,3 +120,19 @@ def test_preloading_costs_more_than_sampling_and_neither_leaves_the_server():
     assert set(sent.bytes_by_link) <= {"intra_node", "inter_node"}
     assert set(sent.bytes) == {"halo", "all_reduce"}
     assert sent.bytes_by_link.get("inter_node", 0) < sent.bytes["all_reduce"]
+
+
+def test_reductions_go_parameter_by_parameter():
+    """20 parameters of four layers, each 2 (m - 1) messages of 50 us beside the bytes."""
+
+    def reduced(row: dict[str, str], **more: str) -> tuple[Any, float]:
+        asked = question({**row, **more, "metric": "reduce_time_s"})
+        return asked, float(np.max(asked.prediction.by_op["all_reduce"]))
+
+    for gpus in (2, 4):
+        asked, once = reduced(PIPEGCN, gpus_per_node=str(gpus))
+        seconds = told(PIPEGCN, "reduce_time_s", gpus_per_node=str(gpus))
+        assert published_full.tensors(asked.problem) == 20
+        assert seconds - once == pytest.approx(20 * 2 * (gpus - 1) * 50e-6)
+    asked, once = reduced(GRANNDIS)
+    assert figures.FIGURES["reduce_time_s"](asked) == once
