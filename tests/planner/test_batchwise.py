@@ -214,8 +214,8 @@ def test_rates_of_a_gpus_sampler_say_nothing_of_one_on_the_host():
 @pytest.mark.parametrize(
     ("kind", "told", "ahead"),
     [
-        pytest.param("cuda", {}, {2, 4, 8}, marks=NIGHTLY),
-        pytest.param("cuda", {"cores": 10}, {2, 4}, marks=NIGHTLY),
+        pytest.param("cuda", {}, {4, 8, 16}, marks=NIGHTLY),
+        pytest.param("cuda", {"cores": 10}, {4}, marks=NIGHTLY),
         ("cuda", {"cores": 4}, {1}),
         pytest.param("cuda", {"cores": 3}, {0}, marks=NIGHTLY),
         ("cuda", {"sampler": "device"}, {0, 1}),  # those who ask each other: 0
@@ -232,6 +232,9 @@ def test_sampling_ahead_is_proposed_where_samplers_have_cores(kind, told, ahead)
     found = [s for family in families(problem) for s in family.candidates(problem)]
     assert {s.knobs()["prefetch"] for s in found} == ahead
     assert {s.name for s in found} == {"data_parallel", "gsplit", "p3"}
+    for several in (s for s in found if s.knobs()["prefetch"] > 1):
+        fewer = replace(several, prefetch=several.knobs()["prefetch"] // 2)  # type: ignore[call-arg]
+        assert several.predict(problem).epoch_s < 0.99 * fewer.predict(problem).epoch_s
     if ahead == {1} and kind == "cuda":
         chosen = search(problem, may_use_fewer=False).best.strategy
         assert chosen.exact
