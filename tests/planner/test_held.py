@@ -8,11 +8,11 @@ import pytest
 from gnnplan.planner.decision.search import families
 from gnnplan.planner.gnn.footprint import OpMemory, in_turn, keeps
 from gnnplan.planner.strategies import GraphParallel, Strategy, parse
-from gnnplan.planner.strategies.gnnpipe import memory as of_stages
+from gnnplan.planner.strategies.gnnpipe import gnnpipe as of_stages
 from gnnplan.planner.strategies.layerwise import chunked as of_chunks
 from gnnplan.planner.strategies.layerwise import memory as of_layers
 from gnnplan.planner.strategies.layerwise import tiles as of_tiles
-from gnnplan.planner.strategies.p3 import memory as of_columns
+from gnnplan.planner.strategies.p3 import p3 as of_columns
 from gnnplan.planner.strategies.p3.p3 import pipelined
 from gnnplan.planner.strategies.program.memory import fullest
 from gnnplan.planner.strategies.program.program import Op, Program
