@@ -7,13 +7,13 @@ A row whose parameters name its `software` is predicted with this model:
     kernels       Kernels gather whole rows. Attention is several operations along edges; each reads
                   and writes a number per edge and head, or in PyG a row per edge.
     samplers      A number of `workers` sample and build batches for a rank, on cores that all ranks
-                  of a server share. Each samples whole batches, so workers beyond the batches are
-                  idle, and the program's loop receives the batches one after the other. Or the GPU
-                  samples, as in gnnplan (device_sampler.py).
+                  of a server share. Or the GPU samples, as in gnnplan (device_sampler.py).
     loads         The program gathers features in the server's memory, and copies them from memory
-                  that is not pinned, between two batches. In SALIENT and SGNN the samplers gather;
-                  or the GPU reads the server's memory (`reads`). Features may have half width
-                  (`feature_bytes`).
+                  that is not pinned. In SALIENT and SGNN the samplers gather; or the GPU reads the
+                  server's memory (`reads`). Features may have half width (`feature_bytes`).
+    overlap       SALIENT samples, loads and trains at the same time. All other programs do so one
+                  after the other: with 4, 8 and 12 workers that sample ahead, an epoch of DGL and
+                  of PyG takes a time, and a time divided by the workers (`ningsir`).
 
 CONSTANTS are rates of software. Works of the same people (WORKS) are predicted with rates that were
 fitted to all other works.
@@ -32,7 +32,7 @@ from scipy.special import ndtr, ndtri
 
 from gnnplan.papers.question import Params, Question, Row
 from gnnplan.papers.their_passes import TheirModel, TheirProblem
-from gnnplan.planner.cluster.compute import WARP_LINE
+from gnnplan.planner.cluster.compute import SECTOR, WARP_LINE
 from gnnplan.planner.cluster.spec import Cluster, Link
 from gnnplan.planner.gnn.amounts import EDGES, NOTHING, Amount
 from gnnplan.planner.gnn.kinds import LayerSpec
@@ -56,12 +56,10 @@ WORKS = (
 # What is believed before a row is seen, within a factor of three (the prior of calibrate.py).
 CONSTANTS = {
     "call": 20e-6,  # host time of a framework operation [s]
-    "dgl": 3e6,  # edges per second that one of the program's workers samples and builds
-    "pyg": 2e6,
-    "salient": 4e6,
-    "receive": 3e7,  # edges per second that a program's loop receives from its workers
+    "sampler": 3e6,  # edges per second that one of the program's workers samples and builds
+    "pyg": 2e6,  # the same for PyG's workers
     "slicing": 6e9,  # rate at which a program gathers rows in the server's memory [B/s]
-    "memory": 2e10,  # the same rate for all programs of a server together [B/s]
+    "memory": 2e10,  # the highest such rate of all programs of a server together [B/s]
 }
 PAGEABLE = 0.5  # share of a host link's bandwidth that copies from unpinned memory reach
 # A host link with this provenance is shared by two GPUs: a single GPU has twice the bandwidth.
@@ -86,12 +84,13 @@ class Calls(NamedTuple):
 # A message passing of DGL prepares frames and looks up types, which takes the time of about ten
 # operations, and has its own autograd function. That of PyG collects arguments.
 DGL_CALLS = Calls(gcn=(28, 11), sage=(20, 10), gat=(58, 46), gin=(22, 14))
+# Its softmax along edges is four kernels forward and two backward. Each was a message before 0.4.3.
+OLD_DGL_CALLS = DGL_CALLS._replace(gat=(58 + 4 * 10, 46 + 2 * 10))
 PYG_CALLS = Calls(gcn=(10, 6), sage=(8, 9), gat=(48, 34), gin=(14, 14))
 PER_TENSOR = 10  # operations per parameter: zeroing its gradient, and Adam's step
 OF_LOSS = (4, 3)  # operations of the loss, forward and backward
 
 INDEX = 4  # bytes of a vertex or edge id in their kernels
-SECTOR = 32  # bytes that a GPU reads for a number at a random address
 # Attention per edge, forward and backward: numbers per head, indices, numbers at random addresses
 # (by the edge's position in the transposed graph), and passes over a row.
 DGL_EDGES = (14, 12, 0, 0), (19, 15, 2, 0)
@@ -106,19 +105,20 @@ class Program:
 
     calls: Calls = DGL_CALLS
     edges: tuple[tuple[int, ...], tuple[int, ...]] = DGL_EDGES
-    # gathering of features: 'in line' (between batches), 'ahead' (by the samplers), or 'by all
-    # cores' (between batches)
+    # gathering of features: 'in line' (by the loop), 'by all cores' (also by the loop), or 'ahead'
+    # (by the samplers)
     slices: str = "in line"
-    sampler: str = "dgl"  # name of the sampler's rate in CONSTANTS
+    sampler: str = "sampler"  # name of the sampler's rate in CONSTANTS
 
 
 PROGRAMS = {
     "dgl": Program(),
+    "dgl_0.3": Program(OLD_DGL_CALLS),
     "pgl": Program(),
     "pyg": Program(PYG_CALLS, PYG_EDGES, sampler="pyg"),
     "pyg_rows": Program(PYG_CALLS, PYG_ROWS, sampler="pyg"),
-    "salient": Program(PYG_CALLS, PYG_EDGES, "ahead", "salient"),
-    "sgnn": Program(slices="by all cores", sampler="salient"),
+    "salient": Program(PYG_CALLS, PYG_EDGES, "ahead"),
+    "sgnn": Program(slices="by all cores"),
 }
 
 
@@ -141,19 +141,15 @@ def cluster_of(whole: Cluster, row: Row, constants: Mapping[str, float] | None =
     link = _loading(whole, params, ranks, constants)
     rate = 2 * _sampling(whole, params, ranks, constants)  # for sampling, and for building blocks
     device = whole.device.model_copy(update={"launch": constants["call"]})
-    rates = {"draw": rate, "lay": rate, "receive": constants["receive"]}
+    rates = {"draw": rate, "lay": rate}
     return whole.model_copy(update={"host": link, "host_rates": rates, "device": device})
 
 
 def _sampling(whole: Cluster, params: Params, ranks: int, constants: Mapping[str, float]) -> float:
     """Return the edges per second of a rank's samplers on the host."""
-    return constants[PROGRAMS[params["software"]].sampler] * _workers(whole, params, ranks)
-
-
-def _workers(cluster: Cluster, params: Params, ranks: int) -> float:
-    """Return the number of samplers of a rank that have a core."""
-    cores = np.inf if cluster.cores is None else cluster.cores / ranks
-    return float(min(int(params.get("workers", 1)), cores))
+    with_a_core = np.inf if whole.cores is None else whole.cores / ranks
+    workers = min(int(params.get("workers", 1)), with_a_core)
+    return constants[PROGRAMS[params["software"]].sampler] * float(workers)
 
 
 def _loading(whole: Cluster, params: Params, ranks: int, constants: Mapping[str, float]) -> Link:
@@ -162,13 +158,14 @@ def _loading(whole: Cluster, params: Params, ranks: int, constants: Mapping[str,
     shared = UNSHARED in whole.provenance.get("host.bandwidth", "")
     rate = link.bandwidth * (1 + (shared and 2 * ranks <= max(whole.gpus_per_server, 2)))
     reads, slices = params.get("reads", ""), PROGRAMS[params["software"]].slices
-    if reads != "device" and slices == "ahead":  # beside the copies
-        rate = min(rate, constants["memory"] / ranks)
+    sliced = constants["memory"] / ranks
+    if slices == "in line":
+        sliced = min(sliced, constants["slicing"])
+        rate *= 1.0 if reads else PAGEABLE
+    if slices == "ahead":  # beside the copies
+        rate = min(rate, sliced)
     elif reads != "device":
-        of_all = 1 / constants["memory"]
-        own = 0.0 if slices == "by all cores" else 1 / constants["slicing"]
-        pinned = reads == "pinned" or slices != "in line"
-        rate = 1 / (own + of_all * ranks + 1 / (rate * (1.0 if pinned else PAGEABLE)))
+        rate = 1 / (1 / sliced + 1 / rate)
     return link.model_copy(update={"bandwidth": rate})
 
 
@@ -280,9 +277,7 @@ STEP, WALKS = 3e-7, 7
 
 
 def epoch(case: Question) -> float:
-    """Return the seconds of an epoch: of the slower of host and GPU, and of sampling and loads.
-
-    A program with prefetching overlaps sampling, and some programs also loads."""
+    """Return the seconds of an epoch: of the slower of host and GPU, and of sampling and loads."""
     problem, chosen = case.problem, case.strategy
     assert isinstance(problem, InterpretedProblem)
     device = problem.cluster.device.model_copy(update={"launch": 0.0})
@@ -290,17 +285,14 @@ def epoch(case: Question) -> float:
     of = parts(replace(case, problem=at_once))
     called_s = parts(case)["compute"] - of["compute"]
     compute_s = max(of["compute"] + _walked_s(case, problem), called_s)
-    in_line_s = of["receive"] + of["load"] + of["fetch"] + compute_s
-    if not (isinstance(chosen, OnBatches) and chosen.prefetch):
-        return of["sample"] + in_line_s
-    if problem.program.slices == "in line":
-        return max(of["sample"], in_line_s)
-    return max(of["sample"], of["load"], of["fetch"], compute_s)
+    steps_s = of["sample"], of["load"], of["fetch"], compute_s
+    ahead = isinstance(chosen, OnBatches) and chosen.prefetch and problem.program.slices == "ahead"
+    return max(steps_s) if ahead else sum(steps_s)
 
 
 def parts(case: Question) -> dict[str, float]:
-    """Return the seconds of an epoch by part: sample, receive, load, fetch, compute."""
-    seconds = dict.fromkeys((*PARTS.values(), "receive", "compute"), 0.0)
+    """Return the seconds of an epoch by part: sample, load, fetch, compute."""
+    seconds = dict.fromkeys((*PARTS.values(), "compute"), 0.0)
     for kind, by_rank in case.prediction.by_op.items():
         seconds[PARTS.get(kind.partition(":")[0], "compute")] += float(np.max(by_rank))
     knobs, stats, model = case.strategy.knobs(), case.problem.stats, case.problem.model
@@ -310,22 +302,6 @@ def parts(case: Question) -> dict[str, float]:
         cached = float(str(knobs["cache"])) / (model.features * model.itemsize) / stats.vertices
         plain = replace(case, strategy=replace(case.strategy, cache=0))  # type: ignore[call-arg]
         seconds["load"] = parts(plain)["load"] * (1 - ndtr(stats.spread + ndtri(cached)))
-    return _by_workers(case, seconds)
-
-
-def _by_workers(case: Question, seconds: dict[str, float]) -> dict[str, float]:
-    """Return the seconds if workers sample: each samples whole batches, and the program's loop
-    receives them."""
-    problem, params = case.problem, json.loads(case.row["strategy_params"] or "{}")
-    cluster, slices = problem.cluster, PROGRAMS[params["software"]].slices
-    if problem.workload.mode == "full" or cluster.sampler == "device" or slices == "by all cores":
-        return seconds
-    if slices == "in line":
-        rates: dict[Any, float] = cluster.host_rates  # as cluster_of has them
-        seconds["receive"] = seconds["sample"] * rates["draw"] / 2 / rates["receive"]
-    batches = case.strategy.steps(problem)
-    workers = _workers(cluster, params, cluster.gpus_per_server)
-    seconds["sample"] *= np.ceil(batches / workers) * workers / batches
     return seconds
 
 

@@ -18,6 +18,8 @@ from gnnplan.planner.vocabulary.schedule import EDGE_ACCESSES, HASH_BYTES, Compu
 # Bytes of a row that a warp reads at once, before it goes on to the next row, in an aggregation on
 # a GPU (GE-SpMM, SC 2020) [B].
 WARP_LINE = 128
+# Bytes that a GPU moves at least, for a number at a random address: a quarter of a cache line [B].
+SECTOR = 32
 # A cache that the whole device shares is read so many times as fast as memory: 2.4 on V100, 2.2 on
 # P100, 4.0 on T4 (Jia et al. 2018, 2019).
 CACHE_SPEEDUP = 3.0

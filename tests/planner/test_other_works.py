@@ -12,11 +12,10 @@ from gnnplan.papers import calibrate, interpret, their_software
 from gnnplan.papers.figures import predict
 from gnnplan.papers.interpret import TESTBEDS, question
 from gnnplan.papers.published import evaluate_rows, is_inside
-from gnnplan.papers.question import Row, Skip
+from gnnplan.papers.question import Skip
 from gnnplan.papers.rows import COLUMNS, read
 from gnnplan.planner.cluster.doubt import range_of
 from gnnplan.planner.cluster.scaling import multiplied
-from gnnplan.planner.cluster.spec import Cluster
 from gnnplan.planner.problem.inputs import read_cluster
 from gnnplan.planner.strategies import parse
 
@@ -177,57 +176,39 @@ def test_more_workers_sample_faster_as_long_as_there_are_cores():
     assert few > 1.5 * more > more > most == too_many
 
 
-def test_workers_beyond_the_batches_are_idle():
-    """A worker samples whole batches: two batches take eight workers as long as two."""
+def test_only_salient_samples_and_trains_at_the_same_time():
+    """An epoch of other programs is a time, and a time divided by the workers. With few workers,
+    SALIENT waits for nothing but its samplers."""
 
-    def sampled_s(workers: int) -> float:
-        params = {"batch": 98_400, "fanout": [10, 25], "sampler": "host", "software": "dgl"}
-        told = row(paper="dgl", strategy_params=params | {"workers": workers})
-        return their_software.parts(question(told))["sample"]
+    def epochs_s(software: str) -> list[float]:
+        told = row(paper="salient", strategy="data_parallel(prefetch=1)")
+        params = {"batch": 1000, "fanout": [10, 25], "sampler": "host", "software": software}
+        workers = [json.dumps(params | {"workers": n}) for n in (1, 2, 4)]
+        return [predict(told | {"strategy_params": each}) for each in workers]
 
-    assert sampled_s(1) == pytest.approx(2 * sampled_s(2))
-    assert sampled_s(2) == pytest.approx(sampled_s(8))
-
-
-def test_the_loop_receives_batches_one_after_the_other():
-    """However many workers sample, and whichever rows the GPU has, the loop takes batches over."""
-    params = {"batch": 1000, "fanout": [10, 25], "software": "dgl", "workers": 32}
-    told, ahead, on_gpu = (
-        row(
-            paper="dgl",
-            strategy="data_parallel(prefetch=1,cache=979611600)",
-            strategy_params=params | changed,
-        )
-        for changed in (
-            {"sampler": "host"},
-            {"sampler": "host", "software": "salient"},
-            {"sampler": "device"},
-        )
-    )
-
-    def slower(each: Row, receive: float) -> float:
-        def testbed(asked: Row) -> Cluster:
-            return multiplied(interpret.testbed(asked), {"host_rates.receive": receive})
-
-        return predict(each, testbed) / predict(each)
-
-    assert slower(told, 0.1) > 2 and slower(told, 10) < 0.9
-    assert slower(ahead, 0.1) == slower(on_gpu, 0.1) == 1
+    for name in ("dgl", "pyg"):
+        one, two, four = epochs_s(name)
+        assert one - two == pytest.approx(2 * (two - four)) and one < 1.9 * two
+    one, two, _ = epochs_s("salient")
+    assert one == pytest.approx(2 * two)
 
 
-def test_samplers_that_slice_share_the_servers_memory():
-    """At 1 GB/s of all, eight GPUs' samplers slice no more than one GPU's: rows come as late."""
-    params = {"batch": 1000, "fanout": [10, 25], "sampler": "host", "software": "salient"}
+def test_ranks_that_slice_share_the_servers_memory():
+    """All together slice 100 MB/s, and a rank of DGL half of that: rows of two GPUs come in half the
+    time, and those of eight no sooner. SALIENT's samplers alone need all of the memory."""
+    slow = their_software.CONSTANTS | {"memory": 1e8, "slicing": 5e7}
 
-    def loaded_s(gpus: int) -> float:
+    def loaded_s(software: str, gpus: int) -> float:
+        params = {"batch": 1000, "fanout": [10, 25], "sampler": "host", "software": software}
         told = row(paper="salient", gpus_per_node=gpus, strategy_params=params | {"workers": 4})
-        slow = their_software.CONSTANTS | {"memory": 1e9}
         asked = question(
             told, testbeds=lambda r: their_software.cluster_of(interpret.whole(r), r, slow)
         )
         return their_software.parts(asked)["load"]
 
-    assert loaded_s(8) == pytest.approx(loaded_s(1), rel=0.03)
+    one, two, eight = (loaded_s("dgl", gpus) for gpus in (1, 2, 8))
+    assert (two, eight) == pytest.approx((one / 2, one / 2), rel=0.03)
+    assert loaded_s("salient", 8) == pytest.approx(loaded_s("salient", 1), rel=0.03)
 
 
 def test_batch_norm_of_a_large_matrix_reads_columns():
@@ -265,6 +246,19 @@ def test_a_program_waits_for_the_slower_of_host_and_gpu():
     assert epoch_s("cora", 1, 2) == pytest.approx(usual)
     assert epoch_s("cora", 2, 1) == pytest.approx(2 * usual)
     assert epoch_s("reddit", 2, 1) == pytest.approx(epoch_s("reddit", 1, 1))
+
+
+def test_the_softmax_of_old_dgl_prepares_a_frame_for_each_message():
+    """A GAT on Cora in print: 14.1 ms with DGL 0.3, where a graph convolution takes as long as any
+    program's."""
+
+    def epoch_s(model: str, software: str) -> float:
+        params = {"software": software, "heads": 8} if model == "gat" else {"software": software}
+        job = {"paper": "pgl", "testbed": "p3.2xlarge", "dataset": "cora", "hidden": 64}
+        return predict(of_full_graph(**job, model=model, strategy_params=params))
+
+    assert epoch_s("gcn", "dgl_0.3") == epoch_s("gcn", "dgl")
+    assert epoch_s("gat", "dgl_0.3") > 1.3 * epoch_s("gat", "dgl")
 
 
 def test_pyg_keeps_a_row_per_edge_and_dgl_a_number():

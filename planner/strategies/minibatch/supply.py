@@ -11,6 +11,7 @@ from typing import Literal
 
 import numpy as np
 
+from gnnplan.planner.cluster.compute import SECTOR
 from gnnplan.planner.gnn.footprint import COUNTS_AT_ENDS, block
 from gnnplan.planner.ownership.layout import LayerCounts
 from gnnplan.planner.ownership.minibatch import Batches, MiniBatch
@@ -23,8 +24,8 @@ from gnnplan.planner.vocabulary.outer import Outer, RankMatrix
 from gnnplan.planner.vocabulary.schedule import Compute
 
 ID = 8  # bytes of a vertex's id
-# bytes that a GPU reads over the host link for one neighbour: two of the four sectors of a line
-SECTOR = 64
+# bytes on the host link for one neighbour that a GPU reads: a sector, and as many of headers
+READ = 2 * SECTOR
 LOOKED_UP = 164  # bytes that a GPU reads and writes to find a row in its cache, and to sort misses
 CACHING = 0.75  # share of a GPU's memory for lists and features, if the GPU samples
 
@@ -118,7 +119,7 @@ class Supply:
         """Yield the reads of a GPU's sampler from lists in the server's memory, if any."""
         share = self.lists_there
         if self.problem.cluster.sampler == "device" and share < 1.0:
-            nbytes = np.rint(SECTOR * (1 - share) * edges).astype(np.int64)
+            nbytes = np.rint(READ * (1 - share) * edges).astype(np.int64)
             yield Op("read", layer=layer, work=Copy(nbytes), ahead=ahead)
 
     def copied(self, batch: MiniBatch, facts: Sequence[LayerCounts]) -> Copy:
