@@ -196,10 +196,12 @@ def several(*makes: Make) -> Make:
 
 
 def nccl(size: str = "1024", took: str = "10.0", rows: int = 4) -> str:
-    row = f'{{"size": {size}, "out_of_place": {{"time": {took}}}}}'
+    """{0} in a size or a time is the number of its row, from 1."""
+    row = f'{{{{"size": {size}, "out_of_place": {{{{"time": {took}}}}}}}}}'
+    results = ", ".join(row.format(number) for number in range(1, rows + 1))
     return (
         '{"args": ["all_reduce_perf"], "config": {"devices": [{"hostname": "a"},'
-        f' {{"hostname": "a"}}]}}, "results": [{", ".join([row] * rows)}]}}'
+        f' {{"hostname": "a"}}]}}, "results": [{results}]}}'
     )
 
 
@@ -335,7 +337,7 @@ def _readings() -> Iterator[list[Case]]:
     call = "$READ --nccl-tests {d}/t.json"
     for about, content in reports.items():
         yield table("nccl-tests", call, text("t.json", content), about)
-    older = text("t.json", nccl(size='"1024"'))  # nccl-tests once wrote it so
+    older = text("t.json", nccl('"{0}000"', "{0}0.0"))  # nccl-tests once wrote it so
     yield table("nccl-tests", call, older, "size a text", codes=(0,))
     calls = (
         "$READ <--nccl-tests|--topology> </dev/zero|{d}/p|{d}>\nmeasure <--nccl-tests|--topology> x"

@@ -20,7 +20,7 @@ from gnnplan.planner.graph.load import load, source_of, well_known
 from gnnplan.planner.graph.partition import chosen
 from gnnplan.planner.graph.partitioners import METHODS
 from gnnplan.planner.problem.fitted import read_fitted
-from gnnplan.planner.problem.inputs import apply_overrides, ask_workload, checked, overridden
+from gnnplan.planner.problem.inputs import apply_overrides, ask_workload, checked, with_fields
 from gnnplan.planner.problem.problem import Problem, with_ranks
 from gnnplan.planner.vocabulary.errors import SpecError
 from gnnplan.planner.vocabulary.files import cache_dir, one_of
@@ -157,19 +157,14 @@ def _cluster_of(
 ) -> tuple[Cluster, str]:
     """Return the cluster, and a note on constants fitted to published figures ('' if none are).
 
-    A name or path may set fields as --set does: 'dgx_a100?price=2.20&servers=4'.
+    A name or path may set fields, as `with_fields` says.
     """
     if isinstance(cluster, Cluster):
         return cluster, ""
     if isinstance(cluster, Mapping):
         return checked(Cluster, cluster, "cluster: "), ""
-    name, _, query = str(cluster).partition("?")
-    machine, fitted = read_fitted(name, model)
-    fields = (setting.partition("=") for setting in query.split("&") if setting)
-    try:
-        return overridden(machine, {field: value for field, _, value in fields}), fitted
-    except SpecError as error:
-        raise SpecError(f"--cluster {cluster}: {str(error).removeprefix('--set ')}") from error
+    machine, fitted = read_fitted(str(cluster).partition("?")[0], model)
+    return with_fields(machine, str(cluster)), fitted
 
 
 def settings_of(overrides: Overrides) -> list[str]:

@@ -83,11 +83,12 @@ def _read(cluster: str | None, tests: list[Path], wiring: Path | None) -> Cluste
     Raises SpecError.
     """
     from gnnplan.planner.cluster.readings import read
-    from gnnplan.planner.problem.inputs import read_cluster
+    from gnnplan.planner.problem.inputs import read_cluster, with_fields
 
     if not cluster or not (tests or wiring):
         raise SpecError(
             "--nccl-tests and --topology are read into --cluster, which says how fast a GPU"
             " computes: give it and one of them"
         )
-    return read(read_cluster(cluster), tests, wiring)
+    base = read_cluster(cluster.partition("?")[0])
+    return read(with_fields(base, cluster), tests, wiring)

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import codecs
+import json
 import re
 from collections.abc import Mapping, Sequence
-from itertools import combinations_with_replacement, takewhile
+from itertools import combinations_with_replacement, product, starmap, takewhile
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import networkx as nx
+import numpy as np
 from pydantic import ValidationError
 
 from gnnplan.planner.cluster.link_fit import Sample, fit, shapes
@@ -23,6 +25,7 @@ from gnnplan.planner.vocabulary.units import show_count
 MAX_FILE = 16 << 20  # [B]
 MOST_SIZES = 10_000  # message sizes in one file of nccl-tests
 LARGEST = 1e18  # largest message [B]
+LEAST_GROWTH = 1.5  # duration of the largest message over that of the smallest
 # Program of nccl-tests -> operation that it measures
 PROGRAMS = {"all_reduce_perf": "all_reduce", "alltoall_perf": "exchange", "sendrecv_perf": "send"}
 # nvidia-smi's names of connections between GPUs and NICs, from the shortest to the longest
@@ -48,12 +51,22 @@ def _text(path: Path) -> str:
 # -- nccl-tests
 
 
+class Member(NamedTuple):
+    """A GPU that took part, with the group to which it sent."""
+
+    group: int
+    host: str
+    gpu: int  # number that its process has for it; -1: unknown
+    pci: str  # its place on the PCIe bus
+
+
 class Reading(NamedTuple):
     """The measurement in a file of nccl-tests."""
 
     op: str
     servers: int  # servers of a group
-    gpus: tuple[int, ...]  # GPUs of a group on one server; empty: unknown
+    ranks: int  # GPUs of a group
+    gpus: tuple[int, ...]  # numbers of a group's GPUs on one server; empty: unknown
     groups: int  # groups that ran at the same time
     link: Link  # the link that the times imply, for one group
 
@@ -63,11 +76,17 @@ def nccl_tests(path: Path) -> Reading:
 
     Only out-of-place times are used. Raises SpecError.
     """
-    document = from_json(path, _text(path), "it is not what nccl-tests writes with -J")
+    why = "it is not what nccl-tests writes with -J (2.17.3 or later; what it prints is not read)"
+    document = from_json(path, _text(path), why)
     try:
         name = Path(str(document["args"][0])).name
         devices = [
-            (int(device.get("group", 0)), str(device["hostname"]), int(device.get("device", -1)))
+            Member(
+                int(device.get("group", 0)),
+                str(device["hostname"]),
+                int(device.get("device", -1)),
+                str(device.get("device_hex")),
+            )
             for device in document["config"]["devices"]
         ]
         results = [(row["size"], row["out_of_place"]) for row in document["results"]]
@@ -80,20 +99,31 @@ def nccl_tests(path: Path) -> Reading:
         raise SpecError(f"{path}: {program} is not one of {', '.join(PROGRAMS)}; use one of these")
     op, members = PROGRAMS[program], _group(path, devices)
     rows = _rows(path, document, results)
-    ranks, servers = len(members), len({host for host, _ in members})
+    ranks, servers = len(members), len({device.host for device in members})
     if 1 < servers < ranks:
         raise SpecError(
             f"{path}: {ranks} GPUs of {servers} servers use links of both kinds at once; run it on"
             " one server, or with one GPU per server (mpirun --map-by ppr:1:node, -g 1)"
         )
     messages = ranks if op == "exchange" else 1  # alltoall_perf's size is that of all messages
+    seconds_of: dict[int, list[float]] = {}  # a size is there for each cycle (-N) and type (-d all)
+    for size, seconds in rows:
+        if size >= messages and seconds > 0:
+            seconds_of.setdefault(int(size // messages), []).append(seconds)
     samples: list[Sample] = [
-        (int(size // messages), seconds, 0.0)
-        for size, seconds in rows
-        if size >= messages and seconds > 0
+        (size, float(np.median(seconds_of[size])), 0.0) for size in sorted(seconds_of)
     ]
     if len(samples) < 3:
-        raise SpecError(f"{path}: {len(samples)} sizes; give at least 3 (-b 1K -e 64M -f 2)")
+        raise SpecError(
+            f"{path}: {show_count(len(samples), 'size')}; give at least 3 (-b 1K -e 64M -f 2)"
+        )
+    (smallest, least_s, _), (largest, most_s, _) = samples[0], samples[-1]
+    if most_s < LEAST_GROWTH * least_s:
+        raise SpecError(
+            f"{path}: messages of {smallest:,} B took {least_s * 1e6:.4g} us and those of"
+            f" {largest:,} B {most_s * 1e6:.4g} us, less than {LEAST_GROWTH:g} times as long, which"
+            " tells no bandwidth from a latency; time sizes further apart (-b 1K -e 1G -f 2)"
+        )
     try:
         link = fit(samples, shapes(ranks)[op])[0]
     except ValidationError as error:  # the link is too fast or too slow to be valid
@@ -101,20 +131,22 @@ def nccl_tests(path: Path) -> Reading:
         raise SpecError(
             f"{path}: its times imply no link that there is ({what}); measure again"
         ) from error
-    gpus = tuple(sorted(gpu for _, gpu in members if gpu >= 0)) if servers == 1 else ()
-    return Reading(op, servers, gpus, len(devices) // ranks, link)
+    numbers = {device.gpu for device in members if device.gpu >= 0}
+    # a process that sees one GPU calls it 0
+    known = servers == 1 and len(numbers) == ranks
+    return Reading(
+        op, servers, ranks, tuple(sorted(numbers)) if known else (), len(devices) // ranks, link
+    )
 
 
-def _group(path: Path, devices: Sequence[tuple[int, str, int]]) -> list[tuple[str, int]]:
-    """Return the (server, GPU) pairs of the first group; all groups have the same shape.
-
-    Raises SpecError."""
-    groups: dict[int, list[tuple[str, int]]] = {}
-    for group, host, gpu in devices:
-        groups.setdefault(group, []).append((host, gpu))
+def _group(path: Path, devices: Sequence[Member]) -> list[Member]:
+    """Return the devices of the first group; all groups have the same shape. Raises SpecError."""
+    groups: dict[int, list[Member]] = {}
+    for device in devices:
+        groups.setdefault(device.group, []).append(device)
     first = next(iter(groups.values()), [])
     if len(groups) > 1:
-        kinds = {(len(of), len({host for host, _ in of})) for of in groups.values()}
+        kinds = {(len(of), len({device.host for device in of})) for of in groups.values()}
         if len(kinds) > 1:
             raise SpecError(
                 f"{path}: {len(groups)} groups of different sizes were measured at once; run all"
@@ -130,10 +162,9 @@ def _group(path: Path, devices: Sequence[tuple[int, str, int]]) -> list[tuple[st
             f"{path}: {len(first)} device is listed, and a message needs two; on one server add"
             " -g N, which is how many GPUs a process uses, and on several start a build with MPI"
         )
-    numbered = [member for member in first if member[1] >= 0]
-    if twice := next((member for member in numbered if numbered.count(member) > 1), None):
+    if twice := next((one for one in first if one.gpu >= 0 and first.count(one) > 1), None):
         raise SpecError(
-            f"{path}: GPU {twice[1]} of {twice[0]} is listed twice: servers share a name, or two"
+            f"{path}: GPU {twice.gpu} of {twice.host} is listed twice: servers share a name, or two"
             " ranks a GPU; give each server a name and each rank a GPU of its own"
         )
     return first
@@ -159,7 +190,7 @@ def _rows(
             )
         try:
             rows.append((_number(size, LARGEST), _number(body["time"], LONGEST) * 1e-6))
-            wrong += _number(body.get("nwrong", 0), LARGEST)
+            wrong += _number(body.get("nwrong") or 0, LARGEST)  # None: not checked (-c 0)
         except (ValueError, KeyError, TypeError, AttributeError) as error:
             raise SpecError(
                 f"{path}: result {line} (size {size!r:.40}): {error}; measure again"
@@ -200,6 +231,9 @@ def topology(path: Path) -> dict[str, Any]:
     gpus = list(ways)
     number = {name: i for i, name in enumerate(gpus)}
 
+    def joined(a: int, b: int) -> bool:
+        return a == b or ways[gpus[a]][gpus[b]].startswith("NV")
+
     def joined_by(pattern: str) -> list[tuple[int, ...]]:
         """Return sets of GPUs that connections of this pattern join, directly or indirectly."""
         matches = re.compile(pattern).fullmatch
@@ -211,14 +245,13 @@ def topology(path: Path) -> dict[str, Any]:
         )
 
     islands, switches = joined_by(r"NV[0-9]+"), joined_by("|".join(BY_PCIE_SWITCHES))
-    if any(
-        not ways[gpus[a]][gpus[b]].startswith("NV")
-        for island in islands
-        for a in island
-        for b in island
-        if a != b
-    ):
-        islands = []  # a cube mesh, in which some pairs of GPUs have no NVLink
+    meshes = [island for island in islands if not all(starmap(joined, product(island, island)))]
+    for mesh in meshes:  # as the cube of older DGX
+        say(
+            f"note: {path.name} has NVLink between some pairs of GPUs {', '.join(map(str, mesh))}"
+            " only; an island has it between all of its GPUs, so these are in none"
+        )
+    islands = sorted({*islands} - {*meshes} | {(gpu,) for mesh in meshes for gpu in mesh})
     found: dict[str, Any] = {
         "gpus_per_server": len(gpus),
         "islands": _unless_alone(islands, len(gpus)),
@@ -239,8 +272,8 @@ def topology(path: Path) -> dict[str, Any]:
 def _matrix(path: Path) -> dict[str, dict[str, str]]:
     """Read a mapping GPU -> GPU or NIC -> nvidia-smi's name of the connection between the two.
 
-    GPUs are in the order of the table's head. Every other column counts as a NIC, whatever its
-    name. Raises SpecError.
+    GPUs are in the order of their numbers. Every other column counts as a NIC, whatever its name.
+    Raises SpecError.
     """
     rows: dict[str, list[str]] = {}
     head: list[str] = []
@@ -251,10 +284,10 @@ def _matrix(path: Path) -> dict[str, dict[str, str]]:
             " cluster's file, as islands: [[0, 1, 2, 3]]"
         )
     for line in text.splitlines():
-        words = re.sub(r"\x1b\[[\d;]*m|\^\[\[[\d;]*m", "", line).split()
+        words = re.sub(r"(\x1b|\^\[)?\[[\d;]*m", "", line).split()  # copies may lack the escape
         if not words:
             continue
-        if not head and words[0].startswith("GPU"):
+        if not head and words[0].startswith("GPU") and "X" not in words:
             head = list(takewhile(lambda word: word not in AFTER_HEAD, words))
             if len(head) > MOST_GPUS:
                 raise SpecError(
@@ -271,11 +304,23 @@ def _matrix(path: Path) -> dict[str, dict[str, str]]:
             )
         elif words[0] in head:
             rows[words[0]] = words[1:]
-    gpus = [name for name in head if re.fullmatch("GPU[0-9]+", name)]
-    if not gpus or any(name not in rows or len(rows[name]) < len(head) for name in gpus):
+        elif head and len(words) > 1 and _is_way(words[1]):
+            raise SpecError(
+                f"{path}: a line begins with {words[0]}, which the head does not name; columns are"
+                " cut off, lines wrapped or blanks missing; write the table to a file (nvidia-smi"
+                " topo -m > FILE)"
+            )
+    gpus = [name for name in head if re.fullmatch("GPU[0-9]{1,9}", name)]
+    gpus.sort(key=lambda name: int(name.removeprefix("GPU")))
+    if not gpus:
         raise SpecError(
             f"{path}: not what `nvidia-smi topo -m` prints (a line of GPU0 GPU1 ..., then one for"
             " each)"
+        )
+    if cut := next((name for name in gpus if len(rows.get(name, [])) < len(head)), None):
+        raise SpecError(
+            f"{path}: the head names {len(head)} GPUs and NICs, and line {cut} has"
+            f" {len(rows.get(cut, []))} connections; give the whole table"
         )
     for name in gpus:
         _must_be_ways(path, name, rows[name], head)
@@ -290,21 +335,25 @@ def _matrix(path: Path) -> dict[str, dict[str, str]]:
     return ways
 
 
+def _is_way(cell: str) -> bool:
+    """Whether a cell is a connection of GPUs and NICs."""
+    return re.fullmatch(rf"X|NV[0-9]+|{'|'.join(WAYS)}", cell) is not None
+
+
 def _must_be_ways(path: Path, name: str, row: Sequence[str], head: Sequence[str]) -> None:
     """Raise SpecError if a line's cells are not connections to the head's GPUs and NICs."""
-    is_way = re.compile(rf"X|NV[0-9]+|{'|'.join(WAYS)}").fullmatch
     for column, cell in zip(head, row, strict=False):
         if cell in P2P:
             raise SpecError(
                 f"{path}: {cell} (line {name}) is what `nvidia-smi topo -p2p` prints; give what"
                 " `nvidia-smi topo -m` does"
             )
-        if not is_way(cell):
+        if not _is_way(cell):
             raise SpecError(
                 f"{path}: line {name}, column {column}: {cell!r:.40} is no connection of GPUs and"
                 f" NICs ({', '.join(WAYS)}, NV1 ..); give the table as nvidia-smi printed it"
             )
-    more = [cell for cell in row[len(head) :] if is_way(cell)]
+    more = [cell for cell in row[len(head) :] if _is_way(cell)]
     if more:
         raise SpecError(
             f"{path}: line {name} has {len(head) + len(more)} connections and the head"
@@ -343,7 +392,8 @@ def read(base: Cluster, tests: Sequence[Path], wiring: Path | None) -> Cluster:
     path_of: dict[str, Path] = {}
     for path in tests:
         found = nccl_tests(path)
-        place = _place(found, fields.get("islands", base.islands))
+        gpus = fields.get("gpus_per_server", base.gpus_per_server)
+        place = _place(path, found, gpus, fields.get("islands", base.islands))
         name = f"{found.op}.{place}"
         if name in path_of:
             raise SpecError(
@@ -370,10 +420,24 @@ def read(base: Cluster, tests: Sequence[Path], wiring: Path | None) -> Cluster:
         ) from error
 
 
-def _place(found: Reading, islands: Sequence[Sequence[int]]) -> str:
-    """Return the link that a group's messages pass: `island` if one island has all its GPUs."""
+def _place(path: Path, found: Reading, gpus: int, islands: Sequence[Sequence[int]]) -> str:
+    """Return the link that a group's messages pass: `island` if one island has all its GPUs.
+
+    A server has so many `gpus`. Raises SpecError."""
     if found.servers > 1:
         return "inter_node"
+    if found.ranks > gpus or any(gpu >= gpus for gpu in found.gpus):
+        used = f"GPU {found.gpus[-1]}" if found.gpus else show_count(found.ranks, "GPU")
+        raise SpecError(
+            f"{path}: {used} of one server took part, and a server of the cluster has"
+            f" {show_count(gpus, 'GPU')}; give the cluster that was measured, or its --topology"
+        )
+    if not found.gpus and found.ranks < gpus and len(islands) > 1:
+        raise SpecError(
+            f"{path}: each process saw one GPU, so which {found.ranks} of {gpus} sent is unknown,"
+            " and NVLink joins some of them only; let a process see all (srun: --gpus-per-node and"
+            " not --gpus-per-task)"
+        )
     inside = any(set(found.gpus) <= set(island) for island in islands) if found.gpus else False
     return "island" if inside or len(islands) == 1 else "intra_node"
 
@@ -383,11 +447,13 @@ def _wired(base: Cluster, wiring: Path) -> dict[str, Any]:
 
     Raises SpecError."""
     found = topology(wiring)
-    for kind, lists in (("island", found["islands"]), ("switch", found["switches"])):
-        if lists and getattr(base, kind) is None:
+    for kind, name in (("island", "islands"), ("switch", "switches")):
+        if (lists := found[name]) and getattr(base, kind) is None:
             raise SpecError(
                 f"{wiring} has {kind} lists, and cluster {base.name} does not say how fast such"
-                f" a link is; add {kind}: {{bandwidth: .., latency: ..}} to it"
+                f" a link is; give it a rate: --cluster '{base.name}?"
+                f"gpus_per_server={found['gpus_per_server']}&{kind}.bandwidth=..GB/s"
+                f"&{name}={json.dumps(lists)}'"
             )
     gpus = found["gpus_per_server"]
     if gpus != base.gpus_per_server:
@@ -403,9 +469,15 @@ def _wired(base: Cluster, wiring: Path) -> dict[str, Any]:
         say(f"note: {wiring.name} has no columns of NICs; NICs are assumed to be {nics}")
     elif len(found["nics"]) != max(1, len(base.nics)) and base.inter_node:
         say(
-            f"note: {wiring.name} has {len(found['nics'])} lists of GPUs with NICs of their own,"
-            f" each as fast as inter_node ({base.inter_node.bandwidth / 1e9:g} GB/s); if that is"
-            " not the rate of one of them, add --set inter_node.bandwidth=.. to plans"
+            f"note: {wiring.name} has {show_count(len(found['nics']), 'list')} of GPUs with NICs of"
+            " their own; the NICs of a list are taken to be as fast together as inter_node"
+            f" ({base.inter_node.bandwidth / 1e9:g} GB/s); if they are not, add --set"
+            " inter_node.bandwidth=.. to plans"
+        )
+    if base.island and gpus > 1 and not found["islands"]:
+        say(
+            f"note: {wiring.name} has no island of GPUs, so {base.name}'s NVLink of"
+            f" {base.island.bandwidth / 1e9:g} GB/s is left out"
         )
     return {
         **found,

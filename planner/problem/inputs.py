@@ -237,6 +237,17 @@ def overridden(model: Model, overrides: Mapping[str, str]) -> Model:
     return changed
 
 
+def with_fields(cluster: Cluster, written: str) -> Cluster:
+    """Replace the fields after the '?' of 'dgx_a100?price=2.20&servers=4', as --set does.
+
+    Raises SpecError."""
+    fields = (setting.partition("=") for setting in written.partition("?")[2].split("&") if setting)
+    try:
+        return overridden(cluster, {field: value for field, _, value in fields})
+    except SpecError as error:
+        raise SpecError(f"--cluster {written}: {str(error).removeprefix('--set ')}") from error
+
+
 def checked(
     kind: type[Model],
     data: Mapping[Any, Any],

@@ -1,12 +1,14 @@
 """nccl-tests' JSON and nvidia-smi's matrix, as those tools write them."""
 
 import json
-from collections.abc import Callable
+import re
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 from asked import changed
+from calls import call
 
 from gnnplan.planner.cluster.readings import nccl_tests, read, topology
 from gnnplan.planner.cluster.spec import Cluster, Link
@@ -84,11 +86,13 @@ def written(
     link: Link = LINK,
     times: int = 1,
     groups: list[int] | None = None,
+    sizes: Sequence[int] = tuple(2**k for k in range(10, 27)),
+    one_visible: bool = False,
     body_of: Callable[[dict[str, Any]], Any] = lambda body: body,
 ) -> Path:
     """What nccl-tests would write of such a link; a size is of `times` messages."""
     rows: list[dict[str, Any]] = []
-    for size in (2**k for k in range(10, 27)):
+    for size in sizes:
         seconds = latencies * link.latency + wire * size / link.bandwidth
         body = {"time": seconds * 1e6, "alg_bw": size / seconds / 1e9, "bus_bw": 0.0, "nwrong": 0.0}
         row = {"size": size * times, "count": size // 4, "type": "float", "redop": "sum"}
@@ -97,8 +101,9 @@ def written(
     devices = []
     for rank, host in enumerate(hosts):
         place = {"rank": rank, "group": groups[rank] if groups else 0, "pid": 1, "hostname": host}
-        what = {"device_hex": "0000:04:00", "device_info": "NVIDIA H100"}
-        devices.append({**place, "device": hosts[:rank].count(host), **what})
+        gpu = hosts[:rank].count(host)
+        what = {"device_hex": f"0000:{gpu * one_visible:02x}:00", "device_info": "NVIDIA H100"}
+        devices.append({**place, "device": 0 if one_visible else gpu, **what})
     document = {
         "version": 2,
         "start_time": "2026-11-20 10:00:00",
@@ -129,6 +134,59 @@ def test_what_nccl_tests_writes(tmp_path, program, hosts, shares, told):
     assert (found.op, found.servers, found.gpus) == told
     assert found.link.bandwidth == pytest.approx(LINK.bandwidth, rel=0.02)
     assert found.link.latency == pytest.approx(LINK.latency, rel=0.02)
+
+
+SIZES = [2**k for k in range(10, 27)]
+
+
+@pytest.mark.parametrize(
+    "how",
+    [
+        pytest.param({"body_of": lambda body: body | {"nwrong": None}}, id="unchecked (-c 0)"),
+        pytest.param({"sizes": SIZES * 3}, id="three cycles (-N 3)"),
+        pytest.param({"sizes": [size for size in SIZES for _ in range(9)]}, id="all types (-d all)"),
+        pytest.param({"sizes": [0, 0, *SIZES]}, id="from nothing on (-b 0)"),
+        pytest.param({"sizes": SIZES[::-1]}, id="in any order"),
+        pytest.param({"sizes": range(2**20, 2**26, 2**22)}, id="in steps (-i 4M)"),
+        pytest.param({"body_of": lambda body: {k: str(v) for k, v in body.items()}}, id="as text"),
+        pytest.param({"body_of": lambda body: body | {"min_us": 1.0}}, id="of each iteration (-I 1)"),
+        pytest.param({"one_visible": True}, id="a process sees its GPU only"),
+    ],
+)  # fmt: skip
+@pytest.mark.parametrize("program", ["all_reduce_perf", "alltoall_perf", "sendrecv_perf"])
+def test_runs_with_other_options(tmp_path, program, how):
+    """Unchecked results, repeated sizes and Slurm's one GPU per process were refused, with remedies
+    for other faults."""
+    shares = {"all_reduce_perf": (6, 6 / 4), "alltoall_perf": (3, 3), "sendrecv_perf": (1, 1)}
+    times = 4 if program == "alltoall_perf" else 1
+    found = nccl_tests(written(tmp_path, program, ["a"] * 4, *shares[program], times=times, **how))
+    assert found.link.bandwidth == pytest.approx(LINK.bandwidth, rel=0.02)
+    assert found.ranks == 4 and found.gpus in ((), (0, 1, 2, 3))
+
+
+@pytest.mark.parametrize(
+    ("hosts", "how", "told"),
+    [
+        # 1 KB takes as long as 8 B, and a bandwidth was told from them
+        ("aaaa", {"sizes": [8, 64, 1024]}, "less than 1.5 times as long, which tells no bandwidth"),
+        ("aaaa", {"sizes": [2**25] * 3}, "1 size; give at least 3"),
+        ("a" * 16, {}, "GPU 15 of one server took part, and a server of the cluster has 8 GPUs"),
+        ("a" * 16, {"one_visible": True}, "16 GPUs of one server took part, .* has 8 GPUs"),
+    ],
+)
+def test_results_of_another_machine_or_of_nothing_are_refused(tmp_path, hosts, how, told):
+    with pytest.raises(SpecError, match=told):
+        read(
+            read_cluster("dgx_a100"), [written(tmp_path, "all_reduce_perf", [*hosts], **how)], None
+        )
+
+
+def test_which_gpus_took_part_must_be_known(tmp_path):
+    file = written(tmp_path, "sendrecv_perf", ["a"] * 2, one_visible=True)
+    with pytest.raises(SpecError, match="each process saw one GPU, so which 2 of 4 sent is unkno"):
+        read(pairs(), [file], None)
+    whole = written(tmp_path, "all_reduce_perf", ["a"] * 4, 6, 6 / 4, one_visible=True)
+    assert list(read(pairs(), [whole], None).collectives) == ["all_reduce.intra_node"]
 
 
 def test_they_make_a_cluster(tmp_path):
@@ -172,7 +230,8 @@ def test_what_cannot_be_read_says_why(tmp_path, program, hosts, more, said):
 @pytest.mark.parametrize(
     "text",
     [
-        *("", "{", "[]", "[" * 10_000, '{"args": []}'),
+        *("", "{", "[]", "[" * 10_000, '{"args": []}', "# nThread 1 nGpus 8 minBytes 8"),
+        "[1,0]<stdout>: 8 2 float sum -1 28.90 0.00 0.00 0",
         '{"args": ["x/all_reduce_perf"], "config": {}, "results": []}',
     ],
 )
@@ -247,20 +306,116 @@ def test_tables_of_many_machines(tmp_path, text, islands, nics, encoding):
     assert found["islands"] == islands and found.get("nics") == nics
 
 
+def ways(
+    gpus: int, count: int, way: Callable[[int, int], str], name: str = "NIC{}"
+) -> dict[str, Any]:
+    """So many NICs, with `way(gpu, nic)`."""
+    return {name.format(nic): [way(gpu, nic) for gpu in range(gpus)] for nic in range(count)}
+
+
+def best(near: dict[int, tuple[int, ...]], way: str, half: int) -> Callable[[int, int], str]:
+    """`way` to NICs that are near a GPU; the others are on its socket, which has `half` of all
+    GPUs and as many NICs of each, or on the other."""
+    return lambda gpu, nic: (
+        way if nic in near[gpu] else "NODE" if (gpu < 4) == (nic < half) else "SYS"
+    )
+
+
+ALL8, ALL4 = (tuple(range(8)),), (tuple(range(4)),)
+HALVES, TWO_PAIRS = ((0, 1, 2, 3), (4, 5, 6, 7)), ((0, 1), (2, 3))
+OWN8 = {gpu: (gpu,) for gpu in range(8)}
+
+
+@pytest.mark.parametrize(
+    ("text", "islands", "switches", "nics"),
+    [
+        # ten cards, of which two are for storage
+        pytest.param(matrix(8, EIGHT, ways(8, 10, lambda g, n: "PXB" if n in ((0, 1), (2, 3), (6, 7), (8, 9))[g // 2] else "SYS", "mlx5_{}")), ALL8, (), PAIRS_OF, id="DGX A100"),
+        pytest.param(matrix(8, EIGHT, ways(8, 12, best(dict(enumerate([(0,), (3,), (4,), (5,), (6,), (9,), (10,), (11,)])), "PXB", 6))), ALL8, (), each(8), id="DGX H100"),
+        pytest.param(matrix(8, EIGHT, ways(8, 10, best(OWN8, "PIX", 5))), ALL8, (), each(8), id="DGX H200"),
+        pytest.param(matrix(8, EIGHT, ways(8, 14, best(dict(enumerate([(0,), (3,), (4,), (5,), (8,), (9,), (12,), (13,)])), "PXB", 7))), ALL8, (), each(8), id="DGX B200"),
+        pytest.param(matrix(4, joined(range(4)), ways(4, 2, lambda g, n: "NODE" if g // 2 == n else "SYS")), ALL4, (), TWO_PAIRS, id="HGX of four, two NICs"),
+        pytest.param(matrix(4, joined(range(4)), ways(4, 1, lambda g, n: "PHB" if g < 2 else "SYS")), ALL4, (), ALL4, id="HGX of four, one NIC"),
+        pytest.param(matrix(4, joined(range(2), range(2, 4)), ways(4, 1, lambda g, n: "NODE" if g < 2 else "SYS")), TWO_PAIRS, (), ALL4, id="A100 PCIe with bridges"),
+        pytest.param(matrix(8, lambda a, b: "NV12" if a // 2 == b // 2 else "PXB" if a // 4 == b // 4 else "SYS", ways(8, 2, lambda g, n: "PXB" if g // 4 == n else "SYS")), PAIRS_OF, HALVES, HALVES, id="H100 NVL"),
+        pytest.param(matrix(1, joined(), ways(1, 4, lambda g, n: "NODE")), (), (), ((0,),), id="GH200"),
+        pytest.param(matrix(4, joined(range(4)), ways(4, 4, lambda g, n: "PHB" if g == n else "SYS", "hsn{}")), ALL4, (), each(4), id="four GH200"),
+        pytest.param(matrix(4, joined(range(4)), ways(4, 6, lambda g, n: "NODE" if g // 2 == n // 3 else "SYS")), ALL4, (), TWO_PAIRS, id="GB200 tray"),
+        pytest.param(matrix(8, lambda a, b: "NODE" if a // 4 == b // 4 else "SYS", ways(8, 2, lambda g, n: "NODE" if g // 4 == n else "SYS")), (), (), HALVES, id="L40S, two sockets"),
+        pytest.param(matrix(8, lambda a, b: "PIX" if a // 2 == b // 2 else "SYS", {}), (), PAIRS_OF, None, id="L40S, pairs"),
+        pytest.param(matrix(10, lambda a, b: "PIX" if a // 5 == b // 5 else "NODE", ways(10, 1, lambda g, n: "NODE")), (), (tuple(range(5)), tuple(range(5, 10))), (tuple(range(10)),), id="ten on two switches"),
+        pytest.param(matrix(8, EIGHT, {}), ALL8, (), None, id="p4d"),
+        pytest.param(matrix(8, EIGHT, ways(8, 4, lambda g, n: "PXB" if g // 2 == n else "SYS", "rdmap{}s27")), ALL8, (), PAIRS_OF, id="p4d with EFA"),
+        pytest.param(matrix(8, EIGHT, ways(8, 32, best({g: tuple(range(4 * g, 4 * g + 4)) for g in range(8)}, "PIX", 16))), ALL8, (), each(8), id="p5 with EFA"),
+        pytest.param(matrix(8, EIGHT, ways(8, 9, lambda g, n: "NODE" if (g < 4) == (n < 5) else "SYS")), ALL8, (), HALVES, id="ND H100 v5"),
+        pytest.param(matrix(8, EIGHT, ways(8, 9, lambda g, n: "SYS", "mlx5_ib{}")), ALL8, (), ALL8, id="ND A100 v4"),
+        pytest.param(matrix(8, EIGHT, ways(8, 4, lambda g, n: "PIX" if g // 2 == n else "NODE")), ALL8, (), PAIRS_OF, id="a3-highgpu"),
+        pytest.param(matrix(8, EIGHT, ways(8, 10, lambda g, n: "PIX" if n == g + 1 else "NODE")), ALL8, (), each(8), id="a3-ultragpu"),
+        pytest.param(matrix(4, lambda a, b: "NV1" if a // 2 == b // 2 else "SOC", ways(4, 1, lambda g, n: "PHB" if g < 2 else "SOC", "mlx5_{}")), TWO_PAIRS, (), ALL4, id="P100, old driver"),
+        pytest.param(matrix(8, lambda a, b: "NV1" if a // 4 == b // 4 or abs(a - b) == 4 else "SYS", {}), (), (), None, id="a cube of V100"),
+        # of eight, of which four lack one bridge, the others are an island still
+        pytest.param(matrix(8, lambda a, b: "SYS" if {a, b} == {4, 7} else joined(range(4), range(4, 8))(a, b), {}), ((0, 1, 2, 3), (4,), (5,), (6,), (7,)), (), None, id="half a mesh"),
+    ],
+)  # fmt: skip
+@pytest.mark.parametrize(
+    "copied",
+    [
+        pytest.param(lambda text: text, id="as printed"),
+        pytest.param(lambda text: text.replace("\n", "\r\n"), id="line ends of Windows"),
+        pytest.param(lambda text: text.replace("\x1b", ""), id="escapes lost in a copy"),
+        pytest.param(lambda text: text.replace("\x1b[4m", "").expandtabs(), id="blanks"),
+        pytest.param(lambda text: "```\n$ nvidia-smi topo -m\n" + text.partition("Legend")[0] + "```", id="quoted"),
+        pytest.param(lambda text: text.replace("\t\x1b[4m", "\x1b[4m\t"), id="underlined from the tab on"),
+    ],
+)  # fmt: skip
+def test_machines_as_they_are(tmp_path, text, islands, switches, nics, copied):
+    """Every machine in every copy; where copies lose the escape character, '[4mGPU0' was no head."""
+    (tmp_path / "topo.txt").write_text(copied(text), newline="")
+    found = topology(tmp_path / "topo.txt")
+    assert (found["islands"], found["switches"], found.get("nics")) == (islands, switches, nics)
+
+
+def test_gpus_have_their_numbers_in_any_order(tmp_path):
+    """They had those of the columns."""
+    order = [0, 2, 1, 3]
+    lines = ["\t".join(["", *(f"GPU{a}" for a in order)])]
+    for a in order:
+        cells = ("X" if a == b else joined(range(2), range(2, 4))(a, b) for b in order)
+        lines.append("\t".join([f"GPU{a}", *cells]))
+    (tmp_path / "topo.txt").write_text("\n".join(lines))
+    assert topology(tmp_path / "topo.txt")["islands"] == TWO_PAIRS
+
+
 TWO = matrix(2, joined(range(2)), near(2, lambda gpu: gpu, 2))
+GLUED = TWO.replace("NIC0\tNIC1\tC", "NIC0NIC1\tC")
+FOUR = matrix(4, joined(range(4)), near(4, lambda gpu: gpu, 4)).replace("\x1b[4m", "").expandtabs()
 P2P = "topo -p2p` prints; give what `nvidia-smi topo -m` does"
 
 
 @pytest.mark.parametrize(
     ("text", "told"),
     [
-        (TWO.replace("NIC0\tNIC1\tC", "NIC0NIC1\tC"), "GPU0 has 4 connections and the head 3"),
+        (GLUED, "begins with NIC0, .* or blanks missing"),
+        (re.sub(r"(?m)^NIC.*\n", "", GLUED), "GPU0 has 4 connections and the head 3 names"),
         (TWO.replace("NV4", "12"), "line GPU0, column GPU1: '12' is no connection"),
         (TWO.replace("NV4", "GNS"), P2P),
         (TWO.replace("NV4", "OK"), P2P),
         (TWO.replace("NV4", "XGMI"), "a table of rocm-smi, which is not read; name the GPUs"),
         ("==== ROCm System Management Interface ====\n GPU0 GPU1\nGPU0 0 15\n", "of rocm-smi"),
-        (TWO.replace("GPU1\tNV4", "GPU7\tNV4"), "not what `nvidia-smi topo -m` prints"),
+        (TWO.replace("GPU1\tNV4", "GPU7\tNV4"), "begins with GPU7, which the head does not name"),
+        # GPUs and NICs to the right of the terminal's edge were not there, and nothing said so
+        ("\n".join(line[:32] for line in FOUR.splitlines()), "begins with GPU3, which the head"),
+        (re.sub("(?m)^(.{64})(.+)", r"\1\n\2", FOUR), "begins with NIC3, which .* lines wrapped"),
+        ("\n".join(FOUR.splitlines()[:3]), "the head names 8 GPUs and NICs, and line GPU2 has 0"),
+        (FOUR[:300], r"the head names 8 GPUs and NICs, and line GPU2 has \d conn"),
+        (FOUR.partition("\n")[2], "not what `nvidia-smi topo -m` prints"),
+        ("Topology is not supported on this operating system", "not what `nvidia-smi topo -m`"),
+        ("\n".join(f"0: {line}" for line in FOUR.splitlines()), "not what `nvidia-smi topo -m`"),
+        (FOUR.replace("NV4", "ERR!"), "line GPU0, column GPU1: 'ERR!' is no connection"),
+        (
+            FOUR.replace("NV4     NV4", "NV4NV4  "),
+            "line GPU0, column GPU1: 'NV4NV4' is no connection",
+        ),
         (TWO.replace("\tGPU1", "\tGPU0", 1), "the head names GPU0 twice"),
         (TWO + TWO, "two lines of GPU0; give the table of one server"),
         (TWO.replace("NV4", "SYS", 1), "from GPU0 to GPU1 is SYS, and from GPU1 to GPU0 NV4"),
@@ -287,7 +442,31 @@ def test_columns_that_are_absent_keep_what_the_cluster_has(tmp_path, capsys):
     assert "has 4 GPUs and dgx_a100 has 8 per server" in capsys.readouterr().err
     (tmp_path / "topo.txt").write_text(matrix(8, EIGHT, near(8, lambda gpu: gpu, 8)))
     assert read(base, [], tmp_path / "topo.txt").nics == each(8)
-    assert "8 lists of GPUs with NICs of their own, each as fast as" in capsys.readouterr().err
+    assert "8 lists of GPUs with NICs of their own; the NICs of a list" in capsys.readouterr().err
+
+
+def test_links_that_a_table_lacks_are_left_out_and_said(tmp_path, capsys):
+    """A preset's NVLink vanished without a word, also where a table has NVLink that no island can
+    tell of."""
+    (tmp_path / "topo.txt").write_text(MESH)
+    assert read(read_cluster("dgx_a100"), [], tmp_path / "topo.txt").islands == ()
+    said = capsys.readouterr().err
+    assert "has NVLink between some pairs of GPUs 0, 1, 2 only" in said
+    assert "dgx_a100's NVLink of 225 GB/s is left out" in said
+
+
+def test_the_remedy_for_an_unknown_link_helps(tmp_path, capsys):
+    """It named the link and not its lists, which a cluster has both or neither; and measure took no
+    fields after a preset's name."""
+    table = tmp_path / "topo.txt"
+    table.write_text(PCIE)
+    with pytest.raises(SpecError) as refused:
+        read(read_cluster("g6.12xlarge"), [], table)
+    told = re.search(r"--cluster '(.*)'", str(refused.value))
+    assert told
+    wired = told[1].replace("..GB/s", "20GB/s")
+    call("measure --json --topology", table, f"--cluster '{wired}'")
+    assert json.loads(capsys.readouterr().out)["switches"] == [[0, 1], [2], [3]]
 
 
 def pairs() -> Cluster:
