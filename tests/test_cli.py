@@ -949,8 +949,8 @@ EDITED = {  # a verb, a value of the good plan, what it becomes
     "simulate graph.source 5": "changed.json: graph.source must be text",
     'simulate graph.directed "x"': "changed.json: graph.directed must be true or false",
     "simulate cluster []": "changed.json: cluster must be an object",
-    'simulate cluster.servers "x"': "changed.json: cluster.servers: must be a valid integer",
-    'run workload.layers "x"': "changed.json: workload.layers: must be a valid integer",
+    'simulate cluster.servers "x"': "changed.json: cluster.servers: must be a whole number, as 2, not 'x'",
+    'run workload.layers "x"': "changed.json: workload.layers: must be a whole number, as 2, not 'x'",
     'run partitioner "zzz"': "changed.json: partitioner 'zzz' is unknown; allowed: metis",
     "simulate best [1]": "changed.json: best must be an object",
     'run best.strategy "gnnpipe"': "changed.json: best.strategy must be an object",
@@ -961,6 +961,11 @@ EDITED = {  # a verb, a value of the good plan, what it becomes
 Make = Callable[[Path], list[object]]
 # what -> (words of the call, in a folder that holds a good plan; what the message must say)
 BAD: dict[str, tuple[Make, str]] = {
+    # after a minute it was written, with "next: gnnplan run"
+    "tune: statistics": (
+        lambda folder: ["tune", stats_plan(folder), "--out out"],
+        "is known by statistics only and cannot be trained; plan with a graph file",
+    ),
     "run: statistics": (
         lambda folder: ["run", stats_plan(folder), "--out out"],
         "known by statistics only and cannot be trained; plan with",

@@ -26,7 +26,7 @@ from gnnplan.planner.graph.graph import Graph, GraphStats
 from gnnplan.planner.graph.load import load
 from gnnplan.planner.graph.statistics import datasets
 from gnnplan.planner.problem.inputs import read_cluster
-from gnnplan.planner.problem.problem import Problem, shape
+from gnnplan.planner.problem.problem import Problem
 from gnnplan.planner.strategies import Strategy, named, parse
 from gnnplan.planner.vocabulary.errors import SpecError
 from gnnplan.planner.vocabulary.files import suggest
@@ -180,7 +180,7 @@ def _part_of_testbed(row: Row, testbeds: Testbeds) -> Cluster:
         raise Skip(f"{servers * gpus:,} GPUs are more than can be planned ({MOST_RANKS:,})")
     if servers > 1 and every.inter_node is None:
         raise Skip(f"{row['testbed']} is one server, and {servers} are asked")
-    return every.model_copy(update=shape(every, servers, gpus))
+    return every.shaped(servers, gpus)
 
 
 @lru_cache(maxsize=64)

@@ -219,11 +219,15 @@ class RunRequest:
 
 
 def trainable(problem: Problem, strategy: Strategy) -> Strategy:
-    """Return a strategy with all knobs set.
+    """Return a strategy with all knobs set. Raises SpecError if it cannot be trained."""
+    must_be_trainable(problem)
+    strategy = strategy.settle(problem)
+    strategy.check(problem)
+    return strategy
 
-    Raises SpecError if it cannot be trained: for a graph that is known by statistics only, or
-    without labels, for instance.
-    """
+
+def must_be_trainable(problem: Problem) -> None:
+    """Raise SpecError for a graph that is known by statistics only, or without labels."""
     name = problem.stats.name
     if not isinstance(problem.graph, Graph):
         raise SpecError(
@@ -236,9 +240,6 @@ def trainable(problem: Problem, strategy: Strategy) -> Strategy:
             f"the graph {name} has no labelled training vertices; it can be"
             " planned and simulated, not trained; plan with a graph that has y"
         )
-    strategy = strategy.settle(problem)
-    strategy.check(problem)
-    return strategy
 
 
 def must_be_measurable(options: Options, strategy: Strategy) -> None:

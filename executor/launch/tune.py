@@ -18,7 +18,7 @@ from gnnplan.executor.launch.emulation import Emulated
 from gnnplan.executor.launch.launcher import TimeIsUp, begin
 from gnnplan.executor.launch.preflight import must_start
 from gnnplan.executor.launch.run_request import MOST as MOST_EPOCHS
-from gnnplan.executor.launch.run_request import Options, RunRequest
+from gnnplan.executor.launch.run_request import Options, RunRequest, must_be_trainable
 from gnnplan.executor.ranks.machine import gpus
 from gnnplan.planner.cluster.spec import Cluster
 from gnnplan.planner.decision import plan as plans
@@ -76,6 +76,7 @@ def asked(document: dict[str, Any]) -> SearchResult:
     objective = objective_of(document)
     cluster = Cluster.model_validate(document["cluster"])
     problem = plans.question(document, cluster)
+    must_be_trainable(problem)
     alternatives = document.get("alternatives", [])
     forced = None if alternatives or document.get("rejected") else plans.chosen(document)
     fewer = any(a.get("gpus", 0) < cluster.ranks for a in [document["best"], *alternatives])

@@ -14,7 +14,7 @@ from gnnplan.api.asking import Overrides, settings_of, several, text_of
 from gnnplan.api.view import View, of
 from gnnplan.planner.decision.candidate import Candidate, placed
 from gnnplan.planner.decision.search import Search
-from gnnplan.planner.decision.sweep import axes, changes, point, points, rows, to_csv
+from gnnplan.planner.decision.sweep import axes, changes, on_same_gpus, point, points, rows, to_csv
 from gnnplan.planner.decision.sweep import moved as best_moved
 from gnnplan.planner.evidence.validate import (
     by_epoch,
@@ -299,7 +299,7 @@ class Sweep(View):
         asked = points(self.axes, base, settings, lambda name: read_fitted(name, model)[0])
         for _, problem in asked:
             playing.must_be_of(problem.ranks)
-        self.rows = rows(asked, strategy, base.ranks, playing, how)
+        self.rows = rows(asked, strategy, base, playing, how)
         self.changes = changes(self.axes, self.rows)
         self.document = {
             "sweep": self.axes,
@@ -353,10 +353,7 @@ def moved(base: Problem, strategy: Strategy, settings: list[str], exact: bool) -
     again. If the number of ranks changes, the best variant of the strategy's family is taken.
     Raises SpecError, Infeasible.
     """
-    problem = point(base, {}, settings) if settings else base
-    shapes = {(c.servers, c.gpus_per_server) for c in (problem.cluster, base.cluster)}
-    if len(shapes) == 1:
-        problem = problem.placed(base.placement)
+    problem = on_same_gpus(point(base, {}, settings) if settings else base, base)
     if problem.ranks != base.ranks:
         return best_moved(strategy, problem, Search(exact or strategy.exact, may_use_fewer=False))
     if problem.cluster != base.cluster:

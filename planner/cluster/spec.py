@@ -330,7 +330,9 @@ class Cluster(Spec):
     collectives: dict[str, Link] = Field(default_factory=dict)
     """Operation and link, such as `all_reduce.inter_node`: the link as this operation was measured
     on it. Other operations use the link itself.  [default: from links]"""
-    price: Annotated[float, Field(gt=0, le=1e6, allow_inf_nan=False)] | None = None
+    price: Annotated[float, Field(gt=0, le=1e6, allow_inf_nan=False)] | None = Field(
+        None, description="dollars per GPU and hour"
+    )
     """Dollars per GPU and hour; servers are rented whole.  [default: none]"""
     provenance: dict[str, str] = Field(default_factory=dict)
     """Field: the source of its number, as 'measured 2026-11-20 on ...', 'datasheet' or 'assumed'.
@@ -357,6 +359,18 @@ class Cluster(Spec):
         if self.host_memory is None or self.device.kind == "cpu":
             return float(np.inf)
         return self.host_memory
+
+    def shaped(self, servers: int, gpus: int) -> Cluster:
+        """Return the cluster with `servers` servers and the first `gpus` GPUs of each."""
+        lists = {
+            name: tuple(
+                kept
+                for group in getattr(self, name)
+                if (kept := tuple(gpu for gpu in group if gpu < gpus))
+            )
+            for name in LISTS
+        }
+        return self.model_copy(update={"servers": servers, "gpus_per_server": gpus, **lists})
 
     def carried(self, old: Cluster, leave: Collection[str] = ()) -> Cluster:
         """Return the cluster with the `collectives` measured on `old`'s links converted to its own.

@@ -89,8 +89,7 @@ def point(
 ) -> Problem:
     """Return the problem with the settings applied, and then the values of this point.
 
-    If a point has fewer GPUs per server, they are the first GPUs of the cluster's lists (islands,
-    switches, NICs). More CPU ranks share the cores of their server. Raises SpecError.
+    More CPU ranks per server share its cores. Raises SpecError.
     """
     cluster = base.cluster
     if DEVICE in at:
@@ -99,9 +98,7 @@ def point(
         cluster = cluster.model_copy(update={"device": other.device, "price": price})
     text = at.get("gpus_per_server", "")
     each = int(text) if text.isdecimal() and text.isascii() and len(text) < 10 else 0
-    if 0 < each * cluster.servers <= MOST_RANKS and (
-        cluster.device.kind == "cpu" or each < cluster.gpus_per_server
-    ):
+    if 0 < each * cluster.servers <= MOST_RANKS and cluster.device.kind == "cpu":
         cluster = with_ranks(cluster, each * cluster.servers)
     values = [f"{field}={value}" for field, value in at.items() if field not in (DEVICE, RANKS)]
     try:
@@ -172,17 +169,23 @@ def moved(
     raise Infeasible(f"{strategy.name} cannot run there: {next(reasons, 'no variant fits')}")
 
 
+def on_same_gpus(problem: Problem, plan: Problem) -> Problem:
+    """Return the problem on the GPUs of a plan, if both have as many servers of as many GPUs."""
+    shapes = {(c.servers, c.gpus_per_server) for c in (problem.cluster, plan.cluster)}
+    return problem.placed(plan.placement) if len(shapes) == 1 else problem
+
+
 def rows(
     asked: Iterable[tuple[dict[str, str], Problem]],
     strategy: Strategy,
-    ranks: int,
+    plan: Problem,
     playing: Playing,
     how: Search = EVERYTHING,
 ) -> list[dict[str, Any]]:
     """Return a row per point, with its recommendation and with the plan's strategy on that point.
 
-    The plan's strategy is for `ranks` ranks; on another number of ranks a variant takes its place
-    (`moved`).
+    The plan's strategy is for as many ranks as `plan` has; on another number of ranks a variant
+    takes its place (`moved`).
     """
     out = []
     for at, problem, found, error in planned(asked, how):
@@ -193,8 +196,9 @@ def rows(
         best = found.best
         same = None
         with suppress(Infeasible, SpecError):
-            if problem.ranks == ranks:
-                same = evaluate(placed(problem, strategy), strategy)
+            here = on_same_gpus(problem, plan)
+            if here.ranks == plan.ranks:
+                same = evaluate(placed(here, strategy), strategy)
             else:
                 same = moved(strategy, problem, lambda _, found=found: found)  # type: ignore[misc]
         notify("playing", f"{best.strategy} on {best.problem.ranks}")

@@ -24,7 +24,7 @@ from gnnplan.planner.cluster import scaling
 from gnnplan.planner.cluster.spec import Cluster
 from gnnplan.planner.decision.candidate import Candidate
 from gnnplan.planner.evidence.recorded import warm_epochs
-from gnnplan.planner.problem.problem import Problem, shape
+from gnnplan.planner.problem.problem import Problem
 from gnnplan.planner.vocabulary.errors import SpecError
 
 # Weight of the prior in a refit: a factor of e on a constant costs as much as an error of 10 % on
@@ -358,4 +358,4 @@ def same_shape(cluster: Cluster, as_in: Cluster) -> Cluster:
             f"the run had {as_in.servers} servers, and cluster {cluster.name} has no inter_node"
             " link; give one"
         )
-    return cluster.model_copy(update=shape(cluster, as_in.servers, as_in.gpus_per_server))
+    return cluster.shaped(as_in.servers, as_in.gpus_per_server)

@@ -28,6 +28,7 @@ from gnnplan.planner.vocabulary.files import (
     suggest,
 )
 from gnnplan.planner.vocabulary.progress import say
+from gnnplan.planner.vocabulary.units import number_of
 
 MOST_MISTAKES = 20  # mistakes in one message
 LISTS = {"fanout": "full", "class_weights": BALANCED}  # fields written as '1,2', or as this word
@@ -50,6 +51,8 @@ LEFT_OUT = {
     *("host_latency", "timeslice_slowdown", "cold_cache_penalty", "core_s_per_message"),
     *("cache_bandwidth", "device.cache_bandwidth", "crowding", "refill", "wake"),
 }
+# pydantic's rule -> what the text must be that it could not read
+PARSED = {"float_parsing": "a number", "int_parsing": "a whole number"}
 Model = TypeVar("Model", bound=BaseModel)
 
 
@@ -205,10 +208,16 @@ def apply_overrides(
 def overridden(model: Model, overrides: Mapping[str, str]) -> Model:
     """Replace dotted fields of a specification, and validate the result as a whole.
 
-    The provenance of a cluster records '--set' for the numbers that were replaced."""
+    The provenance of a cluster records '--set' for the numbers that were replaced. If it has fewer
+    GPUs per server then, they are the first GPUs of its lists (islands, switches, NICs)."""
     if not overrides:
         return model
     data = model.model_dump()
+    if isinstance(model, Cluster):
+        with suppress(ValueError):  # no number: the model says so below
+            gpus = int(number_of(overrides.get("gpus_per_server", "")))
+            if 0 < gpus < model.gpus_per_server:
+                data = model.shaped(model.servers, gpus).model_dump()
     for key, value in overrides.items():
         path = key.split(".")
         # keys of collectives contain a dot: collectives.all_reduce.intra_node.bandwidth
@@ -343,6 +352,10 @@ def _mistake(
     if loc[:1] == ("class_weights",):
         return loc[:1], "must be balanced, or a number for each class such as 1,2.5"
     message = message.removeprefix("Value error, ").replace("Input should be", "must be")
+    if rule in PARSED:
+        field = parent.model_fields.get(str(loc[-1])) if parent else None
+        of = f" of {field.description}" if field and field.description else ""
+        message = f"must be {PARSED[rule]}{of}, as 2, not {given!r:.80}"
     if rule == "literal_error":
         near = likeliest(given, re.findall(r"'([^']+)'", message))
         message += f", not {given!r:.80}" + (f"; did you mean {near}?" if near else "")

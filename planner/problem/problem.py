@@ -39,19 +39,6 @@ MOST_NEEDED = 2 / 3
 REPLAYED_LAUNCH = 2.8e-6
 
 
-def shape(cluster: Cluster, servers: int, gpus: int) -> dict[str, object]:
-    """Return the fields of a cluster with `servers` servers and the first `gpus` GPUs of each."""
-    lists = {
-        name: tuple(
-            kept
-            for group in getattr(cluster, name)
-            if (kept := tuple(gpu for gpu in group if gpu < gpus))
-        )
-        for name in LISTS
-    }
-    return {"servers": servers, "gpus_per_server": gpus, **lists}
-
-
 def with_ranks(cluster: Cluster, ranks: int | None) -> Cluster:
     """Return the cluster with `ranks` ranks, the same number on each server.
 
@@ -81,7 +68,7 @@ def with_ranks(cluster: Cluster, ranks: int | None) -> Cluster:
                 f" {cluster.name} holds {cluster.gpus_per_server}; use --ranks {cluster.ranks} or"
                 f" less, or add them to {name}"
             )
-    return cluster.model_copy(update=shape(cluster, servers, per_server))
+    return cluster.shaped(servers, per_server)
 
 
 MOST_SCORES = 1 << 27  # vertices times classes, whose scores every rank gathers for roc_auc

@@ -72,7 +72,7 @@ MISTAKES = r"""
 {bandwidth: 23GB/s} => {bandwidth: 1GFLOP/s} -> cluster.yaml:8: intra_node.bandwidth: .*is in flop/s
   memory: 24GiB =>   memory: 4GB/s -> cluster.yaml:5: device.memory: .*in B, but '4GB/s' is in B/s
 servers: 2 => servers: 90000 -> at most 8,192
-servers: 2 => servers: two -> cluster.yaml:2: servers: must be a valid integer
+servers: 2 => servers: two -> cluster.yaml:2: servers: must be a whole number, as 2, not 'two'
 servers: 2 => servers: 0 -> cluster.yaml:2: servers: must be greater than or equal to 1
   gemm: 13.9TFLOP/s\n =>  -> cluster.yaml:4: device.gemm: missing
   memory: 24GiB =>   memory: -> cluster.yaml:
@@ -357,7 +357,8 @@ def test_overrides_go_where_they_belong():
         ("hiden=3", "--set hiden=3: no such field; did you mean hidden.*inter_node.bandwidth"),
         ("servers", "must read field=value"),
         ("servers=", "must read field=value"),
-        ("servers=1.5", "--set servers: must be a valid integer"),
+        ("servers=1.5", "--set servers: must be a whole number, as 2, not '1.5'"),
+        ("price=2.20EUR", "price: must be a number of dollars per GPU and hour, as 2, not '2.20E"),
         ("intra_node.bandwidt=3GB/s", "--set intra_node.bandwidt: unknown field; .* bandwidth"),
         ("servers.x=3", "servers is a single value without fields"),
         ("intra_node.bandwidth=25", "Check the unit"),

@@ -358,8 +358,10 @@ def test_lists_of_gpus_may_be_set():
     assert given.islands == ((0, 1), (2, 3)) and given.island.bandwidth == 1e11
     with pytest.raises(SpecError, match="islands: must be lists of GPUs such as"):
         apply_overrides(cluster(2, 4), Workload(), ["islands=0-3"])
+    # a sweep kept the first GPUs of the lists, and --set refused
+    assert apply_overrides(given, Workload(), ["gpus_per_server=2"])[0].islands == ((0, 1),)
     with pytest.raises(SpecError, match="mend the lists or gpus_per_server"):
-        apply_overrides(given, Workload(), ["gpus_per_server=2"])
+        apply_overrides(given, Workload(), ["gpus_per_server=8"])
     assert with_ranks(given, 4).islands == ((0, 1),)
     with pytest.raises(SpecError, match=r"islands of cluster .* holds 4; use --ranks 8 or less"):
         with_ranks(changed(given, kind="cpu"), 16)

@@ -135,7 +135,7 @@ def test_rows_are_plans_of_their_own():
     table = rows(
         asked,
         parse("gnnpipe(chunks=2)"),
-        0,
+        question("h200"),
         lambda candidate: {"simulated_s": 2.0 * float(candidate.predicted.epoch_s)},
     )
     for row, (_, problem) in zip(table, asked, strict=True):
@@ -155,7 +155,9 @@ def test_rows_are_plans_of_their_own():
 def test_a_strategy_that_plans_propose_of_no_family_is_a_column_too():
     """bns, of which users ask by name, was a dash."""
     asked, bns = points(axes(["servers=1,2"]), question()), parse("bns(p=0.5)")
-    for row, (_, problem) in zip(rows(asked, bns, 0, lambda _: {}), asked, strict=True):
+    for row, (_, problem) in zip(
+        rows(asked, bns, question("h200"), lambda _: {}), asked, strict=True
+    ):
         expected = evaluate(placed(problem, bns), bns)
         assert row["plan"] == "bns(p=0.5)"
         assert row["plan_predicted_s"] == float(expected.predicted.epoch_s)
@@ -165,25 +167,27 @@ def test_a_strategy_that_plans_propose_of_no_family_is_a_column_too():
 def test_an_exact_plan_is_compared_with_exact_variants():
     """A plan of granndis was swept as granndis that samples."""
     asked = points(axes(["inter_node.bandwidth=1e7,1e8"]), question())
-    for row in rows(asked, parse("granndis"), 0, lambda _: {}):
+    for row in rows(asked, parse("granndis"), question("h200"), lambda _: {}):
         assert parse(row["plan"]).exact
 
 
 @pytest.mark.slow
 def test_a_plan_of_as_many_ranks_is_swept_as_it_is():
-    """`simulate --set` played the plan's own variant, and --sweep the best of its family."""
+    """`simulate --set` played the plan's own variant, and --sweep the best of its family, also of a
+    plan that uses some of the GPUs, which was compared with one that uses all."""
     asked = points(axes(["inter_node.bandwidth=1e7,1e8"]), question())
-    own, ranks = parse("granndis(depth=1)"), question().ranks
-    for row, (_, problem) in zip(rows(asked, own, ranks, lambda _: {}), asked, strict=True):
-        assert row["plan"] == str(own)
-        assert row["plan_predicted_s"] == float(own.predict(placed(problem, own)).epoch_s)
+    one, all_ = parse("offload"), parse("granndis(depth=1)")
+    for own, plan in ((one, question().placed((0,))), (all_, question())):
+        for row, (_, problem) in zip(rows(asked, own, plan, lambda _: {}), asked, strict=True):
+            there = placed(problem.placed(plan.placement), own)
+            assert row["plan_predicted_s"] == float(own.settle(there).predict(there).epoch_s)
 
 
 @pytest.mark.slow
 def test_nothing_fits_is_a_row_too():
     swept = axes(["device.memory=24GB,10MB"])
     asked = points(swept, question(), ["servers=1", "gpus_per_server=2"])
-    first, second = table = rows(asked, parse("gnnpipe"), 0, lambda _: {})
+    first, second = table = rows(asked, parse("gnnpipe"), question("h200"), lambda _: {})
     assert first["best"] and "simulated_s" not in first
     assert second["best"] is None and "nothing fits" in second["reason"]
     assert changes(swept, table) == []
