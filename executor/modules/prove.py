@@ -301,6 +301,7 @@ def must_compute(
                 f"forward changes {changed[0]} from call to call, and it is recorded once; leave"
                 " that out, or train a module per value"
             )
+        _must_keep_nothing_else(module, own, small, dropout_mode, is_training)
         try:
             output, tensors = candidate(values, is_training)
             (output.flatten() * weights).sum().backward()  # type: ignore[no-untyped-call]
@@ -333,6 +334,34 @@ def must_compute(
             other = found.get(name)
             if other is not None and other.is_floating_point():
                 _must_equal(buffer, other, f"buffer {name}", is_training)
+
+
+def _must_keep_nothing_else(
+    module: nn.Module,
+    used: nn.Module,
+    small: Small,
+    dropout_mode: Callable[[], AbstractContextManager[Any]],
+    was_training: bool,
+) -> None:
+    """Raise Unfit if a module that was used in one mode makes, in the other, other rows than a new
+    one with its parameters and buffers, which are all that a rank has of it."""
+    new = copy.deepcopy(module).to(torch.float64)
+    kept = {**dict(used.named_parameters()), **dict(used.named_buffers())}
+    modes = ("training", "evaluation") if was_training else ("evaluation", "training")
+    within = nullcontext if was_training else dropout_mode
+    values = small.given(torch.float64)
+    with torch.no_grad():
+        for name, tensor in (*new.named_parameters(), *new.named_buffers()):
+            tensor.copy_(kept.get(name, tensor))
+        run = partial(_output, small=small, values=values, dropout_mode=within)
+        first, second = (
+            _guarded(small, partial(run, each.train(not was_training))) for each in (used, new)
+        )
+    if differing(first, second) is not None:
+        raise Unfit(
+            f"forward keeps something of {modes[0]} that {modes[1]} reads, beside parameters and"
+            " buffers, which are all that ranks keep; compute it anew in each call"
+        )
 
 
 def gradients_of(module: nn.Module) -> dict[str, Tensor | None]:

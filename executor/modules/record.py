@@ -42,6 +42,15 @@ DROPOUTS = (F.dropout, torch.dropout, torch.dropout_)
 # calls that fill a tensor with one number, and take its type from another tensor
 FILLERS = ("new_zeros", "new_ones", "new_full", "zeros_like", "ones_like", "full_like")
 MOST_CALLS = 100_000
+HOOK = "register_hook"
+HOOKED = (
+    "{} changes gradients where calls of torch do not show it; write a torch.autograd.Function (--set"
+    " clip=.. clips the gradient of all parameters)"
+)
+AUTOCAST = (
+    "forward runs under torch.autocast, and ranks would make its calls without; leave that out, and"
+    " plan with --dtype"
+)
 UNSEEN = (
     "something that torch does not see makes a tensor in forward itself; put it into a module of"
     " its own, which is given the edges, and keep constants by self.register_buffer, layers in a"
@@ -335,6 +344,8 @@ class _Recorder(TorchFunctionMode):
         if name in FILLERS and (len(args) > 1 or name.endswith("_like")):
             return self._record_fill(func, name, args, kwargs)
         node = self._node(func, args, kwargs)
+        if name == HOOK:
+            raise Unfit(f"{node.place}{HOOKED.format(name)}")
         first = args[0] if args and isinstance(args[0], Tensor) else None
         version = None if first is None else first._version
         before = torch.get_rng_state() if func not in DROPOUTS else None
@@ -406,6 +417,8 @@ class _Recorder(TorchFunctionMode):
     ) -> Node:
         if len(self.nodes) > MOST_CALLS:
             raise Unfit(f"forward makes more than {MOST_CALLS:,} calls of torch; use fewer layers")
+        if torch.is_autocast_enabled("cpu") or torch.is_autocast_enabled("cuda"):
+            raise Unfit(AUTOCAST)
         line = _line()
         # the call may change a list among its arguments, so they are converted before the call
         node = Node(

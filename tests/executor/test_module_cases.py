@@ -224,6 +224,22 @@ REFUSED = {
         "return self.c(self.a(x, edge_index) * (1 if CALLS < 99 else 2), edge_index)",
         r"forward changes model\.py: CALLS from call to call",
     ),
+    # the next three were trained otherwise than by one process, silently
+    "kept by training": (
+        "h = self.a(x, edge_index)\nif self.training:\n    self.center = h.mean(0).detach()\n"
+        "return self.c(h - (0 if self.training else getattr(self, 'center', 0)), edge_index)",
+        "keeps something of training that evaluation reads",
+    ),
+    "hook": (
+        "h = torch.tanh(self.a(x, edge_index))\nif h.requires_grad:\n"
+        "    h.register_hook(lambda g: g.clamp(-50, 50))\nreturn self.c(h, edge_index)",
+        "line 17: register_hook changes gradients",
+    ),
+    "autocast": (
+        "with torch.autocast('cpu', dtype=torch.bfloat16):\n    h = self.a(x, edge_index).tanh()\n"
+        "return self.c(h.float(), edge_index)",
+        "line 16: .*autocast",
+    ),
     "rank": (
         "import os\nreturn self.c(self.a(x, edge_index), edge_index) * int(os.environ.get('RANK', 7))",
         "it makes other rows in the process of rank 1 of 2 than here",
