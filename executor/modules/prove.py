@@ -226,15 +226,21 @@ def recorded_of(
 
     parts: see `record`. Raises Unfit."""
 
-    def on(graph: Small) -> tuple[nn.Module, Recorded]:
+    def on(graph: Small, takes_constants: bool) -> tuple[nn.Module, Recorded]:
         own = copied(module).to(dtype).train(is_training)  # forward may keep its arguments
         given = graph.given(dtype)
         run = partial(graph.binding.call, own, given)
-        recorded = partial(record, own, given, run, graph.vertices, parts)
+        recorded = partial(record, own, given, run, graph.vertices, parts, takes_constants)
         return own, _guarded(graph, recorded)
 
-    (own, few), (_, many) = on(small), on(small.larger)
-    return own, with_sizes(few, many)
+    def on_both(takes_constants: bool) -> tuple[nn.Module, Recorded]:
+        (own, few), (_, many) = (on(graph, takes_constants) for graph in (small, small.larger))
+        return own, with_sizes(few, many)
+
+    try:
+        return on_both(takes_constants=True)
+    except Unfit:
+        return on_both(takes_constants=False)
 
 
 # what is compared with a module: an output, and a function that returns, after the backward pass,

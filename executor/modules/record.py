@@ -42,6 +42,7 @@ DROPOUTS = (F.dropout, torch.dropout, torch.dropout_)
 # calls that fill a tensor with one number, and take its type from another tensor
 FILLERS = ("new_zeros", "new_ones", "new_full", "zeros_like", "ones_like", "full_like")
 MOST_CALLS = 100_000
+MOST_NUMBERS = 1000  # of a constant
 HOOK = "register_hook"
 HOOKED = (
     "{} changes gradients where calls of torch do not show it; write a torch.autograd.Function (--set"
@@ -259,11 +260,14 @@ def record(
     call: Callable[[], Any],
     vertices: int,
     parts: Collection[str] = (),
+    takes_constants: bool = False,
 ) -> Recorded:
     """Return the torch calls that `call` makes, which runs the module's forward on `inputs`.
 
     inputs: the tensors that forward receives, by name. vertices: the rows of the small graph.
-    parts: paths of submodules to record as one call each. Raises Unfit with the line."""
+    parts: paths of submodules to record as one call each. takes_constants: whether a few numbers of
+    unknown origin are taken for constants, as of torch.Tensor([0.5]); `with_sizes` refuses those
+    that differ on another graph. Raises Unfit with the line."""
     opaque, graph = {*parts}, inputs.get("g")
     unchanged = None if graph is None else graph.local_var()
     while True:
@@ -271,7 +275,7 @@ def record(
         if unchanged is not None:  # remove what an earlier attempt has written into the graph
             vars(graph).update(vars(unchanged.local_var()))
         try:
-            recorder = _Recorder(module, inputs, vertices, opaque, parts)
+            recorder = _Recorder(module, inputs, vertices, opaque, parts, takes_constants)
             with recorder, recorder.patches():
                 recorded = recorder.finish(call())
             if before != _states_outside_torch():
@@ -296,9 +300,10 @@ class _Recorder(TorchFunctionMode):
         vertices: int,
         opaque: set[str],
         may_drop: Collection[str],
+        takes_constants: bool,
     ) -> None:
         super().__init__()
-        self.opaque, self.may_drop = opaque, may_drop
+        self.opaque, self.may_drop, self.takes_constants = opaque, may_drop, takes_constants
         self.graph: Any = inputs.get("g")
         self.answers: dict[Node, Any] = {}
         self.nodes: list[Node] = []
@@ -343,6 +348,9 @@ class _Recorder(TorchFunctionMode):
             return self._answer(func, name, args)
         if name in FILLERS and (len(args) > 1 or name.endswith("_like")):
             return self._record_fill(func, name, args, kwargs)
+        if name in ("to", "type_as") and len(args) > 1 and isinstance(args[1], Tensor):
+            # of the other tensor, only where it is and its type: it is not read
+            func, args = Tensor.to, (args[0], args[1].device, args[1].dtype, *args[2:])
         node = self._node(func, args, kwargs)
         if name == HOOK:
             raise Unfit(f"{node.place}{HOOKED.format(name)}")
@@ -443,6 +451,12 @@ class _Recorder(TorchFunctionMode):
                 return self.node_by_id[id(value)]
             if id(value) in self.name_by_id:
                 return Named(self.name_by_id[id(value)])
+            if self.takes_constants and _may_be_constant(value):
+                with torch._C.DisableTorchFunction():
+                    constant = Node(torch.tensor, (value.tolist(),), {"dtype": value.dtype})
+                    self.nodes.append(constant)
+                    self._record_result(constant, value)
+                return constant
             raise _Unseen(self.path_stack[-1], NO_MATRIX if is_sparse(value) else UNSEEN)
         if id(value) in self.node_by_id:  # a DGL graph
             return self.node_by_id[id(value)]
@@ -714,6 +728,10 @@ def live_nodes(
             live.add(node)
             todo += reads(node)
     return sorted(live, key=lambda node: node.index)
+
+
+def _may_be_constant(value: Tensor) -> bool:
+    return value.numel() <= MOST_NUMBERS and not (is_sparse(value) or value.requires_grad)
 
 
 def is_sparse(value: Any) -> bool:

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from gnnplan.executor.layers.kernels import Block
 from gnnplan.executor.modules.cut import BLOCK, DESTINATIONS, Program, differing
-from gnnplan.executor.modules.evaluate import Place, Values, frees, keys, with_loops
+from gnnplan.executor.modules.evaluate import Place, Values, frees, keys, tensors, with_loops
 from gnnplan.executor.modules.record import (
     EDGES_OF,
     STRUCTURE,
@@ -120,6 +120,7 @@ class Structure:
 
     def __post_init__(self) -> None:
         self.read: set[Node] = set()
+        self.places: set[Node] = set()  # that are about places of edges in an order of their own
         for program in self.programs:
             self.read |= {node.edges for node in program.live if node.edges is not None}
             self.whole |= dict.fromkeys(program.fields)
@@ -320,20 +321,23 @@ class Structure:
     def _compare(self, node: Node, values: Values, part: _Part, sets: list[Node], own: int) -> None:
         """Add a node, or one that it reads, to `whole` if its rows of a part's own vertices, or of
         the edges into them, differ from the whole graph's."""
-        value, n, table, edges = node.value, self.small.vertices, node.value, None
-        mine: Any = ...
+        value, n, here = node.value, self.small.vertices, values[node]
+        # edges whose numbers it may be, the part's own rows, and a table to look up: of each order
+        # that edges are in
+        views: list[tuple[Node | None, Any, Any]] = [(None, ..., value)]
         if self.is_of_vertices(node):
-            mine = slice(0, own)
+            views = [(None, slice(0, own), value)]
         elif value.ndim and (found := [s for s in sets if s.value.shape[1] == value.shape[0]]):
-            edges = found[-1]
-            mine, table = values[edges][1] < own, Table(edges.value, value, n)
+            views = [(s, values[s][1] < own, Table(s.value, value, n)) for s in reversed(found)]
         elif {n, *(s.value.shape[1] for s in self.nodes if is_edge_set(s.value))} & {*value.shape}:
             return  # else it is one value for all, such as a largest weight
-        whole, here = part.look_up(node, edges, table, values), values[node]
-        if whole.shape == here.shape:
-            expected, computed = whole[mine], here[mine]
-            if differing(expected, computed) is None or _are_ids(computed, expected, part.source):
-                return
+        for edges, mine, table in reversed(views):
+            whole = part.look_up(node, edges, table, values)
+            if whole.shape == here.shape:
+                expected, computed = whole[mine], here[mine]
+                is_same = differing(expected, computed) is None
+                if is_same or _are_ids(computed, expected, part.source):
+                    return
         for read in node.reads:  # a part may lack numbers of neighbours, as their degrees
             if edges is not None and read not in self.whole and self._is_real(read):
                 self.whole[read] = None
@@ -341,8 +345,23 @@ class Structure:
                 values[node] = part.call(node, values)
                 self._compare(node, values, part, sets, own)
                 return
+        if self._tells_places(node, {s.value.shape[1] for s in sets}):
+            self.places.add(node)
+            return
         self.whole[node] = edges
         values[node] = whole
+
+    def _tells_places(self, node: Node, counts: Collection[int]) -> bool:
+        """Whether a value is an order of edges, as argsort makes it, or follows from one.
+
+        A part has an order of its own edges, and nothing to look up."""
+        orders = (node, *node.reads)
+        return bool(self.places & {*node.reads}) or any(
+            len(value) in counts and torch.equal(value.sort().values, torch.arange(len(value)))
+            for each in orders
+            for value in tensors(each.value)
+            if value.ndim == 1 and value.dtype == torch.int64
+        )
 
     def _is_real(self, node: Node) -> bool:
         """Whether a value is real numbers of vertices, and not their ids."""

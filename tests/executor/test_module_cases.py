@@ -422,6 +422,24 @@ return self.c(torch.zeros(n, 8).index_add(0, readers, torch.tanh(h)[sources]), e
     # failed in the proof's float64; a sum with a number ended in an IndexError
     "float32 and a number": "h = self.a(x.float(), edge_index) + torch.ones(x.size(0), 8)\n"
     "return self.c(h.relu() + 1, edge_index)",
+    # torch does not see these two make a tensor
+    "constants": """
+import numpy
+scale = torch.FloatTensor([0.5, 2.0]).to(x) * torch.from_numpy(numpy.arange(8.0)).to(x)[:2]
+return self.c(self.a(x, edge_index).tanh() * scale.repeat(4), edge_index)
+""",
+    # places of sorted edges were looked up as if they were numbers of edges
+    "sorted edges": """
+n, (types, order) = x.size(0), torch.sort(edge_index[1] % 2)
+ends = torch.searchsorted(types, torch.arange(3))
+(sources, readers), scale = edge_index[:, order], torch.bincount(edge_index[0], minlength=n) + 1.0
+m = torch.tanh(self.a(x, edge_index))[sources] / scale[sources, None].to(x)
+m = torch.where((torch.arange(len(order)) < ends[1])[:, None], m, m.cos())
+h, order = torch.zeros(n, 8).to(x).index_add(0, readers, m), torch.argsort(edge_index[1])
+degrees = torch.bincount(edge_index[1], minlength=n)
+h = torch.segment_reduce(h[edge_index[0, order]], "max", lengths=degrees, initial=0.0)
+return self.c(h.cos(), edge_index)
+""",
     # vertices in the second dimension and rows that dropout alone makes others were refused;
     # gradients of checkpoints were lost
     "rows": """
