@@ -26,16 +26,19 @@ from gnnplan.executor.layers.norms import BatchNorm
 from gnnplan.executor.modules import sandbox
 from gnnplan.executor.modules.bind import VERTICES, GraphFields, Small, block_of
 from gnnplan.executor.modules.cut import Program, cut, differing, freeze_norms
-from gnnplan.executor.modules.evaluate import Place
+from gnnplan.executor.modules.evaluate import Place, tensors
 from gnnplan.executor.modules.module_state import copied, must_learn_its_own, numbers_of
 from gnnplan.executor.modules.names import MATRICES
 from gnnplan.executor.modules.pieces import Pieces, Tail, drawn, pair_ids
 from gnnplan.executor.modules.record import (
     DROPOUTS,
+    INNER,
     Node,
+    Opaque,
     Recorded,
     Unfit,
     dropout_of,
+    edge_sets_of,
     line_of,
     named_in,
     record,
@@ -259,7 +262,33 @@ def prove(module: nn.Module, pieces: Pieces, small: Small) -> None:
         output = in_parts(pieces.with_module(own), small, values, is_training)
         return output, lambda: gradients_of(own) | dict(own.named_buffers())
 
-    must_compute(module, small, dropout_mode, candidate)
+    try:
+        must_compute(module, small, dropout_mode, candidate)
+    except Unfit as unfit:
+        if suspected := _suspected(pieces, small):
+            seen, ends, _ = str(unfit).partition("): ")
+            raise Unfit(f"{suspected}; {seen}{ends[:1]}") from unfit
+        raise
+
+
+def _suspected(pieces: Pieces, small: Small) -> str:
+    """Return a call that may look at more than the edges into a vertex, as the start of an error
+    message; '': there is none."""
+    sizes = {small.vertices, *(each.value.shape[1] for each in edge_sets_of(pieces.training.live))}
+    for node in pieces.training.live:
+        if isinstance(node.call, Opaque):
+            return (
+                f"{node.place}{node.call.path} ({node.call.kind}) is called as a whole, since torch"
+                " does not see all that it computes: that must follow from the edges into each"
+                " vertex, looked at once"
+            )
+        shapes = [value.shape for value in tensors(node.value) if node.kind == INNER]
+        if shapes and not any({*shape} & sizes for shape in shapes):
+            return (
+                f"{node.place}{node.what} makes {[*shapes[0]]} of all edges or vertices, as a"
+                " graph's readout does; a row here is made of its vertex's own and its neighbours'"
+            )
+    return ""
 
 
 def must_compute(

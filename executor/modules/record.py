@@ -43,10 +43,9 @@ DROPOUTS = (F.dropout, torch.dropout, torch.dropout_)
 FILLERS = ("new_zeros", "new_ones", "new_full", "zeros_like", "ones_like", "full_like")
 MOST_CALLS = 100_000
 MOST_NUMBERS = 1000  # of a constant
-HOOK = "register_hook"
 HOOKED = (
-    "{} changes gradients where calls of torch do not show it; write a torch.autograd.Function (--set"
-    " clip=.. clips the gradient of all parameters)"
+    "register_hook changes gradients where calls of torch do not show it; write a"
+    " torch.autograd.Function (--set clip=.. clips the gradient of all parameters)"
 )
 AUTOCAST = (
     "forward runs under torch.autocast, and ranks would make its calls without; leave that out, and"
@@ -115,6 +114,7 @@ class Node:
     kwargs: Mapping[str, Any] = field(default_factory=dict)
     name: str = ""
     line: int = 0  # in the user's file; 0: unknown
+    path: str = ""  # of the submodule that makes the call
     has_grad: bool = True  # autograd is on
     in_place: bool = False  # the call changes its first argument, and returns it
     drops: float = 0.0  # p of dropout; 0: the call drops nothing
@@ -133,8 +133,9 @@ class Node:
 
     @property
     def place(self) -> str:
-        """The user's line, as the start of an error message."""
-        return f"line {self.line}: " if self.line else ""
+        """The user's line, or else the submodule, as the start of an error message."""
+        place = f"line {self.line}" if self.line else self.path
+        return f"{place}: " if place else ""
 
     @property
     def what(self) -> str:
@@ -352,8 +353,8 @@ class _Recorder(TorchFunctionMode):
             # of the other tensor, only where it is and its type: it is not read
             func, args = Tensor.to, (args[0], args[1].device, args[1].dtype, *args[2:])
         node = self._node(func, args, kwargs)
-        if name == HOOK:
-            raise Unfit(f"{node.place}{HOOKED.format(name)}")
+        if name == "register_hook":
+            raise Unfit(f"{node.place}{HOOKED}")
         first = args[0] if args and isinstance(args[0], Tensor) else None
         version = None if first is None else first._version
         before = torch.get_rng_state() if func not in DROPOUTS else None
@@ -393,7 +394,8 @@ class _Recorder(TorchFunctionMode):
             return answer
         if of_edges and self.graph is not None:  # DGL sorts edges like this for a Python function
             raise _Unseen(self.path_stack[-1])
-        raise Unfit(NUMBERS_ASKED.format(name.strip("_")))
+        asks = f"{name.strip('_')}{within}" if (within := _callee()) else name.strip("_")
+        raise Unfit(NUMBERS_ASKED.format(asks))
 
     def _must_not_be_parameter(self, node: Node, tensor: Tensor) -> None:
         """Raise Unfit if a call changes a parameter, or its `data`, in place."""
@@ -435,6 +437,7 @@ class _Recorder(TorchFunctionMode):
             tree_map(self._argument, dict(kwargs)),
             name,
             line,
+            self.path_stack[-1],
             torch.is_grad_enabled(),
         )
         self.nodes.append(node)
@@ -798,6 +801,18 @@ def _is_users_frame(frame: FrameType) -> bool:
 def is_the_users(file: str) -> bool:
     """Whether a Python file belongs neither to a library nor to gnnplan."""
     return not ("site-packages" in file or file.startswith((PACKAGE, "<")) or "/lib/python" in file)
+
+
+def _callee() -> str:
+    """Return ' in F' for the function F of a library that the user's code calls; '': torch's."""
+    inner = ""
+    for frame, _ in traceback.walk_stack(sys._getframe(1)):
+        if frame.f_code is record.__code__ or _is_users_frame(frame):
+            break
+        file, name = frame.f_code.co_filename, frame.f_code.co_qualname
+        if not ("/torch/" in file or file.startswith(PACKAGE) or name.startswith("_")):
+            inner = f" in {name}"
+    return inner
 
 
 def _line() -> int:

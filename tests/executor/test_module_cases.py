@@ -585,6 +585,13 @@ class Normed(nn.Module):
         g.update_all(lambda edges: {"m": edges.src["h"]}, lambda nodes: {"h": nodes.mailbox["m"].sum(1)})
         return self.norm(g.ndata["h"])
 
+class Twice(nn.Module):
+    def forward(self, g, h):
+        g.ndata["h"] = h
+        for _ in range(2):
+            g.update_all(lambda edges: {"m": edges.src["h"]}, lambda nodes: {"h": nodes.mailbox["m"].sum(1)})
+        return g.ndata["h"]
+
 class Net(nn.Module):
     def __init__(self, in_feats, out_feats):
         super().__init__()
@@ -593,6 +600,7 @@ class Net(nn.Module):
         self.last, self.norm = nn.Linear(in_feats, out_feats), Normed(in_feats)
         self.lstm = SAGEConv(in_feats, out_feats, "lstm")
         self.mean = SAGEConv(in_feats, out_feats, "mean")
+        self.twice = Twice()
     def forward(self, GIVEN):
         BODY
 """
@@ -639,16 +647,32 @@ def test_a_convolution_of_dgl_that_multiplies_first_has_its_products_exchanged(t
         ),
         ("g, x", "return self.lstm(g, x)", r"layer 1, in lstm \(SAGEConv\), .* reduce by a"),
         (
+            "g, x",
+            "return self.last(self.twice(g, x))",
+            r"line \d+: twice \(Twice\) is called as a whole, .*\(off by [^:]*\)$",
+        ),
+        (
+            "g, x",
+            "import dgl\nwith g.local_scope():\n    g.ndata['h'] = x.tanh()\n"
+            "    x = x - dgl.broadcast_nodes(g, dgl.mean_nodes(g, 'h'))\nreturn self.mean(g, x)",
+            r"line \d+: SegmentReduce makes \[1, 6\] of all edges or vertices",
+        ),
+        (
+            "g, x",
+            "import dgl\nreturn self.mean(dgl.add_self_loop(g), x)",
+            r"asks for the numbers in a tensor \(item in add_self_loop\)",
+        ),
+        (
             "g",
             "h = F.dropout(torch.ones(g.num_nodes(), 6), 0.5, self.training)\n"
             "return self.last(self.own[0](g, h))",
             "forward reads no rows of vertices",
         ),
     ],
-    ids=["batch norm of mailboxes", "LSTM", "MWE_GCN"],
+    ids=["batch norm of mailboxes", "LSTM", "two hops", "readout", "other graph", "MWE_GCN"],
 )
 def test_what_a_module_of_dgl_does_is_refused_by_name(tmp_path, given, body, words):
-    """The last two were refused in words of something else."""
+    """All but the first were refused in words of something else."""
     with pytest.raises(SpecError, match=words):
         with_dgl(tmp_path, given, body)
 
