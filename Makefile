@@ -36,8 +36,8 @@ lint: .venv/.installed  ## style and types
 test: lint  ## style, types, tests
 	$(PYTEST)
 
-quick: lint  ## style, types, and the fast tests that start no process
-	$(PYTEST) -m "not nightly and not processes and not slow"
+quick: lint  ## style, types, and the first case of each fast test that starts no process
+	$(PYTEST) -m "not nightly and not processes and not slow and not again"
 
 nightly: lint  ## the full products of which `make test` runs a cover, and all examples
 	GNNPLAN_NIGHT=1 $(PYTEST) -m ""

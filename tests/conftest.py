@@ -32,11 +32,17 @@ STARTERS = {"start", "started", "run_ranks", "fork_server", "trained"}
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """A test that uses a fixture of STARTERS starts processes, and so does one on a GPU: Triton's
-    compiler."""
+    compiler. Of a test with several cases all but the first of those by day run `again`."""
+    begun = set[str]()
     for item in items:
-        of_gpu = item.get_closest_marker("gpu") is not None
-        if of_gpu or STARTERS.intersection(getattr(item, "fixturenames", ())):
+        marks = {mark.name for mark in item.iter_markers()}
+        if "gpu" in marks or STARTERS.intersection(getattr(item, "fixturenames", ())):
             item.add_marker("processes")
+        test = item.nodeid.partition("[")[0]
+        if test in begun:
+            item.add_marker("again")
+        elif "nightly" not in marks:
+            begun.add(test)
 
 
 def pytest_configure() -> None:

@@ -42,13 +42,21 @@ class Case:
     """A call of gnnplan. `{d}` in an argument is the folder in which `make` has put its files."""
 
     kind: str
-    name: str
-    arguments: tuple[str, ...]
+    call: str
+    about: str = ""
     make: Make = nothing
     env: Mapping[str, str] = field(default_factory=dict)
     codes: tuple[int, ...] = (2,)
     starts: bool = False  # a process that starts anew
     leaves: tuple[str, ...] = ()  # what must not be there afterwards
+
+    @property
+    def name(self) -> str:
+        return f"{self.call}: {self.about}" if self.about else self.call
+
+    @property
+    def arguments(self) -> list[str]:
+        return shlex.split(Template(self.call).substitute(WORDS))
 
 
 @dataclass(frozen=True)
@@ -290,8 +298,7 @@ def table(kind: str, calls: str, make: Make = nothing, about: str = "", **more: 
         parts = re.split("<(.*?)>", line.strip())
         for chosen in itertools.product(*(part.split("|") for part in parts[1::2])):
             call = "".join(map("".join, itertools.zip_longest(parts[::2], chosen, fillvalue="")))
-            words = shlex.split(Template(call).substitute(WORDS))
-            cases.append(Case(kind, f"{call}{about and f': {about}'}", tuple(words), make, **more))
+            cases.append(Case(kind, call, about, make, **more))
     return cases
 
 

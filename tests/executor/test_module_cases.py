@@ -23,7 +23,6 @@ from gnnplan.planner.vocabulary.errors import SpecError
 
 GRAPH = "synthetic:community?vertices=60&edges=240&features=6&classes=3"
 PLAIN = GraphFields(6, 3)
-pytest.importorskip("torch_geometric", exc_type=ImportError)
 HEAD = """
 import torch
 from torch import nn
@@ -40,6 +39,12 @@ class Net(nn.Module):
     def forward(self, GIVEN):
         BODY
 """
+
+
+@pytest.fixture(scope="module", autouse=True)
+def torch_geometric():
+    """Imported here, for the tests that run: its import takes as long as that of torch."""
+    pytest.importorskip("torch_geometric", exc_type=ImportError)
 
 
 def written(folder: Path, body: str, given: str = "x, edge_index", **numbers: float) -> str:

@@ -636,12 +636,13 @@ def suits(setting: Setting) -> bool:
 
 SHARED_OUT = [*shared_out(FULL, ON_FULL_GRAPHS, 4), *shared_out(MINI, ON_BATCHES, 4)]
 SETTINGS = list(dict.fromkeys([*(Setting.of(line) for line in lines(LINES)), *SHARED_OUT]))
+HAVE_LINES = {type(parse(setting.strategy)) for setting in SETTINGS}
 SETTINGS += [  # of families that have none above: their own examples
     Setting.of(
         f"{example.ranks} {example.servers} {example.strategy} rough 0.5 gcn"
         f"{' mini' * (family.mode == 'mini')}"
     )
     for family in families()
-    if family not in {type(parse(setting.strategy)) for setting in SETTINGS}
+    if family not in HAVE_LINES
     for example in family.examples
 ]

@@ -6,7 +6,6 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import test_batchwise as laws
-from scipy.stats import chisquare
 from test_batchwise import problem_of
 
 from gnnplan.planner.gnn.model import describe
@@ -56,6 +55,8 @@ def test_an_edge_is_trained_on_or_held_out(graph):
 
 
 def test_negatives_are_any_vertices_and_belong_to_their_edge():
+    from scipy.stats import chisquare  # here: its import takes a second
+
     edges = edges_of(GRAPH, 5000, seed=1, epoch=2)
     assert np.array_equal(np.sort(np.concatenate(edges)), np.arange(GRAPH.indices.size))
     pairs, half = (pairs_of(GRAPH, ids, 3, 1, 2, 0) for ids in (edges[0], edges[0][2500:]))

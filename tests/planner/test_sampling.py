@@ -7,7 +7,6 @@ import pytest
 from examples import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from scipy.stats import chisquare
 
 from gnnplan.planner.gnn.workload import ALL
 from gnnplan.planner.graph.load import load
@@ -68,6 +67,8 @@ def test_seed_epoch_batch_and_layer_each_change_the_draws():
 @pytest.mark.parametrize(("degree", "k"), [(5, 2), (6, 3), (7, 6)])
 def test_every_set_is_as_likely(degree, k):
     """All sets of k below the degree, over 200 draws of each expected; chi-square at 0.1 %."""
+    from scipy.stats import chisquare  # here: its import takes a second
+
     sets = {one: i for i, one in enumerate(combinations(range(degree), k))}
     keys = mix(
         (np.arange(200 * len(sets), dtype=np.uint64) + key_of(0, 0, 0, 1))
