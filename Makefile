@@ -3,7 +3,7 @@ PYTHON ?= $(shell command -v python3.11 || command -v python3)
 BIN := .venv/bin
 # Twice quiet: an index that is configured and absent is no news. Most modules are never imported.
 INSTALL := $(BIN)/pip install --quiet --quiet --disable-pip-version-check --no-compile --constraint constraints.txt
-PYTEST := $(BIN)/pytest -n 2 --dist loadfile --no-loadscope-reorder
+PYTEST := OMP_NUM_THREADS=1 $(BIN)/pytest -n 2 --dist loadfile --no-loadscope-reorder
 RUN ?= runs/demo
 SOAK ?= 600
 GPU_PYTHON ?= python3

@@ -123,8 +123,9 @@ def train_there(pretend_device, tmp_path, monkeypatch):
 
 
 def needs(row: tuple[Any, ...]) -> set[Hashable]:
-    """Every strategy, every model on the full graph and in batches, and other graphs and types."""
-    return {row[0], (row[1], row[0] in OF_BATCHES), str(row[2:4])}
+    """One of the strategies that have the same launches, every model, on the full graph or in
+    batches, and other graphs and types in both."""
+    return {LAUNCHES[row[0]], row[1], (row[0] in OF_BATCHES, str(row[2:4]))}
 
 
 STEPS: list[tuple[Any, ...]] = [

@@ -293,6 +293,7 @@ def test_an_exchange_among_all_costs_what_both_its_links_cost():
 
 
 @pytest.mark.parametrize("cuda", [False, True])
+@pytest.mark.slow
 def test_what_ranks_have_found_becomes_a_cluster(monkeypatch, cuda):
     monkeypatch.setattr(module.torch.cuda, "is_available", lambda: cuda)
     samples = [(n, 500e-6 + n / 1e9, 100e-6 + n * 1e-9) for n in SIZES]
