@@ -32,6 +32,8 @@ LONGEST_NAME = 40  # characters; Kubernetes allows 63 with the suffixes that it 
 # `args` takes more options of `gnnplan run`. Ranks meet before pods are ready, so the Service
 # publishes their addresses earlier. NCCL needs more shared memory than a pod's default of 64 MB.
 MANIFEST = Template(Path(__file__).with_name("manifest.yaml").read_text())
+# `--resume DIR` goes on with the plan in DIR, so the file's own plan and folder are left out
+START = 'case " $*" in *" --resume"*) ;; *) set -- PLAN --out OUT "$@" ;; esac'
 MOUNT = """\
         - name: data
           mountPath: {}
@@ -169,7 +171,7 @@ def torchrun(launch: Launch) -> str:
         + launch.header("torchrun", *assumptions, usage=usage)
         + _settings(launch, f"runs/{launch.name}")
         + f"exec torchrun {where} \\\n    --nproc-per-node {launch.ranks}"
-        + ' -m gnnplan run "$plan" --out "$out" "$@"\n'
+        + ' -m gnnplan run "$@"\n'
     )
 
 
@@ -200,7 +202,7 @@ def slurm(launch: Launch) -> str:
         + 'MASTER_ADDR=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)\n'
         "MASTER_PORT=$((20000 + SLURM_JOB_ID % 10000))\n"
         "export MASTER_ADDR MASTER_PORT\n"
-        'exec srun --kill-on-bad-exit=1 python -m gnnplan run "$plan" --out "$out" "$@"\n'
+        'exec srun --kill-on-bad-exit=1 python -m gnnplan run "$@"\n'
     )
 
 
@@ -210,6 +212,8 @@ def _settings(launch: Launch, out: str, more: str = "") -> str:
         "set -euo pipefail\n"
         f"plan={shlex.quote(str(launch.plan))}\n"
         f"out={shlex.quote(out)}{more}  # must not hold a run yet\n"
+        + START.replace("PLAN", '"$plan"').replace("OUT", '"$out"')
+        + "\n"
         # PYTHONSAFEPATH: a folder named gnnplan in the working directory must not hide the package
         "export PYTHONSAFEPATH=1 OMP_NUM_THREADS=${OMP_NUM_THREADS:-1}\n"
     )
@@ -257,6 +261,7 @@ def kubernetes(launch: Launch, document: dict[str, Any], image: str | None) -> s
         servers=launch.servers,
         ranks=launch.ranks,
         image=_scalar(image),
+        start=START.replace("PLAN", "/plan/plan.json").replace("OUT", f"/runs/{launch.name}"),
         asked=asked,
         mounts="".join(MOUNT.format(_scalar(each), _scalar(each[1:])) for each in folders),
         runs=RUNS,

@@ -18,12 +18,14 @@ import numpy as np
 from gnnplan.planner.graph.build import count, must_be_a_graph
 from gnnplan.planner.graph.fields import EDGE, NAME, NUMBERS, VERTEX, kind_of
 from gnnplan.planner.graph.graph import AT_ONCE, MOST_CLASSES, MOST_VERTICES, Array
-from gnnplan.planner.graph.labels import MASKS, features_of, mask_of, named
+from gnnplan.planner.graph.labels import MASKS, features_of
 from gnnplan.planner.graph.npy import Arrays, arrays_in, mapped_array, must_be_count, typed
 from gnnplan.planner.graph.parts import (
     ENDS,
     FEATURES,
+    IDS,
     LABELS,
+    SETS,
     Parts,
     endpoints,
     gathered,
@@ -31,12 +33,11 @@ from gnnplan.planner.graph.parts import (
     shown,
     small_arrays,
     streams,
+    take_split,
 )
 from gnnplan.planner.vocabulary.errors import SpecError
 from gnnplan.planner.vocabulary.files import cannot_write, from_json, must_have_parent
 
-IDS = ("train_idx", "val_idx", "valid_idx", "test_idx")  # lists of vertex ids in place of masks
-SETS = ("train", "val", "valid", "test")  # masks or lists of ids; real numbers are vertex fields
 ARRAYS = (*ENDS, "x", "x_indptr", "x_indices", "x_shape", "x_data", "y", *MASKS, "meta")
 
 
@@ -68,14 +69,8 @@ def read_own(path: str) -> Parts:
             )
             taken.append("num_nodes")
         vertices, edges = count(parts)[0], len(arrays["src"])
-        sets = {name: name for name in IDS if name in source.files}
-        for name in filter(source.files.__contains__, SETS):
-            if source.check(name).dtype.kind in "biu":
-                sets[name] = name
-        for mask, name in named(sets).items():
-            if mask not in parts.masks:
-                parts.masks[mask] = mask_of(path, name, source.read(name), vertices)
-                taken.append(name)
+        split = {name: source.read(name) for name in (*IDS, *SETS) if name in source.files}
+        taken += split.keys() - take_split(parts, vertices, split).keys()
         left = [*source.others]
         for name in source.files.keys() - arrays.keys() - {*taken}:
             of = _field_kind(path, name, source, vertices, edges)

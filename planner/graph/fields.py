@@ -14,7 +14,6 @@ from numpy.typing import NDArray
 
 from gnnplan.planner.graph.graph import Array, Graph, must_be_finite, some_rows
 from gnnplan.planner.vocabulary.errors import SpecError
-from gnnplan.planner.vocabulary.files import MOST_SHOWN
 
 VERTEX, EDGE = "vertex.", "edge."
 OF_EDGES = ("edge_weight", "edge_attr", "edge_type")  # PyG's names of edge fields
@@ -100,25 +99,30 @@ def along(
             kept[name] = field
             continue
         one, other = place[bad[0] - 1], place[bad[0]]
-        rows = [str(field[at].tolist())[:MOST_SHOWN] for at in (one, other)]
+        rows = [
+            np.array2string(field[at], threshold=6, edgeitems=2, separator=", ")
+            for at in (one, other)
+        ]
         notes.append(
-            f"left {name} out: an edge has one row, and {bad.size:,} edges are given again with"
-            f" another, first {int(src[one])} -> {int(dst[one])} with {rows[0]} and"
-            f" {rows[1]}; merge them to have it (torch_geometric.utils.coalesce,"
-            " dgl.to_simple)"
+            f"left {name} out: {bad.size:,} edges are given again with different values, first"
+            f" {int(src[one])} -> {int(dst[one])} with {rows[0]} and {rows[1]}; merge them to have"
+            " it (torch_geometric.utils.coalesce, dgl.to_simple)"
         )
     names = ", ".join(kept)
     if kept and (loops := src.size - given.size):
         notes.append(f"dropped {names} of {loops:,} self-loops with them")
     if kept and (count := int(np.count_nonzero(turned & ~again))):
-        notes.append(f"{count:,} edges that are given one way have their {names} both ways")
+        notes.append(
+            f"{count:,} edges are given in one direction only; their reverse edges have the same"
+            f" {names}"
+        )
     both = np.flatnonzero(again & np.diff(turned, prepend=False))
     apart = {name: unlike(field, both) for name, field in kept.items()}
     if named := [name for name, rows in apart.items() if rows.size]:
         count = np.unique(np.concatenate([apart[name] for name in named])).size
         notes.append(
-            f"{', '.join(named)}: {count:,} edges that are given both ways have other rows each"
-            " way, and keep them"
+            f"{count:,} edges are given in both directions with different values of"
+            f" {', '.join(named)}, and keep them"
         )
     chosen = place[~again]
     return {name: np.ascontiguousarray(field[chosen]) for name, field in kept.items()}, notes

@@ -27,7 +27,7 @@ from gnnplan.planner.graph.graph import (
     must_fit,
     narrowed,
 )
-from gnnplan.planner.graph.labels import MASKS, class_ids
+from gnnplan.planner.graph.labels import MASKS, class_ids, mask_of, named
 from gnnplan.planner.graph.npy import must_be_ids, reading, typed
 from gnnplan.planner.vocabulary.errors import SpecError
 from gnnplan.planner.vocabulary.files import MOST_SHOWN
@@ -39,6 +39,8 @@ ENDS = "src", "dst"
 # names of features and labels in other libraries' graphs, most likely first
 FEATURES = ("x", "feat", "feature", "features", "node_feat", "node_features")
 LABELS = ("y", "label", "labels", "node_label", "node_labels")
+IDS = ("train_idx", "val_idx", "valid_idx", "test_idx")  # lists of vertex ids in place of masks
+SETS = ("train", "val", "valid", "test")  # masks or lists of ids; real numbers are vertex fields
 # module -> argument of pip install that provides it
 PACKAGES = {
     "dgl": "'gnnplan[dgl]'",
@@ -170,6 +172,20 @@ def take_vertex_data(parts: Parts, data: Mapping[str, Any]) -> dict[str, Any]:
             setattr(parts, of, tensor_array(parts.path, name, left.pop(name)))
     for name in filter(left.__contains__, MASKS):
         parts.masks[name] = tensor_array(parts.path, name, left.pop(name))
+    return left
+
+
+def take_split(parts: Parts, vertices: int, data: Mapping[str, Any]) -> dict[str, Any]:
+    """Copy masks and lists of ids named as IDS or SETS to the masks that `parts` lacks.
+
+    Returns the rest of `data`. Raises SpecError for an array that is neither."""
+    left, path = dict(data), parts.path
+    held = {n: tensor_array(path, n, left[n]) for n in (*IDS, *SETS) if is_numbers(left.get(n))}
+    sets = {n: n for n, array in held.items() if n in IDS or array.dtype.kind in "biu"}
+    for mask, name in named(sets).items():
+        if mask not in parts.masks:
+            parts.masks[mask] = mask_of(path, name, held[name], vertices)
+            del left[name]
     return left
 
 

@@ -245,3 +245,36 @@ def test_sbatch_on_two_servers(plan, tmp_path):
     (run,) = (tmp_path / "runs").iterdir()
     assert run.name.endswith("-9518")
     must_be_as_planned(run, path, 0)
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize("target", FILES)
+def test_a_launch_file_resumes_a_run(plan, tmp_path, target):
+    """It named --out before, which --resume refuses: a job that met its time limit was stuck."""
+    path = two_servers(plan, tmp_path, "cpu", 1)
+    document = read(path)
+    launch = Launch.of(path, document)
+    if target == "kubernetes":
+        job = list(yaml.safe_load_all(kubernetes(launch, document, None)))[-1]
+        (container,) = job["spec"]["template"]["spec"]["containers"]
+        program, *more = container["command"][1:]
+        words = [program, *more, *container["args"]]
+    else:
+        (tmp_path / "job.sh").write_text({"slurm": slurm, "torchrun": torchrun}[target](launch))
+        words = [str(tmp_path / "job.sh")]
+    (tmp_path / "scontrol").write_text("#!/bin/sh\necho here\n")
+    for name in ("srun", "torchrun"):
+        (tmp_path / name).write_text('#!/bin/sh\necho "$@"\n')
+    for name in ("scontrol", "srun", "torchrun"):
+        (tmp_path / name).chmod(0o755)
+    told = {"SLURM_JOB_ID": "7", "SLURM_JOB_NODELIST": "n", "NODE_RANK": "0", "MASTER_ADDR": "n"}
+    env = environment(tmp_path, JOB_COMPLETION_INDEX="0", **told)
+
+    def started(*options: str) -> str:
+        run = ["bash", *words, *options]
+        return subprocess.run(run, env=env, text=True, capture_output=True, check=True).stdout
+
+    out = "/runs/" if target == "kubernetes" else " runs/"
+    assert f"--out {out.strip()}" in started("--epochs", "9")
+    assert started("--epochs", "9").endswith(" --epochs 9\n")
+    assert started("--resume", "runs/a").endswith(" gnnplan run --resume runs/a\n")

@@ -31,6 +31,7 @@ SRC, DST = RNG.integers(0, N, (2, 60))
 X = RNG.normal(size=(N, 4)).astype(np.float32)
 Y = np.arange(N) % 2
 TRAIN = np.arange(N) < 9
+VAL = np.arange(N) >= 15
 HOLDS = {"src": SRC, "dst": DST, "x": X, "y": Y, "train_mask": TRAIN}
 
 
@@ -480,6 +481,30 @@ def test_columns_beside_both_ends_may_be_text(tmp_path):
     assert load(str(tmp_path / "e.tsv")).stats.hash == plain
 
 
+@pytest.mark.parametrize("between", [" ", ","])
+def test_a_list_of_neighbours_is_no_list_of_edges(tmp_path, between):
+    """Each line a vertex and its neighbours: its first two columns are a fraction of the edges."""
+    lines = [between.join(map(str, [v, *range(v)][:6])) for v in range(2, N)]
+    (tmp_path / "g.txt").write_text("\n".join(lines) + "\n")
+    with pytest.raises(SpecError, match=r"g.txt:2: .* as many columns as the first, 3, has 4"):
+        load(str(tmp_path / "g.txt"))
+
+
+def test_a_field_whose_first_number_is_missing_is_refused_and_text_is_not(tmp_path):
+    rows = "src,dst,weight,name\n0,1,,a\n1,2,0.5,b\n"
+    (tmp_path / "g.csv").write_text(rows)
+    with pytest.raises(SpecError, match=r"g.csv:2: .* fields of edges numbers"):
+        load(str(tmp_path / "g.csv"))
+    (tmp_path / "g.csv").write_text(rows.replace(",0.5", ",high"))
+    assert not load(str(tmp_path / "g.csv")).edge_fields
+
+
+def test_edges_as_numpy_savetxt_writes_them(tmp_path):
+    np.savetxt(tmp_path / "g.csv", np.stack([SRC, DST], 1), delimiter=",")
+    graph = load(str(tmp_path / "g.csv"))
+    assert (graph.indices == load(edges_csv(tmp_path)).indices).all()
+
+
 def test_konects_ids_count_from_one(tmp_path):
     path = tmp_path / "out.small"
     path.write_text("% sym unweighted\n% 3 3 3\n1 2\n2 3\n")
@@ -626,13 +651,23 @@ def test_one_hot_labels_are_said_to_be_several_labels(tmp_path, written):
     assert hot.stats.multilabel and any(note.startswith(said) for note in hot.stats.notes)
 
 
-@pytest.mark.parametrize("dtype", [bool, int])
-def test_arrays_named_train_val_and_test_are_the_split(tmp_path, dtype):
-    """They were fields, and a random split took their place."""
-    val = np.arange(N) >= 15
+@pytest.mark.parametrize("as_written", [as_npz, as_pt, as_dgl])
+@pytest.mark.parametrize(
+    "split",
+    [
+        {"train": TRAIN, "valid": VAL},
+        {"train": TRAIN.astype(int), "valid": VAL.astype(int)},
+        {"train_idx": np.flatnonzero(TRAIN), "val_idx": np.flatnonzero(VAL)},
+    ],
+    ids=["booleans", "zeros and ones", "ids"],
+)
+def test_arrays_named_train_val_and_test_are_the_split(tmp_path, as_written, split):
+    """They were fields, or ignored, and a random split took their place."""
+    if as_written is as_dgl and "train_idx" in split:
+        return  # DGL's ndata has a row per vertex
     held = {name: HOLDS[name] for name in HOLDS if not name.endswith("mask")}
-    graph = as_npz(tmp_path, held | {"train": TRAIN.astype(dtype), "valid": val.astype(dtype)})
-    assert np.array_equal(graph.train, TRAIN) and np.array_equal(graph.val, val)
+    graph = as_written(tmp_path, held | split)
+    assert np.array_equal(graph.train, TRAIN) and np.array_equal(graph.val, VAL)
 
 
 def test_ogbs_names_of_arrays_are_features_and_labels(tmp_path):

@@ -71,8 +71,8 @@ def test_what_happens_to_fields_is_said(tmp_path):
     assert graph.edge_fields["edge_weight"].tolist() == [2, 1, 3, 3, 5, 5]
     said = (
         "dropped edge_weight of 1 self-loops with them",
-        "1 edges that are given one way have their edge_weight both ways",
-        "edge_weight: 2 edges that are given both ways have other rows each way, and keep them",
+        "1 edges are given in one direction only; their reverse edges have the same edge_weight",
+        "2 edges are given in both directions with different values of edge_weight, and keep them",
     )
     assert set(said) <= set(graph.stats.notes)
     kept = load(own(tmp_path, src=src, dst=dst, edge_weight=[1.0, 2, 3, 3, 4, 5]), directed=True)
@@ -86,8 +86,8 @@ def test_an_edge_that_is_given_twice_has_one_row(tmp_path):
     path = own(tmp_path, **edges, edge_attr=[[1, 2], [1, 2], [3, 4], [1, 9]])
     apart = load(path, directed=True)
     said = (
-        "left edge_attr out: an edge has one row, and 1 edges are given again with another,"
-        " first 0 -> 1 with [1, 2] and [1, 9]; merge them to have it"
+        "left edge_attr out: 1 edges are given again with different values, first 0 -> 1 with"
+        " [1, 2] and [1, 9]; merge them to have it"
         " (torch_geometric.utils.coalesce, dgl.to_simple)"
     )
     assert not apart.edge_fields and said in apart.stats.notes

@@ -612,6 +612,12 @@ def several_graphs(folder: Path) -> Path:
     return folder / "several.pt"
 
 
+def tuple_of_tensors(folder: Path) -> Path:
+    torch = quiet("torch")
+    torch.save((edge_index(), torch.ones(9, 4), torch.ones(9)), folder / "tuple.pt")
+    return folder / "tuple.pt"
+
+
 MORE = "".join(f'<!ENTITY {b} "{f"&{a};" * 16}">' for a, b in ("ab", "bc", "cd", "de", "ef", "fg"))
 BOMB = f'<!DOCTYPE x [<!ENTITY a "ten bytes.">{MORE}]><graphml>&g;</graphml>'  # 168 MB
 
@@ -688,7 +694,7 @@ BAD = {
     "packed": (put(gzip.compress(b"PK\0\0", mtime=0), "g.pt.gz"), r"unpack it first \(gunzip"),
     "junk": (put(bytes(range(128, 256))), "of no format that is read"),
     "prose": (put("Call me Ishmael.\nSome years ago"), "of no format that is read"),
-    "empty folder": (lambda d: d, "missing; an edge list src, dst"),
+    "empty folder": (lambda d: d, "no format that is read; it holds nothing"),
     "csv: a name": (put("src,dst\n0,1\n1,alice\n"), r"bad:3: .*found '1,alice'"),
     "csv: names first": (put("source,target\nbob,alice\n"), r"bad:2: .*found 'bob,alice'"),
     "csv: a line too short": (put("0,1\n1,2\n3\n4,5\n"), r"bad:3: .*found '3'"),
@@ -721,6 +727,7 @@ BAD = {
     "pt: cut off": (cut(edge_index_pt), "cannot be read"),
     "pt: petabytes": (expanded_tensor, "would take"),
     "pt: several": (several_graphs, "holds several graphs"),
+    "pt: a tuple": (tuple_of_tensors, "holds a tuple of Tensor, Tensor, Tensor; save a dictionary"),
     "pickle": (put(pickle.dumps(Hostile())), r"is a pickle.*--trust"),
     "graphml: entities": (put(BOMB), r"cannot be read as GraphML \(ParseError: limit on input"),
     "graphml: cut off": (cut(graphml), "cannot be read"),
@@ -735,7 +742,7 @@ BAD = {
         ogb("num-node-list", None),
         r"num-node-list\.csv\.gz: cannot be read \(No such file",
     ),
-    "ogb: several kinds": (ogb("edge", None), "missing; an edge list|several kinds"),
+    "ogb: no edges": (ogb("edge", None), "no format that is read; it holds raw, split; "),
     "graphbolt: outside": (
         metadata("path: edges.csv", "path: ../../etc/passwd"),
         r"metadata\.yaml:\d+: graph\.edges\.0\.path: must lie in the dataset's folder",

@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import shutil
 from pathlib import Path
 
 import numpy as np
@@ -323,8 +324,20 @@ def test_a_damaged_or_empty_folder_is_named(save_folder, tmp_path):
         with pytest.raises(SpecError, match=words):
             load(str(path.parent))
     (tmp_path / "empty").mkdir()
-    with pytest.raises(SpecError, match=r"empty: src: missing; .* found nothing"):
+    with pytest.raises(SpecError, match=r"empty: is a folder of no format .* it holds nothing"):
         load(str(tmp_path / "empty"))
+
+
+def test_a_folder_with_one_graph_in_it_is_told_to_give_that(save):
+    """As the folder into which OGB or PyG downloads."""
+    folder = Path(save()).parent
+    (folder / "read.me").write_text("not a graph")
+    with pytest.raises(SpecError, match=r"holds read.me, small.npz; .* give .*/small.npz"):
+        load(str(folder))
+    (folder / "small.npz").rename(folder / "one.npz")
+    shutil.copy(folder / "one.npz", folder / "two.npz")
+    with pytest.raises(SpecError, match=r"no format that is read; .* write the graph as one of"):
+        load(str(folder))
 
 
 # --- refusals -------------------------------------------------------------------------------------

@@ -9,7 +9,8 @@ import os
 import pickle
 import zipfile
 from collections.abc import Callable
-from dataclasses import dataclass
+from contextlib import suppress
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -31,7 +32,7 @@ from gnnplan.planner.graph.generator import generated, is_generated
 from gnnplan.planner.graph.graph import Graph
 from gnnplan.planner.graph.npy import mapped_array, reading
 from gnnplan.planner.graph.part_folder import DESCRIPTION
-from gnnplan.planner.graph.parts import Extras, Parts, tensor_array
+from gnnplan.planner.graph.parts import Extras, Parts, shown, tensor_array
 from gnnplan.planner.vocabulary.errors import SpecError
 from gnnplan.planner.vocabulary.files import must_be_file
 
@@ -101,6 +102,7 @@ FOLDERS: tuple[Format, ...] = (
     ),
     Format("PyG's parts", lambda f: f.has("META.json", "node_map.pt"), dgl_graphs.read_pyg),
     Format("OGB's folder", lambda f: bool(ogb.raws_of(f.path)), ogb.read),
+    replace(OWN_FOLDER, is_it=OWN_FILE.is_it),  # edge_index.npy, or the reader says what lacks
 )
 FILES: tuple[Format, ...] = (
     Format(
@@ -139,35 +141,58 @@ GENERATED = Format("generated", lambda f: is_generated(f.path), generated)
 
 
 def recognise(path: str) -> Format:
-    """Return the format of a file or a folder, by its content.
-
-    An unrecognised folder counts as gnnplan's own, whose reader reports what is missing. Raises
-    SpecError for a file of none of the FORMATS."""
+    """Return the format of a file or a folder, by its content. Raises SpecError if it has none."""
     if is_generated(path):
         return GENERATED
     with reading(path, "a graph"):
-        if os.path.isdir(path):
-            folder = _File(path, b"", frozenset(os.listdir(path)))
-            return next((format for format in FOLDERS if format.is_it(folder)), OWN_FOLDER)
-        must_be_file(path, "give a graph's file or folder")
-        with open(path, "rb") as stream:
-            start, members = stream.read(START), list[str]()
-        if start.startswith(b"PK"):
-            with zipfile.ZipFile(path) as archive:
-                members = archive.namelist()
-    file = _File(path, start, frozenset(members))
-    for format in FILES:
-        if format.is_it(file):
+        file = _look_at(path)
+        if (format := _format_of(file)) is not None:
             return format
-    known = ", ".join(dict.fromkeys(format.name for format in FILES if format != PICKLE))
-    if not start:
+        is_folder = os.path.isdir(path)
+        inside = [f"{path}/{name}" for name in file.names if is_folder and _is_graph(path, name)]
+    if not is_folder and not file.start:
         raise SpecError(f"{path}: is empty (0 bytes); give a graph's file")
+    formats = FOLDERS if is_folder else FILES
+    known = ", ".join(dict.fromkeys(format.name for format in formats if format != PICKLE))
     remedy = "write the graph as one of them, for instance as a CSV with src,dst above its edges"
-    if start.startswith(text.GZIP):
+    if len(inside) == 1:
+        remedy = f"give {inside[0]}"
+    elif file.start.startswith(text.GZIP):
         remedy = f"only text may be compressed: unpack it first (gunzip {path})"
+    if is_folder:
+        raise SpecError(
+            f"{path}: is a folder of no format that is read; it holds"
+            f" {shown(file.names) or 'nothing'}; folders that are: {known}; {remedy}"
+        )
     raise SpecError(
         f"{path}: its content is of no format that is read; files that are: {known}; {remedy}"
     )
+
+
+def _look_at(path: str) -> _File:
+    """Read the evidence for the format of a file or a folder."""
+    if os.path.isdir(path):
+        return _File(path, b"", frozenset(os.listdir(path)))
+    must_be_file(path, "give a graph's file or folder")
+    with open(path, "rb") as stream:
+        start, members = stream.read(START), list[str]()
+    if start.startswith(b"PK"):
+        with zipfile.ZipFile(path) as archive:
+            members = archive.namelist()
+    return _File(path, start, frozenset(members))
+
+
+def _format_of(file: _File) -> Format | None:
+    """Return the first format whose test passes; None if there is none."""
+    formats = FOLDERS if os.path.isdir(file.path) else FILES
+    return next((format for format in formats if format.is_it(file)), None)
+
+
+def _is_graph(folder: str, name: str) -> bool:
+    """Whether an entry of a folder is of a format that is read."""
+    with suppress(Exception):  # damaged, of several kinds, or not to be opened
+        return _format_of(_look_at(os.path.join(folder, name))) is not None
+    return False
 
 
 def parts_of(path: str, extras: Extras = NONE, trust: bool = False) -> Parts:
@@ -217,7 +242,7 @@ def read(path: str, source: str, extras: Extras, directed: bool) -> Graph:
 
     Features in gnnplan's own folder stay there, memory-mapped."""
     parts = parts_of(path, extras)
-    if extras.files or recognise(path) not in (OWN_FOLDER, OWN_FILE):
+    if extras.files or recognise(path).read is not read_own:
         parts = collect(parts)
     return build(parts, source, extras, directed)
 

@@ -27,6 +27,7 @@ from gnnplan.planner.graph.parts import (
     ignored,
     library,
     take_fields,
+    take_split,
     take_vertex_data,
     tensor_array,
 )
@@ -50,7 +51,8 @@ def of_graph(graph: Any, path: str = "a DGLGraph") -> Parts:
         )
     src, dst = (ids.cpu().numpy() for ids in graph.edges(order="eid"))
     parts = Parts(path, [(src, dst)], int(graph.num_nodes()))
-    on_vertices, on_edges = take_vertex_data(parts, dict(graph.ndata)), dict(graph.edata)
+    on_edges, left = dict(graph.edata), take_vertex_data(parts, dict(graph.ndata))
+    on_vertices = take_split(parts, int(graph.num_nodes()), left)
     for data in (on_vertices, on_edges):
         data.pop("_ID", None)  # DGL's ids, which it adds in a part of a graph
     take_fields(parts, on_vertices, lambda name, rows: VERTEX)
@@ -179,7 +181,8 @@ def _put_together(
             found[name] = np.zeros((vertices, *rows.shape[1:]), rows.dtype)
         found[name][ids] = rows
     parts = Parts(path, ends, vertices, owner=found.pop("part"))
-    take_fields(parts, take_vertex_data(parts, found), lambda name, count: VERTEX)
+    rest = take_split(parts, vertices, take_vertex_data(parts, found))
+    take_fields(parts, rest, lambda name, count: VERTEX)
     parts.notes += ignored(left)
     return parts
 

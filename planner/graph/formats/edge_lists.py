@@ -46,7 +46,7 @@ def is_edge_list(path: str) -> bool:
     A text whose header names a source column counts too, so that an error about ids that are no
     numbers names their line."""
     head = head_of(path, 2)
-    ends = [text for text in head.row if re.fullmatch(r"-?\d+(\.0*)?", text)]
+    ends = [text for text in head.row if is_number(text) and float(text).is_integer()]
     return head.columns > 1 and (len(ends) > 1 or any(n.lower() in SOURCES for n in head.names))
 
 
@@ -84,8 +84,8 @@ def edge_tables(
 ) -> Iterator[tuple[Array, ...]]:
     """Yield blocks of rows: the columns of source, target and edge fields."""
     names = [str(i) for i in range(len(columns))]
-    # pandas writes ids as 1.0 if the column ever had an empty cell
-    points = any("." in head.row[i] for i in columns[:2] if i < len(head.row))
+    # pandas writes ids as 1.0 if the column ever had an empty cell, numpy.savetxt as 1.0e+00
+    points = any({*".eE"} & {*head.row[i]} for i in columns[:2] if i < len(head.row))
     ids = np.float64 if points else np.int64
     kinds = np.dtype([(name, np.float64 if i > 1 else ids) for i, name in enumerate(names)])
     for table in tables(path, kinds, head, tuple(columns)):

@@ -21,6 +21,7 @@ from gnnplan.planner.graph.parts import (
     library,
     shown,
     take_fields,
+    take_split,
     take_vertex_data,
     tensor_array,
     vertices_of,
@@ -104,6 +105,12 @@ def read(path: str) -> Parts:
     """Read a Data, its dictionary, an InMemoryDataset's triple of one graph, or an edge_index."""
     loaded = load_tensors(path)
     if isinstance(loaded, tuple | list) and loaded and not hasattr(loaded, "layout"):
+        if len(loaded) > 1 and any(hasattr(each, "layout") for each in loaded):
+            kinds = ", ".join(type(each).__name__ for each in loaded)
+            raise SpecError(
+                f"{path}: holds a {type(loaded).__name__} of {kinds}; save a dictionary that says"
+                " which is which: torch.save({'edge_index': .., 'x': .., 'y': ..}, ..)"
+            )
         if len(loaded) > 1 and loaded[1]:  # slices: the start of each of several graphs
             raise SpecError(
                 f"{path}: holds several graphs; save one of them, torch.save(dataset[0], ...)"
@@ -171,7 +178,7 @@ def of_mapping(data: Mapping[str, Any], path: str) -> Parts:
             )
         return found
 
-    take_fields(parts, left, kind)
+    take_fields(parts, take_split(parts, vertices, left), kind)
     return parts
 
 

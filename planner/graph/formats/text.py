@@ -90,8 +90,9 @@ class Head:
     first: str = ""  # first line of the file
     columns: int = 0
     names: Sequence[str] = ()  # column names, if a header line or a comment gives them
-    row: Sequence[str] = ()  # cells of the first row
+    row: Sequence[str] = ()  # cells of the first row without an empty cell
     named: bool = False  # True: names are from a header line, not from a comment
+    unlike: tuple[int, int] | None = None  # first line with more or fewer cells than the first row
 
     @property
     def comment(self) -> str:
@@ -128,6 +129,12 @@ def tables(
     gap = 0  # number of the first line without numbers that no row has followed yet
     # if all columns are read, numpy itself reports rows with more or fewer columns
     few = None if columns == tuple(range(head.columns)) else columns
+    if few and head.unlike:
+        raise SpecError(
+            f"{path}:{head.unlike[0]}: a line must have as many columns as the first,"
+            f" {head.columns}, has {head.unlike[1]}; mend it; if a line is a vertex with all its"
+            " neighbours, write a line per edge"
+        )
 
     def numbers(lines: list[str], comment: str | None) -> Array:
         with warnings.catch_warnings():
@@ -177,22 +184,33 @@ def head_of(path: str, ends: int | None = None) -> Head:
     """Return the layout of a table; names are in its first line or in a comment above the rows.
 
     ends: only the first `ends` columns must be numbers (None: all), else the line is a header."""
-    lines = (start_of(path) or "").splitlines()
+    start = start_of(path) or ""
+    lines = start.splitlines()
     kept = [i for i, line in enumerate(lines) if line.strip() and not line.startswith(COMMENTS)]
     first = "".join(lines[:1])
     if not kept:
         return Head(first=first)
     at = kept[0]
     delimiter = next((mark for mark in (",", ";", "\t") if mark in lines[at]), None)  # else blanks
-    fields, *rows = (fields_of(lines[i], delimiter) for i in kept[:2])
+    fields, *rows = (fields_of(lines[i], delimiter) for i in kept)
+    whole = kept[: len(kept) - (start[-1:] not in "\r\n")]  # the last line may be cut off
+    unlike = next(
+        (
+            (i + 1, len(row))
+            for i, row in zip(whole[1:], rows, strict=False)
+            if len(row) != len(fields) and not {*COMMENTS, '"'} & {*lines[i]}
+        ),
+        None,
+    )
     if not all(map(is_number, fields[:ends])):
-        row = rows[0] if rows else []
-        return Head(delimiter, at + 1, first, len(fields), fields, row, True)
+        row = next(filter(all, rows), rows[0] if rows else [])
+        return Head(delimiter, at + 1, first, len(fields), fields, row, True, unlike)
+    row = next(filter(all, [fields, *rows]), fields)
     above = fields_of(lines[at - 1].lstrip("#% "), delimiter) if at else []
     if len(above) == len(fields):
-        return Head(delimiter, at, first, len(fields), above, fields)
+        return Head(delimiter, at, first, len(fields), above, row, unlike=unlike)
     comments = next(i for i, line in enumerate(lines) if not line.startswith(COMMENTS))
-    return Head(delimiter, comments, first, len(fields), row=fields)
+    return Head(delimiter, comments, first, len(fields), row=row, unlike=unlike)
 
 
 def matrix(
