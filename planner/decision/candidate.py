@@ -137,7 +137,7 @@ class Candidate:
         doubted = cache.get_recent(
             "in doubt", problem, lambda: replace(problem, cluster=clusters), most=1
         )
-        epoch_s = strategy.predict(doubted).epoch_s
+        epoch_s = strategy.epoch_s(doubted)
         precision = problem.workload.precision
         misses = missed(cluster.device.kind, strategy.family, strategy.exact, precision)
         return np.broadcast_to(np.ravel(epoch_s), DRAWS) * misses
@@ -195,6 +195,6 @@ def placed(problem: Problem, strategy: Strategy, limit_s: float = np.inf) -> Pro
     best, best_s = in_order, np.inf if not others else float(strategy.predict(in_order).epoch_s)
     for placement in others:
         moved = problem.placed(placement)
-        if (epoch_s := float(strategy.predict(moved).epoch_s)) < best_s * (1 - 1e-9):
+        if (epoch_s := float(strategy.epoch_s(moved))) < best_s * (1 - 1e-9):
             best, best_s = moved, epoch_s
     return best

@@ -26,9 +26,12 @@ from gnnplan.planner.vocabulary.units import show_bytes, show_count, show_percen
 
 REACH = 8  # factors on a bandwidth or the device's speed are between 1 / REACH and REACH
 STEPS = 96  # factors from 1 to REACH, 2.2 % apart
+ABOVE = np.geomspace(1, REACH, STEPS + 1)[1:]
+FACTORS = [2.0, 1.0, *1 / ABOVE, *ABOVE]
 MOST_EDGES = 2_000_000  # most edges of a graph for other depths, which need new layouts
 MOST_ESTIMATED = 64  # most GPUs if only statistics of the graph are known; more take too long
 Scaled = Callable[[Cluster, Number], Cluster]
+Best = tuple[list[Candidate], NDArray[np.float64]]  # the best rival at each factor, and its value
 
 
 def sentences(found: SearchResult) -> list[str]:
@@ -53,7 +56,9 @@ def sentences(found: SearchResult) -> list[str]:
         only = None if inside else cluster.intra_node.bandwidth
         asked.append(("the bandwidth inside servers", _links("intra_node", *inside), only))
     asked.append(("the device's speed", scaled.device, None))
-    return [sentence for question in asked for sentence in _sentences_of(found, *question)]
+    names, scales, bandwidths = zip(*asked, strict=True)
+    answers = zip(names, bandwidths, best_at(found, scales, FACTORS), strict=True)
+    return [sentence for answer in answers for sentence in _sentences_of(found, *answer)]
 
 
 def _links(*names: str) -> Scaled:
@@ -61,17 +66,19 @@ def _links(*names: str) -> Scaled:
 
 
 def _sentences_of(
-    found: SearchResult, name: str, faster: Scaled, bandwidth: float | None
+    found: SearchResult, name: str, bandwidth: float | None, at_factors: Best
 ) -> Iterator[str]:
-    """Yield the change by doubling one number, and the factors at which another family wins."""
-    above = np.geomspace(1, REACH, STEPS + 1)[1:]
-    winners, values = best_at(found, faster, [2.0, 1.0, *1 / above, *above])
+    """Yield the change by doubling one number, and the factors at which another family wins.
+
+    at_factors: the best at each of FACTORS.
+    """
+    winners, values = at_factors
     change = values[0] / found.best.value - 1
     yield f"twice {name}: {show_percent(change, sign=True)}"
     _, fastest, *others = winners
     for word, factors, best in (
-        ("below", 1 / above, others[:STEPS]),
-        ("above", above, others[STEPS:]),
+        ("below", 1 / ABOVE, others[:STEPS]),
+        ("above", ABOVE, others[STEPS:]),
     ):
         turns = zip(factors.tolist(), best, strict=True)
         turn = next((t for t in turns if t[1].strategy.name != fastest.strategy.name), None)
@@ -83,24 +90,25 @@ def _sentences_of(
             yield f"{word} {factor:.2g}x of {name}{value} {winner.strategy} wins"
 
 
-def best_at(
-    found: SearchResult, faster: Scaled, factors: Sequence[float] | NDArray[np.float64]
-) -> tuple[list[Candidate], NDArray[np.float64]]:
-    """Return the best rival and its value, with the number multiplied by each factor.
+def best_at(found: SearchResult, scales: Sequence[Scaled], factors: Sequence[float]) -> list[Best]:
+    """Return, for each number of the cluster, the best rivals if it is multiplied by each factor.
 
-    If the recommended strategy is exact, its rivals are exact.
+    If the recommended strategy is exact, its rivals are exact. Each rival is predicted once, for
+    all numbers and factors.
     """
-    column = np.asarray(factors, dtype=float)[:, np.newaxis]
-    values = np.array(
-        [
-            np.broadcast_to(np.ravel(c.objective.value(c.problem, c.strategy, epoch_s)), shape)
-            for c in found.rivals
-            for asked in [replace(c.problem, cluster=faster(c.problem.cluster, column))]
-            for epoch_s, shape in [(c.strategy.predict(asked).epoch_s, len(factors))]
-        ]
-    )
-    least = values.argmin(axis=0)
-    return [found.rivals[index] for index in least], values.min(axis=0)
+    columns = np.ones((len(scales), len(scales), len(factors)))
+    columns[range(len(scales)), range(len(scales))] = factors
+
+    def all_values(c: Candidate) -> NDArray[np.float64]:
+        cluster = c.problem.cluster
+        for scale, column in zip(scales, columns, strict=True):
+            cluster = scale(cluster, column.reshape(-1, 1))
+        epoch_s = c.strategy.epoch_s(replace(c.problem, cluster=cluster))
+        values = np.ravel(c.objective.value(c.problem, c.strategy, epoch_s))
+        return np.broadcast_to(values, columns[0].size).reshape(columns[0].shape)
+
+    values = np.stack([all_values(c) for c in found.rivals], axis=1)  # [scales, rivals, factors]
+    return [([found.rivals[i] for i in each.argmin(axis=0)], each.min(axis=0)) for each in values]
 
 
 def _runs_disagree(found: SearchResult) -> bool:

@@ -24,7 +24,7 @@ from gnnplan.planner.gnn.codec import Codec
 from gnnplan.planner.ownership.estimated_layout import EstimatedLayout
 from gnnplan.planner.ownership.layout import Layout
 from gnnplan.planner.problem.problem import Problem
-from gnnplan.planner.strategies.program.account import Prediction, predict
+from gnnplan.planner.strategies.program.account import Prediction, epoch_s, predict
 from gnnplan.planner.strategies.program.memory import Memory as Memory
 from gnnplan.planner.strategies.program.memory import Resident as Resident
 from gnnplan.planner.strategies.program.memory import on_fullest_rank, peak
@@ -33,6 +33,7 @@ from gnnplan.planner.strategies.program.program import Program, traffic
 from gnnplan.planner.strategies.program.schedule import build_schedule
 from gnnplan.planner.vocabulary.errors import SpecError
 from gnnplan.planner.vocabulary.knobs import show_knob
+from gnnplan.planner.vocabulary.numbers import Number
 from gnnplan.planner.vocabulary.outer import RankMatrix
 from gnnplan.planner.vocabulary.schedule import Schedule
 
@@ -252,6 +253,10 @@ class Strategy(ABC):
         return problem.cache.get_recent(
             "prediction", (self, problem), lambda: predict(problem, self.built(problem))
         )
+
+    def epoch_s(self, problem: Problem) -> Number:
+        """Return the seconds of `predict` alone, which are faster to compute [s]."""
+        return epoch_s(problem.with_cuda_graph(self.uses_cuda_graph), self.built(problem))
 
     def schedule(self, problem: Problem, steps: int) -> Schedule:
         """Return every rank's tasks. The simulator plays them; the executor must do the same."""

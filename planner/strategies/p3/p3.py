@@ -275,6 +275,7 @@ def period(t: int, epoch: int, steps: int | None = None) -> Iterator[tuple[str, 
     return ((phase, batch) for phase, batch, due in order if due and exists(batch))
 
 
+@cache
 def pipelined(prefetch: int) -> Order:
     """Return the order of the pipeline; samplers may be `prefetch` batches ahead.
 

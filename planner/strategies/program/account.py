@@ -32,7 +32,7 @@ from gnnplan.planner.strategies.program.program import (
     Program,
     Receive,
 )
-from gnnplan.planner.vocabulary.numbers import Number, largest, slowest
+from gnnplan.planner.vocabulary.numbers import Number, largest, slowest, total
 from gnnplan.planner.vocabulary.schedule import Compute, Label
 from gnnplan.planner.vocabulary.units import show_percent
 
@@ -89,33 +89,47 @@ class Prediction:
 
 def predict(problem: Problem, program: Program) -> Prediction:
     """Return the prediction of an epoch, which assumes that unknown steps are like known ones."""
+    return mean(
+        [_epoch(problem, steps, program.setup_bytes) for steps in _epochs(problem, program)]
+    )
+
+
+def epoch_s(problem: Problem, program: Program) -> Number:
+    """Return the seconds of `predict` alone [s]."""
+    each = [
+        steps.epoch_s()[0] * steps.of_epoch / steps.known for steps in _epochs(problem, program)
+    ]
+    return total(each) / len(each)
+
+
+def _epochs(problem: Problem, program: Program) -> list[_Account]:
+    """Return the known steps of each epoch of a period."""
     known = list(program.known())
     starts = range(0, len(known), len(known) // program.period)
-    return mean([_epoch(problem, program, known[at : at + starts.step]) for at in starts])
+    return [_Account(problem, program, known[at : at + starts.step]) for at in starts]
 
 
-def _epoch(problem: Problem, program: Program, known: Sequence[Hashable]) -> Prediction:
+def _epoch(problem: Problem, steps: _Account, setup_bytes: int) -> Prediction:
     """Return the prediction of an epoch whose known steps are these."""
-    steps = _Account(problem, program, known)
     epoch, prices = steps.epoch_s()
     computes = [isinstance(op.work, Compute) for op in steps.ops]
-    without_transfers_s = steps.path.seconds(
-        problem.cost.cores,
-        [price if own else price.times(0.0) for price, own in zip(prices, computes, strict=True)],
-    )
     compute_s = np.minimum(steps.slowest_s(prices, computes), epoch)
     rest = epoch - compute_s
-    waiting = np.minimum(np.maximum(without_transfers_s - compute_s, 0.0), rest)
+    waiting = 0.0 * rest
+    if not steps.alike:
+        own = [p if is_own else p.times(0.0) for p, is_own in zip(prices, computes, strict=True)]
+        without_transfers_s = steps.path.seconds(problem.cost.cores, own)
+        waiting = np.minimum(np.maximum(without_transfers_s - compute_s, 0.0), rest)
     p = Prediction(
         epoch,
         compute_s,
         rest - waiting,
         waiting,
         *bytes_of(problem, ((steps.ops[number], times) for number, times in steps.times.items())),
-        program.setup_bytes,
+        setup_bytes,
         steps.by_operation(prices),
     )
-    return p if len(known) == program.steps else _in_all([p], program.steps, len(known))
+    return p if steps.of_epoch == steps.known else _in_all([p], steps.of_epoch, steps.known)
 
 
 def mean(epochs: Sequence[Prediction]) -> Prediction:
@@ -151,6 +165,7 @@ class _Account:
 
     def __init__(self, problem: Problem, program: Program, known: Sequence[Hashable]) -> None:
         self.cost, self.ops, numbers = problem.cost, list[Op](), dict[Kind, int]()
+        self.known, self.of_epoch = len(known), program.steps
         self.times = Counter[int]()
         self.reported = Counter[tuple[Group, Label, int]]()  # (ranks, label, kind's number)
         for name, times in Counter(known).items():
@@ -163,6 +178,8 @@ class _Account:
         self.path, self.overlap = path_of(program, known, numbers), program.overlaps
         self.in_stages = any(op.ranks for op in self.ops)
         representatives = None if self.in_stages else distinct_ranks(problem, self.ops)
+        # whether all ranks do the same work on devices of their own, so that none waits for another
+        self.alike = representatives is not None and representatives.size == 1
         self.alone = [price_of(problem, op, representatives) for op in self.ops]
 
     def epoch_s(self) -> tuple[Number, Prices]:

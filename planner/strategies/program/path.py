@@ -25,11 +25,10 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Hashable, Iterable, Mapping, Sequence
-from dataclasses import replace
-from functools import cache, reduce
+from functools import cache, lru_cache, reduce
 from itertools import groupby, pairwise
 from operator import or_
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -38,21 +37,34 @@ from gnnplan.planner.cluster.transfer import busiest
 from gnnplan.planner.strategies.program.order import by_group, queue
 from gnnplan.planner.strategies.program.price import Price
 from gnnplan.planner.strategies.program.program import (
+    AllReduce,
+    Copy,
+    Exchange,
     Group,
     Kind,
     Message,
     Op,
+    Order,
     Program,
-    QueuedOp,
     Receive,
+    Sampling,
     Step,
+    Work,
 )
 from gnnplan.planner.vocabulary.numbers import Number, largest, slowest, total
-from gnnplan.planner.vocabulary.schedule import Label
+from gnnplan.planner.vocabulary.schedule import Compute, Label
 
 FEW = 9  # steps that represent an epoch of equal steps: its begin, its middle and its end
 OTHER_LANE = {"comm": "reduce", "reduce": "comm"}  # lanes whose transfers contend for ports
+PATHS = 256  # number of orders of steps whose dependencies are kept
 LEAD = 2  # steps; a longer lead of the sampler changes no step's duration
+NOTHING: dict[type[Work], Work] = {
+    Compute: Compute(),
+    Exchange: Exchange(np.zeros((0, 0))),
+    Copy: Copy(0),
+    Sampling: Sampling("lay", 0),
+    AllReduce: AllReduce(()),
+}
 MANY = 200  # problems; from so many on, a loop over chunks is faster than `accumulate`
 Prices = Sequence[Price]  # of each kind of operation, by the kind's number
 
@@ -88,8 +100,14 @@ class _Steps:
         steps, epoch = len(self.weights) + program.lag, len(names)
         if program.order and len(known) < program.steps:  # no counted step ends an epoch or the run
             steps, epoch = steps + program.in_flight, program.steps + steps + program.in_flight
-        shortened = replace(program, at=lambda t: names[t % len(names)], steps=epoch)
-        self.begins, self.ends = _begins(queue(shortened, steps), numbers, program.by_loss)
+        unlike = {name: place for place, name in enumerate(dict.fromkeys(names))}
+        outlines = tuple(tuple(map(_outline, program.ops(name))) for name in unlike)
+        order = program.lag, program.lead, program.order
+        self.begins, self.ends = _begins(
+            outlines, tuple(unlike[name] for name in names), steps, epoch, order
+        )
+        kinds = [[numbers[op.kind] for op in program.ops(name)] for name in unlike]
+        self.kinds = [kinds[begin.step][begin.op] for begin in self.begins]
         ops = (op for name in dict.fromkeys(known) for op in program.ops(name))
         self.sampled = {numbers[op.kind] for op in ops if op.lane == "host"}
         self.samplers = program.samplers
@@ -99,7 +117,7 @@ class _Steps:
         if self.samplers > 1:
             share = 1 / self.samplers
             prices = [p.times(share if i in self.sampled else 1.0) for i, p in enumerate(prices)]
-        ends = [0.0, *_ends_s(cores, self.begins, self.ends, prices)]
+        ends = [0.0, *_ends_s(cores, self.kinds, self.begins, self.ends, prices)]
         counted = range(self.before, len(self.weights))
         return total((ends[step + 1] - ends[step]) * self.weights[step] for step in counted)
 
@@ -127,21 +145,76 @@ def _played(program: Program, known: Sequence[Hashable]) -> tuple[list[Hashable]
     return names, weights, before
 
 
+_Outline = tuple[str, str, int | None, type[Work], bool, Any, bool, str, int | None]
+
+
+def _outline(op: Op) -> _Outline:
+    """Return what an operation's place in the order depends on: all but its amounts."""
+    return (
+        op.op,
+        op.direction,
+        op.layer,
+        type(op.work),
+        op.overlaps_backward,
+        op.ahead,
+        op.idle,
+        op.phase,
+        op.chunk,
+    )
+
+
+def _doing_nothing(outline: _Outline) -> Op:
+    """Return the operation with this outline that does nothing."""
+    op, direction, layer, work, overlaps, ahead, idle, phase, chunk = outline
+    return Op(
+        op,
+        direction,
+        layer,
+        work=NOTHING[work],
+        overlaps_backward=overlaps,
+        ahead=ahead,
+        idle=idle,
+        phase=phase,
+        chunk=chunk,
+    )
+
+
 class _Begin(NamedTuple):
     """The conditions under which an operation begins; operations are places in the queue."""
 
-    kind: int  # number of the operation's kind
+    step: int  # which of the unlike steps the operation is of
+    op: int  # its place in the step
     after: list[int]  # operations that must have ended
     overlapping: list[int]  # of a transfer: transfers of the other lane that may run, in order
 
 
+@lru_cache(maxsize=PATHS)
 def _begins(
-    queued: Iterable[QueuedOp], numbers: Mapping[Kind, int], by_loss: bool
+    outlines: tuple[tuple[_Outline, ...], ...],
+    names: tuple[int, ...],
+    steps: int,
+    epoch: int,
+    order: tuple[int, int, Order | None],
 ) -> tuple[list[_Begin], list[list[int]]]:
-    """Return when each operation begins, and the operations with which each step ends.
+    """Return when each operation of `steps` steps begins, and the operations that end each step.
 
     Dependencies that follow from other dependencies are left out; mostly one remains.
+
+    outlines: of each of the unlike steps. names: step -> which of them it is. order: `lag`, `lead`
+    and `order` of the program.
     """
+    unlike = [[_doing_nothing(outline) for outline in step] for step in outlines]
+    numbers = [{op.label(0): number for number, op in enumerate(ops)} for ops in unlike]
+    lag, lead, own_order = order
+    program = Program(
+        lambda: names,
+        epoch,
+        lambda t: names[t % len(names)],
+        unlike.__getitem__,
+        lag=lag,
+        lead=lead,
+        order=own_order,
+    )
     # over: for each operation a bit mask of the operations that have ended when it begins
     begins, over = list[_Begin](), list[int]()
     last: dict[Label | str, int] = {}  # label -> place; lane -> place of its last operation
@@ -150,20 +223,23 @@ def _begins(
 
     def latest(places: set[int]) -> list[int]:
         """Return the places that no other of these places depends on."""
+        if len(places) < 2:
+            return [*places]
         before = reduce(or_, (over[place] for place in places), 0)
         return [place for place in places if not before >> place & 1]
 
-    for place, (op, step, after, _) in enumerate(queued):
+    for place, (op, step, after, _) in enumerate(queue(program, steps)):
         awaited = latest({last[name] for name in (*after, op.lane) if name in last})
         over.append(reduce(or_, (over[other] | 1 << other for other in awaited), 0))
         last[op.label(step)] = last[op.lane] = place
+        name = names[step % len(names)]
         overlapping = list[int]()
         if lane := OTHER_LANE.get(op.lane):
             overlapping = [other for other in transfers[lane] if not over[place] >> other & 1]
             transfers[lane] = overlapping.copy()
             transfers[op.lane].append(place)
-        begins.append(_Begin(numbers[op.kind], awaited, overlapping))
-        if op.op == "loss" or not by_loss:
+        begins.append(_Begin(name, numbers[name][op.label(0)], awaited, overlapping))
+        if op.op == "loss" or not program.by_loss:
             ends[step][op.lane] = place
     return begins, [latest(set(by_lane.values())) for by_lane in ends.values()]
 
@@ -183,7 +259,11 @@ class _Moment(NamedTuple):
 
 
 def _ends_s(
-    cores: SharedCores, begins: Sequence[_Begin], ends: Iterable[Iterable[int]], prices: Prices
+    cores: SharedCores,
+    kinds: Sequence[int],
+    begins: Sequence[_Begin],
+    ends: Iterable[Iterable[int]],
+    prices: Prices,
 ) -> list[Number]:
     """Return the time at which each step ends [s].
 
@@ -217,7 +297,7 @@ def _ends_s(
 
     ended = list[_Moment]()  # place -> end of the operation
     began = dict[int, Number]()  # place -> begin of the transfer [s]
-    for place, (kind, after, overlapping) in enumerate(begins):
+    for place, (kind, (*_, after, overlapping)) in enumerate(zip(kinds, begins, strict=True)):
         price = prices[kind]
         start = reduce(or_later, [ended[other] for other in after] or [_Moment()])
         if not price.is_transfer:
@@ -228,14 +308,14 @@ def _ends_s(
         for other in overlapping:
             if not np.any(ended[other].synced > begin):
                 continue
-            other_price = prices[begins[other].kind]
+            other_price = prices[kinds[other]]
             delay = np.maximum(free - began[other], 0.0)
             began[other], until = began[other] + delay, ended[other].synced + delay
             ports_from = np.maximum(
                 begin + price.transfer.latency, began[other] + other_price.transfer.latency
             )
             common = np.maximum(np.minimum(until, end) - ports_from, 0.0)
-            lost = common * crowding(kind, begins[other].kind)
+            lost = common * crowding(kind, kinds[other])
             free, end = until + lost, end + lost
             ended[other] = _Moment(free)
         ended.append(_Moment(end))

@@ -141,7 +141,11 @@ class QueuedOp(NamedTuple):
 
 
 class Order(Protocol):
-    """A function that orders the operations of steps that overlap."""
+    """A function that orders the operations of steps that overlap.
+
+    The order depends on the operations' names, not on the amounts of their work. So programs whose
+    operations have equal names have the same dependencies, which are found once (path.py).
+    """
 
     def __call__(self, at: Callable[[int], Step], epoch: int, steps: int) -> Iterator[QueuedOp]:
         """Yield the queue of the first `steps` steps; at(t): step t; epoch: steps per epoch."""
