@@ -1,6 +1,7 @@
 """The examples do what their first lines say, each in an empty folder."""
 
 import os
+import runpy
 import shutil
 import subprocess
 import sys
@@ -9,7 +10,6 @@ from pathlib import Path
 import pytest
 from examples import NIGHT
 
-NIGHTLY = pytest.mark.nightly
 EXAMPLES = {  # and a line that each prints
     "plan": "exact gradients cost",
     "what_if": "inter_node.bandwidth swept",
@@ -20,11 +20,16 @@ EXAMPLES = {  # and a line that each prints
 FOLDER = Path(__file__).resolve().parents[1] / "examples"
 
 
+def test_an_example_runs_in_this_process(tmp_path, own_cache, monkeypatch, capsys):
+    """What the others call is tested in test_api.py every time."""
+    monkeypatch.chdir(tmp_path)
+    runpy.run_path(str(FOLDER / "plan.py"), run_name="__main__")
+    assert EXAMPLES["plan"] in capsys.readouterr().out
+
+
+@pytest.mark.nightly
 @pytest.mark.processes
-@pytest.mark.parametrize(
-    "name",  # what the others call is tested in test_api.py every time
-    ["plan", *(pytest.param(name, marks=NIGHTLY) for name in EXAMPLES if name != "plan")],
-)
+@pytest.mark.parametrize("name", EXAMPLES)
 def test_an_example_runs(name, tmp_path):
     if name == "train":
         pytest.importorskip("torch_geometric")

@@ -66,7 +66,8 @@ def explained(tmp_path_factory):
     """What a plan says with --explain, and its document."""
     folder = tmp_path_factory.mktemp("explained")
     (folder / "cluster.yaml").write_text(CLUSTER)
-    words = f"plan --graph {GRAPH} --cluster {folder}/cluster.yaml --explain -o {folder}/plan.json"
+    asked = f"--graph {GRAPH} --cluster {folder}/cluster.yaml --set gpus_per_server=1"
+    words = f"plan {asked} --explain -o {folder}/plan.json"
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("GNNPLAN_CACHE", str(folder / "cache"))
         told = CliRunner().invoke(app, words.split(), catch_exceptions=False).stdout
@@ -97,7 +98,8 @@ def test_a_plan_opens_with_a_few_lines_and_keeps_the_rest_for_explain(explained,
 
 def test_an_error_measured_on_cpus_is_not_quoted_for_gpus(gnnplan, explained):
     """'less than predictions were off when measured (median 8 %)' stood in plans for A100s."""
-    measured = json.loads(gnnplan("plan", "--graph", GRAPH, "--cluster", MEASURED, "--json").stdout)
+    ask = ("plan", "--graph", GRAPH, "--cluster", MEASURED, "--strategy", "graph_parallel")
+    measured = json.loads(gnnplan(*ask, "--json").stdout)
     on_gpus, on_cpus = explained[1]["summary"], measured["summary"]
     assert "predictions have been compared with runs on one GPU only" in on_gpus["tested"]
     assert "median" not in on_gpus["tested"]
@@ -210,13 +212,15 @@ def test_a_plan_of_a_graph_without_labels_offers_no_run(gnnplan, tmp_path):
     """It ended in 'next: gnnplan run', which then refused the graph."""
     src = np.arange(20)
     np.savez(tmp_path / "bare.npz", src=src, dst=(src + 1) % 20)
-    told = gnnplan("plan", "--graph", tmp_path / "bare.npz", "-o", tmp_path / "p.json").output
+    ask = ("plan", "--graph", tmp_path / "bare.npz", "--strategy", "graph_parallel")
+    told = gnnplan(*ask, "-o", tmp_path / "p.json").output
     assert "cannot be run: the graph has no labels" in told and "gnnplan run" not in told
 
 
 def test_a_machine_that_nobody_has_measured_promises_nothing(gnnplan):
     """The error of measured machines was quoted for it as if it were its own."""
-    told = gnnplan("plan", "--graph", "synthetic:community?vertices=300&edges=900").output
+    ask = ("plan", "--graph", "synthetic:community?vertices=300&edges=900")
+    told = gnnplan(*ask, "--strategy", "graph_parallel").output
     assert "tested: this machine has not been measured\n" in told and "in the median" not in told
     assert "not written; to simulate or run it, add -o plan.json" in told
 

@@ -23,7 +23,7 @@ from typing import Any
 import numpy as np
 import pytest
 import yaml
-from examples import examples
+from examples import examples, text
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
@@ -120,7 +120,7 @@ WORDS = ["", " ", "x", "-1", "1e400", "9" * 400, "25GB/s", "1e300s", "A" * 20_00
 WORDS += ["\0", "\ud800", "../../etc/passwd", "é" * 3]
 NESTED = [[], [[]], {}, {"": None}, [1, 2], ["x"] * 50, [[0, 1], [2, 3]], {"name": "x"}, {"1": 1}]
 EXTREME = [*NUMBERS, *LARGE, *WORDS, *NESTED, True, None]
-garbage = st.one_of(st.sampled_from(EXTREME), st.integers(), st.floats(), st.text(max_size=5))
+garbage = st.one_of(st.sampled_from(EXTREME), st.integers(), st.floats(), text(5))
 
 
 def places(document: Any, at: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
@@ -154,7 +154,7 @@ def changed(draw: st.DrawFn, document: Any, kept: tuple[str, ...] = ()) -> Any:
         if how == "drop":
             del target[last]
         elif how == "rename" and isinstance(target, dict):
-            target[draw(st.text(max_size=4))] = target.pop(last)
+            target[draw(text(4))] = target.pop(last)
         elif how == "wrap":
             target[last] = [target[last]] * draw(st.integers(1, 3))
         elif how == "swap":
@@ -915,7 +915,7 @@ def test_published_figures(tmp_path, data):
         strange = options.get(
             name, ["0", "-1", "1", "99999", "9" * 5000, "1e-320", "nan", "\u0663", "x"]
         )
-        row[name] = data.draw(st.one_of(st.sampled_from(strange), st.text(max_size=3)))
+        row[name] = data.draw(st.one_of(st.sampled_from(strange), text(3)))
     with open(tmp_path / "figures.csv", "w", encoding="utf-8", errors="replace") as file:
         csv.writer(file, quoting=csv.QUOTE_ALL).writerows(
             [COLUMNS, [row[name] for name in COLUMNS]]

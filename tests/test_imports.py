@@ -209,6 +209,7 @@ for strategy in 'graph_parallel', 'gnnpipe(stages=1,chunks=2)':
 """
 
 
+@pytest.mark.nightly
 @pytest.mark.processes
 def test_a_rank_trains_without_sympy_and_networkx():
     """torch imports the one to compare the shapes of gradients, a fabric needs the other: ranks

@@ -31,7 +31,7 @@ MOST_BYTES = 5e6  # of a page
 def plan(tmp_path_factory):
     folder = tmp_path_factory.mktemp("report")
     (folder / "cluster.yaml").write_text(CLUSTER)
-    how = f"--cluster {folder}/cluster.yaml --layers 2 --hidden 16"
+    how = f"--cluster {folder}/cluster.yaml --layers 2 --hidden 16 --per epoch"
     return planned(folder / "plan.json", "--graph", GRAPH, how)
 
 
@@ -153,7 +153,7 @@ def test_what_no_screen_shows_is_joined_and_nothing_else():
     assert len(marks(steady("long", many, 1))) <= MOST_MARKS
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_a_wide_pipeline_of_32_layers_fits_in_the_page(tmp_path):
     how = "--graph reddit --cluster gnnpipe_a5000 --model gcn --layers 32 --hidden 100"
     planned(tmp_path / "plan.json", how, "--strategy gnnpipe(stages=8,chunks=32)")

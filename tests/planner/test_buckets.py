@@ -162,7 +162,7 @@ def test_candidates_have_buckets_only_where_they_save_time():
         return {strategy.knobs()["buckets"] for strategy in family.candidates(asked)}
 
     large, small = {"hidden": 256, "where": cluster(4, 1, inter=2e9)}, {"hidden": 4}
-    mini = {"mode": "mini", "batch": 24, "fanout": (3, 3, 3)}
+    mini = {"mode": "mini", "batch": 80, "fanout": (3, 3, 3)}
     for family in (GraphParallel, GraNNDis):
         assert counts(problem(**large), family) == {1, 3}
         assert counts(problem(where=cluster(inter=1e11, latency=1e-9), **small), family) == {1}

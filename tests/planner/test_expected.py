@@ -146,8 +146,9 @@ def test_duplicates_near_a_seed_are_the_same_share_of_small_and_of_large_batches
 @pytest.mark.parametrize(
     ("name", "spread"),
     [
-        *(("flickr", 1.2), ("ogbn_arxiv", 1.5), ("squirrel", 1.5)),
-        *(("coauthor_physics", 1.0), ("tolokers", 1.5)),
+        *(("squirrel", 1.5), ("coauthor_physics", 1.0), ("tolokers", 1.5)),
+        pytest.param("flickr", 1.2, marks=pytest.mark.nightly),
+        pytest.param("ogbn_arxiv", 1.5, marks=pytest.mark.nightly),
     ],
 )
 def test_the_expected_frontier_is_that_of_a_real_graph(dataset, name, spread):

@@ -4,11 +4,13 @@ files written here."""
 import re
 from dataclasses import replace
 from functools import cache
+from itertools import product
 from pathlib import Path
 
 import numpy as np
 import pytest
 from asked import on
+from pairwise import covered
 
 from gnnplan.planner.cluster.doubt import DRAWS
 from gnnplan.planner.cluster.spec import Cluster
@@ -64,23 +66,24 @@ def test_what_takes_over_really_takes_over():
         assert first(float(factor) / beyond**2) == found.best.strategy.name
 
 
-@pytest.mark.parametrize("dtype", ["bfloat16", "tf32"])
+RATES = {
+    None: "are priced at float32's rate, for this device's own is not known",
+    0.03: "run at 0.03 of float32's rate here",
+    16: "run at 16 times float32's rate here",
+}
+
+
 @pytest.mark.parametrize(
-    ("times", "told"),
-    [
-        (None, "are priced at float32's rate, for this device's own is not known"),
-        (0.03, "run at 0.03 of float32's rate here"),
-        (16, "run at 16 times float32's rate here"),
-    ],
+    ("dtype", "times"), covered(list(product(("bfloat16", "tf32"), RATES)), set)
 )
-def test_a_plan_says_how_fast_rounded_products_are(times, told, dtype):
+def test_a_plan_says_how_fast_rounded_products_are(dtype, times):
     """The rate is the device's own for that type."""
     problem = question()
     rate = times and problem.cluster.device.gemm * times
     asked = problem.workload.model_copy(update={"dtype": dtype})
     rounded = on(replace(problem, workload=asked), **{f"gemm_{dtype}": rate})
-    assert f"{dtype} products {told}" in inputs(rounded)
-    assert told in explain.rounded_rows(rounded)[0]
+    assert f"{dtype} products {RATES[times]}" in inputs(rounded)
+    assert RATES[times] in explain.rounded_rows(rounded)[0]
     whole_s, rounded_s = (search(p).ranked[0].predicted.epoch_s for p in (problem, rounded))
     assert (rounded_s > whole_s) == (times == 0.03)
 
@@ -226,7 +229,7 @@ def test_a_plan_of_mini_batches_says_where_p3_stops_paying():
     """The formula's break-even at the mean batch's rows, and both sides of it in the table over
     hidden widths."""
     graph = load("synthetic:community?vertices=400&edges=6000&features=64&classes=5&seed=0")
-    asked = {"model": "sage", "mode": "mini", "batch": 20, "fanout": (4, 3), "hidden": 16}
+    asked = {"model": "sage", "mode": "mini", "batch": 60, "fanout": (4, 3), "hidden": 16}
     problem = problem_of(graph, cluster(2, 1, launch=8e-6), layers=2, **asked)
     lines = explain.explain(search(problem, may_use_fewer=False), [])
 

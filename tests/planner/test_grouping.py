@@ -309,7 +309,7 @@ def test_which_fewer_gpus():
 def test_a_small_graph_takes_fewer_gpus_and_a_large_one_all():
     """400 vertices are computed before a message has arrived; with a device that slow that work
     counts, all GPUs are needed."""
-    found = search(problem_of(cluster(2, 2)))
+    found = search(problem_of(cluster(2, 2), layers=2))
     best, document = found.best, plan.make(found)
     assert best.problem.ranks < 4
     assert document["best"]["gpus"] == best.problem.ranks == len(document["best"]["placement"])

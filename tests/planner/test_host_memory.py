@@ -2,12 +2,14 @@
 memory never makes a plan slower."""
 
 from dataclasses import replace
+from itertools import product
 from typing import Any
 
 import numpy as np
 import pytest
 from asked import on
 from examples import NIGHT
+from pairwise import covered
 
 from gnnplan.planner.cluster.spec import Cluster, Device, Link
 from gnnplan.planner.decision import plan
@@ -210,10 +212,10 @@ def test_on_cpus_graph_data_is_in_the_ranks_memory():
     assert evaluate(problem, DataParallel()).host_bytes == 0
 
 
-@pytest.mark.parametrize(
-    "graph", ["ogbn-products", "ogbn-papers100M", "facebook-darwini", "uk-2006-05", "uk-union"]
-)
-@pytest.mark.parametrize("hidden", [32, 512])
+LARGE = ["ogbn-products", "ogbn-papers100M", "facebook-darwini", "uk-2006-05", "uk-union"]
+
+
+@pytest.mark.parametrize(("graph", "hidden"), covered(list(product(LARGE, (32, 512))), set))
 def test_p3_is_recommended_over_distdgl_at_narrow_layers_only(graph, hidden):
     """Of what P3's Table 4 and Fig. 15 compare, on the constants that its figures gave. A plan has
     caches of GPUs and GSplit besides."""

@@ -12,6 +12,7 @@ from asked import by_statistics, fullest_bytes, on
 from examples import NIGHT, examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from pairwise import covered
 
 from gnnplan.planner.cluster.cost import Cost
 from gnnplan.planner.cluster.placement import proposed
@@ -74,10 +75,16 @@ def told(problem: Problem) -> list[GraNNDis]:
 # -- one story -------------------------------------------------------------------------------------
 
 
+WIRED = (1, CROSSED), (2, PAIRS), (2, [[0], [1]]), (1, [[0, 4, 1], [3, 2, 5]])
+
+
 @pytest.mark.parametrize(
-    ("servers", "islands"), [(1, CROSSED), (2, PAIRS), (2, [[0], [1]]), (1, [[0, 4, 1], [3, 2, 5]])]
+    ("servers", "islands", "known"),
+    covered(
+        [(*where, known) for where in WIRED for known in (True, False)],
+        lambda row: {str(row[:2]), row[2]},
+    ),
 )
-@pytest.mark.parametrize("known", [True, False])
 def test_closed_form_schedule_and_simulation(servers, islands, known):
     """Bytes by link read off the schedule, each from where its two ends sit; and the time of
     playing it."""

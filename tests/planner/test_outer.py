@@ -117,14 +117,14 @@ def test_links_of_8192_gpus_are_shared_as_by_flows(oversubscription, whole_serve
         assert told <= flowing * (1 + 1e-9) and flowing < 1.05 * told
 
 
-AT_NIGHT = ("bns", "feature_parallel", "granndis", "gsplit")
+AT_NIGHT = ("bns", "feature_parallel", "granndis", "gnnpipe(stages=2)", "gsplit")
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "text",
     [
-        *("pipegcn", "gnnpipe(stages=2)", "data_parallel(cache=1000000,features='spread')"),
+        *("pipegcn", "data_parallel(cache=1000000,features='spread')"),
         *(pytest.param(text, marks=pytest.mark.nightly) for text in AT_NIGHT),
     ],
 )

@@ -74,7 +74,9 @@ def equal_slots(schedule: Schedule, forward: float, backward: float) -> Schedule
     return Schedule(schedule.ranks, schedule.steps, tasks)
 
 
-@pytest.mark.parametrize(("stages", "chunks"), [(8, 32), (3, 5), (2, 1), (5, 3)])
+@pytest.mark.parametrize(
+    ("stages", "chunks"), [pytest.param(8, 32, marks=pytest.mark.nightly), (3, 5), (2, 1), (5, 3)]
+)
 @pytest.mark.parametrize("shuffle", [False, True])
 def test_bubble_of_equal_stages_is_the_formula(stages, chunks, shuffle):
     stats = GraphStats("s", "s.yaml", 960, 9600, 16, 16, 960, False, "h", known=False)

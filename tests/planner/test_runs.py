@@ -172,7 +172,7 @@ def test_a_refit_finds_what_is_slower_and_is_scored_on_other_questions():
     slow = scaling.messages(scaling.device(CLUSTER, 0.5), 1 / 3, "inter_node")
     names = "graph_parallel", "pipegcn", "granndis(depth=1)", "gnnpipe(stages=2,chunks=4)"
     runs = []
-    for hidden, name in product((16, 64, 128, 256), names):
+    for hidden, name in product((16, 256), names):
         planned = run(name, 1.0, hidden=hidden).planned
         there = replace(planned.problem, cluster=slow)
         truth = float(planned.strategy.predict(there).epoch_s)
@@ -183,9 +183,9 @@ def test_a_refit_finds_what_is_slower_and_is_scored_on_other_questions():
     assert factors["between"] == pytest.approx(1 / 3, rel=0.05)
     assert report["before"]["mean"] > 0.3 and report["after"]["max"] < 0.03
     assert not set(report["fitted"]) & set(report["scored"])
-    assert len(report["fitted"]) == len(report["scored"]) == 8
+    assert len(report["fitted"]) == len(report["scored"]) == 4
     assert cluster.device.gemm == pytest.approx(CLUSTER.device.gemm * factors["computation"])
-    assert "refit on 8 runs" in next(iter(cluster.provenance.values()))
+    assert "refit on 4 runs" in next(iter(cluster.provenance.values()))
 
 
 def test_a_refit_needs_one_cluster_and_two_runs():

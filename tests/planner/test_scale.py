@@ -89,7 +89,7 @@ def test_fewer_ranks_on_a_cpu_have_more_of_its_cores():
     assert problem_of(base, 4).cluster.servers == 2
 
 
-@pytest.mark.parametrize("exact", [False, True])
+@pytest.mark.parametrize("exact", [True, pytest.param(False, marks=pytest.mark.nightly)])
 def test_a_row_is_what_a_search_finds_there(exact):
     """The cluster as it is in its file is one of the sizes."""
     base = question("reddit", "dgx_a100")

@@ -3,7 +3,7 @@ gives is counted elsewhere."""
 
 from collections import Counter
 from dataclasses import replace
-from itertools import pairwise
+from itertools import pairwise, product
 from typing import Any
 
 import numpy as np
@@ -14,7 +14,7 @@ from asked import fullest_bytes, on
 from examples import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from pairwise import every
+from pairwise import covered, every
 
 from gnnplan.planner.graph.graph import Graph
 from gnnplan.planner.graph.sampling import frontier, seeds_of
@@ -142,19 +142,17 @@ def test_prediction_schedule_and_simulation_agree(drawn):
     assert ({"ask", "fetch"} <= meetings) == bool(asks)
 
 
-@pytest.mark.parametrize(
-    "strategy",
-    [
-        DataParallel(),
-        DataParallel(features="spread"),
-        DataParallel(shared_cache=True),
-        DataParallel(shared_cache=True, features="spread"),
-        GSplit(splitter="random", presample=2),
-        GSplit(splitter="random", presample=2, group="all", features="spread"),
-    ],
-    ids=str,
-)
-@pytest.mark.parametrize("hot", HOT)
+CACHED = [
+    DataParallel(),
+    DataParallel(features="spread"),
+    DataParallel(shared_cache=True),
+    DataParallel(shared_cache=True, features="spread"),
+    GSplit(splitter="random", presample=2),
+    GSplit(splitter="random", presample=2, group="all", features="spread"),
+]
+
+
+@pytest.mark.parametrize(("strategy", "hot"), covered(list(product(CACHED, HOT)), set))
 def test_a_larger_cache_has_more(strategy, hot):
     """None at first, all at last, and in between each budget at least what a smaller one has: own
     rows, and with those of peers."""
@@ -198,7 +196,7 @@ def test_a_cache_is_the_hottest_rows_that_fit(cache):
 def test_columns_are_cached_of_the_rows_that_are_read_most(over):
     """A rank caches its own columns, and reads those of all its peers' rows: some are picked, the
     others loaded. An epoch is its simulation."""
-    problem = problem_of()
+    problem = problem_of(batch=48)
     order = hottest(GRAPH, problem.workload, "frequency", 4)
     width = {"server": 20, "rank": 10}[over] * 4  # [B] of a row's columns
     plain = P3(over=over)
@@ -249,10 +247,10 @@ def test_ranks_cache_as_many_rows_as_their_columns_leave_room_for():
 
 def test_a_plan_caches_columns_where_gpus_have_room():
     def proposed(**more: Any) -> set[int]:
-        return {strategy.cache for strategy in P3.candidates(problem_of(**more))}
+        return {strategy.cache for strategy in P3.candidates(problem_of(batch=80, **more))}
 
     assert proposed() == {0, 400 * 20 * 4}  # all rows' columns
-    alone = fullest_bytes(problem_of(memory=4e8), P3("server", prefetch=1))
+    alone = fullest_bytes(problem_of(memory=4e8, batch=80), P3("server", prefetch=1))
     assert max(proposed(memory=alone + 1000)) == 900  # nine tenths of what is left
     assert proposed(memory=alone * 0.9) == {0}
 

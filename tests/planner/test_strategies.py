@@ -178,7 +178,9 @@ def test_stale_exchanges_come_one_after_the_other():
 @some(6)
 def test_bytes_of_the_schedule_are_those_of_predict_where_only_statistics_are_known(problem):
     problem = by_statistics(problem)
-    for strategy in variants(problem):
+    for strategy in list(variants(problem))[
+        slice(None) if NIGHT else slice(problem.ranks % 3, None, 3)
+    ]:
         note(str(strategy))
         bytes_of_the_schedule_are_those_of_predict(StrategyEvaluation(problem, problem, strategy))
 

@@ -144,7 +144,7 @@ def test_tiles_by_statistics_are_the_mean_of_counted_ones(layer):
     assert expected == pytest.approx(np.full(8, counted.mean()))
 
 
-@pytest.mark.parametrize("ranks", [2, 4, 6, 8, 12])
+@pytest.mark.parametrize("ranks", [2, 4, 6, 8, pytest.param(12, marks=pytest.mark.nightly)])
 def test_the_grid_that_is_chosen_sends_fewest_bytes_where_all_links_are_alike(ranks):
     """Without latency, on one server, the time to sum is bytes per rank over bandwidth."""
     asked = problem((ranks,), dropout=0.5)

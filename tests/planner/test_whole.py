@@ -44,7 +44,11 @@ def test_a_small_graph_is_not_distributed():
 @pytest.mark.parametrize(
     ("graph", "cluster"),
     [
-        ("friendster", "gsplit_p3_8xlarge?servers=1&gpus_per_server=2"),
+        ("friendster", "gsplit_p3_8xlarge?servers=1&gpus_per_server=1"),
+        pytest.param(
+            *("friendster", "gsplit_p3_8xlarge?servers=1&gpus_per_server=2"),
+            marks=pytest.mark.nightly,
+        ),
         pytest.param("friendster", "dgx_a100", marks=pytest.mark.nightly),
         pytest.param("ogbn-papers100M", "dgx_a100", marks=pytest.mark.nightly),
         pytest.param("friendster", "l4_box", marks=pytest.mark.nightly),
@@ -219,12 +223,12 @@ def test_the_objective_of_a_written_plan_is_read_again(tmp_path):
 
 @pytest.mark.slow
 def test_a_scale_counts_the_whole_training_too():
-    found = gnnplan.scale(*ARXIV, gpus=[1, 2, 16])
-    assert found.best == 1 and found.fastest == 16
+    found = gnnplan.scale("ogbn-arxiv", ONE_SERVER, gpus=[1, 2, 8])
+    assert found.best == 1 and found.fastest == 8
     assert "use 1 GPU on mini-batches with data_parallel" in str(found)
     assert str(found).count("to the end; do not distribute") == 1
     saved = show_long(found.rows[0]["training_s"] - found.rows[-1]["training_s"])
-    assert f"2 GPUs and more are not worth their price: 16 GPUs would save {saved}" in str(found)
+    assert f"2 GPUs and more are not worth their price: 8 GPUs would save {saved}" in str(found)
     assert all(
         row["training_s"] == pytest.approx(row["epochs"] * row["epoch_s"]) for row in found.rows
     )
@@ -243,10 +247,9 @@ def test_a_simulation_says_what_no_longer_fits():
 @pytest.mark.slow
 def test_a_sweep_names_the_variant_that_it_plays():
     """18.1 ms of graph_parallel were 14.5 ms under its name: those of another variant. On as many
-    ranks it is the plan's own."""
-    swept = planned(*ARXIV, strategy="graph_parallel", per="epoch").sweep({"servers": [2, 4]})
-    same, more = swept.rows
-    assert same["plan"] == "graph_parallel"
+    ranks it is the plan's own (test_sweep.py)."""
+    swept = planned(*ARXIV, strategy="graph_parallel", per="epoch").sweep({"servers": [4]})
+    (more,) = swept.rows
     assert more["plan"] == "graph_parallel(narrow=True)" and more["plan"] in str(swept)
 
 

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from pairwise import covered
+from pairwise import covered, pairs
 
 from gnnplan.planner.cluster import shared_cores
 from gnnplan.planner.cluster.cost import Cost
@@ -162,9 +162,18 @@ def test_prediction_is_the_simulation_where_ranks_share_cores(strategy):
     )
 
 
-@pytest.mark.parametrize("speed", [1e6, 1e7, 1e8])
-@pytest.mark.parametrize(("ranks", "servers"), [(2, 1), (4, 1), (4, 2)])
-@pytest.mark.parametrize("core_s_per_byte", [2e-8, 2e-7])
+@pytest.mark.parametrize(
+    ("core_s_per_byte", "ranks", "servers", "speed"),
+    covered(
+        [
+            (taken, *where, speed)
+            for taken in (2e-8, 2e-7)
+            for where in ((2, 1), (4, 1), (4, 2))
+            for speed in (1e6, 1e7, 1e8)
+        ],
+        lambda row: pairs({"taken": row[0], "where": row[1:3], "speed": row[3]}),
+    ),
+)
 def test_stale_exchanges_take_cores_from_computation_and_it_from_them(
     core_s_per_byte, ranks, servers, speed
 ):
