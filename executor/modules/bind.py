@@ -162,10 +162,15 @@ def bound(module: nn.Module, graph: GraphFields) -> Bound:
             takes[parameter], has_features = "vertex x", True
         elif is_needed:
             names = ", ".join(["x", "edge_index", *(n for n in (*vertex, *edge) if n != "x")])
+            remedy = "name the parameter as the graph does, or give it a default"
+            if "edge_index" in parameter:
+                remedy = (
+                    "it has one set of edges: choose from it by a field of edges, as"
+                    " edge_index[:, edge_type == 1]"
+                )
             raise Unfit(
                 f"forward asks for {parameter}, and the graph has {names}"
-                f"{suggest(parameter, fields)}; name the parameter as the graph does, or give it"
-                " a default"
+                f"{suggest(parameter, fields) if fields.keys() - {'x'} else ''}; {remedy}"
             )
     inputs = dict.fromkeys(name for name in takes.values() if name not in ("data", "blocks"))
     if "blocks" in takes.values():

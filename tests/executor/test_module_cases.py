@@ -88,7 +88,7 @@ def test_a_field_is_read_by_its_name(tmp_path):
     placed = GraphFields(6, 3, vertex={"pos": ((3,), "<f4", 2)})
     user = asked(tmp_path, body.format("edge_index"), "data", placed)
     assert user.pieces and user.pieces.inputs == (("pos", 3),)
-    with pytest.raises(SpecError, match="edge_index_2hop"):
+    with pytest.raises(SpecError, match="edge_index_2hop, .* choose from it by a field of edges"):
         asked(tmp_path, body.format("edge_index_2hop"), "data", placed)
 
 

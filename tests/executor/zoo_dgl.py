@@ -37,6 +37,19 @@ def Convolutions(in_size, out_size):
     )
 
 
+@needs("edge_type")
+class SortsByType(nn.Module):
+    """Products of edges that are sorted by type; a constant of torch.Tensor."""
+
+    def __init__(self, in_feats, out_feats):
+        super().__init__()
+        self.a = dglnn.RelGraphConv(in_feats, 16, 2, "basis", 2, layer_norm=True, dropout=0.2)
+        self.b = dglnn.ChebConv(16, out_feats, 2)
+
+    def forward(self, g, x, edge_type):
+        return self.b(g, self.a(g, x, edge_type).relu(), [2.0])
+
+
 @needs()
 def DroppingGAT(in_size, out_size):
     """A kernel of DGL hides what is dropped of the edges."""
