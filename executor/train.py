@@ -342,7 +342,7 @@ class _Training:
     def _leave(self, out: Path) -> None:
         """Write this rank's trace and counts; rank 0 also writes the weights of the whole model."""
         rank, record, net = self.rank, self.record, self.worker.net
-        peak_bytes = self.watch.stop()
+        self.watch.stop()
         record.trace(out)
         left = {
             "rank": rank.rank,
@@ -351,8 +351,6 @@ class _Training:
             "epochs": len(record.resident_bytes),
             "setup_bytes": self.setup_bytes,
             "setup_rss_bytes": self.setup_rss_bytes,
-            "peak_rss_bytes": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
-            "peak_bytes": peak_bytes,
             **record.counts(),
             "best": self.best.notes() if self.best else None,
         }
@@ -438,7 +436,12 @@ class _Record:
         gradient_errors = self.gradient_errors.errors if self.gradient_errors else {}
         rows = Counter(self.earlier.get("rows", {}))
         rows.update(getattr(self.worker, "rows", {}))
+        earlier = self.earlier.get
+        process = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+        tensors = self.rank.watch.peak() if self.rank.watch else None
         return {
+            "peak_rss_bytes": max(process, earlier("peak_rss_bytes", 0)),
+            "peak_bytes": tensors and max(tensors, earlier("peak_bytes") or 0),
             "bytes": dict(self.rank.recorder.sent),
             "rss_bytes": self.resident_bytes,
             "rows": dict(rows),

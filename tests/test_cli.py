@@ -674,7 +674,7 @@ def test_a_run_is_gone_on_with_only_where_it_can_be(plan_file, gnnplan, tmp_path
 
     out = tmp_path / "run"
     answer = gnnplan("run --resume", out)
-    assert answer.code == 2 and f"{out / 'plan.json'}: cannot be read" in answer.err
+    assert answer.code == 2 and f"{out} holds no run to resume" in answer.err
     out.mkdir()
     (out / "plan.json").write_bytes(plan_file.read_bytes())
     answer = gnnplan("run --resume", out)

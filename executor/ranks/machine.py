@@ -180,14 +180,19 @@ class MemoryWatch:
             grown = (allocated() or 0) - before if self._thread else 0
             self._before, self._peak = self._before + grown, self._peak + grown
 
-    def stop(self) -> int | None:
-        """Stop at the first call; return the growth from start to peak [B], None if unknown."""
+    def peak(self) -> int | None:
+        """Return the growth from start to the peak so far [B], None if unknown."""
         if self._thread is None and self.device.type != "cuda":
             return None
-        if not self._stop.is_set():
-            self._stop.set()
-            if self._thread is None:
-                self._peak = torch.cuda.max_memory_allocated(self.device)
-            else:
-                self._thread.join()
+        if self._thread is None and not self._stop.is_set():
+            self._peak = torch.cuda.max_memory_allocated(self.device)
         return self._peak - self._before
+
+    def stop(self) -> int | None:
+        """Stop at the first call; return the growth from start to peak [B], None if unknown."""
+        peak = self.peak()
+        self._stop.set()
+        if self._thread is None:
+            return peak
+        self._thread.join()
+        return self.peak()

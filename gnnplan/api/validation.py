@@ -23,6 +23,11 @@ from gnnplan.planner.vocabulary.units import show_bytes, show_count, show_percen
 from gnnplan.simulator.replay import replay
 
 SHOWN = 0.02  # share of the measured step; smaller operations are summed up or only counted
+KINDS = {
+    "computation": "computation",
+    "inside": "messages inside servers",
+    "between": "messages between servers",
+}
 SAME = 0.01  # simulated seconds within this share of the predicted seconds are not shown
 
 
@@ -270,13 +275,13 @@ class Validations(View):
             )
         lines.append(
             f"bytes as predicted in {result['bytes_equal']} of {count} runs, order as scheduled in"
-            f" {result['order_equal']}; the same run differs from itself by"
+            f" {result['order_equal']}; epochs of equal runs vary by"
             f" {show_percent(result['noise'], 1)}"
         )
         if result["rankings"]:
             lines += _rankings(result["rankings"], result["ranking"])
         lines += [
-            f"{one['constant']}: {one['slower']:.2f} times as long as predicted,"
+            f"{KINDS[one['constant']]}: {one['slower']:.2f} times as long as predicted,"
             f" {show_percent(abs(one['share']), 1)} of the epochs"
             for one in result["doubt"]
             if one["slower"]

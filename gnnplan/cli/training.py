@@ -106,6 +106,8 @@ def run(
             f" the plan too (gnnplan run PLAN --strategy '{strategy}' --resume {resume})"
         )
     if resume is not None:
+        if plan_file is None and not (resume / "plan.json").exists():
+            raise SpecError(f"{resume} holds no run to resume; give the --out of an earlier run")
         out, plan_file = resume, plan_file or resume / "plan.json"
     if plan_file is None:
         raise SpecError("run takes a PLAN (`gnnplan plan -o plan.json` makes one), or --resume DIR")

@@ -129,6 +129,7 @@ def test_parts_of_others_are_read_again(asked, tmp_path, name, library):
     found, graph = load(str(folder)), asked.graph
     assert isinstance(found, Graph) and found.cut is not None
     assert found.stats.hash == graph.stats.hash
+    assert not [note for note in found.stats.notes if "ignored" in note]  # they are all our own
     for array in ("indptr", "indices", "x", "y", "train", "val", "test"):
         assert np.array_equal(getattr(found, array), getattr(graph, array)), array
     assert np.array_equal(partition(found, 4), asked.gpu)

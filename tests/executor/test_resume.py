@@ -4,6 +4,7 @@ went on is, to the bit, the one that was not is in trainings.py (resumes)."""
 import json
 import os
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -43,6 +44,17 @@ def test_a_rank_has_its_last_checkpoint_when_ranks_meet_to_write_the_next(
     monkeypatch.setattr(train, "_row", meet)
     run_ranks.alone(Case("graph_parallel", graphs["rough"], FULL, epochs=4, checkpoint_every=1))
     assert there == {1: [], 2: [1], 3: [1, 2], 4: [2, 3]}
+
+
+def test_a_run_that_is_resumed_at_its_end_keeps_its_peak_of_memory(run_ranks, graphs):
+    """The last process trained no epoch; `validate` compared its memory with the prediction."""
+    case = Case("graph_parallel", graphs["rough"], FULL, epochs=4, checkpoint_every=2)
+    whole = run_ranks.alone(case)
+    names = ("peak_bytes", "peak_rss_bytes")
+    before = {name: whole.rank(0)[name] for name in names}
+    again = run_ranks.alone(replace(case, resume=str(whole.out)))
+    assert len(again.rank(0)["rss_bytes"]) == 4
+    assert all(again.rank(0)[name] >= before[name] for name in names)
 
 
 def test_servers_with_disks_of_their_own_resume_from_these(tmp_path, fork_server):

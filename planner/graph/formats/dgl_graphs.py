@@ -38,7 +38,7 @@ MAGIC = (0xDD2E4FF046B4A13F).to_bytes(8, "little")
 OWN_MEMORY = 16 << 30  # [B] of address space that the libraries reserve; they use far less memory
 MOST = 1 << 28  # [B] of the .json description; DistDGL's has a list per part
 OWNER = "gnnplan part of a cut"  # vertex field that passes the owners between the two processes
-OURS = ("orig_id", "trainer_id")  # DistDGL's bookkeeping of vertices, which becomes no field
+OURS = ("orig_id", "trainer_id")  # DistDGL's bookkeeping, which becomes no field
 PER_BYTE = 8  # [B] of memory allowed per byte of the file
 
 
@@ -133,7 +133,7 @@ def read_distdgl(path: str) -> Parts:
         if "orig_id" in data:
             of_ids[inner] = data["orig_id"]
         loaded.append((part, inner, data))
-        left |= set(edges)
+        left |= {name.partition("/")[2] for name in edges} - {*OURS}
     for number, (part, inner, data) in enumerate(loaded):
         ids, own = of_ids[inner], part.edata["inner_edge"].bool()
         ends.append(tuple(of_ids[part.ndata["_ID"][end[own]].numpy()] for end in part.edges()))
