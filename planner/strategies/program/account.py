@@ -248,22 +248,25 @@ class _Account:
     def _contended(self, epoch: Number) -> Prices:
         """Return the prices of operations where stages slow each other down.
 
-        Assumptions: ranks that share cores all compute at the same time. Other stages use the
-        ports of a stage's exchanges for a share of the epoch, and leave half of the bandwidth then.
-        Cores are not among these ports, because computation takes most of them.
+        Assumptions: ranks that share cores all compute at the same time. Messages, and exchanges of
+        other stages, use the ports of a stage's exchanges for a share of the epoch, and leave half
+        of the bandwidth then. Messages are not delayed, because they wait for their chunk, not for
+        ports, except where the port is busy all the time. Cores are not among these ports, because
+        computation takes most of them.
         """
-        by_stage, in_all = defaultdict[Group, dict[str, np.ndarray]](dict), dict[str, np.ndarray]()
+        by_lane = defaultdict[tuple[Group, str], dict[str, np.ndarray]](dict)
+        in_all = dict[str, np.ndarray]()
         for number, op in enumerate(self.ops):
-            if isinstance(op.work, Exchange):
+            if isinstance(op.work, (Exchange, Message)):
                 busy = dict(self.alone[number].transfer.ports)
                 busy.pop("cores", None)
-                add(by_stage[op.ranks], busy, self.times[number])
+                add(by_lane[op.ranks, op.lane], busy, self.times[number])
                 add(in_all, busy, self.times[number])
 
         def slowdown(op: Op) -> Number:
             if not isinstance(op.work, Exchange):
                 return 1.0 if op.moves else self.cost.cores.full_load_slowdown
-            ports = by_stage[op.ranks]
+            ports = by_lane[op.ranks, op.lane]
             shared = {kind: busy * (in_all[kind] - busy) for kind, busy in ports.items()}
             return 1.0 + busiest(shared) / np.maximum(busiest(ports) * epoch, 1e-30)
 
