@@ -144,7 +144,7 @@ TIMES = ("launch", "latency", "overlap_tax")  # more of these takes longer; all 
 @pytest.mark.parametrize(
     ("name", "moved"),
     [
-        pytest.param("dgx_a100", 10, marks=NIGHTLY),
+        ("dgx_a100", 10),
         pytest.param("p3_p100", 8, marks=NIGHTLY),
         pytest.param("l4_box", 6, marks=NIGHTLY),
         ("measured", 9),
