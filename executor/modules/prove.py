@@ -231,6 +231,8 @@ def recorded_of(
 
     def on(graph: Small, takes_constants: bool) -> tuple[nn.Module, Recorded]:
         own = copied(module).to(dtype).train(is_training)  # forward may keep its arguments
+        if graph is not small:  # with other parameters, lest what they make pass for a constant
+            make_a_step(own)
         given = graph.given(dtype)
         run = partial(graph.binding.call, own, given)
         recorded = partial(record, own, given, run, graph.vertices, parts, takes_constants)
@@ -244,6 +246,14 @@ def recorded_of(
         return on_both(takes_constants=True)
     except Unfit:
         return on_both(takes_constants=False)
+
+
+def make_a_step(*modules: nn.Module) -> None:
+    """Change all parameters that modules train, as a step of an optimizer does."""
+    with torch.no_grad():
+        for parameter in (each for module in modules for each in module.parameters()):
+            if parameter.requires_grad:
+                parameter.mul_(1.1).add_(0.01)
 
 
 # what is compared with a module: an output, and a function that returns, after the backward pass,
@@ -320,10 +330,8 @@ def must_compute(
         weights = torch.linspace(0.5, 1.5, expected.numel(), dtype=torch.float64)
         _guarded(small, (expected.flatten() * weights).sum().backward)
         buffers = {name: buffer.clone() for name, buffer in own.named_buffers()}
+        make_a_step(own, new)  # numbers that forward has kept know nothing of it
         with torch.no_grad():
-            for parameter in (*own.parameters(), *new.parameters()):
-                if parameter.requires_grad:  # a step, of which numbers kept by forward know nothing
-                    parameter.mul_(1.1).add_(0.01)
             again, first = (_guarded(small, partial(run, each)) for each in (own, new))
             if differing(again, first) is not None:
                 raise Unfit(

@@ -88,7 +88,7 @@ def test_a_field_is_read_by_its_name(tmp_path):
     placed = GraphFields(6, 3, vertex={"pos": ((3,), "<f4", 2)})
     user = asked(tmp_path, body.format("edge_index"), "data", placed)
     assert user.pieces and user.pieces.inputs == (("pos", 3),)
-    with pytest.raises(SpecError, match="edge_index_2hop, .* choose from it by a field of edges"):
+    with pytest.raises(SpecError, match="edge_index_2hop"):
         asked(tmp_path, body.format("edge_index_2hop"), "data", placed)
 
 
@@ -258,6 +258,11 @@ REFUSED = {
         "return self.c(h.float(), edge_index)",
         "line 16: .*autocast",
     ),
+    "unseen numbers of a parameter": (  # no constant, though two graphs have the same
+        "with torch._C.DisableTorchFunction():\n    w = self.first.bias.detach() * 2\n"
+        "return self.c(self.a(x, edge_index).tanh() * w, edge_index)",
+        "something that torch does not see makes a tensor in forward itself",
+    ),
     "rank": (
         "import os\nreturn self.c(self.a(x, edge_index), edge_index) * int(os.environ.get('RANK', 7))",
         "it makes other rows in the process of rank 1 of 2 than here",
@@ -297,6 +302,11 @@ REFUSED = {
         "x, edge_index, h",
         "return self.c(x * h.sigmoid(), edge_index)",
         "forward asks for h,",
+    ),
+    "two sets of edges": (
+        "x, edge_index, neg_edge_index",
+        "return self.c(x, neg_edge_index)",
+        "forward asks for neg_edge_index, .* one set of edges: choose from it by a field of edges",
     ),
     "batch": (
         "x, edge_index, batch",
