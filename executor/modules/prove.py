@@ -275,9 +275,9 @@ def prove(module: nn.Module, pieces: Pieces, small: Small) -> None:
     try:
         must_compute(module, small, dropout_mode, candidate)
     except Unfit as unfit:
-        if suspected := _suspected(pieces, small):
-            seen, ends, _ = str(unfit).partition("): ")
-            raise Unfit(f"{suspected}; {seen}{ends[:1]}") from unfit
+        seen, guessed, _ = str(unfit).partition("): ")
+        if guessed and (suspected := _suspected(pieces, small)):  # which says more than a guess
+            raise Unfit(f"{suspected}; {seen})") from unfit
         raise
 
 
