@@ -96,9 +96,10 @@ def fit_factors(
     if not rows:
         return dict.fromkeys(constants, 1.0)
     unfitted = [
-        (row["metric"], predict(row, testbeds(dict.fromkeys(constants, 1.0)))) for row in rows
+        (row["metric"], f"{predict(row, testbeds(dict.fromkeys(constants, 1.0))):.9g}")
+        for row in rows
     ]
-    alike = Counter(unfitted)
+    alike = Counter(unfitted)  # further digits differ by rounding
     counts = [alike[key] * together(row) for key, row in zip(unfitted, rows, strict=True)]
     weights = 1 / np.sqrt(counts) / MISS
 

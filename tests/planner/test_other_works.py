@@ -3,6 +3,7 @@
 import json
 import re
 from collections import Counter
+from collections.abc import Mapping
 from pathlib import Path
 
 import printed_rows
@@ -12,7 +13,7 @@ from gnnplan.papers import calibrate, interpret, their_software
 from gnnplan.papers.figures import predict
 from gnnplan.papers.interpret import TESTBEDS, question
 from gnnplan.papers.published import evaluate_rows, is_inside
-from gnnplan.papers.question import Skip
+from gnnplan.papers.question import Row, Skip, Testbeds
 from gnnplan.papers.rows import COLUMNS, read
 from gnnplan.planner.cluster.doubt import range_of
 from gnnplan.planner.cluster.scaling import multiplied
@@ -57,6 +58,24 @@ def test_nothing_is_fitted_to_them():
             assert ("software" in params) == (each["metric"] == "epoch_time_s"), each["line"]
             if "software" not in params:
                 assert interpret.testbed(each) == interpret.whole(each)
+
+
+def test_rows_whose_predictions_differ_by_rounding_weigh_as_one():
+    """The host's launches are an epoch on Cora and on Pubmed: two rows say what one says."""
+    of_cora, of_pubmed = (
+        each | {"value": "0.012"}
+        for each in ROWS
+        if (each["paper"], each["model"]) == ("pyg", "gat")
+        and each["dataset"] in ("cora", "pubmed")
+    )
+
+    def launch(rows: list[Row]) -> float:
+        def testbeds(factors: Mapping[str, float]) -> Testbeds:
+            return lambda asked: multiplied(interpret.testbed(asked), factors)
+
+        return calibrate.fit_factors(rows, ["device.launch"], testbeds)["device.launch"]
+
+    assert launch([of_cora, of_pubmed]) == pytest.approx(launch([of_cora]))
 
 
 @pytest.mark.nightly
