@@ -130,20 +130,22 @@ def certainty(found: SearchResult) -> str:
         return "chosen by runs"
     if len(found.rivals) == 1:
         return "nothing else was compared" if found.forced else "nothing else may be chosen"
-    may_be = f"another may be better by {show_percent(outlook.expected_regret, 1)} on average"
+    more, least = found.objective.more, found.objective.least
+    regret = show_percent(outlook.expected_regret, 1)
+    rest = (
+        "" if regret == show_percent(0, 1) else f"; expected to be {regret} {more} than the {least}"
+    )
+    rest += settling(found)
     if found.is_smaller:
-        size = f"the fewest GPUs within {show_percent(NEAR)} of the best value"
-        return f"{size}; {may_be}{settling(found)}"
-    among = ""
+        return f"the fewest GPUs within {show_percent(NEAR)} of the best value{rest}"
+    among = of = ""
     if len(found.rivals) < len(found.ranked):
         of_all = show_percent(found.outlook(found.best).chance_fastest)
-        among = " of exact strategies"
+        among = "among exact strategies "
         if of_all != show_percent(outlook.chance_fastest):
-            among += f" (of all {of_all})"
-    return (
-        f"the {found.objective.least} with a chance of"
-        f" {show_percent(outlook.chance_fastest)}{among}; {may_be}{settling(found)}"
-    )
+            of = f" (among all {of_all})"
+    chance = show_percent(outlook.chance_fastest)
+    return f"{among}the {least} with a chance of {chance}{of}{rest}"
 
 
 def inputs(problem: Problem) -> str:

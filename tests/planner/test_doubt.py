@@ -1,6 +1,7 @@
 """What is not known for sure: ranges of constants, clusters drawn from them, and what plans say of
 that."""
 
+import re
 from dataclasses import replace
 from pathlib import Path
 
@@ -261,7 +262,18 @@ def test_a_measurement_is_named_that_would_settle_the_choice():
     found = search(reddit(changed(preset("dgx_a100"), ranges=doubted)))
     assert found.settled and found.settled.constant == "inter_node.bandwidth"
     assert found.settled.regret < found.certainty.expected_regret / 1.5
-    assert "if inter_node.bandwidth were measured)" in plan.make(found)["summary"]["sure"]
+    said = plan.make(found)["summary"]["sure"]
+    assert "slower than the fastest (" in said and "if inter_node.bandwidth were measured)" in said
+
+
+def test_a_certain_choice_has_no_regret():
+    """It said "another may be better by 0.0 % on average"."""
+    certain = search(reddit(preset("granndis_2080ti_1gbe")))
+    assert certain.certainty.expected_regret == 0 and len(certain.rivals) > 1
+    said = plan.make(certain)["summary"]["sure"]
+    assert re.fullmatch(
+        r"among exact strategies the fastest with a chance of 100 % \(among all \d+ %\)", said
+    )
 
 
 def test_gpus_of_which_nothing_is_known_are_doubted_more():
