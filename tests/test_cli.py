@@ -1126,3 +1126,10 @@ def test_nothing_fits(gnnplan):
     # the name of a strategy stood twice in its line
     said = gnnplan(PLAN, "--ranks 2 --set device.memory=1MB").err
     assert "\n  graph_parallel: needs 30" in said and "graph_parallel: graph" not in said
+
+
+def test_a_simulation_says_how_much_of_the_cluster_is_used(gnnplan, tmp_path):
+    """A plan on one of eight GPUs was simulated 'on l4_box (1 server x 8)'."""
+    graph = "synthetic:community?vertices=60&edges=240&features=4&classes=3"
+    path = planned(tmp_path / "plan.json", f"--graph '{graph}' --cluster l4_box --mode full")
+    assert "on 1 of 8 ranks of l4_box (1 server x 8)" in gnnplan("simulate", path).out

@@ -200,8 +200,10 @@ class Simulation(View):
             }
         cluster, self._steps, self._batches = problem.cluster, steps, batches
         self._period = period
+        some = problem.ranks < cluster.ranks
+        part = f"{of(problem.ranks, cluster.ranks)} ranks of " if some else ""
         self._title = (
-            f"{strategy} on {cluster.name} ({show_count(cluster.servers, 'server')} x"
+            f"{strategy} on {part}{cluster.name} ({show_count(cluster.servers, 'server')} x"
             f" {cluster.gpus_per_server})"
         )
 

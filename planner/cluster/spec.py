@@ -7,10 +7,11 @@ from __future__ import annotations
 
 import json
 from collections import Counter
-from collections.abc import Collection
+from collections.abc import Collection, Mapping, Sequence
+from contextlib import suppress
 from itertools import pairwise
 from pathlib import Path
-from typing import Annotated, Any, Literal, get_args, overload
+from typing import Annotated, Any, ClassVar, Literal, get_args, overload
 
 import numpy as np
 from numpy.typing import NDArray
@@ -130,6 +131,7 @@ Code = Annotated[float, bounded(0.0, 1e9, "machine code [B]", "B")]
 class Device(Spec):
     """A GPU, or a CPU core that runs one rank. Rates are those that programs reach."""
 
+    usual: ClassVar[Mapping[str, str]] = {"gpu": "cuda"}
     name: str = "unnamed"
     """Shown in plans."""
     kind: Literal["cpu", "cuda"] = "cuda"
@@ -190,14 +192,12 @@ class Device(Spec):
 
 def _lists(value: object) -> object:
     """Parse lists from the text that --set gives: '[[0, 1], [2, 3]]'."""
-    if not isinstance(value, str):
-        return value
-    try:
-        return json.loads(value)
-    except (ValueError, RecursionError):
-        raise ValueError(
-            f"must be lists of GPUs such as [[0, 1], [2, 3]], not {value!r:.80}"
-        ) from None
+    lists: object = None
+    with suppress(ValueError, RecursionError):
+        lists = json.loads(value) if isinstance(value, str) else value
+    if isinstance(lists, Sequence) and all(isinstance(gpus, Sequence) for gpus in lists):
+        return lists
+    raise ValueError(f"must be lists of GPUs such as [[0, 1], [2, 3]], not {value!r:.80}")
 
 
 Factor = Annotated[float, Field(gt=0.0, le=1e3, allow_inf_nan=False)]

@@ -102,6 +102,12 @@ def test_mistakes_are_reported_by_file_line_and_field(cluster_with, row):
         read_cluster(cluster_with(old, new))
 
 
+def test_a_gpu_is_cuda_s(cluster_with):
+    """`kind: gpu` was asked whether it means cpu."""
+    name = "device:\n"
+    assert read_cluster(cluster_with(name, f"{name}  kind: gpu\n")).device.kind == "cuda"
+
+
 def test_a_latency_may_be_as_long_as_the_bound(cluster_with):
     assert read_cluster(cluster_with("latency: 10us", "latency: 10")).inter_node.latency == 10
 

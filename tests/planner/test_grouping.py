@@ -356,8 +356,13 @@ def test_lists_of_gpus_may_be_set():
     told = ["islands=[[0, 1], [2, 3]]", "island.bandwidth=100GB/s"]
     given, _ = apply_overrides(cluster(2, 4), Workload(), told)
     assert given.islands == ((0, 1), (2, 3)) and given.island.bandwidth == 1e11
-    with pytest.raises(SpecError, match="islands: must be lists of GPUs such as"):
-        apply_overrides(cluster(2, 4), Workload(), ["islands=0-3"])
+    for no_lists in (
+        "0-3",
+        "2",
+        "[0, 1]",
+    ):  # of the last two pydantic told that a tuple is no tuple
+        with pytest.raises(SpecError, match="islands: must be lists of GPUs such as"):
+            apply_overrides(cluster(2, 4), Workload(), [f"islands={no_lists}"])
     # a sweep kept the first GPUs of the lists, and --set refused
     assert apply_overrides(given, Workload(), ["gpus_per_server=2"])[0].islands == ((0, 1),)
     with pytest.raises(SpecError, match="mend the lists or gpus_per_server"):

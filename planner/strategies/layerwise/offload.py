@@ -149,13 +149,13 @@ class Offload(Strategy):
         )
 
     def _fewest_chunks(self, problem: Problem) -> int:
-        """Return the least power of two of chunks that fits; 1 if none fits by estimates."""
+        """Return the least power of two of chunks that fits by estimates, or needs least memory."""
         estimate = replace(problem, graph=None)
         powers = [1 << bit for bit in range(_most_chunks(problem).bit_length())]
         variants = [replace(self, chunks=chunks) for chunks in powers]
         first = next((bit for bit, each in enumerate(variants) if each.fits(estimate)), None)
         if first is None:
-            return 1
+            return settled(min(variants, key=lambda each: each.most_memory(estimate)).chunks)
         tries = variants[first : first + TRIES]
         return settled(next((each for each in tries if each.fits(problem)), tries[-1]).chunks)
 
