@@ -175,7 +175,7 @@ class _Account:
                     self.ops.append(op)
                 self.times[number] += times
                 self.reported[*_reported(op), number] += times
-        self.path, self.overlap = path_of(program, known, numbers), program.overlaps
+        self.path, self.overlap = path_of(problem.cache, program, known, numbers), program.overlaps
         self.in_stages = any(op.ranks for op in self.ops)
         representatives = None if self.in_stages else distinct_ranks(problem, self.ops)
         # whether all ranks do the same work on devices of their own, so that none waits for another

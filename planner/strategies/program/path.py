@@ -25,60 +25,50 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Hashable, Iterable, Mapping, Sequence
-from functools import cache, lru_cache, reduce
+from dataclasses import replace
+from functools import cache, reduce
 from itertools import groupby, pairwise
 from operator import or_
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 
 from gnnplan.planner.cluster.shared_cores import SharedCores
 from gnnplan.planner.cluster.transfer import busiest
+from gnnplan.planner.problem.cache import Cache
 from gnnplan.planner.strategies.program.order import by_group, queue
 from gnnplan.planner.strategies.program.price import Price
 from gnnplan.planner.strategies.program.program import (
-    AllReduce,
-    Copy,
-    Exchange,
     Group,
     Kind,
     Message,
     Op,
-    Order,
     Program,
     Receive,
-    Sampling,
     Step,
-    Work,
 )
 from gnnplan.planner.vocabulary.numbers import Number, largest, slowest, total
-from gnnplan.planner.vocabulary.schedule import Compute, Label
+from gnnplan.planner.vocabulary.schedule import Label
 
 FEW = 9  # steps that represent an epoch of equal steps: its begin, its middle and its end
 OTHER_LANE = {"comm": "reduce", "reduce": "comm"}  # lanes whose transfers contend for ports
 PATHS = 256  # number of orders of steps whose dependencies are kept
 LEAD = 2  # steps; a longer lead of the sampler changes no step's duration
-NOTHING: dict[type[Work], Work] = {
-    Compute: Compute(),
-    Exchange: Exchange(np.zeros((0, 0))),
-    Copy: Copy(0),
-    Sampling: Sampling("lay", 0),
-    AllReduce: AllReduce(()),
-}
 MANY = 200  # problems; from so many on, a loop over chunks is faster than `accumulate`
 Prices = Sequence[Price]  # of each kind of operation, by the kind's number
 
 
 def path_of(
-    program: Program, known: Sequence[Hashable], numbers: Mapping[Kind, int]
+    cache: Cache, program: Program, known: Sequence[Hashable], numbers: Mapping[Kind, int]
 ) -> _Stages | _Steps:
     """Return the dependencies of an epoch, whose duration can be computed for several prices.
 
-    known: names of the epoch's known steps. numbers: kind of operation -> its number.
+    known: names of the epoch's known steps. numbers: kind of operation -> its number. cache: keeps
+    the dependencies, which are those of all programs with the same operations in the same order.
     """
     if any(op.chunks for op in program.ops(known[0])):
         return _Stages(program.step(0), numbers)
-    return _Steps(program, known, numbers)
+    return _Steps(cache, program, known, numbers)
 
 
 # -- steps
@@ -94,17 +84,25 @@ class _Steps:
     """
 
     def __init__(
-        self, program: Program, known: Sequence[Hashable], numbers: Mapping[Kind, int]
+        self,
+        cache: Cache,
+        program: Program,
+        known: Sequence[Hashable],
+        numbers: Mapping[Kind, int],
     ) -> None:
         names, self.weights, self.before = _played(program, known)
         steps, epoch = len(self.weights) + program.lag, len(names)
         if program.order and len(known) < program.steps:  # no counted step ends an epoch or the run
             steps, epoch = steps + program.in_flight, program.steps + steps + program.in_flight
-        unlike = {name: place for place, name in enumerate(dict.fromkeys(names))}
+        unlike = list(dict.fromkeys(names))
+        cycle = tuple(map(unlike.index, names))
         outlines = tuple(tuple(map(_outline, program.ops(name))) for name in unlike)
         order = program.lag, program.lead, program.order
-        self.begins, self.ends = _begins(
-            outlines, tuple(unlike[name] for name in names), steps, epoch, order
+        self.begins, self.ends = cache.get_recent(
+            "dependencies",
+            (outlines, cycle, steps, epoch, order),
+            lambda: _begins(program, [program.ops(name) for name in unlike], cycle, steps, epoch),
+            most=PATHS,
         )
         kinds = [[numbers[op.kind] for op in program.ops(name)] for name in unlike]
         self.kinds = [kinds[begin.step][begin.op] for begin in self.begins]
@@ -145,38 +143,10 @@ def _played(program: Program, known: Sequence[Hashable]) -> tuple[list[Hashable]
     return names, weights, before
 
 
-_Outline = tuple[str, str, int | None, type[Work], bool, Any, bool, str, int | None]
-
-
-def _outline(op: Op) -> _Outline:
-    """Return what an operation's place in the order depends on: all but its amounts."""
-    return (
-        op.op,
-        op.direction,
-        op.layer,
-        type(op.work),
-        op.overlaps_backward,
-        op.ahead,
-        op.idle,
-        op.phase,
-        op.chunk,
-    )
-
-
-def _doing_nothing(outline: _Outline) -> Op:
-    """Return the operation with this outline that does nothing."""
-    op, direction, layer, work, overlaps, ahead, idle, phase, chunk = outline
-    return Op(
-        op,
-        direction,
-        layer,
-        work=NOTHING[work],
-        overlaps_backward=overlaps,
-        ahead=ahead,
-        idle=idle,
-        phase=phase,
-        chunk=chunk,
-    )
+def _outline(op: Op) -> Hashable:
+    """Return what an operation's dependencies depend on: all but its amounts."""
+    how = op.overlaps_backward, op.ahead, op.idle
+    return op.op, op.direction, op.layer, type(op.work), *how, op.phase, op.chunk
 
 
 class _Begin(NamedTuple):
@@ -188,32 +158,19 @@ class _Begin(NamedTuple):
     overlapping: list[int]  # of a transfer: transfers of the other lane that may run, in order
 
 
-@lru_cache(maxsize=PATHS)
 def _begins(
-    outlines: tuple[tuple[_Outline, ...], ...],
-    names: tuple[int, ...],
-    steps: int,
-    epoch: int,
-    order: tuple[int, int, Order | None],
+    program: Program, unlike: Sequence[Step], cycle: Sequence[int], steps: int, epoch: int
 ) -> tuple[list[_Begin], list[list[int]]]:
     """Return when each operation of `steps` steps begins, and the operations that end each step.
 
     Dependencies that follow from other dependencies are left out; mostly one remains.
 
-    outlines: of each of the unlike steps. names: step -> which of them it is. order: `lag`, `lead`
-    and `order` of the program.
+    unlike: the program's unlike steps. cycle: which of them the steps are, one after the other.
+    epoch: steps of an epoch.
     """
-    unlike = [[_doing_nothing(outline) for outline in step] for step in outlines]
-    numbers = [{op.label(0): number for number, op in enumerate(ops)} for ops in unlike]
-    lag, lead, own_order = order
-    program = Program(
-        lambda: names,
-        epoch,
-        lambda t: names[t % len(names)],
-        unlike.__getitem__,
-        lag=lag,
-        lead=lead,
-        order=own_order,
+    place_of = [{op.label(0): place for place, op in enumerate(step)} for step in unlike]
+    shortened = replace(
+        program, at=lambda t: cycle[t % len(cycle)], ops=unlike.__getitem__, steps=epoch
     )
     # over: for each operation a bit mask of the operations that have ended when it begins
     begins, over = list[_Begin](), list[int]()
@@ -228,17 +185,17 @@ def _begins(
         before = reduce(or_, (over[place] for place in places), 0)
         return [place for place in places if not before >> place & 1]
 
-    for place, (op, step, after, _) in enumerate(queue(program, steps)):
+    for place, (op, step, after, _) in enumerate(queue(shortened, steps)):
         awaited = latest({last[name] for name in (*after, op.lane) if name in last})
         over.append(reduce(or_, (over[other] | 1 << other for other in awaited), 0))
         last[op.label(step)] = last[op.lane] = place
-        name = names[step % len(names)]
+        name = cycle[step % len(cycle)]
         overlapping = list[int]()
         if lane := OTHER_LANE.get(op.lane):
             overlapping = [other for other in transfers[lane] if not over[place] >> other & 1]
             transfers[lane] = overlapping.copy()
             transfers[op.lane].append(place)
-        begins.append(_Begin(name, numbers[name][op.label(0)], awaited, overlapping))
+        begins.append(_Begin(name, place_of[name][op.label(0)], awaited, overlapping))
         if op.op == "loss" or not program.by_loss:
             ends[step][op.lane] = place
     return begins, [latest(set(by_lane.values())) for by_lane in ends.values()]
