@@ -250,9 +250,9 @@ class _Account:
 
         Assumptions: ranks that share cores all compute at the same time. Messages, and exchanges of
         other stages, use the ports of a stage's exchanges for a share of the epoch, and leave half
-        of the bandwidth then. Messages are not delayed, because they wait for their chunk, not for
-        ports, except where the port is busy all the time. Cores are not among these ports, because
-        computation takes most of them.
+        of the bandwidth then; the last of the chunks has nobody to share with. Messages are not
+        delayed, because the next stage mostly waits for its own work. Cores are not among these
+        ports, because computation takes most of them.
         """
         by_lane = defaultdict[tuple[Group, str], dict[str, np.ndarray]](dict)
         in_all = dict[str, np.ndarray]()
@@ -268,7 +268,8 @@ class _Account:
                 return 1.0 if op.moves else self.cost.cores.full_load_slowdown
             ports = by_lane[op.ranks, op.lane]
             shared = {kind: busy * (in_all[kind] - busy) for kind, busy in ports.items()}
-            return 1.0 + busiest(shared) / np.maximum(busiest(ports) * epoch, 1e-30)
+            overlapping = 1 - 1 / len(op.work.items)
+            return 1.0 + overlapping * busiest(shared) / np.maximum(busiest(ports) * epoch, 1e-30)
 
         return [price.times(slowdown(op)) for op, price in zip(self.ops, self.alone, strict=True)]
 
