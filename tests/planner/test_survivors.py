@@ -63,10 +63,13 @@ class Timed:
     exact = True
     family = "timed"
 
-    def predict(self, problem: Problem) -> Any:
+    def epoch_s(self, problem: Problem) -> Any:
         link = problem.cluster.inter_node
         assert link
-        return SimpleNamespace(epoch_s=self.fixed_s + self.sent / link.bandwidth)
+        return self.fixed_s + self.sent / link.bandwidth
+
+    def predict(self, problem: Problem) -> Any:
+        return SimpleNamespace(epoch_s=self.epoch_s(problem))
 
     def __str__(self) -> str:
         return self.name

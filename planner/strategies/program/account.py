@@ -249,13 +249,14 @@ class _Account:
         """Return the prices of operations where stages slow each other down.
 
         Assumptions: ranks that share cores all compute at the same time. Messages, and exchanges of
-        other stages, use the ports of a stage's exchanges for a share of the epoch, and leave half
-        of the bandwidth then; the last of the chunks has nobody to share with. Messages are not
-        delayed, because the next stage mostly waits for its own work. Cores are not among these
-        ports, because computation takes most of them.
+        other stages, use the ports of a stage's exchanges for a share of the time, and leave half
+        of the bandwidth then. Each of S stages is at work while K of K + S - 1 chunks pass, and its
+        neighbour is during K - 1 of these K. Messages are not delayed, because the next stage
+        mostly waits for its own work. Cores are not among these ports, because computation takes
+        most of them.
         """
         by_lane = defaultdict[tuple[Group, str], dict[str, np.ndarray]](dict)
-        in_all = dict[str, np.ndarray]()
+        in_all, stages = dict[str, np.ndarray](), len({op.ranks for op in self.ops if op.ranks})
         for number, op in enumerate(self.ops):
             if isinstance(op.work, (Exchange, Message)):
                 busy = dict(self.alone[number].transfer.ports)
@@ -268,8 +269,10 @@ class _Account:
                 return 1.0 if op.moves else self.cost.cores.full_load_slowdown
             ports = by_lane[op.ranks, op.lane]
             shared = {kind: busy * (in_all[kind] - busy) for kind, busy in ports.items()}
-            overlapping = 1 - 1 / len(op.work.items)
-            return 1.0 + overlapping * busiest(shared) / np.maximum(busiest(ports) * epoch, 1e-30)
+            chunks = len(op.work.items)
+            at_work = epoch * chunks / (chunks + stages - 1)
+            overlap = (chunks - 1) / chunks
+            return 1.0 + overlap * busiest(shared) / np.maximum(busiest(ports) * at_work, 1e-30)
 
         return [price.times(slowdown(op)) for op, price in zip(self.ops, self.alone, strict=True)]
 
