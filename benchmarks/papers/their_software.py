@@ -142,7 +142,8 @@ def cluster_of(whole: Cluster, row: Row, constants: Mapping[str, float] | None =
     rate = 2 * _sampling(whole, params, ranks, constants)  # for sampling, and for building blocks
     device = whole.device.model_copy(update={"launch": constants["call"]})
     rates = {"draw": rate, "lay": rate}
-    return whole.model_copy(update={"host": link, "host_rates": rates, "device": device})
+    there = {"host": link, "host_rates": rates, "host_call": 0.0, "device": device}
+    return whole.model_copy(update=there)
 
 
 def _sampling(whole: Cluster, params: Params, ranks: int, constants: Mapping[str, float]) -> float:

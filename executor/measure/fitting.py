@@ -16,9 +16,10 @@ import torch
 from scipy.optimize import lsq_linear
 
 from gnnplan.executor.layers.kernels import product_codes
-from gnnplan.executor.measure.microbench import PRODUCTS
+from gnnplan.executor.measure.microbench import FANOUTS, PRODUCTS
 from gnnplan.executor.measure.rehearsal import held_to
 from gnnplan.planner.cluster import scaling as scaled
+from gnnplan.planner.cluster.cost import CALLS, Cost
 from gnnplan.planner.cluster.link_fit import beyond, fit, shapes
 from gnnplan.planner.cluster.spec import GEMMS, Cluster, Device, Link
 from gnnplan.planner.vocabulary.precision import FLOAT32, PRECISIONS
@@ -29,7 +30,6 @@ from gnnplan.planner.vocabulary.units import show_count, show_percent
 LEAST_DOUBT = 0.05
 # Median error at the checked sizes -> half-width of a range with 80 % of normal errors.
 MEDIAN_TO_TENTH = 1.9
-HOST_WORK: tuple[HostWork, ...] = ("draw", "lay")
 OPERATIONS = ("exchange", "send", "all_reduce")
 
 
@@ -66,7 +66,6 @@ def cluster_of(
         gpus_per_server=each,
         device=Device(**device),
         host=host,
-        host_rates={work: 1 / median(found[work][0][0]) for work in HOST_WORK},
         cores=cores,
         one_machine=one_machine,
         **network,
@@ -75,7 +74,9 @@ def cluster_of(
     corrected = {name.removeprefix("/") for name in scaled.DEVICE} & provenance.keys()
     provenance |= {name: f"{provenance[name]}; {correction}" for name in corrected}
     provenance["device.launch"] = f"{source}; {correction}"
-    return cluster.model_copy(update={"provenance": provenance})
+    call_s = float(Cost(cluster).call_s)
+    rates = {work: _sampler_rate(work, *found[work][0], call_s) for work in CALLS}
+    return cluster.model_copy(update={"provenance": provenance, "host_rates": rates})
 
 
 def _network(
@@ -173,6 +174,15 @@ def _device(
         f"device.{name}": f"{source}, median" for name in ("memory_bandwidth", *gathering)
     }
     return device.model_dump() | products, provenance
+
+
+def _sampler_rate(what: HostWork, edges: int, seconds: Sequence[float], call_s: float) -> float:
+    """Return a sampler's edges per second, without its calls of `call_s` for a batch's layers.
+
+    seconds: of a batch of `edges` edges, which take at least half of them.
+    """
+    batch_s = median(seconds)
+    return edges / max(batch_s - len(FANOUTS) * CALLS[what] * call_s, batch_s / 2)
 
 
 def line(samples: Sequence[tuple[float, Sequence[float]]]) -> tuple[float, float]:

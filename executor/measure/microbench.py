@@ -150,7 +150,8 @@ class Bench(Messages):
             notify("loads from the server's memory")
             found["load"] = [((rows * LOADED_WIDTH * 4,), self.load(rows)) for rows in LOADED]
         notify("the sampler")
-        found |= {what: [((), samples)] for what, samples in self.sampling(sampler).items()}
+        edges, sampling = self.sampling(sampler)
+        found |= {what: [((edges,), samples)] for what, samples in sampling.items()}
         notify("training steps")
         return found | {"steps": [((), [self.step(rehearsal)]) for rehearsal in rehearsals]}
 
@@ -205,11 +206,11 @@ class Bench(Messages):
         batches = Batches(graph, workload, self.everyone, None, first_varying=1)
         return Sampler(batches, self.rank, ["mean"] * len(FANOUTS))
 
-    def sampling(self, sampler: Sampler) -> dict[str, list[float]]:
-        """Return seconds per edge of drawing and of laying out a batch, from the executor's spans:
-        the median on every rank that has a core."""
+    def sampling(self, sampler: Sampler) -> tuple[float, dict[str, list[float]]]:
+        """Return the edges of a batch, and seconds of drawing it and of laying it out, from the
+        executor's spans: the median on every rank that has a core."""
         takes_part = self.rank in self.apart
-        samples: dict[str, list[float]] = {"draw": [], "lay": []}
+        edges, samples = list[int](), dict[str, list[float]](draw=[], lay=[])
         if takes_part:
             sampler[0]
         dist.barrier()
@@ -217,12 +218,13 @@ class Bench(Messages):
         for step in itertools.count(1) if takes_part else ():
             self._disturb()
             sampled = sampler[step]
-            edges = sum(part.block.edges for part in sampled.share.parts)
+            edges.append(sum(part.block.edges for part in sampled.share.parts))
             for what, each in samples.items():
-                each.append(sum(s.seconds for s in sampled.spans if s.op == what) / edges)
+                each.append(sum(s.seconds for s in sampled.spans if s.op == what))
             if step >= 3 and self._clock() > end:
                 break
-        return {
+        of_ranks = {
             what: [s for s in self._gather(median(each) if each else None) if s is not None]
             for what, each in samples.items()
         }
+        return median(edges) if edges else 0, of_ranks

@@ -8,6 +8,8 @@ are gathered as JSON: nothing that is received from a network is unpickled."""
 from __future__ import annotations
 
 import json
+import os
+import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from contextlib import AbstractContextManager
@@ -175,6 +177,11 @@ def swap(
     distances = range(1, count)  # every rank begins with another peer: not all with rank 0
     sources = [(me - distance) % count for distance in distances]
     receivers = [(me + distance) % count for distance in distances]
+    if threading.current_thread() is threading.main_thread():
+        # Since Linux 6.12 a thread that has fallen asleep stays in its core's queue until its turn.
+        # Gloo's thread would have its turn when this thread holds a connection's lock, and spin on
+        # it for 3 to 6 ms (process.wait_in_turn). So it has its turn now, which takes 1 us.
+        os.sched_yield()
     # Receives first. Otherwise Gloo's ready-to-receive message would wait behind this rank's own
     # data, and only one direction would be used at a time (8 MB each way at 400 Mbit/s: 303 ms
     # instead of 167).

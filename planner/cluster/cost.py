@@ -43,6 +43,9 @@ __all__ = ["Cost", "Transfer", "slowest"]
 # Rate at which a core packs a batch's edges into one buffer of page-locked memory [B/s]: on the
 # host of an H200, 4.7 MB took 2.0 ms in addition to their copy (docs/gpu.md).
 PACKING = 2.4e9
+# Calls of numpy with which a sampler draws a layer or lays it out, of `Cost.call_s` each. From two
+# sizes of batches of seven graphs on one core of an AMD EPYC, 2026-11-29.
+CALLS: dict[HostWork, int] = {"draw": 18, "lay": 11}
 
 
 class Cost:
@@ -82,46 +85,55 @@ class Cost:
 
     # -- computation
 
+    @property
+    def call_s(self) -> Number:
+        """The duration of a call of the framework that launches no kernel on a GPU [s]."""
+        cluster = self.cluster
+        return cluster.device.launch if cluster.device.kind == "cpu" else cluster.host_call
+
     def seconds(self, work: LocalWork) -> Number:
         """Return the duration of a task without communication [s]."""
         match work:
             case Compute():
                 return self.compute_s(work)
-            case Copy(nbytes, packed):
-                return self.load_s(nbytes, packed)
-            case Sampling(what, edges, samplers):
-                return self.host_s(what, edges, samplers)
+            case Copy(nbytes, packed, calls):
+                return self.load_s(nbytes, packed, calls)
+            case Sampling(what, edges, samplers, layers):
+                return self.host_s(what, edges, samplers, layers)
         raise AssertionError(f"{work} has no price")
 
     def compute_s(self, work: Compute) -> Number:
         """Return the duration of a rank's work on a device, or a core, of its own [s]."""
         return self.roofline.compute_s(work)
 
-    def load_s(self, nbytes: Number, packed: Number = 0.0) -> Number:
+    def load_s(self, nbytes: Number, packed: Number = 0.0, calls: int = 0) -> Number:
         """Return the duration of a copy from the server's memory to the device [s].
 
-        A GPU copies over the host link, after a core has packed `packed` [B] of the bytes. A CPU
-        rank without a host link reads every byte and writes it to uncached memory, which the write
-        reads first: three accesses.
+        `calls` of the framework come before it. A GPU copies over the host link, after a core has
+        packed `packed` [B] of the bytes. A CPU rank without a host link reads every byte and writes
+        it to uncached memory, which the write reads first: three accesses.
         """
-        device = self.cluster.device
+        device, calls_s = self.cluster.device, calls * self.call_s
         if device.kind == "cpu" and self.cluster.host is None:
-            return device.launch + 3 * nbytes / device.memory_bandwidth
+            return calls_s + device.launch + 3 * nbytes / device.memory_bandwidth
         link = self.cluster.host or self.cluster.intra_node
-        return link.latency + link.stretched(nbytes) / link.bandwidth + packed / PACKING
+        copied_s = link.latency + link.stretched(nbytes) / link.bandwidth
+        return calls_s + copied_s + packed / PACKING
 
-    def host_s(self, work: HostWork, edges: Number, samplers: int = 1) -> Number:
-        """Return the duration of a sampler's work for one rank on `edges` edges [s].
+    def host_s(self, work: HostWork, edges: Number, samplers: int = 1, layers: int = 0) -> Number:
+        """Return the duration of a sampler's work for one rank on `edges` edges of `layers` [s].
 
-        Each GPU rank has `samplers` samplers at work. The samplers share the cores of the server;
-        if there are more cores than ranks, each rank keeps one core for itself. GPUs that sample
-        have rates of their own (`device_rates`). `SharedCores` has the slowdown of CPU ranks.
+        A layer takes `CALLS` of the framework, however few its edges. Each GPU rank has `samplers`
+        samplers at work. The samplers share the cores of the server; if there are more cores than
+        ranks, each rank keeps one core for itself. GPUs that sample have rates of their own
+        (`device_rates`). `SharedCores` has the slowdown of CPU ranks.
         """
         if work in self.cluster.device_sampler_rates:
             return edges / self.cluster.device_sampler_rates[work]
         cores = max(self.cores_each - 1, min(self.cores_each, 1.0))
         shared = 1.0 if self.cores.count else max(1.0, samplers / cores)
-        return shared * edges / self.cluster.host_rates[work]
+        calls_s = layers * CALLS[work] * self.call_s
+        return shared * (edges / self.cluster.host_rates[work] + calls_s)
 
     # -- transfers
 

@@ -313,6 +313,9 @@ class Cluster(Spec):
     ] = Field({}, validate_default=True)
     """Edges per second of a sampler on one core: `draw` (draw neighbours) and `lay` (lay out
     blocks).  [default: 50 M each]"""
+    host_call: Latency = 1e-5
+    """Time of a framework's call on a GPU's host that launches nothing [s]; a CPU rank's calls take
+    `device.launch`.  [default: 10us]"""
     sampler: Literal["host", "device"] = "host"
     """Where neighbours are drawn: host or device. A device reads adjacency lists that do not fit
     its memory over the host link. Blocks of a rank that fetches nothing from other ranks are laid

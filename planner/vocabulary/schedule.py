@@ -149,6 +149,7 @@ class Copy(LocalWork):
 
     nbytes: Any  # a number, or an array [ranks] [B]
     packed: Any = 0  # part of `nbytes` that the host first gathers into one buffer [B]
+    calls: int = 0  # calls of the framework besides the copy
 
 
 @dataclass(frozen=True, eq=False)
@@ -158,6 +159,7 @@ class Sampling(LocalWork):
     what: HostWork
     edges: Any  # a number, or an array [ranks]
     samplers: int = 1  # samplers of each rank that work at the same time
+    layers: int = 0  # layers of the batch that the edges are of
 
 
 @dataclass(frozen=True, eq=False)

@@ -18,6 +18,7 @@ from gnnplan.executor.measure.microbench import GRAPHS, WIDTHS, Bench
 from gnnplan.executor.measure.rehearsal import PIECES, held_to
 from gnnplan.executor.ranks.machine import cores
 from gnnplan.planner.cluster import scaling as scaled
+from gnnplan.planner.cluster.cost import Cost
 from gnnplan.planner.cluster.link_fit import Shape, beyond, fit, shapes
 from gnnplan.planner.cluster.spec import Cluster, Device, Link
 from gnnplan.planner.problem.inputs import read_cluster
@@ -303,8 +304,8 @@ def test_what_ranks_have_found_becomes_a_cluster(monkeypatch, cuda):
         "gemm": [(1000, 64, 64, [1e-3, 1e-3])],
         "gather": [(64, 1e6, 1e9, [0.1, 0.1])],
         "elementwise": [([1e-10, 1e-10],)],
-        "draw": [([1e-8],)],
-        "lay": [([1e-8],)],
+        "draw": [(10**6, [0.1])],
+        "lay": [(10**6, [0.08])],
         "steps": [([0.01],)] * 6,
         "exchange.intra_node": samples,
     }
@@ -316,7 +317,10 @@ def test_what_ranks_have_found_becomes_a_cluster(monkeypatch, cuda):
     # training steps correct all rates, not aggregation's alone
     for name in ("gemm", "memory_bandwidth", "gather", "row_latency", "row_bandwidth"):
         assert "times as long as their kernels" in cluster.provenance[f"device.{name}"]
-    assert cluster.host_rates == pytest.approx({"draw": 1e8, "lay": 1e8})
+    # a batch costs what it took: of its layers (FANOUTS) and of its edges
+    batch = {work: Cost(cluster).host_s(work, 10**6, layers=3) for work in ("draw", "lay")}
+    assert batch == pytest.approx({"draw": 0.1, "lay": 0.08})
+    assert cluster.host_rates["draw"] > 1.001e7
     low, high = cluster.ranges["collectives.send.intra_node"]
     assert 0 < low <= 0.96 and 1.05 <= high <= 2
     # a GPU loads rows from the server's memory: without a link of its own plans took intra_node's

@@ -23,6 +23,7 @@ from gnnplan.planner.ownership.minibatch import MiniBatch
 from gnnplan.planner.problem.problem import Problem
 from gnnplan.planner.strategies import P3, DataParallel, GSplit, Strategy, parse
 from gnnplan.planner.strategies.layerwise.buckets import CLAIM
+from gnnplan.planner.strategies.minibatch.supply import OPENING
 from gnnplan.planner.strategies.program.account import predict
 from gnnplan.planner.strategies.program.memory import fullest
 from gnnplan.planner.vocabulary.errors import SpecError
@@ -443,13 +444,14 @@ def test_copies_of_columns_by_hand(copies, servers):
 @pytest.mark.parametrize("times", [0.3, 3.0])  # of the rest of an epoch
 def test_the_longest_of_sampling_loading_and_training_counts(strategy, times):
     """A batch was sampled beside another, but loaded after it."""
-    problem = problem_of(GRAPHS[0], 1, 2, host=3e6, gemm=3e9, batch=24)
+    problem = problem_of(GRAPHS[0], 1, 2, host=3e5, gemm=3e8, batch=24)
     line, steps = replace(strategy, prefetch=0), strategy.steps(problem)
     epoch = line.predict(problem)
     loads = sum(seconds for op, seconds in epoch.by_op.items() if op.startswith("load"))
     rest = float(epoch.epoch_s) - float(np.max(loads))
     loaded = times * rest
-    there = on(problem, host=Link(bandwidth=1e12, latency=loaded / steps))
+    latency = loaded / steps - OPENING * problem.cost.call_s
+    there = on(problem, host=Link(bandwidth=1e12, latency=latency))
     assert float(line.predict(there).epoch_s) == pytest.approx(rest + loaded, rel=0.01)
     longest = float(strategy.predict(there).epoch_s)
     assert loaded <= longest * (1 + ROUND) and longest < max(loaded * 1.01, rest)

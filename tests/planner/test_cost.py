@@ -121,8 +121,10 @@ def test_a_core_loads_by_reading_and_writing():
     device = CORE.model_copy(update={"launch": 0.05})
     core = Cost(Cluster(device=device, intra_node=Link(bandwidth=1e3, latency=9.0)))
     assert core.load_s(2e8) == pytest.approx(0.05 + 3 * 2e8 / device.memory_bandwidth)
+    assert core.load_s(2e8, calls=3) == pytest.approx(core.load_s(2e8) + 3 * 0.05)
     assert COST.load_s(2e6) == pytest.approx(1.0 + 2.0)
-    assert COST.load_s(2e6, packed=PACKING / 2) == pytest.approx(1.0 + 2.0 + 0.5)
+    calls_s = 3 * COST.cluster.host_call
+    assert COST.load_s(2e6, PACKING / 2, calls=3) == pytest.approx(calls_s + 1.0 + 2.0 + 0.5)
 
 
 def test_a_row_that_is_made_has_a_price_besides_what_it_gathers():

@@ -33,6 +33,7 @@ from gnnplan.planner.strategies.minibatch.feature_store import (
     hottest,
     row_bytes,
 )
+from gnnplan.planner.strategies.minibatch.supply import OPENING
 from gnnplan.planner.vocabulary.schedule import Collective, Copy
 from gnnplan.simulator.player import play
 
@@ -219,7 +220,8 @@ def test_columns_are_cached_of_the_rows_that_are_read_most(over):
                 hits = int(np.isin(read, order[:rows]).sum())
                 laid = laid_of(problem, batch)[rank] - laid_bytes(*of_layer_1[:, rank])
                 laid += laid_bytes(*of_layer_1[:, peers].sum(1))
-                assert done[step, rank, "load"] == Copy((read.size - hits) * width + laid, laid)
+                copied = Copy((read.size - hits) * width + laid, laid, OPENING)
+                assert done[step, rank, "load"] == copied
                 if rows:
                     assert done[step, rank, "pick"].elementwise_bytes == 2 * hits * width
         played = play(schedule, problem.cost).end_s
