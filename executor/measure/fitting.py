@@ -75,7 +75,11 @@ def cluster_of(
     provenance |= {name: f"{provenance[name]}; {correction}" for name in corrected}
     provenance["device.launch"] = f"{source}; {correction}"
     call_s = float(Cost(cluster).call_s)
-    rates = {work: _sampler_rate(work, *found[work][0], call_s) for work in CALLS}
+    rates = {
+        work: _sampler_rate(work, edges, seconds, call_s)
+        for work in CALLS
+        for edges, seconds in found[work]
+    }
     return cluster.model_copy(update={"provenance": provenance, "host_rates": rates})
 
 

@@ -206,7 +206,7 @@ class Bench(Messages):
         batches = Batches(graph, workload, self.everyone, None, first_varying=1)
         return Sampler(batches, self.rank, ["mean"] * len(FANOUTS))
 
-    def sampling(self, sampler: Sampler) -> tuple[float, dict[str, list[float]]]:
+    def sampling(self, sampler: Sampler) -> tuple[int, dict[str, list[float]]]:
         """Return the edges of a batch, and seconds of drawing it and of laying it out, from the
         executor's spans: the median on every rank that has a core."""
         takes_part = self.rank in self.apart
@@ -227,4 +227,4 @@ class Bench(Messages):
             what: [s for s in self._gather(median(each) if each else None) if s is not None]
             for what, each in samples.items()
         }
-        return median(edges) if edges else 0, of_ranks
+        return round(median(edges)) if edges else 0, of_ranks
