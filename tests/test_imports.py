@@ -194,6 +194,8 @@ def test_the_package_imports_nothing_heavy():
 
 TRAINS = """
 import torch
+from dataclasses import replace
+from scipy.sparse import csr_matrix
 from gnnplan.executor.train import train
 from gnnplan.executor.ranks.rank import Rank
 from gnnplan.planner.graph.load import load
@@ -202,16 +204,20 @@ from gnnplan.planner.cluster.spec import Cluster
 from gnnplan.planner.gnn.workload import Workload
 from gnnplan.planner.strategies import parse
 graph = load('synthetic:community?vertices=50&edges=200&features=8&classes=4')
-problem = Problem(graph.stats, graph, Workload(layers=2, hidden=8), Cluster.model_validate({'intra_node': {'bandwidth': '1GB/s'},
-    'device': {'kind': 'cpu', 'memory': '1GB', 'gemm': '1TFLOP/s', 'memory_bandwidth': '9GB/s'}}))
-for strategy in 'graph_parallel', 'gnnpipe(stages=1,chunks=2)':
+cluster = Cluster.model_validate({'intra_node': {'bandwidth': '1GB/s'},
+    'device': {'kind': 'cpu', 'memory': '1GB', 'gemm': '1TFLOP/s', 'memory_bandwidth': '9GB/s'}})
+for strategy, mode in ('graph_parallel', 'full'), ('gnnpipe(stages=1,chunks=2)', 'full'), ('data_parallel(cache=99)', 'mini'):
+    asked = Workload(layers=2, hidden=8, mode=mode, metric='roc_auc')
+    problem = Problem(graph.stats, graph, asked, cluster)
     train(Rank(0, 1, torch.device('cpu'), 'gloo'), problem, parse(strategy).settle(problem), None, 2)
+    graph = replace(graph, x=csr_matrix(graph.x))
+assert 'scipy.stats' not in sys.modules
 """
 
 
 @pytest.mark.nightly
 @pytest.mark.processes
 def test_a_rank_trains_without_sympy_and_networkx():
-    """torch imports the one to compare the shapes of gradients, a fabric needs the other: ranks
-    started 0.6 s later, with 30 MB more."""
+    """torch imports the one to compare the shapes of gradients and to join sparse rows, a fabric
+    needs the other: ranks started 0.6 s later, with 30 MB more."""
     assert not loaded_by(TRAINS) & {"sympy", "networkx"}

@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from gnnplan.executor.layers.blocks import features
-from gnnplan.executor.layers.kernels import SparseRows
+from gnnplan.executor.layers.kernels import SparseRows, cat
 from gnnplan.executor.ranks.comm import Exchange
 from gnnplan.executor.ranks.rank import Rank
 from gnnplan.planner.graph.graph import Graph
@@ -104,7 +104,7 @@ class FeatureStore:
             parts.append((remote, self._from_ranks(ids[remote], provider[remote], step)))
         rows = _merge(parts, ids.size, rank.device)
         if room:
-            rows = torch.cat([rows, rows.new_empty(room, rows.shape[1])])
+            rows = cat([rows, rows.new_empty(room, rows.shape[1])])
         return rows
 
     @cached_property
@@ -218,7 +218,7 @@ def _merge(parts: list[tuple[Ids, Tensor]], size: int, device: torch.device) -> 
         return _permute(*parts[0], device)
     if isinstance(parts[0][1], SparseRows):
         places = np.concatenate([places for places, _ in parts])
-        return _permute(places, torch.cat([rows for _, rows in parts]), device)
+        return _permute(places, cat([rows for _, rows in parts]), device)
     out = parts[0][1].new_empty(size, parts[0][1].shape[1])
     for places, rows in parts:  # on CPUs index_copy_ takes up to three times as long
         out[torch.from_numpy(places).to(device)] = rows

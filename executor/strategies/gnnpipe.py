@@ -51,6 +51,7 @@ from gnnplan.executor.layers.kernels import (
     UniformWidth,
     aggregate_transposed,
     backward,
+    cat,
     gradient_of,
 )
 from gnnplan.executor.layers.layer import Drop, Layer, no_dropout
@@ -214,7 +215,7 @@ class Inputs:
                 exchange.forward(packed, lengths=graph.lengths(kept[chunk.halo]))
                 for (chunk, exchange), packed in zip(self.fetched, outgoing, strict=True)
             ]
-        return torch.cat([rows, *halo])
+        return cat([rows, *halo])
 
     def prepare(self, drop: Drop) -> None:
         """Apply a step's dropout to features, if layer 1 reads prepared features."""

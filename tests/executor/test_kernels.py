@@ -20,6 +20,7 @@ from gnnplan.executor.layers.kernels import (
     aggregate_with_own,
     attend,
     attend_pairs,
+    cat,
     dropout,
     dropout_mask,
     keep_allocator,
@@ -427,8 +428,8 @@ def test_sparse_rows_are_cut_chosen_and_joined_like_dense_ones(x, data):
         (picked, x[chosen]),
         (ours[:], x),
         (ours.to("cpu"), x),
-        (torch.cat([ours, cut, picked]), torch.cat([x, x[start:stop], x[chosen]])),
-        (torch.cat([ours, ours.new_empty(3, x.shape[1])]), F.pad(x, (0, 0, 0, 3))),
+        (cat([ours, cut, picked]), torch.cat([x, x[start:stop], x[chosen]])),
+        (cat([ours, ours.new_empty(3, x.shape[1])]), F.pad(x, (0, 0, 0, 3))),
     ):
         assert sparse.shape == tuple(plain.shape) and sparse.nbytes == 2 * 8 * int(
             (plain != 0).sum()

@@ -44,7 +44,7 @@ from gnnplan.executor.layers.kernels.page_locked import (
     sent,
     together,
 )
-from gnnplan.executor.layers.kernels.rows import SparseRows
+from gnnplan.executor.layers.kernels.rows import SparseRows, cat
 from gnnplan.executor.layers.kernels.runtime import (
     backward,
     gradient_of,
@@ -66,6 +66,7 @@ __all__ = [
     "attend",
     "attend_pairs",
     "backward",
+    "cat",
     "code_of",
     "dropout",
     "dropout_mask",

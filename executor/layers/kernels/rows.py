@@ -94,11 +94,7 @@ class SparseRows(Tensor):
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
 
     @classmethod
-    def __torch_dispatch__(  # type: ignore[override]
-        cls, operation: Any, types: Any, args: Sequence[Any] = (), kwargs: Any = None
-    ) -> SparseRows:
-        if operation is torch.ops.aten.cat.default:
-            return cls.cat(*args)
+    def __torch_dispatch__(cls, operation: Any, *_: Any) -> None:
         raise TypeError(f"{operation} is not done on sparse rows")
 
     @classmethod
@@ -215,6 +211,12 @@ class SparseRows(Tensor):
 
     def __repr__(self) -> str:  # type: ignore[override]
         return f"SparseRows(shape={tuple(self.shape)}, numbers={len(self.stored)})"
+
+
+def cat(parts: Sequence[Tensor]) -> Tensor:
+    """Concatenate rows. With sparse ones among them torch.cat would import sympy: a second."""
+    sparse = [part for part in parts if isinstance(part, SparseRows)]
+    return SparseRows.cat(sparse) if sparse else torch.cat(list(parts))
 
 
 class _Linear(torch.autograd.Function):
