@@ -12,7 +12,7 @@ from typing import Any
 from gnnplan.api.arguments import value_of
 from gnnplan.api.asking import Overrides, settings_of, several, text_of
 from gnnplan.api.view import View, of
-from gnnplan.planner.decision.candidate import Candidate, placed
+from gnnplan.planner.decision.candidate import Candidate, must_fit, placed
 from gnnplan.planner.decision.search import Search
 from gnnplan.planner.decision.sweep import axes, changes, on_same_gpus, point, points, rows, to_csv
 from gnnplan.planner.decision.sweep import moved as best_moved
@@ -145,7 +145,7 @@ class Simulation(View):
             make_folder(trace)
         steady, too_little = range(min(1, steps - 1), steps), ""
         try:
-            candidate.check_memory()
+            must_fit(problem, strategy)
         except Infeasible as why:
             too_little = str(why)
         period, over = prediction.period, prediction.over(steady)

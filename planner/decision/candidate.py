@@ -35,37 +35,29 @@ class Candidate:
     objective: Objective = TIME
 
     @classmethod
-    def of(cls, problem: Problem, strategy: Strategy, objective: Objective = TIME) -> Candidate:
-        """Predict a strategy, without a check of its memory.
+    def of(
+        cls, problem: Problem, strategy: Strategy, objective: Objective = TIME, fits: bool = False
+    ) -> Candidate:
+        """Predict a strategy. fits: first check that it fits in memory.
 
         Raises SpecError if the strategy's knobs do not suit the problem, or if no run shows in how
-        many epochs it reaches the target accuracy.
+        many epochs it reaches the target accuracy; Infeasible.
         """
         strategy = strategy.settle(problem)
         strategy.check(problem)
         problem = problem.with_cuda_graph(strategy.uses_cuda_graph)
         if (target := objective.target) and not target.epochs(problem, strategy):
             raise SpecError(target.why_not(problem, strategy))
-        return cls(strategy, strategy.predict(problem), problem, objective)
+        known = {"memory": must_fit(problem, strategy)} if fits else {}
+        candidate = cls(strategy, strategy.predict(problem), problem, objective)
+        vars(candidate).update(known)
+        return candidate
 
     def without_cuda_graphs(self) -> Candidate:
         """Return the candidate predicted without CUDA graphs, which recorded epochs do not use."""
         problem = replace(self.problem, replayed=False)
         predicted = predict(problem, self.strategy.built(problem))
         return replace(self, predicted=predicted, problem=problem)
-
-    def check_memory(self) -> Candidate:
-        """Return the candidate. Raises Infeasible if a server or a device has too little memory."""
-        device = self.problem.cluster.device
-        must_fit_servers(self.problem, self.strategy)
-        if self.memory_bytes > device.memory:
-            use, most = max(self.fullest().items(), key=lambda item: item[1])
-            raise Infeasible(
-                f"{self.strategy} needs {show_bytes(self.memory_bytes)} on its fullest rank but a"
-                f" {device.name} has {show_bytes(device.memory)}; most of it is {use}"
-                f" ({show_bytes(most)})"
-            )
-        return self
 
     @cached_property
     def memory(self) -> Memory:
@@ -157,7 +149,22 @@ def evaluate(problem: Problem, strategy: Strategy, objective: Objective = TIME) 
     Raises SpecError if the strategy's knobs do not suit the problem, or if no run shows in how many
     epochs it reaches the target accuracy; Infeasible if it does not fit.
     """
-    return Candidate.of(problem, strategy, objective).check_memory()
+    return Candidate.of(problem, strategy, objective, fits=True)
+
+
+def must_fit(problem: Problem, strategy: Strategy) -> Memory:
+    """Return the memory. Raises Infeasible if a server or a device has too little."""
+    device = problem.cluster.device
+    must_fit_servers(problem, strategy)
+    memory = strategy.memory(problem)
+    uses = on_fullest_rank(memory)
+    if (needed := sum(uses.values())) > device.memory:
+        use = max(uses, key=uses.__getitem__)
+        raise Infeasible(
+            f"{strategy} needs {show_bytes(needed)} on its fullest rank but a {device.name} has"
+            f" {show_bytes(device.memory)}; most of it is {use} ({show_bytes(uses[use])})"
+        )
+    return memory
 
 
 def evaluate_or_save_memory(
@@ -185,6 +192,8 @@ def placed(problem: Problem, strategy: Strategy, limit_s: float = np.inf) -> Pro
     strategy.check(problem)
     gpus = tuple(sorted(problem.cost.placement))
     in_order = problem.placed(gpus)
+    if len(gpus) == 1:
+        return in_order
     if limit_s < np.inf:
         predicted = strategy.predict(in_order)
         if float(predicted.epoch_s - predicted.comm_s) >= limit_s:

@@ -23,7 +23,13 @@ from gnnplan.planner import strategies
 from gnnplan.planner.cluster.doubt import factors
 from gnnplan.planner.cluster.placement import walk
 from gnnplan.planner.cluster.spec import Cluster
-from gnnplan.planner.decision.candidate import Candidate, evaluate, evaluate_or_save_memory, placed
+from gnnplan.planner.decision.candidate import (
+    Candidate,
+    evaluate,
+    evaluate_or_save_memory,
+    must_fit,
+    placed,
+)
 from gnnplan.planner.decision.memory_needed import smallest_change
 from gnnplan.planner.decision.objective import TIME, Objective
 from gnnplan.planner.decision.recommendation import (
@@ -337,7 +343,8 @@ def _fitting(waiting: list[Candidate]) -> Iterator[Candidate]:
     while waiting:
         first = waiting.pop(0)
         try:
-            yield first.check_memory()
+            must_fit(first.problem, first.strategy)
+            yield first
         except Infeasible:
             with_less_memory = first.strategy.with_less_memory()
             if with_less_memory is not None:

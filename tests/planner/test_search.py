@@ -540,7 +540,7 @@ def test_a_plan_of_many_gpus_computes_nothing_twice(mode, monkeypatch):
     one."""
     there = read_cluster("dgx_a100").model_copy(update={"servers": 8})
     problem = Problem(load("reddit"), None, Workload(mode=mode, layers=3), there)
-    counted: dict[str, list[int]] = {"predict": [], "price_of": [], "check_memory": []}
+    counted: dict[str, list[int]] = {"predict": [], "price_of": [], "must_fit": []}
 
     def count(owner: Any, name: str, ranks: Callable[..., int | None]) -> None:
         work = getattr(owner, name)
@@ -558,13 +558,13 @@ def test_a_plan_of_many_gpus_computes_nothing_twice(mode, monkeypatch):
 
     count(base, "predict", lambda problem, program: problem.ranks)
     count(account, "price_of", priced)
-    count(Candidate, "check_memory", lambda candidate: candidate.problem.ranks)
+    count(search_module, "must_fit", lambda problem, strategy: problem.ranks)
     search(problem)
     tried = len(list(search_module.Search().candidates(problem)))
     parts = len(search_module.parts(there))
     # most stay in order, and some are drawn; each family asks of two whether buckets pay
     tested = 2 * len(search_module.families(problem))
     assert len(counted["predict"]) <= (1.5 * tried + tested) * (1 + parts)
-    of_parts = [ranks for ranks in counted["check_memory"] if ranks < problem.ranks]
+    of_parts = [ranks for ranks in counted["must_fit"] if ranks < problem.ranks]
     assert len(of_parts) < tried * parts / 2
     assert max(counted["price_of"]) <= problem.ranks / 4
