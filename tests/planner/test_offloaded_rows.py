@@ -210,8 +210,8 @@ def test_cpu_ranks_have_no_other_memory_unless_the_cluster_says_so():
     """A CPU rank's memory holds what a server's would."""
     least = needed(problem_of(kind="cpu"), "graph_parallel(checkpoint=True)")
     problem = problem_of(memory=least / 2, kind="cpu")
-    with pytest.raises(Infeasible, match=r"offload\(chunks=512\) needs 301.89 MB"):
-        search(problem, forced=Offload())
+    with pytest.raises(Infeasible, match=r"offload\(chunks=8\) needs 302.07 MB"):
+        search(problem, forced=Offload(8))
     assert isinstance(search(on(problem, host_memory=1e9)).best.strategy, Offload)
 
 
