@@ -98,11 +98,12 @@ def cached(
     found, buffer = compute(), io.BytesIO()
     np.savez(buffer, found=found, seconds=time.perf_counter() - start)
     with contextlib.suppress(SpecError, OSError):  # an unwritable or full disk costs only time
-        write_atomically(path, buffer.getbuffer(), parents=True)
-        files = sorted(there.glob("*.npz"), key=lambda file: file.stat().st_mtime_ns, reverse=True)
-        sizes = np.cumsum([file.stat().st_size for file in files])
-        for file in (
-            file for file, size in zip(files[1:], sizes[1:], strict=True) if size > MOST_BYTES
-        ):
-            file.unlink(missing_ok=True)
+        write_atomically(path, buffer.getbuffer(), parents=True, at_once=True)
+        with os.scandir(there) as entries:
+            files = [(e.stat().st_mtime_ns, e.stat().st_size, e.path) for e in entries]
+        files = sorted((file for file in files if file[2].endswith(".npz")), reverse=True)
+        total = np.cumsum([size for _, size, _ in files])
+        for (_, _, file), size in zip(files[1:], total[1:], strict=True):
+            if size > MOST_BYTES:
+                Path(file).unlink(missing_ok=True)
     return found

@@ -191,7 +191,12 @@ class Offload(Strategy):
         """Return the step on the rows of training, or on all rows for evaluation."""
         layout = problem.chunked(settled(self.chunks))
         trims = self.trim and not evaluates
-        return ChunkedStep.of(problem, problem.trimmed(layout) if trims else layout)
+        return problem.cache.get_recent(
+            "step of chunks",
+            (self, evaluates, problem),
+            lambda: ChunkedStep.of(problem, problem.trimmed(layout) if trims else layout),
+            most=2,
+        )
 
     def moved(self, problem: Problem) -> tuple[int, int]:
         """Return the bytes that all ranks load to devices in an epoch, and the bytes stored."""
