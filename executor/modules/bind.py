@@ -3,12 +3,13 @@ which a module is recorded and proved."""
 
 from __future__ import annotations
 
+import copy
 import inspect
 import warnings
 from collections.abc import Collection, Mapping
 from contextlib import nullcontext, suppress
 from dataclasses import dataclass, field, replace
-from functools import cached_property
+from functools import cache, cached_property
 from typing import Any
 
 import numpy as np
@@ -214,27 +215,35 @@ def _parameters(module: nn.Module) -> list[tuple[str, bool]]:
     return found
 
 
+@cache
+def _drawn_edges(
+    vertices: int, directed: bool
+) -> tuple[np.ndarray, np.ndarray, np.random.Generator]:
+    """Draw the edges of a `Small`; return their CSR and the generator that has drawn them."""
+    draw = np.random.default_rng(vertices)
+    dense = draw.random((vertices, vertices)) < 1.5 / vertices
+    dense[np.arange(vertices), (np.arange(vertices) + 1) % vertices] = True
+    dense[0, :] = False  # vertex 0 has no edges into it
+    if not directed:
+        dense[:, 0] = False
+        dense |= dense.T
+    np.fill_diagonal(dense, False)
+    sources = np.nonzero(dense)[1].astype(np.int32)
+    return np.concatenate([[0], np.cumsum(dense.sum(1))]), sources, draw
+
+
 class Small:
     """A random graph with so many vertices and such fields, and the inputs that a module takes of
     it. Raises Unfit if the module asks for something else."""
 
     def __init__(self, vertices: int, module: nn.Module, graph: GraphFields) -> None:
-        draw = np.random.default_rng(vertices)
-        dense = draw.random((vertices, vertices)) < 1.5 / vertices
-        dense[np.arange(vertices), (np.arange(vertices) + 1) % vertices] = True
-        dense[0, :] = False  # vertex 0 has no edges into it
-        if not graph.directed:
-            dense[:, 0] = False
-            dense |= dense.T
-        np.fill_diagonal(dense, False)
-        _, sources = np.nonzero(dense)
-        indptr = np.concatenate([[0], np.cumsum(dense.sum(1))])
+        indptr, sources, draw = copy.deepcopy(_drawn_edges(vertices, graph.directed))
         self.vertices, self.graph, self.binding = vertices, graph, bound(module, graph)
         self.module = module
         self.x = torch.from_numpy(draw.standard_normal((vertices, graph.features)))
         self.fields = {name: _drawn(draw, vertices, *shape) for name, shape in graph.vertex.items()}
         on_edges = {name: _drawn(draw, len(sources), *shape) for name, shape in graph.edge.items()}
-        self.whole = CsrEdges(indptr, sources.astype(np.int32), on_edges)
+        self.whole = CsrEdges(indptr, sources, on_edges)
         # PARTS parts, none of which reads all vertices
         self.parts = torch.from_numpy(draw.permutation(vertices)).tensor_split(PARTS)
         if "g" in self.binding.inputs:
