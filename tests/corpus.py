@@ -611,7 +611,6 @@ def _sizes() -> Iterator[list[Case]]:
 
 
 def cases() -> list[Case]:
-    """All of them; a kind's cases stand together."""
     kinds = (
         _plans,
         _readings,
@@ -626,14 +625,9 @@ def cases() -> list[Case]:
     return [case for kind in kinds for some in kind() for case in some]
 
 
-def picked(kinds: Sequence[str], every: int = 1) -> list[Case]:
-    """Of each of these kinds every so many-th case, its first among them; no kinds: of all."""
-    return [
-        case
-        for kind, those in itertools.groupby(cases(), lambda case: case.kind)
-        if not kinds or kind in kinds
-        for case in itertools.islice(those, 0, None, every)
-    ]
+def picked(kinds: Sequence[str]) -> list[Case]:
+    """The cases of these kinds; no kinds: of all."""
+    return [case for case in cases() if not kinds or case.kind in kinds]
 
 
 def warm() -> None:
@@ -656,14 +650,11 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("kinds", nargs="*", metavar="KIND", help="default: all")
     parser.add_argument("--json", action="store_true", help="a line per call")
-    parser.add_argument(
-        "--every", type=int, default=1, metavar="N", help="of a kind every N-th call alone"
-    )
     asked = parser.parse_args()
     warm()
     fell: Counter[str] = Counter()
     counts: Counter[str] = Counter()
-    for case in picked(asked.kinds, asked.every):
+    for case in picked(asked.kinds):
         with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:
             end = call(case, Path(folder))
             left = [name for name in case.leaves if (Path(folder) / name).exists()]

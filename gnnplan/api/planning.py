@@ -123,7 +123,7 @@ def plan(
         Infeasible: No strategy fits.
 
     >>> import gnnplan
-    >>> found = gnnplan.plan("flickr", "dgx_a100", model="gcn", hidden=16, layers=2, exact=True)
+    >>> found = gnnplan.plan("flickr", "dgx_a100", model="gcn", hidden=16, mode="full", exact=True)
     >>> found.best.exact, found.best.gpus <= 8, len(found.table) == len(found.answers)
     (True, True, True)
     """

@@ -61,7 +61,7 @@ def scale(
         Infeasible: No strategy fits on any of these numbers of GPUs.
 
     >>> import gnnplan
-    >>> found = gnnplan.scale("flickr", "dgx_a100", gpus=[1, 8], model="gcn", exact=True)
+    >>> found = gnnplan.scale("flickr", "dgx_a100", gpus=[1, 8], model="gcn", mode="full")
     >>> [row["gpus"] for row in found.rows], found.best in (1, 8)
     ([1, 8], True)
     """
@@ -89,7 +89,7 @@ def offers(
 
     >>> import gnnplan
     >>> offered = ["l4_box?price=0.80", "dgx_a100?price=2.20"]
-    >>> gnnplan.offers("flickr", offered, gpus=[1, 8], objective="cost").best
+    >>> gnnplan.offers("flickr", offered, gpus=[1, 8], objective="cost", mode="full").best
     ('l4_box?price=0.80', 8)
     """
     if isinstance(clusters, str | os.PathLike | Mapping | Cluster):

@@ -178,7 +178,9 @@ def test_what_is_not_read_is_said_once(folder):
 def test_a_field_that_the_graph_lacks_is_named(folder, tmp_path):
     (tmp_path / "model.py").write_text(MODEL.replace("pos", "position"))
     with pytest.raises(SpecError, match=r"asks for position, and the graph has x, edge_index, k"):
-        gnnplan.plan(str(folder / "data.pt"), model=f"{tmp_path / 'model.py'}:Weighted", ranks=2)
+        gnnplan.plan(
+            str(folder / "data.pt"), model=f"{tmp_path / 'model.py'}:Weighted", ranks=2, mode="full"
+        )
 
 
 def test_an_id_beyond_an_embedding_is_refused_before_training(folder, tmp_path):
@@ -187,7 +189,7 @@ def test_an_id_beyond_an_embedding_is_refused_before_training(folder, tmp_path):
     torch.save(data, tmp_path / "data.pt")
     with pytest.raises(SpecError, match="IndexError: index out of range"):
         model = f"{folder / 'model.py'}:Kinds"
-        gnnplan.plan(str(tmp_path / "data.pt"), model=model, ranks=2)
+        gnnplan.plan(str(tmp_path / "data.pt"), model=model, ranks=2, mode="full")
 
 
 @pytest.mark.parametrize(
@@ -201,7 +203,7 @@ def test_whole_numbers_that_rows_do_not_hold_are_refused(folder, tmp_path, dtype
     torch.save(data, tmp_path / "data.pt")
     with pytest.raises(SpecError) as refused:
         model = f"{folder / 'model.py'}:Far"
-        gnnplan.plan(str(tmp_path / "data.pt"), model=model, ranks=2, dtype=dtype)
+        gnnplan.plan(str(tmp_path / "data.pt"), model=model, ranks=2, dtype=dtype, mode="full")
     assert f"kind: rows in {dtype} hold whole numbers up to {most}, found" in str(refused.value)
 
 

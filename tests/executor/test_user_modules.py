@@ -545,7 +545,9 @@ def test_a_file_that_has_changed_since_the_plan_is_not_trained(tmp_path, graphs,
 
 def planned(*words: object) -> dict[str, Any]:
     """The plan that the command line makes for these options."""
-    done = CliRunner().invoke(app, ["plan", "--json", *map(str, words)], catch_exceptions=False)
+    done = CliRunner().invoke(
+        app, ["plan", "--json", "--mode", "full", *map(str, words)], catch_exceptions=False
+    )
     document: dict[str, Any] = json.loads(done.stdout)
     return document
 

@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
+from examples import NIGHT
 
 from gnnplan.planner.graph.load import load
 from gnnplan.planner.graph.partition import partition
@@ -80,7 +81,7 @@ class Setting(NamedTuple):
         batches = BATCHES if "mini" in self.words else {}
         if "epochs" in of_case:  # a cosine ends with them
             fields["epochs"] = of_case["epochs"]
-        epochs = 5 if "resumes" in self.words else 2 if batches else 4
+        epochs = 5 if "resumes" in self.words else 2 if batches else 4 if NIGHT else 3
         how = {**SMALL, "heads": 2, "dtype": "float64", **batches, "model": self.model}
         how |= {"dropout": self.dropout, "optimizer": self.optimizer, **fields}
         if batches and isinstance(how["fanout"], tuple):
