@@ -377,6 +377,8 @@ def test_graphs_in_memory_are_planned_and_kept_by_content(own_cache):
 @pytest.mark.timeout(120)
 def test_from_an_object_in_memory_to_a_validated_run(run, tmp_path):
     assert len(run.metrics) == run.document["epochs"] == 6 and run.weights.is_file()
+    stats = gnnplan.load_plan(run.out / "plan.json").problem.stats
+    assert any("losses and accuracy mean nothing" in note for note in stats.notes)
     report = gnnplan.validate(run)
     assert report.ok and str(run.validate()) == str(report)
     assert report.document["bytes"]["counted"] == report.document["bytes"]["predicted"]

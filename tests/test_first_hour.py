@@ -245,16 +245,6 @@ def test_the_rows_of_a_simulation_add_up_to_its_epoch(gnnplan, cluster, tmp_path
     assert np.sum(parts, axis=0) == pytest.approx(total, abs=half_a_digit * len(rows))
 
 
-@pytest.mark.nightly
-def test_what_is_close_is_one_line(gnnplan):
-    """Four strategies with all their knobs and reasons filled three lines."""
-    ask = ("plan", "--graph", "reddit", "--cluster", "dgx_a100", "--model", "gcn", "--layers", 64)
-    told = gnnplan(*ask).stdout
-    (close,) = (line for line in told.splitlines() if line.startswith("close:"))
-    assert len(close) <= 100 and " %" in close
-    assert "(8, 8" not in told
-
-
 def test_a_long_list_of_layers_is_shortened_and_read_again():
     """32 numbers in a strategy's name broke all tables."""
     given = parse(f"gnnpipe(stages=32,chunks=8,layers_per_stage={(1, *(4,) * 30, 7)})")

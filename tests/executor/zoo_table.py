@@ -12,13 +12,12 @@ import math
 import os
 import re
 import warnings
-from collections import Counter
 from collections.abc import Iterable, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
-from typing import Any, Literal, get_args
+from typing import Any, Literal
 
 import numpy as np
 import pytest
@@ -229,8 +228,7 @@ class Outcome:
     """What became of a module under a strategy."""
 
     answer: Answer
-    words: str
-    gap: float = 0.0  # of losses, as a share of the module's own: of its first, if it is lossy
+    words: str = ""
 
 
 def compared(result: Result, itself: Itself, equal: bool, close: float, planned: float) -> Outcome:
@@ -242,18 +240,18 @@ def compared(result: Result, itself: Itself, equal: bool, close: float, planned:
         for loss, own in zip(result.losses, itself.losses, strict=True)
     )
     if gap > (WITHIN if equal else close):
-        return Outcome("wrong", f"losses {result.losses}, and by torch {itself.losses}", gap)
+        return Outcome("wrong", f"losses {result.losses}, and by torch {itself.losses}")
     found = itself.logits(result.weights)
     own = itself.accuracies(itself.trained if equal else found)
     told = {name: result.metrics[-1][name] for name in own}
     if told != pytest.approx(own):
-        return Outcome("wrong", f"evaluated {told}, and by torch {own}", gap)
+        return Outcome("wrong", f"evaluated {told}, and by torch {own}")
     if not equal:
-        return Outcome("runs", "", gap)
+        return Outcome("runs")
     if not torch.allclose(found, itself.trained, rtol=WITHIN, atol=WITHIN):
         off = (found - itself.trained).abs().max().item()
-        return Outcome("wrong", f"logits of the trained module are off by {off:g}", gap)
-    return Outcome("equal", "", gap)
+        return Outcome("wrong", f"logits of the trained module are off by {off:g}")
+    return Outcome("equal")
 
 
 @dataclass(frozen=True)
@@ -321,17 +319,3 @@ class Keeper:
                 is_told = "the loss is nan in epoch" in str(lost) and not strategy.exact
                 found[text] = Outcome("diverged" if is_told else "crashed", str(lost))
         return found
-
-
-def table(found: Mapping[str, Mapping[str, Outcome]]) -> str:
-    """In markdown, of outcomes by module and strategy."""
-    answers = get_args(Answer)
-    lines = [f"| strategy | {' | '.join(answers)} | largest gap |"]
-    lines += [f"|---|{'--:|' * (len(answers) + 1)}"]
-    strategies = dict.fromkeys(text for each in found.values() for text in each)
-    for text in strategies:
-        each = [outcomes[text] for outcomes in found.values() if text in outcomes]
-        counts = Counter(outcome.answer for outcome in each)
-        shown = " | ".join(str(counts[answer]) for answer in answers)
-        lines.append(f"| {text} | {shown} | {max(outcome.gap for outcome in each):.1e} |")
-    return "\n".join(lines)

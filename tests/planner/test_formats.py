@@ -926,19 +926,3 @@ def test_a_plan_holds_all_files_that_it_was_made_of(tmp_path, gnnplan, monkeypat
     monkeypatch.chdir("/")
     source = json.loads(out)["graph"]["source"]
     assert load(source).stats.hash == load(reference(tmp_path, ALL)).stats.hash
-
-
-@pytest.mark.nightly  # by day tests/test_api.py trains on stand-ins
-@pytest.mark.timeout(90)
-def test_a_bare_edge_list_is_planned_and_trained_on_stand_in_labels(tmp_path, gnnplan, start):
-    plan = tmp_path / "plan.json"
-    words = ("--graph", csv(tmp_path), "--ranks", "2", "--hidden", "8", "-o", plan)
-    forced = ("--strategy", "graph_parallel")
-    code, out, _ = gnnplan("plan", *words, *forced)
-    assert code == 0 and "cannot be run: the graph has no labels" in out
-    code, out, err = gnnplan("plan", *words, *forced, "--task", "none", "--features", "6")
-    assert code == 0 and "STAND-IN LABELS" in err and f"gnnplan run {plan}" in out
-    run = start(plan, "--epochs", "2")
-    assert run.process.wait(60) == 0
-    assert "losses and accuracy mean nothing" in (run.logs / "stderr").read_text()
-    assert len(run.epochs()) == 2
