@@ -24,6 +24,7 @@ from gnnplan.planner.vocabulary.schedule import HostWork
 from gnnplan.planner.vocabulary.spec import (
     Bandwidth,
     Bytes,
+    Duration,
     Latency,
     Power,
     Rate,
@@ -153,13 +154,13 @@ class Device(Spec):
     [default: a cache model]"""
     gather_bfloat16: Annotated[float, Field(gt=0.0, le=100.0)] = 1.0
     """Rate of aggregation in bfloat16 [B/s], divided by the rate in float32."""
-    row_latency: Latency = 0.0
+    row_latency: Duration = 0.0
     """Time per output row of an aggregation, in addition to gathering its source rows [s]."""
     row_bandwidth: Bandwidth | None = None
     """Rate of writing the output rows of an aggregation [B/s].  [default: included in `gather`]"""
     cache: Annotated[float, bounded(1e4, 1e10, "a cache [B]", "B")] | None = None
     """Size of the cache that the whole device shares (L2) [B].  [default: none]"""
-    launch: Latency = 8e-6
+    launch: Duration = 8e-6
     """Time of one framework operation, however small (a kernel launch) [s].  [default: 8us]"""
     product_code: Code = 0.0
     """Machine code that oneDNN caches for each shape of a matrix product [B], on AMD cores with

@@ -68,6 +68,7 @@ class Parts:
     # name -> blocks of rows of other edge fields [E, ..], in the order of the edges
     edge_fields: dict[str, Iterable[Array]] = field(default_factory=dict)
     owner: Array | None = None  # part of each vertex [N], if the source is already partitioned
+    choice: str = ""  # what to say unless the user chooses one of several splits
     x_path: str = ""  # name of x in messages, if x comes from another file
 
 

@@ -11,6 +11,8 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationIn
 from gnnplan.planner.vocabulary.files import meant
 from gnnplan.planner.vocabulary.units import kind, quantity
 
+EXAMPLES = {"B/s": "25GB/s", "s": "10us", "B": "24GiB", "flop/s": "27TFLOP/s", "W": "300W"}
+
 
 def bounded(low: float, high: float, what: str, unit: str) -> BeforeValidator:
     """Make a validator that parses a quantity and refuses values that imply a wrong unit."""
@@ -24,7 +26,7 @@ def bounded(low: float, high: float, what: str, unit: str) -> BeforeValidator:
         if not low <= number <= high:
             raise ValueError(
                 f"{what} must lie in [{low:g}, {high:g}] (SI: B, s, flop); {value!r:.80} is"
-                f" {number:g}. Check the unit"
+                f" {number:g}. Check the unit, as in {EXAMPLES[unit]}"
             )
         return number
 
@@ -32,7 +34,8 @@ def bounded(low: float, high: float, what: str, unit: str) -> BeforeValidator:
 
 
 Bandwidth = Annotated[float, bounded(1e3, 1e14, "a bandwidth [B/s]", "B/s")]
-Latency = Annotated[float, bounded(0.0, 10.0, "a latency [s]", "s")]
+Latency = Annotated[float, bounded(0.0, 0.1, "a latency [s]", "s")]
+Duration = Annotated[float, bounded(0.0, 10.0, "a duration [s]", "s")]
 Bytes = Annotated[float, bounded(1e6, 1e15, "a memory size [B]", "B")]
 Size = Annotated[float, bounded(1.0, 1e13, "a size [B]", "B")]
 Share = Annotated[float, Field(gt=0.0, le=1.0)]

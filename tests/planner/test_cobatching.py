@@ -117,9 +117,9 @@ def loads_of(strategy: GraNNDis, problem: Problem, steps: int) -> list[Task]:
 
 def test_a_load_takes_the_host_link():
     strategy = GraNNDis(batches=2)
-    problem = problem_of(1, 1, host=Link(bandwidth=1e6, latency=0.5)).with_cuda_graph(
-        strategy.uses_cuda_graph
-    )
+    problem = problem_of(
+        1, 1, host=Link.model_construct(bandwidth=1e6, latency=0.5)
+    ).with_cuda_graph(strategy.uses_cuda_graph)
     loaded = sum(task.work.nbytes for task in loads_of(strategy, problem, 2))
     p = strategy.predict(problem)
     fast = strategy.predict(on(problem, host=Link(bandwidth=1e12, latency=0.0)))

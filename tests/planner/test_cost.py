@@ -31,9 +31,9 @@ COST = Cost(
         gpus_per_server=2,
         device=DEVICE,
         all_reduce="ring",
-        intra_node=Link(bandwidth=1e6, latency=1.0),
-        inter_node=Link(bandwidth=1e5, latency=2.0),
-        collectives={"send.inter_node": Link(bandwidth=5e4, latency=3.0)},
+        intra_node=Link.model_construct(bandwidth=1e6, latency=1.0),
+        inter_node=Link.model_construct(bandwidth=1e5, latency=2.0),
+        collectives={"send.inter_node": Link.model_construct(bandwidth=5e4, latency=3.0)},
     )
 )
 
@@ -119,7 +119,7 @@ def test_rows_in_no_order_are_gathered_slower_by_a_core_alone():
 def test_a_core_loads_by_reading_and_writing():
     """A GPU's loads go over its link to the server's memory."""
     device = CORE.model_copy(update={"launch": 0.05})
-    core = Cost(Cluster(device=device, intra_node=Link(bandwidth=1e3, latency=9.0)))
+    core = Cost(Cluster(device=device, intra_node=Link.model_construct(bandwidth=1e3, latency=9.0)))
     assert core.load_s(2e8) == pytest.approx(0.05 + 3 * 2e8 / device.memory_bandwidth)
     assert core.load_s(2e8, calls=3) == pytest.approx(core.load_s(2e8) + 3 * 0.05)
     assert COST.load_s(2e6) == pytest.approx(1.0 + 2.0)
@@ -147,12 +147,12 @@ BOX = Cluster(
     gpus_per_server=4,
     device=DEVICE,
     all_reduce="ring",
-    intra_node=Link(bandwidth=1e6, latency=1.0),
-    inter_node=Link(bandwidth=1e5, latency=2.0),
+    intra_node=Link.model_construct(bandwidth=1e6, latency=1.0),
+    inter_node=Link.model_construct(bandwidth=1e5, latency=2.0),
     islands=[[0, 1], [2, 3]],
-    island=Link(bandwidth=1e7, latency=0.5),
+    island=Link.model_construct(bandwidth=1e7, latency=0.5),
     switches=[[0, 1, 2], [3]],
-    switch=Link(bandwidth=5e5, latency=0.25),
+    switch=Link.model_construct(bandwidth=5e5, latency=0.25),
     nics=[[0, 1], [2, 3]],
 )
 STAGED = Cluster(
@@ -160,13 +160,13 @@ STAGED = Cluster(
     gpus_per_server=4,
     device=DEVICE,
     all_reduce="ring",
-    intra_node=Link(bandwidth=1e9, latency=9.0),
-    inter_node=Link(bandwidth=1e5, latency=2.0),
-    host=Link(bandwidth=1e6, latency=0.5),
+    intra_node=Link.model_construct(bandwidth=1e9, latency=9.0),
+    inter_node=Link.model_construct(bandwidth=1e5, latency=2.0),
+    host=Link.model_construct(bandwidth=1e6, latency=0.5),
     peer_access=False,
     bridge=Link(bandwidth=2e6, latency=0.0),
     islands=[[0, 1], [2], [3]],
-    island=Link(bandwidth=1e7, latency=0.25),
+    island=Link.model_construct(bandwidth=1e7, latency=0.25),
 )
 SENDS = {"send.intra_node": Link(bandwidth=5e5, latency=0.0)}  # as measured, through memory
 BY_SWITCHES = {"switches": ((0, 1), (2, 3)), "switch": Link(bandwidth=5e5, latency=0.0)}

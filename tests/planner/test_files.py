@@ -63,6 +63,7 @@ def cluster_with(tmp_path):
 MISTAKES = r"""
   memory: 24GiB =>   memory: 24 -> cluster.yaml:5: device.memory: a memory size \[B\] must lie in .* Check the unit
   latency: 10us =>   latenzy: 10us -> cluster.yaml:11: inter_node.latenzy: unknown field; did you mean latency
+  latency: 10us =>   latency: 10 -> cluster.yaml:11: inter_node.latency: .* 10 is 10. Check the unit, as in 10us
   latency: 10us =>   latency: -1us -> cluster.yaml:11: inter_node.latency: a latency
 200Gbit/s => 200Gfoo/s -> cluster.yaml:10: inter_node.bandwidth: '200Gfoo/s' has an unknown unit
 200Gbit/s => -5GB/s -> cluster.yaml:10: inter_node.bandwidth: a bandwidth
@@ -109,7 +110,7 @@ def test_a_gpu_is_cuda_s(cluster_with):
 
 
 def test_a_latency_may_be_as_long_as_the_bound(cluster_with):
-    assert read_cluster(cluster_with("latency: 10us", "latency: 10")).inter_node.latency == 10
+    assert read_cluster(cluster_with("latency: 10us", "latency: 0.1")).inter_node.latency == 0.1
 
 
 def test_all_mistakes_are_reported_at_once(cluster_with):

@@ -7,6 +7,7 @@ import io
 import json
 import os
 import pickle
+import shutil
 import struct
 import sys
 import tracemalloc
@@ -447,6 +448,18 @@ def test_the_split_of_ogbs_saver_is_read(tmp_path):
         load(str(root))
 
 
+def test_one_of_several_splits_of_ogb_is_named_by_the_user(tmp_path):
+    """It was asked for, and --split refused beside it."""
+    root = ogb_text(tmp_path)
+    other = Path(shutil.copytree(root / "split" / "time", root / "split" / "random"))
+    zipped(other / "train.csv.gz", ids("train_mask")[:1, None])
+    with pytest.raises(
+        SpecError, match=f"holds 2 splits, random, time; name one, as --split {other}"
+    ):
+        load(str(root))
+    assert load(source_of(str(root), split=str(other))).stats.train_vertices == 1
+
+
 def test_what_a_graph_has_is_not_replaced(tmp_path):
     features, *_ = extras_npy(tmp_path)
     with pytest.raises(SpecError, match=r"has its own features, so --features .* leave it out"):
@@ -697,6 +710,7 @@ BAD = {
     "empty folder": (lambda d: d, "no format that is read; it holds nothing"),
     "csv: a name": (put("src,dst\n0,1\n1,alice\n"), r"bad:3: .*found '1,alice'"),
     "csv: names first": (put("source,target\nbob,alice\n"), r"bad:2: .*found 'bob,alice'"),
+    "metis": (put("3 2\n2 3\n1\n1\n"), "bad:3: .*found '1'; .* write a line per edge"),
     "csv: a line too short": (put("0,1\n1,2\n3\n4,5\n"), r"bad:3: .*found '3'"),
     "csv: R's names of rows": (put("src dst\n1 0 1\n"), r"bad:2: .* in 2 columns .*'1 0 1'"),
     "csv: neighbours": (put("0 1\n1 2 3\n"), r"bad:2: .* in 2 columns as above, found '1 2 3'"),

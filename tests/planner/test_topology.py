@@ -31,13 +31,21 @@ from gnnplan.planner.vocabulary.schedule import Send
 from gnnplan.simulator.player import play
 
 DEVICE = Device(name="toy", memory=1e12, gemm=1e12, memory_bandwidth=1e12)
-RING = Fabric(kind="ring", latency=0.5)
-LEAVES = Fabric(kind="leaf_spine", servers_per_leaf=2, oversubscription=4, latency=0.5)
+LINKS = {"intra_node": Link(bandwidth=1e9), "inter_node": Link(bandwidth=1e8)}
+RING = Fabric.model_construct(kind="ring", latency=0.5)
+LEAVES = Fabric.model_construct(
+    kind="leaf_spine", servers_per_leaf=2, oversubscription=4, latency=0.5
+)
 
 
 def cluster(servers: int, gpus: int = 1, **more: Any) -> Cluster:
+    """With latencies of seconds, which a file may not have."""
     links = {"intra_node": (1e9, 1.0), "inter_node": (1e8, 2.0)}
-    more |= {n: Link(bandwidth=b, latency=s) for n, (b, s) in links.items() if n not in more}
+    more |= {
+        n: Link.model_construct(bandwidth=b, latency=s)
+        for n, (b, s) in links.items()
+        if n not in more
+    }
     more = {"device": DEVICE, "all_reduce": "ring"} | more
     return Cluster(servers=servers, gpus_per_server=gpus, **more)
 
@@ -333,12 +341,12 @@ def test_a_plan_names_the_tightest_link(fabric, words):
 )
 def test_impossible_fabrics(settings, rule):
     with pytest.raises(SpecError, match=rule):
-        apply_overrides(cluster(8), Workload(), settings)
+        apply_overrides(cluster(8, **LINKS), Workload(), settings)
 
 
 def test_a_fabric_may_be_set():
     told = ["fabric.kind=leaf_spine", "fabric.servers_per_leaf=4", "fabric.oversubscription=3"]
-    changed, _ = apply_overrides(cluster(8), Workload(), told)
+    changed, _ = apply_overrides(cluster(8, **LINKS), Workload(), told)
     assert changed.fabric == Fabric(kind="leaf_spine", servers_per_leaf=4, oversubscription=3)
     curved = changed.model_copy(
         update={"inter_node": Link(bandwidth=1e9, efficiency={"64KiB": 0.3, "4MiB": 0.9})}

@@ -28,7 +28,7 @@ from gnnplan.simulator.player import Timeline, play, serial
 def cluster(servers: int = 1, gpus: int = 8, latency: float = 0.0, speed: float = 1.0) -> Cost:
     """1e9 flop/s and 1 MB/s, so that `s(2)` and `mb(2)` take 2 s."""
     device = Device(memory=1e9, gemm=1e9, memory_bandwidth=1e9)
-    link = Link(bandwidth=1e6 * speed, latency=latency / speed)
+    link = Link.model_construct(bandwidth=1e6 * speed, latency=latency / speed)
     return Cost(
         Cluster(
             servers=servers, gpus_per_server=gpus, device=device, intra_node=link, inter_node=link

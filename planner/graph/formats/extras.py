@@ -45,6 +45,8 @@ def add(parts: Parts, extras: Extras) -> None:
                 f"{parts.path}: has its own {word}, so --{word} {path} would replace them; leave it"
                 " out"
             )
+    if parts.choice and not extras.split:
+        raise SpecError(parts.choice)
     _take(parts, extras)
     if extras.labels and parts.y is not None:  # checked here, so that an error names the file
         read_labels(extras.labels, parts.y, len(parts.y), None, extras.numbers)

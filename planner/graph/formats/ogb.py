@@ -50,21 +50,25 @@ def read(path: str) -> Parts:
         parts.notes.append("no folder split/ beside raw/")
         return parts
     found = sorted({file.parent for file in splits.glob("*/*") if file.name in NAMES})
-    if len(found) != 1:
-        names = ", ".join(split.name for split in found) or "none"
-        raise SpecError(
-            f"{splits}: one split is needed, a folder with {' or '.join(NAMES)}, found {names};"
-            " keep one, or remove split/ for a random one"
+    lists = [split if (split / LISTS).is_file() else split / SAVED for split in found]
+    if len(lists) > 1:
+        parts.choice = (
+            f"{splits}: holds {len(lists)} splits, {', '.join(split.name for split in found)}; name"
+            f" one, as --split {lists[0]}"
         )
-    (split,) = found
-    parts.notes.append(f"the official split by {split.name}")
-    lists = split if (split / LISTS).is_file() else split / SAVED
-    parts.masks = masks_in(str(lists), parts)
+        return parts
+    if not lists:
+        raise SpecError(
+            f"{splits}: one split is needed, a folder with {' or '.join(NAMES)}, found none; remove"
+            " split/ for a random one"
+        )
+    parts.notes.append(f"the official split by {found[0].name}")
+    parts.masks = masks_in(str(lists[0]), parts)
     for name in MASKS:
         if name not in parts.masks or not parts.masks[name].any():
             raise SpecError(
-                f"{lists}: {WORDS[name][0]}: holds no vertex; repeat the download, or save it again"
-                " with ogb's DatasetSaver"
+                f"{lists[0]}: {WORDS[name][0]}: holds no vertex; repeat the download, or save it"
+                " again with ogb's DatasetSaver"
             )
     return parts
 

@@ -32,6 +32,7 @@ NUMBERS = (
 IDS = ("id", "node_id", "vertex_id", "nodeid", "node", "vertex", "nid", "idx")
 TARGETS = (*LABELS, "class", "target")
 COMMENTS = ("#", "%")
+LISTED = "; if a line is a vertex with all its neighbours, write a line per edge"
 NUMBER_THEM = (
     "ids that are names become numbers if both columns are numbered together, as by"
     " pandas.factorize(pandas.concat([sources, targets]))"
@@ -132,8 +133,7 @@ def tables(
     if few and head.unlike:
         raise SpecError(
             f"{path}:{head.unlike[0]}: a line must have as many columns as the first,"
-            f" {head.columns}, has {head.unlike[1]}; mend it; if a line is a vertex with all its"
-            " neighbours, write a line per edge"
+            f" {head.columns}, has {head.unlike[1]}; mend it{LISTED}"
         )
 
     def numbers(lines: list[str], comment: str | None) -> Array:
@@ -173,7 +173,7 @@ def tables(
                 rule = "source and target must be whole numbers that count vertices from 0"
                 rule += ", fields of edges numbers" * (len(columns) > 2)
                 rule += f", in {head.columns} columns as above" * (few is None)
-                remedy += f"; {NUMBER_THEM}"
+                remedy += f"; {NUMBER_THEM}" if re.search("[a-zA-Z]", lines[at]) else LISTED
             raise SpecError(
                 f"{path}:{number + at}: {rule}, found {ascii(lines[at])[1:-1][:MOST_SHOWN]!r};"
                 f" {remedy}"
