@@ -21,7 +21,7 @@ from torch.overrides import TorchFunctionMode
 from gnnplan.executor.layers.kernels import Block
 from gnnplan.executor.modules.module_state import copied
 from gnnplan.executor.modules.names import DATA, EDGES, GRAPHS, MATRICES, is_features
-from gnnplan.executor.modules.record import Unfit, leaves_of
+from gnnplan.executor.modules.record import Unfit, leaves_of, loops_by
 from gnnplan.executor.modules.structure import beside_loops, dgl_graph, edge_index_of, typed
 from gnnplan.planner.graph.graph import CsrEdges
 from gnnplan.planner.problem.problem import Problem
@@ -239,7 +239,7 @@ class Small:
     def __init__(self, vertices: int, module: nn.Module, graph: GraphFields) -> None:
         indptr, sources, draw = copy.deepcopy(_drawn_edges(vertices, graph.directed))
         self.vertices, self.graph, self.binding = vertices, graph, bound(module, graph)
-        self.module = module
+        self.module, self.adds_loops = module, False
         self.x = torch.from_numpy(draw.standard_normal((vertices, graph.features)))
         self.fields = {name: _drawn(draw, vertices, *shape) for name, shape in graph.vertex.items()}
         on_edges = {name: _drawn(draw, len(sources), *shape) for name, shape in graph.edge.items()}
@@ -248,8 +248,8 @@ class Small:
         self.parts = torch.from_numpy(draw.permutation(vertices)).tensor_split(PARTS)
         if "g" in self.binding.inputs:
             blocks = self._blocks_taken()
-            if not blocks:
-                # a DGL convolution may refuse vertices without edges: users add self-loops then
+            # a DGL convolution may refuse vertices without edges: users add self-loops then
+            if self.adds_loops or not blocks:
                 self.whole = replace(self.whole, loops=True)
                 blocks = self._blocks_taken()
             self.binding = replace(self.binding, blocks=blocks or 1)
@@ -264,7 +264,13 @@ class Small:
         values = self.given(weights[0].dtype if weights else torch.float32)
         most = MOST_BLOCKS if "blocks" in self.binding.takes.values() else 1
         taken, before = 0, torch.empty(0)
-        with torch.no_grad(), warnings.catch_warnings(action="ignore"):
+
+        def noted(function: Any, *args: Any, **kwargs: Any) -> Any:
+            self.adds_loops |= function.__name__ == "add_self_loop"
+            return function(*args, **kwargs)
+
+        quietly = warnings.catch_warnings(action="ignore")
+        with torch.no_grad(), quietly, loops_by(self.module, noted):
             for weight in weights:
                 weight.add_(0.1)  # so that a layer whose weights are 0 at first changes rows
             for blocks in range(1, most + 1):
@@ -285,18 +291,21 @@ class Small:
         """A graph with many vertices, on which `forward` must make the same calls."""
         return Small(MANY_VERTICES, self.module, self.graph)
 
-    def given(self, dtype: torch.dtype) -> dict[str, Any]:
-        """Return the inputs of `forward` by name, in new tensors."""
-        edges = edge_index_of(self.whole)
+    def given(self, dtype: torch.dtype, is_recorded: bool = False) -> dict[str, Any]:
+        """Return the inputs of `forward` by name, in new tensors.
+
+        is_recorded: a DGL graph has the self-loops that `forward` adds."""
+        loops = self.whole.loops and (is_recorded or not self.adds_loops)
+        whole, edges = replace(self.whole, loops=loops), edge_index_of(self.whole)
         on_edges = {
-            name: beside_loops(self.whole, typed(values, dtype), self.vertices)
+            name: beside_loops(whole, typed(values, dtype), self.vertices)
             for name, values in self.whole.fields.items()
         }
         values: dict[str, Any] = {"vertex x": self.x.to(dtype, copy=True), "edge_index": edges}
         values |= {f"vertex {name}": typed(v, dtype) for name, v in self.fields.items()}
         values |= {f"edge {name}": v for name, v in on_edges.items()}
         if "g" in self.binding.inputs:
-            values["g"] = dgl_graph(self.whole, edges, on_edges)
+            values["g"] = dgl_graph(whole, edges, on_edges)
             values["g"].ndata.update(rows_of(values))
         return {name: values[name] for name in self.binding.inputs}
 

@@ -6,6 +6,7 @@ A node is of one of these kinds, which running its call shows:
     FREE        as FIXED, with as many equal rows as there are vertices
     STRUCTURE   computed from edges and their fields alone
     ROWS        one row per vertex, computed from own rows or, through edges, from neighbours' rows
+    CHOSEN      computed from own rows: some vertices' rows, as x[mask], or several rows per vertex
     INNER       computed from edges and rows: a step between the rows read and the rows computed
 
 A layer has three pieces. The pieces of all layers are numbered:
@@ -47,6 +48,7 @@ from gnnplan.executor.modules.evaluate import (
     with_loops,
 )
 from gnnplan.executor.modules.record import (
+    CHOSEN,
     EDGES_OF,
     FIXED,
     FREE,
@@ -66,11 +68,17 @@ from gnnplan.executor.modules.record import (
 BLOCK = Node(None, name="block", kind=STRUCTURE)
 DESTINATIONS = Node(None, name="destinations", kind=STRUCTURE)
 PREPARE, GATHER, UPDATE = 0, 1, 2
+OWN = (ROWS, CHOSEN)  # computed row by row
 BATCH_NORM = inspect.signature(F.batch_norm)
 CLOSE = {torch.float64: 1e-9, torch.float32: 1e-3}  # tolerance of two runs on other rows
 PAIRS = (
     " whose gradient torch makes of all pairs of vertices; multiply rows by them:"
     " torch.zeros_like(x).index_add(0, edge_index[1], w[:, None] * x[edge_index[0]])"
+)
+
+OF_SOME = (
+    "is given rows of some vertices, or several rows of each, where it needs one of each; make that"
+    " first, as out[mask] = rows, torch.where(mask[:, None], rows, others) and .view(n, -1) do"
 )
 
 # a weighted sum over edges: rows, edge set, weights
@@ -202,8 +210,11 @@ class _Cutter:
             is_rows, is_free = node.name.startswith("vertex "), node.name == "vertices"
             node.kind = ROWS if is_rows else FREE if is_free else STRUCTURE
             node.piece = 0
-        elif INNER in kinds or ROWS in kinds:
+        elif kinds & {ROWS, CHOSEN, INNER}:
             through = [r for r in node.reads if r.kind == STRUCTURE and not self._is_field(r)]
+            needs_all = INNER in kinds or through or node.drops or is_batch_norm(node)
+            if CHOSEN in kinds and needs_all:
+                raise Unfit(f"{node.what} {OF_SOME}")
             if INNER in kinds or through:
                 self._through_edges(node)
             else:
@@ -243,7 +254,7 @@ class _Cutter:
         ) and self._has_rows(node)
 
     def _row_by_row(self, node: Node) -> None:
-        piece = max(read.piece for read in node.reads if read.kind == ROWS)
+        piece = max(read.piece for read in node.reads if read.kind in OWN)
         structure = [read for read in node.reads if read.kind == STRUCTURE]
         node.replace_reads({read: self._as_rows(read, piece) for read in structure})
         node.kind = ROWS
@@ -256,6 +267,8 @@ class _Cutter:
             if node.value.ndim != 2 or node.value.shape[0] != self.n:
                 raise Unfit(f"batch norm of {list(node.value.shape)}; flatten its rows")
             piece += 3 if piece % 3 == PREPARE else 2
+        elif not self._has_rows(node) and self._is_vertex_by_vertex(node):
+            node.kind = CHOSEN
         else:
             self._must_be_row_by_row(node)
         node.piece = piece
@@ -284,17 +297,8 @@ class _Cutter:
         if node.drops:
             return
 
-        def of_part(value: Any) -> Any:
-            dim = rows_at(value, self.n) if isinstance(value, Tensor) else None
-            return value if dim is None else value.index_select(dim, self.part)
-
-        values = {
-            read: tree_map(of_part, read.value) if read.kind in (ROWS, FREE) else read.value
-            for read in node.reads
-        } | {self.vertices: len(self.part)}
         try:
-            with torch.no_grad():
-                found = self.place.call(node, values)
+            found = self._alone(node, self.part)
         except Exception as error:
             raise Unfit(
                 f"{node.what} fails on the rows of a part of the vertices"
@@ -303,7 +307,7 @@ class _Cutter:
                 " edges, by index_add or torch.sparse.mm"
             ) from error
         for whole, part in zip(tensors(node.value), tensors(found), strict=True):
-            dim, expected = rows_at(whole, self.n) or 0, of_part(whole)
+            dim, expected = rows_at(whole, self.n) or 0, self._rows_of(whole, self.part)
             wrong: int | None = 0
             if expected.shape == part.shape:
                 wrong = differing(expected.movedim(dim, 0), part.movedim(dim, 0))
@@ -315,6 +319,39 @@ class _Cutter:
                     f" {absent} is absent: it looks at all vertices; use what looks at each row"
                     " alone, or torch.nn.BatchNorm1d"
                 )
+
+    def _rows_of(self, value: Any, some: Tensor) -> Any:
+        """Return the rows of some vertices, of a tensor with a row per vertex."""
+        dim = rows_at(value, self.n) if isinstance(value, Tensor) else None
+        return value if dim is None else value.index_select(dim, some)
+
+    def _alone(self, node: Node, some: Tensor) -> Any:
+        """Return the value of a row-wise call where only some vertices are present."""
+        values: dict[Node, Any] = {self.vertices: len(some)}
+        for read in (read for read in node.reads if read is not self.vertices):
+            values[read] = read.value
+            if read.kind == CHOSEN:
+                values[read] = self._alone(read, some)
+            elif read.kind in (ROWS, FREE):
+                values[read] = tree_map(lambda value: self._rows_of(value, some), read.value)
+        with torch.no_grad():
+            return self.place.call(node, values)
+
+    def _is_vertex_by_vertex(self, node: Node) -> bool:
+        """Whether a value is what each vertex alone makes of its rows, one after the other; or the
+        ids of the vertices that make something."""
+        try:
+            alone = [tensors(self._alone(node, v)) for v in torch.arange(self.n)[:, None]]
+            parts = list(zip(*alone, strict=True))
+            joined = list(map(torch.cat, parts))
+        except (RuntimeError, LookupError, ValueError):
+            return False
+        ids = torch.arange(self.n).repeat_interleave(torch.tensor([len(p) for p in parts[0]]))
+        return all(
+            differing(value, each) is None
+            or (value.dtype == torch.int64 and torch.equal(value.flatten(), ids))
+            for value, each in zip(tensors(node.value), joined, strict=True)
+        )
 
     def _through_edges(self, node: Node) -> None:
         if is_batch_norm(node):
@@ -522,19 +559,19 @@ class _Cutter:
         """Set the piece in which each value of ROWS is computed (`runs_in`)."""
         gathered: set[Node] = set()  # values that a call of the same piece reads through edges
         for node in reversed(self.live):
-            is_computed = node.call is not None and node.kind in (ROWS, INNER)
+            is_computed = node.call is not None and node.kind in (*OWN, INNER)
             is_through = any(read.kind in (STRUCTURE, INNER) for read in node.reads)
             if is_computed and (is_through or node in gathered):
-                gathered |= {r for r in node.reads if r.kind == ROWS and r.piece == node.piece}
+                gathered |= {r for r in node.reads if r.kind in OWN and r.piece == node.piece}
                 gathered.add(node)
         for node in self.live:
             node.runs_in = node.piece
-            if node.kind != ROWS or node.call is None:
+            if node.kind not in OWN or node.call is None:
                 continue
             if _is_one_of_several(node) and node.reads[0].kind == ROWS:
                 node.runs_in = node.reads[0].runs_in
             elif node.piece == 0:  # if it is computed from STRUCTURE, it is gathered too
-                reads = [r.runs_in for r in node.reads if r.kind == ROWS and r.call is not None]
+                reads = [r.runs_in for r in node.reads if r.kind in OWN and r.call is not None]
                 node.runs_in = max([GATHER if node in gathered else PREPARE, *reads])
             elif node.piece % 3 == GATHER and node not in gathered:
                 node.runs_in += 1
@@ -561,7 +598,7 @@ class _Cutter:
             are_kept = [
                 any(each.runs_in >= update - 1 for each in readers[read] if each is not node)
                 for read in node.reads
-                if read.kind == ROWS
+                if read.kind in OWN
             ]
             if update > node.runs_in and update % 3 == UPDATE and all(are_kept):
                 node.runs_in = update
@@ -571,7 +608,7 @@ class _Cutter:
         found, todo = set(piece.nodes), list(piece.nodes)
         while todo:
             for read in todo.pop().reads:
-                if read.kind in (INNER, FIXED, FREE) and read not in found:
+                if read.kind in (CHOSEN, INNER, FIXED, FREE) and read not in found:
                     found.add(read)
                     todo.append(read)
         piece.nodes = sorted(found, key=lambda node: node.index)

@@ -233,7 +233,7 @@ def recorded_of(
         own = copied(module).to(dtype).train(is_training)  # forward may keep its arguments
         if graph is not small:  # with other parameters, lest what they make pass for a constant
             make_a_step(own)
-        given = graph.given(dtype)
+        given = graph.given(dtype, is_recorded=True)
         run = partial(graph.binding.call, own, given)
         recorded = partial(record, own, given, run, graph.vertices, parts, takes_constants)
         return own, _guarded(graph, recorded)
@@ -284,6 +284,8 @@ def prove(module: nn.Module, pieces: Pieces, small: Small) -> None:
 def _suspected(pieces: Pieces, small: Small) -> str:
     """Return a call that may look at more than the edges into a vertex, as the start of an error
     message; '': there is none."""
+    if small.adds_loops:
+        return "forward also reads the graph without the self-loops that it adds; add them first"
     sizes = {small.vertices, *(each.value.shape[1] for each in edge_sets_of(pieces.training.live))}
     for node in pieces.training.live:
         if isinstance(node.call, Opaque):

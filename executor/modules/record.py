@@ -13,6 +13,7 @@ and the graph that is trained on must give the same ones."""
 
 from __future__ import annotations
 
+import inspect
 import itertools
 import operator
 import pickle
@@ -20,7 +21,7 @@ import random
 import sys
 import traceback
 from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import cache, partial
 from pathlib import Path
@@ -92,7 +93,8 @@ def _graph_method(name: str) -> Callable[..., Any]:
 # methods of a DGL graph whose calls are recorded; a block's graph answers them too
 GRAPH_METHODS = {name: _graph_method(name) for name in ("in_degrees", "out_degrees", "all_edges")}
 EDGES_OF = "edges of g"
-FIXED, FREE, STRUCTURE, ROWS, INNER = "fixed", "free", "structure", "rows", "inner"  # see cut.py
+FIXED, FREE, STRUCTURE = "fixed", "free", "structure"  # kinds of nodes: see cut.py
+ROWS, CHOSEN, INNER = "rows", "chosen", "inner"
 
 
 def index_of(graph: Any) -> Any:
@@ -305,6 +307,7 @@ class _Recorder(TorchFunctionMode):
     ) -> None:
         super().__init__()
         self.opaque, self.may_drop, self.takes_constants = opaque, may_drop, takes_constants
+        self.module = module
         self.graph: Any = inputs.get("g")
         self.answers: dict[Node, Any] = {}
         self.nodes: list[Node] = []
@@ -347,6 +350,9 @@ class _Recorder(TorchFunctionMode):
             return func(*args, **kwargs)
         if name in TO_PYTHON:
             return self._answer(func, name, args)
+        if name in ("empty", "new_empty", "empty_like"):  # forward writes them before it reads them
+            name = name.replace("empty", "zeros")
+            func = getattr(Tensor if name == "new_zeros" else torch, name)
         if name in FILLERS and (len(args) > 1 or name.endswith("_like")):
             return self._record_fill(func, name, args, kwargs)
         if name in ("to", "type_as") and len(args) > 1 and isinstance(args[1], Tensor):
@@ -549,7 +555,7 @@ class _Recorder(TorchFunctionMode):
 
     @contextmanager
     def _graph_patches(self) -> Iterator[None]:
-        """Record calls of GRAPH_METHODS on the DGL graph."""
+        """Record calls of GRAPH_METHODS on the DGL graph, which has the self-loops it shall get."""
         import dgl
 
         item = dgl.DGLGraph.__getitem__
@@ -568,9 +574,16 @@ class _Recorder(TorchFunctionMode):
             """Return the graph itself, which has one edge type, where DGL would make a subgraph."""
             return graph if graph._graph is self.graph._graph else item(graph, key)
 
+        def with_loops(function: Any, graph: Any, *args: Any, **kwargs: Any) -> Any:
+            is_same = graph._graph is self.graph._graph and not (args or kwargs)
+            return graph if is_same else function(graph, *args, **kwargs)
+
         vars(self.graph).update({name: partial(of_graph, name) for name in GRAPH_METHODS})
         try:
-            with replaced(dgl.DGLGraph, "__getitem__", of_edge_type):
+            with (
+                replaced(dgl.DGLGraph, "__getitem__", of_edge_type),
+                loops_by(self.module, with_loops),
+            ):
                 yield
         finally:
             for name in GRAPH_METHODS:
@@ -648,6 +661,27 @@ def replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
             setattr(owner, name, before[0])
         else:
             delattr(owner, name)
+
+
+@contextmanager
+def loops_by(module: nn.Module, make: Callable[..., Any]) -> Iterator[None]:
+    """Call make(function, graph, ..) in the block where DGL's add_self_loop and remove_self_loop
+    are called, also by a name that the module's file has imported."""
+    import dgl
+
+    def calling(function: Any) -> Any:
+        return lambda graph, *args, **kwargs: make(function, graph, *args, **kwargs)
+
+    code = getattr(type(module).forward, "__globals__", {})
+    functions = {each: calling(each) for each in (dgl.add_self_loop, dgl.remove_self_loop)}
+    known = {n: each for n, each in code.items() if inspect.isfunction(each) and each in functions}
+    with ExitStack() as stack:
+        for function, called in functions.items():
+            for owner in (dgl, dgl.DGLGraph):
+                stack.enter_context(replaced(owner, function.__name__, called))
+        code.update({name: functions[each] for name, each in known.items()})
+        stack.callback(code.update, known)
+        yield
 
 
 def _states_outside_torch() -> bytes:
