@@ -105,9 +105,7 @@ def shared_cache(tmp_path_factory):
         folder = folder.parent
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("GNNPLAN_CACHE", str(folder / "cache"))
-        patch.setattr(
-            os, "fsync", lambda _: None
-        )  # no test cuts the power; they waited for the disk
+        patch.setattr(os, "fsync", lambda _: None)  # no test cuts the power
         if shutil.which("nvidia-smi"):
             without = tmp_path_factory.mktemp("without_gpus")
             (without / "nvidia-smi").write_text("#!/bin/sh\nexit 1\n")
