@@ -42,8 +42,10 @@ class SharedCores:
         # Share of a machine's cores that a computing rank keeps busy. It includes the time that
         # ranks lose by taking turns, so it may exceed 1 / cores.
         self.core_share = (TURNS if take_turns else 1.0) / cores
+        # Share of the cores that are busy while all ranks compute, more than 1 if they take turns.
+        self.load = float(most_ranks) * self.core_share
         # Factor on a rank's seconds while all ranks compute.
-        self.full_load_slowdown = max(1.0, float(most_ranks) * self.core_share)
+        self.full_load_slowdown = max(1.0, self.load)
 
     def last_rank_done_s(self, seconds: Number) -> Number:
         """Return the time at which the last rank has computed, if all ranks start at time 0 [s].

@@ -4,6 +4,7 @@ the cluster for the better. Graphs are known by statistics, so that each questio
 from collections.abc import Iterator
 from functools import cache
 from itertools import islice
+from pathlib import Path
 from random import Random
 
 import numpy as np
@@ -11,6 +12,7 @@ import pytest
 from examples import NIGHT
 
 from gnnplan.planner.cluster.spec import Cluster
+from gnnplan.planner.decision.candidate import placed
 from gnnplan.planner.decision.epochs import MODES, stated
 from gnnplan.planner.decision.modes import ModeComparison, compare
 from gnnplan.planner.decision.objective import TIME, Objective
@@ -21,6 +23,7 @@ from gnnplan.planner.graph.graph import Graph, GraphStats
 from gnnplan.planner.graph.load import load
 from gnnplan.planner.problem.inputs import apply_overrides, read_cluster
 from gnnplan.planner.problem.problem import Problem
+from gnnplan.planner.strategies import parse
 from gnnplan.planner.vocabulary.errors import GnnplanError, Infeasible
 from gnnplan.simulator.player import play
 
@@ -190,6 +193,44 @@ def test_what_is_better_makes_no_training_worth_less(seed):
             for found in whole.answers.values():
                 must_be_consistent(found)
         must_be_as_forced(after.found)
+
+
+MINI = {"mode": "mini", "batch": 4096, "fanout": (10, 5, 3, 3)}
+MEASURED = Path(__file__).parents[2] / "traces" / "measured"
+CONTENDED = [  # what was predicted, against what is played, where transfers share ports or cores
+    ("+29 %", "ogbn-arxiv", "p3_p100", 4, "gcn", 256, "gnnpipe(stages=4,chunks=4)", {}),
+    ("+34 %", "ogbn-products", "granndis_2080ti_1gbe", 2, "gin", 256, "gnnpipe(chunks=4)", {}),
+    ("+5 %", "reddit", "granndis_2080ti_1gbe", 4, "gin", 16, "gnnpipe(stages=2,chunks=8)", {}),
+    (
+        "-9 %",
+        "ogbn-arxiv",
+        "granndis_a6000_pcie",
+        2,
+        "gat",
+        16,
+        "p3(over='rank',pipelined=True)",
+        MINI,
+    ),
+    ("-9 %", "squirrel", str(MEASURED / "2x2_2Gbit.2.yaml"), 2, "gcn", 128, "pipegcn", {}),
+    ("-4 %", "squirrel", str(MEASURED / "1x4.1.yaml"), 1, "gcn", 128, "pipegcn", {}),
+]
+
+
+@pytest.mark.parametrize(
+    ("graph", "name", "servers", "model", "hidden", "text", "mini"),
+    [pytest.param(*case, id=f"{case[5]} was {off}") for off, *case in CONTENDED],
+)
+def test_where_transfers_contend_a_plan_is_played_within_two_percent(
+    graph, name, servers, model, hidden, text, mini
+):
+    workload = Workload(model=model, layers=4, hidden=hidden, **mini)
+    cluster, _ = apply_overrides(read_cluster(name), workload, [f"servers={servers}"])
+    problem = placed(problem_of(graph, cluster, workload), parse(text))
+    strategy = parse(text).settle(problem)
+    steps = strategy.steps(problem)
+    played = play(strategy.schedule(problem, (5 if steps == 1 else 3) * steps), problem.cost)
+    predicted = float(strategy.predict(problem).epoch_s)
+    assert predicted == pytest.approx(played.epoch_s(steps), rel=0.02)
 
 
 def trained(problem: Problem) -> ModeComparison | None:

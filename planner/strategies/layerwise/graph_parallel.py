@@ -119,8 +119,8 @@ class GraphParallel(OnParts):
         Example("pipegcn"),
         Example("pipegcn(bits=4)"),
     )
-    # synchronous: exact; stale on a CPU: cores both copy the exchanged rows and compute
-    claim: ClassVar[float] = 0.25
+    # synchronous: exact; stale: transfers contend for ports, and on a CPU for cores
+    claim: ClassVar[float] = 0.12
 
     @classmethod
     def candidates(cls, problem: Problem) -> Iterator[Strategy]:

@@ -15,6 +15,7 @@ from __future__ import annotations
 from collections import Counter, defaultdict
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import chain
 from typing import Any
 
 import numpy as np
@@ -175,6 +176,8 @@ class _Account:
                     self.ops.append(op)
                 self.times[number] += times
                 self.reported[*_reported(op), number] += times
+        self.lag, self.samplers = program.lag, program.samplers
+        self.exchanges = [n for n, op in enumerate(self.ops) if isinstance(op.work, Exchange)]
         self.path, self.overlap = path_of(problem.cache, program, known, numbers), program.overlaps
         self.in_stages = any(op.ranks for op in self.ops)
         representatives = None if self.in_stages else distinct_ranks(problem, self.ops)
@@ -188,20 +191,28 @@ class _Account:
         if not (self.in_stages or self.overlap):
             return alone_s, self.alone
         cores = self._busy_cores()
-        ports = dict(cores)
-        for number, times in self.times.items():
-            add(ports, self.alone[number].transfer.ports, times)
+        ports, exchanged = self._busy_ports(*self.times), self._busy_ports(*self.exchanges)
+        add(ports, cores)
         least = np.maximum(alone_s, busiest(ports))
-        computes = [isinstance(op.work, Compute) for op in self.ops]
-        if any(op.ahead for op, own in zip(self.ops, computes, strict=True) if own):
-            # the GPU samples on another lane, but does one operation at a time
-            least = np.maximum(least, self.slowest_s(self.alone, computes))
-        exchanges = any(isinstance(op.work, Exchange) for op in self.ops)
-        if not (self.in_stages and (exchanges or cores)):  # stages do not slow each other down
+        if any(op.ahead for op in self.ops):
+            # a GPU that also samples does one operation at a time, and so does a sampler
+            computed = [isinstance(op.work, Compute) for op in self.ops]
+            sampled = [op.lane == "host" and not op.moves for op in self.ops]
+            for which, workers in ((computed, 1), (sampled, self.samplers)):
+                least = np.maximum(least, self.slowest_s(self.alone, which) / workers)
+        if self.in_stages and (exchanged or cores):
+            prices = self._contended()
+        elif self.lag and "cores" in exchanged:  # cores copy all the time, also while ranks compute
+            idle = max(1.0 - self.cost.cores.load, 0.0)
+            taken = np.maximum(busiest({"cores": exchanged["cores"]}) / least - idle, 0.0)
+            times = [1.0 if op.moves else 1 / (1 - taken) for op in self.ops]
+            prices = [price.times(each) for price, each in zip(self.alone, times, strict=True)]
+            computing = [p.times(0.0) if n in self.exchanges else p for n, p in enumerate(prices)]
+            return np.maximum(self.path.seconds(self.cost.cores, computing), least), prices
+        else:
             return least, self.alone
-        prices = self._contended(alone_s)
         epoch = self.path.seconds(self.cost.cores, prices)
-        if cores:  # a core is idle only while its ranks wait for transfers
+        if self.in_stages and cores:  # a core is idle only while its ranks wait for transfers
             moved_s = self.slowest_s(prices, [op.moves for op in self.ops])
             epoch = np.minimum(epoch, busiest(cores) + moved_s)
         return np.maximum(epoch, least), prices
@@ -245,36 +256,48 @@ class _Account:
             np.concatenate([np.atleast_1d(s) for s in own.values()], -1)
         )
 
-    def _contended(self, epoch: Number) -> Prices:
+    def _busy_ports(self, *numbers: int) -> dict[str, np.ndarray]:
+        """Return how long operations of these kinds keep ports busy [s]."""
+        ports = dict[str, np.ndarray]()
+        for number in numbers:
+            add(ports, self.alone[number].transfer.ports, self.times[number])
+        return ports
+
+    def _contended(self) -> Prices:
         """Return the prices of operations where stages slow each other down.
 
-        Assumptions: ranks that share cores all compute at the same time. Messages, and exchanges of
-        other stages, use the ports of a stage's exchanges for a share of the time, and leave half
-        of the bandwidth then. Each of S stages is at work while K of K + S - 1 chunks pass, and its
-        neighbour is during K - 1 of these K. Messages are not delayed, because the next stage
-        mostly waits for its own work. Cores are not among these ports, because computation takes
-        most of them.
+        Ranks that share cores are assumed to compute all at the same time. A chunk passes stages
+        and links in turn: stage n is place 2n, the link after it place 2n + 1 forward and 2n - 1
+        backward. While a chunk is at a place, the chunk before or after it is at the next, if there
+        is one. Transfers of two places use a port at any time of a slot, the time of the slowest
+        stage, and leave each other half of the bandwidth. Cores are not among these ports, because
+        computation takes most of them.
         """
-        by_lane = defaultdict[tuple[Group, str], dict[str, np.ndarray]](dict)
-        in_all, stages = dict[str, np.ndarray](), len({op.ranks for op in self.ops if op.ranks})
-        for number, op in enumerate(self.ops):
-            if isinstance(op.work, (Exchange, Message)):
-                busy = dict(self.alone[number].transfer.ports)
-                busy.pop("cores", None)
-                add(by_lane[op.ranks, op.lane], busy, self.times[number])
-                add(in_all, busy, self.times[number])
-
-        def slowdown(op: Op) -> Number:
-            if not isinstance(op.work, Exchange):
-                return 1.0 if op.moves else self.cost.cores.full_load_slowdown
-            ports = by_lane[op.ranks, op.lane]
-            shared = {kind: busy * (in_all[kind] - busy) for kind, busy in ports.items()}
-            chunks = len(op.work.items)
-            at_work = epoch * chunks / (chunks + stages - 1)
-            overlap = (chunks - 1) / chunks
-            return 1.0 + overlap * busiest(shared) / np.maximum(busiest(ports) * at_work, 1e-30)
-
-        return [price.times(slowdown(op)) for op, price in zip(self.ops, self.alone, strict=True)]
+        slowdown = self.cost.cores.full_load_slowdown
+        both = zip(self.ops, self.alone, strict=True)
+        prices = [price if op.moves else price.times(slowdown) for op, price in both]
+        stages = {ranks: 2 * n for n, ranks in enumerate(sorted({op.ranks for op in self.ops}))}
+        for direction in (1, -1):
+            places, chunks = defaultdict[int, list[int]](list), 0  # place -> numbers of transfers
+            for number, op in enumerate(self.ops):
+                if op.chunks == direction and isinstance(op.work, (Exchange, Message)):
+                    link = direction * isinstance(op.work, Message)
+                    places[stages[op.ranks] + link].append(number)
+                    chunks = len(op.work.nbytes)
+            in_stage = [op.chunks == direction and op.lane != "send" for op in self.ops]
+            slot = self.slowest_s(self.alone, in_stage)
+            in_all = self._busy_ports(*chain(*places.values()))
+            for place, numbers in places.items():
+                apart = np.array([other - place for other in places if other != place])
+                chunk = np.arange(chunks)[:, None] - (apart + (apart > 0)) // 2  # at other places
+                present = ((chunk >= 0) & (chunk < chunks)).sum(-1) / max(apart.size, 1)
+                busy = self._busy_ports(*numbers)
+                ports = busy.keys() - {"cores"}
+                shared = {kind: busy[kind] * (in_all[kind] - busy[kind]) for kind in ports}
+                delay = present * busiest(shared) / np.maximum(busiest(busy) * slot, 1e-30)
+                for number in numbers:
+                    prices[number] = self.alone[number].times(1.0 + delay)
+        return prices
 
 
 def _reported(op: Op) -> tuple[Group, Label]:

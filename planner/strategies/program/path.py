@@ -8,7 +8,7 @@ An operation begins when its lane is free and the operations that it waits for h
 (order.py). Each rank begins computation, sampling and loads by itself. A transfer begins when the
 last of its ranks is ready, and ends on all of its ranks at the same time, so it synchronises them.
 The work between two synchronisations is summed before it is priced, because its duration depends on
-the cores that ranks share. Exchanges and all-reduces that overlap contend for ports; other
+the cores that ranks share. Transfers of several lanes that overlap contend for ports; other
 operations that overlap do not.
 
 A pipeline of chunks is computed without a loop over chunks:
@@ -51,7 +51,6 @@ from gnnplan.planner.vocabulary.numbers import Number, largest, slowest, total
 from gnnplan.planner.vocabulary.schedule import Label
 
 FEW = 9  # steps that represent an epoch of equal steps: its begin, its middle and its end
-OTHER_LANE = {"comm": "reduce", "reduce": "comm"}  # lanes whose transfers contend for ports
 PATHS = 256  # number of orders of steps whose dependencies are kept
 LEAD = 2  # steps; a longer lead of the sampler changes no step's duration
 MANY = 200  # problems; from so many on, a loop over chunks is faster than `accumulate`
@@ -155,7 +154,8 @@ class _Begin(NamedTuple):
     step: int  # which of the unlike steps the operation is of
     op: int  # its place in the step
     after: list[int]  # operations that must have ended
-    overlapping: list[int]  # of a transfer: transfers of the other lane that may run, in order
+    lane: str
+    overlapping: list[int]  # of a transfer: transfers of other lanes that may run, in order
 
 
 def _begins(
@@ -176,7 +176,7 @@ def _begins(
     begins, over = list[_Begin](), list[int]()
     last: dict[Label | str, int] = {}  # label -> place; lane -> place of its last operation
     ends = defaultdict[int, dict[str, int]](dict)  # step -> lane -> place of its last operation
-    transfers = defaultdict[str, list[int]](list)  # lane -> transfers that the other may overlap
+    transfers = list[tuple[str, int]]()  # lane and place of each transfer
 
     def latest(places: set[int]) -> list[int]:
         """Return the places that no other of these places depends on."""
@@ -190,12 +190,11 @@ def _begins(
         over.append(reduce(or_, (over[other] | 1 << other for other in awaited), 0))
         last[op.label(step)] = last[op.lane] = place
         name = cycle[step % len(cycle)]
-        overlapping = list[int]()
-        if lane := OTHER_LANE.get(op.lane):
-            overlapping = [other for other in transfers[lane] if not over[place] >> other & 1]
-            transfers[lane] = overlapping.copy()
-            transfers[op.lane].append(place)
-        begins.append(_Begin(name, place_of[name][op.label(0)], awaited, overlapping))
+        others = [each for lane, each in transfers if op.moves and lane != op.lane]
+        overlapping = [other for other in others if not over[place] >> other & 1]
+        if op.moves:
+            transfers.append((op.lane, place))
+        begins.append(_Begin(name, place_of[name][op.label(0)], awaited, op.lane, overlapping))
         if op.op == "loss" or not program.by_loss:
             ends[step][op.lane] = place
     return begins, [latest(set(by_lane.values())) for by_lane in ends.values()]
@@ -254,27 +253,27 @@ def _ends_s(
 
     ended = list[_Moment]()  # place -> end of the operation
     began = dict[int, Number]()  # place -> begin of the transfer [s]
-    for place, (kind, (*_, after, overlapping)) in enumerate(zip(kinds, begins, strict=True)):
+    for place, (kind, condition) in enumerate(zip(kinds, begins, strict=True)):
         price = prices[kind]
-        start = reduce(or_later, [ended[other] for other in after] or [_Moment()])
+        start = reduce(or_later, [ended[other] for other in condition.after] or [_Moment()])
         if not price.is_transfer:
             ended.append(start.after_one_more(kind))
             continue
         began[place] = begin = of_all(start)
-        end, free = begin + price.seconds, 0.0  # free: time at which the other lane is free
-        for other in overlapping:
+        end, free = begin + price.seconds, dict[str, Number]()  # lane -> time at which it is free
+        for other in condition.overlapping:
             if not np.any(ended[other].synced > begin):
                 continue
-            other_price = prices[kinds[other]]
-            delay = np.maximum(free - began[other], 0.0)
+            lane, other_price = begins[other].lane, prices[kinds[other]]
+            delay = np.maximum(free.get(lane, 0.0) - began[other], 0.0)
             began[other], until = began[other] + delay, ended[other].synced + delay
             ports_from = np.maximum(
                 begin + price.transfer.latency, began[other] + other_price.transfer.latency
             )
             common = np.maximum(np.minimum(until, end) - ports_from, 0.0)
             lost = common * crowding(kind, kinds[other])
-            free, end = until + lost, end + lost
-            ended[other] = _Moment(free)
+            free[lane], end = until + lost, end + lost
+            ended[other] = _Moment(free[lane])
         ended.append(_Moment(end))
     return [largest(of_all(ended[place]) for place in places) for places in ends]
 

@@ -32,9 +32,11 @@ class Price(NamedTuple):
     link: Number = 0.0  # seconds of the mean chunk's message on its link
 
     def times(self, factor: Number) -> Price:
-        """Return a price with all durations multiplied."""
-        seconds, by_chunk, link = (n * factor for n in (self.seconds, self.by_chunk, self.link))
-        return self._replace(seconds=seconds, by_chunk=by_chunk, link=link)
+        """Return a price with all durations multiplied, by one factor or by one of each chunk."""
+        mean = np.atleast_1d(factor).mean(-1, keepdims=np.ndim(factor) > 1)
+        by_chunk, link = self.by_chunk * factor, self.link * mean
+        transfer = Transfer(self.transfer.latency * mean, self.transfer.ports)
+        return Price(self.seconds * mean, transfer, self.is_transfer, by_chunk, link)
 
 
 def price_of(problem: Problem, op: Op, ranks: np.ndarray | None = None) -> Price:
