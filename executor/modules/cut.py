@@ -297,8 +297,18 @@ class _Cutter:
         if node.drops:
             return
 
+        parts = [self.part]
+        for value in (value for read in node.reads for value in tensors(read.value)):
+            if value.dtype == torch.int64 and value.shape == (self.n,):
+                parts += [(value < value.max()).nonzero()[:, 0]]  # one_hot looks at the largest
+        for part in parts:
+            if len(part):
+                self._must_equal_alone(node, part)
+
+    def _must_equal_alone(self, node: Node, part: Tensor) -> None:
+        """Raise Unfit if a call makes other rows where only a part of the vertices is present."""
         try:
-            found = self._alone(node, self.part)
+            found = self._alone(node, part)
         except Exception as error:
             raise Unfit(
                 f"{node.what} fails on the rows of a part of the vertices"
@@ -306,18 +316,18 @@ class _Cutter:
                 " is given something of all; give it a row of each vertex, and add up rows over"
                 " edges, by index_add or torch.sparse.mm"
             ) from error
-        for whole, part in zip(tensors(node.value), tensors(found), strict=True):
-            dim, expected = rows_at(whole, self.n) or 0, self._rows_of(whole, self.part)
+        for whole, alone in zip(tensors(node.value), tensors(found), strict=True):
+            dim, expected = rows_at(whole, self.n) or 0, self._rows_of(whole, part)
             wrong: int | None = 0
-            if expected.shape == part.shape:
-                wrong = differing(expected.movedim(dim, 0), part.movedim(dim, 0))
+            if expected.shape == alone.shape:
+                wrong = differing(expected.movedim(dim, 0), alone.movedim(dim, 0))
             if wrong is not None:
-                present = set(self.part.tolist())
+                present = set(part.tolist())
                 absent = next(v for v in range(self.n) if v not in present)
                 raise Unfit(
-                    f"{node.what} gives vertex {int(self.part[wrong])} another row when vertex"
+                    f"{node.what} gives vertex {int(part[wrong])} another row when vertex"
                     f" {absent} is absent: it looks at all vertices; use what looks at each row"
-                    " alone, or torch.nn.BatchNorm1d"
+                    " alone, as one_hot with num_classes, or torch.nn.BatchNorm1d"
                 )
 
     def _rows_of(self, value: Any, some: Tensor) -> Any:

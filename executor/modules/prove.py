@@ -111,11 +111,15 @@ def _hint(error: BaseException, words: str, small: Small) -> str:
             f"; ndata of its graph has {', '.join(['feat', *rows])}, and edata"
             f" {', '.join(edges) or 'nothing'}: name the fields of your graph's file so"
         )
+    own = (
+        f"that graph has {small.vertices} vertices: a module's own tensors cannot have a row per"
+        " vertex of yours, fields can"
+    )
     found = {
         "index out of range": "vertex 0 of that graph has no edges into it, as the first of a part"
         " may have none",
-        f"({small.vertices})": f"that graph has {small.vertices} vertices: a module's own tensors"
-        " cannot have a row per vertex of yours, fields can",
+        f"({small.vertices})": own,
+        f"size {small.vertices} but": own,
         f"(2x{small.whole.indices.size} ": "it multiplies by edge_index [2, E], whose matrix is"
         " torch.sparse_coo_tensor(edge_index.flip(0), weights, (x.size(0), x.size(0)))",
     }
@@ -263,7 +267,7 @@ Candidate = tuple[Tensor, Callable[[], Mapping[str, Tensor | None]]]
 
 def prove(module: nn.Module, pieces: Pieces, small: Small) -> None:
     """Raise Unfit if the pieces compute something else than the module. Both are in float64."""
-    pieces.structure.must_answer_alike(small.whole, pieces.place)
+    pieces.structure.must_answer_alike(small.whole, pieces.place, small.fields)
 
     dropout_mode = partial(as_pieces_draw, pieces, pieces.training, small.whole, Drop(0.0, 7))
 
@@ -530,7 +534,7 @@ def as_pieces_draw(pieces: Pieces, mode: Program, whole: CsrEdges, drop: Drop) -
         node = next(nodes)
         ids = torch.arange(rows.shape[node.dim])
         if (edges := node.edges) is not None:
-            ids = pair_ids(*pieces.structure.values_on(whole, pieces.place, [edges])[edges])
+            ids = pair_ids(*pieces.structure.values_on(whole, pieces.place, [edges], {})[edges])
         return drawn(rows, node, ids, drop, p)
 
     return Dropouts(draw)

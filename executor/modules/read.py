@@ -100,7 +100,7 @@ def _must_answer_alike(module: Module, pieces: Pieces, graph: Graph) -> None:
     """Raise SpecError if `forward` reads other numbers from a graph's edges than when recorded."""
     whole = replace(graph, loops=pieces.loops).csr_edges if pieces.loops else graph.csr_edges
     try:
-        pieces.structure.must_answer_alike(whole, pieces.place)
+        pieces.structure.must_answer_alike(whole, pieces.place, graph.vertex_fields)
     except Unfit as unfit:
         raise SpecError(f"{module.file}: {module.name}: {unfit}") from unfit
 

@@ -8,8 +8,8 @@ that draws random numbers is refused too, except for dropout.
 
 Calls of DGL's kernels are recorded too. torch does not see some other computations, such as
 compiled code. The innermost module around such a computation is recorded as one call (`Opaque`).
-Python may ask for numbers of tensors that are computed from edges alone: the answers are recorded,
-and the graph that is trained on must give the same ones."""
+Python may ask for numbers of tensors that are computed from edges and fields alone: the answers are
+recorded, and the graph that is trained on must give the same ones."""
 
 from __future__ import annotations
 
@@ -59,12 +59,13 @@ UNSEEN = (
 )
 IN_PLACE = (
     "forward changes a part of a tensor in place, as x[1:].mul_(2) and PyG's coalesce do; make a"
-    " new tensor, as torch.cat and torch.where do, and coalesce edges in the graph's file"
+    " new tensor, as torch.cat and torch.where do, and leave out coalesce and to_undirected: the"
+    " graph has no duplicate edges, and has each both ways unless --directed"
 )
 NO_MATRIX = "a sparse matrix is made by no call of torch's; make it by torch.sparse_coo_tensor"
 NUMBERS_ASKED = (
-    "forward asks for the numbers in a tensor ({}), to branch or to compute outside torch; write it"
-    " with torch's functions, as torch.where"
+    "forward asks for the numbers in a tensor ({}), to branch or to compute outside torch; leave"
+    " checks and prints out, and write all else with torch's functions, as torch.where"
 )
 # calls that are not recorded, since they return no tensor
 UNRECORDED = (
@@ -378,7 +379,8 @@ class _Recorder(TorchFunctionMode):
             raise Unfit(
                 f"{node.place}{node.what} draws random numbers, which other ranks would draw"
                 " otherwise; only dropout is drawn alike everywhere: where it has one inside, as"
-                " attention and LSTM, give it dropout=0 and drop its rows before"
+                " attention and LSTM, give it dropout=0 and drop its rows before; weigh edges or"
+                " rows, to drop whole ones, by F.dropout(torch.ones(number, 1), p, self.training)"
             )
         if first is not None and first._version != version:
             self._must_not_be_parameter(node, first)
@@ -387,18 +389,18 @@ class _Recorder(TorchFunctionMode):
         return self._record_result(node, result)
 
     def _answer(self, func: Any, name: str, args: tuple[Any, ...]) -> Any:
-        """Return the numbers that Python asks of a tensor that is computed from edges alone.
+        """Return the numbers that Python asks of a tensor of edges and fields of vertices alone.
 
         Raises Unfit if the tensor is computed from anything else."""
         node = self._argument(args[0])
         sources = live_nodes([node]) if isinstance(node, Node) else []
-        of_edges = any(each.call is None and each.name != "vertices" for each in sources)
-        if any(each.tensor_names or each.name.startswith("vertex ") for each in sources):
-            of_edges = False
-        if of_edges and name not in ("tolist", "numpy"):
+        of_graph = any(each.call is None and each.name != "vertices" for each in sources)
+        if any(each.tensor_names or each.name == "vertex x" for each in sources):
+            of_graph = False
+        if of_graph and name not in ("tolist", "numpy"):
             self.answers[node] = answer = func(*args)
             return answer
-        if of_edges and self.graph is not None:  # DGL sorts edges like this for a Python function
+        if of_graph and self.graph is not None:  # DGL sorts edges like this for a Python function
             raise _Unseen(self.path_stack[-1])
         asks = f"{name.strip('_')}{within}" if (within := _callee()) else name.strip("_")
         raise Unfit(NUMBERS_ASKED.format(asks))

@@ -85,7 +85,8 @@ def must_equal_in_ranks(module: nn.Module, make: Callable[[], nn.Module], rows: 
     if any(differing(*both) is not None for both in zip(expected, found, strict=True)):
         raise Unfit(
             "it makes other rows in the process of rank 1 of 2 than here: each rank would train"
-            " another module; read nothing that processes differ in, as os.environ['RANK']"
+            " another module; read nothing that processes differ in, as os.environ['RANK'] and the"
+            " time, and draw parameters by torch, which is seeded, or numpy.random.default_rng(0)"
         )
 
 

@@ -165,7 +165,7 @@ class Structure:
             elif node.name == "g":
                 fields = {node.name.removeprefix("edge "): values[node] for node in self.fields}
                 values[node] = dgl_graph(whole, edges, fields, source)
-            elif node.name.startswith("vertex "):
+            elif node.name.startswith("vertex ") and node in self.nodes:
                 reader = next((each.place for each in self.nodes if node in each.reads), "")
                 raise Unfit(
                     f"{reader}forward chooses edges by {node.name.removeprefix('vertex ')} of"
@@ -188,19 +188,22 @@ class Structure:
             place.run(calls, values, frees(nodes, wanted, reads))
         return {node: values[node] for node in wanted if node is not BLOCK}
 
-    def values_on(self, whole: CsrEdges, place: Place, wanted: Collection[Node]) -> Values:
-        """Return values on the whole graph."""
+    def values_on(
+        self, whole: CsrEdges, place: Place, wanted: Collection[Node], rows: Values
+    ) -> Values:
+        """Return values on the whole graph; rows: the fields of vertices that they need."""
 
         def field(node: Node) -> Tensor:
             return typed(whole.fields[node.name.removeprefix("edge ")], place.dtype)
 
-        return self._compute(wanted, place, self.inputs_of(whole, edge_index_of(whole), field))
+        values = self.inputs_of(whole, edge_index_of(whole), field) | rows
+        return self._compute(wanted, place, values)
 
     def on_whole(self, whole: CsrEdges, place: Place) -> Mapping[Node, Any]:
         """Return, and cache, the tables of the values that only the whole graph determines."""
         if whole not in self.tables:
             wanted = {*self.whole} | {edges for edges in self.whole.values() if edges is not None}
-            values = self.values_on(whole, place, wanted) if wanted else {}
+            values = self.values_on(whole, place, wanted, {}) if wanted else {}
             self.tables[whole] = self._tables_of(values, whole.vertices)
         return self.tables[whole]
 
@@ -213,21 +216,29 @@ class Structure:
             for node, edges in self.whole.items()
         }
 
-    def must_answer_alike(self, whole: CsrEdges, place: Place) -> None:
-        """Raise Unfit if `forward` reads another number from a graph's edges than when recorded.
+    def must_answer_alike(
+        self, whole: CsrEdges, place: Place, of_vertices: Mapping[str, np.ndarray]
+    ) -> None:
+        """Raise Unfit if `forward` reads another number from a graph than when recorded.
 
-        `forward` was recorded on graphs in which only the first vertex has no edges."""
+        `forward` was recorded on graphs in which only the first vertex has no edges, and each value
+        of a field occurs. of_vertices: the fields of vertices."""
         if not self.answers:
             return
-        for node, found in self.values_on(whole, place, self.answers).items():
+        rows = {
+            node: typed(of_vertices[node.name.removeprefix("vertex ")], place.dtype)
+            for node in live_nodes(self.answers)
+            if node.name.startswith("vertex ")
+        }
+        for node, found in self.values_on(whole, place, self.answers, rows).items():
             expected = self.answers[node]
             expected = expected if isinstance(expected, bool) else whole.vertices - expected
             if found != expected:
                 raise Unfit(
-                    f"{node.place}forward reads {node.what} of the edges, which is {found.item()}"
-                    f" on this graph, but {expected} was expected, as on the graphs that it was"
-                    " recorded on (only their first vertex has no edges); use x.size(0) for the"
-                    " number of vertices, and do not branch on edges"
+                    f"{node.place}forward reads {node.what} of the edges or fields, which is"
+                    f" {found.item()} on this graph, but {expected} was expected, as on the graphs"
+                    " that it was recorded on (only their first vertex has no edges, a field has"
+                    " each value); use x.size(0) for the number of vertices, and do not branch"
                 )
 
     def of_block(self, block: Block, place: Place) -> Values:

@@ -35,7 +35,7 @@ def bounded(low: float, high: float, what: str, unit: str) -> BeforeValidator:
 
 Bandwidth = Annotated[float, bounded(1e3, 1e14, "a bandwidth [B/s]", "B/s")]
 Latency = Annotated[float, bounded(0.0, 0.1, "a latency [s]", "s")]
-Duration = Annotated[float, bounded(0.0, 10.0, "a duration [s]", "s")]
+Duration = Annotated[float, bounded(0.0, 1.0, "a duration [s]", "s")]
 Bytes = Annotated[float, bounded(1e6, 1e15, "a memory size [B]", "B")]
 Size = Annotated[float, bounded(1.0, 1e13, "a size [B]", "B")]
 Share = Annotated[float, Field(gt=0.0, le=1.0)]

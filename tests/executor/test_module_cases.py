@@ -176,6 +176,10 @@ REFUSED = {
         "return self.c(self.a(x, edge_index) + torch.ones(600, 8), edge_index)",
         "cannot have a row",
     ),
+    "rows of its own beside": (
+        "rows = torch.cat([x, self.first.weight.new_ones(600, 2)], 1)\nreturn self.c(rows, edge_index)",
+        "that graph has 53 vertices: a module's own tensors cannot have a row",
+    ),
     "rows one above the other": (
         "h = self.a(x, edge_index)\nreturn self.last(torch.cat([h, h, h]))",
         r"line 16: cat makes \[159, 8\] of the rows of all 53 vertices",
@@ -562,7 +566,7 @@ ANEW = """h = self.first(x)
 for _ in range(2):
     h = self.b(h, edge_index) + self.first(F.dropout(x, 0.5, self.training))
 return self.last(h)"""
-TOLD = "line 15: forward reads any of the edges, which is True on"
+TOLD = "line 15: forward reads any of the edges or fields, which is True on"
 
 
 @pytest.mark.parametrize(
@@ -591,9 +595,35 @@ def test_edges_tell_how_many_vertices_there_are_if_the_last_has_some(tmp_path):
     pieces = asked(tmp_path, body).pieces
     assert pieces
     pair = np.array([1, 0], dtype=np.int32)
-    pieces.structure.must_answer_alike(CsrEdges(np.array([0, 1, 2]), pair), pieces.place)
-    with pytest.raises(Unfit, match=r"line 15: .* max of the edges, which is 1 on this graph, but"):
-        pieces.structure.must_answer_alike(CsrEdges(np.array([0, 1, 2, 2]), pair), pieces.place)
+    pieces.structure.must_answer_alike(CsrEdges(np.array([0, 1, 2]), pair), pieces.place, {})
+    with pytest.raises(
+        Unfit, match=r"line 15: .* max of the edges or fields, which is 1 on this graph, but"
+    ):
+        pieces.structure.must_answer_alike(CsrEdges(np.array([0, 1, 2, 2]), pair), pieces.place, {})
+
+
+def test_a_branch_on_fields_of_vertices_is_that_of_the_whole_graph(tmp_path):
+    """`if mask.any():` around the rows of a type was refused as a branch on rows."""
+    body = (
+        "h = torch.zeros_like(x)\nfor k in range(3):\n    some = kind == k\n"
+        "    if some.any():\n        h[some] = k * x[some]\nreturn self.c(self.a(h, edge_index), edge_index)"
+    )
+    fields = GraphFields(6, 3, vertex={"kind": ((), "<i8", 3)})
+    pieces = asked(tmp_path, body, "x, edge_index, kind", fields).pieces
+    assert pieces
+    whole = CsrEdges(np.array([0, 1, 2, 2]), np.array([1, 0], dtype=np.int32))
+    pieces.structure.must_answer_alike(whole, pieces.place, {"kind": np.array([0, 1, 2])})
+    with pytest.raises(Unfit, match=r"line 18: forward reads any of .* which is False"):
+        pieces.structure.must_answer_alike(whole, pieces.place, {"kind": np.array([0, 2, 2])})
+
+
+def test_a_width_that_follows_from_the_largest_of_all_is_refused(tmp_path):
+    """A rank whose vertices were all of lower types ended in a traceback."""
+    fields = GraphFields(6, 3, vertex={"kind": ((), "<i8", 3)})
+    body = "return self.c(self.a(x, edge_index), edge_index) + F.one_hot(kind{})"
+    with pytest.raises(SpecError, match=r"line 15: one_hot gives .* as one_hot with num_classes"):
+        asked(tmp_path, body.format(""), "x, edge_index, kind", fields)
+    assert asked(tmp_path, body.format(", 3"), "x, edge_index, kind", fields).pieces
 
 
 def test_parameters_are_known_by_the_words_of_their_names(tmp_path):

@@ -896,17 +896,20 @@ class TypesOfVertices(nn.Module):
         super().__init__()
         self.first = nn.ModuleList([nn.Linear(in_channels, 8) for _ in range(2)])
         self.second = nn.ModuleList([nn.Linear(8, out_channels) for _ in range(2)])
-        self.head, self.conv = nn.Linear(4, 4), GraphConv(8, 8)
+        self.head = nn.Linear(4, 4)
+        self.conv1, self.conv2 = GraphConv(8, 8), GraphConv(8, 8)
 
     def forward(self, x, edge_index, batch):
         h = torch.empty(x.size(0), 8)
         for kind, lin in enumerate(self.first):
             h[batch == kind] = lin(x[batch == kind]).relu()
-        h = self.head(self.conv(h, edge_index).view(-1, 4)).tanh().view(-1, 8)
+        h = self.head(self.conv1(h, edge_index).view(-1, 4)).tanh().view(-1, 8)
+        h = self.conv2(h, edge_index)
         out = h.new_zeros(x.size(0), self.second[0].out_features)
         for kind, lin in enumerate(self.second):
-            ids = (batch == kind).nonzero(as_tuple=True)[0]
-            out[ids] += lin(h[ids]) + x[ids, :1]
+            if (batch == kind).any():
+                ids = (batch == kind).nonzero(as_tuple=True)[0]
+                out[ids] += lin(h[ids]) + x[ids, :1]
         return out
 
 

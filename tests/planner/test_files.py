@@ -64,6 +64,7 @@ MISTAKES = r"""
   memory: 24GiB =>   memory: 24 -> cluster.yaml:5: device.memory: a memory size \[B\] must lie in .* Check the unit
   latency: 10us =>   latenzy: 10us -> cluster.yaml:11: inter_node.latenzy: unknown field; did you mean latency
   latency: 10us =>   latency: 10 -> cluster.yaml:11: inter_node.latency: .* 10 is 10. Check the unit, as in 10us
+  memory: 24GiB =>   memory: 24GiB\n  launch: 8 -> cluster.yaml:6: device.launch: .* 8 is 8. Check the unit, as in 10us
   latency: 10us =>   latency: -1us -> cluster.yaml:11: inter_node.latency: a latency
 200Gbit/s => 200Gfoo/s -> cluster.yaml:10: inter_node.bandwidth: '200Gfoo/s' has an unknown unit
 200Gbit/s => -5GB/s -> cluster.yaml:10: inter_node.bandwidth: a bandwidth
