@@ -27,7 +27,7 @@ from collections import defaultdict
 from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import cache, reduce
-from itertools import groupby, pairwise
+from itertools import groupby, pairwise, permutations
 from operator import or_
 from typing import NamedTuple
 
@@ -154,8 +154,8 @@ class _Begin(NamedTuple):
     step: int  # which of the unlike steps the operation is of
     op: int  # its place in the step
     after: list[int]  # operations that must have ended
-    lane: str
-    overlapping: list[int]  # of a transfer: transfers of other lanes that may run, in order
+    # of a transfer: for each other lane the transfers that may run, in order
+    overlapping: list[list[int]]
 
 
 def _begins(
@@ -176,7 +176,9 @@ def _begins(
     begins, over = list[_Begin](), list[int]()
     last: dict[Label | str, int] = {}  # label -> place; lane -> place of its last operation
     ends = defaultdict[int, dict[str, int]](dict)  # step -> lane -> place of its last operation
-    transfers = list[tuple[str, int]]()  # lane and place of each transfer
+    # (lane, other lane) -> transfers of the other lane that the lane's next transfer may overlap
+    lanes = dict.fromkeys(op.lane for step in unlike for op in step if op.moves)
+    overlapping = {pair: list[int]() for pair in permutations(lanes, 2)}
 
     def latest(places: set[int]) -> list[int]:
         """Return the places that no other of these places depends on."""
@@ -190,11 +192,13 @@ def _begins(
         over.append(reduce(or_, (over[other] | 1 << other for other in awaited), 0))
         last[op.label(step)] = last[op.lane] = place
         name = cycle[step % len(cycle)]
-        others = [each for lane, each in transfers if op.moves and lane != op.lane]
-        overlapping = [other for other in others if not over[place] >> other & 1]
-        if op.moves:
-            transfers.append((op.lane, place))
-        begins.append(_Begin(name, place_of[name][op.label(0)], awaited, op.lane, overlapping))
+        others = list[list[int]]()
+        for lane in lanes.keys() - {op.lane} if op.moves else ():
+            there = [each for each in overlapping[op.lane, lane] if not over[place] >> each & 1]
+            others.append(there)
+            overlapping[op.lane, lane] = there.copy()
+            overlapping[lane, op.lane].append(place)
+        begins.append(_Begin(name, place_of[name][op.label(0)], awaited, others))
         if op.op == "loss" or not program.by_loss:
             ends[step][op.lane] = place
     return begins, [latest(set(by_lane.values())) for by_lane in ends.values()]
@@ -251,6 +255,10 @@ def _ends_s(
     def crowding(one: int, other: int) -> Number:
         return _crowding(prices[one], prices[other])
 
+    @cache
+    def crowds(one: int, others: frozenset[int]) -> bool:
+        return any(np.any(crowding(one, other) > 0) for other in others)
+
     ended = list[_Moment]()  # place -> end of the operation
     began = dict[int, Number]()  # place -> begin of the transfer [s]
     for place, (kind, condition) in enumerate(zip(kinds, begins, strict=True)):
@@ -260,20 +268,25 @@ def _ends_s(
             ended.append(start.after_one_more(kind))
             continue
         began[place] = begin = of_all(start)
-        end, free = begin + price.seconds, dict[str, Number]()  # lane -> time at which it is free
-        for other in condition.overlapping:
-            if not np.any(ended[other].synced > begin):
+        end = begin + price.seconds
+        for others in condition.overlapping:
+            if not crowds(kind, frozenset(kinds[other] for other in others)):
                 continue
-            lane, other_price = begins[other].lane, prices[kinds[other]]
-            delay = np.maximum(free.get(lane, 0.0) - began[other], 0.0)
-            began[other], until = began[other] + delay, ended[other].synced + delay
-            ports_from = np.maximum(
-                begin + price.transfer.latency, began[other] + other_price.transfer.latency
-            )
-            common = np.maximum(np.minimum(until, end) - ports_from, 0.0)
-            lost = common * crowding(kind, kinds[other])
-            free[lane], end = until + lost, end + lost
-            ended[other] = _Moment(free[lane])
+            free: Number = 0.0  # time at which the other lane is free
+            for other in others:
+                both = (ended[other].synced > begin) & (began[other] < np.maximum(end, free))
+                if not (both.any() if isinstance(both, np.ndarray) else both):
+                    continue
+                other_price = prices[kinds[other]]
+                delay = np.maximum(free - began[other], 0.0)
+                began[other], until = began[other] + delay, ended[other].synced + delay
+                ports_from = np.maximum(
+                    begin + price.transfer.latency, began[other] + other_price.transfer.latency
+                )
+                common = np.maximum(np.minimum(until, end) - ports_from, 0.0)
+                lost = common * crowding(kind, kinds[other])
+                free, end = until + lost, end + lost
+                ended[other] = _Moment(free)
         ended.append(_Moment(end))
     return [largest(of_all(ended[place]) for place in places) for places in ends]
 
