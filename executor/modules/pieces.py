@@ -141,7 +141,7 @@ class Pieces:
 def packed(values: Values, nodes: Sequence[Node]) -> Tensor:
     """Return rows [n, W] that hold the values of some nodes side by side."""
     parts = [values[node].movedim(node.dim, 0) for node in nodes]
-    flat = [part.reshape(part.shape[0], -1) for part in parts]
+    flat = [part.flatten(1) if part.ndim > 1 else part[:, None] for part in parts]
     kind = flat[0].dtype if flat[0].is_floating_point() else torch.get_default_dtype()
     flat = [part if part.is_floating_point() else part.to(kind) for part in flat]
     return flat[0] if len(flat) == 1 else torch.cat(flat, 1)
@@ -320,7 +320,10 @@ class PieceLayer(Layer):
     ) -> Values:
         """Return what a piece computes from rows of so many vertices; like: their type and device.
 
-        ids, for dropout: of the vertices (None), and of the edges of each edge set."""
+        ids, for dropout: of the vertices (None), and of the edges of each edge set. The user's
+        calls do not run without rows, on which view(n, -1) fails."""
+        if not vertices:
+            return {node: self._no_rows(node, like) for node in piece.outputs}
 
         def draw(node: Node, value: Tensor, p: float) -> Tensor:
             if not self.drop.training:
@@ -334,6 +337,11 @@ class PieceLayer(Layer):
         place = Place(self.named, draw, like.dtype, like.device)
         place.run([node for node in piece.nodes if node not in values], values, piece.frees)
         return {node: values[node] for node in piece.outputs}
+
+    def _no_rows(self, node: Node, like: Tensor) -> Tensor:
+        """Return a value of no vertices, whose gradients of all parameters are zero."""
+        sizes = [0 if dim == node.dim else size for dim, size in enumerate(node.value.shape)]
+        return torch.cat([each.flatten()[:0] for each in (like, *self.parameters())]).view(sizes)
 
     def _unpacked(self, rows: Tensor, nodes: Sequence[Node]) -> Values:
         """Return prepared rows by node; features among what layer 1 prepares get no gradient."""

@@ -238,8 +238,8 @@ class Recorded:
     nodes: list[Node]
     inputs: dict[str, Node]  # by Bound's name of the input; also 'vertices' and EDGES_OF
     output: Node
-    # the number that Python read from a node that is computed from edges alone: a bool; or, once
-    # `with_sizes` has run, the difference between the number of vertices and the number read
+    # what Python read from a node that is computed from edges and fields alone; once `with_sizes`
+    # has run, (t, n), which mean t times the number of vertices plus n, or n itself if t is 0
     answers: dict[Node, Any] = field(default_factory=dict)
 
     @property
@@ -351,6 +351,8 @@ class _Recorder(TorchFunctionMode):
             return func(*args, **kwargs)
         if name in TO_PYTHON:
             return self._answer(func, name, args)
+        if name == "squeeze" and len(args) == 1 and not kwargs:  # a rank may have a single row
+            args = args[0], tuple(dim for dim, size in enumerate(args[0].shape) if size == 1)
         if name in ("empty", "new_empty", "empty_like"):  # forward writes them before it reads them
             name = name.replace("empty", "zeros")
             func = getattr(Tensor if name == "new_zeros" else torch, name)
@@ -742,16 +744,15 @@ def with_sizes(small: Recorded, large: Recorded) -> Recorded:
         edge_sets += [(node, twin)] if is_edge_set(node.value) else []
     if len(both[0]) != len(both[1]):
         raise unequal(both[1][-1])
-    # Python may read the number of vertices, or the last vertex's id
-    known = {(small.vertices - less, large.vertices - less): less for less in (0, 1)}
+    # Python may read the number of vertices, the last vertex's id, or one number of both graphs
+    known = {(small.vertices - less, large.vertices - less): (1, -less) for less in (0, 1)}
     if len(small.answers) != len(large.answers):
         raise unequal(both[1][-1])
     pairs = zip([*small.answers.items()], large.answers.values(), strict=True)
     for (node, first), second in pairs:
-        if not isinstance(first, bool):
-            if (first, second) not in known:
-                raise Unfit(f"{node.place}{NUMBERS_ASKED.format(node.what)}")
-            small.answers[node] = known[first, second]
+        if first != second and (first, second) not in known:
+            raise Unfit(f"{node.place}{NUMBERS_ASKED.format(node.what)}")
+        small.answers[node] = known.get((first, second), (0, first))
     return small
 
 

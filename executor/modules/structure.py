@@ -231,8 +231,8 @@ class Structure:
             if node.name.startswith("vertex ")
         }
         for node, found in self.values_on(whole, place, self.answers, rows).items():
-            expected = self.answers[node]
-            expected = expected if isinstance(expected, bool) else whole.vertices - expected
+            times, number = self.answers[node]
+            expected = times * whole.vertices + number if times else number
             if found != expected:
                 raise Unfit(
                     f"{node.place}forward reads {node.what} of the edges or fields, which is"

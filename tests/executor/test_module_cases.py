@@ -603,9 +603,10 @@ def test_edges_tell_how_many_vertices_there_are_if_the_last_has_some(tmp_path):
 
 
 def test_a_branch_on_fields_of_vertices_is_that_of_the_whole_graph(tmp_path):
-    """`if mask.any():` around the rows of a type was refused as a branch on rows."""
+    """`if mask.any():` around the rows of a type was refused as a branch on rows, and the number of
+    types as a number in a tensor."""
     body = (
-        "h = torch.zeros_like(x)\nfor k in range(3):\n    some = kind == k\n"
+        "h = torch.zeros_like(x)\nfor k in range(int(kind.max()) + 1):\n    some = kind == k\n"
         "    if some.any():\n        h[some] = k * x[some]\nreturn self.c(self.a(h, edge_index), edge_index)"
     )
     fields = GraphFields(6, 3, vertex={"kind": ((), "<i8", 3)})
@@ -613,6 +614,8 @@ def test_a_branch_on_fields_of_vertices_is_that_of_the_whole_graph(tmp_path):
     assert pieces
     whole = CsrEdges(np.array([0, 1, 2, 2]), np.array([1, 0], dtype=np.int32))
     pieces.structure.must_answer_alike(whole, pieces.place, {"kind": np.array([0, 1, 2])})
+    with pytest.raises(Unfit, match=r"line 16: forward reads max of .* is 1 .* but 2 was expected"):
+        pieces.structure.must_answer_alike(whole, pieces.place, {"kind": np.array([0, 1, 1])})
     with pytest.raises(Unfit, match=r"line 18: forward reads any of .* which is False"):
         pieces.structure.must_answer_alike(whole, pieces.place, {"kind": np.array([0, 2, 2])})
 

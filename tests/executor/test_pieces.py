@@ -197,6 +197,34 @@ def test_rows_that_only_their_vertex_reads_later_stay(appnp):
     assert [model.exchanged_width(layer, narrow=True) for layer in (2, 3, 4)] == 3 * [CLASSES]
 
 
+FEW = """
+class Few(nn.Module):
+    def __init__(self, f, c):
+        super().__init__()
+        self.conv, self.gate, self.last = SAGEConv(f, 8), nn.Linear(8, 1), nn.Linear(8, c)
+    def forward(self, x, edge_index):
+        h = self.conv(x, edge_index)
+        gate = self.gate(h).squeeze().sigmoid()
+        return self.last(h.view(h.size(0), 2, -1).flatten(1) * gate.unsqueeze(-1))
+"""
+
+
+def test_a_rank_may_have_one_row_or_none(tmp_path):
+    """Training ended in a traceback: squeeze() took the row for a width, view(0, -1) has none. So
+    ends an epoch whose last mini-batch has fewer seeds than there are ranks."""
+    _, pieces = module(tmp_path, "Few(f, c)", HEAD + FEW)
+    layer, x = pieces.layer(1), torch.randn(2, FEATURES)
+    expected = pieces.module.eval()(x, torch.tensor([[1], [0]]))
+    whole = CsrEdges(np.array([0, 1, 1]), np.array([1], np.int32))
+    for rows, block in enumerate((Block([0], [], 0), Block([0, 1], [1], 2))):
+        block.source, block.graph_edges = torch.arange(2 * rows), whole
+        out = layer(block, x[: 2 * rows])
+        layer.zero_grad()  # that of counting
+        assert torch.allclose(out, expected[:rows]) and out.shape == (rows, CLASSES)
+        out.sum().backward()
+        assert all(bool(each.grad.any()) == bool(rows) for each in layer.parameters())
+
+
 @pytest.mark.slow
 def test_equal_calls_are_made_once(appnp):
     """APPNP makes alpha times its first rows in every step of its own."""

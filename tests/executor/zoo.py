@@ -906,7 +906,8 @@ class TypesOfVertices(nn.Module):
         h = self.head(self.conv1(h, edge_index).view(-1, 4)).tanh().view(-1, 8)
         h = self.conv2(h, edge_index)
         out = h.new_zeros(x.size(0), self.second[0].out_features)
-        for kind, lin in enumerate(self.second):
+        for kind in range(int(batch.max()) + 1):
+            lin = self.second[kind]
             if (batch == kind).any():
                 ids = (batch == kind).nonzero(as_tuple=True)[0]
                 out[ids] += lin(h[ids]) + x[ids, :1]
