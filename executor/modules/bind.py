@@ -333,7 +333,8 @@ def _drawn(
         if EACH * kinds <= rows and np.bincount(numbers.ravel(), minlength=kinds).min() < EACH:
             # a module may select the edges of one kind, and an empty selection has no size
             numbers = np.resize(draw.permutation(rows) % kinds, (*sizes, rows)).T
-        numbers.flat[0] = max(kinds - 1, 0)  # a module may ask for the largest
+        if 0 < kinds <= rows:
+            numbers.flat[0] = kinds - 1  # a module may ask for the largest
         return numbers.reshape(rows, *sizes).astype(kind)
     if np.dtype(kind).kind == "b":
         return draw.random((rows, *sizes)) < 0.5
