@@ -929,7 +929,7 @@ class ReadsBothWays(nn.Module):
         return self.conv(x, to_undirected(edge_index, num_nodes=x.size(0)))
 
 
-@needs("batch", refused="asks for the numbers in a tensor")
+@needs("batch", refused="of the rows of all")
 class GraphClassifier(nn.Module):
     """A row of logits per graph."""
 
