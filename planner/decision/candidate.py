@@ -181,12 +181,10 @@ def evaluate_or_save_memory(
         raise error
 
 
-def placed(problem: Problem, strategy: Strategy, limit_s: float = np.inf) -> Problem:
+def placed(problem: Problem, strategy: Strategy) -> Problem:
     """Return the problem with its ranks placed for the strategy's traffic.
 
-    Of the `proposed` placements it has the one with the shortest predicted epoch. Ranks stay in
-    order if computation and waiting alone take `limit_s` [s], since then no placement can win.
-    Raises SpecError.
+    Of the `proposed` placements it has the one with the shortest predicted epoch. Raises SpecError.
     """
     strategy = strategy.settle(problem)
     strategy.check(problem)
@@ -194,10 +192,6 @@ def placed(problem: Problem, strategy: Strategy, limit_s: float = np.inf) -> Pro
     in_order = problem.placed(gpus)
     if len(gpus) == 1:
         return in_order
-    if limit_s < np.inf:
-        predicted = strategy.predict(in_order)
-        if float(predicted.epoch_s - predicted.comm_s) >= limit_s:
-            return in_order
     sent = strategy.traffic(in_order) if len(gpus) <= MOST_PAIRED else []
     groups = strategy.built(in_order).groups
     _, *others = proposed(problem.cluster, gpus, sent, groups, strategy.tied(in_order))

@@ -280,27 +280,12 @@ class Objective:
         """Return the objective's value for an epoch of `epoch_s` [s] on the problem's GPUs."""
         return self._counted(problem, epoch_s * self.epochs(problem, strategy).usual)
 
-    def longest(self, problem: Problem, strategy: Strategy, value: float) -> float:
-        """Return the epoch for which the objective's value is `value` [s]."""
-        start = float(self.value(problem, strategy, 0.0))
-        return (value - start) / (float(self.value(problem, strategy, 1.0)) - start)
-
     def drawn(self, problem: Problem, strategy: Strategy, epochs_s: Array) -> Array:
         """Return the value in each draw [DRAWS], from the epoch in each draw [DRAWS] [s]."""
         out = self._counted(problem, epochs_s * self.epochs(problem, strategy).drawn)
         if self.of == "energy":
             out = out * factors_of(problem.cluster, "device.power")
         return np.asarray(out)
-
-    def at_least(self, problem: Problem, epoch_s: float) -> float:
-        """Return a lower bound on the value of strategies whose epoch takes `epoch_s` or more."""
-        runs = self.target.of_question(problem) if self.target else []
-        accuracy = self.target.accuracy if self.target else 0.0
-        spans = [span for run in runs if (span := run.reached(accuracy))]
-        fewest: float = min((before + 1 for before, _ in spans), default=1)
-        if self.stated is not None:
-            fewest = self.stated[problem.workload.mode].usual
-        return float(self._counted(problem, epoch_s * fewest))
 
     def _counted(self, problem: Problem, seconds: Number) -> Number:
         """Return the value of a training that takes `seconds` on the problem's GPUs."""

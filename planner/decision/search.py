@@ -39,8 +39,6 @@ from gnnplan.planner.decision.recommendation import (
     outlooks,
     settled_regret,
 )
-from gnnplan.planner.ownership.estimated_layout import EstimatedLayout
-from gnnplan.planner.ownership.layout import Layout
 from gnnplan.planner.problem.problem import Problem
 from gnnplan.planner.strategies.base import Strategy
 from gnnplan.planner.vocabulary.errors import GnnplanError, Infeasible, SpecError
@@ -155,20 +153,11 @@ class Search:
             return found
         for gpus in parts(problem.cluster, sizes_alone=objective.stated is not None):
             smaller, waiting = problem.placed(gpus), list[Candidate]()
-            # a plan for a whole training always compares with one GPU: whether to distribute
-            is_needed = objective.stated is not None and len(gpus) == 1
-            known = [*on_all, *found, *exact_ones]
-            limits = {kind: least_of(known, kind) for kind in (True, False)}
-            limit = objective.slack * (limits[True] if np.isfinite(limits[True]) else limits[False])
-            if not is_needed and objective.at_least(smaller, bound_s(problem, len(gpus))) >= limit:
-                continue
             for strategy in self.candidates(smaller):
                 where = f"on {len(gpus)} of {show_count(problem.ranks, 'GPU')}"
                 notify("evaluating candidates", f"{strategy} {where}")
                 with suppress(SpecError, Infeasible):
-                    settled = strategy.settle(smaller)
-                    limit_s = objective.longest(smaller, settled, limits[settled.exact])
-                    on_gpus = placed(smaller, strategy, limit_s)
+                    on_gpus = placed(smaller, strategy)
                     waiting.append(Candidate.of(on_gpus, strategy, objective))
             fitting = _fitting(waiting)
             if least_one := next(fitting, None):
@@ -389,28 +378,3 @@ def parts(cluster: Cluster, sizes_alone: bool = False) -> list[tuple[int, ...]]:
 
 def _halvings(count: int) -> list[int]:
     return [count >> times for times in range(count.bit_length())]
-
-
-def bound_s(problem: Problem, ranks: int) -> float:
-    """Return a lower bound on an epoch [s]: computation split evenly over ranks, no communication.
-
-    All ranks together compute at least the rows that a single rank computes: the rows that the
-    training vertices need, in the graph or in every batch.
-    """
-    one_rank, share = problem.placed((0,)), 1.0 / ranks
-    if problem.workload.mode == "mini":
-        batches = one_rank.minibatches((0,))
-        steps: Sequence[Layout | EstimatedLayout] = batches.first()
-        share *= batches.steps / len(steps)  # the known steps represent all steps
-    elif problem.workload.norm == "batch":
-        steps = [one_rank.layout()]
-    else:
-        steps = one_rank.batches(one_rank.layout(), 1)
-    work = []
-    for layer in range(1, problem.workload.layers + 1):
-        facts = [step.facts(layer) for step in steps]
-        rows = share * sum(float(f.rows.sum()) for f in facts)
-        edges = share * sum(float(f.edges.sum()) for f in facts)
-        for direction in (problem.model.forward, problem.model.backward):
-            work.append(direction(layer, rows, rows, edges))
-    return float(sum(problem.cost.compute_s(each) for each in work))
