@@ -189,50 +189,38 @@ def alone_simulated_serial(told: StrategyEvaluation) -> None:
 
 
 def closed_form_is_the_simulation_within_the_claim(told: StrategyEvaluation) -> None:
-    """Compare every epoch of a period. Transfers of a synchronous step or of a pipeline do not
-    share a link, so contention does not matter, unless gradients are summed in several buckets. A
-    stale step's all-reduce shares links with exchanges: its closed form lies between the two
-    simulations and close to the contended one. The same holds for a hybrid's members, which send
-    at the same time through their server's one NIC."""
+    """Compare every epoch of a period. Transfers of a synchronous step share no link, unless
+    gradients are summed in several buckets. A stale step's all-reduce shares links with exchanges:
+    its closed form lies between the two simulations and close to the contended one."""
+    problem, strategy, buckets = told.problem, told.strategy, getattr(told.strategy, "buckets", 1)
+    claim = strategy.claim if buckets == 1 else max(strategy.claim, CLAIM)
     both = (each.epochs_s(told.steps) for each in (told.alone, told.contended))
     alike = [[median(epochs[e :: told.period]) for e in range(told.period)] for epochs in both]
     for e, (alone, contended) in enumerate(zip(*alike, strict=True), 1):  # the first is not there
-        _closed_form_is_near(told, float(told.predicted.at(e).epoch_s), alone, contended)
-
-
-def _closed_form_is_near(
-    told: StrategyEvaluation, closed: float, alone: float, contended: float
-) -> None:
-    problem, strategy = told.problem, told.strategy
-    buckets = getattr(strategy, "buckets", 1)
-    claim = strategy.claim if buckets == 1 else max(strategy.claim, CLAIM)
-    assert abs(closed / contended - 1) <= claim, (closed, contended)
-    if told.strategy.built(problem).lag:
-        assert alone * (1 - ROUND) <= closed
-        assert buckets > 1 or closed <= contended * (1 + ROUND)
-    elif buckets > 1:
-        assert alone * (1 - ROUND) <= closed
-        assert abs(closed / contended - 1) <= CLAIM, (closed, contended)
-    elif isinstance(strategy, Tensor3D):  # concurrent groups share their servers' NICs
-        assert alone * (1 - ROUND) <= closed
-    elif isinstance(strategy, GNNPipe):  # stages share ports, if members exchange rows
-        least = 0.95 if problem.stats.edges else 0.0  # without edges members never meet
-        assert alone * least <= closed, (closed, alone)
-        assert strategy.members(problem) > 1 or abs(closed / contended - 1) <= 0.05
-    else:
-        assert abs(closed / alone - 1) <= strategy.claim, (closed, alone)
+        closed = float(told.predicted.at(e).epoch_s)
+        assert abs(closed / contended - 1) <= claim, (closed, contended)
+        if told.strategy.built(problem).lag:
+            assert alone * (1 - ROUND) <= closed
+            assert buckets > 1 or closed <= contended * (1 + ROUND)
+        elif buckets > 1:
+            assert alone * (1 - ROUND) <= closed
+            assert abs(closed / contended - 1) <= CLAIM, (closed, contended)
+        elif isinstance(strategy, Tensor3D):  # concurrent groups share their servers' NICs
+            assert alone * (1 - ROUND) <= closed
+        elif isinstance(strategy, GNNPipe):  # stages share ports, if members exchange rows
+            least = 0.95 if problem.stats.edges else 0.0  # without edges members never meet
+            assert alone * least <= closed, (closed, alone)
+            assert strategy.members(problem) > 1 or abs(closed / contended - 1) <= 0.05
+        else:
+            assert abs(closed / alone - 1) <= strategy.claim, (closed, alone)
 
 
 def parts_of_the_epoch_add_up(told: StrategyEvaluation) -> None:
     for p in (told.predicted, *told.predicted.epochs_of_period):
-        _parts_add_up(p)
-
-
-def _parts_add_up(p: Prediction) -> None:
-    assert min(float(p.compute_s), float(p.comm_s), float(p.bubble_s)) >= 0
-    assert float(p.compute_s) <= float(p.epoch_s) * (1 + ROUND)
-    assert sums(p) == pytest.approx(float(p.epoch_s), rel=1e-9)
-    assert p.bottleneck.split(" (")[0] in ("computation", "communication", "waiting")
+        assert min(float(p.compute_s), float(p.comm_s), float(p.bubble_s)) >= 0
+        assert float(p.compute_s) <= float(p.epoch_s) * (1 + ROUND)
+        assert sums(p) == pytest.approx(float(p.epoch_s), rel=1e-9)
+        assert p.bottleneck.split(" (")[0] in ("computation", "communication", "waiting")
 
 
 def better_hardware_is_never_slower(told: StrategyEvaluation) -> None:

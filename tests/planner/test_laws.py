@@ -211,6 +211,7 @@ CONTENDED = [  # what was predicted, against what is played, where transfers sha
         "p3(over='rank',pipelined=True)",
         MINI,
     ),
+    ("-11 %", "ogbn-products", "l4_box", 1, "gcn", 256, "data_parallel(prefetch=2)", MINI),
     ("-9 %", "squirrel", str(MEASURED / "2x2_2Gbit.2.yaml"), 2, "gcn", 128, "pipegcn", {}),
     ("-4 %", "squirrel", str(MEASURED / "1x4.1.yaml"), 1, "gcn", 128, "pipegcn", {}),
 ]
