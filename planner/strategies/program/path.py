@@ -261,15 +261,15 @@ def _ends_s(
 
     ended = list[_Moment]()  # place -> end of the operation
     began = dict[int, Number]()  # place -> begin of the transfer [s]
-    for place, (kind, condition) in enumerate(zip(kinds, begins, strict=True)):
+    for place, (kind, (*_, after, overlapping)) in enumerate(zip(kinds, begins, strict=True)):
         price = prices[kind]
-        start = reduce(or_later, [ended[other] for other in condition.after] or [_Moment()])
+        start = reduce(or_later, [ended[other] for other in after] or [_Moment()])
         if not price.is_transfer:
             ended.append(start.after_one_more(kind))
             continue
         began[place] = begin = of_all(start)
         end = begin + price.seconds
-        for others in condition.overlapping:
+        for others in overlapping:
             if not crowds(kind, frozenset(kinds[other] for other in others)):
                 continue
             free: Number = 0.0  # time at which the other lane is free
