@@ -5,6 +5,7 @@ import warnings
 import pytest
 import torch
 from torch.optim.lr_scheduler import CosineAnnealingLR, LinearLR, SequentialLR, StepLR
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from gnnplan.executor.ranks.learner import Optimizer
 from gnnplan.planner.gnn.workload import Workload
@@ -28,6 +29,7 @@ KINDS = [
 def test_steps_are_those_of_torch(fields, kind, options, dtype):
     torch.manual_seed(0)
     start = [torch.randn(shape, dtype=dtype) for shape in ((3, 4), (5,))]
+    start.append(torch.randn(40, 30, dtype=dtype).t())  # stored by column
     mine, other = ([torch.nn.Parameter(w.clone()) for w in start] for _ in range(2))
     if kind is not torch.optim.SGD:
         options = {**options, "fused": True}
@@ -42,6 +44,24 @@ def test_steps_are_those_of_torch(fields, kind, options, dtype):
         theirs.step()
     for p, q in zip(mine, other, strict=True):
         torch.testing.assert_close(p, q, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("kind", ["adam", "adamw"])
+def test_torch_gets_no_weights_by_column_which_it_would_copy(kind):
+    class Seen(TorchDispatchMode):
+        by_row: bool | None = None
+
+        def __torch_dispatch__(self, operation, types, args=(), kwargs=None):
+            if "fused" in str(operation):
+                self.by_row = all(t.is_contiguous() for tensors in args[:4] for t in tensors)
+            return operation(*args, **kwargs or {})
+
+    weight = torch.nn.Parameter(torch.randn(40, 30).t())
+    optimizer = Optimizer([weight], Workload(optimizer=kind))
+    weight.grad = torch.randn_like(weight)
+    with Seen() as seen:
+        optimizer.step()
+    assert seen.by_row
 
 
 @pytest.mark.parametrize("warmup", [0, 1, 4])
