@@ -67,6 +67,8 @@ from gnnplan.planner.vocabulary.numbers import ranges
 from gnnplan.planner.vocabulary.schedule import Label
 from gnnplan.planner.vocabulary.trace import Span, sampler_lane
 
+# A sort takes less time than a pass over the graph's vertices with fewer ids than their 16th part.
+SORTED = 16
 _opened = itertools.count()  # numbers samplers: all ranks open them in the same order
 
 
@@ -128,8 +130,10 @@ class Sampler:
         self._degrees = degrees(batches.graph)  # before the fork: sampler processes share it
         if lists is not None:
             self.graph = thinned(batches.graph, lists.keeps(me))
-        # workspace [N]: the position of a vertex among a layer's sources
+        # workspaces [N]: the position of a vertex among a layer's sources; whether a row of the
+        # vertex is here (false between batches)
         self._index = np.empty(self.graph.stats.vertices, dtype=np.int32)
+        self._present = np.zeros(self._index.size, dtype=bool)
         # adjacency lists on the device that draws neighbours
         self.device_lists = None if device is None else sampling.Lists(self.graph, device)
 
@@ -158,7 +162,7 @@ class Sampler:
             sampled.share.ends = self._ends(pairs, rows)
         if self.lays_on_device:
             return self._lay_on_device(sampled, step)
-        present = np.zeros(self.graph.stats.vertices, dtype=bool)  # own rows, by vertex
+        present = self._present
         present[rows] = True
         drawn: list[Drawn] = []  # the last layer first
         began = now()
@@ -178,7 +182,7 @@ class Sampler:
                 if self.split == "first":  # owners compute all rows that are needed, old and new
                     reads = neighbours = np.concatenate([rows, neighbours])
                     kept = reads[self._owns(reads)]
-                    present[:] = False
+                    present[rows] = False
                     present[kept] = True
                 own, asked = self._by_owner(neighbours)
                 self._record(sampled, label, began)
@@ -196,6 +200,7 @@ class Sampler:
             below = np.concatenate([kept, new])
             drawn.append(Drawn(rows, below, indptr, columns, meets, halo, gives, takes, reads))
             rows = below
+        present[rows] = False
         if not is_shared and not asks:
             self._record(sampled, Label("draw", step), began)
         self._lay(sampled, step, drawn[::-1])
@@ -411,9 +416,12 @@ class Sampler:
 
 def missing(present: NDArray[np.bool_], parts: Sequence[np.ndarray]) -> Ids:
     """Return the distinct vertices of the parts that are not `present` [N], sorted."""
+    ids = np.concatenate(parts)
+    if present.size > SORTED * ids.size:
+        new = np.sort(ids[~present[ids]]).astype(np.int64)
+        return new[np.diff(new, prepend=-1) > 0]
     found = np.zeros(present.size, dtype=bool)
-    for ids in parts:
-        found[ids] = True
+    found[ids] = True
     return np.flatnonzero(found & ~present)
 
 
@@ -485,9 +493,9 @@ class SourceSampler(Sampler):
         ends, lengths = np.cumsum(counts), counts[first_of]
         indptr = np.concatenate([[0], np.cumsum(lengths)])
         columns = columns[ranges(ends[first_of] - lengths, lengths)]
-        present = np.zeros(self._index.size, dtype=bool)
-        present[rows[:own]] = True
-        source = np.concatenate([rows[:own], missing(present, [columns])])
+        self._present[rows[:own]] = True
+        source = np.concatenate([rows[:own], missing(self._present, [columns])])
+        self._present[rows[:own]] = False
         self._index[source] = np.arange(source.size, dtype=np.int32)
         block = weighted_block(
             self.graph,

@@ -23,8 +23,9 @@ INDEX = 4  # size of an index in our own structures [B]
 LONG = 8  # size of an index that torch requires in int64 [B]
 BAG = 8  # bytes that embedding_bag keeps per source row: two numbers [B]
 # hash_ops per number of sparse rows in the transpose: to find the number's position there, and to
-# write the number there
-TRANSPOSED, REORDERED = 2, 1
+# write the number there; on a core (4 and 2 ns where a hash takes 0.4 ns: an AMD EPYC, 2026-11-29),
+# on a GPU
+TRANSPOSED, REORDERED = (9, 2), (4, 1)
 
 # Passes over memory: how often an operation reads or writes each number, (forward, backward)
 Both = tuple[float, float]
@@ -129,16 +130,18 @@ class Operations(Trace):
     def _multiply(self, x: TensorAmount, h_in: int, h_out: int) -> None:
         """Add the work of a product of rows x with a matrix [h_in, h_out]."""
         setting, (forward, backward) = self.setting, self.works(x.rows)
+        on_gpu = setting.on_gpu
         if x.index:
             # A sparse row gathers a column of the matrix per number. The gradient is a product with
             # the transpose, whose order is computed anew for each batch: the numbers are written in
             # that order, and each number gathers a row of the output's gradient.
             numbers, matrix = x.rows * x.width, Amount.of(h_in)
             forward.gathers.append(GatherAmounts(numbers, h_out, matrix, x.rows))
+            forward.reads_columns = True
             backward.gathers.append(GatherAmounts(numbers, h_out, x.rows, matrix))
             backward.add(
                 elementwise_bytes=self.size(Amount.of(SUM * h_in), h_out),
-                hash_ops=numbers * (REORDERED + TRANSPOSED * setting.resamples),
+                hash_ops=numbers * (REORDERED[on_gpu] + TRANSPOSED[on_gpu] * setting.resamples),
             )
             backward.launches += 3
             return

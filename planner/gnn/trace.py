@@ -66,6 +66,9 @@ class Work:
     amounts: dict[str, Amount] = field(default_factory=dict)  # field of Compute -> amount
     gathers: list[GatherAmounts] = field(default_factory=list)
     launches: int = 0  # counted launches; `on` gets the other launches from Model
+    # whether nearly all gathers read the weight of sparse features, whose frequent columns are in
+    # cache
+    reads_columns: bool = False
 
     def add(self, **amounts: Amount) -> None:
         for name, amount in amounts.items():
@@ -86,7 +89,7 @@ class Work:
             ),
             launches=launches + self.launches,
             itemsize=itemsize,
-            scattered=scattered,
+            scattered=scattered and not self.reads_columns,
             **amounts,
         )
 

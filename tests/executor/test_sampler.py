@@ -13,9 +13,11 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 
 from gnnplan.executor import train as module
-from gnnplan.executor.minibatch.sampler import Sampled, Sampler
+from gnnplan.executor.minibatch.sampler import Sampled, Sampler, missing
 from gnnplan.executor.minibatch.share_queue import ShareQueue
 from gnnplan.executor.ranks.rank import Groups, Rank
 from gnnplan.executor.strategies import open_worker
@@ -253,3 +255,24 @@ def test_an_error_of_a_load_is_the_steps(graphs):
     with pytest.raises(ValueError, match="no such row"):
         ahead.next(1)
     ahead.close()
+
+
+@given(st.integers(0, 2**32 - 1), st.integers(0, 40), st.integers(1, 60), st.sampled_from([1, 99]))
+def test_new_vertices_are_found_by_a_pass_or_by_a_sort(seed, count, vertices, sparsely):
+    """Of few ids among many vertices a sort is quicker; both give the same."""
+    draw = np.random.default_rng(seed)
+    present = draw.random(vertices * sparsely) < 0.3
+    ids = draw.integers(0, present.size, count).astype(np.int32)
+    new = missing(present, [ids[:3], ids])
+    assert new.dtype == np.int64 and new.tolist() == sorted(
+        {*ids.tolist()} - {*present.nonzero()[0]}
+    )
+
+
+def test_a_batch_leaves_no_vertex_behind_for_the_next(graphs):
+    batches = DataParallel().batches(Case("data_parallel", graphs["rough"], WORK).problem(1))
+    often, once = (Sampler(batches, 0, ["mean", "mean"]) for _ in range(2))
+    for step in (0, 1):
+        often[step]
+    parts = zip(often[2].share.parts, once[2].share.parts, strict=True)
+    assert all(np.array_equal(a.source, b.source) for a, b in parts)
