@@ -43,9 +43,10 @@ from numpy.typing import NDArray
 from torch.distributed import PrefixStore  # type: ignore[attr-defined]
 
 from gnnplan.executor.layers.blocks import weighted_block
+from gnnplan.executor.layers.kernels import Block
 from gnnplan.executor.layers.targets import weight_of
 from gnnplan.executor.minibatch import device_sampling as sampling
-from gnnplan.executor.minibatch.share import Ends, Part, Selection, Share
+from gnnplan.executor.minibatch.share import Ends, Part, Share
 from gnnplan.executor.ranks.rank import Rank
 from gnnplan.executor.ranks.recorder import now
 from gnnplan.executor.ranks.rendezvous import join, launcher_env
@@ -335,8 +336,8 @@ class Sampler:
         index[source] = np.arange(source.size, dtype=np.int32)
         give = [index[ids].astype(np.int64) for ids in drawn.gives]
         if drawn.reads is not None:
-            places = torch.from_numpy(index[drawn.reads].astype(np.int64))
-            source, selection = drawn.reads, Selection(places, source.size, None, drawn.reads.size)
+            selection = Block(np.arange(drawn.reads.size + 1), index[drawn.reads], source.size)
+            source = drawn.reads
             index[source] = np.arange(source.size, dtype=np.int32)
         block = weighted_block(
             self.graph,
@@ -527,6 +528,9 @@ class SourceSampler(Sampler):
             places.append(np.arange(ends, ends + readers.size))
             ends += readers.size
         part.local, part.give, part.take, part.exchanges_rows = rows.size, give, take, True
-        all_places, into = (torch.from_numpy(np.concatenate(each)) for each in (places, wanted))
-        part.selection = Selection(all_places, ends, into, part.source.size)
+        into = np.concatenate(wanted)
+        counts = np.bincount(into, minlength=part.source.size)
+        order = np.argsort(into, kind="stable")
+        indptr = np.concatenate([[0], np.cumsum(counts)])
+        part.selection, part.adds = Block(indptr, np.concatenate(places)[order], ends), True
         return part

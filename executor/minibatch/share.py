@@ -22,42 +22,12 @@ from gnnplan.planner.ownership.layout import Layout
 from gnnplan.planner.problem.problem import Problem
 
 
-@dataclass
-class Selection:
-    """Source rows [S, H] selected from a rank's own rows and halo [T, H], in another order.
-
-    They are rows, or sums of rows if those are partial sums of the layer before."""
-
-    places: Tensor  # places of the selected rows [P]
-    available: int  # T, the number of own rows and halo
-    into: Tensor | None  # source row to which each selected row is added [P]; None: P = S, no sums
-    rows: int  # S, the number of source rows
-
-    @property
-    def sums(self) -> bool:
-        """Whether source rows are sums of selected rows."""
-        return self.into is not None
-
-    def select(self, rows: Tensor) -> Tensor:
-        """Select or sum source rows [S, H] from own rows and halo [T, H]."""
-        selected = rows.index_select(0, self.places)
-        if self.into is None:
-            return selected
-        return selected.new_zeros(self.rows, selected.shape[1]).index_add_(0, self.into, selected)
-
-    def backward(self, gradient: Tensor) -> Tensor:
-        """Return the gradient of own rows and halo [T, H] from that of source rows [S, H]."""
-        to_selected = gradient if self.into is None else gradient.index_select(0, self.into)
-        to_rows = gradient.new_zeros(self.available, gradient.shape[1])
-        return to_rows.index_copy_(0, self.places, to_selected)
-
-
 @dataclass(eq=False)
 class Part:
     """A rank's share of one layer.
 
     Source rows are the rank's own rows of h_{l-1}, then its halo, grouped by sender; or, if given,
-    the `selection` from these rows.
+    the sums of these rows over the edges of `selection`.
     """
 
     source: np.ndarray  # global ids of source rows [S]
@@ -66,7 +36,8 @@ class Part:
     take: np.ndarray  # number of halo rows from each peer [ranks]
     exchanges_rows: bool  # ranks exchange rows before the layer
     block: Block
-    selection: Selection | None = None
+    selection: Block | None = None
+    adds: bool = False  # whether the selected rows are partial sums of the layer before
     ids: Tensor | None = None  # `source` on the device, if the edges were laid out there
 
     @property

@@ -18,9 +18,12 @@ import torch
 from torch import Tensor
 
 from gnnplan.executor.layers.kernels import (
+    aggregate,
+    aggregate_transposed,
     backward,
     gradient_of,
     release_memory,
+    root_of,
     together,
 )
 from gnnplan.executor.layers.kernels.gpu import triton_kernels
@@ -122,6 +125,8 @@ class Worker(base.Worker):
         blocks = by_layer(lambda part: part.block)
         vertices = by_layer(lambda part: part.vertices)
         selections = {n: part.selection for n, part in enumerate(share.parts, 1) if part.selection}
+        # layers that receive partial sums of their source rows, before bias and ReLU
+        self.adds = {n for n, part in enumerate(share.parts, 1) if part.adds}
         both = self.own_vertices, self.scored_vertices
         self.features, moved = (transfer or transfer_each)(
             (exchanges, selections, blocks, vertices, both, self.targets)
@@ -254,21 +259,22 @@ class Worker(base.Worker):
             out = self._compute(segment)
             next_inputs, to_leaf = self._make_input(out, step, layer + 1)
         # lists, from which the backward pass drops references as early as it can
-        pending_backward, saved = [to_leaf], [] if self.options.checkpoint else [out]
+        pending_backward, saved = [to_leaf], [] if self.options.checkpoint else [root_of(out)]
         del out, to_leaf
 
         def back(gradient: Tensor) -> Tensor:
             with self.rank.recorder.span(Label("backward", step, layer=layer), "compute"):
                 gradient = pending_backward.pop()(gradient)
                 backward([saved.pop() if saved else segment()], [gradient])
+                if inputs.leaf.requires_grad:
+                    gradient = gradient_of(source)
+                    if layer in self.selections:
+                        gradient = aggregate_transposed(self.selections[layer], gradient)
+                        source.grad = None
             if self.learner is not None:
                 self.learner.complete(step, layer)
             if not inputs.leaf.requires_grad:
                 return gradient
-            gradient = gradient_of(source)
-            if layer in self.selections:
-                gradient = self.selections[layer].backward(gradient)
-                source.grad = None
             gradient = self._current_halo.return_gradients(step, layer, gradient)
             self._add_moment_grad(step, layer, inputs, gradient)
             return gradient
@@ -279,7 +285,7 @@ class Worker(base.Worker):
         """Make a leaf of all source rows [S, width] from own rows and halo."""
         local, inputs.outgoing = len(inputs.outgoing), NOTHING  # `rows` has a copy
         if layer in self.selections:
-            rows = self.selections[layer].select(rows)
+            rows = aggregate(self.selections[layer], rows)
         source = rows.detach().requires_grad_(inputs.leaf.requires_grad)
         if inputs.own is None:  # own rows become a view of the source rows: no second copy
             inputs.leaf = source.detach()[:local].requires_grad_(source.requires_grad)
@@ -295,19 +301,15 @@ class Worker(base.Worker):
         if (own := inputs.own) is not None:
             net = net.during(drop)
             return lambda: net.update(net.gather(block, source), own, own, x0, relu)
-        if self._reads_partial_sums(layer + 1):
+        if layer + 1 in self.adds:
             by_columns = cast(ColumnLayer, net)
             return lambda: partial_sums(by_columns, block, net.prepare(source, drop), no_dropout)
         moments = inputs.moments.values if inputs.moments else None
-        if self._reads_partial_sums(layer):
+        if layer in self.adds:
             below = cast(ColumnLayer, self.net.layer(layer - 1))
             relu_below = self.net.relu_after(layer - 1)
             return lambda: net(block, below.apply(source, relu_below), drop, x0, relu, moments)
         return lambda: net(block, source, drop, x0, relu, moments)
-
-    def _reads_partial_sums(self, layer: int) -> bool:
-        """Whether the layer receives partial sums of its source rows, before bias and ReLU."""
-        return layer in self.selections and self.selections[layer].sums
 
     def forward(self, step: int) -> tuple[LayerInput, list[Backward]]:
         """Run all layers forward.

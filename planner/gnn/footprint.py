@@ -75,15 +75,17 @@ def footprint(
     narrow: bool = False,
     local: Number = 0.0,
     apart: bool = False,
+    drops_output: bool = False,
 ) -> OpMemory:
     """Return the memory of a layer of R `rows`, S `sources` and E `edges` (without self edges).
 
     narrow: the `local` source rows were prepared and projected before the exchange. apart: inputs
     are prepared in an autograd segment of their own, and a gather that is a weighted sum runs
-    outside autograd (GNNPipe)."""
+    outside autograd (GNNPipe). drops_output: nothing holds the output unless it is saved for the
+    backward pass."""
     edges = edges + rows * model.layers[layer - 1].self_edges
     counts = block_of(rows, sources, edges, local=local)
-    return _on(model.layer_record(layer, narrow, apart), counts)
+    return _on(model.layer_record(layer, narrow, apart, drops_output), counts)
 
 
 def block(model: Model, spec: LayerSpec, rows: Number, sources: Number, edges: Number) -> Number:

@@ -29,8 +29,8 @@ class LayerRecord:
 
     passes: tuple[Work, Work]  # forward and backward work
     project: tuple[Work, Work]  # forward and backward work before the exchange of projected rows
-    # First the memory that is kept from the forward to the backward pass, with the output; then the
-    # memory in use after each allocation of the backward pass [B].
+    # First the memory that is kept from the forward to the backward pass, with the output unless
+    # the caller drops it; then the memory in use after each allocation of the backward pass [B].
     held: Amounts
     products: tuple[Product, ...]
 
@@ -58,7 +58,9 @@ def record_rowwise(
 def _with_backward(ops: Operations, out: TensorAmount) -> LayerRecord:
     """Record the backward pass from the output `out`, and return the whole record."""
     ops.hold(out)
-    kept = ops.in_use[-1]
+    if ops.setting.drops_output:
+        ops.release(out)
+    kept = ops.now
     ops.in_use.clear()
     ops.run_backward(out)
     ways = ops.forward, ops.backward

@@ -218,7 +218,9 @@ class Model:
 
     # -- work ----------------------------------------------------------------------------------
 
-    def layer_record(self, layer: int, narrow: bool = False, apart: bool = False) -> LayerRecord:
+    def layer_record(
+        self, layer: int, narrow: bool = False, apart: bool = False, drops_output: bool = False
+    ) -> LayerRecord:
         """Return the layer's recorded work and memory; trace.Setting explains the options."""
         spec = self.layers[layer - 1]
         setting = self._setting(self.rows(layer))._replace(
@@ -227,6 +229,7 @@ class Model:
             cached=self.aggregate_cached(layer),
             narrow=narrow and self.narrow_at(layer),
             apart=apart,
+            drops_output=drops_output,
         )
         return record_layer(spec, setting)
 
@@ -320,7 +323,7 @@ class Model:
     def pick(self, layer: int, rows: Number, present: Number) -> tuple[Compute, Compute]:
         """Return the forward and backward work of gathering a layer's `rows` of those `present`."""
         width = self.exchanged_width(layer, narrow=False) * self.itemsize
-        return self._moved(2.0 * rows * width, 1), self._moved((2.0 * rows + present) * width, 2)
+        return self._moved(2.0 * rows * width, 1), self._moved((1.0 * rows + present) * width, 1)
 
     def apply(self, layer: int, rows: Number, partial: Number) -> tuple[Compute, Compute]:
         """Return the forward and backward work of computing `rows` of h_l from partial sums.
@@ -333,8 +336,8 @@ class Model:
         )
         row_bytes = spec.h_out * self.itemsize
         return (
-            self._moved((5.0 * partial + (1 + forward) * rows) * row_bytes, 5),
-            self._moved((5.0 * partial + backward * rows) * row_bytes, 5),
+            self._moved((1.0 * partial + (1 + forward) * rows) * row_bytes, 3),
+            self._moved((2.0 * partial + backward * rows) * row_bytes, 3),
         )
 
     def without_ends(self, layer: int) -> Model:

@@ -42,6 +42,7 @@ class Setting(NamedTuple):
     # the inputs are prepared in an autograd segment of their own, and a gather that is a weighted
     # sum runs outside autograd (GNNPipe)
     apart: bool = False
+    drops_output: bool = False  # the caller keeps the output's autograd node, but not its rows
 
     @property
     def unrounded(self) -> int:

@@ -343,7 +343,7 @@ BATCHES = """
     2 1 gsplit mapped 0.0 sage  # the rank's own copy, freed, is not subtracted
     2 1 gsplit batched 0.0 sage
     2 1 dnp(splitter='random') batched 0.0 sage
-    2 1 snp(splitter='random') batched 0.0 sage
+    2 1 snp(splitter='random') batched 0.0 sage hidden=128
     2 1 snp(splitter='random',checkpoint=True) batched 0.0 gcn hidden=256
     2 1 gsplit(narrow=True) batched 0.0 gcn hidden=256
     2 1 data_parallel(cache=4000000,shared_cache=True) batched 0.0 sage

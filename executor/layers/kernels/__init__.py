@@ -51,6 +51,7 @@ from gnnplan.executor.layers.kernels.runtime import (
     keep_allocator,
     pin_no_more_than_asked,
     release_memory,
+    root_of,
 )
 
 __all__ = [
@@ -81,6 +82,7 @@ __all__ = [
     "pin_no_more_than_asked",
     "product_codes",
     "release_memory",
+    "root_of",
     "sent",
     "softmax_aggregate",
     "together",

@@ -9,6 +9,7 @@ from contextlib import suppress
 
 import torch
 from torch import Tensor
+from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 
 class Kernel:
@@ -43,13 +44,25 @@ def gradient_of(leaf: Tensor) -> Tensor:
     return leaf.grad
 
 
-def backward(outputs: Sequence[Tensor], gradients: Sequence[Tensor]) -> None:
+Root = Tensor | GradientEdge  # where a backward pass begins
+
+
+def root_of(output: Tensor) -> Root:
+    """Return the root of a backward pass from `output`: its node, which holds no rows."""
+    return get_gradient_edge(output) if output.requires_grad else output
+
+
+def backward(outputs: Sequence[Root], gradients: Sequence[Tensor]) -> None:
     """Run torch.autograd.backward without its check of symbolic shapes.
 
     That check imports sympy, which costs a rank 0.4 s and 30 MB. The autograd engine checks shapes
     too. Outputs that need no gradient are skipped: sums of constant features, for instance.
     """
-    pairs = [pair for pair in zip(outputs, gradients, strict=True) if pair[0].requires_grad]
+    pairs = [
+        (root, gradient)
+        for root, gradient in zip(outputs, gradients, strict=True)
+        if isinstance(root, GradientEdge) or root.requires_grad
+    ]
     if not pairs:
         return
     roots, root_gradients = zip(*pairs, strict=True)

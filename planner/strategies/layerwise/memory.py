@@ -16,6 +16,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
+from numpy.typing import NDArray
 
 from gnnplan.planner.gnn.codec import PLACES, WHOLE
 from gnnplan.planner.gnn.footprint import (
@@ -34,7 +35,7 @@ from gnnplan.planner.ownership.minibatch import Scored
 from gnnplan.planner.problem.problem import Problem
 from gnnplan.planner.strategies.layerwise.exchange import ExchangeOptions
 from gnnplan.planner.strategies.program.memory import Resident, machine_code
-from gnnplan.planner.vocabulary.numbers import Number
+from gnnplan.planner.vocabulary.numbers import Number, largest
 
 # -- data that stays from step to step -------------------------------------------------------------
 
@@ -144,8 +145,13 @@ def _during_evaluation(problem: Problem, layout: Layout | EstimatedLayout) -> np
 
 @dataclass(frozen=True)
 class Holds:
-    """Memory of a step's operations [ranks] [B]. A layer's backward pass frees the bytes that its
-    forward pass leaves. Rows that lag or stay are counted by `_kept_rows`.
+    """Memory of a step's operations [ranks] [B].
+
+    A layer's backward pass frees the bytes that its forward pass leaves. Rows that lag or stay are
+    counted by `_kept_rows`.
+
+    drops_outputs: only the next layer holds a layer's output, unless the output is saved for the
+    layer's own backward pass. It is freed when the next layer has copied it, or has run backward.
     """
 
     problem: Problem
@@ -153,6 +159,7 @@ class Holds:
     facts: Mapping[int, LayerCounts]  # layer -> counts of rows and edges
     options: ExchangeOptions
     scored: Scored | None = None
+    drops_outputs: bool = False
 
     def encode(self, rows: np.ndarray) -> OpMemory:
         """Return the memory of the encoder's forward pass, whose rows GCNII's layers read."""
@@ -160,7 +167,9 @@ class Holds:
 
     def forward(self, layer: int) -> OpMemory:
         outputs = self._outputs(layer) * self.options.checkpoint
-        return OpMemory(self._kept(layer) + outputs, self._kept(layer))
+        copied = self._copied(layer)
+        left = np.asarray(self._kept(layer) - self._unsaved(layer - 1) * (copied > 0))
+        return OpMemory(largest([copied, left]) + outputs, left)
 
     def loss(self) -> OpMemory:
         model, stats, rows = self.model, self.problem.stats, self._scored_rows
@@ -177,24 +186,56 @@ class Holds:
         return need._replace(most=need.most + more)
 
     def backward(self, layer: int) -> OpMemory:
-        need = self._need(layer)
-        peak = self._gradient(layer) + np.maximum(need.most, self._gradients_of_sources(layer))
+        most = self._need(layer, self._drops(layer)).most
+        peak = self._gradient(layer) + np.maximum(most, self._gradients_of_sources(layer))
         # `most` includes saved tensors, which exist already unless they are recomputed
-        saved = 0.0 if self.options.checkpoint else need.left
-        return OpMemory(peak - saved, -self._kept(layer))
+        freed = self._unsaved(layer)
+        saved = 0.0 if self.options.checkpoint else self._saved(layer) - freed
+        input_freed = self._unsaved(layer - 1) * (self._copied(layer) == 0)
+        return OpMemory(peak - saved, freed - self._kept(layer) - input_freed)
 
     def _kept(self, layer: int) -> Number:
         """Return the bytes kept from a layer's forward pass to its backward pass: inputs only if
         `checkpoint`, else the tensors that autograd saves."""
-        f, model, checkpoint = self.facts[layer], self.model, self.options.checkpoint
-        halo = f.halo_rows * (layer > model.first_varying) > 0  # rows are received in every step
-        narrow = self.options.narrow and model.narrow_at(layer)
-        # whether own and halo rows are copied into one tensor of source rows
-        copied = halo | (checkpoint and narrow) | (f.computed_rows is not None)
-        kept = f.sources * self._row_bytes(layer) * copied
-        if not checkpoint:
-            return kept + self._need(layer).left
-        return kept + (self._outputs(layer - 1) * (narrow | ~halo) if layer > 1 else 0.0)
+        kept = self._copied(layer)
+        if not self.options.checkpoint:
+            return kept + self._saved(layer)
+        alone = ~self._has_halo(layer) | self._is_narrow(layer)
+        return kept + (self._outputs(layer - 1) * alone if layer > 1 else 0.0)
+
+    def _saved(self, layer: int) -> Number:
+        """Return the bytes of the tensors that autograd saves, with the output. They include source
+        rows that are computed from partial sums."""
+        f = self.facts[layer]
+        computed = f.partial_sums is not None
+        return self._need(layer).left + f.sources * self._row_bytes(layer) * computed
+
+    def _has_halo(self, layer: int) -> NDArray[np.bool_]:
+        """Whether rows are received in every step [ranks]."""
+        return np.asarray(self.facts[layer].halo_rows * (layer > self.model.first_varying) > 0)
+
+    def _is_narrow(self, layer: int) -> bool:
+        return self.options.narrow and self.model.narrow_at(layer)
+
+    def _copied(self, layer: int) -> np.ndarray:
+        """Return the bytes of source rows into which a layer copies its own rows and halo."""
+        f = self.facts[layer]
+        recomputed = self.options.checkpoint and self._is_narrow(layer)
+        copies = self._has_halo(layer) | recomputed | (f.computed_rows is not None)
+        return np.asarray(f.sources * self._row_bytes(layer) * copies)
+
+    def _drops(self, layer: int) -> bool:
+        """Whether a layer does not hold its own output; logits stay until the step ends."""
+        last = len(self.model.layers) - (self.model.decoder is None)
+        return self.drops_outputs and not self.options.checkpoint and 0 < layer <= last
+
+    def _unsaved(self, layer: int) -> Number:
+        """Return the bytes of a layer's output that the next layer frees before the layer's own
+        backward pass. That begins with the projection of the output if the next layer is narrow."""
+        is_last = layer == len(self.model.layers)
+        if not self._drops(layer) or is_last or self._is_narrow(layer + 1):
+            return 0.0
+        return self._need(layer).left - self._need(layer, drops_output=True).left
 
     @property
     def _scored_rows(self) -> np.ndarray:
@@ -224,17 +265,24 @@ class Holds:
         return self.model.exchanged_width(layer, self.options.narrow) * self.model.itemsize
 
     def _gradients_of_sources(self, layer: int) -> Number:
-        """Return the bytes of gradients if a layer reads only some of the rows present: gradients
-        of the rows read, of all rows, and of the partial sums that were added."""
+        """Return the bytes of gradients if a layer reads only some of the rows present, or their
+        sums: gradients of the rows read, and of all rows."""
         f = self.facts[layer]
         if f.computed_rows is None:
             return 0.0
-        added = 0.0 if f.partial_sums is None else f.partial_sums
-        return np.asarray((f.sources + f.available_rows + added) * self._row_bytes(layer))
+        return np.asarray((f.sources + f.available_rows) * self._row_bytes(layer))
 
-    def _need(self, layer: int) -> OpMemory:
+    def _need(self, layer: int, drops_output: bool = False) -> OpMemory:
         model, f = self.model, self.facts[layer]
         if f.remote_own is not None:
             model = model.without_ends(layer)
-        counts = f.rows, f.sources, f.edges
-        return footprint(model, layer, *counts, narrow=self.options.narrow, local=f.local)
+        return footprint(
+            model,
+            layer,
+            f.rows,
+            f.sources,
+            f.edges,
+            narrow=self.options.narrow,
+            local=f.local,
+            drops_output=drops_output,
+        )
