@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from gnnplan.planner.cluster.spec import Cluster
-from gnnplan.planner.decision.candidate import Candidate, evaluate
+from gnnplan.planner.decision.candidate import evaluate
 from gnnplan.planner.decision.plan import chosen, question, read
 from gnnplan.planner.evidence.recorded import must_be_of_one_plan, read_run
 from gnnplan.planner.evidence.runs import Run, same_shape
@@ -28,10 +28,8 @@ class Replay:
     """A finished run, compared with the prediction of its plan."""
 
     run: Run  # with the comparison
-    candidate: Candidate  # the run's plan, predicted again
     measured: list[Span]
     metrics: list[dict[str, Any]]  # the lines of metrics.jsonl
-    ranks: list[dict[str, Any]]  # the rank*.json
 
 
 def replay(directory: Path, cluster: str | Path | Cluster | None = None) -> Replay:
@@ -65,7 +63,7 @@ def replay(directory: Path, cluster: str | Path | Cluster | None = None) -> Repl
     epoch_s = played.epoch_s(batches, period)
     comparison = compare(candidate, recorded, schedule, spans, epoch_s, measured, metrics, ranks)
     run = Run.of(str(directory), candidate, comparison, metrics)
-    return Replay(run, candidate, measured, metrics, ranks)
+    return Replay(run, measured, metrics)
 
 
 def must_be_playable(problem: Problem, steps: int) -> None:

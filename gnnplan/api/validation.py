@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any, overload
 
 from gnnplan.api.arguments import typed
+from gnnplan.api.asking import several
 from gnnplan.api.view import View
 from gnnplan.planner.cluster.spec import Cluster
 from gnnplan.planner.evidence import runs as evidence
@@ -72,11 +73,9 @@ def validate(
     Raises:
         SpecError: A folder holds no finished run, or an argument is wrong.
     """
-    if isinstance(runs, str | os.PathLike):
-        if refit:
-            raise SpecError("--refit needs at least 2 runs: some to fit, the others to score")
+    if isinstance(runs, str | os.PathLike) and not refit:
         return Validation(Path(runs), cluster)
-    return Validations([Path(run) for run in runs], cluster, refit)
+    return Validations([Path(run) for run in several(runs)], cluster, refit)
 
 
 class Validation(View):
@@ -84,7 +83,6 @@ class Validation(View):
 
     def __init__(self, folder: Path, cluster: str | Path | Cluster | None = None) -> None:
         run = replay(folder, cluster).run
-        assert run.planned
         named = {"name": run.planned.strategy.name, **run.planned.strategy.knobs()}
         self.strategy, self.device = run.strategy, run.planned.problem.cluster.device.name
         self.document: dict[str, Any] = {**run.comparison, "strategy": named}
@@ -218,8 +216,6 @@ class Validations(View):
         self.refit = Path(refit) if refit else None
         if self.refit:
             must_be_writable(self.refit)
-            if len(folders) < 2:
-                raise SpecError("--refit needs at least 2 runs: some to fit, the others to score")
         if not folders:
             raise SpecError("no run is given; give the folder of a finished run, or several")
         places = Counter(folder.resolve() for folder in folders)

@@ -90,7 +90,6 @@ def gather(plan: dict[str, Any] | str | Path, folders: Sequence[str | Path]) -> 
     for folder in folders:
         notify("comparing runs", str(folder))
         run = replay(Path(folder))
-        assert run.run.planned
         if question_of(run.run.planned.problem) != question_of(problem):
             raise SpecError(
                 f"{folder} is a run of another question (graph, workload, cluster or partitioner);"
