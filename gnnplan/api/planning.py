@@ -496,10 +496,6 @@ def _leaders(leaders: Sequence[Answer], cluster: Cluster, document: Mapping[str,
     """Return the table of the best answers."""
     rows = [{**leader.predicted, **leader.row} for leader in leaders]
 
-    def spread(row: Mapping[str, Any]) -> str:
-        low, high = row["epoch_low_s"], row["epoch_high_s"]
-        return "-" if low is None or high is None else show_range(low, high)
-
     def links(sent: Mapping[str, int]) -> str:
         shown = (f"{k.replace('_node', '')} {show_bytes(v)}" for k, v in sent.items())
         return ", ".join(shown) or "none"
@@ -513,7 +509,7 @@ def _leaders(leaders: Sequence[Answer], cluster: Cluster, document: Mapping[str,
         column("gpus", show=lambda gpus: of(gpus, cluster.ranks)) if fewer else None,
         column("exact", show=yes_no),
         column("epoch", "epoch_s", show_time),
-        ("80 % range", spread),
+        ("80 % range", epoch_range),
         column(least, "chance_fastest", show_percent),
         column("regret", "expected_regret", show_percent),
         column("bytes per epoch", "bytes_by_link", links),
@@ -523,6 +519,12 @@ def _leaders(leaders: Sequence[Answer], cluster: Cluster, document: Mapping[str,
         column("$/epoch", "epoch_dollars", show_dollars) if cluster.price is not None else None,
         *counted_columns(rows, document.get("target_accuracy")),
     )
+
+
+def epoch_range(row: Mapping[str, Any]) -> str:
+    """Return the range that holds 80 % of what an epoch may take; '-' if it is unknown."""
+    low, high = row.get("epoch_low_s"), row.get("epoch_high_s")
+    return "-" if low is None or high is None else show_range(low, high)
 
 
 def _sizes(rows: Sequence[Mapping[str, Any]], cluster: Cluster, by: str) -> Table:

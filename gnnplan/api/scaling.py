@@ -12,7 +12,7 @@ from typing import Any
 from gnnplan.api.arguments import typed
 from gnnplan.api.asking import Question
 from gnnplan.api.defaults import DEFAULT_GRAPH
-from gnnplan.api.planning import counted_columns, wish
+from gnnplan.api.planning import counted_columns, epoch_range, wish
 from gnnplan.api.view import View
 from gnnplan.planner.cluster.spec import Cluster
 from gnnplan.planner.decision import plan as documents
@@ -31,7 +31,6 @@ from gnnplan.planner.vocabulary.units import (
     show_dollars,
     show_long,
     show_percent,
-    show_range,
     show_time,
 )
 
@@ -66,8 +65,10 @@ def scale(
     ([1, 8], True)
     """
     sizes = sizes_of(gpus)  # report mistakes before the graph is read
-    if "ranks" in options:
-        raise SpecError("scale: ranks asks for one size and gpus for several; leave one out")
+    if (ranks := options.get("ranks")) is not None:
+        raise SpecError(
+            f"--ranks {ranks} asks for one size and --scale {gpus} for several; leave one out"
+        )
     question, how, modes = wish(graph, cluster, workload, **options)
     return Scale(question, scaling(question.problem, sizes, how, modes))
 
@@ -279,12 +280,7 @@ def _table(scales: Mapping[str, Scale], marked: Mapping[str, tuple[str, Size]]) 
         column("recommended"),
         column("exact", show=yes_no),
         column("epoch", "epoch_s", show_time),
-        (
-            "80 % range",
-            lambda row: (
-                show_range(row["epoch_low_s"], row["epoch_high_s"]) if row["strategy"] else "-"
-            ),
-        ),
+        ("80 % range", epoch_range),
         column("speedup", show="{:.2f}x".format),
         column("efficiency", show=show_percent),
         column("memory/rank", "memory_bytes", show_bytes),

@@ -68,7 +68,7 @@ def plan(
     from gnnplan.planner.vocabulary.files import must_be_writable
 
     clusters = list(dict.fromkeys(cluster or ["local"]))
-    sizes = _sizes(scale, clusters, output, report, depths, given["ranks"])
+    _must_go_together(scale, clusters, {"-o": output, "--report": report, "--explain": depths})
     if output:
         must_be_writable(output)
     if report:
@@ -77,11 +77,10 @@ def plan(
         must_be_writable(report)
         must_have_plotly()
     given |= {"overrides": set_ or [], "evidence": evidence or []}
-    if sizes:
-        del given["ranks"]
+    if scale is not None:
         where: Any = clusters if clusters[1:] else clusters[0]
         ask = scaling.offers if clusters[1:] else scaling.scale
-        scaled = ask(graph, where, workload, gpus=sizes, **given)
+        scaled = ask(graph, where, workload, gpus=scale, **given)
         say_notes(scaled.notes)
         show(scaled, as_json)
         return
@@ -106,40 +105,20 @@ def plan(
         print(f"drawn in {report}; open it with a browser")
 
 
-def _sizes(
-    scale: str | None,
-    clusters: list[str],
-    output: Path | None,
-    report: Path | None,
-    explain: bool,
-    ranks: int | None,
-) -> list[int]:
-    """Return the numbers of GPUs of --scale; [] without it.
-
-    Raises SpecError, also for options that do not go with --scale.
-    """
-    from gnnplan.planner.decision.scale import sizes_of
-
-    if scale is None:
-        if len(clusters) > 1:
-            raise SpecError(
-                f"--cluster {clusters[1]}: several clusters are compared by numbers of GPUs; add"
-                " --scale, as --scale 1..64, or name one"
-            )
-        return []
-    sizes = sizes_of(scale)
-    options = {"-o": output, "--report": report, "--explain": explain}
-    if given := [option for option, value in options.items() if value]:
+def _must_go_together(scale: str | None, clusters: list[str], of_a_plan: dict[str, object]) -> None:
+    """Raise SpecError for several clusters without --scale, and for options of a plan with it."""
+    if scale is None and len(clusters) > 1:
+        raise SpecError(
+            f"--cluster {clusters[1]}: several clusters are compared by numbers of GPUs; add"
+            " --scale, as --scale 1..64, or name one"
+        )
+    given = [option for option, value in of_a_plan.items() if value]
+    if scale is not None and given:
         raise SpecError(
             f"--scale compares sizes and makes no plan for {', '.join(given)}; leave"
             f" {'it' if len(given) == 1 else 'them'} out, then plan the size you choose with"
             " --ranks or --set servers="
         )
-    if ranks is not None:
-        raise SpecError(
-            f"--ranks {ranks} asks for one size and --scale {scale} for several; leave one out"
-        )
-    return sizes
 
 
 def show_next(path: Path | None, problem: Problem) -> None:
