@@ -144,11 +144,7 @@ class Candidate:
 
 
 def evaluate(problem: Problem, strategy: Strategy, objective: Objective = TIME) -> Candidate:
-    """Predict a strategy, and check that it fits in memory.
-
-    Raises SpecError if the strategy's knobs do not suit the problem, or if no run shows in how many
-    epochs it reaches the target accuracy; Infeasible if it does not fit.
-    """
+    """Predict a strategy, and check that it fits in memory. Raises SpecError, Infeasible."""
     return Candidate.of(problem, strategy, objective, fits=True)
 
 

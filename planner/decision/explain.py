@@ -241,18 +241,24 @@ def largest_difference(candidate: Candidate, best: Candidate) -> str:
 def doubted(candidate: Candidate, best: Candidate) -> str:
     """Say why a candidate with a better predicted value is not recommended."""
     gain, less = best.value / candidate.value - 1, best.objective.less
-    used = candidate.problem.ranks
-    where = f" on {show_count(used, 'GPU')}" if used != best.problem.ranks else ""
-    chance = show_percent(candidate.chance_faster(best))
-    if used > best.problem.ranks and candidate.value * best.objective.slack > best.value:
+    chance, name = show_percent(candidate.chance_faster(best)), name_beside(candidate, best)
+    is_larger = candidate.problem.ranks > best.problem.ranks
+    if is_larger and candidate.value * best.objective.slack > best.value:
         return (
-            f"{candidate.strategy}{where} is {show_percent(gain, 1)} {less}; below"
+            f"{name} is {show_percent(gain, 1)} {less}; below"
             f" {show_percent(best.objective.slack - 1)} is not worth more GPUs"
         )
     return (
-        f"{candidate.strategy}{where} is {show_percent(gain, 1)} {less} by prediction, within"
-        f" doubt ({chance} likely){', and lossy' if not candidate.is_comparable else ''}"
+        f"{name} is {show_percent(gain, 1)} {less} by prediction, within doubt"
+        f" ({chance} likely){', and lossy' if not candidate.is_comparable else ''}"
     )
+
+
+def name_beside(candidate: Candidate, best: Candidate) -> str:
+    """Return the candidate's strategy, with the number of GPUs if it is not the best's."""
+    used = candidate.problem.ranks
+    where = "" if used == best.problem.ranks else f" on {show_count(used, 'GPU')}"
+    return f"{candidate.strategy}{where}"
 
 
 def of_families(found: SearchResult) -> list[str]:

@@ -26,6 +26,7 @@ from gnnplan.planner.decision.explain import (
     doubted,
     largest_difference,
     measured_errors,
+    name_beside,
     rounded_products,
     within_doubt,
 )
@@ -318,12 +319,10 @@ def rivals(found: SearchResult) -> str:
 
 
 def _loss(candidate: Candidate, best: Candidate) -> str:
-    gap = candidate.value / best.value - 1
-    used = candidate.problem.ranks
-    where = f" on {show_count(used, 'GPU')}" if used != best.problem.ranks else ""
+    gap, name = candidate.value / best.value - 1, name_beside(candidate, best)
     if gap < 0.0005:
-        return f"{candidate.strategy}{where} is as {best.objective.as_good}"
-    return f"{candidate.strategy}{where} {show_percent(gap, 1, sign=True)}"
+        return f"{name} is as {best.objective.as_good}"
+    return f"{name} {show_percent(gap, 1, sign=True)}"
 
 
 def changes(found: SearchResult, turning_points: Sequence[str]) -> str:
