@@ -367,21 +367,11 @@ def freeze(*arrays: Array) -> None:
         array.flags.writeable = False
 
 
-def is_stored_whole(x: Any) -> bool:
-    """Whether features are stored dense."""
-    return not sp.issparse(x)
-
-
 def feature_arrays(x: Any) -> dict[str, Any]:
     """Return the arrays that store the features, keyed by their names in gnnplan's files."""
-    if is_stored_whole(x):
-        return {"x": x}
-    return {"x_indptr": x.indptr, "x_indices": x.indices, "x_data": x.data}
-
-
-def csr_features(indptr: Array, indices: Array, data: Array, width: int) -> sp.csr_matrix:
-    """Return features [N, width] as a CSR matrix of these arrays."""
-    return sp.csr_matrix((data, indices, indptr), shape=(len(indptr) - 1, width))
+    if sp.issparse(x):
+        return {"x_indptr": x.indptr, "x_indices": x.indices, "x_data": x.data}
+    return {"x": x}
 
 
 def spread_of(degrees: Array) -> float:

@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any, TypeAlias, TypeVar
 
 import numpy as np
+import scipy.sparse as sp
 from numpy.lib.mixins import NDArrayOperatorsMixin
 from numpy.typing import DTypeLike, NDArray
 from pydantic import TypeAdapter, ValidationError
@@ -35,7 +36,6 @@ from gnnplan.planner.graph.graph import (
     Features,
     Graph,
     GraphStats,
-    csr_features,
     freeze,
     must_fit,
 )
@@ -260,7 +260,7 @@ class PartFolder:
         ids = np.arange(self.about.graph.vertices) if ids is None else ids
         lengths, (indices, data) = self.ragged(ids, "x_indptr", "x_indices", "x_data")
         indptr = np.append(0, np.cumsum(lengths))
-        x = csr_features(indptr, indices, data, self.about.graph.features)
+        x = sp.csr_matrix((data, indices, indptr), (ids.size, self.about.graph.features))
         return x if columns is None else x[:, columns]
 
     @cached_property

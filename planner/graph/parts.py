@@ -15,6 +15,7 @@ from types import ModuleType
 from typing import Any, TypeAlias, TypeVar, cast
 
 import numpy as np
+import scipy.sparse as sp
 
 from gnnplan.planner.graph.fields import EDGE, NAME, NUMBERS, VERTEX
 from gnnplan.planner.graph.graph import (
@@ -23,7 +24,6 @@ from gnnplan.planner.graph.graph import (
     Array,
     Features,
     feature_arrays,
-    is_stored_whole,
     must_fit,
     narrowed,
 )
@@ -306,7 +306,7 @@ def streams(parts: Parts) -> Iterator[tuple[tuple[str, ...], Iterable[tuple[Arra
     yield (*ENDS, *(EDGE + name for name in parts.columns)), edge_pieces(parts)
     for name, pieces in parts.edge_fields.items():
         yield (EDGE + name,), zip(pieces_of(parts.path, "its edges", pieces))
-    if parts.x is not None and is_stored_whole(parts.x):
+    if parts.x is not None and not sp.issparse(parts.x):
         x = cast("Array | Iterator[Array]", parts.x)
         yield ("x",), zip(feature_pieces(parts.x_path or parts.path, x))
 
@@ -320,7 +320,7 @@ def small_arrays(parts: Parts) -> dict[str, Array]:
         # NaN stays, since -1 may be a regression target
         lacking = y.dtype.kind == "f" and np.isnan(y).any()
         arrays["y"] = y if lacking else class_ids(parts.path, "y", y)
-    if not is_stored_whole(parts.x):
+    if sp.issparse(parts.x):
         arrays |= feature_arrays(parts.x)
         arrays["x_shape"] = np.array(cast(Features, parts.x).shape)
     known = {"vertices": parts.vertices, "classes": parts.classes}
