@@ -11,7 +11,7 @@ import os
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
-from functools import cache, wraps
+from functools import wraps
 from numbers import Real
 from pathlib import Path
 from types import NoneType, UnionType
@@ -41,7 +41,6 @@ def typed(function: Callable[P, T]) -> Callable[P, T]:
     parameters = inspect.signature(function).parameters
     by_place = [name for name, one in parameters.items() if one.kind is one.POSITIONAL_OR_KEYWORD]
 
-    @cache
     def kinds(name: str) -> tuple[Any, ...]:
         """Return an argument's types; `Any` without an annotation that exists at run time."""
         try:

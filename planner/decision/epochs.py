@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -33,7 +32,7 @@ class Epochs:
     spread: float  # standard deviation of log(epochs); 0: certain
     source: str  # seeds the draws: equal sources draw equal numbers
 
-    @cached_property
+    @property
     def drawn(self) -> NDArray[np.float64]:
         """The number of epochs in each draw [DRAWS]; at least 1."""
         factors = np.exp(self.spread * normals(f"epochs {self.source}"))

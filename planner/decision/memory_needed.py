@@ -9,7 +9,6 @@ from bisect import bisect_left
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import replace
-from functools import cache
 from typing import NamedTuple
 
 import numpy as np
@@ -92,7 +91,6 @@ def smallest_change(problem: Problem, options: Callable[[Problem], Sequence[Stra
             f" --set host_memory={_gigabytes(need.server):g}GB would fit {need.name}"
         )
 
-    @cache
     def with_servers(servers: int) -> str | None:
         """Return the name of a strategy that fits on this number of servers."""
         inter_node = problem.cluster.inter_node or problem.cluster.intra_node

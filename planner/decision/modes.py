@@ -14,7 +14,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
-from functools import cached_property
 from typing import Any
 
 from gnnplan.planner.decision.candidate import Candidate
@@ -52,7 +51,7 @@ class ModeComparison:
         """The answer in the recommended mode."""
         return self.answers[self.mode]
 
-    @cached_property
+    @property
     def sizes(self) -> list[Candidate]:
         """The recommended candidate in each mode on each number of GPUs that was searched."""
         out = []

@@ -33,7 +33,6 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import lru_cache
 from typing import Any
 
 import numpy as np
@@ -78,7 +77,6 @@ class Population:
     directed: bool
 
     @classmethod
-    @lru_cache(maxsize=16)
     def of(cls, stats: GraphStats) -> Population:
         """Make the classes of a graph from its mean degree and spreads."""
         mean = stats.edges / stats.vertices
@@ -129,7 +127,6 @@ class Expected(ByContent):
     read: Floats  # rows of h_0 in each class [K]
 
 
-@lru_cache(maxsize=256)
 def expected_frontier(stats: GraphStats, seeds: int, fanouts: tuple[int, ...]) -> Expected:
     """Return the expected frontier of random training vertices.
 
@@ -145,7 +142,6 @@ def expected_frontier(stats: GraphStats, seeds: int, fanouts: tuple[int, ...]) -
     return _expected(population, unreached, float(seeds), fanouts, seeds * stats.near_seed)
 
 
-@lru_cache(maxsize=256)
 def expected_frontier_of_edges(
     stats: GraphStats, edges: int, negatives: int, fanouts: tuple[int, ...]
 ) -> Expected:
