@@ -37,7 +37,7 @@ from floor import GRAPH, HIDDEN, LAYERS, LR, MODEL
 from gnnplan.planner.gnn.workload import Workload
 from gnnplan.planner.graph.graph import Graph
 from gnnplan.planner.graph.load import load
-from gnnplan.planner.graph.sampling import Frontier, draw, frontier, key_of, seeds_of
+from gnnplan.planner.graph.sampling import Frontier, draw, frontier, items_of, key_of
 from gnnplan.planner.graph.splitting import SPLITTERS, Frequency, presample, split
 from gnnplan.planner.ownership.minibatch import MiniBatch
 
@@ -53,13 +53,17 @@ def graph_of(name: str) -> Graph:
     return graph
 
 
+def in_batches_of(size: int) -> Workload:
+    return Workload(mode="mini", layers=len(FANOUTS), batch=size, fanout=FANOUTS)
+
+
 def redundancy(names: list[str]) -> None:
     print(f"{RANKS} ranks, batch 1024, fanout 15, 3 layers; per epoch\n")
     columns = ("edges: micro", "mini", "ratio", "features: micro", "mini", "ratio")
     print(header("graph", *columns))
     for name in names:
         graph, edges, rows = graph_of(name), np.zeros(2), np.zeros(2)
-        for number, seeds in enumerate(seeds_of(graph, 1024, 0, 0)):
+        for number, seeds in enumerate(items_of(graph, in_batches_of(1024), 0)):
             # i = 0: micro-batches, one per rank; i = 1: one mini-batch
             for i, shares in enumerate((np.array_split(seeds, RANKS), [seeds])):
                 found = [
@@ -91,11 +95,11 @@ def _sampled(name: str, share: float) -> tuple[Graph, Frequency, list[Frontier]]
         train = np.zeros(graph.stats.vertices, dtype=bool)
         train[np.random.default_rng(0).permutation(train.size)[: round(share * train.size)]] = True
         graph = replace(graph, train=train)
+    workload = in_batches_of(batch)
     batches = [
         frontier(graph, seeds, FANOUTS, 0, 0, i)
-        for i, seeds in enumerate(seeds_of(graph, batch, 0, 0)[:MOST])
+        for i, seeds in enumerate(items_of(graph, workload, 0)[:MOST])
     ]
-    workload = Workload(mode="mini", layers=len(FANOUTS), batch=batch, fanout=FANOUTS)
     return graph, presample(graph, workload), batches
 
 

@@ -85,19 +85,6 @@ def key_of(*numbers: int) -> NDArray[np.uint64]:
     return key
 
 
-def seeds_of(graph: Graph, batch: int, seed: int, epoch: int) -> list[Ids]:
-    """Return the seeds of each mini-batch: training vertices in random order, `batch` at a time.
-
-    The order differs from epoch to epoch. The last batch may be smaller."""
-    return _in_batches(np.flatnonzero(graph.train), batch, SEEDS, seed, epoch)
-
-
-def _in_batches(items: Ids | int, batch: int, *stream: int) -> list[Ids]:
-    """Shuffle the items (an int: 0 .. items-1) by a stream of random numbers, and cut batches."""
-    order: Ids = np.random.default_rng(stream).permutation(items)
-    return [order[start : start + batch] for start in range(0, order.size, batch)]
-
-
 def taken(degree: Ids, fanout: int) -> Ids:
     """Return how many of each vertex's `degree` edges are sampled."""
     return degree if fanout == ALL else np.minimum(degree, fanout)
@@ -203,13 +190,6 @@ def fetched(parts: Sequence[Pairs], owner: NDArray[Any], rank: int) -> Ids:
     return ids[np.argsort(owner[ids], kind="stable")]
 
 
-def edges_of(graph: Graph, batch: int, seed: int, epoch: int) -> list[Ids]:
-    """Return an epoch's batches of edges: positions in graph.indices in random order.
-
-    The order differs from epoch to epoch. The last batch may be smaller than `batch`."""
-    return _in_batches(graph.indices.size, batch, EDGES, seed, epoch)
-
-
 def pairs_of(graph: Graph, edges: Ids, negatives: int, seed: int, epoch: int, batch: int) -> Pairs:
     """Return the pairs of `edges`, positions in graph.indices of some or all edges of a batch."""
     heads = graph.indices[edges].astype(np.int64)
@@ -289,9 +269,14 @@ def per_epoch(workload: Workload, stats: GraphStats) -> int:
 
 
 def items_of(graph: Graph, workload: Workload, epoch: int) -> list[Ids]:
-    """Return the items of each batch of an epoch."""
-    draw = edges_of if workload.task == "link" else seeds_of
-    return draw(graph, workload.batch, workload.seed, epoch)
+    """Return the items of each batch of an epoch: training vertices, or places in graph.indices.
+
+    The order is random, and differs from epoch to epoch. The last batch may be smaller."""
+    is_link = workload.task == "link"
+    items: Any = graph.indices.size if is_link else np.flatnonzero(graph.train)
+    stream = EDGES if is_link else SEEDS, workload.seed, epoch
+    order: Ids = np.random.default_rng(stream).permutation(items)
+    return [order[start : start + workload.batch] for start in range(0, order.size, workload.batch)]
 
 
 def pairs_in(graph: Graph, workload: Workload, items: Ids, epoch: int, number: int) -> Pairs | None:

@@ -18,10 +18,9 @@ from torch.nn import functional as F
 from gnnplan.planner.graph.sampling import (
     Frontier,
     Pairs,
-    edges_of,
     frontier,
+    items_of,
     pairs_of,
-    seeds_of,
 )
 from gnnplan.planner.ownership.layout import Expansion, expand
 from gnnplan.planner.strategies import BNS, GNNPipe, GraNNDis
@@ -351,7 +350,7 @@ class Batches(Recursion):
         """Each batch's share of what is trained on, and its mean loss at the weights of the moment."""
         w, graph = self.workload, self.graph
         if w.task == "link":
-            for number, edges in enumerate(edges_of(graph, w.batch, w.seed, epoch)):
+            for number, edges in enumerate(items_of(graph, w, epoch)):
                 pairs = pairs_of(graph, edges, w.negatives, w.seed, epoch, number)
                 found = frontier(graph, pairs.ends, w.fanouts, w.seed, epoch, number)
                 yield (
@@ -360,7 +359,7 @@ class Batches(Recursion):
                 )
             return
         labels = torch.from_numpy(np.array(graph.y))
-        for number, seeds in enumerate(seeds_of(graph, w.batch, w.seed, epoch)):
+        for number, seeds in enumerate(items_of(graph, w, epoch)):
             found = frontier(graph, seeds, w.fanouts, w.seed, epoch, number)
             yield (
                 seeds.size / graph.stats.train_vertices,

@@ -14,10 +14,10 @@ from gnnplan.planner.graph.graph import Graph
 from gnnplan.planner.graph.load import load
 from gnnplan.planner.graph.sampling import (
     HELD_OUT_SHARE,
-    edges_of,
     fetched,
     held_out_pairs,
     hold_out,
+    items_of,
     pairs_of,
 )
 from gnnplan.planner.problem.inputs import checked
@@ -57,7 +57,8 @@ def test_an_edge_is_trained_on_or_held_out(graph):
 def test_negatives_are_any_vertices_and_belong_to_their_edge():
     from scipy.stats import chisquare  # here: its import takes a second
 
-    edges = edges_of(GRAPH, 5000, seed=1, epoch=2)
+    workload = Workload(mode="mini", task="link", batch=5000, seed=1)
+    edges = items_of(GRAPH, workload, epoch=2)
     assert np.array_equal(np.sort(np.concatenate(edges)), np.arange(GRAPH.indices.size))
     pairs, half = (pairs_of(GRAPH, ids, 3, 1, 2, 0) for ids in (edges[0], edges[0][2500:]))
     assert pairs.tails.shape == (5000, 4)

@@ -9,7 +9,7 @@ from asked import uniform
 
 from gnnplan.planner.gnn.workload import Workload
 from gnnplan.planner.graph.load import load
-from gnnplan.planner.graph.sampling import draw, key_of, seeds_of
+from gnnplan.planner.graph.sampling import draw, items_of, key_of
 from gnnplan.planner.problem.problem import Problem
 from gnnplan.planner.strategies import DataParallel, GSplit
 from gnnplan.planner.strategies.minibatch.feature_store import CLASSES
@@ -36,7 +36,7 @@ def reached(seeds: np.ndarray, number: int) -> tuple[list[set[int]], list[int]]:
 
 def test_frontiers_and_overlap_are_what_sets_say():
     found = probe(GRAPH, MINI, [1, 3])
-    batches = list(enumerate(seeds_of(GRAPH, 50, 0, 0)))
+    batches = list(enumerate(items_of(GRAPH, MINI, 0)))
     whole = [reached(seeds, number) for number, seeds in batches]
     assert found["probed"] == found["batches"] == len(batches) == -(-TRAIN // 50)
     assert not found["estimated"]

@@ -8,15 +8,15 @@ from examples import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from gnnplan.planner.gnn.workload import ALL
+from gnnplan.planner.gnn.workload import ALL, Workload
 from gnnplan.planner.graph.load import load
 from gnnplan.planner.graph.sampling import (
     draw,
     frontier,
+    items_of,
     key_of,
     mix,
     sample_without_replacement,
-    seeds_of,
 )
 
 GRAPH = load("synthetic:community?vertices=300&edges=5000&features=4&classes=3&seed=0")
@@ -80,7 +80,8 @@ def test_every_set_is_as_likely(degree, k):
 
 
 def test_batches_hold_every_training_vertex_once_an_epoch():
-    first, second = (seeds_of(GRAPH, 32, 0, epoch) for epoch in (0, 1))
+    w = Workload(mode="mini", batch=32)
+    first, second = (items_of(GRAPH, w, epoch) for epoch in (0, 1))
     for epoch in (first, second):
         assert sorted(np.concatenate(epoch).tolist()) == np.flatnonzero(GRAPH.train).tolist()
     assert [one.size for one in first[:-1]] == [32] * (len(first) - 1)

@@ -9,7 +9,7 @@ import pytest
 from gnnplan.planner.gnn.workload import Workload
 from gnnplan.planner.graph.graph import Graph
 from gnnplan.planner.graph.load import load
-from gnnplan.planner.graph.sampling import frontier, seeds_of
+from gnnplan.planner.graph.sampling import frontier, items_of
 from gnnplan.planner.graph.splitting import BEFORE, SPLITTERS, owners, presample, split
 from gnnplan.planner.ownership.minibatch import MiniBatch
 from gnnplan.planner.vocabulary.errors import SpecError
@@ -32,10 +32,11 @@ def batches_as(batch: int, fanout: tuple[int, ...] | str, seed: int = 0) -> Work
 def test_presampling_counts_frontiers_and_draws():
     """Against a plain count over the same batches."""
     fanouts = (3, 2)
-    found = presample(SMALL, batches_as(8, fanouts, 5), epochs=2)
+    workload = batches_as(8, fanouts, 5)
+    found = presample(SMALL, workload, epochs=2)
     vertices, edges = np.zeros(60, int), np.zeros(SMALL.indices.size, int)
     for epoch in (BEFORE, BEFORE + 1):
-        for number, seeds in enumerate(seeds_of(SMALL, 8, 5, epoch)):
+        for number, seeds in enumerate(items_of(SMALL, workload, epoch)):
             one = frontier(SMALL, seeds, fanouts, 5, epoch, number)
             for nodes in one.nodes:
                 for v in nodes.tolist():
@@ -73,7 +74,7 @@ def measured(
     epoch."""
     cross = edges = 0
     worst = []
-    for number, seeds in enumerate(seeds_of(graph, batch, 0, 0)):
+    for number, seeds in enumerate(items_of(graph, batches_as(batch, fanouts), 0)):
         made = MiniBatch(
             graph, [frontier(graph, seeds, fanouts, 0, 0, number)], (0,) * 4, owner, first_varying=1
         )

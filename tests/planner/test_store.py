@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from pairwise import covered, every
 
 from gnnplan.planner.graph.graph import Graph
-from gnnplan.planner.graph.sampling import frontier, seeds_of
+from gnnplan.planner.graph.sampling import frontier, items_of
 from gnnplan.planner.graph.splitting import BEFORE
 from gnnplan.planner.ownership.minibatch import MiniBatch, shares
 from gnnplan.planner.problem.problem import Problem
@@ -272,7 +272,7 @@ def test_frequency_counts_what_is_read(monkeypatch):
     """A vertex once per batch and group that reads its row; found once, then from disk."""
     w, heat = problem_of().workload, np.zeros(400, int)
     for epoch in (BEFORE, BEFORE + 1):
-        for number, seeds in enumerate(seeds_of(GRAPH, w.batch, w.seed, epoch)):
+        for number, seeds in enumerate(items_of(GRAPH, w, epoch)):
             for part in shares(seeds, 3):
                 found = frontier(GRAPH, part, w.fanouts, w.seed, epoch, number)
                 heat[np.unique(found.nodes[0])] += 1

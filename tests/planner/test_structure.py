@@ -8,7 +8,7 @@ import pytest
 import test_batchwise as batchwise
 from asked import on
 
-from gnnplan.planner.graph.sampling import frontier, seeds_of
+from gnnplan.planner.graph.sampling import frontier, items_of
 from gnnplan.planner.ownership.minibatch import shares
 from gnnplan.planner.problem.problem import Problem
 from gnnplan.planner.strategies import P3, DataParallel, GSplit
@@ -68,7 +68,7 @@ def test_bytes_by_hand():
     neighbour drawn of those."""
     problem, strategy = problem_of(), DataParallel(structure="spread")
     w, asks, found, drawn = problem.workload, 0, 0, np.zeros(4, int)
-    batches = seeds_of(GRAPH, w.batch, w.seed, 0)
+    batches = items_of(GRAPH, w, 0)
     for number, seeds in enumerate(batches):
         for rank, part in enumerate(shares(seeds, 4)):
             sampled, here = frontier(GRAPH, part, w.fanouts, w.seed, 0, number), rank // 2
