@@ -190,14 +190,6 @@ def fetched(parts: Sequence[Pairs], owner: NDArray[Any], rank: int) -> Ids:
     return ids[np.argsort(owner[ids], kind="stable")]
 
 
-def pairs_of(graph: Graph, edges: Ids, negatives: int, seed: int, epoch: int, batch: int) -> Pairs:
-    """Return the pairs of `edges`, positions in graph.indices of some or all edges of a batch."""
-    heads = graph.indices[edges].astype(np.int64)
-    tails = np.searchsorted(graph.indptr, edges, side="right") - 1
-    # layer 0 in the key: neighbour sampling uses layers 1 .. L
-    return _with_negatives(graph, heads, tails, edges, negatives, key_of(seed, epoch, batch, 0))
-
-
 def held_out_pairs(graph: Graph, part: int, negatives: int) -> Pairs:
     """Return the pairs that evaluate validation (part 0) or test (part 1), equal in all epochs."""
     heads, tails = graph.held_out[part]
@@ -283,7 +275,11 @@ def pairs_in(graph: Graph, workload: Workload, items: Ids, epoch: int, number: i
     """Return the pairs that the loss of these items of a batch scores; None for node labels."""
     if workload.task == "node":
         return None
-    return pairs_of(graph, items, workload.negatives, workload.seed, epoch, number)
+    heads = graph.indices[items].astype(np.int64)
+    tails = np.searchsorted(graph.indptr, items, side="right") - 1
+    # layer 0 in the key: neighbour sampling uses layers 1 .. L
+    key = key_of(workload.seed, epoch, number, 0)
+    return _with_negatives(graph, heads, tails, items, workload.negatives, key)
 
 
 def seeds_in(graph: Graph, workload: Workload, items: Ids, epoch: int, number: int) -> Ids:

@@ -20,7 +20,7 @@ from gnnplan.planner.graph.sampling import (
     Pairs,
     frontier,
     items_of,
-    pairs_of,
+    pairs_in,
 )
 from gnnplan.planner.ownership.layout import Expansion, expand
 from gnnplan.planner.strategies import BNS, GNNPipe, GraNNDis
@@ -351,7 +351,7 @@ class Batches(Recursion):
         w, graph = self.workload, self.graph
         if w.task == "link":
             for number, edges in enumerate(items_of(graph, w, epoch)):
-                pairs = pairs_of(graph, edges, w.negatives, w.seed, epoch, number)
+                pairs = pairs_in(graph, w, edges, epoch, number)
                 found = frontier(graph, pairs.ends, w.fanouts, w.seed, epoch, number)
                 yield (
                     edges.size / graph.stats.edges,

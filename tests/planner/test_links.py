@@ -18,7 +18,7 @@ from gnnplan.planner.graph.sampling import (
     held_out_pairs,
     hold_out,
     items_of,
-    pairs_of,
+    pairs_in,
 )
 from gnnplan.planner.problem.inputs import checked
 from gnnplan.planner.problem.problem import Problem
@@ -57,18 +57,18 @@ def test_an_edge_is_trained_on_or_held_out(graph):
 def test_negatives_are_any_vertices_and_belong_to_their_edge():
     from scipy.stats import chisquare  # here: its import takes a second
 
-    workload = Workload(mode="mini", task="link", batch=5000, seed=1)
-    edges = items_of(GRAPH, workload, epoch=2)
+    w, other = (Workload(mode="mini", task="link", batch=5000, negatives=3, seed=s) for s in (1, 2))
+    edges = items_of(GRAPH, w, epoch=2)
     assert np.array_equal(np.sort(np.concatenate(edges)), np.arange(GRAPH.indices.size))
-    pairs, half = (pairs_of(GRAPH, ids, 3, 1, 2, 0) for ids in (edges[0], edges[0][2500:]))
+    pairs, half = (pairs_in(GRAPH, w, ids, 2, 0) for ids in (edges[0], edges[0][2500:]))
     assert pairs.tails.shape == (5000, 4)
     assert set(zip(pairs.heads.tolist(), pairs.tails[:, 0].tolist(), strict=True)) <= named(GRAPH)
     assert np.array_equal(half.tails, pairs.tails[2500:])
     assert np.array_equal(half.heads, pairs.heads[2500:])
     counts = np.bincount(pairs.tails[:, 1:].ravel() // 60, minlength=100)
     assert chisquare(counts).pvalue > 1e-3
-    for other in ((2, 2, 0), (1, 3, 0), (1, 2, 1)):
-        tails = pairs_of(GRAPH, edges[0], 3, *other).tails
+    for of, epoch, number in ((other, 2, 0), (w, 3, 0), (w, 2, 1)):
+        tails = pairs_in(GRAPH, of, edges[0], epoch, number).tails
         assert np.mean(tails[:, 1:] == pairs.tails[:, 1:]) < 0.01
 
 
@@ -81,7 +81,8 @@ def test_evaluation_is_on_the_same_pairs_whatever_the_seed():
 
 
 def test_ends_that_cross_by_hand():
-    pairs = pairs_of(GRAPH, np.arange(0, 60000, 50), 2, 0, 0, 0)
+    workload = Workload(mode="mini", task="link", negatives=2)
+    pairs = pairs_in(GRAPH, workload, np.arange(0, 60000, 50), 0, 0)
     owner = np.arange(GRAPH.stats.vertices) % 3
     wanted = {
         tail
