@@ -94,27 +94,23 @@ class Problem:
     cache: Cache = field(default_factory=Cache, compare=False, repr=False)
 
     def __post_init__(self) -> None:
-        if self.graph and self.workload.precision != FLOAT64:
-            object.__setattr__(self, "graph", self.graph.in_float32())
-        module = self.workload.module
-        if self.graph and self.workload.is_cut:  # the user's code may need dense features
-            object.__setattr__(self, "graph", self.graph.dense())
-            object.__setattr__(self, "stats", self.stats.made_dense())
+        graph, stats, module = self.graph, self.stats, self.workload.module
+        if graph and self.workload.precision != FLOAT64:
+            graph = graph.in_float32()
+        if graph and self.workload.is_cut:  # the user's code may need dense features
+            graph, stats = graph.dense(), stats.made_dense()
         if module is not None and module.inputs:
-            precision = self.workload.precision
-            graph, stats = with_inputs(self.graph, self.stats, module.inputs, precision)
-            object.__setattr__(self, "graph", graph)
-            object.__setattr__(self, "stats", stats)
+            graph, stats = with_inputs(graph, stats, module.inputs, self.workload.precision)
         if self.workload.task == "link":
-            graph = None if self.graph is None else hold_out(self.graph)
-            object.__setattr__(self, "graph", graph)
-            object.__setattr__(self, "stats", graph.stats if graph else expect_held_out(self.stats))
-        elif self.stats.held_out:
+            graph = None if graph is None else hold_out(graph)
+            stats = graph.stats if graph else expect_held_out(stats)
+        elif stats.held_out:
             raise SpecError(
-                f"task=node learns from all edges, and {self.stats.name} lacks those held out for"
-                f" link prediction ({self.stats.held_out:,}); load the graph again"
+                f"task=node learns from all edges, and {stats.name} lacks those held out for"
+                f" link prediction ({stats.held_out:,}); load the graph again"
             )
-
+        object.__setattr__(self, "graph", graph)
+        object.__setattr__(self, "stats", stats)
         if self.graph and self.ranks > MOST_PAIRED:
             raise SpecError(
                 "a plan for a partitioned graph counts rows between every two ranks, for at most"
