@@ -18,6 +18,7 @@ from gnnplan.planner.cluster.spec import Cluster
 from gnnplan.planner.decision import plan as documents
 from gnnplan.planner.decision.answer import Answer, describe_question, describe_training
 from gnnplan.planner.decision.epochs import MODES
+from gnnplan.planner.decision.objective import unit_of
 from gnnplan.planner.decision.scale import Scaling, Size, sizes_of
 from gnnplan.planner.decision.scale import scale as scaling
 from gnnplan.planner.decision.search import each_of
@@ -222,7 +223,7 @@ class Offers(View):
         sizes = {(name, size.gpus): size for name, size in marked.values()}
         for place, marks in _by_place(marked).items():
             size, span = sizes[place], first._found.how.objective.span
-            gpus = show_count(size.gpus, _unit(size.best.problem.cluster))
+            gpus = show_count(size.gpus, unit_of(size.best.problem.cluster))
             price = "" if size.dollars is None else f", {show_dollars(size.dollars)}"
             lines.append(
                 f"{', '.join(marks)}: {shown[place[0]]}, {gpus} with {size.best.strategy}:"
@@ -255,7 +256,7 @@ def _table(scales: Mapping[str, Scale], marked: Mapping[str, tuple[str, Size]]) 
     """Return the table of sizes; with several clusters, a column names the cluster."""
     several, first = len(scales) > 1, next(iter(scales.values()))
     shown, marks = _short(scales), _by_place(marked)
-    unit = _unit(first._problem.cluster)
+    unit = unit_of(first._problem.cluster)
     rows = [
         {
             **numbers,
@@ -306,10 +307,6 @@ def _row(found: Scaling, size: Size) -> dict[str, Any]:
     }
 
 
-def _unit(cluster: Cluster) -> str:
-    return "CPU rank" if cluster.device.kind == "cpu" else "GPU"
-
-
 def _lacks(size: Size, cluster: Cluster) -> str:
     """Return what is missing for a strategy to fit, in a few words."""
     room = cluster.device.memory
@@ -324,7 +321,7 @@ def _sentences(found: Scaling, cluster: Cluster, what: str) -> list[str]:
 
     what: the subject of "first fits on": the full graph, or the forced strategy.
     """
-    unit, first, fastest = _unit(cluster), found.first, found.fastest
+    unit, first, fastest = unit_of(cluster), found.first, found.fastest
 
     def count(gpus: int) -> str:
         return show_count(gpus, unit)

@@ -20,6 +20,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from gnnplan.planner.cluster.doubt import factors_of
+from gnnplan.planner.cluster.spec import Cluster
 from gnnplan.planner.decision.epochs import ONE, Epochs
 from gnnplan.planner.gnn.workload import Workload
 from gnnplan.planner.problem.problem import Problem
@@ -264,10 +265,9 @@ class Objective:
                 " add it, as --set price=2.50, or of one of several clusters as CLUSTER?price=2.50"
             )
         if self.of == "energy" and cluster.device.power is None:
-            unit = "CPU rank" if cluster.device.kind == "cpu" else "GPU"
             raise SpecError(
-                f"--objective energy needs the power of a {unit}, and {cluster.name} has none; add"
-                " it, as --set device.power=300W"
+                f"--objective energy needs the power of a {unit_of(cluster)}, and {cluster.name}"
+                " has none; add it, as --set device.power=300W"
             )
 
     def epochs(self, problem: Problem, strategy: Strategy) -> Epochs:
@@ -322,6 +322,11 @@ class Objective:
 
 
 TIME = Objective()
+
+
+def unit_of(cluster: Cluster) -> str:
+    """Return what a rank of the cluster trains on, in words: 'CPU rank' or 'GPU'."""
+    return "CPU rank" if cluster.device.kind == "cpu" else "GPU"
 
 
 def dollars_per_second(problem: Problem) -> float | None:

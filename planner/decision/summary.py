@@ -30,7 +30,7 @@ from gnnplan.planner.decision.explain import (
     rounded_products,
     within_doubt,
 )
-from gnnplan.planner.decision.objective import NEAR
+from gnnplan.planner.decision.objective import NEAR, unit_of
 from gnnplan.planner.decision.recommendation import range_of
 from gnnplan.planner.decision.search import SearchResult
 from gnnplan.planner.problem.problem import Problem
@@ -77,10 +77,9 @@ def summarise(found: SearchResult, turning_points: Sequence[str]) -> dict[str, s
 def recommendation(found: SearchResult) -> str:
     """Name the strategy, the number of GPUs and the placement of the ranks."""
     problem, best = found.problem, found.best
-    used, device = best.problem.ranks, best.problem.cluster.device
-    unit = "CPU rank" if device.kind == "cpu" else "GPU"
+    used = best.problem.ranks
     of_all = f"{used} of " if used < problem.ranks else ""
-    number = f"{of_all}{show_count(problem.ranks, unit)}"
+    number = f"{of_all}{show_count(problem.ranks, unit_of(problem.cluster))}"
     gradient = "lossy, not the exact gradient (--exact leaves such strategies out)"
     if best.strategy.exact:
         gradient = "the gradient is exact"
