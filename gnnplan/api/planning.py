@@ -464,9 +464,10 @@ class Plan(View):
 
         resume: check a run that resumes in `out`. options: options of `run`. No process is started
         and nothing is written. Raises SpecError."""
-        from gnnplan.api.running import asked_of, preflight
+        from gnnplan.api.running import Preflight, asked_of
+        from gnnplan.executor.launch.launcher import look
 
-        return preflight(asked_of(self.document, self.loaded, out, options, resume))
+        return Preflight(look(asked_of(self.document, self.loaded, out, options, resume)))
 
     def resume(self, out: str | Path, **options: Any) -> Run:
         """Resume the run in `out` from its last checkpoint, with the run's options. `options` of

@@ -153,7 +153,7 @@ def asked_of(
     given: Mapping[str, Any],
     resume: bool = False,
 ) -> RunRequest:
-    """Return a plan with the options of its run, which `preflight` and `train` take.
+    """Return a plan with the options of its run, which `look` (executor/launch) and `train` take.
 
     problem: the plan's problem, if its graph is loaded. out: the run's folder; None: a new one in
     runs/. given: options (executor/launch/run_request.py) and `emulate`; an unset option is None.
@@ -168,13 +168,6 @@ def asked_of(
     name = f"{graph}-{document['best']['strategy']['name']}".replace(":", "-").replace("/", "-")
     folder = launch.new_folder(name) if out is None else Path(out)
     return launch.RunRequest(document, folder, options, emulate=servers, loaded=problem)
-
-
-def preflight(asked: RunRequest) -> Preflight:
-    """Run the checks that `train` runs before it starts a process."""
-    from gnnplan.executor.launch import launcher as launch
-
-    return Preflight(launch.look(asked))
 
 
 def train(asked: RunRequest) -> Run:

@@ -91,7 +91,7 @@ def run(
             if the run would be refused.
     """
     from gnnplan.api.planning import load_plan
-    from gnnplan.api.running import Run, asked_of, preflight, rate_of, train
+    from gnnplan.api.running import Preflight, Run, asked_of, rate_of, train
     from gnnplan.executor.launch import launcher as launch
 
     out: Path | None = given.pop("out")
@@ -144,7 +144,7 @@ def run(
         plan = plan.choose(strategy)
     asked = asked_of(plan.document, plan.loaded, out, given, resume is not None)
     if dry_run:
-        found = preflight(asked)
+        found = Preflight(launch.look(asked))
         show(found, as_json)
         raise typer.Exit(2 if found.stops else 0)
     show(train(asked), as_json)

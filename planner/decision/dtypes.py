@@ -53,7 +53,11 @@ class Choice:
         in words."""
         words = [f"{self.chosen}, since {self.why}"]
         if not self.refused:
-            words += [describe(dtype, found.best) for dtype, found in self.answers.items()]
+            words += [
+                f"{dtype}: {of.best.strategy}, {show_time(of.best.epoch_s)} per epoch,"
+                f" {show_bytes(of.best.memory_bytes)} on the fullest rank"
+                for dtype, of in self.answers.items()
+            ]
         if ROUNDED in self.answers:
             words.append(rounding_cost())
         return "; ".join(words)
@@ -126,11 +130,3 @@ def of_two(plain: Candidate, rounded: Candidate) -> tuple[str, str]:
     if not is_measured:
         why += f" (what is lossy needs {show_percent(SURE_SHARE)})"
     return choice, why if choice == ROUNDED else f"{why}; {products}"
-
-
-def describe(dtype: str, best: Candidate) -> str:
-    """Describe the epoch and the memory of the best strategy with rows of a type."""
-    return (
-        f"{dtype}: {best.strategy}, {show_time(best.epoch_s)} per epoch,"
-        f" {show_bytes(best.memory_bytes)} on the fullest rank"
-    )

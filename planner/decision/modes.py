@@ -81,7 +81,8 @@ class ModeComparison:
                 other = f"{self._epochs_of(found.best)} would take {show_long(found.best.time_s)}"
                 gpus = show_count(found.best.problem.ranks, "GPU")
                 words.append(f"{other} on {gpus}" if found.best.problem.ranks != used else other)
-        words += [f"{_is(mode)} refused: {why}" for mode, why in self.refused.items()]
+        for mode, why in self.refused.items():
+            words.append(f"{MODES[mode]} {'is' if mode == 'full' else 'are'} refused: {why}")
         return "; ".join(words)
 
     def add_to_plan(self, document: dict[str, Any]) -> dict[str, Any]:
@@ -144,10 +145,6 @@ class ModeComparison:
             "memory_bytes": candidate.memory_bytes,
             "recommended": candidate is self.found.best,
         }
-
-
-def _is(mode: str) -> str:
-    return f"{MODES[mode]} {'is' if mode == 'full' else 'are'}"
 
 
 def gpu_hours(candidate: Candidate) -> float:
