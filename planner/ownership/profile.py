@@ -40,7 +40,6 @@ def profile(
     method: str = "metis",
     servers: int | None = None,
     hops: int = 3,
-    seed: int = 0,
 ) -> dict[str, Any]:
     """Return facts about a graph and its partitions, as data for JSON.
 
@@ -64,7 +63,7 @@ def profile(
             )
         groups = servers or count
         entries[str(count)] = (
-            _measured(graph, count, method, groups, hops, seed)
+            _measured(graph, count, method, groups, hops)
             if isinstance(graph, Graph)
             else _expected(graph, count, method, groups, hops)
         )
@@ -104,21 +103,17 @@ def _facts(graph: Graph | GraphStats, stats: GraphStats) -> dict[str, Any]:
     }
 
 
-def _measured(
-    graph: Graph, parts: int, method: str, servers: int, hops: int, seed: int
-) -> dict[str, Any]:
+def _measured(graph: Graph, parts: int, method: str, servers: int, hops: int) -> dict[str, Any]:
     """Return an entry of `parts` for a known graph, from the cache if it is there."""
-    question = parts, method, servers, hops, seed
+    question = parts, method, servers, hops
     key = " ".join(map(str, (VERSION, PARTITION_VERSION, graph.stats.hash, *question)))
     entry, cached = remembered("profiles", key, lambda: _counted(graph, *question))
     return {**entry, "cached": cached}
 
 
-def _counted(
-    graph: Graph, parts: int, method: str, servers: int, hops: int, seed: int
-) -> dict[str, Any]:
+def _counted(graph: Graph, parts: int, method: str, servers: int, hops: int) -> dict[str, Any]:
     start = time.perf_counter()
-    part = partition(graph, parts, method, seed)
+    part = partition(graph, parts, method)
     around = within(graph, part.astype(np.int64) * servers // parts, servers, hops)
     near = around if servers == parts else within(graph, part, parts, 1)
     external = (near[1] - near[0]).tolist()
@@ -129,7 +124,7 @@ def _counted(
 
     return {
         "method": method,
-        "seed": seed,
+        "seed": 0,  # of `partition`
         "servers": servers,
         "estimated": False,
         "halo_rows": sum(external),
