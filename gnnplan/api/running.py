@@ -15,8 +15,8 @@ from gnnplan.api.view import View
 from gnnplan.planner.evidence.recorded import (
     gradient_error,
     read_run,
-    rows_by_class,
     show_rows,
+    summed,
     trained_before,
 )
 from gnnplan.planner.gnn.workload import scores_of, show_scores
@@ -60,10 +60,6 @@ class Run(View):
         """The document that `gnnplan run --json` prints."""
         metrics, ranks = self._metrics, self._ranks
         own = metrics[trained_before(ranks) :]  # epochs of the ranks whose files are in the folder
-        sent: dict[str, int] = {}
-        for rank in ranks:
-            for op, nbytes in rank["bytes"].items():
-                sent[op] = sent.get(op, 0) + nbytes
         last = metrics[-1]
         return {
             "out": str(self.out),
@@ -74,11 +70,11 @@ class Run(View):
             "best": ranks[0].get("best"),  # the best epoch, if the workload stops early (patience)
             "epoch_s": median(m["epoch_s"] for m in own[min(2, len(own) - 1) :]),
             "backend": ranks[0]["backend"],
-            "bytes": {op: nbytes // len(own) for op, nbytes in sent.items()},
-            "setup_bytes": sum(sum(rank["setup_bytes"].values()) for rank in ranks),
+            "bytes": {op: sent // len(own) for op, sent in summed(ranks, "bytes").items()},
+            "setup_bytes": summed(ranks, "setup_bytes").total(),
             "peak_rss_bytes": [rank["peak_rss_bytes"] for rank in ranks],
             "peak_bytes": [rank["peak_bytes"] for rank in ranks],
-            "rows": rows_by_class(ranks),
+            "rows": dict(summed(ranks, "rows")),
             "gradient_error": gradient_error(ranks),
         }
 

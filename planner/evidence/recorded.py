@@ -162,16 +162,16 @@ def gradient_error(ranks: Sequence[dict[str, Any]]) -> dict[str, float] | None:
     return None
 
 
-def rows_by_class(ranks: Iterable[dict[str, Any]]) -> dict[str, int]:
-    """Return the number of feature rows that all ranks read, keyed by where the rows were stored.
+def summed(ranks: Iterable[Mapping[str, Any]], field: str) -> Counter[str]:
+    """Return the sums over all ranks of a field's counts, by name; empty if no rank has the field.
 
-    Keys are as 'hit' (in the cache), 'peer' and 'host'. Empty if the strategy has no feature store
-    (planner/strategies/minibatch/feature_store.py).
-    """
-    rows = Counter[str]()
+    bytes, setup_bytes: bytes sent, by operation [B]. rows: feature rows that were read, by the
+    place where they were stored, as 'hit' (in the cache), 'peer' and 'host'
+    (planner/strategies/minibatch/feature_store.py)."""
+    counts = Counter[str]()
     for rank in ranks:
-        rows.update(rank.get("rows", {}))
-    return dict(rows)
+        counts.update(rank.get(field, {}))
+    return counts
 
 
 def show_rows(rows: dict[str, int]) -> str:

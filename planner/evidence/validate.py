@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 
 from gnnplan.planner.decision.candidate import Candidate
-from gnnplan.planner.evidence.recorded import WARM_UP, rows_by_class, warm_epochs
+from gnnplan.planner.evidence.recorded import WARM_UP, summed, warm_epochs
 from gnnplan.planner.strategies.base import NON_TRAINING_USES, Memory
 from gnnplan.planner.strategies.program.account import Prediction
 from gnnplan.planner.vocabulary.numbers import typical
@@ -198,7 +198,7 @@ def compare(
         "bytes": volume,
         "order": {"equal": disorder is None, "first_difference": disorder},
         "memory": compare_memory(candidate.memory, ranks),
-        "rows": rows_by_class(ranks),
+        "rows": dict(summed(ranks, "rows")),
         "diagnosis": diagnose(
             step,
             rows if recorded is candidate else (),
@@ -224,10 +224,7 @@ def _compare_bytes(
     as far as the schedule has the batches that were drawn.
     """
     prediction, epochs = candidate.predicted, len(metrics)
-    counted = Counter[str]()
-    for rank in ranks:
-        counted.update(rank["bytes"])
-    setup_counted = sum(sum(rank["setup_bytes"].values()) for rank in ranks)
+    counted, setup_counted = summed(ranks, "bytes"), summed(ranks, "setup_bytes").total()
     predicted = Counter[str]()
     for epoch in range(epochs):
         predicted.update(prediction.at(epoch).bytes)

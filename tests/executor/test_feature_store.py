@@ -14,7 +14,7 @@ from gnnplan.executor.layers.kernels import SparseRows
 from gnnplan.executor.minibatch import feature_store as executor_store
 from gnnplan.executor.minibatch.feature_store import FeatureStore, map_features, write_features
 from gnnplan.executor.ranks.rank import Rank
-from gnnplan.planner.evidence.recorded import rows_by_class
+from gnnplan.planner.evidence.recorded import summed
 from gnnplan.planner.graph.load import load
 from gnnplan.planner.strategies import DataParallel
 from gnnplan.planner.strategies.minibatch.feature_store import CLASSES
@@ -60,7 +60,7 @@ def test_ranks_leave_rows_by_class(run_ranks, graphs, strategy, classes):
     left = [result.rank(rank)["rows"] for rank in range(4)]
     assert left == [dict(zip(CLASSES, of.tolist(), strict=True)) for of in rows]
     assert {CLASSES[place] for place in np.flatnonzero(rows.sum(0))} == classes
-    assert rows_by_class(result.rank(rank) for rank in range(4)) == dict(
+    assert summed((result.rank(rank) for rank in range(4)), "rows") == dict(
         zip(CLASSES, rows.sum(0).tolist(), strict=True)
     )
 
