@@ -3,7 +3,6 @@ combination of values."""
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -18,6 +17,7 @@ from gnnplan.planner.decision.sweep import axes, changes, on_same_gpus, point, p
 from gnnplan.planner.decision.sweep import moved as best_moved
 from gnnplan.planner.evidence.validate import (
     by_epoch,
+    bytes_by_epoch,
     describe_operation,
     per_operation,
     predicted_per_operation,
@@ -266,9 +266,7 @@ def _epoch_by_epoch(
     schedule: Schedule, played: Timeline, prediction: Prediction, batches: int, epochs: range
 ) -> list[dict[str, Any]]:
     """Return seconds and bytes of each of these epochs, for a strategy whose epochs differ."""
-    sent = Counter[int]()
-    for task in schedule.tasks:
-        sent[task.label.step // batches] += sum(schedule.bytes_by_op([task]).values())
+    sent = bytes_by_epoch(schedule, batches)
     return [
         {
             "epoch": epoch + 1,

@@ -82,6 +82,14 @@ def by_epoch(spans: Iterable[Span], batches: int) -> list[Span]:
     ]
 
 
+def bytes_by_epoch(schedule: Schedule, batches: int) -> Counter[int]:
+    """Return epoch -> bytes that its tasks send [B]."""
+    sent = Counter[int]()
+    for task in schedule.tasks:
+        sent[task.label.step // batches] += sum(schedule.bytes_by_op([task]).values())
+    return sent
+
+
 def per_operation(spans: Iterable[Span], steps: range, period: int = 1) -> dict[str, float]:
     """Return the median seconds of each operation per step [s].
 
@@ -235,11 +243,8 @@ def _compare_bytes(
         compared, equal = epochs, counted == predicted and recorded == each
     else:
         compared = min(epochs, drawn // batches, schedule.steps // batches)
-        scheduled = [0] * compared
-        for task in schedule.tasks:
-            if task.label.step // batches < compared:
-                scheduled[task.label.step // batches] += sum(schedule.bytes_by_op([task]).values())
-        equal = scheduled == [row.get("bytes") for row in metrics[:compared]]
+        sent = bytes_by_epoch(schedule, batches)
+        equal = all(sent[epoch] == metrics[epoch].get("bytes") for epoch in range(compared))
     return {
         "predicted": dict(predicted),
         "counted": dict(counted),
