@@ -19,7 +19,7 @@ it. The code shows these differences:
 from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
-from functools import cached_property, partial
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -146,7 +146,7 @@ class InOrder(EstimatedLayout):
     def _kept_edges(self, own: float, external: float) -> float:
         return self._degree * (own + external) * (self._own_rows + self._allowed) / self.vertices
 
-    @cached_property
+    @property
     def _allowed(self) -> float:
         if not self.expansion:
             return self._external_rows

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import replace
-from functools import cache, lru_cache
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -183,7 +183,6 @@ def _part_of_testbed(row: Row, testbeds: Testbeds) -> Cluster:
     return every.shaped(servers, gpus)
 
 
-@lru_cache(maxsize=64)
 def _statistics(name: str, both_ways: bool) -> GraphStats:
     stats = load(name, directed=name in DIRECTED and not both_ways)
     assert not isinstance(stats, Graph)
