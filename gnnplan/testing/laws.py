@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 from collections import Counter
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import cached_property
 from itertools import pairwise
 from statistics import median
@@ -126,43 +126,22 @@ def problems(draw: st.DrawFn) -> Problem:
 # -- laws of every strategy ------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
 class StrategyEvaluation:
-    """A strategy's prediction and simulation, computed once for all laws, since it takes long."""
+    """A strategy's prediction and simulation, computed once for all laws, since it takes long.
 
-    problem: Problem
-    faster: Problem  # the same problem on better hardware
-    strategy: Strategy
+    faster: the same problem on better hardware."""
 
-    def __post_init__(self) -> None:
-        for name in ("problem", "faster"):  # a step that is one CUDA graph launches less
-            with_graph = getattr(self, name).with_cuda_graph(self.strategy.uses_cuda_graph)
-            object.__setattr__(self, name, with_graph)
-
-    @cached_property
-    def steps(self) -> int:
-        return self.strategy.steps(self.problem)
-
-    @cached_property
-    def predicted(self) -> Prediction:
-        return self.strategy.predict(self.problem)
-
-    @property
-    def period(self) -> int:
-        return self.predicted.period
-
-    @property
-    def played_steps(self) -> int:
-        """The number of steps to simulate: two periods of epochs after the first epoch."""
-        return max(6, (2 * self.period + 1) * self.steps)
-
-    @cached_property
-    def schedule(self) -> Schedule:
-        return self.strategy.schedule(self.problem, self.played_steps)
-
-    @cached_property
-    def task_graph(self) -> TaskGraph:
-        return TaskGraph(self.schedule, self.problem.cost)
+    def __init__(self, problem: Problem, faster: Problem, strategy: Strategy) -> None:
+        # a step that is one CUDA graph launches less
+        both = (each.with_cuda_graph(strategy.uses_cuda_graph) for each in (problem, faster))
+        self.problem, self.faster = both
+        self.strategy, self.steps = strategy, strategy.steps(self.problem)
+        self.predicted = strategy.predict(self.problem)
+        self.period = self.predicted.period
+        # two periods of epochs after the first epoch are simulated
+        self.played_steps = max(6, (2 * self.period + 1) * self.steps)
+        self.schedule: Schedule = strategy.schedule(self.problem, self.played_steps)
+        self.task_graph = TaskGraph(self.schedule, self.problem.cost)
 
     @cached_property
     def alone(self) -> Timeline:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections import Counter
 from dataclasses import replace
-from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +22,6 @@ from gnnplan.planner.vocabulary.schedule import Collective, Copy, Send
 from gnnplan.planner.vocabulary.trace import (
     BELOW,
     LANES,
-    Span,
     place_of,
     read_traces,
     recorded_order,
@@ -48,14 +46,7 @@ class FinishedRun:
         self.prediction = self.candidate.predicted
         # mini-batches sample other edges in every epoch; the prediction is for the first epoch
         self.resamples = strategy.mode == "mini"
-
-    @cached_property
-    def spans(self) -> list[Span]:
-        return self.result.spans
-
-    @cached_property
-    def ranks(self) -> list[dict[str, Any]]:
-        return [self.result.rank(rank) for rank in range(self.world)]
+        self.spans, self.ranks = result.spans, [result.rank(rank) for rank in range(self.world)]
 
 
 def test_order_of_operations(played: FinishedRun) -> None:
