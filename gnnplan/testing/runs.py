@@ -16,7 +16,8 @@ import pytest
 import torch
 
 from gnnplan.planner.decision.candidate import Candidate
-from gnnplan.planner.evidence.validate import REPORT, compare
+from gnnplan.planner.evidence.recorded import summed
+from gnnplan.planner.evidence.validate import REPORT, bytes_by_epoch, compare
 from gnnplan.planner.strategies.base import NON_TRAINING_USES
 from gnnplan.planner.vocabulary.schedule import Collective, Copy, Send
 from gnnplan.planner.vocabulary.trace import (
@@ -101,20 +102,15 @@ def test_bytes_of_every_operation(played: FinishedRun) -> None:
 
 
 def test_set_up_bytes(played: FinishedRun) -> None:
-    counted: Counter[str] = Counter()
-    for left in played.ranks:
-        counted.update(left["setup_bytes"])
+    counted = summed(played.ranks, "setup_bytes")
     assert counted.total() == played.prediction.setup_bytes
     assert counted == +Counter(played.schedule.bytes_by_op(played.schedule.setup))
 
 
 def test_evaluation_is_not_counted(played: FinishedRun) -> None:
     """Check that metrics.jsonl counts only the bytes of training, not of evaluation."""
-    steps, tasks = played.steps, played.schedule.tasks
-    of_epoch = [
-        sum(played.schedule.bytes_by_op(t for t in tasks if t.label.step // steps == e).values())
-        for e in range(played.epochs)
-    ]
+    sent = bytes_by_epoch(played.schedule, played.steps)
+    of_epoch = [sent[epoch] for epoch in range(played.epochs)]
     assert [row["bytes"] for row in played.result.metrics] == of_epoch
     known = 1 if played.resamples else played.epochs
     assert of_epoch[:known] == [played.prediction.at(e).bytes_total for e in range(known)]
