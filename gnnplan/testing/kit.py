@@ -47,11 +47,11 @@ from gnnplan.testing.ranks import SMALL, Case, ForkServer, Ranks
 from gnnplan.testing.runs import *  # noqa: F403
 from gnnplan.testing.runs import (
     FinishedRun,
+    must_be_as_one_process,
     must_fill_as_predicted,
     must_go_on_from_another_plan,
     must_have_learnt,
     must_resume,
-    must_train_as_one_process,
     one_process,
 )
 
@@ -162,7 +162,8 @@ def test_training_is_exact_or_follows_its_recursion(
     case = case_of(example, graphs["rough"], model, dtype="float64", optimizer="sgd")
     case = replace(case, strategy=str(strategy), epochs=6, eval_every=2)
     if strategy.exact:
-        must_train_as_one_process(run_ranks, example.ranks, [case], weights=1e-9, losses=1e-9)
+        (result,) = run_ranks(example.ranks, [case])
+        must_be_as_one_process(result, one_process(run_ranks, case), weights=1e-9, losses=1e-9)
         return
     owner = case.problem(example.ranks).layout().owner
     losses, weights = request.module.recursion(case, owner)
@@ -174,7 +175,8 @@ def test_training_is_exact_or_follows_its_recursion(
 def test_a_resumed_run_is_the_unbroken_one(
     example: Example, run_ranks: Ranks, graphs: dict[str, str]
 ) -> None:
-    must_resume(run_ranks, example.ranks, case_of(example, graphs["rough"], "sage"))
+    case = replace(case_of(example, graphs["rough"], "sage"), epochs=5)
+    must_resume(run_ranks, run_ranks(example.ranks, [case])[0])
 
 
 def test_what_it_carries_is_made_anew_for_another_plans_weights(

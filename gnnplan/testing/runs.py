@@ -140,30 +140,16 @@ def test_a_measured_trace_survives_its_file(played: FinishedRun, tmp_path: Path)
     assert set(transfer_times(played.spans)) == collectives
 
 
-def must_resume(
-    run_ranks: Ranks, world: int, case: Case, broken_off: int = 3, last: int = 5
-) -> None:
-    """Check that a run interrupted one epoch after its checkpoint resumes bit by bit equal."""
-    unbroken, broken = run_ranks(
-        world, [replace(case, epochs=last), replace(case, epochs=broken_off, checkpoint_every=2)]
-    )
-    must_go_on_to(run_ranks, broken, unbroken)
-
-
-def must_resume_as(run_ranks: Ranks, unbroken: Result) -> None:
-    """Check that the run's case, interrupted two epochs before its end, resumes to the run."""
+def must_resume(run_ranks: Ranks, unbroken: Result) -> None:
+    """Check that the run's case, interrupted two epochs before its end and one epoch after its
+    checkpoint, resumes bit by bit to the run."""
     case = unbroken.case
-    broken = replace(case, epochs=case.epochs - 2, checkpoint_every=2)
-    must_go_on_to(run_ranks, run_ranks(unbroken.world, [broken])[0], unbroken)
-
-
-def must_go_on_to(run_ranks: Ranks, broken: Result, unbroken: Result) -> None:
-    """Check that an interrupted run resumes to the uninterrupted one."""
-    before, last = unbroken.weights, unbroken.case.epochs
+    shorter = replace(case, epochs=case.epochs - 2, checkpoint_every=2)
+    (broken,) = run_ranks(unbroken.world, [shorter])
     # there is something left to learn
-    assert not all(torch.equal(broken.weights[name], p) for name, p in before.items())
-    resumed = replace(broken.case, epochs=last, checkpoint_every=0, resume=str(broken.out))
-    same(run_ranks(unbroken.world, [resumed])[0], unbroken)
+    assert not all(torch.equal(broken.weights[name], p) for name, p in unbroken.weights.items())
+    onwards = replace(case, checkpoint_every=0, resume=str(broken.out))
+    same(run_ranks(unbroken.world, [onwards])[0], unbroken)
 
 
 def same(broken: Result, unbroken: Result) -> None:
@@ -226,24 +212,11 @@ def one_process(run_ranks: Ranks, case: Case) -> Result:
     return _references[key]
 
 
-def must_train_as_one_process(
-    run_ranks: Ranks,
-    world: int,
-    cases: list[Case],
-    weights: float,
-    losses: float,
-    idle: tuple[str, ...] = (),
-) -> None:
-    """Compare final weights, and every epoch's loss and scores, with those of one process;
-    weights, losses: relative tolerances."""
-    for case, result in zip(cases, run_ranks(world, cases), strict=True):
-        must_be_as_one_process(result, one_process(run_ranks, case), weights, losses, idle)
-
-
 def must_be_as_one_process(
     result: Result, alone: Result, weights: float, losses: float, idle: tuple[str, ...] = ()
 ) -> None:
-    """Compare a run with that of one process, as `must_train_as_one_process` does."""
+    """Compare final weights, and every epoch's loss and scores, with those of one process;
+    weights, losses: relative tolerances."""
     case, workload = str(result.case), result.case.workload
     assert difference(result.weights, alone.weights, idle) <= weights, case
     assert result.losses == pytest.approx(alone.losses, rel=losses), case

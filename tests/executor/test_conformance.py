@@ -23,7 +23,7 @@ from gnnplan.testing.runs import *  # noqa: F403
 from gnnplan.testing.runs import (
     FinishedRun,
     must_be_as_one_process,
-    must_resume_as,
+    must_resume,
     one_process,
 )
 
@@ -154,7 +154,7 @@ def same_bits(result: Result, plain: Result) -> None:
 )
 def test_broken_off_and_resumed_is_unbroken(played, run_ranks):
     """Broken off an epoch after its last checkpoint: that epoch is trained again."""
-    must_resume_as(run_ranks, played.result)
+    must_resume(run_ranks, played.result)
 
 
 def test_islands_of_one_gpu_are_servers_of_one_gpu(run_ranks, sources):
