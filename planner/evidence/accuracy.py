@@ -12,10 +12,9 @@ from typing import Any
 from gnnplan.planner.decision import plan as plans
 from gnnplan.planner.decision.epochs import Epochs
 from gnnplan.planner.decision.objective import Objective, Target, Training
-from gnnplan.planner.evidence.recorded import MAX_METRICS
+from gnnplan.planner.evidence.recorded import epochs_in
 from gnnplan.planner.gnn.workload import FALLING, Workload, scores_of
 from gnnplan.planner.vocabulary.errors import SpecError
-from gnnplan.planner.vocabulary.files import from_json, read_bytes
 
 MAKE = "make one with `gnnplan run plan.json --out runs/one`"
 PLAN, METRICS = "plan.json", "metrics.jsonl"  # files in a run's folder
@@ -68,16 +67,13 @@ def _training(folder: Path) -> Training:
     path, (plan, epochs) = folder / METRICS, _first_plan(folder)
     document = plans.read(plan)
     workload = Workload.model_validate(document["workload"])
-    rows = [
-        from_json(path, line, MAKE) for line in read_bytes(path, MAX_METRICS, MAKE).splitlines()
-    ]
     return Training(
         str(folder),
         document["graph"]["hash"],
         workload,
         plans.chosen(document),
         len(plans.placement(document)),
-        tuple(_accuracies(path, rows[:epochs])),
+        tuple(_accuracies(path, epochs_in(path, MAKE)[:epochs])),
     )
 
 

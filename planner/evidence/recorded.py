@@ -65,7 +65,7 @@ def read_run(directory: Path) -> tuple[list[dict[str, Any]], list[dict[str, Any]
     make = f"make one with `gnnplan run plan.json --out {directory}`"
     try:
         path = directory / "metrics.jsonl"
-        metrics = _lines(path, make)
+        metrics = epochs_in(path, make)
         files = {
             int(match[1]): path
             for path in directory.iterdir()
@@ -126,8 +126,8 @@ def must_be_of_one_plan(directory: Path, ranks: Sequence[Mapping[str, Any]]) -> 
     )
 
 
-def _lines(path: Path, make: str) -> list[Any]:
-    """Parse the lines of metrics.jsonl; a note says if an incomplete last line is left out.
+def epochs_in(path: Path, make: str) -> list[Any]:
+    """Parse metrics.jsonl, a line per epoch; a note says if an incomplete last line is left out.
 
     Raises SpecError."""
     raw = read_bytes(path, MAX_METRICS, make)

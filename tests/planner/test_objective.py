@@ -353,6 +353,15 @@ def test_a_run_is_evidence_of_the_plan_that_it_began_with(tmp_path):
     assert read.strategy == parse("graph_parallel") and read.accuracies == ((1, 0.1), (2, 0.2))
 
 
+def test_a_run_that_was_killed_as_it_wrote_a_line_is_evidence(tmp_path):
+    """It was refused, though runs need not be finished."""
+    run = run_of(tmp_path / "run", {"epoch": 1, "val_accuracy": 0.5})
+    with (run / "metrics.jsonl").open("a") as file:
+        file.write('{"epoch": 2, "val_acc')
+    [read] = trainings([run])
+    assert read.accuracies == ((1, 0.5),)
+
+
 @pytest.mark.parametrize("rows", [["text"], [{"epoch": 2}, {"epoch": 1}], [{"val_accuracy": 1.0}]])
 def test_lines_that_are_no_metrics_are_told(tmp_path, rows):
     with pytest.raises(SpecError, match=r"metrics\.jsonl: every line needs an epoch"):
