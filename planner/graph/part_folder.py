@@ -103,10 +103,10 @@ def digest_of(path: Path) -> str:
         return hashlib.file_digest(stream, partial(blake2b, digest_size=16)).hexdigest()
 
 
-def parsed(kind: type[T], path: Path, raw: bytes) -> T:
-    """Parse a file's JSON as a `kind`, one of the classes above. Raises SpecError."""
+def parsed(kind: type[T], path: Path) -> T:
+    """Read a file's JSON as a `kind`, one of the classes above. Raises SpecError."""
     try:
-        return TypeAdapter(kind).validate_json(raw)
+        return TypeAdapter(kind).validate_json(read_bytes(path, MOST_DESCRIBED, AGAIN))
     except ValidationError as error:
         first = error.errors(include_url=False)[0]
         where = "".join(f"{name}: " for name in first["loc"])
@@ -127,8 +127,7 @@ class PartFolder:
     def _read(self) -> Description:
         """Read and check parts.json and the presence of the folder's own files."""
         path = self.path / DESCRIPTION
-        raw = read_bytes(path, MOST_DESCRIBED, AGAIN)
-        about = parsed(Description, path, raw)
+        about = parsed(Description, path)
         if about.version != VERSION:
             raise SpecError(
                 f"{path}: is version {about.version} of such folders, this gnnplan reads {VERSION};"
@@ -157,15 +156,14 @@ class PartFolder:
             raise SpecError(
                 f"{folder}: part {number} of {about.parts} is missing; copy it there, or {AGAIN}"
             )
-        raw = read_bytes(folder / OF_PART, MOST_DESCRIBED, AGAIN)
-        part = parsed(Part, folder / OF_PART, raw)
+        part = parsed(Part, folder / OF_PART)
         if (part.cut, part.number) != (about.cut, number):
             whose = "another graph or another cut" if part.cut != about.cut else "this graph"
             raise SpecError(
                 f"{folder}: holds part {part.number} of {whose}, and part {number} of"
                 f" {about.graph.name} in {about.parts} belongs there; copy that one, or {AGAIN}"
             )
-        if blake2b(raw, digest_size=16).hexdigest() != about.digests[number]:
+        if digest_of(folder / OF_PART) != about.digests[number]:
             raise SpecError(f"{folder / OF_PART}: is not what was written; {AGAIN}")
         self._must_be_there(folder, part.files)
         return part

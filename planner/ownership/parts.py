@@ -23,7 +23,6 @@ from gnnplan.planner.graph.fields import EDGE, VERTEX
 from gnnplan.planner.graph.graph import AT_ONCE, Array, Graph, feature_arrays
 from gnnplan.planner.graph.part_folder import (
     DESCRIPTION,
-    MOST_DESCRIBED,
     OF_PART,
     VERSION,
     Description,
@@ -36,7 +35,7 @@ from gnnplan.planner.graph.part_folder import (
 )
 from gnnplan.planner.ownership.layout import LayerCounts, Layout, RankLayer, reached
 from gnnplan.planner.vocabulary.errors import SpecError
-from gnnplan.planner.vocabulary.files import folder_lock, read_bytes, remedy_of
+from gnnplan.planner.vocabulary.files import folder_lock, remedy_of
 from gnnplan.planner.vocabulary.numbers import ranges
 from gnnplan.planner.vocabulary.progress import notify, say
 
@@ -161,10 +160,8 @@ def _name_of(graph: Graph, owner: np.ndarray, method: str, seed: int) -> str:
 
 def _written(begun: Path, number: int, name: str) -> Part | None:
     """Return a part of the partition `name` that an earlier call wrote; None if there is none."""
-    folder = begun / f"part{number}"
     try:
-        raw = read_bytes(folder / OF_PART, MOST_DESCRIBED)
-        part = parsed(Part, folder / OF_PART, raw)
+        part = parsed(Part, begun / f"part{number}" / OF_PART)
     except SpecError:
         return None
     return part if part.cut == name else None
