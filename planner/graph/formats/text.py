@@ -23,12 +23,8 @@ from gnnplan.planner.vocabulary.errors import SpecError
 from gnnplan.planner.vocabulary.files import MOST_SHOWN, must_be_file
 
 BLOCK = 1 << 24  # [B] read at a time
-NUMBERS = (
-    "",
-    "index",
-    "unnamed: 0",
-    "__index_level_0__",
-)  # names of the row-number column that pandas adds
+# names of the column of row numbers that pandas adds
+NUMBERS = ("", "index", "unnamed: 0", "__index_level_0__")
 IDS = ("id", "node_id", "vertex_id", "nodeid", "node", "vertex", "nid", "idx")
 TARGETS = (*LABELS, "class", "target")
 COMMENTS = ("#", "%")
