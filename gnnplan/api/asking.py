@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import hashlib
 import os
 import shutil
 import tempfile
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from hashlib import blake2b
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +17,7 @@ from gnnplan.planner.gnn.workload import AUTO, TASKS, Workload
 from gnnplan.planner.graph.fields import unread_by
 from gnnplan.planner.graph.graph import Cut, Graph
 from gnnplan.planner.graph.load import load, source_of, well_known
+from gnnplan.planner.graph.part_folder import digest_of
 from gnnplan.planner.graph.partition import chosen
 from gnnplan.planner.graph.partitioners import METHODS
 from gnnplan.planner.problem.fitted import read_fitted
@@ -136,12 +137,8 @@ def source_name(graph: Any, numbers: bool = False) -> tuple[str, list[str]]:
     with tempfile.TemporaryDirectory(dir=kept) as folder:
         made = Path(folder) / "graph"
         _, _, notes = convert(graph, made, Extras(numbers=numbers))
-        digest = hashlib.sha256()
-        for file in sorted(made.iterdir()):
-            digest.update(file.name.encode())
-            with file.open("rb") as stream:
-                digest.update(hashlib.file_digest(stream, "sha256").digest())
-        target = kept / digest.hexdigest()[:16]
+        content = " ".join(f"{file.name} {digest_of(file)}" for file in sorted(made.iterdir()))
+        target = kept / blake2b(content.encode(), digest_size=8).hexdigest()
         if not target.exists():
             try:
                 os.rename(made, target)
