@@ -224,23 +224,6 @@ class Plain:
         self.optimizer.step()
 
 
-def train_plainly(case: Case) -> tuple[list[float], dict[str, Tensor]]:
-    """Train on the full batch in the ordinary way; return losses and weights."""
-    plain = Plain(case)
-    return trained(plain, case.epochs), plain.state
-
-
-def trained(plain: Plain, epochs: int) -> list[float]:
-    """Train on the full batch and return the losses."""
-    losses = []
-    for step in range(epochs):
-        plain.begin(step)
-        loss = plain.loss(plain.forward(step)[0])
-        losses.append(loss.item())
-        plain.descend(loss)
-    return losses
-
-
 def difference(ours: dict[str, Any], theirs: dict[str, Any], idle: tuple[str, ...] = ()) -> float:
     """Return the largest difference of any weight, relative to the largest number of its tensor.
     idle: weights that only rounding changes, as a bias before batch norm, which cancels it."""
