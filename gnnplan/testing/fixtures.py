@@ -27,16 +27,6 @@ def run_ranks(tmp_path_factory: pytest.TempPathFactory, fork_server: ForkServer)
     ranks.close()
 
 
-@pytest.fixture(scope="module")
-def fresh_ranks(
-    tmp_path_factory: pytest.TempPathFactory, fork_server: ForkServer
-) -> Iterator[Ranks]:
-    """Fresh ranks for tests of memory: ranks of other tests have compiled code for some shapes."""
-    ranks = Ranks(fork_server, tmp_path_factory.mktemp("memory"), memory=True)
-    yield ranks
-    ranks.close()
-
-
 @pytest.fixture(scope="session")
 def graphs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     """Small graph files with edge cases.

@@ -6,6 +6,7 @@ import itertools
 import os
 import time
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
 from dataclasses import replace
 from typing import Any, TypeVar
 
@@ -28,12 +29,18 @@ from gnnplan.planner.gnn.model import Model, describe
 from gnnplan.planner.gnn.workload import Workload
 from gnnplan.planner.strategies.base import NON_TRAINING_USES
 from gnnplan.planner.strategies.program import memory as program_memory
-from gnnplan.testing.fixtures import fresh_ranks as fresh_ranks
 from gnnplan.testing.ranks import Case, Ranks
 from gnnplan.testing.runs import must_fill_as_predicted
 
 T = TypeVar("T")
 glibc = pytest.mark.skipif(allocated() is None, reason="the allocator does not tell")
+
+
+@pytest.fixture(scope="module")
+def fresh_ranks(tmp_path_factory, fork_server):
+    """Fresh ranks, since ranks of other tests have compiled code for some shapes."""
+    with closing(Ranks(fork_server, tmp_path_factory.mktemp("memory"), memory=True)) as ranks:
+        yield ranks
 
 
 # -- the measure -----------------------------------------------------------------------------------
