@@ -3,9 +3,10 @@
     python benchmarks/floor.py [STRATEGY] [RANKS]
 
 Ranks measure rates at the same time, one thread each, and the fastest of several rounds counts:
-float32 products at the best of three shapes, aggregation on the strategy's own blocks at each width
-that the strategy aggregates, and 8 MB in both directions over Gloo. The floor is the counted work
-of a step at these rates, on the rank with most work. `spine.py` compares epochs with their floor.
+float32 products at the best of three shapes, by torch and by the executor, aggregation on the
+strategy's own blocks at each width that the strategy aggregates, and 8 MB in both directions over
+Gloo. The floor is the counted work of a step at these rates, on the rank with most work. `spine.py`
+compares epochs with their floor.
 """
 
 from __future__ import annotations
@@ -68,6 +69,7 @@ def as_rank(strategy: str, ranks: int, number: int, folder: str) -> dict[str, fl
     import torch
     import torch.distributed as dist
 
+    from gnnplan.executor.layers.kernels import linear
     from gnnplan.executor.layers.kernels.aggregation import aggregate, aggregate_transposed
     from gnnplan.executor.minibatch.share import share_of
     from gnnplan.executor.modules.own import net_of
@@ -99,8 +101,9 @@ def as_rank(strategy: str, ranks: int, number: int, folder: str) -> dict[str, fl
 
     def flop_rate(shape: tuple[int, int, int]) -> float:
         rows, inner, columns = shape
-        a, b = torch.randn(rows, inner), torch.randn(inner, columns)
-        return 2 * rows * inner * columns / fastest(lambda: a @ b)
+        a, b = torch.randn(rows, inner), torch.randn(columns, inner)
+        by_torch, by_ours = fastest(lambda: a @ b.t()), fastest(lambda: linear(a, b))
+        return 2 * rows * inner * columns / min(by_torch, by_ours)
 
     peak = max(map(flop_rate, SHAPES))
     layout = problem.layout()

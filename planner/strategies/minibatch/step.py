@@ -54,6 +54,10 @@ from gnnplan.planner.strategies.program.program import Op, Program
 from gnnplan.planner.vocabulary.outer import Outer
 from gnnplan.planner.vocabulary.schedule import Compute
 
+# Edges that are laid out in the time in which one is split off for its owner, and put in its place
+# there. The partial sums are put in theirs.
+RELAID = 4
+
 
 def step(supply: Supply, batch: MiniBatch, options: ExchangeOptions) -> Iterator[Op]:
     """Yield the operations of one step, in order."""
@@ -82,7 +86,8 @@ def step(supply: Supply, batch: MiniBatch, options: ExchangeOptions) -> Iterator
     if batch.pushed is not None:
         yield from sized_exchange("push", batch.pushed, peers, ahead="host", itemsize=NEIGHBOUR)
     if not is_counted:
-        yield supply.sampled("lay", all_edges)
+        relaid = 0 if batch.pushed is None else RELAID * batch.sampled(1)
+        yield supply.sampled("lay", all_edges + relaid)
     yield Op("load", work=supply.copied(batch, facts), ahead="copy" if supply.prefetch else "")
     if supply.prefetch:
         # no time if the batch is loaded already
