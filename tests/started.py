@@ -98,9 +98,8 @@ class Started:
         """Every finished epoch is a whole line, none twice, and the error counts them."""
         text = (self.out / "metrics.jsonl").read_text()
         rows = [json.loads(line) for line in text.splitlines()]
-        assert text.endswith("\n") and [row["epoch"] for row in rows] == list(
-            range(1, len(rows) + 1)
-        )
+        assert text.endswith("\n")
+        assert [row["epoch"] for row in rows] == list(range(1, len(rows) + 1))
         assert all(row["loss"] > 0 for row in rows) and len(rows) >= 3
         assert f"{len(rows)} finished epochs are in {self.out / 'metrics.jsonl'}" in self.stderr
 

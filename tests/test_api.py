@@ -84,9 +84,8 @@ def test_a_plan_of_python_is_the_plan_of_the_command_line(plan, tmp_path):
     # every reason is there, and the answers are in the order of the document
     assert all(f"- {line}" in str(plan.explain()) for line in plan.document["explanation"])
     html = plan._repr_html_()
-    assert (
-        html.count("<tr>") == 1 + len(plan.document["sizes"]) and escape(plan.best.strategy) in html
-    )
+    assert html.count("<tr>") == 1 + len(plan.document["sizes"])
+    assert escape(plan.best.strategy) in html
 
 
 @pytest.mark.slow
@@ -349,10 +348,8 @@ def test_errors_are_exceptions_with_the_words_of_the_command_line():
 def test_graphs_in_memory_are_planned_and_kept_by_content(own_cache):
     """A ring with chords as four libraries hold it: one graph, kept once per content."""
     n = 60
-    src, dst = (
-        np.r_[np.arange(n), np.arange(n)],
-        np.r_[(np.arange(n) + 1) % n, (np.arange(n) + 7) % n],
-    )
+    src = np.r_[np.arange(n), np.arange(n)]
+    dst = np.r_[(np.arange(n) + 1) % n, (np.arange(n) + 7) % n]
     matrix = scipy.sparse.coo_matrix((np.ones(2 * n), (src, dst)), (n, n))
     ring = nx.DiGraph()
     ring.add_nodes_from(range(n))

@@ -58,21 +58,15 @@ def test_profile(gnnplan):
     assert (graph["vertices"], graph["edges"], list(parts)) == (60, 400, ["2", "4"])
     assert graph["degree"]["mean"] == pytest.approx(400 / 60)
     for count, facts in parts.items():
-        assert facts["halo_rows"] == sum(facts["halo_rows_per_part"]) and len(
-            facts["halo_rows_per_part"]
-        ) == int(count)
-        assert (
-            facts["edge_cut"] > 0
-            and facts["balance"] >= 1
-            and len(facts["growth"]) == 2
-            and facts["seconds"] >= 0
-        )
+        assert facts["halo_rows"] == sum(facts["halo_rows_per_part"])
+        assert len(facts["halo_rows_per_part"]) == int(count)
+        assert facts["edge_cut"] > 0 and facts["balance"] >= 1 and len(facts["growth"]) == 2
+        assert facts["seconds"] >= 0
     again = gnnplan("profile", GRAPH, "--parts 2,4 --hops 2 --json").document
     assert again["parts"]["4"] == {**parts["4"], "cached": True}
     shown = gnnplan("profile", GRAPH, "--parts 4")
-    assert "60 vertices, 400 directed edges" in shown.out and re.search(
-        rf"^4 +{parts['4']['halo_rows']} ", shown.out, re.M
-    )
+    assert "60 vertices, 400 directed edges" in shown.out
+    assert re.search(rf"^4 +{parts['4']['halo_rows']} ", shown.out, re.M)
 
 
 def test_plan(gnnplan, tmp_path):
@@ -132,9 +126,7 @@ def test_plan_options_reach_the_question(gnnplan, tmp_path):
     assert all(answer["exact"] for answer in [document["best"], *document["alternatives"]])
     assert any("--exact" in item["reason"] for item in document["rejected"])
     forced = gnnplan(
-        "plan --graph",
-        GRAPH,
-        "--ranks 2 --strategy 'gnnpipe(stages=2, chunks=4)' --json",
+        "plan --graph", GRAPH, "--ranks 2 --strategy 'gnnpipe(stages=2, chunks=4)' --json"
     ).document
     assert forced["best"]["strategy"]["chunks"] == 4 and forced["alternatives"] == []
 
@@ -144,9 +136,8 @@ def test_simulate(gnnplan, plan_file, tmp_path):
     told = answer.document
     assert answer.code == 0 and told["strategy"]["name"] == "graph_parallel" and told["steps"] == 4
     simulated = told["simulated"]
-    assert simulated["critical_path_s"] <= simulated["end_s"] * (1 + 1e-9) and simulated[
-        "end_s"
-    ] <= simulated["serial_s"] * (1 + 1e-9)
+    assert simulated["critical_path_s"] <= simulated["end_s"] * (1 + 1e-9)
+    assert simulated["end_s"] <= simulated["serial_s"] * (1 + 1e-9)
     assert simulated["bytes"] == told["predicted"]["bytes"]
     assert sorted(path.name for path in (tmp_path / "trace").iterdir()) == [
         "trace.rank0.json",
@@ -155,12 +146,8 @@ def test_simulate(gnnplan, plan_file, tmp_path):
     trace = json.loads((tmp_path / "trace" / "trace.rank1.json").read_text())
     assert trace["distributedInfo"] == {"backend": "simulator", "rank": 1, "world_size": 2}
     shown = gnnplan("simulate", plan_file, "--trace", tmp_path / "trace")
-    assert (
-        shown.code == 0
-        and "epoch simulated" in shown.out
-        and "halo:f" in shown.out
-        and "perfetto" in shown.out
-    )
+    assert shown.code == 0 and "epoch simulated" in shown.out and "halo:f" in shown.out
+    assert "perfetto" in shown.out
     slower = gnnplan("simulate", plan_file, "--set intra_node.bandwidth=1MB/s --json").document
     assert slower["simulated"]["epoch_s"] > 2 * simulated["epoch_s"]
     # more ranks than the plan's: its family, refitted
@@ -239,11 +226,8 @@ def test_jitter_and_stragglers(gnnplan, plan_file):
         gnnplan("simulate", plan_file, words, "--seed", seed).document for seed in (1, 1, 2)
     )
     assert one == same and one["noise"]["p95_s"] != other["noise"]["p95_s"]
-    assert (
-        one["simulated"] == plain["simulated"]
-        and one["noise"]["stragglers"] == {"1": 3.0}
-        and one["noise"]["epochs"] == 10
-    )
+    assert one["simulated"] == plain["simulated"] and one["noise"]["stragglers"] == {"1": 3.0}
+    assert one["noise"]["epochs"] == 10
     assert plain["simulated"]["epoch_s"] < one["noise"]["p50_s"] <= one["noise"]["p95_s"]
     shown = gnnplan("simulate", plan_file, "--straggler 1=3 --repetitions 1")
     assert "with rank 1 3 times as slow P50" in shown.out
@@ -300,11 +284,8 @@ def test_measure_is_kept_and_written(gnnplan, tmp_path, own_cache, monkeypatch):
 
     monkeypatch.setattr(module, "measure", fake)
     answer = gnnplan("measure -o", tmp_path / "cluster.yaml", "--ranks 2 --json")
-    assert (
-        answer.code == 0
-        and answer.document == measured.model_dump(mode="json")
-        and "matrix products" in answer.err
-    )
+    assert answer.code == 0 and answer.document == measured.model_dump(mode="json")
+    assert "matrix products" in answer.err
     assert read_cluster(str(tmp_path / "cluster.yaml")) == read_cluster("local") == measured
     assert "provenance:" in gnnplan("measure").out
 
@@ -450,12 +431,10 @@ def test_run_says_one_document_and_leaves_all_files(trained):
         assert run.code == 0, run.stderr
         told = json.loads(run.stdout)
         assert (told["epochs"], told["backend"], told["out"]) == (EPOCHS, "gloo", str(run.out))
-        assert (
-            told["first_loss"] == run.losses[0] and told["loss"] == run.losses[-1] < run.losses[0]
-        )
-        assert len(told["peak_rss_bytes"]) == ranks and all(
-            told[f"{part}_accuracy"] is not None for part in ("train", "val", "test")
-        )
+        assert told["first_loss"] == run.losses[0]
+        assert told["loss"] == run.losses[-1] < run.losses[0]
+        assert len(told["peak_rss_bytes"]) == ranks
+        assert all(told[f"{part}_accuracy"] is not None for part in ("train", "val", "test"))
         assert f"epoch {EPOCHS}/{EPOCHS}" in run.stderr  # progress is on standard error
         per_rank = [
             f"{kind}{rank}.json" for kind in ("rank", "trace.rank") for rank in range(ranks)
@@ -468,9 +447,8 @@ def test_run_says_one_document_and_leaves_all_files(trained):
             *per_rank,
         }
         rows = [json.loads(line) for line in (run.out / "metrics.jsonl").read_text().splitlines()]
-        assert [row["epoch"] for row in rows] == list(range(1, EPOCHS + 1)) and all(
-            row["epoch_s"] > 0 for row in rows
-        )
+        assert [row["epoch"] for row in rows] == list(range(1, EPOCHS + 1))
+        assert all(row["epoch_s"] > 0 for row in rows)
         # as the umask says, not only for the owner
         assert (run.out / "weights.safetensors").stat().st_mode & 0o044
 
@@ -535,12 +513,8 @@ def test_validate(name, trained, gnnplan):
     else:  # of batches the first epoch is predicted, and all are compared with the schedule
         assert told["bytes"]["counted"] == told["bytes"]["predicted"]
     shown = gnnplan("validate", trained[name].out)
-    assert (
-        shown.code == 0
-        and "equal" in shown.out
-        and "as scheduled on every rank and lane" in shown.out
-        and "wrong" not in shown.out
-    )
+    assert shown.code == 0 and "equal" in shown.out
+    assert "as scheduled on every rank and lane" in shown.out and "wrong" not in shown.out
     lines = shown.out.splitlines()
     whole = "epoch " if name in ("batches", "ahead") else "step "
     assert lines[1].split()[:2] == ["predicted", "measured"] and lines[2].startswith(whole)
@@ -652,9 +626,8 @@ def test_a_run_is_gone_on_with_only_where_it_can_be(plan_file, gnnplan, tmp_path
     out.mkdir()
     (out / "plan.json").write_bytes(plan_file.read_bytes())
     answer = gnnplan("run --resume", out)
-    assert (
-        answer.code == 2 and f"{out} has no checkpoint that all ranks have finished" in answer.err
-    )
+    assert answer.code == 2
+    assert f"{out} has no checkpoint that all ranks have finished" in answer.err
     answer = gnnplan("run", plan_file, "--resume", out, "--out", tmp_path / "other")
     assert answer.code == 2 and "leave one of them out" in answer.err
     assert gnnplan("run").code == 2
@@ -1057,12 +1030,8 @@ def test_an_old_plan_stays_when_a_new_one_fails(plan_file, gnnplan, monkeypatch)
 
 def test_wrong_use_without_json(gnnplan):
     answer = gnnplan("plan --grap x")
-    assert (
-        answer.code == 2
-        and answer.out == ""
-        and "Usage: gnnplan plan" in answer.err
-        and "No such option: --grap" in answer.err
-    )
+    assert answer.code == 2 and answer.out == "" and "Usage: gnnplan plan" in answer.err
+    assert "No such option: --grap" in answer.err
     assert gnnplan("profile absent.npz") == Answer(2, "", "error: absent.npz: no such file\n")
     nothing = gnnplan()
     assert nothing.code == 2 and "Usage: gnnplan" in nothing.out + nothing.err

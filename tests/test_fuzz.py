@@ -303,18 +303,13 @@ def test_any_allowed_question_has_an_answer(tmp_path, data):
             yaml.safe_dump(data.draw(numbers_changed(document)) if name == spoilt else document)
         )
     try:
-        cluster, workload = (
-            read_cluster(str(tmp_path / "cluster.yaml")),
-            ask_workload(str(tmp_path / "workload.yaml")).workload,
-        )
+        cluster = read_cluster(str(tmp_path / "cluster.yaml"))
+        workload = ask_workload(str(tmp_path / "workload.yaml")).workload
         stats = load(str(tmp_path / "statistics.yaml"))
     except SpecError:
         return
     problem = Problem(stats, None, workload, cluster)
-    obeys(
-        "",
-        lambda: json.dumps(plans.make(search(problem, may_use_fewer=False)), allow_nan=False),
-    )
+    obeys("", lambda: json.dumps(plans.make(search(problem, may_use_fewer=False)), allow_nan=False))
 
 
 @pytest.mark.parametrize(

@@ -101,10 +101,8 @@ def answer(problem: Problem, text: str, simulate: bool = False) -> dict[str, Any
         strategy.check(problem)
     except SpecError:
         return {"strategy": "does not suit"}
-    predicted, schedule = (
-        strategy.predict(problem),
-        strategy.schedule(problem, 2) if simulate else None,
-    )
+    predicted = strategy.predict(problem)
+    schedule = strategy.schedule(problem, 2) if simulate else None
     seconds = {
         "epoch": predicted.epoch_s,
         "compute": predicted.compute_s,

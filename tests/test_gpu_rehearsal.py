@@ -68,11 +68,7 @@ def test_kernels(stage):
     for row in rows:
         by_kernel.setdefault(row["kernel"], []).append(row)
     assert by_kernel["copy"][0]["rate"] > 1e6
-    assert {row["dtype"] for row in by_kernel["product"]} == {
-        "float32",
-        "float32 TF32",
-        "bfloat16",
-    }
+    assert {row["dtype"] for row in by_kernel["product"]} == {"float32", "float32 TF32", "bfloat16"}
     assert all(row["of_peak"] > 0 for row in by_kernel["linear"])
     sums = by_kernel["aggregation"]
     assert {(row["by"], row["graph"]) for row in sums} >= {
@@ -241,9 +237,8 @@ def test_a_stage_that_fails_or_hangs_stops_no_other(gpu, tmp_path):
     killed, without = (
         json.loads((work / f"{name}.json").read_text()) for name in ("kernels", "sampling")
     )
-    assert not killed["ended"] and killed["left_out"] == [
-        {"what": "kernels and on", "why": "0.01 s were over"}
-    ]
+    assert not killed["ended"]
+    assert killed["left_out"] == [{"what": "kernels and on", "why": "0.01 s were over"}]
     assert without["ended"] and "finds no CUDA device" in without["failed"][0]["error"]
     assert sorted(path.name for path in out.iterdir()) == ["gpu.log", "gpu.md", "gpu.tar.gz"]
     page = (out / "gpu.md").read_text()

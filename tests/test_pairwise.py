@@ -11,10 +11,7 @@ def named(row: tuple[int, ...]) -> dict[str, int]:
     return {f"column {number}": value for number, value in enumerate(row)}
 
 
-@given(
-    st.lists(st.integers(1, 4), min_size=2, max_size=4),
-    st.randoms(use_true_random=False),
-)
+@given(st.lists(st.integers(1, 4), min_size=2, max_size=4), st.randoms(use_true_random=False))
 def test_every_pair_of_any_row_is_in_a_chosen_row(sizes, random):
     rows = [row for row in product(*map(range, sizes)) if random.random() < 0.7]
     chosen = cover(rows, lambda row: pairs(named(row)))

@@ -181,10 +181,7 @@ def soak(base: Path, seconds: float, rng: random.Random) -> Counter[tuple[str, s
     """(kind, 'faults' or what fell) -> how often."""
     temporary = base / "tmp"
     temporary.mkdir()
-    os.environ |= {
-        "TMPDIR": str(temporary),
-        "GNNPLAN_CACHE": str(base / "cache"),
-    }
+    os.environ |= {"TMPDIR": str(temporary), "GNNPLAN_CACHE": str(base / "cache")}
     subprocess.run(["ip", "link", "set", "lo", "up"], check=True)
     subprocess.run(["mount", "-t", "tmpfs", "tmpfs", "/dev/shm"], check=True)
     wholes = unbroken(base / "unbroken")

@@ -28,13 +28,7 @@ ROW = 12 * 8  # [B] of `rough` in float64
 
 def case(strategy: str, graph: str, servers: int = 1, model: str = "sage", **more: object) -> Case:
     asked = small(model, layers=3, heads=2, mode="mini", batch=6, fanout=(3, 2, 2))
-    return Case(
-        strategy,
-        graph,
-        {**asked, **more},
-        servers,
-        eval_every=2,
-    )
+    return Case(strategy, graph, {**asked, **more}, servers, eval_every=2)
 
 
 @pytest.mark.parametrize(
@@ -109,9 +103,8 @@ def test_a_file_of_features_takes_the_place_of_a_copy(graphs, tmp_path):
     assert np.array_equal(graph.features(np.array([5, 3])), copy[[5, 3]])
     written = path.stat().st_mtime_ns
     write_features(path, graph)
-    assert path.stat().st_mtime_ns == written and [p.name for p in path.parent.iterdir()] == [
-        "x.npy"
-    ]
+    assert path.stat().st_mtime_ns == written
+    assert [p.name for p in path.parent.iterdir()] == ["x.npy"]
 
 
 @pytest.mark.parametrize("damage", ["shorter", "other shape", "not an array", "folder closed"])

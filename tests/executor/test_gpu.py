@@ -75,10 +75,8 @@ def test_nccl_with_one_rank(gpu_rank, tmp_path):
     of_two.settle(all_lanes=True)
     assert [span.op for span in of_two.recorder.spans] == ["all_reduce"]
     assert numbers.tolist() == [0, 1, 2, 3, 4]
-    assert (
-        gpu_rank.groups.wire_device == gpu_rank.device
-        and gpu_rank.staged(numbers).data_ptr() == numbers.data_ptr()
-    )
+    assert gpu_rank.groups.wire_device == gpu_rank.device
+    assert gpu_rank.staged(numbers).data_ptr() == numbers.data_ptr()
 
 
 MODELS = ("gcn", "sage", "gcnii", "gat", "resgcn", "sgc", "gin", "gatv2")
@@ -267,11 +265,9 @@ def test_a_lane_has_its_own_stream(gpu_rank):
         return time.perf_counter() - start
 
     seconds("comm", "compute")  # warm
-    one, beside, behind = (
-        seconds("compute"),
-        seconds("comm", "compute"),
-        seconds("compute", "compute"),
-    )
+    one = seconds("compute")
+    beside = seconds("comm", "compute")
+    behind = seconds("compute", "compute")
     assert beside < 1.5 * one, "the lane waited for the step's own stream"
     assert behind > 1.8 * one
     stream = gpu_rank.lanes.submit("comm", lambda: torch.cuda.current_stream().cuda_stream).result()
@@ -357,10 +353,7 @@ def test_peak_memory(gpu_rank, tmp_path, model, dropout, strategy):
     )
     problem = case.problem(1)
     device = problem.cluster.device.model_copy(update={"kind": "cuda"})
-    problem = replace(
-        problem,
-        cluster=problem.cluster.model_copy(update={"device": device}),
-    )
+    problem = replace(problem, cluster=problem.cluster.model_copy(update={"device": device}))
     settled = case.settled(problem)
     predicted = sum(
         float(np.sum(use))

@@ -218,10 +218,8 @@ def test_attention_by_pairs_of_rows(n_dst, n_src, edges, at_once, monkeypatch):
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
 def test_softmax_and_attention_are_dense_ones(edges, dtype):
     """Values and all gradients, with rows without edges and edges that occur twice."""
-    block, close = (
-        random_block(30, 40, edges, weighted=False),
-        ({"rtol": 1e-4, "atol": 1e-5} if dtype == torch.float32 else {}),
-    )
+    block = random_block(30, 40, edges, weighted=False)
+    close = {"rtol": 1e-4, "atol": 1e-5} if dtype == torch.float32 else {}
     messages = torch.randn(40, 9, dtype=dtype).abs() * 3
     inputs = (
         torch.randn(40, 9, dtype=dtype),
@@ -251,10 +249,8 @@ def test_softmax_and_attention_are_dense_ones(edges, dtype):
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
 def test_softmax_and_attention_on_a_gpu(dtype):
-    block, close = (
-        random_block(300, 400, 5000, weighted=False),
-        ({"rtol": 1e-4, "atol": 1e-4} if dtype == torch.float32 else {}),
-    )
+    block = random_block(300, 400, 5000, weighted=False)
+    close = {"rtol": 1e-4, "atol": 1e-4} if dtype == torch.float32 else {}
     inputs = (
         torch.randn(400, 32, dtype=dtype),
         torch.randn(400, dtype=dtype),
@@ -305,10 +301,8 @@ def test_softmax_and_attention_survive_large_numbers():
 )
 @settings(deadline=None, max_examples=examples(40))
 def test_linear_equals_torch(rows, h_in, h_out, with_bias, relu):
-    x, weight = (
-        torch.randn(rows, h_in, requires_grad=True),
-        torch.randn(h_out, h_in, requires_grad=True),
-    )
+    x = torch.randn(rows, h_in, requires_grad=True)
+    weight = torch.randn(h_out, h_in, requires_grad=True)
     bias = torch.randn(h_out, requires_grad=True) if with_bias else None
     inputs = [t for t in (x, weight, bias) if t is not None]
     ours, theirs = linear(x, weight, bias, relu), F.linear(x, weight, bias)
@@ -431,9 +425,8 @@ def test_sparse_rows_are_cut_chosen_and_joined_like_dense_ones(x, data):
         (cat([ours, cut, picked]), torch.cat([x, x[start:stop], x[chosen]])),
         (cat([ours, ours.new_empty(3, x.shape[1])]), F.pad(x, (0, 0, 0, 3))),
     ):
-        assert sparse.shape == tuple(plain.shape) and sparse.nbytes == 2 * 8 * int(
-            (plain != 0).sum()
-        )
+        assert sparse.shape == tuple(plain.shape)
+        assert sparse.nbytes == 2 * 8 * int((plain != 0).sum())
         assert torch.equal(dense_rows(sparse), plain)
         indptr, where, order = sparse.pattern.transposed
         assert torch.equal(
@@ -531,10 +524,8 @@ def test_masks_are_splitmix64(seed, epoch, layer, vertex, width, p):
 @given(st.permutations(range(12)), st.integers(0, 12))
 @settings(deadline=None)
 def test_masks_do_not_depend_on_which_rows_or_in_what_order(order, some):
-    full, rows = (
-        dropout_mask(1, 2, 3, torch.arange(12), 6, 0.4),
-        torch.tensor(order[:some], dtype=torch.int64),
-    )
+    full = dropout_mask(1, 2, 3, torch.arange(12), 6, 0.4)
+    rows = torch.tensor(order[:some], dtype=torch.int64)
     assert torch.equal(dropout_mask(1, 2, 3, rows, 6, 0.4), full[rows])
     many = torch.arange(5000)  # several blocks of rows
     assert torch.equal(

@@ -42,10 +42,7 @@ def test_nothing_follows_what_failed_on_a_lane():
     def fail() -> None:
         raise MemoryError("the first")
 
-    asked = [
-        lanes.submit("comm", fail),
-        lanes.submit("comm", lambda: done.append("comm")),
-    ]
+    asked = [lanes.submit("comm", fail), lanes.submit("comm", lambda: done.append("comm"))]
     other = lanes.submit("disk", lambda: done.append("disk"))
     for future in asked:
         with pytest.raises(MemoryError, match="the first"):

@@ -99,9 +99,8 @@ def _tell(folder: str) -> None:
         graphs.append(load(folder))
         grown.append(resident())
     graph = graphs[-1]
-    assert (
-        isinstance(graph, Graph) and isinstance(graph.x, np.memmap) and not graph.x.flags.writeable
-    )
+    assert isinstance(graph, Graph) and isinstance(graph.x, np.memmap)
+    assert not graph.x.flags.writeable
     out = features(graph, np.arange(0, VERTICES, VERTICES // 8), Workload(), torch.device("cpu"))
     grown.append(resident())
     assert out.shape == (8, WIDTH)

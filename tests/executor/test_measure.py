@@ -73,12 +73,7 @@ def test_two_ranks_that_share_a_core(started):
     # several servers played on this machine talk over the same loopback
     assert cluster.inter_node == cluster.intra_node
     device = cluster.device
-    numbers = [
-        device.gemm,
-        device.memory,
-        device.memory_bandwidth,
-        device.launch,
-    ]
+    numbers = [device.gemm, device.memory, device.memory_bandwidth, device.launch]
     numbers += [rate for rates in device.gather.values() for rate in rates.values()]
     numbers += [device.row_bandwidth, *cluster.host_rates.values()]
     numbers += [
@@ -86,11 +81,8 @@ def test_two_ranks_that_share_a_core(started):
         for link in (cluster.intra_node, *cluster.collectives.values())
         for n in (link.bandwidth, link.latency)
     ]
-    assert (
-        all(math.isfinite(n) and n > 0 for n in numbers)
-        and device.overlap_tax == 0
-        and cluster.one_machine
-    )
+    assert all(math.isfinite(n) and n > 0 for n in numbers) and device.overlap_tax == 0
+    assert cluster.one_machine
     # seconds of a core per byte
     assert all(0 < link.core_s_per_byte < 1e-6 for link in cluster.collectives.values())
     assert set(device.gather) == set(WIDTHS) and set(cluster.host_rates) == {"draw", "lay"}
@@ -248,9 +240,8 @@ def test_steps_tell_what_an_operation_costs_and_how_much_slower_kernels_are():
     assert held.device.gemm == pytest.approx(kernels.device.gemm) and "1.00 times" in told
     held, _ = held_to(kernels, [1.4 * truth[0], *truth[1:]])
     # 35 us by the smallest alone
-    assert held.device.launch < 34e-6 and held.device.gemm == pytest.approx(
-        slow.device.gemm, rel=0.05
-    )
+    assert held.device.launch < 34e-6
+    assert held.device.gemm == pytest.approx(slow.device.gemm, rel=0.05)
 
 
 def test_times_that_do_not_grow_with_the_size_are_a_link_all_the_same():
@@ -262,11 +253,8 @@ def test_times_that_do_not_grow_with_the_size_are_a_link_all_the_same():
             for k, took in zip(range(10, 16), (4e-3, 3e-3, 5e-3, 4e-3, 3e-3, 4e-3), strict=True)
         ]
     )
-    assert (
-        2**15 / 4e-3 <= link.bandwidth <= 2**15 / 3e-4
-        and link.latency == pytest.approx(4e-3, rel=0.3)
-        and len(errors) == 3
-    )
+    assert 2**15 / 4e-3 <= link.bandwidth <= 2**15 / 3e-4
+    assert link.latency == pytest.approx(4e-3, rel=0.3) and len(errors) == 3
 
 
 def test_fit_survives_an_outlier():
@@ -274,9 +262,8 @@ def test_fit_survives_an_outlier():
     samples[4] = (SIZES[4], 10 * samples[4][1], 0.0)
     link, errors = fit(samples, Shape(latencies=2, wire=3, moved=2))
     assert link.latency == pytest.approx(50e-6, rel=0.2) and max(errors) < 0.1
-    assert link.bandwidth == pytest.approx(2e9, rel=0.2) and link.core_s_per_byte == pytest.approx(
-        5e-11
-    )
+    assert link.bandwidth == pytest.approx(2e9, rel=0.2)
+    assert link.core_s_per_byte == pytest.approx(5e-11)
 
 
 def test_an_exchange_among_all_costs_what_both_its_links_cost():
@@ -334,11 +321,9 @@ def test_what_ranks_have_found_becomes_a_cluster(monkeypatch, cuda):
 def test_a_slow_moment_leaves_enough_sizes_to_fit(monkeypatch):
     """In a hurry on a busy machine the first message of 1 KiB took longer than any may take:
     nothing was left to check the fit with."""
-    bench, sent, times = (
-        object.__new__(Bench),
-        dict[int, list[tuple[float, float]]](),
-        itertools.count(20),
-    )
+    bench = object.__new__(Bench)
+    sent = dict[int, list[tuple[float, float]]]()
+    times = itertools.count(20)
     bench.rank, bench.seconds, bench.groups = 0, 0.01, {"intra_node": [(0, 1)]}
     monkeypatch.setattr(Bench, "_exchange", lambda *asked: lambda: None)
     monkeypatch.setattr(Bench, "_time_messages", lambda *asked: (next(times) * 1e-3, 1e-3))

@@ -53,9 +53,8 @@ def assert_as_planned(result: Result, in_order: Result, candidate: Any) -> None:
     for rank in range(result.world):
         tasks = [task for task in schedule.tasks if task.rank == rank]
         left = result.rank(rank)
-        assert left["rank"] == rank and left["bytes"] == {
-            op: n for op, n in schedule.bytes_by_op(tasks).items() if n
-        }
+        assert left["rank"] == rank
+        assert left["bytes"] == {op: n for op, n in schedule.bytes_by_op(tasks).items() if n}
         for lane in ("compute", "comm", "reduce"):
             recorded = [
                 label

@@ -19,15 +19,10 @@ from gnnplan.planner.vocabulary.errors import LostRank, SpecError
 def test_what_memory_that_ran_out_looks_like():
     with pytest.raises(RuntimeError) as too_much:
         torch.empty(1 << 60)
-    assert (
-        ran_out(too_much.value)
-        and ran_out(MemoryError())
-        and ran_out(OSError(errno.ENOMEM, ""))
-        and ran_out(torch.OutOfMemoryError())
-    )
-    assert not ran_out(RuntimeError("Connection closed by peer")) and not ran_out(
-        OSError(errno.ENOSPC, "")
-    )
+    assert ran_out(too_much.value) and ran_out(MemoryError()) and ran_out(OSError(errno.ENOMEM, ""))
+    assert ran_out(torch.OutOfMemoryError())
+    assert not ran_out(RuntimeError("Connection closed by peer"))
+    assert not ran_out(OSError(errno.ENOSPC, ""))
 
 
 def explained(error: Exception, folder: Path) -> tuple[int, str]:
@@ -68,9 +63,8 @@ def test_the_tightest_limit_of_processes(tmp_path, monkeypatch):
         (tmp_path / group / "pids.current").write_text("60\n")
     rooms = list(machine._of_containers(tmp_path / "own", tmp_path))
     assert sorted(room.left for room in rooms) == [10, 40]  # not those of other groups
-    assert (
-        rooms[0].limit == f"pids.max of {tmp_path}/pids/job is 70" and "docker" in rooms[0].remedy
-    )
+    assert rooms[0].limit == f"pids.max of {tmp_path}/pids/job is 70"
+    assert "docker" in rooms[0].remedy
     monkeypatch.setattr(machine, "_of_containers", lambda: iter(rooms))
     monkeypatch.setattr(machine, "_threads_of_user", lambda: 15)
     monkeypatch.setattr(resource, "getrlimit", lambda what: (20, 20))

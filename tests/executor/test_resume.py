@@ -98,10 +98,8 @@ QUESTION = {"gnnplan": "1", "graph": "abc", "ranks": 2}
 
 def saved(out: Path, rank: int, *epochs: int) -> Checkpoints:
     """Checkpoints of these epochs, of weights that tell them."""
-    checkpoints, process = (
-        Checkpoints(out, rank, 10, QUESTION),
-        Rank(rank, 2, torch.device("cpu"), "gloo"),
-    )
+    checkpoints = Checkpoints(out, rank, 10, QUESTION)
+    process = Rank(rank, 2, torch.device("cpu"), "gloo")
     for epoch in epochs:
         checkpoints.save(
             process, epoch, {"weight": torch.tensor([float(epoch)])}, {"bytes": {"halo": epoch}}

@@ -15,13 +15,7 @@ pytestmark = pytest.mark.timeout(110)
 def case(strategy: str, graph: str, servers: int = 1, **more: object) -> Case:
     asked = small("gcn", layers=3, heads=2, mode="mini", batch=6, fanout=(3, 2, 2))
     directed = bool(more.pop("directed", False))
-    return Case(
-        strategy,
-        graph,
-        {**asked, **more},
-        servers,
-        directed=directed,
-    )
+    return Case(strategy, graph, {**asked, **more}, servers, directed=directed)
 
 
 @pytest.mark.parametrize(
@@ -61,9 +55,7 @@ def test_a_sampler_has_no_list_that_is_elsewhere(graphs, text, directed):
         here, key = np.flatnonzero(keeps), key_of(3, 0, 1, 2)
         indptr, neighbours = sampler._draw(here, 2, key)
         expected, places = draw(graph, here, 2, key)
-        assert (
-            indptr.tolist() == expected.tolist()
-            and neighbours.tolist() == graph.indices[places].tolist()
-        )
+        assert indptr.tolist() == expected.tolist()
+        assert neighbours.tolist() == graph.indices[places].tolist()
         with pytest.raises(AssertionError, match=f"rank {rank} has no adjacency lists of vertices"):
             sampler._draw(np.flatnonzero(~keeps)[:1], 2, key)

@@ -204,10 +204,7 @@ x0 = F.relu(self.inp(x))
 return self.out(self.b(g, self.a(g, x0, x0), x0))
 """,
     ),
-    "dgl sgc": of_dgl(
-        "self.conv = SGConv(in_feats, out_feats, k=2)",
-        "return self.conv(g, x)",
-    ),
+    "dgl sgc": of_dgl("self.conv = SGConv(in_feats, out_feats, k=2)", "return self.conv(g, x)"),
 }
 
 

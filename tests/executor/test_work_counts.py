@@ -15,14 +15,7 @@ import torch
 from libraries import multiply
 from pairwise import covered
 
-from gnnplan.executor.layers.count import (
-    SIZES,
-    Noted,
-    Notes,
-    Work,
-    block_of,
-    factors_of,
-)
+from gnnplan.executor.layers.count import SIZES, Noted, Notes, Work, block_of, factors_of
 from gnnplan.executor.layers.kernels import Shapes, backward, dropout
 from gnnplan.executor.layers.layer import Drop
 from gnnplan.executor.layers.models import BatchNorm, Net

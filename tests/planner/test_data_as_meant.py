@@ -13,12 +13,7 @@ import gnnplan
 from gnnplan.planner.gnn.workload import Workload
 from gnnplan.planner.graph import arrays as own_arrays
 from gnnplan.planner.graph import graph as module
-from gnnplan.planner.graph.formats import (
-    Extras,
-    convert,
-    of_object,
-    text,
-)
+from gnnplan.planner.graph.formats import Extras, convert, of_object, text
 from gnnplan.planner.graph.graph import Graph
 from gnnplan.planner.graph.load import load, source_of
 from gnnplan.planner.problem.inputs import read_cluster

@@ -84,11 +84,7 @@ def counted(
 
 
 def must_be_near(
-    graph: Graph,
-    spread: float,
-    fanouts: tuple[int, ...],
-    rel: float,
-    popular: bool = False,
+    graph: Graph, spread: float, fanouts: tuple[int, ...], rel: float, popular: bool = False
 ) -> np.ndarray:
     """Every layer's expected rows and edges are those of batches of 200; returns the edges."""
     weight = graph.degree / graph.degree.sum() if popular else None

@@ -113,10 +113,8 @@ def test_sparse_features_are_multiplied_first(dropout):
     hashed = [model.forward(1, 10, 20, 50).hash_ops for model in (gcn, dense)]
     assert hashed[0] < hashed[1] or not dropout
     assert gcn.forward(2, 10, 20, 50) == dense.forward(2, 10, 20, 50)
-    assert (
-        gcn.feature_transit_bytes(10) == 10 * 3 * 2 * 4
-        and dense.feature_transit_bytes(10) == 10 * 40 * 4
-    )
+    assert gcn.feature_transit_bytes(10) == 10 * 3 * 2 * 4
+    assert dense.feature_transit_bytes(10) == 10 * 40 * 4
 
 
 def test_numbers_of_sparse_features_are_looked_up_and_encoded():

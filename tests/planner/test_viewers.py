@@ -60,10 +60,7 @@ def test_spans_become_kernels_on_streams(traces, tmp_path):
     for kernel in on_streams:
         assert launches[kernel["args"]["correlation"]]["ts"] == kernel["ts"]
     steps = [(e["name"], e["ts"], e["dur"]) for e in events if e["cat"] == "user_annotation"]
-    assert steps == [
-        ("ProfilerStep#0", 1_000_000, 300_000),
-        ("ProfilerStep#1", 1_300_000, 700_000),
-    ]
+    assert steps == [("ProfilerStep#0", 1_000_000, 300_000), ("ProfilerStep#1", 1_300_000, 700_000)]
     assert [e["name"] for e in events if e["cat"] == "cpu_op"] == ["sample"]
 
 

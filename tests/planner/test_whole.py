@@ -90,10 +90,7 @@ def test_one_table_has_both_modes_and_all_sizes_with_the_whole_training():
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("graph", "cluster"),
-    [
-        ("ogbn-arxiv", ONE_SERVER),
-        pytest.param("friendster", "dgx_a100", marks=pytest.mark.nightly),
-    ],
+    [("ogbn-arxiv", ONE_SERVER), pytest.param("friendster", "dgx_a100", marks=pytest.mark.nightly)],
 )
 def test_the_smallest_size_within_a_tenth_of_the_best_value_is_named(graph, cluster):
     plan = planned(graph, cluster)

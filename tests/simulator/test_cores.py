@@ -153,10 +153,8 @@ def test_prediction_is_the_simulation_where_ranks_share_cores(strategy):
     )
     chosen = parse(strategy).settle(problem)
     steps = 4
-    predicted, played = (
-        float(chosen.predict(problem).epoch_s),
-        play(chosen.schedule(problem, steps), problem.cost).step_s,
-    )
+    predicted = float(chosen.predict(problem).epoch_s)
+    played = play(chosen.schedule(problem, steps), problem.cost).step_s
     assert played == pytest.approx(
         predicted, rel=type(chosen).claim if strategy == "pipegcn" else 1e-9
     )
@@ -221,10 +219,8 @@ def test_what_is_done_at_once_shares_cores_in_predictions_too(strategy, workload
     problem = Problem(graph.stats, graph, Workload(**workload), cluster, "metis")
     chosen = parse(strategy).settle(problem)
     epoch = chosen.steps(problem)
-    predicted, played = (
-        chosen.predict(problem),
-        play(chosen.schedule(problem, 4 * epoch), problem.cost).epoch_s(epoch),
-    )
+    predicted = chosen.predict(problem)
+    played = play(chosen.schedule(problem, 4 * epoch), problem.cost).epoch_s(epoch)
     assert float(predicted.epoch_s) == pytest.approx(played, rel=0.06)
     assert float(predicted.compute_s + predicted.comm_s + predicted.bubble_s) == pytest.approx(
         float(predicted.epoch_s)

@@ -20,19 +20,13 @@ unhurried = settings(deadline=None)
 
 
 def flows(
-    paths: list[dict[int, float]],
-    capacity: list[float],
-    nbytes: list[float] | None = None,
+    paths: list[dict[int, float]], capacity: list[float], nbytes: list[float] | None = None
 ) -> Flows:
     """Each flow's ports with their weights."""
     passes = [(i, port, weight) for i, path in enumerate(paths) for port, weight in path.items()]
     flow, port, weight = (np.array(column) for column in zip(*passes, strict=True))
     return Flows(
-        np.array(nbytes or [1.0] * len(paths)),
-        flow,
-        port,
-        weight.astype(float),
-        np.array(capacity),
+        np.array(nbytes or [1.0] * len(paths)), flow, port, weight.astype(float), np.array(capacity)
     )
 
 
@@ -69,9 +63,7 @@ def questions(draw: st.DrawFn, most: int = 6, ports: int = 4) -> Flows:
     )
     some = {"min_size": len(paths), "max_size": len(paths)}
     return flows(
-        paths,
-        draw(st.lists(part, min_size=ports, max_size=ports)),
-        draw(st.lists(part, **some)),
+        paths, draw(st.lists(part, min_size=ports, max_size=ports)), draw(st.lists(part, **some))
     )
 
 

@@ -149,10 +149,7 @@ def test_a_thousand_odd_numbers_late_in_time_all_end():
         for _ in range(300)
     ]
     starts += [
-        (
-            0.0,
-            Demand(1 / 3, {C: 10 ** random.uniform(-12, 3), D: 10 ** random.uniform(-300, -200)}),
-        )
+        (0.0, Demand(1 / 3, {C: 10 ** random.uniform(-12, 3), D: 10 ** random.uniform(-300, -200)}))
         for _ in range(300)
     ]
     assert all(end >= start for end, (start, _) in zip(ends(*starts), starts, strict=True))

@@ -52,10 +52,8 @@ def exchange(
     op: str, ranks: int, seconds: float, step: int = 0, after: str | None = None, lane: str = "comm"
 ) -> list[Task]:
     """Everyone to the next: each port is busy for `seconds`."""
-    group, work = (
-        tuple(range(ranks)),
-        Exchange(mb(seconds) * np.roll(np.eye(ranks, dtype=int), 1, 1)),
-    )
+    group = tuple(range(ranks))
+    work = Exchange(mb(seconds) * np.roll(np.eye(ranks, dtype=int), 1, 1))
     return [
         Task(
             label(op, step),
@@ -118,11 +116,9 @@ def pipeline(stages: int, chunks: int, seconds: float) -> Schedule:
     tasks = []
     for chunk in range(chunks):
         for stage in range(stages):
-            got, forward, sent = (
-                label("arrive", chunk=chunk),
-                label("forward", chunk=chunk),
-                label("pipeline", chunk=chunk),
-            )
+            got = label("arrive", chunk=chunk)
+            forward = label("forward", chunk=chunk)
+            sent = label("pipeline", chunk=chunk)
             if stage:
                 tasks.append(Task(got, stage, "copy", Recv(stage - 1, sent)))
             tasks.append(Task(forward, stage, "compute", s(1), (got,) if stage else ()))
