@@ -259,11 +259,8 @@ PIECES = (
     *(b"[\n" * 600, b"{\n" * 600, b"- " * 600),
     *(b"=", b"|", b">", b"'", b'"', b"\t", b"#"),
 )
-READERS: list[tuple[str, Any, Callable[[str], Any]]] = [
-    ("cluster.yaml", CLUSTER, read_cluster),
-    ("workload.yaml", WORKLOAD, ask_workload),
-    ("statistics.yaml", STATISTICS, load),
-]
+READERS: list[tuple[str, Any, Callable[[str], Any]]] = [("cluster.yaml", CLUSTER, read_cluster)]
+READERS += [("workload.yaml", WORKLOAD, ask_workload), ("statistics.yaml", STATISTICS, load)]
 
 
 @pytest.mark.parametrize(
@@ -359,12 +356,8 @@ ARRAYS = {
     "val_mask": np.arange(N) == 7,
     "meta": np.array('{"classes": 3}'),
 }
-SPARSE = {
-    "x_indptr": np.arange(N + 1),
-    "x_indices": np.arange(N) % 3,
-    "x_shape": np.array([N, 3]),
-    "x_data": np.ones(N),
-}
+SPARSE = {"x_indptr": np.arange(N + 1), "x_indices": np.arange(N) % 3, "x_shape": np.array([N, 3])}
+SPARSE |= {"x_data": np.ones(N)}
 
 
 def npy(array: np.ndarray) -> bytes:
@@ -408,14 +401,8 @@ SHAPES = (
 )
 SHAPES += " (-1,) (-4,-10) (True,) (1.5,) 12 [12] ('a',) (12,2000000)"
 DTYPES = "<i8 <u8 |b1 <f4 <f8 <f2 <c16 |O <U0 |V0 |V1000000000 <U500000000 <M8[s] x >i8"
-OTHER_DTYPES = [
-    "[('a', '<i8')]",
-    "[('a', '|O')]",
-    "('<i4', (1000,))",
-    "None",
-    "{}",
-    "'<i8'" + " " * 50,
-]
+OTHER_DTYPES = ["[('a', '<i8')]", "[('a', '|O')]", "('<i4', (1000,))", "None", "{}"]
+OTHER_DTYPES += ["'<i8'" + " " * 50]
 shapes = st.sampled_from(SHAPES.split())
 dtypes = st.sampled_from([*(f"'{name}'" for name in DTYPES.split()), *OTHER_DTYPES])
 lies = st.builds(
@@ -642,14 +629,9 @@ def test_what_is_no_file_is_refused_at_once(tmp_path, name, what):
     path.parent.mkdir()
     if name == "rank0.json":
         (path.parent / "metrics.jsonl").write_text('{"epoch": 1, "loss": 1.0, "epoch_s": 1.0}\n')
-    make = {
-        "pipe": lambda: os.mkfifo(path),
-        "zero": lambda: path.symlink_to("/dev/zero"),
-        "folder": path.mkdir,
-        "empty": path.touch,
-        "loop": lambda: path.symlink_to(path),
-        "dangling": lambda: path.symlink_to(tmp_path / "nowhere"),
-    }
+    make = {"pipe": lambda: os.mkfifo(path), "zero": lambda: path.symlink_to("/dev/zero")}
+    make |= {"folder": path.mkdir, "empty": path.touch, "loop": lambda: path.symlink_to(path)}
+    make |= {"dangling": lambda: path.symlink_to(tmp_path / "nowhere")}
     with socket.socket(socket.AF_UNIX) as server, unread(path):
         if what == "socket":
             here = os.getcwd()

@@ -103,12 +103,8 @@ def answer(problem: Problem, text: str, simulate: bool = False) -> dict[str, Any
         return {"strategy": "does not suit"}
     predicted = strategy.predict(problem)
     schedule = strategy.schedule(problem, 2) if simulate else None
-    seconds = {
-        "epoch": predicted.epoch_s,
-        "compute": predicted.compute_s,
-        "comm": predicted.comm_s,
-        "bubble": predicted.bubble_s,
-    }
+    seconds = {"epoch": predicted.epoch_s, "compute": predicted.compute_s, "comm": predicted.comm_s}
+    seconds |= {"bubble": predicted.bubble_s}
     seconds |= {f"op {kind}": taken for kind, taken in predicted.by_op.items()} if simulate else {}
     seconds |= {"simulated": play(schedule, problem.cost).end_s} if schedule else {}
     return {

@@ -29,15 +29,8 @@ from gnnplan.testing.ranks import Case, Result
 
 GRAPH = "synthetic:community?vertices=200&edges=1600&features=8&classes=4&seed=0"
 FULL: dict[str, Any] = {"model": "sage", "layers": 3, "hidden": 8, "dropout": 0.3}
-MINI: dict[str, Any] = {
-    "model": "sage",
-    "mode": "mini",
-    "batch": 30,
-    "fanout": (3, 2),
-    "layers": 2,
-    "hidden": 8,
-    "dropout": 0.3,
-}
+MINI: dict[str, Any] = {"model": "sage", "mode": "mini", "batch": 30, "fanout": (3, 2), "layers": 2}
+MINI |= {"hidden": 8, "dropout": 0.3}
 CASES = [
     Case("graph_parallel", GRAPH, FULL),
     Case("pipegcn_gf", GRAPH, FULL),
@@ -165,14 +158,9 @@ PHASES = {  # where a fault waits: what a rank begins
 }
 FIRST, AMID = list(PHASES)[:3], list(PHASES)[3:-1]
 # the run ends with one of these codes, and is resumed once what was done to it is undone
-ENDINGS = {
-    "launcher SIGINT": (130,),
-    "launcher SIGTERM": (128 + signal.SIGTERM,),
-    "launcher SIGKILL": (-signal.SIGKILL,),
-    "no metrics": (2,),
-    "no files": (2,),
-    "full disk": (2,),
-}
+ENDINGS = {"launcher SIGINT": (130,), "launcher SIGTERM": (128 + signal.SIGTERM,)}
+ENDINGS |= {"launcher SIGKILL": (-signal.SIGKILL,), "no metrics": (2,), "no files": (2,)}
+ENDINGS |= {"full disk": (2,)}
 
 
 class Untold(AssertionError):
@@ -279,11 +267,8 @@ def train_through(
             "epoch": 1 + EVERY * (place + 2 * (fault.kind in ENDINGS)),
         }
         (orders / f"{place:02}.json").write_text(json.dumps(order))
-    env = {
-        "PYTHONPATH": f"{folder}:{Path(__file__).parents[2]}",
-        "FAULTS": str(orders),
-        "GNNPLAN_CACHE": str(folder / "cache"),
-    }
+    env = {"PYTHONPATH": f"{folder}:{Path(__file__).parents[2]}", "FAULTS": str(orders)}
+    env |= {"GNNPLAN_CACHE": str(folder / "cache")}
     more = (*more, "--restarts", str(len(faults) + 3))
     epochs = epochs_of(len(faults))
     words = f"--epochs {epochs} --eval-every {EVERY} --checkpoint-every {EVERY} --timeout {TIMEOUT}"

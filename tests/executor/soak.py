@@ -54,13 +54,9 @@ from started import Hang, Orphans, starting
 from gnnplan.testing.ranks import Case, ForkServer, Ranks, Result
 
 CHAIN = 5  # faults that hit one training
-CASES = [
-    *CASES,
-    Case("bns(p=0.5)", GRAPH, FULL),
-    Case("pipegcn", GRAPH, FULL, servers=2),
-    Case("data_parallel(prefetch=1)", GRAPH, MINI),
-    Case("p3(pipelined=True,prefetch=2)", GRAPH, MINI),
-]
+CASES = [*CASES, Case("bns(p=0.5)", GRAPH, FULL), Case("pipegcn", GRAPH, FULL, servers=2)]
+CASES += [Case("data_parallel(prefetch=1)", GRAPH, MINI)]
+CASES += [Case("p3(pipelined=True,prefetch=2)", GRAPH, MINI)]
 # kind -> phases in which it makes sense: a rank that has just begun has no files yet
 ALL, LATE = list(PHASES), [*AMID, "end"]
 KINDS: dict[str, list[str]] = {
@@ -81,13 +77,8 @@ KINDS: dict[str, list[str]] = {
     "launcher SIGTERM": AMID,
     "launcher SIGKILL": AMID,
 }
-FALLS = {
-    Hang: "hangs",
-    Orphans: "orphans",
-    LostEpochs: "lost epochs",
-    Unequal: "unequal",
-    Untold: "untold",
-}
+FALLS = {Hang: "hangs", Orphans: "orphans", LostEpochs: "lost epochs", Unequal: "unequal"}
+FALLS |= {Untold: "untold"}
 LEFT = ("processes", "namespaces", "ports", "shared memory", "files")
 NAMESPACES = ["--mount", "--net", "--pid", "--ipc", "--fork", "--kill-child", "--mount-proc"]
 INSIDE = {"GNNPLAN_SOAK": "inside", "TORCH_CPP_LOG_LEVEL": "ERROR"}

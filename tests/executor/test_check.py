@@ -214,11 +214,8 @@ def test_a_gradient_that_is_off_is_found(tmp_path, off, answer):
     task = checking.Task.of("graph_parallel", graph, Workload(layers=2, dtype="float64"), ranks=2)
     start = {name: torch.zeros(3, dtype=torch.float64) for name in ("large", "small", "idle")}
     alone = {"large": start["large"] + 1, "small": start["small"] + 1e-3, "idle": start["idle"]}
-    found = {
-        "large": alone["large"].clone(),
-        "small": alone["small"] * (1 + off),
-        "idle": alone["idle"] + 1e-16,
-    }
+    found = {"large": alone["large"].clone(), "small": alone["small"] * (1 + off)}
+    found |= {"idle": alone["idle"] + 1e-16}
     save_file(found, tmp_path / "weights.safetensors")
     verdict = checking._verdict(task, tmp_path, start, alone)
     assert verdict.answer == answer

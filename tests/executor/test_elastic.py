@@ -140,14 +140,9 @@ def test_torchrun_ranks_go_on_with_another_plan(tmp_path, fork_server):
         how = f"--hidden 8 --ranks {ranks} --strategy graph_parallel"
         plan = planned(tmp_path / f"{ranks}.json", "--graph", graph, how)
         command = ["-m", "gnnplan", "run", str(plan), *arguments]
-        env = {
-            "SLURM_STEP_NUM_TASKS": str(ranks),
-            "SLURM_NTASKS_PER_NODE": str(ranks),
-            "SLURM_STEP_NODELIST": "localhost",
-            "SLURM_NODEID": "0",
-            "SLURM_JOB_ID": str(os.getpid() + ranks),
-            "CUDA_VISIBLE_DEVICES": "",
-        }
+        env = {"SLURM_STEP_NUM_TASKS": str(ranks), "SLURM_NTASKS_PER_NODE": str(ranks)}
+        env |= {"SLURM_STEP_NODELIST": "localhost", "SLURM_NODEID": "0"}
+        env |= {"SLURM_JOB_ID": str(os.getpid() + ranks), "CUDA_VISIBLE_DEVICES": ""}
         each = [{"SLURM_PROCID": r, "SLURM_LOCALID": r} for r in map(str, range(ranks))]
         ended = fork_server.run([(command, env | its) for its in each], tmp_path)
         assert [process.code for process in ended] == [0] * ranks, ended

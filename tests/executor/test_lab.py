@@ -129,19 +129,8 @@ def test_nothing_is_left_whatever_ends_it(tmp_path, signalled):
     """A SIGTERM left the folder of the samplers behind: nothing had the launcher unwind."""
     mark, temporary = f"MARK-{uuid.uuid4().hex}", tmp_path / "tmp"
     temporary.mkdir()
-    command = [
-        sys.executable,
-        "-m",
-        "gnnplan",
-        "run",
-        str(plan(tmp_path, 2, 1)),
-        "--epochs",
-        "1000000",
-        "--emulate",
-        "unshaped",
-        "--out",
-        str(tmp_path / "out"),
-    ]
+    command = [sys.executable, "-m", "gnnplan", "run", str(plan(tmp_path, 2, 1)), "--epochs"]
+    command += ["1000000", "--emulate", "unshaped", "--out", str(tmp_path / "out")]
     with open(tmp_path / "said", "w") as said:
         process = subprocess.Popen(
             command,

@@ -309,12 +309,8 @@ def test_waits_are_noticed(pretend_device, ask):
 
 def test_what_crosses_together_crosses_once(pretend_device):
     """Tensors of several types and shapes, one of them empty and one transposed."""
-    here = [
-        torch.arange(3),
-        torch.zeros(0, 5),
-        torch.arange(6.0).view(2, 3).t(),
-        torch.tensor([True, False]),
-    ]
+    here = [torch.arange(3), torch.zeros(0, 5), torch.arange(6.0).view(2, 3).t()]
+    here += [torch.tensor([True, False])]
     with pretend_device.no_waits():
         there = sent(here, CUDA)
     assert pretend_device.counts["copies"] == 1 and pretend_device.counts["launches"] == 0

@@ -68,15 +68,8 @@ def test_weights_are_drawn_apart():
 @pytest.mark.parametrize(("aggregation", "norm"), [("softmax", "layer"), ("sum", "batch")])
 def test_a_model_of_112_layers_trains(run_ranks, graphs, aggregation, norm):
     """ResGCN+ as deep as GraNNDis' deepest."""
-    how = {
-        "model": "resgcn",
-        "layers": 112,
-        "hidden": 16,
-        "dropout": 0.2,
-        "lr": 0.003,
-        "aggregation": aggregation,
-        "norm": norm,
-    }
+    how = {"model": "resgcn", "layers": 112, "hidden": 16, "dropout": 0.2, "lr": 0.003}
+    how |= {"aggregation": aggregation, "norm": norm}
     losses = run_ranks.alone(Case("graph_parallel", graphs["rough"], how, epochs=8)).losses
     assert np.isfinite(losses).all()
     assert losses[-1] < 0.8 * losses[0] and max(losses[4:]) < losses[0]

@@ -102,18 +102,8 @@ def test_numbers_that_our_layers_lack_are_the_modules_own(tmp_path, numbers):
 
 def planned(model: str, *options: str) -> Result:
     """What the command line says of a module on two ranks."""
-    command = [
-        "plan",
-        "--graph",
-        GRAPH,
-        "--model",
-        model,
-        "--ranks",
-        "2",
-        "--json",
-        "--mode",
-        "full",
-    ]
+    command = ["plan", "--graph", GRAPH, "--model", model, "--ranks", "2", "--json", "--mode"]
+    command += ["full"]
     return CliRunner().invoke(app, [*command, *options, "--set", "gpus_per_server=2"])
 
 
@@ -333,16 +323,8 @@ REFUSED = {
         "return self.c(x, neg_edge_index)",
         "forward asks for neg_edge_index, .* one set of edges: choose from it by a field of edges",
     ),
-    "batch": (
-        "x, edge_index, batch",
-        "return self.c(x, edge_index)",
-        "forward asks for batch, and the",
-    ),
-    "nothing": (
-        "",
-        "return self.c(X, EDGES)",
-        "forward takes nothing; let it take x and edge_index",
-    ),
+    "batch": ("x, edge_index, batch", "return self.c(x, edge_index)", "forward asks for batch"),
+    "nothing": ("", "return self.c(X, EDGES)", "forward takes nothing; let it take x and"),
     "several values": ("return self.a(x, edge_index), x", "forward returns several values"),
     # was said to fail in the process of rank 1 alone
     "dict": ("return {'x': self.c(self.a(x, edge_index), edge_index)}", "a dict; retu"),
@@ -700,11 +682,8 @@ return self.last(g.ndata["h"])
 """.strip()
 
 
-LOOPS = [
-    "g = add_self_loop(g)",
-    "import dgl\ng = dgl.add_self_loop(dgl.remove_self_loop(g))",
-    "g = g.remove_self_loop().add_self_loop()",
-]
+LOOPS = ["g = add_self_loop(g)", "import dgl\ng = dgl.add_self_loop(dgl.remove_self_loop(g))"]
+LOOPS += ["g = g.remove_self_loop().add_self_loop()"]
 
 
 @pytest.mark.parametrize(

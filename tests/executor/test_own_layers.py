@@ -174,13 +174,9 @@ def test_attention_of_a_layers_own_is_counted(tmp_path):
 
 # -- trained ---------------------------------------------------------------------------------------
 
-RUNS = [
-    (1, "graph_parallel", {}),
-    (2, "granndis", {}),
-    (1, "gnnpipe(stages=2,chunks=1)", {}),
-    (1, "data_parallel", {"mode": "mini", "batch": 20, "fanout": "full"}),
-    (1, "p3", {"mode": "mini", "batch": 20, "fanout": "full"}),
-]
+RUNS = [(1, "graph_parallel", {}), (2, "granndis", {}), (1, "gnnpipe(stages=2,chunks=1)", {})]
+RUNS += [(1, "data_parallel", {"mode": "mini", "batch": 20, "fanout": "full"})]
+RUNS += [(1, "p3", {"mode": "mini", "batch": 20, "fanout": "full"})]
 
 
 @pytest.mark.processes

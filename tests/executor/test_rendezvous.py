@@ -181,14 +181,9 @@ def test_a_machine_without_a_loopback_is_told_in_seconds(monkeypatch):
 
 def test_a_node_of_slurm_has_its_own_number_of_ranks(monkeypatch):
     """Memory was divided by the tasks of all nodes, and b2u[05,02]n3 began with b2u05."""
-    step = {
-        "SLURM_JOB_ID": "1",
-        "SLURM_STEP_NUM_TASKS": "7",
-        "SLURM_STEP_TASKS_PER_NODE": "2(x2),3",
-        "SLURM_STEP_NODELIST": "b2u[05,02]n3,c1",
-        "SLURM_PROCID": "6",
-        "SLURM_LOCALID": "2",
-    }
+    step = {"SLURM_JOB_ID": "1", "SLURM_STEP_NUM_TASKS": "7"}
+    step |= {"SLURM_STEP_TASKS_PER_NODE": "2(x2),3", "SLURM_STEP_NODELIST": "b2u[05,02]n3,c1"}
+    step |= {"SLURM_PROCID": "6", "SLURM_LOCALID": "2"}
     for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "LOCAL_WORLD_SIZE"):
         monkeypatch.delenv(name, raising=False)
     for name, value in step.items():

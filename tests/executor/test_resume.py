@@ -63,13 +63,8 @@ def test_servers_with_disks_of_their_own_resume_from_these(tmp_path, fork_server
     graph = "synthetic:community?vertices=300&edges=2400&features=8&classes=4&seed=0"
     how = "--hidden 8 --set servers=2 --set gpus_per_server=1 --strategy pipegcn"
     plan = planned(tmp_path / "plan.json", "--graph", graph, how)
-    slurm = {
-        "SLURM_STEP_NUM_TASKS": "2",
-        "SLURM_NTASKS_PER_NODE": "1",
-        "SLURM_STEP_NODELIST": "localhost",
-        "SLURM_LOCALID": "0",
-        "CUDA_VISIBLE_DEVICES": "",
-    }
+    slurm = {"SLURM_STEP_NUM_TASKS": "2", "SLURM_NTASKS_PER_NODE": "1"}
+    slurm |= {"SLURM_STEP_NODELIST": "localhost", "SLURM_LOCALID": "0", "CUDA_VISIBLE_DEVICES": ""}
 
     def run(problem: int, *arguments: str) -> None:
         ranks = []

@@ -8,12 +8,8 @@ from typing import Any, TypeVar
 
 T = TypeVar("T", bound=Callable[..., Any])
 # a field: sizes of a row, numpy's type, and how many whole numbers there are
-EDGE = {
-    "edge_attr": ((5,), "<f8", 0),
-    "edge_weight": ((), "<f8", 0),
-    "edge_type": ((), "<i8", 2),
-    "pseudo": ((2,), "<f8", 0),
-}
+EDGE = {"edge_attr": ((5,), "<f8", 0), "edge_weight": ((), "<f8", 0), "edge_type": ((), "<i8", 2)}
+EDGE |= {"pseudo": ((2,), "<f8", 0)}
 VERTEX = {"pos": ((3,), "<f8", 0), "batch": ((), "<i8", 2)}
 
 

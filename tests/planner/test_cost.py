@@ -170,13 +170,9 @@ STAGED = Cluster(
 )
 SENDS = {"send.intra_node": Link(bandwidth=5e5, latency=0.0)}  # as measured, through memory
 BY_SWITCHES = {"switches": ((0, 1), (2, 3)), "switch": Link(bandwidth=5e5, latency=0.0)}
-WIRED = {
-    "card": COST.cluster,
-    "box": BOX,
-    "staged": STAGED,
-    "measured": changed(STAGED, collectives=SENDS),
-    "pairs": changed(STAGED, bridge=None, islands=(), island=None, **BY_SWITCHES),
-}
+WIRED = {"card": COST.cluster, "box": BOX, "staged": STAGED}
+WIRED |= {"measured": changed(STAGED, collectives=SENDS)}
+WIRED |= {"pairs": changed(STAGED, bridge=None, islands=(), island=None, **BY_SWITCHES)}
 # what is between two GPUs, and both -> the seconds of 1 MB on each port; in all, with latency
 PORTS = """
 card 0 1 -> gpu_out 0 1, gpu_in 1 1; 2

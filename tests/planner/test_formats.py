@@ -650,10 +650,7 @@ def mtx(text: str, kind: str = "coordinate") -> Callable[[Path], Path]:
 
 TOO_MANY = "same number of vertices, are for (30, )+{}; give each a row"
 BAD = {
-    "ogb: a pipe": (
-        instead(ogb_text, "raw/node-feat.csv.gz", os.mkfifo),
-        r"node-feat\.csv\.gz: cannot be read \(Is a pipe",
-    ),
+    "ogb: a pipe": (instead(ogb_text, "raw/node-feat.csv.gz", os.mkfifo), "node-feat.*Is a pipe"),
     "ogb: empty features": (
         instead(ogb_text, "raw/node-feat.csv.gz", Path.touch),
         "ogbn_small: x: holds no rows of features; give a row for each vertex",
@@ -674,14 +671,8 @@ BAD = {
         metadata("num: 30", "num: 2000000000"),
         TOO_MANY.format("2,000,000,000"),
     ),
-    "graphsaint: a pipe": (
-        instead(graphsaint, "adj_full.npz", os.mkfifo),
-        r"adj_full\.npz: cannot be read \(Is a pipe",
-    ),
-    "graphsaint: roles are a pipe": (
-        instead(graphsaint, "role.json", os.mkfifo),
-        r"role\.json: cannot be read \(Is a pipe",
-    ),
+    "graphsaint: a pipe": (instead(graphsaint, "adj_full.npz", os.mkfifo), "adj_full.*Is a pipe"),
+    "graphsaint: piped roles": (instead(graphsaint, "role.json", os.mkfifo), "role.*Is a pipe"),
     "graphsaint: a large list": (
         longer(graphsaint, "class_map.json", 10**10),
         r"class_map\.json: larger than 1\.07 GB",
@@ -693,10 +684,7 @@ BAD = {
         sparse_of(format=b"dia", shape=[2**31 - 1] * 2, data=[[1.0]], offsets=[0]),
         "holds diagonals; save it with save_npz",
     ),
-    "pt: one row many times": (
-        repeated_row,
-        r"x: shape \[30, 16777216\] needs 2,013,265,920 B but only 4 B are stored",
-    ),
+    "pt: one row many times": (repeated_row, r"x: shape .* needs 2,013,265,920 B but only 4 B"),
     "ogb: a split of nothing": (
         changed(ogb_text, "split/time/train.csv.gz", None),
         "one split is needed, a folder with train.csv.gz or split_dict.pt, found none",
@@ -724,10 +712,7 @@ BAD = {
     "mtx: cut off": (cut(matrix_market), r"graph\.mtx:?.*(header says 90 entries|must be)"),
     "mtx: not square": (mtx("2 3 1\n1 1 1\n"), "square, this one is 2 x 3"),
     "mtx: dense": (mtx("1 1\n1\n", "array"), "in coordinates, this one is array"),
-    "mtx: petabytes": (
-        mtx(f"9 9 {10**15}\n1 1 1\n"),
-        "header says 1,000,000,000,000,000 entries, but 1 are there",
-    ),
+    "mtx: petabytes": (mtx(f"9 9 {10**15}\n1 1 1\n"), "header says 1,000,000,000,000,000"),
     "mtx: ids from 0": (mtx("2 2 1\n0 1 1\n"), "ids of MatrixMarket count from 1, found 0; add 1"),
     "konect: ids from 0": (put("% sym\n1 0\n"), "ids of KONECT count from 1, found 0; add 1"),
     "parquet: cut off": (cut(parquet), "cannot be read as Parquet"),
@@ -752,10 +737,7 @@ BAD = {
     ),
     "ogb: two graphs": (ogb("num-node-list", [[N], [N]]), "one graph, this folder 2"),
     "ogb: features short": (ogb("node-feat", np.ones((N - 1, 2))), "same number of vertices"),
-    "ogb: a file is gone": (
-        ogb("num-node-list", None),
-        r"num-node-list\.csv\.gz: cannot be read \(No such file",
-    ),
+    "ogb: a file is gone": (ogb("num-node-list", None), r"num-node-list.* \(No such file"),
     "ogb: no edges": (ogb("edge", None), "no format that is read; it holds raw, split; "),
     "graphbolt: outside": (
         metadata("path: edges.csv", "path: ../../etc/passwd"),
@@ -771,7 +753,7 @@ BAD = {
     ),
     "graphbolt: petabytes": (
         metadata("num: 30", f"num: {10**15}"),
-        "must be a whole number of 0 to 2,147,483,647",
+        "whole number of 0 to 2,147,483",
     ),
     "graphbolt: fewer labels": (
         changed(graphbolt_csv, "train_set_labels.npy", np.zeros(3, np.int64)),
@@ -781,10 +763,7 @@ BAD = {
         changed(graphbolt_csv, "train_set_seeds.npy", np.zeros((10, 2), np.int64)),
         "a list of vertex ids",
     ),
-    "graphbolt: a file is gone": (
-        changed(graphbolt_csv, "feat.npy", None),
-        r"feat\.npy: cannot be read",
-    ),
+    "graphbolt: a file gone": (changed(graphbolt_csv, "feat.npy", None), "feat.*cannot be read"),
     "graphsaint: classes of strangers": (
         changed(graphsaint, "class_map.json", json.dumps({"77": 1})),
         r"class_map\[0\]: vertex ids must lie in",

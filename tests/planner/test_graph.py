@@ -123,13 +123,8 @@ def test_the_hash_is_of_the_content(save):
     ).stats.hash
     # neither the order of edges nor the file's other words count
     assert load(save()).stats.hash == same
-    changed = [
-        {"src": [0, 1, 1, 3, 2, 4]},
-        {"x": 2 * SMALL["x"]},
-        {"y": [0, 1, 1, 1, 0]},
-        {"test_mask": [False] * 5},
-        {"train_mask": [True, False, False, False, False]},
-    ]
+    changed = [{"src": [0, 1, 1, 3, 2, 4]}, {"x": 2 * SMALL["x"]}, {"y": [0, 1, 1, 1, 0]}]
+    changed += [{"test_mask": [False] * 5}, {"train_mask": [True, False, False, False, False]}]
     assert len({same, *(load(save(**change)).stats.hash for change in changed)}) == 6
 
 
@@ -364,53 +359,32 @@ EDGES_ALONE = dict.fromkeys(SMALL) | {"src": [0], "dst": [1]}
         ({"x": np.full((5, 3), "a")}, "x: must hold"),
         ({"x_indptr": np.zeros(6, int)}, "given twice, dense and sparse"),
         ({"x": None, "x_indptr": np.zeros(6, int)}, "x_indices: missing"),
-        (
-            CSR | {"x_indptr": np.zeros(6, int)},
-            r"x_indptr: must rise from 0 to len\(x_indices\) = 1",
-        ),
+        (CSR | {"x_indptr": np.zeros(6, int)}, r"x_indptr: must rise from 0 to len\(x_indices\)"),
         (CSR | {"x_indices": [3]}, r"cannot be read as a CSR .*must be < 3"),
         (CSR | {"x_shape": [5, 2**40]}, r"x_shape: must be \[5, features\] with 1 to"),
         (CSR | {"x_data": [np.inf]}, r"x_data\[0\]: features must"),
         ({"y": [0, 1, 0, -2, 0]}, r"y\[3\]: labels must be class ids .* found -2"),
         ({"y": [-1, 1, 0, 1, 0]}, r"y\[0\]: a training vertex needs a label, found none"),
-        (
-            {"y": [0, 1, 0, 1, 99]},
-            r"y\[4\]: .*without large gaps, but the highest is 99 and only 3",
-        ),
-        (
-            {"y": [0, 1, 0, 1, 2], "meta": '{"classes": 2}'},
-            r"y\[4\]: .*class ids 0 to 1 .* found 2",
-        ),
+        ({"y": [0, 1, 0, 1, 99]}, r"y\[4\]: .*large gaps, but the highest is 99 and only 3"),
+        ({"y": [0, 1, 0, 1, 2], "meta": '{"classes": 2}'}, r"y\[4\]: .* ids 0 to 1 .* found 2"),
         ({"y": [2.0**60, 1, 0, 1, 0]}, r"y\[0\]: labels must be whole class ids .* 1\.15"),
         ({"y": [0.5, 1, 0, np.inf, 0]}, r"y\[3, 0\]: numbers to predict must be finite"),
         ({"y": NAN}, r"y\[0, 0\]: multi-label targets \[N, C\] must lie in \[0, 1\], found \[nan"),
-        (
-            {"y": [[0, 0], [3, 3], [2, 2], [1, 1], [0, 0]]},
-            r"y\[1, 0\]: .* found \[3\]; save 0 or 1 for",
-        ),
+        ({"y": [[0, 0], [3, 3], [2, 2], [1, 1], [0, 0]]}, r"y\[1, 0\]: .* found \[3\]; save 0 or"),
         (
             {"src": None, "dst": None, "node_feat": np.eye(5)},
-            r"edge_index \[2, E\], .* found node_feat, .*x, y$",
+            r"edge_index .* found node_feat, .*x, y$",
         ),
         ({"train_mask": [False] * 5}, "train_mask: marks no vertex"),
         ({"train_mask": [0, 1, 2, 0, 0]}, r"train_mask\[2\]: must hold booleans, .* found 2"),
-        (
-            {"test_mask": SMALL["train_mask"]},
-            r"train_mask, test_mask: .*share 2 vertices \(first: 0",
-        ),
+        ({"test_mask": SMALL["train_mask"]}, r"train_mask, test_mask: .*share 2 vertices"),
         ({"meta": "{"}, "meta: not JSON"),
         ({"meta": "[1]"}, "meta: must be a JSON object"),
         ({"meta": json.dumps({"vertices": -5})}, "meta.vertices: must be a whole number"),
         ({"x": [[1, None]]}, "x: holds pickled Python objects, which are never loaded"),
         (EDGES_ALONE | {"src": [], "dst": []}, r"the graph is empty \(0 vertices\)"),
-        (
-            EDGES_ALONE | {"meta": '{"vertices": 1000000000000}'},
-            "must be a whole number of 0 to 2,147",
-        ),
-        (
-            EDGES_ALONE | {"dst": [2**31 - 2]},
-            "vertices with 128 stand-in features would take .*, more",
-        ),
+        (EDGES_ALONE | {"meta": '{"vertices": 1000000000000}'}, "must be a whole number of 0 to"),
+        (EDGES_ALONE | {"dst": [2**31 - 2]}, "vertices with 128 stand-in features would take .*"),
     ],
 )
 def test_bad_arrays_are_named(save, changes, words):

@@ -25,12 +25,8 @@ MINI = problem_of(GRAPHS[1], cluster(2, 1), mode="mini", batch=20, fanout=(3, 3)
 
 def test_each_rank_is_fullest_at_a_moment_of_its_own():
     first, second = np.array([3.0, 1.0]), np.array([4.0, 0.0])
-    moments = [
-        keeps(first),
-        OpMemory(np.array([1.0, 10.0]), 0.0),
-        keeps(second),
-        OpMemory(0.0, -first),
-    ]
+    moments = [keeps(first), OpMemory(np.array([1.0, 10.0]), 0.0), keeps(second)]
+    moments += [OpMemory(0.0, -first)]
     most, left = in_turn(moments)
     assert np.array([most, left]).tolist() == [[7, 11], [4, 0]]
     steps = [Op("forward", work=Compute(), holds=lambda: keeps(first))], []

@@ -61,14 +61,9 @@ def settled(problem: Problem, **knobs: Any) -> GraNNDis:
 
 def told(problem: Problem) -> list[GraNNDis]:
     """Variants that preload in islands."""
-    knobs: list[dict[str, Any]] = [
-        {"depth": 1},
-        {"depth": 2, "narrow": True},
-        {},
-        {"max_hop": 1, "fanout": 2},
-        {"batches": 3},
-        {"max_hop": 2, "fanout": 2, "degrees": "local", "batches": 2},
-    ]
+    knobs: list[dict[str, Any]] = [{"depth": 1}, {"depth": 2, "narrow": True}, {}]
+    knobs += [{"max_hop": 1, "fanout": 2}, {"batches": 3}]
+    knobs += [{"max_hop": 2, "fanout": 2, "degrees": "local", "batches": 2}]
     return [settled(problem, **k) for k in knobs]
 
 

@@ -14,13 +14,8 @@ from gnnplan.planner.ownership.layout import Layout
 from gnnplan.planner.ownership.minibatch import MiniBatch
 
 GRAPH = load("synthetic:community?vertices=300&edges=5000&features=4&classes=3&seed=0")
-GROUPS = {
-    "one": (0,),
-    "data parallel": (0, 1, 2),
-    "split": (0, 0, 0),
-    "hybrid": (0, 0, 1, 1),
-    "hybrid, in turn": (0, 1, 0, 1),
-}
+GROUPS = {"one": (0,), "data parallel": (0, 1, 2), "split": (0, 0, 0), "hybrid": (0, 0, 1, 1)}
+GROUPS |= {"hybrid, in turn": (0, 1, 0, 1)}
 
 
 def batch(

@@ -137,13 +137,9 @@ def test_a_cut_is_used_for_as_many_parts_and_no_others(tmp_path):
 # -- plans ----------------------------------------------------------------------------------------
 
 
-TWO_GPUS = {
-    "servers": 1,
-    "gpus_per_server": 2,
-    "device": {"memory": "24GB", "gemm": "10TFLOP/s", "memory_bandwidth": "500GB/s"},
-    "intra_node": {"bandwidth": "2GB/s"},
-    "inter_node": {"bandwidth": "1GB/s"},
-}
+TWO_GPUS = {"servers": 1, "gpus_per_server": 2}
+TWO_GPUS |= {"device": {"memory": "24GB", "gemm": "10TFLOP/s", "memory_bandwidth": "500GB/s"}}
+TWO_GPUS |= {"intra_node": {"bandwidth": "2GB/s"}, "inter_node": {"bandwidth": "1GB/s"}}
 
 
 @pytest.mark.parametrize(

@@ -11,13 +11,8 @@ from gnnplan.planner.problem.inputs import read_cluster
 ROWS, EDGES = 2_400_000, 108_268_300  # rows that are in memory
 FEW, FEWER_EDGES = 120_000, 5_177_174  # rows that the cache holds, if they are narrow
 # numbers per row -> seconds per edge, among many rows and among few
-EDGE_S = {
-    16: (1.8188e-10, 1.2377e-10),
-    32: (1.9143e-10, 1.4212e-10),
-    64: (2.5778e-10, 1.9484e-10),
-    128: (4.0156e-10, 3.0743e-10),
-    256: (7.9974e-10, 5.9759e-10),
-}
+EDGE_S = {16: (1.8188e-10, 1.2377e-10), 32: (1.9143e-10, 1.4212e-10), 64: (2.5778e-10, 1.9484e-10)}
+EDGE_S |= {128: (4.0156e-10, 3.0743e-10), 256: (7.9974e-10, 5.9759e-10)}
 # GPUs and MB -> an all-gather and a reduce-scatter [ms]
 BOTH_MS = {
     (4, 0.0625): (0.0426, 0.0447),

@@ -213,12 +213,7 @@ def test_they_make_a_cluster(tmp_path):
         ("all_reduce_perf", "a", {}, "1 device is listed"),
         ("alltoall_perf", "a", {}, "on one server add -g N"),
         ("all_reduce_perf", "aabb", {}, "4 GPUs of 2 servers use links of both kinds at once"),
-        (
-            "all_reduce_perf",
-            "aaaa",
-            {"groups": [*range(4)]},
-            "4 groups of one GPU each, which send",
-        ),
+        ("all_reduce_perf", "aaaa", {"groups": [*range(4)]}, "4 groups of one GPU each, which"),
         ("all_reduce_perf", "aaaa", {"groups": [0, 0, 0, 1]}, "2 groups of different sizes"),
     ],
 )
@@ -412,10 +407,7 @@ P2P = "topo -p2p` prints; give what `nvidia-smi topo -m` does"
         ("Topology is not supported on this operating system", "not what `nvidia-smi topo -m`"),
         ("\n".join(f"0: {line}" for line in FOUR.splitlines()), "not what `nvidia-smi topo -m`"),
         (FOUR.replace("NV4", "ERR!"), "line GPU0, column GPU1: 'ERR!' is no connection"),
-        (
-            FOUR.replace("NV4     NV4", "NV4NV4  "),
-            "line GPU0, column GPU1: 'NV4NV4' is no connection",
-        ),
+        (FOUR.replace("NV4     NV4", "NV4NV4  "), "column GPU1: 'NV4NV4' is no connection"),
         (TWO.replace("\tGPU1", "\tGPU0", 1), "the head names GPU0 twice"),
         (TWO + TWO, "two lines of GPU0; give the table of one server"),
         (TWO.replace("NV4", "SYS", 1), "from GPU0 to GPU1 is SYS, and from GPU1 to GPU0 NV4"),

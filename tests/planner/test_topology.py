@@ -315,12 +315,8 @@ def test_a_plan_names_the_tightest_link(fabric, words):
     assert re.search(words, sentence), sentence
     slow = Link(bandwidth=1e8)
     lists = {"switches": [[0, 1], [2]], "switch": slow, "peer_access": False, "bridge": slow}
-    ports = {
-        ("gpu_out", 0): "GPU 2 -> switch 1",
-        ("gpu_in", 1): "switch 0 -> GPU 0",
-        ("switch_out", 1): "switch 1 -> host 0",
-        ("bridge", 0): "the memory of server 0",
-    }
+    ports = {("gpu_out", 0): "GPU 2 -> switch 1", ("gpu_in", 1): "switch 0 -> GPU 0"}
+    ports |= {("switch_out", 1): "switch 1 -> host 0", ("bridge", 0): "the memory of server 0"}
     where = cluster(1, 3, **lists)
     assert {port: describe_port(where, (2, 0, 1), port) for port in ports} == ports
 
@@ -328,10 +324,7 @@ def test_a_plan_names_the_tightest_link(fabric, words):
 @pytest.mark.parametrize(
     ("settings", "rule"),
     [
-        (
-            ["fabric.kind=leaf_spine"],
-            r"servers_per_leaf belongs to kind leaf_spine, which needs it",
-        ),
+        (["fabric.kind=leaf_spine"], r"servers_per_leaf belongs to kind leaf_spine, which needs"),
         (["fabric.kind=ring", "fabric.servers_per_leaf=2"], r"kind: ring, servers_per_leaf: 2"),
         (["fabric.kind=torus"], r"must be 'leaf_spine' or 'ring'"),
         (["fabric.kind=ring", "fabric.oversubscription=0"], "greater than 0"),

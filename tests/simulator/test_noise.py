@@ -23,18 +23,9 @@ from gnnplan.simulator.noise import Noise, epochs, percentiles, stragglers
 from gnnplan.simulator.player import TaskGraph, play, serial
 
 DEVICE = Device(memory=1e9, gemm=1e9, memory_bandwidth=1e9, launch=1e-6)
-FAMILIES = [
-    "graph_parallel",
-    "pipegcn",
-    "gnnpipe(stages=2,chunks=4)",
-    "gnnpipe(stages=4,chunks=4)",
-    "granndis(depth=1)",
-    "granndis(batches=2)",
-    "data_parallel",
-    "data_parallel(prefetch=2)",
-    "gsplit(splitter='random')",
-    "p3",
-]
+FAMILIES = ["graph_parallel", "pipegcn", "gnnpipe(stages=2,chunks=4)", "gnnpipe(stages=4,chunks=4)"]
+FAMILIES += ["granndis(depth=1)", "granndis(batches=2)", "data_parallel"]
+FAMILIES += ["data_parallel(prefetch=2)", "gsplit(splitter='random')", "p3"]
 
 
 def in_step(ranks: int, steps: int, pieces: int = 1) -> tuple[Schedule, Cost]:
@@ -179,15 +170,9 @@ def test_a_score_may_be_played_again():
     [
         (lambda: Noise(-0.1), "in [0, 10], not -0.1; use 0.1"),
         (lambda: Noise(float("nan")), "not nan"),
-        (
-            lambda: Noise(stragglers={0: 0.5}),
-            "--straggler 0=0.5: a rank from 0 on computes 1 to 1e6 times as long",
-        ),
+        (lambda: Noise(stragglers={0: 0.5}), "0=0.5: a rank from 0 on computes 1 to 1e6 times"),
         (lambda: Noise(stragglers={-1: 2.0}), "--straggler -1=2"),
-        (
-            lambda: stragglers(["3"]),
-            "--straggler '3': write a rank and how many times as long it computes, as 3=2.0",
-        ),
+        (lambda: stragglers(["3"]), "--straggler '3': write a rank and how many times as"),
         (lambda: stragglers(["3=2", "3=3"]), "rank 3 is there twice"),
     ],
 )
