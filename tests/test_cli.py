@@ -202,15 +202,11 @@ def test_a_sweep_of_several_fields_with_prices_and_noise_to_a_table(gnnplan, pla
     assert [row["at"] for row in told["rows"]] == [
         {"hidden": row["hidden"], "layers": row["layers"]} for row in rows
     ]
-    assert [row["predicted_s"] for row in told["rows"]] == [
-        float(row["predicted_s"]) for row in rows
-    ]
+    assert [r["predicted_s"] for r in told["rows"]] == [float(row["predicted_s"]) for row in rows]
 
 
 def test_jitter_and_stragglers(gnnplan, plan_file):
-    plain, quiet = (
-        gnnplan("simulate", plan_file, words, "--json").document for words in ("", "--seed 3")
-    )
+    plain, quiet = (gnnplan("simulate", plan_file, w, "--json").document for w in ("", "--seed 3"))
     assert plain == quiet and "noise" not in plain
     words = "--jitter 0.2 --straggler 1=3 --repetitions 5 --json"
     one, same, other = (
@@ -427,9 +423,7 @@ def test_run_says_one_document_and_leaves_all_files(trained):
         assert len(told["peak_rss_bytes"]) == ranks
         assert all(told[f"{part}_accuracy"] is not None for part in ("train", "val", "test"))
         assert f"epoch {EPOCHS}/{EPOCHS}" in run.stderr  # progress is on standard error
-        per_rank = [
-            f"{kind}{rank}.json" for kind in ("rank", "trace.rank") for rank in range(ranks)
-        ]
+        per_rank = [f"{k}{rank}.json" for k in ("rank", "trace.rank") for rank in range(ranks)]
         assert {path.name for path in run.out.iterdir()} == {
             "plan.json",
             "options.json",
@@ -525,9 +519,7 @@ def copied(trained, tmp_path):
 def swap_first_computations(path: Path) -> None:
     trace = json.loads(path.read_text())
     one, other, *_ = (
-        event
-        for event in trace["traceEvents"]
-        if event["ph"] == "X" and event["args"]["lane"] == "compute"
+        e for e in trace["traceEvents"] if e["ph"] == "X" and e["args"]["lane"] == "compute"
     )
     one["name"], other["name"] = other["name"], one["name"]
     path.write_text(json.dumps(trace))

@@ -93,9 +93,7 @@ def test_the_table_of_a_specification_is_what_its_fields_say(name):
 @pytest.mark.parametrize("name", names())
 def test_every_strategy_has_its_page(name):
     """A variant is on the page of its family: pipegcn_gf on pipegcn's."""
-    pages = [
-        page for page in (ROOT / "docs" / "strategies").glob("*.md") if name.startswith(page.stem)
-    ]
+    pages = [p for p in (ROOT / "docs" / "strategies").glob("*.md") if name.startswith(p.stem)]
     assert pages and name in pages[0].read_text(encoding="utf-8")
 
 

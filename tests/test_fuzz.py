@@ -894,9 +894,7 @@ def test_published_figures(tmp_path, data):
         )
         row[name] = data.draw(st.one_of(st.sampled_from(strange), text(3)))
     with open(tmp_path / "figures.csv", "w", encoding="utf-8", errors="replace") as file:
-        csv.writer(file, quoting=csv.QUOTE_ALL).writerows(
-            [COLUMNS, [row[name] for name in COLUMNS]]
-        )
+        csv.writer(file, quoting=csv.QUOTE_ALL).writerows([COLUMNS, [row[n] for n in COLUMNS]])
     obeys(
         "figures.csv",
         lambda: json.dumps(

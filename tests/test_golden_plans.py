@@ -201,9 +201,7 @@ BY_DAY = [CASES[2 * number + number % 2] for number in range(len(CASES) // 2)]
 
 
 def others_at_night(chosen: list[tuple[str, str]]) -> list[Any]:
-    return [
-        case if case in chosen else pytest.param(*case, marks=pytest.mark.nightly) for case in CASES
-    ]
+    return [c if c in chosen else pytest.param(*c, marks=pytest.mark.nightly) for c in CASES]
 
 
 @pytest.mark.parametrize(("name", "graph"), others_at_night(BY_DAY))

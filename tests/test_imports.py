@@ -108,17 +108,11 @@ def arrows() -> dict[str, set[str]]:
 
 @pytest.mark.parametrize("package", ROOMS)
 def test_no_file_imports_what_its_package_may_not(package):
-    files = [
-        (module, path)
-        for module, path in sources().items()
-        if module.startswith(f"gnnplan.{package}.")
-    ]
+    files = [(m, path) for m, path in sources().items() if m.startswith(f"gnnplan.{package}.")]
     assert len(files) > 1
     for module, path in files:
         for name in imported(path):
-            bad = [
-                word for word in FORBIDDEN[package] if name == word or name.startswith(word + ".")
-            ]
+            bad = [w for w in FORBIDDEN[package] if name == w or name.startswith(w + ".")]
             assert not bad, f"{module} imports {name}"
 
 
@@ -139,11 +133,7 @@ def test_a_room_imports_rooms_above_it_only():
 @pytest.mark.slow
 def test_no_circle_of_imports():
     """Not even for types: two files that need each other are one idea."""
-    circles = [
-        circle
-        for circle in nx.strongly_connected_components(nx.DiGraph(arrows()))
-        if len(circle) > 1
-    ]
+    circles = [c for c in nx.strongly_connected_components(nx.DiGraph(arrows())) if len(c) > 1]
     assert not circles
 
 

@@ -18,9 +18,7 @@ def counted(work: Callable[[], T]) -> tuple[T, int, int]:
         activities=[ProfilerActivity.CPU], profile_memory=True, acc_events=True
     ) as profiler:
         result = work()
-    events = [
-        event for event in profiler.profiler.kineto_results.events() if event.name() == "[memory]"
-    ]
+    events = [e for e in profiler.profiler.kineto_results.events() if e.name() == "[memory]"]
     held = np.cumsum(
         [event.nbytes() for event in sorted(events, key=lambda event: event.start_ns())]
     )

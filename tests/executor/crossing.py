@@ -104,9 +104,7 @@ class Adapting(Uniform):
         self.exchanges: dict[tuple[int, int, str], int] = {}
         # of the variance of a row that a part reads: squares of what it is multiplied by
         squares = plain.operator.numpy() ** 2
-        self.weights = {
-            reader: squares[part == reader].sum(0).astype(np.float32) for reader in parts
-        }
+        self.weights = {r: squares[part == r].sum(0).astype(np.float32) for r in parts}
 
     def chosen(self, rows: Tensor, layer: int, direction: str, reader: int) -> np.ndarray:
         key = reader, layer, direction

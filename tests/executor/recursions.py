@@ -100,15 +100,11 @@ class Halo(Recursion):
         self.sent = {layer: [rows] * world for layer, rows in zeros.items()}
         smoothing = getattr(asked, "smoothing", "")
         self.keep = {way: asked.gamma if way in smoothing else 0.0 for way in "fg"}
-        self.errors: dict[str, list[float]] = {
-            f"{way}:l{layer}": [] for way in "fb" for layer in zeros
-        }
+        self.errors: dict[str, list[float]] = {f"{w}:l{layer}": [] for w in "fb" for layer in zeros}
 
     def epoch(self, epoch: int) -> float:
         self.begin(epoch)
-        late = {
-            layer: [rows.clone().requires_grad_() for rows in of] for layer, of in self.sent.items()
-        }
+        late = {layer: [r.clone().requires_grad_() for r in of] for layer, of in self.sent.items()}
         crossing: dict[int, Tensor] = {}
 
         def read(layer: int, h: Tensor) -> tuple[Tensor, Tensor]:

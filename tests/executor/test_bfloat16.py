@@ -28,9 +28,7 @@ def case_of(strategy: str, graph: str, **more: Any) -> Case:
 
 
 @pytest.mark.parametrize(("graph", "features"), [("rough", 1 / 2), ("sparse", 6 / 8)])
-def test_half_the_bytes_nearly_the_losses_and_weights_in_float32(
-    graph, features, run_ranks, graphs
-):
+def test_half_the_bytes_and_nearly_the_losses_of_float32(graph, features, run_ranks, graphs):
     """Losses of ten epochs within 1 % of float32's; weights finer than bfloat16, and moments. A
     column of sparse `features` takes 4 bytes with either type."""
     rounded = case_of("graph_parallel", graphs[graph])
@@ -93,11 +91,7 @@ def test_products_of_sparse_rows_are_rounded_once():
 def test_rows_take_half_the_memory_and_weights_all_of_it(graphs):
     half = case_of("graph_parallel", graphs["rough"])
     full = replace(half, workload={**half.workload, "dtype": "float32"})
-    (rounded, whole) = (
-        case.settled(problem).memory(problem)
-        for case in (half, full)
-        for problem in [case.problem(2)]
-    )
+    rounded, whole = (c.settled(p).memory(p) for c in (half, full) for p in [c.problem(2)])
     weights = half.problem(2).model.weights
     assert set(rounded["parameters"]) == set(whole["parameters"]) == {4 * weights}
     assert set(rounded["optimizer"]) == set(whole["optimizer"]) == {12 * weights}

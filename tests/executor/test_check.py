@@ -195,9 +195,7 @@ def test_python_shows_what_the_command_line_prints(tmp_path):
     pytest.importorskip("torch_geometric", exc_type=ImportError)
     found = gnnplan.check(live_sage())
     assert found.ok and found.document["model"] == "Live"
-    assert [row["strategy"] for row in found.table] == [
-        example.strategy for _, example in checking.tried()
-    ]
+    assert [row["strategy"] for row in found.table] == [e.strategy for _, e in checking.tried()]
     by_kind = gnnplan.check("gcn", layers=2, hidden=8)
     done = run("gcn", "--layers", 2, "--hidden", 8, cwd=tmp_path)
     assert done.stdout.rstrip() == str(by_kind) == repr(by_kind)

@@ -192,9 +192,7 @@ def test_one_rank_sends_nothing(run_ranks, graphs, model, strategy):
 def test_the_graphs_are_as_awkward_as_they_claim(graphs):
     rough, directed = load(graphs["rough"]), load(graphs["rough"], directed=True)
     assert (rough.degree == 0).sum() >= 6
-    assert all(
-        any(what in note for note in rough.stats.notes) for what in ("self-loops", "duplicate")
-    )
+    assert all(any(w in note for note in rough.stats.notes) for w in ("self-loops", "duplicate"))
     assert directed.stats.directed and directed.stats.edges < rough.stats.edges
     assert load(graphs["multi"]).stats.multilabel
     case = Case("graph_parallel", graphs["islands"], {"layers": 4})

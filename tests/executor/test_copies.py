@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from asked import on
 from torch import Tensor
 
 from gnnplan.executor.layers.copies import Staging
@@ -127,8 +128,7 @@ def test_chunks_whose_copies_go_beside_computation(model):
         order = recorded_order(rank.recorder.spans, 0, "copy")
         rank.close()
         kind = "cuda" if beside else "cpu"
-        device = problem.cluster.device.model_copy(update={"kind": kind})
-        planned = replace(problem, cluster=problem.cluster.model_copy(update={"device": device}))
+        planned = on(problem, kind=kind)
         schedule = case.settled(planned).schedule(planned, 2)
         assert order == [str(task.label) for task in schedule.lane(0, "copy")]
     assert all(a.equal(b) for a, b in zip(*found, strict=True))

@@ -6,6 +6,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from asked import on
 from hypothesis import given
 from hypothesis import strategies as st
 from pretend_device import pretend_device
@@ -73,9 +74,7 @@ def test_a_device_lays_out_the_same_blocks(device, kind, directed, fanout, graph
     work = WORK | {"fanout": fanout, "batch": 9}
     problem = Case("data_parallel", graphs["rough"], work, directed=directed).problem(1)
     batches = DataParallel().batches(problem)
-    here, there = (
-        Sampler(batches, 0, [kind] * 2, device=place) for place in (None, torch.device(device))
-    )
+    here, there = (Sampler(batches, 0, [kind] * 2, device=p) for p in (None, torch.device(device)))
     expected = [here[step].share for step in range(batches.steps)]
     monkeypatch.setattr(sampler, "draw", None)  # the host's
     monkeypatch.setattr(sampler, "weighted_block", None)
@@ -98,10 +97,7 @@ def test_a_device_lays_out_the_same_blocks(device, kind, directed, fanout, graph
 
 def on_gpus(graphs: dict[str, str], asked: str, memory: float) -> Problem:
     problem = Case("data_parallel", graphs["rough"], WORK).problem(1)
-    device = problem.cluster.device.model_copy(update={"kind": "cuda", "memory": memory})
-    return replace(
-        problem, cluster=problem.cluster.model_copy(update={"sampler": asked, "device": device})
-    )
+    return on(problem, kind="cuda", memory=memory, sampler=asked)
 
 
 def test_gpus_draw_where_the_cluster_says_so_and_lists_fit(graphs):

@@ -62,9 +62,7 @@ def losses(run: Result) -> torch.Tensor:
 
 
 @pytest.mark.parametrize(("before", "ranks_before", "after", "ranks", "workload"), CASES)
-def test_another_plan_goes_on_as_if_it_had_begun(
-    before, ranks_before, after, ranks, workload, run_ranks, graphs
-):
+def test_another_plan_goes_on(before, ranks_before, after, ranks, workload, run_ranks, graphs):
     """Checkpoints of epochs 2 and 4, broken off after 5. Adam's moments go on too: begun anew they
     change the loss by percents."""
     workload = dict(workload)

@@ -4,13 +4,13 @@ Skips elsewhere."""
 import json
 import time
 from copy import copy
-from dataclasses import replace
 from itertools import product
 
 import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
+from asked import on
 
 from gnnplan.executor.layers.copies import Staging
 from gnnplan.executor.ranks.process import open_rank
@@ -35,14 +35,14 @@ CYCLES = 200_000_000  # about 0.1 s
 @pytest.fixture
 def gpu_rank(monkeypatch):
     """The only rank, on the device."""
-    for name in (
+    for name in [
         "RANK",
         "WORLD_SIZE",
         "LOCAL_RANK",
         "LOCAL_WORLD_SIZE",
         "SLURM_PROCID",
         "SLURM_NTASKS",
-    ):
+    ]:
         monkeypatch.delenv(name, raising=False)
     rank = open_rank()
     assert (rank.device.type, rank.backend) == ("cuda", "nccl")
@@ -99,9 +99,7 @@ MINI = {"mode": "mini", "batch": 8, "fanout": (3, 3, 2, 2)}
         ("data_parallel(prefetch=1)", "rough", {"model": "sage", **MINI}),
     ],
 )
-def test_one_rank_on_the_gpu_equals_the_cpu(
-    gpu_rank, run_ranks, graphs, tmp_path, graph, more, strategy
-):
+def test_one_gpu_equals_the_cpu(gpu_rank, run_ranks, graphs, tmp_path, graph, more, strategy):
     """The same masks and weights, so the same training."""
     case = Case(strategy, graphs[graph], workload(**more), eval_every=2)
     problem = case.problem(1)
@@ -113,9 +111,7 @@ def test_one_rank_on_the_gpu_equals_the_cpu(
 
 
 @pytest.mark.parametrize("model", MODELS)
-def test_steps_that_are_launched_as_one_equal_others(
-    gpu_rank, graphs, tmp_path, model, monkeypatch
-):
+def test_steps_launched_as_one_equal_others(gpu_rank, graphs, tmp_path, model, monkeypatch):
     """To the bit, with dropout and Adam: the first five of twelve epochs are recorded, and the
     others are launched as one, or are not."""
     found = []
@@ -128,9 +124,7 @@ def test_steps_that_are_launched_as_one_equal_others(
         out.mkdir()
         net = train(gpu_rank, problem, case.settled(problem), out, 12, 0)
         rows = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
-        assert [row.get("replayed", False) for row in rows] == [
-            replays and n >= 5 for n in range(12)
-        ]
+        assert [r.get("replayed", False) for r in rows] == [replays and n >= 5 for n in range(12)]
         found.append((net.state_dict(), [row["loss"] for row in rows]))
     (weights, losses), (others, other_losses) = found
     assert losses == other_losses
@@ -166,9 +160,7 @@ def test_chunks_are_copied_beside_computation(gpu_rank):
     graph = "synthetic:community?vertices=100000&edges=2000000&features=256&classes=16&seed=0"
     how = {"model": "sage", "layers": 3, "hidden": 256, "dropout": 0.5}
     case = Case("offload(chunks=4)", graph, how)
-    problem = case.problem(1)
-    device = problem.cluster.device.model_copy(update={"kind": "cuda"})
-    problem = replace(problem, cluster=problem.cluster.model_copy(update={"device": device}))
+    problem = on(case.problem(1), kind="cuda")
     worker = open_worker(gpu_rank, problem, case.settled(problem))
     for step in range(3):
         worker.step(step)
@@ -351,14 +343,10 @@ def test_peak_memory(gpu_rank, tmp_path, model, dropout, strategy):
         {"model": model, "layers": 4, "hidden": 256, "dropout": dropout},
         epochs=3,
     )
-    problem = case.problem(1)
-    device = problem.cluster.device.model_copy(update={"kind": "cuda"})
-    problem = replace(problem, cluster=problem.cluster.model_copy(update={"device": device}))
+    problem = on(case.problem(1), kind="cuda")
     settled = case.settled(problem)
     predicted = sum(
-        float(np.sum(use))
-        for name, use in settled.memory(problem).items()
-        if name not in NON_TRAINING_USES
+        float(np.sum(u)) for n, u in settled.memory(problem).items() if n not in NON_TRAINING_USES
     )
     torch.cuda.empty_cache()
     train(gpu_rank, problem, settled, tmp_path, case.epochs, 0)

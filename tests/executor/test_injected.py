@@ -59,9 +59,7 @@ def test_they_are_fifty():
     [*zip(CASES, CHAINS, strict=True)],
     ids=lambda value: value.strategy if isinstance(value, Case) else f"{len(value)} faults",
 )
-def test_a_training_that_is_hit_again_and_again_is_the_unbroken_one(
-    case, faults, run_ranks, start, tmp_path
-):
+def test_a_training_that_is_hit_again_is_the_unbroken_one(case, faults, run_ranks, start, tmp_path):
     whole = replace(case, epochs=epochs_of(len(faults)), eval_every=EVERY)
     train_through(case, faults, run_ranks(2, [whole])[0], start, tmp_path)
 

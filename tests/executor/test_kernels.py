@@ -257,10 +257,7 @@ def test_softmax_and_attention_on_a_gpu(dtype):
         torch.randn(300, dtype=dtype),
     )
     for kernel, leaves in ((softmax_aggregate, inputs[:1]), (attend, inputs)):
-        a, b = (
-            [leaf.detach().to(device).requires_grad_() for leaf in leaves]
-            for device in ("cpu", "cuda")
-        )
+        a, b = ([leaf.detach().to(d).requires_grad_() for leaf in leaves] for d in ("cpu", "cuda"))
         outs = kernel(block, *a), kernel(block.to("cuda"), *b)
         torch.testing.assert_close(outs[1].cpu(), outs[0], **close)
         gradients = [
@@ -310,12 +307,8 @@ def test_linear_equals_torch(rows, h_in, h_out, with_bias, relu):
     torch.testing.assert_close(ours, theirs, atol=1e-4, rtol=1e-4)
     # not at the kink, where rounding decides; rows = 0 broadcasts
     grad = torch.randn(h_out) * (theirs.detach().abs() > 1e-4)
-    for a, b in zip(
-        torch.autograd.grad(ours, inputs, grad),
-        torch.autograd.grad(theirs, inputs, grad),
-        strict=True,
-    ):
-        torch.testing.assert_close(a, b, atol=2e-3, rtol=1e-4)
+    found, expected = (torch.autograd.grad(out, inputs, grad) for out in (ours, theirs))
+    torch.testing.assert_close(found, expected, atol=2e-3, rtol=1e-4)
 
 
 @pytest.mark.parametrize("rows", [999, 1000, 1001, 2500])
@@ -398,12 +391,8 @@ def test_linear_of_sparse_rows_equals_that_of_dense_ones(x, h_out, with_bias, re
     theirs = theirs.relu() if relu else theirs
     torch.testing.assert_close(ours, theirs, atol=1e-12, rtol=1e-12)
     grad = torch.randn_like(theirs)
-    for a, b in zip(
-        torch.autograd.grad(ours, inputs, grad),
-        torch.autograd.grad(theirs, inputs, grad),
-        strict=True,
-    ):
-        torch.testing.assert_close(a, b, atol=1e-12, rtol=1e-12)
+    found, expected = (torch.autograd.grad(out, inputs, grad) for out in (ours, theirs))
+    torch.testing.assert_close(found, expected, atol=1e-12, rtol=1e-12)
 
 
 @settings(deadline=None)

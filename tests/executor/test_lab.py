@@ -92,9 +92,7 @@ def test_a_card_is_no_faster_than_its_rate_and_a_server_inside_is():
         across, inside = seconds([0, 1]), seconds([0, 0])
         shaped = servers[0].inside("tc", "-json", "qdisc")
         [bucket] = [
-            queue["options"]
-            for queue in json.loads(subprocess.check_output(shaped))
-            if queue["kind"] == "tbf"
+            q["options"] for q in json.loads(subprocess.check_output(shaped)) if q["kind"] == "tbf"
         ]
     assert bucket["rate"] == rate  # [B/s]
     burst = 2 * max(lab.PACKETS[0], rate * lab.BURST_S)
@@ -165,9 +163,7 @@ def test_nothing_is_left_whatever_ends_it(tmp_path, signalled):
 
 @needs_namespaces
 @pytest.mark.nightly  # as ranks that stop; what is said of it is tested every time (test_faults.py)
-def test_a_cable_that_is_pulled_ends_the_run_with_the_operation_it_was_in(
-    tmp_path, run_ranks, start
-):
+def test_a_pulled_cable_ends_the_run_with_the_operation_it_was_in(tmp_path, run_ranks, start):
     """And once it is back in its place, training goes on to what an unbroken one comes to."""
     path = plan(tmp_path, 2, 1, "--strategy", "graph_parallel")
     more = ["--checkpoint-every", "2", "--emulate", "unshaped"]
@@ -223,9 +219,7 @@ def test_what_is_missing_is_said(monkeypatch):
         lab.check()
     monkeypatch.setattr(lab.os, "geteuid", lambda: 0)
     monkeypatch.setattr(lab.torch.cuda, "is_available", lambda: True)
-    with pytest.raises(
-        SpecError, match=r"ranks are on the processor: .* use CUDA_VISIBLE_DEVICES="
-    ):
+    with pytest.raises(SpecError, match=r"ranks are on the processor: .* CUDA_VISIBLE_DEVICES="):
         lab.check()
     monkeypatch.setattr(lab.sys, "platform", "darwin")
     with pytest.raises(SpecError, match="needs Linux"):

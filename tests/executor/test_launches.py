@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 import torch
+from asked import on
 from pairwise import covered, every
 from pretend_device import CUDA, ROUNDED, Device, OnDevice, pretend_device
 
@@ -67,10 +68,7 @@ def case_of(strategy: str, model: str, graph: str, **more: object) -> Case:
 
 def on_a_gpu(case: Case, sampler: str = "host") -> Problem:
     """The case's problem, planned for a GPU."""
-    problem = case.problem(1)
-    device = problem.cluster.device.model_copy(update={"kind": "cuda"})
-    told = {"device": device, "sampler": sampler}
-    return replace(problem, cluster=problem.cluster.model_copy(update=told))
+    return on(case.problem(1), kind="cuda", sampler=sampler)
 
 
 def trained(
@@ -147,9 +145,7 @@ STEPS += [  # other labels, features and numbers
 @pytest.mark.parametrize(
     ("strategy", "model", "graph", "more", "launches"), covered(STEPS, needs), ids=str
 )
-def test_a_step_waits_for_nothing(
-    run_ranks, graphs, train_there, strategy, model, graph, more, launches
-):
+def test_no_step_waits(run_ranks, graphs, train_there, strategy, model, graph, more, launches):
     case = case_of(strategy, model, graphs[graph], **more)
     alone = run_ranks.alone(case)
     found, counts, operations = train_there(case)
@@ -209,9 +205,7 @@ DRAWN += [
     covered(DRAWN, lambda row: {row[0], row[1], str(row[2:])}),
     ids=str,
 )
-def test_a_device_samples_with_few_waits(
-    run_ranks, graphs, train_there, strategy, model, graph, more
-):
+def test_a_gpu_samples_with_few_waits(run_ranks, graphs, train_there, strategy, model, graph, more):
     """Two in each layer, for how many edges and rows there are, and one for the rows' ids. Seeds
     and labels go there, with rows from the server's memory; ids come back. Losses are those of a
     sampler on the host. With prefetch a thread does all of it, beside the step before. Rows of a

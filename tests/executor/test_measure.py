@@ -136,15 +136,10 @@ def test_what_an_edge_costs_and_what_a_row_costs_are_told_apart():
     assert found["gather"][256] == pytest.approx(
         {256 * 4 * rows: rates[256, rows] for rows in (2_500, 80_000)}, rel=1e-3
     )
-    free = aggregation(
-        [(width, rows, edges, 1e-11 * edges * width) for width, rows, edges, _ in samples]
-    )
+    free = aggregation([(w, rows, edges, 1e-11 * edges * w) for w, rows, edges, _ in samples])
     # a file may have ten times that
     assert free["row_latency"] < 1e-12 and 1e12 < free["row_bandwidth"] <= 1e13
-    busy = [
-        (width, rows, edges, seconds * 5 if edges == 20_000 else seconds)
-        for width, rows, edges, seconds in samples
-    ]
+    busy = [(width, rows, e, s * 5 if e == 20_000 else s) for width, rows, e, s in samples]
     rates_then = aggregation(busy)["gather"]
     # others had the machine at times: rows get the blame, but not for all that edges take
     for width, rows, edges, seconds in busy:

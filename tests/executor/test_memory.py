@@ -376,9 +376,7 @@ def fullest_of_batches(case: Case) -> float:
     """What the model says that the fullest of two ranks fills, Python and torch apart [bytes]."""
     problem = case.problem(2)
     use = case.settled(problem).memory(problem)
-    return float(
-        sum((nbytes for what, nbytes in use.items() if what != "runtime"), np.zeros(2)).max()
-    )
+    return float(sum((n for what, n in use.items() if what != "runtime"), np.zeros(2)).max())
 
 
 @glibc

@@ -578,9 +578,7 @@ def test_edges_tell_how_many_vertices_there_are_if_the_last_has_some(tmp_path):
     assert pieces
     pair = np.array([1, 0], dtype=np.int32)
     pieces.structure.must_answer_alike(CsrEdges(np.array([0, 1, 2]), pair), pieces.place, {})
-    with pytest.raises(
-        Unfit, match=r"line 15: .* max of the edges or fields, which is 1 on this graph, but"
-    ):
+    with pytest.raises(Unfit, match=r"line 15: .* max of the edges or fields, which is 1 on this"):
         pieces.structure.must_answer_alike(CsrEdges(np.array([0, 1, 2, 2]), pair), pieces.place, {})
 
 
@@ -623,9 +621,7 @@ def test_parameters_are_known_by_the_words_of_their_names(tmp_path):
     made = dict(user.description.arguments)
     assert made == {"nfeat": 6, "nhid": 5, "num_layers": 3, "dim_drop": 0.0, "nclass": 3}
     file.write_text(names.replace("nfeat, nclass", "g, nfeat, nclass"))
-    with pytest.raises(
-        SpecError, match=r"requires g, .* take it in forward, as forward\(self, g, x"
-    ):
+    with pytest.raises(SpecError, match=r"requires g, .* take it in forward, as forward\(self, g"):
         read(model, Workload(), PLAIN)
 
 

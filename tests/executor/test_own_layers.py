@@ -183,9 +183,7 @@ RUNS += [(1, "p3", {"mode": "mini", "batch": 20, "fanout": "full"})]
 @pytest.mark.timeout(90)
 @pytest.mark.parametrize(("servers", "strategy", "more"), RUNS)
 @pytest.mark.parametrize("code", ["Contrast", pytest.param("M", marks=pytest.mark.nightly)])
-def test_two_ranks_train_it_as_one_process_does(
-    code, servers, strategy, more, tmp_path, graphs, run_ranks
-):
+def test_two_ranks_train_it_as_one_does(code, servers, strategy, more, tmp_path, graphs, run_ranks):
     """Equal losses, and the bytes that were predicted."""
     if strategy == "p3" and code == "M":
         pytest.skip("without P3's calls; refused below")

@@ -8,13 +8,13 @@ import subprocess
 import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from asked import on
 from calls import planned
 from torch.distributed import HashStore, PrefixStore
 
@@ -87,8 +87,7 @@ def test_what_does_not_fit_a_gpu_is_refused(monkeypatch):
     """Two ranks on one GPU, of which 100 MB are free."""
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (100e6, 200e6))
     planned = CASE.problem(2)
-    gpus = planned.cluster.device.model_copy(update={"kind": "cuda"})
-    problem = replace(planned, cluster=planned.cluster.model_copy(update={"device": gpus}))
+    problem = on(planned, kind="cuda")
 
     def both(problem: Problem, features: float, **theirs: Any) -> Agreement:
         predicted = {"features": features, "runtime": 30e6, "communicators": 20e6}

@@ -29,9 +29,7 @@ pytestmark = pytest.mark.timeout(110)
 FULL = {"model": "sage", "layers": 3, "hidden": 6, "dropout": 0.3}
 
 
-def test_a_rank_has_its_last_checkpoint_when_ranks_meet_to_write_the_next(
-    run_ranks, graphs, monkeypatch
-):
+def test_a_rank_has_its_last_checkpoint_when_it_writes_the_next(run_ranks, graphs, monkeypatch):
     """One with a slow disk was still at epoch 20's when a fast one had 20 and 30 and no longer 10:
     lost then, they had none in common."""
     fsync, row, there = os.fsync, train._row, dict[int, list[int]]()
@@ -115,9 +113,7 @@ def test_the_last_two_are_kept_and_the_last_of_all_ranks_counts(tmp_path):
     assert notes == {"bytes": {"halo": 20}} and tensors["weight"].item() == 20
     assert mine.epochs() == [20]  # epochs after it are trained again
     assert [
-        path.name
-        for path in mine.folder.iterdir()
-        if "tmp" in path.name or path.name.startswith(".")
+        p.name for p in mine.folder.iterdir() if "tmp" in p.name or p.name.startswith(".")
     ] == []
 
 
@@ -205,7 +201,7 @@ def test_another_training_is_refused(tmp_path):
         Checkpoints(tmp_path, 0, 10, {**QUESTION, "gnnplan": "2"}).epochs()
     with pytest.raises(
         SpecError,
-        match=r"checkpoint's weight is torch.float32 \[1\], this training's torch.float32 \[2\]",
+        match=r"weight is torch.float32 \[1\], this training's .* \[2\]",
     ):
         fill({"weight": torch.zeros(2)}, {"weight": torch.zeros(1)})
 
@@ -214,6 +210,6 @@ def test_a_full_disk_is_told(tmp_path):
     """A folder where the file should be: it cannot be replaced."""
     (tmp_path / "checkpoints" / "epoch10.rank0.safetensors").mkdir(parents=True)
     with pytest.raises(
-        SpecError, match=r"cannot be written .*; free the disk, or train with --checkpoint-every 0"
+        SpecError, match=r"cannot be written .*; free the disk, or .* --checkpoint-every 0"
     ):
         saved(tmp_path, 0, 10)

@@ -164,9 +164,7 @@ def test_plans_count_what_is_kept_of_each_weight(graphs, how, state):
             assert held[1] == pytest.approx(held[0] * (1 + state)), strategy
     weights = [torch.nn.Parameter(torch.zeros(3, 5))]
     kept = Optimizer(weights, Workload(**how)).state()
-    assert sum(each.numel() for each in kept.values() if each.dim()) == 15 * (
-        state - ("patience" in how)
-    )
+    assert sum(e.numel() for e in kept.values() if e.dim()) == 15 * (state - ("patience" in how))
 
 
 # -- what is refused -------------------------------------------------------------------------------

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from asked import changed
 
 from gnnplan.executor.launch import tune as tuning
 from gnnplan.executor.launch.tune import (
@@ -121,7 +122,7 @@ def test_a_share_is_a_share(share):
 
 def test_seconds_of_this_machine_say_nothing_about_another():
     servers = LOCAL.model_copy(update={"servers": 2, "inter_node": LOCAL.intra_node})
-    gpus = LOCAL.model_copy(update={"device": LOCAL.device.model_copy(update={"kind": "cuda"})})
+    gpus = changed(LOCAL, kind="cuda")
     with pytest.raises(SpecError, match="2 servers, and tune runs on this machine alone"):
         must_be_this_machine(replace(PROBLEM, cluster=servers), None)
     must_be_this_machine(replace(PROBLEM, cluster=servers), tuning.Emulated(None))

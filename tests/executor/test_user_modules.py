@@ -324,11 +324,7 @@ def test_a_module_trains_here_as_in_its_own_library(name, tmp_path, graphs, run_
     assert result.losses == pytest.approx(losses, rel=1e-9)
     numbers = sum(parameter.numel() for parameter in module.parameters())
     assert case.problem(1).model.weights == numbers
-    state = {
-        key: value
-        for key, value in module.state_dict().items()
-        if not key.endswith("num_batches_tracked")
-    }
+    state = {k: v for k, v in module.state_dict().items() if not k.endswith("num_batches_tracked")}
     for key, value in state.items():
         if name == "pyg gcn, batch norm" and key == "conv1.bias":
             continue  # moved by nothing but rounding: the norm takes it away

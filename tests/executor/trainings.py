@@ -105,11 +105,7 @@ class Setting(NamedTuple):
         program of ranks a model that reads attention, one that reads its first rows again, and bfloat16;
         every model, graph and other word, of numbers whichever, on the full graph and in batches."""
         parsed = parse(self.strategy)
-        knobs = {
-            (knob, size(value))
-            for knob, value in parsed.knobs().items()
-            if f"{knob}=" in self.strategy
-        }
+        knobs = {(k, size(v)) for k, v in parsed.knobs().items() if f"{k}=" in self.strategy}
         sizes = {"batch", "fanout", "epochs", "layers", "hidden", "as", "lr"}
         words = {word for word in self.words if "=" not in word}
         words |= {

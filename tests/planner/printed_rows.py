@@ -14,8 +14,5 @@ def row(job: str, **changed: object) -> dict[str, str]:
     named |= {"layers": layers, "hidden": hidden, "num_nodes": nodes, "gpus_per_node": gpus}
     named |= {"strategy": strategy, "source": "Table 1", "value": "1", "strategy_params": "{}"}
     told = {name: "" if value == "-" else value for name, value in named.items()} | changed
-    texts = {
-        name: json.dumps(value) if isinstance(value, dict) else str(value)
-        for name, value in told.items()
-    }
+    texts = {name: json.dumps(v) if isinstance(v, dict) else str(v) for name, v in told.items()}
     return {**dict.fromkeys(COLUMNS, ""), **texts}

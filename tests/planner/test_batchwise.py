@@ -339,9 +339,7 @@ def readers(
                 indptr, places = found.edges[0]
                 parts = np.split(problem.graph.indices[places], indptr[1:-1])
                 frontiers.append(found)
-                drawn.append(
-                    [(v, part.tolist()) for v, part in zip(found.nodes[1], parts, strict=False)]
-                )
+                drawn.append([(v, p.tolist()) for v, p in zip(found.nodes[1], parts, strict=False)])
             yield step, batch, ranks, frontiers, drawn
 
 
@@ -471,9 +469,7 @@ def test_batches_beyond_those_known_are_like_earlier_ones():
 def test_an_epoch_counts_batches_beyond_those_known(name):
     """Every batch adds up the same gradients: bytes per batch are the same in an epoch of few
     batches as in one of more batches than are looked at."""
-    few, many = (
-        problem_of(GRAPHS[0], 1, 2, layers=1, fanout=(2,), batch=batch) for batch in (200, 2)
-    )
+    few, many = (problem_of(GRAPHS[0], 1, 2, layers=1, fanout=(2,), batch=b) for b in (200, 2))
     counted = []
     for problem in (few, many):
         strategy = parse(name).settle(problem)

@@ -129,7 +129,7 @@ def test_a_step_without_exchanges_by_hand():
         (2, 2, 1.25e8, 0.0, "gin", 256),
     ],
 )
-def test_stale_exchanges_share_ports_with_the_all_reduce(
+def test_stale_exchanges_and_the_sum_share_ports(
     buckets, servers, gpus, inter, latency, model, hidden
 ):
     """Both are under way at once, and took ports of each other in the simulator only: small steps

@@ -36,10 +36,7 @@ def problem_of(
 def test_the_fewest_batches_that_fit(knobs):
     """As trying 1, 2, 3, ... in turn would find, as long as more batches need less."""
     question = problem_of()
-    needs = {
-        batches: fullest_bytes(question, GraNNDis(batches=batches, **knobs))
-        for batches in range(1, 9)
-    }
+    needs = {b: fullest_bytes(question, GraNNDis(batches=b, **knobs)) for b in range(1, 9)}
     assert all(needs[batches] > needs[batches + 1] for batches in range(1, 5)), needs
     for room in [*(needs[batches] for batches in (1, 2, 5)), 1e12]:
         problem = problem_of(memory=room)

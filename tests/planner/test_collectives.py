@@ -39,9 +39,7 @@ def test_every_algorithm_sends_the_buffer_2_n_minus_1_times(servers, algorithm):
     n = sum(map(len, servers))
     unit, phases = all_reduce(algorithm, servers)
     if n > 1:
-        assert unit * sum(phase.units * phase.source.size for phase in phases) == pytest.approx(
-            2 * (n - 1)
-        )
+        assert unit * sum(p.units * p.source.size for p in phases) == pytest.approx(2 * (n - 1))
     assert all((phase.source != phase.target).all() or n == 1 for phase in phases)
 
 

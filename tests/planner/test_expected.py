@@ -432,9 +432,7 @@ def test_shares_of_a_split_add_up_whoever_has_most(splitter, ranks):
     stats = load("orkut")
     work = Workload(mode="mini", layers=2, batch=1000, fanout=(5, 5))
     split = EstimatedBatches(stats, work, (0,) * ranks, 1, splitter)
-    edges, whole = (
-        each.at(0).facts(1).edges for each in (split, EstimatedBatches(stats, work, (0,), 1))
-    )
+    edges, whole = (e.at(0).facts(1).edges for e in (split, EstimatedBatches(stats, work, (0,), 1)))
     assert edges.sum() == whole.sum()
     low, high = sorted(FULLEST[splitter])
     most = edges[0] / edges.mean()

@@ -185,9 +185,7 @@ UNKNOWN = "has not been measured: unknown"
         ("granndis(max_hop=1,fanout=15)", UNKNOWN),
     ],
 )
-def test_an_approximation_says_what_was_measured_or_that_it_is_unknown(
-    text, words, monkeypatch, tmp_path
-):
+def test_an_approximation_says_what_was_measured_or_is_unknown(text, words, monkeypatch, tmp_path):
     (tmp_path / "convergence.csv").write_text(TABLE, encoding="utf-8")
     monkeypatch.setattr(files, "QUOTED", tmp_path)
     assert explain.convergence(parse("graph_parallel"), "gcn") == []

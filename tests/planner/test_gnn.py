@@ -83,9 +83,7 @@ def test_sgc_is_one_matrix_and_one_bias():
 
 
 def test_a_softmax_costs_two_sums():
-    one, two = (
-        gnn("resgcn", aggregation=name).forward(2, 10, 20, 30) for name in ("sum", "softmax")
-    )
+    one, two = (gnn("resgcn", aggregation=n).forward(2, 10, 20, 30) for n in ("sum", "softmax"))
     assert two.gathers == one.gathers * 2 == ((30, 16, 20, 10),) * 2
 
 

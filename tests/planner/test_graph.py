@@ -38,11 +38,7 @@ def save(tmp_path):
     path."""
 
     def write(**changes):
-        arrays = {
-            name: np.asarray(array)
-            for name, array in (SMALL | changes).items()
-            if array is not None
-        }
+        arrays = {name: np.asarray(a) for name, a in (SMALL | changes).items() if a is not None}
         np.savez(tmp_path / "small.npz", **arrays)
         return str(tmp_path / "small.npz")
 
@@ -223,9 +219,7 @@ def save_folder(tmp_path):
 
 
 @pytest.mark.parametrize("directed", [False, True])
-def test_a_folder_is_the_same_graph_and_its_features_stay_in_their_file(
-    save, save_folder, directed
-):
+def test_a_folder_is_the_same_graph_whose_features_stay_in_a_file(save, save_folder, directed):
     read, mapped = load(save(), directed), load(save_folder(), directed)
     assert isinstance(mapped.x, np.memmap) and not mapped.x.flags.writeable
     # the same hash too
@@ -243,9 +237,7 @@ def test_a_folders_sparse_or_missing_features_are_as_those_of_an_npz(save, save_
         assert sp.issparse(mapped.x) == sp.issparse(read.x)
 
 
-def test_mapped_features_are_looked_at_once_and_again_when_their_file_changes(
-    save_folder, own_cache, monkeypatch
-):
+def test_mapped_features_are_looked_at_once_for_each_file(save_folder, own_cache, monkeypatch):
     path = save_folder()
     first = load(path)
     looked, pieces = [], module.some_rows
@@ -258,9 +250,7 @@ def test_mapped_features_are_looked_at_once_and_again_when_their_file_changes(
     assert load(path).stats == first.stats and not any(looked)
     # another graph on the same features
     assert load(path, directed=True).stats.hash != first.stats.hash and any(looked)
-    (known,) = (
-        file for file in own_cache.glob("features/*.json") if first.stats.hash in file.read_text()
-    )
+    (known,) = (f for f in own_cache.glob("features/*.json") if first.stats.hash in f.read_text())
     for rubbish in ("", "rubbish", "[]", '{"key": 1}'):
         known.write_text(rubbish)
         assert load(path).stats == first.stats
@@ -276,9 +266,7 @@ def test_mapped_features_stay_dense_and_it_is_said(save_folder):
     assert said in graph.stats.notes[-1]
 
 
-def test_a_graph_without_features_in_reach_of_memory_is_mapped_all_the_same(
-    save_folder, monkeypatch
-):
+def test_features_beyond_memory_are_mapped_all_the_same(save_folder, monkeypatch):
     monkeypatch.setattr(module, "LARGEST_ARRAY", 2_000)
     assert load(save_folder(x=np.ones((5, 1_000), np.float32))).x.nbytes == 20_000
 
@@ -463,9 +451,7 @@ def test_labels_can_be_learnt_better_from_neighbours():
 
 @settings(max_examples=examples(60), deadline=None)
 @given(st.integers(2, 60), st.floats(0, 1), st.integers(1, 5), st.integers(0, 3), st.floats(0, 1))
-def test_generated_graphs_have_exactly_the_edges_asked_for(
-    vertices, density, classes, seed, mixing
-):
+def test_generated_graphs_have_the_edges_asked_for(vertices, density, classes, seed, mixing):
     edges = int(density * vertices * (vertices - 1))
     source = f"synthetic:community?vertices={vertices}&edges={edges}&seed={seed}&features=4"
     source += f"&classes={min(classes, vertices)}&mixing={mixing:.3f}"
@@ -498,9 +484,7 @@ def test_bad_parameters_are_named(query, words):
 RMAT = "synthetic:rmat?vertices=3000&edges=40000&features=4&classes=4&seed=1"
 
 
-def test_an_rmat_graph_is_the_same_loaded_converted_and_drawn_by_any_number_of_cores(
-    tmp_path, monkeypatch
-):
+def test_an_rmat_graph_is_the_same_loaded_converted_and_drawn_on_any_cores(tmp_path, monkeypatch):
     monkeypatch.setattr(generator, "DRAWN_AT_ONCE", 700)
     graph = load(RMAT)
     assert convert(RMAT, tmp_path / "g")[:2] == (3000, 20_000)

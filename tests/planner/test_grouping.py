@@ -215,10 +215,7 @@ def test_parts_that_read_each_other_sit_together():
     than in the best of all orders at most."""
     problem, strategy = problem_of(cluster(2, 2)), parse("graph_parallel")
     chosen = evaluate(placed(problem, strategy), strategy).predicted
-    every = [
-        evaluate(problem.placed(placement), strategy).predicted
-        for placement in permutations(range(4))
-    ]
+    every = [evaluate(problem.placed(p), strategy).predicted for p in permutations(range(4))]
     assert float(chosen.epoch_s) == pytest.approx(min(float(p.epoch_s) for p in every), rel=0.01)
     assert {p.bytes_total for p in every} == {chosen.bytes_total}
     assert len({p.bytes_by_link["inter_node"] for p in every}) > 1
@@ -244,9 +241,7 @@ def test_a_placed_schedule_is_its_prediction(name, where):
     assert predicted.bytes_total == sum(predicted.bytes_by_link.values())
     expected = {op: 3 * nbytes for op, nbytes in predicted.bytes.items() if nbytes}
     assert schedule.bytes_by_op() == expected
-    alone, contended = (
-        play(schedule, problem.cost, contention=contention).step_s for contention in (False, True)
-    )
+    alone, contended = (play(schedule, problem.cost, contention=c).step_s for c in (False, True))
     assert float(predicted.epoch_s) == pytest.approx(contended, rel=strategy.claim)
     assert contended >= alone * (1 - 1e-9)
 

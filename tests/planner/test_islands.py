@@ -236,9 +236,7 @@ def test_islands_that_read_each_other_share_a_server():
     friends = {frozenset((group, int(np.argmax(sends[group])))) for group in range(4)}
     found = placed(problem, strategy)
     tied, servers = strategy.tied(found), found.servers
-    sharing = {
-        frozenset(tied[rank] for rank in range(8) if servers[rank] == server) for server in (0, 1)
-    }
+    sharing = {frozenset(tied[rank] for rank in range(8) if servers[rank] == s) for s in (0, 1)}
     assert len(friends) == 2 and sharing == friends
     pairs = np.arange(8).reshape(4, 2)
     orders = [tuple(pairs[list(order)].ravel().tolist()) for order in permutations(range(4))]

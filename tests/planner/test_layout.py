@@ -188,9 +188,7 @@ def test_preloaded_rows_are_the_servers_surroundings(case):
 
 
 @law(80, st.integers(1, 3), st.integers(1, 3), st.integers(0, 2))
-def test_a_server_draws_at_most_k_external_neighbours_of_each_vertex_it_visits(
-    case, max_hop, fanout, seed
-):
+def test_a_server_draws_at_most_k_external_neighbours_of_a_vertex(case, max_hop, fanout, seed):
     for server in set(case.servers):
         visited = case.owned(server)
         own = np.isin(np.arange(case.graph.stats.vertices), list(visited))
@@ -216,9 +214,7 @@ def test_a_server_draws_at_most_k_external_neighbours_of_each_vertex_it_visits(
 
 
 @law(80, st.integers(1, 2), st.integers(1, 3))
-def test_a_sampled_layout_has_all_edges_among_the_rows_of_a_server_and_no_others(
-    case, max_hop, fanout
-):
+def test_a_sampled_layout_has_all_edges_among_a_servers_rows_and_no_others(case, max_hop, fanout):
     expansion = Expansion(max_hop, fanout, 7)
     layout = case.whole(expansion)
     if len(set(case.servers)) == 1:
@@ -247,9 +243,7 @@ def test_a_sampled_layout_has_all_edges_among_the_rows_of_a_server_and_no_others
 
 
 @law(80, st.integers(1, 4), st.integers(0, 3))
-def test_batches_cut_each_servers_targets_and_hold_what_they_need_where_the_layout_has_it(
-    case, count, seed
-):
+def test_batches_cut_each_servers_targets_and_hold_what_they_need(case, count, seed):
     layout = case.whole(Expansion(case.layers, 99, 0))  # all that is within reach
     rows = np.arange(case.graph.stats.vertices) % 3 > 0
     batch_of = layout.drawn(rows, count, seed)

@@ -65,18 +65,16 @@ REACHED = ((10, 0.5), (20, 0.8), (30, 0.91))
 
 
 @pytest.mark.parametrize(
-    ("of", "one", "all_of_them"),
+    ("of", "one", "whole"),
     [
         ("cost", 2 * 0.001 * 10, 4 * 0.001 * 10),
         ("energy", 300 * 10, 4 * 300 * 10),
         ("time", 10, 10),
     ],
 )
-def test_cost_is_of_the_servers_that_are_rented_and_energy_of_the_gpus_that_train(
-    of, one, all_of_them
-):
+def test_cost_is_of_the_servers_that_are_rented_and_energy_of_the_gpus_that_train(of, one, whole):
     problem, strategy = problem_of("price=3.6", "device.power=300W"), parse("graph_parallel")
-    for there, expected in ((problem.placed((0,)), one), (problem, all_of_them)):
+    for there, expected in ((problem.placed((0,)), one), (problem, whole)):
         assert Objective(of).value(there, strategy, 10.0) == pytest.approx(expected)
 
 

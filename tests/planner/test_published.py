@@ -50,9 +50,7 @@ def test_squirrel_graph_parallel(dataset, model, printed, method):
 
 
 def test_the_all_reduce_is_the_whole_difference_between_gcn_and_sage(dataset):
-    gcn, sage = (
-        GraphParallel().predict(squirrel(dataset, model)).bytes for model in ("gcn", "sage")
-    )
+    gcn, sage = (GraphParallel().predict(squirrel(dataset, m)).bytes for m in ("gcn", "sage"))
     assert gcn["halo"] == sage["halo"]
     assert (sage["all_reduce"] - gcn["all_reduce"]) / 2**30 == pytest.approx(6.10 - 4.43, rel=0.05)
 

@@ -168,9 +168,7 @@ def test_where_nothing_fits_it_says_how_much_memory_would():
     assert small.found is None and isinstance(small.error, Infeasible)
     assert small.needs_bytes > base.cluster.device.memory
     # that much memory is enough, and a byte in a thousand less is not
-    roomy, tight = (
-        problem_of(on(base, memory=share * small.needs_bytes), 4) for share in (1.001, 0.999)
-    )
+    roomy, tight = (problem_of(on(base, memory=s * small.needs_bytes), 4) for s in (1.001, 0.999))
     assert search(roomy, exact=True, forced=asked.forced).best
     with pytest.raises(Infeasible):
         search(tight, exact=True, forced=asked.forced)

@@ -60,9 +60,7 @@ def on_all_gpus() -> SearchResult:
 
 
 def candidates(problem: Problem) -> list[str]:
-    return [
-        str(s.settle(problem)) for family in families(problem) for s in family.candidates(problem)
-    ]
+    return [str(s.settle(problem)) for f in families(problem) for s in f.candidates(problem)]
 
 
 def test_a_search_tells_what_it_evaluates(found):
@@ -83,7 +81,7 @@ def test_a_search_tells_what_it_evaluates(found):
     st.sampled_from([1e6, 1e8, 1e10]),
 )
 @settings(deadline=None, max_examples=examples(10))
-def test_every_candidate_is_ranked_or_rejected_and_the_fastest_leads(
+def test_candidates_are_ranked_or_rejected_and_the_fastest_leads(
     servers, gpus, layers, model, inter
 ):
     problem = problem_of(servers, gpus, inter=inter, layers=layers, model=model)

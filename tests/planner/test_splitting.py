@@ -90,10 +90,7 @@ def test_weights_pay_where_batches_touch_little():
     """GSplit Fig. 5: cross edges gsplit < node < random, the load of gsplit at or below edge's."""
     graph, fanouts = with_few_targets(GRAPH, 0.02), (3,)
     frequency = presample(graph, batches_as(32, fanouts))
-    found = {
-        splitter: measured(graph, split(graph, 4, splitter, 0, frequency), 32, fanouts)
-        for splitter in SPLITTERS
-    }
+    found = {s: measured(graph, split(graph, 4, s, 0, frequency), 32, fanouts) for s in SPLITTERS}
     crossing, load = ({splitter: pair[i] for splitter, pair in found.items()} for i in (0, 1))
     assert crossing["gsplit"] < 0.95 * crossing["node"] < crossing["random"], found
     assert crossing["random"] == pytest.approx(0.75, abs=0.03), found

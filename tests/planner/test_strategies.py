@@ -211,9 +211,7 @@ def test_gradients_of_halo_rows_go_home():
     problem = problem_of(chain, cluster(1, 3), "hash", layers=2)
     for task in GraphParallel().schedule(problem, 1).tasks:
         if task.label.op == "halo" and isinstance(task.work, Collective):
-            sent[task.label.direction].update(
-                {(task.rank, peer): nbytes for peer, nbytes in task.work.to_peers}
-            )
+            sent[task.label.direction].update({(task.rank, p): n for p, n in task.work.to_peers})
     assert sent["b"] == {(j, i): nbytes for (i, j), nbytes in sent["f"].items()}
     assert len(set(sent["f"].values())) > 1 or sent["f"].keys() != sent["b"].keys()
 
@@ -414,9 +412,7 @@ def test_a_wide_first_layer_gets_company_less_often(ranks):
     graph = load("synthetic:community?vertices=400&edges=6000&features=2000&classes=5")
     where = cluster(1, ranks, intra=1e12, memory_bandwidth=1e12)
     problem = problem_of(graph, where, layers=6, dropout=0.5)
-    by_cost, by_count = (
-        GNNPipe(2, 8, layers_per_stage=cut).settle(problem) for cut in (None, (3, 3))
-    )
+    by_cost, by_count = (GNNPipe(2, 8, layers_per_stage=c).settle(problem) for c in (None, (3, 3)))
     assert by_cost.layers_per_stage[0] < 3
     assert "layers_per_stage" in str(by_cost) and parse(str(by_cost)) == by_cost
     for epoch_s in (
@@ -654,9 +650,7 @@ def test_what_costs_memory():
     assert fullest_bytes(problem, GraNNDis()) > fullest_bytes(problem, GraNNDis(1)) > usual
     assert fullest_bytes(asked(3, dropout=0.5), plain) > usual
     assert GNNPipe().settle(deep).memory(deep)["parameters"].sum() == deep.model.weights * 4
-    piped, kept = (
-        GNNPipe(2, 8, checkpoint=checkpoint).settle(deep) for checkpoint in (False, True)
-    )
+    piped, kept = (GNNPipe(2, 8, checkpoint=c).settle(deep) for c in (False, True))
     assert fullest_bytes(deep, piped) > fullest_bytes(deep, kept)
     assert piped.predict(deep).compute_s < kept.predict(deep).compute_s
     # a member keeps its own rows and those it reads, so less than all

@@ -48,10 +48,7 @@ def test_what_is_written_is_what_is_read(tmp_path):
 @settings(deadline=None, max_examples=examples(30))
 @given(st.lists(st.tuples(st.floats(-1e9, 1e9), st.floats(0, 1e9), st.integers(0, 2), text(5))))
 def test_times_survive_to_the_last_bit(tmp_path_factory, drawn):
-    spans = [
-        Span(text, "op", rank, "compute", start, start + length)
-        for start, length, rank, text in drawn
-    ]
+    spans = [Span(text, "op", rank, "compute", s, s + length) for s, length, rank, text in drawn]
     directory = tmp_path_factory.mktemp("trace")
     write(directory, spans, world=3)
     assert read_traces(directory) == sorted(spans, key=lambda s: s.rank)

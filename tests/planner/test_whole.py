@@ -226,9 +226,7 @@ def test_a_scale_counts_the_whole_training_too():
     assert str(found).count("to the end; do not distribute") == 1
     saved = show_long(found.rows[0]["training_s"] - found.rows[-1]["training_s"])
     assert f"2 GPUs and more are not worth their price: 8 GPUs would save {saved}" in str(found)
-    assert all(
-        row["training_s"] == pytest.approx(row["epochs"] * row["epoch_s"]) for row in found.rows
-    )
+    assert all(r["training_s"] == pytest.approx(r["epochs"] * r["epoch_s"]) for r in found.rows)
 
 
 def test_a_simulation_says_what_no_longer_fits():

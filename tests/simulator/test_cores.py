@@ -2,10 +2,12 @@
 be copied."""
 
 import re
+from typing import Any
 from unittest.mock import patch
 
 import numpy as np
 import pytest
+from asked import changed
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from pairwise import covered, pairs
@@ -56,6 +58,11 @@ def machine(
         cores=cores,
         one_machine=one_machine,
     )
+
+
+def problem_on(cluster: Cluster, **workload: Any) -> Problem:
+    graph = load(GRAPH)
+    return Problem(graph.stats, graph, Workload(**workload), cluster, "metis")
 
 
 def ends(cluster: Cluster, seconds: list[float]) -> list[float]:
@@ -143,14 +150,8 @@ def test_a_message_that_asks_little_of_a_core_is_not_slowed_by_who_computes_ther
 
 @pytest.mark.parametrize("strategy", ["graph_parallel", "granndis(depth=1)", "pipegcn"])
 def test_prediction_is_the_simulation_where_ranks_share_cores(strategy):
-    graph = load(GRAPH)
-    problem = Problem(
-        graph.stats,
-        graph,
-        Workload(hidden=16),
-        machine(4, 2, servers=2, core_s_per_byte=4e-7, one_machine=True),
-        "metis",
-    )
+    where = machine(4, 2, servers=2, core_s_per_byte=4e-7, one_machine=True)
+    problem = problem_on(where, hidden=16)
     chosen = parse(strategy).settle(problem)
     steps = 4
     predicted = float(chosen.predict(problem).epoch_s)
@@ -172,17 +173,12 @@ def test_prediction_is_the_simulation_where_ranks_share_cores(strategy):
         lambda row: pairs({"taken": row[0], "where": row[1:3], "speed": row[3]}),
     ),
 )
-def test_stale_exchanges_take_cores_from_computation_and_it_from_them(
-    core_s_per_byte, ranks, servers, speed
-):
+def test_stale_exchanges_share_cores_with_computation(core_s_per_byte, ranks, servers, speed):
     """Neither goes on at full speed while the other does. The closed form only knows that the cores
     must do both, and is up to 15 % shorter where messages keep them busy."""
     cluster = machine(ranks, 2, servers=servers, core_s_per_byte=core_s_per_byte, one_machine=True)
-    cluster = cluster.model_copy(
-        update={"device": cluster.device.model_copy(update={"gemm": speed})}
-    )
-    graph = load(GRAPH)
-    problem = Problem(graph.stats, graph, Workload(hidden=16, layers=6), cluster, "metis")
+    cluster = changed(cluster, gemm=speed)
+    problem = problem_on(cluster, hidden=16, layers=6)
     chosen = parse("pipegcn").settle(problem)
     played = play(chosen.schedule(problem, 6), problem.cost).epoch_s(1)
     assert 0.85 * played <= float(chosen.predict(problem).epoch_s) <= 1.06 * played
@@ -212,11 +208,10 @@ def test_what_is_done_at_once_shares_cores_in_predictions_too(strategy, workload
     """A pipeline's stages that wait leave their share to others (predictions were half too slow);
     samplers that are ahead take theirs from computation, and so do copies (predictions were up to a
     quarter too fast)."""
-    graph, fast = load(GRAPH), Link(bandwidth=1e7, latency=1e-6, core_s_per_byte=1e-7)
-    cluster = machine(4, cores).model_copy(
-        update={"intra_node": fast, "host_rates": {"draw": 3e4, "lay": 3e4}}
-    )
-    problem = Problem(graph.stats, graph, Workload(**workload), cluster, "metis")
+    fast = Link(bandwidth=1e7, latency=1e-6, core_s_per_byte=1e-7)
+    rates = {"draw": 3e4, "lay": 3e4}
+    cluster = changed(machine(4, cores), intra_node=fast, host_rates=rates)
+    problem = problem_on(cluster, **workload)
     chosen = parse(strategy).settle(problem)
     epoch = chosen.steps(problem)
     predicted = chosen.predict(problem)
@@ -234,12 +229,10 @@ def test_what_is_done_at_once_shares_cores_in_predictions_too(strategy, workload
 def test_a_pipelines_messages_take_cores_from_its_stages(stages, work, within):
     """A core for each stage: what is handed on is copied there, beside the next chunk. The closed
     form lets them overlap, as far as the cores can do both."""
-    graph = load(GRAPH)
     link = Link(bandwidth=1e6, latency=1e-6, core_s_per_byte=work)
-    cluster = machine(stages, stages, servers=2, one_machine=True).model_copy(
-        update={"intra_node": link, "inter_node": link}
-    )
-    problem = Problem(graph.stats, graph, Workload(layers=4, hidden=16), cluster, "metis")
+    cluster = machine(stages, stages, servers=2, one_machine=True)
+    cluster = changed(cluster, intra_node=link, inter_node=link)
+    problem = problem_on(cluster, layers=4, hidden=16)
     chosen = parse(f"gnnpipe(stages={stages},chunks=16)").settle(problem)
     played = play(chosen.schedule(problem, 3), problem.cost).epoch_s(1)
     assert float(chosen.predict(problem).epoch_s) == pytest.approx(played, rel=within)
@@ -250,15 +243,9 @@ def test_a_core_of_a_pipeline_idles_only_while_its_link_is_busy(chunks, bandwidt
     """Two stages on one core, one link: no epoch is longer than both of these are busy, and such an
     epoch is predicted, as if both stages computed all the time. An epoch that forgets the link is
     shorter than its simulation."""
-    graph = load(GRAPH)
     cluster = machine(2, 1, servers=2, one_machine=True)
-    cluster = cluster.model_copy(
-        update={
-            "inter_node": Link(bandwidth=bandwidth, latency=1e-6),
-            "device": cluster.device.model_copy(update={"gemm": 1e7}),
-        }
-    )
-    problem = Problem(graph.stats, graph, Workload(layers=4, hidden=16), cluster, "metis")
+    cluster = changed(cluster, inter_node=Link(bandwidth=bandwidth, latency=1e-6), gemm=1e7)
+    problem = problem_on(cluster, layers=4, hidden=16)
     chosen = parse(f"gnnpipe(stages=2,chunks={chunks})").settle(problem)
     played = play(chosen.schedule(problem, 3), problem.cost).epoch_s(1)
     assert played <= float(chosen.predict(problem).epoch_s) <= 1.2 * played
@@ -269,21 +256,18 @@ def test_a_core_of_a_pipeline_idles_only_while_its_link_is_busy(chunks, bandwidt
     [(True, "the cores of the machine busy longest"), (False, r"the cores of server \d")],
 )
 def test_a_plan_names_cores_that_messages_keep_busy(one_machine, said):
-    graph, link = load(GRAPH), Link(bandwidth=1e9, latency=1e-6, core_s_per_byte=3e-9)
-    cluster = machine(4, 1, servers=2, one_machine=one_machine).model_copy(
-        update={"intra_node": link, "inter_node": link}
-    )
-    problem = Problem(graph.stats, graph, Workload(hidden=16), cluster, "metis")
+    link = Link(bandwidth=1e9, latency=1e-6, core_s_per_byte=3e-9)
+    cluster = machine(4, 1, servers=2, one_machine=one_machine)
+    cluster = changed(cluster, intra_node=link, inter_node=link)
+    problem = problem_on(cluster, hidden=16)
     [line] = tightest(evaluate(problem, parse("graph_parallel")))
     assert re.search(said, line)
 
 
 def test_messages_that_nobody_copies_do_not_wait_for_cores():
     """Two of one server, two between: these are copied, by a core that they fill."""
-    link = Link(bandwidth=1e6, latency=0.0)
-    cluster = machine(4, 1, servers=2, one_machine=True).model_copy(
-        update={"inter_node": link.model_copy(update={"core_s_per_byte": 1e-5})}
-    )
+    link = Link(bandwidth=1e6, latency=0.0, core_s_per_byte=1e-5)
+    cluster = changed(machine(4, 1, servers=2, one_machine=True), inter_node=link)
     sent = np.zeros((4, 4))
     sent[0, 1] = sent[2, 3] = sent[0, 2] = sent[1, 3] = 1e6
     assert Flows.of(Cost(cluster), sent).finish().tolist() == pytest.approx([1.0, 20.0, 20.0, 1.0])

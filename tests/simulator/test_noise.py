@@ -138,9 +138,7 @@ def test_laws(family):
             1 - 1e-9
         )
     assert max(ends) > plain.end_s
-    once, again, other = (
-        epochs(schedule, cost, batches, Noise(0.2, seed=seed), 2) for seed in (1, 1, 2)
-    )
+    once, again, other = (epochs(schedule, cost, batches, Noise(0.2, seed=s), 2) for s in (1, 1, 2))
     assert len(once) == 4 and (once == again).all() and (once != other).any()
     assert (once[:2] != once[2:]).any()
     tasks = [task.work for task in schedule.tasks]

@@ -76,9 +76,7 @@ def drawn(played: Timeline, rank: int, lane: str) -> str:
     line = [" "] * round(played.end_s)
     for span in played.spans:
         if (span.rank, span.lane) == (rank, lane):
-            name = next(
-                (part[1:] for part in span.label.split(":")[1:] if part[0] == "c"), span.op[0]
-            )
+            name = next((p[1:] for p in span.label.split(":")[1:] if p[0] == "c"), span.op[0])
             line[round(span.start) : round(span.end)] = name * (round(span.end) - round(span.start))
     return "".join(line).rstrip()
 
@@ -200,9 +198,7 @@ def test_steps_end_and_take_time():
 def test_where_updates_come_behind_later_steps_a_step_ends_with_its_loss():
     """The last updates of a run wait for nothing, so that a pipeline's last epoch of three seemed
     up to half shorter than others."""
-    tasks = [
-        Task(Label(op, step), 0, op, Compute()) for step in range(3) for op in ("loss", "update")
-    ]
+    tasks = [Task(Label(op, s), 0, op, Compute()) for s in range(3) for op in ("loss", "update")]
     times = [(0.0, end) for end in (1.0, 7.0, 3.0, 8.0, 5.0, 8.5)]
     by_loss = Schedule(1, 3, tasks, by_loss=True)
     assert Timeline(by_loss, times).step_ends == {0: 1.0, 1: 3.0, 2: 5.0}
@@ -477,9 +473,7 @@ def test_every_span_keeps_every_rule(task_graph, cost, contention):
 
 @unhurried
 @given(schedules(), costs)
-def test_no_byte_is_lost_no_port_overfull_and_equal_runs_are_equal_to_the_last_bit(
-    task_graph, cost
-):
+def test_no_byte_is_lost_no_port_overfull_and_equal_runs_are_equal_to_a_bit(task_graph, cost):
     played = play(task_graph, cost)
     assert play(task_graph, cost).spans == played.spans
     moved: dict[str, int] = defaultdict(int)
