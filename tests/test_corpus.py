@@ -19,7 +19,7 @@ CORPUS = Path(corpus.__file__)
 def test_no_traceback_no_hang_no_gigabyte(kind, tmp_path):
     """A process runs all of them: its forks must not inherit what pytest has in memory."""
     done = subprocess.run(
-        [sys.executable, str(CORPUS), "--json", kind],
+        [sys.executable, str(CORPUS), kind],
         capture_output=True,
         text=True,
         cwd=tmp_path,

@@ -216,40 +216,16 @@ CLUSTER = yaml.safe_load((PRESETS / "gnnpipe_a5000.yaml").read_text()) | {
     "host_rates": {"draw": 1e7},
     "collectives": {"all_reduce.intra_node": {"bandwidth": "5GB/s"}},
 }
-WORKLOAD = {
-    "model": "gat",
-    "layers": 2,
-    "hidden": 16,
-    "dropout": 0.1,
-    "mode": "mini",
-    "batch": 100,
-    "fanout": [5, 3],
-    "seed": 1,
-    "optimizer": "adam",
-    "lr": 0.01,
-    "epochs": 3,
-    "dtype": "float32",
-    "alpha": 0.1,
-    "theta": 0.5,
-    "heads": 2,
-    "aggregation": "softmax",
-    "norm": "layer",
-}
-STATISTICS = {
-    "vertices": 10_000,
-    "edges": 100_000,
-    "features": 50,
-    "classes": 7,
-    "train_fraction": 0.5,
-    "name": "some",
-    "multilabel": False,
-    "halo_rows": {2: 500, 4: 900},
-    "spread": 1.0,
-    "batch_spread": [0.5, 1.0],
-    "near_seed": 300,
-    "train_popular": True,
-    "directed": False,
-}
+WORKLOAD = yaml.safe_load(
+    "{model: gat, layers: 2, hidden: 16, dropout: 0.1, mode: mini, batch: 100, fanout: [5, 3],"
+    " seed: 1, optimizer: adam, lr: 0.01, epochs: 3, dtype: float32, alpha: 0.1, theta: 0.5,"
+    " heads: 2, aggregation: softmax, norm: layer}"
+)
+STATISTICS = yaml.safe_load(
+    "{vertices: 10000, edges: 100000, features: 50, classes: 7, train_fraction: 0.5, name: some,"
+    " multilabel: false, halo_rows: {2: 500, 4: 900}, spread: 1.0, batch_spread: [0.5, 1.0],"
+    " near_seed: 300, train_popular: true, directed: false}"
+)
 TAGGED = "timestamp soon|int x|float ''|bool maybe|map x|set x|binary x|null x|omap x"
 PIECES = (
     *(f"!!{tagged}".encode() for tagged in TAGGED.split("|")),
@@ -844,22 +820,11 @@ def test_a_pipe_is_no_checkpoint(tmp_path):
 
 # --- the rest -------------------------------------------------------------------------------------
 
-ROW = dict.fromkeys(COLUMNS, "") | {
-    "paper": "gnnpipe",
-    "source": "Table 3",
-    "testbed": "gnnpipe_a5000",
-    "dataset": "reddit",
-    "model": "gcnii",
-    "layers": "8",
-    "hidden": "100",
-    "num_nodes": "2",
-    "gpus_per_node": "4",
-    "strategy": "gnnpipe_hybrid",
-    "strategy_params": '{"stages": 4, "chunks": 8}',
-    "metric": "epoch_time_s",
-    "value": "1.5",
-    "unit_as_printed": "s",
-}
+ROW = dict.fromkeys(COLUMNS, "") | {"source": "Table 3", "unit_as_printed": "s"}
+ROW |= {"strategy_params": '{"stages": 4, "chunks": 8}', "value": "1.5", "metric": "epoch_time_s"}
+NAMED = "paper testbed dataset model layers hidden num_nodes gpus_per_node strategy"
+VALUES = "gnnpipe gnnpipe_a5000 reddit gcnii 8 100 2 4 gnnpipe_hybrid"
+ROW |= zip(NAMED.split(), VALUES.split(), strict=True)
 SAMPLED = ['"a"', '{"a": 1}', "10", '[5, "x"]', "1"]  # fanouts
 PARAMS = [f'{{"batch": 1000, "fanout": {fanout}}}' for fanout in SAMPLED]
 PARAMS += [f'{{"chunks": {chunks}}}' for chunks in ("1e300", "[1]", "1000000000")]
@@ -868,6 +833,10 @@ PARAMS += [f'{{"feature_dim": {width}}}' for width in ('"x"', "0")]
 PARAMS += ['{"batch": "x", "fanout": 10}', '{"cache": -1, "batch": 1000, "fanout": 10}']
 PARAMS += ['{"gamma": "x"}', '{"heads": []}', '{"partitioner": 3}', '{"micro_batches": 10000000}']
 PARAMS += ['{"epochs": 1e12}', "null", "{", "[" * 50_000, "9" * 5000]
+METRICS = (
+    "speedup_vs slowdown_fraction_vs comm_volume_bytes min_gpus fits_in_memory peak_memory_bytes"
+)
+STRATEGIES = "p3_push_pull dgl_data_parallel gsplit granndis pipegcn x"
 
 
 @settings(shared, max_examples=examples(120))
@@ -877,15 +846,8 @@ def test_published_figures(tmp_path, data):
     for name in data.draw(st.lists(st.sampled_from(COLUMNS), min_size=1, max_size=3)):
         options = {
             "strategy_params": PARAMS,
-            "strategy": ["p3_push_pull", "dgl_data_parallel", "gsplit", "granndis", "pipegcn", "x"],
-            "metric": [
-                "speedup_vs",
-                "slowdown_fraction_vs",
-                "comm_volume_bytes",
-                "min_gpus",
-                "fits_in_memory",
-                "peak_memory_bytes",
-            ],
+            "strategy": STRATEGIES.split(),
+            "metric": METRICS.split(),
             "dataset": ["ogbn-products", "../x", "reddit.yaml"],
             "testbed": ["local", "../x", "/dev/zero", "pcie_box"],
         }

@@ -13,47 +13,16 @@ import pytest
 ROOT = Path(__file__).resolve().parents[1]
 # A room may import itself, the rooms above it in its list, and what LIBRARIES lets it. Files that
 # are no room come with their package.
-ROOMS = {
-    "planner": [
-        "vocabulary",
-        "cluster",
-        "gnn",
-        "graph",
-        "ownership",
-        "problem",
-        "strategies",
-        "decision",
-        "evidence",
-    ],
-    "simulator": [],
-    "report": [],
-    "papers": [],
-    "api": [
-        "view",
-        "defaults",
-        "arguments",
-        "asking",
-        "simulation",
-        "validation",
-        "checking",
-        "running",
-        "measuring",
-        "planning",
-        "scaling",
-        "tuning",
-    ],
-    "executor": [
-        "layers",
-        "modules",
-        "ranks",
-        "minibatch",
-        "strategies",
-        "train",
-        "launch",
-        "measure",
-        "emit",
-    ],
+OF_PACKAGES = {
+    "planner": "vocabulary cluster gnn graph ownership problem strategies decision evidence",
+    "simulator": "",
+    "report": "",
+    "papers": "",
+    "api": "view defaults arguments asking simulation validation checking running measuring planning"
+    " scaling tuning",
+    "executor": "layers modules ranks minibatch strategies train launch measure emit",
 }
+ROOMS = {package: rooms.split() for package, rooms in OF_PACKAGES.items()}
 # In graph/formats other libraries read their own files: `library` imports one there by its name, when
 # such a file is read, and says how to install it where it is absent.
 FACES = ("gnnplan.api", "gnnplan.cli", "gnnplan.report", "gnnplan.papers")

@@ -208,10 +208,8 @@ def test_attention_by_pairs_of_rows(n_dst, n_src, edges, at_once, monkeypatch):
     out, expected = attend_pairs(block, rows, vectors), dense_pairs(block, rows, vectors)
     torch.testing.assert_close(out, expected)
     gradient = torch.randn_like(out)
-    for ours, theirs in zip(
-        *(torch.autograd.grad(o, (rows, vectors), gradient) for o in (out, expected)), strict=True
-    ):
-        torch.testing.assert_close(ours, theirs)
+    ours, theirs = (torch.autograd.grad(o, (rows, vectors), gradient) for o in (out, expected))
+    torch.testing.assert_close(ours, theirs)
 
 
 @pytest.mark.parametrize("edges", [0, 1, 40, 900])
@@ -221,28 +219,17 @@ def test_softmax_and_attention_are_dense_ones(edges, dtype):
     block = random_block(30, 40, edges, weighted=False)
     close = {"rtol": 1e-4, "atol": 1e-5} if dtype == torch.float32 else {}
     messages = torch.randn(40, 9, dtype=dtype).abs() * 3
-    inputs = (
-        torch.randn(40, 9, dtype=dtype),
-        torch.randn(40, dtype=dtype),
-        torch.randn(30, dtype=dtype),
-    )
-    for ours, theirs, leaves in (
-        (softmax_aggregate, dense_softmax, (messages,)),
-        (attend, dense_attention, inputs),
-    ):
-        a, b = (
-            [leaf.clone().to(kind).requires_grad_() for leaf in leaves]
-            for kind in (dtype, torch.float64)
-        )
+    inputs = [torch.randn(shape, dtype=dtype) for shape in ((40, 9), 40, 30)]
+    softmax, attention = (softmax_aggregate, dense_softmax), (attend, dense_attention)
+    for (ours, theirs), leaves in ((softmax, [messages]), (attention, inputs)):
+        kinds = dtype, torch.float64
+        a, b = ([leaf.clone().to(kind).requires_grad_() for leaf in leaves] for kind in kinds)
         out, expected = ours(block, *a), theirs(block, *b)
         torch.testing.assert_close(out, expected.to(dtype), **close)
         gradient = torch.randn(30, 9, dtype=dtype)
-        for x, y in zip(
-            torch.autograd.grad(out, a, gradient),
-            torch.autograd.grad(expected, b, gradient.double()),
-            strict=True,
-        ):
-            torch.testing.assert_close(x, y.to(dtype), **close)
+        exact = torch.autograd.grad(expected, b, gradient.double())
+        found = torch.autograd.grad(out, a, gradient)
+        torch.testing.assert_close(found, tuple(y.to(dtype) for y in exact), **close)
 
 
 @pytest.mark.gpu
@@ -251,21 +238,15 @@ def test_softmax_and_attention_are_dense_ones(edges, dtype):
 def test_softmax_and_attention_on_a_gpu(dtype):
     block = random_block(300, 400, 5000, weighted=False)
     close = {"rtol": 1e-4, "atol": 1e-4} if dtype == torch.float32 else {}
-    inputs = (
-        torch.randn(400, 32, dtype=dtype),
-        torch.randn(400, dtype=dtype),
-        torch.randn(300, dtype=dtype),
-    )
+    inputs = [torch.randn(shape, dtype=dtype) for shape in ((400, 32), 400, 300)]
     for kernel, leaves in ((softmax_aggregate, inputs[:1]), (attend, inputs)):
         a, b = ([leaf.detach().to(d).requires_grad_() for leaf in leaves] for d in ("cpu", "cuda"))
         outs = kernel(block, *a), kernel(block.to("cuda"), *b)
         torch.testing.assert_close(outs[1].cpu(), outs[0], **close)
-        gradients = [
-            torch.autograd.grad(out, leaves, torch.ones_like(out))
-            for out, leaves in zip(outs, (a, b), strict=True)
-        ]
-        for x, y in zip(*gradients, strict=True):
-            torch.testing.assert_close(y.cpu(), x, **close)
+        on_cpu, on_gpu = (
+            torch.autograd.grad(out.sum(), leaves) for out, leaves in zip(outs, (a, b), strict=True)
+        )
+        torch.testing.assert_close(tuple(y.cpu() for y in on_gpu), on_cpu, **close)
 
 
 def test_softmax_and_attention_survive_large_numbers():

@@ -1,7 +1,6 @@
 """Modules that people have brought, and what became of them before they were run as written."""
 
 import json
-import os
 import re
 import warnings
 from functools import partial
@@ -13,6 +12,7 @@ import torch
 from pairwise import every
 from torch import nn
 from typer.testing import CliRunner, Result
+from written import quiet
 
 import gnnplan
 from gnnplan.cli import app
@@ -750,9 +750,6 @@ def test_what_a_module_of_dgl_does_is_refused_by_name(tmp_path, given, body, wor
 
 def with_dgl(folder: Path, given: str, body: str) -> UserModule:
     """A module of DGL; the graph has self-loops, for its layers divide by degrees."""
-    os.environ.setdefault("DGLBACKEND", "pytorch")
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # at import, its own
-        pytest.importorskip("dgl", exc_type=ImportError)
+    quiet("dgl")
     (folder / "model.py").write_text(with_body(DGL, body, given))
     return read(f"{folder / 'model.py'}:Net", Workload(), PLAIN)

@@ -4,8 +4,6 @@ Each is a sentence of forward, or of what is done to the module before. Either i
 then its pieces equal the module itself on a graph that they have not seen, or it is refused with a
 sentence. What is neither is a fault: another error, or other numbers."""
 
-import os
-import warnings
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +12,7 @@ import torch
 from examples import NIGHT
 from pairwise import every
 from torch import Tensor, nn
+from written import quiet
 
 from gnnplan.executor.layers.layer import Drop
 from gnnplan.executor.modules.bind import Small
@@ -277,10 +276,7 @@ NIGHTLY = pytest.mark.nightly
 
 @pytest.fixture(scope="module", autouse=True)
 def pyg():
-    os.environ.setdefault("DGLBACKEND", "pytorch")
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # at import, its own
-        pytest.importorskip("torch_geometric", exc_type=ImportError)
+    quiet("torch_geometric")
 
 
 def outcome(folder: Path, body: str, more: str, directed: bool) -> str:

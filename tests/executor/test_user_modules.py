@@ -3,8 +3,6 @@
 Every module is compared with its own library's forward and torch's own training, in float64."""
 
 import json
-import os
-import warnings
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -16,6 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 from typer.testing import CliRunner
+from written import quiet
 
 from gnnplan.cli import app
 from gnnplan.executor.layers.models import Net
@@ -218,11 +217,8 @@ LOOPED = ("gcn", "gat", "gcn2", "sgc", "gatv2")  # those of DGL are for graphs w
 
 @pytest.fixture(scope="module", autouse=True)
 def libraries():
-    os.environ.setdefault("DGLBACKEND", "pytorch")
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # at import, their own
-        pytest.importorskip("dgl", exc_type=ImportError)
-        pytest.importorskip("torch_geometric", exc_type=ImportError)
+    quiet("dgl")
+    quiet("torch_geometric")
 
 
 def asked(

@@ -9,7 +9,7 @@ from typing import Any, get_args, get_origin, get_type_hints
 
 import numpy as np
 import pytest
-from asked import by_statistics, fullest_bytes, on, uniform
+from asked import by_statistics, on, uniform
 from examples import NIGHT, examples
 from hypothesis import given, note, settings
 from hypothesis import strategies as st
@@ -44,7 +44,7 @@ from gnnplan.planner.strategies.minibatch.feature_store import HOT, PLACES
 from gnnplan.planner.strategies.minibatch.gsplit import SPLITS
 from gnnplan.planner.vocabulary.errors import SpecError
 from gnnplan.planner.vocabulary.schedule import Collective, Send
-from gnnplan.simulator.player import Timeline, play
+from gnnplan.simulator.player import play
 from gnnplan.testing.laws import (
     GRAPHS,
     LAWS,
@@ -339,22 +339,6 @@ def test_deeper_preload_crosses_servers_less_and_costs_more():
 # -- schedules -------------------------------------------------------------------------------------
 
 
-def drawn(played: Timeline, rank: int) -> str:
-    """The compute lane in order: 'f0 f1 | b1 b0' by op and chunk."""
-    return " ".join(
-        s.op[0] + next((p[1:] for p in s.label.split(":")[1:] if p[0] == "c"), "")
-        for s in played.spans
-        if (s.rank, s.lane) == (rank, "compute")
-    )
-
-
-@pytest.mark.parametrize("rank", [0, 1])
-def test_a_pipeline_runs_chunks_forward_and_back(rank):
-    problem = problem_of(GRAPHS[1], cluster(1, 2), layers=2)
-    schedule = GNNPipe(2, 3, shuffle=False).settle(problem).schedule(problem, 1)
-    assert drawn(play(schedule, problem.cost), rank) == "h f0 f1 f2 b2 b1 b0 u"
-
-
 def test_a_hybrid_meets_before_every_layer_and_after_it_on_the_way_back():
     """Two stages of two: layers 1 and 2, then 3. Constant features do not cross, a stage's first
     hidden input does."""
@@ -634,30 +618,6 @@ def test_more_ranks_never_need_more_memory_each(model, staleness):
         memory = GraphParallel(staleness=staleness).memory(problem)
         most.append(sum(memory[use] for use in memory if use not in SHARED).max())
     assert most == sorted(most, reverse=True)
-
-
-def test_what_costs_memory():
-    """Staleness a second buffer, Adam two more numbers than SGD per parameter, dropout its masks,
-    depth rows, stages history."""
-
-    def asked(layers: int, servers: int = 2, gpus: int = 2, **workload: Any) -> Problem:
-        return problem_of(GRAPHS[0], cluster(servers, gpus), layers=layers, **workload)
-
-    problem, deep, plain = asked(3), asked(8), GraphParallel()
-    usual = fullest_bytes(problem, plain)
-    assert usual - fullest_bytes(asked(3, optimizer="sgd"), plain) == 2 * 4 * problem.model.weights
-    assert fullest_bytes(problem, GraphParallel(staleness=1)) > usual
-    assert fullest_bytes(problem, GraNNDis()) > fullest_bytes(problem, GraNNDis(1)) > usual
-    assert fullest_bytes(asked(3, dropout=0.5), plain) > usual
-    assert GNNPipe().settle(deep).memory(deep)["parameters"].sum() == deep.model.weights * 4
-    piped, kept = (GNNPipe(2, 8, checkpoint=c).settle(deep) for c in (False, True))
-    assert fullest_bytes(deep, piped) > fullest_bytes(deep, kept)
-    assert piped.predict(deep).compute_s < kept.predict(deep).compute_s
-    # a member keeps its own rows and those it reads, so less than all
-    halved, both = GNNPipe(1, 8), asked(8, 1, 2)
-    shared = halved.settle(both).memory(both)
-    del shared["communicators"]
-    assert sum(shared.values()).max() < fullest_bytes(asked(8, 1, 1), halved)
 
 
 MINI = {"mode": "mini", "batch": 32, "fanout": (3, 3, 3, 3)}
