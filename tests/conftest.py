@@ -88,9 +88,7 @@ def dataset():
         for folder in folders:
             if (folder / f"{name}.npz").is_file():
                 return str(folder / f"{name}.npz")
-        pytest.skip(
-            f"real graph {name}.npz not found; set GNNPLAN_DATASETS to the folder that holds it"
-        )
+        pytest.skip(f"real graph {name}.npz not found; set GNNPLAN_DATASETS to the folder of it")
 
     return find
 

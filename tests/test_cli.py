@@ -20,6 +20,7 @@ from examples import NIGHT
 from gnnplan import __version__
 from gnnplan.api.running import Run
 from gnnplan.api.view import Blocks
+from gnnplan.executor.launch.run_request import Options
 
 GRAPH = "synthetic:community?vertices=60&edges=400&features=8&classes=3&seed=0"
 CLUSTER = """name: two
@@ -52,45 +53,26 @@ def plan_file(good_plan, tmp_path):
 
 
 def test_profile(gnnplan):
+    """What it counts: planner/test_profile.py."""
     answer = gnnplan("profile", GRAPH, "--parts 2,4 --hops 2 --json")
-    assert answer.code == 0
     graph, parts = answer.document["graph"], answer.document["parts"]
-    assert (graph["vertices"], graph["edges"], list(parts)) == (60, 400, ["2", "4"])
-    assert graph["degree"]["mean"] == pytest.approx(400 / 60)
-    for count, facts in parts.items():
-        assert facts["halo_rows"] == sum(facts["halo_rows_per_part"])
-        assert len(facts["halo_rows_per_part"]) == int(count)
-        assert facts["edge_cut"] > 0 and facts["balance"] >= 1 and len(facts["growth"]) == 2
-        assert facts["seconds"] >= 0
-    again = gnnplan("profile", GRAPH, "--parts 2,4 --hops 2 --json").document
-    assert again["parts"]["4"] == {**parts["4"], "cached": True}
+    assert answer.code == 0 and (graph["vertices"], graph["edges"]) == (60, 400)
+    assert list(parts) == ["2", "4"] and len(parts["4"]["growth"]) == 2
     shown = gnnplan("profile", GRAPH, "--parts 4")
     assert "60 vertices, 400 directed edges" in shown.out
     assert re.search(rf"^4 +{parts['4']['halo_rows']} ", shown.out, re.M)
 
 
 def test_plan(gnnplan, tmp_path):
+    """What a plan holds: planner/test_search.py."""
     path = tmp_path / "plan.json"
     answer = gnnplan("plan --graph", GRAPH, "--ranks 2 -o", path, "--json")
     document = answer.document
     assert answer.code == 0 and json.loads(path.read_text()) == document
-    best = document["best"]
-    assert best["strategy"]["name"] in ("graph_parallel", "pipegcn", "gnnpipe", "granndis")
-    seconds = {"epoch_s", "compute_s", "comm_s", "bytes_total", "bytes", "bytes_by_link"}
-    assert seconds | {"memory_bytes", "setup_bytes"} <= set(best["predicted"])
-    assert (
-        best["predicted"]["bytes_total"]
-        == sum(best["predicted"]["bytes"].values())
-        == sum(best["predicted"]["bytes_by_link"].values())
-    )
-    assert [place["rank"] for place in best["placement"]] == [0, 1]
-    times = [answer["predicted"]["epoch_s"] for answer in document["alternatives"]]
-    assert times == sorted(times) and len(times) > 2
-    families = {answer["strategy"]["name"] for answer in document["alternatives"]}
-    assert {"graph_parallel", "gnnpipe"} <= families | {best["strategy"]["name"]}
+    families = {each["strategy"]["name"] for each in document["alternatives"]}
+    assert {"graph_parallel", "gnnpipe"} <= families | {document["best"]["strategy"]["name"]}
     assert all(set(item) == {"strategy", "reason"} for item in document["rejected"])
     assert "granndis" in {item["strategy"] for item in document["rejected"]}  # one server
-
     shown = gnnplan("plan --graph", GRAPH, "--ranks 2 -o", path)
     assert shown.code == 0 and "use:    " in shown.out and "--explain prints " in shown.out
     assert f"gnnplan simulate {path}" in shown.out
@@ -127,13 +109,9 @@ def test_simulate(gnnplan, plan_file, tmp_path):
     told = answer.document
     assert answer.code == 0 and told["strategy"]["name"] == "graph_parallel" and told["steps"] == 4
     simulated = told["simulated"]
-    assert simulated["critical_path_s"] <= simulated["end_s"] * (1 + 1e-9)
-    assert simulated["end_s"] <= simulated["serial_s"] * (1 + 1e-9)
     assert simulated["bytes"] == told["predicted"]["bytes"]
-    assert sorted(path.name for path in (tmp_path / "trace").iterdir()) == [
-        "trace.rank0.json",
-        "trace.rank1.json",
-    ]
+    files = {path.name for path in (tmp_path / "trace").iterdir()}
+    assert files == {"trace.rank0.json", "trace.rank1.json"}
     trace = json.loads((tmp_path / "trace" / "trace.rank1.json").read_text())
     assert trace["distributedInfo"] == {"backend": "simulator", "rank": 1, "world_size": 2}
     shown = gnnplan("simulate", plan_file, "--trace", tmp_path / "trace")
@@ -195,9 +173,7 @@ def test_a_sweep_of_several_fields_with_prices_and_noise_to_a_table(gnnplan, pla
     for row in rows:
         assert 0 < float(row["p50_s"]) <= float(row["p95_s"])
         # both GPUs of the server
-        assert float(row["epoch_dollars"]) == pytest.approx(
-            2 * 2.5 / 3600 * float(row["predicted_s"])
-        )
+        assert float(row["epoch_dollars"]) == pytest.approx(5 / 3600 * float(row["predicted_s"]))
     told = gnnplan("simulate", plan_file, fields, "--json").document
     assert [row["at"] for row in told["rows"]] == [
         {"hidden": row["hidden"], "layers": row["layers"]} for row in rows
@@ -206,18 +182,14 @@ def test_a_sweep_of_several_fields_with_prices_and_noise_to_a_table(gnnplan, pla
 
 
 def test_jitter_and_stragglers(gnnplan, plan_file):
-    plain, quiet = (gnnplan("simulate", plan_file, w, "--json").document for w in ("", "--seed 3"))
-    assert plain == quiet and "noise" not in plain
+    """Their laws: simulator/test_noise.py."""
     words = "--jitter 0.2 --straggler 1=3 --repetitions 5 --json"
     one, same, other = (
         gnnplan("simulate", plan_file, words, "--seed", seed).document for seed in (1, 1, 2)
     )
     assert one == same and one["noise"]["p95_s"] != other["noise"]["p95_s"]
-    assert one["simulated"] == plain["simulated"] and one["noise"]["stragglers"] == {"1": 3.0}
-    assert one["noise"]["epochs"] == 10
-    assert plain["simulated"]["epoch_s"] < one["noise"]["p50_s"] <= one["noise"]["p95_s"]
-    shown = gnnplan("simulate", plan_file, "--straggler 1=3 --repetitions 1")
-    assert "with rank 1 3 times as slow P50" in shown.out
+    assert one["noise"]["stragglers"] == {"1": 3.0} and one["noise"]["epochs"] == 10
+    assert one["simulated"]["epoch_s"] < one["noise"]["p50_s"] <= one["noise"]["p95_s"]
 
 
 def test_a_plan_on_several_numbers_of_ranks(gnnplan, tmp_path):
@@ -518,9 +490,7 @@ def copied(trained, tmp_path):
 
 def swap_first_computations(path: Path) -> None:
     trace = json.loads(path.read_text())
-    one, other, *_ = (
-        e for e in trace["traceEvents"] if e["ph"] == "X" and e["args"]["lane"] == "compute"
-    )
+    one, other, *_ = (e for e in trace["traceEvents"] if e["args"].get("lane") == "compute")
     one["name"], other["name"] = other["name"], one["name"]
     path.write_text(json.dumps(trace))
 
@@ -663,33 +633,35 @@ def test_a_run_is_gone_on_with_only_where_it_can_be(plan_file, gnnplan, tmp_path
     assert answer.code == 2 and "options.json is damaged or of another version" in answer.err
 
 
-def test_where_a_run_goes_by_default(plan_file, gnnplan, tmp_path, monkeypatch):
+@pytest.fixture
+def untrained(monkeypatch):
+    """Runs that are asked for, of which none is trained."""
     from gnnplan.api import running
     from gnnplan.executor.launch import launcher as launch
 
+    asked: list[Any] = []
+    monkeypatch.setattr(launch, "start", lambda run, _: asked.append(run))
+    monkeypatch.setattr(running, "Run", lambda out: Blocks([]))
+    return asked
+
+
+def test_where_a_run_goes_by_default(plan_file, gnnplan, tmp_path, monkeypatch, untrained):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "runs" / "community-graph_parallel-1").mkdir(parents=True)
-    started: list[launch.RunRequest] = []
-    monkeypatch.setattr(launch, "start", lambda asked, _: started.append(asked))
-    monkeypatch.setattr(running, "Run", lambda out: Blocks([]))
     assert gnnplan("run", plan_file).code == 0
     out = Path("runs/community-graph_parallel-2")
-    (asked,) = started
-    assert (asked.out, asked.options) == (out, launch.Options())
+    (asked,) = untrained
+    assert (asked.out, asked.options) == (out, Options())
     assert asked.problem.by_gpu == (0, 1)
     assert json.loads((out / "plan.json").read_text()) == json.loads(plan_file.read_text())
 
 
+@pytest.mark.usefixtures("untrained")
 def test_a_run_of_the_next_strategy_keeps_it_in_its_plan(gnnplan, tmp_path, monkeypatch):
     """So that `validate` compares with the strategy's own prediction, and --resume goes on with it.
     That a run of it is predicted right is tested with the launch files (test_launch_files.py)."""
-    from gnnplan.api import running
-    from gnnplan.executor.launch import launcher as launch
-
     monkeypatch.chdir(tmp_path)
     plan = gnnplan("plan --graph", GRAPH, "--ranks 2 --hidden 8 -o plan.json --json").document
-    monkeypatch.setattr(launch, "start", lambda *words: None)
-    monkeypatch.setattr(running, "Run", lambda out: Blocks([]))
     answer = gnnplan("run plan.json --strategy NEXT --out run")
     assert answer.code == 0, answer.err
     second = plan["alternatives"][0]
@@ -707,13 +679,10 @@ def test_what_is_to_be_typed_next_is_quoted(gnnplan, tmp_path):
     assert f"written to {out}; next: gnnplan simulate '{out}'" in told.out
 
 
+@pytest.mark.usefixtures("untrained")
 def test_the_plan_before_is_kept_where_another_goes_on(plan_file, gnnplan, tmp_path, monkeypatch):
-    from gnnplan.api import running
-    from gnnplan.executor.launch import launcher as launch
     from gnnplan.executor.launch import run_request
 
-    monkeypatch.setattr(launch, "start", lambda *words: None)
-    monkeypatch.setattr(running, "Run", lambda out: Blocks([]))
     monkeypatch.setattr(run_request, "last_of", lambda *words: (10, True))
     out, other = tmp_path / "run", json.loads(plan_file.read_text()) | {"objective": "cost"}
     out.mkdir()
@@ -727,16 +696,16 @@ def test_the_plan_before_is_kept_where_another_goes_on(plan_file, gnnplan, tmp_p
         assert json.loads((out / "plan.json").read_text()) == plan
 
 
+ALONE_OF_TORCHRUN = dict(RANK="0", WORLD_SIZE="1", MASTER_ADDR="127.0.0.1", MASTER_PORT="1")
+
+
 @pytest.mark.parametrize(
     ("env", "words"),
     [
         ({"RANK": "0", "WORLD_SIZE": "2"}, "MASTER_ADDR and MASTER_PORT not"),
         ({"RANK": "x", "WORLD_SIZE": "2"}, "RANK is 'x'"),
         ({"RANK": "2", "WORLD_SIZE": "2"}, "numbered from 0 to WORLD_SIZE - 1"),
-        (
-            {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"},
-            "--out is needed",
-        ),
+        (ALONE_OF_TORCHRUN, "--out is needed"),
     ],
 )
 def test_a_launcher_that_forgot_something(env, words, plan_file, gnnplan, monkeypatch):
@@ -750,12 +719,7 @@ def test_a_started_rank_says_what_is_wrong(plan_file, gnnplan, tmp_path, monkeyp
     """One rank of torchrun for a plan of two; and a folder that holds a run. Nothing is written."""
     from gnnplan.executor.launch import launcher as launch
 
-    for name, value in {
-        "RANK": "0",
-        "WORLD_SIZE": "1",
-        "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": "1",
-    }.items():
+    for name, value in ALONE_OF_TORCHRUN.items():
         monkeypatch.setenv(name, value)
 
     def leave(code: int) -> None:
@@ -940,9 +904,7 @@ def test_a_dry_run_prints_what_the_plan_asks_for(plan_file, tmp_path, gnnplan, m
     call = ("run", plan_file, "--out", tmp_path / "out", "--dry-run")
     answer = gnnplan(*call)
     assert answer.code == 0 and answer.out.splitlines()[-1] == "it would run as planned"
-    assert re.search(
-        r"^memory +2 ranks with .* each at least +\S+ GB free .* +ok", answer.out, re.M
-    )
+    assert re.search(r"^memory +2 ranks with .* each at least .* GB free .* +ok", answer.out, re.M)
     monkeypatch.setattr(preflight, "cores", lambda: 1)
     assert "it would run; 1 line would be printed first" in gnnplan(*call).out
     monkeypatch.setattr(preflight, "free_memory", lambda: 300e6)

@@ -66,9 +66,7 @@ def test_ranks_that_all_stop_end_the_run(tmp_path, start):
     for rank in [run.rank(rank) for rank in range(2)]:
         os.kill(rank, signal.SIGSTOP)
     assert run.ended() == 4, run.stderr
-    words = (
-        r"^error: rank \d \(server 0\) was lost in .*: no rank has done anything for \d+ s; were"
-    )
+    words = r"^error: rank \d \(server 0\) was lost in .*: no rank has done anything for \d+ s"
     assert re.search(words, run.stderr, re.M) and "Traceback" not in run.stderr, run.stderr
     run.check_metrics()
 

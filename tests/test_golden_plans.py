@@ -158,9 +158,7 @@ def of_models() -> Iterator[Question]:
         ):
             yield f"{model}: {text}", partial(answer, problem, text, simulate=True)
         if workload.norm != "batch":
-            mini = workload.model_copy(
-                update={"mode": "mini", "batch": 96, "layers": 2, "fanout": (4, 3)}
-            )
+            mini = workload.model_copy(update=dict(mode="mini", batch=96, layers=2, fanout=(4, 3)))
             problem = problem_of("community", cluster, mini)
             for text in ("data_parallel(features='spread')", "gsplit(narrow=True)", "p3"):
                 key = f"{model}, mini-batches: {text}"

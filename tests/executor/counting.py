@@ -14,12 +14,8 @@ T = TypeVar("T")
 def counted(work: Callable[[], T]) -> tuple[T, int, int]:
     """What it gives; bytes that are left of what it allocated, and the most that there were, as
     torch's own profiler has them."""
-    with profile(
-        activities=[ProfilerActivity.CPU], profile_memory=True, acc_events=True
-    ) as profiler:
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True, acc_events=True) as found:
         result = work()
-    events = [e for e in profiler.profiler.kineto_results.events() if e.name() == "[memory]"]
-    held = np.cumsum(
-        [event.nbytes() for event in sorted(events, key=lambda event: event.start_ns())]
-    )
+    events = [e for e in found.profiler.kineto_results.events() if e.name() == "[memory]"]
+    held = np.cumsum([event.nbytes() for event in sorted(events, key=lambda e: e.start_ns())])
     return result, int(held[-1]), int(held.max())

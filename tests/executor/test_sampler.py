@@ -211,9 +211,7 @@ def test_a_run_ends_its_samplers(monkeypatch):
     case = Case("data_parallel(prefetch=2)", graph, {**WORK, "batch": 40}, epochs=1)
     problem, kept = case.problem(1), list[Any]()
     # as a circle would
-    monkeypatch.setattr(
-        module, "open_worker", lambda *asked: kept.append(open_worker(*asked)) or kept[0]
-    )
+    monkeypatch.setattr(module, "open_worker", lambda *of: kept.append(open_worker(*of)) or kept[0])
     module.train(
         Rank(0, 1, torch.device("cpu"), "gloo", traced=0),
         problem,

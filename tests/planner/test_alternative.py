@@ -33,9 +33,7 @@ CLUSTER = {
 @pytest.fixture(scope="module")
 def planned():
     graph = load(GRAPH)
-    problem = Problem(
-        graph.stats, graph, Workload(layers=2, hidden=16), Cluster.model_validate(CLUSTER)
-    )
+    problem = Problem(graph.stats, graph, Workload(layers=2, hidden=16), Cluster(**CLUSTER))
     return make(search(problem)), problem
 
 

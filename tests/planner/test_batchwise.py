@@ -419,9 +419,7 @@ def test_copies_of_columns_by_hand(copies, servers):
     batches, steps = strategy.batches(problem), strategy.steps(problem)
     peers = servers // copies - 1
     facts = [batches.at(step).facts(1) for step in range(steps)]
-    f1, f2, e1 = (
-        sum(int(getattr(f, what).sum()) for f in facts) for what in ("rows", "sources", "edges")
-    )
+    f1, f2, e1 = (sum(getattr(f, w).sum() for f in facts) for w in ("rows", "sources", "edges"))
     first, holders = 2 * 40 * 16 * 4, copies * gpus  # GraphSAGE has two matrices
     expected = {
         "pull": 2 * peers * f1 * 16 * 4,  # P3, Sec. 3.2 and Table 5

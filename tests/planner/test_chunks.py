@@ -61,9 +61,7 @@ def test_counts_are_those_of_sets(cut):
             assert set(rows.tolist()) == set(np.flatnonzero((chunk == c) & (member == i)).tolist())
             assert cut.facts.rows[c, i] == len(rows)
             assert cut.facts.edges[c, i] == sum(graph.indptr[v + 1] - graph.indptr[v] for v in rows)
-            assert cut.facts.sources[c, i] == len(
-                set(rows.tolist()).union(*(reads[v] for v in rows))
-            )
+            assert cut.facts.sources[c, i] == len({*rows.tolist()}.union(*(reads[v] for v in rows)))
             for j in range(g):
                 given = rows[cut.given(c, i, j)].tolist() if i != j else []
                 read = {u for v in np.flatnonzero(member == j) for u in reads[v] if i != j}

@@ -353,9 +353,7 @@ def test_labels_and_masks_among_the_features_are_no_features(tmp_path, ids, name
     graph = load(source_of(edges_csv(tmp_path), x))
     assert np.allclose(graph.features(), X[:, :2], rtol=1e-6)
     assert np.array_equal(graph.y, Y) and np.array_equal(graph.train, TRAIN)
-    assert any(
-        f"{name}, train_mask: read as labels or masks, since" in n for n in graph.stats.notes
-    )
+    assert any(f"{name}, train_mask: read as labels or masks" in n for n in graph.stats.notes)
     np.save(tmp_path / "y.npy", 1 - Y)
     graph = load(source_of(edges_csv(tmp_path), x, str(tmp_path / "y.npy")))
     assert graph.stats.features == 2 and np.array_equal(graph.y, 1 - Y)

@@ -111,9 +111,7 @@ def test_a_latency_may_be_as_long_as_the_bound(cluster_with):
 
 def test_all_mistakes_are_reported_at_once(cluster_with):
     with pytest.raises(SpecError) as error:
-        read_cluster(
-            cluster_with("servers: 2\ngpus_per_server: 4", "servers: 0\ngpus_per_server: none")
-        )
+        read_cluster(cluster_with("2\ngpus_per_server: 4", "0\ngpus_per_server: none"))
     assert [line.split(":")[1] for line in str(error.value).splitlines()] == ["2", "3"]
 
 

@@ -310,9 +310,7 @@ def test_a_small_graph_takes_fewer_gpus_and_a_large_one_all():
     assert document["best"]["gpus"] == best.problem.ranks == len(document["best"]["placement"])
     asked = plan.question(document)
     assert (asked.placement, asked.ranks) == (best.problem.placement, best.problem.ranks)
-    [told] = (
-        line for line in document["explanation"] if line.startswith(f"{asked.ranks} of 4 GPU")
-    )
+    [told] = (s for s in document["explanation"] if s.startswith(f"{asked.ranks} of 4 GPU"))
     assert " faster than all" in told
     large = problem_of(cluster(2, 2, device=changed(EIGHT["2x4"], gemm=1e8).device))
     large = on(large, memory_bandwidth=1e8)

@@ -102,9 +102,7 @@ def test_ports_are_as_busy_as_by_every_message(cluster, data):
 def test_links_of_8192_gpus_are_shared_as_by_flows(oversubscription, whole_servers):
     """Samples of 64 ranks: every message with a rate of its own takes 5 % longer at most."""
     rng, gpus = np.random.default_rng(0), 8
-    fabric = Fabric(
-        kind="leaf_spine", servers_per_leaf=16, oversubscription=oversubscription or 1.0
-    )
+    fabric = Fabric(kind="leaf_spine", servers_per_leaf=16, oversubscription=oversubscription or 1)
     fields = {"servers": 1024, "fabric": fabric if oversubscription else None}
     cost = Cost(read_cluster("dgx_h100").model_copy(update=fields))
     sample = np.sort(rng.choice(cost.cluster.ranks, 64, replace=False))

@@ -178,9 +178,7 @@ def test_the_edges_between_vertices_are_those_of_the_graph(tmp_path, monkeypatch
 def test_chunks_of_parts_that_a_plan_has_found_are_looked_up(tmp_path):
     """A rank read the edges of all parts to find again in which chunks they were cut."""
     folder = written(read(GRAPH), tmp_path / "parts")
-    planned, again = (
-        ask(str(folder), "local", None, model="gcn", layers=2).problem for _ in range(2)
-    )
+    planned, again = (ask(str(folder), "local", None, model="gcn").problem for _ in range(2))
     chunks = planned.chunked(2)
     for path in folder.glob("part*/indices.npy"):
         path.unlink()

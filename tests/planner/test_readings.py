@@ -311,9 +311,7 @@ def ways(
 def best(near: dict[int, tuple[int, ...]], way: str, half: int) -> Callable[[int, int], str]:
     """`way` to NICs that are near a GPU; the others are on its socket, which has `half` of all
     GPUs and as many NICs of each, or on the other."""
-    return lambda gpu, nic: (
-        way if nic in near[gpu] else "NODE" if (gpu < 4) == (nic < half) else "SYS"
-    )
+    return lambda g, nic: way if nic in near[g] else "NODE" if (g < 4) == (nic < half) else "SYS"
 
 
 ALL8, ALL4 = (tuple(range(8)),), (tuple(range(4)),)

@@ -184,9 +184,7 @@ def test_where_a_strategy_takes_over():
 
 
 def test_a_strategy_may_suit_some_sizes_only():
-    found = scale(
-        question("flickr", "dgx_a100"), [1, 2, 8], Search(forced=parse("gnnpipe(stages=2)"))
-    )
+    found = scale(question(), [1, 2, 8], Search(forced=parse("gnnpipe(stages=2)")))
     assert isinstance(found.sizes[0].error, SpecError) and found.first.gpus == 2
     with pytest.raises(SpecError, match="--exact excludes pipegcn"):
         scale(question(), [2, 4], Search(exact=True, forced=parse("pipegcn")))

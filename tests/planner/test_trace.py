@@ -198,8 +198,5 @@ def test_waiting_for_the_last_rank_is_not_part_of_a_transfer(op):
     """Batch norm's moments are an all-reduce like that of the gradients: what a rank waits for the
     others is not theirs."""
     kind = op.split(":")[0]
-    spans = [
-        Span(f"{op}:s0", kind, 0, "comm", 0.0, 5.0, 8),
-        Span(f"{op}:s0", kind, 1, "comm", 3.0, 5.0, 8),
-    ]
+    spans = [Span(f"{op}:s0", kind, rank, "comm", 3.0 * rank, 5.0, 8) for rank in (0, 1)]
     assert per_operation(spans, range(1)) == {operation(op): 2.0}

@@ -68,10 +68,7 @@ def test_the_verb(traces, tmp_path, capsys):
     call("trace", traces, "-o", tmp_path / "all.json")
     assert "https://ui.perfetto.dev" in capsys.readouterr().out
     call("trace", traces, "--for hta -o", tmp_path / "hta")
-    assert sorted(path.name for path in (tmp_path / "hta").iterdir()) == [
-        "rank0.json",
-        "rank1.json",
-    ]
+    assert {p.name for p in (tmp_path / "hta").iterdir()} == {"rank0.json", "rank1.json"}
     with pytest.raises(SpecError, match="already there"):
         call("trace", traces, "--for hta -o", tmp_path / "hta")
     with pytest.raises(SpecError, match="did you mean hta"):

@@ -110,9 +110,7 @@ def test_jitter_averages_out_within_a_rank():
 def test_a_straggler_of_a_synchronous_step_is_what_all_wait_for():
     schedule, cost = in_step(4, steps=3, pieces=2)
     assert epochs(schedule, cost, 1, Noise(stragglers={2: 2.5}), 2) == pytest.approx([5.0] * 4)
-    assert epochs(schedule, cost, 1, Noise(stragglers={0: 3.0, 2: 2.5}), 1) == pytest.approx(
-        [6.0] * 2
-    )
+    assert epochs(schedule, cost, 1, Noise(stragglers={0: 3, 2: 2.5}), 1) == pytest.approx([6] * 2)
 
 
 # -- laws, over every family -----------------------------------------------------------------------
