@@ -1,7 +1,8 @@
-"""Calls of `gnnplan` in a test's own process; the fixture `gnnplan` (conftest.py) is the command."""
+"""Calls of `gnnplan` in a test's own process, as the fixture `gnnplan` (conftest.py); and of programs."""
 
 import json
 import shlex
+import subprocess
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -37,3 +38,12 @@ def planned(path: Path, *words: object) -> Path:
     """The plan that `gnnplan plan` writes there."""
     call("plan", *words, "-o", path)
     return path
+
+
+def ended_well(
+    *command: object, within: float = 100, **how: Any
+) -> subprocess.CompletedProcess[str]:
+    """A program that must end with 0 within so many seconds; how: as for subprocess.run."""
+    done = subprocess.run(command, capture_output=True, text=True, timeout=within, **how)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done

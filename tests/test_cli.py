@@ -6,6 +6,7 @@ import functools
 import json
 import os
 import re
+import shutil
 import subprocess
 import sys
 from collections.abc import Callable
@@ -14,7 +15,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
-from calls import Answer, planned, spelt
+from calls import Answer, ended_well, planned, spelt
 from examples import NIGHT
 
 from gnnplan import __version__
@@ -270,10 +271,7 @@ for verb in "", "profile", "check", "plan", "simulate", "tune", "run", "validate
     # typer itself loads pydantic for a verb's options
     assert not heavy - ({"pydantic"} if verb else set()) & set(sys.modules)
 """
-    done = subprocess.run(
-        [sys.executable, "-W", "error", "-c", program], capture_output=True, text=True, timeout=60
-    )
-    assert done.returncode == 0, done.stderr
+    done = ended_well(sys.executable, "-W", "error", "-c", program)
     verbs = "profile plan simulate tune run validate measure"
     for word in f"{verbs} --sweep --eval-every --share --partitioner".split():
         assert word in done.stdout
@@ -481,11 +479,7 @@ def test_validate(name, trained, gnnplan):
 @pytest.fixture
 def copied(trained, tmp_path):
     """A run that may be damaged."""
-    folder = tmp_path / "run"
-    folder.mkdir()
-    for path in trained["batches"].out.iterdir():
-        (folder / path.name).write_bytes(path.read_bytes())
-    return folder
+    return Path(shutil.copytree(trained["batches"].out, tmp_path / "run"))
 
 
 def swap_first_computations(path: Path) -> None:

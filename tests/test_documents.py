@@ -5,7 +5,6 @@ import os
 import re
 import shlex
 import shutil
-import subprocess
 import sys
 from collections.abc import Iterator
 from dataclasses import fields
@@ -13,6 +12,7 @@ from itertools import pairwise
 from pathlib import Path
 
 import pytest
+from calls import ended_well
 from typer import Context
 from typer.main import get_command
 
@@ -197,15 +197,8 @@ def test_the_site_is_whole_and_fetches_nothing(tmp_path):
     pytest.importorskip("mkdocs")
     for name in ("mkdocs.yml", "docs"):
         (shutil.copytree if (ROOT / name).is_dir() else shutil.copy)(ROOT / name, tmp_path / name)
-    result = subprocess.run(
-        [sys.executable, "-m", "mkdocs", "build", "--strict"],
-        cwd=tmp_path,
-        env=os.environ | {"PYTHONPATH": str(ROOT), "NO_MKDOCS_2_WARNING": "1"},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert result.returncode == 0, result.stderr
+    env = os.environ | {"PYTHONPATH": str(ROOT), "NO_MKDOCS_2_WARNING": "1"}
+    ended_well(sys.executable, "-m", "mkdocs", "build", "--strict", cwd=tmp_path, env=env)
     site = tmp_path / "build" / "site"
     pages = [path.read_text(encoding="utf-8") for path in site.rglob("*.html")]
     fetched = r"<(?:script|img|iframe|link)\b[^>]*\b(?:src|href)=\"?(?:https?:)?//[^\s>]*"

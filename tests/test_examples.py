@@ -3,11 +3,11 @@
 import os
 import runpy
 import shutil
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+from calls import ended_well
 from examples import NIGHT
 
 EXAMPLES = {  # and a line that each prints
@@ -35,17 +35,8 @@ def test_an_example_runs(name, tmp_path):
         pytest.importorskip("torch_geometric")
     program = FOLDER / f"{name}.py"
     assert len(program.read_text(encoding="utf-8").splitlines()) < 40
-    done = subprocess.run(
-        [sys.executable, program],
-        cwd=tmp_path,
-        env=os.environ | {"GNNPLAN_CACHE": str(tmp_path / "cache")},
-        capture_output=True,
-        text=True,
-        timeout=100,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr
-    assert EXAMPLES[name] in done.stdout
+    env = os.environ | {"GNNPLAN_CACHE": str(tmp_path / "cache")}
+    assert EXAMPLES[name] in ended_well(sys.executable, program, cwd=tmp_path, env=env).stdout
 
 
 @pytest.mark.processes
@@ -59,20 +50,12 @@ def test_a_package_runs_the_kit_on_its_strategy(tmp_path):
     install = ["pip", "install", "--quiet", "--no-deps", "--no-build-isolation", "--target"]
     path = f"{site}{os.pathsep}{FOLDER.parent}"
     env = os.environ | {"PYTHONPATH": path, "GNNPLAN_CACHE": str(tmp_path / "cache")}
+    env["OMP_NUM_THREADS"] = "1"
     options = ["-q", "-p", "no:cacheprovider", "--rootdir", str(copy), "-W", "error"]
     by_day = "(entry_point or words or story or page or recursion) and not bits and not checkpoint"
     options += [] if NIGHT else ["-k", by_day]
     for command in ([*install, str(site), str(copy)], ["pytest", *options, str(copy)]):
-        done = subprocess.run(
-            [sys.executable, "-m", *command],
-            cwd=copy,
-            env=env | {"OMP_NUM_THREADS": "1"},
-            capture_output=True,
-            text=True,
-            timeout=280,
-            check=False,
-        )
-        assert done.returncode == 0, done.stdout + done.stderr
+        ended_well(sys.executable, "-m", *command, within=280, cwd=copy, env=env)
 
 
 def test_every_example_is_run():

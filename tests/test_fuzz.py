@@ -11,6 +11,7 @@ import json
 import os
 import pickle
 import resource
+import shutil
 import signal
 import socket
 import zipfile
@@ -676,11 +677,7 @@ def run_folder(tmp_path_factory):
 @pytest.fixture
 def run(run_folder, tmp_path):
     """A copy, to be spoilt."""
-    folder = tmp_path / "run"
-    folder.mkdir()
-    for path in run_folder.iterdir():
-        (folder / path.name).write_bytes(path.read_bytes())
-    return folder
+    return Path(shutil.copytree(run_folder, tmp_path / "run"))
 
 
 def answer(folder: Path) -> None:

@@ -2,13 +2,13 @@
 planner. The planner decides without torch and simpy; help comes at once."""
 
 import ast
-import subprocess
 import sys
 from functools import cache
 from pathlib import Path
 
 import networkx as nx
 import pytest
+from calls import ended_well
 
 ROOT = Path(__file__).resolve().parents[1]
 # A room may import itself, the rooms above it in its list, and what LIBRARIES lets it. Files that
@@ -118,14 +118,7 @@ def loaded_by(code: str) -> set[str]:
         f"import sys\n{code}\nprint('loaded:', *{{m if m.startswith('gnnplan') else"
         " m.partition('.')[0] for m in sys.modules})"
     )
-    result = subprocess.run(
-        [sys.executable, "-W", "error", "-c", program],
-        capture_output=True,
-        text=True,
-        timeout=60,
-        check=False,
-    )
-    assert result.returncode == 0, result.stderr
+    result = ended_well(sys.executable, "-W", "error", "-c", program)
     return set(result.stdout.rpartition("loaded:")[2].split())
 
 

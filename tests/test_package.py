@@ -16,6 +16,7 @@ from email.parser import Parser
 from pathlib import Path
 
 import pytest
+from calls import ended_well
 
 from gnnplan import __version__
 
@@ -27,10 +28,7 @@ ROOT = Path(__file__).resolve().parents[1]
 def build(sources: Path, out: Path, *options: str) -> Path:
     """The wheel of a folder of sources; without `--wheel` it goes through a source distribution."""
     command = [sys.executable, "-m", "build", "--no-isolation", "--outdir", str(out), *options]
-    result = subprocess.run(
-        [*command, str(sources)], capture_output=True, text=True, check=False, timeout=100
-    )
-    assert result.returncode == 0, result.stdout + result.stderr
+    ended_well(*command, sources)
     (wheel,) = out.glob("*.whl")
     return wheel
 
@@ -186,16 +184,8 @@ def run(environment, tmp_path):
     environ = {key: value for key, value in os.environ.items() if key != "PYTHONPATH"}
 
     def call(program: str, *words: str) -> str:
-        result = subprocess.run(
-            [str(environment / "bin" / program), *words],
-            cwd=tmp_path,
-            env=environ,
-            capture_output=True,
-            text=True,
-            check=False,
-            timeout=200,
-        )
-        assert result.returncode == 0, result.stdout + result.stderr
+        command = environment / "bin" / program, *words
+        result = ended_well(*command, within=200, cwd=tmp_path, env=environ)
         assert "Warning" not in result.stderr
         return result.stdout
 

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import pytest
 import yaml
-from calls import call, planned
+from calls import call, ended_well, planned
 
 from gnnplan.api.running import Run
 from gnnplan.cli.exports import FILES
@@ -109,15 +109,9 @@ def test_scripts_are_bash_and_name_every_file(plan, graph, tmp_path):
         comments = [line for line in text.splitlines() if line.startswith("# ")]
         assert any(str(graph) in line for line in comments)
         assert any(str(path) in line for line in comments)
-        checked = subprocess.run(["bash", "-n"], input=text, text=True, capture_output=True)
-        assert checked.returncode == 0 and not checked.stderr
-        told = subprocess.run(
-            ["bash", "-c", text.split("\nexport")[0] + '\nprintf "%s" "$plan"'],
-            capture_output=True,
-            text=True,
-            env={"SLURM_JOB_ID": "7"},
-        )
-        assert told.stdout == str(path), told.stderr
+        assert not ended_well("bash", "-n", input=text).stderr
+        says = text.split("\nexport")[0] + '\nprintf "%s" "$plan"'
+        assert ended_well("bash", "-c", says, env={"SLURM_JOB_ID": "7"}).stdout == str(path)
     asked = [line for line in slurm(launch).splitlines() if line.startswith("#SBATCH")]
     for option in ("--nodes=2", "--ntasks-per-node=2", "--gpus-per-node=2"):
         assert f"#SBATCH {option}" in asked
@@ -181,15 +175,7 @@ def test_torchrun_trains_what_the_plan_says(plan, tmp_path):
     script = tmp_path / "launch.sh"
     script.write_text(torchrun(Launch.of(path, read(path))))
     words = ["--epochs", "2", "--strategy", "NEXT", "--out", "run"]
-    done = subprocess.run(
-        ["bash", script, *words],
-        cwd=tmp_path,
-        env=environment(tmp_path),
-        capture_output=True,
-        text=True,
-        timeout=100,
-    )
-    assert done.returncode == 0, done.stderr
+    done = ended_well("bash", script, *words, cwd=tmp_path, env=environment(tmp_path))
     assert "arning" not in done.stderr
     must_be_as_planned(tmp_path / "run", path, 1)
 
@@ -233,15 +219,8 @@ def test_sbatch_on_two_servers(plan, tmp_path):
     for name in ("srun", "scontrol"):
         (tmp_path / name).chmod(0o755)
     assert shutil.which("srun", path=str(tmp_path))
-    done = subprocess.run(
-        ["bash", script, "--epochs", "2"],
-        cwd=tmp_path,
-        env=environment(tmp_path, SLURM_JOB_ID="9518", SLURM_JOB_NODELIST="one,two"),
-        capture_output=True,
-        text=True,
-        timeout=100,
-    )
-    assert done.returncode == 0, done.stderr
+    env = environment(tmp_path, SLURM_JOB_ID="9518", SLURM_JOB_NODELIST="one,two")
+    ended_well("bash", script, "--epochs", "2", cwd=tmp_path, env=env)
     (run,) = (tmp_path / "runs").iterdir()
     assert run.name.endswith("-9518")
     must_be_as_planned(run, path, 0)
@@ -272,7 +251,7 @@ def test_a_launch_file_resumes_a_run(plan, tmp_path, target):
 
     def started(*options: str) -> str:
         run = ["bash", *words, *options]
-        return subprocess.run(run, env=env, text=True, capture_output=True, check=True).stdout
+        return ended_well(*run, env=env).stdout
 
     out = "/runs/" if target == "kubernetes" else " runs/"
     assert f"--out {out.strip()}" in started("--epochs", "9")

@@ -155,18 +155,15 @@ BOX = Cluster(
     switch=Link.model_construct(bandwidth=5e5, latency=0.25),
     nics=[[0, 1], [2, 3]],
 )
-STAGED = Cluster(
-    servers=2,
-    gpus_per_server=4,
-    device=DEVICE,
-    all_reduce="ring",
+STAGED = changed(
+    BOX,
     intra_node=Link.model_construct(bandwidth=1e9, latency=9.0),
-    inter_node=Link.model_construct(bandwidth=1e5, latency=2.0),
     host=Link.model_construct(bandwidth=1e6, latency=0.5),
     peer_access=False,
     bridge=Link(bandwidth=2e6, latency=0.0),
-    islands=[[0, 1], [2], [3]],
+    islands=((0, 1), (2,), (3,)),
     island=Link.model_construct(bandwidth=1e7, latency=0.25),
+    **{"switches": (), "switch": None, "nics": ()},
 )
 SENDS = {"send.intra_node": Link(bandwidth=5e5, latency=0.0)}  # as measured, through memory
 BY_SWITCHES = {"switches": ((0, 1), (2, 3)), "switch": Link(bandwidth=5e5, latency=0.0)}
