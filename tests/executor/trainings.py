@@ -222,36 +222,25 @@ LINES = """
     # ranks, servers, strategy, graph, dropout, model and more of the workload
     2 1 graph_parallel islands 0.0 gcnii  # no halo at all
     4 1 graph_parallel islands 0.5 gcnii  # some ranks have nothing to send
-    2 1 pipegcn rough 0.5 sage
-    3 1 pipegcn rough 0.0 gcnii
     2 1 pipegcn_gf(narrow=True) rough 0.5 gcn
     4 2 pipegcn islands 0.0 gcn
-    2 1 gnnpipe rough 0.0 gcn
     3 1 gnnpipe(chunks=5,shuffle=False) multi 0.5 gcnii
     4 2 gnnpipe(chunks=6,historical_gradients=True,period=1) rough 0.5 sage
-    2 1 gnnpipe(chunks=1) rough 0.0 gcnii
-    4 1 gnnpipe(stages=2) rough 0.5 gcnii
     4 2 gnnpipe(stages=2,chunks=5,historical_gradients=True,period=1,layers_per_stage=(3,1)) multi 0.0 gcn
     # chunks of which nothing crosses
     4 1 gnnpipe(stages=2,chunks=3,checkpoint=True) islands 0.0 sage
-    2 1 gnnpipe(stages=1,chunks=3) rough 0.5 sage
     3 1 gnnpipe(stages=1,chunks=40) rough 0.0 gcn  # chunks smaller than the group
-    2 2 granndis(max_hop=1,fanout=2) rough 0.5 gcn
     4 2 granndis(max_hop=2,fanout=1,degrees='local') rough 0.0 sage
     4 2 granndis(batches=2) rough 0.0 gcn  # loads an aggregate
     4 2 granndis(batches=3,narrow=True) rough 0.5 sage  # loads rows and their halo
     # loads rows for the encoder
     3 3 granndis(max_hop=1,fanout=2,batches=4) multi 0.5 gcnii
     2 1 granndis(batches=2) rough 0.0 sage
-    4 1 granndis(depth=1,group='island') rough 0.5 gcn
     4 1 granndis(group='island',narrow=True) multi 0.0 sage
-    4 2 granndis(depth=2,group='island') rough 0.0 gcnii
     4 1 granndis(max_hop=1,fanout=2,batches=3,group='island') rough 0.0 gcn
     2 1 graph_parallel(narrow=True) rough 0.5 gatv2 often
     4 1 gnnpipe(stages=2,chunks=3) sparse 0.0 gatv2
-    3 1 gnnpipe rough 0.5 gin
     # gradients in buckets: beside exchanges, stale ones, and moments; of an encoder; in batches
-    3 1 graph_parallel(buckets=3) rough 0.5 resgcn norm=batch
     2 1 pipegcn(buckets=4) rough 0.5 sage norm=batch
     4 2 granndis(batches=2,buckets=3) rough 0.0 gcn
     2 1 bns(p=0.5,buckets=2) rough 0.0 sgc
@@ -260,7 +249,6 @@ LINES = """
     4 1 graph_parallel(bits=4,narrow=True) islands 0.0 sage
     2 1 graph_parallel(bits=8,checkpoint=True) multi 0.0 resgcn norm=batch
     2 1 pipegcn(bits=2) rough 0.5 sage
-    3 1 graph_parallel(bits='adaptive') rough 0.5 gcn
     3 1 pipegcn(bits=4,narrow=True) sparse 0.0 gcn
     2 1 bns(p=0.5,bits=2) rough 0.5 gcn often
     4 2 granndis(depth=1,bits=2) rough 0.5 gcn uncompared
@@ -271,7 +259,6 @@ LINES = """
     3 1 feature_parallel rough 0.5 gin norm=batch
     2 1 feature_parallel(order='alternating') islands 0.5 sgc
     # tiles of a grid: the sums of layer 1 made in every step, and once; fewer columns than ranks
-    4 1 tensor3d(x=2,y=1,z=2) rough 0.5 gcn
     2 1 tensor3d(x=2,y=1,z=1) multi 0.0 sage
     3 1 feature_parallel(order='alternating') rough 0.5 gcn often
     3 1 snp(splitter='random',checkpoint=True) sparse 0.5 gcn mini often
@@ -281,25 +268,17 @@ LINES = """
     4 2 p3(over='rank',copies=2,prefetch=1,cache=200) rough 0.0 gat mini heads=4
     4 2 p3(over='rank') sparse 0.5 sage mini
     # moments before layers and the decoder
-    3 1 graph_parallel rough 0.5 resgcn norm=batch
-    2 1 pipegcn rough 0.5 sage norm=batch
     4 2 granndis(depth=1) multi 0.0 resgcn norm=batch aggregation=sum
     3 1 pipegcn rough 0.5 sgc
     4 1 gnnpipe(stages=2,chunks=3,layers_per_stage=(1,3)) rough 0.0 sgc
     4 1 gnnpipe(chunks=3) rough 0.5 sgc  # two stages without weights
-    2 1 gnnpipe rough 0.5 resgcn
     2 1 pipegcn sparse 0.0 gat
     4 2 granndis(depth=1) sparse 0.5 gcn  # preloads and exchanges sparse rows
     4 2 granndis(batches=2) sparse 0.0 sage  # loads them
-    4 2 granndis(batches=2) sparse 0.0 gcnii
-    4 1 gnnpipe(stages=2,chunks=5) sparse 0.5 sage
-    2 1 gnnpipe sparse 0.5 gcnii
     3 1 data_parallel(prefetch=2) sparse 0.0 gcnii mini batch=7 fanout=full
-    3 1 gsplit(splitter='random',narrow=True) multi 0.0 sage mini batch=20 fanout=full
     4 2 gsplit(splitter='node',prefetch=2,imbalance=0.5) rough 0.0 gat mini
     4 2 gsplit(group='all',splitter='edge') sparse 0.5 gcn mini
     3 1 p3(prefetch=2) multi 0.0 sage mini batch=7 fanout=full
-    2 1 p3(pipelined=True) rough 0.5 sage mini
     4 2 p3(pipelined=True,prefetch=2) sparse 0.0 gcn mini batch=9
     2 1 p3(pipelined=True) multi 0.0 gat mini
     2 2 p3(pipelined=True) rough 0.5 sgc mini
@@ -318,8 +297,6 @@ LINES = """
     3 1 data_parallel(structure='spread',structure_cache=300,prefetch=3) rough 0.5 gcn mini
     4 2 p3(pipelined=True,structure='spread') rough 0.0 sage mini batch=9
     # link prediction: rows of edges' ends cross where ranks split a batch
-    2 1 data_parallel rough 0.5 sage mini batch=60 task=link negatives=2
-    2 1 gsplit rough 0.5 gcn mini batch=60 task=link
     4 2 dnp(group='all',cache=480,prefetch=1) sparse 0.5 gat mini
     2 1 dnp(prefetch=1) rough 0.5 gcn mini batch=60 task=link
     4 2 snp(group='all',cache=480,features='spread',prefetch=1) sparse 0.5 gcn mini
@@ -346,8 +323,6 @@ LINES = """
     4 2 offload(chunks=2) multi 0.0 sage dtype=bfloat16
     # chunks of a vertex each, of which some have no edges; of islands nothing crosses
     1 1 offload(chunks=60,trim=True) rough 0.0 sage
-    1 1 offload(chunks=4,trim=True) rough 0.5 sage directed
-    1 1 offload(chunks=5) multi 0.5 gcn norm=layer directed
     1 1 offload(chunks=2,trim=True) multi 0.5 sage layers=1
     2 1 offload(chunks=2) islands 0.0 gin optimizer=sgd
     4 2 offload(chunks=15,trim=True) rough 0.0 sage
@@ -370,8 +345,6 @@ LINES = """
     4 1 granndis(depth=1,narrow=True,group='island') skewed 0.5 gcn layers=3
     4 2 granndis(depth=2,group='island') skewed 0.5 sage
     4 2 granndis(group='island') skewed 0.5 gat layers=2
-    4 2 granndis(batches=2) skewed 0.5 gcn layers=3
-    2 2 granndis(batches=3,narrow=True) skewed 0.0 sage layers=3
     2 1 granndis(batches=4) skewed 0.5 gcnii layers=3
     4 2 granndis(batches=3) skewed 0.0 gcn layers=1
     2 2 granndis(batches=2) skewed 0.5 gat layers=3
@@ -379,7 +352,6 @@ LINES = """
     3 3 granndis(max_hop=1,fanout=1) rough 0.5 gcn layers=3
     2 2 granndis(max_hop=1,fanout=2,degrees='local') rough 0.5 gcn directed layers=3
     4 2 granndis(max_hop=1,fanout=1) rough 0.5 sage directed layers=3
-    3 3 granndis(max_hop=1,fanout=2,batches=3) rough 0.5 gcnii layers=3
     4 2 granndis(max_hop=1,fanout=2,batches=2,degrees='local') rough 0.5 gcn directed layers=3
     4 2 granndis(max_hop=1,fanout=2,batches=2,group='island') rough 0.5 gcnii layers=3
     2 2 granndis(max_hop=1) islands 0.5 sage layers=3  # one server has nothing to train on
@@ -390,7 +362,6 @@ LINES = """
     3 1 pipegcn rough 0.5 resgcn
     3 1 pipegcn_f(gamma=0.5) rough 0.5 sage
     4 1 pipegcn_g(gamma=0.7) rough 0.5 gcnii often
-    2 1 pipegcn_gf rough 0.5 gcn
     3 1 pipegcn(narrow=True) rough 0.5 gcn
     2 1 pipegcn_gf(gamma=0.0) rough 0.5 sage as=pipegcn
     # rows of a share of the boundary
@@ -426,26 +397,19 @@ LINES = """
     2 2 p3 rough 0.5 sage mini batch=80 task=link
     # three updates late, at rates that change
     4 2 p3(pipelined=True) sparse 0.5 sage mini optimizer=adam lr=0.02 schedule=step step_size=1
-    2 1 p3(pipelined=True) rough 0.5 gat mini lr=0.02 schedule=step step_size=1
     4 4 p3(pipelined=True,copies=2) rough 0.5 gat mini lr=0.02 schedule=step step_size=1
     # where rows, lists and parts lie changes no bit
     2 1 data_parallel(cache=1920,hot='degree') rough 0.5 sage mini as=data_parallel
     2 1 data_parallel(cache=100000) sparse 0.5 sage mini as=data_parallel
-    2 1 data_parallel(cache=1920,shared_cache=True,prefetch=1) rough 0.5 sage mini as=data_parallel
-    4 2 data_parallel(features='spread') rough 0.5 sage mini as=data_parallel
     4 2 data_parallel(features='spread',cache=864,shared_cache=True) sparse 0.5 sage mini as=data_parallel
     4 2 gsplit(features='spread',cache=864,hot='degree') rough 0.5 sage mini as=gsplit
-    4 2 gsplit(group='all',features='spread',cache=864) rough 0.5 sage mini as=gsplit(group='all')
     4 2 p3(cache=864,prefetch=1) rough 0.5 sage mini as=p3
     4 2 p3(cache=100000) sparse 0.5 sage mini as=p3
-    2 1 p3(pipelined=True,cache=864) rough 0.5 sage mini as=p3(pipelined=True)
     3 1 data_parallel(structure='spread',structure_cache=300,prefetch=1) rough 0.5 gcn mini directed as=data_parallel
     4 2 data_parallel(features='spread',structure='spread',structure_cache=300,hot='degree') rough 0.5 sage mini fanout=full as=data_parallel
     2 1 gsplit(structure='spread') rough 0.5 gcn mini directed as=gsplit
     2 1 p3(structure='spread',structure_cache=300) rough 0.5 gcn mini directed as=p3
-    4 2 p3(pipelined=True,structure='spread') rough 0.5 sage mini fanout=full as=p3(pipelined=True)
     2 1 gsplit(splitter='random',prefetch=3) rough 0.5 sage mini as=gsplit(splitter='random')
-    2 1 graph_parallel rough/parts 0.5 gcn as=graph_parallel
     2 1 graph_parallel(narrow=True,trim=True) rough/parts 0.5 gcn as=graph_parallel(narrow=True,trim=True)
     2 1 graph_parallel(bits='adaptive') rough/parts 0.5 gcn as=graph_parallel(bits='adaptive')
     2 1 pipegcn rough/parts 0.5 gcn as=pipegcn
