@@ -144,8 +144,6 @@ def _be(case: Case, arguments: list[str], folder: Path) -> NoReturn:
         os._exit(code)
 
 
-# -- files -----------------------------------------------------------------------------------------
-
 _plan: list[str] = []
 
 
@@ -261,8 +259,6 @@ def long_file(name: str, line: bytes, size: int) -> Make:
 
     return make
 
-
-# -- cases -----------------------------------------------------------------------------------------
 
 LONG = "n" * 300
 WORDS = {"GRAPH": GRAPH, "LONG": LONG, "PLAN": f"plan --graph {GRAPH}"}

@@ -215,9 +215,6 @@ def test_marked_tests(tmp_path):
     assert len(rows) > 60 and {row["outcome"] for row in rows} == {"skipped"}
 
 
-# -- what happens when something fails ---------------------------------------------------------------
-
-
 @pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without CUDA")
 def test_a_stage_that_fails_or_hangs_stops_no_other(gpu, tmp_path):
     """The first is killed at its limit, the second finds no GPU, and for the third no time is left.
@@ -277,9 +274,6 @@ def test_an_error_is_kept_with_its_words_and_the_rest_goes_on(gpu, tmp_path):
     assert document["left_out"] == [{"what": "second", "why": "no such library"}]
     assert document["rows"][0] == {"kernel": "copy", "rate": 1e9} and not document["ended"]
     assert [each["error"] for each in document["failed"][1:]] == ["one is two"]
-
-
-# -- the page ----------------------------------------------------------------------------------------
 
 
 @pytest.mark.nightly

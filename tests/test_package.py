@@ -102,8 +102,6 @@ def test_a_source_distribution_makes_the_same_wheel(sources, wheel, tmp_path):
     assert names(build(sources, tmp_path)) == names(wheel)
 
 
-# -- a newcomer with nothing but the wheel -----------------------------------------------------
-
 # Planetoid's usual script
 SCRIPT = """\
 import torch

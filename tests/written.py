@@ -89,9 +89,6 @@ def ids(mask: str) -> np.ndarray:
     return np.flatnonzero(GRAPH[mask])
 
 
-# -- objects, and the files that their libraries write ---------------------------------------------
-
-
 def dgl_graph() -> object:
     dgl = quiet("dgl")
     graph = dgl.graph((GRAPH["src"], GRAPH["dst"]), num_nodes=N)

@@ -242,9 +242,6 @@ def _sizes_itself(name: str, args: Any, kwargs: Any) -> bool:
     return False
 
 
-# -- what torch and the product call ---------------------------------------------------------------
-
-
 def _is_cuda(device: object) -> bool:
     return device is not None and torch.device(device).type == "cuda"  # type: ignore[arg-type]
 
@@ -356,9 +353,6 @@ class Event:
 
     def elapsed_time(self, later: object) -> float:
         return 0.0
-
-
-# -- the product's own kernels ---------------------------------------------------------------------
 
 
 def _dropout(

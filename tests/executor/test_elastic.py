@@ -158,8 +158,6 @@ def test_torchrun_ranks_go_on_with_another_plan(tmp_path, fork_server):
         call("validate", out)
 
 
-# -- files -----------------------------------------------------------------------------------------
-
 QUESTION = {"gnnplan": "1", "graph": "abc", "ranks": 2, "strategy": "graph_parallel"}
 
 

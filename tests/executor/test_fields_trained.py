@@ -161,9 +161,6 @@ def test_a_batch_does_not_carry_the_whole_graph(folder):
     assert all(part.block.graph_edges is problem.graph.csr_edges for part in share.parts)
 
 
-# -- what is said, and refused ---------------------------------------------------------------------
-
-
 def test_what_is_not_read_is_said_once(folder):
     data = str(folder / "data.pt")
     unread = {

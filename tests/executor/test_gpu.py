@@ -235,9 +235,6 @@ def test_ranks_with_a_gpu_each_equal_the_cpu(run_ranks, graphs, strategy, more):
     assert on_gpu.rank(0)["bytes"] == on_cpu.rank(0)["bytes"]
 
 
-# -- lanes -----------------------------------------------------------------------------------------
-
-
 def test_a_lane_has_its_own_stream(gpu_rank):
     """Work on the comm lane runs beside work on the step's own stream, and after what that stream
     had computed before."""
@@ -326,9 +323,6 @@ def test_steps_that_are_not_recorded_have_no_spans(gpu_rank):
     assert not torch.cuda.current_stream().query(), "the host waited for the device"
     gpu_rank.settle(all_lanes=True)
     assert not gpu_rank.recorder.spans
-
-
-# -- memory ----------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("strategy", ["graph_parallel", "gnnpipe(chunks=4)"])

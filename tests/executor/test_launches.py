@@ -237,9 +237,6 @@ def test_offload_waits_for_its_copies_alone(run_ranks, graphs, train_there, mode
     assert found.losses == pytest.approx(alone.losses, rel=1e-5)
 
 
-# -- the device itself -----------------------------------------------------------------------------
-
-
 def test_devices_do_not_mix(pretend_device):
     here, there = torch.arange(4.0), torch.arange(4.0, device=CUDA)
     assert there.is_cuda and there.device == CUDA

@@ -84,8 +84,6 @@ def test_servers_with_disks_of_their_own_resume_from_these(tmp_path, fork_server
     assert [row["epoch"] for row in rows if row["val_accuracy"] is not None] == [3, 4, 6, 7]
 
 
-# -- files -----------------------------------------------------------------------------------------
-
 QUESTION = {"gnnplan": "1", "graph": "abc", "ranks": 2}
 
 

@@ -187,9 +187,6 @@ def test_constants_are_refitted_and_the_plan_is_of_them():
     assert refitted(LOCAL, runs_of(slower=2.0)[:1]) == (LOCAL, None)
 
 
-# -- real runs -------------------------------------------------------------------------------------
-
-
 def gnnplan(*words: object, **env: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
         [sys.executable, "-m", "gnnplan", *map(str, words)],

@@ -153,9 +153,6 @@ def idle(case: Case) -> tuple[str, ...]:
     return tuple(f"layers.{layer}.{name}" for layer in range(1, last + 1))
 
 
-# -- graphs ----------------------------------------------------------------------------------------
-
-
 def source(name: str, graphs: dict[str, str], folder: Path) -> str:
     """The path of a graph: 'rough', as it is; 'rough/parts' in a folder of two parts; 'rough/folder',
     whose features stay in their file."""
@@ -215,8 +212,6 @@ def skewed(_: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
 
 MADE = {"one": one, "three": three, "whole": whole, "skewed": skewed}
 
-
-# -- the table -------------------------------------------------------------------------------------
 
 LINES = """
     # ranks, servers, strategy, graph, dropout, model and more of the workload

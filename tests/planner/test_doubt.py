@@ -42,9 +42,6 @@ def overridden(cluster: Cluster, setting: str) -> Cluster:
     return apply_overrides(cluster, Workload(), [setting])[0]
 
 
-# -- ranges and draws
-
-
 def test_a_constant_is_as_doubtful_as_its_source():
     """Measured numbers are known best, datasheets are rarely reached, a what-if is certain."""
     a100 = preset("dgx_a100")
@@ -216,9 +213,6 @@ def test_ranges_that_are_none_are_refused(ranges, told):
     assert told in str(error.value)
     with pytest.raises(SpecError):
         overridden(preset("l4_box"), "ranges.device=[2, 1]")
-
-
-# -- the choice in doubt
 
 
 def test_regret_and_chance_are_those_of_the_draws():

@@ -194,9 +194,6 @@ def test_p3s_example_of_a_mini_batch():
     assert told.rows[0] == pytest.approx(188_339, rel=0.15)
 
 
-# -- shared by ranks -------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("groups", [(0, 0, 0), (0, 0, 1, 1), (0, 1, 0, 1)], ids=str)
 def test_shares_of_a_split_batch_add_up(groups):
     """Every row and edge of a group is one rank's; a rank reads its own rows and those that are
@@ -270,9 +267,6 @@ def test_memory_of_more_batches_than_numpy_chooses_from():
     """np.choose takes less than 64."""
     few, many = (DataParallel().memory(stats_job(train, 100)) for train in (1_000, 10_000))
     assert few.keys() == many.keys() and all(np.array_equal(few[use], many[use]) for use in few)
-
-
-# -- who has what ----------------------------------------------------------------------------------
 
 
 @cache

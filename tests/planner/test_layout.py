@@ -184,9 +184,6 @@ def test_preloaded_rows_are_the_servers_surroundings(case):
         assert preloaded[:, rank].tolist() == owners.tolist()
 
 
-# -- drawn rows and batches ------------------------------------------------------------------------
-
-
 @law(80, st.integers(1, 3), st.integers(1, 3), st.integers(0, 2))
 def test_a_server_draws_at_most_k_external_neighbours_of_a_vertex(case, max_hop, fanout, seed):
     for server in set(case.servers):

@@ -43,9 +43,6 @@ def needed(problem: Problem, text: str) -> float:
     return float(sum(use.values(), -use["runtime"]).max())
 
 
-# -- bytes -------------------------------------------------------------------------------------
-
-
 def reads(graph: Graph, rows: np.ndarray) -> set[int]:
     """These rows and their neighbours."""
     return set(rows).union(*(graph.indices[graph.indptr[v] : graph.indptr[v + 1]] for v in rows))
@@ -151,9 +148,6 @@ def test_a_gpu_has_room_for_what_is_copied_beside_computation():
     step = ChunkedStep.of(problem_of(), problem_of().chunked(4))
     most = max(float(step.loaded_bytes("b", 2, c).max()) for c in range(4))
     assert one["copies"].max() == 0 and many["copies"].max() >= most > 0
-
-
-# -- when a plan uses it -----------------------------------------------------------------------
 
 
 def test_a_plan_uses_it_where_nothing_else_fits():

@@ -180,9 +180,6 @@ def test_samplers_are_rivals():
     assert evaluate_rows([host, device])["summary"]["winner"] == {"n": 1, "right": 1}
 
 
-# -- other people's software -----------------------------------------------------------------------
-
-
 def of_software(**params: object) -> float:
     """The epoch of `row` where software samples and loads so."""
     told = {"batch": 1000, "fanout": [10, 25], "sampler": "host", "software": "dgl"} | params

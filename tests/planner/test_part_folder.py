@@ -134,9 +134,6 @@ def test_a_cut_is_used_for_as_many_parts_and_no_others(tmp_path):
     assert np.array_equal(partition(found, 3, "metis"), partition(graph, 3, "metis"))
 
 
-# -- plans ----------------------------------------------------------------------------------------
-
-
 TWO_GPUS = {"servers": 1, "gpus_per_server": 2}
 TWO_GPUS |= {"device": {"memory": "24GB", "gemm": "10TFLOP/s", "memory_bandwidth": "500GB/s"}}
 TWO_GPUS |= {"intra_node": {"bandwidth": "2GB/s"}, "inter_node": {"bandwidth": "1GB/s"}}
@@ -219,9 +216,6 @@ def test_a_plan_is_of_its_parts(tmp_path):
     written(graph, folder, 4)
     with pytest.raises(OtherData, match="made for other parts"):
         documents.question(document)
-
-
-# -- bad input ------------------------------------------------------------------------------------
 
 
 def garbled(path: Path) -> None:

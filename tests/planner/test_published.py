@@ -55,9 +55,6 @@ def test_the_all_reduce_is_the_whole_difference_between_gcn_and_sage(dataset):
     assert (sage["all_reduce"] - gcn["all_reduce"]) / 2**30 == pytest.approx(6.10 - 4.43, rel=0.05)
 
 
-# -- the bubble ------------------------------------------------------------------------------------
-
-
 def bubble_share(stages: int, chunks: int) -> float:
     """GPipe's bubble, as GNNPipe Sec. 3.2 and 4.6 have it: of equal stages and chunks."""
     return (stages - 1) / (chunks + stages - 1)

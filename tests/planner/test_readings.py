@@ -265,9 +265,6 @@ def test_other_files_are_refused(tmp_path, text):
         topology(tmp_path / "absent")
 
 
-# -- tables of many machines, and files of many runs -------------------------------------------
-
-
 EIGHT = joined(range(8))
 PAIRS_OF = tuple((gpu, gpu + 1) for gpu in range(0, 8, 2))
 

@@ -35,9 +35,6 @@ def ends(*starts: tuple[float, Demand], threads: tuple[int, ...] = ()) -> list[f
     return over
 
 
-# -- worked by hand --------------------------------------------------------------------------------
-
-
 def load(*, after: float = 0.0, latency: float = 0.0, **seconds: float) -> tuple[float, Demand]:
     """A transfer that starts after so long, and is busy at ports for so long."""
     return after, Demand(latency, {globals()[port]: took for port, took in seconds.items()})
@@ -58,9 +55,6 @@ def test_threads_have_equally_much_of_a_core_but_not_of_a_wire():
     for port, expected in ((("cores", 0), [4.0, 6.0]), (A, [6.0, 6.0])):
         both = [(0, Demand(0, {port: 3.0}))] * 2
         assert ends(*both, threads=(3, 1)) == expected
-
-
-# -- against others --------------------------------------------------------------------------------
 
 
 @st.composite

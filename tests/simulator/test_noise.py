@@ -77,9 +77,6 @@ def question(family: str) -> Problem:
     return Problem(graph.stats, graph, Workload(layers=4, hidden=16, **mini), where, "hash")
 
 
-# -- theory ----------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(("ranks", "jitter"), [(1, 0.3), (4, 0.1), (16, 0.5)])
 def test_a_synchronous_epoch_takes_the_slowest_of_its_ranks(ranks, jitter):
     """The largest of n lognormals of mean 1, sampled here by numpy's own lognormal; four standard
@@ -111,9 +108,6 @@ def test_a_straggler_of_a_synchronous_step_is_what_all_wait_for():
     schedule, cost = in_step(4, steps=3, pieces=2)
     assert epochs(schedule, cost, 1, Noise(stragglers={2: 2.5}), 2) == pytest.approx([5.0] * 4)
     assert epochs(schedule, cost, 1, Noise(stragglers={0: 3, 2: 2.5}), 1) == pytest.approx([6] * 2)
-
-
-# -- laws, over every family -----------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("family", FAMILIES)
