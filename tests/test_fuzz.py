@@ -324,15 +324,10 @@ def test_strategies_of_absurd_sizes_are_weighed_or_refused(tmp_path, strategy, w
 
 N, E = 12, 40
 _rng = np.random.default_rng(0)
-ARRAYS = {
-    "src": _rng.integers(0, N, E),
-    "dst": _rng.integers(0, N, E),
-    "x": _rng.random((N, 3), np.float32),
-    "y": np.arange(N) % 3,
-    "train_mask": np.arange(N) < 6,
-    "val_mask": np.arange(N) == 7,
-    "meta": np.array('{"classes": 3}'),
-}
+ARRAYS = {"src": _rng.integers(0, N, E), "dst": _rng.integers(0, N, E)}
+ARRAYS |= {"x": _rng.random((N, 3), np.float32), "y": np.arange(N) % 3}
+ARRAYS |= {"train_mask": np.arange(N) < 6, "val_mask": np.arange(N) == 7}
+ARRAYS |= {"meta": np.array('{"classes": 3}')}
 SPARSE = {"x_indptr": np.arange(N + 1), "x_indices": np.arange(N) % 3, "x_shape": np.array([N, 3])}
 SPARSE |= {"x_data": np.ones(N)}
 
@@ -841,13 +836,9 @@ STRATEGIES = "p3_push_pull dgl_data_parallel gsplit granndis pipegcn x"
 def test_published_figures(tmp_path, data):
     row = dict(ROW)
     for name in data.draw(st.lists(st.sampled_from(COLUMNS), min_size=1, max_size=3)):
-        options = {
-            "strategy_params": PARAMS,
-            "strategy": STRATEGIES.split(),
-            "metric": METRICS.split(),
-            "dataset": ["ogbn-products", "../x", "reddit.yaml"],
-            "testbed": ["local", "../x", "/dev/zero", "pcie_box"],
-        }
+        options = {"strategy_params": PARAMS, "strategy": STRATEGIES.split()}
+        options |= {"metric": METRICS.split(), "dataset": ["ogbn-products", "../x", "reddit.yaml"]}
+        options |= {"testbed": ["local", "../x", "/dev/zero", "pcie_box"]}
         strange = options.get(
             name, ["0", "-1", "1", "99999", "9" * 5000, "1e-320", "nan", "\u0663", "x"]
         )

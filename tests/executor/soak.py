@@ -59,24 +59,11 @@ CASES += [Case("data_parallel(prefetch=1)", GRAPH, MINI)]
 CASES += [Case("p3(pipelined=True,prefetch=2)", GRAPH, MINI)]
 # kind -> phases in which it makes sense: a rank that has just begun has no files yet
 ALL, LATE = list(PHASES), [*AMID, "end"]
-KINDS: dict[str, list[str]] = {
-    "SIGKILL": ALL,
-    "SIGTERM": ALL,
-    "raises": ALL,
-    "starves": ALL[1:],
-    "SIGSTOP": ALL[2:],
-    "SIGSTOP and SIGCONT": AMID,
-    "no sampler": AMID,
-    "cut checkpoint": LATE,
-    "no trace": LATE,
-    "no metrics": AMID,
-    "no link": ["exchange"],
-    "no files": LATE,
-    "full disk": LATE,
-    "launcher SIGINT": AMID,
-    "launcher SIGTERM": AMID,
-    "launcher SIGKILL": AMID,
-}
+KINDS: dict[str, list[str]] = {"SIGKILL": ALL, "SIGTERM": ALL, "raises": ALL, "starves": ALL[1:]}
+KINDS |= {"SIGSTOP": ALL[2:], "SIGSTOP and SIGCONT": AMID, "no sampler": AMID}
+KINDS |= {"cut checkpoint": LATE, "no trace": LATE, "no metrics": AMID, "no link": ["exchange"]}
+KINDS |= {"no files": LATE, "full disk": LATE, "launcher SIGINT": AMID, "launcher SIGTERM": AMID}
+KINDS |= {"launcher SIGKILL": AMID}
 FALLS = {Hang: "hangs", Orphans: "orphans", LostEpochs: "lost epochs", Unequal: "unequal"}
 FALLS |= {Untold: "untold"}
 LEFT = ("processes", "namespaces", "ports", "shared memory", "files")

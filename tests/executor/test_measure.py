@@ -179,15 +179,10 @@ SIZES = [2**k for k in range(10, 25)]
 def test_ranks_that_srun_has_started_measure_together(tmp_path):
     """One on each of two servers, by Slurm's names alone; the first has the cluster, and the port
     is of the job."""
-    srun = {
-        "SLURM_STEP_NUM_TASKS": "2",
-        "SLURM_NTASKS_PER_NODE": "1",
-        "SLURM_STEP_NODELIST": "localhost",
-        "SLURM_LOCALID": "0",
-        "SLURM_JOB_ID": str(os.getpid()),
-        "GNNPLAN_CACHE": str(tmp_path),
-        "OMP_NUM_THREADS": "1",
-    }
+    srun = {"SLURM_STEP_NUM_TASKS": "2", "SLURM_NTASKS_PER_NODE": "1"}
+    srun |= {"SLURM_STEP_NODELIST": "localhost", "SLURM_LOCALID": "0"}
+    srun |= {"SLURM_JOB_ID": str(os.getpid()), "GNNPLAN_CACHE": str(tmp_path)}
+    srun |= {"OMP_NUM_THREADS": "1"}
     (cache_dir() / "partitions").mkdir(parents=True, exist_ok=True)
     (tmp_path / "partitions").symlink_to(cache_dir() / "partitions")  # METIS has cut these graphs
     command = [sys.executable, "-m", "gnnplan", "measure", "--seconds", "0.01", "-o"]
@@ -280,17 +275,10 @@ def test_an_exchange_among_all_costs_what_both_its_links_cost():
 def test_what_ranks_have_found_becomes_a_cluster(monkeypatch, cuda):
     monkeypatch.setattr(module.torch.cuda, "is_available", lambda: cuda)
     samples = [(n, 500e-6 + n / 1e9, 100e-6 + n * 1e-9) for n in SIZES]
-    found = {
-        "name": "a device",
-        "active": 2,
-        "gemm": [(1000, 64, 64, [1e-3, 1e-3])],
-        "gather": [(64, 1e6, 1e9, [0.1, 0.1])],
-        "elementwise": [([1e-10, 1e-10],)],
-        "draw": [(10**6, [0.1])],
-        "lay": [(10**6, [0.08])],
-        "steps": [([0.01],)] * 6,
-        "exchange.intra_node": samples,
-    }
+    found = {"name": "a device", "active": 2, "gemm": [(1000, 64, 64, [1e-3, 1e-3])]}
+    found |= {"gather": [(64, 1e6, 1e9, [0.1, 0.1])], "elementwise": [([1e-10, 1e-10],)]}
+    found |= {"draw": [(10**6, [0.1])], "lay": [(10**6, [0.08])], "steps": [([0.01],)] * 6}
+    found |= {"exchange.intra_node": samples}
     cluster = cluster_of(found, 1, 2, 1e9, 2, one_machine=True)
     link, device = cluster.collectives["send.intra_node"], cluster.device
     # a sample of gemm is of three products, which read and write rows

@@ -9,63 +9,9 @@ from __future__ import annotations
 
 import torch
 import torch.nn.functional as F
+import torch_geometric.nn as pyg
 from torch import nn
-from torch_geometric.nn import (
-    APPNP,
-    GAT,
-    LINKX,
-    MLP,
-    BatchNorm,
-    CGConv,
-    ChebConv,
-    DirGNNConv,
-    EdgeConv,
-    FAConv,
-    FastRGCNConv,
-    GATConv,
-    GatedGraphConv,
-    GATv2Conv,
-    GCN2Conv,
-    GCNConv,
-    GENConv,
-    GeneralConv,
-    GINConv,
-    GINEConv,
-    GMMConv,
-    GraphConv,
-    GraphNorm,
-    GraphSizeNorm,
-    InstanceNorm,
-    JumpingKnowledge,
-    LayerNorm,
-    MessagePassing,
-    MFConv,
-    MixHopConv,
-    NNConv,
-    PDNConv,
-    PNAConv,
-    PointNetConv,
-    RGCNConv,
-    SAGEConv,
-    Sequential,
-    SGConv,
-    SimpleConv,
-    SSGConv,
-    SuperGATConv,
-    TAGConv,
-    TransformerConv,
-    global_mean_pool,
-)
-from torch_geometric.utils import (
-    add_self_loops,
-    degree,
-    dropout_edge,
-    get_laplacian,
-    remove_self_loops,
-    scatter,
-    softmax,
-    to_undirected,
-)
+from torch_geometric import utils
 from zoo_entries import needs
 
 
@@ -101,34 +47,36 @@ class ChainOfAttributes(Chain):
 @needs()
 def Aggregations(in_channels, out_channels):
     return Chain(
-        SAGEConv(in_channels, 8, aggr="max", project=True),
-        SAGEConv(8, 8, aggr=["mean", "max", "std"]),
-        SAGEConv(8, 8, aggr="softmax", aggr_kwargs={"learn": True}),
-        SAGEConv(8, 8, aggr="powermean", aggr_kwargs={"learn": False}),
-        SAGEConv(8, out_channels, aggr="add", root_weight=False, normalize=True),
+        pyg.SAGEConv(in_channels, 8, aggr="max", project=True),
+        pyg.SAGEConv(8, 8, aggr=["mean", "max", "std"]),
+        pyg.SAGEConv(8, 8, aggr="softmax", aggr_kwargs={"learn": True}),
+        pyg.SAGEConv(8, 8, aggr="powermean", aggr_kwargs={"learn": False}),
+        pyg.SAGEConv(8, out_channels, aggr="add", root_weight=False, normalize=True),
     )
 
 
 @needs(refused="index out of range")
 def Median(in_channels, out_channels):
     """PyG has no median of vertices that read nobody."""
-    return Chain(SAGEConv(in_channels, 16, aggr="median"), SAGEConv(16, out_channels, aggr="min"))
+    return Chain(
+        pyg.SAGEConv(in_channels, 16, aggr="median"), pyg.SAGEConv(16, out_channels, aggr="min")
+    )
 
 
 @needs(refused="numbered in reverse")
 def LSTMOfNeighbours(in_channels, out_channels):
-    return Chain(SAGEConv(in_channels, 8, aggr="lstm"), SAGEConv(8, out_channels))
+    return Chain(pyg.SAGEConv(in_channels, 8, aggr="lstm"), pyg.SAGEConv(8, out_channels))
 
 
 @needs()
 def NormedSums(in_channels, out_channels):
     """By degrees, one of which drops entries of the normed adjacency."""
     return Chain(
-        GCNConv(in_channels, 8, improved=True, bias=False),
-        GCNConv(8, 8, add_self_loops=False),
-        APPNP(K=2, alpha=0.1, dropout=0.4),
-        ChebConv(8, 8, K=3),
-        SGConv(8, out_channels, K=2),
+        pyg.GCNConv(in_channels, 8, improved=True, bias=False),
+        pyg.GCNConv(8, 8, add_self_loops=False),
+        pyg.APPNP(K=2, alpha=0.1, dropout=0.4),
+        pyg.ChebConv(8, 8, K=3),
+        pyg.SGConv(8, out_channels, K=2),
     )
 
 
@@ -139,12 +87,12 @@ def Messages(in_channels, out_channels):
     scalers = ["identity", "amplification", "attenuation"]
     ends = nn.Sequential(nn.Linear(16, 16), nn.ReLU(), nn.Linear(16, 8))
     return Chain(
-        EdgeConv(nn.Sequential(nn.Linear(2 * in_channels, 8), nn.ReLU()), aggr="max"),
-        EdgeConv(ends),
-        PNAConv(8, 8, ["mean", "min", "max", "std"], scalers, degrees, towers=2, pre_layers=1),
-        GATConv(8, 4, heads=2, dropout=0.6),
-        GENConv(8, 8, aggr="powermean", msg_norm=True, learn_msg_scale=True),
-        GeneralConv(8, out_channels, attention=True, l2_normalize=True),
+        pyg.EdgeConv(nn.Sequential(nn.Linear(2 * in_channels, 8), nn.ReLU()), aggr="max"),
+        pyg.EdgeConv(ends),
+        pyg.PNAConv(8, 8, ["mean", "min", "max", "std"], scalers, degrees, towers=2, pre_layers=1),
+        pyg.GATConv(8, 4, heads=2, dropout=0.6),
+        pyg.GENConv(8, 8, aggr="powermean", msg_norm=True, learn_msg_scale=True),
+        pyg.GeneralConv(8, out_channels, attention=True, l2_normalize=True),
     )
 
 
@@ -152,8 +100,8 @@ def Messages(in_channels, out_channels):
 class Weighted(nn.Module):
     def __init__(self, in_channels, out_channels):
         super().__init__()
-        self.conv1, self.conv2 = GCNConv(in_channels, 8), TAGConv(8, 8, K=2)
-        self.prop, self.lin = APPNP(2, 0.2), nn.Linear(8, out_channels)
+        self.conv1, self.conv2 = pyg.GCNConv(in_channels, 8), pyg.TAGConv(8, 8, K=2)
+        self.prop, self.lin = pyg.APPNP(2, 0.2), nn.Linear(8, out_channels)
 
     def forward(self, x, edge_index, edge_weight=None):
         x = F.dropout(self.conv1(x, edge_index, edge_weight).relu(), 0.5, self.training)
@@ -165,14 +113,14 @@ class Weighted(nn.Module):
 def Attributes(in_channels, out_channels):
     by_edge = nn.Sequential(nn.Linear(5, 9), nn.ReLU(), nn.Linear(9, 64))
     return ChainOfAttributes(
-        GATv2Conv(in_channels, 4, heads=2, edge_dim=5, dropout=0.2),
-        GATConv(8, 8, edge_dim=5, fill_value="mean"),
-        GINEConv(nn.Sequential(nn.Linear(8, 8), nn.ReLU()), train_eps=True, edge_dim=5),
-        TransformerConv(8, 4, 2, beta=True, dropout=0.3, edge_dim=5),
-        GENConv(8, 8, aggr="softmax", learn_t=True, num_layers=2, norm="layer", edge_dim=5),
-        NNConv(8, 8, by_edge, aggr="mean"),
-        CGConv(8, dim=5),
-        TransformerConv(8, out_channels, 2, concat=False, edge_dim=5),
+        pyg.GATv2Conv(in_channels, 4, heads=2, edge_dim=5, dropout=0.2),
+        pyg.GATConv(8, 8, edge_dim=5, fill_value="mean"),
+        pyg.GINEConv(nn.Sequential(nn.Linear(8, 8), nn.ReLU()), train_eps=True, edge_dim=5),
+        pyg.TransformerConv(8, 4, 2, beta=True, dropout=0.3, edge_dim=5),
+        pyg.GENConv(8, 8, aggr="softmax", learn_t=True, num_layers=2, norm="layer", edge_dim=5),
+        pyg.NNConv(8, 8, by_edge, aggr="mean"),
+        pyg.CGConv(8, dim=5),
+        pyg.TransformerConv(8, out_channels, 2, concat=False, edge_dim=5),
     )
 
 
@@ -180,8 +128,8 @@ def Attributes(in_channels, out_channels):
 def PathfinderDiscovery(in_channels, out_channels):
     """Degrees are sums of learned weights."""
     return ChainOfAttributes(
-        PDNConv(in_channels, 16, edge_dim=5, hidden_channels=6),
-        PDNConv(16, out_channels, edge_dim=5, hidden_channels=6, normalize=False),
+        pyg.PDNConv(in_channels, 16, edge_dim=5, hidden_channels=6),
+        pyg.PDNConv(16, out_channels, edge_dim=5, hidden_channels=6, normalize=False),
     )
 
 
@@ -189,8 +137,8 @@ def PathfinderDiscovery(in_channels, out_channels):
 class MoNet(Chain):
     def __init__(self, in_channels, out_channels):
         super().__init__(
-            GMMConv(in_channels, 8, dim=2, kernel_size=3),
-            GMMConv(8, out_channels, dim=2, kernel_size=3, separate_gaussians=True),
+            pyg.GMMConv(in_channels, 8, dim=2, kernel_size=3),
+            pyg.GMMConv(8, out_channels, dim=2, kernel_size=3, separate_gaussians=True),
         )
 
     def forward(self, x, edge_index, pseudo):
@@ -203,9 +151,9 @@ class Relations(Chain):
 
     def __init__(self, in_channels, out_channels):
         super().__init__(
-            RGCNConv(in_channels, 16, num_relations=2, num_bases=3),
-            RGCNConv(16, 16, 2),
-            FastRGCNConv(16, out_channels, 2, num_bases=2, aggr="add"),
+            pyg.RGCNConv(in_channels, 16, num_relations=2, num_bases=3),
+            pyg.RGCNConv(16, 16, 2),
+            pyg.FastRGCNConv(16, out_channels, 2, num_bases=2, aggr="add"),
         )
 
     def forward(self, x, edge_index, edge_type):
@@ -218,8 +166,8 @@ class PointNet(nn.Module):
 
     def __init__(self, in_channels, out_channels):
         super().__init__()
-        self.conv1 = PointNetConv(nn.Linear(in_channels + 3, 16), nn.Linear(16, 16))
-        self.conv2 = PointNetConv(nn.Linear(16 + 3, out_channels))
+        self.conv1 = pyg.PointNetConv(nn.Linear(in_channels + 3, 16), nn.Linear(16, 16))
+        self.conv2 = pyg.PointNetConv(nn.Linear(16 + 3, out_channels))
 
     def forward(self, x, pos, edge_index):
         return self.conv2(self.conv1(x, pos, edge_index).relu(), pos, edge_index)
@@ -227,27 +175,31 @@ class PointNet(nn.Module):
 
 @needs(refused="batch norm of edges")
 def NormOfEdges(in_channels, out_channels):
-    return Chain(EdgeConv(mlp(2 * in_channels, 16, 16), aggr="max"), GCNConv(16, out_channels))
+    return Chain(
+        pyg.EdgeConv(mlp(2 * in_channels, 16, 16), aggr="max"), pyg.GCNConv(16, out_channels)
+    )
 
 
 @needs(refused="line ")
 def SuperGAT(in_channels, out_channels):
     return Chain(
-        SuperGATConv(in_channels, 8, heads=4, dropout=0.6, attention_type="MX"),
-        SuperGATConv(32, out_channels, concat=False, is_undirected=True),
+        pyg.SuperGATConv(in_channels, 8, heads=4, dropout=0.6, attention_type="MX"),
+        pyg.SuperGATConv(32, out_channels, concat=False, is_undirected=True),
     )
 
 
 @needs(refused="flip makes other edges")
 def Directed(in_channels, out_channels):
-    other_way = DirGNNConv(GCNConv(16, out_channels, add_self_loops=False))
-    return Chain(SAGEConv(in_channels, 16, flow="source_to_target"), other_way)
+    other_way = pyg.DirGNNConv(pyg.GCNConv(16, out_channels, add_self_loops=False))
+    return Chain(pyg.SAGEConv(in_channels, 16, flow="source_to_target"), other_way)
 
 
 @needs(refused="index_select makes [1, 12] of all edges or vertices")
 def ByDegree(in_channels, out_channels):
     """A weight per degree."""
-    return Chain(MFConv(in_channels, 16, max_degree=5), MFConv(16, out_channels, max_degree=3))
+    return Chain(
+        pyg.MFConv(in_channels, 16, max_degree=5), pyg.MFConv(16, out_channels, max_degree=3)
+    )
 
 
 # -- frames ---------------------------------------------------------------------------------------
@@ -259,8 +211,8 @@ class NetOfData(torch.nn.Module):
 
     def __init__(self, num_features, num_classes):
         super(NetOfData, self).__init__()
-        self.conv1 = GCNConv(num_features, 16)
-        self.conv2 = GCNConv(16, num_classes)
+        self.conv1 = pyg.GCNConv(num_features, 16)
+        self.conv2 = pyg.GCNConv(16, num_classes)
 
     def forward(self, data):
         x, edge_index = data.x, data.edge_index
@@ -313,13 +265,13 @@ class ArxivGCN(nn.Module):
     def __init__(self, in_channels, hidden_channels, out_channels, num_layers=3, dropout=0.5):
         super().__init__()
         self.convs = torch.nn.ModuleList()
-        self.convs.append(GCNConv(in_channels, hidden_channels, cached=True))
+        self.convs.append(pyg.GCNConv(in_channels, hidden_channels, cached=True))
         self.bns = torch.nn.ModuleList()
         self.bns.append(torch.nn.BatchNorm1d(hidden_channels))
         for _ in range(num_layers - 2):
-            self.convs.append(GCNConv(hidden_channels, hidden_channels, cached=True))
+            self.convs.append(pyg.GCNConv(hidden_channels, hidden_channels, cached=True))
             self.bns.append(torch.nn.BatchNorm1d(hidden_channels))
-        self.convs.append(GCNConv(hidden_channels, out_channels, cached=True))
+        self.convs.append(pyg.GCNConv(hidden_channels, out_channels, cached=True))
         self.dropout = dropout
 
     def forward(self, x, adj_t):
@@ -339,9 +291,9 @@ class NormedEncoder(nn.Module):
     def __init__(self, in_channels, out_channels):
         super().__init__()
         self.norm0, self.lin0 = nn.BatchNorm1d(in_channels), nn.Linear(in_channels, 8)
-        self.norm1, self.conv1 = nn.BatchNorm1d(8), SAGEConv(8, 8)
+        self.norm1, self.conv1 = nn.BatchNorm1d(8), pyg.SAGEConv(8, 8)
         self.norm2, self.lin2, self.norm3 = nn.BatchNorm1d(8), nn.Linear(8, 8), nn.BatchNorm1d(8)
-        self.conv2 = SAGEConv(8, out_channels)
+        self.conv2 = pyg.SAGEConv(8, out_channels)
 
     def forward(self, x, edge_index):
         h = self.norm1(self.lin0(self.norm0(x))).relu()
@@ -358,7 +310,7 @@ class DeepGIN(nn.Module):
         for i in range(num_layers):
             width = in_channels if i == 0 else hidden_channels
             self.convs.append(
-                GINConv(mlp(width, 2 * hidden_channels, hidden_channels), train_eps=True)
+                pyg.GINConv(mlp(width, 2 * hidden_channels, hidden_channels), train_eps=True)
             )
         self.lin1 = nn.Linear(hidden_channels, hidden_channels)
         self.lin2 = nn.Linear(hidden_channels, out_channels)
@@ -377,7 +329,7 @@ class SSGC(nn.Module):
 
     def __init__(self, in_channels, out_channels):
         super().__init__()
-        self.conv1 = SSGConv(in_channels, out_channels, alpha=0.1, K=3)
+        self.conv1 = pyg.SSGConv(in_channels, out_channels, alpha=0.1, K=3)
 
     def forward(self, x, edge_index):
         return self.conv1(F.dropout(x, 0.2, self.training), edge_index)
@@ -391,9 +343,9 @@ class FirstRowsAgain(nn.Module):
         super().__init__()
         self.lin1, self.lin2 = nn.Linear(in_channels, 16), nn.Linear(16, out_channels)
         self.convs = nn.ModuleList(
-            GCN2Conv(16, 0.1, 0.5, layer + 1, shared_weights=False) for layer in range(2)
+            pyg.GCN2Conv(16, 0.1, 0.5, layer + 1, shared_weights=False) for layer in range(2)
         )
-        self.convs.append(FAConv(16, eps=0.3, dropout=0.4))
+        self.convs.append(pyg.FAConv(16, eps=0.3, dropout=0.4))
 
     def forward(self, x, edge_index):
         x = F.dropout(x, 0.6, training=self.training)
@@ -410,7 +362,7 @@ class EdgeConditioned(nn.Module):
     def __init__(self, in_channels, out_channels):
         super().__init__()
         self.lin = nn.Linear(in_channels, 6)
-        self.conv = NNConv(
+        self.conv = pyg.NNConv(
             6, 6, nn.Sequential(nn.Linear(5, 9), nn.ReLU(), nn.Linear(9, 36)), aggr="mean"
         )
         self.gru = nn.GRU(6, 6)
@@ -433,7 +385,7 @@ class ResidualGCN(nn.Module):
     def __init__(self, in_channels, out_channels):
         super().__init__()
         self.inp = nn.Linear(in_channels, 16)
-        self.convs = nn.ModuleList([GCNConv(16, 16) for _ in range(3)])
+        self.convs = nn.ModuleList([pyg.GCNConv(16, 16) for _ in range(3)])
         self.norms = nn.ModuleList([nn.LayerNorm(16) for _ in range(3)])
         self.out = nn.Linear(16, out_channels)
 
@@ -450,8 +402,10 @@ class JumpingLSTM(nn.Module):
 
     def __init__(self, in_channels, out_channels):
         super().__init__()
-        self.convs = nn.ModuleList([SAGEConv(in_channels, 6), SAGEConv(6, 6), SAGEConv(6, 6)])
-        self.jump = JumpingKnowledge("lstm", channels=6, num_layers=1)
+        self.convs = nn.ModuleList(
+            [pyg.SAGEConv(in_channels, 6), pyg.SAGEConv(6, 6), pyg.SAGEConv(6, 6)]
+        )
+        self.jump = pyg.JumpingKnowledge("lstm", channels=6, num_layers=1)
         self.lin = nn.Linear(6, out_channels)
 
     def forward(self, x, edge_index):
@@ -465,7 +419,7 @@ class JumpingLSTM(nn.Module):
 class Normed(nn.Module):
     def __init__(self, in_channels, out_channels, norm):
         super().__init__()
-        self.conv1, self.conv2 = GCNConv(in_channels, 16), GCNConv(16, out_channels)
+        self.conv1, self.conv2 = pyg.GCNConv(in_channels, 16), pyg.GCNConv(16, out_channels)
         self.norm = norm
 
     def forward(self, x, edge_index):
@@ -480,7 +434,7 @@ def NormWithoutWeights(in_channels, out_channels):
 
 @needs(refused="track_running_stats=True")
 def NormOfTheBatch(in_channels, out_channels):
-    return Normed(in_channels, out_channels, BatchNorm(16, track_running_stats=False))
+    return Normed(in_channels, out_channels, pyg.BatchNorm(16, track_running_stats=False))
 
 
 @needs(refused="asks for the numbers in a tensor")
@@ -490,18 +444,18 @@ def CumulativeMomentum(in_channels, out_channels):
 
 @needs(refused="of the rows of all")
 def WholeGraphNorm(in_channels, out_channels):
-    return Normed(in_channels, out_channels, GraphNorm(16))
+    return Normed(in_channels, out_channels, pyg.GraphNorm(16))
 
 
 @needs(refused="looks at all vertices")
 def InstanceNormed(in_channels, out_channels):
-    return Normed(in_channels, out_channels, InstanceNorm(16))
+    return Normed(in_channels, out_channels, pyg.InstanceNorm(16))
 
 
 @needs()
 def GraphSized(in_channels, out_channels):
     """Rows are divided by the square root of the number of vertices."""
-    return Normed(in_channels, out_channels, GraphSizeNorm())
+    return Normed(in_channels, out_channels, pyg.GraphSizeNorm())
 
 
 # -- ready-made ------------------------------------------------------------------------------------
@@ -510,7 +464,7 @@ def GraphSized(in_channels, out_channels):
 @needs("edge_attr")
 def ReadyGAT(in_channels, out_channels):
     """A model of PyG, which hands attributes of edges on."""
-    return GAT(
+    return pyg.GAT(
         in_channels, 16, 2, out_channels, heads=4, v2=True, edge_dim=5, dropout=0.1, jk="lstm"
     )
 
@@ -518,16 +472,16 @@ def ReadyGAT(in_channels, out_channels):
 @needs()
 def InSequence(in_channels, out_channels):
     """No class, and a function among its layers."""
-    return Sequential(
+    return pyg.Sequential(
         "x, edge_index",
         [
             (nn.Dropout(p=0.5), "x -> x"),
-            (GCNConv(in_channels, 16), "x, edge_index -> x1"),
+            (pyg.GCNConv(in_channels, 16), "x, edge_index -> x1"),
             nn.ReLU(inplace=True),
-            (GCNConv(16, 16), "x1, edge_index -> x2"),
+            (pyg.GCNConv(16, 16), "x1, edge_index -> x2"),
             nn.ReLU(inplace=True),
             (lambda x1, x2: [x1, x2], "x1, x2 -> xs"),
-            (JumpingKnowledge("cat", 16, num_layers=2), "xs -> x"),
+            (pyg.JumpingKnowledge("cat", 16, num_layers=2), "xs -> x"),
             nn.Linear(32, out_channels),
         ],
     )
@@ -539,7 +493,7 @@ class OfLINKX(nn.Module):
 
     def __init__(self, in_channels, out_channels):
         super().__init__()
-        self.model = LINKX(60, in_channels, 8, out_channels, num_layers=1)
+        self.model = pyg.LINKX(60, in_channels, 8, out_channels, num_layers=1)
 
     def forward(self, x, edge_index):
         return self.model(x, edge_index)
@@ -551,9 +505,9 @@ class EncodedByMLP(nn.Module):
 
     def __init__(self, in_channels, out_channels):
         super().__init__()
-        self.encoder = MLP([in_channels, 16, 16], dropout=0.2, norm=None)
-        self.conv = GraphConv(16, 16)
-        self.decoder = MLP(
+        self.encoder = pyg.MLP([in_channels, 16, 16], dropout=0.2, norm=None)
+        self.conv = pyg.GraphConv(16, 16)
+        self.decoder = pyg.MLP(
             in_channels=16, hidden_channels=8, out_channels=out_channels, num_layers=2
         )
 
@@ -564,17 +518,17 @@ class EncodedByMLP(nn.Module):
 # -- hand-written ----------------------------------------------------------------------------------
 
 
-class TutorialConv(MessagePassing):
+class TutorialConv(pyg.MessagePassing):
     def __init__(self, in_channels, out_channels):
         super().__init__(aggr="add")
         self.lin = nn.Linear(in_channels, out_channels, bias=False)
         self.bias = nn.Parameter(torch.zeros(out_channels))
 
     def forward(self, x, edge_index):
-        edge_index, _ = add_self_loops(edge_index, num_nodes=x.size(0))
+        edge_index, _ = utils.add_self_loops(edge_index, num_nodes=x.size(0))
         x = self.lin(x)
         row, col = edge_index
-        deg = degree(col, x.size(0), dtype=x.dtype)
+        deg = utils.degree(col, x.size(0), dtype=x.dtype)
         deg_inv_sqrt = deg.pow(-0.5)
         deg_inv_sqrt[deg_inv_sqrt == float("inf")] = 0
         norm = deg_inv_sqrt[row] * deg_inv_sqrt[col]
@@ -591,7 +545,7 @@ def TutorialGCN(in_channels, out_channels):
     return Chain(TutorialConv(in_channels, 16), TutorialConv(16, out_channels))
 
 
-class AttentionConv(MessagePassing):
+class AttentionConv(pyg.MessagePassing):
     def __init__(self, in_channels, out_channels, heads=2):
         super().__init__(aggr="add", node_dim=0)
         self.heads, self.width = heads, out_channels
@@ -604,7 +558,7 @@ class AttentionConv(MessagePassing):
 
     def message(self, x_i, x_j, index, ptr, size_i):
         alpha = (torch.cat([x_i, x_j], dim=-1) * self.att).sum(dim=-1)
-        alpha = softmax(F.leaky_relu(alpha, 0.2), index, ptr, size_i)
+        alpha = utils.softmax(F.leaky_relu(alpha, 0.2), index, ptr, size_i)
         alpha = F.dropout(alpha, p=0.3, training=self.training)
         return x_j * alpha.unsqueeze(-1)
 
@@ -617,7 +571,7 @@ def TutorialGAT(in_channels, out_channels):
     return Chain(AttentionConv(in_channels, 16), AttentionConv(16, out_channels))
 
 
-class GatedMessages(MessagePassing):
+class GatedMessages(pyg.MessagePassing):
     """Two propagations in one convolution, of which the second is edge-updated."""
 
     def __init__(self, width):
@@ -668,7 +622,7 @@ class ScatterInForward(nn.Module):
             0, dst, torch.ones_like(dst, dtype=x.dtype)
         )
         h = torch.relu(self.own(x) + summed / count.clamp(min=1).unsqueeze(-1))
-        return self.out(h + scatter(h[src], dst, dim=0, dim_size=h.shape[0], reduce="mean"))
+        return self.out(h + utils.scatter(h[src], dst, dim=0, dim_size=h.shape[0], reduce="mean"))
 
 
 @needs()
@@ -678,7 +632,7 @@ class SharedLayer(nn.Module):
     def __init__(self, in_channels, out_channels):
         super().__init__()
         self.inp, self.out = nn.Linear(in_channels, 16), nn.Linear(16, out_channels)
-        self.conv = SAGEConv(16, 16)
+        self.conv = pyg.SAGEConv(16, 16)
 
     def forward(self, x, edge_index):
         x = self.inp(x)
@@ -694,7 +648,7 @@ class TiedWeights(nn.Module):
     def __init__(self, in_channels, out_channels):
         super().__init__()
         self.inp, self.out = nn.Linear(in_channels, 16), nn.Linear(16, out_channels)
-        self.conv1, self.conv2 = GCNConv(16, 16), GCNConv(16, 16)
+        self.conv1, self.conv2 = pyg.GCNConv(16, 16), pyg.GCNConv(16, 16)
         self.conv2.lin.weight = self.conv1.lin.weight
 
     def forward(self, x, edge_index):
@@ -708,7 +662,7 @@ class Frozen(nn.Module):
 
     def __init__(self, in_channels, out_channels):
         super().__init__()
-        self.conv1, self.conv2 = GCNConv(in_channels, 16), GCNConv(16, out_channels)
+        self.conv1, self.conv2 = pyg.GCNConv(in_channels, 16), pyg.GCNConv(16, out_channels)
         for parameter in self.conv1.parameters():
             parameter.requires_grad_(False)
 
@@ -722,7 +676,7 @@ class FrozenGates(nn.Module):
 
     def __init__(self, in_channels, out_channels):
         super().__init__()
-        self.conv, self.lin = GatedGraphConv(16, num_layers=3), nn.Linear(16, out_channels)
+        self.conv, self.lin = pyg.GatedGraphConv(16, num_layers=3), nn.Linear(16, out_channels)
         self.conv.rnn.requires_grad_(False)
 
     def forward(self, x, edge_index):
@@ -738,8 +692,8 @@ class WithBuffers(nn.Module):
         self.register_buffer("mean", torch.linspace(-1, 1, in_channels))
         self.register_buffer("scale", torch.full((1,), 0.5), persistent=False)
         self.inp = nn.utils.parametrizations.weight_norm(nn.Linear(in_channels, 16))
-        self.conv1, self.conv2 = GraphConv(16, 16), GraphConv(16, 16)
-        self.norm, self.act = LayerNorm(16, mode="node"), nn.PReLU(16)
+        self.conv1, self.conv2 = pyg.GraphConv(16, 16), pyg.GraphConv(16, 16)
+        self.norm, self.act = pyg.LayerNorm(16, mode="node"), nn.PReLU(16)
         self.out = nn.utils.parametrizations.weight_norm(nn.Linear(16, out_channels), dim=None)
 
     def forward(self, x, edge_index):
@@ -755,12 +709,12 @@ class Bernstein(nn.Module):
     def __init__(self, in_channels, out_channels, K=2):
         super().__init__()
         self.lin, self.temp = nn.Linear(in_channels, out_channels), nn.Parameter(torch.ones(K + 1))
-        self.conv = GraphConv(out_channels, out_channels, bias=False)
+        self.conv = pyg.GraphConv(out_channels, out_channels, bias=False)
 
     def forward(self, x, edge_index):
         x = self.lin(x)
-        low, weight = get_laplacian(edge_index, None, "sym", x.dtype, x.size(0))
-        high, other = add_self_loops(low, -weight, fill_value=2.0, num_nodes=x.size(0))
+        low, weight = utils.get_laplacian(edge_index, None, "sym", x.dtype, x.size(0))
+        high, other = utils.add_self_loops(low, -weight, fill_value=2.0, num_nodes=x.size(0))
         out = self.temp[0] * x
         for temp in self.temp[1:]:
             x = self.conv(x, high, other)
@@ -776,11 +730,11 @@ class AdaptiveChannels(nn.Module):
         super().__init__()
         self.lins = nn.ModuleList([nn.Linear(in_channels, 8) for _ in range(3)])
         self.gates = nn.ParameterList([torch.ones(8, 1) for _ in range(3)])
-        self.out = GCNConv(8, out_channels)
+        self.out = pyg.GCNConv(8, out_channels)
 
     def forward(self, x, edge_index):
-        loops, _ = add_self_loops(edge_index, num_nodes=x.size(0))
-        scale = degree(loops[1], x.size(0), x.dtype).rsqrt()
+        loops, _ = utils.add_self_loops(edge_index, num_nodes=x.size(0))
+        scale = utils.degree(loops[1], x.size(0), x.dtype).rsqrt()
         weight, size = scale[loops[0]] * scale[loops[1]], (x.size(0), x.size(0))
         adj = torch.sparse_coo_tensor(loops.flip(0), weight, size)
         low, high, own = (lin(x) for lin in self.lins)
@@ -796,8 +750,8 @@ class BiasBeforeNorm(nn.Module):
 
     def __init__(self, in_channels, out_channels):
         super().__init__()
-        self.conv1, self.norm = MixHopConv(in_channels, 4, powers=[0, 1, 3]), BatchNorm(12)
-        self.conv2 = TAGConv(12, out_channels, K=2, normalize=False)
+        self.conv1, self.norm = pyg.MixHopConv(in_channels, 4, powers=[0, 1, 3]), pyg.BatchNorm(12)
+        self.conv2 = pyg.TAGConv(12, out_channels, K=2, normalize=False)
 
     def forward(self, x, edge_index):
         return self.conv2(F.hardswish(self.norm(self.conv1(x, edge_index))), edge_index)
@@ -809,7 +763,7 @@ class DropConnect(nn.Module):
 
     def __init__(self, in_channels, out_channels):
         super().__init__()
-        self.conv1, self.conv2 = SAGEConv(in_channels, 8), SAGEConv(8, out_channels)
+        self.conv1, self.conv2 = pyg.SAGEConv(in_channels, 8), pyg.SAGEConv(8, out_channels)
         self.mixing = nn.Parameter(torch.eye(8))
 
     def forward(self, x, edge_index):
@@ -824,15 +778,15 @@ class H2GCN(nn.Module):
     def __init__(self, in_channels, out_channels):
         super().__init__()
         self.embed, self.out = nn.Linear(in_channels, 8), nn.Linear(8 * 7, out_channels)
-        self.conv = GCNConv(8, 8, add_self_loops=False, bias=False)
+        self.conv = pyg.GCNConv(8, 8, add_self_loops=False, bias=False)
         nn.init.eye_(self.conv.lin.weight)
         self.conv.lin.weight.requires_grad_(False)
 
     def hop(self, x, edge_index):
-        return torch.cat([scatter(x[edge_index[0]], edge_index[1], 0, x.size(0)), x], dim=1)
+        return torch.cat([utils.scatter(x[edge_index[0]], edge_index[1], 0, x.size(0)), x], dim=1)
 
     def forward(self, x, edge_index):
-        edge_index, _ = remove_self_loops(edge_index)
+        edge_index, _ = utils.remove_self_loops(edge_index)
         h0 = self.embed(x).relu()
         h1 = self.hop(h0, edge_index)
         h2 = self.hop(h1, edge_index)
@@ -845,7 +799,7 @@ class ManyHeads(nn.Module):
 
     def __init__(self, in_channels, out_channels):
         super().__init__()
-        self.conv1, self.conv2 = GCNConv(in_channels, 8), SAGEConv(in_channels, 8)
+        self.conv1, self.conv2 = pyg.GCNConv(in_channels, 8), pyg.SAGEConv(in_channels, 8)
         self.qkv, self.out = nn.Linear(8, 24), nn.Linear(8, out_channels)
 
     def forward(self, x, edge_index):
@@ -861,11 +815,11 @@ class ScaledFeatures(nn.Module):
 
     def __init__(self, in_channels, out_channels):
         super().__init__()
-        self.first, self.last = nn.Linear(in_channels, 8), SAGEConv(8, out_channels)
+        self.first, self.last = nn.Linear(in_channels, 8), pyg.SAGEConv(8, out_channels)
 
     def forward(self, x, edge_index):
         source, reader = edge_index
-        scale = degree(source, x.size(0), x.dtype).clamp(min=1).rsqrt()[:, None]
+        scale = utils.degree(source, x.size(0), x.dtype).clamp(min=1).rsqrt()[:, None]
         h = F.dropout(self.first(x) * scale, 0.5, self.training)
         h = torch.zeros_like(h).index_add(0, reader, h[source]) * scale
         return self.last(h.relu() + x[:, :8], edge_index)
@@ -878,7 +832,7 @@ class HopsLookedUp(nn.Module):
     def __init__(self, in_channels, out_channels):
         super().__init__()
         self.lins = nn.ModuleList([nn.Linear(in_channels, 6) for _ in range(3)])
-        self.out, self.conv = nn.Linear(18, out_channels), SimpleConv(aggr="mean")
+        self.out, self.conv = nn.Linear(18, out_channels), pyg.SimpleConv(aggr="mean")
 
     def forward(self, x, edge_index):
         hops = [x]
@@ -897,7 +851,7 @@ class TypesOfVertices(nn.Module):
         self.first = nn.ModuleList([nn.Linear(in_channels, 8) for _ in range(2)])
         self.second = nn.ModuleList([nn.Linear(8, out_channels) for _ in range(2)])
         self.head = nn.Linear(4, 4)
-        self.conv1, self.conv2 = GraphConv(8, 8), GraphConv(8, 8)
+        self.conv1, self.conv2 = pyg.GraphConv(8, 8), pyg.GraphConv(8, 8)
 
     def forward(self, x, edge_index, batch):
         h = torch.empty(x.size(0), 8)
@@ -923,10 +877,10 @@ class ReadsBothWays(nn.Module):
 
     def __init__(self, in_channels, out_channels):
         super().__init__()
-        self.conv = GraphConv(in_channels, out_channels)
+        self.conv = pyg.GraphConv(in_channels, out_channels)
 
     def forward(self, x, edge_index):
-        return self.conv(x, to_undirected(edge_index, num_nodes=x.size(0)))
+        return self.conv(x, utils.to_undirected(edge_index, num_nodes=x.size(0)))
 
 
 @needs("batch", refused="of the rows of all")
@@ -935,11 +889,11 @@ class GraphClassifier(nn.Module):
 
     def __init__(self, in_channels, out_channels):
         super().__init__()
-        self.conv, self.lin = GCNConv(in_channels, 16), nn.Linear(16, out_channels)
+        self.conv, self.lin = pyg.GCNConv(in_channels, 16), nn.Linear(16, out_channels)
 
     def forward(self, x, edge_index, batch):
         x = self.conv(x, edge_index).relu()
-        x = global_mean_pool(x, batch)
+        x = pyg.global_mean_pool(x, batch)
         return self.lin(x)
 
 
@@ -949,10 +903,10 @@ class DropsEdges(nn.Module):
 
     def __init__(self, in_channels, out_channels):
         super().__init__()
-        self.conv = GCNConv(in_channels, out_channels)
+        self.conv = pyg.GCNConv(in_channels, out_channels)
 
     def forward(self, x, edge_index):
-        edge_index, _ = dropout_edge(edge_index, p=0.2, training=self.training)
+        edge_index, _ = utils.dropout_edge(edge_index, p=0.2, training=self.training)
         return self.conv(x, edge_index)
 
 
@@ -962,7 +916,7 @@ class LinkPredictor(nn.Module):
 
     def __init__(self, in_channels, out_channels):
         super().__init__()
-        self.conv = SAGEConv(in_channels, 16)
+        self.conv = pyg.SAGEConv(in_channels, 16)
 
     def forward(self, x, edge_index):
         h = self.conv(x, edge_index)

@@ -21,15 +21,10 @@ from gnnplan.planner.graph.labels import MASKS
 from gnnplan.planner.graph.load import load
 from gnnplan.planner.vocabulary.errors import SpecError
 
-SMALL = {
-    "src": [0, 1, 1, 3, 2, 2],
-    "dst": [1, 0, 2, 0, 2, 1],
-    "x": np.eye(5, 3, dtype=np.float32),
-    "y": [0, 1, 0, 1, 0],
-    "train_mask": [True, True, False, False, False],
-    "val_mask": [False, False, True, False, False],
-    "test_mask": [False, False, False, True, True],
-}
+SMALL = {"src": [0, 1, 1, 3, 2, 2], "dst": [1, 0, 2, 0, 2, 1], "x": np.eye(5, 3, dtype=np.float32)}
+SMALL |= {"y": [0, 1, 0, 1, 0], "train_mask": [True, True, False, False, False]}
+SMALL |= {"val_mask": [False, False, True, False, False]}
+SMALL |= {"test_mask": [False, False, False, True, True]}
 
 
 @pytest.fixture
