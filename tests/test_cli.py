@@ -409,8 +409,7 @@ def test_run_says_one_document_and_leaves_all_files(trained):
 
 
 def test_a_report_shows_what_runs_measured(trained, copied, gnnplan, tmp_path):
-    """Losses are the file's, errors are validate's, and the measured epoch is under the simulated
-    one."""
+    """Losses are the file's, errors validate's, the measured epoch is under the simulated."""
     out, output = trained["batches"].out, tmp_path / "report.html"
     answer = gnnplan("report", out / "plan.json", out, copied, "-o", output, "--json")
     assert answer.code == 0 and answer.document["report"] == str(output)

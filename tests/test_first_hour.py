@@ -74,9 +74,6 @@ def explained(tmp_path_factory):
     return told, document_of(folder / "plan.json")
 
 
-# -- what a plan says --------------------------------------------------------------------------
-
-
 @pytest.mark.slow
 def test_a_plan_opens_with_a_few_lines_and_keeps_the_rest_for_explain(explained, tmp_path):
     """A plan printed dozens of lines; the answer was among them."""
@@ -122,13 +119,6 @@ def test_what_is_known_by_statistics_is_not_offered_to_run(gnnplan, cluster, tmp
     gnnplan("simulate", plan)
 
 
-def test_conditions_of_other_epochs_are_not_shown_as_times(explained):
-    """'T_prev = 3.99 s' stood beside an epoch of 40 ms."""
-    told = explained[0]
-    assert "T_prev" not in told and "Eq." not in told
-    assert "times the rows of its part" in told and "Between servers an epoch of" in told
-
-
 def document_of(path: Path) -> dict[str, Any]:
     document: dict[str, Any] = json.loads(path.read_text())
     return document
@@ -159,9 +149,6 @@ def test_a_papers_testbed_is_planned_with_what_its_print_has_shown(gnnplan):
     assert sage.device.gemm == pytest.approx(gemm * factors["sage"])
     for name in (str(PRESETS / "gnnpipe_a5000.yaml"), "dgx_a100", "local"):
         assert read_fitted(name, "gcn") == (read_cluster(name), "")
-
-
-# -- what a plan is used for -------------------------------------------------------------------
 
 
 @pytest.mark.slow
@@ -223,9 +210,6 @@ def test_a_machine_that_nobody_has_measured_promises_nothing(gnnplan):
     told = gnnplan(*ask, "--strategy", "graph_parallel").output
     assert "tested: this machine has not been measured\n" in told and "in the median" not in told
     assert "not written; to simulate or run it, add -o plan.json" in told
-
-
-# -- how it is said ----------------------------------------------------------------------------
 
 
 def test_the_rows_of_a_simulation_add_up_to_its_epoch(gnnplan, cluster, tmp_path):

@@ -269,8 +269,7 @@ def test_every_piece_of_yaml_as_a_value_and_as_a_key(tmp_path, piece):
 @settings(shared, max_examples=examples(40))
 @given(data=st.data())
 def test_any_allowed_question_has_an_answer(tmp_path, data):
-    """What the files say may be absurd and yet allowed: then planning answers, or says what does
-    not fit."""
+    """What files say may be absurd and yet allowed: planning answers, or says what does not fit."""
     spoilt = data.draw(st.sampled_from(READERS))[0]
     for name, document, _ in READERS:
         (tmp_path / name).write_text(
@@ -504,8 +503,7 @@ def test_no_pickle_is_opened(tmp_path, monkeypatch, how, name):
 
 @pytest.mark.slow
 def test_archives_that_grow_are_refused(tmp_path, little_memory):
-    """Before they have grown: 40 MB of zeros are 40 kB in an archive, and names may come again and
-    again."""
+    """Before they have grown: 40 MB of zeros are 40 kB in an archive, and names may come again."""
     large = lying("'<f4'", "(10000000,)", bytes(40_000_000))
     good = files_of(ARRAYS)
     with pytest.warns(UserWarning, match="Duplicate name"):

@@ -93,8 +93,7 @@ def preset(name: str) -> Cluster:
 
 
 def answer(problem: Problem, text: str, simulate: bool = False) -> dict[str, Any]:
-    """What is asked of a strategy, JSON-ready; only the error's name where it does not suit the
-    problem."""
+    """What is asked of a strategy, JSON-ready; a word where it does not suit the problem."""
     try:
         problem = placed(problem, parse(text))
         strategy = parse(text).settle(problem)
@@ -170,7 +169,8 @@ def all_of(questions: Iterator[Question]) -> dict[str, dict[str, Any]]:
 
 
 def same_by_day(questions: Iterator[Question], name: str, first: int, every: int) -> None:
-    """The answers are the file's: to every so many-th question from the first on, at night to all."""
+    """The answers are the file's: to every so many-th question from the first on, at night to
+    all."""
     golden, asked = read(name), list(questions)
     assert [key for key, _ in asked] == list(golden), name
     for key, answered in asked if NIGHT else asked[first % every :: every]:

@@ -185,9 +185,7 @@ class Fault(NamedTuple):
         return self.kind == "SIGSTOP and SIGCONT"
 
     def told(self, stderr: str, rank: int, where: str) -> None:
-        """The error names the rank, its server and what it was in, or the file and the remedy.
-
-        Raises Untold."""
+        """The error names rank, server and where it was, or file and remedy. Raises Untold."""
         inside = re.escape(where) if where else "start"
         who = rf"rank {rank} \(server \d\)"
         lost = rf"{who} was lost in .*{inside}.*: "
@@ -339,9 +337,8 @@ def check(
 
 
 def nothing_lost(told: str, is_cut: bool) -> None:
-    """Every checkpoint but the one that was being written is there to go on from. Raises LostEpochs.
-
-    is_cut: a checkpoint was cut, so training may have gone on from the one before."""
+    """Every checkpoint but the one that was being written is there to go on from. Raises
+    LostEpochs.  is_cut: a checkpoint was cut, so training may have gone on from the one before."""
     ends = re.findall(
         r"(\d+) finished epochs are in \S+?(?:; go on from epoch (\d+) with|\n)", told
     )

@@ -71,9 +71,8 @@ def recursion_of(case: Case, world: int) -> Recursion:
 
 
 class Halo(Recursion):
-    """Rows of other parts are sampled, rounded, or those of the step before (zero at first).
-
-    The gradient that late rows get goes home one step later. What is received late is smoothed, s_t =
+    """Rows of other parts are sampled, rounded, or those of the step before (zero at first).  The
+    gradient that late rows get goes home one step later. What is received late is smoothed, s_t =
     gamma s_{t-1} + (1 - gamma) v_t, s_0 = 0: rows ('f'), gradients ('g') or both."""
 
     def __init__(self, case: Case, world: int) -> None:
@@ -246,8 +245,8 @@ class Pipeline(Recursion):
 
 
 class OwnGraphs(Recursion):
-    """Every step: the mean loss over the batch's targets, each with the rows and edges of the server
-    that owns it. An epoch's loss is over all training vertices."""
+    """Every step: the mean loss over the batch's targets, each with the rows and edges of the
+    server that owns it. An epoch's loss is over all training vertices."""
 
     def __init__(self, case: Case, world: int) -> None:
         super().__init__(case)
@@ -343,7 +342,8 @@ class Batches(Recursion):
         return total
 
     def batches(self, epoch: int) -> Iterator[tuple[float, Callable[[], Tensor]]]:
-        """Each batch's share of what is trained on, and its mean loss at the weights of the moment."""
+        """Each batch's share of what is trained on, and its mean loss at the weights of the
+        moment."""
         w, graph = self.workload, self.graph
         if w.task == "link":
             for number, edges in enumerate(items_of(graph, w, epoch)):
@@ -371,8 +371,7 @@ class Batches(Recursion):
         return self.forward(self.step, read)[0]
 
     def drawn(self, found: Frontier, layer: int) -> Tensor:
-        """[N, N]: what rows of h_l read in this batch. An edge drawn stands for degree / drawn edges
-        of its row."""
+        """[N, N]: rows of h_l read in this batch; a drawn edge stands for degree / drawn edges."""
         n, graph = self.graph.stats.vertices, self.graph
         indptr, places = found.edges[layer - 1]
         taken = torch.zeros(n, n, dtype=torch.float64)

@@ -143,8 +143,7 @@ def test_ranks_of_a_server_share_large_features(run_ranks):
 
 @pytest.mark.parametrize("sparse", [False, True])
 def test_a_cache_and_what_arrives_fill_what_was_predicted(sparse):
-    """As torch counts it: what the cache leaves, and the most that there is while rows are put
-    together."""
+    """As torch counts it: what the cache leaves, and the most while rows are put together."""
     graph = load("synthetic:community?vertices=6000&edges=9000&features=200&classes=5&seed=0")
     if sparse:
         x = sp.random(6000, 200, 0.08, "csr", np.float32, np.random.default_rng(0))

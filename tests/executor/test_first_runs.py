@@ -24,8 +24,7 @@ def planned(folder: Path, *more: str) -> Path:
 @pytest.mark.processes
 @pytest.mark.timeout(120)
 def test_a_plan_for_gpus_that_runs_on_processors_is_noted(tmp_path, monkeypatch, capfd):
-    """A plan for A100s was trained on a laptop without a word: 1.3 ms per epoch predicted, 137
-    measured."""
+    """A plan for A100s was trained on a laptop without a word: predicted 1.3 ms, measured 137."""
     one = ["--set", "servers=1", "--set", "gpus_per_server=1"]
     plan = planned(tmp_path, "--cluster", "l4_box", *one, "--strategy", "graph_parallel")
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")

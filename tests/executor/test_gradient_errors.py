@@ -73,8 +73,7 @@ def gradients_of(recursion: Recursion, epochs: int) -> list[Gradients]:
 def test_the_gradient_error_is_that_of_brute_force(
     run_ranks, graphs, strategy, model, world, graph, dropout, norm
 ):
-    """Of every parameter and step; training goes on as if nobody had measured. It is 0 where nothing
-    is late."""
+    """Of every parameter and step; training goes on the same. It is 0 where nothing is late."""
     how = small(model, dropout=dropout, norm=norm)
     case = Case(strategy, graphs.get(graph, FEW), how, epochs=4, gradient_errors=True)
     expected = gradients_of(recursion_of(case, world), case.epochs)

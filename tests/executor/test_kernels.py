@@ -23,7 +23,6 @@ from gnnplan.executor.layers.kernels import (
     cat,
     dropout,
     dropout_mask,
-    keep_allocator,
     linear,
     linear_sum,
     matmul,
@@ -508,10 +507,6 @@ def test_dropout_scales_and_passes_the_same_gradient():
     torch.testing.assert_close(x.grad, mask / 0.75)
     assert dropout(x, 1, 2, 3, vertices, 0.0) is x
     assert dropout(x[:0], 1, 2, 3, vertices[:0], 0.5).shape == (0, 13)
-
-
-def test_the_allocator_answers():
-    assert keep_allocator() in (True, False)
 
 
 @pytest.mark.parametrize("relu", [False, True])

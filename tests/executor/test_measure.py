@@ -115,8 +115,7 @@ def test_two_ranks_that_share_a_core(started):
 
 def test_what_an_edge_costs_and_what_a_row_costs_are_told_apart():
     """Known prices are found again: 20 ns a row and 10 GB/s to write it, and gathering by width and
-    size; one size has one degree only. As it was, a graph with few edges to a row was a quarter too
-    fast."""
+    size. As it was, a graph with few edges to a row was a quarter too fast."""
     rates = {(16, 2_500): 40e9, (16, 80_000): 20e9, (256, 2_500): 80e9, (256, 80_000): 25e9}
     samples = [
         (
@@ -177,8 +176,7 @@ SIZES = [2**k for k in range(10, 25)]
 @pytest.mark.nightly  # trainings that srun starts are tested every time
 @pytest.mark.usefixtures("sizes")
 def test_ranks_that_srun_has_started_measure_together(tmp_path):
-    """One on each of two servers, by Slurm's names alone; the first has the cluster, and the port
-    is of the job."""
+    """One on each of two servers, by Slurm's names alone; the first has the cluster."""
     srun = {"SLURM_STEP_NUM_TASKS": "2", "SLURM_NTASKS_PER_NODE": "1"}
     srun |= {"SLURM_STEP_NODELIST": "localhost", "SLURM_LOCALID": "0"}
     srun |= {"SLURM_JOB_ID": str(os.getpid()), "GNNPLAN_CACHE": str(tmp_path)}

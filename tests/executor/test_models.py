@@ -20,7 +20,8 @@ def random(*shape: int, dtype: torch.dtype, seed: int = 0) -> Tensor:
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
 def test_batch_norm_is_torchs(dtype):
     """Rows of three ranks, by hand as the executor does it: outputs, gradients and running moments.
-    The columns' means are far from zero, where a plain sum of squares would lose float32's digits."""
+    The columns' means are far from zero, where a plain sum of squares would lose float32's
+    digits."""
     ours, theirs = BatchNorm(5).to(dtype), torch.nn.BatchNorm1d(5).to(dtype)
     ours.weight.data = theirs.weight.data = random(5, dtype=dtype, seed=1)
     close = {"rtol": 1e-9, "atol": 1e-9} if dtype == torch.float64 else {"rtol": 2e-2, "atol": 2e-2}
@@ -47,8 +48,7 @@ def test_batch_norm_is_torchs(dtype):
 
 
 def test_weights_are_drawn_apart():
-    """No two matrices of a model are alike, other seeds give others, and numbers lie within
-    Glorot's bound."""
+    """No two matrices are alike, other seeds give others, and all lie within Glorot's bound."""
     draws = []
     for seed in (0, 1):
         workload = Workload(model="sage", layers=4, hidden=6, seed=seed)

@@ -120,8 +120,7 @@ TWO = "return self.c(self.norm(self.a(x, edge_index)).relu(), edge_index)"
     ids=str,
 )
 def test_a_rule_that_a_module_breaks_is_told_in_a_line(tmp_path, options, words):
-    """A fanout of the module's own length was refused with the default's, and other rules ended in
-    a traceback."""
+    """A fanout of the module's own length was refused; other rules ended in a traceback."""
     done = planned(written(tmp_path, TWO), *options)
     if words:
         assert isinstance(done.exception, SpecError) and words in str(done.exception)

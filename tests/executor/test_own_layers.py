@@ -74,9 +74,6 @@ def workload_of(tmp_path: Path, code: str, name: str = "M", **more: Any) -> Work
     return own_layers(asked, f"{file}:{name}", FEATURES, CLASSES)
 
 
-# -- counted ---------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("layer", [1, 2])
 def test_graphsage_is_counted_as_its_formulas_say(layer, tmp_path):
     """Products, gathers, weights, and what is kept are the same; the temporaries are near."""
@@ -170,8 +167,6 @@ def test_attention_of_a_layers_own_is_counted(tmp_path):
     assert [gather.rows for gather in gathers if gather.width == 64] == [edges + rows] * 2
 
 
-# -- trained ---------------------------------------------------------------------------------------
-
 RUNS = [(1, "graph_parallel", {}), (2, "granndis", {}), (1, "gnnpipe(stages=2,chunks=1)", {})]
 RUNS += [(1, "data_parallel", {"mode": "mini", "batch": 20, "fanout": "full"})]
 RUNS += [(1, "p3", {"mode": "mini", "batch": 20, "fanout": "full"})]
@@ -213,8 +208,6 @@ def test_every_rank_makes_the_same_weights(tmp_path, run_ranks, graphs):
     last = net_of(model, workload, range(3, 4)).state_dict()
     assert last and all(torch.equal(value, whole[name]) for name, value in last.items())
 
-
-# -- refused ---------------------------------------------------------------------------------------
 
 UPDATE = "    def update(self, gathered, rows, x, x0, relu):\n"
 HEAD = 'import torch\nfrom torch import nn\nfrom gnnplan.layers import Layer\n\nclass M(Layer):\n    edges = "{}"\n'

@@ -65,8 +65,7 @@ def assert_as_planned(result: Result, in_order: Result, candidate: Any) -> None:
 
 
 def test_ranks_that_torchrun_starts(run_ranks, fork_server, graphs, tmp_path):
-    """Four processes in the order of their GPUs, two servers of two, stages of two: rank 0 is not
-    process 0."""
+    """Four processes in the order of GPUs, two servers and stages: rank 0 is not process 0."""
     case = Case(
         "gnnpipe(stages=2,chunks=3)",
         graphs["rough"],

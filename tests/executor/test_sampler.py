@@ -152,7 +152,8 @@ def test_a_sampler_leaves_what_it_inherits_alone(graphs, tmp_path):
 
 
 def test_what_a_rank_has_frozen_stays_frozen(graphs):
-    """To fork a sampler thawed all that the rank had imported: to collect took 0.2 s from then on."""
+    """To fork a sampler thawed all that the rank had imported: to collect took 0.2 s from then
+    on."""
     gc.freeze()
     frozen = gc.get_freeze_count()
     arriving(Sampler, graphs, 1).close()
@@ -160,9 +161,8 @@ def test_what_a_rank_has_frozen_stays_frozen(graphs):
 
 
 def test_samplers_begin_when_all_have_forked(graphs, tmp_path, monkeypatch):
-    """Once in some hundred runs a sampler hung at its start: its rank, which hosted the store, was
-    looking up the name of another's sampler when it forked, and the lock of that look-up stayed
-    taken."""
+    """Once in some hundred runs a sampler hung at its start: its rank, the store's host, was
+    looking up another sampler's name when it forked, and the lock of that look-up stayed taken."""
     told = tmp_path / "told"
 
     class Telling(Sampler):

@@ -28,8 +28,7 @@ def case(strategy: str, graph: str, servers: int = 1, **more: object) -> Case:
 )
 @pytest.mark.parametrize("directed", [False, True])
 def test_a_sampler_has_no_list_that_is_elsewhere(graphs, text, directed):
-    """Nor the graph that has; what it has is what is predicted of its memory, and it says whose
-    list it lacks."""
+    """Nor the graph that has; its memory is as predicted, and it says whose list it lacks."""
     what = case(text, graphs["rough"], directed=directed)
     problem = what.problem(2)
     strategy = what.settled(problem)

@@ -52,8 +52,6 @@ def test_the_smallest_error_is_the_best(run_ranks, graphs, tmp_path):
     assert run.rank(0)["best"]["epoch"] == 1 + int(np.argmin(errors)) == len(errors) - 2
 
 
-# -- early stopping --------------------------------------------------------------------------------
-
 PATIENCE = {"lr": 0.03, "weight_decay": 0.02, "patience": 3, "epochs": 30}
 
 
@@ -139,9 +137,6 @@ def test_another_plan_takes_over_the_best(run_ranks, graphs):
     assert difference(resumed.weights, weights) <= 1e-9
 
 
-# -- memory ----------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(
     ("how", "state"),
     [
@@ -165,9 +160,6 @@ def test_plans_count_what_is_kept_of_each_weight(graphs, how, state):
     weights = [torch.nn.Parameter(torch.zeros(3, 5))]
     kept = Optimizer(weights, Workload(**how)).state()
     assert sum(e.numel() for e in kept.values() if e.dim()) == 15 * (state - ("patience" in how))
-
-
-# -- what is refused -------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(

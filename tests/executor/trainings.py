@@ -101,9 +101,10 @@ class Setting(NamedTuple):
         return "sgd" if rounds or not parse(self.strategy).exact else "adam"
 
     def needs(self) -> set[Hashable]:
-        """Of each family every knob, of numbers none, a part, one and more, and every world; of each
-        program of ranks a model that reads attention, one that reads its first rows again, and bfloat16;
-        every model, graph and other word, of numbers whichever, on the full graph and in batches."""
+        """Of each family every knob, of numbers none, a part, one and more, and every world; of
+        each program of ranks a model that reads attention, one that reads its first rows again, and
+        bfloat16; every model, graph and other word, of numbers whichever, on the full graph and in
+        batches."""
         parsed = parse(self.strategy)
         knobs = {(k, size(v)) for k, v in parsed.knobs().items() if f"{k}=" in self.strategy}
         sizes = {"batch", "fanout", "epochs", "layers", "hidden", "as", "lr"}
@@ -143,8 +144,7 @@ def value_of(text: str) -> Any:
 
 
 def idle(case: Case) -> tuple[str, ...]:
-    """Biases that batch norm takes away again, in every layer whose output it reads: rounding alone
-    moves them."""
+    """Biases that batch norm takes away again: rounding alone moves them."""
     how = case.workload
     if how.get("norm") != "batch":
         return ()
@@ -154,8 +154,8 @@ def idle(case: Case) -> tuple[str, ...]:
 
 
 def source(name: str, graphs: dict[str, str], folder: Path) -> str:
-    """The path of a graph: 'rough', as it is; 'rough/parts' in a folder of two parts; 'rough/folder',
-    whose features stay in their file."""
+    """The path of a graph: 'rough', as it is; 'rough/parts' in a folder of two parts;
+    'rough/folder', whose features stay in their file."""
     base, _, way = name.partition("/")
     if base == "few":
         return FEW
@@ -569,7 +569,8 @@ def lines(text: str) -> list[str]:
 
 
 def shared_out(plans: str, trained: str, share: int) -> list[Setting]:
-    """Every plan with its share of the trainings, and every training with its share of the plans."""
+    """Every plan with its share of the trainings, and every training with its share of the
+    plans."""
     mini = " mini" if plans is MINI else ""
     return [
         setting

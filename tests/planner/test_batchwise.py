@@ -181,8 +181,7 @@ def test_one_rank_sends_nothing():
 
 @pytest.mark.slow
 def test_what_memory_is_left_is_proposed_as_a_cache():
-    """Nine tenths of it, all rows at the most; none on a CPU, whose cache is the memory that it
-    would spare."""
+    """Nine tenths of it, all rows at the most; none on a CPU, where it would spare nothing."""
     problem = problem_of(GRAPHS[0], 1, 2, batch=80)
     rows = 400 * problem.model.features * 4
 
@@ -345,8 +344,8 @@ def readers(
 
 @pytest.mark.parametrize("groups", [1, 3])
 def test_dnp_bytes_and_reads_by_hand(groups):
-    """By frontiers of each rank's own seeds: a rank is sent the rows of h_1 that it needs and others
-    own; owners read the sources of all rows of h_1 that anyone in the group needs, once."""
+    """By frontiers of each rank's own seeds: a rank is sent the rows of h_1 that it needs and
+    others own; owners read the sources of all rows of h_1 that anyone in the group needs, once."""
     problem = problem_of(GRAPHS[0], groups, 3, fanout=(3, 3, 3))
     strategy, sent = parse("dnp(splitter='random')"), 0
     member = strategy.batches(problem).member
@@ -366,9 +365,9 @@ def test_dnp_bytes_and_reads_by_hand(groups):
 
 @pytest.mark.parametrize("groups", [1, 3])
 def test_snp_bytes_and_reads_by_hand(groups):
-    """By frontiers of each rank's own seeds: a rank pushes each edge of layer 1 to its source's owner,
-    and gets a sum of each row and owner of some of its sources or of itself. Owners make a sum once
-    for all who need it, and read what they own."""
+    """By frontiers of each rank's own seeds: a rank pushes each edge of layer 1 to its source's
+    owner, and gets a sum of each row and owner of some of its sources or of itself. Owners make a
+    sum once for all who need it, and read what they own."""
     problem = problem_of(GRAPHS[0], groups, 3, fanout=(3, 3, 3))
     strategy = parse("snp(splitter='random')")
     whole = GSplit(splitter="random").batches(problem)
@@ -405,7 +404,7 @@ def test_snp_bytes_and_reads_by_hand(groups):
 @pytest.mark.parametrize(("copies", "servers"), [(1, 4), (2, 4), (4, 4), (2, 2)])
 def test_copies_of_columns_by_hand(copies, servers):
     """Partial sums by the formula; a block's ids, degrees and edges to S/c - 1 peers; the first
-    weight's slices over who has them. Even slices of ranks that all meet: the closed form is
+    weight's slices over who has them. Where slices are even and ranks all meet, the closed form is
     exact."""
     problem, gpus = problem_of(GRAPHS[0], servers, 4 // servers), 4 // servers
     strategy = P3("server", copies=copies).settle(problem)

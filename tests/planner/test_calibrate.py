@@ -65,8 +65,7 @@ def test_without_rows_constants_are_what_presets_say():
 
 
 def test_rows_that_the_model_predicts_alike_weigh_as_one():
-    """Two figures that no constant can meet both; one of them printed three times over is still
-    one."""
+    """Two figures that no constant can meet both; one of them printed thrice is still one."""
     quick, slow = (
         figure("flickr", "gcn", "graph_parallel", metric, {"links": factor})
         for metric, factor in (("epoch_time_s", 1.0), ("comm_time_s", 0.1))
@@ -81,8 +80,7 @@ def test_rows_that_the_model_predicts_alike_weigh_as_one():
 
 
 def test_what_is_believed_pulls_as_far_as_it_says(monkeypatch):
-    """A figure that is proportional to its constant, four times too long: log 4 is shared as
-    WIDTH^2 to MISS^2."""
+    """A figure proportional to its constant, four times too long: log 4 as WIDTH^2 to MISS^2."""
     slow = {"device": 0.25, "links": 0.25, "launch": 4.0}
     row = figure("flickr", "gcn", "graph_parallel", "epoch_time_s", slow)
     monkeypatch.setitem(CONSTANTS, "all", (*CONSTANTS["code"], *CONSTANTS["links"]))
@@ -92,8 +90,7 @@ def test_what_is_believed_pulls_as_far_as_it_says(monkeypatch):
 
 
 def test_what_rows_do_not_tell_stays_as_it_was():
-    """A ratio of times says nothing of a factor that both have (but for latencies, which keep their
-    own)."""
+    """A ratio of times says nothing of a factor that both have (but for latencies)."""
     own, other = (
         figure("flickr", "gcn", name, "epoch_time_s", TRUE)
         for name in ("gnnpipe_pipeline", "graph_parallel")

@@ -72,8 +72,7 @@ def test_counts_are_those_of_sets(cut):
 @given(cuts())
 @settings(deadline=None, max_examples=examples(60))
 def test_members_share_every_chunk_evenly(cut):
-    """A chunk of at least as many vertices as members gives each some; a smaller one gives at most
-    one to each."""
+    """A chunk of as many vertices as members gives each some; a smaller one at most one."""
     for rows in cut.facts.rows:
         assert (rows > 0).all() if rows.sum() >= cut.members else rows.max(initial=0) <= 1
 

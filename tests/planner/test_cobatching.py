@@ -88,8 +88,7 @@ def test_what_does_not_fit_however_small_the_batches():
     ("model", "dropout"), [("gcn", 0.0), ("sage", 0.0), ("sage", 0.5), ("gcnii", 0.0)]
 )
 def test_loads_are_the_constant_rows_of_the_batch(model, dropout):
-    """On every rank what layer 1 (the encoder) reads of features, or the aggregate where it is
-    cached."""
+    """On every rank what layer 1 (the encoder) reads of features, or of the cached aggregate."""
     problem = problem_of(model=model, dropout=dropout)
     strategy = GraNNDis(batches=3)
     turns = [[strategy.turn(problem, 3 * epoch + n) for n in range(3)] for epoch in range(20)]

@@ -73,8 +73,7 @@ def test_hierarchical_by_hand():
 
 @pytest.mark.parametrize("ranks", [2, 4, 8])
 def test_bus_bandwidth_of_large_buffers_is_the_links(ranks):
-    """nccl-tests: busbw = size / time * 2(n-1)/n reaches the link; on one server, and on several by
-    their cards."""
+    """nccl-tests' busbw = size / time * 2(n-1)/n reaches the link, or servers' cards."""
     size = 10**11
     for where, link in (
         (cluster(1, ranks), 1e11),
@@ -120,8 +119,7 @@ def test_nccl_takes_the_faster_one(servers, gpus, size, latency, bandwidth):
 @given(st.integers(1, 5), st.integers(1, 4), st.sampled_from(ALGORITHMS), st.integers(0, 10**9))
 @settings(deadline=None)
 def test_bytes_by_link_are_those_on_the_ports(servers, gpus, algorithm, size):
-    """Whole bytes that add up to the schedule's, and within a byte of what passes cards and
-    GPUs."""
+    """Whole bytes that add up to the schedule's, and within a byte what cards and GPUs pass."""
     cost = Cost(cluster(servers, gpus, all_reduce=algorithm))
     n = servers * gpus
     told = cost.all_reduces.bytes_by_link(2 * (n - 1) * size, range(n))

@@ -322,9 +322,8 @@ def test_more_cache_is_never_slower_and_wider_rows_are(spread, width, distinct, 
 
 @pytest.mark.slow
 def test_degrees_of_real_graphs_are_as_unequal_as_the_spread_says(dataset):
-    """Of all edges, the share that the tenth of vertices with the most has: within 0.2 of the
-    lognormal's (Flickr, whose few hubs stand out of a narrow crowd, is the worst), and 0.07 on
-    average."""
+    """Of all edges, the share of the tenth of vertices with the most: within 0.2 of the lognormal's
+    (Flickr, whose few hubs stand out, is the worst), and 0.07 on average."""
     names = "squirrel flickr ogbn_arxiv coauthor_cs coauthor_physics amazon_photo musae_facebook"
     errors = []
     for name in [*names.split(), "chameleon"]:

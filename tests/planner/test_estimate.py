@@ -21,7 +21,8 @@ SERVERS = tuple(rank // 2 for rank in range(8))  # 4 of 2
 
 
 def test_expected_halo_of_a_drawn_random_graph():
-    """GNNPipe, Sec. 3.1.1: E|B_i| summed over parts; at most each vertex is in every other part's."""
+    """GNNPipe, Sec. 3.1.1: E|B_i| summed over parts; at most each vertex is in every other
+    part's."""
     n, m, p, rng = 2000, 8, 2e-3, np.random.default_rng(0)
     upper = np.triu(rng.random((n, n)) < p, 1)
     wanted = (upper | upper.T).reshape(n, m, n // m).any(axis=2)  # vertex x part
@@ -112,8 +113,7 @@ def test_rows_that_few_targets_need(depth):
 
 
 def test_what_training_vertices_need_is_estimated_once():
-    """Each candidate that trims, or trains in batches, made such layouts anew and counted them
-    again."""
+    """Each candidate that trims or trains in batches made such layouts anew."""
     stats = load("ogbn-papers100M")
     problem = Problem(stats, None, Workload(), read_cluster("dgx_a100"))
     layout = problem.layout()

@@ -50,8 +50,7 @@ def joined(vertices: int, a: np.ndarray, b: np.ndarray, both: bool = True) -> Gr
 
 
 def drawn_like(vertices: int, degree: int, spread: float, both: bool = True) -> Graph:
-    """Ends of edges in proportion to a lognormal; in a directed graph of the one end and of the
-    other apart."""
+    """Ends of edges in proportion to a lognormal; if directed, of each end its own."""
     rng = np.random.default_rng(0)
 
     def ends() -> np.ndarray:
@@ -196,8 +195,7 @@ def test_p3s_example_of_a_mini_batch():
 
 @pytest.mark.parametrize("groups", [(0, 0, 0), (0, 0, 1, 1), (0, 1, 0, 1)], ids=str)
 def test_shares_of_a_split_batch_add_up(groups):
-    """Every row and edge of a group is one rank's; a rank reads its own rows and those that are
-    sent to it."""
+    """Every row and edge is one rank's; a rank reads its own rows and those sent to it."""
     stats = replace(GRAPH.stats, vertices=20_000, edges=400_001, train_vertices=1_000)
     workload = Workload(mode="mini", layers=3, batch=101, fanout=(5, 3, 2))
     split, alone = (
@@ -216,8 +214,7 @@ def test_shares_of_a_split_batch_add_up(groups):
 
 @pytest.mark.parametrize("ranks", [2, 4])
 def test_what_a_random_split_sends_is_what_a_graph_sends(ranks):
-    """Rows that cross before each layer, owners at random: to 8 %; and the share of edges that
-    does."""
+    """Rows that cross before each layer, owners at random, and the share of such edges: to 8 %."""
     graph, groups = drawn_like(20_000, 20, 1.0), (0,) * ranks
     member = np.random.default_rng(1).integers(0, ranks, 20_000)
     seeds = [np.random.default_rng(i).permutation(20_000)[:200] for i in range(4)]
@@ -343,8 +340,7 @@ def test_rows_whose_columns_a_cache_hits(cached, over):
 @pytest.mark.parametrize("cached", [0.0, 0.5, 1.0])
 def test_neighbours_asked_for(cached):
     """Ids asked and edges drawn for others: to 10 % without cached lists and with all; with half of
-    the others' to a quarter of all, since those that are read most for their bytes come first on a
-    graph."""
+    them to a quarter, since those that are read most for their bytes come first on a graph."""
     others = (4 * problems()[0].stats.edges + 8 * 20_000) // 2
     strategy = DataParallel(structure="spread", structure_cache=round(cached * others * 1.01))
     found = []
@@ -436,8 +432,7 @@ def test_shares_of_a_split_add_up_whoever_has_most(splitter, ranks):
 
 @pytest.mark.parametrize("fanout", [1, 2, 3, 10, 40])
 def test_what_is_taken_is_the_mean_of_the_smaller(fanout):
-    """E[min(X, k)] = sum over j < k of P(X > j), also of vertices without neighbours and of very
-    many."""
+    """E[min(X, k)] = sum over j < k of P(X > j), also of no neighbours and of very many."""
     mean = np.array([0.0, 1e-9, 0.3, 1.0, 7.0, 39.0, 1e6])
     expected = sum(1.0 - pdtr(j, mean) for j in range(fanout))
     assert taken(fanout, mean) == pytest.approx(expected, rel=1e-6, abs=1e-14)

@@ -41,8 +41,7 @@ def question(inter_node: float = 1e8, layers: int = 2) -> Problem:
 
 
 def test_what_takes_over_really_takes_over():
-    """At the bandwidth that a sentence names, the other family is the fastest; on this side of it, it
-    is not."""
+    """Beyond the bandwidth that a sentence names the other is the fastest, and not before."""
     problem = question(5e9, layers=8)
     every = search(problem, may_use_fewer=False)
     # exact strategies are recommended in doubt, wherever the others take over from each other
@@ -104,8 +103,7 @@ def of_depth(layers: int, inter: float, hidden: int, may_use_fewer: bool = True)
 @pytest.mark.nightly
 def test_other_depths_change_the_choice_where_they_do():
     """On each side the nearest depth at which another family is recommended, as separate searches
-    say; the question has depths of either side, of both, and one beyond a depth that changes
-    nothing."""
+    say; of either side, of both, and one beyond a depth that changes nothing."""
     at = {layers: of_depth(layers, 1e8, 256, may_use_fewer=False) for layers in (1, 2, 4, 8, 16)}
     winners = {layers: each.best.strategy.name for layers, each in at.items()}
     told = []
@@ -123,8 +121,7 @@ def test_other_depths_change_the_choice_where_they_do():
 
 @pytest.mark.nightly
 def test_other_depths_may_use_fewer_gpus_too():
-    """The best uses one GPU of four at 2 layers and at 4, where on all four another family would be
-    ahead."""
+    """The best uses one GPU of four at 2 and 4 layers; on all four another would be ahead."""
     two, four = (of_depth(layers, 1e9, 32) for layers in (2, 4))
     assert two.best.problem.ranks == four.best.problem.ranks == 1
     assert two.best.strategy.name == four.best.strategy.name
@@ -219,8 +216,7 @@ def test_preparation_counts_a_cached_partition_as_when_it_was_made(own_cache):
 
 @pytest.mark.slow
 def test_a_plan_of_mini_batches_says_where_p3_stops_paying():
-    """The formula's break-even at the mean batch's rows, and both sides of it in the table over
-    hidden widths."""
+    """The formula's break-even at the mean batch's rows, and both sides of it in the table."""
     graph = load("synthetic:community?vertices=400&edges=6000&features=64&classes=5&seed=0")
     asked = {"model": "sage", "mode": "mini", "batch": 60, "fanout": (4, 3), "hidden": 16}
     problem = problem_of(graph, cluster(2, 1, launch=8e-6), layers=2, **asked)

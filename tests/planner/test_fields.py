@@ -40,8 +40,6 @@ def test_dgls_names_may_be_those_of_vertices_features_and_files(tmp_path):
     assert found.vertex_fields["h"].sum() == 0
 
 
-# -- edges that are sorted, dropped and turned -----------------------------------------------------
-
 PAIRS = st.lists(st.tuples(st.integers(0, 5), st.integers(0, 5)), max_size=24)
 
 
@@ -104,9 +102,6 @@ def test_fewer_edges_keep_their_rows(tmp_path):
         assert fewer.csr_edges.fields is fewer.edge_fields
 
 
-# -- the content's hash ----------------------------------------------------------------------------
-
-
 def test_the_hash_knows_fields_and_their_names(tmp_path):
     edges = {"src": [0, 1], "dst": [1, 2]}
     some = [{}, {"edge_weight": [1.0, 2.0]}, {"edge_weight": [1.0, 3.0]}, {"edge_attr": [1.0, 2.0]}]
@@ -116,8 +111,6 @@ def test_the_hash_knows_fields_and_their_names(tmp_path):
     named = load(own(tmp_path, **edges, **{"edge.edge_weight": [1.0, 2.0]})).stats.hash
     assert named == hashes[1]
 
-
-# -- what is refused -------------------------------------------------------------------------------
 
 FOUR = {"src": [0, 1, 2, 3], "dst": [1, 2, 3, 4]}
 REFUSED = [

@@ -37,8 +37,7 @@ def test_a_product_reads_and_writes_rows():
 
 
 def test_a_mask_is_made_in_the_forward_pass_alone():
-    """What dropout adds forward, it adds twice backward (as everything), but for the mask's own
-    operations."""
+    """What dropout adds forward it adds twice backward, but for the mask's own operations."""
     plain, dropped = gnn("gcn"), gnn("gcn", dropout=0.5)
     for direction, more in (("forward", MASK + 3), ("backward", 2 * 3)):
         without, with_mask = (getattr(one, direction)(2, 10, 20, 50) for one in (plain, dropped))

@@ -29,8 +29,7 @@ SMALL |= {"test_mask": [False, False, False, True, True]}
 
 @pytest.fixture
 def save(tmp_path):
-    """save(x=..., y=None) writes SMALL with these changes (None leaves an array out) and gives the
-    path."""
+    """save(x=..., y=None) writes SMALL with these changes (None: without the array) -> its path."""
 
     def write(**changes):
         arrays = {name: np.asarray(a) for name, a in (SMALL | changes).items() if a is not None}
@@ -169,8 +168,8 @@ def test_stand_in_features_are_declared_seeded_and_blind_to_labels(save):
 
 
 def test_without_labels_it_can_be_planned(save):
-    """As if three of five vertices trained: with none, `trim` left all rows out, and a plan took 3 %
-    of the time that it would with labels."""
+    """As if three of five vertices trained: with none, `trim` left all rows out, and a plan took 3
+    % of the time that it would with labels."""
     graph = load(save(y=None, train_mask=None, val_mask=None, test_mask=None))
     assert (graph.stats.classes, graph.stats.train_vertices) == (0, 3)
     for told in ("no labels", "random 60/20/20"):

@@ -147,8 +147,7 @@ def stage_of(problem: Problem, placement: tuple[int, ...]) -> list[set[int]]:
 
 
 def test_gnnpipe_keeps_a_group_on_a_server():
-    """GNNPipe's advice: groups {1,2,3,4},{5,6,7,8}, never {1,3,5,7},{2,4,6,8}; whatever order the
-    GPUs come in."""
+    """GNNPipe's advice: groups {1,2,3,4},{5,6,7,8}, never {1,3,5,7},{2,4,6,8}."""
     strategy = parse("gnnpipe(stages=2,chunks=8)")
     problem = problem_of(cluster(2, 4))
     assert stage_of(problem, placed(problem, strategy).placement) == [{0, 1, 2, 3}, {4, 5, 6, 7}]
@@ -161,8 +160,7 @@ def test_gnnpipe_keeps_a_group_on_a_server():
 
 
 def test_groups_follow_the_islands():
-    """Switch by switch where islands are; the same eight GPUs with other bridges get other
-    groups."""
+    """Switch by switch where islands are; with other bridges the same GPUs get other groups."""
     strategy, seen = parse("gnnpipe(stages=2,chunks=8)"), []
     for islands in (HALVES, [[0, 2, 4, 6], [1, 3, 5, 7]], [[0, 1, 6, 7], [2, 3, 4, 5]]):
         problem = problem_of(cluster(1, 8, islands=islands, island=FAST))
@@ -233,8 +231,7 @@ def test_parts_that_read_each_other_sit_together():
     ],
 )
 def test_a_placed_schedule_is_its_prediction(name, where):
-    """On every kind of link, with ranks out of order: bytes agree, and playing it takes what was
-    predicted."""
+    """On every kind of link, with ranks out of order: bytes and seconds are those predicted."""
     problem = problem_of(EIGHT[where]).placed((5, 0, 3, 6, 1, 7, 2, 4))
     strategy = parse(name).settle(problem)
     predicted, schedule = strategy.predict(problem), strategy.schedule(problem, 3)

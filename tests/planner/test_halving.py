@@ -23,10 +23,8 @@ from gnnplan.planner.vocabulary.units import show_percent
 
 
 class Machine:
-    """Gives contenders with the given epochs [s] their turns.
-
-    `noise`: standard deviation of an epoch; `pace`: how slow the machine is in a turn, by its number.
-    """
+    """Gives contenders with the given epochs [s] their turns.  `noise`: standard deviation of an
+    epoch; `pace`: how slow the machine is in a turn, by its number."""
 
     def __init__(
         self,
@@ -123,8 +121,7 @@ def test_the_least_that_is_asked_for_gives_two_rounds():
 
 
 def test_the_first_round_leaves_time_for_the_second():
-    """Runs that start slower than expected took the whole share in one round, and nothing was
-    certain."""
+    """Runs that start slower than expected took the whole share in one round."""
     them = contenders(True, True, True, True)
     machine = Machine(1.0, 1.4, 1.4, 1.4, start_s=2 * START_S)
     result = halve(them, machine, 1.2 * least_s(them))

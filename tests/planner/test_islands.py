@@ -81,8 +81,7 @@ WIRED = (1, CROSSED), (2, PAIRS), (2, [[0], [1]]), (1, [[0, 4, 1], [3, 2, 5]])
     ),
 )
 def test_closed_form_schedule_and_simulation(servers, islands, known):
-    """Bytes by link read off the schedule, each from where its two ends sit; and the time of
-    playing it."""
+    """Bytes by link read off the schedule, by where ends sit; and the time of playing it."""
     problem = problem_of(servers, islands)
     problem = problem if known else by_statistics(problem)
     for strategy in told(problem):
@@ -192,8 +191,8 @@ def test_more_depth_is_never_more_bytes_between_islands(graph, model, layers, wh
     ],
 )
 def test_groups_stay_together_and_hardly_a_placement_that_keeps_them_is_faster(strategy, islands):
-    """Placements of 8 GPUs in which the same ranks share an island (a server), weighed by the closed
-    form itself. Bytes take the shortest way in all, so one link may be busy 2 % longer."""
+    """Placements of 8 GPUs in which the same ranks share an island (a server), weighed by the
+    closed form itself. Bytes take the shortest way in all, so one link may be busy 2 % longer."""
     problem, chosen = problem_of(2, islands), parse(strategy)
     in_order, found = chosen.settle(problem), placed(problem, chosen)
 

@@ -80,8 +80,7 @@ def test_splitting_computes_each_row_once_and_data_parallel_never_fewer(seeds, r
 
 
 def test_without_sampling_a_batch_is_the_whole_neighbourhood():
-    """Fanout 'full' on one rank: GraNNDis' batch of the same targets (layout.py) has the same rows
-    and edges."""
+    """Fanout 'full' on one rank has the rows and edges of GraNNDis' batch of the same targets."""
     seeds = np.arange(0, 300, 30)
     made = MiniBatch(
         GRAPH, [frontier(GRAPH, seeds, (ALL, ALL), 0, 0, 0)], (0,), None, first_varying=1

@@ -210,8 +210,8 @@ def test_only_salient_samples_and_trains_at_the_same_time():
 
 
 def test_ranks_that_slice_share_the_servers_memory():
-    """All together slice 100 MB/s, and a rank of DGL half of that: rows of two GPUs come in half the
-    time, and those of eight no sooner. SALIENT's samplers alone need all of the memory."""
+    """All together slice 100 MB/s, and a rank of DGL half of that: rows of two GPUs come in half
+    the time, and those of eight no sooner. SALIENT's samplers alone need all of the memory."""
     slow = their_software.CONSTANTS | {"memory": 1e8, "slicing": 5e7}
 
     def loaded_s(software: str, gpus: int) -> float:
@@ -265,8 +265,7 @@ def test_a_program_waits_for_the_slower_of_host_and_gpu():
 
 
 def test_the_softmax_of_old_dgl_prepares_a_frame_for_each_message():
-    """A GAT on Cora in print: 14.1 ms with DGL 0.3, where a graph convolution takes as long as any
-    program's."""
+    """A GAT on Cora in print: 14.1 ms with DGL 0.3, where a GCN takes as long as any program's."""
 
     def epoch_s(model: str, software: str) -> float:
         params = {"software": software, "heads": 8} if model == "gat" else {"software": software}

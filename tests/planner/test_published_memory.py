@@ -26,8 +26,7 @@ def rows_of(more: dict[str, str]) -> tuple[float, float, float]:
 
 
 def test_pipegcns_tensors_by_hand():
-    """Three layers on products in five parts: features and their mean; two hidden layers of 128; 47
-    classes."""
+    """Three layers on products in five parts: features, their mean, two of 128 and 47 classes."""
     (n, s, e), mask = rows_of({}), 0.25
     # own and mean; dropout's output and mask of both
     features = 2 * n * 100 + 2 * n * 100 * (1 + mask)
@@ -82,8 +81,7 @@ def in_batches(row: dict[str, str], count: int) -> dict[str, str]:
 
 
 def test_granndis_takes_as_many_batches_as_it_needs():
-    """Sec. 5 and 8.7: 112 layers on eight 2080 Ti in five batches, not in one; nor does graph
-    parallel fit."""
+    """Sec. 5 and 8.7: 112 layers on eight 2080 Ti fit in five batches, not in one."""
     small = {**GRANNDIS, "testbed": "granndis_2080ti_1gbe", "num_nodes": "2", "hidden": "64"}
     one, five = (question(in_batches(small, count)) for count in (1, 5))
     assert not fits(one, any_batches=False) and fits(one, any_batches=True)

@@ -336,7 +336,8 @@ OWN8 = {gpu: (gpu,) for gpu in range(8)}
     ],
 )  # fmt: skip
 def test_machines_as_they_are(tmp_path, text, islands, switches, nics, copied):
-    """Every machine in every copy; where copies lose the escape character, '[4mGPU0' was no head."""
+    """Every machine in every copy; where copies lose the escape character, '[4mGPU0' was no
+    head."""
     (tmp_path / "topo.txt").write_text(copied(text), newline="")
     found = topology(tmp_path / "topo.txt")
     assert (found["islands"], found["switches"], found.get("nics")) == (islands, switches, nics)
@@ -410,8 +411,7 @@ def test_columns_that_are_absent_keep_what_the_cluster_has(tmp_path, capsys):
 
 
 def test_links_that_a_table_lacks_are_left_out_and_said(tmp_path, capsys):
-    """A preset's NVLink vanished without a word, also where a table has NVLink that no island can
-    tell of."""
+    """A preset's NVLink vanished without a word, also where a table has some that is no island."""
     (tmp_path / "topo.txt").write_text(MESH)
     assert read(read_cluster("dgx_a100"), [], tmp_path / "topo.txt").islands == ()
     said = capsys.readouterr().err

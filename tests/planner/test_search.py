@@ -261,8 +261,7 @@ def test_more_memory_as_proposed_does_fit(number, memory, monkeypatch):
     ],
 )
 def test_more_servers_as_proposed_would_fit(how):
-    """A graph that fills the memory, so that more servers help; the proposal is an estimate, and
-    holds as one."""
+    """A graph that fills the memory, so that more servers help; the proposal is an estimate."""
     stats = replace(GRAPH.stats, vertices=10**6, edges=10**7, features=50, known=False)
     problem = problem_of(memory=12e9, layers=64, model="gcnii", dropout=0.5)
     problem = replace(problem, stats=stats, graph=None, method="random")
@@ -353,12 +352,6 @@ def test_explanations_of_one_server_and_of_statistics():
     assert any("nothing crosses servers" in line for line in explained)
     guess = by_statistics(problem_of(1, 2, layers=2))
     assert "statistics only" in plan.make(search(guess))["summary"]["inputs"]
-
-
-def test_a_plan_can_be_asked_about_another_cluster(document):
-    other = problem_of(4, 1).cluster
-    assert plan.question(document, cluster=other).cluster == other
-    assert plan.question(document, workload=Workload(layers=2)).workload.layers == 2
 
 
 def test_a_plan_remembers_that_edges_have_a_direction(tmp_path):

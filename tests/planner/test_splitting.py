@@ -70,8 +70,7 @@ def test_an_unknown_splitter_is_named():
 def measured(
     graph: Graph, owner: np.ndarray, batch: int, fanouts: tuple[int, ...]
 ) -> tuple[float, float]:
-    """Share of edges that cross, and the most edges of a rank over the mean, over the first
-    epoch."""
+    """Share of edges that cross, and a rank's most edges over the mean, in the first epoch."""
     cross = edges = 0
     worst = []
     for number, seeds in enumerate(items_of(graph, batches_as(batch, fanouts), 0)):

@@ -111,8 +111,7 @@ def test_every_row_is_where_its_class_says(drawn):
 @given(stored())
 @settings(max_examples=examples(20))
 def test_prediction_schedule_and_simulation_agree(drawn):
-    """All rows are counted once, bytes follow, and time is that of the simulation (prefetch: of its
-    claim)."""
+    """All rows are counted once, bytes follow, and time is that of the simulation."""
     strategy, problem = drawn
     strategy.check(problem)
     steps, p = strategy.steps(problem), strategy.predict(problem)

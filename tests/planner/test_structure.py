@@ -127,8 +127,7 @@ def test_a_thinned_graph_has_the_lists_that_are_kept():
 )
 @pytest.mark.parametrize("kind", ["cpu", "cuda"])
 def test_its_copy_counts_where_ranks_share_the_servers_memory(strategy, kind):
-    """On a CPU a sampler's lists are a rank's own; beside a GPU they are elsewhere. Degrees count
-    once."""
+    """On a CPU a sampler's lists are a rank's own; beside a GPU they are elsewhere."""
     apart, problem = replace(strategy, structure="spread"), problem_of(1, 2, kind)
     more = apart.memory(problem)["graph"] - strategy.memory(problem)["graph"]
     lists = [GRAPH.degree[apart.lists(problem).keeps(rank)].sum() for rank in (0, 1)]

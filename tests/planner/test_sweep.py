@@ -128,8 +128,7 @@ def test_where_the_recommendation_changes():
 
 @pytest.mark.slow
 def test_rows_are_plans_of_their_own():
-    """The recommendation, and the best of the plan's family on all GPUs, are those of a plan asked
-    there."""
+    """The recommendation, and the best of the plan's family, are those of a plan asked there."""
     swept = axes(["servers=1,2"])
     asked = points(swept, question(layers=4), ["gpus_per_server=2"])
     table = rows(

@@ -97,9 +97,8 @@ def test_a_message_fills_the_ports_on_its_way(where):
 @given(clusters(), st.integers(0, 10**6))
 @settings(deadline=None, max_examples=examples(60))
 def test_bytes_over_links_are_conserved(where, seed):
-    """As many bytes come into a server's place in the fabric as its cards send plus what passes on,
-    at every node; and in all as many bytes are on links as messages have, times the links on their
-    way."""
+    """At every node as many bytes leave a server's place in the fabric as its cards send plus what
+    passes on; and in all, links carry messages' bytes times the links on their way."""
     random, n = np.random.default_rng(seed), where.ranks
     sent = random.integers(0, 1000, (n, n)) * (random.random((n, n)) < 0.6)
     np.fill_diagonal(sent, 0)
@@ -180,8 +179,7 @@ def test_leaves_share_their_uplinks():
 @given(clusters(), st.integers(0, 10**6))
 @settings(deadline=None, max_examples=examples(40))
 def test_a_leaf_that_is_not_oversubscribed_is_no_bottleneck(where, seed):
-    """One big switch, and the same servers on leaves with as many uplinks as cards: equal but for
-    the latency."""
+    """One big switch, and leaves with as many uplinks as cards: equal but for the latency."""
     random = np.random.default_rng(seed)
     sent = random.integers(0, 1000, (where.ranks,) * 2) * ~np.eye(where.ranks, dtype=bool)
     full = Fabric(kind="leaf_spine", servers_per_leaf=2, oversubscription=1, latency=0)
@@ -218,8 +216,7 @@ def improvements(draw: st.DrawFn, where: Cluster) -> Cluster:
 )
 @settings(deadline=None, max_examples=examples(60))
 def test_a_better_network_is_never_slower(data, where, seed, algorithm, curved):
-    """No exchange, no all-reduce, and not on any port, so that no plan is slower that fills ports
-    with several."""
+    """No exchange, no all-reduce, and no port, so that no plan is slower that fills several."""
     where = where.model_copy(update={"all_reduce": algorithm})
     if curved:
         curve = where.inter_node.model_copy(update={"efficiency": {1e3: 0.1, 1e6: 0.9}})

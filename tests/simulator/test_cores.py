@@ -45,8 +45,7 @@ def machine(
     one_machine: bool = False,
     kind: str = "cpu",
 ) -> Cluster:
-    """A second per million flops; messages at 1 MB/s, of which a byte takes so many seconds of a
-    core."""
+    """A second per million flops; messages at 1 MB/s, a byte of which takes seconds of a core."""
     link = Link(bandwidth=1e6, latency=0.0, core_s_per_byte=core_s_per_byte)
     device = Device(kind=kind, memory=1e9, gemm=1e6, memory_bandwidth=1e8, launch=1e-5)
     return Cluster(
@@ -206,8 +205,7 @@ def test_stale_exchanges_share_cores_with_computation(core_s_per_byte, ranks, se
 )
 def test_what_is_done_at_once_shares_cores_in_predictions_too(strategy, workload, cores):
     """A pipeline's stages that wait leave their share to others (predictions were half too slow);
-    samplers that are ahead take theirs from computation, and so do copies (predictions were up to a
-    quarter too fast)."""
+    samplers that are ahead take theirs from computation, and so do copies (a quarter too fast)."""
     fast = Link(bandwidth=1e7, latency=1e-6, core_s_per_byte=1e-7)
     rates = {"draw": 3e4, "lay": 3e4}
     cluster = changed(machine(4, cores), intra_node=fast, host_rates=rates)

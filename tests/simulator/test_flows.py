@@ -30,9 +30,6 @@ def flows(
     )
 
 
-# -- by hand ---------------------------------------------------------------------------------------
-
-
 def test_three_flows_over_two_links():
     """A link of 1 for A and B, one of 2 for B and C: B gets half of the first, and C all that B
     leaves of the second."""
@@ -47,9 +44,6 @@ def test_what_is_left_lies_idle_until_rates_are_found_anew():
     2.5, then at full speed."""
     two = flows([{0: 1}, {0: 1}], [1.0], [1.0, 2.0])
     assert two.finish().tolist() == [2.0, 3.0] and two.finish(every=2.5).tolist() == [2.0, 3.25]
-
-
-# -- against others --------------------------------------------------------------------------------
 
 
 @st.composite
@@ -144,8 +138,7 @@ def test_the_port_bound_is_an_exchange_alone_and_close_to_max_min(name):
 
 
 def test_64_ranks_all_to_all():
-    """4,032 flows on a switch that never blocks, looked at every half per cent of the bound: within
-    1 % of it."""
+    """4,032 flows on a switch, looked at every half per cent of the bound: within 1 % of it."""
     exchange = Flows.of(cost_of(64, 1), irregular(64))
     assert exchange.nbytes.size == 4032
     assert 1 - 1e-9 <= exchange.finish(0.005 * exchange.bound).max() / exchange.bound <= 1.01
@@ -171,8 +164,6 @@ def test_an_exchange_by_flows_has_the_same_bytes_on_its_ports_and_waits_for_the_
     assert single.exchange(some, (1, 4, 6, 7, 11)) == single.exchange(whole)
     assert single.exchange(np.zeros((12, 12))).alone == 0.0
 
-
-# -- queueing theory -------------------------------------------------------------------------------
 
 LOAD, CUSTOMERS, BATCHES = 0.6, 6000, 20
 

@@ -130,8 +130,7 @@ def test_the_network_equals_a_plain_loop(starts):
 
 
 def test_a_thousand_odd_numbers_late_in_time_all_end():
-    """Times near 1e6 s swallow the last bits of short transfers: nothing may hang, nothing may be
-    lost."""
+    """Times near 1e6 s swallow the last bits of short transfers: nothing may hang or be lost."""
     random.seed(0)
     starts = [
         (

@@ -79,8 +79,7 @@ def question(family: str) -> Problem:
 
 @pytest.mark.parametrize(("ranks", "jitter"), [(1, 0.3), (4, 0.1), (16, 0.5)])
 def test_a_synchronous_epoch_takes_the_slowest_of_its_ranks(ranks, jitter):
-    """The largest of n lognormals of mean 1, sampled here by numpy's own lognormal; four standard
-    errors."""
+    """The largest of n lognormals of mean 1, sampled by numpy's own; four standard errors."""
     schedule, cost = in_step(ranks, steps=51)
     seconds = epochs(schedule, cost, 1, Noise(jitter), repetitions=20)
     sigma = np.sqrt(np.log(1 + jitter**2))
@@ -96,8 +95,7 @@ def test_a_synchronous_epoch_takes_the_slowest_of_its_ranks(ranks, jitter):
 
 
 def test_jitter_averages_out_within_a_rank():
-    """100 computations in a row vary a tenth as much as one; ranks that never wait keep their
-    mean."""
+    """100 computations in a row vary a tenth as much as one; without waits they keep their mean."""
     schedule, cost = in_step(1, steps=41, pieces=100)
     seconds = epochs(schedule, cost, 1, Noise(0.4), repetitions=10)
     assert seconds.mean() == pytest.approx(100, rel=4 * 0.04 / 20)

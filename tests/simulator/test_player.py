@@ -71,8 +71,7 @@ def all_reduce(name: Label, rank: int, group: tuple[int, ...], size: int) -> Tas
 
 
 def drawn(played: Timeline, rank: int, lane: str) -> str:
-    """One character per second: the chunk, else the op's first letter; blank where nothing
-    happens."""
+    """A character per second: the chunk, else the op's first letter; blank: nothing."""
     line = [" "] * round(played.end_s)
     for span in played.spans:
         if (span.rank, span.lane) == (rank, lane):
@@ -207,8 +206,7 @@ def test_where_updates_come_behind_later_steps_a_step_ends_with_its_loss():
 
 @pytest.mark.parametrize("turn", [1, -1])
 def test_a_message_waits_for_a_late_receiver(turn):
-    """Sent in 1 s, fetched after 5: the critical path knows, in whatever order the ranks are
-    written."""
+    """Sent in 1 s, fetched after 5: the critical path knows, in any order of ranks."""
     tasks = [
         [Task(label("sent"), 0, "comm", Send(1, mb(1)))],
         [
@@ -223,8 +221,7 @@ def test_a_message_waits_for_a_late_receiver(turn):
 
 
 def test_two_cards_behind_one_port_take_twice_as_long():
-    """Ranks 0, 1 send to 2, 3 on the other server, through one card; inside their server they would
-    not meet."""
+    """Ranks 0, 1 send to 2, 3 on the other server by one card; inside one they do not meet."""
     tasks = [Task(label("push"), rank, "comm", Send(rank + 2, mb(3))) for rank in range(2)]
     assert [s.end for s in play(schedule(tasks), cluster(servers=2, gpus=2)).spans] == [6.0, 6.0]
     assert [
