@@ -218,9 +218,7 @@ def test_a_number_of_gpus_on_which_nothing_fits_is_a_row_that_says_what_is_missi
     # with too little memory in a server to train chunk by chunk
     there = "--cluster l4_box?host_memory=1GB --exact --mode full --scale 4,64"
     shown = gnnplan("plan --graph ogbn-papers100M", there)
-    needs = re.search(
-        r"nothing fits: needs ([\d.]+) GB", shown.out
-    )  # a narrow column folds the rest
+    needs = re.search(r"nothing fits: needs ([\d.]+) GB", shown.out)  # the rest is folded
     assert needs and float(needs[1]) > 24
     assert "the full graph first fits on 64 GPUs" in shown.out
 

@@ -231,9 +231,8 @@ def test_a_stage_that_fails_or_hangs_stops_no_other(gpu, tmp_path):
     gpu.run_all(setting, out, stages[:2], seconds=100)
     gpu.run_all(setting, out, stages[2:], seconds=1)
     assert time.monotonic() - began < 100
-    killed, without = (
-        json.loads((work / f"{name}.json").read_text()) for name in ("kernels", "sampling")
-    )
+    files = work / "kernels.json", work / "sampling.json"
+    killed, without = (json.loads(file.read_text()) for file in files)
     assert not killed["ended"]
     assert killed["left_out"] == [{"what": "kernels and on", "why": "0.01 s were over"}]
     assert without["ended"] and "finds no CUDA device" in without["failed"][0]["error"]

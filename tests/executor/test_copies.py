@@ -110,9 +110,7 @@ def test_scattered_rows_come_and_go_through_two_buffers(late, rows, dtype):
 def test_chunks_whose_copies_go_beside_computation(model):
     """The same numbers, and the order that is planned for GPUs."""
     graph = "synthetic:community?vertices=600&edges=3000&features=24&classes=5"
-    case = Case(
-        "offload(chunks=4)", graph, {"model": model, "layers": 3, "hidden": 8, "dropout": 0.5}
-    )
+    case = Case("offload(chunks=4)", graph, dict(model=model, layers=3, hidden=8, dropout=0.5))
     if model == "sgc":  # its first aggregate is constant
         case = replace(case, workload={**case.workload, "dropout": 0.0})
     problem = case.problem(1)

@@ -197,10 +197,7 @@ def test_another_training_is_refused(tmp_path):
         Checkpoints(tmp_path, 0, 10, {**QUESTION, "graph": "d"}).epochs()
     with pytest.raises(SpecError, match=r"gnnplan '1' there and '2' here"):
         Checkpoints(tmp_path, 0, 10, {**QUESTION, "gnnplan": "2"}).epochs()
-    with pytest.raises(
-        SpecError,
-        match=r"weight is torch.float32 \[1\], this training's .* \[2\]",
-    ):
+    with pytest.raises(SpecError, match=r"weight is torch.float32 \[1\], this training's .* \[2\]"):
         fill({"weight": torch.zeros(2)}, {"weight": torch.zeros(1)})
 
 

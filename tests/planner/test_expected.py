@@ -60,9 +60,8 @@ def drawn_like(vertices: int, degree: int, spread: float, both: bool = True) -> 
     one = ends()
     other = one if both else ends()
     count = vertices * degree // (1 + both)
-    return joined(
-        vertices, rng.choice(vertices, count, p=one), rng.choice(vertices, count, p=other), both
-    )
+    a, b = (rng.choice(vertices, count, p=p) for p in (one, other))
+    return joined(vertices, a, b, both)
 
 
 def counted(

@@ -154,9 +154,8 @@ def test_rows_are_plans_of_their_own():
 def test_a_strategy_that_plans_propose_of_no_family_is_a_column_too():
     """bns, of which users ask by name, was a dash."""
     asked, bns = points(axes(["servers=1,2"]), question()), parse("bns(p=0.5)")
-    for row, (_, problem) in zip(
-        rows(asked, bns, question("h200"), lambda _: {}), asked, strict=True
-    ):
+    table = rows(asked, bns, question("h200"), lambda _: {})
+    for row, (_, problem) in zip(table, asked, strict=True):
         expected = evaluate(placed(problem, bns), bns)
         assert row["plan"] == "bns(p=0.5)"
         assert row["plan_predicted_s"] == float(expected.predicted.epoch_s)

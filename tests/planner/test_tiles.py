@@ -138,9 +138,8 @@ def test_two_orders_balance_what_one_order_does_not():
 @pytest.mark.parametrize("layer", [1, 2])
 def test_tiles_by_statistics_are_the_mean_of_counted_ones(layer):
     asked, grid = problem((2, 2, 2)), Grid(2, 2, 2)
-    counted, expected = (
-        edges_of_tiles(p, grid, layer) for p in (asked, replace(asked, graph=None))
-    )
+    both = asked, replace(asked, graph=None)
+    counted, expected = (edges_of_tiles(p, grid, layer) for p in both)
     assert expected == pytest.approx(np.full(8, counted.mean()))
 
 

@@ -74,9 +74,8 @@ def test_a_small_operation_that_is_far_off_is_seen():
     """Errors were in per cent of the step: 30 times too long stood there as '+0%'."""
     step = row("step", 99.0, 100.0, simulated=99.0)
     operations = [row("update", None, 20.0), row("all_reduce", 3.0, 0.1)]
-    _, update, cells = times(
-        {"replayed": False, "step": step, "operations": operations}, "epoch"
-    ).rows
+    told = {"replayed": False, "step": step, "operations": operations}
+    _, update, cells = times(told, "epoch").rows
     assert cells[:5] == ["all_reduce", "3.00 s", "100.0 ms", "30x too long", "0 %"]
     assert update[1:5] == ["-", "20.00 s", "-", "20 %"]
     assert simulated_cell(step) == "" and simulated_cell(row("loss", 2.0, 2.0)) == "1.00 s"

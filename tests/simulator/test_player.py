@@ -378,9 +378,8 @@ def schedules(draw) -> Schedule:
 
     def add(rank: int, name: Label, work) -> None:
         after = draw(st.lists(st.sampled_from(known[rank]), max_size=2)) if known[rank] else []
-        tasks.append(
-            Task(name, rank, draw(st.sampled_from(LANES)), work, (*after, Label("halo", -1)))
-        )
+        lane = draw(st.sampled_from(LANES))
+        tasks.append(Task(name, rank, lane, work, (*after, Label("halo", -1))))
         known[rank].append(name)
 
     ranks, sizes = st.integers(0, RANKS - 1), st.sampled_from([0, 1, 2, 3])
