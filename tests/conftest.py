@@ -7,6 +7,7 @@ import os
 import shutil
 import subprocess
 import sys
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -29,6 +30,13 @@ settings.load_profile("explore" if NIGHT else "steady")
 STARTERS = {"start", "started", "run_ranks", "fork_server", "trained"}
 
 
+@cache
+def without_gpu() -> bool:
+    import torch  # as tests do that are marked so
+
+    return not torch.cuda.is_available()
+
+
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """A test that uses a fixture of STARTERS starts processes, and so does one on a GPU: Triton's
@@ -36,6 +44,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     begun = set[str]()
     for item in items:
         marks = {mark.name for mark in item.iter_markers()}
+        if "gpu" in marks:
+            item.add_marker(pytest.mark.skipif(without_gpu(), reason="needs a CUDA device"))
         if "gpu" in marks or STARTERS.intersection(getattr(item, "fixturenames", ())):
             item.add_marker("processes")
         test = item.nodeid.partition("[")[0]

@@ -327,10 +327,8 @@ class Trained(NamedTuple):
 
     @property
     def losses(self) -> list[float]:
-        return [
-            json.loads(line)["loss"]
-            for line in (self.out / "metrics.jsonl").read_text().splitlines()
-        ]
+        lines = (self.out / "metrics.jsonl").read_text().splitlines()
+        return [json.loads(line)["loss"] for line in lines]
 
 
 @pytest.fixture(scope="module")

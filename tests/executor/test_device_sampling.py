@@ -47,13 +47,7 @@ def test_tensors_draw_what_arrays_draw(vertices, fanout, key):
     same(np.array(vertices, dtype=np.int64), fanout, key, "cpu")
 
 
-cuda = pytest.param(
-    "cuda",
-    marks=[
-        pytest.mark.gpu,
-        pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
-    ],
-)
+cuda = pytest.param("cuda", marks=pytest.mark.gpu)
 
 
 @pytest.mark.parametrize("device", [cuda])

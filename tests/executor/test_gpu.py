@@ -26,7 +26,6 @@ from gnnplan.testing.ranks import Case, small
 pytestmark = [
     pytest.mark.gpu,
     pytest.mark.timeout(110),
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
     pytest.mark.filterwarnings("ignore:Sparse CSR tensor support is in beta state:UserWarning"),
 ]
 CYCLES = 200_000_000  # about 0.1 s

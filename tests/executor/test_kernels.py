@@ -153,7 +153,6 @@ def test_what_gpus_use_gives_the_same_on_the_processor(weighted):
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 def test_a_gpu_computes_the_same():
     block = random_block(300, 400, 5000).to(dtype=torch.float32)
     x, vertices = torch.randn(400, 33), torch.arange(400)
@@ -232,7 +231,6 @@ def test_softmax_and_attention_are_dense_ones(edges, dtype):
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
 def test_softmax_and_attention_on_a_gpu(dtype):
     block = random_block(300, 400, 5000, weighted=False)

@@ -43,9 +43,6 @@ def fresh_ranks(tmp_path_factory, fork_server):
         yield ranks
 
 
-# -- the measure -----------------------------------------------------------------------------------
-
-
 @pytest.mark.slow
 @glibc
 def test_the_watch_sees_what_torch_counts():
@@ -96,8 +93,6 @@ def test_a_stopped_watch_keeps_its_peak_on_cuda(monkeypatch):
     watch = MemoryWatch(torch.device("cuda"))
     assert watch.stop() == watch.stop() == 600
 
-
-# -- a layer ---------------------------------------------------------------------------------------
 
 ROWS, SOURCES, PER_ROW, FEATURES, HIDDEN, CLASSES = 10_000, 15_000, 12, 128, 64, 16
 MODELS: list[dict[str, Any]] = [
@@ -214,8 +209,6 @@ def test_footprint_of_sparse_rows(model, p, dtype):
     assert told.left == pytest.approx(kept, rel=0.001)
     assert told.most == pytest.approx(kept + backward, rel=0.05)
 
-
-# -- runs ------------------------------------------------------------------------------------------
 
 COMMUNITY = "synthetic:community?vertices="
 DENSE = f"{COMMUNITY}20000&edges=300000&features=64&classes=10"

@@ -20,16 +20,7 @@ from gnnplan.executor.layers.kernels.hashed_dropout import _threshold
 pytest.importorskip("triton", "3.6" if torch.cuda.is_available() else "3.7")
 from gnnplan.executor.layers.kernels import triton_kernels as ours
 
-DEVICES = [
-    "cpu",
-    pytest.param(
-        "cuda",
-        marks=[
-            pytest.mark.gpu,
-            pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
-        ],
-    ),
-]
+DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 on_devices = pytest.mark.parametrize(
     "device", DEVICES[torch.cuda.is_available() :]
 )  # where there is a GPU kernels are compiled for it, and nothing is interpreted
@@ -167,7 +158,6 @@ def test_attention(device, dtype, heads, width):
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 def test_a_gpu_takes_them():
     """`spmm` by Triton equals torch.sparse, and own rows' gradient is added where sums are made."""
     block, x = block_of(300, 400, 5000).to("cuda"), draw(400, 100).cuda().requires_grad_()

@@ -147,9 +147,8 @@ def test_computation_beside_an_all_reduce_is_slower_by_the_tax():
     for overlap_tax in (0.0, tax):
         asked = problem(where=cluster(2, 1, intra=1e9, overlap_tax=overlap_tax))
         strategy = GraphParallel(buckets=3)
-        taken.append(
-            {op.label(0): price_of(asked, op).seconds for op in strategy.program(asked).step(0)}
-        )
+        step = strategy.program(asked).step(0)
+        taken.append({op.label(0): price_of(asked, op).seconds for op in step})
     sent = 4 * buckets_of(asked, 3, narrow=False)[0].weights  # each of two ranks sends them once
     gained = taken[1][Label("backward", 0, layer=2)] - taken[0][Label("backward", 0, layer=2)]
     assert gained == pytest.approx(tax * sent / 1e9, rel=1e-9)

@@ -43,9 +43,8 @@ def test_the_fewest_batches_that_fit(knobs):
         fewest = next(batches for batches, need in needs.items() if need <= room)
         settled = GraNNDis(batches=None, **knobs).settle(problem)
         assert settled.batches == fewest and settled.exact == (fewest == 1 and not knobs)
-        assert (
-            GraNNDis(batches=fewest, **knobs).settle(problem) == settled == settled.settle(problem)
-        )
+        assert settled == settled.settle(problem)
+        assert settled == GraNNDis(batches=fewest, **knobs).settle(problem)
 
 
 def test_many_batches():

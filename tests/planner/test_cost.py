@@ -131,9 +131,8 @@ def test_a_row_that_is_made_has_a_price_besides_what_it_gathers():
     """1e6 rows gathered, 16 numbers each at 400 MB/s, take 0.16 s; to make 1e4 rows of 64 B costs
     1e-5 s and 64 B at 1 MB/s each."""
     device = CORE.model_copy(update={"row_latency": 1e-5, "row_bandwidth": 1e6})
-    core, nothing = (
-        Cost(Cluster(device=each, intra_node=Link(bandwidth=1e9))) for each in (device, CORE)
-    )
+    link = Link(bandwidth=1e9)
+    core, nothing = (Cost(Cluster(device=each, intra_node=link)) for each in (device, CORE))
     work, twice = (Compute(gathers=(Gather(1e6, 16, 10.0, into),)) for into in (1e4, 2e4))
     assert nothing.compute_s(work) == nothing.compute_s(twice) == pytest.approx(0.16)
     assert core.compute_s(work) == pytest.approx(0.16 + 0.1 + 0.64)

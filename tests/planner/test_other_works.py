@@ -217,9 +217,8 @@ def test_ranks_that_slice_share_the_servers_memory():
     def loaded_s(software: str, gpus: int) -> float:
         params = {"batch": 1000, "fanout": [10, 25], "sampler": "host", "software": software}
         told = row(paper="salient", gpus_per_node=gpus, strategy_params=params | {"workers": 4})
-        asked = question(
-            told, testbeds=lambda r: their_software.cluster_of(interpret.whole(r), r, slow)
-        )
+        cluster_of = their_software.cluster_of
+        asked = question(told, testbeds=lambda r: cluster_of(interpret.whole(r), r, slow))
         return their_software.parts(asked)["load"]
 
     one, two, eight = (loaded_s("dgl", gpus) for gpus in (1, 2, 8))

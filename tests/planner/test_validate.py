@@ -112,9 +112,8 @@ def test_volume_is_doubted_before_order_and_order_before_cost():
     disorder = "rank 0, lane comm, place 0: planned a, recorded b"
 
     def found(volume_equal: bool, disorder: str | None, same_device: bool) -> str:
-        return diagnose(
-            step, rows, volume_equal=volume_equal, disorder=disorder, same_device=same_device
-        )
+        same = {"volume_equal": volume_equal, "same_device": same_device}
+        return diagnose(step, rows, disorder=disorder, **same)
 
     assert found(False, disorder, False).startswith("the bytes counted")
     assert found(True, disorder, False).startswith(

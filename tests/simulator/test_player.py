@@ -86,9 +86,6 @@ def schedule(
     return Schedule(ranks, steps, tasks, setup or [])
 
 
-# -- drawn by hand ---------------------------------------------------------------------------------
-
-
 def test_spans_tell_all_in_the_order_of_the_tasks():
     tasks = [
         Task(label("forward"), 0, "compute", s(2)),
@@ -261,8 +258,6 @@ def test_equal_collectives_are_priced_once(monkeypatch):
     assert len(asked) == 1
 
 
-# -- schedules that are wrong ----------------------------------------------------------------------
-
 BOTH = Exchange(np.array([[0, 8], [8, 0]]))
 TO_1, TO_0 = Collective(BOTH, (0, 1), 0), Collective(BOTH, (0, 1), 1)
 STUCK = {
@@ -363,8 +358,6 @@ def test_only_members_come_to_a_collective():
     with pytest.raises(Mismatch, match=r"rank 2 .* group is \(0, 1\)"):
         play(schedule([Task(label("halo"), 2, "comm", TO_1)]), cluster())
 
-
-# -- laws ------------------------------------------------------------------------------------------
 
 RANKS, LANES = 4, ("compute", "comm", "reduce")
 
