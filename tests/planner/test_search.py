@@ -354,6 +354,12 @@ def test_explanations_of_one_server_and_of_statistics():
     assert "statistics only" in plan.make(search(guess))["summary"]["inputs"]
 
 
+def test_a_plan_can_be_asked_about_another_cluster(document):
+    other = problem_of(4, 1).cluster
+    assert plan.question(document, cluster=other).cluster == other
+    assert plan.question(document, workload=Workload(layers=2)).workload.layers == 2
+
+
 def test_a_plan_remembers_that_edges_have_a_direction(tmp_path):
     np.savez(tmp_path / "arrow.npz", src=[0, 1, 2], dst=[1, 2, 3], y=[0, 1, 0, 1])
     graph = load(str(tmp_path / "arrow.npz"), directed=True)
