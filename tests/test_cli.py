@@ -192,6 +192,8 @@ def test_jitter_and_stragglers(gnnplan, plan_file):
     assert one["noise"]["stragglers"] == {"1": 3.0} and one["noise"]["epochs"] == 10
     assert one["simulated"]["epoch_s"] < one["noise"]["p50_s"] <= one["noise"]["p95_s"]
     assert "noise" not in gnnplan("simulate", plan_file, "--seed 3 --json").document
+    shown = gnnplan("simulate", plan_file, "--straggler 1=3 --repetitions 1")
+    assert "with rank 1 3 times as slow P50" in shown.out
 
 
 def test_a_plan_on_several_numbers_of_ranks(gnnplan, tmp_path):
