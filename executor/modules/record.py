@@ -326,9 +326,7 @@ class _Recorder(TorchFunctionMode):
         self.is_within_opaque = False
         self.inputs: dict[str, Node] = {}
         for name, value in {**inputs, "vertices": vertices}.items():
-            node = self._node(None, (), {}, name)
-            node.value = value
-            self.inputs[name] = node
+            self.inputs[name] = node = self._node(None, (), {}, name)
             self._record_result(node, value)
         if self.graph is not None:
             index = self._node(index_of, (self.inputs["g"],), {})
@@ -464,7 +462,8 @@ class _Recorder(TorchFunctionMode):
                 return self.node_by_id[id(value)]
             if id(value) in self.name_by_id:
                 return Named(self.name_by_id[id(value)])
-            if self.takes_constants and _may_be_constant(value):
+            may_be_constant = not (is_sparse(value) or value.requires_grad)
+            if self.takes_constants and may_be_constant and value.numel() <= MOST_NUMBERS:
                 with torch._C.DisableTorchFunction():
                     constant = Node(torch.tensor, (value.tolist(),), {"dtype": value.dtype})
                     self.nodes.append(constant)
@@ -495,24 +494,17 @@ class _Recorder(TorchFunctionMode):
     def _record_result(self, node: Node, result: Any) -> Any:
         """Store the result as the node's value, and return it."""
         node.value = tree_map(lambda v: v.detach().clone() if isinstance(v, Tensor) else v, result)
-        if isinstance(result, Tensor):
-            self._record_tensor(node, result)
-        elif isinstance(result, (tuple, list)):
+        if isinstance(result, (tuple, list)):
             for i, item in enumerate(result):
                 if isinstance(item, Tensor):
                     part = Node(operator.getitem, (node, i), line=node.line, has_grad=node.has_grad)
                     self.nodes.append(part)
-                    part.value = item.detach().clone()
-                    self._record_tensor(part, item)
+                    self._record_result(part, item)
         elif not isinstance(result, (int, float, bool, str, torch.dtype, torch.device, type(None))):
             self.node_by_id[id(result)] = node
+            self.versions[id(result)] = getattr(result, "_version", 0)
             self.alive.append(result)
         return result
-
-    def _record_tensor(self, node: Node, tensor: Tensor) -> None:
-        self.node_by_id[id(tensor)] = node
-        self.versions[id(tensor)] = tensor._version
-        self.alive.append(tensor)
 
     @contextmanager
     def patches(self) -> Iterator[None]:
@@ -536,18 +528,13 @@ class _Recorder(TorchFunctionMode):
                 isinstance(a, (Tensor, int, float, str, type(None))) or id(a) in self.node_by_id
                 for a in leaves_of(args)
             )
-            is_torchs = function.__module__.startswith("torch.")
-            if self.is_within_opaque or is_torchs or not is_plain:
+            if function.__module__.startswith("torch.") or not is_plain:
                 return apply(*args)
             return self._record_whole(function.apply, args, {}, lambda: apply(*args))
 
         def of_script(function: Any, *args: Any, **kwargs: Any) -> Any:
-            def run() -> Any:
-                return call_script(function, *args, **kwargs)
-
-            return (
-                run() if self.is_within_opaque else self._record_whole(function, args, kwargs, run)
-            )
+            run = partial(call_script, function, *args, **kwargs)
+            return self._record_whole(function, args, kwargs, run)
 
         with (
             replaced(nn.Module, "__call__", of_module),
@@ -565,13 +552,7 @@ class _Recorder(TorchFunctionMode):
         item = dgl.DGLGraph.__getitem__
 
         def of_graph(name: str, *args: Any, **kwargs: Any) -> Any:
-            method = getattr(dgl.DGLGraph, name)
-
-            def run() -> Any:
-                return method(self.graph, *args, **kwargs)
-
-            if self.is_within_opaque:
-                return run()
+            run = partial(getattr(dgl.DGLGraph, name), self.graph, *args, **kwargs)
             return self._record_whole(GRAPH_METHODS[name], (self.graph, *args), kwargs, run)
 
         def of_edge_type(graph: Any, key: Any) -> Any:
@@ -622,7 +603,9 @@ class _Recorder(TorchFunctionMode):
     def _record_whole(
         self, call: Any, args: Any, kwargs: Any, run: Callable[[], Any], may_drop: bool = False
     ) -> Any:
-        """Record a call as one node, without the calls that it makes."""
+        """Record a call as one node, without the calls that it makes; none inside such a call."""
+        if self.is_within_opaque:
+            return run()
         with torch._C.DisableTorchFunction():
             node = self._node(call, args, kwargs)
             before = torch.get_rng_state()
@@ -768,10 +751,6 @@ def live_nodes(
             live.add(node)
             todo += reads(node)
     return sorted(live, key=lambda node: node.index)
-
-
-def _may_be_constant(value: Tensor) -> bool:
-    return value.numel() <= MOST_NUMBERS and not (is_sparse(value) or value.requires_grad)
 
 
 def is_sparse(value: Any) -> bool:
