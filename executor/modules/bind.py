@@ -101,15 +101,25 @@ class Bound:
     attributes: Mapping[str, str]
     blocks: int = 1
 
-    def call(self, module: nn.Module, values: Mapping[str, Any]) -> Any:
-        """Return the output of `forward` for inputs by name; in float64 if the inputs are."""
+    def call(self, module: nn.Module, values: Mapping[str, Any]) -> Tensor:
+        """Return the output of `forward` for inputs by name; in float64 if the inputs are.
+
+        Raises Unfit if that is no tensor, alone or in a list of one."""
         numbers = [v for v in values.values() if isinstance(v, Tensor) and v.is_floating_point()]
         is_double = any(number.dtype == torch.float64 for number in numbers)
         arguments = {name: self._argument(taken, values) for name, taken in self.takes.items()}
         with InDouble() if is_double else nullcontext():
             if hasattr(getattr(module, "signature", None), "param_dict"):
-                return module(*arguments.values())  # PyG's Sequential knows parameters by position
-            return module(**arguments)
+                output = module(*arguments.values())  # PyG's Sequential: parameters by position
+            else:
+                output = module(**arguments)
+        if isinstance(output, (tuple, list)):
+            if len(output) != 1:
+                raise Unfit("forward returns several values; return the logits alone")
+            output = output[0]
+        if not isinstance(output, Tensor):
+            raise Unfit(f"forward returns a {type(output).__name__}; return the logits alone")
+        return output
 
     def _argument(self, taken: str, values: Mapping[str, Any]) -> Any:
         if taken == "data":

@@ -56,11 +56,7 @@ def run_once(module: nn.Module, graph: GraphFields, dtype: torch.dtype = torch.f
     """Return the output of `forward` on a small graph with such fields. Raises Unfit."""
     small = Small(VERTICES[0], module, graph)
     with torch.no_grad():
-        run = partial(_output, module, small, small.given(dtype), nullcontext)
-        output = _guarded(small, run)
-    if not isinstance(output, Tensor):
-        raise Unfit(f"forward returns a {type(output).__name__}; return the logits alone")
-    return output
+        return _output(module, small, small.given(dtype))
 
 
 def _guarded(small: Small, run: Callable[[], T]) -> T:
@@ -176,7 +172,7 @@ def _evaluates_alike(pieces: Pieces, small: Small) -> bool:
     own = copied(pieces.module).to(pieces.dtype).eval()
     values = small.given(pieces.dtype)
     with torch.no_grad():
-        expected = _guarded(small, partial(small.binding.call, own, values))
+        expected = _output(own, small, values)
         try:
             found = in_parts(pieces.with_module(own), small, values, is_training=False)
         except (RuntimeError, LookupError, ValueError):
@@ -269,7 +265,7 @@ def prove(module: nn.Module, pieces: Pieces, small: Small) -> None:
     """Raise Unfit if the pieces compute something else than the module. Both are in float64."""
     pieces.structure.must_answer_alike(small.whole, pieces.place, small.fields)
 
-    dropout_mode = partial(as_pieces_draw, pieces, pieces.training, small.whole, Drop(0.0, 7))
+    dropout_mode = partial(as_pieces_draw, pieces, small.whole, Drop(0.0, 7))
 
     def candidate(values: Mapping[str, Any], is_training: bool) -> Candidate:
         own = copy.deepcopy(module).to(torch.float64)
@@ -322,8 +318,8 @@ def must_compute(
         values = small.given(torch.float64)
         # in evaluation nothing drops, and no mode stands between the module and torch
         within = dropout_mode if is_training else nullcontext
-        run = partial(_output, small=small, values=values, dropout_mode=within)
-        expected = _guarded(small, partial(run, own))
+        run = partial(_output, small=small, values=values, within=within)
+        expected = run(own)
         kept = numbers_of(own)
         if not bool(expected.isfinite().all()):
             raise Unfit(
@@ -338,7 +334,7 @@ def must_compute(
         buffers = {name: buffer.clone() for name, buffer in own.named_buffers()}
         make_a_step(own, new)  # numbers that forward has kept know nothing of it
         with torch.no_grad():
-            again, first = (_guarded(small, partial(run, each)) for each in (own, new))
+            again, first = run(own), run(new)
             if differing(again, first) is not None:
                 raise Unfit(
                     "its second call on a graph makes other rows than its first: it keeps numbers"
@@ -402,9 +398,8 @@ def _must_keep_nothing_else(
     with torch.no_grad():
         for name, tensor in (*new.named_parameters(), *new.named_buffers()):
             tensor.copy_(kept.get(name, tensor))
-        run = partial(_output, small=small, values=values, dropout_mode=within)
         first, second = (
-            _guarded(small, partial(run, each.train(not was_training))) for each in (used, new)
+            _output(each.train(not was_training), small, values, within) for each in (used, new)
         )
     if differing(first, second) is not None:
         raise Unfit(
@@ -422,13 +417,17 @@ def _output(
     module: nn.Module,
     small: Small,
     values: Mapping[str, Any],
-    dropout_mode: Callable[[], AbstractContextManager[Any]],
+    within: Callable[[], AbstractContextManager[Any]] = nullcontext,
 ) -> Tensor:
-    """Return the module's own output on a graph; dropout_mode: the mode that draws its dropout."""
-    with dropout_mode():
-        output = small.binding.call(module, values)
-    first: Tensor = output[0] if isinstance(output, (tuple, list)) else output
-    return first
+    """Return the module's own output on a graph; within: makes the mode that draws its dropout.
+
+    Raises Unfit, with the user's line where there is one."""
+
+    def run() -> Tensor:
+        with within():
+            return small.binding.call(module, values)
+
+    return _guarded(small, run)
 
 
 def _must_equal(
@@ -459,10 +458,7 @@ def _must_not_read_order(module: nn.Module, small: Small) -> None:
     twin.x, twin.fields = small.x.flip(0), {name: v[::-1] for name, v in small.fields.items()}
     own = copied(module).to(torch.float64).eval()
     with torch.no_grad():
-        first, second = (
-            _guarded(each, partial(each.binding.call, own, each.given(torch.float64)))
-            for each in (small, twin)
-        )
+        first, second = (_output(own, each, each.given(torch.float64)) for each in (small, twin))
     if differing(first, second.flip(0)) is not None:
         raise Unfit(
             "forward makes other rows when vertices are numbered in reverse: it depends on the"
@@ -526,9 +522,9 @@ class Dropouts(TorchFunctionMode):
         return rows.copy_(out) if in_place else out
 
 
-def as_pieces_draw(pieces: Pieces, mode: Program, whole: CsrEdges, drop: Drop) -> Dropouts:
-    """Return the mode in which a module on a whole graph draws the masks that its pieces draw."""
-    nodes = iter([node for node in mode.recorded.nodes if node.drops])
+def as_pieces_draw(pieces: Pieces, whole: CsrEdges, drop: Drop) -> Dropouts:
+    """Return the mode in which a module trained on a whole graph drops as its pieces do."""
+    nodes = iter([node for node in pieces.training.recorded.nodes if node.drops])
 
     def draw(rows: Tensor, p: float) -> Tensor:
         node = next(nodes)

@@ -261,7 +261,7 @@ class _Unseen(Exception):
 def record(
     module: nn.Module,
     inputs: Mapping[str, Any],
-    call: Callable[[], Any],
+    call: Callable[[], Tensor],
     vertices: int,
     parts: Collection[str] = (),
     takes_constants: bool = False,
@@ -621,12 +621,8 @@ class _Recorder(TorchFunctionMode):
                 )
             return self._record_result(node, result)
 
-    def finish(self, output: Any) -> Recorded:
+    def finish(self, output: Tensor) -> Recorded:
         """Return the recording whose last call made the output. Raises Unfit."""
-        if isinstance(output, (tuple, list)) and len(output) == 1:
-            output = output[0]
-        if not isinstance(output, Tensor):
-            raise Unfit("forward returns several values; return the logits alone")
         if id(output) in self.name_by_id:
             raise Unfit("forward returns a parameter; return rows that it computes")
         with torch._C.DisableTorchFunction():

@@ -747,6 +747,12 @@ def test_what_a_module_of_dgl_does_is_refused_by_name(tmp_path, given, body, wor
         with_dgl(tmp_path, given, body)
 
 
+def test_a_module_of_dgl_may_return_a_list_of_its_rows(tmp_path):
+    """It seemed to fail without self-loops, so its graph got some."""
+    pieces = with_dgl(tmp_path, "g, x", "return [1.5 * self.mean(g, x)]").pieces
+    assert pieces and not pieces.loops
+
+
 def with_dgl(folder: Path, given: str, body: str) -> UserModule:
     """A module of DGL; the graph has self-loops, for its layers divide by degrees."""
     quiet("dgl")

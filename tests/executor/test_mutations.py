@@ -299,14 +299,13 @@ def assert_is_itself(module: nn.Module, pieces: Pieces, vertices: int, directed:
     graph = GraphFields(FEATURES, CLASSES, directed, False, VERTEX, EDGE)
     small = Small(vertices, module, graph)
     for is_training in (True, False):
-        mode = pieces.training if is_training else pieces.evaluation
         expected, found = [], []
         for kind, into in (("itself", expected), ("pieces", found)):
             module.train(is_training).zero_grad()
             buffers = {name: buffer.clone() for name, buffer in module.named_buffers()}
             values = small.given(torch.float64)
             if kind == "itself":
-                with as_pieces_draw(pieces, mode, small.whole, Drop(0.0, 7)):
+                with as_pieces_draw(pieces, small.whole, Drop(0.0, 7)):
                     out = pieces.binding.call(module, values)
             else:
                 out = in_parts(pieces, small, values, is_training)

@@ -194,9 +194,7 @@ class Itself:
     def _dropout(self, epoch: int) -> AbstractContextManager[Any]:
         seed = self.workload.seed
         if self.user.pieces:
-            return as_pieces_draw(
-                self.pieces, self.pieces.training, self.whole, Drop(0.0, seed, epoch)
-            )
+            return as_pieces_draw(self.pieces, self.whole, Drop(0.0, seed, epoch))
         return as_layers_draw(self.user.description, seed, epoch)
 
     def logits(self, state: Mapping[str, Any] | None = None) -> Tensor:
@@ -204,8 +202,7 @@ class Itself:
         if state is not None:
             self.module.load_state_dict(state)
         with torch.no_grad():
-            out: Tensor = self.pieces.binding.call(self.module.eval(), self.given)
-        return out
+            return self.pieces.binding.call(self.module.eval(), self.given)
 
     def accuracies(self, logits: Tensor) -> dict[str, float]:
         """Of validation and of test, where there are such vertices."""
