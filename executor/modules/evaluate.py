@@ -30,7 +30,6 @@ class Place:
 
     named: Callable[[str], Any]
     draw: Draw = lambda node, rows, p: rows
-    dtype: torch.dtype = torch.float32
     device: torch.device = CPU
 
     def run(

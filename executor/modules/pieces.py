@@ -31,7 +31,7 @@ from gnnplan.executor.modules.cut import (
     width_of,
 )
 from gnnplan.executor.modules.evaluate import Place, Values, storages
-from gnnplan.executor.modules.record import FIXED, Named, Node, Opaque, named_in, tensors_of
+from gnnplan.executor.modules.record import FIXED, Named, Node, Opaque, tensors_of
 from gnnplan.executor.modules.structure import Structure
 from gnnplan.planner.gnn.model import Model
 from gnnplan.planner.gnn.workload import Workload
@@ -64,7 +64,6 @@ class Pieces:
     training: Program
     evaluation: Program
     structure: Structure
-    dtype: torch.dtype
     loops: bool  # the DGL graph that the module receives has self-loops
     binding: Bound
     locals: WeakKeyDictionary[Block, Values] = field(default_factory=WeakKeyDictionary)
@@ -99,15 +98,10 @@ class Pieces:
                     state[other] = value.clone(memory_format=torch.contiguous_format)
         return state
 
-    @property
-    def place(self) -> Place:
-        """Where STRUCTURE is computed: on the host, with the module's tensors, without dropout."""
-        return Place(named_in(self.module), dtype=self.dtype)
-
     def local(self, block: Block) -> Values:
         """Return, and cache, the STRUCTURE that layers read on a block."""
         if block not in self.locals:
-            self.locals[block] = self.structure.of_block(block, self.place)
+            self.locals[block] = self.structure.of_block(block)
         return self.locals[block]
 
     @property
@@ -255,7 +249,7 @@ class PieceLayer(Layer):
             if name.startswith("edge ")
         }
         whole = CsrEdges(indptr, indices, fields, self.pieces.loops)
-        self.pieces.structure.on_whole(whole, self.pieces.place)
+        self.pieces.structure.on_whole(whole)
         return whole
 
     def possible(self, x: Tensor) -> Tensor:
@@ -334,7 +328,7 @@ class PieceLayer(Layer):
             return drawn(value, node, row_ids, self.drop, p)
 
         values[self.mode.recorded.inputs["vertices"]] = vertices
-        place = Place(self.named, draw, like.dtype, like.device)
+        place = Place(self.named, draw, like.device)
         place.run([node for node in piece.nodes if node not in values], values, piece.frees)
         return {node: values[node] for node in piece.outputs}
 

@@ -162,25 +162,8 @@ def _without_recomputation() -> Iterator[None]:
 
 
 def followed(module: nn.Module, graph: GraphFields, dtype: torch.dtype) -> tuple[Pieces, Small]:
-    """Record a module in both modes and cut it. Raises Unfit with the line."""
+    """Record a module of this dtype in both modes and cut it. Raises Unfit with the line."""
     small = Small(VERTICES[0], module, graph)
-    return _cut(module, small, dtype), small
-
-
-def _evaluates_alike(pieces: Pieces, small: Small) -> bool:
-    """Whether pieces on parts of a graph compute the module's output in evaluation mode."""
-    own = copied(pieces.module).to(pieces.dtype).eval()
-    values = small.given(pieces.dtype)
-    with torch.no_grad():
-        expected = _output(own, small, values)
-        try:
-            found = in_parts(pieces.with_module(own), small, values, is_training=False)
-        except (RuntimeError, LookupError, ValueError):
-            return False
-    return differing(expected, found) is None
-
-
-def _cut(module: nn.Module, small: Small, dtype: torch.dtype) -> Pieces:
     shared: dict[Hashable, Node] = {}
     frozen: set[Any] = set()  # running means of batch norms that evaluate in training
 
@@ -188,7 +171,7 @@ def _cut(module: nn.Module, small: Small, dtype: torch.dtype) -> Pieces:
         own, recorded = recorded_of(module, small, is_training, dtype)
         freeze_norms(recorded.nodes, is_training, frozen)
         trained = {name for name, p in own.named_parameters() if p.requires_grad}
-        return cut(recorded, Place(named_in(own), dtype=dtype), trained, shared)
+        return cut(recorded, Place(named_in(own)), trained, shared)
 
     modes = program(True), program(False)
     for node in modes[1].live:
@@ -201,11 +184,11 @@ def _cut(module: nn.Module, small: Small, dtype: torch.dtype) -> Pieces:
     # else dropout may have kept equal calls apart: then the calls of training evaluate too
     training, evaluation = modes if is_same else (modes[0], modes[0])
     answers = {node: n for mode in modes for node, n in mode.recorded.answers.items()}
-    structure = Structure((training, evaluation), answers)
+    structure = Structure((training, evaluation), answers, Place(named_in(module)), dtype)
     loops, binding = small.whole.loops, small.binding
-    pieces = Pieces(module, training, evaluation, structure, dtype, loops, binding)
+    pieces = Pieces(module, training, evaluation, structure, loops, binding)
     for own in small.parts:
-        structure.find_whole(pieces.place, block_of(small.whole, own))
+        structure.find_whole(block_of(small.whole, own))
     if not is_same and not _evaluates_alike(pieces, small):
         handed = [
             f"{sum(map(sum, mode.widths))} numbers per vertex in {len(mode.layers)} layers"
@@ -215,7 +198,20 @@ def _cut(module: nn.Module, small: Small, dtype: torch.dtype) -> Pieces:
             f"forward hands on {handed[0]} in training, and {handed[1]} in evaluation; let both"
             " modes read the same edges and rows, and drop weights of edges after their norm"
         )
-    return pieces
+    return pieces, small
+
+
+def _evaluates_alike(pieces: Pieces, small: Small) -> bool:
+    """Whether pieces on parts of a graph compute the module's output in evaluation mode."""
+    dtype = pieces.structure.dtype
+    own, values = copied(pieces.module).to(dtype).eval(), small.given(dtype)
+    with torch.no_grad():
+        expected = _output(own, small, values)
+        try:
+            found = in_parts(pieces.with_module(own), small, values, is_training=False)
+        except (RuntimeError, LookupError, ValueError):
+            return False
+    return differing(expected, found) is None
 
 
 def recorded_of(
@@ -263,7 +259,7 @@ Candidate = tuple[Tensor, Callable[[], Mapping[str, Tensor | None]]]
 
 def prove(module: nn.Module, pieces: Pieces, small: Small) -> None:
     """Raise Unfit if the pieces compute something else than the module. Both are in float64."""
-    pieces.structure.must_answer_alike(small.whole, pieces.place, small.fields)
+    pieces.structure.must_answer_alike(small.whole, small.fields)
 
     dropout_mode = partial(as_pieces_draw, pieces, small.whole, Drop(0.0, 7))
 
@@ -499,7 +495,7 @@ def moments_of(norm: BatchNorm, rows: Tensor) -> Tensor:
 def inputs_of(pieces: Pieces, values: Mapping[str, Any]) -> Tensor:
     """Return the rows [N, W] that layer 1 reads, of all vertices."""
     parts = [values[node.name] for node in pieces.training.inputs]
-    return torch.cat([part.reshape(len(part), -1).to(pieces.dtype) for part in parts], 1)
+    return torch.cat([part.reshape(len(part), -1).to(pieces.structure.dtype) for part in parts], 1)
 
 
 class Dropouts(TorchFunctionMode):
@@ -530,7 +526,7 @@ def as_pieces_draw(pieces: Pieces, whole: CsrEdges, drop: Drop) -> Dropouts:
         node = next(nodes)
         ids = torch.arange(rows.shape[node.dim])
         if (edges := node.edges) is not None:
-            ids = pair_ids(*pieces.structure.values_on(whole, pieces.place, [edges], {})[edges])
+            ids = pair_ids(*pieces.structure.values_on(whole, [edges], {})[edges])
         return drawn(rows, node, ids, drop, p)
 
     return Dropouts(draw)

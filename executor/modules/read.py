@@ -100,7 +100,7 @@ def _must_answer_alike(module: Module, pieces: Pieces, graph: Graph) -> None:
     """Raise SpecError if `forward` reads other numbers from a graph's edges than when recorded."""
     whole = replace(graph, loops=pieces.loops).csr_edges if pieces.loops else graph.csr_edges
     try:
-        pieces.structure.must_answer_alike(whole, pieces.place, graph.vertex_fields)
+        pieces.structure.must_answer_alike(whole, graph.vertex_fields)
     except Unfit as unfit:
         raise SpecError(f"{module.file}: {module.name}: {unfit}") from unfit
 
@@ -221,10 +221,10 @@ def _described(
 
 def proved(module: nn.Module, graph: GraphFields, dtype: torch.dtype) -> Pieces:
     """Return the module in pieces that are proved to compute the same. Raises Unfit."""
-    double, small = followed(module, graph, torch.float64)
-    pieces = double
+    pieces, small = followed(module, graph, dtype)
+    double = pieces
     if dtype != torch.float64:
-        pieces, _ = followed(module, graph, dtype)
+        double, _ = followed(copied(module).double(), graph, torch.float64)
     if double.training.widths != pieces.training.widths:
         raise Unfit("forward hands on other rows in float64 than in float32")
     prove(module, double, small)
@@ -417,5 +417,5 @@ def with_structure(problem: Problem) -> Problem:
         graph = replace(graph, loops=True)
         problem = replace(problem, graph=graph)
     _must_answer_alike(problem.workload.own, pieces, graph)
-    pieces.structure.on_whole(graph.csr_edges, pieces.place)
+    pieces.structure.on_whole(graph.csr_edges)
     return problem

@@ -107,12 +107,15 @@ class _Part(Place):
 class Structure:
     """The STRUCTURE of a module's programs, which were recorded on the same graph.
 
-    answers: Recorded.answers of all modes. read: the nodes that layers read. nodes: these, and the
-    nodes that they are computed from, in the order of calls. whole: the nodes that only the whole
-    graph determines, with their edge set; None: they are of vertices, or one value for all."""
+    answers: Recorded.answers of all modes. place: computes on the host, with the module's tensors.
+    dtype: of real numbers. read: the nodes that layers read. nodes: these, and the nodes that they
+    are computed from, in the order of calls. whole: the nodes that only the whole graph determines,
+    with their edge set; None: they are of vertices, or one value for all."""
 
     programs: tuple[Program, ...]
     answers: Mapping[Node, Any]
+    place: Place
+    dtype: torch.dtype
     whole: dict[Node, Node | None] = field(default_factory=dict)
     tables: WeakKeyDictionary[CsrEdges, Mapping[Node, Any]] = field(
         default_factory=WeakKeyDictionary
@@ -188,22 +191,20 @@ class Structure:
             place.run(calls, values, frees(nodes, wanted, reads))
         return {node: values[node] for node in wanted if node is not BLOCK}
 
-    def values_on(
-        self, whole: CsrEdges, place: Place, wanted: Collection[Node], rows: Values
-    ) -> Values:
+    def values_on(self, whole: CsrEdges, wanted: Collection[Node], rows: Values) -> Values:
         """Return values on the whole graph; rows: the fields of vertices that they need."""
 
         def field(node: Node) -> Tensor:
-            return typed(whole.fields[node.name.removeprefix("edge ")], place.dtype)
+            return typed(whole.fields[node.name.removeprefix("edge ")], self.dtype)
 
         values = self.inputs_of(whole, edge_index_of(whole), field) | rows
-        return self._compute(wanted, place, values)
+        return self._compute(wanted, self.place, values)
 
-    def on_whole(self, whole: CsrEdges, place: Place) -> Mapping[Node, Any]:
+    def on_whole(self, whole: CsrEdges) -> Mapping[Node, Any]:
         """Return, and cache, the tables of the values that only the whole graph determines."""
         if whole not in self.tables:
             wanted = {*self.whole} | {edges for edges in self.whole.values() if edges is not None}
-            values = self.values_on(whole, place, wanted, {}) if wanted else {}
+            values = self.values_on(whole, wanted, {}) if wanted else {}
             self.tables[whole] = self._tables_of(values, whole.vertices)
         return self.tables[whole]
 
@@ -216,9 +217,7 @@ class Structure:
             for node, edges in self.whole.items()
         }
 
-    def must_answer_alike(
-        self, whole: CsrEdges, place: Place, of_vertices: Mapping[str, np.ndarray]
-    ) -> None:
+    def must_answer_alike(self, whole: CsrEdges, of_vertices: Mapping[str, np.ndarray]) -> None:
         """Raise Unfit if `forward` reads another number from a graph than when recorded.
 
         `forward` was recorded on graphs in which only the first vertex has no edges, and each value
@@ -226,11 +225,11 @@ class Structure:
         if not self.answers:
             return
         rows = {
-            node: typed(of_vertices[node.name.removeprefix("vertex ")], place.dtype)
+            node: typed(of_vertices[node.name.removeprefix("vertex ")], self.dtype)
             for node in live_nodes(self.answers)
             if node.name.startswith("vertex ")
         }
-        for node, found in self.values_on(whole, place, self.answers, rows).items():
+        for node, found in self.values_on(whole, self.answers, rows).items():
             times, number = self.answers[node]
             expected = times * whole.vertices + number if times else number
             if found != expected:
@@ -241,18 +240,16 @@ class Structure:
                     " each value); use x.size(0) for the number of vertices, and do not branch"
                 )
 
-    def of_block(self, block: Block, place: Place) -> Values:
+    def of_block(self, block: Block) -> Values:
         """Return the STRUCTURE that layers read on a block, on the block's device."""
-        part, values = self._part(block, place, self.on_whole(block.graph_edges, place))
+        part, values = self._part(block, self.on_whole(block.graph_edges))
         found, device = self._compute(self.read, part, values, self._reads), block.indptr.device
         return {n: v.to(device) if hasattr(v, "to") else v for n, v in found.items()}
 
-    def _part(self, block: Block, place: Place, tables: Mapping[Node, Any]) -> tuple[_Part, Values]:
+    def _part(self, block: Block, tables: Mapping[Node, Any]) -> tuple[_Part, Values]:
         """Return a block as a part of its graph, and the inputs of `forward` on it."""
         source, edges = block.source.cpu(), edges_in(block).cpu()
-        part = _Part(
-            place.named, place.draw, place.dtype, structure=self, source=source, tables=tables
-        )
+        part = _Part(self.place.named, structure=self, source=source, tables=tables)
 
         def field(node: Node) -> Tensor:
             found: Tensor = tables[node].at(source[edges])
@@ -274,12 +271,12 @@ class Structure:
 
     # -- what only the whole graph determines ------------------------------------------------------
 
-    def find_whole(self, place: Place, block: Block) -> None:
+    def find_whole(self, block: Block) -> None:
         """Add to `whole` the values that differ on a part of the small graph. Raises Unfit."""
         n, edges = block.graph_edges.vertices, edge_index_of(block.graph_edges)
         every = {node: node.value for node in (*self.nodes, *self.fields)} | {self.edges: edges}
         tables = self._tables_of(every, n)
-        part, values = self._part(block, place, tables)
+        part, values = self._part(block, tables)
         sets: list[Node] = [node for node in self.nodes if node.name == "edge_index"]
         if (of_graph := self.small.inputs.get(EDGES_OF)) is not None:
             sets, values[of_graph] = [of_graph], part.call(of_graph, values)

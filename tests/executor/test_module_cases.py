@@ -159,6 +159,19 @@ def test_lazy_parameters_of_a_plan_in_float64_are_made_again(tmp_path):
     assert user.pieces is None and read_again(workload)
 
 
+def test_fields_of_edges_may_pass_a_layer_that_does_not_learn(tmp_path):
+    """In float32 it was refused: the proof in float64 took its weights as they were."""
+    body = (
+        "w, h = self.kept(edge_attr), self.a(x, edge_index).tanh()\n"
+        "h = torch.zeros_like(h).index_add(0, edge_index[1], w * h[edge_index[0]])\n"
+        "return self.c(h, edge_index)"
+    )
+    model, file = written(tmp_path, body, "x, edge_index, edge_attr"), tmp_path / "model.py"
+    kept = "__()\n        self.kept = nn.Linear(2, 1).requires_grad_(False)"
+    file.write_text(file.read_text().replace("__()", kept))
+    assert read(model, Workload(), GraphFields(6, 3, edge={"edge_attr": ((2,), "<f4", 0)})).pieces
+
+
 # a body of forward, or what it is given and a body -> words of the refusal
 REFUSED = {
     "rows of its own": (
@@ -576,9 +589,9 @@ def test_edges_tell_how_many_vertices_there_are_if_the_last_has_some(tmp_path):
     pieces = asked(tmp_path, body).pieces
     assert pieces
     pair = np.array([1, 0], dtype=np.int32)
-    pieces.structure.must_answer_alike(CsrEdges(np.array([0, 1, 2]), pair), pieces.place, {})
+    pieces.structure.must_answer_alike(CsrEdges(np.array([0, 1, 2]), pair), {})
     with pytest.raises(Unfit, match=r"line 15: .* max of the edges or fields, which is 1 on this"):
-        pieces.structure.must_answer_alike(CsrEdges(np.array([0, 1, 2, 2]), pair), pieces.place, {})
+        pieces.structure.must_answer_alike(CsrEdges(np.array([0, 1, 2, 2]), pair), {})
 
 
 def test_a_branch_on_fields_of_vertices_is_that_of_the_whole_graph(tmp_path):
@@ -592,11 +605,11 @@ def test_a_branch_on_fields_of_vertices_is_that_of_the_whole_graph(tmp_path):
     pieces = asked(tmp_path, body, "x, edge_index, kind", fields).pieces
     assert pieces
     whole = CsrEdges(np.array([0, 1, 2, 2]), np.array([1, 0], dtype=np.int32))
-    pieces.structure.must_answer_alike(whole, pieces.place, {"kind": np.array([0, 1, 2])})
+    pieces.structure.must_answer_alike(whole, {"kind": np.array([0, 1, 2])})
     with pytest.raises(Unfit, match=r"line 16: forward reads max of .* is 1 .* but 2 was expected"):
-        pieces.structure.must_answer_alike(whole, pieces.place, {"kind": np.array([0, 1, 1])})
+        pieces.structure.must_answer_alike(whole, {"kind": np.array([0, 1, 1])})
     with pytest.raises(Unfit, match=r"line 18: forward reads any of .* which is False"):
-        pieces.structure.must_answer_alike(whole, pieces.place, {"kind": np.array([0, 2, 2])})
+        pieces.structure.must_answer_alike(whole, {"kind": np.array([0, 2, 2])})
 
 
 def test_a_width_that_follows_from_the_largest_of_all_is_refused(tmp_path):

@@ -130,7 +130,7 @@ def test_memory_of_a_layer_is_what_torch_allocates(of_a_kind):
 def test_memory_of_edges_is_what_stays(of_a_kind):
     user, pieces = of_a_kind
     model, block = describe(with_module(Workload(), user, []), FEATURES, CLASSES), a_block()
-    pieces.structure.on_whole(block.graph_edges, pieces.place)
+    pieces.structure.on_whole(block.graph_edges)
     gc.collect()
     before = allocated()
     pieces.local(block)
