@@ -58,11 +58,15 @@ def drawn(rows: Tensor, node: Node, ids: Tensor, drop: Drop, p: float) -> Tensor
 
 @dataclass(eq=False)
 class Pieces:
-    """A module that was recorded and cut into pieces."""
+    """A module that was recorded and cut into pieces.
+
+    differs: how evaluation has other layers than training, if it has; it then runs training's,
+    which `prove` compares with it."""
 
     module: nn.Module
     training: Program
     evaluation: Program
+    differs: str
     structure: Structure
     loops: bool  # the DGL graph that the module receives has self-loops
     binding: Bound

@@ -180,38 +180,25 @@ def followed(module: nn.Module, graph: GraphFields, dtype: torch.dtype) -> tuple
                 f"{node.place}dropout drops in evaluation too, unless it is told; write"
                 " training=self.training"
             )
-    is_same = modes[0].widths == modes[1].widths
-    # else dropout may have kept equal calls apart: then the calls of training evaluate too
-    training, evaluation = modes if is_same else (modes[0], modes[0])
-    answers = {node: n for mode in modes for node, n in mode.recorded.answers.items()}
-    structure = Structure((training, evaluation), answers, Place(named_in(module)), dtype)
-    loops, binding = small.whole.loops, small.binding
-    pieces = Pieces(module, training, evaluation, structure, loops, binding)
-    for own in small.parts:
-        structure.find_whole(block_of(small.whole, own))
-    if not is_same and not _evaluates_alike(pieces, small):
+    training, evaluation, differs = *modes, ""
+    if training.widths != evaluation.widths:
         handed = [
             f"{sum(map(sum, mode.widths))} numbers per vertex in {len(mode.layers)} layers"
             for mode in modes
         ]
-        raise Unfit(
+        differs = (
             f"forward hands on {handed[0]} in training, and {handed[1]} in evaluation; let both"
             " modes read the same edges and rows, and drop weights of edges after their norm"
         )
+        # dropout may have kept equal calls apart: then the calls of training evaluate too
+        evaluation = training
+    answers = {node: n for mode in modes for node, n in mode.recorded.answers.items()}
+    structure = Structure((training, evaluation), answers, Place(named_in(module)), dtype)
+    loops, binding = small.whole.loops, small.binding
+    pieces = Pieces(module, training, evaluation, differs, structure, loops, binding)
+    for own in small.parts:
+        structure.find_whole(block_of(small.whole, own))
     return pieces, small
-
-
-def _evaluates_alike(pieces: Pieces, small: Small) -> bool:
-    """Whether pieces on parts of a graph compute the module's output in evaluation mode."""
-    dtype = pieces.structure.dtype
-    own, values = copied(pieces.module).to(dtype).eval(), small.given(dtype)
-    with torch.no_grad():
-        expected = _output(own, small, values)
-        try:
-            found = in_parts(pieces.with_module(own), small, values, is_training=False)
-        except (RuntimeError, LookupError, ValueError):
-            return False
-    return differing(expected, found) is None
 
 
 def recorded_of(
@@ -272,7 +259,8 @@ def prove(module: nn.Module, pieces: Pieces, small: Small) -> None:
         must_compute(module, small, dropout_mode, candidate)
     except Unfit as unfit:
         seen, guessed, _ = str(unfit).partition("): ")
-        if guessed and (suspected := _suspected(pieces, small)):  # which says more than a guess
+        in_evaluation = "in evaluation is" in seen and pieces.differs
+        if guessed and (suspected := in_evaluation or _suspected(pieces, small)):  # says more
             raise Unfit(f"{suspected}; {seen})") from unfit
         raise
 

@@ -225,7 +225,7 @@ def proved(module: nn.Module, graph: GraphFields, dtype: torch.dtype) -> Pieces:
     double = pieces
     if dtype != torch.float64:
         double, _ = followed(copied(module).double(), graph, torch.float64)
-    if double.training.widths != pieces.training.widths:
+    if (double.training.widths, double.differs) != (pieces.training.widths, pieces.differs):
         raise Unfit("forward hands on other rows in float64 than in float32")
     prove(module, double, small)
     prove(module, double, Small(VERTICES[1], module, graph))

@@ -281,6 +281,11 @@ REFUSED = {
         "return self.c(self.a(x, edge_index).tanh() * w, edge_index)",
         "something that torch does not see makes a tensor in forward itself",
     ),
+    "other layers in evaluation": (
+        "h = self.a(x, edge_index).tanh()\nh = h if self.training else self.b(h, edge_index)\n"
+        "return self.c(h, edge_index)",
+        r"forward hands on \d+ numbers per vertex in 2 layers in training, and \d+ .* in 3 layers in",
+    ),
     "rank": (
         "import os\nreturn self.c(self.a(x, edge_index), edge_index) * int(os.environ.get('RANK', 7))",
         "it makes other rows in the process of rank 1 of 2 than here",
