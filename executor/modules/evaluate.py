@@ -99,15 +99,11 @@ def storages(values: Any) -> dict[StorageWeakRef, int]:
     return {StorageWeakRef(s): s.nbytes() for s in found}  # type: ignore[no-untyped-call]
 
 
-def frees(
-    nodes: Iterable[Node],
-    keep: Collection[Node],
-    reads: Callable[[Node], list[Node]] = lambda node: node.reads,
-) -> dict[Node, list[Node]]:
+def frees(nodes: Iterable[Node], keep: Collection[Node]) -> dict[Node, list[Node]]:
     """Return, for each call, the values that no later call reads, except those to keep."""
     last: dict[Node, Node] = {}
     for node in nodes:
-        last |= dict.fromkeys([node, *reads(node)], node)
+        last |= dict.fromkeys([node, *node.reads], node)
     found: dict[Node, list[Node]] = {}
     for value, node in last.items():
         if value not in keep:

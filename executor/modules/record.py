@@ -735,17 +735,17 @@ def with_sizes(small: Recorded, large: Recorded) -> Recorded:
     return small
 
 
-def live_nodes(
-    outputs: Iterable[Node], reads: Callable[[Node], list[Node]] = lambda node: node.reads
-) -> list[Node]:
-    """Return the outputs and all nodes that they are computed from, in the order of calls."""
+def live_nodes(outputs: Iterable[Node], given: Collection[Node] = ()) -> list[Node]:
+    """Return the outputs and all nodes that they are computed from, in the order of calls.
+
+    given: nodes that are not computed, but looked up."""
     live: set[Node] = set()
     todo = [*outputs]
     while todo:
         node = todo.pop()
         if node not in live:
             live.add(node)
-            todo += reads(node)
+            todo += [] if node in given else node.reads
     return sorted(live, key=lambda node: node.index)
 
 

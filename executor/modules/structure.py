@@ -144,6 +144,11 @@ class Structure:
         """A recording on the small graph, for its inputs and its size."""
         return self.programs[0].recorded
 
+    @property
+    def edge_sets(self) -> set[Node]:
+        """The edge sets by which values of the whole graph are looked up."""
+        return {edges for edges in self.whole.values() if edges is not None}
+
     # -- values ----------------------------------------------------------------------------------
 
     def inputs_of(
@@ -177,18 +182,17 @@ class Structure:
                 )
         return values
 
+    @staticmethod
     def _compute(
-        self,
-        wanted: Collection[Node],
-        place: Place,
-        values: Values,
-        reads: Callable[[Node], list[Node]] = lambda node: node.reads,
+        wanted: Collection[Node], place: Place, values: Values, given: Collection[Node] = ()
     ) -> Values:
-        """Return the wanted values and keep no others; values: the inputs of `forward`."""
-        nodes = live_nodes(wanted, reads)
+        """Return the wanted values and keep no others; values: the inputs of `forward`.
+
+        given: the nodes that `place` looks up."""
+        nodes = live_nodes(wanted, given)
         calls = [node for node in nodes if node.call is not None]
         with torch.no_grad():
-            place.run(calls, values, frees(nodes, wanted, reads))
+            place.run(calls, values, frees(nodes, wanted))
         return {node: values[node] for node in wanted if node is not BLOCK}
 
     def values_on(self, whole: CsrEdges, wanted: Collection[Node], rows: Values) -> Values:
@@ -203,7 +207,7 @@ class Structure:
     def on_whole(self, whole: CsrEdges) -> Mapping[Node, Any]:
         """Return, and cache, the tables of the values that only the whole graph determines."""
         if whole not in self.tables:
-            wanted = {*self.whole} | {edges for edges in self.whole.values() if edges is not None}
+            wanted = self.whole.keys() | self.edge_sets
             values = self.values_on(whole, wanted, {}) if wanted else {}
             self.tables[whole] = self._tables_of(values, whole.vertices)
         return self.tables[whole]
@@ -243,8 +247,9 @@ class Structure:
     def of_block(self, block: Block) -> Values:
         """Return the STRUCTURE that layers read on a block, on the block's device."""
         part, values = self._part(block, self.on_whole(block.graph_edges))
-        found, device = self._compute(self.read, part, values, self._reads), block.indptr.device
-        return {n: v.to(device) if hasattr(v, "to") else v for n, v in found.items()}
+        found = self._compute(self.read | self.edge_sets, part, values, self.whole)
+        read, device = {n: found[n] for n in self.read & found.keys()}, block.indptr.device
+        return {n: v.to(device) if hasattr(v, "to") else v for n, v in read.items()}
 
     def _part(self, block: Block, tables: Mapping[Node, Any]) -> tuple[_Part, Values]:
         """Return a block as a part of its graph, and the inputs of `forward` on it."""
@@ -256,13 +261,6 @@ class Structure:
             return found
 
         return part, self.inputs_of(block.graph_edges, edges, field, source, block.n_dst)
-
-    def _reads(self, node: Node) -> list[Node]:
-        """Return the nodes that a value reads on a block: its edge set alone if it is looked up."""
-        if node not in self.whole:
-            return node.reads
-        edges = self.whole[node]
-        return [] if edges is None else [edges]
 
     def is_of_vertices(self, node: Node) -> bool:
         """Whether a value has a row per vertex."""
