@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import cast
 
 import numpy as np
@@ -144,13 +145,11 @@ def weighed(
     return block.weighted(weights)
 
 
-def weighted_of(whole: CsrEdges, edges: str, vertices: Ids, workload: Workload) -> Block:
-    """Build the Block of all edges of a graph; vertices: all ids in order."""
-    indptr, indices = whole.indptr, whole.indices
-    outs = np.bincount(indices, minlength=vertices.size)
-    degrees = np.diff(indptr), outs
-    arguments = indptr, indices, workload, degrees
-    return weighted_block(cast(Graph, None), edges, vertices, vertices, *arguments)
+def weighted_of(whole: CsrEdges, edges: str, workload: Workload) -> Block:
+    """Build the Block of all edges of a graph, to which layers add self-loops themselves."""
+    every, nothing = np.arange(whole.vertices), cast(Graph, None)
+    arguments = whole.indptr, whole.indices, workload, replace(whole, loops=False).degrees
+    return weighted_block(nothing, edges, every, every, *arguments)
 
 
 def tile(

@@ -290,16 +290,12 @@ def _of_net(net: Net, small: Small, workload: Workload, is_training: bool) -> Te
     everyone = torch.arange(small.vertices)
     p = workload.dropout if is_training else 0.0
     drops = [Drop(p, SEED, 0, n, everyone, training=is_training) for n in range(net.total + 2)]
-
-    def moments(layer: int, rows: Tensor) -> Tensor | None:
-        norm = net.batch_norm(layer)
-        return moments_of(norm, rows) if norm is not None and is_training else None
-
     h = net.encode(small.x, drops[0])
     x0 = h if net.initial else None
     for number in range(1, net.total + 1):
         layer = net.layer(number)
-        block = weighted_of(small.whole, layer.edges, everyone.numpy(), workload)
-        relu = net.relu_after(number)
-        h = layer(block, h, drops[number], x0, relu, moments(number, h))
-    return net.decode(h, drops[net.total + 1], moments(net.total + 1, h))
+        block = weighted_of(small.whole, layer.edges, workload)
+        moments = moments_of(net.batch_norm(number), h, is_training)
+        h = layer(block, h, drops[number], x0, net.relu_after(number), moments)
+    moments = moments_of(net.batch_norm(net.total + 1), h, is_training)
+    return net.decode(h, drops[net.total + 1], moments)

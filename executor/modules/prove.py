@@ -455,12 +455,11 @@ def in_parts(pieces: Pieces, small: Small, values: Mapping[str, Any], is_trainin
     """Return the output of all vertices, with each layer computed on the parts of the graph."""
     mode = pieces.training if is_training else pieces.evaluation
     layers = [pieces.layer(number) for number in range(1, pieces.layers + 1)]
-    rows = inputs_of(pieces, values)
+    fields = [values[node.name] for node in pieces.training.inputs]
+    rows = torch.cat([f.reshape(len(f), -1).to(pieces.structure.dtype) for f in fields], 1)
     blocks = [block_of(small.whole, own) for own in small.parts]
     for layer in layers:
-        moments = None
-        if layer.norm is not None and is_training:
-            moments = moments_of(layer.norm, rows)
+        moments = moments_of(layer.norm, rows, is_training)
         outputs = []
         for block in blocks:
             drop = Drop(0.0, 7, 0, layer.number, block.source, training=is_training)
@@ -468,22 +467,19 @@ def in_parts(pieces: Pieces, small: Small, values: Mapping[str, Any], is_trainin
         rows = torch.cat(outputs)[torch.argsort(torch.cat(small.parts))]
     if mode.ends.nodes:
         tail = Tail(layers[-1])
-        moments = moments_of(tail.norm, rows) if is_training else None
         drop = Drop(0.0, 7, 0, len(layers) + 1, torch.arange(small.vertices), training=is_training)
-        rows = tail(rows, drop, moments)
+        rows = tail(rows, drop, moments_of(tail.norm, rows, is_training))
     return rows
 
 
-def moments_of(norm: BatchNorm, rows: Tensor) -> Tensor:
-    """Return moments of rows [2, W] with their autograd graph, and update the running moments."""
+def moments_of(norm: BatchNorm | None, rows: Tensor, is_training: bool) -> Tensor | None:
+    """Return moments of rows [2, W] with their autograd graph, and update the running moments.
+
+    None: without a norm, and in evaluation, in which it takes the running ones."""
+    if norm is None or not is_training:
+        return None
     norm.moments(norm.sums(rows.detach()), len(rows))
     return torch.stack([rows.mean(0), rows.var(0, unbiased=False)])
-
-
-def inputs_of(pieces: Pieces, values: Mapping[str, Any]) -> Tensor:
-    """Return the rows [N, W] that layer 1 reads, of all vertices."""
-    parts = [values[node.name] for node in pieces.training.inputs]
-    return torch.cat([part.reshape(len(part), -1).to(pieces.structure.dtype) for part in parts], 1)
 
 
 class Dropouts(TorchFunctionMode):

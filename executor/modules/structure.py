@@ -45,11 +45,6 @@ def edge_index_of(whole: CsrEdges) -> Tensor:
     return torch.from_numpy(np.stack([whole.indices.astype(np.int64), readers]))
 
 
-def edges_in(block: Block) -> Tensor:
-    """Return each edge of a block as positions among the block's sources, int64 [2, E]."""
-    return torch.stack([block.indices, block.readers]).long()
-
-
 class Table:
     """Numbers of edges [E, ..] that are looked up by pairs of vertices.
 
@@ -253,7 +248,7 @@ class Structure:
 
     def _part(self, block: Block, tables: Mapping[Node, Any]) -> tuple[_Part, Values]:
         """Return a block as a part of its graph, and the inputs of `forward` on it."""
-        source, edges = block.source.cpu(), edges_in(block).cpu()
+        source, edges = block.source.cpu(), torch.stack([block.indices, block.readers]).long().cpu()
         part = _Part(self.place.named, structure=self, source=source, tables=tables)
 
         def field(node: Node) -> Tensor:
