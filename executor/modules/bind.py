@@ -151,7 +151,8 @@ def bound(module: nn.Module, graph: GraphFields) -> Bound:
     fields = {f"edge_{n}": f"edge {n}" for n in edge if not n.startswith("edge_")} | fields
     fields |= {name: f"vertex {name}" for name in vertex}
     parameters = _parameters(module)
-    has_dgl, takes, attributes = uses_dgl(module), {}, {}
+    has_dgl, takes = uses_dgl(module), {}
+    attributes = {"edge_index": "edge_index", **fields}
     has_features = any(name == "x" for name, _ in parameters)
     needed = [parameter for parameter, is_needed in parameters if is_needed]
     for parameter, is_needed in parameters:
@@ -161,7 +162,6 @@ def bound(module: nn.Module, graph: GraphFields) -> Bound:
             takes[parameter] = "blocks" if parameter.endswith("s") else "g"
         elif parameter in DATA and (needed == [parameter] or (is_needed and parameter != "batch")):
             takes[parameter] = "data"
-            attributes = {"edge_index": "edge_index", **fields}
         elif parameter in EDGES:
             if parameter in MATRICES and "edge_weight" in edge:
                 raise Unfit(
@@ -183,14 +183,10 @@ def bound(module: nn.Module, graph: GraphFields) -> Bound:
                 f"forward asks for {parameter}, and the graph has {names}"
                 f"{suggest(parameter, fields) if fields.keys() - {'x'} else ''}; {remedy}"
             )
-    inputs = dict.fromkeys(name for name in takes.values() if name not in ("data", "blocks"))
-    if "blocks" in takes.values():
-        inputs["g"] = None
+    holds = {"data": attributes.values(), "blocks": ("g",)}
+    inputs = dict.fromkeys(name for taken in takes.values() for name in holds.get(taken, (taken,)))
     if "g" in inputs:  # all fields are in g.edata and g.ndata
-        inputs |= {f"edge {name}": None for name in edge}
-        inputs |= {f"vertex {name}": None for name in vertex}
-    if attributes:
-        inputs |= dict.fromkeys(attributes.values())
+        inputs |= dict.fromkeys(fields.values())
     return Bound(tuple(inputs), takes, needed, attributes)
 
 

@@ -143,18 +143,11 @@ def rows_at(value: Tensor, vertices: int) -> int | None:
     return found[0] if found[:1] == [0] or len(found) == 1 else None
 
 
-def cut(
-    recorded: Recorded, place: Place, trained: set[str], shared: dict[Hashable, Node]
-) -> Program:
-    """Cut a recorded `forward` into layers. Raises Unfit with the line.
+class Cutter:
+    """Finds the kinds and pieces of nodes by running calls on some of their rows.
 
     place: runs calls on the small graph. trained: names of trained parameters. shared: nodes by
     Node.key that training and evaluation have in common, to which this mode's nodes are added."""
-    return _Cutter(recorded, place, trained, shared).cut()
-
-
-class _Cutter:
-    """Finds the kinds and pieces of nodes by running calls on some of their rows."""
 
     def __init__(
         self, recorded: Recorded, place: Place, trained: set[str], shared: dict[Hashable, Node]
@@ -526,6 +519,7 @@ class _Cutter:
     # -- pieces ----------------------------------------------------------------------------------
 
     def cut(self) -> Program:
+        """Cut the recorded `forward` into layers. Raises Unfit with the line."""
         for node in self.live:
             try:
                 self.classify(node)

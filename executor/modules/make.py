@@ -116,8 +116,7 @@ def _execute(file: Path) -> ModuleType:
     sys.modules[code.__name__] = code
     sys.path.insert(0, str(file.parent))
     try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # libraries that it imports may warn
+        with warnings.catch_warnings(action="ignore"):  # libraries that it imports may warn
             # without Python's cache, which takes two files of the same second and size for one
             exec(compile(file.read_bytes(), str(file), "exec"), vars(code))
     finally:
@@ -209,15 +208,14 @@ def loaded(data: bytes) -> nn.Module | Parameters:
     """Return the object in a file of `keep`. Raises SpecError."""
     import cloudpickle
 
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # libraries that it imports may warn
-        try:
+    try:
+        with warnings.catch_warnings(action="ignore"):  # libraries that it imports may warn
             kept = cloudpickle.loads(data)
-        except Exception as error:
-            raise SpecError(
-                f"a live module's file cannot be read ({type(error).__name__}: {error!s:.100}), as"
-                " another version of gnnplan or of a library wrote it; plan again"
-            ) from error
+    except Exception as error:
+        raise SpecError(
+            f"a live module's file cannot be read ({type(error).__name__}: {error!s:.100}), as"
+            " another version of gnnplan or of a library wrote it; plan again"
+        ) from error
     assert isinstance(kept, (nn.Module, Parameters))
     return kept
 

@@ -25,7 +25,7 @@ from gnnplan.executor.layers.layer import Drop
 from gnnplan.executor.layers.norms import BatchNorm
 from gnnplan.executor.modules import sandbox
 from gnnplan.executor.modules.bind import VERTICES, GraphFields, Small, block_of
-from gnnplan.executor.modules.cut import Program, cut, differing, freeze_norms
+from gnnplan.executor.modules.cut import Cutter, Program, differing, freeze_norms
 from gnnplan.executor.modules.evaluate import Place, tensors
 from gnnplan.executor.modules.module_state import copied, must_learn_its_own, numbers_of
 from gnnplan.executor.modules.names import MATRICES
@@ -171,7 +171,7 @@ def followed(module: nn.Module, graph: GraphFields, dtype: torch.dtype) -> tuple
         own, recorded = recorded_of(module, small, is_training, dtype)
         freeze_norms(recorded.nodes, is_training, frozen)
         trained = {name for name, p in own.named_parameters() if p.requires_grad}
-        return cut(recorded, Place(named_in(own)), trained, shared)
+        return Cutter(recorded, Place(named_in(own)), trained, shared).cut()
 
     modes = program(True), program(False)
     for node in modes[1].live:

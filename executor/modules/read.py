@@ -90,19 +90,22 @@ def with_user_module(
     """
     user = read(model, problem.workload, GraphFields.of(problem), folder)
     if user.pieces and problem.graph is not None:
-        _must_answer_alike(user.description, user.pieces, problem.graph)
+        _as_read(problem.graph, user.description, user.pieces)
     given = list(given)
     workload = with_module(problem.workload, user, given, more)
     return replace(problem, workload=workload), _notes(user, problem, given)
 
 
-def _must_answer_alike(module: Module, pieces: Pieces, graph: Graph) -> None:
-    """Raise SpecError if `forward` reads other numbers from a graph's edges than when recorded."""
-    whole = replace(graph, loops=pieces.loops).csr_edges if pieces.loops else graph.csr_edges
+def _as_read(graph: Graph, module: Module, pieces: Pieces) -> Graph:
+    """Return the graph that a module is given: with self-loops, if DGL convolutions need them.
+
+    Raises SpecError if `forward` reads other numbers from its edges than when recorded."""
+    graph = replace(graph, loops=True) if pieces.loops else graph
     try:
-        pieces.structure.must_answer_alike(whole, graph.vertex_fields)
+        pieces.structure.must_answer_alike(graph.csr_edges, graph.vertex_fields)
     except Unfit as unfit:
         raise SpecError(f"{module.file}: {module.name}: {unfit}") from unfit
+    return graph
 
 
 def read(
@@ -413,9 +416,6 @@ def with_structure(problem: Problem) -> Problem:
     graph, pieces = problem.graph, read_again(problem.workload)
     if graph is None or not isinstance(pieces, Pieces):
         return problem
-    if pieces.loops:
-        graph = replace(graph, loops=True)
-        problem = replace(problem, graph=graph)
-    _must_answer_alike(problem.workload.own, pieces, graph)
+    graph = _as_read(graph, problem.workload.own, pieces)
     pieces.structure.on_whole(graph.csr_edges)
-    return problem
+    return replace(problem, graph=graph) if pieces.loops else problem
