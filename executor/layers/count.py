@@ -309,11 +309,10 @@ def _must_fit(layer: Layer, h_in: int, h_out: int, dtype: torch.dtype) -> None:
             f"a layer of {h_in} -> {h_out} numbers returns shape {list(out.shape)} for {rows} rows,"
             f" not {[rows, h_out]}; return rows of h_out numbers"
         )
-    if not out.requires_grad and layer.reads_whole:
-        return  # a user's module may aggregate before it multiplies
-    if not out.requires_grad:
+    if out.requires_grad:
+        out.sum().backward()
+    elif not layer.reads_whole:  # a user's module may aggregate before it multiplies
         raise Unmeasured("the output depends on no parameter; define one in __init__, and use it")
-    out.sum().backward()
 
 
 def must_sum_columns(layer: Layer, h_in: int, h_out: int, relu: bool, dtype: torch.dtype) -> None:

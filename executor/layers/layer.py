@@ -24,11 +24,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from gnnplan.executor.layers.kernels import (
-    Block,
-    aggregate,
-    dropout,
-)
+from gnnplan.executor.layers.kernels import Block, aggregate, dropout
 from gnnplan.planner.graph.graph import CsrEdges
 
 EDGES = ("gcn", "mean", "one", "loop")

@@ -76,11 +76,6 @@ PAIRS = (
     " torch.zeros_like(x).index_add(0, edge_index[1], w[:, None] * x[edge_index[0]])"
 )
 
-OF_SOME = (
-    "is given rows of some vertices, or several rows of each, where it needs one of each; make that"
-    " first, as out[mask] = rows, torch.where(mask[:, None], rows, others) and .view(n, -1) do"
-)
-
 # a weighted sum over edges: rows, edge set, weights
 _Sum = tuple[Node, Node, Node | None]
 
@@ -207,7 +202,11 @@ class Cutter:
             through = [r for r in node.reads if r.kind == STRUCTURE and not self._is_field(r)]
             needs_all = INNER in kinds or through or node.drops or is_batch_norm(node)
             if CHOSEN in kinds and needs_all:
-                raise Unfit(f"{node.what} {OF_SOME}")
+                raise Unfit(
+                    f"{node.what} is given rows of some vertices, or several rows of each, where it"
+                    " needs one of each; make that first, as out[mask] = rows,"
+                    " torch.where(mask[:, None], rows, others) and .view(n, -1) do"
+                )
             if INNER in kinds or through:
                 self._through_edges(node)
             else:
@@ -371,8 +370,11 @@ class Cutter:
 
     def _reads_own(self, node: Node, read: Node) -> bool:
         """Whether the value of an edge, or vertex, depends on the row of its destination alone."""
-        owner = self._owner(node)
-        if owner is None:
+        if self._has_rows(node):
+            owner = torch.arange(self.n)
+        elif (edges := self.edge_set_of(node)) is not None:
+            owner = edges.value[1]
+        else:
             return False
         touched = torch.zeros(self.n, dtype=torch.bool)
         touched[self.part] = True
@@ -398,22 +400,15 @@ class Cutter:
                 return False
         return True
 
-    def _owner(self, node: Node) -> Tensor | None:
-        """Return the vertex of each row of a value, the destination if rows are of edges."""
-        if self._has_rows(node):
-            return torch.arange(self.n)
-        edges = self.edge_set_of(node)
-        return None if edges is None else edges.value[1]
-
     def edge_set_of(self, node: Node) -> Node | None:
         """Return the last edge set before a value that has as many edges as the value has rows."""
         sizes = {v.shape[0] for v in tensors(node.value) if v.ndim}
-        found = [
+        found = (
             edges
             for edges in self.edge_sets
             if self.order[edges] < self.order[node] and sizes == {edges.value.shape[1]}
-        ]
-        return max(found, key=self.order.__getitem__) if found else None
+        )
+        return max(found, key=self.order.__getitem__, default=None)
 
     # -- sums over edges -------------------------------------------------------------------------
 

@@ -6,6 +6,7 @@ that number: it is a sum over edges from columns to rows."""
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -62,11 +63,8 @@ class Place:
         function: Any = node.call
         if isinstance(node.call, Opaque):
             function = self.named(node.call.path)
-        if node.has_grad:
+        with nullcontext() if node.has_grad else torch.no_grad():
             result = function(*args, **kwargs)
-        else:
-            with torch.no_grad():
-                result = function(*args, **kwargs)
         return args[0] if result is None else result
 
     def _argument(self, argument: Any, values: Mapping[Node, Any]) -> Any:

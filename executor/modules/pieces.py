@@ -351,9 +351,9 @@ class PieceLayer(Layer):
     def prepare(self, x: Any, drop: Drop, moments: Tensor | None = None) -> Any:
         during = self.during(drop)
         piece = during.cut.prepare
-        return (
-            packed(during.begin(piece, self.norm, x, moments), piece.outputs) if piece.nodes else x
-        )
+        if not piece.nodes:
+            return x
+        return packed(during.begin(piece, self.norm, x, moments), piece.outputs)
 
     def gather(self, block: Block, rows: Tensor) -> Tensor:
         """Compute rows [S, read] -> [R, .] over edges."""

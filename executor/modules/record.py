@@ -245,8 +245,7 @@ class Recorded:
     @property
     def vertices(self) -> int:
         """The number of vertices of the small graph."""
-        count: int = self.inputs["vertices"].value
-        return count
+        return int(self.inputs["vertices"].value)
 
 
 class _Unseen(Exception):
@@ -683,7 +682,7 @@ def with_sizes(small: Recorded, large: Recorded) -> Recorded:
     A size is the number of vertices, or of edges of an edge set. Raises Unfit if something else
     differs."""
     both = [live_nodes([recorded.output, *recorded.answers]) for recorded in (small, large)]
-    positions = [{node: position for position, node in enumerate(nodes)} for nodes in both]
+    twins = dict(zip(*both, strict=False))
     inputs = zip(small.inputs.values(), large.inputs.values(), strict=True)
     edge_sets = [pair for pair in inputs if is_edge_set(pair[0].value)]
 
@@ -696,7 +695,7 @@ def with_sizes(small: Recorded, large: Recorded) -> Recorded:
     def argument(first: Any, second: Any) -> Any:
         """Return an argument of the small graph's call, or the size that it is."""
         if isinstance(first, Node) and isinstance(second, Node):
-            is_same = positions[0][first] == positions[1][second]
+            is_same = twins.get(first) is second
         elif isinstance(first, (int, float, str, Named)):
             is_same = repr(first) == repr(second)
         else:
@@ -712,7 +711,7 @@ def with_sizes(small: Recorded, large: Recorded) -> Recorded:
                 return Node(number_of, (edges,), index=node.index - 0.5, value=first)
         raise unequal(twin)
 
-    for node, twin in zip(*both, strict=False):
+    for node, twin in twins.items():
         if (node.what, node.has_grad) != (twin.what, twin.has_grad):
             raise unequal(twin)
         arguments = (node.args, dict(node.kwargs)), (twin.args, dict(twin.kwargs))
