@@ -212,9 +212,8 @@ def workload_of(
     own = features is None, classes is None
     if names_layer(model, asked.seed):
         return own_layers(asked, str(model), features or FEATURES, classes or CLASSES)
-    graph = GraphFields(features or FEATURES, classes or CLASSES)
-    user = read(model, asked, graph, folder, own_widths=own)
-    return with_module(asked, user, fields)
+    graph = GraphFields(features or FEATURES, classes or CLASSES, own=own)
+    return with_module(asked, read(model, asked, graph, folder), fields)
 
 
 def _train_alone(task: Task, out: Path) -> dict[str, Tensor]:

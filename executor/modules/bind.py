@@ -40,7 +40,10 @@ Fields = Mapping[str, tuple[tuple[int, ...], str, int]]
 
 @dataclass(frozen=True)
 class GraphFields:
-    """What a module may know of a graph: widths, fields, and whether it is directed."""
+    """What a module may know of a graph: widths, fields, and whether it is directed.
+
+    own: whether the module may have other features, or classes; the graph's then only serve as
+    arguments of the call that makes it."""
 
     features: int
     classes: int
@@ -48,6 +51,7 @@ class GraphFields:
     multilabel: bool = False
     vertex: Fields = field(default_factory=dict)
     edge: Fields = field(default_factory=dict)
+    own: tuple[bool, bool] = (False, False)
 
     @staticmethod
     def of(problem: Problem) -> GraphFields:

@@ -98,7 +98,8 @@ def numbers_of(module: nn.Module) -> dict[str, Any]:
         elif getattr(value, "__module__", None) in files:
             note(name, dict(vars(value)), depth)
             if isinstance(value, FunctionType):
-                note(name, [*(value.__defaults__ or ()), *_captured(value)], depth)
+                captured = [c.cell_contents for c in value.__closure__ or () if c != CellType()]
+                note(name, [*(value.__defaults__ or ()), *captured], depth)
 
     note("os.environ", dict(os.environ), 1)
     for path, part in module.named_modules():
@@ -109,8 +110,3 @@ def numbers_of(module: nn.Module) -> dict[str, Any]:
         for name, value in tuple(vars(code).items()):
             note(f"{file}: {name}", value, 3)
     return found
-
-
-def _captured(function: FunctionType) -> list[Any]:
-    """Return the variables that a function has captured from the functions around it."""
-    return [cell.cell_contents for cell in function.__closure__ or () if cell != CellType()]

@@ -113,7 +113,6 @@ def read(
     workload: Workload,
     graph: GraphFields,
     folder: Path | None = None,
-    own_widths: tuple[bool, bool] = (False, False),
 ) -> UserModule:
     """Read the user's module for such a graph. Raises SpecError, with the line if it has a file.
 
@@ -123,10 +122,7 @@ def read(
 
     A live object may be from a notebook. Ranks read it from a file, which is written to `folder`
     (default: modules/ in gnnplan's cache directory) under a name with its SHA-256. Ranks on other
-    servers need the file at the same path.
-
-    own_widths: whether the module may have other features, or classes, than `graph`, whose widths
-    then only serve as arguments."""
+    servers need the file at the same path."""
     file: Path | None = None
     name, sha256 = getattr(model, "__name__", type(model).__name__), ""
     if isinstance(model, str):
@@ -143,11 +139,11 @@ def read(
     trained: Parameters | Pieces
     try:
         with torch.random.fork_rng(devices=[]), redirect_stdout(sys.stderr):
-            rows = partial(_rows, graph=graph, seed=workload.seed, own_widths=own_widths)
+            rows = partial(_rows, graph=graph, seed=workload.seed)
             must_equal_in_ranks(module, lambda: make_module()[0], rows)
             materialise(module, graph, workload.seed)
             module = copy.deepcopy(module).to("cpu", dtype)  # a live module is not changed
-            graph = _with_its_widths(module, graph, own_widths, dtype)
+            graph = _with_its_widths(module, graph, dtype)
             try:
                 chain = converted(module, graph)
                 fields, own = chain.fields, chain.own
@@ -241,32 +237,28 @@ def proved(module: nn.Module, graph: GraphFields, dtype: torch.dtype) -> Pieces:
     return pieces
 
 
-def _rows(
-    module: nn.Module, graph: GraphFields, seed: int, own_widths: tuple[bool, bool]
-) -> list[Tensor]:
+def _rows(module: nn.Module, graph: GraphFields, seed: int) -> list[Tensor]:
     """Return a module's outputs on a small graph, in training and evaluation mode. Raises Unfit."""
     outputs = []
     for is_training in (True, False):
         own = copied(module).train(is_training)
         materialise(own, graph, seed)
         torch.manual_seed(seed)
-        outputs.append(run_once(own, _with_its_widths(own, graph, own_widths, torch.float32)))
+        outputs.append(run_once(own, _with_its_widths(own, graph, torch.float32)))
     return outputs
 
 
-def _with_its_widths(
-    module: nn.Module, graph: GraphFields, own: tuple[bool, bool], dtype: torch.dtype
-) -> GraphFields:
-    """Return the graph with the module's widths; own: see `own_widths` of `read`."""
-    if not any(own):
+def _with_its_widths(module: nn.Module, graph: GraphFields, dtype: torch.dtype) -> GraphFields:
+    """Return the graph with the module's widths, where it may have its own (GraphFields.own)."""
+    if not any(graph.own):
         return graph
     sizes = [p.shape[-1] for p in module.parameters() if p.ndim >= 2]
-    widths = [graph.features, *dict.fromkeys(sizes)] if own[0] else [graph.features]
+    widths = [graph.features, *dict.fromkeys(sizes)] if graph.own[0] else [graph.features]
     for features in widths:
         with suppress(Exception):  # whatever fails, the module reads no rows of this width
             found = replace(graph, features=features)
             classes = run_once(copy.deepcopy(module), found, dtype).shape[1]
-            return replace(found, classes=classes if own[1] else graph.classes)
+            return replace(found, classes=classes if graph.own[1] else graph.classes)
     return graph
 
 

@@ -7,7 +7,7 @@ that an edge connects. Values that no layer reads are not kept."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -150,24 +150,24 @@ class Structure:
         self,
         whole: CsrEdges,
         edges: Tensor,
-        field: Callable[[Node], Tensor],
+        fields: Values,
         source: Tensor | None = None,
         destinations: int = 0,
     ) -> Values:
         """Return the inputs of `forward` that STRUCTURE is computed from.
 
-        field: returns the numbers of a field. source [S]: ids of a part's vertices, which `edges`
+        fields: the numbers of `self.fields`. source [S]: ids of a part's vertices, which `edges`
         has the positions of; None: the whole graph. destinations: the edges lead to the first of
         the vertices. Raises Unfit if STRUCTURE is computed from rows of vertices."""
         vertices = whole.vertices if source is None else len(source)
         values: Values = {self.edges: edges, DESTINATIONS: destinations}
-        values |= {node: beside_loops(whole, field(node), vertices) for node in self.fields}
+        values |= {node: beside_loops(whole, field, vertices) for node, field in fields.items()}
         for node in live_nodes({*self.read, *self.answers}):
             if node.name == "vertices":
                 values[node] = vertices
             elif node.name == "g":
-                fields = {node.name.removeprefix("edge "): values[node] for node in self.fields}
-                values[node] = dgl_graph(whole, edges, fields, source)
+                on_edges = {node.name.removeprefix("edge "): values[node] for node in fields}
+                values[node] = dgl_graph(whole, edges, on_edges, source)
             elif node.name.startswith("vertex ") and node in self.nodes:
                 reader = next((each.place for each in self.nodes if node in each.reads), "")
                 raise Unfit(
@@ -192,11 +192,11 @@ class Structure:
 
     def values_on(self, whole: CsrEdges, wanted: Collection[Node], rows: Values) -> Values:
         """Return values on the whole graph; rows: the fields of vertices that they need."""
-
-        def field(node: Node) -> Tensor:
-            return typed(whole.fields[node.name.removeprefix("edge ")], self.dtype)
-
-        values = self.inputs_of(whole, edge_index_of(whole), field) | rows
+        fields = {
+            node: typed(whole.fields[node.name.removeprefix("edge ")], self.dtype)
+            for node in self.fields
+        }
+        values = self.inputs_of(whole, edge_index_of(whole), fields) | rows
         return self._compute(wanted, self.place, values)
 
     def on_whole(self, whole: CsrEdges) -> Mapping[Node, Any]:
@@ -250,12 +250,8 @@ class Structure:
         """Return a block as a part of its graph, and the inputs of `forward` on it."""
         source, edges = block.source.cpu(), torch.stack([block.indices, block.readers]).long().cpu()
         part = _Part(self.place.named, structure=self, source=source, tables=tables)
-
-        def field(node: Node) -> Tensor:
-            found: Tensor = tables[node].at(source[edges])
-            return found
-
-        return part, self.inputs_of(block.graph_edges, edges, field, source, block.n_dst)
+        fields = {node: tables[node].at(source[edges]) for node in self.fields}
+        return part, self.inputs_of(block.graph_edges, edges, fields, source, block.n_dst)
 
     def is_of_vertices(self, node: Node) -> bool:
         """Whether a value has a row per vertex."""
