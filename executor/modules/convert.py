@@ -262,7 +262,7 @@ def _prove(module: nn.Module, chain: Chain, graph: GraphFields) -> None:
     if chain.softmax and graph.multilabel:
         raise NoChain
 
-    def candidate(values: Mapping[str, Any], is_training: bool) -> Candidate:
+    def candidate(is_training: bool) -> Candidate:
         net = parameters.net(model, workload, None)
         output = _of_net(net, small, workload, is_training)
         if placed != {*net.state_dict()} or output.shape[1] != graph.classes:

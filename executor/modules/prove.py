@@ -250,9 +250,9 @@ def prove(module: nn.Module, pieces: Pieces, small: Small) -> None:
 
     dropout_mode = partial(as_pieces_draw, pieces, small.whole, Drop(0.0, 7))
 
-    def candidate(values: Mapping[str, Any], is_training: bool) -> Candidate:
+    def candidate(is_training: bool) -> Candidate:
         own = copy.deepcopy(module).to(torch.float64)
-        output = in_parts(pieces.with_module(own), small, values, is_training)
+        output = in_parts(pieces.with_module(own), small, is_training)
         return output, lambda: gradients_of(own) | dict(own.named_buffers())
 
     try:
@@ -291,19 +291,22 @@ def must_compute(
     module: nn.Module,
     small: Small,
     dropout_mode: Callable[[], TorchFunctionMode],
-    candidate: Callable[[Mapping[str, Any], bool], Candidate],
+    candidate: Callable[[bool], Candidate],
 ) -> None:
     """Raise Unfit if `candidate` computes something else than the module. Both are in float64.
 
     dropout_mode: makes a mode in which the module's dropout draws the masks that `candidate` draws.
-    candidate: is called with the inputs of `forward`, and with whether to train."""
-    for is_training in (True, False):
-        own, new = (copy.deepcopy(module).to(torch.float64).train(is_training) for _ in range(2))
-        values = small.given(torch.float64)
+    candidate: is called with whether to train."""
+
+    def run(own: nn.Module, is_training: bool, values: Mapping[str, Any]) -> Tensor:
         # in evaluation nothing drops, and no mode stands between the module and torch
         within = dropout_mode if is_training else nullcontext
-        run = partial(_output, small=small, values=values, within=within)
-        expected = run(own)
+        return _output(own.train(is_training), small, values, within)
+
+    for is_training in (True, False):
+        own, new = (copy.deepcopy(module).to(torch.float64) for _ in range(2))
+        values = small.given(torch.float64)
+        expected = run(own, is_training, values)
         kept = numbers_of(own)
         if not bool(expected.isfinite().all()):
             raise Unfit(
@@ -318,7 +321,7 @@ def must_compute(
         buffers = {name: buffer.clone() for name, buffer in own.named_buffers()}
         make_a_step(own, new)  # numbers that forward has kept know nothing of it
         with torch.no_grad():
-            again, first = run(own), run(new)
+            again, first = (run(each, is_training, values) for each in (own, new))
             if differing(again, first) is not None:
                 raise Unfit(
                     "its second call on a graph makes other rows than its first: it keeps numbers"
@@ -330,9 +333,12 @@ def must_compute(
                 f"forward changes {changed[0]} from call to call, and it is recorded once; leave"
                 " that out, or train a module per value"
             )
-        _must_keep_nothing_else(module, own, small, dropout_mode, is_training)
+        new = copy.deepcopy(module).to(torch.float64)
+        _must_keep_nothing_else(
+            own, new, partial(run, values=small.given(torch.float64)), is_training
+        )
         try:
-            output, tensors = candidate(values, is_training)
+            output, tensors = candidate(is_training)
             (output.flatten() * weights).sum().backward()  # type: ignore[no-untyped-call]
         except (RuntimeError, LookupError, ValueError) as error:
             words = (str(error).strip().splitlines() or [""])[0]
@@ -366,25 +372,16 @@ def must_compute(
 
 
 def _must_keep_nothing_else(
-    module: nn.Module,
-    used: nn.Module,
-    small: Small,
-    dropout_mode: Callable[[], AbstractContextManager[Any]],
-    was_training: bool,
+    used: nn.Module, new: nn.Module, run: Callable[[nn.Module, bool], Tensor], was_training: bool
 ) -> None:
     """Raise Unfit if a module that was used in one mode makes, in the other, other rows than a new
     one with its parameters and buffers, which are all that a rank has of it."""
-    new = copy.deepcopy(module).to(torch.float64)
     kept = {**dict(used.named_parameters()), **dict(used.named_buffers())}
     modes = ("training", "evaluation") if was_training else ("evaluation", "training")
-    within = nullcontext if was_training else dropout_mode
-    values = small.given(torch.float64)
     with torch.no_grad():
         for name, tensor in (*new.named_parameters(), *new.named_buffers()):
             tensor.copy_(kept.get(name, tensor))
-        first, second = (
-            _output(each.train(not was_training), small, values, within) for each in (used, new)
-        )
+        first, second = (run(each, not was_training) for each in (used, new))
     if differing(first, second) is not None:
         raise Unfit(
             f"forward keeps something of {modes[0]} that {modes[1]} reads, beside parameters and"
@@ -451,12 +448,14 @@ def _must_not_read_order(module: nn.Module, small: Small) -> None:
         )
 
 
-def in_parts(pieces: Pieces, small: Small, values: Mapping[str, Any], is_training: bool) -> Tensor:
+def in_parts(pieces: Pieces, small: Small, is_training: bool) -> Tensor:
     """Return the output of all vertices, with each layer computed on the parts of the graph."""
     mode = pieces.training if is_training else pieces.evaluation
     layers = [pieces.layer(number) for number in range(1, pieces.layers + 1)]
-    fields = [values[node.name] for node in pieces.training.inputs]
-    rows = torch.cat([f.reshape(len(f), -1).to(pieces.structure.dtype) for f in fields], 1)
+    dtype = pieces.structure.dtype
+    given = small.given(dtype)
+    fields = [given[node.name] for node in pieces.training.inputs]
+    rows = torch.cat([field.reshape(len(field), -1).to(dtype) for field in fields], 1)
     blocks = [block_of(small.whole, own) for own in small.parts]
     for layer in layers:
         moments = moments_of(layer.norm, rows, is_training)

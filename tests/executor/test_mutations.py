@@ -308,7 +308,7 @@ def assert_is_itself(module: nn.Module, pieces: Pieces, vertices: int, directed:
                 with as_pieces_draw(pieces, small.whole, Drop(0.0, 7)):
                     out = pieces.binding.call(module, values)
             else:
-                out = in_parts(pieces, small, values, is_training)
+                out = in_parts(pieces, small, is_training)
             (out * torch.linspace(-1, 1, out.numel()).view_as(out)).sum().backward()
             into += [out.detach().clone(), *gradients(module)]
             with torch.no_grad():
