@@ -250,8 +250,8 @@ class Small:
         indptr, sources, draw = copy.deepcopy(_drawn_edges(vertices, graph.directed))
         self.vertices, self.graph, self.binding = vertices, graph, bound(module, graph)
         self.module, self.adds_loops = module, False
-        self.x = torch.from_numpy(draw.standard_normal((vertices, graph.features)))
-        self.fields = {name: _drawn(draw, vertices, *shape) for name, shape in graph.vertex.items()}
+        self.fields = {"x": draw.standard_normal((vertices, graph.features))}
+        self.fields |= {n: _drawn(draw, vertices, *shape) for n, shape in graph.vertex.items()}
         on_edges = {name: _drawn(draw, len(sources), *shape) for name, shape in graph.edge.items()}
         self.whole = CsrEdges(indptr, sources, on_edges)
         # PARTS parts, none of which reads all vertices
@@ -311,8 +311,8 @@ class Small:
             name: beside_loops(whole, typed(values, dtype), self.vertices)
             for name, values in self.whole.fields.items()
         }
-        values: dict[str, Any] = {"vertex x": self.x.to(dtype, copy=True), "edge_index": edges}
-        values |= {f"vertex {name}": typed(v, dtype) for name, v in self.fields.items()}
+        values: dict[str, Any] = {f"vertex {n}": typed(v, dtype) for n, v in self.fields.items()}
+        values["edge_index"] = edges
         values |= {f"edge {name}": v for name, v in on_edges.items()}
         if "g" in self.binding.inputs:
             values["g"] = dgl_graph(whole, edges, on_edges)

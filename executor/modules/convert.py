@@ -290,7 +290,7 @@ def _of_net(net: Net, small: Small, workload: Workload, is_training: bool) -> Te
     everyone = torch.arange(small.vertices)
     p = workload.dropout if is_training else 0.0
     drops = [Drop(p, SEED, 0, n, everyone, training=is_training) for n in range(net.total + 2)]
-    h = net.encode(small.x, drops[0])
+    h = net.encode(torch.from_numpy(small.fields["x"]), drops[0])
     x0 = h if net.initial else None
     for number in range(1, net.total + 1):
         layer = net.layer(number)

@@ -541,8 +541,10 @@ class Cutter:
         pieces = [Piece([n for n in computed if n.runs_in == at]) for at in range(end)]
         readers: dict[Node, set[int]] = {n: set() for n in self.live if n.kind == ROWS}
         readers[output].add(end)
+        handed = {node for node in self.live if node.kind in (ROWS, STRUCTURE)}
         for at, piece in enumerate(pieces):
-            self._complete(piece)
+            given = handed - {*piece.nodes}  # each piece computes nodes of other kinds anew
+            piece.nodes = [n for n in live_nodes(piece.nodes, given) if n not in given]
             self._group(piece)
             for read in {read for node in piece.nodes for read in node.reads}:
                 if read.kind == ROWS and (read.call is None or read.runs_in != at):
@@ -586,11 +588,8 @@ class Cutter:
                 readers.setdefault(read, []).append(node)
         for node in reversed(self.live):
             is_computed = node.kind == ROWS and node.call is not None
-            if node not in readers or not is_computed or node.runs_in % 3 == GATHER:
-                continue
-            if is_batch_norm(node) or _is_one_of_several(node):
-                continue
-            if not isinstance(node.value, Tensor):
+            stays = is_batch_norm(node) or _is_one_of_several(node) or node.runs_in % 3 == GATHER
+            if not (node in readers and is_computed and isinstance(node.value, Tensor)) or stays:
                 continue
             first = min(reader.runs_in for reader in readers[node])
             update = first - (first % 3 == PREPARE)  # the last one before `first`
@@ -601,16 +600,6 @@ class Cutter:
             ]
             if update > node.runs_in and update % 3 == UPDATE and all(are_kept):
                 node.runs_in = update
-
-    def _complete(self, piece: Piece) -> None:
-        """Add the nodes of other kinds that the piece reads: each piece computes them anew."""
-        found, todo = set(piece.nodes), list(piece.nodes)
-        while todo:
-            for read in todo.pop().reads:
-                if read.kind in (CHOSEN, INNER, FIXED, FREE) and read not in found:
-                    found.add(read)
-                    todo.append(read)
-        piece.nodes = sorted(found, key=lambda node: node.index)
 
     def _hand_on(self, pieces: Sequence[Piece], readers: dict[Node, set[int]]) -> None:
         """Set the rows that each piece reads, and returns because later pieces read them."""

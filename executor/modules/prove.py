@@ -79,7 +79,7 @@ def _guarded(small: Small, run: Callable[[], T]) -> T:
         code = traceback.extract_tb(error.__traceback__)[-1].line  # for an assert without a text
         words = (str(error).strip().splitlines() or [code or ""])[0]
         raise Unfit(
-            f"{line_of(error)}forward fails on a small graph of {small.x.shape[1]} features"
+            f"{line_of(error)}forward fails on a small graph of {small.graph.features} features"
             f" ({type(error).__name__}: {words:.150}){_hint(error, words, small)}"
         ) from error
 
@@ -436,7 +436,7 @@ def _must_not_read_order(module: nn.Module, small: Small) -> None:
     indptr, indices = whole.indices.size - whole.indptr[::-1], small.vertices - 1 - whole.indices
     on_edges = {name: field[::-1] for name, field in whole.fields.items()}
     twin.whole = CsrEdges(indptr, indices[::-1], on_edges, whole.loops)
-    twin.x, twin.fields = small.x.flip(0), {name: v[::-1] for name, v in small.fields.items()}
+    twin.fields = {name: field[::-1] for name, field in small.fields.items()}
     own = copied(module).to(torch.float64).eval()
     with torch.no_grad():
         first, second = (_output(own, each, each.given(torch.float64)) for each in (small, twin))

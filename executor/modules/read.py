@@ -339,9 +339,8 @@ def with_module(
     given = list(given)
     used = {field_of(argument) for argument, _ in user.description.arguments}
     for field in given:
-        if field in used or field not in user.fields:
-            continue
-        if getattr(workload, field) != user.fields[field]:
+        is_decided = field in user.fields and field not in used
+        if is_decided and getattr(workload, field) != user.fields[field]:
             raise SpecError(
                 f"{field}: {user.description.name} of {user.description.file} decides {field}"
                 f" ({field}: {getattr(workload, field)}, the module's: {user.fields[field]}); leave"
