@@ -325,10 +325,10 @@ class Structure:
         if self.is_of_vertices(node):
             views = [(None, slice(0, own), value)]
         elif value.ndim and (found := [s for s in sets if s.value.shape[1] == value.shape[0]]):
-            views = [(s, values[s][1] < own, Table(s.value, value, n)) for s in reversed(found)]
+            views = [(s, values[s][1] < own, Table(s.value, value, n)) for s in found]
         elif {n, *(s.value.shape[1] for s in self.nodes if is_edge_set(s.value))} & {*value.shape}:
             return  # else it is one value for all, such as a largest weight
-        for edges, mine, table in reversed(views):
+        for edges, mine, table in views:
             whole = part.look_up(node, edges, table, values)
             if whole.shape == here.shape:
                 expected, computed = whole[mine], here[mine]
