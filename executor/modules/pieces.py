@@ -79,13 +79,9 @@ class Pieces:
     def layer(self, number: int) -> PieceLayer:
         return PieceLayer(self, number)
 
-    def with_module(self, module: nn.Module) -> Pieces:
-        """Return the pieces with the tensors of a copy of the module."""
-        return replace(self, module=module)
-
     def net(self, shapes: Model, workload: Workload, which: range | None) -> Net:
         """Return the layers `which`, with the tensors of a new copy of the module."""
-        own = self.with_module(copy.deepcopy(self.module))
+        own = replace(self, module=copy.deepcopy(self.module))
         net = Net(shapes, workload, which, own.layer)
         if own.training.ends.nodes and net.total in net.which:
             net.ends = Tail(cast(PieceLayer, net.layer(net.total)))
@@ -129,11 +125,11 @@ class Pieces:
         modes = self.training, self.evaluation
         return {node.name for program in modes for node in program.live if node.call is None}
 
-    def width(self, layer: int) -> int:
-        """Return the numbers per row that a layer hands on; 0: that layer 1 receives."""
-        program = self.training
-        rows = program.inputs if layer == 0 else program.layers[layer - 1].update.outputs
-        return sum(map(width_of, rows))
+    @property
+    def widths(self) -> list[int]:
+        """The numbers per row that layer 1 receives, and those that each layer hands on."""
+        rows = self.training.inputs, *(cut.update.outputs for cut in self.training.layers)
+        return [sum(map(width_of, nodes)) for nodes in rows]
 
 
 def packed(values: Values, nodes: Sequence[Node]) -> Tensor:
@@ -167,7 +163,7 @@ class PackedNorm(BatchNorm):
 
     def __init__(self, layer: PieceLayer, piece: Piece) -> None:
         nn.Module.__init__(self)
-        self.layers, self.piece = [layer], piece  # in a list: the layer is no submodule of its norm
+        self.named, self.piece = layer.named, piece
 
     def norms_of(self, piece: Piece) -> Iterator[tuple[Node, slice, dict[str, Any]]]:
         """Yield each batch norm that a piece begins with, its columns, and its arguments."""
@@ -175,8 +171,9 @@ class PackedNorm(BatchNorm):
         for given in piece.inputs:
             start, stop = stop, stop + width_of(given)
             if given in norms:
-                arguments, named = norm_arguments(norms[given]), self.layers[0].named
-                tensors = {k: named(v.name) for k, v in arguments.items() if isinstance(v, Named)}
+                arguments = norm_arguments(norms[given])
+                named = {k: v.name for k, v in arguments.items() if isinstance(v, Named)}
+                tensors = {k: self.named(name) for k, name in named.items()}
                 yield norms[given], slice(start, stop), arguments | tensors
 
     @property

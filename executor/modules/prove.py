@@ -13,6 +13,7 @@ import traceback
 import warnings
 from collections.abc import Callable, Collection, Hashable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import replace
 from functools import partial
 from typing import Any, TypeVar
 
@@ -252,7 +253,7 @@ def prove(module: nn.Module, pieces: Pieces, small: Small) -> None:
 
     def candidate(is_training: bool) -> Candidate:
         own = copy.deepcopy(module).to(torch.float64)
-        output = in_parts(pieces.with_module(own), small, is_training)
+        output = in_parts(replace(pieces, module=own), small, is_training)
         return output, lambda: gradients_of(own) | dict(own.named_buffers())
 
     try:

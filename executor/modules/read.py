@@ -176,9 +176,9 @@ def _described(
     ends = bool(pieces.training.ends.nodes)
 
     def described(number: int) -> ModuleLayer:
-        layer, widths = pieces.layer(number), (pieces.width(number - 1), pieces.width(number))
+        layer, (h_in, h_out) = pieces.layer(number), pieces.widths[number - 1 : number + 1]
         try:
-            counted = count(layer, *widths, False, number > 1, dtype)
+            counted = count(layer, h_in, h_out, False, number > 1, dtype)
         except Unmeasured as error:
             for call in (node.call for node in layer.cut.gather.nodes):
                 if isinstance(call, Opaque):
@@ -190,8 +190,8 @@ def _described(
             raise Unfit(f"layer {number}: {error}") from error
         weights = sum(p.numel() for p, of in owners.items() if of[0] == number)
         return ModuleLayer(
-            h_in=widths[0],
-            h_out=widths[1],
+            h_in=h_in,
+            h_out=h_out,
             norm="batch" if layer.norm else "none",
             drops=False,
             counted=counted.model_copy(update={"weights": weights}),
@@ -302,7 +302,7 @@ def _understood_again(workload: Workload, made: nn.Module) -> Parameters | Piece
         made = made.to(dtype)
         if module.cut:
             pieces, _ = followed(made, graph, dtype)
-            widths = [pieces.width(n) for n in range(pieces.layers + 1)]
+            widths = pieces.widths
         else:
             chain = converted(made, graph, proves=False)
             widths = _widths_of(chain.own["layers"])

@@ -186,7 +186,7 @@ def test_only_memory_that_somebody_holds_is_copied_before_it_is_changed():
 def test_only_rows_that_neighbours_read_are_exchanged(sage):
     """SAGE's product of a vertex's own row is made by that vertex's rank alone."""
     pieces = sage[1]
-    assert [pieces.width(layer) for layer in range(3)] == [FEATURES, 64, CLASSES]
+    assert pieces.widths == [FEATURES, 64, CLASSES]
 
 
 @pytest.mark.slow
@@ -229,7 +229,7 @@ def test_a_rank_may_have_one_row_or_none(tmp_path):
 def test_equal_calls_are_made_once(appnp):
     """APPNP makes alpha times its first rows in every step of its own."""
     pieces = appnp[1]
-    widths = [pieces.width(layer) for layer in range(5)]
+    widths = pieces.widths
     assert widths == [FEATURES, 2 * CLASSES, 2 * CLASSES, 2 * CLASSES, CLASSES]
     names = [node.what for node in pieces.structure.nodes]
     assert names.count("cat") == 1  # edges with self-loops, of four steps and of both modes
