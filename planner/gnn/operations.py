@@ -23,9 +23,8 @@ INDEX = 4  # size of an index in our own structures [B]
 LONG = 8  # size of an index that torch requires in int64 [B]
 BAG = 8  # bytes that embedding_bag keeps per source row: two numbers [B]
 # hash_ops per number of sparse rows in the transpose: to find the number's position there, and to
-# write the number there; on a core (4 and 2 ns where a hash takes 0.4 ns: an AMD EPYC, 2026-11-29),
-# on a GPU
-TRANSPOSED, REORDERED = (9, 2), (4, 1)
+# write the number there; on a core (4 and 2 ns where a hash takes 0.4 to 0.7, 2026-11-29), on a GPU
+TRANSPOSED, REORDERED = (7, 2), (3, 1)
 
 # Passes over memory: how often an operation reads or writes each number, (forward, backward)
 Both = tuple[float, float]

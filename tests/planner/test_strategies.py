@@ -15,7 +15,8 @@ from hypothesis import given, note, settings
 from hypothesis import strategies as st
 from pairwise import covered
 
-from gnnplan.planner.decision.search import families
+from gnnplan.planner.cluster.spec import Cluster
+from gnnplan.planner.decision.search import families, search
 from gnnplan.planner.gnn.footprint import COMMUNICATOR
 from gnnplan.planner.graph.graph import GraphStats, in_neighbours
 from gnnplan.planner.graph.load import load
@@ -140,6 +141,22 @@ def test_groups_that_sit_alike_do_not_fill_the_same_ports(where, bound):
     strategy = GNNPipe(2, 8).settle(problem)
     simulated = play(strategy.schedule(problem, 6), problem.cost).step_s
     assert float(strategy.predict(problem).epoch_s) == pytest.approx(simulated, rel=bound)
+
+
+def test_topology_changes_the_answer():
+    """Slow links between servers: recomputing or piping rows beats exchanging them. Fast ones: it
+    does not."""
+
+    def best_s(where: Cluster) -> dict[str, float]:
+        """Family -> its fastest candidate's epoch [s]."""
+        found = search(problem_of(GRAPHS[0], where, layers=4), may_use_fewer=False).ranked
+        return {c.strategy.family: float(c.predicted.epoch_s) for c in reversed(found)}
+
+    slow = best_s(cluster(inter=1e6, gemm=1e12, memory_bandwidth=1e12))
+    fast = best_s(cluster(inter=1e11, intra=1e11, gemm=1e9, memory_bandwidth=1e9))
+    assert slow["granndis"] < 0.5 * slow["graph_parallel"]
+    assert slow["gnnpipe"] < slow["graph_parallel"]
+    assert fast["graph_parallel"] < min(fast["granndis"], fast["gnnpipe"])
 
 
 def test_stale_exchanges_come_one_after_the_other():
