@@ -16,7 +16,7 @@ import torch
 from scipy.optimize import lsq_linear
 
 from gnnplan.executor.layers.kernels import product_codes
-from gnnplan.executor.measure.microbench import FANOUTS, PRODUCTS
+from gnnplan.executor.measure.microbench import FANOUT, FANOUTS, OUTPUTS, PRODUCTS, SCATTERED_ROW
 from gnnplan.executor.measure.rehearsal import held_to
 from gnnplan.planner.cluster import scaling as scaled
 from gnnplan.planner.cluster.cost import CALLS, Cost
@@ -134,6 +134,11 @@ def _device(
     gathering = aggregation(
         [(width, rows, edges, median(samples)) for width, rows, edges, samples in found["gather"]]
     )
+    if scattered := found.get("gather_scattered"):
+        gathering["gather_scattered"] = {
+            rows * SCATTERED_ROW: _scattered_rate(gathering, median(seconds))
+            for rows, seconds in scattered
+        }
     device = Device(
         name=found["name"],
         kind="cuda" if cuda else "cpu",
@@ -178,6 +183,14 @@ def _device(
         f"device.{name}": f"{source}, median" for name in ("memory_bandwidth", *gathering)
     }
     return device.model_dump() | products, provenance
+
+
+def _scattered_rate(gathering: dict[str, Any], seconds: float) -> float:
+    """Return the rate of reading random rows [B/s], without the time of the rows that are written.
+
+    The rows that are read take at least half of the seconds."""
+    written_s: float = gathering["row_latency"] + SCATTERED_ROW / gathering["row_bandwidth"]
+    return FANOUT * OUTPUTS * SCATTERED_ROW / max(seconds - OUTPUTS * written_s, seconds / 2)
 
 
 def _sampler_rate(what: HostWork, edges: int, seconds: Sequence[float], call_s: float) -> float:

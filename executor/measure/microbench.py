@@ -32,6 +32,10 @@ SYNTHETIC = "synthetic:community?vertices={}&edges={}&features={}&classes=16&see
 # Vertices and edges. Few edges per row reveal the cost of a row besides its edges.
 GRAPHS = ((20_000, 1_000_000), (20_000, 160_000))
 WIDTHS = (16, 64, 256)
+# Rows in random order, as in a mini-batch: counts of source rows, which take 1 to 100 MB, and bytes
+# of a row. OUTPUTS rows are sums of FANOUT rows each.
+SCATTERED, SCATTERED_ROW = (4_000, 20_000, 100_000, 400_000), 256
+OUTPUTS, FANOUT = 20_000, 10
 # rows, H_in, H_out of matrix products
 SHAPES = (
     (10_000, 256, 256),
@@ -134,6 +138,8 @@ class Bench(Messages):
         found = {"gemm": products()}
         notify("aggregation")
         found["gather"] = gathers()
+        if not cuda:  # a GPU reads rows in any order alike
+            found["gather_scattered"] = [((rows,), self.scattered(rows)) for rows in SCATTERED]
         if self.dtype != torch.float32:
             name = str(self.dtype).removeprefix("torch.")
             notify(f"products and aggregation in {name}")
@@ -170,6 +176,14 @@ class Bench(Messages):
         x = torch.randn(block.n_src, width, device=self.device, dtype=dtype, requires_grad=True)
         grad = torch.randn(block.n_dst, width, device=self.device, dtype=dtype)
         return self._time(lambda: torch.autograd.grad(aggregate(block, x), x, grad))
+
+    def scattered(self, rows: int) -> list[float]:
+        """Return seconds of OUTPUTS sums over FANOUT random rows each."""
+        draw = np.random.default_rng(rows)
+        indptr = np.arange(OUTPUTS + 1) * FANOUT
+        block = Block(indptr, draw.integers(0, rows, OUTPUTS * FANOUT), rows, own=0)
+        x = torch.randn(rows, SCATTERED_ROW // 4)
+        return self._time(lambda: aggregate(block, x))
 
     def elementwise(self, rows: int, width: int) -> list[float]:
         """Return seconds per byte that element-wise operations read or write.

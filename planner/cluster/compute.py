@@ -26,7 +26,8 @@ CACHE_SPEEDUP = 3.0
 # On a CPU core, random row access costs three times sequential access.
 RANDOM_ACCESS_SLOWDOWN = 3.0
 # On a CPU core, gathers from randomly ordered rows take 1.25 to 1.8 times as long as gathers from
-# rows in an order that keeps neighbours near each other. The latter order is measured.
+# rows in an order that keeps neighbours near each other, if the cache holds most rows. The latter
+# order alone is measured in cluster files without `gather_scattered`.
 SCATTERED_SLOWDOWN = 1.5
 
 
@@ -66,6 +67,7 @@ class Roofline:
         # logarithms of the row widths at which aggregation was measured, and a curve per width
         self._log_widths = np.log(sorted(device.gather))
         self._gather_curves = [Curve.of(device.gather[width]) for width in sorted(device.gather)]
+        self._scattered = Curve.of(device.gather_scattered) if device.gather_scattered else None
 
     def compute_s(self, work: Compute) -> Number:
         """Return the duration of a piece of work on a device that does nothing else [s].
@@ -87,9 +89,10 @@ class Roofline:
             # bytes of a row that are read before the next row [B]
             at_once = row_bytes if self._gather_curves else min(row_bytes, WARP_LINE)
             rate = self.gather_rate(width, distinct * at_once, rows / distinct)
-            slowdown = SCATTERED_SLOWDOWN if work.scattered and not on_gpu else 1.0
-            slowdown /= device.gathering(work.itemsize)
-            seconds = seconds + rows * row_bytes * slowdown / rate
+            if work.scattered and not on_gpu:
+                rate = self._scattered_rate(rate, distinct * row_bytes)
+            rate = rate * device.gathering(work.itemsize)
+            seconds = seconds + rows * row_bytes / rate
             seconds = seconds + outputs * (
                 device.row_latency
                 + (0.0 if device.row_bandwidth is None else row_bytes / device.row_bandwidth)
@@ -99,6 +102,13 @@ class Roofline:
         for rows, width in work.random_rows:
             seconds = seconds + rows * width * work.itemsize * slowdown / bandwidth
         return seconds + work.overlapped_bytes * device.overlap_tax / self.exchange_bandwidth
+
+    def _scattered_rate(self, in_order: Number, source_bytes: Number) -> Number:
+        """Return the rate of an aggregation from rows in random order [B of gathered rows/s], which
+        is at most the rate `in_order`."""
+        if self._scattered is None:
+            return in_order / SCATTERED_SLOWDOWN
+        return np.minimum(np.exp(self._scattered.log_rate(source_bytes)), in_order)
 
     def gather_rate(self, width: int, source_bytes: Number = np.inf, reads: Number = 1.0) -> Number:
         """Return the rate of an aggregation [B of gathered rows/s].

@@ -54,7 +54,12 @@ UNSAID = (0.5, 1.33)  # range of a number without provenance
 # Fields that a constant's factor multiplies, if not the field of its name (scaling.multiplied)
 FIELDS = {
     "device.gemm": tuple(f"device.{name}" for name in GEMMS),
-    "device.gather": ("device.gather", "device.row_bandwidth", "/device.row_latency"),
+    "device.gather": (
+        "device.gather",
+        "device.gather_scattered",
+        "device.row_bandwidth",
+        "/device.row_latency",
+    ),
 }
 
 

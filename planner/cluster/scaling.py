@@ -20,6 +20,7 @@ DEVICE = (
     *(f"device.{name}" for name in GEMMS),
     "device.memory_bandwidth",
     "device.gather",
+    "device.gather_scattered",
     "device.row_bandwidth",
     "/device.row_latency",
     "/device.launch",

@@ -152,6 +152,9 @@ class Device(Spec):
     )
     """Rate of aggregation [B gathered/s], by row width and by the size of the source rows [B].
     [default: a cache model]"""
+    gather_scattered: Rates = Field(default_factory=dict)
+    """Rate of aggregation [B gathered/s] in a CPU's mini-batch, which reads rows in random order,
+    by the size of the source rows [B].  [default: two thirds of `gather`]"""
     gather_bfloat16: Annotated[float, Field(gt=0.0, le=100.0)] = 1.0
     """Rate of aggregation in bfloat16 [B/s], divided by the rate in float32."""
     row_latency: Duration = 0.0

@@ -14,7 +14,7 @@ from torch.distributed.elastic.multiprocessing.subprocess_handler import subproc
 from gnnplan.executor.measure import measure as module
 from gnnplan.executor.measure.fitting import aggregation, cluster_of
 from gnnplan.executor.measure.measure import measure
-from gnnplan.executor.measure.microbench import GRAPHS, WIDTHS, Bench
+from gnnplan.executor.measure.microbench import GRAPHS, SCATTERED, WIDTHS, Bench
 from gnnplan.executor.measure.rehearsal import PIECES, held_to
 from gnnplan.executor.ranks.machine import cores
 from gnnplan.planner.cluster import scaling as scaled
@@ -87,6 +87,7 @@ def test_two_ranks_that_share_a_core(started):
     assert all(0 < link.core_s_per_byte < 1e-6 for link in cluster.collectives.values())
     assert set(device.gather) == set(WIDTHS) and set(cluster.host_rates) == {"draw", "lay"}
     assert all(len(rates) == len(dict(GRAPHS)) for rates in device.gather.values())
+    assert len(device.gather_scattered) == len(SCATTERED)
     places = ("intra_node", "inter_node")
     assert set(cluster.collectives) == {
         f"{op}.{where}" for op in ("exchange", "send", "all_reduce") for where in places
