@@ -139,6 +139,8 @@ def _device(
             rows * SCATTERED_ROW: _scattered_rate(gathering, median(seconds))
             for rows, seconds in scattered
         }
+    if hashing := found.get("hash"):
+        gathering["hash_rate"] = 1 / median(hashing[0][0])
     device = Device(
         name=found["name"],
         kind="cuda" if cuda else "cpu",

@@ -17,6 +17,7 @@ import torch.distributed as dist
 
 from gnnplan.executor.layers.blocks import features
 from gnnplan.executor.layers.kernels import Block, aggregate, linear
+from gnnplan.executor.layers.layer import Drop
 from gnnplan.executor.measure.messages import Messages, Sent, medians
 from gnnplan.executor.measure.rehearsal import PIECES, Rehearsal
 from gnnplan.executor.minibatch.sampler import Sampler
@@ -50,11 +51,12 @@ TENSOR = (5_000, 256)  # rows, width; with smaller tensors the framework's overh
 # For GPUs: the sizes above would fit their L2, and would not fill their multiprocessors.
 LARGE, LARGE_SHAPE = (400_000, 256), (200_000, 256, 256)
 LARGE_GRAPHS = ((200_000, 2_000_000), (200_000, 500_000))
-SAMPLED = (20_000, 1_000_000)
+SAMPLED = (80_000, 1_000_000)
 LOADED = (80_000, 1_000)  # feature rows that a GPU loads at once from the server's memory
 LOADED_WIDTH = 128
-# A rank's share of a batch; fan-outs from the seeds outwards.
-SEEDS, FANOUTS = 1024, (5, 10, 15)
+# A rank's share of a batch; fan-outs from the seeds outwards. A row has 5 or 6 edges, as in batches
+# of most graphs: with more, samplers would seem quicker per edge.
+SEEDS, FANOUTS = 1024, (10, 10, 5)
 
 T = TypeVar("T")
 # shape of a kernel; its seconds on each rank
@@ -138,8 +140,9 @@ class Bench(Messages):
         found = {"gemm": products()}
         notify("aggregation")
         found["gather"] = gathers()
-        if not cuda:  # a GPU reads rows in any order alike
+        if not cuda:  # a GPU reads rows in any order alike, and hashes while it waits for memory
             found["gather_scattered"] = [((rows,), self.scattered(rows)) for rows in SCATTERED]
+            found["hash"] = [((), self.hashing(*TENSOR))]
         if self.dtype != torch.float32:
             name = str(self.dtype).removeprefix("torch.")
             notify(f"products and aggregation in {name}")
@@ -184,6 +187,11 @@ class Bench(Messages):
         block = Block(indptr, draw.integers(0, rows, OUTPUTS * FANOUT), rows, own=0)
         x = torch.randn(rows, SCATTERED_ROW // 4)
         return self._time(lambda: aggregate(block, x))
+
+    def hashing(self, rows: int, width: int) -> list[float]:
+        """Return seconds per number that dropout keeps or drops."""
+        x, drop = torch.randn(rows, width), Drop(0.5, 0, 0, 1, torch.arange(rows), training=True)
+        return self._time(lambda: drop(x), divide=x.numel())
 
     def elementwise(self, rows: int, width: int) -> list[float]:
         """Return seconds per byte that element-wise operations read or write.

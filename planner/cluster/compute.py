@@ -82,8 +82,9 @@ class Roofline:
         on_gpu = device.kind == "cuda"
         seconds: Number = np.maximum(multiplying, reading) if on_gpu else multiplying + reading
         seconds = seconds + work.elementwise_bytes / bandwidth + work.launches * device.launch
-        other = HASH_BYTES * work.hash_ops + EDGE_ACCESSES * work.itemsize * work.attention_edges
-        seconds = seconds + other / bandwidth
+        hashed = bandwidth / HASH_BYTES if device.hash_rate is None else device.hash_rate
+        seconds = seconds + work.hash_ops / hashed
+        seconds = seconds + EDGE_ACCESSES * work.itemsize * work.attention_edges / bandwidth
         for rows, width, distinct, outputs in work.gathers:
             row_bytes, distinct = width * work.itemsize, np.maximum(distinct, 1.0)
             # bytes of a row that are read before the next row [B]

@@ -19,6 +19,7 @@ from gnnplan.planner.vocabulary.numbers import Number
 DEVICE = (
     *(f"device.{name}" for name in GEMMS),
     "device.memory_bandwidth",
+    "device.hash_rate",
     "device.gather",
     "device.gather_scattered",
     "device.row_bandwidth",

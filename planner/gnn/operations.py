@@ -23,8 +23,8 @@ INDEX = 4  # size of an index in our own structures [B]
 LONG = 8  # size of an index that torch requires in int64 [B]
 BAG = 8  # bytes that embedding_bag keeps per source row: two numbers [B]
 # hash_ops per number of sparse rows in the transpose: to find the number's position there, and to
-# write the number there; on a core (4 and 2 ns where a hash takes 0.4 to 0.7, 2026-11-29), on a GPU
-TRANSPOSED, REORDERED = (7, 2), (3, 1)
+# write the number there (6 and 2 ns on two busy cores that hash in 1.4, 2026-11-29)
+TRANSPOSED, REORDERED = 4, 1
 
 # Passes over memory: how often an operation reads or writes each number, (forward, backward)
 Both = tuple[float, float]
@@ -129,7 +129,6 @@ class Operations(Trace):
     def _multiply(self, x: TensorAmount, h_in: int, h_out: int) -> None:
         """Add the work of a product of rows x with a matrix [h_in, h_out]."""
         setting, (forward, backward) = self.setting, self.works(x.rows)
-        on_gpu = setting.on_gpu
         if x.index:
             # A sparse row gathers a column of the matrix per number. The gradient is a product with
             # the transpose, whose order is computed anew for each batch: the numbers are written in
@@ -140,7 +139,7 @@ class Operations(Trace):
             backward.gathers.append(GatherAmounts(numbers, h_out, x.rows, matrix))
             backward.add(
                 elementwise_bytes=self.size(Amount.of(SUM * h_in), h_out),
-                hash_ops=numbers * (REORDERED[on_gpu] + TRANSPOSED[on_gpu] * setting.resamples),
+                hash_ops=numbers * (REORDERED + TRANSPOSED * setting.resamples),
             )
             backward.launches += 3
             return

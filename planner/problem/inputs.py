@@ -47,7 +47,7 @@ RENAMED = {"work": "core_s_per_byte"}  # old -> new name; files of 0.1.0 are rea
 # Fields of older cluster files, which are ignored: each improved predictions by less than one
 # percentage point (docs/explanation/cost-model.md). The last three are names of 0.1.0.
 LEFT_OUT = {
-    *("weight_gradient", "device.weight_gradient", "memory_rates", "hash_rate", "edge_rate"),
+    *("weight_gradient", "device.weight_gradient", "memory_rates", "edge_rate"),
     *("host_latency", "timeslice_slowdown", "cold_cache_penalty", "core_s_per_message"),
     *("cache_bandwidth", "device.cache_bandwidth", "crowding", "refill", "wake"),
 }

@@ -133,6 +133,14 @@ def test_a_measured_core_gathers_random_rows_by_what_its_cache_holds():
     assert (few, some, many) == pytest.approx((64e6 / 6e9, 64e6 / 4e9, 64e6 / 2e9))
 
 
+def test_a_measured_core_hashes_at_its_own_pace():
+    """A core with three times the bandwidth of others hashes no faster: dropout was free there."""
+    work, assumed = Compute(hash_ops=1e9), Cluster(device=CORE, intra_node=Link(bandwidth=1e9))
+    measured = assumed.model_copy(update={"device": CORE.model_copy(update={"hash_rate": 5e8})})
+    assert Cost(assumed).compute_s(work) == pytest.approx(24e9 / CORE.memory_bandwidth)
+    assert Cost(measured).compute_s(work) == pytest.approx(2.0)
+
+
 def test_a_core_loads_by_reading_and_writing():
     """A GPU's loads go over its link to the server's memory."""
     device = CORE.model_copy(update={"launch": 0.05})

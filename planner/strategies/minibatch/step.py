@@ -87,7 +87,7 @@ def step(supply: Supply, batch: MiniBatch, options: ExchangeOptions) -> Iterator
         yield from sized_exchange("push", batch.pushed, peers, ahead="host", itemsize=NEIGHBOUR)
     if not is_counted:
         relaid = 0 if batch.pushed is None else RELAID * batch.sampled(1)
-        yield supply.sampled("lay", all_edges + relaid)
+        yield supply.laying([f.edges for f in facts], relaid)
     yield Op("load", work=supply.copied(batch, facts), ahead="copy" if supply.prefetch else "")
     if supply.prefetch:
         # no time if the batch is loaded already

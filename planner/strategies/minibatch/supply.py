@@ -17,9 +17,11 @@ from gnnplan.planner.ownership.layout import LayerCounts
 from gnnplan.planner.ownership.minibatch import Batches, MiniBatch
 from gnnplan.planner.problem.problem import Problem
 from gnnplan.planner.strategies.minibatch.adjacency_store import NEIGHBOUR, Lists
+from gnnplan.planner.strategies.minibatch.device_sampler import LAID
 from gnnplan.planner.strategies.minibatch.feature_store import Features
 from gnnplan.planner.strategies.program.price import setup_s
 from gnnplan.planner.strategies.program.program import Copy, Exchange, Op, Sampling
+from gnnplan.planner.vocabulary.numbers import Number
 from gnnplan.planner.vocabulary.outer import Outer, RankMatrix
 from gnnplan.planner.vocabulary.schedule import Compute
 
@@ -113,6 +115,13 @@ class Supply:
         layers = self.problem.workload.layers if layer is None else 1
         work = Sampling(what, edges, self.samplers, layers)
         return Op(what, layer=layer, work=work, ahead="host")
+
+    def laying(self, edges: Sequence[np.ndarray], more: Number = 0) -> Op:
+        """Return the operation of samplers that lay out layers of these numbers of edges [ranks],
+        and `more` edges. Those of 'mean' are the unit: others have self edges or other weights."""
+        weights = [LAID[spec.edges][0] / LAID["mean"][0] for spec in self.problem.model.layers]
+        laid = np.sum([w * each for w, each in zip(weights, edges, strict=True)], axis=0)
+        return self.sampled("lay", laid + more)
 
     def reading(
         self,

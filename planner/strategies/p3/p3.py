@@ -129,7 +129,7 @@ class P3(Slices):
         facts = {layer: batch.facts(layer) for layer in layers}
         f1, f2, e1 = facts[1].rows, facts[1].sources, facts[1].edges
         rails, blocks = self.rail_of(problem), self.peer_sums(problem, f1, f2, e1)
-        edges_above = sum(facts[layer].edges for layer in layers if layer > 1)
+        edges_above = [facts[layer].edges for layer in layers if layer > 1]
         has_peers = len(self.rail(problem, 0)) > 1
         sizes = cache(lambda: Batch(self, problem, batch))  # computed only if memory is predicted
 
@@ -137,11 +137,11 @@ class P3(Slices):
             return lambda: memory_of(sizes())
 
         supply = self.supply(problem)
-        host = list(supply.drawing(batch, e1 + edges_above))
+        host = list(supply.drawing(batch, e1 + sum(edges_above)))
         if has_peers:
             peers, pushed = (Outer.of(rails, True, each) for each in (1, HEADER + f1 + f2 + e1))
             host += sized_exchange("push", pushed, peers, ahead="host", itemsize=INT)
-        host.append(supply.sampled("lay", edges_above + blocks[2]))
+        host.append(supply.laying([blocks[2], *edges_above]))
         if self.prefetch:
             host.append(Op("wait", work=Compute(), idle=True))
 
