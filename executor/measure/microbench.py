@@ -47,7 +47,8 @@ SHAPES = (
 )
 PRODUCTS = 3  # per sample: a layer's output, and the gradients of its input and of its weight
 TF32 = (8, 0)  # compute capability of the first GPUs with TF32
-TENSOR = (5_000, 256)  # rows, width; with smaller tensors the framework's overhead would count
+# Rows, width: tensors that no cache holds, whose share of it would depend on what else runs
+TENSOR = (20_000, 256)
 # For GPUs: the sizes above would fit their L2, and would not fill their multiprocessors.
 LARGE, LARGE_SHAPE = (400_000, 256), (200_000, 256, 256)
 LARGE_GRAPHS = ((200_000, 2_000_000), (200_000, 500_000))
