@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import datetime
 from collections.abc import Sequence
-from statistics import median
+from statistics import mean, median
 from typing import Any
 
 import numpy as np
@@ -130,7 +130,7 @@ def _device(
 ) -> tuple[dict[str, Any], dict[str, str]]:
     """Return the fields of a Device, from its kernels alone, and the provenance of each."""
     cuda, codes = torch.cuda.is_available(), product_codes()
-    ((elementwise_s,),) = found["elementwise"]
+    elementwise_s = [median(per_byte) for (per_byte,) in found["elementwise"]]
     gathering = aggregation(
         [(width, rows, edges, median(samples)) for width, rows, edges, samples in found["gather"]]
     )
@@ -139,14 +139,15 @@ def _device(
             rows * SCATTERED_ROW: _scattered_rate(gathering, median(seconds))
             for rows, seconds in scattered
         }
-    if hashing := found.get("hash"):
-        gathering["hash_rate"] = 1 / median(hashing[0][0])
+    for field, what in (("hash_rate", "hash"), ("edge_rate", "attention")):
+        if per_one := found.get(what):
+            gathering[field] = 1 / median(per_one[0][0])
     device = Device(
         name=found["name"],
         kind="cuda" if cuda else "cpu",
         memory=memory,
         gemm=1e12,
-        memory_bandwidth=1 / median(elementwise_s),
+        memory_bandwidth=1 / mean(elementwise_s),
         **({} if cuda else codes),
         **gathering,
     )

@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 
 from gnnplan.executor.layers.blocks import features
-from gnnplan.executor.layers.kernels import Block, aggregate, linear
+from gnnplan.executor.layers.kernels import Block, aggregate, attend, linear
 from gnnplan.executor.layers.layer import Drop
 from gnnplan.executor.measure.messages import Messages, Sent, medians
 from gnnplan.executor.measure.rehearsal import PIECES, Rehearsal
@@ -47,8 +47,9 @@ SHAPES = (
 )
 PRODUCTS = 3  # per sample: a layer's output, and the gradients of its input and of its weight
 TF32 = (8, 0)  # compute capability of the first GPUs with TF32
-# Rows, width: tensors that no cache holds, whose share of it would depend on what else runs
-TENSOR = (20_000, 256)
+# Rows, width: six tensors that a large cache holds, and six that none holds, as in an epoch. With
+# smaller tensors the framework's overhead would count.
+TENSORS = ((5_000, 256), (20_000, 256))
 # For GPUs: the sizes above would fit their L2, and would not fill their multiprocessors.
 LARGE, LARGE_SHAPE = (400_000, 256), (200_000, 256, 256)
 LARGE_GRAPHS = ((200_000, 2_000_000), (200_000, 500_000))
@@ -143,7 +144,8 @@ class Bench(Messages):
         found["gather"] = gathers()
         if not cuda:  # a GPU reads rows in any order alike, and hashes while it waits for memory
             found["gather_scattered"] = [((rows,), self.scattered(rows)) for rows in SCATTERED]
-            found["hash"] = [((), self.hashing(*TENSOR))]
+            found["hash"] = [((), self.hashing(*TENSORS[0]))]
+            found["attention"] = [((), self.attention(blocks[0]))]
         if self.dtype != torch.float32:
             name = str(self.dtype).removeprefix("torch.")
             notify(f"products and aggregation in {name}")
@@ -155,7 +157,9 @@ class Bench(Messages):
             found["gemm_tf32"] = products()
             torch.backends.cuda.matmul.allow_tf32 = False
         notify("element-wise work")
-        found["elementwise"] = [((), self.elementwise(*(LARGE if cuda else TENSOR)))]
+        found["elementwise"] = [
+            ((), self.elementwise(*size)) for size in ((LARGE,) if cuda else TENSORS)
+        ]
         if cuda:
             notify("loads from the server's memory")
             found["load"] = [((rows * LOADED_WIDTH * 4,), self.load(rows)) for rows in LOADED]
@@ -193,6 +197,17 @@ class Bench(Messages):
         """Return seconds per number that dropout keeps or drops."""
         x, drop = torch.randn(rows, width), Drop(0.5, 0, 0, 1, torch.arange(rows), training=True)
         return self._time(lambda: drop(x), divide=x.numel())
+
+    def attention(self, block: Block) -> list[float]:
+        """Return seconds per attention weight, or its gradient, of one head on narrow rows."""
+        z, source = (torch.randn(block.n_src, 1, requires_grad=True) for _ in range(2))
+        grad = torch.randn(block.n_dst, 1)
+
+        def work() -> None:
+            out = attend(block, z, source, block.own_rows(source))
+            torch.autograd.grad(out, (z, source), grad)
+
+        return self._time(work, divide=2 * block.edges)
 
     def elementwise(self, rows: int, width: int) -> list[float]:
         """Return seconds per byte that element-wise operations read or write.

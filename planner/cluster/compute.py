@@ -84,7 +84,10 @@ class Roofline:
         seconds = seconds + work.elementwise_bytes / bandwidth + work.launches * device.launch
         hashed = bandwidth / HASH_BYTES if device.hash_rate is None else device.hash_rate
         seconds = seconds + work.hash_ops / hashed
-        seconds = seconds + EDGE_ACCESSES * work.itemsize * work.attention_edges / bandwidth
+        weighed = device.edge_rate
+        if weighed is None:
+            weighed = bandwidth / (EDGE_ACCESSES * work.itemsize)
+        seconds = seconds + work.attention_edges / weighed
         for rows, width, distinct, outputs in work.gathers:
             row_bytes, distinct = width * work.itemsize, np.maximum(distinct, 1.0)
             # bytes of a row that are read before the next row [B]

@@ -54,7 +54,11 @@ UNSAID = (0.5, 1.33)  # range of a number without provenance
 # Fields that a constant's factor multiplies, if not the field of its name (scaling.multiplied)
 FIELDS = {
     "device.gemm": tuple(f"device.{name}" for name in GEMMS),
-    "device.memory_bandwidth": ("device.memory_bandwidth", "device.hash_rate"),
+    "device.memory_bandwidth": (
+        "device.memory_bandwidth",
+        "device.hash_rate",
+        "device.edge_rate",
+    ),
     "device.gather": (
         "device.gather",
         "device.gather_scattered",

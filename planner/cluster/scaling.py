@@ -20,6 +20,7 @@ DEVICE = (
     *(f"device.{name}" for name in GEMMS),
     "device.memory_bandwidth",
     "device.hash_rate",
+    "device.edge_rate",
     "device.gather",
     "device.gather_scattered",
     "device.row_bandwidth",

@@ -150,6 +150,9 @@ class Device(Spec):
     hash_rate: Rate | None = None
     """Rate at which a CPU core drops numbers by their hash, or does as much for a number otherwise
     (an exponential) [1/s].  [default: one in the time of 24 B of `memory_bandwidth`]"""
+    edge_rate: Rate | None = None
+    """Rate at which a CPU core computes attention weights of edges, or their gradients [1/s].
+    [default: one in the time of ten accesses at `memory_bandwidth`]"""
     gather: dict[Annotated[int, Field(ge=1)], Annotated[Rates, Field(min_length=1)]] = Field(
         default_factory=dict
     )

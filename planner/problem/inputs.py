@@ -45,9 +45,9 @@ OPTIONS = (
 )
 RENAMED = {"work": "core_s_per_byte"}  # old -> new name; files of 0.1.0 are read until 0.3.0
 # Fields of older cluster files, which are ignored: each improved predictions by less than one
-# percentage point (docs/explanation/cost-model.md). The last three are names of 0.1.0.
+# percentage point (docs/explanation/cost-model.md).
 LEFT_OUT = {
-    *("weight_gradient", "device.weight_gradient", "memory_rates", "edge_rate"),
+    *("weight_gradient", "device.weight_gradient", "memory_rates"),
     *("host_latency", "timeslice_slowdown", "cold_cache_penalty", "core_s_per_message"),
     *("cache_bandwidth", "device.cache_bandwidth", "crowding", "refill", "wake"),
 }

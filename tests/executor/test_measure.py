@@ -89,6 +89,7 @@ def test_two_ranks_that_share_a_core(started):
     assert all(len(rates) == len(dict(GRAPHS)) for rates in device.gather.values())
     assert len(device.gather_scattered) == len(SCATTERED)
     assert device.hash_rate and 1e7 < device.hash_rate < 1e11
+    assert device.edge_rate and 1e6 < device.edge_rate < 1e10
     places = ("intra_node", "inter_node")
     assert set(cluster.collectives) == {
         f"{op}.{where}" for op in ("exchange", "send", "all_reduce") for where in places

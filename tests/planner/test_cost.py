@@ -134,11 +134,16 @@ def test_a_measured_core_gathers_random_rows_by_what_its_cache_holds():
 
 
 def test_a_measured_core_hashes_at_its_own_pace():
-    """A core with three times the bandwidth of others hashes no faster: dropout was free there."""
+    """A core with three times the bandwidth of others neither hashes nor weighs edges faster:
+    dropout was free there, and an epoch of GAT four times too fast."""
     work, assumed = Compute(hash_ops=1e9), Cluster(device=CORE, intra_node=Link(bandwidth=1e9))
-    measured = assumed.model_copy(update={"device": CORE.model_copy(update={"hash_rate": 5e8})})
+    attention = Compute(attention_edges=1e6)
+    measured = assumed.model_copy(
+        update={"device": CORE.model_copy(update={"hash_rate": 5e8, "edge_rate": 1e7})}
+    )
     assert Cost(assumed).compute_s(work) == pytest.approx(24e9 / CORE.memory_bandwidth)
-    assert Cost(measured).compute_s(work) == pytest.approx(2.0)
+    assert Cost(assumed).compute_s(attention) == pytest.approx(40e6 / CORE.memory_bandwidth)
+    assert Cost(measured).compute_s(work + attention) == pytest.approx(2.0 + 0.1)
 
 
 def test_a_core_loads_by_reading_and_writing():
