@@ -38,8 +38,7 @@ def test_a_cluster_file_of_the_release_before_is_read(tmp_path, capsys):
 def test_fields_that_bought_little_are_read_and_left_out(tmp_path, capsys):
     """`gnnplan measure` has written them, and so have plans."""
     document = yaml.safe_load(LOCAL.read_text())
-    of_device = {"weight_gradient": 1e9, "memory_rates": {1e3: 1e9}, "hash_rate": 1e6}
-    document["device"] |= of_device | {"edge_rate": None}
+    document["device"] |= {"weight_gradient": 1e9, "memory_rates": {1e3: 1e9}}
     document["intra_node"]["core_s_per_message"] = 1e-5
     document |= {"timeslice_slowdown": 1.2, "cold_cache_penalty": 0.001, "host_latency": {}}
     document["ranges"] = {"device.weight_gradient": [0.9, 1.1]}
