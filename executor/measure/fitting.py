@@ -16,7 +16,13 @@ import torch
 from scipy.optimize import lsq_linear
 
 from gnnplan.executor.layers.kernels import product_codes
-from gnnplan.executor.measure.microbench import FANOUT, FANOUTS, OUTPUTS, PRODUCTS, SCATTERED_ROW
+from gnnplan.executor.measure.microbench import (
+    FANOUTS,
+    OUTPUTS,
+    PER_OUTPUT,
+    PRODUCTS,
+    SCATTERED_ROW,
+)
 from gnnplan.executor.measure.rehearsal import held_to
 from gnnplan.planner.cluster import scaling as scaled
 from gnnplan.planner.cluster.cost import CALLS, Cost
@@ -139,9 +145,10 @@ def _device(
             rows * SCATTERED_ROW: _scattered_rate(gathering, median(seconds))
             for rows, seconds in scattered
         }
-    for field, what in (("hash_rate", "hash"), ("edge_rate", "attention")):
-        if per_one := found.get(what):
-            gathering[field] = 1 / median(per_one[0][0])
+    for rate in ("hash_rate", "edge_rate"):
+        if rate in found:
+            ((per_one,),) = found[rate]
+            gathering[rate] = 1 / median(per_one)
     device = Device(
         name=found["name"],
         kind="cuda" if cuda else "cpu",
@@ -193,7 +200,7 @@ def _scattered_rate(gathering: dict[str, Any], seconds: float) -> float:
 
     The rows that are read take at least half of the seconds."""
     written_s: float = gathering["row_latency"] + SCATTERED_ROW / gathering["row_bandwidth"]
-    return FANOUT * OUTPUTS * SCATTERED_ROW / max(seconds - OUTPUTS * written_s, seconds / 2)
+    return PER_OUTPUT * OUTPUTS * SCATTERED_ROW / max(seconds - OUTPUTS * written_s, seconds / 2)
 
 
 def _sampler_rate(what: HostWork, edges: int, seconds: Sequence[float], call_s: float) -> float:

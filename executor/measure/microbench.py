@@ -34,9 +34,9 @@ SYNTHETIC = "synthetic:community?vertices={}&edges={}&features={}&classes=16&see
 GRAPHS = ((20_000, 1_000_000), (20_000, 160_000))
 WIDTHS = (16, 64, 256)
 # Rows in random order, as in a mini-batch: counts of source rows, which take 1 to 100 MB, and bytes
-# of a row. OUTPUTS rows are sums of FANOUT rows each.
+# of a row. OUTPUTS rows are sums of PER_OUTPUT rows each.
 SCATTERED, SCATTERED_ROW = (4_000, 20_000, 100_000, 400_000), 256
-OUTPUTS, FANOUT = 20_000, 10
+OUTPUTS, PER_OUTPUT = 20_000, 10
 # rows, H_in, H_out of matrix products
 SHAPES = (
     (10_000, 256, 256),
@@ -144,8 +144,8 @@ class Bench(Messages):
         found["gather"] = gathers()
         if not cuda:  # a GPU reads rows in any order alike, and hashes while it waits for memory
             found["gather_scattered"] = [((rows,), self.scattered(rows)) for rows in SCATTERED]
-            found["hash"] = [((), self.hashing(*TENSORS[0]))]
-            found["attention"] = [((), self.attention(blocks[0]))]
+            found["hash_rate"] = [((), self.hashing(*TENSORS[0]))]
+            found["edge_rate"] = [((), self.attention(blocks[0]))]
         if self.dtype != torch.float32:
             name = str(self.dtype).removeprefix("torch.")
             notify(f"products and aggregation in {name}")
@@ -186,10 +186,10 @@ class Bench(Messages):
         return self._time(lambda: torch.autograd.grad(aggregate(block, x), x, grad))
 
     def scattered(self, rows: int) -> list[float]:
-        """Return seconds of OUTPUTS sums over FANOUT random rows each."""
+        """Return seconds of OUTPUTS sums over PER_OUTPUT random rows each."""
         draw = np.random.default_rng(rows)
-        indptr = np.arange(OUTPUTS + 1) * FANOUT
-        block = Block(indptr, draw.integers(0, rows, OUTPUTS * FANOUT), rows, own=0)
+        indptr = np.arange(OUTPUTS + 1) * PER_OUTPUT
+        block = Block(indptr, draw.integers(0, rows, OUTPUTS * PER_OUTPUT), rows, own=0)
         x = torch.randn(rows, SCATTERED_ROW // 4)
         return self._time(lambda: aggregate(block, x))
 

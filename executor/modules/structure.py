@@ -105,7 +105,7 @@ class Structure:
     answers: Recorded.answers of all modes. place: computes on the host, with the module's tensors.
     dtype: of real numbers. read: the nodes that layers read. nodes: these, and the nodes that they
     are computed from, in the order of calls. whole: the nodes that only the whole graph determines,
-    with their edge set; None: they are of vertices, or one value for all."""
+    with their edge set. It is None for nodes of vertices, and for one value for all."""
 
     programs: tuple[Program, ...]
     answers: Mapping[Node, Any]

@@ -82,12 +82,10 @@ class Roofline:
         on_gpu = device.kind == "cuda"
         seconds: Number = np.maximum(multiplying, reading) if on_gpu else multiplying + reading
         seconds = seconds + work.elementwise_bytes / bandwidth + work.launches * device.launch
-        hashed = bandwidth / HASH_BYTES if device.hash_rate is None else device.hash_rate
-        seconds = seconds + work.hash_ops / hashed
-        weighed = device.edge_rate
-        if weighed is None:
-            weighed = bandwidth / (EDGE_ACCESSES * work.itemsize)
-        seconds = seconds + work.attention_edges / weighed
+        hashes, edges = device.hash_rate, device.edge_rate
+        hashes = bandwidth / HASH_BYTES if hashes is None else hashes
+        edges = bandwidth / (EDGE_ACCESSES * work.itemsize) if edges is None else edges
+        seconds = seconds + work.hash_ops / hashes + work.attention_edges / edges
         for rows, width, distinct, outputs in work.gathers:
             row_bytes, distinct = width * work.itemsize, np.maximum(distinct, 1.0)
             # bytes of a row that are read before the next row [B]

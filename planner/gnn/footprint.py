@@ -81,8 +81,7 @@ def footprint(
 
     narrow: the `local` source rows were prepared and projected before the exchange. apart: inputs
     are prepared in an autograd segment of their own, and a gather that is a weighted sum runs
-    outside autograd (GNNPipe). drops_output: nothing holds the output unless it is saved for the
-    backward pass."""
+    outside autograd (GNNPipe). drops_output: the caller does not hold the output's rows."""
     edges = edges + rows * model.layers[layer - 1].self_edges
     counts = block_of(rows, sources, edges, local=local)
     return _on(model.layer_record(layer, narrow, apart, drops_output), counts)
