@@ -32,8 +32,8 @@ class TheirModel(Model):
 
     own_copy_passes = 0  # COPIED includes these passes
 
-    def layer_record(self, layer: int, narrow: bool = False, *how: bool) -> LayerRecord:
-        ours, spec = super().layer_record(layer, narrow, *how), self.layers[layer - 1]
+    def layer_record(self, layer: int, narrow: bool = False, **how: bool) -> LayerRecord:
+        ours, spec = super().layer_record(layer, narrow, **how), self.layers[layer - 1]
         narrow = narrow and self.narrow_at(layer)
         applied = APPLIED * (spec.weights > 0) + MIXED * self.sends_initial
         width = spec.multiplied if narrow or self.rows(layer).multiplied_first else spec.h_in

@@ -186,8 +186,8 @@ class InterpretedModel(TheirModel):
     def feature_transit_bytes(self, rows: Number) -> Number:
         return rows * self.features * self.feature_bytes
 
-    def layer_record(self, layer: int, *how: bool) -> LayerRecord:
-        ours, spec = super().layer_record(layer, *how), self.layers[layer - 1]
+    def layer_record(self, layer: int, narrow: bool = False, **how: bool) -> LayerRecord:
+        ours, spec = super().layer_record(layer, narrow, **how), self.layers[layer - 1]
         first, second = ours.passes
         return replace(ours, passes=(self._along(spec, first, 0), self._along(spec, second, 1)))
 

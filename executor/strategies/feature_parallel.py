@@ -19,9 +19,12 @@ from torch import Tensor
 
 from gnnplan.executor.layers.blocks import features, weighted_block
 from gnnplan.executor.layers.kernels import (
+    Root,
     aggregate_transposed,
     backward,
+    collecting,
     gradient_of,
+    root_of,
 )
 from gnnplan.executor.layers.models import BuiltInLayer
 from gnnplan.executor.layers.targets import Targets
@@ -31,7 +34,7 @@ from gnnplan.executor.ranks.rank import Rank
 from gnnplan.executor.strategies import layerwise
 from gnnplan.executor.strategies.base import Backward
 from gnnplan.executor.strategies.halo import Halo
-from gnnplan.executor.strategies.layerwise import LayerInput, backward_prepared
+from gnnplan.executor.strategies.layerwise import NOTHING, LayerInput, backward_prepared
 from gnnplan.planner.ownership.layout import Layout
 from gnnplan.planner.problem.problem import Problem
 from gnnplan.planner.strategies import FeatureParallel
@@ -94,13 +97,16 @@ class Worker(layerwise.Worker):
         """Run one layer forward; return the next layer's input and the backward function."""
         net, relu = self.net.layer(layer), self.net.relu_after(layer)
         reads_features = layer == 1 and self.net.encoder is None
-        x = self.features if reads_features else inputs.leaf
         course = self.courses[layer - 1]
         if course is None:
-            return self._run_constant_sums(step, x)
+            return self._run_constant_sums(step, self.features)
         self._reduce_moments(step, layer, inputs)
+        varies = inputs.leaf.requires_grad
+        x, to_x = collecting(self.features if reads_features else inputs.leaf.detach(), varies)
+        if inputs.moments is None:
+            inputs.leaf = NOTHING
         exchange, learns = self._exchange(course.width), course.backward and self.training
-        outputs, leaf = list[Tensor](), None  # of the first segment; see backward_prepared
+        outputs, leaf = list[Root](), None  # of the first segment; see backward_prepared
         with self.rank.recorder.span(Label("prepare", step, "f", layer), "compute"):
             drop = self.drop(step, layer, self.own_vertices)
             if not course.cuts:
@@ -116,7 +122,7 @@ class Worker(layerwise.Worker):
             outgoing = sent.detach()
             pieces = exchange.split(outgoing) if course.cuts else [outgoing]
             if learns:
-                outputs += [sent] if leaf is None else [sent, prepared]
+                outputs += map(root_of, [sent] if leaf is None else [sent, prepared])
             del outgoing, sent, prepared
         label = Label("aggregate", step, "f", layer)
         with torch.no_grad():
@@ -131,8 +137,8 @@ class Worker(layerwise.Worker):
             else:
                 columns = exchange.columns[self.rank.rank]
                 out = self._update_columns(cast(BuiltInLayer, net), sums[0], columns, relu)
-            next_inputs, saved = self._make_input(out, step, layer + 1)[0], [out]
-            del out
+            next_inputs, saved = self._make_input(out, step, layer + 1)[0], [root_of(out)]
+            del out, x, own
 
         def back(gradient: Tensor) -> Tensor:
             with self.rank.recorder.span(Label("backward", step, layer=layer), "compute"):
@@ -151,9 +157,9 @@ class Worker(layerwise.Worker):
                 del parts
                 backward_prepared(outputs, gradient, leaf)
                 outputs.clear()
-            if not inputs.leaf.requires_grad:
+            if not varies:
                 return gradient
-            gradient = gradient_of(inputs.leaf)
+            gradient = to_x()
             self._add_moment_grad(step, layer, inputs, gradient)
             return gradient
 
@@ -165,11 +171,12 @@ class Worker(layerwise.Worker):
         assert self.cached is not None
         with self.rank.recorder.span(label, "compute"):
             out = net.update(self.cached, x, x, None, self.net.relu_after(1))
-            next_inputs, _ = self._make_input(out, step, 2)
+            next_inputs, root = self._make_input(out, step, 2)[0], root_of(out)
+            del out
 
         def back(gradient: Tensor) -> Tensor:
             with self.rank.recorder.span(label._replace(op="backward"), "compute"):
-                backward([out], [gradient])
+                backward([root], [gradient])
             return gradient
 
         return next_inputs, back

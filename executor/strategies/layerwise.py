@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import InitVar, dataclass
-from functools import cache
+from functools import cache, partial
 from typing import Any, TypeVar, cast
 
 import numpy as np
@@ -18,9 +18,11 @@ import torch
 from torch import Tensor
 
 from gnnplan.executor.layers.kernels import (
+    Root,
     aggregate,
     aggregate_transposed,
     backward,
+    collecting,
     gradient_of,
     release_memory,
     root_of,
@@ -44,7 +46,6 @@ from gnnplan.planner.vocabulary.schedule import Label
 
 T = TypeVar("T")
 NOTHING = torch.empty(0)
-_Segment = Callable[[], Tensor]  # computes h_l
 # the worker's tensors on the host -> the features that layer 1 or the encoder reads, and the
 # worker's tensors on the device
 _Transfer = Callable[[Any], tuple[Tensor, Any]]
@@ -66,7 +67,15 @@ def identity(gradient: Tensor) -> Tensor:
     return gradient
 
 
-def backward_prepared(outputs: Sequence[Tensor], gradient: Tensor, own: Tensor | None) -> None:
+def _segment(
+    compute: Callable[[Tensor], Tensor], source: Tensor, varies: bool
+) -> tuple[Tensor, Callable[[], Tensor]]:
+    """Compute a layer from its source rows; return also what takes the gradient of these rows."""
+    source, to_source = collecting(source, varies)
+    return compute(source), to_source
+
+
+def backward_prepared(outputs: Sequence[Root], gradient: Tensor, own: Tensor | None) -> None:
     """Run the backward pass of what prepares rows for an exchange or a sum.
 
     outputs: the rows exchanged and, if `own` is given, the own prepared rows. own: the leaf from
@@ -186,11 +195,11 @@ class Worker(base.Worker):
             rows = net.prepare(leaf, drop)
             return net.project(rows), self.blocks[layer].own_rows(rows)
 
-        outputs, saved = self._compute(project), list[tuple[Tensor, Tensor]]()
+        outputs, saved = self._compute(project), list[list[Root]]()
         own = outputs[1].detach().requires_grad_(self.training)
         inputs = LayerInput(leaf, outputs[0].detach(), own)
         if not self.options.checkpoint:
-            saved.append(outputs)
+            saved.append([*map(root_of, outputs)])
         del outputs
 
         def back(gradient: Tensor) -> Tensor:
@@ -247,33 +256,37 @@ class Worker(base.Worker):
         gradient of own rows of h_{l-1}, with peers' contributions added, unless they are constant.
         """
         self._reduce_moments(step, layer, inputs)
-        join_halo = None
-        if layer > self.shapes.first_varying:
+        join_halo, varies = None, layer > self.shapes.first_varying
+        if varies:
             join_halo = self._current_halo.fetch(step, layer, inputs.outgoing)
         with self.rank.recorder.span(Label("forward", step, layer=layer), "compute"):
             source = self.features
             if join_halo is not None:
-                source = self._make_source_leaf(layer, inputs, join_halo())
+                source = self._join_source(layer, inputs, join_halo())
             join_halo = None  # it holds the rows, which `source` has copied
-            segment = self._make_segment(step, layer, inputs, source)
-            out = self._compute(segment)
+            segment = partial(_segment, self._layer_function(step, layer, inputs), source, varies)
+            out, to_source = self._compute(segment)
             next_inputs, to_leaf = self._make_input(out, step, layer + 1)
         # lists, from which the backward pass drops references as early as it can
-        pending_backward, saved = [to_leaf], [] if self.options.checkpoint else [root_of(out)]
-        del out, to_leaf
+        pending_backward, saved = [to_leaf], [(root_of(out), to_source)]
+        recompute = segment if self.options.checkpoint else None
+        if recompute:
+            saved.clear()
+        del out, to_leaf, to_source, source, segment
 
         def back(gradient: Tensor) -> Tensor:
             with self.rank.recorder.span(Label("backward", step, layer=layer), "compute"):
                 gradient = pending_backward.pop()(gradient)
-                backward([saved.pop() if saved else segment()], [gradient])
-                if inputs.leaf.requires_grad:
-                    gradient = gradient_of(source)
+                root, to_source = recompute() if recompute else saved.pop()
+                backward([root], [gradient])
+                del root  # rows, if recomputed
+                if varies:
+                    gradient = to_source()
                     if layer in self.selections:
                         gradient = aggregate_transposed(self.selections[layer], gradient)
-                        source.grad = None
             if self.learner is not None:
                 self.learner.complete(step, layer)
-            if not inputs.leaf.requires_grad:
+            if not varies:
                 return gradient
             gradient = self._current_halo.return_gradients(step, layer, gradient)
             self._add_moment_grad(step, layer, inputs, gradient)
@@ -281,35 +294,40 @@ class Worker(base.Worker):
 
         return next_inputs, back
 
-    def _make_source_leaf(self, layer: int, inputs: LayerInput, rows: Tensor) -> Tensor:
-        """Make a leaf of all source rows [S, width] from own rows and halo."""
+    def _join_source(self, layer: int, inputs: LayerInput, rows: Tensor) -> Tensor:
+        """Return all source rows [S, width] from own rows and halo, and drop the own rows."""
         local, inputs.outgoing = len(inputs.outgoing), NOTHING  # `rows` has a copy
         if layer in self.selections:
             rows = aggregate(self.selections[layer], rows)
-        source = rows.detach().requires_grad_(inputs.leaf.requires_grad)
-        if inputs.own is None:  # own rows become a view of the source rows: no second copy
-            inputs.leaf = source.detach()[:local].requires_grad_(source.requires_grad)
-        return source
+        own = rows[:local] if inputs.own is None else inputs.leaf
+        inputs.leaf = own if inputs.moments else NOTHING  # batch norm reads them once more
+        return rows
 
-    def _make_segment(self, step: int, layer: int, inputs: LayerInput, source: Tensor) -> _Segment:
+    def _layer_function(
+        self, step: int, layer: int, inputs: LayerInput
+    ) -> Callable[[Tensor], Tensor]:
         """Return the function that computes h_l from source rows [S, width] or features."""
         net, relu, cached = self.net.layer(layer), self.net.relu_after(layer), self.cached
         if cached is not None and layer == 1:
-            return lambda: net.update(cached, source, source, None, relu)
+            return lambda source: net.update(cached, source, source, None, relu)
         block, drop = self.blocks[layer], self.drop(step, layer, self.vertices[layer])
         x0 = self.x0[: block.n_dst] if self.x0 is not None else None
         if (own := inputs.own) is not None:
             net = net.during(drop)
-            return lambda: net.update(net.gather(block, source), own, own, x0, relu)
+            return lambda source: net.update(net.gather(block, source), own, own, x0, relu)
         if layer + 1 in self.adds:
             by_columns = cast(ColumnLayer, net)
-            return lambda: partial_sums(by_columns, block, net.prepare(source, drop), no_dropout)
+            return lambda source: partial_sums(
+                by_columns, block, net.prepare(source, drop), no_dropout
+            )
         moments = inputs.moments.values if inputs.moments else None
         if layer in self.adds:
             below = cast(ColumnLayer, self.net.layer(layer - 1))
             relu_below = self.net.relu_after(layer - 1)
-            return lambda: net(block, below.apply(source, relu_below), drop, x0, relu, moments)
-        return lambda: net(block, source, drop, x0, relu, moments)
+            return lambda source: net(
+                block, below.apply(source, relu_below), drop, x0, relu, moments
+            )
+        return lambda source: net(block, source, drop, x0, relu, moments)
 
     def forward(self, step: int) -> tuple[LayerInput, list[Backward]]:
         """Run all layers forward.

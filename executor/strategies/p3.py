@@ -28,7 +28,7 @@ import torch
 from torch import Tensor
 
 from gnnplan.executor.layers.blocks import weighted_block
-from gnnplan.executor.layers.kernels import Block, backward, gradient_of
+from gnnplan.executor.layers.kernels import Block, backward, collecting, gradient_of, root_of
 from gnnplan.executor.layers.layer import ColumnLayer, partial_sums
 from gnnplan.executor.layers.links import LinkTargets
 from gnnplan.executor.layers.models import Net
@@ -381,19 +381,21 @@ class Worker(OnBatches):
         batch.pulled.result()  # wait here, outside the span
         blocks, sources, targets = batch.above
         with self.rank.recorder.span(Label("forward", step), "compute"):
-            summed = self._sum_columns(batch).requires_grad_()
+            summed, to_sums = collecting(self._sum_columns(batch))
             h = cast(ColumnLayer, net.layer(1)).apply(summed, net.relu_after(1))
+            del summed
             for number, (block, source) in enumerate(zip(blocks, sources, strict=True), 2):
                 drop = self.drop(step, number, source)
                 h = net.layer(number)(block, h, drop, None, net.relu_after(number))
         with self.rank.recorder.span(Label("loss", step), "compute"):
-            leaf = h.detach().requires_grad_()
+            leaf, root = h.detach().requires_grad_(), root_of(h)
+            del h
             logits = net.decode(leaf)
             loss = targets.loss(logits)
             loss.backward()  # type: ignore[no-untyped-call]
         with self.rank.recorder.span(Label("backward", step), "compute"):
-            backward([h], [gradient_of(leaf)])
-            batch.gradient = gradient_of(summed)
+            backward([root], [gradient_of(leaf)])
+            batch.gradient = to_sums()
         batch.pushed = self._move(
             Label("pull", step, "b", 1),
             batch.exchange,

@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from gnnplan.planner.gnn.amounts import Block, block_of
+from gnnplan.planner.gnn.amounts import block_of
 from gnnplan.planner.gnn.counted import amount
 from gnnplan.planner.gnn.kinds import LayerSpec
 from gnnplan.planner.gnn.layer import LayerRecord
@@ -30,11 +30,18 @@ COUNTS_AT_ENDS = 8  # the last entries of a block's two arrays of offsets (CSR a
 class OpMemory(NamedTuple):
     """The memory of an operation, on top of the memory before it [B].
 
-    Of a layer, a decoder or a loss: both passes, without source rows and the gradient of the
-    output; `left` is what the forward pass keeps for the backward pass, with the output."""
+    Of a decoder or a loss: as LayerMemory's `most` and `left`."""
 
     most: Number  # peak
     left: Number  # still allocated afterwards; negative: it frees more than it allocates
+
+
+class LayerMemory(NamedTuple):
+    """The memory of a layer, without source rows and the gradient of the output [B]."""
+
+    forward: Number  # peak of the forward pass
+    most: Number  # peak of the backward pass, with what the forward pass keeps
+    left: Number  # what the forward pass keeps for the backward pass, with the output
 
 
 def keeps(nbytes: Number) -> OpMemory:
@@ -55,14 +62,10 @@ def in_turn(operations: Iterable[OpMemory]) -> OpMemory:
     return OpMemory(most, left)
 
 
-def _on(record: LayerRecord, counts: Block) -> OpMemory:
-    held = record.held.on(counts)
-    return OpMemory(held[1:].max(0), held[0])
-
-
 def rowwise(record: LayerRecord, rows: Number) -> OpMemory:
     """Return the memory of an encoder, a decoder or a layer's preparation on `rows` rows."""
-    return _on(record, block_of(rows, rows, 0.0))
+    held = record.backward.on(block_of(rows, rows, 0.0))
+    return OpMemory(held[1:].max(0), held[0])
 
 
 def footprint(
@@ -74,17 +77,17 @@ def footprint(
     *,
     narrow: bool = False,
     local: Number = 0.0,
-    apart: bool = False,
-    drops_output: bool = False,
-) -> OpMemory:
+    **setting: bool,
+) -> LayerMemory:
     """Return the memory of a layer of R `rows`, S `sources` and E `edges` (without self edges).
 
-    narrow: the `local` source rows were prepared and projected before the exchange. apart: inputs
-    are prepared in an autograd segment of their own, and a gather that is a weighted sum runs
-    outside autograd (GNNPipe). drops_output: the caller does not hold the output's rows."""
+    narrow: the `local` source rows were prepared and projected before the exchange. setting: more
+    options of Model.layer_record."""
     edges = edges + rows * model.layers[layer - 1].self_edges
     counts = block_of(rows, sources, edges, local=local)
-    return _on(model.layer_record(layer, narrow, apart, drops_output), counts)
+    record = model.layer_record(layer, narrow, **setting)
+    forward, backward = record.forward.on(counts), record.backward.on(counts)
+    return LayerMemory(forward[1:].max(0), backward[1:].max(0), forward[0])
 
 
 def block(model: Model, spec: LayerSpec, rows: Number, sources: Number, edges: Number) -> Number:

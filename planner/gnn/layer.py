@@ -30,16 +30,21 @@ class LayerRecord:
     passes: tuple[Work, Work]  # forward and backward work
     project: tuple[Work, Work]  # forward and backward work before the exchange of projected rows
     # First the memory that is kept from the forward to the backward pass, with the output unless
-    # the caller drops it; then the memory in use after each allocation of the backward pass [B].
-    held: Amounts
+    # the caller drops it; then the memory in use at times of the pass [B].
+    forward: Amounts
+    backward: Amounts
     products: tuple[Product, ...]
+    saves_input: bool  # whether an operation has saved the source rows
 
 
 @cache
 def record_layer(spec: LayerSpec, setting: Setting) -> LayerRecord:
     """Record a layer's operations, forward and backward."""
     ops = Operations(setting, {} if spec.counted else spec.parameters)
-    return _with_backward(ops, _forward(ops, spec))
+    x = _inputs(LOCAL if setting.narrow else SOURCES, setting)
+    if setting.frees_input and not setting.narrow:
+        x.held = ops.size(x.rows, x.width)
+    return _with_backward(ops, _forward(ops, spec, x), x)
 
 
 def record_rowwise(
@@ -49,22 +54,27 @@ def record_rowwise(
 
     h_out 0: no product. twice: the output has two readers, whose gradients are added."""
     ops = Operations(setting)
-    out = _prepare(ops, spec, _inputs(ROWS, setting))
+    x = _inputs(ROWS, setting)
+    out = _prepare(ops, spec, x)
     out = ops.product([out], spec.h_in, h_out, spec.bias, relu) if h_out else out
     ops.passes(0, SUM * twice, out)
-    return _with_backward(ops, out)
+    return _with_backward(ops, out, x)
 
 
-def _with_backward(ops: Operations, out: TensorAmount) -> LayerRecord:
-    """Record the backward pass from the output `out`, and return the whole record."""
+def _with_backward(ops: Operations, out: TensorAmount, x: TensorAmount) -> LayerRecord:
+    """Record the backward pass from the output `out` to the rows x, and return the whole record."""
     ops.hold(out)
+    until_end = dict.fromkeys(each.view_of or each for each in ops.until_end)
+    at_end = sum((each.held for each in until_end if not each.holders), ops.now)
     if ops.setting.drops_output:
         ops.release(out)
-    kept = ops.now
+    kept, saves_input = ops.now, x.holders > 0
+    forward = Amounts((kept, kept, at_end, *ops.in_use))
     ops.in_use.clear()
     ops.run_backward(out)
-    ways = ops.forward, ops.backward
-    return LayerRecord(ways, ops.project, Amounts((kept, kept, *ops.in_use)), tuple(ops.products))
+    backward = Amounts((kept, kept, *ops.in_use))
+    work = ops.forward, ops.backward
+    return LayerRecord(work, ops.project, forward, backward, tuple(ops.products), saves_input)
 
 
 def _inputs(rows: Amount, setting: Setting) -> TensorAmount:
@@ -76,13 +86,15 @@ def _prepare(ops: Operations, spec: LayerSpec, x: TensorAmount) -> TensorAmount:
     return ops.drop(rows) if spec.drops and ops.setting.dropout else rows
 
 
-def _forward(ops: Operations, spec: LayerSpec) -> TensorAmount:
+def _forward(ops: Operations, spec: LayerSpec, x: TensorAmount) -> TensorAmount:
     setting = ops.setting
-    x = _inputs(LOCAL if setting.narrow else SOURCES, setting)
+    x = ops.completed(x) if setting.completes else x
     prepared = x if setting.apart else _prepare(ops, spec, x)
+    ops.until_end += x, prepared
     if spec.counted:
         return _counted(ops, spec, spec.counted, prepared)
     gathered, own = _gather(ops, spec, prepared)
+    ops.until_end.append(gathered)
     inputs = TensorAmount(ROWS, x.width, x.varies) if setting.apart else ops.first_rows(x)
     return KINDS[spec.kind].update(ops, spec, UpdateInputs(gathered, own, inputs, setting.relu))
 

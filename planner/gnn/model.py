@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property, partialmethod
 from itertools import pairwise
-from typing import ClassVar
+from typing import Any, ClassVar
 
 from gnnplan.planner.gnn.amounts import block_of
 from gnnplan.planner.gnn.counted import Counted, between
@@ -219,19 +219,24 @@ class Model:
     # -- work ----------------------------------------------------------------------------------
 
     def layer_record(
-        self, layer: int, narrow: bool = False, apart: bool = False, drops_output: bool = False
+        self, layer: int, narrow: bool = False, *, completes: bool = False, **setting: Any
     ) -> LayerRecord:
-        """Return the layer's recorded work and memory; trace.Setting explains the options."""
-        spec = self.layers[layer - 1]
-        setting = self._setting(self.rows(layer))._replace(
+        """Return the layer's recorded work and memory.
+
+        completes: the layer completes the sums of the layer below. setting: more of trace.Setting.
+        """
+        end = ""
+        if completes:
+            end = "relu" if self.relu_after(layer - 1) else "bias" * self.layers[layer - 2].bias
+        of_layer = self._setting(self.rows(layer))._replace(
             relu=self.relu_after(layer),
             varies=layer > self.first_varying,
             cached=self.aggregate_cached(layer),
             narrow=narrow and self.narrow_at(layer),
-            apart=apart,
-            drops_output=drops_output,
+            completes=end,
+            **setting,
         )
-        return record_layer(spec, setting)
+        return record_layer(self.layers[layer - 1], of_layer)
 
     def _setting(self, inputs: RowFormat) -> Setting:
         return Setting(

@@ -64,7 +64,8 @@ class Operations(Trace):
         out = self.like(x)
         normed = replace(out, held=NOTHING)
         within = (2 * size,) if norm == "batch" else ()
-        self.record(normed, (x,), extra=kept, temporaries=within)
+        # layer norm saves its input, and the moments' gradient of batch norm needs it
+        self.record(normed, (x,), (x,), extra=kept, temporaries=within)
         return self.record(out, (normed,), (out,))
 
     def drop(self, x: TensorAmount) -> TensorAmount:
@@ -185,6 +186,12 @@ class Operations(Trace):
         out = replace(x) if in_place else self.like(x)
         return self.record(out, (x,), (out,))
 
+    def completed(self, x: TensorAmount) -> TensorAmount:
+        """Record the memory of the bias and ReLU of the layer below (`Setting.completes`)."""
+        summed = self.like(x)
+        saved = (summed,) * (self.setting.completes == "relu")
+        return self.record(summed, (x,), saved, passes_on=not saved)
+
     def add(self, x: TensorAmount, y: TensorAmount) -> TensorAmount:
         self.passes(SUM, 0, x)
         out = self.new(x.rows, x.width, x.varies or y.varies)
@@ -211,9 +218,14 @@ class Operations(Trace):
         return self.record(own, (), temporaries=(self.size(ROWS, width),))
 
     def segment(self, x: TensorAmount, rows: Amount) -> TensorAmount:
-        """Record the start of a new autograd segment, with `rows` rows: x and received rows."""
-        self.hold(x)
-        out = TensorAmount(rows, x.width, x.varies)
+        """Record the start of a new autograd segment, with `rows` rows: x and received rows.
+
+        The caller holds own rows; projected rows are held if an operation saves them."""
+        out = TensorAmount(rows, x.width, x.varies, view_of=x.view_of or x)
+        if rows is OWN:
+            self.hold(x)
+        elif self.setting.frees_input:
+            out.held, out.view_of = self.size(rows, x.width), None
         return self.record(out, (x,), passes_on=True, stays=True)
 
     def first_rows(self, x: TensorAmount) -> TensorAmount:
@@ -287,7 +299,7 @@ class Operations(Trace):
         self._weigh(heads)
         z, sums = TensorAmount(x.rows, h_out, True, view_of=x), TensorAmount(ROWS, h_out, True)
         self.passes(2, 8 if setting.on_gpu else 12, z)
-        self.passes(5, 13, sums)
+        self.passes(5, 14, sums)
         z_bytes, weights = self.size(x.rows, h_out), EDGES * heads
         # The gradients of z and of both logits are concatenated.
         self.record(z, (x,), temporaries=(z_bytes,))
@@ -295,11 +307,11 @@ class Operations(Trace):
         if setting.on_gpu:
             kept = ROWS * heads * setting.weight_itemsize
             temporaries = [out.held + weights * setting.weight_itemsize]
-        else:  # logits and weights are kept
-            kept = 2 * itemsize * weights
+        else:  # weights and the signs of logits are kept
+            kept = (itemsize + 1) * weights
             products, added = self._head_temporaries(z, heads)
-            # z's gradient comes after the logits' gradients, which are then sorted by source
-            temporaries = [products - z_bytes, added, kept + EDGES * LONG]
+            # z's gradient comes after the logits' gradients
+            temporaries = [products - z_bytes, added]
         return self.record(out, (z,), (x, out), kept, temporaries=tuple(temporaries))
 
     def attend_pairs(self, x: TensorAmount, heads: int) -> TensorAmount:
@@ -319,23 +331,28 @@ class Operations(Trace):
             temporaries = [out.held + weights * setting.weight_itemsize]
         else:
             kept = itemsize * weights
-            block = self.size(EDGES.at_most(max(1, EDGE_NUMBERS["cpu"] // h_out)), h_out)
+            edges = EDGES.at_most(max(1, EDGE_NUMBERS["cpu"] // h_out))
+            block = self.size(edges, h_out) + edges * INDEX  # rows of edges, and their places
             # positions of both ends' rows; products of gradients and rows
+            by_source, (products, added) = EDGES * INDEX, self._head_temporaries(z, heads)
             temporaries = [
-                2 * itemsize * weights + EDGES * 3 * INDEX + 3 * block,
-                itemsize * weights + self.size(x.rows, h_out),
-                *(itemsize * weights + each for each in self._head_temporaries(z, heads)),
+                products,
+                itemsize * weights + EDGES * 3 * INDEX + 3 * block,
+                itemsize * weights + by_source + self.size(x.rows, h_out),
+                by_source + added,
             ]
         return self.record(out, (x,), (x, out), kept, temporaries=tuple(temporaries))
 
     def _head_temporaries(self, z: TensorAmount, heads: int) -> list[Amount]:
-        """Return consecutive temporaries of one head's backward pass [B]: first rows, gradients and
-        products along edges; then the gradient that is added to z's."""
+        """Return consecutive temporaries of one head's backward pass, with the gradients of all
+        logits [B]: copies of rows for products along edges; the gradient that is added to z's."""
         itemsize, width = self.setting.itemsize, z.width / heads
         gradient = self.size(ROWS, width) * (heads > 1)
-        products = self.size(z.rows + ROWS, width) + gradient + EDGES * (LONG + itemsize)
-        added = self.size(z.rows, width) + gradient + EDGES * (LONG + itemsize)
-        return [products + itemsize * heads * EDGES, added + itemsize * heads * EDGES]
+        logits, rows = itemsize * heads * EDGES, self.size(z.rows, width)
+        return [
+            logits + rows + gradient + EDGES * LONG,
+            logits + rows + gradient + EDGES * itemsize,
+        ]
 
     def _weigh(self, heads: int) -> None:
         for work in (self.forward, self.backward):

@@ -43,6 +43,10 @@ class Setting(NamedTuple):
     # sum runs outside autograd (GNNPipe)
     apart: bool = False
     drops_output: bool = False  # the caller keeps the output's autograd node, but not its rows
+    # the source rows are the layer's own copy, which is freed unless an operation saves it
+    frees_input: bool = False
+    # the layer completes sums by the layer below: '', by its 'bias', or by bias and 'relu'
+    completes: str = ""
 
     @property
     def unrounded(self) -> int:
@@ -142,6 +146,7 @@ class Trace:
         self.setting = setting
         self.now: Amount = NOTHING  # memory in use [B]
         self.in_use: list[Amount] = []  # memory in use after each allocation [B]
+        self.until_end: list[TensorAmount] = []  # what the layer holds until its forward pass ends
         self.forward, self.backward = Work(), Work()
         self.project = Work(), Work()  # work before the exchange of projected rows
         self.products: list[Product] = []

@@ -139,15 +139,26 @@ def test_footprint_is_what_torch_allocates(model, p, layer, in_place, monkeypatc
     measure_footprint(shapes, workload, layer)
 
 
-def measure_footprint(shapes: Model, workload: Workload, layer: int) -> None:
+@pytest.mark.parametrize("model", [{"model": "gat"}, {"model": "gatv2", "heads": 2}])
+@pytest.mark.parametrize("layer", [2, 3])
+def test_footprint_of_attention_where_edges_are_many(model, layer):
+    """Tolokers has 88 edges per vertex: GAT took 15 % more than predicted, for indices in int64."""
+    workload = Workload(layers=3, hidden=HIDDEN, dropout=0.0, **model)
+    shapes = replace(describe(workload, FEATURES, CLASSES), in_place=False)
+    measure_footprint(shapes, workload, layer, 88)
+
+
+def measure_footprint(
+    shapes: Model, workload: Workload, layer: int, per_row: int = PER_ROW
+) -> None:
     """Hold a layer's footprint against what torch allocates."""
     p, is_gcnii = workload.dropout, workload.model == "gcnii"
     torch.manual_seed(0)
     net = Net(shapes, workload)
     module, spec = net.layer(layer), shapes.layers[layer - 1]
-    indices = np.random.default_rng(0).integers(0, SOURCES, ROWS * PER_ROW)
+    indices = np.random.default_rng(0).integers(0, SOURCES, ROWS * per_row)
     weight = np.ones(indices.size, dtype=np.float32) if module.edges in ("gcn", "mean") else None
-    block = Block(np.arange(ROWS + 1) * PER_ROW, indices, SOURCES, weight)
+    block = Block(np.arange(ROWS + 1) * per_row, indices, SOURCES, weight)
     source = torch.rand(SOURCES, spec.h_in).requires_grad_(layer > shapes.first_varying)
     initial = torch.rand(ROWS, HIDDEN).requires_grad_() if is_gcnii else None
     norm, ids = net.batch_norm(layer), torch.arange(SOURCES)
@@ -167,7 +178,7 @@ def measure_footprint(shapes: Model, workload: Workload, layer: int) -> None:
     gradient = torch.rand_like(out)
     _, _, backward = counted(lambda: torch.autograd.backward(out, gradient))
     # the block above has self edges among its own
-    edges = ROWS * PER_ROW - (ROWS if spec.self_edges else 0)
+    edges = ROWS * per_row - (ROWS if spec.self_edges else 0)
     told = footprint(shapes, layer, ROWS, SOURCES, edges)
     assert told.left == pytest.approx(kept, rel=0.001)
     assert told.most == pytest.approx(kept + backward, rel=0.05)

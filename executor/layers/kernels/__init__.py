@@ -46,7 +46,9 @@ from gnnplan.executor.layers.kernels.page_locked import (
 )
 from gnnplan.executor.layers.kernels.rows import SparseRows, cat
 from gnnplan.executor.layers.kernels.runtime import (
+    Root,
     backward,
+    collecting,
     gradient_of,
     keep_allocator,
     pin_no_more_than_asked,
@@ -58,6 +60,7 @@ __all__ = [
     "GOLDEN",
     "Block",
     "MixedWidth",
+    "Root",
     "Shapes",
     "SparseRows",
     "UniformWidth",
@@ -69,6 +72,7 @@ __all__ = [
     "backward",
     "cat",
     "code_of",
+    "collecting",
     "dropout",
     "dropout_mask",
     "gradient_of",

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import ctypes
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
+from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -42,6 +44,37 @@ def gradient_of(leaf: Tensor) -> Tensor:
     if leaf.grad is None:
         leaf.grad = torch.zeros_like(leaf)
     return leaf.grad
+
+
+class _Collect(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, anchor: Tensor, rows: Tensor, into: list[Tensor]) -> Tensor:
+        ctx.into = into
+        return rows
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[None, None, None]:
+        ctx.into.append(gradient)
+        return None, None, None
+
+
+def collecting(rows: Tensor, varies: bool = True) -> tuple[Tensor, Callable[[], Tensor]]:
+    """Return rows that get a gradient, and a function that takes the gradient of all backward
+    passes so far; 0 if nothing trainable depends on the rows, or if they are constant.
+
+    Unlike a leaf of autograd, the rows are freed as soon as no later operation reads them.
+    """
+    into: list[Tensor] = []
+    zeros = partial(torch.zeros, rows.shape, dtype=rows.dtype, device=rows.device)
+
+    def taken() -> Tensor:
+        total = into.pop().contiguous() if into else zeros()
+        while into:
+            total = total + into.pop()
+        return total
+
+    anchor = torch.empty(0, requires_grad=True)
+    return apply(_Collect, anchor, rows, into) if varies else rows, taken
 
 
 Root = Tensor | GradientEdge  # where a backward pass begins

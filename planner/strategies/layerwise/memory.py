@@ -1,7 +1,8 @@
 """Memory of ranks that train layer by layer.
 
     constant   features, edges, rows that lag or stay: `resident`
-    forward    a layer's inputs and the tensors that autograd saves, until the layer's backward pass
+    forward    the tensors that autograd saves (with recomputation: a layer's inputs) until the
+               layer's backward pass, and a copy of all source rows while the layer computes
     loss       logits and their gradient
     backward   gradients of rows, and exchange buffers, in addition
 
@@ -20,6 +21,7 @@ from numpy.typing import NDArray
 
 from gnnplan.planner.gnn.codec import PLACES, WHOLE
 from gnnplan.planner.gnn.footprint import (
+    LayerMemory,
     OpMemory,
     block,
     footprint,
@@ -134,9 +136,10 @@ def _during_evaluation(problem: Problem, layout: Layout | EstimatedLayout) -> np
     for layer, spec in enumerate(model.layers, 1):
         f = layout.facts(layer)
         need = footprint(model, layer, f.rows, f.sources, f.edges)
-        # own rows, rows to send, and a copy of all rows read
-        inputs = (f.local + f.sent_rows + f.sources) * (layer > model.first_varying)
-        most = np.maximum(most, inputs * spec.h_in * model.itemsize + need.left)
+        # first own rows, rows to send, and a copy of all rows read; then the copy only
+        row = spec.h_in * model.itemsize * (layer > model.first_varying)
+        joined, computed = (f.local + f.sent_rows + f.sources) * row, f.sources * row + need.left
+        most = np.maximum.reduce([most, joined, np.asarray(computed)])
     return np.asarray(most + constant(problem, layout) + blocks(problem, layout))
 
 
@@ -148,10 +151,8 @@ class Holds:
     """Memory of a step's operations [ranks] [B].
 
     A layer's backward pass frees the bytes that its forward pass leaves. Rows that lag or stay are
-    counted by `_kept_rows`.
-
-    drops_outputs: only the next layer holds a layer's output, unless the output is saved for the
-    layer's own backward pass. It is freed when the next layer has copied it, or has run backward.
+    counted by `_kept_rows`. Of a layer's output, and of a copy of it with received rows, only what
+    an operation saves for its backward pass stays; with recomputation, all inputs.
     """
 
     problem: Problem
@@ -159,7 +160,6 @@ class Holds:
     facts: Mapping[int, LayerCounts]  # layer -> counts of rows and edges
     options: ExchangeOptions
     scored: Scored | None = None
-    drops_outputs: bool = False
 
     def encode(self, rows: np.ndarray) -> OpMemory:
         """Return the memory of the encoder's forward pass, whose rows GCNII's layers read."""
@@ -167,9 +167,9 @@ class Holds:
 
     def forward(self, layer: int) -> OpMemory:
         outputs = self._outputs(layer) * self.options.checkpoint
-        copied = self._copied(layer)
-        left = np.asarray(self._kept(layer) - self._unsaved(layer - 1) * (copied > 0))
-        return OpMemory(largest([copied, left]) + outputs, left)
+        left = np.asarray(self._kept(layer) - self.unsaved(layer - 1) * ~self._reads_output(layer))
+        peak = largest([self._joined(layer), self._need(layer).forward])
+        return OpMemory(peak + outputs, left)
 
     def loss(self) -> OpMemory:
         model, stats, rows = self.model, self.problem.stats, self._scored_rows
@@ -189,26 +189,21 @@ class Holds:
         most = self._need(layer, self._drops(layer)).most
         peak = self._gradient(layer) + np.maximum(most, self._gradients_of_sources(layer))
         # `most` includes saved tensors, which exist already unless they are recomputed
-        freed = self._unsaved(layer)
-        saved = 0.0 if self.options.checkpoint else self._saved(layer) - freed
-        input_freed = self._unsaved(layer - 1) * (self._copied(layer) == 0)
+        freed = self.unsaved(layer)
+        saved = (self._need(layer).left - freed) * (not self.options.checkpoint)
+        input_freed = np.where(self._reads_output(layer), self.unsaved(layer - 1), 0.0)
         return OpMemory(peak - saved, freed - self._kept(layer) - input_freed)
 
     def _kept(self, layer: int) -> Number:
         """Return the bytes kept from a layer's forward pass to its backward pass: inputs only if
         `checkpoint`, else the tensors that autograd saves."""
-        kept = self._copied(layer)
         if not self.options.checkpoint:
-            return kept + self._saved(layer)
+            return self._need(layer).left
+        copied = np.asarray(
+            self._copies(layer) * self.facts[layer].sources * self._row_bytes(layer)
+        )
         alone = ~self._has_halo(layer) | self._is_narrow(layer)
-        return kept + (self._outputs(layer - 1) * alone if layer > 1 else 0.0)
-
-    def _saved(self, layer: int) -> Number:
-        """Return the bytes of the tensors that autograd saves, with the output. They include source
-        rows that are computed from partial sums."""
-        f = self.facts[layer]
-        computed = f.partial_sums is not None
-        return self._need(layer).left + f.sources * self._row_bytes(layer) * computed
+        return copied + (self._outputs(layer - 1) * alone if layer > 1 else 0.0)
 
     def _has_halo(self, layer: int) -> NDArray[np.bool_]:
         """Whether rows are received in every step [ranks]."""
@@ -217,19 +212,29 @@ class Holds:
     def _is_narrow(self, layer: int) -> bool:
         return self.options.narrow and self.model.narrow_at(layer)
 
-    def _copied(self, layer: int) -> np.ndarray:
-        """Return the bytes of source rows into which a layer copies its own rows and halo."""
-        f = self.facts[layer]
+    def _copies(self, layer: int) -> NDArray[np.bool_]:
+        """Whether a layer has its own copy of source rows, of own rows and the halo [ranks]."""
         recomputed = self.options.checkpoint and self._is_narrow(layer)
-        copies = self._has_halo(layer) | recomputed | (f.computed_rows is not None)
-        return np.asarray(f.sources * self._row_bytes(layer) * copies)
+        summed = self.facts[layer].computed_rows is not None
+        return np.asarray(self._has_halo(layer) | recomputed | summed)
+
+    def _joined(self, layer: int) -> Number:
+        """Return the bytes of own rows and halo in one tensor, with sums of them if it has any."""
+        f = self.facts[layer]
+        rows = f.sources if f.computed_rows is None else f.sources + f.available_rows
+        return np.asarray(self._copies(layer) * rows * self._row_bytes(layer))
+
+    def _reads_output(self, layer: int) -> NDArray[np.bool_]:
+        """Whether a layer holds the output of the layer before it until its backward pass."""
+        record = self.model.layer_record(layer, self.options.narrow)
+        return np.asarray(~self._copies(layer) & record.saves_input)
 
     def _drops(self, layer: int) -> bool:
         """Whether a layer does not hold its own output; logits stay until the step ends."""
         last = len(self.model.layers) - (self.model.decoder is None)
-        return self.drops_outputs and not self.options.checkpoint and 0 < layer <= last
+        return not self.options.checkpoint and 0 < layer <= last
 
-    def _unsaved(self, layer: int) -> Number:
+    def unsaved(self, layer: int) -> Number:
         """Return the bytes of a layer's output that the next layer frees before the layer's own
         backward pass. That begins with the projection of the output if the next layer is narrow."""
         is_last = layer == len(self.model.layers)
@@ -265,24 +270,33 @@ class Holds:
         return self.model.exchanged_width(layer, self.options.narrow) * self.model.itemsize
 
     def _gradients_of_sources(self, layer: int) -> Number:
-        """Return the bytes of gradients if a layer reads only some of the rows present, or their
-        sums: gradients of the rows read, and of all rows."""
+        """Return the bytes of gradients while those of the halo are exchanged, or while those of
+        sums become those of the rows that were added up."""
         f = self.facts[layer]
-        if f.computed_rows is None:
-            return 0.0
-        return np.asarray((f.sources + f.available_rows) * self._row_bytes(layer))
+        rows = f.available_rows + f.sent_rows
+        if f.computed_rows is not None:
+            rows = np.maximum(rows, f.sources + f.available_rows)
+        return np.asarray(self._copies(layer) * rows * self._row_bytes(layer))
 
-    def _need(self, layer: int, drops_output: bool = False) -> OpMemory:
+    def _need(self, layer: int, drops_output: bool = False) -> LayerMemory:
         model, f = self.model, self.facts[layer]
         if f.remote_own is not None:
             model = model.without_ends(layer)
-        return footprint(
-            model,
-            layer,
-            f.rows,
-            f.sources,
-            f.edges,
-            narrow=self.options.narrow,
-            local=f.local,
-            drops_output=drops_output,
-        )
+
+        def need(frees_input: bool) -> LayerMemory:
+            return footprint(
+                model,
+                layer,
+                f.rows,
+                f.sources,
+                f.edges,
+                narrow=self.options.narrow,
+                local=f.local,
+                drops_output=drops_output,
+                frees_input=frees_input,
+                completes=f.partial_sums is not None,
+            )
+
+        copies = self._copies(layer) & (not self.options.checkpoint)
+        both = zip(need(True), need(False), strict=True)
+        return LayerMemory(*(np.where(copies, of_copy, of_rows) for of_copy, of_rows in both))

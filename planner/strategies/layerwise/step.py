@@ -176,7 +176,7 @@ def step(
         return 2 * (problem.ranks - 1) / problem.ranks * size
 
     facts_by_layer = {layer: facts[first] for layer, first in like.items()}
-    holds = Holds(problem, model, facts_by_layer, options, scored, drops_outputs=True)
+    holds = Holds(problem, model, facts_by_layer, options, scored)
 
     if loads:
         yield Op("load", work=Copy(loaded_bytes(problem, layout)))

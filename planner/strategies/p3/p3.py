@@ -419,19 +419,17 @@ class Batch:
 
     def forward(self) -> OpMemory:
         layers = map(self.later_layers.forward, range(2, len(self.later_layers.facts) + 1))
-        return in_turn([keeps(self.own + self.applied), OpMemory(0.0, -self.pulled), *layers])
+        summed = OpMemory(self.own + self.applied, self.own - self.pulled)
+        return in_turn([summed, *layers])
 
     def loss(self) -> OpMemory:
         return self.later_layers.loss()
 
     def backward(self) -> OpMemory:
         layers = map(self.later_layers.backward, range(len(self.later_layers.facts), 1, -1))
-        return in_turn(
-            [
-                *layers,
-                OpMemory(0.0, -self.applied - self.later_layers.loss().left - self.send_buffers),
-            ]
-        )
+        # the gradient of layer 1's sums takes the place of its rows
+        more = self.later_layers.unsaved(1) - self.later_layers.loss().left - self.send_buffers
+        return in_turn([*layers, OpMemory(0.0, more)])
 
     def pull_backward(self) -> OpMemory:
         """Return the memory of received gradients; the own gradient reuses the sum's memory."""
