@@ -412,7 +412,8 @@ class Batch:
 
     def first_forward(self) -> OpMemory:
         freed = 0.0 if self.tail_reads_loaded else self.loaded
-        return OpMemory(self.first.left + self.peers, self.first.left - freed)
+        most = np.maximum(self.first.forward, self.first.left + self.peers)
+        return OpMemory(most, self.first.left - freed)
 
     def pull_forward(self) -> OpMemory:
         return keeps(self.pulled + self.send_buffers)
