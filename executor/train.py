@@ -12,7 +12,6 @@ import resource
 from collections import Counter
 from collections.abc import Callable, Mapping
 from contextlib import suppress
-from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO
 
@@ -31,8 +30,6 @@ from gnnplan.executor.ranks.cuda_graph import Replay, is_small
 from gnnplan.executor.ranks.learner import Learner
 from gnnplan.executor.ranks.machine import MemoryWatch, peak, resident
 from gnnplan.executor.ranks.model_state import (
-    BEST,
-    OPTIMIZER,
     WORKER,
     Best,
     ModelPart,
@@ -149,9 +146,8 @@ class _Training:
         rank = self.rank
         notes, tensors = checkpoints.load(checkpoints.first)
         self.worker.load(under(WORKER, tensors))
-        fill(self.learner.optimizer.state(), under(OPTIMIZER, tensors))
+        fill(self.part.tensors(), tensors)
         if self.best:
-            fill(self.best.weights, under(BEST, tensors))
             self.best.load(notes["best"])
         rank.recorder.sent.update(notes["bytes"])
         rank.recorder.counted = {Label(*label) for label in notes["counted"]}
@@ -168,8 +164,7 @@ class _Training:
         """
         rank, worker = self.rank, self.worker
         notes, whole = checkpoints.load_whole(before["ranks"])
-        assert self.held is not None  # checkpoint.must_hand_over refuses other strategies
-        self.held.take(whole)
+        self.part.take(whole)
         if self.best:
             self.best.load(notes["best"])
         recording, rank.recorder.recording = rank.recorder.recording, False
@@ -180,10 +175,11 @@ class _Training:
         return {"before": [*notes.get("before", []), part]}
 
     @property
-    def held(self) -> ModelPart | None:
+    def part(self) -> ModelPart:
         """The part of the model that this rank trains, with the best weights so far."""
-        held = self.worker.held
-        return replace(held, best=self.best.weights) if held and self.best else held
+        best = self.best.weights if self.best else {}
+        weights, cut = self.worker.trained(), self.worker.cut
+        return ModelPart(weights, cut, self.learner.optimizer, best)
 
     @property
     def ends(self) -> bool:
@@ -314,13 +310,12 @@ class _Training:
             return
         self.rank.recorder.activity.begin("phase", f"the checkpoint of epoch {epoch + 1}")
         self.record.trace(self.out)
-        optimizer, held, best = self.learner.optimizer.state(), self.held, self.best
-        tensors = named(WORKER, self.worker.state()) | named(OPTIMIZER, optimizer)
-        tensors |= named(BEST, best.weights) if best else {}
-        notes = self.record.notes() | ({"best": best.notes()} if best else {})
+        part, tensors = self.part, named(WORKER, self.worker.state())
+        notes = self.record.notes() | ({"best": self.best.notes()} if self.best else {})
         first_on_disk = [self.metrics.fileno()] if self.metrics else []
-        about = held.about() if held else None
-        self.checkpoints.save(self.rank, epoch + 1, tensors, notes, first_on_disk, about)
+        tensors |= part.tensors()
+        whole = part.first_columns()
+        self.checkpoints.save(self.rank, epoch + 1, tensors, notes, first_on_disk, whole)
 
     def finish(self) -> Net:
         """Finish pending work, and write this rank's files."""

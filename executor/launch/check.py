@@ -110,16 +110,43 @@ def tried() -> list[tuple[str, Example]]:
     ]
 
 
+def asked(
+    model: Source,
+    fields: Mapping[str, Any],
+    features: int | None,
+    classes: int | None,
+    folder: Path,
+) -> dict[str, Any]:
+    """Return what ranks compare: the workload of one step, and its graph's features and classes.
+
+    fields: of the Workload that the user has set. features, classes: None: the model's own, or the
+    defaults above. folder: for the parameters of a live module. Raises SpecError."""
+    widths = features or FEATURES, classes or CLASSES
+    if isinstance(model, str) and not is_module(model):
+        workload = checked(Workload, {**STEP, **fields, "model": model}, "--", ["model", *fields])
+    else:
+        workload = checked(Workload, {**STEP, **fields}, "--", list(fields))
+        if names_layer(model, workload.seed):
+            workload = own_layers(workload, str(model), *widths)
+        else:
+            graph = GraphFields(*widths, own=(features is None, classes is None))
+            workload = with_module(workload, read(model, workload, graph, folder), fields)
+        widths = workload.own.features, workload.own.classes
+    return {
+        "workload": workload.model_dump(mode="json"),
+        "features": widths[0],
+        "classes": widths[1],
+    }
+
+
 def answer(out: Path, activity: Activity) -> None:
     """Train all strategies as one of two ranks; rank 0 writes answer.json.
 
-    answer.json holds the settings of the comparison and a verdict on each strategy. The folder's
-    question.json holds `model` as on the command line, with the `fields` of the Workload that the
-    user has set, `features` and `classes` (None: the model's, or the defaults above); or the
-    `workload` of a live module. Raises SpecError if the model itself is refused."""
-    workload, features, classes = _workload_and_widths(
-        json.loads((out / "question.json").read_text())
-    )
+    The folder's question.json holds what `asked` returns; answer.json holds the settings of the
+    comparison and a verdict on each strategy."""
+    question = json.loads((out / "question.json").read_text())
+    workload = Workload.model_validate(question["workload"])
+    features, classes = question["features"], question["classes"]
     graph = load(
         f"synthetic:community?vertices=60&edges=400&features={features}&classes={classes}&seed=0"
     )
@@ -182,38 +209,6 @@ def _proved(workload: Workload) -> str:
     if workload.is_converted:
         return f"our {workload.model} layers compute what the module does"
     return ""
-
-
-def _workload_and_widths(question: Mapping[str, Any]) -> tuple[Workload, int, int]:
-    """Return the workload, and its graph's features and classes. Raises SpecError."""
-    if "workload" in question:
-        workload = Workload.model_validate(question["workload"])
-        return workload, workload.own.features, workload.own.classes
-    model, fields = question["model"], question["fields"]
-    if is_module(model):
-        workload = workload_of(model, fields, question["features"], question["classes"])
-        return workload, workload.own.features, workload.own.classes
-    workload = checked(Workload, {**STEP, **fields, "model": model}, "--", ["model", *fields])
-    return workload, question["features"] or FEATURES, question["classes"] or CLASSES
-
-
-def workload_of(
-    model: Source,
-    fields: Mapping[str, Any],
-    features: int | None,
-    classes: int | None,
-    folder: Path | None = None,
-) -> Workload:
-    """Return the workload of one step of a user's module or layer.
-
-    features, classes: of the graph; None: the module's own, or the defaults above.
-    folder: for the parameters of a live module. Raises SpecError."""
-    asked = checked(Workload, {**STEP, **fields}, "--", list(fields))
-    own = features is None, classes is None
-    if names_layer(model, asked.seed):
-        return own_layers(asked, str(model), features or FEATURES, classes or CLASSES)
-    graph = GraphFields(features or FEATURES, classes or CLASSES, own=own)
-    return with_module(asked, read(model, asked, graph, folder), fields)
 
 
 def _train_alone(task: Task, out: Path) -> dict[str, Tensor]:

@@ -3,8 +3,7 @@
 Which file to open:
 
     measure.py      starts the ranks that measure, or is one of them
-    microbench.py   the benchmarks of one rank, in order: kernels, training steps, the sampler
-    messages.py     times operations on all ranks together, and exchanges between them
+    microbench.py   the benchmarks of one rank: kernels, training steps, the sampler, exchanges
     rehearsal.py    short trainings that correct the times of single kernels
     fitting.py      fits the cost model's numbers to the samples of all ranks
 

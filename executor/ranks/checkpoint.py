@@ -10,8 +10,8 @@ what the rank has counted so far. Random numbers are functions of (seed, epoch, 
 generator's state is stored. There are no pickles.
 
 Another plan of the same training, with other ranks or another strategy, can resume from these
-files, too. For it the header also lists the tensors that are weights of the whole model
-(model_state.py), and the new ranks read the files of all earlier ranks.
+files, too. For it the header also lists the tensors of the whole model (model_state.py), and the
+new ranks read the files of all earlier ranks.
 
 A file is complete or absent, and its header has a checksum: a file that a disk or a copy has
 damaged counts as absent, and the file before it is used. An epoch counts if all ranks have its
@@ -38,7 +38,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from gnnplan import __version__
-from gnnplan.executor.ranks.model_state import Joined, apart
+from gnnplan.executor.ranks.model_state import apart, side_by_side
 from gnnplan.executor.ranks.rank import Rank
 from gnnplan.planner.problem.problem import Problem
 from gnnplan.planner.strategies import Strategy, parse
@@ -185,20 +185,19 @@ class Checkpoints:
         epoch: int,
         tensors: Mapping[str, Tensor],
         notes: Mapping[str, Any],
-        before: Iterable[int] = (),
-        whole: Mapping[str, Any] | None = None,
+        before: Iterable[int],
+        whole: Mapping[str, int],
     ) -> None:
         """Write the checkpoint of an epoch.
 
         The lane 'disk' waits for the disk: other ranks would take a waiting step for a lost peer.
-        before: descriptors of files that must be on disk first. whole: the tensors that are weights
-        of the whole model (`ModelPart.about`).
+        before: descriptors of files that must be on disk first. whole: the first columns of tensors
+        of the whole model (`ModelPart`).
         """
         self.wait()
         make_folder(self.folder)
         on_host = apart(tensors)
-        about = {"question": self.question, "epoch": epoch, "notes": dict(notes)}
-        about |= {} if whole is None else {"whole": dict(whole)}
+        about = {"question": self.question, "epoch": epoch, "notes": notes, "whole": whole}
         about = json.loads(json.dumps(about))  # as a reader will see it, for the checksum
         about["crc32"] = checksum(about, on_host)
         path, synced_first = file_of(self.folder, epoch, self.rank), tuple(before)
@@ -244,13 +243,15 @@ class Checkpoints:
         Returns its rank 0's notes, and weights and optimizer state by names in the whole model
         (model_state.py).
         """
-        whole, notes = Joined(), list[dict[str, Any]]()
+        parts, notes = dict[str, dict[int, Tensor]](), list[dict[str, Any]]()
         for rank in range(ranks):
             with safe_open(file_of(self.folder, self.first, rank), framework="pt") as file:
                 about = json.loads(file.metadata()["gnnplan"])
-                whole.add(about["whole"], file.get_tensor)
                 notes.append(about["notes"])
-        return notes[0], whole.tensors()
+                for name, column in about["whole"].items():
+                    if column not in parts.setdefault(name, {}):
+                        parts[name][column] = file.get_tensor(name)
+        return notes[0], {name: side_by_side(each) for name, each in parts.items()}
 
 
 def handed_over(out: Path, ours: Mapping[str, Any]) -> dict[int, dict[str, Any]]:
@@ -269,9 +270,7 @@ def handed_over(out: Path, ours: Mapping[str, Any]) -> dict[int, dict[str, Any]]
         theirs = about["question"]
         must_hand_over(first, theirs, ours)
         other_headers = (header(file_of(folder, epoch, rank)) for rank in range(1, theirs["ranks"]))
-        if "whole" in about and all(
-            about is not None and about["question"] == theirs for about in other_headers
-        ):
+        if all(about is not None and about["question"] == theirs for about in other_headers):
             questions[epoch] = theirs
     return questions
 

@@ -37,14 +37,6 @@ class Optimizer:
         if not self.is_sgd:
             self.kept["steps"] = [torch.zeros((), device=p.device) for p in self.parameters]
 
-    def state(self) -> dict[str, Tensor]:
-        """Return the tensors of `kept` by 'kind.number of the parameter'."""
-        return {
-            f"{kind}.{i}": tensors[i]
-            for i in range(len(self.parameters))
-            for kind, tensors in self.kept.items()
-        }
-
     @torch.no_grad()
     def step(self) -> None:
         """Update the parameters with their gradients."""

@@ -1,101 +1,68 @@
 """The whole model's weights and optimizer state by name, independent of how ranks share them.
 
 A rank may train all weights, the weights of some layers (GNNPipe), or some columns of a weight
-(P3). Its checkpoint says which (`ModelPart.about`). `Joined` joins the parts of all ranks, and
-`ModelPart.take` loads a rank's part from the whole model of another plan. Names in the whole model:
+(P3): its `ModelPart`, whose tensors a checkpoint keeps under their names in the whole model:
 
-    weight.layers.1.weight   mean.layers.1.weight   square.layers.1.weight   steps.layers.1.weight
+    worker.layers.1.weight   mean.layers.1.weight   square.layers.1.weight   best.layers.1.weight
 
 `Best` keeps the best weights of a training by the validation metric, and decides on early stopping.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from gnnplan.executor.ranks.learner import Optimizer
 from gnnplan.planner.vocabulary.errors import SpecError
 
-WORKER, OPTIMIZER, BEST = "worker", "optimizer", "best"  # prefixes of names in a checkpoint
+WORKER, BEST = "worker", "best"  # prefixes of names in a checkpoint
 
 
 @dataclass(frozen=True)
 class ModelPart:
     """The part of a model that a rank trains.
 
-    net: weights by their names in the whole model. columns: name of a weight [., H] that the rank
-    has only in part -> the columns that it has.
+    weights, best: the weights, and the best so far, by their names in the whole model. columns:
+    name of a weight [., H] that the rank has only in part -> the columns that it has.
     """
 
-    net: nn.Module
+    weights: Mapping[str, Tensor]
     columns: Mapping[str, range]
     optimizer: Optimizer
-    best: Mapping[str, Tensor] = field(default_factory=dict)  # weights, by the same names
+    best: Mapping[str, Tensor]
 
-    def about(self) -> dict[str, Any]:
-        """Describe this part, for the header of a checkpoint.
-
-        weights: name -> None (whole), or first column and end. optimizer: names of the weights, in
-        the optimizer's order. kinds: of the optimizer's buffers. best: names of best weights.
-        """
-        name_of = {id(p): name for name, p in self.net.named_parameters()}
-        cut = {name: [columns.start, columns.stop] for name, columns in self.columns.items()}
-        return {
-            "weights": {name: cut.get(name) for name in self.net.state_dict()},
-            "optimizer": [name_of[id(p)] for p in self.optimizer.parameters],
-            "kinds": sorted({name.split(".")[0] for name in self.optimizer.state()}),
-            "best": list(self.best),
+    def tensors(self) -> dict[str, Tensor]:
+        """Return weights, optimizer state and best weights by their names in the whole model."""
+        name_of = {id(weight): name for name, weight in reversed([*self.weights.items()])}
+        names = [name_of[id(parameter)] for parameter in self.optimizer.parameters]
+        kept = {
+            f"{kind}.{name}": tensor
+            for kind, tensors in self.optimizer.kept.items()
+            for name, tensor in zip(names, tensors, strict=True)
         }
+        return named(WORKER, self.weights) | kept | named(BEST, self.best)
+
+    def first_columns(self) -> dict[str, int]:
+        """Return the column of the whole tensor at which the rank's begins, by name."""
+        cut = {name: columns.start for name, columns in self.columns.items()}
+        return {name: cut.get(name.partition(".")[2], 0) for name in self.tensors()}
 
     def take(self, whole: Mapping[str, Tensor]) -> None:
         """Load the rank's part of the whole model. Raises SpecError if its weights differ."""
-        about, targets = self.about(), named(BEST, self.best)
-        for name, weight in self.net.state_dict().items():
-            targets[f"weight.{name}"] = weight
-        for place, kept in self.optimizer.state().items():
-            kind, number = place.split(".")
-            targets[f"{kind}.{about['optimizer'][int(number)]}"] = kept
-        fill(targets, {name: self._part_of(name, tensor) for name, tensor in whole.items()})
+        fill(self.tensors(), {name: self._part_of(name, tensor) for name, tensor in whole.items()})
 
     def _part_of(self, name: str, tensor: Tensor) -> Tensor:
         cut = self.columns.get(name.partition(".")[2])
         return tensor if cut is None or tensor.dim() < 2 else tensor[:, cut.start : cut.stop]
 
 
-class Joined:
-    """The whole model, joined from the parts of ranks."""
-
-    def __init__(self) -> None:
-        self._parts: dict[str, dict[int, Tensor]] = {}  # name in the whole -> first column -> part
-
-    def add(self, about: Mapping[str, Any], read: Callable[[str], Tensor]) -> None:
-        """Add a rank's tensors, unless an earlier rank has added the same part.
-
-        about: the rank's `ModelPart.about`. read: returns a tensor of its checkpoint by name.
-        """
-        saved = {f"weight.{name}": (f"{WORKER}.{name}", name) for name in about["weights"]}
-        saved |= {f"{BEST}.{name}": (f"{BEST}.{name}", name) for name in about.get("best", ())}
-        for number, name in enumerate(about["optimizer"]):
-            for kind in about["kinds"]:
-                saved[f"{kind}.{name}"] = f"{OPTIMIZER}.{kind}.{number}", name
-        for name, (tensor, weight) in saved.items():
-            start = (about["weights"][weight] or [0])[0]
-            parts = self._parts.setdefault(name, {})
-            if start not in parts:
-                parts[start] = read(tensor)
-
-    def tensors(self) -> dict[str, Tensor]:
-        """Return the whole tensors by name; the columns of a weight are concatenated."""
-        return {name: _side_by_side(parts) for name, parts in self._parts.items()}
-
-
-def _side_by_side(parts: Mapping[int, Tensor]) -> Tensor:
-    """Concatenate parts by columns; a scalar (the step count) is the same in every part."""
+def side_by_side(parts: Mapping[int, Tensor]) -> Tensor:
+    """Join a tensor's parts by their first columns; a step count is the same in every part."""
     first, *rest = (part for _, part in sorted(parts.items()))
     return first if first.dim() < 2 else torch.cat([first, *rest], 1)
 

@@ -14,7 +14,7 @@ from torch import Tensor
 from gnnplan.executor.layers.layer import Drop
 from gnnplan.executor.layers.models import Net
 from gnnplan.executor.ranks.learner import Gradients, Learner
-from gnnplan.executor.ranks.model_state import ModelPart, fill
+from gnnplan.executor.ranks.model_state import fill
 from gnnplan.executor.ranks.rank import Rank
 from gnnplan.planner.problem.problem import Problem
 
@@ -47,6 +47,7 @@ class Worker(ABC):
     # backward completes these gradients; empty: one all-reduce after the backward pass
     buckets: Sequence[tuple[range, int, int]] = ()
     learner: Learner | None = None
+    cut: Mapping[str, range] = {}  # name of a weight [., H] -> the columns that this rank has
     clock: Tensor | None = None  # the step's number, int64 [], on the device, for a replayed step
     scorers: Sequence[Scorer] = ()  # of the last logits, whose rows follow in the scorers' order
     training: bool = True  # False: evaluation, without dropout
@@ -98,15 +99,6 @@ class Worker(ABC):
         self.learner = Learner(self.rank, self.problem.workload, gradients)
         return self.learner
 
-    @property
-    def held(self) -> ModelPart | None:
-        """The part of the model that this rank trains, from which other plans can resume.
-
-        None if the strategy hands over no weights.
-        """
-        assert self.learner is not None
-        return ModelPart(self.net, {}, self.learner.optimizer)
-
     def drain(self) -> None:  # noqa: B027  by default nothing is under way
         """Wait for pending messages."""
 
@@ -115,7 +107,7 @@ class Worker(ABC):
 
     def trained(self) -> dict[str, Tensor]:
         """Return the tensors that this rank trains, by name, without copying them."""
-        return dict(self.net.state_dict())
+        return dict(self.net.state_dict(keep_vars=True))
 
     def state(self) -> dict[str, Tensor]:
         """Return the tensors from which training resumes after a step, by name.
@@ -132,5 +124,5 @@ class Worker(ABC):
         """Recompute the tensors that are carried from step to step, as `step` would leave them.
 
         All ranks call it together, after they have taken weights from another plan's training
-        (`held.take`). Weights do not change.
+        (`ModelPart.take`). Weights do not change.
         """

@@ -427,7 +427,7 @@ class Worker(base.Worker):
             return
         learner, self.learner = self.learner, None  # gradients of these passes are not used
         self.halo.refilling = True
-        weights = {name: tensor.clone() for name, tensor in self.trained().items()}
+        weights = {name: tensor.detach().clone() for name, tensor in self.trained().items()}
         for _ in range(2 * len(self.layers)):
             self.step(step)
             self.drain()

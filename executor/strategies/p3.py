@@ -40,7 +40,7 @@ from gnnplan.executor.ranks import comm
 from gnnplan.executor.ranks.comm import Exchange
 from gnnplan.executor.ranks.lanes import completed_future
 from gnnplan.executor.ranks.learner import Gradients, Learner
-from gnnplan.executor.ranks.model_state import ModelPart, fill, named
+from gnnplan.executor.ranks.model_state import fill, named
 from gnnplan.executor.ranks.rank import Rank
 from gnnplan.executor.strategies.minibatch import OnBatches, Scorer
 from gnnplan.planner.gnn.workload import Workload
@@ -248,10 +248,6 @@ class Worker(OnBatches):
             values = p.data[:, self.column_slice] if name in self.cut else p.data
             sliced.get_parameter(name).data.copy_(values)
         return sliced
-
-    @property
-    def held(self) -> ModelPart:
-        return ModelPart(self.sliced, self.cut, self.learner.optimizer)
 
     def gradients(self, net: Net) -> list[Gradients]:
         """Make buffers for the gradient of `net`: of whole weights, and of those cut by columns."""
@@ -479,7 +475,7 @@ class Worker(OnBatches):
         self._assemble()
 
     def trained(self) -> dict[str, Tensor]:
-        return dict(self.sliced.state_dict())
+        return dict(self.sliced.state_dict(keep_vars=True))
 
     def state(self) -> dict[str, Tensor]:
         """Return the tensors of a checkpoint between two epochs.

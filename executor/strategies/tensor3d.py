@@ -337,10 +337,6 @@ class Worker(base.Worker):
         self.learner = Learner(self.rank, self.problem.workload, [shares])
         return self.learner
 
-    @property
-    def held(self) -> None:
-        return None  # a rank's share of a weight is a range of a flattened tile, not columns
-
     def trained(self) -> dict[str, Tensor]:
         return {f"layer{i}": weights.own for i, weights in enumerate(self.weights, 1)}
 

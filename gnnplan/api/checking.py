@@ -86,18 +86,13 @@ def check(
 
     >>> gnnplan.check("gcn", layers=2, hidden=8)  # doctest: +SKIP
     """
+    from gnnplan.executor.launch.check import asked
     from gnnplan.executor.launch.launcher import compare
 
     given = {name: value for name, value in fields.items() if value is not None}
+    name = model if isinstance(model, str) else getattr(model, "__name__", type(model).__name__)
     with tempfile.TemporaryDirectory(prefix="gnnplan-check-") as folder:
-        out, name = Path(folder), model
-        question: dict[str, Any] = {"model": model, "fields": given}
-        question |= {"features": features, "classes": classes}
-        if not isinstance(model, str):
-            from gnnplan.executor.launch.check import workload_of
-
-            name = getattr(model, "__name__", type(model).__name__)
-            workload = workload_of(model, given, features, classes, out)
-            question = {"workload": workload.model_dump(mode="json")}
-        (out / "question.json").write_text(json.dumps(question, default=str))
+        out = Path(folder)
+        question = asked(model, given, features, classes, out)
+        (out / "question.json").write_text(json.dumps(question))
         return Check({"model": name, **compare(out)})

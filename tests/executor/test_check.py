@@ -98,7 +98,8 @@ def prove(fork_server, tmp_path):
     return ask
 
 
-GIN = {"model": "gin", "fields": {"hidden": 8, "layers": 2}, "features": None, "classes": None}
+def gin(features: int | None = None) -> dict[str, Any]:
+    return checking.asked("gin", {"hidden": 8, "layers": 2}, features, None, Path())
 
 
 OTHER_RATE = """
@@ -115,7 +116,7 @@ check.train = breaks
 
 def test_a_strategy_that_cannot_carry_a_model_or_differs_says_so(prove):
     """Ranks of one strategy train with a rate that is a little larger than the one process's."""
-    answer = prove({**GIN, "features": 7}, OTHER_RATE)
+    answer = prove(gin(7), OTHER_RATE)
     found = {each["strategy"]: each for each in answer["strategies"]}
     assert found["p3"]["answer"] == "cannot" and found["p3"]["gap"] is None
     assert "no scatter, transform and apply" in found["p3"]["reason"]
@@ -139,7 +140,7 @@ def breaks(rank, problem, strategy, *more):
     return train(rank, problem, strategy, *more)
 check.train = breaks
 """
-    found = prove(GIN, fails)
+    found = prove(gin(), fails)
     assert found["codes"] == [75, 4]  # the other one's failure follows from it
     assert found["notes"][1]["message"] == "ValueError: 7"
     assert [note["activity"].partition(" ")[0] for note in found["notes"]] == ["granndis"] * 2
@@ -174,12 +175,11 @@ def live_sage() -> Any:
 
 def test_a_live_module_is_compared_at_its_own_widths(prove, tmp_path):
     pytest.importorskip("torch_geometric", exc_type=ImportError)
-    workload = checking.workload_of(live_sage(), {}, None, None, tmp_path)
-    answer = prove({"workload": workload.model_dump(mode="json")})
+    answer = prove(checking.asked(live_sage(), {}, None, None, tmp_path))
     assert (answer["graph"]["features"], answer["graph"]["classes"]) == (9, 3)
     assert {each["answer"] for each in answer["strategies"]} == {"equal", "lossy"}
     with pytest.raises(SpecError, match="forward fails on a small graph of 12 features"):
-        checking.workload_of(live_sage(), {}, 12, None, tmp_path)
+        checking.asked(live_sage(), {}, 12, None, tmp_path)
 
 
 @pytest.mark.nightly

@@ -12,9 +12,10 @@ import pytest
 import torch
 from calls import call, planned
 
+from gnnplan.executor.ranks import checkpoint
 from gnnplan.executor.ranks.checkpoint import Checkpoints, handed_over, last_stored
 from gnnplan.executor.ranks.learner import Optimizer
-from gnnplan.executor.ranks.model_state import Joined, ModelPart, named
+from gnnplan.executor.ranks.model_state import ModelPart
 from gnnplan.executor.ranks.rank import Rank
 from gnnplan.planner.gnn.workload import Workload
 from gnnplan.planner.vocabulary.errors import SpecError
@@ -169,11 +170,12 @@ def saved(out: Path, *ranks: int, **changed: Any) -> None:
         net.weight = torch.nn.Parameter(torch.full((3, 2), float(rank)))
         optimizer = Optimizer(net.parameters(), Workload())
         optimizer.kept["mean"][0].fill_(10.0 + rank)
-        held = ModelPart(net, {"weight": range(2 * rank, 2 * rank + 2)}, optimizer)
-        tensors = named("worker", net.state_dict()) | named("optimizer", optimizer.state())
+        columns = {"weight": range(2 * rank, 2 * rank + 2)}
+        part = ModelPart(dict(net.named_parameters()), columns, optimizer, {})
         process = Rank(rank, 2, torch.device("cpu"), "gloo")
         checkpoints = Checkpoints(out, rank, 10, question)
-        checkpoints.save(process, 10, tensors, {"before": []}, whole=held.about())
+        notes, whole = {"before": []}, part.first_columns()
+        checkpoints.save(process, 10, part.tensors(), notes, (), whole)
         checkpoints.wait()
         process.close()
 
@@ -187,17 +189,17 @@ def test_columns_are_put_side_by_side(tmp_path):
     notes, whole = ours.load_whole(2)
     net = torch.nn.Linear(4, 3)
     optimizer = Optimizer(net.parameters(), Workload())
-    ModelPart(net, {}, optimizer).take(whole)
+    ModelPart(dict(net.named_parameters()), {}, optimizer, {}).take(whole)
     assert net.weight.tolist() == [[0.0, 0.0, 1.0, 1.0]] * 3 and notes == {"before": []}
     assert optimizer.kept["mean"][0].tolist() == [[10.0, 10.0, 11.0, 11.0]] * 3
     # and cut otherwise
     part = torch.nn.Linear(1, 3)
-    ModelPart(
-        part, {"weight": range(2, 3)}, Optimizer(part.parameters(), Workload(optimizer="sgd"))
-    ).take(whole)
+    weights, sgd = dict(part.named_parameters()), Workload(optimizer="sgd")
+    columns = {"weight": range(2, 3)}
+    ModelPart(weights, columns, Optimizer(part.parameters(), sgd), {}).take(whole)
     assert part.weight.tolist() == [[1.0]] * 3 and torch.equal(part.bias, net.bias)
-    with pytest.raises(SpecError, match=r"checkpoint's weight.weight is torch.float32 \[3, 4\]"):
-        ModelPart(part, {}, Optimizer([], Workload(optimizer="sgd"))).take(whole)
+    with pytest.raises(SpecError, match=r"checkpoint's worker.weight is torch.float32 \[3, 4\]"):
+        ModelPart(weights, {}, Optimizer([], sgd), {}).take(whole)
 
 
 def test_a_part_that_is_missing_or_damaged_hands_nothing_over(tmp_path):
@@ -216,12 +218,31 @@ def test_a_part_that_is_missing_or_damaged_hands_nothing_over(tmp_path):
     assert handed_over(tmp_path, ours) == {}
 
 
-def test_what_is_saved_twice_is_read_once():
+def test_what_is_saved_twice_is_read_once(tmp_path, monkeypatch):
     """Ranks that train the same weights have the same: the first gives them."""
-    read: list[str] = []
-    about = {"weights": {"bias": None}, "optimizer": ["bias"], "kinds": ["mean"]}
-    joined = Joined()
-    for _ in range(3):
-        joined.add(about, lambda name: read.append(name) or torch.ones(2))
-    assert read == ["worker.bias", "optimizer.mean.0"]
-    assert list(joined.tensors()) == ["weight.bias", "mean.bias"]
+    saved(tmp_path, 0, 1)
+    ours = Checkpoints(tmp_path, 0, 10, {**QUESTION, "ranks": 1})
+    ours.go_on(10, {**QUESTION})
+    read, safe_open = list[str](), checkpoint.safe_open
+
+    class Noted:
+        def __init__(self, *asked: Any, **how: Any) -> None:
+            self.file = safe_open(*asked, **how)
+
+        def __enter__(self) -> "Noted":
+            return self
+
+        def __exit__(self, *_: Any) -> None:
+            self.file.__exit__(None, None, None)
+
+        def metadata(self) -> dict[str, str]:
+            return self.file.metadata()
+
+        def get_tensor(self, name: str) -> torch.Tensor:
+            read.append(name)
+            return self.file.get_tensor(name)
+
+    monkeypatch.setattr(checkpoint, "safe_open", Noted)
+    ours.load_whole(2)
+    assert read.count("worker.bias") == read.count("mean.bias") == 1
+    assert read.count("worker.weight") == 2

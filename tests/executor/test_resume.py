@@ -92,9 +92,8 @@ def saved(out: Path, rank: int, *epochs: int) -> Checkpoints:
     checkpoints = Checkpoints(out, rank, 10, QUESTION)
     process = Rank(rank, 2, torch.device("cpu"), "gloo")
     for epoch in epochs:
-        checkpoints.save(
-            process, epoch, {"weight": torch.tensor([float(epoch)])}, {"bytes": {"halo": epoch}}
-        )
+        weights, notes = {"weight": torch.tensor([float(epoch)])}, {"bytes": {"halo": epoch}}
+        checkpoints.save(process, epoch, weights, notes, (), {})
     checkpoints.wait()
     process.close()
     return checkpoints
