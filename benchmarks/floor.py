@@ -72,7 +72,7 @@ def as_rank(strategy: str, ranks: int, number: int, folder: str) -> dict[str, fl
     from gnnplan.executor.layers.kernels import linear
     from gnnplan.executor.layers.kernels.aggregation import aggregate, aggregate_transposed
     from gnnplan.executor.minibatch.share import share_of
-    from gnnplan.executor.modules.own import net_of
+    from gnnplan.executor.modules.read import net_of
     from gnnplan.executor.ranks.comm import swap
     from gnnplan.executor.ranks.rank import Rank
     from gnnplan.planner.ownership.layout import Layout

@@ -20,7 +20,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from gnnplan.executor.layers.kernels import Shapes
-from gnnplan.executor.modules.own import net_of
+from gnnplan.executor.modules.read import net_of
 from gnnplan.executor.ranks.cuda_graph import Replay, is_small
 from gnnplan.executor.ranks.process import open_rank
 from gnnplan.executor.strategies import open_worker

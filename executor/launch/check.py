@@ -26,8 +26,15 @@ from torch import Tensor
 
 from gnnplan.executor.launch.failure import be_rank
 from gnnplan.executor.modules.bind import GraphFields
-from gnnplan.executor.modules.own import names_layer, net_of, own_layers
-from gnnplan.executor.modules.read import Source, read, read_again, with_module
+from gnnplan.executor.modules.read import (
+    Source,
+    names_layer,
+    net_of,
+    own_layers,
+    read,
+    read_again,
+    with_module,
+)
 from gnnplan.executor.ranks.activity import Activity
 from gnnplan.executor.ranks.process import open_rank
 from gnnplan.executor.ranks.rank import Rank

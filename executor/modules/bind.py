@@ -1,5 +1,8 @@
 """The inputs that `forward` receives, by the names of its parameters; and small random graphs, on
-which a module is recorded and proved."""
+which a module is recorded and proved.
+
+Names mean what they mean in PyG, DGL and their examples. `forward` receives a graph by them; a
+class or function that makes a module receives widths and fields of a workload."""
 
 from __future__ import annotations
 
@@ -19,8 +22,6 @@ from torch.nn.parameter import is_lazy
 from torch.overrides import TorchFunctionMode
 
 from gnnplan.executor.layers.kernels import Block
-from gnnplan.executor.modules.module_state import copied
-from gnnplan.executor.modules.names import DATA, EDGES, GRAPHS, MATRICES, is_features
 from gnnplan.executor.modules.record import Unfit, leaves_of, loops_by
 from gnnplan.executor.modules.structure import beside_loops, dgl_graph, edge_index_of, typed
 from gnnplan.planner.graph.graph import CsrEdges
@@ -29,13 +30,74 @@ from gnnplan.planner.vocabulary.files import suggest
 
 VERTICES = (53, 78)  # of the graph that a module is recorded on, and of another one to prove it on
 MANY_VERTICES = 1201  # of a larger graph, which tells sizes from other numbers
+FORWARD_BYTES = 4e9  # that forward may allocate on the smaller one, beside parameters
 PARTS = 4
 MOST_BLOCKS = 33  # of a mini-batch: one per layer
 EACH = 4  # rows of each value of an integer field, if the graph has enough rows
 
+HOOKED = (
+    "{} has a hook of gradients, and a rank has those of its own rows alone; leave it out (--set"
+    " clip=.. clips the gradient of all parameters)"
+)
+# parameters of forward, beside fields of the graph
+FEATURES = {"x", "h", "feat", "feats", "feature", "features", "input", "inputs"}
+BESIDE_FEATURES = {"in", "n", "node"}  # words that may stand beside, as in in_feat
+EDGES = ("edge_index", "edges", "adj", "adj_t", "edge_idx")
+MATRICES = ("adj", "adj_t")  # in PyG, sparse tensors that also hold the edge weights
+GRAPHS = ("g", "graph", "G", "block", "blocks", "mfgs", "bipartites")
+DATA = ("data", "batch", "graph")
+
+# parameters of a class or function that receive the graph's width though they have a default
+WIDTHS = (
+    *("features", "h_in", "in_channels", "in_feats", "in_dim", "in_size", "num_features"),
+    *("classes", "h_out", "out_channels", "out_feats", "out_dim", "out_size", "num_classes"),
+)
+# (field of a workload, words that mean it); the first match counts. A name with a word that is
+# neither here nor in PLAIN means something else.
+WORDS = (
+    ("dropout", {"dropout", "drop", "droprate"}),
+    ("layers", {"layer", "layers"}),
+    ("heads", {"head", "heads"}),
+    ("features", {"in", "input"}),
+    ("classes", {"out", "output", "class", "classes", "labels"}),
+    ("hidden", {"hid", "hidden", "h"}),
+    ("features", {"feat", "feats", "feature", "features"}),
+)
+PLAIN = {"n", "num", "node", "d", "dim", "dims", "size", "units", "channels", "c", "rate", "prob"}
+KNOWN = PLAIN.union(*(words for _, words in WORDS))
+
 
 # name -> (sizes of a row, numpy type, for integers their number: they lie below it)
 Fields = Mapping[str, tuple[tuple[int, ...], str, int]]
+
+
+def is_features(name: str) -> bool:
+    """Whether a parameter of forward with this name means the graph's features.
+
+    >>> is_features("node_feat"), is_features("x0"), is_features("nfeat"), is_features("edge_feat")
+    (True, True, True, False)
+    """
+    words = _words(name.removesuffix("0"), FEATURES | BESIDE_FEATURES)
+    return words <= FEATURES | BESIDE_FEATURES and bool(words & FEATURES)
+
+
+def field_of(parameter: str) -> str:
+    """Return the field of a workload, 'features' or 'classes' that a class's parameter means.
+
+    '': none of these.
+
+    >>> field_of("hidden_channels"), field_of("nclass"), field_of("edge_dim")
+    ('hidden', 'classes', '')
+    """
+    words = _words(parameter, KNOWN)
+    found = (field for field, some in WORDS if words & some)
+    return next(found, "") if words <= KNOWN else ""
+
+
+def _words(name: str, known: Collection[str]) -> set[str]:
+    """Return the words of a name, without the n of 'nfeat', which stands for 'number of'."""
+    words = name.lower().split("_")
+    return {word if word in known else word.removeprefix("n") for word in words}
 
 
 @dataclass(frozen=True)
@@ -137,6 +199,20 @@ def rows_of(values: Mapping[str, Any]) -> dict[str, Any]:
     """Return the ndata of a DGL graph: the fields of vertices, and the features as 'feat'."""
     rows = {n.partition(" ")[2]: v for n, v in values.items() if n.startswith("vertex ")}
     return {"feat": rows["x"]} | rows
+
+
+def copied(module: nn.Module) -> nn.Module:
+    """Return a copy of a module. Raises Unfit if it has hooks of gradients, or cannot be copied."""
+    for name, parameter in module.named_parameters():
+        if parameter._backward_hooks or parameter._post_accumulate_grad_hooks:
+            raise Unfit(HOOKED.format(name))
+    for path, part in module.named_modules():
+        if part._backward_hooks or part._backward_pre_hooks:
+            raise Unfit(HOOKED.format(path or "it"))
+    try:
+        return copy.deepcopy(module)
+    except Exception as error:
+        raise Unfit(f"it cannot be copied ({type(error).__name__}: {error})") from error
 
 
 def uses_dgl(module: nn.Module) -> bool:

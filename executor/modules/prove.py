@@ -8,28 +8,41 @@ mode. Dropout draws the same masks in both."""
 from __future__ import annotations
 
 import copy
+import os
+import pickle
+import random
 import sys
 import traceback
 import warnings
+from collections import deque
 from collections.abc import Callable, Collection, Hashable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import replace
 from functools import partial
+from pathlib import Path
+from types import CellType, FunctionType
 from typing import Any, TypeVar
 
+import numpy as np
 import torch
 from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _NormBase
 from torch.overrides import TorchFunctionMode
 from torch.utils import checkpoint
 
 from gnnplan.executor.layers.layer import Drop
 from gnnplan.executor.layers.norms import BatchNorm
-from gnnplan.executor.modules import sandbox
-from gnnplan.executor.modules.bind import VERTICES, GraphFields, Small, block_of
+from gnnplan.executor.modules.bind import (
+    FORWARD_BYTES,
+    MATRICES,
+    VERTICES,
+    GraphFields,
+    Small,
+    block_of,
+    copied,
+)
 from gnnplan.executor.modules.cut import Cutter, Program, differing, freeze_norms
 from gnnplan.executor.modules.evaluate import Place, tensors
-from gnnplan.executor.modules.module_state import copied, must_learn_its_own, numbers_of
-from gnnplan.executor.modules.names import MATRICES
 from gnnplan.executor.modules.pieces import Pieces, Tail, drawn, pair_ids
 from gnnplan.executor.modules.record import (
     DROPOUTS,
@@ -40,6 +53,7 @@ from gnnplan.executor.modules.record import (
     Unfit,
     dropout_of,
     edge_sets_of,
+    is_the_users,
     line_of,
     named_in,
     record,
@@ -75,7 +89,7 @@ def _guarded(small: Small, run: Callable[[], T]) -> T:
         raise Unfit(f"{line_of(unfit)}{unfit}") from None
     except (Exception, SystemExit) as error:
         if isinstance(error, MemoryError) or "can't allocate memory" in str(error):
-            most = f"{sandbox.FORWARD_BYTES / 1e9:.0f} GB; make there what rows need alone"
+            most = f"{FORWARD_BYTES / 1e9:.0f} GB; make there what rows need alone"
             raise Unfit(f"{line_of(error)}it allocates more than {most}") from error
         code = traceback.extract_tb(error.__traceback__)[-1].line  # for an assert without a text
         words = (str(error).strip().splitlines() or [code or ""])[0]
@@ -388,6 +402,75 @@ def _must_keep_nothing_else(
             f"forward keeps something of {modes[0]} that {modes[1]} reads, beside parameters and"
             " buffers, which are all that ranks keep; compute it anew in each call"
         )
+
+
+def must_learn_its_own(output: Tensor, module: nn.Module) -> None:
+    """Raise Unfit if the output depends on a trained tensor that is no parameter of the module."""
+    own, seen, todo = {*map(id, module.parameters())}, set(), [output.grad_fn]
+    while todo:
+        node: Any = todo.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        if hasattr(node, "variable") and id(node.variable) not in own:
+            raise Unfit(
+                f"forward reads a tensor {list(node.variable.shape)} that learns and is none of its"
+                " parameters, but a file's, or of a part that a function has kept, as in"
+                " conv.forward = lambda *given: old(*given); make it a parameter, and the function"
+                " a method"
+            )
+        todo += [read for read, _ in node.next_functions]
+
+
+def numbers_of(module: nn.Module) -> dict[str, Any]:
+    """Return the state that a module, its submodules, functions and the user's files keep, by name.
+
+    That is numbers and texts, tensors of one number or of integers, the sizes of containers, and
+    the states of iterators and random generators; but not batch norm's count of batches."""
+    found: dict[str, Any] = {}
+    files = {
+        name: code
+        for name, code in tuple(sys.modules.items())
+        if is_the_users(getattr(code, "__file__", None) or "<none>")
+    }
+
+    def note(name: str, value: Any, depth: int) -> None:
+        """Add a value, and values inside it to a depth."""
+        if isinstance(value, (list, tuple, dict, set, deque)):
+            found[f"the size of {name}"] = len(value)
+        if isinstance(value, (int, float, str, np.generic)):
+            if value == value:  # NaN differs from itself
+                found[name] = value
+        elif isinstance(value, Tensor):
+            counts = value.numel() == 1 or not value.is_floating_point()
+            learns = isinstance(value, nn.Parameter) or value.grad_fn is not None
+            if counts and not learns and value.layout == torch.strided:
+                found[name] = value.tolist()
+        elif isinstance(value, (Iterator, random.Random, np.random.Generator)):
+            with suppress(Exception):  # some cannot be pickled
+                found[name] = pickle.dumps(value)
+        elif depth and isinstance(value, (list, tuple)):
+            note(name, dict(enumerate(value)), depth)
+        elif depth and isinstance(value, dict):
+            for key, each in tuple(value.items()):
+                note(f"{name}.{key}", each, depth - 1)
+        elif isinstance(value, nn.Module) or not hasattr(value, "__dict__"):
+            return
+        elif getattr(value, "__module__", None) in files:
+            note(name, dict(vars(value)), depth)
+            if isinstance(value, FunctionType):
+                captured = [c.cell_contents for c in value.__closure__ or () if c != CellType()]
+                note(name, [*(value.__defaults__ or ()), *captured], depth)
+
+    note("os.environ", dict(os.environ), 1)
+    for path, part in module.named_modules():
+        if not isinstance(part, _NormBase):
+            note(f"self.{path}".rstrip("."), vars(part), 3)
+    for code in files.values():
+        file = Path(str(code.__file__)).name
+        for name, value in tuple(vars(code).items()):
+            note(f"{file}: {name}", value, 3)
+    return found
 
 
 def gradients_of(module: nn.Module) -> dict[str, Tensor | None]:

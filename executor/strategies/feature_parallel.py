@@ -28,7 +28,7 @@ from gnnplan.executor.layers.kernels import (
 )
 from gnnplan.executor.layers.models import BuiltInLayer
 from gnnplan.executor.layers.targets import Targets
-from gnnplan.executor.modules.own import net_of
+from gnnplan.executor.modules.read import net_of
 from gnnplan.executor.ranks.comm import ColumnExchange
 from gnnplan.executor.ranks.rank import Rank
 from gnnplan.executor.strategies import layerwise

@@ -57,7 +57,7 @@ from gnnplan.executor.layers.kernels import (
 from gnnplan.executor.layers.layer import Drop, Layer, no_dropout
 from gnnplan.executor.layers.models import Net
 from gnnplan.executor.layers.targets import Targets
-from gnnplan.executor.modules.own import net_of
+from gnnplan.executor.modules.read import net_of
 from gnnplan.executor.ranks.comm import Exchange, PendingReceive, send
 from gnnplan.executor.ranks.lanes import completed_future
 from gnnplan.executor.ranks.rank import Rank

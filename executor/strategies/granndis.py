@@ -12,7 +12,7 @@ from torch import Tensor
 from gnnplan.executor.layers.models import Net
 from gnnplan.executor.layers.targets import weight_of
 from gnnplan.executor.minibatch.share import share_of
-from gnnplan.executor.modules.own import net_of
+from gnnplan.executor.modules.read import net_of
 from gnnplan.executor.ranks.rank import Rank
 from gnnplan.executor.strategies import base
 from gnnplan.executor.strategies.base import Scorer

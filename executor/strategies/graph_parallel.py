@@ -23,7 +23,7 @@ from gnnplan.executor.layers.blocks import dtype_of, features
 from gnnplan.executor.layers.kernels import release_memory, sent
 from gnnplan.executor.layers.models import Net
 from gnnplan.executor.minibatch.share import Part, block_of, share_of, source_of
-from gnnplan.executor.modules.own import net_of
+from gnnplan.executor.modules.read import net_of
 from gnnplan.executor.ranks.comm import Exchange
 from gnnplan.executor.ranks.rank import Rank
 from gnnplan.executor.strategies.halo import RowWeights, fresh_places

@@ -24,7 +24,7 @@ from gnnplan.executor.minibatch.feature_store import FeatureStore
 from gnnplan.executor.minibatch.sampler import Sampled, Sampler, SourceSampler, drawing_device
 from gnnplan.executor.minibatch.share import Part, Share
 from gnnplan.executor.minibatch.share_queue import ShareQueue
-from gnnplan.executor.modules.own import net_of
+from gnnplan.executor.modules.read import net_of
 from gnnplan.executor.ranks.comm import Exchange
 from gnnplan.executor.ranks.rank import Rank
 from gnnplan.executor.ranks.recorder import now

@@ -35,7 +35,7 @@ from gnnplan.executor.layers.models import Net
 from gnnplan.executor.layers.targets import Targets
 from gnnplan.executor.minibatch.sampler import Drawn, Sampled, Sampler
 from gnnplan.executor.minibatch.share import Part, Share, targets_of
-from gnnplan.executor.modules.own import net_of
+from gnnplan.executor.modules.read import net_of
 from gnnplan.executor.ranks import comm
 from gnnplan.executor.ranks.comm import Exchange
 from gnnplan.executor.ranks.lanes import completed_future

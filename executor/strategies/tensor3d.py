@@ -32,7 +32,7 @@ from gnnplan.executor.layers.kernels import (
 )
 from gnnplan.executor.layers.models import Net
 from gnnplan.executor.layers.targets import Targets
-from gnnplan.executor.modules.own import net_of
+from gnnplan.executor.modules.read import net_of
 from gnnplan.executor.ranks.comm import ColumnExchange, all_reduce
 from gnnplan.executor.ranks.learner import Gradients, Learner
 from gnnplan.executor.ranks.rank import Rank

@@ -105,7 +105,7 @@ def ask(
     )
     model_notes = [] if module else unread_by(asked.model, problem.graph)
     if module:
-        from gnnplan.executor.modules.own import with_user_model
+        from gnnplan.executor.modules.read import with_user_model
 
         notify("reading the model")
         more = {} if wanted.fanout is None else {"fanout": wanted.fanout}

@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from gnnplan.executor.layers.kernels import dropout_mask
-from gnnplan.executor.modules.own import net_of
+from gnnplan.executor.modules.read import net_of
 from gnnplan.planner.gnn.workload import Workload
 from gnnplan.testing.ranks import Case
 

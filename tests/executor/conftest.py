@@ -7,7 +7,7 @@ import a_tenth
 import pytest
 import torch
 
-from gnnplan.executor.modules import module_state
+from gnnplan.executor.modules import prove
 from gnnplan.testing.fixtures import fork_server as fork_server
 from gnnplan.testing.fixtures import graphs as graphs
 from gnnplan.testing.fixtures import run_ranks as run_ranks
@@ -29,13 +29,13 @@ def one_thread():
 def tests_are_no_files_of_the_users():
     """What a module keeps from call to call is looked for in all files of the user's that are loaded.
     Here these were all tests: their tables took three fifths of the time that a module is read in."""
-    tests, is_the_users = str(Path(__file__).parents[1]), module_state.is_the_users
+    tests, is_the_users = str(Path(__file__).parents[1]), prove.is_the_users
 
     def is_asked(file: str) -> bool:
         return is_the_users(file) and (not file.startswith(tests) or "zoo" in Path(file).name)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(module_state, "is_the_users", is_asked)
+        patch.setattr(prove, "is_the_users", is_asked)
         yield
 
 

@@ -19,7 +19,7 @@ from gnnplan.api.asking import ask
 from gnnplan.executor.minibatch.sampler import Sampler
 from gnnplan.executor.minibatch.share_queue import ShareQueue
 from gnnplan.executor.modules.bind import GraphFields, bound
-from gnnplan.executor.modules.read import with_user_module
+from gnnplan.executor.modules.read import with_user_model
 from gnnplan.executor.ranks.rank import Rank
 from gnnplan.planner.vocabulary.errors import SpecError
 from gnnplan.testing.ranks import Case
@@ -108,7 +108,7 @@ def folder(tmp_path_factory):
 def case_of(folder: Path, name: str, strategy: str, **more: Any) -> Case:
     workload = {"dtype": "float64", "lr": LR, **more}
     asked = Case(strategy, str(folder / "data.pt"), workload, epochs=EPOCHS)
-    problem, _ = with_user_module(asked.problem(2), f"{folder / 'model.py'}:{name}")
+    problem, _ = with_user_model(asked.problem(2), f"{folder / 'model.py'}:{name}")
     return Case(strategy, asked.graph, problem.workload.model_dump(), epochs=EPOCHS)
 
 
@@ -247,7 +247,7 @@ def test_coras_gat_trains_on_coras_words(tmp_path, run_ranks):
     case = Case("graph_parallel", str(tmp_path / "words.npz"), {"layers": 2, "dtype": "float64"})
     plain = case.problem(2)
     assert plain.stats.nonzeros
-    problem, notes = with_user_module(plain, f"{tmp_path / 'gat.py'}:GAT")
+    problem, notes = with_user_model(plain, f"{tmp_path / 'gat.py'}:GAT")
     assert problem.stats.nonzeros == 0 and "are made dense" in " ".join(notes)
     case = replace(case, workload=problem.workload.model_dump())
     (two,) = run_ranks(2, [case])

@@ -15,7 +15,7 @@ from test_own_layers import EXAMPLE
 from test_user_modules import MODULES, asked, libraries, loaded, logits_of, ours, source, theirs
 
 import gnnplan
-from gnnplan.executor.modules.own import net_of
+from gnnplan.executor.modules.read import net_of
 from gnnplan.planner.vocabulary.units import show_bytes
 from gnnplan.testing.ranks import Case, Ranks
 

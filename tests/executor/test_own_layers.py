@@ -12,8 +12,8 @@ import numpy as np
 import pytest
 import torch
 
-from gnnplan.executor.modules import own
-from gnnplan.executor.modules.own import own_layers, with_user_model
+from gnnplan.executor.modules import read
+from gnnplan.executor.modules.read import own_layers, with_user_model
 from gnnplan.planner.gnn.footprint import footprint
 from gnnplan.planner.gnn.model import Model, describe
 from gnnplan.planner.gnn.workload import Workload
@@ -199,7 +199,7 @@ def test_two_ranks_train_it_as_one_does(code, servers, strategy, more, tmp_path,
 
 def test_every_rank_makes_the_same_weights(tmp_path, run_ranks, graphs):
     """Layer N starts from (seed, N), whichever layers a rank has and whatever was drawn before."""
-    from gnnplan.executor.modules.own import net_of
+    from gnnplan.executor.modules.read import net_of
 
     workload = workload_of(tmp_path, EXAMPLE, "Contrast")
     model = describe(workload, FEATURES, CLASSES)
@@ -285,11 +285,11 @@ def test_the_kind_alone_is_no_model():
 
 
 def test_a_file_that_has_changed_since_the_plan_is_not_trained(tmp_path):
-    from gnnplan.executor.modules.own import net_of
+    from gnnplan.executor.modules.read import net_of
 
     workload = workload_of(tmp_path, EXAMPLE, "Contrast")
     (tmp_path / "layer.py").write_text(EXAMPLE.replace("0.5", "0.4"))
-    own.class_in.cache_clear()  # a rank is a process of its own
+    read.class_in.cache_clear()  # a rank is a process of its own
     with pytest.raises(SpecError, match=r"has changed since the plan was made; plan again"):
         net_of(describe(workload, FEATURES, CLASSES), workload)
 

@@ -11,7 +11,7 @@ from pairwise import every
 
 from gnnplan.executor.layers.kernels import Block
 from gnnplan.executor.layers.layer import Drop
-from gnnplan.executor.modules import sandbox
+from gnnplan.executor.modules import make
 from gnnplan.executor.modules.bind import GraphFields
 from gnnplan.executor.modules.evaluate import Place, frees
 from gnnplan.executor.modules.pieces import Pieces
@@ -247,13 +247,13 @@ WAYS = {
 @pytest.mark.slow
 @pytest.mark.parametrize("does", WAYS)
 def test_a_forward_that_does_not_come_back_is_refused(does, tmp_path, monkeypatch):
-    monkeypatch.setattr(sandbox, "FORWARD_SECONDS", 1.0)
+    monkeypatch.setattr(make, "FORWARD_SECONDS", 1.0)
     head = f"{HEAD}\nclass Odd(Two):\n    def forward(self, x, edge_index):\n        h = {does}\n        return super().forward(x, edge_index)\n"
     with pytest.raises(SpecError, match=WAYS[does]):
         module(tmp_path, "Odd(GCNConv(f, 64), GCNConv(64, c))", head)
 
 
 def test_a_class_that_does_not_come_back_is_refused(tmp_path, monkeypatch):
-    monkeypatch.setattr(sandbox, "MAKING_SECONDS", 2.0)
+    monkeypatch.setattr(make, "MAKING_SECONDS", 2.0)
     with pytest.raises(SpecError, match=r"line \d+: M\(64, 16\) .*takes more than 2 s"):
         module(tmp_path, "time.sleep(100)")

@@ -21,13 +21,13 @@ from gnnplan.executor.layers.models import Net
 from gnnplan.executor.modules.bind import GraphFields
 from gnnplan.executor.modules.convert import Parameters
 from gnnplan.executor.modules.make import loaded as kept
-from gnnplan.executor.modules.own import net_of
 from gnnplan.executor.modules.read import (
     UserModule,
+    net_of,
     read,
     read_again,
     with_module,
-    with_user_module,
+    with_user_model,
 )
 from gnnplan.executor.ranks.rank import Rank
 from gnnplan.executor.strategies.graph_parallel import worker_on
@@ -360,7 +360,7 @@ def test_two_ranks_train_a_live_module_of_a_notebook(name, tmp_path, graphs, run
             parameter.add_(0.01)
     before = {key: value.clone() for key, value in module.state_dict().items()}
     problem = Case("graph_parallel", graphs["rough"], {"dtype": "float64", "lr": 0.05}).problem(2)
-    problem, _ = with_user_module(problem, module, folder=tmp_path)
+    problem, _ = with_user_model(problem, module, folder=tmp_path)
     assert not module.training and all(value.isfinite().all() for value in before.values())
     torch.testing.assert_close(module.state_dict(), before, rtol=0, atol=0)
 
@@ -419,7 +419,7 @@ def test_two_ranks_train_a_live_module_as_it_is_written(tmp_path, graphs, run_ra
     linecache.getlines(str(file))
     module = cell["M"](FEATURES, CLASSES)
     problem = Case("graph_parallel", graphs["rough"], {"dtype": "float64", "lr": 0.05}).problem(2)
-    problem, _ = with_user_module(problem, module, folder=tmp_path)
+    problem, _ = with_user_model(problem, module, folder=tmp_path)
     assert problem.workload.is_cut
     case = Case("graph_parallel", graphs["rough"], problem.workload.model_dump(), epochs=3)
     (result,) = run_ranks(2, [case])
@@ -492,21 +492,21 @@ def test_a_default_that_a_module_is_made_with_is_said(tmp_path, graphs):
         )
     )
     problem = Case("graph_parallel", graphs["rough"], {}).problem(2)
-    wide, notes = with_user_module(problem, f"{file}:M")
+    wide, notes = with_user_model(problem, f"{file}:M")
     assert notes == [
         "M is made with hidden_channels=256, the default, since it requires one and none was"
         " given; --set hidden=.. gives another"
     ]
     assert wide.workload.hidden == 256
     given = replace(problem, workload=problem.workload.model_copy(update={"hidden": 24}))
-    narrow, notes = with_user_module(given, f"{file}:M", ["hidden"])
+    narrow, notes = with_user_model(given, f"{file}:M", ["hidden"])
     assert (narrow.workload.hidden, notes) == (24, [])
     # --heads, which no parameter takes, did nothing either
     text = file.read_text()
     head = "in_channels, hidden_channels, out_channels"
     assert head in text
     file.write_text(text.replace(head, "in_channels, out_channels, hidden_channels=16", 1))
-    wide = with_user_module(replace(given, workload=Workload(heads=8)), f"{file}:M", ["heads"])
+    wide = with_user_model(replace(given, workload=Workload(heads=8)), f"{file}:M", ["heads"])
     assert [note.split(":")[0] for note in wide[1]] == ["--heads has no effect"]
 
 
