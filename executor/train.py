@@ -13,7 +13,7 @@ from collections import Counter
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, BinaryIO
+from typing import TYPE_CHECKING, Any, BinaryIO, Generic, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -26,7 +26,6 @@ from gnnplan.executor.layers.targets import no_counts, scores
 from gnnplan.executor.modules.read import read_again, with_structure
 from gnnplan.executor.ranks.checkpoint import Checkpoints, must_have_epochs
 from gnnplan.executor.ranks.comm import gather_bytes
-from gnnplan.executor.ranks.cuda_graph import Replay, is_small
 from gnnplan.executor.ranks.learner import Learner
 from gnnplan.executor.ranks.machine import MemoryWatch, peak, resident
 from gnnplan.executor.ranks.model_state import (
@@ -54,6 +53,8 @@ if TYPE_CHECKING:
     from gnnplan.executor.strategies.gradient_errors import GradientErrors
 
 TRACED_EPOCHS = 5  # least number of epochs with spans in the trace
+T = TypeVar("T")
+SHARE = 0.25  # largest share of the GPU's memory that a replayed step may fill
 WATCHED_EPOCHS = 3  # epochs with a memory watch; by their end every buffer has been filled
 
 Report = Callable[[dict[str, Any]], None]  # receives a line of metrics.jsonl
@@ -468,6 +469,35 @@ class _Record:
             write_traces(
                 out, rank.recorder.spans, [rank.rank], rank.world, "measured", rank.backend
             )
+
+
+class Replay(Generic[T]):
+    """The CUDA graph of the kernels that `step` enqueues, replayed on the same tensors.
+
+    The host launches all of them at once. On a small graph, kernels run for less time than the host
+    takes to launch them one by one. A CUDA graph keeps private memory, so a step becomes one only
+    if it fills a small share of the GPU's memory (`SHARE`)."""
+
+    def __init__(self, worker: Worker, step: Callable[[], T], device: torch.device) -> None:
+        self.clock = worker.clock = torch.zeros((), dtype=torch.int64, device=device)
+        try:
+            self.graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(self.graph):
+                self.results: T = step()
+        finally:
+            worker.clock = None  # a step that is not replayed gets its number from the host
+
+    def __call__(self, step: int) -> T:
+        """Replay the step of this number; return its results, which the next replay overwrites."""
+        self.clock.fill_(step)
+        self.graph.replay()
+        return self.results
+
+
+def is_small(device: torch.device) -> bool:
+    """Whether the peak of allocated memory is a small share of the GPU's memory."""
+    total = torch.cuda.get_device_properties(device).total_memory
+    return torch.cuda.max_memory_allocated(device) < SHARE * total
 
 
 class Metrics:

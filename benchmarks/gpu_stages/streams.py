@@ -15,11 +15,11 @@ from typing import Any
 
 import torch
 
-from gnnplan.executor.ranks.cuda_graph import Replay
 from gnnplan.executor.ranks.process import open_rank
 from gnnplan.executor.ranks.rank import Rank
 from gnnplan.executor.ranks.recorder import now
 from gnnplan.executor.strategies import open_worker
+from gnnplan.executor.train import Replay
 from gnnplan.planner.gnn.workload import Workload
 from gnnplan.planner.graph.load import load
 from gnnplan.planner.problem.problem import Problem

@@ -1,7 +1,6 @@
 """Ranks: process groups, communication, optimizer, memory and checkpoints of one rank.
 
-    rank.py         `Rank`: its number, device and process groups
-    lanes.py        work that overlaps a step, in threads or streams
+    rank.py         `Rank`: its number, device and process groups; work that overlaps a step
     recorder.py     spans of a rank's operations, bytes that it sends; a CUDA device's clock
     process.py      how a process becomes a rank, and ends
     rendezvous.py   the launcher's environment, and the store where ranks meet
@@ -10,7 +9,6 @@
     checkpoint.py   files from which a training resumes
     model_state.py  the whole model's weights, independent of ranks; the best weights
     machine.py      devices and limits of this machine, and the memory that a rank allocates
-    cuda_graph.py   a step as a CUDA graph
     activity.py     the file that names a rank's current operation
 
 This room imports the planner and executor/layers."""

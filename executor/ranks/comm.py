@@ -21,8 +21,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from gnnplan.executor.layers.kernels import SparseRows
-from gnnplan.executor.ranks.lanes import completed_future
-from gnnplan.executor.ranks.rank import Rank
+from gnnplan.executor.ranks.rank import Rank, completed_future
 from gnnplan.planner.vocabulary.schedule import Collective, Label, Ring
 
 # one message: isend or irecv, a tensor and a peer

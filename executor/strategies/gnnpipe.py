@@ -59,8 +59,7 @@ from gnnplan.executor.layers.models import Net
 from gnnplan.executor.layers.targets import Targets
 from gnnplan.executor.modules.read import net_of
 from gnnplan.executor.ranks.comm import Exchange, PendingReceive, send
-from gnnplan.executor.ranks.lanes import completed_future
-from gnnplan.executor.ranks.rank import Rank
+from gnnplan.executor.ranks.rank import Rank, completed_future
 from gnnplan.executor.strategies.base import Backward
 from gnnplan.executor.strategies.base import Worker as StrategyWorker
 from gnnplan.planner.gnn.workload import Workload

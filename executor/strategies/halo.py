@@ -28,8 +28,7 @@ from torch import Tensor
 from gnnplan.executor.layers.blocks import dtype_of
 from gnnplan.executor.layers.kernels import MixedWidth, UniformWidth
 from gnnplan.executor.ranks.comm import Exchange
-from gnnplan.executor.ranks.lanes import completed_future
-from gnnplan.executor.ranks.rank import Rank
+from gnnplan.executor.ranks.rank import Rank, completed_future
 from gnnplan.planner.gnn.codec import WHOLE, Codec
 from gnnplan.planner.graph.sampling import ROUNDING, Ids
 from gnnplan.planner.problem.problem import Problem

@@ -37,8 +37,7 @@ from gnnplan.executor.layers.norms import Moments
 from gnnplan.executor.layers.targets import Targets
 from gnnplan.executor.modules.read import net_of
 from gnnplan.executor.ranks.comm import Exchange, all_reduce
-from gnnplan.executor.ranks.lanes import completed_future
-from gnnplan.executor.ranks.rank import Rank
+from gnnplan.executor.ranks.rank import Rank, completed_future
 from gnnplan.executor.strategies import base
 from gnnplan.planner.ownership.layout import Layout
 from gnnplan.planner.problem.problem import Problem

@@ -38,10 +38,9 @@ from gnnplan.executor.minibatch.share import Part, Share, targets_of
 from gnnplan.executor.modules.read import net_of
 from gnnplan.executor.ranks import comm
 from gnnplan.executor.ranks.comm import Exchange
-from gnnplan.executor.ranks.lanes import completed_future
 from gnnplan.executor.ranks.learner import Gradients, Learner
 from gnnplan.executor.ranks.model_state import fill, named
-from gnnplan.executor.ranks.rank import Rank
+from gnnplan.executor.ranks.rank import Rank, completed_future
 from gnnplan.executor.strategies.minibatch import OnBatches, Scorer
 from gnnplan.planner.gnn.workload import Workload
 from gnnplan.planner.graph.sampling import count_items

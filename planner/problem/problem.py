@@ -230,7 +230,7 @@ class Problem:
 
     @property
     def uses_cuda_graph(self) -> bool:
-        """Whether one launch starts all kernels of a step (executor/ranks/cuda_graph.py).
+        """Whether one launch starts all kernels of a step (executor/train.py).
 
         Steps that fill much of a GPU's memory are not replayed: their kernels run longer than their
         launches take, so launches cost nothing. Steps that differ from each other cannot be

@@ -7,9 +7,9 @@ import threading
 import pytest
 import torch
 
-from gnnplan.executor.ranks.cuda_graph import Replay
-from gnnplan.executor.ranks.lanes import Lanes
 from gnnplan.executor.ranks.process import backend_of
+from gnnplan.executor.ranks.rank import Lanes
+from gnnplan.executor.train import Replay
 
 
 def test_lanes_without_threads_work_here_and_now():
