@@ -12,6 +12,7 @@ import signal
 import time
 import traceback
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, NoReturn
@@ -82,28 +83,26 @@ def error_of(message: str, exit_code: int) -> GnnplanError:
     return next((kind for kind in kinds if kind.exit_code == exit_code), GnnplanError)(message)
 
 
-def be_rank(out: Path, work: Callable[[Path, Activity], None]) -> NoReturn:
+def be_rank(out: Path, work: Callable[[Path, Activity], Failure | None]) -> NoReturn:
     """Run `work` as a rank that our launcher started; `out` holds its question.
 
-    If the rank fails, it leaves a note on how.
+    If the rank fails, it leaves a note on how. A rank that failed with others ends a little later.
     """
     die_with_parent()
     activity = Activity(seen(out, int(os.environ["RANK"])))
     activity.begin("phase", "start")
     try:
-        work(out, activity)
+        failure = work(out, activity)
     except Exception as error:
         code, message = explain(error, None, 0, torch.device("cpu"), {})
-        activity.leave(Failure(code, message, str(activity)).note)
-        end(code)
-    leave(0)
-
-
-def end(code: int) -> NoReturn:
-    """End a rank that has left a note; ranks that failed with others end a little later."""
-    if code == FAILED_WITH_OTHERS:
+        failure = Failure(code, message, str(activity))
+    if failure is None:
+        leave(0)
+    with suppress(MemoryError):
+        activity.leave(failure.note)
+    if failure.is_consequence:
         time.sleep(HEAD_START)
-    leave(code)
+    leave(failure.exit_code)
 
 
 def explain(

@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch.distributed import HashStore, Store  # type: ignore[attr-defined]
 
-from gnnplan.executor.launch.failure import Failure, end, explain
+from gnnplan.executor.launch.failure import Failure, be_rank, explain
 from gnnplan.executor.launch.peers import (
     Agreement,
     Peers,
@@ -38,9 +38,9 @@ from gnnplan.executor.launch.run_request import (
     taken_over,
     write_run,
 )
-from gnnplan.executor.ranks.activity import Activity, seen
+from gnnplan.executor.ranks.activity import Activity
 from gnnplan.executor.ranks.checkpoint import Checkpoints, handed_over, question
-from gnnplan.executor.ranks.process import connect, die_with_parent, leave, place_rank
+from gnnplan.executor.ranks.process import connect, place_rank
 from gnnplan.executor.ranks.rank import Rank
 from gnnplan.executor.ranks.rendezvous import attempt, launcher_env, store_of_all
 from gnnplan.planner.decision import plan as documents
@@ -60,19 +60,10 @@ TAGS = {
 WITHIN = 5  # [s] after which TensorBoard sees an epoch
 
 
-def work(out: Path) -> int:
-    """Be one of the ranks that `launcher.start` started for the run in this folder.
-
-    Returns the exit code. If the rank fails, it leaves a note for the launcher.
-    """
+def work(out: Path, activity: Activity) -> Failure | None:
+    """Be one of the ranks that `launcher.start` started for the run in this folder."""
     options = Options.read(out / "options.json")
-    process = _Process(out / "plan.json", out, options, prepared=True)
-    failure = process.run()
-    if failure is None:
-        return 0
-    with suppress(MemoryError):
-        process.activity.leave(failure.note)
-    end(failure.exit_code)
+    return _Process(out / "plan.json", out, options, activity).run()
 
 
 def follow(plan: Path, out: Path, options: Options, choice: str | None = None) -> int:
@@ -81,7 +72,7 @@ def follow(plan: Path, out: Path, options: Options, choice: str | None = None) -
     choice: the candidate of the plan to train; None: the best. Returns the exit code. If the rank
     fails, it prints the reason to standard error.
     """
-    process = _Process(plan, out, options, prepared=False, choice=choice)
+    process = _Process(plan, out, options, choice=choice)
     failure = process.run()
     if failure is None:
         return 0
@@ -98,17 +89,22 @@ class _Process:
     """One attempt of a rank to train, with the state that an error message needs."""
 
     def __init__(
-        self, plan: Path, out: Path, options: Options, prepared: bool, choice: str | None = None
+        self,
+        plan: Path,
+        out: Path,
+        options: Options,
+        activity: Activity | None = None,
+        choice: str | None = None,
     ) -> None:
-        """prepared: whether the launcher has written the plan and the options into `out`."""
-        self.plan, self.out, self.options, self.prepared = plan, out, options, prepared
-        self.choice = choice
+        """activity: of a rank of our launcher, which has written the plan and the options into
+        `out`."""
+        self.plan, self.out, self.options, self.choice = plan, out, options, choice
+        self.prepared, self.activity = activity is not None, activity or Activity()
         self.restarted = attempt(os.environ) != "0"
         self.resumes = options.resume or self.restarted
         self.number = int(os.environ.get("RANK", os.environ.get("SLURM_PROCID", "0")))
         self.server: int | None = None  # known once the plan has been read
         self.peers: Peers | None = None  # known once all ranks have met
-        self.activity = Activity()
         self.rank: Rank | None = None
         self.predicted: dict[str, float] = {}
 
@@ -140,8 +136,6 @@ class _Process:
     def _train(self) -> None:
         from gnnplan.executor.train import train  # only ranks need it, the launcher does not
 
-        if self.prepared:
-            self.activity = Activity(seen(self.out, self.number))
         self.activity.begin("phase", "start")
         env, options = launcher_env(), self.options
         is_alone = env.get("WORLD_SIZE", "1") == "1"
@@ -318,5 +312,4 @@ def main() -> None:
     warnings.filterwarnings("ignore", "Sparse CSR tensor support is in beta state", UserWarning)
     # the launcher handles Ctrl-C; its ranks end without a traceback
     signal.signal(signal.SIGINT, signal.SIG_DFL)
-    die_with_parent()
-    leave(work(Path(sys.argv[1])))
+    be_rank(Path(sys.argv[1]), work)

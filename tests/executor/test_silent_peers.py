@@ -58,8 +58,9 @@ def test_a_rank_is_less_patient_than_torch_and_says_what_it_was_in(tmp_path, mon
     assert rank.groups.limit.total_seconds() > rank.groups.patience == 0.2
     with pytest.raises(RuntimeError, match=r"NCCL timed out after 0\.2 s") as caught:
         rank.settle()
-    process = _Process(tmp_path / "plan.json", tmp_path, Options(timeout_s=0.1), prepared=True)
-    process.rank, process.activity = rank, rank.recorder.activity
+    options, activity = Options(timeout_s=0.1), rank.recorder.activity
+    process = _Process(tmp_path / "plan.json", tmp_path, options, activity)
+    process.rank = rank
     failure = process._failure(caught.value)
     assert (failure.exit_code, failure.waited_s) == (FAILED_WITH_OTHERS, 0.2)
     assert failure.message == "its peers did not answer (NCCL timed out after 0.2 s)"
