@@ -1,7 +1,11 @@
 """Failures of ranks: the reason, the operation that the rank was in, and the remedy.
 
 If several ranks failed, `blame` finds the rank at fault, as one lost rank stops all others. If
-memory ran out, the message shows the plan's prediction and the measured memory."""
+memory ran out, the message shows the plan's prediction and the measured memory.
+
+If torchrun or srun has started the ranks, our launcher does not watch them. A rank whose peers do
+not answer then writes its failure into the store where ranks met, and waits a moment for the
+failures of others (`roll_call`). Ranks that write nothing are lost, or wait for a lost rank."""
 
 from __future__ import annotations
 
@@ -14,10 +18,12 @@ import traceback
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
+from datetime import timedelta
 from pathlib import Path
 from typing import Any, NoReturn
 
 import torch
+from torch.distributed import PrefixStore, Store  # type: ignore[attr-defined]
 
 from gnnplan.executor.ranks.activity import Activity, read, read_note, seen
 from gnnplan.executor.ranks.checkpoint import last_stored
@@ -28,6 +34,8 @@ from gnnplan.planner.vocabulary.files import make_folder, refusal, remedy_of, wr
 from gnnplan.planner.vocabulary.units import show_bytes
 
 FAILED_WITH_OTHERS = 75  # exit code of a rank that stopped because its peers did
+PATIENCE = 2.0  # [s] in which living ranks answer
+TORCHRUN = "torchrun .. -m gnnplan run"
 HEAD_START = 2.0  # [s] by which a rank that failed by itself ends before its peers
 OWN_EXIT_CODES = (1, 2, 3)  # exit codes of errors whose message needs no addition
 MOST_SAID = 10_000  # characters of a message, which take at most 60 kB as JSON
@@ -60,6 +68,11 @@ class Failure:
         """The failure as JSON, for other processes."""
         short = replace(self, message=self.message[:MOST_SAID])
         return json.dumps(asdict(short), ensure_ascii=False)
+
+    @classmethod
+    def of(cls, note: str | bytes) -> Failure:
+        """Read a failure that another process has noted."""
+        return cls(**json.loads(note))
 
     @property
     def is_consequence(self) -> bool:
@@ -162,7 +175,7 @@ def blame(
         because memory ran out.
     """
     notes = {
-        process: Failure(**json.loads(text))
+        process: Failure.of(text)
         for process in range(len(names))
         if (text := read_note(seen(out, process)))
     }
@@ -221,6 +234,68 @@ def _only_waited(failures: Mapping[int, Any], guiltiest: int) -> bool:
     failure = failures[guiltiest]
     ended_last = failure.timestamp > min(other.timestamp for other in failures.values())
     return _guilt(failure)[0] or (failure.exitcode == -signal.SIGKILL and ended_last)
+
+
+def roll_call(
+    store: Store, rank: int, names: Sequence[str], here: Sequence[int], out: Path, failure: Failure
+) -> str:
+    """Return what a rank knows of the others after its own failure, and the remedy.
+
+    Writes the failure for other ranks to read. A rank that failed by itself knows the reason, and
+    does not wait for answers. store: where ranks met. names: of all ranks. here: the ranks of this
+    host, whose checkpoints are on its disk.
+    """
+    with suppress(ValueError):  # only the main thread may set a handler
+        # torchrun ends the other ranks as soon as one ends, and must not before this has reported
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    answers: dict[int, Failure] | None = None
+    with suppress(RuntimeError, ValueError):  # torch reports lost connections as RuntimeErrors
+        answers = _answers(PrefixStore("roll call", store), rank, len(names), failure)
+    others = f". {_suspects(answers, names)}" if failure.is_consequence else ""
+    if failure.exit_code not in (LostRank.exit_code, FAILED_WITH_OTHERS):
+        return others  # the message says what to change
+    count = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+    most = os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0")
+    if count.isdecimal() and most.isdecimal() and int(count) < int(most):
+        return f"{others}. torchrun starts all ranks anew (restart {int(count) + 1} of {most})"
+    safe = kept(out, here, TORCHRUN)
+    if "--resume" in safe:
+        return f"{others}. resume: {safe}"
+    nothing = "no checkpoint is there to resume from, start anew with another --out"
+    return f"{others}. {safe}; {nothing}"
+
+
+def _answers(store: Store, rank: int, world: int, failure: Failure) -> dict[int, Failure]:
+    """Return the failures that ranks report within `PATIENCE`, by rank."""
+    keys = [str(each) for each in range(world)]
+    store.set_timeout(timedelta(seconds=PATIENCE))
+    store.set(keys[rank], failure.note)
+    if failure.is_consequence:
+        with suppress(RuntimeError):  # time-out: some ranks report nothing
+            store.wait(keys)
+    return {int(key): Failure.of(store.get(key)) for key in keys if store.check([key])}
+
+
+def _suspects(answers: Mapping[int, Failure] | None, names: Sequence[str]) -> str:
+    """Return a sentence on the ranks that failed by themselves, else on the silent ranks.
+
+    answers: None if the store cannot be reached.
+    """
+    if answers is None:
+        return (
+            "The store in which the ranks met does not answer: the process that holds it is gone"
+            f" (torchrun's on the first server; under srun that of the first rank, {names[0]})"
+        )
+    for rank, failure in answers.items():
+        if not failure.is_consequence:
+            return f"{names[rank]} failed in {failure.activity}: {failure.message}"
+    absent = [name for rank, name in enumerate(names) if rank not in answers]
+    if not absent:
+        return "All ranks are alive and wait for each other: is a link between them down?"
+    if len(absent) == 1:
+        return f"{absent[0]} was lost or stopped answering"
+    listed = ", ".join(absent)
+    return f"These do not answer, because they were lost or wait for one that was: {listed}"
 
 
 def kept(out: Path, ranks: Iterable[int], command: str = "gnnplan run") -> str:

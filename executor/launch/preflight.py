@@ -2,7 +2,8 @@
 
 Each check compares one property and returns a row: equal enough ('ok'), different, so that the run
 will differ from the prediction ('differs'), or so wrong that the run must fail ('stops'). All
-checks look at this machine only; ranks that torchrun or srun started exchange theirs (`peers.py`).
+checks look at this machine only; ranks that torchrun or srun started exchange theirs
+(rank_process.py).
 """
 
 from __future__ import annotations

@@ -5,31 +5,27 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import socket
 import sys
 import time
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager, suppress
-from dataclasses import replace
+from dataclasses import asdict, replace
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch.distributed import HashStore, Store  # type: ignore[attr-defined]
+from torch.distributed.elastic.utils.store import synchronize
 
-from gnnplan.executor.launch.failure import Failure, be_rank, explain
-from gnnplan.executor.launch.peers import (
-    Agreement,
-    Peers,
-    Ready,
-    agree,
-    found,
-    refusal,
-)
-from gnnplan.executor.launch.preflight import must_meet, must_start
+from gnnplan import __version__
+from gnnplan.executor.launch.failure import Failure, be_rank, error_of, explain, name_of, roll_call
+from gnnplan.executor.launch.preflight import SLACK, must_meet, must_start
 from gnnplan.executor.launch.run_request import (
     Options,
     RunRequest,
@@ -39,16 +35,22 @@ from gnnplan.executor.launch.run_request import (
     write_run,
 )
 from gnnplan.executor.ranks.activity import Activity
-from gnnplan.executor.ranks.checkpoint import Checkpoints, handed_over, question
-from gnnplan.executor.ranks.process import connect, place_rank
+from gnnplan.executor.ranks.checkpoint import (
+    Checkpoints,
+    fingerprint,
+    handed_over,
+    onwards,
+    question,
+)
+from gnnplan.executor.ranks.process import backend_of, connect, place_rank
 from gnnplan.executor.ranks.rank import Rank
 from gnnplan.executor.ranks.rendezvous import attempt, launcher_env, store_of_all
 from gnnplan.planner.decision import plan as documents
 from gnnplan.planner.gnn.workload import scores_of, show_scores
-from gnnplan.planner.vocabulary.errors import GnnplanError, LostRank
+from gnnplan.planner.vocabulary.errors import GnnplanError, Infeasible, LostRank, Mismatch
 from gnnplan.planner.vocabulary.files import make_folder
 from gnnplan.planner.vocabulary.progress import say
-from gnnplan.planner.vocabulary.units import show_time
+from gnnplan.planner.vocabulary.units import show_bytes, show_time
 
 # field of metrics.jsonl -> tag in TensorBoard; scores have the tag METRIC/SPLIT
 TAGS = {
@@ -57,7 +59,146 @@ TAGS = {
     "bytes": "epoch/bytes sent",
     "peak_memory_bytes": "memory/peak bytes",
 }
+MUST_AGREE = ("gnnplan", "torch", "data", "plan", "options")
+SHOWN = 4  # differing ranks that a message lists
+Found = Mapping[str, Any]  # a rank's message before training; JSON values
 WITHIN = 5  # [s] after which TensorBoard sees an epoch
+
+
+class Ready(NamedTuple):
+    """A rank's state before it meets the others."""
+
+    asked: RunRequest
+    checkpoints: Checkpoints
+    stored: list[int]  # epochs whose checkpoint this rank has
+    others: dict[int, dict[str, Any]]  # epoch -> `question` of another plan that stored it
+    differs: list[str]  # where this server differs from the one that the plan was made for
+
+
+class Agreement(NamedTuple):
+    """The conclusion of all ranks before training."""
+
+    hosts: list[str]  # name of every rank's host
+    last: int  # the epoch that all ranks continue from; 0: they begin
+    of_another: bool  # whether the checkpoint of epoch `last` is of another plan
+    differs: list[str]  # where servers differ from those that the plan was made for
+
+
+def refusal(process: int, error: GnnplanError) -> Found:
+    """Return the message of a process that cannot train."""
+    return {
+        "rank": process,
+        "host": socket.gethostname(),
+        "refused": str(error),
+        "exit_code": error.exit_code,
+    }
+
+
+def found(rank: Rank, ready: Ready) -> Found:
+    """Return the message of a rank that can train: what all ranks must agree on, and its resources.
+
+    Graph and version are fields of their own, so that an error can name them; the rest of the
+    training's question is one fingerprint. preflight.py has checked host memory. The memory of a
+    GPU is asked for here, as another process that asks would occupy some of it.
+    """
+    problem, predicted = ready.asked.problem, ready.asked.predicted
+    question = ready.checkpoints.question
+    asked = {name: value for name, value in question.items() if name not in ("gnnplan", "graph")}
+    needs = communicators = free = 0.0
+    if rank.device.type == "cuda":
+        free = float(torch.cuda.mem_get_info(rank.device)[0])
+        if problem.cluster.device.kind == "cuda":
+            communicators = predicted.get("communicators", 0.0)
+            # the CUDA context is allocated already
+            needs = sum(predicted.values()) - communicators - predicted.get("runtime", 0.0)
+    return {
+        "rank": rank.rank,
+        "server": problem.servers[rank.rank],
+        "host": socket.gethostname(),
+        "gnnplan": __version__,
+        "torch": torch.__version__,
+        "data": question["graph"],
+        "plan": fingerprint(asked),
+        "options": json.dumps(asdict(ready.asked.options), sort_keys=True),
+        "checkpoints": ready.stored,
+        "handed_over": [[epoch, fingerprint(plan)] for epoch, plan in ready.others.items()],
+        "differs": ready.differs,
+        "device": str(rank.device),
+        "card": rank.card,  # a launcher may call every rank's GPU cuda:0
+        "needs": needs,  # [B] of GPU memory that the rank has yet to allocate
+        "communicators": communicators,  # [B] in addition, if the backend is NCCL
+        "free": free,  # [B] of GPU memory
+    }
+
+
+def agree(store: Store, env: Mapping[str, str], own: Found) -> Agreement:
+    """Exchange this rank's message with all ranks. Raises what `compare` raises, on all ranks."""
+    process, world = int(env.get("RANK", "0")), int(env.get("WORLD_SIZE", "1"))
+    message = json.dumps(own).encode()
+    timeout_s = store.timeout.total_seconds()  # type: ignore[attr-defined]
+    messages = synchronize(store, message, process, world, "found", timeout_s)
+    return compare([json.loads(words) for words in messages])
+
+
+def compare(messages: Sequence[Found]) -> Agreement:
+    """Return the conclusion from the messages of all ranks.
+
+    Raises Mismatch if they would train different things, Infeasible if the predicted memory does
+    not fit their GPUs, and the error of a rank that refuses.
+    """
+    refusals: dict[tuple[str, str], str] = {}  # ranks of one server report the same reason once
+    for rank in messages:
+        if why := rank.get("refused"):
+            who = f"rank {rank['rank']} ({rank['host']})"
+            refusals.setdefault((rank["host"], why), f"{who} cannot train: {why}")
+    if refusals:
+        code = next(rank["exit_code"] for rank in messages if "refused" in rank)
+        raise error_of("\n".join(refusals.values()), code)
+    messages = sorted(messages, key=lambda rank: rank["rank"])
+    first = messages[0]
+    for name in MUST_AGREE:
+        if differing := [rank for rank in messages if rank[name] != first[name]]:
+            who = ", ".join(
+                name_of(rank["rank"], rank["server"], rank["host"]) for rank in differing[:SHOWN]
+            )
+            raise Mismatch(
+                f"ranks differ in {name}: {who} has {differing[0][name]}, rank 0 {first[name]};"
+                " give all the same plan file, options and versions"
+            )
+    over_nccl = backend_of([rank["card"] for rank in messages]) == "nccl"
+    by_place: dict[tuple[str, str, str], list[Found]] = {}
+    for rank in messages:
+        by_place.setdefault((rank["host"], rank["device"], rank["card"]), []).append(rank)
+    for (host, device, _), here in by_place.items():
+        needs = sum(rank["needs"] + over_nccl * rank["communicators"] for rank in here)
+        free = min(rank["free"] for rank in here)
+        if needs > SLACK * free:
+            raise Infeasible(
+                f"{len(here)} ranks need {show_bytes(needs)} more on {host} {device}, where"
+                f" {show_bytes(free)} are free; stop the processes that fill it, or plan again for"
+                " more servers or a smaller workload"
+            )
+    last, of_another = onwards(
+        (rank["checkpoints"] for rank in messages),
+        ([(epoch, plan) for epoch, plan in rank["handed_over"]] for rank in messages),
+    )
+    return Agreement([rank["host"] for rank in messages], last, of_another, _by_host(messages))
+
+
+def _by_host(messages: Sequence[Found]) -> list[str]:
+    """Return each difference once, with the servers' names unless all servers have it."""
+    hosts = {rank["host"] for rank in messages}
+    where: dict[str, dict[str, None]] = {}
+    for rank in messages:
+        for line in rank["differs"]:
+            where.setdefault(line, {})[rank["host"]] = None
+    return [
+        line if len(there) == len(hosts) else f"{line} ({', '.join(there)})"
+        for line, there in where.items()
+    ]
+
+
+# -- the process -----------------------------------------------------------------------------------
 
 
 def work(out: Path, activity: Activity) -> Failure | None:
@@ -79,9 +220,7 @@ def follow(plan: Path, out: Path, options: Options, choice: str | None = None) -
     host = socket.gethostname()
     where = host if process.server is None else f"server {process.server}, {host}"
     message = f"error: rank {process.number} ({where}) in {failure.activity}: {failure.message}"
-    if process.peers:
-        message += process.peers.roll_call(failure)
-    say(message)
+    say(message + process.roll_call(failure))
     return LostRank.exit_code if failure.is_consequence else failure.exit_code
 
 
@@ -104,7 +243,8 @@ class _Process:
         self.resumes = options.resume or self.restarted
         self.number = int(os.environ.get("RANK", os.environ.get("SLURM_PROCID", "0")))
         self.server: int | None = None  # known once the plan has been read
-        self.peers: Peers | None = None  # known once all ranks have met
+        # what this rank knows of the others: nothing before all ranks have met
+        self.roll_call: Callable[[Failure], str] = lambda failure: ""
         self.rank: Rank | None = None
         self.predicted: dict[str, float] = {}
 
@@ -154,7 +294,10 @@ class _Process:
         agreed = agree(store, env, own)
         if not is_alone:
             connect(rank, store)
-        self.peers = Peers(rank.rank, store, problem.servers, agreed.hosts, self.out)
+        hosts = agreed.hosts
+        names = list(map(name_of, range(rank.world), problem.servers, hosts))
+        here = [other for other, host in enumerate(hosts) if host == hosts[rank.rank]]
+        self.roll_call = partial(roll_call, store, rank.rank, names, here, self.out)
         if env.get("RANK", "0") == "0":
             for line in agreed.differs:
                 say(f"note: {line}")

@@ -18,8 +18,8 @@ from asked import on
 from calls import planned
 from torch.distributed import HashStore, PrefixStore
 
-from gnnplan.executor.launch import peers
-from gnnplan.executor.launch.peers import Agreement, Found, Ready
+from gnnplan.executor.launch import rank_process
+from gnnplan.executor.launch.rank_process import Agreement, Found, Ready
 from gnnplan.executor.launch.run_request import Options, RunRequest
 from gnnplan.executor.ranks.checkpoint import Checkpoints
 from gnnplan.executor.ranks.rank import Rank
@@ -50,13 +50,13 @@ def found(
     checkpoints = Checkpoints(Path(), rank.rank, 0, question)
     document = {"best": {"predicted": {"memory": predicted or {}}}}
     asked = RunRequest(document, Path(), Options(epochs=3), loaded=problem)
-    return {**peers.found(rank, Ready(asked, checkpoints, [10, 20], {}, [])), **other}
+    return {**rank_process.found(rank, Ready(asked, checkpoints, [10, 20], {}, [])), **other}
 
 
 def test_ranks_that_agree(problem):
     theirs = found(problem, rank=OTHER, checkpoints=[10], host="elsewhere")
     # processes are in the order of their GPUs
-    agreed = peers.compare([theirs, found(problem)])
+    agreed = rank_process.compare([theirs, found(problem)])
     assert agreed == Agreement([socket.gethostname(), "elsewhere"], 10, False, [])
 
 
@@ -70,7 +70,7 @@ def test_ranks_that_differ(name, problem):
             r" all the same"
         ),
     ):
-        peers.compare([found(problem), theirs])
+        rank_process.compare([found(problem), theirs])
 
 
 def test_another_question_is_another_plan(problem):
@@ -93,7 +93,7 @@ def test_what_does_not_fit_a_gpu_is_refused(monkeypatch):
         predicted = {"features": features, "runtime": 30e6, "communicators": 20e6}
         of_one = [Rank(r, 2, torch.device("cuda", 0), "gloo", card="one") for r in (0, 1)]
         ranks = [found(problem, predicted, rank) for rank in of_one]
-        return peers.compare([ranks[0], {**ranks[1], **theirs}])
+        return rank_process.compare([ranks[0], {**ranks[1], **theirs}])
 
     both(problem, 50e6)  # twice 50 MB more
     both(problem, 90e6, host="elsewhere")
@@ -129,7 +129,7 @@ def all_begin(*everyone: Found) -> list[list[str] | GnnplanError]:
         env = {"RANK": str(rank), "WORLD_SIZE": str(len(everyone))}
         own = (Slow if rank == len(everyone) - 1 else PrefixStore)("run", store)
         try:
-            return peers.agree(own, env, everyone[rank]).differs
+            return rank_process.agree(own, env, everyone[rank]).differs
         except GnnplanError as error:
             # the store ends with its host
             heard = own.add("found/finished/num_members", 0)
@@ -144,13 +144,13 @@ def test_what_differs_is_said_once(problem):
     everyone = [found(problem, differs=differs) for differs in (["a"], ["a", "b"], ["a"])]
     assert all_begin(*everyone) == [["a", "b"]] * 3
     everyone[1] = {**everyone[1], "host": "second"}
-    assert peers.compare(everyone).differs == ["a", "b (second)"]
+    assert rank_process.compare(everyone).differs == ["a", "b (second)"]
 
 
 @pytest.mark.parametrize("refusing", [0, 2])
 def test_what_one_refuses_all_refuse(refusing, problem):
     everyone = [found(problem)] * 3
-    everyone[refusing] = peers.refusal(refusing, SpecError("open files: too few"))
+    everyone[refusing] = rank_process.refusal(refusing, SpecError("open files: too few"))
     words = f"rank {refusing} ({socket.gethostname()}) cannot train: open files: too few"
     for said in all_begin(*everyone):
         assert isinstance(said, GnnplanError) and (said.exit_code, str(said)) == (2, words)
