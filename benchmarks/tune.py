@@ -29,7 +29,6 @@ from measured import FAMILIES, JOBS, SHARING, TRACES, name, pace
 import gnnplan
 from gnnplan import GnnplanError, Plan
 from gnnplan.api.running import rate_of
-from gnnplan.executor.launch.launcher import Emulated
 from gnnplan.executor.launch.tune import train_briefly
 from gnnplan.planner.evidence.halving import TURN_S
 
@@ -46,13 +45,14 @@ def measured(plans: dict[str, Plan], emulate: str | None) -> dict[str, float]:
 
     They are the median, over all rounds, of the strategy's ratio to the round's geometric mean,
     times the geometric mean of all rounds."""
-    servers = None if emulate is None else Emulated(rate_of(emulate))
     rounds: dict[str, list[float]] = {strategy: [] for strategy in plans}
     with tempfile.TemporaryDirectory() as out:
 
         def turn(number: int, strategy: str, epochs: int) -> float:
             folder, document = Path(out) / f"{number}-{strategy}", plans[strategy].document
-            rows, why, _ = train_briefly(document, folder, WARM_UP + epochs, LONGEST, servers)
+            rows, why, _ = train_briefly(
+                document, folder, WARM_UP + epochs, LONGEST, rate_of(emulate)
+            )
             if why:
                 raise SystemExit(f"{strategy}: {why}")
             return median(row["epoch_s"] for row in rows[WARM_UP:])

@@ -19,7 +19,7 @@ from math import inf
 from pathlib import Path
 from typing import Any
 
-from gnnplan.executor.launch.emulation import Emulated, Server, lab
+from gnnplan.executor.launch.emulation import Server, lab
 from gnnplan.executor.launch.failure import kept, name_of
 from gnnplan.executor.launch.preflight import Row, look, must_start
 from gnnplan.executor.launch.rank_process import follow
@@ -35,7 +35,6 @@ from gnnplan.planner.vocabulary.files import (
 )
 
 __all__ = [
-    "Emulated",
     "Options",
     "Row",
     "RunRequest",
@@ -170,9 +169,7 @@ def compare(out: Path) -> dict[str, Any]:
 
 def _servers(asked: RunRequest) -> AbstractContextManager[Sequence[Server]]:
     """Return the emulated servers as a context; it yields none without emulation."""
-    if asked.emulate is None:
-        return nullcontext(())
-    return lab(asked.cluster.servers, asked.emulate.rate)
+    return lab(asked.cluster.servers, asked.emulate) if asked.emulate else nullcontext(())
 
 
 @contextmanager

@@ -220,7 +220,7 @@ def _servers(asked: RunRequest) -> Row:
         emulation.check()
         return str(planned)
 
-    if asked.emulate is not None:
+    if asked.emulate:
         return _unless_refused("servers", str(planned), played)
     says = "messages between servers do not cross the plan's links; start it with torchrun or srun"
     if not asked.launched:

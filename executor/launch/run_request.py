@@ -18,7 +18,6 @@ from typing import Annotated, Any
 
 from pydantic import AfterValidator, ConfigDict, Field, TypeAdapter, ValidationError
 
-from gnnplan.executor.launch.emulation import Emulated
 from gnnplan.executor.ranks.checkpoint import (
     Checkpoints,
     fingerprint,
@@ -119,15 +118,16 @@ def _plain(value: Any) -> str | int:
 class RunRequest:
     """A plan that is to be run, with its folder and options.
 
-    launched: torchrun or srun started this process as a rank. emulate: settings of emulated
-    servers; None: no emulation. loaded: the plan's problem, if it is already in memory.
+    launched: torchrun or srun started this process as a rank. emulate: rate of emulated servers'
+    NICs [B/s]; inf: as fast as the machine; 0: no emulation. loaded: the plan's problem, if it is
+    already in memory.
     """
 
     document: dict[str, Any]
     out: Path
     options: Options
     launched: bool = False
-    emulate: Emulated | None = None
+    emulate: float = 0.0
     loaded: Problem | None = None
 
     @cached_property
@@ -193,7 +193,7 @@ class RunRequest:
         """Number of servers of the run: real ones, or emulated by this machine."""
         planned = len(set(self.servers))
         if not self.launched:
-            return 1 if self.emulate is None else planned
+            return planned if self.emulate else 1
         found = self.env.get("GROUP_WORLD_SIZE") or self.env.get("SLURM_STEP_NUM_NODES") or ""
         return int(found) if found.isdecimal() and int(found) else planned
 

@@ -14,7 +14,6 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from gnnplan.executor.launch.emulation import Emulated
 from gnnplan.executor.launch.launcher import TimeIsUp, begin
 from gnnplan.executor.launch.preflight import must_start
 from gnnplan.executor.launch.run_request import MOST as MOST_EPOCHS
@@ -139,7 +138,7 @@ def tune(
     out: Path,
     share: float = SHARE,
     epochs: int | None = None,
-    emulate: Emulated | None = None,
+    emulate: float = 0.0,
 ) -> dict[str, Any]:
     """Run the candidates of `prospect`, and return the plan; the runs' folders are in `out`.
 
@@ -190,10 +189,10 @@ def tune(
     return document
 
 
-def must_be_this_machine(problem: Problem, emulate: Emulated | None) -> None:
+def must_be_this_machine(problem: Problem, emulate: float) -> None:
     """Raise SpecError if seconds measured on this machine do not apply to the plan's cluster."""
     servers, kind = len(set(problem.servers)), problem.cluster.device.kind
-    if servers > 1 and emulate is None:
+    if servers > 1 and not emulate:
         raise SpecError(
             f"the plan is for {servers} servers, and tune runs on this machine alone; give"
             " --emulate RATE to emulate them here, or run the plan's strategies there with torchrun"
@@ -227,7 +226,7 @@ class _Runner:
         candidates: list[Candidate],
         out: Path,
         exact: bool,
-        emulate: Emulated | None,
+        emulate: float,
     ) -> None:
         if out.exists() and any(out.iterdir()):
             raise SpecError(f"{out} is not empty; give another --out, or remove it")
@@ -264,7 +263,7 @@ def train_briefly(
     folder: Path,
     epochs: int,
     most_s: float,
-    emulate: Emulated | None = None,
+    emulate: float = 0.0,
 ) -> tuple[list[dict[str, Any]], str, bool]:
     """Run a plan's first epochs; return their metrics, the reason of a failure or '', and whether
     all epochs have run within `most_s` seconds.

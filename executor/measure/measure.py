@@ -11,6 +11,7 @@ import sys
 from collections import Counter
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
+from math import inf
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
@@ -40,7 +41,7 @@ def measure(
     ranks: int,
     progress: Callable[[str], None] | None = None,
     servers: int = 1,
-    emulated: float | None = None,
+    emulated: float = inf,
     seconds: float = SECONDS,
     dtype: str = "float32",
 ) -> Cluster:
@@ -48,7 +49,7 @@ def measure(
 
     progress: called with a phrase on what is being measured. seconds: spent on each number.
     dtype: 'bfloat16' also measures matrix products and aggregation of bfloat16 rows. Several
-    servers are emulated on this machine, with NICs of `emulated` [B/s] (None: as fast as the
+    servers are emulated on this machine, with NICs of `emulated` [B/s] (inf: as fast as the
     machine; launch/emulation.py). Ranks use NCCL if each has a CUDA device of its own, and Gloo on
     a machine without CUDA.
     """
@@ -58,7 +59,7 @@ def measure(
         raise SpecError(f"ranks is {ranks} and servers {servers}; measure at least 1")
     if not 0.01 <= seconds <= 60:
         raise SpecError(f"seconds must lie in [0.01, 60] per measurement, not {seconds:g}")
-    if emulated is not None and servers == 1:
+    if emulated < inf and servers == 1:
         raise SpecError(
             "an emulated NIC is between servers, and this is one server; give --servers 2 or more"
         )

@@ -6,6 +6,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
+from math import inf
 from pathlib import Path
 from shlex import quote
 from statistics import median
@@ -156,14 +157,13 @@ def asked_of(
     resume: resume the run in `out`. Raises SpecError."""
     from gnnplan.executor.launch import launcher as launch
 
-    rate = given.get("emulate")
-    servers = None if rate is None else launch.Emulated(rate_of(rate))
+    rate = rate_of(given.get("emulate"))
     kept = {name: value for name, value in given.items() if name != "emulate"}
     options = launch.Options.of(Path(out or ""), kept, resume)
     graph = document["graph"].get("name", "graph").split("?")[0]
     name = f"{graph}-{document['best']['strategy']['name']}".replace(":", "-").replace("/", "-")
     folder = launch.new_folder(name) if out is None else Path(out)
-    return launch.RunRequest(document, folder, options, emulate=servers, loaded=problem)
+    return launch.RunRequest(document, folder, options, emulate=rate, loaded=problem)
 
 
 def train(asked: RunRequest) -> Run:
@@ -189,13 +189,13 @@ def train(asked: RunRequest) -> Run:
     return Run(out)
 
 
-def rate_of(text: str) -> float | None:
-    """Return the rate of an emulated NIC [B/s]; None for 'unshaped'.
+def rate_of(text: str | None) -> float:
+    """Return the rate of an emulated NIC [B/s]; inf for 'unshaped', 0 for None.
 
     Raises SpecError.
     """
-    if text == "unshaped":
-        return None
+    if text is None or text == "unshaped":
+        return inf if text else 0.0
     rate = 0.0
     with suppress(ValueError):
         rate = quantity(text) if kind(text) == "B/s" else 0.0

@@ -81,10 +81,9 @@ def tune(
         raise SpecError(
             "tune starts ranks of its own, and torchrun or srun has started this one; call it alone"
         )
-    servers = None if emulate is None else launch.Emulated(rate_of(emulate))
     folder = launch.new_folder("tune") if out is None else Path(out)
     plan = plan if isinstance(plan, Plan) else load_plan(plan)
-    return Tuned(by_runs(asked(plan.document), folder, share, epochs, servers), folder)
+    return Tuned(by_runs(asked(plan.document), folder, share, epochs, rate_of(emulate)), folder)
 
 
 def _measured(strategies: list[dict[str, Any]], objective: Objective) -> Table:

@@ -227,10 +227,7 @@ def test_what_is_missing_is_said(monkeypatch):
 
 
 @needs_namespaces
-@pytest.mark.parametrize(
-    ("servers", "rate", "said"),
-    [(0, None, "1 to 200"), (201, None, "1 to 200"), (2, 10.0, "slowest that can be")],
-)
-def test_no_such_lab(servers, rate, said):
-    with pytest.raises(SpecError, match=said), lab.lab(servers, rate):
+@pytest.mark.parametrize("servers", [0, 201])
+def test_no_such_lab(servers):
+    with pytest.raises(SpecError, match="1 to 200"), lab.lab(servers):
         pass

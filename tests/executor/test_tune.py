@@ -2,6 +2,7 @@
 is in tests/planner/test_halving.py."""
 
 import json
+import math
 import os
 import subprocess
 import sys
@@ -124,10 +125,10 @@ def test_seconds_of_this_machine_say_nothing_about_another():
     servers = LOCAL.model_copy(update={"servers": 2, "inter_node": LOCAL.intra_node})
     gpus = changed(LOCAL, kind="cuda")
     with pytest.raises(SpecError, match="2 servers, and tune runs on this machine alone"):
-        must_be_this_machine(replace(PROBLEM, cluster=servers), None)
-    must_be_this_machine(replace(PROBLEM, cluster=servers), tuning.Emulated(None))
+        must_be_this_machine(replace(PROBLEM, cluster=servers), 0.0)
+    must_be_this_machine(replace(PROBLEM, cluster=servers), math.inf)
     with pytest.raises(SpecError, match="for 2 GPUs per server, and this machine has 0"):
-        must_be_this_machine(replace(PROBLEM, cluster=gpus), None)
+        must_be_this_machine(replace(PROBLEM, cluster=gpus), 0.0)
 
 
 @pytest.mark.nightly
