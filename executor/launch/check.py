@@ -24,7 +24,6 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
-from gnnplan.executor.launch.failure import be_rank
 from gnnplan.executor.modules.bind import GraphFields
 from gnnplan.executor.modules.read import (
     Source,
@@ -101,12 +100,6 @@ class Task(NamedTuple):
         return cls(text, problem, strategy)
 
 
-def main() -> None:
-    """Be a rank of `python -m gnnplan.executor check FOLDER`: answer the folder's question."""
-    os.dup2(2, 1)  # prints of a user's file go to standard error
-    be_rank(Path(sys.argv[1]), answer)
-
-
 def tried() -> list[tuple[str, Example]]:
     """Return the examples of all strategies that run on so few ranks, with their modes."""
     return [
@@ -146,11 +139,12 @@ def asked(
     }
 
 
-def answer(out: Path, activity: Activity) -> None:
+def work(out: Path, activity: Activity) -> None:
     """Train all strategies as one of two ranks; rank 0 writes answer.json.
 
     The folder's question.json holds what `asked` returns; answer.json holds the settings of the
     comparison and a verdict on each strategy."""
+    os.dup2(2, 1)  # prints of a user's file go to standard error
     question = json.loads((out / "question.json").read_text())
     workload = Workload.model_validate(question["workload"])
     features, classes = question["features"], question["classes"]

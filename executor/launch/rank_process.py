@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import json
 import os
-import signal
 import socket
 import sys
 import time
@@ -24,7 +23,7 @@ from torch.distributed import HashStore, Store  # type: ignore[attr-defined]
 from torch.distributed.elastic.utils.store import synchronize
 
 from gnnplan import __version__
-from gnnplan.executor.launch.failure import Failure, be_rank, error_of, explain, name_of, roll_call
+from gnnplan.executor.launch.failure import Failure, error_of, explain, name_of, roll_call
 from gnnplan.executor.launch.preflight import SLACK, must_meet, must_start
 from gnnplan.executor.launch.run_request import (
     Options,
@@ -203,6 +202,7 @@ def _by_host(messages: Sequence[Found]) -> list[str]:
 
 def work(out: Path, activity: Activity) -> Failure | None:
     """Be one of the ranks that `launcher.start` started for the run in this folder."""
+    warnings.filterwarnings("ignore", "Sparse CSR tensor support is in beta state", UserWarning)
     options = Options.read(out / "options.json")
     return _Process(out / "plan.json", out, options, activity).run()
 
@@ -448,11 +448,3 @@ class Scalars:
 
     def close(self) -> None:
         self.writer.close()
-
-
-def main() -> None:
-    """Be a rank of `python -m gnnplan.executor launch FOLDER`."""
-    warnings.filterwarnings("ignore", "Sparse CSR tensor support is in beta state", UserWarning)
-    # the launcher handles Ctrl-C; its ranks end without a traceback
-    signal.signal(signal.SIGINT, signal.SIG_DFL)
-    be_rank(Path(sys.argv[1]), work)

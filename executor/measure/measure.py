@@ -20,7 +20,7 @@ import torch.distributed as dist
 from torch.distributed import PrefixStore  # type: ignore[attr-defined]
 
 from gnnplan.executor.launch import emulation as lab
-from gnnplan.executor.launch.failure import be_rank, name_of
+from gnnplan.executor.launch.failure import name_of
 from gnnplan.executor.launch.preflight import must_meet
 from gnnplan.executor.measure.fitting import cluster_of
 from gnnplan.executor.measure.microbench import Bench
@@ -151,17 +151,13 @@ def _measured(
     return cluster_of(found, len(counts), counts[0], memory, available, one_machine)
 
 
-def main() -> None:
+def work(folder: Path, activity: Activity) -> None:
     """Be a rank of `python -m gnnplan.executor measure FOLDER SECONDS DTYPE EACH`.
 
     EACH: ranks per server. Rank 0 writes the cluster into the folder.
     """
     for stream in (1, 2):  # Gloo prints to both
         os.dup2(os.open(os.devnull, os.O_WRONLY), stream)
-    be_rank(Path(sys.argv[1]), _measure)
-
-
-def _measure(folder: Path, activity: Activity) -> None:
     seconds, dtype, each = float(sys.argv[2]), sys.argv[3], int(sys.argv[4])
     rank = int(os.environ["RANK"])
 
