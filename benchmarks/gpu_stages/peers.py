@@ -21,7 +21,7 @@ from torch.nn import functional as F
 
 from gnnplan.executor.layers.kernels import Shapes
 from gnnplan.executor.modules.read import net_of
-from gnnplan.executor.ranks.process import open_rank
+from gnnplan.executor.ranks.rank import open_rank
 from gnnplan.executor.strategies import open_worker
 from gnnplan.executor.train import Replay, is_small
 from gnnplan.planner.gnn.workload import Workload

@@ -15,8 +15,7 @@ from typing import Any
 
 import torch
 
-from gnnplan.executor.ranks.process import open_rank
-from gnnplan.executor.ranks.rank import Rank
+from gnnplan.executor.ranks.rank import Rank, open_rank
 from gnnplan.executor.ranks.recorder import now
 from gnnplan.executor.strategies import open_worker
 from gnnplan.executor.train import Replay

@@ -21,8 +21,7 @@ import torch
 
 import gnnplan
 from gnnplan.executor.launch.run_request import Options, trainable
-from gnnplan.executor.ranks.process import open_rank
-from gnnplan.executor.ranks.rank import Rank
+from gnnplan.executor.ranks.rank import Rank, open_rank
 from gnnplan.executor.train import train
 from gnnplan.planner.decision.plan import chosen
 from gnnplan.planner.evidence.recorded import warm_epochs

@@ -35,8 +35,7 @@ from gnnplan.executor.modules.read import (
     with_module,
 )
 from gnnplan.executor.ranks.activity import Activity
-from gnnplan.executor.ranks.process import open_rank
-from gnnplan.executor.ranks.rank import Rank
+from gnnplan.executor.ranks.rank import Rank, open_rank
 from gnnplan.executor.train import train
 from gnnplan.planner.cluster.spec import Cluster, Device, Link
 from gnnplan.planner.gnn.model import describe

@@ -28,7 +28,7 @@ from torch.distributed import PrefixStore, Store  # type: ignore[attr-defined]
 from gnnplan.executor.ranks.activity import Activity, read, read_note, seen
 from gnnplan.executor.ranks.checkpoint import last_stored
 from gnnplan.executor.ranks.machine import allocated, free_memory, process_room, resident
-from gnnplan.executor.ranks.process import die_with_parent, leave
+from gnnplan.executor.ranks.rank import die_with_parent, leave
 from gnnplan.planner.vocabulary.errors import GnnplanError, Infeasible, LostRank, SpecError
 from gnnplan.planner.vocabulary.files import make_folder, refusal, remedy_of, write_atomically
 from gnnplan.planner.vocabulary.units import show_bytes

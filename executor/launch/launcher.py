@@ -25,7 +25,7 @@ from gnnplan.executor.launch.preflight import Row, look, must_start
 from gnnplan.executor.launch.rank_process import follow
 from gnnplan.executor.launch.run_request import Options, RunRequest, write_run
 from gnnplan.executor.ranks import activity
-from gnnplan.executor.ranks.process import SCRATCH, leave
+from gnnplan.executor.ranks.rank import SCRATCH, leave
 from gnnplan.executor.ranks.rendezvous import started_by_launcher
 from gnnplan.planner.vocabulary.files import (
     cannot_write,

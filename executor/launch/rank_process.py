@@ -41,8 +41,7 @@ from gnnplan.executor.ranks.checkpoint import (
     onwards,
     question,
 )
-from gnnplan.executor.ranks.process import backend_of, connect, place_rank
-from gnnplan.executor.ranks.rank import Rank
+from gnnplan.executor.ranks.rank import Rank, backend_of, connect, place_rank
 from gnnplan.executor.ranks.rendezvous import attempt, launcher_env, store_of_all
 from gnnplan.planner.decision import plan as documents
 from gnnplan.planner.gnn.workload import scores_of, show_scores

@@ -27,7 +27,7 @@ from gnnplan.executor.measure.microbench import Bench
 from gnnplan.executor.ranks.activity import Activity, read, seen
 from gnnplan.executor.ranks.comm import gather_all
 from gnnplan.executor.ranks.machine import cores, free_memory
-from gnnplan.executor.ranks.process import connect, place_rank
+from gnnplan.executor.ranks.rank import connect, place_rank
 from gnnplan.executor.ranks.rendezvous import launcher_env, store_of_all
 from gnnplan.planner.cluster.spec import Cluster
 from gnnplan.planner.vocabulary.errors import LostRank, SpecError

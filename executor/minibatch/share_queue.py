@@ -25,8 +25,7 @@ from pathlib import Path
 import torch
 
 from gnnplan.executor.minibatch.sampler import Sampled, Sampler
-from gnnplan.executor.ranks.process import SCRATCH, die_with_parent
-from gnnplan.executor.ranks.rank import Rank
+from gnnplan.executor.ranks.rank import SCRATCH, Rank, die_with_parent
 from gnnplan.planner.vocabulary.errors import LostRank
 from gnnplan.planner.vocabulary.schedule import Label
 

@@ -1,8 +1,8 @@
 """Ranks: process groups, communication, optimizer, memory and checkpoints of one rank.
 
-    rank.py         `Rank`: its number, device and process groups; work that overlaps a step
+    rank.py         `Rank`: its number, device and process groups; work that overlaps a step; how a
+                    process becomes a rank, and ends
     recorder.py     spans of a rank's operations, bytes that it sends; a CUDA device's clock
-    process.py      how a process becomes a rank, and ends
     rendezvous.py   the launcher's environment, and the store where ranks meet
     comm.py         exchanges of rows, point-to-point messages, all-reduces, small messages
     learner.py      all-reduce of gradients; SGD, Adam and AdamW

@@ -179,7 +179,7 @@ def swap(
     if threading.current_thread() is threading.main_thread():
         # Since Linux 6.12 a thread that has fallen asleep stays in its core's queue until its turn.
         # Gloo's thread would have its turn when this thread holds a connection's lock, and spin on
-        # it for 3 to 6 ms (process.wait_in_turn). So it has its turn now, which takes 1 us.
+        # it for 3 to 6 ms (rank.wait_in_turn). So it has its turn now, which takes 1 us.
         os.sched_yield()
     # Receives first. Otherwise Gloo's ready-to-receive message would wait behind this rank's own
     # data, and only one direction would be used at a time (8 MB each way at 400 Mbit/s: 303 ms

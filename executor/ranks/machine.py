@@ -164,7 +164,7 @@ class MemoryWatch:
             self._thread.start()
 
     def _sample(self) -> None:
-        # not SCHED_BATCH like a rank's other threads (opening.wait_in_turn), or it misses peaks
+        # not SCHED_BATCH like a rank's other threads (rank.wait_in_turn), or it misses peaks
         with suppress(OSError, AttributeError):
             os.sched_setscheduler(0, os.SCHED_OTHER, os.sched_param(0))
         while not self._stop.wait(INTERVAL):

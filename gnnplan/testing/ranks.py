@@ -395,7 +395,7 @@ def be_rank(channel: Connection[Any, Any]) -> None:
 
     from gnnplan.executor import train
     from gnnplan.executor.ranks import machine
-    from gnnplan.executor.ranks.process import open_rank
+    from gnnplan.executor.ranks.rank import open_rank
 
     closely = "LOOK_CLOSELY" in os.environ
     machine.INTERVAL = 1e-4 if closely else 0.05

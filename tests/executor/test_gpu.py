@@ -13,7 +13,7 @@ import torch.distributed as dist
 from asked import on
 
 from gnnplan.executor.layers.copies import Staging
-from gnnplan.executor.ranks.process import open_rank
+from gnnplan.executor.ranks.rank import open_rank
 from gnnplan.executor.strategies import open_worker
 from gnnplan.executor.strategies.layerwise import Worker
 from gnnplan.executor.train import train

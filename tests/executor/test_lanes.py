@@ -7,8 +7,7 @@ import threading
 import pytest
 import torch
 
-from gnnplan.executor.ranks.process import backend_of
-from gnnplan.executor.ranks.rank import Lanes
+from gnnplan.executor.ranks.rank import Lanes, backend_of
 from gnnplan.executor.train import Replay
 
 

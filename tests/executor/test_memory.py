@@ -21,8 +21,7 @@ from trainings import Setting, lines
 from gnnplan.executor.layers.kernels import Block, SparseRows, dropout, warm_up
 from gnnplan.executor.layers.models import Net
 from gnnplan.executor.ranks.machine import INTERVAL, MemoryWatch, allocated
-from gnnplan.executor.ranks.process import wait_in_turn
-from gnnplan.executor.ranks.rank import Rank
+from gnnplan.executor.ranks.rank import Rank, wait_in_turn
 from gnnplan.executor.strategies import open_worker
 from gnnplan.planner.gnn.footprint import footprint
 from gnnplan.planner.gnn.model import Model, describe

@@ -22,7 +22,7 @@ from pathlib import Path
 import torch.distributed as dist
 from gnnplan.executor.launch.launcher import leave
 from gnnplan.executor.train import train
-from gnnplan.executor.ranks.process import open_rank
+from gnnplan.executor.ranks.rank import open_rank
 from gnnplan.planner.decision.plan import chosen, question, read
 document = read(Path(sys.argv[1]))
 job, strategy = question(document), chosen(document)

@@ -8,7 +8,7 @@ from unittest.mock import Mock
 
 import pytest
 
-from gnnplan.executor.ranks.process import stay_on_own_cores
+from gnnplan.executor.ranks.rank import stay_on_own_cores
 from gnnplan.testing.ranks import Case, Ranks
 
 

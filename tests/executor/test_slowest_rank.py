@@ -29,7 +29,7 @@ def main(graph: str, out: str) -> None:
     import torch
 
     from gnnplan.executor.ranks import learner
-    from gnnplan.executor.ranks.process import open_rank
+    from gnnplan.executor.ranks.rank import open_rank
 
     torch.set_num_threads(1)
     rank = open_rank(timeout_s=60)
