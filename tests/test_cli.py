@@ -561,7 +561,7 @@ def test_a_run_is_gone_on_with_only_where_it_can_be(plan_file, gnnplan, tmp_path
     from safetensors.torch import save_file
     from torch import ones
 
-    from gnnplan.executor.launch import launcher as launch
+    from gnnplan.executor.launch.run_request import RunRequest
     from gnnplan.executor.ranks.checkpoint import question
     from gnnplan.planner.decision.plan import read
 
@@ -577,7 +577,7 @@ def test_a_run_is_gone_on_with_only_where_it_can_be(plan_file, gnnplan, tmp_path
     assert answer.code == 2 and "leave one of them out" in answer.err
     assert gnnplan("run").code == 2
     (out / "checkpoints").mkdir()
-    prepared = launch.RunRequest(read(plan_file), out, launch.Options())
+    prepared = RunRequest(read(plan_file), out, Options())
     asked = question(prepared.problem, prepared.settled)
     whole: dict[str, Any] = {"whole": {}}
     going_on = ["--resume", out, "--epochs 5"]
@@ -709,7 +709,7 @@ def test_a_launcher_that_forgot_something(env, words, plan_file, gnnplan, monkey
 
 def test_a_started_rank_says_what_is_wrong(plan_file, gnnplan, tmp_path, monkeypatch):
     """One rank of torchrun for a plan of two; and a folder that holds a run. Nothing is written."""
-    from gnnplan.executor.launch import launcher as launch
+    from gnnplan.executor.ranks import rank
 
     for name, value in ALONE_OF_TORCHRUN.items():
         monkeypatch.setenv(name, value)
@@ -717,7 +717,7 @@ def test_a_started_rank_says_what_is_wrong(plan_file, gnnplan, tmp_path, monkeyp
     def leave(code: int) -> None:
         raise SystemExit(code)
 
-    monkeypatch.setattr(launch, "leave", leave)
+    monkeypatch.setattr(rank, "leave", leave)
     answer = gnnplan("run", plan_file, "--out", tmp_path / "out")
     assert answer.code == 2 and not (tmp_path / "out").exists()
     assert re.search(

@@ -31,7 +31,7 @@ from hypothesis import strategies as st
 import gnnplan.planner.graph.arrays as graphs
 import gnnplan.planner.graph.graph as graph_module
 from gnnplan.api.asking import problem_of
-from gnnplan.executor.launch.launcher import Options
+from gnnplan.executor.launch.run_request import Options
 from gnnplan.papers.published import evaluate_rows
 from gnnplan.papers.rows import COLUMNS
 from gnnplan.papers.rows import read as read_published

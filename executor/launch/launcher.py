@@ -1,7 +1,6 @@
 """The launcher's entry points: start the local ranks of a plan, and wait for them.
 
-The command line uses this module only, so it also exports names of run_request.py, emulation.py,
-preflight.py and rank_process.py. The ranks themselves run rank_process.py.
+The ranks themselves run rank_process.py.
 """
 
 from __future__ import annotations
@@ -21,33 +20,15 @@ from typing import Any
 
 from gnnplan.executor.launch.emulation import Server, lab
 from gnnplan.executor.launch.failure import kept, name_of
-from gnnplan.executor.launch.preflight import Row, look, must_start
-from gnnplan.executor.launch.rank_process import follow
-from gnnplan.executor.launch.run_request import Options, RunRequest, write_run
+from gnnplan.executor.launch.run_request import RunRequest, write_run
 from gnnplan.executor.ranks import activity
-from gnnplan.executor.ranks.rank import SCRATCH, leave
-from gnnplan.executor.ranks.rendezvous import started_by_launcher
+from gnnplan.executor.ranks.rank import SCRATCH
 from gnnplan.planner.vocabulary.files import (
     cannot_write,
     folder_lock,
     forget_unfinished,
     make_folder,
 )
-
-__all__ = [
-    "Options",
-    "Row",
-    "RunRequest",
-    "begin",
-    "compare",
-    "follow",
-    "leave",
-    "look",
-    "must_start",
-    "new_folder",
-    "start",
-    "started_by_launcher",
-]
 
 PREFIX = "gnnplan-"
 ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)

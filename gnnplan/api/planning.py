@@ -465,7 +465,7 @@ class Plan(View):
         resume: check a run that resumes in `out`. options: options of `run`. No process is started
         and nothing is written. Raises SpecError."""
         from gnnplan.api.running import Preflight, asked_of
-        from gnnplan.executor.launch.launcher import look
+        from gnnplan.executor.launch.preflight import look
 
         return Preflight(look(asked_of(self.document, self.loaded, out, options, resume)))
 

@@ -155,24 +155,26 @@ def asked_of(
     problem: the plan's problem, if its graph is loaded. out: the run's folder; None: a new one in
     runs/. given: options (executor/launch/run_request.py) and `emulate`; an unset option is None.
     resume: resume the run in `out`. Raises SpecError."""
-    from gnnplan.executor.launch import launcher as launch
+    from gnnplan.executor.launch.launcher import new_folder
+    from gnnplan.executor.launch.run_request import Options, RunRequest
 
     rate = rate_of(given.get("emulate"))
     kept = {name: value for name, value in given.items() if name != "emulate"}
-    options = launch.Options.of(Path(out or ""), kept, resume)
+    options = Options.of(Path(out or ""), kept, resume)
     graph = document["graph"].get("name", "graph").split("?")[0]
     name = f"{graph}-{document['best']['strategy']['name']}".replace(":", "-").replace("/", "-")
-    folder = launch.new_folder(name) if out is None else Path(out)
-    return launch.RunRequest(document, folder, options, emulate=rate, loaded=problem)
+    folder = new_folder(name) if out is None else Path(out)
+    return RunRequest(document, folder, options, emulate=rate, loaded=problem)
 
 
 def train(asked: RunRequest) -> Run:
     """Start a plan's ranks on this machine, and wait until they end.
 
     Raises SpecError, and LostRank if a rank is lost and no restart is left."""
-    from gnnplan.executor.launch import launcher as launch
+    from gnnplan.executor.launch.launcher import begin
+    from gnnplan.executor.launch.preflight import must_start
 
-    for row in launch.must_start(asked):
+    for row in must_start(asked):
         say(f"note: {row}")
     problem, strategy, out, last = asked.problem, asked.settled, asked.out, asked.last
     onwards = f" after {last}" if last else ""
@@ -183,7 +185,7 @@ def train(asked: RunRequest) -> Run:
     stand_in = [note for note in problem.stats.notes if note.startswith(STAND_IN_LABELS)]
     for note in stand_in:
         say(f"note: {note}")
-    launch.begin(asked)
+    begin(asked)
     for note in stand_in:
         say(f"note: {note}")
     return Run(out)

@@ -73,15 +73,16 @@ def tune(
         SpecError: An argument is wrong, or the plan cannot run on this machine.
         LostRank: A rank was lost.
     """
-    from gnnplan.executor.launch import launcher as launch
+    from gnnplan.executor.launch.launcher import new_folder
     from gnnplan.executor.launch.tune import asked
     from gnnplan.executor.launch.tune import tune as by_runs
+    from gnnplan.executor.ranks.rendezvous import started_by_launcher
 
-    if launch.started_by_launcher():
+    if started_by_launcher():
         raise SpecError(
             "tune starts ranks of its own, and torchrun or srun has started this one; call it alone"
         )
-    folder = launch.new_folder("tune") if out is None else Path(out)
+    folder = new_folder("tune") if out is None else Path(out)
     plan = plan if isinstance(plan, Plan) else load_plan(plan)
     return Tuned(by_runs(asked(plan.document), folder, share, epochs, rate_of(emulate)), folder)
 

@@ -46,8 +46,9 @@ def measure(
     """
     from gnnplan.api import measuring as api
     from gnnplan.api.running import rate_of
-    from gnnplan.executor.launch import launcher as launch
     from gnnplan.executor.measure import measure as measuring
+    from gnnplan.executor.ranks.rank import leave
+    from gnnplan.executor.ranks.rendezvous import started_by_launcher
     from gnnplan.planner.vocabulary.files import cache_dir, must_be_writable
 
     if output:
@@ -55,11 +56,11 @@ def measure(
     rate, seconds, dtype = rate_of(how["emulate"]), how["seconds"], how["dtype"]
     if nccl_tests or topology or cluster:
         found = _read(cluster, nccl_tests or [], topology)
-    elif launch.started_by_launcher():
+    elif started_by_launcher():
         first = os.environ.get("RANK", os.environ.get("SLURM_PROCID")) == "0"
         measured = measuring.measure_as_rank(say if first else lambda what: None, seconds, dtype)
         if measured is None:  # only rank 0 has the result
-            launch.leave(0)
+            leave(0)
         found = measured
     else:
         found = measuring.measure(how["ranks"], say, how["servers"], rate, seconds, dtype)
@@ -73,8 +74,8 @@ def measure(
         f"written to {output}"
     ] * bool(output)
     say(" and ".join(kept) or "kept nowhere; -o FILE writes it")
-    if launch.started_by_launcher():
-        launch.leave(0)
+    if started_by_launcher():
+        leave(0)
 
 
 def _read(cluster: str | None, tests: list[Path], wiring: Path | None) -> Cluster:

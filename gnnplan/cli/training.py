@@ -92,7 +92,11 @@ def run(
     """
     from gnnplan.api.planning import load_plan
     from gnnplan.api.running import Preflight, Run, asked_of, rate_of, train
-    from gnnplan.executor.launch import launcher as launch
+    from gnnplan.executor.launch.preflight import look
+    from gnnplan.executor.launch.rank_process import follow
+    from gnnplan.executor.launch.run_request import Options
+    from gnnplan.executor.ranks.rank import leave
+    from gnnplan.executor.ranks.rendezvous import started_by_launcher
 
     out: Path | None = given.pop("out")
     if resume is not None and out is not None:
@@ -111,7 +115,7 @@ def run(
         out, plan_file = resume, plan_file or resume / "plan.json"
     if plan_file is None:
         raise SpecError("run takes a PLAN (`gnnplan plan -o plan.json` makes one), or --resume DIR")
-    if launch.started_by_launcher():
+    if started_by_launcher():
         if dry_run:
             raise SpecError(
                 "--dry-run looks at one machine, and torchrun or srun has started this process as a"
@@ -132,11 +136,11 @@ def run(
                 "--out is needed when torchrun or srun starts the ranks, so that all of them write"
                 " to one folder"
             )
-        options = launch.Options.of(out, given, resume is not None)
-        code = launch.follow(plan_file, out, options, strategy)
+        options = Options.of(out, given, resume is not None)
+        code = follow(plan_file, out, options, strategy)
         if code == 0 and os.environ.get("RANK", os.environ.get("SLURM_PROCID", "0")) == "0":
             show(Run(out), as_json)
-        launch.leave(code)
+        leave(code)
     if given["emulate"] is not None:
         rate_of(given["emulate"])  # report a mistake before the graph is read
     plan = load_plan(plan_file, of_any_version=True)
@@ -144,7 +148,7 @@ def run(
         plan = plan.choose(strategy)
     asked = asked_of(plan.document, plan.loaded, out, given, resume is not None)
     if dry_run:
-        found = Preflight(launch.look(asked))
+        found = Preflight(look(asked))
         show(found, as_json)
         raise typer.Exit(2 if found.stops else 0)
     show(train(asked), as_json)

@@ -7,7 +7,8 @@ from typing import Any
 
 import pytest
 
-from gnnplan.executor.launch import launcher as launch
+from gnnplan.executor.launch.launcher import begin
+from gnnplan.executor.launch.run_request import Options, RunRequest
 from gnnplan.planner.decision import plan
 from gnnplan.planner.decision.candidate import evaluate
 from gnnplan.planner.decision.search import SearchResult
@@ -20,9 +21,8 @@ RANK = """
 import os, sys
 from pathlib import Path
 import torch.distributed as dist
-from gnnplan.executor.launch.launcher import leave
 from gnnplan.executor.train import train
-from gnnplan.executor.ranks.rank import open_rank
+from gnnplan.executor.ranks.rank import leave, open_rank
 from gnnplan.planner.decision.plan import chosen, question, read
 document = read(Path(sys.argv[1]))
 job, strategy = question(document), chosen(document)
@@ -95,8 +95,8 @@ def test_ranks_that_a_run_starts(run_ranks, graphs, tmp_path):
     )
     out, candidate = planned(case, 2, (1, 0), tmp_path)
     document = plan.read(tmp_path / "plan.json")
-    asked = launch.RunRequest(document, out, launch.Options(3, 0, 60.0))
+    asked = RunRequest(document, out, Options(3, 0, 60.0))
     assert asked.problem.by_gpu == (1, 0)
-    launch.begin(asked)
+    begin(asked)
     assert_as_planned(Result(case, 2, out), run_ranks(2, [case])[0], candidate)
     assert json.loads((out / "rank0.json").read_text())["bytes"]
