@@ -27,9 +27,7 @@ from torch import Tensor
 from gnnplan.executor.modules.bind import GraphFields
 from gnnplan.executor.modules.read import (
     Source,
-    names_layer,
     net_of,
-    own_layers,
     read,
     read_again,
     with_module,
@@ -125,11 +123,8 @@ def asked(
         workload = checked(Workload, {**STEP, **fields, "model": model}, "--", ["model", *fields])
     else:
         workload = checked(Workload, {**STEP, **fields}, "--", list(fields))
-        if names_layer(model, workload.seed):
-            workload = own_layers(workload, str(model), *widths)
-        else:
-            graph = GraphFields(*widths, own=(features is None, classes is None))
-            workload = with_module(workload, read(model, workload, graph, folder), fields)
+        graph = GraphFields(*widths, own=(features is None, classes is None))
+        workload = with_module(workload, read(model, workload, graph, folder), fields)
         widths = workload.own.features, workload.own.classes
     return {
         "workload": workload.model_dump(mode="json"),

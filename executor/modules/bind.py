@@ -105,7 +105,7 @@ class GraphFields:
     """What a module may know of a graph: widths, fields, and whether it is directed.
 
     own: whether the module may have other features, or classes; the graph's then only serve as
-    arguments of the call that makes it."""
+    arguments of the call that makes it. unsummed: why its features cannot be summed as they are."""
 
     features: int
     classes: int
@@ -114,6 +114,7 @@ class GraphFields:
     vertex: Fields = field(default_factory=dict)
     edge: Fields = field(default_factory=dict)
     own: tuple[bool, bool] = (False, False)
+    unsummed: str = ""
 
     @staticmethod
     def of(problem: Problem) -> GraphFields:
@@ -121,7 +122,11 @@ class GraphFields:
         fields = graph.vertex_fields if graph else {}, graph.edge_fields if graph else {}
         vertex, edge = ({n: shape_of(v) for n, v in some.items()} for some in fields)
         classes, facts = max(stats.classes, 1), (stats.directed, stats.multilabel)
-        return GraphFields(stats.features, classes, *facts, vertex, edge)
+        why = (
+            problem.model.inputs.why_unsummed
+            and f"of {stats.name} {problem.model.inputs.why_unsummed}"
+        )
+        return GraphFields(stats.features, classes, *facts, vertex, edge, unsummed=why)
 
 
 def shape_of(field: np.ndarray) -> tuple[tuple[int, ...], str, int]:

@@ -61,15 +61,15 @@ Source = str | nn.Module | Callable[..., nn.Module]
 
 @dataclass(frozen=True)
 class UserModule:
-    """A user's module, as it was read.
+    """A user's module, as it was read, or their class of layers.
 
-    fields: what the module decides of the Workload. trained: the pieces of the module, or the
-    parameters of built-in layers."""
+    fields: what the model decides of the Workload. trained: the pieces of the module, or the
+    parameters of built-in layers. module, trained: None for a class of layers."""
 
-    module: nn.Module
     fields: Mapping[str, Any]
     description: Module
-    trained: Parameters | Pieces
+    module: nn.Module | None = None
+    trained: Parameters | Pieces | None = None
 
     @property
     def pieces(self) -> Pieces | None:
@@ -94,19 +94,9 @@ def with_user_model(
 
     >>> problem, notes = with_user_model(problem, MyGNN(100, 64, 47))  # doctest: +SKIP
     """
-    stats, graph = problem.stats, problem.graph
-    if names_layer(model, problem.workload.seed):
-        if why := problem.model.inputs.why_unsummed:
-            raise SpecError(
-                f"{model}: a layer of your own reads whole rows, and of {stats.name} {why}"
-            )
-        workload = own_layers(problem.workload, str(model), stats.features, stats.classes)
-        if more:
-            workload = checked(Workload, workload.model_dump() | dict(more), "--", [*more])
-        return replace(problem, workload=workload), unread_by(str(model), graph)
     user = read(model, problem.workload, GraphFields.of(problem), folder)
-    if user.pieces and graph is not None:
-        _as_read(graph, user.description, user.pieces)
+    if user.pieces and problem.graph is not None:
+        _as_read(problem.graph, user.description, user.pieces)
     given = list(given)
     workload = with_module(problem.workload, user, given, more)
     return replace(problem, workload=workload), _notes(user, problem, given)
@@ -130,7 +120,7 @@ def read(
     graph: GraphFields,
     folder: Path | None = None,
 ) -> UserModule:
-    """Read the user's module for such a graph. Raises SpecError, with the line if it has a file.
+    """Read the user's model for such a graph. Raises SpecError, with the line if it has a file.
 
     A class or function is called with the widths of the graph and fields of `workload` that its
     parameters name (bind.py). torch's random numbers start from the workload's seed before a file
@@ -144,19 +134,24 @@ def read(
     if isinstance(model, str):
         file, name, sha256 = source_of(model)
 
-    def make_module() -> tuple[nn.Module, dict[str, Any]]:
+    def find() -> object:
         torch.manual_seed(workload.seed)
-        found = in_file(file, name) if file else model
+        return in_file(file, name) if file else model
+
+    def made_of(found: object) -> tuple[nn.Module, dict[str, Any]]:
         return make(found, name, file, workload, graph.features, graph.classes)
 
     with torch.random.fork_rng(devices=[]):
-        module, arguments = make_module()
+        found = find()
+        if issubclass(found if isinstance(found, type) else type(found), Layer):
+            return _layers(workload, file, name, sha256, graph)
+        module, arguments = made_of(found)
     dtype = dtype_of(workload.precision.weights)
     trained: Parameters | Pieces
     try:
         with torch.random.fork_rng(devices=[]), redirect_stdout(sys.stderr):
             rows = partial(_rows, graph=graph, seed=workload.seed)
-            must_equal_in_ranks(module, lambda: make_module()[0], rows)
+            must_equal_in_ranks(module, lambda: made_of(find())[0], rows)
             materialise(module, graph, workload.seed)
             module = copy.deepcopy(module).to("cpu", dtype)  # a live module is not changed
             graph = _with_its_widths(module, graph, dtype)
@@ -181,7 +176,7 @@ def read(
         arguments=tuple(arguments.items()),
         **own,
     )
-    return UserModule(module, fields, description, trained)
+    return UserModule(fields, description, module, trained)
 
 
 def _described(
@@ -355,7 +350,7 @@ def with_module(
     given = list(given)
     used = {field_of(argument) for argument, _ in user.description.arguments}
     for field in given:
-        is_decided = field in user.fields and field not in used
+        is_decided = user.trained is not None and field in user.fields and field not in used
         if is_decided and getattr(workload, field) != user.fields[field]:
             raise SpecError(
                 f"{field}: {user.description.name} of {user.description.file} decides {field}"
@@ -374,6 +369,8 @@ def with_module(
 def _notes(user: UserModule, problem: Problem, given: Collection[str]) -> list[str]:
     """Return notes on dense features, arguments, optional fields and unread fields."""
     name, graph, stats, notes = user.description.name, problem.graph, problem.stats, list[str]()
+    if user.trained is None:
+        return unread_by(name, graph)
     if user.pieces and not stats.dense:
         share = show_percent(stats.stored_per_row / stats.features, 1)
         notes.append(
@@ -431,57 +428,45 @@ def with_structure(problem: Problem) -> Problem:
 # -- layers of the user's own class, and the Net of any workload -----------------------------------
 
 
-def names_layer(model: Source, seed: int) -> bool:
-    """Whether a model is `FILE.py:NAME` of a class of layers. Raises SpecError for a live one."""
-    if not isinstance(model, str):
-        kind = model if isinstance(model, type) else type(model)
-        if issubclass(kind, Layer):
-            raise SpecError(
-                f"every rank makes its own {kind.__name__}; name the file that it is in, as"
-                f" 'layer.py:{kind.__name__}'"
-            )
-        return False
-    file, name, _ = source_of(model)
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(seed)
-        found = in_file(file, name)
-    return isinstance(found, type) and issubclass(found, Layer)
-
-
-def own_layers(workload: Workload, model: str, features: int, classes: int) -> Workload:
-    """Return the workload with layers of the user's class and their work. Raises SpecError."""
+def _layers(
+    workload: Workload, file: Path | None, name: str, sha256: str, graph: GraphFields
+) -> UserModule:
+    """Return a user's class of layers, with the layers' work. Raises SpecError."""
+    if file is None:
+        raise SpecError(
+            f"every rank makes its own {name}; name the file that it is in, as 'layer.py:{name}'"
+        )
+    if graph.unsummed:
+        raise SpecError(
+            f"{file}: {name}: a layer of your own reads whole rows, and {graph.unsummed}"
+        )
     if workload.norm not in (None, "none"):
         raise SpecError(
-            f"norm: {model} is a layer of your own, which norms in its prepare or update (norm:"
-            f" {workload.norm}); leave norm out"
+            f"norm: {name} of {file} is a layer of your own, which norms in its prepare or update"
+            f" (norm: {workload.norm}); leave norm out"
         )
-    file, name, sha256 = source_of(model)
-    module = Module(
+    classes = max(graph.classes, 1)
+    widths = pairwise([graph.features, *[workload.hidden] * (workload.layers - 1), classes])
+    shapes = [ModuleLayer(h_in=h_in, h_out=h_out) for h_in, h_out in widths]
+    description = Module(
         file=str(file),
         name=name,
         sha256=sha256,
-        features=features,
-        classes=max(classes, 1),
-        layers=tuple(
-            ModuleLayer(h_in=h_in, h_out=h_out)
-            for h_in, h_out in pairwise(
-                [features, *[workload.hidden] * (workload.layers - 1), max(classes, 1)]
-            )
-        ),
+        features=graph.features,
+        classes=classes,
+        layers=tuple(shapes),
     )
-    given = workload.model_dump() | {"module": module.model_dump()}
-    asked = Workload.model_validate(
-        given | {"model": "own", "norm": "none", "hidden": module.layers[0].h_out}
-    )
+    fields = {"model": "own", "norm": "none", "hidden": shapes[0].h_out}
+    asked = with_module(workload, UserModule(fields, description), ())
     counted: dict[tuple[int, int, bool, bool], ModuleLayer] = {}
     layers = []
-    for number, shape in enumerate(module.layers, 1):
-        varies, relu = number > 1, number < len(module.layers)
+    for number, shape in enumerate(shapes, 1):
+        varies, relu = number > 1, number < len(shapes)
         key = shape.h_in, shape.h_out, varies, relu
         if key not in counted:
             counted[key] = _counted(asked, number, shape, varies, relu)
         layers.append(counted[key])
-    return asked.model_copy(update={"module": module.model_copy(update={"layers": tuple(layers)})})
+    return UserModule(fields, description.model_copy(update={"layers": tuple(layers)}))
 
 
 def _counted(

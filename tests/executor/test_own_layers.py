@@ -13,7 +13,8 @@ import pytest
 import torch
 
 from gnnplan.executor.modules import read
-from gnnplan.executor.modules.read import own_layers, with_user_model
+from gnnplan.executor.modules.bind import GraphFields
+from gnnplan.executor.modules.read import with_module, with_user_model
 from gnnplan.planner.gnn.footprint import footprint
 from gnnplan.planner.gnn.model import Model, describe
 from gnnplan.planner.gnn.workload import Workload
@@ -65,6 +66,10 @@ class M(Layer):
     def update(self, gathered, rows, x, x0, relu):
         return gathered.relu() if relu else gathered
 """
+
+
+def own_layers(asked: Workload, model: str, features: int, classes: int) -> Workload:
+    return with_module(asked, read.read(model, asked, GraphFields(features, classes)), ())
 
 
 def workload_of(tmp_path: Path, code: str, name: str = "M", **more: Any) -> Workload:
