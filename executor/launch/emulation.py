@@ -81,8 +81,12 @@ def check() -> None:
 def lab(servers: int, rate: float = inf) -> Iterator[list[Server]]:
     """Emulate servers whose NICs carry `rate` [B/s] per direction, for a `with` block.
 
-    inf: they are as fast as this machine copies. Raises SpecError.
+    inf: they are as fast as this machine copies. 0: there are no emulated servers. Raises
+    SpecError.
     """
+    if not rate:
+        yield []
+        return
     check()
     if not 1 <= servers <= 200:
         raise SpecError(f"{servers} emulated servers; an emulated cluster has 1 to 200")

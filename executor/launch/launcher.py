@@ -12,13 +12,13 @@ import signal
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from math import inf
 from pathlib import Path
 from typing import Any
 
-from gnnplan.executor.launch.emulation import Server, lab
+from gnnplan.executor.launch.emulation import lab
 from gnnplan.executor.launch.failure import kept, name_of
 from gnnplan.executor.launch.run_request import RunRequest, write_run
 from gnnplan.executor.ranks import activity
@@ -110,8 +110,9 @@ def start(asked: RunRequest, until: float = inf) -> None:
     from gnnplan.executor.launch import agent
 
     out, problem, options = asked.out, asked.problem, asked.options
+    emulated = lab(asked.cluster.servers, asked.emulate)
     try:
-        with unwound_by_signals() as unwind, scratch(out) as folder, _servers(asked) as servers:
+        with unwound_by_signals() as unwind, scratch(out) as folder, emulated as servers:
             env = {SCRATCH: str(folder), "TMPDIR": str(folder)}
             places = [problem.servers[rank] for rank in problem.by_gpu]
             names = [name_of(*each) for each in zip(problem.by_gpu, places, strict=True)]
@@ -146,11 +147,6 @@ def compare(out: Path) -> dict[str, Any]:
         agent.run(["check", str(out)], watched, [0, 0], (), out, {})
     answer: dict[str, Any] = json.loads((out / "answer.json").read_text())
     return answer
-
-
-def _servers(asked: RunRequest) -> AbstractContextManager[Sequence[Server]]:
-    """Return the emulated servers as a context; it yields none without emulation."""
-    return lab(asked.cluster.servers, asked.emulate) if asked.emulate else nullcontext(())
 
 
 @contextmanager

@@ -10,7 +10,6 @@ import os
 import sys
 from collections import Counter
 from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
 from math import inf
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -19,7 +18,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import PrefixStore  # type: ignore[attr-defined]
 
-from gnnplan.executor.launch import emulation as lab
+from gnnplan.executor.launch.emulation import lab
 from gnnplan.executor.launch.failure import name_of
 from gnnplan.executor.launch.preflight import must_meet
 from gnnplan.executor.measure.fitting import cluster_of
@@ -74,8 +73,7 @@ def measure(
     notify = progress or (lambda what: None)
     env = {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
     places = [rank // ranks for rank in range(ranks * servers)]
-    emulation: AbstractContextManager[list[lab.Server]]
-    emulation = lab.lab(servers, emulated) if servers > 1 else nullcontext([])
+    emulation = lab(servers, emulated if servers > 1 else 0.0)
     with emulation as emulated_servers, TemporaryDirectory() as name:
         folder = Path(name)
         words = ["measure", name, str(seconds), dtype, str(ranks)]

@@ -122,11 +122,9 @@ class GraphFields:
         fields = graph.vertex_fields if graph else {}, graph.edge_fields if graph else {}
         vertex, edge = ({n: shape_of(v) for n, v in some.items()} for some in fields)
         classes, facts = max(stats.classes, 1), (stats.directed, stats.multilabel)
-        why = (
-            problem.model.inputs.why_unsummed
-            and f"of {stats.name} {problem.model.inputs.why_unsummed}"
-        )
-        return GraphFields(stats.features, classes, *facts, vertex, edge, unsummed=why)
+        why = problem.model.inputs.why_unsummed
+        unsummed = f"of {stats.name} {why}" if why else ""
+        return GraphFields(stats.features, classes, *facts, vertex, edge, unsummed=unsummed)
 
 
 def shape_of(field: np.ndarray) -> tuple[tuple[int, ...], str, int]:

@@ -32,7 +32,6 @@ from gnnplan.executor.modules.bind import FORWARD_BYTES, GRAPHS, VERTICES, WIDTH
 from gnnplan.executor.modules.convert import Parameters
 from gnnplan.executor.modules.cut import differing
 from gnnplan.executor.modules.record import Unfit, is_the_users
-from gnnplan.planner.gnn.workload import Workload
 from gnnplan.planner.vocabulary.errors import SpecError
 from gnnplan.planner.vocabulary.files import read_bytes, suggest, write_atomically
 
@@ -96,15 +95,14 @@ def make(
     found: object,
     name: str,
     file: Path | None,
-    workload: Workload,
-    features: int,
-    classes: int,
+    values: Mapping[str, Any],
     given: Mapping[str, Any] | None = None,
 ) -> tuple[nn.Module, dict[str, Any]]:
     """Return the module that `found` is or makes, and the arguments of the call that made it.
 
-    file: the source, for errors. given: the arguments of an earlier call; None: they follow from
-    the parameters' names. Raises SpecError."""
+    file: the source, for errors. values: fields of a workload, 'features' and 'classes'. given: the
+    arguments of an earlier call; None: the values that the parameters' names mean. Raises
+    SpecError."""
     where = f"{file}: " if file else ""
     if isinstance(found, nn.Module):
         return found, {}
@@ -113,11 +111,7 @@ def make(
             f"{where}{name} is a {type(found).__name__}; name a torch.nn.Module, a class of"
             " one, or a function that makes one"
         )
-    arguments = (
-        _arguments(where, name, found, workload, features, classes)
-        if given is None
-        else dict(given)
-    )
+    arguments = _arguments(where, name, found, values) if given is None else dict(given)
     shown = f"{name}({', '.join(map(str, arguments.values()))})"
     with (
         _blamed(file, f"{shown} cannot be made"),
@@ -173,15 +167,9 @@ def _blamed(file: Path | None, what: str) -> Iterator[None]:
 
 
 def _arguments(
-    where: str,
-    name: str,
-    factory: Callable[..., object],
-    workload: Workload,
-    features: int,
-    classes: int,
+    where: str, name: str, factory: Callable[..., object], values: Mapping[str, Any]
 ) -> dict[str, Any]:
     """Return the arguments that a class or function needs, by its parameters' names."""
-    values = workload.model_dump() | {"features": features, "classes": classes}
     out: dict[str, Any] = {}
     for parameter in inspect.signature(factory).parameters.values():
         if parameter.kind in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD):

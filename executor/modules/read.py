@@ -31,7 +31,6 @@ from gnnplan.executor.layers.models import Net
 from gnnplan.executor.modules.bind import VERTICES, Fields, GraphFields, Small, copied, field_of
 from gnnplan.executor.modules.convert import NoChain, Parameters, converted
 from gnnplan.executor.modules.make import (
-    MAX_SOURCE,
     PICKLED,
     as_planned,
     in_file,
@@ -139,7 +138,8 @@ def read(
         return in_file(file, name) if file else model
 
     def made_of(found: object) -> tuple[nn.Module, dict[str, Any]]:
-        return make(found, name, file, workload, graph.features, graph.classes)
+        widths = {"features": graph.features, "classes": graph.classes}
+        return make(found, name, file, workload.model_dump() | widths)
 
     with torch.random.fork_rng(devices=[]):
         found = find()
@@ -287,15 +287,14 @@ def read_again(workload: Workload) -> Parameters | Pieces:
     Raises SpecError if the file has changed since the plan."""
     module = workload.own
     path = Path(module.file)
-    is_pickled = path.suffix == PICKLED
-    source = as_planned(path, module.sha256, MAX_PARAMETERS if is_pickled else MAX_SOURCE)
     with redirect_stdout(sys.stderr), torch.random.fork_rng(devices=[]):
-        if is_pickled:
-            made = loaded(source)
+        torch.manual_seed(workload.seed)
+        if path.suffix == PICKLED:
+            made = loaded(as_planned(path, module.sha256, MAX_PARAMETERS))
         else:
-            torch.manual_seed(workload.seed)
-            found, given = in_file(path, module.name), dict(module.arguments)
-            made, _ = make(found, module.name, path, workload, 0, 0, given=given)
+            as_planned(path, module.sha256)
+            found = in_file(path, module.name)
+            made, _ = make(found, module.name, path, {}, dict(module.arguments))
         return made if isinstance(made, Parameters) else _understood_again(workload, made)
 
 
@@ -526,9 +525,8 @@ def made(workload: Workload, number: int, h_in: int, h_out: int) -> Layer:
     file = Path(module.file)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(workload.seed * 1_000_003 + number)
-        layer, _ = make(
-            class_in(file, module.name, module.sha256), module.name, file, workload, h_in, h_out
-        )
+        values = workload.model_dump() | {"features": h_in, "classes": h_out}
+        layer, _ = make(class_in(file, module.name, module.sha256), module.name, file, values)
     if not isinstance(layer, Layer):
         raise SpecError(f"{file}: {module.name} makes a {type(layer).__name__}, and no Layer")
     return layer
@@ -536,7 +534,7 @@ def made(workload: Workload, number: int, h_in: int, h_out: int) -> Layer:
 
 @lru_cache(maxsize=2)
 def class_in(file: Path, name: str, sha256: str) -> object:
-    """Return the class in a file. Raises SpecError if the file's SHA-256 is another one."""
+    """Return the class in a file. Raises SpecError if the file has changed since the plan."""
     as_planned(file, sha256)
     return in_file(file, name)
 
