@@ -42,11 +42,13 @@ from gnnplan.executor.modules.bind import (
     copied,
 )
 from gnnplan.executor.modules.cut import Cutter, Program, differing, freeze_norms
+from gnnplan.executor.modules.ends import join_ends
 from gnnplan.executor.modules.evaluate import Place, tensors
 from gnnplan.executor.modules.pieces import Pieces, Tail, drawn, pair_ids
 from gnnplan.executor.modules.record import (
     DROPOUTS,
     INNER,
+    STRUCTURE,
     Node,
     Opaque,
     Recorded,
@@ -134,6 +136,16 @@ def _hint(error: BaseException, words: str, small: Small) -> str:
         f"(2x{small.whole.indices.size} ": "it multiplies by edge_index [2, E], whose matrix is"
         " torch.sparse_coo_tensor(edge_index.flip(0), weights, (x.size(0), x.size(0)))",
     }
+    fields = [
+        name
+        for name, field in takes.items()
+        if field.startswith(("edge ", "vertex ")) and name not in small.binding.needed
+    ]
+    if fields:
+        found[""] = (
+            f"it gets the graph's fields as {', '.join(fields)}, which it could do without: leave"
+            " them out of the graph, or out of forward's parameters"
+        )
     return next((f"; {hint}" for part, hint in found.items() if part in words), "")
 
 
@@ -234,7 +246,7 @@ def recorded_of(
         given = graph.given(dtype, is_recorded=True)
         run = partial(graph.binding.call, own, given)
         recorded = partial(record, own, given, run, graph.vertices, parts, takes_constants)
-        return own, _guarded(graph, recorded)
+        return own, join_ends(_guarded(graph, recorded))
 
     def on_both(takes_constants: bool) -> tuple[nn.Module, Recorded]:
         (own, few), (_, many) = (on(graph, takes_constants) for graph in (small, small.larger))
@@ -285,8 +297,18 @@ def _suspected(pieces: Pieces, small: Small) -> str:
     message; '': there is none."""
     if small.adds_loops:
         return "forward also reads the graph without the self-loops that it adds; add them first"
-    sizes = {small.vertices, *(each.value.shape[1] for each in edge_sets_of(pieces.training.live))}
+    edge_sets = [edges.value for edges in edge_sets_of(pieces.training.live)]
+    sizes = {small.vertices, *(edges.shape[1] for edges in edge_sets)}
     for node in pieces.training.live:
+        if "scatter" in node.what or "index_add" in node.what:
+            places = [v for r in node.reads if r.kind == STRUCTURE for v in tensors(r.value)]
+            firsts = [at[..., None].flatten(1)[:, 0] for at in places if at.ndim]  # of H columns
+            if any(torch.equal(at, edges[0]) for at in firsts for edges in edge_sets):
+                return (
+                    f"{node.place}{node.what} adds rows up at edge_index[0], where edges start, and"
+                    " a part knows the edges into its vertices; add up rows of edge_index[0] at"
+                    " edge_index[1] (if the graph is undirected, write col, row = edge_index)"
+                )
         if isinstance(node.call, Opaque):
             return (
                 f"{node.place}{node.call.path} ({node.call.kind}) is called as a whole, since torch"
@@ -469,7 +491,8 @@ def numbers_of(module: nn.Module) -> dict[str, Any]:
     for code in files.values():
         file = Path(str(code.__file__)).name
         for name, value in tuple(vars(code).items()):
-            note(f"{file}: {name}", value, 3)
+            if name != "__warningregistry__":  # Python's, of warnings that have been shown
+                note(f"{file}: {name}", value, 3)
     return found
 
 

@@ -194,6 +194,13 @@ REFUSED = {
         "return F.log_softmax(self.c(self.a(x, edge_index), edge_index), dim=0)",
         r"line 15: log_softmax gives vertex \d+ another row",
     ),
+    # was "its output is another when its calls run in pieces", without a line or a remedy
+    "readers first": (
+        "row, col = edge_index\nh = self.first(x)\n"
+        "h = torch.zeros_like(h).scatter_add(0, row[:, None].expand(-1, 8), h[col])\n"
+        "return self.last(h)",
+        r"line 17: scatter_add adds rows up at edge_index\[0\].* write col, row = edge_index\)",
+    ),
     "branch": (
         "if x.sum() > 0:\n    return x\nreturn self.c(self.a(x, edge_index), edge_index)",
         r"line 15: forward asks for the numbers in a tensor \(bool\)",
@@ -438,6 +445,14 @@ def test_a_scripted_part_is_refused_in_words(tmp_path):
 
 
 @pytest.mark.slow
+def test_a_field_that_makes_forward_fail_is_told(tmp_path):
+    """PyG's GAT and PNA take edge_attr, and fail on it if they were made without edge_dim."""
+    body = "assert edge_attr is None\nreturn self.c(x, edge_index)"
+    fields = GraphFields(6, 3, edge={"edge_attr": ((2,), "<f4", 2)})
+    with pytest.raises(SpecError, match="gets the graph's fields as edge_attr, which it could"):
+        asked(tmp_path, body, "x, edge_index, edge_attr=None", fields)
+
+
 def test_a_field_that_forward_could_do_without_is_said_once(tmp_path):
     """forward(x, edge_index, edge_weight=None) got the graph's weights, and nobody was told."""
     body = (
@@ -509,6 +524,25 @@ for _ in range(2):
 h = checkpoint(self.b, h, edge_index, use_reentrant=True)
 h = checkpoint(lambda h: F.dropout(h, 0.5, self.training), h, use_reentrant=False)
 return self.c(h, edge_index) + self.last(two.sum(0))
+""",
+    # "getitem makes [289, 8] of all edges, as a graph's readout does": only edges [2, E] were edges
+    "ends apart": """
+(row, col), own, h = edge_index, torch.arange(x.size(0)), self.first(x)
+degrees = torch.bincount(col, minlength=len(own))
+for _ in range(2):
+    readers, sources = torch.cat([edge_index[1], own]), torch.cat([row, own])
+    h = torch.zeros_like(h).index_add(0, readers, F.dropout(h[sources], 0.5, self.training))
+    sources, readers = row[degrees[col] > 2], col[degrees[col] > 2]
+    h = torch.zeros_like(h).index_add(0, readers, h[sources] / degrees[sources, None])
+return self.last(h)
+""",
+    # "changes __warningregistry__.version from call to call"
+    "a warning": """
+import warnings
+with warnings.catch_warnings():
+    warnings.simplefilter("ignore")
+    warnings.warn("sparse matrices are in beta")
+return self.c(self.a(x, edge_index) ** 2, edge_index)
 """,
 }
 # whose forward is no plain list of calls, and computes what our layers do
