@@ -794,7 +794,9 @@ ASKED = {
     "--fanout 5,-1": "--fanout: must be full, or a number",
     "--dtype float16": "--dtype: must be 'float32', 'float64', 'bfloat16' or 'tf32', not 'float16'; did you mean bfloat16",
     "--dtype auto --scale 1,2": "--dtype: auto is no type: only a plan on one number of GPUs chooses one",
-    "--dtype auto --set dtype=bfloat16": "--set dtype=bfloat16 names a type of rows, and --dtype auto leaves it to the plan",
+    "--dtype auto --set dtype=bfloat16": "--set dtype=bfloat16 and --dtype name one field; leave",
+    "--layers 3 --set layers=2": "--set layers=2 and --layers name one field; leave one out",
+    "--set servers=2 --set servers=4": "--set servers: given twice; keep one",
     "--cluster l4_box --cluster dgx_a100": "--cluster dgx_a100: several clusters are compared by numbers of GPUs; add --scale",
     "--scale 1,2 --ranks 2": "--ranks 2 asks for one size and --scale 1,2 for several; leave one out",
     "--objective energy --cluster local": "add it, as --set device.power=300W",
@@ -991,6 +993,18 @@ def test_interrupted(gnnplan, monkeypatch):
     monkeypatch.setattr(module, "load", interrupted)
     answer = gnnplan("profile", GRAPH, "--json")
     assert answer.code == 130 and answer.document == {"error": "interrupted", "exit_code": 130}
+
+
+def test_an_unexpected_end_of_a_file_is_no_interruption(gnnplan, monkeypatch):
+    """Code that was installed on a full disk (marshal data too short) was `interrupted`."""
+    import gnnplan.planner.graph.load as module
+
+    def ended(*_: object) -> None:
+        raise EOFError("marshal data too short")
+
+    monkeypatch.setattr(module, "load", ended)
+    with pytest.raises(EOFError, match="too short"):
+        gnnplan("profile", GRAPH)
 
 
 # -- nothing fits ----------------------------------------------------------------------------------

@@ -47,7 +47,9 @@ def main() -> NoReturn:
         code = app(standalone_mode=False)
     except GnnplanError as error:
         code = fail(str(error), error.exit_code)
-    except (KeyboardInterrupt, typer.Abort):
+    except (KeyboardInterrupt, typer.Abort) as error:
+        if isinstance(error.__cause__, EOFError):  # which typer takes for the end of a prompt
+            raise error.__cause__ from None
         code = 130
     except OSError as error:
         if error.filename is None and error.errno in (errno.EPIPE, errno.ENOSPC, errno.EIO):

@@ -241,6 +241,13 @@ def test_nodes_with_names_are_numbered_in_their_order():
     assert "ignored: label" in parts.notes
 
 
+def test_zeros_that_fill_up_blocks_are_no_edges():
+    """A matrix of 3 edges in blocks of 2 by 2 had 12."""
+    blocks = sp.csr_matrix(([1.0, 1.0, 2.0], ([0, 2, 3], [1, 0, 3])), shape=(4, 4)).tobsr((2, 2))
+    ((src, dst),) = collect(formats.of_object(blocks)).edges
+    assert (src.tolist(), dst.tolist()) == ([0, 2, 3], [1, 0, 3])
+
+
 def test_of_two_names_of_labels_the_second_is_a_field():
     """It was dropped, unsaid; of a Data and a DGLGraph it is a field."""
     graph = nx.DiGraph([(0, 1), (1, 2)])

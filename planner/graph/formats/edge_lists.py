@@ -239,7 +239,8 @@ def load_matrix(path: str) -> Any:
 
 
 def of_matrix(matrix: Any, path: str = "a sparse matrix") -> Parts:
-    """Return the edges of a square matrix; each stored entry is an edge, stored zeros too.
+    """Return the edges of a square matrix; each stored entry is an edge, stored zeros too, but for
+    those of BSR.
 
     The values of entries are the field edge_weight, unless all are 1."""
     if len(matrix.shape) != 2 or matrix.shape[0] != matrix.shape[1]:
@@ -250,6 +251,9 @@ def of_matrix(matrix: Any, path: str = "a sparse matrix") -> Parts:
     with reading(path, "a sparse matrix"):
         if matrix.format in ("csr", "csc", "bsr"):
             matrix.check_format(full_check=True)  # scipy does not check index pointers otherwise
+        if matrix.format == "bsr":  # zeros fill up its blocks
+            matrix = matrix.tocsr()
+            matrix.eliminate_zeros()
         matrix = matrix.tocoo()
     parts = Parts(path, [(matrix.row, matrix.col)], int(matrix.shape[0]))
     if (matrix.data != 1).any():
