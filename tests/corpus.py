@@ -27,7 +27,6 @@ GRAPH = "synthetic:community?vertices=60&edges=240&features=4&classes=3"
 SECONDS = 10.0  # that a call may take, by the clock and in work
 PATIENCE = 30.0  # [s] with a busy machine
 MEMORY = 1e9  # [B] that it may hold
-SPARSE = 5 * 10**8  # [B] of files that are all zeros, or all newlines
 Make = Callable[[Path], Any]
 
 

@@ -7,8 +7,6 @@ import subprocess
 import sys
 import tarfile
 import time
-from collections.abc import Callable
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +20,6 @@ pytestmark = [
     # other libraries' warnings are no failure of ours
     pytest.mark.filterwarnings("ignore"),
 ]
-Stage = Callable[[str], dict[str, Any]]
 
 
 @pytest.fixture(scope="module")
@@ -107,61 +104,34 @@ def test_drawn_graphs_are_graphs(gpu, local):
     assert near < 2_500 if local else near > 4_000
 
 
-@pytest.mark.nightly  # what `gnnplan measure` does is tested every time
-def test_measure(stage):
-    rows = {row["constant"]: row for row in whole(stage("measure"))}
-    assert {"device.gemm", "device.memory_bandwidth", "device.launch", "host_rates"} <= set(rows)
-    low, high = rows["device.gemm"]["range"]
-    assert low < 1 < high and "measured" in rows["device.gemm"]["from"]
-
-
-def compared(stage: Stage, name: str) -> list[dict[str, Any]]:
-    """The rows of a stage beside those of its references."""
+@pytest.mark.nightly
+@pytest.mark.parametrize(
+    ("name", "rows"),
+    [
+        ("measure", 4),
+        ("one", 2),
+        ("modules", 1),
+        ("shared", 1),
+        ("further", 2),
+        ("streams", 3),
+        ("peers", 4),
+    ],
+)
+def test_a_stage_of_trainings_has_its_rows(stage, name, rows):
+    """Bytes and order are those planned, and losses those of its reference on the processor."""
+    if name == "modules":
+        pytest.importorskip("torch_geometric", exc_type=ImportError)
     from gpu_stages.table import documents
 
-    whole(stage("references"))
-    return whole(stage(name) | documents(stage(name)["out"])[name])
-
-
-@pytest.mark.nightly
-def test_one_rank(stage):
-    rows = compared(stage, "one")
-    assert [row["strategy"] for row in rows] == ["graph_parallel", "data_parallel"]
-    for row in rows:
-        assert row["bytes_equal"] and row["order_equal"] and row["ranks"] == 1
-        assert row["losses_off"] == 0 < row["epoch_s"]
-        assert row["memory_bytes"] is None or row["memory_bytes"] > 0 < row["predicted_bytes"]
-
-
-@pytest.mark.nightly
-def test_modules_of_users(stage):
-    pytest.importorskip("torch_geometric", exc_type=ImportError)
-    (row,) = compared(stage, "modules")
-    assert (row["strategy"], row["model"], row["ranks"]) == ("graph_parallel", "Gat", 1)
-    assert row["bytes_equal"] and row["order_equal"] and row["losses_off"] == 0
-    assert row["alone_s"] > 0 < row["epoch_s"]
-
-
-@pytest.mark.nightly
-def test_ranks_that_share_the_card(stage):
-    (row,) = compared(stage, "shared")
-    assert (row["strategy"], row["ranks"], row["backend"]) == ("pipegcn", 2, "gloo")
-    assert row["bytes_equal"] and row["bytes"] > 0 and row["order_equal"]
-    assert 0 <= row["overlapped"] <= 1 and row["losses_off"] == 0
-    runs = stage("shared")["out"] / "runs"
-    assert len(list(runs.glob("pipegcn--2-ranks/trace.rank*.json"))) == 2
-
-
-@pytest.mark.nightly
-def test_rounded_rows_and_rows_in_the_servers_memory(stage):
-    """The latter in less memory than graph_parallel needs."""
-    rows = whole(stage("further"))
-    assert [(row["strategy"], row["ranks"]) for row in rows] == [
-        ("offload(chunks=8)", 1),
-        ("graph_parallel(bits=2)", 2),
-    ]
-    assert all(row["bytes_equal"] and row["order_equal"] and row["epoch_s"] > 0 for row in rows)
-    assert rows[0]["predicted_bytes"] > 0 < rows[0]["declared_bytes"]
+    left, referred = stage(name), name in ("one", "modules", "shared")
+    if referred:
+        whole(stage("references"))
+        left |= documents(left["out"])[name]
+    found = whole(left)
+    assert len(found) >= rows
+    for row in found:
+        assert row.get("bytes_equal", True) and row.get("order_equal", True), row
+        assert row.get("epoch_s", 1.0) > 0 and (not referred or row["losses_off"] == 0), row
 
 
 def test_losses_that_are_not_the_cpus_are_failures(gpu):
@@ -177,32 +147,11 @@ def test_losses_that_are_not_the_cpus_are_failures(gpu):
     assert device[0]["losses_off"] == pytest.approx(5e-5)
 
 
-@pytest.mark.nightly
-def test_streams(stage):
-    document = stage("streams")
-    rows = whole(document)
-    recording = [row for row in rows if row["what"] == "recording"]
-    assert [row["strategy"] for row in recording] == ["graph_parallel", "gnnpipe(chunks=4)"]
-    assert all(row["spans"] > 5 and row["not_recorded_s"] > 0 for row in recording)
-    assert all(row["operations"] > 50 for row in rows if row["what"] == "launches")
-    assert (document["out"] / "streams.graph_parallel.200.json.gz").stat().st_size > 1000
-    left_out = [each["what"] for each in document["left_out"]]
-    assert left_out == ["CUDA graph, 200 vertices", "two communicators under way"]
-
-
 def test_sampling(stage):
     rows = whole(stage("sampling"))
     assert [row["where"] for row in rows] == ["host", "device"]
     for row in rows:
         assert row["equal"] and row["edges"] > 16 and row["draw_s"] > 0 and row["all_s"] > 0
-
-
-@pytest.mark.nightly
-def test_peers(stage):
-    rows = whole(stage("peers"))
-    assert {row["by"] for row in rows} >= {"ours", "pyg", "pyg_edges", "ours_batches"}
-    assert {row["model"] for row in rows} == {"sage", "gcn", "sage, batches"}
-    assert all(row["epoch_s"] > 0 for row in rows)
 
 
 @pytest.mark.nightly  # that they are found and skip is seen every time
@@ -283,6 +232,8 @@ def test_the_page_has_every_figure_and_is_no_result(gpu, stage):
     found = {name: stage(name) for name in names}
     text = page(found)
     assert text.startswith("# A rehearsal: no results") and not is_result(found)
+    full = {"small": False, "about": {"device": "cuda"}}
+    assert is_result({"kernels": full}) and not is_result({"kernels": full, "one": found["one"]})
     for words in (
         "| aggregation by |",
         "| dropout by |",
@@ -296,19 +247,6 @@ def test_the_page_has_every_figure_and_is_no_result(gpu, stage):
     assert widths == {10}
 
 
-def test_what_ran_on_a_gpu_at_full_size_is_a_result(gpu):
-    from gpu_stages.table import is_result
-
-    def stage(small: bool, device: str) -> dict[str, Any]:
-        return {"small": small, "about": {"device": device}}
-
-    whole, small, on_cpu = stage(False, "cuda"), stage(True, "cuda"), stage(False, "cpu")
-    assert is_result({"kernels": whole, "one": whole})
-    assert not any(is_result({"kernels": whole, "one": other}) for other in (small, on_cpu))
-    # without a GPU a stage does not get as far as to say where it ran
-    assert not is_result({"kernels": {"small": False}}) and not is_result({})
-
-
 def test_the_digest_has_figures_and_failures(gpu, stage):
     from gpu_stages.table import digest
 
@@ -317,10 +255,3 @@ def test_the_digest_has_figures_and_failures(gpu, stage):
     assert "  random 200 8 float32: ours " in text and ", pyg " in text
     assert "FAILED all of it: no such kernel" in text and text.index("FAILED") < text.index("copy")
     assert max(map(len, text.splitlines())) <= 250
-
-
-def test_the_list_says_what_is_there(gpu):
-    from gpu_stages.wheels import lines
-
-    text = "\n".join(lines())
-    assert f"torch {version('torch')}" in text and "simpy" in text

@@ -1,17 +1,14 @@
 """What `pip install` brings: the wheel holds every file of the package and nothing else, a source
 distribution makes the same wheel, and a newcomer who has only that can plan, run and validate."""
 
-import json
 import os
 import re
 import shutil
 import subprocess
 import sys
 import sysconfig
-import time
 import venv
 import zipfile
-from collections.abc import Callable
 from email.parser import Parser
 from pathlib import Path
 
@@ -102,63 +99,6 @@ def test_a_source_distribution_makes_the_same_wheel(sources, wheel, tmp_path):
     assert names(build(sources, tmp_path)) == names(wheel)
 
 
-# Planetoid's usual script
-SCRIPT = """\
-import torch
-import torch.nn.functional as F
-from torch_geometric.nn import GCNConv
-
-
-class GCN(torch.nn.Module):
-    def __init__(self, in_channels, hidden_channels, out_channels):
-        super().__init__()
-        self.conv1 = GCNConv(in_channels, hidden_channels)
-        self.conv2 = GCNConv(hidden_channels, out_channels)
-
-    def forward(self, x, edge_index):
-        x = F.dropout(x, p=0.5, training=self.training)
-        x = self.conv1(x, edge_index).relu()
-        x = F.dropout(x, p=0.5, training=self.training)
-        return self.conv2(x, edge_index)
-
-
-def train(data, epochs=100):
-    model = GCN(data.num_features, 16, int(data.y.max()) + 1)
-    optimizer = torch.optim.Adam(model.parameters(), lr=0.01, weight_decay=5e-4)
-    for epoch in range(epochs):
-        model.train()
-        optimizer.zero_grad()
-        out = model(data.x, data.edge_index)
-        loss = F.cross_entropy(out[data.train_mask], data.y[data.train_mask])
-        loss.backward()
-        optimizer.step()
-    model.eval()
-    right = model(data.x, data.edge_index).argmax(dim=-1) == data.y
-    return float(right[data.test_mask].float().mean())
-
-
-if __name__ == "__main__":
-    torch.manual_seed(0)
-    print(train(torch.load("data.pt", weights_only=False)))
-"""
-GRAPH = """\
-import torch
-from torch_geometric.data import Data
-from torch_geometric.utils import stochastic_blockmodel_graph
-
-torch.manual_seed(0)
-classes, vertices = 5, 2000
-inside = torch.full((classes, classes), 0.0005).fill_diagonal_(0.008)
-edges = stochastic_blockmodel_graph([vertices // classes] * classes, inside)
-y = torch.arange(classes).repeat_interleave(vertices // classes)
-x = torch.nn.functional.one_hot(y).float().repeat(1, 10) + 2 * torch.randn(vertices, 50)
-turn = torch.randperm(vertices)
-masks = {"train_mask": turn < 400, "val_mask": turn // 400 == 1, "test_mask": turn >= 800}
-torch.save(Data(x=x, edge_index=edges, y=y, **masks), "data.pt")
-"""
-Run = Callable[..., str]
-
-
 @pytest.fixture(scope="module")
 def environment(wheel, tmp_path_factory):
     """A virtual environment with the wheel and today's dependencies, which an index need not give
@@ -205,36 +145,3 @@ def test_who_has_only_the_wheel_plans_trains_and_validates(run, environment):
     )
     figures = ROOT / "traces" / "published" / "figures.csv"
     assert "637 figures predicted" in run("gnnplan", "validate", "--published", str(figures))
-
-
-@pytest.mark.nightly
-@pytest.mark.timeout(300)
-def test_a_script_of_pyg_is_planned_and_trained_as_it_is(run, tmp_path):
-    """Three commands after the script that everybody has: on two ranks it learns what it learned,
-    bytes and memory are as planned, and its library's memory is not counted as training's.
-
-    With -s it prints what each command takes."""
-    (tmp_path / "script.py").write_text(SCRIPT)
-    run("python", "-c", GRAPH)
-    seconds: list[tuple[str, float]] = []
-
-    def timed(*words: str) -> str:
-        began = time.monotonic()
-        said = run(*words)
-        seconds.append((" ".join(words), time.monotonic() - began))
-        return said
-
-    alone = float(timed("python", "script.py"))
-    ask = ("--graph", "data.pt", "--model", "script.py:GCN", "--hidden", "16", "--ranks", "2")
-    timed("gnnplan", "plan", *ask, "-o", "plan.json")
-    timed("gnnplan", "run", "plan.json", "--epochs", "100", "--out", "trained")
-    timed("gnnplan", "report", "plan.json", "trained")
-    lines = len(SCRIPT.splitlines())
-    print(f"\n\na script of {lines} lines, in an environment that has the wheel alone:")
-    print("\n".join(f"{taken:6.1f} s  {command}" for command, taken in seconds))
-    assert "<html" in (tmp_path / "report.html").read_text()[:1000]
-    found = json.loads(run("gnnplan", "validate", "trained", "--json"))
-    assert found["bytes"]["equal"]
-    assert abs(found["memory"]["error"]) < 0.15
-    last = json.loads((tmp_path / "trained" / "metrics.jsonl").read_text().splitlines()[-1])
-    assert alone > 0.8 and last["test_accuracy"] == pytest.approx(alone, abs=0.03)

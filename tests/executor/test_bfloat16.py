@@ -7,11 +7,9 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from pydantic import ValidationError
 from safetensors.torch import load_file
 
 from gnnplan.executor.layers.kernels import Block, SparseRows, aggregate, linear
-from gnnplan.planner.gnn.workload import Workload
 from gnnplan.planner.strategies import families, parse
 from gnnplan.planner.strategies.base import ROUNDING
 from gnnplan.planner.vocabulary.errors import SpecError
@@ -97,19 +95,6 @@ def test_rows_take_half_the_memory_and_weights_all_of_it(graphs):
     assert set(rounded["optimizer"]) == set(whole["optimizer"]) == {12 * weights}
     assert (2 * rounded["features"] == whole["features"]).all()
     assert (rounded["activations"] < whole["activations"]).all()
-
-
-@pytest.mark.parametrize(
-    ("more", "refusal"),
-    [
-        ({"model": "gat"}, "attention sums exponentials"),
-        ({"model": "gcn", "norm": "batch"}, "batch norm sums all vertices"),
-        ({"model": "gcn", "mode": "mini", "task": "link"}, "scores of edges are compared"),
-    ],
-)
-def test_workloads_that_need_more_than_8_bits_are_refused(more, refusal):
-    with pytest.raises(ValidationError, match=refusal):
-        Workload(dtype="bfloat16", **more)
 
 
 @pytest.mark.parametrize(

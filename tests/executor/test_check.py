@@ -21,50 +21,10 @@ from gnnplan.planner.graph.load import load
 from gnnplan.planner.vocabulary.errors import LostRank, SpecError
 from gnnplan.testing.ranks import meeting
 
-OWN = """
-import torch.nn.functional as F
-from torch import nn
-from dgl.nn import GraphConv
-
-class M(nn.Module):
-    def __init__(self, in_feats, out_feats):
-        super().__init__()
-        self.a, self.b, self.norm = GraphConv(in_feats, 16), GraphConv(16, out_feats), nn.LayerNorm(16)
-    def forward(self, g, x):
-        return self.b(g, F.dropout(self.norm(self.a(g, x)).relu(), 0.3, self.training))
-"""
-
 
 def run(*arguments: object, cwd: Path) -> subprocess.CompletedProcess[str]:
     command = sys.executable, "-m", "gnnplan", "check", *map(str, arguments)
     return ended_well(*command, cwd=cwd, env=os.environ | {"OMP_NUM_THREADS": "1"})
-
-
-@pytest.mark.nightly
-@pytest.mark.processes
-@pytest.mark.timeout(110)
-def test_a_users_module_has_one_process_gradients_on_every_exact_strategy(tmp_path):
-    pytest.importorskip("dgl", exc_type=ImportError)
-    (tmp_path / "model.py").write_text(f"{OWN}\nprint('hello')\n")
-    done = run("model.py:M", "--json", cwd=tmp_path)
-    # what the file says is no part of the answer; ranks may say it on one line
-    assert "hello" in done.stderr and not done.stderr.replace("hello", "").strip()
-    document = json.loads(done.stdout)
-    found = {each["strategy"]: each for each in document["strategies"]}
-    assert list(found) == [example.strategy for _, example in checking.tried()]
-    packed = {"graph_parallel(bits=2)", "pipegcn(bits=4)", "bns(p=0.5,bits=4)"}
-    packed.add("gnnpipe(stages=2,chunks=3,bits=4)")
-    lossy = {"pipegcn", "gnnpipe(stages=2,chunks=3)", "bns(p=0.5)", *packed}
-    for name in ("tensor3d(x=2,y=1,z=1)", "tensor3d(x=1,y=1,z=2)"):  # its layers have a norm
-        assert (each := found.pop(name))["answer"] == "cannot" and "norm" in each["reason"], each
-    for strategy, each in found.items():
-        assert each["answer"] == ("lossy" if strategy in lossy else "equal"), each
-        assert (each["gap"] <= checking.WITHIN) == (strategy not in lossy)
-    assert (document["graph"], document["ranks"], document["dtype"]) == (
-        {"vertices": 60, "edges": 400, "features": 12, "classes": 4},
-        2,
-        "float64",
-    )
 
 
 PROVER = """

@@ -16,7 +16,6 @@ from trainings import SETTINGS, Setting, idle, source
 
 from gnnplan.planner.graph.load import load
 from gnnplan.planner.strategies import families, parse
-from gnnplan.planner.vocabulary.trace import recorded_order
 from gnnplan.testing.plain import difference
 from gnnplan.testing.ranks import Case, Ranks, Result
 from gnnplan.testing.runs import *  # noqa: F403
@@ -170,23 +169,6 @@ def test_batch_norm_of_rows_that_two_ranks_compute_counts_them_twice(run_ranks, 
     case = Setting.of("2 1 data_parallel rough 0.5 gcn mini norm=batch").case(sources)
     losses = run_ranks(2, [case])[0].losses
     assert losses != pytest.approx(one_process(run_ranks, case).losses, rel=1e-6)
-
-
-@pytest.mark.parametrize(
-    "strategy", ["graph_parallel", "graph_parallel(narrow=True)", "pipegcn", "granndis", "gnnpipe"]
-)
-@pytest.mark.parametrize("model", ["gcn", "gcnii"])
-def test_one_rank_sends_nothing(run_ranks, graphs, model, strategy):
-    """Nor does it record an exchange or an all-reduce; and it trains as one process does."""
-    how = {"model": model, "layers": 3, "hidden": 8}
-    result = run_ranks.alone(Case(strategy, graphs["rough"], how, epochs=2, eval_every=1))
-    played = FinishedRun(result)
-    assert result.rank(0)["bytes"] == result.rank(0)["setup_bytes"] == {}
-    assert played.prediction.bytes_total == played.prediction.setup_bytes == 0
-    assert {span.lane for span in result.spans} == {"compute"}
-    assert recorded_order(result.spans, 0, "compute") == [
-        str(task.label) for task in played.schedule.tasks
-    ]
 
 
 def test_the_graphs_are_as_awkward_as_they_claim(graphs):

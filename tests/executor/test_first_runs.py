@@ -11,30 +11,12 @@ import pytest
 
 from gnnplan.executor.launch.rank_process import _progress_line
 
-ROOT = Path(__file__).resolve().parents[2]
 ACCURACIES = ("train_accuracy", "val_accuracy", "test_accuracy")
 GRAPH = "synthetic:community?vertices=200&edges=1600&features=8&classes=4&seed=0"
 
 
 def planned(folder: Path, *more: str) -> Path:
     return calls.planned(folder / "plan.json", "--graph", GRAPH, "--hidden 8", *more)
-
-
-@pytest.mark.nightly  # the words are those of test_preflight.py
-@pytest.mark.processes
-@pytest.mark.timeout(120)
-def test_a_plan_for_gpus_that_runs_on_processors_is_noted(tmp_path, monkeypatch, capfd):
-    """A plan for A100s was trained on a laptop without a word: predicted 1.3 ms, measured 137."""
-    one = ["--set", "servers=1", "--set", "gpus_per_server=1"]
-    plan = planned(tmp_path, "--cluster", "l4_box", *one, "--strategy", "graph_parallel")
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
-    calls.call("run", plan, "--epochs 2 --out", tmp_path / "out")
-    said = capfd.readouterr().err
-    noted = re.findall(r"^note: device: planned NVIDIA L4 GPUs, here CPU ranks .*$", said, re.M)
-    advice = "times will not be those predicted; make a plan for this machine with gnnplan plan"
-    assert len(noted) == 1 and advice in noted[0], said
-    assert "note: GPUs: planned 1 of a server, here 0; ranks are on the processor" in said
-    assert said.index(noted[0]) < said.index("training") < said.index("epoch 2/2")
 
 
 @pytest.mark.nightly

@@ -207,14 +207,6 @@ def test_two_ranks_on_one_gpu_equal_the_cpu(run_ranks, graphs, model, strategy):
             )
 
 
-def test_float32_losses_on_the_gpu(run_ranks, graphs):
-    for model in ("gcn", "sage", "gcnii"):
-        case = Case("graph_parallel", graphs["rough"], workload(model, dtype="float32"))
-        assert run_ranks(2, [case], cuda=True)[0].losses == pytest.approx(
-            run_ranks.alone(case).losses, rel=1e-4
-        )
-
-
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs a GPU for each of two ranks")
 @pytest.mark.parametrize(
     ("strategy", "more"),

@@ -167,19 +167,6 @@ def test_the_verb_writes_what_it_prints(plan, tmp_path, target, capsys):
     assert f"written to {out}; next: " in capsys.readouterr().out
 
 
-@pytest.mark.processes
-@pytest.mark.nightly  # torchrun trains every time in test_elastic.py
-def test_torchrun_trains_what_the_plan_says(plan, tmp_path):
-    """And its runner-up: more options of `gnnplan run` go through."""
-    path = plan("--ranks", 2)
-    script = tmp_path / "launch.sh"
-    script.write_text(torchrun(Launch.of(path, read(path))))
-    words = ["--epochs", "2", "--strategy", "NEXT", "--out", "run"]
-    done = ended_well("bash", script, *words, cwd=tmp_path, env=environment(tmp_path))
-    assert "arning" not in done.stderr
-    must_be_as_planned(tmp_path / "run", path, 1)
-
-
 @pytest.mark.nightly
 @pytest.mark.processes
 def test_torchrun_on_two_servers(plan, tmp_path):

@@ -1,14 +1,11 @@
 """Ranks sit where the plan has put them: launchers count GPUs, everything else is in the plan's
 ranks."""
 
-import json
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from gnnplan.executor.launch.launcher import begin
-from gnnplan.executor.launch.run_request import Options, RunRequest
 from gnnplan.planner.decision import plan
 from gnnplan.planner.decision.candidate import evaluate
 from gnnplan.planner.decision.search import SearchResult
@@ -83,20 +80,3 @@ def test_ranks_that_torchrun_starts(run_ranks, fork_server, graphs, tmp_path):
     assert [rank.code for rank in ended] == [0] * 4, ended
     assert [rank.stdout.strip() for rank in ended] == ["0 1 1", "1 3 3", "2 0 0", "3 2 2"]
     assert_as_planned(Result(case, 4, out), run_ranks(4, [case])[0], candidate)
-
-
-@pytest.mark.nightly  # torchrun's ranks are tested every time
-def test_ranks_that_a_run_starts(run_ranks, graphs, tmp_path):
-    case = Case(
-        "gnnpipe(chunks=3)",
-        graphs["rough"],
-        {"model": "gcn", "layers": 3, "hidden": 8, "dtype": "float64"},
-        epochs=3,
-    )
-    out, candidate = planned(case, 2, (1, 0), tmp_path)
-    document = plan.read(tmp_path / "plan.json")
-    asked = RunRequest(document, out, Options(3, 0, 60.0))
-    assert asked.problem.by_gpu == (1, 0)
-    begin(asked)
-    assert_as_planned(Result(case, 2, out), run_ranks(2, [case])[0], candidate)
-    assert json.loads((out / "rank0.json").read_text())["bytes"]

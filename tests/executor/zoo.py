@@ -180,108 +180,7 @@ def NormOfEdges(in_channels, out_channels):
     )
 
 
-@needs(refused="line ")
-def SuperGAT(in_channels, out_channels):
-    return Chain(
-        pyg.SuperGATConv(in_channels, 8, heads=4, dropout=0.6, attention_type="MX"),
-        pyg.SuperGATConv(32, out_channels, concat=False, is_undirected=True),
-    )
-
-
-@needs(refused="flip makes other edges")
-def Directed(in_channels, out_channels):
-    other_way = pyg.DirGNNConv(pyg.GCNConv(16, out_channels, add_self_loops=False))
-    return Chain(pyg.SAGEConv(in_channels, 16, flow="source_to_target"), other_way)
-
-
-@needs(refused="index_select makes [1, 12] of all edges or vertices")
-def ByDegree(in_channels, out_channels):
-    """A weight per degree."""
-    return Chain(
-        pyg.MFConv(in_channels, 16, max_degree=5), pyg.MFConv(16, out_channels, max_degree=3)
-    )
-
-
 # -- frames ---------------------------------------------------------------------------------------
-
-
-@needs("edge_attr")
-class NetOfData(torch.nn.Module):
-    """A Data, of whose fields it reads no edge_attr."""
-
-    def __init__(self, num_features, num_classes):
-        super(NetOfData, self).__init__()
-        self.conv1 = pyg.GCNConv(num_features, 16)
-        self.conv2 = pyg.GCNConv(16, num_classes)
-
-    def forward(self, data):
-        x, edge_index = data.x, data.edge_index
-        x = self.conv1(x, edge_index)
-        x = F.relu(x)
-        x = F.dropout(x, training=self.training)
-        x = self.conv2(x, edge_index)
-        return F.log_softmax(x, dim=1)
-
-
-@needs("edge_weight")
-class SparseGCN(nn.Module):
-    """Multiplies by a sparse matrix, of weights that degrees divide."""
-
-    def __init__(self, in_channels, out_channels):
-        super().__init__()
-        self.lin1, self.lin2 = nn.Linear(in_channels, 16), nn.Linear(16, out_channels)
-
-    def forward(self, x, edge_index, edge_weight):
-        src, dst = edge_index
-        n = x.size(0)
-        degrees = torch.zeros(n, dtype=x.dtype).index_add(0, dst, edge_weight)
-        scale = degrees.clamp(min=1e-3).pow(-0.5)
-        values = scale[dst] * edge_weight * scale[src]
-        adj = torch.sparse_coo_tensor(torch.stack([dst, src]), values, (n, n))
-        h = F.dropout(torch.sparse.mm(adj, self.lin1(x)).relu(), 0.5, self.training)
-        return adj @ self.lin2(h)
-
-
-@needs(one_way="from end to start")
-class SparseSAGE(nn.Module):
-    """A matrix from sources to readers, which is its own transpose if edges go both ways."""
-
-    def __init__(self, in_channels, out_channels):
-        super().__init__()
-        self.lin1, self.lin2 = nn.Linear(2 * in_channels, 16), nn.Linear(32, out_channels)
-
-    def forward(self, x, edge_index):
-        ones = torch.ones(edge_index.size(1), dtype=x.dtype)
-        adj = torch.sparse_coo_tensor(edge_index, ones, (len(x), len(x))).to_sparse_csr()
-        degrees = torch.sparse.sum(adj.to_sparse_coo(), 1).to_dense().clamp(min=1)[:, None]
-        h = self.lin1(torch.cat([x, adj @ x / degrees], 1)).relu()
-        return self.lin2(torch.cat([h, adj @ h / degrees], 1))
-
-
-@needs()
-class ArxivGCN(nn.Module):
-    """OGB's baseline."""
-
-    def __init__(self, in_channels, hidden_channels, out_channels, num_layers=3, dropout=0.5):
-        super().__init__()
-        self.convs = torch.nn.ModuleList()
-        self.convs.append(pyg.GCNConv(in_channels, hidden_channels, cached=True))
-        self.bns = torch.nn.ModuleList()
-        self.bns.append(torch.nn.BatchNorm1d(hidden_channels))
-        for _ in range(num_layers - 2):
-            self.convs.append(pyg.GCNConv(hidden_channels, hidden_channels, cached=True))
-            self.bns.append(torch.nn.BatchNorm1d(hidden_channels))
-        self.convs.append(pyg.GCNConv(hidden_channels, out_channels, cached=True))
-        self.dropout = dropout
-
-    def forward(self, x, adj_t):
-        for i, conv in enumerate(self.convs[:-1]):
-            x = conv(x, adj_t)
-            x = self.bns[i](x)
-            x = F.relu(x)
-            x = F.dropout(x, p=self.dropout, training=self.training)
-        x = self.convs[-1](x, adj_t)
-        return x.log_softmax(dim=-1)
 
 
 @needs()
@@ -379,24 +278,6 @@ class EdgeConditioned(nn.Module):
 
 
 @needs()
-class ResidualGCN(nn.Module):
-    """A layer's rows are added to those it read."""
-
-    def __init__(self, in_channels, out_channels):
-        super().__init__()
-        self.inp = nn.Linear(in_channels, 16)
-        self.convs = nn.ModuleList([pyg.GCNConv(16, 16) for _ in range(3)])
-        self.norms = nn.ModuleList([nn.LayerNorm(16) for _ in range(3)])
-        self.out = nn.Linear(16, out_channels)
-
-    def forward(self, x, edge_index):
-        x = self.inp(x)
-        for conv, norm in zip(self.convs, self.norms, strict=True):
-            x = x + F.dropout(conv(norm(x).relu(), edge_index), 0.3, self.training)
-        return self.out(F.normalize(x, p=2, dim=1))
-
-
-@needs()
 class JumpingLSTM(nn.Module):
     """All layers' rows, which an LSTM weighs: one whose memory oneDNN rounds most."""
 
@@ -442,11 +323,6 @@ def CumulativeMomentum(in_channels, out_channels):
     return Normed(in_channels, out_channels, nn.BatchNorm1d(16, momentum=None))
 
 
-@needs(refused="of the rows of all")
-def WholeGraphNorm(in_channels, out_channels):
-    return Normed(in_channels, out_channels, pyg.GraphNorm(16))
-
-
 @needs(refused="looks at all vertices")
 def InstanceNormed(in_channels, out_channels):
     return Normed(in_channels, out_channels, pyg.InstanceNorm(16))
@@ -487,18 +363,6 @@ def InSequence(in_channels, out_channels):
     )
 
 
-@needs(refused="fails on a small graph")
-class OfLINKX(nn.Module):
-    """A row of weights for each vertex: for graphs of one size alone."""
-
-    def __init__(self, in_channels, out_channels):
-        super().__init__()
-        self.model = pyg.LINKX(60, in_channels, 8, out_channels, num_layers=1)
-
-    def forward(self, x, edge_index):
-        return self.model(x, edge_index)
-
-
 @needs()
 class EncodedByMLP(nn.Module):
     """A batch norm of PyG's MLP, behind the last convolution."""
@@ -516,33 +380,6 @@ class EncodedByMLP(nn.Module):
 
 
 # -- hand-written ----------------------------------------------------------------------------------
-
-
-class TutorialConv(pyg.MessagePassing):
-    def __init__(self, in_channels, out_channels):
-        super().__init__(aggr="add")
-        self.lin = nn.Linear(in_channels, out_channels, bias=False)
-        self.bias = nn.Parameter(torch.zeros(out_channels))
-
-    def forward(self, x, edge_index):
-        edge_index, _ = utils.add_self_loops(edge_index, num_nodes=x.size(0))
-        x = self.lin(x)
-        row, col = edge_index
-        deg = utils.degree(col, x.size(0), dtype=x.dtype)
-        deg_inv_sqrt = deg.pow(-0.5)
-        deg_inv_sqrt[deg_inv_sqrt == float("inf")] = 0
-        norm = deg_inv_sqrt[row] * deg_inv_sqrt[col]
-        out = self.propagate(edge_index, x=x, norm=norm)
-        out = out + self.bias
-        return out
-
-    def message(self, x_j, norm):
-        return norm.view(-1, 1) * x_j
-
-
-@needs()
-def TutorialGCN(in_channels, out_channels):
-    return Chain(TutorialConv(in_channels, 16), TutorialConv(16, out_channels))
 
 
 class AttentionConv(pyg.MessagePassing):
@@ -758,58 +595,6 @@ class BiasBeforeNorm(nn.Module):
 
 
 @needs()
-class DropConnect(nn.Module):
-    """Dropout of a parameter."""
-
-    def __init__(self, in_channels, out_channels):
-        super().__init__()
-        self.conv1, self.conv2 = pyg.SAGEConv(in_channels, 8), pyg.SAGEConv(8, out_channels)
-        self.mixing = nn.Parameter(torch.eye(8))
-
-    def forward(self, x, edge_index):
-        x = self.conv1(x, edge_index).relu() @ F.dropout(self.mixing, 0.3, self.training)
-        return self.conv2(x, edge_index)
-
-
-@needs()
-class H2GCN(nn.Module):
-    """Own rows, those of one hop and those of two, side by side and never mixed."""
-
-    def __init__(self, in_channels, out_channels):
-        super().__init__()
-        self.embed, self.out = nn.Linear(in_channels, 8), nn.Linear(8 * 7, out_channels)
-        self.conv = pyg.GCNConv(8, 8, add_self_loops=False, bias=False)
-        nn.init.eye_(self.conv.lin.weight)
-        self.conv.lin.weight.requires_grad_(False)
-
-    def hop(self, x, edge_index):
-        return torch.cat([utils.scatter(x[edge_index[0]], edge_index[1], 0, x.size(0)), x], dim=1)
-
-    def forward(self, x, edge_index):
-        edge_index, _ = utils.remove_self_loops(edge_index)
-        h0 = self.embed(x).relu()
-        h1 = self.hop(h0, edge_index)
-        h2 = self.hop(h1, edge_index)
-        return self.out(F.dropout(torch.cat([h0, h1, h2], dim=1), 0.5, self.training))
-
-
-@needs()
-class ManyHeads(nn.Module):
-    """Multi-head attention over a vertex's own two rows: einsum, softmax, chunk."""
-
-    def __init__(self, in_channels, out_channels):
-        super().__init__()
-        self.conv1, self.conv2 = pyg.GCNConv(in_channels, 8), pyg.SAGEConv(in_channels, 8)
-        self.qkv, self.out = nn.Linear(8, 24), nn.Linear(8, out_channels)
-
-    def forward(self, x, edge_index):
-        h = torch.stack([self.conv1(x, edge_index), self.conv2(x, edge_index)], dim=1)
-        q, k, v = self.qkv(h).chunk(3, dim=-1)
-        att = torch.softmax(torch.einsum("nid,njd->nij", q, k) / 8**0.5, dim=-1)
-        return self.out((att @ v).mean(dim=1))
-
-
-@needs()
 class ScaledFeatures(nn.Module):
     """Divides features by degrees before neighbours read them, a layer's rows after."""
 
@@ -881,20 +666,6 @@ class ReadsBothWays(nn.Module):
 
     def forward(self, x, edge_index):
         return self.conv(x, utils.to_undirected(edge_index, num_nodes=x.size(0)))
-
-
-@needs("batch", refused="of the rows of all")
-class GraphClassifier(nn.Module):
-    """A row of logits per graph."""
-
-    def __init__(self, in_channels, out_channels):
-        super().__init__()
-        self.conv, self.lin = pyg.GCNConv(in_channels, 16), nn.Linear(16, out_channels)
-
-    def forward(self, x, edge_index, batch):
-        x = self.conv(x, edge_index).relu()
-        x = pyg.global_mean_pool(x, batch)
-        return self.lin(x)
 
 
 @needs(refused="random")

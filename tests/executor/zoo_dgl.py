@@ -183,36 +183,6 @@ class InOneModule(nn.Module):
             return self.last(g.ndata["h"])
 
 
-class OwnConv(nn.Module):
-    """Divides by degrees, of which none may be 0."""
-
-    def __init__(self, in_feats, out_feats):
-        super().__init__()
-        self.linear = nn.Linear(in_feats, out_feats)
-
-    def forward(self, block, h):
-        with block.local_scope():
-            norm = block.in_degrees().float().pow(-0.5).unsqueeze(1)
-            block.srcdata["h"] = self.linear(h) * norm
-            block.update_all(fn.copy_u("h", "m"), fn.sum("m", "h"))
-            return block.dstdata["h"] * norm
-
-
-@needs()
-class OwnConvsOfBlocks(nn.Module):
-    """A block per layer, none of which is a convolution of DGL."""
-
-    def __init__(self, in_feats, out_feats):
-        super().__init__()
-        self.layers = nn.ModuleList([OwnConv(in_feats, out_feats)])
-        self.layers.extend([OwnConv(out_feats, out_feats) for _ in range(2)])
-
-    def forward(self, blocks, x):
-        for layer, block in zip(self.layers, blocks):
-            x = torch.tanh(layer(block, x))
-        return x
-
-
 @needs("edge_weight")
 class AddsLoops(nn.Module):
     """Begins as DGL's tutorials prepare their graphs; a mean, weights and dropped edges see it."""

@@ -5,7 +5,6 @@ import re
 from dataclasses import replace
 from functools import cache
 from itertools import product
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -25,8 +24,6 @@ from gnnplan.planner.strategies import GraNNDis, parse
 from gnnplan.planner.vocabulary import files
 from gnnplan.planner.vocabulary.units import show_bytes, show_count
 from gnnplan.testing.laws import cluster, problem_of
-
-MEASURED = Path(__file__).resolve().parents[2] / "traces" / "measured"
 
 
 def two_servers(gpus: int, intra_node: float, inter_node: float) -> Cluster:

@@ -35,7 +35,7 @@ SPARSE = load(
 LARGE = load(
     "synthetic:community?vertices=4000&edges=40000&features=40&classes=5&communities=40&mixing=0.05"
 )
-CROSSED, PAIRS, HALVES = [[0, 2], [1, 3]], [[0, 1], [2, 3]], [[0, 1, 2, 3], [4, 5, 6, 7]]
+CROSSED, PAIRS = [[0, 2], [1, 3]], [[0, 1], [2, 3]]
 
 
 def problem_of(

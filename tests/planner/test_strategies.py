@@ -325,16 +325,6 @@ def test_hybrid_bytes_by_hand():
     assert p.setup_bytes == halo * 40 * 4
 
 
-def test_deeper_preload_crosses_servers_less_and_costs_more():
-    problem = problem_of(GRAPHS[1], cluster(2, 1), layers=4, hidden=16)
-    crossed = [GraNNDis(depth).predict(problem) for depth in range(4)]
-    for shallow, deep in pairwise(crossed):
-        assert shallow.bytes_by_link["inter_node"] > deep.bytes_by_link["inter_node"]
-        # no further than the whole graph
-        assert shallow.compute_s < deep.compute_s and shallow.setup_bytes <= deep.setup_bytes
-    assert set(crossed[-1].bytes) == {"all_reduce"}
-
-
 # -- schedules -------------------------------------------------------------------------------------
 
 
@@ -379,13 +369,6 @@ def test_no_other_cut_has_a_faster_slowest_stage(seconds, data):
     ends = np.cumsum([0, *cut]).tolist()
     assert len(cut) == stages and min(cut) >= 1 and ends[-1] == len(seconds)
     assert max(sum(seconds[a:b]) for a, b in pairwise(ends)) <= best * (1 + 1e-6)
-
-
-@given(st.integers(1, 120), st.floats(1e-7, 10), st.data())
-@some(60)
-def test_equal_layers_give_equal_counts(layers, seconds, data):
-    cut = balance([seconds] * layers, data.draw(st.integers(1, layers)))
-    assert sum(cut) == layers and max(cut) - min(cut) <= 1
 
 
 @pytest.mark.parametrize("ranks", [2, 4])
