@@ -1,8 +1,7 @@
 """Inputs that once fell: each is a call of gnnplan, with the files that it reads made here.
 
-`cases` makes a table of kinds. tests/test_corpus.py runs them as processes of their own and holds
-them to the law of tests/test_fuzz.py: an answer or a line that says what is wrong, in little time
-and memory. `python tests/corpus.py KIND ..` prints a line of JSON for each call."""
+`cases` makes a table of kinds, which test_corpus.py holds to the law of test_fuzz.py: an answer or a
+line that says what is wrong, in little time and memory."""
 
 from __future__ import annotations
 
@@ -10,23 +9,14 @@ import itertools
 import json
 import os
 import re
-import resource
 import shlex
-import signal
-import sys
-import tempfile
-import time
-import traceback
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from string import Template
-from typing import Any, NoReturn
+from typing import Any
 
 GRAPH = "synthetic:community?vertices=60&edges=240&features=4&classes=3"
-SECONDS = 10.0  # that a call may take, by the clock and in work
-PATIENCE = 30.0  # [s] with a busy machine
-MEMORY = 1e9  # [B] that it may hold
 Make = Callable[[Path], Any]
 
 
@@ -54,93 +44,6 @@ class Case:
     @property
     def arguments(self) -> list[str]:
         return shlex.split(Template(self.call).substitute(WORDS))
-
-
-@dataclass(frozen=True)
-class End:
-    code: int
-    seconds: float
-    peak_bytes: int
-    stdout: str
-    stderr: str
-
-    @property
-    def fell(self) -> str:
-        """What the law says against it; '': nothing."""
-        if "Traceback (most recent call last)" in self.stderr + self.stdout:
-            return "traceback"
-        if self.peak_bytes > MEMORY:
-            return "memory"
-        if self.seconds > SECONDS:
-            return "hang"
-        return f"ended by signal {-self.code}" if self.code < 0 else ""
-
-
-def call(case: Case, folder: Path) -> End:
-    """Run the case in `folder`, which is empty; killed after SECONDS of work.
-
-    A fork of this process runs it, which has imported what calls need: a start takes a second.
-    What Python and torch read of the environment as they start needs a start.
-    """
-    case.make(folder)
-    arguments = [argument.replace("{d}", str(folder)) for argument in case.arguments]
-    sys.stdout.flush()
-    pid = os.fork()
-    if not pid:
-        _be(case, arguments, folder)
-    started = time.monotonic()
-    while not (ended := os.wait4(pid, os.WNOHANG))[0]:
-        if time.monotonic() - started > PATIENCE or _resident(pid) > 2 * MEMORY:
-            os.killpg(pid, signal.SIGKILL)
-            ended = os.wait4(pid, 0)
-            break
-        time.sleep(0.01)
-    elapsed, (_, status, used) = time.monotonic() - started, ended
-    code = os.waitstatus_to_exitcode(status)
-    # a busy machine is nobody's fault, and ranks on several cores do more work than time passes
-    seconds = min(elapsed, used.ru_utime + used.ru_stime)
-    return End(
-        code,
-        max(seconds, SECONDS + 1) if code in (-signal.SIGKILL, -signal.SIGXCPU) else seconds,
-        used.ru_maxrss * 1024,
-        (folder / ".stdout").read_text(errors="replace"),
-        (folder / ".stderr").read_text(errors="replace"),
-    )
-
-
-def _resident(pid: int) -> int:
-    """Memory that a process holds now [B]; 0 where nobody says."""
-    try:
-        return int(Path(f"/proc/{pid}/statm").read_text().split()[1]) * resource.getpagesize()
-    except (OSError, IndexError):
-        return 0
-
-
-def _be(case: Case, arguments: list[str], folder: Path) -> NoReturn:
-    """Become the call."""
-    code = 1
-    try:
-        os.setsid()
-        os.chdir(folder)
-        resource.setrlimit(resource.RLIMIT_CPU, (int(SECONDS), int(SECONDS)))
-        for number, name in ((0, os.devnull), (1, ".stdout"), (2, ".stderr")):
-            os.dup2(os.open(name, os.O_RDWR | os.O_CREAT, 0o600), number)
-        os.environ.update(case.env)
-        sys.argv = ["gnnplan", *arguments]
-        if case.starts:
-            program = [sys.executable, "-m", *sys.argv]
-            os.execv(program[0], [os.fsencode(word) for word in program])
-        from gnnplan import cli
-
-        cli.main()
-    except SystemExit as ended:
-        code = int(ended.code or 0)
-    except BaseException:
-        traceback.print_exc()
-    finally:
-        sys.stdout.flush()
-        sys.stderr.flush()
-        os._exit(code)
 
 
 _plan: list[str] = []
@@ -487,12 +390,13 @@ def under(lines: str, calls: str, make: Make = nothing, **more: Any) -> Iterator
 
 def _environment() -> Iterator[list[Case]]:
     call = "$RUN --timeout 2"
-    yield from under(ENVIRONMENTS, f"{call}\nmeasure --seconds 0.01", good_plan, codes=(2, 4))
-    yield from under(OF_RUNS, call, good_plan, codes=(2, 4))
+    lost = {"codes": (2, 4), "starts": True}
+    yield from under(ENVIRONMENTS, f"{call}\nmeasure --seconds 0.01", good_plan, **lost)
+    yield from under(OF_RUNS, call, good_plan, **lost)
     yield from under(AT_START, "$PLAN\n$RUN", good_plan, codes=(0, 2), starts=True)
     for name in ("GNNPLAN_CACHE", "XDG_CACHE_HOME", "HOME", "TMPDIR"):
         lines = f"GNNPLAN_CACHE= {name}=</dev/null|/nonesuch/x|/$LONG>"
-        yield from under(lines, "$PLAN&seed=7", codes=(0, 2))
+        yield from under(lines, "$PLAN&seed=7", codes=(0, 2), starts=True)
 
 
 def _terminals() -> Iterator[list[Case]]:
@@ -526,7 +430,7 @@ def _work() -> Iterator[list[Case]]:
         profile $GRAPH --batch 10 --layers <1000|1000000000>
         profile $GRAPH --servers 1000000000
         simulate {d}/plan.json --steps <1000000000|$E18>
-        simulate {d}/plan.json --jitter 0.1 --repetitions 100000
+        simulate {d}/plan.json --jitter 0.1 --repetitions 1000000
         tune {d}/plan.json --epochs $E18
         $PLAN --set <epochs=$E18|servers=1000000000>
     """
@@ -591,42 +495,3 @@ def cases() -> list[Case]:
     kinds = [_plans, _readings, _options, _documents, _names]
     kinds += [_environment, _terminals, _work, _sizes]
     return [case for kind in kinds for some in kind() for case in some]
-
-
-def picked(kinds: Sequence[str]) -> list[Case]:
-    """The cases of these kinds; no kinds: of all."""
-    return [case for case in cases() if not kinds or case.kind in kinds]
-
-
-def warm() -> None:
-    """Import what the verbs import."""
-    import gnnplan.api.planning
-    import gnnplan.api.running
-    import gnnplan.api.simulation
-    import gnnplan.api.validation
-    import gnnplan.executor.launch.launcher
-    import gnnplan.executor.measure.measure
-    import gnnplan.planner.cluster.readings
-    import gnnplan.planner.decision.explain
-    import gnnplan.planner.graph.formats
-    import gnnplan.planner.strategies.minibatch.profile
-    import gnnplan.report  # noqa: F401
-    from gnnplan import cli  # noqa: F401
-
-
-def main() -> None:
-    warm()
-    for case in picked(sys.argv[1:]):
-        with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:
-            end = call(case, Path(folder))
-            left = [name for name in case.leaves if (Path(folder) / name).exists()]
-        why = end.fell or ("" if end.code in case.codes else f"exit code {end.code}")
-        if not why and left and end.code:
-            why = f"leaves {', '.join(left)} behind"
-        last = (end.stderr.strip().splitlines() or [""])[-1][:200]
-        told = {"name": case.name, "why": why, "code": end.code, "last": last}
-        print(json.dumps(told | {"stderr": end.stderr[-2000:] if why else ""}), flush=True)
-
-
-if __name__ == "__main__":
-    main()

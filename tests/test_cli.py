@@ -24,14 +24,6 @@ from gnnplan.api.view import Blocks
 from gnnplan.executor.launch.run_request import Options
 
 GRAPH = "synthetic:community?vertices=60&edges=400&features=8&classes=3&seed=0"
-CLUSTER = """name: two
-servers: 1
-gpus_per_server: 2
-device: {kind: cpu, memory: 4GB, gemm: 50GFLOP/s, memory_bandwidth: 5GB/s}
-intra_node:
-  bandwidth: 1GB/s
-  latency: 50us
-"""
 
 
 @pytest.fixture(scope="module")
@@ -139,18 +131,6 @@ def test_simulate_by_flows(gnnplan, plan_file):
     assert gnnplan("simulate", plan_file, "--flows --sweep servers=1,2").code == 2
 
 
-def test_a_sweep(gnnplan, plan_file):
-    told = gnnplan("simulate", plan_file, "--sweep servers=1,64 --json").document
-    assert (told["sweep"], told["strategy"]) == ({"servers": ["1", "64"]}, "graph_parallel")
-    one, many = told["rows"]
-    assert one["at"] == {"servers": "1"} and (one["ranks"], many["ranks"]) == (2, 128)
-    assert min(one["predicted_s"], one["simulated_s"], one["plan_simulated_s"]) > 0
-    assert many["best"] is None and "vertex" in many["reason"]  # of which there are 60
-    shown = gnnplan("simulate", plan_file, "--sweep inter_node.bandwidth=1GB/s,10GB/s")
-    assert shown.code == 0 and "inter_node.bandwidth swept" in shown.out
-    assert "the recommendation does not change" in shown.out
-
-
 def test_a_sweep_of_several_fields_with_prices_and_noise_to_a_table(gnnplan, plan_file, tmp_path):
     fields = "--sweep hidden=16,32 --sweep layers=1,3 --set price=2.5"
     shown = gnnplan(
@@ -180,41 +160,6 @@ def test_a_sweep_of_several_fields_with_prices_and_noise_to_a_table(gnnplan, pla
         {"hidden": row["hidden"], "layers": row["layers"]} for row in rows
     ]
     assert [r["predicted_s"] for r in told["rows"]] == [float(row["predicted_s"]) for row in rows]
-
-
-def test_jitter_and_stragglers(gnnplan, plan_file):
-    """Their laws: simulator/test_noise.py."""
-    words = "--jitter 0.2 --straggler 1=3 --repetitions 5 --json"
-    one, same, other = (
-        gnnplan("simulate", plan_file, words, "--seed", seed).document for seed in (1, 1, 2)
-    )
-    assert one == same and one["noise"]["p95_s"] != other["noise"]["p95_s"]
-    assert one["noise"]["stragglers"] == {"1": 3.0} and one["noise"]["epochs"] == 10
-    assert one["simulated"]["epoch_s"] < one["noise"]["p50_s"] <= one["noise"]["p95_s"]
-    assert "noise" not in gnnplan("simulate", plan_file, "--seed 3 --json").document
-    shown = gnnplan("simulate", plan_file, "--straggler 1=3 --repetitions 1")
-    assert "with rank 1 3 times as slow P50" in shown.out
-
-
-def test_a_plan_on_several_numbers_of_ranks(gnnplan, tmp_path):
-    """That rows are what a plan finds there is tested in planner/test_scale.py."""
-    (tmp_path / "cluster.yaml").write_text(CLUSTER)
-    settings = ["--set price=3 --set intra_node.bandwidth=100MB/s"]
-    words = ["plan --graph", GRAPH, "--cluster", tmp_path / "cluster.yaml", *settings]
-    answer = gnnplan(*words, "--scale 1..4 --json")
-    told = answer.document
-    assert answer.code == 0
-    assert [row["gpus"] for row in told["rows"]] == [1, 2]
-    # a server more needs a link that the cluster lacks
-    [skipped] = told["skipped"]
-    assert skipped["gpus"] == 4 and "inter_node" in skipped["reason"]
-    # so small a graph is not worth two ranks on so slow a link
-    assert (told["best"], told["fastest"], told["slower_from"]) == (1, 1, 2)
-    assert told["cheapest"] == 1 and told["objective"] == "time"
-    shown = gnnplan(*words, "--scale 1,2 --objective cost --exact")
-    assert shown.code == 0 and "speedup over 1 CPU rank, exact strategies only" in shown.out
-    assert "use 1 CPU rank" in shown.out and "do not distribute" in shown.out
-    assert "2 CPU ranks are slower than 1" in shown.out and "$/epoch" in shown.out
 
 
 def test_a_number_of_gpus_on_which_nothing_fits_is_a_row_that_says_what_is_missing(gnnplan):

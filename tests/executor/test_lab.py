@@ -4,7 +4,6 @@ the process that made them."""
 import contextlib
 import json
 import os
-import re
 import signal
 import subprocess
 import sys
@@ -16,9 +15,7 @@ import pytest
 from calls import planned
 
 from gnnplan.executor.launch import emulation as lab
-from gnnplan.planner.decision.plan import question, read
 from gnnplan.planner.vocabulary.errors import SpecError
-from gnnplan.testing.ranks import Case, Ranks, Result
 
 GRAPH = "synthetic:community?vertices=300&edges=2400&features=8&classes=4&seed=0"
 
@@ -100,14 +97,6 @@ def test_a_card_is_no_faster_than_its_rate_and_a_server_inside_is():
     assert inside < across / 3  # of 0.8 s: loopback takes milliseconds
 
 
-def unbroken(plan: Path, epochs: int, run_ranks: Ranks) -> Result:
-    """The plan's training by ranks of no servers in particular."""
-    problem = question(read(plan))
-    how = problem.workload.model_dump()
-    case = Case("graph_parallel", GRAPH, how, problem.cluster.servers, epochs)
-    return run_ranks(problem.ranks, [case])[0]
-
-
 @needs_namespaces
 @pytest.mark.nightly
 @pytest.mark.parametrize("signalled", [signal.SIGKILL, signal.SIGINT, signal.SIGTERM])
@@ -147,33 +136,6 @@ def test_nothing_is_left_whatever_ends_it(tmp_path, signalled):
     finally:
         for pid in alive(mark):
             os.kill(pid, signal.SIGKILL)
-
-
-@needs_namespaces
-@pytest.mark.nightly  # as ranks that stop; what is said of it is tested every time (test_faults.py)
-def test_a_pulled_cable_ends_the_run_with_the_operation_it_was_in(tmp_path, run_ranks, start):
-    """And once it is back in its place, training goes on to what an unbroken one comes to."""
-    path = plan(tmp_path, 2, 1, "--strategy", "graph_parallel")
-    more = ["--checkpoint-every", "2", "--emulate", "unshaped"]
-    run = start(path, "--epochs", "1000000", "--timeout", "4", *more)
-    run.until_training()
-    unplug = f"nsenter --net=/proc/{run.rank(1)}/ns/net ip link set eth0 down"
-    subprocess.run(unplug.split(), check=True)
-    assert run.ended() == 4, run.stderr
-    words = (
-        r"error: ranks do not reach each other: rank 0 \(server 0\) in \S+.*, rank 1 \(server 1\) in"
-        r" \S+.* waited 4 s\. None of them died.* go on from epoch (\d+) with"
-    )
-    found = re.search(words, run.stderr)
-    assert found and "Traceback" not in run.stderr, run.stderr
-    last = int(found[1])
-    assert start(None, "--epochs", str(last + 2), *more, resume=run.out).ended(100) == 0
-    whole = unbroken(path, last + 2, run_ranks)
-    assert [(row["epoch"], row["loss"]) for row in run.epochs()] == [
-        (row["epoch"], row["loss"]) for row in whole.metrics
-    ]
-    weights = "weights.safetensors"
-    assert (run.out / weights).read_bytes() == (whole.out / weights).read_bytes()
 
 
 @needs_namespaces

@@ -83,8 +83,6 @@ IN_FORWARD = """
     edges backwards | refused | h = self.c(h, edge_index.flip(0))
     edges backwards by hand | refused | h = torch.zeros_like(h).index_add_(0, src, h[dst])
     the first edges | refused | h = self.c(h, edge_index[:, :40])
-    half of the edges | refused | h = self.c(h, edge_index[:, : edge_index.size(1) // 2])
-    every second edge | refused | h = self.c(h, edge_index[:, ::2])
     edges of heavy weight | either | h = self.c(h, edge_index[:, edge_weight > 0.6])
     edges to larger ids | either | h = self.c(h, edge_index[:, src < dst])
     edges of two hops | refused | h = self.c(h, torch.stack([src, src[torch.randperm(src.numel(), generator=torch.Generator().manual_seed(1))]]))
@@ -100,26 +98,18 @@ IN_FORWARD = """
     softmax over columns | carried | h = h.softmax(1)
     softmax over sources | refused | h = torch.zeros_like(h).index_add_(0, dst, h[src] * softmax(h[src], src))
     mean of all rows | refused | h = h - h.mean(0)
-    the largest of all | refused | h = h / h.max()
-    norm of the matrix | refused | h = h / h.norm()
     moments of the batch | refused | h = (h - h.mean(0)) / h.std(0)
     sorted rows | refused | h = h.sort(0).values
-    rows in another order | refused | h = h.flip(0)
     the row of the next vertex | refused | h = h.roll(1, 0)
     the row of vertex 0 | refused | h = h + h[0]
-    rows summed up | refused | h = h.cumsum(0)
     columns summed up | carried | h = h.cumsum(1)
     the largest ten | refused | h = torch.zeros_like(h).index_copy(0, h[:, 0].topk(10).indices, h[:10])
     attention of all to all | refused | h = (h @ h.t()).softmax(1) @ h
     the rank of a vertex | either | h = h * torch.arange(h.size(0)).unsqueeze(1)
     number of vertices | refused | h = h / h.size(0)
-    number of vertices less one | either | h = h / (h.size(0) - 1)
-    square root of the number of vertices | either | h = h * h.size(0) ** -0.5
     number of edges | either | h = h / edge_index.size(1)
     mean degree | either | h = h * (edge_index.size(1) / x.size(0))
-    number of vertices as a tensor | either | h = h / torch.tensor(float(len(h)))
     rows as len says it | carried | h = h * torch.ones(len(h), 8, dtype=h.dtype)
-    number of vertices as len says it | either | h = h / len(h)
     number of parameters | carried | h = h / self.lin.weight.numel()
     degree of sources | carried | h = h * degree(src, h.size(0)).unsqueeze(1)
     the largest degree | either | h = h / degree(dst, h.size(0)).max()
@@ -129,30 +119,21 @@ IN_FORWARD = """
     a sparse matrix | carried | h = torch.sparse_coo_tensor(edge_index.flip(0), edge_weight, (len(h), len(h))) @ h
     a sparse matrix of sources | carried | h = torch.sparse_coo_tensor(edge_index, other, (len(h), len(h))) @ h
     a sparse matrix of two hops | refused | a = torch.sparse_coo_tensor(edge_index.flip(0), other, (len(h), len(h))) ;; h = torch.sparse.mm(torch.sparse.mm(a, a), h)
-    a sparse matrix and half its edges | refused | a = torch.sparse_coo_tensor(edge_index[:, ::2].flip(0), other[::2], (len(h), len(h))) ;; h = a @ h
     a sparse matrix over columns | either | a = torch.sparse_coo_tensor(edge_index[:, :3] * 0, other[:3], (8, 8)) ;; h = (a @ h.t()).t()
     learned numbers in a sparse matrix | refused | h = torch.sparse_coo_tensor(edge_index.flip(0), other * self.lin.bias[0], (len(h), len(h))) @ h
-    noise | refused | h = h + torch.randn_like(h)
-    noise in training | refused | h = h + 0.1 * torch.rand(h.shape) if self.training else h
-    noise of numpy | refused | h = h + float(np.random.rand())
-    noise of its own generator | refused | h = h + torch.randn(h.shape, generator=torch.Generator().manual_seed(1))
     dropout of columns | refused | h = F.dropout1d(h, 0.5, self.training)
-    dropout in evaluation | refused | h = F.dropout(h, 0.5)
     dropout | carried | h = F.dropout(h, 0.5, self.training)
     alpha dropout | refused | h = F.alpha_dropout(h, 0.5, self.training)
     a number that its class has kept | refused | M.k = getattr(M, 'k', 0) + 1 ;; h = h * M.k
     a number that a list has kept | refused | self.kept = [*(self.kept or []), 1] ;; h = h * (1 if len(self.kept) < 99 else 2)
-    the number of its process | refused | import os ;; h = h * os.getpid()
     an environment that ranks have | refused | import os ;; h = h * (2 if 'LOCAL_WORLD_SIZE' in os.environ else 1)
     ranks that meet | refused | h = h * (2 if torch.distributed.is_initialized() else 1)
     a number that it has kept | refused | self.calls += 1 ;; h = h * self.calls
     rows that it has kept | refused | h = h if self.kept is None else h + self.kept ;; self.kept = h.detach()
     a buffer that it moves | refused | self.seen += 1 ;; h = h * self.seen
-    a buffer that it sets | refused | self.seen = self.seen * 0.9 + 1 ;; h = h * self.seen
     no gradient | carried | with torch.no_grad(): ;;     h = h * 2
     detached | carried | h = h.detach()
     half detached | carried | h = h + (h * 2).detach()
-    data | refused | h.data.mul_(2)
     x changed in place | refused | x.mul_(2) ;; h = self.a(x, edge_index).relu()
     rows changed in place | carried | h = h * 1 ;; h.mul_(2)
     rows of some vertices in place | either | h = h * 1 ;; h[h > 1] = 0
@@ -163,7 +144,6 @@ IN_FORWARD = """
     a product of three | either | h = torch.einsum('ni,ij,nj->n', h, self.lin.weight, h)[:, None] * h
     a convolution over columns | either | h = F.avg_pool1d(h.unsqueeze(1), 3, 1, 1).squeeze(1)
     the largest columns | either | h = torch.zeros_like(h).scatter(1, h.topk(3, 1).indices, 1.0) * h
-    some rows | refused | h = h[h[:, 0] > 0]
     rows that are not zero | either | h = torch.zeros_like(h).index_copy(0, h.sum(1).nonzero()[:, 0], h[h.sum(1) != 0])
     whole numbers | either | h = h + h.round().long()
     less precision | either | h = h + h.half().to(h.dtype)
@@ -174,16 +154,11 @@ IN_FORWARD = """
     attention of columns | either | h = F.scaled_dot_product_attention(h[:, None, None], h[:, None, None], h[:, None, None])[:, 0, 0]
     the unique rows | refused | h = torch.unique(h, dim=0)
     rows by a table | either | h = h + F.embedding(torch.arange(h.size(0)) % 8, self.lin.weight)
-    a clone of a copy | carried | h = h.clone().contiguous().type_as(x).to(x.device)
-    an exception | refused | raise ValueError('no')
-    an assertion | refused | assert h.size(0) == 53
     another file's graph | either | import scipy.sparse ;; h = h + float(scipy.sparse.eye(3).nnz)
     compiled | either | h = torch.jit.script(nn.ReLU())(h)
     checkpointed | either | import torch.utils.checkpoint as c ;; h = c.checkpoint(self.lin, h, use_reentrant=False)
     autocast | either | with torch.autocast('cpu', torch.bfloat16): ;;     h = self.lin(h).to(x.dtype)
     vmap | either | h = torch.vmap(lambda row: row * row.sum())(h)
-    a branch on data | refused | h = h * 2 if h.sum() > 0 else h
-    a branch on an item | refused | h = h * 2 if h[0, 0].item() > -100 else h
     a branch on a size | refused | h = h * 2 if h.size(0) < 55 else h
     a branch on parity | either | h = h * 2 if h.size(0) % 2 else h
     a loop over vertices | refused | h = torch.stack([row * 2 for row in h])

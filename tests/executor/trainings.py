@@ -217,10 +217,8 @@ LINES = """
     # ranks, servers, strategy, graph, dropout, model and more of the workload
     2 1 graph_parallel islands 0.0 gcnii  # no halo at all
     4 1 graph_parallel islands 0.5 gcnii  # some ranks have nothing to send
-    2 1 pipegcn_gf(narrow=True) rough 0.5 gcn
     4 2 pipegcn islands 0.0 gcn
     3 1 gnnpipe(chunks=5,shuffle=False) multi 0.5 gcnii
-    4 2 gnnpipe(chunks=6,historical_gradients=True,period=1) rough 0.5 sage
     4 2 gnnpipe(stages=2,chunks=5,historical_gradients=True,period=1,layers_per_stage=(3,1)) multi 0.0 gcn
     # chunks of which nothing crosses
     4 1 gnnpipe(stages=2,chunks=3,checkpoint=True) islands 0.0 sage
@@ -228,11 +226,6 @@ LINES = """
     4 2 granndis(max_hop=2,fanout=1,degrees='local') rough 0.0 sage
     4 2 granndis(batches=2) rough 0.0 gcn  # loads an aggregate
     4 2 granndis(batches=3,narrow=True) rough 0.5 sage  # loads rows and their halo
-    # loads rows for the encoder
-    3 3 granndis(max_hop=1,fanout=2,batches=4) multi 0.5 gcnii
-    2 1 granndis(batches=2) rough 0.0 sage
-    4 1 granndis(group='island',narrow=True) multi 0.0 sage
-    4 1 granndis(max_hop=1,fanout=2,batches=3,group='island') rough 0.0 gcn
     2 1 graph_parallel(narrow=True) rough 0.5 gatv2 often
     4 1 gnnpipe(stages=2,chunks=3) sparse 0.0 gatv2
     # gradients in buckets: beside exchanges, stale ones, and moments; of an encoder; in batches
@@ -275,19 +268,13 @@ LINES = """
     4 2 gsplit(group='all',splitter='edge') sparse 0.5 gcn mini
     3 1 p3(prefetch=2) multi 0.0 sage mini batch=7 fanout=full
     4 2 p3(pipelined=True,prefetch=2) sparse 0.0 gcn mini batch=9
-    2 1 p3(pipelined=True) multi 0.0 gat mini
     2 2 p3(pipelined=True) rough 0.5 sgc mini
-    2 1 p3(pipelined=True) rough 0.5 gcn mini batch=20
     4 2 p3(over='rank',copies=2,pipelined=True) rough 0.5 gat mini
     # nobody to push to
     2 1 p3(copies=2) sparse 0.0 gat mini
     2 1 gsplit(splitter='random') islands 0.0 resgcn mini batch=9
-    2 1 data_parallel(cache=480,prefetch=1) rough 0.0 gcn mini
-    3 1 data_parallel(cache=480,shared_cache=True) rough 0.5 sage mini
     4 2 data_parallel(cache=720,shared_cache=True,features='spread') rough 0.0 gat mini
-    4 2 data_parallel(cache=200,shared_cache=True,features='spread') sparse 0.5 gcn mini
     3 3 data_parallel(features='spread',cache=100,hot='degree') sparse 0.0 gcnii mini
-    4 2 gsplit(cache=240,features='spread') rough 0.5 gcn mini
     4 2 gsplit(cache=480,features='spread',group='all',hot='degree') sparse 0.0 sage mini
     3 1 data_parallel(structure='spread',structure_cache=300,prefetch=3) rough 0.5 gcn mini
     4 2 p3(pipelined=True,structure='spread') rough 0.0 sage mini batch=9
@@ -298,10 +285,8 @@ LINES = """
     2 1 snp(prefetch=1) rough 0.5 sage mini batch=60 task=link
     4 2 gsplit(splitter='random',narrow=True) sparse 0.0 resgcn mini batch=60 task=link
     2 1 p3(pipelined=True) rough 0.5 sage mini batch=60 task=link
-    2 1 p3(cache=300,pipelined=True) sparse 0.5 gcn mini
     # rows in bfloat16, weights in float32
     2 1 graph_parallel(narrow=True,buckets=2) rough 0.5 gcn dtype=bfloat16 norm=layer
-    3 1 pipegcn multi 0.5 gcnii dtype=bfloat16
     4 1 gnnpipe(stages=2,chunks=3) sparse 0.5 gin dtype=bfloat16
     4 2 granndis(batches=2) sparse 0.5 sage dtype=bfloat16
     2 1 bns(p=0.5) rough 0.5 sage dtype=bfloat16
@@ -314,8 +299,6 @@ LINES = """
     # chunk by chunk, layer 1 on a constant aggregate, and with edges and attention of its own
     1 1 offload(chunks=3) rough 0.5 gat often
     2 1 offload(chunks=2,trim=True) multi 0.5 sage often
-    2 1 offload(chunks=3) rough 0.5 gcn norm=batch
-    4 2 offload(chunks=2) multi 0.0 sage dtype=bfloat16
     # chunks of a vertex each, of which some have no edges; of islands nothing crosses
     1 1 offload(chunks=60,trim=True) rough 0.0 sage
     1 1 offload(chunks=2,trim=True) multi 0.5 sage layers=1
@@ -339,21 +322,16 @@ LINES = """
     # servers and islands that preload, sample and batch
     4 1 granndis(depth=1,narrow=True,group='island') skewed 0.5 gcn layers=3
     4 2 granndis(depth=2,group='island') skewed 0.5 sage
-    4 2 granndis(group='island') skewed 0.5 gat layers=2
     2 1 granndis(batches=4) skewed 0.5 gcnii layers=3
     4 2 granndis(batches=3) skewed 0.0 gcn layers=1
     2 2 granndis(batches=2) skewed 0.5 gat layers=3
     2 1 granndis(batches=2) skewed 0.5 resgcn layers=3
-    3 3 granndis(max_hop=1,fanout=1) rough 0.5 gcn layers=3
-    2 2 granndis(max_hop=1,fanout=2,degrees='local') rough 0.5 gcn directed layers=3
     4 2 granndis(max_hop=1,fanout=1) rough 0.5 sage directed layers=3
     4 2 granndis(max_hop=1,fanout=2,batches=2,degrees='local') rough 0.5 gcn directed layers=3
     4 2 granndis(max_hop=1,fanout=2,batches=2,group='island') rough 0.5 gcnii layers=3
     2 2 granndis(max_hop=1) islands 0.5 sage layers=3  # one server has nothing to train on
     # late rows: normalised with this step's moments, smoothed, multiplied by old weights
-    2 1 pipegcn rough 0.0 gcn optimizer=adam
     4 1 pipegcn multi 0.5 gcnii optimizer=adam
-    3 1 pipegcn rough 0.5 gat
     3 1 pipegcn rough 0.5 resgcn
     3 1 pipegcn_f(gamma=0.5) rough 0.5 sage
     4 1 pipegcn_g(gamma=0.7) rough 0.5 gcnii often
@@ -365,7 +343,6 @@ LINES = """
     3 1 bns(p=0) rough 0.5 gcn
     2 1 bns(p=1) rough 0.5 sage as=graph_parallel
     # rows in few bits, chosen twice where they adapt
-    2 1 graph_parallel(bits=4) rough 0.5 gat
     3 3 granndis(depth=0,bits=2) rough 0.5 gin
     3 1 graph_parallel(bits=4,narrow=True) rough 0.5 gcn
     3 1 graph_parallel(bits='adaptive') rough 0.5 sage epochs=13
@@ -383,13 +360,10 @@ LINES = """
     3 1 gnnpipe(chunks=5,historical_gradients=True,period=1,bits=8) rough 0.5 gcnii often
     4 1 gnnpipe(stages=2,chunks=3,period=1,bits=4) rough 0.5 sage
     # batch norm over a batch's rows of all ranks; links with an encoder
-    2 1 gsplit rough 0.5 gcn mini norm=batch
     2 1 gsplit multi 0.5 sage mini norm=batch
     3 1 data_parallel(prefetch=1) rough 0.5 gcnii mini batch=80 task=link negatives=2
-    3 1 snp(splitter='random') rough 0.5 sage mini batch=30 task=link negatives=2
     4 2 gsplit(splitter='random',narrow=True) rough 0.5 gcn mini batch=80 task=link negatives=2
     3 1 gsplit(splitter='random',checkpoint=True) rough 0.5 resgcn mini batch=80 task=link negatives=2 often
-    2 2 p3 rough 0.5 sage mini batch=80 task=link
     # three updates late, at rates that change
     4 2 p3(pipelined=True) sparse 0.5 sage mini optimizer=adam lr=0.02 schedule=step step_size=1
     4 4 p3(pipelined=True,copies=2) rough 0.5 gat mini lr=0.02 schedule=step step_size=1

@@ -19,12 +19,10 @@ REFUSED = r"""
 2x1 layers=3 | gnnpipe(layers_per_stage=(1, 1)) | 3 in all, not \(1, 1\)
 2x1 layers=3 | gnnpipe(layers_per_stage=(1, 1, 1)) | each of 2 stages .* not \(1, 1, 1\); leave it out
 2x1 layers=3 | gnnpipe(stages=0) | stages: 0
-2x1 layers=3 | gnnpipe(stages=-1) | stages: -1
 2x1 layers=3 | gnnpipe(chunks=25) | a vertex per chunk \(vertices: 24, chunks: 25\); use fewer chunks
 2x1 layers=3 | gnnpipe(chunks=0) | chunks: 0
 2x1 layers=3 | gnnpipe(period=0) | period \(alpha\) is at least 1 .*, not 0
 2x1 layers=3 | graph_parallel(staleness=2) | staleness is 0 \(exact\) or 1 \(PipeGCN\), not 2
-2x1 layers=3 | graph_parallel(staleness=-1) | not -1
 2x1 layers=3 | graph_parallel(smoothing='f') | only stale rows are smoothed; use staleness=1
 2x1 layers=3 | pipegcn(smoothing='x') | smoothing is '' \(none\), 'f' .*not 'x'
 2x1 layers=3 | pipegcn_gf(gamma=1) | gamma lies in \[0, 1\) .*not 1; use 0.95
@@ -38,7 +36,6 @@ REFUSED = r"""
 2x1 layers=3 | tensor3d(x=2,y=2,z=0) | \(x: 2, y: 2, z: 0\)
 2x1 layers=3 | pipegcn_gf(bits=4) | smoothing: 'gf', bits: 4\); use pipegcn\(bits=4\) or pipegcn_gf
 2x1 layers=3 | granndis(depth=4) | depth lies between 0 \(plain halo\) and the layers \(3, full preload\), not 4
-2x1 layers=3 | granndis(depth=-1) | not -1
 2x1 layers=3 | granndis(max_hop=0) | max_hop is at least 1, not 0; use max_hop=1, or leave it out
 2x1 layers=3 | granndis(fanout=0) | fanout is at least 1, not 0; use fanout=15
 2x1 layers=3 | granndis(batches=0) | batches is at least 1, not 0; use batches=1
@@ -48,10 +45,8 @@ REFUSED = r"""
 2x1 layers=3 | granndis(degrees='part') | degrees is 'global' .* or 'local' .*, not 'part'
 2x1 layers=3 | granndis(degrees='local') | use degrees='local' with max_hop and fanout
 5x5 layers=3 | graph_parallel | a vertex per rank \(vertices: 24, ranks: 25\); use fewer ranks
-5x5 layers=3 | pipegcn | a vertex per rank \(vertices: 24, ranks: 25\); use fewer ranks
 5x5 layers=3 | granndis | a vertex per rank \(vertices: 24, ranks: 25\); use fewer ranks
 5x5 layers=3 | feature_parallel | a vertex per rank \(vertices: 24, ranks: 25\); use fewer ranks
-5x5 layers=3 | tensor3d | a vertex per rank \(vertices: 24, ranks: 25\); use fewer ranks
 2x2 | gsplit(splitter='rand') | splitter is one of gsplit, node, edge, random, not 'rand'
 2x2 | p3(copies=3,over='server') | each copy of the columns is over equally many servers \(copies: 3, servers: 2\); use one of 1, 2
 2x2 | p3(copies=0,over='rank') | over equally many ranks \(copies: 0, ranks: 4\); use one of 1, 2, 4
@@ -95,9 +90,7 @@ REFUSED = r"""
 1x4 model=gcn norm=layer layers=4 | gnnpipe(historical_gradients=True) | historical_gradients .*; use .*without norm
 1x4 model=resgcn norm=none layers=4 | gnnpipe(historical_gradients=True) | historical_gradients .* ReLU
 2x2 layers=3 | graph_parallel(buckets=0) | graph_parallel: buckets .* \(buckets: 0, layers: 3\); use
-2x2 layers=3 | graph_parallel(buckets=-1) | graph_parallel: buckets .* \(buckets: -1, layers: 3\); use
 2x2 layers=3 | graph_parallel(buckets=4) | graph_parallel: buckets .* \(buckets: 4, layers: 3\); use
-2x2 layers=3 | pipegcn(buckets=4) | pipegcn: buckets .* \(buckets: 4, layers: 3\); use
 2x2 layers=3 | granndis(buckets=4) | granndis: buckets .* \(buckets: 4, layers: 3\); use
 1x4(2,2) layers=4 | granndis(group='switch') | group is 'server' or 'island' \(what preloads as one\), not 'switch'
 1x3(2,1) layers=4 | granndis(group='island') | equally large \(GPUs used of an island of cluster .*: 1, 2\); use group='server'
