@@ -1,5 +1,4 @@
-"""What tests of several packages share: real graphs where there are some, a cache apart from the
-user's, and which tests run when."""
+"""What tests of several packages share: real graphs, a cache apart, and which tests run when."""
 
 import gc
 import multiprocessing.process
@@ -61,8 +60,7 @@ def pytest_configure() -> None:
 
 
 def pytest_collection_finish() -> None:
-    """The collector does as in `gnnplan` (cli/__init__.py), and looks no more at what was imported
-    and collected: it took a fifth of the time of tests that plan."""
+    """As in `gnnplan` (cli/__init__.py): the collector took a fifth of the planning tests' time."""
     gc.freeze()
     gc.set_threshold(10_000)
     gc.enable()
@@ -149,6 +147,5 @@ def gnnplan(monkeypatch, capsys):
 
 @pytest.fixture
 def start(tmp_path):
-    """start(plan, ...) begins a `gnnplan run`; whatever is left of it at the end of the test is
-    killed and fails the test."""
+    """start(plan, ...) begins a `gnnplan run`; what is left of it after the test fails the test."""
     yield from starting(tmp_path)

@@ -1,5 +1,4 @@
-"""How many examples hypothesis tries: a fifth of what a test asks for, all of them at night, which
-are new ones each time (conftest.py)."""
+"""How many examples hypothesis tries: a fifth of what a test asks for; at night all, new ones."""
 
 import os
 

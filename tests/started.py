@@ -1,5 +1,4 @@
-"""A `gnnplan run` from outside: its processes, and what it leaves. The fixture `start`
-(conftest.py) begins one."""
+"""A `gnnplan run` from outside: its processes, and what it leaves."""
 
 from __future__ import annotations
 
@@ -108,8 +107,7 @@ Start = Callable[..., Started]
 
 
 def starting(folder: Path) -> Iterator[Start]:
-    """start(plan, ...) begins a `gnnplan run`, start(None, resume=out) goes on with one; whatever
-    is left of it at the end is killed and fails the test."""
+    """start(plan, ...) begins a `gnnplan run`, start(None, resume=out) goes on with one."""
     begun: list[Started] = []
 
     def begin(

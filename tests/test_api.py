@@ -31,8 +31,7 @@ STAND_INS = {"task": "none", "features": "8"}
 
 @pytest.fixture(scope="module")
 def plan():
-    """The plan of GRAPH on a server of CLUSTER with FIELDS; nobody changes it. Of both modes:
-    planner/test_whole.py."""
+    """The plan of GRAPH on a server of CLUSTER with FIELDS; nobody changes it."""
     return gnnplan.plan(GRAPH, ONE_SERVER, mode="full", **FIELDS)
 
 

@@ -1,5 +1,4 @@
-"""The command line as people and programs meet it: verbs, JSON, exit codes, bad input, what stays
-on disk, the same losses anywhere."""
+"""The command line as people and programs meet it: verbs, JSON, exit codes, bad input, files."""
 
 import csv
 import functools
@@ -281,8 +280,7 @@ class Trained(NamedTuple):
 
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory):
-    """The same question, trained by real ranks in these ways at once, in the folder above a clone
-    of an editable install."""
+    """The same question, trained in these ways at once, in the folder above a clone."""
     folder = tmp_path_factory.mktemp("trained")
     (folder / "gnnplan").mkdir()
     (folder / "site").mkdir()
@@ -501,8 +499,7 @@ def test_a_damaged_run_is_bad_input(name, content, words, copied, gnnplan):
 
 
 def test_a_run_is_gone_on_with_only_where_it_can_be(plan_file, gnnplan, tmp_path):
-    """Answers before anything starts, and leaves the folder as it is. What a good one does is in
-    tests/executor/test_conformance.py."""
+    """Answers before anything starts, and leaves the folder as it is."""
     from safetensors.torch import save_file
     from torch import ones
 
@@ -819,8 +816,7 @@ def everything(folder: Path) -> dict[Path, bytes | None]:
 
 @pytest.mark.parametrize("what", BAD)
 def test_bad_input(what, gnnplan, tmp_path, plan_file, monkeypatch):
-    """Exit 2, a line for people and a document for programs that say where, what and what to do;
-    nothing written."""
+    """Exit 2, a line for people and a document for programs; nothing written."""
     monkeypatch.chdir(tmp_path)
     make, words = BAD[what]
     call = make(tmp_path)

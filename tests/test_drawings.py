@@ -1,5 +1,4 @@
-"""The drawing on a strategy's page is that of its program, on two or three ranks of a small
-graph."""
+"""The drawing on a strategy's page is its program, on two or three ranks of a small graph."""
 
 from pathlib import Path
 from typing import Any

@@ -42,8 +42,7 @@ def test_an_example_runs(name, tmp_path):
 @pytest.mark.processes
 @pytest.mark.timeout(300)
 def test_a_package_runs_the_kit_on_its_strategy(tmp_path):
-    """`delayed`, installed with its entry point: less than a page of code, all tests of the kit;
-    by day those of its recursion, laws and page."""
+    """`delayed`, installed with its entry point: all tests of the kit; by day some."""
     package, site = FOLDER / "delayed", tmp_path / "site"
     assert len((package / "gnnplan_delayed.py").read_text(encoding="utf-8").splitlines()) <= 80
     copy = shutil.copytree(package, tmp_path / "delayed")  # a build leaves files behind

@@ -74,8 +74,7 @@ def test_ranks_that_all_stop_end_the_run(tmp_path, start):
 @pytest.mark.nightly
 @pytest.mark.parametrize("strategy", ["p3(pipelined=True,prefetch=2)", "gsplit(prefetch=3)"])
 def test_samplers_that_all_stop_end_the_run(tmp_path, start, strategy):
-    """Those of a pipelined P3 were waited for for ever, and those of others three times as long as
-    the user had allowed."""
+    """A pipelined P3's were waited for for ever, others' three times as long as allowed."""
     mini = ["--mode", "mini", "--batch", "64", "--fanout", "3,3", "--layers", "2"]
     planned = plan(tmp_path, 2, *mini, "--strategy", strategy)
     run = start(planned, "--epochs", str(FOREVER), "--timeout", "5", "--checkpoint-every", "0")

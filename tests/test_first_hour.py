@@ -107,8 +107,7 @@ def test_an_error_measured_on_cpus_is_not_quoted_for_gpus(gnnplan, explained):
 
 @pytest.mark.slow
 def test_what_is_known_by_statistics_is_not_offered_to_run(gnnplan, cluster, tmp_path):
-    """The last line said 'next: gnnplan run', which refuses such a plan; and 'partitioning 0 s',
-    which nobody knows."""
+    """It said 'next: gnnplan run', which refuses such a plan, and 'partitioning 0 s'."""
     (tmp_path / "stats.yaml").write_text(STATISTICS)
     plan = tmp_path / "plan.json"
     ask = ("plan", "--graph", tmp_path / "stats.yaml", "--cluster", cluster)
@@ -126,8 +125,7 @@ def document_of(path: Path) -> dict[str, Any]:
 
 @pytest.mark.slow
 def test_a_papers_testbed_is_planned_with_what_its_print_has_shown(gnnplan):
-    """GNNPipe's own case got PipeGCN: the preset's datasheet values were used, and the factors that
-    had been fitted to the paper's figures were not. `validate --published` starts from the file."""
+    """GNNPipe's own case got PipeGCN: factors fitted to its figures were not used."""
     ask = ["plan", "--graph", "reddit", "--model", "gcn", "--hidden", 100]
     # that it wins by them, with 32 layers, is in planner/test_choices.py
     ask += ["--layers", 32] if NIGHT else ["--layers", 8, "--strategy", "gnnpipe(chunks=8)"]
@@ -239,8 +237,7 @@ def test_a_long_list_of_layers_is_shortened_and_read_again():
 
 
 def test_a_graphs_name_is_known_in_any_case_and_suggested_to_no_path(tmp_path):
-    """REDDIT was unknown, all names were listed twice, and for a folder that was not there
-    another graph was suggested."""
+    """REDDIT was unknown, names were listed twice, and a folder's were suggested another graph."""
     assert load("REDDIT").hash == load("reddit").hash
     with pytest.raises(SpecError, match="did you mean friendster") as misspelt:
         load("frendster")

@@ -140,8 +140,7 @@ def places(document: Any, at: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]
 
 @st.composite
 def changed(draw: st.DrawFn, document: Any, kept: tuple[str, ...] = ()) -> Any:
-    """A document with one to three places dropped, renamed, repeated or of another value; `kept`
-    (first names) left alone."""
+    """A document with one to three places dropped, renamed, repeated or changed, but for `kept`."""
     document = copy.deepcopy(document)
     for _ in range(draw(st.integers(1, 3))):
         everywhere = [at for at in places(document) if at[0] not in kept]
@@ -757,8 +756,7 @@ def test_a_world_without_end(run):
     ],
 )
 def test_a_plan_reads_its_graph_and_tells_nothing_of_other_files(run, monkeypatch, source):
-    """A plan may name any path: what is there is read as a graph, and must be the one that the plan
-    was made for."""
+    """A plan may name any path: it is read as a graph, and must be the plan's own."""
     monkeypatch.chdir(run)
     for name in ("secret.yaml", "secret.npz"):
         (run / name).write_text("password: hunter2\n")

@@ -169,8 +169,7 @@ def all_of(questions: Iterator[Question]) -> dict[str, dict[str, Any]]:
 
 
 def same_by_day(questions: Iterator[Question], name: str, first: int, every: int) -> None:
-    """The answers are the file's: to every so many-th question from the first on, at night to
-    all."""
+    """The answers are the file's: to every so many-th question, at night to all."""
     golden, asked = read(name), list(questions)
     assert [key for key, _ in asked] == list(golden), name
     for key, answered in asked if NIGHT else asked[first % every :: every]:

@@ -166,8 +166,7 @@ def test_marked_tests(tmp_path):
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without CUDA")
 def test_a_stage_that_fails_or_hangs_stops_no_other(gpu, tmp_path):
-    """The first is killed at its limit, the second finds no GPU, and for the third no time is left.
-    All that there is lies packed beside the page, also what an earlier command had left."""
+    """The first is killed, the second finds no GPU, the third has no time; all lies packed."""
     work, out = tmp_path / "work", tmp_path / "out"
     for folder in (work, out):
         folder.mkdir()

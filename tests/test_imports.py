@@ -1,5 +1,4 @@
-"""Who may import whom: cli -> api -> report -> simulator -> planner <- executor; cli -> papers ->
-planner. The planner decides without torch and simpy; help comes at once."""
+"""Who may import whom: cli -> api -> report -> simulator -> planner <- executor; cli -> papers."""
 
 import ast
 import sys
@@ -51,8 +50,7 @@ def sources() -> dict[str, Path]:
 
 @cache
 def imported(path: Path) -> list[str]:
-    """Absolute names of all modules that a file imports, wherever in it, for types too; relative
-    ones are refused."""
+    """Absolute names that a file imports, wherever in it; relative ones are refused."""
     names = []
     for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
         if isinstance(node, ast.Import):
@@ -170,6 +168,5 @@ assert 'scipy.stats' not in sys.modules
 @pytest.mark.nightly
 @pytest.mark.processes
 def test_a_rank_trains_without_sympy_and_networkx():
-    """torch imports the one to compare the shapes of gradients and to join sparse rows, a fabric
-    needs the other: ranks started 0.6 s later, with 30 MB more."""
+    """torch imports the one, a fabric needs the other: ranks started 0.6 s later."""
     assert not loaded_by(TRAINS) & {"sympy", "networkx"}

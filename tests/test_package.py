@@ -101,8 +101,7 @@ def test_a_source_distribution_makes_the_same_wheel(sources, wheel, tmp_path):
 
 @pytest.fixture(scope="module")
 def environment(wheel, tmp_path_factory):
-    """A virtual environment with the wheel and today's dependencies, which an index need not give
-    again. A `.pth` file of a folder that is named by one is not read: no editable install is."""
+    """A virtual environment with the wheel; a folder's `.pth` file is not read."""
     pytest.importorskip("torch_geometric")
     pytest.importorskip("plotly")
     folder = tmp_path_factory.mktemp("newcomer") / "venv"

@@ -1,5 +1,4 @@
-"""A small graph, and its files as other libraries write them. Tests read these back and train on
-them; `quiet` imports a library that may be absent."""
+"""A small graph, and its files as other libraries write them; `quiet` imports what may lack."""
 
 import gzip
 import importlib

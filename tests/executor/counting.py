@@ -12,8 +12,7 @@ T = TypeVar("T")
 
 
 def counted(work: Callable[[], T]) -> tuple[T, int, int]:
-    """What it gives; bytes that are left of what it allocated, and the most that there were, as
-    torch's own profiler has them."""
+    """What it gives; bytes left of what it allocated, and the most that were (torch's profiler)."""
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True, acc_events=True) as found:
         result = work()
     events = [e for e in found.profiler.kineto_results.events() if e.name() == "[memory]"]

@@ -151,8 +151,7 @@ class Crossing(torch.autograd.Function):
 
 
 def by_reader(operator: Tensor, part: np.ndarray) -> Tensor:
-    """The operator [N, N] as one of (own rows, those that part 0 reads, those that part 1 reads,
-    ..): [N, (1 + parts) N]."""
+    """The operator [N, N] as [N, (1 + parts) N]: own rows, those that part 0 reads, part 1, ..."""
     same = torch.from_numpy(part[:, None] == part[None, :])
     readers = [torch.from_numpy(part == reader)[:, None] for reader in range(part.max() + 1)]
     return torch.cat([operator * same, *(operator * ~same * reads for reads in readers)], 1)

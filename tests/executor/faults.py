@@ -337,8 +337,7 @@ def check(
 
 
 def nothing_lost(told: str, is_cut: bool) -> None:
-    """Every checkpoint but the one that was being written is there to go on from. Raises
-    LostEpochs.  is_cut: a checkpoint was cut, so training may have gone on from the one before."""
+    """Every checkpoint is there, but one being written. Raises LostEpochs. is_cut: one was cut."""
     ends = re.findall(
         r"(\d+) finished epochs are in \S+?(?:; go on from epoch (\d+) with|\n)", told
     )

@@ -15,13 +15,7 @@ from crossing import Adapting, Uniform, Whole, by_reader
 from torch import Tensor
 from torch.nn import functional as F
 
-from gnnplan.planner.graph.sampling import (
-    Frontier,
-    Pairs,
-    frontier,
-    items_of,
-    pairs_in,
-)
+from gnnplan.planner.graph.sampling import Frontier, Pairs, frontier, items_of, pairs_in
 from gnnplan.planner.ownership.layout import Expansion, expand
 from gnnplan.planner.strategies import BNS, GNNPipe, GraNNDis
 from gnnplan.planner.strategies.gnnpipe.pipeline import chunk_order
@@ -342,8 +336,7 @@ class Batches(Recursion):
         return total
 
     def batches(self, epoch: int) -> Iterator[tuple[float, Callable[[], Tensor]]]:
-        """Each batch's share of what is trained on, and its mean loss at the weights of the
-        moment."""
+        """Each batch's share of what is trained on, and its mean loss at the moment's weights."""
         w, graph = self.workload, self.graph
         if w.task == "link":
             for number, edges in enumerate(items_of(graph, w, epoch)):

@@ -108,8 +108,7 @@ def chains(rng: random.Random) -> Iterator[tuple[Case, list[Fault]]]:
 
 
 def ordered(faults: list[Fault], rng: random.Random) -> list[Fault]:
-    """Faults so that each finds its moment: those of the end come last, and a rank that begins does
-    so because of the fault before."""
+    """Faults so that each finds its moment: a rank that begins again does so after a fault."""
     amid = [fault for fault in faults if fault.phase != "end"]
     rng.shuffle(amid)
     for place in range(1, len(amid)):

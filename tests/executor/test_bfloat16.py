@@ -27,8 +27,7 @@ def case_of(strategy: str, graph: str, **more: Any) -> Case:
 
 @pytest.mark.parametrize(("graph", "features"), [("rough", 1 / 2), ("sparse", 6 / 8)])
 def test_half_the_bytes_and_nearly_the_losses_of_float32(graph, features, run_ranks, graphs):
-    """Losses of ten epochs within 1 % of float32's; weights finer than bfloat16, and moments. A
-    column of sparse `features` takes 4 bytes with either type."""
+    """Losses to 1 % of float32's; weights and moments are finer. Sparse columns take 4 bytes."""
     rounded = case_of("graph_parallel", graphs[graph])
     half, full = run_ranks(
         2, [rounded, replace(rounded, workload={**rounded.workload, "dtype": "float32"})]
@@ -73,8 +72,7 @@ def test_sums_of_rows_and_gradients_of_weights_are_rounded_once():
 
 
 def test_products_of_sparse_rows_are_rounded_once():
-    """As above, forward over the numbers of a row and backward over those of a column. A weight's
-    gradient is float32."""
+    """Forward over a row's numbers, backward over a column's. A weight's gradient is float32."""
     n = 1003
     row = SparseRows.of(torch.tensor([n]), torch.arange(n), torch.ones(n).bfloat16(), n)
     column = SparseRows.of(torch.ones(n).int(), torch.zeros(n), torch.ones(n).bfloat16(), 1)

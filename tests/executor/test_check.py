@@ -39,8 +39,7 @@ be_rank(Path(sys.argv[1]), check.work)
 
 @pytest.fixture
 def prove(fork_server, tmp_path):
-    """prove(question, before='') -> the answer of the ranks that compare, after some lines; or the
-    notes of how they failed."""
+    """prove(question, before='') -> the answer of the ranks that compare, or how they failed."""
 
     def ask(question: dict[str, Any], before: str = "") -> dict[str, Any]:
         (tmp_path / "question.json").write_text(json.dumps(question))

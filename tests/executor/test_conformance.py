@@ -19,12 +19,7 @@ from gnnplan.planner.strategies import families, parse
 from gnnplan.testing.plain import difference
 from gnnplan.testing.ranks import Case, Ranks, Result
 from gnnplan.testing.runs import *  # noqa: F403
-from gnnplan.testing.runs import (
-    FinishedRun,
-    must_be_as_one_process,
-    must_resume,
-    one_process,
-)
+from gnnplan.testing.runs import FinishedRun, must_be_as_one_process, must_resume, one_process
 
 pytestmark = pytest.mark.timeout(110)
 
@@ -33,8 +28,7 @@ BY_DAY = cover(SETTINGS, Setting.needs, lambda setting: 1.5 + setting.world)
 
 
 def by_day(settings: list[Setting]) -> list[Any]:
-    """The settings as parameters of a test. By day the others are not even collected: with all claims
-    they are three thousand tests, of which pytest would take seconds to make and drop."""
+    """The settings of a test. By day the others are not even collected: they are three thousand."""
     at_night = pytest.mark.nightly
     return [
         setting if setting in BY_DAY else pytest.param(setting, marks=at_night)
@@ -112,8 +106,7 @@ def must_be_near_in_bfloat16(result: Result, alone: Result) -> None:
 
 
 def must_follow_its_recursion(result: Result, run_ranks: Ranks) -> None:
-    """And not exact training, so the comparison has teeth. A pipeline's batches are under way when it
-    evaluates, so its scores are compared with nothing."""
+    """And not exact training. A pipeline's batches are under way when it evaluates: no scores."""
     case = result.case
     recursion = recursion_of(case, result.world)
     losses = recursion.losses(case.epochs)
@@ -164,8 +157,7 @@ def test_islands_of_one_gpu_are_servers_of_one_gpu(run_ranks, sources):
 
 
 def test_batch_norm_of_rows_that_two_ranks_compute_counts_them_twice(run_ranks, sources):
-    """As torch.nn.SyncBatchNorm does; gsplit computes every row at one rank, so its moments are those
-    of one process."""
+    """As SyncBatchNorm does; gsplit computes every row at one rank, as one process does."""
     case = Setting.of("2 1 data_parallel rough 0.5 gcn mini norm=batch").case(sources)
     losses = run_ranks(2, [case])[0].losses
     assert losses != pytest.approx(one_process(run_ranks, case).losses, rel=1e-6)

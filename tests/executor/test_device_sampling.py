@@ -111,8 +111,7 @@ def test_gpus_draw_where_the_cluster_says_so_and_lists_fit(graphs):
 
 
 def test_a_sampler_on_the_host_takes_none_of_a_gpu(graphs):
-    """Its degrees, places and drawn edges were taken for the GPU's, 20 bytes a vertex and more: for
-    ogbn-papers100M 2.2 GB."""
+    """Its degrees, places and edges were taken for the GPU's: for ogbn-papers100M 2.2 GB."""
     problem = on_gpus(graphs, "host", 1e9)
     for strategy in (DataParallel(), P3(over="rank")):
         known = strategy.batches(problem).first()

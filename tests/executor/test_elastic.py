@@ -1,5 +1,4 @@
-"""A training goes on on other ranks or with another strategy as if it had been theirs from the
-beginning."""
+"""A training goes on on other ranks, or with another strategy, as if it had begun there."""
 
 import json
 import os
@@ -64,8 +63,7 @@ def losses(run: Result) -> torch.Tensor:
 
 @pytest.mark.parametrize(("before", "ranks_before", "after", "ranks", "workload"), CASES)
 def test_another_plan_goes_on(before, ranks_before, after, ranks, workload, run_ranks, graphs):
-    """Checkpoints of epochs 2 and 4, broken off after 5. Adam's moments go on too: begun anew they
-    change the loss by percents."""
+    """Broken off after epoch 5 of 2 and 4. Adam's moments go on too: anew they cost percents."""
     workload = dict(workload)
     case = Case(before, graphs["rough"], workload, workload.pop("servers", 1), epochs=5)
     alone = "data_parallel" if workload.get("mode") == "mini" else "graph_parallel"

@@ -62,8 +62,7 @@ def test_ranks_leave_rows_by_class(run_ranks, graphs, strategy, classes):
 @pytest.mark.parametrize("graph", ["rough", "sparse"])
 @pytest.mark.parametrize("cache", [ROW, 20 * ROW, 10**6])
 def test_rows_read_are_the_graphs(graphs, graph, cache):
-    """In their order, by class as the planner counts them, and bytes in the span are those of the
-    server's memory."""
+    """In their order, by class as planned; bytes in the span are those of the server's memory."""
     problem = case(f"data_parallel(cache={cache})", graphs[graph], layers=1, fanout=(3,)).problem(1)
     strategy, rank = DataParallel(cache=cache), Rank(0, 1, torch.device("cpu"), "gloo")
     planned = strategy.store(problem)

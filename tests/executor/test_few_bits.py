@@ -1,5 +1,4 @@
-"""Rows in few bits: bytes, the mean over many draws, and numbers that are no use. Rows of 8, 4 or 2
-bits in the bytes of 4: what arrives, and which bits suit which ranges."""
+"""Rows of 8, 4 or 2 bits in the bytes of 4: bytes, the mean over draws, and which bits suit."""
 
 import math
 from itertools import product
@@ -36,8 +35,7 @@ def crossed(rows: torch.Tensor, bits: int, *numbers: int) -> torch.Tensor:
     st.sampled_from([0.0, 1.0, -300.0]),
 )
 def test_no_number_is_off_by_more_than_the_spacing(dtype, count, width, bits, size, shift):
-    """Which is the row's range over 2^bits - 1, and what bfloat16 (8 digits) adds to it: of the
-    lowest number, and twice of the spacing."""
+    """range / (2^bits - 1), and bfloat16's 8 digits of the lowest number and twice the spacing."""
     rows = (torch.randn(count, width, dtype=dtype) + shift) * size
     packed = UniformWidth(bits).pack(rows, None, torch.arange(count), 0)
     assert packed.shape == (count, Codec(bits).row_bytes(width, rows.element_size()))
@@ -107,8 +105,7 @@ OWN = torch.tensor([8, 2, 2, 4, 4, 4] * 166 + [4] * 4, dtype=torch.uint8)
     ids=str,
 )
 def test_its_work_is_what_torch_counts(codec, width_of, dtype):
-    """Bytes that element-wise operations read and write, without the hash, picking rows, and rows' ways
-    back to their places."""
+    """Element-wise bytes, without the hash, picking rows, and rows' ways back to their places."""
     width, count = 256, 1000
     rows, ids = torch.randn(count, width, dtype=dtype), torch.arange(count)
     item, packing, hashing, unpacking = rows.element_size(), Noted(), Noted(), Noted()

@@ -1,6 +1,4 @@
-"""Modules that read fields of vertices and edges, from the file of a PyG Data to trained weights.
-
-Two ranks train as the module itself does in one process on the Data, in float64."""
+"""Modules that read fields train on two ranks as in one process of PyG, in float64."""
 
 import importlib
 import pickle
@@ -237,8 +235,7 @@ class GAT(nn.Module):
 
 @pytest.mark.nightly
 def test_coras_gat_trains_on_coras_words(tmp_path, run_ranks):
-    """1,433 columns, nearly all of them 0: a layer could not be counted, as its dropout was drawn in
-    one piece or two, and sparse features were refused with a remedy that gave sparse ones."""
+    """1,433 columns, nearly all 0: the layer could not be counted, and the remedy did not help."""
     rng = np.random.default_rng(0)
     src, dst = rng.integers(0, 80, (2, 400))
     x = (rng.random((80, 1433)) < 0.01).astype(np.float32)

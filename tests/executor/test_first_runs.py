@@ -23,8 +23,7 @@ def planned(folder: Path, *more: str) -> Path:
 @pytest.mark.timeout(120)
 @pytest.mark.skipif(not Path("/proc/self/environ").exists(), reason="finds ranks in /proc")
 def test_survivors_under_torchrun_name_the_lost_rank_and_the_remedy(tmp_path, start):
-    """The rank that was left said "its peers did not answer (Connection closed by peer)", neither
-    who had died nor how to go on."""
+    """ "Connection closed by peer" was all that the rank that was left said."""
     plan = planned(tmp_path, "--ranks", "2", "--strategy", "graph_parallel")
     torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     torchrun += ["--monitor-interval", "5"]  # it ends survivors when it looks: by default in 0.1 s

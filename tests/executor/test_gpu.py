@@ -1,5 +1,4 @@
-"""What one lent GPU can prove: NCCL, several ranks on one device, streams that overlap, memory.
-Skips elsewhere."""
+"""What one lent GPU can prove: NCCL, several ranks on one device, streams that overlap, memory."""
 
 import json
 import time
@@ -111,8 +110,7 @@ def test_one_gpu_equals_the_cpu(gpu_rank, run_ranks, graphs, tmp_path, graph, mo
 
 @pytest.mark.parametrize("model", MODELS)
 def test_steps_launched_as_one_equal_others(gpu_rank, graphs, tmp_path, model, monkeypatch):
-    """To the bit, with dropout and Adam: the first five of twelve epochs are recorded, and the
-    others are launched as one, or are not."""
+    """To the bit, with dropout and Adam: of twelve epochs five are recorded, others one launch."""
     found = []
     for replays in (True, False):
         if not replays:
@@ -227,8 +225,7 @@ def test_ranks_with_a_gpu_each_equal_the_cpu(run_ranks, graphs, strategy, more):
 
 
 def test_a_lane_has_its_own_stream(gpu_rank):
-    """Work on the comm lane runs beside work on the step's own stream, and after what that stream
-    had computed before."""
+    """The comm lane's work runs beside the step's stream, after what that had computed before."""
 
     def seconds(*where: str) -> float:
         torch.cuda.synchronize()

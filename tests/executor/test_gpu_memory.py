@@ -1,5 +1,4 @@
-"""What a step allocates on a GPU, counted as torch's allocator would on a device that does not exist
-(pretend_device.py), beside what plans say."""
+"""What a step allocates on a GPU that does not exist (pretend_device.py), beside what plans say."""
 
 import json
 from collections.abc import Hashable
@@ -32,8 +31,7 @@ OF_BATCHES = STRATEGIES[-2:]
 
 
 def is_asked(strategy: str, kind: str, dtype: str) -> bool:
-    """SGC's rows are no wider than its classes: its 4 MB are edges and what passes at set-up, so
-    only its plain step is asked."""
+    """SGC's rows are no wider than its classes: its 4 MB are set-up, so its plain step is asked."""
     if kind == "sgc":
         return dtype == "float32" and strategy == "graph_parallel"
     return not (kind in DEEP and strategy in OF_BATCHES) and not (

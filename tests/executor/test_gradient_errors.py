@@ -1,5 +1,4 @@
-"""How far rows and gradients that are used are from the true ones: of which strategies it is
-measured, that it is that of brute force, and how a run says it."""
+"""How far rows and gradients are from the true ones: that of brute force, and how a run says it."""
 
 from dataclasses import replace
 

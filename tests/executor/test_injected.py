@@ -34,8 +34,7 @@ IN_LAUNCHER = [
 
 
 def shared_out(in_ranks: list[Fault], in_launcher: list[Fault], cases: int) -> list[list[Fault]]:
-    """A chain per case, so that training gets on: the end comes last, and the launcher is hit when
-    there is a checkpoint."""
+    """A chain per case: the end comes last, and the launcher is hit when there is a checkpoint."""
     chains = []
     for number in range(cases):
         mine = sorted(in_ranks[number::cases], key=lambda fault: ORDER.index(fault.phase))

@@ -1,5 +1,4 @@
-"""Every operation against the plain one: dense products, DGL, autograd by differences, F.linear,
-exact hash values."""
+"""Every operation against the plain one: dense, DGL's, by differences, exact hash values."""
 
 from typing import Any
 
@@ -197,8 +196,7 @@ def dense_pairs(block: Block, rows: torch.Tensor, vectors: torch.Tensor) -> torc
 @pytest.mark.parametrize("at_once", [8, 1 << 18])
 @pytest.mark.parametrize(("n_dst", "n_src", "edges"), [(0, 0, 0), (3, 3, 0), (9, 12, 60)])
 def test_attention_by_pairs_of_rows(n_dst, n_src, edges, at_once, monkeypatch):
-    """Where edges are taken two at a time, a row's edges are in several parts. A rank of a batch may
-    have no rows."""
+    """Taken two at a time, a row's edges are in several parts. A batch's rank may have no rows."""
     monkeypatch.setitem(EDGE_NUMBERS, "cpu", at_once)
     block = random_block(n_dst, n_src, edges, weighted=False)
     rows = torch.randn(n_src, 8, dtype=torch.float64, requires_grad=True)
@@ -510,8 +508,7 @@ def test_dropout_scales_and_passes_the_same_gradient():
 @pytest.mark.parametrize("relu", [False, True])
 @pytest.mark.parametrize("rows", [1, 127, 128, 1000, 2500, 4093])
 def test_products_of_rows_that_vary_go_by_pieces_of_few_sizes(monkeypatch, rows, relu):
-    """A mini-batch has another number of rows at every step, and oneDNN kept 0.6 MB of code for
-    each: 212 MB after three epochs where 129 were needed."""
+    """oneDNN kept 0.6 MB of code per number of rows: 212 MB after three epochs, 129 were needed."""
     if not matmul.has_onednn():
         pytest.skip("this torch has no oneDNN product")
     monkeypatch.setattr(matmul, "by_onednn", lambda: True)

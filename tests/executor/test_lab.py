@@ -1,5 +1,4 @@
-"""The emulated cluster: servers that reach each other, no faster than their cards, and vanish with
-the process that made them."""
+"""The emulated cluster: as fast as its cards, and gone with the process that made it."""
 
 import contextlib
 import json

@@ -66,8 +66,7 @@ def test_nccl_needs_a_gpu_of_its_own_for_every_rank_on_all_servers():
 
 
 def test_a_step_that_cannot_be_recorded_is_told_its_number_again():
-    """The clock stayed with the worker where a user's module could not be recorded: all later steps
-    dropped the rows of step 0."""
+    """The clock stayed where a module could not be recorded: later steps dropped rows of step 0."""
 
     class Worker:
         clock: torch.Tensor | None = None

@@ -1,5 +1,4 @@
-"""Launch files: they parse, satisfy the schemas of those who read them, and train what the plan
-says."""
+"""Launch files satisfy the schemas of those who read them, and train what the plan says."""
 
 import json
 import os

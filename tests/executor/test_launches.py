@@ -79,8 +79,7 @@ def trained(
     may_wait: bool = False,
     sampler: str = "host",
 ) -> tuple[Result, Counter[str], Counter[str]]:
-    """Train on the pretend device -> what is left, and what is asked of it in the second step:
-    counts and operations. sampler: who draws neighbours."""
+    """Train on the pretend device -> what is left, and counts and operations of the second step."""
     open_worker, zero, update = train.open_worker, Learner.zero, Learner.update
     began: list[tuple[Counter[str], Counter[str]]] = []
 
@@ -121,8 +120,7 @@ def train_there(pretend_device, tmp_path, monkeypatch):
 
 
 def needs(row: tuple[Any, ...]) -> set[Hashable]:
-    """One of the strategies that have the same launches, every model, on the full graph or in
-    batches, and other graphs and types in both."""
+    """One of the strategies with equal launches, every model, and both modes with other graphs."""
     return {LAUNCHES[row[0]], row[1], (row[0] in OF_BATCHES, str(row[2:4]))}
 
 

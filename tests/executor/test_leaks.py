@@ -1,5 +1,4 @@
-"""Fifty epochs on several ranks: nobody hangs, and what a process holds does not grow. At night:
-that a step leaves nothing behind is tested every time (test_memory.py)."""
+"""Fifty epochs on several ranks: nobody hangs, and what a process holds does not grow."""
 
 import pytest
 
@@ -32,8 +31,7 @@ SETTLED, EPOCHS = 15, 50
 @pytest.mark.timeout(120)
 @pytest.mark.parametrize(("world", "case"), CASES, ids=str)
 def test_memory_stays_flat(world, case, run_ranks):
-    """A halo's rows kept from every epoch would be 12 MB and more in the end; pages that the
-    allocator keeps come to 2 MB."""
+    """A halo's rows kept from every epoch would be 12 MB; pages the allocator keeps are 2 MB."""
     (result,) = run_ranks(world, [Case(**{**vars(case), "epochs": EPOCHS, "eval_every": 5})])
     assert len(result.losses) == EPOCHS
     for rank in range(world):

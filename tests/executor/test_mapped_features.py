@@ -22,8 +22,7 @@ VERTICES, WIDTH = 4_000, 4_096  # 64 MiB of features
 
 
 def test_features_in_float64_are_trained_on_as_they_are(run_ranks, graphs, tmp_path):
-    """They were rounded to float32 first, and weights were 3e-8 off. In float32 the numbers of the
-    file, mapped or not, are rounded."""
+    """They were rounded to float32, weights 3e-8 off. In float32 the file's numbers are rounded."""
     (tmp_path / "folder").mkdir()
     with np.load(graphs["rough"]) as read:
         arrays = dict(read)
@@ -52,8 +51,7 @@ def test_features_in_float64_are_trained_on_as_they_are(run_ranks, graphs, tmp_p
 
 
 def test_only_rows_that_are_asked_for_are_read(tmp_path, fork_server):
-    """By what the process has resident: neither the first load, which looks at every number, nor
-    the second keeps the features."""
+    """By resident memory: neither the first load, which looks at all, nor the second keeps them."""
     random = np.random.default_rng(0)
     x = np.lib.format.open_memmap(tmp_path / "x.npy", "w+", np.float32, (VERTICES, WIDTH))
     for row in x:
@@ -86,8 +84,7 @@ def test_columns_of_some_rows_are_read_alone(tmp_path):
 
 
 def _tell(folder: str) -> None:
-    """Bytes that two loads and 8 rows, far apart, leave resident: a process of its own, whose other
-    pages are known."""
+    """Bytes that two loads and 8 rows leave resident, in a process whose other pages are known."""
     small = load("synthetic:community?vertices=60&edges=400&features=4&classes=3&seed=0")
     features(small, np.arange(8), Workload(), torch.device("cpu"))
     grown, graphs = [resident()], []

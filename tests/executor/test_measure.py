@@ -1,5 +1,4 @@
-"""Measuring gives a usable cluster, says where each number comes from, and leaves nothing
-behind."""
+"""Measuring gives a usable cluster, says where each number is from, and leaves nothing behind."""
 
 import itertools
 import math
@@ -117,8 +116,7 @@ def test_two_ranks_that_share_a_core(started):
 
 
 def test_what_an_edge_costs_and_what_a_row_costs_are_told_apart():
-    """Known prices are found again: 20 ns a row and 10 GB/s to write it, and gathering by width and
-    size. As it was, a graph with few edges to a row was a quarter too fast."""
+    """20 ns a row and 10 GB/s are found again: graphs of few edges were a quarter too fast."""
     rates = {(16, 2_500): 40e9, (16, 80_000): 20e9, (256, 2_500): 80e9, (256, 80_000): 25e9}
     samples = [
         (
@@ -236,8 +234,7 @@ def test_steps_tell_what_an_operation_costs_and_how_much_slower_kernels_are():
 
 
 def test_times_that_do_not_grow_with_the_size_are_a_link_all_the_same():
-    """Six small sizes on a machine that does much else: the bandwidth that fits best had no end,
-    and `measure` ended in a traceback."""
+    """On a busy machine the best bandwidth had no end, and `measure` ended in a traceback."""
     link, errors = fit(
         [
             (2**k, took, 1e-5)
@@ -303,8 +300,7 @@ def test_what_ranks_have_found_becomes_a_cluster(monkeypatch, cuda):
 
 
 def test_a_slow_moment_leaves_enough_sizes_to_fit(monkeypatch):
-    """In a hurry on a busy machine the first message of 1 KiB took longer than any may take:
-    nothing was left to check the fit with."""
+    """On a busy machine the first message took too long: nothing was left to check the fit with."""
     bench = object.__new__(Bench)
     sent = dict[int, list[tuple[float, float]]]()
     times = itertools.count(20)

@@ -45,8 +45,7 @@ def fresh_ranks(tmp_path_factory, fork_server):
 @pytest.mark.slow
 @glibc
 def test_the_watch_sees_what_torch_counts():
-    """Of tensors large enough that Python's own objects do not matter. The peak lasts some tenths
-    of a second: a busy machine may let the watch wait for several of its intervals."""
+    """The peak lasts tenths of a second: on a busy machine the watch may miss several intervals."""
 
     def work() -> torch.Tensor:
         parts = [torch.ones(3000, 2000) for _ in range(3)]
@@ -83,8 +82,7 @@ def test_what_is_left_out_after_the_peak_leaves_the_peak_as_it_was():
 
 
 def test_a_stopped_watch_keeps_its_peak_on_cuda(monkeypatch):
-    """train stops it after some epochs and asks again at the end: on CUDA, where no thread samples,
-    the second answer was None."""
+    """train stops it after some epochs and asks again at the end: on CUDA it then said None."""
     peak = iter([700, 900])
     monkeypatch.setattr(torch.cuda, "reset_peak_memory_stats", lambda device: None)
     monkeypatch.setattr(torch.cuda, "memory_allocated", lambda device: 100)
@@ -128,8 +126,7 @@ MODELS: list[dict[str, Any]] = [
     ids=lambda value: "-".join(map(str, value.values())) if isinstance(value, dict) else str(value),
 )
 def test_footprint_is_what_torch_allocates(model, p, layer, in_place, monkeypatch):
-    """What is kept to 0.1 %, peaks to 5 %: leaves out indices that operations make for themselves,
-    and small numbers per row."""
+    """What is kept to 0.1 %, peaks to 5 %: operations' own indices are left out."""
     workload = Workload(layers=3, hidden=HIDDEN, dropout=p, **model)
     shapes = replace(describe(workload, FEATURES, CLASSES), in_place=in_place)
     if shapes.aggregate_cached(layer):
@@ -300,8 +297,7 @@ def runs(text: str) -> list[Any]:
 @glibc
 @pytest.mark.skipif(not hasattr(os, "SCHED_BATCH"), reason="only Linux has it")
 def test_the_watch_does_not_wait_for_its_turn():
-    """Ranks' threads wait for a core until those that compute give it up: memory was read 250 times
-    a second, not a thousand, and peaks were missed (attention's, 6 %) where ranks share cores."""
+    """It read 250 times a second, not a thousand, and missed peaks where ranks share cores."""
 
     def policy() -> int:
         wait_in_turn()
@@ -435,8 +431,7 @@ STEPS = 4
     ],
 )
 def test_a_step_leaves_nothing_behind(strategy, workload):
-    """Without the collector, which would take circles away later: what steps leave is less than a
-    thousandth of what one needs."""
+    """Without the collector, which takes circles away: less than a thousandth of what one needs."""
     case = Case(
         strategy,
         "synthetic:community?vertices=6000&edges=30000&features=24&classes=5",

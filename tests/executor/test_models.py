@@ -1,5 +1,4 @@
-"""Batch norm against torch's, and how weights begin and lie. Models are held against dense matrices in
-test_one_process.py; layers of DGL and PyG are trained beside ours in test_user_modules.py."""
+"""Batch norm against torch's, and how weights begin and lie."""
 
 import numpy as np
 import pytest
@@ -84,8 +83,7 @@ def test_a_model_of_112_layers_trains(run_ranks, graphs, aggregation, norm):
     ],
 )
 def test_what_multiplies_sparse_features_lies_column_by_column(model, turned):
-    """Every chunk of a pipeline turned the matrix and its gradient anew. The gradient, Adam's
-    moments and the sum over ranks lie alike, and numbers are those of dense features."""
+    """Every chunk turned the matrix and its gradient anew. Numbers are those of dense features."""
     workload = Workload(model=model, layers=3, hidden=4)
     sparse, dense = (Net(describe(workload, 50, 3, nonzeros), workload) for nonzeros in (2.5, 0.0))
     assert [

@@ -51,8 +51,7 @@ def torch_geometric():
 
 
 def with_body(head: str, body: str, given: str) -> str:
-    """The file with this forward; a line of parts that forward does not read makes none, since a
-    proof copies all parts thirty times."""
+    """The file with this forward, without parts that it does not read: a proof copies them all."""
     above, net = head.split("class Net")
     read = {*re.findall(r"self\.\w+", body)}
     lines = [
@@ -612,8 +611,7 @@ TOLD = "line 15: forward reads any of the edges or fields, which is True on"
     ids=["alike", "otherwise", "otherwise in evaluation"],
 )
 def test_a_graph_must_answer_as_those_that_were_looked_at(tmp_path, asks, end, words):
-    """A branch on edges is recorded once, of random graphs whose vertex 0 reads nobody. One in
-    evaluation alone was not checked where evaluation runs the calls of training."""
+    """A branch on edges is recorded once. One in evaluation alone was once not checked."""
     body = f"if {asks}:\n    x = x * 2\n{end}"
     done = planned(written(tmp_path, body))
     assert (words in str(done.exception)) if words else not done.exception, done.exception
@@ -634,8 +632,7 @@ def test_edges_tell_how_many_vertices_there_are_if_the_last_has_some(tmp_path):
 
 
 def test_a_branch_on_fields_of_vertices_is_that_of_the_whole_graph(tmp_path):
-    """`if mask.any():` around the rows of a type was refused as a branch on rows, and the number of
-    types as a number in a tensor."""
+    """`if mask.any():` was refused as a branch on rows, the number of types as one in a tensor."""
     body = (
         "h = torch.zeros_like(x)\nfor k in range(int(kind.max()) + 1):\n    some = kind == k\n"
         "    if some.any():\n        h[some] = k * x[some]\nreturn self.c(self.a(h, edge_index), edge_index)"
@@ -748,8 +745,7 @@ LOOPS += ["g = g.remove_self_loop().add_self_loop()"]
     ids=["dropout and hops inside", "messages in forward", "blocks of own layers", *LOOPS],
 )
 def test_dgls_kernels_are_followed(tmp_path, given, body, layers):
-    """All were refused but the blocks, of which one layer was trained: there were as many as
-    convolutions of DGL."""
+    """All were refused but the blocks: there were as many blocks as convolutions of DGL."""
     assert with_dgl(tmp_path, given, body).fields["layers"] == layers
 
 

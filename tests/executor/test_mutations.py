@@ -316,8 +316,7 @@ FORWARD, MADE = read_table(IN_FORWARD), read_table(WHEN_MADE)
 
 
 def by_day(changes: dict[str, tuple[str, bool | None]]) -> list[Any]:
-    """The changes as parameters: by day every tenth of those that must be refused or carried, beside
-    the rules of test_module_cases.py."""
+    """By day every tenth change, beside the rules of test_module_cases.py."""
     carried = [name for name, (_, carried) in changes.items() if carried]
     refused = [name for name, (_, carried) in changes.items() if carried is False]
     often = {*carried[::10], *refused[::10]}

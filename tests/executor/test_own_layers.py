@@ -1,6 +1,4 @@
-"""Layers of the user's own: counted for the plan, and trained by every strategy.
-
-The layer is the one that docs/how-to/bring-your-model.md shows."""
+"""Layers of the user's own, as docs/how-to/bring-your-model.md shows one: counted, and trained."""
 
 import re
 from collections import Counter
@@ -164,8 +162,7 @@ class M(Layer):
 
 
 def test_attention_of_a_layers_own_is_counted(tmp_path):
-    """The backward pass makes a sparse tensor of the edges, at which counting ended in an error:
-    it multiplies two rows along every edge, and sums rows over the transposed edges."""
+    """Its backward pass makes a sparse tensor of the edges, at which counting ended in an error."""
     model = describe(workload_of(tmp_path, ATTENDING, hidden=64), FEATURES, CLASSES)
     rows, edges = 1000.0, 20000.0
     gathers = model.backward(2, rows, 1500.0, edges).gathers

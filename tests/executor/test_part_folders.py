@@ -1,5 +1,4 @@
-"""Ranks on a folder of parts: one of graph parallelism opens no file with rows or edges of another
-part, and its set-up takes little more memory than its part."""
+"""Ranks on a folder of parts open no rows of another part, and take little more than their own."""
 
 import json
 import subprocess
@@ -53,8 +52,7 @@ def set_up(tmp_path: Path, name: str, source: str, dropout: float) -> tuple[list
     ],
 )
 def test_the_set_up_of_a_rank_takes_little_more_than_its_part(tmp_path, dropout, features, edges):
-    """By what processes had resident, against one whose part is next to nothing. Where edges are
-    most of a part it took 2.1 of it: they were there as 64-bit numbers, and several times."""
+    """Edges were there several times, as 64-bit numbers: 2.1 of a part's size."""
     sizes = "features={}&classes=4&seed=0&vertices={}&edges={}"
     small = "synthetic:community?" + sizes.format(8, 100, 400)
     large = "synthetic:community?" + sizes.format(features, 60_000, edges)

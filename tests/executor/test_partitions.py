@@ -1,5 +1,4 @@
-"""Partitions for other libraries: what their own code reads back is the plan's assignment, with the
-plan's rows, labels and edges."""
+"""What other libraries' code reads of our partitions: the plan's assignment, rows and edges."""
 
 import sys
 import warnings

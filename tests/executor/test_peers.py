@@ -160,8 +160,7 @@ def test_what_one_refuses_all_refuse(refusing, problem):
 @pytest.mark.processes
 @pytest.mark.timeout(120)
 def test_ranks_of_srun_do_not_wait_for_one_that_refuses(tmp_path):
-    """Rank 0, whose plan is of other data, hosts the store where they meet. Rank 1 waited for it
-    until --timeout, and then did not know why."""
+    """Rank 0 hosts the store: rank 1 waited for it until --timeout, and did not know why."""
     how = "--hidden 8 --ranks 2 --strategy graph_parallel"
     plan = planned(tmp_path / "plan.json", "--graph", GRAPH, how)
     document = json.loads(plan.read_text())

@@ -98,8 +98,7 @@ def a_block() -> Block:
 
 @pytest.mark.slow
 def test_memory_of_a_layer_is_what_torch_allocates(of_a_kind):
-    """Before, what a module made of edges was in no plan (a GCN's rank held 99 MB, and 25 were
-    predicted), and copies of operands of another type were not (SAGE's max)."""
+    """What a module made of edges was in no plan: a GCN's rank held 99 MB, 25 were predicted."""
     user, pieces = of_a_kind
     workload = with_module(Workload(), user, [])
     model, block = describe(workload, FEATURES, CLASSES), a_block()
@@ -160,8 +159,7 @@ def test_a_step_leaves_nothing_behind(sage):
 
 
 def test_only_memory_that_somebody_holds_is_copied_before_it_is_changed():
-    """Rows at the address of an input that was freed were copied: the number of calls was another
-    from block to block then, and no plan could be made."""
+    """Rows at a freed input's address were copied: calls differed by block, and no plan came."""
     addresses = []
 
     def negated(rows: torch.Tensor) -> torch.Tensor:
@@ -210,8 +208,7 @@ class Few(nn.Module):
 
 
 def test_a_rank_may_have_one_row_or_none(tmp_path):
-    """Training ended in a traceback: squeeze() took the row for a width, view(0, -1) has none. So
-    ends an epoch whose last mini-batch has fewer seeds than there are ranks."""
+    """A traceback, as an epoch ends whose last batch has few seeds: squeeze() took the row away."""
     _, pieces = module(tmp_path, "Few(f, c)", HEAD + FEW)
     seeded = torch.Generator().manual_seed(
         0

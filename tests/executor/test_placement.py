@@ -1,5 +1,4 @@
-"""Ranks sit where the plan has put them: launchers count GPUs, everything else is in the plan's
-ranks."""
+"""Ranks sit where the plan has put them: launchers count GPUs, everything else is in the plan."""
 
 from pathlib import Path
 from typing import Any
@@ -43,8 +42,7 @@ def planned(case: Case, world: int, placement: tuple[int, ...], folder: Path) ->
 
 
 def assert_as_planned(result: Result, in_order: Result, candidate: Any) -> None:
-    """The same losses as with ranks in order; every rank left its own bytes and operations, under
-    its own number."""
+    """The losses of ranks in order; every rank left its own bytes, under its own number."""
     assert result.losses == pytest.approx(in_order.losses, rel=1e-9)
     schedule = candidate.strategy.schedule(candidate.problem, 3)
     for rank in range(result.world):

@@ -41,8 +41,7 @@ def test_a_failed_case_ends_its_world_only(tmp_path, graphs, fork_server, monkey
 @pytest.mark.timeout(110)
 @pytest.mark.skipif(not hasattr(os, "SCHED_BATCH"), reason="only Linux has it")
 def test_gloos_threads_wait_for_their_turn(run_ranks, graphs):
-    """Gloo's own thread displaced those that held its lock and span on it: an exchange of 1 KB
-    among four ranks on two cores took 4 ms."""
+    """Gloo's thread displaced those that held its lock: 1 KB among four ranks took 4 ms."""
     run_ranks(2, [Case("graph_parallel", graphs["rough"], {"layers": 2}, epochs=1)])
     for process in run_ranks.worlds[2, False].processes:
         threads = list(Path(f"/proc/{process.pid}/task").iterdir())

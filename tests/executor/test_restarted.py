@@ -58,8 +58,7 @@ def files(out: Path) -> dict[str, bytes]:
 
 
 def test_a_restart_goes_on_with_its_own_run_alone(plans, attempt, tmp_path):
-    """The first attempt of the other plan was refused, and the second took over this one's weights:
-    it was no longer a user's `--resume` that allowed it."""
+    """The other plan's first attempt was refused, and its second took this one's weights."""
     one, other = map(str, plans)
     out = tmp_path / "run"
     words = ["--out", str(out), "--epochs", "4", "--checkpoint-every", "2"]

@@ -1,5 +1,4 @@
-"""What is left to go on with: checkpoints, metrics, folders. That a training which was broken off and
-went on is, to the bit, the one that was not is in trainings.py (resumes)."""
+"""What is left to go on with: checkpoints, metrics, folders (going on: trainings.py, resumes)."""
 
 import json
 import os
@@ -30,8 +29,7 @@ FULL = {"model": "sage", "layers": 3, "hidden": 6, "dropout": 0.3}
 
 
 def test_a_rank_has_its_last_checkpoint_when_it_writes_the_next(run_ranks, graphs, monkeypatch):
-    """One with a slow disk was still at epoch 20's when a fast one had 20 and 30 and no longer 10:
-    lost then, they had none in common."""
+    """A slow disk was still at epoch 20's when a fast one had 20 and 30: none was in common."""
     fsync, row, there = os.fsync, train._row, dict[int, list[int]]()
 
     def meet(rank: Rank, problem: Any, epoch: int, *more: Any) -> dict[str, Any]:

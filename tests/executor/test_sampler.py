@@ -1,5 +1,4 @@
-"""Samplers in processes of their own: what happens when one dies. That being ahead changes nothing is
-in trainings.py (prefetch)."""
+"""Samplers in processes of their own: what happens when one dies (being ahead: trainings.py)."""
 
 import gc
 import multiprocessing
@@ -128,8 +127,7 @@ def test_a_connection_that_ends_is_a_lost_sampler(graphs):
 
 
 def test_a_sampler_leaves_what_it_inherits_alone(graphs, tmp_path):
-    """Once in some hundred runs a sampler hung at its start: it collected a process group of an
-    earlier run, whose destructor waits for threads that a fork has not."""
+    """One in a hundred runs hung: its sampler collected a process group, and waited for threads."""
     told = tmp_path / "told"
 
     class Group:
@@ -152,8 +150,7 @@ def test_a_sampler_leaves_what_it_inherits_alone(graphs, tmp_path):
 
 
 def test_what_a_rank_has_frozen_stays_frozen(graphs):
-    """To fork a sampler thawed all that the rank had imported: to collect took 0.2 s from then
-    on."""
+    """A fork thawed all that the rank had imported: to collect took 0.2 s from then on."""
     gc.freeze()
     frozen = gc.get_freeze_count()
     arriving(Sampler, graphs, 1).close()
@@ -161,8 +158,7 @@ def test_what_a_rank_has_frozen_stays_frozen(graphs):
 
 
 def test_samplers_begin_when_all_have_forked(graphs, tmp_path, monkeypatch):
-    """Once in some hundred runs a sampler hung at its start: its rank, the store's host, was
-    looking up another sampler's name when it forked, and the lock of that look-up stayed taken."""
+    """One in a hundred runs hung: a rank forked amid a look-up, whose lock stayed taken."""
     told = tmp_path / "told"
 
     class Telling(Sampler):
@@ -205,8 +201,7 @@ def test_samplers_take_turns(graphs, tmp_path):
 
 
 def test_a_run_ends_its_samplers(monkeypatch):
-    """That was left to the collector: of P3's pipeline, which is part of a circle, idle samplers
-    stayed for runs."""
+    """Of P3's pipeline, part of a circle, idle samplers stayed for runs, until collected."""
     graph = "synthetic:community?vertices=300&edges=1500&features=8&classes=3"
     case = Case("data_parallel(prefetch=2)", graph, {**WORK, "batch": 40}, epochs=1)
     problem, kept = case.problem(1), list[Any]()

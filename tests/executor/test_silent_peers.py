@@ -1,5 +1,4 @@
-"""A peer that NCCL waits for on the device: the rank says so, and where it was, before torch's
-watchdog ends it without a word. The device is a fake that never comes to an end, or late."""
+"""A peer that NCCL waits for: the rank says so before torch's watchdog ends it. The GPU is fake."""
 
 import time
 from dataclasses import dataclass, field

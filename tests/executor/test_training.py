@@ -39,8 +39,7 @@ ON_BATCHES = [(2, 1, "data_parallel"), (2, 1, "gsplit"), (2, 1, "p3"), (4, 2, "p
 
 
 def shared_out(plans: list[Any], among: list[Any], one: Any) -> list[Any]:
-    """All plans by night. By day every third, so that each meets a third of those among which they are
-    shared out."""
+    """All plans by night; by day every third, so that each meets a third of the trainings."""
     return plans if NIGHT else plans[among.index(one) % 3 :: 3]
 
 
@@ -112,8 +111,7 @@ def test_batches_stop_where_one_process_does(run_ranks, graphs, world, servers, 
     "strategy", every(2, ["gnnpipe(stages=2,chunks=4)", "tensor3d(x=1,y=2,z=1)"])
 )
 def test_a_resumed_run_remembers_its_best(run_ranks, graphs, strategy):
-    """Broken off after the best epoch, it ends where the unbroken one does, with the same bits.
-    Resumed once more it trains no more."""
+    """It ends where the unbroken one does, to the bit. Resumed once more it trains no more."""
     case = replace(patient(graphs), strategy=strategy)
     (unbroken,) = run_ranks(2, [case])
     last, best = len(unbroken.metrics), unbroken.rank(0)["best"]["epoch"]

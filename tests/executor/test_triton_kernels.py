@@ -1,5 +1,4 @@
-"""Kernels in Triton: in its interpreter beside torch's operations, compiled for A100 and H100, and
-on a GPU where there is one."""
+"""Kernels in Triton: interpreted beside torch, compiled for A100 and H100, and on a GPU."""
 
 import os
 import subprocess

@@ -1,5 +1,4 @@
-"""`gnnplan tune`: which strategies it runs and for how long, and that it does. How runs are judged
-is in tests/planner/test_halving.py."""
+"""Which strategies `gnnplan tune` runs, and for how long (how runs are judged: test_halving.py)."""
 
 import json
 import math

@@ -1,6 +1,4 @@
-"""Users' modules of PyG and DGL: recorded, trained by us, and loaded into the other library.
-
-Every module is compared with its own library's forward and torch's own training, in float64."""
+"""Users' modules of PyG and DGL against their own library and torch's own training, in float64."""
 
 import json
 from dataclasses import replace

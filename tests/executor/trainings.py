@@ -154,8 +154,7 @@ def idle(case: Case) -> tuple[str, ...]:
 
 
 def source(name: str, graphs: dict[str, str], folder: Path) -> str:
-    """The path of a graph: 'rough', as it is; 'rough/parts' in a folder of two parts;
-    'rough/folder', whose features stay in their file."""
+    """The path of a graph: 'rough'; 'rough/parts' in two; 'rough/folder', features in a file."""
     base, _, way = name.partition("/")
     if base == "few":
         return FEW
@@ -194,8 +193,7 @@ def whole(rough: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
 
 
 def skewed(_: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
-    """300 vertices of which most have two neighbours and a few have a hundred, far apart from one
-    another: 6 hops still grow."""
+    """300 vertices, most of two neighbours, a few far apart of a hundred: 6 hops still grow."""
     n, random = 300, np.random.default_rng(5)
     ring = np.arange(n)
     hubs = np.repeat(np.arange(0, n, 100), 40)
@@ -543,8 +541,7 @@ def lines(text: str) -> list[str]:
 
 
 def shared_out(plans: str, trained: str, share: int) -> list[Setting]:
-    """Every plan with its share of the trainings, and every training with its share of the
-    plans."""
+    """Every plan with its share of the trainings, every training with its share of the plans."""
     mini = " mini" if plans is MINI else ""
     return [
         setting

@@ -15,8 +15,7 @@ VERTEX = {"pos": ((3,), "<f8", 0), "batch": ((), "<i8", 2)}
 
 @dataclass(frozen=True)
 class Entry:
-    """Fields of a graph that a module needs, and words of its refusal where it is refused: on
-    every graph, or on one whose edges lead one way."""
+    """Fields that a module needs, and words of its refusal: always, or if edges are one way."""
 
     fields: tuple[str, ...]
     refused: str

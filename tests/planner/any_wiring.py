@@ -55,8 +55,7 @@ class Edge(NamedTuple):
 
 
 def edges(cluster: Cluster) -> Iterator[Edge]:
-    """Nodes are ('gpu', g), ('island', i), ('switch', k), ('host', s), ('nic', c) and those of the
-    fabric, numbered over the cluster. A server without `switches` has one, its host bridge."""
+    """('gpu', g), ('island', i), ('switch', k), ('host', s), ('nic', c) and the fabric's nodes."""
     at = Places.of(cluster, range(cluster.ranks))
     for g, (server, island, switch, nic) in enumerate(
         zip(*(numbers.tolist() for numbers in at[:4]), strict=True)

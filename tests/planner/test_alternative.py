@@ -1,5 +1,4 @@
-"""Another candidate of a plan takes the place of the best: its prediction, its placement, and errors
-that name what the plan holds."""
+"""Another candidate of a plan takes the place of the best, and errors name what the plan holds."""
 
 import copy
 

@@ -1,5 +1,4 @@
-"""Laws of the mini-batch families: closed form, schedule and samples tell one story, batch by
-batch."""
+"""The mini-batch families: closed form, schedule and samples tell one story, batch by batch."""
 
 from collections import Counter
 from collections.abc import Iterator
@@ -297,8 +296,7 @@ def test_samplers_make_so_many_batches_at_once(samplers, strategy):
 
 
 def test_gsplit_bytes_by_hand():
-    """Over the frontiers' remote rows as sampled, by the formula; ids are 8 bytes each, and 8 to
-    each peer for how many."""
+    """Remote rows as sampled, by the formula; ids are 8 bytes each, and 8 per peer for how many."""
     problem = problem_of(GRAPHS[0], 1, 3, fanout=(3, 3, 3))
     strategy = GSplit(splitter="random")
     batches = strategy.batches(problem)
@@ -464,8 +462,7 @@ def test_batches_beyond_those_known_are_like_earlier_ones():
 
 @pytest.mark.parametrize("name", ["data_parallel", "gsplit", "p3", "p3(pipelined=True)"])
 def test_an_epoch_counts_batches_beyond_those_known(name):
-    """Every batch adds up the same gradients: bytes per batch are the same in an epoch of few
-    batches as in one of more batches than are looked at."""
+    """Bytes per batch are the same in an epoch of more batches than are looked at."""
     few, many = (problem_of(GRAPHS[0], 1, 2, layers=1, fanout=(2,), batch=b) for b in (200, 2))
     counted = []
     for problem in (few, many):
@@ -483,8 +480,7 @@ def later_epoch_s(strategy: Strategy, problem: Problem) -> float:
 
 
 def test_a_pipeline_of_batches_alike_hides_its_pulls(monkeypatch):
-    """Of large batches one only is looked at. It was taken to end an epoch, whose last batch goes
-    through at once: no pull was hidden."""
+    """One large batch is looked at. It was taken to end an epoch, so no pull was hidden."""
     monkeypatch.setattr("gnnplan.planner.ownership.minibatch.MOST_EDGES", 1)
     problem = problem_of(GRAPHS[0], 1, 2, batch=5)
     strategy = parse("p3(pipelined=True)").settle(problem)
@@ -513,8 +509,7 @@ def test_a_graph_without_training_vertices_has_no_batches():
     ],
 )
 def test_alike_steps_count_as_often_as_if_they_were_different(text):
-    """Estimated batches are one step many times, which is played once. The same steps, each of
-    another name, take as long and hold as much."""
+    """Estimated batches are one step many times, played once: as long as steps of other names."""
     known = problem_of(GRAPHS[0], batch=8)
     asked, strategy = replace(known, graph=None), parse(text).settle(known)
     program = strategy.program(asked)

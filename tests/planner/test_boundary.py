@@ -88,8 +88,7 @@ def test_fewer_rows_and_edges_are_held_and_computed():
 
 @pytest.mark.parametrize("graph", ["reddit", "ogbn-products", "yelp"])
 def test_gpus_cut_their_blocks_themselves(graph):
-    """One thread of the host sorted all edges anew in every epoch. So a tenth of the halo took
-    longer than all of it, where print (BNS-GCN) has it faster."""
+    """The host sorted all edges in every epoch: a tenth of the halo took longer than all of it."""
     stats = load(graph)
     workload = Workload(model="sage", layers=4, hidden=256)
     asked = Problem(stats, None, workload, read_cluster("pipegcn_2080ti"))

@@ -132,8 +132,7 @@ def test_a_step_without_exchanges_by_hand():
 def test_stale_exchanges_and_the_sum_share_ports(
     buckets, servers, gpus, inter, latency, model, hidden
 ):
-    """Both are under way at once, and took ports of each other in the simulator only: small steps
-    of PipeGCN were up to 20 % slower there. While a transfer waits for its latency it takes none."""
+    """They did so in the simulator only: small steps of PipeGCN were up to 20 % slower there."""
     where = cluster(servers, gpus, inter=inter, latency=latency, launch=1e-5)
     asked = problem(model, 3, where, hidden=hidden)
     strategy = replace(parse("pipegcn"), buckets=buckets).settle(asked)

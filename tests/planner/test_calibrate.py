@@ -1,5 +1,4 @@
-"""Constants of other people's testbeds: found again where they are known, and never from what is
-then scored."""
+"""Constants of other people's testbeds are found again, and never from what is then scored."""
 
 import csv
 from functools import partial
@@ -103,8 +102,7 @@ def test_what_rows_do_not_tell_stays_as_it_was():
 
 @pytest.mark.nightly
 def test_what_is_left_out_gives_nothing(monkeypatch):
-    """Two graphs on unlike testbeds: each is scored with the constants of the other, so neither
-    error is 0, and lies about its own rows change nothing for it."""
+    """Each graph is scored with the other's constants: lies about its own rows change nothing."""
     slow = {name: factor / 2 for name, factor in TRUE.items()}
     rows = table("flickr", TRUE) + table("squirrel", slow)
     asked = ("Table 1",), ("flickr", "squirrel"), calibrate.TIMES

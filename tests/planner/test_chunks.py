@@ -78,8 +78,7 @@ def test_members_share_every_chunk_evenly(cut):
 
 
 def test_the_cut_inside_chunks_follows_edges():
-    """Four cliques of six in two chunks: the cut inside a chunk separates its two cliques, and then
-    nothing crosses."""
+    """Four cliques of six in two chunks: the cut parts a chunk's cliques, and nothing crosses."""
     cliques = [(a + i, a + j) for a in range(0, 24, 6) for i in range(6) for j in range(i)]
     graph = graph_of(cliques, 24, directed=False)
     cut = Chunks(graph, np.arange(24) // 12, 2, 2)

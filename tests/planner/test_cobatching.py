@@ -48,8 +48,7 @@ def test_the_fewest_batches_that_fit(knobs):
 
 
 def test_many_batches():
-    """Memory of more than 31 batches once ended in numpy's ValueError, which a large graph on small
-    GPUs met in `plan`."""
+    """Memory of more than 31 batches once ended in numpy's ValueError."""
     problem = problem_of()
     few, many = (GraNNDis(batches=n).memory(problem)["activations"] for n in (8, 40))
     assert many.max() < few.max()
@@ -71,8 +70,7 @@ def test_search_offers_batches_where_the_whole_does_not_fit():
 
 
 def test_what_does_not_fit_however_small_the_batches():
-    """Libraries alone are 1.4 GB with NCCL's buffers, so batches are not even tried; a little more
-    room, and the ones that need least are told."""
+    """Libraries are 1.4 GB: no batch is tried. With more room, those that need least are told."""
     assert GraNNDis(batches=None).settle(problem_of(memory=1.3e9)).batches == 1
     problem = problem_of(memory=1.4002e9)
     settled = GraNNDis(batches=None).settle(problem)
@@ -129,8 +127,7 @@ def test_a_load_takes_the_host_link():
 
 
 def test_several_batches_are_launched_kernel_by_kernel():
-    """On one GPU only the step of the whole graph becomes a CUDA graph; the executor runs others
-    kernel by kernel, and their epochs were predicted as if they were launched at once."""
+    """Only the step of the whole graph is a CUDA graph; others were predicted as one launch."""
     problem = on(problem_of(1, 1), launch=1e-3)
     whole, two = (GraNNDis(batches=n).settle(problem).predict(problem) for n in (1, 2))
     assert two.epoch_s > 100 * whole.epoch_s

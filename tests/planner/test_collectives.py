@@ -1,5 +1,4 @@
-"""All-reduces by algorithm: what each sends is counted and carried out, against nccl-tests'
-factors; what a cluster takes."""
+"""All-reduces by algorithm: what each sends is carried out, against nccl-tests' factors."""
 
 from itertools import pairwise
 from math import ceil, log2
@@ -34,8 +33,7 @@ groups = st.lists(st.integers(1, 5), min_size=1, max_size=9).map(
 @given(groups, st.sampled_from(ALGORITHMS))
 @settings(deadline=None)
 def test_every_algorithm_sends_the_buffer_2_n_minus_1_times(servers, algorithm):
-    """Where what all ranks send is 2(n-1) buffers, nccl-tests' bus factor 2(n-1)/n is what each
-    sends on average."""
+    """Where all ranks send 2(n-1) buffers, nccl-tests' bus factor 2(n-1)/n is each one's share."""
     n = sum(map(len, servers))
     unit, phases = all_reduce(algorithm, servers)
     if n > 1:
@@ -133,8 +131,7 @@ def test_bytes_by_link_are_those_on_the_ports(servers, gpus, algorithm, size):
 
 @pytest.mark.parametrize(("algorithm", "buffers"), [("ring", 1.75), ("tree", 1.0)])
 def test_cards_share_what_leaves_a_server(algorithm, buffers):
-    """Two cards per server: each carries half, in a ring and in a tree, whose one rank per server
-    would else leave by one."""
+    """Two cards carry half each, in a ring and in a tree, whose one rank else leaves by one."""
     cost = Cost(cluster(2, 4, nics=[[0, 1], [2, 3]], all_reduce=algorithm))
     busy = cost.all_reduce(10**9, range(8)).busy
     assert [busy["nic_out", card] for card in range(4)] == pytest.approx([buffers / 2 * 0.1] * 4)

@@ -92,8 +92,7 @@ def test_a_core_is_measured_where_a_gpu_waits_for_memory(work, on_gpu, on_core):
 
 
 def test_rows_of_many_bytes_are_gathered_slower():
-    """Log-log in the bytes that are read from, flat outside; a rate alone is that of all sizes.
-    Arrays as one by one."""
+    """Log-log in the bytes read from, flat outside; a rate alone is of all sizes."""
     core = Cost(Cluster(device=CORE, intra_node=Link(bandwidth=1e9)))
     sizes = np.array([1e2, 1e3, 1e4, 1e5, 1e9])
     assert core.roofline.gather_rate(16, sizes) == pytest.approx([4e8, 4e8, 2e8, 1e8, 1e8])
@@ -134,8 +133,7 @@ def test_a_measured_core_gathers_random_rows_by_what_its_cache_holds():
 
 
 def test_a_measured_core_hashes_at_its_own_pace():
-    """A core with three times the bandwidth of others neither hashes nor weighs edges faster:
-    dropout was free there, and an epoch of GAT four times too fast."""
+    """A core of thrice the bandwidth hashes no faster: a GAT's epoch was four times too fast."""
     work, assumed = Compute(hash_ops=1e9), Cluster(device=CORE, intra_node=Link(bandwidth=1e9))
     attention = Compute(attention_edges=1e6)
     measured = assumed.model_copy(
@@ -248,8 +246,7 @@ def test_an_exchange_starts_its_messages_one_by_one_and_fills_the_busiest_port()
 
 
 def test_a_placement_moves_ranks_not_ports():
-    """Rank 0 on GPU 5 and rank 1 on GPU 4: an island of the second server. All ports are named
-    after ranks and places."""
+    """Ranks 0 and 1 on GPUs 5 and 4, another island: ports are named after ranks and places."""
     links = [Cost(BOX).link_name(0, rank) for rank in (1, 2, 4)]
     assert links == ["island", "intra_node", "inter_node"]
     cost = Cost(BOX, (5, 4, 0))
@@ -260,8 +257,7 @@ def test_a_placement_moves_ranks_not_ports():
 
 
 def test_a_ring_visits_places_one_after_the_other():
-    """8 ranks, 8 MB: 14 MB between neighbours; islands inside, a hop between islands, two cards
-    that share what leaves a server."""
+    """8 ranks, 8 MB: 14 MB between neighbours, a hop between islands, two cards that share."""
     cost = Cost(BOX, (0, 7, 2, 5, 4, 3, 6, 1))
     (hops,) = cost.all_reduces.hops("ring", tuple(range(8)))[0].phases
     assert [cost.placement[a] for a in hops.source] == [0, 1, 2, 3, 4, 5, 6, 7]
@@ -282,8 +278,7 @@ def test_a_ring_visits_places_one_after_the_other():
 
 @pytest.mark.parametrize("group", [tuple(range(8)), (5, 0, 3, 6)])
 def test_equal_messages_are_counted_once_and_come_out_as_any_others(group):
-    """Where all messages between the pairs that talk are equal, of several sizes in turn; beside
-    one message at a time."""
+    """Messages between the pairs that talk, of several sizes in turn; beside one at a time."""
     cost = Cost(BOX, (3, 1, 4, 6, 0, 2, 7, 5))
     talk = np.random.default_rng(0).random((len(group),) * 2) < 0.6
     np.fill_diagonal(talk, False)
@@ -315,8 +310,7 @@ def on_gpu(spread: float, **changed: float) -> Cost:
 
 
 def test_a_cache_keeps_the_rows_that_are_read_most():
-    """20,000 rows of 400 B, read by a lognormal popularity, and a cache for 2,500 of them: those
-    that it misses are counted one by one."""
+    """20,000 rows by a lognormal popularity, a cache for 2,500: misses are counted one by one."""
     reads = np.exp(1.2 * np.random.default_rng(0).standard_normal(20_000))
     share = np.sort(reads)[-2500:].sum() / reads.sum()
     rate = on_gpu(1.2).roofline.gather_rate(100, 20_000 * 400.0, 1e9)
@@ -324,8 +318,7 @@ def test_a_cache_keeps_the_rows_that_are_read_most():
 
 
 def test_every_row_comes_from_memory_once():
-    """Read twice each, half of them are first readings, however large the cache; read often, the
-    cache's own rate is the limit."""
+    """Read twice, half are first readings, however large the cache; then its rate limits."""
     assert on_gpu(1.0).roofline.gather_rate(1, 1e5, 2.0) == pytest.approx(2e8)
     assert on_gpu(1.0).roofline.gather_rate(1, 1e5, 1e6) == pytest.approx(3e8)
     assert on_gpu(1.0).roofline.gather_rate(1, 1e5, 1.0) == pytest.approx(1e8)  # no reuse
@@ -351,8 +344,7 @@ def test_more_cache_is_never_slower_and_wider_rows_are(spread, width, distinct, 
 
 @pytest.mark.slow
 def test_degrees_of_real_graphs_are_as_unequal_as_the_spread_says(dataset):
-    """Of all edges, the share of the tenth of vertices with the most: within 0.2 of the lognormal's
-    (Flickr, whose few hubs stand out, is the worst), and 0.07 on average."""
+    """The share of edges of the top tenth is within 0.2 of the lognormal's, on average 0.07."""
     names = "squirrel flickr ogbn_arxiv coauthor_cs coauthor_physics amazon_photo musae_facebook"
     errors = []
     for name in [*names.split(), "chameleon"]:
@@ -367,8 +359,7 @@ def test_degrees_of_real_graphs_are_as_unequal_as_the_spread_says(dataset):
 
 
 def test_all_gpus_of_a_server_share_its_bridge():
-    """Two pairs at once: twice through memory's 2 MB/s each, 2 s where each alone takes 1. A ring
-    of four passes it four times."""
+    """Two pairs at once: by memory's 2 MB/s 2 s, where each alone takes 1. A ring: four times."""
     cost = Cost(changed(STAGED, islands=(), island=None))
     sent = np.zeros((8, 8))
     sent[0, 1] = sent[2, 3] = 1_000_000

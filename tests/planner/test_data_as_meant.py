@@ -609,8 +609,7 @@ def test_whole_numbers_beyond_float64_are_refused(tmp_path, written):
 
 @pytest.mark.parametrize("end", ["\n", "\r\n", "\r"])
 def test_ids_with_a_point_are_whole_numbers_and_lines_end_as_they_do(tmp_path, end):
-    """pandas writes a column of ids as 1.0 where a cell was empty once: such files were refused.
-    Lines that end in \\r alone were one line of names: a graph without edges."""
+    """pandas' 1.0 for an id was refused; lines that end in \\r were one line of names."""
     path, lines = tmp_path / "e.csv", Path(edges_csv(tmp_path, SRC + 0.0, DST + 0.0)).read_text()
     path.write_bytes(lines.replace("\n", end).encode())
     assert np.array_equal(load(str(path)).indices, load(edges_csv(tmp_path)).indices)

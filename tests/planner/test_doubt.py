@@ -1,5 +1,4 @@
-"""What is not known for sure: ranges of constants, clusters drawn from them, and what plans say of
-that."""
+"""What is not known for sure: ranges, clusters drawn from them, and what plans say of that."""
 
 import re
 from dataclasses import replace

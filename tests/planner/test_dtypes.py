@@ -1,5 +1,4 @@
-"""`--dtype auto`: which type of rows a plan takes, by the rule for lossy strategies; where rows cannot
-be bfloat16, and what the plan says of both types."""
+"""`--dtype auto`: which type of rows a plan takes, by the rule for lossy strategies."""
 
 import csv
 import importlib
@@ -54,8 +53,7 @@ def chosen(
 
 
 def test_a_plan_takes_bfloat16_where_it_is_surely_faster(tmp_path):
-    """Sums over all of Reddit's edges are bound by memory. The plan is that of --dtype bfloat16, and
-    it says what both types take and what rounding cost elsewhere."""
+    """Reddit's sums are bound by memory. The plan is --dtype bfloat16's, and tells of both."""
     plan = gnnplan.plan("reddit", "l4_box", dtype="auto", layers=2, per="epoch")
     asked = {
         dtype: gnnplan.plan("reddit", "l4_box", dtype=dtype, layers=2, per="epoch")
@@ -92,8 +90,7 @@ def test_a_plan_takes_bfloat16_where_it_is_surely_faster(tmp_path):
     ],
 )
 def test_what_rounds_wins_by_the_rule_for_what_is_lossy(times, launch, dtype, why):
-    """A gain of a few per cent on kernels whose predictions miss on their own is no reason to round,
-    nor is one that follows from a rate that nobody has measured."""
+    """A few per cent are no reason to round, nor is a gain by a rate that nobody has measured."""
     gemm = read_cluster("l4_box").device.gemm
     rates = {"gemm_bfloat16": times and times * gemm, "launch": launch}
     choice = chosen(problem_of(device(**rates), hidden=1024))
@@ -163,8 +160,7 @@ def test_what_is_wrong_with_both_types_is_told_of_float32():
 
 
 def test_runs_that_reach_an_accuracy_in_both_types_lift_the_rule():
-    """What rounding costs is then known, and a gain within doubt is a gain; rows that runs tell
-    nothing of are refused."""
+    """What rounding costs is then known; rows that runs tell nothing of are refused."""
     stats = replace(STATS, hash="seen")
     problem = problem_of(device(launch=2e-3), stats, hidden=1024)
 

@@ -21,8 +21,7 @@ SERVERS = tuple(rank // 2 for rank in range(8))  # 4 of 2
 
 
 def test_expected_halo_of_a_drawn_random_graph():
-    """GNNPipe, Sec. 3.1.1: E|B_i| summed over parts; at most each vertex is in every other
-    part's."""
+    """GNNPipe, Sec. 3.1.1: E|B_i| summed over parts; at most each vertex is in every other's."""
     n, m, p, rng = 2000, 8, 2e-3, np.random.default_rng(0)
     upper = np.triu(rng.random((n, n)) < p, 1)
     wanted = (upper | upper.T).reshape(n, m, n // m).any(axis=2)  # vertex x part
@@ -59,8 +58,7 @@ def layouts(
     ],
 )
 def test_a_real_graphs_layout_from_its_halos(dataset, name):
-    """Halo sizes as counted, so one hop too; two and more 0 to 25 % too many, since neighbourhoods
-    overlap; drawn ones up to 30 % fewer."""
+    """One hop as counted; two and more 0 to 25 % too many, drawn ones up to 30 % fewer."""
     graph = load(dataset(name))
     mixing = counted(graph, 4, 8)
     real, told = layouts(graph, mixing, 0)
@@ -98,8 +96,7 @@ def at_random(graph: Graph, depth: int) -> np.ndarray:
 
 @pytest.mark.parametrize("depth", [0, 1, 3])
 def test_rows_that_few_targets_need(depth):
-    """2 % of the vertices of a random graph. Rows are about as many as counted; they have up to a
-    quarter more edges than estimated, because who is reached has more neighbours than others."""
+    """Rows nearly as counted; up to a quarter more edges: who is reached has more neighbours."""
     graph = uniform(6000, 30000)
     whole = Layout(graph, at_random(graph, depth), SERVERS, 3, 1, depth)
     real = whole.needed(np.arange(6000) % 50 == 0)

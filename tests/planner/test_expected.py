@@ -105,8 +105,7 @@ def test_the_expected_frontier_is_that_of_a_uniform_graph(degree):
 @pytest.mark.parametrize("both", [True, False], ids=["both ways", "directed"])
 @pytest.mark.parametrize("spread", [0.7, 1.2])
 def test_the_expected_frontier_is_that_of_a_skewed_graph(spread, both):
-    """Of lognormal degrees, every layer's rows and edges to 6 %: a uniform graph's would be up to
-    three times as many."""
+    """Of lognormal degrees, rows and edges to 6 %: a uniform graph's are three times as many."""
     graph = drawn_like(20_000, 20, spread, both)
     for fanouts in ((5, 10, 15), (25, 10), (ALL, ALL)):
         must_be_near(graph, spread, fanouts, 0.06)
@@ -146,8 +145,7 @@ def test_duplicates_near_a_seed_are_the_same_share_of_small_and_of_large_batches
     ],
 )
 def test_the_expected_frontier_is_that_of_a_real_graph(dataset, name, spread):
-    """Rows of h_0 and edges of batches of two sizes: with a spread of its own off by 12 % on
-    average and a third at the most, with the usual one by a quarter on average."""
+    """h_0's rows and edges: 12 % off on average with the graph's own spread, else a quarter."""
     graph = load(dataset(name))
     own, usual, n = [], [], graph.stats.vertices
     for seeds, fanouts in (
@@ -184,8 +182,7 @@ def test_gsplit_table_1(name, edges, features):
 
 
 def test_p3s_example_of_a_mini_batch():
-    """Sec. 3.2.2: 24,703 vertices one hop and 188,339 two hops around 1000 seeds of ogbn-products;
-    nothing here was fitted to it."""
+    """Sec. 3.2.2: 24,703 vertices one hop and 188,339 two hops around 1000 seeds; not fitted."""
     stats = load("ogbn-products")
     told = expected_frontier(stats, 1000, (25, 10))
     assert told.rows[1] == pytest.approx(24_703, rel=0.05)
@@ -241,8 +238,7 @@ def stats_job(train: int, batch: int) -> Problem:
 
 
 def test_batches_of_statistics():
-    """An epoch has every training vertex once, its batches are shared out as real ones are, and it
-    is predicted as it is simulated."""
+    """An epoch has every training vertex once, shared out as real ones, predicted as simulated."""
     problem, strategy = stats_job(train=10_000, batch=768), DataParallel()
     batches = strategy.batches(problem)
     sizes = [[batches.at(n).own(rank).size for rank in range(3)] for n in range(batches.steps)]
@@ -338,8 +334,7 @@ def test_rows_whose_columns_a_cache_hits(cached, over):
 
 @pytest.mark.parametrize("cached", [0.0, 0.5, 1.0])
 def test_neighbours_asked_for(cached):
-    """Ids asked and edges drawn for others: to 10 % without cached lists and with all; with half of
-    them to a quarter, since those that are read most for their bytes come first on a graph."""
+    """To 10 % without cached lists and with all; with half of them to a quarter."""
     others = (4 * problems()[0].stats.edges + 8 * 20_000) // 2
     strategy = DataParallel(structure="spread", structure_cache=round(cached * others * 1.01))
     found = []
@@ -396,8 +391,7 @@ def test_a_split_batch_moves_what_a_graphs_does():
     ("name", "whole", "split"), [("orkut", 0.0, 0.0), ("friendster", 1.0, 0.5)]
 )
 def test_a_sampler_on_a_gpu_reads_what_it_has_no_room_for(name, whole, split):
-    """GSplit's Table 3: Orkut's lists fit a GPU, Friendster's do not, and between four GPUs a part
-    of them does; the fullest of these has a little more than its share to read."""
+    """GSplit's Table 3: Orkut's lists fit a GPU, Friendster's do not, four GPUs hold a part."""
     stats, where = load(name), read_cluster("gsplit_p3_8xlarge")
     asked = Workload(mode="mini", layers=3, batch=1024, fanout=(15, 15, 15))
     problem = Problem(stats, None, asked, where)

@@ -1,5 +1,4 @@
-"""What a plan says about itself is so: each sentence is held against the closed forms, or against
-files written here."""
+"""What a plan says about itself is so: each sentence against closed forms, or files from here."""
 
 import re
 from dataclasses import replace
@@ -99,8 +98,7 @@ def of_depth(layers: int, inter: float, hidden: int, may_use_fewer: bool = True)
 
 @pytest.mark.nightly
 def test_other_depths_change_the_choice_where_they_do():
-    """On each side the nearest depth at which another family is recommended, as separate searches
-    say; of either side, of both, and one beyond a depth that changes nothing."""
+    """On each side the nearest depth that changes the family, as separate searches say."""
     at = {layers: of_depth(layers, 1e8, 256, may_use_fewer=False) for layers in (1, 2, 4, 8, 16)}
     winners = {layers: each.best.strategy.name for layers, each in at.items()}
     told = []
@@ -185,8 +183,7 @@ def test_an_approximation_says_what_was_measured_or_is_unknown(text, words, monk
 
 
 def test_preloading_is_told_by_our_own_prediction():
-    """How many rows a server holds and what crosses servers are those of the layouts and of the
-    predictions; no time that differs from the epoch's definition is shown."""
+    """Rows of a server and rows that cross are the layouts'; no time differs from the epoch's."""
     problem = question(layers=3)
     whole = parse("granndis").settle(problem)
     growth, sent = GraNNDis.explain(problem, None)

@@ -1,5 +1,4 @@
-"""Fields of vertices and edges, whatever happens to the edges that they are of. That each format keeps
-them is in test_formats.py."""
+"""Fields of vertices and edges, whatever happens to the edges (each format's: test_formats.py)."""
 
 import json
 from pathlib import Path

@@ -1,5 +1,4 @@
-"""Printed figures, row by row: what is asked, what is predicted, what is skipped and why, and how a
-file may be wrong."""
+"""Printed figures, row by row: what is asked, predicted, skipped, and how a file may be wrong."""
 
 import csv
 import json

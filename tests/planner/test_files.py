@@ -451,8 +451,7 @@ def test_folders_are_made_only_when_asked_for(tmp_path):
 
 
 def test_a_small_file_takes_little_memory(tmp_path):
-    """A rank whose memory had run out could not read its plan of some kB to say what filled it: the
-    buffer had the size that is allowed."""
+    """A rank out of memory could not read its plan of some kB: the buffer had the size allowed."""
     (tmp_path / "small").write_bytes(b"x" * 100)
     tracemalloc.start()
     try:

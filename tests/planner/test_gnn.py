@@ -14,8 +14,7 @@ def gnn(model: str, *sparse: float, **workload: object) -> Model:
 
 
 def test_attention_brings_its_logits():
-    """3 layers, 40 -> 16 -> 16 -> 5 with 4, 4 and 1 heads: W, a (two numbers per output) and b. A
-    projected row has a logit per head."""
+    """40 -> 16 -> 16 -> 5 with 4, 4 and 1 heads: W, a (two numbers per output) and b."""
     model = gnn("gat")
     assert model.weights == (40 * 16 + 2 * 16 + 16) + (16 * 16 + 2 * 16 + 16) + (16 * 5 + 2 * 5 + 5)
     assert [model.exchanged_width(layer, narrow=False) for layer in (2, 3)] == [16, 16]
@@ -28,8 +27,7 @@ def test_attention_brings_its_logits():
 
 
 def test_a_product_reads_and_writes_rows():
-    """Layer 2 of three, 16 -> 16: both ways, and the gradients of rows and of the matrix as much
-    again each. Rows of few numbers are gathered."""
+    """Layer 2 of three, 16 -> 16: both ways, and gradients of rows and matrix as much again."""
     model = gnn("gcn")
     assert model.forward(2, 10, 20, 50).gemm_bytes == 10 * (16 + 16) * 4
     assert model.backward(2, 10, 20, 50).gemm_bytes == 2 * 10 * (16 + 16) * 4
@@ -61,8 +59,7 @@ def test_residual_blocks_and_norms():
 
 
 def test_sgc_is_one_matrix_and_one_bias():
-    """3 layers, 40 -> 5 -> 5 -> 5: W in the first, b in the last, and but for these each is an
-    aggregation, 5 numbers wide."""
+    """40 -> 5 -> 5 -> 5: W in the first, b in the last, and each else an aggregation, 5 wide."""
     model, cached, layers = gnn("sgc", dropout=0.5), gnn("sgc"), (1, 2, 3)
     assert model.weights == gnn("sgc", layers=1).weights == 40 * 5 + 5
     weights = [model.weights_of(range(layer, layer + 1)) for layer in layers]
@@ -130,15 +127,13 @@ def test_numbers_of_sparse_features_are_looked_up_and_encoded():
 
 
 def test_what_multiplies_constant_rows_first_aggregates_their_gradient():
-    """Layer 1's weight gradient needs that of the projected rows, through the transposed edges;
-    where it aggregates first it does not."""
+    """Its weight gradient needs the projected rows' one; where it aggregates first it does not."""
     for hidden, gathers in ((16, ((60, 16, 10, 20),)), (64, ())):
         assert gnn("gcn", hidden=hidden, dropout=0.5).backward(1, 10, 20, 50).gathers == gathers
 
 
 def test_bytes_of_moments_by_hand():
-    """Forward and backward, 2 H numbers in a ring of 4, before layers 2 and 3 and the decoder;
-    where halo rows cross after them."""
+    """Forward and backward, 2 H numbers in a ring of 4, before layers 2 and 3 and the decoder."""
     asked = {"model": "resgcn", "layers": 3, "hidden": 16, "norm": "batch"}
     problem, alone = (problem_of(GRAPHS[1], cluster(1, ranks), **asked) for ranks in (4, 1))
     strategy = parse("graph_parallel")

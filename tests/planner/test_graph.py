@@ -168,8 +168,7 @@ def test_stand_in_features_are_declared_seeded_and_blind_to_labels(save):
 
 
 def test_without_labels_it_can_be_planned(save):
-    """As if three of five vertices trained: with none, `trim` left all rows out, and a plan took 3
-    % of the time that it would with labels."""
+    """With none, `trim` left all rows out: a plan took 3 % of the time it would with labels."""
     graph = load(save(y=None, train_mask=None, val_mask=None, test_mask=None))
     assert (graph.stats.classes, graph.stats.train_vertices) == (0, 3)
     for told in ("no labels", "random 60/20/20"):

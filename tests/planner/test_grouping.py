@@ -90,8 +90,7 @@ def best(where: Cluster, sent: np.ndarray, groups: Sequence[Sequence[int]] = ())
 
 @pytest.mark.parametrize("name", EIGHT)
 def test_ranks_stay_in_order_or_sit_where_fewer_bytes_go_far(name):
-    """The order of the GPUs is proposed first, alone where everyone sends as much to everyone. Of
-    what is proposed, one is no slower than four of five other orders."""
+    """The order of the GPUs comes first. One proposal is no slower than four of five others."""
     where, sent, order = EIGHT[name], traffic(8, 0), tuple(range(8))
     every = proposed(where, order, [sent], ())
     assert every[0] == order and all(sorted(each) == list(order) for each in every)
@@ -170,8 +169,7 @@ def test_groups_follow_the_islands():
 
 
 def test_where_little_is_read_by_others_a_pipeline_keeps_its_messages_inside():
-    """Four stages of two members, nothing but rows handed on: a member's pipeline stays on a
-    server, its group does not."""
+    """Four stages of two that only hand on: a member's pipeline stays on a server."""
     where = cluster(2, 4)
     onward = np.zeros((8, 8))
     onward[np.arange(6), np.arange(6) + 2] = 1e6
@@ -186,8 +184,7 @@ def large_of(where: Cluster, hidden: int) -> Problem:
 
 
 def test_a_placement_is_not_predicted_to_be_slower_than_the_gpus_in_order():
-    """Groups across servers save a pipeline's messages; but both stages' exchanges pass the same
-    cards together, and on an emulated cluster an epoch took a third longer than in order."""
+    """Both stages' exchanges pass the same cards: an emulated epoch took a third longer."""
     device = Device(kind="cpu", memory=8e9, gemm=1.5e11, memory_bandwidth=2e10)
     more = {"inter_node": Link(bandwidth=5e7), "cores": 2, "one_machine": True}
     problem = large_of(cluster(2, 2, device=device, **more), 32)
@@ -198,8 +195,7 @@ def test_a_placement_is_not_predicted_to_be_slower_than_the_gpus_in_order():
 
 
 def test_groups_that_pass_the_same_cards_slow_each_other():
-    """Two stages' exchanges across two servers: each was predicted as if the other's were not
-    there, 15 % too fast."""
+    """Two stages' exchanges across two servers were predicted alone, 15 % too fast."""
     device = Device(memory=8e9, gemm=1.5e11, memory_bandwidth=2e10)
     where = cluster(2, 2, device=device, intra_node=Link(bandwidth=1e10))
     problem = large_of(where, 256).placed((0, 2, 1, 3))
@@ -209,8 +205,7 @@ def test_groups_that_pass_the_same_cards_slow_each_other():
 
 
 def test_parts_that_read_each_other_sit_together():
-    """Graph parallel: the parts of a graph in a ring of communities, on two servers, cost 1 % more
-    than in the best of all orders at most."""
+    """A ring of communities on two servers costs 1 % more than in the best order at most."""
     problem, strategy = problem_of(cluster(2, 2)), parse("graph_parallel")
     chosen = evaluate(placed(problem, strategy), strategy).predicted
     every = [evaluate(problem.placed(p), strategy).predicted for p in permutations(range(4))]
@@ -299,8 +294,7 @@ def test_which_fewer_gpus():
 
 @pytest.mark.slow
 def test_a_small_graph_takes_fewer_gpus_and_a_large_one_all():
-    """400 vertices are computed before a message has arrived; with a device that slow that work
-    counts, all GPUs are needed."""
+    """400 vertices are computed before a message has arrived; on a slow device all are needed."""
     found = search(problem_of(cluster(2, 2), layers=2))
     best, document = found.best, plan.make(found)
     assert best.problem.ranks < 4

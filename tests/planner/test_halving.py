@@ -23,8 +23,7 @@ from gnnplan.planner.vocabulary.units import show_percent
 
 
 class Machine:
-    """Gives contenders with the given epochs [s] their turns.  `noise`: standard deviation of an
-    epoch; `pace`: how slow the machine is in a turn, by its number."""
+    """Gives contenders with epochs [s] their turns; `noise`: their deviation; `pace`: by turn."""
 
     def __init__(
         self,

@@ -76,8 +76,7 @@ def test_nothing_of_memory_is_computed_until_it_is_asked(problem, monkeypatch):
 
 @pytest.mark.parametrize("chunks", [4, 8])
 def test_a_pipeline_has_code_for_the_sizes_that_chunks_have(chunks):
-    """Code was counted for two thirds of the chunks; Squirrel's 16 have five sizes, and memory was
-    predicted a fifth too high. Chunks cut at random are all of one size here."""
+    """Squirrel's 16 chunks have five sizes; a share of them was counted, a fifth too much."""
 
     def code(chunks: int, method: str) -> list[float]:
         plain, compiled = (

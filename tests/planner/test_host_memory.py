@@ -1,5 +1,4 @@
-"""Graph data in servers' memories: counted as ranks read it, spread where it does not fit, and more
-memory never makes a plan slower."""
+"""Graph data in servers' memories: counted as read, and more memory makes no plan slower."""
 
 from dataclasses import replace
 from itertools import product
@@ -217,8 +216,7 @@ LARGE = ["ogbn-products", "ogbn-papers100M", "facebook-darwini", "uk-2006-05", "
 
 @pytest.mark.parametrize(("graph", "hidden"), covered(list(product(LARGE, (32, 512))), set))
 def test_p3_is_recommended_over_distdgl_at_narrow_layers_only(graph, hidden):
-    """Of what P3's Table 4 and Fig. 15 compare, on the constants that its figures gave. A plan has
-    caches of GPUs and GSplit besides."""
+    """P3's Table 4 and Fig. 15, on the constants that its figures gave."""
     stats, (cluster, _) = load(graph), read_fitted("p3_p100", "sage")
     asked = {"layers": 2, "hidden": hidden, "mode": "mini", "batch": 16_000, "fanout": (25, 10)}
     problem = Problem(stats, None, Workload(**asked), cluster)

@@ -105,8 +105,7 @@ def test_closed_form_schedule_and_simulation(servers, islands, known):
 
 @pytest.mark.parametrize("knobs", [{}, {"max_hop": 1, "fanout": 3}, {"batches": 2}])
 def test_only_gradients_leave_an_island(knobs):
-    """Halos stay on island links: what passes PCIe and the network is the ring, which leaves every
-    island once. The server's way round, halos do pass PCIe."""
+    """What passes PCIe and the network is the ring; the server's way round, halos do."""
     problem = problem_of(2, CROSSED)
     p = settled(problem, **knobs).predict(problem)
     ring = problem.cost.all_reduces.bytes_by_link(p.bytes["all_reduce"], range(8))
@@ -116,8 +115,7 @@ def test_only_gradients_leave_an_island(knobs):
 
 
 def test_an_island_of_one_gpu_is_a_server_of_one():
-    """Two servers of two such islands compute, hold and exchange what four servers of one GPU do,
-    on other links."""
+    """Two servers of two such islands are four servers of one GPU, on other links."""
     islands = problem_of(2, [[0], [1]])
     servers = on(islands, servers=4, gpus_per_server=1, islands=(), island=None)
     for strategy in told(islands):
@@ -144,8 +142,7 @@ def test_the_fewest_batches_that_fit_an_island():
 
 
 def test_estimated_batches_of_islands():
-    """Of a graph known by statistics only: a batch has its share of an island's training vertices,
-    and there are no more batches."""
+    """A batch has its share of an island's training vertices: there are no more batches."""
     problem = by_statistics(problem_of(2, PAIRS))
     mine = problem.stats.train_vertices / 4
     layouts = settled(problem, batches=3).layouts(problem)
@@ -163,8 +160,7 @@ def test_estimated_batches_of_islands():
 )
 @settings(deadline=None, max_examples=examples(15))
 def test_more_depth_is_never_more_bytes_between_islands(graph, model, layers, where):
-    """Of one GPU, so that the cut is the same at every depth: fewer bytes in an epoch, more before
-    the first, more rows to compute."""
+    """Of one GPU, so of one cut: fewer bytes in an epoch, more before it, more rows to compute."""
     islands = [[g] for g in range(where[1])]
     problem = problem_of(where[0], islands, graph, model=model, layers=layers, heads=1)
     strategies = [settled(problem, depth=depth) for depth in range(layers + 1)]
@@ -191,8 +187,7 @@ def test_more_depth_is_never_more_bytes_between_islands(graph, model, layers, wh
     ],
 )
 def test_groups_stay_together_and_hardly_a_placement_that_keeps_them_is_faster(strategy, islands):
-    """Placements of 8 GPUs in which the same ranks share an island (a server), weighed by the
-    closed form itself. Bytes take the shortest way in all, so one link may be busy 2 % longer."""
+    """Of 8 GPUs, by the closed form: a link may be busy 2 % longer for fewer bytes in all."""
     problem, chosen = problem_of(2, islands), parse(strategy)
     in_order, found = chosen.settle(problem), placed(problem, chosen)
 
@@ -220,8 +215,7 @@ def test_groups_stay_together_and_hardly_a_placement_that_keeps_them_is_faster(s
 
 
 def test_islands_that_read_each_other_share_a_server():
-    """Four islands, two and two of them with much in common, in an order that parts them: the
-    placement brings them together."""
+    """Four islands, two and two with much in common, in an order that parts them."""
     parts, random = np.repeat(np.arange(4), 100), np.random.default_rng(0)
     src, dst = random.integers(0, 400, (2, 20_000))
     friends = (parts[src] + parts[dst] == 3) & (random.random(src.size) < 0.2)
@@ -247,8 +241,7 @@ def test_islands_that_read_each_other_share_a_server():
 
 
 def test_groups_that_talk_meet_among_32_gpus():
-    """Pairs of islands with heavy traffic between them, and members that would rather be elsewhere:
-    islands move as a whole until every pair has a server."""
+    """Pairs with heavy traffic, whose members would rather part: islands move as a whole."""
     where = problem_of(8, CROSSED).cluster
     tied = Cost(where).places.island
     friend = np.random.default_rng(2).permutation(16).reshape(8, 2)
@@ -278,8 +271,7 @@ def fastest_s(servers: int, intra: float) -> dict[str, float]:
 
 @pytest.mark.slow
 def test_slow_pcie_between_islands_makes_them_preload_and_fast_pcie_does_not():
-    """Islands beat servers where halos would pass a slow PCIe, and lose where it is as fast as
-    NVLink. At night of one server too."""
+    """Islands win where halos pass a slow PCIe, and lose where it is as fast as NVLink."""
     if NIGHT:
         slow, fast = fastest_s(1, 1e8), fastest_s(1, 1e11)
         assert set(slow) == set(fast) == {"none", "island"}

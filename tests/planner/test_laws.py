@@ -162,8 +162,7 @@ def test_what_is_better_makes_no_recommendation_slower(seed):
 @pytest.mark.slow
 @pytest.mark.parametrize("seed", seeds(0, 12))
 def test_what_is_better_makes_no_training_worth_less(seed):
-    """To the end of the training, in both modes and on the sizes that a plan compares; fewer GPUs
-    are named where they are worth nearly as much."""
+    """In both modes and on all sizes compared; fewer GPUs are named where nearly as good."""
     for now, better, asked in islice(what_ifs(1000 + seed, mini=True), QUESTIONS // 2):
         before, after = trained(now), trained(better)
         if before is None:
@@ -228,8 +227,7 @@ def trained(problem: Problem) -> ModeComparison | None:
 
 @pytest.mark.nightly
 def test_more_gpus_are_not_chosen_at_a_loss():
-    """friendster's GAT on l4_box took 435 s of 32 GPUs for 346 s of 8: constants of links have
-    lopsided ranges, and regret preferred what depends on others."""
+    """friendster's GAT took 435 s of 32 GPUs for 346 s of 8: regret preferred what others share."""
     workload = Workload(model="gat", layers=3, hidden=256)
     cluster, _ = apply_overrides(read_cluster("l4_box"), workload, ["servers=4"])
     found = search(problem_of("friendster", cluster, workload))

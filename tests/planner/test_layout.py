@@ -1,5 +1,4 @@
-"""Layouts against the definitions, read aloud with Python's sets on graphs small enough for
-that."""
+"""Layouts against the definitions, by Python's sets on small graphs."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -59,8 +58,7 @@ class Case:
 
 @st.composite
 def cases(draw: st.DrawFn) -> Case:
-    """1-3 servers x 1-3 GPUs, every depth, isolated vertices, directed or not; every server owns a
-    row per GPU. All vertices are targets, or some."""
+    """1-3 servers x 1-3 GPUs, all depths, isolated vertices; a row per GPU; all or some targets."""
     servers, gpus = draw(st.integers(1, 3)), draw(st.integers(1, 3))
     ranks = servers * gpus
     vertices = draw(st.integers(ranks, 14))
@@ -81,8 +79,7 @@ def neighbours(graph: Graph, rows: set[int]) -> set[int]:
 
 
 def computed_by_servers(case: Case) -> dict[int, list[set[int]]]:
-    """Server -> rows of h_0, ..., h_L that it computes: its own that the targets need, and one hop
-    more for each recomputed layer below."""
+    """Server -> rows of h_0, .., h_L that it computes: its targets', a hop more per layer below."""
     several = len(set(case.servers)) > 1
     # below h_last a server asks no other
     last = case.first_varying + min(case.depth, case.layers - case.first_varying)
@@ -127,8 +124,7 @@ def test_every_row_is_computed_where_the_definition_says_and_once(case):
 
 @law(80)
 def test_halo_is_what_a_rank_reads_and_does_not_have_and_providers_have_it(case):
-    """What one sends is what the other receives, in the same order; blocks are rows of the
-    adjacency, and facts count the pieces."""
+    """What one sends the other receives, in order; blocks are rows of the adjacency."""
     layout, graph = case.layout(), case.graph
     ranks = range(layout.ranks)
     for layer in range(1, case.layers + 1):

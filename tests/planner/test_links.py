@@ -1,5 +1,4 @@
-"""Link prediction in the planner: which edges are held out, what a batch is, and that closed forms,
-schedules and batches tell one story."""
+"""Link prediction: which edges are held out, what a batch is; schedules and batches agree."""
 
 from dataclasses import replace
 

@@ -1,5 +1,4 @@
-"""A mini-batch over ranks: together they have the frontier, each edge once per group, and every
-halo row comes from whoever has it."""
+"""A mini-batch over ranks: together they have the frontier, each edge once per group."""
 
 import numpy as np
 import pytest
@@ -68,8 +67,7 @@ def test_ranks_of_a_group_share_its_frontier(groups, fanouts):
 @settings(max_examples=examples(30))
 @given(seeds=st.integers(1, 200), ranks=st.integers(1, 5), seed=st.integers(0, 99))
 def test_splitting_computes_each_row_once_and_data_parallel_never_fewer(seeds, ranks, seed):
-    """GSplit Table 1: what data parallelism computes and loads beyond the mini-batch is what its
-    ranks have in common."""
+    """GSplit Table 1: beyond the mini-batch there is what ranks of data parallelism share."""
     counts = []
     for groups in ((0,) * ranks, (0,), tuple(range(ranks))):
         made = batch(groups, max(seeds, ranks), seed=seed)

@@ -1,5 +1,4 @@
-"""What the best has least of: time, cost or energy, per epoch or until an accuracy that runs
-reached."""
+"""What the best has least of: time, cost or energy, per epoch or until a measured accuracy."""
 
 import json
 from contextlib import suppress

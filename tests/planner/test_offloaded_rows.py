@@ -1,5 +1,4 @@
-"""Devices with the server's memory: bytes counted by sets, when a plan uses it, and what it
-refuses."""
+"""Devices with the server's memory: bytes by sets, when a plan uses it, and what it refuses."""
 
 from dataclasses import replace
 from typing import Any
@@ -174,8 +173,7 @@ def test_it_takes_all_gpus_that_have_too_little_memory_together_where_they_are_f
 
 
 def test_few_training_vertices_are_trained_on_few_rows():
-    """Of a graph of which a hundredth trains, all rows passed the devices, where graph parallelism
-    on twice as many GPUs left most out: a cliff of 41 times between 8 and 16."""
+    """All rows passed the devices: a cliff of 41 times between 8 and 16 GPUs."""
     whole = problem_of(host=Link(bandwidth=1e8, latency=0.0))
     train = np.arange(GRAPH.stats.vertices) < 30
     graph = replace(whole.graph, train=train, stats=replace(GRAPH.stats, train_vertices=30))

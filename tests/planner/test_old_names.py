@@ -1,5 +1,4 @@
-"""Plans and cluster files of before are still read: old names with a notice, and fields that there
-are no longer without one."""
+"""Plans and cluster files of before are still read: old names with a notice."""
 
 import json
 from typing import Any

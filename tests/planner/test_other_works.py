@@ -43,8 +43,7 @@ def test_rows_say_where_they_are_printed():
 
 
 def test_nothing_is_fitted_to_them():
-    """Their testbeds are as datasheets say, and constants of their software are from other people's
-    works: no work gave a constant that it is predicted with. One gave the size of a batch."""
+    """Testbeds are as datasheets say; one work gave the size of a batch, none a constant."""
     people = {work: works for works in their_software.WORKS for work in works}
     of_people = [tuple(their_software.kept(works[0]).values()) for works in their_software.WORKS]
     assert len(set(of_people)) == len(of_people) and their_software.kept("nobody")
@@ -105,8 +104,7 @@ def test_what_is_not_stated_is_not_predicted(found):
 
 @pytest.mark.nightly
 def test_ranges_hold_what_they_say_of_works_that_did_not_give_them(found):
-    """80 % are aimed at, of epochs on machines that nothing is known of; epochs are off by less
-    than a third in the median."""
+    """80 % are aimed at, on machines that nothing is known of; the median is off by a third."""
     epochs = [each for each in found["rows"] if "kind" in each]
     inside = [is_inside(each) for each in epochs]
     assert len(inside) > 110 and 0.7 <= sum(inside) / len(inside) <= 0.9
@@ -154,8 +152,7 @@ def test_layers_may_aggregate_before_they_multiply():
 
 
 def test_epochs_are_summed_up_by_kind_and_by_gpus():
-    """Two GPUs take a third longer in print than halves of one GPU's epoch, as predicted: the error
-    of scaling is a third, whatever the error of both is."""
+    """Two GPUs take a third longer than half of one's epoch, as predicted: that is the error."""
     one, two = row(), row(gpus_per_node=2)
     one["value"], two["value"] = str(predict(one) / 1000), str(predict(two) / 750)
     found = evaluate_rows([one, two])
@@ -193,8 +190,7 @@ def test_more_workers_sample_faster_as_long_as_there_are_cores():
 
 
 def test_only_salient_samples_and_trains_at_the_same_time():
-    """An epoch of other programs is a time, and a time divided by the workers. With few workers,
-    SALIENT waits for nothing but its samplers."""
+    """Others' epochs divide by the workers. SALIENT with few waits for its samplers alone."""
 
     def epochs_s(software: str) -> list[float]:
         told = row(paper="salient", strategy="data_parallel(prefetch=1)")
@@ -247,8 +243,7 @@ def of_full_graph(**changed: object) -> dict[str, str]:
 
 
 def test_a_program_waits_for_the_slower_of_host_and_gpu():
-    """On Cora the host only launches: an epoch is as long whatever the GPU's memory moves. On
-    Reddit the GPU is behind."""
+    """On Cora the host only launches, whatever the memory moves; on Reddit the GPU is behind."""
     params = {"software": "dgl", "dropout": 0.5, "aggregates_first": 1}
     told = of_full_graph(paper="dgl", testbed="p3.2xlarge", hidden=16, strategy_params=params)
 
@@ -276,8 +271,7 @@ def test_the_softmax_of_old_dgl_prepares_a_frame_for_each_message():
 
 
 def test_pyg_keeps_a_row_per_edge_and_dgl_a_number():
-    """Attention of 64 numbers a row on ogbn-arxiv: PyG moves several times as much, for the program
-    that walks rows has no walk here."""
+    """Attention of 64 numbers a row on ogbn-arxiv: PyG moves several times as much."""
     job = {"dataset": "ogbn-arxiv", "model": "gat", "hidden": 64}
     pyg_s, dgl_s = (
         predict(of_full_graph(**job, paper=name, strategy_params={"software": name, "heads": 4}))
@@ -291,8 +285,7 @@ def test_pyg_keeps_a_row_per_edge_and_dgl_a_number():
 
 
 def test_a_cache_by_degree_holds_what_most_vertices_read():
-    """GNNLab, fig5a: 29 % and 50 % of reads where it has 5 and 10 % of papers100M. A cache by
-    frequency holds nearly all of them."""
+    """GNNLab, fig5a: 29 % and 50 % of reads in 5 and 10 % of papers100M; by use nearly all."""
     params = {"batch": 8000, "fanout": [15, 10, 5], "sampler": "device", "software": "sgnn"}
     job = {"paper": "gnnlab", "dataset": "ogbn-papers100M", "model": "gcn", "layers": 3}
 

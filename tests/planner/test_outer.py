@@ -1,5 +1,4 @@
-"""What a number per sender and one per receiver tell is what the whole matrix tells: as an array,
-and of ports, wherever ranks sit."""
+"""A number per sender and one per receiver tell what the whole matrix tells, also of ports."""
 
 import tracemalloc
 from itertools import product

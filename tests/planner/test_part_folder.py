@@ -1,5 +1,4 @@
-"""Folders of parts: what is read back is the graph, a part reads nothing of others, and what is
-damaged, of another graph or half-written is told apart."""
+"""Folders of parts: what is read back is the graph, and what is damaged or half-written is told."""
 
 import json
 import os

@@ -1,5 +1,4 @@
-"""What mini-batches are like: checked against sets, against the strategies' own schedules, and
-against training's own draws."""
+"""What mini-batches are like: against sets, the strategies' schedules, and training's own draws."""
 
 from dataclasses import replace
 

@@ -1,5 +1,4 @@
-"""Profiles: halo, cut and growth against brute force; the cache; expectations for graphs that are
-not at hand."""
+"""Profiles: halo, cut and growth by brute force; the cache; expectations for absent graphs."""
 
 import json
 from dataclasses import replace
@@ -23,8 +22,7 @@ COMMUNITY = "synthetic:community?vertices=4000&edges=80000&features=2&classes=8"
 
 @st.composite
 def partitioned_graphs(draw):
-    """(edges as a set of (src, dst), vertices, part of each vertex, parts): parts may be empty,
-    vertices isolated."""
+    """(edges (src, dst), vertices, part of each, parts): parts may be empty, vertices isolated."""
     vertices, parts = draw(st.integers(1, 14)), draw(st.sampled_from([1, 2, 3, 5, 70]))
     ids = st.integers(0, vertices - 1)
     edges = {(u, v) for u, v in draw(st.lists(st.tuples(ids, ids), max_size=50)) if u != v}

@@ -32,8 +32,7 @@ def squirrel(dataset: Callable[[str], str], model: str, method: str = "metis") -
 @pytest.mark.slow
 @pytest.mark.parametrize(("model", "printed"), [("gcn", 1.38), ("sage", 1.61), ("gcnii", 1.51)])
 def test_squirrel_in_a_hybrid(dataset, model, printed):
-    """Four stages of two, whether K = 4M counts stages or GPUs. Within 3 %: print counts the
-    constant features as one more exchange."""
+    """Four stages of two, K = 4M. Within 3 %: print counts the constant features once more."""
     problem = squirrel(dataset, model)
     for chunks in (16, 32):
         predicted = GNNPipe(4, chunks).settle(problem).predict(problem)
@@ -61,8 +60,7 @@ def bubble_share(stages: int, chunks: int) -> float:
 
 
 def equal_slots(schedule: Schedule, forward: float, backward: float) -> Schedule:
-    """The pipeline's order with equal stages and chunks, and nothing else to do: what the formula
-    speaks of. At 1 flop/s."""
+    """The pipeline's order with equal stages and chunks, at 1 flop/s: as the formula has it."""
     seconds = {"forward": Compute(flops=forward), "backward": Compute(flops=backward)}
     seconds |= {"history": Compute(), "update": Compute()}
     tasks = [replace(t, work=seconds.get(t.label.op, t.work)) for t in schedule.tasks]

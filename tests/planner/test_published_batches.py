@@ -65,8 +65,7 @@ def test_p3_counts_batches_by_trainer_and_gsplit_by_step():
 
 
 def test_caches_are_in_the_memory_that_is_left():
-    """Orkut's features are cached between four GPUs, and in P3* as columns; Friendster's columns do
-    not fit (GSplit Sec. 6.1)."""
+    """GSplit Sec. 6.1: Orkut's features are cached, in P3* as columns; Friendster's do not fit."""
     quiver, split = (
         question({**SPLIT, "metric": "load_time_s", "strategy": name}).strategy
         for name in ("quiver", "gsplit")
@@ -114,8 +113,7 @@ def test_what_ranks_do_twice(dataset, edges, features):
 
 
 def test_edges_between_owners():
-    """GSplit Sec. 6.3: three quarters of a random split's; METIS leaves few of a citation graph's,
-    more of a social network's."""
+    """GSplit Sec. 6.3: three quarters of a random split's; METIS leaves fewer."""
     row = {**COUNTS, "num_nodes": "1", "gpus_per_node": "4"}
     assert told(row, "cross_edge_ratio", strategy="gsplit_rand", dataset="ogbn-papers100M") == 0.75
     assert told(row, "cross_edge_ratio", dataset="ogbn-papers100M") == pytest.approx(0.05, abs=0.05)

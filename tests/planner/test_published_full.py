@@ -1,5 +1,4 @@
-"""What other people's full-graph code does differently, held against graphs counted by hand and
-real ones."""
+"""What other people's full-graph code does differently, on graphs counted by hand and real ones."""
 
 from dataclasses import replace
 from functools import partial
@@ -32,8 +31,7 @@ def told(row: dict[str, str], metric: str, **more: Any) -> float:
 
 @pytest.mark.parametrize("name", ["flickr", "ogbn-arxiv"])
 def test_training_vertices_and_the_edges_among_them(dataset, name):
-    """Of a real graph, whose training vertices are no others than those not to train on (half of
-    arxiv are the older ones)."""
+    """Those of a real graph are no others than those not to train on."""
     graph = load(dataset(name))
     ends = graph.degree[graph.train].sum() / graph.stats.edges
     assert among(graph.stats) == pytest.approx(ends, rel=0.15)

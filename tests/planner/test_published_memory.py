@@ -1,5 +1,4 @@
-"""Memory of PipeGCN's and GraNNDis' code: counted by hand, and the printed facts that follow from
-it."""
+"""Memory of PipeGCN's and GraNNDis' code: counted by hand, and the printed facts."""
 
 from typing import Any
 

@@ -174,8 +174,7 @@ SIZES = [2**k for k in range(10, 27)]
 )  # fmt: skip
 @pytest.mark.parametrize("program", ["all_reduce_perf", "alltoall_perf", "sendrecv_perf"])
 def test_runs_with_other_options(tmp_path, program, how):
-    """Unchecked results, repeated sizes and Slurm's one GPU per process were refused, with remedies
-    for other faults."""
+    """Unchecked results, repeated sizes and Slurm's one GPU per process were refused."""
     shares = {"all_reduce_perf": (6, 6 / 4), "alltoall_perf": (3, 3), "sendrecv_perf": (1, 1)}
     times = 4 if program == "alltoall_perf" else 1
     found = nccl_tests(written(tmp_path, program, ["a"] * 4, *shares[program], times=times, **how))
@@ -283,8 +282,7 @@ def test_tables_of_many_machines(tmp_path, text, islands, nics, encoding):
 
 
 def best(near: dict[int, tuple[int, ...]], way: str, half: int) -> Callable[[int, int], str]:
-    """`way` to NICs that are near a GPU; the others are on its socket, which has `half` of all
-    GPUs and as many NICs of each, or on the other."""
+    """`way` to near NICs; others are on its socket, with `half` of GPUs and NICs, or the other."""
     return lambda g, nic: way if nic in near[g] else "NODE" if (g < 4) == (nic < half) else "SYS"
 
 
@@ -336,8 +334,7 @@ OWN8 = {gpu: (gpu,) for gpu in range(8)}
     ],
 )  # fmt: skip
 def test_machines_as_they_are(tmp_path, text, islands, switches, nics, copied):
-    """Every machine in every copy; where copies lose the escape character, '[4mGPU0' was no
-    head."""
+    """Every machine in every copy; without the escape character '[4mGPU0' was no head."""
     (tmp_path / "topo.txt").write_text(copied(text), newline="")
     found = topology(tmp_path / "topo.txt")
     assert (found["islands"], found["switches"], found.get("nics")) == (islands, switches, nics)
@@ -420,8 +417,7 @@ def test_links_that_a_table_lacks_are_left_out_and_said(tmp_path, capsys):
 
 
 def test_the_remedy_for_an_unknown_link_helps(tmp_path, capsys):
-    """It named the link and not its lists, which a cluster has both or neither; and measure took no
-    fields after a preset's name."""
+    """It named the link and not its lists; and measure took no fields after a preset's name."""
     table = tmp_path / "topo.txt"
     table.write_text(PCIE)
     with pytest.raises(SpecError) as refused:

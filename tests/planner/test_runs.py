@@ -91,8 +91,7 @@ def test_regret_is_what_following_the_prediction_cost():
 
 
 def test_what_ran_twice_is_ranked_by_its_medians_and_is_noise():
-    """Each run was planned with constants of its own: neither run of a strategy is more of a
-    prediction than the other."""
+    """Each run was planned with its own constants: neither is more of a prediction."""
     seconds = {"graph_parallel": [(1.0, 0.8), (1.2, 1.4)], "pipegcn": [(1.05, 1.0)] * 2}
     runs = [run(name, *pair) for name, pairs in seconds.items() for pair in pairs]
     [one] = summarise(runs)["rankings"]

@@ -1,5 +1,4 @@
-"""Should I distribute at all: a row per number of GPUs is a plan of its own, the best is never worse
-than any of them, and where more GPUs are slower is said."""
+"""Should I distribute at all: a row per number of GPUs is a plan of its own."""
 
 from dataclasses import replace
 from functools import cache

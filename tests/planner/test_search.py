@@ -1,5 +1,4 @@
-"""The choice and the plan that carries it: what is ranked, what is rejected and why, what would
-fit, and what survives a file."""
+"""The choice and the plan that carries it: what is ranked or rejected, and what survives a file."""
 
 import json
 import re
@@ -397,8 +396,7 @@ def test_nothing_is_half_written(tmp_path, document):
 
 
 def test_exact_plans_turn_to_checkpoints_where_batches_would_change_the_gradient():
-    """GraNNDis was offered in the fewest batches that fit only, which --exact refuses; whole with
-    checkpoints it fits and is exact."""
+    """GraNNDis was offered in batches only, which --exact refuses; with checkpoints it fits."""
     plain, kept = (
         evaluate(problem_of(layers=12), parse(f"granndis(checkpoint={checkpoint})")).memory_bytes
         for checkpoint in (False, True)
@@ -487,8 +485,7 @@ def test_an_exact_strategy_on_fewer_gpus_is_recommended_too(monkeypatch):
 
 
 def test_kernels_launched_one_by_one_are_priced_so(monkeypatch):
-    """GNNPipe on one GPU was priced as if a step were one CUDA graph, in which a launch costs next
-    to nothing: it took seven times as long on an H200."""
+    """GNNPipe on one GPU was priced as one CUDA graph: it took seven times as long on an H200."""
     one = with_ranks(read_cluster("l4_box"), 1)
 
     def epoch_s(name: str) -> float:

@@ -1,5 +1,4 @@
-"""Splitting functions: what pre-sampling counts, and that weights do what the paper says where a
-batch touches little of the graph."""
+"""Splitting functions: what pre-sampling counts, and that weights do what the paper says."""
 
 from dataclasses import replace
 

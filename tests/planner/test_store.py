@@ -1,5 +1,4 @@
-"""The feature store: every row is somewhere, caches hold the hottest, and what no server's memory
-gives is counted elsewhere."""
+"""The feature store: every row is somewhere, caches hold the hottest, the rest is counted."""
 
 from collections import Counter
 from dataclasses import replace
@@ -154,8 +153,7 @@ CACHED = [
 
 @pytest.mark.parametrize(("strategy", "hot"), covered(list(product(CACHED, HOT)), set))
 def test_a_larger_cache_has_more(strategy, hot):
-    """None at first, all at last, and in between each budget at least what a smaller one has: own
-    rows, and with those of peers."""
+    """None at first, all at last, and each budget at least what a smaller one has."""
     problem = problem_of()
     everything = rows_of_an_epoch(replace(strategy, cache=ROW), problem).sum()
     rates = []
@@ -194,8 +192,7 @@ def test_a_cache_is_the_hottest_rows_that_fit(cache):
 
 @pytest.mark.parametrize("over", every(2, ["server", "rank"]))
 def test_columns_are_cached_of_the_rows_that_are_read_most(over):
-    """A rank caches its own columns, and reads those of all its peers' rows: some are picked, the
-    others loaded. An epoch is its simulation."""
+    """A rank caches its own columns, reads those of its peers' rows; an epoch is as simulated."""
     problem = problem_of(batch=48)
     order = hottest(GRAPH, problem.workload, "frequency", 4)
     width = {"server": 20, "rank": 10}[over] * 4  # [B] of a row's columns
@@ -283,8 +280,7 @@ def test_frequency_counts_what_is_read(monkeypatch):
 
 
 def test_remote_rows_are_those_of_the_formula():
-    """P3 Sec. 3.2: (S-1)/S of the rows that ranks read, where they are spread without regard to
-    edges and none is cached."""
+    """P3 Sec. 3.2: (S-1)/S of the rows read, spread without regard to edges, none cached."""
     problem = replace(problem_of(4, 1, batch=64), method="random")
     strategy = DataParallel(features="spread")
     remote = (1 - 1 / 4) * int(rows_of_an_epoch(strategy, problem).sum()) * ROW

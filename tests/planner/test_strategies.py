@@ -1,5 +1,4 @@
-"""Laws over every family: closed form, schedule and memory tell one story, and the story bends the
-right way."""
+"""Laws over every family: closed form, schedule and memory tell one story."""
 
 from collections.abc import Iterator
 from dataclasses import fields, replace
@@ -144,8 +143,7 @@ def test_groups_that_sit_alike_do_not_fill_the_same_ports(where, bound):
 
 
 def test_topology_changes_the_answer():
-    """Slow links between servers: recomputing or piping rows beats exchanging them. Fast ones: it
-    does not."""
+    """Slow links: recomputing or piping rows beats exchanging them. Fast ones: it does not."""
 
     def best_s(where: Cluster) -> dict[str, float]:
         """Family -> its fastest candidate's epoch [s]."""
@@ -188,8 +186,7 @@ def test_bytes_of_the_schedule_are_those_of_predict_where_only_statistics_are_kn
 @given(problems())
 @some(8)
 def test_stale_moves_the_same_bytes_and_is_never_slower(problem):
-    """Without contention; a tax on computation beside a transfer would be a price that synchronous
-    steps do not pay."""
+    """Without contention: a tax beside a transfer is a price that synchronous steps do not pay."""
     problem, told = on(problem, overlap_tax=0.0), []
     for strategy in (GraphParallel(), GraphParallel(staleness=1)):
         p, schedule = strategy.predict(problem), strategy.schedule(problem, STEPS)
@@ -202,8 +199,7 @@ def test_stale_moves_the_same_bytes_and_is_never_slower(problem):
 
 
 def test_gradients_of_halo_rows_go_home():
-    """On a directed path with a part per rank each asks the one before it, so what i sends j
-    forward, j sends i backward."""
+    """On a directed path each asks the one before it: i sends j forward what j sends back."""
     indptr, indices, _ = in_neighbours(np.arange(23), np.arange(1, 24), 24, directed=True)
     stats = replace(GRAPHS[3].stats, edges=23, directed=True, hash="chain")
     chain = replace(GRAPHS[3], stats=stats, indptr=indptr, indices=indices)
@@ -217,8 +213,7 @@ def test_gradients_of_halo_rows_go_home():
 
 
 def test_stale_hides_what_fresh_waits_for():
-    """Exchange and computation of about equal length: one of them disappears. And the tax brings
-    some of it back."""
+    """Exchange and computation of equal length: one disappears, and the tax brings some back."""
     where = cluster(inter=1e9, intra=1e9, gemm=4e10, memory_bandwidth=2e10)
     problem = problem_of(GRAPHS[0], where, layers=4)
     fresh, stale = (GraphParallel(staleness=s).predict(problem) for s in (0, 1))
@@ -229,8 +224,7 @@ def test_stale_hides_what_fresh_waits_for():
 
 
 def test_stale_cannot_hide_the_all_reduce_from_exchanges_on_the_same_wires():
-    """Two ranks that compute next to nothing: through one port all transfers take as long at once
-    as one after the other."""
+    """Through one port all transfers take as long at once as one after the other."""
     wires = {"gemm": 1e17, "memory_bandwidth": 1e14, "launch": 0.0, "latency": 0.0}
     problem = problem_of(GRAPHS[0], cluster(1, 2, intra=1e6, **wires), layers=3)
     stale = GraphParallel(staleness=1)
@@ -260,8 +254,7 @@ def test_one_rank_sends_nothing(problem):
 
 @pytest.mark.parametrize("name", ["p3(pipelined=True)", "p3", "data_parallel", "gsplit"])
 def test_a_program_makes_no_step_that_nobody_asks_for(name, monkeypatch):
-    """A schedule of two steps made the operations of all batches that are known: 64 of them took
-    90 ms, in place of 7."""
+    """Two steps made the operations of all 64 batches: 90 ms in place of 7."""
     problem = problem_of(GRAPHS[0], cluster(2, 2), mode="mini", batch=8, fanout=(2, 2), layers=2)
     strategy = parse(name).settle(problem)
     made: list[int] = []
@@ -329,8 +322,7 @@ def test_hybrid_bytes_by_hand():
 
 
 def test_a_hybrid_meets_before_every_layer_and_after_it_on_the_way_back():
-    """Two stages of two: layers 1 and 2, then 3. Constant features do not cross, a stage's first
-    hidden input does."""
+    """Two stages of two: constant features do not cross, a stage's first hidden input does."""
     problem = problem_of(GRAPHS[1], cluster(1, 4), layers=3)
     strategy = GNNPipe(2, 2, shuffle=False, layers_per_stage=(2, 1)).settle(problem)
     schedule = strategy.schedule(problem, 1)
@@ -373,8 +365,7 @@ def test_no_other_cut_has_a_faster_slowest_stage(seconds, data):
 
 @pytest.mark.parametrize("ranks", [2, 4])
 def test_a_wide_first_layer_gets_company_less_often(ranks):
-    """2,000 features into 64 hidden, six layers in two stages: by count 3 + 3, by cost fewer beside
-    the first one."""
+    """2,000 features into 64 hidden, six layers: by count 3 + 3, by cost fewer in the first."""
     graph = load("synthetic:community?vertices=400&edges=6000&features=2000&classes=5")
     where = cluster(1, ranks, intra=1e12, memory_bandwidth=1e12)
     problem = problem_of(graph, where, layers=6, dropout=0.5)
@@ -618,8 +609,7 @@ MINI = {"mode": "mini", "batch": 32, "fanout": (3, 3, 3, 3)}
     ],
 )
 def test_nccl_has_buffers_of_its_own(text, servers, gpus, communicators):
-    """For a communicator of sums and one of exchanges; GNNPipe's for a stage and its neighbours,
-    P3's for peers and twins, those along each axis of a grid. One rank has none, nor has Gloo."""
+    """For each communicator: sums, exchanges, a stage's neighbours, a grid's axes. Not Gloo."""
     strategy = parse(text)
     more = MINI if strategy.mode == "mini" else {}
     problem = problem_of(GRAPHS[0], cluster(servers, gpus), layers=4, **more)
@@ -631,8 +621,7 @@ def test_nccl_has_buffers_of_its_own(text, servers, gpus, communicators):
 
 @pytest.mark.parametrize("aggregation", ["sum", "softmax"])
 def test_a_checkpoint_of_resgcn_gathers_again(aggregation):
-    """Its messages pass through ReLU, so that the rows read, not their sums, are kept: the backward
-    pass gathers once more, for a sum as for a softmax."""
+    """Its messages pass through ReLU, so rows are kept and not sums: gathered once more."""
     asked = {"model": "resgcn", "layers": 8, "aggregation": aggregation}
     problem = problem_of(GRAPHS[0], cluster(1, 2), **asked)
     pipe = GNNPipe(2, 8, checkpoint=True).settle(problem)

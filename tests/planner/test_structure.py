@@ -1,5 +1,4 @@
-"""A structure that is spread: every list is somewhere, samplers ask there and nowhere else, and
-each byte of it is counted."""
+"""A structure that is spread: every list is somewhere, samplers ask there, each byte counts."""
 
 from dataclasses import replace
 
@@ -64,8 +63,7 @@ def test_every_list_is_at_home_and_cached_where_it_is_hot(strategy, servers, gpu
 
 
 def test_bytes_by_hand():
-    """8 for every id that its server has no list of and 8 to each other rank per layer; 4 for every
-    neighbour drawn of those."""
+    """8 per id without a list here and 8 to each rank per layer; 4 per neighbour drawn of those."""
     problem, strategy = problem_of(), DataParallel(structure="spread")
     w, asks, found, drawn = problem.workload, 0, 0, np.zeros(4, int)
     batches = items_of(GRAPH, w, 0)

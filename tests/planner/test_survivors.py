@@ -116,8 +116,7 @@ def test_sampling_finds_most_neighbours_of_rows_outside_outside():
 
 
 def test_so_does_granndis_which_samples_before_it_splits():
-    """Servers share vertices at random: half the neighbours of own rows are elsewhere. All that are
-    drawn of a row elsewhere count."""
+    """Servers share vertices at random. All neighbours drawn of a row elsewhere count."""
 
     def most(max_hop: int) -> float:
         sampled = Expansion(max_hop, 5, 0)

@@ -1,5 +1,4 @@
-"""What if: every combination once, checked before anything is planned; where the recommendation
-changes; what an epoch costs."""
+"""What if: every combination once, checked before; where the recommendation changes; costs."""
 
 import csv
 import io
@@ -171,8 +170,7 @@ def test_an_exact_plan_is_compared_with_exact_variants():
 
 @pytest.mark.slow
 def test_a_plan_of_as_many_ranks_is_swept_as_it_is():
-    """`simulate --set` played the plan's own variant, and --sweep the best of its family, also of a
-    plan that uses some of the GPUs, which was compared with one that uses all."""
+    """--sweep played the best of the family, and compared plans of some GPUs with those of all."""
     asked = points(axes(["inter_node.bandwidth=1e7"]), question())
     one, all_ = parse("offload"), parse("granndis(depth=1)")
     for own, plan in ((one, question().placed((0,))), (all_, question())):

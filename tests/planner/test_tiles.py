@@ -120,8 +120,7 @@ def test_groups_differ_along_one_axis():
 
 
 def test_two_orders_balance_what_one_order_does_not():
-    """A vertex's edge to itself is on the diagonal if rows and columns are in one order. Where
-    vertices have few edges, the tiles there are much fuller."""
+    """In one order edges to itself are on the diagonal, and the tiles there are much fuller."""
     asked = problem((4, 1, 4), "edges=600&mixing=1")
     tiles = edges_of_tiles(asked, Grid(4, 1, 4), 1)
     assert tiles.sum() == asked.stats.edges + N

@@ -1,5 +1,4 @@
-"""What is between GPUs: ports against routes in the whole graph, fabrics worked by hand, and
-answers that change with them."""
+"""What is between GPUs: ports against routes in the whole graph, and fabrics by hand."""
 
 import re
 from collections import Counter
@@ -77,8 +76,7 @@ def bytes_by_port(cost: Cost, transfer: Any) -> dict[tuple[str, int], float]:
 @given(clusters())
 @settings(deadline=None, max_examples=examples(60))
 def test_a_message_fills_the_ports_on_its_way(where):
-    """networkx walks from GPU to GPU; of several shortest ways one, so half way round a ring it
-    says half of what is so."""
+    """networkx walks a shortest way; half way round a ring each of two ways takes half."""
     where = where.model_copy(update={"peer_access": True, "bridge": None})
     cost, whole = Cost(where), graph(where)
     for a, b in permutations(range(where.ranks), 2):
@@ -97,8 +95,7 @@ def test_a_message_fills_the_ports_on_its_way(where):
 @given(clusters(), st.integers(0, 10**6))
 @settings(deadline=None, max_examples=examples(60))
 def test_bytes_over_links_are_conserved(where, seed):
-    """At every node as many bytes leave a server's place in the fabric as its cards send plus what
-    passes on; and in all, links carry messages' bytes times the links on their way."""
+    """At every node, and in all: links carry messages' bytes times the links on their way."""
     random, n = np.random.default_rng(seed), where.ranks
     sent = random.integers(0, 1000, (n, n)) * (random.random((n, n)) < 0.6)
     np.fill_diagonal(sent, 0)
@@ -135,8 +132,7 @@ def test_bytes_over_links_are_conserved(where, seed):
 
 
 def test_a_ring_of_servers():
-    """Five servers: from 0 to 2 over 1, from 0 to 3 over 4; of four, half way round goes both ways.
-    A cable is as fast as a card."""
+    """Five servers: 0 to 2 over 1, 0 to 3 over 4; of four, half way round goes both ways."""
 
     def passed(servers: int, a: int, b: int) -> dict[tuple[int, int], float]:
         names = [(x[1], y[1]) for x, y in links(RING, servers)]
@@ -237,8 +233,7 @@ def test_a_better_network_is_never_slower(data, where, seed, algorithm, curved):
 
 
 def test_neighbours_in_a_ring_are_placed_side_by_side():
-    """Six parts, each reads that opposite in the order given: a placement brings them together, and
-    on one switch nothing is gained."""
+    """Six parts that read those opposite are brought together; on one switch nothing is gained."""
     sent = np.zeros((6, 6))
     for a in range(3):
         sent[a, a + 3] = sent[a + 3, a] = 1e8
@@ -250,8 +245,7 @@ def test_neighbours_in_a_ring_are_placed_side_by_side():
 
 
 def test_hidden_groups_are_found_among_32_gpus():
-    """Four groups of eight ranks that talk among themselves, their numbers shuffled, on four leaves
-    of two servers: as fast as if nobody had shuffled them."""
+    """Four shuffled groups of eight that talk, on four leaves: as fast as unshuffled."""
     where = cluster(8, 4, fabric=LEAVES.model_copy(update={"latency": 1e-6}))
     member = np.random.default_rng(3).permutation(32) // 8
     sent = 1e8 * (np.equal.outer(member, member) & ~np.eye(32, dtype=bool))
@@ -306,8 +300,7 @@ def test_a_ring_of_servers_gets_another_plan_than_a_fat_tree():
     ],
 )
 def test_a_plan_names_the_tightest_link(fabric, words):
-    """Four times oversubscribed, an uplink; on one switch a card; in one server a GPU's way out, by
-    its GPU and not its rank."""
+    """An uplink, four times oversubscribed; on one switch a card; in one server a GPU's way out."""
     (sentence,) = tightest(evaluate(problem_of(fabric), parse("graph_parallel")))
     assert re.search(words, sentence), sentence
     slow = Link(bandwidth=1e8)

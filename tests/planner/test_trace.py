@@ -195,8 +195,7 @@ def test_one_who_sends_nothing_may_still_come_last():
 
 @pytest.mark.parametrize("op", ["halo:f:l2", "moments:f:l2", "all_reduce", "ids:l1"])
 def test_waiting_for_the_last_rank_is_not_part_of_a_transfer(op):
-    """Batch norm's moments are an all-reduce like that of the gradients: what a rank waits for the
-    others is not theirs."""
+    """Batch norm's moments are an all-reduce: what a rank waits for the others is not theirs."""
     kind = op.split(":")[0]
     spans = [Span(f"{op}:s0", kind, rank, "comm", 3.0 * rank, 5.0, 8) for rank in (0, 1)]
     assert per_operation(spans, range(1)) == {operation(op): 2.0}

@@ -176,8 +176,7 @@ def test_a_mode_in_which_nothing_fits_is_said():
 
 
 def test_a_rule_that_no_strategy_of_a_mode_keeps_is_said_once():
-    """Cora has 140 training vertices, and "mini-batches are refused: nothing fits" was all of it;
-    with --mode mini thirteen lines said one thing."""
+    """ "mini-batches are refused: nothing fits" was all of Cora's; --mode mini said it 13 times."""
     rule = "a batch is at most the training vertices (batch: 1,024, training vertices: 140)"
     pair = "l4_box?gpus_per_server=2"
     answer = planned("cora", pair).document["summary"]["answer"]
@@ -241,8 +240,7 @@ def test_a_simulation_says_what_no_longer_fits():
 
 @pytest.mark.slow
 def test_a_sweep_names_the_variant_that_it_plays():
-    """18.1 ms of graph_parallel were 14.5 ms under its name: those of another variant. On as many
-    ranks it is the plan's own (test_sweep.py)."""
+    """18.1 ms of graph_parallel were 14.5 ms under its name: those of another variant."""
     swept = planned(*ARXIV, strategy="graph_parallel", per="epoch").sweep({"servers": [4]})
     (more,) = swept.rows
     assert more["plan"] == "graph_parallel(narrow=True)" and more["plan"] in str(swept)
@@ -294,8 +292,7 @@ def test_a_graph_that_is_known_as_directed_says_so():
 
 
 def test_ogbn_papers100m_has_citations_both_ways():
-    """It was the directed graph, of which batches reach a sixth of the rows: GraphBolt prints
-    671,260 of a batch of 1,024 with fanouts 10, 10, 10, which gave the spread."""
+    """It was the directed graph, whose batches reach a sixth of the 671,260 rows of GraphBolt's."""
     both, once = load("ogbn-papers100M"), load("ogbn-papers100M", directed=True)
     assert both.edges == pytest.approx(2 * once.edges, rel=0.002) and once.directed
     assert not both.directed and len(both.notes) == len(once.notes) == 1

@@ -1,5 +1,4 @@
-"""Ranks on a CPU share its cores: by hand, against the closed form, and with messages that have to
-be copied."""
+"""Ranks on a CPU share its cores: by hand, against the closed form, and with copied messages."""
 
 import re
 from typing import Any
@@ -113,8 +112,7 @@ def test_closed_form_is_the_simulation_and_lies_between_its_bounds(seconds, core
 
 
 def test_copies_take_a_core_from_computation():
-    """One core, a message of 1 MB that needs it for half a second per end, beside a second's work
-    of the receiver."""
+    """1 MB needs the one core for half a second per end, beside a second's work."""
     tasks = [
         Task(Label("send", 0), 0, "comm", Send(1, 1_000_000)),
         Task(Label("forward", 0), 1, "compute", Compute(flops=1e6)),
@@ -132,8 +130,7 @@ def test_copies_take_a_core_from_computation():
 
 
 def test_a_message_that_asks_little_of_a_core_is_not_slowed_by_who_computes_there():
-    """Threads have equally much of a core, not equal progress: PipeGCN behind a slow card was
-    simulated a third too long."""
+    """Threads share a core, not progress: PipeGCN behind a slow card was simulated too long."""
     tasks = [
         Task(Label("send", 0), 0, "comm", Send(1, 1_000_000)),
         *(Task(Label("forward", 0), rank, "compute", Compute(flops=1e6)) for rank in range(3)),
@@ -204,8 +201,7 @@ def test_stale_exchanges_share_cores_with_computation(core_s_per_byte, ranks, se
     ),
 )
 def test_what_is_done_at_once_shares_cores_in_predictions_too(strategy, workload, cores):
-    """A pipeline's stages that wait leave their share to others (predictions were half too slow);
-    samplers that are ahead take theirs from computation, and so do copies (a quarter too fast)."""
+    """Waiting stages leave their share (it was half too slow); samplers and copies take theirs."""
     fast = Link(bandwidth=1e7, latency=1e-6, core_s_per_byte=1e-7)
     rates = {"draw": 3e4, "lay": 3e4}
     cluster = changed(machine(4, cores), intra_node=fast, host_rates=rates)
@@ -225,8 +221,7 @@ def test_what_is_done_at_once_shares_cores_in_predictions_too(strategy, workload
     [(2, 0.0, 0.01), (2, 1e-5, 0.15), (2, 2e-5, 0.15), (4, 0.0, 0.01), (4, 1e-5, 0.15)],
 )
 def test_a_pipelines_messages_take_cores_from_its_stages(stages, work, within):
-    """A core for each stage: what is handed on is copied there, beside the next chunk. The closed
-    form lets them overlap, as far as the cores can do both."""
+    """What is handed on is copied beside the next chunk, as far as the cores can do both."""
     link = Link(bandwidth=1e6, latency=1e-6, core_s_per_byte=work)
     cluster = machine(stages, stages, servers=2, one_machine=True)
     cluster = changed(cluster, intra_node=link, inter_node=link)

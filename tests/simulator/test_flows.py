@@ -1,5 +1,4 @@
-"""Single flows against shares worked by hand, what max-min fair means, the bundles of the network,
-and queueing theory."""
+"""Single flows against shares by hand, max-min fairness, the network's bundles, and queues."""
 
 from typing import Any
 
@@ -31,8 +30,7 @@ def flows(
 
 
 def test_three_flows_over_two_links():
-    """A link of 1 for A and B, one of 2 for B and C: B gets half of the first, and C all that B
-    leaves of the second."""
+    """A and B share 1, B and C share 2: B gets half of the first, C what B leaves of the second."""
     three = flows([{0: 1}, {0: 1, 1: 1}, {1: 1}], [1.0, 2.0], nbytes=[1.0, 2.0, 3.0])
     assert three.rates().tolist() == [0.5, 0.5, 1.5]
     # at 2 A and C have ended, and B goes on alone: 1 of its 2 bytes is left, at rate 1
@@ -40,8 +38,7 @@ def test_three_flows_over_two_links():
 
 
 def test_what_is_left_lies_idle_until_rates_are_found_anew():
-    """Ends are at 2 and then at 3; looked at every 2.5 s only, the second goes on at half speed to
-    2.5, then at full speed."""
+    """Ends at 2 and 3; looked at every 2.5 s, the second goes on at half speed to 2.5."""
     two = flows([{0: 1}, {0: 1}], [1.0], [1.0, 2.0])
     assert two.finish().tolist() == [2.0, 3.0] and two.finish(every=2.5).tolist() == [2.0, 3.25]
 
@@ -79,8 +76,7 @@ def test_every_flow_has_a_full_port_where_nobody_is_faster(asked):
 @unhurried
 @given(questions(), st.floats(0, 1))
 def test_all_bytes_pass_and_nothing_is_faster_than_its_ports(asked, every):
-    """Bytes over links are conserved: within the time that a port is in use it can carry what flows
-    send through it."""
+    """While in use, a port can carry what flows send through it."""
     ends, alone = asked.finish(every), np.zeros(asked.nbytes.size)
     np.maximum.at(
         alone, asked.flow, (asked.weight * asked.nbytes[asked.flow]) / asked.capacity[asked.port]

@@ -1,5 +1,4 @@
-"""The network's shares against worked examples and what max-min fair means, and its ends against a
-plain loop without components or alarms."""
+"""The network's shares by hand and by max-min, and its ends against a plain loop."""
 
 import random
 
@@ -50,8 +49,7 @@ def test_three_over_two_ports():
 
 
 def test_threads_have_equally_much_of_a_core_but_not_of_a_wire():
-    """Three of four threads on one core are the first one's; on a wire it is one of two, however
-    many ranks take part."""
+    """Three of four threads are the first's; on a wire it is one of two, whoever takes part."""
     for port, expected in ((("cores", 0), [4.0, 6.0]), (A, [6.0, 6.0])):
         both = [(0, Demand(0, {port: 3.0}))] * 2
         assert ends(*both, threads=(3, 1)) == expected
@@ -79,8 +77,7 @@ def scaled(busy: dict) -> dict:
     demands(flows=20), st.lists(st.integers(1, 16).map(lambda k: k / 4), min_size=20, max_size=20)
 )
 def test_everyone_has_a_bottleneck(busy, weights):
-    """Max-min, in other words: no port is overfull, and everyone is among the fastest, for his
-    weight, on some full port."""
+    """No port is overfull, and everyone is among the fastest, by weight, on some full port."""
     shares = [scaled(b) for b in busy]
     rates = max_min(shares, weights[: len(shares)])
     users = {p: [i for i, s in enumerate(shares) if p in s] for p in (A, B, C, D)}

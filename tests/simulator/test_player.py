@@ -192,8 +192,7 @@ def test_steps_end_and_take_time():
 
 
 def test_where_updates_come_behind_later_steps_a_step_ends_with_its_loss():
-    """The last updates of a run wait for nothing, so that a pipeline's last epoch of three seemed
-    up to half shorter than others."""
+    """A run's last updates wait for nothing: the last of three epochs seemed half shorter."""
     tasks = [Task(Label(op, s), 0, op, Compute()) for s in range(3) for op in ("loss", "update")]
     times = [(0.0, end) for end in (1.0, 7.0, 3.0, 8.0, 5.0, 8.5)]
     by_loss = Schedule(1, 3, tasks, by_loss=True)
