@@ -1,5 +1,5 @@
 """Golden plans: what every strategy, with every knob that changes bytes, is predicted to take on
-every preset.
+every preset, and what is predicted of every printed figure.
 
 Bytes are exact, seconds and memory hold to 1e-9. A change that moves a figure writes the files
 anew, in a commit that says why:
@@ -16,6 +16,9 @@ from typing import Any
 import pytest
 from examples import NIGHT
 
+from gnnplan.papers import rows
+from gnnplan.papers.figures import predict
+from gnnplan.papers.question import Row, Skip
 from gnnplan.planner.cluster.spec import PRESETS, Cluster
 from gnnplan.planner.decision.candidate import placed
 from gnnplan.planner.decision.search import search
@@ -29,6 +32,7 @@ from gnnplan.planner.vocabulary.errors import SpecError
 from gnnplan.simulator.player import play
 
 FOLDER = Path(__file__).parent / "golden"
+PRINTED = FOLDER.parents[1] / "traces" / "published"
 GRAPHS = {
     "community": "synthetic:community?vertices=1000&edges=8000&features=60&classes=6&seed=0",
     "reddit": "reddit",
@@ -44,7 +48,9 @@ OF_FULL = """
     gnnpipe(checkpoint=True) gnnpipe(stages=2,layers_per_stage=(1,3)) granndis granndis(depth=0)
     granndis(depth=1) granndis(narrow=True) granndis(group='island') granndis(max_hop=2,fanout=3)
     granndis(max_hop=1,fanout=5,degrees='local') granndis(batches=2) granndis(batches=None)
-    granndis(checkpoint=True) feature_parallel feature_parallel(order='alternating')
+    granndis(checkpoint=True) feature_parallel feature_parallel(order='alternating') bns(p=0.3)
+    bns(p=0.7,narrow=True,buckets=2) tensor3d tensor3d(x=1) offload(chunks=4)
+    offload(chunks=2,trim=True)
 """
 OF_MINI = """
     data_parallel data_parallel(prefetch=2) data_parallel(checkpoint=True)
@@ -54,7 +60,8 @@ OF_MINI = """
     gsplit gsplit(splitter='edge') gsplit(splitter='random') gsplit(narrow=True)
     gsplit(prefetch=1) gsplit(group='all') gsplit(cache=20000) gsplit(features='spread')
     gsplit(structure='spread') p3 p3(pipelined=True) p3(over='rank') p3(over='rank',copies=2)
-    p3(prefetch=2) p3(cache=8000) p3(structure='spread',structure_cache=4000)
+    p3(prefetch=2) p3(cache=8000) p3(structure='spread',structure_cache=4000) dnp
+    dnp(splitter='random',prefetch=1) snp snp(splitter='random',cache=8000)
 """
 STRATEGIES = {"full": OF_FULL.split(), "mini": OF_MINI.split()}
 MODELS = {
@@ -164,6 +171,20 @@ def of_models() -> Iterator[Question]:
                 yield key, partial(answer, problem, text, simulate=True)
 
 
+def of_print() -> Iterator[Question]:
+    """Every printed figure: the code of others, and testbeds that are not ours."""
+    for file in ("figures", "others"):
+        for row in rows.read(PRINTED / f"{file}.csv"):
+            yield f"{file}:{row['line']} {row['strategy']} {row['metric']}", partial(printed, row)
+
+
+def printed(row: Row) -> dict[str, Any]:
+    try:
+        return {"predicted": digits(predict(row))}
+    except Skip as why:
+        return {"skipped": str(why)}
+
+
 def all_of(questions: Iterator[Question]) -> dict[str, dict[str, Any]]:
     return {name: answered() for name, answered in questions}
 
@@ -214,13 +235,18 @@ def test_every_model_is_predicted_as_ever():
 
 
 @pytest.mark.slow
+def test_every_printed_figure_is_predicted_as_ever():
+    same_by_day(of_print(), "printed", first=0, every=4)
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize(("name", "graph"), others_at_night(BY_DAY[8:16:7]))
 def test_every_preset_ranks_as_ever(name, graph):
     same(ranking(name, graph), read("rankings")[name][graph], f"{name}, {graph}", 1e-9)
 
 
 def write(name: str, answers: dict[str, Any]) -> None:
-    """A line per strategy, so that a change shows in a diff."""
+    """A line per answer, so that a change shows in a diff."""
     lines = ",\n".join(
         f"{json.dumps(key)}: {json.dumps(value, separators=(',', ':'))}"
         for key, value in answers.items()
@@ -232,6 +258,7 @@ if __name__ == "__main__":
     for preset_name, graph_name in CASES:
         write(f"{preset_name}.{graph_name}", all_of(of_preset(preset_name, graph_name)))
     write("models", all_of(of_models()))
+    write("printed", all_of(of_print()))
     write(
         "rankings",
         {

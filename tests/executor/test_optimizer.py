@@ -10,41 +10,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from gnnplan.executor.ranks.learner import Optimizer
 from gnnplan.planner.gnn.workload import Workload
 
-KINDS = [
-    ({"optimizer": "sgd"}, torch.optim.SGD, {}),
-    (
-        {"optimizer": "sgd", "momentum": 0.9, "weight_decay": 0.1},
-        torch.optim.SGD,
-        {"momentum": 0.9, "weight_decay": 0.1},
-    ),
-    ({"optimizer": "adam"}, torch.optim.Adam, {"fused": True}),
-    ({"weight_decay": 0.1}, torch.optim.Adam, {"fused": True, "weight_decay": 0.1}),
-    ({"optimizer": "adamw"}, torch.optim.AdamW, {"fused": True}),
-    ({"optimizer": "adamw", "weight_decay": 0.0}, torch.optim.AdamW, {"weight_decay": 0.0}),
-]
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
-@pytest.mark.parametrize(("fields", "kind", "options"), KINDS, ids=lambda value: str(value))
-def test_steps_are_those_of_torch(fields, kind, options, dtype):
-    torch.manual_seed(0)
-    start = [torch.randn(shape, dtype=dtype) for shape in ((3, 4), (5,))]
-    start.append(torch.randn(40, 30, dtype=dtype).t())  # stored by column
-    mine, other = ([torch.nn.Parameter(w.clone()) for w in start] for _ in range(2))
-    if kind is not torch.optim.SGD:
-        options = {**options, "fused": True}
-    ours = Optimizer(mine, Workload(lr=0.1, **fields))
-    theirs = kind(other, lr=0.1, **options)
-    for lr in (0.1, 0.1, 0.03, 0.05, 0.0):
-        ours.lr = theirs.param_groups[0]["lr"] = lr
-        for p, q in zip(mine, other, strict=True):
-            p.grad = torch.randn_like(p)
-            q.grad = p.grad.clone()
-        ours.step()
-        theirs.step()
-    for p, q in zip(mine, other, strict=True):
-        torch.testing.assert_close(p, q, rtol=0, atol=0)
-
 
 @pytest.mark.parametrize("kind", ["adam", "adamw"])
 def test_torch_gets_no_weights_by_column_which_it_would_copy(kind):

@@ -1,21 +1,18 @@
 """GraNNDis' batches and sampling as planned: how many batches, what they load, what they cost."""
 
 import re
-from dataclasses import replace
 from typing import Any
 
 import pytest
 from asked import by_statistics, changed, fullest_bytes, on
 
-from gnnplan.planner.cluster.spec import Link
 from gnnplan.planner.decision.search import search
 from gnnplan.planner.graph.graph import Graph
 from gnnplan.planner.graph.load import load
 from gnnplan.planner.problem.problem import Problem
-from gnnplan.planner.strategies import GraNNDis, parse
+from gnnplan.planner.strategies import GraNNDis
 from gnnplan.planner.vocabulary.errors import Infeasible
 from gnnplan.planner.vocabulary.schedule import Copy, Task
-from gnnplan.simulator.player import play
 from gnnplan.testing import laws
 
 GRAPH = load(
@@ -108,41 +105,8 @@ def loads_of(strategy: GraNNDis, problem: Problem, steps: int) -> list[Task]:
     return [task for task in tasks if isinstance(task.work, Copy)]
 
 
-def test_a_load_takes_the_host_link():
-    strategy = GraNNDis(batches=2)
-    problem = problem_of(
-        1, 1, host=Link.model_construct(bandwidth=1e6, latency=0.5)
-    ).with_cuda_graph(strategy.uses_cuda_graph)
-    loaded = sum(task.work.nbytes for task in loads_of(strategy, problem, 2))
-    p = strategy.predict(problem)
-    fast = strategy.predict(on(problem, host=Link(bandwidth=1e12, latency=0.0)))
-    expected = 2 * 0.5 + loaded / 1e6
-    assert p.by_op["load"] == pytest.approx(expected) == p.comm_s
-    assert p.epoch_s - fast.epoch_s == pytest.approx(expected, rel=1e-4)
-    played = play(strategy.schedule(problem, 6), problem.cost)
-    assert played.epoch_s(2) == pytest.approx(float(p.epoch_s))
-    intra = problem.cluster.intra_node
-    without = strategy.predict(problem_of(1, 1)).by_op["load"]
-    assert without == pytest.approx(2 * intra.latency + loaded / intra.bandwidth)
-
-
 def test_several_batches_are_launched_kernel_by_kernel():
     """Only the step of the whole graph is a CUDA graph; others were predicted as one launch."""
     problem = on(problem_of(1, 1), launch=1e-3)
     whole, two = (GraNNDis(batches=n).settle(problem).predict(problem) for n in (1, 2))
     assert two.epoch_s > 100 * whole.epoch_s
-
-
-def test_sampling_computes_and_preloads_less_than_full_preload():
-    dense = load("synthetic:community?vertices=2000&edges=40000&features=40&classes=5&mixing=0.3")
-    problem = problem_of(4, 1, graph=dense, layers=4)
-    other = problem_of(4, 1, graph=dense, layers=4, seed=1)
-
-    def costs(text: str, there: Problem = problem) -> tuple[float, int]:
-        p = parse(text).settle(there).predict(there)
-        return float(p.compute_s), p.setup_bytes
-
-    wide = "granndis(max_hop=1,fanout=4)"
-    rising = [costs(text) for text in ("granndis(max_hop=1,fanout=1)", wide, "granndis")]
-    assert rising == sorted(set(rising))
-    assert costs(wide, replace(problem)) == costs(wide) != costs(wide, other)  # draws other rows

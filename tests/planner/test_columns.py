@@ -11,9 +11,8 @@ from gnnplan.planner.gnn.workload import Workload
 from gnnplan.planner.graph.load import load
 from gnnplan.planner.problem.problem import Problem
 from gnnplan.planner.strategies import FeatureParallel, GraphParallel, Tensor3D
-from gnnplan.planner.strategies.layerwise.columns import arranged, shares
+from gnnplan.planner.strategies.layerwise.columns import arranged
 from gnnplan.planner.vocabulary.errors import SpecError
-from gnnplan.planner.vocabulary.schedule import Compute
 from gnnplan.testing.laws import cluster, problem_of
 
 N, F, H, C, RANKS = 600, 12, 16, 4, 4
@@ -50,13 +49,6 @@ def test_bytes_by_hand():
     # with dropout layer 1 is summed in every step, first, since F < H; its inputs need no gradient
     dropped = problem(dropout=0.5)
     assert moved(FeatureParallel(), dropped) == rows_moved(2 * F + 4 * (H + H + C))
-
-
-def test_layers_without_a_matrix_stay_on_columns():
-    """SGC: W, then sums one after the other: propagation apart from the product."""
-    asked = problem(model="sgc", dropout=0.5)
-    assert moved(FeatureParallel(), asked) == rows_moved(4 * 4 * C)
-    assert moved(ALTERNATING, asked) == rows_moved(4 * C)
 
 
 def test_fewer_bytes_than_halos_where_halos_are_large():
@@ -116,17 +108,6 @@ def test_no_order_moves_fewer_numbers(model, hidden, dropout):
         every.append(total)
     courses = arranged(shapes, True)[1]
     assert sum(course.numbers for course in courses if course) == min(every)
-
-
-def test_columns_are_shared_where_there_are_fewer_than_ranks():
-    assert shares(3, 5).tolist() == [1, 1, 1, 0, 0]
-    asked = problem(ranks=8, hidden=5)
-    step = FeatureParallel().program(asked).step(0)
-    work = next(op for op in step if op.layer == 4 and isinstance(op.work, Compute))
-    assert work.op == "prepare"
-    sums = [op for op in step if op.op == "aggregate"]
-    rows = sums[2].work.gathers[0].rows  # of layer 4, which sums C = 4 columns
-    assert rows.tolist() == [asked.stats.edges + N] * 4 + [0] * 4
 
 
 @pytest.mark.parametrize(

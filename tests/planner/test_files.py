@@ -189,13 +189,6 @@ def test_a_clouds_server_is_known_in_any_case():
     assert found.device.name == "NVIDIA A100 40GB" and found.gpus_per_server == 8
 
 
-def test_datasheet_times_efficiency():
-    cluster = read_cluster("gnnpipe_a5000")
-    assert (cluster.servers, cluster.gpus_per_server) == (2, 4)
-    assert cluster.device.gemm == 27.8e12 * 0.5 and cluster.inter_node.bandwidth == 200e9 / 8 * 0.75
-    assert cluster.provenance["device.gemm"] == "datasheet 27.8 TFLOP/s x 0.5"
-
-
 @pytest.mark.parametrize(
     ("name", "words"),
     [

@@ -19,7 +19,7 @@ from gnnplan.planner.cluster.placement import proposed
 from gnnplan.planner.cluster.spec import Cluster, Link
 from gnnplan.planner.decision.candidate import evaluate, placed
 from gnnplan.planner.decision.search import search
-from gnnplan.planner.graph.graph import Graph, in_neighbours
+from gnnplan.planner.graph.graph import Graph
 from gnnplan.planner.graph.load import load
 from gnnplan.planner.problem.problem import Problem
 from gnnplan.planner.strategies import GraNNDis, GraphParallel, parse
@@ -212,32 +212,6 @@ def test_groups_stay_together_and_hardly_a_placement_that_keeps_them_is_faster(s
     best = min(float(in_order.predict(problem.placed(placement)).comm_s) for placement in kept)
     found_s, in_order_s = (float(in_order.predict(p).comm_s) for p in (found, problem))
     assert found_s <= in_order_s and found_s == pytest.approx(best, rel=0.02)
-
-
-def test_islands_that_read_each_other_share_a_server():
-    """Four islands, two and two with much in common, in an order that parts them."""
-    parts, random = np.repeat(np.arange(4), 100), np.random.default_rng(0)
-    src, dst = random.integers(0, 400, (2, 20_000))
-    friends = (parts[src] + parts[dst] == 3) & (random.random(src.size) < 0.2)
-    near = (parts[src] == parts[dst]) | friends
-    indptr, indices, _ = in_neighbours(src[near], dst[near], 400, directed=False)
-    stats = replace(GRAPH.stats, edges=indices.size, hash="two pairs")
-    graph = replace(GRAPH, stats=stats, indptr=indptr, indices=indices)
-    problem, strategy = problem_of(2, PAIRS, graph), parse("granndis(depth=1,group='island')")
-    sends = np.asarray(strategy.layout(problem).facts(4).sends).reshape(4, 2, 4, 2).sum((1, 3))
-    np.fill_diagonal(sends, 0)
-    friends = {frozenset((group, int(np.argmax(sends[group])))) for group in range(4)}
-    found = placed(problem, strategy)
-    tied, servers = strategy.tied(found), found.servers
-    sharing = {frozenset(tied[rank] for rank in range(8) if servers[rank] == s) for s in (0, 1)}
-    assert len(friends) == 2 and sharing == friends
-    pairs = np.arange(8).reshape(4, 2)
-    orders = [tuple(pairs[list(order)].ravel().tolist()) for order in permutations(range(4))]
-    between = [
-        strategy.predict(there).bytes_by_link["inter_node"]
-        for there in (found, *map(problem.placed, orders))
-    ]
-    assert between[0] == min(between) < max(between)
 
 
 def test_groups_that_talk_meet_among_32_gpus():

@@ -99,11 +99,6 @@ def test_bytes_of_several_ranks_are_those_of_the_rows_that_others_have():
         assert sum(several.loaded_bytes(direction, layer, c).sum() for c in range(chunks)) == total
 
 
-def test_a_constant_aggregate_is_loaded_instead_of_the_rows_that_it_is_of():
-    constant, dropped = (Offload(4).moved(problem_of(dropout=p)) for p in (0.0, 0.5))
-    assert constant[0] < dropped[0] and constant[1] == dropped[1]
-
-
 def test_an_estimate_is_near_the_count():
     counted, estimated = (Offload(4).moved(problem_of(known=known)) for known in (True, False))
     assert estimated == pytest.approx(counted, rel=0.3)
@@ -125,11 +120,6 @@ def seconds(chunks: int, rate: float, **more: Any) -> float:
     return float(Offload(chunks).predict(problem_of(host=host, **more)).epoch_s)
 
 
-def test_seconds_are_those_of_the_host_link():
-    moved = sum(Offload(1).moved(problem_of()))
-    assert seconds(1, 1e9) - seconds(1, 2e9) == pytest.approx(moved / 2e9)
-
-
 def test_copies_of_other_chunks_take_no_time_beside_computation():
     """But a load begins each layer's pass, and a store ends it."""
     copied_s = sum(Offload(8).moved(problem_of())) / 1e8
@@ -140,13 +130,6 @@ def test_copies_of_other_chunks_take_no_time_beside_computation():
     problem = problem_of().with_cuda_graph(Offload().uses_cuda_graph)
     played = play(Offload(8).schedule(problem, 4), problem.cost, contention=False)
     assert played.step_s == pytest.approx(float(Offload(8).predict(problem).epoch_s))
-
-
-def test_a_gpu_has_room_for_what_is_copied_beside_computation():
-    one, many = (Offload(chunks).memory(problem_of()) for chunks in (1, 4))
-    step = ChunkedStep.of(problem_of(), problem_of().chunked(4))
-    most = max(float(step.loaded_bytes("b", 2, c).max()) for c in range(4))
-    assert one["copies"].max() == 0 and many["copies"].max() >= most > 0
 
 
 def test_a_plan_uses_it_where_nothing_else_fits():

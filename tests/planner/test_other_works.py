@@ -143,14 +143,6 @@ def test_a_batch_is_a_gpus():
     assert (four.workload.batch, four.ranks) == (4000, 4)
 
 
-def test_layers_may_aggregate_before_they_multiply():
-    """On 602 features and 16 hidden numbers it is 602 / 16 times as much to gather, nearly."""
-    usual = row(strategy="graph_parallel", dataset="reddit", hidden=16, strategy_params={})
-    wide = {**usual, "strategy_params": '{"aggregates_first": 1, "dropout": 0.5}'}
-    narrow = {**usual, "strategy_params": '{"dropout": 0.5}'}
-    assert 4 < predict(wide) / predict(narrow) < 602 / 16
-
-
 def test_epochs_are_summed_up_by_kind_and_by_gpus():
     """Two GPUs take a third longer than half of one's epoch, as predicted: that is the error."""
     one, two = row(), row(gpus_per_node=2)
@@ -181,107 +173,6 @@ def of_software(**params: object) -> float:
     """The epoch of `row` where software samples and loads so."""
     told = {"batch": 1000, "fanout": [10, 25], "sampler": "host", "software": "dgl"} | params
     return predict(row(paper="dgl", strategy_params=told))
-
-
-def test_more_workers_sample_faster_as_long_as_there_are_cores():
-    """A p3.16xlarge has 32 cores."""
-    few, more, most, too_many = (of_software(workers=each) for each in (1, 8, 32, 64))
-    assert few > 1.5 * more > more > most == too_many
-
-
-def test_only_salient_samples_and_trains_at_the_same_time():
-    """Others' epochs divide by the workers. SALIENT with few waits for its samplers alone."""
-
-    def epochs_s(software: str) -> list[float]:
-        told = row(paper="salient", strategy="data_parallel(prefetch=1)")
-        params = {"batch": 1000, "fanout": [10, 25], "sampler": "host", "software": software}
-        workers = [json.dumps(params | {"workers": n}) for n in (1, 2, 4)]
-        return [predict(told | {"strategy_params": each}) for each in workers]
-
-    for name in ("dgl", "pyg"):
-        one, two, four = epochs_s(name)
-        assert one - two == pytest.approx(2 * (two - four)) and one < 1.9 * two
-    one, two, _ = epochs_s("salient")
-    assert one == pytest.approx(2 * two)
-
-
-def test_ranks_that_slice_share_the_servers_memory():
-    """All together slice 100 MB/s, and a rank of DGL half of that: rows of two GPUs come in half
-    the time, and those of eight no sooner. SALIENT's samplers alone need all of the memory."""
-    slow = their_software.CONSTANTS | {"memory": 1e8, "slicing": 5e7}
-
-    def loaded_s(software: str, gpus: int) -> float:
-        params = {"batch": 1000, "fanout": [10, 25], "sampler": "host", "software": software}
-        told = row(paper="salient", gpus_per_node=gpus, strategy_params=params | {"workers": 4})
-        cluster_of = their_software.cluster_of
-        asked = question(told, testbeds=lambda r: cluster_of(interpret.whole(r), r, slow))
-        return their_software.parts(asked)["load"]
-
-    one, two, eight = (loaded_s("dgl", gpus) for gpus in (1, 2, 8))
-    assert (two, eight) == pytest.approx((one / 2, one / 2), rel=0.03)
-    assert loaded_s("salient", 8) == pytest.approx(loaded_s("salient", 1), rel=0.03)
-
-
-def test_batch_norm_of_a_large_matrix_reads_columns():
-    """ogbn-arxiv, GraphSAGE: 58 ms without it, and 94 and 98 ms in print."""
-    batch, layer = (
-        predict(
-            row(strategy="graph_parallel", dataset="ogbn-arxiv", strategy_params={"norm": norm})
-        )
-        for norm in ("batch", "layer")
-    )
-    assert batch > 1.3 * layer
-
-
-def test_features_in_half_width_load_faster_and_faster_yet_if_the_gpu_reads_them():
-    whole, half = of_software(workers=32), of_software(workers=32, feature_bytes=2)
-    assert whole > half > of_software(workers=32, reads="device", feature_bytes=2)
-
-
-def of_full_graph(**changed: object) -> dict[str, str]:
-    return row(strategy="graph_parallel", **changed)
-
-
-def test_a_program_waits_for_the_slower_of_host_and_gpu():
-    """On Cora the host only launches, whatever the memory moves; on Reddit the GPU is behind."""
-    params = {"software": "dgl", "dropout": 0.5, "aggregates_first": 1}
-    told = of_full_graph(paper="dgl", testbed="p3.2xlarge", hidden=16, strategy_params=params)
-
-    def epoch_s(dataset: str, launches: float, memory: float) -> float:
-        factors = {"device.launch": launches, "device.memory_bandwidth": memory}
-        row = {**told, "dataset": dataset}
-        return predict(row, lambda asked: multiplied(interpret.testbed(asked), factors))
-
-    usual = epoch_s("cora", 1, 1)
-    assert epoch_s("cora", 1, 2) == pytest.approx(usual)
-    assert epoch_s("cora", 2, 1) == pytest.approx(2 * usual)
-    assert epoch_s("reddit", 2, 1) == pytest.approx(epoch_s("reddit", 1, 1))
-
-
-def test_the_softmax_of_old_dgl_prepares_a_frame_for_each_message():
-    """A GAT on Cora in print: 14.1 ms with DGL 0.3, where a GCN takes as long as any program's."""
-
-    def epoch_s(model: str, software: str) -> float:
-        params = {"software": software, "heads": 8} if model == "gat" else {"software": software}
-        job = {"paper": "pgl", "testbed": "p3.2xlarge", "dataset": "cora", "hidden": 64}
-        return predict(of_full_graph(**job, model=model, strategy_params=params))
-
-    assert epoch_s("gcn", "dgl_0.3") == epoch_s("gcn", "dgl")
-    assert epoch_s("gat", "dgl_0.3") > 1.3 * epoch_s("gat", "dgl")
-
-
-def test_pyg_keeps_a_row_per_edge_and_dgl_a_number():
-    """Attention of 64 numbers a row on ogbn-arxiv: PyG moves several times as much."""
-    job = {"dataset": "ogbn-arxiv", "model": "gat", "hidden": 64}
-    pyg_s, dgl_s = (
-        predict(of_full_graph(**job, paper=name, strategy_params={"software": name, "heads": 4}))
-        for name in ("pyg", "dgl")
-    )
-    assert pyg_s > 2 * dgl_s
-    rows_s = predict(
-        of_full_graph(**job, paper="pyg", strategy_params={"software": "pyg_rows", "heads": 4})
-    )
-    assert rows_s > 1.5 * pyg_s
 
 
 def test_a_cache_by_degree_holds_what_most_vertices_read():

@@ -51,22 +51,6 @@ def test_bytes_are_those_of_packed_rows(bits, nbytes, staleness):
     assert predicted.bytes["all_reduce"] == whole.bytes["all_reduce"]
 
 
-@pytest.mark.parametrize(("bits", "nbytes"), [(None, 120), (8, 34), (4, 19), (2, 12)])
-def test_a_pipeline_hands_on_packed_rows(bits, nbytes):
-    """All 600 rows over three boundaries, and back."""
-    asked = problem(layers=4)
-    pipe = GNNPipe(stages=4, chunks=2, bits=bits).settle(asked)
-    assert pipe.predict(asked).bytes == {"pipeline": 2 * 3 * 600 * nbytes}
-
-
-def test_of_narrow_rows_fewer_numbers_are_packed():
-    """The last layer of GCN sends its 4 classes: one byte and two parameters."""
-    asked = problem()
-    rows = int(asked.layout().facts(2).sends.sum())
-    narrow = GraphParallel(narrow=True, bits=2).predict(asked)
-    assert narrow.bytes["halo"] == 2 * rows * (12 + 5)
-
-
 def test_a_chunk_is_packed_before_it_is_sent_and_unpacked_once_it_came():
     asked = problem()
     pipe = GNNPipe(stages=2, chunks=1, bits=4).settle(asked)

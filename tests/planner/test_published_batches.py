@@ -82,36 +82,6 @@ def test_caches_are_in_the_memory_that_is_left():
         assert low * plain < loaded_s("p3star", dataset) < high * plain
 
 
-def test_copies_of_columns_and_lists():
-    """P3 Table 5: against itself without them."""
-    start = '{"batch": 1000, "fanout": [25, 10], '
-    params = start + '"feature_copies": %d, "graph_copies": %d}'
-    times = [
-        told(P3, "epoch_time_s", strategy_params=params % copies)
-        for copies in ((1, 1), (2, 1), (1, 2), (4, 4))
-    ]
-    assert times[0] == told(P3, "epoch_time_s") > max(times[1:3]) and min(times[1:3]) > times[3]
-    against = {"baseline": "p3_push_pull"}
-    speedup = told(P3, "speedup_vs", **against, strategy_params=params % (4, 4))
-    assert speedup == pytest.approx(times[0] / times[3])
-    other = start + '"feature_dim": 512}'
-    with pytest.raises(Skip, match="in what the baseline differs"):
-        told(P3, "epoch_time_ratio_vs", **against, strategy_params=other)
-
-
-@pytest.mark.parametrize(
-    ("dataset", "edges", "features"),
-    [("orkut", 1.2, 2.5), ("ogbn-papers100M", 1.2, 1.5), ("friendster", 1.0, 1.2)],
-)
-def test_what_ranks_do_twice(dataset, edges, features):
-    """GSplit Table 1: micro-batches against the mini-batch, to a quarter."""
-    asked = {"strategy": "dgl_data_parallel", "baseline": "gsplit", "dataset": dataset}
-    asked |= {"strategy_params": '{"batch": 1024, "fanout": 15, "micro_batches": 4}'}
-    for metric, printed in (("edges_computed", edges), ("features_loaded", features)):
-        ratio = told(COUNTS, f"{metric}_ratio_vs", **asked)
-        assert ratio == pytest.approx(printed, rel=0.25) and ratio >= 1
-
-
 def test_edges_between_owners():
     """GSplit Sec. 6.3: three quarters of a random split's; METIS leaves fewer."""
     row = {**COUNTS, "num_nodes": "1", "gpus_per_node": "4"}

@@ -1,6 +1,5 @@
 """What other people's full-graph code does differently, on graphs counted by hand and real ones."""
 
-from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -8,12 +7,9 @@ import numpy as np
 import pytest
 from printed_rows import row
 
-from gnnplan.papers import figures
-from gnnplan.papers import full_graph as published_full
 from gnnplan.papers.calibrate import scaled
 from gnnplan.papers.figures import predict
 from gnnplan.papers.full_graph import InOrder, among, trained_on
-from gnnplan.papers.interpret import question
 from gnnplan.planner.graph.load import load
 from gnnplan.planner.ownership.estimated_layout import Mixing, mixing_of
 from gnnplan.planner.ownership.layout import Expansion
@@ -81,19 +77,6 @@ def test_what_a_server_has_of_a_graph_shared_in_order(degree, drawn):
     assert facts.edges.sum() / 4 == pytest.approx(inside, rel=0.15)
 
 
-def test_batches_and_preloads_of_a_graph_shared_in_order():
-    sampled, whole = in_order(20_000, 30, 4.0), in_order(20_000, 30, np.inf, sampled=False)
-    batch = replace(sampled, targets=sampled.targets / 5)
-    assert batch.region(2) < sampled.region(2) / 2 < whole.region(1)
-    assert whole.region(1) == pytest.approx(20_000, rel=0.001)
-
-    def halo(phi: float) -> np.ndarray:
-        return replace(whole, metis=Mixing(((2, phi),))).facts(2).sends
-
-    assert 0 < halo(0.05)[0, 1] < halo(0.5)[0, 1] < 10_000
-    assert not halo(0.05)[0, 2:].any() and not halo(1e-9).any()  # nothing between servers
-
-
 def test_the_share_between_servers():
     """GraNNDis Sec. 8.2: what is left without those exchanges."""
     full = {"strategy": "graph_parallel", "strategy_params": "{}"}
@@ -106,31 +89,3 @@ def test_the_share_between_servers():
     # what preloads have left is an all-reduce
     assert 1 < bound < 1 / (1 - share) and told(GRANNDIS, "ext_comm_ratio") < 0.02
     assert told(PIPEGCN, "ext_comm_ratio") == 0.0  # one server
-
-
-def test_preloading_costs_more_than_sampling_and_neither_leaves_the_server():
-    eas, preload, full = (
-        told(GRANNDIS, "epoch_time_s", strategy=name, dataset="ogbn-products")
-        for name in ("granndis_eas", "granndis_preload", "graph_parallel")
-    )
-    assert eas < preload < full
-    sent = question({**GRANNDIS, "metric": "epoch_time_s"}).prediction
-    assert set(sent.bytes_by_link) <= {"intra_node", "inter_node"}
-    assert set(sent.bytes) == {"halo", "all_reduce"}
-    assert sent.bytes_by_link.get("inter_node", 0) < sent.bytes["all_reduce"]
-
-
-def test_reductions_go_parameter_by_parameter():
-    """20 parameters of four layers, each 2 (m - 1) messages of 50 us beside the bytes."""
-
-    def reduced(row: dict[str, str], **more: str) -> tuple[Any, float]:
-        asked = question({**row, **more, "metric": "reduce_time_s"})
-        return asked, float(np.max(asked.prediction.by_op["all_reduce"]))
-
-    for gpus in (2, 4):
-        asked, once = reduced(PIPEGCN, gpus_per_node=str(gpus))
-        seconds = told(PIPEGCN, "reduce_time_s", gpus_per_node=str(gpus))
-        assert published_full.tensors(asked.problem) == 20
-        assert seconds - once == pytest.approx(20 * 2 * (gpus - 1) * 50e-6)
-    asked, once = reduced(GRANNDIS)
-    assert figures.FIGURES["reduce_time_s"](asked) == once

@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator
 from dataclasses import fields, replace
-from itertools import combinations, pairwise, product
+from itertools import combinations, pairwise
 from types import NoneType, UnionType
 from typing import Any, get_args, get_origin, get_type_hints
 
@@ -14,8 +14,7 @@ from hypothesis import given, note, settings
 from hypothesis import strategies as st
 from pairwise import covered
 
-from gnnplan.planner.cluster.spec import Cluster
-from gnnplan.planner.decision.search import families, search
+from gnnplan.planner.decision.search import families
 from gnnplan.planner.gnn.footprint import COMMUNICATOR
 from gnnplan.planner.graph.graph import GraphStats, in_neighbours
 from gnnplan.planner.graph.load import load
@@ -38,7 +37,6 @@ from gnnplan.planner.strategies import (
     parse,
 )
 from gnnplan.planner.strategies.gnnpipe.gnnpipe import balance
-from gnnplan.planner.strategies.layerwise.granndis import SHARED
 from gnnplan.planner.strategies.minibatch.feature_store import HOT, PLACES
 from gnnplan.planner.strategies.minibatch.gsplit import SPLITS
 from gnnplan.planner.vocabulary.errors import SpecError
@@ -142,21 +140,6 @@ def test_groups_that_sit_alike_do_not_fill_the_same_ports(where, bound):
     assert float(strategy.predict(problem).epoch_s) == pytest.approx(simulated, rel=bound)
 
 
-def test_topology_changes_the_answer():
-    """Slow links: recomputing or piping rows beats exchanging them. Fast ones: it does not."""
-
-    def best_s(where: Cluster) -> dict[str, float]:
-        """Family -> its fastest candidate's epoch [s]."""
-        found = search(problem_of(GRAPHS[0], where, layers=4), may_use_fewer=False).ranked
-        return {c.strategy.family: float(c.predicted.epoch_s) for c in reversed(found)}
-
-    slow = best_s(cluster(inter=1e6, gemm=1e12, memory_bandwidth=1e12))
-    fast = best_s(cluster(inter=1e11, intra=1e11, gemm=1e9, memory_bandwidth=1e9))
-    assert slow["granndis"] < 0.5 * slow["graph_parallel"]
-    assert slow["gnnpipe"] < slow["graph_parallel"]
-    assert fast["graph_parallel"] < min(fast["granndis"], fast["gnnpipe"])
-
-
 def test_stale_exchanges_come_one_after_the_other():
     """Four of 0.1 s of latency each, of h_1, h_2 and their gradients (h_0 never changes). They
     take 0.4 s, however little there is to compute beside them."""
@@ -210,17 +193,6 @@ def test_gradients_of_halo_rows_go_home():
             sent[task.label.direction].update({(task.rank, p): n for p, n in task.work.to_peers})
     assert sent["b"] == {(j, i): nbytes for (i, j), nbytes in sent["f"].items()}
     assert len(set(sent["f"].values())) > 1 or sent["f"].keys() != sent["b"].keys()
-
-
-def test_stale_hides_what_fresh_waits_for():
-    """Exchange and computation of equal length: one disappears, and the tax brings some back."""
-    where = cluster(inter=1e9, intra=1e9, gemm=4e10, memory_bandwidth=2e10)
-    problem = problem_of(GRAPHS[0], where, layers=4)
-    fresh, stale = (GraphParallel(staleness=s).predict(problem) for s in (0, 1))
-    assert stale.epoch_s < 0.8 * fresh.epoch_s
-    taxed = on(problem, overlap_tax=0.5)
-    assert GraphParallel(staleness=1).predict(taxed).compute_s > stale.compute_s
-    assert GraphParallel().predict(taxed).epoch_s == fresh.epoch_s
 
 
 def test_stale_cannot_hide_the_all_reduce_from_exchanges_on_the_same_wires():
@@ -280,70 +252,7 @@ def test_pipelines_on_other_clusters_share_a_program():
         assert strategy.schedule(apart, 2).tasks == strategy.schedule(problem, 2).tasks
 
 
-def test_graph_parallel_bytes_by_hand():
-    """2 b sum_l H_{l-1} sum_i |B_i| over hidden layers, and 2 (M-1) W b: 40 -> 16 -> 16 -> 5."""
-    problem = problem_of(GRAPHS[1], cluster(1, 3), layers=3, hidden=16)
-    halo = int(problem.layout().facts(2).sends.sum())
-    weights = 40 * 16 + 16 + 16 * 16 + 16 + 16 * 5 + 5
-    p = GraphParallel().predict(problem)
-    assert p.bytes == {"halo": 2 * 4 * (16 + 16) * halo, "all_reduce": 2 * 2 * 4 * weights}
-    assert p.setup_bytes == halo * 40 * 4
-    assert GraphParallel(narrow=True).predict(problem).bytes["halo"] == 2 * 4 * (16 + 5) * halo
-
-
-@pytest.mark.parametrize(("model", "tensors"), [("gcn", 1), ("sage", 1), ("gcnii", 2)])
-def test_pipeline_bytes_by_hand(model, tensors):
-    """2 (stages - 1) N H b, and GCNII hands its initial residual on."""
-    problem = problem_of(GRAPHS[1], cluster(2, 2), model=model, layers=5, hidden=16)
-    p, boundary = GNNPipe().settle(problem).predict(problem), tensors * 2 * 120 * 16 * 4
-    assert p.bytes == {"pipeline": 3 * boundary}
-    assert p.bytes_by_link == {"intra_node": 2 * boundary, "inter_node": boundary}
-
-
-def test_hybrid_bytes_by_hand():
-    """2 b sum_l H_{l-1} halo(group) over hidden inputs, where the halo is that of each member in
-    the whole graph, not in a chunk; a ring per stage; and the pipeline's rows as ever. Chunks do
-    not matter to the bytes but by where they make METIS cut."""
-    graph, problem = GRAPHS[1], problem_of(GRAPHS[1], cluster(1, 4), layers=5, hidden=16)
-    member = problem.cut(6, 2).sub % 2
-    readers = member[np.repeat(np.arange(120), graph.degree)]
-    crosses = readers != member[graph.indices]
-    halo = len({*zip(readers[crosses], graph.indices[crosses], strict=True)})
-    p = GNNPipe(2, 6, layers_per_stage=(2, 3)).settle(problem).predict(problem)
-    assert p.bytes == {
-        "pipeline": 2 * 120 * 16 * 4,
-        "halo": 2 * 4 * 4 * 16 * halo,
-        "all_reduce": 2 * 4 * problem.model.weights,
-    }
-    assert p.setup_bytes == halo * 40 * 4
-
-
 # -- schedules -------------------------------------------------------------------------------------
-
-
-def test_a_hybrid_meets_before_every_layer_and_after_it_on_the_way_back():
-    """Two stages of two: constant features do not cross, a stage's first hidden input does."""
-    problem = problem_of(GRAPHS[1], cluster(1, 4), layers=3)
-    strategy = GNNPipe(2, 2, shuffle=False, layers_per_stage=(2, 1)).settle(problem)
-    schedule = strategy.schedule(problem, 1)
-    lines = [
-        " ".join(str(t.label).removesuffix(":s0") for t in schedule.tasks if t.rank == rank)
-        for rank in range(4)
-    ]
-    assert lines[1] == (
-        "history forward:l1:c0 halo:f:l2:c0 forward:l2:c0 pipeline:f:c0:p3 forward:l1:c1"
-        " halo:f:l2:c1 forward:l2:c1 pipeline:f:c1:p3 receive:b:c1:p3 backward:l2:c1"
-        " halo:b:l2:c1 backward:l1:c1 receive:b:c0:p3 backward:l2:c0 halo:b:l2:c0 backward:l1:c0"
-        " all_reduce update"
-    )
-    assert lines[3] == (
-        "history receive:f:c0:p1 halo:f:l3:c0 forward:l3:c0 receive:f:c1:p1 halo:f:l3:c1"
-        " forward:l3:c1 backward:l3:c1 halo:b:l3:c1 pipeline:b:c1:p1 backward:l3:c0 halo:b:l3:c0"
-        " pipeline:b:c0:p1 all_reduce update"
-    )
-    assert lines[0] == lines[1].replace("p3", "p2") and lines[2] == lines[3].replace("p1", "p0")
-    groups = {t.rank: t.work.group for t in schedule.tasks if isinstance(t.work, Collective)}
-    assert groups == {0: (0, 1), 1: (0, 1), 2: (2, 3), 3: (2, 3)}
 
 
 # -- layers per stage ------------------------------------------------------------------------------
@@ -377,17 +286,6 @@ def test_a_wide_first_layer_gets_company_less_often(ranks):
         lambda strategy: play(strategy.schedule(problem, 4), problem.cost).step_s,
     ):
         assert epoch_s(by_cost) < 0.95 * epoch_s(by_count)
-
-
-def test_shuffled_chunks_have_one_order_on_all_stages_and_another_each_step():
-    problem = problem_of(GRAPHS[1], cluster(1, 3), layers=3)
-    schedule = GNNPipe(3, 12).settle(problem).schedule(problem, 3)
-    orders = {}
-    for step, rank in product(range(3), range(3)):
-        labels = [task.label for task in schedule.lane(rank, "compute")]
-        alike = [one.chunk for one in labels if (one.op, one.step) == ("forward", step)]
-        assert sorted(alike) == list(range(12)) and orders.setdefault(step, alike) == alike
-    assert len(set(map(tuple, orders.values()))) == 3
 
 
 # -- words -----------------------------------------------------------------------------------------
@@ -577,19 +475,6 @@ def test_an_estimated_rank_reads_no_more_than_its_server_has(edges):
 
 
 # -- memory ----------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("model", ["gcn", "sage", "gcnii"])
-@pytest.mark.parametrize("staleness", [0, 1])
-def test_more_ranks_never_need_more_memory_each(model, staleness):
-    """Of what the graph fills (libraries are on every rank), on a graph that can be cut at all."""
-    of_communities = "edges=12000&features=40&classes=5&communities=50&mixing=0.02"
-    graph, most = load(f"synthetic:community?vertices=2000&{of_communities}"), []
-    for ranks in (1, 2, 4, 8):
-        problem = problem_of(graph, cluster(1, ranks), model=model, layers=3)
-        memory = GraphParallel(staleness=staleness).memory(problem)
-        most.append(sum(memory[use] for use in memory if use not in SHARED).max())
-    assert most == sorted(most, reverse=True)
 
 
 MINI = {"mode": "mini", "batch": 32, "fanout": (3, 3, 3, 3)}

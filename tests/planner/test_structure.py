@@ -7,8 +7,6 @@ import pytest
 import test_batchwise as batchwise
 from asked import on
 
-from gnnplan.planner.graph.sampling import frontier, items_of
-from gnnplan.planner.ownership.minibatch import shares
 from gnnplan.planner.problem.problem import Problem
 from gnnplan.planner.strategies import P3, DataParallel, GSplit
 from gnnplan.planner.strategies.minibatch.adjacency_store import thinned
@@ -60,27 +58,6 @@ def test_every_list_is_at_home_and_cached_where_it_is_hot(strategy, servers, gpu
             asked = provider[~here & (lists.home == home)]
             busy = np.bincount(asked, minlength=problem.ranks)[np.equal(places, home)]
             assert busy.max() <= busy.min() + busy.sum() // 4
-
-
-def test_bytes_by_hand():
-    """8 per id without a list here and 8 to each rank per layer; 4 per neighbour drawn of those."""
-    problem, strategy = problem_of(), DataParallel(structure="spread")
-    w, asks, found, drawn = problem.workload, 0, 0, np.zeros(4, int)
-    batches = items_of(GRAPH, w, 0)
-    for number, seeds in enumerate(batches):
-        for rank, part in enumerate(shares(seeds, 4)):
-            sampled, here = frontier(GRAPH, part, w.fanouts, w.seed, 0, number), rank // 2
-            for layer in (1, 2, 3):
-                rows, degree = sampled.nodes[layer], np.diff(sampled.edges[layer - 1][0])
-                away = rows % 2 != here
-                asks, found = asks + 8 * (away.sum() + 3), found + 4 * degree[away].sum()
-                np.add.at(drawn, np.where(away, 2 * (1 - here) + rows // 2 % 2, rank), degree)
-    p, plain = strategy.predict(problem), DataParallel().predict(problem)
-    assert p.bytes == {**plain.bytes, "ask_edges": asks, "edges": found} and asks > 0 < found
-    tasks = [t for t in strategy.schedule(problem, len(batches)).tasks if t.label.op == "draw"]
-    edges = [sum(task.work.edges for task in tasks if task.rank == rank) for rank in range(4)]
-    assert edges == drawn.tolist()
-    assert float(p.epoch_s) > float(plain.epoch_s)
 
 
 def test_a_larger_cache_asks_for_less():

@@ -10,7 +10,7 @@ from asked import fullest_bytes, on
 from gnnplan.planner.cluster.spec import Link
 from gnnplan.planner.graph.load import load
 from gnnplan.planner.problem.problem import Problem
-from gnnplan.planner.strategies import FeatureParallel, GraphParallel, Tensor3D
+from gnnplan.planner.strategies import Tensor3D
 from gnnplan.planner.strategies.layerwise.tensor3d import grids, summing_s
 from gnnplan.planner.strategies.layerwise.tiles import Grid, edges_of_tiles, orders, roles
 from gnnplan.planner.strategies.program.program import AllReduce, Exchange
@@ -83,19 +83,6 @@ def test_bytes_are_the_papers_formula(grid, model, matrices):
     assert sum(found.values()) == strategy.predict(asked).bytes_total
 
 
-def test_on_two_ranks_a_layer_is_graph_parallelism_or_feature_columns():
-    """Layer 2 of equal widths. With its rows shared (y), both ranks need all rows, as halos do where
-    everybody is everybody's neighbour. With its columns shared (x), each sums half of the columns."""
-    asked = problem((2, 1, 1), "edges=331200&mixing=1&skew=100")
-    assert asked.layout().facts(2).received_rows.sum() == N  # every row is in the other's halo
-    one_dimension = by_layer(GraphParallel(), asked)[2]
-    weights = 3 * (H * H + H) * B  # gathered twice, their gradient scattered once
-    assert by_layer(Tensor3D(1, 2, 1), asked)[2] == one_dimension + weights
-    assert by_layer(Tensor3D(2, 1, 1), asked)[2] == by_layer(FeatureParallel(), asked)[2]
-    # with its sources shared (z) sums cross in both passes
-    assert by_layer(Tensor3D(1, 1, 2), asked)[2] == 2 * one_dimension
-
-
 def test_one_rank_is_one_process():
     asked = problem((1, 1, 1))
     assert Tensor3D().settle(asked) == Tensor3D(1, 1, 1)
@@ -108,15 +95,6 @@ def test_roles_rotate_so_that_outputs_lie_where_inputs_are_read():
         now, then = roles(layer), roles(layer + 1)
         assert (then.sources, then.columns) == (now.rows, now.sources)
         assert set(now) == set("xyz")
-
-
-def test_groups_differ_along_one_axis():
-    grid = Grid(2, 3, 4)
-    for axis in ("x", "y", "z"):
-        groups = grid.groups(axis)
-        assert sorted(rank for group in groups for rank in group) == list(range(24))
-        for other in {"x", "y", "z"} - {axis}:
-            assert all(len(set(grid.places(other)[list(group)])) == 1 for group in groups)
 
 
 def test_two_orders_balance_what_one_order_does_not():

@@ -133,26 +133,6 @@ def test_a_pipeline_whose_messages_take_time():
     ]
 
 
-def test_a_collective_begins_when_the_last_has_come_and_ends_for_all():
-    tasks = [
-        Task(label("forward"), rank, "compute", s(1 + 2 * rank)) for rank in range(2)
-    ] + exchange("halo", 2, 2, after="forward")
-    played = play(schedule(tasks), cluster())
-    assert [drawn(played, rank, lane) for rank in range(2) for lane in ("compute", "comm")] == [
-        "f",
-        " hhhh",
-        "fff",
-        "   hh",
-    ]
-
-
-def test_an_all_reduce_is_a_ring():
-    tasks = [all_reduce(label("all_reduce"), rank, (0, 1, 2, 3), mb(2)) for rank in range(4)]
-    played = play(schedule(tasks), cluster())
-    # 2 (n-1)/n of 2 MB
-    assert [(span.start, span.end, span.nbytes) for span in played.spans] == [(0.0, 3.0, mb(3))] * 4
-
-
 def stale(staleness: int, steps: int = 4) -> Schedule:
     """1 s of computation on what was exchanged (2 s) `staleness` steps ago."""
     tasks = []
@@ -163,15 +143,6 @@ def stale(staleness: int, steps: int = 4) -> Schedule:
             for rank in range(2)
         ]
     return schedule(tasks, steps=steps)
-
-
-def test_fresh_waits_and_stale_does_not():
-    fresh, pipe = play(stale(0), cluster()), play(stale(1), cluster())
-    assert [drawn(fresh, 0, "comm"), drawn(fresh, 0, "compute")] == ["hhhhhhhh", "  f f f f"]
-    assert [drawn(pipe, 0, "comm"), drawn(pipe, 0, "compute")] == [
-        "hhhhhhhh",
-        "f f f f",  # step -1 does not exist and is waited for by nobody
-    ]
 
 
 def test_what_the_setup_did_is_done():
@@ -200,22 +171,6 @@ def test_where_updates_come_behind_later_steps_a_step_ends_with_its_loss():
     assert Timeline(Schedule(1, 3, tasks), times).step_ends == {0: 7.0, 1: 8.0, 2: 8.5}
 
 
-@pytest.mark.parametrize("turn", [1, -1])
-def test_a_message_waits_for_a_late_receiver(turn):
-    """Sent in 1 s, fetched after 5: the critical path knows, in any order of ranks."""
-    tasks = [
-        [Task(label("sent"), 0, "comm", Send(1, mb(1)))],
-        [
-            Task(label("before"), 1, "compute", s(5)),
-            Task(label("got"), 1, "compute", Recv(0, label("sent"))),
-            Task(label("then"), 1, "compute", s(2)),
-        ],
-    ][::turn]
-    task_graph = schedule([task for rank in tasks for task in rank])
-    assert play(task_graph, cluster()).end_s == 7.0
-    assert serial(task_graph, cluster()) == 8.0
-
-
 def test_two_cards_behind_one_port_take_twice_as_long():
     """Ranks 0, 1 send to 2, 3 on the other server by one card; inside one they do not meet."""
     tasks = [Task(label("push"), rank, "comm", Send(rank + 2, mb(3))) for rank in range(2)]
@@ -225,14 +180,6 @@ def test_two_cards_behind_one_port_take_twice_as_long():
         for span in play(schedule(tasks), cluster(servers=2, gpus=2), contention=False).spans
     ] == [3.0, 3.0]
     assert [span.end for span in play(schedule(tasks), cluster(gpus=4)).spans] == [3.0, 3.0]
-
-
-def test_two_collectives_that_overlap_share():
-    tasks = exchange("halo", 2, 2) + exchange("gradients", 2, 4, lane="reduce")
-    assert [drawn(play(schedule(tasks), cluster()), 0, lane) for lane in ("comm", "reduce")] == [
-        "hhhh",
-        "gggggg",
-    ]
 
 
 def test_a_long_chain_of_nothing_needs_no_stack():
