@@ -156,7 +156,7 @@ PHASES = {  # where a fault waits: what a rank begins
     "checkpoint": "^the checkpoint",
     "end": "^the end$",
 }
-FIRST, AMID = list(PHASES)[:3], list(PHASES)[3:-1]
+AMID = list(PHASES)[3:-1]
 # the run ends with one of these codes, and is resumed once what was done to it is undone
 ENDINGS = {"launcher SIGINT": (130,), "launcher SIGTERM": (128 + signal.SIGTERM,)}
 ENDINGS |= {"launcher SIGKILL": (-signal.SIGKILL,), "no metrics": (2,), "no files": (2,)}

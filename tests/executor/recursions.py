@@ -61,9 +61,6 @@ def recursion_of(case: Case, world: int) -> Recursion:
     return Halo(case, world)
 
 
-# -- graph parallelism, PipeGCN, BNS-GCN -----------------------------------------------------------
-
-
 class Halo(Recursion):
     """Rows of other parts are sampled, rounded, or those of the step before (zero at first).  The
     gradient that late rows get goes home one step later. What is received late is smoothed, s_t =
@@ -174,9 +171,6 @@ class Halo(Recursion):
         return out.relu() if layer < self.layers and self.norm == "none" else out
 
 
-# -- GNNPipe ---------------------------------------------------------------------------------------
-
-
 class Pipeline(Recursion):
     """Algorithm 1. A neighbour whose chunk is later in the step's order than the reader's is
     historical: epoch t = 1, 2, .. reads the rows of epoch period * floor((t - 1) / period); epoch 0
@@ -233,9 +227,6 @@ class Pipeline(Recursion):
             return h, x0
         message = self.codec.crossed(h if x0 is None else torch.cat([h, x0], 1), step, layer)
         return (message, None) if x0 is None else message.tensor_split([h.shape[1]], 1)
-
-
-# -- GraNNDis --------------------------------------------------------------------------------------
 
 
 class OwnGraphs(Recursion):
@@ -296,9 +287,6 @@ class OwnGraphs(Recursion):
             total += loss.item() * int(targets.sum()) / self.graph.stats.train_vertices
             self.descend(loss)
         return total
-
-
-# -- mini-batches ----------------------------------------------------------------------------------
 
 
 class Batches(Recursion):
@@ -388,9 +376,6 @@ def link_loss(rows: Tensor, pairs: Pairs) -> Tensor:
         for negative in negatives:
             total = total - F.logsigmoid(-(rows[head] @ rows[negative]))
     return total / pairs.tails.size
-
-
-# -- metrics ---------------------------------------------------------------------------------------
 
 
 def f1(said: np.ndarray, true: np.ndarray) -> float:

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from gnnplan.executor.layers.count import Noted, Notes
 from gnnplan.executor.layers.kernels import MixedWidth, UniformWidth, few_bits
-from gnnplan.executor.layers.kernels.few_bits import PERIOD, assigned
+from gnnplan.executor.layers.kernels.few_bits import assigned
 from gnnplan.executor.layers.kernels.hashed_dropout import GOLDEN, mix
 from gnnplan.planner.gnn import codec as planned
 from gnnplan.planner.gnn.codec import ADAPTIVE, Codec
@@ -81,20 +81,6 @@ def test_a_row_that_has_diverged_says_so(bits, bad):
     assert finite.tolist() == [True, False, True]
 
 
-def test_draws_are_the_vertexs_whoever_packs():
-    """In any order, among others, and in parts; another step, layer, way or vertex draws anew."""
-    rows = torch.randn(70_000, 9)
-    ids = torch.randperm(len(rows))
-    whole = UniformWidth(2).pack(rows, None, torch.arange(len(rows)), 5, 2)
-    assert (UniformWidth(2).pack(rows, ids, ids, 5, 2) == whole[ids]).all()
-    assert len(rows) * 9 > planned.AT_ONCE
-    few = ids[:100]
-    assert (UniformWidth(2).pack(rows, few, few, 5, 2) == whole[few]).all()
-    for vertices, numbers in ((few, (5, 3)), (few, (6, 2)), (few + 1, (5, 2))):
-        other = UniformWidth(2).pack(rows, few, vertices, *numbers) == whole[few]
-        assert 0.01 < other[:, :-4].float().mean() < 0.5 and other[:, -4:].all()
-
-
 OWN = torch.tensor([8, 2, 2, 4, 4, 4] * 166 + [4] * 4, dtype=torch.uint8)
 
 
@@ -147,36 +133,3 @@ def test_no_bits_in_as_many_bytes_have_less_variance(one, other):
             if sum(options) <= 4 * len(chosen)
         )
         assert variance(of_peer, chosen) <= least * (1 + 1e-9)
-
-
-@pytest.mark.parametrize("width", [1, 6, 7, 64])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-def test_a_row_arrives_as_it_does_among_rows_of_its_bits(width, dtype):
-    rows, ids = torch.randn(50, width, dtype=dtype), torch.randperm(50)[:30]
-    bits = torch.tensor([8, 2, 2, 4, 2, 8, 2, 4, 4, 4] * 3, dtype=torch.uint8)
-    packed = MixedWidth(bits, 1).pack(rows, ids, ids, 5, 2)
-    assert packed.shape == (30, Codec(ADAPTIVE).row_bytes(width, rows.element_size()))
-    # a peer's rows end where its bytes do: ten rows alone have the bytes that they have among all
-    first = MixedWidth(bits[:10], 1).pack(rows, ids[:10], ids[:10], 5, 2)
-    assert (packed[:10] == first).all()
-    arrived = MixedWidth(bits, 1).unpack(packed, torch.empty(30, width, dtype=dtype))
-    for each in planned.BITS:
-        alone = UniformWidth(each).unpack(
-            UniformWidth(each).pack(rows, ids, ids, 5, 2), torch.empty(30, width, dtype=dtype)
-        )
-        assert (arrived[bits == each] == alone[bits == each]).all()
-
-
-def test_both_ends_choose_from_what_crossed():
-    """Wide rows rise after the first exchange, and bits stay for ten."""
-    rows = torch.ones(12, 8) * torch.linspace(0, 1, 8)
-    rows[:2] *= 100
-    ids, even = torch.arange(12), MixedWidth.even(12, torch.device("cpu"))
-    packed = even.pack(rows, None, ids, 0)
-    chosen = even.after(packed, [6, 6])
-    assert chosen.bits.tolist() == [8, 8, 2, 2, 2, 2] + [4] * 6
-    again = chosen.pack(rows.flip(0), None, ids, 1)
-    for _ in range(PERIOD - 1):
-        chosen = chosen.after(again, [6, 6])
-        assert chosen.bits[:6].tolist() == [8, 8, 2, 2, 2, 2]
-    assert chosen.after(again, [6, 6]).bits[6:].tolist() == [2, 2, 2, 2, 8, 8]

@@ -137,9 +137,6 @@ def test_a_gpu_computes_the_same():
     )
 
 
-# -- softmax and attention -------------------------------------------------------------------------
-
-
 def dense_softmax(block: Block, m: torch.Tensor) -> torch.Tensor:
     """[S, H] -> [R, H] by [R, S, H]; edges that occur twice count twice."""
     count = dense(block)[:, :, None]
@@ -233,9 +230,6 @@ def test_softmax_and_attention_survive_large_numbers():
     assert attend(block, z, logits, torch.zeros(2)).tolist() == [[1, 0, 0, 0], [0, 0, 0.5, 0.5]]
 
 
-# -- linear ----------------------------------------------------------------------------------------
-
-
 @given(
     st.sampled_from([0, 1, 3, 999]),
     st.integers(1, 40),
@@ -286,9 +280,6 @@ def test_the_probe_survives_a_torch_without_the_operation(monkeypatch):
 
     monkeypatch.setattr(matmul, "_onednn", gone)
     assert matmul.has_onednn() is False
-
-
-# -- sparse rows -----------------------------------------------------------------------------------
 
 
 def sparse_rows(x: torch.Tensor) -> SparseRows:
@@ -394,9 +385,6 @@ def test_dropout_of_sparse_rows_is_that_of_dense_ones_bit_for_bit(p, dtype):
         ours = dropout(sparse_rows(x)[rows], 1, 2, 3, vertices[rows], p)
         assert torch.equal(dense_rows(ours), dropout(x[rows], 1, 2, 3, vertices[rows], p))
     assert len(ours.stored) == 0 and dropout(ours, 1, 2, 3, vertices[:0], 0.0) is ours
-
-
-# -- dropout ---------------------------------------------------------------------------------------
 
 
 def test_masks_are_fixed_for_ever():

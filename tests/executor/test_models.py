@@ -1,6 +1,5 @@
 """Batch norm against torch's, and how weights begin and lie."""
 
-import numpy as np
 import pytest
 import torch
 from torch import Tensor
@@ -9,7 +8,6 @@ from gnnplan.executor.layers.models import BatchNorm, Net
 from gnnplan.executor.ranks.learner import Gradients, Optimizer
 from gnnplan.planner.gnn.model import describe
 from gnnplan.planner.gnn.workload import Workload
-from gnnplan.testing.ranks import Case
 
 
 def random(*shape: int, dtype: torch.dtype, seed: int = 0) -> Tensor:
@@ -59,17 +57,6 @@ def test_weights_are_drawn_apart():
                 assert not p.any(), name
     assert len(draws) == 16
     assert not any(torch.equal(a, b) for i, a in enumerate(draws) for b in draws[:i])
-
-
-@pytest.mark.nightly
-@pytest.mark.parametrize(("aggregation", "norm"), [("softmax", "layer"), ("sum", "batch")])
-def test_a_model_of_112_layers_trains(run_ranks, graphs, aggregation, norm):
-    """ResGCN+ as deep as GraNNDis' deepest."""
-    how = {"model": "resgcn", "layers": 112, "hidden": 16, "dropout": 0.2, "lr": 0.003}
-    how |= {"aggregation": aggregation, "norm": norm}
-    losses = run_ranks.alone(Case("graph_parallel", graphs["rough"], how, epochs=8)).losses
-    assert np.isfinite(losses).all()
-    assert losses[-1] < 0.8 * losses[0] and max(losses[4:]) < losses[0]
 
 
 @pytest.mark.parametrize(

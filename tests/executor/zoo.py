@@ -202,27 +202,6 @@ class NormedEncoder(nn.Module):
 
 
 @needs()
-class DeepGIN(nn.Module):
-    def __init__(self, in_channels, out_channels, hidden_channels=16, num_layers=3):
-        super().__init__()
-        self.convs = nn.ModuleList()
-        for i in range(num_layers):
-            width = in_channels if i == 0 else hidden_channels
-            self.convs.append(
-                pyg.GINConv(mlp(width, 2 * hidden_channels, hidden_channels), train_eps=True)
-            )
-        self.lin1 = nn.Linear(hidden_channels, hidden_channels)
-        self.lin2 = nn.Linear(hidden_channels, out_channels)
-
-    def forward(self, x, edge_index):
-        for conv in self.convs:
-            x = F.relu(conv(x, edge_index))
-        x = F.relu(self.lin1(x))
-        x = F.dropout(x, p=0.5, training=self.training)
-        return self.lin2(x)
-
-
-@needs()
 class SSGC(nn.Module):
     """Nothing is computed before its first layer."""
 
@@ -363,22 +342,6 @@ def InSequence(in_channels, out_channels):
     )
 
 
-@needs()
-class EncodedByMLP(nn.Module):
-    """A batch norm of PyG's MLP, behind the last convolution."""
-
-    def __init__(self, in_channels, out_channels):
-        super().__init__()
-        self.encoder = pyg.MLP([in_channels, 16, 16], dropout=0.2, norm=None)
-        self.conv = pyg.GraphConv(16, 16)
-        self.decoder = pyg.MLP(
-            in_channels=16, hidden_channels=8, out_channels=out_channels, num_layers=2
-        )
-
-    def forward(self, x, edge_index):
-        return self.decoder(self.conv(self.encoder(x), edge_index))
-
-
 # -- hand-written ----------------------------------------------------------------------------------
 
 
@@ -491,20 +454,6 @@ class TiedWeights(nn.Module):
     def forward(self, x, edge_index):
         x = self.conv1(self.inp(x), edge_index).relu()
         return self.out(self.conv2(x, edge_index))
-
-
-@needs()
-class Frozen(nn.Module):
-    """Our own layer, of which nothing is learned."""
-
-    def __init__(self, in_channels, out_channels):
-        super().__init__()
-        self.conv1, self.conv2 = pyg.GCNConv(in_channels, 16), pyg.GCNConv(16, out_channels)
-        for parameter in self.conv1.parameters():
-            parameter.requires_grad_(False)
-
-    def forward(self, x, edge_index):
-        return self.conv2(self.conv1(x, edge_index).relu(), edge_index)
 
 
 @needs()

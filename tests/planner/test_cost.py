@@ -297,8 +297,6 @@ def test_equal_messages_are_counted_once_and_come_out_as_any_others(group):
         assert cost.bytes_by_link(talk * nbytes, group) == links
 
 
-# -- rows that are read again ----------------------------------------------------------------------
-
 GPU = Device(gemm=1e9, memory=1e9, memory_bandwidth=1e8, cache=1e6)
 
 
@@ -355,9 +353,6 @@ def test_degrees_of_real_graphs_are_as_unequal_as_the_spread_says(dataset):
     assert max(errors) < 0.2 and np.mean(errors) < 0.07, errors
 
 
-# -- through a server's memory ---------------------------------------------------------------------
-
-
 def test_all_gpus_of_a_server_share_its_bridge():
     """Two pairs at once: by memory's 2 MB/s 2 s, where each alone takes 1. A ring: four times."""
     cost = Cost(changed(STAGED, islands=(), island=None))
@@ -365,9 +360,6 @@ def test_all_gpus_of_a_server_share_its_bridge():
     sent[0, 1] = sent[2, 3] = 1_000_000
     assert cost.exchange(sent).alone - cost.exchange(sent).latency == 2.0
     assert cost.all_reduce(1_000_000, range(4)).busy["bridge", 0] == pytest.approx(4 * 1.5 * 2 / 2)
-
-
-# -- efficiency by size of a message ---------------------------------------------------------------
 
 
 def test_small_messages_reach_a_share_of_the_bandwidth():

@@ -85,9 +85,6 @@ def best(where: Cluster, sent: np.ndarray, groups: Sequence[Sequence[int]] = ())
     return min(every, key=lambda placement: by_cost(where, placement, sent))
 
 
-# -- what is proposed ------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("name", EIGHT)
 def test_ranks_stay_in_order_or_sit_where_fewer_bytes_go_far(name):
     """The order of the GPUs comes first. One proposal is no slower than four of five others."""
@@ -130,8 +127,6 @@ def test_a_walk_leaves_a_place_when_it_has_seen_it():
     two = cluster(2, 4, switches=[[0, 2], [1, 3]], switch=UPLINK)
     assert walk(two, range(8)) == [0, 2, 1, 3, 4, 6, 5, 7]
 
-
-# -- what strategies get ---------------------------------------------------------------------------
 
 GRAPH = laws.GRAPHS[0]
 
@@ -281,9 +276,6 @@ def test_a_placement_edited_by_hand(place, rule):
         plan.question(document)
 
 
-# -- fewer GPUs ------------------------------------------------------------------------------------
-
-
 def test_which_fewer_gpus():
     assert fewer(cluster(2, 4)) == [(0, 1, 2, 3), (0, 1, 4, 5), (0,)]
     # two islands, not half of each
@@ -315,9 +307,6 @@ def test_forced_strategies_and_ranks_keep_all_gpus():
     assert {c.problem.ranks for c in search(problem, may_use_fewer=False).ranked} == {4}
     assert search(problem, forced=parse("graph_parallel")).best.problem.ranks == 4
     assert {c.problem.ranks for c in search(on(problem, kind="cpu")).ranked} == {4}
-
-
-# -- cluster files ---------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(

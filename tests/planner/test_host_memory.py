@@ -55,9 +55,6 @@ def printed(graph: str, hidden: int = 32, **settings: str) -> Problem:
     return Problem(stats, None, Workload(**asked), overridden(read_cluster("p3_p100"), settings))
 
 
-# -- counts ------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(
     "text",
     [
@@ -128,9 +125,6 @@ def test_batches_that_wait_are_in_the_servers_memory(strategy, known):
         evaluate(problem_of(2, 4, 1e9, known=known), replace(strategy, prefetch=1000))
 
 
-# -- laws --------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("known", [True, False])
 @pytest.mark.parametrize("servers", [1, 2, 4])
 def test_spreading_never_needs_more_memory(servers, known):
@@ -164,9 +158,6 @@ def test_more_host_memory_is_never_slower(graph, rooms):
         epochs.append(float(found.ranked[0].predicted.epoch_s))
     assert epochs == sorted(epochs, reverse=True)
     assert epochs[0] > epochs[-1] * (1.0 if graph == "known" else 1.1)
-
-
-# -- what is proposed --------------------------------------------------------------------------
 
 
 def test_candidates_spread_no_more_than_memory_asks():
@@ -224,9 +215,6 @@ def test_p3_is_recommended_over_distdgl_at_narrow_layers_only(graph, hidden):
     printed += [P3(structure="spread"), P3(structure="spread", pipelined=True)]
     best = recommend([evaluate(problem, strategy) for strategy in printed])
     assert isinstance(best.strategy, P3 if hidden == 32 else DataParallel)
-
-
-# -- what is said ------------------------------------------------------------------------------
 
 
 @pytest.mark.slow

@@ -2,13 +2,12 @@
 keep an island's ranks on one, and a choice that changes with the topology."""
 
 from collections import Counter
-from dataclasses import replace
 from itertools import pairwise, permutations, product
 from typing import Any
 
 import numpy as np
 import pytest
-from asked import by_statistics, fullest_bytes, on
+from asked import by_statistics
 from examples import NIGHT, examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -18,7 +17,6 @@ from gnnplan.planner.cluster.cost import Cost
 from gnnplan.planner.cluster.placement import proposed
 from gnnplan.planner.cluster.spec import Cluster, Link
 from gnnplan.planner.decision.candidate import evaluate, placed
-from gnnplan.planner.decision.search import search
 from gnnplan.planner.graph.graph import Graph
 from gnnplan.planner.graph.load import load
 from gnnplan.planner.problem.problem import Problem
@@ -67,9 +65,6 @@ def told(problem: Problem) -> list[GraNNDis]:
     return [settled(problem, **k) for k in knobs]
 
 
-# -- one story -------------------------------------------------------------------------------------
-
-
 WIRED = (1, CROSSED), (2, PAIRS), (2, [[0], [1]]), (1, [[0, 4, 1], [3, 2, 5]])
 
 
@@ -114,33 +109,6 @@ def test_only_gradients_leave_an_island(knobs):
     assert of_servers.bytes_by_link["intra_node"] > 2 * p.bytes_by_link["intra_node"]
 
 
-def test_an_island_of_one_gpu_is_a_server_of_one():
-    """Two servers of two such islands are four servers of one GPU, on other links."""
-    islands = problem_of(2, [[0], [1]])
-    servers = on(islands, servers=4, gpus_per_server=1, islands=(), island=None)
-    for strategy in told(islands):
-        other = replace(strategy, group="server")
-        ours, theirs = strategy.predict(islands), other.predict(servers)
-        for what in ("bytes", "setup_bytes", "compute_s"):
-            assert getattr(ours, what) == getattr(theirs, what)
-        assert set(ours.bytes_by_link) == {"intra_node", "inter_node"}
-        assert set(theirs.bytes_by_link) == {"inter_node"}
-        memory = other.memory(servers)
-        for use, nbytes in strategy.memory(islands).items():
-            assert np.array_equal(nbytes, memory[use])
-
-
-def test_the_fewest_batches_that_fit_an_island():
-    question = problem_of(1, CROSSED, SPARSE, layers=2)
-    two, three = (fullest_bytes(question, settled(question, batches=n)) for n in (2, 3))
-    assert two > three
-    tight = on(question, memory=three)
-    assert settled(tight, batches=None).batches == 3
-    found = [candidate.strategy for candidate in search(tight, may_use_fewer=False).ranked]
-    ours = [s for s in found if isinstance(s, GraNNDis) and s.group == "island" and not s.sampled]
-    assert 3 in {strategy.batches for strategy in ours}
-
-
 def test_estimated_batches_of_islands():
     """A batch has its share of an island's training vertices: there are no more batches."""
     problem = by_statistics(problem_of(2, PAIRS))
@@ -171,9 +139,6 @@ def test_more_depth_is_never_more_bytes_between_islands(graph, model, layers, wh
         rows = [strategy.layout(problem).facts(layer).rows for strategy in strategies]
         assert all((deep >= shallow).all() for shallow, deep in pairwise(rows))
     assert "halo" not in p[-1].bytes
-
-
-# -- placement -------------------------------------------------------------------------------------
 
 
 @pytest.mark.slow
@@ -229,9 +194,6 @@ def test_groups_that_talk_meet_among_32_gpus():
     assert all(np.ptp(at.server[np.isin(tied, pair)]) == 0 for pair in friend)
 
 
-# -- the choice ------------------------------------------------------------------------------------
-
-
 def fastest_s(servers: int, intra: float) -> dict[str, float]:
     """Of what is exact: the best epoch of graph parallel, and of GraNNDis by group."""
     problem, out = problem_of(servers, CROSSED, LARGE, intra=intra, layers=3), {}
@@ -274,9 +236,6 @@ def test_what_is_offered(servers, islands, placement, groups):
     problem = problem_of(servers, islands)
     problem = problem.placed(placement) if placement else problem
     assert {strategy.group for strategy in GraNNDis.candidates(problem)} == groups
-
-
-# -- words -----------------------------------------------------------------------------------------
 
 
 def test_what_a_plan_says():

@@ -155,18 +155,6 @@ def test_halo_is_what_a_rank_reads_and_does_not_have_and_providers_have_it(case)
 
 
 @law(80)
-def test_recomputed_layers_never_cross_servers(case):
-    layout = case.layout()
-    across = ~np.equal.outer(case.servers, case.servers)
-    if layout.depth:
-        # h_0 .. of the features, then `depth` hidden layers
-        for layer in range(1, case.first_varying + layout.depth + 1):
-            assert not layout.facts(layer).sends[across].any()
-    deepest = min(case.depth, case.layers - case.first_varying)
-    assert layout.depth == (deepest if across.any() else 0)
-
-
-@law(80)
 def test_preloaded_rows_are_the_servers_surroundings(case):
     case = replace(case, targets=set(range(case.graph.stats.vertices)))
     layout, regions = case.layout(), computed_by_servers(case)
@@ -265,20 +253,6 @@ def test_batches_cut_each_servers_targets_and_hold_what_they_need(case, count, s
                 ]
                 assert np.concatenate(taken).tolist() == piece.halo.tolist()
                 assert all(case.servers[peer] == server for peer in np.flatnonzero(piece.received))
-
-
-@law(100, st.integers(1, 3))
-def test_drawing_everything_is_full_preload(case, more):
-    """max_hop = layers and a fanout no degree exceeds: piece by piece the same layout."""
-    if len(set(case.servers)) == 1 or case.layers == case.first_varying:
-        return
-    full = replace(case, depth=case.layers).whole()
-    drawn = replace(case, depth=0).whole(Expansion(case.layers + more - 1, 99, 0))
-    assert (full.owner == drawn.owner).all() and (full.preloaded() == drawn.preloaded()).all()
-    for layer, rank in product(range(1, case.layers + 1), range(full.ranks)):
-        a, b = full.piece(rank, layer), drawn.piece(rank, layer)
-        assert (a.rows, a.local, a.edges) == (b.rows, b.local, b.edges)
-        assert (a.halo == b.halo).all()
 
 
 def test_distances_look_at_a_few_edges_at_a_time(monkeypatch):

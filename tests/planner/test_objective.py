@@ -60,9 +60,6 @@ def training(
 REACHED = ((10, 0.5), (20, 0.8), (30, 0.91))
 
 
-# -- cost and energy ------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(
     ("of", "one", "whole"),
     [
@@ -135,9 +132,6 @@ def test_a_power_has_watts():
     for wrong in ("300GB", "300W/s", "0W", "1MW", "many"):
         with pytest.raises(SpecError, match=r"device\.power"):
             problem_of(f"device.power={wrong}")
-
-
-# -- epochs to an accuracy ------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -309,9 +303,6 @@ def test_sizes_are_compared_until_the_accuracy():
         larger = [size for size in found.sizes if size.gpus > found.best.gpus]
         assert found.worse_from is (larger[0] if larger else None)
     assert found.best.gpus == 1  # energy: nobody else is needed
-
-
-# -- what runs left -------------------------------------------------------------------------------
 
 
 @cache

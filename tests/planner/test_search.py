@@ -68,9 +68,6 @@ def test_a_search_tells_what_it_evaluates(found):
         assert any(words in line for line in NOTIFIED)
 
 
-# -- ranking ---------------------------------------------------------------------------------------
-
-
 @pytest.mark.slow
 @given(
     st.integers(1, 3),
@@ -212,9 +209,6 @@ def test_what_is_worth_evaluating_of_the_gpus():
         assert [len(gpus) for gpus in whole] == sorted((len(g) for g in whole), reverse=True)
 
 
-# -- nothing fits ----------------------------------------------------------------------------------
-
-
 def refused(problem: Problem, **how: Any) -> str:
     with pytest.raises(Infeasible) as caught:
         search(problem, **how)
@@ -278,9 +272,6 @@ def test_no_servers_are_proposed_where_they_do_not_help():
     message = refused(problem)
     assert "--set device.memory" in message and "--set servers" not in message
     assert all(name in message for name in candidates(problem))
-
-
-# -- plans -----------------------------------------------------------------------------------------
 
 
 NOTIFIED: list[str] = []
@@ -516,9 +507,6 @@ def test_a_plan_says_what_a_changing_learning_rate_costs_on_one_gpu():
     assert "CUDA graphs" not in costs(plain)
     said = f"an epoch takes {show_time(plain.epoch_s)}, {warm.epoch_s / plain.epoch_s:.1f}x faster"
     assert "(warmup: 10, schedule: constant)" in costs(warm) and said in costs(warm)
-
-
-# -- how much is computed --------------------------------------------------------------------------
 
 
 @pytest.mark.slow

@@ -16,7 +16,7 @@ from pairwise import covered
 
 from gnnplan.planner.decision.search import families
 from gnnplan.planner.gnn.footprint import COMMUNICATOR
-from gnnplan.planner.graph.graph import GraphStats, in_neighbours
+from gnnplan.planner.graph.graph import in_neighbours
 from gnnplan.planner.graph.load import load
 from gnnplan.planner.graph.splitting import SPLITTERS
 from gnnplan.planner.ownership.minibatch import Batches
@@ -54,7 +54,6 @@ from gnnplan.testing.laws import (
     problems,
     statistics,
     steady_bytes,
-    sums,
     with_better,
 )
 
@@ -119,9 +118,6 @@ def test_every_strategy_keeps_all_laws(problem, what, factor):
             law(told)
 
 
-# -- time ------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(
     ("where", "bound"),
     [
@@ -149,9 +145,6 @@ def test_stale_exchanges_come_one_after_the_other():
     assert float(strategy.predict(problem).epoch_s) == pytest.approx(0.4, rel=1e-3)
     played = play(strategy.schedule(problem, STEPS), problem.cost)
     assert played.epoch_s(1) == pytest.approx(0.4, rel=1e-3)
-
-
-# -- bytes -----------------------------------------------------------------------------------------
 
 
 @pytest.mark.slow
@@ -252,12 +245,6 @@ def test_pipelines_on_other_clusters_share_a_program():
         assert strategy.schedule(apart, 2).tasks == strategy.schedule(problem, 2).tasks
 
 
-# -- schedules -------------------------------------------------------------------------------------
-
-
-# -- layers per stage ------------------------------------------------------------------------------
-
-
 @given(st.lists(st.integers(1, 50) | st.floats(0.01, 50), min_size=1, max_size=9), st.data())
 @some(150)
 def test_no_other_cut_has_a_faster_slowest_stage(seconds, data):
@@ -286,9 +273,6 @@ def test_a_wide_first_layer_gets_company_less_often(ranks):
         lambda strategy: play(strategy.schedule(problem, 4), problem.cost).step_s,
     ):
         assert epoch_s(by_cost) < 0.95 * epoch_s(by_count)
-
-
-# -- words -----------------------------------------------------------------------------------------
 
 
 WORDS = (*SPLITTERS, *HOT, *PLACES, *SPLITS, "server", "island", "rank", "local", "gf", "adaptive")
@@ -400,9 +384,6 @@ def test_candidates_suit_their_job_and_differ(problem):
             assert places == list(enumerate(problem.servers))
 
 
-# -- estimates -------------------------------------------------------------------------------------
-
-
 UNIFORM = {share: uniform(2000, share * 2000, 40, 4) for share in (8, 40)}  # mean degree
 
 
@@ -444,26 +425,6 @@ def numbers(strategy: Strategy, problem: Problem) -> list[float]:
     return [float(p.epoch_s), float(p.compute_s), p.bytes_total, p.setup_bytes, most]
 
 
-@pytest.mark.slow
-@given(
-    st.integers(1, 3000),
-    st.integers(0, 20_000),
-    st.integers(1, 3),
-    st.integers(1, 3),
-    st.integers(1, 5),
-)
-@some(10)
-def test_estimates_are_finite_for_any_statistics(vertices, edges, servers, gpus, layers):
-    edges, train = min(edges, vertices * (vertices - 1)), max(1, vertices // 2)
-    stats = GraphStats("s", "s.yaml", vertices, edges, 10, 3, train, False, "h", known=False)
-    for model in ("gcn", "gcnii"):
-        problem = problem_of(stats, cluster(servers, gpus), model=model, layers=layers)
-        for strategy in variants(problem):
-            p, memory = strategy.predict(problem), strategy.memory(problem)
-            assert np.isfinite([float(p.epoch_s), sums(p), p.bytes_total]).all() and p.epoch_s > 0
-            assert all((np.isfinite(use) & (use >= 0)).all() for use in memory.values())
-
-
 @pytest.mark.parametrize("edges", [3_000, 30_000, 300_000])
 def test_an_estimated_rank_reads_no_more_than_its_server_has(edges):
     stats = replace(GRAPHS[0].stats, vertices=3_000, edges=edges, known=False)
@@ -472,9 +433,6 @@ def test_an_estimated_rank_reads_no_more_than_its_server_has(edges):
         facts = layout.facts(layer)
         has = (facts.sources - facts.sends.sum(0)).reshape(3, 2).sum(1).repeat(2)
         assert (facts.sources <= has + 1).all()  # whole rows: one by rounding
-
-
-# -- memory ----------------------------------------------------------------------------------------
 
 
 MINI = {"mode": "mini", "batch": 32, "fanout": (3, 3, 3, 3)}

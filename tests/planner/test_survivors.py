@@ -31,9 +31,6 @@ def problem(where: Cluster, **workload: Any) -> Problem:
     return problem_of(GRAPHS[1], where, **workload)
 
 
-# -- evidence/runs.py ------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(
     ("servers", "told"), [(2, "sage 3x256, 2x1 at 400 Mbit/s"), (1, "sage 3x256, 1x2")]
 )
@@ -48,9 +45,6 @@ def test_the_95th_percentile_of_three_errors():
     """Errors 0, 0.1 and 0.2: 0.95 of the way from the first to the last is 1.9 steps of two."""
     found = errors([(1.0, 1.0), (1.1, 1.0), (0.8, 1.0)])
     assert found == pytest.approx({"n": 3, "mean": 0.1, "p95": 0.19, "max": 0.2})
-
-
-# -- decision/sensitivity.py -----------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -89,8 +83,6 @@ def test_the_bandwidth_below_which_another_strategy_wins():
     ]
 
 
-# -- ownership/estimated_layout.py: 1000 vertices of 10 edges each, two servers --------------------
-
 FIFTH = Mixing(((2, 0.2),))  # a fifth of the edges lead anywhere, the others stay in their part
 FIRST = 500 * (1 - exp(-1))  # 1 of a row's 10 edges leads to the other 500 rows
 
@@ -128,9 +120,6 @@ def test_so_does_granndis_which_samples_before_it_splits():
     first = 500 * (1 - exp(-4 / 2))
     assert most(1) == pytest.approx(first, rel=1e-3)
     assert most(2) == pytest.approx(first + (500 - first) * (1 - exp(-first * 4 / 500)), rel=1e-3)
-
-
-# -- simulator/noise.py, simulator/player.py -------------------------------------------------------
 
 
 @pytest.mark.parametrize(("straggler", "seconds"), [(0, 3.0), (1, 6.0)])

@@ -70,9 +70,6 @@ def bytes_by_port(cost: Cost, transfer: Any) -> dict[tuple[str, int], float]:
     return {port: seconds * link(port[0].split("_")[0]).bandwidth for port, seconds in busy}
 
 
-# -- ports are routes ------------------------------------------------------------------------------
-
-
 @given(clusters())
 @settings(deadline=None, max_examples=examples(60))
 def test_a_message_fills_the_ports_on_its_way(where):
@@ -126,9 +123,6 @@ def test_bytes_over_links_are_conserved(where, seed):
         distance = dict(nx.all_pairs_shortest_path_length(between))
         hops = np.array([[distance[a][b] for b in at] for a in at])
         assert sum(flow.values()) == pytest.approx((sent * hops).sum())
-
-
-# -- by hand ---------------------------------------------------------------------------------------
 
 
 def test_a_ring_of_servers():
@@ -185,9 +179,6 @@ def test_a_leaf_that_is_not_oversubscribed_is_no_bottleneck(where, seed):
     assert leaves.alone == pytest.approx(plain.alone)
 
 
-# -- better networks -------------------------------------------------------------------------------
-
-
 @st.composite
 def improvements(draw: st.DrawFn, where: Cluster) -> Cluster:
     """One number of the network, better."""
@@ -227,9 +218,6 @@ def test_a_better_network_is_never_slower(data, where, seed, algorithm, curved):
         assert float(better.alone) <= float(now.alone) * (1 + 1e-9)
         assert better.busy.keys() == now.busy.keys()
         assert all(better.busy[port] <= seconds * (1 + 1e-9) for port, seconds in now.busy.items())
-
-
-# -- placement and answers -------------------------------------------------------------------------
 
 
 def test_neighbours_in_a_ring_are_placed_side_by_side():
