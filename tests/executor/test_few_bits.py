@@ -81,6 +81,14 @@ def test_a_row_that_has_diverged_says_so(bits, bad):
     assert finite.tolist() == [True, False, True]
 
 
+def test_draws_are_the_vertexs_among_many_as_among_few():
+    rows = torch.randn(70_000, 9)
+    few = torch.randperm(len(rows))[:100]
+    assert len(rows) * 9 > planned.AT_ONCE
+    whole = UniformWidth(2).pack(rows, None, torch.arange(len(rows)), 5, 2)
+    assert (UniformWidth(2).pack(rows, few, few, 5, 2) == whole[few]).all()
+
+
 OWN = torch.tensor([8, 2, 2, 4, 4, 4] * 166 + [4] * 4, dtype=torch.uint8)
 
 

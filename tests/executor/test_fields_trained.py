@@ -36,13 +36,6 @@ class Weighted(nn.Module):
         h = self.a(torch.cat([x, pos], 1), edge_index, edge_weight).relu()
         return self.b(h, edge_index, edge_weight)
 
-class Related(nn.Module):
-    def __init__(self, in_channels, out_channels):
-        super().__init__()
-        self.a, self.b = RGCNConv(in_channels, 8, 3), RGCNConv(8, out_channels, 3)
-    def forward(self, x, edge_index, edge_type):
-        return self.b(self.a(x, edge_index, edge_type).relu(), edge_index, edge_type)
-
 class Described(nn.Module):
     def __init__(self, in_channels, out_channels):
         super().__init__()
@@ -63,10 +56,6 @@ class Far(Kinds):
     def forward(self, x, edge_index, kind):
         return super().forward(x, edge_index, kind % 6)
 """
-
-
-def at_night(*names: str) -> list[Any]:
-    return [pytest.param(name, marks=pytest.mark.nightly) for name in names]
 
 
 FULL = {"mode": "mini", "fanout": "full", "batch": 14}  # all training vertices
@@ -110,23 +99,17 @@ def case_of(folder: Path, name: str, strategy: str, **more: Any) -> Case:
     return Case(strategy, asked.graph, problem.workload.model_dump(), epochs=EPOCHS)
 
 
-def by_itself(folder: Path, name: str) -> list[float]:
-    """Losses of the module in one process, which has the Data as PyG does."""
+def by_itself(folder: Path) -> list[float]:
+    """Losses of `Described` in one process, which has the Data as PyG does."""
     torch.manual_seed(0)
     spec = importlib.util.spec_from_file_location("model", folder / "model.py")
     assert spec and spec.loader
     own = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(own)
-    module, data = getattr(own, name)(5, 4).double(), data_of()
-    given = {
-        "Weighted": (data.x, data.edge_index, data.edge_weight, data.pos),
-        "Related": (data.x, data.edge_index, data.edge_type),
-        "Described": (data,),
-        "Kinds": (data.x, data.edge_index, data.kind),
-    }[name]
+    module, data = own.Described(5, 4).double(), data_of()
     optimizer, losses = torch.optim.Adam(module.parameters(), lr=LR), []
     for _ in range(EPOCHS):
-        loss = F.cross_entropy(module(*given)[data.train_mask], data.y[data.train_mask])
+        loss = F.cross_entropy(module(data)[data.train_mask], data.y[data.train_mask])
         optimizer.zero_grad()
         loss.backward()
         optimizer.step()
@@ -135,14 +118,13 @@ def by_itself(folder: Path, name: str) -> list[float]:
 
 
 @pytest.mark.processes
-@pytest.mark.parametrize("name", ["Described", *at_night("Weighted", "Related", "Kinds")])
-def test_two_ranks_train_as_the_module_on_its_data(name, folder, run_ranks):
+def test_two_ranks_train_as_the_module_on_its_data(folder, run_ranks):
     """Of all edges at once, and of batches that reach the ranks from another process."""
     cases = [
-        case_of(folder, name, "graph_parallel"),
-        case_of(folder, name, "data_parallel(prefetch=2)", **FULL),
+        case_of(folder, "Described", "graph_parallel"),
+        case_of(folder, "Described", "data_parallel(prefetch=2)", **FULL),
     ]
-    expected = by_itself(folder, name)
+    expected = by_itself(folder)
     for result in run_ranks(2, cases):
         assert result.losses == pytest.approx(expected, rel=1e-9)
 

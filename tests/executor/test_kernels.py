@@ -399,6 +399,12 @@ def test_masks_are_fixed_for_ever():
     assert ["".join("01"[b] for b in row) for row in mask.tolist()] == ["0001011111", "0101101111"]
 
 
+def test_masks_do_not_depend_on_which_rows_are_asked_for():
+    many = torch.arange(5000)  # several blocks of rows
+    alone = dropout_mask(1, 2, 3, many[4321:4322], 200, 0.4)
+    assert torch.equal(dropout_mask(1, 2, 3, many, 200, 0.4)[4321:4322], alone)
+
+
 @pytest.mark.parametrize("relu", [False, True])
 @pytest.mark.parametrize("rows", [1, 127, 128, 1000, 2500, 4093])
 def test_products_of_rows_that_vary_go_by_pieces_of_few_sizes(monkeypatch, rows, relu):

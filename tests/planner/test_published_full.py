@@ -1,28 +1,12 @@
 """What other people's full-graph code does differently, on graphs counted by hand and real ones."""
 
-from functools import partial
-from typing import Any
-
 import numpy as np
 import pytest
-from printed_rows import row
 
-from gnnplan.papers.calibrate import scaled
-from gnnplan.papers.figures import predict
 from gnnplan.papers.full_graph import InOrder, among, trained_on
 from gnnplan.planner.graph.load import load
 from gnnplan.planner.ownership.estimated_layout import Mixing, mixing_of
 from gnnplan.planner.ownership.layout import Expansion
-
-GRANNDIS = row(
-    "granndis granndis_a6000_pcie reddit resgcn+ 28x64 4x4 granndis",
-    strategy_params={"fanout": 15, "max_hop": 1},
-)
-PIPEGCN = row("pipegcn pipegcn_2080ti reddit sage 4x256 1x4 pipegcn")
-
-
-def told(row: dict[str, str], metric: str, **more: Any) -> float:
-    return predict({**row, "metric": metric, **more})
 
 
 @pytest.mark.parametrize("name", ["flickr", "ogbn-arxiv"])
@@ -75,17 +59,3 @@ def test_what_a_server_has_of_a_graph_shared_in_order(degree, drawn):
     inside = has[neighbours[has]].sum()
     # the drawn are inside for certain, which is left out
     assert facts.edges.sum() / 4 == pytest.approx(inside, rel=0.15)
-
-
-def test_the_share_between_servers():
-    """GraNNDis Sec. 8.2: what is left without those exchanges."""
-    full = {"strategy": "graph_parallel", "strategy_params": "{}"}
-    share = told(GRANNDIS, "ext_comm_ratio", **full)
-    slower = predict(
-        {**GRANNDIS, **full, "metric": "ext_comm_ratio"}, partial(scaled, factors={"between": 0.5})
-    )
-    assert 0.5 < share < slower < 1
-    bound = told(GRANNDIS, "speedup_vs", baseline="graph_parallel")
-    # what preloads have left is an all-reduce
-    assert 1 < bound < 1 / (1 - share) and told(GRANNDIS, "ext_comm_ratio") < 0.02
-    assert told(PIPEGCN, "ext_comm_ratio") == 0.0  # one server
