@@ -96,6 +96,9 @@ def test_a_simulation_and_a_sweep_of_python_are_those_of_the_command_line(epoch,
     document = command("simulate", tmp_path / "p", *noise, "--set", "hidden=16", "--json")
     assert json.loads(document) == json.loads(json.dumps(played.document))
     assert played.epoch_s == played.document["simulated"]["epoch_s"]
+    other = epoch.simulate(jitter=0.1, stragglers={0: 2.0}, overrides={"hidden": 16}, seed=2)
+    noise = played.document["noise"]
+    assert played.epoch_s < noise["p50_s"] < noise["p95_s"] != other.document["noise"]["p95_s"]
     swept = epoch.sweep({"hidden": [8, 512]})
     assert command("simulate", tmp_path / "p", "--sweep", "hidden=8,512").rstrip() == str(swept)
     assert [row["at"] for row in swept.rows] == [{"hidden": "8"}, {"hidden": "512"}]

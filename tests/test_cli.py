@@ -151,7 +151,7 @@ def test_a_sweep_of_several_fields_with_prices_and_noise_to_a_table(gnnplan, pla
         ("32", "3"),
     ]
     for row in rows:
-        assert 0 < float(row["p50_s"]) <= float(row["p95_s"])
+        assert 0 < float(row["p50_s"]) < float(row["p95_s"])
         # both GPUs of the server
         assert float(row["epoch_dollars"]) == pytest.approx(5 / 3600 * float(row["predicted_s"]))
     told = gnnplan("simulate", plan_file, fields, "--json").document

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from gnnplan.executor.layers.count import Noted, Notes
 from gnnplan.executor.layers.kernels import MixedWidth, UniformWidth, few_bits
-from gnnplan.executor.layers.kernels.few_bits import assigned
+from gnnplan.executor.layers.kernels.few_bits import PERIOD, assigned
 from gnnplan.executor.layers.kernels.hashed_dropout import GOLDEN, mix
 from gnnplan.planner.gnn import codec as planned
 from gnnplan.planner.gnn.codec import ADAPTIVE, Codec
@@ -141,3 +141,18 @@ def test_no_bits_in_as_many_bytes_have_less_variance(one, other):
             if sum(options) <= 4 * len(chosen)
         )
         assert variance(of_peer, chosen) <= least * (1 + 1e-9)
+
+
+def test_both_ends_choose_from_what_crossed():
+    """Wide rows rise after the first exchange, and bits stay for ten."""
+    rows = torch.ones(12, 8) * torch.linspace(0, 1, 8)
+    rows[:2] *= 100
+    ids, even = torch.arange(12), MixedWidth.even(12, torch.device("cpu"))
+    packed = even.pack(rows, None, ids, 0)
+    chosen = even.after(packed, [6, 6])
+    assert chosen.bits.tolist() == [8, 8, 2, 2, 2, 2] + [4] * 6
+    again = chosen.pack(rows.flip(0), None, ids, 1)
+    for _ in range(PERIOD - 1):
+        chosen = chosen.after(again, [6, 6])
+        assert chosen.bits[:6].tolist() == [8, 8, 2, 2, 2, 2]
+    assert chosen.after(again, [6, 6]).bits[6:].tolist() == [2, 2, 2, 2, 8, 8]

@@ -10,7 +10,7 @@ from gnnplan.planner.gnn.model import describe
 from gnnplan.planner.gnn.workload import Workload
 from gnnplan.planner.graph.load import load
 from gnnplan.planner.problem.problem import Problem
-from gnnplan.planner.strategies import FeatureParallel, GraphParallel, Tensor3D
+from gnnplan.planner.strategies import FeatureParallel, Tensor3D
 from gnnplan.planner.strategies.layerwise.columns import arranged
 from gnnplan.planner.vocabulary.errors import SpecError
 from gnnplan.testing.laws import cluster, problem_of
@@ -49,18 +49,6 @@ def test_bytes_by_hand():
     # with dropout layer 1 is summed in every step, first, since F < H; its inputs need no gradient
     dropped = problem(dropout=0.5)
     assert moved(FeatureParallel(), dropped) == rows_moved(2 * F + 4 * (H + H + C))
-
-
-def test_fewer_bytes_than_halos_where_halos_are_large():
-    """A random graph of mean degree 100 in 4 parts: every vertex is in nearly every halo."""
-    asked = problem()
-    halo = GraphParallel().predict(asked).bytes["halo"]
-    rows = asked.layout().facts(2).received_rows.sum()
-    assert rows > 2.9 * N and halo == 2 * rows * 3 * H * 4
-    assert moved(ALTERNATING, asked) < moved(FeatureParallel(), asked) < halo
-    near = problem("mixing=0.01&skew=100")
-    assert near.layout().facts(2).received_rows.sum() < (RANKS - 1) / RANKS * N
-    assert moved(ALTERNATING, near) > GraphParallel(narrow=True).predict(near).bytes["halo"]
 
 
 def test_own_rows_need_rows():

@@ -140,19 +140,6 @@ def stage_of(problem: Problem, placement: tuple[int, ...]) -> list[set[int]]:
     return [set(placement[:4]), set(placement[4:])] if placement else [{0, 1, 2, 3}, {4, 5, 6, 7}]
 
 
-def test_gnnpipe_keeps_a_group_on_a_server():
-    """GNNPipe's advice: groups {1,2,3,4},{5,6,7,8}, never {1,3,5,7},{2,4,6,8}."""
-    strategy = parse("gnnpipe(stages=2,chunks=8)")
-    problem = problem_of(cluster(2, 4))
-    assert stage_of(problem, placed(problem, strategy).placement) == [{0, 1, 2, 3}, {4, 5, 6, 7}]
-    never, advised = (
-        evaluate(problem.placed(placement), strategy).predicted
-        for placement in ((0, 2, 4, 6, 1, 3, 5, 7), ())
-    )
-    assert float(never.comm_s) > 2 * float(advised.comm_s) and never.epoch_s > advised.epoch_s
-    assert never.bytes == advised.bytes and never.bytes_by_link != advised.bytes_by_link
-
-
 def test_groups_follow_the_islands():
     """Switch by switch where islands are; with other bridges the same GPUs get other groups."""
     strategy, seen = parse("gnnpipe(stages=2,chunks=8)"), []

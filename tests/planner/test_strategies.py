@@ -16,7 +16,6 @@ from pairwise import covered
 
 from gnnplan.planner.decision.search import families
 from gnnplan.planner.gnn.footprint import COMMUNICATOR
-from gnnplan.planner.graph.graph import in_neighbours
 from gnnplan.planner.graph.load import load
 from gnnplan.planner.graph.splitting import SPLITTERS
 from gnnplan.planner.ownership.minibatch import Batches
@@ -136,17 +135,6 @@ def test_groups_that_sit_alike_do_not_fill_the_same_ports(where, bound):
     assert float(strategy.predict(problem).epoch_s) == pytest.approx(simulated, rel=bound)
 
 
-def test_stale_exchanges_come_one_after_the_other():
-    """Four of 0.1 s of latency each, of h_1, h_2 and their gradients (h_0 never changes). They
-    take 0.4 s, however little there is to compute beside them."""
-    slow = cluster(2, 1, inter=1e12, latency=0.1, gemm=1e12, memory_bandwidth=1e12)
-    problem = problem_of(GRAPHS[0], slow, layers=3)
-    strategy = parse("pipegcn").settle(problem)
-    assert float(strategy.predict(problem).epoch_s) == pytest.approx(0.4, rel=1e-3)
-    played = play(strategy.schedule(problem, STEPS), problem.cost)
-    assert played.epoch_s(1) == pytest.approx(0.4, rel=1e-3)
-
-
 @pytest.mark.slow
 @given(problems())
 @some(6)
@@ -172,30 +160,6 @@ def test_stale_moves_the_same_bytes_and_is_never_slower(problem):
     (sent, fresh), (again, stale) = told
     assert sent == again
     assert all(late <= now * (1 + ROUND) for late, now in zip(stale, fresh, strict=True))
-
-
-def test_gradients_of_halo_rows_go_home():
-    """On a directed path each asks the one before it: i sends j forward what j sends back."""
-    indptr, indices, _ = in_neighbours(np.arange(23), np.arange(1, 24), 24, directed=True)
-    stats = replace(GRAPHS[3].stats, edges=23, directed=True, hash="chain")
-    chain = replace(GRAPHS[3], stats=stats, indptr=indptr, indices=indices)
-    sent: dict[str, dict[tuple[int, int], int]] = {"f": {}, "b": {}}
-    problem = problem_of(chain, cluster(1, 3), "hash", layers=2)
-    for task in GraphParallel().schedule(problem, 1).tasks:
-        if task.label.op == "halo" and isinstance(task.work, Collective):
-            sent[task.label.direction].update({(task.rank, p): n for p, n in task.work.to_peers})
-    assert sent["b"] == {(j, i): nbytes for (i, j), nbytes in sent["f"].items()}
-    assert len(set(sent["f"].values())) > 1 or sent["f"].keys() != sent["b"].keys()
-
-
-def test_stale_cannot_hide_the_all_reduce_from_exchanges_on_the_same_wires():
-    """Through one port all transfers take as long at once as one after the other."""
-    wires = {"gemm": 1e17, "memory_bandwidth": 1e14, "launch": 0.0, "latency": 0.0}
-    problem = problem_of(GRAPHS[0], cluster(1, 2, intra=1e6, **wires), layers=3)
-    stale = GraphParallel(staleness=1)
-    epoch_s = stale.predict(problem).epoch_s
-    assert epoch_s == pytest.approx(GraphParallel().predict(problem).epoch_s, rel=1e-6)
-    assert play(stale.schedule(problem, 6), problem.cost).step_s == pytest.approx(epoch_s, rel=1e-6)
 
 
 @given(problems())
