@@ -17,13 +17,12 @@ from scipy.optimize import lsq_linear
 
 from gnnplan.executor.layers.kernels import product_codes
 from gnnplan.executor.measure.microbench import (
-    FANOUTS,
     OUTPUTS,
     PER_OUTPUT,
     PRODUCTS,
     SCATTERED_ROW,
 )
-from gnnplan.executor.measure.rehearsal import held_to
+from gnnplan.executor.measure.rehearsal import BATCHES, held_to
 from gnnplan.planner.cluster import scaling as scaled
 from gnnplan.planner.cluster.cost import CALLS, Cost
 from gnnplan.planner.cluster.link_fit import beyond, fit, shapes
@@ -82,11 +81,15 @@ def cluster_of(
     provenance["device.launch"] = f"{source}; {correction}"
     call_s = float(Cost(cluster).call_s)
     rates = {
-        work: _sampler_rate(work, edges, seconds, call_s)
-        for work in CALLS
-        for edges, seconds in found[work]
+        work: _sampler_rate(work, seconds, call_s) for work in CALLS for (seconds,) in found[work]
     }
-    return cluster.model_copy(update={"provenance": provenance, "host_rates": rates})
+    update: dict[str, Any] = {"provenance": provenance, "host_rates": rates}
+    if cluster.device.kind == "cpu":
+        ((layers_s,),) = found["layers"]
+        slowdown = min(max(median(layers_s) / BATCHES.layers_s(cluster), 0.1), 10.0)
+        update["device"] = cluster.device.model_copy(update={"batch_slowdown": slowdown})
+        provenance["device.batch_slowdown"] = f"{source}, median of the layers of mini-batches"
+    return cluster.model_copy(update=update)
 
 
 def _network(
@@ -203,13 +206,13 @@ def _scattered_rate(gathering: dict[str, Any], seconds: float) -> float:
     return PER_OUTPUT * OUTPUTS * SCATTERED_ROW / max(seconds - OUTPUTS * written_s, seconds / 2)
 
 
-def _sampler_rate(what: HostWork, edges: int, seconds: Sequence[float], call_s: float) -> float:
+def _sampler_rate(what: HostWork, seconds: Sequence[float], call_s: float) -> float:
     """Return a sampler's edges per second, without its calls of `call_s` for a batch's layers.
 
-    seconds: of a batch of `edges` edges, which take at least half of them.
+    seconds: of a batch of BATCHES, of which the edges take at least half.
     """
-    batch_s = median(seconds)
-    return edges / max(batch_s - len(FANOUTS) * CALLS[what] * call_s, batch_s / 2)
+    batch_s, layers = median(seconds), BATCHES.problem.workload.layers
+    return BATCHES.batch_edges / max(batch_s - layers * CALLS[what] * call_s, batch_s / 2)
 
 
 def line(samples: Sequence[tuple[float, Sequence[float]]]) -> tuple[float, float]:

@@ -7,7 +7,6 @@ in a training: the time that ranks wait for each other does not grow with the nu
 
 from __future__ import annotations
 
-import itertools
 import time
 from collections.abc import Callable, Sequence
 from functools import cache
@@ -21,8 +20,7 @@ import torch.distributed as dist
 from gnnplan.executor.layers.blocks import features
 from gnnplan.executor.layers.kernels import Block, aggregate, attend, linear
 from gnnplan.executor.layers.layer import Drop
-from gnnplan.executor.measure.rehearsal import PIECES, Rehearsal
-from gnnplan.executor.minibatch.sampler import Sampler
+from gnnplan.executor.measure.rehearsal import PIECES, BatchRehearsal, Rehearsal
 from gnnplan.executor.ranks.comm import Exchange, gather_all
 from gnnplan.executor.ranks.machine import device_name
 from gnnplan.executor.ranks.rank import Rank
@@ -31,7 +29,6 @@ from gnnplan.planner.gnn.workload import Workload
 from gnnplan.planner.graph.graph import Graph
 from gnnplan.planner.graph.load import load
 from gnnplan.planner.ownership.layout import Layout
-from gnnplan.planner.ownership.minibatch import Batches
 
 WARM_BYTES = 2**29  # written before any timing, so that the allocator holds warm pages
 SYNTHETIC = "synthetic:community?vertices={}&edges={}&features={}&classes=16&seed=0"
@@ -58,12 +55,8 @@ TENSORS = ((5_000, 256), (20_000, 256))
 # For GPUs: the sizes above would fit their L2, and would not fill their multiprocessors.
 LARGE, LARGE_SHAPE = (400_000, 256), (200_000, 256, 256)
 LARGE_GRAPHS = ((200_000, 2_000_000), (200_000, 500_000))
-SAMPLED = (80_000, 1_000_000)
 LOADED = (80_000, 1_000)  # feature rows that a GPU loads at once from the server's memory
 LOADED_WIDTH = 128
-# A rank's share of a batch; fan-outs from the seeds outwards. A row has 5 or 6 edges, as in batches
-# of most graphs: with more, samplers would seem quicker per edge.
-SEEDS, FANOUTS = 1024, (10, 10, 5)
 
 SIZES = tuple(2**k for k in range(10, 27))  # message sizes, 1 KiB to 64 MiB [B]
 # If a message takes more than this share of the seconds for a number, larger ones are left out.
@@ -207,7 +200,7 @@ class Bench:
         notify("preparing graphs")
         graphs = LARGE_GRAPHS if self.device.type == "cuda" else GRAPHS
         blocks = [self._block(*size) for size in graphs]
-        sampler = self.open_sampler()
+        batches = BatchRehearsal(self.device, self.me.backend)
         rehearsals = [Rehearsal(piece, self.device, self.me.backend) for piece in PIECES]
         messages: dict[str, dict[int, list[Sent]]] = {
             where: {} for where, groups in self.groups.items() if groups
@@ -215,7 +208,7 @@ class Bench:
         found: dict[str, Any] = {"name": device_name(self.device), "active": len(self.apart)}
         rounds: list[dict[str, list[Sample]]] = []
         for _ in range(self.rounds):
-            rounds.append(self.computation(blocks, rehearsals, sampler, notify))
+            rounds.append(self.computation(blocks, rehearsals, batches, notify))
             for where, sent in messages.items():
                 place = "inside servers" if where == "intra_node" else "between servers"
                 notify(f"exchanges {place}, {len(self.groups[where][0])} ranks")
@@ -243,7 +236,7 @@ class Bench:
         self,
         blocks: Sequence[Block],
         rehearsals: Sequence[Rehearsal],
-        sampler: Sampler,
+        batches: BatchRehearsal,
         notify: Callable[[str], None],
     ) -> dict[str, list[Sample]]:
         """Run a round of all kernels and steps; return kind -> samples of every shape."""
@@ -285,9 +278,8 @@ class Bench:
         if cuda:
             notify("loads from the server's memory")
             found["load"] = [((rows * LOADED_WIDTH * 4,), self.load(rows)) for rows in LOADED]
-        notify("the sampler")
-        edges, sampling = self.sampling(sampler)
-        found |= {what: [((edges,), samples)] for what, samples in sampling.items()}
+        notify("mini-batches")
+        found |= self.batches(batches)
         notify("training steps")
         return found | {"steps": [((), [self.step(rehearsal)]) for rehearsal in rehearsals]}
 
@@ -357,37 +349,13 @@ class Bench:
         step_s = rehearsal.play(self.seconds) if self.rank in self.apart else 0.0
         return float(max(self._gather(step_s)))
 
-    def open_sampler(self) -> Sampler:
-        """Open a sampler for GraphSAGE's batches in data parallel."""
-        graph = _community(*SAMPLED)
-        workload = Workload(
-            mode="mini", layers=len(FANOUTS), fanout=FANOUTS, batch=SEEDS * len(self.places)
-        )
-        batches = Batches(graph, workload, self.everyone, None, first_varying=1)
-        return Sampler(batches, self.rank, ["mean"] * len(FANOUTS))
-
-    def sampling(self, sampler: Sampler) -> tuple[int, dict[str, list[float]]]:
-        """Return the edges of a batch, and seconds of drawing it and of laying it out, from the
-        executor's spans: the median on every rank that has a core."""
-        takes_part = self.rank in self.apart
-        edges, samples = list[int](), dict[str, list[float]](draw=[], lay=[])
-        if takes_part:
-            sampler[0]
+    def batches(self, rehearsal: BatchRehearsal) -> dict[str, list[Sample]]:
+        """Return seconds of drawing a batch, of laying it out and of computing its layers, on every
+        rank that has a core; all these ranks train at the same time."""
         dist.barrier()
-        end = self._clock() + self.seconds
-        for step in itertools.count(1) if takes_part else ():
-            self._disturb()
-            sampled = sampler[step]
-            edges.append(sum(part.block.edges for part in sampled.share.parts))
-            for what, each in samples.items():
-                each.append(sum(s.seconds for s in sampled.spans if s.op == what))
-            if step >= 3 and self._clock() > end:
-                break
-        of_ranks = {
-            what: [s for s in self._gather(median(each) if each else None) if s is not None]
-            for what, each in samples.items()
-        }
-        return round(median(edges)) if edges else 0, of_ranks
+        own = rehearsal.of_each(self.seconds) if self.rank in self.apart else None
+        of_ranks = [each for each in self._gather(own) if each is not None]
+        return {what: [((), [each[what] for each in of_ranks])] for what in of_ranks[0]}
 
     def exchanges(self, where: str, sent: dict[int, list[Sent]]) -> None:
         """Run a round of exchanges of growing sizes, in all groups of a kind at once.

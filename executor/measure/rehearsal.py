@@ -3,14 +3,16 @@
 A kernel that is timed alone, on the same rows, is faster than in a training. In a training the
 caches hold other rows, autograd runs between the kernels, and memory is still being allocated.
 Steps of a few trainings (pieces) give two numbers: the cost of a framework operation, and the ratio
-of the steps' time to the time of their kernels alone.
+of the steps' time to the time of their kernels alone. A training on mini-batches gives the rates of
+the sampler, and how much longer kernels take on rows that are new in each step.
 """
 
 from __future__ import annotations
 
+import sys
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from statistics import median
+from statistics import mean, median
 from typing import Any
 
 import numpy as np
@@ -26,7 +28,8 @@ from gnnplan.planner.gnn.workload import Workload
 from gnnplan.planner.graph.graph import Graph
 from gnnplan.planner.graph.load import load
 from gnnplan.planner.problem.problem import Problem, with_ranks
-from gnnplan.planner.strategies import GraphParallel
+from gnnplan.planner.strategies import DataParallel, GraphParallel
+from gnnplan.planner.strategies.program.account import Prediction
 from gnnplan.planner.vocabulary.units import show_percent
 
 # Least steps of a piece at first; the later half counts, as a process is slower until it has
@@ -63,12 +66,32 @@ class Piece:
         assert isinstance(graph, Graph)
         return _WithoutCudaGraphs(graph.stats, graph, Workload(**self.workload), _PLACEHOLDER)
 
+    @property
+    def strategy(self) -> GraphParallel | DataParallel:
+        return DataParallel() if self.workload.get("mode") == "mini" else GraphParallel()
+
     def seconds(self, cluster: Cluster, launch: float) -> float:
-        """Predict the seconds of a step, if a framework operation takes `launch` seconds."""
+        """Predict the seconds of an epoch, if a framework operation takes `launch` seconds."""
         device = cluster.device.model_copy(update={"launch": launch})
-        one_rank = with_ranks(cluster.model_copy(update={"device": device}), 1)
+        return float(self._predicted(cluster.model_copy(update={"device": device})).epoch_s)
+
+    def _predicted(self, cluster: Cluster) -> Prediction:
         # the copy shares the layouts that the problem has computed
-        return float(GraphParallel().predict(replace(self.problem, cluster=one_rank)).epoch_s)
+        return self.strategy.predict(replace(self.problem, cluster=with_ranks(cluster, 1)))
+
+    @property
+    def batch_edges(self) -> float:
+        """The edges of a mini-batch, on average."""
+        batches = DataParallel().supply(self.problem).batches.first()
+        layers = range(1, self.problem.workload.layers + 1)
+        each = [sum(float(batch.facts(layer).edges[0]) for layer in layers) for batch in batches]
+        return mean(each)
+
+    def layers_s(self, cluster: Cluster) -> float:
+        """Predict the seconds of a step's layers, forward and backward, and loss."""
+        of_epoch = self._predicted(cluster).by_op
+        seconds = sum(float(of_epoch[op]) for op in of_epoch if op.split(":")[0] in LAYERS)
+        return seconds / DataParallel().supply(self.problem).batches.steps
 
 
 # sizes range from steps that framework overhead dominates to rows that exceed every cache
@@ -80,15 +103,23 @@ PIECES = (
     Piece(15_000, 500_000, {"model": "sage", "layers": 3, "hidden": 256}),
     Piece(50_000, 400_000, {"model": "sage", "layers": 2, "hidden": 192}),
 )
+# A rank's share of batches. A row has 5 or 6 edges, as in batches of most graphs: with more,
+# samplers would seem quicker per edge.
+BATCHES = Piece(
+    80_000,
+    1_000_000,
+    {"mode": "mini", "model": "sage", "layers": 3, "hidden": 128}
+    | {"fanout": (10, 10, 5), "batch": 1024},
+)
+LAYERS = ("forward", "backward", "loss")
 
 
 class Rehearsal:
     """The training of a piece on this rank."""
 
-    def __init__(self, piece: Piece, device: torch.device, backend: str) -> None:
-        problem = piece.problem
-        self.rank = Rank(0, 1, device, backend, traced=0)
-        self.worker = open_worker(self.rank, problem, GraphParallel())
+    def __init__(self, piece: Piece, device: torch.device, backend: str, traced: int = 0) -> None:
+        self.rank = Rank(0, 1, device, backend, traced=traced)
+        self.worker = open_worker(self.rank, piece.problem, piece.strategy)
         self.learner = self.worker.open_learner()
         self.done = 0
 
@@ -107,6 +138,36 @@ class Rehearsal:
         self.worker.step(self.done)
         self.learner.update(self.done)
         self.rank.settle()
+        self.done += 1
+
+
+class BatchRehearsal(Rehearsal):
+    """The training of BATCHES on this rank; a GPU only receives the batches."""
+
+    def __init__(self, device: torch.device, backend: str) -> None:
+        super().__init__(BATCHES, device, backend, traced=sys.maxsize)
+
+    def of_each(self, seconds: float) -> dict[str, float]:
+        """Train for `seconds`; return the median seconds of drawing a batch, laying it out and
+        computing its layers."""
+        first = self.done
+        self.play(seconds)
+        spans, self.rank.recorder.spans = self.rank.recorder.spans, []
+        batches = {
+            step: dict.fromkeys(("draw", "lay", "layers"), 0.0) for step in range(first, self.done)
+        }
+        for span in spans:
+            what = "layers" if span.op in LAYERS else span.op
+            if what in batches[span.step]:
+                batches[span.step][what] += span.seconds
+        settled = [batches[step] for step in range((first + self.done) // 2, self.done)]
+        return {what: median(each[what] for each in settled) for what in settled[0]}
+
+    def _step(self) -> None:
+        if self.rank.device.type == "cpu":
+            return super()._step()
+        worker: Any = self.worker  # OnBatches
+        worker.arriving.next(self.done)
         self.done += 1
 
 

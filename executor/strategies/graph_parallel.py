@@ -184,18 +184,20 @@ class Vanishing(Worker):
     ) -> None:
         net = net_of(problem.model, problem.workload).to(rank.device)
         self.layout, self.vanishing_options = layout, options
-        self.share = share_of(layout, rank.rank, net.edges, problem.workload)
+        self.whole_share = share_of(layout, rank.rank, net.edges, problem.workload)
         # the policy is applied to a step's share: the temporary worker exchanges all of its halo
-        super().__init__(rank, problem, self.share, replace(options, policy=FRESH), net)
+        super().__init__(rank, problem, self.whole_share, replace(options, policy=FRESH), net)
         self.keep(constant_rows(rank, problem, layout), own_features(rank, problem, layout))
 
     def step(self, step: int) -> tuple[Tensor, Tensor]:
-        varying = self.share.parts[self.problem.model.first_varying :]
+        varying = self.whole_share.parts[self.problem.model.first_varying :]
         if not any(part.exchanges_rows for part in varying):
             return super().step(step)
         with self.rank.recorder.span(Label("lay", step), "compute"):
-            parts = [self._fresh_part(part, step, n) for n, part in enumerate(self.share.parts, 1)]
-            share = replace(self.share, parts=parts)
+            parts = [
+                self._fresh_part(part, step, n) for n, part in enumerate(self.whole_share.parts, 1)
+            ]
+            share = replace(self.whole_share, parts=parts)
             worker = Worker(self.rank, self.problem, share, self.options, self.net)
         worker.features, worker.cached = self.features, self.cached
         worker.learner, worker.clock = self.learner, self.clock

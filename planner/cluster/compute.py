@@ -103,6 +103,8 @@ class Roofline:
         slowdown = 1.0 if on_gpu else RANDOM_ACCESS_SLOWDOWN
         for rows, width in work.random_rows:
             seconds = seconds + rows * width * work.itemsize * slowdown / bandwidth
+        if work.of_batch and not on_gpu:
+            seconds = seconds * device.batch_slowdown
         return seconds + work.overlapped_bytes * device.overlap_tax / self.exchange_bandwidth
 
     def _scattered_rate(self, in_order: Number, source_bytes: Number) -> Number:

@@ -79,7 +79,7 @@ class Work:
         for name, amount in amounts.items():
             self.amounts[name] = self.amounts.get(name, NOTHING) + amount
 
-    def on(self, block: Block, itemsize: int, launches: int, scattered: bool) -> Compute:
+    def on(self, block: Block, itemsize: int, launches: int, of_batch: bool) -> Compute:
         """Evaluate the work on a block; nothing may be added afterwards."""
         n = len(self.amounts)
         values = self._all.on(block)
@@ -94,7 +94,8 @@ class Work:
             ),
             launches=launches + self.launches,
             itemsize=itemsize,
-            scattered=scattered and not self.reads_columns,
+            scattered=of_batch and not self.reads_columns,
+            of_batch=of_batch,
             **amounts,
         )
 

@@ -33,6 +33,7 @@ _ADDED = (
     "attention_edges",
     "random_rows",
 )
+_EITHER = ("scattered", "of_batch")  # that hold for a sum if they do for a part
 HostWork = Literal["draw", "lay"]  # a sampler draws neighbours ('draw'), and builds blocks ('lay')
 
 
@@ -136,11 +137,13 @@ class Compute(LocalWork):
     attention_edges: Number = 0.0  # attention weights or their gradients: edges times heads
     # whole rows read or written in random order, as pairs: number of rows, numbers per row
     random_rows: tuple[tuple[Number, int], ...] = ()
-    scattered: bool = False  # gathers read rows in random order, as in a mini-batch
+    scattered: bool = False  # gathers read rows in random order
+    of_batch: bool = False  # on a mini-batch's rows, which are new in each step
 
     def __add__(self, other: Compute) -> Compute:
         sums: dict[str, Any] = {name: getattr(self, name) + getattr(other, name) for name in _ADDED}
-        return replace(self, scattered=self.scattered or other.scattered, **sums)
+        either = {name: getattr(self, name) or getattr(other, name) for name in _EITHER}
+        return replace(self, **either, **sums)
 
 
 @dataclass(frozen=True, eq=False)

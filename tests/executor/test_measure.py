@@ -14,7 +14,7 @@ from gnnplan.executor.measure import measure as module
 from gnnplan.executor.measure.fitting import aggregation, cluster_of
 from gnnplan.executor.measure.measure import measure
 from gnnplan.executor.measure.microbench import GRAPHS, SCATTERED, WIDTHS, Bench
-from gnnplan.executor.measure.rehearsal import PIECES, held_to
+from gnnplan.executor.measure.rehearsal import BATCHES, PIECES, held_to
 from gnnplan.executor.ranks.machine import cores
 from gnnplan.planner.cluster import scaling as scaled
 from gnnplan.planner.cluster.cost import Cost
@@ -275,7 +275,8 @@ def test_what_ranks_have_found_becomes_a_cluster(monkeypatch, cuda):
     samples = [(n, 500e-6 + n / 1e9, 100e-6 + n * 1e-9) for n in SIZES]
     found = {"name": "a device", "active": 2, "gemm": [(1000, 64, 64, [1e-3, 1e-3])]}
     found |= {"gather": [(64, 1e6, 1e9, [0.1, 0.1])], "elementwise": [([1e-10, 1e-10],)]}
-    found |= {"draw": [(10**6, [0.1])], "lay": [(10**6, [0.08])], "steps": [([0.01],)] * 6}
+    found |= {"draw": [([0.1],)], "lay": [([0.08],)], "layers": [([0.3],)]}
+    found |= {"steps": [([0.01],)] * 6}
     found |= {"exchange.intra_node": samples}
     cluster = cluster_of(found, 1, 2, 1e9, 2, one_machine=True)
     link, device = cluster.collectives["send.intra_node"], cluster.device
@@ -285,10 +286,12 @@ def test_what_ranks_have_found_becomes_a_cluster(monkeypatch, cuda):
     # training steps correct all rates, not aggregation's alone
     for name in ("gemm", "memory_bandwidth", "gather", "row_latency", "row_bandwidth"):
         assert "times as long as their kernels" in cluster.provenance[f"device.{name}"]
-    # a batch costs what it took: of its layers (FANOUTS) and of its edges
-    batch = {work: Cost(cluster).host_s(work, 10**6, layers=3) for work in ("draw", "lay")}
+    # a batch costs what it took: of its layers and of its edges
+    edges, cost = BATCHES.batch_edges, Cost(cluster)
+    batch = {work: cost.host_s(work, edges, layers=3) for work in ("draw", "lay")}
     assert batch == pytest.approx({"draw": 0.1, "lay": 0.08})
-    assert cluster.host_rates["draw"] > 1.001e7
+    assert cluster.host_rates["draw"] > 1.001 * edges / 0.1
+    assert cuda or BATCHES.layers_s(cluster) == pytest.approx(0.3, rel=0.01)  # but for the loss
     low, high = cluster.ranges["collectives.send.intra_node"]
     assert 0 < low <= 0.96 and 1.05 <= high <= 2
     # a GPU loads rows from the server's memory: without a link of its own plans took intra_node's
