@@ -8,7 +8,6 @@ from __future__ import annotations
 import json
 import math
 import os
-import resource
 from collections import Counter
 from collections.abc import Callable, Mapping
 from contextlib import suppress
@@ -135,7 +134,9 @@ class _Training:
         self.before = int(earlier["before"][-1]["until"]) if earlier.get("before") else 0
         own = max(rank.recorder.traced, TRACED_EPOCHS * self.steps)
         rank.recorder.traced = self.before * self.steps + own
-        self.record = _Record(rank, worker, self.gradient_errors, earlier)
+        self.earlier: Mapping[str, Any] = earlier  # the notes of the checkpoint
+        self.resident_bytes: list[int] = list(earlier.get("rss_bytes", []))  # after each epoch
+        self.spans_on_disk = -1
         self.metrics = (
             Metrics(out / "metrics.jsonl", self.first) if out and rank.rank == 0 else None
         )
@@ -233,7 +234,7 @@ class _Training:
             found = worker.counts(worker.evaluate(step))
             tested = self._counted(found)
             rank.recorder.recording = True
-        self.record.resident_bytes.append(resident())
+        self.resident_bytes.append(resident())
         if checkpoints and is_kept:
             # Before the ranks meet: no rank may be two checkpoints ahead of another, or they would
             # have none in common.
@@ -310,9 +311,11 @@ class _Training:
         if not (self.checkpoints and self.out):
             return
         self.rank.recorder.activity.begin("phase", f"the checkpoint of epoch {epoch + 1}")
-        self.record.trace(self.out)
+        self._write_trace(self.out)
         part, tensors = self.part, named(WORKER, self.worker.state())
-        notes = self.record.notes() | ({"best": self.best.notes()} if self.best else {})
+        counts, recorder = self._all_counts(), self.rank.recorder
+        counted = [list(label) for label in recorder.counted]
+        notes = {**counts, "counted": counted, "spans": len(recorder.spans)}
         first_on_disk = [self.metrics.fileno()] if self.metrics else []
         tensors |= part.tensors()
         whole = part.first_columns()
@@ -337,18 +340,17 @@ class _Training:
 
     def _leave(self, out: Path) -> None:
         """Write this rank's trace and counts; rank 0 also writes the weights of the whole model."""
-        rank, record, net = self.rank, self.record, self.worker.net
+        rank, net = self.rank, self.worker.net
         self.watch.stop()
-        record.trace(out)
+        self._write_trace(out)
         left = {
             "rank": rank.rank,
             "backend": rank.backend,
             "device": str(rank.device),
-            "epochs": len(record.resident_bytes),
+            "epochs": len(self.resident_bytes),
             "setup_bytes": self.setup_bytes,
             "setup_rss_bytes": self.setup_rss_bytes,
-            **record.counts(),
-            "best": self.best.notes() if self.best else None,
+            **self._all_counts(),
         }
         write_atomically(out / f"rank{rank.rank}.json", json.dumps(left))
         weights = apart(net.state_dict())
@@ -362,6 +364,41 @@ class _Training:
             if self.problem.workload.is_module:  # under the names of the user's own module
                 weights = read_again(self.problem.workload).trained(weights)
             write_atomically(out / "weights.safetensors", save(weights))
+
+    def _all_counts(self) -> dict[str, Any]:
+        """Return this rank's counts in all epochs, also in those of the process that it resumed."""
+        stale = getattr(self.worker, "errors", {})
+        gradient_errors = self.gradient_errors.errors if self.gradient_errors else {}
+        rows = Counter(self.earlier.get("rows", {}))
+        rows.update(getattr(self.worker, "rows", {}))
+        earlier, tensors = self.earlier.get, self.watch.peak()
+        return {
+            "peak_rss_bytes": max(peak(torch.device("cpu")), earlier("peak_rss_bytes", 0)),
+            "peak_bytes": tensors and max(tensors, earlier("peak_bytes") or 0),
+            "bytes": dict(self.rank.recorder.sent),
+            "rss_bytes": self.resident_bytes,
+            "rows": dict(rows),
+            "staleness": self._appended("staleness", stale),
+            "gradient_errors": self._appended("gradient_errors", gradient_errors),
+            "before": list(self.earlier.get("before", [])),
+            "best": self.best.notes() if self.best else None,
+        }
+
+    def _appended(self, name: str, later: Mapping[str, list[Any]]) -> dict[str, list[Any]]:
+        """Return series by name: the earlier process's values, then this process's."""
+        before = self.earlier.get(name, {})
+        return {
+            place: [*before.get(place, []), *later.get(place, [])] for place in {**before, **later}
+        }
+
+    def _write_trace(self, out: Path) -> None:
+        """Write this rank's trace, unless the file on disk already has all spans."""
+        rank = self.rank
+        if self.spans_on_disk != len(rank.recorder.spans):
+            self.spans_on_disk = len(rank.recorder.spans)
+            write_traces(
+                out, rank.recorder.spans, [rank.rank], rank.world, "measured", rank.backend
+            )
 
 
 def _row(
@@ -407,68 +444,6 @@ def _row(
         "peak_memory_bytes": int(largest[1]),
     }
     return row, int(largest[2])
-
-
-class _Record:
-    """A rank's counts in all epochs.
-
-    earlier: the notes of the checkpoint that this process resumed; their counts are included.
-    """
-
-    def __init__(
-        self,
-        rank: Rank,
-        worker: Worker,
-        gradient_errors: GradientErrors | None,
-        earlier: Mapping[str, Any],
-    ) -> None:
-        self.rank, self.worker, self.earlier = rank, worker, earlier
-        self.gradient_errors = gradient_errors
-        self.resident_bytes: list[int] = list(earlier.get("rss_bytes", []))  # after each epoch
-        self.spans_on_disk = -1
-
-    def counts(self) -> dict[str, Any]:
-        stale = getattr(self.worker, "errors", {})
-        gradient_errors = self.gradient_errors.errors if self.gradient_errors else {}
-        rows = Counter(self.earlier.get("rows", {}))
-        rows.update(getattr(self.worker, "rows", {}))
-        earlier = self.earlier.get
-        process = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
-        tensors = self.rank.watch.peak() if self.rank.watch else None
-        return {
-            "peak_rss_bytes": max(process, earlier("peak_rss_bytes", 0)),
-            "peak_bytes": tensors and max(tensors, earlier("peak_bytes") or 0),
-            "bytes": dict(self.rank.recorder.sent),
-            "rss_bytes": self.resident_bytes,
-            "rows": dict(rows),
-            "staleness": self._appended("staleness", stale),
-            "gradient_errors": self._appended("gradient_errors", gradient_errors),
-            "before": list(self.earlier.get("before", [])),
-        }
-
-    def _appended(self, name: str, later: Mapping[str, list[Any]]) -> dict[str, list[Any]]:
-        """Return series by name: the earlier process's values, then this process's."""
-        before = self.earlier.get(name, {})
-        return {
-            place: [*before.get(place, []), *later.get(place, [])] for place in {**before, **later}
-        }
-
-    def notes(self) -> dict[str, Any]:
-        """Return the notes for a checkpoint."""
-        return {
-            **self.counts(),
-            "counted": [list(label) for label in self.rank.recorder.counted],
-            "spans": len(self.rank.recorder.spans),
-        }
-
-    def trace(self, out: Path) -> None:
-        """Write this rank's trace, unless the file on disk already has all spans."""
-        rank = self.rank
-        if self.spans_on_disk != len(rank.recorder.spans):
-            self.spans_on_disk = len(rank.recorder.spans)
-            write_traces(
-                out, rank.recorder.spans, [rank.rank], rank.world, "measured", rank.backend
-            )
 
 
 class Replay(Generic[T]):
