@@ -2,7 +2,7 @@
 
 Which file to open:
 
-    launcher.py       starts local ranks and waits for them; the names that the command line uses
+    launcher.py       starts local ranks and waits for them
     agent.py          runs local ranks under torch's elastic agent, and detects that all hang
     emulation.py      emulates servers by network namespaces
     run_request.py    a plan with its run options, and the checks of both and of the run's folder

@@ -5,8 +5,7 @@ On a small graph, with a user's model, every strategy takes one step of gradient
 equal the gradient of one process. Mini-batch strategies take all training vertices as one batch. A
 strategy of a single rank (offload) trains on rank 0, while rank 1 moves on.
 
-This is the program of the ranks that `launcher.compare` starts. All strategies share one process
-group."""
+`work` is the program of the ranks that `compare` starts. All strategies share one process group."""
 
 from __future__ import annotations
 
@@ -18,12 +17,14 @@ import sys
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any, NamedTuple
 
 import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
+from gnnplan.executor.launch.launcher import unwound_by_signals
 from gnnplan.executor.modules.bind import GraphFields
 from gnnplan.executor.modules.read import (
     Source,
@@ -107,6 +108,24 @@ def tried() -> list[tuple[str, Example]]:
     ]
 
 
+def compare(
+    model: Source, fields: Mapping[str, Any], features: int | None, classes: int | None
+) -> dict[str, Any]:
+    """Return the settings of the comparison and a verdict on each strategy, from two ranks on this
+    machine. Parameters: see `asked`. Raises SpecError, LostRank."""
+    from gnnplan.executor.launch import agent  # its import takes 1 s, and ranks do without it
+
+    with unwound_by_signals() as unwind, TemporaryDirectory(prefix="gnnplan-check-") as folder:
+        out = Path(folder)
+        question = asked(model, fields, features, classes, out)
+        (out / "question.json").write_text(json.dumps(question))
+        names = [f"rank {rank} of gnnplan check" for rank in range(RANKS)]
+        watched = agent.Watched(out, names, SECONDS, unwind, lambda: "No strategy was judged")
+        agent.run(["check", folder], watched, [0] * RANKS, (), out, {})
+        answer: dict[str, Any] = json.loads((out / "answer.json").read_text())
+        return answer
+
+
 def asked(
     model: Source,
     fields: Mapping[str, Any],
@@ -136,8 +155,7 @@ def asked(
 def work(out: Path, activity: Activity) -> None:
     """Train all strategies as one of two ranks; rank 0 writes answer.json.
 
-    The folder's question.json holds what `asked` returns; answer.json holds the settings of the
-    comparison and a verdict on each strategy."""
+    The folder's question.json holds what `asked` returns; answer.json, what `compare` does."""
     os.dup2(2, 1)  # prints of a user's file go to standard error
     question = json.loads((out / "question.json").read_text())
     workload = Workload.model_validate(question["workload"])

@@ -5,7 +5,6 @@ The ranks themselves run rank_process.py.
 
 from __future__ import annotations
 
-import json
 import os
 import shutil
 import signal
@@ -16,7 +15,6 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from math import inf
 from pathlib import Path
-from typing import Any
 
 from gnnplan.executor.launch.emulation import lab
 from gnnplan.executor.launch.failure import kept, name_of
@@ -132,21 +130,6 @@ def start(asked: RunRequest, until: float = inf) -> None:
     finally:
         activity.forget(out)
         forget_unfinished(out)
-
-
-def compare(out: Path) -> dict[str, Any]:
-    """Return the answer to the question in a folder (check.py), from two ranks on this machine.
-
-    Raises SpecError, LostRank.
-    """
-    from gnnplan.executor.launch import agent
-
-    with unwound_by_signals() as unwind:
-        names = [f"rank {rank} of gnnplan check" for rank in range(2)]
-        watched = agent.Watched(out, names, 60.0, unwind, lambda: "No strategy was judged")
-        agent.run(["check", str(out)], watched, [0, 0], (), out, {})
-    answer: dict[str, Any] = json.loads((out / "answer.json").read_text())
-    return answer
 
 
 @contextmanager

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import json
-import tempfile
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from gnnplan.api.arguments import typed
@@ -86,13 +83,8 @@ def check(
 
     >>> gnnplan.check("gcn", layers=2, hidden=8)  # doctest: +SKIP
     """
-    from gnnplan.executor.launch.check import asked
-    from gnnplan.executor.launch.launcher import compare
+    from gnnplan.executor.launch.check import compare
 
     given = {name: value for name, value in fields.items() if value is not None}
     name = model if isinstance(model, str) else getattr(model, "__name__", type(model).__name__)
-    with tempfile.TemporaryDirectory(prefix="gnnplan-check-") as folder:
-        out = Path(folder)
-        question = asked(model, given, features, classes, out)
-        (out / "question.json").write_text(json.dumps(question))
-        return Check({"model": name, **compare(out)})
+    return Check({"model": name, **compare(model, given, features, classes)})
