@@ -68,11 +68,24 @@ def identity(gradient: Tensor) -> Tensor:
 
 
 def _segment(
-    compute: Callable[[Tensor], Tensor], source: Tensor, varies: bool
+    compute: Callable[[Tensor, Tensor | None], Tensor],
+    source: Tensor,
+    own: Tensor | None,
+    varies: bool,
 ) -> tuple[Tensor, Callable[[], Tensor]]:
-    """Compute a layer from its source rows; return also what takes the gradient of these rows."""
+    """Compute a layer from its source rows, and own rows if it reads them apart; return also what
+    takes the gradient of the source rows."""
     source, to_source = collecting(source, varies)
-    return compute(source), to_source
+    if own is None:
+        return compute(source, None), to_source
+    rows, (own, to_own) = len(own), collecting(own, varies)
+
+    def to_both() -> Tensor:
+        gradient = to_source()
+        gradient[:rows] += to_own()
+        return gradient
+
+    return compute(source, own), to_both
 
 
 def backward_prepared(outputs: Sequence[Root], gradient: Tensor, own: Tensor | None) -> None:
@@ -260,11 +273,13 @@ class Worker(base.Worker):
         if varies:
             join_halo = self._current_halo.fetch(step, layer, inputs.outgoing)
         with self.rank.recorder.span(Label("forward", step, layer=layer), "compute"):
-            source = self.features
+            source, own = self.features, None
             if join_halo is not None:
+                own = self._own_apart(layer, inputs.outgoing)
                 source = self._join_source(layer, inputs, join_halo())
             join_halo = None  # it holds the rows, which `source` has copied
-            segment = partial(_segment, self._layer_function(step, layer, inputs), source, varies)
+            compute = self._layer_function(step, layer, inputs)
+            segment = partial(_segment, compute, source, own, varies)
             out, to_source = self._compute(segment)
             next_inputs, to_leaf = self._make_input(out, step, layer + 1)
         # lists, from which the backward pass drops references as early as it can
@@ -272,7 +287,7 @@ class Worker(base.Worker):
         recompute = segment if self.options.checkpoint else None
         if recompute:
             saved.clear()
-        del out, to_leaf, to_source, source, segment
+        del out, to_leaf, to_source, source, own, segment
 
         def back(gradient: Tensor) -> Tensor:
             with self.rank.recorder.span(Label("backward", step, layer=layer), "compute"):
@@ -294,6 +309,14 @@ class Worker(base.Worker):
 
         return next_inputs, back
 
+    def _own_apart(self, layer: int, rows: Tensor) -> Tensor | None:
+        """Return the destinations' own rows, if the layer reads them apart from its copy of own and
+        received rows: nothing keeps the copy then."""
+        copies = layer in self.plain_halo.exchanges and layer not in self.selections
+        narrow = self.options.narrow and self.shapes.narrow_at(layer)
+        apart = copies and self.shapes.own_apart(layer) and not narrow
+        return rows[: self.blocks[layer].n_dst] if apart else None
+
     def _join_source(self, layer: int, inputs: LayerInput, rows: Tensor) -> Tensor:
         """Return all source rows [S, width] from own rows and halo, and drop the own rows."""
         local, inputs.outgoing = len(inputs.outgoing), NOTHING  # `rows` has a copy
@@ -305,29 +328,36 @@ class Worker(base.Worker):
 
     def _layer_function(
         self, step: int, layer: int, inputs: LayerInput
-    ) -> Callable[[Tensor], Tensor]:
-        """Return the function that computes h_l from source rows [S, width] or features."""
+    ) -> Callable[[Tensor, Tensor | None], Tensor]:
+        """Return the function that computes h_l from source rows [S, width] or features, and from
+        own rows [R, width] if the layer reads them apart."""
         net, relu, cached = self.net.layer(layer), self.net.relu_after(layer), self.cached
         if cached is not None and layer == 1:
-            return lambda source: net.update(cached, source, source, None, relu)
+            return lambda source, _: net.update(cached, source, source, None, relu)
         block, drop = self.blocks[layer], self.drop(step, layer, self.vertices[layer])
         x0 = self.x0[: block.n_dst] if self.x0 is not None else None
         if (own := inputs.own) is not None:
             net = net.during(drop)
-            return lambda source: net.update(net.gather(block, source), own, own, x0, relu)
+            return lambda source, _: net.update(net.gather(block, source), own, own, x0, relu)
         if layer + 1 in self.adds:
             by_columns = cast(ColumnLayer, net)
-            return lambda source: partial_sums(
+            return lambda source, _: partial_sums(
                 by_columns, block, net.prepare(source, drop), no_dropout
             )
         moments = inputs.moments.values if inputs.moments else None
         if layer in self.adds:
             below = cast(ColumnLayer, self.net.layer(layer - 1))
             relu_below = self.net.relu_after(layer - 1)
-            return lambda source: net(
+            return lambda source, _: net(
                 block, below.apply(source, relu_below), drop, x0, relu, moments
             )
-        return lambda source: net(block, source, drop, x0, relu, moments)
+
+        def compute(source: Tensor, own: Tensor | None) -> Tensor:
+            if own is None:
+                return cast(Tensor, net(block, source, drop, x0, relu, moments))
+            return net.update(net.gather(block, source), own, own, x0, relu)
+
+        return compute
 
     def forward(self, step: int) -> tuple[LayerInput, list[Backward]]:
         """Run all layers forward.

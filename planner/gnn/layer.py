@@ -110,7 +110,7 @@ def _gather(
     adds = spec.gathers_linearly and not spec.projects_first
     if adds and (setting.cached or setting.apart):
         return TensorAmount(ROWS, spec.h_in, setting.varies), own
-    if kind.projects_own and adds:
+    if kind.projects_own and adds and not setting.own_apart:
         return ops.aggregate_with_own(prepared, spec.sums)
     rows = prepared
     if spec.projects_first:
@@ -119,6 +119,8 @@ def _gather(
         own = ops.segment(ops.first_rows(prepared), OWN) if spec.reads_own else own
         rows = ops.segment(rows, SOURCES)
     gathered = kind.gather(ops, spec, rows)
+    if setting.own_apart:
+        return gathered, own
     return gathered, own if setting.apart or setting.narrow else ops.first_rows(prepared)
 
 

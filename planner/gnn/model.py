@@ -218,6 +218,14 @@ class Model:
 
     # -- work ----------------------------------------------------------------------------------
 
+    def own_apart(self, layer: int) -> bool:
+        """Whether a layer, if it copies own and received rows into one tensor, multiplies the own
+        rows where they were: they are not prepared."""
+        spec = self.layers[layer - 1]
+        prepares = spec.activates or (spec.drops and self.dropout > 0)
+        projects_own = spec.counted is None and KINDS[spec.kind].projects_own
+        return projects_own and not (spec.projects_first or prepares)
+
     def layer_record(
         self, layer: int, narrow: bool = False, *, completes: bool = False, **setting: Any
     ) -> LayerRecord:

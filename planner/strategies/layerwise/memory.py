@@ -226,8 +226,14 @@ class Holds:
 
     def _reads_output(self, layer: int) -> NDArray[np.bool_]:
         """Whether a layer holds the output of the layer before it until its backward pass."""
-        record = self.model.layer_record(layer, self.options.narrow)
-        return np.asarray(~self._copies(layer) & record.saves_input)
+        own = self._own_apart(layer) and not self.options.checkpoint
+        alone = self.model.layer_record(layer, self.options.narrow).saves_input
+        return np.where(self._copies(layer), own, alone)
+
+    def _own_apart(self, layer: int) -> bool:
+        """Whether a layer that copies rows reads its own rows where they were before."""
+        whole = self.facts[layer].computed_rows is None and not self._is_narrow(layer)
+        return whole and self.model.own_apart(layer)
 
     def _drops(self, layer: int) -> bool:
         """Whether a layer does not hold its own output; logits stay until the step ends."""
@@ -294,6 +300,7 @@ class Holds:
                 local=f.local,
                 drops_output=drops_output,
                 frees_input=frees_input,
+                own_apart=frees_input and self._own_apart(layer),
                 completes=f.partial_sums is not None,
             )
 
