@@ -2,6 +2,7 @@
 
 import json
 import shlex
+import socket
 import subprocess
 from collections.abc import Iterable
 from pathlib import Path
@@ -38,6 +39,13 @@ def planned(path: Path, *words: object) -> Path:
     """The plan that `gnnplan plan` writes there."""
     call("plan", *words, "-o", path)
     return path
+
+
+def free_port(address: str = "127.0.0.1") -> int:
+    """A port of this address that nobody listens on."""
+    with socket.create_server((address, 0)) as probe:
+        port: int = probe.getsockname()[1]
+        return port
 
 
 def ended_well(

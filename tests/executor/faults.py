@@ -9,22 +9,21 @@ the training is the unbroken one, to the bit."""
 
 from __future__ import annotations
 
-import io
 import json
 import re
 import signal
 import subprocess
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, redirect_stderr, redirect_stdout, suppress
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-import yaml
 from started import Start, Started
 
-from gnnplan.cli import app
+from gnnplan.planner.decision import plan
+from gnnplan.planner.decision.search import search
 from gnnplan.testing.ranks import Case, Result
 
 GRAPH = "synthetic:community?vertices=200&edges=1600&features=8&classes=4&seed=0"
@@ -222,16 +221,8 @@ class Fault(NamedTuple):
 def planned(case: Case, folder: Path) -> Path:
     """The case's plan."""
     problem = case.problem(2)
-    (folder / "cluster.yaml").write_text(
-        yaml.safe_dump(problem.cluster.model_dump(mode="json", exclude_defaults=True))
-    )
-    (folder / "workload.yaml").write_text(
-        yaml.safe_dump(problem.workload.model_dump(mode="json", exclude_defaults=True))
-    )
-    words = f"plan --graph {case.graph} --cluster {folder}/cluster.yaml --workload"
-    words += f" {folder}/workload.yaml --strategy {case.strategy} -o {folder}/plan.json"
-    with redirect_stdout(io.StringIO()), redirect_stderr(io.StringIO()):
-        app(words.split(), standalone_mode=False)
+    found = search(problem, forced=case.settled(problem))
+    plan.write(folder / "plan.json", plan.make(found))
     return folder / "plan.json"
 
 

@@ -3,7 +3,6 @@
 import json
 import os
 import shutil
-import socket
 import subprocess
 import sys
 from collections.abc import Callable
@@ -13,7 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 import yaml
-from calls import call, ended_well, planned
+from calls import call, ended_well, free_port, planned
 
 from gnnplan.api.running import Run
 from gnnplan.cli.exports import FILES
@@ -73,14 +72,6 @@ def two_servers(plan: Plan, folder: Path, kind: str, each: int) -> Path:
     cluster = folder / "cluster.yaml"
     cluster.write_text(SERVERS.format(kind=kind, each=each))
     return plan("--cluster", cluster, "--ranks", 2 * each, "--strategy", "graph_parallel")
-
-
-def free_port() -> int:
-    """A port that nobody listens on."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-        return port
 
 
 def environment(tmp_path: Path, **more: str) -> dict[str, str]:

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 import torch
 from asked import on
-from calls import planned
+from calls import free_port, planned
 from torch.distributed import HashStore, PrefixStore
 
 from gnnplan.executor.launch import rank_process
@@ -166,9 +166,7 @@ def test_ranks_of_srun_do_not_wait_for_one_that_refuses(tmp_path):
     document = json.loads(plan.read_text())
     document["graph"]["hash"] = "00"
     (tmp_path / "other.json").write_text(json.dumps(document))
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port = free.getsockname()[1]
-    env = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": "2"}
+    env = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "WORLD_SIZE": "2"}
     run = [sys.executable, "-m", "gnnplan", "run", "--timeout", "600", "--out", tmp_path / "out"]
     ranks = [
         subprocess.Popen(

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
-from calls import planned
+from calls import free_port, planned
 from started import Started
 
 from gnnplan.executor.ranks import rendezvous
@@ -95,8 +95,7 @@ def test_runs_at_one_store_do_not_meet():
 @pytest.mark.parametrize("address", ["127.0.0.1", "127.0.0.3"])
 def test_a_store_listens_where_ranks_were_told_to_meet(address):
     """Not on all interfaces; 127.0.0.3 stands for one of two cards."""
-    with socket.create_server((address, 0)) as free:
-        port = free.getsockname()[1]
+    port = free_port(address)
     env = {"MASTER_ADDR": address, "MASTER_PORT": str(port), "SLURM_JOB_ID": "7"}
     store = join(env, LIMIT, hosts=True)
     join(env, LIMIT).set("a", "b")
@@ -108,8 +107,7 @@ def test_a_store_listens_where_ranks_were_told_to_meet(address):
 
 def test_a_store_with_a_name_listens_on_all():
     """On its own server a name may lead to 127.0.1.1, on the others to the server's address."""
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port = free.getsockname()[1]
+    port = free_port()
     store = join({"MASTER_ADDR": "localhost", "MASTER_PORT": str(port)}, LIMIT, hosts=True)
     with socket.create_connection(("127.0.0.2", port), timeout=5):
         assert store.num_keys() >= 1
@@ -117,8 +115,7 @@ def test_a_store_with_a_name_listens_on_all():
 
 def test_a_store_whose_address_is_elsewhere_listens_on_all(monkeypatch):
     """A container is reached by its host's address, which it cannot listen at."""
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port = free.getsockname()[1]
+    port = free_port()
 
     def outside(*_: object, **__: object) -> socket.socket:
         raise OSError("cannot assign requested address")
