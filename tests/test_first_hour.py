@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 from examples import NIGHT
-from typer.testing import CliRunner, Result
+from typer.testing import CliRunner
 
 from gnnplan import load_plan
 from gnnplan.cli import app
@@ -40,18 +40,7 @@ LABELS = [
 ]
 
 
-@pytest.fixture
-def gnnplan(monkeypatch, tmp_path):
-    """Calls a verb, with a cache of its own."""
-    monkeypatch.setenv("GNNPLAN_CACHE", str(tmp_path / "cache"))
-    runner = CliRunner()
-
-    def call(*words: object) -> Result:
-        result = runner.invoke(app, [str(word) for word in words])
-        assert result.exit_code == 0, result.output
-        return result
-
-    return call
+pytestmark = pytest.mark.usefixtures("own_cache")
 
 
 @pytest.fixture
@@ -96,7 +85,7 @@ def test_a_plan_opens_with_a_few_lines_and_keeps_the_rest_for_explain(explained,
 def test_an_error_measured_on_cpus_is_not_quoted_for_gpus(gnnplan, explained):
     """'less than predictions were off when measured (median 8 %)' stood in plans for A100s."""
     ask = ("plan", "--graph", GRAPH, "--cluster", MEASURED, "--strategy", "graph_parallel")
-    measured = json.loads(gnnplan(*ask, "--json").stdout)
+    measured = gnnplan(*ask, "--json").document
     on_gpus, on_cpus = explained[1]["summary"], measured["summary"]
     assert "predictions have been compared with runs on one GPU only" in on_gpus["tested"]
     assert "median" not in on_gpus["tested"]
@@ -111,11 +100,11 @@ def test_what_is_known_by_statistics_is_not_offered_to_run(gnnplan, cluster, tmp
     (tmp_path / "stats.yaml").write_text(STATISTICS)
     plan = tmp_path / "plan.json"
     ask = ("plan", "--graph", tmp_path / "stats.yaml", "--cluster", cluster)
-    told = gnnplan(*ask, "--strategy", "graph_parallel", "--explain", "-o", plan).stdout
+    told = gnnplan(*ask, "--strategy", "graph_parallel", "--explain", "-o", plan).out
     assert f"next: gnnplan simulate {plan}\n" in told and "gnnplan run" not in told
     assert "only statistics are known; to train, plan again with the graph itself" in told
     assert "partitioning unknown" in told and "partitioning 0 s" not in told
-    gnnplan("simulate", plan)
+    assert gnnplan("simulate", plan).code == 0
 
 
 def document_of(path: Path) -> dict[str, Any]:
@@ -130,9 +119,9 @@ def test_a_papers_testbed_is_planned_with_what_its_print_has_shown(gnnplan):
     # that it wins by them, with 32 layers, is in planner/test_choices.py
     ask += ["--layers", 32] if NIGHT else ["--layers", 8, "--strategy", "gnnpipe(chunks=8)"]
     result = gnnplan(*ask, "--cluster", "gnnpipe_a5000", "--per", "epoch", "--json")
-    document = json.loads(result.stdout)
+    document = result.document
     assert document["best"]["strategy"]["name"] == "gnnpipe"
-    assert "constants fitted to 36 printed figures" in result.stderr
+    assert "constants fitted to 36 printed figures" in result.err
     assert "3 fitted to 36 printed figures" in document["summary"]["inputs"]
     plain = read_cluster(str(PRESETS / "gnnpipe_a5000.yaml"))
     factors = kept_factors("gnnpipe_a5000")
@@ -158,11 +147,11 @@ def test_a_plan_of_exact_strategies_is_swept_with_exact_strategies(gnnplan, clus
     gnnplan(*ask, "-o", plan)
     gnnplan(*ask, "--exact", "-o", exact)
     slow = ("--set", "device.gemm=5GFLOP/s", "--sweep", "inter_node.bandwidth=20MB/s", "--json")
-    free, kept = (json.loads(gnnplan("simulate", p, *slow).stdout) for p in (plan, exact))
+    free, kept = (gnnplan("simulate", p, *slow).document for p in (plan, exact))
     assert not all(row["exact"] for row in free["rows"])
     assert all(row["exact"] for row in kept["rows"]) and kept["exact"]
     # on another number of ranks the family's best variant is exact too
-    there = json.loads(gnnplan("simulate", exact, "--set", "servers=1", "--json").stdout)
+    there = gnnplan("simulate", exact, "--set", "servers=1", "--json").document
     assert there["ranks"] == 2
     assert named(there["strategy"].pop("name"), there["strategy"]).exact
 
@@ -189,7 +178,7 @@ def test_the_trace_of_a_straggler_shows_it(gnnplan, cluster, tmp_path):
     calm, slow = computed("calm"), computed("slow", "--straggler", "1=3")
     assert all(time > 0 for time in calm)
     assert slow == pytest.approx([calm[0], 3 * calm[1], *calm[2:]], rel=0.01)
-    told = gnnplan("simulate", plan, "--trace", tmp_path / "again", "--straggler", "1=3").stdout
+    told = gnnplan("simulate", plan, "--trace", tmp_path / "again", "--straggler", "1=3").out
     assert "traces of the first repetition with rank 1 3 times as slow in" in told
 
 
@@ -198,14 +187,14 @@ def test_a_plan_of_a_graph_without_labels_offers_no_run(gnnplan, tmp_path):
     src = np.arange(20)
     np.savez(tmp_path / "bare.npz", src=src, dst=(src + 1) % 20)
     ask = ("plan", "--graph", tmp_path / "bare.npz", "--strategy", "graph_parallel")
-    told = gnnplan(*ask, "-o", tmp_path / "p.json").output
+    told = gnnplan(*ask, "-o", tmp_path / "p.json").out
     assert "cannot be run: the graph has no labels" in told and "gnnplan run" not in told
 
 
 def test_a_machine_that_nobody_has_measured_promises_nothing(gnnplan):
     """The error of measured machines was quoted for it as if it were its own."""
     ask = ("plan", "--graph", "synthetic:community?vertices=300&edges=900")
-    told = gnnplan(*ask, "--strategy", "graph_parallel").output
+    told = gnnplan(*ask, "--strategy", "graph_parallel").out
     assert "tested: this machine has not been measured\n" in told and "in the median" not in told
     assert "not written; to simulate or run it, add -o plan.json" in told
 
@@ -214,7 +203,7 @@ def test_the_rows_of_a_simulation_add_up_to_its_epoch(gnnplan, cluster, tmp_path
     """The operations' seconds were more than the epoch, for some are hidden behind others."""
     plan = tmp_path / "plan.json"
     gnnplan("plan", "--graph", GRAPH, "--cluster", cluster, "--strategy", "pipegcn", "-o", plan)
-    told = gnnplan("simulate", plan).stdout
+    told = gnnplan("simulate", plan).out
     assert "halo:f (halo rows, forward)" in told and "(2 servers x 2), 3 epochs, " in told
     rows = [line for line in told.splitlines() if line.endswith(("us", "ms"))]
     seconds = [
@@ -250,6 +239,6 @@ def test_a_graphs_name_is_known_in_any_case_and_suggested_to_no_path(tmp_path):
 @pytest.mark.parametrize("verb", ["plan", "run", "profile"])
 def test_help_states_every_default_in_brackets(gnnplan, verb):
     """Some stood in round brackets, some after 'default:', some nowhere."""
-    told = " ".join(gnnplan(verb, "--help").stdout.split())
+    told = " ".join(gnnplan(verb, "--help").out.split())
     assert not re.search(r"\(\d+[;)]|[Dd]efault: ", re.sub(r"\[default: [^]]*\]", "", told))
     assert "[default: 10" in told or verb == "run"

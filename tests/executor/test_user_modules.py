@@ -1,6 +1,5 @@
 """Users' modules of PyG and DGL against their own library and torch's own training, in float64."""
 
-import json
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -11,10 +10,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
-from typer.testing import CliRunner
 from written import quiet
 
-from gnnplan.cli import app
 from gnnplan.executor.layers.models import Net
 from gnnplan.executor.modules.bind import GraphFields
 from gnnplan.executor.modules.convert import Parameters
@@ -530,17 +527,10 @@ def test_a_file_that_has_changed_since_the_plan_is_not_trained(tmp_path, graphs,
         run_ranks.alone(case)
 
 
-def planned(*words: object) -> dict[str, Any]:
-    """The plan that the command line makes for these options."""
-    done = CliRunner().invoke(
-        app, ["plan", "--json", "--mode", "full", *map(str, words)], catch_exceptions=False
-    )
-    document: dict[str, Any] = json.loads(done.stdout)
-    return document
-
-
 @pytest.mark.slow
-def test_a_workload_file_names_a_module_that_stands_beside_it(tmp_path, graphs, monkeypatch):
+def test_a_workload_file_names_a_module_that_stands_beside_it(
+    tmp_path, graphs, monkeypatch, gnnplan
+):
     """It plans as --model does, from any folder; what the file sets the module must have."""
     folder, elsewhere = tmp_path / "conf", tmp_path / "elsewhere"
     folder.mkdir()
@@ -548,12 +538,12 @@ def test_a_workload_file_names_a_module_that_stands_beside_it(tmp_path, graphs, 
     (folder / "model.py").write_text(source("pyg sage", 0.25))
     (folder / "workload.yaml").write_text("model: model.py:M\nhidden: 16\nlr: 0.5\n")
     monkeypatch.chdir(elsewhere)
-    common = ("--graph", graphs["rough"], "--ranks", 2, "--set", "gpus_per_server=2")
-    by_file = planned(*common, "--workload", "../conf/workload.yaml")
-    by_option = planned(*common, "--model", "../conf/model.py:M", "--set", "lr=0.5")
+    common = "plan --json --mode full --ranks 2 --set gpus_per_server=2 --graph", graphs["rough"]
+    by_file = gnnplan(*common, "--workload ../conf/workload.yaml").document
+    by_option = gnnplan(*common, "--model ../conf/model.py:M --set lr=0.5").document
     assert by_file["workload"] == by_option["workload"]
     assert by_file["workload"]["module"]["file"] == str(folder / "model.py")
-    kept = planned(*common, "--workload", "../conf/workload.yaml", "--model", "gcn")
+    kept = gnnplan(*common, "--workload ../conf/workload.yaml --model gcn").document
     assert (kept["workload"]["model"], kept["workload"]["module"]) == ("gcn", None)
 
 
