@@ -7,6 +7,7 @@ Open
     bind.py           for the inputs of `forward`, by the names of its parameters, and the small
                       graphs that it runs on
     record.py         for `forward` as torch calls
+    ends.py           for edges whose sources and destinations `forward` computes apart
     cut.py            for how these calls become layers
     evaluate.py       to run recorded calls on other rows
     ends.py           for modules that pick or join the ends of edges apart

@@ -127,17 +127,20 @@ def make(
 
 
 def _execute(file: Path) -> ModuleType:
-    """Execute a file as a Python module; it can import the files beside it."""
-    code = ModuleType(f"gnnplan_user_{file.stem}")
-    code.__file__ = str(file)
+    """Execute a file as a Python module; it can import files beside it, and its package."""
+    code, root, packages = ModuleType(f"gnnplan_user_{file.stem}"), file.parent, ""
+    while (root / "__init__.py").exists():
+        root, packages = root.parent, f"{root.name}.{packages}"
+    code.__file__, code.__package__ = str(file), packages.rstrip(".")
     sys.modules[code.__name__] = code
-    sys.path.insert(0, str(file.parent))
+    sys.path[:0] = [str(file.parent), str(root)]
     try:
         with warnings.catch_warnings(action="ignore"):  # libraries that it imports may warn
             # without Python's cache, which takes two files of the same second and size for one
             exec(compile(file.read_bytes(), str(file), "exec"), vars(code))
     finally:
         sys.path.remove(str(file.parent))
+        sys.path.remove(str(root))
     return code
 
 

@@ -124,6 +124,11 @@ def _hint(error: BaseException, words: str, small: Small) -> str:
             f"; ndata of its graph has {', '.join(['feat', *rows])}, and edata"
             f" {', '.join(edges) or 'nothing'}: name the fields of your graph's file so"
         )
+    if isinstance(error, AttributeError) and "data" in takes.values():
+        return (
+            f"; data has {', '.join(small.binding.attributes)}: name the fields of your graph's"
+            " file so, and return a row of each vertex, without masks"
+        )
     own = (
         f"that graph has {small.vertices} vertices: a module's own tensors cannot have a row per"
         " vertex of yours, fields can"

@@ -181,6 +181,12 @@ REFUSED = {
         "return F.log_softmax(self.c(self.a(x, edge_index), edge_index), dim=0)",
         r"line 15: log_softmax gives vertex \d+ another row",
     ),
+    # its remedy was missing
+    "a mask": (
+        "data",
+        "return self.a(data.x, data.edge_index)[data.train_mask]",
+        "no attribute 'train_mask'.*; data has edge_index, x: .* a row of each vertex, without mask",
+    ),
     # was "its output is another when its calls run in pieces", without a line or a remedy
     "readers first": (
         "row, col = edge_index\nh = self.first(x)\n"
@@ -364,6 +370,24 @@ def test_a_refusal_says_what_the_code_does(tmp_path, what):
     with pytest.raises(SpecError, match=words) as refused:
         asked(tmp_path, body, *given)
     assert str(tmp_path / "model.py") in str(refused.value) and refused.value.exit_code == 2
+
+
+def test_a_file_of_a_package_imports_from_it(tmp_path):
+    """A relative import was refused, as repositories with a folder of models have it."""
+    package = tmp_path / "project" / "models"
+    package.mkdir(parents=True)
+    for folder in (package, package.parent):
+        (folder / "__init__.py").touch()
+    (package.parent / "words.py").write_text("WIDTH = 8\n")
+    (package / "layers.py").write_text("from torch_geometric.nn import SAGEConv as Conv\n")
+    (package / "net.py").write_text(
+        "import torch\nfrom .layers import Conv\nfrom ..words import WIDTH\n"
+        "from torch_geometric.nn import Sequential\n"
+        "def Net(in_channels, out_channels):\n"
+        "    convs = (Conv(in_channels, WIDTH), Conv(WIDTH, out_channels))\n"
+        "    return Sequential('x, edge_index', [(c, 'x, edge_index -> x') for c in convs])\n"
+    )
+    assert read(f"{package / 'net.py'}:Net", Workload(), PLAIN).fields["layers"] == 2
 
 
 @pytest.mark.parametrize("what", NO_MODULE)
