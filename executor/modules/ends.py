@@ -12,7 +12,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from gnnplan.executor.modules.record import Node, Recorded, is_edge_set
+from gnnplan.executor.modules.record import Node, Recorded, is_edge_set, is_sparse
 
 PICKS = ("getitem", "index_select", "masked_select", "cat", "concat", "concatenate", "hstack")
 
@@ -39,10 +39,13 @@ def join_ends(recorded: Recorded) -> Recorded:
         seen = replace(node)
         seen.replace_reads(same)
         same[node] = first.setdefault(seen.key, node)
-        if same[node] is not node or not isinstance(node.value, Tensor) or node.value.ndim != 1:
+        value = node.value
+        if same[node] is not node or not isinstance(value, Tensor) or is_sparse(value):
+            continue
+        if (value.ndim, value.dtype) != (1, torch.int64):
             continue
         for edges, at in itertools.product(edge_sets, (0, 1)):
-            if torch.equal(node.value, edges.value[at]):
+            if torch.equal(value, edges.value[at]):
                 same[node] = end = ends.setdefault((edges, at), node)
                 if opposite := ends.get((edges, 1 - at)):
                     other |= {end: opposite, opposite: end}
@@ -53,7 +56,7 @@ def join_ends(recorded: Recorded) -> Recorded:
             is_source = any(seen.reads[0] is ends.get((edges, 0)) for edges in edge_sets)
             seen.replace_reads(other)
             partner = first.get(seen.key, node)
-            if partner is node or partner.value.shape != node.value.shape:
+            if partner is node or partner.value.shape != value.shape:
                 continue
             pair = (node, partner) if is_source else (partner, node)
             values, place = torch.stack([end.value for end in pair]), (node.line, node.path)

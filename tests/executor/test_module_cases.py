@@ -539,7 +539,8 @@ return self.c(h, edge_index) + self.last(two.sum(0))
     # "getitem makes [289, 8] of all edges, as a graph's readout does": only edges [2, E] were edges
     "ends apart": """
 (row, col), own, h = edge_index, torch.arange(x.size(0)), self.first(x)
-degrees = torch.bincount(col, minlength=len(own))
+matrix = torch.sparse_coo_tensor(edge_index.flip(0), torch.ones_like(col), 2 * own.shape)
+degrees = torch.sparse.sum(matrix, 1).to_dense()
 for _ in range(2):
     readers, sources = torch.cat([edge_index[1], own]), torch.cat([row, own])
     h = torch.zeros_like(h).index_add(0, readers, F.dropout(h[sources], 0.5, self.training))
