@@ -194,8 +194,16 @@ def _without_recomputation() -> Iterator[None]:
 
 
 def followed(module: nn.Module, graph: GraphFields, dtype: torch.dtype) -> tuple[Pieces, Small]:
-    """Record a module of this dtype in both modes and cut it. Raises Unfit with the line."""
+    """Record a module of this dtype in both modes and cut it. Raises Unfit with the line.
+
+    Parameters without a gradient are frozen, as of rows that `forward` detaches: torch's optimizers
+    leave them as they are, with weight decay too."""
     small = Small(VERTICES[0], module, graph)
+    first = copied(module).to(dtype).train()
+    learns = {*map(id, leaves_of_gradient(_output(first, small, small.given(dtype))))}
+    for copy_of, parameter in zip(first.parameters(), module.parameters(), strict=True):
+        if learns and id(copy_of) not in learns:
+            parameter.requires_grad_(False)
     shared: dict[Hashable, Node] = {}
     frozen: set[Any] = set()  # running means of batch norms that evaluate in training
 
@@ -431,22 +439,30 @@ def _must_keep_nothing_else(
         )
 
 
-def must_learn_its_own(output: Tensor, module: nn.Module) -> None:
-    """Raise Unfit if the output depends on a trained tensor that is no parameter of the module."""
-    own, seen, todo = {*map(id, module.parameters())}, set(), [output.grad_fn]
+def leaves_of_gradient(output: Tensor) -> list[Tensor]:
+    """Return the tensors to which a backward pass from the output adds gradients."""
+    seen, todo, leaves = set(), [output.grad_fn], []
     while todo:
         node: Any = todo.pop()
         if node is None or node in seen:
             continue
         seen.add(node)
-        if hasattr(node, "variable") and id(node.variable) not in own:
+        leaves += [node.variable] if hasattr(node, "variable") else []
+        todo += [read for read, _ in node.next_functions]
+    return leaves
+
+
+def must_learn_its_own(output: Tensor, module: nn.Module) -> None:
+    """Raise Unfit if the output depends on a trained tensor that is no parameter of the module."""
+    own = {*map(id, module.parameters())}
+    for leaf in leaves_of_gradient(output):
+        if id(leaf) not in own:
             raise Unfit(
-                f"forward reads a tensor {list(node.variable.shape)} that learns and is none of its"
+                f"forward reads a tensor {list(leaf.shape)} that learns and is none of its"
                 " parameters, but a file's, or of a part that a function has kept, as in"
                 " conv.forward = lambda *given: old(*given); make it a parameter, and the function"
                 " a method"
             )
-        todo += [read for read, _ in node.next_functions]
 
 
 def numbers_of(module: nn.Module) -> dict[str, Any]:

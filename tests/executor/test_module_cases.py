@@ -277,7 +277,7 @@ REFUSED = {
         "line 16: .*autocast",
     ),
     "unseen numbers of a parameter": (  # no constant, though two graphs have the same
-        "with torch._C.DisableTorchFunction():\n    w = self.first.bias.detach() * 2\n"
+        "with torch._C.DisableTorchFunction():\n    w = self.a.lin_l.bias.detach() * 2\n"
         "return self.c(self.a(x, edge_index).tanh() * w, edge_index)",
         "something that torch does not see makes a tensor in forward itself",
     ),
@@ -370,6 +370,12 @@ def test_a_refusal_says_what_the_code_does(tmp_path, what):
     with pytest.raises(SpecError, match=words) as refused:
         asked(tmp_path, body, *given)
     assert str(tmp_path / "model.py") in str(refused.value) and refused.value.exit_code == 2
+
+
+def test_what_forward_detaches_is_not_trained(tmp_path):
+    """Its gradients were zeros, and weight decay changed what torch leaves as it is."""
+    user = asked(tmp_path, "return self.c(self.a(x, edge_index).detach() ** 2, edge_index)")
+    assert user.pieces and {*user.pieces.owners} == {*user.module.c.parameters()}
 
 
 def test_a_file_of_a_package_imports_from_it(tmp_path):
