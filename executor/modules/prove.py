@@ -56,6 +56,7 @@ from gnnplan.executor.modules.record import (
     dropout_of,
     edge_sets_of,
     is_the_users,
+    is_sparse,
     line_of,
     named_in,
     record,
@@ -403,6 +404,10 @@ def must_compute(
             _must_not_read_order(module, small)  # which says more
             raise
         found, gradients = tensors(), gradients_of(own)
+        if thin := next((name for name, g in gradients.items() if is_sparse(g)), ""):
+            raise Unfit(
+                f"{thin} has sparse gradients, and ranks add dense ones; leave out sparse=True"
+            )
         # a gradient that cancels, as of a bias before a batch norm, is rounding error of this size
         most = max(float(g.abs().max()) for g in gradients.values() if g is not None and g.numel())
         for name, gradient in gradients.items():

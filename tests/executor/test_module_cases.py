@@ -181,6 +181,12 @@ REFUSED = {
         "return F.log_softmax(self.c(self.a(x, edge_index), edge_index), dim=0)",
         r"line 15: log_softmax gives vertex \d+ another row",
     ),
+    # ended in a traceback
+    "sparse gradients": (
+        "h = F.embedding(torch.zeros_like(x[:, 0]).long(), self.last.weight, sparse=True)\n"
+        "return self.c(self.first(x) + h, edge_index)",
+        "last.weight has sparse gradients, and ranks add dense ones; leave out sparse=True",
+    ),
     # its remedy was missing
     "a mask": (
         "data",
