@@ -153,6 +153,9 @@ def read(
             rows = partial(_rows, graph=graph, seed=workload.seed)
             must_equal_in_ranks(module, lambda: made_of(find())[0], rows)
             materialise(module, graph, workload.seed)
+            for place, tensor in (*module.named_parameters(), *module.named_buffers()):
+                if tensor.is_meta:
+                    raise Unfit(f"{place} is on the device meta: it has no numbers; use the CPU")
             module = copy.deepcopy(module).to("cpu", dtype)  # a live module is not changed
             graph = _with_its_widths(module, graph, dtype)
             try:

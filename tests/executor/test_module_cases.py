@@ -360,6 +360,15 @@ NO_MODULE = {
     "nothing": ("", "has no Net"),
     "syntax": ("class Net(", "line 1"),
     "raises": ("\n1 / 0\n", "line 2: "),
+    "on meta": (  # ended in a traceback
+        "import torch\n"
+        "class Net(torch.nn.Linear):\n"
+        "    def __init__(self, in_channels, out_channels):\n"
+        "        super().__init__(in_channels, out_channels, device='meta')\n"
+        "    def forward(self, x, edge_index):\n"
+        "        return x[:, :1] + edge_index.max()\n",
+        "weight is on the device meta: it has no numbers; use the CPU",
+    ),
     "a number": ("Net = 3", "Net is a int; name a torch.nn.Module"),
     "makes a number": ("def Net():\n    return 3", "Net makes a int"),
     "another width": ("def Net(width):\n    pass", "requires width, which we do not know"),
