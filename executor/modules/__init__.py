@@ -10,7 +10,6 @@ Open
     ends.py           for edges whose sources and destinations `forward` computes apart
     cut.py            for how these calls become layers
     evaluate.py       to run recorded calls on other rows
-    ends.py           for modules that pick or join the ends of edges apart
     structure.py      for values that follow from edges alone, on a part of the graph
     pieces.py         for the layers, as strategies call them
     prove.py          for the proof that the layers compute what the module does, without state that
