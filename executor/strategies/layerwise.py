@@ -314,7 +314,8 @@ class Worker(base.Worker):
         received rows: nothing keeps the copy then."""
         copies = layer in self.plain_halo.exchanges and layer not in self.selections
         narrow = self.options.narrow and self.shapes.narrow_at(layer)
-        apart = copies and self.shapes.own_apart(layer) and not narrow
+        kept = narrow or self.options.checkpoint  # `rows` are projected, or the copy stays
+        apart = copies and self.shapes.own_apart(layer) and not kept
         return rows[: self.blocks[layer].n_dst] if apart else None
 
     def _join_source(self, layer: int, inputs: LayerInput, rows: Tensor) -> Tensor:

@@ -226,14 +226,13 @@ class Holds:
 
     def _reads_output(self, layer: int) -> NDArray[np.bool_]:
         """Whether a layer holds the output of the layer before it until its backward pass."""
-        own = self._own_apart(layer) and not self.options.checkpoint
         alone = self.model.layer_record(layer, self.options.narrow).saves_input
-        return np.where(self._copies(layer), own, alone)
+        return np.where(self._copies(layer), self._own_apart(layer), alone)
 
     def _own_apart(self, layer: int) -> bool:
         """Whether a layer that copies rows reads its own rows where they were before."""
-        whole = self.facts[layer].computed_rows is None and not self._is_narrow(layer)
-        return whole and self.model.own_apart(layer)
+        summed, narrow = self.facts[layer].computed_rows is not None, self._is_narrow(layer)
+        return self.model.own_apart(layer) and not (summed or narrow or self.options.checkpoint)
 
     def _drops(self, layer: int) -> bool:
         """Whether a layer does not hold its own output; logits stay until the step ends."""
