@@ -7,7 +7,6 @@ gnnplan's (planner/gnn/operations.py)."""
 from __future__ import annotations
 
 from dataclasses import dataclass, fields, replace
-from functools import cached_property
 
 from gnnplan.planner.gnn.amounts import LOCAL, NOTHING, ROWS, SOURCES, Amount
 from gnnplan.planner.gnn.kinds import LayerSpec
@@ -92,8 +91,8 @@ class TheirProblem(Problem):
     aggregates_first: bool = False
     uses_cuda_graph = False
 
-    @cached_property
-    def model(self) -> Model:
-        ours = super().model.aggregating_first if self.aggregates_first else super().model
+    def _described(self) -> Model:
+        ours = super()._described()
+        ours = ours.aggregating_first if self.aggregates_first else ours
         model = {each.name: getattr(ours, each.name) for each in fields(ours)}
         return TheirModel(**{**model, "in_place": False, "on_gpu": False})

@@ -24,7 +24,6 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
-from functools import cached_property
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -242,9 +241,8 @@ class InterpretedProblem(TheirProblem):
     feature_bytes: int = 4
     last_heads: int = 0
 
-    @cached_property
-    def model(self) -> Model:
-        theirs, heads = super().model, self.last_heads
+    def _described(self) -> Model:
+        theirs, heads = super()._described(), self.last_heads
         values = {each.name: getattr(theirs, each.name) for each in fields(Model)}
         *before, last = theirs.layers
         last = replace(last, h_out=heads * last.h_out, heads=heads) if heads else last

@@ -89,7 +89,8 @@ def _training_rows(asked: RunRequest) -> list[Row]:
 
 
 def _folder(asked: RunRequest) -> str:
-    return f"of epoch {asked.last}, in {asked.out}" if asked.last else str(asked.out)
+    last = asked.last
+    return f"of epoch {last}, in {asked.out}" if last else str(asked.out)
 
 
 def _installed(folder: str) -> str:

@@ -160,7 +160,7 @@ class RunRequest:
         """Epochs of the whole training."""
         return self.options.epochs or self.workload.epochs
 
-    @cached_property
+    @property
     def last(self) -> int:
         """The epoch to continue from, 0 for a new run. Raises SpecError if the folder refuses.
 

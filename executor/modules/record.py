@@ -23,7 +23,7 @@ import traceback
 from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
-from functools import cache, partial
+from functools import partial
 from pathlib import Path
 from types import FrameType
 from typing import Any, NamedTuple
@@ -809,7 +809,6 @@ def _is_users_frame(frame: FrameType) -> bool:
     return is_the_users(file) and not Path(file).name.startswith(generated)
 
 
-@cache
 def is_the_users(file: str) -> bool:
     """Whether a Python file belongs neither to a library nor to gnnplan."""
     return not ("site-packages" in file or file.startswith((PACKAGE, "<")) or "/lib/python" in file)

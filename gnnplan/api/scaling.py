@@ -300,7 +300,7 @@ def _row(found: Scaling, size: Size) -> dict[str, Any]:
     priced = {"epoch_dollars": size.best.dollars, "dollars": size.dollars}
     return {
         **where,
-        **Answer.of(documents.answer(size.found, size.best)).row,
+        **Answer.of(documents.answer(size.best, size.found.outlook(size.best))).row,
         "speedup": found.speedup(size),
         "efficiency": found.efficiency(size),
         **({} if size.dollars is None else priced),

@@ -10,7 +10,6 @@ from __future__ import annotations
 import json
 from collections import Counter
 from dataclasses import replace
-from functools import cached_property
 from itertools import pairwise
 from statistics import median
 from typing import Any
@@ -36,7 +35,7 @@ from gnnplan.planner.strategies import (
 )
 from gnnplan.planner.strategies.layerwise.buckets import CLAIM
 from gnnplan.planner.vocabulary.schedule import Collective, Ring, Schedule, Send
-from gnnplan.simulator.player import TaskGraph, Timeline, play, serial
+from gnnplan.simulator.player import TaskGraph, play, serial
 from gnnplan.testing.drawing import draw
 
 ROUND = 1e-9  # relative rounding error of a sum of seconds
@@ -141,20 +140,11 @@ class StrategyEvaluation:
         # two periods of epochs after the first epoch are simulated
         self.played_steps = max(6, (2 * self.period + 1) * self.steps)
         self.schedule: Schedule = strategy.schedule(self.problem, self.played_steps)
-        self.task_graph = TaskGraph(self.schedule, self.problem.cost)
-
-    @cached_property
-    def alone(self) -> Timeline:
-        """The simulation without contention for links."""
-        return self.played(contention=False)
-
-    @cached_property
-    def contended(self) -> Timeline:
-        return self.played(contention=True)
-
-    def played(self, contention: bool) -> Timeline:
-        cost, graph = self.problem.cost, self.task_graph
-        return play(self.schedule, cost, contention=contention, task_graph=graph)
+        self.task_graph = graph = TaskGraph(self.schedule, self.problem.cost)
+        self.alone, self.contended = (  # simulated without contention for links, and with it
+            play(self.schedule, self.problem.cost, contention=contention, task_graph=graph)
+            for contention in (False, True)
+        )
 
 
 def alone_simulated_serial(told: StrategyEvaluation) -> None:

@@ -6,8 +6,6 @@ ring          from router to router, forward or back; to the opposite router hal
 
 from __future__ import annotations
 
-from functools import lru_cache
-
 import numpy as np
 
 from gnnplan.planner.cluster.spec import Fabric
@@ -92,9 +90,3 @@ class Routes:
         link[lengths[: a.size].sum() :] += self.links // 2
         message = np.repeat(np.tile(np.arange(a.size), 2), lengths)
         return message, link, np.where(forward == back, 0.5, 1.0)[message]
-
-
-@lru_cache(maxsize=32)
-def routes(fabric: Fabric, servers: int) -> Routes:
-    """Return the routes through a fabric that joins `servers` servers."""
-    return Routes(fabric, servers)

@@ -20,7 +20,6 @@ from collections.abc import Sequence
 import numpy as np
 
 from gnnplan.planner.cluster.cost import Cost
-from gnnplan.planner.cluster.fabric import routes
 from gnnplan.planner.cluster.places import LINK_NAMES, Places
 from gnnplan.planner.cluster.spec import MOST_PAIRED, Cluster
 from gnnplan.planner.vocabulary.outer import Outer, RankMatrix
@@ -115,8 +114,7 @@ def _seconds_per_byte(cluster: Cluster, gpus: Sequence[int]) -> np.ndarray:
         for name in LINK_NAMES
     ]
     out = np.array(of_link)[cost.places.links(a, b)]
-    if cluster.fabric:
-        paths = routes(cluster.fabric, cluster.servers)
+    if cluster.fabric and (paths := cost.ports.routes):
         hops = paths.between(*paths.at[cost.places.server[np.array([a, b])]])
         out = out + hops / cost.ports.fabric_link("exchange", cluster.fabric).bandwidth
     return np.asarray(out * (a != b))

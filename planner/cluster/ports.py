@@ -21,7 +21,7 @@ from typing import Literal, NamedTuple
 
 import numpy as np
 
-from gnnplan.planner.cluster.fabric import Routes, routes
+from gnnplan.planner.cluster.fabric import Routes
 from gnnplan.planner.cluster.messages import Count, EqualMessages, MessageList, Messages
 from gnnplan.planner.cluster.places import Places, Port
 from gnnplan.planner.cluster.shared_cores import SharedCores
@@ -100,6 +100,12 @@ class MessagePorts:
     cores: SharedCores
     # loads of an exchange (`Outer`) with one byte per message, keyed by its pairs of ranks
     _loads_by_pattern: dict[tuple[object, ...], list[PortLoads]] = field(default_factory=dict)
+    routes: Routes | None = field(init=False)
+
+    def __post_init__(self) -> None:
+        fabric = self.cluster.fabric
+        routes = Routes(fabric, self.cluster.servers) if fabric else None
+        object.__setattr__(self, "routes", routes)
 
     def link(self, op: str, where: LinkName | Literal["switch"]) -> Link:
         """Return the link `where`, as measured for operation `op` if the cluster has that."""
@@ -174,8 +180,8 @@ class MessagePorts:
                 link, share = copied
                 ends = (Part("cores", share * count, self.cores.machines, e) for e in (True, False))
                 yield PortUse("cores", link, messages, 0.0 * count, tuple(ends))
-        if cluster.fabric and between.any():
-            paths = routes(cluster.fabric, cluster.servers)
+        if cluster.fabric and self.routes and between.any():
+            paths = self.routes
             hops = messages.hops(paths, paths.at[at.server])
             link = self.fabric_link(op, cluster.fabric)
             if hops.any():

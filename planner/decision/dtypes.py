@@ -70,7 +70,8 @@ class Choice:
                 "chosen": self.chosen,
                 "why": self.why,
                 "answers": {
-                    dtype: answer(found, found.best) for dtype, found in self.answers.items()
+                    dtype: answer(found.best, found.outlook(found.best))
+                    for dtype, found in self.answers.items()
                 },
                 "refused": dict(self.refused),
                 "chance_bfloat16_faster": self.chance_faster,

@@ -22,7 +22,7 @@ from gnnplan.planner.cluster.spec import Cluster
 from gnnplan.planner.decision.candidate import Candidate
 from gnnplan.planner.decision.epochs import ONE
 from gnnplan.planner.decision.objective import Objective
-from gnnplan.planner.decision.recommendation import Array, range_of
+from gnnplan.planner.decision.recommendation import Array, Outlook, range_of
 from gnnplan.planner.decision.search import SearchResult
 from gnnplan.planner.gnn.workload import Workload
 from gnnplan.planner.graph.graph import Graph
@@ -63,7 +63,11 @@ def make(found: SearchResult, depths: bool = False) -> dict[str, Any]:
     reasons = [*turning_points, *(of_depths(found) if depths else ())]
     return {
         **runnable_part(found),
-        "alternatives": [answer(found, candidate) for candidate in found.others],
+        "alternatives": [
+            answer(candidate, outlook)
+            for candidate, outlook in zip(found.ranked, found.outlooks, strict=True)
+            if candidate is not found.best
+        ],
         "settles": found.settled._asdict() if found.settled else None,
         "rejected": [{"strategy": name, "reason": reason} for name, reason in found.rejected],
         "summary": summarise(found, turning_points),
@@ -74,6 +78,7 @@ def make(found: SearchResult, depths: bool = False) -> dict[str, Any]:
 def runnable_part(found: SearchResult) -> dict[str, Any]:
     """Return the part of a plan that is needed to run it: the question and the best strategy."""
     problem, best = found.problem, found.best
+    placement = best.strategy.placement(best.problem)
     return {
         "gnnplan": __version__,
         "torch": version("torch"),  # from the package's metadata: the planner imports no torch
@@ -83,7 +88,7 @@ def runnable_part(found: SearchResult) -> dict[str, Any]:
         "partitioner": problem.partitioner,
         "exact": found.how.exact,
         **objective_fields(found.objective, best.problem),
-        "best": {**answer(found, best), "placement": best.strategy.placement(best.problem)},
+        "best": {**answer(best, found.outlook(best)), "placement": placement},
     }
 
 
@@ -105,7 +110,7 @@ def graph_of(problem: Problem) -> dict[str, Any]:
     return {**fields, "notes": list(stats.notes)}
 
 
-def answer(found: SearchResult, candidate: Candidate) -> dict[str, Any]:
+def answer(candidate: Candidate, outlook: Outlook) -> dict[str, Any]:
     """Return a candidate as an entry of a plan, JSON-ready."""
     p = candidate.predicted
     seconds = ("epoch_s", "compute_s", "comm_s", "bubble_s")
@@ -116,7 +121,7 @@ def answer(found: SearchResult, candidate: Candidate) -> dict[str, Any]:
         "exact": candidate.strategy.exact,
         "gpus": candidate.problem.ranks,
         "epoch_s": float(p.epoch_s),
-        **dict(zip(OUTLOOK, found.outlook(candidate), strict=True)),
+        **dict(zip(OUTLOOK, outlook, strict=True)),
         **counted(candidate),
         "predicted": {
             **{name: float(getattr(p, name)) for name in seconds},

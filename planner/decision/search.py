@@ -11,8 +11,7 @@ from __future__ import annotations
 from bisect import insort
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
-from functools import cached_property
+from dataclasses import dataclass, field
 from itertools import islice
 from typing import Any, TypeVar
 
@@ -183,16 +182,15 @@ class SearchResult:
     rejected: Sequence[tuple[str, str]] = ()  # (strategy, reason)
     how: Search = EVERYTHING
     measured: Candidate | None = None  # the candidate that runs have shown to be best (tune)
+    best: Candidate = field(init=False)  # the recommended candidate (`recommend`)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "best", self.measured or recommend(self.ranked))
 
     @property
     def forced(self) -> bool:
         """Whether the user named one strategy, so that no strategies were compared."""
         return self.how.forced is not None
-
-    @cached_property
-    def best(self) -> Candidate:
-        """The recommended candidate (`recommend`)."""
-        return self.measured or recommend(self.ranked)
 
     @property
     def is_smaller(self) -> bool:
@@ -206,7 +204,7 @@ class SearchResult:
         """The objective that ranks the candidates."""
         return self.best.objective
 
-    @cached_property
+    @property
     def outlooks(self) -> list[Outlook]:
         """The outlook of each candidate among all ranked ones, in the order of `ranked`."""
         return _outlooks(self.ranked)

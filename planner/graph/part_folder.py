@@ -261,7 +261,7 @@ class PartFolder:
         x = sp.csr_matrix((data, indices, indptr), (ids.size, self.about.graph.features))
         return x if columns is None else x[:, columns]
 
-    @cached_property
+    @property
     def indptr(self) -> NDArray[np.int64]:
         """The indptr [N+1] of the whole graph's CSR."""
         return np.concatenate([[0], np.cumsum(self.array(None, "degree"), dtype=np.int64)])
@@ -271,8 +271,9 @@ class PartFolder:
         stored, stats = self.parts[0].files[name], self.about.graph
         out = np.empty((stats.edges, *stored.shape[1:]), stored.dtype)
         must_fit(str(self.path), f"{name} of all edges", out.nbytes)
+        indptr = self.indptr
         for run in runs(self.array(None, "degree"), AT_ONCE):
-            rows = slice(self.indptr[run.start], self.indptr[run.stop])
+            rows = slice(indptr[run.start], indptr[run.stop])
             (out[rows],) = self.ragged(np.arange(run.start, run.stop), "indptr", name)[1]
         return out
 

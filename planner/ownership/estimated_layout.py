@@ -24,7 +24,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from functools import cached_property
 
 import numpy as np
 
@@ -95,6 +94,14 @@ class EstimatedLayout:
     _facts: dict[object, LayerCounts] = field(
         default_factory=dict, init=False, compare=False, repr=False
     )
+    # (own rows, external rows) of each of h_0 .. h_L that a server computes (h_0: has)
+    _regions: tuple[tuple[float, float], ...] = field(init=False, compare=False, repr=False)
+
+    def __post_init__(self) -> None:
+        grown = [self._grown(self.inside - h) for h in range(self.inside)]
+        above = range(self.inside, self.layers + 1)
+        own = ((self._needed(h) / self.groups, 0.0) for h in above)
+        object.__setattr__(self, "_regions", (*grown, *own))
 
     @property
     def ranks(self) -> int:
@@ -151,13 +158,6 @@ class EstimatedLayout:
             reached += new
             external = self._degree * (1 - mixed / self.groups)
         return float(reached)
-
-    @cached_property
-    def _regions(self) -> tuple[tuple[float, float], ...]:
-        """(own rows, external rows) of each of h_0 .. h_L that a server computes (h_0: has)."""
-        grown = [self._grown(self.inside - h) for h in range(self.inside)]
-        above = range(self.inside, self.layers + 1)
-        return (*grown, *((self._needed(h) / self.groups, 0.0) for h in above))
 
     def _needed(self, h: int) -> float:
         """Return the rows of h_h that the targets of all servers need from their owners."""

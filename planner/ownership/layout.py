@@ -22,7 +22,7 @@ of the same object, so they agree about bytes."""
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 
 import numpy as np
@@ -75,8 +75,11 @@ class LayerCounts:
     # destinations whose own row another rank has, and adds to its partial sum [ranks]
     remote_own: np.ndarray | None = None
     fresh: RankMatrix | None = None  # halo rows sent in this step; None: all [ranks, ranks]
+    # halo rows that each rank has, received in this step or cached from earlier [ranks]
+    halo_rows: np.ndarray = field(init=False)
 
     def __post_init__(self) -> None:
+        object.__setattr__(self, "halo_rows", np.asarray(self.halo.sum(0)))
         self.sends.setflags(write=False)
 
     @property
@@ -102,11 +105,6 @@ class LayerCounts:
     def available_rows(self) -> np.ndarray:
         """Rows of h_{l-1} that each rank has with the halo, read or unread [ranks]."""
         return np.asarray(self.local + self.halo_rows)
-
-    @cached_property
-    def halo_rows(self) -> np.ndarray:
-        """Halo rows that each rank has, received in this step or cached from earlier [ranks]."""
-        return np.asarray(self.halo.sum(0))
 
     @property
     def sent_rows(self) -> np.ndarray:

@@ -184,6 +184,9 @@ class Problem:
     @cached_property
     def model(self) -> Model:
         """The GNN's layers on this graph's features and classes, and on this cluster's device."""
+        return self._described()
+
+    def _described(self) -> Model:
         model = describe(
             self.workload,
             self.stats.features,

@@ -13,7 +13,7 @@ from gnnplan.planner.strategies.layerwise import chunked as of_chunks
 from gnnplan.planner.strategies.layerwise import memory as of_layers
 from gnnplan.planner.strategies.layerwise import tiles as of_tiles
 from gnnplan.planner.strategies.p3 import p3 as of_columns
-from gnnplan.planner.strategies.p3.p3 import pipelined
+from gnnplan.planner.strategies.p3.p3 import Pipelined
 from gnnplan.planner.strategies.program.memory import fullest
 from gnnplan.planner.strategies.program.program import Op, Program
 from gnnplan.planner.vocabulary.schedule import Compute
@@ -52,7 +52,7 @@ def test_steps_under_way_together_are_held_together():
         Op("loss", work=Compute(), phase="body"),
         Op("backward", work=Compute(), phase="tail", holds=lambda: OpMemory(0.0, -1.0)),
     ]
-    program = Program.of(step, order=pipelined(0), in_flight=3)
+    program = Program.of(step, order=Pipelined(0), in_flight=3)
     program = replace(program, known=lambda: [0] * 5, steps=5)
     assert fullest(TWO, program).tolist() == [3, 3]
     plain = replace(program, order=None, in_flight=1)

@@ -101,7 +101,6 @@ from gnnplan.planner.strategies.program.program import (
     AllReduce,
     Exchange,
     Op,
-    Order,
     Program,
     QueuedOp,
     Step,
@@ -237,7 +236,7 @@ class P3(Slices):
             samplers=self.supply(problem).samplers,
         )
         if self.pipelined:
-            program = replace(program, order=pipelined(self.prefetch), in_flight=DELAY)
+            program = replace(program, order=Pipelined(self.prefetch), in_flight=DELAY)
         return program
 
     def resident(self, problem: Problem) -> Resident:
@@ -275,14 +274,16 @@ def period(t: int, epoch: int, steps: int | None = None) -> Iterator[tuple[str, 
     return ((phase, batch) for phase, batch, due in order if due and exists(batch))
 
 
-@cache
-def pipelined(prefetch: int) -> Order:
-    """Return the order of the pipeline; samplers may be `prefetch` batches ahead.
+@dataclass(frozen=True)
+class Pipelined:
+    """The order of the pipeline; samplers may be `prefetch` batches ahead.
 
     An operation waits for the previous operation of its batch; a load also waits for the rank's
     last computation or load."""
 
-    def order(at: Callable[[int], Step], epoch: int, steps: int) -> Iterator[QueuedOp]:
+    prefetch: int
+
+    def __call__(self, at: Callable[[int], Step], epoch: int, steps: int) -> Iterator[QueuedOp]:
         ended = list[Label]()  # the last computation or load of each period
         chains: dict[int, tuple[Label, ...]] = {}  # batch -> labels its next operation waits for
         last: tuple[Label, ...] = ()  # the rank's last computation or load
@@ -303,13 +304,11 @@ def pipelined(prefetch: int) -> Order:
         for t in range(steps + DELAY):
             for phase, batch in period(t, epoch, steps):
                 if phase == "front":
-                    start = len(ended) - 1 - prefetch  # sampling begins after this period
+                    start = len(ended) - 1 - self.prefetch  # sampling begins after this period
                     chains[batch] = (ended[start],) if start >= 0 else ()
                     yield from queue(batch, "host")
                 yield from queue(batch, phase)
             ended += last  # one label
-
-    return order
 
 
 def resident(p3: Slices, problem: Problem) -> Resident:

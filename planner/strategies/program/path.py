@@ -252,12 +252,10 @@ def _ends_s(
         return _Moment(synced, np.atleast_1d(np.maximum(*ready)))
 
     @cache
-    def crowding(one: int, other: int) -> Number:
-        return _crowding(prices[one], prices[other])
-
-    @cache
-    def crowds(one: int, others: frozenset[int]) -> bool:
-        return any(np.any(crowding(one, other) > 0) for other in others)
+    def crowding(one: int, others: frozenset[int]) -> dict[int, Number]:
+        """Return kind -> by what share it and `one` are delayed; empty if none is."""
+        shares = {other: _crowding(prices[one], prices[other]) for other in others}
+        return shares if any(np.any(share > 0) for share in shares.values()) else {}
 
     ended = list[_Moment]()  # place -> end of the operation
     began = dict[int, Number]()  # place -> begin of the transfer [s]
@@ -270,10 +268,9 @@ def _ends_s(
         began[place] = begin = of_all(start)
         end = begin + price.seconds
         for others in overlapping:
-            if not crowds(kind, frozenset(kinds[other] for other in others)):
-                continue
+            shares = crowding(kind, frozenset(kinds[other] for other in others))
             free: Number = 0.0  # time at which the other lane is free
-            for other in others:
+            for other in others if shares else ():
                 both = (ended[other].synced > begin) & (began[other] < np.maximum(end, free))
                 if not (both.any() if isinstance(both, np.ndarray) else both):
                     continue
@@ -284,7 +281,7 @@ def _ends_s(
                     begin + price.transfer.latency, began[other] + other_price.transfer.latency
                 )
                 common = np.maximum(np.minimum(until, end) - ports_from, 0.0)
-                lost = common * crowding(kind, kinds[other])
+                lost = common * shares[kinds[other]]
                 free, end = until + lost, end + lost
                 ended[other] = _Moment(free)
         ended.append(_Moment(end))
