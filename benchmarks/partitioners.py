@@ -26,8 +26,7 @@ from numpy.typing import NDArray
 
 from gnnplan.planner.graph.graph import CsrEdges, Graph, in_neighbours
 from gnnplan.planner.graph.load import load
-from gnnplan.planner.graph.partition import evenly, undirected
-from gnnplan.planner.graph.partitioners import by_kaminpar
+from gnnplan.planner.graph.partition import by_kaminpar, evenly, undirected
 
 PER_VERTEX, TRAINED = 20, 0.1
 ONCE = 20_000_000  # larger graphs are partitioned once

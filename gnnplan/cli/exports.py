@@ -38,8 +38,7 @@ def view_traces(directory: Path, *, output: Path, viewer: str = "perfetto") -> N
     """
     from gnnplan.planner.graph.arrays import must_be_new
     from gnnplan.planner.vocabulary.files import must_be_writable, one_of
-    from gnnplan.planner.vocabulary.hta import write_for_hta
-    from gnnplan.planner.vocabulary.trace import merge_traces
+    from gnnplan.planner.vocabulary.trace import merge_traces, write_for_hta
 
     viewer = one_of("--for", viewer, VIEWERS)
     if viewer == "hta":

@@ -4,10 +4,9 @@
     cost.py          `Cost`: converts work and transfers to seconds
     compute.py       seconds of computation on one device (roofline)
     shared_cores.py  slowdown of CPU ranks that share the cores of their machine
-    transfer.py      `Transfer`: a latency, and the seconds for which it occupies each port
-    ports.py         which ports a message passes; messages.py: sets of messages between ranks
-    places.py        which ranks share a server, an island, a PCIe switch or a NIC
-    fabric.py        the network between servers
+    ports.py         which ports messages between ranks pass, and the seconds that they occupy each
+    places.py        which ranks share a server, an island, a PCIe switch or a NIC; the network
+                     between servers
     all_reduce.py    seconds for which an all-reduce occupies each port
     collectives.py   the algorithms of an all-reduce
     placement.py     proposals of which GPU each rank sits on

@@ -12,11 +12,9 @@ from typing import NamedTuple
 import numpy as np
 
 from gnnplan.planner.cluster.collectives import Algorithm, AllReduce, ReducePhase, all_reduce
-from gnnplan.planner.cluster.messages import MessageList
 from gnnplan.planner.cluster.places import LINK_NAMES
-from gnnplan.planner.cluster.ports import MessagePorts
+from gnnplan.planner.cluster.ports import MessageList, MessagePorts, Transfer, add, seconds_of
 from gnnplan.planner.cluster.spec import Link, LinkName
-from gnnplan.planner.cluster.transfer import Transfer, add, seconds_of
 from gnnplan.planner.vocabulary.numbers import Number, ranges, slowest, total
 
 

@@ -1,7 +1,6 @@
 """Seconds of computation on one device: a roofline for each kind of work.
 
-Transfers are in transfer.py and ports.py, the slowdown of CPU ranks that share cores is in
-shared_cores.py."""
+Transfers are in ports.py, the slowdown of CPU ranks that share cores is in shared_cores.py."""
 
 from __future__ import annotations
 

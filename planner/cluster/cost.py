@@ -3,8 +3,8 @@
 Other rooms use `Cost`. It combines
 
     compute.py        `roofline`: a roofline model for each kind of work
-    transfer.py       a transfer: a latency, and the seconds for which it occupies each port
-    ports.py          `ports`: which ports a message passes, by where its two ranks sit
+    ports.py          `ports`: which ports a message passes, by where its two ranks sit, and the
+                      seconds for which a transfer occupies each
     all_reduce.py     `all_reduces`: their transfers; collectives.py has the algorithms
     shared_cores.py   `cores`: slowdown of CPU ranks that share cores; GPUs are not shared
 
@@ -21,10 +21,9 @@ import numpy as np
 from gnnplan.planner.cluster.all_reduce import AllReduces
 from gnnplan.planner.cluster.compute import Roofline
 from gnnplan.planner.cluster.places import LINK_NAMES, Places
-from gnnplan.planner.cluster.ports import MessagePorts
+from gnnplan.planner.cluster.ports import MessagePorts, Transfer
 from gnnplan.planner.cluster.shared_cores import SharedCores
 from gnnplan.planner.cluster.spec import Cluster, LinkName
-from gnnplan.planner.cluster.transfer import Transfer
 from gnnplan.planner.vocabulary.numbers import SPREAD, Number, slowest
 from gnnplan.planner.vocabulary.outer import Outer, RankMatrix
 from gnnplan.planner.vocabulary.schedule import (

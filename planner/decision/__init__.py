@@ -6,13 +6,13 @@
     recommendation.py  draws of uncertain predictions: chances, ranges and regrets
     dtypes.py          float32 or rounded rows (--dtype auto)
     modes.py           the whole training, full-graph and mini-batch, on all numbers of GPUs
-    epochs.py          how many epochs a training has
     summary.py         the lines at the beginning of a plan
     explain.py         all reasons for a plan
     sensitivity.py     the links, devices and depths that would change the choice
     sweep.py           the decision at many values of some fields
     scale.py           the decision on increasing numbers of GPUs: whether to distribute at all
-    objective.py       the quantity to minimise: time, cost, energy or value
+    objective.py       the quantity to minimise: time, cost, energy or value; how many epochs a
+                       training has
     plan.py            writes and reads plan.json
     answer.py          a strategy of a plan with its numbers; replaces a plan's best (--strategy)
 

@@ -12,9 +12,8 @@ from numpy.typing import NDArray
 from gnnplan.planner.cluster.doubt import DRAWS, drawn
 from gnnplan.planner.cluster.placement import proposed
 from gnnplan.planner.cluster.spec import MOST_PAIRED
-from gnnplan.planner.decision.epochs import Epochs
 from gnnplan.planner.decision.memory_needed import must_fit_servers
-from gnnplan.planner.decision.objective import TIME, Objective, dollars_per_second
+from gnnplan.planner.decision.objective import TIME, Epochs, Objective, dollars_per_second
 from gnnplan.planner.decision.recommendation import missed
 from gnnplan.planner.problem.problem import Problem
 from gnnplan.planner.strategies.base import Memory, Strategy

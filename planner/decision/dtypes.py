@@ -12,8 +12,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from gnnplan.planner.decision.candidate import Candidate
-from gnnplan.planner.decision.epochs import with_fields
 from gnnplan.planner.decision.explain import rounded_products, rounding_cost, rounding_runs
+from gnnplan.planner.decision.objective import with_fields
 from gnnplan.planner.decision.plan import answer
 from gnnplan.planner.decision.recommendation import SURE_SHARE
 from gnnplan.planner.decision.search import SearchResult, each_of

@@ -12,7 +12,7 @@ from typing import Any
 
 from gnnplan.planner.cluster.places import Port, describe_port
 from gnnplan.planner.decision.candidate import Candidate
-from gnnplan.planner.decision.epochs import ONE
+from gnnplan.planner.decision.objective import ONE
 from gnnplan.planner.decision.recommendation import SURE_SHARE
 from gnnplan.planner.decision.search import SearchResult
 from gnnplan.planner.gnn.workload import ALL

@@ -6,8 +6,8 @@ to distribute at all.
     the full graph    16    1.40 s    0.00622  fastest
     mini-batches       1   83.42 s     0.0232
 
-Each mode is searched with the number of epochs that epochs.py assumes for it. Between the two modes
-the choice is made as between two strategies (search.recommend).
+Each mode is searched with the number of epochs that objective.py assumes for it. Between the two
+modes the choice is made as between two strategies (search.recommend).
 """
 
 from __future__ import annotations
@@ -17,8 +17,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from gnnplan.planner.decision.candidate import Candidate
-from gnnplan.planner.decision.epochs import MODES, Epochs, with_fields
-from gnnplan.planner.decision.objective import watts
+from gnnplan.planner.decision.objective import MODES, Epochs, watts, with_fields
 from gnnplan.planner.decision.recommendation import range_of
 from gnnplan.planner.decision.search import SearchResult, each_of, least_of, recommend
 from gnnplan.planner.problem.problem import Problem

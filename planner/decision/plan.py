@@ -20,14 +20,13 @@ from typing_extensions import TypedDict  # pydantic reads typing's from Python 3
 from gnnplan import __version__
 from gnnplan.planner.cluster.spec import Cluster
 from gnnplan.planner.decision.candidate import Candidate
-from gnnplan.planner.decision.epochs import ONE
-from gnnplan.planner.decision.objective import Objective
+from gnnplan.planner.decision.objective import ONE, Objective
 from gnnplan.planner.decision.recommendation import Array, Outlook, range_of
 from gnnplan.planner.decision.search import SearchResult
 from gnnplan.planner.gnn.workload import Workload
 from gnnplan.planner.graph.graph import Graph
 from gnnplan.planner.graph.load import declared, load
-from gnnplan.planner.graph.partitioners import METHODS
+from gnnplan.planner.graph.partition import METHODS
 from gnnplan.planner.problem.inputs import as_of_now, checked
 from gnnplan.planner.problem.problem import Problem
 from gnnplan.planner.strategies import Strategy, named

@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from gnnplan.planner.cluster import scaling as scaled
 from gnnplan.planner.cluster.spec import Cluster
 from gnnplan.planner.decision.candidate import Candidate
-from gnnplan.planner.decision.epochs import with_fields
+from gnnplan.planner.decision.objective import with_fields
 from gnnplan.planner.decision.search import SearchResult, recommend
 from gnnplan.planner.vocabulary.errors import GnnplanError
 from gnnplan.planner.vocabulary.numbers import Number

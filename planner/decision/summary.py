@@ -21,7 +21,6 @@ from dataclasses import replace
 import numpy as np
 
 from gnnplan.planner.decision.candidate import Candidate, evaluate_or_save_memory
-from gnnplan.planner.decision.epochs import ONE
 from gnnplan.planner.decision.explain import (
     doubted,
     largest_difference,
@@ -30,7 +29,7 @@ from gnnplan.planner.decision.explain import (
     rounded_products,
     within_doubt,
 )
-from gnnplan.planner.decision.objective import NEAR, unit_of
+from gnnplan.planner.decision.objective import NEAR, ONE, unit_of
 from gnnplan.planner.decision.recommendation import range_of
 from gnnplan.planner.decision.search import SearchResult
 from gnnplan.planner.problem.problem import Problem

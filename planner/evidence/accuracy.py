@@ -10,8 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from gnnplan.planner.decision import plan as plans
-from gnnplan.planner.decision.epochs import Epochs
-from gnnplan.planner.decision.objective import Objective, Target, Training
+from gnnplan.planner.decision.objective import Epochs, Objective, Target, Training
 from gnnplan.planner.evidence.recorded import epochs_in
 from gnnplan.planner.gnn.workload import FALLING, Workload, scores_of
 from gnnplan.planner.vocabulary.errors import SpecError

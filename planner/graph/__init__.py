@@ -12,8 +12,7 @@
     fields.py       further named arrays of vertices and edges (edge weights, positions)
     generator.py    generated graphs
     statistics.py   graphs known by statistics only (datasets/*.yaml)
-    partition.py    the part of each vertex
-    partitioners.py calls of METIS and KaMinPar, and balancing of training vertices
+    partition.py    the part of each vertex, by METIS or KaMinPar; balancing of training vertices
     disk_cache.py   the cache on disk for results that take long to compute
     sampling.py     mini-batch sampling: seeds, neighbours, edges and negatives
     splitting.py    the owner of each vertex of a mini-batch (split parallelism)

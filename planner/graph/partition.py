@@ -1,14 +1,22 @@
-"""Partitioning: the part of each vertex, by a library (partitioners.py) or ignoring edges.
+"""Partitioning: the part of each vertex, by a library or ignoring edges.
 
-Partitions of libraries are cached on disk, keyed by the hash of the graph's content
-(disk_cache.py)."""
+The libraries are METIS, which is a dependency, and KaMinPar, which an extra installs. Both take a
+symmetric CSR without self-loops and minimise the edge cut. KaMinPar takes less memory and time, and
+its parts have fewer halo rows (docs/reference/partitioners.md). Partitions of libraries are cached
+on disk, keyed by the hash of the graph's content (disk_cache.py)."""
 
 from __future__ import annotations
 
+import math
+import os
+import tempfile
+from contextlib import nullcontext
 from hashlib import blake2b
+from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
 
 import numpy as np
+import pymetis
 from numpy.typing import NDArray
 
 from gnnplan.planner.gnn.workload import AUTO
@@ -24,17 +32,207 @@ from gnnplan.planner.graph.graph import (
     matrix_of,
 )
 from gnnplan.planner.graph.part_folder import PartGraph
-from gnnplan.planner.graph.partitioners import (
-    METHODS,
-    MOST_MARKED,
-    cut,
-    even_out,
-    library_of,
-    version_of,
-)
+from gnnplan.planner.graph.sampling import GOLDEN, mix
 from gnnplan.planner.vocabulary.errors import SpecError
-from gnnplan.planner.vocabulary.files import one_of
-from gnnplan.planner.vocabulary.numbers import runs
+from gnnplan.planner.vocabulary.files import cannot_write, one_of
+from gnnplan.planner.vocabulary.numbers import ranges, runs
+from gnnplan.planner.vocabulary.progress import inner_phase
+from gnnplan.planner.vocabulary.units import show_bytes
+
+# -- partitioners ----------------------------------------------------------------------------------
+
+
+METHODS = ("metis", "metis-volume", "kaminpar", "kaminpar-train", "hash", "random")
+BLIND = ("hash", "random")  # methods that ignore edges
+TOLD_EDGES = 1_000_000  # directed edges from which progress reports partitioning as a phase
+MOST_EDGES = 80_000_000  # most directed edges passed to METIS; with the graph it then takes 11 GB
+# [B] that METIS takes per directed edge: 64-bit numbers, and a graph per level. 76 to 120 were
+# measured (docs/reference/mini-batches.md).
+EDGE_BYTES = 120
+IMBALANCE = 0.03  # share of the mean by which a part may be larger: METIS's default for k-way cuts
+# KaMinPar's vertex weight is 1 + EDGE_SHARE * degree / mean degree. With equal weights one of 64
+# parts of an R-MAT graph gets 14 times the mean number of edges, with these weights 2.1 times.
+EDGE_SHARE = 0.25
+MOST_MARKED = 1.08  # largest ratio of a part's (training) vertices to the mean over parts
+CANDIDATES = 4  # vertices considered per vertex that moves: those with the fewest edges
+
+
+def library_of(method: str) -> str:
+    """Return the library of a method; blind methods use METIS to subdivide parts and cluster."""
+    return "kaminpar" if method.startswith("kaminpar") else "metis"
+
+
+def version_of(library: str) -> str:
+    """Return the library's name and version for cache keys; versions give different partitions."""
+    try:
+        return f"{library} {version('pymetis' if library == 'metis' else library)}"
+    except PackageNotFoundError:  # the call of the library raises the error that users read
+        return library
+
+
+def cut(method: str, edges: Csr, parts: int, seed: int, weights: Array | None = None) -> Owner:
+    """Return the part of each vertex of a symmetric CSR; contiguous parts in trivial cases.
+
+    weights: of vertices, whole numbers >= 0, whose sums per part are balanced; ignored where a part
+    would hold fewer than three of the largest."""
+    vertices = len(edges.indptr) - 1
+    if parts in (1, vertices) or not len(edges.indices):  # METIS divides by the number of edges
+        return (np.arange(vertices) * parts // max(vertices, 1)).astype(np.int32)
+    loads = None
+    weights = None if weights is None else np.asarray(weights, dtype=np.int64)
+    # METIS prints warnings and fails with weights of 0, and where a part would hold one or two
+    # vertices. So weights are raised above 0, and ignored where a part would be that small.
+    if weights is not None and int(weights.sum()) >= 3 * parts * int(weights.max()) > 0:
+        scale = max(1, min(1000, 2**30 // int(weights.sum())))
+        loads = 1 + scale * weights
+    name = "KaMinPar" if library_of(method) == "kaminpar" else "METIS"
+    told = inner_phase(f"partitioning into {parts:,} parts by {name}")
+    with told if len(edges.indices) >= TOLD_EDGES else nullcontext():
+        if name == "KaMinPar":
+            return by_kaminpar(edges, parts, seed, loads)
+        return by_metis(edges, parts, seed, loads, objtype=int(method == "metis-volume"))
+
+
+def by_kaminpar(
+    edges: Csr, parts: int, seed: int, loads: Array | None = None, threads: int = 1
+) -> Owner:
+    """Return KaMinPar's part of each vertex of a symmetric CSR.
+
+    loads: weights of vertices, whole numbers; by default weights grow with the degree. With one
+    thread the same seed gives the same parts, with several it does not. Raises SpecError if
+    KaMinPar is not installed or the temporary file of the graph cannot be written."""
+    try:
+        import kaminpar
+    except ImportError as error:
+        raise SpecError(
+            f"the partitioner kaminpar cannot be imported ({error}); pip install"
+            " 'gnnplan[kaminpar]', or use --partitioner metis"
+        ) from error
+    # ParHIP's binary format: a header, the file offset of each row, edges, loads. Bits of the
+    # header's first number mean that edges have no weights (1), and that ids (8) and weights of
+    # vertices (16) are int32.
+    degree = np.diff(edges.indptr)
+    if loads is None:
+        loads = np.rint(100 * (1 + EDGE_SHARE * degree / degree.mean()))
+    parhip = (
+        np.array([1 | 8 | 16, degree.size, len(edges.indices)], np.uint64),
+        (8 * (3 + degree.size + 1) + 4 * edges.indptr.astype(np.int64)).astype(np.uint64),
+        np.ascontiguousarray(edges.indices, np.uint32),
+        loads.astype(np.uint32),
+    )
+    kaminpar.reseed(seed)
+    cutter = kaminpar.KaMinPar(threads, kaminpar.default_context())
+    try:  # KaMinPar's Python interface reads graphs from files only
+        with tempfile.NamedTemporaryFile(prefix="gnnplan-", suffix=".parhip") as file:
+            for array in parhip:
+                file.write(array.data)
+            file.flush()
+            graph = kaminpar.load_graph(file.name, kaminpar.GraphFileFormat.PARHIP)
+    except OSError as error:
+        raise cannot_write(f"{tempfile.gettempdir()}: a graph for KaMinPar", error) from error
+    return np.array(cutter.compute_partition(graph, parts, IMBALANCE), dtype=np.int32)
+
+
+def even_out(edges: Csr, part: Owner, parts: int, marked: NDArray[np.bool_]) -> Owner:
+    """Balance the `marked` vertices [N] in place, to at most MOST_MARKED times the mean per part.
+
+    Marked vertices move from the fullest part to the emptiest, and as many unmarked vertices move
+    back, if there are any. Vertices whose move increases the edge cut least go first."""
+    indptr, counts = edges.indptr, np.bincount(part[marked], minlength=parts)
+    most = math.ceil(MOST_MARKED * counts.mean())
+    while counts.max() > most:
+        full, empty = int(counts.argmax()), int(counts.argmin())
+        count = int(min(counts[full] - most, most - counts[empty]))
+        for here, there, which in ((full, empty, marked), (empty, full, ~marked)):
+            rows = np.flatnonzero((part == here) & which)
+            degree = indptr[rows + 1] - indptr[rows]
+            few = np.argsort(degree, kind="stable")[: CANDIDATES * count]
+            rows, degree = rows[few], degree[few]
+            ends = part[edges.indices[ranges(indptr[rows], degree)]]
+            pull = (ends == there).astype(np.float64) - (ends == here)
+            gain = np.bincount(np.repeat(np.arange(rows.size), degree), pull, rows.size)
+            part[rows[np.argsort(-gain, kind="stable")[:count]]] = there
+        counts[full] -= count
+        counts[empty] += count
+    return part
+
+
+def by_metis(
+    edges: Csr,
+    parts: int,
+    seed: int,
+    loads: Array | None = None,
+    weights: Array | None = None,
+    **options: int,
+) -> Owner:
+    """Return METIS's part of each vertex of a symmetric CSR.
+
+    loads: weights of vertices. weights: of edges."""
+    adjacency, weights = for_metis(edges, weights)
+    # C's generator gives the same random numbers for seeds 0 and 1
+    chosen = pymetis.Options(seed=seed + 1, **options)
+    try:
+        found = pymetis.part_graph(
+            parts, adjacency, vweights=loads, eweights=weights, recursive=False, options=chosen
+        )
+    except RuntimeError as error:  # METIS gives no reason
+        raise SpecError(
+            f"METIS failed on {len(edges.indices):,} directed edges ({error}), as it does where"
+            " memory is short; use --partitioner kaminpar or hash (gsplit: splitter='random')"
+        ) from error
+    return np.asarray(found.vertex_part, dtype=np.int32)
+
+
+def for_metis(
+    edges: Csr, weights: Array | None = None
+) -> tuple[pymetis.CSRAdjacency, Array | None]:
+    """Return a symmetric CSR and its edge weights as 64-bit integers, METIS's own type.
+
+    A CSR of more than MOST_EDGES edges is thinned. Raises SpecError if METIS would run out of
+    memory."""
+    indptr, indices = edges.indptr, edges.indices
+    count = min(len(indices), MOST_EDGES)
+    need, memory = EDGE_BYTES * count, os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    if need > memory:  # the system would kill the process without a message
+        raise SpecError(
+            f"METIS takes up to about {EDGE_BYTES} bytes per directed edge (edges: {count:,}, so"
+            f" {show_bytes(need)}; memory of this machine: {show_bytes(memory)}); use the"
+            " partitioner kaminpar, hash or random (gsplit: splitter='random'), or a machine with"
+            " more memory"
+        )
+    if len(indices) > MOST_EDGES:
+        kept = thinned(edges, MOST_EDGES)
+        indptr = np.concatenate([[0], np.cumsum(kept, dtype=np.int64)])[indptr]
+        indices, weights = indices[kept], None if weights is None else weights[kept]
+    adjacency = pymetis.CSRAdjacency(indptr.astype(np.int64), indices.astype(np.int64))
+    return adjacency, None if weights is None else weights.astype(np.int64, copy=False)
+
+
+def thinned(edges: Csr, most: int) -> NDArray[np.bool_]:
+    """Return a mask [E] that keeps about `most` edges of a symmetric CSR.
+
+    An edge is kept in both directions or in none, and the same edges are kept on every machine.
+    Edge (u, v) is kept with probability min(1, c / min(degree u, degree v)). Edges between two hubs
+    matter least to a cut, and no vertex loses all its neighbours. Sparsifiers sample by effective
+    resistance, which is about 1 / degree (Spielman & Srivastava 2008)."""
+    indices, degree = edges.indices, np.diff(edges.indptr).astype(np.int32)
+    into = np.repeat(np.arange(len(degree), dtype=np.int32), degree)
+    low = np.minimum(degree[into], degree[indices])
+    counts, degrees = np.bincount(low), np.arange(low.max() + 1).clip(min=1)
+    shares = np.cumsum(counts / degrees)
+    # expected number of edges kept for c = 0, 1, 2, ..
+    kept = np.cumsum(counts) + np.arange(counts.size) * (shares[-1] - shares)
+    c = np.interp(most, kept, np.arange(counts.size))
+    pair = np.minimum(into, indices).astype(np.uint64) << np.uint64(32) | np.maximum(
+        into, indices
+    ).astype(np.uint64)
+    del into
+    threshold = (np.minimum(1, c / degrees) * 2.0**32).astype(np.uint64)
+    return np.asarray(mix(pair * GOLDEN) >> np.uint64(32) < threshold[low])
+
+
+# -- partitions ------------------------------------------------------------------------------------
+
 
 FEW_EDGES = 5_000_000  # directed edges up to which METIS takes only seconds
 AT_ONCE = 1 << 22  # edges processed at a time

@@ -31,8 +31,7 @@ from numpy.typing import NDArray
 from gnnplan.planner.gnn.workload import Workload
 from gnnplan.planner.graph.disk_cache import cached
 from gnnplan.planner.graph.graph import Graph, Owner, both_ways, matrix_of
-from gnnplan.planner.graph.partition import check_parts, repair
-from gnnplan.planner.graph.partitioners import by_metis, version_of
+from gnnplan.planner.graph.partition import by_metis, check_parts, repair, version_of
 from gnnplan.planner.graph.sampling import drawn_as, frontier, presampled, seeds_in
 from gnnplan.planner.vocabulary.errors import SpecError
 from gnnplan.planner.vocabulary.files import suggest

@@ -14,8 +14,12 @@ import numpy as np
 
 from gnnplan.planner.graph.disk_cache import cached
 from gnnplan.planner.graph.graph import Graph, GraphStats
-from gnnplan.planner.graph.partition import edges_between, partition_weighted
-from gnnplan.planner.graph.partitioners import library_of, version_of
+from gnnplan.planner.graph.partition import (
+    edges_between,
+    library_of,
+    partition_weighted,
+    version_of,
+)
 from gnnplan.planner.ownership.estimated_layout import expected_halo_rows, mixing_of
 from gnnplan.planner.vocabulary.outer import Outer, RankMatrix
 

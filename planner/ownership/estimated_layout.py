@@ -28,7 +28,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from gnnplan.planner.graph.graph import GraphStats
-from gnnplan.planner.graph.partitioners import BLIND
+from gnnplan.planner.graph.partition import BLIND
 from gnnplan.planner.ownership.layout import Expansion, LayerCounts
 from gnnplan.planner.vocabulary.outer import Outer
 

@@ -16,8 +16,7 @@ from gnnplan.planner.cluster.spec import LISTS, MOST_PAIRED, MOST_RANKS, Cluster
 from gnnplan.planner.gnn.model import Model, describe
 from gnnplan.planner.gnn.workload import BALANCED, METRICS, Workload
 from gnnplan.planner.graph.graph import Graph, GraphStats, with_inputs
-from gnnplan.planner.graph.partition import partition
-from gnnplan.planner.graph.partitioners import BLIND
+from gnnplan.planner.graph.partition import BLIND, partition
 from gnnplan.planner.graph.sampling import expect_held_out, hold_out
 from gnnplan.planner.graph.splitting import IMBALANCE, owners
 from gnnplan.planner.ownership.chunks import ChunkCounts, Chunks, cut_parts, estimated_chunks

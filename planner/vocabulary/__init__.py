@@ -1,8 +1,8 @@
 """Types and helpers that all packages of the planner, the simulator and the executor use.
 
     schedule.py   tasks, their work and their dependencies
-    trace.py      spans recorded or simulated, and the trace files that Perfetto opens
-    hta.py        traces in the format that Holistic Trace Analysis reads
+    trace.py      spans recorded or simulated, and trace files for Perfetto and Holistic Trace
+                  Analysis
     errors.py     errors that a user sees, and their exit codes
     units.py      quantities with units as text: '25GB/s'
     knobs.py      strategies with knobs as text: 'gnnpipe(stages=4)'

@@ -8,8 +8,7 @@ from typing import Any, NamedTuple
 import networkx as nx
 from hypothesis import strategies as st
 
-from gnnplan.planner.cluster.fabric import Node, links
-from gnnplan.planner.cluster.places import Places, Port, attached
+from gnnplan.planner.cluster.places import Node, Places, Port, attached, links
 from gnnplan.planner.cluster.spec import Cluster, Fabric, Link
 
 LINKS = st.builds(

@@ -11,10 +11,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from gnnplan.planner.graph import disk_cache
-from gnnplan.planner.graph import partitioners as module
+from gnnplan.planner.graph import partition as module
 from gnnplan.planner.graph.graph import CsrEdges, in_neighbours
 from gnnplan.planner.graph.load import load
 from gnnplan.planner.graph.partition import (
+    METHODS,
     chosen,
     evenly,
     locality_order,
@@ -23,7 +24,6 @@ from gnnplan.planner.graph.partition import (
     repair,
     undirected,
 )
-from gnnplan.planner.graph.partitioners import METHODS
 from gnnplan.planner.graph.splitting import split
 from gnnplan.planner.ownership.layout import Layout
 from gnnplan.planner.vocabulary.errors import SpecError

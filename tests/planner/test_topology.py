@@ -14,9 +14,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from gnnplan.planner.cluster.cost import Cost
-from gnnplan.planner.cluster.fabric import links
 from gnnplan.planner.cluster.placement import fewer, proposed
-from gnnplan.planner.cluster.places import attached, describe_port
+from gnnplan.planner.cluster.places import attached, describe_port, links
 from gnnplan.planner.cluster.spec import Cluster, Device, Fabric, Link
 from gnnplan.planner.decision.candidate import evaluate
 from gnnplan.planner.decision.explain import tightest

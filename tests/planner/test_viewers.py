@@ -7,8 +7,7 @@ import pytest
 from calls import call
 
 from gnnplan.planner.vocabulary.errors import SpecError
-from gnnplan.planner.vocabulary.hta import write_for_hta
-from gnnplan.planner.vocabulary.trace import Span, merge_traces, write_traces
+from gnnplan.planner.vocabulary.trace import Span, merge_traces, write_for_hta, write_traces
 
 SPANS = [
     Span("halo:f:l0:s-1", "halo", 0, "comm", 9.0, 9.5, 80, -1),

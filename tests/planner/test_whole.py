@@ -11,8 +11,7 @@ from examples import NIGHT
 
 import gnnplan
 from gnnplan.api.simulation import Playing
-from gnnplan.planner.decision.epochs import Epochs, stated
-from gnnplan.planner.decision.objective import NEAR, START_S, USUAL_PRICE, WAITING
+from gnnplan.planner.decision.objective import NEAR, START_S, USUAL_PRICE, WAITING, Epochs, stated
 from gnnplan.planner.decision.plan import read
 from gnnplan.planner.evidence.accuracy import objective_of
 from gnnplan.planner.graph.load import load

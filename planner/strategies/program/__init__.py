@@ -1,12 +1,12 @@
 """Programs: the operations of all ranks, and the predictions computed from them.
 
     Strategy.program(problem) -> Program -> account.py    bytes, and seconds without contention
-                                         -> schedule.py   every rank's tasks
+                                         -> schedule.py   every rank's tasks, in order
                                          -> traffic()     bytes from rank to rank, to place ranks
                                          -> memory.py     each rank's peak memory
 
     program.py    Op, one operation of the ranks; OpMemory, its memory; Program, an epoch's steps
-    order.py      the order of operations, and the dependencies of each
+    schedule.py   the order of operations, the dependencies of each, and every rank's tasks
     price.py      seconds and bytes of one operation
     path.py       seconds without contention: the longest path over lanes and ranks
     memory.py     peak memory: operations in their order, weights, libraries

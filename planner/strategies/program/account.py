@@ -20,7 +20,7 @@ from typing import Any
 
 import numpy as np
 
-from gnnplan.planner.cluster.transfer import add, busiest
+from gnnplan.planner.cluster.ports import add, busiest
 from gnnplan.planner.problem.problem import Problem
 from gnnplan.planner.strategies.program.path import Prices, path_of
 from gnnplan.planner.strategies.program.price import bytes_of, distinct_ranks, price_of

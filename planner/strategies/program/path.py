@@ -5,11 +5,11 @@
     reduce                                                            |all_reduce|
 
 An operation begins when its lane is free and the operations that it waits for have ended
-(order.py). Each rank begins computation, sampling and loads by itself. A transfer begins when the
-last of its ranks is ready, and ends on all of its ranks at the same time, so it synchronises them.
-The work between two synchronisations is summed before it is priced, because its duration depends on
-the cores that ranks share. Transfers of several lanes that overlap contend for ports; other
-operations that overlap do not.
+(schedule.py). Each rank begins computation, sampling and loads by itself. A transfer begins when
+the last of its ranks is ready, and ends on all of its ranks at the same time, so it synchronises
+them. The work between two synchronisations is summed before it is priced, because its duration
+depends on the cores that ranks share. Transfers of several lanes that overlap contend for ports;
+other operations that overlap do not.
 
 A pipeline of chunks is computed without a loop over chunks:
 
@@ -33,10 +33,9 @@ from typing import NamedTuple
 
 import numpy as np
 
+from gnnplan.planner.cluster.ports import busiest
 from gnnplan.planner.cluster.shared_cores import SharedCores
-from gnnplan.planner.cluster.transfer import busiest
 from gnnplan.planner.problem.cache import Cache
-from gnnplan.planner.strategies.program.order import by_group, queue
 from gnnplan.planner.strategies.program.price import Price
 from gnnplan.planner.strategies.program.program import (
     Group,
@@ -47,6 +46,7 @@ from gnnplan.planner.strategies.program.program import (
     Receive,
     Step,
 )
+from gnnplan.planner.strategies.program.schedule import by_group, queue
 from gnnplan.planner.vocabulary.numbers import Number, largest, slowest, total
 from gnnplan.planner.vocabulary.schedule import Label
 

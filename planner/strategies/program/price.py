@@ -10,7 +10,7 @@ from typing import NamedTuple
 import numpy as np
 
 from gnnplan.planner.cluster.cost import Transfer
-from gnnplan.planner.cluster.transfer import add, busiest
+from gnnplan.planner.cluster.ports import add, busiest
 from gnnplan.planner.problem.problem import Problem
 from gnnplan.planner.strategies.program.program import (
     AllReduce,

@@ -171,7 +171,7 @@ class Program:
     lead: int = 0  # operations that are `ahead` may begin so many steps before their own
     samplers: int = 1  # sampler processes of a rank, which take turns at the steps
     chunks: Callable[[int], Sequence[int]] = lambda step: ()  # step -> order of the chunks
-    order: Order | None = None  # None: step after step (order.py)
+    order: Order | None = None  # None: step after step (schedule.py)
     in_flight: int = 1  # number of steps until the overlap of steps is in its steady state
     period: int = 1  # epochs
 
