@@ -49,7 +49,7 @@ from gnnplan.planner.vocabulary.schedule import Label
 from gnnplan.planner.vocabulary.trace import MOST_SPANS, read_trace, trace_of, write_traces
 
 if TYPE_CHECKING:
-    from gnnplan.executor.strategies.gradient_errors import GradientErrors
+    from gnnplan.executor.strategies.layerwise import GradientErrors
 
 TRACED_EPOCHS = 5  # least number of epochs with spans in the trace
 T = TypeVar("T")
@@ -89,7 +89,7 @@ def train(
 
 def _measuring(worker: Worker, learner: Learner) -> GradientErrors:
     """Make the measurement of gradient errors; import its module only if it is asked for."""
-    from gnnplan.executor.strategies.gradient_errors import GradientErrors
+    from gnnplan.executor.strategies.layerwise import GradientErrors
     from gnnplan.executor.strategies.layerwise import Worker as LayerwiseWorker
 
     assert isinstance(worker, LayerwiseWorker)  # launch/run_request.py refuses others

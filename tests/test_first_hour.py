@@ -17,8 +17,7 @@ from gnnplan import load_plan
 from gnnplan.cli import app
 from gnnplan.planner.cluster.spec import PRESETS
 from gnnplan.planner.graph.load import load
-from gnnplan.planner.problem.fitted import kept_factors, read_fitted
-from gnnplan.planner.problem.inputs import read_cluster
+from gnnplan.planner.problem.inputs import kept_factors, read_cluster, read_fitted
 from gnnplan.planner.strategies import named, parse
 from gnnplan.planner.vocabulary.errors import SpecError
 

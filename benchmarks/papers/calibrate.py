@@ -1,6 +1,6 @@
 """Fits at most three constants of a testbed to printed figures.
 
-A constant is a factor on a number of the testbed's preset (planner/problem/fitted.py). A Fit names
+A constant is a factor on a number of the testbed's preset (planner/problem/inputs.py). A Fit names
 the rows to which its constants are fitted. These rows are never scored with these constants:
 `leave_one_out` scores each dataset with constants fitted to the other datasets.
 
@@ -32,10 +32,10 @@ from gnnplan.papers import published, their_software
 from gnnplan.papers.figures import predict
 from gnnplan.papers.interpret import testbed, whole
 from gnnplan.papers.question import Row, Skip, Testbeds
-from gnnplan.planner.cluster.scaling import fitted as fitted_factors
+from gnnplan.planner.cluster.doubt import fitted as fitted_factors
 from gnnplan.planner.cluster.spec import Cluster
-from gnnplan.planner.problem import fitted
-from gnnplan.planner.problem.fitted import SAME, kept_factors
+from gnnplan.planner.problem import inputs
+from gnnplan.planner.problem.inputs import SAME, kept_factors
 from gnnplan.planner.vocabulary.errors import GnnplanError
 
 MOST = 3  # most constants of a testbed
@@ -51,7 +51,7 @@ def whose(row: Row) -> str:
 
 def scaled(row: Row, factors: Mapping[str, float]) -> Cluster:
     """Return the row's testbed with these factors on its constants."""
-    return fitted.scaled(testbed(row), factors, row["model"])
+    return inputs.scaled(testbed(row), factors, row["model"])
 
 
 # -- fitting ---------------------------------------------------------------------------------------

@@ -8,11 +8,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass, fields, replace
 
-from gnnplan.planner.gnn.amounts import LOCAL, NOTHING, ROWS, SOURCES, Amount
 from gnnplan.planner.gnn.kinds import LayerSpec
 from gnnplan.planner.gnn.layer import LayerRecord
 from gnnplan.planner.gnn.model import Model
-from gnnplan.planner.gnn.trace import Work
+from gnnplan.planner.gnn.trace import LOCAL, NOTHING, ROWS, SOURCES, Amount, Work
 from gnnplan.planner.problem.problem import Problem
 
 # passes over memory

@@ -33,11 +33,10 @@ from gnnplan.papers.question import Params, Question, Row
 from gnnplan.papers.their_passes import TheirModel, TheirProblem
 from gnnplan.planner.cluster.compute import SECTOR, WARP_LINE
 from gnnplan.planner.cluster.spec import Cluster, Link
-from gnnplan.planner.gnn.amounts import EDGES, NOTHING, Amount
 from gnnplan.planner.gnn.kinds import LayerSpec
 from gnnplan.planner.gnn.layer import LayerRecord
 from gnnplan.planner.gnn.model import Model
-from gnnplan.planner.gnn.trace import GatherAmounts, Work
+from gnnplan.planner.gnn.trace import EDGES, NOTHING, Amount, GatherAmounts, Work
 from gnnplan.planner.strategies.minibatch.on_batches import OnBatches
 from gnnplan.planner.vocabulary.files import quoted
 from gnnplan.planner.vocabulary.numbers import Number

@@ -246,7 +246,7 @@ def must_be_measurable(options: Options, strategy: Strategy) -> None:
     """Raise SpecError if the options ask for errors that this strategy cannot measure.
 
     Gradients are compared with those of the strategy's exact twin: the same worker, with exchanges
-    of fresh whole rows (strategies/gradient_errors.py).
+    of fresh whole rows (strategies/layerwise.py).
     """
     if options.staleness_errors and isinstance(strategy, GraphParallel) and strategy.codec.packs:
         raise SpecError(

@@ -5,9 +5,8 @@ Files have the names of planner/strategies/. Spans have the labels of the planne
     base.py              the interface of a strategy to the training loop
     graph_parallel.py    graph parallel, PipeGCN, bns: halos exchanged before each layer;
                          features, fetched at set-up
-    layerwise.py         their training step, forward and backward
+    layerwise.py         their training step, forward and backward; errors of its gradient
     halo.py              their halo exchange: fresh, cached, stale and packed rows
-    gradient_errors.py   errors of a step's gradient against the exact gradient
     feature_parallel.py  sums over edges on columns of all rows
     tensor3d.py          a tile of every tensor on each rank of a grid
     offload.py           chunks that pass the device, with vertex data in the server's memory

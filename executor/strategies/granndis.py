@@ -21,7 +21,7 @@ from gnnplan.executor.strategies.layerwise import Worker
 from gnnplan.planner.ownership.layout import Layout
 from gnnplan.planner.problem.problem import Problem
 from gnnplan.planner.strategies import GraNNDis
-from gnnplan.planner.strategies.layerwise.buckets import buckets_of
+from gnnplan.planner.strategies.layerwise.exchange import buckets_of
 from gnnplan.planner.vocabulary.schedule import Label
 
 

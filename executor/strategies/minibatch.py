@@ -34,8 +34,7 @@ from gnnplan.planner.graph.sampling import Pairs, count_items, fetched, held_out
 from gnnplan.planner.ownership.layout import Layout
 from gnnplan.planner.problem.problem import Problem
 from gnnplan.planner.strategies import P3, DataParallel, GSplit
-from gnnplan.planner.strategies.layerwise.buckets import buckets_of
-from gnnplan.planner.strategies.layerwise.exchange import ExchangeOptions
+from gnnplan.planner.strategies.layerwise.exchange import ExchangeOptions, buckets_of
 from gnnplan.planner.strategies.minibatch.adjacency_store import Structure
 from gnnplan.planner.vocabulary.schedule import Label
 from gnnplan.planner.vocabulary.trace import Span

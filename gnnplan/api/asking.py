@@ -19,8 +19,13 @@ from gnnplan.planner.graph.graph import Cut, Graph
 from gnnplan.planner.graph.load import load, source_of, well_known
 from gnnplan.planner.graph.part_folder import digest_of
 from gnnplan.planner.graph.partition import METHODS, chosen
-from gnnplan.planner.problem.fitted import read_fitted
-from gnnplan.planner.problem.inputs import apply_overrides, ask_workload, checked, with_fields
+from gnnplan.planner.problem.inputs import (
+    apply_overrides,
+    ask_workload,
+    checked,
+    read_fitted,
+    with_fields,
+)
 from gnnplan.planner.problem.problem import Problem, with_ranks
 from gnnplan.planner.vocabulary.errors import SpecError
 from gnnplan.planner.vocabulary.files import cache_dir, one_of

@@ -22,7 +22,7 @@ from gnnplan.planner.evidence.validate import (
     per_operation,
     predicted_per_operation,
 )
-from gnnplan.planner.problem.fitted import read_fitted
+from gnnplan.planner.problem.inputs import read_fitted
 from gnnplan.planner.problem.problem import Problem
 from gnnplan.planner.strategies import Prediction, Strategy
 from gnnplan.planner.vocabulary.errors import Infeasible, SpecError

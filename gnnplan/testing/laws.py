@@ -33,7 +33,7 @@ from gnnplan.planner.strategies import (
     named,
     parse,
 )
-from gnnplan.planner.strategies.layerwise.buckets import CLAIM
+from gnnplan.planner.strategies.layerwise.exchange import CLAIM
 from gnnplan.planner.vocabulary.schedule import Collective, Ring, Schedule, Send
 from gnnplan.simulator.player import TaskGraph, play, serial
 from gnnplan.testing.drawing import draw

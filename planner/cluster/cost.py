@@ -2,11 +2,11 @@
 
 Other rooms use `Cost`. It combines
 
-    compute.py        `roofline`: a roofline model for each kind of work
+    compute.py        `roofline`: a roofline model for each kind of work; `cores`: slowdown of CPU
+                      ranks that share cores; GPUs are not shared
     ports.py          `ports`: which ports a message passes, by where its two ranks sit, and the
                       seconds for which a transfer occupies each
-    all_reduce.py     `all_reduces`: their transfers; collectives.py has the algorithms
-    shared_cores.py   `cores`: slowdown of CPU ranks that share cores; GPUs are not shared
+    all_reduce.py     `all_reduces`: their algorithms and transfers
 
 Without contention a transfer takes its latency plus the seconds of its busiest port. No schedule
 can be faster than the sum of all seconds of a port, and on a non-blocking fabric max-min fair flows
@@ -19,10 +19,9 @@ from collections.abc import Sequence
 import numpy as np
 
 from gnnplan.planner.cluster.all_reduce import AllReduces
-from gnnplan.planner.cluster.compute import Roofline
+from gnnplan.planner.cluster.compute import Roofline, SharedCores
 from gnnplan.planner.cluster.places import LINK_NAMES, Places
 from gnnplan.planner.cluster.ports import MessagePorts, Transfer
-from gnnplan.planner.cluster.shared_cores import SharedCores
 from gnnplan.planner.cluster.spec import Cluster, LinkName
 from gnnplan.planner.vocabulary.numbers import SPREAD, Number, slowest
 from gnnplan.planner.vocabulary.outer import Outer, RankMatrix

@@ -9,7 +9,7 @@ The ports follow from where the two ranks sit:
                         other switches, and the links of the fabric on the route (places.py)
     no peer access      except in islands: both GPUs' links to their server's memory, and the
                         bridge that all GPUs of the server share
-    ranks on a CPU      also the cores at both ends, which copy (shared_cores.py)
+    ranks on a CPU      also the cores at both ends, which copy (compute.py)
 
 A `Transfer` has a latency, and the seconds for which messages occupy these ports.
 
@@ -30,8 +30,8 @@ from typing import Literal, NamedTuple
 
 import numpy as np
 
+from gnnplan.planner.cluster.compute import SharedCores
 from gnnplan.planner.cluster.places import Places, Port, Routes
-from gnnplan.planner.cluster.shared_cores import SharedCores
 from gnnplan.planner.cluster.spec import Cluster, Fabric, Link, LinkName
 from gnnplan.planner.vocabulary.numbers import Number, largest, total
 from gnnplan.planner.vocabulary.outer import EqualPairs, Outer, RankMatrix, cells

@@ -17,7 +17,6 @@ import numpy as np
 from numpy.typing import NDArray
 from pydantic import AfterValidator, BeforeValidator, Field, model_validator
 
-from gnnplan.planner.cluster.collectives import Algorithm
 from gnnplan.planner.vocabulary.files import suggest
 from gnnplan.planner.vocabulary.numbers import Number
 from gnnplan.planner.vocabulary.schedule import HostWork
@@ -44,6 +43,7 @@ GEMMS = ("gemm", "gemm_bfloat16", "gemm_tf32")  # matrix-product rates of a devi
 DOUBTED = ("gemm", "memory_bandwidth", "gather", "launch", "overlap_tax")
 PRESETS = Path(__file__).resolve().parent / "presets"
 LinkName = Literal["island", "intra_node", "inter_node"]  # fields of a Cluster
+Algorithm = Literal["ring", "tree", "hierarchical"]  # of an all-reduce (all_reduce.py)
 MOST_RANKS = 8192
 MOST_PAIRED = 1024  # ranks up to which a plan looks at every pair: half a GB of arrays
 MOST_GPUS = 1024  # per server

@@ -14,7 +14,7 @@ from itertools import islice
 import numpy as np
 from numpy.typing import NDArray
 
-from gnnplan.planner.cluster import scaling as scaled
+from gnnplan.planner.cluster import doubt as scaled
 from gnnplan.planner.cluster.spec import Cluster
 from gnnplan.planner.decision.candidate import Candidate
 from gnnplan.planner.decision.objective import with_fields

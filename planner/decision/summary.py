@@ -52,7 +52,7 @@ WORTH_LAUNCHING = 1.1  # least ratio of epochs without and with CUDA graphs that
 MOST_LISTED = 8  # most ranks whose GPUs are listed one by one
 LINKS = {"intra_node": "inside servers", "inter_node": "between servers", "island": "over NVLink"}
 GENERIC = "generic default"  # the provenance of a machine that nobody has measured
-FITTED = "fitted to"  # how the provenance of a fitted constant reads (problem/fitted.py)
+FITTED = "fitted to"  # how the provenance of a fitted constant reads (problem/inputs.py)
 
 
 def summarise(found: SearchResult, turning_points: Sequence[str]) -> dict[str, str]:

@@ -20,7 +20,7 @@ from typing import Any, TypeVar
 
 import numpy as np
 
-from gnnplan.planner.cluster import scaling
+from gnnplan.planner.cluster import doubt as scaled
 from gnnplan.planner.cluster.spec import Cluster
 from gnnplan.planner.decision.candidate import Candidate
 from gnnplan.planner.evidence.recorded import warm_epochs
@@ -270,10 +270,10 @@ def doubt(runs: Sequence[Compared]) -> list[dict[str, Any]]:
 
 # Kind of constants -> function that makes them faster by a factor in a cluster
 SPEEDS: dict[str, Callable[[Cluster, float], Cluster]] = {
-    "computation": scaling.device,
-    "inside": lambda cluster, factor: scaling.messages(cluster, factor, "intra_node"),
+    "computation": scaled.device,
+    "inside": lambda cluster, factor: scaled.messages(cluster, factor, "intra_node"),
     "between": lambda cluster, factor: (
-        scaling.messages(cluster, factor, "inter_node") if cluster.inter_node else cluster
+        scaled.messages(cluster, factor, "inter_node") if cluster.inter_node else cluster
     ),
 }
 
@@ -348,7 +348,7 @@ def _fitted_factors(runs: Sequence[Run]) -> dict[str, float]:
     def misses(factors: dict[str, float]) -> list[float]:
         return [np.log(predicted_s(run, factors) / run.measured_s) for run in runs]
 
-    return scaling.fitted(names, misses, PRIOR_WEIGHT, LARGEST_FACTOR)
+    return scaled.fitted(names, misses, PRIOR_WEIGHT, LARGEST_FACTOR)
 
 
 def same_shape(cluster: Cluster, as_in: Cluster) -> Cluster:

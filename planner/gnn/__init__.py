@@ -6,10 +6,9 @@
     kinds.py        kinds of layers (GCN, GAT, ..), described once for planner and executor
     layer.py        work and memory of a layer on any block, from its operations
     operations.py   work and memory of each operation in torch, forward and backward
-    trace.py        a recorder of operations, which replays them backward as autograd does
+    trace.py        a recorder of operations, which replays them backward as autograd does; amounts
+                    that are linear in a block's rows, sources and edges; products with matrices
     rows.py         storage formats of input rows (dense, CSR), and their bytes
-    products.py     products of rows with a matrix, and the shapes that oneDNN compiles code for
-    amounts.py      amounts that are linear in a block's rows, sources and edges
     codec.py        encodings of rows that ranks send: whole, averaged or packed; bytes and work
     footprint.py    memory of each layer during training
     counted.py      work and memory of a layer of the user's own, as counted by the executor

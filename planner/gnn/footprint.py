@@ -10,12 +10,12 @@ from typing import NamedTuple
 
 import numpy as np
 
-from gnnplan.planner.gnn.amounts import block_of
 from gnnplan.planner.gnn.counted import amount
 from gnnplan.planner.gnn.kinds import LayerSpec
 from gnnplan.planner.gnn.layer import LayerRecord
 from gnnplan.planner.gnn.model import Model
 from gnnplan.planner.gnn.operations import LONG
+from gnnplan.planner.gnn.trace import block_of
 from gnnplan.planner.vocabulary.numbers import Number, largest
 
 # memory of libraries and CUDA context in an idle process [B]

@@ -5,7 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import cache
 
-from gnnplan.planner.gnn.amounts import (
+from gnnplan.planner.gnn.counted import Counted, CountedWork, Linear, amount
+from gnnplan.planner.gnn.kinds import KINDS, LayerSpec, UpdateInputs
+from gnnplan.planner.gnn.operations import Operations
+from gnnplan.planner.gnn.trace import (
     EDGES,
     LOCAL,
     NOTHING,
@@ -13,14 +16,15 @@ from gnnplan.planner.gnn.amounts import (
     READ,
     ROWS,
     SOURCES,
+    SUM,
     Amount,
     Amounts,
+    GatherAmounts,
+    Product,
+    Setting,
+    TensorAmount,
+    Work,
 )
-from gnnplan.planner.gnn.counted import Counted, CountedWork, Linear, amount
-from gnnplan.planner.gnn.kinds import KINDS, LayerSpec, UpdateInputs
-from gnnplan.planner.gnn.operations import Operations
-from gnnplan.planner.gnn.products import Product
-from gnnplan.planner.gnn.trace import SUM, GatherAmounts, Setting, TensorAmount, Work
 
 
 @dataclass(frozen=True, eq=False)

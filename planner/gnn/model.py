@@ -13,13 +13,12 @@ from functools import cached_property, partialmethod
 from itertools import pairwise
 from typing import Any, ClassVar
 
-from gnnplan.planner.gnn.amounts import block_of
 from gnnplan.planner.gnn.counted import Counted, between
 from gnnplan.planner.gnn.kinds import KINDS, Kind, LayerSpec
 from gnnplan.planner.gnn.layer import LayerRecord, record_layer, record_rowwise
 from gnnplan.planner.gnn.operations import BIAS, COPY, RELU, VECTOR
 from gnnplan.planner.gnn.rows import RowFormat
-from gnnplan.planner.gnn.trace import SUM, Setting, Work
+from gnnplan.planner.gnn.trace import SUM, Setting, Work, block_of
 from gnnplan.planner.gnn.workload import ModuleLayer, Workload
 from gnnplan.planner.vocabulary.numbers import Number
 from gnnplan.planner.vocabulary.schedule import Compute

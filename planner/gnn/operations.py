@@ -8,10 +8,23 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
-from gnnplan.planner.gnn.amounts import EDGES, LOCAL, NOTHING, OWN, READ, ROWS, Amount
 from gnnplan.planner.gnn.kinds import Shapes
-from gnnplan.planner.gnn.products import Product, block_rows
-from gnnplan.planner.gnn.trace import SUM, GatherAmounts, Setting, TensorAmount, Trace
+from gnnplan.planner.gnn.trace import (
+    EDGES,
+    LOCAL,
+    NOTHING,
+    OWN,
+    READ,
+    ROWS,
+    SUM,
+    Amount,
+    GatherAmounts,
+    Product,
+    Setting,
+    TensorAmount,
+    Trace,
+    block_rows,
+)
 from gnnplan.planner.vocabulary.schedule import HASH_BYTES
 
 # SIMD width [numbers]: a product with fewer columns costs as much as one with this many.

@@ -2,7 +2,7 @@
 
     problem.py    the problem, and the layouts, batches and chunks of its graph
     cache.py      a cache of results about problems
-    fitted.py     presets with constants fitted to figures printed in papers
-    inputs.py     cluster and workload from presets, YAML files, options and --set
+    inputs.py     cluster and workload from presets, YAML files, options and --set; constants of
+                  presets that were fitted to figures printed in papers
 
 Imports `vocabulary`, `cluster`, `gnn`, `graph` and `ownership`."""

@@ -35,7 +35,7 @@ from gnnplan.executor.layers.kernels import (
     mapped,
     mix,
 )
-from gnnplan.planner.gnn.amounts import summing
+from gnnplan.planner.gnn.trace import summing
 
 T = TypeVar("T")
 CUDA = torch.device("cuda", 0)

@@ -9,7 +9,7 @@ from pretend_device import CUDA, pretend_device
 
 from gnnplan.executor.ranks.rank import Rank
 from gnnplan.executor.train import train
-from gnnplan.planner.gnn.amounts import summing
+from gnnplan.planner.gnn.trace import summing
 from gnnplan.testing.ranks import Case
 
 __all__ = ["pretend_device"]

@@ -23,7 +23,7 @@ from gnnplan.executor.launch.tune import (
     refitted,
     tune,
 )
-from gnnplan.planner.cluster import scaling
+from gnnplan.planner.cluster import doubt as scaled
 from gnnplan.planner.cluster.spec import PRESETS
 from gnnplan.planner.decision import plan
 from gnnplan.planner.decision.candidate import Candidate
@@ -149,7 +149,7 @@ def test_a_plan_is_tuned_by_its_objective():
     before = search(priced, objective=Objective("cost"))
     again = asked(plan.make(before))
     assert again.objective.of == "cost" and again.best.value == pytest.approx(before.best.value)
-    anew = on_cluster(again, again.best, scaling.device(priced.cluster, 0.5))
+    anew = on_cluster(again, again.best, scaled.device(priced.cluster, 0.5))
     assert anew.objective.of == "cost" and anew.best.value > again.best.value
     contender = _contender(again.best)
     assert contender.rate == pytest.approx(2 * 3.6 / 3600)  # [$/s] of two ranks
@@ -157,7 +157,7 @@ def test_a_plan_is_tuned_by_its_objective():
 
 def runs_of(slower: float) -> list[Run]:
     """Two runs of two strategies on a machine that is so much slower than LOCAL says."""
-    there = replace(PROBLEM, cluster=scaling.device(LOCAL, 1 / slower))
+    there = replace(PROBLEM, cluster=scaled.device(LOCAL, 1 / slower))
     return [
         Run.of(
             name,

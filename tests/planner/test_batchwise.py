@@ -21,7 +21,7 @@ from gnnplan.planner.graph.sampling import Frontier, frontier
 from gnnplan.planner.ownership.minibatch import MiniBatch
 from gnnplan.planner.problem.problem import Problem
 from gnnplan.planner.strategies import P3, DataParallel, GSplit, Strategy, parse
-from gnnplan.planner.strategies.layerwise.buckets import CLAIM
+from gnnplan.planner.strategies.layerwise.exchange import CLAIM
 from gnnplan.planner.strategies.minibatch.supply import OPENING
 from gnnplan.planner.strategies.program.account import predict
 from gnnplan.planner.strategies.program.memory import fullest

@@ -14,7 +14,7 @@ from gnnplan.planner.strategies import (
     Strategy,
     parse,
 )
-from gnnplan.planner.strategies.layerwise.buckets import buckets_of
+from gnnplan.planner.strategies.layerwise.exchange import buckets_of
 from gnnplan.planner.strategies.program.price import price_of
 from gnnplan.planner.vocabulary.schedule import Label
 from gnnplan.simulator.player import play

@@ -11,8 +11,7 @@ from gnnplan.papers import calibrate
 from gnnplan.papers.calibrate import FITS, MOST, Fit, fit_testbed, scaled
 from gnnplan.papers.figures import predict
 from gnnplan.papers.question import Row
-from gnnplan.planner.problem.fitted import CONSTANTS
-from gnnplan.planner.problem.inputs import read_cluster
+from gnnplan.planner.problem.inputs import CONSTANTS, read_cluster
 from gnnplan.planner.vocabulary.files import QUOTED
 
 TRUE = {"gemm": 0.5, "links": 0.25, "sage": 0.8}

@@ -13,8 +13,13 @@ from hypothesis import strategies as st
 from gnnplan.planner.cluster import clouds
 from gnnplan.planner.cluster.spec import PRESETS, Link
 from gnnplan.planner.gnn.workload import WORKLOADS, Workload
-from gnnplan.planner.problem.fitted import read_fitted
-from gnnplan.planner.problem.inputs import apply_overrides, ask_workload, overridden, read_cluster
+from gnnplan.planner.problem.inputs import (
+    apply_overrides,
+    ask_workload,
+    overridden,
+    read_cluster,
+    read_fitted,
+)
 from gnnplan.planner.vocabulary.errors import SpecError
 from gnnplan.planner.vocabulary.files import (
     cache_dir,

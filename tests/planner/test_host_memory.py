@@ -16,8 +16,7 @@ from gnnplan.planner.decision.candidate import evaluate
 from gnnplan.planner.decision.search import recommend, search
 from gnnplan.planner.gnn.workload import Workload
 from gnnplan.planner.graph.load import load
-from gnnplan.planner.problem.fitted import read_fitted
-from gnnplan.planner.problem.inputs import overridden, read_cluster
+from gnnplan.planner.problem.inputs import overridden, read_cluster, read_fitted
 from gnnplan.planner.problem.problem import Problem
 from gnnplan.planner.strategies import P3, DataParallel, GSplit, Strategy, parse
 from gnnplan.planner.strategies.minibatch.adjacency_store import thinned

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from asked import changed
 
-from gnnplan.planner.cluster import scaling
+from gnnplan.planner.cluster import doubt as scaled
 from gnnplan.planner.cluster.spec import Cluster, Link
 from gnnplan.planner.decision.candidate import Candidate
 from gnnplan.planner.decision.recommendation import MARGIN, missed
@@ -168,7 +168,7 @@ def test_doubt_falls_on_what_took_longer():
 @pytest.mark.slow
 def test_a_refit_finds_what_is_slower_and_is_scored_on_other_questions():
     """The truth: half the computation, a third of the link between servers."""
-    slow = scaling.messages(scaling.device(CLUSTER, 0.5), 1 / 3, "inter_node")
+    slow = scaled.messages(scaled.device(CLUSTER, 0.5), 1 / 3, "inter_node")
     names = "graph_parallel", "pipegcn", "granndis(depth=1)", "gnnpipe(stages=2,chunks=4)"
     runs = []
     for hidden, name in product((16, 256), names):

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from pairwise import covered, pairs
 
-from gnnplan.planner.cluster import shared_cores
+from gnnplan.planner.cluster import compute
 from gnnplan.planner.cluster.cost import Cost
 from gnnplan.planner.cluster.spec import Cluster, Device, Link
 from gnnplan.planner.decision.candidate import evaluate
@@ -33,7 +33,7 @@ MINI = {"mode": "mini", "batch": 60, "fanout": (4, 4), "layers": 2, "hidden": 16
 @pytest.fixture(autouse=True)
 def equally_fast(monkeypatch):
     """Ranks that take turns compute as fast as alone, so that sums by hand are plain."""
-    monkeypatch.setattr(shared_cores, "TURNS", 1.0)
+    monkeypatch.setattr(compute, "TURNS", 1.0)
 
 
 def machine(
@@ -99,7 +99,7 @@ def test_by_hand(cluster, seconds, expected):
 )
 def test_closed_form_is_the_simulation_and_lies_between_its_bounds(seconds, cores, turns):
     cluster = machine(len(seconds), cores)
-    with patch.object(shared_cores, "TURNS", turns):
+    with patch.object(compute, "TURNS", turns):
         last = float(Cost(cluster).cores.last_rank_done_s(np.array(seconds)))
         assert max(ends(cluster, seconds)) == pytest.approx(last)
     assert (

@@ -13,8 +13,8 @@ Open
     few_bits.py        for `UniformWidth`, `MixedWidth`: packed rows with stochastic rounding
     triton_kernels.py  for sums over edges, attention and dropout on GPUs
     page_locked.py     for `sent`, `on_device`: copies to a GPU that do not block the host
-    gpu.py             for `triton_kernels`: whether Triton works on this GPU
-    runtime.py         for typed autograd calls, `backward`, the allocator's settings
+    runtime.py         for typed autograd calls, `backward`, the allocator's settings, and
+                       `triton_kernels`: whether Triton works on this GPU
 
 Shapes: R destination rows, S source rows, E edges, Z stored values of rows, H values per row
 (H_in and H_out for a linear layer)."""

@@ -13,7 +13,7 @@ from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
 from gnnplan.executor.layers.kernels.block import Block, check_rows
-from gnnplan.executor.layers.kernels.gpu import triton_kernels
+from gnnplan.executor.layers.kernels.runtime import triton_kernels
 
 # Set explicitly, or torch warns about its default (2.11 even if an argument of the call sets it).
 torch.sparse.check_sparse_tensor_invariants.disable()  # type: ignore[no-untyped-call]

@@ -11,9 +11,8 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from gnnplan.executor.layers.kernels.gpu import triton_kernels
 from gnnplan.executor.layers.kernels.rows import Pattern, SparseRows
-from gnnplan.executor.layers.kernels.runtime import apply, kernel
+from gnnplan.executor.layers.kernels.runtime import apply, kernel, triton_kernels
 
 # splitmix64's constants, as int64
 GOLDEN, _MIX1, _MIX2 = (

@@ -17,7 +17,7 @@ from torch.nn import functional as F
 
 from gnnplan.executor.layers.kernels.rows import SparseRows
 from gnnplan.executor.layers.kernels.runtime import apply, backward
-from gnnplan.planner.gnn.products import LEAST, block_rows
+from gnnplan.planner.gnn.trace import LEAST, block_rows
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, relu: bool = False) -> Tensor:

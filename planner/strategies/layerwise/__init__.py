@@ -1,11 +1,11 @@
 """Strategies that train on the full graph, layer by layer, all ranks together.
 
-    exchange.py         policies: which halo rows are sent in a step, and the state of other rows
+    exchange.py         policies: which halo rows are sent in a step, and the state of other rows;
+                        all-reduces of gradients that overlap with the backward pass
     on_parts.py         base class of strategies that exchange halo rows; rows that vanish
     graph_parallel.py   graph parallelism; with staleness 1 it is PipeGCN
     bns.py              BNS: graph parallelism with a sample of the halo in every epoch
     step.py             the operations of one step
-    buckets.py          all-reduces of gradients that overlap with the backward pass
     memory.py           memory of the step's operations, and of data that stays between steps
     granndis.py         GraNNDis: servers recompute rows instead of receiving them
     feature_parallel.py feature parallelism: aggregation on some columns of all rows

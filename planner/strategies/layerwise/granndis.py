@@ -70,8 +70,7 @@ from gnnplan.planner.ownership.estimated_layout import EstimatedLayout
 from gnnplan.planner.ownership.layout import Expansion, Layout
 from gnnplan.planner.problem.problem import Problem
 from gnnplan.planner.strategies.base import Example, Strategy, settled
-from gnnplan.planner.strategies.layerwise.buckets import pays
-from gnnplan.planner.strategies.layerwise.exchange import ExchangeOptions
+from gnnplan.planner.strategies.layerwise.exchange import ExchangeOptions, pays
 from gnnplan.planner.strategies.layerwise.graph_parallel import GraphParallel, check_trim
 from gnnplan.planner.strategies.layerwise.on_parts import OnParts
 from gnnplan.planner.strategies.layerwise.step import Batches

@@ -24,7 +24,7 @@ Weights are never stale. `smoothing` (PipeGCN-F, -G, -GF) replaces a received va
 s_t = gamma s_{t-1} + (1 - gamma) v_t, s_0 = 0, for each halo row and layer: for rows ('f'), for
 gradients ('g') or for both ('gf'). It sends the same bytes and keeps one more buffer.
 
-With several `buckets`, all-reduces of gradients overlap with the backward pass (buckets.py). With
+With several `buckets`, all-reduces of gradients overlap with the backward pass (exchange.py). With
 `bits`, rows and gradients are sent packed, with stochastic rounding (planner/gnn/codec.py).
 
 `narrow` multiplies before the exchange if a layer makes its rows narrower, so that ranks send
@@ -65,8 +65,7 @@ from typing import ClassVar, Self
 from gnnplan.planner.gnn.codec import Codec
 from gnnplan.planner.problem.problem import Problem
 from gnnplan.planner.strategies.base import Example, Strategy
-from gnnplan.planner.strategies.layerwise.buckets import pays
-from gnnplan.planner.strategies.layerwise.exchange import ExchangeOptions, Policy
+from gnnplan.planner.strategies.layerwise.exchange import ExchangeOptions, Policy, pays
 from gnnplan.planner.strategies.layerwise.on_parts import OnParts
 from gnnplan.planner.strategies.layerwise.step import Batches
 from gnnplan.planner.vocabulary.errors import SpecError

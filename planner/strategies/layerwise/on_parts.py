@@ -25,8 +25,7 @@ from gnnplan.planner.ownership.layout import Layout
 from gnnplan.planner.problem.problem import Problem
 from gnnplan.planner.strategies.base import Resident, Strategy
 from gnnplan.planner.strategies.layerwise import step as layerwise
-from gnnplan.planner.strategies.layerwise.buckets import check_buckets
-from gnnplan.planner.strategies.layerwise.exchange import ExchangeOptions
+from gnnplan.planner.strategies.layerwise.exchange import ExchangeOptions, check_buckets
 from gnnplan.planner.strategies.layerwise.memory import resident
 from gnnplan.planner.strategies.layerwise.step import Batches
 from gnnplan.planner.strategies.program.program import Op, Program

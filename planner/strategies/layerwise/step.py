@@ -25,8 +25,7 @@ from gnnplan.planner.ownership.estimated_layout import EstimatedLayout
 from gnnplan.planner.ownership.layout import Layout
 from gnnplan.planner.ownership.minibatch import Scored
 from gnnplan.planner.problem.problem import Problem
-from gnnplan.planner.strategies.layerwise.buckets import Bucket, buckets_of
-from gnnplan.planner.strategies.layerwise.exchange import ExchangeOptions
+from gnnplan.planner.strategies.layerwise.exchange import Bucket, ExchangeOptions, buckets_of
 from gnnplan.planner.strategies.layerwise.memory import Holds, rows_read
 from gnnplan.planner.strategies.program.program import AllReduce, Copy, Exchange, Op, Program
 from gnnplan.planner.vocabulary.numbers import Number

@@ -14,8 +14,7 @@ from gnnplan.planner.graph.sampling import count_items, per_epoch
 from gnnplan.planner.ownership.minibatch import Batches
 from gnnplan.planner.problem.problem import Problem
 from gnnplan.planner.strategies.base import Memory, Resident, Strategy
-from gnnplan.planner.strategies.layerwise.buckets import check_buckets
-from gnnplan.planner.strategies.layerwise.exchange import ExchangeOptions
+from gnnplan.planner.strategies.layerwise.exchange import ExchangeOptions, check_buckets
 from gnnplan.planner.strategies.minibatch import step as batchwise
 from gnnplan.planner.strategies.minibatch.adjacency_store import Lists
 from gnnplan.planner.strategies.minibatch.feature_store import Features

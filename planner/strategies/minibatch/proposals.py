@@ -19,7 +19,7 @@ import numpy as np
 
 from gnnplan.planner.problem.problem import Problem
 from gnnplan.planner.strategies.base import Strategy
-from gnnplan.planner.strategies.layerwise.buckets import pays
+from gnnplan.planner.strategies.layerwise.exchange import pays
 from gnnplan.planner.strategies.minibatch.adjacency_store import ENTRY, NEIGHBOUR
 from gnnplan.planner.strategies.minibatch.feature_store import row_bytes
 from gnnplan.planner.strategies.minibatch.memory import all_rows_bytes

@@ -82,7 +82,7 @@ from functools import cache, partial
 import numpy as np
 
 from gnnplan.planner.gnn.footprint import OpMemory, block, footprint, in_turn, keeps
-from gnnplan.planner.gnn.products import PIECES
+from gnnplan.planner.gnn.trace import PIECES
 from gnnplan.planner.ownership.layout import LayerCounts
 from gnnplan.planner.ownership.minibatch import MiniBatch, Scored
 from gnnplan.planner.problem.problem import Problem

@@ -33,8 +33,8 @@ from typing import NamedTuple
 
 import numpy as np
 
+from gnnplan.planner.cluster.compute import SharedCores
 from gnnplan.planner.cluster.ports import busiest
-from gnnplan.planner.cluster.shared_cores import SharedCores
 from gnnplan.planner.problem.cache import Cache
 from gnnplan.planner.strategies.program.price import Price
 from gnnplan.planner.strategies.program.program import (
