@@ -11,7 +11,7 @@ from pathlib import Path
 
 from commands import words
 
-from gnnplan.planner.decision.answer import Answer
+from gnnplan.planner.decision.plan import Answer
 from gnnplan.planner.vocabulary.units import show_bytes, show_time
 
 PARTS = {

@@ -40,7 +40,7 @@ if TYPE_CHECKING:
     from gnnplan.api.validation import Validations as Validations
     from gnnplan.api.validation import validate as validate
     from gnnplan.planner.cluster.spec import Cluster as Cluster
-    from gnnplan.planner.decision.answer import Answer as Answer
+    from gnnplan.planner.decision.plan import Answer as Answer
     from gnnplan.planner.gnn.workload import Workload as Workload
     from gnnplan.planner.graph.formats import convert as convert
     from gnnplan.planner.vocabulary.errors import GnnplanError as GnnplanError

@@ -335,7 +335,7 @@ class _Process:
         out, options = self.out, self.options
         document, loaded = documents.read(self.plan, of_any_version=True), None
         if self.choice is not None:
-            from gnnplan.planner.decision.answer import take  # rarely needed
+            from gnnplan.planner.decision.plan import take  # rarely needed
 
             problem = documents.question(document)
             document = take(document, problem, self.choice)

@@ -24,7 +24,6 @@ from gnnplan.planner.decision import plan as plans
 from gnnplan.planner.decision.candidate import Candidate, evaluate
 from gnnplan.planner.decision.recommendation import LEAST_CHANCE
 from gnnplan.planner.decision.search import Search, SearchResult
-from gnnplan.planner.evidence.accuracy import objective_of
 from gnnplan.planner.evidence.halving import (
     WARM_UP,
     Contender,
@@ -34,6 +33,7 @@ from gnnplan.planner.evidence.halving import (
     halve,
     least_s,
 )
+from gnnplan.planner.evidence.recorded import objective_of
 from gnnplan.planner.evidence.runs import Run, refit_cluster
 from gnnplan.planner.gnn.workload import Workload
 from gnnplan.planner.problem.problem import Problem

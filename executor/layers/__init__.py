@@ -2,8 +2,8 @@
 
 Open
     layer.py    for the interface between strategies and layers, and the base class of all layers
-    models.py   for `Net`, a whole model or a pipeline stage of it; layers of built-in kinds
-    norms.py    for layer norm, and batch norm over the rows of all ranks
+    models.py   for `Net`, a whole model or a pipeline stage of it; layers of built-in kinds; layer
+                norm, and batch norm over the rows of all ranks
     count.py    for counting the work and memory of a user's layer
     blocks.py   for features, and `weighted_block`: a layer's edges with weights
     targets.py  for labels and regression targets, losses and metrics

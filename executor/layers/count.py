@@ -25,7 +25,7 @@ from torch.utils._pytree import tree_leaves
 from gnnplan.executor.layers.kernels import Block
 from gnnplan.executor.layers.kernels.runtime import kernel
 from gnnplan.executor.layers.layer import ColumnLayer, Drop, Layer, no_dropout
-from gnnplan.executor.layers.norms import BatchNorm
+from gnnplan.executor.layers.models import BatchNorm
 from gnnplan.planner.gnn.counted import Counted, Linear, amount
 from gnnplan.planner.gnn.operations import VECTOR
 

@@ -18,8 +18,7 @@ from torch import Tensor, nn
 
 from gnnplan.executor.layers.kernels import Block, dropout
 from gnnplan.executor.layers.layer import Drop, Layer, no_dropout
-from gnnplan.executor.layers.models import Net
-from gnnplan.executor.layers.norms import BatchNorm
+from gnnplan.executor.layers.models import BatchNorm, Net
 from gnnplan.executor.modules.bind import Bound
 from gnnplan.executor.modules.cut import (
     BLOCK,

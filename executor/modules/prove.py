@@ -31,7 +31,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils import checkpoint
 
 from gnnplan.executor.layers.layer import Drop
-from gnnplan.executor.layers.norms import BatchNorm
+from gnnplan.executor.layers.models import BatchNorm
 from gnnplan.executor.modules.bind import (
     FORWARD_BYTES,
     MATRICES,

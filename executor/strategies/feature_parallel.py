@@ -4,8 +4,8 @@ A rank has an equal range of the vertices, and all edges. Every layer is two aut
 `prepare` computes the rows that are summed over edges, and `forward` computes the output from the
 sums. Between the segments an all-to-all turns rows into columns, the columns are summed outside of
 autograd, and a second all-to-all turns the sums into rows. Which layers do so, and in which order
-they multiply, is decided in planner/strategies/layerwise/columns.py. Encoder, decoder and loss are
-those of layerwise.py.
+they multiply, is decided in planner/strategies/layerwise/feature_parallel.py. Encoder, decoder and
+loss are those of layerwise.py.
 """
 
 from __future__ import annotations
@@ -38,8 +38,8 @@ from gnnplan.executor.strategies.layerwise import NOTHING, LayerInput, backward_
 from gnnplan.planner.ownership.layout import Layout
 from gnnplan.planner.problem.problem import Problem
 from gnnplan.planner.strategies import FeatureParallel
-from gnnplan.planner.strategies.layerwise.columns import spans
 from gnnplan.planner.strategies.layerwise.exchange import ExchangeOptions
+from gnnplan.planner.strategies.layerwise.feature_parallel import spans
 from gnnplan.planner.vocabulary.schedule import Label
 
 

@@ -30,8 +30,7 @@ from gnnplan.executor.layers.kernels import (
 )
 from gnnplan.executor.layers.kernels.runtime import triton_kernels
 from gnnplan.executor.layers.layer import ColumnLayer, no_dropout, partial_sums
-from gnnplan.executor.layers.models import Net
-from gnnplan.executor.layers.norms import Moments
+from gnnplan.executor.layers.models import Moments, Net
 from gnnplan.executor.minibatch.share import Part, Share, targets_of
 from gnnplan.executor.ranks.comm import Exchange, all_reduce, begin_all_reduce, total
 from gnnplan.executor.ranks.learner import Gradients

@@ -32,8 +32,7 @@ from gnnplan.executor.layers.kernels import (
     mapped,
     pin_no_more_than_asked,
 )
-from gnnplan.executor.layers.models import Net
-from gnnplan.executor.layers.norms import Moments
+from gnnplan.executor.layers.models import Moments, Net
 from gnnplan.executor.layers.targets import Targets
 from gnnplan.executor.modules.read import net_of
 from gnnplan.executor.ranks.comm import Exchange, all_reduce

@@ -1,8 +1,8 @@
 """3D tensor parallel: ranks form a grid, and each has a tile of every tensor of a layer.
 
-planner/strategies/layerwise/tiles.py defines which axis of the grid shares which dimension in which
-layer. Forward and backward passes are written by hand. A layer sums over the edges of a tile and
-all-reduces the partial sums; then it multiplies by a tile of the weights and all-reduces the
+planner/strategies/layerwise/tensor3d.py defines which axis of the grid shares which dimension in
+which layer. Forward and backward passes are written by hand. A layer sums over the edges of a tile
+and all-reduces the partial sums; then it multiplies by a tile of the weights and all-reduces the
 partial products. A rank trains its share of each tile of the weights, and gathers the whole tile
 before a product.
 
@@ -40,8 +40,8 @@ from gnnplan.executor.strategies import base
 from gnnplan.planner.graph.sampling import Ids
 from gnnplan.planner.problem.problem import Problem
 from gnnplan.planner.strategies import Tensor3D
-from gnnplan.planner.strategies.layerwise.columns import spans
-from gnnplan.planner.strategies.layerwise.tiles import AXES, Axis, Tiles, layers_of, orders
+from gnnplan.planner.strategies.layerwise.feature_parallel import spans
+from gnnplan.planner.strategies.layerwise.tensor3d import AXES, Axis, Tiles, layers_of, orders
 from gnnplan.planner.vocabulary.schedule import Label
 
 

@@ -15,11 +15,11 @@ from gnnplan.api.defaults import DEFAULT_GRAPH
 from gnnplan.api.view import Blocks, View, of
 from gnnplan.planner.cluster.spec import Cluster
 from gnnplan.planner.decision import plan as documents
-from gnnplan.planner.decision.answer import Answer, describe_question, take
 from gnnplan.planner.decision.modes import ModeComparison, compare
 from gnnplan.planner.decision.objective import MODES, WORDS, Objective, Target, stated
+from gnnplan.planner.decision.plan import Answer, describe_question, take
 from gnnplan.planner.decision.search import Search, SearchResult, one_reason
-from gnnplan.planner.evidence.accuracy import objective_of, trainings
+from gnnplan.planner.evidence.recorded import objective_of, trainings
 from gnnplan.planner.gnn.workload import Workload
 from gnnplan.planner.problem.problem import Problem
 from gnnplan.planner.strategies import Strategy, parse

@@ -16,8 +16,8 @@ from gnnplan.api.planning import counted_columns, epoch_range, wish
 from gnnplan.api.view import View
 from gnnplan.planner.cluster.spec import Cluster
 from gnnplan.planner.decision import plan as documents
-from gnnplan.planner.decision.answer import Answer, describe_question, describe_training
 from gnnplan.planner.decision.objective import MODES, unit_of
+from gnnplan.planner.decision.plan import Answer, describe_question, describe_training
 from gnnplan.planner.decision.scale import Scaling, Size, sizes_of
 from gnnplan.planner.decision.scale import scale as scaling
 from gnnplan.planner.decision.search import each_of

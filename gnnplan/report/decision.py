@@ -8,7 +8,7 @@ from statistics import median
 import numpy as np
 import plotly.graph_objects as go
 
-from gnnplan.planner.decision.answer import Answer
+from gnnplan.planner.decision.plan import Answer
 from gnnplan.planner.vocabulary.table import Table, column, table, yes_no
 from gnnplan.planner.vocabulary.units import show_bytes, show_percent, show_time
 from gnnplan.report.facts import Facts

@@ -17,7 +17,7 @@ from string import Template
 from typing import TYPE_CHECKING, Any
 
 from gnnplan import __version__
-from gnnplan.planner.decision.answer import describe_question
+from gnnplan.planner.decision.plan import describe_question
 from gnnplan.planner.vocabulary.errors import SpecError
 from gnnplan.planner.vocabulary.files import must_be_writable, write_atomically
 from gnnplan.planner.vocabulary.progress import notify

@@ -20,8 +20,7 @@ import numpy as np
 
 from gnnplan.planner.cluster.placement import walk
 from gnnplan.planner.cluster.spec import MOST_RANKS
-from gnnplan.planner.decision.candidate import Candidate
-from gnnplan.planner.decision.memory_needed import least_needed
+from gnnplan.planner.decision.candidate import Candidate, least_needed
 from gnnplan.planner.decision.objective import NEAR, with_fields
 from gnnplan.planner.decision.search import EVERYTHING, Search, SearchResult
 from gnnplan.planner.decision.sweep import planned, point

@@ -3,7 +3,7 @@
 Candidates that fit in memory are ranked by the objective's value of their closed form
 (objective.py). `recommend` chooses one of them; recommendation.py says how sure the choice is.
 Other candidates are rejected with a reason; if none fits, the error says what would
-(memory_needed.py).
+(candidate.py).
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ from gnnplan.planner.decision.candidate import (
     evaluate_or_save_memory,
     must_fit,
     placed,
+    smallest_change,
 )
-from gnnplan.planner.decision.memory_needed import smallest_change
 from gnnplan.planner.decision.objective import TIME, Objective
 from gnnplan.planner.decision.recommendation import (
     SURE_SHARE,

@@ -6,9 +6,8 @@ import pytest
 from examples import NIGHT
 
 from gnnplan.planner.cluster.spec import Cluster
-from gnnplan.planner.decision.answer import take
 from gnnplan.planner.decision.candidate import evaluate
-from gnnplan.planner.decision.plan import make, placement, question, strategy_of
+from gnnplan.planner.decision.plan import make, placement, question, strategy_of, take
 from gnnplan.planner.decision.search import search
 from gnnplan.planner.gnn.workload import Workload
 from gnnplan.planner.graph.load import load

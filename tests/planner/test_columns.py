@@ -11,7 +11,7 @@ from gnnplan.planner.gnn.workload import Workload
 from gnnplan.planner.graph.load import load
 from gnnplan.planner.problem.problem import Problem
 from gnnplan.planner.strategies import FeatureParallel, Tensor3D
-from gnnplan.planner.strategies.layerwise.columns import arranged
+from gnnplan.planner.strategies.layerwise.feature_parallel import arranged
 from gnnplan.planner.vocabulary.errors import SpecError
 from gnnplan.testing.laws import cluster, problem_of
 

@@ -11,7 +11,7 @@ from gnnplan.planner.strategies import GraphParallel, Strategy, parse
 from gnnplan.planner.strategies.gnnpipe import gnnpipe as of_stages
 from gnnplan.planner.strategies.layerwise import chunked as of_chunks
 from gnnplan.planner.strategies.layerwise import memory as of_layers
-from gnnplan.planner.strategies.layerwise import tiles as of_tiles
+from gnnplan.planner.strategies.layerwise import tensor3d as of_tiles
 from gnnplan.planner.strategies.p3 import p3 as of_columns
 from gnnplan.planner.strategies.p3.p3 import Pipelined
 from gnnplan.planner.strategies.program.memory import fullest

@@ -11,8 +11,14 @@ from gnnplan.planner.cluster.spec import Link
 from gnnplan.planner.graph.load import load
 from gnnplan.planner.problem.problem import Problem
 from gnnplan.planner.strategies import Tensor3D
-from gnnplan.planner.strategies.layerwise.tensor3d import grids, summing_s
-from gnnplan.planner.strategies.layerwise.tiles import Grid, edges_of_tiles, orders, roles
+from gnnplan.planner.strategies.layerwise.tensor3d import (
+    Grid,
+    edges_of_tiles,
+    grids,
+    orders,
+    roles,
+    summing_s,
+)
 from gnnplan.planner.strategies.program.program import AllReduce, Exchange
 from gnnplan.testing.laws import cluster, problem_of
 

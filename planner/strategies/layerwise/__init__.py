@@ -9,9 +9,7 @@
     memory.py           memory of the step's operations, and of data that stays between steps
     granndis.py         GraNNDis: servers recompute rows instead of receiving them
     feature_parallel.py feature parallelism: aggregation on some columns of all rows
-    columns.py          the operations of a step of feature parallelism
     tensor3d.py         3D tensor parallelism: a tile of every tensor on each rank of a grid
-    tiles.py            the operations of a step of 3D tensor parallelism
     offload.py          offload: chunk by chunk, with vertex data in the servers' memories
     chunked.py          the operations of a step of offload, their bytes and memory
 
