@@ -23,8 +23,7 @@ from gnnplan.planner.cluster import clouds
 from gnnplan.planner.cluster.spec import MOST_RANKS, PRESETS, Cluster
 from gnnplan.planner.gnn.workload import Workload
 from gnnplan.planner.graph.graph import Graph, GraphStats
-from gnnplan.planner.graph.load import load
-from gnnplan.planner.graph.statistics import datasets
+from gnnplan.planner.graph.load import datasets, load
 from gnnplan.planner.problem.inputs import read_cluster
 from gnnplan.planner.problem.problem import Problem
 from gnnplan.planner.strategies import Strategy, named, parse

@@ -7,8 +7,8 @@
     dtypes.py          float32 or rounded rows (--dtype auto)
     modes.py           the whole training, full-graph and mini-batch, on all numbers of GPUs
     summary.py         the lines at the beginning of a plan
-    explain.py         all reasons for a plan
-    sensitivity.py     the links, devices and depths that would change the choice
+    explain.py         all reasons for a plan; the links, devices and depths that would change the
+                       choice
     sweep.py           the decision at many values of some fields
     scale.py           the decision on increasing numbers of GPUs: whether to distribute at all
     objective.py       the quantity to minimise: time, cost, energy or value; how many epochs a

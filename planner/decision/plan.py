@@ -57,11 +57,10 @@ def make(found: SearchResult, depths: bool = False) -> dict[str, Any]:
     long as several plans.
     """
     # imported here: the imports take 0.1 s, and every rank imports this file to read plans
-    from gnnplan.planner.decision.explain import explain
-    from gnnplan.planner.decision.sensitivity import of_depths, sentences
+    from gnnplan.planner.decision.explain import explain, of_depths, turning_sentences
     from gnnplan.planner.decision.summary import summarise
 
-    turning_points = sentences(found)
+    turning_points = turning_sentences(found)
     reasons = [*turning_points, *(of_depths(found) if depths else ())]
     return {
         **runnable_part(found),

@@ -1,7 +1,8 @@
 """Graphs: read, generated or described by statistics; their partitions, samples and splits.
 
     graph.py        the types Graph and GraphStats
-    load.py         finds a graph by the name that a user gives
+    load.py         finds a graph by the name that a user gives; graphs known by statistics only
+                    (datasets/*.yaml)
     formats/        readers of other libraries' files
     parts.py        `Parts`: the contents of a source, read piece by piece
     arrays.py       gnnplan's own files: a .npz, or a folder of .npy files
@@ -11,7 +12,6 @@
     labels.py       labels, masks and features of vertices: read, or made up
     fields.py       further named arrays of vertices and edges (edge weights, positions)
     generator.py    generated graphs
-    statistics.py   graphs known by statistics only (datasets/*.yaml)
     partition.py    the part of each vertex, by METIS or KaMinPar; balancing of training vertices
     disk_cache.py   the cache on disk for results that take long to compute
     sampling.py     mini-batch sampling: seeds, neighbours, edges and negatives

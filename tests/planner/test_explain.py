@@ -13,8 +13,8 @@ from pairwise import covered
 from gnnplan.planner.cluster.doubt import DRAWS
 from gnnplan.planner.cluster.spec import Cluster
 from gnnplan.planner.decision import explain
+from gnnplan.planner.decision.explain import of_depths, turning_sentences
 from gnnplan.planner.decision.search import SearchResult, search
-from gnnplan.planner.decision.sensitivity import of_depths, sentences
 from gnnplan.planner.decision.summary import inputs
 from gnnplan.planner.graph import disk_cache, partition
 from gnnplan.planner.graph.load import load
@@ -42,7 +42,7 @@ def test_what_takes_over_really_takes_over():
     every = search(problem, may_use_fewer=False)
     # exact strategies are recommended in doubt, wherever the others take over from each other
     found = replace(every, ranked=[c for c in every.ranked if not c.strategy.exact])
-    told = [s for s in sentences(found) if "between servers (" in s]
+    told = [s for s in turning_sentences(found) if "between servers (" in s]
     assert told
 
     def first(factor: float) -> str:
@@ -80,7 +80,7 @@ def test_a_plan_says_how_fast_rounded_products_are(dtype, times):
 
 def test_twice_the_link_helps_where_the_link_binds():
     def gain(problem: Problem) -> int:
-        told = sentences(search(problem, may_use_fewer=False))
+        told = turning_sentences(search(problem, may_use_fewer=False))
         sentence = next(s for s in told if s.startswith("twice the bandwidth between servers"))
         return int(re.search(r"([+-]\d+) %", sentence).group(1))
 
@@ -130,7 +130,9 @@ def test_a_forced_strategy_has_not_won_so_no_depth_takes_it_over():
     problem = question(2e9, layers=8)
     assert search(problem, may_use_fewer=False).best.strategy.name == "granndis"
     found = search(problem, forced=parse("graph_parallel"))
-    assert any(s.startswith("twice the bandwidth between servers") for s in sentences(found))
+    assert any(
+        s.startswith("twice the bandwidth between servers") for s in turning_sentences(found)
+    )
     assert not list(of_depths(found))
 
 

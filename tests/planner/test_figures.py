@@ -13,8 +13,7 @@ from gnnplan.papers.published import evaluate_rows
 from gnnplan.papers.question import Skip
 from gnnplan.papers.rows import COLUMNS, read
 from gnnplan.planner.graph.graph import GraphStats
-from gnnplan.planner.graph.load import load
-from gnnplan.planner.graph.statistics import datasets
+from gnnplan.planner.graph.load import datasets, load
 from gnnplan.planner.strategies import GNNPipe, GraphParallel
 from gnnplan.planner.vocabulary.errors import SpecError
 

@@ -13,8 +13,8 @@ from gnnplan.papers.full_graph import InOrder
 from gnnplan.planner.cluster.cost import Cost
 from gnnplan.planner.cluster.spec import HOST_RATE, Cluster, Link
 from gnnplan.planner.decision.candidate import Candidate
+from gnnplan.planner.decision.explain import turning_sentences
 from gnnplan.planner.decision.search import SearchResult
-from gnnplan.planner.decision.sensitivity import sentences
 from gnnplan.planner.evidence.runs import errors, question_name
 from gnnplan.planner.ownership.estimated_layout import EstimatedLayout, Mixing
 from gnnplan.planner.ownership.layout import Expansion
@@ -77,7 +77,7 @@ def test_the_bandwidth_below_which_another_strategy_wins():
         Candidate(strategy, strategy.predict(asked), asked)
         for strategy in (Timed("chatty", 0.0, 1e9), Timed("silent", 1.999, 0.0))
     ]
-    assert sentences(SearchResult(asked, candidates))[:2] == [
+    assert turning_sentences(SearchResult(asked, candidates))[:2] == [
         "twice the bandwidth between servers: -50 %",
         "below 0.5x of the bandwidth between servers (500.00 MB/s, now 1.00 GB/s) silent wins",
     ]

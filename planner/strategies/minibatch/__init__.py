@@ -2,9 +2,8 @@
 
 data_parallel.py     data parallelism: every rank samples and computes for its own seeds
 gsplit.py            GSplit: a group of ranks splits one batch
-on_batches.py        base classes of these strategies and of P3
+on_batches.py        base classes of these strategies and of P3; the operations of one batch
 supply.py            the operations before training: sampling, and loading of features
-step.py              the operations of one batch
 feature_store.py     which rows each rank caches, and which rank provides the others
 adjacency_store.py   which samplers have which adjacency lists
 proposals.py         numbers of samplers, sizes of caches and placement of data that a plan proposes
