@@ -15,10 +15,9 @@ import scipy.io
 import scipy.sparse as sp
 
 from gnnplan.planner.graph.arrays import collect
-from gnnplan.planner.graph.build import build
 from gnnplan.planner.graph.formats import of_object
 from gnnplan.planner.graph.graph import Graph
-from gnnplan.planner.graph.parts import Extras, Parts
+from gnnplan.planner.graph.parts import Extras, Parts, build
 
 N, WIDTH, CLASSES = 30, 5, 3
 MASKS = ("train_mask", "val_mask", "test_mask")

@@ -6,9 +6,9 @@ Open
                 norm, and batch norm over the rows of all ranks
     count.py    for counting the work and memory of a user's layer
     blocks.py   for features, and `weighted_block`: a layer's edges with weights
-    targets.py  for labels and regression targets, losses and metrics
+    targets.py  for labels and regression targets, losses and metrics; the loss of link prediction,
+                and its AUC
     copies.py   for copying rows between the server's memory and a GPU
-    links.py    for the loss of link prediction, and its AUC
     kernels/    for the hot operations: aggregation, attention, matrix products, dropout
 
 It imports the planner."""

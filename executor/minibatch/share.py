@@ -14,8 +14,7 @@ from torch import Tensor
 
 from gnnplan.executor.layers.blocks import weighted_block
 from gnnplan.executor.layers.kernels import Block
-from gnnplan.executor.layers.links import LinkTargets
-from gnnplan.executor.layers.targets import Targets, weight_of
+from gnnplan.executor.layers.targets import LinkTargets, Targets, weight_of
 from gnnplan.planner.gnn.workload import Workload
 from gnnplan.planner.graph.sampling import Pairs
 from gnnplan.planner.ownership.layout import Layout

@@ -18,8 +18,8 @@ import torch
 from torch import Tensor
 
 from gnnplan.executor.layers.kernels import keep_until_used, on_device
-from gnnplan.executor.layers.links import compared
 from gnnplan.executor.layers.models import Net
+from gnnplan.executor.layers.targets import compared
 from gnnplan.executor.minibatch.feature_store import FeatureStore
 from gnnplan.executor.minibatch.sampler import Sampled, Sampler, SourceSampler, drawing_device
 from gnnplan.executor.minibatch.share import Part, Share

@@ -30,9 +30,8 @@ from torch import Tensor
 from gnnplan.executor.layers.blocks import weighted_block
 from gnnplan.executor.layers.kernels import Block, backward, collecting, gradient_of, root_of
 from gnnplan.executor.layers.layer import ColumnLayer, partial_sums
-from gnnplan.executor.layers.links import LinkTargets
 from gnnplan.executor.layers.models import Net
-from gnnplan.executor.layers.targets import Targets
+from gnnplan.executor.layers.targets import LinkTargets, Targets
 from gnnplan.executor.minibatch.sampler import Drawn, Sampled, Sampler
 from gnnplan.executor.minibatch.share import Part, Share, targets_of
 from gnnplan.executor.modules.read import net_of

@@ -21,7 +21,7 @@ from gnnplan.planner.evidence.recorded import (
     trained_before,
 )
 from gnnplan.planner.gnn.workload import scores_of, show_scores
-from gnnplan.planner.graph.build import STAND_IN_LABELS
+from gnnplan.planner.graph.parts import STAND_IN_LABELS
 from gnnplan.planner.problem.problem import Problem
 from gnnplan.planner.vocabulary.errors import SpecError
 from gnnplan.planner.vocabulary.progress import say

@@ -4,10 +4,10 @@
     load.py         finds a graph by the name that a user gives; graphs known by statistics only
                     (datasets/*.yaml)
     formats/        readers of other libraries' files
-    parts.py        `Parts`: the contents of a source, read piece by piece
+    parts.py        `Parts`: the contents of a source, read piece by piece; makes a checked and
+                    completed `Graph` of them
     arrays.py       gnnplan's own files: a .npz, or a folder of .npy files
     part_folder.py  a folder of a partitioned graph, whose rows are read on demand
-    build.py        makes a checked and completed `Graph` from `Parts`
     npy.py          checks array headers and vertex ids before memory is allocated
     labels.py       labels, masks and features of vertices: read, or made up
     fields.py       further named arrays of vertices and edges (edge weights, positions)

@@ -15,7 +15,6 @@ from typing import Any, cast
 
 import numpy as np
 
-from gnnplan.planner.graph.build import count, must_be_a_graph
 from gnnplan.planner.graph.fields import EDGE, NAME, NUMBERS, VERTEX, kind_of
 from gnnplan.planner.graph.graph import AT_ONCE, MOST_CLASSES, MOST_VERTICES, Array
 from gnnplan.planner.graph.labels import MASKS, features_of
@@ -27,9 +26,11 @@ from gnnplan.planner.graph.parts import (
     LABELS,
     SETS,
     Parts,
+    count,
     endpoints,
     gathered,
     ignored,
+    must_be_a_graph,
     shown,
     small_arrays,
     streams,

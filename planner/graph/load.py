@@ -14,10 +14,10 @@ from typing import Any, TypeAlias
 from urllib.parse import quote, urlencode
 
 from gnnplan.planner.graph import formats
-from gnnplan.planner.graph.build import STAND_IN_FEATURES
 from gnnplan.planner.graph.generator import Ranges, asked, is_generated, numbers, parameters
 from gnnplan.planner.graph.graph import MOST_CLASSES, MOST_FEATURES, Graph, GraphStats
 from gnnplan.planner.graph.part_folder import is_part_folder, read_parts
+from gnnplan.planner.graph.parts import STAND_IN_FEATURES
 from gnnplan.planner.vocabulary.errors import SpecError
 from gnnplan.planner.vocabulary.files import MOST_SHOWN, Where, read_yaml, suggest
 from gnnplan.planner.vocabulary.numbers import SPREAD

@@ -5,9 +5,12 @@ from another one shares its cache (`Cache`)."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections import OrderedDict
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cached_property
+from functools import cached_property, wraps
+from operator import attrgetter
+from typing import Any, ParamSpec, TypeVar
 
 import numpy as np
 
@@ -15,6 +18,7 @@ from gnnplan.planner.cluster.cost import Cost
 from gnnplan.planner.cluster.spec import LISTS, MOST_PAIRED, MOST_RANKS, Cluster
 from gnnplan.planner.gnn.model import Model, describe
 from gnnplan.planner.gnn.workload import BALANCED, METRICS, Workload
+from gnnplan.planner.graph.disk_cache import Stopwatch
 from gnnplan.planner.graph.graph import Graph, GraphStats, with_inputs
 from gnnplan.planner.graph.partition import BLIND, partition
 from gnnplan.planner.graph.sampling import expect_held_out, hold_out
@@ -25,9 +29,78 @@ from gnnplan.planner.ownership.estimated_layout import EstimatedLayout, mixing_o
 from gnnplan.planner.ownership.layout import Expansion, Layout, reached
 from gnnplan.planner.ownership.minibatch import Batches, SplitBelow
 from gnnplan.planner.ownership.parts import PartLayout, is_stored
-from gnnplan.planner.problem.cache import Cache, cached_by
 from gnnplan.planner.vocabulary.errors import SpecError
 from gnnplan.planner.vocabulary.precision import FLOAT64
+
+# -- a cache of results ----------------------------------------------------------------------------
+
+
+P = ParamSpec("P")
+T = TypeVar("T")
+
+RECENT = 16  # default number of answers per kind that `get_recent` keeps
+
+
+class Cache:
+    """A cache of answers keyed by questions; a problem derived from another one shares its cache.
+
+    A question is a tuple of everything that the answer depends on. An answer therefore stays
+    correct, and no entry needs to be invalidated.
+    """
+
+    def __init__(self) -> None:
+        self._results: dict[Hashable, tuple[Any, float]] = {}  # answer, seconds to compute it [s]
+        self._recent: dict[str, OrderedDict[Hashable, Any]] = {}  # kind -> question -> answer
+
+    def get(self, question: Hashable, make: Callable[[], T]) -> T:
+        """Return the answer to a question, which `make` computes at the first request."""
+        if question not in self._results:
+            with Stopwatch() as watch:
+                answer = make()
+            self._results[question] = answer, watch.seconds
+        cached: T = self._results[question][0]
+        return cached
+
+    def get_recent(
+        self, kind: str, question: Hashable, make: Callable[[], T], most: int = RECENT
+    ) -> T:
+        """Return the answer like `get`, but keep only the `most` recently used ones of a kind.
+
+        What-if analyses ask thousands of questions, and some answers are large.
+        """
+        answers = self._recent.setdefault(kind, OrderedDict())
+        if question not in answers:
+            answers[question] = make()
+            if len(answers) > most:
+                answers.popitem(last=False)
+        answers.move_to_end(question)
+        cached: T = answers[question]
+        return cached
+
+    def seconds_of(self, answer: object) -> float:
+        """Return the time that computing an answer took [s]; 0 for an object not in the cache."""
+        return next((s for cached, s in self._results.values() if cached is answer), 0.0)
+
+
+def cached_by(*fields: str) -> Callable[[Callable[P, T]], Callable[P, T]]:
+    """Decorate a method of a problem: cache results, keyed by the arguments and these fields."""
+    values = attrgetter(*fields)
+
+    def decorate(method: Callable[P, T]) -> Callable[P, T]:
+        @wraps(method)
+        def ask(*args: P.args, **options: P.kwargs) -> T:
+            problem: Any = args[0]
+            question = (method.__name__, args[1:], *options.items(), values(problem))
+            answer: T = problem.cache.get(question, lambda: method(*args, **options))
+            return answer
+
+        return ask
+
+    return decorate
+
+
+# -- the problem -----------------------------------------------------------------------------------
+
 
 # Rows that no training vertex needs are left out if at most this share of the rows of all layers
 # is needed.

@@ -12,7 +12,7 @@ from torch import Tensor
 from trainings import ON_BATCHES, ON_FULL_GRAPHS, Setting, idle, lines, source
 
 from gnnplan.executor.layers.kernels import Shapes
-from gnnplan.executor.layers.links import compared
+from gnnplan.executor.layers.targets import compared
 from gnnplan.planner.graph.sampling import Pairs, held_out_pairs
 from gnnplan.testing.runs import must_have_learnt
 

@@ -19,8 +19,7 @@ from gnnplan.planner.gnn.footprint import COMMUNICATOR
 from gnnplan.planner.graph.load import load
 from gnnplan.planner.graph.splitting import SPLITTERS
 from gnnplan.planner.ownership.minibatch import Batches
-from gnnplan.planner.problem.cache import Cache
-from gnnplan.planner.problem.problem import Problem
+from gnnplan.planner.problem.problem import Cache, Problem
 from gnnplan.planner.strategies import (
     BNS,
     FAMILIES,

@@ -17,7 +17,6 @@ from typing import Any
 import numpy as np
 
 from gnnplan.planner.graph.arrays import collect, must_be_new, read_own, write
-from gnnplan.planner.graph.build import build
 from gnnplan.planner.graph.formats import (
     dgl_graphs,
     edge_lists,
@@ -32,7 +31,7 @@ from gnnplan.planner.graph.generator import generated, is_generated
 from gnnplan.planner.graph.graph import Graph
 from gnnplan.planner.graph.npy import mapped_array, reading
 from gnnplan.planner.graph.part_folder import DESCRIPTION
-from gnnplan.planner.graph.parts import Extras, Parts, shown, tensor_array
+from gnnplan.planner.graph.parts import Extras, Parts, build, shown, tensor_array
 from gnnplan.planner.vocabulary.errors import SpecError
 from gnnplan.planner.vocabulary.files import must_be_file
 

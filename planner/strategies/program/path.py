@@ -35,7 +35,7 @@ import numpy as np
 
 from gnnplan.planner.cluster.compute import SharedCores
 from gnnplan.planner.cluster.ports import busiest
-from gnnplan.planner.problem.cache import Cache
+from gnnplan.planner.problem.problem import Cache
 from gnnplan.planner.strategies.program.price import Price
 from gnnplan.planner.strategies.program.program import (
     Group,
