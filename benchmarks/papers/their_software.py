@@ -7,7 +7,7 @@ A row whose parameters name its `software` is predicted with this model:
     kernels       Kernels gather whole rows. Attention is several operations along edges; each reads
                   and writes a number per edge and head, or in PyG a row per edge.
     samplers      A number of `workers` sample and build batches for a rank, on cores that all ranks
-                  of a server share. Or the GPU samples, as in gnnplan (device_sampler.py).
+                  of a server share. Or the GPU samples, as in gnnplan (supply.py).
     loads         The program gathers features in the server's memory, and copies them from memory
                   that is not pinned. In SALIENT and SGNN the samplers gather; or the GPU reads the
                   server's memory (`reads`). Features may have half width (`feature_bytes`).

@@ -21,7 +21,7 @@ from gnnplan.planner.graph.load import load
 from gnnplan.planner.problem.problem import Problem
 from gnnplan.planner.strategies import P3, DataParallel
 from gnnplan.planner.strategies.layerwise.memory import blocks
-from gnnplan.planner.strategies.minibatch.device_sampler import held
+from gnnplan.planner.strategies.minibatch.supply import held_by_sampler
 from gnnplan.testing.ranks import Case
 
 __all__ = ["pretend_device"]
@@ -133,7 +133,7 @@ def test_a_sampler_on_a_gpu_holds_what_is_planned(fanout, model, pretend_device)
     torch.cuda.reset_peak_memory_stats()
     before = pretend_device.live()
     kept = there[0].share
-    seen, planned = pretend_device.most - before, float(held(problem, batches.at(0))[0])
+    seen, planned = pretend_device.most - before, float(held_by_sampler(problem, batches.at(0))[0])
     assert 0.7 * planned <= seen <= 1.1 * planned and kept
 
 

@@ -23,10 +23,9 @@ from gnnplan.planner.graph.sampling import Ids
 from gnnplan.planner.ownership.minibatch import MiniBatch
 from gnnplan.planner.problem.problem import Problem
 from gnnplan.planner.strategies.layerwise.memory import blocks, constant
-from gnnplan.planner.strategies.minibatch import device_sampler
 from gnnplan.planner.strategies.minibatch.adjacency_store import ENTRY, Lists, bytes_at
 from gnnplan.planner.strategies.minibatch.feature_store import Features, Store
-from gnnplan.planner.strategies.minibatch.supply import Supply
+from gnnplan.planner.strategies.minibatch.supply import Supply, held_by_sampler
 from gnnplan.planner.strategies.program.memory import Memory, Resident, machine_code
 
 PLACE = 8  # bytes of an edge's position in the order of an epoch
@@ -114,7 +113,7 @@ def sampling_peak(supply: Supply, batch: MiniBatch) -> np.ndarray:
     problem = supply.problem
     if problem.cluster.device.kind == "cpu":
         return _on_host(problem, batch)
-    return device_sampler.held(problem, batch) if supply.lays_there else np.zeros(problem.ranks)
+    return held_by_sampler(problem, batch) if supply.lays_there else np.zeros(problem.ranks)
 
 
 def _on_host(problem: Problem, batch: MiniBatch) -> np.ndarray:

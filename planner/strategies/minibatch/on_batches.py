@@ -23,7 +23,7 @@ Data parallelism and GSplit sample, load, then compute the layers:
     wait     with `prefetch` k, a batch is loaded during the training of the previous batch, and k
              samplers of the rank prepare the next k batches, one each; the rank's time of waiting
 
-If a GPU samples for itself, `draw` and `lay` are its computation (device_sampler.py), edges stay on
+If a GPU samples for itself, `draw` and `lay` are its computation (supply.py), edges stay on
 the GPU, and `load` copies features to it and the ids of rows back.
 
 With a feature store (feature_store.py) `load` copies the rows that are in the server's memory and
@@ -56,7 +56,6 @@ from gnnplan.planner.strategies.base import Memory, Resident, Strategy
 from gnnplan.planner.strategies.layerwise import step as layerwise
 from gnnplan.planner.strategies.layerwise.exchange import ExchangeOptions, check_buckets
 from gnnplan.planner.strategies.minibatch.adjacency_store import NEIGHBOUR, Lists
-from gnnplan.planner.strategies.minibatch.device_sampler import sampled
 from gnnplan.planner.strategies.minibatch.feature_store import Features
 from gnnplan.planner.strategies.minibatch.memory import (
     features_by_server,
@@ -64,7 +63,7 @@ from gnnplan.planner.strategies.minibatch.memory import (
     resident,
     sampler_memory,
 )
-from gnnplan.planner.strategies.minibatch.supply import Supply, sized_exchange
+from gnnplan.planner.strategies.minibatch.supply import Supply, sampled_on_device, sized_exchange
 from gnnplan.planner.strategies.program.program import Op, Program
 from gnnplan.planner.vocabulary.errors import SpecError
 from gnnplan.planner.vocabulary.outer import Outer
@@ -92,7 +91,7 @@ def step(supply: Supply, batch: MiniBatch, options: ExchangeOptions) -> Iterator
     if is_counted:
         # one thread samples a batch and then loads it
         lane: Literal["host", "copy"] = "copy" if supply.prefetch else "host"
-        yield from sampled(problem, batch, lane)
+        yield from sampled_on_device(problem, batch, lane)
         yield from supply.reading(all_edges, ahead=lane)
     elif not splits:
         yield from supply.drawing(batch, all_edges)
