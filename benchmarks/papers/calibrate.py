@@ -32,7 +32,7 @@ from gnnplan.papers import published, their_software
 from gnnplan.papers.figures import predict
 from gnnplan.papers.interpret import testbed, whole
 from gnnplan.papers.question import Row, Skip, Testbeds
-from gnnplan.planner.cluster.doubt import fitted as fitted_factors
+from gnnplan.planner.cluster.scaling import fitted as fitted_factors
 from gnnplan.planner.cluster.spec import Cluster
 from gnnplan.planner.problem import inputs
 from gnnplan.planner.problem.inputs import SAME, kept_factors

@@ -23,7 +23,7 @@ from gnnplan.executor.measure.microbench import (
     SCATTERED_ROW,
 )
 from gnnplan.executor.measure.rehearsal import BATCHES, held_to
-from gnnplan.planner.cluster import doubt as scaled
+from gnnplan.planner.cluster import scaling as scaled
 from gnnplan.planner.cluster.cost import CALLS, Cost
 from gnnplan.planner.cluster.link_fit import beyond, fit, shapes
 from gnnplan.planner.cluster.spec import GEMMS, Cluster, Device, Link

@@ -22,7 +22,7 @@ from scipy.optimize import least_squares
 from gnnplan.executor.ranks.rank import Rank
 from gnnplan.executor.ranks.recorder import now
 from gnnplan.executor.strategies import open_worker
-from gnnplan.planner.cluster import doubt as scaled
+from gnnplan.planner.cluster import scaling as scaled
 from gnnplan.planner.cluster.spec import Cluster, Device, Link
 from gnnplan.planner.gnn.workload import Workload
 from gnnplan.planner.graph.graph import Graph

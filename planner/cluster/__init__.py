@@ -12,7 +12,7 @@
     clouds.py        servers by the names of their cloud instance types
     readings.py      reads a cluster from the output of nccl-tests and nvidia-smi
     local_gpus.py    reads this machine's GPUs
-    doubt.py         multiplies numbers of a cluster: by factors, or drawn from the range in which
-                     each constant lies
+    scaling.py       multiplies some numbers of a cluster
+    doubt.py         how far each constant may be off, and clusters drawn from these ranges
 
 This room imports planner/vocabulary only."""

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from gnnplan.planner.cluster import doubt as scaled
+from gnnplan.planner.cluster import scaling as scaled
 from gnnplan.planner.cluster.places import Port, describe_port
 from gnnplan.planner.cluster.spec import Cluster
 from gnnplan.planner.decision.candidate import Candidate

@@ -20,7 +20,7 @@ from typing import Any, TypeVar
 
 import numpy as np
 
-from gnnplan.planner.cluster import doubt as scaled
+from gnnplan.planner.cluster import scaling as scaled
 from gnnplan.planner.cluster.spec import Cluster
 from gnnplan.planner.decision.candidate import Candidate
 from gnnplan.planner.evidence.recorded import warm_epochs

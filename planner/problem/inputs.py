@@ -18,7 +18,7 @@ from typing import Any, TypeVar, get_args, get_origin
 from pydantic import BaseModel, ValidationError
 
 from gnnplan.planner.cluster import clouds
-from gnnplan.planner.cluster.doubt import multiplied
+from gnnplan.planner.cluster.scaling import multiplied
 from gnnplan.planner.cluster.spec import PRESETS, Cluster
 from gnnplan.planner.gnn.workload import BALANCED, WORKLOADS, Conflict, Workload, is_module
 from gnnplan.planner.vocabulary.errors import SpecError

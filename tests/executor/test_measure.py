@@ -16,7 +16,7 @@ from gnnplan.executor.measure.measure import measure
 from gnnplan.executor.measure.microbench import GRAPHS, SCATTERED, WIDTHS, Bench
 from gnnplan.executor.measure.rehearsal import BATCHES, PIECES, held_to
 from gnnplan.executor.ranks.machine import cores
-from gnnplan.planner.cluster import doubt as scaled
+from gnnplan.planner.cluster import scaling as scaled
 from gnnplan.planner.cluster.cost import Cost
 from gnnplan.planner.cluster.link_fit import Shape, beyond, fit, shapes
 from gnnplan.planner.cluster.spec import Cluster, Device, Link

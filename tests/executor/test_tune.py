@@ -23,7 +23,7 @@ from gnnplan.executor.launch.tune import (
     refitted,
     tune,
 )
-from gnnplan.planner.cluster import doubt as scaled
+from gnnplan.planner.cluster import scaling as scaled
 from gnnplan.planner.cluster.spec import PRESETS
 from gnnplan.planner.decision import plan
 from gnnplan.planner.decision.candidate import Candidate

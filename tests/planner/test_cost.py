@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from scipy.special import ndtr, ndtri
 
-from gnnplan.planner.cluster import doubt as scaled
+from gnnplan.planner.cluster import scaling as scaled
 from gnnplan.planner.cluster.cost import PACKING, Cost
 from gnnplan.planner.cluster.spec import HOST_RATE, Cluster, Device, Link
 from gnnplan.planner.graph.load import load

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from asked import changed
 
-from gnnplan.planner.cluster import doubt as scaled
+from gnnplan.planner.cluster import scaling as scaled
 from gnnplan.planner.cluster.spec import Cluster, Link
 from gnnplan.planner.decision.candidate import Candidate
 from gnnplan.planner.decision.recommendation import MARGIN, missed
