@@ -175,8 +175,8 @@ def held_to(cluster: Cluster, steps: list[float]) -> tuple[Cluster, str]:
     """Correct a cluster by the durations of the pieces' steps [s]; also return a sentence on it.
 
     This is a least-squares fit of log(predicted / measured). The unknowns are the cost of a
-    framework operation, and the factor by which all kernels are slower. The factor is 1 or more:
-    if steps take less than their kernels, their rows stay in caches, unlike those of a mini-batch.
+    framework operation, and the factor by which all kernels are slower: less than 1 if the steps'
+    rows stay in caches. On GPUs, whose mini-batches are not trained here, it is 1 or more.
     """
     kernels = np.array([piece.seconds(cluster, 0.0) for piece in PIECES])
     launches = np.array([piece.seconds(cluster, 1e-3) for piece in PIECES]) / 1e-3 - kernels / 1e-3
@@ -188,7 +188,7 @@ def held_to(cluster: Cluster, steps: list[float]) -> tuple[Cluster, str]:
     found = least_squares(
         lambda logs: np.log(predicted(logs) / steps),
         (np.log(steps[0] / launches[0]), 0.1),
-        bounds=((-np.inf, 0.0), np.inf),
+        bounds=((-np.inf, 0.0 if cluster.device.kind == "cuda" else -np.inf), np.inf),
     )
     (launch, slowdown), errors = np.exp(found.x).tolist(), predicted(found.x) / steps - 1
     corrected = scaled.device(cluster, 1 / slowdown)
