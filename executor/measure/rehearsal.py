@@ -88,7 +88,7 @@ class Piece:
         return mean(each)
 
     def layers_s(self, cluster: Cluster) -> float:
-        """Predict the seconds of a step's layers, forward and backward, and loss."""
+        """Predict the seconds of a step's layers, forward and backward."""
         of_epoch = self._predicted(cluster).by_op
         seconds = sum(float(of_epoch[op]) for op in of_epoch if op.split(":")[0] in LAYERS)
         return seconds / DataParallel().supply(self.problem).batches.steps
@@ -111,7 +111,7 @@ BATCHES = Piece(
     {"mode": "mini", "model": "sage", "layers": 3, "hidden": 128}
     | {"fanout": (10, 10, 5), "batch": 1024},
 )
-LAYERS = ("forward", "backward", "loss")
+LAYERS = ("forward", "backward")
 
 
 class Rehearsal:
