@@ -32,7 +32,7 @@ from gnnplan.planner.strategies import DataParallel, GraphParallel
 from gnnplan.planner.strategies.program.account import Prediction
 from gnnplan.planner.vocabulary.units import show_percent
 
-# Least steps of a piece at first; the later half counts, as a process is slower until it has
+# Fewest steps of a piece's first round; the later half counts, as a process is slower until it has
 # allocated its memory.
 LEAST = 6
 _PLACEHOLDER = Cluster(
@@ -176,7 +176,7 @@ def held_to(cluster: Cluster, steps: list[float]) -> tuple[Cluster, str]:
 
     This is a least-squares fit of log(predicted / measured). The unknowns are the cost of a
     framework operation, and the factor by which all kernels are slower: less than 1 if the steps'
-    rows stay in caches. On GPUs, whose mini-batches are not trained here, it is 1 or more.
+    rows stay in caches. On GPUs it is 1 or more: no `batch_slowdown` corrects their mini-batches.
     """
     kernels = np.array([piece.seconds(cluster, 0.0) for piece in PIECES])
     launches = np.array([piece.seconds(cluster, 1e-3) for piece in PIECES]) / 1e-3 - kernels / 1e-3

@@ -1,7 +1,7 @@
 """A training step over a rank's share of the graph or of a batch, layer after layer.
 
-Each layer is an autograd segment: its inputs are leaves, and its forward pass returns a function
-that runs its backward pass. Halo rows are received before the segment's forward, and their
+Each layer is an autograd segment, which begins at its inputs, and its forward pass returns a
+function that runs its backward pass. Halo rows are received before the segment's forward, and their
 gradients return to the owners after its backward (halo.py). Spans have the schedule's labels
 (planner/strategies/layerwise/).
 """
@@ -54,7 +54,8 @@ _Transfer = Callable[[Any], tuple[Tensor, Any]]
 class LayerInput:
     """A rank's rows of h_{l-1} before layer l."""
 
-    leaf: Tensor  # own rows [local, H_{l-1}]; empty if these rows are constant
+    # own rows [local, H_{l-1}]; empty if they are constant, or once the layer has its source rows
+    leaf: Tensor
     outgoing: Tensor  # the rows that are exchanged: own rows, or their projection (narrow layers)
     own: Tensor | None = None  # of narrow layers, a leaf: the destinations' prepared rows
     sums: Tensor | None = None  # batch norm: sums over own rows [2, H_{l-1}] (BatchNorm.sums)
@@ -72,8 +73,8 @@ def _segment(
     own: Tensor | None,
     varies: bool,
 ) -> tuple[Tensor, Callable[[], Tensor]]:
-    """Compute a layer from its source rows, and own rows if it reads them apart; return also what
-    takes the gradient of the source rows."""
+    """Compute a layer from its source rows, and from own rows if it reads them in place; return
+    also a function that returns the gradient of the source rows."""
     source, to_source = collecting(source, varies)
     if own is None:
         return compute(source, None), to_source
@@ -274,9 +275,9 @@ class Worker(base.Worker):
         with self.rank.recorder.span(Label("forward", step, layer=layer), "compute"):
             source, own = self.features, None
             if join_halo is not None:
-                own = self._own_apart(layer, inputs.outgoing)
+                own = self._own_in_place(layer, inputs.outgoing)
                 source = self._join_source(layer, inputs, join_halo())
-            join_halo = None  # it holds the rows, which `source` has copied
+            join_halo = None  # it holds own rows, which `source` has
             compute = self._layer_function(step, layer, inputs)
             segment = partial(_segment, compute, source, own, varies)
             out, to_source = self._compute(segment)
@@ -308,29 +309,32 @@ class Worker(base.Worker):
 
         return next_inputs, back
 
-    def _own_apart(self, layer: int, rows: Tensor) -> Tensor | None:
-        """Return the destinations' own rows, if the layer reads them apart from its copy of own and
-        received rows: nothing keeps the copy then."""
-        copies = layer in self.plain_halo.exchanges and layer not in self.selections
+    def _own_in_place(self, layer: int, rows: Tensor) -> Tensor | None:
+        """Return the destinations' own rows, if the layer multiplies them where they are: its copy
+        of own and received rows is then freed after the forward pass."""
+        if not self.training or self.options.checkpoint or layer in self.selections:
+            return None  # nothing keeps the copy, or recomputation does, or own rows are sums
+        exchange = self.plain_halo.exchanges.get(layer)
+        copies = exchange is not None and exchange.counts("f")[1] > 0
         narrow = self.options.narrow and self.shapes.narrow_at(layer)
-        kept = narrow or self.options.checkpoint  # `rows` are projected, or the copy stays
-        apart = copies and self.shapes.own_apart(layer) and not kept
-        return rows[: self.blocks[layer].n_dst] if apart else None
+        in_place = copies and self.shapes.own_in_place(layer) and not narrow
+        return rows[: self.blocks[layer].n_dst] if in_place else None
 
     def _join_source(self, layer: int, inputs: LayerInput, rows: Tensor) -> Tensor:
-        """Return all source rows [S, width] from own rows and halo, and drop the own rows."""
-        local, inputs.outgoing = len(inputs.outgoing), NOTHING  # `rows` has a copy
+        """Return all source rows [S, width] from own rows and halo; `inputs` keeps own rows only
+        for batch norm, which reads them once more."""
+        local, inputs.outgoing = len(inputs.outgoing), NOTHING
         if layer in self.selections:
             rows = aggregate(self.selections[layer], rows)
         own = rows[:local] if inputs.own is None else inputs.leaf
-        inputs.leaf = own if inputs.moments else NOTHING  # batch norm reads them once more
+        inputs.leaf = own if inputs.moments else NOTHING
         return rows
 
     def _layer_function(
         self, step: int, layer: int, inputs: LayerInput
     ) -> Callable[[Tensor, Tensor | None], Tensor]:
         """Return the function that computes h_l from source rows [S, width] or features, and from
-        own rows [R, width] if the layer reads them apart."""
+        own rows [R, width] if the layer reads them in place."""
         net, relu, cached = self.net.layer(layer), self.net.relu_after(layer), self.cached
         if cached is not None and layer == 1:
             return lambda source, _: net.update(cached, source, source, None, relu)

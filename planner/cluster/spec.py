@@ -162,8 +162,8 @@ class Device(Spec):
     """Rate of aggregation [B gathered/s] in a CPU's mini-batch, which reads rows in random order,
     by the size of the source rows [B].  [default: two thirds of `gather`]"""
     batch_slowdown: Annotated[float, Field(ge=0.1, le=10.0)] = 1.0
-    """How much longer a CPU core computes on a mini-batch's rows, which are new in each step, than
-    its other numbers say."""
+    """Seconds of a CPU core on a mini-batch's layers, whose rows are new in each step, divided by
+    what its other numbers say."""
     gather_bfloat16: Annotated[float, Field(gt=0.0, le=100.0)] = 1.0
     """Rate of aggregation in bfloat16 [B/s], divided by the rate in float32."""
     row_latency: Duration = 0.0

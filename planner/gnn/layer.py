@@ -34,11 +34,11 @@ class LayerRecord:
     passes: tuple[Work, Work]  # forward and backward work
     project: tuple[Work, Work]  # forward and backward work before the exchange of projected rows
     # First the memory that is kept from the forward to the backward pass, with the output unless
-    # the caller drops it; then the memory in use at times of the pass [B].
+    # the caller drops it; then, kept memory included, what is in use at times of the pass [B].
     forward: Amounts
     backward: Amounts
     products: tuple[Product, ...]
-    saves_input: bool  # whether an operation has saved the source rows
+    saves_input: bool  # whether an operation saves the source rows
 
 
 @cache
@@ -114,7 +114,7 @@ def _gather(
     adds = spec.gathers_linearly and not spec.projects_first
     if adds and (setting.cached or setting.apart):
         return TensorAmount(ROWS, spec.h_in, setting.varies), own
-    if kind.projects_own and adds and not setting.own_apart:
+    if kind.projects_own and adds and not setting.own_in_place:
         return ops.aggregate_with_own(prepared, spec.sums)
     rows = prepared
     if spec.projects_first:
@@ -123,7 +123,7 @@ def _gather(
         own = ops.segment(ops.first_rows(prepared), OWN) if spec.reads_own else own
         rows = ops.segment(rows, SOURCES)
     gathered = kind.gather(ops, spec, rows)
-    if setting.own_apart:
+    if setting.own_in_place:
         return gathered, own
     return gathered, own if setting.apart or setting.narrow else ops.first_rows(prepared)
 

@@ -217,7 +217,7 @@ class Model:
 
     # -- work ----------------------------------------------------------------------------------
 
-    def own_apart(self, layer: int) -> bool:
+    def own_in_place(self, layer: int) -> bool:
         """Whether a layer, if it copies own and received rows into one tensor, multiplies the own
         rows where they were: they are not prepared."""
         spec = self.layers[layer - 1]

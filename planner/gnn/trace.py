@@ -228,7 +228,7 @@ class Setting(NamedTuple):
     drops_output: bool = False  # the caller keeps the output's autograd node, but not its rows
     # the source rows are the layer's own copy, which is freed unless an operation saves it
     frees_input: bool = False
-    own_apart: bool = False  # own rows are read where they were before the copy
+    own_in_place: bool = False  # own rows are read where they were before the copy
     # the layer completes sums by the layer below: '', by its 'bias', or by bias and 'relu'
     completes: str = ""
 

@@ -64,8 +64,9 @@ class _Collect(torch.autograd.Function):
 
 
 def collecting(rows: Tensor, varies: bool = True) -> tuple[Tensor, Callable[[], Tensor]]:
-    """Return rows that get a gradient, and a function that takes the gradient of all backward
-    passes so far; 0 if nothing trainable depends on the rows, or if they are constant.
+    """Return rows that get a gradient, and a function that sums the gradients of all backward
+    passes so far, and forgets them; 0 if nothing trainable depends on the rows, or if they are
+    constant.
 
     Unlike a leaf of autograd, the rows are freed as soon as no later operation reads them.
     """

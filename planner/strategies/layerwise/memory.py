@@ -7,7 +7,7 @@
     backward   gradients of rows, and exchange buffers, in addition
 
 An exchange's buffers are counted with the layer. The counts follow
-executor/strategies/graph_parallel.py; planner/gnn/footprint.py has the sizes of a layer's tensors.
+executor/strategies/layerwise.py; planner/gnn/footprint.py has the sizes of a layer's tensors.
 """
 
 from __future__ import annotations
@@ -151,8 +151,8 @@ class Holds:
     """Memory of a step's operations [ranks] [B].
 
     A layer's backward pass frees the bytes that its forward pass leaves. Rows that lag or stay are
-    counted by `_kept_rows`. Of a layer's output, and of a copy of it with received rows, only what
-    an operation saves for its backward pass stays; with recomputation, all inputs.
+    counted by `_kept_rows`. Between the passes a layer's output, or a copy of it with received
+    rows, stays only if an operation saved it; with recomputation every layer's input stays.
     """
 
     problem: Problem
@@ -167,7 +167,8 @@ class Holds:
 
     def forward(self, layer: int) -> OpMemory:
         outputs = self._outputs(layer) * self.options.checkpoint
-        left = np.asarray(self._kept(layer) - self.unsaved(layer - 1) * ~self._reads_output(layer))
+        freed = self.unsaved(layer - 1) * ~self._keeps_output_below(layer)
+        left = np.asarray(self._kept(layer) - freed)
         peak = largest([self._joined(layer), self._need(layer).forward])
         return OpMemory(peak + outputs, left)
 
@@ -191,7 +192,7 @@ class Holds:
         # `most` includes saved tensors, which exist already unless they are recomputed
         freed = self.unsaved(layer)
         saved = (self._need(layer).left - freed) * (not self.options.checkpoint)
-        input_freed = np.where(self._reads_output(layer), self.unsaved(layer - 1), 0.0)
+        input_freed = np.where(self._keeps_output_below(layer), self.unsaved(layer - 1), 0.0)
         return OpMemory(peak - saved, freed - self._kept(layer) - input_freed)
 
     def _kept(self, layer: int) -> Number:
@@ -224,15 +225,15 @@ class Holds:
         rows = f.sources if f.computed_rows is None else f.sources + f.available_rows
         return np.asarray(self._copies(layer) * rows * self._row_bytes(layer))
 
-    def _reads_output(self, layer: int) -> NDArray[np.bool_]:
+    def _keeps_output_below(self, layer: int) -> NDArray[np.bool_]:
         """Whether a layer holds the output of the layer before it until its backward pass."""
         alone = self.model.layer_record(layer, self.options.narrow).saves_input
-        return np.where(self._copies(layer), self._own_apart(layer), alone)
+        return np.where(self._copies(layer), self._own_in_place(layer), alone)
 
-    def _own_apart(self, layer: int) -> bool:
+    def _own_in_place(self, layer: int) -> bool:
         """Whether a layer that copies rows reads its own rows where they were before."""
         summed, narrow = self.facts[layer].computed_rows is not None, self._is_narrow(layer)
-        return self.model.own_apart(layer) and not (summed or narrow or self.options.checkpoint)
+        return self.model.own_in_place(layer) and not (summed or narrow or self.options.checkpoint)
 
     def _drops(self, layer: int) -> bool:
         """Whether a layer does not hold its own output; logits stay until the step ends."""
@@ -299,7 +300,7 @@ class Holds:
                 local=f.local,
                 drops_output=drops_output,
                 frees_input=frees_input,
-                own_apart=frees_input and self._own_apart(layer),
+                own_in_place=frees_input and self._own_in_place(layer),
                 completes=f.partial_sums is not None,
             )
 

@@ -72,11 +72,11 @@ from gnnplan.planner.vocabulary.schedule import Compute
 # -- the operations of one mini-batch --------------------------------------------------------------
 
 
-# Edges that are laid out in the time in which one is split off for its owner, and put in its place
-# there. The partial sums are put in theirs. From 15 runs on six graphs on an AMD EPYC, 2026-11-29.
+# Time to split off a pushed edge for its owner and put it in its place there, with the partial sums
+# in theirs, in times to lay out an edge. From 15 runs on six graphs on an AMD EPYC, 2026-11-29.
 RELAID = 2
-# Edges that are drawn in the time in which a row of the frontier is found its owner and its place
-# among the owner's rows. From seven graphs, as above.
+# Time to find a frontier row's owner, and its place among the owner's rows, in times to draw an
+# edge. From seven graphs, as above.
 OWNED = 0.75
 
 
