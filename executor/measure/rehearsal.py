@@ -153,15 +153,20 @@ class BatchRehearsal(Rehearsal):
         first = self.done
         self.play(seconds)
         spans, self.rank.recorder.spans = self.rank.recorder.spans, []
-        batches = {
-            step: dict.fromkeys(("draw", "lay", "layers"), 0.0) for step in range(first, self.done)
+        settled = range((first + self.done) // 2, self.done)
+
+        def seconds_of(*ops: str) -> float:
+            each = dict.fromkeys(settled, 0.0)
+            for span in spans:
+                if span.op in ops and span.step in each:
+                    each[span.step] += span.seconds
+            return median(each.values())
+
+        return {
+            "draw": seconds_of("draw"),
+            "lay": seconds_of("lay"),
+            "layers": seconds_of(*LAYERS),
         }
-        for span in spans:
-            what = "layers" if span.op in LAYERS else span.op
-            if what in batches[span.step]:
-                batches[span.step][what] += span.seconds
-        settled = [batches[step] for step in range((first + self.done) // 2, self.done)]
-        return {what: median(each[what] for each in settled) for what in settled[0]}
 
     def _step(self) -> None:
         if self.rank.device.type == "cpu":

@@ -283,10 +283,8 @@ class Worker(base.Worker):
             out, to_source = self._compute(segment)
             next_inputs, to_leaf = self._make_input(out, step, layer + 1)
         # lists, from which the backward pass drops references as early as it can
-        pending_backward, saved = [to_leaf], [(root_of(out), to_source)]
         recompute = segment if self.options.checkpoint else None
-        if recompute:
-            saved.clear()
+        pending_backward, saved = [to_leaf], [] if recompute else [(root_of(out), to_source)]
         del out, to_leaf, to_source, source, own, segment
 
         def back(gradient: Tensor) -> Tensor:

@@ -127,10 +127,10 @@ class Operations(Trace):
             BIAS[1] * bias + RELU[1] * relu,
             out,
         )
-        if setting.in_pieces and not sparse:
-            piece = terms[-1].rows.at_most(block_rows(h_in, h_out, setting.itemsize))
-            self.until_end.append(self.new(piece, h_out, False))
         if not sparse:
+            if setting.in_pieces:
+                piece = terms[-1].rows.at_most(block_rows(h_in, h_out, setting.itemsize))
+                self.until_end.append(self.new(piece, h_out, False))
             after = " ".join(["bias"] * bias + ["relu"] * relu_inside)
             self.products.append(Product(h_in, h_out, varies, (after, "")[: len(terms)]))
         temporaries = self._temporaries(terms, h_in, h_out, relu)

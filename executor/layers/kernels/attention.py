@@ -128,12 +128,12 @@ class _AttendPairs(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, rows: Tensor, vectors: Tensor, block: Block, slope: float) -> Tensor:
-        logits = rows.new_empty(len(vectors), block.edges)
-        for part, pairs in _pairs(rows, block.indices, block.readers):
+        logits, readers = rows.new_empty(len(vectors), block.edges), block.readers
+        for part, pairs in _pairs(rows, block.indices, readers):
             each = F.leaky_relu_(pairs, slope).chunk(len(vectors), 1)
             for of_head, vector, logit in zip(each, vectors, logits[:, part], strict=True):
                 torch.mv(of_head, vector, out=logit)
-        weights, out = _attended(block, rows[:, : rows.shape[1] // 2], logits, block.readers)
+        weights, out = _attended(block, rows[:, : rows.shape[1] // 2], logits, readers)
         ctx.block, ctx.slope = block, slope
         ctx.save_for_backward(rows, vectors, weights, out)
         return out

@@ -305,5 +305,7 @@ class Holds:
             )
 
         copies = self._copies(layer) & (not self.options.checkpoint)
+        if copies.all() or not copies.any():
+            return need(bool(copies.all()))
         both = zip(need(True), need(False), strict=True)
         return LayerMemory(*(np.where(copies, of_copy, of_rows) for of_copy, of_rows in both))
