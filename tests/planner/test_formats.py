@@ -358,7 +358,9 @@ def extras_lists(folder: Path) -> tuple[Path, Path, Path]:
 
 @pytest.mark.parametrize("make", [extras_npy, extras_text, extras_torch, extras_json, extras_lists])
 def test_files_add_what_an_edge_list_lacks(tmp_path, make):
-    features, labels, split = map(str, make(tmp_path))
+    odd = tmp_path / "a & b=c %41 ü"  # as names of files may be
+    odd.mkdir()
+    features, labels, split = map(str, make(odd))
     path = str(csv(tmp_path))
     expected = load(reference(tmp_path, ALL)).stats
     graph = load(source_of(path, features, labels, split))
@@ -389,14 +391,6 @@ def test_a_width_makes_stand_in_features_and_a_task_of_none_stand_in_labels(tmp_
         load(source_of(reference(tmp_path, ALL), task="none"))
     with pytest.raises(SpecError, match=r"task must be none"):
         load(source_of(str(csv(tmp_path)), task="links"))
-
-
-def test_names_with_odd_characters_go_through(tmp_path):
-    odd = tmp_path / "a & b=c %41 ü"
-    odd.mkdir()
-    features, labels, split = map(str, extras_npy(odd))
-    graph = load(source_of(str(csv(tmp_path)), features, labels, split))
-    assert graph.stats.hash == load(reference(tmp_path, ALL)).stats.hash
 
 
 BAD_EXTRAS = {
@@ -653,7 +647,6 @@ def mtx(text: str, kind: str = "coordinate") -> Callable[[Path], Path]:
     return put(f"%%MatrixMarket matrix {kind} real general\n{text}")
 
 
-TOO_MANY = "same number of vertices, are for (30, )+{}; give each a row"
 BAD = {
     "ogb: a pipe": (instead(ogb_text, "raw/node-feat.csv.gz", os.mkfifo), "node-feat.*Is a pipe"),
     "ogb: empty features": (
@@ -666,15 +659,11 @@ BAD = {
     ),
     "ogb: too many vertices": (
         ogb("num-node-list", [[2**31 - 1]]),
-        TOO_MANY.format("2,147,483,647"),
+        "same number of vertices, are for (30, )+2,147,483,647; give each a row",
     ),
     "graphbolt: a link to itself": (
         instead(graphbolt_csv, "edges.csv", lambda path: path.symlink_to(path)),
         "Symlink loop|Too many levels",
-    ),
-    "graphbolt: too many vertices": (
-        metadata("num: 30", "num: 2000000000"),
-        TOO_MANY.format("2,000,000,000"),
     ),
     "graphsaint: a pipe": (instead(graphsaint, "adj_full.npz", os.mkfifo), "adj_full.*Is a pipe"),
     "graphsaint: piped roles": (instead(graphsaint, "role.json", os.mkfifo), "role.*Is a pipe"),
@@ -702,7 +691,10 @@ BAD = {
     "prose": (put("Call me Ishmael.\nSome years ago"), "of no format that is read"),
     "empty folder": (lambda d: d, "no format that is read; it holds nothing"),
     "csv: a name": (put("src,dst\n0,1\n1,alice\n"), r"bad:3: .*found '1,alice'"),
-    "csv: names first": (put("source,target\nbob,alice\n"), r"bad:2: .*found 'bob,alice'"),
+    "csv: names first": (  # factorize of each column gives one vertex two numbers
+        put("source,target\nbob,alice\n"),
+        r"bad:2: .*found 'bob,alice'(?s:.*)factorize\(pandas\.concat\(\[sources, targets\]\)\)",
+    ),
     "metis": (put("3 2\n2 3\n1\n1\n"), "bad:3: .*found '1'; .* write a line per edge"),
     "csv: a line too short": (put("0,1\n1,2\n3\n4,5\n"), r"bad:3: .*found '3'"),
     "csv: R's names of rows": (put("src dst\n1 0 1\n"), r"bad:2: .* in 2 columns .*'1 0 1'"),
@@ -736,10 +728,6 @@ BAD = {
     "graphml: entities": (put(BOMB), r"cannot be read as GraphML \(ParseError: limit on input"),
     "graphml: cut off": (cut(graphml), "cannot be read"),
     "ogb: an edge is gone": (ogb("num-edge-list", [[91]]), "says 91 edges, but 90 are there"),
-    "ogb: split beyond": (
-        changed(ogb_text, "split/time/test.csv.gz", np.array([[N]])),
-        r"test_mask\[0\]: vertex ids must lie in \[0, 29\], found 30",
-    ),
     "ogb: two graphs": (ogb("num-node-list", [[N], [N]]), "one graph, this folder 2"),
     "ogb: features short": (ogb("node-feat", np.ones((N - 1, 2))), "same number of vertices"),
     "ogb: a file is gone": (ogb("num-node-list", None), r"num-node-list.* \(No such file"),
@@ -774,14 +762,6 @@ BAD = {
         r"class_map\[0\]: vertex ids must lie in",
     ),
     "graphsaint: no roles": (changed(graphsaint, "role.json", "[]"), "this is list; write"),
-    "graphsaint: features short": (
-        changed(graphsaint, "feats.npy", np.ones((3, 2))),
-        "same number of vertices",
-    ),
-    "graphsaint: features not finite": (
-        changed(graphsaint, "feats.npy", np.full((N, 2), np.nan)),
-        r"x\[0, 0\]: features must be finite",
-    ),
 }
 DGL = {  # its process takes seconds to start
     "dgl: cut off": (cut(dgl_bin), "cannot be read as a DGL graph|cannot be read as DGL's"),

@@ -56,7 +56,7 @@ def test_small_graph_becomes_undirected_without_loops(save):
     assert edges_of(graph) == {(0, 1), (1, 0), (1, 2), (2, 1), (0, 3), (3, 0)}
     assert graph.stats.notes == ("dropped 1 self-loops", "made undirected: 5 -> 6 directed edges")
     assert dataclasses.astuple(graph.stats)[2:8] == (5, 6, 3, 2, 2, False)
-    assert graph.degree.tolist() == [2, 2, 1, 1, 0]
+    assert graph.degree.tolist() == [2, 2, 1, 1, 0] and not graph.x.flags.writeable
 
 
 def test_directed_graph_keeps_direction_and_aggregates_from_sources(save):
@@ -64,11 +64,6 @@ def test_directed_graph_keeps_direction_and_aggregates_from_sources(save):
     assert edges_of(graph) == {(0, 1), (1, 0), (1, 2), (3, 0), (2, 1)}
     assert graph.indices[graph.indptr[0] : graph.indptr[1]].tolist() == [1, 3]  # who points at 0
     assert "kept directed" in graph.stats.notes
-
-
-def test_the_hash_knows_direction_even_where_edges_go_both_ways(save):
-    path = save(src=[0, 1], dst=[1, 0])
-    assert load(path).stats.hash != load(path, directed=True).stats.hash
 
 
 @settings(max_examples=examples(150), deadline=None)
@@ -116,6 +111,8 @@ def test_the_hash_is_of_the_content(save):
     changed = [{"src": [0, 1, 1, 3, 2, 4]}, {"x": 2 * SMALL["x"]}, {"y": [0, 1, 1, 1, 0]}]
     changed += [{"test_mask": [False] * 5}, {"train_mask": [True, False, False, False, False]}]
     assert len({same, *(load(save(**change)).stats.hash for change in changed)}) == 6
+    both = save(src=[0, 1], dst=[1, 0])
+    assert load(both).stats.hash != load(both, directed=True).stats.hash
 
 
 # --- features, labels, masks ----------------------------------------------------------------------
@@ -163,6 +160,8 @@ def test_stand_in_features_are_declared_seeded_and_blind_to_labels(save):
     wide = load(save(x=None) + "?features=7&seed=3")
     assert wide.x.shape == (5, 7) and wide.stats.features == 7
     assert not np.array_equal(wide.x, load(save(x=None) + "?features=7&seed=4").x)
+    with pytest.raises(SpecError, match="the file has its own"):
+        load(save() + "?features=7")
     # the last column is the degree's
     assert np.corrcoef(wide.x[:, -1], np.log1p(wide.degree))[0, 1] == pytest.approx(1)
 
@@ -183,12 +182,6 @@ def test_labels_without_masks_get_a_declared_split(save):
     assert [int(mask.sum()) for mask in (graph.train, graph.val, graph.test)] == [2, 1, 1]
     assert not (graph.train | graph.val | graph.test)[3]
     assert any("random 60/20/20" in note for note in graph.stats.notes)
-
-
-def test_arrays_are_frozen(save):
-    graph = load(save())
-    with pytest.raises(ValueError, match="read-only"):
-        graph.x[0, 0] = 1
 
 
 # --- features in a file that is mapped ------------------------------------------------------------
@@ -270,8 +263,6 @@ MUST = "x: is mapped, not read, so it must be float32 or float64 .vertices, feat
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
-        ({"src": None}, "small: src: missing; an edge list"),
-        ({"x": np.eye(4, 3, dtype=np.float32)}, "x, y, .* are for 4, 5, 5, 5, 5"),
         ({"x": np.eye(5, 3, dtype=int)}, MUST + "is int64 of shape .5, 3.; save numpy.ascontig"),
         (
             {"x": np.asfortranarray(SMALL["x"])},
@@ -279,7 +270,6 @@ MUST = "x: is mapped, not read, so it must be float32 or float64 .vertices, feat
         ),
         ({"x": np.ones(5, np.float32)}, MUST + "is float32 of shape .5,."),
         ({"x": np.full((5, 5), np.nan, np.float32)}, r"x\[0, 0\]: .*finite in float32, found nan"),
-        ({"x_indptr": [0] * 6}, "x, x_indptr: features are given twice"),
         ({"y": np.array([None] * 5)}, "pickled"),
     ],
 )
@@ -289,7 +279,7 @@ def test_bad_folders_are_named(save_folder, changes, words):
     assert str(error.value).count("small") >= 1
 
 
-def test_a_damaged_or_empty_folder_is_named(save_folder, tmp_path):
+def test_a_damaged_folder_is_named(save_folder):
     path = Path(save_folder()) / "x.npy"
     for damaged, words in (
         (path.read_bytes()[:-4], "needs 60 B but only 56 B are stored; the file is damaged"),
@@ -299,9 +289,6 @@ def test_a_damaged_or_empty_folder_is_named(save_folder, tmp_path):
         path.write_bytes(damaged)
         with pytest.raises(SpecError, match=words):
             load(str(path.parent))
-    (tmp_path / "empty").mkdir()
-    with pytest.raises(SpecError, match=r"empty: is a folder of no format .* it holds nothing"):
-        load(str(tmp_path / "empty"))
 
 
 def test_a_folder_with_one_graph_in_it_is_told_to_give_that(save):
@@ -346,11 +333,18 @@ EDGES_ALONE = dict.fromkeys(SMALL) | {"src": [0], "dst": [1]}
         (CSR | {"x_data": [np.inf]}, r"x_data\[0\]: features must"),
         ({"y": [0, 1, 0, -2, 0]}, r"y\[3\]: labels must be class ids .* found -2"),
         ({"y": [-1, 1, 0, 1, 0]}, r"y\[0\]: a training vertex needs a label, found none"),
-        ({"y": [0, 1, 0, 1, 99]}, r"y\[4\]: .*large gaps, but the highest is 99 and only 3"),
+        (
+            {"y": [0, 1, 0, 1, 99]},
+            r"y\[4\]: .*highest is 99 and only 3(?s:.*)if 99 marks no label, write -1",
+        ),
         ({"y": [0, 1, 0, 1, 2], "meta": '{"classes": 2}'}, r"y\[4\]: .* ids 0 to 1 .* found 2"),
         ({"y": [2.0**60, 1, 0, 1, 0]}, r"y\[0\]: labels must be whole class ids .* 1\.15"),
         ({"y": [0.5, 1, 0, np.inf, 0]}, r"y\[3, 0\]: numbers to predict must be finite"),
-        ({"y": NAN}, r"y\[0, 0\]: multi-label targets \[N, C\] must lie in \[0, 1\], found \[nan"),
+        (
+            {"y": NAN},
+            r"y\[0, 0\]: multi-label targets \[N, C\] must lie in \[0, 1\], found \[nan(?s:.*)-1 for all",
+        ),
+        ({"y": [[-1, -1], *[[0, 1]] * 4]}, r"y\[0\]: a training vertex needs a label, found none"),
         ({"y": [[0, 0], [3, 3], [2, 2], [1, 1], [0, 0]]}, r"y\[1, 0\]: .* found \[3\]; save 0 or"),
         (
             {"src": None, "dst": None, "node_feat": np.eye(5)},
@@ -394,6 +388,8 @@ def test_features_labels_and_splits_have_the_names_of_other_libraries_too(save, 
     for write in (save, save_folder):
         expected = load(write())
         found = load(write(**renamed))
+        of_ogb = {"node_feat": SMALL["x"], "node_label": SMALL["y"], "x": None, "y": None}
+        assert load(write(**of_ogb)).stats.hash == expected.stats.hash
         assert (found.stats.hash, found.stats.notes) == (expected.stats.hash, expected.stats.notes)
     own = load(save(features=SMALL["x"] + 1))  # a field beside features of ours
     np.testing.assert_array_equal(own.x, load(save()).x)
@@ -404,11 +400,6 @@ def test_features_labels_and_splits_have_the_names_of_other_libraries_too(save, 
         load(save(num_nodes=[3, 4]))
     with pytest.raises(SpecError, match=r"train_idx: .* ids of 1 vertices; write each once"):
         load(save(train_mask=None, train_idx=np.zeros(3, int)))
-
-
-def test_own_features_take_no_width(save):
-    with pytest.raises(SpecError, match="the file has its own"):
-        load(save() + "?features=7")
 
 
 # --- generated ------------------------------------------------------------------------------------
