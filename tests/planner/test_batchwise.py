@@ -389,14 +389,6 @@ def test_the_longest_of_sampling_loading_and_training_counts(strategy, times):
     assert longest * 0.95 <= played <= longest * 1.1
 
 
-def test_batches_beyond_those_known_are_like_earlier_ones():
-    batches = DataParallel().batches(problem_of(GRAPHS[0], 1, 2))
-    assert batches.at(batches.known) is batches.at(0)
-    seeds = [[*batches.at(n).own(0), *batches.at(n).own(1)] for n in range(batches.steps)]
-    assert seeds[0] != seeds[1]
-    assert sorted(np.concatenate(seeds).tolist()) == np.flatnonzero(GRAPHS[0].train).tolist()
-
-
 @pytest.mark.parametrize("name", ["data_parallel", "gsplit", "p3", "p3(pipelined=True)"])
 def test_an_epoch_counts_batches_beyond_those_known(name):
     """Bytes per batch are the same in an epoch of more batches than are looked at."""
