@@ -265,14 +265,6 @@ def test_values_are_taken_as_python_has_them(epoch):
     assert pickle.loads(pickle.dumps(epoch)).document == epoch.document
 
 
-def test_sources_and_destinations_and_a_tensor_of_entries_are_graphs():
-    edges = torch.randint(0, 50, (2, 300), generator=torch.Generator().manual_seed(1)).unique(dim=1)
-    entries = torch.sparse_coo_tensor(edges, torch.ones(edges.shape[1]), (50, 50))
-    some = edges, tuple(edges), [*edges.numpy()], entries
-    plans = [gnnplan.plan(graph, ranks=2, strategy="graph_parallel", **STAND_INS) for graph in some]
-    assert len({(plan.problem.stats.edges, plan.best.epoch_s) for plan in plans}) == 1
-
-
 def test_an_option_that_no_part_reads_is_said():
     """`heads` of a GCN and `batch` of the full graph were taken without a word."""
     asked = {"model": "GCN", "layers": 2, "hidden": 8, "batch": 64}
@@ -348,7 +340,7 @@ def test_errors_are_exceptions_with_the_words_of_the_command_line():
 
 
 def test_graphs_in_memory_are_planned_and_kept_by_content(own_cache):
-    """A ring with chords as four libraries hold it: one graph, kept once per content."""
+    """A ring with chords as four libraries hold it, and sources with destinations: one graph, kept once per content."""
     n = 60
     src = np.r_[np.arange(n), np.arange(n)]
     dst = np.r_[(np.arange(n) + 1) % n, (np.arange(n) + 7) % n]
@@ -356,7 +348,9 @@ def test_graphs_in_memory_are_planned_and_kept_by_content(own_cache):
     ring = nx.DiGraph()
     ring.add_nodes_from(range(n))
     ring.add_edges_from(zip(src.tolist(), dst.tolist(), strict=True))
-    forms = [matrix, ring, torch.tensor(np.stack([src, dst])), np.stack([src, dst])]
+    ends = torch.tensor(np.stack([src, dst]))
+    entries = torch.sparse_coo_tensor(ends, torch.ones(2 * n), (n, n))
+    forms = [matrix, ring, ends, ends.numpy(), tuple(ends), [*ends.numpy()], entries]
 
     def planned(graph: object) -> gnnplan.Plan:
         options = {"task": "none", "features": "8", "strategy": "graph_parallel"}

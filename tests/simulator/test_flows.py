@@ -133,13 +133,6 @@ def test_the_port_bound_is_an_exchange_alone_and_close_to_max_min(name):
     assert min(ratios) >= 1 - 1e-9 and np.median(ratios) <= 1.02 and max(ratios) <= 1.15
 
 
-def test_64_ranks_all_to_all():
-    """4,032 flows on a switch, looked at every half per cent of the bound: within 1 % of it."""
-    exchange = Flows.of(cost_of(64, 1), irregular(64))
-    assert exchange.nbytes.size == 4032
-    assert 1 - 1e-9 <= exchange.finish(0.005 * exchange.bound).max() / exchange.bound <= 1.01
-
-
 @pytest.mark.parametrize("name", PLACES)
 def test_an_exchange_by_flows_has_the_same_bytes_on_its_ports_and_waits_for_the_last(name):
     """On one switch next to nothing is gained; all seeds together, a ring of servers takes longer.

@@ -20,7 +20,7 @@ from gnnplan.planner.vocabulary.schedule import (
     Task,
 )
 from gnnplan.simulator.noise import Noise, epochs, percentiles, stragglers
-from gnnplan.simulator.player import TaskGraph, play, serial
+from gnnplan.simulator.player import play
 
 DEVICE = Device(memory=1e9, gemm=1e9, memory_bandwidth=1e9, launch=1e-6)
 FAMILIES = ["graph_parallel", "pipegcn", "gnnpipe(stages=2,chunks=4)", "gnnpipe(stages=4,chunks=4)"]
@@ -133,23 +133,6 @@ def test_laws(family):
     tasks = [task.work for task in schedule.tasks]
     for factor, work in zip(Noise(0.2, {0: 2.0}).factors(schedule, 0), tasks, strict=True):
         assert isinstance(work, (Compute, Sampling)) or factor == 1.0
-
-
-def test_a_score_may_be_played_again():
-    problem = question("pipegcn")
-    schedule = parse("pipegcn").schedule(problem, 2)
-    task_graph = TaskGraph(schedule, problem.cost)
-    noisy = Noise(0.5, {1: 4.0}).factors(schedule, 0)
-    for _ in range(2):
-        assert (
-            play(schedule, problem.cost, task_graph=task_graph).times
-            == play(schedule, problem.cost).times
-        )
-        assert (
-            play(schedule, problem.cost, factors=noisy, task_graph=task_graph).times
-            == play(schedule, problem.cost, factors=noisy).times
-        )
-        assert serial(schedule, problem.cost, task_graph) == serial(schedule, problem.cost)
 
 
 @pytest.mark.parametrize(
