@@ -122,21 +122,6 @@ def test_what_gpus_use_gives_the_same_on_the_processor(weighted):
         assert torch.equal(ours, theirs) and ours.dtype == theirs.dtype == torch.int32
 
 
-@pytest.mark.gpu
-def test_a_gpu_computes_the_same():
-    block = random_block(300, 400, 5000).to(dtype=torch.float32)
-    x, vertices = torch.randn(400, 33), torch.arange(400)
-    y = x.cuda().requires_grad_()
-    out = aggregate(block.to("cuda"), y)
-    torch.testing.assert_close(out.cpu(), aggregate(block, x))
-    out.sum().backward()
-    torch.testing.assert_close(y.grad.cpu(), (dense(block).sum(0)[:, None].expand(-1, 33)).float())
-    assert torch.equal(
-        dropout_mask(1, 2, 3, vertices.cuda(), 33, 0.3).cpu(),
-        dropout_mask(1, 2, 3, vertices, 33, 0.3),
-    )
-
-
 def dense_softmax(block: Block, m: torch.Tensor) -> torch.Tensor:
     """[S, H] -> [R, H] by [R, S, H]; edges that occur twice count twice."""
     count = dense(block)[:, :, None]
@@ -194,22 +179,6 @@ def test_softmax_and_attention_are_dense_ones(edges, dtype):
         exact = torch.autograd.grad(expected, b, gradient.double())
         found = torch.autograd.grad(out, a, gradient)
         torch.testing.assert_close(found, tuple(y.to(dtype) for y in exact), **close)
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
-def test_softmax_and_attention_on_a_gpu(dtype):
-    block = random_block(300, 400, 5000, weighted=False)
-    close = {"rtol": 1e-4, "atol": 1e-4} if dtype == torch.float32 else {}
-    inputs = [torch.randn(shape, dtype=dtype) for shape in ((400, 32), 400, 300)]
-    for kernel, leaves in ((softmax_aggregate, inputs[:1]), (attend, inputs)):
-        a, b = ([leaf.detach().to(d).requires_grad_() for leaf in leaves] for d in ("cpu", "cuda"))
-        outs = kernel(block, *a), kernel(block.to("cuda"), *b)
-        torch.testing.assert_close(outs[1].cpu(), outs[0], **close)
-        on_cpu, on_gpu = (
-            torch.autograd.grad(out.sum(), leaves) for out, leaves in zip(outs, (a, b), strict=True)
-        )
-        torch.testing.assert_close(tuple(y.cpu() for y in on_gpu), on_cpu, **close)
 
 
 def test_softmax_and_attention_survive_large_numbers():

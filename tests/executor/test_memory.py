@@ -145,24 +145,32 @@ def test_footprint_of_attention_where_edges_are_many(model, layer):
 
 
 def measure_footprint(
-    shapes: Model, workload: Workload, layer: int, per_row: int = PER_ROW
+    shapes: Model,
+    workload: Workload,
+    layer: int,
+    per_row: int = PER_ROW,
+    sparse: SparseRows | None = None,
 ) -> None:
-    """Hold a layer's footprint against what torch allocates."""
+    """Hold a layer's footprint against what torch allocates. A step has sorted sparse rows before:
+    that stays with the features."""
     p, is_gcnii = workload.dropout, workload.model == "gcnii"
     torch.manual_seed(0)
     net = Net(shapes, workload)
     module, spec = net.layer(layer), shapes.layers[layer - 1]
     indices = np.random.default_rng(0).integers(0, SOURCES, ROWS * per_row)
-    weight = np.ones(indices.size, dtype=np.float32) if module.edges in ("gcn", "mean") else None
+    weight = None
+    if module.edges in ("gcn", "mean"):
+        weight = torch.ones(indices.size, dtype=sparse.stored.dtype if sparse else torch.float32)
     block = Block(np.arange(ROWS + 1) * per_row, indices, SOURCES, weight)
-    source = torch.rand(SOURCES, spec.h_in).requires_grad_(layer > shapes.first_varying)
+    source = sparse or torch.rand(SOURCES, spec.h_in).requires_grad_(layer > shapes.first_varying)
     initial = torch.rand(ROWS, HIDDEN).requires_grad_() if is_gcnii else None
     norm, ids = net.batch_norm(layer), torch.arange(SOURCES)
     moments = norm.moments(norm.sums(source), SOURCES).requires_grad_() if norm else None
     for parameter in net.parameters():
         parameter.grad = torch.zeros_like(parameter)
-    out, kept, _ = counted(
-        lambda: module(
+
+    def forward() -> torch.Tensor:
+        return module(
             block,
             source,
             lambda rows: dropout(rows, 0, 0, layer, ids, p),
@@ -170,8 +178,11 @@ def measure_footprint(
             net.relu_after(layer),
             moments,
         )
-    )
-    gradient = torch.rand_like(out)
+
+    if sparse:
+        forward().sum().backward()
+    out, kept, _ = counted(forward)
+    gradient = torch.ones_like(out) if sparse else torch.rand_like(out)
     _, _, backward = counted(lambda: torch.autograd.backward(out, gradient))
     # the block above has self edges among its own
     edges = ROWS * per_row - (ROWS if spec.self_edges else 0)
@@ -184,37 +195,15 @@ def measure_footprint(
 @pytest.mark.parametrize("p", [0.0, 0.5])
 @pytest.mark.parametrize("model", ["gcn", "sage", "sgc"])
 def test_footprint_of_sparse_rows(model, p, dtype):
-    """A step has sorted them before: that stays with the features."""
     workload = Workload(model=model, layers=3, hidden=HIDDEN, dropout=p, dtype=dtype)
     each, of_rows = 10, getattr(torch, dtype)
-    shapes = describe(workload, FEATURES, CLASSES, each)
-    net, rng = Net(shapes, workload), np.random.default_rng(0)
-    indices = rng.integers(0, SOURCES, ROWS * PER_ROW)
-    block = Block(
-        np.arange(ROWS + 1) * PER_ROW, indices, SOURCES, torch.ones(indices.size, dtype=of_rows)
-    )
     source = SparseRows.of(
         torch.full((SOURCES,), each),
         torch.randint(FEATURES, (SOURCES * each,)),
         torch.rand(SOURCES * each).to(of_rows),
         FEATURES,
     )
-    ids = torch.arange(SOURCES)
-
-    def forward() -> torch.Tensor:
-        return net.layer(1)(
-            block, source, lambda rows: dropout(rows, 0, 0, 1, ids, p), None, net.relu_after(1)
-        )  # type: ignore[arg-type]
-
-    out = forward()
-    torch.autograd.backward(out, torch.rand_like(out))
-    del out
-    out, kept, _ = counted(forward)
-    gradient = torch.ones_like(out)
-    _, _, backward = counted(lambda: torch.autograd.backward(out, gradient))
-    told = footprint(shapes, 1, ROWS, SOURCES, ROWS * PER_ROW - ROWS * shapes.layers[0].self_edges)
-    assert told.left == pytest.approx(kept, rel=0.001)
-    assert told.most == pytest.approx(kept + backward, rel=0.05)
+    measure_footprint(describe(workload, FEATURES, CLASSES, each), workload, 1, sparse=source)
 
 
 COMMUNITY = "synthetic:community?vertices="

@@ -83,7 +83,7 @@ def test_every_module_is_carried_or_refused_as_it_should_be(directed, names):
         if words not in said:
             wrong[name] = f"{said} (expected: {words})"
     assert not wrong
-    assert [*found.values()].count("carried") > len(names) / 2 and len(NAMES) > 50
+    assert [*found.values()].count("carried") > len(names) / 2 and len(NAMES) > 45
 
 
 def is_as_it_should_be(name: str, strategy: str, outcome: Outcome) -> bool:

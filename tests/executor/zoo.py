@@ -605,18 +605,6 @@ class TypesOfVertices(nn.Module):
 # -- what must be refused --------------------------------------------------------------------------
 
 
-@needs(refused="in place")
-class ReadsBothWays(nn.Module):
-    """Edges are made undirected in forward, which they are."""
-
-    def __init__(self, in_channels, out_channels):
-        super().__init__()
-        self.conv = pyg.GraphConv(in_channels, out_channels)
-
-    def forward(self, x, edge_index):
-        return self.conv(x, utils.to_undirected(edge_index, num_nodes=x.size(0)))
-
-
 @needs(refused="random")
 class DropsEdges(nn.Module):
     """Other edges in each epoch."""
@@ -628,16 +616,3 @@ class DropsEdges(nn.Module):
     def forward(self, x, edge_index):
         edge_index, _ = utils.dropout_edge(edge_index, p=0.2, training=self.training)
         return self.conv(x, edge_index)
-
-
-@needs(refused="row of logits for each")
-class LinkPredictor(nn.Module):
-    """Logits of edges."""
-
-    def __init__(self, in_channels, out_channels):
-        super().__init__()
-        self.conv = pyg.SAGEConv(in_channels, 16)
-
-    def forward(self, x, edge_index):
-        h = self.conv(x, edge_index)
-        return (h[edge_index[0]] * h[edge_index[1]]).sum(dim=-1)
