@@ -25,6 +25,18 @@ class Orphans(AssertionError):
     """A run has ended, and processes of it have not."""
 
 
+def marked(mark: str) -> dict[int, dict[str, str]]:
+    """Environment of every process that has this in it, by its id; zombies have ended."""
+    found = {}
+    for folder in Path("/proc").glob("[0-9]*"):
+        with contextlib.suppress(OSError):
+            raw = (folder / "environ").read_bytes()
+            if mark.encode() in raw:
+                parts = raw.decode(errors="replace").split("\0")
+                found[int(folder.name)] = dict(part.split("=", 1) for part in parts if "=" in part)
+    return found
+
+
 @dataclass
 class Started:
     """A `gnnplan run` and all processes below it, found by a mark in their environment."""
@@ -35,18 +47,8 @@ class Started:
     logs: Path
 
     def alive(self) -> dict[int, dict[str, str]]:
-        """Environment of every process that is left, by its id; zombies have ended."""
-        found = {}
-        for folder in Path("/proc").glob("[0-9]*"):
-            with contextlib.suppress(OSError):
-                raw = (folder / "environ").read_bytes()
-                if self.mark.encode() in raw:
-                    found[int(folder.name)] = dict(
-                        part.split("=", 1)
-                        for part in raw.decode(errors="replace").split("\0")
-                        if "=" in part
-                    )
-        return found
+        """Environment of every process that is left, by its id."""
+        return marked(self.mark)
 
     def rank(self, rank: int) -> int:
         """Process id of a rank."""
@@ -101,6 +103,16 @@ class Started:
         assert [row["epoch"] for row in rows] == list(range(1, len(rows) + 1))
         assert all(row["loss"] > 0 for row in rows) and len(rows) >= 3
         assert f"{len(rows)} finished epochs are in {self.out / 'metrics.jsonl'}" in self.stderr
+
+
+def srun(ranks: int, per_node: int, job: int = 0) -> list[dict[str, str]]:
+    """What Slurm has each of so many ranks know, with this machine as every node."""
+    step = {"SLURM_STEP_NUM_TASKS": str(ranks), "SLURM_NTASKS_PER_NODE": str(per_node)}
+    step |= {"SLURM_STEP_NODELIST": "localhost", "SLURM_JOB_ID": str(os.getpid() + job)}
+    step |= {"CUDA_VISIBLE_DEVICES": ""}
+    places = ((str(r), str(r // per_node), str(r % per_node)) for r in range(ranks))
+    names = ("SLURM_PROCID", "SLURM_NODEID", "SLURM_LOCALID")
+    return [step | dict(zip(names, place, strict=True)) for place in places]
 
 
 Start = Callable[..., Started]

@@ -1,7 +1,6 @@
 """A training goes on on other ranks, or with another strategy, as if it had begun there."""
 
 import json
-import os
 import shutil
 from dataclasses import replace
 from pathlib import Path
@@ -10,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from calls import call, planned
+from started import srun
 
 from gnnplan.executor.ranks import checkpoint
 from gnnplan.executor.ranks.checkpoint import Checkpoints, handed_over, last_stored
@@ -137,11 +137,7 @@ def test_torchrun_ranks_go_on_with_another_plan(tmp_path, fork_server):
         how = f"--hidden 8 --ranks {ranks} --strategy graph_parallel"
         plan = planned(tmp_path / f"{ranks}.json", "--graph", graph, how)
         command = ["-m", "gnnplan", "run", str(plan), *arguments]
-        env = {"SLURM_STEP_NUM_TASKS": str(ranks), "SLURM_NTASKS_PER_NODE": str(ranks)}
-        env |= {"SLURM_STEP_NODELIST": "localhost", "SLURM_NODEID": "0"}
-        env |= {"SLURM_JOB_ID": str(os.getpid() + ranks), "CUDA_VISIBLE_DEVICES": ""}
-        each = [{"SLURM_PROCID": r, "SLURM_LOCALID": r} for r in map(str, range(ranks))]
-        ended = fork_server.run([(command, env | its) for its in each], tmp_path)
+        ended = fork_server.run([(command, env) for env in srun(ranks, ranks, ranks)], tmp_path)
         assert [process.code for process in ended] == [0] * ranks, ended
         return ended[0].stderr
 

@@ -160,28 +160,26 @@ def test_a_field_that_the_graph_lacks_is_named(folder, tmp_path):
         )
 
 
-def test_an_id_beyond_an_embedding_is_refused_before_training(folder, tmp_path):
-    data = data_of()
-    data.kind[7] = 6
-    torch.save(data, tmp_path / "data.pt")
-    with pytest.raises(SpecError, match="IndexError: index out of range"):
-        model = f"{folder / 'model.py'}:Kinds"
-        gnnplan.plan(str(tmp_path / "data.pt"), model=model, ranks=2, mode="full")
+HOLD = "kind: rows in {} hold whole numbers up to {}, found"
 
 
 @pytest.mark.parametrize(
-    ("dtype", "highest", "most"),
-    [("float32", 2**24 + 1, "16,777,216"), ("float64", 2**53 + 1, "9,007,199,254,740,992")],
+    ("name", "dtype", "highest", "said"),
+    [
+        ("Kinds", "float32", 6, "IndexError: index out of range"),  # beyond an embedding
+        # in float32 16,777,217 is 16,777,216
+        ("Far", "float32", 2**24 + 1, HOLD.format("float32", "16,777,216")),
+        ("Far", "float64", 2**53 + 1, HOLD.format("float64", "9,007,199,254,740,992")),
+    ],
 )
-def test_whole_numbers_that_rows_do_not_hold_are_refused(folder, tmp_path, dtype, highest, most):
-    """In float32 16,777,217 is 16,777,216."""
+def test_whole_numbers_that_are_too_high_are_refused(folder, tmp_path, name, dtype, highest, said):
     data = data_of()
     data.kind[7] = highest
     torch.save(data, tmp_path / "data.pt")
     with pytest.raises(SpecError) as refused:
-        model = f"{folder / 'model.py'}:Far"
+        model = f"{folder / 'model.py'}:{name}"
         gnnplan.plan(str(tmp_path / "data.pt"), model=model, ranks=2, dtype=dtype, mode="full")
-    assert f"kind: rows in {dtype} hold whole numbers up to {most}, found" in str(refused.value)
+    assert said in str(refused.value)
 
 
 def test_a_parameter_may_name_a_field_of_dgl():

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from faults import CASES, EVERY, PHASES, Fault, epochs_of, small_disk, train_through
 
-from gnnplan.testing.ranks import Case
+from gnnplan.testing.ranks import Case, Ranks, Result
 
 pytestmark = [
     pytest.mark.timeout(600),
@@ -52,6 +52,12 @@ def test_they_are_fifty():
     assert {fault.phase for fault in faults} == set(PHASES)
 
 
+def unbroken(case: Case, faults: list[Fault], run_ranks: Ranks) -> Result:
+    """As many epochs as so many faults take, without any."""
+    whole = replace(case, epochs=epochs_of(len(faults)), eval_every=EVERY)
+    return run_ranks(2, [whole])[0]
+
+
 @pytest.mark.nightly
 @pytest.mark.parametrize(
     ("case", "faults"),
@@ -59,8 +65,7 @@ def test_they_are_fifty():
     ids=lambda value: value.strategy if isinstance(value, Case) else f"{len(value)} faults",
 )
 def test_a_training_that_is_hit_again_is_the_unbroken_one(case, faults, run_ranks, start, tmp_path):
-    whole = replace(case, epochs=epochs_of(len(faults)), eval_every=EVERY)
-    train_through(case, faults, run_ranks(2, [whole])[0], start, tmp_path)
+    train_through(case, faults, unbroken(case, faults, run_ranks), start, tmp_path)
 
 
 @pytest.mark.nightly
@@ -68,9 +73,8 @@ def test_a_training_that_is_hit_again_is_the_unbroken_one(case, faults, run_rank
 def test_restarts_outlast_a_link_that_is_down(run_ranks, start, tmp_path):
     """Twice, between servers that it plays: once of each of them."""
     case, faults = CASES[2], [Fault("no link", "exchange")] * 2
-    whole = replace(case, epochs=epochs_of(len(faults)), eval_every=EVERY)
-    unbroken = run_ranks(2, [whole])[0]
-    train_through(case, faults, unbroken, start, tmp_path, "--emulate", "unshaped")
+    whole = unbroken(case, faults, run_ranks)
+    train_through(case, faults, whole, start, tmp_path, "--emulate", "unshaped")
 
 
 @pytest.mark.nightly
@@ -78,7 +82,6 @@ def test_restarts_outlast_a_link_that_is_down(run_ranks, start, tmp_path):
 def test_a_disk_that_fills_amid_a_checkpoint(run_ranks, start, tmp_path):
     """And a rank that may open no more files: training goes on once there is room."""
     case, faults = CASES[0], [Fault("full disk", "checkpoint"), Fault("no files", "evaluation")]
-    whole = replace(case, epochs=epochs_of(len(faults)), eval_every=EVERY)
-    unbroken = run_ranks(2, [whole])[0]
+    whole = unbroken(case, faults, run_ranks)
     with small_disk(tmp_path / "disk") as disk:
-        train_through(case, faults, unbroken, start, tmp_path, out=disk / "run")
+        train_through(case, faults, whole, start, tmp_path, out=disk / "run")

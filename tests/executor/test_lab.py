@@ -1,13 +1,10 @@
 """The emulated cluster: as fast as its cards, and gone with the process that made it."""
 
-import contextlib
 import json
 import os
 import signal
 import subprocess
 import sys
-import time
-import uuid
 from pathlib import Path
 
 import pytest
@@ -46,23 +43,6 @@ else:
 """
 
 
-def alive(mark: str) -> set[int]:
-    """Processes that have the mark in their environment or are held by one that has."""
-    found = set()
-    for folder in Path("/proc").glob("[0-9]*"):
-        with contextlib.suppress(OSError):
-            if mark.encode() in (folder / "environ").read_bytes():
-                found.add(int(folder.name))
-    return found
-
-
-def gone(mark: str) -> bool:
-    limit = time.monotonic() + 20
-    while alive(mark) and time.monotonic() < limit:
-        time.sleep(0.1)
-    return not alive(mark)
-
-
 def plan(folder: Path, servers: int, each: int, *more: str) -> Path:
     shape = f"--set servers={servers} --set gpus_per_server={each} --hidden 8"
     return planned(folder / "plan.json", "--graph", GRAPH, shape, *more)
@@ -99,42 +79,18 @@ def test_a_card_is_no_faster_than_its_rate_and_a_server_inside_is():
 @needs_namespaces
 @pytest.mark.nightly
 @pytest.mark.parametrize("signalled", [signal.SIGKILL, signal.SIGINT, signal.SIGTERM])
-def test_nothing_is_left_whatever_ends_it(tmp_path, signalled):
+def test_nothing_is_left_whatever_ends_it(tmp_path, start, signalled):
     """A SIGTERM left the folder of the samplers behind: nothing had the launcher unwind."""
-    mark, temporary = f"MARK-{uuid.uuid4().hex}", tmp_path / "tmp"
-    temporary.mkdir()
-    command = [sys.executable, "-m", "gnnplan", "run", str(plan(tmp_path, 2, 1)), "--epochs"]
-    command += ["1000000", "--emulate", "unshaped", "--out", str(tmp_path / "out")]
-    with open(tmp_path / "said", "w") as said:
-        process = subprocess.Popen(
-            command,
-            env=os.environ | {"MARK": mark, "TMPDIR": str(temporary)},
-            stdout=said,
-            stderr=said,
-            start_new_session=True,
-            # a job in the background ignores it
-            preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
-        )
-    try:
-        limit = time.monotonic() + 120
-        while (
-            not (tmp_path / "out" / "metrics.jsonl").exists()
-            and process.poll() is None
-            and time.monotonic() < limit
-        ):
-            time.sleep(0.1)
-        assert process.poll() is None, (tmp_path / "said").read_text()
-        assert len(alive(mark)) >= 6  # itself, two ranks, three namespaces
-        process.send_signal(signalled)
-        code = process.wait(timeout=30)
-        assert gone(mark)
-        if signalled == signal.SIGKILL:  # what is left then, the next run removes
-            assert code == -signalled
-        else:
-            assert code == 128 + signalled and not list(temporary.iterdir())
-    finally:
-        for pid in alive(mark):
-            os.kill(pid, signal.SIGKILL)
+    (temporary := tmp_path / "tmp").mkdir()
+    words = ["--epochs", "1000000", "--emulate", "unshaped"]
+    run = start(plan(tmp_path, 2, 1), *words, TMPDIR=str(temporary))
+    run.until_training()
+    assert len(run.alive()) >= 6  # itself, two ranks, three namespaces
+    run.process.send_signal(signalled)
+    if signalled == signal.SIGKILL:  # what is left then, the next run removes
+        assert run.ended() == -signalled
+    else:
+        assert run.ended() == 128 + signalled and not list(temporary.iterdir())
 
 
 @needs_namespaces

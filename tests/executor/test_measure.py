@@ -8,6 +8,7 @@ import sys
 from statistics import median
 
 import pytest
+from started import srun
 from torch.distributed.elastic.multiprocessing.subprocess_handler import subprocess_handler
 
 from gnnplan.executor.measure import measure as module
@@ -178,22 +179,19 @@ SIZES = [2**k for k in range(10, 25)]
 @pytest.mark.usefixtures("sizes")
 def test_ranks_that_srun_has_started_measure_together(tmp_path):
     """One on each of two servers, by Slurm's names alone; the first has the cluster."""
-    srun = {"SLURM_STEP_NUM_TASKS": "2", "SLURM_NTASKS_PER_NODE": "1"}
-    srun |= {"SLURM_STEP_NODELIST": "localhost", "SLURM_LOCALID": "0"}
-    srun |= {"SLURM_JOB_ID": str(os.getpid()), "GNNPLAN_CACHE": str(tmp_path)}
-    srun |= {"OMP_NUM_THREADS": "1"}
+    env = os.environ | {"GNNPLAN_CACHE": str(tmp_path), "OMP_NUM_THREADS": "1"}
     (cache_dir() / "partitions").mkdir(parents=True, exist_ok=True)
     (tmp_path / "partitions").symlink_to(cache_dir() / "partitions")  # METIS has cut these graphs
     command = [sys.executable, "-m", "gnnplan", "measure", "--seconds", "0.01", "-o"]
     ranks = [
         subprocess.Popen(
             [*command, str(tmp_path / f"{rank}.yaml")],
-            env=os.environ | srun | {name: str(rank) for name in ("SLURM_PROCID", "SLURM_NODEID")},
+            env=env | of_slurm,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,
         )
-        for rank in range(2)
+        for rank, of_slurm in enumerate(srun(2, 1))
     ]
     try:
         said = [rank.communicate(timeout=200)[1] for rank in ranks]

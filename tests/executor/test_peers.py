@@ -1,11 +1,8 @@
 """What is wrong before training starts is said in words, by all ranks alike."""
 
 import json
-import os
 import re
 import socket
-import subprocess
-import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
@@ -159,7 +156,7 @@ def test_what_one_refuses_all_refuse(refusing, problem):
 @pytest.mark.nightly
 @pytest.mark.processes
 @pytest.mark.timeout(120)
-def test_ranks_of_srun_do_not_wait_for_one_that_refuses(tmp_path):
+def test_ranks_of_srun_do_not_wait_for_one_that_refuses(tmp_path, fork_server):
     """Rank 0 hosts the store: rank 1 waited for it until --timeout, and did not know why."""
     how = "--hidden 8 --ranks 2 --strategy graph_parallel"
     plan = planned(tmp_path / "plan.json", "--graph", GRAPH, how)
@@ -167,24 +164,14 @@ def test_ranks_of_srun_do_not_wait_for_one_that_refuses(tmp_path):
     document["graph"]["hash"] = "00"
     (tmp_path / "other.json").write_text(json.dumps(document))
     env = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "WORLD_SIZE": "2"}
-    run = [sys.executable, "-m", "gnnplan", "run", "--timeout", "600", "--out", tmp_path / "out"]
-    ranks = [
-        subprocess.Popen(
-            [*run, tmp_path / file],
-            env=os.environ | env | {"RANK": str(rank), "CUDA_VISIBLE_DEVICES": ""},
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        for rank, file in enumerate(("other.json", "plan.json"))
-    ]
-    try:
-        said = [rank.communicate(timeout=90)[1] for rank in ranks]
-    finally:
-        for rank in ranks:
-            rank.kill()
-    assert [rank.returncode for rank in ranks] == [2, 2], said
+    env["CUDA_VISIBLE_DEVICES"] = ""
+    run = ["-m", "gnnplan", "run", "--timeout", "600", "--out", str(tmp_path / "out")]
+    files = enumerate(("other.json", "plan.json"))
+    ranks = [([*run, str(tmp_path / file)], env | {"RANK": str(rank)}) for rank, file in files]
+    ended = fork_server.run(ranks, tmp_path)
+    assert [rank.code for rank in ended] == [2, 2], ended
     why = "graph: planned synthetic:.* hash 00, here hash .*; it was made for other data.*"
     for rank, words_before in enumerate(("", r"rank 0 \(.*\) cannot train: ")):
         error = rf"error: rank {rank} \(.*\) in start: {words_before}{why}"
-        assert any(re.fullmatch(error, line) for line in said[rank].splitlines()), said
+        assert any(re.fullmatch(error, line) for line in ended[rank].stderr.splitlines()), ended
     assert not (tmp_path / "out").exists()

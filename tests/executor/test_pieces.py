@@ -251,9 +251,7 @@ def test_a_forward_that_does_not_come_back_is_refused(does, tmp_path, monkeypatc
     head = f"{HEAD}\nclass Odd(Two):\n    def forward(self, x, edge_index):\n        h = {does}\n        return super().forward(x, edge_index)\n"
     with pytest.raises(SpecError, match=WAYS[does]):
         module(tmp_path, "Odd(GCNConv(f, 64), GCNConv(64, c))", head)
-
-
-def test_a_class_that_does_not_come_back_is_refused(tmp_path, monkeypatch):
-    monkeypatch.setattr(make, "MAKING_SECONDS", 2.0)
-    with pytest.raises(SpecError, match=r"line \d+: M\(64, 16\) .*takes more than 2 s"):
-        module(tmp_path, "time.sleep(100)")
+    monkeypatch.setattr(make, "MAKING_SECONDS", 1.0)
+    if "sleep" in does:
+        with pytest.raises(SpecError, match=r"line \d+: M\(64, 16\) .*takes more than 1 s"):
+            module(tmp_path, does)

@@ -11,6 +11,7 @@ import pytest
 import torch
 from calls import planned
 from safetensors.torch import save_file
+from started import srun
 
 from gnnplan.executor import train
 from gnnplan.executor.launch.run_request import must_go_on
@@ -59,16 +60,15 @@ def test_servers_with_disks_of_their_own_resume_from_these(tmp_path, fork_server
     graph = "synthetic:community?vertices=300&edges=2400&features=8&classes=4&seed=0"
     how = "--hidden 8 --set servers=2 --set gpus_per_server=1 --strategy pipegcn"
     plan = planned(tmp_path / "plan.json", "--graph", graph, how)
-    slurm = {"SLURM_STEP_NUM_TASKS": "2", "SLURM_NTASKS_PER_NODE": "1"}
-    slurm |= {"SLURM_STEP_NODELIST": "localhost", "SLURM_LOCALID": "0", "CUDA_VISIBLE_DEVICES": ""}
 
-    def run(problem: int, *arguments: str) -> None:
-        ranks = []
-        for rank in "01":
-            words = [word.replace("RANK", rank) for word in arguments]
-            env = {"SLURM_PROCID": rank, "SLURM_NODEID": rank}
-            env["SLURM_JOB_ID"] = str(os.getpid() + problem)
-            ranks.append((["-m", "gnnplan", "run", *words], slurm | env))
+    def run(job: int, *arguments: str) -> None:
+        ranks = [
+            (
+                ["-m", "gnnplan", "run", *(word.replace("RANK", str(rank)) for word in arguments)],
+                env,
+            )
+            for rank, env in enumerate(srun(2, 1, job))
+        ]
         ended = fork_server.run(ranks, tmp_path)
         assert [rank.code for rank in ended] == [0, 0], ended
 

@@ -6,11 +6,11 @@ import os
 import subprocess
 import sys
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import pytest
 from asked import changed
+from started import marked
 
 from gnnplan.executor.launch import tune as tuning
 from gnnplan.executor.launch.tune import (
@@ -206,18 +206,6 @@ def plan_file(tmp_path):
     return tmp_path / "plan.json"
 
 
-def left_behind(mark: str) -> list[int]:
-    """Processes that have this in their environment, but for this one."""
-    found = []
-    for folder in Path("/proc").glob("[0-9]*"):
-        try:
-            if mark.encode() in (folder / "environ").read_bytes():
-                found.append(int(folder.name))
-        except OSError:
-            continue
-    return [process for process in found if process != os.getpid()]
-
-
 @pytest.mark.nightly
 @pytest.mark.processes
 def test_tune_runs_what_is_in_doubt_and_writes_the_plan(plan_file, tmp_path):
@@ -262,4 +250,4 @@ def test_a_run_that_is_interrupted_leaves_its_epochs_and_no_process(tmp_path, mo
     reading = runner(0, 10**7, 25.0)
     assert reading.failed == "" and reading.epochs_s and not runner.runs
     assert [path.name for path in (tmp_path / "runs").iterdir()] == [".01-graph_parallel"]
-    assert not left_behind("GNNPLAN_TEST_TUNE=interrupted")
+    assert not marked("GNNPLAN_TEST_TUNE=interrupted").keys() - {os.getpid()}

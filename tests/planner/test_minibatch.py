@@ -9,7 +9,6 @@ from hypothesis import strategies as st
 from gnnplan.planner.gnn.workload import ALL
 from gnnplan.planner.graph.load import load
 from gnnplan.planner.graph.sampling import frontier
-from gnnplan.planner.ownership.layout import Layout
 from gnnplan.planner.ownership.minibatch import MiniBatch
 
 GRAPH = load("synthetic:community?vertices=300&edges=5000&features=4&classes=3&seed=0")
@@ -75,18 +74,3 @@ def test_splitting_computes_each_row_once_and_data_parallel_never_fewer(seeds, r
         counts.append([*edges, sum(made.rows(rank, 0).size for rank in range(made.ranks))])
     split, alone, apart = counts
     assert split == alone and all(np.less_equal(alone, apart))
-
-
-def test_without_sampling_a_batch_is_the_whole_neighbourhood():
-    """Fanout 'full' on one rank has the rows and edges of GraNNDis' batch of the same targets."""
-    seeds = np.arange(0, 300, 30)
-    made = MiniBatch(
-        GRAPH, [frontier(GRAPH, seeds, (ALL, ALL), 0, 0, 0)], (0,), None, first_varying=1
-    )
-    targets = np.zeros(300, dtype=bool)
-    targets[seeds] = True
-    whole = Layout(GRAPH, np.zeros(300, dtype=np.int32), (0,), 2, 1).batch(targets)
-    for h in range(3):
-        assert set(made.rows(0, h).tolist()) == set(whole.rows(0, h).tolist())
-    for layer in (1, 2):
-        assert made.facts(layer).edges.tolist() == whole.facts(layer).edges.tolist()

@@ -23,6 +23,7 @@ from gnnplan.planner.strategies import parse
 from gnnplan.planner.vocabulary.schedule import Compute, Label, Schedule, Send, Task
 from gnnplan.simulator.flows import Flows
 from gnnplan.simulator.player import play
+from gnnplan.testing.laws import sums
 
 GRAPH = "synthetic:community?vertices=600&edges=6000&features=16&classes=4&seed=0"
 
@@ -61,6 +62,14 @@ def machine(
 def problem_on(cluster: Cluster, **workload: Any) -> Problem:
     graph = load(GRAPH)
     return Problem(graph.stats, graph, Workload(**workload), cluster, "metis")
+
+
+def epochs_s(problem: Problem, text: str, epochs: int) -> tuple[float, float]:
+    """An epoch as predicted, and as so many are played."""
+    strategy = parse(text).settle(problem)
+    steps = strategy.steps(problem)
+    played = play(strategy.schedule(problem, epochs * steps), problem.cost).epoch_s(steps)
+    return float(strategy.predict(problem).epoch_s), played
 
 
 def ends(cluster: Cluster, seconds: list[float]) -> list[float]:
@@ -147,14 +156,9 @@ def test_a_message_that_asks_little_of_a_core_is_not_slowed_by_who_computes_ther
 @pytest.mark.parametrize("strategy", ["graph_parallel", "granndis(depth=1)", "pipegcn"])
 def test_prediction_is_the_simulation_where_ranks_share_cores(strategy):
     where = machine(4, 2, servers=2, core_s_per_byte=4e-7, one_machine=True)
-    problem = problem_on(where, hidden=16)
-    chosen = parse(strategy).settle(problem)
-    steps = 4
-    predicted = float(chosen.predict(problem).epoch_s)
-    played = play(chosen.schedule(problem, steps), problem.cost).step_s
-    assert played == pytest.approx(
-        predicted, rel=type(chosen).claim if strategy == "pipegcn" else 1e-9
-    )
+    predicted, played = epochs_s(problem_on(where, hidden=16), strategy, 4)
+    close = type(parse(strategy)).claim if strategy == "pipegcn" else 1e-9
+    assert played == pytest.approx(predicted, rel=close)
 
 
 @pytest.mark.parametrize(
@@ -174,10 +178,8 @@ def test_stale_exchanges_share_cores_with_computation(core_s_per_byte, ranks, se
     must do both, and is up to 15 % shorter where messages keep them busy."""
     cluster = machine(ranks, 2, servers=servers, core_s_per_byte=core_s_per_byte, one_machine=True)
     cluster = changed(cluster, gemm=speed)
-    problem = problem_on(cluster, hidden=16, layers=6)
-    chosen = parse("pipegcn").settle(problem)
-    played = play(chosen.schedule(problem, 6), problem.cost).epoch_s(1)
-    assert 0.85 * played <= float(chosen.predict(problem).epoch_s) <= 1.06 * played
+    predicted, played = epochs_s(problem_on(cluster, hidden=16, layers=6), "pipegcn", 6)
+    assert 0.85 * played <= predicted <= 1.06 * played
 
 
 @pytest.mark.parametrize(
@@ -206,14 +208,9 @@ def test_what_is_done_at_once_shares_cores_in_predictions_too(strategy, workload
     rates = {"draw": 3e4, "lay": 3e4}
     cluster = changed(machine(4, cores), intra_node=fast, host_rates=rates)
     problem = problem_on(cluster, **workload)
-    chosen = parse(strategy).settle(problem)
-    epoch = chosen.steps(problem)
-    predicted = chosen.predict(problem)
-    played = play(chosen.schedule(problem, 4 * epoch), problem.cost).epoch_s(epoch)
-    assert float(predicted.epoch_s) == pytest.approx(played, rel=0.06)
-    assert float(predicted.compute_s + predicted.comm_s + predicted.bubble_s) == pytest.approx(
-        float(predicted.epoch_s)
-    )
+    predicted, played = epochs_s(problem, strategy, 4)
+    assert predicted == pytest.approx(played, rel=0.06)
+    assert sums(parse(strategy).settle(problem).predict(problem)) == pytest.approx(predicted)
 
 
 @pytest.mark.parametrize(
@@ -226,9 +223,8 @@ def test_a_pipelines_messages_take_cores_from_its_stages(stages, work, within):
     cluster = machine(stages, stages, servers=2, one_machine=True)
     cluster = changed(cluster, intra_node=link, inter_node=link)
     problem = problem_on(cluster, layers=4, hidden=16)
-    chosen = parse(f"gnnpipe(stages={stages},chunks=16)").settle(problem)
-    played = play(chosen.schedule(problem, 3), problem.cost).epoch_s(1)
-    assert float(chosen.predict(problem).epoch_s) == pytest.approx(played, rel=within)
+    predicted, played = epochs_s(problem, f"gnnpipe(stages={stages},chunks=16)", 3)
+    assert predicted == pytest.approx(played, rel=within)
 
 
 @pytest.mark.parametrize(("chunks", "bandwidth"), [(2, 1e6), (4, 1e6), (16, 1e5)])
@@ -239,9 +235,8 @@ def test_a_core_of_a_pipeline_idles_only_while_its_link_is_busy(chunks, bandwidt
     cluster = machine(2, 1, servers=2, one_machine=True)
     cluster = changed(cluster, inter_node=Link(bandwidth=bandwidth, latency=1e-6), gemm=1e7)
     problem = problem_on(cluster, layers=4, hidden=16)
-    chosen = parse(f"gnnpipe(stages=2,chunks={chunks})").settle(problem)
-    played = play(chosen.schedule(problem, 3), problem.cost).epoch_s(1)
-    assert played <= float(chosen.predict(problem).epoch_s) <= 1.2 * played
+    predicted, played = epochs_s(problem, f"gnnpipe(stages=2,chunks={chunks})", 3)
+    assert played <= predicted <= 1.2 * played
 
 
 @pytest.mark.parametrize(

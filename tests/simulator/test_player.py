@@ -275,22 +275,19 @@ def test_a_long_list_of_the_stuck_is_cut():
     assert str(caught.value).count("\n") == 17
 
 
-def test_labels_name_one_task_of_a_rank():
-    with pytest.raises(Mismatch, match="rank 0 has two tasks forward:s0"):
-        play(
-            schedule(
-                [
-                    Task(label("forward"), 0, "compute", s(1)),
-                    Task(label("forward"), 0, "comm", s(1)),
-                ]
-            ),
-            cluster(),
-        )
-
-
-def test_only_members_come_to_a_collective():
-    with pytest.raises(Mismatch, match=r"rank 2 .* group is \(0, 1\)"):
-        play(schedule([Task(label("halo"), 2, "comm", TO_1)]), cluster())
+@pytest.mark.parametrize(
+    ("tasks", "says"),
+    [
+        (
+            [Task(label("forward"), 0, lane, s(1)) for lane in ("compute", "comm")],
+            "rank 0 has two tasks forward:s0",
+        ),
+        ([Task(label("halo"), 2, "comm", TO_1)], r"rank 2 .* group is \(0, 1\)"),
+    ],
+)
+def test_labels_name_one_task_of_a_rank_and_members_alone_come_to_a_collective(tasks, says):
+    with pytest.raises(Mismatch, match=says):
+        play(schedule(tasks), cluster())
 
 
 RANKS, LANES = 4, ("compute", "comm", "reduce")
