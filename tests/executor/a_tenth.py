@@ -7,22 +7,22 @@ from dataclasses import replace
 
 
 def shrink(change: Callable[[object, str, object], None]) -> None:
-    from gnnplan.executor.measure import microbench, rehearsal
+    from gnnplan.executor.measure import fitting, microbench, rehearsal
 
     def smaller(vertices: int, edges: int) -> tuple[int, int]:
         return max(100, vertices // 10), max(400, edges // 10)
 
-    pieces = []
-    for piece in rehearsal.PIECES:
+    def shrunk(piece: rehearsal.Piece) -> rehearsal.Piece:
         vertices, edges = smaller(piece.vertices, piece.edges)
-        pieces.append(replace(piece, vertices=vertices, edges=edges))
-    graphs = tuple(smaller(*size) for size in microbench.GRAPHS)
-    sampled = smaller(*microbench.SAMPLED)
+        return replace(piece, vertices=vertices, edges=edges)
+
+    pieces, batches = tuple(map(shrunk, rehearsal.PIECES)), shrunk(rehearsal.BATCHES)
+    batches = replace(batches, workload=batches.workload | {"batch": 100})
     for module in (rehearsal, microbench):
-        change(module, "PIECES", tuple(pieces))
-    change(microbench, "GRAPHS", graphs)
-    change(microbench, "SAMPLED", sampled)
-    change(microbench, "SEEDS", microbench.SEEDS // 10)
+        change(module, "PIECES", pieces)
+    for module in (rehearsal, fitting):
+        change(module, "BATCHES", batches)
+    change(microbench, "GRAPHS", tuple(smaller(*size) for size in microbench.GRAPHS))
 
 
 if os.environ.keys() & {"RANK", "SLURM_PROCID"}:
