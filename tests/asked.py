@@ -3,11 +3,14 @@
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
+
 from gnnplan.planner.cluster.spec import Cluster, Device
-from gnnplan.planner.graph.graph import Graph
+from gnnplan.planner.graph.graph import Graph, in_neighbours
 from gnnplan.planner.graph.load import load
 from gnnplan.planner.problem.problem import Problem
-from gnnplan.planner.strategies import Strategy
+from gnnplan.planner.strategies import Strategy, parse
+from gnnplan.simulator.player import play
 
 
 def changed(cluster: Cluster, **fields: Any) -> Cluster:
@@ -29,6 +32,29 @@ def by_statistics(problem: Problem) -> Problem:
 def fullest_bytes(problem: Problem, strategy: Strategy) -> float:
     """What the fullest rank holds [B]."""
     return float(sum(strategy.settle(problem).memory(problem).values()).max())
+
+
+def graph_of(vertices: int, edges: list[tuple[int, int]], directed: bool = False) -> Graph:
+    """A graph of these edges (src, dst), all of whose vertices train."""
+    src, dst = np.array(edges, dtype=np.int64).reshape(-1, 2).T
+    indptr, indices, _ = in_neighbours(src, dst, vertices, directed)
+    like = load(
+        f"synthetic:community?vertices={max(vertices, 2)}&edges=0&features=40&classes=1&communities=1"
+    )
+    sizes = {"vertices": vertices, "edges": len(indices), "train_vertices": vertices}
+    words = {"directed": directed, "hash": f"small {vertices} {edges} {directed}"}
+    mask = np.ones(vertices, bool)
+    arrays = {"train": mask, "val": ~mask, "test": ~mask, "x": np.zeros((vertices, 40), "f4")}
+    stats = replace(like.stats, **sizes, **words)
+    return replace(like, stats=stats, indptr=indptr, indices=indices, **arrays)
+
+
+def epochs_s(problem: Problem, text: str, epochs: int) -> tuple[float, float]:
+    """An epoch as predicted, and as so many are played."""
+    strategy = parse(text).settle(problem)
+    steps = strategy.steps(problem)
+    played = play(strategy.schedule(problem, epochs * steps), problem.cost).epoch_s(steps)
+    return float(strategy.predict(problem).epoch_s), played
 
 
 def uniform(vertices: int, edges: int, features: int = 1, classes: int = 1) -> Graph:

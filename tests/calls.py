@@ -1,10 +1,13 @@
-"""Calls of `gnnplan` in a test's own process, as the fixture `gnnplan` (conftest.py); and of programs."""
+"""Calls of `gnnplan` in a test's own process, as the fixture `gnnplan` (conftest.py); of programs; and
+what calls allocate."""
 
 import json
 import shlex
 import socket
 import subprocess
-from collections.abc import Iterable
+import tracemalloc
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -55,3 +58,13 @@ def ended_well(
     done = subprocess.run(command, capture_output=True, text=True, timeout=within, **how)
     assert done.returncode == 0, done.stdout + done.stderr
     return done
+
+
+@contextmanager
+def allocations() -> Iterator[Callable[[], int]]:
+    """`with allocations() as most`: most() is the most that Python held at once in the block [B]."""
+    tracemalloc.start()
+    try:
+        yield lambda: tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()

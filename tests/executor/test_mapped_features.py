@@ -1,11 +1,11 @@
 """Features that stay in their file: only rows that are asked for are read."""
 
 import sys
-import tracemalloc
 
 import numpy as np
 import pytest
 import torch
+from calls import allocations
 from recursions import Recursion
 
 from gnnplan.executor.layers.blocks import features, take_rows
@@ -76,11 +76,10 @@ def test_columns_of_some_rows_are_read_alone(tmp_path):
     x = np.lib.format.open_memmap(tmp_path / "x.npy", "w+", np.float32, (5_000, 64))
     x[:] = np.arange(5_000)[:, None]
     out = np.empty((8, 32), np.float32)
-    tracemalloc.start()
-    take_rows(x[:, :32], np.arange(8) * 600, out)
-    most = tracemalloc.get_traced_memory()[1]
-    tracemalloc.stop()
-    assert np.array_equal(out, x[np.arange(8) * 600, :32]) and most < x.nbytes / 50
+    with allocations() as most:
+        take_rows(x[:, :32], np.arange(8) * 600, out)
+        assert most() < x.nbytes / 50
+    assert np.array_equal(out, x[np.arange(8) * 600, :32])
 
 
 def _tell(folder: str) -> None:

@@ -1,14 +1,13 @@
 """Ranks on a folder of parts open no rows of another part, and take little more than their own."""
 
 import json
-import subprocess
 import sys
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
-from calls import call, planned
+from calls import call, ended_well, planned
 
 from gnnplan.executor.layers.blocks import features
 from gnnplan.executor.minibatch.share import share_of, targets_of
@@ -34,8 +33,7 @@ def set_up(tmp_path: Path, name: str, source: str, dropout: float) -> tuple[list
     call("partition", source, "-k 2 -o", folder)
     model = f"--strategy graph_parallel --layers 2 --hidden 8 --dropout {dropout}"
     planned(plan, "--graph", folder, model)
-    run = [sys.executable, "-m", "gnnplan", "run", str(plan), "--epochs", "1", "--out", str(out)]
-    subprocess.run(run, check=True, capture_output=True)
+    ended_well(sys.executable, "-m", "gnnplan", "run", plan, "--epochs", "1", "--out", out)
     ranks = [json.loads((out / f"rank{rank}.json").read_text()) for rank in range(2)]
     use = json.loads(plan.read_text())["best"]["predicted"]["memory"]
     return [rank["setup_rss_bytes"] for rank in ranks], use["features"] + use["graph"]

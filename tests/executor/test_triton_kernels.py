@@ -1,7 +1,6 @@
 """Kernels in Triton: interpreted beside torch, compiled for A100 and H100, and on a GPU."""
 
 import os
-import subprocess
 import sys
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -9,6 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from calls import ended_well
 from torch import Tensor
 
 from gnnplan.executor.layers.kernels import Block, attend, attend_pairs, dropout
@@ -237,9 +237,7 @@ for arch in map(int, sys.argv[1:]):
 def test_they_compile_for_gpus_without_spills():
     """For an A100 and an H100: registers, and bytes of stack, which are spilled."""
     env = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    command = [sys.executable, "-c", COMPILE, "80", "90"]
-    told = subprocess.run(command, env=env, capture_output=True, text=True, timeout=90)
-    assert told.returncode == 0, told.stderr[-3000:]
+    told = ended_well(sys.executable, "-c", COMPILE, "80", "90", within=90, env=env)
     lines = [line.rsplit(" ", 2) for line in told.stdout.splitlines()]
     assert len(lines) >= 16
     assert not [line for line in lines if int(line[1]) > 128 or int(line[2])], told.stdout

@@ -4,6 +4,7 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+from asked import epochs_s
 
 from gnnplan.planner.problem.problem import Problem
 from gnnplan.planner.strategies import (
@@ -135,9 +136,8 @@ def test_stale_exchanges_and_the_sum_share_ports(
     """They did so in the simulator only: small steps of PipeGCN were up to 20 % slower there."""
     where = cluster(servers, gpus, inter=inter, latency=latency, launch=1e-5)
     asked = problem(model, 3, where, hidden=hidden)
-    strategy = replace(parse("pipegcn"), buckets=buckets).settle(asked)
-    simulated = play(strategy.schedule(asked, 4), asked.cost).step_s
-    assert float(strategy.predict(asked).epoch_s) == pytest.approx(simulated, rel=0.02)
+    predicted, played = epochs_s(asked, f"pipegcn(buckets={buckets})", 4)
+    assert predicted == pytest.approx(played, rel=0.02)
 
 
 def test_computation_beside_an_all_reduce_is_slower_by_the_tax():

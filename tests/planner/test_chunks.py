@@ -1,16 +1,14 @@
 """Chunks over the members of a stage, against what sets of vertices say."""
 
-from dataclasses import replace
-
 import numpy as np
 import pytest
-from asked import uniform
+from asked import graph_of, uniform
 from examples import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from gnnplan.planner.gnn.workload import Workload
-from gnnplan.planner.graph.graph import Graph, GraphStats, in_neighbours
+from gnnplan.planner.graph.graph import GraphStats
 from gnnplan.planner.graph.load import load
 from gnnplan.planner.graph.partition import partition
 from gnnplan.planner.ownership.chunks import Chunks, estimated_chunks
@@ -20,23 +18,11 @@ from gnnplan.planner.strategies import parse
 from gnnplan.simulator.player import play
 
 
-def graph_of(edges: list[tuple[int, int]], vertices: int, directed: bool) -> Graph:
-    like = load(f"synthetic:community?vertices={vertices}&edges=0&features=4&classes=2")
-    pairs = np.array([(u, v) for u, v in edges if u != v], dtype=np.int64).reshape(-1, 2)
-    indptr, indices, _ = in_neighbours(pairs[:, 0], pairs[:, 1], vertices, directed=directed)
-    return replace(
-        like,
-        stats=replace(like.stats, edges=len(indices), directed=directed, hash=str(edges)),
-        indptr=indptr,
-        indices=indices,
-    )
-
-
 @st.composite
 def cuts(draw: st.DrawFn) -> Chunks:
     n = draw(st.integers(2, 24))
     vertex = st.integers(0, n - 1)
-    graph = graph_of(draw(st.lists(st.tuples(vertex, vertex), max_size=60)), n, draw(st.booleans()))
+    graph = graph_of(n, draw(st.lists(st.tuples(vertex, vertex), max_size=60)), draw(st.booleans()))
     chunks = draw(st.integers(1, n))
     return Chunks(graph, partition(graph, chunks), chunks, draw(st.integers(1, 5)))
 
@@ -80,7 +66,7 @@ def test_members_share_every_chunk_evenly(cut):
 def test_the_cut_inside_chunks_follows_edges():
     """Four cliques of six in two chunks: the cut parts a chunk's cliques, and nothing crosses."""
     cliques = [(a + i, a + j) for a in range(0, 24, 6) for i in range(6) for j in range(i)]
-    graph = graph_of(cliques, 24, directed=False)
+    graph = graph_of(24, cliques)
     cut = Chunks(graph, np.arange(24) // 12, 2, 2)
     assert not cut.facts.sends.any()
     assert (cut.facts.rows == 6).all() and (cut.facts.sources == 6).all()

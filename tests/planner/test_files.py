@@ -3,10 +3,10 @@
 import os
 import re
 import stat
-import tracemalloc
 from pathlib import Path
 
 import pytest
+from calls import allocations
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -443,12 +443,9 @@ def test_folders_are_made_only_when_asked_for(tmp_path):
 def test_a_small_file_takes_little_memory(tmp_path):
     """A rank out of memory could not read its plan of some kB: the buffer had the size allowed."""
     (tmp_path / "small").write_bytes(b"x" * 100)
-    tracemalloc.start()
-    try:
+    with allocations() as most:
         assert len(read_bytes(tmp_path / "small", 64 << 20)) == 100
-        assert tracemalloc.get_traced_memory()[1] < 1 << 20
-    finally:
-        tracemalloc.stop()
+        assert most() < 1 << 20
 
 
 def test_what_killed_writers_left_is_removed(tmp_path, monkeypatch):

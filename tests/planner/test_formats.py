@@ -10,7 +10,6 @@ import pickle
 import shutil
 import struct
 import sys
-import tracemalloc
 import zipfile
 from collections.abc import Callable
 from pathlib import Path
@@ -20,6 +19,7 @@ import numpy as np
 import pytest
 import scipy.io
 import scipy.sparse as sp
+from calls import allocations
 from written import (
     ALL,
     EDGES,
@@ -845,12 +845,9 @@ def test_what_was_packed_to_fill_memory_is_not_unpacked(tmp_path, monkeypatch, w
 
 def test_vertices_that_an_edge_list_claims_take_no_memory_to_convert(tmp_path):
     (tmp_path / "edges.csv").write_text("0,1\n0,2147483640\n")
-    tracemalloc.start()
-    try:
+    with allocations() as most:
         assert convert(str(tmp_path / "edges.csv"), tmp_path / "g")[:2] == (2147483641, 2)
-        assert tracemalloc.get_traced_memory()[1] < 64e6
-    finally:
-        tracemalloc.stop()
+        assert most() < 64e6
 
 
 def test_a_pickle_is_loaded_only_for_who_trusts_it(tmp_path):

@@ -9,6 +9,7 @@ from random import Random
 
 import numpy as np
 import pytest
+from asked import epochs_s
 from examples import NIGHT
 
 from gnnplan.planner.cluster.spec import Cluster
@@ -207,11 +208,8 @@ def test_where_transfers_contend_a_plan_is_played(graph, name, servers, model, h
     workload = Workload(model=model, layers=4, hidden=hidden, **mini)
     cluster, _ = apply_overrides(read_cluster(name), workload, [f"servers={servers}"])
     problem = placed(problem_of(graph, cluster, workload), parse(text))
-    strategy = parse(text).settle(problem)
-    steps = strategy.steps(problem)
-    played = play(strategy.schedule(problem, (5 if steps == 1 else 3) * steps), problem.cost)
-    predicted = float(strategy.predict(problem).epoch_s)
-    assert predicted == pytest.approx(played.epoch_s(steps), rel=0.02)
+    predicted, played = epochs_s(problem, text, 3 if mini else 5)
+    assert predicted == pytest.approx(played, rel=0.02)
 
 
 def trained(problem: Problem) -> ModeComparison | None:

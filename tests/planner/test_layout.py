@@ -5,28 +5,14 @@ from dataclasses import dataclass, replace
 from itertools import chain, pairwise, product
 
 import numpy as np
+from asked import graph_of
 from examples import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from gnnplan.planner.graph.graph import Graph, in_neighbours
+from gnnplan.planner.graph.graph import Graph
 from gnnplan.planner.ownership import layout as layout_module
 from gnnplan.planner.ownership.layout import Expansion, Layout, distances, expand
-from gnnplan.testing.laws import GRAPHS
-
-SMALL = GRAPHS[3]
-
-
-def graph_of(vertices: int, edges: list[tuple[int, int]], directed: bool = False) -> Graph:
-    """A graph of these edges (src, dst); its features do not matter here."""
-    src, dst = np.array(edges, dtype=np.int64).reshape(-1, 2).T
-    indptr, indices, _ = in_neighbours(src, dst, vertices, directed)
-    sizes = {"vertices": vertices, "edges": len(indices), "train_vertices": vertices}
-    words = {"directed": directed, "hash": f"small {vertices} {edges} {directed}"}
-    mask = np.ones(vertices, bool)
-    arrays = {"train": mask, "val": ~mask, "test": ~mask, "x": np.zeros((vertices, 40), "f4")}
-    stats = replace(SMALL.stats, **sizes, **words)
-    return replace(SMALL, stats=stats, indptr=indptr, indices=indices, **arrays)
 
 
 @dataclass(frozen=True)

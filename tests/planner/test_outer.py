@@ -1,11 +1,11 @@
 """A number per sender and one per receiver tell what the whole matrix tells, also of ports."""
 
-import tracemalloc
 from itertools import product
 
 import numpy as np
 import pytest
 from any_wiring import LINKS, between, wiring
+from calls import allocations
 from examples import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -132,14 +132,12 @@ def test_no_pair_of_8192_gpus_is_written_down(text):
     workload = Workload(layers=2, **(batches if strategy.mode == "mini" else {}))
     cluster = read_cluster("dgx_h100").model_copy(update={"servers": 1024})
     problem = Problem(load("ogbn-papers100M"), None, workload, cluster)
-    tracemalloc.start()
-    there = placed(problem, strategy)
-    settled = strategy.settle(there)
-    assert float(settled.predict(there).epoch_s) > 0
-    assert sum(settled.memory(there).values()).shape == (8192,)
-    peak = tracemalloc.get_traced_memory()[1]
-    tracemalloc.stop()
-    assert peak < 400e6
+    with allocations() as most:
+        there = placed(problem, strategy)
+        settled = strategy.settle(there)
+        assert float(settled.predict(there).epoch_s) > 0
+        assert sum(settled.memory(there).values()).shape == (8192,)
+        assert most() < 400e6
 
 
 def test_a_graph_that_is_cut_has_fewer_ranks():

@@ -1,15 +1,14 @@
 """Profiles: halo, cut and growth by brute force; the cache; expectations for absent graphs."""
 
 import json
-from dataclasses import replace
 
 import numpy as np
 import pytest
+from asked import graph_of
 from examples import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from gnnplan.planner.graph.graph import in_neighbours
 from gnnplan.planner.graph.load import load
 from gnnplan.planner.graph.partition import partition
 from gnnplan.planner.ownership import profile as module
@@ -30,18 +29,11 @@ def partitioned_graphs(draw):
     return edges, vertices, np.array(part, np.int32), parts
 
 
-SMALL = load("synthetic:community?vertices=14&edges=40&features=2&classes=2")
-
-
 @settings(max_examples=examples(200), deadline=None)
 @given(partitioned_graphs(), st.integers(1, 4))
 def test_rows_within_hops_are_what_sets_say(case, hops):
     edges, vertices, part, parts = case
-    src, dst = np.array(sorted(edges), np.int64).reshape(-1, 2).T
-    indptr, indices, _ = in_neighbours(src, dst, vertices, directed=True)
-    stats = replace(SMALL.stats, vertices=vertices)
-    graph = replace(SMALL, stats=stats, indptr=indptr, indices=indices)
-    sizes = within(graph, part, parts, hops)
+    sizes = within(graph_of(vertices, sorted(edges), directed=True), part, parts, hops)
     for i in range(parts):
         needed = {v for v in range(vertices) if part[v] == i}
         for hop in range(hops + 1):

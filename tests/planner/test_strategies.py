@@ -8,7 +8,7 @@ from typing import Any, get_args, get_origin, get_type_hints
 
 import numpy as np
 import pytest
-from asked import by_statistics, on, uniform
+from asked import by_statistics, epochs_s, on, uniform
 from examples import NIGHT, examples
 from hypothesis import given, note, settings
 from hypothesis import strategies as st
@@ -129,9 +129,8 @@ def test_groups_that_sit_alike_do_not_fill_the_same_ports(where, bound):
     stage 1 leave by its own GPUs and cards. Charged to stage 0's ports they seemed to pass them
     twice: where these were slow, and so the bound, up to 40 % too slow."""
     problem = problem_of(GRAPHS[0], where, model="gcnii", layers=5, hidden=64)
-    strategy = GNNPipe(2, 8).settle(problem)
-    simulated = play(strategy.schedule(problem, 6), problem.cost).step_s
-    assert float(strategy.predict(problem).epoch_s) == pytest.approx(simulated, rel=bound)
+    predicted, played = epochs_s(problem, "gnnpipe(stages=2,chunks=8)", 6)
+    assert predicted == pytest.approx(played, rel=bound)
 
 
 @pytest.mark.slow
@@ -231,11 +230,8 @@ def test_a_wide_first_layer_gets_company_less_often(ranks):
     by_cost, by_count = (GNNPipe(2, 8, layers_per_stage=c).settle(problem) for c in (None, (3, 3)))
     assert by_cost.layers_per_stage[0] < 3
     assert "layers_per_stage" in str(by_cost) and parse(str(by_cost)) == by_cost
-    for epoch_s in (
-        lambda strategy: float(strategy.predict(problem).epoch_s),
-        lambda strategy: play(strategy.schedule(problem, 4), problem.cost).step_s,
-    ):
-        assert epoch_s(by_cost) < 0.95 * epoch_s(by_count)
+    of_cost, of_count = (epochs_s(problem, str(strategy), 4) for strategy in (by_cost, by_count))
+    assert all(cost < 0.95 * count for cost, count in zip(of_cost, of_count, strict=True))
 
 
 WORDS = (*SPLITTERS, *HOT, *PLACES, *SPLITS, "server", "island", "rank", "local", "gf", "adaptive")

@@ -1,6 +1,7 @@
 """Numbers worked by hand, of places where other tests did not see the code broken on purpose."""
 
 from dataclasses import dataclass
+from functools import partial
 from math import exp
 from types import SimpleNamespace
 from typing import Any
@@ -84,6 +85,7 @@ def test_the_bandwidth_below_which_another_strategy_wins():
 
 
 FIFTH = Mixing(((2, 0.2),))  # a fifth of the edges lead anywhere, the others stay in their part
+OF_FOUR = 500 * (1 - exp(-4 / 2))
 FIRST = 500 * (1 - exp(-1))  # 1 of a row's 10 edges leads to the other 500 rows
 
 
@@ -95,31 +97,21 @@ def test_rows_outside_have_their_neighbours_outside_when_surroundings_grow():
     assert layout.region(0) == pytest.approx(500 + FIRST + second)
 
 
-def test_sampling_finds_most_neighbours_of_rows_outside_outside():
+@pytest.mark.parametrize(
+    ("layout", "first", "drawn", "rel"),
+    [
+        (partial(EstimatedLayout, mixing=FIFTH), FIRST, 5, 0.01),
+        # GraNNDis' code samples before it splits, servers share vertices at random
+        (partial(InOrder, targets=500.0, metis=FIFTH, drawn=4.0), OF_FOUR, 4, 1e-3),
+    ],
+    ids=["ours", "granndis"],
+)
+def test_sampling_finds_most_neighbours_of_rows_outside_outside(layout, first, drawn, rel):
     """From the second hop on 9 of 10 neighbours are outside, of which 5 are drawn."""
-
-    def most(max_hop: int) -> float:
-        """All that a server may have: many layers reach it."""
-        sampled = Expansion(max_hop, 5, 0)
-        return EstimatedLayout(1000, 10_000, (0, 1), 20, 0, 0, sampled, FIFTH).region(0) - 500
-
-    assert most(1) == pytest.approx(FIRST, rel=0.01)
-    assert most(2) == pytest.approx(FIRST + (500 - FIRST) * (1 - exp(-FIRST * 5 / 500)), rel=0.01)
-
-
-def test_so_does_granndis_which_samples_before_it_splits():
-    """Servers share vertices at random. All neighbours drawn of a row elsewhere count."""
-
-    def most(max_hop: int) -> float:
-        sampled = Expansion(max_hop, 5, 0)
-        layout = InOrder(
-            1000, 10_000, (0, 1), 20, 0, 0, sampled, Mixing(), 500.0, metis=FIFTH, drawn=4.0
-        )
-        return layout.region(0) - 500
-
-    first = 500 * (1 - exp(-4 / 2))
-    assert most(1) == pytest.approx(first, rel=1e-3)
-    assert most(2) == pytest.approx(first + (500 - first) * (1 - exp(-first * 4 / 500)), rel=1e-3)
+    for hops, rows in ((1, first), (2, first + (500 - first) * (1 - exp(-first * drawn / 500)))):
+        # all that a server may have: many layers reach it
+        of_20 = layout(1000, 10_000, (0, 1), 20, 0, 0, Expansion(hops, 5, 0))
+        assert of_20.region(0) - 500 == pytest.approx(rows, rel=rel)
 
 
 @pytest.mark.parametrize(("straggler", "seconds"), [(0, 3.0), (1, 6.0)])

@@ -181,9 +181,7 @@ def test_overlap_is_what_moves_beside_computation():
 def test_the_transfer_is_the_shortest_span_of_its_group():
     # forward moves no bytes: not a collective
     assert transfer_times(SPANS) == pytest.approx({"halo:f:l1:s0": 0.1})
-
-
-def test_one_who_sends_nothing_may_still_come_last():
+    # who sends nothing may still come last
     spans = [Span("x", "halo", 0, "comm", 0.0, 5.0, 8), Span("x", "halo", 1, "comm", 4.0, 5.0, 0)]
     assert transfer_times(spans) == {"x": 1.0}
 

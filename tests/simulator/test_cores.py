@@ -6,7 +6,7 @@ from unittest.mock import patch
 
 import numpy as np
 import pytest
-from asked import changed
+from asked import changed, epochs_s
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from pairwise import covered, pairs
@@ -62,14 +62,6 @@ def machine(
 def problem_on(cluster: Cluster, **workload: Any) -> Problem:
     graph = load(GRAPH)
     return Problem(graph.stats, graph, Workload(**workload), cluster, "metis")
-
-
-def epochs_s(problem: Problem, text: str, epochs: int) -> tuple[float, float]:
-    """An epoch as predicted, and as so many are played."""
-    strategy = parse(text).settle(problem)
-    steps = strategy.steps(problem)
-    played = play(strategy.schedule(problem, epochs * steps), problem.cost).epoch_s(steps)
-    return float(strategy.predict(problem).epoch_s), played
 
 
 def ends(cluster: Cluster, seconds: list[float]) -> list[float]:

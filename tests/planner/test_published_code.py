@@ -1,0 +1,237 @@
+"""Printed figures of other people's code: what it does differently on full graphs, the memory that it
+takes (counted by hand, and the printed facts), and what is asked of mini-batch systems."""
+
+from functools import partial
+from typing import Any
+
+import numpy as np
+import pytest
+from printed_rows import row
+
+from gnnplan.papers import interpret
+from gnnplan.papers.calibrate import scaled
+from gnnplan.papers.figures import predict
+from gnnplan.papers.full_graph import InOrder, among, trained_on
+from gnnplan.papers.interpret import question
+from gnnplan.papers.question import Skip
+from gnnplan.papers.their_memory import EDGE, UNCOUNTED, fits, gave_a_factor, needed
+from gnnplan.planner.cluster.spec import HOST_RATE
+from gnnplan.planner.graph.load import load
+from gnnplan.planner.ownership.estimated_layout import Mixing, mixing_of
+from gnnplan.planner.ownership.layout import Expansion
+from gnnplan.planner.strategies import DataParallel, GSplit
+
+
+@pytest.mark.parametrize("name", ["flickr", "ogbn-arxiv"])
+def test_training_vertices_and_the_edges_among_them(dataset, name):
+    """Those of a real graph are no others than those not to train on."""
+    graph = load(dataset(name))
+    ends = graph.degree[graph.train].sum() / graph.stats.edges
+    assert among(graph.stats) == pytest.approx(ends, rel=0.15)
+    read = np.repeat(graph.train, graph.degree)
+    inside = int((read & graph.train[graph.indices]).sum())
+    assert graph.stats.edges * ends**2 == pytest.approx(inside, rel=0.2)
+
+
+def test_who_trains_on_training_vertices_only():
+    whole, products, papers = map(load, ("reddit", "ogbn-products", "ogbn-papers100M"))
+    reddit = trained_on(whole, "pipegcn")
+    assert (reddit.vertices, reddit.train_vertices) == (153_431, 153_431)
+    assert reddit.edges == pytest.approx(114_615_892 * 0.6586**2, rel=1e-3)
+    # cut as well as the whole
+    assert mixing_of(reddit).at(8) == pytest.approx(mixing_of(whole).at(8), rel=1e-3)
+    assert trained_on(products, "pipegcn") is products
+    popular = trained_on(products, "granndis")
+    assert popular.vertices == 196_657
+    assert popular.edges / popular.vertices < products.edges / products.vertices
+    assert popular.edges / products.edges > 2 * 0.0803**2  # they have more neighbours than others
+    assert trained_on(papers, "pipegcn") is papers is trained_on(papers, "granndis")
+
+
+def in_order(vertices: int, degree: int, drawn: float, sampled: bool = True) -> InOrder:
+    """On four servers of two."""
+    expansion = Expansion(1, 15, 0) if sampled else None
+    layers = (0, 0, 1, 1, 2, 2, 3, 3), 4, 0, 4, expansion, Mixing(), vertices / 4
+    halves = Mixing(((2, 0.05),))
+    return InOrder(vertices, vertices * degree, *layers, metis=halves, drawn=drawn)
+
+
+@pytest.mark.parametrize(("degree", "drawn"), [(6, 15), (30, 4), (60, 15)])
+def test_what_a_server_has_of_a_graph_shared_in_order(degree, drawn):
+    """Against a random graph, sampled: rows of a server, and edges among them."""
+    n, rng = 20_000, np.random.default_rng(0)
+    neighbours = rng.integers(0, n, (n, degree))
+    home = np.arange(n // 4)
+    has = np.zeros(n, bool)
+    has[home] = True
+    has[neighbours[home, : min(drawn, degree)]] = True  # any so many are as good as drawn
+    layout = in_order(n, degree, drawn)
+    assert layout.region(2) == pytest.approx(has.sum(), rel=0.02)
+    facts = layout.facts(2)
+    assert facts.rows.sum() / 4 == pytest.approx(has.sum(), rel=0.02)
+    inside = has[neighbours[has]].sum()
+    # the drawn are inside for certain, which is left out
+    assert facts.edges.sum() / 4 == pytest.approx(inside, rel=0.15)
+
+
+ASKED = {"metric": "fits_in_memory", "strategy_params": ""}
+PIPEGCN = row("pipegcn pipegcn_2080ti ogbn-products sage 3x128 1x5 graph_parallel", **ASKED)
+GRANNDIS = row("granndis granndis_a6000_pcie reddit resgcn+ 112x256 4x4 graph_parallel", **ASKED)
+
+
+def bytes_of(row: dict[str, str], **more: Any) -> float:
+    return needed(question({**row, **more}))
+
+
+def rows_of(more: dict[str, str]) -> tuple[float, float, float]:
+    """Rows, sources and edges of the first rank."""
+    facts = question({**PIPEGCN, **more}).problem.layout().facts(2)
+    return float(facts.rows[0]), float(facts.sources[0]), float(facts.edges[0])
+
+
+def test_pipegcns_tensors_by_hand():
+    """Three layers on products in five parts: features, their mean, two of 128 and 47 classes."""
+    (n, s, e), mask = rows_of({}), 0.25
+    # own and mean; dropout's output and mask of both
+    features = 2 * n * 100 + 2 * n * 100 * (1 + mask)
+    one = 2 * n * 128  # the input of norm, the output of ReLU
+    # all rows, dropout of them, mean, what came in and its gradients
+    two = s * 128 * (1 + 1 + mask) + n * 128 + 2 * (s - n) * 128
+    numbers = features + 2 * (one + two) + 4 * n * 47 + max(3 * s * 128, 3 * n * 100)
+    assert bytes_of(PIPEGCN) == pytest.approx(24 * e + 4 * numbers, rel=1e-6)
+    assert EDGE == 3 * 2 * 4
+
+
+@pytest.mark.parametrize(
+    ("dataset", "layers", "hidden", "testbed", "parts"),
+    [
+        ("reddit", "4", "256", "pipegcn_2080ti", 2),
+        ("ogbn-products", "3", "128", "pipegcn_2080ti", 3),
+        ("ogbn-papers100M", "3", "48", "pipegcn_mi60", 32),
+    ],
+)
+def test_pipegcns_least_partitions(dataset, layers, hidden, testbed, parts):
+    """Sec. 4."""
+    asked = {"dataset": dataset, "layers": layers, "hidden": hidden, "testbed": testbed}
+    asked |= {"num_nodes": "", "gpus_per_node": "", "metric": "min_partitions"}
+    assert predict({**PIPEGCN, **asked}) == parts
+
+
+def in_batches(row: dict[str, str], count: int) -> dict[str, str]:
+    params = f'{{"updates_per_epoch": {count}}}'
+    return row | {"strategy": "granndis", "strategy_params": params}
+
+
+def test_granndis_takes_as_many_batches_as_it_needs():
+    """Sec. 5 and 8.7: 112 layers on eight 2080 Ti fit in five batches, not in one."""
+    small = {**GRANNDIS, "testbed": "granndis_2080ti_1gbe", "num_nodes": "2", "hidden": "64"}
+    one, five = (question(in_batches(small, count)) for count in (1, 5))
+    assert not fits(one, any_batches=False) and fits(one, any_batches=True)
+    assert fits(five, any_batches=False)
+    preloaded = {**small, "strategy": "granndis"}
+    assert predict(small) == 0.0 and predict(preloaded) == 1.0
+    assert gave_a_factor(preloaded)
+    assert not gave_a_factor(small) and not gave_a_factor(GRANNDIS)
+    assert UNCOUNTED["granndis_2080ti_1gbe"] > 1
+
+
+P3 = row(
+    "p3 p3_p100 ogbn-products sage 2x32 4x4 p3_push_pull",
+    strategy_params={"batch": 1000, "fanout": [25, 10], "partitioner": "hash"},
+)
+SPLIT = row(
+    "gsplit gsplit_p3_8xlarge orkut sage 3x256 1x4 gsplit",
+    source="Table 3",
+    strategy_params={"batch": 1024, "fanout": 15},
+)
+OTHERS = "testbed", "model", "hidden", "num_nodes", "gpus_per_node"
+COUNTS = {**SPLIT, **dict.fromkeys(OTHERS, "")}
+
+
+def told(row: dict[str, str], metric: str, **more: Any) -> float:
+    return predict({**row, "metric": metric, **more})
+
+
+CUT_BY_METIS = P3["strategy_params"].replace("hash", "metis")
+P3S = ("dag_time_s", "copy_time_s", "compute_time_s")
+GSPLITS = ("sample_time_s", "load_time_s", "forward_backward_time_s")
+OF_P3 = ("dgl_data_parallel", "p3_push_pull", "p3_push_pull_nopipe")
+OF_GSPLIT = (
+    "dgl_data_parallel",
+    "quiver",
+    "p3star",
+    *(f"gsplit{how}" for how in ("", "_edge", "_node", "_rand")),
+)
+
+
+@pytest.mark.parametrize(
+    ("row", "parts", "strategy"),
+    [*((P3, P3S, name) for name in OF_P3), *((SPLIT, GSPLITS, name) for name in OF_GSPLIT)],
+)
+def test_parts_are_their_epoch(row, parts, strategy):
+    seconds = [told(row, metric, strategy=strategy) for metric in parts]
+    assert min(seconds) > 0
+    assert sum(seconds) == pytest.approx(told(row, "epoch_time_s", strategy=strategy))
+
+
+def test_p3_counts_batches_by_trainer_and_gsplit_by_step():
+    assert question({**P3, "metric": "epoch_time_s"}).problem.workload.batch == 16_000
+    assert question({**SPLIT, "metric": "epoch_time_s"}).problem.workload.batch == 1024
+    params = '{"batch": 1000, "fanout": [25, 10], "feature_dim": 50}'
+    one = {"num_nodes": "4", "gpus_per_node": "", "hidden": "16", "strategy_params": params}
+    asked = question({**P3, **one, "metric": "comm_volume_bytes"})
+    assert asked.problem.stats.features == 50 and asked.problem.ranks == 4
+    # P3 Sec. 3.2.2, forward only
+    assert told(P3, "comm_volume_bytes", **one) == pytest.approx(3 * 24_703 * 16 * 4, rel=0.05)
+
+
+def test_caches_are_in_the_memory_that_is_left():
+    """GSplit Sec. 6.1: Orkut's features are cached, in P3* as columns; Friendster's do not fit."""
+    quiver, split = (
+        question({**SPLIT, "metric": "load_time_s", "strategy": name}).strategy
+        for name in ("quiver", "gsplit")
+    )
+    assert isinstance(quiver, DataParallel) and quiver.shared_cache and isinstance(split, GSplit)
+    assert split.cache == 3_072_441 * 512 * 4 // 4 + 1 and split.structure == "spread"
+
+    def loaded_s(strategy: str, dataset: str = "orkut") -> float:
+        return told(SPLIT, "load_time_s", strategy=strategy, dataset=dataset)
+
+    assert 50 * loaded_s("gsplit") < loaded_s("dgl_data_parallel")
+    for dataset, low, high in (("orkut", 0.0, 0.1), ("friendster", 0.9, 1.1)):
+        plain = loaded_s("dgl_data_parallel", dataset)
+        assert low * plain < loaded_s("p3star", dataset) < high * plain
+
+
+def test_edges_between_owners():
+    """GSplit Sec. 6.3: three quarters of a random split's; METIS leaves fewer."""
+    row = {**COUNTS, "num_nodes": "1", "gpus_per_node": "4"}
+    assert told(row, "cross_edge_ratio", strategy="gsplit_rand", dataset="ogbn-papers100M") == 0.75
+    assert told(row, "cross_edge_ratio", dataset="ogbn-papers100M") == pytest.approx(0.05, abs=0.05)
+    assert 0.1 < told(row, "cross_edge_ratio", dataset="orkut") < 0.75
+
+
+def test_constants_of_code_host_and_sampler():
+    row = {**SPLIT, "metric": "epoch_time_s", "strategy": "dgl_data_parallel"}
+    plain, slower = interpret.testbed(row), scaled(row, {"host": 0.5, "code": 0.5, "sampler": 0.5})
+    assert plain.device.launch > 0 and slower.device.launch == 2 * plain.device.launch
+    assert slower.host.bandwidth == plain.host.bandwidth / 2
+    assert slower.device.gemm == plain.device.gemm / 2
+    assert slower.host_rates == {work: rate / 2 for work, rate in plain.host_rates.items()}
+    assert scaled(P3, {"sampler": 0.5}).host_rates == {"draw": HOST_RATE / 2, "lay": HOST_RATE / 2}
+    for factor in ("host", "code", "sampler"):
+        assert predict(row, partial(scaled, factors={factor: 0.5})) > predict(row)
+
+
+@pytest.mark.parametrize(
+    ("more", "why"),
+    [
+        ({"model": "sgcn", "hidden": ""}, "partial sums"),
+        ({"model": "gat", "hidden": ""}, "hidden is not stated"),
+        ({"strategy": "dgl_data_parallel", "strategy_params": CUT_BY_METIS}, "METIS"),
+    ],
+)
+def test_what_is_not_stated(more, why):
+    with pytest.raises(Skip, match=why):
+        told(P3, "epoch_time_s", **more)
+    assert told(P3, "dag_time_s", model="sgcn", hidden="") > 0
