@@ -6,6 +6,7 @@ python -P -m gnnplan.executor check FOLDER                         compares grad
 """
 
 import gc
+import signal
 import sys
 from importlib import import_module
 from pathlib import Path
@@ -16,6 +17,7 @@ PROGRAMS = {
     "check": "gnnplan.executor.launch.check",
 }
 
+signal.signal(signal.SIGINT, signal.SIG_DFL)  # the launcher handles Ctrl-C
 # Imported objects stay alive. Searching them for reference cycles took a seventh of a rank's start.
 gc.disable()
 work = import_module(PROGRAMS[sys.argv.pop(1)]).work

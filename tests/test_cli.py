@@ -940,6 +940,19 @@ def test_interrupted(gnnplan, monkeypatch):
     assert answer.code == 130 and answer.document == {"error": "interrupted", "exit_code": 130}
 
 
+def test_interrupted_while_it_imports(monkeypatch, capsys):
+    """It was a traceback."""
+    from gnnplan.__main__ import main
+
+    def interrupted(*_: object, **__: object) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patched, pytest.raises(SystemExit) as ended:
+        patched.setattr("builtins.__import__", interrupted)
+        main()
+    assert ended.value.code == 130 and capsys.readouterr().err == "error: interrupted\n"
+
+
 # -- nothing fits ----------------------------------------------------------------------------------
 
 

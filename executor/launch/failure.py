@@ -102,7 +102,6 @@ def be_rank(out: Path, work: Callable[[Path, Activity], Failure | None]) -> NoRe
     If the rank fails, it leaves a note on how. A rank that failed with others ends a little later.
     """
     die_with_parent()
-    signal.signal(signal.SIGINT, signal.SIG_DFL)  # the launcher handles Ctrl-C
     activity = Activity(seen(out, int(os.environ["RANK"])))
     activity.begin("phase", "start")
     try:
