@@ -16,11 +16,19 @@ from gnnplan.api.view import Blocks, View, of
 from gnnplan.planner.cluster.spec import Cluster
 from gnnplan.planner.decision import plan as documents
 from gnnplan.planner.decision.modes import ModeComparison, compare
-from gnnplan.planner.decision.objective import MODES, WORDS, Objective, Target, stated
+from gnnplan.planner.decision.objective import (
+    MODES,
+    WORDS,
+    Objective,
+    Target,
+    stated,
+    with_fields,
+)
 from gnnplan.planner.decision.plan import Answer, describe_question, take
 from gnnplan.planner.decision.search import Search, SearchResult, one_reason
 from gnnplan.planner.evidence.recorded import objective_of, trainings
 from gnnplan.planner.gnn.workload import Workload
+from gnnplan.planner.graph.sampling import count_items
 from gnnplan.planner.problem.problem import Problem
 from gnnplan.planner.strategies import Strategy, parse
 from gnnplan.planner.vocabulary.errors import SpecError
@@ -211,6 +219,12 @@ def wish(
     if "mode" in given or workload.task == "link" or workload.module:
         modes = [workload.mode]
     planned = [workload.mode] if counted.stated is None else modes
+    items = count_items(workload, problem.stats)
+    if modes == ["mini"] and "batch" not in given and 0 < items < workload.batch:
+        all_of = f"a batch has all {items:,} of {problem.stats.name}'s items to learn from, fewer"
+        note = f"{all_of} than the default of {workload.batch:,} (--batch)"
+        problem = with_fields(problem, batch=items)
+        question = replace(question, problem=problem, notes=(*question.notes, note))
     unread = [
         f"--{name.replace('_', '-')} {why}"
         for name, why in workload.unread(sorted(given), planned).items()

@@ -180,8 +180,10 @@ def test_a_rule_that_no_strategy_of_a_mode_keeps_is_said_once():
     pair = "l4_box?gpus_per_server=2"
     answer = planned("cora", pair).document["summary"]["answer"]
     assert answer.endswith(f"mini-batches are refused: {rule}; use --batch 140")
+    fitting = planned("cora", pair, mode="mini")
+    assert fitting.workload.batch == 140 and "a batch has all 140" in " ".join(fitting.notes)
     with pytest.raises(gnnplan.Infeasible) as alone:
-        planned("cora", pair, mode="mini")
+        planned("cora", pair, mode="mini", batch=1024)
     assert str(alone.value).startswith(f"nothing fits: {rule}")
     assert str(alone.value).count("a batch is") == 1
 

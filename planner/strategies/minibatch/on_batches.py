@@ -248,7 +248,8 @@ def check_batches(w: Workload, stats: GraphStats, ranks: int, without: str) -> N
             f" {items}"
         )
     if w.batch < ranks:
+        more = "" if items < ranks else f" --batch {ranks} or more, or"
         raise SpecError(
-            f"a batch has {each} for every rank (batch: {w.batch}, ranks: {ranks}); use --batch"
-            f" {ranks} or more, or fewer ranks"
+            f"a batch has {each} for every rank (batch: {w.batch}, ranks: {ranks}); use{more}"
+            " fewer ranks"
         )
