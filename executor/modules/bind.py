@@ -13,12 +13,13 @@ from collections.abc import Collection, Mapping
 from contextlib import nullcontext, suppress
 from dataclasses import dataclass, field, replace
 from functools import cache, cached_property
+from itertools import takewhile
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor, nn
-from torch.nn.parameter import is_lazy
+from torch.nn.parameter import UninitializedBuffer, is_lazy
 from torch.overrides import TorchFunctionMode
 
 from gnnplan.executor.layers.kernels import Block
@@ -180,8 +181,12 @@ class Bound:
         with InDouble() if is_double else nullcontext():
             if hasattr(getattr(module, "signature", None), "param_dict"):
                 output = module(*arguments.values())  # PyG's Sequential: parameters by position
-            else:
-                output = module(**arguments)
+            else:  # by position where it can be, as hooks of calls expect
+                leading = takewhile(
+                    lambda each: each.name in arguments and each.kind != each.KEYWORD_ONLY,
+                    inspect.signature(module.forward).parameters.values(),
+                )
+                output = module(*[arguments.pop(each.name) for each in leading], **arguments)
         if isinstance(output, (tuple, list)):
             if len(output) != 1:
                 raise Unfit("forward returns several values; return the logits alone")
@@ -212,10 +217,15 @@ def copied(module: nn.Module) -> nn.Module:
     for path, part in module.named_modules():
         if part._backward_hooks or part._backward_pre_hooks:
             raise Unfit(HOOKED.format(path or "it"))
+    lazy = [buffer for buffer in module.buffers() if is_lazy(buffer)]  # which torch does not copy
     try:
-        return copy.deepcopy(module)
+        return copy.deepcopy(module, {id(buffer): UninitializedBuffer() for buffer in lazy})
     except Exception as error:
-        raise Unfit(f"it cannot be copied ({type(error).__name__}: {error})") from error
+        raise Unfit(
+            f"it cannot be copied ({type(error).__name__}: {error!s:.150}); let __init__ keep no"
+            " tensor that it has computed from parameters, as torch.nn.utils.weight_norm does:"
+            " torch.nn.utils.parametrizations computes them in each call"
+        ) from error
 
 
 def uses_dgl(module: nn.Module) -> bool:

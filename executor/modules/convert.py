@@ -28,7 +28,7 @@ from gnnplan.executor.modules.prove import (
     must_compute,
     recorded_of,
 )
-from gnnplan.executor.modules.record import Node, Opaque, Recorded, live_nodes
+from gnnplan.executor.modules.record import COUNTER, Node, Opaque, Recorded, live_nodes
 from gnnplan.planner.gnn.kinds import KINDS
 from gnnplan.planner.gnn.model import Model, describe
 from gnnplan.planner.gnn.workload import Module, ModuleLayer, Workload
@@ -111,14 +111,18 @@ class Parameters:
         self.fill(net)
         return net
 
-    def trained(self, ours: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Return a Net's weights as the state_dict of the user's module."""
-        return {
+    def trained(self, ours: Mapping[str, Tensor], steps: int = 0) -> dict[str, Tensor]:
+        """Return a Net's weights after so many steps as the state_dict of the user's module."""
+        state = {
             name: (
                 _at(self.places[name], ours).to(value.dtype) if name in self.places else value
             ).contiguous()
             for name, value in self.state.items()
         }
+        for name in state:
+            if name.endswith(COUNTER):
+                state[name] = state[name] + steps
+        return state
 
 
 def _at(place: str, ours: Mapping[str, Tensor]) -> Tensor:
@@ -201,7 +205,7 @@ def _guess(module: nn.Module, recorded: Recorded) -> Chain:
         chain.places |= {
             f"{node.call.path}.{name}": f"{place}.{name}"
             for name in part.state_dict()
-            if name != "num_batches_tracked"
+            if name != COUNTER
         }
     output = recorded.output.value
     chain.relu = not active or any(active)
@@ -256,8 +260,9 @@ def _prove(module: nn.Module, chain: Chain, graph: GraphFields) -> None:
     )
     model = describe(workload, *widths)
     small = Small(VERTICES[1], module, graph)
-    state = module.state_dict()
-    parameters = Parameters({name: state[name].double() for name in chain.places}, chain.places)
+    named = {**module.state_dict(), **dict(module.named_buffers())}
+    state = {name: named[name].double() for name in (*chain.places, *dict(module.named_buffers()))}
+    parameters = Parameters(state, chain.places)
     placed = {place.partition(":")[0] for place in chain.places.values()}
     if chain.softmax and graph.multilabel:
         raise NoChain

@@ -373,7 +373,7 @@ class Cutter:
         if self._has_rows(node):
             owner = torch.arange(self.n)
         elif (edges := self.edge_set_of(node)) is not None:
-            owner = edges.value[1]
+            owner = edges.value[self.recorded.reader]
         else:
             return False
         touched = torch.zeros(self.n, dtype=torch.bool)
@@ -401,14 +401,17 @@ class Cutter:
         return True
 
     def edge_set_of(self, node: Node) -> Node | None:
-        """Return the last edge set before a value that has as many edges as the value has rows."""
+        """Return the last edge set before a value that has as many edges as the value has rows.
+
+        Sets that it is computed from, but not through rows of vertices, are preferred."""
+        near = live_nodes([node], {n for n in self.live if n.kind == ROWS and n is not node})
         sizes = {v.shape[0] for v in tensors(node.value) if v.ndim}
         found = (
             edges
             for edges in self.edge_sets
             if self.order[edges] < self.order[node] and sizes == {edges.value.shape[1]}
         )
-        return max(found, key=self.order.__getitem__, default=None)
+        return max(found, key=lambda edges: (edges in near, self.order[edges]), default=None)
 
     # -- sums over edges -------------------------------------------------------------------------
 
@@ -437,8 +440,13 @@ class Cutter:
                 )
         self.live = live_nodes([self.recorded.output])
 
+    def _ends(self, edges: Node) -> tuple[Tensor, Tensor]:
+        """Return the sources and readers of an edge set."""
+        ends, reader = edges.value, self.recorded.reader
+        return ends[1 - reader], ends[reader]
+
     def _is_sum(self, node: Node, rows: Node, edges: Node, weight: Node | None) -> bool:
-        source, reader = edges.value
+        source, reader = self._ends(edges)
         sent = rows.value[source]
         if weight is not None:
             sent = sent * weight.value
@@ -462,6 +470,8 @@ class Cutter:
             new = Node(call, reads, line=matrix.line, value=value, kind=STRUCTURE)
             return self.shared.setdefault(new.key, new)
 
+        if not self.recorded.reader:
+            matrix = structure(torch.t, matrix)
         edges, given = structure(matrix_edges, matrix), self.recorded.inputs.get("edge_index")
         if given is not None:
             for same in (given, structure(with_loops, given, self.vertices)):
@@ -481,7 +491,7 @@ class Cutter:
         rows, is_indexed = self._rows_2d(read), read.what in ("index_select", "getitem")
         if edges is None or len(rows) != 1 or not is_indexed or len(read.reads) != 2:
             return None
-        source = edges.value[0]
+        source, _ = self._ends(edges)
         if not any(torch.equal(each.value, source) for each in read.reads):
             return None
         if weight is None or (weight.kind == STRUCTURE and weight.value.shape == (len(source), 1)):
@@ -507,7 +517,8 @@ class Cutter:
                     block = BLOCK
                 else:
                     readers = self.vertices if is_read else DESTINATIONS
-                    block = Node(grouped, (edges, readers, self.vertices, *weight), kind=STRUCTURE)
+                    given = (edges, self.recorded.reader, readers, self.vertices, *weight)
+                    block = Node(grouped, given, kind=STRUCTURE)
                     block = self.shared.setdefault(block.key, block)
                 node.args = (block, rows)
 

@@ -1,19 +1,29 @@
-"""Makes edge sets of ends that `forward` computes apart, as row[mask] and torch.cat([row, loops]).
+"""Makes edge sets of ends that `forward` computes apart, as row[mask] and torch.cat([row, loops]);
+and finds the end of edges at which `forward` adds rows up.
 
-What follows a recording knows edges as one tensor [2, E]."""
+What follows a recording knows edges as one tensor [2, E]. A part of the graph has the edges into
+its vertices. If the graph is undirected, these are also the edges from its vertices."""
 
 from __future__ import annotations
 
 import itertools
 import operator
-from collections.abc import Hashable
+from collections.abc import Hashable, Iterator
 from dataclasses import replace
 
 import torch
 from torch import Tensor
 
-from gnnplan.executor.modules.record import Node, Recorded, is_edge_set, is_sparse
+from gnnplan.executor.modules.record import (
+    Node,
+    Recorded,
+    edge_sets_of,
+    is_edge_set,
+    is_sparse,
+    live_nodes,
+)
 
+ADDS = ("scatter", "index_add", "index_reduce")
 PICKS = ("getitem", "index_select", "masked_select", "cat", "concat", "concatenate", "hstack")
 
 
@@ -70,3 +80,45 @@ def join_ends(recorded: Recorded) -> Recorded:
             edge_sets.append(stack)
             todo += items[::-1]
     return replace(recorded, nodes=nodes)
+
+
+def turned(edges: Tensor) -> Tensor:
+    """Return edges from end to start; of a part of an undirected graph, the same edges."""
+    return edges.flip(0)
+
+
+def _is_integer(value: object) -> bool:
+    return isinstance(value, Tensor) and value.dtype == torch.int64 and value.ndim > 0
+
+
+def sums_at(recorded: Recorded) -> Iterator[tuple[Node, int]]:
+    """Yield each call that adds rows up at an end of edges, and this end: 0 or 1."""
+    live, of_rows = live_nodes([recorded.output]), set[Node]()
+    edge_sets = edge_sets_of(live)
+    for node in live:
+        if not (node.name.startswith("vertex ") or node.tensor_names or of_rows & {*node.reads}):
+            continue
+        of_rows.add(node)
+        if not node.what.startswith(ADDS):
+            continue
+        places = [read for read in node.reads if _is_integer(read.value)]
+        sets = {*live_nodes(places)}.intersection(edge_sets)
+        firsts = [at.value[..., None].flatten(1)[:, 0] for at in places]  # of H columns
+        for edges, end in itertools.product(sorted(sets, key=lambda s: -s.index), (1, 0)):
+            if any(torch.equal(at, edges.value[end]) for at in firsts):
+                yield node, end
+                break
+
+
+def read_both_ways(recorded: Recorded) -> Recorded:
+    """Let parts of an undirected graph compute sums at edge_index[0].
+
+    `forward` may turn the edges, as PyG's DirGNNConv does. If all sums are at the end 0, as in
+    EGNN, parts get the edges from their vertices."""
+    if "edge_index" in recorded.inputs and {end for _, end in sums_at(recorded)} == {0}:
+        recorded.reader = 0
+    edge_sets = edge_sets_of(live_nodes([recorded.output]))
+    for first, second in itertools.combinations(edge_sets, 2):
+        if torch.equal(first.value.flip(0), second.value):
+            second.call, second.args, second.kwargs = turned, (first,), {}
+    return recorded

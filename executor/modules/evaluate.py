@@ -109,14 +109,18 @@ def frees(nodes: Iterable[Node], keep: Collection[Node]) -> dict[Node, list[Node
     return found
 
 
-def grouped(edges: Tensor, readers: int, vertices: int, weight: Tensor | None = None) -> Block:
-    """Return the Block of the edges [2, E] into the first `readers` vertices; weight [E, 1]."""
-    order = edges[1].argsort(stable=True)
+def grouped(
+    edges: Tensor, end: int, readers: int, vertices: int, weight: Tensor | None = None
+) -> Block:
+    """Return the Block of the edges [2, E] that the first `readers` vertices read.
+
+    end: the end of an edge whose vertex reads the other. weight: [E, 1]."""
+    order = edges[end].argsort(stable=True)
     indptr = torch.zeros(readers + 1, dtype=torch.int32)
-    indptr[1:] = torch.bincount(edges[1], minlength=vertices)[:readers].cumsum(0)
+    indptr[1:] = torch.bincount(edges[end], minlength=vertices)[:readers].cumsum(0)
     order = order[: indptr[-1]]
     weight = None if weight is None else weight[order, 0]
-    return Block(indptr.numpy(), edges[0][order].int().numpy(), vertices, weight)
+    return Block(indptr.numpy(), edges[1 - end][order].int().numpy(), vertices, weight)
 
 
 def matrix_edges(matrix: Tensor) -> Tensor:

@@ -31,12 +31,14 @@ from torch.nn.parameter import is_lazy
 from gnnplan.executor.modules.bind import FORWARD_BYTES, GRAPHS, VERTICES, WIDTHS, field_of
 from gnnplan.executor.modules.convert import Parameters
 from gnnplan.executor.modules.cut import differing
-from gnnplan.executor.modules.record import Unfit, is_the_users
+from gnnplan.executor.modules.record import Unfit, is_the_users, is_written_by_user
 from gnnplan.planner.vocabulary.errors import SpecError
 from gnnplan.planner.vocabulary.files import read_bytes, suggest, write_atomically
 
 MAX_SOURCE = 1 << 22  # [B] of a file that is executed
 PICKLED = ".pickle"
+USER = "gnnplan_user_"  # a user's file as a Python module, which has under IMPORTED the names of
+IMPORTED = "__imported_by_gnnplan__"  # the user's modules that it imports
 FORWARD_SECONDS = 60.0  # on a graph of few vertices
 MAKING_SECONDS = 600.0  # a file may import large libraries, or load weights
 # the environment that torchrun gives the second of two ranks
@@ -58,13 +60,24 @@ def source_of(model: str) -> tuple[Path, str, str]:
     if not path.endswith(".py"):
         raise SpecError(f"model {model}: must read FILE.py:NAME, as model.py:MyGNN")
     file = Path(path).resolve()
-    return file, name, hashlib.sha256(read_bytes(file, MAX_SOURCE)).hexdigest()
+    return file, name, _digest(read_bytes(file, MAX_SOURCE))
+
+
+def imports_of(file: Path) -> tuple[tuple[str, str], ...]:
+    """Return the user's files that a file imported when it was executed, and their SHA-256."""
+    names = vars(sys.modules[f"{USER}{file.stem}"])[IMPORTED]
+    files = {str(sys.modules[name].__file__) for name in names if name in sys.modules}
+    return tuple((each, _digest(read_bytes(Path(each), MAX_SOURCE))) for each in sorted(files))
+
+
+def _digest(content: bytes) -> str:
+    return hashlib.sha256(content).hexdigest()
 
 
 def as_planned(file: Path, sha256: str, most: int = MAX_SOURCE) -> bytes:
     """Return the content of a file. Raises SpecError if it has changed since the plan."""
     content = read_bytes(file, most, "plan again")
-    if hashlib.sha256(content).hexdigest() != sha256:
+    if _digest(content) != sha256:
         raise SpecError(
             f"{file} has changed since the plan was made; plan again, or put the file back"
         )
@@ -127,11 +140,19 @@ def make(
 
 
 def _execute(file: Path) -> ModuleType:
-    """Execute a file as a Python module; it can import files beside it, and its package."""
-    code, root, packages = ModuleType(f"gnnplan_user_{file.stem}"), file.parent, ""
+    """Execute a file as a Python module; it can import files beside it, and its package.
+
+    What it and earlier files imported is imported anew: a file may have changed, and files of two
+    folders may have one name."""
+    code, root, packages = ModuleType(f"{USER}{file.stem}"), file.parent, ""
+    for each in [module for name, module in sys.modules.items() if name.startswith(USER)]:
+        for name in vars(each)[IMPORTED]:
+            sys.modules.pop(name, None)
+    before = {*sys.modules}
     while (root / "__init__.py").exists():
         root, packages = root.parent, f"{root.name}.{packages}"
     code.__file__, code.__package__ = str(file), packages.rstrip(".")
+    vars(code)[IMPORTED] = imported = list[str]()
     sys.modules[code.__name__] = code
     sys.path[:0] = [str(file.parent), str(root)]
     try:
@@ -141,6 +162,13 @@ def _execute(file: Path) -> ModuleType:
     finally:
         sys.path.remove(str(file.parent))
         sys.path.remove(str(root))
+        imported += [
+            name
+            for name, module in sys.modules.items()
+            if name not in before
+            and (source := str(getattr(module, "__file__", None))).endswith(".py")
+            and is_written_by_user(name, source)
+        ]
     return code
 
 
@@ -211,7 +239,7 @@ def keep(kept: nn.Module | Parameters, folder: Path, name: str) -> tuple[Path, s
     finally:
         for each in code:
             cloudpickle.unregister_pickle_by_value(each)
-    sha256 = hashlib.sha256(data).hexdigest()
+    sha256 = _digest(data)
     path = folder.resolve() / f"{name}-{sha256[:12]}{PICKLED}"
     if not path.exists():
         write_atomically(path, data, parents=True)

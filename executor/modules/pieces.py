@@ -29,9 +29,9 @@ from gnnplan.executor.modules.cut import (
     norm_arguments,
     width_of,
 )
-from gnnplan.executor.modules.evaluate import Place, Values, storages
-from gnnplan.executor.modules.record import FIXED, Named, Node, Opaque, tensors_of
-from gnnplan.executor.modules.structure import Structure
+from gnnplan.executor.modules.evaluate import Place, Values, grouped, storages
+from gnnplan.executor.modules.record import COUNTER, FIXED, Named, Node, Opaque, tensors_of
+from gnnplan.executor.modules.structure import Structure, edge_index_of
 from gnnplan.planner.gnn.model import Model
 from gnnplan.planner.gnn.workload import Workload
 from gnnplan.planner.graph.graph import CsrEdges
@@ -86,8 +86,8 @@ class Pieces:
             net.ends = Tail(cast(PieceLayer, net.layer(net.total)))
         return net
 
-    def trained(self, weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Return a Net's weights as the state_dict of the user's module."""
+    def trained(self, weights: Mapping[str, Tensor], steps: int = 0) -> dict[str, Tensor]:
+        """Return a Net's weights after so many steps as the state_dict of the user's module."""
         named = self.module.state_dict(keep_vars=True)
         state = {name: value.detach().clone() for name, value in named.items()}
         for name, value in weights.items():
@@ -95,6 +95,10 @@ class Pieces:
             for other in named:
                 if own in named and named[other] is named[own]:  # tied weights have several names
                     state[other] = value.clone(memory_format=torch.contiguous_format)
+        for node in self.training.recorded.nodes:
+            for name in node.tensor_names:
+                if name.endswith(COUNTER):  # a call of batch norm counts itself
+                    state[name] += steps
         return state
 
     def local(self, block: Block) -> Values:
@@ -242,6 +246,10 @@ class PieceLayer(Layer):
                 self.register_buffer(own, tensor.detach())
 
     def on(self, indptr: np.ndarray, indices: np.ndarray) -> CsrEdges:
+        if self.pieces.structure.reads_both_ways:
+            edges, n = edge_index_of(CsrEdges(indptr, indices)), len(indptr) - 1
+            block = grouped(torch.cat([edges, edges.flip(0)], 1), 1, n, n)
+            indptr, indices = block.indptr.numpy(), block.indices.numpy()
         inputs = self.pieces.training.recorded.inputs
         fields = {
             name[5:]: np.resize(node.value.numpy()[:PERIOD], (len(indices), *node.value.shape[1:]))

@@ -42,13 +42,12 @@ from gnnplan.executor.modules.bind import (
     copied,
 )
 from gnnplan.executor.modules.cut import Cutter, Program, differing, freeze_norms
-from gnnplan.executor.modules.ends import join_ends
+from gnnplan.executor.modules.ends import join_ends, read_both_ways, sums_at
 from gnnplan.executor.modules.evaluate import Place, tensors
 from gnnplan.executor.modules.pieces import Pieces, Tail, drawn, pair_ids
 from gnnplan.executor.modules.record import (
     DROPOUTS,
     INNER,
-    STRUCTURE,
     Node,
     Opaque,
     Recorded,
@@ -125,7 +124,7 @@ def _hint(error: BaseException, words: str, small: Small) -> str:
             f"; ndata of its graph has {', '.join(['feat', *rows])}, and edata"
             f" {', '.join(edges) or 'nothing'}: name the fields of your graph's file so"
         )
-    if isinstance(error, AttributeError) and "data" in takes.values():
+    if "Storage' object has no" in words and "data" in takes.values():  # of a PyG Data
         return (
             f"; data has {', '.join(small.binding.attributes)}: name the fields of your graph's"
             " file so, and return a row of each vertex, without masks"
@@ -135,9 +134,11 @@ def _hint(error: BaseException, words: str, small: Small) -> str:
         " vertex of yours, fields can"
     )
     found = {
-        "index out of range": "vertex 0 of that graph has no edges into it, as the first of a part"
-        " may have none",
+        ("index out of range", "no text")[words.startswith(("tuple", "list"))]: "vertex 0 of that"
+        " graph has no edges into it, as the first of a part may have none",
+        "SyncBatchNorm": "torch.nn.BatchNorm1d has the moments of all ranks' rows here",
         f"({small.vertices})": own,
+        f"(got {small.vertices - 1})": own,
         f"size {small.vertices} but": own,
         f"(2x{small.whole.indices.size} ": "it multiplies by edge_index [2, E], whose matrix is"
         " torch.sparse_coo_tensor(edge_index.flip(0), weights, (x.size(0), x.size(0)))",
@@ -152,6 +153,11 @@ def _hint(error: BaseException, words: str, small: Small) -> str:
             f"it gets the graph's fields as {', '.join(fields)}, which it could do without: leave"
             " them out of the graph, or out of forward's parameters"
         )
+    for name, (sizes, *_) in small.graph.edge.items():
+        if sizes and f"edge {name}" in small.binding.inputs and not fields:
+            found["edge"] = (
+                f"convolutions that get {name} need edge_dim={sizes[0]}; others go without {name}"
+            )
     return next((f"; {hint}" for part, hint in found.items() if part in words), "")
 
 
@@ -264,7 +270,8 @@ def recorded_of(
 
     def on_both(takes_constants: bool) -> tuple[nn.Module, Recorded]:
         (own, few), (_, many) = (on(graph, takes_constants) for graph in (small, small.larger))
-        return own, with_sizes(few, many)
+        recorded = with_sizes(few, many)
+        return own, recorded if small.graph.directed else read_both_ways(recorded)
 
     try:
         return on_both(takes_constants=True)
@@ -313,16 +320,14 @@ def _suspected(pieces: Pieces, small: Small) -> str:
         return "forward also reads the graph without the self-loops that it adds; add them first"
     edge_sets = [edges.value for edges in edge_sets_of(pieces.training.live)]
     sizes = {small.vertices, *(edges.shape[1] for edges in edge_sets)}
+    added = dict(sums_at(pieces.training.recorded))
     for node in pieces.training.live:
-        if "scatter" in node.what or "index_add" in node.what:
-            places = [v for r in node.reads if r.kind == STRUCTURE for v in tensors(r.value)]
-            firsts = [at[..., None].flatten(1)[:, 0] for at in places if at.ndim]  # of H columns
-            if any(torch.equal(at, edges[0]) for at in firsts for edges in edge_sets):
-                return (
-                    f"{node.place}{node.what} adds rows up at edge_index[0], where edges start, and"
-                    " a part knows the edges into its vertices; add up rows of edge_index[0] at"
-                    " edge_index[1] (if the graph is undirected, write col, row = edge_index)"
-                )
+        if added.get(node) == 0:
+            return (
+                f"{node.place}{node.what} adds rows up at edge_index[0], where edges start, and a"
+                " part knows the edges into its vertices; add up rows of edge_index[0] at"
+                " edge_index[1] (if the graph is undirected, write col, row = edge_index)"
+            )
         if isinstance(node.call, Opaque):
             return (
                 f"{node.place}{node.call.path} ({node.call.kind}) is called as a whole, since torch"

@@ -33,6 +33,7 @@ from gnnplan.executor.modules.convert import NoChain, Parameters, converted
 from gnnplan.executor.modules.make import (
     PICKLED,
     as_planned,
+    imports_of,
     in_file,
     keep,
     loaded,
@@ -143,8 +144,9 @@ def read(
 
     with torch.random.fork_rng(devices=[]):
         found = find()
+        imports = imports_of(file) if file else ()
         if issubclass(found if isinstance(found, type) else type(found), Layer):
-            return _layers(workload, file, name, sha256, graph)
+            return _layers(workload, file, name, sha256, imports, graph)
         module, arguments = made_of(found)
     dtype = dtype_of(workload.precision.weights)
     trained: Parameters | Pieces
@@ -174,6 +176,7 @@ def read(
         file=str(file),
         name=name,
         sha256=sha256,
+        imports=imports,
         features=graph.features,
         classes=graph.classes,
         arguments=tuple(arguments.items()),
@@ -295,9 +298,7 @@ def read_again(workload: Workload) -> Parameters | Pieces:
         if path.suffix == PICKLED:
             made = loaded(as_planned(path, module.sha256, MAX_PARAMETERS))
         else:
-            as_planned(path, module.sha256)
-            found = in_file(path, module.name)
-            made, _ = make(found, module.name, path, {}, dict(module.arguments))
+            made, _ = make(object_of(module), module.name, path, {}, dict(module.arguments))
         return made if isinstance(made, Parameters) else _understood_again(workload, made)
 
 
@@ -431,7 +432,12 @@ def with_structure(problem: Problem) -> Problem:
 
 
 def _layers(
-    workload: Workload, file: Path | None, name: str, sha256: str, graph: GraphFields
+    workload: Workload,
+    file: Path | None,
+    name: str,
+    sha256: str,
+    imports: tuple[tuple[str, str], ...],
+    graph: GraphFields,
 ) -> UserModule:
     """Return a user's class of layers, with the layers' work. Raises SpecError."""
     if file is None:
@@ -454,6 +460,7 @@ def _layers(
         file=str(file),
         name=name,
         sha256=sha256,
+        imports=imports,
         features=graph.features,
         classes=classes,
         layers=tuple(shapes),
@@ -529,17 +536,24 @@ def made(workload: Workload, number: int, h_in: int, h_out: int) -> Layer:
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(workload.seed * 1_000_003 + number)
         values = workload.model_dump() | {"features": h_in, "classes": h_out}
-        layer, _ = make(class_in(file, module.name, module.sha256), module.name, file, values)
+        layer, _ = make(class_in(module), module.name, file, values)
     if not isinstance(layer, Layer):
         raise SpecError(f"{file}: {module.name} makes a {type(layer).__name__}, and no Layer")
     return layer
 
 
 @lru_cache(maxsize=2)
-def class_in(file: Path, name: str, sha256: str) -> object:
-    """Return the class in a file. Raises SpecError if the file has changed since the plan."""
-    as_planned(file, sha256)
-    return in_file(file, name)
+def class_in(module: Module) -> object:
+    """Return, and cache, the class of layers in a plan's file. Raises SpecError."""
+    return object_of(module)
+
+
+def object_of(module: Module) -> object:
+    """Return the object in a plan's file. Raises SpecError if the file, or one that it imports, has
+    changed since the plan."""
+    for file, sha256 in ((module.file, module.sha256), *module.imports):
+        as_planned(Path(file), sha256)
+    return in_file(Path(module.file), module.name)
 
 
 def net_of(shapes: Model, workload: Workload, which: range | None = None) -> Net:

@@ -42,6 +42,7 @@ PACKAGE = str(Path(gnnplan.__file__).resolve().parent)
 DROPOUTS = (F.dropout, torch.dropout, torch.dropout_)
 # calls that fill a tensor with one number, and take its type from another tensor
 FILLERS = ("new_zeros", "new_ones", "new_full", "zeros_like", "ones_like", "full_like")
+COUNTER = "num_batches_tracked"  # of the calls of a batch norm
 MOST_CALLS = 100_000
 MOST_NUMBERS = 1000  # of a constant
 HOOKED = (
@@ -241,6 +242,7 @@ class Recorded:
     # what Python read from a node that is computed from edges and fields alone; once `with_sizes`
     # has run, (t, n), which mean t times the number of vertices plus n, or n itself if t is 0
     answers: dict[Node, Any] = field(default_factory=dict)
+    reader: int = 1  # the end of an edge whose vertex reads the other; see ends.py
 
     @property
     def vertices(self) -> int:
@@ -804,9 +806,14 @@ def line_of(error: BaseException) -> str:
 
 
 def _is_users_frame(frame: FrameType) -> bool:
-    file = frame.f_code.co_filename
-    generated = f"{frame.f_globals.get('__name__')}_"  # by PyG
-    return is_the_users(file) and not Path(file).name.startswith(generated)
+    return is_written_by_user(str(frame.f_globals.get("__name__")), frame.f_code.co_filename)
+
+
+def is_written_by_user(name: str, file: str) -> bool:
+    """Whether a module of this name is a file of the user's, which no library generates.
+
+    PyG generates name_1234.py."""
+    return is_the_users(file) and not Path(file).name.startswith(f"{name}_")
 
 
 def is_the_users(file: str) -> bool:

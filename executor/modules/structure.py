@@ -18,6 +18,7 @@ from torch import Tensor
 
 from gnnplan.executor.layers.kernels import Block
 from gnnplan.executor.modules.cut import BLOCK, DESTINATIONS, Program, differing
+from gnnplan.executor.modules.ends import turned
 from gnnplan.executor.modules.evaluate import Place, Values, frees, keys, tensors, with_loops
 from gnnplan.executor.modules.record import (
     EDGES_OF,
@@ -85,6 +86,8 @@ class _Part(Place):
     tables: Mapping[Node, Any] = field(kw_only=True)
 
     def call(self, node: Node, values: Mapping[Node, Any], may_overwrite: bool = False) -> Any:
+        if node.call is turned:
+            return values[node.args[0]]
         if node not in self.structure.whole:
             return super().call(node, values, may_overwrite)
         return self.look_up(node, self.structure.whole[node], self.tables[node], values)
@@ -138,6 +141,11 @@ class Structure:
     def small(self) -> Recorded:
         """A recording on the small graph, for its inputs and its size."""
         return self.programs[0].recorded
+
+    @property
+    def reads_both_ways(self) -> bool:
+        """Whether layers need the edges from their vertices, as an undirected graph has them."""
+        return not self.small.reader or any(node.call is turned for node in self.nodes)
 
     @property
     def edge_sets(self) -> set[Node]:
@@ -248,7 +256,8 @@ class Structure:
 
     def _part(self, block: Block, tables: Mapping[Node, Any]) -> tuple[_Part, Values]:
         """Return a block as a part of its graph, and the inputs of `forward` on it."""
-        source, edges = block.source.cpu(), torch.stack([block.indices, block.readers]).long().cpu()
+        source, ends = block.source.cpu(), [block.indices, block.readers]
+        edges = torch.stack(ends if self.small.reader else ends[::-1]).long().cpu()
         part = _Part(self.place.named, structure=self, source=source, tables=tables)
         fields = {node: tables[node].at(source[edges]) for node in self.fields}
         return part, self.inputs_of(block.graph_edges, edges, fields, source, block.n_dst)
@@ -298,7 +307,7 @@ class Structure:
         is_own[source[: block.n_dst]] = True
         if bool((edges >= 0).all()) and bool((edges < len(source)).all()):
             found, expected = (
-                keys(each[:, is_own[each[1]]], n).sort().values
+                keys(each[:, is_own[each[self.small.reader]]], n).sort().values
                 for each in (source[edges], node.value)
             )
             if torch.equal(found, expected):
@@ -325,7 +334,8 @@ class Structure:
         if self.is_of_vertices(node):
             views = [(None, slice(0, own), value)]
         elif value.ndim and (found := [s for s in sets if s.value.shape[1] == value.shape[0]]):
-            views = [(s, values[s][1] < own, Table(s.value, value, n)) for s in found]
+            end = self.small.reader
+            views = [(s, values[s][end] < own, Table(s.value, value, n)) for s in found]
         elif {n, *(s.value.shape[1] for s in self.nodes if is_edge_set(s.value))} & {*value.shape}:
             return  # else it is one value for all, such as a largest weight
         for edges, mine, table in views:

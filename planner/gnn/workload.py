@@ -106,6 +106,7 @@ class Module(Spec):
     file: str  # absolute path
     name: str  # a class, a function or an instance in the file
     sha256: str  # digest of the file
+    imports: tuple[tuple[str, str], ...] = ()  # the user's files that it imports, and their digests
     features: int = Field(ge=1)
     classes: int = Field(ge=1)
     layers: tuple[ModuleLayer, ...] = Field(min_length=1)

@@ -213,6 +213,8 @@ REFUSED = {
         "return self.c(x, edge_index)",
         r"line 15: forward fails on a small graph of 6 features \(RuntimeError: mat1 and mat2",
     ),
+    # "vertex 0 of that graph has no edges" was said of a list's end
+    "a list": ("return [self.a(x, edge_index)][1]", r"list index out of range\)$"),
     "without words": (  # a GATConv without edge_dim that is given edge_attr said 'AssertionError' alone
         "assert x.dim() == 3\nreturn self.c(self.a(x, edge_index) + 1, edge_index)",
         r"line 15: .*AssertionError: assert x.dim\(\) == 3",
@@ -233,6 +235,11 @@ REFUSED = {
     "turned": (
         "return self.c(torch.tanh(self.a(x, edge_index)), edge_index.flip(0))",
         "from end to start",
+    ),
+    "turned ends": (
+        "row, col = edge_index.flip(0)\nh = self.first(x)\n"
+        "return self.last(torch.zeros_like(h).index_add(0, row, h[col]))",
+        "line 15: flip makes other edges, the graph's from end to start",
     ),
     "places": (
         "return self.c(self.a(x, edge_index), edge_index[:, ::2])",
@@ -379,12 +386,40 @@ NO_MODULE = {
 }
 
 
+ONE_WAY = ("readers first", "turned", "turned ends")  # carried if the graph is undirected
+
+
 @pytest.mark.parametrize("what", REFUSED)
 def test_a_refusal_says_what_the_code_does(tmp_path, what):
     *given, body, words = REFUSED[what]
     with pytest.raises(SpecError, match=words) as refused:
-        asked(tmp_path, body, *given)
+        asked(tmp_path, body, *given, fields=GraphFields(6, 3, directed=what in ONE_WAY))
+    assert what not in ONE_WAY or asked(tmp_path, body).pieces
     assert str(tmp_path / "model.py") in str(refused.value) and refused.value.exit_code == 2
+
+
+def test_a_hook_of_calls_gets_what_forward_is_given_by_place(tmp_path):
+    """`forward` was called by names, and the hook had none of it."""
+    model = written(tmp_path, TWO)
+    with (tmp_path / "model.py").open("a") as file:
+        file.write(
+            "def hooked(in_channels, out_channels):\n    net = Net(in_channels, out_channels)\n"
+            "    net.register_forward_pre_hook(lambda _, given: (given[0].tanh(), *given[1:]))\n"
+            "    return net\n"
+        )
+    assert read(f"{model.removesuffix('Net')}hooked", Workload(), PLAIN).pieces
+
+
+def test_a_convolution_that_needs_the_width_of_a_field_says_so(tmp_path):
+    """PNAConv has no attribute 'edge_encoder', it said alone."""
+    fields = GraphFields(6, 3, edge={"edge_attr": ((5,), "<f4", 0)})
+    body = (
+        "from torch_geometric.nn import PNAConv\n"
+        "conv = PNAConv(6, 3, ['mean'], ['identity'], torch.ones(3).long())\n"
+        "return conv(x, edge_index, edge_attr)"
+    )
+    with pytest.raises(SpecError, match="that get edge_attr need edge_dim=5"):
+        asked(tmp_path, body, "x, edge_index, edge_attr", fields)
 
 
 def test_what_forward_detaches_is_not_trained(tmp_path):
@@ -408,7 +443,13 @@ def test_a_file_of_a_package_imports_from_it(tmp_path):
         "    convs = (Conv(in_channels, WIDTH), Conv(WIDTH, out_channels))\n"
         "    return Sequential('x, edge_index', [(c, 'x, edge_index -> x') for c in convs])\n"
     )
-    assert read(f"{package / 'net.py'}:Net", Workload(), PLAIN).fields["layers"] == 2
+    user = read(f"{package / 'net.py'}:Net", Workload(), PLAIN)
+    assert user.fields["layers"] == 2
+    # a run did not notice that another file had changed, nor did a later plan of the same process
+    (package.parent / "words.py").write_text("WIDTH = 9  # more\n")
+    with pytest.raises(SpecError, match=r"words\.py has changed since the plan was made"):
+        read_again(Workload(module=user.description, **user.fields))
+    assert read(f"{package / 'net.py'}:Net", Workload(), PLAIN).fields["hidden"] == 9
 
 
 @pytest.mark.parametrize("what", NO_MODULE)

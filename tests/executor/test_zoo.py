@@ -33,7 +33,13 @@ UNSEEN = 89  # vertices of a graph on which no module was looked at
 # dropout on edges, fields, messages of its own; PyG and DGL
 SAMPLE = ["zoo PointNet", "zoo_dgl EdgeAttention"]
 # messages in forward and what is refused; by day test_module_cases.py has the rules, one by one
-BY_DAY = ["zoo ScatterInForward", "zoo DropsEdges", "zoo JumpingLSTM", "zoo TypesOfVertices"]
+BY_DAY = [
+    "zoo ScatterInForward",
+    "zoo DropsEdges",
+    "zoo JumpingLSTM",
+    "zoo TypesOfVertices",
+    "zoo EGNN",
+]
 BY_DAY += ["zoo_dgl InOneModule"]
 # who may refuse a module that graph_parallel carries, by family, and why
 REFUSALS = {

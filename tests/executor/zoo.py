@@ -425,6 +425,44 @@ class ScatterInForward(nn.Module):
         return self.out(h + utils.scatter(h[src], dst, dim=0, dim_size=h.shape[0], reduce="mean"))
 
 
+class CoordinatesLayer(nn.Module):
+    def __init__(self, width):
+        super().__init__()
+        self.edge = nn.Sequential(nn.Linear(2 * width + 6, 8), nn.SiLU(), nn.Linear(8, 8))
+        self.own, self.move = nn.Linear(width + 8, width), nn.Linear(8, 1, bias=False)
+
+    def forward(self, h, edge_index, coord, edge_attr):
+        row, col = edge_index
+        gap = coord[row] - coord[col]
+        far = gap.pow(2).sum(1, keepdim=True)
+        m = self.edge(torch.cat([h[row], h[col], far, edge_attr], 1))
+        coord = coord + utils.scatter(gap * self.move(m), row, 0, coord.size(0), "mean")
+        m = torch.zeros(h.size(0), 8, dtype=h.dtype).index_add(0, row, m)
+        return h + self.own(torch.cat([h, m], 1)), coord
+
+
+@needs("pos", "edge_attr", one_way="adds rows up at edge_index[0]")
+class EGNN(nn.Module):
+    """Sums at the edges' first ends, whose attributes differ both ways."""
+
+    def __init__(self, in_channels, out_channels):
+        super().__init__()
+        self.inp, self.out = nn.Linear(in_channels, 8), nn.Linear(8, out_channels)
+        self.layers = nn.ModuleList([CoordinatesLayer(8), CoordinatesLayer(8)])
+
+    def forward(self, x, edge_index, pos, edge_attr):
+        h = self.inp(x)
+        for layer in self.layers:
+            h, pos = layer(h, edge_index, pos, edge_attr)
+        return self.out(h)
+
+
+@needs(one_way="from end to start")
+def BothWays(in_channels, out_channels):
+    convs = pyg.SAGEConv(in_channels, 8), pyg.GATConv(8, out_channels)
+    return Chain(*map(pyg.DirGNNConv, convs))
+
+
 @needs()
 class SharedLayer(nn.Module):
     """One layer three times, whose checkpoint could not be written."""
