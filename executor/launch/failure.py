@@ -31,7 +31,7 @@ from gnnplan.executor.ranks.machine import allocated, free_memory, process_room,
 from gnnplan.executor.ranks.rank import die_with_parent, leave
 from gnnplan.planner.vocabulary.errors import GnnplanError, Infeasible, LostRank, SpecError
 from gnnplan.planner.vocabulary.files import make_folder, refusal, remedy_of, write_atomically
-from gnnplan.planner.vocabulary.units import show_bytes
+from gnnplan.planner.vocabulary.units import show_bytes, show_count
 
 FAILED_WITH_OTHERS = 75  # exit code of a rank that stopped because its peers did
 PATIENCE = 2.0  # [s] in which living ranks answer
@@ -304,7 +304,8 @@ def kept(out: Path, ranks: Iterable[int], command: str = "gnnplan run") -> str:
     lines = metrics.read_text().count("\n") if metrics.exists() else 0
     last = last_stored(out, ranks)
     onwards = f"; go on from epoch {last} with `{command} --resume {out}`" if last else ""
-    return f"{lines} finished epochs are in {metrics}{onwards}"
+    are = "is" if lines == 1 else "are"
+    return f"{show_count(lines, 'finished epoch')} {are} in {metrics}{onwards}"
 
 
 def ran_out(error: BaseException) -> bool:

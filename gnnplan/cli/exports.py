@@ -108,6 +108,7 @@ def write_partition(document: dict[str, object], target: str, folder: Path | Non
     from gnnplan.executor.emit import partitions
     from gnnplan.planner.decision.plan import chosen, question
     from gnnplan.planner.graph.arrays import must_be_new
+    from gnnplan.planner.vocabulary.units import show_count
 
     if folder is None:
         raise SpecError(f"--for {target} writes a folder; name it with -o")
@@ -115,7 +116,7 @@ def write_partition(document: dict[str, object], target: str, folder: Path | Non
     notify("reading the plan's graph")
     problem = question(document)
     strategy = chosen(document).settle(problem)
-    notify(f"writing {problem.ranks} parts")
+    notify(f"writing {show_count(problem.ranks, 'part')}")
     write = partitions.pyg if target == "pyg" else partitions.distdgl
     note = write(problem, strategy, folder)
     notify("")

@@ -117,6 +117,7 @@ def partition(
     from gnnplan.planner.graph.graph import Graph
     from gnnplan.planner.graph.partition import partition as assign
     from gnnplan.planner.ownership.parts import write_parts
+    from gnnplan.planner.vocabulary.units import show_count
 
     must_be_new(output)
     if task in ("node", "link"):
@@ -145,7 +146,7 @@ def partition(
     }
     lines = [
         f"{found.stats.name}: {found.stats.vertices:,} vertices, {found.stats.edges:,} directed"
-        f" edges, in {parts:,} parts by {method}",
+        f" edges, in {show_count(parts, 'part')} by {method}",
         f"a part has {_between(about.vertices)} vertices, {_between(about.edges)} edges and"
         f" {_between(about.halo)} halo rows",
         f"written to {output}; next: gnnplan plan --graph {name}",

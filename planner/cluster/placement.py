@@ -1,4 +1,4 @@
-"""Proposals of placements (which GPU each rank sits on), and of fewer GPUs to use.
+"""Proposals of placements (which GPU each rank sits on).
 
     2 servers x 4 GPUs, 2 stages x 4   GPUs (0, 1, 2, 3, 4, 5, 6, 7)    not (0, 2, 4, 6, 1, 3, 5, 7)
     stage 0, halo exchanges inside     server 0                         half of each halo is sent
@@ -34,24 +34,6 @@ def walk(cluster: Cluster, gpus: Sequence[int]) -> list[int]:
     np.minimum.at(first_switch, at.island, at.switch)
     order = np.lexsort((all_gpus, at.switch, at.island, first_switch[at.island], at.server))
     return [int(gpu) for gpu in all_gpus[order]]
-
-
-def fewer(cluster: Cluster) -> list[tuple[int, ...]]:
-    """Return choices of fewer GPUs, with equally many GPUs on every server used.
-
-    The choices are one server, one leaf, half of every server, and one GPU.
-    """
-    per_server = cluster.gpus_per_server
-    one_server = walk(cluster, range(per_server))
-    out = [tuple(range(per_server))] if cluster.servers > 1 else []
-    if cluster.fabric and 1 < cluster.fabric.below < cluster.servers:
-        out.append(tuple(range(cluster.fabric.below * per_server)))
-    if per_server % 2 == 0:
-        half = sorted(one_server[: per_server // 2])
-        out.append(
-            tuple(server * per_server + gpu for server in range(cluster.servers) for gpu in half)
-        )
-    return list(dict.fromkeys([*out, (0,)] if cluster.ranks > 1 else []))
 
 
 def proposed(

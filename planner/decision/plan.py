@@ -326,9 +326,7 @@ _KINDS = {
 }
 
 
-def question(
-    document: dict[str, Any], cluster: Cluster | None = None, workload: Workload | None = None
-) -> Problem:
+def question(document: dict[str, Any], cluster: Cluster | None = None) -> Problem:
     """Return the problem that a plan from `read` answers, with its ranks on the plan's GPUs.
 
     With another `cluster`, ranks sit on all its GPUs in order. Raises SpecError, or OtherData if
@@ -345,11 +343,10 @@ def question(
             )
     graph = load(about["source"], about["directed"])
     stats = graph.stats if isinstance(graph, Graph) else graph
-    workload = workload or Workload.model_validate(document["workload"])
     problem = Problem(
         stats,
         graph if isinstance(graph, Graph) else None,
-        workload,
+        Workload.model_validate(document["workload"]),
         cluster or Cluster.model_validate(document["cluster"]),
         document["partitioner"].partition(" ")[0],
     )

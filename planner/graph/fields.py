@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 
 from gnnplan.planner.graph.graph import Array, Graph, must_be_finite, some_rows
 from gnnplan.planner.vocabulary.errors import SpecError
+from gnnplan.planner.vocabulary.units import show_count
 
 VERTEX, EDGE = "vertex.", "edge."
 OF_EDGES = ("edge_weight", "edge_attr", "edge_type")  # PyG's names of edge fields
@@ -110,7 +111,7 @@ def along(
         )
     names = ", ".join(kept)
     if kept and (loops := src.size - given.size):
-        notes.append(f"dropped {names} of {loops:,} self-loops with them")
+        notes.append(f"dropped {names} of {show_count(loops, 'self-loop')} with them")
     if kept and (count := int(np.count_nonzero(turned & ~again))):
         notes.append(
             f"{count:,} edges are given in one direction only; their reverse edges have the same"

@@ -23,7 +23,7 @@ from gnnplan.planner.graph.disk_cache import remembered, state_of
 from gnnplan.planner.vocabulary.errors import SpecError
 from gnnplan.planner.vocabulary.numbers import SPREAD, ranges
 from gnnplan.planner.vocabulary.precision import FLOAT64, Precision
-from gnnplan.planner.vocabulary.units import show_bytes
+from gnnplan.planner.vocabulary.units import show_bytes, show_count
 
 Array = NDArray[Any]
 Owner: TypeAlias = NDArray[np.int32]  # the part of each vertex [N]
@@ -296,17 +296,17 @@ def in_neighbours(
     >>> indptr.tolist(), indices.tolist()
     ([0, 1, 3, 4], [1, 0, 2, 1])
     >>> notes
-    ('dropped 1 self-loops', 'made undirected: 2 -> 4 directed edges')
+    ('dropped 1 self-loop', 'made undirected: 2 -> 4 directed edges')
     """
     loops = src == dst
     notes = []
-    if dropped := np.count_nonzero(loops):
+    if dropped := int(np.count_nonzero(loops)):
         src, dst = src[~loops], dst[~loops]
-        notes.append(f"dropped {dropped:,} self-loops")
+        notes.append(f"dropped {show_count(dropped, 'self-loop')}")
     # scipy sorts the edges and merges duplicates
     rows = sp.csr_matrix((np.ones(len(src), bool), (dst, src)), shape=(vertices, vertices))
     if rows.nnz < len(src):
-        notes.append(f"dropped {len(src) - rows.nnz:,} duplicate edges")
+        notes.append(f"dropped {show_count(len(src) - rows.nnz, 'duplicate edge')}")
     if directed:
         notes.append("kept directed")
     else:

@@ -43,6 +43,7 @@ from gnnplan.planner.graph.npy import mapped_array
 from gnnplan.planner.vocabulary.errors import SpecError
 from gnnplan.planner.vocabulary.files import must_be_file, read_bytes
 from gnnplan.planner.vocabulary.numbers import ranges, runs
+from gnnplan.planner.vocabulary.units import show_count
 
 DESCRIPTION = "parts.json"  # its presence marks a folder of parts
 OF_PART = "part.json"
@@ -383,7 +384,7 @@ def read_parts(path: str, source: str, directed: bool = False) -> Graph:
             " again with --directed, or leave that out"
         )
     how = f"{about.partitioner} (seed {about.seed})"
-    told = f"{about.parts} parts by {how}, cut of {about.graph.source}"
+    told = f"{show_count(about.parts, 'part')} by {how}, cut of {about.graph.source}"
     stats = dataclasses.replace(about.graph, source=source, notes=(*about.graph.notes, told))
 
     def edges(name: str) -> Any:

@@ -37,7 +37,7 @@ from gnnplan.planner.vocabulary.errors import SpecError
 from gnnplan.planner.vocabulary.files import cannot_write, one_of
 from gnnplan.planner.vocabulary.numbers import ranges, runs
 from gnnplan.planner.vocabulary.progress import inner_phase
-from gnnplan.planner.vocabulary.units import show_bytes
+from gnnplan.planner.vocabulary.units import show_bytes, show_count
 
 # -- partitioners ----------------------------------------------------------------------------------
 
@@ -86,7 +86,7 @@ def cut(method: str, edges: Csr, parts: int, seed: int, weights: Array | None = 
         scale = max(1, min(1000, 2**30 // int(weights.sum())))
         loads = 1 + scale * weights
     name = "KaMinPar" if library_of(method) == "kaminpar" else "METIS"
-    told = inner_phase(f"partitioning into {parts:,} parts by {name}")
+    told = inner_phase(f"partitioning into {show_count(parts, 'part')} by {name}")
     with told if len(edges.indices) >= TOLD_EDGES else nullcontext():
         if name == "KaMinPar":
             return by_kaminpar(edges, parts, seed, loads)

@@ -38,6 +38,7 @@ from gnnplan.planner.vocabulary.errors import SpecError
 from gnnplan.planner.vocabulary.files import folder_lock, remedy_of
 from gnnplan.planner.vocabulary.numbers import ranges
 from gnnplan.planner.vocabulary.progress import notify, say
+from gnnplan.planner.vocabulary.units import show_count
 
 HOPS = 16  # the folder has the numbers of vertices within 0 .. 16 hops of training vertices
 
@@ -147,7 +148,7 @@ def _kept(known: Mapping[int, Part], parts: int, begun: Path) -> str:
     """Return a sentence for the user about the parts that an incomplete write has kept."""
     if not known:
         return "no part of it is kept, and the same command begins anew"
-    kept = f"{len(known)} of {parts} parts are kept in {begun}"
+    kept = f"{len(known)} of {show_count(parts, 'part')} are kept in {begun}"
     return f"{kept}, and the same command goes on from there"
 
 

@@ -546,7 +546,7 @@ def test_python_says_what_was_done_with_a_graph(tmp_path):
     """gnnplan.plan was silent where the command line said that a graph was made undirected."""
     edges = np.array([[0, 1, 2, 2], [1, 2, 0, 2]])
     plan = gnnplan.plan(edges, "dgx_a100", task="none", features=4, ranks=1)
-    assert "dropped 1 self-loops" in plan.notes and "note: made undirected: 3 -> 6" in str(plan)
+    assert "dropped 1 self-loop" in plan.notes and "note: made undirected: 3 -> 6" in str(plan)
 
 
 # what only looks like a call of ours, or is written otherwise: run as it is written

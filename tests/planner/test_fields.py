@@ -67,7 +67,7 @@ def test_what_happens_to_fields_is_said(tmp_path):
     assert graph.indices.tolist() == [1, 0, 2, 1, 4, 3]
     assert graph.edge_fields["edge_weight"].tolist() == [2, 1, 3, 3, 5, 5]
     said = (
-        "dropped edge_weight of 1 self-loops with them",
+        "dropped edge_weight of 1 self-loop with them",
         "1 edges are given in one direction only; their reverse edges have the same edge_weight",
         "2 edges are given in both directions with different values of edge_weight, and keep them",
     )

@@ -54,7 +54,7 @@ def test_small_graph_becomes_undirected_without_loops(save):
     graph = load(save())
     # vertex 4 is isolated, and that is fine
     assert edges_of(graph) == {(0, 1), (1, 0), (1, 2), (2, 1), (0, 3), (3, 0)}
-    assert graph.stats.notes == ("dropped 1 self-loops", "made undirected: 5 -> 6 directed edges")
+    assert graph.stats.notes == ("dropped 1 self-loop", "made undirected: 5 -> 6 directed edges")
     assert dataclasses.astuple(graph.stats)[2:8] == (5, 6, 3, 2, 2, False)
     assert graph.degree.tolist() == [2, 2, 1, 1, 0] and not graph.x.flags.writeable
 

@@ -14,7 +14,7 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from gnnplan.planner.cluster.cost import Cost
-from gnnplan.planner.cluster.placement import fewer, proposed, walk
+from gnnplan.planner.cluster.placement import proposed, walk
 from gnnplan.planner.cluster.places import Places
 from gnnplan.planner.cluster.spec import Cluster, Device, Link
 from gnnplan.planner.decision import plan
@@ -261,14 +261,6 @@ def test_a_placement_edited_by_hand(place, rule):
         document["best"]["placement"][0] = fields
     with pytest.raises(SpecError, match=rule):
         plan.question(document)
-
-
-def test_which_fewer_gpus():
-    assert fewer(cluster(2, 4)) == [(0, 1, 2, 3), (0, 1, 4, 5), (0,)]
-    # two islands, not half of each
-    assert fewer(cluster(1, 8, islands=ACROSS, island=FAST)) == [(0, 1, 4, 5), (0,)]
-    assert fewer(cluster(3, 1)) == fewer(cluster(1, 3)) == [(0,)]
-    assert fewer(cluster(1, 1)) == []
 
 
 @pytest.mark.slow

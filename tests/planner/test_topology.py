@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from gnnplan.planner.cluster.cost import Cost
-from gnnplan.planner.cluster.placement import fewer, proposed
+from gnnplan.planner.cluster.placement import proposed
 from gnnplan.planner.cluster.places import attached, describe_port, links
 from gnnplan.planner.cluster.spec import Cluster, Device, Fabric, Link
 from gnnplan.planner.decision.candidate import evaluate
@@ -241,10 +241,6 @@ def test_hidden_groups_are_found_among_32_gpus():
     found = min(float(Cost(where, each).exchange(sent).alone) for each in placements)
     ideal, given = (float(Cost(where).exchange(each).alone) for each in (unshuffled, sent))
     assert found == pytest.approx(ideal) and ideal < given / 2
-
-
-def test_one_leaf_is_offered():
-    assert fewer(cluster(4, 2, fabric=LEAVES)) == [(0, 1), (0, 1, 2, 3), (0, 2, 4, 6), (0,)]
 
 
 SOURCE = "synthetic:community?vertices=2000&edges=60000&features=40&classes=5&communities=8&mixing=0.6&seed=0"
