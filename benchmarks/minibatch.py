@@ -37,8 +37,8 @@ from floor import GRAPH, HIDDEN, LAYERS, LR, MODEL
 from gnnplan.planner.gnn.workload import Workload
 from gnnplan.planner.graph.graph import Graph
 from gnnplan.planner.graph.load import load
+from gnnplan.planner.graph.partition import SPLITTERS, Frequency, presample, split
 from gnnplan.planner.graph.sampling import Frontier, draw, frontier, items_of, key_of
-from gnnplan.planner.graph.splitting import SPLITTERS, Frequency, presample, split
 from gnnplan.planner.ownership.minibatch import MiniBatch
 
 RANKS, FANOUTS, MOST = 4, (15, 15, 15), 20

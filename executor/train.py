@@ -44,7 +44,7 @@ from gnnplan.planner.problem.problem import Problem
 from gnnplan.planner.strategies import Strategy
 from gnnplan.planner.vocabulary.errors import GnnplanError, SpecError
 from gnnplan.planner.vocabulary.files import write_atomically
-from gnnplan.planner.vocabulary.precision import TF32
+from gnnplan.planner.vocabulary.numbers import TF32
 from gnnplan.planner.vocabulary.schedule import Label
 from gnnplan.planner.vocabulary.trace import MOST_SPANS, read_trace, trace_of, write_traces
 

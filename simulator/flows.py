@@ -17,7 +17,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from gnnplan.planner.cluster.cost import Cost, Transfer
-from gnnplan.planner.vocabulary.outer import RankMatrix
+from gnnplan.planner.vocabulary.numbers import RankMatrix
 
 # `ByFlows` computes new rates at most once in this share of the port bound.
 RATES_INTERVAL = 0.005

@@ -9,8 +9,7 @@ from typing import Any
 from gnnplan.planner.cluster.spec import Cluster
 from gnnplan.planner.decision.candidate import evaluate
 from gnnplan.planner.decision.plan import chosen, question, read
-from gnnplan.planner.evidence.recorded import must_be_of_one_plan, read_run
-from gnnplan.planner.evidence.runs import Run, same_shape
+from gnnplan.planner.evidence.runs import Run, must_be_of_one_plan, read_run, same_shape
 from gnnplan.planner.evidence.validate import compare
 from gnnplan.planner.problem.inputs import read_cluster
 from gnnplan.planner.problem.problem import Problem

@@ -39,7 +39,7 @@ from gnnplan.planner.cluster.spec import PRESETS
 from gnnplan.planner.decision import plan as plans
 from gnnplan.planner.decision.candidate import evaluate
 from gnnplan.planner.decision.search import search
-from gnnplan.planner.evidence import recorded
+from gnnplan.planner.evidence import runs as recorded
 from gnnplan.planner.graph.load import load
 from gnnplan.planner.problem.inputs import ask_workload, overridden, read_cluster
 from gnnplan.planner.problem.problem import Problem

@@ -24,7 +24,7 @@ from gnnplan.executor.launch.run_request import Options, trainable
 from gnnplan.executor.ranks.rank import Rank, open_rank
 from gnnplan.executor.train import train
 from gnnplan.planner.decision.plan import chosen
-from gnnplan.planner.evidence.recorded import warm_epochs
+from gnnplan.planner.evidence.runs import warm_epochs
 from gnnplan.planner.strategies import parse
 from gnnplan.planner.vocabulary.errors import Infeasible, SpecError
 from gnnplan.planner.vocabulary.trace import overlap, read_traces

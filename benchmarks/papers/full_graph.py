@@ -27,8 +27,13 @@ import numpy as np
 from gnnplan.papers.question import Params, Question, System
 from gnnplan.papers.their_passes import TheirProblem
 from gnnplan.planner.graph.graph import GraphStats
-from gnnplan.planner.ownership.estimated_batches import Population, expected_frontier
-from gnnplan.planner.ownership.estimated_layout import EstimatedLayout, Mixing, mixing_of
+from gnnplan.planner.ownership.estimated import (
+    EstimatedLayout,
+    Mixing,
+    Population,
+    expected_frontier,
+    mixing_of,
+)
 from gnnplan.planner.ownership.layout import Expansion, Layout
 from gnnplan.planner.problem.problem import Problem
 

@@ -19,7 +19,7 @@ from pydantic import ValidationError
 from gnnplan.papers import full_graph, mini_batch, their_software
 from gnnplan.papers.question import Params, Question, Row, Skip, Testbeds
 from gnnplan.papers.their_passes import TheirProblem
-from gnnplan.planner.cluster import clouds
+from gnnplan.planner.cluster import machines
 from gnnplan.planner.cluster.spec import MOST_RANKS, PRESETS, Cluster
 from gnnplan.planner.gnn.workload import Workload
 from gnnplan.planner.graph.graph import Graph, GraphStats
@@ -73,7 +73,7 @@ def testbed(row: Row) -> Cluster:
 
 def _testbeds() -> set[str]:
     files = [*PRESETS.glob("*.yaml"), *TESTBEDS.glob("*.yaml")]
-    return {file.stem for file in files} | set(clouds.names())
+    return {file.stem for file in files} | set(machines.instance_types())
 
 
 def question(row: Row, strategy: str = "", testbeds: Testbeds = testbed) -> Question:

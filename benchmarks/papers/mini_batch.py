@@ -27,7 +27,7 @@ import numpy as np
 
 from gnnplan.papers.question import Params, Question, System
 from gnnplan.planner.cluster.spec import Link
-from gnnplan.planner.ownership.estimated_batches import EstimatedBatch, expected_frontier
+from gnnplan.planner.ownership.estimated import EstimatedBatch, expected_frontier
 from gnnplan.planner.problem.problem import Problem
 from gnnplan.planner.strategies.minibatch.gsplit import GSplit
 from gnnplan.planner.strategies.p3.p3 import P3

@@ -28,7 +28,7 @@ from dataclasses import replace
 import numpy as np
 
 from gnnplan.papers.question import Question, Row
-from gnnplan.planner.ownership.estimated_layout import EstimatedLayout
+from gnnplan.planner.ownership.estimated import EstimatedLayout
 from gnnplan.planner.ownership.layout import Layout
 from gnnplan.planner.strategies.layerwise.granndis import GraNNDis
 

@@ -2,7 +2,7 @@
 
 DGL and PyG run operations one by one: rows are copied before and after a product, and sums are
 multiplied, biased and activated in separate passes. `TheirProblem` has these passes in addition to
-gnnplan's (planner/gnn/operations.py)."""
+gnnplan's (planner/gnn/layer.py)."""
 
 from __future__ import annotations
 

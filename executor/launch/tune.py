@@ -33,8 +33,7 @@ from gnnplan.planner.evidence.halving import (
     halve,
     least_s,
 )
-from gnnplan.planner.evidence.recorded import objective_of
-from gnnplan.planner.evidence.runs import Run, refit_cluster
+from gnnplan.planner.evidence.runs import Run, objective_of, refit_cluster
 from gnnplan.planner.gnn.workload import Workload
 from gnnplan.planner.problem.problem import Problem
 from gnnplan.planner.vocabulary.errors import GnnplanError, LostRank, SpecError

@@ -14,8 +14,7 @@ from gnnplan.executor.layers.kernels import Block, SparseRows, sent
 from gnnplan.planner.gnn.workload import Workload
 from gnnplan.planner.graph.graph import CsrEdges, Graph
 from gnnplan.planner.graph.sampling import Ids
-from gnnplan.planner.vocabulary.numbers import runs
-from gnnplan.planner.vocabulary.precision import Precision
+from gnnplan.planner.vocabulary.numbers import Precision, runs
 
 AT_ONCE = 1 << 19  # feature values, or edge weights, that are converted at a time
 

@@ -3,7 +3,7 @@
 The layer runs forward and backward on a few small blocks of different sizes. The counter records
 the work of each operation, and when each tensor is allocated and freed. All counts must be linear
 in rows, sources and edges: four sizes give the factors, a fifth checks them
-(planner/gnn/counted.py)."""
+(planner/gnn/kinds.py)."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ from gnnplan.executor.layers.kernels import Block
 from gnnplan.executor.layers.kernels.runtime import kernel
 from gnnplan.executor.layers.layer import ColumnLayer, Drop, Layer, no_dropout
 from gnnplan.executor.layers.models import BatchNorm
-from gnnplan.planner.gnn.counted import Counted, Linear, amount
-from gnnplan.planner.gnn.operations import VECTOR
+from gnnplan.planner.gnn.kinds import Counted, Linear, amount
+from gnnplan.planner.gnn.layer import VECTOR
 
 # (rows, sources, edges): four sizes give the factors, the last checks them. All rows of a block
 # have the same number of edges, as DGL calls a user's function once for each degree

@@ -25,9 +25,9 @@ from gnnplan.executor.measure.microbench import (
 from gnnplan.executor.measure.rehearsal import BATCHES, held_to
 from gnnplan.planner.cluster import scaling as scaled
 from gnnplan.planner.cluster.cost import CALLS, Cost
-from gnnplan.planner.cluster.link_fit import beyond, fit, shapes
+from gnnplan.planner.cluster.readings import beyond, fit, shapes
 from gnnplan.planner.cluster.spec import GEMMS, Cluster, Device, Link
-from gnnplan.planner.vocabulary.precision import FLOAT32, PRECISIONS
+from gnnplan.planner.vocabulary.numbers import FLOAT32, PRECISIONS
 from gnnplan.planner.vocabulary.schedule import HostWork
 from gnnplan.planner.vocabulary.units import show_count, show_percent
 

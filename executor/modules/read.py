@@ -46,7 +46,7 @@ from gnnplan.executor.modules.prove import followed, prove, run_once
 from gnnplan.executor.modules.record import Opaque, Unfit
 from gnnplan.planner.gnn.model import Model
 from gnnplan.planner.gnn.workload import Module, ModuleLayer, Workload
-from gnnplan.planner.graph.fields import unread_by
+from gnnplan.planner.graph.data import unread_by
 from gnnplan.planner.graph.graph import Graph
 from gnnplan.planner.problem.inputs import checked
 from gnnplan.planner.problem.problem import Problem

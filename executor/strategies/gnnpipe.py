@@ -65,7 +65,7 @@ from gnnplan.executor.strategies.base import Worker as StrategyWorker
 from gnnplan.planner.gnn.workload import Workload
 from gnnplan.planner.graph.graph import Graph
 from gnnplan.planner.graph.sampling import ROUNDING, Ids
-from gnnplan.planner.ownership.chunks import Chunks
+from gnnplan.planner.ownership.layout import Chunks
 from gnnplan.planner.problem.problem import Problem
 from gnnplan.planner.strategies.base import settled
 from gnnplan.planner.strategies.gnnpipe.gnnpipe import GNNPipe

@@ -28,7 +28,7 @@ from gnnplan.executor.ranks.comm import Exchange
 from gnnplan.executor.ranks.rank import Rank
 from gnnplan.executor.strategies.halo import RowWeights, fresh_places
 from gnnplan.executor.strategies.layerwise import Worker
-from gnnplan.planner.gnn.codec import WHOLE
+from gnnplan.planner.gnn.rows import WHOLE
 from gnnplan.planner.ownership.layout import Layout
 from gnnplan.planner.problem.problem import Problem
 from gnnplan.planner.strategies.layerwise.exchange import FRESH, Crossing, ExchangeOptions

@@ -8,7 +8,7 @@ A policy says which halo rows are fresh, that is, exchanged in a step
 and takes the other rows from a cache, which is zero at first. `StaleHalo` reads rows one step after
 their exchange, so the exchange overlaps computation on the comm lane. That lane reads and fills
 persistent buffers: memory does not depend on how far it lags behind. `QuantizedHalo` exchanges
-either kind in few bits per number (planner/gnn/codec.py). The bytes of an exchange are counted when
+either kind in few bits per number (planner/gnn/rows.py). The bytes of an exchange are counted when
 the step reaches it, and its span is recorded under the schedule's label.
 """
 
@@ -29,7 +29,7 @@ from gnnplan.executor.layers.blocks import dtype_of
 from gnnplan.executor.layers.kernels import MixedWidth, UniformWidth
 from gnnplan.executor.ranks.comm import Exchange
 from gnnplan.executor.ranks.rank import Rank, completed_future
-from gnnplan.planner.gnn.codec import WHOLE, Codec
+from gnnplan.planner.gnn.rows import WHOLE, Codec
 from gnnplan.planner.graph.sampling import ROUNDING, Ids
 from gnnplan.planner.problem.problem import Problem
 from gnnplan.planner.strategies.layerwise.exchange import FRESH, Crossing, ExchangeOptions, Policy

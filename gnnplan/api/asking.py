@@ -14,7 +14,7 @@ from typing import Any
 from gnnplan.api.arguments import typed, value_of
 from gnnplan.planner.cluster.spec import Cluster
 from gnnplan.planner.gnn.workload import AUTO, TASKS, Workload
-from gnnplan.planner.graph.fields import unread_by
+from gnnplan.planner.graph.data import unread_by
 from gnnplan.planner.graph.graph import Cut, Graph
 from gnnplan.planner.graph.load import load, source_of, well_known
 from gnnplan.planner.graph.part_folder import digest_of

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 from gnnplan.api.arguments import typed
 from gnnplan.api.view import View
-from gnnplan.planner.vocabulary.table import Table, column, table
+from gnnplan.planner.vocabulary.text import Table, column, table
 
 if TYPE_CHECKING:
     from gnnplan.executor.modules.read import Source

@@ -26,7 +26,7 @@ from gnnplan.planner.decision.objective import (
 )
 from gnnplan.planner.decision.plan import Answer, describe_question, take
 from gnnplan.planner.decision.search import Search, SearchResult, one_reason
-from gnnplan.planner.evidence.recorded import objective_of, trainings
+from gnnplan.planner.evidence.runs import objective_of, trainings
 from gnnplan.planner.gnn.workload import Workload
 from gnnplan.planner.graph.sampling import count_items
 from gnnplan.planner.problem.problem import Problem
@@ -34,7 +34,7 @@ from gnnplan.planner.strategies import Strategy, parse
 from gnnplan.planner.vocabulary.errors import SpecError
 from gnnplan.planner.vocabulary.files import one_of
 from gnnplan.planner.vocabulary.progress import Notify, reports_progress, silent
-from gnnplan.planner.vocabulary.table import Table, column, table, yes_no
+from gnnplan.planner.vocabulary.text import Table, column, table, yes_no
 from gnnplan.planner.vocabulary.units import (
     show_bytes,
     show_dollars,

@@ -13,7 +13,7 @@ from statistics import median
 from typing import TYPE_CHECKING, Any
 
 from gnnplan.api.view import View
-from gnnplan.planner.evidence.recorded import (
+from gnnplan.planner.evidence.runs import (
     gradient_error,
     read_run,
     show_rows,
@@ -25,7 +25,7 @@ from gnnplan.planner.graph.parts import STAND_IN_LABELS
 from gnnplan.planner.problem.problem import Problem
 from gnnplan.planner.vocabulary.errors import SpecError
 from gnnplan.planner.vocabulary.progress import say
-from gnnplan.planner.vocabulary.table import Table
+from gnnplan.planner.vocabulary.text import Table
 from gnnplan.planner.vocabulary.units import kind, quantity, show_bytes, show_count, show_time
 
 if TYPE_CHECKING:

@@ -24,7 +24,7 @@ from gnnplan.planner.decision.search import each_of
 from gnnplan.planner.gnn.workload import Workload
 from gnnplan.planner.vocabulary.errors import GnnplanError, Infeasible, SpecError
 from gnnplan.planner.vocabulary.progress import Notify, reports_progress, silent
-from gnnplan.planner.vocabulary.table import Table, column, table, yes_no
+from gnnplan.planner.vocabulary.text import Table, column, table, yes_no
 from gnnplan.planner.vocabulary.units import (
     show_bytes,
     show_count,

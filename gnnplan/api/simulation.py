@@ -29,7 +29,7 @@ from gnnplan.planner.vocabulary.errors import Infeasible, SpecError
 from gnnplan.planner.vocabulary.files import make_folder, write_atomically
 from gnnplan.planner.vocabulary.progress import notify
 from gnnplan.planner.vocabulary.schedule import Schedule
-from gnnplan.planner.vocabulary.table import Table, cell, column, table
+from gnnplan.planner.vocabulary.text import Table, cell, column, table
 from gnnplan.planner.vocabulary.trace import write_traces
 from gnnplan.planner.vocabulary.units import show_bytes, show_count, show_dollars, show_time
 from gnnplan.simulator.flows import ByFlows

@@ -11,7 +11,7 @@ from gnnplan.api.running import rate_of
 from gnnplan.planner.decision.objective import Objective
 from gnnplan.planner.vocabulary.errors import SpecError
 from gnnplan.planner.vocabulary.progress import Notify, reports_progress, silent
-from gnnplan.planner.vocabulary.table import Table, column, table, yes_no
+from gnnplan.planner.vocabulary.text import Table, column, table, yes_no
 from gnnplan.planner.vocabulary.units import show_count, show_percent, show_time
 
 

@@ -13,13 +13,13 @@ from gnnplan.api.asking import several
 from gnnplan.api.view import View
 from gnnplan.planner.cluster.spec import Cluster
 from gnnplan.planner.evidence import runs as evidence
-from gnnplan.planner.evidence.recorded import show_rows
+from gnnplan.planner.evidence.runs import show_rows
 from gnnplan.planner.evidence.validate import describe_operation, show_error
 from gnnplan.planner.problem.inputs import read_cluster
 from gnnplan.planner.vocabulary.errors import SpecError
 from gnnplan.planner.vocabulary.files import must_be_writable, write_atomically
 from gnnplan.planner.vocabulary.progress import Notify, notify, reports_progress, silent
-from gnnplan.planner.vocabulary.table import Table, cell, column, table
+from gnnplan.planner.vocabulary.text import Table, cell, column, table
 from gnnplan.planner.vocabulary.units import show_bytes, show_count, show_percent, show_time
 from gnnplan.simulator.replay import replay
 

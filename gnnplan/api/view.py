@@ -8,7 +8,7 @@ from html import escape
 from io import StringIO
 from typing import IO
 
-from gnnplan.planner.vocabulary.table import Table
+from gnnplan.planner.vocabulary.text import Table
 
 WIDTH = 1000  # characters per line without a terminal: wide enough that no name is broken
 

@@ -16,7 +16,7 @@ from gnnplan.planner.vocabulary.errors import SpecError
 from gnnplan.planner.vocabulary.progress import notify
 
 if TYPE_CHECKING:
-    from gnnplan.planner.vocabulary.table import Table
+    from gnnplan.planner.vocabulary.text import Table
 
 
 @verb(
@@ -214,7 +214,7 @@ def profile(
     from gnnplan.planner.ownership.profile import profile as make_profile
     from gnnplan.planner.problem.inputs import ask_workload
     from gnnplan.planner.strategies.minibatch.profile import probe
-    from gnnplan.planner.vocabulary.table import column, table
+    from gnnplan.planner.vocabulary.text import column, table
 
     counts, of_batches = numbers(parts, "--parts"), {"fanout": fanout, "layers": layers}
     of_batches["hidden"] = hidden
@@ -256,7 +256,7 @@ def profile(
 def batches(mini: dict[str, Any]) -> list[Table]:
     """Return the tables of the facts of mini-batches that `probe` measured."""
     from gnnplan.planner.strategies.minibatch.profile import HIGH
-    from gnnplan.planner.vocabulary.table import column, table
+    from gnnplan.planner.vocabulary.text import column, table
     from gnnplan.planner.vocabulary.units import show_bytes
 
     def percents(shares: Iterable[float]) -> str:

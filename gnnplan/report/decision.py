@@ -9,7 +9,7 @@ import numpy as np
 import plotly.graph_objects as go
 
 from gnnplan.planner.decision.plan import Answer
-from gnnplan.planner.vocabulary.table import Table, column, table, yes_no
+from gnnplan.planner.vocabulary.text import Table, column, table, yes_no
 from gnnplan.planner.vocabulary.units import show_bytes, show_percent, show_time
 from gnnplan.report.facts import Facts
 from gnnplan.report.picture import (

@@ -9,7 +9,7 @@ from plotly.subplots import make_subplots
 
 from gnnplan.planner.evidence.validate import describe_operation, share_of_step, show_error
 from gnnplan.planner.gnn.workload import scores_of
-from gnnplan.planner.vocabulary.table import Table, column, table
+from gnnplan.planner.vocabulary.text import Table, column, table
 from gnnplan.planner.vocabulary.units import show_percent, show_time
 from gnnplan.report.facts import Absent, Facts
 from gnnplan.report.picture import COLOURS, Picture, figure

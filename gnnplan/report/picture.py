@@ -8,7 +8,7 @@ from typing import Any
 
 import plotly.graph_objects as go
 
-from gnnplan.planner.vocabulary.table import Table
+from gnnplan.planner.vocabulary.text import Table
 
 COMPUTATION, COMMUNICATION, WAITING = "#4c78a8", "#f58518", "#9d9d9d"
 MEASURED = "#e45756"

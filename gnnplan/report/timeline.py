@@ -13,7 +13,7 @@ from plotly.subplots import make_subplots
 
 from gnnplan.planner.evidence.validate import MOVED, describe_operation, operation
 from gnnplan.planner.evidence.validate import WAITING as WAITS
-from gnnplan.planner.vocabulary.table import Table
+from gnnplan.planner.vocabulary.text import Table
 from gnnplan.planner.vocabulary.trace import BELOW, Span, place_of
 from gnnplan.planner.vocabulary.units import show_count, show_percent, show_time
 from gnnplan.report.facts import Absent, Facts

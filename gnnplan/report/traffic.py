@@ -12,7 +12,7 @@ import plotly.graph_objects as go
 from gnnplan.planner.cluster.places import Port, describe_port
 from gnnplan.planner.decision.candidate import Candidate
 from gnnplan.planner.vocabulary.schedule import Collective, Ring, Schedule, Send
-from gnnplan.planner.vocabulary.table import Table
+from gnnplan.planner.vocabulary.text import Table
 from gnnplan.planner.vocabulary.units import show_bytes, show_percent
 from gnnplan.report.facts import Absent, Facts
 from gnnplan.report.picture import COMMUNICATION, SIZES, Picture, figure, unit_of

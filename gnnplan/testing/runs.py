@@ -16,7 +16,7 @@ import pytest
 import torch
 
 from gnnplan.planner.decision.candidate import Candidate
-from gnnplan.planner.evidence.recorded import summed
+from gnnplan.planner.evidence.runs import summed
 from gnnplan.planner.evidence.validate import REPORT, bytes_by_epoch, compare
 from gnnplan.planner.strategies.base import NON_TRAINING_USES
 from gnnplan.planner.vocabulary.schedule import Collective, Copy, Send

@@ -22,7 +22,7 @@ import numpy as np
 from gnnplan.planner.cluster.cost import Cost
 from gnnplan.planner.cluster.places import LINK_NAMES, Places
 from gnnplan.planner.cluster.spec import MOST_PAIRED, Cluster
-from gnnplan.planner.vocabulary.outer import Outer, RankMatrix
+from gnnplan.planner.vocabulary.numbers import Outer, RankMatrix
 
 MOST_SWAPPED = 128  # ranks up to which pairs swap: a step multiplies matrices [ranks, ranks]
 

@@ -18,7 +18,7 @@ A *count* of `MessageList` is an array [messages]: how often each message passes
 of `EqualMessages` is an array [2, ranks]: how many of the messages that a rank sends pass it, and
 how many of the messages that the rank receives. Counts can be added and subtracted.
 
-An `Outer` (vocabulary/outer.py) is a traffic matrix that is given by a number per sender and a
+An `Outer` (vocabulary/numbers.py) is a traffic matrix that is given by a number per sender and a
 number per receiver. The load of a port then follows from counts: how many of a rank's peers share
 its island, its PCIe switch or its server. No list of messages is needed."""
 
@@ -33,9 +33,16 @@ import numpy as np
 from gnnplan.planner.cluster.compute import SharedCores
 from gnnplan.planner.cluster.places import Places, Port, Routes
 from gnnplan.planner.cluster.spec import Cluster, Fabric, Link, LinkName
-from gnnplan.planner.vocabulary.numbers import Number, largest, total
-from gnnplan.planner.vocabulary.outer import EqualPairs, Outer, RankMatrix, cells
-from gnnplan.planner.vocabulary.values import ByContent
+from gnnplan.planner.vocabulary.numbers import (
+    ByContent,
+    EqualPairs,
+    Number,
+    Outer,
+    RankMatrix,
+    cells,
+    largest,
+    total,
+)
 
 # -- the seconds for which a transfer occupies ports -----------------------------------------------
 

@@ -1,4 +1,4 @@
-"""Clusters with some numbers multiplied by factors.
+"""Clusters with some numbers multiplied by factors: what-if questions, refits, and doubt.
 
 The sensitivity analysis predicts epochs on such clusters; a refit finds the factors that match
 measured epochs (`fitted`). A factor may be a column [n, 1]: then the result stands for n clusters,
@@ -6,13 +6,16 @@ whose epochs the closed form predicts in one call."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from math import inf
 from typing import Any
+from zlib import crc32
 
 import numpy as np
+from numpy.typing import NDArray
+from scipy.special import ndtri
 
-from gnnplan.planner.cluster.spec import GEMMS, Cluster, LinkName
+from gnnplan.planner.cluster.spec import DOUBTED, GEMMS, LINKS, Cluster, LinkName
 from gnnplan.planner.vocabulary.numbers import Number
 
 # All fields that a faster device multiplies, or divides ('/', fields in seconds)
@@ -102,3 +105,135 @@ def fitted(
 
     bounds = -np.log(largest), np.log(largest)
     return factors(least_squares(residuals, np.zeros(len(names)), bounds=bounds, diff_step=1e-3).x)
+
+
+# -- doubt -----------------------------------------------------------------------------------------
+
+# Uncertainty of a cluster's constants: a range per constant, and clusters drawn from the ranges.
+#
+# A constant has a range, [low, high] times its value: the true value is below the range in one of
+# ten cases, and above it in one of ten. A cluster file may give the range (`ranges`). Otherwise the
+# constant's provenance implies it (RANGES): a measured number is more certain than a datasheet's.
+#
+#     constant                          numbers that its factor multiplies
+#     device.gemm                       the rates of products, in every precision
+#     device.memory_bandwidth           rates of element-wise work and of the cache
+#     device.gather                     measured rates of aggregation
+#     device.launch                     the fixed time of a framework operation
+#     device.overlap_tax                the delay of computation that overlaps transfers
+#     inter_node.bandwidth              the link's bandwidth; a constant for each link
+#     inter_node.latency                the link's latency; a constant for each link
+#     collectives.exchange.inter_node   bandwidth and latency of an operation measured on the link
+#     host_rates                        rates of the samplers
+#     device_rates                      rates of GPUs that sample, if given; replaces host_rates
+#
+# `device.power` has a range too, but no epoch depends on it (decision/objective.py).
+
+
+DRAWS = 300
+TENTH = 1.2816  # standard deviations from the median of a normal to its 10th and 90th percentile
+
+# First of these words in a provenance -> range of the constant. Our own measurements are
+# reproducible within a tenth (docs/reference/measured-runs.md). Constants fitted to printed epochs
+# change by up to a third when a dataset is left out. Compared with printed epochs, software reached
+# 0.36 to 1.13 times the datasheet number times an efficiency on links, and 0.49 to 0.73 times in
+# products (traces/quoted/fitted.csv, without links that TCP or a bus of the host limits).
+RANGES: dict[str, tuple[float, float]] = {
+    "measured": (0.9, 1.1),
+    "nccl-tests": (0.9, 1.1),
+    "fitted": (0.75, 1.33),
+    "datasheet": (0.4, 1.2),
+    "printed": (0.4, 1.2),
+    "derived": (0.4, 1.2),
+    "assumed": (0.5, 2.0),
+    "generic default": (0.5, 2.0),
+    "--set": (1.0, 1.0),  # a what-if question assumes exactly this number
+}
+UNSAID = (0.5, 1.33)  # range of a number without provenance
+# Fields that a constant's factor multiplies, if not the field of its name (scaling.multiplied)
+FIELDS = {
+    "device.gemm": tuple(f"device.{name}" for name in GEMMS),
+    "device.memory_bandwidth": (
+        "device.memory_bandwidth",
+        "device.hash_rate",
+        "device.edge_rate",
+    ),
+    "device.gather": (
+        "device.gather",
+        "device.gather_scattered",
+        "device.row_bandwidth",
+        "/device.row_latency",
+    ),
+}
+
+
+def range_of(cluster: Cluster, constant: str) -> tuple[float, float]:
+    """Return the range of a constant, as factors (low, high) on its value."""
+    if constant in cluster.ranges:
+        return cluster.ranges[constant]
+    source = cluster.provenance.get(constant, "")
+    if "fitted to" in source:
+        return RANGES["fitted"]
+    places = {source.index(kind): kind for kind in RANGES if kind in source}
+    return RANGES[places[min(places)]] if places else UNSAID
+
+
+def constants(cluster: Cluster) -> Iterator[str]:
+    """Yield the names of the constants that epochs depend on."""
+    yield from (f"device.{name}" for name in DOUBTED if getattr(cluster.device, name))
+    for name in LINKS:
+        if getattr(cluster, name) and (cluster.servers > 1 or name != "inter_node"):
+            yield from (f"{name}.bandwidth", f"{name}.latency")
+    for operation in cluster.collectives:
+        if cluster.servers > 1 or not operation.endswith("inter_node"):
+            yield f"collectives.{operation}"
+    yield "device_rates" if cluster.device_sampler_rates else "host_rates"
+
+
+def normals(name: str) -> NDArray[np.float64]:
+    """Return draws of a standard normal [DRAWS], seeded by `name`.
+
+    Every interval of equal probability has equally many draws (Latin hypercube sampling).
+    """
+    places = np.random.default_rng(crc32(name.encode())).permutation(DRAWS)
+    return np.asarray(ndtri((places + 0.5) / DRAWS))
+
+
+def factors(cluster: Cluster) -> dict[str, NDArray[np.float64]]:
+    """Return factors [DRAWS], with median 1, on each constant whose value is not certain."""
+    return {
+        constant: factors_of(cluster, constant)
+        for constant in constants(cluster)
+        if range_of(cluster, constant) != (1.0, 1.0)
+    }
+
+
+def factors_of(cluster: Cluster, constant: str) -> NDArray[np.float64]:
+    """Return factors [DRAWS] on a constant, with median 1.
+
+    They are lognormal below the median and above it, with the widths that the range implies.
+    """
+    low, high = range_of(cluster, constant)
+    z = normals(constant) / TENTH
+    return np.asarray(np.where(z < 0, low**-z, high**z))
+
+
+def drawn(cluster: Cluster) -> Cluster:
+    """Return DRAWS clusters as one: every constant is a column [DRAWS, 1]."""
+    out = multiplied(
+        cluster,
+        {
+            field: values[:, np.newaxis]
+            for constant, values in factors(cluster).items()
+            for field in _fields_of(constant)
+        },
+    )
+    tax = np.minimum(out.device.overlap_tax, 1.0)
+    return out.model_copy(update={"device": out.device.model_copy(update={"overlap_tax": tax})})
+
+
+def _fields_of(constant: str) -> tuple[str, ...]:
+    """Return the fields that a constant's factor multiplies, or divides ('/')."""
+    if constant.startswith("collectives."):
+        return f"{constant}.bandwidth", f"/{constant}.latency"
+    return FIELDS.get(constant, (constant,))

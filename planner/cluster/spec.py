@@ -39,11 +39,11 @@ PLACES = ("intra_node", "inter_node", "island", "switch")
 LINKS = ("intra_node", "inter_node", "island", "switch", "host", "bridge")
 LISTS = ("islands", "switches", "nics")  # fields that list GPUs of a server
 GEMMS = ("gemm", "gemm_bfloat16", "gemm_tf32")  # matrix-product rates of a device, by precision
-# constants of a device that an epoch depends on; each has a range of uncertainty (doubt.py)
+# constants of a device that an epoch depends on; each has a range of uncertainty (scaling.py)
 DOUBTED = ("gemm", "memory_bandwidth", "gather", "launch", "overlap_tax")
 PRESETS = Path(__file__).resolve().parent / "presets"
 LinkName = Literal["island", "intra_node", "inter_node"]  # fields of a Cluster
-Algorithm = Literal["ring", "tree", "hierarchical"]  # of an all-reduce (all_reduce.py)
+Algorithm = Literal["ring", "tree", "hierarchical"]  # of an all-reduce (cost.py)
 MOST_RANKS = 8192
 MOST_PAIRED = 1024  # ranks up to which a plan looks at every pair: half a GB of arrays
 MOST_GPUS = 1024  # per server

@@ -12,8 +12,8 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from gnnplan.planner.cluster.doubt import DRAWS, drawn
 from gnnplan.planner.cluster.placement import proposed
+from gnnplan.planner.cluster.scaling import DRAWS, drawn
 from gnnplan.planner.cluster.spec import MOST_PAIRED, MOST_RANKS
 from gnnplan.planner.decision.objective import TIME, Epochs, Objective, dollars_per_second
 from gnnplan.planner.decision.recommendation import missed

@@ -19,7 +19,7 @@ from gnnplan.planner.decision.recommendation import SURE_SHARE
 from gnnplan.planner.decision.search import SearchResult, each_of
 from gnnplan.planner.problem.problem import Problem
 from gnnplan.planner.vocabulary.errors import Infeasible, SpecError
-from gnnplan.planner.vocabulary.precision import BFLOAT16, FLOAT32
+from gnnplan.planner.vocabulary.numbers import BFLOAT16, FLOAT32
 from gnnplan.planner.vocabulary.units import show_bytes, show_percent, show_time
 
 PLAIN, ROUNDED = FLOAT32.name, BFLOAT16.name

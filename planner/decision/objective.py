@@ -22,7 +22,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from gnnplan.planner.cluster.doubt import factors_of, normals
+from gnnplan.planner.cluster.scaling import factors_of, normals
 from gnnplan.planner.cluster.spec import Cluster
 from gnnplan.planner.gnn.workload import Workload
 from gnnplan.planner.problem.inputs import checked

@@ -1,7 +1,7 @@
 """Uncertainty of a recommendation: chances, ranges and regrets over draws of predicted epochs.
 
 A prediction is wrong for two reasons: constants of the cluster differ from their given values
-(cluster/doubt.py), and the model has an error even with the right constants (MISSES). Both errors
+(cluster/scaling.py), and the model has an error even with the right constants (MISSES). Both errors
 are drawn DRAWS times, with the same draws for all candidates. In each draw one candidate is the
 fastest; the *regret* of another candidate is how much longer its epoch takes, as a share.
 
@@ -20,8 +20,8 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from gnnplan.planner.cluster.doubt import normals
-from gnnplan.planner.vocabulary.precision import FLOAT32, Precision
+from gnnplan.planner.cluster.scaling import normals
+from gnnplan.planner.vocabulary.numbers import FLOAT32, Precision
 
 Array = NDArray[np.float64]
 

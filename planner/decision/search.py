@@ -19,8 +19,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from gnnplan.planner import strategies
-from gnnplan.planner.cluster.doubt import factors
 from gnnplan.planner.cluster.placement import walk
+from gnnplan.planner.cluster.scaling import factors
 from gnnplan.planner.cluster.spec import Cluster
 from gnnplan.planner.decision.candidate import (
     Candidate,

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 
 from gnnplan.planner.decision.candidate import Candidate
-from gnnplan.planner.evidence.recorded import WARM_UP, summed, warm_epochs
+from gnnplan.planner.evidence.runs import WARM_UP, summed, warm_epochs
 from gnnplan.planner.strategies.base import NON_TRAINING_USES, Memory
 from gnnplan.planner.strategies.program.account import Prediction
 from gnnplan.planner.vocabulary.numbers import typical

@@ -1,13 +1,24 @@
-"""Work and memory of a layer on any block, found by recording the layer's operations."""
+"""Work and memory of a layer on any block, found by recording the layer's operations.
+
+The kernels are in executor/layers/kernels; tests/executor/test_work_counts.py and test_memory.py
+compare the operations with torch's own counts."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from functools import cache
 
-from gnnplan.planner.gnn.counted import Counted, CountedWork, Linear, amount
-from gnnplan.planner.gnn.kinds import KINDS, LayerSpec, UpdateInputs
-from gnnplan.planner.gnn.operations import Operations
+from gnnplan.planner.gnn.kinds import (
+    KINDS,
+    Counted,
+    CountedWork,
+    LayerSpec,
+    Linear,
+    Shapes,
+    UpdateInputs,
+    amount,
+)
 from gnnplan.planner.gnn.trace import (
     EDGES,
     LOCAL,
@@ -23,8 +34,364 @@ from gnnplan.planner.gnn.trace import (
     Product,
     Setting,
     TensorAmount,
+    Trace,
     Work,
+    block_rows,
 )
+from gnnplan.planner.vocabulary.schedule import HASH_BYTES
+
+# -- work and memory of each operation in torch, forward and backward ------------------------------
+
+
+# SIMD width [numbers]: a product with fewer columns costs as much as one with this many.
+VECTOR = 16
+# Numbers in a block of edges, for operations with a row per edge (the executor's GATv2). On a CPU a
+# block stays in the core's cache; on a GPU small blocks would mostly cost launches.
+EDGE_NUMBERS = {"cpu": 1 << 18, "cuda": 1 << 24}
+INDEX = 4  # size of an index in our own structures [B]
+LONG = 8  # size of an index that torch requires in int64 [B]
+BAG = 8  # bytes that embedding_bag keeps per source row: two numbers [B]
+# hash_ops per number of sparse rows in the transpose: to find the number's position there, and to
+# write the number there (6 and 2 ns on two busy cores that hash in 1.4, 2026-11-29)
+TRANSPOSED, REORDERED = 4, 1
+
+# Passes over memory: how often an operation reads or writes each number, (forward, backward)
+Both = tuple[float, float]
+ACTIVATE: dict[str, Both] = {"none": (2, 3), "layer": (4, 6), "batch": (6, 15)}  # norm, then ReLU
+MOMENTS: Both = (6, 9)  # batch norm's sums over a rank's own inputs, and their gradient
+# Passes of dropout's gradient. CPUs read a mask with a byte per number, whose making counts as
+# hash_ops; GPUs recompute the mask inside the kernel.
+MASKED, MASKED_IN_PASSING = 6.25, 2.0
+BIAS: Both = (2, 1)
+RELU: Both = (2, 3)
+SCALED = 2  # multiplication by a number, or addition of one
+PAIRS_GATHERED = 2.0  # GATv2's backward pass on GPUs gathers the rows of edges once more
+COPY = 2  # copy of rows into place, for example of gradients computed block by block
+
+
+class Operations(Trace):
+    """All operations of layers (kinds.Arithmetic, and more), which record their work and memory."""
+
+    def __init__(self, setting: Setting, parameters: Shapes | None = None) -> None:
+        """parameters: name -> shape of the layer's parameters."""
+        super().__init__(setting)
+        self.parameters = parameters or {}
+
+    # -- on rows ---------------------------------------------------------------------------------
+
+    def activate(self, x: TensorAmount, norm: str) -> TensorAmount:
+        """Record norm and ReLU of x."""
+        forward, backward = ACTIVATE[norm]
+        self.passes(forward, backward * x.varies, x)
+        if norm == "none":
+            out = self.like(x)
+            return self.record(out, (x,), (out,))
+        if norm == "batch":
+            self.passes(*MOMENTS, TensorAmount(ROWS, x.width, True))
+        size = self.size(x.rows, x.width)
+        kept = size if norm == "batch" else self.size(x.rows, 2)
+        out = self.like(x)
+        normed = replace(out, held=NOTHING)
+        within = (2 * size,) if norm == "batch" else ()
+        # layer norm saves its input, and the moments' gradient of batch norm needs it
+        self.record(normed, (x,), (x,), extra=kept, temporaries=within)
+        return self.record(out, (normed,), (out,))
+
+    def drop(self, x: TensorAmount) -> TensorAmount:
+        """Record dropout: a word of the hash serves four columns of a dense row, or one number of a
+        sparse row. A GPU hashes inside the kernel, so only reading and writing rows costs time."""
+        setting, numbers = self.setting, x.rows * x.width
+        per_number = 4.0 if x.index else 1.0
+        if setting.on_gpu:
+            per_number *= 2 * setting.itemsize / HASH_BYTES
+        self.works(x.rows)[0].add(hash_ops=per_number * numbers)
+        self.passes(0, (MASKED_IN_PASSING if setting.on_gpu else MASKED) * x.varies, x)
+        mask = NOTHING if setting.on_gpu else numbers
+        return self.record(self.like(x), (x,), extra=mask)
+
+    def like(self, x: TensorAmount) -> TensorAmount:
+        """Return a new tensor with the shape of x."""
+        return replace(self.new(x.rows, x.width, x.varies), index=x.index)
+
+    def linear(
+        self, terms: Sequence[tuple[TensorAmount, str]], bias: str = "", relu: bool = False
+    ) -> TensorAmount:
+        h_out, h_in = self.parameters[terms[0][1]]
+        return self.product([x for x, _ in terms], h_in, h_out, bias in self.parameters, relu)
+
+    def product(
+        self,
+        terms: Sequence[TensorAmount],
+        h_in: int,
+        h_out: int,
+        bias: bool = False,
+        relu: bool = False,
+    ) -> TensorAmount:
+        """Record the product of rows with a matrix [h_in, h_out]; for several terms, their sum."""
+        setting, sparse = self.setting, terms[0].index > 0
+        relu_inside = relu and len(terms) == 1 and not (sparse or setting.in_place)
+        varies = any(x.varies for x in terms)
+        out = self.new(terms[-1].rows, h_out, True)
+        summed = len(terms) - 1 if not setting.in_place else 0  # products added by extra passes
+        for x in terms:
+            self._multiply(x, h_in, h_out)
+        self.passes(
+            BIAS[0] * (bias and sparse)
+            + RELU[0] * (relu and not relu_inside)
+            + SUM * summed
+            + COPY * (setting.in_pieces and not sparse),
+            BIAS[1] * bias + RELU[1] * relu,
+            out,
+        )
+        if not sparse:
+            if setting.in_pieces:
+                piece = terms[-1].rows.at_most(block_rows(h_in, h_out, setting.itemsize))
+                self.until_end.append(self.new(piece, h_out, False))
+            after = " ".join(["bias"] * bias + ["relu"] * relu_inside)
+            self.products.append(Product(h_in, h_out, varies, (after, "")[: len(terms)]))
+        temporaries = self._temporaries(terms, h_in, h_out, relu)
+        bias_workspace = self.vector_workspace(out) if bias else NOTHING
+        saved = (*terms, out) if relu else terms
+        return self.record(
+            out,
+            tuple(terms),
+            tuple(saved),
+            temporaries=tuple(t + bias_workspace for t in temporaries),
+        )
+
+    def _multiply(self, x: TensorAmount, h_in: int, h_out: int) -> None:
+        """Add the work of a product of rows x with a matrix [h_in, h_out]."""
+        setting, (forward, backward) = self.setting, self.works(x.rows)
+        if x.index:
+            # A sparse row gathers a column of the matrix per number. The gradient is a product with
+            # the transpose, whose order is computed anew for each batch: the numbers are written in
+            # that order, and each number gathers a row of the output's gradient.
+            numbers, matrix = x.rows * x.width, Amount.of(h_in)
+            forward.gathers.append(GatherAmounts(numbers, h_out, matrix, x.rows))
+            forward.reads_columns = True
+            backward.gathers.append(GatherAmounts(numbers, h_out, x.rows, matrix))
+            backward.add(
+                elementwise_bytes=self.size(Amount.of(SUM * h_in), h_out),
+                hash_ops=numbers * (REORDERED + TRANSPOSED * setting.resamples),
+            )
+            backward.launches += 3
+            return
+        flops = 2.0 * x.rows * max(h_in, VECTOR) * max(h_out, VECTOR)
+        nbytes = self.size(x.rows, h_in + h_out)
+        forward.add(flops=flops, gemm_bytes=nbytes)
+        backward.add(flops=flops * (1 + x.varies), gemm_bytes=nbytes * (1 + x.varies))
+        self.passes(0, COPY * (x.varies and not setting.in_place), x)
+
+    def _temporaries(
+        self, terms: Sequence[TensorAmount], h_in: int, h_out: int, relu: bool
+    ) -> tuple[Amount, ...]:
+        """Return temporaries of a product's backward pass [B]: a block of rows, and per term the
+        transposed matrix and its summed gradient; unless in place, also the gradient of a block."""
+        setting, x = self.setting, terms[-1]
+        itemsize, matrix = setting.itemsize, h_in * h_out
+        if x.index:  # the numbers in the order of columns, and the gradient before it is added
+            in_order = x.rows * x.width * (itemsize + setting.unrounded)
+            return matrix * itemsize + in_order, Amount.of(matrix * (itemsize + setting.unrounded))
+        width = max(h_in * any(x.varies for x in terms), h_out) * (not setting.in_place)
+        block = x.rows if setting.on_gpu else x.rows.at_most(block_rows(h_in, h_out, itemsize))
+        per_number = len(terms) * (itemsize + setting.weight_itemsize)
+        per_number += itemsize * (not setting.in_place or setting.unrounded > 0)
+        return (self.size(block, width + h_out * relu) + matrix * per_number,)
+
+    def vector_workspace(self, x: TensorAmount) -> Amount:
+        """Return the workspace for the gradient of a vector added to, or multiplied with, rows."""
+        if not self.setting.on_gpu:
+            return NOTHING
+        return x.rows.sum_workspace(int(x.width), self.setting.weight_itemsize)
+
+    def bias(self, x: TensorAmount) -> TensorAmount:
+        """Record the addition of the bias, if the layer has one."""
+        if "bias" not in self.parameters:
+            return x
+        self.passes(*BIAS, x)
+        out = self.new(x.rows, x.width, True)
+        return self.record(out, (x,), passes_on=True, temporaries=(self.vector_workspace(x),))
+
+    def relu(self, x: TensorAmount, in_place: bool = True) -> TensorAmount:
+        forward, backward = RELU
+        self.passes(forward, backward * x.varies, x)
+        out = replace(x) if in_place else self.like(x)
+        return self.record(out, (x,), (out,))
+
+    def completed(self, x: TensorAmount) -> TensorAmount:
+        """Record the memory of the bias and ReLU of the layer below (`Setting.completes`)."""
+        summed = self.like(x)
+        saved = (summed,) * (self.setting.completes == "relu")
+        return self.record(summed, (x,), saved, passes_on=not saved)
+
+    def add(self, x: TensorAmount, y: TensorAmount) -> TensorAmount:
+        self.passes(SUM, 0, x)
+        out = self.new(x.rows, x.width, x.varies or y.varies)
+        return self.record(out, (x, y), passes_on=True)
+
+    def shift(self, x: TensorAmount) -> TensorAmount:
+        """Record the addition of a number to x."""
+        self.passes(SCALED, 0, x)
+        return self.record(self.like(x), (x,), passes_on=True)
+
+    def lerp(self, x: TensorAmount, y: TensorAmount, by: str) -> TensorAmount:
+        """Record a weighted mean of x and y."""
+        self.passes(SUM, SCALED * (x.varies + y.varies), x)
+        out = self.new(x.rows, x.width, x.varies or y.varies)
+        return self.record(out, (x, y))
+
+    def towards_product(self, x: TensorAmount, weight: str, by: str) -> TensorAmount:
+        return self.lerp(x, self.linear([(x, weight)]), by)
+
+    def initial_rows(self, width: int) -> TensorAmount:
+        """Return GCNII's initial rows; their gradient is scattered among all rows, and added."""
+        own = TensorAmount(ROWS, width, True)
+        self.passes(0, SCALED + SUM, own)
+        return self.record(own, (), temporaries=(self.size(ROWS, width),))
+
+    def segment(self, x: TensorAmount, rows: Amount) -> TensorAmount:
+        """Record the start of a new autograd segment, with `rows` rows: x and received rows.
+
+        The caller holds own rows; projected rows are held if an operation saves them."""
+        out = TensorAmount(rows, x.width, x.varies, view_of=x.view_of or x)
+        if rows is OWN:
+            self.hold(x)
+        elif self.setting.frees_input:
+            out.held, out.view_of = self.size(rows, x.width), None
+        return self.record(out, (x,), passes_on=True, stays=True)
+
+    def first_rows(self, x: TensorAmount) -> TensorAmount:
+        """Record a view of the destinations' own rows, the first rows of x.
+
+        Zeros pad their gradient to all rows of x. Before an exchange nearly all prepared rows are
+        destinations, and the gradient is passed on without padding."""
+        out = TensorAmount(OWN, x.width, x.varies, x.index, view_of=x)
+        padded = self.size(x.rows + ROWS, x.width)
+        return self.record(out, (x,), touched=padded, passes_on=x.rows is LOCAL)
+
+    # -- along edges -----------------------------------------------------------------------------
+
+    def sums(self, width: int, forward: int, backward: int) -> None:
+        """Add the work of `forward` sums over edges, and `backward` sums over transposed edges."""
+        self.forward.gathers += [GatherAmounts(EDGES, width, READ, ROWS)] * forward
+        self.backward.gathers += [GatherAmounts(EDGES, width, ROWS, READ)] * backward
+
+    def aggregate(self, x: TensorAmount, times: int = 1) -> TensorAmount:
+        """Record a weighted sum over edges; times 0: its work is counted elsewhere."""
+        self.sums(int(x.width), times, times * x.varies)
+        out = self.new(ROWS, x.width, x.varies)
+        return self.record(out, (x,), temporaries=(self._bag(x.rows) + self._rounded,))
+
+    def aggregate_with_own(
+        self, x: TensorAmount, times: int = 1
+    ) -> tuple[TensorAmount, TensorAmount]:
+        """Record `aggregate` and a view of the own rows, whose gradient is added to the sums'."""
+        self.sums(int(x.width), times, times * x.varies)
+        out, own = (
+            self.new(ROWS, x.width, x.varies),
+            TensorAmount(OWN, x.width, x.varies, view_of=x),
+        )
+        self.passes(0, SUM * x.varies, out)
+        self.record(out, (x,), also=(own,), temporaries=(self._bag(x.rows) + self._rounded,))
+        return out, own
+
+    def _bag(self, rows: Amount) -> Amount:
+        """Return the memory that embedding_bag keeps for source rows on CPUs [B]."""
+        return rows * BAG * (not self.setting.on_gpu)
+
+    @property
+    def _rounded(self) -> Amount:
+        """Memory of a copy of edge weights in the precision of rows [B]; 0 if not rounded."""
+        return EDGES * self.setting.unrounded
+
+    def softmax_aggregate(self, x: TensorAmount) -> TensorAmount:
+        """Record the mean of messages weighted by their softmax, a ratio of two sums over edges."""
+        source_bytes = self.size(x.rows, x.width)
+        row_bytes = self.size(ROWS, x.width)
+        self.sums(int(x.width), 2, 2)
+        self.forward.add(hash_ops=x.rows * x.width)
+        self.passes(12, 11, x)
+        self.passes(6.5, 6, TensorAmount(ROWS, x.width, True))
+        out = self.new(ROWS, x.width, True)
+        sums = source_bytes + row_bytes  # exponentials, and their sums
+        temporaries = (2 * source_bytes + row_bytes,)
+        return self.record(out, (x,), (x, out), sums, temporaries=temporaries)
+
+    def append_logits(self, z: TensorAmount, heads: int) -> TensorAmount:
+        """Record GAT's logits: each projected row gets a logit per head beside it."""
+        size = self.size(z.rows, z.width)
+        out = self.new(z.rows, z.width + heads, True)
+        self.passes(5, 7, out)
+        return self.record(out, (z,), (z,), temporaries=(size + self.vector_workspace(z),))
+
+    def attend(self, x: TensorAmount, heads: int) -> TensorAmount:
+        """Record GAT's sum of z weighted by the softmax of logits; x is [z | logits]."""
+        setting, h_out, itemsize = self.setting, int(x.width) - heads, self.setting.itemsize
+        self.sums(h_out, 1, 2)
+        self._weigh(heads)
+        z, sums = TensorAmount(x.rows, h_out, True, view_of=x), TensorAmount(ROWS, h_out, True)
+        self.passes(2, 8 if setting.on_gpu else 12, z)
+        self.passes(5, 14, sums)
+        z_bytes, weights = self.size(x.rows, h_out), EDGES * heads
+        # The gradients of z and of both logits are concatenated.
+        self.record(z, (x,), temporaries=(z_bytes,))
+        out = self.new(ROWS, h_out, True)
+        if setting.on_gpu:
+            kept = ROWS * heads * setting.weight_itemsize
+            temporaries = [out.held + weights * setting.weight_itemsize]
+        else:  # weights and the signs of logits are kept
+            kept = (itemsize + 1) * weights
+            products, added = self._head_temporaries(z, heads)
+            # z's gradient comes after the logits' gradients
+            temporaries = [products - z_bytes, added]
+        return self.record(out, (z,), (x, out), kept, temporaries=tuple(temporaries))
+
+    def attend_pairs(self, x: TensorAmount, heads: int) -> TensorAmount:
+        """Record GATv2's sum of z weighted by a softmax of logits. x is [z | r]; the logit of an
+        edge is computed from the sum of the source's z and the destination's r."""
+        setting, h_out, itemsize = self.setting, int(x.width) // 2, self.setting.itemsize
+        z, sums, pairs = (TensorAmount(rows, h_out, True) for rows in (x.rows, ROWS, EDGES))
+        self._weigh(heads)
+        self.sums(h_out, 3, 6 if setting.on_gpu else 8)
+        self.passes(2, 6 if setting.on_gpu else 26, z)
+        self.passes(2, 9 if setting.on_gpu else 12, sums)
+        forward, backward = (0, PAIRS_GATHERED) if setting.on_gpu else (3, 4)
+        self.passes(forward, backward, pairs)
+        out, weights = self.new(ROWS, h_out, True), EDGES * heads
+        if setting.on_gpu:
+            kept = ROWS * heads * setting.weight_itemsize
+            temporaries = [out.held + weights * setting.weight_itemsize]
+        else:
+            kept = itemsize * weights
+            edges = EDGES.at_most(max(1, EDGE_NUMBERS["cpu"] // h_out))
+            block = self.size(edges, h_out) + edges * INDEX  # rows of edges, and their places
+            # positions of both ends' rows; products of gradients and rows
+            by_source, (products, added) = EDGES * INDEX, self._head_temporaries(z, heads)
+            temporaries = [
+                products,
+                itemsize * weights + EDGES * 3 * INDEX + 3 * block,
+                itemsize * weights + by_source + self.size(x.rows, h_out),
+                by_source + added,
+            ]
+        return self.record(out, (x,), (x, out), kept, temporaries=tuple(temporaries))
+
+    def _head_temporaries(self, z: TensorAmount, heads: int) -> list[Amount]:
+        """Return consecutive temporaries of one head's backward pass, with the gradients of all
+        logits [B]: copies of rows for products along edges; the gradient that is added to z's."""
+        itemsize, width = self.setting.itemsize, z.width / heads
+        gradient = self.size(ROWS, width) * (heads > 1)
+        logits, rows = itemsize * heads * EDGES, self.size(z.rows, width)
+        return [
+            logits + rows + gradient + EDGES * LONG,
+            logits + rows + gradient + EDGES * itemsize,
+        ]
+
+    def _weigh(self, heads: int) -> None:
+        for work in (self.forward, self.backward):
+            work.add(attention_edges=float(heads) * EDGES)
+
+
+# -- layers ----------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, eq=False)

@@ -1,6 +1,6 @@
 """A recorder of a layer's operations: their work, and the memory in use, forward and backward.
 
-Operations are recorded in order (operations.py). The backward pass visits them from last to first,
+Operations are recorded in order (layer.py). The backward pass visits them from last to first,
 as autograd does: it allocates the gradients of an operation's inputs, then frees the gradient of
 the operation's output and the tensors that the operation saved.
 

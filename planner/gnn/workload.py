@@ -9,10 +9,9 @@ from typing import Any, ClassVar, Literal
 
 from pydantic import Field, field_validator, model_validator
 
-from gnnplan.planner.gnn.counted import Counted
 from gnnplan.planner.gnn.fields import FANOUT, READ_WITH, USUAL, Fields
-from gnnplan.planner.gnn.kinds import KINDS, Kind
-from gnnplan.planner.vocabulary.precision import PRECISIONS, Precision
+from gnnplan.planner.gnn.kinds import KINDS, Counted, Kind
+from gnnplan.planner.vocabulary.numbers import PRECISIONS, Precision
 from gnnplan.planner.vocabulary.spec import Spec
 
 WORKLOADS = Path(__file__).resolve().parent / "workloads"  # presets: the settings of papers

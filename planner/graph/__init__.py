@@ -9,12 +9,11 @@
     arrays.py       gnnplan's own files: a .npz, or a folder of .npy files
     part_folder.py  a folder of a partitioned graph, whose rows are read on demand
     npy.py          checks array headers and vertex ids before memory is allocated
-    labels.py       labels, masks and features of vertices: read, or made up
-    fields.py       further named arrays of vertices and edges (edge weights, positions)
+    data.py         labels, masks, features and further fields (edge weights, positions)
     generator.py    generated graphs
-    partition.py    the part of each vertex, by METIS or KaMinPar; balancing of training vertices
+    partition.py    the part of each vertex, by METIS or KaMinPar; balancing of training vertices;
+                    the owner of each vertex of a mini-batch (split parallelism)
     disk_cache.py   the cache on disk for results that take long to compute
     sampling.py     mini-batch sampling: seeds, neighbours, edges and negatives
-    splitting.py    the owner of each vertex of a mini-batch (split parallelism)
 
 Imports `vocabulary`, and `gnn` for the workload."""

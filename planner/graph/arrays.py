@@ -15,9 +15,8 @@ from typing import Any, cast
 
 import numpy as np
 
-from gnnplan.planner.graph.fields import EDGE, NAME, NUMBERS, VERTEX, kind_of
+from gnnplan.planner.graph.data import EDGE, MASKS, NAME, NUMBERS, VERTEX, features_of, kind_of
 from gnnplan.planner.graph.graph import AT_ONCE, MOST_CLASSES, MOST_VERTICES, Array
-from gnnplan.planner.graph.labels import MASKS, features_of
 from gnnplan.planner.graph.npy import Arrays, arrays_in, mapped_array, must_be_count, typed
 from gnnplan.planner.graph.parts import (
     ENDS,
@@ -45,7 +44,7 @@ ARRAYS = (*ENDS, "x", "x_indptr", "x_indices", "x_shape", "x_data", "y", *MASKS,
 def read_own(path: str) -> Parts:
     """Read a .npz or a folder of .npy files; unknown arrays become a note.
 
-    Fields have the prefixed names of fields.py, or plain names if they have a row for each vertex
+    Fields have the prefixed names of data.py, or plain names if they have a row for each vertex
     or edge. Features and vertex fields in a folder are memory-mapped. Raises SpecError."""
     with arrays_in(path) as source:
         for name in filter(_is_known, source.twice):

@@ -13,8 +13,8 @@ from urllib.parse import unquote
 import numpy as np
 from numpy.typing import NDArray
 
+from gnnplan.planner.graph.data import MASKS, random_split
 from gnnplan.planner.graph.graph import AT_ONCE, Array, must_fit
-from gnnplan.planner.graph.labels import MASKS, random_split
 from gnnplan.planner.graph.parts import Parts
 from gnnplan.planner.vocabulary.errors import SpecError
 from gnnplan.planner.vocabulary.files import MOST_SHOWN, suggest

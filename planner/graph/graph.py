@@ -21,8 +21,7 @@ from numpy.typing import NDArray
 
 from gnnplan.planner.graph.disk_cache import remembered, state_of
 from gnnplan.planner.vocabulary.errors import SpecError
-from gnnplan.planner.vocabulary.numbers import SPREAD, ranges
-from gnnplan.planner.vocabulary.precision import FLOAT64, Precision
+from gnnplan.planner.vocabulary.numbers import FLOAT64, SPREAD, Precision, ranges
 from gnnplan.planner.vocabulary.units import show_bytes, show_count
 
 Array = NDArray[Any]
@@ -65,7 +64,7 @@ class GraphStats:
     nonzeros: int = 0  # numbers in sparse features; 0: they are dense
     spread: float = SPREAD  # standard deviation of the logarithms of degrees
     # statistics only: spread of how many neighbours a vertex can sample, and of how many vertices
-    # can sample it (ownership/estimated_batches.py)
+    # can sample it (ownership/estimated.py)
     batch_spread: tuple[float, float] | None = None
     near_seed: float = inf  # statistics only: vertices to which reads on behalf of a seed lead
     train_popular: bool = False  # vertices with many neighbours are training vertices more often

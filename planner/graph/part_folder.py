@@ -26,8 +26,8 @@ from numpy.typing import DTypeLike, NDArray
 from pydantic import TypeAdapter, ValidationError
 from pydantic.dataclasses import dataclass
 
+from gnnplan.planner.graph.data import EDGE, VERTEX
 from gnnplan.planner.graph.disk_cache import remembered, state_of
-from gnnplan.planner.graph.fields import EDGE, VERTEX
 from gnnplan.planner.graph.graph import (
     IDS_REACH,
     MOST_VERTICES,

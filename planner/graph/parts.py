@@ -19,7 +19,23 @@ from typing import Any, TypeAlias, TypeVar, cast
 import numpy as np
 import scipy.sparse as sp
 
-from gnnplan.planner.graph.fields import EDGE, NAME, NUMBERS, VERTEX, along, checked
+from gnnplan.planner.graph.data import (
+    EDGE,
+    MASKS,
+    NAME,
+    NUMBERS,
+    VERTEX,
+    Labels,
+    along,
+    as_mask,
+    checked,
+    class_ids,
+    mask_of,
+    named,
+    read_labels,
+    split_of,
+    stand_in,
+)
 from gnnplan.planner.graph.graph import (
     AT_ONCE,
     IDS_REACH,
@@ -35,17 +51,6 @@ from gnnplan.planner.graph.graph import (
     merging_note,
     must_fit,
     narrowed,
-)
-from gnnplan.planner.graph.labels import (
-    MASKS,
-    Labels,
-    as_mask,
-    class_ids,
-    mask_of,
-    named,
-    read_labels,
-    split_of,
-    stand_in,
 )
 from gnnplan.planner.graph.npy import must_be_ids, reading, typed
 from gnnplan.planner.vocabulary.errors import SpecError

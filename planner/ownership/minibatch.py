@@ -43,8 +43,7 @@ from gnnplan.planner.graph.sampling import (
     seeds_in,
 )
 from gnnplan.planner.ownership.layout import LayerCounts, Layout
-from gnnplan.planner.vocabulary.numbers import ranges
-from gnnplan.planner.vocabulary.outer import RankMatrix
+from gnnplan.planner.vocabulary.numbers import RankMatrix, ranges
 
 MOST_EDGES = 20_000_000  # sampled edges in all batches that are counted one by one
 MOST_BATCHES = 64  # batches that are counted one by one

@@ -19,7 +19,7 @@ from pydantic import TypeAdapter
 
 from gnnplan import __version__
 from gnnplan.planner.graph.arrays import must_be_new, renamed, write_rows
-from gnnplan.planner.graph.fields import EDGE, VERTEX
+from gnnplan.planner.graph.data import EDGE, VERTEX
 from gnnplan.planner.graph.graph import AT_ONCE, Array, Graph, feature_arrays
 from gnnplan.planner.graph.part_folder import (
     DESCRIPTION,

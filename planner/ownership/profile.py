@@ -16,7 +16,7 @@ from gnnplan.planner.graph.disk_cache import VERSION as PARTITION_VERSION
 from gnnplan.planner.graph.disk_cache import remembered
 from gnnplan.planner.graph.graph import Graph, GraphStats
 from gnnplan.planner.graph.partition import check_parts, partition
-from gnnplan.planner.ownership.estimated_layout import (
+from gnnplan.planner.ownership.estimated import (
     EstimatedLayout,
     expected_halo_rows,
     mixing_of,

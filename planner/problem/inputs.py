@@ -17,7 +17,7 @@ from typing import Any, TypeVar, get_args, get_origin
 
 from pydantic import BaseModel, ValidationError
 
-from gnnplan.planner.cluster import clouds
+from gnnplan.planner.cluster import machines
 from gnnplan.planner.cluster.scaling import multiplied
 from gnnplan.planner.cluster.spec import PRESETS, Cluster
 from gnnplan.planner.gnn.workload import BALANCED, WORKLOADS, Conflict, Workload, is_module
@@ -68,10 +68,10 @@ def read_cluster(name_or_path: str) -> Cluster:
     The cluster 'local' is the file that `gnnplan measure` wrote in the cache directory; without
     that file, this machine's GPUs with the constants of their presets; without GPUs, a preset of
     two CPU ranks with cautious constants. Raises SpecError with file, line and field."""
-    rented, name_or_path = clouds.names(), cluster_name(name_or_path)
+    rented, name_or_path = machines.instance_types(), cluster_name(name_or_path)
     if name_or_path in rented:
-        base = read_cluster(clouds.base_of(name_or_path))
-        return checked(Cluster, clouds.fields_of(name_or_path, base), f"{name_or_path}: ")
+        base = read_cluster(machines.base_of(name_or_path))
+        return checked(Cluster, machines.fields_of(name_or_path, base), f"{name_or_path}: ")
     sizes = [name for name in rented if name.lower().startswith(name_or_path.lower())]
     if name_or_path and sizes and not Path(name_or_path).exists():
         raise SpecError(f"{name_or_path}: servers have a size too; use one of {', '.join(sizes)}")
@@ -81,7 +81,7 @@ def read_cluster(name_or_path: str) -> Cluster:
             path = measured
         else:
             # imported here to spare training ranks the imports of this module
-            from gnnplan.planner.cluster.local_gpus import gpus_here
+            from gnnplan.planner.cluster.machines import gpus_here
 
             if gpus := gpus_here():
                 return gpus
@@ -95,7 +95,7 @@ def cluster_name(name_or_path: str) -> str:
     >>> cluster_name("DGX-A100"), cluster_name("mine.yaml")
     ('dgx_a100', 'mine.yaml')
     """
-    return _name_of(name_or_path, [*clouds.names(), *_names_in(PRESETS)])
+    return _name_of(name_or_path, [*machines.instance_types(), *_names_in(PRESETS)])
 
 
 def _names_in(presets: Path) -> list[str]:
@@ -241,7 +241,7 @@ def overridden(model: Model, overrides: Mapping[str, str]) -> Model:
                 )
         target[path[-1]] = value
         if "provenance" in data and path[0] not in ("provenance", "name"):
-            # The file's range of the old number is dropped too (cluster/doubt.py names constants).
+            # The file's range of the old number is dropped too (scaling.py names constants).
             constant = path[0] if path[0] == "host_rates" else ".".join(path[:2])
             data["provenance"][constant] = "--set"
             data["ranges"].pop(constant, None)

@@ -20,17 +20,26 @@ from gnnplan.planner.gnn.model import Model, describe
 from gnnplan.planner.gnn.workload import BALANCED, METRICS, Workload
 from gnnplan.planner.graph.disk_cache import Stopwatch
 from gnnplan.planner.graph.graph import Graph, GraphStats, with_inputs
-from gnnplan.planner.graph.partition import BLIND, partition
+from gnnplan.planner.graph.partition import BLIND, IMBALANCE, owners, partition
 from gnnplan.planner.graph.sampling import expect_held_out, hold_out
-from gnnplan.planner.graph.splitting import IMBALANCE, owners
-from gnnplan.planner.ownership.chunks import ChunkCounts, Chunks, cut_parts, estimated_chunks
-from gnnplan.planner.ownership.estimated_batches import EstimatedBatches
-from gnnplan.planner.ownership.estimated_layout import EstimatedLayout, mixing_of
-from gnnplan.planner.ownership.layout import Expansion, Layout, reached
+from gnnplan.planner.ownership.estimated import (
+    EstimatedBatches,
+    EstimatedLayout,
+    estimated_chunks,
+    mixing_of,
+)
+from gnnplan.planner.ownership.layout import (
+    ChunkCounts,
+    Chunks,
+    Expansion,
+    Layout,
+    cut_parts,
+    reached,
+)
 from gnnplan.planner.ownership.minibatch import Batches, SplitBelow
 from gnnplan.planner.ownership.parts import PartLayout, is_stored
 from gnnplan.planner.vocabulary.errors import SpecError
-from gnnplan.planner.vocabulary.precision import FLOAT64
+from gnnplan.planner.vocabulary.numbers import FLOAT64
 
 # -- a cache of results ----------------------------------------------------------------------------
 

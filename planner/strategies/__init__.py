@@ -43,7 +43,7 @@ from gnnplan.planner.strategies.p3.p3 import P3 as P3
 from gnnplan.planner.strategies.program.account import Prediction as Prediction
 from gnnplan.planner.vocabulary.errors import SpecError
 from gnnplan.planner.vocabulary.files import meant, suggest
-from gnnplan.planner.vocabulary.knobs import parse_call, read_list, read_size
+from gnnplan.planner.vocabulary.text import parse_call, read_list, read_size
 
 FAMILIES: tuple[type[Strategy], ...] = (
     GraphParallel,

@@ -20,8 +20,8 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar, Self, TypeVar
 
-from gnnplan.planner.gnn.codec import Codec
-from gnnplan.planner.ownership.estimated_layout import EstimatedLayout
+from gnnplan.planner.gnn.rows import Codec
+from gnnplan.planner.ownership.estimated import EstimatedLayout
 from gnnplan.planner.ownership.layout import Layout
 from gnnplan.planner.problem.problem import Problem
 from gnnplan.planner.strategies.program.account import Prediction, epoch_s, predict
@@ -32,10 +32,9 @@ from gnnplan.planner.strategies.program.price import setup_s
 from gnnplan.planner.strategies.program.program import Program, traffic
 from gnnplan.planner.strategies.program.schedule import build_schedule
 from gnnplan.planner.vocabulary.errors import SpecError
-from gnnplan.planner.vocabulary.knobs import show_knob
-from gnnplan.planner.vocabulary.numbers import Number
-from gnnplan.planner.vocabulary.outer import RankMatrix
+from gnnplan.planner.vocabulary.numbers import Number, RankMatrix
 from gnnplan.planner.vocabulary.schedule import Schedule
+from gnnplan.planner.vocabulary.text import show_knob
 
 T = TypeVar("T")
 

@@ -5,13 +5,10 @@
                   Analysis
     errors.py     errors that a user sees, and their exit codes
     units.py      quantities with units as text: '25GB/s'
-    knobs.py      strategies with knobs as text: 'gnnpipe(stages=4)'
-    table.py      tables of text
+    text.py       tables, and strategies with knobs as text: 'gnnpipe(stages=4)'
     spec.py       the base class of specifications, and the types of their fields
-    numbers.py    numbers that may be arrays with one entry per candidate
-    precision.py  number formats of rows: the values of --dtype
-    values.py     dataclasses with array fields, compared and hashed by content
-    outer.py      rank-to-rank matrices stored as two vectors
+    numbers.py    numbers that may be arrays, their formats (the values of --dtype), values with
+                  array fields, rank-to-rank matrices
     files.py      safe reading and writing of files
     progress.py   notes and progress on standard error
 

@@ -13,9 +13,7 @@ from typing import Any, Literal, NamedTuple, Self
 
 import numpy as np
 
-from gnnplan.planner.vocabulary.numbers import Number
-from gnnplan.planner.vocabulary.outer import RankMatrix
-from gnnplan.planner.vocabulary.values import ByContent
+from gnnplan.planner.vocabulary.numbers import ByContent, Number, RankMatrix
 
 # Fallback costs for a device without a measured rate: a dropout hash in bytes (its words have one
 # length for all precisions of rows) [B], and an attention weight in element accesses (logit,

@@ -14,7 +14,7 @@ from gnnplan.executor.layers.kernels import SparseRows
 from gnnplan.executor.minibatch import feature_store as executor_store
 from gnnplan.executor.minibatch.feature_store import FeatureStore, map_features, write_features
 from gnnplan.executor.ranks.rank import Rank
-from gnnplan.planner.evidence.recorded import summed
+from gnnplan.planner.evidence.runs import summed
 from gnnplan.planner.graph.load import load
 from gnnplan.planner.strategies import DataParallel
 from gnnplan.planner.strategies.minibatch.feature_store import CLASSES

@@ -13,8 +13,8 @@ from gnnplan.executor.layers.count import Noted, Notes
 from gnnplan.executor.layers.kernels import MixedWidth, UniformWidth, few_bits
 from gnnplan.executor.layers.kernels.few_bits import PERIOD, assigned
 from gnnplan.executor.layers.kernels.hashed_dropout import GOLDEN, mix
-from gnnplan.planner.gnn import codec as planned
-from gnnplan.planner.gnn.codec import ADAPTIVE, Codec
+from gnnplan.planner.gnn import rows as planned
+from gnnplan.planner.gnn.rows import ADAPTIVE, Codec
 
 BITS = (8, 4, 2)
 

@@ -10,7 +10,7 @@ from torch import Tensor
 from trainings import FEW
 
 from gnnplan.executor.launch.run_request import Options, must_be_measurable
-from gnnplan.planner.evidence.recorded import gradient_error
+from gnnplan.planner.evidence.runs import gradient_error
 from gnnplan.planner.strategies import parse
 from gnnplan.planner.vocabulary.errors import SpecError
 from gnnplan.testing.ranks import Case, small

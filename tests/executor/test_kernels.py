@@ -28,7 +28,7 @@ from gnnplan.executor.layers.kernels import (
 )
 from gnnplan.executor.layers.kernels.aggregation import sparse_product
 from gnnplan.executor.layers.kernels.block import by_column
-from gnnplan.planner.gnn.operations import EDGE_NUMBERS
+from gnnplan.planner.gnn.layer import EDGE_NUMBERS
 from gnnplan.planner.gnn.trace import block_rows
 
 PRODUCTS = (torch.ops.aten.mm, torch.ops.aten.addmm, torch.ops.aten.addmm_)

@@ -19,7 +19,7 @@ from gnnplan.executor.measure.rehearsal import BATCHES, PIECES, held_to
 from gnnplan.executor.ranks.machine import cores
 from gnnplan.planner.cluster import scaling as scaled
 from gnnplan.planner.cluster.cost import Cost
-from gnnplan.planner.cluster.link_fit import Shape, beyond, fit, shapes
+from gnnplan.planner.cluster.readings import Shape, beyond, fit, shapes
 from gnnplan.planner.cluster.spec import Cluster, Device, Link
 from gnnplan.planner.problem.inputs import read_cluster
 from gnnplan.planner.vocabulary.errors import LostRank, SpecError

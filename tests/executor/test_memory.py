@@ -23,8 +23,7 @@ from gnnplan.executor.layers.models import Net
 from gnnplan.executor.ranks.machine import INTERVAL, MemoryWatch, allocated
 from gnnplan.executor.ranks.rank import Rank, wait_in_turn
 from gnnplan.executor.strategies import open_worker
-from gnnplan.planner.gnn.footprint import footprint
-from gnnplan.planner.gnn.model import Model, describe
+from gnnplan.planner.gnn.model import Model, describe, footprint
 from gnnplan.planner.gnn.workload import Workload
 from gnnplan.planner.strategies.base import NON_TRAINING_USES
 from gnnplan.planner.strategies.program import memory as program_memory

@@ -13,8 +13,7 @@ import torch
 from gnnplan.executor.modules import read
 from gnnplan.executor.modules.bind import GraphFields
 from gnnplan.executor.modules.read import with_module, with_user_model
-from gnnplan.planner.gnn.footprint import footprint
-from gnnplan.planner.gnn.model import Model, describe
+from gnnplan.planner.gnn.model import Model, describe, footprint
 from gnnplan.planner.gnn.workload import Workload
 from gnnplan.planner.graph.formats import convert
 from gnnplan.planner.vocabulary.errors import SpecError

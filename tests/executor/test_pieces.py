@@ -18,9 +18,8 @@ from gnnplan.executor.modules.pieces import Pieces
 from gnnplan.executor.modules.read import UserModule, read, with_module
 from gnnplan.executor.modules.record import Node
 from gnnplan.executor.ranks.machine import allocated
-from gnnplan.planner.gnn.footprint import block as edges_held
-from gnnplan.planner.gnn.footprint import footprint
-from gnnplan.planner.gnn.model import describe
+from gnnplan.planner.gnn.model import block as edges_held
+from gnnplan.planner.gnn.model import describe, footprint
 from gnnplan.planner.gnn.workload import Workload
 from gnnplan.planner.graph.graph import CsrEdges
 from gnnplan.planner.vocabulary.errors import SpecError

@@ -19,7 +19,7 @@ from gnnplan.executor.layers.count import SIZES, Noted, Notes, Work, block_of, f
 from gnnplan.executor.layers.kernels import Shapes, backward, dropout
 from gnnplan.executor.layers.layer import Drop
 from gnnplan.executor.layers.models import BatchNorm, Net
-from gnnplan.planner.gnn.counted import amount
+from gnnplan.planner.gnn.kinds import amount
 from gnnplan.planner.gnn.model import Model, describe
 from gnnplan.planner.gnn.workload import Workload
 from gnnplan.planner.vocabulary.schedule import Compute

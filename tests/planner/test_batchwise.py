@@ -13,7 +13,7 @@ from examples import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from gnnplan.planner.cluster.doubt import constants
+from gnnplan.planner.cluster.scaling import constants
 from gnnplan.planner.cluster.spec import Link
 from gnnplan.planner.decision.search import families
 from gnnplan.planner.graph.graph import Graph

@@ -11,7 +11,8 @@ from gnnplan.planner.gnn.workload import Workload
 from gnnplan.planner.graph.graph import GraphStats
 from gnnplan.planner.graph.load import load
 from gnnplan.planner.graph.partition import partition
-from gnnplan.planner.ownership.chunks import Chunks, estimated_chunks
+from gnnplan.planner.ownership.estimated import estimated_chunks
+from gnnplan.planner.ownership.layout import Chunks
 from gnnplan.planner.problem.inputs import read_cluster
 from gnnplan.planner.problem.problem import Problem
 from gnnplan.planner.strategies import parse

@@ -9,8 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from gnnplan.planner.cluster.all_reduce import all_reduce
-from gnnplan.planner.cluster.cost import Cost
+from gnnplan.planner.cluster.cost import Cost, all_reduce
 from gnnplan.planner.cluster.spec import Cluster, Device, Link
 
 ALGORITHMS = ("ring", "tree", "hierarchical")

@@ -13,7 +13,7 @@ import gnnplan
 from gnnplan.planner.gnn.workload import Workload
 from gnnplan.planner.graph import arrays as own_arrays
 from gnnplan.planner.graph import graph as module
-from gnnplan.planner.graph.formats import Extras, convert, of_object, text
+from gnnplan.planner.graph.formats import Extras, convert, of_object, tables
 from gnnplan.planner.graph.graph import Graph
 from gnnplan.planner.graph.load import load, source_of
 from gnnplan.planner.problem.inputs import read_cluster
@@ -407,7 +407,7 @@ def test_ids_of_a_split_stand_in_the_column_that_is_named_so(tmp_path, names, co
         assert np.flatnonzero(load(source).train).tolist() == train
 
 
-@pytest.mark.parametrize("block", [text.BLOCK, 8])
+@pytest.mark.parametrize("block", [tables.BLOCK, 8])
 @pytest.mark.parametrize(
     ("start", "line"),
     [
@@ -421,7 +421,7 @@ def test_ids_of_a_split_stand_in_the_column_that_is_named_so(tmp_path, names, co
     ],
 )
 def test_a_line_without_numbers_shifts_no_row(tmp_path, start, line, block, monkeypatch):
-    monkeypatch.setattr(text, "BLOCK", block)
+    monkeypatch.setattr(tables, "BLOCK", block)
     path = tmp_path / "y.txt"
     path.write_text(start + "0\n" * N)
     for given in ("labels", "features"):
@@ -430,7 +430,7 @@ def test_a_line_without_numbers_shifts_no_row(tmp_path, start, line, block, monk
 
 
 def test_blank_lines_after_all_rows_and_between_edges_shift_nothing(tmp_path, monkeypatch):
-    monkeypatch.setattr(text, "BLOCK", 16)
+    monkeypatch.setattr(tables, "BLOCK", 16)
     rows = "".join(f"{y}\n" for y in Y)
     (tmp_path / "y.txt").write_text(f"# of the\n# classes\n{rows}\n\n# written by hand\n\n")
     plain = load(edges_csv(tmp_path)).stats.hash
@@ -563,7 +563,7 @@ def test_a_folder_widens_where_a_later_row_needs_it(tmp_path, monkeypatch):
     monkeypatch.setattr(own_arrays, "AT_ONCE", 64)  # rows are written again a few at a time
     x = np.concatenate([X, TIMES * np.ones(4)])
     np.savetxt(tmp_path / "x.csv", x, "%.17g", ",")
-    monkeypatch.setattr(text, "BLOCK", 256)
+    monkeypatch.setattr(tables, "BLOCK", 256)
     convert(edges_csv(tmp_path), tmp_path / "g", Extras(str(tmp_path / "x.csv")))
     assert np.array_equal(np.load(tmp_path / "g" / "x.npy"), x)
     assert sorted(p.name for p in (tmp_path / "g").iterdir()) == ["dst.npy", "src.npy", "x.npy"]

@@ -12,7 +12,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 from pydantic import ValidationError
 
-from gnnplan.planner.cluster import doubt
+from gnnplan.planner.cluster import scaling as doubt
 from gnnplan.planner.cluster.spec import PRESETS, Cluster
 from gnnplan.planner.decision import plan
 from gnnplan.planner.decision.recommendation import outlooks, regrets, settled_regret

@@ -11,7 +11,7 @@ from gnnplan.planner.gnn.workload import Workload
 from gnnplan.planner.graph.graph import Graph
 from gnnplan.planner.graph.load import load
 from gnnplan.planner.graph.partition import partition
-from gnnplan.planner.ownership.estimated_layout import EstimatedLayout, Mixing, expected_halo_rows
+from gnnplan.planner.ownership.estimated import EstimatedLayout, Mixing, expected_halo_rows
 from gnnplan.planner.ownership.layout import Expansion, Layout
 from gnnplan.planner.ownership.profile import profile
 from gnnplan.planner.problem.inputs import read_cluster

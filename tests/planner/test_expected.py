@@ -15,7 +15,7 @@ from gnnplan.planner.gnn.workload import ALL, Workload
 from gnnplan.planner.graph.graph import Graph, GraphStats
 from gnnplan.planner.graph.load import load
 from gnnplan.planner.graph.sampling import frontier
-from gnnplan.planner.ownership.estimated_batches import (
+from gnnplan.planner.ownership.estimated import (
     FULLEST,
     EstimatedBatches,
     expected_frontier,

@@ -10,7 +10,7 @@ import pytest
 from asked import on
 from pairwise import covered
 
-from gnnplan.planner.cluster.doubt import DRAWS
+from gnnplan.planner.cluster.scaling import DRAWS
 from gnnplan.planner.cluster.spec import Cluster
 from gnnplan.planner.decision import explain
 from gnnplan.planner.decision.explain import of_depths, turning_sentences

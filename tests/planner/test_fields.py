@@ -10,8 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from written import DST, SRC, N, built, matrix, matrix_market, ogb_text, quiet, scipy_csr, zipped
 
-from gnnplan.planner.graph.fields import along
-from gnnplan.planner.graph.formats import convert, parts_of, pyg
+from gnnplan.planner.graph.data import along
+from gnnplan.planner.graph.formats import convert, libraries, parts_of
 from gnnplan.planner.graph.graph import in_neighbours
 from gnnplan.planner.graph.load import load
 from gnnplan.planner.graph.sampling import hold_out
@@ -144,7 +144,7 @@ def test_a_data_whose_edges_have_too_few_rows_is_refused(name):
     torch = quiet("torch")
     data = {"edge_index": torch.tensor([[0, 1, 2], [1, 2, 3]]), name: torch.ones(2)}
     with pytest.raises(SpecError, match=f"{name}: has 2 rows, and there are 3 edges"):
-        pyg.of_mapping(data, "it")
+        libraries.of_mapping(data, "it")
 
 
 @pytest.mark.parametrize("rows", [89, 91])
@@ -159,7 +159,7 @@ def test_rows_beside_a_stream_of_edges_are_counted(tmp_path, rows):
 def test_blocks_of_two_files_end_anywhere(tmp_path, monkeypatch):
     root = ogb_text(tmp_path)
     whole = load(str(root)).stats.hash
-    monkeypatch.setattr("gnnplan.planner.graph.formats.text.BLOCK", 64)
+    monkeypatch.setattr("gnnplan.planner.graph.formats.tables.BLOCK", 64)
     assert load(str(root)).stats.hash == whole
 
 
@@ -181,7 +181,7 @@ def test_of_isolated_vertices_a_position_tells():
     """Edges alone said that there are three vertices."""
     torch = quiet("torch")
     data = {"edge_index": torch.tensor([[0], [2]]), "pos": torch.ones(5, 2)}
-    assert built(pyg.of_mapping(data, "it")).stats.vertices == 5
+    assert built(libraries.of_mapping(data, "it")).stats.vertices == 5
 
 
 @pytest.mark.parametrize("ending", ["csv", "parquet"])

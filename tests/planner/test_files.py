@@ -10,7 +10,7 @@ from calls import allocations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gnnplan.planner.cluster import clouds
+from gnnplan.planner.cluster import machines
 from gnnplan.planner.cluster.spec import PRESETS, Link
 from gnnplan.planner.gnn.workload import WORKLOADS, Workload
 from gnnplan.planner.problem.inputs import (
@@ -168,7 +168,7 @@ def test_presets_are_whole_and_say_where_numbers_come_from(name):
         assert text.startswith(sources), field
 
 
-@pytest.mark.parametrize("name", clouds.names())
+@pytest.mark.parametrize("name", machines.instance_types())
 def test_servers_of_clouds_are_whole_and_say_where_numbers_come_from(name):
     cluster = read_cluster(name)
     assert cluster.name == name and cluster.servers == 1 and cluster.sampler == "host"

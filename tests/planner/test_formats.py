@@ -70,7 +70,7 @@ from written import (
 
 from gnnplan.planner.graph import formats, npy
 from gnnplan.planner.graph.arrays import collect
-from gnnplan.planner.graph.formats import Extras, convert, parts_of, text
+from gnnplan.planner.graph.formats import Extras, convert, parts_of, tables
 from gnnplan.planner.graph.graph import Graph
 from gnnplan.planner.graph.load import load, source_of
 from gnnplan.planner.graph.parts import Parts, small_arrays
@@ -267,7 +267,7 @@ def test_what_pyg_keeps_after_a_transform_is_no_object_of_unknown_code(tmp_path)
     )
     assert data.is_node_attr("x") and data.is_edge_attr("edge_attr")
     torch.save(data, path)
-    parts = formats.pyg.read(str(path))
+    parts = formats.libraries.read_pt(str(path))
     assert np.array_equal(in_order(arrays_of(parts)), in_order(GRAPH))
     assert parts.notes == [] and [*parts.edge_fields] == ["edge_attr"]
 
@@ -281,7 +281,7 @@ def test_a_graph_of_several_kinds_is_told_what_to_become(tmp_path):
     for saved in (data, data.to_dict()):
         torch.save(saved, path)
         with pytest.raises(SpecError, match=r"to_homogeneous\(\)"):
-            formats.pyg.read(path)
+            formats.libraries.read_pt(path)
 
 
 def test_numbers_in_quotes_are_numbers(tmp_path):
@@ -293,7 +293,7 @@ def test_numbers_in_quotes_are_numbers(tmp_path):
 
 
 def test_text_is_read_in_blocks(tmp_path, monkeypatch):
-    monkeypatch.setattr(text, "BLOCK", 64)
+    monkeypatch.setattr(tables, "BLOCK", 64)
     for write in (csv, csv_with_names, tsv, csv_gz):
         arrays = arrays_of(parts_of(str(write(tmp_path))))
         assert np.array_equal(arrays["src"], GRAPH["src"])

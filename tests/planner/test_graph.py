@@ -15,9 +15,9 @@ from hypothesis import strategies as st
 from gnnplan.api.asking import ask
 from gnnplan.planner.graph import generator
 from gnnplan.planner.graph import graph as module
+from gnnplan.planner.graph.data import MASKS
 from gnnplan.planner.graph.formats import Extras, convert
 from gnnplan.planner.graph.graph import GraphStats, in_neighbours
-from gnnplan.planner.graph.labels import MASKS
 from gnnplan.planner.graph.load import load
 from gnnplan.planner.vocabulary.errors import SpecError
 

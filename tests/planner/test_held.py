@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from gnnplan.planner.decision.search import families
-from gnnplan.planner.gnn.footprint import OpMemory, in_turn, keeps
+from gnnplan.planner.gnn.model import OpMemory, in_turn, keeps
 from gnnplan.planner.strategies import GraphParallel, Strategy, parse
 from gnnplan.planner.strategies.gnnpipe import gnnpipe as of_stages
 from gnnplan.planner.strategies.layerwise import chunked as of_chunks

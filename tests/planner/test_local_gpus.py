@@ -2,7 +2,7 @@
 
 import pytest
 
-from gnnplan.planner.cluster.local_gpus import gpus_here
+from gnnplan.planner.cluster.machines import gpus_here
 from gnnplan.planner.problem.inputs import read_cluster
 
 TOPOLOGY = """\

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from pairwise import every
 
-from gnnplan.planner.cluster.doubt import DRAWS, RANGES
+from gnnplan.planner.cluster.scaling import DRAWS, RANGES
 from gnnplan.planner.decision import plan
 from gnnplan.planner.decision.candidate import evaluate_or_save_memory, placed
 from gnnplan.planner.decision.objective import (
@@ -25,7 +25,7 @@ from gnnplan.planner.decision.plan import take
 from gnnplan.planner.decision.scale import scale
 from gnnplan.planner.decision.search import Search, SearchResult, parts, search
 from gnnplan.planner.decision.search import families as families_of
-from gnnplan.planner.evidence.recorded import trainings
+from gnnplan.planner.evidence.runs import trainings
 from gnnplan.planner.gnn.workload import Workload
 from gnnplan.planner.graph.load import load
 from gnnplan.planner.problem.inputs import apply_overrides, read_cluster

@@ -10,7 +10,7 @@ from asked import changed, on
 from gnnplan.planner.cluster.spec import Link
 from gnnplan.planner.decision.explain import explain
 from gnnplan.planner.decision.search import search
-from gnnplan.planner.gnn.footprint import RUNTIME
+from gnnplan.planner.gnn.model import RUNTIME
 from gnnplan.planner.graph.graph import Graph
 from gnnplan.planner.graph.load import load
 from gnnplan.planner.ownership.layout import Layout

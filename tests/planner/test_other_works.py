@@ -15,8 +15,7 @@ from gnnplan.papers.interpret import TESTBEDS, question
 from gnnplan.papers.published import evaluate_rows, is_inside
 from gnnplan.papers.question import Row, Skip, Testbeds
 from gnnplan.papers.rows import COLUMNS, read
-from gnnplan.planner.cluster.doubt import range_of
-from gnnplan.planner.cluster.scaling import multiplied
+from gnnplan.planner.cluster.scaling import multiplied, range_of
 from gnnplan.planner.problem.inputs import read_cluster
 from gnnplan.planner.strategies import parse
 

@@ -20,7 +20,7 @@ from gnnplan.planner.problem.inputs import read_cluster
 from gnnplan.planner.problem.problem import Problem
 from gnnplan.planner.strategies import parse
 from gnnplan.planner.vocabulary.errors import SpecError
-from gnnplan.planner.vocabulary.outer import Outer
+from gnnplan.planner.vocabulary.numbers import Outer
 from gnnplan.simulator.flows import ByFlows
 
 

@@ -9,7 +9,7 @@ from asked import on
 from gnnplan.planner.cluster.spec import Link
 from gnnplan.planner.decision.explain import explain
 from gnnplan.planner.decision.search import search
-from gnnplan.planner.gnn.codec import Codec
+from gnnplan.planner.gnn.rows import Codec
 from gnnplan.planner.graph.load import load
 from gnnplan.planner.problem.problem import Problem
 from gnnplan.planner.strategies import (

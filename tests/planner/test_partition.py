@@ -22,9 +22,9 @@ from gnnplan.planner.graph.partition import (
     partition,
     partition_weighted,
     repair,
+    split,
     undirected,
 )
-from gnnplan.planner.graph.splitting import split
 from gnnplan.planner.ownership.layout import Layout
 from gnnplan.planner.vocabulary.errors import SpecError
 

@@ -8,8 +8,8 @@ import pytest
 from gnnplan.planner.gnn.workload import Workload
 from gnnplan.planner.graph.graph import Graph
 from gnnplan.planner.graph.load import load
+from gnnplan.planner.graph.partition import BEFORE, SPLITTERS, owners, presample, split
 from gnnplan.planner.graph.sampling import frontier, items_of
-from gnnplan.planner.graph.splitting import BEFORE, SPLITTERS, owners, presample, split
 from gnnplan.planner.ownership.minibatch import MiniBatch
 from gnnplan.planner.vocabulary.errors import SpecError
 

@@ -16,8 +16,8 @@ from hypothesis import strategies as st
 from pairwise import covered, every
 
 from gnnplan.planner.graph.graph import Graph
+from gnnplan.planner.graph.partition import BEFORE
 from gnnplan.planner.graph.sampling import frontier, items_of
-from gnnplan.planner.graph.splitting import BEFORE
 from gnnplan.planner.ownership.minibatch import MiniBatch, shares
 from gnnplan.planner.problem.problem import Problem
 from gnnplan.planner.strategies import P3, DataParallel, GSplit, Strategy

@@ -15,9 +15,9 @@ from hypothesis import strategies as st
 from pairwise import covered
 
 from gnnplan.planner.decision.search import families
-from gnnplan.planner.gnn.footprint import COMMUNICATOR
+from gnnplan.planner.gnn.model import COMMUNICATOR
 from gnnplan.planner.graph.load import load
-from gnnplan.planner.graph.splitting import SPLITTERS
+from gnnplan.planner.graph.partition import SPLITTERS
 from gnnplan.planner.ownership.minibatch import Batches
 from gnnplan.planner.problem.problem import Cache, Problem
 from gnnplan.planner.strategies import (

@@ -17,7 +17,7 @@ from gnnplan.planner.decision.candidate import Candidate
 from gnnplan.planner.decision.explain import turning_sentences
 from gnnplan.planner.decision.search import SearchResult
 from gnnplan.planner.evidence.runs import errors, question_name
-from gnnplan.planner.ownership.estimated_layout import EstimatedLayout, Mixing
+from gnnplan.planner.ownership.estimated import EstimatedLayout, Mixing
 from gnnplan.planner.ownership.layout import Expansion
 from gnnplan.planner.problem.problem import Problem
 from gnnplan.planner.vocabulary.schedule import Label, Sampling, Schedule, Task

@@ -13,9 +13,9 @@ import gnnplan
 from gnnplan.api.simulation import Playing
 from gnnplan.planner.decision.objective import NEAR, START_S, USUAL_PRICE, WAITING, Epochs, stated
 from gnnplan.planner.decision.plan import read
-from gnnplan.planner.evidence.recorded import objective_of
+from gnnplan.planner.evidence.runs import objective_of
 from gnnplan.planner.graph.load import load
-from gnnplan.planner.ownership.estimated_batches import expected_frontier
+from gnnplan.planner.ownership.estimated import expected_frontier
 from gnnplan.planner.vocabulary.files import quoted
 from gnnplan.planner.vocabulary.units import show_long
 from gnnplan.simulator.replay import MOST_TASKS

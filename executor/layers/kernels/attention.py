@@ -13,7 +13,7 @@ from torch.nn import functional as F
 from gnnplan.executor.layers.kernels.aggregation import aggregate_transposed, no_beta_warning, spmm
 from gnnplan.executor.layers.kernels.block import Block, check_rows
 from gnnplan.executor.layers.kernels.runtime import apply, triton_kernels
-from gnnplan.planner.gnn.operations import EDGE_NUMBERS
+from gnnplan.planner.gnn.layer import EDGE_NUMBERS
 
 
 def softmax_aggregate(block: Block, m: Tensor) -> Tensor:

@@ -43,7 +43,7 @@ import torch
 from torch import Tensor
 
 from gnnplan.executor.layers.kernels.hashed_dropout import GOLDEN, mix, vertex_keys
-from gnnplan.planner.gnn.codec import ADAPTIVE, AT_ONCE, BITS, PARAMETERS, Codec
+from gnnplan.planner.gnn.rows import ADAPTIVE, AT_ONCE, BITS, PARAMETERS, Codec
 
 PERIOD = 10  # exchanges with the same bits
 LEAST = 2.0**-126  # least spacing, so that its inverse is a finite float32

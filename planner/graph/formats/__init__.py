@@ -17,15 +17,7 @@ from typing import Any
 import numpy as np
 
 from gnnplan.planner.graph.arrays import collect, must_be_new, read_own, write
-from gnnplan.planner.graph.formats import (
-    dgl_graphs,
-    edge_lists,
-    graphbolt,
-    networkx_graphs,
-    ogb,
-    pyg,
-    text,
-)
+from gnnplan.planner.graph.formats import datasets, libraries, tables
 from gnnplan.planner.graph.formats.extras import add, read_graphsaint
 from gnnplan.planner.graph.generator import generated, is_generated
 from gnnplan.planner.graph.graph import Graph
@@ -94,46 +86,46 @@ FOLDERS: tuple[Format, ...] = (
         ),
     ),
     OWN_FOLDER,
-    Format("GraphBolt's dataset", lambda f: f.has(graphbolt.METADATA), graphbolt.read),
+    Format("GraphBolt's dataset", lambda f: f.has(datasets.METADATA), datasets.read_graphbolt),
     Format("GraphSAINT's folder", lambda f: f.has("adj_full.npz"), read_graphsaint),
     Format(
-        "DistDGL's parts", lambda f: os.path.isfile(f"{f.path}/part0/graph.dgl"), dgl_graphs.read
+        "DistDGL's parts", lambda f: os.path.isfile(f"{f.path}/part0/graph.dgl"), libraries.read_dgl
     ),
-    Format("PyG's parts", lambda f: f.has("META.json", "node_map.pt"), dgl_graphs.read_pyg),
-    Format("OGB's folder", lambda f: bool(ogb.raws_of(f.path)), ogb.read),
+    Format("PyG's parts", lambda f: f.has("META.json", "node_map.pt"), libraries.read_pyg),
+    Format("OGB's folder", lambda f: bool(datasets.raws_of(f.path)), datasets.read_ogb),
     replace(OWN_FOLDER, is_it=OWN_FILE.is_it),  # edge_index.npy, or the reader says what lacks
 )
 FILES: tuple[Format, ...] = (
     Format(
         "SciPy's sparse .npz",
         lambda f: f.has("format.npy", "shape.npy"),
-        lambda p: edge_lists.of_matrix(edge_lists.load_matrix(p), p),
+        lambda p: tables.of_matrix(tables.load_matrix(p), p),
     ),
     Format(
         "PyTorch's .pt",
         lambda f: f.start.startswith(OLD_TORCH) or any(n.endswith("data.pkl") for n in f.names),
-        pyg.read,
+        libraries.read_pt,
     ),
     OWN_FILE,
-    Format("DGL's .bin", lambda f: f.start.startswith(dgl_graphs.MAGIC), dgl_graphs.read),
-    Format("Parquet", lambda f: f.start.startswith(b"PAR1"), edge_lists.parquet),
+    Format("DGL's .bin", lambda f: f.start.startswith(libraries.MAGIC), libraries.read_dgl),
+    Format("Parquet", lambda f: f.start.startswith(b"PAR1"), tables.parquet),
     Format(
         "an edge_index in .npy",
         lambda f: f.start.startswith(b"\x93NUMPY"),
-        lambda p: pyg.of_edge_index(mapped_array(p), p),
+        lambda p: libraries.of_edge_index(mapped_array(p), p),
     ),
     Format(
         "GraphML",
         lambda f: f.start.lstrip()[:1] == b"<" and b"<graphml" in f.start,
-        networkx_graphs.read_graphml,
+        libraries.read_graphml,
     ),
     PICKLE,
     Format(
         "MatrixMarket",
-        lambda f: (text.start_of(f.path, START) or "").lower().startswith("%%matrixmarket"),
-        edge_lists.matrix_market,
+        lambda f: (tables.start_of(f.path, START) or "").lower().startswith("%%matrixmarket"),
+        tables.matrix_market,
     ),
-    Format("an edge list", lambda f: edge_lists.is_edge_list(f.path), edge_lists.edge_list),
+    Format("an edge list", lambda f: tables.is_edge_list(f.path), tables.edge_list),
 )
 FORMATS = FOLDERS + FILES
 GENERATED = Format("generated", lambda f: is_generated(f.path), generated)
@@ -156,7 +148,7 @@ def recognise(path: str) -> Format:
     remedy = "write the graph as one of them, for instance as a CSV with src,dst above its edges"
     if len(inside) == 1:
         remedy = f"give {inside[0]}"
-    elif file.start.startswith(text.GZIP):
+    elif file.start.startswith(tables.GZIP):
         remedy = f"only text may be compressed: unpack it first (gunzip {path})"
     if is_folder:
         raise SpecError(
@@ -218,12 +210,12 @@ def of_object(found: Any, path: str = "") -> Parts:
         with reading(name, "sources and destinations"):
             found, module = np.stack([tensor_array(name, "its ids", ids) for ids in pair]), "numpy"
     readers: dict[str, Callable[[Any, str], Parts]] = {
-        "dgl": dgl_graphs.of_graph,
-        "torch_geometric": pyg.of_data,
-        "networkx": networkx_graphs.of_graph,
-        "scipy": edge_lists.of_matrix,
-        "torch": pyg.of_edge_index,
-        "numpy": pyg.of_edge_index,
+        "dgl": libraries.of_dgl,
+        "torch_geometric": libraries.of_data,
+        "networkx": libraries.of_networkx,
+        "scipy": tables.of_matrix,
+        "torch": libraries.of_edge_index,
+        "numpy": libraries.of_edge_index,
     }
     graph_like = ("ndata", "to_dict", "nodes", "tocoo", "shape")
     if module not in readers or not any(hasattr(found, name) for name in graph_like):

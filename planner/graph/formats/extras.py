@@ -11,11 +11,11 @@ from typing import Any
 
 import numpy as np
 
-from gnnplan.planner.graph.formats import text
-from gnnplan.planner.graph.formats.edge_lists import load_matrix, of_matrix
-from gnnplan.planner.graph.formats.pyg import load_tensors
+from gnnplan.planner.graph.data import MASKS, labels_of, mask_of, mask_of_ids, named, read_labels
+from gnnplan.planner.graph.formats import tables
+from gnnplan.planner.graph.formats.libraries import load_tensors
+from gnnplan.planner.graph.formats.tables import load_matrix, of_matrix
 from gnnplan.planner.graph.graph import Array
-from gnnplan.planner.graph.labels import MASKS, labels_of, mask_of, mask_of_ids, named, read_labels
 from gnnplan.planner.graph.npy import arrays_in, mapped_array, reading
 from gnnplan.planner.graph.parts import (
     FEATURES,
@@ -77,7 +77,7 @@ def _without_targets(path: str, parts: Parts, extras: Extras) -> list[int] | Non
 
     Labels and masks among the columns would teach the answers. They are taken as what their names
     say if the graph has none of these, and else left out; a note says which."""
-    head = text.head_of(path)
+    head = tables.head_of(path)
     if not (others := head.no_features):
         return None
     has = {
@@ -86,7 +86,7 @@ def _without_targets(path: str, parts: Parts, extras: Extras) -> list[int] | Non
     }
     taken = {what: place for what, place in others.items() if not has[what]}
     for what, place in taken.items():
-        values = text.whole_matrix(path, columns=[place])[:, 0]
+        values = tables.whole_matrix(path, columns=[place])[:, 0]
         if what == "labels":
             parts.y = values
         else:
@@ -162,8 +162,8 @@ def _features(path: str, parts: Parts, extras: Extras) -> Matrix:
         return load_matrix(path).tocsr()
     has_ids, columns = _has_ids(path), _without_targets(path, parts, extras)
     if not has_ids:
-        return text.matrix(path, columns=columns)
-    rows = text.whole_matrix(path, columns=columns)
+        return tables.matrix(path, columns=columns)
+    rows = tables.whole_matrix(path, columns=columns)
     if (lacking := np.flatnonzero(np.isnan(rows).all(1))).size:
         raise SpecError(
             f"{path}: vertex {lacking[0]:,} has no row ({lacking.size:,} such vertices); its rows"
@@ -178,8 +178,8 @@ def _labels(path: str, parts: Parts) -> Array:
     JSON holds a list, or an object {vertex: label}, of a class or a list per vertex."""
     if (saved := _saved(path, "labels", LABELS)) is not None:
         return np.asarray(saved)
-    if not (text.start_of(path, 64) or "").lstrip().startswith(("{", "[")):
-        vertices, head = _vertices(parts) if _has_ids(path) else 0, text.head_of(path)
+    if not (tables.start_of(path, 64) or "").lstrip().startswith(("{", "[")):
+        vertices, head = _vertices(parts) if _has_ids(path) else 0, tables.head_of(path)
         columns = None
         if (place := head.no_features.get("labels")) is not None:
             columns = [place]
@@ -187,7 +187,7 @@ def _labels(path: str, parts: Parts) -> Array:
                 parts.notes.append(
                     f"{path}: {head.names[place]} is taken as labels, not {', '.join(others)}"
                 )
-        return text.whole_matrix(path, vertices, columns)
+        return tables.whole_matrix(path, vertices, columns)
     with reading(path, "classes of vertices"):
         found: Any = read_json(path, LARGEST_JSON, 'write {"vertex": class}')
         found = found if isinstance(found, dict) else dict(enumerate(found))
@@ -204,11 +204,11 @@ def _labels(path: str, parts: Parts) -> Array:
 
 def _has_ids(path: str) -> bool:
     """Whether a table in text has a column of vertex ids. Raises SpecError for other files."""
-    if text.start_of(path) is None:
+    if tables.start_of(path) is None:
         raise SpecError(
             f"{path}: is no .npy, .npz, .pt or text of numbers; save it with numpy.save"
         )
-    return text.head_of(path).ids is not None
+    return tables.head_of(path).ids is not None
 
 
 def masks_in(path: str, parts: Parts) -> dict[str, Array]:
@@ -223,7 +223,7 @@ def masks_in(path: str, parts: Parts) -> dict[str, Array]:
         found = {}
         for mask, file in named(files).items():
             saved = _saved(file, "ids")
-            found[mask] = text.column(file) if saved is None else np.asarray(saved)
+            found[mask] = tables.column(file) if saved is None else np.asarray(saved)
     elif kind == "npz":
         with arrays_in(path) as arrays:
             found = named({name: arrays.read(name) for name in arrays.files})

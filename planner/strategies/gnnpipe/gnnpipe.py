@@ -47,7 +47,7 @@ all stages:
 
     2 (stages-1) N H b        chunks between stages; twice that for GCNII, which also sends initial
                               rows; a model that sums its layers' rows also sends the sum; packed
-                              rows are smaller (planner/gnn/codec.py)
+                              rows are smaller (planner/gnn/rows.py)
     2 b sum_l H_{l-1} halo    hybrid: over layers whose input changes between steps; halo: rows that
                               other members of the group read, in any chunk (Sec. 3.2.3)
     2 (g-1) W b               hybrid: all-reduces of each stage's weights in its group
@@ -72,7 +72,7 @@ from typing import Literal
 
 import numpy as np
 
-from gnnplan.planner.gnn.footprint import (
+from gnnplan.planner.gnn.model import (
     OpMemory,
     block,
     decoded,

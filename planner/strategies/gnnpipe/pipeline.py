@@ -19,11 +19,11 @@ from typing import ClassVar
 import numpy as np
 
 from gnnplan.planner.gnn.model import Model
-from gnnplan.planner.ownership.chunks import ChunkCounts
+from gnnplan.planner.ownership.layout import ChunkCounts
 from gnnplan.planner.problem.problem import Problem
 from gnnplan.planner.strategies.base import Example, Strategy, settled
 from gnnplan.planner.vocabulary.errors import SpecError
-from gnnplan.planner.vocabulary.outer import RankMatrix
+from gnnplan.planner.vocabulary.numbers import RankMatrix
 from gnnplan.planner.vocabulary.schedule import Compute
 
 LOSSY = ("shuffle", "historical_gradients", "period", "bits")  # knobs that change the gradient

@@ -13,6 +13,6 @@
     offload.py          offload: chunk by chunk, with vertex data in the servers' memories
     chunked.py          the operations of a step of offload, their bytes and memory
 
-Codecs, which encode the rows that ranks send, are in planner/gnn/codec.py, because pipelines use
+Codecs, which encode the rows that ranks send, are in planner/gnn/rows.py, because pipelines use
 them too. Mini-batch strategies use the same `step` after sampling and loading.
 """

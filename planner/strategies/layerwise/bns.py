@@ -14,7 +14,7 @@ per row and b bytes per number. Memory for halo rows: p times that of the whole 
 constant features exchanges nothing in training and reads its whole halo. p = 1 is graph parallelism
 to the bit. Evaluation exchanges the whole halo.
 
-With `bits` the drawn rows are sent packed (planner/gnn/codec.py). Sampling and rounding are
+With `bits` the drawn rows are sent packed (planner/gnn/rows.py). Sampling and rounding are
 independent, so the expected sum over neighbours is still the full sum.
 
 A rank builds its sampled blocks in every epoch (`lay`), and keeps the full blocks for evaluation.

@@ -42,10 +42,9 @@ from itertools import pairwise, product
 
 import numpy as np
 
-from gnnplan.planner.gnn.footprint import COUNTS_AT_ENDS, OpMemory, block, footprint, loss
-from gnnplan.planner.gnn.model import Model
-from gnnplan.planner.gnn.operations import LONG
-from gnnplan.planner.ownership.estimated_layout import EstimatedLayout
+from gnnplan.planner.gnn.layer import LONG
+from gnnplan.planner.gnn.model import COUNTS_AT_ENDS, Model, OpMemory, block, footprint, loss
+from gnnplan.planner.ownership.estimated import EstimatedLayout
 from gnnplan.planner.ownership.layout import LayerCounts, Layout
 from gnnplan.planner.problem.problem import Problem
 from gnnplan.planner.strategies.layerwise.step import alike_as, end_of_step, first_alike, moments
@@ -58,9 +57,8 @@ from gnnplan.planner.strategies.program.program import (
     Step,
     Work,
 )
-from gnnplan.planner.vocabulary.outer import Outer, RankMatrix
+from gnnplan.planner.vocabulary.numbers import ByContent, Outer, RankMatrix
 from gnnplan.planner.vocabulary.schedule import Compute, Label
-from gnnplan.planner.vocabulary.values import ByContent
 
 # operations on a chunk, each with its way ('f' or 'b') if the name does not tell it
 FORWARD = ("load f", "halo f", "forward", "store f")

@@ -11,7 +11,7 @@ A layer reads these halo rows (a, b, c, d) in the first steps:
 
 A policy applies to rows before a layer, and to the gradients returned after it. The planner
 computes counts, bytes and memory from the policy; the executor, the exchanges, buffers and
-checkpointed state (executor/strategies/halo.py). A codec encodes the rows (planner/gnn/codec.py).
+checkpointed state (executor/strategies/halo.py). A codec encodes the rows (planner/gnn/rows.py).
 """
 
 from __future__ import annotations
@@ -21,15 +21,15 @@ from typing import Literal, NamedTuple
 
 import numpy as np
 
-from gnnplan.planner.gnn.codec import WHOLE, Codec
 from gnnplan.planner.gnn.model import Model
+from gnnplan.planner.gnn.rows import WHOLE, Codec
 from gnnplan.planner.graph.sampling import Ids
-from gnnplan.planner.ownership.estimated_layout import EstimatedLayout
+from gnnplan.planner.ownership.estimated import EstimatedLayout
 from gnnplan.planner.ownership.layout import LayerCounts, Layout
 from gnnplan.planner.problem.problem import Problem
 from gnnplan.planner.strategies.base import Strategy
 from gnnplan.planner.vocabulary.errors import SpecError
-from gnnplan.planner.vocabulary.outer import Outer, RankMatrix
+from gnnplan.planner.vocabulary.numbers import Outer, RankMatrix
 
 Rows = Layout | EstimatedLayout
 

@@ -52,9 +52,8 @@ from typing import ClassVar, Self
 
 import numpy as np
 
-from gnnplan.planner.gnn.footprint import OpMemory, block, keeps
-from gnnplan.planner.gnn.model import Model
-from gnnplan.planner.gnn.operations import COPY
+from gnnplan.planner.gnn.layer import COPY
+from gnnplan.planner.gnn.model import Model, OpMemory, block, keeps
 from gnnplan.planner.graph.disk_cache import Stopwatch
 from gnnplan.planner.graph.partition import locality_order
 from gnnplan.planner.ownership.layout import LayerCounts
@@ -67,8 +66,7 @@ from gnnplan.planner.strategies.layerwise.step import end_of_step, finish, first
 from gnnplan.planner.strategies.program.memory import machine_code
 from gnnplan.planner.strategies.program.program import Exchange, Op, Program
 from gnnplan.planner.vocabulary.errors import SpecError
-from gnnplan.planner.vocabulary.numbers import Number
-from gnnplan.planner.vocabulary.outer import Outer
+from gnnplan.planner.vocabulary.numbers import Number, Outer
 from gnnplan.planner.vocabulary.schedule import Compute, Gather, Schedule
 from gnnplan.planner.vocabulary.units import show_bytes
 

@@ -66,7 +66,7 @@ from typing import ClassVar, Self
 import numpy as np
 
 from gnnplan.planner.graph.sampling import BATCH_ORDER
-from gnnplan.planner.ownership.estimated_layout import EstimatedLayout
+from gnnplan.planner.ownership.estimated import EstimatedLayout
 from gnnplan.planner.ownership.layout import Expansion, Layout
 from gnnplan.planner.problem.problem import Problem
 from gnnplan.planner.strategies.base import Example, Strategy, settled

@@ -25,7 +25,7 @@ s_t = gamma s_{t-1} + (1 - gamma) v_t, s_0 = 0, for each halo row and layer: for
 gradients ('g') or for both ('gf'). It sends the same bytes and keeps one more buffer.
 
 With several `buckets`, all-reduces of gradients overlap with the backward pass (exchange.py). With
-`bits`, rows and gradients are sent packed, with stochastic rounding (planner/gnn/codec.py).
+`bits`, rows and gradients are sent packed, with stochastic rounding (planner/gnn/rows.py).
 
 `narrow` multiplies before the exchange if a layer makes its rows narrower, so that ranks send
 min(H_{l-1}, H_l) numbers per row. This is exact without staleness. With staleness it is our own
@@ -62,7 +62,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import ClassVar, Self
 
-from gnnplan.planner.gnn.codec import Codec
+from gnnplan.planner.gnn.rows import Codec
 from gnnplan.planner.problem.problem import Problem
 from gnnplan.planner.strategies.base import Example, Strategy
 from gnnplan.planner.strategies.layerwise.exchange import ExchangeOptions, Policy, pays

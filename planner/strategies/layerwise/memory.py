@@ -7,7 +7,7 @@
     backward   gradients of rows, and exchange buffers, in addition
 
 An exchange's buffers are counted with the layer. The counts follow
-executor/strategies/layerwise.py; planner/gnn/footprint.py has the sizes of a layer's tensors.
+executor/strategies/layerwise.py; planner/gnn/model.py has the sizes of a layer's tensors.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from gnnplan.planner.gnn.codec import PLACES, WHOLE
-from gnnplan.planner.gnn.footprint import (
+from gnnplan.planner.gnn.model import (
     LayerMemory,
+    Model,
     OpMemory,
     block,
     footprint,
@@ -30,8 +30,8 @@ from gnnplan.planner.gnn.footprint import (
     loss,
     rowwise,
 )
-from gnnplan.planner.gnn.model import Model
-from gnnplan.planner.ownership.estimated_layout import EstimatedLayout
+from gnnplan.planner.gnn.rows import PLACES, WHOLE
+from gnnplan.planner.ownership.estimated import EstimatedLayout
 from gnnplan.planner.ownership.layout import LayerCounts, Layout
 from gnnplan.planner.ownership.minibatch import Scored
 from gnnplan.planner.problem.problem import Problem

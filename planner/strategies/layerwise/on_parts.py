@@ -19,8 +19,8 @@ from typing import ClassVar
 
 import numpy as np
 
-from gnnplan.planner.gnn.footprint import block
-from gnnplan.planner.ownership.estimated_layout import EstimatedLayout
+from gnnplan.planner.gnn.model import block
+from gnnplan.planner.ownership.estimated import EstimatedLayout
 from gnnplan.planner.ownership.layout import Layout
 from gnnplan.planner.problem.problem import Problem
 from gnnplan.planner.strategies.base import Resident, Strategy
@@ -42,7 +42,7 @@ class OnParts(Strategy):
     """A strategy whose ranks own parts of the graph and exchange halo rows."""
 
     rounds_rows: ClassVar[bool] = True
-    adapts: ClassVar[bool] = False  # whether the executor supports the adaptive codec (codec.py)
+    adapts: ClassVar[bool] = False  # whether the executor supports the adaptive codec (gnn/rows.py)
 
     @property
     @abstractmethod

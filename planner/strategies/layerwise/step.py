@@ -2,7 +2,7 @@
 
     one step   |halo f 1|forward 1| .. |forward L|loss|backward L|halo b L| .. |all_reduce|update|
 
-With a codec, rows are packed before the exchange and unpacked after it (planner/gnn/codec.py):
+With a codec, rows are packed before the exchange and unpacked after it (planner/gnn/rows.py):
 
     .. |pack f 2|halo f 2|unpack f 2|forward 2| ..  |backward 2|pack b 2|halo b 2|unpack b 2| ..
 
@@ -21,15 +21,14 @@ from functools import partial
 import numpy as np
 
 from gnnplan.planner.gnn.model import Model
-from gnnplan.planner.ownership.estimated_layout import EstimatedLayout
+from gnnplan.planner.ownership.estimated import EstimatedLayout
 from gnnplan.planner.ownership.layout import Layout
 from gnnplan.planner.ownership.minibatch import Scored
 from gnnplan.planner.problem.problem import Problem
 from gnnplan.planner.strategies.layerwise.exchange import Bucket, ExchangeOptions, buckets_of
 from gnnplan.planner.strategies.layerwise.memory import Holds, rows_read
 from gnnplan.planner.strategies.program.program import AllReduce, Copy, Exchange, Op, Program
-from gnnplan.planner.vocabulary.numbers import Number
-from gnnplan.planner.vocabulary.outer import RankMatrix
+from gnnplan.planner.vocabulary.numbers import Number, RankMatrix
 from gnnplan.planner.vocabulary.schedule import Compute
 
 # The batches of an epoch, one per step; with several, each is loaded in its step. Empty: every step

@@ -45,9 +45,8 @@ from typing import ClassVar, Literal, NamedTuple, Self
 import numpy as np
 
 from gnnplan.planner.cluster.spec import MOST_PAIRED
-from gnnplan.planner.gnn.footprint import OpMemory, keeps
-from gnnplan.planner.gnn.model import MASK, Model
-from gnnplan.planner.gnn.operations import BIAS, COPY, MASKED, RELU, VECTOR
+from gnnplan.planner.gnn.layer import BIAS, COPY, MASKED, RELU, VECTOR
+from gnnplan.planner.gnn.model import MASK, Model, OpMemory, keeps
 from gnnplan.planner.gnn.trace import SUM
 from gnnplan.planner.graph.sampling import TILES
 from gnnplan.planner.problem.problem import Problem
@@ -64,7 +63,7 @@ from gnnplan.planner.strategies.program.program import (
     Program,
 )
 from gnnplan.planner.vocabulary.errors import SpecError
-from gnnplan.planner.vocabulary.outer import Outer
+from gnnplan.planner.vocabulary.numbers import Outer
 from gnnplan.planner.vocabulary.schedule import Compute, Gather
 from gnnplan.planner.vocabulary.units import show_bytes
 

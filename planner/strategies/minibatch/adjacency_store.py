@@ -31,7 +31,7 @@ from numpy.typing import NDArray
 from gnnplan.planner.gnn.workload import Workload
 from gnnplan.planner.graph.graph import Graph
 from gnnplan.planner.graph.sampling import Ids, taken
-from gnnplan.planner.ownership.estimated_batches import EstimatedBatches
+from gnnplan.planner.ownership.estimated import EstimatedBatches
 from gnnplan.planner.ownership.minibatch import Batches, MiniBatch
 from gnnplan.planner.problem.problem import Problem
 from gnnplan.planner.strategies.minibatch.feature_store import (
@@ -42,7 +42,7 @@ from gnnplan.planner.strategies.minibatch.feature_store import (
     provider_of,
 )
 from gnnplan.planner.vocabulary.errors import SpecError
-from gnnplan.planner.vocabulary.outer import Outer
+from gnnplan.planner.vocabulary.numbers import Outer
 
 NEIGHBOUR = 4  # bytes of a neighbour's id, in a list or in an answer
 ENTRY = 8  # bytes of a list's offset

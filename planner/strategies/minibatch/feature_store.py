@@ -30,10 +30,9 @@ from gnnplan.planner.cluster.spec import MOST_PAIRED
 from gnnplan.planner.gnn.workload import Workload
 from gnnplan.planner.graph.disk_cache import Stopwatch, cached
 from gnnplan.planner.graph.graph import Graph, GraphStats
-from gnnplan.planner.graph.partition import partition
+from gnnplan.planner.graph.partition import BEFORE, EPOCHS, partition
 from gnnplan.planner.graph.sampling import Ids, drawn_as, presampled
-from gnnplan.planner.graph.splitting import BEFORE, EPOCHS
-from gnnplan.planner.ownership.estimated_batches import (
+from gnnplan.planner.ownership.estimated import (
     EstimatedBatch,
     EstimatedBatches,
     Expected,
@@ -43,8 +42,8 @@ from gnnplan.planner.ownership.minibatch import Batches, MiniBatch, frontiers
 from gnnplan.planner.problem.problem import Problem
 from gnnplan.planner.vocabulary.errors import SpecError
 from gnnplan.planner.vocabulary.files import suggest
-from gnnplan.planner.vocabulary.knobs import show_size
-from gnnplan.planner.vocabulary.outer import Outer, RankMatrix
+from gnnplan.planner.vocabulary.numbers import Outer, RankMatrix
+from gnnplan.planner.vocabulary.text import show_size
 from gnnplan.planner.vocabulary.units import show_bytes
 
 HOT = ("frequency", "degree")
@@ -210,7 +209,7 @@ class EstimatedStore:
     servers, slices, shared, seconds: as in `Store`.
     groups: the group of each rank; a group splits a batch.
     cached_rows: number of rows that each GPU caches, of the classes of vertices that are read most
-        (planner/ownership/estimated_batches.py).
+        (planner/ownership/estimated.py).
     spread: whether each row is in one server's memory, chosen by a hash.
     """
 

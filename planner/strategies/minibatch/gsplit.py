@@ -64,7 +64,7 @@ Sources: GSplit (arXiv 2303.13775), Sec. 3-5; DNP and SNP of APT (PPoPP 2025,
 github.com/kaihaoma/APT).
 
 See also supply.py, on_batches.py, feature_store.py, adjacency_store.py, memory.py, proposals.py in
-this folder; layerwise/step.py for the layers; planner/graph/splitting.py for owners;
+this folder; layerwise/step.py for the layers; planner/graph/partition.py for owners;
 executor/strategies/minibatch.py.
 """
 
@@ -78,7 +78,7 @@ from typing import ClassVar, Self
 import numpy as np
 
 from gnnplan.planner.gnn.kinds import KINDS
-from gnnplan.planner.graph.splitting import EPOCHS, FINEST, IMBALANCE, LOOSEST, SPLITTERS
+from gnnplan.planner.graph.partition import EPOCHS, FINEST, IMBALANCE, LOOSEST, SPLITTERS
 from gnnplan.planner.ownership.minibatch import Batches
 from gnnplan.planner.problem.problem import Problem
 from gnnplan.planner.strategies.base import Bytes, Example, Strategy

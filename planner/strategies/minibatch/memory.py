@@ -17,7 +17,7 @@ from functools import partial
 
 import numpy as np
 
-from gnnplan.planner.gnn.footprint import block
+from gnnplan.planner.gnn.model import block
 from gnnplan.planner.gnn.trace import PIECES
 from gnnplan.planner.graph.sampling import Ids
 from gnnplan.planner.ownership.minibatch import MiniBatch

@@ -66,7 +66,7 @@ from gnnplan.planner.strategies.minibatch.memory import (
 from gnnplan.planner.strategies.minibatch.supply import Supply, sampled_on_device, sized_exchange
 from gnnplan.planner.strategies.program.program import Op, Program
 from gnnplan.planner.vocabulary.errors import SpecError
-from gnnplan.planner.vocabulary.outer import Outer
+from gnnplan.planner.vocabulary.numbers import Outer
 from gnnplan.planner.vocabulary.schedule import Compute
 
 # -- the operations of one mini-batch --------------------------------------------------------------

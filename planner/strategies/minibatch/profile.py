@@ -24,8 +24,8 @@ from numpy.typing import NDArray
 from gnnplan.planner.gnn.model import Model, describe
 from gnnplan.planner.gnn.workload import ALL, Workload
 from gnnplan.planner.graph.graph import Graph, GraphStats
-from gnnplan.planner.graph.splitting import owners
-from gnnplan.planner.ownership.estimated_batches import EstimatedBatches
+from gnnplan.planner.graph.partition import owners
+from gnnplan.planner.ownership.estimated import EstimatedBatches
 from gnnplan.planner.ownership.minibatch import Batches
 from gnnplan.planner.strategies.minibatch.feature_store import HOT, hottest
 from gnnplan.planner.strategies.minibatch.on_batches import check_batches

@@ -12,7 +12,7 @@ from typing import Literal
 import numpy as np
 
 from gnnplan.planner.cluster.compute import SECTOR
-from gnnplan.planner.gnn.footprint import COUNTS_AT_ENDS, block
+from gnnplan.planner.gnn.model import COUNTS_AT_ENDS, block
 from gnnplan.planner.ownership.layout import LayerCounts
 from gnnplan.planner.ownership.minibatch import Batches, MiniBatch
 from gnnplan.planner.problem.problem import Problem
@@ -20,8 +20,7 @@ from gnnplan.planner.strategies.minibatch.adjacency_store import NEIGHBOUR, List
 from gnnplan.planner.strategies.minibatch.feature_store import Features
 from gnnplan.planner.strategies.program.price import setup_s
 from gnnplan.planner.strategies.program.program import Copy, Exchange, Op, Sampling
-from gnnplan.planner.vocabulary.numbers import Number
-from gnnplan.planner.vocabulary.outer import Outer, RankMatrix
+from gnnplan.planner.vocabulary.numbers import Number, Outer, RankMatrix
 from gnnplan.planner.vocabulary.schedule import Compute
 
 ID = 8  # bytes of a vertex's id

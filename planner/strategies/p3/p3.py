@@ -81,7 +81,7 @@ from functools import cache, partial
 
 import numpy as np
 
-from gnnplan.planner.gnn.footprint import OpMemory, block, footprint, in_turn, keeps
+from gnnplan.planner.gnn.model import OpMemory, block, footprint, in_turn, keeps
 from gnnplan.planner.gnn.trace import PIECES
 from gnnplan.planner.ownership.layout import LayerCounts
 from gnnplan.planner.ownership.minibatch import MiniBatch, Scored
@@ -105,7 +105,7 @@ from gnnplan.planner.strategies.program.program import (
     QueuedOp,
     Step,
 )
-from gnnplan.planner.vocabulary.outer import Outer
+from gnnplan.planner.vocabulary.numbers import Outer
 from gnnplan.planner.vocabulary.schedule import Compute, Label
 
 

@@ -39,7 +39,7 @@ from gnnplan.planner.strategies.minibatch.proposals import (
     with_one_sampler,
 )
 from gnnplan.planner.vocabulary.errors import SpecError
-from gnnplan.planner.vocabulary.outer import sums
+from gnnplan.planner.vocabulary.numbers import sums
 from gnnplan.planner.vocabulary.units import show_bytes
 
 OVER = ("server", "rank")

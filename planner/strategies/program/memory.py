@@ -12,7 +12,7 @@ from itertools import takewhile
 
 import numpy as np
 
-from gnnplan.planner.gnn.footprint import COMMUNICATOR, RUNTIME, in_turn
+from gnnplan.planner.gnn.model import COMMUNICATOR, RUNTIME, in_turn
 from gnnplan.planner.gnn.trace import shapes
 from gnnplan.planner.problem.problem import Problem
 from gnnplan.planner.strategies.program.program import Op, Program

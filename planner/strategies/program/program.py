@@ -11,13 +11,12 @@ from typing import Any, Literal, NamedTuple, Protocol
 
 import numpy as np
 
-from gnnplan.planner.gnn.footprint import OpMemory
-from gnnplan.planner.vocabulary.outer import RankMatrix
+from gnnplan.planner.gnn.model import OpMemory
+from gnnplan.planner.vocabulary.numbers import ByContent, RankMatrix
 from gnnplan.planner.vocabulary.schedule import Compute, Label
 from gnnplan.planner.vocabulary.schedule import Copy as Copy
 from gnnplan.planner.vocabulary.schedule import Exchange as Exchange
 from gnnplan.planner.vocabulary.schedule import Sampling as Sampling
-from gnnplan.planner.vocabulary.values import ByContent
 
 Group = tuple[int, ...]  # ranks
 PLACED_BY = 4  # number of steps whose traffic decides the placement; later steps are similar

@@ -1,4 +1,4 @@
-"""This machine's GPUs as `nvidia-smi` lists them, until `gnnplan measure` has run."""
+"""Servers that nobody measured: those of clouds, and this machine's GPUs."""
 
 from __future__ import annotations
 
@@ -10,13 +10,80 @@ import tempfile
 from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
-from gnnplan.planner.cluster.readings import read
 from gnnplan.planner.cluster.spec import PRESETS, Cluster
 from gnnplan.planner.vocabulary.errors import SpecError
-from gnnplan.planner.vocabulary.files import read_yaml
+from gnnplan.planner.vocabulary.files import quoted, read_yaml
 
-USABLE = 0.9  # usable share of a GPU's memory, as in presets
+# -- cloud instance types --------------------------------------------------------------------------
+
+# Servers by the names of their cloud instance types: `--cluster p4d.24xlarge?servers=2`.
+#
+# traces/quoted/clouds.csv has a row per instance type: the preset with the same device and the same
+# links inside a server, the number of GPUs and NICs, Gbit/s of all NICs together, memory and vCPUs
+# of the host, the list price with date and source, and the fields of the device that differ. Rates
+# are datasheet rates times the same cautious efficiencies as in presets. Prices change:
+# `?price=2.20` sets the dollars that you pay per GPU and hour.
+
+
+REACHED = 0.75  # bandwidth that programs reach, as a share of a link's datasheet bandwidth
+USABLE = 0.9  # usable share of a host's memory, and of a GPU's, as in presets
+THREADS = 2  # vCPUs per core
+
+
+def instance_types() -> list[str]:
+    """Return the names of all known instance types."""
+    return [row["name"] for row in quoted("clouds.csv")]
+
+
+def fields_of(name: str, base: Cluster) -> dict[str, Any]:
+    """Return the cluster fields of an instance type; `base` is the preset named by `base_of`."""
+    row = _row(name)
+    gpus, nics, gbit = int(row["gpus"]), int(row["nics"]), float(row["gbit_per_s"])
+    device = dict(field.split("=") for field in row["device"].split(";") if field)
+    per_nic = gpus // nics
+    rate = gbit / 8 / nics * REACHED
+    sources = {
+        "inter_node.bandwidth": f"datasheet {gbit:g} Gbit/s of {nics} NICs together x {REACHED:g}",
+        "inter_node.latency": "assumed",
+        "host_memory": f"datasheet {row['host_gib']} GiB x {USABLE:g}",
+        "cores": f"datasheet {row['vcpus']} vCPUs / {THREADS}",
+        "price": f"printed list price {row['priced']}: ${row['dollars_per_hour']} an hour,"
+        f" {row['price_source']}",
+        **{f"device.{field}": "datasheet" for field in device if field != "name"},
+    }
+    # these fields depend on the software of the preset's testbed
+    dropped = {"host_rates", "device_rates", "sampler"}
+    of_base = {field: text for field, text in base.provenance.items() if field not in dropped}
+    return {
+        **base.model_dump(exclude=dropped),
+        "servers": 1,
+        "gpus_per_server": gpus,
+        "islands": [range(gpus)] if base.islands else [],
+        "name": name,
+        "device": {**base.device.model_dump(), **device},
+        "nics": [range(nic * per_nic, (nic + 1) * per_nic) for nic in range(nics)],
+        "inter_node": {"bandwidth": f"{rate}GB/s", "latency": f"{row['latency_us']}us"},
+        "host_memory": f"{float(row['host_gib']) * USABLE}GiB",
+        "cores": int(row["vcpus"]) // THREADS,
+        "price": float(row["dollars_per_hour"]) / gpus,
+        "provenance": of_base | sources,
+    }
+
+
+def base_of(name: str) -> str:
+    """Return the name of the preset that has an instance type's device and links."""
+    return _row(name)["base"]
+
+
+def _row(name: str) -> dict[str, str]:
+    return next(row for row in quoted("clouds.csv") if row["name"] == name)
+
+
+# -- this machine's GPUs ---------------------------------------------------------------------------
+
+
 UNKNOWN = "l4_box"  # preset with the rates of unknown GPU models: few GPUs are slower than an L4
 
 
@@ -77,6 +144,8 @@ def _wired(cluster: Cluster) -> Cluster | None:
 
     Return None if its table cannot be read, or has another number of GPUs.
     """
+    from gnnplan.planner.cluster.readings import read  # takes long to import
+
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "nvidia-smi topo -m"
         path.write_text(_nvidia_smi("topo", "-m"), "utf-8")
