@@ -3,7 +3,7 @@
 A printed comparison has two or more strategies for the same graph, GNN and GPUs. `score` predicts
 each strategy as a plan does, on the testbed's preset. The choice is the strategy with the shortest
 predicted epoch, exact or not. Its *regret* is its printed epoch divided by the shortest printed
-epoch, minus one. `score` also makes the choice by predictions of the papers' code (interpret.py).
+epoch, minus one. `score` also makes the choice by predictions of the papers' code (figures.py).
 """
 
 from __future__ import annotations
@@ -14,11 +14,9 @@ from dataclasses import dataclass
 import numpy as np
 from commands import header, line
 
-from gnnplan.papers.figures import predict
-from gnnplan.papers.interpret import question, testbed
-from gnnplan.papers.published import DIFFERENT
+from gnnplan.papers.figures import predict, question, testbed
+from gnnplan.papers.published import DIFFERENT, JOB
 from gnnplan.papers.question import Row, Skip, Testbeds
-from gnnplan.papers.rows import JOB
 from gnnplan.planner.decision.candidate import Candidate
 from gnnplan.planner.decision.recommendation import outlooks
 from gnnplan.planner.problem.problem import Problem

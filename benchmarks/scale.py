@@ -30,7 +30,7 @@ from typing import NamedTuple
 import numpy as np
 from commands import header, line, words
 
-from gnnplan.api.asking import problem_of
+from gnnplan.api.arguments import problem_of
 from gnnplan.planner.decision.plan import make
 from gnnplan.planner.decision.search import search
 from gnnplan.planner.problem.inputs import ask_workload, read_cluster

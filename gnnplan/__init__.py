@@ -20,14 +20,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from gnnplan.api.checking import Check as Check
-    from gnnplan.api.checking import check as check
-    from gnnplan.api.measuring import measure as measure
     from gnnplan.api.planning import Plan as Plan
     from gnnplan.api.planning import load_plan as load_plan
     from gnnplan.api.planning import plan as plan
+    from gnnplan.api.running import Check as Check
     from gnnplan.api.running import Preflight as Preflight
     from gnnplan.api.running import Run as Run
+    from gnnplan.api.running import check as check
+    from gnnplan.api.running import measure as measure
     from gnnplan.api.scaling import Offers as Offers
     from gnnplan.api.scaling import Scale as Scale
     from gnnplan.api.scaling import offers as offers

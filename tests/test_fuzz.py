@@ -30,11 +30,10 @@ from hypothesis import strategies as st
 
 import gnnplan.planner.graph.arrays as graphs
 import gnnplan.planner.graph.graph as graph_module
-from gnnplan.api.asking import problem_of
+from gnnplan.api.arguments import problem_of
 from gnnplan.executor.launch.run_request import Options
-from gnnplan.papers.published import evaluate_rows
-from gnnplan.papers.rows import COLUMNS
-from gnnplan.papers.rows import read as read_published
+from gnnplan.papers.published import COLUMNS, evaluate_rows
+from gnnplan.papers.published import read as read_published
 from gnnplan.planner.cluster.spec import PRESETS
 from gnnplan.planner.decision import plan as plans
 from gnnplan.planner.decision.candidate import evaluate

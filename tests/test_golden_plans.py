@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 from examples import NIGHT
 
-from gnnplan.papers import rows
+from gnnplan.papers import published
 from gnnplan.papers.figures import predict
 from gnnplan.papers.question import Row, Skip
 from gnnplan.planner.cluster.spec import PRESETS, Cluster
@@ -174,7 +174,7 @@ def of_models() -> Iterator[Question]:
 def of_print() -> Iterator[Question]:
     """Every printed figure: the code of others, and testbeds that are not ours."""
     for file in ("figures", "others"):
-        for row in rows.read(PRINTED / f"{file}.csv"):
+        for row in published.read(PRINTED / f"{file}.csv"):
             yield f"{file}:{row['line']} {row['strategy']} {row['metric']}", partial(printed, row)
 
 

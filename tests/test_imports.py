@@ -17,8 +17,7 @@ OF_PACKAGES = {
     "simulator": "",
     "report": "",
     "papers": "",
-    "api": "view defaults arguments asking simulation validation checking running measuring planning"
-    " scaling tuning",
+    "api": "view arguments simulation validation running planning scaling tuning",
     "executor": "layers modules ranks minibatch strategies train launch measure emit",
 }
 ROOMS = {package: rooms.split() for package, rooms in OF_PACKAGES.items()}
@@ -92,7 +91,7 @@ def test_a_room_imports_rooms_above_it_only():
         allowed = ROOMS[package][: ROOMS[package].index(room) + 1]
         for target in targets:
             _, of, other, *_ = [*target.split("."), "", ""]
-            assert of != package or other in allowed, (
+            assert of != package or other in ("", *allowed), (
                 f"{module} imports {target}: {room} stands above {other}"
             )
 

@@ -10,9 +10,11 @@ import numpy as np
 import pytest
 from calls import planned
 
+from gnnplan import report as page
 from gnnplan.planner.decision import plan as plans
 from gnnplan.planner.vocabulary.trace import Span
-from gnnplan.report import decision, page, report, traffic
+from gnnplan.report import choice, report
+from gnnplan.report import timeline as an_epoch
 from gnnplan.report.facts import gather
 from gnnplan.report.timeline import MOST_MARKS, marks, steady, thinned, timeline
 
@@ -73,18 +75,18 @@ def test_the_page_is_one_small_file_that_fetches_nothing(plan, tmp_path):
 
 
 def test_bars_add_up_to_epochs(facts):
-    drawn = decision.epochs(facts).figure
+    drawn = choice.epochs(facts).figure
     bars = [trace for trace in drawn.data if trace.type == "bar"]
     unit = {"ms of an epoch": 1e3, "s of an epoch": 1.0, "µs of an epoch": 1e6}
     scale = unit[drawn.layout.xaxis.title.text]
     answers = [facts.document["best"], *facts.document["alternatives"]]
-    for place, answer in enumerate(answers[: decision.MOST_BARS]):
+    for place, answer in enumerate(answers[: choice.MOST_BARS]):
         together = sum(bar.x[place] for bar in bars) / scale
         assert together == pytest.approx(answer["predicted"]["epoch_s"], rel=1e-9)
 
 
 def test_memory_adds_up_to_what_the_plan_says(facts):
-    drawn = decision.memory(facts).figure
+    drawn = choice.memory(facts).figure
     scale = {"MB": 1e6, "GB": 1e9}[drawn.layout.yaxis.title.text]
     fullest = max(sum(bar.y[rank] for bar in drawn.data) for rank in range(facts.problem.ranks))
     said = facts.document["best"]["predicted"]["memory_bytes"]
@@ -93,17 +95,17 @@ def test_memory_adds_up_to_what_the_plan_says(facts):
 
 def test_the_matrix_adds_up_to_the_bytes_and_links_carry_them(facts):
     said = facts.document["best"]["predicted"]
-    sent = traffic.sent_between(facts.candidate, facts.epoch)
+    sent = an_epoch.sent_between(facts.candidate, facts.epoch)
     assert sent.sum() == pytest.approx(said["bytes_total"], rel=1e-12)
-    [field] = traffic.matrix(facts).figure.data
+    [field] = an_epoch.matrix(facts).figure.data
     scale = {"kB": 1e3, "MB": 1e6}[field.colorbar.title.text]
     assert np.sum(field.z) * scale == pytest.approx(said["bytes_total"], rel=1e-4)
     servers = np.array(facts.problem.servers)
     between = sent[servers[:, None] != servers].sum()
     assert between == pytest.approx(said["bytes_by_link"]["inter_node"], rel=1e-9)
-    loads = traffic.loads(facts.candidate, sent)
+    loads = an_epoch.loads(facts.candidate, sent)
     assert sum(one.nbytes for one in loads if one.port[0] == "nic_out") == pytest.approx(between)
-    [bars] = traffic.links(facts).figure.data
+    [bars] = an_epoch.links(facts).figure.data
     assert list(bars.x) == sorted(bars.x, reverse=True)
     assert {"NIC 0 -> network 0", "network 0 -> NIC 1"} <= set(bars.y)
 
@@ -158,8 +160,8 @@ def test_a_wide_pipeline_of_32_layers_fits_in_the_page(tmp_path):
     how = "--graph reddit --cluster gnnpipe_a5000 --model gcn --layers 32 --hidden 100"
     planned(tmp_path / "plan.json", how, "--strategy gnnpipe(stages=8,chunks=32)")
     facts = gather(tmp_path / "plan.json", [])
-    pictures = [decision.epochs(facts), timeline(facts), decision.memory(facts)]
-    pictures += [traffic.matrix(facts), traffic.links(facts)]
+    pictures = [choice.epochs(facts), timeline(facts), choice.memory(facts)]
+    pictures += [an_epoch.matrix(facts), an_epoch.links(facts)]
     assert len(page.page(facts, pictures, {}).encode()) <= MOST_BYTES
 
 

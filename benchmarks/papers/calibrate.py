@@ -29,8 +29,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from gnnplan.papers import published, their_software
-from gnnplan.papers.figures import predict
-from gnnplan.papers.interpret import testbed, whole
+from gnnplan.papers.figures import predict, testbed, whole
 from gnnplan.papers.question import Row, Skip, Testbeds
 from gnnplan.planner.cluster.scaling import fitted as fitted_factors
 from gnnplan.planner.cluster.spec import Cluster

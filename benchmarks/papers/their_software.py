@@ -29,8 +29,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from scipy.special import ndtr, ndtri
 
-from gnnplan.papers.question import Params, Question, Row
-from gnnplan.papers.their_passes import TheirModel, TheirProblem
+from gnnplan.papers.question import Params, Question, Row, TheirModel, TheirProblem
 from gnnplan.planner.cluster.compute import SECTOR, WARP_LINE
 from gnnplan.planner.cluster.spec import Cluster, Link
 from gnnplan.planner.gnn.kinds import LayerSpec

@@ -1,17 +1,22 @@
-"""Arguments of the API's functions, checked by the functions' annotations.
+"""Arguments of the API's functions: checked by annotations, and read into a Problem.
 
 An argument of a wrong type raises the same error everywhere, instead of an error from deep inside;
-numbers of NumPy and PyTorch become Python's numbers."""
+numbers of NumPy and PyTorch become Python's numbers. A graph, a GNN and a cluster may have any form
+that a user has them in."""
 
 from __future__ import annotations
 
 import inspect
 import operator
 import os
+import shutil
 import sys
+import tempfile
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
+from dataclasses import dataclass, replace
 from functools import wraps
+from hashlib import blake2b
 from numbers import Real
 from pathlib import Path
 from types import NoneType, UnionType
@@ -19,7 +24,24 @@ from typing import Any, ParamSpec, TypeVar, get_args, get_origin
 
 import numpy as np
 
+from gnnplan.planner.cluster.spec import Cluster
+from gnnplan.planner.gnn.workload import AUTO, TASKS, Workload
+from gnnplan.planner.graph.data import unread_by
+from gnnplan.planner.graph.graph import Cut, Graph
+from gnnplan.planner.graph.load import load, source_of, well_known
+from gnnplan.planner.graph.part_folder import digest_of
+from gnnplan.planner.graph.partition import METHODS, chosen
+from gnnplan.planner.problem.inputs import (
+    apply_overrides,
+    ask_workload,
+    checked,
+    read_fitted,
+    with_fields,
+)
+from gnnplan.planner.problem.problem import Problem, with_ranks
 from gnnplan.planner.vocabulary.errors import SpecError
+from gnnplan.planner.vocabulary.files import cache_dir, one_of
+from gnnplan.planner.vocabulary.progress import notify
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -92,3 +114,229 @@ def _as(kind: Any, value: Any) -> Any:
         return float(value) if isinstance(value, Real) and not is_truth else None
     is_protocol = getattr(kind, "_is_protocol", False)
     return value if is_protocol or isinstance(value, kind) else None
+
+
+# -- the question ----------------------------------------------------------------------------------
+
+
+# {'servers': 16}, 'servers=16' (as --set takes it), or a list of such strings
+Overrides = Mapping[str, object] | Iterable[str]
+
+
+OF_LABELS = ("none", "regression")  # values of --task that describe the graph's labels
+
+
+@dataclass(frozen=True)
+class Question:
+    """A problem, with notes on how the user's input was read."""
+
+    problem: Problem
+    notes: tuple[str, ...]
+    given: frozenset[str] = frozenset()  # names of the fields that the user set
+    chooses_dtype: bool = False  # the plan chooses the rows' dtype (decision/dtypes.py)
+
+
+@typed
+def ask(
+    graph: Any,
+    cluster: str | Path | Mapping[str, Any] | Cluster,
+    workload: str | Path | Mapping[str, Any] | Workload | None,
+    *,
+    features: str | int | os.PathLike[str] | None = None,
+    labels: str | os.PathLike[str] | None = None,
+    split: str | os.PathLike[str] | None = None,
+    task: str | None = None,
+    overrides: Overrides = (),
+    ranks: int | None = None,
+    partitioner: str = "auto",
+    directed: bool = False,
+    may_choose_dtype: bool = False,
+    **fields: object,
+) -> Question:
+    """Return the question that the arguments describe; `gnnplan.plan` documents each argument.
+
+    may_choose_dtype: the field dtype may be 'auto'. Raises SpecError.
+    """
+    if task is not None:
+        task = one_of("--task", task, (*TASKS, *OF_LABELS))
+    if task in TASKS:  # a field of the workload; OF_LABELS describe the graph instead
+        fields, task = {**fields, "task": task}, None
+    settings = settings_of(overrides)
+    fields_set = [setting.partition("=")[0].strip() for setting in settings]
+    chooses_dtype = may_choose_dtype and str(fields.get("dtype")).lower() == AUTO
+    for setting, field in zip(settings, fields_set, strict=True):
+        option = fields.get(field)
+        if option is not None and text_of(option) != setting.partition("=")[2].strip():
+            raise SpecError(
+                f"--set {setting} and --{field.replace('_', '-')} name one field; leave one out"
+            )
+    if chooses_dtype:
+        fields = {**fields, "dtype": "float32"}  # the plan tries the other dtypes later
+    model = fields.get("model")
+    if isinstance(model, os.PathLike):
+        model = fields["model"] = os.fspath(model)
+    live: Any = None if isinstance(model, str) else model  # a torch.nn.Module, or its class
+    if isinstance(workload, Workload):
+        workload = workload.model_dump(exclude_unset=True)
+    workload = str(workload) if isinstance(workload, Path) else workload
+    wanted = ask_workload(workload, {**fields, "model": None} if live else fields)
+    asked, module = wanted.workload, live or wanted.module
+    machine, fitted = _cluster_of(cluster, asked.model)
+    says_loss = asked.loss is not None or "loss" in fields_set
+    name, written_notes = source_name(graph, numbers=says_loss or task == "regression")
+    notify(f"reading {name}")
+    if says_loss and task is None and "task=" not in name and os.path.exists(name.split("?")[0]):
+        task = "regression"
+    files = {"features": features, "labels": labels, "split": split}
+    source = source_of(
+        name, task=task, **{what: str(file) for what, file in files.items() if file is not None}
+    )
+    problem = problem_of(
+        source, machine, asked, settings, ranks, partitioner, directed, written_notes
+    )
+    model_notes = [] if module else unread_by(asked.model, problem.graph)
+    if module:
+        from gnnplan.executor.modules.read import with_user_model
+
+        notify("reading the model")
+        more = {} if wanted.fanout is None else {"fanout": wanted.fanout}
+        problem, model_notes = with_user_model(
+            problem, module, [*wanted.given, *fields_set], more=more
+        )
+        if problem.workload.model != asked.model:  # a testbed may have constants per model
+            machine, fitted = _cluster_of(cluster, problem.workload.model)
+            machine, _ = apply_overrides(machine, asked, settings)
+            problem = replace(problem, cluster=with_ranks(machine, ranks))
+    notes = (*problem.stats.notes, *model_notes, *([fitted] if fitted else []))
+    return Question(problem, notes, frozenset([*wanted.given, *fields_set]), chooses_dtype)
+
+
+def source_name(graph: Any, numbers: bool = False) -> tuple[str, list[str]]:
+    """Return the name by which `load` finds a graph, and notes; write an object to the cache first.
+
+    numbers: the labels are numbers to predict, even if they look like classes. Raises SpecError.
+    """
+    if isinstance(graph, str | Path):
+        return str(graph), []
+    if isinstance(graph, Graph):
+        return graph.stats.source, []
+    from gnnplan.planner.graph.formats import Extras, convert
+
+    # ranks are separate processes and read the graph from a folder named by the graph's hash
+    kept = cache_dir() / "graphs"
+    kept.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=kept) as folder:
+        made = Path(folder) / "graph"
+        _, _, notes = convert(graph, made, Extras(numbers=numbers))
+        content = " ".join(f"{file.name} {digest_of(file)}" for file in sorted(made.iterdir()))
+        target = kept / blake2b(content.encode(), digest_size=8).hexdigest()
+        if not target.exists():
+            try:
+                os.rename(made, target)
+            except OSError:  # another process may have written the same graph
+                if not target.exists():
+                    raise
+        shutil.rmtree(made, ignore_errors=True)
+    return str(target), notes
+
+
+def _cluster_of(
+    cluster: str | Path | Mapping[str, Any] | Cluster, model: str
+) -> tuple[Cluster, str]:
+    """Return the cluster, and a note on constants fitted to published figures ('' if none are).
+
+    A name or path may set fields, as `with_fields` says.
+    """
+    if isinstance(cluster, Cluster):
+        return cluster, ""
+    if isinstance(cluster, Mapping):
+        return checked(Cluster, cluster, "cluster: "), ""
+    machine, fitted = read_fitted(str(cluster).partition("?")[0], model)
+    return with_fields(machine, str(cluster)), fitted
+
+
+def settings_of(overrides: Overrides) -> list[str]:
+    """Return overrides as a list of 'field=value'. Raises SpecError.
+
+    >>> settings_of({"inter_node": {"latency": "9us"}, "fanout": [15, 10]})
+    ['inter_node.latency=9us', 'fanout=15,10']
+    """
+    if not isinstance(overrides, Mapping):
+        settings = [value_of("an override", setting, str) for setting in several(overrides)]
+        names = [setting.partition("=")[0].strip() for setting in settings]
+        if twice := next((name for name in names if names.count(name) > 1), ""):
+            raise SpecError(f"--set {twice}: given twice; keep one")
+        return settings
+    nested = {field: value for field, value in overrides.items() if isinstance(value, Mapping)}
+    inner = {f"{field}.{name}": v for field, of in nested.items() for name, v in of.items()}
+    own = (f"{field}={text_of(value)}" for field, value in overrides.items() if field not in nested)
+    return [*(settings_of(inner) if inner else []), *own]
+
+
+def text_of(value: Any) -> str:
+    """Return a field's value as --set takes it."""
+    listed = isinstance(value, Iterable) and not isinstance(value, str)
+    return ",".join(map(str, value)) if listed else str(value)
+
+
+def several(names: Iterable[Any] | str | os.PathLike[str]) -> list[Any]:
+    """Return one name or several names as a list."""
+    return [names] if isinstance(names, str | os.PathLike) else list(names)
+
+
+def problem_of(
+    graph: str,
+    cluster: Cluster,
+    workload: Workload,
+    settings: Sequence[str],
+    ranks: int | None,
+    method: str,
+    directed: bool,
+    written_notes: Sequence[str] = (),
+) -> Problem:
+    """Load the graph and return the problem; written_notes: notes of writing the graph.
+
+    Raises SpecError.
+    """
+    method = one_of("--partitioner", method, (AUTO, *METHODS))
+    cluster, workload = apply_overrides(cluster, workload, settings)
+    cluster = with_ranks(cluster, ranks)
+    head, mark, query = graph.partition("?")
+    if not head.startswith("synthetic:") and not well_known(head):
+        graph = os.path.realpath(head) + mark + query  # the plan may be run from another folder
+    loaded = load(graph, directed)
+    stats = loaded.stats if isinstance(loaded, Graph) else loaded
+    stats = replace(stats, notes=(*written_notes, *stats.notes))
+    if cluster.ranks > stats.vertices:
+        raise SpecError(
+            f"every rank needs a vertex (vertices: {stats.vertices:,}, ranks: {cluster.ranks:,}); "
+            f"use --ranks {stats.vertices} or less"
+        )
+    known = replace(loaded, stats=stats) if isinstance(loaded, Graph) else None
+    if known is not None and known.cut is not None:
+        cluster = with_parts(known.cut, stats.source, cluster, ranks, method)
+    return Problem(stats, known, workload, cluster, chosen(method, loaded))
+
+
+def with_parts(cut: Cut, source: str, cluster: Cluster, ranks: int | None, method: str) -> Cluster:
+    """Return the cluster with one rank per part of a graph that is partitioned already.
+
+    ranks, method: the number of ranks and the partitioner that the user asks for. Raises SpecError.
+    """
+    if ranks not in (None, cut.parts):
+        raise SpecError(
+            f"{source} has a part for each of {cut.parts:,} ranks, and --ranks asks for {ranks:,};"
+            f" leave it out, or cut the graph anew (gnnplan partition -k {ranks})"
+        )
+    if method not in (AUTO, cut.method):
+        raise SpecError(
+            f"{source} is cut by {cut.method}, and --partitioner names {method}; leave it out, or"
+            f" cut the graph anew (gnnplan partition --partitioner {method})"
+        )
+    try:
+        return with_ranks(cluster, cut.parts)
+    except SpecError as error:
+        raise SpecError(
+            f"{source} has a part for each of {cut.parts:,} ranks: {error}; or cut the graph anew"
+            f" (gnnplan partition -k {cluster.ranks})"
+        ) from error

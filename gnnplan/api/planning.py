@@ -9,9 +9,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from gnnplan.api.arguments import typed
-from gnnplan.api.asking import Overrides, Question, ask, several
-from gnnplan.api.defaults import DEFAULT_GRAPH
+from gnnplan.api import DEFAULT_GRAPH
+from gnnplan.api.arguments import Overrides, Question, ask, several, typed
 from gnnplan.api.view import Blocks, View, of
 from gnnplan.planner.cluster.spec import Cluster
 from gnnplan.planner.decision import plan as documents

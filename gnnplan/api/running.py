@@ -1,5 +1,8 @@
-"""`Plan.run` trains and returns a Run, the folder of the run's files; `Plan.preflight` checks this
-machine first and returns a table."""
+"""What runs ranks on this machine: `Plan.run` and `Plan.preflight`, `check` and `measure`.
+
+`Plan.run` trains and returns a Run, the folder of the run's files; `Plan.preflight` checks this
+machine first and returns a table. `check` compares each strategy's gradients with one process's, on
+a small graph. `measure` describes this machine, or servers emulated on it, as a Cluster."""
 
 from __future__ import annotations
 
@@ -12,7 +15,9 @@ from shlex import quote
 from statistics import median
 from typing import TYPE_CHECKING, Any
 
+from gnnplan.api.arguments import typed
 from gnnplan.api.view import View
+from gnnplan.planner.cluster.spec import Cluster
 from gnnplan.planner.evidence.runs import (
     gradient_error,
     read_run,
@@ -24,16 +29,19 @@ from gnnplan.planner.gnn.workload import scores_of, show_scores
 from gnnplan.planner.graph.parts import STAND_IN_LABELS
 from gnnplan.planner.problem.problem import Problem
 from gnnplan.planner.vocabulary.errors import SpecError
-from gnnplan.planner.vocabulary.progress import say
-from gnnplan.planner.vocabulary.text import Table
+from gnnplan.planner.vocabulary.files import cache_dir, must_be_writable, write_atomically
+from gnnplan.planner.vocabulary.progress import Notify, reports_progress, say, silent
+from gnnplan.planner.vocabulary.text import Table, column, table
 from gnnplan.planner.vocabulary.units import kind, quantity, show_bytes, show_count, show_time
 
 if TYPE_CHECKING:
     from gnnplan.api.validation import Validation
     from gnnplan.executor.launch.preflight import Row
     from gnnplan.executor.launch.run_request import RunRequest
+    from gnnplan.executor.modules.read import Source
 
 SLOWEST_NIC, FASTEST_NIC = 1e5, 1.25e11  # limits of an emulated NIC's rate [B/s]
+KEPT = "local.yaml"  # file of the preset 'local', in the cache
 
 
 class Run(View):
@@ -207,3 +215,136 @@ def rate_of(text: str | None) -> float:
             " 1Tbit/s, nor 'unshaped'"
         )
     return rate
+
+
+# -- check -----------------------------------------------------------------------------------------
+
+
+class Check(View):
+    """The result of `check`: each strategy's gradients compared with those of one process."""
+
+    def __init__(self, document: dict[str, Any]) -> None:
+        differs = [one["strategy"] for one in document["strategies"] if one["answer"] == "differs"]
+        self.document = {**document, "differs": differs}
+
+    @property
+    def ok(self) -> bool:
+        """Whether every strategy that claims exact gradients has the gradients of one process."""
+        return not self.differs
+
+    @property
+    def differs(self) -> list[str]:
+        """The strategies that claim exact gradients and compute different ones."""
+        return list(self.document["differs"])
+
+    @property
+    def table(self) -> list[dict[str, Any]]:
+        """The rows of the comparison, one per strategy; pandas.DataFrame takes the list.
+
+        answer: 'equal', 'differs', 'lossy' (inexact by design: `gap` is not judged) or 'cannot'
+        (the strategy cannot train the model). reason: the answer in words; for 'cannot', what is
+        missing. gap: the largest difference from the gradient of one process, as a share of the
+        largest entry of the tensor."""
+        rows: list[dict[str, Any]] = self.document["strategies"]
+        return rows
+
+    def blocks(self) -> list[str | Table]:
+        found, graph = self.document, self.document["graph"]
+        told = found.get("module", "")
+        proof = "outputs and gradients, in training and in evaluation, on two small graphs"
+        equal = sum(row["answer"] == "equal" for row in self.table)
+        return [
+            *([f"proved: {told} ({proof})"] if told else []),
+            table(
+                f"gradients of {found['model']}, beside one process's",
+                self.table,
+                column("strategy"),
+                column("gradient", "answer"),
+                column("off by", "gap", "{:.0e}".format),
+                column("why", "reason"),
+            ),
+            f"tried: one step on a generated graph of {graph['vertices']} vertices and"
+            f" {graph['edges']} edges ({graph['features']} features, {graph['classes']} classes),"
+            f" in {found['dtype']}, on {found['ranks']} CPU ranks over Gloo; equal in {equal} of"
+            f" {len(self.table)}",
+        ]
+
+
+@typed
+def check(
+    model: Source, *, features: int | None = None, classes: int | None = None, **fields: Any
+) -> Check:
+    """Compare every strategy's gradients for a model with one process's, on a small graph.
+
+    Each strategy trains one step in float64 on two ranks of this machine.
+
+    Args:
+        model: A built-in model ('gcn'), 'model.py:MyGNN', a live torch.nn.Module, its class, or a
+            function that returns a module.
+        features: Width of the small graph's features.  [default: the model's own, or 12]
+        classes: Number of classes in the small graph.  [default: the model's own, or 4]
+        fields: Fields of the Workload that the model's constructor takes (hidden=16).
+
+    Raises:
+        SpecError: The model cannot be read.
+        LostRank: A worker process was lost.
+
+    >>> gnnplan.check("gcn", layers=2, hidden=8)  # doctest: +SKIP
+    """
+    from gnnplan.executor.launch.check import compare
+
+    given = {name: value for name, value in fields.items() if value is not None}
+    name = model if isinstance(model, str) else getattr(model, "__name__", type(model).__name__)
+    return Check({"model": name, **compare(model, given, features, classes)})
+
+
+# -- measure ---------------------------------------------------------------------------------------
+
+
+@reports_progress
+@typed
+def measure(
+    ranks: int = 2,
+    *,
+    servers: int = 1,
+    emulate: str = "unshaped",
+    seconds: float = 0.2,
+    dtype: str = "float32",
+    output: str | Path | None = None,
+    notify: Notify = silent,
+) -> Cluster:
+    """Measure this machine with all ranks active; takes a minute or two.
+
+    The result for one server is also kept as the preset 'local'.
+
+    Args:
+        ranks: Ranks per server; all of them are active at once.
+        servers: Number of servers. More than one are emulated on this machine, which needs root.
+        emulate: Rate of each emulated server's NIC, as 400Mbit/s, or unshaped (no limit).
+        seconds: Seconds spent on each of about a hundred measurements.
+        dtype: bfloat16 also measures matrix products and aggregation of bfloat16 rows, for `gnnplan
+            plan --dtype bfloat16`. A CPU without AVX-512 BF16 or AMX needs minutes for them.
+        output: YAML file to write the cluster to.
+        notify: Called with progress messages.
+
+    Raises:
+        SpecError: An argument is wrong.
+        LostRank: A rank was lost.
+    """
+    from gnnplan.executor.measure.measure import measure as measured_by_ranks
+    from gnnplan.planner.vocabulary.progress import notify as tell
+
+    if output:
+        must_be_writable(Path(output))
+    found = measured_by_ranks(ranks, tell, servers, rate_of(emulate), seconds, dtype)
+    keep(found, Path(output) if output else None, local=servers == 1)
+    return found
+
+
+def keep(cluster: Cluster, output: Path | None, local: bool) -> None:
+    """Write the cluster to `output` if given, and as the preset 'local' if `local` is set."""
+    text = cluster.to_yaml()
+    if local:
+        write_atomically(cache_dir() / KEPT, text, parents=True)
+    if output:
+        write_atomically(output, text)

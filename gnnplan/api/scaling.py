@@ -9,9 +9,8 @@ from collections.abc import Collection, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-from gnnplan.api.arguments import typed
-from gnnplan.api.asking import Question
-from gnnplan.api.defaults import DEFAULT_GRAPH
+from gnnplan.api import DEFAULT_GRAPH
+from gnnplan.api.arguments import Question, typed
 from gnnplan.api.planning import counted_columns, epoch_range, wish
 from gnnplan.api.view import View
 from gnnplan.planner.cluster.spec import Cluster

@@ -8,8 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from gnnplan.api.arguments import value_of
-from gnnplan.api.asking import Overrides, settings_of, several, text_of
+from gnnplan.api.arguments import Overrides, settings_of, several, text_of, value_of
 from gnnplan.api.view import View, of
 from gnnplan.planner.decision.candidate import Candidate, must_fit, placed
 from gnnplan.planner.decision.search import Search

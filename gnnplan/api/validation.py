@@ -8,8 +8,7 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any, overload
 
-from gnnplan.api.arguments import typed
-from gnnplan.api.asking import several
+from gnnplan.api.arguments import several, typed
 from gnnplan.api.view import View
 from gnnplan.planner.cluster.spec import Cluster
 from gnnplan.planner.evidence import runs as evidence

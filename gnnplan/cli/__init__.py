@@ -23,7 +23,7 @@ from gnnplan.cli.common import app, print_json
 from gnnplan.planner.vocabulary.progress import say
 
 # in the order that --help lists the verbs
-for _verbs in ["graphs", "check", "plan", "training", "validate", "exports", "measure"]:
+for _verbs in ["graphs", "plan", "training", "files"]:
     import_module(f"gnnplan.cli.{_verbs}")
 
 

@@ -10,7 +10,7 @@ from pathlib import Path
 from shlex import quote
 from typing import TYPE_CHECKING, Any, NoReturn
 
-from gnnplan.api.defaults import DEFAULT_GRAPH
+from gnnplan.api import DEFAULT_GRAPH
 from gnnplan.cli.common import LACKING, numbers, of_function, say_notes, show, verb
 from gnnplan.planner.vocabulary.errors import SpecError
 from gnnplan.planner.vocabulary.progress import notify

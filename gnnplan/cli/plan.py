@@ -1,8 +1,8 @@
-"""`gnnplan plan` and `gnnplan simulate`.
+"""`gnnplan check`, `gnnplan plan` and `gnnplan simulate`.
 
-The first plans the training of a GNN on a graph and a cluster, and writes plan.json. The second
-simulates a plan in virtual time, with noise, or on other clusters.
-"""
+The first compares each strategy's gradients for a model with one process's. The second plans the
+training of a GNN on a graph and a cluster, and writes plan.json. The third simulates a plan in
+virtual time, with noise, or on other clusters."""
 
 from __future__ import annotations
 
@@ -10,12 +10,44 @@ from pathlib import Path
 from shlex import quote
 from typing import TYPE_CHECKING, Any
 
-from gnnplan.api.defaults import DEFAULT_GRAPH
-from gnnplan.cli.common import of_fields, of_function, say_notes, show, verb
+import typer
+
+from gnnplan.api import DEFAULT_GRAPH
+from gnnplan.cli.common import of_fields, of_function, of_model, say_notes, show, verb
 from gnnplan.planner.vocabulary.errors import SpecError
 
 if TYPE_CHECKING:
     from gnnplan.planner.problem.problem import Problem
+
+
+@verb(
+    of_model,
+    of_function("running.check"),
+    features={"min": 2, "max": 10_000, "metavar": None},
+    classes={"min": 2, "max": 1000},
+)
+def check(
+    *, hidden: int | None = None, layers: int | None = None, as_json: bool = False, **question: Any
+) -> None:
+    """Compare each strategy's gradients with one process's.
+
+    Use it before training. Each strategy runs one step on a graph of 60 vertices, in float64, on
+    two CPU ranks of this machine. For a strategy that cannot train the model, the table says what
+    is missing. Exit code 1 if a gradient differs.
+
+    Args:
+        hidden: Hidden width, if the model's constructor takes one.
+        layers: Number of GNN layers, if the model's constructor takes it.
+    """
+    from gnnplan.api.running import check as compare
+
+    found = compare(**question, hidden=hidden, layers=layers)
+    show(found, as_json)
+    if not found.ok:
+        raise typer.Exit(1)
+
+
+# -- plan ------------------------------------------------------------------------------------------
 
 
 @verb(
@@ -76,7 +108,7 @@ def plan(
     if output:
         must_be_writable(output)
     if report:
-        from gnnplan.report.page import must_have_plotly
+        from gnnplan.report import must_have_plotly
 
         must_be_writable(report)
         must_have_plotly()

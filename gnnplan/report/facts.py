@@ -1,4 +1,6 @@
-"""The input of a report's pictures: the plan, predicted and simulated again, and its runs."""
+"""The input of a report's pictures, and what all pictures share: class, colours, units, sizes.
+
+The input is the plan, predicted and simulated again, and its runs."""
 
 from __future__ import annotations
 
@@ -14,6 +16,7 @@ from gnnplan.planner.problem.problem import Problem
 from gnnplan.planner.vocabulary.errors import SpecError
 from gnnplan.planner.vocabulary.progress import notify
 from gnnplan.planner.vocabulary.schedule import Schedule
+from gnnplan.planner.vocabulary.text import Table
 from gnnplan.planner.vocabulary.trace import Span
 from gnnplan.planner.vocabulary.units import show_count
 from gnnplan.simulator.player import play
@@ -97,3 +100,70 @@ def gather(plan: dict[str, Any] | str | Path, folders: Sequence[str | Path]) -> 
             )
         runs.append(run)
     return Facts(document, evaluate(problem, plans.chosen(document)), runs)
+
+
+# -- pictures --------------------------------------------------------------------------------------
+
+
+COMPUTATION, COMMUNICATION, WAITING = "#4c78a8", "#f58518", "#9d9d9d"
+MEASURED = "#e45756"
+# plotly's T10: readable on white and on black
+COLOURS = (
+    *("#4c78a8", "#f58518", "#54a24b", "#b279a2", "#72b7b2"),
+    *("#e45756", "#eeca3b", "#9d755d", "#ff9da6", "#bab0ac"),
+)
+TIMES = ((1.0, "s"), (1e-3, "ms"), (1e-6, "µs"))
+SIZES = ((1e12, "TB"), (1e9, "GB"), (1e6, "MB"), (1e3, "kB"), (1.0, "B"))
+MOST_READ = 3  # rows of the table in the text for screen readers
+
+
+@dataclass(frozen=True)
+class Picture:
+    """A figure with a caption, and the figure's numbers as a table."""
+
+    key: str  # id of the figure's element in the page
+    title: str
+    see: str  # caption: sentences that say what the figure shows
+    figure: Any  # plotly's
+    numbers: Table
+
+    @property
+    def alt(self) -> str:
+        """The text for screen readers: the first numbers, and where to find all numbers."""
+        read = "; ".join(
+            ", ".join(map(" ".join, zip(self.numbers.columns, row, strict=True)))
+            for row in self.numbers.rows[:MOST_READ]
+        )
+        return f"{self.title}: {read}. All numbers are in the table below."
+
+
+def figure(traces: Any, height: int, **layout: Any) -> Any:
+    """Return a figure as wide as the page, without zoom, from plotly traces or a plotly figure.
+
+    The figure has no template: page.html sets the light or the dark template.
+    """
+    import plotly.graph_objects as go  # absent unless the extra [report] is installed
+
+    out = go.Figure(traces)
+    out.update_layout(
+        template=None,
+        height=height,
+        autosize=True,
+        margin={"l": 8, "r": 8, "t": 36, "b": 8},
+        legend={"orientation": "h", "x": 0, "y": 1, "yanchor": "bottom", "traceorder": "normal"},
+        font_size=12,
+        dragmode=False,
+    )
+    out.update_xaxes(automargin=True, fixedrange=True)
+    out.update_yaxes(automargin=True, fixedrange=True)
+    return out.update_layout(**layout)
+
+
+def unit_of(most: float, units: Sequence[tuple[float, str]]) -> tuple[str, float]:
+    """Return the unit for numbers up to `most`, and the factor from seconds or bytes to that unit.
+
+    >>> unit_of(0.3, TIMES), unit_of(3e9, SIZES)
+    (('ms', 1000.0), ('GB', 1e-09))
+    """
+    size, unit = next((pair for pair in units if most >= pair[0]), units[-1])
+    return unit, 1 / size

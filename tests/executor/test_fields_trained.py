@@ -13,7 +13,7 @@ from torch.nn import functional as F
 from written import quiet
 
 import gnnplan
-from gnnplan.api.asking import ask
+from gnnplan.api.arguments import ask
 from gnnplan.executor.minibatch.sampler import Sampler
 from gnnplan.executor.minibatch.share_queue import ShareQueue
 from gnnplan.executor.modules.bind import GraphFields, bound

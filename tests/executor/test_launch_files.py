@@ -15,7 +15,7 @@ import yaml
 from calls import call, ended_well, free_port, planned
 
 from gnnplan.api.running import Run
-from gnnplan.cli.exports import FILES
+from gnnplan.cli.files import FILES
 from gnnplan.executor.emit.launch import Launch, kubernetes, slurm, torchrun
 from gnnplan.planner.decision.plan import read
 from gnnplan.planner.vocabulary.errors import SpecError

@@ -12,7 +12,7 @@ from examples import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from gnnplan.api.asking import ask
+from gnnplan.api.arguments import ask
 from gnnplan.planner.graph import generator
 from gnnplan.planner.graph import graph as module
 from gnnplan.planner.graph.data import MASKS

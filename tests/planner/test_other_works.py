@@ -9,12 +9,10 @@ from pathlib import Path
 import printed_rows
 import pytest
 
-from gnnplan.papers import calibrate, interpret, their_software
-from gnnplan.papers.figures import predict
-from gnnplan.papers.interpret import TESTBEDS, question
-from gnnplan.papers.published import evaluate_rows, is_inside
+from gnnplan.papers import calibrate, figures, their_software
+from gnnplan.papers.figures import TESTBEDS, predict, question
+from gnnplan.papers.published import COLUMNS, evaluate_rows, is_inside, read
 from gnnplan.papers.question import Row, Skip, Testbeds
-from gnnplan.papers.rows import COLUMNS, read
 from gnnplan.planner.cluster.scaling import multiplied, range_of
 from gnnplan.planner.problem.inputs import read_cluster
 from gnnplan.planner.strategies import parse
@@ -50,12 +48,12 @@ def test_nothing_is_fitted_to_them():
         is_a_batch = each["paper"] == "gnnlab" and each["metric"] == "frontier_vertices"
         assert calibrate.gave_a_constant(each) == is_a_batch, each["line"]
         if each["testbed"]:
-            assert calibrate.calibrated(each) == interpret.testbed(each)
+            assert calibrate.calibrated(each) == figures.testbed(each)
             params = json.loads(each["strategy_params"] or "{}")
             assert "software" not in params or each["paper"] in people
             assert ("software" in params) == (each["metric"] == "epoch_time_s"), each["line"]
             if "software" not in params:
-                assert interpret.testbed(each) == interpret.whole(each)
+                assert figures.testbed(each) == figures.whole(each)
 
 
 def test_rows_whose_predictions_differ_by_rounding_weigh_as_one():
@@ -69,7 +67,7 @@ def test_rows_whose_predictions_differ_by_rounding_weigh_as_one():
 
     def launch(rows: list[Row]) -> float:
         def testbeds(factors: Mapping[str, float]) -> Testbeds:
-            return lambda asked: multiplied(interpret.testbed(asked), factors)
+            return lambda asked: multiplied(figures.testbed(asked), factors)
 
         return calibrate.fit_factors(rows, ["device.launch"], testbeds)["device.launch"]
 

@@ -15,7 +15,7 @@ import scipy.sparse as sp
 from calls import call
 
 import gnnplan
-from gnnplan.api.asking import ask
+from gnnplan.api.arguments import ask
 from gnnplan.cli.graphs import _unwound_by_sigterm
 from gnnplan.planner.decision import plan as documents
 from gnnplan.planner.graph import partition as cuts
