@@ -14,7 +14,7 @@ come within 0.5 % of that bound. The simulator shares ports between transfers th
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple, get_args
 
@@ -29,6 +29,7 @@ from gnnplan.planner.vocabulary.numbers import (
     Number,
     Outer,
     RankMatrix,
+    largest,
     ranges,
     slowest,
     total,
@@ -127,7 +128,7 @@ class Flows(NamedTuple):
 class PhaseLoads(NamedTuple):
     """The loads of a phase on ports, per byte of a hop."""
 
-    links: list[Link]  # link of each kind of port
+    kinds: list[tuple[str, Link]]  # each kind of port, and its link
     starts: np.ndarray  # links of each kind that the different flows pass [kinds, different flows]
     loads: list[dict[float, dict[str, np.ndarray]]]  # per kind: flow's share -> port -> bytes
 
@@ -143,31 +144,43 @@ class AllReduces:
     )
     _loads: dict[tuple[Algorithm, tuple[int, ...]], list[PhaseLoads]] = field(default_factory=dict)
 
-    def transfer(self, size: int, group: tuple[int, ...]) -> Transfer:
-        """Return the transfer of an all-reduce of `size` bytes among `group`.
+    def transfer(self, groups: Iterable[tuple[tuple[int, ...], int]]) -> Transfer:
+        """Return the transfer of one all-reduce in each of the groups at once.
 
-        The latency is that of all steps; the ports carry the bytes of all phases. The algorithm is
-        the cluster's. By default GPUs use a tree: NCCL chooses a ring or a tree, and here a tree is
+        groups: (ranks, size of the buffer [B]). The latency is that of all steps; the ports carry
+        the bytes of all phases; on shared ports the bytes of groups add up. The algorithm is the
+        cluster's. By default GPUs use a tree: NCCL chooses a ring or a tree, and here a tree is
         never slower. CPU ranks use a ring.
         """
         cluster = self.ports.cluster
         on_gpus = cluster.device.kind == "cuda"
         algorithm = cluster.all_reduce or ("tree" if on_gpus else "ring")
-        reduction, flows_by_phase = self.hops(algorithm, group)
-        if (algorithm, group) not in self._loads:
-            self._loads[algorithm, group] = list(map(self._phase_loads, flows_by_phase))
-        latency: Number = 0.0
+        latencies: list[Number] = []
+        # (phase, kind of port, messages, bytes of a flow [B]) -> link, port -> bytes per byte
+        together: dict[tuple[int, str, int, float], tuple[Link, dict[str, np.ndarray]]] = {}
+        for group, size in groups:
+            if len(group) < 2:
+                continue
+            reduction, flows_by_phase = self.hops(algorithm, group)
+            if (algorithm, group) not in self._loads:
+                self._loads[algorithm, group] = list(map(self._phase_loads, flows_by_phase))
+            latency: Number = 0.0
+            phases = zip(reduction.phases, self._loads[algorithm, group], strict=True)
+            for number, (phase, each) in enumerate(phases):
+                nbytes = phase.units * reduction.unit * size
+                for (kind, link), by_share in zip(each.kinds, each.loads, strict=True):
+                    for share, loads in by_share.items():
+                        key = number, kind, phase.messages, share * nbytes
+                        add(together.setdefault(key, (link, {}))[1], loads)
+                starts = zip(each.starts, each.kinds, strict=True)
+                hop_s = slowest(total(passes * link.latency for passes, (_, link) in starts))
+                latency = latency + phase.steps * hop_s
+            latencies.append(latency)
         ports: dict[str, np.ndarray] = {}
-        for phase, each in zip(reduction.phases, self._loads[algorithm, group], strict=True):
-            nbytes = phase.units * reduction.unit * size
-            for link, by_share in zip(each.links, each.loads, strict=True):
-                for share, loads in by_share.items():
-                    sent = float(link.stretched(share * nbytes, phase.messages))
-                    add(ports, seconds_of(loads, sent, link.bandwidth))
-            starts = zip(each.starts, each.links, strict=True)
-            hop_s = slowest(total(passes * link.latency for passes, link in starts))
-            latency = latency + phase.steps * hop_s
-        return Transfer(latency, ports)
+        for (_, _, messages, nbytes), (link, loads) in together.items():
+            sent = float(link.stretched(nbytes, messages))
+            add(ports, seconds_of(loads, sent, link.bandwidth))
+        return Transfer(largest(latencies), ports)
 
     def _phase_loads(self, flows: Flows) -> PhaseLoads:
         """Return the loads of flows on ports."""
@@ -175,7 +188,7 @@ class AllReduces:
         uses = list(self.ports.uses("all_reduce", MessageList(source, target)))
         starts = np.array([use.hops for use in uses]).reshape(len(uses), source.size)
         return PhaseLoads(
-            [use.link for use in uses],
+            [(use.kind, use.link) for use in uses],
             np.unique(starts, axis=1),
             [{s: use.loads(1.0 * (share == s)) for s in np.unique(share)} for use in uses],
         )
@@ -374,9 +387,7 @@ class Cost:
         """Return the transfer of an all-reduce of `size` bytes among `group`."""
         key = size, tuple(group)
         if key not in self._all_reduce_transfers:
-            has_peers = len(group) > 1
-            transfer = self.all_reduces.transfer(*key) if has_peers else Transfer(0.0, {})
-            self._all_reduce_transfers[key] = transfer
+            self._all_reduce_transfers[key] = self.all_reduces.transfer([(tuple(group), size)])
         return self._all_reduce_transfers[key]
 
     def bytes_by_link(

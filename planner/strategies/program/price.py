@@ -10,7 +10,7 @@ from typing import NamedTuple
 import numpy as np
 
 from gnnplan.planner.cluster.cost import Transfer
-from gnnplan.planner.cluster.ports import add, busiest
+from gnnplan.planner.cluster.ports import busiest
 from gnnplan.planner.problem.problem import Problem
 from gnnplan.planner.strategies.program.program import (
     AllReduce,
@@ -18,7 +18,7 @@ from gnnplan.planner.strategies.program.program import (
     Op,
     Receive,
 )
-from gnnplan.planner.vocabulary.numbers import Number, largest, slowest
+from gnnplan.planner.vocabulary.numbers import Number, slowest
 from gnnplan.planner.vocabulary.schedule import Exchange, LocalWork
 
 
@@ -51,7 +51,8 @@ def price_of(problem: Problem, op: Op, ranks: np.ndarray | None = None) -> Price
         case Exchange(items, itemsize):
             transfer = cost.exchange(items, op.ranks or None, itemsize=itemsize)
         case AllReduce():
-            transfer = _all_reduce(problem, op, op.work)
+            groups = op.work.by_group(op.ranks or tuple(range(problem.ranks)))
+            transfer = cost.all_reduces.transfer(groups)
         case Message() | Receive():
             raise AssertionError("only operations with chunks send messages")
     return Price(transfer.alone, transfer, True)
@@ -138,13 +139,3 @@ def bytes_of(
         for link, nbytes in by_link.items():
             links[link] += times * nbytes
     return dict(by_op), dict(+links)
-
-
-def _all_reduce(problem: Problem, op: Op, work: AllReduce) -> Transfer:
-    """Return the transfer of all groups' all-reduces at once; on shared ports, seconds add up."""
-    groups = work.by_group(op.ranks or tuple(range(problem.ranks)))
-    transfers = [problem.cost.all_reduce(size, group) for group, size in groups]
-    ports: dict[str, np.ndarray] = {}
-    for transfer in transfers:
-        add(ports, transfer.ports)
-    return Transfer(largest(transfer.latency for transfer in transfers), ports)
