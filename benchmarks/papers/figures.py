@@ -27,11 +27,11 @@ from gnnplan.planner.cluster import machines
 from gnnplan.planner.cluster.spec import MOST_RANKS, PRESETS, Cluster
 from gnnplan.planner.decision.candidate import evaluate
 from gnnplan.planner.gnn.workload import Workload
-from gnnplan.planner.graph.graph import Graph, GraphStats
+from gnnplan.planner.graph.graph import Graph
 from gnnplan.planner.graph.load import datasets, load
 from gnnplan.planner.problem.inputs import read_cluster
 from gnnplan.planner.problem.problem import Problem
-from gnnplan.planner.strategies import Strategy, named, parse
+from gnnplan.planner.strategies import named, parse
 from gnnplan.planner.vocabulary.errors import Infeasible, SpecError
 from gnnplan.planner.vocabulary.files import suggest
 
@@ -79,11 +79,6 @@ def testbed(row: Row) -> Cluster:
     return their_software.cluster_of(whole(row), row)
 
 
-def _testbeds() -> set[str]:
-    files = [*PRESETS.glob("*.yaml"), *TESTBEDS.glob("*.yaml")]
-    return {file.stem for file in files} | set(machines.instance_types())
-
-
 def question(row: Row, strategy: str = "", testbeds: Testbeds = testbed) -> Question:
     """Return the row's question; strategy: another one, such as the baseline. Raises Skip."""
     name = strategy or row["strategy"]
@@ -92,7 +87,9 @@ def question(row: Row, strategy: str = "", testbeds: Testbeds = testbed) -> Ques
     stated = _with_usual_machine(row, params)
     _check_stated(stated, name, params)
     cluster = _part_of_testbed(stated, testbeds)
-    stats = _statistics(stated["dataset"], both_ways=bool(params.get("undirected")))
+    graph = stated["dataset"]
+    stats = load(graph, directed=graph in DIRECTED and not params.get("undirected"))
+    assert not isinstance(stats, Graph)
     if "sampler" in params:
         cluster = cluster.model_copy(update={"sampler": params["sampler"]})
     if "feature_dim" in params:
@@ -106,7 +103,11 @@ def question(row: Row, strategy: str = "", testbeds: Testbeds = testbed) -> Ques
     except ValidationError as error:
         raise Skip(f"not a workload of ours: {error.errors()[0]['msg']}") from None
     try:
-        chosen = _strategy(name, params, problem).settle(problem)
+        if name in SYSTEMS:
+            ours, knobs = SYSTEMS[name]
+            chosen = named(ours, knobs(params, problem)).settle(problem)
+        else:
+            chosen = parse(name).settle(problem)
         chosen.check(problem)
     except (SpecError, ValueError, TypeError) as error:  # such as a knob that is not a number
         raise Skip(str(error)) from None
@@ -125,13 +126,6 @@ def _mode(name: str) -> str:
         return parse(name).mode
     except SpecError:
         raise Skip(f"{name} is none of our strategies") from None
-
-
-def _strategy(name: str, params: Params, problem: Problem) -> Strategy:
-    if name not in SYSTEMS:
-        return parse(name)
-    ours, knobs = SYSTEMS[name]
-    return named(ours, knobs(params, problem))
 
 
 def _with_usual_machine(row: Row, params: Params) -> Row:
@@ -176,7 +170,8 @@ def _check_stated(row: Row, name: str, params: Params) -> None:
 
 def _part_of_testbed(row: Row, testbeds: Testbeds) -> Cluster:
     """Return the testbed with the numbers of servers and GPUs that the row uses. Raises Skip."""
-    if row["testbed"] not in _testbeds():
+    files = [*PRESETS.glob("*.yaml"), *TESTBEDS.glob("*.yaml")]
+    if row["testbed"] not in {*(file.stem for file in files), *machines.instance_types()}:
         raise Skip(f"testbed {row['testbed']} is none of ours")
     every = testbeds(row)
     servers, gpus = int(row["num_nodes"]), int(row["gpus_per_node"])
@@ -188,12 +183,6 @@ def _part_of_testbed(row: Row, testbeds: Testbeds) -> Cluster:
     if servers > 1 and every.inter_node is None:
         raise Skip(f"{row['testbed']} is one server, and {servers} are asked")
     return every.shaped(servers, gpus)
-
-
-def _statistics(name: str, both_ways: bool) -> GraphStats:
-    stats = load(name, directed=name in DIRECTED and not both_ways)
-    assert not isinstance(stats, Graph)
-    return stats
 
 
 def _workload(row: Row, mode: str, name: str, params: Params, cluster: Cluster) -> dict[str, Any]:

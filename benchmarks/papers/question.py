@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields, replace
-from typing import Any
+from typing import Any, TypeVar
 
 from gnnplan.planner.cluster.spec import Cluster
 from gnnplan.planner.gnn.kinds import LayerSpec
@@ -15,6 +15,7 @@ from gnnplan.planner.problem.problem import Problem
 from gnnplan.planner.strategies import Strategy
 from gnnplan.planner.strategies.program.account import Prediction
 
+T = TypeVar("T")
 Row = Mapping[str, str]  # column -> text, in the columns of published.py
 Testbeds = Callable[[Row], Cluster]  # a row -> its whole testbed
 Params = Mapping[str, Any]  # the content of the column strategy_params
@@ -143,5 +144,10 @@ class TheirProblem(Problem):
     def _described(self) -> Model:
         ours = super()._described()
         ours = ours.aggregating_first if self.aggregates_first else ours
-        model = {each.name: getattr(ours, each.name) for each in fields(ours)}
-        return TheirModel(**{**model, "in_place": False, "on_gpu": False})
+        return made(TheirModel, ours, in_place=False, on_gpu=False)
+
+
+def made(kind: type[T], like: Any, **changes: Any) -> T:
+    """Return the dataclass `kind` with the fields of an object of a base class, some changed."""
+    values = {each.name: getattr(like, each.name) for each in fields(like) if each.init}
+    return kind(**values | changes)

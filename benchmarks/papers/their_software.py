@@ -23,13 +23,13 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass, fields, replace
-from typing import Any, NamedTuple
+from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 import numpy as np
 from scipy.special import ndtr, ndtri
 
-from gnnplan.papers.question import Params, Question, Row, TheirModel, TheirProblem
+from gnnplan.papers.question import Params, Question, Row, TheirModel, TheirProblem, made
 from gnnplan.planner.cluster.compute import SECTOR, WARP_LINE
 from gnnplan.planner.cluster.spec import Cluster, Link
 from gnnplan.planner.gnn.kinds import LayerSpec
@@ -241,24 +241,18 @@ class InterpretedProblem(TheirProblem):
 
     def _described(self) -> Model:
         theirs, heads = super()._described(), self.last_heads
-        values = {each.name: getattr(theirs, each.name) for each in fields(Model)}
         *before, last = theirs.layers
         last = replace(last, h_out=heads * last.h_out, heads=heads) if heads else last
-        values |= {"program": self.program, "feature_bytes": self.feature_bytes}
-        return InterpretedModel(**values | {"layers": (*before, last)})
+        own = {"program": self.program, "feature_bytes": self.feature_bytes}
+        return made(InterpretedModel, theirs, **own, layers=(*before, last))
 
 
 def as_theirs(problem: TheirProblem, params: Params) -> TheirProblem:
     """Return the problem for the program that the row's parameters name, if any."""
     if params.get("software") not in PROGRAMS:
         return problem
-    same: dict[str, Any] = {
-        each.name: getattr(problem, each.name) for each in fields(problem) if each.init
-    }
-    theirs: dict[str, Any] = {
-        name: int(params[name]) for name in ("feature_bytes", "last_heads") if name in params
-    }
-    return InterpretedProblem(**same, **theirs, program=PROGRAMS[params["software"]])
+    own = {name: int(params[name]) for name in ("feature_bytes", "last_heads") if name in params}
+    return made(InterpretedProblem, problem, **own, program=PROGRAMS[params["software"]])
 
 
 # -- seconds of an epoch ---------------------------------------------------------------------------

@@ -129,7 +129,7 @@ class PhaseLoads(NamedTuple):
     """The loads of a phase on ports, per byte of a hop."""
 
     kinds: list[tuple[str, Link]]  # each kind of port, and its link
-    starts: np.ndarray  # links of each kind that the different flows pass [kinds, different flows]
+    hop_s: Number  # latency of the links that a hop passes [s]
     loads: list[dict[float, dict[str, np.ndarray]]]  # per kind: flow's share -> port -> bytes
 
 
@@ -172,9 +172,7 @@ class AllReduces:
                     for share, loads in by_share.items():
                         key = number, kind, phase.messages, share * nbytes
                         add(together.setdefault(key, (link, {}))[1], loads)
-                starts = zip(each.starts, each.kinds, strict=True)
-                hop_s = slowest(total(passes * link.latency for passes, (_, link) in starts))
-                latency = latency + phase.steps * hop_s
+                latency = latency + phase.steps * each.hop_s
             latencies.append(latency)
         ports: dict[str, np.ndarray] = {}
         for (_, _, messages, nbytes), (link, loads) in together.items():
@@ -186,10 +184,11 @@ class AllReduces:
         """Return the loads of flows on ports."""
         source, target, share = flows
         uses = list(self.ports.uses("all_reduce", MessageList(source, target)))
-        starts = np.array([use.hops for use in uses]).reshape(len(uses), source.size)
+        hops = np.array([use.hops for use in uses]).reshape(len(uses), source.size)
+        different = zip(np.unique(hops, axis=1), uses, strict=True)  # [different flows] of each
         return PhaseLoads(
             [(use.kind, use.link) for use in uses],
-            np.unique(starts, axis=1),
+            slowest(total(passes * use.link.latency for passes, use in different)),
             [{s: use.loads(1.0 * (share == s)) for s in np.unique(share)} for use in uses],
         )
 
@@ -289,7 +288,6 @@ class Cost:
         self.all_reduces = AllReduces(self.ports, self.placement)
         bandwidth = self.ports.link("exchange", "intra_node").bandwidth
         self.roofline = Roofline(cluster.device, spread, bandwidth)
-        self._all_reduce_transfers: dict[tuple[int, tuple[int, ...]], Transfer] = {}
 
     def link_name(self, a: int, b: int) -> LinkName:
         """Return the name of the link between ranks a and b."""
@@ -385,10 +383,7 @@ class Cost:
 
     def all_reduce(self, size: int, group: Sequence[int]) -> Transfer:
         """Return the transfer of an all-reduce of `size` bytes among `group`."""
-        key = size, tuple(group)
-        if key not in self._all_reduce_transfers:
-            self._all_reduce_transfers[key] = self.all_reduces.transfer([(tuple(group), size)])
-        return self._all_reduce_transfers[key]
+        return self.all_reduces.transfer([(tuple(group), size)])
 
     def bytes_by_link(
         self, sent: RankMatrix, group: Sequence[int] | None = None, itemsize: int = 1

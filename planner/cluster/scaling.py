@@ -220,20 +220,12 @@ def factors_of(cluster: Cluster, constant: str) -> NDArray[np.float64]:
 
 def drawn(cluster: Cluster) -> Cluster:
     """Return DRAWS clusters as one: every constant is a column [DRAWS, 1]."""
-    out = multiplied(
-        cluster,
-        {
-            field: values[:, np.newaxis]
-            for constant, values in factors(cluster).items()
-            for field in _fields_of(constant)
-        },
-    )
+    by_field = dict[str, NDArray[np.float64]]()
+    for constant, values in factors(cluster).items():
+        fields = FIELDS.get(constant, (constant,))
+        if constant.startswith("collectives."):
+            fields = f"{constant}.bandwidth", f"/{constant}.latency"
+        by_field |= dict.fromkeys(fields, values[:, np.newaxis])
+    out = multiplied(cluster, by_field)
     tax = np.minimum(out.device.overlap_tax, 1.0)
     return out.model_copy(update={"device": out.device.model_copy(update={"overlap_tax": tax})})
-
-
-def _fields_of(constant: str) -> tuple[str, ...]:
-    """Return the fields that a constant's factor multiplies, or divides ('/')."""
-    if constant.startswith("collectives."):
-        return f"{constant}.bandwidth", f"/{constant}.latency"
-    return FIELDS.get(constant, (constant,))

@@ -191,7 +191,7 @@ class Model:
 
     def feature_transit_bytes(self, rows: Number) -> Number:
         """Return the bytes of average rows of features in transit [B]."""
-        return self.inputs.transit_bytes(rows)
+        return rows * (self.inputs.numbers * self.inputs.transit_bytes_per_number)
 
     def own_index_bytes(self, rows: Number) -> Number:
         """Return the bytes of indices for layer 1's product of own rows of features [B]."""

@@ -61,10 +61,6 @@ class RowFormat:
         """Bytes per stored number in transit [B]: an index takes at least as many as a number."""
         return self.itemsize + (max(self.itemsize, self.index) if self.index else 0)
 
-    def transit_bytes(self, rows: Number) -> Number:
-        """Return the bytes of average rows in transit [B]."""
-        return rows * (self.numbers * self.transit_bytes_per_number)
-
     def cache_bytes(self, numbers: np.ndarray) -> np.ndarray:
         """Return the bytes of each row in a cache (without a transpose), by stored numbers [R]."""
         return numbers * (self.itemsize + self.index) + self.index

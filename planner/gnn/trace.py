@@ -352,10 +352,9 @@ class Trace:
         self.now = sum(sizes, self.now)
         self.in_use.append(self.now)
 
-    def free(self, *sizes: Amount) -> None:
-        """Subtract sizes from the memory in use [B]."""
-        for size in sizes:
-            self.now = self.now - size
+    def free(self, size: Amount) -> None:
+        """Subtract a size from the memory in use [B]."""
+        self.now = self.now - size
 
     def hold(self, value: TensorAmount) -> None:
         """Add a holder to a tensor; the first holder allocates the tensor's memory."""
@@ -416,22 +415,15 @@ class Trace:
             for event in node.events:
                 self.allocate(event)
             self.allocate(*(gradient.held for gradient in new if not node.events))
-        self._touch(*node.temporaries)
-        self._end(node, arrived)
-        return new
-
-    def _touch(self, *sizes: Amount) -> None:
-        """Allocate and free temporary tensors one after the other [B]."""
-        for size in sizes:
+        for size in node.temporaries:
             self.allocate(size)
             self.free(size)
-
-    def _end(self, node: Node, arrived: list[Gradient]) -> None:
         for gradient in arrived:
             self.release(gradient)
         for value in node.saved:
             self.release(value.view_of or value)
         self.free(node.extra)
+        return new
 
     def _added(self, x: TensorAmount, old: Gradient | None, new: Gradient) -> Gradient:
         """Accumulate a gradient of x: in place, if the old gradient has no other holder."""

@@ -8,7 +8,7 @@ import contextlib
 import os
 import secrets
 import shutil
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, cast
@@ -229,14 +229,6 @@ class Rows:
             self._header()
             self.stream.flush()
             os.fsync(self.stream.fileno())
-
-
-def write_rows(path: Path, pieces: Iterable[Array]) -> Rows:
-    """Write an array piece by piece; return the closed file's shape and type as `Rows`."""
-    with contextlib.closing(Rows(path)) as rows:
-        for piece in pieces:
-            rows.append(piece)
-    return rows
 
 
 @contextlib.contextmanager

@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 import shutil
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import closing, contextmanager, suppress
 from hashlib import blake2b
 from pathlib import Path
 from typing import Any
@@ -18,7 +18,7 @@ import numpy as np
 from pydantic import TypeAdapter
 
 from gnnplan import __version__
-from gnnplan.planner.graph.arrays import must_be_new, renamed, write_rows
+from gnnplan.planner.graph.arrays import Rows, must_be_new, renamed
 from gnnplan.planner.graph.data import EDGE, VERTEX
 from gnnplan.planner.graph.graph import AT_ONCE, Array, Graph, feature_arrays
 from gnnplan.planner.graph.part_folder import (
@@ -274,5 +274,7 @@ def _save_text(path: Path, about: Part | Description) -> None:
 
 def _save(path: Path, pieces: Iterable[Array]) -> Stored:
     """Write an array, and return its description."""
-    rows = write_rows(path, pieces)
+    with closing(Rows(path)) as rows:
+        for piece in pieces:
+            rows.append(piece)
     return Stored(rows.shape, rows.dtype.str, path.stat().st_size, digest_of(path))
