@@ -13,7 +13,7 @@ from typing import Annotated, Any, Required, TypeVar
 
 import numpy as np
 from pydantic import Field, Strict, TypeAdapter, ValidationError
-from typing_extensions import TypedDict
+from typing_extensions import TypedDict  # pydantic reads typing's from Python 3.12 on
 
 from gnnplan.planner.cluster import scaling as scaled
 from gnnplan.planner.cluster.spec import Cluster

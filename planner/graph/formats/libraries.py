@@ -8,7 +8,6 @@ are recorded, else per server."""
 
 from __future__ import annotations
 
-import contextlib
 import os
 import re
 import subprocess
@@ -16,7 +15,7 @@ import sys
 import tempfile
 import zipfile
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -46,6 +45,9 @@ from gnnplan.planner.graph.parts import (
 )
 from gnnplan.planner.vocabulary.errors import GnnplanError, SpecError
 from gnnplan.planner.vocabulary.files import MOST_SHOWN, must_be_file, read_json
+
+# -- PyTorch Geometric -----------------------------------------------------------------------------
+
 
 PYG = (
     "torch_geometric.data.data.Data",
@@ -283,7 +285,7 @@ def _columns(
     names = dict.fromkeys(name for row in rows for name in row if name not in taken)
     for name in names:
         if NAME.fullmatch(str(name)) and all(name in row for row in rows):
-            with contextlib.suppress(ValueError, TypeError, OverflowError):
+            with suppress(ValueError, TypeError, OverflowError):
                 column = np.asarray([row[name] for row in rows])
                 if is_numbers(column) and all(column.shape):
                     found[str(name)] = column
