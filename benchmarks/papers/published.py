@@ -12,6 +12,7 @@ import io
 import json
 from collections.abc import Callable, Iterable, Sequence
 from itertools import combinations
+from operator import itemgetter
 from pathlib import Path
 from statistics import mean, median
 from typing import Any
@@ -25,6 +26,7 @@ from gnnplan.planner.decision.candidate import Candidate
 from gnnplan.planner.decision.recommendation import range_of
 from gnnplan.planner.vocabulary.errors import GnnplanError, SpecError
 from gnnplan.planner.vocabulary.files import MOST_SHOWN, from_json, read_bytes, suggest
+from gnnplan.planner.vocabulary.numbers import grouped
 
 # -- the file --------------------------------------------------------------------------------------
 
@@ -245,16 +247,15 @@ def _in_doubt(row: Row, figure: float, testbeds: Testbeds) -> dict[str, Any]:
 
 def _kinds(epochs: Sequence[dict[str, Any]]) -> dict[str, dict[str, float]]:
     """Return, by kind of epoch, the median error and the share inside the 80 % range."""
-    kinds = {}
-    for kind in sorted({row["kind"] for row in epochs}):
-        of = [row for row in epochs if row["kind"] == kind]
-        kinds[kind] = {
+    return {
+        kind: {
             "n": len(of),
             "median": median(abs(row["error"]) for row in of),
             "ranges": len(of),
             "in_range": mean(map(is_inside, of)),
         }
-    return kinds
+        for kind, of in sorted(grouped(epochs, itemgetter("kind")).items())
+    }
 
 
 def is_inside(epoch: dict[str, Any]) -> bool:
@@ -264,15 +265,9 @@ def is_inside(epoch: dict[str, Any]) -> bool:
 
 def _scaling(epochs: Sequence[dict[str, Any]]) -> dict[str, float]:
     """Return the median error of epochs divided by the same epoch on the fewest GPUs."""
-    series: dict[tuple[str, ...], list[dict[str, Any]]] = {}
-    sizes = ("num_nodes", "gpus_per_node")
-    for row in epochs:
-        key = tuple(
-            row[name] for name in (*JOB, "strategy", "strategy_params") if name not in sizes
-        )
-        series.setdefault(key, []).append(row)
-    errors = []
-    for rows in series.values():
+    sizes, errors = ("num_nodes", "gpus_per_node"), []
+    same = [name for name in (*JOB, "strategy", "strategy_params") if name not in sizes]
+    for rows in grouped(epochs, itemgetter(*same)).values():
         least, *more = sorted(rows, key=lambda row: [int(row[name]) for name in sizes])
         errors += [abs((1 + row["error"]) / (1 + least["error"]) - 1) for row in more]
     return {"n": len(errors), "median": median(errors) if errors else 0.0}
@@ -287,19 +282,12 @@ def _error(row: Row, figure: float) -> float:
 
 def _summary(predicted: Sequence[dict[str, Any]]) -> dict[str, dict[str, float]]:
     """Return, by metric, a summary of the errors of rows that are not fitted."""
-    errors: dict[str, list[float]] = {}
-    for row in predicted:
-        if not row["fitted"]:
-            errors.setdefault(row["metric"], []).append(abs(row["error"]))
-    return {
-        metric: {
-            "n": len(of),
-            "mape": mean(of),
-            "p95": float(np.percentile(of, 95)),
-            "max": max(of),
-        }
-        for metric, of in sorted(errors.items())
-    }
+    summary, scored = {}, (row for row in predicted if not row["fitted"])
+    for metric, rows in sorted(grouped(scored, itemgetter("metric")).items()):
+        of = [abs(row["error"]) for row in rows]
+        p95 = float(np.percentile(of, 95))
+        summary[metric] = {"n": len(of), "mape": mean(of), "p95": p95, "max": max(of)}
+    return summary
 
 
 def _winners(predicted: Sequence[dict[str, Any]]) -> dict[str, int]:
@@ -310,15 +298,13 @@ def _winners(predicted: Sequence[dict[str, Any]]) -> dict[str, int]:
     """
     # printed and predicted time of the second strategy, divided by that of the first
     pairs: list[tuple[float, float]] = []
-    by_job: dict[tuple[str, ...], list[dict[str, Any]]] = {}
     for row in predicted:
-        if row["metric"] == "epoch_time_s":
-            by_job.setdefault(tuple(row[name] for name in JOB), []).append(row)
-        elif row["metric"] == "speedup_vs":
+        if row["metric"] == "speedup_vs":
             pairs.append((float(row["value"]), row["predicted"]))
         elif row["metric"] == "slowdown_fraction_vs":
             pairs.append((1 / (1 + float(row["value"])), 1 / (1 + row["predicted"])))
-    for rows in by_job.values():
+    epochs = (row for row in predicted if row["metric"] == "epoch_time_s")
+    for rows in grouped(epochs, itemgetter(*JOB)).values():
         for a, b in combinations(rows, 2):
             if _system(a) != _system(b):
                 printed = float(b["value"]) / float(a["value"])

@@ -10,6 +10,7 @@ import re
 from collections.abc import Mapping, Sequence
 from itertools import combinations_with_replacement, product, starmap, takewhile
 from pathlib import Path
+from statistics import median
 from typing import Any, NamedTuple
 
 import networkx as nx
@@ -20,6 +21,7 @@ from scipy.optimize import isotonic_regression, least_squares
 from gnnplan.planner.cluster.spec import LISTS, MOST_GPUS, Cluster, Link
 from gnnplan.planner.vocabulary.errors import SpecError
 from gnnplan.planner.vocabulary.files import from_json, read_bytes
+from gnnplan.planner.vocabulary.numbers import grouped
 from gnnplan.planner.vocabulary.progress import say
 from gnnplan.planner.vocabulary.trace import LONGEST
 from gnnplan.planner.vocabulary.units import show_count
@@ -214,12 +216,12 @@ def nccl_tests(path: Path) -> Reading:
             " one server, or with one GPU per server (mpirun --map-by ppr:1:node, -g 1)"
         )
     messages = ranks if op == "exchange" else 1  # alltoall_perf's size is that of all messages
-    seconds_of: dict[int, list[float]] = {}  # a size is there for each cycle (-N) and type (-d all)
-    for size, seconds in rows:
-        if size >= messages and seconds > 0:
-            seconds_of.setdefault(int(size // messages), []).append(seconds)
+    timed = (row for row in rows if row[0] >= messages and row[1] > 0)
+    # a size is there for each cycle (-N) and type (-d all)
+    by_size = grouped(timed, lambda row: int(row[0] // messages))
     samples: list[Sample] = [
-        (size, float(np.median(seconds_of[size])), 0.0) for size in sorted(seconds_of)
+        (size, median(seconds for _, seconds in same), 0.0)
+        for size, same in sorted(by_size.items())
     ]
     if len(samples) < 3:
         raise SpecError(
@@ -249,9 +251,7 @@ def nccl_tests(path: Path) -> Reading:
 
 def _group(path: Path, devices: Sequence[Member]) -> list[Member]:
     """Return the devices of the first group; all groups have the same shape. Raises SpecError."""
-    groups: dict[int, list[Member]] = {}
-    for device in devices:
-        groups.setdefault(device.group, []).append(device)
+    groups = grouped(devices, lambda device: device.group)
     first = next(iter(groups.values()), [])
     if len(groups) > 1:
         kinds = {(len(of), len({device.host for device in of})) for of in groups.values()}

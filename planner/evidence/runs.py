@@ -5,11 +5,12 @@ from __future__ import annotations
 import os
 import re
 from collections import Counter, defaultdict
-from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from operator import itemgetter
 from pathlib import Path
 from statistics import mean, median
-from typing import Annotated, Any, Required, TypeVar
+from typing import Annotated, Any, Required
 
 import numpy as np
 from pydantic import Field, Strict, TypeAdapter, ValidationError
@@ -23,7 +24,14 @@ from gnnplan.planner.decision.objective import Epochs, Objective, Target, Traini
 from gnnplan.planner.gnn.workload import FALLING, Workload, scores_of
 from gnnplan.planner.problem.problem import Problem
 from gnnplan.planner.vocabulary.errors import SpecError
-from gnnplan.planner.vocabulary.files import from_json, must_be_readable, read_bytes, read_json
+from gnnplan.planner.vocabulary.files import (
+    from_json,
+    must_be_readable,
+    numbered,
+    read_bytes,
+    read_json,
+)
+from gnnplan.planner.vocabulary.numbers import grouped
 from gnnplan.planner.vocabulary.progress import say
 from gnnplan.planner.vocabulary.trace import LONGEST
 from gnnplan.planner.vocabulary.units import show_count, show_percent
@@ -80,12 +88,8 @@ def read_run(directory: Path) -> tuple[list[dict[str, Any]], list[dict[str, Any]
     try:
         path = directory / "metrics.jsonl"
         metrics = epochs_in(path, make)
-        files = {
-            int(match[1]): path
-            for path in directory.iterdir()
-            if (match := _RANK_FILE.fullmatch(path.name))
-        }
-        ranks = [read_json(path, MAX_RANK, make) for _, path in sorted(files.items())]
+        files = numbered(directory, _RANK_FILE).values()
+        ranks = [read_json(path, MAX_RANK, make) for path in files]
     except SpecError as error:
         raise SpecError(f"{directory} is not a finished run ({error})") from error
     except OSError as error:
@@ -267,12 +271,8 @@ def _training(folder: Path) -> Training:
 
 def _first_plan(folder: Path) -> tuple[Path, int | None]:
     """Return a run's first plan, and the epochs that it trained; None: all epochs."""
-    earlier = [
-        (int(match[1]), path)
-        for path in folder.iterdir()
-        if (match := _EARLIER_PLAN.fullmatch(path.name))
-    ]
-    until, plan = min(earlier, default=(None, folder / PLAN))
+    earlier = numbered(folder, _EARLIER_PLAN).items()
+    until, plan = next(iter(earlier), (None, folder / PLAN))
     return plan, until
 
 
@@ -354,9 +354,6 @@ class Run(Compared):
         return cls(folder, *asked, strategy, comparison, tuple(warm_epochs(metrics)), planned)
 
 
-R = TypeVar("R", bound=Compared)
-
-
 def question_of(problem: Problem) -> str:
     """Return a key that is equal for problems with the same graph, workload, cluster, partitioner.
 
@@ -393,13 +390,11 @@ def errors(pairs: Iterable[tuple[float | None, float]]) -> dict[str, float] | No
 
 def summarise(runs: Sequence[Compared]) -> dict[str, Any]:
     """Return the document of `gnnplan validate` over several runs."""
-    by_operation = defaultdict[str, list[dict[str, Any]]](list)
-    for run in runs:
-        for row in run.comparison["operations"]:
-            by_operation[row["operation"]].append(row)
+    rows = (row for run in runs for row in run.comparison["operations"])
+    by_operation: dict[str, list[dict[str, Any]]] = grouped(rows, itemgetter("operation"))
     rankings = [
         ranking(same)
-        for same in _grouped(runs, lambda run: run.question)
+        for same in grouped(runs, lambda run: run.question).values()
         if len({run.strategy for run in same}) > 1
     ]
     measured_s = sum(run.measured_s for run in runs)
@@ -435,14 +430,6 @@ def _errors_by_source(rows: Sequence[dict[str, Any]]) -> dict[str, dict[str, flo
     }
 
 
-def _grouped(runs: Sequence[R], key: Callable[[R], Hashable]) -> list[list[R]]:
-    """Return the runs grouped by key, in their order."""
-    groups = defaultdict[Hashable, list[R]](list)
-    for run in runs:
-        groups[key(run)].append(run)
-    return list(groups.values())
-
-
 # -- rankings --------------------------------------------------------------------------------------
 
 
@@ -454,7 +441,7 @@ def noise(runs: Sequence[Compared]) -> float:
     """
     repeated = [
         [run.measured_s for run in same]
-        for same in _grouped(runs, lambda run: (run.question, run.strategy))
+        for same in grouped(runs, lambda run: (run.question, run.strategy)).values()
         if len(same) > 1
     ]
     if repeated:
@@ -483,7 +470,7 @@ def ranking(runs: Sequence[Compared]) -> dict[str, Any]:
     predicted, measured = (
         {
             same[0].strategy: median(run.comparison["step"][seconds] for run in same)
-            for same in _grouped(runs, lambda run: run.strategy)
+            for same in grouped(runs, lambda run: run.strategy).values()
         }
         for seconds in ("predicted_s", "measured_s")
     )
@@ -582,7 +569,7 @@ def refit_cluster(runs: Sequence[Run]) -> tuple[Cluster, dict[str, Any]]:
     log(factor) of each speed. Raises SpecError if there are too few runs, or several cluster files.
     """
     cluster = _only_cluster(runs)
-    questions = _grouped(runs, lambda run: run.question)
+    questions = list(grouped(runs, lambda run: run.question).values())
     if len(questions) < 2:
         questions = [[run] for run in runs]
     fitted = [run for same in questions[0::2] for run in same]

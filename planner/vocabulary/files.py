@@ -105,6 +105,12 @@ def whole_lines(path: Path, most: int) -> tuple[int, int]:
     return len(lengths), sum(lengths)
 
 
+def numbered(folder: Path, pattern: re.Pattern[str]) -> dict[int, Path]:
+    """Return number -> path of the files whose name matches, by rising number."""
+    found = ((pattern.fullmatch(path.name), path) for path in folder.glob("*"))
+    return dict(sorted((int(match[1]), path) for match, path in found if match))
+
+
 def forget_unfinished(folder: Path) -> None:
     """Remove temporary files that killed writers left in a folder; nobody may be writing there."""
     for path in folder.glob(".*"):

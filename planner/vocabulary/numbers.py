@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections import defaultdict
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, fields, replace
 from functools import cached_property
 from itertools import pairwise
 from statistics import mean, median
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 from numpy.lib.mixins import NDArrayOperatorsMixin
 from numpy.typing import NDArray
 
+T = TypeVar("T")
+K = TypeVar("K", bound=Hashable)
 # A float, or an array of them where several candidates are evaluated at once.
 Number = float | NDArray[np.float64]
 
@@ -39,6 +42,18 @@ def total(values: Iterable[Number]) -> Number:
     for value in values:
         out = out + value
     return out
+
+
+def grouped(values: Iterable[T], key: Callable[[T], K]) -> dict[K, list[T]]:
+    """Return key -> the values with this key, in their order.
+
+    >>> grouped(["a", "bb", "c"], len)
+    {1: ['a', 'c'], 2: ['bb']}
+    """
+    groups = defaultdict[K, list[T]](list)
+    for value in values:
+        groups[key(value)].append(value)
+    return dict(groups)
 
 
 def slowest(seconds: Number) -> Number:

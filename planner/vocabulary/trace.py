@@ -10,11 +10,13 @@ import json
 import re
 from collections import Counter
 from collections.abc import Iterable, Iterator
+from operator import attrgetter
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 from gnnplan.planner.vocabulary.errors import SpecError
-from gnnplan.planner.vocabulary.files import make_folder, read_json, write_atomically
+from gnnplan.planner.vocabulary.files import make_folder, numbered, read_json, write_atomically
+from gnnplan.planner.vocabulary.numbers import grouped
 
 # the concurrent lanes of a rank, from top to bottom in a viewer
 LANES = ("compute", "comm", "send", "receive", "reduce", "copy", "host")
@@ -83,7 +85,7 @@ def write_traces(
         if span.rank in by_rank:
             by_rank[span.rank].append(span)
     if 0 in by_rank:  # remove traces of an earlier run on more ranks
-        for rank, path in _files(directory).items():
+        for rank, path in numbered(directory, _FILE).items():
             if rank >= world:
                 path.unlink()
     paths = []
@@ -107,7 +109,7 @@ def read_traces(directory: str | Path) -> list[Span]:
 
     Raises SpecError if the folder does not hold the traces of exactly one run.
     """
-    files = _files(Path(directory))
+    files = numbered(Path(directory), _FILE)
     if not files:
         raise SpecError(
             f"{directory} holds no trace.rank<r>.json; give the folder that `gnnplan simulate` or"
@@ -115,7 +117,7 @@ def read_traces(directory: str | Path) -> list[Span]:
         )
     spans: list[Span] = []
     worlds: dict[int, Path] = {}
-    for rank, path in sorted(files.items()):
+    for rank, path in files.items():
         world, own = read_trace(path, rank)
         worlds.setdefault(world, path)
         spans += own
@@ -172,8 +174,8 @@ def merge_traces(directory: str | Path, path: str | Path) -> None:
     Raises SpecError if the folder does not hold the traces of exactly one run.
     """
     read_traces(directory)
-    files = sorted(_files(Path(directory)).items())
-    documents = [json.loads(file.read_bytes()) for _, file in files]
+    files = numbered(Path(directory), _FILE).values()
+    documents = [json.loads(file.read_bytes()) for file in files]
     first = documents[0]
     merged = {
         **first,
@@ -188,15 +190,6 @@ def merge_traces(directory: str | Path, path: str | Path) -> None:
 def trace_of(directory: Path, rank: int) -> Path:
     """Return the path of a rank's trace."""
     return directory / f"trace.rank{rank}.json"
-
-
-def _files(directory: Path) -> dict[int, Path]:
-    """Return the trace files in a folder: rank -> path."""
-    return {
-        int(match[1]): path
-        for path in directory.glob("trace.rank*.json")
-        if (match := _FILE.fullmatch(path.name))
-    }
 
 
 def _first_steps(spans: list[Span]) -> list[Span]:
@@ -272,11 +265,8 @@ def transfer_times(spans: Iterable[Span]) -> dict[str, float]:
     >>> transfer_times([first, last, Span("f", "f", 0, "compute", 0, 9)])
     {'x': 2.0}
     """
-    by_label: dict[str, list[Span]] = {}
-    for span in spans:
-        # A load involves one rank, though other ranks may have loads of the same label.
-        if span.lane != "copy":
-            by_label.setdefault(span.label, []).append(span)
+    # A load involves one rank, though other ranks may have loads of the same label.
+    by_label = grouped((span for span in spans if span.lane != "copy"), attrgetter("label"))
     return {
         label: float(min(span.seconds for span in group))
         for label, group in by_label.items()
