@@ -253,11 +253,12 @@ class Plan(View):
 
     def __init__(self, document: dict[str, Any], problem: Problem | None = None) -> None:
         self.document = document  # the content of plan.json
-        self._problem = problem
+        self.loaded = problem
+        """`problem` if its graph is loaded already, else None."""
 
     def __getstate__(self) -> dict[str, Any]:
         """Return what a pickle holds: a copy reads its graph again."""
-        return {**vars(self), "_problem": None}
+        return {**vars(self), "loaded": None}
 
     @property
     def best(self) -> Answer:
@@ -285,14 +286,9 @@ class Plan(View):
 
         Raises SpecError, or Mismatch if the graph has changed since the plan was made.
         """
-        if self._problem is None:
-            self._problem = documents.question(self.document)
-        return self._problem
-
-    @property
-    def loaded(self) -> Problem | None:
-        """`problem` if its graph is loaded already, else None."""
-        return self._problem
+        if self.loaded is None:
+            self.loaded = documents.question(self.document)
+        return self.loaded
 
     @property
     def cluster(self) -> Cluster:

@@ -49,15 +49,11 @@ class Run(View):
 
     def __init__(self, out: str | Path) -> None:
         self.out = Path(out)
-        self._metrics, self._ranks = read_run(self.out)
+        self.metrics, self._ranks = read_run(self.out)
+        """The lines of metrics.jsonl, one row per epoch; pandas.DataFrame takes the list."""
 
     def __fspath__(self) -> str:
         return str(self.out)
-
-    @property
-    def metrics(self) -> list[dict[str, Any]]:
-        """The lines of metrics.jsonl, one row per epoch; pandas.DataFrame takes the list."""
-        return self._metrics
 
     @property
     def weights(self) -> Path:
@@ -67,7 +63,7 @@ class Run(View):
     @property
     def document(self) -> dict[str, Any]:
         """The document that `gnnplan run --json` prints."""
-        metrics, ranks = self._metrics, self._ranks
+        metrics, ranks = self.metrics, self._ranks
         own = metrics[trained_before(ranks) :]  # epochs of the ranks whose files are in the folder
         last = metrics[-1]
         return {

@@ -334,7 +334,7 @@ class Cost:
         if device.kind == "cpu" and self.cluster.host is None:
             return calls_s + device.launch + 3 * nbytes / device.memory_bandwidth
         link = self.cluster.host or self.cluster.intra_node
-        copied_s = link.latency + link.stretched(nbytes) / link.bandwidth
+        copied_s: Number = link.latency + link.stretched(nbytes) / link.bandwidth
         return calls_s + copied_s + packed / PACKING
 
     def host_s(self, work: HostWork, edges: Number, samplers: int = 1, layers: int = 0) -> Number:

@@ -11,14 +11,12 @@ from collections.abc import Collection, Mapping, Sequence
 from contextlib import suppress
 from itertools import pairwise
 from pathlib import Path
-from typing import Annotated, Any, ClassVar, Literal, get_args, overload
+from typing import Annotated, Any, ClassVar, Literal, get_args
 
 import numpy as np
-from numpy.typing import NDArray
 from pydantic import AfterValidator, BeforeValidator, Field, model_validator
 
 from gnnplan.planner.vocabulary.files import suggest
-from gnnplan.planner.vocabulary.numbers import Number
 from gnnplan.planner.vocabulary.schedule import HostWork
 from gnnplan.planner.vocabulary.spec import (
     Bandwidth,
@@ -66,14 +64,8 @@ class Link(Spec):
     core_s_per_byte: Annotated[float, Field(ge=0.0, le=1e-3)] = 0.0
     """CPU ranks: core-seconds per byte sent, sender and receiver together."""
 
-    @overload
-    def stretched(self, nbytes: float, messages: int = 1) -> float: ...
-    @overload
-    def stretched(self, nbytes: NDArray[Any], messages: int = 1) -> NDArray[np.float64]: ...
-    @overload
-    def stretched(self, nbytes: Number, messages: int = 1) -> Number: ...
-    def stretched(self, nbytes: Number | NDArray[Any], messages: int = 1) -> Number:
-        """Return the number of bytes that would take as long at the full bandwidth [B].
+    def stretched(self, nbytes: Any, messages: int = 1) -> Any:
+        """Return the bytes, a number or an array, that take as long at the full bandwidth [B].
 
         `nbytes` are sent in `messages` equal messages. The efficiency is interpolated log-log
         between the given sizes, and constant outside them.
