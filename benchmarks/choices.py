@@ -19,8 +19,7 @@ from gnnplan.papers.interpret import question, testbed
 from gnnplan.papers.published import DIFFERENT
 from gnnplan.papers.question import Row, Skip, Testbeds
 from gnnplan.papers.rows import JOB
-from gnnplan.planner.decision.candidate import Candidate
-from gnnplan.planner.decision.recommendation import outlooks
+from gnnplan.planner.decision.candidate import Candidate, outlooks
 from gnnplan.planner.problem.problem import Problem
 from gnnplan.planner.vocabulary.errors import GnnplanError
 

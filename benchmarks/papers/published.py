@@ -24,8 +24,7 @@ from gnnplan.papers.figures import predict
 from gnnplan.papers.interpret import question, testbed
 from gnnplan.papers.question import Row, Skip, Testbeds
 from gnnplan.papers.rows import COLUMNS, JOB
-from gnnplan.planner.decision.candidate import Candidate
-from gnnplan.planner.decision.recommendation import range_of
+from gnnplan.planner.decision.candidate import Candidate, range_of
 from gnnplan.planner.vocabulary.errors import GnnplanError
 
 DIFFERENT = 0.05  # printed times with a smaller relative difference have no winner

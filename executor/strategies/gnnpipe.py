@@ -68,8 +68,7 @@ from gnnplan.planner.graph.sampling import ROUNDING, Ids
 from gnnplan.planner.ownership.chunks import Chunks
 from gnnplan.planner.problem.problem import Problem
 from gnnplan.planner.strategies.base import settled
-from gnnplan.planner.strategies.gnnpipe.gnnpipe import GNNPipe
-from gnnplan.planner.strategies.gnnpipe.pipeline import chunk_order
+from gnnplan.planner.strategies.gnnpipe import GNNPipe, chunk_order
 from gnnplan.planner.vocabulary.schedule import Label
 
 

@@ -45,8 +45,7 @@ from gnnplan.planner.gnn.workload import Workload
 from gnnplan.planner.graph.sampling import count_items
 from gnnplan.planner.problem.problem import Problem
 from gnnplan.planner.strategies import P3
-from gnnplan.planner.strategies.p3.p3 import period
-from gnnplan.planner.strategies.p3.slices import DELAY, HEADER
+from gnnplan.planner.strategies.minibatch.p3 import DELAY, HEADER, period
 from gnnplan.planner.vocabulary.schedule import Label
 
 

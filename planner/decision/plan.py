@@ -20,9 +20,8 @@ from typing_extensions import TypedDict  # pydantic reads typing's from Python 3
 
 from gnnplan import __version__
 from gnnplan.planner.cluster.spec import Cluster
-from gnnplan.planner.decision.candidate import Candidate, evaluate, placed
+from gnnplan.planner.decision.candidate import Array, Candidate, Outlook, evaluate, placed, range_of
 from gnnplan.planner.decision.objective import ONE, Objective
-from gnnplan.planner.decision.recommendation import Array, Outlook, range_of
 from gnnplan.planner.decision.search import Search, SearchResult, parts
 from gnnplan.planner.gnn.model import describe
 from gnnplan.planner.gnn.workload import Workload

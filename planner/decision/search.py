@@ -1,7 +1,7 @@
 """The search: evaluates the candidates of all families, on all GPUs and on parts of them.
 
 Candidates that fit in memory are ranked by the objective's value of their closed form
-(objective.py). `recommend` chooses one of them; recommendation.py says how sure the choice is.
+(objective.py). `recommend` chooses one of them; candidate.py says how sure the choice is.
 Other candidates are rejected with a reason; if none fits, the error says what would
 (candidate.py).
 """
@@ -23,21 +23,19 @@ from gnnplan.planner.cluster.doubt import factors
 from gnnplan.planner.cluster.placement import walk
 from gnnplan.planner.cluster.spec import Cluster
 from gnnplan.planner.decision.candidate import (
+    SURE_SHARE,
     Candidate,
+    Outlook,
+    Settled,
     evaluate,
     evaluate_or_save_memory,
     must_fit,
+    outlooks,
     placed,
+    settled_regret,
     smallest_change,
 )
 from gnnplan.planner.decision.objective import TIME, Objective
-from gnnplan.planner.decision.recommendation import (
-    SURE_SHARE,
-    Outlook,
-    Settled,
-    outlooks,
-    settled_regret,
-)
 from gnnplan.planner.problem.problem import Problem
 from gnnplan.planner.strategies.base import Strategy
 from gnnplan.planner.vocabulary.errors import GnnplanError, Infeasible, SpecError

@@ -20,7 +20,7 @@ from dataclasses import replace
 
 import numpy as np
 
-from gnnplan.planner.decision.candidate import Candidate, evaluate_or_save_memory
+from gnnplan.planner.decision.candidate import Candidate, evaluate_or_save_memory, range_of
 from gnnplan.planner.decision.explain import (
     doubted,
     largest_difference,
@@ -30,7 +30,6 @@ from gnnplan.planner.decision.explain import (
     within_doubt,
 )
 from gnnplan.planner.decision.objective import NEAR, ONE, unit_of
-from gnnplan.planner.decision.recommendation import range_of
 from gnnplan.planner.decision.search import SearchResult
 from gnnplan.planner.problem.problem import Problem
 from gnnplan.planner.strategies import GraphParallel

@@ -256,16 +256,9 @@ class Problem:
     @cached_property
     def model(self) -> Model:
         """The GNN's layers on this graph's features and classes, and on this cluster's device."""
-        return self._described()
-
-    def _described(self) -> Model:
-        model = describe(
-            self.workload,
-            self.stats.features,
-            self.stats.classes,
-            self.stats.stored_per_row,
-        )
-        device, b = self.cluster.device, model.itemsize
+        stats, device = self.stats, self.cluster.device
+        model = describe(self.workload, stats.features, stats.classes, stats.stored_per_row)
+        b = model.itemsize
         if device.kind != "cpu":
             return replace(model, in_place=True, on_gpu=True)
         return replace(

@@ -21,8 +21,7 @@ from gnnplan import __version__
 from gnnplan.planner.cluster.spec import PRESETS
 from gnnplan.planner.decision import plan
 from gnnplan.planner.decision import search as search_module
-from gnnplan.planner.decision.candidate import Candidate, evaluate
-from gnnplan.planner.decision.recommendation import SURE_SHARE
+from gnnplan.planner.decision.candidate import SURE_SHARE, Candidate, evaluate
 from gnnplan.planner.decision.search import SearchResult, families, parts, search
 from gnnplan.planner.decision.summary import costs, rivals
 from gnnplan.planner.gnn.workload import Workload

@@ -62,8 +62,13 @@ from gnnplan.planner.problem.problem import Problem
 from gnnplan.planner.strategies.base import Example, Resident, Strategy
 from gnnplan.planner.strategies.layerwise.exchange import ExchangeOptions
 from gnnplan.planner.strategies.layerwise.graph_parallel import GraphParallel
-from gnnplan.planner.strategies.layerwise.memory import Holds
-from gnnplan.planner.strategies.layerwise.step import end_of_step, finish, first_alike, moments
+from gnnplan.planner.strategies.layerwise.step import (
+    Holds,
+    end_of_step,
+    finish,
+    first_alike,
+    moments,
+)
 from gnnplan.planner.strategies.program.memory import machine_code
 from gnnplan.planner.strategies.program.program import Exchange, Op, Program
 from gnnplan.planner.vocabulary.errors import SpecError
@@ -144,7 +149,9 @@ class FeatureParallel(Strategy):
         return watch.seconds
 
     def program(self, problem: Problem) -> Program:
-        return program(problem, *self.arranged(problem))
+        model, courses = self.arranged(problem)
+        step = list(_step(problem, model, courses))
+        return Program.of(step, setup=lambda: setup(problem, courses))
 
     def schedule(self, problem: Problem, steps: int) -> Schedule:
         """Return every rank's tasks, after METIS has ordered the vertices for the ranks."""
@@ -156,9 +163,8 @@ class FeatureParallel(Strategy):
         model, stats = problem.model, problem.stats
         own = shares(stats.vertices, problem.ranks)
         read = model.inputs.stored_bytes(own)
-        features = model.inputs.stored_bytes(model.constant_rows(own, own)) + model.own_index_bytes(
-            own
-        )
+        features = model.inputs.stored_bytes(model.constant_rows(own, own))
+        features = features + model.own_index_bytes(own)
         edges = block(model, model.layers[0], *(stats.vertices,) * 2, stats.edges)
         return Resident(
             {"features": np.asarray(features), "graph": np.asarray(edges + 16 * own)},
@@ -194,19 +200,12 @@ def unsuited(problem: Problem) -> str:
 
 # -- the operations of a step ----------------------------------------------------------------------
 
-# A rank has an equal share of the rows, and during aggregation an equal share of the columns of all
-# rows. A layer prepares its rows, exchanges rows for columns, aggregates over all edges, exchanges
-# columns for rows, and does the rest on rows:
-#
 #     on rows      |prepare l|                              |forward l|
 #     exchange               |to_columns l|        |to_rows l|
 #     on columns                          |aggregate l|
 #
-# Backward does the same operations on gradients, in the same order, with way 'b'. A product needs
-# whole rows; dropout, bias and ReLU do not. So a layer's outputs may stay in columns for the next
-# layer, without an exchange between the two (`arranged`).
-#
-# planner/gnn/model.py counts the work of layers, and memory.py their memory.
+# Backward does the same operations on gradients, in the same order, with way 'b'. gnn/model.py
+# counts the work of layers, and step.py their memory.
 
 
 def why_untried(problem: Problem, shared: str, unsuited: str) -> str:
@@ -357,12 +356,6 @@ def _stays(model: Model, layer: int) -> bool:
 # -- operations ------------------------------------------------------------------------------------
 
 
-def program(problem: Problem, model: ByColumns, courses: Courses) -> Program:
-    """Return the program, whose steps are all equal."""
-    step = list(_step(problem, model, courses))
-    return Program.of(step, setup=lambda: setup(problem, courses))
-
-
 def crossing(problem: Problem, width: int, op: str) -> Outer:
     """Return the numbers sent from rank to rank for rows of `width` numbers [ranks, ranks]."""
     rows, columns = shares(problem.stats.vertices, problem.ranks), shares(width, problem.ranks)
@@ -401,11 +394,10 @@ def _step(problem: Problem, model: ByColumns, courses: Courses) -> Iterator[Op]:
             return Compute(itemsize=b)
         return Compute(elementwise_bytes=1.0 * COPY * own * width * b, itemsize=b)
 
-    def prepare(layer: int, course: Course) -> tuple[Compute, Compute]:
+    def prepare(layer: int, course: Course) -> tuple[Compute, ...]:
         rows = own if course.cuts else of_columns(model.layers[layer - 1].h_in)
-        forward, backward = model.prepare(layer, rows)
         piece = copied(course.width, course.cuts)
-        return forward + piece, backward + piece
+        return tuple(work + piece for work in model.prepare(layer, rows))
 
     def end(layer: int) -> tuple[Compute, Compute]:
         course = courses[layer - 1]
@@ -457,8 +449,7 @@ def _step(problem: Problem, model: ByColumns, courses: Courses) -> Iterator[Op]:
             "forward", layer=layer, work=end(like[layer])[0], holds=partial(holds.forward, layer)
         )
     yield from moments(problem, layers + 1, "f")
-    forward, backward = finish(problem, own, None)
-    yield Op("loss", work=forward + backward, holds=holds.loss)
+    yield Op("loss", work=finish(problem, own, None), holds=holds.loss)
     yield from moments(problem, layers + 1, "b")
     for layer in range(layers, 0, -1):
         course, frees = courses[layer - 1], partial(holds.backward, layer)
@@ -480,7 +471,7 @@ def between(model: ByColumns, layer: int, own: np.ndarray, width: int) -> Number
     """Return the bytes that a rank keeps because a layer is two autograd segments [ranks].
 
     These are inputs and outputs of the segments before and after the exchange that no product
-    saves; memory.py counts the layer itself. own: number of rows. width: numbers per aggregated
+    saves; step.py counts the layer itself. own: number of rows. width: numbers per aggregated
     row.
     """
     spec = model.layers[layer - 1]

@@ -52,7 +52,7 @@ Bytes per epoch: as graph parallelism, but layers l <= depth + 1 exchange halos 
 first step. Source: GraNNDis (PACT 2024), Sec. 4.1-4.4, Alg. 1. The paper's Eq. 3-9 are not used, as
 they leave out links inside servers and much of an epoch: plans use the counted rows of every layer.
 
-See also step.py and memory.py in this folder, account.py and schedule.py in ../program;
+See also step.py in this folder, account.py and program.py in ../program;
 planner/ownership/layout.py for recomputed rows; executor/strategies/granndis.py.
 """
 
@@ -71,8 +71,7 @@ from gnnplan.planner.ownership.layout import Expansion, Layout
 from gnnplan.planner.problem.problem import Problem
 from gnnplan.planner.strategies.base import Example, Strategy, settled
 from gnnplan.planner.strategies.layerwise.exchange import ExchangeOptions, pays
-from gnnplan.planner.strategies.layerwise.graph_parallel import GraphParallel, check_trim
-from gnnplan.planner.strategies.layerwise.on_parts import OnParts
+from gnnplan.planner.strategies.layerwise.graph_parallel import GraphParallel, OnParts, check_trim
 from gnnplan.planner.strategies.layerwise.step import Batches
 from gnnplan.planner.vocabulary.errors import SpecError
 from gnnplan.planner.vocabulary.units import show_bytes
@@ -196,7 +195,7 @@ class GraNNDis(OnParts):
         sampled = cls(max_hop=MAX_HOP, fanout=FANOUT).settle(problem)
         return _notes(problem, cls().settle(problem), sampled)
 
-    def settle(self, problem: Problem) -> GraNNDis:
+    def settle(self, problem: Problem) -> Self:
         chosen = replace(self, depth=problem.workload.layers if self.depth is None else self.depth)
         if self.sampled:
             chosen = replace(

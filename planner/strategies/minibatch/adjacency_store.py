@@ -234,7 +234,7 @@ def owned(batches: Batches, structure: str) -> Lists | None:
     return Structure(places, member.astype(np.int32), kept, False, batches.graph.degree)
 
 
-def check_structure(name: str, problem: Problem, structure: str, cache: int = 0) -> None:
+def check_structure(name: str, problem: Problem, structure: str, cache: int) -> None:
     """Raise SpecError if the knobs `structure` and `structure_cache` are wrong or do not fit."""
     check_word(f"{name}: structure says who has adjacency lists", structure, PLACES)
     if structure == "spread" and problem.workload.task == "link":

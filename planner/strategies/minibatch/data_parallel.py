@@ -42,7 +42,7 @@ Bytes per batch, for M ranks, W weights and numbers of b bytes:
 Loaded per batch: F b for each row of a rank's own frontier that no cache has. Sources: DistDGL
 (IA3 2020) for spread features; Quiver (arXiv 2305.10863) for shared caches.
 
-See also supply.py, on_batches.py, feature_store.py, adjacency_store.py, memory.py, proposals.py in
+See also supply.py, on_batches.py, feature_store.py, adjacency_store.py in
 this folder; layerwise/step.py for the layers; executor/strategies/minibatch.py.
 """
 
@@ -54,15 +54,13 @@ from typing import ClassVar, Self
 
 from gnnplan.planner.problem.problem import Problem
 from gnnplan.planner.strategies.base import Bytes, Example, Strategy
-from gnnplan.planner.strategies.layerwise.exchange import ExchangeOptions
-from gnnplan.planner.strategies.minibatch.adjacency_store import Lists, check_structure, hashed
-from gnnplan.planner.strategies.minibatch.feature_store import (
-    Features,
-    check_store,
-    feature_store,
+from gnnplan.planner.strategies.minibatch.adjacency_store import Lists, hashed
+from gnnplan.planner.strategies.minibatch.on_batches import (
+    OnRows,
+    lists_cache,
+    variants,
+    with_one_sampler,
 )
-from gnnplan.planner.strategies.minibatch.on_batches import OnRows
-from gnnplan.planner.strategies.minibatch.proposals import lists_cache, variants, with_one_sampler
 
 
 @dataclass(frozen=True)
@@ -103,23 +101,13 @@ class DataParallel(OnRows):
 
     def check(self, problem: Problem) -> None:
         super().check(problem)
-        check_store(self.name, problem, self.cache, self.hot, self.features, self.shared_cache)
-        check_structure(self.name, problem, self.structure, self.structure_cache)
-
-    def store(self, problem: Problem) -> Features:
-        return feature_store(
-            problem, self.batches(problem), self.cache, self.hot, self.features, self.shared_cache
-        )
+        self.check_places(problem)
 
     def lists(self, problem: Problem) -> Lists | None:
         by_rank = len(set(problem.servers)) == 1
         return hashed(
             problem, self.batches(problem), self.structure, by_rank, self.structure_cache, self.hot
         )
-
-    @property
-    def exchange_options(self) -> ExchangeOptions:
-        return ExchangeOptions(checkpoint=self.checkpoint, buckets=self.buckets)
 
     def more_spread(self, problem: Problem) -> Iterator[Self]:
         if len(set(problem.servers)) > 1:

@@ -310,11 +310,11 @@ def feature_store(
     problem: Problem,
     batches: Batches,
     cache: int,
-    hot: str = "frequency",
-    features: str = "everywhere",
-    shared: bool = False,
-    epochs: int = EPOCHS,
-    slices: tuple[Slice, ...] = (),
+    hot: str,
+    features: str,
+    shared: bool,
+    epochs: int,
+    slices: tuple[Slice, ...],
 ) -> Features:
     """Return the feature store of a problem's mini-batches; results are cached.
 
@@ -431,9 +431,7 @@ def heat(
     return counts.astype(np.int64)
 
 
-def frequency(
-    graph: Graph, workload: Workload, groups: int, epochs: int = EPOCHS
-) -> NDArray[np.int32]:
+def frequency(graph: Graph, workload: Workload, groups: int, epochs: int) -> NDArray[np.int32]:
     """Return how often groups read each vertex's row [N] in `epochs` epochs of pre-sampling.
 
     Training does not draw the batches of these epochs. A row counts once per batch and group, even
@@ -464,12 +462,7 @@ def check_word(rule: str, word: str, allowed: Sequence[str]) -> None:
 
 
 def check_store(
-    name: str,
-    problem: Problem,
-    cache: int,
-    hot: str = "frequency",
-    features: str = "everywhere",
-    shared: bool = False,
+    name: str, problem: Problem, cache: int, hot: str, features: str, shared: bool
 ) -> None:
     """Raise SpecError if the knobs of a feature store are wrong or do not fit together."""
     room = int(problem.cluster.device.memory)

@@ -63,7 +63,7 @@ The rows of the other endpoints are exchanged as for a layer L + 1.
 Sources: GSplit (arXiv 2303.13775), Sec. 3-5; DNP and SNP of APT (PPoPP 2025,
 github.com/kaihaoma/APT).
 
-See also supply.py, on_batches.py, feature_store.py, adjacency_store.py, memory.py, proposals.py in
+See also supply.py, on_batches.py, feature_store.py, adjacency_store.py in
 this folder; layerwise/step.py for the layers; planner/graph/splitting.py for owners;
 executor/strategies/minibatch.py.
 """
@@ -82,15 +82,8 @@ from gnnplan.planner.graph.splitting import EPOCHS, FINEST, IMBALANCE, LOOSEST, 
 from gnnplan.planner.ownership.minibatch import Batches
 from gnnplan.planner.problem.problem import Problem
 from gnnplan.planner.strategies.base import Bytes, Example, Strategy
-from gnnplan.planner.strategies.layerwise.exchange import ExchangeOptions
-from gnnplan.planner.strategies.minibatch.adjacency_store import Lists, check_structure, owned
-from gnnplan.planner.strategies.minibatch.feature_store import (
-    Features,
-    check_store,
-    feature_store,
-)
-from gnnplan.planner.strategies.minibatch.on_batches import OnRows
-from gnnplan.planner.strategies.minibatch.proposals import variants, with_one_sampler
+from gnnplan.planner.strategies.minibatch.adjacency_store import Lists, owned
+from gnnplan.planner.strategies.minibatch.on_batches import OnRows, variants, with_one_sampler
 from gnnplan.planner.vocabulary.errors import SpecError
 
 GROUPS = ("server", "all")
@@ -208,8 +201,7 @@ class GSplit(OnRows):
                 "gsplit: imbalance is the share of the mean load that an owner may have beyond it,"
                 f" {FINEST:g} to {LOOSEST:g}, not {self.imbalance:g}; use METIS's {IMBALANCE:g}"
             )
-        check_store(self.name, problem, self.cache, self.hot, self.features)
-        check_structure(self.name, problem, self.structure)
+        self.check_places(problem)
 
     def _check_layer_1(self, problem: Problem) -> None:
         """Raise SpecError if layer 1 cannot be split without the other layers."""
@@ -267,16 +259,8 @@ class GSplit(OnRows):
             self.groups(problem), self.splitter, self.presample, self.imbalance, self.split
         )
 
-    def store(self, problem: Problem) -> Features:
-        arguments = problem, self.batches(problem), self.cache, self.hot, self.features
-        return feature_store(*arguments, epochs=self.presample)
-
     def lists(self, problem: Problem) -> Lists | None:
         return owned(self.batches(problem), self.structure)
-
-    @property
-    def exchange_options(self) -> ExchangeOptions:
-        return ExchangeOptions(self.narrow, checkpoint=self.checkpoint, buckets=self.buckets)
 
     def preparation(self, problem: Problem) -> dict[str, float]:
         return {

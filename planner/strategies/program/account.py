@@ -1,6 +1,6 @@
 """Predictions of an epoch's bytes and seconds, from the operations of its steps.
 
-    epoch    the longest path over all lanes and ranks (path.py); where operations overlap, at
+    epoch    the longest path over all lanes and ranks (price.py); where operations overlap, at
              least the seconds for which the busiest port is busy
     compute  computation of the busiest rank
     waiting  for slower ranks, or for chunks: the epoch if only computation took time, minus
@@ -22,8 +22,13 @@ import numpy as np
 
 from gnnplan.planner.cluster.ports import add, busiest
 from gnnplan.planner.problem.problem import Problem
-from gnnplan.planner.strategies.program.path import Prices, path_of
-from gnnplan.planner.strategies.program.price import bytes_of, distinct_ranks, price_of
+from gnnplan.planner.strategies.program.price import (
+    Prices,
+    bytes_of,
+    distinct_ranks,
+    path_of,
+    price_of,
+)
 from gnnplan.planner.strategies.program.program import (
     Exchange,
     Group,

@@ -15,8 +15,7 @@ import numpy as np
 from gnnplan.planner.gnn.footprint import COMMUNICATOR, RUNTIME, in_turn
 from gnnplan.planner.gnn.trace import shapes
 from gnnplan.planner.problem.problem import Problem
-from gnnplan.planner.strategies.program.program import Op, Program
-from gnnplan.planner.strategies.program.schedule import by_group
+from gnnplan.planner.strategies.program.program import Op, Program, by_group
 from gnnplan.planner.vocabulary.numbers import Number
 
 Memory = dict[str, np.ndarray]  # use -> bytes per rank [ranks]
