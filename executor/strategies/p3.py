@@ -37,8 +37,7 @@ from gnnplan.executor.minibatch.share import Part, Share, targets_of
 from gnnplan.executor.modules.read import net_of
 from gnnplan.executor.ranks import comm
 from gnnplan.executor.ranks.comm import Exchange
-from gnnplan.executor.ranks.learner import Gradients, Learner
-from gnnplan.executor.ranks.model_state import fill, named
+from gnnplan.executor.ranks.learner import Gradients, Learner, fill, named
 from gnnplan.executor.ranks.rank import Rank, completed_future
 from gnnplan.executor.strategies.minibatch import OnBatches, Scorer
 from gnnplan.planner.gnn.workload import Workload

@@ -30,8 +30,7 @@ from gnnplan.planner.cluster.spec import MOST_PAIRED, MOST_RANKS
 from gnnplan.planner.decision.objective import TIME, Epochs, Objective, dollars_per_second
 from gnnplan.planner.problem.problem import Problem
 from gnnplan.planner.strategies.base import Memory, Strategy
-from gnnplan.planner.strategies.program.account import Prediction, predict
-from gnnplan.planner.strategies.program.memory import on_fullest_rank
+from gnnplan.planner.strategies.program.account import Prediction, on_fullest_rank, predict
 from gnnplan.planner.vocabulary.errors import Infeasible, SpecError
 from gnnplan.planner.vocabulary.precision import FLOAT32, Precision
 from gnnplan.planner.vocabulary.units import show_bytes

@@ -256,6 +256,9 @@ class Problem:
     @cached_property
     def model(self) -> Model:
         """The GNN's layers on this graph's features and classes, and on this cluster's device."""
+        return self._described()
+
+    def _described(self) -> Model:
         stats, device = self.stats, self.cluster.device
         model = describe(self.workload, stats.features, stats.classes, stats.stored_per_row)
         b = model.itemsize

@@ -26,10 +26,15 @@ from gnnplan.planner.gnn.codec import Codec
 from gnnplan.planner.ownership.estimated_layout import EstimatedLayout
 from gnnplan.planner.ownership.layout import Layout
 from gnnplan.planner.problem.problem import Problem
-from gnnplan.planner.strategies.program.account import Prediction, epoch_s, predict
-from gnnplan.planner.strategies.program.memory import Memory as Memory
-from gnnplan.planner.strategies.program.memory import Resident as Resident
-from gnnplan.planner.strategies.program.memory import on_fullest_rank, peak
+from gnnplan.planner.strategies.program.account import Memory as Memory
+from gnnplan.planner.strategies.program.account import (
+    Prediction,
+    epoch_s,
+    on_fullest_rank,
+    peak,
+    predict,
+)
+from gnnplan.planner.strategies.program.account import Resident as Resident
 from gnnplan.planner.strategies.program.price import setup_s
 from gnnplan.planner.strategies.program.program import Program, build_schedule, traffic
 from gnnplan.planner.vocabulary.errors import SpecError

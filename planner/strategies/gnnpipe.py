@@ -89,7 +89,7 @@ from gnnplan.planner.gnn.model import Model
 from gnnplan.planner.ownership.chunks import ChunkCounts
 from gnnplan.planner.problem.problem import Problem
 from gnnplan.planner.strategies.base import Example, Memory, Resident, Strategy, settled
-from gnnplan.planner.strategies.program.memory import machine_code
+from gnnplan.planner.strategies.program.account import machine_code
 from gnnplan.planner.strategies.program.program import (
     AllReduce,
     Exchange,

@@ -8,8 +8,7 @@ import pytest
 from choices import Choice, comparisons, reliability, score
 
 from gnnplan.papers import calibrate
-from gnnplan.papers.question import Row
-from gnnplan.papers.rows import read
+from gnnplan.papers.question import Row, read
 
 FIGURES = Path(__file__).resolve().parents[2] / "traces" / "published" / "figures.csv"
 PRINTED = read(str(FIGURES))

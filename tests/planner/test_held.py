@@ -14,7 +14,7 @@ from gnnplan.planner.strategies.layerwise import step as of_layers
 from gnnplan.planner.strategies.layerwise import tensor3d as of_tiles
 from gnnplan.planner.strategies.minibatch import p3 as of_columns
 from gnnplan.planner.strategies.minibatch.p3 import Pipelined
-from gnnplan.planner.strategies.program.memory import fullest
+from gnnplan.planner.strategies.program.account import fullest
 from gnnplan.planner.strategies.program.program import Op, Program
 from gnnplan.planner.vocabulary.schedule import Compute
 from gnnplan.testing.laws import GRAPHS, cluster, problem_of

@@ -17,7 +17,7 @@ from gnnplan.planner.ownership.layout import Layout
 from gnnplan.planner.problem.problem import Problem
 from gnnplan.planner.strategies import GraphParallel, Offload, parse
 from gnnplan.planner.strategies.layerwise.offload import ChunkedStep
-from gnnplan.planner.strategies.program import memory as program_memory
+from gnnplan.planner.strategies.program import account as program_memory
 from gnnplan.planner.vocabulary.errors import Infeasible, SpecError
 from gnnplan.simulator.player import play
 from gnnplan.testing import laws

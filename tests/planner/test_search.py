@@ -31,7 +31,7 @@ from gnnplan.planner.problem.inputs import apply_overrides, read_cluster
 from gnnplan.planner.problem.problem import Problem, with_ranks
 from gnnplan.planner.strategies import base, parse
 from gnnplan.planner.strategies.program import account
-from gnnplan.planner.strategies.program import memory as program_memory
+from gnnplan.planner.strategies.program import account as program_memory
 from gnnplan.planner.vocabulary.errors import Infeasible, Mismatch, SpecError
 from gnnplan.planner.vocabulary.progress import reports_progress
 from gnnplan.planner.vocabulary.units import show_time

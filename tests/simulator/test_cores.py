@@ -21,7 +21,7 @@ from gnnplan.planner.graph.load import load
 from gnnplan.planner.problem.problem import Problem
 from gnnplan.planner.strategies import parse
 from gnnplan.planner.vocabulary.schedule import Compute, Label, Schedule, Send, Task
-from gnnplan.simulator.flows import Flows
+from gnnplan.simulator.network import Flows
 from gnnplan.simulator.player import play
 
 GRAPH = "synthetic:community?vertices=600&edges=6000&features=16&classes=4&seed=0"

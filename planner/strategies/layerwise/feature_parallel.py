@@ -69,7 +69,7 @@ from gnnplan.planner.strategies.layerwise.step import (
     first_alike,
     moments,
 )
-from gnnplan.planner.strategies.program.memory import machine_code
+from gnnplan.planner.strategies.program.account import machine_code
 from gnnplan.planner.strategies.program.program import Exchange, Op, Program
 from gnnplan.planner.vocabulary.errors import SpecError
 from gnnplan.planner.vocabulary.numbers import Number

@@ -180,11 +180,9 @@ class GraNNDis(OnParts):
                 " preload where they are equally large; with group='server' it would be plain"
                 " graph parallel"
             )
-        has, groups = (
-            ("one server, one island", "groups")
-            if problem.cluster.islands
-            else ("one server", "servers")
-        )
+        has, groups = "one server", "servers"
+        if problem.cluster.islands:
+            has, groups = "one server, one island", "groups"
         return (
             f"{has}: no row crosses {groups}, so there is nothing to preload and it would be"
             " plain graph parallel"
@@ -192,17 +190,30 @@ class GraNNDis(OnParts):
 
     @classmethod
     def explain(cls, problem: Problem, fastest: Self | None) -> list[str]:
-        sampled = cls(max_hop=MAX_HOP, fanout=FANOUT).settle(problem)
-        return _notes(problem, cls().settle(problem), sampled)
+        """Return notes on the memory that preloading costs, and on the bytes that it saves."""
+        if problem.cluster.servers == 1:
+            islands = " Islands of GPUs may preload too, with group='island'."
+            return [
+                "One server: nothing crosses servers, so preloading a server's surroundings would"
+                f" be plain graph parallel.{islands if len(problem.cluster.islands) > 1 else ''}"
+            ]
+        whole, sampled = cls().settle(problem), cls(max_hop=MAX_HOP, fanout=FANOUT).settle(problem)
+        source = "estimated" if problem.graph is None else "counted"
+        plain = GraphParallel()
+        return [
+            f"A server that preloads the {problem.workload.layers} hops around its part ({whole})"
+            f" holds {_growth(problem, whole):.2f} times the rows of its part ({source}); with rows"
+            f" drawn ({sampled}) {_growth(problem, sampled):.2f} times",
+            f"Between servers an epoch of {plain} on all GPUs would send"
+            f" {_between_servers(problem, plain)}, of {whole} {_between_servers(problem, whole)}",
+        ]
 
     def settle(self, problem: Problem) -> Self:
-        chosen = replace(self, depth=problem.workload.layers if self.depth is None else self.depth)
+        values = {"depth": problem.workload.layers}
         if self.sampled:
-            chosen = replace(
-                chosen,
-                max_hop=MAX_HOP if self.max_hop is None else self.max_hop,
-                fanout=FANOUT if self.fanout is None else self.fanout,
-            )
+            values |= {"max_hop": MAX_HOP, "fanout": FANOUT}
+        still_open = {knob: n for knob, n in values.items() if getattr(self, knob) is None}
+        chosen = replace(self, **still_open)
         if self.batches is not None:
             return chosen
         # cached, because a search settles the same strategy for many placements
@@ -253,10 +264,8 @@ class GraNNDis(OnParts):
 
     def check(self, problem: Problem) -> None:
         super().check(problem)
-        layers, deepest = (
-            problem.workload.layers,
-            problem.workload.layers - problem.model.first_varying,
-        )
+        layers = problem.workload.layers
+        deepest = layers - problem.model.first_varying
         self._check_group(problem)
         if self.depth is not None and not 0 <= self.depth <= layers:
             raise SpecError(
@@ -391,12 +400,8 @@ class GraNNDis(OnParts):
 def _groups_to_try(problem: Problem) -> list[str]:
     """Return 'server' if ranks are on several servers, and 'island' if on more islands."""
     servers, islands = (len(set(numbers.tolist())) for numbers in problem.cost.places[:2])
-    groups = ["server"] if servers > 1 else []
-    return (
-        [*groups, "island"]
-        if problem.cluster.islands and islands > servers and len(_sizes(problem)) == 1
-        else groups
-    )
+    preload = problem.cluster.islands and islands > servers and len(_sizes(problem)) == 1
+    return ["server"] * (servers > 1) + ["island"] * bool(preload)
 
 
 def _sizes(problem: Problem) -> list[int]:
@@ -407,36 +412,9 @@ def _sizes(problem: Problem) -> list[int]:
 # -- notes for the user ----------------------------------------------------------------------------
 
 
-def _notes(problem: Problem, whole: Strategy, sampled: Strategy) -> list[str]:
-    """Return notes on the memory that preloading costs, and on the bytes that it saves.
-
-    whole: preloads all rows around a server; sampled: a sample of them.
-    """
-    if problem.cluster.servers == 1:
-        islands = (
-            " Islands of GPUs may preload too, with group='island'."
-            if len(problem.cluster.islands) > 1
-            else ""
-        )
-        return [
-            "One server: nothing crosses servers, so preloading a server's surroundings would be"
-            f" plain graph parallel.{islands}"
-        ]
-    source = "estimated" if problem.graph is None else "counted"
-    plain = GraphParallel()
-    return [
-        f"A server that preloads the {problem.workload.layers} hops around its part ({whole}) holds"
-        f" {_growth(problem, whole):.2f} times the rows of its part ({source}); with rows drawn"
-        f" ({sampled}) {_growth(problem, sampled):.2f} times",
-        f"Between servers an epoch of {plain} on all GPUs would send"
-        f" {_between_servers(problem, plain)}, of {whole} {_between_servers(problem, whole)}",
-    ]
-
-
-def _growth(problem: Problem, strategy: Strategy) -> float:
+def _growth(problem: Problem, strategy: GraNNDis) -> float:
     """Return the rows that a server holds divided by the rows of its part, a mean over servers."""
     layout, servers = strategy.layout(problem), problem.cluster.servers
-    assert layout is not None
     own, held = problem.stats.vertices / servers, float(layout.row_counts(0).sum()) / servers
     return 1 + max(held - own, 0.0) / own
 

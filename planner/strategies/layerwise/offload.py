@@ -60,7 +60,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from functools import cache, partial
+from functools import partial
 from itertools import pairwise, product
 from typing import ClassVar, Self
 
@@ -81,7 +81,7 @@ from gnnplan.planner.strategies.layerwise.step import (
     first_alike,
     moments,
 )
-from gnnplan.planner.strategies.program.memory import fullest, machine_code, peak
+from gnnplan.planner.strategies.program.account import fullest, machine_code, peak
 from gnnplan.planner.strategies.program.program import (
     Copy,
     Exchange,
@@ -195,7 +195,6 @@ class ChunkedStep:
             back = model.backward(layer, *sizes)
             return back if layer == last else model.forward(layer, *sizes) + back
 
-        @cache
         def work_of(op: str, direction: str, layer: int, c: int) -> Work | None:
             """Return the work of an operation on chunk c, or None for an empty exchange."""
             n = self.counts(layer, c)
@@ -209,11 +208,15 @@ class ChunkedStep:
             returns = (op, direction) == ("halo", "b")  # gradients, to the owners
             return Exchange(n.sends.T if returns else n.sends, self._row_bytes(layer))
 
+        works: dict[Label, Work | None] = {}  # of the first of all chunks with equal counts
         for label in labels:
             op, direction, layer, c = label.op, label.direction, label.layer or last, label.chunk
             if c is None:
                 yield from moments(self.problem, layer, direction)
-            elif (work := work_of(op, direction, layer, self.first_like[c])) is not None:
+                continue
+            if c == self.first_like[c]:
+                works[label] = work_of(op, direction, layer, c)
+            if (work := works[label._replace(chunk=self.first_like[c])]) is not None:
                 holds = partial(self._hold, op, layer, c) if op in PASSES else None
                 yield Op(op, direction, label.layer, chunk=c, work=work, holds=holds)
 

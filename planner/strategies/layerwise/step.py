@@ -48,7 +48,7 @@ from gnnplan.planner.ownership.layout import LayerCounts, Layout
 from gnnplan.planner.ownership.minibatch import Scored
 from gnnplan.planner.problem.problem import Problem
 from gnnplan.planner.strategies.layerwise.exchange import Bucket, ExchangeOptions, buckets_of
-from gnnplan.planner.strategies.program.memory import Resident, machine_code
+from gnnplan.planner.strategies.program.account import Resident, machine_code
 from gnnplan.planner.strategies.program.program import AllReduce, Copy, Exchange, Op
 from gnnplan.planner.vocabulary.numbers import Number, largest
 from gnnplan.planner.vocabulary.outer import RankMatrix

@@ -55,7 +55,7 @@ from gnnplan.planner.strategies.base import Example, Resident, Strategy, settled
 from gnnplan.planner.strategies.layerwise.feature_parallel import shares, why_untried
 from gnnplan.planner.strategies.layerwise.graph_parallel import GraphParallel
 from gnnplan.planner.strategies.layerwise.step import finish
-from gnnplan.planner.strategies.program.memory import machine_code
+from gnnplan.planner.strategies.program.account import machine_code
 from gnnplan.planner.strategies.program.program import (
     AllReduce,
     Exchange,

@@ -111,7 +111,7 @@ from gnnplan.planner.strategies.minibatch.supply import (
     all_rows_bytes,
     sized_exchange,
 )
-from gnnplan.planner.strategies.program.memory import Resident, machine_code
+from gnnplan.planner.strategies.program.account import Resident, machine_code
 from gnnplan.planner.strategies.program.program import (
     AllReduce,
     Exchange,

@@ -30,7 +30,7 @@ from gnnplan.planner.problem.problem import Problem
 from gnnplan.planner.strategies.layerwise.step import blocks, constant
 from gnnplan.planner.strategies.minibatch.adjacency_store import ENTRY, NEIGHBOUR, Lists, bytes_at
 from gnnplan.planner.strategies.minibatch.feature_store import Features
-from gnnplan.planner.strategies.program.memory import Memory, Resident, machine_code
+from gnnplan.planner.strategies.program.account import Memory, Resident, machine_code
 from gnnplan.planner.strategies.program.price import setup_s
 from gnnplan.planner.strategies.program.program import Copy, Exchange, Op, Sampling
 from gnnplan.planner.vocabulary.numbers import Number

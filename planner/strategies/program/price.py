@@ -79,7 +79,9 @@ def price_of(problem: Problem, op: Op, ranks: np.ndarray | None = None) -> Price
     cost = problem.cost
     match op.work:
         case LocalWork() as work:
-            seconds = cost.seconds(work if ranks is None else _among(work, ranks))
+            if ranks is not None:
+                work = work.at(int(ranks[0])) if ranks.size == 1 else work.of_ranks(ranks)
+            seconds = cost.seconds(work)
             return Price(np.asfortranarray(seconds) if np.ndim(seconds) > 1 else seconds)
         case Exchange(items, itemsize):
             transfer = cost.exchange(items, op.ranks or None, itemsize=itemsize)
@@ -88,11 +90,6 @@ def price_of(problem: Problem, op: Op, ranks: np.ndarray | None = None) -> Price
         case Message() | Receive():
             raise AssertionError("only operations with chunks send messages")
     return Price(transfer.alone, transfer, True)
-
-
-def _among(work: LocalWork, ranks: np.ndarray) -> LocalWork:
-    """Return the work of these ranks."""
-    return work.at(int(ranks[0])) if ranks.size == 1 else work.of_ranks(ranks)
 
 
 def _price_of_chunks(problem: Problem, op: Op) -> Price:

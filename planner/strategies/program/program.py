@@ -132,7 +132,7 @@ class Op:
     ranks: Group = ()  # (): all ranks; either all operations of a step name ranks, or none
     chunks: Literal[-1, 0, 1] = 0  # 1: for all chunks in order, -1: in reverse, 0: once
     chunk: int | None = None  # chunk of an operation that a Program.order places by itself
-    holds: Callable[[], OpMemory] | None = field(default=None, compare=False)  # memory (memory.py)
+    holds: Callable[[], OpMemory] | None = field(default=None, compare=False)  # memory (account.py)
 
     @property
     def lane(self) -> str:
