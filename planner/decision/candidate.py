@@ -225,7 +225,7 @@ class Candidate:
     @property
     def host_bytes(self) -> float:
         """Graph data in the fullest server's memory [B]; 0 on CPUs, where `memory` includes it."""
-        if self.problem.cluster.device.kind == "cpu":
+        if self.problem.on_cpu:
             return 0.0
         return sum(self.strategy.on_fullest_server(self.problem).values())
 

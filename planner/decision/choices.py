@@ -254,7 +254,7 @@ class ModeComparison:
         return {
             "mode": problem.workload.mode,
             "gpus": problem.ranks,
-            "servers": len(set(problem.servers)),
+            "servers": problem.server_count,
             "strategy": str(candidate.strategy),
             "exact": candidate.strategy.exact,
             "epochs": epochs.usual,

@@ -146,7 +146,7 @@ class Search:
         --ranks chooses the number of CPU ranks, which share the machine's cores.
         """
         objective, found, exact_ones = self.objective, list[Candidate](), list[Candidate]()
-        if problem.cluster.device.kind == "cpu":
+        if problem.on_cpu:
             return found
         for gpus in parts(problem.cluster, sizes_alone=objective.stated is not None):
             smaller, waiting = problem.placed(gpus), list[Candidate]()

@@ -89,7 +89,7 @@ def recommendation(found: SearchResult) -> str:
 def where_ranks_sit(best: Candidate) -> str:
     """Describe the placement of the ranks."""
     each, placement = best.problem.cluster.gpus_per_server, list(best.problem.cost.placement)
-    if len(placement) == 1 and best.problem.cluster.device.kind == "cpu":
+    if len(placement) == 1 and best.problem.on_cpu:
         return "alone on its machine"
     if len(placement) == 1:
         return f"on server {placement[0] // each}, GPU {placement[0] % each}"
@@ -169,7 +169,7 @@ def estimates(problem: Problem) -> str:
 
 def tested(problem: Problem) -> str:
     """Say which runs predictions have been compared with."""
-    if problem.cluster.device.kind != "cpu":
+    if not problem.on_cpu:
         return "predictions have been compared with runs on one GPU only"
     if set(problem.cluster.provenance.values()) == {GENERIC}:
         return "this machine has not been measured"
@@ -279,7 +279,7 @@ def nearly_full(best: Candidate) -> list[str]:
 
 def alone(problem: Problem, best: Candidate) -> str:
     """Say how long one GPU would take on the full graph: whether to distribute at all."""
-    on_gpus = problem.cluster.device.kind != "cpu" and best.objective.stated is None
+    on_gpus = not problem.on_cpu and best.objective.stated is None
     if not on_gpus or problem.workload.mode != "full" or best.problem.ranks == 1:
         return ""
     single = problem.placed((int(best.problem.cost.placement[0]),))

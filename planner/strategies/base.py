@@ -23,9 +23,7 @@ from typing import Any, ClassVar, Self, TypeVar
 import numpy as np
 
 from gnnplan.planner.gnn.codec import Codec
-from gnnplan.planner.ownership.estimated_layout import EstimatedLayout
-from gnnplan.planner.ownership.layout import Layout
-from gnnplan.planner.problem.problem import Problem
+from gnnplan.planner.problem.problem import AnyLayout, Problem
 from gnnplan.planner.strategies.program.account import Memory as Memory
 from gnnplan.planner.strategies.program.account import (
     Prediction,
@@ -289,7 +287,7 @@ class Strategy(ABC):
         """
         return ()
 
-    def layout(self, problem: Problem) -> Layout | EstimatedLayout | None:
+    def layout(self, problem: Problem) -> AnyLayout | None:
         """Return which rank owns and computes which rows, or None if ranks own no vertices."""
         return None
 

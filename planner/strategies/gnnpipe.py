@@ -72,7 +72,7 @@ from dataclasses import dataclass, replace
 from functools import partial, reduce
 from itertools import accumulate, pairwise
 from operator import add
-from typing import ClassVar, Literal, Self
+from typing import Literal, Self
 
 import numpy as np
 
@@ -140,16 +140,16 @@ class GNNPipe(Strategy):
     checkpoint: bool = False
     bits: int | str | None = None
 
-    family: ClassVar[str] = "gnnpipe"
-    rounds_rows: ClassVar[bool] = True
-    executor: ClassVar[str] = "gnnplan.executor.strategies.gnnpipe"
-    examples: ClassVar[tuple[Example, ...]] = (
+    family = "gnnpipe"
+    rounds_rows = True
+    executor = "gnnplan.executor.strategies.gnnpipe"
+    examples = (
         Example("gnnpipe(stages=2,chunks=1)"),
         Example("gnnpipe(stages=2,chunks=3)"),
         Example("gnnpipe(stages=2,chunks=3,bits=4)"),
     )
     # pipelines: 0.05; members of hybrids contend for ports, and drift apart if they have few rows
-    claim: ClassVar[float] = 0.20
+    claim = 0.20
 
     @property
     def exact(self) -> bool:

@@ -27,7 +27,6 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import ClassVar
 
 import numpy as np
 
@@ -56,10 +55,10 @@ class BNS(OnParts):
     buckets: int = 1
     bits: int | str | None = None
 
-    family: ClassVar[str] = "bns"
-    claim: ClassVar[float] = 1e-6
-    executor: ClassVar[str] = "gnnplan.executor.strategies.graph_parallel"
-    examples: ClassVar[tuple[Example, ...]] = (
+    family = "bns"
+    claim = 1e-6
+    executor = "gnnplan.executor.strategies.graph_parallel"
+    examples = (
         Example("bns(p=0.5)"),
         Example("bns(p=0.3,narrow=True)", ranks=3),
         Example("bns(p=0.5,bits=4)"),

@@ -26,12 +26,10 @@ from gnnplan.planner.gnn.model import Model
 from gnnplan.planner.graph.sampling import Ids
 from gnnplan.planner.ownership.estimated_layout import EstimatedLayout
 from gnnplan.planner.ownership.layout import LayerCounts, Layout
-from gnnplan.planner.problem.problem import Problem
+from gnnplan.planner.problem.problem import AnyLayout, Problem
 from gnnplan.planner.strategies.base import Strategy
 from gnnplan.planner.vocabulary.errors import SpecError
 from gnnplan.planner.vocabulary.outer import Outer, RankMatrix
-
-Rows = Layout | EstimatedLayout
 
 
 class Crossing(NamedTuple):
@@ -108,7 +106,7 @@ class ExchangeOptions:
     checkpoint: bool = False  # keep a layer's inputs only, and recompute the layer in backward
     buckets: int = 1  # number of all-reduces of gradients per step (below)
 
-    def facts(self, problem: Problem, rows: Rows, layer: int, step: int = 0) -> LayerCounts:
+    def facts(self, problem: Problem, rows: AnyLayout, layer: int, step: int = 0) -> LayerCounts:
         """Return the counts of rows and edges of a layer in a step."""
         policy = self.policy
         if policy.sends_all or layer <= problem.model.first_varying:
@@ -120,7 +118,7 @@ class ExchangeOptions:
         )
 
 
-def _facts_under(policy: Policy, rows: Rows, crossing: Crossing) -> LayerCounts:
+def _facts_under(policy: Policy, rows: AnyLayout, crossing: Crossing) -> LayerCounts:
     """Return the counts of a layer if ranks send the rows that the policy selects."""
     layer = crossing.layer
     f, sends = rows.facts(layer), _sends(policy, rows, crossing)
@@ -136,7 +134,7 @@ def _facts_under(policy: Policy, rows: Rows, crossing: Crossing) -> LayerCounts:
     return LayerCounts(f.rows, f.local + sends.sum(0), np.rint(edges).astype(np.int64), sends)
 
 
-def _sends(policy: Policy, rows: Rows, crossing: Crossing) -> RankMatrix:
+def _sends(policy: Policy, rows: AnyLayout, crossing: Crossing) -> RankMatrix:
     """Return the number of rows that each owner sends to each reader [ranks, ranks].
 
     For a graph known by statistics, the policy counts among the ids 0, 1, ...

@@ -48,7 +48,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, fields, replace
 from functools import partial
-from typing import ClassVar, Self
+from typing import Self
 
 import numpy as np
 
@@ -90,11 +90,11 @@ class FeatureParallel(Strategy):
 
     order: str = "coupled"
 
-    family: ClassVar[str] = "feature_parallel"
-    claim: ClassVar[float] = 1e-6
-    rounds_rows: ClassVar[bool] = True
-    executor: ClassVar[str] = "gnnplan.executor.strategies.feature_parallel"
-    examples: ClassVar[tuple[Example, ...]] = (
+    family = "feature_parallel"
+    claim = 1e-6
+    rounds_rows = True
+    executor = "gnnplan.executor.strategies.feature_parallel"
+    examples = (
         Example("feature_parallel"),
         Example("feature_parallel(order='alternating')", ranks=3),
     )

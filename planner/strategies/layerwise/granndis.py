@@ -61,14 +61,14 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from typing import ClassVar, Self
+from typing import Self
 
 import numpy as np
 
 from gnnplan.planner.graph.sampling import BATCH_ORDER
 from gnnplan.planner.ownership.estimated_layout import EstimatedLayout
-from gnnplan.planner.ownership.layout import Expansion, Layout
-from gnnplan.planner.problem.problem import Problem
+from gnnplan.planner.ownership.layout import Expansion
+from gnnplan.planner.problem.problem import AnyLayout, Problem
 from gnnplan.planner.strategies.base import Example, Strategy, settled
 from gnnplan.planner.strategies.layerwise.exchange import ExchangeOptions, pays
 from gnnplan.planner.strategies.layerwise.graph_parallel import GraphParallel, OnParts, check_trim
@@ -113,10 +113,10 @@ class GraNNDis(OnParts):
     buckets: int = 1
     bits: int | str | None = None
 
-    family: ClassVar[str] = "granndis"
-    executor: ClassVar[str] = "gnnplan.executor.strategies.granndis"
-    examples: ClassVar[tuple[Example, ...]] = (Example("granndis", servers=2),)
-    claim: ClassVar[float] = 1e-6
+    family = "granndis"
+    executor = "gnnplan.executor.strategies.granndis"
+    examples = (Example("granndis", servers=2),)
+    claim = 1e-6
 
     @property
     def sampled(self) -> bool:
@@ -356,7 +356,7 @@ class GraNNDis(OnParts):
             self.narrow, checkpoint=self.checkpoint, buckets=self.buckets, codec=self.codec
         )
 
-    def layout(self, problem: Problem) -> Layout | EstimatedLayout:
+    def layout(self, problem: Problem) -> AnyLayout:
         """Return which rows each rank computes, receives and preloads."""
         expansion, layers = None, problem.workload.layers
         if self.sampled:

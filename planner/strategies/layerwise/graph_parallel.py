@@ -71,9 +71,7 @@ import numpy as np
 
 from gnnplan.planner.gnn.codec import Codec
 from gnnplan.planner.gnn.footprint import block
-from gnnplan.planner.ownership.estimated_layout import EstimatedLayout
-from gnnplan.planner.ownership.layout import Layout
-from gnnplan.planner.problem.problem import Problem
+from gnnplan.planner.problem.problem import AnyLayout, Problem
 from gnnplan.planner.strategies.base import Example, Resident, Strategy
 from gnnplan.planner.strategies.layerwise.exchange import (
     ExchangeOptions,
@@ -96,8 +94,8 @@ LAUNCHES, LAID = 30, 230.0
 class OnParts(Strategy):
     """A strategy whose ranks own parts of the graph and exchange halo rows."""
 
-    rounds_rows: ClassVar[bool] = True
-    adapts: ClassVar[bool] = False  # whether the executor supports the adaptive codec (codec.py)
+    rounds_rows = True
+    adapts = False  # whether the executor supports the adaptive codec (codec.py)
 
     @property
     @abstractmethod
@@ -154,7 +152,7 @@ class OnParts(Strategy):
         options.codec.check(self.name, problem.workload.precision, self.adapts)
         self.check_vertices(problem)
 
-    def layout(self, problem: Problem) -> Layout | EstimatedLayout:
+    def layout(self, problem: Problem) -> AnyLayout:
         return problem.layout()
 
     def layouts(self, problem: Problem) -> Batches:
@@ -263,16 +261,16 @@ class GraphParallel(OnParts):
     buckets: int = 1
     bits: int | str | None = None
 
-    family: ClassVar[str] = "graph_parallel"
+    family = "graph_parallel"
     names: ClassVar[Mapping[str, Mapping[str, object]]] = {
         "pipegcn": {"staleness": 1},
         "pipegcn_f": {"staleness": 1, "smoothing": "f"},
         "pipegcn_g": {"staleness": 1, "smoothing": "g"},
         "pipegcn_gf": {"staleness": 1, "smoothing": "gf"},
     }
-    adapts: ClassVar[bool] = True
-    executor: ClassVar[str] = "gnnplan.executor.strategies.graph_parallel"
-    examples: ClassVar[tuple[Example, ...]] = (
+    adapts = True
+    executor = "gnnplan.executor.strategies.graph_parallel"
+    examples = (
         Example("graph_parallel"),
         Example("graph_parallel(narrow=True)"),
         Example("graph_parallel(checkpoint=True)"),
@@ -283,7 +281,7 @@ class GraphParallel(OnParts):
         Example("pipegcn(bits=4)"),
     )
     # synchronous: exact; stale: transfers contend for ports, and on a CPU for cores
-    claim: ClassVar[float] = 0.12
+    claim = 0.12
 
     @classmethod
     def candidates(cls, problem: Problem) -> Iterator[Strategy]:

@@ -62,7 +62,7 @@ from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import pairwise, product
-from typing import ClassVar, Self
+from typing import Self
 
 import numpy as np
 
@@ -70,8 +70,8 @@ from gnnplan.planner.gnn.footprint import COUNTS_AT_ENDS, OpMemory, block, footp
 from gnnplan.planner.gnn.model import Model
 from gnnplan.planner.gnn.operations import LONG
 from gnnplan.planner.ownership.estimated_layout import EstimatedLayout
-from gnnplan.planner.ownership.layout import LayerCounts, Layout
-from gnnplan.planner.problem.problem import Problem
+from gnnplan.planner.ownership.layout import LayerCounts
+from gnnplan.planner.problem.problem import AnyLayout, Problem
 from gnnplan.planner.strategies.base import Example, Memory, Resident, Strategy, settled
 from gnnplan.planner.strategies.layerwise.graph_parallel import GraphParallel, check_trim
 from gnnplan.planner.strategies.layerwise.step import (
@@ -150,7 +150,7 @@ class Counts(ByContent):
 class ChunkedStep:
     """A step over the chunks of a layout, in which each chunk counts as a rank."""
 
-    def __init__(self, problem: Problem, layout: Layout | EstimatedLayout) -> None:
+    def __init__(self, problem: Problem, layout: AnyLayout) -> None:
         self.problem, self.model, self.layout = problem, problem.model, layout
         self.last = len(self.model.layers)
         self.chunks = range(layout.ranks // problem.ranks)  # of each rank
@@ -329,9 +329,7 @@ class ChunkedStep:
         return OpMemory(loaded + peak, 0.0)
 
 
-def _counts_by_chunk(
-    problem: Problem, layout: Layout | EstimatedLayout, facts: LayerCounts
-) -> list[Counts]:
+def _counts_by_chunk(problem: Problem, layout: AnyLayout, facts: LayerCounts) -> list[Counts]:
     """Return a layer's counts for every chunk."""
     chunks, all_sends = layout.ranks // problem.ranks, _sends(problem, layout, facts)
     if isinstance(layout, EstimatedLayout):
@@ -349,7 +347,7 @@ def _counts_by_chunk(
     return [counts_of(c) for c in range(chunks)]
 
 
-def _sends(problem: Problem, layout: Layout | EstimatedLayout, facts: LayerCounts) -> RankMatrix:
+def _sends(problem: Problem, layout: AnyLayout, facts: LayerCounts) -> RankMatrix:
     """Return the rows sent from each rank to each rank's chunks [chunks, ranks, ranks]."""
     ranks, chunks = problem.ranks, layout.ranks // problem.ranks
     if isinstance(layout, EstimatedLayout):
@@ -412,11 +410,11 @@ class Offload(Strategy):
     chunks: int | None = None
     trim: bool = False
 
-    family: ClassVar[str] = "offload"
-    claim: ClassVar[float] = 1e-6
-    rounds_rows: ClassVar[bool] = True
-    executor: ClassVar[str] = "gnnplan.executor.strategies.offload"
-    examples: ClassVar[tuple[Example, ...]] = (
+    family = "offload"
+    claim = 1e-6
+    rounds_rows = True
+    executor = "gnnplan.executor.strategies.offload"
+    examples = (
         Example("offload(chunks=3)", ranks=1),
         Example("offload(chunks=2)"),
         Example("offload(chunks=2,trim=True)"),
@@ -559,7 +557,7 @@ class Offload(Strategy):
             whole = self._step(problem, evaluates=True)
             in_turn = fullest(problem, whole.fullest_program(evaluates=True))
             elsewhere = in_turn + whole.copy_buffers("f") + code
-        if problem.cluster.device.kind == "cpu":
+        if problem.on_cpu:
             servers = _server_of(problem)
             ranks_of_server = np.bincount(servers)[servers]  # [ranks]
             features = _features_on_host(problem)

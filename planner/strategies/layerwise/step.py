@@ -46,7 +46,7 @@ from gnnplan.planner.gnn.model import Model
 from gnnplan.planner.ownership.estimated_layout import EstimatedLayout
 from gnnplan.planner.ownership.layout import LayerCounts, Layout
 from gnnplan.planner.ownership.minibatch import Scored
-from gnnplan.planner.problem.problem import Problem
+from gnnplan.planner.problem.problem import AnyLayout, Problem
 from gnnplan.planner.strategies.layerwise.exchange import Bucket, ExchangeOptions, buckets_of
 from gnnplan.planner.strategies.program.account import Resident, machine_code
 from gnnplan.planner.strategies.program.program import AllReduce, Copy, Exchange, Op
@@ -59,9 +59,9 @@ from gnnplan.planner.vocabulary.schedule import Compute
 
 def resident(
     problem: Problem,
-    layout: Layout | EstimatedLayout,
+    layout: AnyLayout,
     options: ExchangeOptions,
-    batches: Sequence[Layout | EstimatedLayout] = (),
+    batches: Sequence[AnyLayout] = (),
 ) -> Resident:
     """Return what ranks have besides a step's tensors, with set-up and evaluation.
 
@@ -86,12 +86,12 @@ def resident(
             evaluation = _during_evaluation(problem, layout)
             elsewhere = np.maximum(elsewhere, halo + loaded + code + evaluation)
         # a CPU rank's device memory is the server's, which has the features of all batches
-        features = loaded + features * (problem.cluster.device.kind == "cpu")
+        features = loaded + features * problem.on_cpu
     data = {"features": features, "halo": halo, "graph": graph}
     return Resident(data, code=code, elsewhere=elsewhere)
 
 
-def blocks(problem: Problem, layout: Layout | EstimatedLayout, count: int = 1) -> np.ndarray:
+def blocks(problem: Problem, layout: AnyLayout, count: int = 1) -> np.ndarray:
     """Return the bytes of the blocks, labels and masks of `count` equal layouts [ranks]."""
     model = problem.model
     total, seen = np.zeros(problem.ranks), set()
@@ -103,9 +103,7 @@ def blocks(problem: Problem, layout: Layout | EstimatedLayout, count: int = 1) -
     return np.asarray(count * (total + 16 * f.rows))
 
 
-def constant(
-    problem: Problem, layout: Layout | EstimatedLayout, at_setup: bool = False
-) -> np.ndarray:
+def constant(problem: Problem, layout: AnyLayout, at_setup: bool = False) -> np.ndarray:
     """Return the bytes of constant rows that a rank keeps, or reads at set-up [ranks].
 
     It keeps layer 1's aggregate if that is cached, else the rows that layer 1 or the encoder reads.
@@ -118,14 +116,12 @@ def constant(
     return np.asarray(model.inputs.stored_bytes(rows) + own, dtype=float)
 
 
-def rows_read(problem: Problem, layout: Layout | EstimatedLayout) -> np.ndarray:
+def rows_read(problem: Problem, layout: AnyLayout) -> np.ndarray:
     """Return how many constant rows layer 1 or the encoder reads [ranks]."""
     return layout.facts(1).sources if problem.model.first_varying else layout.row_counts(0)
 
 
-def _kept_rows(
-    problem: Problem, layout: Layout | EstimatedLayout, options: ExchangeOptions
-) -> np.ndarray:
+def _kept_rows(problem: Problem, layout: AnyLayout, options: ExchangeOptions) -> np.ndarray:
     """Return the bytes of rows and gradients that are kept from step to step [ranks].
 
     Each layer keeps the halo rows and the gradients received last. If rows lag, they are kept as
@@ -145,7 +141,7 @@ def _kept_rows(
     return np.asarray(kept + smoothed)
 
 
-def _during_evaluation(problem: Problem, layout: Layout | EstimatedLayout) -> np.ndarray:
+def _during_evaluation(problem: Problem, layout: AnyLayout) -> np.ndarray:
     """Return the peak bytes of an evaluation on the whole layout [ranks]."""
     model, most = problem.model, np.zeros(problem.ranks)
     for layer, spec in enumerate(model.layers, 1):
@@ -328,7 +324,7 @@ class Holds:
 
 # The batches of an epoch, one per step; with several, each is loaded in its step. Empty: every step
 # trains on the whole layout.
-Batches = Sequence[Layout | EstimatedLayout]
+Batches = Sequence[AnyLayout]
 # Framework operations that take as long as a CPU rank's work before and after an exchange, beside
 # the exchange: 0.08 ms on a core that launches one in 9.5 us (Squirrel, 32 layers, two ranks). A
 # GPU's host runs ahead meanwhile.
@@ -337,7 +333,7 @@ EXCHANGING = 8
 
 def step(
     problem: Problem,
-    layout: Layout | EstimatedLayout,
+    layout: AnyLayout,
     options: ExchangeOptions,
     loads: bool = False,
     scored: Scored | None = None,
@@ -355,7 +351,7 @@ def step(
     model, layers = problem.model, problem.workload.layers
     policy, lags = options.policy, options.policy.lags
     like = first_alike(alike_as(model, layout, options.narrow))
-    around_exchange = EXCHANGING if problem.cluster.device.kind == "cpu" else 0
+    around_exchange = EXCHANGING if problem.on_cpu else 0
     facts = {layer: options.facts(problem, layout, layer, at) for layer in {*like.values()}}
     exchanging = {
         layer: layout.exchanges_rows(layer) and (policy.sends_all or bool(f.halo.any()))
@@ -511,7 +507,7 @@ def finish(problem: Problem, own: np.ndarray, scored: Scored | None) -> Compute:
     return forward + backward
 
 
-def alike_as(model: Model, layout: Layout | EstimatedLayout, narrow: bool) -> list[object]:
+def alike_as(model: Model, layout: AnyLayout, narrow: bool) -> list[object]:
     """Return for every layer a key that is equal for layers with equal work and bytes."""
     following = [*model.layers[1:], None] if narrow else [None] * len(model.layers)
     return [
@@ -530,7 +526,7 @@ def first_alike(kinds: Iterable[object]) -> dict[int, int]:
     return {layer: first.setdefault(kind, layer) for layer, kind in enumerate(kinds, 1)}
 
 
-def setup(problem: Problem, layout: Layout | EstimatedLayout) -> Iterator[Op]:
+def setup(problem: Problem, layout: AnyLayout) -> Iterator[Op]:
     """Yield exchanges before the first step: features of recomputed rows, halo of features."""
     preloaded = layout.preloaded()
     if preloaded.any():
@@ -540,9 +536,7 @@ def setup(problem: Problem, layout: Layout | EstimatedLayout) -> Iterator[Op]:
         yield send_features(problem, layout, halo, "input_halo")
 
 
-def send_features(
-    problem: Problem, layout: Layout | EstimatedLayout, rows: RankMatrix, op: str
-) -> Op:
+def send_features(problem: Problem, layout: AnyLayout, rows: RankMatrix, op: str) -> Op:
     """Return the exchange of features, for these numbers of rows [ranks, ranks]."""
     if problem.model.inputs.is_dense or not isinstance(layout, Layout):
         return Op(op, work=Exchange(rows, round(float(problem.model.feature_transit_bytes(1.0)))))
@@ -560,7 +554,7 @@ def send_features(
     return Op(op, work=Exchange(nbytes))
 
 
-def loaded_bytes(problem: Problem, layout: Layout | EstimatedLayout) -> np.ndarray:
+def loaded_bytes(problem: Problem, layout: AnyLayout) -> np.ndarray:
     """Return the bytes of constant rows that a batch loads to the device [ranks].
 
     These are the rows that layer 1 or the encoder reads, or layer 1's aggregate if it is cached.

@@ -40,7 +40,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from typing import ClassVar, Literal, NamedTuple, Self
+from typing import Literal, NamedTuple, Self
 
 import numpy as np
 
@@ -80,10 +80,10 @@ class Tensor3D(Strategy):
     y: int | None = None
     z: int | None = None
 
-    family: ClassVar[str] = "tensor3d"
-    claim: ClassVar[float] = 0.2  # in a simulation, ranks wait for their own groups only
-    executor: ClassVar[str] = "gnnplan.executor.strategies.tensor3d"
-    examples: ClassVar[tuple[Example, ...]] = (
+    family = "tensor3d"
+    claim = 0.2  # in a simulation, ranks wait for their own groups only
+    executor = "gnnplan.executor.strategies.tensor3d"
+    examples = (
         Example("tensor3d(x=2,y=1,z=1)"),
         Example("tensor3d(x=1,y=1,z=2)"),
     )

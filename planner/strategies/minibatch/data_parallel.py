@@ -50,7 +50,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from typing import ClassVar, Self
+from typing import Self
 
 from gnnplan.planner.problem.problem import Problem
 from gnnplan.planner.strategies.base import Bytes, Example, Strategy
@@ -90,13 +90,13 @@ class DataParallel(OnRows):
     structure_cache: Bytes = 0
     buckets: int = 1
 
-    family: ClassVar[str] = "data_parallel"
-    examples: ClassVar[tuple[Example, ...]] = (Example("data_parallel"),)
+    family = "data_parallel"
+    examples = (Example("data_parallel"),)
 
     @classmethod
     def candidates(cls, problem: Problem) -> Iterator[Strategy]:
         on_device = problem.cluster.sampler == "device"
-        shared = {"shared_cache": True} if len(set(problem.servers)) < problem.ranks else {}
+        shared = {"shared_cache": True} if problem.server_count < problem.ranks else {}
         yield from variants(problem, with_one_sampler(problem, cls(), on_device), **shared)
 
     def check(self, problem: Problem) -> None:
@@ -104,13 +104,13 @@ class DataParallel(OnRows):
         self.check_places(problem)
 
     def lists(self, problem: Problem) -> Lists | None:
-        by_rank = len(set(problem.servers)) == 1
+        by_rank = problem.server_count == 1
         return hashed(
             problem, self.batches(problem), self.structure, by_rank, self.structure_cache, self.hot
         )
 
     def more_spread(self, problem: Problem) -> Iterator[Self]:
-        if len(set(problem.servers)) > 1:
+        if problem.server_count > 1:
             if self.features == "everywhere":
                 yield replace(self, features="spread")
             spread = replace(self, features="spread", structure="spread", structure_cache=0)

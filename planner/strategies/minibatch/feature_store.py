@@ -322,7 +322,7 @@ def feature_store(
     slices: the features that each rank reads; (): all columns of its own rows. hot, features,
     shared: as the knobs `hot`, `features` and `shared_cache`.
     """
-    spread = features == "spread" and len(set(problem.servers)) > 1
+    spread = features == "spread" and problem.server_count > 1
     everything, widths = range(problem.model.features), {len(each.columns) for each in slices}
     read = slices or tuple(Slice((rank,), everything) for rank in range(problem.ranks))
     # in one group, a row is in the memory of its owner's server
@@ -422,37 +422,27 @@ def hottest(graph: Graph, workload: Workload, hot: str, groups: int, epochs: int
 def heat(
     graph: Graph, workload: Workload, hot: str, groups: int, epochs: int = EPOCHS
 ) -> NDArray[np.int64]:
-    """Return the heat of each vertex [N]: how often it is read, or how many vertices read it."""
-    counts = (
-        frequency(graph, workload, groups, epochs)
-        if hot == "frequency"
-        else np.bincount(graph.indices, minlength=graph.stats.vertices)
-    )
-    return counts.astype(np.int64)
-
-
-def frequency(graph: Graph, workload: Workload, groups: int, epochs: int) -> NDArray[np.int32]:
-    """Return how often groups read each vertex's row [N] in `epochs` epochs of pre-sampling.
+    """Return the heat of each vertex [N]: how often groups read its row in `epochs` epochs of
+    pre-sampling ('frequency'), or how many vertices read it ('degree').
 
     Training does not draw the batches of these epochs. A row counts once per batch and group, even
-    if several layers have the vertex (`splitting.presample` counts layers). The result is cached on
-    disk.
+    if several layers have the vertex (`splitting.presample` counts layers). Frequencies are cached
+    on disk.
     """
+    vertices = graph.stats.vertices
+    if hot == "degree":
+        return np.bincount(graph.indices, minlength=vertices).astype(np.int64)
 
     def compute() -> NDArray[np.int32]:
-        heat = np.zeros(graph.stats.vertices, np.int32)
+        reads = np.zeros(vertices, np.int32)
         for epoch in range(BEFORE, BEFORE + epochs):
             for number, items in enumerate(presampled(graph, workload, epoch)):
                 for frontier in frontiers(graph, workload, items, groups, epoch, number):
-                    heat[frontier.nodes[0]] += 1
-        return heat
+                    reads[frontier.nodes[0]] += 1
+        return reads
 
-    return cached(
-        f"heat {drawn_as(graph, workload)} {groups} {epochs}",
-        graph.stats.vertices,
-        MOST,
-        compute,
-    )
+    key = f"heat {drawn_as(graph, workload)} {groups} {epochs}"
+    return cached(key, vertices, MOST, compute).astype(np.int64)
 
 
 def check_word(rule: str, word: str, allowed: Sequence[str]) -> None:

@@ -122,17 +122,17 @@ class GSplit(OnRows):
     buckets: int = 1
     split: str = "all"
 
-    family: ClassVar[str] = "gsplit"
+    family = "gsplit"
     names: ClassVar[Mapping[str, Mapping[str, object]]] = {
         "dnp": {"split": "first"},
         "snp": {"split": "source"},
     }
-    examples: ClassVar[tuple[Example, ...]] = (Example("gsplit"), Example("dnp"), Example("snp"))
+    examples = (Example("gsplit"), Example("dnp"), Example("snp"))
 
     @classmethod
     def candidates(cls, problem: Problem) -> Iterator[Strategy]:
         if problem.ranks > 1:
-            servers = len(set(problem.servers))
+            servers = problem.server_count
             if servers == 1:
                 groups: tuple[str, ...] = ("server",)
             else:  # groups by server need servers with several ranks
@@ -269,7 +269,7 @@ class GSplit(OnRows):
         }
 
     def more_spread(self, problem: Problem) -> Iterator[Self]:
-        if len(set(problem.servers)) > 1 and self.split != "first":
+        if problem.server_count > 1 and self.split != "first":
             if self.features == "everywhere":
                 yield replace(self, features="spread")
             # if a group is a server, spread lists would all be in that server's memory

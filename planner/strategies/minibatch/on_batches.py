@@ -51,7 +51,7 @@ from abc import abstractmethod
 from collections.abc import Iterator
 from dataclasses import replace
 from functools import partial
-from typing import ClassVar, Literal, TypeVar
+from typing import Literal, TypeVar
 
 import numpy as np
 
@@ -148,8 +148,8 @@ MOST_AHEAD = 1024
 class OnBatches(Strategy):
     """A strategy on mini-batches, which ranks sample in line or with `prefetch` samplers ahead."""
 
-    mode: ClassVar[str] = "mini"
-    pushes: ClassVar[bool] = False  # whether ranks send each other sampled edges (P3)
+    mode = "mini"
+    pushes = False  # whether ranks send each other sampled edges (P3)
     # knobs (data_parallel.py, gsplit.py); these are the values in a family without the knob
     prefetch: int = 0
     cache: int = 0
@@ -242,10 +242,10 @@ class OnBatches(Strategy):
 class OnRows(OnBatches):
     """A strategy on mini-batches whose ranks load whole rows of features."""
 
-    rounds_rows: ClassVar[bool] = True
-    executor: ClassVar[str] = "gnnplan.executor.strategies.minibatch"
+    rounds_rows = True
+    executor = "gnnplan.executor.strategies.minibatch"
     # without prefetch: exact; with prefetch: sampling and loads contend with training
-    claim: ClassVar[float] = 0.1
+    claim = 0.1
     narrow: bool = False
     checkpoint: bool
     buckets: int
@@ -373,7 +373,7 @@ def _with_samplers(problem: Problem, strategy: S, samplers: int) -> S | None:
     settled = several.settle(problem)
     if not settled.suits(problem):
         return several
-    in_ranks = problem.cluster.device.kind == "cpu"
+    in_ranks = problem.on_cpu
     return (
         several if (settled.fits(problem) if in_ranks else several.fits_servers(problem)) else None
     )
@@ -410,7 +410,7 @@ def proposed_cache(problem: Problem, plain: OnBatches) -> int:
     GPU reads) need. It is 0 on CPUs, where the rows are in the same memory already.
     """
     plain = plain.settle(problem)
-    if problem.cluster.device.kind == "cpu" or not plain.suits(problem):
+    if problem.on_cpu or not plain.suits(problem):
         return 0
     free = problem.cluster.device.memory - plain.most_memory(problem)
     columns = max((each.columns for each in plain.store(problem).slices), key=len)

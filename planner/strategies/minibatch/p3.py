@@ -81,7 +81,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import cache, partial
-from typing import ClassVar, Self
+from typing import Self
 
 import numpy as np
 
@@ -163,11 +163,11 @@ class P3(OnBatches):
     copies: int = 1
     cache: Bytes = 0
 
-    family: ClassVar[str] = "p3"
-    pushes: ClassVar[bool] = True
-    executor: ClassVar[str] = "gnnplan.executor.strategies.p3"
-    examples: ClassVar[tuple[Example, ...]] = (Example("p3"),)
-    claim: ClassVar[float] = 0.10  # pipelined: transfers of several batches contend
+    family = "p3"
+    pushes = True
+    executor = "gnnplan.executor.strategies.p3"
+    examples = (Example("p3"),)
+    claim = 0.10  # pipelined: transfers of several batches contend
 
     @property
     def exact(self) -> bool:
@@ -196,7 +196,7 @@ class P3(OnBatches):
         Each copy is divided over equally many servers. As many copies as servers are not proposed,
         since P3 would be data parallelism."""
         if problem.ranks > 1 and not _why_whole(problem):
-            servers = len(set(problem.servers))
+            servers = problem.server_count
             most = servers if problem.cluster.graph_memory < np.inf else 2
             copies = [c for c in range(1, max(most, 2)) if servers % c == 0]
             variants = (cls(copies=c, pipelined=p) for c in copies for p in (True, False))
@@ -219,7 +219,7 @@ class P3(OnBatches):
 
         It is computed from the mean batch, as in P3's Fig. 15, and does not affect the plan. Empty
         on one rank, and if only statistics are known."""
-        servers = len(set(problem.servers))
+        servers = problem.server_count
         slices = servers if servers > 1 else problem.ranks
         if slices == 1 or not isinstance(problem.graph, Graph):
             return []
@@ -244,7 +244,7 @@ class P3(OnBatches):
         ]
 
     def settle(self, problem: Problem) -> Self:
-        over = "server" if len(set(problem.servers)) > 1 else "rank"
+        over = "server" if problem.server_count > 1 else "rank"
         return self if self.over else replace(self, over=over)
 
     def check(self, problem: Problem) -> None:
@@ -267,7 +267,7 @@ class P3(OnBatches):
         if holders == 1:
             raise SpecError(
                 f"p3 divides columns over several {self.over}s (servers:"
-                f" {len(set(problem.servers))}, ranks: {problem.ranks}, over: {self.over}); use"
+                f" {problem.server_count}, ranks: {problem.ranks}, over: {self.over}); use"
                 f" {'data_parallel' if problem.ranks == 1 else 'over=' + repr('rank')}"
             )
         if self.copies < 1 or holders % self.copies:
@@ -347,7 +347,7 @@ class P3(OnBatches):
     def more_spread(self, problem: Problem) -> Iterator[Self]:
         """Yield variants with less graph data per server: lists are spread first, then fewer
         copies of the columns."""
-        if len(set(problem.servers)) > 1:
+        if problem.server_count > 1:
             for copies in range(self.copies, 0, -1):
                 if self.copies % copies == 0:
                     fewer = replace(self, copies=copies)
@@ -493,7 +493,7 @@ class P3(OnBatches):
         waiting, elsewhere = 0, 0.0 * own
         if not self.prefetch:
             elsewhere = supply.peak(supply.sampling_peak)
-        elif problem.cluster.device.kind == "cpu":  # with GPUs batches wait in the server's memory
+        elif problem.on_cpu:  # with GPUs batches wait in the server's memory
             waiting = self.prefetch
         blocks = supply.peak(partial(_blocks, self, problem))
         return Resident(
@@ -636,7 +636,7 @@ def _columns_copied(problem: Problem, columns: range) -> float:
     """
     x = problem.graph.x if problem.graph else None
     is_all = isinstance(x, np.ndarray) and len(columns) == x.shape[1]
-    if problem.cluster.device.kind != "cpu" or isinstance(x, np.memmap) or is_all:
+    if not problem.on_cpu or isinstance(x, np.memmap) or is_all:
         return 0.0
     return all_columns(problem, columns)
 

@@ -227,7 +227,7 @@ class Supply:
 
     def resident(self) -> Resident:
         """Return what ranks have besides a step's tensors and graph data in servers' memories."""
-        problem, store, on_cpu = self.problem, self.store, self.problem.cluster.device.kind == "cpu"
+        problem, store, on_cpu = self.problem, self.store, self.problem.on_cpu
         features = self.peak(partial(constant, problem))
         graph, sampling = self.peak(partial(blocks, problem)), self.peak(self.sampling_peak)
         elsewhere = buffers = 0.0 * features
@@ -264,7 +264,7 @@ class Supply:
         stats, ranks = problem.stats, range(problem.ranks)
         degrees = ENTRY * (1 + stats.directed) * stats.vertices
         copied = np.array([bytes_at(problem, lists, [rank]) for rank in ranks]) - degrees
-        if problem.cluster.device.kind != "cpu":
+        if not problem.on_cpu:
             return copied * (self.lists_there == 1.0 and (self.lays_there or inline))
         order = PLACE * stats.edges * (1 + inline) * (problem.workload.task == "link")
         own = degrees + PLACE_AMONG_SOURCES * stats.vertices * inline + order
@@ -281,7 +281,7 @@ class Supply:
 
         With a GPU a sampler's data are in the server's memory, unless the GPU lays out its batches.
         """
-        if self.problem.cluster.device.kind == "cpu":
+        if self.problem.on_cpu:
             return self._on_host(batch)
         if self.lays_there:
             return held_by_sampler(self.problem, batch)
