@@ -61,7 +61,7 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from typing import Self
+from typing import Any, Self
 
 import numpy as np
 
@@ -209,7 +209,7 @@ class GraNNDis(OnParts):
         ]
 
     def settle(self, problem: Problem) -> Self:
-        values = {"depth": problem.workload.layers}
+        values: dict[str, Any] = {"depth": problem.workload.layers}
         if self.sampled:
             values |= {"max_hop": MAX_HOP, "fanout": FANOUT}
         still_open = {knob: n for knob, n in values.items() if getattr(self, knob) is None}

@@ -18,7 +18,7 @@ A graph known by statistics has an `EstimatedStore` with the same methods.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, cast
 from weakref import WeakKeyDictionary
@@ -335,6 +335,27 @@ def feature_store(
         groups, stats = batches.groups, problem.stats
         return EstimatedStore(problem.servers, read, groups, rows, over_servers, shared, stats)
 
+    def cached_by_rank() -> Iterator[Ids]:
+        """Yield the vertices that each rank caches, hottest first, as many as fit.
+
+        They are chosen from all rows; from every n-th row if n GPUs of a server share caches; or
+        from the rank's own rows if a group splits a batch.
+        """
+        servers, groups, member = problem.servers, batches.groups, batches.member
+        order = hottest(batches.graph, batches.workload, hot, len(set(groups)), epochs)
+        caches: dict[tuple[int, int, range], Ids] = {}  # equal caches are one array
+        for rank, each in enumerate(read):
+            place, count = 0, 1
+            if member is not None:
+                place, count = groups[:rank].count(groups[rank]), 0
+            elif shared:
+                place, count = (some.count(servers[rank]) for some in (servers[:rank], servers))
+            if (kind := (place, count, each.columns)) not in caches:
+                eligible = order[place::count] if member is None else order[member[order] == place]
+                sizes = row_bytes(problem, eligible, each.columns)
+                caches[kind] = fitting_prefix(eligible, sizes, cache).astype(np.int64)
+            yield caches[kind]
+
     def counted() -> Features:
         graph, member, home = batches.graph, batches.member, None
         held: Sequence[Ids] = [np.zeros(0, np.int64)] * problem.ranks
@@ -345,45 +366,13 @@ def feature_store(
                 servers = np.unique(problem.servers).astype(np.int32)
                 home = servers[partition(graph, servers.size, problem.method)]
             if cache:
-                held = _cached(problem, batches, cache, hot, shared, epochs, read)
+                held = list(cached_by_rank())
         vertices = graph.stats.vertices
         return Store(problem.servers, read, tuple(held), home, shared, vertices, watch.seconds)
 
     key = problem.servers, problem.method, problem.workload, cache, hot, spread, shared, epochs
     make = estimated if isinstance(batches, EstimatedBatches) else counted
     return problem.cache.get(("feature store", batches, *key, slices), make)
-
-
-def _cached(
-    problem: Problem,
-    batches: Batches,
-    cache: int,
-    hot: str,
-    shared: bool,
-    epochs: int,
-    slices: Sequence[Slice],
-) -> list[Ids]:
-    """Return the vertices that each rank caches, hottest first, as many as fit.
-
-    They are chosen from all rows; from every n-th row if n GPUs of a server share caches; or from
-    the rank's own rows if a group splits a batch.
-    """
-    graph, groups, member = batches.graph, batches.groups, batches.member
-    order = hottest(graph, batches.workload, hot, len(set(groups)), epochs)
-    caches: dict[tuple[int, int, range], Ids] = {}  # equal caches are one array
-    held = []
-    for rank, (group, read) in enumerate(zip(groups, slices, strict=True)):
-        server, place, count = problem.servers[rank], 0, 1
-        if member is not None:
-            place, count = groups[:rank].count(group), 0
-        elif shared:
-            place, count = problem.servers[:rank].count(server), problem.servers.count(server)
-        if (kind := (place, count, read.columns)) not in caches:
-            eligible = order[place::count] if member is None else order[member[order] == place]
-            fitting = fitting_prefix(eligible, row_bytes(problem, eligible, read.columns), cache)
-            caches[kind] = fitting.astype(np.int64)
-        held.append(caches[kind])
-    return held
 
 
 def provider_of(
