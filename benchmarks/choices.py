@@ -17,7 +17,8 @@ from commands import header, line
 from gnnplan.papers.figures import predict
 from gnnplan.papers.interpret import question, testbed
 from gnnplan.papers.published import DIFFERENT
-from gnnplan.papers.question import JOB, Row, Skip, Testbeds
+from gnnplan.papers.question import Row, Skip, Testbeds
+from gnnplan.papers.rows import JOB
 from gnnplan.planner.decision.candidate import Candidate, outlooks
 from gnnplan.planner.problem.problem import Problem
 from gnnplan.planner.vocabulary.errors import GnnplanError

@@ -9,7 +9,7 @@
     figures    docs/figures/published_*.png
 
 `figures` redraws figures of the papers from predictions, with printed values as points. The file
-has the columns of benchmarks/papers/question.py. Its default is traces/published/figures.csv, and
+has the columns of benchmarks/papers/rows.py. Its default is traces/published/figures.csv, and
 traces/published/others.csv for `software` and `others`.
 """
 
@@ -27,7 +27,8 @@ from gnnplan.papers import mini_batch as mini_batches
 from gnnplan.papers.figures import predict
 from gnnplan.papers.interpret import question
 from gnnplan.papers.published import DIFFERENT, evaluate_rows, is_inside
-from gnnplan.papers.question import COLUMNS, JOB, Question, Row, read
+from gnnplan.papers.question import Question, Row
+from gnnplan.papers.rows import COLUMNS, JOB, read
 from gnnplan.planner.strategies import parse
 from gnnplan.planner.vocabulary.files import QUOTED
 

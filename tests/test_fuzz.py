@@ -33,8 +33,8 @@ import gnnplan.planner.graph.graph as graph_module
 from gnnplan.api.asking import problem_of
 from gnnplan.executor.launch.run_request import Options
 from gnnplan.papers.published import evaluate_rows
-from gnnplan.papers.question import COLUMNS
-from gnnplan.papers.question import read as read_published
+from gnnplan.papers.rows import COLUMNS
+from gnnplan.papers.rows import read as read_published
 from gnnplan.planner.cluster.spec import PRESETS
 from gnnplan.planner.decision import plan as plans
 from gnnplan.planner.decision.candidate import evaluate

@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 from examples import NIGHT
 
-from gnnplan.papers import question as rows
+from gnnplan.papers import rows
 from gnnplan.papers.figures import predict
 from gnnplan.papers.question import Row, Skip
 from gnnplan.planner.cluster.spec import PRESETS, Cluster

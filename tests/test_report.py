@@ -13,7 +13,7 @@ from calls import planned
 from gnnplan.planner.decision import plan as plans
 from gnnplan.planner.vocabulary.trace import Span
 from gnnplan.report import decision, page, report, traffic
-from gnnplan.report.picture import gather
+from gnnplan.report.facts import gather
 from gnnplan.report.timeline import MOST_MARKS, marks, steady, thinned, timeline
 
 GRAPH = "synthetic:community?vertices=400&edges=4000&features=8&classes=3&seed=0"

@@ -1,7 +1,7 @@
 """Predicts a printed figure by closed form, in SI units or as a fraction.
 
 FIGURES has the metrics of one strategy, RATIOS the metrics that compare two. full_graph.py,
-mini_batch.py and full_graph.py have metrics that a paper counts differently from gnnplan.
+mini_batch.py and their_memory.py have metrics that a paper counts differently from gnnplan.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from functools import partial
 
 import numpy as np
 
-from gnnplan.papers import full_graph, mini_batch, their_software
+from gnnplan.papers import full_graph, mini_batch, their_memory, their_software
 from gnnplan.papers.interpret import question, testbed
 from gnnplan.papers.question import Question, Row, Skip, Testbeds
 from gnnplan.planner.decision.candidate import evaluate
@@ -162,7 +162,7 @@ def _feasibility(row: Row, testbeds: Testbeds) -> float:
 def _fits(case: Question) -> bool:
     if case.row["paper"] in full_graph.PAPERS:
         params = json.loads(case.row["strategy_params"] or "{}")
-        return full_graph.fits(case, any_batches="updates_per_epoch" not in params)
+        return their_memory.fits(case, any_batches="updates_per_epoch" not in params)
     try:
         evaluate(case.problem, case.strategy)
     except Infeasible:

@@ -18,7 +18,7 @@ from pydantic import ValidationError
 
 from gnnplan.papers import full_graph, mini_batch, their_software
 from gnnplan.papers.question import Params, Question, Row, Skip, Testbeds
-from gnnplan.papers.their_software import TheirProblem
+from gnnplan.papers.their_passes import TheirProblem
 from gnnplan.planner.cluster import clouds
 from gnnplan.planner.cluster.spec import MOST_RANKS, PRESETS, Cluster
 from gnnplan.planner.gnn.workload import Workload

@@ -1,6 +1,6 @@
 """Predicts printed figures of other people's systems, and computes the errors of the predictions.
 
-    question.py   reads and checks a file of figures
+    rows.py       reads and checks a file of figures
     interpret.py  row -> question: graph, GNN, testbed, strategy
     figures.py    question -> figure
     published.py  all rows: errors by metric, errors of epochs by kind and by number of GPUs, and
@@ -19,10 +19,11 @@ from typing import Any
 
 import numpy as np
 
-from gnnplan.papers import full_graph, mini_batch
+from gnnplan.papers import mini_batch, their_memory
 from gnnplan.papers.figures import predict
 from gnnplan.papers.interpret import question, testbed
-from gnnplan.papers.question import COLUMNS, JOB, Row, Skip, Testbeds
+from gnnplan.papers.question import Row, Skip, Testbeds
+from gnnplan.papers.rows import COLUMNS, JOB
 from gnnplan.planner.decision.candidate import Candidate, range_of
 from gnnplan.planner.vocabulary.errors import GnnplanError
 
@@ -35,11 +36,11 @@ def gave_a_halo(row: Row) -> bool:
     Halos in planner/graph/datasets/ are derived from some rows: Reddit's from GNNPipe Table 4,
     ogbn-products' from PipeGCN Tables 2 and 4 (5 parts), ogbn-papers100M's from PipeGCN Table 5.
     The batch spreads of GSplit's graphs are made from its Table 1, and GNNLab's batch says how many
-    vertices are near a seed of ogbn-papers100M; full_graph.py has a factor on memory.
+    vertices are near a seed of ogbn-papers100M; their_memory.py has a factor on memory.
     """
     paper, strategy, metric = row["paper"], row["strategy"], row["metric"]
     source = paper, row["dataset"]
-    if full_graph.gave_a_factor(row):
+    if their_memory.gave_a_factor(row):
         return True
     if paper in ("gsplit", "gnnlab"):
         return metric.startswith(mini_batch.SAMPLED)

@@ -1,8 +1,4 @@
-"""Differences of other people's code from gnnplan, as their sources show them.
-
-DGL and PyG run operations one by one: rows are copied before and after a product, and sums are
-multiplied, biased and activated in separate passes. `TheirProblem` has these passes in addition to
-gnnplan's (planner/gnn/operations.py). The testbeds' constants were fitted with it.
+"""Differences of DGL, PyG, PGL, SALIENT and SGNN from gnnplan, as their sources show them.
 
 A row whose parameters name its `software` is predicted with this model:
 
@@ -34,109 +30,17 @@ import numpy as np
 from scipy.special import ndtr, ndtri
 
 from gnnplan.papers.question import Params, Question, Row
+from gnnplan.papers.their_passes import TheirModel, TheirProblem
 from gnnplan.planner.cluster.compute import SECTOR, WARP_LINE
 from gnnplan.planner.cluster.spec import Cluster, Link
 from gnnplan.planner.gnn.kinds import LayerSpec
 from gnnplan.planner.gnn.layer import LayerRecord
 from gnnplan.planner.gnn.model import Model
-from gnnplan.planner.gnn.trace import (
-    EDGES,
-    LOCAL,
-    NOTHING,
-    ROWS,
-    SOURCES,
-    Amount,
-    GatherAmounts,
-    Work,
-)
-from gnnplan.planner.problem.problem import Problem
+from gnnplan.planner.gnn.trace import EDGES, NOTHING, Amount, GatherAmounts, Work
 from gnnplan.planner.strategies.minibatch.on_batches import OnBatches
 from gnnplan.planner.vocabulary.files import quoted
 from gnnplan.planner.vocabulary.numbers import Number
 from gnnplan.planner.vocabulary.schedule import Compute
-
-# passes over memory
-COPIED = 2  # over rows around a product
-APPLIED, APPLIED_BACKWARD = 3, 2  # over outputs; the backward pass has the sum of both
-ACTIVATED = 2  # over inputs
-# With a norm. Torch 1.8's own kernels of batch norm, for more than 131,070 rows (cuDNN has fewer),
-# go through a column at a time: a GPU moves 32 bytes for each number, eight times as much.
-NORMED = {"layer": 6, "batch": 2 + 8 * 4}
-MIXED, MIXED_BACKWARD = 3, 7  # over outputs, by GCNII
-DROPPED = 6  # over inputs with dropout, in the backward pass
-
-
-class TheirModel(Model):
-    """A GNN with the element-wise operations of other people's code."""
-
-    own_copy_passes = 0  # COPIED includes these passes
-
-    def layer_record(self, layer: int, narrow: bool = False, **how: bool) -> LayerRecord:
-        ours, spec = super().layer_record(layer, narrow, **how), self.layers[layer - 1]
-        narrow = narrow and self.narrow_at(layer)
-        applied = APPLIED * (spec.weights > 0) + MIXED * self.sends_initial
-        width = spec.multiplied if narrow or self.rows(layer).multiplied_first else spec.h_in
-        per_source = 0 if self.aggregate_cached(layer) else COPIED * width
-        per_source += 0 if narrow else _activated(spec)
-        again = APPLIED_BACKWARD + MIXED_BACKWARD * self.sends_initial
-        projected = (COPIED * (spec.h_in + spec.multiplied) + _activated(spec)) * LOCAL
-        return replace(
-            ours,
-            passes=self._theirs(
-                ours.passes,
-                applied * spec.h_out * ROWS + per_source * SOURCES,
-                again * spec.h_out * ROWS,
-            ),
-            project=self._theirs(ours.project, projected),
-        )
-
-    @property
-    def encoder_record(self) -> LayerRecord:
-        assert self.encoder
-        ours, (h_in, h_out) = super().encoder_record, self.encoder
-        copied = COPIED * (h_out + h_in * (not self.inputs.multiplied_first)) * ROWS
-        return replace(ours, passes=self._theirs(ours.passes, copied))
-
-    @property
-    def decoder_record(self) -> LayerRecord:
-        assert self.decoder
-        ours = super().decoder_record
-        copied = (COPIED * sum(self.decoder) + _activated(self.decoder_inputs)) * ROWS
-        return replace(ours, passes=self._theirs(ours.passes, copied))
-
-    def _theirs(
-        self, ways: tuple[Work, Work], numbers: Amount, again: Amount = NOTHING
-    ) -> tuple[Work, Work]:
-        """Return the work with element-wise passes over `numbers`; `again`: more in backward."""
-        dropped = DROPPED * ways[0].amounts.get("hash_ops", NOTHING)
-        back = numbers + again + dropped
-        return self._with(ways[0], numbers), self._with(ways[1], back)
-
-    def _with(self, work: Work, numbers: Amount) -> Work:
-        return replace(work, amounts=work.amounts | {"elementwise_bytes": self.itemsize * numbers})
-
-
-def _activated(spec: LayerSpec) -> int:
-    """Return the numbers per row that norm and activation read or write."""
-    return NORMED.get(spec.norm, ACTIVATED) * spec.activates * spec.h_in
-
-
-@dataclass(frozen=True, eq=False)
-class TheirProblem(Problem):
-    """A problem for other people's code.
-
-    aggregates_first: whether layers always aggregate before they multiply.
-    """
-
-    aggregates_first: bool = False
-    uses_cuda_graph = False
-
-    def _described(self) -> Model:
-        ours = super()._described()
-        ours = ours.aggregating_first if self.aggregates_first else ours
-        model = {each.name: getattr(ours, each.name) for each in fields(ours)}
-        return TheirModel(**{**model, "in_place": False, "on_gpu": False})
-
 
 # Works by who printed them. What is predicted of a program follows from what other people print.
 WORKS = (

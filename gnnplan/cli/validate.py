@@ -65,7 +65,7 @@ def show_published(path: Path, left_out: bool, as_json: bool) -> None:
     from gnnplan.api.view import Blocks
     from gnnplan.papers.calibrate import calibrated, gave_a_constant, leave_one_out
     from gnnplan.papers.published import evaluate_rows
-    from gnnplan.papers.question import read
+    from gnnplan.papers.rows import read
     from gnnplan.planner.vocabulary.table import Table, column, table
     from gnnplan.planner.vocabulary.units import show_percent
 

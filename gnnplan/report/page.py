@@ -22,7 +22,7 @@ from gnnplan.planner.vocabulary.errors import SpecError
 from gnnplan.planner.vocabulary.files import must_be_writable, write_atomically
 from gnnplan.planner.vocabulary.progress import notify
 from gnnplan.planner.vocabulary.units import show_percent, show_time
-from gnnplan.report.picture import Absent, Facts, gather
+from gnnplan.report.facts import Absent, Facts, gather
 
 if TYPE_CHECKING:
     from gnnplan.report.picture import Picture
@@ -64,7 +64,7 @@ def must_have_plotly() -> None:
 
 def draw(facts: Facts) -> tuple[list[Picture], dict[str, str]]:
     """Return the pictures, and for each picture that cannot be drawn title -> reason."""
-    from gnnplan.report import decision, traffic
+    from gnnplan.report import decision, outcome, traffic
     from gnnplan.report.timeline import timeline
 
     makers: list[tuple[str, Callable[[Facts], Picture]]] = [
@@ -73,8 +73,8 @@ def draw(facts: Facts) -> tuple[list[Picture], dict[str, str]]:
         ("What memory holds", decision.memory),
         ("Who sends whom", traffic.matrix),
         ("Which links are busy", traffic.links),
-        ("Where the prediction was off", decision.errors),
-        ("What training achieved", decision.losses),
+        ("Where the prediction was off", outcome.errors),
+        ("What training achieved", outcome.losses),
     ]
     pictures, absent = [], {}
     for title, maker in makers:
@@ -117,7 +117,7 @@ def page(facts: Facts, pictures: Sequence[Picture], absent: dict[str, str]) -> s
 
 def summary(facts: Facts) -> dict[str, str]:
     """Return the lines of the plan's summary, and a line on its runs."""
-    from gnnplan.report.decision import run_names
+    from gnnplan.report.outcome import run_names
 
     lines: dict[str, str] = dict(facts.document["summary"])
     if facts.runs:

@@ -16,7 +16,8 @@ from gnnplan.planner.evidence.validate import WAITING as WAITS
 from gnnplan.planner.vocabulary.table import Table
 from gnnplan.planner.vocabulary.trace import BELOW, Span, place_of
 from gnnplan.planner.vocabulary.units import show_count, show_percent, show_time
-from gnnplan.report.picture import COLOURS, TIMES, WAITING, Absent, Facts, Picture, figure, unit_of
+from gnnplan.report.facts import Absent, Facts
+from gnnplan.report.picture import COLOURS, TIMES, WAITING, Picture, figure, unit_of
 
 MOST_RANKS = 16  # most ranks to draw
 MOST_MARKS = 8_000  # most marks per panel, to bound the size of the page

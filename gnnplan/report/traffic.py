@@ -14,7 +14,8 @@ from gnnplan.planner.decision.candidate import Candidate
 from gnnplan.planner.vocabulary.schedule import Collective, Ring, Schedule, Send
 from gnnplan.planner.vocabulary.table import Table
 from gnnplan.planner.vocabulary.units import show_bytes, show_percent
-from gnnplan.report.picture import COMMUNICATION, SIZES, Absent, Facts, Picture, figure, unit_of
+from gnnplan.report.facts import Absent, Facts
+from gnnplan.report.picture import COMMUNICATION, SIZES, Picture, figure, unit_of
 
 MOST_RANKS = 64  # with more ranks, the matrix has a row per server
 EVEN = 1.01  # pairs whose bytes differ by less than this factor count as equal

@@ -2,7 +2,7 @@
 
 import json
 
-from gnnplan.papers.question import COLUMNS
+from gnnplan.papers.rows import COLUMNS
 
 
 def row(job: str, **changed: object) -> dict[str, str]:

@@ -8,7 +8,8 @@ import pytest
 from choices import Choice, comparisons, reliability, score
 
 from gnnplan.papers import calibrate
-from gnnplan.papers.question import Row, read
+from gnnplan.papers.question import Row
+from gnnplan.papers.rows import read
 
 FIGURES = Path(__file__).resolve().parents[2] / "traces" / "published" / "figures.csv"
 PRINTED = read(str(FIGURES))

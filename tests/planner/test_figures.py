@@ -10,7 +10,8 @@ import pytest
 from gnnplan.papers.figures import predict
 from gnnplan.papers.interpret import question
 from gnnplan.papers.published import evaluate_rows
-from gnnplan.papers.question import COLUMNS, Skip, read
+from gnnplan.papers.question import Skip
+from gnnplan.papers.rows import COLUMNS, read
 from gnnplan.planner.graph.graph import GraphStats
 from gnnplan.planner.graph.load import datasets, load
 from gnnplan.planner.strategies import GNNPipe, GraphParallel

@@ -13,7 +13,8 @@ from gnnplan.papers import calibrate, interpret, their_software
 from gnnplan.papers.figures import predict
 from gnnplan.papers.interpret import TESTBEDS, question
 from gnnplan.papers.published import evaluate_rows, is_inside
-from gnnplan.papers.question import COLUMNS, Row, Skip, Testbeds, read
+from gnnplan.papers.question import Row, Skip, Testbeds
+from gnnplan.papers.rows import COLUMNS, read
 from gnnplan.planner.cluster.doubt import range_of
 from gnnplan.planner.cluster.scaling import multiplied
 from gnnplan.planner.problem.inputs import read_cluster

@@ -6,8 +6,8 @@ import pytest
 from printed_rows import row
 
 from gnnplan.papers.figures import predict
-from gnnplan.papers.full_graph import EDGE, UNCOUNTED, fits, gave_a_factor, needed
 from gnnplan.papers.interpret import question
+from gnnplan.papers.their_memory import EDGE, UNCOUNTED, fits, gave_a_factor, needed
 
 ASKED = {"metric": "fits_in_memory", "strategy_params": ""}
 PIPEGCN = row("pipegcn pipegcn_2080ti ogbn-products sage 3x128 1x5 graph_parallel", **ASKED)

@@ -323,7 +323,7 @@ def _begins(
         last[op.label(step)] = last[op.lane] = place
         name = cycle[step % len(cycle)]
         others = list[list[int]]()
-        for lane in lanes.keys() - {op.lane} if op.moves else ():
+        for lane in (each for each in lanes if op.moves and each != op.lane):
             there = [each for each in overlapping[op.lane, lane] if not over[place] >> each & 1]
             others.append(there)
             overlapping[op.lane, lane] = there.copy()
