@@ -15,7 +15,6 @@ from pathlib import Path
 from typing import Annotated, Any, Required
 
 from pydantic import Field, TypeAdapter, ValidationError
-from pydantic_core import ErrorDetails
 from typing_extensions import TypedDict  # pydantic reads typing's from Python 3.12 on
 
 from gnnplan import __version__
@@ -290,7 +289,11 @@ def _inspect(path: str | Path, document: dict[str, Any]) -> None:
     try:
         _READABLE.validate_python(document, strict=True)
     except ValidationError as error:
-        raise SpecError(f"{path}: {_rule(error.errors()[0])}; {AGAIN}") from error
+        mistake = error.errors()[0]
+        rule = f": {mistake['msg'].replace('Input should be', 'must be')}"
+        if mistake["type"] in _KINDS:
+            rule = f" must be {_KINDS[mistake['type']]}"
+        raise SpecError(f"{path}: {dotted(mistake['loc'])}{rule}; {AGAIN}") from error
     if document["partitioner"].partition(" ")[0] not in METHODS:
         raise SpecError(
             f"{path}: partitioner {document['partitioner']!r} is"
@@ -306,14 +309,6 @@ def _inspect(path: str | Path, document: dict[str, Any]) -> None:
             read_field(document)
         except SpecError as error:
             raise SpecError(f"{path}: best.{name}: {error}") from error
-
-
-def _rule(mistake: ErrorDetails) -> str:
-    """Return a message with the field of a mistake and the rule that it breaks."""
-    where, kind = dotted(mistake["loc"]), mistake["type"]
-    if kind in _KINDS:
-        return f"{where} must be {_KINDS[kind]}"
-    return f"{where}: {mistake['msg'].replace('Input should be', 'must be')}"
 
 
 _KINDS = {

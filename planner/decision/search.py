@@ -75,7 +75,10 @@ class Search:
             ranked += self._on_fewer(problem, ranked)
         if not ranked:
             change = smallest_change(problem, self.options)
-            raise Infeasible(f"nothing fits:{_reasons(rejected)}\n{change}")
+            why = "".join(f"\n  {one_reason(name, reason)}" for name, reason in rejected)
+            if len(rejected) > 1 and len({reason for _, reason in rejected}) == 1:
+                why = f" {rejected[0][1]}"  # common to all, so it is given once
+            raise Infeasible(f"nothing fits:{why}\n{change}")
         return SearchResult(problem, sorted(ranked, key=_value), rejected, self)
 
     def candidates(self, problem: Problem) -> Iterator[Strategy]:
@@ -245,13 +248,6 @@ class SearchResult:
         """The candidates that are not recommended, from best to worst."""
         best = self.best
         return [candidate for candidate in self.ranked if candidate is not best]
-
-
-def _reasons(rejected: Sequence[tuple[str, str]]) -> str:
-    """Return why strategies were rejected, a line each; a reason common to all is given once."""
-    if len(rejected) > 1 and len({reason for _, reason in rejected}) == 1:
-        return f" {rejected[0][1]}"
-    return "".join(f"\n  {one_reason(name, reason)}" for name, reason in rejected)
 
 
 def one_reason(strategy: str, reason: str) -> str:

@@ -133,7 +133,9 @@ def certainty(found: SearchResult) -> str:
     rest = (
         "" if regret == show_percent(0, 1) else f"; expected to be {regret} {more} than the {least}"
     )
-    rest += settling(found)
+    settled = found.settled  # the constant whose measurement would lower the regret most
+    if settled and outlook.expected_regret - settled.regret >= WORTH_SAYING:
+        rest += f" ({show_percent(settled.regret, 1)} if {settled.constant} were measured)"
     if found.is_smaller:
         return f"the fewest GPUs within {show_percent(NEAR)} of the best value{rest}"
     among = of = ""
@@ -152,19 +154,14 @@ def inputs(problem: Problem) -> str:
     if problem.workload.precision.rounds:
         words.append(rounded_products(problem))
     if not problem.stats.known:
-        words.append(estimates(problem))
+        counted = ", ".join(map(str, sorted(problem.stats.halo_rows)))
+        source = f"halo sizes follow from those counted at {counted} parts"
+        if problem.workload.mode == "mini":
+            source = "frontiers are estimated from degrees, and are off by a fifth on real graphs"
+        elif not counted:
+            source = "halo sizes are usual ones"
+        words.append(f"the graph is known by statistics only: {source}")
     return "; ".join(words)
-
-
-def estimates(problem: Problem) -> str:
-    """Say which quantities are estimated, if only statistics of the graph are known."""
-    counted = ", ".join(map(str, sorted(problem.stats.halo_rows)))
-    source = f"halo sizes follow from those counted at {counted} parts"
-    if problem.workload.mode == "mini":
-        source = "frontiers are estimated from degrees, and are off by a fifth on real graphs"
-    elif not counted:
-        source = "halo sizes are usual ones"
-    return f"the graph is known by statistics only: {source}"
 
 
 def tested(problem: Problem) -> str:
@@ -178,14 +175,6 @@ def tested(problem: Problem) -> str:
         f"{len(errors)} epochs on CPU ranks were predicted before they were run, and were off by"
         f" {show_percent(np.median(errors))} in the median, {show_percent(max(errors))} at most"
     )
-
-
-def settling(found: SearchResult) -> str:
-    """Name the constant whose measurement would lower the expected regret most; '' if none."""
-    settled = found.settled
-    if not settled or found.certainty.expected_regret - settled.regret < WORTH_SAYING:
-        return ""
-    return f" ({show_percent(settled.regret, 1)} if {settled.constant} were measured)"
 
 
 def sources(provenance: dict[str, str]) -> str:
@@ -312,14 +301,10 @@ def rivals(found: SearchResult) -> str:
             why += ", try `gnnplan tune`"
     else:
         why = f" ({largest_difference(others[0], best)})"
-    return _loss(others[0], best) + why
-
-
-def _loss(candidate: Candidate, best: Candidate) -> str:
-    gap, name = candidate.value / best.value - 1, name_beside(candidate, best)
+    gap, name = others[0].value / best.value - 1, name_beside(others[0], best)
     if gap < 0.0005:
-        return f"{name} is as {best.objective.as_good}"
-    return f"{name} {show_percent(gap, 1, sign=True)}"
+        return f"{name} is as {best.objective.as_good}{why}"
+    return f"{name} {show_percent(gap, 1, sign=True)}{why}"
 
 
 def changes(found: SearchResult, turning_points: Sequence[str]) -> str:

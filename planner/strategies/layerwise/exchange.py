@@ -22,7 +22,6 @@ from typing import Literal, NamedTuple
 import numpy as np
 
 from gnnplan.planner.gnn.codec import WHOLE, Codec
-from gnnplan.planner.gnn.model import Model
 from gnnplan.planner.graph.sampling import Ids
 from gnnplan.planner.ownership.estimated_layout import EstimatedLayout
 from gnnplan.planner.ownership.layout import LayerCounts, Layout
@@ -221,16 +220,13 @@ def buckets_of(problem: Problem, count: int, narrow: bool) -> list[Bucket]:
             last = runs[piece].stop if piece in runs else layer + 1
             runs[piece] = range(layer, last)
             weights_before += weights
-    return [
-        Bucket(layers, model.weights_of(layers), _completed_by(model, layers.start, narrow))
-        for layers in runs.values()
-    ]
-
-
-def _completed_by(model: Model, layer: int, narrow: bool) -> int:
-    if layer == 1 and model.encoder:
-        return 0
-    return layer - 1 if narrow and model.narrow_at(layer) else layer
+    buckets = []
+    for layers in runs.values():
+        after = layers.start - (narrow and model.narrow_at(layers.start))
+        if layers.start == 1 and model.encoder:
+            after = 0
+        buckets.append(Bucket(layers, model.weights_of(layers), after))
+    return buckets
 
 
 def check_buckets(name: str, problem: Problem, count: int) -> None:

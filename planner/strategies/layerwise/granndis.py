@@ -138,7 +138,9 @@ class GraNNDis(OnParts):
 
     @classmethod
     def candidates(cls, problem: Problem) -> Iterator[Strategy]:
-        for group in _groups_to_try(problem):
+        servers, islands = (len(set(numbers.tolist())) for numbers in problem.cost.places[:2])
+        preload = problem.cluster.islands and islands > servers and len(_sizes(problem)) == 1
+        for group in ["server"] * (servers > 1) + ["island"] * bool(preload):
             variants = list(cls._variants(problem, group))
             yield from variants
             layers = problem.workload.layers
@@ -200,12 +202,16 @@ class GraNNDis(OnParts):
         whole, sampled = cls().settle(problem), cls(max_hop=MAX_HOP, fanout=FANOUT).settle(problem)
         source = "estimated" if problem.graph is None else "counted"
         plain = GraphParallel()
+        plain_sent, whole_sent = (
+            show_bytes(each.predict(problem).bytes_by_link.get("inter_node", 0))
+            for each in (plain, whole)
+        )
         return [
             f"A server that preloads the {problem.workload.layers} hops around its part ({whole})"
             f" holds {_growth(problem, whole):.2f} times the rows of its part ({source}); with rows"
             f" drawn ({sampled}) {_growth(problem, sampled):.2f} times",
-            f"Between servers an epoch of {plain} on all GPUs would send"
-            f" {_between_servers(problem, plain)}, of {whole} {_between_servers(problem, whole)}",
+            f"Between servers an epoch of {plain} on all GPUs would send {plain_sent}, of {whole}"
+            f" {whole_sent}",
         ]
 
     def settle(self, problem: Problem) -> Self:
@@ -397,13 +403,6 @@ class GraNNDis(OnParts):
         return int(random.permutation(self.steps(problem))[place])
 
 
-def _groups_to_try(problem: Problem) -> list[str]:
-    """Return 'server' if ranks are on several servers, and 'island' if on more islands."""
-    servers, islands = (len(set(numbers.tolist())) for numbers in problem.cost.places[:2])
-    preload = problem.cluster.islands and islands > servers and len(_sizes(problem)) == 1
-    return ["server"] * (servers > 1) + ["island"] * bool(preload)
-
-
 def _sizes(problem: Problem) -> list[int]:
     """Return the distinct numbers of GPUs that the problem uses per island."""
     return sorted(set(np.bincount(problem.cost.places.island).tolist()) - {0})
@@ -417,8 +416,3 @@ def _growth(problem: Problem, strategy: GraNNDis) -> float:
     layout, servers = strategy.layout(problem), problem.cluster.servers
     own, held = problem.stats.vertices / servers, float(layout.row_counts(0).sum()) / servers
     return 1 + max(held - own, 0.0) / own
-
-
-def _between_servers(problem: Problem, strategy: Strategy) -> str:
-    """Return the bytes that servers send each other in an epoch, in words."""
-    return show_bytes(strategy.predict(problem).bytes_by_link.get("inter_node", 0))

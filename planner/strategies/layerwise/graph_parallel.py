@@ -146,8 +146,15 @@ class OnParts(Strategy):
     def check(self, problem: Problem) -> None:
         options = self.exchange_options
         self.check_mode(problem)
-        if options.policy.vanishes:
-            _check_sums(self.family, problem)
+        for number, layer in enumerate(problem.model.layers if options.policy.vanishes else (), 1):
+            softmax = layer.heads or layer.sums > 1
+            if softmax or (layer.counted and not layer.counted.linear):
+                raise SpecError(
+                    f"{self.family}: a sample stands for all edges only in a weighted sum over"
+                    f" them, and layer {number} of {problem.workload.called} has"
+                    f" {'a softmax' if softmax else 'none'}; use graph_parallel or pipegcn, or"
+                    " another model"
+                )
         check_buckets(self.name, problem, options.buckets)
         options.codec.check(self.name, problem.workload.precision, self.adapts)
         self.check_vertices(problem)
@@ -186,33 +193,16 @@ class OnParts(Strategy):
             int(options.policy.lags),
             period=period,
         )
-        return _with_laying(problem, program) if options.policy.vanishes else program
+        laid = list(_exchanging_layers(problem)) if options.policy.vanishes else []
+        if not laid:
+            return program
+        edges = sum((rows.facts(layer).edges for layer in laid), np.zeros(problem.ranks))
+        work = Compute(elementwise_bytes=LAID * edges, launches=LAUNCHES * len(laid))
+        lay = Op("lay", work=work)  # at the begin of each step
+        return replace(program, ops=lambda name: [lay, *program.ops(name)])
 
 
 # -- rows that vanish ------------------------------------------------------------------------------
-
-
-def _check_sums(family: str, problem: Problem) -> None:
-    """Raise SpecError if a layer does more with its edges than to sum over them."""
-    for number, layer in enumerate(problem.model.layers, 1):
-        softmax = layer.heads or layer.sums > 1
-        if softmax or (layer.counted and not layer.counted.linear):
-            raise SpecError(
-                f"{family}: a sample stands for all edges only in a weighted sum over them, and"
-                f" layer {number} of {problem.workload.called} has"
-                f" {'a softmax' if softmax else 'none'}; use graph_parallel or pipegcn, or another"
-                " model"
-            )
-
-
-def _with_laying(problem: Problem, program: Program) -> Program:
-    """Return the program with `lay` at the begin of each step, if any layer exchanges rows."""
-    layers = list(_exchanging_layers(problem))
-    if not layers:
-        return program
-    edges = sum((problem.layout().facts(layer).edges for layer in layers), np.zeros(problem.ranks))
-    lay = Op("lay", work=Compute(elementwise_bytes=LAID * edges, launches=LAUNCHES * len(layers)))
-    return replace(program, ops=lambda name: [lay, *program.ops(name)])
 
 
 def _cut_blocks(problem: Problem, options: ExchangeOptions) -> np.ndarray:

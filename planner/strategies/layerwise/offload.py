@@ -475,24 +475,22 @@ class Offload(Strategy):
         ]
 
     def settle(self, problem: Problem) -> Self:
-        """Return the strategy with the fewest chunks that fit."""
+        """Return the strategy with the least power of two of chunks that fits by estimates, or
+        needs least memory."""
         if self.chunks is not None or self.refused(problem):
             return self
-        return problem.cache.get(
-            (self, *_key(problem), problem.cluster.host_memory),
-            lambda: replace(self, chunks=self._fewest_chunks(problem)),
-        )
 
-    def _fewest_chunks(self, problem: Problem) -> int:
-        """Return the least power of two of chunks that fits by estimates, or needs least memory."""
-        estimate = replace(problem, graph=None)
-        powers = [1 << bit for bit in range(_most_chunks(problem).bit_length())]
-        variants = [replace(self, chunks=chunks) for chunks in powers]
-        first = next((bit for bit, each in enumerate(variants) if each.fits(estimate)), None)
-        if first is None:
-            return settled(min(variants, key=lambda each: each.most_memory(estimate)).chunks)
-        tries = variants[first : first + TRIES]
-        return settled(next((each for each in tries if each.fits(problem)), tries[-1]).chunks)
+        def fewest() -> Self:
+            estimate = replace(problem, graph=None)
+            powers = [1 << bit for bit in range(_most_chunks(problem).bit_length())]
+            variants = [replace(self, chunks=chunks) for chunks in powers]
+            first = next((bit for bit, each in enumerate(variants) if each.fits(estimate)), None)
+            if first is None:
+                return min(variants, key=lambda each: each.most_memory(estimate))
+            tries = variants[first : first + TRIES]
+            return next((each for each in tries if each.fits(problem)), tries[-1])
+
+        return problem.cache.get((self, *_key(problem), problem.cluster.host_memory), fewest)
 
     def check(self, problem: Problem) -> None:
         self.check_mode(problem)

@@ -22,9 +22,7 @@ them from each other (Quiver).
     comm                           |ask|fetch|       rows that other ranks provide
 
 Adjacency lists may also be spread (adjacency_store.py), independently of features. A sampler asks
-other ranks to draw from lists that it does not have:
-
-    host     |ask_edges 3|draw 3|edges 3| .. |ask_edges 1|draw 1|edges 1|lay|
+other ranks to draw from lists that it does not have.
 
 Link prediction (graph/sampling.py): a rank takes its share of the edges. It samples around all
 endpoints and negatives of these edges, so that ranks exchange no further rows.

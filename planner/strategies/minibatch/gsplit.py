@@ -239,7 +239,12 @@ class GSplit(OnRows):
                     f"{name}'s ranks read {read} of each other's vertices ({knob}: spread); use"
                     f" {knob}='everywhere', or gsplit"
                 )
-        if by_source and (why := _why_no_sum(problem)):
+        why = ""  # layer 1 is no sum over its sources, followed by `apply`
+        if problem.model.layers[0].heads:
+            why = "weighs an edge by all edges of its row (attention)"
+        elif problem.workload.model not in SUMS:
+            why = f"is no plain sum (those of {', '.join(SUMS)} are)"
+        if by_source and why:
             raise SpecError(
                 f"snp adds layer 1 up from parts, and that of {problem.workload.called} {why}; use"
                 " dnp, which computes a row of layer 1 at one rank"
@@ -275,13 +280,3 @@ class GSplit(OnRows):
             # if a group is a server, spread lists would all be in that server's memory
             if self.structure == "everywhere" and self.group == "all" and self.split == "all":
                 yield replace(self, features="spread", structure="spread")
-
-
-def _why_no_sum(problem: Problem) -> str:
-    """Return why layer 1 is no sum over its sources, followed by `apply`; '' if it is."""
-    kind, first = problem.workload.model, problem.model.layers[0]
-    if first.heads:
-        return "weighs an edge by all edges of its row (attention)"
-    if kind not in SUMS:
-        return f"is no plain sum (those of {', '.join(SUMS)} are)"
-    return ""

@@ -1,17 +1,7 @@
 """Base classes of strategies that train on mini-batches, and the operations of one mini-batch.
 
-Data parallelism and GSplit sample, load, then compute the layers:
-
-    each rank samples for itself (data parallelism)
-    host     |draw|lay|
-    copy               |load|
-    compute                 |forward 1 .. L|loss|backward L .. 1|            |update|
-    reduce                                                       |all_reduce|
-
-    groups that split a batch (GSplit)
-    host     |draw L|ids L|draw L-1|ids L-1| .. |lay|
-    copy                                             |load|
-    comm                                                  |halo 1 (features)|  then graph parallel
+Data parallelism and GSplit sample, load, then compute the layers (drawn in data_parallel.py and
+gsplit.py):
 
     draw     sample a layer's edges
     ids      tell owners how many of their vertices the frontier has reached (8 bytes per peer),
@@ -29,10 +19,10 @@ the GPU, and `load` copies features to it and the ids of rows back.
 With a feature store (feature_store.py) `load` copies the rows that are in the server's memory and
 in no cache. More operations follow:
 
-    compute        |pick|                rows of the GPU's own cache
-    copy      |load|
-    comm                |ask|fetch|      rows that other ranks provide, asked for by id: how many
-                                         (8 bytes per rank), then which (8 bytes each)
+    pick     copy rows of the GPU's own cache
+    ask      tell other ranks how many of their rows are needed (8 bytes per rank), and then which
+             (8 bytes each)
+    fetch    receive these rows
 
 With spread adjacency lists (adjacency_store.py) samplers ask each other for neighbours, layer by
 layer. layerwise/step.py has the operations of the layers.

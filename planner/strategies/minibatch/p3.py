@@ -47,11 +47,9 @@ the weights after max(0, t - 3) updates, forward and backward (w_{t+1} = w_t - l
 the paper's Eq. 3), so four sets of weights are kept. The body of an epoch's last batch is done in
 the period of its front, so that its loss counts in its own epoch.
 
-Adjacency lists are independent of columns (adjacency_store.py). All samplers have all
-lists, or vertex v's list is on server v mod S (over='rank': on rank v mod M), with
-`structure_cache` bytes of the hottest other lists on every server:
-
-    host     |ask_edges 3|draw 3|edges 3| .. |ask_edges 1|draw 1|edges 1|push|lay|
+Adjacency lists are independent of columns (adjacency_store.py). All samplers have all lists, or
+vertex v's list is on server v mod S (over='rank': on rank v mod M), with `structure_cache` bytes of
+the hottest other lists on every server.
 
 An attention weight depends on logits over all columns, so peers first all-reduce heads (f1 + f2)
 numbers (`logits`). In the paper's words a layer is partition, scatter, gather, transform, sync,
