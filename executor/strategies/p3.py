@@ -1,6 +1,6 @@
 """P3: layer 1 on a rank's columns of the features, for the blocks of all its peers.
 
-planner/strategies/p3/ draws the pipeline. Peers (a rail) have other columns of the features, and
+planner/strategies/minibatch/p3.py draws the pipeline. Peers (a rail) have other columns of the features, and
 the same batch.
 
     ColumnSampler   batches, drawn as in data parallel; layer 1's block is pushed to all peers
