@@ -1,7 +1,7 @@
 """P3: layer 1 on a rank's columns of the features, for the blocks of all its peers.
 
-planner/strategies/minibatch/p3.py draws the pipeline. Peers (a rail) have other columns of the features, and
-the same batch.
+planner/strategies/minibatch/p3.py draws the pipeline. Peers (a rail) have other columns of the
+features, and the same batch.
 
     ColumnSampler   batches, drawn as in data parallel; layer 1's block is pushed to all peers
     Delayed         the weight update, with the gradient of three batches ago

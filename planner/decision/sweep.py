@@ -46,6 +46,7 @@ from gnnplan.planner.vocabulary.units import number_of
 
 Axes = dict[str, tuple[str, ...]]
 MOST_POINTS = 1_000
+Point = tuple[dict[str, str], Problem]  # field -> value, and the problem there
 DEVICE = "device"  # swept as a whole, by the name of a cluster with the device
 RANKS = "ranks"
 # returns 'simulated_s' and other columns of a row; empty if the schedule is too large to simulate
@@ -85,7 +86,7 @@ def points(
     base: Problem,
     settings: Sequence[str] = (),
     read: Callable[[str], Cluster] = read_cluster,
-) -> list[tuple[dict[str, str], Problem]]:
+) -> list[Point]:
     """Return every combination of values, with its problem.
 
     read: returns the cluster that has a swept device. Raises SpecError if any combination is not
@@ -148,7 +149,7 @@ class Planned(NamedTuple):
     error: GnnplanError | None = None  # the reason why `found` is None
 
 
-def planned(asked: Iterable[tuple[dict[str, str], Problem]], how: Search) -> Iterator[Planned]:
+def planned(asked: Iterable[Point], how: Search) -> Iterator[Planned]:
     """Plan every point, one after the other.
 
     A forced strategy, or the evidence of a target accuracy, may suit some points only: then a
@@ -190,7 +191,7 @@ def on_same_gpus(problem: Problem, plan: Problem) -> Problem:
 
 
 def rows(
-    asked: Iterable[tuple[dict[str, str], Problem]],
+    asked: Iterable[Point],
     strategy: Strategy,
     plan: Problem,
     playing: Playing,

@@ -56,6 +56,8 @@ FAMILIES: tuple[type[Strategy], ...] = (
     GSplit,
     P3,
 )
+# published name -> its family, and the knobs that the name sets
+Names = dict[str, tuple[type[Strategy], dict[str, object]]]
 ENTRY_POINTS = "gnnplan.strategies"  # group of entry points, each: family name = module:Class
 
 
@@ -89,7 +91,7 @@ def families() -> tuple[type[Strategy], ...]:
     return tuple(found)
 
 
-def names() -> dict[str, tuple[type[Strategy], dict[str, object]]]:
+def names() -> Names:
     """Return a dict: published name -> its family, and the knobs that the name sets.
 
     Raises SpecError as `families` does.
@@ -99,7 +101,7 @@ def names() -> dict[str, tuple[type[Strategy], dict[str, object]]]:
 
 def _names(
     families: tuple[type[Strategy], ...],
-) -> dict[str, tuple[type[Strategy], dict[str, object]]]:
+) -> Names:
     return {
         name: (family, dict(knobs))
         for family in families

@@ -264,6 +264,7 @@ class Course:
 
 
 Courses = tuple[Course | None, ...]  # of layers 1 .. L; None: aggregated once, at set-up
+Choice = tuple[bool, Course | None]  # whether a layer multiplies first, and its course
 
 
 class ByColumns(Model):
@@ -307,9 +308,9 @@ def arranged(model: Model, alternating: bool) -> tuple[ByColumns, Courses]:
     next layer before it, are element-wise.
     """
     # whether outputs are in columns -> the fewest numbers, and the choice for the layers so far
-    least: dict[bool, tuple[int, tuple[tuple[bool, Course | None], ...]]] = {False: (0, ())}
+    least: dict[bool, tuple[int, tuple[Choice, ...]]] = {False: (0, ())}
     for layer in range(1, len(model.layers) + 1):
-        best: dict[bool, tuple[int, tuple[tuple[bool, Course | None], ...]]] = {}
+        best: dict[bool, tuple[int, tuple[Choice, ...]]] = {}
         for in_columns, (numbers, path) in least.items():
             for first, course in _choices(model, layer, in_columns, alternating):
                 cost = numbers + (course.numbers if course else 0)
@@ -326,10 +327,8 @@ def arranged(model: Model, alternating: bool) -> tuple[ByColumns, Courses]:
     return ByColumns(**(values | {"layers": layers})), tuple(course for _, course in path)
 
 
-def _choices(
-    model: Model, layer: int, in_columns: bool, alternating: bool
-) -> Iterator[tuple[bool, Course | None]]:
-    """Yield the choices for a layer: whether it multiplies first, and its course."""
+def _choices(model: Model, layer: int, in_columns: bool, alternating: bool) -> Iterator[Choice]:
+    """Yield the choices for a layer."""
     spec = model.layers[layer - 1]
     varies = layer > model.first_varying
     if in_columns:
