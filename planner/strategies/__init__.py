@@ -99,9 +99,7 @@ def names() -> Names:
     return _names(families())
 
 
-def _names(
-    families: tuple[type[Strategy], ...],
-) -> Names:
+def _names(families: tuple[type[Strategy], ...]) -> Names:
     return {
         name: (family, dict(knobs))
         for family in families
