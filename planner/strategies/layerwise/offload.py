@@ -480,17 +480,20 @@ class Offload(Strategy):
         if self.chunks is not None or self.refused(problem):
             return self
 
-        def fewest() -> Self:
-            estimate = replace(problem, graph=None)
-            powers = [1 << bit for bit in range(_most_chunks(problem).bit_length())]
-            variants = [replace(self, chunks=chunks) for chunks in powers]
-            first = next((bit for bit, each in enumerate(variants) if each.fits(estimate)), None)
-            if first is None:
-                return min(variants, key=lambda each: each.most_memory(estimate))
-            tries = variants[first : first + TRIES]
-            return next((each for each in tries if each.fits(problem)), tries[-1])
+        def fewest() -> int:
+            def needed(chunks: int, on: Problem) -> float:
+                return replace(self, chunks=chunks).most_memory(on)
 
-        return problem.cache.get((self, *_key(problem), problem.cluster.host_memory), fewest)
+            room, estimate = problem.cluster.device.memory, replace(problem, graph=None)
+            powers = [1 << bit for bit in range(_most_chunks(problem).bit_length())]
+            first = next((i for i, n in enumerate(powers) if needed(n, estimate) <= room), None)
+            if first is None:
+                return min(powers, key=lambda chunks: needed(chunks, estimate))
+            tries = powers[first : first + TRIES]
+            return next((chunks for chunks in tries if needed(chunks, problem) <= room), tries[-1])
+
+        key = self, *_key(problem), problem.cluster.host_memory
+        return replace(self, chunks=problem.cache.get(key, fewest))
 
     def check(self, problem: Problem) -> None:
         self.check_mode(problem)

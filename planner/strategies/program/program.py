@@ -275,11 +275,8 @@ def traffic(program: Program, ranks: int) -> list[RankMatrix]:
 def queue(program: Program, steps: int) -> Iterator[QueuedOp]:
     """Yield the operations of the first `steps` steps, in the order of every rank."""
     if program.order is not None:
-        return program.order(program.step, program.steps, steps)
-    return _step_after_step(program, steps)
-
-
-def _step_after_step(program: Program, steps: int) -> Iterator[QueuedOp]:
+        yield from program.order(program.step, program.steps, steps)
+        return
     for step in range(steps):
         chunks = program.chunks(step)
         for ops in by_group(program.step(step)).values():
