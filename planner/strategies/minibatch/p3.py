@@ -79,6 +79,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import cache, partial
+from itertools import zip_longest
 from typing import Self
 
 import numpy as np
@@ -517,32 +518,31 @@ def all_columns(problem: Problem, columns: range) -> int:
 
 def _why_whole(problem: Problem) -> str:
     """Return why layer 1 is no sum over feature columns; '' if it is."""
-    model = problem.workload.model
-    if problem.workload.norm == "batch":
-        return (
-            "layer 1 must be a sum over feature columns, and between batches under way no rank has"
-            " batch norm's moments (norm: batch); use norm=layer, or data_parallel or gsplit"
+    workload = problem.workload
+    model, module, others = workload.model, workload.module, "data_parallel or gsplit"
+    if workload.norm == "batch":
+        why = (
+            "between batches under way no rank has batch norm's moments (norm: batch); use"
+            f" norm=layer, or {others}"
         )
-    first = problem.workload.module.layers[0] if problem.workload.module else None
-    if model in MODELS or (first and first.half):
+    elif model in MODELS or (module and module.layers[0].half):
         return ""
-    if problem.workload.is_cut:
-        return (
-            f"layer 1 must be a sum over feature columns, and {problem.workload.called} is run as"
-            " it is written, on whole rows; use data_parallel or gsplit, which run any layer"
-        )
-    if problem.workload.module and model == "own":
-        return (
-            f"layer 1 must be a sum over feature columns, and {problem.workload.module.name} does"
-            " not say how its is; give it by_columns, scatter, transform and apply"
-            " (docs/how-to/bring-your-model.md), or use data_parallel or gsplit, which run any"
+    elif workload.is_cut:
+        why = (
+            f"{workload.called} is run as it is written, on whole rows; use {others}, which run any"
             " layer"
         )
-    return (
-        f"layer 1 must be a sum over feature columns, and that of {model}"
-        f" {KINDS[model].lacks_columns}: it has no scatter, transform and apply of its own; use one"
-        f" of {', '.join(MODELS)}, or data_parallel or gsplit, which run any layer"
-    )
+    elif module and model == "own":
+        why = (
+            f"{module.name} does not say how its is; give it by_columns, scatter, transform and"
+            f" apply (docs/how-to/bring-your-model.md), or use {others}, which run any layer"
+        )
+    else:
+        why = (
+            f"that of {model} {KINDS[model].lacks_columns}: it has no scatter, transform and apply"
+            f" of its own; use one of {', '.join(MODELS)}, or {others}, which run any layer"
+        )
+    return f"layer 1 must be a sum over feature columns, and {why}"
 
 
 def _lines(servers: tuple[int, ...], over: str | None) -> list[tuple[int, ...]]:
@@ -552,11 +552,8 @@ def _lines(servers: tuple[int, ...], over: str | None) -> list[tuple[int, ...]]:
     by_server: dict[int, list[int]] = {}
     for rank, server in enumerate(servers):
         by_server.setdefault(server, []).append(rank)
-    most = max(map(len, by_server.values()))
-    return [
-        tuple(sorted(ranks[place] for ranks in by_server.values() if place < len(ranks)))
-        for place in range(most)
-    ]
+    lines = zip_longest(*by_server.values())  # None where a server has fewer ranks
+    return [tuple(sorted(rank for rank in line if rank is not None)) for line in lines]
 
 
 # -- period k: |front k|body k-1|tail k-2|update k-3|, and reduce k-3 overlaps with all of them ----
