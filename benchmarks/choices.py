@@ -17,8 +17,7 @@ from commands import header, line
 from gnnplan.papers.figures import predict, question, testbed
 from gnnplan.papers.published import DIFFERENT, JOB
 from gnnplan.papers.question import Row, Skip, Testbeds
-from gnnplan.planner.decision.candidate import Candidate
-from gnnplan.planner.decision.recommendation import outlooks
+from gnnplan.planner.decision.candidate import Candidate, outlooks
 from gnnplan.planner.problem.problem import Problem
 from gnnplan.planner.vocabulary.errors import GnnplanError
 

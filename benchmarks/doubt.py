@@ -20,9 +20,8 @@ from choices import chances_table
 from commands import header, line, words
 from measured import FULL, MINI, Study, plan, rows
 
-from gnnplan.planner.decision.candidate import Candidate, evaluate, placed
+from gnnplan.planner.decision.candidate import Candidate, evaluate, outlooks, placed
 from gnnplan.planner.decision.plan import question
-from gnnplan.planner.decision.recommendation import outlooks
 from gnnplan.planner.decision.search import recommend
 from gnnplan.planner.strategies import parse
 

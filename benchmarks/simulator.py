@@ -24,7 +24,7 @@ from gnnplan.planner.vocabulary.schedule import (
     Send,
     Task,
 )
-from gnnplan.simulator.flows import Flows
+from gnnplan.simulator.network import Flows
 from gnnplan.simulator.player import play
 
 WORK = Compute(flops=2e9, gathers=(Gather(20_000, 256, 10_000, 1_000),), launches=4)

@@ -25,17 +25,17 @@ from gnnplan.executor.layers.targets import no_counts, scores
 from gnnplan.executor.modules.read import read_again, with_structure
 from gnnplan.executor.ranks.checkpoint import Checkpoints, must_have_epochs
 from gnnplan.executor.ranks.comm import gather_bytes
-from gnnplan.executor.ranks.learner import Learner
-from gnnplan.executor.ranks.machine import MemoryWatch, peak, resident
-from gnnplan.executor.ranks.model_state import (
+from gnnplan.executor.ranks.learner import (
     WORKER,
     Best,
+    Learner,
     ModelPart,
     apart,
     fill,
     named,
     under,
 )
+from gnnplan.executor.ranks.machine import MemoryWatch, peak, resident
 from gnnplan.executor.ranks.rank import Rank
 from gnnplan.executor.ranks.recorder import now
 from gnnplan.executor.strategies import Worker, open_worker

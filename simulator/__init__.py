@@ -1,8 +1,8 @@
 """A discrete-event simulator of schedules, built on SimPy. It has no code of single strategies.
 
     player.py    simulates a schedule (`play`); an upper bound of its duration (`serial`)
-    network.py   transfers that overlap share ports by max-min fairness
-    flows.py     max-min fairness for single messages, which network.py treats as one bundle
+    network.py   transfers that overlap share ports by max-min fairness; the same for the single
+                 messages that are otherwise treated as one bundle
     noise.py     jitter and stragglers
     replay.py    predicts and simulates the plan of a finished run, and compares with the run
 

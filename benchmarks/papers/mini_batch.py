@@ -30,7 +30,7 @@ from gnnplan.planner.cluster.spec import Link
 from gnnplan.planner.ownership.estimated import EstimatedBatch, expected_frontier
 from gnnplan.planner.problem.problem import Problem
 from gnnplan.planner.strategies.minibatch.gsplit import GSplit
-from gnnplan.planner.strategies.p3.p3 import P3
+from gnnplan.planner.strategies.minibatch.p3 import P3
 
 # (paper, metric) -> the operations that the metric adds up
 PARTS: dict[tuple[str, str], tuple[str, ...]] = {

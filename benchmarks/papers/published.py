@@ -22,8 +22,7 @@ import numpy as np
 from gnnplan.papers import full_graph, mini_batch
 from gnnplan.papers.figures import predict, question, testbed
 from gnnplan.papers.question import Row, Skip, Testbeds
-from gnnplan.planner.decision.candidate import Candidate
-from gnnplan.planner.decision.recommendation import range_of
+from gnnplan.planner.decision.candidate import Candidate, range_of
 from gnnplan.planner.vocabulary.errors import GnnplanError, SpecError
 from gnnplan.planner.vocabulary.files import MOST_SHOWN, from_json, read_bytes, suggest
 from gnnplan.planner.vocabulary.numbers import grouped

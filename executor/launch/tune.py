@@ -21,8 +21,7 @@ from gnnplan.executor.launch.run_request import Options, RunRequest, must_be_tra
 from gnnplan.executor.ranks.machine import gpus
 from gnnplan.planner.cluster.spec import Cluster
 from gnnplan.planner.decision import plan as plans
-from gnnplan.planner.decision.candidate import Candidate, evaluate
-from gnnplan.planner.decision.recommendation import LEAST_CHANCE
+from gnnplan.planner.decision.candidate import LEAST_CHANCE, Candidate, evaluate
 from gnnplan.planner.decision.search import Search, SearchResult
 from gnnplan.planner.evidence.halving import (
     WARM_UP,

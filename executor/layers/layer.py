@@ -143,7 +143,7 @@ class ColumnLayer(Protocol):
     A rank builds the layer for its columns: H_in is their number, and `by_columns` names the
     parameters that are cut with them. The methods have the names of the P3 paper:
 
-    partition   planner/strategies/p3/p3.py: assigns columns to ranks
+    partition   planner/strategies/minibatch/p3.py: assigns columns to ranks
     scatter     returns the row that each source sends along its edges
     gather      sums these rows over a block's edges, as in Layer
     transform   turns the sums into a partial sum of the output. If edges are assigned to ranks by

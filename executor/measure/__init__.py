@@ -2,10 +2,10 @@
 
 Which file to open:
 
-    measure.py      starts the ranks that measure, or is one of them
+    measure.py      starts the ranks that measure, or is one of them; fits the cost model's numbers
+                    to the samples of all ranks
     microbench.py   the benchmarks of one rank: kernels, training steps, the sampler, exchanges
     rehearsal.py    short trainings that correct the times of single kernels
-    fitting.py      fits the cost model's numbers to the samples of all ranks
 
 This package may import all packages of the executor.
 """

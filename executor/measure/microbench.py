@@ -190,7 +190,7 @@ class Bench:
         return gather_all(own, self.me.groups.wire_device)
 
     def all(self, notify: Callable[[str], None]) -> dict[str, Any]:
-        """Measure every number; return the samples of all ranks, for fitting.py."""
+        """Measure every number; return the samples of all ranks, for measure.py."""
         if self.device.type == "cpu" and self.rank in self.apart:
             # Fresh pages are several times slower, most of all on virtual machines. A training
             # reuses its own pages after some epochs.

@@ -5,9 +5,9 @@
     recorder.py     spans of a rank's operations, bytes that it sends; a CUDA device's clock
     rendezvous.py   the launcher's environment, and the store where ranks meet
     comm.py         exchanges of rows, point-to-point messages, all-reduces, small messages
-    learner.py      all-reduce of gradients; SGD, Adam and AdamW
+    learner.py      all-reduce of gradients; SGD, Adam and AdamW; the whole model's weights,
+                    independent of ranks; the best weights
     checkpoint.py   files from which a training resumes
-    model_state.py  the whole model's weights, independent of ranks; the best weights
     machine.py      devices and limits of this machine, and the memory that a rank allocates
     activity.py     the file that names a rank's current operation
 

@@ -10,7 +10,7 @@ what the rank has counted so far. Random numbers are functions of (seed, epoch, 
 generator's state is stored. There are no pickles.
 
 Another plan of the same training, with other ranks or another strategy, can resume from these
-files, too. For it the header also lists the tensors of the whole model (model_state.py), and the
+files, too. For it the header also lists the tensors of the whole model (learner.py), and the
 new ranks read the files of all earlier ranks.
 
 A file is complete or absent, and its header has a checksum: a file that a disk or a copy has
@@ -38,7 +38,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from gnnplan import __version__
-from gnnplan.executor.ranks.model_state import apart, side_by_side
+from gnnplan.executor.ranks.learner import apart, side_by_side
 from gnnplan.executor.ranks.rank import Rank
 from gnnplan.planner.problem.problem import Problem
 from gnnplan.planner.strategies import Strategy, parse
@@ -241,7 +241,7 @@ class Checkpoints:
         """Read the checkpoint of the earlier plan, which had `ranks` ranks.
 
         Returns its rank 0's notes, and weights and optimizer state by names in the whole model
-        (model_state.py).
+        (learner.py).
         """
         parts, notes = dict[str, dict[int, Tensor]](), list[dict[str, Any]]()
         for rank in range(ranks):

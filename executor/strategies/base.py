@@ -13,8 +13,7 @@ from torch import Tensor
 
 from gnnplan.executor.layers.layer import Drop
 from gnnplan.executor.layers.models import Net
-from gnnplan.executor.ranks.learner import Gradients, Learner
-from gnnplan.executor.ranks.model_state import fill
+from gnnplan.executor.ranks.learner import Gradients, Learner, fill
 from gnnplan.executor.ranks.rank import Rank
 from gnnplan.planner.problem.problem import Problem
 

@@ -1,6 +1,6 @@
 """GNNPipe: a rank's share of a pipeline stage, chunk after chunk.
 
-planner/strategies/gnnpipe/ draws the pipeline. A stage sends a chunk's rows to the next stage.
+planner/strategies/gnnpipe.py draws the pipeline. A stage sends a chunk's rows to the next stage.
 Members of a stage exchange the rows that their sub-chunks read of each other (the halo), when the
 chunk is processed. Gradients are sent in the other direction. After a step
 executor/ranks/learner.py all-reduces weight gradients over the members of a stage, and updates the
@@ -68,8 +68,7 @@ from gnnplan.planner.graph.sampling import ROUNDING, Ids
 from gnnplan.planner.ownership.layout import Chunks
 from gnnplan.planner.problem.problem import Problem
 from gnnplan.planner.strategies.base import settled
-from gnnplan.planner.strategies.gnnpipe.gnnpipe import GNNPipe
-from gnnplan.planner.strategies.gnnpipe.pipeline import chunk_order
+from gnnplan.planner.strategies.gnnpipe import GNNPipe, chunk_order
 from gnnplan.planner.vocabulary.schedule import Label
 
 

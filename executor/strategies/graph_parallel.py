@@ -1,7 +1,7 @@
 """Strategies on parts of the graph: a rank trains on its part layer after layer (layerwise.py).
 
 This module trains every strategy that its exchange options define: graph_parallel, pipegcn, bns,
-and strategies of other packages (planner/strategies/layerwise/on_parts.py).
+and strategies of other packages (planner/strategies/layerwise/graph_parallel.py).
 
 A rank loads the features of its own vertices. From their owners it fetches the features of its
 preload (vertices of other ranks that it computes too) and, if layer 1 reads them, of its halo. A
@@ -32,7 +32,7 @@ from gnnplan.planner.gnn.rows import WHOLE
 from gnnplan.planner.ownership.layout import Layout
 from gnnplan.planner.problem.problem import Problem
 from gnnplan.planner.strategies.layerwise.exchange import FRESH, Crossing, ExchangeOptions
-from gnnplan.planner.strategies.layerwise.on_parts import OnParts
+from gnnplan.planner.strategies.layerwise.graph_parallel import OnParts
 from gnnplan.planner.vocabulary.schedule import Label
 
 PRELOAD, INPUT_HALO = Label("preload", -1), Label("input_halo", -1)

@@ -33,8 +33,7 @@ from gnnplan.executor.layers.layer import ColumnLayer, no_dropout, partial_sums
 from gnnplan.executor.layers.models import Moments, Net
 from gnnplan.executor.minibatch.share import Part, Share, targets_of
 from gnnplan.executor.ranks.comm import Exchange, all_reduce, begin_all_reduce, total
-from gnnplan.executor.ranks.learner import Gradients
-from gnnplan.executor.ranks.model_state import fill
+from gnnplan.executor.ranks.learner import Gradients, fill
 from gnnplan.executor.ranks.rank import Rank
 from gnnplan.executor.strategies import base
 from gnnplan.executor.strategies.base import Backward

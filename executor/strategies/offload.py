@@ -5,7 +5,7 @@ contiguous. A layer on a chunk is one autograd segment. It loads the rows of the
 from the server's memory, and receives the rows of other ranks as a halo. Its tensors on the device
 are freed before the next chunk is loaded. On a GPU, copies in a thread overlap computation: while a
 chunk is computed, the results of the chunk before are stored, and then the next chunk is loaded.
-`order` in planner/strategies/layerwise/chunked.py defines the sequence of operations; each
+`order` in planner/strategies/layerwise/offload.py defines the sequence of operations; each
 operation is a method here.
 """
 
@@ -42,7 +42,7 @@ from gnnplan.planner.ownership.layout import Layout
 from gnnplan.planner.problem.problem import Problem
 from gnnplan.planner.strategies import Offload
 from gnnplan.planner.strategies.base import settled
-from gnnplan.planner.strategies.layerwise.chunked import evaluation, order
+from gnnplan.planner.strategies.layerwise.offload import evaluation, order
 from gnnplan.planner.strategies.layerwise.step import first_alike
 from gnnplan.planner.vocabulary.schedule import Label
 

@@ -1,7 +1,7 @@
 """P3: layer 1 on a rank's columns of the features, for the blocks of all its peers.
 
-planner/strategies/p3/ draws the pipeline. Peers (a rail) have other columns of the features, and
-the same batch.
+planner/strategies/minibatch/p3.py draws the pipeline. Peers (a rail) have other columns of the
+features, and the same batch.
 
     ColumnSampler   batches, drawn as in data parallel; layer 1's block is pushed to all peers
     Delayed         the weight update, with the gradient of three batches ago
@@ -37,16 +37,14 @@ from gnnplan.executor.minibatch.share import Part, Share, targets_of
 from gnnplan.executor.modules.read import net_of
 from gnnplan.executor.ranks import comm
 from gnnplan.executor.ranks.comm import Exchange
-from gnnplan.executor.ranks.learner import Gradients, Learner
-from gnnplan.executor.ranks.model_state import fill, named
+from gnnplan.executor.ranks.learner import Gradients, Learner, fill, named
 from gnnplan.executor.ranks.rank import Rank, completed_future
 from gnnplan.executor.strategies.minibatch import OnBatches, Scorer
 from gnnplan.planner.gnn.workload import Workload
 from gnnplan.planner.graph.sampling import count_items
 from gnnplan.planner.problem.problem import Problem
 from gnnplan.planner.strategies import P3
-from gnnplan.planner.strategies.p3.p3 import period
-from gnnplan.planner.strategies.p3.slices import DELAY, HEADER
+from gnnplan.planner.strategies.minibatch.p3 import DELAY, HEADER, period
 from gnnplan.planner.vocabulary.schedule import Label
 
 

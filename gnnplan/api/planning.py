@@ -14,7 +14,7 @@ from gnnplan.api.arguments import Overrides, Question, ask, several, typed
 from gnnplan.api.view import Blocks, View, of
 from gnnplan.planner.cluster.spec import Cluster
 from gnnplan.planner.decision import plan as documents
-from gnnplan.planner.decision.modes import ModeComparison, compare
+from gnnplan.planner.decision.choices import ModeComparison, compare
 from gnnplan.planner.decision.objective import (
     MODES,
     WORDS,
@@ -147,7 +147,7 @@ def plan(
     choice = None
     if question.chooses_dtype:
         # imported here because the import takes 0.1 s, which a run need not wait for
-        from gnnplan.planner.decision.dtypes import choose
+        from gnnplan.planner.decision.choices import choose
 
         choice = choose(question.problem, find, exact)
     result = choice.found if choice else find(question.problem)

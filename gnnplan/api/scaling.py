@@ -17,9 +17,9 @@ from gnnplan.planner.cluster.spec import Cluster
 from gnnplan.planner.decision import plan as documents
 from gnnplan.planner.decision.objective import MODES, unit_of
 from gnnplan.planner.decision.plan import Answer, describe_question, describe_training
-from gnnplan.planner.decision.scale import Scaling, Size, sizes_of
-from gnnplan.planner.decision.scale import scale as scaling
 from gnnplan.planner.decision.search import each_of
+from gnnplan.planner.decision.sweep import Scaling, Size, sizes_of
+from gnnplan.planner.decision.sweep import scale as scaling
 from gnnplan.planner.gnn.workload import Workload
 from gnnplan.planner.vocabulary.errors import GnnplanError, Infeasible, SpecError
 from gnnplan.planner.vocabulary.progress import Notify, reports_progress, silent

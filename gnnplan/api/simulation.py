@@ -31,7 +31,7 @@ from gnnplan.planner.vocabulary.schedule import Schedule
 from gnnplan.planner.vocabulary.text import Table, cell, column, table
 from gnnplan.planner.vocabulary.trace import write_traces
 from gnnplan.planner.vocabulary.units import show_bytes, show_count, show_dollars, show_time
-from gnnplan.simulator.flows import ByFlows
+from gnnplan.simulator.network import ByFlows
 from gnnplan.simulator.noise import Noise, epochs, percentiles
 from gnnplan.simulator.player import TaskGraph, Timeline, play, serial
 from gnnplan.simulator.replay import MOST_TASKS, must_be_playable

@@ -1,4 +1,16 @@
-"""A candidate: a strategy on some GPUs, its predicted seconds, bytes and memory."""
+"""A candidate: a strategy on some GPUs, what it is predicted to take, and how sure that is.
+
+A prediction is wrong for two reasons: constants of the cluster differ from their given values
+(cluster/scaling.py), and the model has an error even with the right constants (MISSES). Both errors
+are drawn DRAWS times, with the same draws for all candidates. In each draw one candidate is the
+fastest; the *regret* of another candidate is how much longer its epoch takes, as a share.
+
+The exact candidate with the shortest predicted epoch is recommended, unless a lossy candidate is
+surely faster, because the loss of accuracy is often unknown (`search.recommend`). Draws decide
+nothing else: ranges are asymmetric, and regret depends on which candidates there are, so a faster
+link could make the choice worse. For objectives other than time, the objective's value takes the
+place of the epoch (objective.py).
+"""
 
 from __future__ import annotations
 
@@ -13,17 +25,122 @@ import numpy as np
 from numpy.typing import NDArray
 
 from gnnplan.planner.cluster.placement import proposed
-from gnnplan.planner.cluster.scaling import DRAWS, drawn
+from gnnplan.planner.cluster.scaling import DRAWS, drawn, normals
 from gnnplan.planner.cluster.spec import MOST_PAIRED, MOST_RANKS
 from gnnplan.planner.decision.objective import TIME, Epochs, Objective, dollars_per_second
-from gnnplan.planner.decision.recommendation import missed
 from gnnplan.planner.problem.problem import Problem
 from gnnplan.planner.strategies.base import Memory, Strategy
-from gnnplan.planner.strategies.minibatch.proposals import fits, fullest
-from gnnplan.planner.strategies.program.account import Prediction, predict
-from gnnplan.planner.strategies.program.memory import on_fullest_rank
+from gnnplan.planner.strategies.program.account import Prediction, on_fullest_rank, predict
 from gnnplan.planner.vocabulary.errors import Infeasible, SpecError
+from gnnplan.planner.vocabulary.numbers import FLOAT32, Precision
 from gnnplan.planner.vocabulary.units import show_bytes
+
+Array = NDArray[np.float64]
+
+
+class Miss(NamedTuple):
+    """Standard deviations of log(predicted / true) with the right constants."""
+
+    shared: float  # of an error that all strategies of a question share
+    # of an error that a family's exact strategies share, or its lossy ones; rounded rows have
+    # errors of their own
+    own: float
+
+
+# Keyed by kind of device. CPU ranks: from the first 146 blind runs; of 38 later runs 92 % lay
+# between the 10th and the 90th percentile (docs/reference/measured-runs.md). GPUs: from printed
+# epochs and speedups, with leave-one-out (docs/reference/published-figures.md). Of the epochs that
+# other papers print for GPUs that nobody measured, 79 % lie in that range
+# (docs/reference/other-works.md).
+MISSES = {"cpu": Miss(0.08, 0.08), "cuda": Miss(0.14, 0.14)}
+SURE_SHARE = 0.95  # least chance with which a lossy strategy counts as surely faster
+STRATA = 6  # bins of a constant, inside which the constant counts as known (settled_regret)
+MARGIN = 0.1  # share of draws below a range, and above it
+# Least chance of being faster than the recommended strategy with which a strategy is worth a run
+# (`gnnplan tune`). On CPU ranks it corresponds to a prediction of up to 27 % more: of 373 measured
+# pairs 193 were further apart, and in none of these was the order reversed.
+LEAST_CHANCE = 0.01
+
+
+class Outlook(NamedTuple):
+    """A candidate's range, chance and regret over the draws.
+
+    The fastest candidate is the one with the least value of the objective (objective.py).
+    """
+
+    low_s: float  # 10th percentile of the epoch [s] (`range_of`)
+    high_s: float  # 90th percentile of the epoch [s]
+    chance_fastest: float  # share of draws in which the candidate is the fastest
+    expected_regret: float  # mean over draws of value / least value - 1
+
+
+class Settled(NamedTuple):
+    """A constant of the cluster whose measurement would make the choice surer."""
+
+    constant: str
+    regret: float  # the least expected regret once the constant is known
+
+
+def missed(kind: str, family: str, exact: bool, precision: Precision = FLOAT32) -> Array:
+    """Return factors on a predicted epoch, draws of the model's error [DRAWS].
+
+    Rounded rows have kernels of their own, so the errors of their predictions are independent, with
+    the spread of float32: no recorded runs have compared both precisions with predictions.
+    """
+    shared, own = MISSES[kind]
+    rounded = f" {precision.name}" if precision.rounds_rows else ""
+    by_kind = normals(f"{family} {'exact' if exact else 'lossy'}{rounded}")
+    return np.asarray(np.exp(shared * normals("shared") + own * by_kind))
+
+
+def regrets(drawn: Array) -> Array:
+    """Return regrets from values to minimise (both [candidates, draws])."""
+    return np.asarray(drawn / drawn.min(axis=0) - 1)
+
+
+def range_of(drawn: Array, predicted: float) -> tuple[float, float]:
+    """Return the 10th and 90th percentile of draws, extended to include the prediction.
+
+    Ranges of constants may be asymmetric, so most draws may be on one side of the prediction.
+    """
+    low, high = np.quantile(drawn, (MARGIN, 1 - MARGIN))
+    return min(float(low), predicted), max(float(high), predicted)
+
+
+def outlooks(
+    predicted_s: Sequence[float], drawn_s: Array, drawn: Array | None = None
+) -> list[Outlook]:
+    """Return the candidates' outlooks.
+
+    predicted_s: epochs [candidates]; drawn_s: epochs in each draw [candidates, draws]; drawn: the
+    values to minimise [candidates, draws], by default the epochs.
+    """
+    drawn = drawn_s if drawn is None else drawn
+    chances = np.bincount(drawn.argmin(axis=0), minlength=len(drawn)) / drawn.shape[1]
+    regret = regrets(drawn).mean(axis=1)
+    return [
+        Outlook(*range_of(epochs, predicted), float(chance), float(expected))
+        for predicted, epochs, chance, expected in zip(
+            predicted_s, drawn_s, chances, regret, strict=True
+        )
+    ]
+
+
+def settled_regret(drawn: Array, factor: Array) -> float:
+    """Return the expected regret of the best choice if one constant were known.
+
+    `drawn` [candidates, draws] are values to minimise; `factor` [draws] multiplies the constant.
+    Draws are sorted by the factor into STRATA. In each stratum one half of the draws chooses a
+    candidate, and its regret in the other half counts. So a constant without influence leaves the
+    expected regret as it is.
+    """
+    regret, left = regrets(drawn), 0.0
+    for stratum in np.array_split(np.argsort(factor), STRATA):
+        halves = stratum[::2], stratum[1::2]
+        for half, other in (halves, halves[::-1]):
+            chosen = regret[:, half].mean(axis=1).argmin()
+            left += float(regret[chosen, other].sum())
+    return left / factor.size
 
 
 @dataclass(frozen=True, eq=False)
@@ -108,9 +225,9 @@ class Candidate:
     @property
     def host_bytes(self) -> float:
         """Graph data in the fullest server's memory [B]; 0 on CPUs, where `memory` includes it."""
-        if self.problem.cluster.device.kind == "cpu":
+        if self.problem.on_cpu:
             return 0.0
-        return sum(fullest(self.problem, self.strategy).values())
+        return sum(self.strategy.on_fullest_server(self.problem).values())
 
     @property
     def dollars(self) -> float | None:
@@ -122,7 +239,7 @@ class Candidate:
     def drawn_s(self) -> NDArray[np.float64]:
         """The epoch in each draw of the uncertain constants and predictions [DRAWS] [s].
 
-        Draws are described in recommendation.py."""
+        Draws are described at the begin of this file."""
         problem, cluster, strategy = self.problem, self.problem.cluster, self.strategy
         cache, name = problem.cache, cluster.model_dump_json()
         clusters = cache.get_recent("drawn", name, lambda: drawn(cluster))
@@ -152,7 +269,16 @@ def evaluate(problem: Problem, strategy: Strategy, objective: Objective = TIME) 
 def must_fit(problem: Problem, strategy: Strategy) -> Memory:
     """Return the memory. Raises Infeasible if a server or a device has too little."""
     device = problem.cluster.device
-    must_fit_servers(problem, strategy)
+    if not strategy.fits_servers(problem):
+        room, held = problem.cluster.graph_memory, strategy.on_fullest_server(problem)
+        by_use = ", ".join(f"{use}: {show_bytes(nbytes)}" for use, nbytes in held.items())
+        most, spread = sum(held.values()), strategy.more_spread(problem)
+        less = next((f"{each} or " for each in spread if each.fits_servers(problem)), "")
+        raise Infeasible(
+            f"{strategy} has {show_bytes(most)} of the graph in a server's memory ({by_use}) but"
+            f" there is {show_bytes(room)} (host_memory); use {less}--set"
+            f" host_memory={_gigabytes(most):g}GB"
+        )
     memory = strategy.memory(problem)
     uses = on_fullest_rank(memory)
     if (needed := sum(uses.values())) > device.memory:
@@ -206,20 +332,6 @@ def placed(problem: Problem, strategy: Strategy) -> Problem:
 # estimated)
 
 
-def must_fit_servers(problem: Problem, strategy: Strategy) -> None:
-    """Raise Infeasible if the strategy's graph data do not fit in the servers' memory."""
-    if fits(problem, strategy):
-        return
-    room, held = problem.cluster.graph_memory, fullest(problem, strategy)
-    by_use = ", ".join(f"{use}: {show_bytes(nbytes)}" for use, nbytes in held.items())
-    less = next((s for s in strategy.more_spread(problem) if fits(problem, s)), None)
-    raise Infeasible(
-        f"{strategy} has {show_bytes(sum(held.values()))} of the graph in a server's memory"
-        f" ({by_use}) but there is {show_bytes(room)} (host_memory); use"
-        f" {f'{less} or ' if less else ''}--set host_memory={_gigabytes(sum(held.values())):g}GB"
-    )
-
-
 def _gigabytes(nbytes: float) -> float:
     """Return a size for --set [GB], rounded up so that it suffices."""
     return float(np.ceil(nbytes / 1e9 * 1.001 * 100) / 100)
@@ -240,7 +352,7 @@ def needs(problem: Problem, options: Iterable[Strategy]) -> Iterator[Need]:
         with suppress(SpecError):
             strategy = option.settle(problem)
             strategy.check(problem)
-            on_server = sum(fullest(problem, strategy).values()) if limited else 0.0
+            on_server = sum(strategy.on_fullest_server(problem).values()) if limited else 0.0
             yield Need(strategy.most_memory(problem), on_server, str(strategy))
 
 

@@ -18,9 +18,8 @@ from numpy.typing import NDArray
 from gnnplan.planner.cluster import scaling as scaled
 from gnnplan.planner.cluster.places import Port, describe_port
 from gnnplan.planner.cluster.spec import Cluster
-from gnnplan.planner.decision.candidate import Candidate
+from gnnplan.planner.decision.candidate import SURE_SHARE, Candidate
 from gnnplan.planner.decision.objective import ONE, with_fields
-from gnnplan.planner.decision.recommendation import SURE_SHARE
 from gnnplan.planner.decision.search import SearchResult, recommend
 from gnnplan.planner.gnn.workload import ALL
 from gnnplan.planner.problem.problem import Problem

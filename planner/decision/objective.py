@@ -416,7 +416,7 @@ def gpus_taken(problem: Problem) -> int:
     """Return the number of occupied GPUs: with a price, all GPUs of the servers used."""
     if problem.cluster.price is None:
         return problem.ranks
-    return len(set(problem.servers)) * problem.cluster.gpus_per_server
+    return problem.server_count * problem.cluster.gpus_per_server
 
 
 def watts(problem: Problem) -> float | None:

@@ -15,14 +15,12 @@ from pathlib import Path
 from typing import Annotated, Any, Required
 
 from pydantic import Field, TypeAdapter, ValidationError
-from pydantic_core import ErrorDetails
 from typing_extensions import TypedDict  # pydantic reads typing's from Python 3.12 on
 
 from gnnplan import __version__
 from gnnplan.planner.cluster.spec import Cluster
-from gnnplan.planner.decision.candidate import Candidate, evaluate, placed
+from gnnplan.planner.decision.candidate import Array, Candidate, Outlook, evaluate, placed, range_of
 from gnnplan.planner.decision.objective import ONE, Objective
-from gnnplan.planner.decision.recommendation import Array, Outlook, range_of
 from gnnplan.planner.decision.search import Search, SearchResult, parts
 from gnnplan.planner.gnn.model import describe
 from gnnplan.planner.gnn.workload import Workload
@@ -291,7 +289,11 @@ def _inspect(path: str | Path, document: dict[str, Any]) -> None:
     try:
         _READABLE.validate_python(document, strict=True)
     except ValidationError as error:
-        raise SpecError(f"{path}: {_rule(error.errors()[0])}; {AGAIN}") from error
+        mistake = error.errors()[0]
+        rule = f": {mistake['msg'].replace('Input should be', 'must be')}"
+        if mistake["type"] in _KINDS:
+            rule = f" must be {_KINDS[mistake['type']]}"
+        raise SpecError(f"{path}: {dotted(mistake['loc'])}{rule}; {AGAIN}") from error
     if document["partitioner"].partition(" ")[0] not in METHODS:
         raise SpecError(
             f"{path}: partitioner {document['partitioner']!r} is"
@@ -307,14 +309,6 @@ def _inspect(path: str | Path, document: dict[str, Any]) -> None:
             read_field(document)
         except SpecError as error:
             raise SpecError(f"{path}: best.{name}: {error}") from error
-
-
-def _rule(mistake: ErrorDetails) -> str:
-    """Return a message with the field of a mistake and the rule that it breaks."""
-    where, kind = dotted(mistake["loc"]), mistake["type"]
-    if kind in _KINDS:
-        return f"{where} must be {_KINDS[kind]}"
-    return f"{where}: {mistake['msg'].replace('Input should be', 'must be')}"
 
 
 _KINDS = {

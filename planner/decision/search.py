@@ -1,7 +1,7 @@
 """The search: evaluates the candidates of all families, on all GPUs and on parts of them.
 
 Candidates that fit in memory are ranked by the objective's value of their closed form
-(objective.py). `recommend` chooses one of them; recommendation.py says how sure the choice is.
+(objective.py). `recommend` chooses one of them; candidate.py says how sure the choice is.
 Other candidates are rejected with a reason; if none fits, the error says what would
 (candidate.py).
 """
@@ -23,21 +23,19 @@ from gnnplan.planner.cluster.placement import walk
 from gnnplan.planner.cluster.scaling import factors
 from gnnplan.planner.cluster.spec import Cluster
 from gnnplan.planner.decision.candidate import (
+    SURE_SHARE,
     Candidate,
+    Outlook,
+    Settled,
     evaluate,
     evaluate_or_save_memory,
     must_fit,
+    outlooks,
     placed,
+    settled_regret,
     smallest_change,
 )
 from gnnplan.planner.decision.objective import TIME, Objective
-from gnnplan.planner.decision.recommendation import (
-    SURE_SHARE,
-    Outlook,
-    Settled,
-    outlooks,
-    settled_regret,
-)
 from gnnplan.planner.problem.problem import Problem
 from gnnplan.planner.strategies.base import Strategy
 from gnnplan.planner.vocabulary.errors import GnnplanError, Infeasible, SpecError
@@ -77,7 +75,10 @@ class Search:
             ranked += self._on_fewer(problem, ranked)
         if not ranked:
             change = smallest_change(problem, self.options)
-            raise Infeasible(f"nothing fits:{_reasons(rejected)}\n{change}")
+            why = "".join(f"\n  {one_reason(name, reason)}" for name, reason in rejected)
+            if len(rejected) > 1 and len({reason for _, reason in rejected}) == 1:
+                why = f" {rejected[0][1]}"  # common to all, so it is given once
+            raise Infeasible(f"nothing fits:{why}\n{change}")
         return SearchResult(problem, sorted(ranked, key=_value), rejected, self)
 
     def candidates(self, problem: Problem) -> Iterator[Strategy]:
@@ -148,7 +149,7 @@ class Search:
         --ranks chooses the number of CPU ranks, which share the machine's cores.
         """
         objective, found, exact_ones = self.objective, list[Candidate](), list[Candidate]()
-        if problem.cluster.device.kind == "cpu":
+        if problem.on_cpu:
             return found
         for gpus in parts(problem.cluster, sizes_alone=objective.stated is not None):
             smaller, waiting = problem.placed(gpus), list[Candidate]()
@@ -247,13 +248,6 @@ class SearchResult:
         """The candidates that are not recommended, from best to worst."""
         best = self.best
         return [candidate for candidate in self.ranked if candidate is not best]
-
-
-def _reasons(rejected: Sequence[tuple[str, str]]) -> str:
-    """Return why strategies were rejected, a line each; a reason common to all is given once."""
-    if len(rejected) > 1 and len({reason for _, reason in rejected}) == 1:
-        return f" {rejected[0][1]}"
-    return "".join(f"\n  {one_reason(name, reason)}" for name, reason in rejected)
 
 
 def one_reason(strategy: str, reason: str) -> str:

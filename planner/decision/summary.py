@@ -20,7 +20,7 @@ from dataclasses import replace
 
 import numpy as np
 
-from gnnplan.planner.decision.candidate import Candidate, evaluate_or_save_memory
+from gnnplan.planner.decision.candidate import Candidate, evaluate_or_save_memory, range_of
 from gnnplan.planner.decision.explain import (
     doubted,
     largest_difference,
@@ -30,7 +30,6 @@ from gnnplan.planner.decision.explain import (
     within_doubt,
 )
 from gnnplan.planner.decision.objective import NEAR, ONE, unit_of
-from gnnplan.planner.decision.recommendation import range_of
 from gnnplan.planner.decision.search import SearchResult
 from gnnplan.planner.problem.problem import Problem
 from gnnplan.planner.strategies import GraphParallel
@@ -90,7 +89,7 @@ def recommendation(found: SearchResult) -> str:
 def where_ranks_sit(best: Candidate) -> str:
     """Describe the placement of the ranks."""
     each, placement = best.problem.cluster.gpus_per_server, list(best.problem.cost.placement)
-    if len(placement) == 1 and best.problem.cluster.device.kind == "cpu":
+    if len(placement) == 1 and best.problem.on_cpu:
         return "alone on its machine"
     if len(placement) == 1:
         return f"on server {placement[0] // each}, GPU {placement[0] % each}"
@@ -134,7 +133,9 @@ def certainty(found: SearchResult) -> str:
     rest = (
         "" if regret == show_percent(0, 1) else f"; expected to be {regret} {more} than the {least}"
     )
-    rest += settling(found)
+    settled = found.settled  # the constant whose measurement would lower the regret most
+    if settled and outlook.expected_regret - settled.regret >= WORTH_SAYING:
+        rest += f" ({show_percent(settled.regret, 1)} if {settled.constant} were measured)"
     if found.is_smaller:
         return f"the fewest GPUs within {show_percent(NEAR)} of the best value{rest}"
     among = of = ""
@@ -153,24 +154,19 @@ def inputs(problem: Problem) -> str:
     if problem.workload.precision.rounds:
         words.append(rounded_products(problem))
     if not problem.stats.known:
-        words.append(estimates(problem))
+        counted = ", ".join(map(str, sorted(problem.stats.halo_rows)))
+        source = f"halo sizes follow from those counted at {counted} parts"
+        if problem.workload.mode == "mini":
+            source = "frontiers are estimated from degrees, and are off by a fifth on real graphs"
+        elif not counted:
+            source = "halo sizes are usual ones"
+        words.append(f"the graph is known by statistics only: {source}")
     return "; ".join(words)
-
-
-def estimates(problem: Problem) -> str:
-    """Say which quantities are estimated, if only statistics of the graph are known."""
-    counted = ", ".join(map(str, sorted(problem.stats.halo_rows)))
-    source = f"halo sizes follow from those counted at {counted} parts"
-    if problem.workload.mode == "mini":
-        source = "frontiers are estimated from degrees, and are off by a fifth on real graphs"
-    elif not counted:
-        source = "halo sizes are usual ones"
-    return f"the graph is known by statistics only: {source}"
 
 
 def tested(problem: Problem) -> str:
     """Say which runs predictions have been compared with."""
-    if problem.cluster.device.kind != "cpu":
+    if not problem.on_cpu:
         return "predictions have been compared with runs on one GPU only"
     if set(problem.cluster.provenance.values()) == {GENERIC}:
         return "this machine has not been measured"
@@ -179,14 +175,6 @@ def tested(problem: Problem) -> str:
         f"{len(errors)} epochs on CPU ranks were predicted before they were run, and were off by"
         f" {show_percent(np.median(errors))} in the median, {show_percent(max(errors))} at most"
     )
-
-
-def settling(found: SearchResult) -> str:
-    """Name the constant whose measurement would lower the expected regret most; '' if none."""
-    settled = found.settled
-    if not settled or found.certainty.expected_regret - settled.regret < WORTH_SAYING:
-        return ""
-    return f" ({show_percent(settled.regret, 1)} if {settled.constant} were measured)"
 
 
 def sources(provenance: dict[str, str]) -> str:
@@ -280,7 +268,7 @@ def nearly_full(best: Candidate) -> list[str]:
 
 def alone(problem: Problem, best: Candidate) -> str:
     """Say how long one GPU would take on the full graph: whether to distribute at all."""
-    on_gpus = problem.cluster.device.kind != "cpu" and best.objective.stated is None
+    on_gpus = not problem.on_cpu and best.objective.stated is None
     if not on_gpus or problem.workload.mode != "full" or best.problem.ranks == 1:
         return ""
     single = problem.placed((int(best.problem.cost.placement[0]),))
@@ -313,14 +301,10 @@ def rivals(found: SearchResult) -> str:
             why += ", try `gnnplan tune`"
     else:
         why = f" ({largest_difference(others[0], best)})"
-    return _loss(others[0], best) + why
-
-
-def _loss(candidate: Candidate, best: Candidate) -> str:
-    gap, name = candidate.value / best.value - 1, name_beside(candidate, best)
+    gap, name = others[0].value / best.value - 1, name_beside(others[0], best)
     if gap < 0.0005:
-        return f"{name} is as {best.objective.as_good}"
-    return f"{name} {show_percent(gap, 1, sign=True)}"
+        return f"{name} is as {best.objective.as_good}{why}"
+    return f"{name} {show_percent(gap, 1, sign=True)}{why}"
 
 
 def changes(found: SearchResult, turning_points: Sequence[str]) -> str:

@@ -29,7 +29,7 @@ FALLING = ("mae",)  # metrics for which lower is better
 PARTS = ("train", "val", "test")
 BALANCED = "balanced"  # the value of class_weights that is not a list of numbers
 ROUNDED_MODELS = [name for name, kind in KINDS.items() if kind.rounds_rows]
-AUTO = "auto"  # the value of --dtype that lets the plan choose (decision/dtypes.py)
+AUTO = "auto"  # the value of --dtype that lets the plan choose (decision/choices.py)
 MOST_BATCH_LAYERS = 32  # layers in mode mini: every layer extends a batch by one hop
 
 

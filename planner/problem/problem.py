@@ -46,6 +46,7 @@ from gnnplan.planner.vocabulary.numbers import FLOAT64
 
 P = ParamSpec("P")
 T = TypeVar("T")
+AnyLayout = Layout | EstimatedLayout  # counted on a graph, or estimated from its statistics
 
 RECENT = 16  # default number of answers per kind that `get_recent` keeps
 
@@ -257,6 +258,11 @@ class Problem:
         return len(self.placement) or self.cluster.ranks
 
     @property
+    def on_cpu(self) -> bool:
+        """Whether ranks are processes on CPUs, whose memory is the server's."""
+        return self.cluster.device.kind == "cpu"
+
+    @property
     def partitioner(self) -> str:
         """The partitioner's name; for a graph that is stored in parts, with the parts' name."""
         cut = None if self.graph is None else self.graph.cut
@@ -268,13 +274,9 @@ class Problem:
         return self._described()
 
     def _described(self) -> Model:
-        model = describe(
-            self.workload,
-            self.stats.features,
-            self.stats.classes,
-            self.stats.stored_per_row,
-        )
-        device, b = self.cluster.device, model.itemsize
+        stats, device = self.stats, self.cluster.device
+        model = describe(self.workload, stats.features, stats.classes, stats.stored_per_row)
+        b = model.itemsize
         if device.kind != "cpu":
             return replace(model, in_place=True, on_gpu=True)
         return replace(
@@ -339,6 +341,11 @@ class Problem:
         return self.cost.servers
 
     @property
+    def server_count(self) -> int:
+        """The number of servers that have ranks."""
+        return len(set(self.servers))
+
+    @property
     def by_gpu(self) -> tuple[int, ...]:
         """The ranks in the order of their GPUs: rank k of torchrun and srun is rank by_gpu[k]."""
         return tuple(int(rank) for rank in np.argsort(self.cost.placement))
@@ -350,7 +357,7 @@ class Problem:
 
     def layout(
         self, depth: int = 0, expansion: Expansion | None = None, groups: tuple[int, ...] = ()
-    ) -> Layout | EstimatedLayout:
+    ) -> AnyLayout:
         """Return the layout: the rows that each rank computes and reads in each layer.
 
         Depth 0 cuts the graph into a part per rank. A larger depth cuts it into a part per group of
@@ -367,7 +374,7 @@ class Problem:
         kind = PartLayout if graph and not cut and is_stored(graph, self.ranks) else Layout
         return self._laid_out(question, args, lambda graph: self._owner(graph, cut), kind)
 
-    def chunked(self, chunks: int) -> Layout | EstimatedLayout:
+    def chunked(self, chunks: int) -> AnyLayout:
         """Return the layout of chunks: each chunk takes the role of a rank in the layout.
 
         Each real rank has `chunks` consecutive chunks, which are one group of the layout."""
@@ -383,10 +390,10 @@ class Problem:
         args: tuple[tuple[int, ...], int, int, int, Expansion | None],
         owner: Callable[[Graph], np.ndarray],
         kind: type[Layout] = Layout,
-    ) -> Layout | EstimatedLayout:
+    ) -> AnyLayout:
         """Make a layout with arguments `args`; `owner` partitions the vertices of a known graph."""
 
-        def make() -> Layout | EstimatedLayout:
+        def make() -> AnyLayout:
             if self.graph is None:
                 mixing = mixing_of(self.stats, self.method)
                 return EstimatedLayout(self.stats.vertices, self.stats.edges, *args, mixing)
@@ -395,9 +402,7 @@ class Problem:
         return self.cache.get((*question, self.graph, self.stats, self.method), make)
 
     @cached_by("stats", "workload.seed")
-    def batches(
-        self, layout: Layout | EstimatedLayout, count: int
-    ) -> Sequence[Layout | EstimatedLayout]:
+    def batches(self, layout: AnyLayout, count: int) -> Sequence[AnyLayout]:
         """Return the layouts of `count` batches, drawn from each group's training vertices."""
         if isinstance(layout, EstimatedLayout):
             targets = self.stats.train_vertices / len(set(layout.servers)) / count
@@ -406,7 +411,7 @@ class Problem:
         return [layout.batch(batch_of == b) for b in range(count)]
 
     @cached_by("stats")
-    def trimmed(self, layout: Layout | EstimatedLayout) -> Layout | EstimatedLayout:
+    def trimmed(self, layout: AnyLayout) -> AnyLayout:
         """Return the layout without the rows that no training vertex needs."""
         if isinstance(layout, EstimatedLayout):
             return replace(layout, targets=self.stats.train_vertices / len(set(layout.servers)))
@@ -464,7 +469,7 @@ class Problem:
             member = owners(self.graph, size, splitter, self.workload, epochs, imbalance)
         return Batches(self.graph, self.workload, groups, member, first_varying)
 
-    def seconds_of(self, result: Layout | EstimatedLayout | Chunks | Batches) -> float:
+    def seconds_of(self, result: AnyLayout | Chunks | Batches) -> float:
         """Return the time that making a layout, chunks or batches took, with partitioning [s]."""
         return self.cache.seconds_of(result)
 

@@ -4,9 +4,8 @@
     program/        a program lists the operations of all ranks; bytes, seconds, memory and tasks
                     are computed from the list
     layerwise/      full graph, layer by layer: graph parallelism and PipeGCN, GraNNDis, offload
-    gnnpipe/        full graph, layers in a pipeline: GNNPipe
-    minibatch/      mini-batches: data parallelism, GSplit; where features and adjacency lists are
-    p3/             mini-batches with layer 1 on feature columns: P3
+    gnnpipe.py      full graph, layers in a pipeline: GNNPipe
+    minibatch/      mini-batches: data parallelism, GSplit, P3; places of features and lists
 
 docs/explanation/cost-model.md says which file computes which use of memory. The memory of servers
 is in minibatch/on_batches.py and layerwise/offload.py.
@@ -24,7 +23,7 @@ from importlib.metadata import entry_points
 
 from gnnplan.planner.strategies.base import Example as Example
 from gnnplan.planner.strategies.base import Strategy as Strategy
-from gnnplan.planner.strategies.gnnpipe.gnnpipe import GNNPipe as GNNPipe
+from gnnplan.planner.strategies.gnnpipe import GNNPipe as GNNPipe
 from gnnplan.planner.strategies.layerwise.bns import BNS as BNS
 from gnnplan.planner.strategies.layerwise.exchange import Crossing as Crossing
 from gnnplan.planner.strategies.layerwise.exchange import ExchangeOptions as ExchangeOptions
@@ -34,12 +33,12 @@ from gnnplan.planner.strategies.layerwise.feature_parallel import (
 )
 from gnnplan.planner.strategies.layerwise.granndis import GraNNDis as GraNNDis
 from gnnplan.planner.strategies.layerwise.graph_parallel import GraphParallel as GraphParallel
+from gnnplan.planner.strategies.layerwise.graph_parallel import OnParts as OnParts
 from gnnplan.planner.strategies.layerwise.offload import Offload as Offload
-from gnnplan.planner.strategies.layerwise.on_parts import OnParts as OnParts
 from gnnplan.planner.strategies.layerwise.tensor3d import Tensor3D as Tensor3D
 from gnnplan.planner.strategies.minibatch.data_parallel import DataParallel as DataParallel
 from gnnplan.planner.strategies.minibatch.gsplit import GSplit as GSplit
-from gnnplan.planner.strategies.p3.p3 import P3 as P3
+from gnnplan.planner.strategies.minibatch.p3 import P3 as P3
 from gnnplan.planner.strategies.program.account import Prediction as Prediction
 from gnnplan.planner.vocabulary.errors import SpecError
 from gnnplan.planner.vocabulary.files import meant, suggest
@@ -57,6 +56,8 @@ FAMILIES: tuple[type[Strategy], ...] = (
     GSplit,
     P3,
 )
+# published name -> its family, and the knobs that the name sets
+Names = dict[str, tuple[type[Strategy], dict[str, object]]]
 ENTRY_POINTS = "gnnplan.strategies"  # group of entry points, each: family name = module:Class
 
 
@@ -90,7 +91,7 @@ def families() -> tuple[type[Strategy], ...]:
     return tuple(found)
 
 
-def names() -> dict[str, tuple[type[Strategy], dict[str, object]]]:
+def names() -> Names:
     """Return a dict: published name -> its family, and the knobs that the name sets.
 
     Raises SpecError as `families` does.
@@ -98,9 +99,7 @@ def names() -> dict[str, tuple[type[Strategy], dict[str, object]]]:
     return _names(families())
 
 
-def _names(
-    families: tuple[type[Strategy], ...],
-) -> dict[str, tuple[type[Strategy], dict[str, object]]]:
+def _names(families: tuple[type[Strategy], ...]) -> Names:
     return {
         name: (family, dict(knobs))
         for family in families

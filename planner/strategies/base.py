@@ -20,17 +20,21 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar, Self, TypeVar
 
+import numpy as np
+
 from gnnplan.planner.gnn.rows import Codec
-from gnnplan.planner.ownership.estimated import EstimatedLayout
-from gnnplan.planner.ownership.layout import Layout
-from gnnplan.planner.problem.problem import Problem
-from gnnplan.planner.strategies.program.account import Prediction, epoch_s, predict
-from gnnplan.planner.strategies.program.memory import Memory as Memory
-from gnnplan.planner.strategies.program.memory import Resident as Resident
-from gnnplan.planner.strategies.program.memory import on_fullest_rank, peak
+from gnnplan.planner.problem.problem import AnyLayout, Problem
+from gnnplan.planner.strategies.program.account import Memory as Memory
+from gnnplan.planner.strategies.program.account import (
+    Prediction,
+    epoch_s,
+    on_fullest_rank,
+    peak,
+    predict,
+)
+from gnnplan.planner.strategies.program.account import Resident as Resident
 from gnnplan.planner.strategies.program.price import setup_s
-from gnnplan.planner.strategies.program.program import Program, traffic
-from gnnplan.planner.strategies.program.schedule import build_schedule
+from gnnplan.planner.strategies.program.program import Program, build_schedule, traffic
 from gnnplan.planner.vocabulary.errors import SpecError
 from gnnplan.planner.vocabulary.numbers import Number, RankMatrix
 from gnnplan.planner.vocabulary.schedule import Schedule
@@ -139,7 +143,7 @@ class Strategy(ABC):
         """
         return []
 
-    def settle(self, problem: Problem) -> Strategy:
+    def settle(self, problem: Problem) -> Self:
         """Return the same strategy with a value for every knob that the user left open."""
         return self
 
@@ -228,6 +232,15 @@ class Strategy(ABC):
         """Return the bytes of graph data in each server's memory, by use [servers]."""
         return {}
 
+    def on_fullest_server(self, problem: Problem) -> dict[str, float]:
+        """Return the bytes of graph data in the fullest server's memory, by use."""
+        return on_fullest_rank(self.settle(problem).host_memory(problem))
+
+    def fits_servers(self, problem: Problem) -> bool:
+        """Return whether the graph data fit in every server's memory."""
+        room = problem.cluster.graph_memory
+        return room == np.inf or sum(self.on_fullest_server(problem).values()) <= room
+
     def more_spread(self, problem: Problem) -> Iterator[Self]:
         """Yield variants with less graph data in each server's memory, the fullest first."""
         return iter(())
@@ -273,7 +286,7 @@ class Strategy(ABC):
         """
         return ()
 
-    def layout(self, problem: Problem) -> Layout | EstimatedLayout | None:
+    def layout(self, problem: Problem) -> AnyLayout | None:
         """Return which rank owns and computes which rows, or None if ranks own no vertices."""
         return None
 

@@ -7,7 +7,8 @@ from dataclasses import replace
 
 
 def shrink(change: Callable[[object, str, object], None]) -> None:
-    from gnnplan.executor.measure import fitting, microbench, rehearsal
+    from gnnplan.executor.measure import microbench, rehearsal
+    from gnnplan.planner.strategies.minibatch.on_batches import fitting
 
     def smaller(vertices: int, edges: int) -> tuple[int, int]:
         return max(100, vertices // 10), max(400, edges // 10)

@@ -18,7 +18,7 @@ from torch.nn import functional as F
 from gnnplan.planner.graph.sampling import Frontier, Pairs, frontier, items_of, pairs_in
 from gnnplan.planner.ownership.layout import Expansion, expand
 from gnnplan.planner.strategies import BNS, GNNPipe, GraNNDis
-from gnnplan.planner.strategies.gnnpipe.pipeline import chunk_order
+from gnnplan.planner.strategies.gnnpipe import chunk_order
 from gnnplan.planner.strategies.layerwise.bns import Sample
 from gnnplan.planner.strategies.layerwise.exchange import Crossing
 from gnnplan.testing.plain import Plain

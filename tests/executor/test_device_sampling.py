@@ -20,7 +20,7 @@ from gnnplan.planner.graph import sampling as planned
 from gnnplan.planner.graph.load import load
 from gnnplan.planner.problem.problem import Problem
 from gnnplan.planner.strategies import P3, DataParallel
-from gnnplan.planner.strategies.layerwise.memory import blocks
+from gnnplan.planner.strategies.layerwise.step import blocks
 from gnnplan.planner.strategies.minibatch.supply import held_by_sampler
 from gnnplan.testing.ranks import Case
 

@@ -13,8 +13,7 @@ from started import srun
 
 from gnnplan.executor.ranks import checkpoint
 from gnnplan.executor.ranks.checkpoint import Checkpoints, handed_over, last_stored
-from gnnplan.executor.ranks.learner import Optimizer
-from gnnplan.executor.ranks.model_state import ModelPart
+from gnnplan.executor.ranks.learner import ModelPart, Optimizer
 from gnnplan.executor.ranks.rank import Rank
 from gnnplan.planner.gnn.workload import Workload
 from gnnplan.planner.vocabulary.errors import SpecError

@@ -12,8 +12,7 @@ from started import srun
 from torch.distributed.elastic.multiprocessing.subprocess_handler import subprocess_handler
 
 from gnnplan.executor.measure import measure as module
-from gnnplan.executor.measure.fitting import aggregation, cluster_of
-from gnnplan.executor.measure.measure import measure
+from gnnplan.executor.measure.measure import aggregation, cluster_of, measure
 from gnnplan.executor.measure.microbench import GRAPHS, SCATTERED, WIDTHS, Bench
 from gnnplan.executor.measure.rehearsal import BATCHES, PIECES, held_to
 from gnnplan.executor.ranks.machine import cores

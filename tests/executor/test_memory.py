@@ -26,7 +26,7 @@ from gnnplan.executor.strategies import open_worker
 from gnnplan.planner.gnn.model import Model, describe, footprint
 from gnnplan.planner.gnn.workload import Workload
 from gnnplan.planner.strategies.base import NON_TRAINING_USES
-from gnnplan.planner.strategies.program import memory as program_memory
+from gnnplan.planner.strategies.program import account as program_memory
 from gnnplan.testing.ranks import Case, Ranks
 from gnnplan.testing.runs import must_fill_as_predicted
 

@@ -17,7 +17,7 @@ from gnnplan.executor import train
 from gnnplan.executor.launch.run_request import must_go_on
 from gnnplan.executor.ranks import checkpoint
 from gnnplan.executor.ranks.checkpoint import Checkpoints, header, latest, stored
-from gnnplan.executor.ranks.model_state import fill
+from gnnplan.executor.ranks.learner import fill
 from gnnplan.executor.ranks.rank import Rank
 from gnnplan.executor.train import Metrics
 from gnnplan.planner.vocabulary.errors import SpecError

@@ -23,8 +23,7 @@ from gnnplan.planner.problem.problem import Problem
 from gnnplan.planner.strategies import P3, DataParallel, GSplit, Strategy, parse
 from gnnplan.planner.strategies.layerwise.exchange import CLAIM
 from gnnplan.planner.strategies.minibatch.supply import OPENING
-from gnnplan.planner.strategies.program.account import predict
-from gnnplan.planner.strategies.program.memory import fullest
+from gnnplan.planner.strategies.program.account import fullest, predict
 from gnnplan.planner.vocabulary.errors import SpecError
 from gnnplan.planner.vocabulary.schedule import Collective
 from gnnplan.simulator.player import TaskGraph, play, serial

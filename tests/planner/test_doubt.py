@@ -15,7 +15,7 @@ from pydantic import ValidationError
 from gnnplan.planner.cluster import scaling as doubt
 from gnnplan.planner.cluster.spec import PRESETS, Cluster
 from gnnplan.planner.decision import plan
-from gnnplan.planner.decision.recommendation import outlooks, regrets, settled_regret
+from gnnplan.planner.decision.candidate import outlooks, regrets, settled_regret
 from gnnplan.planner.decision.search import search
 from gnnplan.planner.gnn.workload import Workload
 from gnnplan.planner.graph.load import load

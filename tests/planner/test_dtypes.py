@@ -15,10 +15,10 @@ from typer.testing import CliRunner
 import gnnplan
 from gnnplan.cli import app
 from gnnplan.planner.cluster.spec import Cluster
-from gnnplan.planner.decision.dtypes import Choice, choose
+from gnnplan.planner.decision.candidate import SURE_SHARE
+from gnnplan.planner.decision.choices import Choice, choose
 from gnnplan.planner.decision.explain import rounding_cost
 from gnnplan.planner.decision.objective import Objective, Target, Training
-from gnnplan.planner.decision.recommendation import SURE_SHARE
 from gnnplan.planner.decision.search import search
 from gnnplan.planner.gnn.workload import Workload
 from gnnplan.planner.graph.graph import GraphStats

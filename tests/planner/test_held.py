@@ -8,13 +8,13 @@ import pytest
 from gnnplan.planner.decision.search import families
 from gnnplan.planner.gnn.model import OpMemory, in_turn, keeps
 from gnnplan.planner.strategies import GraphParallel, Strategy, parse
-from gnnplan.planner.strategies.gnnpipe import gnnpipe as of_stages
-from gnnplan.planner.strategies.layerwise import chunked as of_chunks
-from gnnplan.planner.strategies.layerwise import memory as of_layers
+from gnnplan.planner.strategies import gnnpipe as of_stages
+from gnnplan.planner.strategies.layerwise import offload as of_chunks
+from gnnplan.planner.strategies.layerwise import step as of_layers
 from gnnplan.planner.strategies.layerwise import tensor3d as of_tiles
-from gnnplan.planner.strategies.p3 import p3 as of_columns
-from gnnplan.planner.strategies.p3.p3 import Pipelined
-from gnnplan.planner.strategies.program.memory import fullest
+from gnnplan.planner.strategies.minibatch import p3 as of_columns
+from gnnplan.planner.strategies.minibatch.p3 import Pipelined
+from gnnplan.planner.strategies.program.account import fullest
 from gnnplan.planner.strategies.program.program import Op, Program
 from gnnplan.planner.vocabulary.schedule import Compute
 from gnnplan.testing.laws import GRAPHS, cluster, problem_of

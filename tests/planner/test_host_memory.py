@@ -21,7 +21,7 @@ from gnnplan.planner.problem.problem import Problem
 from gnnplan.planner.strategies import P3, DataParallel, GSplit, Strategy, parse
 from gnnplan.planner.strategies.minibatch.adjacency_store import thinned
 from gnnplan.planner.strategies.minibatch.feature_store import HOST
-from gnnplan.planner.strategies.minibatch.proposals import fitting, fullest
+from gnnplan.planner.strategies.minibatch.on_batches import fitting
 from gnnplan.planner.vocabulary.errors import Infeasible
 
 GRAPH = load("synthetic:community?vertices=40000&edges=400000&features=40&classes=5&seed=0")
@@ -95,14 +95,14 @@ def test_a_server_has_what_its_ranks_read_from_it(text):
 @pytest.mark.parametrize("known", [True, False])
 def test_everything_everywhere_and_spread_by_hand(known):
     problem = problem_of(4, 2, known=known)
-    everywhere = fullest(problem, DataParallel())
+    everywhere = DataParallel().on_fullest_server(problem)
     assert everywhere == {"features": ALL_ROWS, "lists": ALL_LISTS}
-    spread = fullest(problem, DataParallel(features="spread", structure="spread"))
+    spread = DataParallel(features="spread", structure="spread").on_fullest_server(problem)
     assert spread["features"] == pytest.approx(ALL_ROWS / 4, rel=0.01)
     assert spread["lists"] == pytest.approx(GRAPH.stats.edges + OFFSETS_AND_DEGREES, rel=0.01)
-    assert fullest(problem, P3(copies=2))["features"] == ALL_ROWS / 2
+    assert P3(copies=2).on_fullest_server(problem)["features"] == ALL_ROWS / 2
     one = on(problem, servers=1)
-    assert fullest(one, DataParallel(features="spread", structure="spread")) == everywhere
+    assert DataParallel(features="spread", structure="spread").on_fullest_server(one) == everywhere
 
 
 @pytest.mark.parametrize("known", [True, False])
@@ -130,14 +130,14 @@ def test_spreading_never_needs_more_memory(servers, known):
     problem = problem_of(servers, 2, known=known)
     plain: list[Strategy] = [DataParallel(), P3(), GSplit(splitter="random", group="all")]
     for strategy in plain:
-        most = sum(fullest(problem, strategy).values())
+        most = sum(strategy.on_fullest_server(problem).values())
         variants = list(strategy.more_spread(problem))
         assert bool(variants) == (servers > 1)
         for variant in (*variants, replace(strategy, structure="spread")):
-            assert sum(fullest(problem, variant).values()) <= most * (1 + 1e-12)
+            assert sum(variant.on_fullest_server(problem).values()) <= most * (1 + 1e-12)
     for copies in (1, 2) if servers == 4 else ():
-        more = fullest(problem, P3(copies=2 * copies))["features"]
-        assert fullest(problem, P3(copies=copies))["features"] == more / 2
+        more = P3(copies=2 * copies).on_fullest_server(problem)["features"]
+        assert P3(copies=copies).on_fullest_server(problem)["features"] == more / 2
 
 
 @pytest.mark.slow
@@ -161,7 +161,7 @@ def test_more_host_memory_is_never_slower(graph, rooms):
 
 def test_candidates_spread_no_more_than_memory_asks():
     room = ALL_ROWS + ALL_LISTS
-    waiting = fullest(problem_of(4, 2), DataParallel(prefetch=1))["batches"]
+    waiting = DataParallel(prefetch=1).on_fullest_server(problem_of(4, 2))["batches"]
     for host_memory, strategy in (
         (None, DataParallel()),
         (room, DataParallel()),
@@ -175,16 +175,16 @@ def test_candidates_spread_no_more_than_memory_asks():
     tight = problem_of(4, 2, room := ALL_ROWS / 4 * 1.02 + 0.9 * ALL_LISTS)
     both = fitting(tight, DataParallel())
     assert (both.features, both.structure) == ("spread", "spread")
-    left = room - sum(fullest(tight, replace(both, structure_cache=0)).values())
+    left = room - sum(replace(both, structure_cache=0).on_fullest_server(tight).values())
     assert both.structure_cache == int(left) > 0  # caches fill what is left
-    assert sum(fullest(tight, both).values()) <= room
+    assert sum(both.on_fullest_server(tight).values()) <= room
 
 
 def test_copies_of_columns_are_proposed_where_memory_is_known():
     def copies(servers: int, gpus: int, host_memory: float | None = None) -> set[int]:
         problem = problem_of(servers, gpus, known=False)
         if host_memory:
-            host_memory += fullest(problem, P3(prefetch=1))["batches"]
+            host_memory += P3(prefetch=1).on_fullest_server(problem)["batches"]
             problem = problem_of(servers, gpus, host_memory, known=False)
         return {s.copies for s in P3.candidates(problem) if isinstance(s, P3)}
 

@@ -13,10 +13,9 @@ from asked import epochs_s
 from examples import NIGHT
 
 from gnnplan.planner.cluster.spec import Cluster
-from gnnplan.planner.decision.candidate import placed
-from gnnplan.planner.decision.modes import ModeComparison, compare
+from gnnplan.planner.decision.candidate import SURE_SHARE, placed
+from gnnplan.planner.decision.choices import ModeComparison, compare
 from gnnplan.planner.decision.objective import MODES, TIME, Objective, stated
-from gnnplan.planner.decision.recommendation import SURE_SHARE
 from gnnplan.planner.decision.search import SearchResult, least_of, search
 from gnnplan.planner.gnn.workload import Workload
 from gnnplan.planner.graph.graph import Graph, GraphStats

@@ -22,9 +22,9 @@ from gnnplan.planner.decision.objective import (
     Training,
 )
 from gnnplan.planner.decision.plan import take
-from gnnplan.planner.decision.scale import scale
 from gnnplan.planner.decision.search import Search, SearchResult, parts, search
 from gnnplan.planner.decision.search import families as families_of
+from gnnplan.planner.decision.sweep import scale
 from gnnplan.planner.evidence.runs import trainings
 from gnnplan.planner.gnn.workload import Workload
 from gnnplan.planner.graph.load import load

@@ -16,8 +16,8 @@ from gnnplan.planner.graph.load import load
 from gnnplan.planner.ownership.layout import Layout
 from gnnplan.planner.problem.problem import Problem
 from gnnplan.planner.strategies import GraphParallel, Offload, parse
-from gnnplan.planner.strategies.layerwise.chunked import ChunkedStep
-from gnnplan.planner.strategies.program import memory as program_memory
+from gnnplan.planner.strategies.layerwise.offload import ChunkedStep
+from gnnplan.planner.strategies.program import account as program_memory
 from gnnplan.planner.vocabulary.errors import Infeasible, SpecError
 from gnnplan.simulator.player import play
 from gnnplan.testing import laws
@@ -92,8 +92,8 @@ def test_bytes_of_several_ranks_are_those_of_the_rows_that_others_have():
     assert predicted.bytes["halo"] + predicted.bytes["halo_again"] == 5 * row * crossing.sum()
     # a chunk's own loads and stores are those of a chunk of one rank, wherever its rows are
     count = ranks * chunks
-    as_one = ChunkedStep.of(problem_of(), Layout(layout.graph, chunk, (0,) * count, 3, 1))
-    several = ChunkedStep.of(problem, layout)
+    as_one = ChunkedStep(problem_of(), Layout(layout.graph, chunk, (0,) * count, 3, 1))
+    several = ChunkedStep(problem, layout)
     for direction, layer in (("f", 2), ("b", 2), ("f", 3)):
         total = sum(float(as_one.loaded_bytes(direction, layer, c)[0]) for c in range(count))
         assert sum(several.loaded_bytes(direction, layer, c).sum() for c in range(chunks)) == total

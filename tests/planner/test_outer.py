@@ -21,7 +21,7 @@ from gnnplan.planner.problem.problem import Problem
 from gnnplan.planner.strategies import parse
 from gnnplan.planner.vocabulary.errors import SpecError
 from gnnplan.planner.vocabulary.numbers import Outer
-from gnnplan.simulator.flows import ByFlows
+from gnnplan.simulator.network import ByFlows
 
 
 @st.composite

@@ -8,16 +8,23 @@ import numpy as np
 import pytest
 from printed_rows import row
 
-from gnnplan.papers import interpret
+from gnnplan.papers import figures
 from gnnplan.papers.calibrate import scaled
-from gnnplan.papers.figures import predict
-from gnnplan.papers.full_graph import InOrder, among, trained_on
-from gnnplan.papers.interpret import question
+from gnnplan.papers.figures import predict, question
+from gnnplan.papers.full_graph import (
+    EDGE,
+    UNCOUNTED,
+    InOrder,
+    among,
+    fits,
+    gave_a_factor,
+    needed,
+    trained_on,
+)
 from gnnplan.papers.question import Skip
-from gnnplan.papers.their_memory import EDGE, UNCOUNTED, fits, gave_a_factor, needed
 from gnnplan.planner.cluster.spec import HOST_RATE
 from gnnplan.planner.graph.load import load
-from gnnplan.planner.ownership.estimated_layout import Mixing, mixing_of
+from gnnplan.planner.ownership.estimated import Mixing, mixing_of
 from gnnplan.planner.ownership.layout import Expansion
 from gnnplan.planner.strategies import DataParallel, GSplit
 
@@ -213,7 +220,7 @@ def test_edges_between_owners():
 
 def test_constants_of_code_host_and_sampler():
     row = {**SPLIT, "metric": "epoch_time_s", "strategy": "dgl_data_parallel"}
-    plain, slower = interpret.testbed(row), scaled(row, {"host": 0.5, "code": 0.5, "sampler": 0.5})
+    plain, slower = figures.testbed(row), scaled(row, {"host": 0.5, "code": 0.5, "sampler": 0.5})
     assert plain.device.launch > 0 and slower.device.launch == 2 * plain.device.launch
     assert slower.host.bandwidth == plain.host.bandwidth / 2
     assert slower.device.gemm == plain.device.gemm / 2

@@ -14,8 +14,7 @@ from asked import changed
 
 from gnnplan.planner.cluster import scaling as scaled
 from gnnplan.planner.cluster.spec import Cluster, Link
-from gnnplan.planner.decision.candidate import Candidate
-from gnnplan.planner.decision.recommendation import MARGIN, missed
+from gnnplan.planner.decision.candidate import MARGIN, Candidate, missed
 from gnnplan.planner.evidence.runs import Run, errors, noise, refit_cluster, same_shape, summarise
 from gnnplan.planner.graph.load import load
 from gnnplan.planner.problem.inputs import read_cluster

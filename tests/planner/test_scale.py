@@ -11,9 +11,9 @@ from pairwise import covered
 
 from gnnplan.planner.decision.objective import Objective
 from gnnplan.planner.decision.plan import make
-from gnnplan.planner.decision.scale import Scaling, problem_of, scale, sizes_of
 from gnnplan.planner.decision.search import Search, search
 from gnnplan.planner.decision.summary import NEARLY_FULL, nearly_full
+from gnnplan.planner.decision.sweep import Scaling, problem_of, scale, sizes_of
 from gnnplan.planner.gnn.workload import Workload
 from gnnplan.planner.graph.load import load
 from gnnplan.planner.problem.inputs import apply_overrides, read_cluster

@@ -21,8 +21,7 @@ from gnnplan import __version__
 from gnnplan.planner.cluster.spec import PRESETS
 from gnnplan.planner.decision import plan
 from gnnplan.planner.decision import search as search_module
-from gnnplan.planner.decision.candidate import Candidate, evaluate
-from gnnplan.planner.decision.recommendation import SURE_SHARE
+from gnnplan.planner.decision.candidate import SURE_SHARE, Candidate, evaluate
 from gnnplan.planner.decision.search import SearchResult, families, parts, search
 from gnnplan.planner.decision.summary import costs, rivals
 from gnnplan.planner.gnn.workload import Workload
@@ -32,7 +31,7 @@ from gnnplan.planner.problem.inputs import apply_overrides, read_cluster
 from gnnplan.planner.problem.problem import Problem, with_ranks
 from gnnplan.planner.strategies import base, parse
 from gnnplan.planner.strategies.program import account
-from gnnplan.planner.strategies.program import memory as program_memory
+from gnnplan.planner.strategies.program import account as program_memory
 from gnnplan.planner.vocabulary.errors import Infeasible, Mismatch, SpecError
 from gnnplan.planner.vocabulary.progress import reports_progress
 from gnnplan.planner.vocabulary.units import show_time

@@ -28,7 +28,7 @@ from gnnplan.planner.strategies.minibatch.feature_store import (
     HOT,
     PEER,
     REMOTE,
-    frequency,
+    heat,
     hottest,
     row_bytes,
 )
@@ -266,17 +266,17 @@ def test_sparse_rows_take_what_they_have(cache):
 
 def test_frequency_counts_what_is_read(monkeypatch):
     """A vertex once per batch and group that reads its row; found once, then from disk."""
-    w, heat = problem_of().workload, np.zeros(400, int)
+    w, reads = problem_of().workload, np.zeros(400, int)
     for epoch in (BEFORE, BEFORE + 1):
         for number, seeds in enumerate(items_of(GRAPH, w, epoch)):
             for part in shares(seeds, 3):
                 found = frontier(GRAPH, part, w.fanouts, w.seed, epoch, number)
-                heat[np.unique(found.nodes[0])] += 1
-    assert frequency(GRAPH, w, 3, 2).tolist() == heat.tolist()
+                reads[np.unique(found.nodes[0])] += 1
+    assert heat(GRAPH, w, "frequency", 3, 2).tolist() == reads.tolist()
     monkeypatch.setattr(store_module, "frontiers", None)
-    assert frequency(GRAPH, w, 3, 2).tolist() == heat.tolist()
+    assert heat(GRAPH, w, "frequency", 3, 2).tolist() == reads.tolist()
     order = hottest(GRAPH, w, "frequency", 3, 2)
-    assert (np.diff(heat[order]) <= 0).all()
+    assert (np.diff(reads[order]) <= 0).all()
 
 
 def test_remote_rows_are_those_of_the_formula():

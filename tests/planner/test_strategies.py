@@ -34,7 +34,7 @@ from gnnplan.planner.strategies import (
     names,
     parse,
 )
-from gnnplan.planner.strategies.gnnpipe.gnnpipe import balance
+from gnnplan.planner.strategies.gnnpipe import balance
 from gnnplan.planner.strategies.minibatch.feature_store import HOT, PLACES
 from gnnplan.planner.strategies.minibatch.gsplit import SPLITS
 from gnnplan.planner.vocabulary.errors import SpecError

@@ -10,7 +10,7 @@ from asked import on
 from gnnplan.planner.problem.problem import Problem
 from gnnplan.planner.strategies import P3, DataParallel, GSplit
 from gnnplan.planner.strategies.minibatch.adjacency_store import thinned
-from gnnplan.planner.strategies.minibatch.feature_store import frequency
+from gnnplan.planner.strategies.minibatch.feature_store import heat
 
 GRAPH = batchwise.GRAPHS[0]
 
@@ -39,7 +39,7 @@ def test_every_list_is_at_home_and_cached_where_it_is_hot(strategy, servers, gpu
     assert lists.places == tuple(places)
     read, size = np.bincount(GRAPH.indices), 4 * GRAPH.degree + 8
     if getattr(strategy, "hot", "frequency") == "frequency":
-        read = frequency(problem.graph, problem.workload, problem.ranks)
+        read = heat(problem.graph, problem.workload, "frequency", problem.ranks)
     order = np.lexsort((everyone, -read / size))
     for place in set(places):
         away = [v for v in order.tolist() if v % len(set(places)) != place]

@@ -21,7 +21,7 @@ from gnnplan.planner.graph.load import load
 from gnnplan.planner.problem.problem import Problem
 from gnnplan.planner.strategies import parse
 from gnnplan.planner.vocabulary.schedule import Compute, Label, Schedule, Send, Task
-from gnnplan.simulator.flows import Flows
+from gnnplan.simulator.network import Flows
 from gnnplan.simulator.player import play
 from gnnplan.testing.laws import sums
 

@@ -11,8 +11,7 @@ from hypothesis import strategies as st
 
 from gnnplan.planner.cluster.cost import Cost
 from gnnplan.planner.cluster.spec import Cluster, Device, Fabric, Link
-from gnnplan.simulator.flows import ByFlows, Flows
-from gnnplan.simulator.network import Demand, Network
+from gnnplan.simulator.network import ByFlows, Demand, Flows, Network
 
 DEVICE = Device(memory=1e12, gemm=1e12, memory_bandwidth=1e12)
 unhurried = settings(deadline=None)

@@ -20,14 +20,13 @@ independent, so the expected sum over neighbours is still the full sum.
 A rank builds its sampled blocks in every epoch (`lay`), and keeps the full blocks for evaluation.
 
 Source: Wan et al., BNS-GCN (MLSys 2022), Algorithm 1; there all layers of an epoch use the same
-sample. See also on_parts.py, exchange.py and step.py; executor/strategies/graph_parallel.py.
+sample. See also graph_parallel.py, exchange.py and step.py; executor/strategies/graph_parallel.py.
 """
 
 from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import ClassVar
 
 import numpy as np
 
@@ -35,7 +34,7 @@ from gnnplan.planner.graph.sampling import BOUNDARY, GOLDEN, Ids, key_of, mix
 from gnnplan.planner.problem.problem import Problem
 from gnnplan.planner.strategies.base import Example
 from gnnplan.planner.strategies.layerwise.exchange import FRESH, Crossing, ExchangeOptions, Policy
-from gnnplan.planner.strategies.layerwise.on_parts import OnParts
+from gnnplan.planner.strategies.layerwise.graph_parallel import OnParts
 from gnnplan.planner.vocabulary.errors import SpecError
 
 ROUNDING = 1e-9  # 0.07 of 100 rows are 7 rows, though the float 0.07 * 100 is a little more
@@ -56,10 +55,10 @@ class BNS(OnParts):
     buckets: int = 1
     bits: int | str | None = None
 
-    family: ClassVar[str] = "bns"
-    claim: ClassVar[float] = 1e-6
-    executor: ClassVar[str] = "gnnplan.executor.strategies.graph_parallel"
-    examples: ClassVar[tuple[Example, ...]] = (
+    family = "bns"
+    claim = 1e-6
+    executor = "gnnplan.executor.strategies.graph_parallel"
+    examples = (
         Example("bns(p=0.5)"),
         Example("bns(p=0.3,narrow=True)", ranks=3),
         Example("bns(p=0.5,bits=4)"),

@@ -21,17 +21,14 @@ from typing import Literal, NamedTuple
 
 import numpy as np
 
-from gnnplan.planner.gnn.model import Model
 from gnnplan.planner.gnn.rows import WHOLE, Codec
 from gnnplan.planner.graph.sampling import Ids
 from gnnplan.planner.ownership.estimated import EstimatedLayout
 from gnnplan.planner.ownership.layout import LayerCounts, Layout
-from gnnplan.planner.problem.problem import Problem
+from gnnplan.planner.problem.problem import AnyLayout, Problem
 from gnnplan.planner.strategies.base import Strategy
 from gnnplan.planner.vocabulary.errors import SpecError
 from gnnplan.planner.vocabulary.numbers import Outer, RankMatrix
-
-Rows = Layout | EstimatedLayout
 
 
 class Crossing(NamedTuple):
@@ -108,7 +105,7 @@ class ExchangeOptions:
     checkpoint: bool = False  # keep a layer's inputs only, and recompute the layer in backward
     buckets: int = 1  # number of all-reduces of gradients per step (below)
 
-    def facts(self, problem: Problem, rows: Rows, layer: int, step: int = 0) -> LayerCounts:
+    def facts(self, problem: Problem, rows: AnyLayout, layer: int, step: int = 0) -> LayerCounts:
         """Return the counts of rows and edges of a layer in a step."""
         policy = self.policy
         if policy.sends_all or layer <= problem.model.first_varying:
@@ -120,7 +117,7 @@ class ExchangeOptions:
         )
 
 
-def _facts_under(policy: Policy, rows: Rows, crossing: Crossing) -> LayerCounts:
+def _facts_under(policy: Policy, rows: AnyLayout, crossing: Crossing) -> LayerCounts:
     """Return the counts of a layer if ranks send the rows that the policy selects."""
     layer = crossing.layer
     f, sends = rows.facts(layer), _sends(policy, rows, crossing)
@@ -136,7 +133,7 @@ def _facts_under(policy: Policy, rows: Rows, crossing: Crossing) -> LayerCounts:
     return LayerCounts(f.rows, f.local + sends.sum(0), np.rint(edges).astype(np.int64), sends)
 
 
-def _sends(policy: Policy, rows: Rows, crossing: Crossing) -> RankMatrix:
+def _sends(policy: Policy, rows: AnyLayout, crossing: Crossing) -> RankMatrix:
     """Return the number of rows that each owner sends to each reader [ranks, ranks].
 
     For a graph known by statistics, the policy counts among the ids 0, 1, ...
@@ -223,16 +220,13 @@ def buckets_of(problem: Problem, count: int, narrow: bool) -> list[Bucket]:
             last = runs[piece].stop if piece in runs else layer + 1
             runs[piece] = range(layer, last)
             weights_before += weights
-    return [
-        Bucket(layers, model.weights_of(layers), _completed_by(model, layers.start, narrow))
-        for layers in runs.values()
-    ]
-
-
-def _completed_by(model: Model, layer: int, narrow: bool) -> int:
-    if layer == 1 and model.encoder:
-        return 0
-    return layer - 1 if narrow and model.narrow_at(layer) else layer
+    buckets = []
+    for layers in runs.values():
+        after = layers.start - (narrow and model.narrow_at(layers.start))
+        if layers.start == 1 and model.encoder:
+            after = 0
+        buckets.append(Bucket(layers, model.weights_of(layers), after))
+    return buckets
 
 
 def check_buckets(name: str, problem: Problem, count: int) -> None:

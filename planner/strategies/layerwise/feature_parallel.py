@@ -48,7 +48,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, fields, replace
 from functools import partial
-from typing import ClassVar, Self
+from typing import Self
 
 import numpy as np
 
@@ -61,9 +61,14 @@ from gnnplan.planner.problem.problem import Problem
 from gnnplan.planner.strategies.base import Example, Resident, Strategy
 from gnnplan.planner.strategies.layerwise.exchange import ExchangeOptions
 from gnnplan.planner.strategies.layerwise.graph_parallel import GraphParallel
-from gnnplan.planner.strategies.layerwise.memory import Holds
-from gnnplan.planner.strategies.layerwise.step import end_of_step, finish, first_alike, moments
-from gnnplan.planner.strategies.program.memory import machine_code
+from gnnplan.planner.strategies.layerwise.step import (
+    Holds,
+    end_of_step,
+    finish,
+    first_alike,
+    moments,
+)
+from gnnplan.planner.strategies.program.account import machine_code
 from gnnplan.planner.strategies.program.program import Exchange, Op, Program
 from gnnplan.planner.vocabulary.errors import SpecError
 from gnnplan.planner.vocabulary.numbers import Number, Outer
@@ -83,11 +88,11 @@ class FeatureParallel(Strategy):
 
     order: str = "coupled"
 
-    family: ClassVar[str] = "feature_parallel"
-    claim: ClassVar[float] = 1e-6
-    rounds_rows: ClassVar[bool] = True
-    executor: ClassVar[str] = "gnnplan.executor.strategies.feature_parallel"
-    examples: ClassVar[tuple[Example, ...]] = (
+    family = "feature_parallel"
+    claim = 1e-6
+    rounds_rows = True
+    executor = "gnnplan.executor.strategies.feature_parallel"
+    examples = (
         Example("feature_parallel"),
         Example("feature_parallel(order='alternating')", ranks=3),
     )
@@ -142,7 +147,9 @@ class FeatureParallel(Strategy):
         return watch.seconds
 
     def program(self, problem: Problem) -> Program:
-        return program(problem, *self.arranged(problem))
+        model, courses = self.arranged(problem)
+        step = list(_step(problem, model, courses))
+        return Program.of(step, setup=lambda: setup(problem, courses))
 
     def schedule(self, problem: Problem, steps: int) -> Schedule:
         """Return every rank's tasks, after METIS has ordered the vertices for the ranks."""
@@ -154,9 +161,8 @@ class FeatureParallel(Strategy):
         model, stats = problem.model, problem.stats
         own = shares(stats.vertices, problem.ranks)
         read = model.inputs.stored_bytes(own)
-        features = model.inputs.stored_bytes(model.constant_rows(own, own)) + model.own_index_bytes(
-            own
-        )
+        features = model.inputs.stored_bytes(model.constant_rows(own, own))
+        features = features + model.own_index_bytes(own)
         edges = block(model, model.layers[0], *(stats.vertices,) * 2, stats.edges)
         return Resident(
             {"features": np.asarray(features), "graph": np.asarray(edges + 16 * own)},
@@ -192,19 +198,12 @@ def unsuited(problem: Problem) -> str:
 
 # -- the operations of a step ----------------------------------------------------------------------
 
-# A rank has an equal share of the rows, and during aggregation an equal share of the columns of all
-# rows. A layer prepares its rows, exchanges rows for columns, aggregates over all edges, exchanges
-# columns for rows, and does the rest on rows:
-#
 #     on rows      |prepare l|                              |forward l|
 #     exchange               |to_columns l|        |to_rows l|
 #     on columns                          |aggregate l|
 #
-# Backward does the same operations on gradients, in the same order, with way 'b'. A product needs
-# whole rows; dropout, bias and ReLU do not. So a layer's outputs may stay in columns for the next
-# layer, without an exchange between the two (`arranged`).
-#
-# planner/gnn/model.py counts the work of layers, and memory.py their memory.
+# Backward does the same operations on gradients, in the same order, with way 'b'. gnn/model.py
+# counts the work of layers, and step.py their memory.
 
 
 def why_untried(problem: Problem, shared: str, unsuited: str) -> str:
@@ -263,6 +262,7 @@ class Course:
 
 
 Courses = tuple[Course | None, ...]  # of layers 1 .. L; None: aggregated once, at set-up
+Choice = tuple[bool, Course | None]  # whether a layer multiplies first, and its course
 
 
 class ByColumns(Model):
@@ -306,9 +306,9 @@ def arranged(model: Model, alternating: bool) -> tuple[ByColumns, Courses]:
     next layer before it, are element-wise.
     """
     # whether outputs are in columns -> the fewest numbers, and the choice for the layers so far
-    least: dict[bool, tuple[int, tuple[tuple[bool, Course | None], ...]]] = {False: (0, ())}
+    least: dict[bool, tuple[int, tuple[Choice, ...]]] = {False: (0, ())}
     for layer in range(1, len(model.layers) + 1):
-        best: dict[bool, tuple[int, tuple[tuple[bool, Course | None], ...]]] = {}
+        best: dict[bool, tuple[int, tuple[Choice, ...]]] = {}
         for in_columns, (numbers, path) in least.items():
             for first, course in _choices(model, layer, in_columns, alternating):
                 cost = numbers + (course.numbers if course else 0)
@@ -325,10 +325,8 @@ def arranged(model: Model, alternating: bool) -> tuple[ByColumns, Courses]:
     return ByColumns(**(values | {"layers": layers})), tuple(course for _, course in path)
 
 
-def _choices(
-    model: Model, layer: int, in_columns: bool, alternating: bool
-) -> Iterator[tuple[bool, Course | None]]:
-    """Yield the choices for a layer: whether it multiplies first, and its course."""
+def _choices(model: Model, layer: int, in_columns: bool, alternating: bool) -> Iterator[Choice]:
+    """Yield the choices for a layer."""
     spec = model.layers[layer - 1]
     varies = layer > model.first_varying
     if in_columns:
@@ -353,12 +351,6 @@ def _stays(model: Model, layer: int) -> bool:
 
 
 # -- operations ------------------------------------------------------------------------------------
-
-
-def program(problem: Problem, model: ByColumns, courses: Courses) -> Program:
-    """Return the program, whose steps are all equal."""
-    step = list(_step(problem, model, courses))
-    return Program.of(step, setup=lambda: setup(problem, courses))
 
 
 def crossing(problem: Problem, width: int, op: str) -> Outer:
@@ -399,11 +391,10 @@ def _step(problem: Problem, model: ByColumns, courses: Courses) -> Iterator[Op]:
             return Compute(itemsize=b)
         return Compute(elementwise_bytes=1.0 * COPY * own * width * b, itemsize=b)
 
-    def prepare(layer: int, course: Course) -> tuple[Compute, Compute]:
+    def prepare(layer: int, course: Course) -> tuple[Compute, ...]:
         rows = own if course.cuts else of_columns(model.layers[layer - 1].h_in)
-        forward, backward = model.prepare(layer, rows)
         piece = copied(course.width, course.cuts)
-        return forward + piece, backward + piece
+        return tuple(work + piece for work in model.prepare(layer, rows))
 
     def end(layer: int) -> tuple[Compute, Compute]:
         course = courses[layer - 1]
@@ -455,8 +446,7 @@ def _step(problem: Problem, model: ByColumns, courses: Courses) -> Iterator[Op]:
             "forward", layer=layer, work=end(like[layer])[0], holds=partial(holds.forward, layer)
         )
     yield from moments(problem, layers + 1, "f")
-    forward, backward = finish(problem, own, None)
-    yield Op("loss", work=forward + backward, holds=holds.loss)
+    yield Op("loss", work=finish(problem, own, None), holds=holds.loss)
     yield from moments(problem, layers + 1, "b")
     for layer in range(layers, 0, -1):
         course, frees = courses[layer - 1], partial(holds.backward, layer)
@@ -478,7 +468,7 @@ def between(model: ByColumns, layer: int, own: np.ndarray, width: int) -> Number
     """Return the bytes that a rank keeps because a layer is two autograd segments [ranks].
 
     These are inputs and outputs of the segments before and after the exchange that no product
-    saves; memory.py counts the layer itself. own: number of rows. width: numbers per aggregated
+    saves; step.py counts the layer itself. own: number of rows. width: numbers per aggregated
     row.
     """
     spec = model.layers[layer - 1]

@@ -52,7 +52,7 @@ Bytes per epoch: as graph parallelism, but layers l <= depth + 1 exchange halos 
 first step. Source: GraNNDis (PACT 2024), Sec. 4.1-4.4, Alg. 1. The paper's Eq. 3-9 are not used, as
 they leave out links inside servers and much of an epoch: plans use the counted rows of every layer.
 
-See also step.py and memory.py in this folder, account.py and schedule.py in ../program;
+See also step.py in this folder, account.py and program.py in ../program;
 planner/ownership/layout.py for recomputed rows; executor/strategies/granndis.py.
 """
 
@@ -61,18 +61,17 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from typing import ClassVar, Self
+from typing import Any, Self
 
 import numpy as np
 
 from gnnplan.planner.graph.sampling import BATCH_ORDER
 from gnnplan.planner.ownership.estimated import EstimatedLayout
-from gnnplan.planner.ownership.layout import Expansion, Layout
-from gnnplan.planner.problem.problem import Problem
+from gnnplan.planner.ownership.layout import Expansion
+from gnnplan.planner.problem.problem import AnyLayout, Problem
 from gnnplan.planner.strategies.base import Example, Strategy, settled
 from gnnplan.planner.strategies.layerwise.exchange import ExchangeOptions, pays
-from gnnplan.planner.strategies.layerwise.graph_parallel import GraphParallel, check_trim
-from gnnplan.planner.strategies.layerwise.on_parts import OnParts
+from gnnplan.planner.strategies.layerwise.graph_parallel import GraphParallel, OnParts, check_trim
 from gnnplan.planner.strategies.layerwise.step import Batches
 from gnnplan.planner.vocabulary.errors import SpecError
 from gnnplan.planner.vocabulary.units import show_bytes
@@ -114,10 +113,10 @@ class GraNNDis(OnParts):
     buckets: int = 1
     bits: int | str | None = None
 
-    family: ClassVar[str] = "granndis"
-    executor: ClassVar[str] = "gnnplan.executor.strategies.granndis"
-    examples: ClassVar[tuple[Example, ...]] = (Example("granndis", servers=2),)
-    claim: ClassVar[float] = 1e-6
+    family = "granndis"
+    executor = "gnnplan.executor.strategies.granndis"
+    examples = (Example("granndis", servers=2),)
+    claim = 1e-6
 
     @property
     def sampled(self) -> bool:
@@ -139,7 +138,9 @@ class GraNNDis(OnParts):
 
     @classmethod
     def candidates(cls, problem: Problem) -> Iterator[Strategy]:
-        for group in _groups_to_try(problem):
+        servers, islands = (len(set(numbers.tolist())) for numbers in problem.cost.places[:2])
+        preload = problem.cluster.islands and islands > servers and len(_sizes(problem)) == 1
+        for group in ["server"] * (servers > 1) + ["island"] * bool(preload):
             variants = list(cls._variants(problem, group))
             yield from variants
             layers = problem.workload.layers
@@ -181,11 +182,9 @@ class GraNNDis(OnParts):
                 " preload where they are equally large; with group='server' it would be plain"
                 " graph parallel"
             )
-        has, groups = (
-            ("one server, one island", "groups")
-            if problem.cluster.islands
-            else ("one server", "servers")
-        )
+        has, groups = "one server", "servers"
+        if problem.cluster.islands:
+            has, groups = "one server, one island", "groups"
         return (
             f"{has}: no row crosses {groups}, so there is nothing to preload and it would be"
             " plain graph parallel"
@@ -193,17 +192,34 @@ class GraNNDis(OnParts):
 
     @classmethod
     def explain(cls, problem: Problem, fastest: Self | None) -> list[str]:
-        sampled = cls(max_hop=MAX_HOP, fanout=FANOUT).settle(problem)
-        return _notes(problem, cls().settle(problem), sampled)
+        """Return notes on the memory that preloading costs, and on the bytes that it saves."""
+        if problem.cluster.servers == 1:
+            islands = " Islands of GPUs may preload too, with group='island'."
+            return [
+                "One server: nothing crosses servers, so preloading a server's surroundings would"
+                f" be plain graph parallel.{islands if len(problem.cluster.islands) > 1 else ''}"
+            ]
+        whole, sampled = cls().settle(problem), cls(max_hop=MAX_HOP, fanout=FANOUT).settle(problem)
+        source = "estimated" if problem.graph is None else "counted"
+        plain = GraphParallel()
+        plain_sent, whole_sent = (
+            show_bytes(each.predict(problem).bytes_by_link.get("inter_node", 0))
+            for each in (plain, whole)
+        )
+        return [
+            f"A server that preloads the {problem.workload.layers} hops around its part ({whole})"
+            f" holds {_growth(problem, whole):.2f} times the rows of its part ({source}); with rows"
+            f" drawn ({sampled}) {_growth(problem, sampled):.2f} times",
+            f"Between servers an epoch of {plain} on all GPUs would send {plain_sent}, of {whole}"
+            f" {whole_sent}",
+        ]
 
-    def settle(self, problem: Problem) -> GraNNDis:
-        chosen = replace(self, depth=problem.workload.layers if self.depth is None else self.depth)
+    def settle(self, problem: Problem) -> Self:
+        values: dict[str, Any] = {"depth": problem.workload.layers}
         if self.sampled:
-            chosen = replace(
-                chosen,
-                max_hop=MAX_HOP if self.max_hop is None else self.max_hop,
-                fanout=FANOUT if self.fanout is None else self.fanout,
-            )
+            values |= {"max_hop": MAX_HOP, "fanout": FANOUT}
+        still_open = {knob: n for knob, n in values.items() if getattr(self, knob) is None}
+        chosen = replace(self, **still_open)
         if self.batches is not None:
             return chosen
         # cached, because a search settles the same strategy for many placements
@@ -254,10 +270,8 @@ class GraNNDis(OnParts):
 
     def check(self, problem: Problem) -> None:
         super().check(problem)
-        layers, deepest = (
-            problem.workload.layers,
-            problem.workload.layers - problem.model.first_varying,
-        )
+        layers = problem.workload.layers
+        deepest = layers - problem.model.first_varying
         self._check_group(problem)
         if self.depth is not None and not 0 <= self.depth <= layers:
             raise SpecError(
@@ -348,7 +362,7 @@ class GraNNDis(OnParts):
             self.narrow, checkpoint=self.checkpoint, buckets=self.buckets, codec=self.codec
         )
 
-    def layout(self, problem: Problem) -> Layout | EstimatedLayout:
+    def layout(self, problem: Problem) -> AnyLayout:
         """Return which rows each rank computes, receives and preloads."""
         expansion, layers = None, problem.workload.layers
         if self.sampled:
@@ -389,17 +403,6 @@ class GraNNDis(OnParts):
         return int(random.permutation(self.steps(problem))[place])
 
 
-def _groups_to_try(problem: Problem) -> list[str]:
-    """Return 'server' if ranks are on several servers, and 'island' if on more islands."""
-    servers, islands = (len(set(numbers.tolist())) for numbers in problem.cost.places[:2])
-    groups = ["server"] if servers > 1 else []
-    return (
-        [*groups, "island"]
-        if problem.cluster.islands and islands > servers and len(_sizes(problem)) == 1
-        else groups
-    )
-
-
 def _sizes(problem: Problem) -> list[int]:
     """Return the distinct numbers of GPUs that the problem uses per island."""
     return sorted(set(np.bincount(problem.cost.places.island).tolist()) - {0})
@@ -408,40 +411,8 @@ def _sizes(problem: Problem) -> list[int]:
 # -- notes for the user ----------------------------------------------------------------------------
 
 
-def _notes(problem: Problem, whole: Strategy, sampled: Strategy) -> list[str]:
-    """Return notes on the memory that preloading costs, and on the bytes that it saves.
-
-    whole: preloads all rows around a server; sampled: a sample of them.
-    """
-    if problem.cluster.servers == 1:
-        islands = (
-            " Islands of GPUs may preload too, with group='island'."
-            if len(problem.cluster.islands) > 1
-            else ""
-        )
-        return [
-            "One server: nothing crosses servers, so preloading a server's surroundings would be"
-            f" plain graph parallel.{islands}"
-        ]
-    source = "estimated" if problem.graph is None else "counted"
-    plain = GraphParallel()
-    return [
-        f"A server that preloads the {problem.workload.layers} hops around its part ({whole}) holds"
-        f" {_growth(problem, whole):.2f} times the rows of its part ({source}); with rows drawn"
-        f" ({sampled}) {_growth(problem, sampled):.2f} times",
-        f"Between servers an epoch of {plain} on all GPUs would send"
-        f" {_between_servers(problem, plain)}, of {whole} {_between_servers(problem, whole)}",
-    ]
-
-
-def _growth(problem: Problem, strategy: Strategy) -> float:
+def _growth(problem: Problem, strategy: GraNNDis) -> float:
     """Return the rows that a server holds divided by the rows of its part, a mean over servers."""
     layout, servers = strategy.layout(problem), problem.cluster.servers
-    assert layout is not None
     own, held = problem.stats.vertices / servers, float(layout.row_counts(0).sum()) / servers
     return 1 + max(held - own, 0.0) / own
-
-
-def _between_servers(problem: Problem, strategy: Strategy) -> str:
-    """Return the bytes that servers send each other in an epoch, in words."""
-    return show_bytes(strategy.predict(problem).bytes_by_link.get("inter_node", 0))

@@ -51,25 +51,177 @@ Packed rows have fewer bytes. If rows are rounded (--dtype), the first b is 2; t
 The halo of the features is sent once, before the first step. Source: PipeGCN (ICLR 2022), Alg. 1
 and Sec. 3.4; GNNPipe (arXiv 2308.10087), Sec. 2, for the baseline.
 
-See also step.py (operations) and memory.py in this folder; account.py (bytes and seconds) and
-schedule.py (tasks) in ../program; planner/ownership/layout.py for parts and halos;
-executor/strategies/graph_parallel.py.
+`OnParts` is the base class of strategies that differ in their `exchange_options` only: which halo
+rows they send. All other methods are computed from the options. A strategy of another package
+derives from `OnParts` as graph_parallel and bns do.
+
+See also exchange.py (policies) and step.py (operations and memory) in this folder; account.py
+(bytes and seconds) and program.py (tasks) in ../program; planner/ownership/layout.py for parts and
+halos; executor/strategies/graph_parallel.py, which reads the same options.
 """
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import ClassVar, Self
 
+import numpy as np
+
+from gnnplan.planner.gnn.model import block
 from gnnplan.planner.gnn.rows import Codec
-from gnnplan.planner.problem.problem import Problem
-from gnnplan.planner.strategies.base import Example, Strategy
-from gnnplan.planner.strategies.layerwise.exchange import ExchangeOptions, Policy, pays
-from gnnplan.planner.strategies.layerwise.on_parts import OnParts
-from gnnplan.planner.strategies.layerwise.step import Batches
+from gnnplan.planner.problem.problem import AnyLayout, Problem
+from gnnplan.planner.strategies.base import Example, Resident, Strategy
+from gnnplan.planner.strategies.layerwise.exchange import (
+    ExchangeOptions,
+    Policy,
+    check_buckets,
+    pays,
+)
+from gnnplan.planner.strategies.layerwise.step import Batches, resident, setup, step
+from gnnplan.planner.strategies.program.program import Op, Program
 from gnnplan.planner.vocabulary.errors import SpecError
+from gnnplan.planner.vocabulary.schedule import Compute
 from gnnplan.planner.vocabulary.units import show_percent
+
+# To select a layer's edges (executor/layers/kernels/block.py, Block.among): number of kernels, and
+# bytes read and written per edge. Row, position and weight of an edge are gathered, in both
+# directions.
+LAUNCHES, LAID = 30, 230.0
+
+
+class OnParts(Strategy):
+    """A strategy whose ranks own parts of the graph and exchange halo rows."""
+
+    rounds_rows = True
+    adapts = False  # whether the executor supports the adaptive codec (codec.py)
+
+    @property
+    @abstractmethod
+    def exchange_options(self) -> ExchangeOptions:
+        """The options by which layers exchange rows."""
+
+    @property
+    def exact(self) -> bool:
+        options = self.exchange_options
+        return options.policy.sends_all and not options.policy.lags and not options.codec.packs
+
+    @property
+    def uses_cuda_graph(self) -> bool:
+        return True
+
+    @property
+    def carries(self) -> str:
+        policy, carried = self.exchange_options.policy, list[str]()
+        if policy.lags:
+            carried.append("halo rows and gradients of the step before")
+        if policy.keeps_received:
+            carried.append("halo rows and gradients as last received")
+        if self.codec.carries:
+            carried.append(self.codec.carries)
+        return " and ".join(carried)
+
+    def approximates_as(self, other: Strategy) -> bool:
+        def lossy(options: ExchangeOptions) -> ExchangeOptions:
+            return replace(options, narrow=False, checkpoint=False, buckets=1)
+
+        mine = lossy(self.exchange_options)
+        return isinstance(other, type(self)) and mine == lossy(other.exchange_options)
+
+    @classmethod
+    def candidates(cls, problem: Problem) -> Iterator[Strategy]:
+        """Yield nothing: the effect on accuracy is unknown, so only users choose the strategy."""
+        return iter(())
+
+    @classmethod
+    def absent(cls, problem: Problem) -> str:
+        return ""
+
+    def with_less_memory(self) -> Strategy | None:
+        if "checkpoint" not in self.knobs() or self.exchange_options.checkpoint:
+            return None
+        return replace(self, checkpoint=True)  # type: ignore[call-arg]  # a knob, as checked above
+
+    def check(self, problem: Problem) -> None:
+        options = self.exchange_options
+        self.check_mode(problem)
+        for number, layer in enumerate(problem.model.layers if options.policy.vanishes else (), 1):
+            softmax = layer.heads or layer.sums > 1
+            if softmax or (layer.counted and not layer.counted.linear):
+                raise SpecError(
+                    f"{self.family}: a sample stands for all edges only in a weighted sum over"
+                    f" them, and layer {number} of {problem.workload.called} has"
+                    f" {'a softmax' if softmax else 'none'}; use graph_parallel or pipegcn, or"
+                    " another model"
+                )
+        check_buckets(self.name, problem, options.buckets)
+        options.codec.check(self.name, problem.workload.precision, self.adapts)
+        self.check_vertices(problem)
+
+    def layout(self, problem: Problem) -> AnyLayout:
+        return problem.layout()
+
+    def layouts(self, problem: Problem) -> Batches:
+        """Return the layouts of an epoch's batches, or of trimmed rows; (): the whole layout."""
+        return ()
+
+    def turn(self, problem: Problem, step: int) -> int:
+        """Return the number of the batch that a step trains on."""
+        return 0
+
+    def partitioned_s(self, problem: Problem) -> float:
+        return problem.seconds_of(self.layout(problem))
+
+    def resident(self, problem: Problem) -> Resident:
+        options = self.exchange_options
+        stays = resident(problem, self.layout(problem), options, self.layouts(problem))
+        if options.policy.vanishes:
+            stays.data["graph"] += _cut_blocks(problem, options)
+        return stays
+
+    def program(self, problem: Problem) -> Program:
+        rows, options, batches = self.layout(problem), self.exchange_options, self.layouts(problem)
+        layouts, period = batches or (rows,), options.policy.period  # estimated batches are equal
+        loads = len(batches) > 1  # a step begins by loading its batch's constant rows
+        program = Program(
+            lambda: [(each, t) for t in range(period) for each in layouts],
+            len(layouts),
+            lambda t: (layouts[self.turn(problem, t)], t % period),
+            lambda name: list(step(problem, name[0], options, loads=loads, at=name[1])),
+            lambda: setup(problem, rows),
+            int(options.policy.lags),
+            period=period,
+        )
+        laid = list(_exchanging_layers(problem)) if options.policy.vanishes else []
+        if not laid:
+            return program
+        edges = sum((rows.facts(layer).edges for layer in laid), np.zeros(problem.ranks))
+        work = Compute(elementwise_bytes=LAID * edges, launches=LAUNCHES * len(laid))
+        lay = Op("lay", work=work)  # at the begin of each step
+        return replace(program, ops=lambda name: [lay, *program.ops(name)])
+
+
+# -- rows that vanish ------------------------------------------------------------------------------
+
+
+def _cut_blocks(problem: Problem, options: ExchangeOptions) -> np.ndarray:
+    """Return the bytes of a step's blocks, which exist besides the full blocks [ranks]."""
+    model, total = problem.model, np.zeros(problem.ranks)
+    for layer in _exchanging_layers(problem):
+        f, spec = options.facts(problem, problem.layout(), layer), model.layers[layer - 1]
+        # sampled edges have weights, even if the layer's own edges have none
+        weights = 2 * model.itemsize * f.edges * (not spec.weighs_edges)
+        total = total + block(model, spec, f.rows, f.sources, f.edges) + weights
+    return total
+
+
+def _exchanging_layers(problem: Problem) -> Iterator[int]:
+    """Yield the layers before which ranks exchange rows in every step."""
+    for layer in range(problem.model.first_varying + 1, problem.workload.layers + 1):
+        if problem.layout().exchanges_rows(layer):
+            yield layer
+
 
 SMOOTHINGS = ("", "f", "g", "gf")
 GAMMA = 0.95  # PipeGCN, Sec. 3.4
@@ -99,16 +251,16 @@ class GraphParallel(OnParts):
     buckets: int = 1
     bits: int | str | None = None
 
-    family: ClassVar[str] = "graph_parallel"
+    family = "graph_parallel"
     names: ClassVar[Mapping[str, Mapping[str, object]]] = {
         "pipegcn": {"staleness": 1},
         "pipegcn_f": {"staleness": 1, "smoothing": "f"},
         "pipegcn_g": {"staleness": 1, "smoothing": "g"},
         "pipegcn_gf": {"staleness": 1, "smoothing": "gf"},
     }
-    adapts: ClassVar[bool] = True
-    executor: ClassVar[str] = "gnnplan.executor.strategies.graph_parallel"
-    examples: ClassVar[tuple[Example, ...]] = (
+    adapts = True
+    executor = "gnnplan.executor.strategies.graph_parallel"
+    examples = (
         Example("graph_parallel"),
         Example("graph_parallel(narrow=True)"),
         Example("graph_parallel(checkpoint=True)"),
@@ -119,7 +271,7 @@ class GraphParallel(OnParts):
         Example("pipegcn(bits=4)"),
     )
     # synchronous: exact; stale: transfers contend for ports, and on a CPU for cores
-    claim: ClassVar[float] = 0.12
+    claim = 0.12
 
     @classmethod
     def candidates(cls, problem: Problem) -> Iterator[Strategy]:

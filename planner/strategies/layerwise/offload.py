@@ -1,26 +1,38 @@
 """Offload (HongTu): GPUs train a graph that does not fit in their memory, chunk by chunk.
 
 A server's memory has the features, and every layer's rows and gradients of the server's ranks. Each
-rank's part of the graph is divided into chunks. Layer by layer and chunk by chunk, a device loads
-the rows that a chunk's edges read, computes the chunk's rows of the layer, and stores them in the
-server's memory. The backward pass does the same from the last layer to the first: it loads the
-same rows and the gradient of the layer's outputs, recomputes the layer, and adds the gradient of
-the rows read to the gradients in the server's memory. The last layer does forward and backward of a
-chunk together.
+rank's part of the graph is divided into equally many chunks. Ranks process their first chunks at
+the same time, then their second ones, layer by layer:
 
-    one rank, 2 layers, 2 chunks
-    copy     |load|      |store|load|      |store|load|                    |store|..
-    compute       |f 1 c0|          |f 1 c1|          |f 2 c0|loss|b 2 c0|
+    layers 1 .. L - 1, all chunks of each
+    copy     |load f l c|                         |store f l c|
+    comm                 |halo f l c|
+    compute                          |forward l c|
 
-On GPUs copies overlap with computation, except the first load and the last store of a layer's pass:
+    the last layer, all chunks
+    copy     |load f L c|                                                       |store b L c|
+    comm                 |halo f L c|                              |halo b L c|
+    compute                          |forward L c|loss c|backward L c|
+
+    layers L - 1 .. 1, all chunks of each
+    copy     |load b l c|                                           |store b l c|
+    comm                 |halo_again b l c|              |halo b l c|
+    compute                                |backward l c|
+
+A forward load copies the rows of h_{l-1} that the chunk's edges read, and the edges, to the device;
+in the last layer also labels. A row that another rank owns is loaded by its owner and sent as a
+halo row, once for every chunk that reads it; features are read from the own server's memory. A
+forward store copies the chunk's rows of h_l to the server. A backward load copies the same as the
+forward load, and the gradient of the chunk's rows of h_l; the backward pass recomputes the forward
+pass. Gradients of the halo are returned to their owners. A backward store adds the gradients of the
+rows read to the gradients that other chunks have stored. When a load begins, the device has nothing
+of the chunk before.
+
+On GPUs copies overlap with computation, except the first load and the last store of a layer's pass
+(`overlapped_order`):
 
     copy     |load c0|load c1|store c0|load c2|store c1|..
     compute          |f 1 c0 .|f 1 c1 . . . . |f 1 c2|
-
-All ranks process their first chunk at the same time, then their second. A row that another rank
-owns is loaded by its owner and sent as a halo row, once for every chunk that reads it, and once
-more in the backward pass; its gradient is returned to the owner. Features are read from the own
-server's memory.
 
 So a device has one layer of one chunk in memory, and on GPUs a second chunk that is being copied.
 The number of chunks is the least power of two that fits by estimates; if the counted partition does
@@ -37,28 +49,349 @@ of which D rows are in another rank's memory:
     halos    sum over chunks [ 3 sum_{l=2..L-1} D H_{l-1} b + 2 D H_{L-1} b ]
 
 If layer 1's aggregate is constant, it is computed once, and R rows of it are loaded instead of S.
-Source: Wang et al., HongTu (SIGMOD 2023), Sec. 4 and Alg. 1; there, unlike here, rows that the next
-chunk also reads stay on the device, and a row that chunks of several GPUs read is loaded once. See
-also chunked.py (operations, bytes and memory) and executor/strategies/offload.py.
+planner/ownership/layout.py counts the rows that a chunk has and reads, as if each chunk were a
+rank. Source: Wang et al., HongTu (SIGMOD 2023), Sec. 4 and Alg. 1; there, unlike here, rows that
+the next chunk also reads stay on the device, and a row that chunks of several GPUs read is loaded
+once. See also executor/strategies/offload.py.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Hashable, Iterator
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import ClassVar, Self
+from functools import partial
+from itertools import pairwise, product
+from typing import Self
 
 import numpy as np
 
-from gnnplan.planner.problem.problem import Problem
+from gnnplan.planner.gnn.layer import LONG
+from gnnplan.planner.gnn.model import COUNTS_AT_ENDS, Model, OpMemory, block, footprint, loss
+from gnnplan.planner.ownership.estimated import EstimatedLayout
+from gnnplan.planner.ownership.layout import LayerCounts
+from gnnplan.planner.problem.problem import AnyLayout, Problem
 from gnnplan.planner.strategies.base import Example, Memory, Resident, Strategy, settled
-from gnnplan.planner.strategies.layerwise.chunked import ChunkedStep
 from gnnplan.planner.strategies.layerwise.graph_parallel import GraphParallel, check_trim
-from gnnplan.planner.strategies.program.memory import fullest, machine_code, peak
-from gnnplan.planner.strategies.program.program import Copy, Program
+from gnnplan.planner.strategies.layerwise.step import (
+    alike_as,
+    end_of_step,
+    finish,
+    first_alike,
+    moments,
+)
+from gnnplan.planner.strategies.program.account import fullest, machine_code, peak
+from gnnplan.planner.strategies.program.program import (
+    Copy,
+    Exchange,
+    Op,
+    Program,
+    QueuedOp,
+    Step,
+    Work,
+)
 from gnnplan.planner.vocabulary.errors import SpecError
+from gnnplan.planner.vocabulary.numbers import ByContent, Outer, RankMatrix
+from gnnplan.planner.vocabulary.schedule import Compute, Label
 from gnnplan.planner.vocabulary.units import show_bytes, show_percent, show_time
+
+# operations on a chunk, each with its way ('f' or 'b') if the name does not tell it
+FORWARD = ("load f", "halo f", "forward", "store f")
+LAST = ("load f", "halo f", "forward", "loss", "backward", "halo b", "store b")
+BACKWARD = ("load b", "halo_again b", "backward", "halo b", "store b")
+PASSES = ("forward", "backward")
+CROSSING = ("halo f", "halo_again b", "halo b")
+
+
+def order(model: Model, chunks: Sequence[int]) -> Iterator[Label]:
+    """Yield the labels of a step over these chunks; moments are of all chunks."""
+    last = len(model.layers)
+    for layer in range(1, last):
+        yield from _chunk_by_chunk(FORWARD, layer, model, chunks)
+        yield Label("moments", 0, "f", layer + 1)
+    yield from _chunk_by_chunk(LAST, last, model, chunks)
+    for layer in range(last - 1, 0, -1):
+        yield Label("moments", 0, "b", layer + 1)
+        yield from _chunk_by_chunk(BACKWARD, layer, model, chunks)
+
+
+def evaluation(model: Model, chunks: Sequence[int]) -> Iterator[Label]:
+    """Yield the labels of an evaluation, which does the forward pass of every layer."""
+    for layer in range(1, len(model.layers) + 1):
+        yield from _chunk_by_chunk(FORWARD, layer, model, chunks)
+
+
+def _chunk_by_chunk(
+    names: Sequence[str], layer: int, model: Model, chunks: Sequence[int]
+) -> Iterator[Label]:
+    """Yield the labels of a layer. Constant rows are not exchanged and have no gradient; the last
+    layer stores logits even then."""
+    if layer <= model.first_varying:
+        omitted = CROSSING if names is LAST else (*CROSSING, "store b")
+        names = [name for name in names if name not in omitted]
+    for chunk, name in product(chunks, names):
+        op, _, direction = name.partition(" ")
+        yield Label(op, 0, direction, None if op == "loss" else layer, chunk)
+
+
+@dataclass(frozen=True, eq=False)
+class Counts(ByContent):
+    """Counts of a layer for one chunk of every rank; estimates are means."""
+
+    rows: np.ndarray  # [ranks]
+    sources: np.ndarray  # rows that edges read, own rows and halo [ranks]
+    edges: np.ndarray  # without self edges [ranks]
+    trained: np.ndarray  # training vertices among the rows [ranks]
+    sends: RankMatrix  # sends[i, j]: rows of rank i in the halo of j's chunk [ranks, ranks]
+
+
+class ChunkedStep:
+    """A step over the chunks of a layout, in which each chunk counts as a rank."""
+
+    def __init__(self, problem: Problem, layout: AnyLayout) -> None:
+        self.problem, self.model, self.layout = problem, problem.model, layout
+        self.last = len(self.model.layers)
+        self.chunks = range(layout.ranks // problem.ranks)  # of each rank
+        kinds = [layout.kind(layer) for layer in range(1, self.last + 1)]
+        by_kind = {
+            kind: _counts_by_chunk(problem, layout, layout.facts(kinds.index(kind) + 1))
+            for kind in dict.fromkeys(kinds)
+        }
+        self._counts = [by_kind[kind] for kind in kinds]  # of every layer and chunk
+        # for each chunk the first chunk with the same counts in all layers; estimated chunks differ
+        # by a vertex at most, so few are distinct
+        first, of_chunks = dict[tuple[Counts, ...], int](), zip(*self._counts, strict=True)
+        self.first_like = [first.setdefault(each, c) for c, each in enumerate(of_chunks)]
+        self.distinct_chunks = list(first.values())
+        # whether copies of a chunk overlap with the computation of another chunk
+        self.overlaps_copies = problem.cluster.device.kind == "cuda" and len(self.chunks) > 1
+
+    def program(self) -> Program:
+        step = [*self.ops(order(self.model, self.chunks)), *end_of_step(self.problem)]
+        return Program.of(step, order=overlapped_order if self.overlaps_copies else None)
+
+    def fullest_program(self, evaluates: bool = False) -> Program:
+        """Return a step, or an evaluation, over one chunk of each kind; its peak memory is that of
+        all chunks."""
+        labels = (evaluation if evaluates else order)(self.model, self.distinct_chunks)
+        return Program.of(list(self.ops(labels)))
+
+    # -- operations ------------------------------------------------------------------------------
+
+    def ops(self, labels: Iterable[Label]) -> Iterator[Op]:
+        """Yield the operations of these labels, with their work and memory."""
+        model, last = self.model, self.last
+        like = first_alike(alike_as(model, self.layout, narrow=False)) | {last: last}
+
+        def computed(op: str, layer: int, n: Counts) -> Compute:
+            """Return the computation; backward recomputes forward, except in the last layer."""
+            sizes = n.rows, n.sources, n.edges
+            if op == "loss":
+                return finish(self.problem, n.rows, None)
+            if op == "forward":
+                return model.forward(layer, *sizes)
+            back = model.backward(layer, *sizes)
+            return back if layer == last else model.forward(layer, *sizes) + back
+
+        def work_of(op: str, direction: str, layer: int, c: int) -> Work | None:
+            """Return the work of an operation on chunk c, or None for an empty exchange."""
+            n = self.counts(layer, c)
+            if op in ("load", "store"):
+                nbytes = self.loaded_bytes if op == "load" else self.stored_bytes
+                return Copy(np.round(nbytes(direction, layer, c)).astype(np.int64))
+            if not op.startswith("halo"):
+                return computed(op, like[layer], n)
+            if not n.sends.any():
+                return None
+            returns = (op, direction) == ("halo", "b")  # gradients, to the owners
+            return Exchange(n.sends.T if returns else n.sends, self._row_bytes(layer))
+
+        works: dict[Label, Work | None] = {}  # of the first of all chunks with equal counts
+        for label in labels:
+            op, direction, layer, c = label.op, label.direction, label.layer or last, label.chunk
+            if c is None:
+                yield from moments(self.problem, layer, direction)
+                continue
+            if c == self.first_like[c]:
+                works[label] = work_of(op, direction, layer, c)
+            if (work := works[label._replace(chunk=self.first_like[c])]) is not None:
+                holds = partial(self._hold, op, layer, c) if op in PASSES else None
+                yield Op(op, direction, label.layer, chunk=c, work=work, holds=holds)
+
+    # -- counts, work and bytes ------------------------------------------------------------------
+
+    def counts(self, layer: int, c: int) -> Counts:
+        return self._counts[layer - 1][c]
+
+    def _row_bytes(self, layer: int) -> int:
+        """Return the bytes of a row of h_{l-1}."""
+        return self.model.layers[layer - 1].h_in * self.model.itemsize
+
+    def loaded_bytes(self, direction: str, layer: int, c: int) -> np.ndarray:
+        """Return the bytes that ranks load for a layer of chunk c [ranks].
+
+        A rank also loads the rows that it sends, but not the halo rows that it receives."""
+        loaded = self.read_bytes(layer, c) + self.edge_bytes(layer, c) + self._surplus(layer, c)
+        return np.asarray(loaded + self._gradient_or_labels(direction, layer, c))
+
+    def _gradient_or_labels(self, direction: str, layer: int, c: int) -> np.ndarray:
+        """Return the bytes of the outputs' gradient (backward), or of labels, if any [ranks]."""
+        if direction == "b":
+            return self.output_bytes(layer, c)
+        return self.label_bytes(c) * (layer == self.last)
+
+    def output_bytes(self, layer: int, c: int) -> np.ndarray:
+        """Return the bytes of the rows that the layer computes, or of their gradient [ranks]."""
+        row = self.model.layers[layer - 1].h_out * self.model.itemsize
+        return np.asarray(self.counts(layer, c).rows * row)
+
+    def stored_bytes(self, direction: str, layer: int, c: int) -> np.ndarray:
+        """Return the bytes that ranks store after a layer of chunk c [ranks]."""
+        outputs = self.output_bytes(layer, c)
+        if direction == "f":
+            return outputs
+        stored = outputs * (layer == self.last)  # the last layer's outputs are logits
+        if layer > self.model.first_varying:
+            stored = stored + self.read_bytes(layer, c) + self._surplus(layer, c)
+        return np.asarray(stored)
+
+    def _surplus(self, layer: int, c: int) -> np.ndarray:
+        """Return the bytes of rows that each rank sends, minus those that it receives [ranks]."""
+        sends = self.counts(layer, c).sends
+        varies = layer > self.model.first_varying  # else the layer exchanges no rows
+        return np.asarray((sends.sum(1) - sends.sum(0)) * self._row_bytes(layer) * varies)
+
+    def read_bytes(self, layer: int, c: int) -> np.ndarray:
+        """Return the bytes of the rows that the layer reads, or of its cached aggregate [ranks]."""
+        n = self.counts(layer, c)
+        rows = n.sources
+        if layer == 1:
+            rows = np.asarray(self.model.constant_rows(n.rows, rows))
+        return np.asarray(rows * self._row_bytes(layer))
+
+    def edge_bytes(self, layer: int, c: int) -> np.ndarray:
+        """Return the bytes of the layer's edges, and of the ids of the rows it reads [ranks]."""
+        n, model = self.counts(layer, c), self.model
+        if model.aggregate_cached(layer):
+            return np.zeros(self.problem.ranks)
+        spec = model.layers[layer - 1]
+        return np.asarray(block(model, spec, n.rows, n.sources, n.edges)) + COUNTS_AT_ENDS
+
+    def label_bytes(self, c: int) -> np.ndarray:
+        """Return the bytes of labels, and of the ids of training vertices [ranks]."""
+        n, several = self.counts(self.last, c), self.problem.stats.learned != "label"
+        label = self.model.classes * self.model.weight_itemsize if several else LONG
+        return np.asarray(n.rows * label + LONG * n.trained)
+
+    # -- memory ----------------------------------------------------------------------------------
+
+    def copy_buffers(self, ways: str = "fb") -> np.ndarray:
+        """Return the peak bytes of copies during computation: the results of the chunk before,
+        then the rows of the next chunk [ranks]."""
+        peak = np.zeros(self.problem.ranks)
+        if self.overlaps_copies:
+            for layer, c, direction in product(range(1, self.last + 1), self.distinct_chunks, ways):
+                for nbytes in (self.loaded_bytes, self.stored_bytes):
+                    peak = np.maximum(peak, nbytes(direction, layer, c))
+        return peak
+
+    def on_host(self, trains: bool = True) -> Memory:
+        """Return each rank's bytes of rows and of edges in its server's memory [ranks].
+
+        Rows: h_1 .. h_{L-1}, two buffers for their gradients if the step trains, logits, and layer
+        1's aggregate if it is constant."""
+        model, zero, layers = self.model, np.zeros(self.problem.ranks), range(1, self.last + 1)
+        n = [sum((self.counts(h, c).rows for c in self.chunks), zero) for h in layers]
+        hidden = [rows * layer.h_out for rows, layer in zip(n, model.layers[:-1], strict=False)]
+        widest = np.max(hidden, axis=0) if hidden else zero
+        numbers = sum(hidden, zero) + widest * min(len(hidden), 2) * trains + n[-1] * model.classes
+        numbers = numbers + n[0] * model.features * model.aggregate_cached(1)
+        kinds = {self.layout.kind(layer): layer for layer in layers}
+        edges = sum(self.edge_bytes(layer, c) for layer in kinds.values() for c in self.chunks)
+        labels = sum(self.label_bytes(c) for c in self.chunks)
+        return {"rows": numbers * model.itemsize, "edges": np.asarray(edges + labels)}
+
+    def _hold(self, op: str, layer: int, c: int) -> OpMemory:
+        """Return the memory of a pass, which leaves nothing on the device for the next chunk."""
+        n, is_last = self.counts(layer, c), layer == self.last
+        need = footprint(self.model, layer, n.rows, n.sources, n.edges)
+        loaded = self.read_bytes(layer, c) + self.edge_bytes(layer, c)
+        direction = "b" if op == "backward" and not is_last else "f"
+        loaded = loaded + self._gradient_or_labels(direction, layer, c)
+        if op == "forward":
+            return OpMemory(loaded + need.left, 0.0)
+        if not is_last:
+            return OpMemory(loaded + need.most, 0.0)
+        scored, gradient = loss(self.model, n.rows, n.trained), self.output_bytes(layer, c)
+        peak = np.maximum(need.left + scored.most, scored.left + gradient + need.most)
+        return OpMemory(loaded + peak, 0.0)
+
+
+def _counts_by_chunk(problem: Problem, layout: AnyLayout, facts: LayerCounts) -> list[Counts]:
+    """Return a layer's counts for every chunk."""
+    chunks, all_sends = layout.ranks // problem.ranks, _sends(problem, layout, facts)
+    if isinstance(layout, EstimatedLayout):
+        trained = np.full(layout.ranks, problem.stats.train_vertices / layout.ranks)
+    else:
+        own = map(layout.own, range(layout.ranks))
+        trained = np.array([float(layout.graph.train[rows].sum()) for rows in own])
+
+    def counts_of(c: int) -> Counts:
+        chunk, sends = slice(c, None, chunks), all_sends[c]  # chunk c of every rank
+        each = facts.rows, facts.sources, facts.edges, trained
+        rows, sources, edges, seeds = (np.asarray(n, dtype=float)[chunk] for n in each)
+        return Counts(rows, sources, edges, seeds, sends)
+
+    return [counts_of(c) for c in range(chunks)]
+
+
+def _sends(problem: Problem, layout: AnyLayout, facts: LayerCounts) -> RankMatrix:
+    """Return the rows sent from each rank to each rank's chunks [chunks, ranks, ranks]."""
+    ranks, chunks = problem.ranks, layout.ranks // problem.ranks
+    if isinstance(layout, EstimatedLayout):
+        part = layout.vertices / ranks
+        far = layout.leaving(part) / max(layout.leaving(part / chunks), 1e-300)
+        halo = facts.halo.sum(0).reshape(ranks, chunks) * min(far, 1.0)
+        read = np.round(halo / max(ranks - 1, 1)).astype(np.int64)
+        return Outer.of([0] * ranks, True, read.T).T
+    by_rank = np.asarray(facts.sends).reshape(ranks, chunks, ranks, chunks).sum(1)
+    return np.asarray(~np.eye(ranks, dtype=bool)[:, :, None] * by_rank).transpose(2, 0, 1)
+
+
+def overlapped_order(at: Callable[[int], Step], epoch: int, steps: int) -> Iterator[QueuedOp]:
+    """Yield the queue of steps whose copies overlap with computation (an `Order`)."""
+    computed: tuple[Label, ...] = ()  # the last operation other than copies
+    for step in range(steps):
+        loaded: dict[int | None, tuple[Label, ...]] = {}  # chunk -> its load
+        stored: tuple[Label, ...] = ()
+        for op in _loads_ahead(at(step)):
+            label, after = op.label(step), computed
+            if op.op == "load":
+                loaded[op.chunk] = (label,)
+            elif op.op == "store":
+                stored = (label,)
+            else:  # operations of all chunks, such as the update, wait for the last store
+                after += loaded.pop(op.chunk, ()) + (stored if op.chunk is None else ())
+                computed = (label,)
+            yield QueuedOp(op, step, after)
+
+
+def _loads_ahead(ops: Iterable[Op]) -> Iterator[Op]:
+    """Yield the operations with each load moved to the place of the previous load in its pass of a
+    layer; the first load stays, so a pass begins with two loads."""
+    loads = pairwise(op for op in ops if op.op == "load")
+    following = {
+        op: later
+        for op, later in loads
+        if (op.direction, op.layer) == (later.direction, later.layer)
+    }
+    ahead = set(following.values())
+    for op in ops:
+        if op not in ahead:
+            yield op
+        if op in following:
+            yield following[op]
+
 
 MOST_CHUNKS = 1024  # a limit, because a plan counts the rows that each chunk reads of each other
 TRIES = 5  # how many numbers of chunks are partitioned and counted, if estimates are too low
@@ -75,11 +408,11 @@ class Offload(Strategy):
     chunks: int | None = None
     trim: bool = False
 
-    family: ClassVar[str] = "offload"
-    claim: ClassVar[float] = 1e-6
-    rounds_rows: ClassVar[bool] = True
-    executor: ClassVar[str] = "gnnplan.executor.strategies.offload"
-    examples: ClassVar[tuple[Example, ...]] = (
+    family = "offload"
+    claim = 1e-6
+    rounds_rows = True
+    executor = "gnnplan.executor.strategies.offload"
+    examples = (
         Example("offload(chunks=3)", ranks=1),
         Example("offload(chunks=2)"),
         Example("offload(chunks=2,trim=True)"),
@@ -139,25 +472,26 @@ class Offload(Strategy):
             f" ({show_percent(copied_s / float(predicted.epoch_s))})"
         ]
 
-    def settle(self, problem: Problem) -> Offload:
-        """Return the strategy with the fewest chunks that fit."""
+    def settle(self, problem: Problem) -> Self:
+        """Return the strategy with the least power of two of chunks that fits by estimates, or
+        needs least memory."""
         if self.chunks is not None or self.refused(problem):
             return self
-        return problem.cache.get(
-            (self, *_key(problem), problem.cluster.host_memory),
-            lambda: replace(self, chunks=self._fewest_chunks(problem)),
-        )
 
-    def _fewest_chunks(self, problem: Problem) -> int:
-        """Return the least power of two of chunks that fits by estimates, or needs least memory."""
-        estimate = replace(problem, graph=None)
-        powers = [1 << bit for bit in range(_most_chunks(problem).bit_length())]
-        variants = [replace(self, chunks=chunks) for chunks in powers]
-        first = next((bit for bit, each in enumerate(variants) if each.fits(estimate)), None)
-        if first is None:
-            return settled(min(variants, key=lambda each: each.most_memory(estimate)).chunks)
-        tries = variants[first : first + TRIES]
-        return settled(next((each for each in tries if each.fits(problem)), tries[-1]).chunks)
+        def fewest() -> int:
+            def needed(chunks: int, on: Problem) -> float:
+                return replace(self, chunks=chunks).most_memory(on)
+
+            room, estimate = problem.cluster.device.memory, replace(problem, graph=None)
+            powers = [1 << bit for bit in range(_most_chunks(problem).bit_length())]
+            first = next((i for i, n in enumerate(powers) if needed(n, estimate) <= room), None)
+            if first is None:
+                return min(powers, key=lambda chunks: needed(chunks, estimate))
+            tries = powers[first : first + TRIES]
+            return next((chunks for chunks in tries if needed(chunks, problem) <= room), tries[-1])
+
+        key = self, *_key(problem), problem.cluster.host_memory
+        return replace(self, chunks=problem.cache.get(key, fewest))
 
     def check(self, problem: Problem) -> None:
         self.check_mode(problem)
@@ -194,7 +528,7 @@ class Offload(Strategy):
         return problem.cache.get_recent(
             "step of chunks",
             (self, evaluates, problem),
-            lambda: ChunkedStep.of(problem, problem.trimmed(layout) if trims else layout),
+            lambda: ChunkedStep(problem, problem.trimmed(layout) if trims else layout),
             most=2,
         )
 
@@ -222,7 +556,7 @@ class Offload(Strategy):
             whole = self._step(problem, evaluates=True)
             in_turn = fullest(problem, whole.fullest_program(evaluates=True))
             elsewhere = in_turn + whole.copy_buffers("f") + code
-        if problem.cluster.device.kind == "cpu":
+        if problem.on_cpu:
             servers = _server_of(problem)
             ranks_of_server = np.bincount(servers)[servers]  # [ranks]
             features = _features_on_host(problem)
@@ -239,10 +573,10 @@ class Offload(Strategy):
 
     def _on_host(self, problem: Problem) -> Memory:
         """Return each rank's bytes in its server's memory, by use, without features [ranks]."""
-        training = _of_ranks_on_host(problem, self._step(problem))
+        training = self._step(problem).on_host()
         if not self.trim:
             return training
-        evaluation = _of_ranks_on_host(problem, self._step(problem, evaluates=True), trains=False)
+        evaluation = self._step(problem, evaluates=True).on_host(trains=False)
         return {use: nbytes + evaluation[use] for use, nbytes in training.items()}
 
 
@@ -254,23 +588,6 @@ def _server_of(problem: Problem) -> np.ndarray:
 def _features_on_host(problem: Problem) -> float:
     """Return the bytes of all vertices' features, which a server's ranks share."""
     return float(problem.stats.vertices * problem.model.features * problem.model.itemsize)
-
-
-def _of_ranks_on_host(problem: Problem, step: ChunkedStep, trains: bool = True) -> Memory:
-    """Return each rank's bytes of rows and of edges in its server's memory [ranks].
-
-    Rows: h_1 .. h_{L-1}, two buffers for their gradients if the step trains, logits, and layer 1's
-    aggregate if it is constant."""
-    model, last, zero = problem.model, len(problem.model.layers), np.zeros(problem.ranks)
-    n = [sum((step.counts(h, c).rows for c in step.chunks), zero) for h in range(1, last + 1)]
-    hidden = [rows * layer.h_out for rows, layer in zip(n, model.layers[:-1], strict=False)]
-    widest = np.max(hidden, axis=0) if hidden else zero
-    numbers = sum(hidden, zero) + widest * min(len(hidden), 2) * trains + n[-1] * model.classes
-    numbers = numbers + n[0] * model.features * model.aggregate_cached(1)
-    kinds = {step.layout.kind(layer): layer for layer in range(1, last + 1)}
-    edges = sum(step.edge_bytes(layer, c) for layer in kinds.values() for c in step.chunks)
-    labels = sum(step.label_bytes(c) for c in step.chunks)
-    return {"rows": numbers * model.itemsize, "edges": np.asarray(edges + labels)}
 
 
 def _least(problem: Problem) -> GraphParallel:

@@ -1,4 +1,4 @@
-"""The operations of one training step, layer by layer, on all ranks.
+"""The operations of one training step, layer by layer, on all ranks, and their memory.
 
     one step   |halo f 1|forward 1| .. |forward L|loss|backward L|halo b L| .. |all_reduce|update|
 
@@ -9,60 +9,330 @@ With a codec, rows are packed before the exchange and unpacked after it (planner
 For link prediction, ranks exchange the rows of edges' endpoints before the loss, as if for a layer
 L + 1, and return their gradients after the loss; these rows are not packed.
 
-planner/gnn/model.py counts the work of layers; planner/ownership/layout.py, the rows of ranks.
+    memory     constant   features, edges, rows that lag or stay: `resident`
+               forward    the tensors that autograd saves (with recomputation: a layer's inputs)
+                          until the layer's backward pass, and a copy of all source rows while the
+                          layer computes
+               loss       logits and their gradient
+               backward   gradients of rows, and exchange buffers, in addition
+
+An exchange's buffers are counted with the layer. The counts follow
+executor/strategies/layerwise.py. planner/gnn/model.py counts the work of layers and
+planner/gnn/model.py their tensors; planner/ownership/layout.py, the rows of ranks.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import replace
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import partial
 
 import numpy as np
+from numpy.typing import NDArray
 
-from gnnplan.planner.gnn.model import Model
+from gnnplan.planner.gnn.model import (
+    LayerMemory,
+    Model,
+    OpMemory,
+    block,
+    footprint,
+    keeps,
+    link_loss,
+    loss,
+    rowwise,
+)
+from gnnplan.planner.gnn.rows import PLACES, WHOLE
 from gnnplan.planner.ownership.estimated import EstimatedLayout
-from gnnplan.planner.ownership.layout import Layout
+from gnnplan.planner.ownership.layout import LayerCounts, Layout
 from gnnplan.planner.ownership.minibatch import Scored
-from gnnplan.planner.problem.problem import Problem
+from gnnplan.planner.problem.problem import AnyLayout, Problem
 from gnnplan.planner.strategies.layerwise.exchange import Bucket, ExchangeOptions, buckets_of
-from gnnplan.planner.strategies.layerwise.memory import Holds, rows_read
-from gnnplan.planner.strategies.program.program import AllReduce, Copy, Exchange, Op, Program
-from gnnplan.planner.vocabulary.numbers import Number, RankMatrix
+from gnnplan.planner.strategies.program.account import Resident, machine_code
+from gnnplan.planner.strategies.program.program import AllReduce, Copy, Exchange, Op
+from gnnplan.planner.vocabulary.numbers import Number, RankMatrix, largest
 from gnnplan.planner.vocabulary.schedule import Compute
+
+# -- data that stays from step to step -------------------------------------------------------------
+
+
+def resident(
+    problem: Problem,
+    layout: AnyLayout,
+    options: ExchangeOptions,
+    batches: Sequence[AnyLayout] = (),
+) -> Resident:
+    """Return what ranks have besides a step's tensors, with set-up and evaluation.
+
+    The device has the features of the largest batch, and the edges of all batches. Evaluation needs
+    no more memory than a step, except with a single batch: evaluation then is on the whole layout,
+    which is larger.
+    """
+    zero = np.zeros(problem.ranks)
+    counts = Counter(batches or (layout,))  # estimated batches are equal
+    features, halo, graph = constant(problem, layout), zero, zero
+    for batch, count in counts.items():
+        halo = halo + _kept_rows(problem, batch, options)
+        graph = graph + blocks(problem, batch, count)
+    aggregate = problem.model.inputs.stored_bytes(layout.facts(1).rows)
+    elsewhere = constant(
+        problem, layout, at_setup=True
+    ) + aggregate * problem.model.aggregate_cached(1)
+    code = machine_code(problem, len(counts) + (len(counts) > 1))
+    if batches:
+        loaded = np.max([constant(problem, batch) for batch in counts], axis=0)
+        if len(batches) == 1:  # evaluation does not free the batch's rows and edges
+            evaluation = _during_evaluation(problem, layout)
+            elsewhere = np.maximum(elsewhere, halo + loaded + code + evaluation)
+        # a CPU rank's device memory is the server's, which has the features of all batches
+        features = loaded + features * problem.on_cpu
+    data = {"features": features, "halo": halo, "graph": graph}
+    return Resident(data, code=code, elsewhere=elsewhere)
+
+
+def blocks(problem: Problem, layout: AnyLayout, count: int = 1) -> np.ndarray:
+    """Return the bytes of the blocks, labels and masks of `count` equal layouts [ranks]."""
+    model = problem.model
+    total, seen = np.zeros(problem.ranks), set()
+    for layer, spec in enumerate(model.layers, 1):
+        f = layout.facts(layer)
+        if (kind := layout.kind(layer)) not in seen:  # layers of the same kind share their blocks
+            seen.add(kind)
+            total = total + block(model, spec, f.rows, f.sources, f.edges) + 8 * f.sent_rows
+    return np.asarray(count * (total + 16 * f.rows))
+
+
+def constant(problem: Problem, layout: AnyLayout, at_setup: bool = False) -> np.ndarray:
+    """Return the bytes of constant rows that a rank keeps, or reads at set-up [ranks].
+
+    It keeps layer 1's aggregate if that is cached, else the rows that layer 1 or the encoder reads.
+    """
+    model, f, rows = problem.model, layout.facts(1), rows_read(problem, layout)
+    if not at_setup:
+        rows = np.asarray(model.constant_rows(f.rows, rows))
+    # a layer that multiplies own rows apart from the rows read has a sorted copy of them
+    own = (f.rows < f.sources) * model.own_index_bytes(f.rows)
+    return np.asarray(model.inputs.stored_bytes(rows) + own, dtype=float)
+
+
+def rows_read(problem: Problem, layout: AnyLayout) -> np.ndarray:
+    """Return how many constant rows layer 1 or the encoder reads [ranks]."""
+    return layout.facts(1).sources if problem.model.first_varying else layout.row_counts(0)
+
+
+def _kept_rows(problem: Problem, layout: AnyLayout, options: ExchangeOptions) -> np.ndarray:
+    """Return the bytes of rows and gradients that are kept from step to step [ranks].
+
+    Each layer keeps the halo rows and the gradients received last. If rows lag, they are kept as
+    encoded, with buffers for sending too, and one more buffer for smoothing serves all layers in
+    turn. An adaptive codec also keeps the width of each row.
+    """
+    kept, smoothed = np.zeros((2, problem.ranks))
+    model, codec = problem.model, options.codec
+    buffers = 2 if options.policy.lags else int(options.policy.keeps_received)
+    stored = codec if options.policy.lags else WHOLE
+    bits_bytes = 2 * PLACES * codec.adapts
+    for layer in range(problem.model.first_varying + 1, problem.workload.layers + 1):
+        f, width = layout.facts(layer), model.exchanged_width(layer, options.narrow)
+        exchanged = (f.received_rows + f.sent_rows) * stored.row_bytes(width, model.itemsize)
+        kept = kept + buffers * exchanged + bits_bytes * (f.received_rows + f.sent_rows)
+        smoothed = np.maximum(smoothed, exchanged / 2 * len(codec.averaged))
+    return np.asarray(kept + smoothed)
+
+
+def _during_evaluation(problem: Problem, layout: AnyLayout) -> np.ndarray:
+    """Return the peak bytes of an evaluation on the whole layout [ranks]."""
+    model, most = problem.model, np.zeros(problem.ranks)
+    for layer, spec in enumerate(model.layers, 1):
+        f = layout.facts(layer)
+        need = footprint(model, layer, f.rows, f.sources, f.edges)
+        # first own rows, rows to send, and a copy of all rows read; then the copy only
+        row = spec.h_in * model.itemsize * (layer > model.first_varying)
+        joined, computed = (f.local + f.sent_rows + f.sources) * row, f.sources * row + need.left
+        most = np.maximum.reduce([most, joined, np.asarray(computed)])
+    return np.asarray(most + constant(problem, layout) + blocks(problem, layout))
+
+
+# -- memory of a step's operations -----------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Holds:
+    """Memory of a step's operations [ranks] [B].
+
+    A layer's backward pass frees the bytes that its forward pass leaves. Rows that lag or stay are
+    counted by `_kept_rows`. Between the passes a layer's output, or a copy of it with received
+    rows, stays only if an operation saved it; with recomputation every layer's input stays.
+    """
+
+    problem: Problem
+    model: Model  # the problem's model, or one with other orders of product and aggregation
+    facts: Mapping[int, LayerCounts]  # layer -> counts of rows and edges
+    options: ExchangeOptions
+    scored: Scored | None = None
+
+    def encode(self, rows: np.ndarray) -> OpMemory:
+        """Return the memory of the encoder's forward pass, whose rows GCNII's layers read."""
+        return keeps(rowwise(self.model.encoder_record, rows).left)
+
+    def forward(self, layer: int) -> OpMemory:
+        outputs = self._outputs(layer) * self.options.checkpoint
+        freed = self.unsaved(layer - 1) * ~self._keeps_output_below(layer)
+        left = np.asarray(self._kept(layer) - freed)
+        peak = largest([self._joined(layer), self._need(layer).forward])
+        return OpMemory(peak + outputs, left)
+
+    def loss(self) -> OpMemory:
+        model, stats, rows = self.model, self.problem.stats, self._scored_rows
+        # with recomputation, outputs are not among the bytes that the last layer keeps
+        more = self._outputs(len(model.layers)) * self.options.checkpoint
+        if self.scored is None:
+            # rows are those of the whole graph, or only training vertices if trimmed
+            trained = rows * min(1.0, stats.train_vertices / max(rows.sum(), 1.0))
+            need = loss(model, rows, trained)
+        else:
+            need = link_loss(model, rows, self.scored.edges, self.problem.workload.negatives)
+            # a copy of own and received rows in one tensor
+            more = more + rows * self._last_row * self.scored.sends.any()
+        return need._replace(most=need.most + more)
+
+    def backward(self, layer: int) -> OpMemory:
+        most = self._need(layer, self._drops(layer)).most
+        peak = self._gradient(layer) + np.maximum(most, self._gradients_of_sources(layer))
+        # `most` includes saved tensors, which exist already unless they are recomputed
+        freed = self.unsaved(layer)
+        saved = (self._need(layer).left - freed) * (not self.options.checkpoint)
+        input_freed = np.where(self._keeps_output_below(layer), self.unsaved(layer - 1), 0.0)
+        return OpMemory(peak - saved, freed - self._kept(layer) - input_freed)
+
+    def _kept(self, layer: int) -> Number:
+        """Return the bytes kept from a layer's forward pass to its backward pass: inputs only if
+        `checkpoint`, else the tensors that autograd saves."""
+        if not self.options.checkpoint:
+            return self._need(layer).left
+        copied = np.asarray(
+            self._copies(layer) * self.facts[layer].sources * self._row_bytes(layer)
+        )
+        alone = ~self._has_halo(layer) | self._is_narrow(layer)
+        return copied + (self._outputs(layer - 1) * alone if layer > 1 else 0.0)
+
+    def _has_halo(self, layer: int) -> NDArray[np.bool_]:
+        """Whether rows are received in every step [ranks]."""
+        return np.asarray(self.facts[layer].halo_rows * (layer > self.model.first_varying) > 0)
+
+    def _is_narrow(self, layer: int) -> bool:
+        return self.options.narrow and self.model.narrow_at(layer)
+
+    def _copies(self, layer: int) -> NDArray[np.bool_]:
+        """Whether a layer has its own copy of source rows, of own rows and the halo [ranks]."""
+        recomputed = self.options.checkpoint and self._is_narrow(layer)
+        summed = self.facts[layer].computed_rows is not None
+        return np.asarray(self._has_halo(layer) | recomputed | summed)
+
+    def _joined(self, layer: int) -> Number:
+        """Return the bytes of own rows and halo in one tensor, with sums of them if it has any."""
+        f = self.facts[layer]
+        rows = f.sources if f.computed_rows is None else f.sources + f.available_rows
+        return np.asarray(self._copies(layer) * rows * self._row_bytes(layer))
+
+    def _keeps_output_below(self, layer: int) -> NDArray[np.bool_]:
+        """Whether a layer holds the output of the layer before it until its backward pass."""
+        alone = self.model.layer_record(layer, self.options.narrow).saves_input
+        return np.where(self._copies(layer), self._own_in_place(layer), alone)
+
+    def _own_in_place(self, layer: int) -> bool:
+        """Whether a layer that copies rows reads its own rows where they were before."""
+        summed, narrow = self.facts[layer].computed_rows is not None, self._is_narrow(layer)
+        return self.model.own_in_place(layer) and not (summed or narrow or self.options.checkpoint)
+
+    def _drops(self, layer: int) -> bool:
+        """Whether a layer does not hold its own output; logits stay until the step ends."""
+        last = len(self.model.layers) - (self.model.decoder is None)
+        return not self.options.checkpoint and 0 < layer <= last
+
+    def unsaved(self, layer: int) -> Number:
+        """Return the bytes of a layer's output that the next layer frees before the layer's own
+        backward pass. That begins with the projection of the output if the next layer is narrow."""
+        is_last = layer == len(self.model.layers)
+        if not self._drops(layer) or is_last or self._is_narrow(layer + 1):
+            return 0.0
+        return self._need(layer).left - self._need(layer, drops_output=True).left
+
+    @property
+    def _scored_rows(self) -> np.ndarray:
+        """The rows of h_L that each rank has for the loss, own and received ones [ranks]."""
+        own = self.facts[len(self.model.layers)].rows
+        return own if self.scored is None else np.asarray(own + self.scored.sends.sum(0))
+
+    @property
+    def _last_row(self) -> int:
+        """The bytes of a row of h_L."""
+        return self.model.layers[-1].h_out * self.model.itemsize
+
+    def _gradient(self, layer: int) -> Number:
+        """Return the bytes of the gradient of the layer's outputs, with halo rows if larger."""
+        if layer == len(self.model.layers):
+            return np.asarray(self._scored_rows * self._last_row)
+        present = self.facts[layer + 1].available_rows * self._row_bytes(layer + 1)
+        return np.asarray(np.maximum(self._outputs(layer), present))
+
+    def _outputs(self, layer: int) -> np.ndarray:
+        """Return the bytes of the rows that a layer computes."""
+        row: float = self.model.layers[layer - 1].h_out * self.model.itemsize
+        return self.facts[layer].rows * row
+
+    def _row_bytes(self, layer: int) -> int:
+        """Return the bytes of a row that the layer exchanges."""
+        return self.model.exchanged_width(layer, self.options.narrow) * self.model.itemsize
+
+    def _gradients_of_sources(self, layer: int) -> Number:
+        """Return the bytes of gradients while those of the halo are exchanged, or while those of
+        sums become those of the rows that were added up."""
+        f = self.facts[layer]
+        rows = f.available_rows + f.sent_rows
+        if f.computed_rows is not None:
+            rows = np.maximum(rows, f.sources + f.available_rows)
+        return np.asarray(self._copies(layer) * rows * self._row_bytes(layer))
+
+    def _need(self, layer: int, drops_output: bool = False) -> LayerMemory:
+        model, f = self.model, self.facts[layer]
+        if f.remote_own is not None:
+            model = model.without_ends(layer)
+
+        def need(frees_input: bool) -> LayerMemory:
+            return footprint(
+                model,
+                layer,
+                f.rows,
+                f.sources,
+                f.edges,
+                narrow=self.options.narrow,
+                local=f.local,
+                drops_output=drops_output,
+                frees_input=frees_input,
+                own_in_place=frees_input and self._own_in_place(layer),
+                completes=f.partial_sums is not None,
+            )
+
+        copies = self._copies(layer) & (not self.options.checkpoint)
+        if copies.all() or not copies.any():
+            return need(bool(copies.all()))
+        both = zip(need(True), need(False), strict=True)
+        return LayerMemory(*(np.where(copies, of_copy, of_rows) for of_copy, of_rows in both))
+
 
 # The batches of an epoch, one per step; with several, each is loaded in its step. Empty: every step
 # trains on the whole layout.
-Batches = Sequence[Layout | EstimatedLayout]
+Batches = Sequence[AnyLayout]
 # Framework operations that take as long as a CPU rank's work before and after an exchange, beside
 # the exchange: 0.08 ms on a core that launches one in 9.5 us (Squirrel, 32 layers, two ranks). A
 # GPU's host runs ahead meanwhile.
 EXCHANGING = 8
 
 
-def program(
-    problem: Problem,
-    layout: Layout | EstimatedLayout,
-    options: ExchangeOptions,
-    batches: Batches = (),
-    batch_at: Callable[[int], int] = lambda step: 0,
-) -> Program:
-    """Return the program: a step on the whole layout, or step t on the batch batch_at(t)."""
-    layouts, period = batches or (layout,), options.policy.period  # estimated batches are equal
-    return Program(
-        lambda: [(each, t) for t in range(period) for each in layouts],
-        len(layouts),
-        lambda t: (layouts[batch_at(t)], t % period),
-        lambda name: list(step(problem, name[0], options, loads=len(batches) > 1, at=name[1])),
-        lambda: setup(problem, layout),
-        int(options.policy.lags),
-        period=period,
-    )
-
-
 def step(
     problem: Problem,
-    layout: Layout | EstimatedLayout,
+    layout: AnyLayout,
     options: ExchangeOptions,
     loads: bool = False,
     scored: Scored | None = None,
@@ -80,7 +350,7 @@ def step(
     model, layers = problem.model, problem.workload.layers
     policy, lags = options.policy, options.policy.lags
     like = first_alike(alike_as(model, layout, options.narrow))
-    around_exchange = EXCHANGING if problem.cluster.device.kind == "cpu" else 0
+    around_exchange = EXCHANGING if problem.on_cpu else 0
     facts = {layer: options.facts(problem, layout, layer, at) for layer in {*like.values()}}
     exchanging = {
         layer: layout.exchanges_rows(layer) and (policy.sends_all or bool(f.halo.any()))
@@ -103,43 +373,36 @@ def step(
 
         A lagging exchange overlaps with the computation, and uses some of the memory's bandwidth.
         """
-        exchanged, f, total = halos[layer, direction], facts[layer], computation(layer, direction)
+        way = "fb".index(direction)
+        exchanged, f, total = halos[layer, direction], facts[layer], computation(layer, way)
         if exchanged is None:
             return total
         if direction == "f":  # rows of this step are received, or unpacked, in place: no copy
-            rows = (
-                f.available_rows
-                if policy.keeps_received or (lags and not options.codec.packs)
-                else f.local
-            )
+            in_place = not policy.keeps_received and (not lags or options.codec.packs)
+            rows = f.local if in_place else f.available_rows
             total = total + model.lay_out(layer, rows, options.narrow)
         if f.partial_sums is not None:
-            total = (
-                total
-                + model.apply(layer - 1, f.sources, f.partial_sums)[0 if direction == "f" else 1]
-            )
+            total = total + model.apply(layer - 1, f.sources, f.partial_sums)[way]
         elif f.computed_rows is not None:
-            total = (
-                total + model.pick(layer, f.sources, f.available_rows)[0 if direction == "f" else 1]
-            )
+            total = total + model.pick(layer, f.sources, f.available_rows)[way]
         overlapped: Number = 0.0
         if lags:
             overlapped = np.maximum(exchanged.nbytes.sum(1), exchanged.nbytes.sum(0))
         return total + Compute(overlapped_bytes=overlapped, launches=around_exchange)
 
-    def computation(layer: int, direction: str) -> Compute:
-        """Return the work of the layer, with the next layer's projection if `narrow`."""
-        f, forward_or_backward = facts[layer], 0 if direction == "f" else 1
-        counted, away = (
-            (model, 0.0) if f.remote_own is None else (model.without_ends(layer), f.remote_own)
-        )
-        work = (counted.forward, counted.backward)[forward_or_backward](
-            layer, f.rows, f.sources, f.edges, options.narrow, away=away
+    def computation(layer: int, way: int) -> Compute:
+        """Return the work of the layer, forward (way 0) or backward (1), with the next layer's
+        projection if `narrow`."""
+        f, counted, away = facts[layer], model, facts[layer].remote_own
+        if away is not None:
+            counted = model.without_ends(layer)
+        work = (counted.forward, counted.backward)[way](
+            layer, f.rows, f.sources, f.edges, options.narrow, away=0.0 if away is None else away
         )
         if options.narrow:
-            work = work + model.project(layer + 1, f.rows)[forward_or_backward]
+            work = work + model.project(layer + 1, f.rows)[way]
         # a checkpointed layer recomputes its forward pass in the backward pass
-        return work + computation(layer, "f") if options.checkpoint and direction == "b" else work
+        return work + computation(layer, 0) if options.checkpoint and way else work
 
     def exchange(layer: int, direction: str) -> Iterator[Op]:
         """Yield the exchange of rows before a layer, or of their gradients after it."""
@@ -187,14 +450,13 @@ def step(
         yield from exchange(layer, "f")
         keeps = partial(holds.forward, layer)
         yield Op("forward", layer=layer, work=works[like[layer], "f"], holds=keeps)
-    forward, backward = finish(problem, facts[like[layers]].rows, scored)
     endpoints = None  # exchange of edges' endpoints
     if scored is not None and scored.exchanges_rows:
         endpoints = Exchange(scored.sends, model.layers[-1].h_out * model.itemsize)
     yield from moments(problem, layers + 1, "f")
     if endpoints is not None:
         yield Op("halo", "f", layers + 1, work=endpoints)
-    yield Op("loss", work=forward + backward, holds=holds.loss)
+    yield Op("loss", work=finish(problem, facts[like[layers]].rows, scored), holds=holds.loss)
     if endpoints is not None:
         yield Op("halo", "b", layers + 1, work=replace(endpoints, items=endpoints.items.T))
     yield from moments(problem, layers + 1, "b")
@@ -231,18 +493,20 @@ def moments(problem: Problem, layer: int, direction: str) -> Iterator[Op]:
         yield Op("moments", direction, layer, work=AllReduce((size,)))
 
 
-def finish(problem: Problem, own: np.ndarray, scored: Scored | None) -> tuple[Compute, Compute]:
-    """Return forward and backward work of decoder and loss on each rank's rows of h_L.
+def finish(problem: Problem, own: np.ndarray, scored: Scored | None) -> Compute:
+    """Return the work of decoder and loss, forward and backward, on each rank's rows of h_L.
 
     own: number of own rows; with `scored`, received rows count too.
     """
     if scored is None:
-        return problem.model.finish(own)
-    rows = own + scored.sends.sum(0)
-    return problem.model.finish(rows, scored.edges, problem.workload.negatives)
+        forward, backward = problem.model.finish(own)
+    else:
+        rows = own + scored.sends.sum(0)
+        forward, backward = problem.model.finish(rows, scored.edges, problem.workload.negatives)
+    return forward + backward
 
 
-def alike_as(model: Model, layout: Layout | EstimatedLayout, narrow: bool) -> list[object]:
+def alike_as(model: Model, layout: AnyLayout, narrow: bool) -> list[object]:
     """Return for every layer a key that is equal for layers with equal work and bytes."""
     following = [*model.layers[1:], None] if narrow else [None] * len(model.layers)
     return [
@@ -261,7 +525,7 @@ def first_alike(kinds: Iterable[object]) -> dict[int, int]:
     return {layer: first.setdefault(kind, layer) for layer, kind in enumerate(kinds, 1)}
 
 
-def setup(problem: Problem, layout: Layout | EstimatedLayout) -> Iterator[Op]:
+def setup(problem: Problem, layout: AnyLayout) -> Iterator[Op]:
     """Yield exchanges before the first step: features of recomputed rows, halo of features."""
     preloaded = layout.preloaded()
     if preloaded.any():
@@ -271,9 +535,7 @@ def setup(problem: Problem, layout: Layout | EstimatedLayout) -> Iterator[Op]:
         yield send_features(problem, layout, halo, "input_halo")
 
 
-def send_features(
-    problem: Problem, layout: Layout | EstimatedLayout, rows: RankMatrix, op: str
-) -> Op:
+def send_features(problem: Problem, layout: AnyLayout, rows: RankMatrix, op: str) -> Op:
     """Return the exchange of features, for these numbers of rows [ranks, ranks]."""
     if problem.model.inputs.is_dense or not isinstance(layout, Layout):
         return Op(op, work=Exchange(rows, round(float(problem.model.feature_transit_bytes(1.0)))))
@@ -291,7 +553,7 @@ def send_features(
     return Op(op, work=Exchange(nbytes))
 
 
-def loaded_bytes(problem: Problem, layout: Layout | EstimatedLayout) -> np.ndarray:
+def loaded_bytes(problem: Problem, layout: AnyLayout) -> np.ndarray:
     """Return the bytes of constant rows that a batch loads to the device [ranks].
 
     These are the rows that layer 1 or the encoder reads, or layer 1's aggregate if it is cached.

@@ -40,7 +40,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from typing import ClassVar, Literal, NamedTuple, Self
+from typing import Literal, NamedTuple, Self
 
 import numpy as np
 
@@ -54,7 +54,7 @@ from gnnplan.planner.strategies.base import Example, Resident, Strategy, settled
 from gnnplan.planner.strategies.layerwise.feature_parallel import shares, why_untried
 from gnnplan.planner.strategies.layerwise.graph_parallel import GraphParallel
 from gnnplan.planner.strategies.layerwise.step import finish
-from gnnplan.planner.strategies.program.memory import machine_code
+from gnnplan.planner.strategies.program.account import machine_code
 from gnnplan.planner.strategies.program.program import (
     AllReduce,
     Exchange,
@@ -79,10 +79,10 @@ class Tensor3D(Strategy):
     y: int | None = None
     z: int | None = None
 
-    family: ClassVar[str] = "tensor3d"
-    claim: ClassVar[float] = 0.2  # in a simulation, ranks wait for their own groups only
-    executor: ClassVar[str] = "gnnplan.executor.strategies.tensor3d"
-    examples: ClassVar[tuple[Example, ...]] = (
+    family = "tensor3d"
+    claim = 0.2  # in a simulation, ranks wait for their own groups only
+    executor = "gnnplan.executor.strategies.tensor3d"
+    examples = (
         Example("tensor3d(x=2,y=1,z=1)"),
         Example("tensor3d(x=1,y=1,z=2)"),
     )
@@ -111,7 +111,7 @@ class Tensor3D(Strategy):
             f" graph_parallel exchanges {show_bytes(halo.get('halo', 0))} of halo rows"
         ]
 
-    def settle(self, problem: Problem) -> Strategy:
+    def settle(self, problem: Problem) -> Self:
         """Return the strategy on the grid that sums tiles fastest.
 
         Candidates are the grids with the given axes that fit, or all of these grids if none fits.
@@ -127,7 +127,7 @@ class Tensor3D(Strategy):
         if not suitable:
             return self
         suitable.sort(key=lambda grid: summing_s(problem, grid))
-        by_time = [Tensor3D(grid.x, grid.y, grid.z) for grid in suitable]
+        by_time = [replace(self, x=grid.x, y=grid.y, z=grid.z) for grid in suitable]
         estimate = replace(problem, graph=None)  # tiles are balanced, so edges need no counting
         return next((each for each in by_time if each.fits(estimate)), by_time[0])
 
@@ -158,7 +158,7 @@ class Tensor3D(Strategy):
         return {axis: int(self.grid.places(axis)[rank]) for axis in AXES}
 
     def program(self, problem: Problem) -> Program:
-        return program(problem, self.grid)
+        return Program.of(list(_step(problem, self.grid)))
 
     def resident(self, problem: Problem) -> Resident:
         model, stats, grid = problem.model, problem.stats, self.grid
@@ -186,13 +186,8 @@ def grids(ranks: int) -> list[Grid]:
     >>> len(grids(8)), len(grids(1024)), grids(2)[0]
     (10, 66, Grid(x=1, y=1, z=2))
     """
-    return [
-        Grid(x, y, ranks // (x * y))
-        for x in range(1, ranks + 1)
-        if ranks % x == 0
-        for y in range(1, ranks // x + 1)
-        if (ranks // x) % y == 0
-    ]
+    divisors = [number for number in range(1, ranks + 1) if ranks % number == 0]
+    return [Grid(x, y, ranks // (x * y)) for x in divisors for y in divisors if ranks // x % y == 0]
 
 
 def summing_s(problem: Problem, grid: Grid) -> float:
@@ -250,16 +245,8 @@ def unsuited(problem: Problem) -> str:
 #     columns   divides the layer's input columns
 #     rows      divides the layer's output rows
 #
-# A rank has a tile of every tensor. The axes that divide each tensor:
-#
-#     adjacency A   [rows, sources]
-#     inputs H      [sources, columns]
-#     sums A H      [rows, columns]
-#     weights W     [columns, sources]
-#     outputs       [rows, sources]
-#
-# Ranks along the remaining axis have copies of the tile. Weights have no copies: each rank along
-# `rows` stores a share of the tile, and the ranks gather the tile before they use it.
+# Ranks along the axis that does not divide a tensor have copies of the tile. Weights have none:
+# each rank along `rows` stores a share of the tile, and ranks gather the tile before they use it.
 #
 #     compute   |aggregate l f|                    |forward l|                |aggregate l+1 f| ..
 #     comm                                         before it: gather_weights
@@ -269,12 +256,9 @@ def unsuited(problem: Problem) -> str:
 #     comm      before it: gather_weights; |scatter_weights|
 #     reduce                              |sum_aggregates l b|            |sum_inputs l|
 #
-# A layer's outputs are tiled like the next layer's inputs, so no other exchange is needed between
-# layers. For the loss, ranks exchange columns of the logits for whole rows, and do the reverse with
-# the gradient. The bias is one more row of the weights' first tiles. GraphSAGE aggregates own rows
-# by an identity matrix next to A, so its sums are twice as wide.
-#
-# planner/gnn/model.py counts the work of layers.
+# For the loss, ranks exchange columns of the logits for whole rows, and do the reverse with the
+# gradient. The bias is one more row of the weights' first tiles. GraphSAGE aggregates own rows by
+# an identity matrix next to A, so its sums are twice as wide.
 
 Axis = Literal["x", "y", "z"]
 AXES: tuple[Axis, ...] = ("x", "y", "z")
@@ -413,18 +397,82 @@ class Tiles:
         self.inputs = 1.0 * self.sources * self.h_in * b
         self.sums = 1.0 * self.rows * self.summed * b
         self.outputs = 1.0 * self.rows * self.h_out * b
+        # sums of neighbours, before they are copied into one tensor with own rows
+        self.neighbours = self.sums / 2 * self.spec.reads_own
+        # the mask of ReLU and dropout, one byte per input
+        self.mask = self.inputs / b * (self.relu or self.drops) * self.varies
 
     @property
     def edges(self) -> np.ndarray:
         return edges_of_tiles(self.problem, self.grid, self.layer)
 
+    # -- work ------------------------------------------------------------------------------------
+
+    def _gather(self, among: np.ndarray, into: np.ndarray) -> tuple[Gather]:
+        """Return the sum over a tile's edges, which are scaled if ranks differ in columns."""
+        width = max(int(self.h_in.max()), 1)
+        return (Gather(self.edges * (self.h_in / width), width, among, into),)
+
+    def _product(self) -> tuple[np.ndarray, np.ndarray]:
+        """Return the flops of a product, which counts at least VECTOR columns, and its bytes."""
+        wide, high = (np.maximum(columns, VECTOR) for columns in (self.summed, self.h_out))
+        return np.asarray(2.0 * self.rows * wide * high), self.sums + self.outputs
+
+    def aggregate(self) -> Compute:
+        """Return the work of ReLU and dropout on the inputs, and of their aggregation."""
+        numbers, b = 1.0 * self.sources * self.h_in, self.model.itemsize
+        nbytes = (RELU[0] + 1) * self.relu * self.inputs  # ReLU and its mask
+        nbytes = (
+            nbytes + COPY * self.sums * self.spec.reads_own
+        )  # sums and own rows into one tensor
+        launches, gathers = 4 + (MASK + 3) * self.drops, self._gather(self.sources, self.rows)
+        return Compute(0.0, gathers, nbytes, launches, b, hash_ops=numbers * self.drops)
+
+    def forward(self) -> Compute:
+        (flops, read), b = self._product(), self.model.itemsize
+        several = self.grid.size(self.axes.rows) > 1  # then the weights' tile is gathered
+        return Compute(flops, (), 1.0 * COPY * self.weights * several * b, 4, b, gemm_bytes=read)
+
+    def backward(self) -> Compute:
+        """Return the work of the gradients of weights and bias, and of the sums if needed."""
+        (flops, read), b = self._product(), self.model.itemsize
+        nbytes = 1.0 * (BIAS[1] * self.rows + 2 * COPY * self.summed) * self.h_out * b
+        gemm_bytes = (1 + self.varies) * read
+        return Compute(flops * (1 + self.varies), (), nbytes, 10, b, gemm_bytes=gemm_bytes)
+
+    def aggregate_back(self) -> Compute:
+        """Return the work of the inputs' gradient before its all-reduce, of ReLU and dropout."""
+        nbytes = MASKED * (self.relu or self.drops) * self.inputs
+        nbytes = nbytes + (SUM + COPY) * self.sums / 2 * self.spec.reads_own
+        gathers = self._gather(self.rows, self.sources)
+        return Compute(0.0, gathers, nbytes, 8, self.model.itemsize)
+
+    # -- memory [ranks] [B], as in executor/strategies/tensor3d.py -------------------------------
+
+    def held_to_aggregate(self) -> OpMemory:
+        kept = self.mask + self.sums
+        # inputs are freed, except features, which are constant
+        most = kept + self.inputs * self.drops + self.neighbours
+        return OpMemory(most, kept - self.inputs * self.varies)
+
+    def held_forward(self) -> OpMemory:
+        return keeps(self.outputs)
+
+    def held_backward(self) -> OpMemory:
+        weights = 2.0 * self.weights * self.model.itemsize  # the tile of weights and its gradient
+        freed = self.sums * self.is_summed
+        return OpMemory(self.outputs + weights + self.sums * self.varies - freed, -freed)
+
+    def held_to_aggregate_back(self) -> OpMemory:
+        return OpMemory(self.sums + self.neighbours + self.inputs, -self.mask)
+
+    def held_by_loss(self) -> OpMemory:
+        """Return the memory of the logits and their gradients, each both as a tile and as whole
+        rows, which have as many numbers as the tile."""
+        return OpMemory(4 * self.outputs, 0.0)
+
 
 # -- operations ------------------------------------------------------------------------------------
-
-
-def program(problem: Problem, grid: Grid) -> Program:
-    """Return the program, whose steps are all equal."""
-    return Program.of(list(_step(problem, grid)))
 
 
 def layers_of(problem: Problem, grid: Grid) -> list[Tiles]:
@@ -459,111 +507,33 @@ def _step(problem: Problem, grid: Grid) -> Iterator[Op]:
             yield exchange(tiles.axes.rows, "gather_weights", direction, tiles.layer, kept, ones)
 
     for tiles in layers:
-        layer, axes, holds = tiles.layer, tiles.axes, _Holds(tiles)
+        layer, axes = tiles.layer, tiles.axes
         if tiles.is_summed:
-            yield Op("aggregate", "f", layer, work=_aggregate(tiles), holds=holds.aggregate)
+            held = tiles.held_to_aggregate
+            yield Op("aggregate", "f", layer, work=tiles.aggregate(), holds=held)
             yield from along(axes.sources, "sum_aggregates", "f", layer, tiles.rows * tiles.summed)
         yield from gather_weights(tiles, "f")
-        yield Op("forward", layer=layer, work=_forward(tiles), holds=holds.forward)
+        yield Op("forward", layer=layer, work=tiles.forward(), holds=tiles.held_forward)
         yield from along(axes.columns, "sum_outputs", "f", layer, tiles.rows * tiles.h_out)
     several = grid.size(last.axes.sources) > 1
     if several:
         yield exchange(last.axes.sources, "to_rows", "f", None, last.h_out, last.whole_rows)
-    forward, backward = finish(problem, last.whole_rows, None)
     copied = 2.0 * COPY * last.whole_rows * last.spec.h_out * several * b
-    work_of_loss = forward + backward + Compute(elementwise_bytes=copied, itemsize=b)
-    yield Op("loss", work=work_of_loss, holds=_Holds(last).loss)
+    work_of_loss = finish(problem, last.whole_rows, None)
+    work_of_loss = work_of_loss + Compute(elementwise_bytes=copied, itemsize=b)
+    yield Op("loss", work=work_of_loss, holds=last.held_by_loss)
     if several:
         yield exchange(last.axes.sources, "to_columns", "b", None, last.whole_rows, last.h_out)
     for tiles in reversed(layers):
-        layer, axes, holds = tiles.layer, tiles.axes, _Holds(tiles)
+        layer, axes = tiles.layer, tiles.axes
         yield from gather_weights(tiles, "b")
-        yield Op("backward", layer=layer, work=_backward(tiles), holds=holds.backward)
+        yield Op("backward", layer=layer, work=tiles.backward(), holds=tiles.held_backward)
         if grid.size(axes.rows) > 1:
             yield exchange(axes.rows, "scatter_weights", "b", layer, ones, tiles.kept_weights)
         if tiles.varies:
             yield from along(axes.sources, "sum_aggregates", "b", layer, tiles.rows * tiles.summed)
-            back = _aggregate_back(tiles)
-            yield Op("aggregate", "b", layer, work=back, holds=holds.aggregate_back)
+            held = tiles.held_to_aggregate_back
+            yield Op("aggregate", "b", layer, work=tiles.aggregate_back(), holds=held)
             yield from along(axes.rows, "sum_inputs", "b", layer, tiles.sources * tiles.h_in)
     kept = sum((tiles.kept_weights for tiles in layers), np.zeros(grid.ranks))
     yield Op("update", work=problem.model.update(kept))
-
-
-def _gather(t: Tiles, among: np.ndarray, into: np.ndarray) -> tuple[Gather]:
-    """Return the sum over a tile's edges; if ranks differ in columns, edges are scaled instead."""
-    width = max(int(t.h_in.max()), 1)
-    return (Gather(t.edges * (t.h_in / width), width, among, into),)
-
-
-def _aggregate(t: Tiles) -> Compute:
-    """Return the work of ReLU and dropout on the inputs, and of their aggregation."""
-    numbers, b = 1.0 * t.sources * t.h_in, t.model.itemsize
-    nbytes = (RELU[0] + 1) * t.relu * t.inputs  # ReLU and its mask
-    nbytes = nbytes + COPY * t.sums * t.spec.reads_own  # sums and own rows into one tensor
-    launches, gathers = 4 + (MASK + 3) * t.drops, _gather(t, t.sources, t.rows)
-    return Compute(0.0, gathers, nbytes, launches, b, hash_ops=numbers * t.drops)
-
-
-def _forward(t: Tiles) -> Compute:
-    (flops, read), b = _product(t), t.model.itemsize
-    gathered = 1.0 * COPY * t.weights * (t.grid.size(t.axes.rows) > 1) * b  # the weights' tile
-    return Compute(flops, (), gathered, 4, b, gemm_bytes=read)
-
-
-def _backward(t: Tiles) -> Compute:
-    """Return the work of the gradients of weights and bias, and of the sums if needed."""
-    (flops, read), b = _product(t), t.model.itemsize
-    nbytes = 1.0 * (BIAS[1] * t.rows + 2 * COPY * t.summed) * t.h_out * b
-    gemm_bytes = (1 + t.varies) * read
-    return Compute(flops * (1 + t.varies), (), nbytes, 10, b, gemm_bytes=gemm_bytes)
-
-
-def _aggregate_back(t: Tiles) -> Compute:
-    """Return the work of the inputs' gradient, before its all-reduce, and of ReLU and dropout."""
-    nbytes = MASKED * (t.relu or t.drops) * t.inputs
-    nbytes = nbytes + (SUM + COPY) * t.sums / 2 * t.spec.reads_own
-    return Compute(0.0, _gather(t, t.rows, t.sources), nbytes, 8, t.model.itemsize)
-
-
-def _product(t: Tiles) -> tuple[np.ndarray, np.ndarray]:
-    """Return the flops of a product, which counts at least VECTOR columns, and its bytes."""
-    wide, high = (np.maximum(columns, VECTOR) for columns in (t.summed, t.h_out))
-    return np.asarray(2.0 * t.rows * wide * high), t.sums + t.outputs
-
-
-# -- memory ----------------------------------------------------------------------------------------
-
-
-class _Holds:
-    """Memory of a layer's operations [ranks] [B], as in executor/strategies/tensor3d.py."""
-
-    def __init__(self, t: Tiles) -> None:
-        self.tiles = t
-        # sums of neighbours, before they are copied into one tensor with own rows
-        self.neighbours = t.sums / 2 * t.spec.reads_own
-        # the mask of ReLU and dropout, one byte per input
-        self.mask = t.inputs / t.model.itemsize * (t.relu or t.drops) * t.varies
-
-    def aggregate(self) -> OpMemory:
-        t = self.tiles
-        kept = self.mask + t.sums
-        # inputs are freed, except features, which are constant
-        return OpMemory(kept + t.inputs * t.drops + self.neighbours, kept - t.inputs * t.varies)
-
-    def forward(self) -> OpMemory:
-        return keeps(self.tiles.outputs)
-
-    def backward(self) -> OpMemory:
-        t = self.tiles
-        weights = 2.0 * t.weights * t.model.itemsize  # the tile of weights and its gradient
-        freed = t.sums * t.is_summed
-        return OpMemory(t.outputs + weights + t.sums * t.varies - freed, -freed)
-
-    def aggregate_back(self) -> OpMemory:
-        return OpMemory(self.tiles.sums + self.neighbours + self.tiles.inputs, -self.mask)
-
-    def loss(self) -> OpMemory:
-        """Return the memory of the logits and their gradients, each both as a tile and as whole
-        rows, which have as many numbers as the tile."""
-        return OpMemory(4 * self.tiles.outputs, 0.0)

@@ -28,7 +28,6 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from gnnplan.planner.gnn.workload import Workload
 from gnnplan.planner.graph.graph import Graph
 from gnnplan.planner.graph.sampling import Ids, taken
 from gnnplan.planner.ownership.estimated import EstimatedBatches
@@ -154,17 +153,6 @@ def list_bytes(graph: Graph, ids: Ids) -> NDArray[np.int64]:
     return np.asarray(NEIGHBOUR * graph.degree_of(ids) + ENTRY)
 
 
-def worth_keeping(graph: Graph, workload: Workload, hot: str, groups: int) -> Ids:
-    """Return all vertices [N], ordered by reads per byte of their lists, the most first.
-
-    (A hub's list is read often, but takes as many bytes as thousands of other lists.)
-    """
-    return np.argsort(
-        -heat(graph, workload, hot, groups) / list_bytes(graph, np.arange(graph.stats.vertices)),
-        kind="stable",
-    )
-
-
 def thinned(graph: Graph, keep: NDArray[np.bool_]) -> Graph:
     """Return the graph with the lists of the vertices in `keep` [N]; all other lists are empty."""
     degree, fields = np.where(keep, graph.degree, 0), {}
@@ -205,7 +193,12 @@ def hashed(
         graph = batches.graph
         home = (np.arange(graph.stats.vertices) % count).astype(np.int32)
         kept = home == np.arange(count)[:, None]
-        order = worth_keeping(graph, batches.workload, hot, problem.ranks) if cache else home[:0]
+        order: Ids = np.zeros(0, np.int64)
+        if cache:
+            # A hub's list is read often, but takes as many bytes as thousands of other lists.
+            reads = heat(graph, batches.workload, hot, problem.ranks)
+            sizes = list_bytes(graph, np.arange(graph.stats.vertices))
+            order = np.argsort(-reads / sizes, kind="stable")  # by reads per byte, the most first
         for place in range(count):
             others = order[home[order] != place]
             kept[place, fitting_prefix(others, list_bytes(graph, others), cache)] = True
@@ -234,7 +227,7 @@ def owned(batches: Batches, structure: str) -> Lists | None:
     return Structure(places, member.astype(np.int32), kept, False, batches.graph.degree)
 
 
-def check_structure(name: str, problem: Problem, structure: str, cache: int = 0) -> None:
+def check_structure(name: str, problem: Problem, structure: str, cache: int) -> None:
     """Raise SpecError if the knobs `structure` and `structure_cache` are wrong or do not fit."""
     check_word(f"{name}: structure says who has adjacency lists", structure, PLACES)
     if structure == "spread" and problem.workload.task == "link":

@@ -22,9 +22,7 @@ them from each other (Quiver).
     comm                           |ask|fetch|       rows that other ranks provide
 
 Adjacency lists may also be spread (adjacency_store.py), independently of features. A sampler asks
-other ranks to draw from lists that it does not have:
-
-    host     |ask_edges 3|draw 3|edges 3| .. |ask_edges 1|draw 1|edges 1|lay|
+other ranks to draw from lists that it does not have.
 
 Link prediction (graph/sampling.py): a rank takes its share of the edges. It samples around all
 endpoints and negatives of these edges, so that ranks exchange no further rows.
@@ -42,7 +40,7 @@ Bytes per batch, for M ranks, W weights and numbers of b bytes:
 Loaded per batch: F b for each row of a rank's own frontier that no cache has. Sources: DistDGL
 (IA3 2020) for spread features; Quiver (arXiv 2305.10863) for shared caches.
 
-See also supply.py, on_batches.py, feature_store.py, adjacency_store.py, memory.py, proposals.py in
+See also supply.py, on_batches.py, feature_store.py, adjacency_store.py in
 this folder; layerwise/step.py for the layers; executor/strategies/minibatch.py.
 """
 
@@ -50,19 +48,17 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from typing import ClassVar, Self
+from typing import Self
 
 from gnnplan.planner.problem.problem import Problem
 from gnnplan.planner.strategies.base import Bytes, Example, Strategy
-from gnnplan.planner.strategies.layerwise.exchange import ExchangeOptions
-from gnnplan.planner.strategies.minibatch.adjacency_store import Lists, check_structure, hashed
-from gnnplan.planner.strategies.minibatch.feature_store import (
-    Features,
-    check_store,
-    feature_store,
+from gnnplan.planner.strategies.minibatch.adjacency_store import Lists, hashed
+from gnnplan.planner.strategies.minibatch.on_batches import (
+    OnRows,
+    lists_cache,
+    variants,
+    with_one_sampler,
 )
-from gnnplan.planner.strategies.minibatch.on_batches import OnRows
-from gnnplan.planner.strategies.minibatch.proposals import lists_cache, variants, with_one_sampler
 
 
 @dataclass(frozen=True)
@@ -92,37 +88,27 @@ class DataParallel(OnRows):
     structure_cache: Bytes = 0
     buckets: int = 1
 
-    family: ClassVar[str] = "data_parallel"
-    examples: ClassVar[tuple[Example, ...]] = (Example("data_parallel"),)
+    family = "data_parallel"
+    examples = (Example("data_parallel"),)
 
     @classmethod
     def candidates(cls, problem: Problem) -> Iterator[Strategy]:
         on_device = problem.cluster.sampler == "device"
-        shared = {"shared_cache": True} if len(set(problem.servers)) < problem.ranks else {}
+        shared = {"shared_cache": True} if problem.server_count < problem.ranks else {}
         yield from variants(problem, with_one_sampler(problem, cls(), on_device), **shared)
 
     def check(self, problem: Problem) -> None:
         super().check(problem)
-        check_store(self.name, problem, self.cache, self.hot, self.features, self.shared_cache)
-        check_structure(self.name, problem, self.structure, self.structure_cache)
-
-    def store(self, problem: Problem) -> Features:
-        return feature_store(
-            problem, self.batches(problem), self.cache, self.hot, self.features, self.shared_cache
-        )
+        self.check_places(problem)
 
     def lists(self, problem: Problem) -> Lists | None:
-        by_rank = len(set(problem.servers)) == 1
+        by_rank = problem.server_count == 1
         return hashed(
             problem, self.batches(problem), self.structure, by_rank, self.structure_cache, self.hot
         )
 
-    @property
-    def exchange_options(self) -> ExchangeOptions:
-        return ExchangeOptions(checkpoint=self.checkpoint, buckets=self.buckets)
-
     def more_spread(self, problem: Problem) -> Iterator[Self]:
-        if len(set(problem.servers)) > 1:
+        if problem.server_count > 1:
             if self.features == "everywhere":
                 yield replace(self, features="spread")
             spread = replace(self, features="spread", structure="spread", structure_cache=0)

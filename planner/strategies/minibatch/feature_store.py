@@ -18,7 +18,7 @@ A graph known by statistics has an `EstimatedStore` with the same methods.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, cast
 from weakref import WeakKeyDictionary
@@ -309,11 +309,11 @@ def feature_store(
     problem: Problem,
     batches: Batches,
     cache: int,
-    hot: str = "frequency",
-    features: str = "everywhere",
-    shared: bool = False,
-    epochs: int = EPOCHS,
-    slices: tuple[Slice, ...] = (),
+    hot: str,
+    features: str,
+    shared: bool,
+    epochs: int,
+    slices: tuple[Slice, ...],
 ) -> Features:
     """Return the feature store of a problem's mini-batches; results are cached.
 
@@ -321,7 +321,7 @@ def feature_store(
     slices: the features that each rank reads; (): all columns of its own rows. hot, features,
     shared: as the knobs `hot`, `features` and `shared_cache`.
     """
-    spread = features == "spread" and len(set(problem.servers)) > 1
+    spread = features == "spread" and problem.server_count > 1
     everything, widths = range(problem.model.features), {len(each.columns) for each in slices}
     read = slices or tuple(Slice((rank,), everything) for rank in range(problem.ranks))
     # in one group, a row is in the memory of its owner's server
@@ -334,6 +334,27 @@ def feature_store(
         groups, stats = batches.groups, problem.stats
         return EstimatedStore(problem.servers, read, groups, rows, over_servers, shared, stats)
 
+    def cached_by_rank() -> Iterator[Ids]:
+        """Yield the vertices that each rank caches, hottest first, as many as fit.
+
+        They are chosen from all rows; from every n-th row if n GPUs of a server share caches; or
+        from the rank's own rows if a group splits a batch.
+        """
+        servers, groups, member = problem.servers, batches.groups, batches.member
+        order = hottest(batches.graph, batches.workload, hot, len(set(groups)), epochs)
+        caches: dict[tuple[int, int, range], Ids] = {}  # equal caches are one array
+        for rank, each in enumerate(read):
+            place, count = 0, 1
+            if member is not None:
+                place, count = groups[:rank].count(groups[rank]), 0
+            elif shared:
+                place, count = (some.count(servers[rank]) for some in (servers[:rank], servers))
+            if (kind := (place, count, each.columns)) not in caches:
+                eligible = order[place::count] if member is None else order[member[order] == place]
+                sizes = row_bytes(problem, eligible, each.columns)
+                caches[kind] = fitting_prefix(eligible, sizes, cache).astype(np.int64)
+            yield caches[kind]
+
     def counted() -> Features:
         graph, member, home = batches.graph, batches.member, None
         held: Sequence[Ids] = [np.zeros(0, np.int64)] * problem.ranks
@@ -344,45 +365,13 @@ def feature_store(
                 servers = np.unique(problem.servers).astype(np.int32)
                 home = servers[partition(graph, servers.size, problem.method)]
             if cache:
-                held = _cached(problem, batches, cache, hot, shared, epochs, read)
+                held = list(cached_by_rank())
         vertices = graph.stats.vertices
         return Store(problem.servers, read, tuple(held), home, shared, vertices, watch.seconds)
 
     key = problem.servers, problem.method, problem.workload, cache, hot, spread, shared, epochs
     make = estimated if isinstance(batches, EstimatedBatches) else counted
     return problem.cache.get(("feature store", batches, *key, slices), make)
-
-
-def _cached(
-    problem: Problem,
-    batches: Batches,
-    cache: int,
-    hot: str,
-    shared: bool,
-    epochs: int,
-    slices: Sequence[Slice],
-) -> list[Ids]:
-    """Return the vertices that each rank caches, hottest first, as many as fit.
-
-    They are chosen from all rows; from every n-th row if n GPUs of a server share caches; or from
-    the rank's own rows if a group splits a batch.
-    """
-    graph, groups, member = batches.graph, batches.groups, batches.member
-    order = hottest(graph, batches.workload, hot, len(set(groups)), epochs)
-    caches: dict[tuple[int, int, range], Ids] = {}  # equal caches are one array
-    held = []
-    for rank, (group, read) in enumerate(zip(groups, slices, strict=True)):
-        server, place, count = problem.servers[rank], 0, 1
-        if member is not None:
-            place, count = groups[:rank].count(group), 0
-        elif shared:
-            place, count = problem.servers[:rank].count(server), problem.servers.count(server)
-        if (kind := (place, count, read.columns)) not in caches:
-            eligible = order[place::count] if member is None else order[member[order] == place]
-            fitting = fitting_prefix(eligible, row_bytes(problem, eligible, read.columns), cache)
-            caches[kind] = fitting.astype(np.int64)
-        held.append(caches[kind])
-    return held
 
 
 def provider_of(
@@ -421,39 +410,27 @@ def hottest(graph: Graph, workload: Workload, hot: str, groups: int, epochs: int
 def heat(
     graph: Graph, workload: Workload, hot: str, groups: int, epochs: int = EPOCHS
 ) -> NDArray[np.int64]:
-    """Return the heat of each vertex [N]: how often it is read, or how many vertices read it."""
-    counts = (
-        frequency(graph, workload, groups, epochs)
-        if hot == "frequency"
-        else np.bincount(graph.indices, minlength=graph.stats.vertices)
-    )
-    return counts.astype(np.int64)
-
-
-def frequency(
-    graph: Graph, workload: Workload, groups: int, epochs: int = EPOCHS
-) -> NDArray[np.int32]:
-    """Return how often groups read each vertex's row [N] in `epochs` epochs of pre-sampling.
+    """Return the heat of each vertex [N]: how often groups read its row in `epochs` epochs of
+    pre-sampling ('frequency'), or how many vertices read it ('degree').
 
     Training does not draw the batches of these epochs. A row counts once per batch and group, even
-    if several layers have the vertex (`splitting.presample` counts layers). The result is cached on
-    disk.
+    if several layers have the vertex (`splitting.presample` counts layers). Frequencies are cached
+    on disk.
     """
+    vertices = graph.stats.vertices
+    if hot == "degree":
+        return np.bincount(graph.indices, minlength=vertices).astype(np.int64)
 
     def compute() -> NDArray[np.int32]:
-        heat = np.zeros(graph.stats.vertices, np.int32)
+        reads = np.zeros(vertices, np.int32)
         for epoch in range(BEFORE, BEFORE + epochs):
             for number, items in enumerate(presampled(graph, workload, epoch)):
                 for frontier in frontiers(graph, workload, items, groups, epoch, number):
-                    heat[frontier.nodes[0]] += 1
-        return heat
+                    reads[frontier.nodes[0]] += 1
+        return reads
 
-    return cached(
-        f"heat {drawn_as(graph, workload)} {groups} {epochs}",
-        graph.stats.vertices,
-        MOST,
-        compute,
-    )
+    key = f"heat {drawn_as(graph, workload)} {groups} {epochs}"
+    return cached(key, vertices, MOST, compute).astype(np.int64)
 
 
 def check_word(rule: str, word: str, allowed: Sequence[str]) -> None:
@@ -463,12 +440,7 @@ def check_word(rule: str, word: str, allowed: Sequence[str]) -> None:
 
 
 def check_store(
-    name: str,
-    problem: Problem,
-    cache: int,
-    hot: str = "frequency",
-    features: str = "everywhere",
-    shared: bool = False,
+    name: str, problem: Problem, cache: int, hot: str, features: str, shared: bool
 ) -> None:
     """Raise SpecError if the knobs of a feature store are wrong or do not fit together."""
     room = int(problem.cluster.device.memory)

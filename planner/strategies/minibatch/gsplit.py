@@ -63,8 +63,8 @@ The rows of the other endpoints are exchanged as for a layer L + 1.
 Sources: GSplit (arXiv 2303.13775), Sec. 3-5; DNP and SNP of APT (PPoPP 2025,
 github.com/kaihaoma/APT).
 
-See also supply.py, on_batches.py, feature_store.py, adjacency_store.py, memory.py, proposals.py in
-this folder; layerwise/step.py for the layers; planner/graph/partition.py for owners;
+See also supply.py, on_batches.py, feature_store.py, adjacency_store.py in
+this folder; layerwise/step.py for the layers; planner/graph/splitting.py for owners;
 executor/strategies/minibatch.py.
 """
 
@@ -82,15 +82,8 @@ from gnnplan.planner.graph.partition import EPOCHS, FINEST, IMBALANCE, LOOSEST, 
 from gnnplan.planner.ownership.minibatch import Batches
 from gnnplan.planner.problem.problem import Problem
 from gnnplan.planner.strategies.base import Bytes, Example, Strategy
-from gnnplan.planner.strategies.layerwise.exchange import ExchangeOptions
-from gnnplan.planner.strategies.minibatch.adjacency_store import Lists, check_structure, owned
-from gnnplan.planner.strategies.minibatch.feature_store import (
-    Features,
-    check_store,
-    feature_store,
-)
-from gnnplan.planner.strategies.minibatch.on_batches import OnRows
-from gnnplan.planner.strategies.minibatch.proposals import variants, with_one_sampler
+from gnnplan.planner.strategies.minibatch.adjacency_store import Lists, owned
+from gnnplan.planner.strategies.minibatch.on_batches import OnRows, variants, with_one_sampler
 from gnnplan.planner.vocabulary.errors import SpecError
 
 GROUPS = ("server", "all")
@@ -129,17 +122,17 @@ class GSplit(OnRows):
     buckets: int = 1
     split: str = "all"
 
-    family: ClassVar[str] = "gsplit"
+    family = "gsplit"
     names: ClassVar[Mapping[str, Mapping[str, object]]] = {
         "dnp": {"split": "first"},
         "snp": {"split": "source"},
     }
-    examples: ClassVar[tuple[Example, ...]] = (Example("gsplit"), Example("dnp"), Example("snp"))
+    examples = (Example("gsplit"), Example("dnp"), Example("snp"))
 
     @classmethod
     def candidates(cls, problem: Problem) -> Iterator[Strategy]:
         if problem.ranks > 1:
-            servers = len(set(problem.servers))
+            servers = problem.server_count
             if servers == 1:
                 groups: tuple[str, ...] = ("server",)
             else:  # groups by server need servers with several ranks
@@ -208,8 +201,7 @@ class GSplit(OnRows):
                 "gsplit: imbalance is the share of the mean load that an owner may have beyond it,"
                 f" {FINEST:g} to {LOOSEST:g}, not {self.imbalance:g}; use METIS's {IMBALANCE:g}"
             )
-        check_store(self.name, problem, self.cache, self.hot, self.features)
-        check_structure(self.name, problem, self.structure)
+        self.check_places(problem)
 
     def _check_layer_1(self, problem: Problem) -> None:
         """Raise SpecError if layer 1 cannot be split without the other layers."""
@@ -247,7 +239,12 @@ class GSplit(OnRows):
                     f"{name}'s ranks read {read} of each other's vertices ({knob}: spread); use"
                     f" {knob}='everywhere', or gsplit"
                 )
-        if by_source and (why := _why_no_sum(problem)):
+        why = ""  # layer 1 is no sum over its sources, followed by `apply`
+        if problem.model.layers[0].heads:
+            why = "weighs an edge by all edges of its row (attention)"
+        elif problem.workload.model not in SUMS:
+            why = f"is no plain sum (those of {', '.join(SUMS)} are)"
+        if by_source and why:
             raise SpecError(
                 f"snp adds layer 1 up from parts, and that of {problem.workload.called} {why}; use"
                 " dnp, which computes a row of layer 1 at one rank"
@@ -267,16 +264,8 @@ class GSplit(OnRows):
             self.groups(problem), self.splitter, self.presample, self.imbalance, self.split
         )
 
-    def store(self, problem: Problem) -> Features:
-        arguments = problem, self.batches(problem), self.cache, self.hot, self.features
-        return feature_store(*arguments, epochs=self.presample)
-
     def lists(self, problem: Problem) -> Lists | None:
         return owned(self.batches(problem), self.structure)
-
-    @property
-    def exchange_options(self) -> ExchangeOptions:
-        return ExchangeOptions(self.narrow, checkpoint=self.checkpoint, buckets=self.buckets)
 
     def preparation(self, problem: Problem) -> dict[str, float]:
         return {
@@ -285,19 +274,9 @@ class GSplit(OnRows):
         }
 
     def more_spread(self, problem: Problem) -> Iterator[Self]:
-        if len(set(problem.servers)) > 1 and self.split != "first":
+        if problem.server_count > 1 and self.split != "first":
             if self.features == "everywhere":
                 yield replace(self, features="spread")
             # if a group is a server, spread lists would all be in that server's memory
             if self.structure == "everywhere" and self.group == "all" and self.split == "all":
                 yield replace(self, features="spread", structure="spread")
-
-
-def _why_no_sum(problem: Problem) -> str:
-    """Return why layer 1 is no sum over its sources, followed by `apply`; '' if it is."""
-    kind, first = problem.workload.model, problem.model.layers[0]
-    if first.heads:
-        return "weighs an edge by all edges of its row (attention)"
-    if kind not in SUMS:
-        return f"is no plain sum (those of {', '.join(SUMS)} are)"
-    return ""

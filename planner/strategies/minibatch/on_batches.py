@@ -1,17 +1,7 @@
 """Base classes of strategies that train on mini-batches, and the operations of one mini-batch.
 
-Data parallelism and GSplit sample, load, then compute the layers:
-
-    each rank samples for itself (data parallelism)
-    host     |draw|lay|
-    copy               |load|
-    compute                 |forward 1 .. L|loss|backward L .. 1|            |update|
-    reduce                                                       |all_reduce|
-
-    groups that split a batch (GSplit)
-    host     |draw L|ids L|draw L-1|ids L-1| .. |lay|
-    copy                                             |load|
-    comm                                                  |halo 1 (features)|  then graph parallel
+Data parallelism and GSplit sample, load, then compute the layers (drawn in data_parallel.py and
+gsplit.py):
 
     draw     sample a layer's edges
     ids      tell owners how many of their vertices the frontier has reached (8 bytes per peer),
@@ -29,13 +19,20 @@ the GPU, and `load` copies features to it and the ids of rows back.
 With a feature store (feature_store.py) `load` copies the rows that are in the server's memory and
 in no cache. More operations follow:
 
-    compute        |pick|                rows of the GPU's own cache
-    copy      |load|
-    comm                |ask|fetch|      rows that other ranks provide, asked for by id: how many
-                                         (8 bytes per rank), then which (8 bytes each)
+    pick     copy rows of the GPU's own cache
+    ask      tell other ranks how many of their rows are needed (8 bytes per rank), and then which
+             (8 bytes each)
+    fetch    receive these rows
 
 With spread adjacency lists (adjacency_store.py) samplers ask each other for neighbours, layer by
 layer. layerwise/step.py has the operations of the layers.
+
+A plan proposes the number of samplers per rank, the size of caches, and the placement of graph
+data. With one sampler an epoch takes as long as sampling, loading or training, whichever is
+longest. k samplers take a k-th of the time, so a plan proposes the first of 1, 2, 4, .. samplers
+with which sampling is no longer the longest, if there are enough cores and memory. If graph data do
+not fit in every server's memory, candidates spread the features, and the lists too if necessary.
+The memory that remains caches lists of other servers (P3, Sec. 3.4).
 """
 
 from __future__ import annotations
@@ -43,28 +40,41 @@ from __future__ import annotations
 from abc import abstractmethod
 from collections.abc import Iterator
 from dataclasses import replace
-from typing import ClassVar, Literal, Self
+from functools import partial
+from typing import Literal, TypeVar
 
 import numpy as np
 
 from gnnplan.planner.gnn.workload import Workload
 from gnnplan.planner.graph.graph import GraphStats
+from gnnplan.planner.graph.partition import EPOCHS
 from gnnplan.planner.graph.sampling import count_items, per_epoch
 from gnnplan.planner.ownership.minibatch import Batches, MiniBatch
 from gnnplan.planner.problem.problem import Problem
 from gnnplan.planner.strategies.base import Memory, Resident, Strategy
 from gnnplan.planner.strategies.layerwise import step as layerwise
-from gnnplan.planner.strategies.layerwise.exchange import ExchangeOptions, check_buckets
-from gnnplan.planner.strategies.minibatch.adjacency_store import NEIGHBOUR, Lists
-from gnnplan.planner.strategies.minibatch.feature_store import Features
-from gnnplan.planner.strategies.minibatch.memory import (
-    features_by_server,
-    lists_by_server,
-    resident,
-    sampler_memory,
+from gnnplan.planner.strategies.layerwise.exchange import ExchangeOptions, check_buckets, pays
+from gnnplan.planner.strategies.minibatch.adjacency_store import (
+    ENTRY,
+    NEIGHBOUR,
+    Lists,
+    check_structure,
 )
-from gnnplan.planner.strategies.minibatch.supply import Supply, sampled_on_device, sized_exchange
-from gnnplan.planner.strategies.program.program import Op, Program
+from gnnplan.planner.strategies.minibatch.feature_store import (
+    Features,
+    Slice,
+    Store,
+    check_store,
+    feature_store,
+    row_bytes,
+)
+from gnnplan.planner.strategies.minibatch.supply import (
+    Supply,
+    all_rows_bytes,
+    sized_exchange,
+)
+from gnnplan.planner.strategies.program.account import predict
+from gnnplan.planner.strategies.program.program import Op, Program, Step
 from gnnplan.planner.vocabulary.errors import SpecError
 from gnnplan.planner.vocabulary.numbers import Outer
 from gnnplan.planner.vocabulary.schedule import Compute
@@ -91,8 +101,7 @@ def step(supply: Supply, batch: MiniBatch, options: ExchangeOptions) -> Iterator
     if is_counted:
         # one thread samples a batch and then loads it
         lane: Literal["host", "copy"] = "copy" if supply.prefetch else "host"
-        yield from sampled_on_device(problem, batch, lane)
-        yield from supply.reading(all_edges, ahead=lane)
+        yield from supply.sampled_there(batch, lane)
     elif not splits:
         yield from supply.drawing(batch, all_edges)
     peers = Outer.of(batch.servers, True, 1)
@@ -120,21 +129,6 @@ def step(supply: Supply, batch: MiniBatch, options: ExchangeOptions) -> Iterator
     yield from layerwise.step(problem, batch, options, scored=batch.scored)
 
 
-def program(supply: Supply, options: ExchangeOptions) -> Program:
-    """Return the program, with a step for each mini-batch."""
-    batches, prefetch = supply.batches, supply.prefetch
-    return Program(
-        batches.first,
-        batches.steps,
-        batches.at,
-        lambda batch: list(step(supply, batch, options)),
-        supply.fill,
-        # the batch being loaded, and `prefetch` batches being sampled; a GPU samples and loads one
-        lead=min(prefetch, 1) if supply.lays_there else prefetch and prefetch + 1,
-        samplers=supply.samplers,
-    )
-
-
 # -- base classes of strategies --------------------------------------------------------------------
 
 
@@ -144,20 +138,30 @@ MOST_AHEAD = 1024
 class OnBatches(Strategy):
     """A strategy on mini-batches, which ranks sample in line or with `prefetch` samplers ahead."""
 
-    mode: ClassVar[str] = "mini"
-    pushes: ClassVar[bool] = False  # whether ranks send each other sampled edges (P3)
-    prefetch: int
+    mode = "mini"
+    pushes = False  # whether ranks send each other sampled edges (P3)
+    # knobs (data_parallel.py, gsplit.py); these are the values in a family without the knob
+    prefetch: int = 0
+    cache: int = 0
+    shared_cache: bool = False
+    hot: str = "frequency"
+    features: str = "everywhere"
+    structure: str = "everywhere"
+    structure_cache: int = 0
+    presample: int = EPOCHS
 
     def batches(self, problem: Problem) -> Batches:
         """Return the batches; by default each rank samples its own share."""
         return problem.minibatches(tuple(range(problem.ranks)))
 
-    def settle(self, problem: Problem) -> Self:
-        return self
+    def slices(self, problem: Problem) -> tuple[Slice, ...]:
+        """Return the features that each rank reads; (): all columns of its own rows."""
+        return ()
 
-    @abstractmethod
     def store(self, problem: Problem) -> Features:
         """Return which rows each GPU caches, and which rank provides the others."""
+        knobs = self.cache, self.hot, self.features, self.shared_cache, self.presample
+        return feature_store(problem, self.batches(problem), *knobs, self.slices(problem))
 
     @abstractmethod
     def lists(self, problem: Problem) -> Lists | None:
@@ -182,6 +186,12 @@ class OnBatches(Strategy):
                 f" own, 0 to {MOST_AHEAD}, not {self.prefetch:,}; use 0 or 2"
             )
 
+    def check_places(self, problem: Problem) -> None:
+        """Raise SpecError if the knobs on the places of features and lists are wrong."""
+        knobs = self.cache, self.hot, self.features, self.shared_cache
+        check_store(self.name, problem, *knobs)
+        check_structure(self.name, problem, self.structure, self.structure_cache)
+
     def steps(self, problem: Problem) -> int:
         return per_epoch(problem.workload, problem.stats)
 
@@ -192,9 +202,27 @@ class OnBatches(Strategy):
         return self.supply(problem).filling()
 
     def host_memory(self, problem: Problem) -> Memory:
-        supply = self.supply(problem)
-        lists = lists_by_server(problem, supply.lists)
-        return {"features": self.features_on_host(problem), "lists": lists} | sampler_memory(supply)
+        return {"features": self.features_on_host(problem)} | self.supply(problem).on_host()
+
+    @abstractmethod
+    def step(self, problem: Problem, batch: MiniBatch) -> Step:
+        """Return the operations of the step on a batch."""
+
+    def program(self, problem: Problem) -> Program:
+        supply, prefetch = self.supply(problem), self.prefetch
+        # batches being sampled, and the batch being loaded; a GPU samples and loads one. P3 loads
+        # in the batch's own step.
+        ahead = min(prefetch, 1) if supply.lays_there else prefetch + (prefetch and not self.pushes)
+        batches, step = supply.batches, partial(self.step, problem)
+        return Program(
+            batches.first,
+            batches.steps,
+            batches.at,
+            step,
+            supply.fill,
+            lead=ahead,
+            samplers=supply.samplers,
+        )
 
     @abstractmethod
     def features_on_host(self, problem: Problem) -> np.ndarray:
@@ -204,33 +232,40 @@ class OnBatches(Strategy):
 class OnRows(OnBatches):
     """A strategy on mini-batches whose ranks load whole rows of features."""
 
-    rounds_rows: ClassVar[bool] = True
-    executor: ClassVar[str] = "gnnplan.executor.strategies.minibatch"
+    rounds_rows = True
+    executor = "gnnplan.executor.strategies.minibatch"
     # without prefetch: exact; with prefetch: sampling and loads contend with training
-    claim: ClassVar[float] = 0.1
+    claim = 0.1
+    narrow: bool = False
     checkpoint: bool
-    features: str
+    buckets: int
 
     @property
-    @abstractmethod
     def exchange_options(self) -> ExchangeOptions:
         """The options by which layers exchange rows."""
+        return ExchangeOptions(self.narrow, checkpoint=self.checkpoint, buckets=self.buckets)
 
     def check(self, problem: Problem) -> None:
         super().check(problem)
-        check_buckets(self.name, problem, self.exchange_options.buckets)
+        check_buckets(self.name, problem, self.buckets)
 
     def with_less_memory(self) -> Strategy | None:
         return None if self.checkpoint else replace(self, checkpoint=True)  # type: ignore[call-arg]
 
     def resident(self, problem: Problem) -> Resident:
-        return resident(self.supply(problem))
+        return self.supply(problem).resident()
 
     def features_on_host(self, problem: Problem) -> np.ndarray:
-        return features_by_server(problem, self.store(problem), self.features)
+        servers, store = list(dict.fromkeys(problem.servers)), self.store(problem)
+        if isinstance(store, Store) and store.home is not None:
+            rows = [np.flatnonzero(store.home == server) for server in servers]
+            return np.array([float(problem.features_bytes(ids).sum()) for ids in rows])
+        spread = self.features == "spread" and problem.graph is None
+        share = 1 / len(servers) if spread else 1.0
+        return np.full(len(servers), share * all_rows_bytes(problem, problem.features_bytes))
 
-    def program(self, problem: Problem) -> Program:
-        return program(self.supply(problem), self.exchange_options)
+    def step(self, problem: Problem, batch: MiniBatch) -> Step:
+        return list(step(self.supply(problem), batch, self.exchange_options))
 
 
 def check_batches(w: Workload, stats: GraphStats, ranks: int, without: str) -> None:
@@ -253,3 +288,127 @@ def check_batches(w: Workload, stats: GraphStats, ranks: int, without: str) -> N
             f"a batch has {each} for every rank (batch: {w.batch}, ranks: {ranks}); use{more}"
             " fewer ranks"
         )
+
+
+S = TypeVar("S", bound=OnBatches)
+MOST = 32  # largest number of samplers per rank that is proposed
+NEARLY = 0.98  # the samplers are doubled only if the epoch becomes shorter by this factor
+ROUNDED = 10**8  # proposed caches of this size or more are cut to two digits [B]
+
+
+def variants(problem: Problem, plain: S, **sharing: bool) -> Iterator[S]:
+    """Yield the strategy without and with a cache, each with the best number of samplers, and all
+    of these with buckets if buckets pay.
+
+    sharing: knobs of one more variant with a cache."""
+    proposed = [plain]
+    if cache := proposed_cache(problem, plain):
+        proposed.append(replace(plain, cache=cache))  # type: ignore[call-arg]
+        if sharing:
+            proposed.append(replace(plain, cache=cache, **sharing))  # type: ignore[call-arg]
+    proposed = [with_enough_samplers(problem, variant) for variant in proposed]
+    yield from proposed
+    layers = problem.workload.layers
+    bucketed = [replace(each, buckets=layers) for each in proposed]  # type: ignore[call-arg]
+    if pays(problem, proposed[-1], bucketed[-1]):
+        yield from bucketed
+
+
+def most_samplers(problem: Problem, lays_there: bool = False) -> int:
+    """Return the largest number of samplers per rank that have a core each: a power of two, or 0.
+
+    lays_there: whether a GPU that samples also lays out its batches. If so, one thread may sample
+    and load ahead (1); otherwise GPUs sample in line (0).
+    """
+    if problem.cluster.sampler == "device":
+        return int(lays_there and problem.cost.cores_each >= 2)
+    cores = int(min(problem.cost.cores_each - 1, MOST))
+    return 2 ** (cores.bit_length() - 1) if cores > 0 else 0
+
+
+def with_one_sampler(problem: Problem, in_line: S, lays_there: bool = False) -> S:
+    """Return the strategy with one sampler per rank, if there is a core and memory for it.
+
+    lays_there: whether a GPU that samples also lays out its batches.
+    """
+    ahead = _with_samplers(problem, in_line, 1) if most_samplers(problem, lays_there) else None
+    return ahead or fitting(problem, in_line)
+
+
+def with_enough_samplers(problem: Problem, one: S) -> S:
+    """Return the strategy with the best number of samplers; `one` has one sampler, or none.
+
+    An epoch is shortest with the most samplers. The best number is the fewest samplers that finish
+    sampling within that epoch, or fewer if memory has no room for their batches.
+    """
+    most, settled = most_samplers(problem), one.settle(problem)
+    if not one.prefetch or most < 2 or not settled.suits(problem):
+        return one
+    program = settled.built(problem)
+    with_most = predict(problem, replace(program, samplers=most))
+    ops = program.ops(next(iter(program.known())))
+    sampling = {op.label(0).kind for op in ops if op.lane == "host"}
+    sampling_s = sum(float(with_most.by_op[kind]) for kind in sampling)
+    needed = int(np.ceil(NEARLY * sampling_s / float(with_most.epoch_s)))
+    doublings = min(most.bit_length() - 1, max(needed - 1, 0).bit_length())
+    fewer = (_with_samplers(problem, one, 2**power) for power in range(doublings, 0, -1))
+    return next(filter(None, fewer), one)
+
+
+def _with_samplers(problem: Problem, strategy: S, samplers: int) -> S | None:
+    """Return the strategy with this number of samplers, and data spread only as far as necessary.
+
+    None if prefetched batches do not fit, on a CPU in the rank's memory, else in the server's.
+    """
+    several = fitting(problem, replace(strategy, prefetch=samplers))  # type: ignore[call-arg]
+    settled = several.settle(problem)
+    if not settled.suits(problem):
+        return several
+    in_ranks = problem.on_cpu
+    return (
+        several if (settled.fits(problem) if in_ranks else several.fits_servers(problem)) else None
+    )
+
+
+def fitting(problem: Problem, strategy: S) -> S:
+    """Return the strategy, or the least spread variant that fits in servers' memories.
+
+    If no variant fits, return the variant that spreads most.
+    """
+    if problem.cluster.graph_memory == np.inf or not strategy.settle(problem).suits(problem):
+        return strategy
+    for tried in (strategy, *strategy.more_spread(problem)):
+        if tried.fits_servers(problem):
+            break
+    return tried
+
+
+def lists_cache(problem: Problem, spread: Strategy) -> int:
+    """Return the bytes of other servers' lists for which each server has room.
+
+    spread: the strategy with spread lists and no cache.
+    """
+    room = problem.cluster.graph_memory - sum(spread.on_fullest_server(problem).values())
+    all_lists = NEIGHBOUR * problem.stats.edges + ENTRY * problem.stats.vertices
+    cache = int(max(0.0, min(room, all_lists)))
+    return in_two_digits(cache)
+
+
+def proposed_cache(problem: Problem, plain: OnBatches) -> int:
+    """Return the bytes of cache per GPU to propose for a strategy without a cache, or 0.
+
+    The cache has nine tenths of the free memory, but no more than all rows (in the columns that a
+    GPU reads) need. It is 0 on CPUs, where the rows are in the same memory already.
+    """
+    plain = plain.settle(problem)
+    if problem.on_cpu or not plain.suits(problem):
+        return 0
+    free = problem.cluster.device.memory - plain.most_memory(problem)
+    columns = max((each.columns for each in plain.store(problem).slices), key=len)
+    all_rows = all_rows_bytes(problem, lambda ids: row_bytes(problem, ids, columns))
+    return max(0, min(in_two_digits(int(0.9 * free)), all_rows))
+
+
+def in_two_digits(nbytes: int) -> int:
+    """Return the size cut to two digits, so that plans on any number of GPUs name one strategy."""
+    return nbytes - nbytes % 10 ** (len(str(nbytes)) - 2) if nbytes >= ROUNDED else nbytes

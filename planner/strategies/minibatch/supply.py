@@ -1,23 +1,36 @@
-"""The supply of batches: which samplers draw them, and the places of lists and features.
+"""The supply of batches: samplers, the places of lists and features, and the memory of all this.
 
-It has the operations before the training on a batch: sampling, and loading of features.
+A supply has the operations before the training on a batch: sampling, and loading of features. It
+also has the memory of ranks, the peak over the known batches: a batch's features, blocks and
+activations (layerwise/step.py), the blocks of prefetched batches, the cache of the feature store,
+and the data of evaluation. Graph data are in the servers' memories; ranks of a server share one
+copy:
+
+    features    all rows, or the rows spread to the server; P3: the columns of the server's ranks
+    lists       all adjacency lists, or those spread to or cached at the server; offsets and degrees
+                of all vertices
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Literal
 
 import numpy as np
 
 from gnnplan.planner.cluster.compute import SECTOR
 from gnnplan.planner.gnn.model import COUNTS_AT_ENDS, block
+from gnnplan.planner.gnn.trace import PIECES
+from gnnplan.planner.graph.sampling import Ids
 from gnnplan.planner.ownership.layout import LayerCounts
 from gnnplan.planner.ownership.minibatch import Batches, MiniBatch
 from gnnplan.planner.problem.problem import Problem
-from gnnplan.planner.strategies.minibatch.adjacency_store import NEIGHBOUR, Lists
+from gnnplan.planner.strategies.layerwise.step import blocks, constant
+from gnnplan.planner.strategies.minibatch.adjacency_store import ENTRY, NEIGHBOUR, Lists, bytes_at
 from gnnplan.planner.strategies.minibatch.feature_store import Features
+from gnnplan.planner.strategies.program.account import Memory, Resident, machine_code
 from gnnplan.planner.strategies.program.price import setup_s
 from gnnplan.planner.strategies.program.program import Copy, Exchange, Op, Sampling
 from gnnplan.planner.vocabulary.numbers import Number, Outer, RankMatrix
@@ -31,6 +44,10 @@ LOOKED_UP = 164  # bytes that a GPU reads and writes to find a row in its cache,
 # on a core of an AMD EPYC that launches an operation in 9.5 us.
 OPENING = 100
 CACHING = 0.75  # share of a GPU's memory for lists and features, if the GPU samples
+
+PLACE = 8  # bytes of an edge's position in the order of an epoch
+PLACE_IN_CACHE = 4  # bytes of a vertex's position in the cache, on a GPU that lays out its batches
+PLACE_AMONG_SOURCES = 4  # bytes of a vertex's position among a layer's sources
 
 
 @dataclass(frozen=True, eq=False)
@@ -114,6 +131,20 @@ class Supply:
         work = Sampling(what, edges, self.samplers, layers)
         return Op(what, layer=layer, work=work, ahead="host")
 
+    def sampled_there(self, batch: MiniBatch, lane: Literal["host", "copy"]) -> Iterator[Op]:
+        """Yield sampling and layout, by its GPU, of a batch that a rank does not share with others.
+
+        lane: the lane for work ahead of the step.
+        """
+        layers = self.problem.model.layers
+        edges = [batch.facts(layer).edges for layer in range(1, len(layers) + 1)]
+        drawn = DRAWN * np.sum(edges, axis=0)
+        laid = sum(LAID[spec.edges][0] * each for spec, each in zip(layers, edges, strict=True))
+        for name, nbytes, launches in zip(("draw", "lay"), (drawn, laid), LAUNCHES, strict=True):
+            work = Compute(elementwise_bytes=np.asarray(nbytes), launches=len(layers) * launches)
+            yield Op(name, work=work, ahead=lane)
+        yield from self.reading(np.sum(edges, axis=0), ahead=lane)
+
     def laying(self, edges: Sequence[np.ndarray], more: Number = 0) -> Op:
         """Return the operation of samplers that lay out layers of these numbers of edges [ranks],
         and `more` edges. Those of 'mean' are the unit: others have self edges or other weights."""
@@ -191,6 +222,105 @@ class Supply:
         loaded_s = float(np.max(self.problem.cost.load_s(caches)))
         return {"feature store": self.store.seconds + setup_s(self.problem, self.fill()) + loaded_s}
 
+    # -- memory --------------------------------------------------------------------------------
+
+    def resident(self) -> Resident:
+        """Return what ranks have besides a step's tensors and graph data in servers' memories."""
+        problem, store, on_cpu = self.problem, self.store, self.problem.on_cpu
+        features = self.peak(partial(constant, problem))
+        graph, sampling = self.peak(partial(blocks, problem)), self.peak(self.sampling_peak)
+        elsewhere = buffers = 0.0 * features
+        if not self.is_plain:
+            elsewhere = features + self.peak(self._arriving)
+        if self.prefetch:  # sampler processes have their own memory, and the next batch is loaded
+            buffers = np.maximum(sampling - graph, 0.0) * self.lays_there
+            features = 2.0 * features
+            graph = graph * (2 + self.prefetch * on_cpu)
+        else:
+            elsewhere = np.maximum(elsewhere, sampling - graph)
+        cache = 0.0 * features + store.held(problem)
+        if self.lays_there and self.picks_there:
+            cache = cache + PLACE_IN_CACHE * problem.stats.vertices
+        graph = graph + self.lists_held()
+        data = {"features": features, "cache": cache, "graph": graph, "buffers": buffers}
+        return Resident(data, code=machine_code(problem, PIECES), elsewhere=elsewhere)
+
+    def peak(self, nbytes: Callable[[MiniBatch], np.ndarray]) -> np.ndarray:
+        """Return the largest number of bytes over all known batches [ranks]."""
+        distinct = dict.fromkeys(self.batches.first())  # estimated batches are equal
+        return np.asarray(np.max([nbytes(batch) for batch in distinct], axis=0))
+
+    def lists_held(self) -> np.ndarray:
+        """Return the bytes of adjacency data in a rank's own memory, from which its sampler draws
+        [ranks].
+
+        On a CPU: degrees, the position of each vertex among the sources, the order of an epoch's
+        edges for link prediction, and the rank's copy of spread lists. Sampler processes share a
+        rank's degrees. With a GPU all data are in the server's memory, unless the GPU samples and
+        has room for all of its lists.
+        """
+        problem, lists, inline = self.problem, self.lists, not self.prefetch
+        stats, ranks = problem.stats, range(problem.ranks)
+        degrees = ENTRY * (1 + stats.directed) * stats.vertices
+        copied = np.array([bytes_at(problem, lists, [rank]) for rank in ranks]) - degrees
+        if not problem.on_cpu:
+            return copied * (self.lists_there == 1.0 and (self.lays_there or inline))
+        order = PLACE * stats.edges * (1 + inline) * (problem.workload.task == "link")
+        own = degrees + PLACE_AMONG_SOURCES * stats.vertices * inline + order
+        return own + copied * (lists is not None)
+
+    def _arriving(self, batch: MiniBatch) -> np.ndarray:
+        """Return the bytes of row buffers during loading, besides the batch's features [ranks]."""
+        loads = self.store.loads_of(self.problem, batch)
+        buffers = loads.host + loads.hits + loads.fetched.sum(0) + loads.fetched.sum(1)
+        return np.asarray(buffers, dtype=float)
+
+    def sampling_peak(self, batch: MiniBatch) -> np.ndarray:
+        """Return the peak bytes of a sampler in a rank's own memory [ranks].
+
+        With a GPU a sampler's data are in the server's memory, unless the GPU lays out its batches.
+        """
+        if self.problem.on_cpu:
+            return self._on_host(batch)
+        if self.lays_there:
+            return held_by_sampler(self.problem, batch)
+        return np.zeros(self.problem.ranks)
+
+    def _on_host(self, batch: MiniBatch) -> np.ndarray:
+        """Return the bytes of drawn edges, and the peak while layers are laid out in turn [ranks].
+
+        For the current layer, per edge: positions (4 bytes), numbers sorted by source (12) and a
+        copy for the block (12). Then, besides positions and the block, its weights: the edge's
+        reader (4) and a weight in both orders; GCN's weights are float64 first (8), with a factor
+        per edge (8) and a mask of self edges (1). Per source: ids, degrees and offsets (72). Blocks
+        of earlier layers stay.
+        """
+        model, peak, finished, drawn = self.problem.model, *np.zeros((3, self.problem.ranks))
+        for layer, spec in enumerate(model.layers, 1):
+            f = batch.facts(layer)
+            weighing = 20 + 2 * model.itemsize + 17 * spec.self_edges
+            each = max(28, weighing * spec.weighs_edges)
+            edges = f.edges + f.rows if spec.self_edges else f.edges
+            peak = np.maximum(peak, finished + each * edges + 72 * f.sources)
+            finished = finished + block(model, spec, f.rows, f.sources, f.edges)
+            drawn = drawn + 4 * batch.sampled(layer)
+        return np.asarray(drawn + 2 * self.problem.stats.vertices + peak)
+
+    def on_host(self) -> Memory:
+        """Return the bytes in each server's memory of adjacency lists, offsets and degrees, and of
+        sampler processes with their finished batches [servers]."""
+        problem, stats = self.problem, self.problem.stats
+        place = {server: i for i, server in enumerate(dict.fromkeys(problem.servers))}
+        servers = np.array([place[server] for server in problem.servers])
+        ranks_at = [np.flatnonzero(servers == i).tolist() for i in range(len(place))]
+        use = {"lists": np.array([bytes_at(problem, self.lists, ranks) for ranks in ranks_at])}
+        if self.prefetch and not self.lays_there:
+            links = problem.workload.task == "link"
+            positions = PLACE_AMONG_SOURCES * stats.vertices + links * PLACE * stats.edges
+            each = self.prefetch * (self.peak(self._on_host) + positions)
+            use["batches"] = np.bincount(servers, weights=each)
+        return use
+
 
 def sized_exchange(
     op: str,
@@ -230,22 +360,6 @@ LAID = {"one": (155.0, 40), "loop": (295.0, 56), "mean": (210.0, 40), "gcn": (61
 LAUNCHES = 100, 20  # launches to draw a layer, with waits for the GPU, and to lay it out
 
 
-def sampled_on_device(
-    problem: Problem, batch: MiniBatch, lane: Literal["host", "copy"]
-) -> Iterator[Op]:
-    """Yield sampling and layout of a batch that a rank does not share with other ranks.
-
-    lane: the lane for work ahead of the step.
-    """
-    layers = problem.model.layers
-    edges = [batch.facts(layer).edges for layer in range(1, len(layers) + 1)]
-    drawn = DRAWN * np.sum(edges, axis=0)
-    laid = sum(LAID[spec.edges][0] * each for spec, each in zip(layers, edges, strict=True))
-    for name, nbytes, launches in zip(("draw", "lay"), (drawn, laid), LAUNCHES, strict=True):
-        work = Compute(elementwise_bytes=np.asarray(nbytes), launches=len(layers) * launches)
-        yield Op(name, work=work, ahead=lane)
-
-
 def held_by_sampler(problem: Problem, batch: MiniBatch) -> np.ndarray:
     """Return the peak bytes of a sampler, with the blocks that it builds [ranks]."""
     layers = list(enumerate(problem.model.layers, 1))
@@ -259,3 +373,13 @@ def held_by_sampler(problem: Problem, batch: MiniBatch) -> np.ndarray:
         peak = np.maximum(peak, kept + LAID[spec.edges][1] * (f.edges + spec.self_edges * f.rows))
         kept = kept + block(problem.model, spec, f.rows, f.sources, f.edges)
     return np.asarray(peak)
+
+
+def all_rows_bytes(problem: Problem, sizes: Callable[[Ids], np.ndarray]) -> int:
+    """Return the bytes of all vertices' rows; sizes: ids -> bytes of their rows."""
+    n = problem.stats.vertices
+    return (
+        int(sizes(np.zeros(1, np.int64))[0]) * n
+        if problem.graph is None
+        else int(sizes(np.arange(n)).sum())
+    )

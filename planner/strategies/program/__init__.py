@@ -1,16 +1,15 @@
 """Programs: the operations of all ranks, and the predictions computed from them.
 
-    Strategy.program(problem) -> Program -> account.py    bytes, and seconds without contention
-                                         -> schedule.py   every rank's tasks, in order
-                                         -> traffic()     bytes from rank to rank, to place ranks
-                                         -> memory.py     each rank's peak memory
+    Strategy.program(problem) -> Program -> account.py    bytes, seconds and peak memory
+                                         -> program.py    every rank's tasks, in order; bytes from
+                                                          rank to rank, to place ranks
 
-    program.py    Op, one operation of the ranks; OpMemory, its memory; Program, an epoch's steps
-    schedule.py   the order of operations, the dependencies of each, and every rank's tasks
-    price.py      seconds and bytes of one operation
-    path.py       seconds without contention: the longest path over lanes and ranks
-    memory.py     peak memory: operations in their order, weights, libraries
-    account.py    the prediction: the longest path, shared ports and cores, and bytes
+    program.py    Op, one operation of the ranks; Program, an epoch's steps; the order of
+                  operations, the dependencies of each, and every rank's tasks
+    price.py      seconds and bytes of one operation; seconds without contention: the longest path
+                  over lanes and ranks
+    account.py    the prediction: the longest path, shared ports and cores, and bytes; peak memory:
+                  operations in their order, weights, libraries
 
 All of these files read the same operations, so bytes, seconds, tasks and memory agree. No file
 here depends on a particular strategy.

@@ -1,25 +1,58 @@
-"""Prices of operations, in seconds and bytes; planner/cluster/cost.py prices the work inside."""
+"""Seconds and bytes of operations, and seconds of an epoch: the longest path over lanes and ranks.
+
+planner/cluster/cost.py prices the work inside an operation. The path:
+
+    compute  |forward 1|. .|forward 2|loss|backward 2|. . .|backward 1|. . . . . .|update|
+    comm               |f 2|                         |b 2|
+    reduce                                                            |all_reduce|
+
+An operation begins when its lane is free and the operations that it waits for have ended
+(program.py). Each rank begins computation, sampling and loads by itself. A transfer begins when
+the last of its ranks is ready, and ends on all of its ranks at the same time, so it synchronises
+them. The work between two synchronisations is summed before it is priced, because its duration
+depends on the cores that ranks share. Transfers of several lanes that overlap contend for ports;
+other operations that overlap do not.
+
+A pipeline of chunks is computed without a loop over chunks:
+
+    stage 0  |c0|c1|c2|          A chunk enters a stage when the chunk has arrived and the chunk
+    link        |c0|c1|c2|       before it has left. It leaves when its own work is done. Links
+    stage 1        |c0|c1|c2|    work the same way.
+
+For equal chunks this is (K + stages - 1) slots forward and as many backward (GNNPipe, arXiv
+2308.10087, Sec. 3.2).
+"""
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Collection, Iterable
+from collections import Counter, defaultdict
+from collections.abc import Collection, Hashable, Iterable, Mapping, Sequence
 from dataclasses import replace
+from functools import cache, reduce
+from itertools import groupby, pairwise, permutations
+from operator import or_
 from typing import NamedTuple
 
 import numpy as np
 
+from gnnplan.planner.cluster.compute import SharedCores
 from gnnplan.planner.cluster.cost import Transfer
 from gnnplan.planner.cluster.ports import busiest
-from gnnplan.planner.problem.problem import Problem
+from gnnplan.planner.problem.problem import Cache, Problem
 from gnnplan.planner.strategies.program.program import (
     AllReduce,
+    Group,
+    Kind,
     Message,
     Op,
+    Program,
     Receive,
+    Step,
+    by_group,
+    queue,
 )
-from gnnplan.planner.vocabulary.numbers import Number, slowest
-from gnnplan.planner.vocabulary.schedule import Exchange, LocalWork
+from gnnplan.planner.vocabulary.numbers import Number, largest, slowest, total
+from gnnplan.planner.vocabulary.schedule import Exchange, Label, LocalWork
 
 
 class Price(NamedTuple):
@@ -46,7 +79,9 @@ def price_of(problem: Problem, op: Op, ranks: np.ndarray | None = None) -> Price
     cost = problem.cost
     match op.work:
         case LocalWork() as work:
-            seconds = cost.seconds(work if ranks is None else _among(work, ranks))
+            if ranks is not None:
+                work = work.at(int(ranks[0])) if ranks.size == 1 else work.of_ranks(ranks)
+            seconds = cost.seconds(work)
             return Price(np.asfortranarray(seconds) if np.ndim(seconds) > 1 else seconds)
         case Exchange(items, itemsize):
             transfer = cost.exchange(items, op.ranks or None, itemsize=itemsize)
@@ -56,11 +91,6 @@ def price_of(problem: Problem, op: Op, ranks: np.ndarray | None = None) -> Price
         case Message() | Receive():
             raise AssertionError("only operations with chunks send messages")
     return Price(transfer.alone, transfer, True)
-
-
-def _among(work: LocalWork, ranks: np.ndarray) -> LocalWork:
-    """Return the work of these ranks."""
-    return work.at(int(ranks[0])) if ranks.size == 1 else work.of_ranks(ranks)
 
 
 def _price_of_chunks(problem: Problem, op: Op) -> Price:
@@ -139,3 +169,340 @@ def bytes_of(
         for link, nbytes in by_link.items():
             links[link] += times * nbytes
     return dict(by_op), dict(+links)
+
+
+FEW = 9  # steps that represent an epoch of equal steps: its begin, its middle and its end
+PATHS = 256  # number of orders of steps whose dependencies are kept
+LEAD = 2  # steps; a longer lead of the sampler changes no step's duration
+MANY = 200  # problems; from so many on, a loop over chunks is faster than `accumulate`
+Prices = Sequence[Price]  # of each kind of operation, by the kind's number
+
+
+def path_of(
+    cache: Cache, program: Program, known: Sequence[Hashable], numbers: Mapping[Kind, int]
+) -> _Stages | _Steps:
+    """Return the dependencies of an epoch, whose duration can be computed for several prices.
+
+    known: names of the epoch's known steps. numbers: kind of operation -> its number. cache: keeps
+    the dependencies, which are those of all programs with the same operations in the same order.
+    """
+    if any(op.chunks for op in program.ops(known[0])):
+        return _Stages(program.step(0), numbers)
+    return _Steps(cache, program, known, numbers)
+
+
+# -- steps
+
+
+class _Steps:
+    """The known steps, one after the other; a run of equal steps is shortened to a few.
+
+    A step's duration is the time from the end of the previous step to its own end. The first steps
+    only bring the overlap to its steady state and are not counted. A step ends with its last
+    operation, or with its loss if `Program.by_loss`. In place of k samplers that take turns, one
+    sampler is k times as fast.
+    """
+
+    def __init__(
+        self,
+        cache: Cache,
+        program: Program,
+        known: Sequence[Hashable],
+        numbers: Mapping[Kind, int],
+    ) -> None:
+        names, self.weights, self.before = _played(program, known)
+        steps, epoch = len(self.weights) + program.lag, len(names)
+        if program.order and len(known) < program.steps:  # no counted step ends an epoch or the run
+            steps, epoch = steps + program.in_flight, program.steps + steps + program.in_flight
+        unlike = list(dict.fromkeys(names))
+        cycle = tuple(map(unlike.index, names))
+        outlines = tuple(tuple(map(_outline, program.ops(name))) for name in unlike)
+        order = program.lag, program.lead, program.order
+        self.begins, self.ends = cache.get_recent(
+            "dependencies",
+            (outlines, cycle, steps, epoch, order),
+            lambda: _begins(program, [program.ops(name) for name in unlike], cycle, steps, epoch),
+            most=PATHS,
+        )
+        kinds = [[numbers[op.kind] for op in program.ops(name)] for name in unlike]
+        self.kinds = [kinds[begin.step][begin.op] for begin in self.begins]
+        ops = (op for name in dict.fromkeys(known) for op in program.ops(name))
+        self.sampled = {numbers[op.kind] for op in ops if op.lane == "host"}
+        self.samplers = program.samplers
+
+    def seconds(self, cores: SharedCores, prices: Prices) -> Number:
+        """Return the duration of the epoch in steady state, for these prices [s]."""
+        if self.samplers > 1:
+            share = 1 / self.samplers
+            prices = [p.times(share if i in self.sampled else 1.0) for i, p in enumerate(prices)]
+        ends = [0.0, *_ends_s(cores, self.kinds, self.begins, self.ends, prices)]
+        counted = range(self.before, len(self.weights))
+        return total((ends[step + 1] - ends[step]) * self.weights[step] for step in counted)
+
+
+def _played(program: Program, known: Sequence[Hashable]) -> tuple[list[Hashable], list[int], int]:
+    """Return the names of a shortened epoch's steps, their weights, and the number of steps before
+    those that count.
+
+    A step's weight is the number of the epoch's steps that it represents.
+    """
+    if program.order is not None:
+        names = list(known if len(set(known)) > 1 else known[:FEW])
+        before = -(-program.in_flight // len(names)) * len(names)
+        weights = [1] * (before + len(names))
+        weights[before + len(names) // 2] += len(known) - len(names)  # in the middle of an epoch
+        return names, weights, before
+    before = program.lag + min(program.lead, len(known), LEAD)
+    names = [known[step % len(known)] for step in range(-before, 0)]
+    weights = [1] * before
+    for name, run in groupby(known):
+        length = len(list(run))
+        few = min(length, before + 2)
+        names += [name] * few
+        weights += [1] * (few - 1) + [length - few + 1]
+    return names, weights, before
+
+
+def _outline(op: Op) -> Hashable:
+    """Return what an operation's dependencies depend on: all but its amounts."""
+    how = op.overlaps_backward, op.ahead, op.idle
+    return op.op, op.direction, op.layer, type(op.work), *how, op.phase, op.chunk
+
+
+class _Begin(NamedTuple):
+    """The conditions under which an operation begins; operations are places in the queue."""
+
+    step: int  # which of the unlike steps the operation is of
+    op: int  # its place in the step
+    after: list[int]  # operations that must have ended
+    # of a transfer: for each other lane the transfers that may run, in order
+    overlapping: list[list[int]]
+
+
+def _begins(
+    program: Program, unlike: Sequence[Step], cycle: Sequence[int], steps: int, epoch: int
+) -> tuple[list[_Begin], list[list[int]]]:
+    """Return when each operation of `steps` steps begins, and the operations that end each step.
+
+    Dependencies that follow from other dependencies are left out; mostly one remains.
+
+    unlike: the program's unlike steps. cycle: which of them the steps are, one after the other.
+    epoch: steps of an epoch.
+    """
+    place_of = [{op.label(0): place for place, op in enumerate(step)} for step in unlike]
+    shortened = replace(
+        program, at=lambda t: cycle[t % len(cycle)], ops=unlike.__getitem__, steps=epoch
+    )
+    # over: for each operation a bit mask of the operations that have ended when it begins
+    begins, over = list[_Begin](), list[int]()
+    last: dict[Label | str, int] = {}  # label -> place; lane -> place of its last operation
+    ends = defaultdict[int, dict[str, int]](dict)  # step -> lane -> place of its last operation
+    # (lane, other lane) -> transfers of the other lane that the lane's next transfer may overlap
+    lanes = dict.fromkeys(op.lane for step in unlike for op in step if op.moves)
+    overlapping = {pair: list[int]() for pair in permutations(lanes, 2)}
+
+    def latest(places: set[int]) -> list[int]:
+        """Return the places that no other of these places depends on."""
+        if len(places) < 2:
+            return [*places]
+        before = reduce(or_, (over[place] for place in places), 0)
+        return [place for place in places if not before >> place & 1]
+
+    for place, (op, step, after, _) in enumerate(queue(shortened, steps)):
+        awaited = latest({last[name] for name in (*after, op.lane) if name in last})
+        over.append(reduce(or_, (over[other] | 1 << other for other in awaited), 0))
+        last[op.label(step)] = last[op.lane] = place
+        name = cycle[step % len(cycle)]
+        others = list[list[int]]()
+        for lane in (each for each in lanes if op.moves and each != op.lane):
+            there = [each for each in overlapping[op.lane, lane] if not over[place] >> each & 1]
+            others.append(there)
+            overlapping[op.lane, lane] = there.copy()
+            overlapping[lane, op.lane].append(place)
+        begins.append(_Begin(name, place_of[name][op.label(0)], awaited, others))
+        if op.op == "loss" or not program.by_loss:
+            ends[step][op.lane] = place
+    return begins, [latest(set(by_lane.values())) for by_lane in ends.values()]
+
+
+class _Moment(NamedTuple):
+    """The time at which each rank is ready: `synced` plus `delays` plus the seconds of `work`."""
+
+    synced: Number = 0.0  # time of the last synchronisation [.., 1] [s]
+    delays: Number = 0.0  # delay of each rank after that time [.., ranks] [s]
+    work: tuple[tuple[int, int], ...] = ()  # operations since then: (number of a kind, count)
+
+    def after_one_more(self, kind: int) -> _Moment:
+        """Return the moment after one more operation of this kind."""
+        work = dict(self.work)
+        work[kind] = work.get(kind, 0) + 1
+        return self._replace(work=tuple(work.items()))
+
+
+def _ends_s(
+    cores: SharedCores,
+    kinds: Sequence[int],
+    begins: Sequence[_Begin],
+    ends: Iterable[Iterable[int]],
+    prices: Prices,
+) -> list[Number]:
+    """Return the time at which each step ends [s].
+
+    Sums are cached, because most work between two synchronisations occurs several times.
+    """
+
+    @cache
+    def spent(work: tuple[tuple[int, int], ...]) -> tuple[Number, Number]:
+        """Return the seconds of each rank, and those until the last rank has done the work."""
+        each = total(prices[kind].seconds * times for kind, times in work)
+        return each, cores.last_rank_done_s(each)
+
+    def of_all(moment: _Moment) -> Number:
+        """Return when the last rank is ready [s]."""
+        synced, delays, work = moment
+        if np.ndim(delays):
+            return synced + cores.last_rank_done_s(delays + spent(work)[0])
+        return synced + spent(work)[1]
+
+    def or_later(one: _Moment, other: _Moment) -> _Moment:
+        """Return the moment at which each rank has reached both moments."""
+        synced = np.maximum(one.synced, other.synced)
+        if not any(each.work or np.ndim(each.delays) for each in (one, other)):
+            return _Moment(synced)
+        ready = (m.delays + spent(m.work)[0] - (synced - m.synced) for m in (one, other))
+        return _Moment(synced, np.atleast_1d(np.maximum(*ready)))
+
+    @cache
+    def crowding(one: int, others: frozenset[int]) -> dict[int, Number]:
+        """Return kind -> by what share it and `one` are delayed; empty if none is."""
+        shares = {other: _crowding(prices[one], prices[other]) for other in others}
+        return shares if any(np.any(share > 0) for share in shares.values()) else {}
+
+    ended = list[_Moment]()  # place -> end of the operation
+    began = dict[int, Number]()  # place -> begin of the transfer [s]
+    for place, (kind, (*_, after, overlapping)) in enumerate(zip(kinds, begins, strict=True)):
+        price = prices[kind]
+        start = reduce(or_later, [ended[other] for other in after] or [_Moment()])
+        if not price.is_transfer:
+            ended.append(start.after_one_more(kind))
+            continue
+        began[place] = begin = of_all(start)
+        end = begin + price.seconds
+        for others in overlapping:
+            shares = crowding(kind, frozenset(kinds[other] for other in others))
+            free: Number = 0.0  # time at which the other lane is free
+            for other in others if shares else ():
+                both = (ended[other].synced > begin) & (began[other] < np.maximum(end, free))
+                if not (both.any() if isinstance(both, np.ndarray) else both):
+                    continue
+                other_price = prices[kinds[other]]
+                delay = np.maximum(free - began[other], 0.0)
+                began[other], until = began[other] + delay, ended[other].synced + delay
+                ports_from = np.maximum(
+                    begin + price.transfer.latency, began[other] + other_price.transfer.latency
+                )
+                common = np.maximum(np.minimum(until, end) - ports_from, 0.0)
+                lost = common * shares[kinds[other]]
+                free, end = until + lost, end + lost
+                ended[other] = _Moment(free)
+        ended.append(_Moment(end))
+    return [largest(of_all(ended[place]) for place in places) for places in ends]
+
+
+def _crowding(one: Price, other: Price) -> Number:
+    """Return by what share of the time in which two transfers overlap both of them are delayed.
+
+    If they need a port for the shares f and g of the time, neither is delayed while f + g <= 1.
+    Beyond that both are delayed by f + g - 1: by 1 if each of them alone fills the same wire.
+    """
+    shares = (
+        {
+            kind: busy / np.maximum(price.seconds - price.transfer.latency, 1e-30)
+            for kind, busy in price.transfer.ports.items()
+        }
+        for price in (one, other)
+    )
+    f, g = shares
+    return busiest(
+        {
+            kind: np.where(g[kind] > 0, np.maximum(f[kind] + g[kind] - 1.0, 0.0), 0.0)
+            for kind in f
+            if kind in g
+        }
+    )
+
+
+# -- chunks that pass stages
+
+
+class _Stages:
+    """Stages that chunks pass: all chunks forward, all backward, then the update of each stage.
+
+    stage 0   history |c0|c1|c2|                    |c2|c1|c0|update|
+    stage 1              |c0|c1|c2|        |c2|c1|c0|update|
+    stage 2                 |c0|c1|c2|c2|c1|c0|update|
+    """
+
+    def __init__(self, step: Step, numbers: Mapping[Kind, int]) -> None:
+        stages = [groupby(ops, lambda op: op.chunks) for ops in by_group(step).values()]
+        runs = [[[(op, numbers[op.kind]) for op in run] for _, run in stage] for stage in stages]
+        # consecutive operations done chunk by chunk, or once; stages in the order of the chunks
+        self.runs = [
+            run for alike in zip(*runs, strict=True) for run in alike[:: alike[0][0][0].chunks or 1]
+        ]
+
+    def seconds(self, cores: SharedCores, prices: Prices) -> Number:
+        """Return the duration of the epoch, for these prices [s]."""
+        ended: dict[Group, Number] = {}  # stage -> end of its last operation [s]
+        arrived: dict[Op, Number] = {}  # message -> arrival of each chunk [s]
+        for run in self.runs:
+            first, priced = run[0][0], [(op, prices[number]) for op, number in run]
+            ranks, start = first.ranks, ended.get(first.ranks, 0.0)
+            if first.chunks:
+                ended[ranks] = _pass(priced, start, arrived)
+            else:
+                ended[ranks] = start + total(slowest(price.seconds) for _, price in priced)
+        last = np.asarray(largest(ended.values()))
+        return last.item() if last.size == 1 else last
+
+
+def _pass(run: Sequence[tuple[Op, Price]], start: Number, arrived: dict[Op, Number]) -> Number:
+    """Return when a stage that is free from `start` on has processed all chunks [s].
+
+    Writes the arrival times of the stage's messages into `arrived`.
+    """
+    receipts = (op.work for op, _ in run if isinstance(op.work, Receive))
+    ready = largest((arrived[receipt.sender] for receipt in receipts), start)
+    by_chunk = np.atleast_2d(total(price.by_chunk for _, price in run))[:, :: run[0][0].chunks]
+    each = np.ascontiguousarray(by_chunk.T)[..., None]  # [chunks, problems, 1]
+    ends = _through(ready, each, _running(np.add, each.copy()))
+    for op, price in run:
+        if isinstance(op.work, Message):  # a link takes as long for each chunk
+            number = np.arange(1, len(ends) + 1)[:, None, None]
+            arrived[op] = _through(ends, price.link, number * price.link)
+    done: Number = ends[-1]
+    return done
+
+
+def _through(ready: Number, each: Number, end: np.ndarray) -> np.ndarray:
+    """Return when each chunk leaves a stage or a link [chunks, problems, 1] [s].
+
+    ready: when each chunk arrives; each: the work on each chunk; end: when the work on each chunk
+    ends if no chunk is waited for. If chunk j arrives after begin(j) = end(j) - each(j), it delays
+    itself and all later chunks by the difference:
+
+        ends(k) = max_{j <= k} (ready(j) - begin(j)) + end(k)
+    """
+    return np.asarray(_running(np.maximum, ready - (end - each)) + end)
+
+
+def _running(combine: np.ufunc, values: np.ndarray) -> np.ndarray:
+    """Combine each of `values` [chunks, problems, 1] with all values before it, in place.
+
+    NumPy's own `accumulate` loops over single numbers, which is slow for many problems.
+    """
+    if values[0].size < MANY:
+        return np.asarray(combine.accumulate(values, out=values))
+    for before, value in pairwise(values):
+        combine(before, value, out=value)
+    return values

@@ -4,13 +4,16 @@ Every rank, or group of ranks, is a stage: it has some consecutive layers, for t
 graph is cut into chunks, which pass all stages forward and then, in reverse order, backward. A row
 that a chunk reads from a later chunk is historical: its values are from an earlier epoch.
 
+    rank = stage * g + member      g ranks form a stage; member i owns sub-chunk i of every chunk
+    piece                          layers that a stage does on a chunk without an exchange between
+                                   them: all its layers if g = 1, else one layer (0: the encoder)
+
     pipeline: 3 stages, 4 chunks, one step; f: forward of the stage's layers on a chunk, b: backward
     stage 0  |f0|f1|f2|f3|                    |b3|b2|b1|b0|update
     stage 1     |f0|f1|f2|f3|              |b3|b2|b1|b0|update
     stage 2        |f0|f1|f2|f3|b3|b2|b1|b0|update
 
-    hybrid: a stage is a group of g ranks (rank = stage * g + member), and member i owns sub-chunk i
-    of every chunk; below, one chunk in a stage of 2 layers, g = 2; xx: halo exchange in the group
+    hybrid: one chunk in a stage of 2 layers, g = 2; xx: halo exchange in the group
     member 0  receive|  |f l1|  |f l2|send      receive|b l2|  |b l1|  |send
     member 1  receive|xx|f l1|xx|f l2|send      receive|b l2|xx|b l1|xx|send
               after the last chunk: all-reduce in the group, update
@@ -66,13 +69,15 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
-from itertools import pairwise
-from typing import Literal
+from functools import partial, reduce
+from itertools import accumulate, pairwise
+from operator import add
+from typing import Literal, Self
 
 import numpy as np
 
 from gnnplan.planner.gnn.model import (
+    Model,
     OpMemory,
     block,
     decoded,
@@ -81,10 +86,10 @@ from gnnplan.planner.gnn.model import (
     loss_itself,
     rowwise,
 )
+from gnnplan.planner.ownership.layout import ChunkCounts
 from gnnplan.planner.problem.problem import Problem
-from gnnplan.planner.strategies.base import Memory, Resident, settled
-from gnnplan.planner.strategies.gnnpipe.pipeline import Pipeline, chunk_order
-from gnnplan.planner.strategies.program.memory import machine_code
+from gnnplan.planner.strategies.base import Example, Memory, Resident, Strategy, settled
+from gnnplan.planner.strategies.program.account import machine_code
 from gnnplan.planner.strategies.program.program import (
     AllReduce,
     Exchange,
@@ -93,17 +98,91 @@ from gnnplan.planner.strategies.program.program import (
     Program,
     Receive,
 )
+from gnnplan.planner.vocabulary.errors import SpecError
+from gnnplan.planner.vocabulary.numbers import RankMatrix
 from gnnplan.planner.vocabulary.schedule import Compute
 
-Direction = Literal["f", "b"]  # forward, backward
-SIGNS: dict[Direction, Literal[1, -1]] = {"f": 1, "b": -1}  # order of chunks and of stages
+LOSSY = ("shuffle", "historical_gradients", "period", "bits")  # knobs that change the gradient
+MOST_CHUNKS = 100_000
+# limit of chunks times pairs of a stage's members; a candidate with more is slow to predict
+MOST_PAIRS = 2**20
+
+
+def chunk_order(seed: int, step: int, chunks: int, shuffle: bool) -> list[int]:
+    """Return the order in which all stages process the chunks in a step."""
+    if not shuffle:
+        return list(range(chunks))
+    order: list[int] = np.random.default_rng([seed, step]).permutation(chunks).tolist()
+    return order
 
 
 @dataclass(frozen=True)
-class GNNPipe(Pipeline):
-    """The strategy: a `Pipeline` with its operations and memory."""
+class GNNPipe(Strategy):
+    """GNNPipe.
 
-    def settle(self, problem: Problem) -> GNNPipe:
+    stages: number of stages, each of ranks / stages ranks; None: as many as the layers allow.
+    chunks: number of chunks; None: 4 x stages.
+    shuffle: draw a new order of chunks in every epoch.
+    historical_gradients: add the previous epoch's gradients at historical rows.
+    period: epochs between updates of the history (the paper's alpha); 1: every epoch.
+    layers_per_stage: number of layers of each stage; None: divided by cost.
+    checkpoint: keep a layer's inputs and gathered rows only, and recompute the rest in the
+        backward pass; aggregation is not repeated.
+    bits: 8, 4 or 2 bits per number of a row sent to the next stage; None: rows are not quantized.
+    """
+
+    stages: int | None = None
+    chunks: int | None = None
+    shuffle: bool = True
+    historical_gradients: bool = False
+    period: int = 23
+    layers_per_stage: tuple[int, ...] | None = None
+    checkpoint: bool = False
+    bits: int | str | None = None
+
+    family = "gnnpipe"
+    rounds_rows = True
+    executor = "gnnplan.executor.strategies.gnnpipe"
+    examples = (
+        Example("gnnpipe(stages=2,chunks=1)"),
+        Example("gnnpipe(stages=2,chunks=3)"),
+        Example("gnnpipe(stages=2,chunks=3,bits=4)"),
+    )
+    # pipelines: 0.05; members of hybrids contend for ports, and drift apart if they have few rows
+    claim = 0.20
+
+    @property
+    def exact(self) -> bool:
+        return self.chunks == 1 and not self.codec.packs
+
+    @property
+    def carries(self) -> str:
+        return "" if self.chunks == 1 else "historical rows"
+
+    def approximates_as(self, other: Strategy) -> bool:
+        return isinstance(other, GNNPipe) and all(
+            getattr(self, knob) == getattr(other, knob) for knob in LOSSY
+        )
+
+    @classmethod
+    def candidates(cls, problem: Problem) -> Iterator[Strategy]:
+        for stages in range(min(problem.ranks, problem.workload.layers), 1, -1):
+            members, rest = divmod(problem.ranks, stages)
+            if not rest:
+                for chunks in dict.fromkeys((4 * stages, 4 * problem.ranks, 1)):
+                    if chunks * members**2 <= MOST_PAIRS:
+                        yield cls(stages, chunks)
+
+    @classmethod
+    def absent(cls, problem: Problem) -> str:
+        if problem.ranks == 1:
+            return "one rank: a pipeline needs at least two stages"
+        return (
+            "a pipeline needs two stages or more, each with a layer and equally many ranks "
+            f"(layers: {problem.workload.layers}, ranks: {problem.ranks})"
+        )
+
+    def settle(self, problem: Problem) -> Self:
         layers, stages = problem.workload.layers, self.stages
         if stages is None:
             stages = next(
@@ -117,17 +196,84 @@ class GNNPipe(Pipeline):
             return replace(chosen, layers_per_stage=balance(seconds, stages))
         return chosen
 
+    def check(self, problem: Problem) -> None:
+        self.check_mode(problem)
+        self.codec.check(self.name, problem.workload.precision, adapts=False)
+        stages, chunks = settled(self.stages), settled(self.chunks)
+        per_stage = self.layers_per_stage
+        layers, vertices = problem.workload.layers, problem.stats.vertices
+        if stages < 1 or chunks < 1:
+            raise SpecError(
+                f"gnnpipe: stages and chunks are at least 1 (stages: {stages}, chunks:"
+                f" {chunks}); leave them out"
+            )
+        if stages > layers:
+            raise SpecError(
+                f"gnnpipe needs a layer per stage (layers: {layers}, stages: {stages}); use"
+                f" stages <= {layers}"
+            )
+        if problem.ranks % stages:
+            fit = ", ".join(
+                str(s) for s in range(1, min(problem.ranks, layers) + 1) if problem.ranks % s == 0
+            )
+            raise SpecError(
+                f"gnnpipe gives every stage equally many ranks (stages: {stages}, ranks:"
+                f" {problem.ranks}); use stages in {{{fit}}} or --ranks"
+                f" {stages * max(1, problem.ranks // stages)}"
+            )
+        if chunks > MOST_CHUNKS:
+            raise SpecError(
+                f"gnnpipe: at most {MOST_CHUNKS:,} chunks are planned (chunks: {chunks:,});"
+                " use fewer, as 4 per rank"
+            )
+        if chunks > vertices:
+            raise SpecError(
+                f"gnnpipe needs a vertex per chunk (vertices: {vertices}, chunks: {chunks});"
+                " use fewer chunks"
+            )
+        if problem.ranks > vertices * stages:
+            raise SpecError(
+                f"gnnpipe needs a vertex per rank of a stage (vertices: {vertices}, ranks of a"
+                f" stage: {problem.ranks // stages}); use --ranks"
+                f" {vertices * stages} or less"
+            )
+        if per_stage is not None and (
+            len(per_stage) != stages or min(per_stage) < 1 or sum(per_stage) != layers
+        ):
+            raise SpecError(
+                f"gnnpipe: layers_per_stage gives each of {stages} stages a layer or more,"
+                f" {layers} in all, not {per_stage}; leave it out to have them balanced by cost"
+            )
+        if per_stage is not None and (tied := _tied_across(problem, per_stage)):
+            raise SpecError(
+                f"gnnpipe: a stage trains the parameters of its own layers, and layers {tied[0]}"
+                f" and {tied[1]} have some in common (layers_per_stage: {per_stage}); use"
+                " stages=1, a layers_per_stage that keeps them in one stage, or graph_parallel"
+            )
+        if problem.model.norm == "batch":
+            raise SpecError(
+                "gnnpipe: a chunk does not have the rows of other chunks, so batch norm has no"
+                " moments of all vertices; use norm=layer, or graph_parallel"
+            )
+        if self.historical_gradients and not problem.model.prepares_linearly:
+            raise SpecError(
+                "gnnpipe: historical_gradients would pass through a norm or ReLU at rows that no"
+                " longer exist; use historical_gradients=False, or a model without norm"
+            )
+        if self.period < 1:
+            raise SpecError(
+                "gnnpipe: period (alpha) is at least 1 (1: the history is the last epoch's), not"
+                f" {self.period}; use 1 or the paper's 23"
+            )
+
     def program(self, problem: Problem) -> Program:
         """Return the program from a cache; it does not depend on the placement or the cluster."""
         question = self, problem.ranks, problem.model, problem.workload
         partition = problem.graph, problem.stats, problem.method
 
         def make() -> Program:
-            chunks, seed, inputs = (
-                settled(self.chunks),
-                problem.workload.seed,
-                self.inputs_sent(problem),
-            )
+            chunks, seed = settled(self.chunks), problem.workload.seed
+            inputs = self.inputs_sent(problem)
             first = tuple(self.group(problem, 0))
             setup = [Op("input_halo", work=Exchange(inputs), ranks=first)] * bool(inputs.any())
             return Program.of(
@@ -139,7 +285,22 @@ class GNNPipe(Pipeline):
         return problem.cache.get_recent("pipeline", (*question, *partition), make)
 
     def resident(self, problem: Problem) -> Resident:
-        return resident(self, problem)
+        """Return what ranks have besides a step's tensors; a stage's members share its rows."""
+        stages, members = range(settled(self.stages)), self.members(problem)
+        data = [_data(self, problem, stage) for stage in stages]
+        # oneDNN generates code for each size of a chunk; there are few different sizes
+        sizes_of_members = [np.unique(rows) for rows in self.facts(problem).rows.T]
+        code = [
+            machine_code(problem, sizes.size, sum(self.pieces(problem, stage), ()), sizes[-1])
+            for stage in stages
+            for sizes in sizes_of_members
+        ]
+        return Resident(
+            {use: np.concatenate([each[use] for each in data]) for use in data[0]},
+            weights=np.repeat([self.weights(problem, stage) for stage in stages], members),
+            groups=self.groups(problem),
+            code=np.array(code),
+        )
 
     def partitioned_s(self, problem: Problem) -> float:
         if problem.graph is None:
@@ -152,8 +313,155 @@ class GNNPipe(Pipeline):
         first_pass_s = in_all_s / problem.cost.cores.full_load_slowdown  # one stage at a time
         return super().preparation(problem) | {"first pass": first_pass_s}
 
+    # -- stages and pieces ---------------------------------------------------------------------
 
-def _step(pipe: Pipeline, problem: Problem) -> Iterator[Op]:
+    def members(self, problem: Problem) -> int:
+        """Return g, the number of ranks of a stage."""
+        return problem.ranks // settled(self.stages)
+
+    def group(self, problem: Problem, stage: int) -> range:
+        """Return the ranks of a stage."""
+        g = self.members(problem)
+        return range(stage * g, stage * g + g)
+
+    def groups(self, problem: Problem) -> list[range]:
+        """Return the ranks of each communicator: a stage, or sender and receiver of chunks."""
+        g = self.members(problem)
+        pairs = [range(rank, rank + g + 1, g) for rank in range(problem.ranks - g)]
+        return [self.group(problem, stage) for stage in range(settled(self.stages))] + pairs
+
+    def facts(self, problem: Problem) -> ChunkCounts:
+        return problem.chunks(settled(self.chunks), self.members(problem))
+
+    def shape(self, problem: Problem) -> tuple[Model, list[range]]:
+        """Return the model, and each stage's layers (1-based).
+
+        Layers aggregate before they multiply wherever the model allows, so that a row that several
+        chunks read is multiplied once.
+        """
+        ends = accumulate([1, *settled(self.layers_per_stage)])
+        return problem.model.aggregating_first, [range(a, b) for a, b in pairwise(ends)]
+
+    def pieces(self, problem: Problem, stage: int) -> list[tuple[int, ...]]:
+        """Return a stage's pieces: tuples of layers without an exchange inside; 0: the encoder."""
+        model, stages = self.shape(problem)
+        layers = ((0,) if model.encoder and stage == 0 else ()) + tuple(stages[stage])
+        return [layers] if self.members(problem) == 1 else [(layer,) for layer in layers]
+
+    def exchanged(self, problem: Problem, piece: tuple[int, ...]) -> int:
+        """Return the width of rows exchanged before a piece (backward: after it), or 0."""
+        model = problem.model.aggregating_first
+        if self.members(problem) == 1 or piece[0] <= model.first_varying:
+            return 0
+        return model.input_width(piece[0])
+
+    # -- work and bytes ------------------------------------------------------------------------
+
+    def kind_of(self, problem: Problem, piece: tuple[int, ...]) -> object:
+        """Return a key that is equal for pieces with equal work."""
+        model = problem.model.aggregating_first
+        return (
+            piece[0] in (0, 1),
+            len(model.layers) in piece,
+            len(piece),
+            tuple(model.layers[layer - 1] for layer in piece if layer),
+        )
+
+    def work(
+        self, problem: Problem, piece: tuple[int, ...], facts: ChunkCounts
+    ) -> tuple[Compute, Compute]:
+        """Return forward and backward work of a piece; arrays over sub-chunks [chunks * g]."""
+        rows, model = _floats(facts.rows), problem.model.aggregating_first
+        # gives the sums the shape [chunks * g] even if no part computes anything
+        parts = [(Compute(flops=0.0 * rows, itemsize=model.itemsize),) * 2]
+        parts += [model.encode(rows)] if 0 in piece else []
+        parts += [self._layer_work(problem, layer, facts) for layer in piece if layer]
+        parts += [model.finish(rows)] if len(model.layers) in piece else []
+        forward, backward = (reduce(add, works) for works in zip(*parts, strict=True))
+        return forward, backward
+
+    def _layer_work(
+        self, problem: Problem, layer: int, facts: ChunkCounts
+    ) -> tuple[Compute, Compute]:
+        """Return forward and backward work of one layer."""
+        rows, edges, sources = _floats(facts.rows), _floats(facts.edges), _floats(facts.sources)
+        model = problem.model.aggregating_first
+        b, spec, width = model.itemsize, model.layers[layer - 1], model.input_width(layer)
+        varies = layer > model.first_varying
+        projected = sources if spec.projects_first else rows
+        forward = model.forward(layer, rows, projected, edges, read=sources)
+        backward = model.backward(layer, rows, projected, edges, read=sources)
+        if self.checkpoint and varies and layer < len(model.layers):
+            keeps_gathered = spec.gathers_linearly and not spec.projects_first
+            backward = backward + (replace(forward, gathers=()) if keeps_gathered else forward)
+        if not (model.aggregate_cached(layer) or model.rows(layer).multiplied_first):
+            # gather the rows that the chunk reads from all rows that the member keeps
+            forward = forward + Compute(
+                random_rows=((sources, width),),
+                elementwise_bytes=sources * width * b,
+                launches=1,
+                itemsize=b,
+            )
+        if varies:
+            # scatter-add the gradients of the rows read to the rows that the member keeps
+            scattered = sources - rows
+            backward = backward + Compute(
+                random_rows=((2.0 * scattered, width),),
+                elementwise_bytes=(3.0 * rows + scattered) * width * b,
+                launches=3,
+                itemsize=b,
+            )
+        return forward, backward
+
+    def boundary(self, problem: Problem, stage: int) -> int:
+        """Return the width of the rows that `stage` sends to the next stage."""
+        model, stages = self.shape(problem)
+        return model.input_width(stages[stage + 1].start) + model.carried
+
+    def weights(self, problem: Problem, stage: int) -> int:
+        """Return the number of parameters of a stage."""
+        model, stages = self.shape(problem)
+        return model.weights_of(stages[stage])
+
+    def inputs_sent(self, problem: Problem) -> RankMatrix:
+        """Return the bytes of constant inputs that the first stage's members exchange [g, g]."""
+        read: RankMatrix = self.facts(problem).sends.sum(0)
+        if problem.model.first_varying == 0 or not read.any():
+            nothing: RankMatrix = 0 * read
+            return nothing
+        if problem.graph is None:
+            return (read * problem.model.feature_transit_bytes(1)).round().astype(np.int64)
+        cut, members = problem.cut(settled(self.chunks), len(read)), range(len(read))
+        received = [  # by each member, from each member
+            np.bincount(cut.sub[halo] % len(read), problem.features_bytes(halo), len(read))
+            for halo in map(cut.halo, members)
+        ]
+        return np.stack(received, 1)
+
+    def role(self, problem: Problem, rank: int) -> dict[str, int]:
+        return {"stage": rank // self.members(problem)}
+
+
+def _floats(counts: np.ndarray) -> np.ndarray:
+    """Return counts [chunks, g] as floats [chunks * g]."""
+    return counts.astype(float).ravel()
+
+
+def _tied_across(problem: Problem, per_stage: Sequence[int]) -> tuple[int, int] | None:
+    """Return two layers of a user's module that share parameters but not a stage, or None."""
+    module = problem.workload.module
+    stages = [stage for stage, layers in enumerate(per_stage) for _ in range(layers)]
+    for number, layer in enumerate(module.layers if module else (), 1):
+        if layer.shares and stages[layer.shares - 1] != stages[number - 1]:
+            return layer.shares, number
+    return None
+
+
+Direction = Literal["f", "b"]  # forward, backward
+SIGNS: dict[Direction, Literal[1, -1]] = {"f": 1, "b": -1}  # order of chunks and of stages
+
+
+def _step(pipe: GNNPipe, problem: Problem) -> Iterator[Op]:
     """Yield the operations of a step, stage by stage. Equal pieces of stages share their work.
 
     refresh history; every chunk forward; every chunk backward, the last chunk first; update
@@ -214,7 +522,7 @@ def _step(pipe: Pipeline, problem: Problem) -> Iterator[Op]:
 # -- layers by cost --------------------------------------------------------------------------------
 
 
-def layer_seconds(pipe: Pipeline, problem: Problem) -> list[float]:
+def layer_seconds(pipe: GNNPipe, problem: Problem) -> list[float]:
     """Return the seconds of each layer, forward and backward, on the mean sub-chunk.
 
     The seconds include exchanges, and do not depend on the layer's stage.
@@ -273,35 +581,15 @@ def balance(seconds: Sequence[float], stages: int) -> tuple[int, ...]:
 # -- data that stays from step to step -------------------------------------------------------------
 
 
-def resident(pipe: Pipeline, problem: Problem) -> Resident:
-    """Return what ranks have besides a step's tensors; a stage's members share its rows."""
-    stages = range(settled(pipe.stages))
-    data = [_data(pipe, problem, stage) for stage in stages]
-    weights = [pipe.weights(problem, stage) for stage in stages]
-    return Resident(
-        {use: np.concatenate([each[use] for each in data]) for use in data[0]},
-        weights=np.repeat(weights, pipe.members(problem)),
-        groups=pipe.groups(problem),
-        code=np.concatenate([_code(pipe, problem, stage) for stage in stages]),
-    )
-
-
-def _code(pipe: Pipeline, problem: Problem, stage: int) -> list[float]:
-    """Return the bytes of machine code of a stage's members [g].
-
-    oneDNN generates code for each size of a chunk; there are few different sizes."""
-    layers = [layer for piece in pipe.pieces(problem, stage) for layer in piece]
-    sizes_of_members = map(np.unique, pipe.facts(problem).rows.T)
-    return [machine_code(problem, sizes.size, layers, sizes[-1]) for sizes in sizes_of_members]
-
-
-def _data(pipe: Pipeline, problem: Problem, stage: int) -> Memory:
+def _data(pipe: GNNPipe, problem: Problem, stage: int) -> Memory:
     """Return the bytes of constant inputs, history, receive buffers and edges of a stage [g]."""
     model, stages = pipe.shape(problem)
-    facts, kept = pipe.facts(problem), np.array(pipe.kept(problem), dtype=float)
-    own, edges, sources = (
-        numbers.astype(float).sum(0) for numbers in (facts.rows, facts.edges, facts.sources)
+    facts = pipe.facts(problem)
+    own, edges, sources, halo = (
+        numbers.astype(float).sum(0)
+        for numbers in (facts.rows, facts.edges, facts.sources, facts.sends.sum(1))
     )
+    kept = own + halo  # rows
     varying = [model.input_width(each) for each in stages[stage] if each > model.first_varying]
     features, spec = np.zeros(own.size), model.layers[stages[stage].start - 1]
     graph = block(model, spec, own, sources, edges) + 8 * (kept + facts.sends.sum(2).sum(0))
@@ -333,7 +621,7 @@ def _data(pipe: Pipeline, problem: Problem, stage: int) -> Memory:
 
 
 def held(
-    pipe: Pipeline, problem: Problem, stage: int, piece: tuple[int, ...], is_back: bool
+    pipe: GNNPipe, problem: Problem, stage: int, piece: tuple[int, ...], is_back: bool
 ) -> OpMemory:
     """Return the memory of a piece on all chunks [g]: what it keeps until backward begins; or, in
     the backward pass, the largest workspace of a chunk, from which on chunks free what they kept.
@@ -344,7 +632,7 @@ def held(
     return keeps(np.sum([np.asarray(layer.left) for layer in each], axis=(0, 1)))
 
 
-def _of_chunks(pipe: Pipeline, problem: Problem, stage: int, layer: int) -> OpMemory:
+def _of_chunks(pipe: GNNPipe, problem: Problem, stage: int, layer: int) -> OpMemory:
     """Return what a layer (0: the encoder) keeps of each chunk until backward begins (`left`), and
     its workspace in the chunk's backward pass (`most`) [chunks, g]."""
     model, stages = pipe.shape(problem)

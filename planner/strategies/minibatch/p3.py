@@ -1,0 +1,718 @@
+"""P3 (push-pull): layer 1 is computed where the features are, all other layers data parallel.
+
+Feature columns are divided over servers, and the first layer's weight with them. A rank pushes
+layer 1's block of edges to its peers, one on each server; each peer computes partial sums on its
+own columns and sends them back (pull). So servers exchange rows of H_1 numbers instead of rows of F
+features.
+
+    a mini-batch of one rank, its columns on S servers
+    host     |draw|push|lay|
+    copy                   |load|
+    compute                     |F_M|    |F_D|loss|B_D|      |B_M|          |update|
+    comm                            |pull|            |pull b|
+    reduce                                                       |all_reduce|
+
+    push      send layer 1's block to the rank's peer on every server
+    load      each peer loads its columns of all peers' source rows; with a `cache`, it loads the
+              rows that its GPU does not cache, and copies the others (`pick`); to a GPU it also
+              copies the batch's own blocks and those pushed to it
+    F_M       layer 1 forward: partial sums on the peer's columns, for all peers' blocks
+    pull      send partial sums to the rank that pushed the block
+    F_D, B_D  layers 2 .. L forward and backward, data parallel
+    pull b    send the gradient of the sum to all peers
+    B_M       layer 1 backward: the gradient of each peer's columns of the weight
+
+    pipelined: three batches in flight, period k
+    compute  |F_M k|F_D k-1|B_D k-1|B_M k-2|update k-3|    a pull overlaps with the next phase,
+    reduce   |all_reduce k-3 . . . . . . . .|              the all-reduce with all phases
+
+Peers are the ranks at the same position of every server; a server's ranks have the same columns.
+With over='rank' all ranks are peers, each with its own columns. With `copies` c, every S/c
+consecutive servers (or ranks) have all columns among them, F c/S each. A block is pushed to peers
+of the rank's own group; twins, one in each group, have the same columns:
+
+    4 servers x 2 ranks, copies 2     columns 0 .. F/2      columns F/2 .. F
+                                      server 0: ranks 0, 1  server 1: ranks 2, 3
+                                      server 2: ranks 4, 5  server 3: ranks 6, 7
+                                      rails (0, 2), (1, 3), (4, 6), (5, 7)
+                                      twins (0, 1, 4, 5), (2, 3, 6, 7)
+
+A rail is a group of peers that have all columns among them: blocks and partial sums are sent inside
+a rail. The first weight's gradient is all-reduced between twins.
+
+With c = S every server has all columns, and nothing is pushed or pulled: this is data parallelism.
+
+Exact without `pipelined`: the gradient of one process on the same batch. Pipelined, batch t reads
+the weights after max(0, t - 3) updates, forward and backward (w_{t+1} = w_t - lr grad f(w_{t-3}),
+the paper's Eq. 3), so four sets of weights are kept. The body of an epoch's last batch is done in
+the period of its front, so that its loss counts in its own epoch.
+
+Adjacency lists are independent of columns (adjacency_store.py). All samplers have all lists, or
+vertex v's list is on server v mod S (over='rank': on rank v mod M), with `structure_cache` bytes of
+the hottest other lists on every server.
+
+An attention weight depends on logits over all columns, so peers first all-reduce heads (f1 + f2)
+numbers (`logits`). In the paper's words a layer is partition, scatter, gather, transform, sync,
+apply (executor/layers/models.py).
+
+Bytes per batch, for f1 rows and f2 source rows of a rank's layer 1, M ranks and W weights:
+
+    2 (S/c - 1) f1 H_1 b       pulls of each rank, forward and backward
+    4 (S/c - 1) (f1 + f2 + e)  pushes of each rank, with e edges, plus headers
+    2 (M-1) W' b               all-reduce; W': without the first layer's sliced weights
+    2 (c - 1) (slice) b        all-reduce of each slice over its c twins
+
+Data parallelism with features spread over servers fetches (S-1)/S f2 F b instead. Source: P3 (OSDI
+2021), Sec. 3.1-3.4; copies: Table 5.
+
+See also on_batches.py and ../program for operations; executor/strategies/p3.py.
+
+Memory, operation by operation, of as many batches as are in flight:
+
+    front    columns of all peers' sources, layer 1, partial sums; autograd's tensors stay to tail
+    body     sums of own rows, layers 2 .. L and their backward pass (layerwise/step.py)
+    tail     all peers' gradients, backward pass of layer 1
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, replace
+from functools import cache, partial
+from itertools import zip_longest
+from typing import Self
+
+import numpy as np
+
+from gnnplan.planner.gnn.kinds import KINDS
+from gnnplan.planner.gnn.model import Model, OpMemory, block, footprint, in_turn, keeps, layers_of
+from gnnplan.planner.gnn.trace import PIECES
+from gnnplan.planner.graph.graph import Graph
+from gnnplan.planner.ownership.layout import LayerCounts
+from gnnplan.planner.ownership.minibatch import MiniBatch, Scored
+from gnnplan.planner.problem.problem import Problem
+from gnnplan.planner.strategies.base import Bytes, Example, Strategy
+from gnnplan.planner.strategies.layerwise.exchange import ExchangeOptions
+from gnnplan.planner.strategies.layerwise.step import Holds, finish
+from gnnplan.planner.strategies.minibatch.adjacency_store import Lists, hashed
+from gnnplan.planner.strategies.minibatch.feature_store import (
+    Slice,
+)
+from gnnplan.planner.strategies.minibatch.on_batches import (
+    OnBatches,
+    lists_cache,
+    proposed_cache,
+    with_enough_samplers,
+    with_one_sampler,
+)
+from gnnplan.planner.strategies.minibatch.supply import (
+    all_rows_bytes,
+    sized_exchange,
+)
+from gnnplan.planner.strategies.program.account import Resident, machine_code
+from gnnplan.planner.strategies.program.program import (
+    AllReduce,
+    Exchange,
+    Op,
+    Program,
+    QueuedOp,
+    Step,
+)
+from gnnplan.planner.vocabulary.errors import SpecError
+from gnnplan.planner.vocabulary.numbers import Outer, sums
+from gnnplan.planner.vocabulary.schedule import Compute, Label
+from gnnplan.planner.vocabulary.units import show_bytes
+
+OVER = ("server", "rank")
+# models whose first layer is a sum over feature columns (except for attention's softmax)
+MODELS = [name for name, kind in KINDS.items() if kind.by_columns]
+HIDDEN = (16, 32, 64, 128, 256, 512)  # widths as in P3's Fig. 15
+DELAY = 3  # number of updates by which a pipelined batch's weights lag
+HEADER = 3  # numbers before a pushed block: the numbers of sources, destinations and edges
+INT = 4  # bytes of a pushed number
+
+
+def columns(features: int, slices: int, i: int) -> range:
+    """Return the columns of slice i, if `features` columns are divided into `slices` slices.
+
+    >>> [columns(10, 3, i) for i in range(3)]
+    [range(0, 3), range(3, 6), range(6, 10)]
+    """
+    return range(features * i // slices, features * (i + 1) // slices)
+
+
+@dataclass(frozen=True)
+class P3(OnBatches):
+    """P3.
+
+    over: divide columns over each 'server' or each 'rank'; None: servers if there are several.
+    pipelined: three batches in flight, on weights three updates old.
+    prefetch: as in data parallelism, but loads stay in their step.
+    structure, structure_cache: as in data parallelism; a list is at a server, or at a rank.
+    copies: number of copies of all columns.
+    cache: bytes of the hottest rows, in its columns, that each GPU caches.
+    """
+
+    over: str | None = None
+    pipelined: bool = False
+    prefetch: int = 0
+    structure: str = "everywhere"
+    structure_cache: Bytes = 0
+    copies: int = 1
+    cache: Bytes = 0
+
+    family = "p3"
+    pushes = True
+    executor = "gnnplan.executor.strategies.p3"
+    examples = (Example("p3"),)
+    claim = 0.10  # pipelined: transfers of several batches contend
+
+    @property
+    def exact(self) -> bool:
+        return not self.pipelined
+
+    @property
+    def in_flight(self) -> int:
+        """The number of batches between their load and the end of their backward pass."""
+        return DELAY if self.pipelined else 1
+
+    @property
+    def carries(self) -> str:
+        return "batches under way" if self.pipelined else ""
+
+    @property
+    def hands_over(self) -> bool:
+        return not self.pipelined  # the gradients of batches in flight would be lost
+
+    def approximates_as(self, other: Strategy) -> bool:
+        return isinstance(other, P3) and self.pipelined == other.pipelined
+
+    @classmethod
+    def candidates(cls, problem: Problem) -> Iterator[Strategy]:
+        """Yield variants with one copy, and with more if host memory may have room.
+
+        Each copy is divided over equally many servers. As many copies as servers are not proposed,
+        since P3 would be data parallelism."""
+        if problem.ranks > 1 and not _why_whole(problem):
+            servers = problem.server_count
+            most = servers if problem.cluster.graph_memory < np.inf else 2
+            copies = [c for c in range(1, max(most, 2)) if servers % c == 0]
+            variants = (cls(copies=c, pipelined=p) for c in copies for p in (True, False))
+            for plain in dict.fromkeys(with_one_sampler(problem, variant) for variant in variants):
+                cache = proposed_cache(problem, plain)
+                for cached in [plain, replace(plain, cache=cache)] if cache else [plain]:
+                    ahead = with_enough_samplers(problem, cached)
+                    # if more samplers need fewer copies, that is another variant of this loop
+                    yield ahead if ahead.copies == cached.copies else cached
+
+    @classmethod
+    def absent(cls, problem: Problem) -> str:
+        if problem.ranks == 1:
+            return "one rank: columns are divided over several ranks"
+        return _why_whole(problem)
+
+    @classmethod
+    def explain(cls, problem: Problem, fastest: Self | None) -> list[str]:
+        """Return a note on the width up to which P3 sends fewer bytes than fetching features does.
+
+        It is computed from the mean batch, as in P3's Fig. 15, and does not affect the plan. Empty
+        on one rank, and if only statistics are known."""
+        servers = problem.server_count
+        slices = servers if servers > 1 else problem.ranks
+        if slices == 1 or not isinstance(problem.graph, Graph):
+            return []
+        batches = problem.minibatches(tuple(range(problem.ranks))).first()
+        rows, inputs = np.mean(
+            [(batch.facts(1).rows.sum(), batch.facts(1).sources.sum()) for batch in batches], axis=0
+        ).tolist()
+        itemsize = problem.model.itemsize
+        # numbers per row that is sent
+        width = max(1, round(float(problem.model.feature_transit_bytes(1.0)) / itemsize))
+        even = inputs * width / (2 * slices * rows)
+        fetched = (1 - 1 / slices) * inputs * width * itemsize
+        sent = {hidden: 2 * (slices - 1) * rows * hidden * itemsize for hidden in HIDDEN}
+        table = ", ".join(f"{hidden}: {show_bytes(nbytes)}" for hidden, nbytes in sent.items())
+        # the option that sets the width of layer 1's rows
+        name = "hidden" if problem.model.layers[0].h_out == problem.workload.hidden else "classes"
+        return [
+            f"P3 stops paying at {name} {even:.0f} (feature rows of {width} numbers;"
+            f" {rows:,.0f} rows of layer 1, {inputs:,.0f} inputs a batch, columns on {slices}):"
+            f" by {name}, partial sums take {table} per batch; features spread so would fetch"
+            f" {show_bytes(fetched)}"
+        ]
+
+    def settle(self, problem: Problem) -> Self:
+        over = "server" if problem.server_count > 1 else "rank"
+        return self if self.over else replace(self, over=over)
+
+    def check(self, problem: Problem) -> None:
+        super().check(problem)
+        if self.over not in OVER:
+            raise SpecError(
+                "p3: over is 'server' (its ranks share its columns) or 'rank' (each has its own),"
+                f" not {self.over!r}"
+            )
+        if why := _why_whole(problem):
+            raise SpecError(f"p3: {why}")
+        self.check_places(problem)
+        lines = _lines(problem.servers, self.over)
+        holders = len(lines[0])
+        if any(len(line) != holders for line in lines):
+            raise SpecError(
+                "p3: a rank has a peer on every server, so servers have equally many ranks; use"
+                " over='rank', or as many GPUs of each server"
+            )
+        if holders == 1:
+            raise SpecError(
+                f"p3 divides columns over several {self.over}s (servers:"
+                f" {problem.server_count}, ranks: {problem.ranks}, over: {self.over}); use"
+                f" {'data_parallel' if problem.ranks == 1 else 'over=' + repr('rank')}"
+            )
+        if self.copies < 1 or holders % self.copies:
+            fit = [c for c in range(1, holders + 1) if holders % c == 0]
+            raise SpecError(
+                f"p3: each copy of the columns is over equally many {self.over}s (copies:"
+                f" {self.copies}, {self.over}s: {holders}); use one of {', '.join(map(str, fit))}"
+            )
+        if problem.stats.features < (slices := holders // self.copies):
+            raise SpecError(
+                "p3 needs a feature column for each slice (features:"
+                f" {problem.stats.features}, slices: {slices}); use fewer {self.over}s, or more"
+                " copies"
+            )
+
+    # -- columns, peers and twins --------------------------------------------------------------
+
+    def rails(self, problem: Problem) -> list[tuple[int, ...]]:
+        """Return the groups of peers: each has one rank per slice, in the order of slices.
+
+        Peers are neighbours. Ranks fill servers in order, so with over='rank' and one copy per
+        server, peers are in the same server.
+        """
+        lines = _lines(problem.servers, self.over)
+        slices = len(lines[0]) // self.copies
+        starts = range(0, len(lines[0]), slices)
+        return [line[start : start + slices] for line in lines for start in starts]
+
+    def rail_of(self, problem: Problem) -> np.ndarray:
+        """Return the number of each rank's rail [ranks]."""
+        numbers = {rank: i for i, rail in enumerate(self.rails(problem)) for rank in rail}
+        return np.array([numbers[rank] for rank in range(problem.ranks)])
+
+    def peer_sums(self, problem: Problem, *counts: np.ndarray) -> np.ndarray:
+        """Return sums of counts over each rank's peers, with the rank itself [counts, ranks]."""
+        return sums(self.rail_of(problem), np.array(counts, dtype=float))
+
+    def slices(self, problem: Problem) -> tuple[Slice, ...]:
+        """Return the peers of each rank, with the rank itself, and its feature columns [ranks]."""
+        by_rank = {
+            rank: Slice(rail, columns(problem.stats.features, len(rail), i))
+            for rail in self.rails(problem)
+            for i, rank in enumerate(rail)
+        }
+        return tuple(by_rank[rank] for rank in range(len(by_rank)))
+
+    def rail(self, problem: Problem, rank: int) -> tuple[int, ...]:
+        """Return the peers of a rank, with the rank itself."""
+        return self.slices(problem)[rank].ranks
+
+    def columns(self, problem: Problem, rank: int) -> range:
+        """Return the feature columns of a rank."""
+        return self.slices(problem)[rank].columns
+
+    def all_twins(self, problem: Problem) -> list[tuple[int, ...]]:
+        """Return the groups of ranks with the same columns, in the order of their first ranks."""
+        return sorted(tuple(sorted(twins)) for twins in zip(*self.rails(problem), strict=True))
+
+    def twins(self, problem: Problem, rank: int) -> tuple[int, ...]:
+        """Return the ranks with the same columns as `rank`, with `rank` itself."""
+        return next(twins for twins in self.all_twins(problem) if rank in twins)
+
+    def sliced(self, problem: Problem, rank: int) -> Model:
+        """Return the model of a rank, whose first layer reads the rank's columns only."""
+        share = len(self.columns(problem, rank))
+        inputs = problem.model.inputs.of_columns(share)
+        layers = tuple(layers_of(problem.workload, inputs, problem.model.classes))
+        return replace(problem.model, layers=layers, inputs=inputs)
+
+    def features_on_host(self, problem: Problem) -> np.ndarray:
+        columns_at: dict[int, set[range]] = {}
+        for server, of_rank in zip(problem.servers, self.slices(problem), strict=True):
+            columns_at.setdefault(server, set()).add(of_rank.columns)
+        sizes = {each: all_columns(problem, each) for each in set().union(*columns_at.values())}
+        return np.array([sum(sizes[c] for c in each) for each in columns_at.values()])
+
+    def more_spread(self, problem: Problem) -> Iterator[Self]:
+        """Yield variants with less graph data per server: lists are spread first, then fewer
+        copies of the columns."""
+        if problem.server_count > 1:
+            for copies in range(self.copies, 0, -1):
+                if self.copies % copies == 0:
+                    fewer = replace(self, copies=copies)
+                    if fewer != self:
+                        yield fewer
+                    spread = replace(fewer, structure="spread", structure_cache=0)
+                    yield replace(spread, structure_cache=lists_cache(problem, spread))
+
+    def lists(self, problem: Problem) -> Lists | None:
+        by_rank, batches = self.over == "rank", self.batches(problem)
+        return hashed(problem, batches, self.structure, by_rank, self.structure_cache)
+
+    def sliced_weights(self, problem: Problem) -> int:
+        """Return how many of the first layer's weights are divided with the columns."""
+        first = problem.model.layers[0]
+        if first.counted:
+            return first.counted.by_column * first.h_in
+        return first.matrices * first.h_in * first.h_out
+
+    def tied(self, problem: Problem) -> tuple[int, ...]:
+        return problem.servers if self.over == "server" else ()
+
+    # -- operations and memory -----------------------------------------------------------------
+
+    def step(self, problem: Problem, batch: MiniBatch) -> Step:
+        """Return a batch's operations, each with its phase.
+
+        host    sampling, pushes, laying out blocks
+        front   load, layer 1 forward, up to the pulled partial sums
+        body    layers 2 .. L and the loss, forward and backward, up to the pulled gradients
+        tail    layer 1 backward
+        reduce  all-reduces
+        update
+        """
+        model, b = problem.model, problem.model.itemsize
+        layers = range(1, problem.workload.layers + 1)
+        facts = {layer: batch.facts(layer) for layer in layers}
+        f1, f2, e1 = facts[1].rows, facts[1].sources, facts[1].edges
+        rails, blocks = self.rail_of(problem), self.peer_sums(problem, f1, f2, e1)
+        edges_above = [facts[layer].edges for layer in layers if layer > 1]
+        has_peers = len(self.rail(problem, 0)) > 1
+        sizes = cache(lambda: Batch(self, problem, batch))  # computed only if memory is predicted
+
+        def holds(memory_of: Callable[[Batch], OpMemory]) -> Callable[[], OpMemory]:
+            return lambda: memory_of(sizes())
+
+        supply = self.supply(problem)
+        host = list(supply.drawing(batch, e1 + sum(edges_above)))
+        if has_peers:
+            peers, pushed = (Outer.of(rails, True, each) for each in (1, HEADER + f1 + f2 + e1))
+            host += sized_exchange("push", pushed, peers, ahead="host", itemsize=INT)
+        host.append(supply.laying([blocks[2], *edges_above]))
+        if self.prefetch:
+            host.append(Op("wait", work=Compute(), idle=True))
+
+        sliced = self.sliced(problem, self.rail(problem, 0)[-1])  # the widest slice
+        all_peers = replace(facts[1], rows=blocks[0], sources=blocks[1], edges=blocks[2])
+        copied = list((facts | {1: all_peers}).values())
+        front = [Op("load", work=supply.copied(batch, copied)), *supply.gathered(batch)]
+        front[-1] = replace(front[-1], holds=holds(Batch.load))
+        backward = sliced.backward(1, *blocks)
+        tail = [Op("backward", layer=1, work=backward, holds=holds(Batch.first_backward))]
+        if has_peers and model.layers[0].heads:
+            # projection of source rows, and all-reduces of logits over peers
+            first, groups = model.layers[0], tuple(self.rails(problem))
+            projected = 4.0 * blocks[1] * first.projected * b
+            scatter = Compute(elementwise_bytes=projected, launches=8, itemsize=b)
+            sizes_of = (
+                first.heads * (blocks[0, rail[0]] + blocks[1, rail[0]]) * b for rail in groups
+            )
+            logits = AllReduce(tuple(map(int, sizes_of)), groups)
+            front += [Op("scatter", "f", 1, work=scatter), Op("logits", "f", 1, work=logits)]
+            tail += [Op("logits", "b", 1, work=logits), Op("scatter", "b", 1, work=scatter)]
+        forward = sliced.forward(1, *blocks)
+        front.append(Op("forward", layer=1, work=forward, holds=holds(Batch.first_forward)))
+        body = self._body(problem, facts, holds, batch.scored)
+        if has_peers:
+            sums = Exchange(Outer.of(rails, True, f1), model.layers[0].h_out * b)
+            pull, pull_back = replace(sums, items=sums.items.T), sums
+            front.append(Op("pull", "f", 1, work=pull, holds=holds(Batch.pull_forward)))
+            body.append(Op("pull", "b", 1, work=pull_back, holds=holds(Batch.pull_backward)))
+        reduce, update = self._end(problem)
+        phases = {"host": host, "front": front, "body": body, "tail": tail, "reduce": reduce}
+        every = {**phases, "update": [update]}.items()
+        return [replace(op, phase=phase) for phase, ops in every for op in ops]
+
+    def _body(
+        self,
+        problem: Problem,
+        facts: Mapping[int, LayerCounts],
+        holds: Callable[[Callable[[Batch], OpMemory]], Callable[[], OpMemory]],
+        scored: Scored | None,
+    ) -> list[Op]:
+        """Return the operations on pulled sums: bias and ReLU, layers 2 .. L, and the loss."""
+        model = problem.model
+        passes = (3.0 + len(self.rail(problem, 0))) * facts[1].rows * model.layers[0].h_out
+        forward = backward = Compute(
+            elementwise_bytes=passes * model.itemsize, launches=4, itemsize=model.itemsize
+        )
+        for layer, f in facts.items():
+            if layer > 1:
+                forward = forward + model.forward(layer, f.rows, f.sources, f.edges)
+                backward = backward + model.backward(layer, f.rows, f.sources, f.edges)
+        loss = finish(problem, facts[max(facts)].rows, scored)
+        return [
+            Op("forward", work=forward, holds=holds(Batch.forward)),
+            Op("loss", work=loss, holds=holds(Batch.loss)),
+            Op("backward", work=backward, holds=holds(Batch.backward)),
+        ]
+
+    def _end(self, problem: Problem) -> tuple[list[Op], Op]:
+        """Return the all-reduces of shared weights and of slices with twins, and the update."""
+        model, sliced = problem.model, self.sliced_weights(problem)
+        shared = model.weights - sliced
+        reduce = [Op("all_reduce", work=AllReduce((shared * model.itemsize,)))]
+        groups = tuple(self.all_twins(problem))
+        if len(groups[0]) > 1:
+            column_bytes = sliced // problem.stats.features * model.itemsize
+            sizes = tuple(column_bytes * len(self.columns(problem, group[0])) for group in groups)
+            reduce.append(Op("all_reduce", layer=1, work=AllReduce(sizes, groups)))
+        own = shared + sliced // len(self.rail(problem, 0))
+        return reduce, Op("update", work=model.update(own))
+
+    def program(self, problem: Problem) -> Program:
+        program = super().program(problem)
+        if self.pipelined:
+            program = replace(program, order=Pipelined(self.prefetch), in_flight=DELAY)
+        return program
+
+    def resident(self, problem: Problem) -> Resident:
+        """Return what ranks have besides a step's tensors.
+
+        In the pipeline each batch in flight, and the batch whose gradients are all-reduced, has its
+        own copy of weights and gradients.
+        """
+        versions, supply = 4 if self.pipelined else 0, self.supply(problem)
+        model, b = problem.model, problem.model.itemsize
+        sliced = self.sliced_weights(problem)
+        columns = [each.columns for each in self.slices(problem)]
+        own_sliced = np.array([sliced * len(each) / model.features for each in columns])
+        own = model.weights - sliced + own_sliced
+        copied = {each: _columns_copied(problem, each) for each in set(columns)}
+        waiting, elsewhere = 0, 0.0 * own
+        if not self.prefetch:
+            elsewhere = supply.peak(supply.sampling_peak)
+        elif problem.on_cpu:  # with GPUs batches wait in the server's memory
+            waiting = self.prefetch
+        blocks = supply.peak(partial(_blocks, self, problem))
+        return Resident(
+            {
+                # a version has a gradient, but no optimizer state; evaluation has the whole model
+                "parameters": (own * versions + model.weights) * b,
+                "optimizer": own * versions * b,
+                "features": np.array([copied[each] for each in columns]),
+                "cache": 0.0 * own + supply.store.held(problem),
+                "graph": supply.lists_held() + blocks * (waiting + self.in_flight),
+            },
+            weights=own,
+            groups=[*self.all_twins(problem), *self.rails(problem)],
+            code=machine_code(problem, PIECES),
+            elsewhere=elsewhere,
+        )
+
+
+def all_columns(problem: Problem, columns: range) -> int:
+    """Return the bytes of these columns of all vertices' features."""
+    return all_rows_bytes(problem, lambda ids: problem.features_bytes(ids, columns))
+
+
+def _why_whole(problem: Problem) -> str:
+    """Return why layer 1 is no sum over feature columns; '' if it is."""
+    workload = problem.workload
+    model, module, others = workload.model, workload.module, "data_parallel or gsplit"
+    if workload.norm == "batch":
+        why = (
+            "between batches under way no rank has batch norm's moments (norm: batch); use"
+            f" norm=layer, or {others}"
+        )
+    elif model in MODELS or (module and module.layers[0].half):
+        return ""
+    elif workload.is_cut:
+        why = (
+            f"{workload.called} is run as it is written, on whole rows; use {others}, which run any"
+            " layer"
+        )
+    elif module and model == "own":
+        why = (
+            f"{module.name} does not say how its is; give it by_columns, scatter, transform and"
+            f" apply (docs/how-to/bring-your-model.md), or use {others}, which run any layer"
+        )
+    else:
+        why = (
+            f"that of {model} {KINDS[model].lacks_columns}: it has no scatter, transform and apply"
+            f" of its own; use one of {', '.join(MODELS)}, or {others}, which run any layer"
+        )
+    return f"layer 1 must be a sum over feature columns, and {why}"
+
+
+def _lines(servers: tuple[int, ...], over: str | None) -> list[tuple[int, ...]]:
+    """Return groups of possible peers: ranks at the same position of every server, or all."""
+    if over == "rank":
+        return [tuple(range(len(servers)))]
+    by_server: dict[int, list[int]] = {}
+    for rank, server in enumerate(servers):
+        by_server.setdefault(server, []).append(rank)
+    lines = zip_longest(*by_server.values())  # None where a server has fewer ranks
+    return [tuple(sorted(rank for rank in line if rank is not None)) for line in lines]
+
+
+# -- period k: |front k|body k-1|tail k-2|update k-3|, and reduce k-3 overlaps with all of them ----
+
+
+def period(t: int, epoch: int, steps: int | None = None) -> Iterator[tuple[str, int]]:
+    """Yield the phases of period t of the pipeline in order, as (phase, batch).
+
+    Phases are those of `P3.step` without 'host', which comes before 'front'. epoch: number of
+    batches per epoch. steps: number of batches of the run, whose last batch also ends an epoch;
+    None: the run has no end.
+
+    >>> [f"{phase} {batch}" for phase, batch in period(4, epoch=5)]
+    ['reduce 1', 'front 4', 'body 3', 'tail 2', 'body 4', 'update 1']
+    """
+
+    def exists(batch: int) -> bool:
+        return batch >= 0 and (steps is None or batch < steps)
+
+    def ends_epoch(batch: int) -> bool:
+        return (batch + 1) % epoch == 0 or batch + 1 == steps
+
+    order = [
+        ("reduce", t - DELAY, True),
+        ("front", t, True),
+        ("body", t - 1, not ends_epoch(t - 1)),
+        ("tail", t - 2, True),
+        ("body", t, ends_epoch(t)),  # the last batch of an epoch does not wait for period t + 1
+        ("update", t - DELAY, True),
+    ]
+    return ((phase, batch) for phase, batch, due in order if due and exists(batch))
+
+
+@dataclass(frozen=True)
+class Pipelined:
+    """The order of the pipeline; samplers may be `prefetch` batches ahead.
+
+    An operation waits for the previous operation of its batch; a load also waits for the rank's
+    last computation or load."""
+
+    prefetch: int
+
+    def __call__(self, at: Callable[[int], Step], epoch: int, steps: int) -> Iterator[QueuedOp]:
+        ended = list[Label]()  # the last computation or load of each period
+        chains: dict[int, tuple[Label, ...]] = {}  # batch -> labels its next operation waits for
+        last: tuple[Label, ...] = ()  # the rank's last computation or load
+
+        def queue(batch: int, phase: str) -> Iterator[QueuedOp]:
+            nonlocal last
+            for op in (op for op in at(batch) if op.phase == phase):
+                label, chain = op.label(batch), chains[batch]
+                if op.idle:  # the operation is a wait, so it begins at once
+                    yield QueuedOp(op, batch, ())
+                    chains[batch] = (*chain, label)
+                else:
+                    yield QueuedOp(op, batch, chain + last if op.lane == "copy" else chain)
+                    chains[batch] = (label,)
+                if op.lane in ("compute", "copy"):
+                    last = (label,)
+
+        for t in range(steps + DELAY):
+            for phase, batch in period(t, epoch, steps):
+                if phase == "front":
+                    start = len(ended) - 1 - self.prefetch  # sampling begins after this period
+                    chains[batch] = (ended[start],) if start >= 0 else ()
+                    yield from queue(batch, "host")
+                yield from queue(batch, phase)
+            ended += last  # one label
+
+
+def _columns_copied(problem: Problem, columns: range) -> float:
+    """Return the bytes of a rank's copy of its feature columns.
+
+    Only ranks on a CPU have a copy, unless features stay in their file or the rank has all columns.
+    """
+    x = problem.graph.x if problem.graph else None
+    is_all = isinstance(x, np.ndarray) and len(columns) == x.shape[1]
+    if not problem.on_cpu or isinstance(x, np.memmap) or is_all:
+        return 0.0
+    return all_columns(problem, columns)
+
+
+def _blocks(p3: P3, problem: Problem, batch: MiniBatch) -> np.ndarray:
+    """Return the bytes of a batch's blocks, labels and positions of peers' rows [ranks].
+
+    Layer 1's block has the rows of all peers."""
+    facts = [batch.facts(layer) for layer in range(1, problem.workload.layers + 1)]
+    counts = [np.array([f.rows, f.sources, f.edges], dtype=float) for f in facts]
+    counts[0] = p3.peer_sums(problem, *counts[0])
+    total = 16.0 * facts[-1].rows + 8 * (counts[0][0] - facts[0].rows)
+    for spec, (rows, sources, edges) in zip(problem.model.layers, counts, strict=True):
+        total = total + block(problem.model, spec, rows, sources, edges)
+    return np.asarray(total)
+
+
+class Batch:
+    """Memory of one batch's operations on all ranks [ranks] [B].
+
+    Layer 1's output: of the `own` block, of `all` peers' blocks, and of `peers` without the own.
+    """
+
+    def __init__(self, p3: P3, problem: Problem, batch: MiniBatch) -> None:
+        model = problem.model
+        facts = {layer: batch.facts(layer) for layer in range(1, len(model.layers) + 1)}
+        first = facts[1]
+        rows, sources, edges = p3.peer_sums(problem, first.rows, first.sources, first.edges)
+        sliced = p3.sliced(problem, p3.rail(problem, 0)[-1])  # the widest
+        spec = sliced.layers[0]
+        self.first = footprint(sliced.without_ends(1), 1, rows, sources, edges)
+        self.later_layers = Holds(problem, model, facts, ExchangeOptions(), batch.scored)
+        width = model.layers[0].h_out * model.itemsize
+        self.own, self.all = first.rows * width, rows * width
+        self.peers = self.all - self.own
+        self.applied = self.own * model.layers[0].bias
+        self.pulled = self.own * (len(p3.rail(problem, 0)) - 1)
+        # send buffers: in the pipeline the rank continues before its messages are sent
+        self.send_buffers = self.peers * p3.pipelined
+        # a compressed input has a copy sorted by column for the gradient of its product; own rows,
+        # a part of the rows read, have a product and a copy of their own
+        by_column = sliced.inputs.product_index_bytes(sources)
+        self.sorted = by_column + sliced.own_index_bytes(rows)
+        self.loaded = sliced.inputs.stored_bytes(sources) - by_column
+        saved = spec.projects_first or spec.matrices > 1  # autograd saves the inputs
+        if spec.counted:
+            saved = spec.counted.keeps_inputs
+        # whether the tail reads the loaded rows themselves, instead of a copy after dropout
+        self.tail_reads_loaded = model.inputs.multiplied_first or (
+            saved and not (model.dropout and spec.drops)
+        )
+
+    def load(self) -> OpMemory:
+        return keeps(self.loaded)
+
+    def first_forward(self) -> OpMemory:
+        freed = 0.0 if self.tail_reads_loaded else self.loaded
+        most = np.maximum(self.first.forward, self.first.left + self.peers)
+        return OpMemory(most, self.first.left - freed)
+
+    def pull_forward(self) -> OpMemory:
+        return keeps(self.pulled + self.send_buffers)
+
+    def forward(self) -> OpMemory:
+        layers = map(self.later_layers.forward, range(2, len(self.later_layers.facts) + 1))
+        summed = OpMemory(self.own + self.applied, self.own - self.pulled)
+        return in_turn([summed, *layers])
+
+    def loss(self) -> OpMemory:
+        return self.later_layers.loss()
+
+    def backward(self) -> OpMemory:
+        layers = map(self.later_layers.backward, range(len(self.later_layers.facts), 1, -1))
+        # the gradient of layer 1's sums takes the place of its rows
+        more = self.later_layers.unsaved(1) - self.later_layers.loss().left - self.send_buffers
+        return in_turn([*layers, OpMemory(0.0, more)])
+
+    def pull_backward(self) -> OpMemory:
+        """Return the memory of received gradients; the own gradient reuses the sum's memory."""
+        return keeps(self.peers)
+
+    def first_backward(self) -> OpMemory:
+        needed = self.all + self.first.most - self.first.left + self.sorted
+        freed = self.peers + self.own + self.first.left
+        return OpMemory(needed, -freed - (self.loaded if self.tail_reads_loaded else 0.0))
