@@ -403,15 +403,18 @@ class Cutter:
     def edge_set_of(self, node: Node) -> Node | None:
         """Return the last edge set before a value that has as many edges as the value has rows.
 
-        Sets that it is computed from, but not through rows of vertices, are preferred."""
-        near = live_nodes([node], {n for n in self.live if n.kind == ROWS and n is not node})
+        Of several, those are preferred that it is computed from without rows of vertices."""
         sizes = {v.shape[0] for v in tensors(node.value) if v.ndim}
-        found = (
+        found = [
             edges
             for edges in self.edge_sets
             if self.order[edges] < self.order[node] and sizes == {edges.value.shape[1]}
-        )
-        return max(found, key=lambda edges: (edges in near, self.order[edges]), default=None)
+        ]
+        if len(found) > 1:
+            rows = {each for each in self.live if each.kind == ROWS and each is not node}
+            near = {*live_nodes([node], rows)}
+            found = [edges for edges in found if edges in near] or found
+        return max(found, key=self.order.__getitem__, default=None)
 
     # -- sums over edges -------------------------------------------------------------------------
 

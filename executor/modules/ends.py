@@ -119,6 +119,7 @@ def read_both_ways(recorded: Recorded) -> Recorded:
         recorded.reader = 0
     edge_sets = edge_sets_of(live_nodes([recorded.output]))
     for first, second in itertools.combinations(edge_sets, 2):
-        if torch.equal(first.value.flip(0), second.value):
+        is_turned = torch.equal(first.value.flip(0), second.value)
+        if is_turned and not torch.equal(first.value, second.value):  # as self-loops are
             second.call, second.args, second.kwargs = turned, (first,), {}
     return recorded

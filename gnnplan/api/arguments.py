@@ -200,9 +200,14 @@ def ask(
 
         notify("reading the model")
         more = {} if wanted.fanout is None else {"fanout": wanted.fanout}
-        problem, model_notes = with_user_model(
-            problem, module, [*wanted.given, *fields_set], more=more
-        )
+        try:
+            problem, model_notes = with_user_model(
+                problem, module, [*wanted.given, *fields_set], more=more
+            )
+        except SpecError as error:  # a field may be missing because its file's was left out
+            words, notes = str(error), problem.stats.notes
+            left = [n for n in notes if n.startswith("left ") and n.split()[1] in words]
+            raise SpecError("; ".join([words, *left])) from error
         if problem.workload.model != asked.model:  # a testbed may have constants per model
             machine, fitted = _cluster_of(cluster, problem.workload.model)
             machine, _ = apply_overrides(machine, asked, settings)
