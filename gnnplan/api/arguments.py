@@ -133,7 +133,7 @@ class Question:
     problem: Problem
     notes: tuple[str, ...]
     given: frozenset[str] = frozenset()  # names of the fields that the user set
-    chooses_dtype: bool = False  # the plan chooses the rows' dtype (decision/dtypes.py)
+    chooses_dtype: bool = False  # the plan chooses the rows' dtype (decision/choices.py)
 
 
 @typed
