@@ -286,7 +286,7 @@ def _evenly(groups: tuple[int, ...], same: bool, rows: float) -> Outer:
 def estimated_chunks(stats: GraphStats, chunks: int, members: int, method: str) -> ChunkCounts:
     """Return the expected counts of a graph known by statistics only.
 
-    Sub-chunks have equal sizes. The graph's mixing (estimated_layout.Mixing) gives the probability
+    Sub-chunks have equal sizes. The graph's mixing (estimated.Mixing) gives the probability
     of an edge between two vertices of different sub-chunks."""
     vertices, edges = stats.vertices, stats.edges
     probability = min(edges / vertices**2 * mixing_of(stats, method).at(chunks * members), 0.5)

@@ -146,7 +146,7 @@ def _expected(
     """Return an entry of `parts` for a graph known by statistics only.
 
     If the graph's file declares halo rows for this number of parts, they are used. Otherwise halo
-    rows are estimated from other numbers of parts or from other graphs (estimated_layout.Mixing);
+    rows are estimated from other numbers of parts or from other graphs (estimated.Mixing);
     for a random partition, they are those of a random graph."""
     n = stats.vertices
     mixing = mixing_of(stats, method)

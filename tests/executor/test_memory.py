@@ -157,11 +157,13 @@ def measure_footprint(
     net = Net(shapes, workload)
     module, spec = net.layer(layer), shapes.layers[layer - 1]
     indices = np.random.default_rng(0).integers(0, SOURCES, ROWS * per_row)
-    weight = None
+    weight, is_sparse = None, sparse is not None
     if module.edges in ("gcn", "mean"):
-        weight = torch.ones(indices.size, dtype=sparse.stored.dtype if sparse else torch.float32)
+        dtype = sparse.stored.dtype if is_sparse else torch.float32
+        weight = torch.ones(indices.size, dtype=dtype)
     block = Block(np.arange(ROWS + 1) * per_row, indices, SOURCES, weight)
-    source = sparse or torch.rand(SOURCES, spec.h_in).requires_grad_(layer > shapes.first_varying)
+    source = torch.rand(SOURCES, spec.h_in).requires_grad_(layer > shapes.first_varying)
+    source = sparse if is_sparse else source
     initial = torch.rand(ROWS, HIDDEN).requires_grad_() if is_gcnii else None
     norm, ids = net.batch_norm(layer), torch.arange(SOURCES)
     moments = norm.moments(norm.sums(source), SOURCES).requires_grad_() if norm else None
@@ -178,10 +180,10 @@ def measure_footprint(
             moments,
         )
 
-    if sparse:
+    if is_sparse:
         forward().sum().backward()
     out, kept, _ = counted(forward)
-    gradient = torch.ones_like(out) if sparse else torch.rand_like(out)
+    gradient = torch.ones_like(out) if is_sparse else torch.rand_like(out)
     _, _, backward = counted(lambda: torch.autograd.backward(out, gradient))
     # the block above has self edges among its own
     edges = ROWS * per_row - (ROWS if spec.self_edges else 0)
