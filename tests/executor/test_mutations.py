@@ -80,7 +80,7 @@ class M(nn.Module):
 # (either will do, if it equals itself), and lines of code, between which ;; stands
 IN_FORWARD = """
     nothing | carried | h = h + 0
-    edges backwards | refused | h = self.c(h, edge_index.flip(0))
+    edges backwards | carried | h = self.c(h, edge_index.flip(0))
     edges backwards by hand | refused | h = torch.zeros_like(h).index_add_(0, src, h[dst])
     the first edges | refused | h = self.c(h, edge_index[:, :40])
     edges of heavy weight | either | h = self.c(h, edge_index[:, edge_weight > 0.6])
