@@ -55,6 +55,9 @@ from gnnplan.planner.vocabulary.units import show_count, show_percent
 LEAST_DOUBT = 0.05
 # Median error at the checked sizes -> half-width of a range with 80 % of normal errors.
 MEDIAN_TO_TENTH = 1.9
+# Largest minus smallest of ROUNDS normal numbers -> half-width of a range with 80 % of them.
+SPAN_TO_TENTH = 0.76
+PACED = ("gemm", "memory_bandwidth", "gather", "launch")  # numbers of a device that a round times
 OPERATIONS = ("exchange", "send", "all_reduce")
 
 
@@ -103,13 +106,31 @@ def cluster_of(
     rates = {
         work: _sampler_rate(work, seconds, call_s) for work in CALLS for (seconds,) in found[work]
     }
-    update: dict[str, Any] = {"provenance": provenance, "host_rates": rates}
+    slowest, fastest = min(found["paces"]), max(found["paces"])
+    provenance["device.gemm"] += f"; rounds at {slowest:.2f} to {fastest:.2f} of the median speed"
+    update: dict[str, Any] = {
+        "provenance": provenance,
+        "host_rates": rates,
+        "ranges": cluster.ranges | _unsteady(fastest / slowest - 1),
+    }
     if cluster.device.kind == "cpu":
         ((layers_s,),) = found["layers"]
         slowdown = min(max(median(layers_s) / BATCHES.layers_s(cluster), 0.1), 10.0)
         update["device"] = cluster.device.model_copy(update={"batch_slowdown": slowdown})
         provenance["device.batch_slowdown"] = f"{source}, median of the layers of mini-batches"
     return cluster.model_copy(update=update)
+
+
+def _unsteady(change: float) -> dict[str, tuple[float, float]]:
+    """Return ranges of a device's numbers if its speed changed more than usual between rounds.
+
+    >>> _unsteady(0.05), [round(factor, 2) for factor in _unsteady(0.5)["device.gemm"]]
+    ({}, [0.72, 1.38])
+    """
+    width = SPAN_TO_TENTH * change
+    if 1 + width <= scaled.RANGES["measured"][1]:
+        return {}
+    return {f"device.{name}": (1 / (1 + width), 1 + width) for name in PACED}
 
 
 def _network(

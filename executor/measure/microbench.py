@@ -8,7 +8,7 @@ in a training: the time that ranks wait for each other does not grow with the nu
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from statistics import median
 from typing import Any, TypeVar
 
@@ -88,6 +88,19 @@ def medians(rounds: Sequence[Sequence[float]]) -> list[float]:
     [1.1, 2.0]
     """
     return [median(samples) for samples in zip(*rounds, strict=True)]
+
+
+def paces(rounds: Sequence[Mapping[str, Sequence[Sample]]]) -> list[float]:
+    """Return the speed of each round over all its kernels, relative to the median round of each.
+
+    >>> paces([{"gemm": [((8,), [2.0]), ((9,), [4.0])]}, {"gemm": [((8,), [1.0]), ((9,), [2.0])]}])
+    [0.75, 1.5]
+    """
+    seconds = np.array(
+        [[median(each) for samples in one.values() for _, each in samples] for one in rounds]
+    )
+    speeds = np.exp(np.log(np.median(seconds, axis=0) / seconds).mean(axis=1))
+    return [round(float(speed), 3) for speed in speeds]
 
 
 def _community(vertices: int, edges: int, features: int = 8) -> Graph:
@@ -213,6 +226,7 @@ class Bench:
                 self.exchanges(where, sent)
         for where, sent in messages.items():
             found[f"exchange.{where}"] = [(size, *medians(times)) for size, times in sent.items()]
+        found["paces"] = paces(rounds)
         for kind, samples in rounds[0].items():
             found[kind] = [
                 (*shape, medians([one[kind][place][1] for one in rounds]))

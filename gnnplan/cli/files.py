@@ -218,6 +218,11 @@ def measure(
         f"written to {output}"
     ] * bool(output)
     say(" and ".join(kept) or "kept nowhere; -o FILE writes it")
+    if "device.gemm" in found.ranges and not (nccl_tests or topology or cluster):
+        say(
+            "note: this machine's speed changed from round to round (provenance of device.gemm);"
+            " plans count with wider ranges. Measure again while nothing else runs"
+        )
     if started_by_launcher():
         leave(0)
 
