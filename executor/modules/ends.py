@@ -23,7 +23,7 @@ from gnnplan.executor.modules.record import (
     live_nodes,
 )
 
-ADDS = ("scatter", "index_add", "index_reduce")
+ADDS = ("scatter", "index_add", "index_reduce", "index_put")
 PICKS = ("getitem", "index_select", "masked_select", "cat", "concat", "concatenate", "hstack")
 
 
@@ -82,7 +82,7 @@ def join_ends(recorded: Recorded) -> Recorded:
     return replace(recorded, nodes=nodes)
 
 
-def turned(edges: Tensor) -> Tensor:
+def flip(edges: Tensor) -> Tensor:
     """Return edges from end to start; of a part of an undirected graph, the same edges."""
     return edges.flip(0)
 
@@ -121,5 +121,5 @@ def read_both_ways(recorded: Recorded) -> Recorded:
     for first, second in itertools.combinations(edge_sets, 2):
         is_turned = torch.equal(first.value.flip(0), second.value)
         if is_turned and not torch.equal(first.value, second.value):  # as self-loops are
-            second.call, second.args, second.kwargs = turned, (first,), {}
+            second.call, second.args, second.kwargs = flip, (first,), {}
     return recorded

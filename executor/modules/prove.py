@@ -42,7 +42,7 @@ from gnnplan.executor.modules.bind import (
     copied,
 )
 from gnnplan.executor.modules.cut import Cutter, Program, differing, freeze_norms
-from gnnplan.executor.modules.ends import join_ends, read_both_ways, sums_at
+from gnnplan.executor.modules.ends import flip, join_ends, read_both_ways, sums_at
 from gnnplan.executor.modules.evaluate import Place, tensors
 from gnnplan.executor.modules.pieces import Pieces, Tail, drawn, pair_ids
 from gnnplan.executor.modules.record import (
@@ -62,7 +62,7 @@ from gnnplan.executor.modules.record import (
     replaced,
     with_sizes,
 )
-from gnnplan.executor.modules.structure import Structure
+from gnnplan.executor.modules.structure import OF_TURNED, Structure
 from gnnplan.planner.graph.graph import CsrEdges
 
 T = TypeVar("T")
@@ -137,6 +137,8 @@ def _hint(error: BaseException, words: str, small: Small) -> str:
         ("index out of range", "no text")[words.startswith(("tuple", "list"))]: "vertex 0 of that"
         " graph has no edges into it, as the first of a part may have none",
         "SyncBatchNorm": "torch.nn.BatchNorm1d has the moments of all ranks' rows here",
+        "CUDA": (device := "leave out what moves tensors to a device: each rank has its own"),
+        "same device": device,
         f"({small.vertices})": own,
         f"(got {small.vertices - 1})": own,
         f"size {small.vertices} but": own,
@@ -328,6 +330,8 @@ def _suspected(pieces: Pieces, small: Small) -> str:
                 " part knows the edges into its vertices; add up rows of edge_index[0] at"
                 " edge_index[1] (if the graph is undirected, write col, row = edge_index)"
             )
+        if node.call is flip:
+            return f"{node.place}{OF_TURNED}"
         if isinstance(node.call, Opaque):
             return (
                 f"{node.place}{node.call.path} ({node.call.kind}) is called as a whole, since torch"

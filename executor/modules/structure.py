@@ -18,7 +18,7 @@ from torch import Tensor
 
 from gnnplan.executor.layers.kernels import Block
 from gnnplan.executor.modules.cut import BLOCK, DESTINATIONS, Program, differing
-from gnnplan.executor.modules.ends import turned
+from gnnplan.executor.modules.ends import flip
 from gnnplan.executor.modules.evaluate import Place, Values, frees, keys, tensors, with_loops
 from gnnplan.executor.modules.record import (
     EDGES_OF,
@@ -33,6 +33,10 @@ from gnnplan.executor.modules.record import (
 )
 from gnnplan.planner.graph.graph import CsrEdges
 
+OF_TURNED = (
+    "edges are turned, and numbers of edges, as edge_weight, belong to them as they were; leave out"
+    " what turns them: an undirected graph has each both ways"
+)
 TURNED = (
     "the graph's from end to start, and a part knows the edges into its vertices; leave out what"
     " turns them. A sparse matrix has a row per reader:"
@@ -86,7 +90,7 @@ class _Part(Place):
     tables: Mapping[Node, Any] = field(kw_only=True)
 
     def call(self, node: Node, values: Mapping[Node, Any], may_overwrite: bool = False) -> Any:
-        if node.call is turned:
+        if node.call is flip:
             return values[node.args[0]]
         if node not in self.structure.whole:
             return super().call(node, values, may_overwrite)
@@ -145,7 +149,7 @@ class Structure:
     @property
     def reads_both_ways(self) -> bool:
         """Whether layers need the edges from their vertices, as an undirected graph has them."""
-        return not self.small.reader or any(node.call is turned for node in self.nodes)
+        return not self.small.reader or any(node.call is flip for node in self.nodes)
 
     @property
     def edge_sets(self) -> set[Node]:
@@ -312,6 +316,8 @@ class Structure:
             )
             if torch.equal(found, expected):
                 return
+        if turns := next((each for each in live_nodes([node]) if each.call is flip), None):
+            raise Unfit(f"{turns.place}{OF_TURNED}")
         given = self.small.inputs.get("edge_index")
         if (
             given is not None

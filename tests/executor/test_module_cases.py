@@ -422,6 +422,17 @@ def test_a_convolution_that_needs_the_width_of_a_field_says_so(tmp_path):
         asked(tmp_path, body, "x, edge_index, edge_attr", fields)
 
 
+def test_turned_edges_have_no_weights_of_their_own(tmp_path):
+    """It said that something is not in forward's calls of torch."""
+    body = (
+        "source, reader = torch.stack([edge_index[1], edge_index[0]])\nh = self.first(x)\n"
+        "m = edge_weight[:, None] * h[source]\n"
+        "return self.last(torch.zeros_like(h).index_add(0, reader, m))"
+    )
+    with pytest.raises(SpecError, match="line 15: edges are turned, and numbers of edges"):
+        asked(tmp_path, body, "x, edge_index, edge_weight", WEIGHTED)
+
+
 def test_what_forward_detaches_is_not_trained(tmp_path):
     """Its gradients were zeros, and weight decay changed what torch leaves as it is."""
     user = asked(tmp_path, "return self.c(self.a(x, edge_index).detach() ** 2, edge_index)")
