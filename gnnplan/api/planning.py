@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from gnnplan.api import DEFAULT_GRAPH
-from gnnplan.api.arguments import Overrides, Question, ask, several, typed
+from gnnplan.api.arguments import Overrides, Question, ask, settings_of, several, typed
 from gnnplan.api.view import Blocks, View, of
 from gnnplan.planner.cluster.spec import Cluster
 from gnnplan.planner.decision import plan as documents
@@ -372,12 +372,12 @@ class Plan(View):
             SpecError: An argument is wrong.
             Infeasible: No variant of the strategy fits the changed cluster.
         """
-        from gnnplan.api.simulation import Playing, Simulation
+        from gnnplan.api.simulation import Playing, Simulation, moved
 
         playing = Playing(steps, jitter, stragglers or {}, repetitions, seed)
-        folder = None if trace is None else Path(trace)
-        exact, strategy = documents.is_exact(self.document), self.strategy
-        return Simulation(self.problem, strategy, exact, playing, overrides, flows, folder)
+        exact, settings = documents.is_exact(self.document), settings_of(overrides)
+        candidate = moved(self.problem, self.strategy, settings, exact)
+        return Simulation(candidate, playing, flows, None if trace is None else Path(trace))
 
     @reports_progress
     @typed

@@ -125,17 +125,9 @@ class Simulation(View):
     """The result of a simulation: `epoch_s`, and simulated and predicted seconds per operation."""
 
     def __init__(
-        self,
-        base: Problem,
-        strategy: Strategy,
-        exact: bool,
-        playing: Playing,
-        overrides: Overrides,
-        flows: bool,
-        trace: Path | None,
+        self, candidate: Candidate, playing: Playing, flows: bool, trace: Path | None
     ) -> None:
         steps, noise, repetitions = playing.steps, playing.noise, playing.repetitions
-        candidate = moved(base, strategy, settings_of(overrides), exact)
         problem, strategy, prediction = candidate.problem, candidate.strategy, candidate.predicted
         playing.must_be_of(problem.ranks)
         notify(f"writing the schedule of {strategy}")
@@ -152,10 +144,18 @@ class Simulation(View):
         cost = ByFlows.like(problem.cost) if flows else problem.cost
         task_graph = TaskGraph(schedule, cost)
         played = play(schedule, cost, task_graph=task_graph)
-        traced = played
+        traced, disturbed = played, dict[str, Any]()
         if noise:
             notify(f"playing {len(schedule.tasks):,} tasks {repetitions:,} times")
-            disturbed = epochs(schedule, cost, batches, noise, repetitions, task_graph)
+            found = epochs(schedule, cost, batches, noise, repetitions, task_graph)
+            disturbed["noise"] = {
+                "jitter": noise.jitter,
+                "stragglers": {str(rank): times for rank, times in noise.stragglers.items()},
+                "seed": noise.seed,
+                "repetitions": repetitions,
+                "epochs": len(found),
+                **percentiles(found),
+            }
             if trace:
                 factors = noise.factors(schedule, repetition=0)
                 traced = play(schedule, cost, factors=factors, task_graph=task_graph)
@@ -188,15 +188,7 @@ class Simulation(View):
         }
         if period > 1:
             self.document["epochs"] = _epoch_by_epoch(schedule, played, prediction, batches, steady)
-        if noise:
-            self.document["noise"] = {
-                "jitter": noise.jitter,
-                "stragglers": {str(rank): times for rank, times in noise.stragglers.items()},
-                "seed": noise.seed,
-                "repetitions": repetitions,
-                "epochs": len(disturbed),
-                **percentiles(disturbed),
-            }
+        self.document |= disturbed
         cluster, self._steps, self._batches = problem.cluster, steps, batches
         self._period = period
         some = problem.ranks < cluster.ranks

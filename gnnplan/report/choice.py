@@ -186,19 +186,17 @@ EPOCH = "whole epoch"
 def errors(facts: Facts) -> Picture:
     """Draw the errors of operations' predictions as shares of the epoch. Raises Absent."""
     names = run_names(facts)
-    traces, rows, most = [], [], {EPOCH: float("inf")}
-    for name, one, colour in zip(names, facts.runs, COLOURS * 9, strict=False):
+    shares, rows, most = [], [], {EPOCH: float("inf")}
+    for name, one in zip(names, facts.runs, strict=True):
         comparison = one.run.comparison
         step = {**comparison["step"], "operation": EPOCH}
-        share = {}
+        shares.append(share := dict[str, float]())
         for row in (step, *comparison["operations"]):
             off = share_of_step(row, step)
             if off is not None:
                 share[row["operation"]] = round(100 * off, 3)
                 most[row["operation"]] = max(most.get(row["operation"], 0.0), abs(off))
             rows.append({"run": name, **row})
-        hover = f"%{{y}}: %{{x:+.1f}} %<extra>{name}</extra>"
-        traces.append((name, share, colour, hover))
     order = sorted(most, key=lambda operation: -most[operation])[: MOST_OPERATIONS + 1]
     drawn = figure(
         [
@@ -208,11 +206,11 @@ def errors(facts: Facts) -> Picture:
                 y=[op.replace(":f", " forward").replace(":b", " backward") for op in order],
                 x=[share.get(op) for op in order],
                 marker_color=colour,
-                hovertemplate=hover,
+                hovertemplate=f"%{{y}}: %{{x:+.1f}} %<extra>{name}</extra>",
             )
-            for name, share, colour, hover in traces
+            for name, share, colour in zip(names, shares, COLOURS * 9, strict=False)
         ],
-        120 + len(order) * (14 + 14 * len(traces)),
+        120 + len(order) * (14 + 14 * len(shares)),
         barmode="group",
     )
     drawn.update_xaxes(title_text="% of the measured epoch", zeroline=True)
