@@ -18,18 +18,19 @@ from scipy.special import ndtri
 from gnnplan.planner.cluster.spec import DOUBTED, GEMMS, LINKS, Cluster, LinkName
 from gnnplan.planner.vocabulary.numbers import Number
 
+# Fields that a constant's factor multiplies, if not the field of its name
+FIELDS = {
+    "device.gemm": tuple(f"device.{name}" for name in GEMMS),
+    "device.memory_bandwidth": ("device.memory_bandwidth", "device.hash_rate", "device.edge_rate"),
+    "device.gather": (
+        "device.gather",
+        "device.gather_scattered",
+        "device.row_bandwidth",
+        "/device.row_latency",
+    ),
+}
 # All fields that a faster device multiplies, or divides ('/', fields in seconds)
-DEVICE = (
-    *(f"device.{name}" for name in GEMMS),
-    "device.memory_bandwidth",
-    "device.hash_rate",
-    "device.edge_rate",
-    "device.gather",
-    "device.gather_scattered",
-    "device.row_bandwidth",
-    "/device.row_latency",
-    "/device.launch",
-)
+DEVICE = (*(field for fields in FIELDS.values() for field in fields), "/device.launch")
 
 
 def multiplied(cluster: Cluster, factors: Mapping[str, Number]) -> Cluster:
@@ -150,21 +151,6 @@ RANGES: dict[str, tuple[float, float]] = {
     "--set": (1.0, 1.0),  # a what-if question assumes exactly this number
 }
 UNSAID = (0.5, 1.33)  # range of a number without provenance
-# Fields that a constant's factor multiplies, if not the field of its name (scaling.multiplied)
-FIELDS = {
-    "device.gemm": tuple(f"device.{name}" for name in GEMMS),
-    "device.memory_bandwidth": (
-        "device.memory_bandwidth",
-        "device.hash_rate",
-        "device.edge_rate",
-    ),
-    "device.gather": (
-        "device.gather",
-        "device.gather_scattered",
-        "device.row_bandwidth",
-        "/device.row_latency",
-    ),
-}
 
 
 def range_of(cluster: Cluster, constant: str) -> tuple[float, float]:
