@@ -17,8 +17,8 @@ L + 1, and return their gradients after the loss; these rows are not packed.
                backward   gradients of rows, and exchange buffers, in addition
 
 An exchange's buffers are counted with the layer. The counts follow
-executor/strategies/layerwise.py. planner/gnn/model.py counts the work of layers and
-planner/gnn/model.py their tensors; planner/ownership/layout.py, the rows of ranks.
+executor/strategies/layerwise.py. planner/gnn/model.py counts the work and the tensors of layers;
+planner/ownership/layout.py, the rows of ranks.
 """
 
 from __future__ import annotations
