@@ -163,11 +163,13 @@ class Bound:
 
     inputs: their names, as of a graph: 'vertex x', 'edge_index', 'edge edge_attr', 'g'. takes: the
     input of each parameter; or 'data', or 'blocks'. needed: the parameters without a default.
-    attributes: the input of each attribute of `data`. blocks: the length of the list of blocks."""
+    positional: how many of the first are given by position. attributes: the input of each attribute
+    of `data`. blocks: the length of the list of blocks."""
 
     inputs: tuple[str, ...]
     takes: Mapping[str, str]
     needed: Collection[str]
+    positional: int
     attributes: Mapping[str, str]
     blocks: int = 1
 
@@ -177,16 +179,11 @@ class Bound:
         Raises Unfit if that is no tensor, alone or in a list of one."""
         numbers = [v for v in values.values() if isinstance(v, Tensor) and v.is_floating_point()]
         is_double = any(number.dtype == torch.float64 for number in numbers)
-        arguments = {name: self._argument(taken, values) for name, taken in self.takes.items()}
+        given = [(name, self._argument(taken, values)) for name, taken in self.takes.items()]
+        # by position where it can be: hooks of calls and PyG's Sequential expect it
+        by_position = [argument for _, argument in given[: self.positional]]
         with InDouble() if is_double else nullcontext():
-            if hasattr(getattr(module, "signature", None), "param_dict"):
-                output = module(*arguments.values())  # PyG's Sequential: parameters by position
-            else:  # by position where it can be, as hooks of calls expect
-                leading = takewhile(
-                    lambda each: each.name in arguments and each.kind != each.KEYWORD_ONLY,
-                    inspect.signature(module.forward).parameters.values(),
-                )
-                output = module(*[arguments.pop(each.name) for each in leading], **arguments)
+            output = module(*by_position, **dict(given[self.positional :]))
         if isinstance(output, (tuple, list)):
             if len(output) != 1:
                 raise Unfit("forward returns several values; return the logits alone")
@@ -246,9 +243,10 @@ def bound(module: nn.Module, graph: GraphFields) -> Bound:
     parameters = _parameters(module)
     has_dgl, takes = uses_dgl(module), {}
     attributes = {"edge_index": "edge_index", **fields}
-    has_features = any(name == "x" for name, _ in parameters)
-    needed = [parameter for parameter, is_needed in parameters if is_needed]
-    for parameter, is_needed in parameters:
+    has_features = any(each.name == "x" for each in parameters)
+    needed = [each.name for each in parameters if each.default is each.empty]
+    for parameter in (each.name for each in parameters):
+        is_needed = parameter in needed
         if parameter in fields:
             takes[parameter] = fields[parameter]
         elif parameter in GRAPHS and (has_dgl or parameter != "graph"):
@@ -280,11 +278,12 @@ def bound(module: nn.Module, graph: GraphFields) -> Bound:
     inputs = dict.fromkeys(name for taken in takes.values() for name in holds.get(taken, (taken,)))
     if "g" in inputs:  # all fields are in g.edata and g.ndata
         inputs |= dict.fromkeys(fields.values())
-    return Bound(tuple(inputs), takes, needed, attributes)
+    leading = takewhile(lambda p: p.name in takes and p.kind != p.KEYWORD_ONLY, parameters)
+    return Bound(tuple(inputs), takes, needed, len([*leading]), attributes)
 
 
-def _parameters(module: nn.Module) -> list[tuple[str, bool]]:
-    """Return the parameters of `forward`, and whether each has no default. Raises Unfit."""
+def _parameters(module: nn.Module) -> list[inspect.Parameter]:
+    """Return the parameters of `forward`. Raises Unfit."""
     for path, part in module.named_modules():
         is_script = isinstance(part, torch.jit.ScriptModule) and any(
             True for _ in part.parameters()
@@ -297,16 +296,16 @@ def _parameters(module: nn.Module) -> list[tuple[str, bool]]:
             )
     own: Any = getattr(module, "signature", None)
     if hasattr(own, "param_dict"):  # PyG's Sequential
-        return [(name, True) for name in own.param_dict]
+        return [inspect.Parameter(n, inspect.Parameter.POSITIONAL_ONLY) for n in own.param_dict]
     if getattr(module.forward, "__func__", None) is nn.Module.forward:
         raise Unfit("it has no forward; write one that returns a row of logits for each vertex")
-    found: list[tuple[str, bool]] = []
+    found: list[inspect.Parameter] = []
     for name, parameter in inspect.signature(module.forward).parameters.items():
         if parameter.kind in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD):
             if not found and parameter.kind == parameter.VAR_POSITIONAL:
                 raise Unfit(f"forward takes *{name}; name what it takes, as x and edge_index")
             continue
-        found.append((name, parameter.default is parameter.empty))
+        found.append(parameter)
     if not found:
         raise Unfit(
             "forward takes nothing; let it take x and edge_index: a rank has a part of them"

@@ -220,8 +220,9 @@ def wish(
     planned = [workload.mode] if counted.stated is None else modes
     items = count_items(workload, problem.stats)
     if modes == ["mini"] and "batch" not in given and 0 < items < workload.batch:
-        all_of = f"a batch has all {items:,} of {problem.stats.name}'s items to learn from, fewer"
-        note = f"{all_of} than the default of {workload.batch:,} (--batch)"
+        kind = "edges" if workload.task == "link" else "training vertices"
+        all_of = f"a batch has all {items:,} {kind} of {problem.stats.name}, fewer than the"
+        note = f"{all_of} default of {workload.batch:,} (--batch)"
         problem = with_fields(problem, batch=items)
         question = replace(question, problem=problem, notes=(*question.notes, note))
     unread = [
