@@ -361,7 +361,7 @@ class _Training:
             )
             weights = {name: p for part in parts for name, p in load(part).items()}
         if rank.rank == 0:
-            epochs = (self.best and self.best.epoch) or len(self.resident_bytes)
+            epochs = (self.best and self.best.epoch) or self.epochs
             if self.problem.workload.is_module:  # under the names of the user's own module
                 weights = read_again(self.problem.workload).trained(weights, epochs * self.steps)
             write_atomically(out / "weights.safetensors", save(weights))

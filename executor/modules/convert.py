@@ -260,8 +260,9 @@ def _prove(module: nn.Module, chain: Chain, graph: GraphFields) -> None:
     )
     model = describe(workload, *widths)
     small = Small(VERTICES[1], module, graph)
-    named = {**module.state_dict(), **dict(module.named_buffers())}
-    state = {name: named[name].double() for name in (*chain.places, *dict(module.named_buffers()))}
+    buffers = {name: each for name, each in module.named_buffers() if each.is_floating_point()}
+    named = {**module.state_dict(), **buffers}
+    state = {name: named[name].double() for name in (*chain.places, *buffers)}
     parameters = Parameters(state, chain.places)
     placed = {place.partition(":")[0] for place in chain.places.values()}
     if chain.softmax and graph.multilabel:

@@ -30,7 +30,7 @@ from gnnplan.executor.modules.cut import (
     width_of,
 )
 from gnnplan.executor.modules.evaluate import Place, Values, grouped, storages
-from gnnplan.executor.modules.record import COUNTER, FIXED, Named, Node, Opaque, tensors_of
+from gnnplan.executor.modules.record import FIXED, Named, Node, Opaque, tensors_of
 from gnnplan.executor.modules.structure import Structure, edge_index_of
 from gnnplan.planner.gnn.model import Model
 from gnnplan.planner.gnn.workload import Workload
@@ -60,7 +60,8 @@ class Pieces:
     """A module that was recorded and cut into pieces.
 
     differs: how evaluation has other layers than training, if it has; it then runs training's,
-    which `prove` compares with it."""
+    which `prove` compares with it. calls: how often `forward` calls each batch norm, by the name of
+    the buffer that counts them."""
 
     module: nn.Module
     training: Program
@@ -69,6 +70,7 @@ class Pieces:
     structure: Structure
     loops: bool  # the DGL graph that the module receives has self-loops
     binding: Bound
+    calls: Mapping[str, int]
     locals: WeakKeyDictionary[Block, Values] = field(default_factory=WeakKeyDictionary)
 
     @property
@@ -95,10 +97,8 @@ class Pieces:
             for other in named:
                 if own in named and named[other] is named[own]:  # tied weights have several names
                     state[other] = value.clone(memory_format=torch.contiguous_format)
-        for node in self.training.recorded.nodes:
-            for name in node.tensor_names:
-                if name.endswith(COUNTER):  # a call of batch norm counts itself
-                    state[name] += steps
+        for name, calls in self.calls.items():
+            state[name] += calls * steps
         return state
 
     def local(self, block: Block) -> Values:

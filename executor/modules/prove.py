@@ -46,6 +46,7 @@ from gnnplan.executor.modules.ends import flip, join_ends, read_both_ways, sums_
 from gnnplan.executor.modules.evaluate import Place, tensors
 from gnnplan.executor.modules.pieces import Pieces, Tail, drawn, pair_ids
 from gnnplan.executor.modules.record import (
+    COUNTER,
     DROPOUTS,
     INNER,
     Node,
@@ -210,6 +211,8 @@ def followed(module: nn.Module, graph: GraphFields, dtype: torch.dtype) -> tuple
     small = Small(VERTICES[0], module, graph)
     first = copied(module).to(dtype).train()
     learns = {*map(id, leaves_of_gradient(_output(first, small, small.given(dtype))))}
+    before, after = (dict(each.named_buffers(remove_duplicate=False)) for each in (module, first))
+    calls = {n: int(after[n] - before[n]) for n in after if n.endswith(COUNTER)}
     for copy_of, parameter in zip(first.parameters(), module.parameters(), strict=True):
         if learns and id(copy_of) not in learns:
             parameter.requires_grad_(False)
@@ -244,7 +247,7 @@ def followed(module: nn.Module, graph: GraphFields, dtype: torch.dtype) -> tuple
     answers = {node: n for mode in modes for node, n in mode.recorded.answers.items()}
     structure = Structure((training, evaluation), answers, Place(named_in(module)), dtype)
     loops, binding = small.whole.loops, small.binding
-    pieces = Pieces(module, training, evaluation, differs, structure, loops, binding)
+    pieces = Pieces(module, training, evaluation, differs, structure, loops, binding, calls)
     for own in small.parts:
         structure.find_whole(block_of(small.whole, own))
     return pieces, small

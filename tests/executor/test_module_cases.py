@@ -137,10 +137,11 @@ def test_a_matrix_that_holds_weights_is_not_taken_for_edges_without(tmp_path):
 
 
 def test_lazy_parameters_of_a_plan_in_float64_are_made_again(tmp_path):
-    """Ranks made them from rows in float32, with parameters in float64, and ended."""
-    model = written(tmp_path, "return self.c(self.lazy(x, edge_index).relu(), edge_index)")
-    file = tmp_path / "model.py"
-    file.write_text(file.read_text().replace("__()", "__()\n        self.lazy = SAGEConv(-1, 8)"))
+    """Ranks made them from rows in float32, with parameters in float64, and ended. A lazy norm's
+    buffers could not be copied."""
+    model = written(tmp_path, "return self.c(self.b2(self.b1(x, edge_index)).relu(), edge_index)")
+    file, lazy = tmp_path / "model.py", "self.b1, self.b2 = SAGEConv(-1, 8), nn.LazyBatchNorm1d()"
+    file.write_text(file.read_text().replace("__()", f"__()\n        {lazy}"))
     user = read(model, Workload(dtype="float64"), PLAIN)
     workload = Workload(dtype="float64", module=user.description, **user.fields)
     assert user.pieces is None and read_again(workload)
@@ -278,6 +279,12 @@ REFUSED = {
         "h = self.a(x, edge_index)\nif self.training:\n    self.center = h.mean(0).detach()\n"
         "return self.c(h - (0 if self.training else getattr(self, 'center', 0)), edge_index)",
         "keeps something of training that evaluation reads",
+    ),
+    "kept for others": (  # saved as it had been, since our own layers computed the rest
+        "h = self.a(x, edge_index)\nif self.training:\n"
+        "    self.norm.running_mean = self.norm.running_mean + h.detach().mean(0)\n"
+        "return self.c(h.relu(), edge_index)",
+        "its buffer norm.running_mean in training is another",
     ),
     "hook": (
         "h = torch.tanh(self.a(x, edge_index))\nif h.requires_grad:\n"
@@ -431,6 +438,13 @@ def test_turned_edges_have_no_weights_of_their_own(tmp_path):
     )
     with pytest.raises(SpecError, match="line 15: edges are turned, and numbers of edges"):
         asked(tmp_path, body, "x, edge_index, edge_weight", WEIGHTED)
+
+
+def test_calls_of_batch_norms_are_counted(tmp_path):
+    """Saved weights said that there had been none."""
+    body = "h = self.norm(self.norm(self.a(x, edge_index)).relu())\nreturn self.c(h, edge_index)"
+    pieces = asked(tmp_path, body).pieces
+    assert pieces and pieces.trained({}, 3)["norm.num_batches_tracked"] == 6
 
 
 def test_what_forward_detaches_is_not_trained(tmp_path):
