@@ -92,8 +92,6 @@ def read_run(directory: Path) -> tuple[list[dict[str, Any]], list[dict[str, Any]
         ranks = [read_json(path, MAX_RANK, make) for path in files]
     except SpecError as error:
         raise SpecError(f"{directory} is not a finished run ({error})") from error
-    except OSError as error:
-        raise SpecError(f"{directory} is not a finished run ({error.strerror}); {make}") from error
     if not metrics or not ranks:
         missing = "rank*.json" if metrics else "epoch in metrics.jsonl"
         raise SpecError(f"{directory} is not a finished run (no {missing}); {make}")
@@ -256,7 +254,8 @@ def _is_run(folder: Path) -> bool:
 
 def _training(folder: Path) -> Training:
     """Read a run's folder; only the epochs that its first plan trained count."""
-    path, (plan, epochs) = folder / METRICS, _first_plan(folder)
+    path, earlier = folder / METRICS, numbered(folder, _EARLIER_PLAN).items()
+    epochs, plan = next(iter(earlier), (None, folder / PLAN))  # no earlier plan: all epochs count
     document = plans.read(plan)
     workload = Workload.model_validate(document["workload"])
     return Training(
@@ -267,13 +266,6 @@ def _training(folder: Path) -> Training:
         len(plans.placement(document)),
         tuple(_accuracies(path, epochs_in(path, MAKE)[:epochs])),
     )
-
-
-def _first_plan(folder: Path) -> tuple[Path, int | None]:
-    """Return a run's first plan, and the epochs that it trained; None: all epochs."""
-    earlier = numbered(folder, _EARLIER_PLAN).items()
-    until, plan = next(iter(earlier), (None, folder / PLAN))
-    return plan, until
 
 
 def _accuracies(path: Path, rows: list[Any]) -> Iterator[tuple[int, float]]:

@@ -19,6 +19,7 @@ from gnnplan.planner.gnn.kinds import (
     UpdateInputs,
     amount,
 )
+from gnnplan.planner.gnn.rows import INDEX
 from gnnplan.planner.gnn.trace import (
     EDGES,
     LOCAL,
@@ -48,7 +49,6 @@ VECTOR = 16
 # Numbers in a block of edges, for operations with a row per edge (the executor's GATv2). On a CPU a
 # block stays in the core's cache; on a GPU small blocks would mostly cost launches.
 EDGE_NUMBERS = {"cpu": 1 << 18, "cuda": 1 << 24}
-INDEX = 4  # size of an index in our own structures [B]
 LONG = 8  # size of an index that torch requires in int64 [B]
 BAG = 8  # bytes that embedding_bag keeps per source row: two numbers [B]
 # hash_ops per number of sparse rows in the transpose: to find the number's position there, and to

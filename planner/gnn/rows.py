@@ -19,7 +19,7 @@ from gnnplan.planner.vocabulary.schedule import Compute
 # the transpose: the row and the position of each number, and the end of each column.
 
 
-INDEX = 4  # size of an index [B]
+INDEX = 4  # size of an index in our own structures [B]
 # for messages: the reason why sparse rows are multiplied first, and a remedy
 SPARSE = (
     "its features are sparse, so their rows are multiplied before anything is summed; save x dense"
