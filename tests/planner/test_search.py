@@ -255,7 +255,7 @@ def test_more_memory_as_proposed_does_fit(number, memory, monkeypatch):
 def test_more_servers_as_proposed_would_fit(how):
     """A graph that fills the memory, so that more servers help; the proposal is an estimate."""
     stats = replace(GRAPH.stats, vertices=10**6, edges=10**7, features=50, known=False)
-    problem = problem_of(memory=12e9, layers=64, model="gcnii", dropout=0.5)
+    problem = problem_of(memory=9e9, layers=64, model="gcnii", dropout=0.5)
     problem = replace(problem, stats=stats, graph=None, method="random")
     message = refused(problem, **how)
     servers, name = re.search(r"or --set servers=(\d+) \((.*), estimated\)$", message).groups()

@@ -123,9 +123,10 @@ def test_a_price_decides_how_many_gpus_are_worth_it():
 
 @pytest.mark.nightly
 def test_cheap_gpus_may_idle():
-    longer: dict[str, Any] = {"mode": "mini", "epochs": 200}
+    longer: dict[str, Any] = {"mode": "mini", "epochs": 2000}
+    pairs = "dgx_a100?gpus_per_server=2&servers=16"
     used = [
-        planned("ogbn-papers100M", f"dgx_a100?servers=4&price={price}", **longer).best.gpus
+        planned("ogbn-papers100M", f"{pairs}&price={price}", **longer).best.gpus
         for price in (0.05, 2.5, 100)
     ]
     assert used == sorted(used, reverse=True) and used[0] > used[-1]
