@@ -510,13 +510,39 @@ def _step(pipe: GNNPipe, problem: Problem) -> Iterator[Op]:
 
     for stage in range(last + 1):
         ranks, weights = tuple(pipe.group(problem, stage)), pipe.weights(problem, stage)
-        yield Op("history", work=Compute(launches=4, itemsize=b), ranks=ranks)
+        yield Op("history", work=_refresh(pipe, problem, stage), ranks=ranks)
         yield from pass_of(stage, "f")
         yield from pass_of(stage, "b")
         if g > 1:
             size = weights * problem.model.weight_itemsize
             yield Op("all_reduce", work=AllReduce((size,)), ranks=ranks)
         yield Op("update", work=problem.model.update(weights), ranks=ranks)
+
+
+def _refresh(pipe: GNNPipe, problem: Problem, stage: int) -> Compute:
+    """Return the work of preparing a stage's historical rows for a step [g].
+
+    Past rows are copied to the mixed rows, after dropout if the layer has it, and the slopes become
+    zero; with historical gradients, the late slopes are copied too.
+    """
+    model, stages = pipe.shape(problem)
+    rows, copies = _kept(pipe, problem), 1 + pipe.historical_gradients
+    varying = [each for each in stages[stage] if each > model.first_varying]
+    dropped = [model.dropout > 0 and model.layers[each - 1].drops for each in varying]
+    widths = [model.input_width(each) for each in varying]
+    passes = [2 * copies * (1 + drops) + 1 for drops in dropped]  # over a row, reads and writes
+    return Compute(
+        elementwise_bytes=float(np.dot(passes, widths)) * model.itemsize * rows,
+        hash_ops=float(np.dot(dropped, widths)) * copies * rows,
+        launches=4,
+        itemsize=model.itemsize,
+    )
+
+
+def _kept(pipe: GNNPipe, problem: Problem) -> np.ndarray:
+    """Return the number of rows that each member of a stage keeps: its own and the halo [g]."""
+    facts = pipe.facts(problem)
+    return np.asarray((facts.rows + facts.sends.sum(1)).sum(0), dtype=float)
 
 
 # -- layers by cost --------------------------------------------------------------------------------
@@ -585,11 +611,10 @@ def _data(pipe: GNNPipe, problem: Problem, stage: int) -> Memory:
     """Return the bytes of constant inputs, history, receive buffers and edges of a stage [g]."""
     model, stages = pipe.shape(problem)
     facts = pipe.facts(problem)
-    own, edges, sources, halo = (
-        numbers.astype(float).sum(0)
-        for numbers in (facts.rows, facts.edges, facts.sources, facts.sends.sum(1))
+    own, edges, sources = (
+        numbers.astype(float).sum(0) for numbers in (facts.rows, facts.edges, facts.sources)
     )
-    kept = own + halo  # rows
+    kept = _kept(pipe, problem)
     varying = [model.input_width(each) for each in stages[stage] if each > model.first_varying]
     features, spec = np.zeros(own.size), model.layers[stages[stage].start - 1]
     graph = block(model, spec, own, sources, edges) + 8 * (kept + facts.sends.sum(2).sum(0))
