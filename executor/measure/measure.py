@@ -193,34 +193,36 @@ def _device(
         if rate in found:
             ((per_one,),) = found[rate]
             gathering[rate] = 1 / median(per_one)
+    provenance = {f"device.{name}": "of the library that multiplies there" for name in codes}
+    rates: dict[str, float] = {}
+    moved_s = 0.0 if cuda else None  # [s/B] of the rows of products; those of float32 tell it
+    for name in GEMMS:
+        b = PRECISIONS.get(name.removeprefix("gemm_"), FLOAT32).itemsize
+        samples = [
+            # reads and products are counted as in the cost model
+            (PRODUCTS * 2 * rows * h_in * h_out, PRODUCTS * rows * (h_in + h_out) * b, median(each))
+            for rows, h_in, h_out, each in found.get(name, ())
+        ]
+        if not samples:
+            continue
+        rates[name], moved_s, errors = products(samples, moved_s)
+        provenance[f"device.{name}"] = (
+            f"{source}, {len(samples)} shapes together, shapes within"
+            f" {show_percent(min(errors), sign=True)} and {show_percent(max(errors), sign=True)}"
+        )
+    if moved_s:
+        rates["product_bandwidth"] = min(1 / moved_s, 1e13)  # a cluster file allows 1e14
+        provenance["device.product_bandwidth"] = provenance["device.gemm"]
     device = Device(
         name=found["name"],
         kind="cuda" if cuda else "cpu",
         memory=memory,
-        gemm=1e12,
         memory_bandwidth=1 / mean(elementwise_s),
         **({} if cuda else codes),
         **gathering,
+        **rates,
     )
-    products: dict[str, float] = {}
-    provenance = {f"device.{name}": "of the library that multiplies there" for name in codes}
-    for name in GEMMS:
-        flops, seconds = [], []
-        b = PRECISIONS.get(name.removeprefix("gemm_"), FLOAT32).itemsize
-        for rows, h_in, h_out, samples in found.get(name, ()):
-            # reads and products are counted as in the cost model
-            read = PRODUCTS * rows * (h_in + h_out) * b
-            reading_s = 0.0 if cuda else read / device.memory_bandwidth
-            flops.append(PRODUCTS * 2 * rows * h_in * h_out)
-            seconds.append(max(median(samples) - reading_s, median(samples) / 2))
-        if not flops:
-            continue
-        rate = products[name] = sum(flops) / sum(seconds)  # wide layers dominate, as in an epoch
-        errors = [n / s / rate - 1 for n, s in zip(flops, seconds, strict=True)]
-        provenance[f"device.{name}"] = (
-            f"{source}, {len(flops)} shapes together, shapes within"
-            f" {show_percent(min(errors), sign=True)} and {show_percent(max(errors), sign=True)}"
-        )
+    shares_of: dict[str, float] = {}
     for precision in PRECISIONS.values():
         if (name := f"gather_{precision.name}") not in found:
             continue
@@ -228,7 +230,7 @@ def _device(
             precision.itemsize / median(rounded) / (4 / median(whole))
             for (*_, whole), (*_, rounded) in zip(found["gather"], found[name], strict=True)
         ]
-        products[name] = median(shares)
+        shares_of[name] = median(shares)
         provenance[f"device.{name}"] = (
             f"{source}, median of {len(shares)} widths and sizes, {min(shares):.2g} to"
             f" {max(shares):.2g}"
@@ -236,7 +238,7 @@ def _device(
     provenance |= {
         f"device.{name}": f"{source}, median" for name in ("memory_bandwidth", *gathering)
     }
-    return device.model_dump() | products, provenance
+    return device.model_dump() | shares_of, provenance
 
 
 def _scattered_rate(gathering: dict[str, Any], seconds: float) -> float:
@@ -269,6 +271,34 @@ def line(samples: Sequence[tuple[float, Sequence[float]]]) -> tuple[float, float
     per_edge = max((large - small) / (most - least), large / most / 2)
     per_edge = min(per_edge, large / most)
     return round(large - per_edge * most, 9), per_edge
+
+
+def products(
+    samples: Sequence[tuple[float, float, float]], moved_s: float | None = None
+) -> tuple[float, float, list[float]]:
+    """Fit the rate of matrix products, and the seconds of a byte of their rows unless given.
+
+    samples: (flops, bytes, seconds). Returns the rate [flop/s], the seconds per byte, and predicted
+    / measured - 1 of each sample. This is a least-squares fit of these errors, in which arithmetic
+    takes at least half of a sample's seconds. With the seconds of a byte given (0 on GPUs, which
+    read rows while they multiply others), wide layers dominate the rate, as in an epoch.
+
+    >>> samples = [(4e9, 1e8, 0.05), (2e9, 1e8, 0.03)]
+    >>> "{:.3g} {:.3g} {}".format(*products(samples)[:2], round(products(samples, 1e-10)[0]))
+    '1e+11 1e-10 100000000000'
+    """
+    flops, nbytes, seconds = np.array(samples).T
+    if moved_s is None:
+        shares = np.stack([flops, nbytes], axis=1) / seconds[:, np.newaxis]
+        unit, least = shares.max(axis=0), np.array([(seconds / flops).min() / 2, 0.0])
+        per_flop, per_byte = (
+            lsq_linear(shares / unit, np.ones(len(shares)), (least * unit, np.inf)).x / unit
+        )
+    else:
+        per_byte = moved_s
+        per_flop = np.maximum(seconds - nbytes * moved_s, seconds / 2).sum() / flops.sum()
+    errors = (flops * per_flop + nbytes * per_byte) / seconds - 1
+    return 1 / float(per_flop), float(per_byte), errors.tolist()
 
 
 def aggregation(samples: Sequence[tuple[int, int, int, float]]) -> dict[str, Any]:

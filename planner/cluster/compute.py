@@ -86,7 +86,8 @@ class Roofline:
         """
         device, bandwidth = self.device, self.device.memory_bandwidth
         multiplying = work.flops / device.gemm
-        reading = work.gemm_bytes / bandwidth
+        moved = device.product_bandwidth
+        reading = work.gemm_bytes / (bandwidth if moved is None else moved)
         # On a GPU some warps compute while others wait for memory; a CPU core does one at a time.
         on_gpu = device.kind == "cuda"
         seconds: Number = np.maximum(multiplying, reading) if on_gpu else multiplying + reading

@@ -20,7 +20,7 @@ from gnnplan.planner.vocabulary.numbers import Number
 
 # Fields that a constant's factor multiplies, if not the field of its name
 FIELDS = {
-    "device.gemm": tuple(f"device.{name}" for name in GEMMS),
+    "device.gemm": tuple(f"device.{name}" for name in (*GEMMS, "product_bandwidth")),
     "device.memory_bandwidth": ("device.memory_bandwidth", "device.hash_rate", "device.edge_rate"),
     "device.gather": (
         "device.gather",

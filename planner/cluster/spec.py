@@ -139,6 +139,9 @@ class Device(Spec):
     """Rate of dense matrix products in TF32 [flop/s].  [default: as `gemm`]"""
     memory_bandwidth: Bandwidth
     """Rate of element-wise work, in bytes read plus written [B/s]."""
+    product_bandwidth: Bandwidth | None = None
+    """Rate at which a CPU core reads and writes the rows of matrix products, in bytes read plus
+    written [B/s]; their arithmetic takes its time besides.  [default: as `memory_bandwidth`]"""
     hash_rate: Rate | None = None
     """Rate at which a CPU core drops numbers by their hash, or does as much for a number otherwise
     (an exponential) [1/s].  [default: one in the time of 24 B of `memory_bandwidth`]"""

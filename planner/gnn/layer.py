@@ -253,7 +253,8 @@ class Operations(Trace):
         """Record the start of a new autograd segment, with `rows` rows: x and received rows.
 
         The caller holds own rows; projected rows are held if an operation saves them."""
-        out = TensorAmount(rows, x.width, x.varies, view_of=x.view_of or x)
+        index = x.index if rows is OWN else 0  # rows that were projected are dense
+        out = TensorAmount(rows, x.width, x.varies, index, view_of=x.view_of or x)
         if rows is OWN:
             self.hold(x)
         elif self.setting.frees_input:

@@ -274,18 +274,23 @@ def test_an_exchange_among_all_costs_what_both_its_links_cost():
 def test_what_ranks_have_found_becomes_a_cluster(monkeypatch, cuda):
     monkeypatch.setattr(module.torch.cuda, "is_available", lambda: cuda)
     samples = [(n, 500e-6 + n / 1e9, 100e-6 + n * 1e-9) for n in SIZES]
-    found = {"name": "a device", "active": 2, "gemm": [(1000, 64, 64, [1e-3, 1e-3])]}
+    # products of 64 and of 16 columns, whose rows move at 10 GB/s and are multiplied at 60 GFLOP/s
+    took = [3 * 1000 * (2 * h * h / 6e10 + 2 * h * 4 / 1e10) for h in (64, 16)]
+    found = {"name": "a device", "active": 2}
+    found |= {"gemm": [(1000, h, h, [s] * 2) for h, s in zip((64, 16), took, strict=True)]}
     found |= {"gather": [(64, 1e6, 1e9, [0.1, 0.1])], "elementwise": [([1e-10, 1e-10],)]}
     found |= {"draw": [([0.1],)], "lay": [([0.08],)], "layers": [([0.02],)]}
     found |= {"steps": [([0.01],)] * 6, "paces": [0.8, 1.0, 1.2]}
     found |= {"exchange.intra_node": samples}
     cluster = cluster_of(found, 1, 2, 1e9, 2, one_machine=True)
     link, device = cluster.collectives["send.intra_node"], cluster.device
-    # a sample of gemm is of three products, which read and write rows
-    reads_s = 0.0 if cuda else 3 * 1000 * 128 * 4 * 1e-10
     # training steps correct all rates alike, not aggregation's alone
     corrected = device.memory_bandwidth * 1e-10
-    assert device.gemm == pytest.approx(corrected * 6 * 1000 * 64 * 64 / (1e-3 - reads_s))
+    # a GPU reads rows while it multiplies others
+    flops = sum(6 * 1000 * h * h for h in (64, 16))
+    assert device.gemm == pytest.approx(corrected * (flops / sum(took) if cuda else 6e10))
+    moved = None if cuda else pytest.approx(corrected * 1e10)
+    assert device.product_bandwidth == moved
     for name in ("gemm", "memory_bandwidth", "gather", "row_latency", "row_bandwidth"):
         assert "times as long as their kernels" in cluster.provenance[f"device.{name}"]
     # a batch costs what it took: of its layers and of its edges

@@ -89,6 +89,9 @@ CORE = Device(
 def test_a_core_is_measured_where_a_gpu_waits_for_memory(work, on_gpu, on_core):
     core = Cost(Cluster(device=CORE, intra_node=Link(bandwidth=1e9)))
     assert (COST.compute_s(work), core.compute_s(work)) == pytest.approx((on_gpu, on_core))
+    moving = changed(core.cluster, product_bandwidth=5e7)  # half as fast as the rest
+    slower = on_core + work.gemm_bytes / 1e8
+    assert Cost(moving).compute_s(work) == pytest.approx(slower)
 
 
 def test_rows_of_many_bytes_are_gathered_slower():
