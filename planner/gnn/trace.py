@@ -255,8 +255,8 @@ class Work:
     amounts: dict[str, Amount] = field(default_factory=dict)  # field of Compute -> amount
     gathers: list[GatherAmounts] = field(default_factory=list)
     launches: int = 0  # counted launches; `on` gets the other launches from Model
-    # whether nearly all gathers read the weight of sparse features, whose frequent columns are in
-    # cache
+    # whether nearly all gathers read the weight of features of mostly zeros, whose frequent columns
+    # are in cache
     reads_columns: bool = False
 
     def add(self, **amounts: Amount) -> None:
