@@ -7,8 +7,7 @@ from dataclasses import replace
 
 
 def shrink(change: Callable[[object, str, object], None]) -> None:
-    from gnnplan.executor.measure import microbench, rehearsal
-    from gnnplan.planner.strategies.minibatch.on_batches import fitting
+    from gnnplan.executor.measure import measure, microbench, rehearsal
 
     def smaller(vertices: int, edges: int) -> tuple[int, int]:
         return max(100, vertices // 10), max(400, edges // 10)
@@ -21,7 +20,7 @@ def shrink(change: Callable[[object, str, object], None]) -> None:
     batches = replace(batches, workload=batches.workload | {"batch": 100})
     for module in (rehearsal, microbench):
         change(module, "PIECES", pieces)
-    for module in (rehearsal, fitting):
+    for module in (rehearsal, measure):
         change(module, "BATCHES", batches)
     change(microbench, "GRAPHS", tuple(smaller(*size) for size in microbench.GRAPHS))
 
