@@ -278,7 +278,7 @@ def _prove(module: nn.Module, chain: Chain, graph: GraphFields) -> None:
 
         def tensors() -> Mapping[str, Tensor | None]:
             ours = {n: g for n, g in gradients_of(net).items() if g is not None}
-            return parameters.trained(ours | dict(net.named_buffers()), int(is_training))
+            return parameters.trained(ours | dict(net.named_buffers()))
 
         return output, tensors
 

@@ -134,11 +134,12 @@ def _hint(error: BaseException, words: str, small: Small) -> str:
         f"that graph has {small.vertices} vertices: a module's own tensors cannot have a row per"
         " vertex of yours, fields can"
     )
+    device = "leave out what moves tensors to a device: each rank has its own"
     found = {
-        ("index out of range", "no text")[words.startswith(("tuple", "list"))]: "vertex 0 of that"
-        " graph has no edges into it, as the first of a part may have none",
+        "index out of range": "vertex 0 of that graph has no edges into it, as the first of a part"
+        " may have none",
         "SyncBatchNorm": "torch.nn.BatchNorm1d has the moments of all ranks' rows here",
-        "CUDA": (device := "leave out what moves tensors to a device: each rank has its own"),
+        "CUDA": device,
         "same device": device,
         f"({small.vertices})": own,
         f"(got {small.vertices - 1})": own,
@@ -146,6 +147,8 @@ def _hint(error: BaseException, words: str, small: Small) -> str:
         f"(2x{small.whole.indices.size} ": "it multiplies by edge_index [2, E], whose matrix is"
         " torch.sparse_coo_tensor(edge_index.flip(0), weights, (x.size(0), x.size(0)))",
     }
+    if words.startswith(("tuple", "list")):  # Python's own indices, not those of vertices
+        del found["index out of range"]
     fields = [
         name
         for name, field in takes.items()
