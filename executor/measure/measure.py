@@ -213,16 +213,6 @@ def _device(
     if moved_s:
         rates["product_bandwidth"] = min(1 / moved_s, 1e13)  # a cluster file allows 1e14
         provenance["device.product_bandwidth"] = provenance["device.gemm"]
-    device = Device(
-        name=found["name"],
-        kind="cuda" if cuda else "cpu",
-        memory=memory,
-        memory_bandwidth=1 / mean(elementwise_s),
-        **({} if cuda else codes),
-        **gathering,
-        **rates,
-    )
-    shares_of: dict[str, float] = {}
     for precision in PRECISIONS.values():
         if (name := f"gather_{precision.name}") not in found:
             continue
@@ -230,7 +220,7 @@ def _device(
             precision.itemsize / median(rounded) / (4 / median(whole))
             for (*_, whole), (*_, rounded) in zip(found["gather"], found[name], strict=True)
         ]
-        shares_of[name] = median(shares)
+        rates[name] = median(shares)
         provenance[f"device.{name}"] = (
             f"{source}, median of {len(shares)} widths and sizes, {min(shares):.2g} to"
             f" {max(shares):.2g}"
@@ -238,7 +228,13 @@ def _device(
     provenance |= {
         f"device.{name}": f"{source}, median" for name in ("memory_bandwidth", *gathering)
     }
-    return device.model_dump() | shares_of, provenance
+    fields = {
+        "name": found["name"],
+        "kind": "cuda" if cuda else "cpu",
+        "memory": memory,
+        "memory_bandwidth": 1 / mean(elementwise_s),
+    }
+    return {**fields, **({} if cuda else codes), **gathering, **rates}, provenance
 
 
 def _scattered_rate(gathering: dict[str, Any], seconds: float) -> float:
@@ -290,15 +286,20 @@ def products(
     flops, nbytes, seconds = np.array(samples).T
     if moved_s is None:
         shares = np.stack([flops, nbytes], axis=1) / seconds[:, np.newaxis]
-        unit, least = shares.max(axis=0), np.array([(seconds / flops).min() / 2, 0.0])
-        per_flop, per_byte = (
-            lsq_linear(shares / unit, np.ones(len(shares)), (least * unit, np.inf)).x / unit
-        )
+        per_flop, per_byte = _costs(shares, np.array([(seconds / flops).min() / 2, 0.0]))
     else:
         per_byte = moved_s
         per_flop = np.maximum(seconds - nbytes * moved_s, seconds / 2).sum() / flops.sum()
     errors = (flops * per_flop + nbytes * per_byte) / seconds - 1
     return 1 / float(per_flop), float(per_byte), errors.tolist()
+
+
+def _costs(shares: np.ndarray, least: np.ndarray) -> np.ndarray:
+    """Return the costs [n], at least `least`, at which the shares [samples, n] of the samples' work
+    add up to 1, by least squares."""
+    unit = shares.max(axis=0)  # scales all unknowns to the same magnitude
+    found = lsq_linear(shares / unit, np.ones(len(shares)), (least * unit, np.inf))
+    return np.asarray(found.x / unit)
 
 
 def aggregation(samples: Sequence[tuple[int, int, int, float]]) -> dict[str, Any]:
@@ -320,9 +321,7 @@ def aggregation(samples: Sequence[tuple[int, int, int, float]]) -> dict[str, Any
         number = column[width, rows]
         shares[place, number], shares[place, -2:] = gathered / seconds, made / seconds
         least[number] = seconds / gathered / 2
-    unit = shares.max(axis=0)  # scales all unknowns to the same magnitude
-    solution = lsq_linear(shares / unit, np.ones(len(samples)), (least * unit, np.inf))
-    *per_byte, row_latency, row_byte = (solution.x / unit).tolist()
+    *per_byte, row_latency, row_byte = _costs(shares, least).tolist()
     gather: dict[int, dict[float, float]] = {}
     for (width, rows), number in column.items():
         gather.setdefault(width, {})[rows * width * 4] = 1 / per_byte[number]

@@ -95,7 +95,7 @@ class OnParts(Strategy):
     """A strategy whose ranks own parts of the graph and exchange halo rows."""
 
     rounds_rows = True
-    adapts = False  # whether the executor supports the adaptive codec (codec.py)
+    adapts = False  # whether the executor supports the adaptive codec (gnn/rows.py)
 
     @property
     @abstractmethod
