@@ -2,8 +2,8 @@
 
 A kernel that is timed alone, on the same rows, is faster than in a training. In a training the
 caches hold other rows, autograd runs between the kernels, and memory is still being allocated.
-Steps of a few trainings (pieces) give two numbers: the cost of a framework operation, and the ratio
-of the steps' time to the time of their kernels alone. A training on mini-batches gives the rates of
+Steps of a few trainings (pieces) give two numbers: the cost of a framework operation, and how much
+longer accesses to memory take than in kernels alone. A training on mini-batches gives the rates of
 the sampler, and how much longer kernels take on rows that are new in each step.
 """
 
@@ -70,10 +70,9 @@ class Piece:
     def strategy(self) -> GraphParallel | DataParallel:
         return DataParallel() if self.workload.get("mode") == "mini" else GraphParallel()
 
-    def seconds(self, cluster: Cluster, launch: float) -> float:
-        """Predict the seconds of an epoch, if a framework operation takes `launch` seconds."""
-        device = cluster.device.model_copy(update={"launch": launch})
-        return float(self._predicted(cluster.model_copy(update={"device": device})).epoch_s)
+    def seconds(self, cluster: Cluster) -> float:
+        """Predict the seconds of an epoch."""
+        return float(self._predicted(cluster).epoch_s)
 
     def _predicted(self, cluster: Cluster) -> Prediction:
         # the copy shares the layouts that the problem has computed
@@ -112,6 +111,8 @@ BATCHES = Piece(
     | {"fanout": (10, 10, 5), "batch": 1024},
 )
 LAYERS = ("forward", "backward")
+LEAST_LAUNCH, MOST_LAUNCH = 1e-9, 0.1  # of a framework operation [s]
+MOST_SLOWDOWN = 10.0  # of accesses to memory in training steps
 
 
 class Rehearsal:
@@ -180,31 +181,29 @@ def held_to(cluster: Cluster, steps: list[float]) -> tuple[Cluster, str]:
     """Correct a cluster by the durations of the pieces' steps [s]; also return a sentence on it.
 
     This is a least-squares fit of log(predicted / measured). The unknowns are the cost of a
-    framework operation, and the factor by which all kernels are slower: less than 1 if the steps'
-    rows stay in caches. On GPUs it is 1 or more: no `batch_slowdown` corrects their mini-batches.
+    framework operation, and the factor by which accesses to memory are slower: less than 1 if a
+    step finds in caches what one operation has left for the next. Caches do not change arithmetic.
+    On GPUs the factor is 1 or more: no `batch_slowdown` corrects their mini-batches.
     """
-    kernels = np.array([piece.seconds(cluster, 0.0) for piece in PIECES])
-    launches = np.array([piece.seconds(cluster, 1e-3) for piece in PIECES]) / 1e-3 - kernels / 1e-3
 
-    def predicted(logs: np.ndarray) -> np.ndarray:
-        launch, slowdown = np.exp(logs)
-        return np.asarray(launches * launch + kernels * slowdown)
+    def corrected(logs: np.ndarray) -> Cluster:
+        launch, slowdown = np.exp(logs).tolist()
+        device = cluster.device.model_copy(update={"launch": launch})
+        accesses = dict.fromkeys(scaled.ACCESSES, 1 / slowdown)
+        return scaled.multiplied(cluster.model_copy(update={"device": device}), accesses)
 
-    found = least_squares(
-        lambda logs: np.log(predicted(logs) / steps),
-        (np.log(steps[0] / launches[0]), 0.1),
-        bounds=((-np.inf, 0.0 if cluster.device.kind == "cuda" else -np.inf), np.inf),
-    )
-    (launch, slowdown), errors = np.exp(found.x).tolist(), predicted(found.x) / steps - 1
-    corrected = scaled.device(cluster, 1 / slowdown)
-    correction = (
-        f"training steps took {slowdown:.2f} times as long as their kernels, and an operation"
-        f" {1e6 * launch:.1f} us ({len(steps)} pieces, then predicted within"
-        f" {show_percent(min(errors), sign=True)} and {show_percent(max(errors), sign=True)})"
-    )
-    return (
-        corrected.model_copy(
-            update={"device": corrected.device.model_copy(update={"launch": min(launch, 0.1)})}
-        ),
-        correction,
+    def errors(logs: np.ndarray) -> np.ndarray:
+        found = corrected(logs)
+        return np.log(
+            [piece.seconds(found) / step for piece, step in zip(PIECES, steps, strict=True)]
+        )
+
+    least = 1.0 if cluster.device.kind == "cuda" else 1 / MOST_SLOWDOWN
+    bounds = np.log([(LEAST_LAUNCH, least), (MOST_LAUNCH, MOST_SLOWDOWN)])
+    found = least_squares(errors, (np.log(1e-5), 0.1), bounds=bounds)
+    (launch, slowdown), off = np.exp(found.x), np.expm1(found.fun)
+    return corrected(found.x), (
+        f"in training steps, accesses to memory took {slowdown:.2f} times as long as in kernels"
+        f" alone, and an operation {1e6 * launch:.1f} us ({len(steps)} pieces, then predicted"
+        f" within {show_percent(min(off), sign=True)} and {show_percent(max(off), sign=True)})"
     )

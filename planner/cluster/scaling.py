@@ -32,6 +32,9 @@ FIELDS = {
 # All fields that a faster device multiplies, or divides ('/', fields in seconds)
 DEVICE = (*(field for fields in FIELDS.values() for field in fields), "/device.launch")
 
+# Fields that caches change: arithmetic, also that of a hash or of an edge's weight, is not in them.
+ACCESSES = ("device.memory_bandwidth", "device.product_bandwidth", *FIELDS["device.gather"])
+
 
 def multiplied(cluster: Cluster, factors: Mapping[str, Number]) -> Cluster:
     """Return the cluster with fields multiplied; `factors` is keyed by field, as 'host.bandwidth'.
