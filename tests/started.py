@@ -1,7 +1,5 @@
 """A `gnnplan run` from outside: its processes, and what it leaves."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 import os

@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 from examples import NIGHT
+from pairwise import at_night
 
 from gnnplan.papers import published
 from gnnplan.papers.figures import predict
@@ -219,7 +220,7 @@ BY_DAY = [CASES[2 * number + number % 2] for number in range(len(CASES) // 2)]
 
 
 def others_at_night(chosen: list[tuple[str, str]]) -> list[Any]:
-    return [c if c in chosen else pytest.param(*c, marks=pytest.mark.nightly) for c in CASES]
+    return [c if c in chosen else at_night(*c) for c in CASES]
 
 
 @pytest.mark.parametrize(("name", "graph"), others_at_night(BY_DAY))

@@ -4,8 +4,6 @@ what the owner gets of the reader's gradient.
 Nothing of the executor's packing is used but the hash, which is part of the specification: 16 bits
 of a function of (stream, seed, step, layer, way, vertex, column)."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from fractions import Fraction
 from typing import Any

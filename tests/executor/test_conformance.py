@@ -21,8 +21,6 @@ from gnnplan.testing.ranks import Case, Ranks, Result
 from gnnplan.testing.runs import *  # noqa: F403
 from gnnplan.testing.runs import FinishedRun, must_be_as_one_process, must_resume, one_process
 
-pytestmark = pytest.mark.timeout(110)
-
 NEAR = {"float64": (1e-9, 1e-9), "float32": (1e-4, 1e-4)}  # weights, losses
 BY_DAY = cover(SETTINGS, Setting.needs, lambda setting: 1.5 + setting.world)
 

@@ -117,7 +117,6 @@ def by_itself(folder: Path) -> list[float]:
     return losses
 
 
-@pytest.mark.processes
 def test_two_ranks_train_as_the_module_on_its_data(folder, run_ranks):
     """Of all edges at once, and of batches that reach the ranks from another process."""
     cases = [

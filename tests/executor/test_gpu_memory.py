@@ -4,7 +4,7 @@ import json
 from collections.abc import Hashable
 
 import pytest
-from pairwise import covered
+from pairwise import at_night, covered
 from pretend_device import CUDA, pretend_device
 
 from gnnplan.executor.ranks.rank import Rank
@@ -86,7 +86,7 @@ def test_a_plan_says_what_a_gpu_allocates(pretend_device, tmp_path, strategy, ki
     "strategy",
     [
         "gsplit(prefetch=2)",
-        pytest.param("data_parallel(cache=100000,prefetch=1)", marks=pytest.mark.nightly),
+        at_night("data_parallel(cache=100000,prefetch=1)"),
     ],
 )
 def test_a_gpu_has_a_batch_that_is_loaded_ahead(pretend_device, tmp_path, strategy):

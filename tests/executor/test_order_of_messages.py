@@ -115,7 +115,6 @@ def must_be_one_order(by_rank: list[list[Begun]]) -> int:
     return len({end[1] for end in ends})
 
 
-@pytest.mark.timeout(110)
 @pytest.mark.parametrize(
     ("world", "strategy", "more", "communicators"),
     [
@@ -135,7 +134,6 @@ def test_all_ranks_begin_in_one_order(world, strategy, more, communicators, monk
     assert must_be_one_order(by_rank) >= communicators
 
 
-@pytest.mark.timeout(110)
 @pytest.mark.parametrize("model", ["sage", "gat"])
 def test_all_ranks_of_p3_begin_in_one_order(run_ranks, model):
     """Its samplers must have real answers. All ranks take part in all that it does."""

@@ -8,6 +8,7 @@ from types import ModuleType
 import numpy as np
 import pytest
 import torch
+from pairwise import at_night
 
 from gnnplan.executor.emit import partitions
 from gnnplan.planner.cluster.spec import Cluster
@@ -118,7 +119,7 @@ def test_pyg_reads_a_part_per_rank(asked, tmp_path):
 @pytest.mark.processes
 @pytest.mark.parametrize(
     ("name", "library"),
-    [pytest.param("distdgl", "dgl", marks=pytest.mark.nightly), ("pyg", "torch_geometric")],
+    [at_night("distdgl", "dgl"), ("pyg", "torch_geometric")],
 )
 def test_parts_of_others_are_read_again(asked, tmp_path, name, library):
     """The graph that was written, cut as it was; and so it can become a folder of our parts."""

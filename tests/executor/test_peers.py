@@ -154,8 +154,6 @@ def test_what_one_refuses_all_refuse(refusing, problem):
 
 
 @pytest.mark.nightly
-@pytest.mark.processes
-@pytest.mark.timeout(120)
 def test_ranks_of_srun_do_not_wait_for_one_that_refuses(tmp_path, fork_server):
     """Rank 0 hosts the store: rank 1 waited for it until --timeout, and did not know why."""
     how = "--hidden 8 --ranks 2 --strategy graph_parallel"

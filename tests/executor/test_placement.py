@@ -11,8 +11,6 @@ from gnnplan.planner.decision.search import SearchResult
 from gnnplan.planner.vocabulary.trace import recorded_order
 from gnnplan.testing.ranks import Case, Result, meeting
 
-pytestmark = pytest.mark.timeout(110)
-
 RANK = """
 import os, sys
 from pathlib import Path

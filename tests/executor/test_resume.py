@@ -24,8 +24,6 @@ from gnnplan.planner.vocabulary.errors import SpecError
 from gnnplan.planner.vocabulary.files import folder_lock
 from gnnplan.testing.ranks import Case
 
-pytestmark = pytest.mark.timeout(110)
-
 FULL = {"model": "sage", "layers": 3, "hidden": 6, "dropout": 0.3}
 
 

@@ -24,7 +24,7 @@ from gnnplan.planner.strategies import DataParallel
 from gnnplan.planner.vocabulary.errors import LostRank
 from gnnplan.testing.ranks import Case, Forked
 
-pytestmark = [pytest.mark.timeout(60), pytest.mark.processes]
+pytestmark = pytest.mark.processes
 WORK = {"model": "sage", "layers": 2, "hidden": 8, "mode": "mini", "batch": 6, "fanout": (3, 2)}
 
 

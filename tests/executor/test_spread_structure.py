@@ -9,8 +9,6 @@ from gnnplan.planner.ownership.minibatch import Batches
 from gnnplan.planner.strategies.minibatch.adjacency_store import bytes_at
 from gnnplan.testing.ranks import Case, small
 
-pytestmark = pytest.mark.timeout(110)
-
 
 def case(strategy: str, graph: str, servers: int = 1, **more: object) -> Case:
     asked = small("gcn", layers=3, heads=2, mode="mini", batch=6, fanout=(3, 2, 2))

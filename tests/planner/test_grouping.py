@@ -112,7 +112,7 @@ def places(draw) -> Cluster:
 
 
 @given(places(), st.booleans(), st.integers(0, 10**6))
-@settings(deadline=None, max_examples=examples(40))
+@settings(max_examples=examples(40))
 def test_groups_stay_together(where, by_server, seed):
     at = Places.of(where, range(where.ranks))
     tied = (at.server if by_server else at.island).tolist()

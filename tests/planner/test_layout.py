@@ -84,7 +84,7 @@ def computed_by_servers(case: Case) -> dict[int, list[set[int]]]:
 
 def law(most: int, *drawn: st.SearchStrategy[int]) -> Callable[[Callable], Callable]:
     def held(test: Callable) -> Callable:
-        return settings(deadline=None, max_examples=examples(most))(given(cases(), *drawn)(test))
+        return settings(max_examples=examples(most))(given(cases(), *drawn)(test))
 
     return held
 

@@ -40,7 +40,7 @@ def edit(path: Path, change) -> None:
 
 
 @pytest.mark.slow
-@settings(deadline=None, max_examples=examples(30))
+@settings(max_examples=examples(30))
 @given(st.lists(st.tuples(st.floats(-1e9, 1e9), st.floats(0, 1e9), st.integers(0, 2), text(5))))
 def test_times_survive_to_the_last_bit(tmp_path_factory, drawn):
     spans = [Span(text, "op", rank, "compute", s, s + length) for s, length, rank, text in drawn]
