@@ -16,7 +16,6 @@ import torch
 BENCHMARKS = Path(__file__).resolve().parents[1] / "benchmarks"
 pytestmark = [
     pytest.mark.processes,
-    pytest.mark.timeout(110),
     # other libraries' warnings are no failure of ours
     pytest.mark.filterwarnings("ignore"),
 ]
@@ -107,15 +106,15 @@ def test_drawn_graphs_are_graphs(gpu, local):
 @pytest.mark.nightly
 @pytest.mark.parametrize(
     ("name", "rows"),
-    [
-        ("measure", 4),
-        ("one", 2),
-        ("modules", 1),
-        ("shared", 1),
-        ("further", 2),
-        ("streams", 3),
-        ("peers", 4),
-    ],
+    {
+        "measure": 4,
+        "one": 2,
+        "modules": 1,
+        "shared": 1,
+        "further": 2,
+        "streams": 3,
+        "peers": 4,
+    }.items(),
 )
 def test_a_stage_of_trainings_has_its_rows(stage, name, rows):
     """Bytes and order are those planned, and losses those of its reference on the processor."""
