@@ -7,7 +7,7 @@ from itertools import product
 import numpy as np
 import pytest
 import scipy.sparse as sp
-from pairwise import covered
+from pairwise import at_night, covered
 from scipy.special import pdtr
 from test_batchwise import UNEVEN, later_epoch_s
 
@@ -24,7 +24,7 @@ from gnnplan.planner.ownership.estimated import (
 from gnnplan.planner.ownership.minibatch import MiniBatch
 from gnnplan.planner.problem.inputs import read_cluster
 from gnnplan.planner.problem.problem import Problem
-from gnnplan.planner.strategies import P3, DataParallel, GSplit, Strategy
+from gnnplan.planner.strategies import P3, DataParallel, GSplit, Strategy, parse
 from gnnplan.planner.vocabulary.schedule import Copy
 from gnnplan.simulator.player import play
 from gnnplan.testing.laws import cluster, problem_of
@@ -140,8 +140,8 @@ def test_duplicates_near_a_seed_are_the_same_share_of_small_and_of_large_batches
     ("name", "spread"),
     [
         *(("squirrel", 1.5), ("coauthor_physics", 1.0), ("tolokers", 1.5)),
-        pytest.param("flickr", 1.2, marks=pytest.mark.nightly),
-        pytest.param("ogbn_arxiv", 1.5, marks=pytest.mark.nightly),
+        at_night("flickr", 1.2),
+        at_night("ogbn_arxiv", 1.5),
     ],
 )
 def test_the_expected_frontier_is_that_of_a_real_graph(dataset, name, spread):
@@ -347,24 +347,17 @@ def test_neighbours_asked_for(cached):
     assert found[1] == pytest.approx(found[0], abs=0.25 if cached == 0.5 else 0.0, rel=0.1)
 
 
-@pytest.mark.parametrize(
-    "strategy",
-    [
-        DataParallel(features="spread", structure="spread"),
-        DataParallel(cache=32_000, shared_cache=True, prefetch=1),
-        GSplit(),
-        P3(),
-        P3(over="rank"),
-        GSplit(splitter="random", group="all", cache=16_000, structure="spread"),
-        P3(structure="spread", copies=2),
-        P3(pipelined=True),
-        P3(pipelined=True, cache=16_000),
-    ],
-    ids=str,
-)
-def test_statistics_are_predicted_as_they_are_simulated(strategy):
+TEXTS = """
+data_parallel(features='spread',structure='spread') gsplit p3 p3(over='rank') p3(pipelined=True)
+data_parallel(cache=32000,shared_cache=True,prefetch=1) p3(pipelined=True,cache=16000)
+gsplit(splitter='random',group='all',cache=16000,structure='spread') p3(structure='spread',copies=2)
+"""
+
+
+@pytest.mark.parametrize("text", TEXTS.split())
+def test_statistics_are_predicted_as_they_are_simulated(text):
     problem = problems()[1]
-    strategy = strategy.settle(problem)
+    strategy = parse(text).settle(problem)
     strategy.check(problem)
     knobs = strategy.knobs()
     claim = strategy.claim if knobs.get("pipelined") or knobs["prefetch"] else UNEVEN
