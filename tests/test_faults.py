@@ -160,14 +160,8 @@ def test_a_rank_that_the_kernel_killed_for_its_memory(tmp_path):
     from gnnplan.executor.launch.failure import account, blame
 
     told = account({"features": 3e6, "halo": 0.0, "activations": 12e6})
-    error = blame(
-        {0: Gone(75, 1), 1: Gone(-9, 2)},
-        tmp_path,
-        ["rank 0 (server 0)", "rank 1 (server 0)"],
-        3.0,
-        "All ranks were stopped",
-        told,
-    )
+    gone, names = {0: Gone(75, 1), 1: Gone(-9, 2)}, ["rank 0 (server 0)", "rank 1 (server 0)"]
+    error = blame(gone, tmp_path, names, 3.0, "All ranks were stopped", told)
     words = [
         r"rank 1 \(server 0\) was lost in start: killed by SIGKILL, as the kernel does to processes"
         r" when memory runs out\. the plan "

@@ -350,14 +350,8 @@ OTHER_DTYPES = ["[('a', '<i8')]", "[('a', '|O')]", "('<i4', (1000,))", "None", "
 OTHER_DTYPES += ["'<i8'" + " " * 50]
 shapes = st.sampled_from(SHAPES.split())
 dtypes = st.sampled_from([*(f"'{name}'" for name in DTYPES.split()), *OTHER_DTYPES])
-lies = st.builds(
-    lying,
-    dtypes,
-    shapes,
-    st.binary(max_size=50),
-    st.sampled_from(["False", "True", "None"]),
-    st.sampled_from([1, 2, 3, 9]),
-)
+of_arrays = dtypes, shapes, st.binary(max_size=50), st.sampled_from(["False", "True", "None"])
+lies = st.builds(lying, *of_arrays, st.sampled_from([1, 2, 3, 9]))
 KINDS = "int8 int32 int64 uint64 float16 float32 float64 bool complex64 object"
 
 
@@ -654,12 +648,8 @@ def test_plans_with_wrong_values_and_bytes(run, data):
     values = changed(json.loads(raw), TEXTS).map(dumped).map(str.encode)
     path.write_bytes(data.draw(st.one_of(values, values, damaged(raw.encode(), BYTES))))
     if obeys("changed.json", lambda: plans.read(path)) is None:
-        obeys("", lambda: with_question(plans.read(path)))
-
-
-def with_question(document: dict[str, Any]) -> None:
-    problem = plans.question(document)
-    evaluate(problem, plans.chosen(document))
+        document = plans.read(path)
+        obeys("", lambda: evaluate(plans.question(document), plans.chosen(document)))
 
 
 @pytest.mark.parametrize(

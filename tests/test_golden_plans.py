@@ -156,12 +156,8 @@ def of_models() -> Iterator[Question]:
     for model, workload in MODELS.items():
         problem = problem_of("community", cluster, workload)
         for text in (
-            "graph_parallel(narrow=True)",
-            "graph_parallel(checkpoint=True)",
-            "pipegcn_gf",
-            "gnnpipe",
-            "granndis",
-            "feature_parallel(order='alternating')",
+            *("graph_parallel(narrow=True)", "graph_parallel(checkpoint=True)", "pipegcn_gf"),
+            *("gnnpipe", "granndis", "feature_parallel(order='alternating')"),
         ):
             yield f"{model}: {text}", partial(answer, problem, text, simulate=True)
         if workload.norm != "batch":

@@ -91,12 +91,12 @@ class Adapting(Uniform):
         parts = range(part.max() + 1)
         # the rows that cross between two parts
         self.cross = {
-            reader: [
-                np.flatnonzero((part == owner) & operator[part == reader].any(0))
-                for owner in parts
-                if owner != reader
+            to: [
+                np.flatnonzero((part == of) & operator[part == to].any(0))
+                for of in parts
+                if of != to
             ]
-            for reader in parts
+            for to in parts
         }
         self.of_rows: dict[tuple[int, int, str], np.ndarray] = {}
         self.exchanges: dict[tuple[int, int, str], int] = {}

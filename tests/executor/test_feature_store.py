@@ -125,12 +125,8 @@ def test_a_cache_and_what_arrives_fill_what_was_predicted(sparse):
         x = sp.random(6000, 200, 0.08, "csr", np.float32, np.random.default_rng(0))
         graph = replace(graph, x=x, stats=replace(graph.stats, nonzeros=x.nnz, hash="sparse"))
     problem = case("", "synthetic:community?vertices=20&edges=20&features=4&classes=2").problem(1)
-    problem = replace(
-        problem,
-        graph=graph,
-        stats=graph.stats,
-        workload=problem.workload.model_copy(update={"dtype": "float32"}),
-    )
+    asked = problem.workload.model_copy(update={"dtype": "float32"})
+    problem = replace(problem, graph=graph, stats=graph.stats, workload=asked)
     supply = DataParallel(cache=400_000, hot="degree").supply(problem)
     planned = supply.store
     store, left, _ = counted(lambda: FeatureStore(Rank(0, 1, torch.device("cpu"), "gloo"), supply))

@@ -42,24 +42,16 @@ def random_block(n_dst: int, n_src: int, edges: int, seed: int = 0, weighted: bo
     random = np.random.default_rng(seed)
     rows = np.sort(random.integers(0, max(n_dst, 1), edges))
     indptr = np.searchsorted(rows, np.arange(n_dst + 1))
-    return Block(
-        indptr,
-        random.integers(0, max(n_src, 1), edges),
-        n_src,
-        random.random(edges) if weighted else None,
-    )
+    indices = random.integers(0, max(n_src, 1), edges)
+    return Block(indptr, indices, n_src, random.random(edges) if weighted else None)
 
 
 def dense(block: Block) -> torch.Tensor:
     """[R, S] in float64."""
     matrix = torch.zeros(block.n_dst, block.n_src, dtype=torch.float64)
     rows = torch.arange(block.n_dst).repeat_interleave(block.indptr.diff().long())
-    weight = (
-        torch.ones(block.edges, dtype=torch.float64)
-        if block.weight is None
-        else block.weight.double()
-    )
-    return matrix.index_put((rows, block.indices.long()), weight, accumulate=True)
+    weight = torch.ones(block.edges) if block.weight is None else block.weight
+    return matrix.index_put((rows, block.indices.long()), weight.double(), accumulate=True)
 
 
 @pytest.mark.parametrize("weighted", [True, False])
@@ -249,11 +241,8 @@ def test_sparse_rows_are_cut_chosen_and_joined_like_dense_ones(x, data):
     )
     cut, picked = ours[start:stop], ours.index_select(0, chosen)
     for sparse, plain in (
-        (ours, x),
-        (cut, x[start:stop]),
-        (picked, x[chosen]),
-        (ours[:], x),
-        (ours.to("cpu"), x),
+        *((each, x) for each in (ours, ours[:], ours.to("cpu"))),
+        *((cut, x[start:stop]), (picked, x[chosen])),
         (cat([ours, cut, picked]), torch.cat([x, x[start:stop], x[chosen]])),
         (cat([ours, ours.new_empty(3, x.shape[1])]), F.pad(x, (0, 0, 0, 3))),
     ):
@@ -261,12 +250,8 @@ def test_sparse_rows_are_cut_chosen_and_joined_like_dense_ones(x, data):
         assert sparse.nbytes == 2 * 8 * int((plain != 0).sum())
         assert torch.equal(dense_rows(sparse), plain)
         indptr, where, order = sparse.pattern.transposed
-        assert torch.equal(
-            dense_rows(
-                SparseRows.of(indptr.diff(), where, sparse.stored[order.long()], len(plain))
-            ),
-            plain.t(),
-        )
+        turned = SparseRows.of(indptr.diff(), where, sparse.stored[order.long()], len(plain))
+        assert torch.equal(dense_rows(turned), plain.t())
 
 
 @given(thin, st.data())
@@ -307,11 +292,8 @@ def test_dropout_of_sparse_rows_is_that_of_dense_ones_bit_for_bit(p, dtype):
 def test_masks_are_fixed_for_ever():
     """Plans and papers compare losses between versions: the hash may never change."""
     mask = dropout_mask(0, 0, 0, torch.tensor([0, 1, 10**12]), 10, 0.5)
-    assert ["".join("01"[b] for b in row) for row in mask.tolist()] == [
-        "0110000001",
-        "0101000000",
-        "1010110111",
-    ]
+    known = ["0110000001", "0101000000", "1010110111"]
+    assert ["".join("01"[b] for b in row) for row in mask.tolist()] == known
     mask = dropout_mask(7, 3, 2, torch.tensor([5, 6]), 10, 0.3)
     assert ["".join("01"[b] for b in row) for row in mask.tolist()] == ["0001011111", "0101101111"]
 

@@ -165,14 +165,10 @@ def measure_footprint(
         parameter.grad = torch.zeros_like(parameter)
 
     def forward() -> torch.Tensor:
-        return module(
-            block,
-            source,
-            lambda rows: dropout(rows, 0, 0, layer, ids, p),
-            initial,
-            net.relu_after(layer),
-            moments,
-        )
+        def drop(rows: torch.Tensor) -> torch.Tensor:
+            return dropout(rows, 0, 0, layer, ids, p)
+
+        return module(block, source, drop, initial, net.relu_after(layer), moments)
 
     if is_sparse:
         forward().sum().backward()
@@ -192,12 +188,8 @@ def measure_footprint(
 def test_footprint_of_sparse_rows(model, p, dtype):
     workload = Workload(model=model, layers=3, hidden=HIDDEN, dropout=p, dtype=dtype)
     each, of_rows = 10, getattr(torch, dtype)
-    source = SparseRows.of(
-        torch.full((SOURCES,), each),
-        torch.randint(FEATURES, (SOURCES * each,)),
-        torch.rand(SOURCES * each).to(of_rows),
-        FEATURES,
-    )
+    columns, numbers = torch.randint(FEATURES, (SOURCES * each,)), torch.rand(SOURCES * each)
+    source = SparseRows.of(torch.full((SOURCES,), each), columns, numbers.to(of_rows), FEATURES)
     measure_footprint(describe(workload, FEATURES, CLASSES, each), workload, 1, sparse=source)
 
 
@@ -405,11 +397,8 @@ STEPS = 4
 )
 def test_a_step_leaves_nothing_behind(strategy, workload):
     """Without the collector, which takes circles away: less than a thousandth of what one needs."""
-    case = Case(
-        strategy,
-        "synthetic:community?vertices=6000&edges=30000&features=24&classes=5",
-        {**workload, "layers": 4, "hidden": 96, "dropout": 0.5},
-    )
+    graph = "synthetic:community?vertices=6000&edges=30000&features=24&classes=5"
+    case = Case(strategy, graph, {**workload, "layers": 4, "hidden": 96, "dropout": 0.5})
     problem = case.problem(1)
     warm_up(torch.device("cpu"))
     worker = open_worker(

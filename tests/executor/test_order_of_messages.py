@@ -48,12 +48,8 @@ def fake_rank(number: int, world: int, patch: pytest.MonkeyPatch) -> Iterator[tu
 
     def batch(real: Any, ops: list[dist.P2POp]) -> Any:
         ways = [(op.peer, number)[:: 1 if op.op is dist.irecv else -1] for op in ops]
-        note(
-            *(
-                ("message", name_of(op.group), way, op.tensor.nbytes)
-                for op, way in zip(ops, ways, strict=True)
-            )
-        )
+        both = zip(ops, ways, strict=True)
+        note(*(("message", name_of(op.group), way, op.tensor.nbytes) for op, way in both))
         return real(ops)
 
     def alone(real: Any, *args: Any, **more: Any) -> None:

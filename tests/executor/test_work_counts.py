@@ -127,12 +127,8 @@ class Case(NamedTuple):
         if not spec.heads and self.number == 2:
             spec = replace(spec, projects_first=h_out < h_in)
         layers[self.number - 1] = spec
-        return replace(
-            model,
-            layers=tuple(layers),
-            in_pieces=self.in_pieces and not self.in_place,
-            in_place=self.in_place,
-        )
+        where = {"in_pieces": self.in_pieces and not self.in_place, "in_place": self.in_place}
+        return replace(model, layers=tuple(layers), **where)
 
     def counted(self) -> tuple[list[Work], list[Work]]:
         """Forward and backward work on blocks of SIZES, by torch."""

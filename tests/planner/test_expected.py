@@ -41,12 +41,8 @@ def joined(vertices: int, a: np.ndarray, b: np.ndarray, both: bool = True) -> Gr
     stats = replace(
         GRAPH.stats, vertices=vertices, edges=edges.nnz, directed=not both, train_vertices=vertices
     )
-    return replace(
-        GRAPH,
-        stats=stats,
-        indptr=edges.indptr.astype(np.int64),
-        indices=edges.indices.astype(np.int32),
-    )
+    indptr, indices = edges.indptr.astype(np.int64), edges.indices.astype(np.int32)
+    return replace(GRAPH, stats=stats, indptr=indptr, indices=indices)
 
 
 def drawn_like(vertices: int, degree: int, spread: float, both: bool = True) -> Graph:
@@ -148,11 +144,9 @@ def test_the_expected_frontier_is_that_of_a_real_graph(dataset, name, spread):
     """h_0's rows and edges: 12 % off on average with the graph's own spread, else a quarter."""
     graph = load(dataset(name))
     own, usual, n = [], [], graph.stats.vertices
-    for seeds, fanouts in (
-        (min(1024, n // 40), (15, 15, 15)),
-        (min(256, n // 160), (15, 15, 15)),
-        (min(1000, n // 40), (25, 10)),
-    ):
+    wide = (15, 15, 15)
+    asked = (min(1024, n // 40), wide), (min(256, n // 160), wide), (min(1000, n // 40), (25, 10))
+    for seeds, fanouts in asked:
         rows, edges = counted(graph, seeds, fanouts, 4)
         for errors, spreads in ((own, (spread, spread)), (usual, None)):
             told = expected_frontier(replace(graph.stats, batch_spread=spreads), seeds, fanouts)
@@ -369,11 +363,12 @@ def test_statistics_are_predicted_as_they_are_simulated(text):
 
 def test_a_split_batch_moves_what_a_graphs_does():
     """GSplit with owners at random, P3 and data parallel: bytes of every operation, to 10 %."""
-    for strategy in (
+    apart = {"structure": "spread"}
+    random, spread = (
         GSplit(splitter="random", group="all"),
-        P3(structure="spread"),
-        DataParallel(features="spread", structure="spread"),
-    ):
+        DataParallel(features="spread", **apart),
+    )
+    for strategy in (random, P3(**apart), spread):
         real, told = (strategy.settle(problem).predict(problem).bytes for problem in problems())
         assert real.keys() == told.keys()
         for op, count in real.items():

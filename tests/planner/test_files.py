@@ -319,14 +319,9 @@ def test_a_rule_about_two_fields_names_the_option_that_was_given(tmp_path, flags
 
 
 def test_overrides_go_where_they_belong():
-    cluster, workload = apply_overrides(
-        read_cluster("pipegcn_2080ti"),
-        Workload(),
-        [
-            *("servers=16", "inter_node.bandwidth=25GB/s", "hidden=256", "fanout=3,2"),
-            *("device.gather.64=5GB/s", "collectives.all_reduce.inter_node.bandwidth=2GB/s"),
-        ],
-    )
+    given = ["servers=16", "inter_node.bandwidth=25GB/s", "hidden=256", "fanout=3,2"]
+    given += ["device.gather.64=5GB/s", "collectives.all_reduce.inter_node.bandwidth=2GB/s"]
+    cluster, workload = apply_overrides(read_cluster("pipegcn_2080ti"), Workload(), given)
     assert (cluster.servers, cluster.inter_node.bandwidth) == (16, 25e9)
     assert cluster.device.gather == {64: {1.0: 5e9}}
     assert cluster.collectives["all_reduce.inter_node"].bandwidth == 2e9

@@ -156,15 +156,8 @@ def test_weights_are_balanced(graph, method):
 
 
 def test_repair_moves_the_last_vertices_of_the_largest_part():
-    assert module.repair(np.array([0, 0, 0, 0, 0, 0, 2], np.int32), 4).tolist() == [
-        0,
-        0,
-        0,
-        0,
-        3,
-        1,
-        2,
-    ]
+    repaired = module.repair(np.array([0, 0, 0, 0, 0, 0, 2], np.int32), 4)
+    assert repaired.tolist() == [0, 0, 0, 0, 3, 1, 2]
 
 
 def test_the_cache_answers_and_survives_damage(own_cache, graph, monkeypatch):

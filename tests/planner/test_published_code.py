@@ -42,11 +42,8 @@ def test_who_trains_on_training_vertices_only():
     assert popular.vertices == 196_657
     assert popular.edges / popular.vertices < products.edges / products.vertices
     assert popular.edges / products.edges > 2 * 0.0803**2  # they have more neighbours than others
-    assert (
-        full_graph.trained_on(papers, "pipegcn")
-        is papers
-        is full_graph.trained_on(papers, "granndis")
-    )
+    assert full_graph.trained_on(papers, "pipegcn") is papers
+    assert full_graph.trained_on(papers, "granndis") is papers
 
 
 def in_order(vertices: int, degree: int, drawn: float, sampled: bool = True) -> full_graph.InOrder:
@@ -80,26 +77,17 @@ PIPEGCN = row("pipegcn pipegcn_2080ti ogbn-products sage 3x128 1x5 graph_paralle
 GRANNDIS = row("granndis granndis_a6000_pcie reddit resgcn+ 112x256 4x4 graph_parallel", **ASKED)
 
 
-def bytes_of(row: dict[str, str], **more: Any) -> float:
-    return full_graph.needed(question({**row, **more}))
-
-
-def rows_of(more: dict[str, str]) -> tuple[float, float, float]:
-    """Rows, sources and edges of the first rank."""
-    facts = question({**PIPEGCN, **more}).problem.layout().facts(2)
-    return float(facts.rows[0]), float(facts.sources[0]), float(facts.edges[0])
-
-
 def test_pipegcns_tensors_by_hand():
     """Three layers on products in five parts: features, their mean, two of 128 and 47 classes."""
-    (n, s, e), mask = rows_of({}), 0.25
+    facts, mask = question(PIPEGCN).problem.layout().facts(2), 0.25
+    n, s, e = (float(each[0]) for each in (facts.rows, facts.sources, facts.edges))
     # own and mean; dropout's output and mask of both
     features = 2 * n * 100 + 2 * n * 100 * (1 + mask)
     one = 2 * n * 128  # the input of norm, the output of ReLU
     # all rows, dropout of them, mean, what came in and its gradients
     two = s * 128 * (1 + 1 + mask) + n * 128 + 2 * (s - n) * 128
     numbers = features + 2 * (one + two) + 4 * n * 47 + max(3 * s * 128, 3 * n * 100)
-    assert bytes_of(PIPEGCN) == pytest.approx(24 * e + 4 * numbers, rel=1e-6)
+    assert full_graph.needed(question(PIPEGCN)) == pytest.approx(24 * e + 4 * numbers, rel=1e-6)
     assert full_graph.EDGE == 3 * 2 * 4
 
 
@@ -118,15 +106,11 @@ def test_pipegcns_least_partitions(dataset, layers, hidden, testbed, parts):
     assert predict({**PIPEGCN, **asked}) == parts
 
 
-def in_batches(row: dict[str, str], count: int) -> dict[str, str]:
-    params = f'{{"updates_per_epoch": {count}}}'
-    return row | {"strategy": "granndis", "strategy_params": params}
-
-
 def test_granndis_takes_as_many_batches_as_it_needs():
     """Sec. 5 and 8.7: 112 layers on eight 2080 Ti fit in five batches, not in one."""
     small = {**GRANNDIS, "testbed": "granndis_2080ti_1gbe", "num_nodes": "2", "hidden": "64"}
-    one, five = (question(in_batches(small, count)) for count in (1, 5))
+    params = (f'{{"updates_per_epoch": {count}}}' for count in (1, 5))
+    one, five = (question(small | {"strategy": "granndis", "strategy_params": p}) for p in params)
     assert not full_graph.fits(one, any_batches=False) and full_graph.fits(one, any_batches=True)
     assert full_graph.fits(five, any_batches=False)
     preloaded = {**small, "strategy": "granndis"}

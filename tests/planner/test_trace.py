@@ -62,11 +62,8 @@ def test_the_file_is_what_perfetto_and_kineto_expect(tmp_path):
     ]
     names = {e["tid"]: e["args"]["name"] for e in events if e["name"] == "thread_name"}
     order = {e["tid"]: e["args"]["sort_index"] for e in events if e["name"] == "thread_sort_index"}
-    assert [names[tid] for tid in sorted(names, key=order.__getitem__)] == [
-        "compute",
-        "comm",
-        "dataloader",
-    ]
+    lanes = [names[tid] for tid in sorted(names, key=order.__getitem__)]
+    assert lanes == ["compute", "comm", "dataloader"]
     halo = next(e for e in events if e["name"] == "halo:f:l1:s0")
     assert names[halo["tid"]] == "comm"
     assert halo["pid"] == 1

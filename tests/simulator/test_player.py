@@ -56,20 +56,10 @@ def exchange(
     """Everyone to the next: each port is busy for `seconds`."""
     group = tuple(range(ranks))
     work = Exchange(mb(seconds) * np.roll(np.eye(ranks, dtype=int), 1, 1))
+    before = (label(after, step),) if after else ()
     return [
-        Task(
-            label(op, step),
-            rank,
-            lane,
-            Collective(work, group, rank),
-            (label(after, step),) if after else (),
-        )
-        for rank in group
+        Task(label(op, step), rank, lane, Collective(work, group, rank), before) for rank in group
     ]
-
-
-def all_reduce(name: Label, rank: int, group: tuple[int, ...], size: int) -> Task:
-    return Task(name, rank, "reduce", Collective(Ring(size), group, group.index(rank)))
 
 
 def drawn(played: Timeline, rank: int, lane: str) -> str:
@@ -125,14 +115,8 @@ def pipeline(stages: int, chunks: int, seconds: float) -> Schedule:
 
 def test_a_pipeline_whose_messages_take_time():
     played = play(pipeline(stages=3, chunks=4, seconds=1), cluster())
-    assert [drawn(played, rank, lane) for rank in range(3) for lane in ("compute", "comm")] == [
-        "0123",
-        " 0123",
-        "  0123",
-        "   0123",
-        "    0123",
-        "",
-    ]
+    lanes = [drawn(played, rank, lane) for rank in range(3) for lane in ("compute", "comm")]
+    assert lanes == ["0123", " 0123", "  0123", "   0123", "    0123", ""]
 
 
 def stale(staleness: int, steps: int = 4) -> Schedule:
