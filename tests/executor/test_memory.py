@@ -252,9 +252,8 @@ RUNS = """
     2 1 gnnpipe(stages=1,chunks=3) thin 0.5 gcnii layers=12 hidden=64
     2 1 graph_parallel(trim=True) few 0.5 sage
     2 2 granndis dense 0.0 gcn hidden=64  # aggregates once
-    2 1 graph_parallel coauthor_physics 0.5 sage hidden=64
+    2 1 graph_parallel|gnnpipe coauthor_physics 0.5 sage hidden=64
     2 1 graph_parallel coauthor_physics 0.5 sage hidden=66 dtype=bfloat16
-    2 1 gnnpipe coauthor_physics 0.5 sage hidden=64
 """
 
 
@@ -317,22 +316,16 @@ def test_rows_of_eight_devices_pass_one(fresh_ranks):
 MINI = {"mode": "mini", "hidden": 64, "batch": 2048, "fanout": (5, 10, 15)}
 LINKS = {"task": "link", "negatives": 3, "layers": 2, "hidden": 128, "batch": 40_000}
 BATCHES = """
-    2 1 data_parallel batched 0.0 sage
-    2 1 gsplit mapped 0.0 sage  # the rank's own copy, freed, is not subtracted
-    2 1 gsplit batched 0.0 sage
-    2 1 dnp(splitter='random') batched 0.0 sage
-    2 1 snp(splitter='random') batched 0.0 sage hidden=128
-    2 1 snp(splitter='random',checkpoint=True) batched 0.0 gcn hidden=256
-    2 1 gsplit(narrow=True) batched 0.0 gcn hidden=256
+    2 1 data_parallel|gsplit|dnp(splitter='random')|p3|p3(cache=2000000) batched 0.0 sage
     2 1 data_parallel(cache=4000000,shared_cache=True) batched 0.0 sage
+    2 1 gsplit mapped 0.0 sage  # the rank's own copy, freed, is not subtracted
+    2 1 snp(splitter='random') batched 0.0 sage hidden=128
+    2 1 snp(splitter='random',checkpoint=True)|gsplit(narrow=True) batched 0.0 gcn hidden=256
     2 1 data_parallel classes 0.0 sgc
     2 1 data_parallel slim 0.0 gcn hidden=16  # the sampler's
-    2 1 p3 batched 0.0 sage
-    2 1 p3(cache=2000000) batched 0.0 sage
     2 1 p3(pipelined=True) larger 0.0 sgc
-    2 1 data_parallel linked 0.0 sage
+    2 1 data_parallel|p3 linked 0.0 sage
     2 1 gsplit(splitter='random') linked 0.0 gcn
-    2 1 p3 linked 0.0 sage
     2 1 data_parallel linked 0.5 resgcn
 """
 

@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import ast
 from collections.abc import Hashable
+from itertools import product
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -377,12 +378,10 @@ HOW = """
     one 0.3 sage
     three 0.3 sage loss=mae
     whole 0.3 sage loss=mse
-    rough 0.5 sage
+    rough 0.5 sage|sgc|gin
     rough 0.0 gcn
     multi 0.5 gat
     sparse 0.5 gcn
-    rough 0.5 sgc
-    rough 0.5 gin
 """
 ON_FULL_GRAPHS = f"""{HOW}
     rough 0.5 gcnii optimizer=sgd
@@ -391,19 +390,15 @@ ON_FULL_GRAPHS = f"""{HOW}
     rough 0.5 sage directed
     islands 0.5 sage optimizer=sgd
     multi 0.5 sgc directed
-    sparse 0.5 sage
-    sparse 0.5 gcnii
+    sparse 0.5 sage|gcnii|gin
     sparse 0.5 sage hidden=48
     sparse 0.0 resgcn
-    sparse 0.5 gatv2 hidden=32
-    sparse 0.5 gin
-    rough 0.5 gat
-    rough 0.5 resgcn
+    sparse|rough 0.5 gatv2 hidden=32
+    rough 0.5 gat|resgcn
     rough 0.5 resgcn aggregation=sum norm=batch
     rough 0.5 gcn norm=layer
     multi 0.0 sage norm=batch
     rough 0.5 gat norm=batch
-    rough 0.5 gatv2 hidden=32
     multi 0.0 gin norm=layer
     rough 0.5 gcn dtype=float32
     rough 0.5 gcnii dtype=bfloat16
@@ -421,46 +416,22 @@ ON_BATCHES = f"""{HOW}
     sparse 0.5 gcn dtype=bfloat16
 """
 FULL = """
-    2 1 graph_parallel
-    2 1 graph_parallel(narrow=True)
-    2 1 graph_parallel(narrow=True,checkpoint=True,buckets=3)
-    3 1 graph_parallel(trim=True)
-    3 1 graph_parallel(buckets=4)
-    4 1 graph_parallel(narrow=True,checkpoint=True,trim=True)
-    2 1 gnnpipe(chunks=1)
-    4 1 gnnpipe(stages=2,chunks=1)
-    2 2 granndis(depth=0)
+    2 1 graph_parallel|graph_parallel(narrow=True)|graph_parallel(narrow=True,checkpoint=True,buckets=3)
+    2 1 gnnpipe(chunks=1)|feature_parallel|tensor3d(x=1,y=2,z=1)|offload(chunks=3,trim=True)
+    3 1 graph_parallel(trim=True)|graph_parallel(buckets=4)|feature_parallel
+    4 1 gnnpipe(stages=2,chunks=1)|graph_parallel(narrow=True,checkpoint=True,trim=True)|tensor3d(x=2,y=1,z=2)
+    2 2 granndis(depth=0)|granndis(depth=1,narrow=True)
     3 3 granndis(depth=1)
-    4 2 granndis(depth=1,buckets=2)
-    2 2 granndis(depth=1,narrow=True)
-    4 2 granndis(depth=2,trim=True)
-    4 2 granndis
-    2 1 feature_parallel
-    3 1 feature_parallel
-    4 2 feature_parallel(order='alternating')
-    2 1 tensor3d(x=1,y=2,z=1)
-    4 1 tensor3d(x=2,y=1,z=2)
+    4 2 granndis(depth=1,buckets=2)|granndis(depth=2,trim=True)|granndis|feature_parallel(order='alternating')
     1 1 offload(chunks=3)
-    2 1 offload(chunks=3,trim=True)
 """
 MINI = """
-    2 1 data_parallel
-    3 1 data_parallel(buckets=3)
-    4 2 data_parallel(checkpoint=True)
-    2 1 gsplit
+    2 1 data_parallel|gsplit|gsplit(splitter='edge',imbalance=1.0)|dnp|snp|p3
+    3 1 data_parallel(buckets=3)|gsplit(buckets=2,narrow=True)|dnp(splitter='random',checkpoint=True)
+    3 1 snp(splitter='random',checkpoint=True)|p3(prefetch=2)
     4 1 gsplit(splitter='node',narrow=True)
-    2 1 gsplit(splitter='edge',imbalance=1.0)
-    4 2 gsplit(group='all',splitter='random',checkpoint=True)
-    3 1 gsplit(buckets=2,narrow=True)
-    2 1 dnp
-    3 1 dnp(splitter='random',checkpoint=True)
-    4 2 dnp(group='all',splitter='random',buckets=2)
-    2 1 snp
-    3 1 snp(splitter='random',checkpoint=True)
-    4 2 snp(group='all',splitter='random',buckets=2)
-    2 1 p3
-    3 1 p3(prefetch=2)
-    4 2 p3(over='rank',copies=2)
+    4 2 gsplit(group='all',splitter='random',checkpoint=True)|data_parallel(checkpoint=True)
+    4 2 dnp(group='all',splitter='random',buckets=2)|snp(group='all',splitter='random',buckets=2)|p3(over='rank',copies=2)
 """
 DEEP, ATTENTION = {"gcnii", "resgcn"}, {"gat", "gatv2"}
 REFUSES = {  # family -> models
@@ -474,13 +445,9 @@ REFUSES = {  # family -> models
 
 
 def lines(text: str) -> list[str]:
-    """Without comments, of each strategy of `a|b`."""
+    """Without comments, of each word of `a|b`."""
     told = [words for line in text.splitlines() if (words := line.partition("#")[0].split())]
-    return [
-        " ".join([*words[:2], strategy, *words[3:]])
-        for words in told
-        for strategy in words[2].split("|")
-    ]
+    return [" ".join(line) for words in told for line in product(*(w.split("|") for w in words))]
 
 
 def shared_out(plans: str, trained: str, share: int) -> list[Setting]:
