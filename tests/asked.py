@@ -1,15 +1,20 @@
-"""The same question with other numbers, or of a graph that is known by its statistics."""
+"""The same question with other numbers, or of a graph that is known by its statistics; and answers."""
 
+from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import replace
 from typing import Any
 
 import numpy as np
 
 from gnnplan.planner.cluster.spec import Cluster, Device
+from gnnplan.planner.decision.candidate import Candidate
+from gnnplan.planner.decision.search import families
 from gnnplan.planner.graph.graph import Graph, in_neighbours
 from gnnplan.planner.graph.load import load
 from gnnplan.planner.problem.problem import Problem
 from gnnplan.planner.strategies import Strategy, parse
+from gnnplan.planner.vocabulary.errors import SpecError
 from gnnplan.simulator.player import play
 
 
@@ -27,6 +32,19 @@ def on(problem: Problem, **fields: Any) -> Problem:
 
 def by_statistics(problem: Problem) -> Problem:
     return replace(problem, graph=None, stats=replace(problem.stats, known=False))
+
+
+def suiting(problem: Problem, forced: str) -> Iterator[Strategy]:
+    """Every family's candidates and examples, and those of `forced`, that suit the job."""
+    named = [
+        *forced.split(),
+        *(e.strategy for family in families(problem) for e in family.examples),
+    ]
+    candidates = [s for family in families(problem) for s in family.candidates(problem)]
+    for strategy in dict.fromkeys(s.settle(problem) for s in [*candidates, *map(parse, named)]):
+        with suppress(SpecError):
+            strategy.check(problem)
+            yield strategy
 
 
 def fullest_bytes(problem: Problem, strategy: Strategy) -> float:
@@ -61,3 +79,10 @@ def uniform(vertices: int, edges: int, features: int = 1, classes: int = 1) -> G
     """A graph without structure: one community, no skew."""
     sizes = f"vertices={vertices}&edges={edges}&features={features}&classes={classes}"
     return load(f"synthetic:community?{sizes}&mixing=1&skew=100")
+
+
+def taking(candidate: Candidate, epoch_s: float) -> Candidate:
+    """The candidate as if it had this epoch [s], as doubtful as it is."""
+    out = replace(candidate, predicted=replace(candidate.predicted, epoch_s=epoch_s))
+    vars(out)["drawn_s"] = candidate.drawn_s * (epoch_s / float(candidate.predicted.epoch_s))
+    return out

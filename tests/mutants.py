@@ -7,8 +7,6 @@ The tests pass without a fault first, or nothing is said. Prints the survivors, 
 noticed. Exits with 1 where more than two survive.
 """
 
-from __future__ import annotations
-
 import argparse
 import os
 import shutil

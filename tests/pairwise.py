@@ -1,7 +1,5 @@
 """Products of settings, cut down: all of them at night, every two values together every time."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from itertools import combinations
 from typing import Any, TypeVar
@@ -48,12 +46,14 @@ def cover(
     return [row for number, row in enumerate(rows) if number in chosen]
 
 
+def at_night(*values: Any, **more: Any) -> Any:
+    """A case of a test that runs by night."""
+    return pytest.param(*values, **more, marks=pytest.mark.nightly)
+
+
 def every(number: int, rows: Iterable[Any]) -> list[Any]:
     """Every so many-th row runs every time, the others at night."""
-    return [
-        row if place % number == 0 else pytest.param(row, marks=pytest.mark.nightly)
-        for place, row in enumerate(rows)
-    ]
+    return [row if place % number == 0 else at_night(row) for place, row in enumerate(rows)]
 
 
 def covered(
@@ -63,9 +63,5 @@ def covered(
 
     `several`: a row's values are as many parameters; else it is one, as for a fixture."""
     chosen = [id(row) for row in cover(rows, needs)]
-
-    def at_night(row: Any) -> Any:
-        values = row if several and isinstance(row, tuple) else (row,)
-        return pytest.param(*values, marks=pytest.mark.nightly)
-
-    return [row if id(row) in chosen else at_night(row) for row in rows]
+    of = [row if several and isinstance(row, tuple) else (row,) for row in rows]
+    return [r if id(r) in chosen else at_night(*o) for r, o in zip(rows, of, strict=True)]

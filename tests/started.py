@@ -1,7 +1,5 @@
 """A `gnnplan run` from outside: its processes, and what it leaves."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 import os
@@ -57,15 +55,8 @@ class Started:
     def epochs(self) -> list[dict]:
         """The complete lines of metrics.jsonl; raises where one is garbled."""
         path = self.out / "metrics.jsonl"
-        return (
-            [
-                json.loads(line)
-                for line in path.read_text().splitlines(keepends=True)
-                if line.endswith("\n")
-            ]
-            if path.exists()
-            else []
-        )
+        lines = path.read_text().splitlines(keepends=True) if path.exists() else []
+        return [json.loads(line) for line in lines if line.endswith("\n")]
 
     def until_training(self) -> None:
         end = time.monotonic() + 60

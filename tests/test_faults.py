@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 from calls import call, planned
 from examples import NIGHT
+from pairwise import at_night
 
 from gnnplan.planner.vocabulary.errors import SpecError
 from gnnplan.testing.fixtures import fork_server as fork_server
@@ -22,7 +23,6 @@ GRAPH = "synthetic:community?vertices=200&edges=1600&features=8&classes=4&seed=0
 FOREVER = 1_000_000  # epochs
 
 pytestmark = [
-    pytest.mark.timeout(100),
     pytest.mark.skipif(
         not Path("/proc/self/environ").exists(), reason="finds ranks by their environment in /proc"
     ),
@@ -105,7 +105,7 @@ main()
     [
         (40, "gsplit(prefetch=1)"),  # it hung
         *(
-            pytest.param(files, strategy, marks=pytest.mark.nightly)
+            at_night(files, strategy)
             for files in (24, 32, 48, 64)
             for strategy in ("gsplit(prefetch=1)", "p3(pipelined=True,prefetch=2)", "data_parallel")
         ),
@@ -160,14 +160,8 @@ def test_a_rank_that_the_kernel_killed_for_its_memory(tmp_path):
     from gnnplan.executor.launch.failure import account, blame
 
     told = account({"features": 3e6, "halo": 0.0, "activations": 12e6})
-    error = blame(
-        {0: Gone(75, 1), 1: Gone(-9, 2)},
-        tmp_path,
-        ["rank 0 (server 0)", "rank 1 (server 0)"],
-        3.0,
-        "All ranks were stopped",
-        told,
-    )
+    gone, names = {0: Gone(75, 1), 1: Gone(-9, 2)}, ["rank 0 (server 0)", "rank 1 (server 0)"]
+    error = blame(gone, tmp_path, names, 3.0, "All ranks were stopped", told)
     words = [
         r"rank 1 \(server 0\) was lost in start: killed by SIGKILL, as the kernel does to processes"
         r" when memory runs out\. the plan "

@@ -165,14 +165,9 @@ def test_the_trace_of_a_straggler_shows_it(gnnplan, cluster, tmp_path):
         """Microseconds that each rank computes."""
         gnnplan("simulate", plan, "--trace", tmp_path / name, *words)
         traces = [document_of(tmp_path / name / f"trace.rank{rank}.json") for rank in range(4)]
-        return [
-            sum(
-                event["dur"]
-                for event in trace["traceEvents"]
-                if event.get("ph") == "X" and event["name"].startswith(("forward", "backward"))
-            )
-            for trace in traces
-        ]
+        spans = [[e for e in trace["traceEvents"] if e.get("ph") == "X"] for trace in traces]
+        of = ("forward", "backward")
+        return [sum(e["dur"] for e in each if e["name"].startswith(of)) for each in spans]
 
     calm, slow = computed("calm"), computed("slow", "--straggler", "1=3")
     assert all(time > 0 for time in calm)

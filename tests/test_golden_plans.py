@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 from examples import NIGHT
+from pairwise import at_night
 
 from gnnplan.papers import published
 from gnnplan.papers.figures import predict
@@ -155,12 +156,8 @@ def of_models() -> Iterator[Question]:
     for model, workload in MODELS.items():
         problem = problem_of("community", cluster, workload)
         for text in (
-            "graph_parallel(narrow=True)",
-            "graph_parallel(checkpoint=True)",
-            "pipegcn_gf",
-            "gnnpipe",
-            "granndis",
-            "feature_parallel(order='alternating')",
+            *("graph_parallel(narrow=True)", "graph_parallel(checkpoint=True)", "pipegcn_gf"),
+            *("gnnpipe", "granndis", "feature_parallel(order='alternating')"),
         ):
             yield f"{model}: {text}", partial(answer, problem, text, simulate=True)
         if workload.norm != "batch":
@@ -219,7 +216,7 @@ BY_DAY = [CASES[2 * number + number % 2] for number in range(len(CASES) // 2)]
 
 
 def others_at_night(chosen: list[tuple[str, str]]) -> list[Any]:
-    return [c if c in chosen else pytest.param(*c, marks=pytest.mark.nightly) for c in CASES]
+    return [c if c in chosen else at_night(*c) for c in CASES]
 
 
 @pytest.mark.parametrize(("name", "graph"), others_at_night(BY_DAY))

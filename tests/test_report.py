@@ -172,27 +172,27 @@ def test_without_plotly_the_error_says_what_to_install(plan, tmp_path, monkeypat
     assert list(tmp_path.iterdir()) == []
 
 
-ALONE = {"strategy": {"name": "gnnpipe"}}
-NAMELESS = {"strategy": {"a": "b"}}
+ALONE, NAMELESS = {"strategy": {"name": "gnnpipe"}}, {"strategy": {"a": "b"}}
 
 
 @pytest.mark.parametrize(
     ("spoilt", "said"),
     [
-        (lambda plan: json.dumps({"graph": 1}), "not a plan"),
+        (lambda plan: {"graph": 1}, "not a plan"),
         (lambda plan: "plan", "not JSON"),
         (
-            lambda plan: json.dumps(plan | {"alternatives": [ALONE]}),
-            r"bad.json: alternatives.0.(exact|predicted)\S* must be given",
+            lambda plan: plan | {"alternatives": [ALONE]},
+            r"alternatives.0.(exact|predicted)\S* must",
         ),
         (
-            lambda plan: json.dumps(plan | {"alternatives": [plan["alternatives"][0] | NAMELESS]}),
+            lambda plan: plan | {"alternatives": [plan["alternatives"][0] | NAMELESS]},
             "bad.json: alternatives.0.strategy.name must be given",
         ),
     ],
 )
 def test_bad_input_is_named_and_leaves_nothing(spoilt, said, plan, tmp_path, gnnplan):
-    (tmp_path / "bad.json").write_text(spoilt(plans.read(plan)))
+    bad = spoilt(plans.read(plan))
+    (tmp_path / "bad.json").write_text(bad if bad == "plan" else json.dumps(bad))
     output = tmp_path / "out" / "report.html"
     output.parent.mkdir()
     answer = gnnplan("report", tmp_path / "bad.json", "-o", output)

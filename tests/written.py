@@ -5,8 +5,10 @@ import importlib
 import json
 import os
 import warnings
+from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 import networkx as nx
 import numpy as np
@@ -97,7 +99,7 @@ def dgl_graph() -> object:
     return graph
 
 
-def pyg_data() -> object:
+def pyg_data() -> Any:
     quiet("torch_geometric")
     data = importlib.import_module("torch_geometric.data").Data
     held = tensors("x", "y", *MASKS) | torch_of(ON_EDGES | ON_VERTICES)
@@ -120,23 +122,6 @@ def networkx_graph(x: bool = True) -> nx.DiGraph:
     return graph
 
 
-def dgl_bin(folder: Path) -> Path:
-    quiet("dgl").save_graphs(str(folder / "graph.bin"), [dgl_graph()])
-    return folder / "graph.bin"
-
-
-def pyg_pt(folder: Path) -> Path:
-    quiet("torch").save(pyg_data(), folder / "data.pt")
-    return folder / "data.pt"
-
-
-def pyg_processed(folder: Path) -> Path:
-    """As InMemoryDataset.save writes it: the dictionary, slices, the class."""
-    data = pyg_data()
-    quiet("torch").save((data.to_dict(), None, type(data)), folder / "data.pt")
-    return folder / "data.pt"
-
-
 def pyg_adjacency(folder: Path) -> Path:
     """As ToSparseTensor leaves it: rows are destinations, other fields in the matrix's order."""
     torch, order = quiet("torch"), np.lexsort([SRC, DST])
@@ -146,22 +131,6 @@ def pyg_adjacency(folder: Path) -> Path:
     others = torch_of({"edge_attr": ATTR[order], "edge_type": TYPE[order]} | ON_VERTICES)
     torch.save({"adj_t": turned, **tensors("x", "y", *MASKS), **others}, folder / "adj.pt")
     return folder / "adj.pt"
-
-
-def old_pt(folder: Path) -> Path:
-    data = {"edge_index": edge_index(), **tensors("x", "y", *MASKS)}
-    quiet("torch").save(data, folder / "old.pt", _use_new_zipfile_serialization=False)
-    return folder / "old.pt"
-
-
-def edge_index_pt(folder: Path) -> Path:
-    quiet("torch").save(edge_index(), folder / "edges.pt")
-    return folder / "edges.pt"
-
-
-def edge_index_npy(folder: Path) -> Path:
-    np.save(folder / "edges.npy", EDGES)
-    return folder / "edges.npy"
 
 
 def zipped(path: Path, table: np.ndarray, fmt: str = "%d") -> None:
@@ -227,7 +196,7 @@ feature_data:
 """
 
 
-def graphbolt(folder: Path, kind: str) -> Path:
+def graphbolt(folder: Path, kind: str) -> None:
     """The layout of https://docs.dgl.ai/stochastic_training/ondisk-dataset-specification.html."""
     fields = ""
     for domain, arrays in (("node", ON_VERTICES), ("edge", ON_EDGES)):
@@ -249,15 +218,6 @@ def graphbolt(folder: Path, kind: str) -> Path:
     else:
         np.save(folder / "edges.numpy", EDGES)
         os.rename(folder / "edges.numpy.npy", folder / "edges.numpy")
-    return folder
-
-
-def graphbolt_csv(folder: Path) -> Path:
-    return graphbolt(folder, "csv")
-
-
-def graphbolt_numpy(folder: Path) -> Path:
-    return graphbolt(folder, "numpy")
 
 
 def graphsaint(folder: Path) -> Path:
@@ -268,11 +228,6 @@ def graphsaint(folder: Path) -> Path:
     roles = {role: ids(m).tolist() for role, m in zip(("tr", "va", "te"), MASKS, strict=True)}
     (folder / "role.json").write_text(json.dumps(roles))
     return folder
-
-
-def csv(folder: Path) -> Path:
-    np.savetxt(folder / "edges.csv", EDGES.T, "%d", ",")
-    return folder / "edges.csv"
 
 
 def csv_with_names(folder: Path) -> Path:
@@ -296,36 +251,11 @@ def tsv(folder: Path) -> Path:
     return folder / "snap.txt"
 
 
-def csv_gz(folder: Path) -> Path:
-    zipped(folder / "edges.csv.gz", EDGES.T)
-    return folder / "edges.csv.gz"
-
-
 def parquet(folder: Path) -> Path:
     arrow, writer = quiet("pyarrow"), quiet("pyarrow.parquet")
     columns = {"weight": WEIGHT, "dst": DST, "src": SRC, "edge_type": TYPE, "kind": ["road"] * 90}
     writer.write_table(arrow.table(columns), folder / "edges.parquet", row_group_size=40)
     return folder / "edges.parquet"
-
-
-def matrix_market(folder: Path) -> Path:
-    scipy.io.mmwrite(folder / "graph.mtx", matrix())
-    return folder / "graph.mtx"
-
-
-def scipy_csr(folder: Path) -> Path:
-    sp.save_npz(folder / "graph.npz", matrix().tocsr())
-    return folder / "graph.npz"
-
-
-def scipy_coo(folder: Path) -> Path:
-    sp.save_npz(folder / "graph.npz", matrix())
-    return folder / "graph.npz"
-
-
-def graphml(folder: Path) -> Path:
-    nx.write_graphml(networkx_graph(x=False), folder / "graph.graphml")
-    return folder / "graph.graphml"
 
 
 def own_folder(folder: Path) -> Path:
@@ -334,6 +264,44 @@ def own_folder(folder: Path) -> Path:
     return folder
 
 
-def npz(folder: Path) -> Path:
-    np.savez(folder / "own.npz", **GRAPH, **ON_EDGES, **ON_VERTICES)
-    return folder / "own.npz"
+def to(name: str, write: Callable[[Path], object]) -> Callable[[Path], Path]:
+    """A writer of this file in a folder, which gives its path."""
+
+    def written(folder: Path) -> Path:
+        write(folder / name)
+        return folder / name
+
+    written.__name__ = name
+    return written
+
+
+def saved(held: Callable[[], object], **how: object) -> Callable[[Path], object]:
+    """torch.save of this."""
+    return lambda path: quiet("torch").save(held(), path, **how)
+
+
+def as_dictionary() -> dict:
+    return {"edge_index": edge_index(), **tensors("x", "y", *MASKS)}
+
+
+def as_in_memory_dataset() -> tuple:
+    """As InMemoryDataset.save writes it: the dictionary, slices, the class."""
+    data = pyg_data()
+    return data.to_dict(), None, type(data)
+
+
+csv = to("edges.csv", lambda path: np.savetxt(path, EDGES.T, "%d", ","))
+csv_gz = to("edges.csv.gz", lambda path: zipped(path, EDGES.T))
+matrix_market = to("graph.mtx", lambda path: scipy.io.mmwrite(path, matrix()))
+scipy_csr = to("graph.npz", lambda path: sp.save_npz(path, matrix().tocsr()))
+scipy_coo = to("graph.npz", lambda path: sp.save_npz(path, matrix()))
+graphml = to("graph.graphml", lambda path: nx.write_graphml(networkx_graph(x=False), path))
+npz = to("own.npz", lambda path: np.savez(path, **GRAPH, **ON_EDGES, **ON_VERTICES))
+edge_index_npy = to("edges.npy", lambda path: np.save(path, EDGES))
+edge_index_pt = to("edges.pt", saved(edge_index))
+pyg_pt = to("data.pt", saved(pyg_data))
+pyg_processed = to("data.pt", saved(as_in_memory_dataset))
+old_pt = to("old.pt", saved(as_dictionary, _use_new_zipfile_serialization=False))
+dgl_bin = to("graph.bin", lambda path: quiet("dgl").save_graphs(str(path), [dgl_graph()]))
+graphbolt_csv = to("", lambda path: graphbolt(path, "csv"))
+graphbolt_numpy = to("", lambda path: graphbolt(path, "numpy"))

@@ -6,6 +6,7 @@ from pathlib import Path
 import a_tenth
 import pytest
 import torch
+from pairwise import at_night
 
 from gnnplan.executor.modules import prove
 from gnnplan.testing.fixtures import fork_server as fork_server
@@ -39,7 +40,7 @@ def tests_are_no_files_of_the_users():
         yield
 
 
-@pytest.fixture(params=["a tenth", pytest.param("as they are", marks=pytest.mark.nightly)])
+@pytest.fixture(params=["a tenth", at_night("as they are")])
 def sizes(request, tmp_path, monkeypatch):
     """Those of the graphs that ranks measure on."""
     if request.param == "as they are":

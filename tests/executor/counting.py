@@ -1,7 +1,5 @@
 """What torch itself counts of its allocations."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import TypeVar
 

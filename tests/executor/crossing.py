@@ -4,8 +4,6 @@ what the owner gets of the reader's gradient.
 Nothing of the executor's packing is used but the hash, which is part of the specification: 16 bits
 of a function of (stream, seed, step, layer, way, vertex, column)."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from fractions import Fraction
 from typing import Any
@@ -93,12 +91,12 @@ class Adapting(Uniform):
         parts = range(part.max() + 1)
         # the rows that cross between two parts
         self.cross = {
-            reader: [
-                np.flatnonzero((part == owner) & operator[part == reader].any(0))
-                for owner in parts
-                if owner != reader
+            to: [
+                np.flatnonzero((part == of) & operator[part == to].any(0))
+                for of in parts
+                if of != to
             ]
-            for reader in parts
+            for to in parts
         }
         self.of_rows: dict[tuple[int, int, str], np.ndarray] = {}
         self.exchanges: dict[tuple[int, int, str], int] = {}

@@ -7,8 +7,6 @@ the program: the rank does it to itself when it begins what is told. After each 
 process is left, the error names the rank and where it was, finished epochs are on disk; in the end
 the training is the unbroken one, to the bit."""
 
-from __future__ import annotations
-
 import json
 import re
 import signal
@@ -144,17 +142,11 @@ if "RANK" in os.environ and "FAULTS" in os.environ:
         activity.Activity.begin = watched
 '''
 
-PHASES = {  # where a fault waits: what a rank begins
-    "python": "",
-    "start": "^start$",
-    "set-up": "^set-up$",
-    "exchange": "^(halo|pull|receive|all_reduce)",
-    "computation": "^backward",
-    "metrics": "^the metrics",
-    "evaluation": "^the evaluation",
-    "checkpoint": "^the checkpoint",
-    "end": "^the end$",
-}
+# where a fault waits: what a rank begins
+PHASES = {"python": "", "start": "^start$", "set-up": "^set-up$"}
+PHASES |= {"exchange": "^(halo|pull|receive|all_reduce)", "computation": "^backward"}
+PHASES |= {phase: f"^the {phase}" for phase in ("metrics", "evaluation", "checkpoint")}
+PHASES |= {"end": "^the end$"}
 AMID = list(PHASES)[3:-1]
 # the run ends with one of these codes, and is resumed once what was done to it is undone
 ENDINGS = {"launcher SIGINT": (130,), "launcher SIGTERM": (128 + signal.SIGTERM,)}
@@ -189,14 +181,10 @@ class Fault(NamedTuple):
         who = rf"rank {rank} \(server \d\)"
         lost = rf"{who} was lost in .*{inside}.*: "
         killed = rf"{lost}killed by SIGKILL\. "
-        how = {
-            "SIGKILL": killed,
-            "cut checkpoint": killed,
-            "no trace": killed,
+        raised = r"ZeroDivisionError: injected \(traceback in .*\.txt\)"
+        how = dict.fromkeys(("SIGKILL", "cut checkpoint", "no trace"), killed) | {
             "SIGTERM": rf"{lost}killed by SIGTERM\. ",
-            "raises": (
-                rf"{lost}(ZeroDivisionError: injected \(traceback in .*\.txt\)|exit code 1)\. "
-            ),
+            "raises": rf"{lost}({raised}|exit code 1)\. ",
             "starves": (
                 rf"{lost}memory ran out .*\n.* predicts for its fullest rank .*:\n( "
                 r" .*\n)+measured: .* free on this machine\n"

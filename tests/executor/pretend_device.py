@@ -404,19 +404,11 @@ class _Kernel(torch.autograd.Function):
                 _on_host(arg).detach().requires_grad_(needed) if isinstance(arg, Tensor) else None
                 for arg, needed in zip(args, ctx.needs_input_grad[1:], strict=True)
             ]
-            out = OURS[ctx.name][0](
-                *(
-                    _on_host(a) if leaf is None else leaf
-                    for a, leaf in zip(args, leaves, strict=True)
-                )
-            )
+            both = zip(args, leaves, strict=True)
+            out = OURS[ctx.name][0](*(_on_host(a) if leaf is None else leaf for a, leaf in both))
         needed = [leaf for leaf in leaves if leaf is not None and leaf.requires_grad]
-        gradients = iter(
-            [
-                OnDevice(g, f"{ctx.name} backward")
-                for g in torch.autograd.grad(out, needed, grad.host)
-            ]
-        )
+        made = torch.autograd.grad(out, needed, grad.host)
+        gradients = iter([OnDevice(each, f"{ctx.name} backward") for each in made])
         beside = (
             OnDevice(torch.empty_like(grad.host), "inner"),
             _wide(grad, block.edges * _heads(ctx.name, args)),

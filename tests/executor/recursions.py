@@ -4,8 +4,6 @@ All are the plain model (plain.py) with other rows or edges: rows that a rank do
 leaves, and what flows into those leaves is added to the next step's gradient where the paper says
 so. An added gradient g of rows h is written as a term <h, g> of the objective."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 

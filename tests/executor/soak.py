@@ -14,8 +14,6 @@ disk of 16 MB, which is easily full.
 
 The table that ends it counts, by kind of fault, what must be 0; then the exit code is 0, else 1."""
 
-from __future__ import annotations
-
 import argparse
 import os
 import random

@@ -17,8 +17,6 @@ from gnnplan.testing.plain import difference
 from gnnplan.testing.ranks import Case
 from gnnplan.testing.runs import one_process
 
-pytestmark = pytest.mark.timeout(110)
-
 
 def case_of(strategy: str, graph: str, **more: Any) -> Case:
     workload = {"model": "sage", "layers": 3, "hidden": 16, "dtype": "bfloat16", **more}

@@ -108,7 +108,6 @@ check.train = breaks
 
 
 @pytest.mark.processes
-@pytest.mark.timeout(110)
 def test_a_rank_that_is_lost_is_named_and_none_is_left(tmp_path, monkeypatch):
     broken, left = tmp_path / "python", tmp_path / "pid"
     words = f'[ "$RANK" = 1 ] && exit 3\necho $$ > {left}\nexec {sys.executable} "$@"\n'
@@ -145,7 +144,6 @@ def test_a_live_module_is_compared_at_its_own_widths(prove, tmp_path):
 
 @pytest.mark.nightly
 @pytest.mark.processes
-@pytest.mark.timeout(60)
 def test_python_shows_what_the_command_line_prints(tmp_path):
     pytest.importorskip("torch_geometric", exc_type=ImportError)
     found = gnnplan.check(live_sage())

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 from examples import NIGHT
-from pairwise import cover
+from pairwise import at_night, cover
 from recursions import Batches, measured, recursion_of
 from trainings import SETTINGS, Setting, idle, source
 
@@ -21,20 +21,14 @@ from gnnplan.testing.ranks import Case, Ranks, Result
 from gnnplan.testing.runs import *  # noqa: F403
 from gnnplan.testing.runs import FinishedRun, must_be_as_one_process, must_resume, one_process
 
-pytestmark = pytest.mark.timeout(110)
-
 NEAR = {"float64": (1e-9, 1e-9), "float32": (1e-4, 1e-4)}  # weights, losses
 BY_DAY = cover(SETTINGS, Setting.needs, lambda setting: 1.5 + setting.world)
 
 
 def by_day(settings: list[Setting]) -> list[Any]:
     """The settings of a test. By day the others are not even collected: they are three thousand."""
-    at_night = pytest.mark.nightly
-    return [
-        setting if setting in BY_DAY else pytest.param(setting, marks=at_night)
-        for setting in settings
-        if NIGHT or setting in BY_DAY
-    ]
+    asked = [setting for setting in settings if NIGHT or setting in BY_DAY]
+    return [setting if setting in BY_DAY else at_night(setting) for setting in asked]
 
 
 @pytest.fixture(scope="module")

@@ -2,13 +2,16 @@
 
 import json
 import shutil
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from calls import call, planned
+from pairwise import at_night
 from started import srun
 
 from gnnplan.executor.ranks import checkpoint
@@ -20,18 +23,12 @@ from gnnplan.planner.vocabulary.errors import SpecError
 from gnnplan.testing.ranks import Case, Ranks, Result
 from gnnplan.testing.runs import must_go_on_from_another_plan
 
-pytestmark = pytest.mark.timeout(110)
-
 FULL = {"model": "sage", "layers": 3, "hidden": 6, "dropout": 0.3}
 NORMED = {**FULL, "model": "gcn", "norm": "batch"}
 MINI = {**FULL, "mode": "mini", "batch": 8, "fanout": (3, 2), "layers": 2}
 RATES = {"optimizer": "adamw", "warmup": 5, "schedule": "cosine", "clip": 0.1}
 MOMENTUM = {"optimizer": "sgd", "lr": 0.1, "momentum": 0.9, "weight_decay": 0.1}
 LAST = 7  # epochs
-
-
-def at_night(*case: Any) -> Any:
-    return pytest.param(*case, marks=pytest.mark.nightly)
 
 
 # strategies and their ranks: of the plan before, and of the one that goes on
@@ -218,24 +215,16 @@ def test_what_is_saved_twice_is_read_once(tmp_path, monkeypatch):
     ours.go_on(10, {**QUESTION})
     read, safe_open = list[str](), checkpoint.safe_open
 
-    class Noted:
-        def __init__(self, *asked: Any, **how: Any) -> None:
-            self.file = safe_open(*asked, **how)
+    def opened(*asked: Any, **how: Any) -> Any:
+        file = safe_open(*asked, **how)
 
-        def __enter__(self) -> "Noted":
-            return self
-
-        def __exit__(self, *_: Any) -> None:
-            self.file.__exit__(None, None, None)
-
-        def metadata(self) -> dict[str, str]:
-            return self.file.metadata()
-
-        def get_tensor(self, name: str) -> torch.Tensor:
+        def get_tensor(name: str) -> torch.Tensor:
             read.append(name)
-            return self.file.get_tensor(name)
+            return file.get_tensor(name)
 
-    monkeypatch.setattr(checkpoint, "safe_open", Noted)
+        return nullcontext(SimpleNamespace(metadata=file.metadata, get_tensor=get_tensor))
+
+    monkeypatch.setattr(checkpoint, "safe_open", opened)
     ours.load_whole(2)
     assert read.count("worker.bias") == read.count("mean.bias") == 1
     assert read.count("worker.weight") == 2

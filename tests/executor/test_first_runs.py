@@ -20,7 +20,6 @@ def planned(folder: Path, *more: str) -> Path:
 
 
 @pytest.mark.nightly
-@pytest.mark.timeout(120)
 @pytest.mark.skipif(not Path("/proc/self/environ").exists(), reason="finds ranks in /proc")
 def test_survivors_under_torchrun_name_the_lost_rank_and_the_remedy(tmp_path, start):
     """ "Connection closed by peer" was all that the rank that was left said."""

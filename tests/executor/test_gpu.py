@@ -24,7 +24,6 @@ from gnnplan.testing.ranks import Case, small
 
 pytestmark = [
     pytest.mark.gpu,
-    pytest.mark.timeout(110),
     pytest.mark.filterwarnings("ignore:Sparse CSR tensor support is in beta state:UserWarning"),
 ]
 CYCLES = 200_000_000  # about 0.1 s
@@ -33,14 +32,8 @@ CYCLES = 200_000_000  # about 0.1 s
 @pytest.fixture
 def gpu_rank(monkeypatch):
     """The only rank, on the device."""
-    for name in [
-        "RANK",
-        "WORLD_SIZE",
-        "LOCAL_RANK",
-        "LOCAL_WORLD_SIZE",
-        "SLURM_PROCID",
-        "SLURM_NTASKS",
-    ]:
+    started = "RANK WORLD_SIZE LOCAL_RANK LOCAL_WORLD_SIZE SLURM_PROCID SLURM_NTASKS"
+    for name in started.split():
         monkeypatch.delenv(name, raising=False)
     rank = open_rank()
     assert (rank.device.type, rank.backend) == ("cuda", "nccl")
@@ -54,13 +47,8 @@ def workload(model: str, **more: object) -> dict[str, object]:
 
 def test_nccl_with_one_rank(gpu_rank, tmp_path):
     """The library answers: sums, and a point-to-point batch of nothing, on device tensors."""
-    dist.init_process_group(
-        "nccl",
-        init_method=f"file://{tmp_path / 'store'}",
-        rank=0,
-        world_size=1,
-        device_id=gpu_rank.device,
-    )
+    alone = {"rank": 0, "world_size": 1, "device_id": gpu_rank.device}
+    dist.init_process_group("nccl", init_method=f"file://{tmp_path / 'store'}", **alone)
     numbers = torch.arange(5.0, device=gpu_rank.device)
     dist.all_reduce(numbers)
     dist.barrier(device_ids=[gpu_rank.device.index])
@@ -319,12 +307,9 @@ def test_peak_memory(gpu_rank, tmp_path, model, dropout, strategy):
     """What the caching allocator gave out at most, against what the plan says without the context.
     On a CPU the growth of the resident memory gives 0.87 to 0.93 for graph parallel and 0.71 to
     0.81 for GNNPipe; no GPU has said its own yet."""
-    case = Case(
-        strategy,
-        "synthetic:community?vertices=40000&edges=1000000&features=256&classes=16&seed=0",
-        {"model": model, "layers": 4, "hidden": 256, "dropout": dropout},
-        epochs=3,
-    )
+    graph = "synthetic:community?vertices=40000&edges=1000000&features=256&classes=16&seed=0"
+    asked = {"model": model, "layers": 4, "hidden": 256, "dropout": dropout}
+    case = Case(strategy, graph, asked, epochs=3)
     problem = on(case.problem(1), kind="cuda")
     settled = case.settled(problem)
     predicted = sum(

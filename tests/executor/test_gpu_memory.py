@@ -1,10 +1,9 @@
 """What a step allocates on a GPU that does not exist (pretend_device.py), beside what plans say."""
 
 import json
-from collections.abc import Hashable
 
 import pytest
-from pairwise import covered
+from pairwise import at_night, covered
 from pretend_device import CUDA, pretend_device
 
 from gnnplan.executor.ranks.rank import Rank
@@ -18,16 +17,9 @@ GRAPH = "synthetic:community?vertices=3000&edges=100000&features=64&classes=16&s
 KINDS = ("sage", "gcn", "gat", "gatv2", "gin", "sgc", "gcnii", "resgcn")
 DEEP = ("gcnii", "resgcn")  # not in mini-batches
 NOT_ROUNDED = ("gat", "gatv2", "resgcn")
-STRATEGIES = (
-    "graph_parallel",
-    "graph_parallel(narrow=True)",
-    "graph_parallel(checkpoint=True)",
-    "graph_parallel(trim=True)",
-    "gnnpipe(chunks=4)",
-    "data_parallel",
-    "gsplit",
-)
-OF_BATCHES = STRATEGIES[-2:]
+STRATEGIES = ("graph_parallel", "gnnpipe(chunks=4)", "data_parallel", "gsplit")
+STRATEGIES += tuple(f"graph_parallel({more}=True)" for more in ("narrow", "checkpoint", "trim"))
+OF_BATCHES = ("data_parallel", "gsplit")
 
 
 def is_asked(strategy: str, kind: str, dtype: str) -> bool:
@@ -37,11 +29,6 @@ def is_asked(strategy: str, kind: str, dtype: str) -> bool:
     return not (kind in DEEP and strategy in OF_BATCHES) and not (
         kind in NOT_ROUNDED and dtype == "bfloat16"
     )
-
-
-def needs(row: tuple[str, str, str, float]) -> set[Hashable]:
-    """Each strategy, kind and type by day."""
-    return set(row[:3])
 
 
 @pytest.mark.slow
@@ -56,17 +43,14 @@ def needs(row: tuple[str, str, str, float]) -> set[Hashable]:
             for dropout in (0.5, 0.0)
             if is_asked(strategy, kind, dtype)
         ],
-        needs,
+        lambda row: set(row[:3]),  # each strategy, kind and type by day
     ),
 )
 def test_a_plan_says_what_a_gpu_allocates(pretend_device, tmp_path, strategy, kind, dtype, dropout):
-    batches = (
-        {"mode": "mini", "batch": 400, "fanout": (10, 10, 5)}
-        if strategy.startswith(OF_BATCHES)
-        else {}
-    )
+    batches = {"mode": "mini", "batch": 400, "fanout": (10, 10, 5)}
     workload = {"layers": 5 if kind in DEEP else 3, "hidden": 256, "seed": 3, "dtype": dtype}
-    workload |= {"model": kind, "dropout": dropout, **batches}
+    workload |= {"model": kind, "dropout": dropout}
+    workload |= batches if strategy.startswith(OF_BATCHES) else {}
     case = Case(strategy, GRAPH, workload, epochs=2, device="cuda")
     problem = case.problem(1)
     settled = case.settled(problem)
@@ -86,7 +70,7 @@ def test_a_plan_says_what_a_gpu_allocates(pretend_device, tmp_path, strategy, ki
     "strategy",
     [
         "gsplit(prefetch=2)",
-        pytest.param("data_parallel(cache=100000,prefetch=1)", marks=pytest.mark.nightly),
+        at_night("data_parallel(cache=100000,prefetch=1)"),
     ],
 )
 def test_a_gpu_has_a_batch_that_is_loaded_ahead(pretend_device, tmp_path, strategy):

@@ -18,7 +18,6 @@ from gnnplan.testing.ranks import Case, small
 Gradients = dict[str, tuple[Tensor, Tensor]]  # of a parameter, used and exact
 
 
-@pytest.mark.timeout(110)
 @pytest.mark.parametrize("strategy", ["pipegcn", "pipegcn_gf(gamma=0.5)"])
 def test_the_staleness_error_is_used_minus_true(run_ranks, graphs, strategy):
     """Of every layer and step, over both ranks, for rows ('f') and gradients ('b')."""
@@ -55,7 +54,6 @@ def gradients_of(recursion: Recursion, epochs: int) -> list[Gradients]:
     return found
 
 
-@pytest.mark.timeout(110)
 @pytest.mark.parametrize(
     ("strategy", "model", "world", "graph", "dropout", "norm"),
     [

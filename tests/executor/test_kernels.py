@@ -5,8 +5,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from examples import examples
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 from torch.nn import functional as F
@@ -21,7 +20,6 @@ from gnnplan.executor.layers.kernels import (
     cat,
     dropout,
     dropout_mask,
-    linear,
     linear_sum,
     matmul,
     softmax_aggregate,
@@ -37,7 +35,6 @@ PRODUCTS = (torch.ops.aten.mm, torch.ops.aten.addmm, torch.ops.aten.addmm_)
 @pytest.fixture(autouse=True)
 def _same_numbers_every_time():
     torch.manual_seed(0)
-    torch.set_num_threads(1)  # tiny tensors: more threads only wait for each other
 
 
 def random_block(n_dst: int, n_src: int, edges: int, seed: int = 0, weighted: bool = True) -> Block:
@@ -45,43 +42,24 @@ def random_block(n_dst: int, n_src: int, edges: int, seed: int = 0, weighted: bo
     random = np.random.default_rng(seed)
     rows = np.sort(random.integers(0, max(n_dst, 1), edges))
     indptr = np.searchsorted(rows, np.arange(n_dst + 1))
-    return Block(
-        indptr,
-        random.integers(0, max(n_src, 1), edges),
-        n_src,
-        random.random(edges) if weighted else None,
-    )
+    indices = random.integers(0, max(n_src, 1), edges)
+    return Block(indptr, indices, n_src, random.random(edges) if weighted else None)
 
 
 def dense(block: Block) -> torch.Tensor:
     """[R, S] in float64."""
     matrix = torch.zeros(block.n_dst, block.n_src, dtype=torch.float64)
     rows = torch.arange(block.n_dst).repeat_interleave(block.indptr.diff().long())
-    weight = (
-        torch.ones(block.edges, dtype=torch.float64)
-        if block.weight is None
-        else block.weight.double()
-    )
-    return matrix.index_put((rows, block.indices.long()), weight, accumulate=True)
+    weight = torch.ones(block.edges) if block.weight is None else block.weight
+    return matrix.index_put((rows, block.indices.long()), weight.double(), accumulate=True)
 
 
-blocks = st.builds(
-    lambda n_dst, more, edges, seed, weighted: random_block(
-        n_dst, n_dst + more, edges if n_dst else 0, seed, weighted
-    ),
-    st.integers(0, 9),
-    st.integers(0, 5),
-    st.integers(0, 40),
-    st.integers(0, 99),
-    st.booleans(),
-)
-
-
-@given(blocks, st.integers(0, 7), st.sampled_from([torch.float32, torch.float64]))
-@settings(deadline=None)
-def test_aggregate_is_a_matrix_product_both_ways(block, width, dtype):
-    block = block.to(dtype=dtype)
-    x = torch.randn(block.n_src, width, dtype=dtype, requires_grad=True)
+@pytest.mark.parametrize("weighted", [True, False])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize(("n_dst", "n_src", "edges"), [(0, 3, 0), (3, 3, 0), (9, 12, 40)])
+def test_aggregate_is_a_matrix_product_both_ways(n_dst, n_src, edges, dtype, weighted):
+    block = random_block(n_dst, n_src, edges, weighted=weighted).to(dtype=dtype)
+    x = torch.randn(block.n_src, 7, dtype=dtype, requires_grad=True)
     out = aggregate(block, x)
     torch.testing.assert_close(out, (dense(block) @ x.double()).to(dtype))
     grad = torch.randn_like(out)
@@ -199,29 +177,7 @@ def test_softmax_and_attention_survive_large_numbers():
     assert attend(block, z, logits, torch.zeros(2)).tolist() == [[1, 0, 0, 0], [0, 0, 0.5, 0.5]]
 
 
-@given(
-    st.sampled_from([0, 1, 3, 999]),
-    st.integers(1, 40),
-    st.integers(1, 40),
-    st.booleans(),
-    st.booleans(),
-)
-@settings(deadline=None, max_examples=examples(40))
-def test_linear_equals_torch(rows, h_in, h_out, with_bias, relu):
-    x = torch.randn(rows, h_in, requires_grad=True)
-    weight = torch.randn(h_out, h_in, requires_grad=True)
-    bias = torch.randn(h_out, requires_grad=True) if with_bias else None
-    inputs = [t for t in (x, weight, bias) if t is not None]
-    ours, theirs = linear(x, weight, bias, relu), F.linear(x, weight, bias)
-    theirs = theirs.relu() if relu else theirs
-    torch.testing.assert_close(ours, theirs, atol=1e-4, rtol=1e-4)
-    # not at the kink, where rounding decides; rows = 0 broadcasts
-    grad = torch.randn(h_out) * (theirs.detach().abs() > 1e-4)
-    found, expected = (torch.autograd.grad(out, inputs, grad) for out in (ours, theirs))
-    torch.testing.assert_close(found, expected, atol=2e-3, rtol=1e-4)
-
-
-@pytest.mark.parametrize("rows", [999, 1000, 1001, 2500])
+@pytest.mark.parametrize("rows", [0, 1, 999, 1000, 1001, 2500])
 @pytest.mark.parametrize("relu", [False, True])
 @pytest.mark.parametrize("library", ["MKL", "oneDNN"])
 def test_sums_of_linear_layers_by_blocks_of_rows(rows, relu, library, monkeypatch):
@@ -275,21 +231,6 @@ thin = st.builds(
 )
 
 
-@settings(deadline=None)
-@given(thin, st.integers(1, 9), st.booleans(), st.booleans())
-def test_linear_of_sparse_rows_equals_that_of_dense_ones(x, h_out, with_bias, relu):
-    weight = torch.randn(h_out, x.shape[1], dtype=x.dtype, requires_grad=True)
-    bias = torch.randn(h_out, dtype=x.dtype, requires_grad=True) if with_bias else None
-    inputs = [t for t in (weight, bias) if t is not None]
-    ours, theirs = linear(sparse_rows(x), weight, bias, relu), F.linear(x, weight, bias)
-    theirs = theirs.relu() if relu else theirs
-    torch.testing.assert_close(ours, theirs, atol=1e-12, rtol=1e-12)
-    grad = torch.randn_like(theirs)
-    found, expected = (torch.autograd.grad(out, inputs, grad) for out in (ours, theirs))
-    torch.testing.assert_close(found, expected, atol=1e-12, rtol=1e-12)
-
-
-@settings(deadline=None)
 @given(thin, st.data())
 def test_sparse_rows_are_cut_chosen_and_joined_like_dense_ones(x, data):
     ours, rows = sparse_rows(x), st.integers(0, len(x))
@@ -300,11 +241,8 @@ def test_sparse_rows_are_cut_chosen_and_joined_like_dense_ones(x, data):
     )
     cut, picked = ours[start:stop], ours.index_select(0, chosen)
     for sparse, plain in (
-        (ours, x),
-        (cut, x[start:stop]),
-        (picked, x[chosen]),
-        (ours[:], x),
-        (ours.to("cpu"), x),
+        *((each, x) for each in (ours, ours[:], ours.to("cpu"))),
+        *((cut, x[start:stop]), (picked, x[chosen])),
         (cat([ours, cut, picked]), torch.cat([x, x[start:stop], x[chosen]])),
         (cat([ours, ours.new_empty(3, x.shape[1])]), F.pad(x, (0, 0, 0, 3))),
     ):
@@ -312,15 +250,10 @@ def test_sparse_rows_are_cut_chosen_and_joined_like_dense_ones(x, data):
         assert sparse.nbytes == 2 * 8 * int((plain != 0).sum())
         assert torch.equal(dense_rows(sparse), plain)
         indptr, where, order = sparse.pattern.transposed
-        assert torch.equal(
-            dense_rows(
-                SparseRows.of(indptr.diff(), where, sparse.stored[order.long()], len(plain))
-            ),
-            plain.t(),
-        )
+        turned = SparseRows.of(indptr.diff(), where, sparse.stored[order.long()], len(plain))
+        assert torch.equal(dense_rows(turned), plain.t())
 
 
-@settings(deadline=None)
 @given(thin, st.data())
 def test_room_among_sparse_rows_is_filled_like_that_among_dense_ones(x, data):
     start, stop = sorted(data.draw(st.tuples(*[st.integers(0, len(x))] * 2)))
@@ -359,11 +292,8 @@ def test_dropout_of_sparse_rows_is_that_of_dense_ones_bit_for_bit(p, dtype):
 def test_masks_are_fixed_for_ever():
     """Plans and papers compare losses between versions: the hash may never change."""
     mask = dropout_mask(0, 0, 0, torch.tensor([0, 1, 10**12]), 10, 0.5)
-    assert ["".join("01"[b] for b in row) for row in mask.tolist()] == [
-        "0110000001",
-        "0101000000",
-        "1010110111",
-    ]
+    known = ["0110000001", "0101000000", "1010110111"]
+    assert ["".join("01"[b] for b in row) for row in mask.tolist()] == known
     mask = dropout_mask(7, 3, 2, torch.tensor([5, 6]), 10, 0.3)
     assert ["".join("01"[b] for b in row) for row in mask.tolist()] == ["0001011111", "0101101111"]
 

@@ -28,7 +28,6 @@ SETTLED, EPOCHS = 15, 50
 
 
 @pytest.mark.nightly
-@pytest.mark.timeout(120)
 @pytest.mark.parametrize(("world", "case"), CASES, ids=str)
 def test_memory_stays_flat(world, case, run_ranks):
     """A halo's rows kept from every epoch would be 12 MB; pages the allocator keeps are 2 MB."""

@@ -3,7 +3,6 @@
 import sys
 
 import numpy as np
-import pytest
 import torch
 from calls import allocations
 from recursions import Recursion
@@ -15,8 +14,6 @@ from gnnplan.planner.graph.graph import Graph
 from gnnplan.planner.graph.load import load
 from gnnplan.testing.plain import difference
 from gnnplan.testing.ranks import Case
-
-pytestmark = pytest.mark.timeout(110)
 
 VERTICES, WIDTH = 4_000, 4_096  # 64 MiB of features
 

@@ -8,6 +8,7 @@ import sys
 from statistics import median
 
 import pytest
+from pairwise import at_night
 from started import srun
 from torch.distributed.elastic.multiprocessing.subprocess_handler import subprocess_handler
 
@@ -94,20 +95,10 @@ def test_two_ranks_that_share_a_core(started):
         f"{op}.{where}" for op in ("exchange", "send", "all_reduce") for where in places
     }
     # rates by width stand for them
-    told = {
-        "device.name",
-        "device.kind",
-        "device.overlap_tax",
-        "device.power",
-        "device.cache",
-        "device.gemm_tf32",  # which no CPU has
-    }
-    fields = {f"device.{name}" for name in type(device).model_fields} - told
-    fields |= {f"collectives.{name}" for name in cluster.collectives} | {
-        "cores",
-        "one_machine",
-        "host_rates",
-    }
+    told = {"name", "kind", "overlap_tax", "power", "cache", "gemm_tf32"}  # which no CPU has
+    fields = {f"device.{name}" for name in {*type(device).model_fields} - told}
+    fields |= {f"collectives.{name}" for name in cluster.collectives}
+    fields |= {"cores", "one_machine", "host_rates"}
     fields |= {f"{where}.{name}" for where in places for name in ("bandwidth", "latency")}
     assert set(cluster.provenance) == fields
     assert Cluster.model_validate_json(cluster.model_dump_json()) == cluster
@@ -118,24 +109,17 @@ def test_two_ranks_that_share_a_core(started):
 def test_what_an_edge_costs_and_what_a_row_costs_are_told_apart():
     """20 ns a row and 10 GB/s are found again: graphs of few edges were a quarter too fast."""
     rates = {(16, 2_500): 40e9, (16, 80_000): 20e9, (256, 2_500): 80e9, (256, 80_000): 25e9}
-    samples = [
-        (
-            width,
-            rows,
-            edges,
-            2 * edges * width * 4 / rates[width, rows] + 2 * rows * (20e-9 + width * 4 / 10e9),
-        )
-        for width in (16, 256)
-        for rows, edges in ((2_500, 125_000), (2_500, 20_000), (80_000, 800_000))
-    ]
+    samples = []
+    for width, (rows, edges) in itertools.product(
+        (16, 256), ((2_500, 125_000), (2_500, 20_000), (80_000, 800_000))
+    ):
+        of_rows = 2 * rows * (20e-9 + width * 4 / 10e9)
+        samples.append((width, rows, edges, 2 * edges * width * 4 / rates[width, rows] + of_rows))
     found = aggregation(samples)
     assert (found["row_latency"], found["row_bandwidth"]) == pytest.approx((20e-9, 10e9), rel=1e-3)
-    assert found["gather"][16] == pytest.approx(
-        {16 * 4 * rows: rates[16, rows] for rows in (2_500, 80_000)}, rel=1e-3
-    )
-    assert found["gather"][256] == pytest.approx(
-        {256 * 4 * rows: rates[256, rows] for rows in (2_500, 80_000)}, rel=1e-3
-    )
+    for width in (16, 256):
+        expected = {width * 4 * rows: rates[width, rows] for rows in (2_500, 80_000)}
+        assert found["gather"][width] == pytest.approx(expected, rel=1e-3)
     free = aggregation([(w, rows, edges, 1e-11 * edges * w) for w, rows, edges, _ in samples])
     # a file may have ten times that
     assert free["row_latency"] < 1e-12 and 1e12 < free["row_bandwidth"] <= 1e13
@@ -154,7 +138,7 @@ def test_what_an_edge_costs_and_what_a_row_costs_are_told_apart():
     ("does", "said"),
     [
         ("exit 3", "exit code 3"),
-        pytest.param("export MASTER_PORT=none", "ValueError: .*'none'", marks=pytest.mark.nightly),
+        at_night("export MASTER_PORT=none", "ValueError: .*'none'"),
     ],
 )
 def test_a_rank_that_fails_is_named_and_nothing_stays(started, monkeypatch, tmp_path, does, said):
@@ -348,11 +332,10 @@ def test_fit_finds_what_sizes_reach_and_is_right_between_them():
     )
 
 
-def test_a_card_between_no_servers_is_refused():
-    with pytest.raises(SpecError, match="this is one server; give --servers 2"):
-        measure(2, emulated=5e7)
-
-
-def test_no_ranks_is_refused():
-    with pytest.raises(SpecError, match="at least 1"):
-        measure(0)
+@pytest.mark.parametrize(
+    ("ranks", "told", "how"),
+    [(2, "this is one server; give --servers 2", {"emulated": 5e7}), (0, "at least 1", {})],
+)
+def test_what_cannot_be_measured_is_refused(ranks, told, how):
+    with pytest.raises(SpecError, match=told):
+        measure(ranks, **how)

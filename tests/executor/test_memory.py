@@ -15,8 +15,8 @@ import pytest
 import torch
 from counting import counted
 from libraries import multiply
-from pairwise import covered
-from trainings import Setting, lines
+from pairwise import at_night, covered
+from trainings import Setting, lines, value_of
 
 from gnnplan.executor.layers.kernels import Block, SparseRows, dropout, warm_up
 from gnnplan.executor.layers.models import Net
@@ -91,42 +91,36 @@ def test_a_stopped_watch_keeps_its_peak_on_cuda(monkeypatch):
 
 
 ROWS, SOURCES, PER_ROW, FEATURES, HIDDEN, CLASSES = 10_000, 15_000, 12, 128, 64, 16
-MODELS: list[dict[str, Any]] = [
-    {"model": "gcn"},
-    {"model": "gcn", "norm": "layer"},
-    {"model": "gcn", "norm": "batch"},
-    {"model": "sage"},
-    {"model": "sage", "norm": "layer"},
-    {"model": "gcnii"},
-    {"model": "gat"},
-    {"model": "gat", "heads": 2},
-    {"model": "gatv2"},
-    {"model": "gatv2", "heads": 2, "norm": "layer"},
-    {"model": "gin"},
-    {"model": "gin", "norm": "batch"},
-    {"model": "resgcn"},
-    {"model": "resgcn", "norm": "batch"},
-    {"model": "resgcn", "norm": "none"},
-    {"model": "resgcn", "aggregation": "sum"},
-    {"model": "sgc"},
-]
+MODELS = """
+gcn, gcn norm=layer, gcn norm=batch, sage, sage norm=layer, gcnii, gat, gat heads=2, gatv2,
+gatv2 heads=2 norm=layer, gin, gin norm=batch, resgcn, resgcn norm=batch, resgcn norm=none,
+resgcn aggregation=sum, sgc
+"""
+
+
+def models_of(text: str) -> list[str]:
+    return [words.strip() for words in text.split(",")]
+
+
+def model_of(words: str) -> dict[str, Any]:
+    model, *more = words.split()
+    return {"model": model, **{k: value_of(v) for k, v in (word.split("=") for word in more)}}
 
 
 @pytest.mark.parametrize(
     ("model", "p", "layer", "in_place"),
     covered(
-        list(itertools.product(MODELS, (0.0, 0.5), (1, 2, 3), (False, True))),
+        list(itertools.product(models_of(MODELS), (0.0, 0.5), (1, 2, 3), (False, True))),
         # every model; of every kind every layer with dropout and without, in place and apart
         lambda row: {
-            str(row[0]),
-            *((row[0]["model"], row[2], setting) for setting in enumerate(row[1::2])),
+            row[0],
+            *((row[0].split()[0], row[2], setting) for setting in enumerate(row[1::2])),
         },
     ),
-    ids=lambda value: "-".join(map(str, value.values())) if isinstance(value, dict) else str(value),
 )
 def test_footprint_is_what_torch_allocates(model, p, layer, in_place, monkeypatch):
     """What is kept to 0.1 %, peaks to 5 %: operations' own indices are left out."""
-    workload = Workload(layers=3, hidden=HIDDEN, dropout=p, **model)
+    workload = Workload(layers=3, hidden=HIDDEN, dropout=p, **model_of(model))
     shapes = replace(describe(workload, FEATURES, CLASSES), in_place=in_place)
     if shapes.aggregate_cached(layer):
         pytest.skip("its aggregate is made at set-up")
@@ -171,14 +165,10 @@ def measure_footprint(
         parameter.grad = torch.zeros_like(parameter)
 
     def forward() -> torch.Tensor:
-        return module(
-            block,
-            source,
-            lambda rows: dropout(rows, 0, 0, layer, ids, p),
-            initial,
-            net.relu_after(layer),
-            moments,
-        )
+        def drop(rows: torch.Tensor) -> torch.Tensor:
+            return dropout(rows, 0, 0, layer, ids, p)
+
+        return module(block, source, drop, initial, net.relu_after(layer), moments)
 
     if is_sparse:
         forward().sum().backward()
@@ -198,12 +188,8 @@ def measure_footprint(
 def test_footprint_of_sparse_rows(model, p, dtype):
     workload = Workload(model=model, layers=3, hidden=HIDDEN, dropout=p, dtype=dtype)
     each, of_rows = 10, getattr(torch, dtype)
-    source = SparseRows.of(
-        torch.full((SOURCES,), each),
-        torch.randint(FEATURES, (SOURCES * each,)),
-        torch.rand(SOURCES * each).to(of_rows),
-        FEATURES,
-    )
+    columns, numbers = torch.randint(FEATURES, (SOURCES * each,)), torch.rand(SOURCES * each)
+    source = SparseRows.of(torch.full((SOURCES,), each), columns, numbers.to(of_rows), FEATURES)
     measure_footprint(describe(workload, FEATURES, CLASSES, each), workload, 1, sparse=source)
 
 
@@ -266,9 +252,8 @@ RUNS = """
     2 1 gnnpipe(stages=1,chunks=3) thin 0.5 gcnii layers=12 hidden=64
     2 1 graph_parallel(trim=True) few 0.5 sage
     2 2 granndis dense 0.0 gcn hidden=64  # aggregates once
-    2 1 graph_parallel coauthor_physics 0.5 sage hidden=64
+    2 1 graph_parallel|gnnpipe coauthor_physics 0.5 sage hidden=64
     2 1 graph_parallel coauthor_physics 0.5 sage hidden=66 dtype=bfloat16
-    2 1 gnnpipe coauthor_physics 0.5 sage hidden=64
 """
 
 
@@ -278,10 +263,7 @@ BY_DAY = ("2 1 feature_parallel dense", "2 1 gnnpipe coauthor", "2 1 data_parall
 
 
 def runs(text: str) -> list[Any]:
-    return [
-        line if line.startswith(BY_DAY) else pytest.param(line, marks=pytest.mark.nightly)
-        for line in lines(text)
-    ]
+    return [line if line.startswith(BY_DAY) else at_night(line) for line in lines(text)]
 
 
 @glibc
@@ -309,7 +291,6 @@ def test_the_watch_does_not_wait_for_its_turn():
 
 
 @glibc
-@pytest.mark.timeout(120)
 @pytest.mark.parametrize("line", runs(RUNS))
 def test_predicted_memory_is_what_a_run_fills(line, fresh_ranks, dataset):
     world, case = on(line)
@@ -335,22 +316,16 @@ def test_rows_of_eight_devices_pass_one(fresh_ranks):
 MINI = {"mode": "mini", "hidden": 64, "batch": 2048, "fanout": (5, 10, 15)}
 LINKS = {"task": "link", "negatives": 3, "layers": 2, "hidden": 128, "batch": 40_000}
 BATCHES = """
-    2 1 data_parallel batched 0.0 sage
-    2 1 gsplit mapped 0.0 sage  # the rank's own copy, freed, is not subtracted
-    2 1 gsplit batched 0.0 sage
-    2 1 dnp(splitter='random') batched 0.0 sage
-    2 1 snp(splitter='random') batched 0.0 sage hidden=128
-    2 1 snp(splitter='random',checkpoint=True) batched 0.0 gcn hidden=256
-    2 1 gsplit(narrow=True) batched 0.0 gcn hidden=256
+    2 1 data_parallel|gsplit|dnp(splitter='random')|p3|p3(cache=2000000) batched 0.0 sage
     2 1 data_parallel(cache=4000000,shared_cache=True) batched 0.0 sage
+    2 1 gsplit mapped 0.0 sage  # the rank's own copy, freed, is not subtracted
+    2 1 snp(splitter='random') batched 0.0 sage hidden=128
+    2 1 snp(splitter='random',checkpoint=True)|gsplit(narrow=True) batched 0.0 gcn hidden=256
     2 1 data_parallel classes 0.0 sgc
     2 1 data_parallel slim 0.0 gcn hidden=16  # the sampler's
-    2 1 p3 batched 0.0 sage
-    2 1 p3(cache=2000000) batched 0.0 sage
     2 1 p3(pipelined=True) larger 0.0 sgc
-    2 1 data_parallel linked 0.0 sage
+    2 1 data_parallel|p3 linked 0.0 sage
     2 1 gsplit(splitter='random') linked 0.0 gcn
-    2 1 p3 linked 0.0 sage
     2 1 data_parallel linked 0.5 resgcn
 """
 
@@ -369,7 +344,6 @@ def fullest_of_batches(case: Case) -> float:
 
 
 @glibc
-@pytest.mark.timeout(120)
 @pytest.mark.parametrize("line", runs(BATCHES))
 def test_predicted_memory_of_batches(line, fresh_ranks, monkeypatch):
     """The fullest rank's to 5 %, in the second run of its processes. Where oneDNN multiplies, its code
@@ -383,7 +357,6 @@ def test_predicted_memory_of_batches(line, fresh_ranks, monkeypatch):
 
 
 @glibc
-@pytest.mark.timeout(120)
 def test_predicted_memory_of_a_processs_first_batches(tmp_path, fork_server):
     """With oneDNN's code for products, to 5 %. In processes of this test alone: in those of the tests
     above some of that code is there already (54 of 57 MB were measured then). Data parallel alone:
@@ -409,24 +382,16 @@ STEPS = 4
         ("graph_parallel(checkpoint=True)", {"model": "resgcn", "norm": "batch"}),
         ("gnnpipe(stages=1,chunks=3,historical_gradients=True)", {"model": "gcnii"}),
         ("granndis(batches=2)", {"model": "sage"}),
-        *(
-            pytest.param(strategy, workload, marks=pytest.mark.nightly)
-            for strategy, workload in (
-                ("graph_parallel", {"model": "gcn", "norm": "batch"}),
-                ("graph_parallel", {"model": "gat"}),
-                ("gnnpipe(stages=1,chunks=3)", {"model": "gcnii"}),
-                ("gnnpipe(stages=1,chunks=3,checkpoint=True)", {"model": "resgcn"}),
-            )
-        ),
+        at_night("graph_parallel", {"model": "gcn", "norm": "batch"}),
+        at_night("graph_parallel", {"model": "gat"}),
+        at_night("gnnpipe(stages=1,chunks=3)", {"model": "gcnii"}),
+        at_night("gnnpipe(stages=1,chunks=3,checkpoint=True)", {"model": "resgcn"}),
     ],
 )
 def test_a_step_leaves_nothing_behind(strategy, workload):
     """Without the collector, which takes circles away: less than a thousandth of what one needs."""
-    case = Case(
-        strategy,
-        "synthetic:community?vertices=6000&edges=30000&features=24&classes=5",
-        {**workload, "layers": 4, "hidden": 96, "dropout": 0.5},
-    )
+    graph = "synthetic:community?vertices=6000&edges=30000&features=24&classes=5"
+    case = Case(strategy, graph, {**workload, "layers": 4, "hidden": 96, "dropout": 0.5})
     problem = case.problem(1)
     warm_up(torch.device("cpu"))
     worker = open_worker(

@@ -16,8 +16,6 @@ from gnnplan.executor.layers.targets import compared
 from gnnplan.planner.graph.sampling import Pairs, held_out_pairs
 from gnnplan.testing.runs import must_have_learnt
 
-pytestmark = pytest.mark.timeout(110)
-
 TRAININGS = [Setting.of(f"1 1 graph_parallel {line}") for line in lines(ON_FULL_GRAPHS)]
 TRAININGS += [Setting.of(f"1 1 data_parallel {line} mini") for line in lines(ON_BATCHES)]
 TRAININGS = [setting for setting in TRAININGS if "dtype" not in setting.fields]

@@ -48,12 +48,8 @@ def fake_rank(number: int, world: int, patch: pytest.MonkeyPatch) -> Iterator[tu
 
     def batch(real: Any, ops: list[dist.P2POp]) -> Any:
         ways = [(op.peer, number)[:: 1 if op.op is dist.irecv else -1] for op in ops]
-        note(
-            *(
-                ("message", name_of(op.group), way, op.tensor.nbytes)
-                for op, way in zip(ops, ways, strict=True)
-            )
-        )
+        both = zip(ops, ways, strict=True)
+        note(*(("message", name_of(op.group), way, op.tensor.nbytes) for op, way in both))
         return real(ops)
 
     def alone(real: Any, *args: Any, **more: Any) -> None:
@@ -115,7 +111,6 @@ def must_be_one_order(by_rank: list[list[Begun]]) -> int:
     return len({end[1] for end in ends})
 
 
-@pytest.mark.timeout(110)
 @pytest.mark.parametrize(
     ("world", "strategy", "more", "communicators"),
     [
@@ -135,7 +130,6 @@ def test_all_ranks_begin_in_one_order(world, strategy, more, communicators, monk
     assert must_be_one_order(by_rank) >= communicators
 
 
-@pytest.mark.timeout(110)
 @pytest.mark.parametrize("model", ["sage", "gat"])
 def test_all_ranks_of_p3_begin_in_one_order(run_ranks, model):
     """Its samplers must have real answers. All ranks take part in all that it does."""

@@ -21,12 +21,6 @@ pytestmark = pytest.mark.timeout(170)
 FULL = {"model": "gcn", "layers": 3, "hidden": 8, "dropout": 0.5, "lr": 0.05, "seed": 3}
 
 
-def parts_of(source: str, folder: Path, parts: int = 2) -> str:
-    graph = load(source)
-    write_parts(graph, partition(graph, parts), "metis", 0, folder)
-    return str(folder)
-
-
 def set_up(tmp_path: Path, name: str, source: str, dropout: float) -> tuple[list[int], float]:
     """Memory of each rank's process at the end of its set-up, and what a part takes [B]."""
     folder, plan, out = (tmp_path / f"{name}{end}" for end in ("", ".json", ".out"))
@@ -65,14 +59,14 @@ def test_the_set_up_of_a_rank_takes_little_more_than_its_part(tmp_path, dropout,
 
 def test_a_rank_reads_its_own_part_only(graphs, tmp_path):
     """The others' files are gone when it looks."""
-    folder = parts_of(graphs["rough"], tmp_path / "parts", 3)
-    problem, me, device = Case("", folder, FULL).problem(3), 1, torch.device("cpu")
-    for path in Path(folder).glob("part[02]/*.npy"):
+    whole, folder = load(graphs["rough"]), tmp_path / "parts"
+    write_parts(whole, partition(whole, 3), "metis", 0, folder)
+    problem, me, device = Case("", str(folder), FULL).problem(3), 1, torch.device("cpu")
+    for path in folder.glob("part[02]/*.npy"):
         path.unlink()
     layout = problem.layout()
     share = share_of(layout, me, ["gcn"] * 3, problem.workload)
     targets_of(problem, share, device)
     rows = features(problem.data, share.own, problem.workload, device)
-    whole = load(graphs["rough"])
     assert np.array_equal(rows.numpy(), whole.features(share.own))
     assert set(share.own.tolist()) == set(np.flatnonzero(partition(whole, 3) == me).tolist())

@@ -8,6 +8,7 @@ from types import ModuleType
 import numpy as np
 import pytest
 import torch
+from pairwise import at_night
 
 from gnnplan.executor.emit import partitions
 from gnnplan.planner.cluster.spec import Cluster
@@ -22,15 +23,9 @@ from gnnplan.planner.vocabulary.errors import SpecError
 
 GRAPH = "synthetic:community?vertices=90&edges=600&features=5&classes=3&seed=1"
 PLACEMENT = (0, 2, 3, 1)  # ranks 0 and 3 sit on server 0
-CLUSTER = Cluster.model_validate(
-    {
-        "servers": 2,
-        "gpus_per_server": 2,
-        "device": {"memory": "24GB", "gemm": "10TFLOP/s", "memory_bandwidth": "500GB/s"},
-        "intra_node": {"bandwidth": "2GB/s"},
-        "inter_node": {"bandwidth": "1GB/s"},
-    }
-)
+DEVICE = {"memory": "24GB", "gemm": "10TFLOP/s", "memory_bandwidth": "500GB/s"}
+LINKS = {"intra_node": {"bandwidth": "2GB/s"}, "inter_node": {"bandwidth": "1GB/s"}}
+CLUSTER = Cluster.model_validate({"servers": 2, "gpus_per_server": 2, "device": DEVICE, **LINKS})
 
 
 @dataclass(frozen=True)
@@ -82,11 +77,8 @@ def test_dgl_reads_a_part_per_server_and_a_trainer_per_rank(asked, tmp_path):
         inner = part.ndata["_ID"][part.ndata["inner_node"].bool()]
         assert (asked.gpu[orig[inner]] // 2 == server).all()
         assert (book.nid2partid(inner) == server).all()
-        for name, whole in (
-            ("feat", asked.graph.x),
-            ("label", asked.graph.y),
-            ("train_mask", asked.graph.train),
-        ):
+        graph = asked.graph
+        for name, whole in {"feat": graph.x, "label": graph.y, "train_mask": graph.train}.items():
             assert np.array_equal(rows[f"_N/{name}"].numpy(), np.asarray(whole)[orig[inner]])
         own = part.edata["inner_edge"].bool()
         src, dst = (orig[part.ndata["_ID"][end[own]]].tolist() for end in part.edges())
@@ -118,7 +110,7 @@ def test_pyg_reads_a_part_per_rank(asked, tmp_path):
 @pytest.mark.processes
 @pytest.mark.parametrize(
     ("name", "library"),
-    [pytest.param("distdgl", "dgl", marks=pytest.mark.nightly), ("pyg", "torch_geometric")],
+    [at_night("distdgl", "dgl"), ("pyg", "torch_geometric")],
 )
 def test_parts_of_others_are_read_again(asked, tmp_path, name, library):
     """The graph that was written, cut as it was; and so it can become a folder of our parts."""

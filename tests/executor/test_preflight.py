@@ -91,89 +91,56 @@ def with_servers(document: dict[str, Any]) -> None:
     ]
 
 
-EDITS: dict[str, tuple[str, Edit, str, str]] = {
-    "an old plan": ("version", lambda d: d.update(gnnplan="0.1.0"), "differs", "old names are"),
-    "another version": ("version", lambda d: d.update(gnnplan="9.9"), "stops", "plan again"),
-    "other torch": ("torch", lambda d: d.update(torch="2.1.0"), "differs", "gnnplan measure"),
-    "torch for CUDA": ("torch", lambda d: d.update(torch=f"{HERE}+cu999"), "ok", ""),
-    "no torch said": ("torch", lambda d: d.pop("torch"), "ok", ""),
-    "other data": ("graph", lambda d: d["graph"].update(hash="00"), "stops", "made for other data"),
-    "other sizes": ("graph", lambda d: d["graph"].update(vertices=7), "stops", "made for other"),
-    "no graph": ("graph", lambda d: d["graph"].update(source="gone.npz"), "stops", "no such file"),
-    "GPUs": ("device", gpu_plan, "differs", "gnnplan plan --cluster local"),
-    "no GPU": ("GPUs", gpu_plan, "differs", "ranks are on the processor and talk over Gloo"),
-    "another processor": (
-        "device",
-        lambda d: d["cluster"]["device"].update(name="AMD EPYC 9654"),
-        "differs",
-        "times will not be those predicted",
-    ),
-    "the same": (
-        "device",
-        lambda d: d["cluster"]["device"].update(name="EPYC 7763 core"),
-        "ok",
-        "",
-    ),
-    "more cores": ("cores", lambda d: d["cluster"].update(cores=4), "ok", ""),  # two ranks use two
-    "two servers": ("servers", with_servers, "differs", "--emulate RATE"),
-}
-
-
-@pytest.mark.parametrize("case", EDITS)
-def test_what_the_plan_says(case, asked):
-    what, edit, verdict, says = EDITS[case]
-    found = row(edited(asked, edit), what)
-    assert found.verdict == verdict and says in found.says, found
-
-
 def lacking(monkeypatch: Patch, name: str, value: Any) -> None:
     monkeypatch.setattr(preflight, name, lambda *_: value)
 
 
-NO_PROCESSES = ProcessRoom(15, "ulimit -u is 20", "allow more processes")
-LACKS: dict[str, tuple[str, Callable[[Patch], Any], str, str]] = {
-    "a core": ("cores", lambda m: lacking(m, "cores", 1), "differs", "--set cores=1"),
-    "a GPU is there": ("device", lambda m: lacking(m, "gpus", 1), "differs", "not be those predi"),
-    "memory": ("memory", lambda m: lacking(m, "free_memory", 300e6), "stops", "enough for 1: stop"),
-    "files": (
-        "open files",
-        lambda m: m.setattr(resource, "getrlimit", lambda what: (99, 99)),
-        "stops",
-        "ulimit -n 4096",
-    ),
-    "processes": (
-        "processes",
-        lambda m: lacking(m, "process_room", NO_PROCESSES),
-        "stops",
-        "allow more processes",
-    ),
-    "enough processes": (
-        "processes",
-        lambda m: lacking(m, "process_room", NO_PROCESSES._replace(left=16)),
-        "ok",
-        "",
-    ),
-    "disk": (
-        "disk",
-        lambda m: m.setattr(shutil, "disk_usage", lambda place: SimpleNamespace(free=10**4)),
-        "stops",
-        "free the disk, give another --out, or train with --checkpoint-every 0",
-    ),
-    "interface": (
-        "interface",
-        lambda m: m.setenv("GLOO_SOCKET_IFNAME", "lo,eth77"),
-        "stops",
-        "set GLOO_SOCKET_IFNAME to one of these",
-    ),
-    "the loopback": ("interface", lambda m: m.setenv("GLOO_SOCKET_IFNAME", "lo"), "ok", ""),
+def device(d: dict[str, Any], name: str) -> None:
+    d["cluster"]["device"].update(name=name)
+
+
+FEW = ProcessRoom(15, "ulimit -u is 20", "allow more processes")
+SIXTEEN = FEW._replace(left=16)
+FULL = SimpleNamespace(free=10**4)
+FREE = "free the disk, give another --out, or train with --checkpoint-every 0"
+FACES = "set GLOO_SOCKET_IFNAME to one of these"
+# of the plan's document d, and what this machine lacks -> the row's name, verdict and words
+CASES: dict[str, tuple[str, Callable[[dict[str, Any], Patch], Any], str, str]] = {
+    "an old plan": ("version", lambda d, m: d.update(gnnplan="0.1.0"), "differs", "old names are"),
+    "another version": ("version", lambda d, m: d.update(gnnplan="9.9"), "stops", "plan again"),
+    "other torch": ("torch", lambda d, m: d.update(torch="2.1.0"), "differs", "gnnplan measure"),
+    "torch for CUDA": ("torch", lambda d, m: d.update(torch=f"{HERE}+cu999"), "ok", ""),
+    "no torch said": ("torch", lambda d, m: d.pop("torch"), "ok", ""),
+    "other data": ("graph", lambda d, m: d["graph"].update(hash="00"), "stops", "for other data"),
+    "other sizes": ("graph", lambda d, m: d["graph"].update(vertices=7), "stops", "made for other"),
+    "no graph": ("graph", lambda d, m: d["graph"].update(source="g.npz"), "stops", "no such file"),
+    "GPUs": ("device", lambda d, m: gpu_plan(d), "differs", "gnnplan plan --cluster local"),
+    "no GPU": ("GPUs", lambda d, m: gpu_plan(d), "differs", "on the processor and talk over Gloo"),
+    "another": ("device", lambda d, m: device(d, "EPYC 9654"), "differs", "times will not be"),
+    "the same": ("device", lambda d, m: device(d, "EPYC 7763 core"), "ok", ""),
+    # two ranks use two
+    "more cores": ("cores", lambda d, m: d["cluster"].update(cores=4), "ok", ""),
+    "two servers": ("servers", lambda d, m: with_servers(d), "differs", "--emulate RATE"),
+    "a core": ("cores", lambda d, m: lacking(m, "cores", 1), "differs", "--set cores=1"),
+    "a GPU": ("device", lambda d, m: lacking(m, "gpus", 1), "differs", "not be those predi"),
+    "memory": ("memory", lambda d, m: lacking(m, "free_memory", 3e8), "stops", "enough for 1: st"),
+    "files": ("open files", lambda d, m: few_files(m), "stops", "ulimit -n 4096"),
+    "few": ("processes", lambda d, m: lacking(m, "process_room", FEW), "stops", "allow more"),
+    "enough": ("processes", lambda d, m: lacking(m, "process_room", SIXTEEN), "ok", ""),
+    "disk": ("disk", lambda d, m: m.setattr(shutil, "disk_usage", lambda _: FULL), "stops", FREE),
+    "face": ("interface", lambda d, m: m.setenv("GLOO_SOCKET_IFNAME", "lo,eth77"), "stops", FACES),
+    "loopback": ("interface", lambda d, m: m.setenv("GLOO_SOCKET_IFNAME", "lo"), "ok", ""),
 }
 
 
-@pytest.mark.parametrize("case", LACKS)
-def test_what_this_machine_lacks(case, asked, monkeypatch):
-    what, lack, verdict, says = LACKS[case]
-    lack(monkeypatch)
-    found = row(asked, what)
+def few_files(monkeypatch: Patch) -> None:
+    monkeypatch.setattr(resource, "getrlimit", lambda what: (99, 99))
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_what_the_plan_says_and_this_machine_lacks(case, asked, monkeypatch):
+    what, change, verdict, says = CASES[case]
+    found = row(edited(asked, lambda document: change(document, monkeypatch)), what)
     assert found.verdict == verdict and says in found.says, found
 
 
@@ -187,9 +154,8 @@ def test_a_disk_is_asked_for_as_much_as_checkpoints_take(asked, monkeypatch):
         (Options(checkpoint_every=51), 0),  # of 50 epochs
     ):
         for free, verdict in ((needed, "ok"), (needed - 1, "stops")):
-            monkeypatch.setattr(
-                shutil, "disk_usage", lambda place, free=free: SimpleNamespace(free=free)
-            )
+            left = SimpleNamespace(free=free)
+            monkeypatch.setattr(shutil, "disk_usage", lambda place, left=left: left)
             if free >= 0:
                 assert row(replace(asked, options=options), "disk").verdict == verdict
 
@@ -267,7 +233,7 @@ def test_where_ranks_meet(asked, monkeypatch):
 
 def test_all_that_stops_is_said_at_once(asked, monkeypatch):
     lacking(monkeypatch, "free_memory", 300e6)
-    monkeypatch.setattr(resource, "getrlimit", lambda what: (99, 99))
+    few_files(monkeypatch)
     plan = edited(asked, lambda d: d.update(gnnplan="9.9", torch="2.1.0"))
     with pytest.raises(SpecError) as refused:
         must_start(plan)

@@ -12,7 +12,6 @@ from gnnplan.executor.ranks.rank import stay_on_own_cores
 from gnnplan.testing.ranks import Case, Ranks
 
 
-@pytest.mark.timeout(110)
 def test_a_failed_case_ends_its_world_only(tmp_path, graphs, fork_server, monkeypatch):
     ranks = Ranks(fork_server, tmp_path)
     try:
@@ -38,7 +37,6 @@ def test_a_failed_case_ends_its_world_only(tmp_path, graphs, fork_server, monkey
     assert not any(world.processes for world in ranks.worlds.values())
 
 
-@pytest.mark.timeout(110)
 @pytest.mark.skipif(not hasattr(os, "SCHED_BATCH"), reason="only Linux has it")
 def test_gloos_threads_wait_for_their_turn(run_ranks, graphs):
     """Gloo's thread displaced those that held its lock: 1 KB among four ranks took 4 ms."""

@@ -52,7 +52,6 @@ def listening(run: Started) -> dict[tuple[str, int], set[int]]:
 
 
 @pytest.mark.nightly  # by day a store alone, below
-@pytest.mark.timeout(120)
 @pytest.mark.skipif(not Path("/proc/net/tcp").exists(), reason="finds sockets in /proc")
 def test_only_this_machine_reaches_a_run_of_one_server(tmp_path, start):
     """All interfaces were listened on: whoever reached the store could set keys of any run."""
@@ -137,7 +136,6 @@ def say(rank: int, port: int, out: str) -> None:
     dist.destroy_process_group()
 
 
-@pytest.mark.timeout(60)
 def test_what_ranks_say_arrives_as_it_is(tmp_path, fork_server):
     store, out = store_of_this_machine(), tmp_path / "out"
     out.mkdir()

@@ -17,8 +17,6 @@ from gnnplan.executor.ranks.checkpoint import onwards
 from gnnplan.planner.decision.plan import chosen, question, read
 from gnnplan.planner.vocabulary.errors import SpecError
 
-pytestmark = pytest.mark.timeout(110)
-
 GRAPH = "synthetic:community?vertices=300&edges=2400&features=8&classes=4&seed=0"
 
 

@@ -24,8 +24,6 @@ from gnnplan.planner.vocabulary.errors import SpecError
 from gnnplan.planner.vocabulary.files import folder_lock
 from gnnplan.testing.ranks import Case
 
-pytestmark = pytest.mark.timeout(110)
-
 FULL = {"model": "sage", "layers": 3, "hidden": 6, "dropout": 0.3}
 
 
@@ -62,13 +60,8 @@ def test_servers_with_disks_of_their_own_resume_from_these(tmp_path, fork_server
     plan = planned(tmp_path / "plan.json", "--graph", graph, how)
 
     def run(job: int, *arguments: str) -> None:
-        ranks = [
-            (
-                ["-m", "gnnplan", "run", *(word.replace("RANK", str(rank)) for word in arguments)],
-                env,
-            )
-            for rank, env in enumerate(srun(2, 1, job))
-        ]
+        words, envs = ["-m", "gnnplan", "run", *arguments], enumerate(srun(2, 1, job))
+        ranks = [([word.replace("RANK", str(rank)) for word in words], env) for rank, env in envs]
         ended = fork_server.run(ranks, tmp_path)
         assert [rank.code for rank in ended] == [0, 0], ended
 

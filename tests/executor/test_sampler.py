@@ -24,7 +24,7 @@ from gnnplan.planner.strategies import DataParallel
 from gnnplan.planner.vocabulary.errors import LostRank
 from gnnplan.testing.ranks import Case, Forked
 
-pytestmark = [pytest.mark.timeout(60), pytest.mark.processes]
+pytestmark = pytest.mark.processes
 WORK = {"model": "sage", "layers": 2, "hidden": 8, "mode": "mini", "batch": 6, "fanout": (3, 2)}
 
 
@@ -62,12 +62,9 @@ def arriving(
     timeout_s: float = 30.0,
 ) -> ShareQueue:
     problem = Case("data_parallel", graphs["rough"], WORK).problem(1)
-    return ShareQueue(
-        Rank(0, 1, torch.device("cpu"), "gloo", timeout_s=timeout_s),
-        kind(DataParallel().batches(problem), 0, ["mean", "mean"]),
-        prefetch,
-        load=load,
-    )
+    rank = Rank(0, 1, torch.device("cpu"), "gloo", timeout_s=timeout_s)
+    sampler = kind(DataParallel().batches(problem), 0, ["mean", "mean"])
+    return ShareQueue(rank, sampler, prefetch, load=load)
 
 
 KILLED = r"a process of its own, was killed by .*Killed"
@@ -207,13 +204,8 @@ def test_a_run_ends_its_samplers(monkeypatch):
     problem, kept = case.problem(1), list[Any]()
     # as a circle would
     monkeypatch.setattr(module, "open_worker", lambda *of: kept.append(open_worker(*of)) or kept[0])
-    module.train(
-        Rank(0, 1, torch.device("cpu"), "gloo", traced=0),
-        problem,
-        case.settled(problem),
-        None,
-        case.epochs,
-    )
+    rank = Rank(0, 1, torch.device("cpu"), "gloo", traced=0)
+    module.train(rank, problem, case.settled(problem), None, case.epochs)
     assert kept[0].arriving.sampler and not samplers()
 
 

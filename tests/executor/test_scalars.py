@@ -25,10 +25,6 @@ def reader():
     return pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
 
 
-def rows_of(run: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
-
-
 def test_tensorboard_reads_what_a_run_recorded(reader, tmp_path, monkeypatch):
     """A run of one rank in this process, and its resumption; and the guide's way to follow it."""
     for name, number in {"RANK": "0", "WORLD_SIZE": "1"}.items():
@@ -41,7 +37,7 @@ def test_tensorboard_reads_what_a_run_recorded(reader, tmp_path, monkeypatch):
     assert follow(plan, out, options) == 0
     again = Options(6, 3, checkpoint_every=2, tensorboard=str(board), resume=True)
     assert follow(plan, out, again) == 0
-    rows = rows_of(out)
+    rows = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
     assert len(rows) == 6 and all(row["peak_memory_bytes"] > 1e6 for row in rows)
     events = reader.EventAccumulator(str(board)).Reload()
     assert set(events.Tags()["scalars"]) == set(TAGS)

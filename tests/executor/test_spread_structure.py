@@ -9,14 +9,6 @@ from gnnplan.planner.ownership.minibatch import Batches
 from gnnplan.planner.strategies.minibatch.adjacency_store import bytes_at
 from gnnplan.testing.ranks import Case, small
 
-pytestmark = pytest.mark.timeout(110)
-
-
-def case(strategy: str, graph: str, servers: int = 1, **more: object) -> Case:
-    asked = small("gcn", layers=3, heads=2, mode="mini", batch=6, fanout=(3, 2, 2))
-    directed = bool(more.pop("directed", False))
-    return Case(strategy, graph, {**asked, **more}, servers, directed=directed)
-
 
 @pytest.mark.parametrize(
     "text",
@@ -29,7 +21,8 @@ def case(strategy: str, graph: str, servers: int = 1, **more: object) -> Case:
 @pytest.mark.parametrize("directed", [False, True])
 def test_a_sampler_has_no_list_that_is_elsewhere(graphs, text, directed):
     """Nor the graph that has; its memory is as predicted, and it says whose list it lacks."""
-    what = case(text, graphs["rough"], directed=directed)
+    asked = small("gcn", layers=3, heads=2, mode="mini", batch=6, fanout=(3, 2, 2))
+    what = Case(text, graphs["rough"], asked, directed=directed)
     problem = what.problem(2)
     strategy = what.settled(problem)
     lists, graph, batches = strategy.lists(problem), problem.graph, strategy.batches(problem)

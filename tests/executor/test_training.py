@@ -20,8 +20,6 @@ from gnnplan.planner.vocabulary.errors import SpecError
 from gnnplan.testing.plain import Plain, difference
 from gnnplan.testing.ranks import Case
 
-pytestmark = pytest.mark.timeout(110)
-
 FULL = {"layers": 3, "hidden": 8, "dropout": 0.3, "seed": 3, "dtype": "float64", "epochs": 5}
 MINI = {**FULL, "mode": "mini", "batch": 8, "layers": 2, "fanout": (3, 2)}
 ON_FULL_GRAPHS = [

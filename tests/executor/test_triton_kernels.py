@@ -233,7 +233,6 @@ for arch in map(int, sys.argv[1:]):
 
 @pytest.mark.nightly
 @pytest.mark.processes
-@pytest.mark.timeout(100)
 def test_they_compile_for_gpus_without_spills():
     """For an A100 and an H100: registers, and bytes of stack, which are spilled."""
     env = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}

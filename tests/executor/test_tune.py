@@ -9,20 +9,10 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from asked import changed
+from asked import changed, taking
 from started import marked
 
 from gnnplan.executor.launch import tune as tuning
-from gnnplan.executor.launch.tune import (
-    MOST,
-    _contender,
-    asked,
-    must_be_this_machine,
-    on_cluster,
-    prospect,
-    refitted,
-    tune,
-)
 from gnnplan.planner.cluster import scaling as scaled
 from gnnplan.planner.cluster.spec import PRESETS
 from gnnplan.planner.decision import plan
@@ -46,12 +36,10 @@ PROBLEM = Problem(GRAPH.stats, GRAPH, Workload(model="sage", layers=2, hidden=16
 def found(**epochs_s: float) -> SearchResult:
     """The search's candidates of these names, as if they had these epochs [s]."""
     names = {"exact": "graph_parallel", "lossy": "pipegcn", "slow": "gnnpipe(stages=2,chunks=8)"}
-    ranked = []
-    for name, epoch_s in epochs_s.items():
-        real = search(PROBLEM, forced=parse(names[name])).ranked[0]
-        ranked.append(replace(real, predicted=replace(real.predicted, epoch_s=epoch_s)))
-        doubt = real.drawn_s / float(real.predicted.epoch_s)
-        vars(ranked[-1])["drawn_s"] = epoch_s * doubt
+    ranked = [
+        taking(search(PROBLEM, forced=parse(names[name])).ranked[0], epoch_s)
+        for name, epoch_s in epochs_s.items()
+    ]
     return SearchResult(PROBLEM, sorted(ranked, key=lambda c: float(c.predicted.epoch_s)))
 
 
@@ -60,26 +48,26 @@ def names(candidates: list[Candidate]) -> list[str]:
 
 
 def test_strategies_within_doubt_are_run_and_the_budget_is_said_beforehand():
-    ahead = prospect(found(lossy=1.0, exact=1.05, slow=2.5), 0.2, 1000)
+    ahead = tuning.prospect(found(lossy=1.0, exact=1.05, slow=2.5), 0.2, 1000)
     assert names(ahead.candidates) == ["graph_parallel", "pipegcn"]  # the recommended one first
     assert (ahead.budget_s, ahead.budget_epochs) == (pytest.approx(210), 200)
     assert "at most 210" in str(ahead) and "200 epochs" in str(ahead) and "pipegcn" in str(ahead)
-    near = prospect(found(lossy=1.0, exact=1.05, slow=1.1), 0.2, 1000)
+    near = tuning.prospect(found(lossy=1.0, exact=1.05, slow=1.1), 0.2, 1000)
     assert len(near.candidates) == 3
 
 
 def test_as_many_strategies_are_run_as_the_budget_is_for():
     three = found(lossy=1.0, exact=1.05, slow=1.2)
-    assert [len(prospect(three, 0.1, n).candidates) for n in (100, 450, 5000)] == [1, 2, 3]
+    assert [len(tuning.prospect(three, 0.1, n).candidates) for n in (100, 450, 5000)] == [1, 2, 3]
     many = replace(three, ranked=three.ranked * 3)
-    assert len(prospect(many, 1.0, 10**6).candidates) == MOST
+    assert len(tuning.prospect(many, 1.0, 10**6).candidates) == tuning.MOST
 
 
 def test_the_best_of_the_other_kind_is_always_among_those_that_run():
     """An exact one that is behind several lossy ones is what they have to beat."""
     three = found(lossy=1.0, exact=1.25)
     lossy, exact = three.ranked
-    ahead = prospect(replace(three, ranked=[lossy] * 5 + [exact]), 1.0, 10**6)
+    ahead = tuning.prospect(replace(three, ranked=[lossy] * 5 + [exact]), 1.0, 10**6)
     assert names(ahead.candidates)[:2] == ["pipegcn", "graph_parallel"]
 
 
@@ -97,7 +85,7 @@ def test_the_best_of_the_other_kind_is_always_among_those_that_run():
 )
 def test_where_there_is_nothing_to_tune_the_plan_says_why(result, epochs, why, tmp_path, capsys):
     """Once: standard error said it too, above the plan."""
-    document = tune(result, tmp_path / "runs", epochs=epochs)
+    document = tuning.tune(result, tmp_path / "runs", epochs=epochs)
     told = document["summary"]["tuned"]
     assert told.startswith("not tuned: ") and why in told and why in document["tuned"]["why"]
     assert capsys.readouterr().err == ""
@@ -108,26 +96,26 @@ def test_where_there_is_nothing_to_tune_the_plan_says_why(result, epochs, why, t
 
 def test_training_that_is_said_to_be_long_enough_is():
     two = found(lossy=1.0, exact=1.05)
-    why_not = prospect(two, 0.1, 50).why_not
+    why_not = tuning.prospect(two, 0.1, 50).why_not
     enough = int(why_not.partition("it pays from ")[2].partition(" epochs")[0].replace(",", ""))
-    assert prospect(two, 0.1, enough).why_not == ""
-    assert prospect(two, 0.1, enough - 1).why_not != ""
+    assert tuning.prospect(two, 0.1, enough).why_not == ""
+    assert tuning.prospect(two, 0.1, enough - 1).why_not != ""
 
 
 @pytest.mark.parametrize("share", [0.0, -1.0, 1.5, float("nan")])
 def test_a_share_is_a_share(share):
     with pytest.raises(SpecError, match="above 0 and at most 1"):
-        prospect(found(exact=1.0), share)
+        tuning.prospect(found(exact=1.0), share)
 
 
 def test_seconds_of_this_machine_say_nothing_about_another():
     servers = LOCAL.model_copy(update={"servers": 2, "inter_node": LOCAL.intra_node})
     gpus = changed(LOCAL, kind="cuda")
     with pytest.raises(SpecError, match="2 servers, and tune runs on this machine alone"):
-        must_be_this_machine(replace(PROBLEM, cluster=servers), 0.0)
-    must_be_this_machine(replace(PROBLEM, cluster=servers), math.inf)
+        tuning.must_be_this_machine(replace(PROBLEM, cluster=servers), 0.0)
+    tuning.must_be_this_machine(replace(PROBLEM, cluster=servers), math.inf)
     with pytest.raises(SpecError, match="for 2 GPUs per server, and this machine has 0"):
-        must_be_this_machine(replace(PROBLEM, cluster=gpus), 0.0)
+        tuning.must_be_this_machine(replace(PROBLEM, cluster=gpus), 0.0)
 
 
 @pytest.mark.nightly
@@ -137,21 +125,21 @@ def test_a_plan_is_asked_again_on_all_its_gpus():
     problem = Problem(GRAPH.stats, GRAPH, PROBLEM.workload, cluster)
     before = search(problem, exact=True)
     assert before.best.problem.ranks < problem.ranks
-    again = asked(plan.make(before))
+    again = tuning.asked(plan.make(before))
     assert again.problem.ranks == problem.ranks
     assert [str(c.strategy) for c in again.ranked] == [str(c.strategy) for c in before.ranked]
     only = search(PROBLEM, forced=parse("pipegcn"))
-    assert asked(plan.make(only)).forced
+    assert tuning.asked(plan.make(only)).forced
 
 
 def test_a_plan_is_tuned_by_its_objective():
     priced = replace(PROBLEM, cluster=LOCAL.model_copy(update={"price": 3.6}))
     before = search(priced, objective=Objective("cost"))
-    again = asked(plan.make(before))
+    again = tuning.asked(plan.make(before))
     assert again.objective.of == "cost" and again.best.value == pytest.approx(before.best.value)
-    anew = on_cluster(again, again.best, scaled.device(priced.cluster, 0.5))
+    anew = tuning.on_cluster(again, again.best, scaled.device(priced.cluster, 0.5))
     assert anew.objective.of == "cost" and anew.best.value > again.best.value
-    contender = _contender(again.best)
+    contender = tuning._contender(again.best)
     assert contender.rate == pytest.approx(2 * 3.6 / 3600)  # [$/s] of two ranks
 
 
@@ -171,11 +159,11 @@ def runs_of(slower: float) -> list[Run]:
 
 
 def test_constants_are_refitted_and_the_plan_is_of_them():
-    cluster, report = refitted(LOCAL, runs_of(slower=2.0))
+    cluster, report = tuning.refitted(LOCAL, runs_of(slower=2.0))
     assert report and report["kept"] and report["after"]["mean"] < 0.05 < report["before"]["mean"]
     before = search(PROBLEM)
     slowest = before.ranked[-1]
-    after = on_cluster(before, slowest, cluster)
+    after = tuning.on_cluster(before, slowest, cluster)
     assert after.best.strategy == slowest.strategy and after.problem.cluster == cluster
     assert float(after.best.predicted.epoch_s) > 1.5 * float(slowest.predicted.epoch_s)
     document = plan.make(after)
@@ -183,8 +171,8 @@ def test_constants_are_refitted_and_the_plan_is_of_them():
     assert "as measured" in document["summary"]["use"]
     assert not any("within doubt" in words for words in document["explanation"])
     # runs that are as predicted leave the constants alone, and one run says nothing
-    assert refitted(LOCAL, runs_of(slower=1.0))[0] == LOCAL
-    assert refitted(LOCAL, runs_of(slower=2.0)[:1]) == (LOCAL, None)
+    assert tuning.refitted(LOCAL, runs_of(slower=1.0))[0] == LOCAL
+    assert tuning.refitted(LOCAL, runs_of(slower=2.0)[:1]) == (LOCAL, None)
 
 
 def gnnplan(*words: object, **env: str) -> subprocess.CompletedProcess[str]:

@@ -127,12 +127,8 @@ class Case(NamedTuple):
         if not spec.heads and self.number == 2:
             spec = replace(spec, projects_first=h_out < h_in)
         layers[self.number - 1] = spec
-        return replace(
-            model,
-            layers=tuple(layers),
-            in_pieces=self.in_pieces and not self.in_place,
-            in_place=self.in_place,
-        )
+        where = {"in_pieces": self.in_pieces and not self.in_place, "in_place": self.in_place}
+        return replace(model, layers=tuple(layers), **where)
 
     def counted(self) -> tuple[list[Work], list[Work]]:
         """Forward and backward work on blocks of SIZES, by torch."""
@@ -172,20 +168,13 @@ def amounts(case: Case) -> Iterator[tuple[str, Amounts, Amounts]]:
         ("forward", "backward"), case.counted(), case.stated(), strict=True
     ):
         found = factors_of([[w.flops, *numbers_of(w)] for w in works])
-        yield (
-            way,
-            Amounts(
-                *(
-                    amount((*linear[:3], 0.0), ROWS, SOURCES, along)
-                    for linear, along in zip(found, (edges, edges, passed), strict=True)
-                )
-            ),
-            Amounts(
-                told.flops,
-                sum(gather.rows * gather.width for gather in told.gathers),
-                told.elementwise_bytes / told.itemsize,
-            ),
-        )
+        counted = [
+            amount((*linear[:3], 0.0), ROWS, SOURCES, along)
+            for linear, along in zip(found, (edges, edges, passed), strict=True)
+        ]
+        gathered = sum(gather.rows * gather.width for gather in told.gathers)
+        stated = Amounts(told.flops, gathered, told.elementwise_bytes / told.itemsize)
+        yield way, Amounts(*counted), stated
 
 
 def numbers_of(work: Work) -> list[float]:
@@ -196,8 +185,8 @@ def numbers_of(work: Work) -> list[float]:
     return [gathered, work.elementwise_bytes / 4]
 
 
-def wide(shape: tuple[int, int]) -> tuple[int, int]:
-    return shape[0] * WIDE, shape[1] * WIDE
+def shaped(kind: str, shape: tuple[int, int] = NARROWS) -> tuple[int, int]:
+    return (shape[0] * WIDE, shape[1] * WIDE) if kind in ATTENTION else shape
 
 
 NORMS = ("none", "layer", "batch")
@@ -205,37 +194,34 @@ CONVOLUTIONS = ("gcn", "sage", "gat", "gatv2", "gin")
 ATTENTION = ("gat", "gatv2")
 CASES = [
     *(
-        Case(kind, shape=wide(shape) if kind in ATTENTION else shape, norm=norm, p=p)
+        Case(kind, shape=shaped(kind, shape), norm=norm, p=p)
         for kind in CONVOLUTIONS
         for shape in (NARROWS, WIDENS)
         for norm in (None, "layer", "batch")
         for p in (0.0, 0.5)
     ),
-    *(Case(kind, 1, wide(NARROWS) if kind in ATTENTION else NARROWS) for kind in CONVOLUTIONS),
+    *(Case(kind, 1, shaped(kind)) for kind in CONVOLUTIONS),
     *(
-        Case(
-            kind, shape=wide(NARROWS) if kind in ATTENTION else NARROWS, norm=norm, p=p, narrow=True
-        )
+        Case(kind, shape=shaped(kind), norm=norm, p=p, narrow=True)
         for kind in ("gcn", "sage", "gat")
         for norm, p in ((None, 0.5), ("layer", 0.0))
     ),
     *(
-        Case(kind, shape=wide(shape) if kind in ATTENTION else shape, mini=True)
+        Case(kind, shape=shaped(kind, shape), mini=True)
         for kind in CONVOLUTIONS
         for shape in (NARROWS, WIDENS)
     ),
-    Case("gcn", shape=NARROWS, narrow=True, mini=True),
-    Case("resgcn", mini=True),
-    Case("gcnii", mini=True),
-    Case("sgc", 3, mini=True),
-    Case("sgc", 3),
+    *(Case(kind, mini=True) for kind in ("resgcn", "gcnii")),
+    *(Case("sgc", 3, mini=mini) for mini in (False, True)),
     *(Case("gcnii", p=p) for p in (0.0, 0.5)),
-    *(Case("resgcn", 1, aggregation=aggregation) for aggregation in ("softmax", "sum")),
+    Case("gcn", shape=NARROWS, narrow=True, mini=True),
     *(
-        Case("resgcn", norm=norm, p=p, aggregation=aggregation)
-        for norm in ("none", "layer", "batch")
-        for p in (0.0, 0.5)
-        for aggregation in ("softmax", "sum")
+        case
+        for way in ("softmax", "sum")
+        for case in (
+            Case("resgcn", 1, aggregation=way),
+            *(Case("resgcn", norm=n, p=p, aggregation=way) for n in NORMS for p in (0.0, 0.5)),
+        )
     ),
 ]
 

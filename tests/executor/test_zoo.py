@@ -8,17 +8,8 @@ from dataclasses import replace
 
 import pytest
 import torch
-from zoo_table import (
-    CLASSES,
-    FAMILIES,
-    FEATURES,
-    NAMES,
-    VARIANTS,
-    Keeper,
-    Outcome,
-    entry_of,
-    module_of,
-)
+import zoo_table as table
+from pairwise import at_night
 
 from gnnplan.executor.modules.bind import GraphFields, Small
 from gnnplan.executor.modules.prove import prove
@@ -59,13 +50,15 @@ DIVERGE = {("zoo PathfinderDiscovery", "pipegcn(bits=8)")}
 
 def verdict(name: str, directed: bool) -> str:
     """'carried', or the words of a refusal. Any other error is a fault, Unfit at last too."""
-    entry = entry_of(name)
+    entry = table.entry_of(name)
     try:
-        user = module_of(name, Workload(dtype="float64"), directed)
+        user = table.module_of(name, Workload(dtype="float64"), directed)
     except SpecError as refused:
         return str(refused).partition(f" {name.split()[1]}: ")[2]
     if pieces := user.pieces:  # else our own layers are taken
-        graph = GraphFields(FEATURES, CLASSES, directed, False, entry.vertex, entry.edge)
+        graph = GraphFields(
+            table.FEATURES, table.CLASSES, directed, False, entry.vertex, entry.edge
+        )
         prove(user.module, pieces, Small(UNSEEN, user.module, graph))
     return "carried"
 
@@ -75,8 +68,8 @@ def verdict(name: str, directed: bool) -> str:
     ("directed", "names"),
     [
         pytest.param(False, BY_DAY, id="some"),
-        pytest.param(False, NAMES, id="all", marks=pytest.mark.nightly),
-        pytest.param(True, NAMES, id="edges one way", marks=pytest.mark.nightly),
+        at_night(False, table.NAMES, id="all"),
+        at_night(True, table.NAMES, id="edges one way"),
     ],
 )
 @pytest.mark.timeout(300)
@@ -84,32 +77,31 @@ def test_every_module_is_carried_or_refused_as_it_should_be(directed, names):
     found = {name: verdict(name, directed) for name in names}
     wrong = {}
     for name, said in found.items():
-        entry = entry_of(name)
+        entry = table.entry_of(name)
         words = (entry.one_way if directed else entry.refused) or "carried"
         if words not in said:
             wrong[name] = f"{said} (expected: {words})"
     assert not wrong
-    assert [*found.values()].count("carried") > len(names) / 2 and len(NAMES) > 45
+    assert [*found.values()].count("carried") > len(names) / 2 and len(table.NAMES) > 45
 
 
-def is_as_it_should_be(name: str, strategy: str, outcome: Outcome) -> bool:
+def is_as_it_should_be(name: str, strategy: str, outcome: table.Outcome) -> bool:
     if outcome.answer == "refused":
         return bool(re.search(REFUSALS.get(parse(strategy).family, "$^"), outcome.words))
     return outcome.answer in ("equal", "runs") or (name, strategy) in DIVERGE
 
 
 # by day every name of a strategy trains one of the sample
-NAMED = list({parse(text).name: text for text in reversed(FAMILIES)}.values())
+NAMED = list({parse(text).name: text for text in reversed(table.FAMILIES)}.values())
 SHARED_OUT = {name: tuple(NAMED[number :: len(SAMPLE)]) for number, name in enumerate(SAMPLE)}
 
 
-@pytest.mark.processes
 @pytest.mark.parametrize(
     "asked",
     [
         pytest.param(SHARED_OUT, id="shared out", marks=pytest.mark.timeout(300)),
         pytest.param(
-            dict.fromkeys(NAMES, FAMILIES + VARIANTS),
+            dict.fromkeys(table.NAMES, table.FAMILIES + table.VARIANTS),
             id="all",
             marks=(pytest.mark.nightly, pytest.mark.timeout(7200)),
         ),
@@ -118,8 +110,8 @@ SHARED_OUT = {name: tuple(NAMED[number :: len(SAMPLE)]) for number, name in enum
 def test_every_family_trains_a_module_as_torch_does(asked, graphs, tmp_path, run_ranks):
     strategies = {text for each in asked.values() for text in each}
     assert {type(parse(text)) for text in strategies} == set(planner.FAMILIES)
-    keeper = Keeper(graphs["rough"], tmp_path, run_ranks)
-    carried = [name for name in asked if not entry_of(name).refused]
+    keeper = table.Keeper(graphs["rough"], tmp_path, run_ranks)
+    carried = [name for name in asked if not table.entry_of(name).refused]
     found = {name: keeper.outcomes(name, asked[name]) for name in carried}
     faults = [
         f"{name} by {text}: {outcome}"
@@ -137,7 +129,7 @@ def test_every_family_trains_a_module_as_torch_does(asked, graphs, tmp_path, run
 def test_shared_parameters_are_kept_and_gone_on_with(graphs, run_ranks):
     """A checkpoint of layers that share parameters could not be written."""
     workload = Workload(dtype="float64")
-    workload = with_module(workload, module_of("zoo SharedLayer", workload), ())
+    workload = with_module(workload, table.module_of("zoo SharedLayer", workload), ())
     case = Case("graph_parallel", graphs["rough"], workload.model_dump(), epochs=4)
     unbroken = run_ranks.alone(case)
     half = run_ranks.alone(replace(case, epochs=2, checkpoint_every=2))
@@ -148,7 +140,7 @@ def test_shared_parameters_are_kept_and_gone_on_with(graphs, run_ranks):
 
 def test_rows_that_nothing_learns_from_go_back_as_zeros(graphs, tmp_path, run_ranks):
     """Hops under torch.no_grad had no gradient, of which ranks died; with them all of `check`."""
-    keeper = Keeper(graphs["rough"], tmp_path, run_ranks)
+    keeper = table.Keeper(graphs["rough"], tmp_path, run_ranks)
     strategies = "graph_parallel(narrow=True)", "gnnpipe(stages=2,chunks=3)"
     found = keeper.outcomes("zoo HopsLookedUp", strategies)
     assert [outcome.answer for outcome in found.values()] == ["equal", "runs"], found
@@ -158,6 +150,6 @@ def test_rows_that_nothing_learns_from_go_back_as_zeros(graphs, tmp_path, run_ra
 def test_a_stage_of_several_ranks_may_compute_nothing_before_its_first_layer(graphs):
     """SSGC's module was a traceback under gnnpipe: work that is nothing had no number per chunk."""
     workload = Workload(dtype="float64")
-    workload = with_module(workload, module_of("zoo SSGC", workload), ())
+    workload = with_module(workload, table.module_of("zoo SSGC", workload), ())
     problem = Case("", graphs["rough"], workload.model_dump()).problem(2)
     assert parse("gnnpipe(stages=1,chunks=3)").settle(problem).predict(problem).epoch_s > 0

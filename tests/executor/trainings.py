@@ -7,15 +7,19 @@ the workload or of the case, or one of
     mini       mini-batches of 6 vertices
     directed   edges one way
     streams    lanes without threads, as over NCCL
-    as=..      to the bit what this strategy trains on the graph's plain file, with threads
+    as=..      to the bit what this strategy trains
     uncompared what is trained is compared with nothing
     often      runs by day too: tests/mutants.toml asks for it
-    resumes    broken off and resumed it is, to the bit, the unbroken training"""
+    resumes    broken off and resumed it is, to the bit, the unbroken training
+
+`a|b` are two strategies, a training each. On parts or a folder of a graph a training is to the bit
+that on its plain file, and without threads that with them."""
 
 from __future__ import annotations
 
 import ast
 from collections.abc import Hashable
+from itertools import product
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -50,7 +54,7 @@ class Setting(NamedTuple):
 
     @classmethod
     def of(cls, line: str) -> Setting:
-        world, servers, strategy, graph, dropout, model, *words = line.partition("  #")[0].split()
+        world, servers, strategy, graph, dropout, model, *words = line.split()
         return cls(int(world), int(servers), strategy, graph, float(dropout), model, tuple(words))
 
     def __str__(self) -> str:
@@ -66,12 +70,10 @@ class Setting(NamedTuple):
     @property
     def twin(self) -> Setting | None:
         """What must train the same to the bit."""
-        twin = self.fields.get("as")
-        if twin is None:
-            return None
+        strategy = self.fields.get("as", self.strategy)
         plain = tuple(word for word in self.words if word != "streams" and "as=" not in word)
-        graph = self.graph.partition("/")[0]
-        return self._replace(strategy=twin, graph=graph, words=plain)
+        twin = self._replace(strategy=strategy, graph=self.graph.partition("/")[0], words=plain)
+        return None if twin == self else twin
 
     def case(self, sources: Any) -> Case:
         """The training; sources: the path of a graph's name."""
@@ -215,35 +217,24 @@ LINES = """
     # ranks, servers, strategy, graph, dropout, model and more of the workload
     2 1 graph_parallel islands 0.0 gcnii  # no halo at all
     4 1 graph_parallel islands 0.5 gcnii  # some ranks have nothing to send
-    4 2 pipegcn islands 0.0 gcn
-    3 1 gnnpipe(chunks=5,shuffle=False) multi 0.5 gcnii
     4 2 gnnpipe(stages=2,chunks=5,historical_gradients=True,period=1,layers_per_stage=(3,1)) multi 0.0 gcn
     # chunks of which nothing crosses
     4 1 gnnpipe(stages=2,chunks=3,checkpoint=True) islands 0.0 sage
     3 1 gnnpipe(stages=1,chunks=40) rough 0.0 gcn  # chunks smaller than the group
     4 2 granndis(max_hop=2,fanout=1,degrees='local') rough 0.0 sage
-    4 2 granndis(batches=2) rough 0.0 gcn  # loads an aggregate
     4 2 granndis(batches=3,narrow=True) rough 0.5 sage  # loads rows and their halo
     2 1 graph_parallel(narrow=True) rough 0.5 gatv2 often
-    4 1 gnnpipe(stages=2,chunks=3) sparse 0.0 gatv2
     # gradients in buckets: beside exchanges, stale ones, and moments; of an encoder; in batches
     2 1 pipegcn(buckets=4) rough 0.5 sage norm=batch
     4 2 granndis(batches=2,buckets=3) rough 0.0 gcn
-    2 1 bns(p=0.5,buckets=2) rough 0.0 sgc
     # packed rows: fresh, stale and sampled ones; of ranks that send none; beside buckets
     3 1 graph_parallel(bits=2,buckets=3) rough 0.5 gcnii
     4 1 graph_parallel(bits=4,narrow=True) islands 0.0 sage
     2 1 graph_parallel(bits=8,checkpoint=True) multi 0.0 resgcn norm=batch
-    2 1 pipegcn(bits=2) rough 0.5 sage
     3 1 pipegcn(bits=4,narrow=True) sparse 0.0 gcn
     2 1 bns(p=0.5,bits=2) rough 0.5 gcn often
-    4 2 granndis(depth=1,bits=2) rough 0.5 gcn uncompared
     4 2 granndis(batches=2,bits=4) rough 0.0 sage uncompared
     4 1 gnnpipe(stages=2,chunks=24,bits=2) rough 0.5 gcnii  # some hand on nothing
-    2 1 data_parallel(prefetch=1,buckets=4) rough 0.5 sage mini
-    # rows turned into columns: fewer columns than ranks, no sums in some steps, an encoder, moments
-    3 1 feature_parallel rough 0.5 gin norm=batch
-    2 1 feature_parallel(order='alternating') islands 0.5 sgc
     # tiles of a grid: the sums of layer 1 made in every step, and once; fewer columns than ranks
     2 1 tensor3d(x=2,y=1,z=1) multi 0.0 sage
     3 1 feature_parallel(order='alternating') rough 0.5 gcn often
@@ -252,48 +243,33 @@ LINES = """
     4 2 p3 islands 0.0 gcn mini batch=4 fanout=full norm=layer
     2 1 p3 sparse 0.5 sgc mini layers=1
     4 2 p3(over='rank',copies=2,prefetch=1,cache=200) rough 0.0 gat mini heads=4
-    4 2 p3(over='rank') sparse 0.5 sage mini
-    # moments before layers and the decoder
-    4 2 granndis(depth=1) multi 0.0 resgcn norm=batch aggregation=sum
+    # an encoder, stages without weights, rows of few numbers
     3 1 pipegcn rough 0.5 sgc
     4 1 gnnpipe(stages=2,chunks=3,layers_per_stage=(1,3)) rough 0.0 sgc
     4 1 gnnpipe(chunks=3) rough 0.5 sgc  # two stages without weights
     2 1 pipegcn sparse 0.0 gat
     4 2 granndis(depth=1) sparse 0.5 gcn  # preloads and exchanges sparse rows
     4 2 granndis(batches=2) sparse 0.0 sage  # loads them
-    3 1 data_parallel(prefetch=2) sparse 0.0 gcnii mini batch=7 fanout=full
     4 2 gsplit(splitter='node',prefetch=2,imbalance=0.5) rough 0.0 gat mini
-    4 2 gsplit(group='all',splitter='edge') sparse 0.5 gcn mini
-    3 1 p3(prefetch=2) multi 0.0 sage mini batch=7 fanout=full
     4 2 p3(pipelined=True,prefetch=2) sparse 0.0 gcn mini batch=9
     2 2 p3(pipelined=True) rough 0.5 sgc mini
     4 2 p3(over='rank',copies=2,pipelined=True) rough 0.5 gat mini
     # nobody to push to
     2 1 p3(copies=2) sparse 0.0 gat mini
-    2 1 gsplit(splitter='random') islands 0.0 resgcn mini batch=9
-    4 2 data_parallel(cache=720,shared_cache=True,features='spread') rough 0.0 gat mini
     3 3 data_parallel(features='spread',cache=100,hot='degree') sparse 0.0 gcnii mini
     4 2 gsplit(cache=480,features='spread',group='all',hot='degree') sparse 0.0 sage mini
     3 1 data_parallel(structure='spread',structure_cache=300,prefetch=3) rough 0.5 gcn mini
     4 2 p3(pipelined=True,structure='spread') rough 0.0 sage mini batch=9
     # link prediction: rows of edges' ends cross where ranks split a batch
     4 2 dnp(group='all',cache=480,prefetch=1) sparse 0.5 gat mini
-    2 1 dnp(prefetch=1) rough 0.5 gcn mini batch=60 task=link
     4 2 snp(group='all',cache=480,features='spread',prefetch=1) sparse 0.5 gcn mini
-    2 1 snp(prefetch=1) rough 0.5 sage mini batch=60 task=link
-    4 2 gsplit(splitter='random',narrow=True) sparse 0.0 resgcn mini batch=60 task=link
     2 1 p3(pipelined=True) rough 0.5 sage mini batch=60 task=link
     # rows in bfloat16, weights in float32
     2 1 graph_parallel(narrow=True,buckets=2) rough 0.5 gcn dtype=bfloat16 norm=layer
-    4 1 gnnpipe(stages=2,chunks=3) sparse 0.5 gin dtype=bfloat16
     4 2 granndis(batches=2) sparse 0.5 sage dtype=bfloat16
-    2 1 bns(p=0.5) rough 0.5 sage dtype=bfloat16
     3 1 feature_parallel multi 0.5 gcn dtype=bfloat16
     1 1 offload(chunks=3) rough 0.5 sgc dtype=bfloat16
     4 2 data_parallel(cache=480,shared_cache=True,features='spread',prefetch=1) sparse 0.5 gcnii mini dtype=bfloat16
-    2 1 gsplit(narrow=True) sparse 0.5 gcn mini dtype=bfloat16
-    2 1 dnp multi 0.5 sage mini dtype=bfloat16
-    2 1 snp sparse 0.5 sage mini dtype=bfloat16
     # chunk by chunk, layer 1 on a constant aggregate, and with edges and attention of its own
     1 1 offload(chunks=3) rough 0.5 gat often
     2 1 offload(chunks=2,trim=True) multi 0.5 sage often
@@ -304,9 +280,7 @@ LINES = """
     4 2 offload(chunks=15,trim=True) rough 0.0 sage
     # every axis; more ranks than classes (4), labels (5) or columns; three ranks on an axis
     2 1 tensor3d(x=1,y=2,z=1) multi 0.5 sage often
-    2 1 tensor3d(x=1,y=1,z=2) rough 0.5 gcn directed
     3 1 tensor3d(x=1,y=3,z=1) rough 0.0 sage hidden=2
-    3 1 tensor3d(x=3,y=1,z=1) rough 0.0 sage directed
     8 1 tensor3d(x=2,y=2,z=2) rough 0.5 sage
     8 1 tensor3d(x=1,y=8,z=1) multi 0.5 sage directed
     8 1 tensor3d(x=8,y=1,z=1) multi 0.0 gcn
@@ -315,7 +289,6 @@ LINES = """
     4 2 graph_parallel(checkpoint=True,trim=True) few 0.0 gcnii
     4 2 pipegcn(trim=True) few 0.0 sage
     4 2 pipegcn_gf(narrow=True,trim=True) few 0.0 gcn norm=layer
-    4 2 granndis(depth=1,trim=True) few 0.5 gcn
     4 2 granndis(max_hop=1,fanout=2,degrees='local',trim=True) few 0.0 gcn
     # servers and islands that preload, sample and batch
     4 1 granndis(depth=1,narrow=True,group='island') skewed 0.5 gcn layers=3
@@ -323,8 +296,6 @@ LINES = """
     2 1 granndis(batches=4) skewed 0.5 gcnii layers=3
     4 2 granndis(batches=3) skewed 0.0 gcn layers=1
     2 2 granndis(batches=2) skewed 0.5 gat layers=3
-    2 1 granndis(batches=2) skewed 0.5 resgcn layers=3
-    4 2 granndis(max_hop=1,fanout=1) rough 0.5 sage directed layers=3
     4 2 granndis(max_hop=1,fanout=2,batches=2,degrees='local') rough 0.5 gcn directed layers=3
     4 2 granndis(max_hop=1,fanout=2,batches=2,group='island') rough 0.5 gcnii layers=3
     2 2 granndis(max_hop=1) islands 0.5 sage layers=3  # one server has nothing to train on
@@ -333,101 +304,68 @@ LINES = """
     3 1 pipegcn rough 0.5 resgcn
     3 1 pipegcn_f(gamma=0.5) rough 0.5 sage
     4 1 pipegcn_g(gamma=0.7) rough 0.5 gcnii often
-    3 1 pipegcn(narrow=True) rough 0.5 gcn
     2 1 pipegcn_gf(gamma=0.0) rough 0.5 sage as=pipegcn
     # rows of a share of the boundary
     3 1 bns(p=0.6,narrow=True,checkpoint=True,buckets=2) rough 0.5 gcnii
-    2 1 bns(p=0.2) rough 0.5 gin
     3 1 bns(p=0) rough 0.5 gcn
     2 1 bns(p=1) rough 0.5 sage as=graph_parallel
     # rows in few bits, chosen twice where they adapt
     3 3 granndis(depth=0,bits=2) rough 0.5 gin
-    3 1 graph_parallel(bits=4,narrow=True) rough 0.5 gcn
     3 1 graph_parallel(bits='adaptive') rough 0.5 sage epochs=13
     3 1 pipegcn(bits='adaptive') rough 0.5 gcn epochs=13
     # alpha = 23: the first 23 epochs read epoch 0, later ones epoch 23
     2 1 gnnpipe(chunks=4) rough 0.5 gcn epochs=26
     2 1 gnnpipe(chunks=8,historical_gradients=True,period=3) rough 0.5 sage optimizer=adam
     4 1 gnnpipe(chunks=4,shuffle=False,period=3) sparse 0.5 gcn
-    2 1 gnnpipe(stages=1,chunks=5,historical_gradients=True,period=3,checkpoint=True) multi 0.5 gcn
     2 1 gnnpipe(stages=1,chunks=5,shuffle=False,historical_gradients=True,period=1) rough 0.0 sage directed
     4 1 gnnpipe(stages=2,chunks=5,historical_gradients=True,period=2) rough 0.5 gat often
     4 1 gnnpipe(stages=2,chunks=5,period=2,checkpoint=True) rough 0.5 resgcn
     4 1 gnnpipe(stages=2,chunks=24,period=2) rough 0.5 sage  # members without rows
-    2 1 gnnpipe(chunks=1,bits=2) rough 0.5 gcn
     3 1 gnnpipe(chunks=5,historical_gradients=True,period=1,bits=8) rough 0.5 gcnii often
-    4 1 gnnpipe(stages=2,chunks=3,period=1,bits=4) rough 0.5 sage
     # batch norm over a batch's rows of all ranks; links with an encoder
     2 1 gsplit multi 0.5 sage mini norm=batch
-    3 1 data_parallel(prefetch=1) rough 0.5 gcnii mini batch=80 task=link negatives=2
-    4 2 gsplit(splitter='random',narrow=True) rough 0.5 gcn mini batch=80 task=link negatives=2
     3 1 gsplit(splitter='random',checkpoint=True) rough 0.5 resgcn mini batch=80 task=link negatives=2 often
     # three updates late, at rates that change
-    4 2 p3(pipelined=True) sparse 0.5 sage mini optimizer=adam lr=0.02 schedule=step step_size=1
     4 4 p3(pipelined=True,copies=2) rough 0.5 gat mini lr=0.02 schedule=step step_size=1
     # where rows, lists and parts lie changes no bit
     2 1 data_parallel(cache=1920,hot='degree') rough 0.5 sage mini as=data_parallel
     2 1 data_parallel(cache=100000) sparse 0.5 sage mini as=data_parallel
     4 2 data_parallel(features='spread',cache=864,shared_cache=True) sparse 0.5 sage mini as=data_parallel
     4 2 gsplit(features='spread',cache=864,hot='degree') rough 0.5 sage mini as=gsplit
-    4 2 p3(cache=864,prefetch=1) rough 0.5 sage mini as=p3
-    4 2 p3(cache=100000) sparse 0.5 sage mini as=p3
+    4 2 p3(cache=864,prefetch=1)|p3(cache=100000) sparse 0.5 sage mini as=p3
     3 1 data_parallel(structure='spread',structure_cache=300,prefetch=1) rough 0.5 gcn mini directed as=data_parallel
     4 2 data_parallel(features='spread',structure='spread',structure_cache=300,hot='degree') rough 0.5 sage mini fanout=full as=data_parallel
     2 1 gsplit(structure='spread') rough 0.5 gcn mini directed as=gsplit
     2 1 p3(structure='spread',structure_cache=300) rough 0.5 gcn mini directed as=p3
     2 1 gsplit(splitter='random',prefetch=3) rough 0.5 sage mini as=gsplit(splitter='random')
-    2 1 graph_parallel(narrow=True,trim=True) rough/parts 0.5 gcn as=graph_parallel(narrow=True,trim=True)
-    2 1 graph_parallel(bits='adaptive') rough/parts 0.5 gcn as=graph_parallel(bits='adaptive')
-    2 1 pipegcn rough/parts 0.5 gcn as=pipegcn
-    2 1 bns(p=0.5) rough/parts 0.5 gcn as=bns(p=0.5)
-    2 1 granndis(batches=2) rough/parts 0.5 gcn as=granndis(batches=2)
-    2 1 gnnpipe(chunks=4) rough/parts 0.0 gcn as=gnnpipe(chunks=4)
-    2 1 feature_parallel rough/parts 0.5 gcn as=feature_parallel
-    2 1 data_parallel(cache=960) rough/parts 0.5 sage mini as=data_parallel
-    2 1 gsplit rough/parts 0.5 sage mini as=gsplit
-    2 1 p3 rough/parts 0.5 sage mini as=p3
-    2 1 graph_parallel sparse/parts 0.5 gcn as=graph_parallel
-    2 1 p3 sparse/parts 0.5 sage mini as=p3
-    2 1 data_parallel(cache=960,shared_cache=True) rough/folder 0.5 sage mini as=data_parallel
-    2 1 p3(cache=480) rough/folder 0.5 sage mini as=p3
-    2 1 gsplit rough/folder 0.5 sage mini as=gsplit
-    2 1 graph_parallel rough/folder 0.5 gcn as=graph_parallel
+    2 1 graph_parallel(narrow=True,trim=True)|graph_parallel(bits='adaptive')|pipegcn|bns(p=0.5) rough/parts 0.5 gcn
+    2 1 granndis(batches=2)|feature_parallel rough/parts 0.5 gcn
+    2 1 gnnpipe(chunks=4) rough/parts 0.0 gcn
+    2 1 gsplit|p3|data_parallel(cache=960) rough/parts 0.5 sage mini
+    2 1 graph_parallel sparse/parts 0.5 gcn
+    2 1 p3 sparse/parts 0.5 sage mini
+    2 1 data_parallel(cache=960,shared_cache=True)|p3(cache=480)|gsplit rough/folder 0.5 sage mini
+    2 1 graph_parallel rough/folder 0.5 gcn
     # nor do lanes without threads
-    2 1 pipegcn rough 0.0 sage streams as=pipegcn
-    2 1 pipegcn_gf rough 0.0 sage streams as=pipegcn_gf
-    2 1 graph_parallel(buckets=2) rough 0.0 sage streams as=graph_parallel(buckets=2)
-    2 1 gnnpipe(chunks=3) rough 0.0 sage streams as=gnnpipe(chunks=3)
-    2 1 p3(pipelined=True) rough 0.0 sage mini streams as=p3(pipelined=True)
+    2 1 pipegcn|pipegcn_gf|graph_parallel(buckets=2)|gnnpipe(chunks=3) rough 0.0 sage streams
+    2 1 p3(pipelined=True) rough 0.0 sage mini streams
     # broken off and resumed
     2 1 graph_parallel(narrow=True,checkpoint=True) rough 0.3 gcn norm=batch warmup=4 schedule=cosine resumes
-    2 1 pipegcn rough 0.3 sage staleness_errors=True resumes
-    2 1 pipegcn_f rough 0.3 sage staleness_errors=True resumes
-    2 1 pipegcn_g rough 0.3 sage staleness_errors=True resumes
+    2 1 pipegcn|pipegcn_f|pipegcn_g rough 0.3 sage staleness_errors=True resumes
     2 1 pipegcn_gf rough 0.3 sage staleness_errors=True gradient_errors=True resumes
     2 1 pipegcn(buckets=3) rough 0.3 sage norm=batch resumes
-    2 1 pipegcn rough 0.3 sage dtype=bfloat16 resumes
-    2 1 graph_parallel(bits=2) rough 0.3 sage resumes
-    2 1 pipegcn(bits='adaptive') rough 0.3 sage resumes
-    2 1 bns(p=0.5,bits=2) rough 0.3 sage resumes
-    2 1 gnnpipe(stages=2,chunks=4) rough 0.3 sage dtype=bfloat16 resumes
+    2 1 pipegcn|gnnpipe(stages=2,chunks=4) rough 0.3 sage dtype=bfloat16 resumes
+    2 1 graph_parallel(bits=2)|pipegcn(bits='adaptive')|bns(p=0.5,bits=2) rough 0.3 sage resumes
     2 1 gnnpipe(stages=2,chunks=4,period=3,historical_gradients=True) rough 0.3 gat clip=0.1 resumes
     2 1 gnnpipe(stages=1,chunks=3) rough 0.3 gcnii resumes
-    2 2 granndis rough 0.3 sage resumes
-    2 2 granndis(max_hop=1,fanout=3,batches=3) rough 0.3 sage resumes
-    2 1 feature_parallel rough 0.3 sage resumes
-    2 1 tensor3d(x=2,y=1,z=1) rough 0.3 sage resumes
-    2 1 offload(chunks=2) rough 0.3 sage resumes
-    2 1 data_parallel(cache=480) rough 0.3 sage mini resumes
+    2 2 granndis|granndis(max_hop=1,fanout=3,batches=3) rough 0.3 sage resumes
+    2 1 feature_parallel|tensor3d(x=2,y=1,z=1)|offload(chunks=2) rough 0.3 sage resumes
     # after eight batches as far from one process as its float32 is
     2 1 data_parallel(prefetch=1) rough 0.3 sage mini dtype=bfloat16 resumes uncompared
     2 1 gsplit(buckets=2,prefetch=3) rough 0.3 sage mini optimizer=sgd momentum=0.9 schedule=step step_size=2 resumes
     2 1 gsplit rough 0.3 sage mini batch=80 task=link negatives=2 resumes
-    2 1 dnp(prefetch=1) rough 0.3 sage mini resumes
-    2 1 snp(prefetch=1) rough 0.3 sage mini resumes
-    2 1 p3 rough 0.3 sage mini resumes
+    2 1 data_parallel(cache=480)|dnp(prefetch=1)|snp(prefetch=1)|p3|p3(pipelined=True,cache=480) rough 0.3 sage mini resumes
     2 1 p3(pipelined=True,prefetch=2) rough 0.3 gat mini resumes
-    2 1 p3(pipelined=True,cache=480) rough 0.3 sage mini resumes
     2 1 p3(pipelined=True) rough 0.3 sage mini batch=20 resumes  # batches of several epochs at once
 """
 # what is trained -> on the full graph and in batches: graph, dropout, model and more
@@ -440,12 +378,10 @@ HOW = """
     one 0.3 sage
     three 0.3 sage loss=mae
     whole 0.3 sage loss=mse
-    rough 0.5 sage
+    rough 0.5 sage|sgc|gin
     rough 0.0 gcn
     multi 0.5 gat
     sparse 0.5 gcn
-    rough 0.5 sgc
-    rough 0.5 gin
 """
 ON_FULL_GRAPHS = f"""{HOW}
     rough 0.5 gcnii optimizer=sgd
@@ -454,19 +390,15 @@ ON_FULL_GRAPHS = f"""{HOW}
     rough 0.5 sage directed
     islands 0.5 sage optimizer=sgd
     multi 0.5 sgc directed
-    sparse 0.5 sage
-    sparse 0.5 gcnii
+    sparse 0.5 sage|gcnii|gin
     sparse 0.5 sage hidden=48
     sparse 0.0 resgcn
-    sparse 0.5 gatv2 hidden=32
-    sparse 0.5 gin
-    rough 0.5 gat
-    rough 0.5 resgcn
+    sparse|rough 0.5 gatv2 hidden=32
+    rough 0.5 gat|resgcn
     rough 0.5 resgcn aggregation=sum norm=batch
     rough 0.5 gcn norm=layer
     multi 0.0 sage norm=batch
     rough 0.5 gat norm=batch
-    rough 0.5 gatv2 hidden=32
     multi 0.0 gin norm=layer
     rough 0.5 gcn dtype=float32
     rough 0.5 gcnii dtype=bfloat16
@@ -481,48 +413,25 @@ ON_BATCHES = f"""{HOW}
     rough 0.5 sage batch=80 task=link negatives=2 layers=2
     rough 0.5 gcn directed batch=80 task=link layers=2
     rough 0.5 resgcn batch=80 task=link layers=2
+    sparse 0.5 gcn dtype=bfloat16
 """
 FULL = """
-    2 1 graph_parallel
-    2 1 graph_parallel(narrow=True)
-    2 1 graph_parallel(narrow=True,checkpoint=True,buckets=3)
-    3 1 graph_parallel(trim=True)
-    3 1 graph_parallel(buckets=4)
-    4 1 graph_parallel(narrow=True,checkpoint=True,trim=True)
-    2 1 gnnpipe(chunks=1)
-    4 1 gnnpipe(stages=2,chunks=1)
-    2 2 granndis(depth=0)
+    2 1 graph_parallel|graph_parallel(narrow=True)|graph_parallel(narrow=True,checkpoint=True,buckets=3)
+    2 1 gnnpipe(chunks=1)|feature_parallel|tensor3d(x=1,y=2,z=1)|offload(chunks=3,trim=True)
+    3 1 graph_parallel(trim=True)|graph_parallel(buckets=4)|feature_parallel
+    4 1 gnnpipe(stages=2,chunks=1)|graph_parallel(narrow=True,checkpoint=True,trim=True)|tensor3d(x=2,y=1,z=2)
+    2 2 granndis(depth=0)|granndis(depth=1,narrow=True)
     3 3 granndis(depth=1)
-    4 2 granndis(depth=1,buckets=2)
-    2 2 granndis(depth=1,narrow=True)
-    4 2 granndis(depth=2,trim=True)
-    4 2 granndis
-    2 1 feature_parallel
-    3 1 feature_parallel
-    4 2 feature_parallel(order='alternating')
-    2 1 tensor3d(x=1,y=2,z=1)
-    4 1 tensor3d(x=2,y=1,z=2)
+    4 2 granndis(depth=1,buckets=2)|granndis(depth=2,trim=True)|granndis|feature_parallel(order='alternating')
     1 1 offload(chunks=3)
-    2 1 offload(chunks=3,trim=True)
 """
 MINI = """
-    2 1 data_parallel
-    3 1 data_parallel(buckets=3)
-    4 2 data_parallel(checkpoint=True)
-    2 1 gsplit
+    2 1 data_parallel|gsplit|gsplit(splitter='edge',imbalance=1.0)|dnp|snp|p3
+    3 1 data_parallel(buckets=3)|gsplit(buckets=2,narrow=True)|dnp(splitter='random',checkpoint=True)
+    3 1 snp(splitter='random',checkpoint=True)|p3(prefetch=2)
     4 1 gsplit(splitter='node',narrow=True)
-    2 1 gsplit(splitter='edge',imbalance=1.0)
-    4 2 gsplit(group='all',splitter='random',checkpoint=True)
-    3 1 gsplit(buckets=2,narrow=True)
-    2 1 dnp
-    3 1 dnp(splitter='random',checkpoint=True)
-    4 2 dnp(group='all',splitter='random',buckets=2)
-    2 1 snp
-    3 1 snp(splitter='random',checkpoint=True)
-    4 2 snp(group='all',splitter='random',buckets=2)
-    2 1 p3
-    3 1 p3(prefetch=2)
-    4 2 p3(over='rank',copies=2)
+    4 2 gsplit(group='all',splitter='random',checkpoint=True)|data_parallel(checkpoint=True)
+    4 2 dnp(group='all',splitter='random',buckets=2)|snp(group='all',splitter='random',buckets=2)|p3(over='rank',copies=2)
 """
 DEEP, ATTENTION = {"gcnii", "resgcn"}, {"gat", "gatv2"}
 REFUSES = {  # family -> models
@@ -536,8 +445,9 @@ REFUSES = {  # family -> models
 
 
 def lines(text: str) -> list[str]:
-    stripped = [line.strip() for line in text.splitlines()]
-    return [line for line in stripped if line and not line.startswith("#")]
+    """Without comments, of each word of `a|b`."""
+    told = [words for line in text.splitlines() if (words := line.partition("#")[0].split())]
+    return [" ".join(line) for words in told for line in product(*(w.split("|") for w in words))]
 
 
 def shared_out(plans: str, trained: str, share: int) -> list[Setting]:
@@ -557,7 +467,7 @@ def suits(setting: Setting) -> bool:
     """Whether the strategy has such a model, and such norms and types."""
     family = setting.strategy.partition("(")[0]
     normed = "norm=batch" in setting.words and family in ("gnnpipe", "tensor3d")
-    rounded = "dtype=bfloat16" in setting.words and family in ("tensor3d", "offload")
+    rounded = "dtype=bfloat16" in setting.words and family in ("tensor3d", "offload", "p3")
     thin = setting.graph == "sparse" and family in ("tensor3d", "offload")
     return setting.model not in REFUSES.get(family, set()) and not (normed or rounded or thin)
 

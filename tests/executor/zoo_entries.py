@@ -1,7 +1,5 @@
 """What zoo.py and zoo_dgl.py say of their modules, and the fields of a graph that these read."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, TypeVar

@@ -5,8 +5,6 @@ epochs of Adam, in float64. An exact strategy must have its losses and its logit
 to its losses. What either reports of validation and test is what the module itself makes of the
 weights that were trained."""
 
-from __future__ import annotations
-
 import importlib
 import math
 import os
@@ -50,34 +48,16 @@ NAMES = [
         r"^@needs\(.*\)\n(?:class|def) (\w+)", (HERE / f"{keeper}.py").read_text(), re.M
     )
 ]
-FAMILIES = (
-    "graph_parallel",
-    "graph_parallel(narrow=True)",
-    "graph_parallel(bits=8)",
-    "pipegcn",
-    "granndis",
-    "gnnpipe(stages=2,chunks=1)",
-    "gnnpipe(stages=2,chunks=3)",
-    "bns(p=1.0)",
-    "bns(p=0.5)",
-    "offload(chunks=2)",
-    "feature_parallel",
-    "tensor3d",
-    "data_parallel",
-    "gsplit",
-    "dnp",
-    "snp",
-    "p3(over='rank')",
-)
-VARIANTS = (
-    "graph_parallel(checkpoint=True)",
-    "graph_parallel(buckets=2)",
-    "graph_parallel(trim=True)",
-    "pipegcn(bits=8)",
-    "granndis(depth=1)",
-    "granndis(batches=2)",
-    "gnnpipe(stages=1,chunks=3)",
-)
+OF_FAMILIES = """
+graph_parallel graph_parallel(narrow=True) graph_parallel(bits=8) pipegcn granndis
+gnnpipe(stages=2,chunks=1) gnnpipe(stages=2,chunks=3) bns(p=1.0) bns(p=0.5) offload(chunks=2)
+feature_parallel tensor3d data_parallel gsplit dnp snp p3(over='rank')
+"""
+OF_VARIANTS = """
+graph_parallel(checkpoint=True) graph_parallel(buckets=2) graph_parallel(trim=True) pipegcn(bits=8)
+granndis(depth=1) granndis(batches=2) gnnpipe(stages=1,chunks=3)
+"""
+FAMILIES, VARIANTS = OF_FAMILIES.split(), OF_VARIANTS.split()
 EPOCHS = 10 if NIGHT else 4
 WITHIN = 1e-5  # of a loss or a logit, if the strategy is exact
 CLOSE = 0.5  # of the module's first loss, if it is lossy
@@ -148,12 +128,8 @@ class Itself:
         self.module, self.graph, self.workload, self.user = user.module, graph, workload, user
         stats = graph.stats
         shapes = user.description.vertex_fields, user.description.edge_fields
-        fields = GraphFields(
-            stats.features,
-            stats.classes,
-            vertex={name: tuple(shape) for name, *shape in shapes[0]},
-            edge={name: tuple(shape) for name, *shape in shapes[1]},
-        )
+        vertex, edge = ({name: tuple(shape) for name, *shape in of} for of in shapes)
+        fields = GraphFields(stats.features, stats.classes, vertex=vertex, edge=edge)
         self.pieces = user.pieces or followed(self.module, fields, torch.float64)[0]
         self.whole = CsrEdges(graph.indptr, graph.indices, graph.edge_fields, self.pieces.loops)
         edges = edge_index_of(self.whole)
@@ -276,14 +252,8 @@ class Keeper:
             batch = {"mode": "mini", "fanout": "full", "batch": graph.stats.train_vertices}
             asked = workload.model_copy(update=batch if mode == "mini" else {})
             fields = with_module(asked, user, ()).model_dump()
-            case = Case(
-                "",
-                files[mode],
-                fields,
-                servers,
-                EPOCHS,
-                fields=fields_of(entry, graph, self.folder),
-            )
+            own = fields_of(entry, graph, self.folder)
+            case = Case("", files[mode], fields, servers, EPOCHS, fields=own)
             return case, case.problem(2)
 
         @cache

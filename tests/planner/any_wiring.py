@@ -1,7 +1,5 @@
 """Servers wired in any way, for laws that hold of all; and the whole cluster as a graph."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 

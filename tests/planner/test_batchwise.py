@@ -3,15 +3,17 @@
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import replace
+from functools import partial
 from itertools import pairwise, product
 from typing import Any, Literal
 
 import numpy as np
 import pytest
-from asked import changed, fullest_bytes, on
+from asked import changed, fullest_bytes, on, suiting
 from examples import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from pairwise import at_night
 
 from gnnplan.planner.cluster.scaling import constants
 from gnnplan.planner.cluster.spec import Link
@@ -25,7 +27,7 @@ from gnnplan.planner.strategies.layerwise.exchange import CLAIM
 from gnnplan.planner.strategies.minibatch.supply import OPENING
 from gnnplan.planner.strategies.program.account import fullest, predict
 from gnnplan.planner.vocabulary.errors import SpecError
-from gnnplan.planner.vocabulary.schedule import Collective
+from gnnplan.planner.vocabulary.schedule import Collective, Schedule
 from gnnplan.simulator.player import TaskGraph, play, serial
 from gnnplan.testing import laws
 from gnnplan.testing.laws import GRAPHS
@@ -81,89 +83,72 @@ def problems(draw: st.DrawFn) -> Problem:
     )
 
 
-def variants(problem: Problem) -> Iterator[Strategy]:
-    forced: list[Strategy] = [
-        DataParallel(prefetch=2),
-        DataParallel(checkpoint=True),
-        GSplit(splitter="random"),
-        GSplit(splitter="node", presample=1, imbalance=0.5),
-        P3("server"),
-        P3("rank"),
-        P3("rank", pipelined=True),
-        P3("server", pipelined=True),
-        P3("rank", prefetch=1),
-        GSplit(splitter="edge", group="all"),
-        GSplit(narrow=True, prefetch=1),
-        GSplit(group="all", checkpoint=True),
-        GSplit(group="all", buckets=3),
-        DataParallel(structure="spread"),
-        DataParallel(structure="spread", structure_cache=600, hot="degree", prefetch=1),
-        P3("rank", copies=2),
-        P3("rank", pipelined=True, copies=2),
-        P3("server", pipelined=True, copies=2),
-        P3("rank", structure="spread"),
-        P3("server", pipelined=True, structure="spread", structure_cache=600),
-        P3("rank", cache=900),
-        P3("server", pipelined=True, cache=2000),
-        GSplit(structure="spread"),
-        *(parse(e.strategy) for family in families(problem) for e in family.examples),
-    ]
-    for strategy in dict.fromkeys(
-        s.settle(problem)
-        for s in [s for family in families(problem) for s in family.candidates(problem)] + forced
-    ):
-        try:
-            strategy.check(problem)
-        except SpecError:
-            continue
-        yield strategy
+FORCED = """
+data_parallel(prefetch=2) data_parallel(checkpoint=True) gsplit(splitter='random')
+gsplit(splitter='node',presample=1,imbalance=0.5) p3(over='server') p3(over='rank')
+p3(over='rank',pipelined=True) p3(over='server',pipelined=True) p3(over='rank',prefetch=1)
+gsplit(splitter='edge',group='all') gsplit(narrow=True,prefetch=1)
+gsplit(group='all',checkpoint=True) gsplit(group='all',buckets=3)
+data_parallel(structure='spread')
+data_parallel(structure='spread',structure_cache=600,hot='degree',prefetch=1)
+p3(over='rank',copies=2) p3(over='rank',pipelined=True,copies=2)
+p3(over='server',pipelined=True,copies=2) p3(over='rank',structure='spread')
+p3(over='server',pipelined=True,structure='spread',structure_cache=600) p3(over='rank',cache=900)
+p3(over='server',pipelined=True,cache=2000) gsplit(structure='spread')
+"""
+variants = partial(suiting, forced=FORCED)
 
 
 @pytest.mark.slow
 @given(problems())
 @settings(max_examples=examples(8))
 def test_prediction_is_the_simulation_of_an_epoch(problem):
+    for strategy in variants(problem):
+        must_be_as_simulated(strategy, problem)
+
+
+def must_be_as_simulated(strategy: Strategy, problem: Problem) -> Schedule:
     """And bytes of the first epoch are those of predict. Sampling in line: exactly. Ahead: the
     longest of sampler, loads and rank, which neither simulation nor their sum contradict. P3's
     several groups, which sum apart and share ports: from above, to 3 %; ahead they meet at ports
     while others sample, which no closed form has: at worst one group's epoch after the other's.
     With buckets, whose all-reduces share ports with exchanges, to what their closed form claims."""
-    for strategy in variants(problem):
-        pipelined = isinstance(strategy, P3) and strategy.pipelined
-        steps, p = strategy.steps(problem), strategy.predict(problem)
-        schedule = strategy.schedule(problem, steps * (1 + 4 * pipelined))
-        task_graph = TaskGraph(schedule, problem.cost)
-        alone, played = (
-            play(schedule, problem.cost, contention=contention, task_graph=task_graph)
-            for contention in (False, True)
-        )
-        ends = [alone.end_s, played.end_s, serial(schedule, problem.cost, task_graph)]
-        closed = float(p.epoch_s)
-        told = (strategy, closed, ends)
-        assert all(low <= high * (1 + ROUND) for low, high in pairwise(ends)), told
-        groups = len(strategy.rails(problem)) if isinstance(strategy, P3) else 1
-        buckets = strategy.knobs().get("buckets", 1)
-        if groups > 1 and strategy.prefetch:
-            epochs = 5 if pipelined else 1
-            assert ends[1] <= (epochs + 1) * groups * closed * (1 + ROUND), told
-        elif pipelined:  # later epochs draw other batches
-            assert abs(closed / played.epoch_s(steps) - 1) <= strategy.claim, told
-        elif groups > 1:
-            assert ends[1] <= closed * (1 + ROUND) <= (1 + UNEVEN) * ends[1], told
-        elif strategy.prefetch:
-            chains = 2 if isinstance(strategy, P3) else 3  # one after the other in the first step
-            off = CLAIM if buckets > 1 else ROUND
-            assert closed <= ends[1] * (1 + off) and ends[1] <= chains * closed * (1 + off), told
-        elif buckets > 1:
-            assert ends[0] <= closed * (1 + ROUND), told
-            assert closed == pytest.approx(ends[1], rel=CLAIM), told
-        else:
-            assert closed == pytest.approx(ends[0], rel=ROUND), told
-            assert closed == pytest.approx(ends[1], rel=ROUND), told
-        assert laws.sums(p) == pytest.approx(closed, rel=1e-9)
-        first = schedule.bytes_by_op(task for task in schedule.tasks if task.label.step < steps)
-        assert +Counter(first) == +Counter(p.bytes)
-        assert sum(p.bytes_by_link.values()) == p.bytes_total
+    pipelined = isinstance(strategy, P3) and strategy.pipelined
+    steps, p = strategy.steps(problem), strategy.predict(problem)
+    schedule = strategy.schedule(problem, steps * (1 + 4 * pipelined))
+    task_graph = TaskGraph(schedule, problem.cost)
+    alone, played = (
+        play(schedule, problem.cost, contention=contention, task_graph=task_graph)
+        for contention in (False, True)
+    )
+    ends = [alone.end_s, played.end_s, serial(schedule, problem.cost, task_graph)]
+    closed = float(p.epoch_s)
+    told = (strategy, closed, ends)
+    assert all(low <= high * (1 + ROUND) for low, high in pairwise(ends)), told
+    groups = len(strategy.rails(problem)) if isinstance(strategy, P3) else 1
+    buckets = strategy.knobs().get("buckets", 1)
+    if groups > 1 and strategy.prefetch:
+        epochs = 5 if pipelined else 1
+        assert ends[1] <= (epochs + 1) * groups * closed * (1 + ROUND), told
+    elif pipelined:  # later epochs draw other batches
+        assert abs(closed / played.epoch_s(steps) - 1) <= strategy.claim, told
+    elif groups > 1:
+        assert ends[1] <= closed * (1 + ROUND) <= (1 + UNEVEN) * ends[1], told
+    elif strategy.prefetch:
+        chains = 2 if isinstance(strategy, P3) else 3  # one after the other in the first step
+        off = CLAIM if buckets > 1 else ROUND
+        assert closed <= ends[1] * (1 + off) and ends[1] <= chains * closed * (1 + off), told
+    elif buckets > 1:
+        assert ends[0] <= closed * (1 + ROUND), told
+        assert closed == pytest.approx(ends[1], rel=CLAIM), told
+    else:
+        assert closed == pytest.approx(ends[0], rel=ROUND), told
+        assert closed == pytest.approx(ends[1], rel=ROUND), told
+    assert laws.sums(p) == pytest.approx(closed, rel=1e-9)
+    first = schedule.bytes_by_op(task for task in schedule.tasks if task.label.step < steps)
+    assert +Counter(first) == +Counter(p.bytes)
+    assert sum(p.bytes_by_link.values()) == p.bytes_total
+    return schedule
 
 
 @pytest.mark.slow
@@ -195,9 +180,6 @@ def test_what_memory_is_left_is_proposed_as_a_cache():
     assert fastest.knobs()["cache"] == rows
 
 
-NIGHTLY = pytest.mark.nightly
-
-
 def test_rates_of_a_gpus_sampler_say_nothing_of_one_on_the_host():
     """With them a host's batches went to the GPU without their edges."""
     problem = problem_of(GRAPHS[0], 1, 2, batch=48)
@@ -212,15 +194,15 @@ def test_rates_of_a_gpus_sampler_say_nothing_of_one_on_the_host():
 @pytest.mark.parametrize(
     ("kind", "told", "ahead"),
     [
-        pytest.param("cuda", {}, {4, 8, 16}, marks=NIGHTLY),
-        pytest.param("cuda", {"cores": 10}, {4}, marks=NIGHTLY),
+        at_night("cuda", {}, {4, 8, 16}),
+        at_night("cuda", {"cores": 10}, {4}),
         ("cuda", {"cores": 4}, {1}),
-        pytest.param("cuda", {"cores": 3}, {0}, marks=NIGHTLY),
+        at_night("cuda", {"cores": 3}, {0}),
         ("cuda", {"sampler": "device"}, {0, 1}),  # those who ask each other: 0
-        pytest.param("cuda", {"sampler": "device", "cores": 3}, {0}, marks=NIGHTLY),
+        at_night("cuda", {"sampler": "device", "cores": 3}, {0}),
         ("cpu", {}, {0}),
-        pytest.param("cpu", {"cores": 2}, {0}, marks=NIGHTLY),
-        pytest.param("cpu", {"cores": 4}, {1}, marks=NIGHTLY),
+        at_night("cpu", {"cores": 2}, {0}),
+        at_night("cpu", {"cores": 4}, {1}),
         ("cpu", {"cores": 4, "one_machine": True}, {0}),
     ],
 )
@@ -263,10 +245,7 @@ BY_DAY = list(zip((1, 2, 4, 8), SAMPLED, strict=True))
 
 @pytest.mark.parametrize(
     ("samplers", "strategy"),
-    [
-        pair if pair in BY_DAY else pytest.param(*pair, marks=NIGHTLY)
-        for pair in product((1, 2, 4, 8), SAMPLED)
-    ],
+    [pair if pair in BY_DAY else at_night(*pair) for pair in product((1, 2, 4, 8), SAMPLED)],
 )
 def test_samplers_make_so_many_batches_at_once(samplers, strategy):
     """Each takes as long as ever; cores that are too few for them are shared."""
@@ -368,7 +347,7 @@ def test_snp_bytes_and_reads_by_hand(groups):
 
 @pytest.mark.parametrize(
     "strategy",
-    [DataParallel(prefetch=1), pytest.param(GSplit(prefetch=1, group="all"), marks=NIGHTLY)],
+    [DataParallel(prefetch=1), at_night(GSplit(prefetch=1, group="all"))],
 )
 @pytest.mark.parametrize("times", [0.3, 3.0])  # of the rest of an epoch
 def test_the_longest_of_sampling_loading_and_training_counts(strategy, times):

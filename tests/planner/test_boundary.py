@@ -2,7 +2,7 @@
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from gnnplan.planner.gnn.workload import Workload
@@ -18,7 +18,6 @@ def drawn(ids: np.ndarray, p: float, *crossing: int) -> np.ndarray:
     return Sample("vanish", p=p).fresh(ids, Crossing(*crossing))
 
 
-@settings(deadline=None)
 @given(st.integers(0, 200), st.integers(0, 100), st.integers(0, 9), st.integers(1, 5))
 def test_a_sample_is_a_share_of_the_rows_and_the_same_in_any_order(rows, percent, epoch, layer):
     ids = np.random.default_rng(0).permutation(1000)[:rows]

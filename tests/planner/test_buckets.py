@@ -1,6 +1,5 @@
 """Gradients that are added up in buckets, beside the backward pass."""
 
-from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -13,7 +12,6 @@ from gnnplan.planner.strategies import (
     GraphParallel,
     GSplit,
     Strategy,
-    parse,
 )
 from gnnplan.planner.strategies.layerwise.exchange import buckets_of
 from gnnplan.planner.strategies.program.price import price_of
@@ -70,35 +68,6 @@ def test_an_all_reduce_begins_after_its_backward_pass_and_the_update_waits_for_a
         *("all_reduce:l3:s0", "moments:b:l3:s0", "all_reduce:l2:s0", "moments:b:l2:s0"),
         "all_reduce:l1:s0",
     ]
-
-
-FAMILIES = (
-    "graph_parallel",
-    "graph_parallel(narrow=True)",
-    "pipegcn",
-    "granndis",
-    "granndis(depth=1)",
-    "bns(p=0.5)",
-    "graph_parallel(bits=2)",
-    "data_parallel",
-    "gsplit",
-    "gsplit(prefetch=2)",
-)
-
-
-@pytest.mark.parametrize("text", FAMILIES)
-def test_bytes_and_memory_are_those_of_one_bucket(text):
-    plain = parse(text)
-    mini = {"mode": "mini", "batch": 24, "fanout": (3, 3, 3)} if plain.mode == "mini" else {}
-    asked = problem("sage", **mini)
-    one, several = (replace(plain.settle(asked), buckets=count) for count in (1, 3))
-    told, expected = several.predict(asked), one.predict(asked)
-    assert told.bytes == expected.bytes and told.bytes_by_link == expected.bytes_by_link
-    steps = one.steps(asked)
-    counted = [strategy.schedule(asked, steps).bytes_by_op() for strategy in (one, several)]
-    assert counted[0] == counted[1]
-    memory, before = several.memory(asked), one.memory(asked)
-    assert all((memory[use] == before[use]).all() for use in before)
 
 
 def test_a_step_without_exchanges_by_hand():

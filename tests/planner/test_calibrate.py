@@ -6,6 +6,7 @@ from functools import partial
 import numpy as np
 import printed_rows
 import pytest
+from pairwise import at_night
 
 from gnnplan.papers import calibrate
 from gnnplan.papers.calibrate import FITS, MOST, Fit, fit_testbed, scaled
@@ -39,8 +40,8 @@ def table(dataset: str, factors: dict[str, float]) -> list[dict[str, str]]:
 @pytest.mark.parametrize(
     ("width", "rel"),
     [
-        pytest.param(1, 0.08, marks=pytest.mark.nightly),
-        pytest.param(2, 0.02, marks=pytest.mark.nightly),
+        at_night(1, 0.08),
+        at_night(2, 0.02),
         (np.inf, 0.005),
     ],
 )

@@ -6,6 +6,7 @@ import numpy as np
 import printed_rows
 import pytest
 from choices import Choice, comparisons, reliability, score
+from pairwise import at_night
 
 from gnnplan.papers import calibrate
 from gnnplan.papers.published import read
@@ -55,7 +56,7 @@ def test_regret_is_of_the_printed_epochs():
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "paper",
-    ["gnnpipe", *(pytest.param(name, marks=pytest.mark.nightly) for name in ("pipegcn", "gsplit"))],
+    ["gnnpipe", *(at_night(name) for name in ("pipegcn", "gsplit"))],
 )
 def test_plans_name_what_print_found(paper):
     """With the constants that plans use; docs/reference/published-figures.md leaves them out."""

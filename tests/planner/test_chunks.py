@@ -29,7 +29,7 @@ def cuts(draw: st.DrawFn) -> Chunks:
 
 
 @given(cuts())
-@settings(deadline=None, max_examples=examples(80))
+@settings(max_examples=examples(80))
 def test_counts_are_those_of_sets(cut):
     k, g, graph = cut.chunks, cut.members, cut.graph
     chunk, member = cut.sub // g, cut.sub % g
@@ -57,7 +57,7 @@ def test_counts_are_those_of_sets(cut):
 
 
 @given(cuts())
-@settings(deadline=None, max_examples=examples(60))
+@settings(max_examples=examples(60))
 def test_members_share_every_chunk_evenly(cut):
     """A chunk of as many vertices as members gives each some; a smaller one at most one."""
     for rows in cut.facts.rows:

@@ -12,7 +12,6 @@ from gnnplan.planner.graph.load import load
 from gnnplan.planner.problem.problem import Problem
 from gnnplan.planner.strategies import GraNNDis
 from gnnplan.planner.vocabulary.errors import Infeasible
-from gnnplan.planner.vocabulary.schedule import Copy, Task
 from gnnplan.testing import laws
 
 GRAPH = load(
@@ -78,31 +77,11 @@ def test_what_does_not_fit_however_small_the_batches():
         search(problem, forced=GraNNDis(batches=None))
 
 
-@pytest.mark.parametrize(
-    ("model", "dropout"), [("gcn", 0.0), ("sage", 0.0), ("sage", 0.5), ("gcnii", 0.0)]
-)
-def test_loads_are_the_constant_rows_of_the_batch(model, dropout):
-    """On every rank what layer 1 (the encoder) reads of features, or of the cached aggregate."""
-    problem = problem_of(model=model, dropout=dropout)
-    strategy = GraNNDis(batches=3)
+def test_batches_take_turns_in_another_order_in_every_epoch():
+    problem, strategy = problem_of(), GraNNDis(batches=3)
     turns = [[strategy.turn(problem, 3 * epoch + n) for n in range(3)] for epoch in range(20)]
     assert {tuple(sorted(turn)) for turn in turns} == {(0, 1, 2)}
-    assert len(set(map(tuple, turns))) == 6  # another order in every epoch
-    loads = loads_of(strategy, problem, 6)
-    for task in loads:
-        batch = strategy.layouts(problem)[strategy.turn(problem, task.label.step)]
-        rows = batch.rows(task.rank, 0).size
-        if dropout:
-            rows += batch.piece(task.rank, 1).halo.size
-        elif model != "gcnii":
-            rows = batch.rows(task.rank, 1).size * (1 + (model == "sage"))
-        assert task.work.nbytes == rows * 40 * 4 and task.lane == "copy"
-    assert len(loads) == 6 * 4 and not loads_of(GraNNDis(), problem, 2)
-
-
-def loads_of(strategy: GraNNDis, problem: Problem, steps: int) -> list[Task]:
-    tasks = strategy.schedule(problem, steps).tasks
-    return [task for task in tasks if isinstance(task.work, Copy)]
+    assert len(set(map(tuple, turns))) == 6
 
 
 def test_several_batches_are_launched_kernel_by_kernel():

@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from gnnplan.planner.cluster.cost import Cost, all_reduce
@@ -30,7 +30,6 @@ groups = st.lists(st.integers(1, 5), min_size=1, max_size=9).map(
 
 
 @given(groups, st.sampled_from(ALGORITHMS))
-@settings(deadline=None)
 def test_every_algorithm_sends_the_buffer_2_n_minus_1_times(servers, algorithm):
     """Where all ranks send 2(n-1) buffers, nccl-tests' bus factor 2(n-1)/n is each one's share."""
     n = sum(map(len, servers))
@@ -102,7 +101,6 @@ def test_a_small_buffer_on_1024_ranks_takes_a_trees_latency():
     st.floats(0, 1e-3),
     st.floats(1e8, 1e12),
 )
-@settings(deadline=None)
 def test_nccl_takes_the_faster_one(servers, gpus, size, latency, bandwidth):
     """That is the tree. Over two servers its cards send half of what a ring's do."""
     where = cluster(servers, gpus, inter_node=Link(bandwidth=bandwidth, latency=latency))
@@ -114,7 +112,6 @@ def test_nccl_takes_the_faster_one(servers, gpus, size, latency, bandwidth):
 
 
 @given(st.integers(1, 5), st.integers(1, 4), st.sampled_from(ALGORITHMS), st.integers(0, 10**9))
-@settings(deadline=None)
 def test_bytes_by_link_are_those_on_the_ports(servers, gpus, algorithm, size):
     """Whole bytes that add up to the schedule's, and within a byte what cards and GPUs pass."""
     cost = Cost(cluster(servers, gpus, all_reduce=algorithm))

@@ -6,7 +6,7 @@ from itertools import pairwise
 import numpy as np
 import pytest
 from asked import changed
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from scipy.special import ndtr, ndtri
 
@@ -388,7 +388,6 @@ def test_small_messages_reach_a_share_of_the_bandwidth():
     st.floats(0, 1e10),
     st.floats(0, 1e10),
 )
-@settings(deadline=None)
 def test_more_bytes_are_never_faster(efficiency, a, b):
     try:
         link = Link(bandwidth=1e9, efficiency=efficiency)

@@ -411,13 +411,8 @@ def test_ids_of_a_split_stand_in_the_column_that_is_named_so(tmp_path, names, co
 @pytest.mark.parametrize(
     ("start", "line"),
     [
-        ("0\n1\n\n", 3),
-        ("\n", 1),
-        ("label\n\n", 2),
-        ("0\n# 1\n", 2),
-        ("0\n \t\n", 2),
-        ("# c\n\n", 2),
-        ("0\n1\n0\n\n", 4),
+        *(("0\n1\n\n", 3), ("\n", 1), ("label\n\n", 2), ("0\n# 1\n", 2), ("0\n \t\n", 2)),
+        *(("# c\n\n", 2), ("0\n1\n0\n\n", 4)),
     ],
 )
 def test_a_line_without_numbers_shifts_no_row(tmp_path, start, line, block, monkeypatch):
@@ -657,3 +652,27 @@ def test_a_misspelt_parameter_is_told_all_that_there_are(tmp_path):
         load(f"{edges_csv(tmp_path)}?label=y.npy")
     with pytest.raises(SpecError, match="a generated graph has labels of classes; leave --task"):
         load("synthetic:community?vertices=60&edges=240&task=none")
+
+
+# -- numbers to predict ----------------------------------------------------------------------------
+
+NUMBERS = {
+    "fractions": ([0.5, -3.25, np.nan, 7.0], 1, "numbers"),
+    "a column of fractions": ([[0.5], [2.0], [np.nan], [7.0]], 1, "numbers"),
+    "several, beyond [0, 1]": ([[0.5, 2.0], [1.0, 0.0], [np.nan, 0.0], [-1.5, 0.0]], 2, "numbers"),
+    "shares of labels": ([[0.5, 1.0], [1.0, 0.0], [0.0, 0.0], [0.25, 0.0]], 2, "labels"),
+    "whole floats": ([0.0, 1.0, np.nan, 1.0], 2, "label"),
+}
+
+
+@pytest.mark.parametrize(("y", "outputs", "learned"), NUMBERS.values(), ids=NUMBERS)
+@pytest.mark.parametrize("written", [as_npz, as_folder, as_pt])
+def test_numbers_to_predict_are_what_can_be_no_labels(tmp_path, written, y, outputs, learned):
+    """Unless the user says so: then all are, and no number is 'no label' but NaN."""
+    path = {"src": np.array([0, 1, 2]), "dst": np.array([1, 2, 3])}
+    found = written(tmp_path, path | {"y": np.array(y), "train_mask": np.arange(4) < 1})
+    assert (found.stats.learned, found.stats.classes) == (learned, outputs)
+    assert any("regression" in note for note in found.stats.notes) == (learned == "numbers")
+    said = load(f"{found.stats.source}?task=regression")
+    assert said.stats.learned == "numbers" and said.y.dtype == np.float32
+    np.testing.assert_array_equal(said.y, np.array(y, np.float32).reshape(4, -1))

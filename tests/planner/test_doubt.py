@@ -10,6 +10,7 @@ from asked import changed
 from examples import NIGHT
 from hypothesis import example, given
 from hypothesis import strategies as st
+from pairwise import at_night
 from pydantic import ValidationError
 
 from gnnplan.planner.cluster import scaling as doubt
@@ -98,12 +99,11 @@ STRATEGIES = """
     gsplit gsplit(group='all',prefetch=1) p3 p3(pipelined=True)
 """
 OF_EDGES = " dnp snp"  # which statistics do not have
-NIGHTLY = pytest.mark.nightly
 
 
 @pytest.mark.parametrize(
     "name",
-    ["dgx_a100", "measured", *(pytest.param(n, marks=NIGHTLY) for n in ("p3_p100", "l4_box"))],
+    ["dgx_a100", "measured", *(at_night(n) for n in ("p3_p100", "l4_box"))],
 )
 def test_a_draw_is_a_cluster_of_these_constants(name):
     """Many clusters are priced at once; each alone gives the same epoch and parts of it. `gnnplan
@@ -142,8 +142,8 @@ TIMES = ("launch", "latency", "overlap_tax")  # more of these takes longer; all 
     ("name", "moved"),
     [
         ("dgx_a100", 10),
-        pytest.param("p3_p100", 8, marks=NIGHTLY),
-        pytest.param("l4_box", 6, marks=NIGHTLY),
+        at_night("p3_p100", 8),
+        at_night("l4_box", 6),
         ("measured", 9),
     ],
 )

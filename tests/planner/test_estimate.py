@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 from asked import uniform
 from examples import NIGHT
+from pairwise import at_night
 
 from gnnplan.planner.gnn.workload import Workload
 from gnnplan.planner.graph.graph import Graph
@@ -54,7 +55,7 @@ def layouts(
     "name",
     [
         "coauthor_physics",
-        *(pytest.param(name, marks=pytest.mark.nightly) for name in ("ogbn_arxiv", "flickr")),
+        *(at_night(name) for name in ("ogbn_arxiv", "flickr")),
     ],
 )
 def test_a_real_graphs_layout_from_its_halos(dataset, name):

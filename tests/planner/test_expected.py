@@ -7,7 +7,7 @@ from itertools import product
 import numpy as np
 import pytest
 import scipy.sparse as sp
-from pairwise import covered
+from pairwise import at_night, covered
 from scipy.special import pdtr
 from test_batchwise import UNEVEN, later_epoch_s
 
@@ -24,7 +24,7 @@ from gnnplan.planner.ownership.estimated import (
 from gnnplan.planner.ownership.minibatch import MiniBatch
 from gnnplan.planner.problem.inputs import read_cluster
 from gnnplan.planner.problem.problem import Problem
-from gnnplan.planner.strategies import P3, DataParallel, GSplit, Strategy
+from gnnplan.planner.strategies import P3, DataParallel, GSplit, Strategy, parse
 from gnnplan.planner.vocabulary.schedule import Copy
 from gnnplan.simulator.player import play
 from gnnplan.testing.laws import cluster, problem_of
@@ -41,12 +41,8 @@ def joined(vertices: int, a: np.ndarray, b: np.ndarray, both: bool = True) -> Gr
     stats = replace(
         GRAPH.stats, vertices=vertices, edges=edges.nnz, directed=not both, train_vertices=vertices
     )
-    return replace(
-        GRAPH,
-        stats=stats,
-        indptr=edges.indptr.astype(np.int64),
-        indices=edges.indices.astype(np.int32),
-    )
+    indptr, indices = edges.indptr.astype(np.int64), edges.indices.astype(np.int32)
+    return replace(GRAPH, stats=stats, indptr=indptr, indices=indices)
 
 
 def drawn_like(vertices: int, degree: int, spread: float, both: bool = True) -> Graph:
@@ -140,19 +136,17 @@ def test_duplicates_near_a_seed_are_the_same_share_of_small_and_of_large_batches
     ("name", "spread"),
     [
         *(("squirrel", 1.5), ("coauthor_physics", 1.0), ("tolokers", 1.5)),
-        pytest.param("flickr", 1.2, marks=pytest.mark.nightly),
-        pytest.param("ogbn_arxiv", 1.5, marks=pytest.mark.nightly),
+        at_night("flickr", 1.2),
+        at_night("ogbn_arxiv", 1.5),
     ],
 )
 def test_the_expected_frontier_is_that_of_a_real_graph(dataset, name, spread):
     """h_0's rows and edges: 12 % off on average with the graph's own spread, else a quarter."""
     graph = load(dataset(name))
     own, usual, n = [], [], graph.stats.vertices
-    for seeds, fanouts in (
-        (min(1024, n // 40), (15, 15, 15)),
-        (min(256, n // 160), (15, 15, 15)),
-        (min(1000, n // 40), (25, 10)),
-    ):
+    wide = (15, 15, 15)
+    asked = (min(1024, n // 40), wide), (min(256, n // 160), wide), (min(1000, n // 40), (25, 10))
+    for seeds, fanouts in asked:
         rows, edges = counted(graph, seeds, fanouts, 4)
         for errors, spreads in ((own, (spread, spread)), (usual, None)):
             told = expected_frontier(replace(graph.stats, batch_spread=spreads), seeds, fanouts)
@@ -347,24 +341,17 @@ def test_neighbours_asked_for(cached):
     assert found[1] == pytest.approx(found[0], abs=0.25 if cached == 0.5 else 0.0, rel=0.1)
 
 
-@pytest.mark.parametrize(
-    "strategy",
-    [
-        DataParallel(features="spread", structure="spread"),
-        DataParallel(cache=32_000, shared_cache=True, prefetch=1),
-        GSplit(),
-        P3(),
-        P3(over="rank"),
-        GSplit(splitter="random", group="all", cache=16_000, structure="spread"),
-        P3(structure="spread", copies=2),
-        P3(pipelined=True),
-        P3(pipelined=True, cache=16_000),
-    ],
-    ids=str,
-)
-def test_statistics_are_predicted_as_they_are_simulated(strategy):
+TEXTS = """
+data_parallel(features='spread',structure='spread') gsplit p3 p3(over='rank') p3(pipelined=True)
+data_parallel(cache=32000,shared_cache=True,prefetch=1) p3(pipelined=True,cache=16000)
+gsplit(splitter='random',group='all',cache=16000,structure='spread') p3(structure='spread',copies=2)
+"""
+
+
+@pytest.mark.parametrize("text", TEXTS.split())
+def test_statistics_are_predicted_as_they_are_simulated(text):
     problem = problems()[1]
-    strategy = strategy.settle(problem)
+    strategy = parse(text).settle(problem)
     strategy.check(problem)
     knobs = strategy.knobs()
     claim = strategy.claim if knobs.get("pipelined") or knobs["prefetch"] else UNEVEN
@@ -376,11 +363,12 @@ def test_statistics_are_predicted_as_they_are_simulated(strategy):
 
 def test_a_split_batch_moves_what_a_graphs_does():
     """GSplit with owners at random, P3 and data parallel: bytes of every operation, to 10 %."""
-    for strategy in (
+    apart = {"structure": "spread"}
+    random, spread = (
         GSplit(splitter="random", group="all"),
-        P3(structure="spread"),
-        DataParallel(features="spread", structure="spread"),
-    ):
+        DataParallel(features="spread", **apart),
+    )
+    for strategy in (random, P3(**apart), spread):
         real, told = (strategy.settle(problem).predict(problem).bytes for problem in problems())
         assert real.keys() == told.keys()
         for op, count in real.items():

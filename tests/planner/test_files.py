@@ -20,15 +20,8 @@ from gnnplan.planner.problem.inputs import (
     read_cluster,
     read_fitted,
 )
+from gnnplan.planner.vocabulary import files
 from gnnplan.planner.vocabulary.errors import SpecError
-from gnnplan.planner.vocabulary.files import (
-    cache_dir,
-    forget_unfinished,
-    quoted,
-    read_bytes,
-    read_yaml,
-    write_atomically,
-)
 
 CONVERGENCE = Path(__file__).resolve().parents[2] / "docs" / "reference" / "convergence.md"
 CLUSTER = """\
@@ -125,7 +118,7 @@ def test_what_is_no_file_is_not_replaced_by_one(tmp_path):
     link.symlink_to(file)
     reader = os.open(pipe, os.O_RDONLY | os.O_NONBLOCK)
     for path in (pipe, link):
-        write_atomically(path, "after")
+        files.write_atomically(path, "after")
     assert os.read(reader, 10) == b"after" and pipe.is_fifo()
     os.close(reader)
     assert link.is_symlink() and file.read_text() == "after"
@@ -148,7 +141,7 @@ def test_files_that_are_no_specification(tmp_path, content, words):
     with pytest.raises(SpecError, match=words):
         read_cluster(str(tmp_path / "no.yaml"))
     with pytest.raises(SpecError, match=r"cannot be read \(Is a directory"):
-        read_yaml(tmp_path)
+        files.read_yaml(tmp_path)
 
 
 # --- presets --------------------------------------------------------------------------------------
@@ -173,7 +166,7 @@ def test_servers_of_clouds_are_whole_and_say_where_numbers_come_from(name):
     cluster = read_cluster(name)
     assert cluster.name == name and cluster.servers == 1 and cluster.sampler == "host"
     assert sorted(gpu for nic in cluster.nics for gpu in nic) == list(range(cluster.ranks))
-    row = next(row for row in quoted("clouds.csv") if row["name"] == name)
+    row = next(row for row in files.quoted("clouds.csv") if row["name"] == name)
     assert cluster.price * cluster.ranks == pytest.approx(float(row["dollars_per_hour"]))
     whole = cluster.inter_node.bandwidth * len(cluster.nics)
     assert whole == pytest.approx(0.75 * float(row["gbit_per_s"]) * 1e9 / 8)
@@ -222,13 +215,13 @@ def test_local_is_as_measured_where_it_was_measured(own_cache, cluster_with):
 
 
 def test_the_cache_directory_follows_the_environment(monkeypatch, tmp_path):
-    assert cache_dir() == type(tmp_path)(os.environ["GNNPLAN_CACHE"])
+    assert files.cache_dir() == type(tmp_path)(os.environ["GNNPLAN_CACHE"])
     monkeypatch.delenv("GNNPLAN_CACHE")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    assert cache_dir() == tmp_path / "gnnplan"
+    assert files.cache_dir() == tmp_path / "gnnplan"
     monkeypatch.delenv("XDG_CACHE_HOME")
     monkeypatch.setenv("HOME", str(tmp_path))
-    assert cache_dir() == tmp_path / ".cache" / "gnnplan"
+    assert files.cache_dir() == tmp_path / ".cache" / "gnnplan"
 
 
 # --- workloads of papers --------------------------------------------------------------------------
@@ -240,7 +233,10 @@ def test_the_page_has_what_every_preset_of_a_workload_says():
     names = sorted(path.stem for path in WORKLOADS.glob("*.yaml"))
     assert sorted(re.findall(r"^\| `(\w+)` \|", page, re.MULTILINE)) == names
     for name in names:
-        workload, said = ask_workload(name).workload, read_yaml(WORKLOADS / f"{name}.yaml").data
+        workload, said = (
+            ask_workload(name).workload,
+            files.read_yaml(WORKLOADS / f"{name}.yaml").data,
+        )
         row = [workload.model, f"{workload.layers} x {workload.hidden}"]
         row.append("Adam" if "optimizer" in said else "-")
         numbers = (said.get(field) for field in ("lr", "dropout", "epochs"))
@@ -323,14 +319,9 @@ def test_a_rule_about_two_fields_names_the_option_that_was_given(tmp_path, flags
 
 
 def test_overrides_go_where_they_belong():
-    cluster, workload = apply_overrides(
-        read_cluster("pipegcn_2080ti"),
-        Workload(),
-        [
-            *("servers=16", "inter_node.bandwidth=25GB/s", "hidden=256", "fanout=3,2"),
-            *("device.gather.64=5GB/s", "collectives.all_reduce.inter_node.bandwidth=2GB/s"),
-        ],
-    )
+    given = ["servers=16", "inter_node.bandwidth=25GB/s", "hidden=256", "fanout=3,2"]
+    given += ["device.gather.64=5GB/s", "collectives.all_reduce.inter_node.bandwidth=2GB/s"]
+    cluster, workload = apply_overrides(read_cluster("pipegcn_2080ti"), Workload(), given)
     assert (cluster.servers, cluster.inter_node.bandwidth) == (16, 25e9)
     assert cluster.device.gather == {64: {1.0: 5e9}}
     assert cluster.collectives["all_reduce.inter_node"].bandwidth == 2e9
@@ -411,8 +402,8 @@ def test_a_faster_link_slows_nothing_down(op, rates, faster):
 
 def test_writing_replaces_and_leaves_nothing_else(tmp_path):
     path = tmp_path / "plan.json"
-    write_atomically(path, "old")
-    write_atomically(path, b"new")
+    files.write_atomically(path, "old")
+    files.write_atomically(path, b"new")
     assert path.read_bytes() == b"new" and os.listdir(tmp_path) == ["plan.json"]
     umask = os.umask(0)
     os.umask(umask)
@@ -421,22 +412,22 @@ def test_writing_replaces_and_leaves_nothing_else(tmp_path):
 
 def test_a_write_that_fails_leaves_the_old_file(tmp_path, monkeypatch):
     path = tmp_path / "plan.json"
-    write_atomically(path, "old")
+    files.write_atomically(path, "old")
 
     def full(_):
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(os, "fsync", full)
     with pytest.raises(SpecError, match=r"plan.json: cannot be written \(No space left"):
-        write_atomically(path, "new")
+        files.write_atomically(path, "new")
     assert path.read_text() == "old" and os.listdir(tmp_path) == ["plan.json"]
 
 
 def test_folders_are_made_only_when_asked_for(tmp_path):
     path = tmp_path / "a" / "b" / "x.txt"
     with pytest.raises(SpecError, match="does not exist; create it first"):
-        write_atomically(path, "x")
-    write_atomically(path, "x", parents=True)
+        files.write_atomically(path, "x")
+    files.write_atomically(path, "x", parents=True)
     assert path.read_text() == "x"
 
 
@@ -444,7 +435,7 @@ def test_a_small_file_takes_little_memory(tmp_path):
     """A rank out of memory could not read its plan of some kB: the buffer had the size allowed."""
     (tmp_path / "small").write_bytes(b"x" * 100)
     with allocations() as most:
-        assert len(read_bytes(tmp_path / "small", 64 << 20)) == 100
+        assert len(files.read_bytes(tmp_path / "small", 64 << 20)) == 100
         assert most() < 1 << 20
 
 
@@ -455,8 +446,8 @@ def test_what_killed_writers_left_is_removed(tmp_path, monkeypatch):
     monkeypatch.setattr(os, "replace", lambda *_: os.write(-1, b""))  # as if killed here
     monkeypatch.setattr(Path, "unlink", lambda *_: None)
     with pytest.raises(SpecError):
-        write_atomically(tmp_path / "trace.rank0.json", "{}")
+        files.write_atomically(tmp_path / "trace.rank0.json", "{}")
     monkeypatch.undo()
     assert len(set(tmp_path.iterdir()) - kept) == 1
-    forget_unfinished(tmp_path)
+    files.forget_unfinished(tmp_path)
     assert set(tmp_path.iterdir()) == kept

@@ -12,61 +12,18 @@ import struct
 import sys
 import zipfile
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import networkx as nx
 import numpy as np
 import pytest
 import scipy.io
 import scipy.sparse as sp
+import written as w
 from calls import allocations
-from written import (
-    ALL,
-    EDGES,
-    GRAPH,
-    MASKS,
-    ON_EDGES,
-    ON_VERTICES,
-    TYPE,
-    WIDTH,
-    YEAR,
-    N,
-    built,
-    commented,
-    csv,
-    csv_gz,
-    csv_with_names,
-    dgl_bin,
-    dgl_graph,
-    edge_index,
-    edge_index_npy,
-    edge_index_pt,
-    from_object,
-    graphbolt_csv,
-    graphbolt_numpy,
-    graphml,
-    graphsaint,
-    ids,
-    matrix,
-    matrix_market,
-    networkx_graph,
-    npz,
-    ogb_binary,
-    ogb_text,
-    old_pt,
-    own_folder,
-    parquet,
-    pyg_adjacency,
-    pyg_data,
-    pyg_processed,
-    pyg_pt,
-    quiet,
-    scipy_coo,
-    scipy_csr,
-    tensors,
-    tsv,
-    zipped,
-)
+from written import EDGES, GRAPH, MASKS, N, ids, quiet, saved, to
 
 from gnnplan.planner.graph import formats, npy
 from gnnplan.planner.graph.arrays import collect
@@ -76,24 +33,28 @@ from gnnplan.planner.graph.load import load, source_of
 from gnnplan.planner.graph.parts import Parts, small_arrays
 from gnnplan.planner.vocabulary.errors import SpecError
 
+Make = Callable[[Path], Path]
 starts = pytest.mark.processes
 AT_NIGHT = [starts, pytest.mark.nightly]
-COLUMNS = {"edge_type": TYPE[:, None], "node_year": YEAR[:, None]}  # as OGB has them
-VALUES = GRAPH | COLUMNS | ON_EDGES | ON_VERTICES
-WHOLE = {*ALL, *ON_EDGES, *ON_VERTICES}
-OF_OGB = {*ALL, "edge_attr", "edge_type", "node_year"}
-OF_NETWORKX = {*ALL, "edge_weight", "edge_type", "year"}
+COLUMNS = {"edge_type": w.TYPE[:, None], "node_year": w.YEAR[:, None]}  # as OGB has them
+VALUES = GRAPH | COLUMNS | w.ON_EDGES | w.ON_VERTICES
+WHOLE = {*w.ALL, *w.ON_EDGES, *w.ON_VERTICES}
+OF_OGB = {*w.ALL, "edge_attr", "edge_type", "node_year"}
+OF_NETWORKX = {*w.ALL, "edge_weight", "edge_type", "year"}
 # writer -> what its file holds beside the edges
 WRITERS = [
-    *((writer, WHOLE) for writer in (pyg_pt, pyg_processed, pyg_adjacency, npz, own_folder)),
-    *((writer, WHOLE) for writer in (graphbolt_csv, graphbolt_numpy)),
-    *((writer, OF_OGB) for writer in (ogb_text, ogb_binary)),
-    *((writer, ALL) for writer in (old_pt, graphsaint)),
-    (graphml, OF_NETWORKX - {"x"}),
-    *((writer, {"edge_weight", "edge_type"}) for writer in (csv_with_names, parquet)),
-    (commented, {"edge_type"}),
-    *((writer, {"edge_weight"}) for writer in (matrix_market, scipy_csr, scipy_coo)),
-    *((writer, set()) for writer in (csv, tsv, csv_gz, edge_index_pt, edge_index_npy)),
+    *(
+        (writer, WHOLE)
+        for writer in (w.pyg_pt, w.pyg_processed, w.pyg_adjacency, w.npz, w.own_folder)
+    ),
+    *((writer, WHOLE) for writer in (w.graphbolt_csv, w.graphbolt_numpy)),
+    *((writer, OF_OGB) for writer in (w.ogb_text, w.ogb_binary)),
+    *((writer, w.ALL) for writer in (w.old_pt, w.graphsaint)),
+    (w.graphml, OF_NETWORKX - {"x"}),
+    *((writer, {"edge_weight", "edge_type"}) for writer in (w.csv_with_names, w.parquet)),
+    (w.commented, {"edge_type"}),
+    *((writer, {"edge_weight"}) for writer in (w.matrix_market, w.scipy_csr, w.scipy_coo)),
+    *((writer, set()) for writer in (w.csv, w.tsv, w.csv_gz, w.edge_index_pt, w.edge_index_npy)),
 ]
 
 
@@ -127,8 +88,8 @@ def place(tmp_path):
 
 def must_have_fields(graph: Graph, held: set[str]) -> None:
     """Each edge of a directed graph has the rows that were given for it, and each vertex."""
-    assert graph.edge_fields.keys() == held & ON_EDGES.keys()
-    assert graph.vertex_fields.keys() == held & {*ON_VERTICES, "node_year"}
+    assert graph.edge_fields.keys() == held & w.ON_EDGES.keys()
+    assert graph.vertex_fields.keys() == held & {*w.ON_VERTICES, "node_year"}
     place = {(u, v): i for i, (u, v) in enumerate(EDGES.T.tolist())}
     readers = np.repeat(np.arange(N), graph.degree).tolist()
     places = [place[pair] for pair in zip(graph.indices.tolist(), readers, strict=True)]
@@ -148,8 +109,8 @@ def test_a_librarys_file_is_the_graph_that_was_written(tmp_path, place, write, h
     assert (vertices, edges) == (N, 90)
     arrays = arrays_of(parts_of(path))
     assert np.array_equal(in_order(arrays), in_order(GRAPH))
-    assert arrays.keys() & ALL == held & ALL
-    for name in held & ALL:
+    assert arrays.keys() & w.ALL == held & w.ALL
+    for name in held & w.ALL:
         assert np.array_equal(arrays[name], GRAPH[name]), name
         assert arrays[name].dtype.kind == GRAPH[name].dtype.kind
     assert sorted(os.listdir(tmp_path)) == ["mapped", "written"]  # no temporary folder is left
@@ -165,8 +126,8 @@ def test_a_librarys_file_is_the_graph_that_was_written(tmp_path, place, write, h
 @starts
 def test_dgls_file_is_loaded_and_converted(tmp_path, place):
     """It is read by a process of its own, which takes seconds: once is enough for both."""
-    parts = parts_of(str(dgl_bin(place)))
-    graph = built(parts, directed=True)
+    parts = parts_of(str(w.dgl_bin(place)))
+    graph = w.built(parts, directed=True)
     assert graph.stats.hash == load(reference(tmp_path, WHOLE), directed=True).stats.hash
     formats.write(parts, tmp_path / "mapped")
     mapped = load(str(tmp_path / "mapped"), directed=True)
@@ -179,7 +140,7 @@ def test_dgls_file_is_loaded_and_converted(tmp_path, place):
 @pytest.mark.nightly  # its process takes seconds to start; other formats: test_graph.py
 def test_dgls_labels_may_be_whole_numbers_to_predict(tmp_path):
     """They were refused as classes with gaps, before anybody was asked what they are."""
-    graph = dgl_graph()
+    graph = w.dgl_graph()
     graph.ndata["label"] = graph.ndata["label"] * 10 + 1990
     quiet("dgl").save_graphs(str(tmp_path / "graph.bin"), [graph])
     assert load(source_of(str(tmp_path / "graph.bin"), task="regression")).stats.numbers
@@ -188,7 +149,7 @@ def test_dgls_labels_may_be_whole_numbers_to_predict(tmp_path):
 def test_every_reader_has_a_file(tmp_path):
     """Who adds a reader adds a writer; those of partitions are tested with them."""
     read = {formats.PICKLE.name}  # is loaded for who trusts it, by `convert`
-    writers = [*(writer for writer, _ in WRITERS), dgl_bin]
+    writers = [*(writer for writer, _ in WRITERS), w.dgl_bin]
     for number, write in enumerate(writers):
         (tmp_path / str(number)).mkdir()
         read.add(formats.recognise(str(write(tmp_path / str(number)))).name)
@@ -196,16 +157,16 @@ def test_every_reader_has_a_file(tmp_path):
 
 
 OBJECTS = [
-    *((dgl_graph, WHOLE), (pyg_data, WHOLE), (networkx_graph, OF_NETWORKX)),
-    *((matrix, {"edge_weight"}), (lambda: matrix().tocsc(), {"edge_weight"})),
-    *((edge_index, set()), (lambda: EDGES, set())),
+    *((w.dgl_graph, WHOLE), (w.pyg_data, WHOLE), (w.networkx_graph, OF_NETWORKX)),
+    *((w.matrix, {"edge_weight"}), (lambda: w.matrix().tocsc(), {"edge_weight"})),
+    *((w.edge_index, set()), (lambda: EDGES, set())),
 ]
 
 
 @pytest.mark.parametrize("make, held", OBJECTS)
 def test_an_object_is_the_graph_of_its_file(tmp_path, make, held):
     expected = load(reference(tmp_path, held), directed=True).stats
-    graph = from_object(make(), directed=True)
+    graph = w.from_object(make(), directed=True)
     assert graph.stats.hash == expected.hash
     must_have_fields(graph, held)
     convert(make(), tmp_path / "mapped")
@@ -215,11 +176,11 @@ def test_an_object_is_the_graph_of_its_file(tmp_path, make, held):
 def test_no_object_of_ours_is_an_error():
     for wrong in ({"edges": []}, "text", [[0, 1], [1, 0]]):
         with pytest.raises(SpecError, match=r"a graph is a DGLGraph, a PyG Data"):
-            from_object(wrong)
+            w.from_object(wrong)
     with pytest.raises(SpecError, match=r"save edge_index\.T"):
-        from_object(EDGES.T)
+        w.from_object(EDGES.T)
     with pytest.raises(SpecError, match=r"square"):
-        from_object(sp.eye(3, 4))
+        w.from_object(sp.eye(3, 4))
 
 
 def test_undirected_sources_have_their_edges_both_ways(tmp_path):
@@ -278,8 +239,8 @@ def test_a_graph_of_several_kinds_is_told_what_to_become(tmp_path):
     torch, path = quiet("torch"), str(tmp_path / "data.pt")
     data = importlib.import_module("torch_geometric.data").HeteroData()
     data["a"].x = torch.ones(3, 2)
-    for saved in (data, data.to_dict()):
-        torch.save(saved, path)
+    for held in (data, data.to_dict()):
+        torch.save(held, path)
         with pytest.raises(SpecError, match=r"to_homogeneous\(\)"):
             formats.libraries.read_pt(path)
 
@@ -294,7 +255,7 @@ def test_numbers_in_quotes_are_numbers(tmp_path):
 
 def test_text_is_read_in_blocks(tmp_path, monkeypatch):
     monkeypatch.setattr(tables, "BLOCK", 64)
-    for write in (csv, csv_with_names, tsv, csv_gz):
+    for write in (w.csv, w.csv_with_names, w.tsv, w.csv_gz):
         arrays = arrays_of(parts_of(str(write(tmp_path))))
         assert np.array_equal(arrays["src"], GRAPH["src"])
         assert np.array_equal(arrays["dst"], GRAPH["dst"])
@@ -313,7 +274,7 @@ def lists(folder: Path, ending: str) -> Path:
         if ending == "npy":
             np.save(split / f"{part}.npy", ids(mask))
         else:
-            zipped(split / f"{part}.csv.gz", ids(mask)[:, None])
+            w.zipped(split / f"{part}.csv.gz", ids(mask)[:, None])
     return split
 
 
@@ -325,14 +286,14 @@ def extras_npy(folder: Path) -> tuple[Path, Path, Path]:
 
 
 def extras_text(folder: Path) -> tuple[Path, Path, Path]:
-    names = ",".join(f"f{i}" for i in range(WIDTH))
+    names = ",".join(f"f{i}" for i in range(w.WIDTH))
     np.savetxt(folder / "x.csv", GRAPH["x"], "%.17g", ",", header=names, comments="")
     np.savetxt(folder / "y.txt", GRAPH["y"], "%d")
     return folder / "x.csv", folder / "y.txt", lists(folder, "csv.gz")
 
 
 def extras_torch(folder: Path) -> tuple[Path, Path, Path]:
-    torch, data = quiet("torch"), tensors("x", "y")
+    torch, data = quiet("torch"), w.tensors("x", "y")
     parts = zip(("train", "valid", "test"), map(ids, MASKS), strict=True)
     data["split"] = {part: torch.from_numpy(chosen) for part, chosen in parts}
     paths = [folder / f"{name}.pt" for name in data]
@@ -361,8 +322,8 @@ def test_files_add_what_an_edge_list_lacks(tmp_path, make):
     odd = tmp_path / "a & b=c %41 ü"  # as names of files may be
     odd.mkdir()
     features, labels, split = map(str, make(odd))
-    path = str(csv(tmp_path))
-    expected = load(reference(tmp_path, ALL)).stats
+    path = str(w.csv(tmp_path))
+    expected = load(reference(tmp_path, w.ALL)).stats
     graph = load(source_of(path, features, labels, split))
     assert graph.stats.hash == expected.hash
     convert(path, tmp_path / "mapped", Extras(features, labels, split))
@@ -372,7 +333,7 @@ def test_files_add_what_an_edge_list_lacks(tmp_path, make):
 def test_sparse_features_are_added_and_converted(tmp_path):
     x = sp.random(N, 200, 0.02, "csr", np.float32, 1)
     sp.save_npz(tmp_path / "x.npz", x)
-    path = str(csv(tmp_path))
+    path = str(w.csv(tmp_path))
     graph = load(source_of(path, str(tmp_path / "x.npz")))
     assert sp.issparse(graph.x) and np.array_equal(graph.features(), x.toarray())
     convert(path, tmp_path / "mapped", Extras(str(tmp_path / "x.npz")))
@@ -380,17 +341,19 @@ def test_sparse_features_are_added_and_converted(tmp_path):
 
 
 def test_a_width_makes_stand_in_features_and_a_task_of_none_stand_in_labels(tmp_path):
-    source = source_of(str(csv(tmp_path)), "7", task="none")
+    source = source_of(str(w.csv(tmp_path)), "7", task="none")
     graph = load(source)
     assert graph.features().shape == (N, 7)
     assert (graph.y >= 0).all() and graph.stats.classes == 16 and graph.train.any()
     assert any(note.startswith("STAND-IN LABELS") for note in graph.stats.notes)
     assert load(source).stats.hash == graph.stats.hash
-    assert load(str(csv(tmp_path))).stats.classes == 0  # nothing is made up that was not asked for
+    assert (
+        load(str(w.csv(tmp_path))).stats.classes == 0
+    )  # nothing is made up that was not asked for
     with pytest.raises(SpecError, match=r"the graph has its own \(3 classes\); drop --task none"):
-        load(source_of(reference(tmp_path, ALL), task="none"))
+        load(source_of(reference(tmp_path, w.ALL), task="none"))
     with pytest.raises(SpecError, match=r"task must be none"):
-        load(source_of(str(csv(tmp_path)), task="links"))
+        load(source_of(str(w.csv(tmp_path)), task="links"))
 
 
 BAD_EXTRAS = {
@@ -422,7 +385,7 @@ def test_bad_files_beside_an_edge_list_are_named(tmp_path, word, write, words):
         given.setdefault("features", str(tmp_path / "good.npy"))
     if words == "same number of vertices":
         given["labels"] = str(tmp_path / "y.npy")
-    path = str(csv(tmp_path))
+    path = str(w.csv(tmp_path))
     with pytest.raises(SpecError, match=words):
         load(source_of(path, **given))
     with pytest.raises(SpecError, match=words):
@@ -432,7 +395,7 @@ def test_bad_files_beside_an_edge_list_are_named(tmp_path, word, write, words):
 
 def test_the_split_of_ogbs_saver_is_read(tmp_path):
     """A dictionary of tensors; of arrays it would need code of the file."""
-    root = ogb_binary(tmp_path)
+    root = w.ogb_binary(tmp_path)
     expected = load(str(root)).stats.hash
     for file in (root / "split" / "time").iterdir():
         file.unlink()
@@ -451,9 +414,9 @@ def test_the_split_of_ogbs_saver_is_read(tmp_path):
 
 def test_one_of_several_splits_of_ogb_is_named_by_the_user(tmp_path):
     """It was asked for, and --split refused beside it."""
-    root = ogb_text(tmp_path)
+    root = w.ogb_text(tmp_path)
     other = Path(shutil.copytree(root / "split" / "time", root / "split" / "random"))
-    zipped(other / "train.csv.gz", ids("train_mask")[:1, None])
+    w.zipped(other / "train.csv.gz", ids("train_mask")[:1, None])
     with pytest.raises(SpecError, match=f"2 splits, random, time; name one, as --split {other}"):
         load(str(root))
     assert load(source_of(str(root), split=str(other))).stats.train_vertices == 1
@@ -462,52 +425,36 @@ def test_one_of_several_splits_of_ogb_is_named_by_the_user(tmp_path):
 def test_what_a_graph_has_is_not_replaced(tmp_path):
     features, *_ = extras_npy(tmp_path)
     with pytest.raises(SpecError, match=r"has its own features, so --features .* leave it out"):
-        load(source_of(reference(tmp_path, ALL), str(features)))
+        load(source_of(reference(tmp_path, w.ALL), str(features)))
 
 
 # -- bad input -------------------------------------------------------------------------------------
 
 
-def put(content: bytes | str, name: str = "bad") -> Callable[[Path], Path]:
-    def write(folder: Path) -> Path:
-        (folder / name).write_bytes(content if isinstance(content, bytes) else content.encode())
-        return folder / name
-
-    return write
+def put(content: bytes | str, name: str = "bad") -> Make:
+    raw = content if isinstance(content, bytes) else content.encode()
+    return to(name, lambda path: path.write_bytes(raw))
 
 
-def cut(write: Callable[[Path], Path], share: float = 0.6) -> Callable[[Path], Path]:
+def then(write: Make, change: Callable[[Path], object], file: str = "") -> Make:
+    """What `write` writes, with one file changed ('': all of it)."""
+
+    def made(folder: Path) -> Path:
+        path = write(folder)
+        change(path / file)
+        return path
+
+    return made
+
+
+def cut(write: Make) -> Make:
     """The file that `write` writes, without its end."""
-
-    def shorten(folder: Path) -> Path:
-        path = write(folder)
-        raw = path.read_bytes()
-        path.write_bytes(raw[: int(share * len(raw))])
-        return path
-
-    return shorten
+    return then(write, lambda path: os.truncate(path, int(0.6 * path.stat().st_size)))
 
 
-def changed(write: Callable[[Path], Path], file: str, content: object) -> Callable[[Path], Path]:
-    """The folder that `write` writes, with one file replaced, or removed (None)."""
-
-    def change(folder: Path) -> Path:
-        path = write(folder)
-        if content is None:
-            (path / file).unlink()
-        elif isinstance(content, np.ndarray):
-            if file.endswith(".gz"):
-                zipped(path / file, content)
-            else:
-                np.save(path / file, content)
-        elif isinstance(content, tuple):
-            old, new = content
-            (path / file).write_text((path / file).read_text().replace(old, new))
-        else:
-            (path / file).write_text(str(content))
-        return path
-
-    return change
+def instead(make: Callable[[Path], object]) -> Callable[[Path], object]:
+    """A change: this in the file's place."""
+    return lambda path: (path.unlink(), make(path))
 
 
 def claiming(shape: tuple[int, ...], dtype: str = "<i8") -> bytes:
@@ -518,41 +465,22 @@ def claiming(shape: tuple[int, ...], dtype: str = "<i8") -> bytes:
     return body.getvalue() + bytes(64)
 
 
-def lying_sparse(folder: Path) -> Path:
-    sp.save_npz(folder / "good.npz", matrix().tocsr())
-    members = unpacked(folder / "good.npz") | {"data.npy": claiming((2**50,), "<f8")}
-    return packed(folder / "lie.npz", members)
+def holding(**members: bytes) -> Callable[[Path], object]:
+    """A change: other files in an archive, compressed."""
+
+    def change(path: Path) -> None:
+        with zipfile.ZipFile(path) as archive:
+            held = {name: archive.read(name) for name in archive.namelist()}
+        with zipfile.ZipFile(path, "w", zipfile.ZIP_DEFLATED) as archive:
+            for name, raw in (held | {f"{name}.npy": raw for name, raw in members.items()}).items():
+                archive.writestr(name, raw)
+
+    return change
 
 
-def broken_pointers(folder: Path) -> Path:
-    """scipy believes pointers, and would write outside of its memory."""
-    np.savez(
-        folder / "bad.npz",
-        format=b"csr",
-        shape=np.array([N, N]),
-        data=np.ones(4),
-        indices=np.zeros(4, np.int32),
-        indptr=np.array([0, 2**30, *[4] * (N - 1)], np.int32),
-    )
-    return folder / "bad.npz"
-
-
-def expanded_tensor(folder: Path) -> Path:
-    """A file of one kilobyte whose tensor claims a petabyte."""
-    torch = quiet("torch")
-    torch.save(torch.zeros(1, dtype=torch.int64).expand(2, 2**46), folder / "wide.pt")
-    return folder / "wide.pt"
-
-
-def texts(folder: Path) -> Path:
-    """convert ended in a traceback."""
-    np.savez(folder / "bad.npz", src=[0], dst=[1], y=["a", "b"])
-    return folder / "bad.npz"
-
-
-def hostile_pt(folder: Path) -> Path:
-    quiet("torch").save(Hostile(), folder / "hostile.pt")
-    return folder / "hostile.pt"
+def sparse_of(**members: object) -> Make:
+    given = {"format": b"coo", "shape": [9, 9], "row": [0, 1], "col": [1, 2], "data": [1, 1]}
+    return to("bad.npz", lambda path: np.savez(path, **(given | members)))
 
 
 class Hostile:
@@ -562,125 +490,87 @@ class Hostile:
         return exec, ("open('/tmp/gnnplan-hostile', 'w')",)
 
 
-def instead(
-    write: Callable[[Path], Path], file: str, make: Callable[[Path], object]
-) -> Callable[[Path], Path]:
-    """What `write` writes, with `make` in the place of one file ('': of all)."""
-
-    def replace(folder: Path) -> Path:
-        path = write(folder)
-        (path / file).unlink()
-        make(path / file)
-        return path
-
-    return replace
+def tensor(held: Callable[[Any], object]) -> Make:
+    """A file of torch's with this."""
+    return to("bad.pt", saved(lambda: held(quiet("torch"))))
 
 
-def sparse_of(**members: object) -> Callable[[Path], Path]:
-    def write(folder: Path) -> Path:
-        given = {"format": b"coo", "shape": [9, 9], "row": [0, 1], "col": [1, 2], "data": [1, 1]}
-        np.savez(folder / "bad.npz", **(given | members))
-        return folder / "bad.npz"
-
-    return write
-
-
-def longer(write: Callable[[Path], Path], file: str, size: int) -> Callable[[Path], Path]:
-    """The file with a hole behind it, which takes no place on the disk."""
-
-    def lengthen(folder: Path) -> Path:
-        path = write(folder)
-        os.truncate(path / file, size)
-        return path
-
-    return lengthen
-
-
-def repeated_row(folder: Path) -> Path:
-    """A few bytes whose tensor claims gigabytes: not too many for memory."""
-    torch = quiet("torch")
-    wide = torch.zeros(1).expand(N, 2**24)
-    torch.save({"edge_index": edge_index(), "x": wide}, folder / "wide.pt")
-    return folder / "wide.pt"
-
-
-def two_dgl_graphs(folder: Path) -> Path:
-    quiet("dgl").save_graphs(str(folder / "two.bin"), [dgl_graph(), dgl_graph()])
-    return folder / "two.bin"
-
-
-def lying_dgl(folder: Path) -> Path:
+def lie(path: Path) -> None:
     """The number of graphs is 2**60: DGL's C++ throws what nobody catches, and its process ends."""
-    raw = bytearray(dgl_bin(folder).read_bytes())
+    raw = bytearray(path.read_bytes())
     raw[24:32] = struct.pack("<Q", 2**60)
-    (folder / "lie.bin").write_bytes(raw)
-    return folder / "lie.bin"
-
-
-def several_graphs(folder: Path) -> Path:
-    torch = quiet("torch")
-    slices = {"x": torch.tensor([0, 4, 9])}
-    torch.save(({"edge_index": edge_index()}, slices), folder / "several.pt")
-    return folder / "several.pt"
-
-
-def tuple_of_tensors(folder: Path) -> Path:
-    torch = quiet("torch")
-    torch.save((edge_index(), torch.ones(9, 4), torch.ones(9)), folder / "tuple.pt")
-    return folder / "tuple.pt"
+    path.write_bytes(raw)
 
 
 MORE = "".join(f'<!ENTITY {b} "{f"&{a};" * 16}">' for a, b in ("ab", "bc", "cd", "de", "ef", "fg"))
 BOMB = f'<!DOCTYPE x [<!ENTITY a "ten bytes.">{MORE}]><graphml>&g;</graphml>'  # 168 MB
 
 
-def ogb(name: str, content: object) -> Callable[[Path], Path]:
-    array = None if content is None else np.array(content)
-    return changed(ogb_text, f"raw/{name}.csv.gz", array)
+def ogb(name: str, content: object) -> Make:
+    path, array = f"raw/{name}.csv.gz", np.array(content)
+    return then(w.ogb_text, Path.unlink if content is None else lambda p: w.zipped(p, array), path)
 
 
-def metadata(old: str, new: str) -> Callable[[Path], Path]:
-    return changed(graphbolt_csv, "metadata.yaml", (old, new))
+def graphbolt(file: str, content: np.ndarray) -> Make:
+    return then(w.graphbolt_csv, lambda path: np.save(path, content), file)
 
 
-def mtx(text: str, kind: str = "coordinate") -> Callable[[Path], Path]:
+def metadata(old: str, new: str) -> Make:
+    def change(path: Path) -> None:
+        path.write_text(path.read_text().replace(old, new))
+
+    return then(w.graphbolt_csv, change, "metadata.yaml")
+
+
+def mtx(text: str, kind: str = "coordinate") -> Make:
     return put(f"%%MatrixMarket matrix {kind} real general\n{text}")
 
 
+X = "raw/node-feat.csv.gz"
+POINTERS = {"indices": np.zeros(4, np.int32)}
+POINTERS |= {"indptr": np.array([0, 2**30, *[4] * (N - 1)], np.int32)}
+pipe, empty = instead(os.mkfifo), instead(Path.touch)
+saint, ogb_file = partial(then, w.graphsaint), partial(then, w.ogb_text)
 BAD = {
-    "ogb: a pipe": (instead(ogb_text, "raw/node-feat.csv.gz", os.mkfifo), "node-feat.*Is a pipe"),
+    "ogb: a pipe": (ogb_file(pipe, X), "node-feat.*Is a pipe"),
     "ogb: empty features": (
-        instead(ogb_text, "raw/node-feat.csv.gz", Path.touch),
+        ogb_file(empty, X),
         "ogbn_small: x: holds no rows of features; give a row for each vertex",
     ),
     "ogb: an empty part": (
-        instead(ogb_text, "split/time/valid.csv.gz", Path.touch),
-        "time: val: holds no vertex; repeat the download",
+        ogb_file(empty, "split/time/valid.csv.gz"),
+        "time: val: holds no vertex",
     ),
     "ogb: too many vertices": (
         ogb("num-node-list", [[2**31 - 1]]),
         "same number of vertices, are for (30, )+2,147,483,647; give each a row",
     ),
     "graphbolt: a link to itself": (
-        instead(graphbolt_csv, "edges.csv", lambda path: path.symlink_to(path)),
+        then(w.graphbolt_csv, instead(lambda path: path.symlink_to(path)), "edges.csv"),
         "Symlink loop|Too many levels",
     ),
-    "graphsaint: a pipe": (instead(graphsaint, "adj_full.npz", os.mkfifo), "adj_full.*Is a pipe"),
-    "graphsaint: piped roles": (instead(graphsaint, "role.json", os.mkfifo), "role.*Is a pipe"),
+    "graphsaint: a pipe": (saint(pipe, "adj_full.npz"), "adj_full.*Is a pipe"),
+    "graphsaint: piped roles": (saint(pipe, "role.json"), "role.*Is a pipe"),
     "graphsaint: a large list": (
-        longer(graphsaint, "class_map.json", 10**10),
+        saint(lambda path: os.truncate(path, 10**10), "class_map.json"),
         r"class_map\.json: larger than 1\.07 GB",
     ),
-    "graphml: large": (longer(graphml, "", 10**12), "NetworkX's objects of it would take"),
+    "graphml: large": (
+        then(w.graphml, lambda path: os.truncate(path, 10**12)),
+        "NetworkX's objects of it would take",
+    ),
     "npz: fractions": (sparse_of(row=[0.5, 1.0]), "row: must hold integers, has dtype float64"),
     "npz: negative": (sparse_of(row=[0, -1]), "cannot be read as a sparse matrix"),
     "npz: diagonals": (
         sparse_of(format=b"dia", shape=[2**31 - 1] * 2, data=[[1.0]], offsets=[0]),
         "holds diagonals; save it with save_npz",
     ),
-    "pt: one row many times": (repeated_row, r"x: shape .* needs 2,013,265,920 B but only 4 B"),
+    "pt: one row many times": (  # a few bytes whose tensor claims gigabytes, not too many for memory
+        tensor(lambda torch: {"edge_index": w.edge_index(), "x": torch.zeros(1).expand(N, 2**24)}),
+        r"x: shape .* needs 2,013,265,920 B but only 4 B",
+    ),
     "ogb: a split of nothing": (
-        changed(ogb_text, "split/time/train.csv.gz", None),
+        ogb_file(Path.unlink, "split/time/train.csv.gz"),
         "one split is needed, a folder with train.csv.gz or split_dict.pt, found none",
     ),
     "absent": (lambda d: d / "none.csv", r"a graph is a \.npz file"),
@@ -705,28 +595,40 @@ BAD = {
     "csv: beyond 64 bits": (put(f"0,1\n0,{10**30}\n"), r"bad:2: "),
     "csv: vertices for petabytes": (put("0,2147483640\n"), "would take"),
     "csv: not UTF-8": (put(b"0,1\n\xff\xfe,2\n"), "of no format|cannot be read"),
-    "gz: cut off": (cut(csv_gz), r"edges\.csv\.gz: cannot be read"),
-    "mtx: cut off": (cut(matrix_market), r"graph\.mtx:?.*(header says 90 entries|must be)"),
+    "gz: cut off": (cut(w.csv_gz), r"edges\.csv\.gz: cannot be read"),
+    "mtx: cut off": (cut(w.matrix_market), r"graph\.mtx:?.*(header says 90 entries|must be)"),
     "mtx: not square": (mtx("2 3 1\n1 1 1\n"), "square, this one is 2 x 3"),
     "mtx: dense": (mtx("1 1\n1\n", "array"), "in coordinates, this one is array"),
     "mtx: petabytes": (mtx(f"9 9 {10**15}\n1 1 1\n"), "header says 1,000,000,000,000,000"),
     "mtx: ids from 0": (mtx("2 2 1\n0 1 1\n"), "ids of MatrixMarket count from 1, found 0; add 1"),
     "konect: ids from 0": (put("% sym\n1 0\n"), "ids of KONECT count from 1, found 0; add 1"),
-    "parquet: cut off": (cut(parquet), "cannot be read as Parquet"),
-    "npz: labels of text": (texts, "y: must hold .*, has dtype <U1"),
-    "npz: petabytes": (lying_sparse, "would take"),
-    "npz: pointers": (broken_pointers, "cannot be read as a sparse matrix"),
+    "parquet: cut off": (cut(w.parquet), "cannot be read as Parquet"),
+    "npz: labels of text": (  # convert ended in a traceback
+        to("bad.npz", lambda path: np.savez(path, src=[0], dst=[1], y=["a", "b"])),
+        "y: must hold .*, has dtype <U1",
+    ),
+    "npz: petabytes": (then(w.scipy_csr, holding(data=claiming((2**50,), "<f8"))), "would take"),
+    "npz: pointers": (  # scipy believes them, and would write outside of its memory
+        sparse_of(format=b"csr", shape=[N, N], data=np.ones(4), **POINTERS),
+        "cannot be read as a sparse matrix",
+    ),
     "npy: petabytes": (put(claiming((2, 2**50))), "needs .* B but only 64 B are stored"),
     "npy: three columns": (put(claiming((2, 2, 2))), r"shape \[2, edges\], has \[2, 2, 2\]"),
     "npy: pickled": (put(claiming((2, 4), "|O")), "pickled Python objects, which are never loaded"),
-    "pt: code": (hostile_pt, "only code of the file can make"),
-    "pt: cut off": (cut(edge_index_pt), "cannot be read"),
-    "pt: petabytes": (expanded_tensor, "would take"),
-    "pt: several": (several_graphs, "holds several graphs"),
-    "pt: a tuple": (tuple_of_tensors, "holds a tuple of Tensor, Tensor, Tensor; save a dictionary"),
+    "pt: code": (tensor(lambda torch: Hostile()), "only code of the file can make"),
+    "pt: cut off": (cut(w.edge_index_pt), "cannot be read"),
+    "pt: petabytes": (tensor(lambda torch: torch.zeros(1).long().expand(2, 2**46)), "would take"),
+    "pt: several": (
+        tensor(lambda torch: ({"edge_index": w.edge_index()}, {"x": torch.tensor([0, 4, 9])})),
+        "holds several graphs",
+    ),
+    "pt: a tuple": (
+        tensor(lambda torch: (w.edge_index(), torch.ones(9, 4), torch.ones(9))),
+        "holds a tuple of Tensor, Tensor, Tensor; save a dictionary",
+    ),
     "pickle": (put(pickle.dumps(Hostile())), r"is a pickle.*--trust"),
     "graphml: entities": (put(BOMB), r"cannot be read as GraphML \(ParseError: limit on input"),
-    "graphml: cut off": (cut(graphml), "cannot be read"),
+    "graphml: cut off": (cut(w.graphml), "cannot be read"),
     "ogb: an edge is gone": (ogb("num-edge-list", [[91]]), "says 91 edges, but 90 are there"),
     "ogb: two graphs": (ogb("num-node-list", [[N], [N]]), "one graph, this folder 2"),
     "ogb: features short": (ogb("node-feat", np.ones((N - 1, 2))), "same number of vertices"),
@@ -744,29 +646,26 @@ BAD = {
         metadata("num: 30", "num: many"),
         r"metadata\.yaml:\d+: graph\.nodes\.0\.num: must be a whole number, is text",
     ),
-    "graphbolt: petabytes": (
-        metadata("num: 30", f"num: {10**15}"),
-        "whole number of 0 to 2,147,483",
-    ),
+    "graphbolt: petabytes": (metadata("num: 30", f"num: {10**15}"), "number of 0 to 2,147,483"),
     "graphbolt: fewer labels": (
-        changed(graphbolt_csv, "train_set_labels.npy", np.zeros(3, np.int64)),
+        graphbolt("train_set_labels.npy", np.zeros(3, np.int64)),
         r"must be as many as seeds \(10\), are 3",
     ),
-    "graphbolt: links": (
-        changed(graphbolt_csv, "train_set_seeds.npy", np.zeros((10, 2), np.int64)),
-        "a list of vertex ids",
-    ),
-    "graphbolt: a file gone": (changed(graphbolt_csv, "feat.npy", None), "feat.*cannot be read"),
+    "graphbolt: links": (graphbolt("train_set_seeds.npy", np.zeros((10, 2), int)), "of vertex ids"),
+    "graphbolt: no rows": (then(w.graphbolt_csv, Path.unlink, "feat.npy"), "feat.*cannot be read"),
     "graphsaint: classes of strangers": (
-        changed(graphsaint, "class_map.json", json.dumps({"77": 1})),
+        saint(lambda path: path.write_text('{"77": 1}'), "class_map.json"),
         r"class_map\[0\]: vertex ids must lie in",
     ),
-    "graphsaint: no roles": (changed(graphsaint, "role.json", "[]"), "this is list; write"),
+    "graphsaint: no roles": (saint(lambda p: p.write_text("[]"), "role.json"), "is list; write"),
 }
 DGL = {  # its process takes seconds to start
-    "dgl: cut off": (cut(dgl_bin), "cannot be read as a DGL graph|cannot be read as DGL's"),
-    "dgl: two graphs": (two_dgl_graphs, "holds 2 graphs, one is needed"),
-    "dgl: petabytes": (lying_dgl, r"DGL ended with|cannot be read as a DGL graph"),
+    "dgl: cut off": (cut(w.dgl_bin), "cannot be read as a DGL graph|cannot be read as DGL's"),
+    "dgl: two graphs": (
+        to("two.bin", lambda path: quiet("dgl").save_graphs(str(path), [w.dgl_graph()] * 2)),
+        "holds 2 graphs, one is needed",
+    ),
+    "dgl: petabytes": (then(w.dgl_bin, lie), r"DGL ended with|cannot be read as a DGL graph"),
 }
 
 
@@ -790,52 +689,23 @@ def test_bad_input_is_named_and_leaves_nothing(tmp_path, place, write, words):
     assert sorted(place.rglob("*")) == before and not os.path.exists("/tmp/gnnplan-hostile")
 
 
-def packed(path: Path, members: dict[str, bytes]) -> Path:
-    with zipfile.ZipFile(path, "w", zipfile.ZIP_DEFLATED) as archive:
-        for name, raw in members.items():
-            archive.writestr(name, raw)
-    return path
-
-
-def unpacked(path: Path) -> dict[str, bytes]:
-    with zipfile.ZipFile(path) as archive:
-        return {name: archive.read(name) for name in archive.namelist()}
-
-
-def packed_npz(folder: Path) -> Path:
-    return packed(folder / "g.npz", {"src.npy": zeros(), "dst.npy": zeros()})
-
-
-def packed_sparse(folder: Path) -> Path:
-    path = scipy_coo(folder)
-    return packed(path, unpacked(path) | {"row.npy": zeros()})
-
-
-def packed_ogb(folder: Path) -> Path:
-    root = ogb_binary(folder)
-    data = root / "raw" / "data.npz"
-    packed(data, unpacked(data) | {"node_feat.npy": zeros((N, 2**16))})
-    return root
-
-
-def packed_pt(folder: Path) -> Path:
-    """torch does not compress, and unpacks what others did."""
-    quiet("torch").save(quiet("torch").zeros((2, 2**20), dtype=int), folder / "plain.pt")
-    return packed(folder / "g.pt", unpacked(folder / "plain.pt"))
-
-
-def packed_text(folder: Path) -> Path:
-    (folder / "edges.csv.gz").write_bytes(gzip.compress(b"0,1\n" * 2**20))
-    return folder / "edges.csv.gz"
-
-
-def zeros(shape: tuple[int, ...] = (2**19,)) -> bytes:
+def zeros(*shape: int) -> bytes:
     body = io.BytesIO()
     np.save(body, np.zeros(shape, np.int64))
     return body.getvalue()
 
 
-@pytest.mark.parametrize("write", [packed_npz, packed_sparse, packed_ogb, packed_pt, packed_text])
+PACKED = {
+    "npz": then(w.npz, holding(src=zeros(2**19), dst=zeros(2**19))),
+    "sparse": then(w.scipy_coo, holding(row=zeros(2**19))),
+    "ogb": then(w.ogb_binary, holding(node_feat=zeros(N, 2**16)), "raw/data.npz"),
+    # torch does not compress, and unpacks what others did
+    "pt": then(tensor(lambda torch: torch.zeros((2, 2**20), dtype=int)), holding()),
+    "text": put(gzip.compress(b"0,1\n" * 2**20), "edges.csv.gz"),
+}
+
+
+@pytest.mark.parametrize("write", PACKED.values(), ids=PACKED)
 def test_what_was_packed_to_fill_memory_is_not_unpacked(tmp_path, monkeypatch, write):
     path = write(tmp_path)
     monkeypatch.setattr(npy, "MOST_SWOLLEN", 1 << 20)  # for small files; real ones are larger
@@ -852,7 +722,7 @@ def test_vertices_that_an_edge_list_claims_take_no_memory_to_convert(tmp_path):
 
 def test_a_pickle_is_loaded_only_for_who_trusts_it(tmp_path):
     path = tmp_path / "graph.gpickle"
-    path.write_bytes(pickle.dumps(networkx_graph()))
+    path.write_bytes(pickle.dumps(w.networkx_graph()))
     with pytest.raises(SpecError, match=r"runs whatever code is in it.*convert .* FOLDER --trust"):
         convert(str(path), tmp_path / "mapped")
     convert(str(path), tmp_path / "mapped", trust=True)
@@ -860,7 +730,9 @@ def test_a_pickle_is_loaded_only_for_who_trusts_it(tmp_path):
     assert load(str(tmp_path / "mapped")).stats.hash == expected
 
 
-@pytest.mark.parametrize("absent, write", [("pyarrow.parquet", parquet), ("torch", edge_index_pt)])
+@pytest.mark.parametrize(
+    "absent, write", [("pyarrow.parquet", w.parquet), ("torch", w.edge_index_pt)]
+)
 def test_an_absent_library_is_named_with_pips_command(tmp_path, monkeypatch, absent, write):
     path = str(write(tmp_path))
     monkeypatch.setitem(sys.modules, absent, None)
@@ -874,10 +746,10 @@ def test_an_absent_library_is_named_with_pips_command(tmp_path, monkeypatch, abs
 def test_convert_says_what_it_found_and_where_it_is(tmp_path, gnnplan):
     features, labels, split = extras_npy(tmp_path)
     given = ("--features", features, "--labels", labels, "--split", split)
-    code, out, _ = gnnplan("convert", csv(tmp_path), tmp_path / "g", *given)
+    code, out, _ = gnnplan("convert", w.csv(tmp_path), tmp_path / "g", *given)
     assert code == 0 and "(an edge list): 30 vertices, 90 edges" in out
     assert f"next: gnnplan plan --graph {tmp_path / 'g'}" in out
-    document = json.loads(gnnplan("convert", csv(tmp_path), tmp_path / "h", "--json")[1])
+    document = json.loads(gnnplan("convert", w.csv(tmp_path), tmp_path / "h", "--json")[1])
     told = {"format": "an edge list", "vertices": 30, "edges": 90}
     assert told.items() <= document.items()
     for words, said in (
@@ -885,14 +757,14 @@ def test_convert_says_what_it_found_and_where_it_is(tmp_path, gnnplan):
         ((tmp_path / "no" / "g",), "does not exist; create it first"),
         ((tmp_path / "w", "--features", "16"), "a width of stand-in features"),
     ):
-        code, _, err = gnnplan("convert", csv(tmp_path), *words)
+        code, _, err = gnnplan("convert", w.csv(tmp_path), *words)
         assert code == 2 and said in err
 
 
 def test_a_plan_holds_all_files_that_it_was_made_of(tmp_path, gnnplan, monkeypatch):
     """It may be run from another folder."""
     extras_npy(tmp_path)
-    csv(tmp_path)
+    w.csv(tmp_path)
     monkeypatch.chdir(tmp_path)
     words = ("--graph", "edges.csv", "--labels", "y.npy", "--split", "split.npz", "--ranks", "2")
     options = ("--features", "x.npy", "--hidden", "8", "--strategy", "graph_parallel", "--json")
@@ -900,4 +772,4 @@ def test_a_plan_holds_all_files_that_it_was_made_of(tmp_path, gnnplan, monkeypat
     assert code == 0
     monkeypatch.chdir("/")
     source = json.loads(out)["graph"]["source"]
-    assert load(source).stats.hash == load(reference(tmp_path, ALL)).stats.hash
+    assert load(source).stats.hash == load(reference(tmp_path, w.ALL)).stats.hash

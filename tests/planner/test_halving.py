@@ -6,6 +6,7 @@ from math import expm1
 import numpy as np
 import pytest
 from examples import NIGHT
+from pairwise import at_night
 
 from gnnplan.planner.decision.objective import Objective
 from gnnplan.planner.evidence.halving import (
@@ -171,9 +172,7 @@ def test_a_disturbance_in_one_turn_makes_nothing_certain():
         assert not difference(b, a).is_certain
 
 
-@pytest.mark.parametrize(
-    ("spread", "most"), [pytest.param(0.02, 0.05, marks=pytest.mark.nightly), (0.05, 0.1)]
-)
+@pytest.mark.parametrize(("spread", "most"), [at_night(0.02, 0.05), (0.05, 0.1)])
 def test_equals_are_seldom_told_apart(spread, most):
     """On a machine whose pace changes so much from turn to turn, with a look after every rung."""
     random = np.random.default_rng(1)

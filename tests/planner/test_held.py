@@ -33,15 +33,11 @@ def test_each_rank_is_fullest_at_a_moment_of_its_own():
     program = replace(Program.of([]), known=lambda: [0, 1, 0], ops=steps.__getitem__)
     assert fullest(TWO, program).tolist() == [3, 1]  # a step begins with nothing
     # each stage of a pipeline has operations of its own
-    of_stages = [
-        Op(
-            "forward",
-            work=Compute(),
-            ranks=(rank,),
-            holds=lambda size=size: keeps(np.array([size])),
-        )
-        for rank, size in ((0, 2.0), (1, 5.0), (0, 1.0))
+    held = [
+        (rank, lambda size=size: keeps(np.array([size])))
+        for rank, size in zip((0, 1, 0), (2.0, 5.0, 1.0), strict=True)
     ]
+    of_stages = [Op("forward", work=Compute(), ranks=(rank,), holds=of) for rank, of in held]
     assert fullest(TWO, Program.of(of_stages)).tolist() == [3, 5]
 
 

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from asked import on
 from examples import NIGHT
-from pairwise import covered
+from pairwise import at_night, covered
 
 from gnnplan.planner.cluster.spec import Cluster, Device, Link
 from gnnplan.planner.decision import plan
@@ -54,20 +54,16 @@ def printed(graph: str, hidden: int = 32, **settings: str) -> Problem:
     return Problem(stats, None, Workload(**asked), overridden(read_cluster("p3_p100"), settings))
 
 
-@pytest.mark.parametrize(
-    "text",
-    [
-        "data_parallel",
-        "data_parallel(features='spread')",
-        "data_parallel(structure='spread')",
-        "data_parallel(features='spread',structure='spread',structure_cache=200000)",
-        "gsplit(group='server',splitter='random',features='spread',structure='spread')",
-        "gsplit(group='all',splitter='random',features='spread',structure='spread')",
-        "p3",
-        "p3(copies=2,structure='spread')",
-        "p3(over='rank',copies=2,structure='spread',structure_cache=100000)",
-    ],
-)
+READING = """
+data_parallel data_parallel(features='spread') data_parallel(structure='spread') p3
+data_parallel(features='spread',structure='spread',structure_cache=200000)
+gsplit(group='server',splitter='random',features='spread',structure='spread')
+gsplit(group='all',splitter='random',features='spread',structure='spread')
+p3(copies=2,structure='spread') p3(over='rank',copies=2,structure='spread',structure_cache=100000)
+"""
+
+
+@pytest.mark.parametrize("text", READING.split())
 def test_a_server_has_what_its_ranks_read_from_it(text):
     """The rows, columns and lists that stores and samplers of the executor take from there."""
     problem = problem_of(4, 2)
@@ -144,9 +140,9 @@ def test_spreading_never_needs_more_memory(servers, known):
 @pytest.mark.parametrize(
     ("graph", "rooms"),
     [
-        pytest.param("ogbn-papers100M", (20e9, 60e9, 397e9), marks=pytest.mark.nightly),
+        at_night("ogbn-papers100M", (20e9, 60e9, 397e9)),
         ("facebook-darwini", (20e9, 397e9)),
-        pytest.param("known", (2.7e6, 6e6, 1e7), marks=pytest.mark.nightly),
+        at_night("known", (2.7e6, 6e6, 1e7)),
     ],
 )
 def test_more_host_memory_is_never_slower(graph, rooms):

@@ -11,7 +11,7 @@ from asked import by_statistics
 from examples import NIGHT, examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from pairwise import covered
+from pairwise import at_night, covered
 
 from gnnplan.planner.cluster.cost import Cost
 from gnnplan.planner.cluster.placement import proposed
@@ -126,7 +126,7 @@ def test_estimated_batches_of_islands():
     st.integers(1, 6),
     st.sampled_from([(1, 2), (1, 3), (2, 2), (3, 2)]),
 )
-@settings(deadline=None, max_examples=examples(15))
+@settings(max_examples=examples(15))
 def test_more_depth_is_never_more_bytes_between_islands(graph, model, layers, where):
     """Of one GPU, so of one cut: fewer bytes in an epoch, more before it, more rows to compute."""
     islands = [[g] for g in range(where[1])]
@@ -146,9 +146,9 @@ def test_more_depth_is_never_more_bytes_between_islands(graph, model, layers, wh
     ("strategy", "islands"),
     [
         ("granndis(depth=1,group='island')", CROSSED),
-        pytest.param("granndis(depth=1)", PAIRS, marks=pytest.mark.nightly),
-        pytest.param("granndis(group='island')", PAIRS, marks=pytest.mark.nightly),
-        pytest.param("granndis(group='island')", CROSSED, marks=pytest.mark.nightly),
+        at_night("granndis(depth=1)", PAIRS),
+        at_night("granndis(group='island')", PAIRS),
+        at_night("granndis(group='island')", CROSSED),
     ],
 )
 def test_groups_stay_together_and_hardly_a_placement_that_keeps_them_is_faster(strategy, islands):

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 from asked import epochs_s
 from examples import NIGHT
+from pairwise import at_night
 
 from gnnplan.planner.cluster.spec import Cluster
 from gnnplan.planner.decision.candidate import SURE_SHARE, placed
@@ -33,31 +34,15 @@ QUESTIONS = 4 if NIGHT else 1  # of a seed
 MOST_PLAYED = 3_000  # tasks of schedules that are played
 GRAPHS = ["flickr", "friendster", "ogbn-arxiv", "ogbn-papers100M", "ogbn-products", "orkut"]
 GRAPHS += ["reddit", "squirrel", "yelp"]
-CLUSTERS = [  # servers of each
-    ("dgx_a100", 1),
-    ("dgx_a100", 4),
-    ("dgx_h100", 2),
-    ("l4_box", 1),
-    ("l4_box", 4),
-    ("p3_p100", 4),
-    ("perlmutter", 4),
-    ("pipegcn_2080ti", 1),
-    ("granndis_a6000_pcie", 4),
-    ("gsplit_p3_8xlarge", 1),
-    ("g5.12xlarge", 2),
-]
+CLUSTERS = [(name, servers) for name in ("dgx_a100", "l4_box") for servers in (1, 4)]
+CLUSTERS += [("dgx_h100", 2), ("p3_p100", 4), ("perlmutter", 4), ("pipegcn_2080ti", 1)]
+CLUSTERS += [("granndis_a6000_pcie", 4), ("gsplit_p3_8xlarge", 1), ("g5.12xlarge", 2)]
 MODELS = [{"model": "gcn", "layers": 2}, {"model": "sage", "layers": 3}]
 MODELS += [{"model": "gat", "layers": 3}, {"model": "gcnii", "layers": 8}]
-BETTER = [  # fields of a cluster, and whether more of it is better
-    ("intra_node.bandwidth", True),
-    ("inter_node.bandwidth", True),
-    ("inter_node.latency", False),
-    ("device.gemm", True),
-    ("device.memory_bandwidth", True),
-    ("device.memory", True),
-    ("device.launch", False),
-    ("servers", True),
-]
+# fields of a cluster, and whether more of it is better
+BETTER = [(field, True) for field in ("intra_node.bandwidth", "inter_node.bandwidth", "servers")]
+BETTER += [(f"device.{field}", True) for field in ("gemm", "memory_bandwidth", "memory")]
+BETTER += [("inter_node.latency", False), ("device.launch", False)]
 
 
 @cache
@@ -132,7 +117,7 @@ def must_be_as_forced(found: SearchResult) -> None:
 
 
 def seeds(by_day: int, by_night: int) -> list[object]:
-    nights = (pytest.param(n, marks=pytest.mark.nightly) for n in range(by_day, by_night))
+    nights = (at_night(n) for n in range(by_day, by_night))
     return [*range(by_day), *nights]
 
 

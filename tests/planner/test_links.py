@@ -5,26 +5,18 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import test_batchwise as laws
+from pairwise import at_night
 from test_batchwise import problem_of
 
 from gnnplan.planner.gnn.model import describe
 from gnnplan.planner.gnn.workload import Workload
+from gnnplan.planner.graph import sampling
 from gnnplan.planner.graph.graph import Graph
 from gnnplan.planner.graph.load import load
-from gnnplan.planner.graph.sampling import (
-    HELD_OUT_SHARE,
-    fetched,
-    held_out_pairs,
-    hold_out,
-    items_of,
-    pairs_in,
-)
 from gnnplan.planner.problem.inputs import checked
 from gnnplan.planner.problem.problem import Problem
-from gnnplan.planner.strategies import GSplit, parse
+from gnnplan.planner.strategies import parse
 from gnnplan.planner.vocabulary.errors import SpecError
-
-pytestmark = pytest.mark.timeout(110)
 
 GRAPH = load("synthetic:community?vertices=6000&edges=120000&features=8&classes=4&seed=0")
 ONE_WAY = replace(GRAPH, stats=replace(GRAPH.stats, directed=True))
@@ -38,28 +30,31 @@ def named(graph: Graph) -> set[tuple[int, int]]:
 
 @pytest.mark.parametrize("graph", [GRAPH, ONE_WAY], ids=["undirected", "directed"])
 def test_an_edge_is_trained_on_or_held_out(graph):
-    left = hold_out(graph)
+    left = sampling.hold_out(graph)
     edges = named(left)
     val, test = (set(zip(*part.tolist(), strict=True)) for part in left.held_out)
     assert edges | val | test == named(graph)
     assert len(edges) + len(val) + len(test) == graph.stats.edges
     assert left.stats.edges == len(edges) and left.stats.held_out == len(val) + len(test)
     for part in (val, test):
-        assert len(part) / graph.stats.edges == pytest.approx(HELD_OUT_SHARE, rel=0.1)
+        assert len(part) / graph.stats.edges == pytest.approx(sampling.HELD_OUT_SHARE, rel=0.1)
         if not graph.stats.directed:
             assert part == {(v, u) for u, v in part}
-    assert hold_out(left) is left
-    assert left.stats.hash != graph.stats.hash and left.stats.hash == hold_out(graph).stats.hash
-    assert hold_out(graph).stats == left.stats
+    assert sampling.hold_out(left) is left
+    assert (
+        left.stats.hash != graph.stats.hash
+        and left.stats.hash == sampling.hold_out(graph).stats.hash
+    )
+    assert sampling.hold_out(graph).stats == left.stats
 
 
 def test_negatives_are_any_vertices_and_belong_to_their_edge():
     from scipy.stats import chisquare  # here: its import takes a second
 
     w, other = (Workload(mode="mini", task="link", batch=5000, negatives=3, seed=s) for s in (1, 2))
-    edges = items_of(GRAPH, w, epoch=2)
+    edges = sampling.items_of(GRAPH, w, epoch=2)
     assert np.array_equal(np.sort(np.concatenate(edges)), np.arange(GRAPH.indices.size))
-    pairs, half = (pairs_in(GRAPH, w, ids, 2, 0) for ids in (edges[0], edges[0][2500:]))
+    pairs, half = (sampling.pairs_in(GRAPH, w, ids, 2, 0) for ids in (edges[0], edges[0][2500:]))
     assert pairs.tails.shape == (5000, 4)
     assert set(zip(pairs.heads.tolist(), pairs.tails[:, 0].tolist(), strict=True)) <= named(GRAPH)
     assert np.array_equal(half.tails, pairs.tails[2500:])
@@ -67,21 +62,21 @@ def test_negatives_are_any_vertices_and_belong_to_their_edge():
     counts = np.bincount(pairs.tails[:, 1:].ravel() // 60, minlength=100)
     assert chisquare(counts).pvalue > 1e-3
     for of, epoch, number in ((other, 2, 0), (w, 3, 0), (w, 2, 1)):
-        tails = pairs_in(GRAPH, of, edges[0], epoch, number).tails
+        tails = sampling.pairs_in(GRAPH, of, edges[0], epoch, number).tails
         assert np.mean(tails[:, 1:] == pairs.tails[:, 1:]) < 0.01
 
 
 def test_evaluation_is_on_the_same_pairs_whatever_the_seed():
     graphs = [problem_of(GRAPH, task="link", batch=5000, seed=seed).graph for seed in (0, 1)]
     for part in (0, 1):
-        first, second = (held_out_pairs(graph, part, 2) for graph in graphs)
+        first, second = (sampling.held_out_pairs(graph, part, 2) for graph in graphs)
         assert np.array_equal(first.heads, second.heads)
         assert np.array_equal(first.tails, second.tails)
 
 
 def test_ends_that_cross_by_hand():
     workload = Workload(mode="mini", task="link", negatives=2)
-    pairs = pairs_in(GRAPH, workload, np.arange(0, 60000, 50), 0, 0)
+    pairs = sampling.pairs_in(GRAPH, workload, np.arange(0, 60000, 50), 0, 0)
     owner = np.arange(GRAPH.stats.vertices) % 3
     wanted = {
         tail
@@ -89,23 +84,9 @@ def test_ends_that_cross_by_hand():
         for tail in tails
         if owner[head] == 1 and owner[tail] != 1
     }
-    found = fetched([pairs], owner, 1)
+    found = sampling.fetched([pairs], owner, 1)
     assert set(found.tolist()) == wanted and found.size == len(wanted)
     assert np.all(np.diff(owner[found]) >= 0)
-
-
-def test_bytes_of_ends_by_hand():
-    """Rows of the last layer, there and back; data parallelism sends none."""
-    problem = problem_of(GRAPH, 1, 3, task="link", batch=3000, layers=1, fanout=(3,), hidden=16)
-    strategy = GSplit(splitter="random")
-    batches = strategy.batches(problem)
-    known = [batches.at(step) for step in range(strategy.steps(problem))]
-    rows = sum(int(batch.scored.sends.sum()) for batch in known)
-    features = sum(int(batch.facts(1).sends.sum()) for batch in known)
-    assert rows > 0
-    assert strategy.predict(problem).bytes["halo"] == 4 * (8 * features + 2 * 16 * rows)
-    assert "halo" not in parse("data_parallel").predict(problem).bytes
-    assert sum(int(batch.scored.edges.sum()) for batch in known) == problem.stats.edges
 
 
 @pytest.mark.slow
@@ -113,11 +94,8 @@ def test_bytes_of_ends_by_hand():
     ("servers", "gpus", "more"),
     [
         (1, 2, {"model": "resgcn", "batch": 2000, "negatives": 3, "dropout": 0.5}),
-        pytest.param(2, 2, {"model": "sage", "batch": 400}, marks=pytest.mark.nightly),
-        pytest.param(
-            *(1, 3, {"model": "gcn", "batch": 300, "layers": 1, "fanout": (4,)}),
-            marks=pytest.mark.nightly,
-        ),
+        at_night(2, 2, {"model": "sage", "batch": 400}),
+        at_night(1, 3, {"model": "gcn", "batch": 300, "layers": 1, "fanout": (4,)}),
     ],
 )
 def test_laws_of_mini_batches(servers, gpus, more):

@@ -9,7 +9,7 @@ from calls import allocations
 from examples import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from pairwise import covered
+from pairwise import at_night, covered
 
 from gnnplan.planner.cluster.cost import Cost
 from gnnplan.planner.cluster.spec import Cluster, Device, Fabric
@@ -77,7 +77,7 @@ def clusters(draw: st.DrawFn) -> Cluster:
     return Cluster(servers=servers, gpus_per_server=gpus, device=device, **more, **far)
 
 
-@settings(deadline=None, max_examples=examples(200))
+@settings(max_examples=examples(200))
 @given(clusters(), st.data())
 def test_ports_are_as_busy_as_by_every_message(cluster, data):
     placement = data.draw(st.permutations(range(cluster.ranks)))
@@ -122,7 +122,7 @@ AT_NIGHT = ("bns", "feature_parallel", "granndis", "gnnpipe(stages=2)", "gsplit"
     "text",
     [
         *("pipegcn", "data_parallel(cache=1000000,features='spread')"),
-        *(pytest.param(text, marks=pytest.mark.nightly) for text in AT_NIGHT),
+        *(at_night(text) for text in AT_NIGHT),
     ],
 )
 def test_no_pair_of_8192_gpus_is_written_down(text):

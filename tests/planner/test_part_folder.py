@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 import scipy.sparse as sp
 from calls import call
+from pairwise import at_night
 
 import gnnplan
 from gnnplan.api.arguments import ask
@@ -189,9 +190,7 @@ def test_chunks_of_parts_that_a_plan_has_found_are_looked_up(tmp_path):
     [
         ("sparse", {"mode": "full"}),
         ("generated", {"mode": "mini", "batch": 512}),
-        pytest.param(
-            *("sparse", {"mode": "mini", "batch": 64, "task": "link"}), marks=pytest.mark.nightly
-        ),
+        at_night("sparse", {"mode": "mini", "batch": 64, "task": "link"}),
     ],
 )
 def test_every_strategy_is_predicted_as_on_the_graph(tmp_path, kind, fields):

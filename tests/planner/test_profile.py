@@ -29,7 +29,7 @@ def partitioned_graphs(draw):
     return edges, vertices, np.array(part, np.int32), parts
 
 
-@settings(max_examples=examples(200), deadline=None)
+@settings(max_examples=examples(200))
 @given(partitioned_graphs(), st.integers(1, 4))
 def test_rows_within_hops_are_what_sets_say(case, hops):
     edges, vertices, part, parts = case

@@ -8,6 +8,7 @@ from collections.abc import Callable
 from dataclasses import replace
 
 import pytest
+from pairwise import at_night
 
 from gnnplan.planner.cluster.cost import Cost
 from gnnplan.planner.gnn.workload import Workload
@@ -67,9 +68,7 @@ def equal_slots(schedule: Schedule, forward: float, backward: float) -> Schedule
     return Schedule(schedule.ranks, schedule.steps, tasks)
 
 
-@pytest.mark.parametrize(
-    ("stages", "chunks"), [pytest.param(8, 32, marks=pytest.mark.nightly), (3, 5), (2, 1), (5, 3)]
-)
+@pytest.mark.parametrize(("stages", "chunks"), [at_night(8, 32), (3, 5), (2, 1), (5, 3)])
 @pytest.mark.parametrize("shuffle", [False, True])
 def test_bubble_of_equal_stages_is_the_formula(stages, chunks, shuffle):
     stats = GraphStats("s", "s.yaml", 960, 9600, 16, 16, 960, False, "h", known=False)

@@ -8,19 +8,9 @@ import numpy as np
 import pytest
 from printed_rows import row
 
-from gnnplan.papers import figures
+from gnnplan.papers import figures, full_graph
 from gnnplan.papers.calibrate import scaled
 from gnnplan.papers.figures import predict, question
-from gnnplan.papers.full_graph import (
-    EDGE,
-    UNCOUNTED,
-    InOrder,
-    among,
-    fits,
-    gave_a_factor,
-    needed,
-    trained_on,
-)
 from gnnplan.papers.question import Skip
 from gnnplan.planner.cluster.spec import HOST_RATE
 from gnnplan.planner.graph.load import load
@@ -34,7 +24,7 @@ def test_training_vertices_and_the_edges_among_them(dataset, name):
     """Those of a real graph are no others than those not to train on."""
     graph = load(dataset(name))
     ends = graph.degree[graph.train].sum() / graph.stats.edges
-    assert among(graph.stats) == pytest.approx(ends, rel=0.15)
+    assert full_graph.among(graph.stats) == pytest.approx(ends, rel=0.15)
     read = np.repeat(graph.train, graph.degree)
     inside = int((read & graph.train[graph.indices]).sum())
     assert graph.stats.edges * ends**2 == pytest.approx(inside, rel=0.2)
@@ -42,25 +32,26 @@ def test_training_vertices_and_the_edges_among_them(dataset, name):
 
 def test_who_trains_on_training_vertices_only():
     whole, products, papers = map(load, ("reddit", "ogbn-products", "ogbn-papers100M"))
-    reddit = trained_on(whole, "pipegcn")
+    reddit = full_graph.trained_on(whole, "pipegcn")
     assert (reddit.vertices, reddit.train_vertices) == (153_431, 153_431)
     assert reddit.edges == pytest.approx(114_615_892 * 0.6586**2, rel=1e-3)
     # cut as well as the whole
     assert mixing_of(reddit).at(8) == pytest.approx(mixing_of(whole).at(8), rel=1e-3)
-    assert trained_on(products, "pipegcn") is products
-    popular = trained_on(products, "granndis")
+    assert full_graph.trained_on(products, "pipegcn") is products
+    popular = full_graph.trained_on(products, "granndis")
     assert popular.vertices == 196_657
     assert popular.edges / popular.vertices < products.edges / products.vertices
     assert popular.edges / products.edges > 2 * 0.0803**2  # they have more neighbours than others
-    assert trained_on(papers, "pipegcn") is papers is trained_on(papers, "granndis")
+    assert full_graph.trained_on(papers, "pipegcn") is papers
+    assert full_graph.trained_on(papers, "granndis") is papers
 
 
-def in_order(vertices: int, degree: int, drawn: float, sampled: bool = True) -> InOrder:
+def in_order(vertices: int, degree: int, drawn: float, sampled: bool = True) -> full_graph.InOrder:
     """On four servers of two."""
     expansion = Expansion(1, 15, 0) if sampled else None
     layers = (0, 0, 1, 1, 2, 2, 3, 3), 4, 0, 4, expansion, Mixing(), vertices / 4
     halves = Mixing(((2, 0.05),))
-    return InOrder(vertices, vertices * degree, *layers, metis=halves, drawn=drawn)
+    return full_graph.InOrder(vertices, vertices * degree, *layers, metis=halves, drawn=drawn)
 
 
 @pytest.mark.parametrize(("degree", "drawn"), [(6, 15), (30, 4), (60, 15)])
@@ -86,27 +77,18 @@ PIPEGCN = row("pipegcn pipegcn_2080ti ogbn-products sage 3x128 1x5 graph_paralle
 GRANNDIS = row("granndis granndis_a6000_pcie reddit resgcn+ 112x256 4x4 graph_parallel", **ASKED)
 
 
-def bytes_of(row: dict[str, str], **more: Any) -> float:
-    return needed(question({**row, **more}))
-
-
-def rows_of(more: dict[str, str]) -> tuple[float, float, float]:
-    """Rows, sources and edges of the first rank."""
-    facts = question({**PIPEGCN, **more}).problem.layout().facts(2)
-    return float(facts.rows[0]), float(facts.sources[0]), float(facts.edges[0])
-
-
 def test_pipegcns_tensors_by_hand():
     """Three layers on products in five parts: features, their mean, two of 128 and 47 classes."""
-    (n, s, e), mask = rows_of({}), 0.25
+    facts, mask = question(PIPEGCN).problem.layout().facts(2), 0.25
+    n, s, e = (float(each[0]) for each in (facts.rows, facts.sources, facts.edges))
     # own and mean; dropout's output and mask of both
     features = 2 * n * 100 + 2 * n * 100 * (1 + mask)
     one = 2 * n * 128  # the input of norm, the output of ReLU
     # all rows, dropout of them, mean, what came in and its gradients
     two = s * 128 * (1 + 1 + mask) + n * 128 + 2 * (s - n) * 128
     numbers = features + 2 * (one + two) + 4 * n * 47 + max(3 * s * 128, 3 * n * 100)
-    assert bytes_of(PIPEGCN) == pytest.approx(24 * e + 4 * numbers, rel=1e-6)
-    assert EDGE == 3 * 2 * 4
+    assert full_graph.needed(question(PIPEGCN)) == pytest.approx(24 * e + 4 * numbers, rel=1e-6)
+    assert full_graph.EDGE == 3 * 2 * 4
 
 
 @pytest.mark.parametrize(
@@ -124,22 +106,18 @@ def test_pipegcns_least_partitions(dataset, layers, hidden, testbed, parts):
     assert predict({**PIPEGCN, **asked}) == parts
 
 
-def in_batches(row: dict[str, str], count: int) -> dict[str, str]:
-    params = f'{{"updates_per_epoch": {count}}}'
-    return row | {"strategy": "granndis", "strategy_params": params}
-
-
 def test_granndis_takes_as_many_batches_as_it_needs():
     """Sec. 5 and 8.7: 112 layers on eight 2080 Ti fit in five batches, not in one."""
     small = {**GRANNDIS, "testbed": "granndis_2080ti_1gbe", "num_nodes": "2", "hidden": "64"}
-    one, five = (question(in_batches(small, count)) for count in (1, 5))
-    assert not fits(one, any_batches=False) and fits(one, any_batches=True)
-    assert fits(five, any_batches=False)
+    params = (f'{{"updates_per_epoch": {count}}}' for count in (1, 5))
+    one, five = (question(small | {"strategy": "granndis", "strategy_params": p}) for p in params)
+    assert not full_graph.fits(one, any_batches=False) and full_graph.fits(one, any_batches=True)
+    assert full_graph.fits(five, any_batches=False)
     preloaded = {**small, "strategy": "granndis"}
     assert predict(small) == 0.0 and predict(preloaded) == 1.0
-    assert gave_a_factor(preloaded)
-    assert not gave_a_factor(small) and not gave_a_factor(GRANNDIS)
-    assert UNCOUNTED["granndis_2080ti_1gbe"] > 1
+    assert full_graph.gave_a_factor(preloaded)
+    assert not full_graph.gave_a_factor(small) and not full_graph.gave_a_factor(GRANNDIS)
+    assert full_graph.UNCOUNTED["granndis_2080ti_1gbe"] > 1
 
 
 P3 = row(
@@ -160,25 +138,6 @@ def told(row: dict[str, str], metric: str, **more: Any) -> float:
 
 
 CUT_BY_METIS = P3["strategy_params"].replace("hash", "metis")
-P3S = ("dag_time_s", "copy_time_s", "compute_time_s")
-GSPLITS = ("sample_time_s", "load_time_s", "forward_backward_time_s")
-OF_P3 = ("dgl_data_parallel", "p3_push_pull", "p3_push_pull_nopipe")
-OF_GSPLIT = (
-    "dgl_data_parallel",
-    "quiver",
-    "p3star",
-    *(f"gsplit{how}" for how in ("", "_edge", "_node", "_rand")),
-)
-
-
-@pytest.mark.parametrize(
-    ("row", "parts", "strategy"),
-    [*((P3, P3S, name) for name in OF_P3), *((SPLIT, GSPLITS, name) for name in OF_GSPLIT)],
-)
-def test_parts_are_their_epoch(row, parts, strategy):
-    seconds = [told(row, metric, strategy=strategy) for metric in parts]
-    assert min(seconds) > 0
-    assert sum(seconds) == pytest.approx(told(row, "epoch_time_s", strategy=strategy))
 
 
 def test_p3_counts_batches_by_trainer_and_gsplit_by_step():

@@ -37,14 +37,6 @@ def matrix(gpus: int, way: Callable[[int, int], str], nics: dict[str, list[str]]
     return "\n".join([*lines, "", "Legend:", "", "  X    = Self", "  NV#  = a bonded set", ""])
 
 
-def near(gpus: int, own: Callable[[int], int], count: int, name: str = "NIC{}") -> dict[str, Any]:
-    """NICs, of which number own(gpu) is the nearest of a GPU."""
-    return {
-        name.format(nic): ["PIX" if own(gpu) == nic else "SYS" for gpu in range(gpus)]
-        for nic in range(count)
-    }
-
-
 def joined(*islands: range) -> Callable[[int, int], str]:
     """GPUs of an island have NVLink."""
     return lambda a, b: "NV4" if any(a in one and b in one for one in islands) else "SYS"
@@ -59,6 +51,11 @@ def ways(
 ) -> dict[str, Any]:
     """So many NICs, with `way(gpu, nic)`."""
     return {name.format(nic): [way(gpu, nic) for gpu in range(gpus)] for nic in range(count)}
+
+
+def near(gpus: int, own: Callable[[int], int], count: int, name: str = "NIC{}") -> dict[str, Any]:
+    """NICs, of which number own(gpu) is the nearest of a GPU."""
+    return ways(gpus, count, lambda gpu, nic: "PIX" if own(gpu) == nic else "SYS", name)
 
 
 PAIRS = matrix(

@@ -7,7 +7,7 @@ from itertools import permutations, product
 import pytest
 from asked import on
 from examples import NIGHT
-from pairwise import covered
+from pairwise import at_night, covered
 
 from gnnplan.planner.decision.objective import Objective
 from gnnplan.planner.decision.plan import make
@@ -49,16 +49,10 @@ def test_a_range_doubles_and_has_its_end(asked, sizes):
 @pytest.mark.parametrize(
     ("asked", "said"),
     [
-        ("0", "from 1 to 8,192, got 0"),
-        ("-2,4", "got -2"),
-        ("1..9000", "got 9000"),
-        ("8..4", "write 4..8"),
+        *(("0", "from 1 to 8,192, got 0"), ("-2,4", "got -2"), ("1..9000", "got 9000")),
         ("many", "write numbers of GPUs as a range that doubles, 1..64"),
-        ("1,,2", "as a range"),
-        ("", "as a range"),
-        ([], "got none"),
-        ([2, 0.5], "got 0.5"),
-        ([True], "got True"),
+        *(("1,,2", "as a range"), ("", "as a range"), ("8..4", "write 4..8")),
+        *(([], "got none"), ([2, 0.5], "got 0.5"), ([True], "got True")),
     ],
 )
 def test_a_wrong_number_is_told_with_what_to_write(asked, said):
@@ -84,7 +78,7 @@ def test_fewer_ranks_on_a_cpu_have_more_of_its_cores():
     assert problem_of(base, 4).cluster.servers == 2
 
 
-@pytest.mark.parametrize("exact", [True, pytest.param(False, marks=pytest.mark.nightly)])
+@pytest.mark.parametrize("exact", [True, at_night(False)])
 def test_a_row_is_what_a_search_finds_there(exact):
     """The cluster as it is in its file is one of the sizes."""
     base = question("reddit", "dgx_a100")

@@ -11,11 +11,11 @@ from typing import Any
 
 import numpy as np
 import pytest
-from asked import by_statistics, on
+from asked import by_statistics, on, taking
 from examples import NIGHT, examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from pairwise import covered
+from pairwise import at_night, covered
 
 from gnnplan import __version__
 from gnnplan.planner.cluster.spec import PRESETS
@@ -75,7 +75,7 @@ def test_a_search_tells_what_it_evaluates(found):
     st.sampled_from(["gcn", "gcnii"]),
     st.sampled_from([1e6, 1e8, 1e10]),
 )
-@settings(deadline=None, max_examples=examples(10))
+@settings(max_examples=examples(10))
 def test_candidates_are_ranked_or_rejected_and_the_fastest_leads(
     servers, gpus, layers, model, inter
 ):
@@ -246,9 +246,9 @@ def test_more_memory_as_proposed_does_fit(number, memory, monkeypatch):
 @pytest.mark.parametrize(
     "how",
     [
-        pytest.param({}, marks=pytest.mark.nightly),  # as exact, with more candidates
-        pytest.param({"exact": True}, marks=pytest.mark.nightly),
-        pytest.param({"forced": parse("gnnpipe")}, marks=pytest.mark.nightly),
+        at_night({}),  # as exact, with more candidates
+        at_night({"exact": True}),
+        at_night({"forced": parse("gnnpipe")}),
         {"forced": parse("pipegcn")},
     ],
 )
@@ -394,13 +394,6 @@ def with_epochs(found: SearchResult, *epochs: tuple[str, float]) -> SearchResult
     return SearchResult(found.problem, ranked)
 
 
-def taking(candidate: Candidate, epoch_s: float) -> Candidate:
-    """The candidate as if it had this epoch [s], as doubtful as it is."""
-    out = replace(candidate, predicted=replace(candidate.predicted, epoch_s=epoch_s))
-    vars(out)["drawn_s"] = candidate.drawn_s * (epoch_s / float(candidate.predicted.epoch_s))
-    return out
-
-
 def test_the_line_of_close_ones_names_a_strategy_whole():
     found = with_epochs(on_all_gpus(), ("graph_parallel", 1.0), ("pipegcn", 9.0))
     stages = ",".join(str(1 + n % 3) for n in range(50))
@@ -414,10 +407,10 @@ def test_the_line_of_close_ones_names_a_strategy_whole():
 @pytest.mark.parametrize(
     ("lossy_s", "exact_s", "best"),
     [
-        pytest.param(1.0, 1.0, "graph_parallel", marks=pytest.mark.nightly),
+        at_night(1.0, 1.0, "graph_parallel"),
         (1.0, 1.1, "graph_parallel"),
         (1.0, 3.0, "pipegcn"),
-        pytest.param(1.1, 1.0, "graph_parallel", marks=pytest.mark.nightly),
+        at_night(1.1, 1.0, "graph_parallel"),
     ],
 )
 def test_an_exact_strategy_is_recommended_unless_a_lossy_one_is_surely_faster(
@@ -495,7 +488,7 @@ def test_a_plan_says_what_a_changing_learning_rate_costs_on_one_gpu():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("mode", ["full", pytest.param("mini", marks=pytest.mark.nightly)])
+@pytest.mark.parametrize("mode", ["full", at_night("mini")])
 def test_a_plan_of_many_gpus_computes_nothing_twice(mode, monkeypatch):
     """64 GPUs and their parts: a candidate is predicted once for each placement that it is asked
     on; on parts only the fastest are asked whether they fit; ranks with equal work are priced as

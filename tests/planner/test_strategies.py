@@ -1,117 +1,67 @@
 """Laws over every family: closed form, schedule and memory tell one story."""
 
-from collections.abc import Iterator
 from dataclasses import fields, replace
+from functools import partial
 from itertools import combinations, pairwise
 from types import NoneType, UnionType
 from typing import Any, get_args, get_origin, get_type_hints
 
 import numpy as np
 import pytest
-from asked import by_statistics, epochs_s, on, uniform
+from asked import by_statistics, epochs_s, on, suiting, uniform
 from examples import NIGHT, examples
 from hypothesis import given, note, settings
 from hypothesis import strategies as st
 from pairwise import covered
 
+from gnnplan.planner import strategies as known
 from gnnplan.planner.decision.search import families
 from gnnplan.planner.gnn.model import COMMUNICATOR
 from gnnplan.planner.graph.load import load
 from gnnplan.planner.graph.partition import SPLITTERS
 from gnnplan.planner.ownership.minibatch import Batches
 from gnnplan.planner.problem.problem import Cache, Problem
-from gnnplan.planner.strategies import (
-    BNS,
-    FAMILIES,
-    DataParallel,
-    GNNPipe,
-    GraNNDis,
-    GraphParallel,
-    GSplit,
-    Offload,
-    Strategy,
-    named,
-    names,
-    parse,
-)
+from gnnplan.planner.strategies import FAMILIES, Strategy, parse
 from gnnplan.planner.strategies.gnnpipe import balance
 from gnnplan.planner.strategies.minibatch.feature_store import HOT, PLACES
 from gnnplan.planner.strategies.minibatch.gsplit import SPLITS
 from gnnplan.planner.vocabulary.errors import SpecError
 from gnnplan.planner.vocabulary.schedule import Collective, Send
 from gnnplan.simulator.player import play
-from gnnplan.testing.laws import (
-    GRAPHS,
-    LAWS,
-    ROUND,
-    StrategyEvaluation,
-    bytes_of_the_schedule_are_those_of_predict,
-    cluster,
-    must_survive_words_and_json,
-    problem_of,
-    problems,
-    statistics,
-    steady_bytes,
-    with_better,
-)
+from gnnplan.testing import laws
 
 STEPS = 4
 
 
-def variants(problem: Problem) -> Iterator[Strategy]:
-    """Every family's candidates, and what a user could force, that suit the job."""
-    forced: list[Strategy] = [
-        GraphParallel(),
-        GraphParallel(staleness=1),
-        GraphParallel(staleness=1, smoothing="gf", gamma=0.5),
-        GraphParallel(narrow=True),
-        GraphParallel(narrow=True, buckets=3),
-        GraphParallel(staleness=1, buckets=4),
-        GraphParallel(narrow=True, buckets=3, bits=2),
-        GraphParallel(staleness=1, narrow=True, bits=8),
-        GraphParallel(bits="adaptive"),
-        GraNNDis(0),
-        GraNNDis(1, buckets=2),
-        GraNNDis(0, bits=4),
-        GraNNDis(1),
-        GraNNDis(),
-        GraNNDis(narrow=True),
-        GraNNDis(batches=3),
-        GraNNDis(max_hop=2, fanout=2, degrees="local", batches=2),
-        GNNPipe(),
-        GNNPipe(chunks=1),
-        GNNPipe(chunks=3, shuffle=False),
-        GNNPipe(chunks=7, historical_gradients=True, period=1),
-        GNNPipe(1, 3),
-        GNNPipe(2, 5),
-        Offload(4),
-        *(parse(e.strategy) for family in families(problem) for e in family.examples),
-    ]
-    candidates = [s for family in families(problem) for s in family.candidates(problem)]
-    for settled in dict.fromkeys(s.settle(problem) for s in [*candidates, *forced]):
-        try:
-            settled.check(problem)
-        except SpecError:
-            continue
-        yield settled
+FORCED = """
+graph_parallel graph_parallel(staleness=1) graph_parallel(staleness=1,smoothing='gf',gamma=0.5)
+graph_parallel(narrow=True) graph_parallel(narrow=True,buckets=3) graph_parallel(bits='adaptive')
+graph_parallel(staleness=1,buckets=4) graph_parallel(narrow=True,buckets=3,bits=2)
+graph_parallel(staleness=1,narrow=True,bits=8) granndis granndis(depth=0) granndis(depth=0,bits=4)
+granndis(depth=1) granndis(depth=1,buckets=2) granndis(narrow=True) granndis(batches=3)
+granndis(max_hop=2,fanout=2,degrees='local',batches=2) offload(chunks=4) gnnpipe gnnpipe(chunks=1)
+gnnpipe(chunks=3,shuffle=False) gnnpipe(chunks=7,historical_gradients=True,period=1)
+gnnpipe(stages=1,chunks=3) gnnpipe(stages=2,chunks=5)
+"""
+variants = partial(suiting, forced=FORCED)
 
 
 def some(law_examples: int = 12) -> Any:
-    return settings(deadline=None, max_examples=examples(law_examples))
+    return settings(max_examples=examples(law_examples))
 
 
 @pytest.mark.slow
 @given(
-    problems(),
+    laws.problems(),
     st.sampled_from(["intra", "inter", "latency", "gemm", "memory_bandwidth", "launch"]),
     st.floats(1.0, 50.0),
 )
 @some(10)  # by day two, of which hypothesis takes the simplest first
 def test_every_strategy_keeps_all_laws(problem, what, factor):
-    faster = with_better(problem, what, factor)
+    faster = laws.with_better(problem, what, factor)
     for strategy in variants(problem):
-        told = StrategyEvaluation(problem, faster, strategy)
-        for law in LAWS:
+        told = laws.StrategyEvaluation(problem, faster, strategy)
+        for law in laws.LAWS:
             note(f"{law.__name__}: {strategy}")
             law(told)
 
@@ -119,22 +69,22 @@ def test_every_strategy_keeps_all_laws(problem, what, factor):
 @pytest.mark.parametrize(
     ("where", "bound"),
     [
-        (cluster(2, 3, intra=1e7, inter=4.2e9), 0.02),
-        (cluster(2, 3, intra=1e8, inter=1e10), 0.02),
-        (cluster(4, 1, inter=1e7), 0.15),
+        (laws.cluster(2, 3, intra=1e7, inter=4.2e9), 0.02),
+        (laws.cluster(2, 3, intra=1e8, inter=1e10), 0.02),
+        (laws.cluster(4, 1, inter=1e7), 0.15),
     ],
 )
 def test_groups_that_sit_alike_do_not_fill_the_same_ports(where, bound):
     """Two stages of members that sit alike, so their exchanges take equally long; but those of
     stage 1 leave by its own GPUs and cards. Charged to stage 0's ports they seemed to pass them
     twice: where these were slow, and so the bound, up to 40 % too slow."""
-    problem = problem_of(GRAPHS[0], where, model="gcnii", layers=5, hidden=64)
+    problem = laws.problem_of(laws.GRAPHS[0], where, model="gcnii", layers=5, hidden=64)
     predicted, played = epochs_s(problem, "gnnpipe(stages=2,chunks=8)", 6)
     assert predicted == pytest.approx(played, rel=bound)
 
 
 @pytest.mark.slow
-@given(problems())
+@given(laws.problems())
 @some(6)
 def test_bytes_of_the_schedule_are_those_of_predict_where_only_statistics_are_known(problem):
     problem = by_statistics(problem)
@@ -142,25 +92,27 @@ def test_bytes_of_the_schedule_are_those_of_predict_where_only_statistics_are_kn
         slice(None) if NIGHT else slice(problem.ranks % 3, None, 3)
     ]:
         note(str(strategy))
-        bytes_of_the_schedule_are_those_of_predict(StrategyEvaluation(problem, problem, strategy))
+        laws.bytes_of_the_schedule_are_those_of_predict(
+            laws.StrategyEvaluation(problem, problem, strategy)
+        )
 
 
-@given(problems())
+@given(laws.problems())
 @some(8)
 def test_stale_moves_the_same_bytes_and_is_never_slower(problem):
     """Without contention: a tax beside a transfer is a price that synchronous steps do not pay."""
     problem, told = on(problem, overlap_tax=0.0), []
-    for strategy in (GraphParallel(), GraphParallel(staleness=1)):
+    for strategy in (known.GraphParallel(), known.GraphParallel(staleness=1)):
         p, schedule = strategy.predict(problem), strategy.schedule(problem, STEPS)
-        bytes_ = p.bytes, p.bytes_by_link, steady_bytes(schedule)
+        bytes_ = p.bytes, p.bytes_by_link, laws.steady_bytes(schedule)
         seconds = float(p.epoch_s), play(schedule, problem.cost, contention=False).step_s
         told.append((bytes_, seconds))
     (sent, fresh), (again, stale) = told
     assert sent == again
-    assert all(late <= now * (1 + ROUND) for late, now in zip(stale, fresh, strict=True))
+    assert all(late <= now * (1 + laws.ROUND) for late, now in zip(stale, fresh, strict=True))
 
 
-@given(problems())
+@given(laws.problems())
 @some()
 def test_one_rank_sends_nothing(problem):
     alone = on(problem, servers=1, gpus_per_server=1)
@@ -168,7 +120,7 @@ def test_one_rank_sends_nothing(problem):
         p, schedule = strategy.predict(alone), strategy.schedule(alone, 2)
         assert (p.bytes, p.bytes_by_link, p.bytes_total, p.setup_bytes) == ({}, {}, 0, 0)
         of_copies = (float(s) for op, s in p.by_op.items() if op.split(":")[0] in ("load", "store"))
-        copied_s, close = sum(of_copies), ROUND * float(p.epoch_s)
+        copied_s, close = sum(of_copies), laws.ROUND * float(p.epoch_s)
         if strategy.family == "offload" and alone.cluster.device.kind == "cuda":
             assert -close <= float(p.comm_s) <= copied_s + close  # beside computation
         else:
@@ -182,7 +134,9 @@ def test_one_rank_sends_nothing(problem):
 @pytest.mark.parametrize("name", ["p3(pipelined=True)", "p3", "data_parallel", "gsplit"])
 def test_a_program_makes_no_step_that_nobody_asks_for(name, monkeypatch):
     """Two steps made the operations of all 64 batches: 90 ms in place of 7."""
-    problem = problem_of(GRAPHS[0], cluster(2, 2), mode="mini", batch=8, fanout=(2, 2), layers=2)
+    problem = laws.problem_of(
+        laws.GRAPHS[0], laws.cluster(2, 2), mode="mini", batch=8, fanout=(2, 2), layers=2
+    )
     strategy = parse(name).settle(problem)
     made: list[int] = []
     at = Batches.at
@@ -194,9 +148,9 @@ def test_a_program_makes_no_step_that_nobody_asks_for(name, monkeypatch):
 
 def test_pipelines_on_other_clusters_share_a_program():
     """It says what stages do, not how long that takes."""
-    problem = problem_of(GRAPHS[0], cluster(2, 4), layers=4)
+    problem = laws.problem_of(laws.GRAPHS[0], laws.cluster(2, 4), layers=4)
     others = [
-        replace(problem, cluster=cluster(2, 4, inter=1e6, gemm=1e9)),
+        replace(problem, cluster=laws.cluster(2, 4, inter=1e6, gemm=1e9)),
         problem.placed((7, 6, 5, 4, 3, 2, 1, 0)),
     ]
     strategy = parse("gnnpipe(stages=2,layers_per_stage=(2,2))").settle(problem)
@@ -225,9 +179,11 @@ def test_no_other_cut_has_a_faster_slowest_stage(seconds, data):
 def test_a_wide_first_layer_gets_company_less_often(ranks):
     """2,000 features into 64 hidden, six layers: by count 3 + 3, by cost fewer in the first."""
     graph = load("synthetic:community?vertices=400&edges=6000&features=2000&classes=5")
-    where = cluster(1, ranks, intra=1e12, memory_bandwidth=1e12)
-    problem = problem_of(graph, where, layers=6, dropout=0.5)
-    by_cost, by_count = (GNNPipe(2, 8, layers_per_stage=c).settle(problem) for c in (None, (3, 3)))
+    where = laws.cluster(1, ranks, intra=1e12, memory_bandwidth=1e12)
+    problem = laws.problem_of(graph, where, layers=6, dropout=0.5)
+    by_cost, by_count = (
+        known.GNNPipe(2, 8, layers_per_stage=c).settle(problem) for c in (None, (3, 3))
+    )
     assert by_cost.layers_per_stage[0] < 3
     assert "layers_per_stage" in str(by_cost) and parse(str(by_cost)) == by_cost
     of_cost, of_count = (epochs_s(problem, str(strategy), 4) for strategy in (by_cost, by_count))
@@ -254,7 +210,7 @@ def knobs_of(family: type[Strategy]) -> st.SearchStrategy[Strategy]:
 @pytest.mark.parametrize("family", FAMILIES)
 @given(data=st.data())
 def test_knobs_survive_words_and_json(family, data):
-    must_survive_words_and_json(data.draw(knobs_of(family)))
+    laws.must_survive_words_and_json(data.draw(knobs_of(family)))
 
 
 @pytest.mark.parametrize(
@@ -270,22 +226,25 @@ def test_knobs_survive_words_and_json(family, data):
 )
 def test_sizes_are_written_as_people_write_them(nbytes, written):
     """A plan once said gsplit(cache=56862697472)."""
-    spread = DataParallel(structure="spread", structure_cache=nbytes)
+    spread = known.DataParallel(structure="spread", structure_cache=nbytes)
     told = f"data_parallel(structure='spread',structure_cache={written})"
-    for strategy, text in ((GSplit(cache=nbytes), f"gsplit(cache={written})"), (spread, told)):
+    for strategy, text in (
+        (known.GSplit(cache=nbytes), f"gsplit(cache={written})"),
+        (spread, told),
+    ):
         assert str(strategy) == text and parse(text) == strategy
 
 
 def test_a_size_may_have_any_unit_of_bytes():
     for text in ("'2GB'", "'2 GB'", "'2000MB'", "'16Gbit'", "2000000000"):
-        assert parse(f"gsplit(cache={text})") == GSplit(cache=2 * 10**9), text
-    assert parse("gsplit(cache='1GiB')") == GSplit(cache=2**30)
+        assert parse(f"gsplit(cache={text})") == known.GSplit(cache=2 * 10**9), text
+    assert parse("gsplit(cache='1GiB')") == known.GSplit(cache=2**30)
 
 
-@pytest.mark.parametrize("name", names())
+@pytest.mark.parametrize("name", known.names())
 def test_a_published_name_is_its_preset(name):
     strategy = parse(name)
-    assert strategy == parse(f" {name}() ") == named(name, {}) and strategy.name == name
+    assert strategy == parse(f" {name}() ") == known.named(name, {}) and strategy.name == name
     assert strategy == parse(name.upper().replace("_", "-"))
     assert type(strategy) in FAMILIES
 
@@ -329,14 +288,14 @@ def test_words_that_make_no_strategy(row):
         parse(text)
 
 
-@given(problems())
+@given(laws.problems())
 @some()
 def test_candidates_suit_their_job_and_differ(problem):
     for family in families(problem):
         settled = [s.settle(problem) for s in family.candidates(problem)]
         assert len(set(settled)) == len(settled)
         # which users ask for, and which is for graphs that fit on no GPU otherwise
-        assert settled or family.absent(problem) or family in (BNS, Offload)
+        assert settled or family.absent(problem) or family in (known.BNS, known.Offload)
         for strategy in settled:
             assert strategy.settle(problem) == strategy
             places = [(place["rank"], place["server"]) for place in strategy.placement(problem)]
@@ -366,8 +325,10 @@ def test_estimates_resemble_a_measured_random_graph(degree, servers, gpus, model
     find, so what depends on that stays within a factor of 2 (not at a mean degree of 2 or 3, where
     a random graph is nearly a forest)."""
     measured, estimated = (
-        problem_of(graph, cluster(servers, gpus), "random", model=model, layers=4, hidden=32)
-        for graph in (UNIFORM[degree], statistics(UNIFORM[degree]))
+        laws.problem_of(
+            graph, laws.cluster(servers, gpus), "random", model=model, layers=4, hidden=32
+        )
+        for graph in (UNIFORM[degree], laws.statistics(UNIFORM[degree]))
     )
     by_day = slice(servers * gpus % 5, None, 5)  # shared out
     for strategy in list(variants(estimated))[slice(None) if NIGHT else by_day]:
@@ -386,8 +347,8 @@ def numbers(strategy: Strategy, problem: Problem) -> list[float]:
 
 @pytest.mark.parametrize("edges", [3_000, 30_000, 300_000])
 def test_an_estimated_rank_reads_no_more_than_its_server_has(edges):
-    stats = replace(GRAPHS[0].stats, vertices=3_000, edges=edges, known=False)
-    layout = problem_of(stats, cluster(3, 2), layers=4).layout(2)
+    stats = replace(laws.GRAPHS[0].stats, vertices=3_000, edges=edges, known=False)
+    layout = laws.problem_of(stats, laws.cluster(3, 2), layers=4).layout(2)
     for layer in (1, 2, 3):  # recomputed
         facts = layout.facts(layer)
         has = (facts.sources - facts.sends.sum(0)).reshape(3, 2).sum(1).repeat(2)
@@ -414,7 +375,7 @@ def test_nccl_has_buffers_of_its_own(text, servers, gpus, communicators):
     """For each communicator: sums, exchanges, a stage's neighbours, a grid's axes. Not Gloo."""
     strategy = parse(text)
     more = MINI if strategy.mode == "mini" else {}
-    problem = problem_of(GRAPHS[0], cluster(servers, gpus), layers=4, **more)
+    problem = laws.problem_of(laws.GRAPHS[0], laws.cluster(servers, gpus), layers=4, **more)
     use = strategy.settle(problem).memory(problem).get("communicators", np.zeros(1))
     assert (use / COMMUNICATOR).tolist() == communicators
     on_cpu = on(problem, kind="cpu")
@@ -425,8 +386,8 @@ def test_nccl_has_buffers_of_its_own(text, servers, gpus, communicators):
 def test_a_checkpoint_of_resgcn_gathers_again(aggregation):
     """Its messages pass through ReLU, so rows are kept and not sums: gathered once more."""
     asked = {"model": "resgcn", "layers": 8, "aggregation": aggregation}
-    problem = problem_of(GRAPHS[0], cluster(1, 2), **asked)
-    pipe = GNNPipe(2, 8, checkpoint=True).settle(problem)
+    problem = laws.problem_of(laws.GRAPHS[0], laws.cluster(1, 2), **asked)
+    pipe = known.GNNPipe(2, 8, checkpoint=True).settle(problem)
     facts = pipe.facts(problem)
     kept, again = (
         replace(pipe, checkpoint=on)._layer_work(problem, 3, facts)[1].gathers

@@ -9,7 +9,6 @@ from asked import on
 
 from gnnplan.planner.problem.problem import Problem
 from gnnplan.planner.strategies import P3, DataParallel, GSplit
-from gnnplan.planner.strategies.minibatch.adjacency_store import thinned
 from gnnplan.planner.strategies.minibatch.feature_store import heat
 
 GRAPH = batchwise.GRAPHS[0]
@@ -60,14 +59,6 @@ def test_every_list_is_at_home_and_cached_where_it_is_hot(strategy, servers, gpu
             assert busy.max() <= busy.min() + busy.sum() // 4
 
 
-def test_a_larger_cache_asks_for_less():
-    asked = [
-        DataParallel(structure="spread", structure_cache=room).predict(problem_of()).bytes["edges"]
-        for room in (0, 2000, 10000, 10**6)
-    ]
-    assert asked[0] > asked[1] > asked[2] > asked[3] == 0
-
-
 @pytest.mark.parametrize("group", ["server", "all"])
 def test_owners_have_their_lists_and_nobody_asks(group):
     problem, strategy = problem_of(), GSplit(splitter="random", group=group, structure="spread")
@@ -81,15 +72,6 @@ def test_owners_have_their_lists_and_nobody_asks(group):
     assert [t.label for t in strategy.schedule(problem, 2).tasks] == [
         t.label for t in plain.schedule(problem, 2).tasks
     ]
-
-
-def test_a_thinned_graph_has_the_lists_that_are_kept():
-    keep = np.arange(400) % 3 == 1
-    thin = thinned(GRAPH, keep)
-    assert thin.indices.dtype == np.int32 and thin.indices.size == GRAPH.degree[keep].sum()
-    for v in range(400):
-        ours, theirs = (g.indices[g.indptr[v] : g.indptr[v + 1]].tolist() for g in (thin, GRAPH))
-        assert ours == (theirs if keep[v] else [])
 
 
 @pytest.mark.parametrize(

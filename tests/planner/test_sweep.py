@@ -126,12 +126,11 @@ def test_rows_are_plans_of_their_own():
     """The recommendation, and the best of the plan's family, are those of a plan asked there."""
     swept = axes(["servers=1,2"])
     asked = points(swept, question(layers=4), ["gpus_per_server=2"])
-    table = rows(
-        asked,
-        parse("gnnpipe(chunks=2)"),
-        question("h200"),
-        lambda candidate: {"simulated_s": 2.0 * float(candidate.predicted.epoch_s)},
-    )
+
+    def twice(candidate):
+        return {"simulated_s": 2.0 * float(candidate.predicted.epoch_s)}
+
+    table = rows(asked, parse("gnnpipe(chunks=2)"), question("h200"), twice)
     for row, (_, problem) in zip(table, asked, strict=True):
         found = search(problem)
         pipes = [c for c in found.ranked if c.strategy.name == "gnnpipe"]

@@ -6,19 +6,13 @@ from math import prod
 import numpy as np
 import pytest
 from asked import fullest_bytes, on
+from pairwise import at_night
 
 from gnnplan.planner.cluster.spec import Link
 from gnnplan.planner.graph.load import load
 from gnnplan.planner.problem.problem import Problem
 from gnnplan.planner.strategies import Tensor3D
-from gnnplan.planner.strategies.layerwise.tensor3d import (
-    Grid,
-    edges_of_tiles,
-    grids,
-    orders,
-    roles,
-    summing_s,
-)
+from gnnplan.planner.strategies.layerwise import tensor3d
 from gnnplan.planner.strategies.program.program import AllReduce, Exchange
 from gnnplan.testing.laws import cluster, problem_of
 
@@ -98,7 +92,7 @@ def test_one_rank_is_one_process():
 
 def test_roles_rotate_so_that_outputs_lie_where_inputs_are_read():
     for layer in range(1, 8):
-        now, then = roles(layer), roles(layer + 1)
+        now, then = tensor3d.roles(layer), tensor3d.roles(layer + 1)
         assert (then.sources, then.columns) == (now.rows, now.sources)
         assert set(now) == set("xyz")
 
@@ -106,10 +100,10 @@ def test_roles_rotate_so_that_outputs_lie_where_inputs_are_read():
 def test_two_orders_balance_what_one_order_does_not():
     """In one order edges to itself are on the diagonal, and the tiles there are much fuller."""
     asked = problem((4, 1, 4), "edges=600&mixing=1")
-    tiles = edges_of_tiles(asked, Grid(4, 1, 4), 1)
+    tiles = tensor3d.edges_of_tiles(asked, tensor3d.Grid(4, 1, 4), 1)
     assert tiles.sum() == asked.stats.edges + N
     fullest = tiles.max() / tiles.mean()
-    order = orders(N, 0)[0]
+    order = tensor3d.orders(N, 0)[0]
     part = np.empty(N, dtype=int)
     part[order] = np.arange(N) * 4 // N
     reader = np.repeat(np.arange(N), np.diff(asked.graph.indptr))
@@ -120,22 +114,22 @@ def test_two_orders_balance_what_one_order_does_not():
 
 @pytest.mark.parametrize("layer", [1, 2])
 def test_tiles_by_statistics_are_the_mean_of_counted_ones(layer):
-    asked, grid = problem((2, 2, 2)), Grid(2, 2, 2)
+    asked, grid = problem((2, 2, 2)), tensor3d.Grid(2, 2, 2)
     both = asked, replace(asked, graph=None)
-    counted, expected = (edges_of_tiles(p, grid, layer) for p in both)
+    counted, expected = (tensor3d.edges_of_tiles(p, grid, layer) for p in both)
     assert expected == pytest.approx(np.full(8, counted.mean()))
 
 
-@pytest.mark.parametrize("ranks", [2, 4, 6, 8, pytest.param(12, marks=pytest.mark.nightly)])
+@pytest.mark.parametrize("ranks", [2, 4, 6, 8, at_night(12)])
 def test_the_grid_that_is_chosen_sends_fewest_bytes_where_all_links_are_alike(ranks):
     """Without latency, on one server, the time to sum is bytes per rank over bandwidth."""
     asked = problem((ranks,), dropout=0.5)
-    found = grids(ranks)
+    found = tensor3d.grids(ranks)
     assert len(set(found)) == len(found)
     sent = {grid: Tensor3D(grid.x, grid.y, grid.z).predict(asked).bytes_total for grid in found}
     for grid in found:
         # three layers of three and a layer of one: shares are equal, but for weights of few numbers
-        assert summing_s(asked, grid) * 1e8 * ranks == pytest.approx(sent[grid], rel=0.02)
+        assert tensor3d.summing_s(asked, grid) * 1e8 * ranks == pytest.approx(sent[grid], rel=0.02)
     assert sent[Tensor3D().settle(asked).grid] <= min(sent.values()) * 1.02
     fixed = Tensor3D(x=2).settle(asked)
     assert fixed.x == 2 and fixed.grid.ranks == ranks
@@ -144,8 +138,10 @@ def test_the_grid_that_is_chosen_sends_fewest_bytes_where_all_links_are_alike(ra
 def test_a_grid_that_fits_is_chosen_before_a_faster_one_that_does_not():
     """The fastest was chosen whatever it held, and a plan that fits was not found."""
     asked = problem((8,), dropout=0.5)
-    held = {grid: fullest_bytes(asked, Tensor3D(grid.x, grid.y, grid.z)) for grid in grids(8)}
-    by_time = sorted(held, key=lambda grid: summing_s(asked, grid))
+    held = {
+        grid: fullest_bytes(asked, Tensor3D(grid.x, grid.y, grid.z)) for grid in tensor3d.grids(8)
+    }
+    by_time = sorted(held, key=lambda grid: tensor3d.summing_s(asked, grid))
     needs = list(held.values())
     assert held[by_time[0]] > min(needs)
     for room in (max(needs), np.mean(needs), min(needs), 0.0):

@@ -40,7 +40,7 @@ def edit(path: Path, change) -> None:
 
 
 @pytest.mark.slow
-@settings(deadline=None, max_examples=examples(30))
+@settings(max_examples=examples(30))
 @given(st.lists(st.tuples(st.floats(-1e9, 1e9), st.floats(0, 1e9), st.integers(0, 2), text(5))))
 def test_times_survive_to_the_last_bit(tmp_path_factory, drawn):
     spans = [Span(text, "op", rank, "compute", s, s + length) for s, length, rank, text in drawn]
@@ -62,11 +62,8 @@ def test_the_file_is_what_perfetto_and_kineto_expect(tmp_path):
     ]
     names = {e["tid"]: e["args"]["name"] for e in events if e["name"] == "thread_name"}
     order = {e["tid"]: e["args"]["sort_index"] for e in events if e["name"] == "thread_sort_index"}
-    assert [names[tid] for tid in sorted(names, key=order.__getitem__)] == [
-        "compute",
-        "comm",
-        "dataloader",
-    ]
+    lanes = [names[tid] for tid in sorted(names, key=order.__getitem__)]
+    assert lanes == ["compute", "comm", "dataloader"]
     halo = next(e for e in events if e["name"] == "halo:f:l1:s0")
     assert names[halo["tid"]] == "comm"
     assert halo["pid"] == 1

@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 from examples import NIGHT
+from pairwise import at_night
 
 import gnnplan
 from gnnplan.api.simulation import Playing
@@ -44,13 +45,10 @@ def test_a_small_graph_is_not_distributed():
     ("graph", "cluster"),
     [
         ("friendster", "gsplit_p3_8xlarge?servers=1&gpus_per_server=1"),
-        pytest.param(
-            *("friendster", "gsplit_p3_8xlarge?servers=1&gpus_per_server=2"),
-            marks=pytest.mark.nightly,
-        ),
-        pytest.param("friendster", "dgx_a100", marks=pytest.mark.nightly),
-        pytest.param("ogbn-papers100M", "dgx_a100", marks=pytest.mark.nightly),
-        pytest.param("friendster", "l4_box", marks=pytest.mark.nightly),
+        at_night("friendster", "gsplit_p3_8xlarge?servers=1&gpus_per_server=2"),
+        at_night("friendster", "dgx_a100"),
+        at_night("ogbn-papers100M", "dgx_a100"),
+        at_night("friendster", "l4_box"),
     ],
 )
 @pytest.mark.slow
@@ -89,7 +87,7 @@ def test_one_table_has_both_modes_and_all_sizes_with_the_whole_training():
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("graph", "cluster"),
-    [("ogbn-arxiv", ONE_SERVER), pytest.param("friendster", "dgx_a100", marks=pytest.mark.nightly)],
+    [("ogbn-arxiv", ONE_SERVER), at_night("friendster", "dgx_a100")],
 )
 def test_the_smallest_size_within_a_tenth_of_the_best_value_is_named(graph, cluster):
     plan = planned(graph, cluster)

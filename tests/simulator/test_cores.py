@@ -7,7 +7,7 @@ from unittest.mock import patch
 import numpy as np
 import pytest
 from asked import changed, epochs_s
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from pairwise import covered, pairs
 
@@ -92,7 +92,6 @@ def test_by_hand(cluster, seconds, expected):
     ) == pytest.approx(max(expected))
 
 
-@settings(deadline=None)
 @given(
     seconds=st.lists(st.floats(0.0, 10.0), min_size=1, max_size=8),
     cores=st.integers(1, 5),

@@ -6,15 +6,15 @@ import numpy as np
 import pytest
 import simpy
 from examples import NIGHT
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
+from pairwise import at_night
 
 from gnnplan.planner.cluster.cost import Cost
 from gnnplan.planner.cluster.spec import Cluster, Device, Fabric, Link
 from gnnplan.simulator.network import ByFlows, Demand, Flows, Network
 
 DEVICE = Device(memory=1e12, gemm=1e12, memory_bandwidth=1e12)
-unhurried = settings(deadline=None)
 
 
 def flows(
@@ -57,7 +57,6 @@ def questions(draw: st.DrawFn, most: int = 6, ports: int = 4) -> Flows:
     )
 
 
-@unhurried
 @given(questions(most=30, ports=6))
 def test_every_flow_has_a_full_port_where_nobody_is_faster(asked):
     """Which is what max-min fair means (Bertsekas and Gallager, Data Networks, 6.5.2)."""
@@ -72,7 +71,6 @@ def test_every_flow_has_a_full_port_where_nobody_is_faster(asked):
         )
 
 
-@unhurried
 @given(questions(), st.floats(0, 1))
 def test_all_bytes_pass_and_nothing_is_faster_than_its_ports(asked, every):
     """While in use, a port can carry what flows send through it."""
@@ -175,7 +173,7 @@ def arrivals(kind: str) -> tuple[np.ndarray, np.ndarray]:
     # of exponential ones a queue that serves first who comes first has the same mean
     [
         "equal",
-        *(pytest.param(kind, marks=pytest.mark.nightly) for kind in ("few large", "exponential")),
+        *(at_night(kind) for kind in ("few large", "exponential")),
     ],
 )
 def test_one_link_is_a_queue_that_shares_its_processor(kind):

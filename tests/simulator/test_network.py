@@ -4,12 +4,11 @@ import random
 
 import pytest
 import simpy
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from gnnplan.simulator.network import Demand, Network, max_min
 
-unhurried = settings(deadline=None)  # the machine may be busy
 A, B, C, D = (("nic_out", i) for i in range(4))
 
 
@@ -72,7 +71,6 @@ def scaled(busy: dict) -> dict:
     return {port: s / max(busy.values()) for port, s in busy.items()}
 
 
-@unhurried
 @given(
     demands(flows=20), st.lists(st.integers(1, 16).map(lambda k: k / 4), min_size=20, max_size=20)
 )
@@ -120,7 +118,6 @@ def arrivals(draw) -> list[tuple[float, Demand]]:
     return [(draw(times), Demand(draw(times), busy)) for busy in draw(demands(flows=10))]
 
 
-@unhurried
 @given(arrivals())
 def test_the_network_equals_a_plain_loop(starts):
     assert ends(*starts) == pytest.approx(by_plain_loop(starts), abs=1e-7)

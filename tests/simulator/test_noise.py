@@ -1,11 +1,12 @@
 """Jitter and stragglers: against sampling the same distribution, and their laws on every family."""
 
+from itertools import product
+
 import numpy as np
 import pytest
 
 from gnnplan.planner.cluster.cost import Cost
 from gnnplan.planner.cluster.spec import Cluster, Device, Link
-from gnnplan.planner.gnn.workload import Workload
 from gnnplan.planner.graph.load import load
 from gnnplan.planner.problem.problem import Problem
 from gnnplan.planner.strategies import parse
@@ -21,6 +22,7 @@ from gnnplan.planner.vocabulary.schedule import (
 )
 from gnnplan.simulator.noise import Noise, epochs, percentiles, stragglers
 from gnnplan.simulator.player import play
+from gnnplan.testing import laws
 
 DEVICE = Device(memory=1e9, gemm=1e9, memory_bandwidth=1e9, launch=1e-6)
 FAMILIES = ["graph_parallel", "pipegcn", "gnnpipe(stages=2,chunks=4)", "gnnpipe(stages=4,chunks=4)"]
@@ -31,50 +33,25 @@ FAMILIES += ["data_parallel(prefetch=2)", "gsplit(splitter='random')", "p3"]
 def in_step(ranks: int, steps: int, pieces: int = 1) -> tuple[Schedule, Cost]:
     """Everyone computes `pieces` times a second, then all wait for all; nothing else takes time."""
     schedule, group = Schedule(ranks, steps), tuple(range(ranks))
-    for step in range(steps):
-        for rank in group:
-            schedule.tasks += [
-                Task(Label("forward", step, chunk=piece), rank, "compute", Compute(flops=1e9))
-                for piece in range(pieces)
-            ]
-            before = (Label("update", step - 1),) if step else ()
-            schedule.tasks[-pieces] = Task(
-                Label("forward", step, chunk=0), rank, "compute", Compute(flops=1e9), before
-            )
-            schedule.tasks.append(
-                Task(
-                    Label("all_reduce", step),
-                    rank,
-                    "reduce",
-                    Collective(Ring(0), group, rank),
-                    (Label("forward", step, chunk=pieces - 1),),
-                )
-            )
-            schedule.tasks.append(
-                Task(
-                    Label("update", step), rank, "compute", Compute(), (Label("all_reduce", step),)
-                )
-            )
+    for step, rank in product(range(steps), group):
+        before = (Label("update", step - 1),) if step else ()
+        names = [Label("forward", step, chunk=piece) for piece in range(pieces)]
+        works = [(name, "compute", Compute(flops=1e9), before) for name in names]
+        reduced, meeting = Label("all_reduce", step), Collective(Ring(0), group, rank)
+        works.append((reduced, "reduce", meeting, (names[-1],)))
+        works.append((Label("update", step), "compute", Compute(), (reduced,)))
+        schedule.tasks += [Task(name, rank, *rest) for name, *rest in works]
     link = Link(bandwidth=1e9, latency=0.0)
     return schedule, Cost(Cluster(servers=1, gpus_per_server=ranks, device=DEVICE, intra_node=link))
 
 
 def question(family: str) -> Problem:
     graph = load("synthetic:community?vertices=300&edges=3000&features=16&classes=4&seed=0")
-    mini = (
-        {"mode": "mini", "batch": 64, "fanout": (5, 5, 5, 5)}
-        if family.split("(")[0] in ("data_parallel", "gsplit", "p3")
-        else {}
-    )
-    link = Link(bandwidth=1e8, latency=1e-6)  # so that computation is what varies
-    where = Cluster(
-        servers=2,
-        gpus_per_server=2,
-        device=DEVICE,
-        intra_node=link,
-        inter_node=Link(bandwidth=3e7, latency=2e-6),
-    )
-    return Problem(graph.stats, graph, Workload(layers=4, hidden=16, **mini), where, "hash")
+    mini = {"mode": "mini", "batch": 64, "fanout": (5, 5, 5, 5)}
+    # links on which computation is what varies
+    where = laws.cluster(2, 2, inter=3e7, intra=1e8, gemm=1e9, memory_bandwidth=1e9)
+    more = mini if parse(family).mode == "mini" else {}
+    return laws.problem_of(graph, where, "hash", layers=4, hidden=16, **more)
 
 
 @pytest.mark.parametrize(("ranks", "jitter"), [(1, 0.3), (4, 0.1), (16, 0.5)])
