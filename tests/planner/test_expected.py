@@ -322,7 +322,7 @@ def test_rows_whose_columns_a_cache_hits(cached, over):
         loads = [store.loads_of(problem, batch) for batch in batches]
         rows = np.sum([one.rows for one in loads], axis=0)
         for rank in range(4):
-            rail = list(strategy.rail(problem, rank))
+            rail = list(strategy.slices(problem)[rank].ranks)
             assert rows[rank].sum() == sum(batch.row_counts(0)[rail].sum() for batch in batches)
         for one in loads:
             assert (one.host == width * one.rows[:, 2]).all()

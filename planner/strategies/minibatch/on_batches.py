@@ -38,10 +38,10 @@ The memory that remains caches lists of other servers (P3, Sec. 3.4).
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import Literal, TypeVar
+from typing import TypeVar
 
 import numpy as np
 
@@ -76,7 +76,7 @@ from gnnplan.planner.strategies.minibatch.supply import (
 from gnnplan.planner.strategies.program.account import predict
 from gnnplan.planner.strategies.program.program import Op, Program, Step
 from gnnplan.planner.vocabulary.errors import SpecError
-from gnnplan.planner.vocabulary.numbers import Outer
+from gnnplan.planner.vocabulary.numbers import Outer, RankMatrix
 from gnnplan.planner.vocabulary.schedule import Compute
 
 # -- the operations of one mini-batch --------------------------------------------------------------
@@ -90,34 +90,45 @@ RELAID = 2
 OWNED = 0.75
 
 
-def step(supply: Supply, batch: MiniBatch, options: ExchangeOptions) -> Iterator[Op]:
-    """Yield the operations of one step, in order."""
-    problem, splits = supply.problem, batch.splits
-    layers = range(1, problem.workload.layers + 1)
-    facts = [batch.facts(layer) for layer in layers]
-    all_edges = np.sum([f.edges for f in facts], axis=0)
+def sampling(
+    supply: Supply,
+    batch: MiniBatch,
+    edges: Sequence[np.ndarray],
+    pushed: RankMatrix | None,
+    peers: RankMatrix,
+) -> Iterator[Op]:
+    """Yield the operations of samplers on a batch.
+
+    edges: edges of each layer that each rank lays out [ranks]. pushed: as `MiniBatch.pushed`.
+    peers: 1 for every two ranks that may send each other ids or edges [ranks, ranks].
+    """
+    layers = range(1, batch.layers + 1)
     # whether a GPU's sampling is counted as computation; clusters may have a measured rate instead
-    is_counted = supply.lays_there and not problem.cluster.device_sampler_rates
-    if is_counted:
+    if supply.lays_there and not supply.problem.cluster.device_sampler_rates:
         # one thread samples a batch and then loads it
-        lane: Literal["host", "copy"] = "copy" if supply.prefetch else "host"
-        yield from supply.sampled_there(batch, lane)
-    elif not splits:
-        yield from supply.drawing(batch, all_edges)
-    peers = Outer.of(batch.servers, True, 1)
-    for layer in reversed(layers) if splits else ():
+        yield from supply.sampled_there(batch, "copy" if supply.prefetch else "host")
+        return
+    if not batch.splits:
+        drawn = np.sum([batch.facts(layer).edges for layer in layers], axis=0)
+        yield from supply.drawing(batch, drawn)
+    for layer in reversed(layers) if batch.splits else ():
         drawn, asks = batch.sampled(layer), batch.asks(layer)
         yield supply.sampled("draw", drawn + OWNED * asks * batch.facts(layer).sources, layer)
         yield from supply.reading(drawn, layer)
         if asks:
-            yield from sized_exchange(
-                "ids", batch.facts(layer).returned, peers, layer=layer, ahead="host"
-            )
-    if batch.pushed is not None:
-        yield from sized_exchange("push", batch.pushed, peers, ahead="host", itemsize=NEIGHBOUR)
-    if not is_counted:
-        relaid = 0 if batch.pushed is None else RELAID * batch.sampled(1)
-        yield supply.laying([f.edges for f in facts], relaid)
+            ids = batch.facts(layer).returned
+            yield from sized_exchange("ids", ids, peers, layer=layer, ahead="host")
+    if pushed is not None:
+        yield from sized_exchange("push", pushed, peers, ahead="host", itemsize=NEIGHBOUR)
+    yield supply.laying(edges, 0 if batch.pushed is None else RELAID * batch.sampled(1))
+
+
+def step(supply: Supply, batch: MiniBatch, options: ExchangeOptions) -> Iterator[Op]:
+    """Yield the operations of one step, in order."""
+    problem = supply.problem
+    facts = [batch.facts(layer) for layer in range(1, problem.workload.layers + 1)]
+    peers = Outer.of(batch.servers, True, 1)
+    yield from sampling(supply, batch, [f.edges for f in facts], batch.pushed, peers)
     yield Op("load", work=supply.copied(batch, facts), ahead="copy" if supply.prefetch else "")
     if supply.prefetch:
         # no time if the batch is loaded already
