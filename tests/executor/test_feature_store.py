@@ -48,7 +48,7 @@ def test_ranks_leave_rows_by_class(run_ranks, graphs, strategy, classes):
     settled = result.case.settled(problem)
     batches, store = settled.batches(problem), settled.store(problem)
     rows = sum(
-        store.loads_of(problem, batches.at(step)).rows
+        store.loads(problem, batches.at(step)).rows
         for step in range(result.case.epochs * batches.steps)
     )
     left = [result.rank(rank)["rows"] for rank in range(4)]

@@ -49,7 +49,7 @@ def problem_of(
 def rows_of_an_epoch(strategy: Strategy, problem: Problem) -> np.ndarray:
     """By rank and class [ranks, 4]."""
     store, batches = strategy.store(problem), strategy.batches(problem)
-    return np.sum([store.loads_of(problem, batch).rows for batch in batches.first()], axis=0)
+    return np.sum([store.loads(problem, batch).rows for batch in batches.first()], axis=0)
 
 
 def laid_of(problem: Problem, batch: MiniBatch) -> np.ndarray:

@@ -74,6 +74,7 @@ from gnnplan.planner.strategies.layerwise.exchange import ExchangeOptions, pays
 from gnnplan.planner.strategies.layerwise.graph_parallel import GraphParallel, OnParts, check_trim
 from gnnplan.planner.strategies.layerwise.step import Batches
 from gnnplan.planner.vocabulary.errors import SpecError
+from gnnplan.planner.vocabulary.numbers import numbered
 from gnnplan.planner.vocabulary.units import show_bytes
 
 MOST = 10_000  # the largest max_hop, and the most batches
@@ -392,9 +393,7 @@ class GraNNDis(OnParts):
         island a group is placed on.
         """
         places = problem.cost.places
-        by_rank = (places.island if self.group == "island" else places.server).tolist()
-        number = {place: i for i, place in enumerate(dict.fromkeys(by_rank))}
-        return tuple(number[place] for place in by_rank)
+        return numbered((places.island if self.group == "island" else places.server).tolist())
 
     def turn(self, problem: Problem, step: int) -> int:
         """Return the batch of a step; each epoch has all batches, in a new order."""

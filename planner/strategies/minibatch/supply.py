@@ -29,11 +29,11 @@ from gnnplan.planner.ownership.minibatch import Batches, MiniBatch
 from gnnplan.planner.problem.problem import Problem
 from gnnplan.planner.strategies.layerwise.step import blocks, constant
 from gnnplan.planner.strategies.minibatch.adjacency_store import ENTRY, NEIGHBOUR, Lists, bytes_at
-from gnnplan.planner.strategies.minibatch.feature_store import Features
+from gnnplan.planner.strategies.minibatch.feature_store import Features, Loads
 from gnnplan.planner.strategies.program.account import Memory, Resident, machine_code
 from gnnplan.planner.strategies.program.price import setup_s
 from gnnplan.planner.strategies.program.program import Copy, Exchange, Op, Sampling
-from gnnplan.planner.vocabulary.numbers import Number, Outer, RankMatrix
+from gnnplan.planner.vocabulary.numbers import Number, Outer, RankMatrix, grouped, numbered
 from gnnplan.planner.vocabulary.schedule import Compute
 
 ID = 8  # bytes of a vertex's id
@@ -92,6 +92,11 @@ class Supply:
         """Whether a GPU itself looks up a batch's rows in its cache."""
         store = self.store
         return store.caches and not store.asks.any() and self.problem.model.inputs.is_dense
+
+    def loads(self, batch: MiniBatch) -> Loads:
+        """Return the sources of a batch's rows, from the problem's cache."""
+        question = "loads", self.store, batch
+        return self.problem.cache.get(question, lambda: self.store.loads(self.problem, batch))
 
     @property
     def is_plain(self) -> bool:
@@ -170,7 +175,7 @@ class Supply:
         The host packs the blocks first, unless a sampler process packs them during training.
         facts: counts of layers 1 .. L.
         """
-        features, on_device = self.store.loads_of(self.problem, batch).host, self.lays_there
+        features, on_device = self.loads(batch).host, self.lays_there
         if self.problem.cluster.device_sampler_rates:
             return Copy(features.astype(np.int64))
         blocks = self._block_bytes(facts)
@@ -198,8 +203,7 @@ class Supply:
         All ranks take part in an exchange if any rank may need it, so that they need no message to
         agree on it.
         """
-        store = self.store
-        loads = store.loads_of(self.problem, batch)
+        store, loads = self.store, self.loads(batch)
         if store.caches:
             nbytes, launches = 2 * loads.hits.astype(np.float64), 1  # read and written
             if self.lays_there and self.picks_there:
@@ -271,7 +275,7 @@ class Supply:
 
     def _arriving(self, batch: MiniBatch) -> np.ndarray:
         """Return the bytes of row buffers during loading, besides the batch's features [ranks]."""
-        loads = self.store.loads_of(self.problem, batch)
+        loads = self.loads(batch)
         buffers = loads.host + loads.hits + loads.fetched.sum(0) + loads.fetched.sum(1)
         return np.asarray(buffers, dtype=float)
 
@@ -310,9 +314,8 @@ class Supply:
         """Return the bytes in each server's memory of adjacency lists, offsets and degrees, and of
         sampler processes with their finished batches [servers]."""
         problem, stats = self.problem, self.problem.stats
-        place = {server: i for i, server in enumerate(dict.fromkeys(problem.servers))}
-        servers = np.array([place[server] for server in problem.servers])
-        ranks_at = [np.flatnonzero(servers == i).tolist() for i in range(len(place))]
+        servers = numbered(problem.servers)
+        ranks_at = grouped(range(problem.ranks), servers.__getitem__).values()
         use = {"lists": np.array([bytes_at(problem, self.lists, ranks) for ranks in ranks_at])}
         if self.prefetch and not self.lays_there:
             links = problem.workload.task == "link"
