@@ -66,6 +66,11 @@ class RankLayer:
     received: np.ndarray  # halo rows by sender, int64 [ranks]
     edges: int  # without self edges
 
+    @property
+    def by_sender(self) -> list[np.ndarray]:
+        """The ids of the halo rows of each sender."""
+        return np.split(self.halo, np.cumsum(self.received)[:-1])
+
 
 @dataclass(frozen=True)
 class LayerCounts:
@@ -366,8 +371,7 @@ class Layout:
 
         The rank sends them before the layer. The result is a list over peers of int64 [rows]."""
         _, position = self._holders(rank, layer)
-        pieces = (self.piece(peer, layer) for peer in range(self.ranks))
-        wanted = (np.split(piece.halo, np.cumsum(piece.received)[:-1])[rank] for piece in pieces)
+        wanted = (self.piece(peer, layer).by_sender[rank] for peer in range(self.ranks))
         return [position[rows].astype(np.int64) for rows in wanted]
 
     def block(self, rank: int, layer: int) -> tuple[np.ndarray, np.ndarray]:

@@ -146,15 +146,9 @@ def _sends(policy: Policy, rows: AnyLayout, crossing: Crossing) -> RankMatrix:
         return replace(halo, left=np.array(counts)[where])
     sends = np.zeros_like(halo)
     for reader in range(rows.ranks):
-        owners = halo_of(rows, crossing.layer, reader)
+        owners = rows.piece(reader, crossing.layer).by_sender
         sends[:, reader] = [policy.count(ids, crossing._replace(reader=reader)) for ids in owners]
     return sends
-
-
-def halo_of(layout: Layout, layer: int, reader: int) -> list[Ids]:
-    """Return, for each owner, the ids of the owner's rows that a rank reads in a layer."""
-    piece = layout.piece(reader, layer)
-    return np.split(piece.halo, np.cumsum(piece.received)[:-1])
 
 
 def _halo_edges(layout: Layout, layer: int) -> np.ndarray:
