@@ -93,6 +93,7 @@ class Policy:
 
 
 FRESH = Policy()  # sends all rows in every step
+KNOBS = ("narrow", "checkpoint", "buckets")  # fields of ExchangeOptions that are knobs
 
 
 @dataclass(frozen=True)
@@ -104,6 +105,12 @@ class ExchangeOptions:
     codec: Codec = WHOLE  # encoding of rows that are sent
     checkpoint: bool = False  # keep a layer's inputs only, and recompute the layer in backward
     buckets: int = 1  # number of all-reduces of gradients per step (below)
+
+    @classmethod
+    def of(cls, strategy: Strategy, policy: Policy = FRESH) -> ExchangeOptions:
+        """Make the options of a strategy with this policy, from the knobs of their names."""
+        knobs = {knob: vars(strategy)[knob] for knob in KNOBS if knob in vars(strategy)}
+        return cls(policy=policy, codec=strategy.codec, **knobs)
 
     def facts(self, problem: Problem, rows: AnyLayout, layer: int, step: int = 0) -> LayerCounts:
         """Return the counts of rows and edges of a layer in a step."""

@@ -70,7 +70,7 @@ from gnnplan.planner.ownership.estimated import EstimatedLayout
 from gnnplan.planner.ownership.layout import Expansion
 from gnnplan.planner.problem.problem import AnyLayout, Problem
 from gnnplan.planner.strategies.base import Example, Strategy, settled
-from gnnplan.planner.strategies.layerwise.exchange import ExchangeOptions, pays
+from gnnplan.planner.strategies.layerwise.exchange import pays
 from gnnplan.planner.strategies.layerwise.graph_parallel import GraphParallel, OnParts, check_trim
 from gnnplan.planner.strategies.layerwise.step import Batches
 from gnnplan.planner.vocabulary.errors import SpecError
@@ -356,12 +356,6 @@ class GraNNDis(OnParts):
                     f" large (GPUs used of an island of cluster {cluster.name}:"
                     f" {', '.join(map(str, sizes))}); use group='server'"
                 )
-
-    @property
-    def exchange_options(self) -> ExchangeOptions:
-        return ExchangeOptions(
-            self.narrow, checkpoint=self.checkpoint, buckets=self.buckets, codec=self.codec
-        )
 
     def layout(self, problem: Problem) -> AnyLayout:
         """Return which rows each rank computes, receives and preloads."""
