@@ -115,7 +115,7 @@ def make_chunks(
     cut: the graph in chunks, every chunk split over the members of a stage. member: this rank's
     number in its stage. group: the stage's ranks. kinds: kinds of edges of the stage's layers.
     """
-    own, halo = cut.own(member), cut.halo(member)
+    own, halo = cut.own(member), cut.halos[member]
     kept = np.concatenate([own, halo])
     place = np.full(graph.stats.vertices, -1, dtype=np.int64)
     place[kept] = np.arange(kept.size)

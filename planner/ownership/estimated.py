@@ -511,7 +511,7 @@ class EstimatedBatch(MiniBatch):
         fullest: float = 1.0,
         scored: tuple[int, int] | None = None,
     ) -> None:
-        self.stats, self.servers, self.needs = stats, groups, needs
+        self.population, self.servers, self.needs = Population.of(stats), groups, needs
         self.first_varying, self.cross = first_varying, crossing
         self.layers = self.inside = len(needs[0].edges)
         self.depth, self.ranks = self.layers - first_varying, len(groups)
@@ -526,7 +526,7 @@ class EstimatedBatch(MiniBatch):
         counts = [part.size for part in shares(np.arange(batch), len(self.needs))]
         edges, sends = self._shared(counts), self._to_peers([0] * len(counts))
         if self._size > 1:
-            population, peers = Population.of(self.stats), self._size - 1
+            population, peers = self.population, self._size - 1
             wanted = []
             for count in counts:
                 # expected number of ends of one other rank's edges at a vertex of each class [K]
@@ -574,7 +574,7 @@ class EstimatedBatch(MiniBatch):
 
     def _halo(self, need: Expected, layer: int) -> float:
         """Return the rows of h_{l-1} that a rank needs from one other rank of its group."""
-        population = Population.of(self.stats)
+        population = self.population
         # expected number of times that one other rank samples a vertex of each class [K]
         times = (
             need.edges[layer - 1]

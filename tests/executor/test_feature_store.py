@@ -2,6 +2,7 @@
 
 from dataclasses import replace
 from operator import attrgetter
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -29,6 +30,11 @@ ROW = 12 * 8  # [B] of `rough` in float64
 def case(strategy: str, graph: str, servers: int = 1, model: str = "sage", **more: object) -> Case:
     asked = small(model, layers=3, heads=2, mode="mini", batch=6, fanout=(3, 2, 2))
     return Case(strategy, graph, {**asked, **more}, servers, eval_every=2)
+
+
+def batch_of(ids: np.ndarray) -> SimpleNamespace:
+    """Whose only rank reads these rows."""
+    return SimpleNamespace(rows=lambda rank, h: ids)
 
 
 @pytest.mark.parametrize(
@@ -69,7 +75,7 @@ def test_rows_read_are_the_graphs(graphs, graph, cache):
     store, total = FeatureStore(rank, strategy.supply(problem)), np.zeros(4, dtype=int)
     drawn = [batch.rows(0, 0) for batch in strategy.batches(problem).first()]
     for step, ids in enumerate([*drawn, np.zeros(0, np.int64), np.arange(60)[::-1]]):
-        (in_host, nbytes), loads = store.in_host(ids), planned.loads(problem, [ids])
+        (in_host, nbytes), loads = store.in_host(ids), planned.loads(problem, batch_of(ids))
         rows = store.complete(store.load(in_host), ids, step)
         whole = features(problem.graph, ids, problem.workload, rank.device)
         assert isinstance(rows, SparseRows) == isinstance(whole, SparseRows) == (graph == "sparse")
@@ -167,7 +173,7 @@ def test_a_cache_and_what_arrives_fill_what_was_predicted(sparse):
         return
     assert left == planned.held(problem)[0]
     ids = np.random.default_rng(1).permutation(6000)[:4000]
-    loads = planned.loads(problem, [ids])
+    loads = planned.loads(problem, batch_of(ids))
     arriving = int((loads.host + loads.hits)[0])
     rows, left, most = counted(lambda: store.complete(store.load(store.in_host(ids)[0]), ids, 0))
     assert left == rows.nbytes == arriving  # all of them came from here

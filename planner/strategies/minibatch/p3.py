@@ -78,6 +78,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import zip_longest
 from typing import Self
 
@@ -107,7 +108,6 @@ from gnnplan.planner.strategies.minibatch.on_batches import (
     OnBatches,
     lists_cache,
     proposed_cache,
-    sampling,
     with_enough_samplers,
     with_one_sampler,
 )
@@ -530,16 +530,20 @@ class Batch:
         self.rails = np.array([each.ranks[0] for each in slices])  # a number of each rank's rail
         self.peers = len(slices[0].ranks) - 1  # peers of a rank
         self.sliced = sliced(problem, slices[slices[0].ranks[-1]].columns)  # the widest slice
-        self.facts = {layer: batch.facts(layer) for layer in range(1, len(model.layers) + 1)}
-        first, width = self.facts[1], model.layers[0].h_out * model.itemsize
+        own = {layer: batch.facts(layer) for layer in range(1, len(model.layers) + 1)}
+        first, width = own[1], model.layers[0].h_out * model.itemsize
         # rows, sources and edges of layer 1 over each rank's rail [3, ranks]
-        of_rank = first.rows, first.sources, first.edges
-        self.of_rail = sums(self.rails, np.array(of_rank, dtype=float))
+        of_rank = np.array([first.rows, first.sources, first.edges], dtype=float)
+        self.of_rail = rows, sources, edges = sums(self.rails, of_rank)
+        # counts of each layer; of layer 1, over each rank's rail
+        self.facts = own | {1: replace(first, rows=rows, sources=sources, edges=edges)}
+        self.first = first  # the rank's own
         # layer 1's output: of the rank's own block, and of its peers' blocks
-        self.own, self.others = first.rows * width, (self.of_rail[0] - first.rows) * width
+        self.own, self.others = first.rows * width, (rows - first.rows) * width
         # send buffers: in the pipeline the rank continues before its messages are sent
         self.send_buffers = self.others * p3.pipelined
-        self.later_layers = Holds(problem, model, self.facts, ExchangeOptions(), batch.scored)
+        self.last = own[len(own)]  # layer L
+        self.later_layers = Holds(problem, model, own, ExchangeOptions(), batch.scored)
 
     def ops(self) -> list[Op]:
         """Return the operations, each with its phase.
@@ -552,18 +556,15 @@ class Batch:
         update
         """
         model, supply, b = self.model, self.p3.supply(self.problem), self.model.itemsize
-        first, f1, of_rail = model.layers[0], self.facts[1].rows, self.of_rail
-        peers = Outer.of(self.rails, True, 1)
-        numbers = HEADER + f1 + self.facts[1].sources + self.facts[1].edges
+        first, own, of_rail = model.layers[0], self.first, self.of_rail
+        facts, peers = list(self.facts.values()), Outer.of(self.rails, True, 1)
+        numbers = HEADER + own.rows + own.sources + own.edges
         pushed = Outer.of(self.rails, True, numbers) if self.peers else None
-        edges = [of_rail[2], *(self.facts[layer].edges for layer in self.facts if layer > 1)]
-        host = list(sampling(supply, self.batch, edges, pushed, peers))
+        host = list(supply.sampling(self.batch, [f.edges for f in facts], pushed, peers))
         if self.p3.prefetch:
             host.append(Op("wait", work=Compute(), idle=True))
-        all_peers = replace(self.facts[1], rows=of_rail[0], sources=of_rail[1], edges=of_rail[2])
-        copied = list((self.facts | {1: all_peers}).values())
-        front = [Op("load", work=supply.copied(self.batch, copied)), *supply.gathered(self.batch)]
-        front[-1] = replace(front[-1], holds=self.load)
+        front = [Op("load", work=supply.copied(self.batch, facts)), *supply.gathered(self.batch)]
+        front[-1] = replace(front[-1], holds=lambda: keeps(self.loaded))
         backward = self.sliced.backward(1, *of_rail)
         tail = [Op("backward", layer=1, work=backward, holds=self.first_backward)]
         if self.peers and first.heads:
@@ -580,10 +581,12 @@ class Batch:
         front.append(Op("forward", layer=1, work=forward, holds=self.first_forward))
         body = self._body()
         if self.peers:
-            summed = Exchange(Outer.of(self.rails, True, f1), first.h_out * b)
-            pulled = replace(summed, items=summed.items.T)
-            front.append(Op("pull", "f", 1, work=pulled, holds=self.pull_forward))
-            body.append(Op("pull", "b", 1, work=summed, holds=self.pull_backward))
+            summed = Exchange(Outer.of(self.rails, True, own.rows), first.h_out * b)
+            pulled, arrives = replace(summed, items=summed.items.T), self.own * self.peers
+            holds = partial(keeps, arrives + self.send_buffers)
+            front.append(Op("pull", "f", 1, work=pulled, holds=holds))
+            # received gradients; the own gradient reuses the sum's memory
+            body.append(Op("pull", "b", 1, work=summed, holds=partial(keeps, self.others)))
         reduce, update = self._end()
         phases = {"host": host, "front": front, "body": body, "tail": tail, "reduce": reduce}
         every = {**phases, "update": [update]}.items()
@@ -592,7 +595,7 @@ class Batch:
     def _body(self) -> list[Op]:
         """Return the operations on pulled sums: bias and ReLU, layers 2 .. L, and the loss."""
         model, facts = self.model, self.facts
-        passes = (4.0 + self.peers) * facts[1].rows * model.layers[0].h_out
+        passes = (4.0 + self.peers) * self.first.rows * model.layers[0].h_out
         forward = backward = Compute(
             elementwise_bytes=passes * model.itemsize, launches=4, itemsize=model.itemsize
         )
@@ -600,7 +603,7 @@ class Batch:
             if layer > 1:
                 forward = forward + model.forward(layer, f.rows, f.sources, f.edges)
                 backward = backward + model.backward(layer, f.rows, f.sources, f.edges)
-        loss = finish(self.problem, facts[max(facts)].rows, self.batch.scored)
+        loss = finish(self.problem, self.last.rows, self.batch.scored)
         return [
             Op("forward", work=forward, holds=self.forward),
             Op("loss", work=loss, holds=self.later_layers.loss),
@@ -614,10 +617,8 @@ class Batch:
         shared = model.weights - divided
         reduce = [Op("all_reduce", work=AllReduce((shared * model.itemsize,)))]
         if len(groups[0]) > 1:
-            column_bytes, slices = (
-                divided // model.features * model.itemsize,
-                self.p3.slices(problem),
-            )
+            column_bytes = divided // model.features * model.itemsize
+            slices = self.p3.slices(problem)
             sizes = tuple(column_bytes * len(slices[group[0]].columns) for group in groups)
             reduce.append(Op("all_reduce", layer=1, work=AllReduce(sizes, groups)))
         own = shared + divided // (1 + self.peers)
@@ -627,17 +628,16 @@ class Batch:
         """Return the bytes of blocks, labels and positions of peers' rows [ranks].
 
         Layer 1's block has the rows of all peers."""
-        positions, model = 8 * (self.of_rail[0] - self.facts[1].rows), self.model
-        total = 16.0 * self.facts[max(self.facts)].rows + positions
-        for layer, f in self.facts.items():
-            rows, sources, edges = self.of_rail if layer == 1 else (f.rows, f.sources, f.edges)
-            total = total + block(model, model.layers[layer - 1], rows, sources, edges)
+        positions, model = 8 * (self.facts[1].rows - self.first.rows), self.model
+        total = 16.0 * self.last.rows + positions
+        for spec, f in zip(model.layers, self.facts.values(), strict=True):
+            total = total + block(model, spec, f.rows, f.sources, f.edges)
         return np.asarray(total)
 
     # -- memory --------------------------------------------------------------------------------
 
     @property
-    def first(self) -> LayerMemory:
+    def of_first(self) -> LayerMemory:
         """The memory of layer 1, without what follows the sum."""
         return footprint(self.sliced.without_ends(1), 1, *self.of_rail)
 
@@ -648,25 +648,20 @@ class Batch:
         return inputs.stored_bytes(sources) - inputs.product_index_bytes(sources)
 
     @property
-    def tail_reads_loaded(self) -> bool:
-        """Whether the tail reads the loaded rows themselves, instead of a copy after dropout."""
+    def read_again(self) -> Number:
+        """The bytes of loaded rows that the tail reads; 0 if it reads a copy after dropout."""
         spec = self.sliced.layers[0]
         saved = spec.projects_first or spec.matrices > 1  # autograd saves the inputs
         if spec.counted:
             saved = spec.counted.keeps_inputs
         dropped = self.model.dropout and spec.drops
-        return self.model.inputs.multiplied_first or bool(saved and not dropped)
-
-    def load(self) -> OpMemory:
-        return keeps(self.loaded)
+        reads = self.model.inputs.multiplied_first or (saved and not dropped)
+        return self.loaded if reads else 0.0
 
     def first_forward(self) -> OpMemory:
-        first, freed = self.first, 0.0 if self.tail_reads_loaded else self.loaded
+        first = self.of_first
         most = np.maximum(first.forward, first.left + self.others)
-        return OpMemory(most, first.left - freed)
-
-    def pull_forward(self) -> OpMemory:
-        return keeps(self.own * self.peers + self.send_buffers)
+        return OpMemory(most, first.left - (self.loaded - self.read_again))
 
     def forward(self) -> OpMemory:
         layers = map(self.later_layers.forward, range(2, len(self.facts) + 1))
@@ -680,16 +675,12 @@ class Batch:
         more = self.later_layers.unsaved(1) - self.later_layers.loss().left - self.send_buffers
         return in_turn([*layers, OpMemory(0.0, more)])
 
-    def pull_backward(self) -> OpMemory:
-        """Return the memory of received gradients; the own gradient reuses the sum's memory."""
-        return keeps(self.others)
-
     def first_backward(self) -> OpMemory:
-        first, (rows, sources, _) = self.first, self.of_rail
+        first, (rows, sources, _) = self.of_first, self.of_rail
         # a compressed input has a copy sorted by column for the gradient of its product; own rows,
         # a part of the rows read, have a product and a copy of their own
         by_column = self.sliced.inputs.product_index_bytes(sources)
         by_column = by_column + self.sliced.own_index_bytes(rows)
         needed = self.own + self.others + first.most - first.left + by_column
         freed = self.others + self.own + first.left
-        return OpMemory(needed, -freed - (self.loaded if self.tail_reads_loaded else 0.0))
+        return OpMemory(needed, -freed - self.read_again)
