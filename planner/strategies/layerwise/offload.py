@@ -85,7 +85,7 @@ from gnnplan.planner.strategies.program.program import (
     Work,
 )
 from gnnplan.planner.vocabulary.errors import SpecError
-from gnnplan.planner.vocabulary.numbers import ByContent, Outer, RankMatrix
+from gnnplan.planner.vocabulary.numbers import ByContent, Outer, RankMatrix, numbered
 from gnnplan.planner.vocabulary.schedule import Label
 from gnnplan.planner.vocabulary.units import show_bytes, show_percent, show_time
 
@@ -295,20 +295,18 @@ class ChunkedStep:
 
 def _counts_by_chunk(problem: Problem, layout: AnyLayout, facts: LayerCounts) -> list[Counts]:
     """Return a layer's counts for every chunk."""
-    chunks, all_sends = layout.ranks // problem.ranks, _sends(problem, layout, facts)
     if isinstance(layout, EstimatedLayout):
         trained = np.full(layout.ranks, problem.stats.train_vertices / layout.ranks)
     else:
         own = map(layout.own, range(layout.ranks))
         trained = np.array([float(layout.graph.train[rows].sum()) for rows in own])
-
-    def counts_of(c: int) -> Counts:
-        chunk, sends = slice(c, None, chunks), all_sends[c]  # chunk c of every rank
-        each = facts.rows, facts.sources, facts.edges, trained
-        rows, sources, edges, seeds = (np.asarray(n, dtype=float)[chunk] for n in each)
-        return Counts(rows, sources, edges, seeds, sends)
-
-    return [counts_of(c) for c in range(chunks)]
+    each = np.array([facts.rows, facts.sources, facts.edges, trained], dtype=float)
+    by_chunk = each.reshape(4, problem.ranks, -1).transpose(2, 0, 1)  # [chunks, counts, ranks]
+    sends = _sends(problem, layout, facts)
+    return [
+        Counts(rows, sources, edges, seeds, sent)
+        for (rows, sources, edges, seeds), sent in zip(by_chunk, sends, strict=True)
+    ]
 
 
 def _sends(problem: Problem, layout: AnyLayout, facts: LayerCounts) -> RankMatrix:
@@ -523,7 +521,7 @@ class Offload(Strategy):
             in_turn = fullest(problem, whole.fullest_program(evaluates=True))
             elsewhere = in_turn + whole.copy_buffers("f") + code
         if problem.on_cpu:
-            servers = _server_of(problem)
+            servers = np.array(numbered(problem.servers))
             ranks_of_server = np.bincount(servers)[servers]  # [ranks]
             features = _features_on_host(problem)
             graph_data = sum(self._on_host(problem).values(), features / ranks_of_server)
@@ -533,7 +531,7 @@ class Offload(Strategy):
 
     def host_memory(self, problem: Problem) -> Memory:
         """Return bytes of features, rows, gradients and edges in servers' memories [servers]."""
-        servers, by_rank = _server_of(problem), self._on_host(problem)
+        servers, by_rank = np.array(numbered(problem.servers)), self._on_host(problem)
         use = {name: np.bincount(servers, nbytes) for name, nbytes in by_rank.items()}
         return {"features": np.full(servers.max() + 1, _features_on_host(problem))} | use
 
@@ -544,11 +542,6 @@ class Offload(Strategy):
             return training
         evaluation = self._step(problem, evaluates=True).on_host(trains=False)
         return {use: nbytes + evaluation[use] for use, nbytes in training.items()}
-
-
-def _server_of(problem: Problem) -> np.ndarray:
-    """Return the server of each rank [ranks], numbered without servers that have no ranks."""
-    return np.asarray(np.unique(problem.servers, return_inverse=True)[1])
 
 
 def _features_on_host(problem: Problem) -> float:
