@@ -209,8 +209,8 @@ class Worker(OnBatches):
 
     def __init__(self, rank: Rank, problem: Problem, strategy: P3, first: int = 0) -> None:
         self.strategy, me = strategy, rank.rank
-        slice_, twins = strategy.slices(problem)[me], strategy.twins(problem)
-        self.rail, self.columns = slice_.ranks, slice_.columns
+        own, twins = strategy.slices(problem)[me], strategy.twins(problem)
+        self.rail, self.columns = own.ranks, own.columns
         self.twins = next(ranks for ranks in twins if me in ranks)  # with the same columns
         # batches that are pending between two epochs
         self.resumed_steps = range(max(first - 2, 0), first) if strategy.pipelined else range(0)
@@ -251,10 +251,7 @@ class Worker(OnBatches):
         named = dict(net.named_parameters())
         cut = [p for name, p in named.items() if name in self.cut]
         rest = [p for name, p in named.items() if name not in self.cut]
-        return [
-            Gradients(rest, self.reduce_group),
-            Gradients(cut, self.twins, 1),
-        ]
+        return [Gradients(rest, self.reduce_group), Gradients(cut, self.twins, 1)]
 
     def gradients_of(self, batch: int) -> list[Gradients]:
         """Return the buffers of a batch's gradient in the pipeline."""

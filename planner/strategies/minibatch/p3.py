@@ -537,12 +537,12 @@ class Batch:
         self.of_rail = rows, sources, edges = sums(self.rails, of_rank)
         # counts of each layer; of layer 1, over each rank's rail
         self.facts = own | {1: replace(first, rows=rows, sources=sources, edges=edges)}
-        self.first = first  # the rank's own
+        self.first = first  # counts of layer 1 of each rank's own block
         # layer 1's output: of the rank's own block, and of its peers' blocks
         self.own, self.others = first.rows * width, (rows - first.rows) * width
         # send buffers: in the pipeline the rank continues before its messages are sent
         self.send_buffers = self.others * p3.pipelined
-        self.last = own[len(own)]  # layer L
+        self.last = own[len(own)]  # counts of layer L
         self.later_layers = Holds(problem, model, own, ExchangeOptions(), batch.scored)
 
     def ops(self) -> list[Op]:
