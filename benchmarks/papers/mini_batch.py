@@ -124,7 +124,7 @@ def _listed_s(metric: str, case: Question) -> float:
     paper, chosen = case.row["paper"], case.strategy
     blocks = 1  # blocks that a rank builds per batch
     if paper == "p3" and isinstance(chosen, P3):
-        blocks = len(chosen.rail(case.problem, 0))  # a rank of P3 builds only its own block
+        blocks = len(chosen.slices(case.problem)[0].ranks)  # a rank of P3 builds only its own block
     seconds = 0.0
     for kind, by_rank in case.prediction.by_op.items():
         if kind.partition(":")[0] in PARTS[paper, metric]:

@@ -19,7 +19,7 @@ from typing import ClassVar
 import numpy as np
 
 from gnnplan.planner.problem.problem import Problem
-from gnnplan.planner.strategies import Crossing, Example, ExchangeOptions, OnParts, Policy
+from gnnplan.planner.strategies import Crossing, Example, OnParts, Policy
 from gnnplan.planner.vocabulary.errors import SpecError
 
 
@@ -50,13 +50,8 @@ class Delayed(OnParts):
     claim: ClassVar[float] = 1e-6
 
     @property
-    def exchange_options(self) -> ExchangeOptions:
-        return ExchangeOptions(
-            policy=EveryPeriod("stay", self.r) if self.r > 1 else Policy(),
-            checkpoint=self.checkpoint,
-            buckets=self.buckets,
-            codec=self.codec,
-        )
+    def policy(self) -> Policy:
+        return EveryPeriod("stay", self.r) if self.r > 1 else Policy()
 
     def check(self, problem: Problem) -> None:
         if self.r < 1:

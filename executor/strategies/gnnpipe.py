@@ -115,7 +115,7 @@ def make_chunks(
     cut: the graph in chunks, every chunk split over the members of a stage. member: this rank's
     number in its stage. group: the stage's ranks. kinds: kinds of edges of the stage's layers.
     """
-    own, halo = cut.own(member), cut.halo(member)
+    own, halo = cut.own(member), cut.halos[member]
     kept = np.concatenate([own, halo])
     place = np.full(graph.stats.vertices, -1, dtype=np.int64)
     place[kept] = np.arange(kept.size)
@@ -391,16 +391,15 @@ class Worker(StrategyWorker):
     def __init__(self, rank: Rank, problem: Problem, strategy: GNNPipe, first: int = 0) -> None:
         graph, workload, device = problem.data, problem.workload, rank.device
         self.rank, self.problem, self.strategy = rank, problem, strategy
-        self.shapes, layers_by_stage = strategy.shape(problem)
-        self.members, self.stages = strategy.members(problem), settled(strategy.stages)
-        self.stage, self.member = divmod(rank.rank, self.members)
+        stages, self.members = strategy.pipeline(problem), strategy.members(problem)
+        number, self.member = divmod(rank.rank, self.members)
+        self.stage = stages[number]
+        self.shapes, self.layers = self.stage.model, self.stage.layers
+        self.varying = self.stage.varying
         self.previous, self.following = rank.rank - self.members, rank.rank + self.members
-        self.layers = layers_by_stage[self.stage]
-        # consecutive layers without an exchange in between
-        self.pieces = strategy.pieces(problem, self.stage)
         if self.members > 1:
-            for stage in range(self.stages):
-                rank.groups.of(tuple(strategy.group(problem, stage)))
+            for stage in stages:
+                rank.groups.of(stage.ranks)
         rank.groups.open_pairs(self.members)
         self.dtype, self.seed = dtype_of(workload.precision), workload.seed
         self.codec = strategy.codec
@@ -414,13 +413,12 @@ class Worker(StrategyWorker):
         own_ids = ids[: self.own]
         self.targets = (
             [Targets(graph, own_ids[chunk.rows], workload, device) for chunk in self.chunks]
-            if self.is_last
+            if self.stage.is_last
             else []
         )
         self.scorers = self.targets  # in chunk order; empty before the last stage
-        if self.is_first:
+        if self.stage.number == 0:
             self.inputs = Inputs(rank, problem, self.net, self.chunks, ids, self.own)
-        self.varying = [layer for layer in self.layers if layer > self.shapes.first_varying]
         widths = {layer: self.shapes.input_width(layer) for layer in self.varying}
         self.history = History(
             self.net, widths, ids.size, self.dtype, device, strategy.historical_gradients
@@ -431,15 +429,7 @@ class Worker(StrategyWorker):
 
     @property
     def reduce_group(self) -> tuple[int, ...]:
-        return tuple(self.strategy.group(self.problem, self.stage))
-
-    @property
-    def is_first(self) -> bool:
-        return self.stage == 0
-
-    @property
-    def is_last(self) -> bool:
-        return self.stage == self.stages - 1
+        return self.stage.ranks
 
     # -- one step ---------------------------------------------------------------------------------
 
@@ -456,18 +446,19 @@ class Worker(StrategyWorker):
             for layer in self.varying:
                 drops = (self.drop(t, layer, self.vertices) for t in (step - 1, step))
                 self.history.begin_step(layer, *drops)
-            if self.is_first:
+            if self.stage.number == 0:
                 self.inputs.prepare(self.drop(step, 1, self.vertices))
         device, dtype = self.rank.device, dtype_of(self.problem.workload.precision.weights)
         loss = torch.zeros((), dtype=dtype, device=device)
-        shape = self.own if self.is_last else 0, self.shapes.classes
+        shape = self.own if self.stage.is_last else 0, self.shapes.classes
         logits = torch.zeros(shape, dtype=self.dtype, device=device)
-        receives, sends = self._post_receives(order, self.previous), list[Future[None]]()
+        receives = self._post_receives(order, self.previous, self.stage.received)
+        sends = list[Future[None]]()
         states: dict[int, ChunkState] = {}
         for c in order:
             received = self._receive(receives, step, c, "f", self.previous)
             state = states[c] = self._forward(step, c, received, refresh)
-            if self.is_last:
+            if self.stage.is_last:
                 loss = loss + state.loss
                 logits[self.chunks[c].rows] = state.h
             else:
@@ -478,7 +469,7 @@ class Worker(StrategyWorker):
         for future in sends:
             future.result()
         sends.clear()
-        receives = self._post_receives(order[::-1], self.following)
+        receives = self._post_receives(order[::-1], self.following, self.stage.sent)
         for c in order[::-1]:
             received = self._receive(receives, step, c, "b", self.following)
             outgoing = self._backward(step, c, states.pop(c), received)
@@ -488,12 +479,13 @@ class Worker(StrategyWorker):
             future.result()
         return loss, logits
 
-    def _post_receives(self, order: list[int], peer: int) -> dict[int, PendingReceive]:
-        """Post receives from the peer, by chunk, in the order in which it sends."""
-        if not 0 <= peer < self.rank.world:
+    def _post_receives(self, order: list[int], peer: int, width: int) -> dict[int, PendingReceive]:
+        """Post receives of rows from the peer, by chunk, in the order in which it sends.
+
+        width: 0 if there is no such peer."""
+        if not width:
             return {}
-        below = min(peer // self.members, self.stage)
-        width, dtype = self.strategy.boundary(self.problem, below), self.dtype
+        dtype = self.dtype
         if self.codec.packs:
             width, dtype = self.codec.row_bytes(width, dtype.itemsize), torch.uint8
         return {
@@ -515,7 +507,7 @@ class Worker(StrategyWorker):
         with self.rank.recorder.span(label, "receive") if is_sent else nullcontext():
             message = receives.pop(c).wait()
         if self.codec.packs:
-            width = self.strategy.boundary(self.problem, self.stage - (direction == "f"))
+            width = self.stage.received if direction == "f" else self.stage.sent
             with self.rank.recorder.span(label._replace(op="unpack", peer=None), "compute"):
                 rows = torch.empty(len(message), width, dtype=self.dtype, device=message.device)
                 message = UniformWidth(self.codec.on_average).unpack(message, rows)
@@ -567,7 +559,7 @@ class Worker(StrategyWorker):
         chunk, state = self.chunks[c], ChunkState(*received)
         if state.x0 is not None:
             state.x0.requires_grad_()
-        for piece in self.pieces:
+        for piece in self.stage.pieces:
             halo = list[Tensor]()
             if chunk.exchange and piece[0] in self.varying:
                 halo.append(self._halo(step, "f", piece[0], c, state.h))
@@ -624,14 +616,14 @@ class Worker(StrategyWorker):
         gradient, *to_initial = received or [torch.ones_like(state.loss)]
         if x0 is not None and to_initial:
             x0.grad = to_initial[0]
-        for piece in reversed(self.pieces):
+        for piece in reversed(self.stage.pieces):
             with self.rank.recorder.span(self._label("backward", step, piece, c), "compute"):
                 for _ in piece:
                     gradient = backwards.pop()(gradient)
             if chunk.exchange and piece[0] in self.varying:
                 gradient, halo = gradient[: chunk.size], gradient[chunk.size :]
                 chunk.exchange.add_gradient(gradient, self._halo(step, "b", piece[0], c, halo))
-        if self.is_first:
+        if self.stage.number == 0:
             return []
         if x0 is None:
             return [gradient.clone()]  # it may be a view of the history's `slope`
@@ -662,7 +654,7 @@ class Worker(StrategyWorker):
             del prepared, arguments
             h = torch.cat(outs)
             del outs
-        if self.is_last:
+        if self.stage.is_last:
             return self.net.decode(h)
         # separate messages: concatenated, the rows would need twice the memory
         for rows in (h, x0):
@@ -675,9 +667,9 @@ class Worker(StrategyWorker):
 
         [] if the layer reads constant features.
         """
-        if not self.is_first:
+        if self.stage.number:
             past = self.shapes.carried
-            width = self.strategy.boundary(self.problem, self.stage - 1) - past
+            width = self.stage.received - past
             shapes = [(self.own, columns) for columns in (width, past) if columns]
             receives = [
                 PendingReceive(self.rank, shape, self.dtype, self.previous) for shape in shapes

@@ -44,7 +44,7 @@ from gnnplan.planner.gnn.workload import Workload
 from gnnplan.planner.graph.sampling import count_items
 from gnnplan.planner.problem.problem import Problem
 from gnnplan.planner.strategies import P3
-from gnnplan.planner.strategies.minibatch.p3 import DELAY, HEADER, period
+from gnnplan.planner.strategies.minibatch.p3 import DELAY, HEADER, period, sliced
 from gnnplan.planner.vocabulary.schedule import Label
 
 
@@ -209,7 +209,9 @@ class Worker(OnBatches):
 
     def __init__(self, rank: Rank, problem: Problem, strategy: P3, first: int = 0) -> None:
         self.strategy, me = strategy, rank.rank
-        self.rail, self.columns = strategy.rail(problem, me), strategy.columns(problem, me)
+        own, twins = strategy.slices(problem)[me], strategy.twins(problem)
+        self.rail, self.columns = own.ranks, own.columns
+        self.twins = next(ranks for ranks in twins if me in ranks)  # with the same columns
         # batches that are pending between two epochs
         self.resumed_steps = range(max(first - 2, 0), first) if strategy.pipelined else range(0)
         first = self.resumed_steps.start if self.resumed_steps else first
@@ -218,7 +220,7 @@ class Worker(OnBatches):
         # weights cut by columns -> the columns that this rank has
         self.cut = {f"layers.1.{name}": self.columns for name in self.net.layer(1).by_columns}
         self.sliced = self._cut()
-        for group in (*strategy.all_twins(problem), *strategy.rails(problem)):
+        for group in (*twins, *strategy.rails(problem)):
             if len(group) > 1:
                 rank.groups.of(group)
         trained = rank, problem.workload, self.gradients(self.sliced)
@@ -237,23 +239,19 @@ class Worker(OnBatches):
 
     def _cut(self) -> Net:
         """Make the model with this rank's columns of the first weights."""
-        sliced = net_of(
-            self.strategy.sliced(self.problem, self.rank.rank), self.problem.workload
-        ).to(self.rank.device)
+        model = sliced(self.problem, self.columns)
+        net = net_of(model, self.problem.workload).to(self.rank.device)
         for name, p in self.net.named_parameters():
             values = p.data[:, self.column_slice] if name in self.cut else p.data
-            sliced.get_parameter(name).data.copy_(values)
-        return sliced
+            net.get_parameter(name).data.copy_(values)
+        return net
 
     def gradients(self, net: Net) -> list[Gradients]:
         """Make buffers for the gradient of `net`: of whole weights, and of those cut by columns."""
         named = dict(net.named_parameters())
         cut = [p for name, p in named.items() if name in self.cut]
         rest = [p for name, p in named.items() if name not in self.cut]
-        return [
-            Gradients(rest, self.reduce_group),
-            Gradients(cut, self.strategy.twins(self.problem, self.rank.rank), 1),
-        ]
+        return [Gradients(rest, self.reduce_group), Gradients(cut, self.twins, 1)]
 
     def gradients_of(self, batch: int) -> list[Gradients]:
         """Return the buffers of a batch's gradient in the pipeline."""
@@ -262,7 +260,7 @@ class Worker(OnBatches):
     @torch.no_grad()
     def _assemble(self) -> None:
         """Assemble the whole model on every rank; of each set of twins, one rank adds columns."""
-        contributes = self.strategy.twins(self.problem, self.rank.rank)[0] == self.rank.rank
+        contributes = self.twins[0] == self.rank.rank
         for name, p in self.sliced.named_parameters():
             full = self.net.get_parameter(name)
             if name not in self.cut:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -16,7 +15,14 @@ from gnnplan.planner.graph.graph import GraphStats
 from gnnplan.planner.graph.partition import BLIND
 from gnnplan.planner.graph.sampling import count_items, per_epoch
 from gnnplan.planner.ownership.layout import ChunkCounts, Expansion, LayerCounts
-from gnnplan.planner.ownership.minibatch import MOST_BATCHES, Batches, MiniBatch, Scored, shares
+from gnnplan.planner.ownership.minibatch import (
+    MOST_BATCHES,
+    Batches,
+    MiniBatch,
+    Scored,
+    places_in,
+    shares,
+)
 from gnnplan.planner.vocabulary.numbers import ByContent, Outer
 
 # -- layouts ---------------------------------------------------------------------------------------
@@ -185,21 +191,17 @@ class EstimatedLayout:
 
     def _grown(self, hops: int) -> tuple[float, float]:
         """Return the own and the external rows within `hops` hops of a server's own h_inside."""
-        own = self._needed(self.inside) / self.groups
-        external, new_own, new_external = 0.0, own, 0.0
-        mixed = self.mixing.at(self.groups)
+        pools = np.array([self._own_rows, self._external_rows or np.inf])
+        most, mixed = np.array([self._own_rows, self._allowed]), self.mixing.at(self.groups)
         # edges of a row to any one vertex by mixing, and edges of a row that stay in its pool
         anywhere, near = self._degree * mixed / self.vertices, self._degree * (1 - mixed)
+        rows = new = np.array([self._needed(self.inside) / self.groups, 0.0])
         for _ in range(hops):
-            # edges of the new rows to one vertex of each pool
-            to_own = (new_own + new_external) * anywhere + new_own * near / self._own_rows
-            to_external = (new_own + new_external) * anywhere + (
-                new_external * near / self._external_rows if self._external_rows else 0.0
-            )
-            new_own = (self._own_rows - own) * -np.expm1(-to_own)
-            new_external = (self._allowed - external) * -np.expm1(-to_external)
-            own, external = own + new_own, external + new_external
-        return float(own), float(external)
+            edges = new.sum() * anywhere + new * near / pools  # to one vertex of each pool
+            new = (most - rows) * -np.expm1(-edges)
+            rows = rows + new
+        own, external = rows.tolist()
+        return own, external
 
     def _kept_edges(self, own: float, external: float) -> float:
         """Return the edges into `own` and `external` rows from rows that the server may read."""
@@ -509,15 +511,12 @@ class EstimatedBatch(MiniBatch):
         fullest: float = 1.0,
         scored: tuple[int, int] | None = None,
     ) -> None:
-        self.stats, self.servers, self.needs = stats, groups, needs
+        self.population, self.servers, self.needs = Population.of(stats), groups, needs
         self.first_varying, self.cross = first_varying, crossing
         self.layers = self.inside = len(needs[0].edges)
         self.depth, self.ranks = self.layers - first_varying, len(groups)
         self._size, self._fullest = groups.count(groups[0]), fullest
-        self._facts, seen = {}, Counter[int]()
-        self._member = np.zeros(self.ranks, dtype=np.int64)  # index of each rank in its group
-        for rank, group in enumerate(groups):
-            self._member[rank], seen[group] = seen[group], seen[group] + 1
+        self._facts, self._member = {}, np.array(places_in(groups))
         self._rows = self._shared([need.rows for need in needs])
         self._edges_in = self._shared([need.edges for need in needs])
         self.scored = None if scored is None else self._scored(*scored)
@@ -527,7 +526,7 @@ class EstimatedBatch(MiniBatch):
         counts = [part.size for part in shares(np.arange(batch), len(self.needs))]
         edges, sends = self._shared(counts), self._to_peers([0] * len(counts))
         if self._size > 1:
-            population, peers = Population.of(self.stats), self._size - 1
+            population, peers = self.population, self._size - 1
             wanted = []
             for count in counts:
                 # expected number of ends of one other rank's edges at a vertex of each class [K]
@@ -575,7 +574,7 @@ class EstimatedBatch(MiniBatch):
 
     def _halo(self, need: Expected, layer: int) -> float:
         """Return the rows of h_{l-1} that a rank needs from one other rank of its group."""
-        population = Population.of(self.stats)
+        population = self.population
         # expected number of times that one other rank samples a vertex of each class [K]
         times = (
             need.edges[layer - 1]

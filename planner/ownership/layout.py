@@ -66,6 +66,11 @@ class RankLayer:
     received: np.ndarray  # halo rows by sender, int64 [ranks]
     edges: int  # without self edges
 
+    @property
+    def by_sender(self) -> list[np.ndarray]:
+        """The ids of the halo rows of each sender."""
+        return np.split(self.halo, np.cumsum(self.received)[:-1])
+
 
 @dataclass(frozen=True)
 class LayerCounts:
@@ -366,8 +371,7 @@ class Layout:
 
         The rank sends them before the layer. The result is a list over peers of int64 [rows]."""
         _, position = self._holders(rank, layer)
-        pieces = (self.piece(peer, layer) for peer in range(self.ranks))
-        wanted = (np.split(piece.halo, np.cumsum(piece.received)[:-1])[rank] for piece in pieces)
+        wanted = (self.piece(peer, layer).by_sender[rank] for peer in range(self.ranks))
         return [position[rows].astype(np.int64) for rows in wanted]
 
     def block(self, rank: int, layer: int) -> tuple[np.ndarray, np.ndarray]:
@@ -527,6 +531,8 @@ class Chunks:
         )
         self.order = np.argsort(self.sub, kind="stable")  # vertices by chunk, member, id
         self.bounds = np.searchsorted(self.sub[self.order], np.arange(chunks * members + 1))
+        # `ChunkCounts.sources`; for each member the ids of other members' rows that it reads, by
+        # chunk, then by owner
         self.sources, self.halos = self._read()
 
     def rows(self, chunk: int, member: int) -> np.ndarray:
@@ -538,13 +544,9 @@ class Chunks:
         """Return the global ids of all rows of a member, chunk by chunk."""
         return np.asarray(self.order[self.sub[self.order] % self.members == member])
 
-    def halo(self, member: int) -> np.ndarray:
-        """Return the ids of other members' rows that a member reads, by chunk, then by owner."""
-        return self.halos[member]
-
     def given(self, chunk: int, owner: int, reader: int) -> np.ndarray:
         """Return the positions of the rows sent to the reader among the owner's rows of a chunk."""
-        halo = self.halo(reader)
+        halo = self.halos[reader]
         sent = halo[self.sub[halo] == chunk * self.members + owner]
         return np.asarray(np.searchsorted(self.rows(chunk, owner), sent))
 
@@ -552,13 +554,9 @@ class Chunks:
     def facts(self) -> ChunkCounts:
         """The counts over all chunks and members."""
         shape = self.chunks, self.members
-        sends = [
-            np.bincount(self.sub[self.halo(j)], minlength=self.chunks * self.members).reshape(shape)
-            for j in range(self.members)
-        ]
-        edges = np.bincount(
-            self.sub, weights=self.graph.degree, minlength=self.chunks * self.members
-        ).astype(np.int64)
+        count = self.chunks * self.members
+        sends = [np.bincount(self.sub[ids], minlength=count).reshape(shape) for ids in self.halos]
+        edges = np.bincount(self.sub, self.graph.degree, count).astype(np.int64)
         return ChunkCounts(
             np.diff(self.bounds).reshape(shape),
             edges.reshape(shape),

@@ -24,9 +24,10 @@ its rows, which the owner sends to the ranks that need them."""
 
 from __future__ import annotations
 
-from abc import abstractmethod
-from collections.abc import Sequence
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from itertools import count
 
 import numpy as np
 
@@ -92,7 +93,7 @@ class MiniBatch(Layout):
         self._places: list[np.ndarray] = []
         self._members = []
         self.owner = np.full(graph.stats.vertices, -1, dtype=np.int32)  # set for seeds only
-        for rank, group in enumerate(groups):
+        for group, place in zip(groups, places_in(groups), strict=True):
             nodes = frontiers[group].nodes
             last = np.repeat(
                 np.arange(self.layers, -1, -1), np.diff([0, *(rows.size for rows in nodes[::-1])])
@@ -100,7 +101,7 @@ class MiniBatch(Layout):
             places = (
                 np.arange(nodes[0].size)
                 if member is None
-                else np.flatnonzero(member[nodes[0]] == groups[:rank].count(group))
+                else np.flatnonzero(member[nodes[0]] == place)
             )
             self._places.append(places)
             self._members.append((nodes[0][places], last[places]))
@@ -158,26 +159,26 @@ class MiniBatch(Layout):
 class FirstLayerSplit(MiniBatch):
     """A batch in which ranks split layer 1 only.
 
-    Ranks exchange rows of h_1. From these, each rank computes layers 2 .. L for its own seeds."""
+    Ranks exchange rows of h_1. From these, each rank computes layers 2 .. L for its own seeds.
 
-    first: LayerCounts  # counts of layer 1
-    sent_rows: np.ndarray  # rows of h_1 that rank i sends to rank j before layer 2 [ranks, ranks]
-    partial_sums: np.ndarray | None = None  # LayerCounts.partial_sums of layer 2
+    whole: the same batch with all layers split. separate: the same batch with a group per rank,
+    whose seeds are the rank's own. ids: h (0 or 1) -> ids of the rows of h_h of each rank, if they
+    are not the rows that it owns. first, second: counts of layers 1 and 2."""
 
-    def __init__(self, whole: MiniBatch, separate: MiniBatch) -> None:
-        """whole: the same batch with all layers split. separate: the same batch with a group per
-        rank, whose seeds are the rank's own."""
+    def __init__(
+        self,
+        whole: MiniBatch,
+        separate: MiniBatch,
+        ids: dict[int, list[np.ndarray]],
+        first: LayerCounts,
+        second: LayerCounts,
+        pushed: np.ndarray | None = None,
+    ) -> None:
         self.__dict__.update(whole.__dict__)
         self._clear_caches()
-        layers, ranks = range(1, self.layers + 1), range(self.ranks)
-        self._separate = {layer: separate.facts(layer) for layer in layers}
-        # h (0 or 1) -> ids of the rows of h_h of each rank, if they are not the rows that it owns
-        self._ids: dict[int, list[np.ndarray]] = {}
-        self._split_first(whole, [separate.rows(rank, 1) for rank in ranks])
-
-    @abstractmethod
-    def _split_first(self, whole: MiniBatch, needed: Sequence[np.ndarray]) -> None:
-        """Count layer 1 and the exchange of h_1; needed: ids of the rows of h_1 that ranks need."""
+        self._separate, self._ids, self.pushed = separate, ids, pushed
+        self._facts |= {1: first, 2: second}
+        self._facts |= {layer: separate.facts(layer) for layer in range(3, self.layers + 1)}
 
     def rows(self, rank: int, h: int) -> np.ndarray:
         """Return the ids of the rows of h_0 that a rank reads, or of h_1 that it (partly) computes.
@@ -188,7 +189,7 @@ class FirstLayerSplit(MiniBatch):
     def row_counts(self, h: int) -> np.ndarray:
         if h < 2:
             return np.array([self.rows(rank, h).size for rank in range(self.ranks)])
-        return self._separate[h].rows
+        return self.facts(h).rows
 
     def exchanges_rows(self, layer: int) -> bool:
         return layer == 2
@@ -196,84 +197,77 @@ class FirstLayerSplit(MiniBatch):
     def asks(self, layer: int) -> bool:
         return self.exchanges_rows(layer) and self.pushed is None
 
-    def _counted(self, layer: int) -> LayerCounts:
-        if layer == 1:
-            return self.first
-        facts = self._separate[layer]
-        if not self.exchanges_rows(layer):
-            return facts
-        return replace(
-            facts,
-            halo=self.sent_rows,
-            computed_rows=self.row_counts(1),
-            partial_sums=self.partial_sums,
-        )
+    def sampled(self, layer: int) -> np.ndarray:
+        return (self if self.pushed is None else self._separate).facts(layer).edges
 
 
-class ByDestinations(FirstLayerSplit):
-    """A batch in which owners compute the rows of h_1 that any rank of the group needs.
+def split_by_destinations(whole: MiniBatch, separate: MiniBatch) -> FirstLayerSplit:
+    """Return the batch in which owners compute the rows of h_1 that any rank of the group needs.
 
     An owner reads all sources of its rows. Ranks exchange rows of h_1 only."""
+    assert whole.member is not None
+    ranks, groups = range(whole.ranks), np.array(whole.servers)
+    edges = [whole._edges(rank, 1)[0] for rank in ranks]
+    read = [np.union1d(whole.rows(rank, 1), edges[rank]) for rank in ranks]
+    sends, nothing = np.zeros((2, whole.ranks, whole.ranks), dtype=np.int64)
+    for rank in ranks:
+        peers, needed = np.flatnonzero(groups == groups[rank]), separate.rows(rank, 1)
+        sends[peers, rank] = np.bincount(whole.member[needed], minlength=peers.size)
+    np.fill_diagonal(sends, 0)
+    computed = whole.row_counts(1)
+    sources, sampled = (np.array([ids.size for ids in each]) for each in (read, edges))
+    first = LayerCounts(computed, sources, sampled, nothing)
+    second = replace(separate.facts(2), halo=sends, computed_rows=computed)
+    return FirstLayerSplit(whole, separate, {0: read}, first, second)
 
-    def _split_first(self, whole: MiniBatch, needed: Sequence[np.ndarray]) -> None:
-        assert whole.member is not None
-        ranks, groups = range(whole.ranks), np.array(whole.servers)
-        edges = [whole._edges(rank, 1)[0] for rank in ranks]
-        self._ids = {0: [np.union1d(whole.rows(rank, 1), edges[rank]) for rank in ranks]}
-        self.sent_rows = np.zeros((whole.ranks, whole.ranks), dtype=np.int64)
-        for rank, ids in enumerate(needed):
-            peers = np.flatnonzero(groups == groups[rank])
-            self.sent_rows[peers, rank] = np.bincount(whole.member[ids], minlength=peers.size)
-        np.fill_diagonal(self.sent_rows, 0)
-        sampled, nothing = np.array([ids.size for ids in edges]), np.zeros_like(self.sent_rows)
-        self.first = LayerCounts(whole.row_counts(1), self.row_counts(0), sampled, nothing)
 
-
-class BySources(FirstLayerSplit):
-    """A batch in which the owner of each source sums layer 1 over the edges from its sources.
+def split_by_sources(whole: MiniBatch, separate: MiniBatch) -> FirstLayerSplit:
+    """Return the batch in which each source's owner sums layer 1 over the edges from its sources.
 
     A rank samples all edges of the rows of h_1 that it needs, and pushes each edge to its source's
     owner. For each row it receives a partial sum from every owner of a source of the row, and from
     the owner of the row itself."""
-
-    def sampled(self, layer: int) -> np.ndarray:
-        return self._separate[layer].edges
-
-    def _split_first(self, whole: MiniBatch, needed: Sequence[np.ndarray]) -> None:
-        assert whole.member is not None
-        partial = [np.zeros(0, np.int64)] * whole.ranks  # ids of each rank's partial sums of h_1
-        summed, own, added = np.zeros((3, whole.ranks), dtype=np.int64)
-        sends, pushed = np.zeros((2, whole.ranks, whole.ranks), dtype=np.int64)
-        for group in set(whole.servers):
-            ranks = np.flatnonzero(np.equal(whole.servers, group))
-            shared = whole._frontiers[group]
-            rows, (indptr, positions) = shared.nodes[1], shared.edges[0]
-            # edges of each row by the owner of their source [rows, members]
-            edges = np.zeros((rows.size, ranks.size), dtype=np.int64)
-            reader = np.repeat(np.arange(rows.size), np.diff(indptr))
-            np.add.at(edges, (reader, whole.member[whole.graph.indices[positions]]), 1)
-            # whether each member has a partial sum of each row [rows, members]
-            parts = (edges > 0) | (whole.member[rows][:, None] == np.arange(ranks.size))
-            own[ranks] = np.bincount(whole.member[rows], minlength=ranks.size)
-            summed[ranks] = edges.sum(0)
-            for member, rank in enumerate(ranks.tolist()):
-                partial[rank] = rows[parts[:, member]]
-                is_peer, is_needed = ranks != rank, np.isin(rows, needed[rank])
-                received, sampled = parts[is_needed].sum(0), edges[is_needed].sum(0)
-                sends[ranks, rank] = received * is_peer
-                pushed[rank, ranks] = (PUSHED + 2 * received + sampled) * is_peer
-                added[rank] = received.sum()
-        self._ids, self.sent_rows, self.partial_sums, self.pushed = (
-            {1: partial},
-            sends,
-            added,
-            pushed,
-        )
-        read, sums, nothing = whole.row_counts(0), self.row_counts(1), np.zeros_like(sends)
-        self.first = LayerCounts(sums, read, summed, nothing, remote_own=sums - own)
+    assert whole.member is not None
+    partial = [np.zeros(0, np.int64)] * whole.ranks  # ids of each rank's partial sums of h_1
+    summed, own, added = np.zeros((3, whole.ranks), dtype=np.int64)
+    sends, pushed, nothing = np.zeros((3, whole.ranks, whole.ranks), dtype=np.int64)
+    for group in set(whole.servers):
+        ranks = np.flatnonzero(np.equal(whole.servers, group))
+        shared = whole._frontiers[group]
+        rows, (indptr, positions) = shared.nodes[1], shared.edges[0]
+        # edges of each row by the owner of their source [rows, members]
+        edges = np.zeros((rows.size, ranks.size), dtype=np.int64)
+        reader = np.repeat(np.arange(rows.size), np.diff(indptr))
+        np.add.at(edges, (reader, whole.member[whole.graph.indices[positions]]), 1)
+        # whether each member has a partial sum of each row [rows, members]
+        parts = (edges > 0) | (whole.member[rows][:, None] == np.arange(ranks.size))
+        own[ranks] = np.bincount(whole.member[rows], minlength=ranks.size)
+        summed[ranks] = edges.sum(0)
+        for member, rank in enumerate(ranks.tolist()):
+            partial[rank] = rows[parts[:, member]]
+            is_peer, is_needed = ranks != rank, np.isin(rows, separate.rows(rank, 1))
+            received, sampled = parts[is_needed].sum(0), edges[is_needed].sum(0)
+            sends[ranks, rank] = received * is_peer
+            pushed[rank, ranks] = (PUSHED + 2 * received + sampled) * is_peer
+            added[rank] = received.sum()
+    sums = np.array([ids.size for ids in partial])
+    first = LayerCounts(sums, whole.row_counts(0), summed, nothing, remote_own=sums - own)
+    second = replace(separate.facts(2), halo=sends, computed_rows=sums, partial_sums=added)
+    return FirstLayerSplit(whole, separate, {1: partial}, first, second, pushed)
 
 
-SPLIT = {"first": ByDestinations, "source": BySources}  # `Batches.split` -> batch split in layer 1
+# `Batches.split` -> how layer 1 of a batch is split
+SPLIT = {"first": split_by_destinations, "source": split_by_sources}
+
+
+def places_in(groups: Iterable[int]) -> list[int]:
+    """Return the place of each rank among the ranks of its group.
+
+    >>> places_in([0, 0, 1, 0])
+    [0, 1, 0, 2]
+    """
+    seen = defaultdict[int, Iterator[int]](count)
+    return [next(seen[group]) for group in groups]
 
 
 def shares(items: Ids, groups: int) -> list[Ids]:
@@ -296,10 +290,8 @@ class Batches:
     The first `known` batches are those that training samples, in the same order. Later batches are
     assumed to repeat them. At most MOST_BATCHES batches are known, fewer if they are large.
 
-    split: the layers that the ranks of a group split: 'all', or layer 1 only (`SplitBelow`), by
-    destinations ('first') or by sources ('source')."""
-
-    split = "all"
+    split: the layers that the ranks of a group split: 'all', or layer 1 only, by destinations
+    ('first') or by sources ('source')."""
 
     def __init__(
         self,
@@ -308,9 +300,10 @@ class Batches:
         groups: tuple[int, ...],
         member: np.ndarray | None,
         first_varying: int,
+        split: str = "all",
     ) -> None:
         self.graph, self.workload, self.groups = graph, workload, groups
-        self.member, self.first_varying = member, first_varying
+        self.member, self.first_varying, self.split = member, first_varying, split
         self._batches: dict[int, MiniBatch] = {}
         self._epoch, self._items = -1, list[Ids]()  # the last epoch that `items_in` was asked for
         self.steps = per_epoch(workload, graph.stats)
@@ -332,7 +325,13 @@ class Batches:
     def _drawn(self, step: int) -> MiniBatch:
         """Sample the batch of a step."""
         shared = self.groups, self.member, self.first_varying
-        return MiniBatch(self.graph, self._frontiers(step), *shared, self._scored(step))
+        whole = MiniBatch(self.graph, self._frontiers(step), *shared, self._scored(step))
+        if self.split == "all" or not whole.splits:
+            return whole
+        sampling = self.workload.fanouts, self.workload.seed, *divmod(step, self.steps)
+        own = [frontier(self.graph, whole.own(rank), *sampling) for rank in range(whole.ranks)]
+        separate = MiniBatch(self.graph, own, (*range(whole.ranks),), None, self.first_varying)
+        return SPLIT[self.split](whole, separate)
 
     def items_in(self, epoch: int) -> list[Ids]:
         """Return the items of each batch of an epoch; only the last epoch's items are cached."""
@@ -371,20 +370,3 @@ class Batches:
     def first(self) -> list[MiniBatch]:
         """Return the known batches of the first epoch."""
         return [self.at(step) for step in range(min(self.steps, self.known))]
-
-
-class SplitBelow(Batches):
-    """The batches of `whole`, in which groups split layer 1 only; split: a key of `SPLIT`."""
-
-    def __init__(self, whole: Batches, split: str) -> None:
-        self.__dict__.update(whole.__dict__)
-        self.whole, self.split, self._batches = whole, split, {}
-
-    def _drawn(self, step: int) -> MiniBatch:
-        whole = self.whole.at(step)
-        if not whole.splits:
-            return whole
-        sampling = self.workload.fanouts, self.workload.seed, *divmod(step, self.steps)
-        own = [frontier(self.graph, whole.own(rank), *sampling) for rank in range(whole.ranks)]
-        separate = MiniBatch(self.graph, own, (*range(whole.ranks),), None, self.first_varying)
-        return SPLIT[self.split](whole, separate)

@@ -36,7 +36,7 @@ from gnnplan.planner.ownership.layout import (
     cut_parts,
     reached,
 )
-from gnnplan.planner.ownership.minibatch import Batches, SplitBelow
+from gnnplan.planner.ownership.minibatch import Batches
 from gnnplan.planner.ownership.parts import PartLayout, is_stored
 from gnnplan.planner.vocabulary.errors import SpecError
 from gnnplan.planner.vocabulary.numbers import FLOAT64
@@ -459,15 +459,13 @@ class Problem:
         splitter: the method that assigns vertices to the ranks of a group. epochs: pre-sampling
         epochs of the splitter. imbalance: the share of the mean load by which a rank's load may
         exceed the mean; estimates know METIS's default only. split: as in Batches."""
-        if split != "all":
-            return SplitBelow(self.minibatches(groups, splitter, epochs, imbalance, "all"), split)
         first_varying = self.model.first_varying
         if self.graph is None:
             return EstimatedBatches(self.stats, self.workload, groups, first_varying, splitter)
         size, member = groups.count(groups[0]), None
         if size > 1:
             member = owners(self.graph, size, splitter, self.workload, epochs, imbalance)
-        return Batches(self.graph, self.workload, groups, member, first_varying)
+        return Batches(self.graph, self.workload, groups, member, first_varying, split)
 
     def seconds_of(self, result: AnyLayout | Chunks | Batches) -> float:
         """Return the time that making a layout, chunks or batches took, with partitioning [s]."""

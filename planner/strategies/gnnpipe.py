@@ -77,7 +77,6 @@ from typing import Literal, Self
 import numpy as np
 
 from gnnplan.planner.gnn.model import (
-    Model,
     OpMemory,
     block,
     decoded,
@@ -273,8 +272,7 @@ class GNNPipe(Strategy):
 
         def make() -> Program:
             chunks, seed = settled(self.chunks), problem.workload.seed
-            inputs = self.inputs_sent(problem)
-            first = tuple(self.group(problem, 0))
+            inputs, first = self.inputs_sent(problem), tuple(range(self.members(problem)))
             setup = [Op("input_halo", work=Exchange(inputs), ranks=first)] * bool(inputs.any())
             return Program.of(
                 list(_step(self, problem)),
@@ -286,19 +284,20 @@ class GNNPipe(Strategy):
 
     def resident(self, problem: Problem) -> Resident:
         """Return what ranks have besides a step's tensors; a stage's members share its rows."""
-        stages, members = range(settled(self.stages)), self.members(problem)
-        data = [_data(self, problem, stage) for stage in stages]
+        stages, g = self.pipeline(problem), self.members(problem)
+        data = [stage.data() for stage in stages]
         # oneDNN generates code for each size of a chunk; there are few different sizes
-        sizes_of_members = [np.unique(rows) for rows in self.facts(problem).rows.T]
+        sizes_of_members = [np.unique(rows) for rows in stages[0].facts.rows.T]
         code = [
-            machine_code(problem, sizes.size, sum(self.pieces(problem, stage), ()), sizes[-1])
+            machine_code(problem, sizes.size, sum(stage.pieces, ()), sizes[-1])
             for stage in stages
             for sizes in sizes_of_members
         ]
+        pairs = [range(rank, rank + g + 1, g) for rank in range(problem.ranks - g)]
         return Resident(
             {use: np.concatenate([each[use] for each in data]) for use in data[0]},
-            weights=np.repeat([self.weights(problem, stage) for stage in stages], members),
-            groups=self.groups(problem),
+            weights=np.repeat([stage.weights for stage in stages], g),
+            groups=[*(stage.ranks for stage in stages), *pairs],
             code=np.array(code),
         )
 
@@ -313,85 +312,123 @@ class GNNPipe(Strategy):
         first_pass_s = in_all_s / problem.cost.cores.full_load_slowdown  # one stage at a time
         return super().preparation(problem) | {"first pass": first_pass_s}
 
-    # -- stages and pieces ---------------------------------------------------------------------
-
     def members(self, problem: Problem) -> int:
         """Return g, the number of ranks of a stage."""
         return problem.ranks // settled(self.stages)
 
-    def group(self, problem: Problem, stage: int) -> range:
-        """Return the ranks of a stage."""
-        g = self.members(problem)
-        return range(stage * g, stage * g + g)
+    def pipeline(self, problem: Problem) -> list[Stage]:
+        """Return the stages."""
+        ends = pairwise(accumulate([1, *settled(self.layers_per_stage)]))
+        return [Stage(self, problem, number, range(*each)) for number, each in enumerate(ends)]
 
-    def groups(self, problem: Problem) -> list[range]:
-        """Return the ranks of each communicator: a stage, or sender and receiver of chunks."""
-        g = self.members(problem)
-        pairs = [range(rank, rank + g + 1, g) for rank in range(problem.ranks - g)]
-        return [self.group(problem, stage) for stage in range(settled(self.stages))] + pairs
+    def inputs_sent(self, problem: Problem) -> RankMatrix:
+        """Return the bytes of constant inputs that the first stage's members exchange [g, g]."""
+        cut = settled(self.chunks), self.members(problem)
+        read: RankMatrix = problem.chunks(*cut).sends.sum(0)
+        if problem.model.first_varying == 0 or not read.any():
+            nothing: RankMatrix = 0 * read
+            return nothing
+        if problem.graph is None:
+            return (read * problem.model.feature_transit_bytes(1)).round().astype(np.int64)
+        chunks = problem.cut(*cut)
+        received = [  # by each member, from each member
+            np.bincount(chunks.sub[halo] % len(read), problem.features_bytes(halo), len(read))
+            for halo in chunks.halos
+        ]
+        return np.stack(received, 1)
 
-    def facts(self, problem: Problem) -> ChunkCounts:
-        return problem.chunks(settled(self.chunks), self.members(problem))
+    def role(self, problem: Problem, rank: int) -> dict[str, int]:
+        return {"stage": rank // self.members(problem)}
 
-    def shape(self, problem: Problem) -> tuple[Model, list[range]]:
-        """Return the model, and each stage's layers (1-based).
 
-        Layers aggregate before they multiply wherever the model allows, so that a row that several
-        chunks read is multiplied once.
-        """
-        ends = accumulate([1, *settled(self.layers_per_stage)])
-        return problem.model.aggregating_first, [range(a, b) for a, b in pairwise(ends)]
+def _tied_across(problem: Problem, per_stage: Sequence[int]) -> tuple[int, int] | None:
+    """Return two layers of a user's module that share parameters but not a stage, or None."""
+    module = problem.workload.module
+    stages = [stage for stage, layers in enumerate(per_stage) for _ in range(layers)]
+    for number, layer in enumerate(module.layers if module else (), 1):
+        if layer.shares and stages[layer.shares - 1] != stages[number - 1]:
+            return layer.shares, number
+    return None
 
-    def pieces(self, problem: Problem, stage: int) -> list[tuple[int, ...]]:
-        """Return a stage's pieces: tuples of layers without an exchange inside; 0: the encoder."""
-        model, stages = self.shape(problem)
-        layers = ((0,) if model.encoder and stage == 0 else ()) + tuple(stages[stage])
-        return [layers] if self.members(problem) == 1 else [(layer,) for layer in layers]
 
-    def exchanged(self, problem: Problem, piece: tuple[int, ...]) -> int:
+Direction = Literal["f", "b"]  # forward, backward
+SIGNS: dict[Direction, Literal[1, -1]] = {"f": 1, "b": -1}  # order of chunks and of stages
+
+
+class Stage:
+    """A stage of a pipeline: its ranks and layers, their work, and their memory.
+
+    Layers aggregate before they multiply wherever the model allows, so that a row that several
+    chunks read is multiplied once.
+    """
+
+    def __init__(self, pipe: GNNPipe, problem: Problem, number: int, layers: range) -> None:
+        model, g = problem.model.aggregating_first, pipe.members(problem)
+        self.pipe, self.problem, self.number, self.model = pipe, problem, number, model
+        self.ranks = tuple(range(number * g, number * g + g))
+        self.layers, self.weights = layers, model.weights_of(layers)
+        self.is_last = len(model.layers) in layers
+        # widths of the rows from the previous stage, and to the next; 0: there is no such stage
+        self.received = 0 if layers.start == 1 else self._boundary(layers.start)
+        self.sent = 0 if self.is_last else self._boundary(layers.stop)
+        # tuples of layers (0: the encoder) without an exchange inside
+        own = ((0,) if model.encoder and layers.start == 1 else ()) + tuple(layers)
+        self.pieces = [own] if g == 1 else [(layer,) for layer in own]
+
+    def _boundary(self, layer: int) -> int:
+        """Return the width of the rows that the previous stage sends to a layer."""
+        return self.model.input_width(layer) + self.model.carried
+
+    @property
+    def facts(self) -> ChunkCounts:
+        """The counts of all chunks."""
+        return self.problem.chunks(settled(self.pipe.chunks), len(self.ranks))
+
+    @property
+    def kept_rows(self) -> np.ndarray:
+        """The number of rows that each member keeps: its own and the halo [g]."""
+        return np.asarray((self.facts.rows + self.facts.sends.sum(1)).sum(0), dtype=float)
+
+    @property
+    def varying(self) -> list[int]:
+        """The layers whose inputs change from step to step."""
+        return [layer for layer in self.layers if layer > self.model.first_varying]
+
+    def exchanged(self, piece: tuple[int, ...]) -> int:
         """Return the width of rows exchanged before a piece (backward: after it), or 0."""
-        model = problem.model.aggregating_first
-        if self.members(problem) == 1 or piece[0] <= model.first_varying:
-            return 0
-        return model.input_width(piece[0])
+        constant = len(self.ranks) == 1 or piece[0] <= self.model.first_varying
+        return 0 if constant else self.model.input_width(piece[0])
 
-    # -- work and bytes ------------------------------------------------------------------------
+    # -- work ----------------------------------------------------------------------------------
 
-    def kind_of(self, problem: Problem, piece: tuple[int, ...]) -> object:
-        """Return a key that is equal for pieces with equal work."""
-        model = problem.model.aggregating_first
-        return (
-            piece[0] in (0, 1),
-            len(model.layers) in piece,
-            len(piece),
-            tuple(model.layers[layer - 1] for layer in piece if layer),
-        )
+    def kind_of(self, piece: tuple[int, ...]) -> object:
+        """Return a key that is equal for pieces with equal work, of any stage."""
+        layers = self.model.layers
+        specs = tuple(layers[layer - 1] for layer in piece if layer)
+        return piece[0] in (0, 1), len(layers) in piece, len(piece), specs
 
-    def work(
-        self, problem: Problem, piece: tuple[int, ...], facts: ChunkCounts
-    ) -> tuple[Compute, Compute]:
+    def work(self, piece: tuple[int, ...]) -> tuple[Compute, Compute]:
         """Return forward and backward work of a piece; arrays over sub-chunks [chunks * g]."""
-        rows, model = _floats(facts.rows), problem.model.aggregating_first
+        rows, model = self.facts.rows.astype(float).ravel(), self.model
         # gives the sums the shape [chunks * g] even if no part computes anything
         parts = [(Compute(flops=0.0 * rows, itemsize=model.itemsize),) * 2]
-        parts += [model.encode(rows)] if 0 in piece else []
-        parts += [self._layer_work(problem, layer, facts) for layer in piece if layer]
+        parts += [self._layer_work(layer) if layer else model.encode(rows) for layer in piece]
         parts += [model.finish(rows)] if len(model.layers) in piece else []
         forward, backward = (reduce(add, works) for works in zip(*parts, strict=True))
         return forward, backward
 
-    def _layer_work(
-        self, problem: Problem, layer: int, facts: ChunkCounts
-    ) -> tuple[Compute, Compute]:
+    def _layer_work(self, layer: int) -> tuple[Compute, Compute]:
         """Return forward and backward work of one layer."""
-        rows, edges, sources = _floats(facts.rows), _floats(facts.edges), _floats(facts.sources)
-        model = problem.model.aggregating_first
+        facts, model = self.facts, self.model
+        rows, edges, sources = (
+            counts.astype(float).ravel() for counts in (facts.rows, facts.edges, facts.sources)
+        )
         b, spec, width = model.itemsize, model.layers[layer - 1], model.input_width(layer)
         varies = layer > model.first_varying
         projected = sources if spec.projects_first else rows
         forward = model.forward(layer, rows, projected, edges, read=sources)
         backward = model.backward(layer, rows, projected, edges, read=sources)
-        if self.checkpoint and varies and layer < len(model.layers):
+        if self.pipe.checkpoint and varies and layer < len(model.layers):
             keeps_gathered = spec.gathers_linearly and not spec.projects_first
             backward = backward + (replace(forward, gathers=()) if keeps_gathered else forward)
         if not (model.aggregate_cached(layer) or model.rows(layer).multiplied_first):
@@ -413,52 +450,107 @@ class GNNPipe(Strategy):
             )
         return forward, backward
 
-    def boundary(self, problem: Problem, stage: int) -> int:
-        """Return the width of the rows that `stage` sends to the next stage."""
-        model, stages = self.shape(problem)
-        return model.input_width(stages[stage + 1].start) + model.carried
+    def refresh(self) -> Compute:
+        """Return the work of preparing the historical rows for a step [g].
 
-    def weights(self, problem: Problem, stage: int) -> int:
-        """Return the number of parameters of a stage."""
-        model, stages = self.shape(problem)
-        return model.weights_of(stages[stage])
+        Past rows are copied to the mixed rows, after dropout if the layer has it, and the slopes
+        become zero; with historical gradients, the late slopes are copied too.
+        """
+        model, rows, copies = self.model, self.kept_rows, 1 + self.pipe.historical_gradients
+        dropped = [model.dropout > 0 and model.layers[each - 1].drops for each in self.varying]
+        widths = [model.input_width(each) for each in self.varying]
+        passes = [2 * copies * (1 + drops) + 1 for drops in dropped]  # over a row, reads and writes
+        return Compute(
+            elementwise_bytes=float(np.dot(passes, widths)) * model.itemsize * rows,
+            hash_ops=float(np.dot(dropped, widths)) * copies * rows,
+            launches=4,
+            itemsize=model.itemsize,
+        )
 
-    def inputs_sent(self, problem: Problem) -> RankMatrix:
-        """Return the bytes of constant inputs that the first stage's members exchange [g, g]."""
-        read: RankMatrix = self.facts(problem).sends.sum(0)
-        if problem.model.first_varying == 0 or not read.any():
-            nothing: RankMatrix = 0 * read
-            return nothing
-        if problem.graph is None:
-            return (read * problem.model.feature_transit_bytes(1)).round().astype(np.int64)
-        cut, members = problem.cut(settled(self.chunks), len(read)), range(len(read))
-        received = [  # by each member, from each member
-            np.bincount(cut.sub[halo] % len(read), problem.features_bytes(halo), len(read))
-            for halo in map(cut.halo, members)
-        ]
-        return np.stack(received, 1)
+    # -- memory --------------------------------------------------------------------------------
 
-    def role(self, problem: Problem, rank: int) -> dict[str, int]:
-        return {"stage": rank // self.members(problem)}
+    def data(self) -> Memory:
+        """Return the bytes of constant inputs, history, receive buffers and edges [g]."""
+        model, facts, kept = self.model, self.facts, self.kept_rows
+        own, edges, sources = (
+            numbers.astype(float).sum(0) for numbers in (facts.rows, facts.edges, facts.sources)
+        )
+        widths = sum(map(model.input_width, self.varying))
+        features, spec = np.zeros(own.size), model.layers[self.layers.start - 1]
+        graph = block(model, spec, own, sources, edges) + 8 * (kept + facts.sends.sum(2).sum(0))
+        if self.is_last:
+            graph = graph + 16 * own  # labels and masks
+        if self.number == 0:
+            features = np.asarray(model.inputs.stored_bytes(kept if model.first_varying else own))
+            if model.rows(1).multiplied_first:  # each chunk has a copy of the rows that it reads
+                own_index = model.own_index_bytes(facts.rows)
+                features = np.asarray(model.inputs.stored_bytes(facts.sources) + own_index).sum(0)
+            elif model.first_varying and model.aggregate_cached(1):
+                features = features + model.inputs.stored_bytes(own)
+            elif model.first_varying and model.dropout and model.layers[0].drops:
+                features = 2 * features  # a copy after this step's dropout
+        received = self.pipe.codec.row_bytes(self.sent, model.itemsize) if self.sent else 0
+        return {
+            "features": features,
+            # historical rows, the mix of fresh and historical rows that is read, and its gradients
+            "history": (3 + self.pipe.historical_gradients) * kept * widths * model.itemsize,
+            # buffers for the gradients received from the next stage
+            "pipeline": own * received,
+            "graph": np.asarray(graph),
+        }
 
+    def held(self, piece: tuple[int, ...], is_back: bool) -> OpMemory:
+        """Return the memory of a piece on all chunks [g]: what it keeps until backward begins; or,
+        in the backward pass, the largest workspace of a chunk, from which on chunks free what they
+        kept."""
+        each = [self._of_chunks(layer) for layer in piece]
+        if is_back:
+            return OpMemory(np.max([np.asarray(layer.most) for layer in each], axis=(0, 1)), 0.0)
+        return keeps(np.sum([np.asarray(layer.left) for layer in each], axis=(0, 1)))
 
-def _floats(counts: np.ndarray) -> np.ndarray:
-    """Return counts [chunks, g] as floats [chunks * g]."""
-    return counts.astype(float).ravel()
-
-
-def _tied_across(problem: Problem, per_stage: Sequence[int]) -> tuple[int, int] | None:
-    """Return two layers of a user's module that share parameters but not a stage, or None."""
-    module = problem.workload.module
-    stages = [stage for stage, layers in enumerate(per_stage) for _ in range(layers)]
-    for number, layer in enumerate(module.layers if module else (), 1):
-        if layer.shares and stages[layer.shares - 1] != stages[number - 1]:
-            return layer.shares, number
-    return None
-
-
-Direction = Literal["f", "b"]  # forward, backward
-SIGNS: dict[Direction, Literal[1, -1]] = {"f": 1, "b": -1}  # order of chunks and of stages
+    def _of_chunks(self, layer: int) -> OpMemory:
+        """Return what a layer (0: the encoder) keeps of each chunk until backward begins (`left`),
+        and its workspace in the chunk's backward pass (`most`) [chunks, g]."""
+        model, facts, b = self.model, self.facts, self.model.itemsize
+        rows, edges, sources, received = (
+            counts.astype(float)
+            for counts in (facts.rows, facts.edges, facts.sources, facts.sends.sum(1))
+        )  # [chunks, g]
+        if layer == 0:
+            return OpMemory(0.0 * rows, rowwise(model.encoder_record, rows).left)
+        spec, varies = model.layers[layer - 1], layer > model.first_varying
+        apart = not model.rows(layer).multiplied_first
+        need = footprint(model, layer, rows, sources, edges, apart=apart)
+        saved, workspace, gradients = need.left, need.most - need.left, 0.0 * rows
+        # rows gathered for the layer
+        read = rows if spec.gathers_linearly and not spec.projects_first else sources
+        if varies:
+            saved = saved + rowwise(model.preparation_record(spec), rows + received).left
+            # a copy of own and remote rows, or the layer's inputs saved for recomputation
+            checkpoint = rows * (self.pipe.checkpoint and layer > self.layers.start)
+            read = read + np.where(received.any(1, keepdims=True), rows + received, checkpoint)
+            # gradients of gathered rows and own rows, then of the rows read
+            gradients = (2 * rows + sources) * spec.h_in * b
+        else:
+            read = read * (apart and not model.aggregate_cached(layer))
+        kept = saved
+        if self.pipe.checkpoint and varies and layer < len(model.layers):
+            kept = rows * spec.h_out * b * (layer + 1 == self.layers.stop)
+            # on the last stage, backward reuses the memory of the last layer's outputs
+            workspace = workspace + saved * (not self.is_last)
+        kept, workspace = kept + read * spec.h_in * b, np.maximum(workspace, gradients)
+        if layer == self.layers.start and self.received:  # messages of the stage before
+            kept = kept + rows * self.received * b
+        if layer == len(model.layers):
+            stats, logits = self.problem.stats, rows * model.classes * b
+            trained = rows * min(1.0, stats.train_vertices / stats.vertices)
+            scored = decoded(model, rows)
+            kept = kept + scored.left + loss_itself(model, rows, trained) + logits
+            workspace = np.maximum(workspace, scored.most - scored.left)
+        if not self.is_last:  # an unpacked message, and copies of its two parts
+            copies = self.pipe.codec.packs + bool(model.carried)
+            workspace = workspace + rows * self.sent * copies * b
+        return OpMemory(workspace, kept)
 
 
 def _step(pipe: GNNPipe, problem: Problem) -> Iterator[Op]:
@@ -471,78 +563,50 @@ def _step(pipe: GNNPipe, problem: Problem) -> Iterator[Op]:
 
     With a codec, rows are packed before `send` and unpacked after `receive`.
     """
-    g, b, facts = pipe.members(problem), problem.model.itemsize, pipe.facts(problem)
-    last = settled(pipe.stages) - 1
+    stages, b = pipe.pipeline(problem), problem.model.itemsize
+    facts, g = stages[0].facts, pipe.members(problem)
     rows = facts.rows.astype(float).ravel()  # of each sub-chunk
     works: dict[object, tuple[Compute, Compute]] = {}  # kind of piece -> forward and backward
 
-    def message(stage: int, direction: Direction) -> Op:
+    def message(stage: Stage, direction: Direction) -> Op:
         """Return the message of a chunk's rows, or of their gradients, to the next stage."""
-        ranks, below = tuple(pipe.group(problem, stage)), stage - (direction == "b")
-        width = pipe.boundary(problem, below)
-        sent = Message(facts.rows * pipe.codec.row_bytes(width, b), SIGNS[direction] * g)
-        return Op("pipeline", direction, work=sent, ranks=ranks, chunks=SIGNS[direction])
+        sign, width = SIGNS[direction], stage.sent if direction == "f" else stage.received
+        sent = Message(facts.rows * pipe.codec.row_bytes(width, b), sign * g)
+        return Op("pipeline", direction, work=sent, ranks=stage.ranks, chunks=sign)
 
-    def pass_of(stage: int, direction: Direction) -> Iterator[Op]:
+    def pass_of(stage: Stage, direction: Direction) -> Iterator[Op]:
         """Yield a stage's operations on every chunk in one direction."""
         sign, is_back = SIGNS[direction], direction == "b"
-        op = partial(Op, ranks=tuple(pipe.group(problem, stage)), chunks=sign)
-        if 0 <= stage - sign <= last:
-            yield op("receive", direction, work=Receive(message(stage - sign, direction)))
-            width = pipe.boundary(problem, stage - (not is_back))
-            for unpack in pipe.codec.unpack(rows, width, b, added=False):
+        op = partial(Op, ranks=stage.ranks, chunks=sign)
+        received, sent = (stage.received, stage.sent)[::sign]
+        if received:
+            sender = message(stages[stage.number - sign], direction)
+            yield op("receive", direction, work=Receive(sender))
+            for unpack in pipe.codec.unpack(rows, received, b, added=False):
                 yield op("unpack", direction, work=unpack)
-        for piece in pipe.pieces(problem, stage)[::sign]:
-            if (kind := pipe.kind_of(problem, piece)) not in works:
-                works[kind] = pipe.work(problem, piece, facts)
+        for piece in stage.pieces[::sign]:
+            if (kind := stage.kind_of(piece)) not in works:
+                works[kind] = stage.work(piece)
             name, layer = ("forward", "backward")[is_back], piece[0] if g > 1 else None
-            holds = partial(held, pipe, problem, stage, piece, is_back)
+            holds = partial(stage.held, piece, is_back)
             ops = [op(name, layer=layer, work=works[kind][is_back], holds=holds)]
-            if row_bytes := pipe.exchanged(problem, piece) * b:
+            if row_bytes := stage.exchanged(piece) * b:
                 sends = facts.sends.swapaxes(1, 2) if is_back else facts.sends
                 ops.insert(0, op("halo", direction, piece[0], work=Exchange(sends, row_bytes)))
             yield from ops[::sign]
-        if 0 <= stage + sign <= last:
-            width = pipe.boundary(problem, stage - is_back)
-            for pack in pipe.codec.pack(rows, width, b, picked=False):
+        if sent:
+            for pack in pipe.codec.pack(rows, sent, b, picked=False):
                 yield op("pack", direction, work=pack)
             yield message(stage, direction)
 
-    for stage in range(last + 1):
-        ranks, weights = tuple(pipe.group(problem, stage)), pipe.weights(problem, stage)
-        yield Op("history", work=_refresh(pipe, problem, stage), ranks=ranks)
+    for stage in stages:
+        yield Op("history", work=stage.refresh(), ranks=stage.ranks)
         yield from pass_of(stage, "f")
         yield from pass_of(stage, "b")
         if g > 1:
-            size = weights * problem.model.weight_itemsize
-            yield Op("all_reduce", work=AllReduce((size,)), ranks=ranks)
-        yield Op("update", work=problem.model.update(weights), ranks=ranks)
-
-
-def _refresh(pipe: GNNPipe, problem: Problem, stage: int) -> Compute:
-    """Return the work of preparing a stage's historical rows for a step [g].
-
-    Past rows are copied to the mixed rows, after dropout if the layer has it, and the slopes become
-    zero; with historical gradients, the late slopes are copied too.
-    """
-    model, stages = pipe.shape(problem)
-    rows, copies = _kept(pipe, problem), 1 + pipe.historical_gradients
-    varying = [each for each in stages[stage] if each > model.first_varying]
-    dropped = [model.dropout > 0 and model.layers[each - 1].drops for each in varying]
-    widths = [model.input_width(each) for each in varying]
-    passes = [2 * copies * (1 + drops) + 1 for drops in dropped]  # over a row, reads and writes
-    return Compute(
-        elementwise_bytes=float(np.dot(passes, widths)) * model.itemsize * rows,
-        hash_ops=float(np.dot(dropped, widths)) * copies * rows,
-        launches=4,
-        itemsize=model.itemsize,
-    )
-
-
-def _kept(pipe: GNNPipe, problem: Problem) -> np.ndarray:
-    """Return the number of rows that each member of a stage keeps: its own and the halo [g]."""
-    facts = pipe.facts(problem)
-    return np.asarray((facts.rows + facts.sends.sum(1)).sum(0), dtype=float)
+            size = stage.weights * problem.model.weight_itemsize
+            yield Op("all_reduce", work=AllReduce((size,)), ranks=stage.ranks)
+        yield Op("update", work=problem.model.update(stage.weights), ranks=stage.ranks)
 
 
 # -- layers by cost --------------------------------------------------------------------------------
@@ -553,19 +617,19 @@ def layer_seconds(pipe: GNNPipe, problem: Problem) -> list[float]:
 
     The seconds include exchanges, and do not depend on the layer's stage.
     """
-    model, facts, cost = problem.model.aggregating_first, pipe.facts(problem), problem.cost
-    group, sent = pipe.group(problem, 0), facts.sends.mean(0)
+    whole = Stage(pipe, problem, 0, range(1, len(problem.model.layers) + 1))
+    model, cost, sent = whole.model, problem.cost, whole.facts.sends.mean(0)
 
     def seconds_of(layer: int) -> float:
         pieces = [(0,), (layer,)] if layer == 1 and model.encoder else [(layer,)]
-        works = [work for piece in pieces for work in pipe.work(problem, piece, facts)]
+        works = [work for piece in pieces for work in whole.work(piece)]
         computing = sum(float(np.mean(cost.compute_s(work))) for work in works)
-        width = pipe.exchanged(problem, (layer,)) * model.itemsize
+        width = whole.exchanged((layer,)) * model.itemsize
         matrices = (sent, sent.T) if width and sent.any() else ()
-        exchanging = sum(float(cost.exchange(rows * width, group).alone) for rows in matrices)
+        exchanging = sum(float(cost.exchange(rows * width, whole.ranks).alone) for rows in matrices)
         return computing * cost.cores.full_load_slowdown + exchanging
 
-    kinds = [pipe.kind_of(problem, (layer,)) for layer in range(1, len(model.layers) + 1)]
+    kinds = [whole.kind_of((layer,)) for layer in whole.layers]
     seconds_by_kind = {kind: seconds_of(kinds.index(kind) + 1) for kind in {*kinds}}
     return [seconds_by_kind[kind] for kind in kinds]
 
@@ -602,103 +666,3 @@ def balance(seconds: Sequence[float], stages: int) -> tuple[int, ...]:
         even = int(np.searchsorted(before, before[-1] * stage / stages * (1 - 1e-9)))
         ends.append(min(max(even, earliest[stage], ends[-1] + 1), furthest))
     return tuple(b - a for a, b in pairwise([*ends, layers]))
-
-
-# -- data that stays from step to step -------------------------------------------------------------
-
-
-def _data(pipe: GNNPipe, problem: Problem, stage: int) -> Memory:
-    """Return the bytes of constant inputs, history, receive buffers and edges of a stage [g]."""
-    model, stages = pipe.shape(problem)
-    facts = pipe.facts(problem)
-    own, edges, sources = (
-        numbers.astype(float).sum(0) for numbers in (facts.rows, facts.edges, facts.sources)
-    )
-    kept = _kept(pipe, problem)
-    varying = [model.input_width(each) for each in stages[stage] if each > model.first_varying]
-    features, spec = np.zeros(own.size), model.layers[stages[stage].start - 1]
-    graph = block(model, spec, own, sources, edges) + 8 * (kept + facts.sends.sum(2).sum(0))
-    received = 0  # bytes per row
-    if stage == len(stages) - 1:
-        graph = graph + 16 * own  # labels and masks
-    else:
-        received = pipe.codec.row_bytes(pipe.boundary(problem, stage), model.itemsize)
-    if stage == 0:
-        features = np.asarray(model.inputs.stored_bytes(kept if model.first_varying else own))
-        if model.rows(1).multiplied_first:  # each chunk has a copy of the rows that it reads
-            by_chunk = model.inputs.stored_bytes(facts.sources) + model.own_index_bytes(facts.rows)
-            features = np.asarray(by_chunk).sum(0)
-        elif model.first_varying and model.aggregate_cached(1):
-            features = features + model.inputs.stored_bytes(own)
-        elif model.first_varying and model.dropout and model.layers[0].drops:
-            features = 2 * features  # a copy after this step's dropout
-    return {
-        "features": features,
-        # historical rows, the mix of fresh and historical rows that is read, and its gradients
-        "history": (3 + pipe.historical_gradients) * kept * sum(varying) * model.itemsize,
-        # buffers for the gradients received from the next stage
-        "pipeline": own * received,
-        "graph": np.asarray(graph),
-    }
-
-
-# -- memory of a step's operations -----------------------------------------------------------------
-
-
-def held(
-    pipe: GNNPipe, problem: Problem, stage: int, piece: tuple[int, ...], is_back: bool
-) -> OpMemory:
-    """Return the memory of a piece on all chunks [g]: what it keeps until backward begins; or, in
-    the backward pass, the largest workspace of a chunk, from which on chunks free what they kept.
-    """
-    each = [_of_chunks(pipe, problem, stage, layer) for layer in piece]
-    if is_back:
-        return OpMemory(np.max([np.asarray(layer.most) for layer in each], axis=(0, 1)), 0.0)
-    return keeps(np.sum([np.asarray(layer.left) for layer in each], axis=(0, 1)))
-
-
-def _of_chunks(pipe: GNNPipe, problem: Problem, stage: int, layer: int) -> OpMemory:
-    """Return what a layer (0: the encoder) keeps of each chunk until backward begins (`left`), and
-    its workspace in the chunk's backward pass (`most`) [chunks, g]."""
-    model, stages = pipe.shape(problem)
-    layers, is_last, b = stages[stage], stage + 1 == len(stages), model.itemsize
-    facts = pipe.facts(problem)
-    rows, edges, sources, received = (
-        counts.astype(float)
-        for counts in (facts.rows, facts.edges, facts.sources, facts.sends.sum(1))
-    )  # [chunks, g]
-    if layer == 0:
-        return OpMemory(0.0 * rows, rowwise(model.encoder_record, rows).left)
-    spec, varies = model.layers[layer - 1], layer > model.first_varying
-    apart = not model.rows(layer).multiplied_first
-    need = footprint(model, layer, rows, sources, edges, apart=apart)
-    saved, workspace, gradients = need.left, need.most - need.left, 0.0 * rows
-    # rows gathered for the layer
-    read = rows if spec.gathers_linearly and not spec.projects_first else sources
-    if varies:
-        saved = saved + rowwise(model.preparation_record(spec), rows + received).left
-        # a copy of own and remote rows, or the layer's inputs saved for recomputation
-        checkpoint = rows * (pipe.checkpoint and layer > layers.start)
-        read = read + np.where(received.any(1, keepdims=True), rows + received, checkpoint)
-        # gradients of gathered rows and own rows, then of the rows read
-        gradients = (2 * rows + sources) * spec.h_in * b
-    else:
-        read = read * (apart and not model.aggregate_cached(layer))
-    kept = saved
-    if pipe.checkpoint and varies and layer < len(model.layers):
-        kept = rows * spec.h_out * b * (layer + 1 == layers.stop)
-        # on the last stage, backward reuses the memory of the last layer's outputs
-        workspace = workspace + saved * (not is_last)
-    kept, workspace = kept + read * spec.h_in * b, np.maximum(workspace, gradients)
-    if layer == layers.start and stage:  # messages of the stage before
-        kept = kept + rows * pipe.boundary(problem, stage - 1) * b
-    if layer == len(model.layers):
-        stats, logits = problem.stats, rows * model.classes * b
-        trained = rows * min(1.0, stats.train_vertices / stats.vertices)
-        scored = decoded(model, rows)
-        kept = kept + scored.left + loss_itself(model, rows, trained) + logits
-        workspace = np.maximum(workspace, scored.most - scored.left)
-    if not is_last:  # an unpacked message, and copies of its two parts
-        copies = pipe.codec.packs + bool(model.carried)
-        workspace = workspace + rows * pipe.boundary(problem, stage) * copies * b
-    return OpMemory(workspace, kept)

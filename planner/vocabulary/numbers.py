@@ -56,6 +56,16 @@ def grouped(values: Iterable[T], key: Callable[[T], K]) -> dict[K, list[T]]:
     return dict(groups)
 
 
+def numbered(places: Iterable[Hashable]) -> tuple[int, ...]:
+    """Return a number for each place: equal places have one number, in the order of the first.
+
+    >>> numbered("cca")
+    (0, 0, 1)
+    """
+    numbers: dict[Hashable, int] = {}
+    return tuple(numbers.setdefault(place, len(numbers)) for place in places)
+
+
 def slowest(seconds: Number) -> Number:
     """Return the maximum over ranks, the last axis: [ranks] -> a number, [.., ranks] -> [.., 1].
 

@@ -183,8 +183,8 @@ class Pipeline(Recursion):
         problem = case.problem(world)
         self.asked = case.settled(problem)
         self.chunk = replace(case, servers=1).problem(1).chunk_of(self.asked.chunks)
-        _, *later = self.asked.shape(problem)[1]
-        self.starts = {layers.start for layers in later} if self.asked.bits else set()
+        _, *later = self.asked.pipeline(problem)
+        self.starts = {stage.layers.start for stage in later} if self.asked.bits else set()
         self.codec = Uniform(self.asked.bits, self.workload.seed)
         with torch.no_grad():
             self.past = {0: self.forward(None)[1]}  # epoch -> [h_0 .. h_L]

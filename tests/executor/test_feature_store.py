@@ -30,6 +30,11 @@ def case(strategy: str, graph: str, servers: int = 1, model: str = "sage", **mor
     return Case(strategy, graph, {**asked, **more}, servers, eval_every=2)
 
 
+def batch_of(ids: np.ndarray) -> SimpleNamespace:
+    """Whose only rank reads these rows."""
+    return SimpleNamespace(rows=lambda rank, h: ids)
+
+
 @pytest.mark.parametrize(
     ("strategy", "classes"),
     [
@@ -47,7 +52,7 @@ def test_ranks_leave_rows_by_class(run_ranks, graphs, strategy, classes):
     settled = result.case.settled(problem)
     batches, store = settled.batches(problem), settled.store(problem)
     rows = sum(
-        store.loads_of(problem, batches.at(step)).rows
+        store.loads(problem, batches.at(step)).rows
         for step in range(result.case.epochs * batches.steps)
     )
     left = [result.rank(rank)["rows"] for rank in range(4)]
@@ -140,7 +145,7 @@ def test_a_cache_and_what_arrives_fill_what_was_predicted(sparse):
         return
     assert left == planned.held(problem)[0]
     ids = np.random.default_rng(1).permutation(6000)[:4000]
-    loads = planned.loads(problem, [ids])
+    loads = planned.loads(problem, batch_of(ids))
     arriving = int((loads.host + loads.hits)[0])
     rows, left, most = counted(lambda: store.complete(store.load(store.in_host(ids)[0]), ids, 0))
     assert left == rows.nbytes == arriving  # all of them came from here

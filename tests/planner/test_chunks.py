@@ -41,8 +41,8 @@ def test_counts_are_those_of_sets(cut):
         mine = np.flatnonzero(member == i)
         assert sorted(cut.own(i).tolist()) == mine.tolist()
         far = {u for v in mine for u in reads[v] if member[u] != i}
-        assert set(cut.halo(i).tolist()) == far and len(cut.halo(i)) == len(far)
-        assert (np.diff(cut.sub[cut.halo(i)]) >= 0).all()  # chunk after chunk, owner after owner
+        assert set(cut.halos[i].tolist()) == far and len(cut.halos[i]) == len(far)
+        assert (np.diff(cut.sub[cut.halos[i]]) >= 0).all()  # chunk after chunk, owner after owner
         for c in range(k):
             rows = cut.rows(c, i)
             assert set(rows.tolist()) == set(np.flatnonzero((chunk == c) & (member == i)).tolist())

@@ -292,7 +292,7 @@ def test_rows_that_a_cache_hits(cached, shared, features):
     for problem in problems():
         strategy.check(problem)
         store = strategy.store(problem)
-        loads = [store.loads_of(problem, batch) for batch in strategy.batches(problem).first()]
+        loads = [store.loads(problem, batch) for batch in strategy.batches(problem).first()]
         for one in loads:
             assert np.array_equal(one.fetched, 32 * one.asked.T)
             assert not np.asarray(one.asked).diagonal().any()
@@ -313,10 +313,10 @@ def test_rows_whose_columns_a_cache_hits(cached, over):
     for problem in problems():
         strategy.check(problem)
         store, batches = strategy.store(problem), strategy.batches(problem).first()
-        loads = [store.loads_of(problem, batch) for batch in batches]
+        loads = [store.loads(problem, batch) for batch in batches]
         rows = np.sum([one.rows for one in loads], axis=0)
         for rank in range(4):
-            rail = list(strategy.rail(problem, rank))
+            rail = list(strategy.slices(problem)[rank].ranks)
             assert rows[rank].sum() == sum(batch.row_counts(0)[rail].sum() for batch in batches)
         for one in loads:
             assert (one.host == width * one.rows[:, 2]).all()

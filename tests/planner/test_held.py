@@ -76,7 +76,8 @@ def test_a_pipeline_has_code_for_the_sizes_that_chunks_have(chunks):
 
     def code(chunks: int, method: str) -> list[float]:
         plain, compiled = (
-            problem_of(GRAPHS[0], cluster(1, 2, product_code=size), method) for size in (0.0, 1e6)
+            problem_of(GRAPHS[0], cluster(1, 2, product_code=size), method, layers=2)
+            for size in (0.0, 1e6)
         )
         pipe = parse(f"gnnpipe(chunks={chunks},layers_per_stage=(1,1))").settle(plain)
         buffers = [pipe.memory(problem)["buffers"] for problem in (compiled, plain)]

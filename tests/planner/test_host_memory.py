@@ -73,7 +73,9 @@ def test_a_server_has_what_its_ranks_read_from_it(text):
     for server in range(4):
         ranks = [rank for rank in range(8) if problem.servers[rank] == server]
         if isinstance(strategy, P3):
-            columns = {column for rank in ranks for column in strategy.columns(problem, rank)}
+            columns = {
+                column for rank in ranks for column in strategy.slices(problem)[rank].columns
+            }
             features = GRAPH.x[:, sorted(columns)].nbytes
         else:
             store = strategy.store(problem)

@@ -95,8 +95,8 @@ def test_bytes_of_several_ranks_are_those_of_the_rows_that_others_have():
     as_one = ChunkedStep(problem_of(), Layout(layout.graph, chunk, (0,) * count, 3, 1))
     several = ChunkedStep(problem, layout)
     for direction, layer in (("f", 2), ("b", 2), ("f", 3)):
-        total = sum(float(as_one.loaded_bytes(direction, layer, c)[0]) for c in range(count))
-        assert sum(several.loaded_bytes(direction, layer, c).sum() for c in range(chunks)) == total
+        total = sum(float(as_one.part(layer, c).loaded(direction)[0]) for c in range(count))
+        assert sum(several.part(layer, c).loaded(direction).sum() for c in range(chunks)) == total
 
 
 def test_an_estimate_is_near_the_count():

@@ -62,7 +62,7 @@ def test_hits_are_those_of_the_strategy_with_such_a_cache(hot):
     found = probe(GRAPH, MINI, [2])["ranks"]["2"]["hits"]
     strategy = DataParallel(cache=round(0.1 * 600) * 8 * 4, hot=hot)
     store, batches = strategy.store(problem), strategy.batches(problem)
-    loads = [store.loads_of(problem, batches.at(step)) for step in range(batches.steps)]
+    loads = [store.loads(problem, batches.at(step)) for step in range(batches.steps)]
     rows = sum(load.rows.sum(0) for load in loads)
     assert found[hot]["0.1"] == pytest.approx(rows[CLASSES.index("hit")] / rows.sum())
     assert list(found[hot].values()) == sorted(found[hot].values())

@@ -39,7 +39,7 @@ def problem_of(
 def rows_of_an_epoch(strategy: Strategy, problem: Problem) -> np.ndarray:
     """By rank and class [ranks, 4]."""
     store, batches = strategy.store(problem), strategy.batches(problem)
-    return np.sum([store.loads_of(problem, batch).rows for batch in batches.first()], axis=0)
+    return np.sum([store.loads(problem, batch).rows for batch in batches.first()], axis=0)
 
 
 def laid_of(problem: Problem, batch: MiniBatch) -> np.ndarray:
@@ -195,7 +195,7 @@ def test_columns_are_cached_of_the_rows_that_are_read_most(over):
             first = batch.facts(1)
             of_layer_1 = np.array([first.rows, first.sources, first.edges])
             for rank in range(4):
-                peers = list(strategy.rail(problem, rank))
+                peers = list(strategy.slices(problem)[rank].ranks)
                 read = np.concatenate([batch.rows(peer, 0) for peer in peers])
                 hits = int(np.isin(read, order[:rows]).sum())
                 laid = laid_of(problem, batch)[rank] - laid_bytes(*of_layer_1[:, rank])
@@ -220,7 +220,7 @@ def test_ranks_cache_as_many_rows_as_their_columns_leave_room_for():
     store = strategy.store(problem_of(1, 3))
     assert [ids.size for ids in store.cached] == [14, 14, 13]
     problem = problem_of(1, 3, THIN)
-    columns = strategy.columns(problem, 1)
+    columns = strategy.slices(problem)[1].columns
     numbers = X[:, columns.start : columns.stop].nnz
     assert store_module.row_bytes(problem, np.arange(400), columns).sum() == 8 * numbers + 4 * 400
     held = strategy.store(problem).held(problem)

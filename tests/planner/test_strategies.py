@@ -388,9 +388,8 @@ def test_a_checkpoint_of_resgcn_gathers_again(aggregation):
     asked = {"model": "resgcn", "layers": 8, "aggregation": aggregation}
     problem = laws.problem_of(laws.GRAPHS[0], laws.cluster(1, 2), **asked)
     pipe = known.GNNPipe(2, 8, checkpoint=True).settle(problem)
-    facts = pipe.facts(problem)
     kept, again = (
-        replace(pipe, checkpoint=on)._layer_work(problem, 3, facts)[1].gathers
+        replace(pipe, checkpoint=on).pipeline(problem)[0]._layer_work(3)[1].gathers
         for on in (False, True)
     )
     assert len(again) == len(kept) + problem.model.layers[2].sums

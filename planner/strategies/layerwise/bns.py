@@ -33,7 +33,7 @@ import numpy as np
 from gnnplan.planner.graph.sampling import BOUNDARY, GOLDEN, Ids, key_of, mix
 from gnnplan.planner.problem.problem import Problem
 from gnnplan.planner.strategies.base import Example
-from gnnplan.planner.strategies.layerwise.exchange import FRESH, Crossing, ExchangeOptions, Policy
+from gnnplan.planner.strategies.layerwise.exchange import FRESH, Crossing, Policy
 from gnnplan.planner.strategies.layerwise.graph_parallel import OnParts
 from gnnplan.planner.vocabulary.errors import SpecError
 
@@ -74,15 +74,8 @@ class BNS(OnParts):
         super().check(problem)
 
     @property
-    def exchange_options(self) -> ExchangeOptions:
-        policy = FRESH if self.p == 1 else Sample("vanish", p=self.p)
-        return ExchangeOptions(
-            self.narrow,
-            policy,
-            checkpoint=self.checkpoint,
-            buckets=self.buckets,
-            codec=self.codec,
-        )
+    def policy(self) -> Policy:
+        return FRESH if self.p == 1 else Sample("vanish", p=self.p)
 
 
 @dataclass(frozen=True)

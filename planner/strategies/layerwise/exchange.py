@@ -93,6 +93,7 @@ class Policy:
 
 
 FRESH = Policy()  # sends all rows in every step
+KNOBS = ("narrow", "checkpoint", "buckets")  # fields of ExchangeOptions that are knobs
 
 
 @dataclass(frozen=True)
@@ -104,6 +105,12 @@ class ExchangeOptions:
     codec: Codec = WHOLE  # encoding of rows that are sent
     checkpoint: bool = False  # keep a layer's inputs only, and recompute the layer in backward
     buckets: int = 1  # number of all-reduces of gradients per step (below)
+
+    @classmethod
+    def of(cls, strategy: Strategy, policy: Policy = FRESH) -> ExchangeOptions:
+        """Make the options of a strategy with this policy, from the knobs of their names."""
+        knobs = {knob: vars(strategy)[knob] for knob in KNOBS if knob in vars(strategy)}
+        return cls(policy=policy, codec=strategy.codec, **knobs)
 
     def facts(self, problem: Problem, rows: AnyLayout, layer: int, step: int = 0) -> LayerCounts:
         """Return the counts of rows and edges of a layer in a step."""
@@ -146,15 +153,9 @@ def _sends(policy: Policy, rows: AnyLayout, crossing: Crossing) -> RankMatrix:
         return replace(halo, left=np.array(counts)[where])
     sends = np.zeros_like(halo)
     for reader in range(rows.ranks):
-        owners = halo_of(rows, crossing.layer, reader)
+        owners = rows.piece(reader, crossing.layer).by_sender
         sends[:, reader] = [policy.count(ids, crossing._replace(reader=reader)) for ids in owners]
     return sends
-
-
-def halo_of(layout: Layout, layer: int, reader: int) -> list[Ids]:
-    """Return, for each owner, the ids of the owner's rows that a rank reads in a layer."""
-    piece = layout.piece(reader, layer)
-    return np.split(piece.halo, np.cumsum(piece.received)[:-1])
 
 
 def _halo_edges(layout: Layout, layer: int) -> np.ndarray:

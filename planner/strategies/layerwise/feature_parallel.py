@@ -65,7 +65,6 @@ from gnnplan.planner.strategies.layerwise.step import (
     Holds,
     end_of_step,
     finish,
-    first_alike,
     moments,
 )
 from gnnplan.planner.strategies.program.account import machine_code
@@ -369,92 +368,75 @@ def setup(problem: Problem, courses: Courses) -> Iterator[Op]:
 
 
 def _step(problem: Problem, model: ByColumns, courses: Courses) -> Iterator[Op]:
-    """Yield the operations of one step, in order. Equal layers share their work and bytes."""
-    ranks, layers, b = problem.ranks, len(courses), model.itemsize
-    own = shares(problem.stats.vertices, ranks)
-    several = ranks > 1
-    like = first_alike(
-        (spec, course, model.relu_after(layer), layer <= model.first_varying)
-        for layer, (spec, course) in enumerate(zip(model.layers, courses, strict=True), 1)
-    )
-    nothing = Outer.of([0] * ranks, True, 0)
-    facts = dict.fromkeys(like, LayerCounts(own, own, np.zeros(ranks), nothing))
+    """Yield the operations of one step, in order."""
+    ranks, layers, b, stats = problem.ranks, len(courses), model.itemsize, problem.stats
+    own, nothing = shares(stats.vertices, ranks), Outer.of([0] * ranks, True, 0)
+    counts = LayerCounts(own, own, np.zeros(ranks), nothing)
+    facts = dict.fromkeys(range(1, layers + 1), counts)
     holds = Holds(problem, model, facts, ExchangeOptions(narrow=True))
 
-    def of_columns(width: int) -> np.ndarray:
-        """Return a rank's columns of all rows as a number of whole rows of `width` [ranks]."""
-        return np.asarray(problem.stats.vertices * shares(width, ranks) / width)
+    def rows_of(in_rows: bool, width: int) -> np.ndarray:
+        """Return a rank's own rows; or its columns of all rows, as a number of whole rows of
+        `width` [ranks]."""
+        return own if in_rows else np.asarray(stats.vertices * shares(width, ranks) / width)
 
     def copied(width: int, pieces: bool) -> Compute:
         """Return the work to copy rows into pieces for other ranks, or out of received pieces."""
-        if not (pieces and several):
+        if not pieces or ranks == 1:
             return Compute(itemsize=b)
         return Compute(elementwise_bytes=1.0 * COPY * own * width * b, itemsize=b)
 
-    def prepare(layer: int, course: Course) -> tuple[Compute, ...]:
-        rows = own if course.cuts else of_columns(model.layers[layer - 1].h_in)
-        piece = copied(course.width, course.cuts)
-        return tuple(work + piece for work in model.prepare(layer, rows))
+    def prepare(layer: int, course: Course, direction: str) -> Op:
+        rows = rows_of(course.cuts, model.layers[layer - 1].h_in)
+        work = model.prepare(layer, rows)["fb".index(direction)]
+        kept = partial(held_between, model, layer, own, course.width, direction)
+        holding = kept if course.backward else None
+        work = work + copied(course.width, course.cuts)
+        return Op("prepare", direction, layer, work=work, holds=holding)
 
-    def end(layer: int) -> tuple[Compute, Compute]:
-        course = courses[layer - 1]
+    def end(layer: int, course: Course | None) -> tuple[Compute, Compute]:
         joins = course is None or course.joins
-        rows = own if joins else of_columns(model.layers[layer - 1].h_out)
-        forward, backward = model.end(layer, rows)
+        forward, backward = model.end(layer, rows_of(joins, model.layers[layer - 1].h_out))
         if course is None:
             return forward, backward
         piece = copied(course.width, joins)
         return forward + piece, backward + piece if course.backward else backward
 
-    def summed(layer: int, course: Course) -> Compute:
-        stats = problem.stats
+    def sums(layer: int, course: Course, direction: str) -> Iterator[Op]:
+        """Yield a layer's aggregation, with the exchanges before and after it."""
+        before, after = (course.cuts, course.joins)[:: 1 if direction == "f" else -1]
         edges = stats.edges + stats.vertices * model.layers[layer - 1].self_edges
         columns = shares(course.width, ranks)
         most = int(columns.max())
         read = Gather(edges * columns / most, most, stats.vertices, stats.vertices)
-        return Compute(0.0, (read,), launches=1, itemsize=b)
-
-    def sums(layer: int, course: Course, direction: str) -> Iterator[Op]:
-        """Yield a layer's aggregation, with the exchanges before and after it."""
-        before, after = (
-            (course.cuts, course.joins) if direction == "f" else (course.joins, course.cuts)
-        )
-        if before and several:
+        summed = Compute(0.0, (read,), launches=1, itemsize=b)
+        if before and ranks > 1:
             numbers = crossing(problem, course.width, "to_columns")
             yield Op("to_columns", direction, layer, work=Exchange(numbers, b))
-        yield Op("aggregate", direction, layer, work=summed(like[layer], course))
-        if after and several:
+        yield Op("aggregate", direction, layer, work=summed)
+        if after and ranks > 1:
             numbers = crossing(problem, course.width, "to_rows")
             yield Op("to_rows", direction, layer, work=Exchange(numbers, b))
-
-    def kept(layer: int, width: int) -> OpMemory:
-        return keeps(between(model, layer, own, width))
-
-    def freed(layer: int, width: int) -> OpMemory:
-        return OpMemory(0.0, -between(model, layer, own, width))
 
     encode = model.encode(own) if model.encoder else None
     if encode:
         yield Op("encode", "f", work=encode[0], holds=partial(holds.encode, own))
-    for layer in range(1, layers + 1):
+    for layer, course in enumerate(courses, 1):
         yield from moments(problem, layer, "f")
-        if (course := courses[layer - 1]) is not None:
-            holding = partial(kept, layer, course.width) if course.backward else None
-            yield Op("prepare", "f", layer, work=prepare(like[layer], course)[0], holds=holding)
+        if course is not None:
+            yield prepare(layer, course, "f")
             yield from sums(layer, course, "f")
-        yield Op(
-            "forward", layer=layer, work=end(like[layer])[0], holds=partial(holds.forward, layer)
-        )
+        work = end(layer, course)[0]
+        yield Op("forward", layer=layer, work=work, holds=partial(holds.forward, layer))
     yield from moments(problem, layers + 1, "f")
     yield Op("loss", work=finish(problem, own, None), holds=holds.loss)
     yield from moments(problem, layers + 1, "b")
-    for layer in range(layers, 0, -1):
-        course, frees = courses[layer - 1], partial(holds.backward, layer)
-        yield Op("backward", layer=layer, work=end(like[layer])[1], holds=frees)
+    for layer, course in reversed([*enumerate(courses, 1)]):
+        work = end(layer, course)[1]
+        yield Op("backward", layer=layer, work=work, holds=partial(holds.backward, layer))
         if course is not None and course.backward:
             yield from sums(layer, course, "b")
-            freeing = partial(freed, layer, course.width)
-            yield Op("prepare", "b", layer, work=prepare(like[layer], course)[1], holds=freeing)
+            yield prepare(layer, course, "b")
             yield from moments(problem, layer, "b")
     if encode:
         yield Op("encode", "b", work=encode[1])
@@ -464,8 +446,10 @@ def _step(problem: Problem, model: ByColumns, courses: Courses) -> Iterator[Op]:
 # -- memory ----------------------------------------------------------------------------------------
 
 
-def between(model: ByColumns, layer: int, own: np.ndarray, width: int) -> Number:
-    """Return the bytes that a rank keeps because a layer is two autograd segments [ranks].
+def held_between(
+    model: ByColumns, layer: int, own: np.ndarray, width: int, direction: str
+) -> OpMemory:
+    """Return what a rank keeps, forward, because a layer is two autograd segments [ranks].
 
     These are inputs and outputs of the segments before and after the exchange that no product
     saves; step.py counts the layer itself. own: number of rows. width: numbers per aggregated
@@ -474,4 +458,6 @@ def between(model: ByColumns, layer: int, own: np.ndarray, width: int) -> Number
     spec = model.layers[layer - 1]
     sums = spec.projects_first or not spec.matrices or model.sends_initial
     dropped = model.dropout > 0 and spec.drops and not spec.projects_first and spec.matrices < 2
-    return 1.0 * own * (width * sums + model.rows(layer).numbers * dropped) * model.itemsize
+    numbers = width * sums + model.rows(layer).numbers * dropped
+    kept = 1.0 * own * numbers * model.itemsize
+    return keeps(kept) if direction == "f" else OpMemory(0.0, -kept)

@@ -70,10 +70,11 @@ from gnnplan.planner.ownership.estimated import EstimatedLayout
 from gnnplan.planner.ownership.layout import Expansion
 from gnnplan.planner.problem.problem import AnyLayout, Problem
 from gnnplan.planner.strategies.base import Example, Strategy, settled
-from gnnplan.planner.strategies.layerwise.exchange import ExchangeOptions, pays
+from gnnplan.planner.strategies.layerwise.exchange import pays
 from gnnplan.planner.strategies.layerwise.graph_parallel import GraphParallel, OnParts, check_trim
 from gnnplan.planner.strategies.layerwise.step import Batches
 from gnnplan.planner.vocabulary.errors import SpecError
+from gnnplan.planner.vocabulary.numbers import numbered
 from gnnplan.planner.vocabulary.units import show_bytes
 
 MOST = 10_000  # the largest max_hop, and the most batches
@@ -356,12 +357,6 @@ class GraNNDis(OnParts):
                     f" {', '.join(map(str, sizes))}); use group='server'"
                 )
 
-    @property
-    def exchange_options(self) -> ExchangeOptions:
-        return ExchangeOptions(
-            self.narrow, checkpoint=self.checkpoint, buckets=self.buckets, codec=self.codec
-        )
-
     def layout(self, problem: Problem) -> AnyLayout:
         """Return which rows each rank computes, receives and preloads."""
         expansion, layers = None, problem.workload.layers
@@ -392,9 +387,7 @@ class GraNNDis(OnParts):
         island a group is placed on.
         """
         places = problem.cost.places
-        by_rank = (places.island if self.group == "island" else places.server).tolist()
-        number = {place: i for i, place in enumerate(dict.fromkeys(by_rank))}
-        return tuple(number[place] for place in by_rank)
+        return numbered((places.island if self.group == "island" else places.server).tolist())
 
     def turn(self, problem: Problem, step: int) -> int:
         """Return the batch of a step; each epoch has all batches, in a new order."""

@@ -51,8 +51,8 @@ Packed rows have fewer bytes. If rows are rounded (--dtype), the first b is 2; t
 The halo of the features is sent once, before the first step. Source: PipeGCN (ICLR 2022), Alg. 1
 and Sec. 3.4; GNNPipe (arXiv 2308.10087), Sec. 2, for the baseline.
 
-`OnParts` is the base class of strategies that differ in their `exchange_options` only: which halo
-rows they send. All other methods are computed from the options. A strategy of another package
+`OnParts` is the base class of strategies that differ in their `policy` only: which halo rows they
+send. All other methods are computed from the policy and the knobs. A strategy of another package
 derives from `OnParts` as graph_parallel and bns do.
 
 See also exchange.py (policies) and step.py (operations and memory) in this folder; account.py
@@ -62,7 +62,6 @@ halos; executor/strategies/graph_parallel.py, which reads the same options.
 
 from __future__ import annotations
 
-from abc import abstractmethod
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import ClassVar, Self
@@ -74,6 +73,7 @@ from gnnplan.planner.gnn.rows import Codec
 from gnnplan.planner.problem.problem import AnyLayout, Problem
 from gnnplan.planner.strategies.base import Example, Resident, Strategy
 from gnnplan.planner.strategies.layerwise.exchange import (
+    FRESH,
     ExchangeOptions,
     Policy,
     check_buckets,
@@ -98,9 +98,14 @@ class OnParts(Strategy):
     adapts = False  # whether the executor supports the adaptive codec (gnn/rows.py)
 
     @property
-    @abstractmethod
+    def policy(self) -> Policy:
+        """Which halo rows ranks send in a step, and the state of the others."""
+        return FRESH
+
+    @property
     def exchange_options(self) -> ExchangeOptions:
         """The options by which layers exchange rows."""
+        return ExchangeOptions.of(self, self.policy)
 
     @property
     def exact(self) -> bool:
@@ -335,14 +340,8 @@ class GraphParallel(OnParts):
         return Codec(self.bits, self.smoothing, self.gamma)
 
     @property
-    def exchange_options(self) -> ExchangeOptions:
-        return ExchangeOptions(
-            self.narrow,
-            Policy("lag" if self.staleness else "stay"),
-            self.codec,
-            self.checkpoint,
-            self.buckets,
-        )
+    def policy(self) -> Policy:
+        return Policy("lag" if self.staleness else "stay")
 
     def layouts(self, problem: Problem) -> Batches:
         return (problem.trimmed(problem.layout()),) if self.trim else ()

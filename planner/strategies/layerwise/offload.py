@@ -73,13 +73,7 @@ from gnnplan.planner.ownership.layout import LayerCounts
 from gnnplan.planner.problem.problem import AnyLayout, Problem
 from gnnplan.planner.strategies.base import Example, Memory, Resident, Strategy, settled
 from gnnplan.planner.strategies.layerwise.graph_parallel import GraphParallel, check_trim
-from gnnplan.planner.strategies.layerwise.step import (
-    alike_as,
-    end_of_step,
-    finish,
-    first_alike,
-    moments,
-)
+from gnnplan.planner.strategies.layerwise.step import end_of_step, finish, moments
 from gnnplan.planner.strategies.program.account import fullest, machine_code, peak
 from gnnplan.planner.strategies.program.program import (
     Copy,
@@ -91,8 +85,8 @@ from gnnplan.planner.strategies.program.program import (
     Work,
 )
 from gnnplan.planner.vocabulary.errors import SpecError
-from gnnplan.planner.vocabulary.numbers import ByContent, Outer, RankMatrix
-from gnnplan.planner.vocabulary.schedule import Compute, Label
+from gnnplan.planner.vocabulary.numbers import ByContent, Outer, RankMatrix, numbered
+from gnnplan.planner.vocabulary.schedule import Label
 from gnnplan.planner.vocabulary.units import show_bytes, show_percent, show_time
 
 # operations on a chunk, each with its way ('f' or 'b') if the name does not tell it
@@ -145,26 +139,108 @@ class Counts(ByContent):
     sends: RankMatrix  # sends[i, j]: rows of rank i in the halo of j's chunk [ranks, ranks]
 
 
+class ChunkLayer:
+    """A layer on one chunk of every rank: bytes on the device [ranks] [B], work and memory."""
+
+    def __init__(self, problem: Problem, layer: int, n: Counts) -> None:
+        model, spec = problem.model, problem.model.layers[layer - 1]
+        self.problem, self.model, self.layer, self.n = problem, model, layer, n
+        self.row, self.is_last = spec.h_in * model.itemsize, layer == len(model.layers)
+        self.varies = layer > model.first_varying  # else the layer exchanges no rows
+        # the rows that the layer reads, or its cached aggregate
+        read = model.constant_rows(n.rows, n.sources) if layer == 1 else n.sources
+        self.read = np.asarray(read * self.row)
+        # the rows that each rank sends, minus those that it receives
+        surplus = n.sends.sum(1) - n.sends.sum(0)
+        self.surplus = np.asarray(surplus * self.row * self.varies)
+        # the rows that the layer computes, or their gradient
+        self.outputs = np.asarray(n.rows * (spec.h_out * model.itemsize))
+        # the edges, and the ids of the rows that they read
+        self.edges = np.zeros(problem.ranks)
+        if not model.aggregate_cached(layer):
+            edges = block(model, spec, n.rows, n.sources, n.edges)
+            self.edges = np.asarray(edges) + COUNTS_AT_ENDS
+        # labels, and the ids of training vertices
+        several = problem.stats.learned != "label"
+        label = model.classes * model.weight_itemsize if several else LONG
+        self.labels = (n.rows * label + LONG * n.trained) * self.is_last
+
+    def loaded(self, direction: str) -> np.ndarray:
+        """Return the bytes that ranks load for the layer.
+
+        A rank also loads the rows that it sends, but not the halo rows that it receives."""
+        target = self.outputs if direction == "b" else self.labels
+        return np.asarray(self.read + self.edges + self.surplus + target)
+
+    def stored(self, direction: str) -> np.ndarray:
+        """Return the bytes that ranks store after the layer."""
+        if direction == "f":
+            return self.outputs
+        logits = self.outputs * self.is_last
+        return logits + self.read + self.surplus if self.varies else logits
+
+    def work(self, op: str, direction: str) -> Work | None:
+        """Return the work of an operation, or None for an empty exchange."""
+        n, sizes = self.n, (self.layer, self.n.rows, self.n.sources, self.n.edges)
+        match op:
+            case "load" | "store":
+                nbytes = (self.loaded if op == "load" else self.stored)(direction)
+                return Copy(np.round(nbytes).astype(np.int64))
+            case "loss":
+                return finish(self.problem, n.rows, None)
+            case "forward":
+                return self.model.forward(*sizes)
+            case "backward":  # recomputes forward, except in the last layer
+                back = self.model.backward(*sizes)
+                return back if self.is_last else self.model.forward(*sizes) + back
+        if not n.sends.any():
+            return None
+        returns = (op, direction) == ("halo", "b")  # gradients, to the owners
+        return Exchange(n.sends.T if returns else n.sends, self.row)
+
+    def held(self, op: str) -> OpMemory:
+        """Return the memory of a pass, which leaves nothing on the device for the next chunk."""
+        n, returns = self.n, op == "backward" and not self.is_last
+        need = footprint(self.model, self.layer, n.rows, n.sources, n.edges)
+        loaded = self.read + self.edges + (self.outputs if returns else self.labels)
+        if op == "forward":
+            return OpMemory(loaded + need.left, 0.0)
+        if returns:
+            return OpMemory(loaded + need.most, 0.0)
+        scored = loss(self.model, n.rows, n.trained)
+        peak = np.maximum(need.left + scored.most, scored.left + self.outputs + need.most)
+        return OpMemory(loaded + peak, 0.0)
+
+
 class ChunkedStep:
     """A step over the chunks of a layout, in which each chunk counts as a rank."""
 
     def __init__(self, problem: Problem, layout: AnyLayout) -> None:
         self.problem, self.model, self.layout = problem, problem.model, layout
-        self.last = len(self.model.layers)
+        self.layers = range(1, len(self.model.layers) + 1)
         self.chunks = range(layout.ranks // problem.ranks)  # of each rank
-        kinds = [layout.kind(layer) for layer in range(1, self.last + 1)]
+        kinds = [layout.kind(layer) for layer in self.layers]
         by_kind = {
             kind: _counts_by_chunk(problem, layout, layout.facts(kinds.index(kind) + 1))
             for kind in dict.fromkeys(kinds)
         }
-        self._counts = [by_kind[kind] for kind in kinds]  # of every layer and chunk
         # for each chunk the first chunk with the same counts in all layers; estimated chunks differ
         # by a vertex at most, so few are distinct
-        first, of_chunks = dict[tuple[Counts, ...], int](), zip(*self._counts, strict=True)
+        first = dict[tuple[Counts, ...], int]()
+        of_chunks = zip(*(by_kind[kind] for kind in kinds), strict=True)
         self.first_like = [first.setdefault(each, c) for c, each in enumerate(of_chunks)]
         self.distinct_chunks = list(first.values())
+        self._parts = {
+            (layer, c): ChunkLayer(problem, layer, n)
+            for counts, c in first.items()
+            for layer, n in enumerate(counts, 1)
+        }
         # whether copies of a chunk overlap with the computation of another chunk
         self.overlaps_copies = problem.cluster.device.kind == "cuda" and len(self.chunks) > 1
+
+    def part(self, layer: int, c: int) -> ChunkLayer:
+        """Return a layer on chunk c of every rank."""
+        return self._parts[layer, self.first_like[c]]
 
     def program(self) -> Program:
         step = [*self.ops(order(self.model, self.chunks)), *end_of_step(self.problem)]
@@ -176,123 +252,28 @@ class ChunkedStep:
         labels = (evaluation if evaluates else order)(self.model, self.distinct_chunks)
         return Program.of(list(self.ops(labels)))
 
-    # -- operations ------------------------------------------------------------------------------
-
     def ops(self, labels: Iterable[Label]) -> Iterator[Op]:
         """Yield the operations of these labels, with their work and memory."""
-        model, last = self.model, self.last
-        like = first_alike(alike_as(model, self.layout, narrow=False)) | {last: last}
-
-        def computed(op: str, layer: int, n: Counts) -> Compute:
-            """Return the computation; backward recomputes forward, except in the last layer."""
-            sizes = n.rows, n.sources, n.edges
-            if op == "loss":
-                return finish(self.problem, n.rows, None)
-            if op == "forward":
-                return model.forward(layer, *sizes)
-            back = model.backward(layer, *sizes)
-            return back if layer == last else model.forward(layer, *sizes) + back
-
-        def work_of(op: str, direction: str, layer: int, c: int) -> Work | None:
-            """Return the work of an operation on chunk c, or None for an empty exchange."""
-            n = self.counts(layer, c)
-            if op in ("load", "store"):
-                nbytes = self.loaded_bytes if op == "load" else self.stored_bytes
-                return Copy(np.round(nbytes(direction, layer, c)).astype(np.int64))
-            if not op.startswith("halo"):
-                return computed(op, like[layer], n)
-            if not n.sends.any():
-                return None
-            returns = (op, direction) == ("halo", "b")  # gradients, to the owners
-            return Exchange(n.sends.T if returns else n.sends, self._row_bytes(layer))
-
         works: dict[Label, Work | None] = {}  # of the first of all chunks with equal counts
         for label in labels:
-            op, direction, layer, c = label.op, label.direction, label.layer or last, label.chunk
+            op, direction, layer, c = label.op, label.direction, label.layer, label.chunk
+            layer = layer or len(self.layers)
             if c is None:
                 yield from moments(self.problem, layer, direction)
                 continue
-            if c == self.first_like[c]:
-                works[label] = work_of(op, direction, layer, c)
-            if (work := works[label._replace(chunk=self.first_like[c])]) is not None:
-                holds = partial(self._hold, op, layer, c) if op in PASSES else None
+            part, like = self.part(layer, c), label._replace(chunk=self.first_like[c])
+            if like not in works:
+                works[like] = part.work(op, direction)
+            if (work := works[like]) is not None:
+                holds = partial(part.held, op) if op in PASSES else None
                 yield Op(op, direction, label.layer, chunk=c, work=work, holds=holds)
-
-    # -- counts, work and bytes ------------------------------------------------------------------
-
-    def counts(self, layer: int, c: int) -> Counts:
-        return self._counts[layer - 1][c]
-
-    def _row_bytes(self, layer: int) -> int:
-        """Return the bytes of a row of h_{l-1}."""
-        return self.model.layers[layer - 1].h_in * self.model.itemsize
-
-    def loaded_bytes(self, direction: str, layer: int, c: int) -> np.ndarray:
-        """Return the bytes that ranks load for a layer of chunk c [ranks].
-
-        A rank also loads the rows that it sends, but not the halo rows that it receives."""
-        loaded = self.read_bytes(layer, c) + self.edge_bytes(layer, c) + self._surplus(layer, c)
-        return np.asarray(loaded + self._gradient_or_labels(direction, layer, c))
-
-    def _gradient_or_labels(self, direction: str, layer: int, c: int) -> np.ndarray:
-        """Return the bytes of the outputs' gradient (backward), or of labels, if any [ranks]."""
-        if direction == "b":
-            return self.output_bytes(layer, c)
-        return self.label_bytes(c) * (layer == self.last)
-
-    def output_bytes(self, layer: int, c: int) -> np.ndarray:
-        """Return the bytes of the rows that the layer computes, or of their gradient [ranks]."""
-        row = self.model.layers[layer - 1].h_out * self.model.itemsize
-        return np.asarray(self.counts(layer, c).rows * row)
-
-    def stored_bytes(self, direction: str, layer: int, c: int) -> np.ndarray:
-        """Return the bytes that ranks store after a layer of chunk c [ranks]."""
-        outputs = self.output_bytes(layer, c)
-        if direction == "f":
-            return outputs
-        stored = outputs * (layer == self.last)  # the last layer's outputs are logits
-        if layer > self.model.first_varying:
-            stored = stored + self.read_bytes(layer, c) + self._surplus(layer, c)
-        return np.asarray(stored)
-
-    def _surplus(self, layer: int, c: int) -> np.ndarray:
-        """Return the bytes of rows that each rank sends, minus those that it receives [ranks]."""
-        sends = self.counts(layer, c).sends
-        varies = layer > self.model.first_varying  # else the layer exchanges no rows
-        return np.asarray((sends.sum(1) - sends.sum(0)) * self._row_bytes(layer) * varies)
-
-    def read_bytes(self, layer: int, c: int) -> np.ndarray:
-        """Return the bytes of the rows that the layer reads, or of its cached aggregate [ranks]."""
-        n = self.counts(layer, c)
-        rows = n.sources
-        if layer == 1:
-            rows = np.asarray(self.model.constant_rows(n.rows, rows))
-        return np.asarray(rows * self._row_bytes(layer))
-
-    def edge_bytes(self, layer: int, c: int) -> np.ndarray:
-        """Return the bytes of the layer's edges, and of the ids of the rows it reads [ranks]."""
-        n, model = self.counts(layer, c), self.model
-        if model.aggregate_cached(layer):
-            return np.zeros(self.problem.ranks)
-        spec = model.layers[layer - 1]
-        return np.asarray(block(model, spec, n.rows, n.sources, n.edges)) + COUNTS_AT_ENDS
-
-    def label_bytes(self, c: int) -> np.ndarray:
-        """Return the bytes of labels, and of the ids of training vertices [ranks]."""
-        n, several = self.counts(self.last, c), self.problem.stats.learned != "label"
-        label = self.model.classes * self.model.weight_itemsize if several else LONG
-        return np.asarray(n.rows * label + LONG * n.trained)
-
-    # -- memory ----------------------------------------------------------------------------------
 
     def copy_buffers(self, ways: str = "fb") -> np.ndarray:
         """Return the peak bytes of copies during computation: the results of the chunk before,
         then the rows of the next chunk [ranks]."""
         peak = np.zeros(self.problem.ranks)
-        if self.overlaps_copies:
-            for layer, c, direction in product(range(1, self.last + 1), self.distinct_chunks, ways):
-                for nbytes in (self.loaded_bytes, self.stored_bytes):
-                    peak = np.maximum(peak, nbytes(direction, layer, c))
+        for part, direction in product(self._parts.values(), ways if self.overlaps_copies else ""):
+            peak = np.maximum.reduce([peak, part.loaded(direction), part.stored(direction)])
         return peak
 
     def on_host(self, trains: bool = True) -> Memory:
@@ -300,49 +281,32 @@ class ChunkedStep:
 
         Rows: h_1 .. h_{L-1}, two buffers for their gradients if the step trains, logits, and layer
         1's aggregate if it is constant."""
-        model, zero, layers = self.model, np.zeros(self.problem.ranks), range(1, self.last + 1)
-        n = [sum((self.counts(h, c).rows for c in self.chunks), zero) for h in layers]
+        model, zero = self.model, np.zeros(self.problem.ranks)
+        n = [sum((self.part(h, c).n.rows for c in self.chunks), zero) for h in self.layers]
         hidden = [rows * layer.h_out for rows, layer in zip(n, model.layers[:-1], strict=False)]
         widest = np.max(hidden, axis=0) if hidden else zero
         numbers = sum(hidden, zero) + widest * min(len(hidden), 2) * trains + n[-1] * model.classes
         numbers = numbers + n[0] * model.features * model.aggregate_cached(1)
-        kinds = {self.layout.kind(layer): layer for layer in layers}
-        edges = sum(self.edge_bytes(layer, c) for layer in kinds.values() for c in self.chunks)
-        labels = sum(self.label_bytes(c) for c in self.chunks)
+        kinds = {self.layout.kind(layer): layer for layer in self.layers}
+        edges = sum(self.part(layer, c).edges for layer in kinds.values() for c in self.chunks)
+        labels = sum(self.part(len(self.layers), c).labels for c in self.chunks)
         return {"rows": numbers * model.itemsize, "edges": np.asarray(edges + labels)}
-
-    def _hold(self, op: str, layer: int, c: int) -> OpMemory:
-        """Return the memory of a pass, which leaves nothing on the device for the next chunk."""
-        n, is_last = self.counts(layer, c), layer == self.last
-        need = footprint(self.model, layer, n.rows, n.sources, n.edges)
-        loaded = self.read_bytes(layer, c) + self.edge_bytes(layer, c)
-        direction = "b" if op == "backward" and not is_last else "f"
-        loaded = loaded + self._gradient_or_labels(direction, layer, c)
-        if op == "forward":
-            return OpMemory(loaded + need.left, 0.0)
-        if not is_last:
-            return OpMemory(loaded + need.most, 0.0)
-        scored, gradient = loss(self.model, n.rows, n.trained), self.output_bytes(layer, c)
-        peak = np.maximum(need.left + scored.most, scored.left + gradient + need.most)
-        return OpMemory(loaded + peak, 0.0)
 
 
 def _counts_by_chunk(problem: Problem, layout: AnyLayout, facts: LayerCounts) -> list[Counts]:
     """Return a layer's counts for every chunk."""
-    chunks, all_sends = layout.ranks // problem.ranks, _sends(problem, layout, facts)
     if isinstance(layout, EstimatedLayout):
         trained = np.full(layout.ranks, problem.stats.train_vertices / layout.ranks)
     else:
         own = map(layout.own, range(layout.ranks))
         trained = np.array([float(layout.graph.train[rows].sum()) for rows in own])
-
-    def counts_of(c: int) -> Counts:
-        chunk, sends = slice(c, None, chunks), all_sends[c]  # chunk c of every rank
-        each = facts.rows, facts.sources, facts.edges, trained
-        rows, sources, edges, seeds = (np.asarray(n, dtype=float)[chunk] for n in each)
-        return Counts(rows, sources, edges, seeds, sends)
-
-    return [counts_of(c) for c in range(chunks)]
+    each = np.array([facts.rows, facts.sources, facts.edges, trained], dtype=float)
+    by_chunk = each.reshape(4, problem.ranks, -1).transpose(2, 0, 1)  # [chunks, counts, ranks]
+    sends = _sends(problem, layout, facts)
+    return [
+        Counts(rows, sources, edges, seeds, sent)
+        for (rows, sources, edges, seeds), sent in zip(by_chunk, sends, strict=True)
+    ]
 
 
 def _sends(problem: Problem, layout: AnyLayout, facts: LayerCounts) -> RankMatrix:
@@ -510,7 +474,7 @@ class Offload(Strategy):
 
     def preparation(self, problem: Problem) -> dict[str, float]:
         step = self._step(problem)
-        rows = sum((step.counts(1, c).sources for c in step.chunks), np.zeros(1))
+        rows = sum((step.part(1, c).n.sources for c in step.chunks), np.zeros(1))
         nbytes = float(rows.max()) * problem.model.features * problem.model.itemsize
         features_s = float(problem.cost.load_s(nbytes))
         return {
@@ -557,7 +521,7 @@ class Offload(Strategy):
             in_turn = fullest(problem, whole.fullest_program(evaluates=True))
             elsewhere = in_turn + whole.copy_buffers("f") + code
         if problem.on_cpu:
-            servers = _server_of(problem)
+            servers = np.array(numbered(problem.servers))
             ranks_of_server = np.bincount(servers)[servers]  # [ranks]
             features = _features_on_host(problem)
             graph_data = sum(self._on_host(problem).values(), features / ranks_of_server)
@@ -567,7 +531,7 @@ class Offload(Strategy):
 
     def host_memory(self, problem: Problem) -> Memory:
         """Return bytes of features, rows, gradients and edges in servers' memories [servers]."""
-        servers, by_rank = _server_of(problem), self._on_host(problem)
+        servers, by_rank = np.array(numbered(problem.servers)), self._on_host(problem)
         use = {name: np.bincount(servers, nbytes) for name, nbytes in by_rank.items()}
         return {"features": np.full(servers.max() + 1, _features_on_host(problem))} | use
 
@@ -578,11 +542,6 @@ class Offload(Strategy):
             return training
         evaluation = self._step(problem, evaluates=True).on_host(trains=False)
         return {use: nbytes + evaluation[use] for use, nbytes in training.items()}
-
-
-def _server_of(problem: Problem) -> np.ndarray:
-    """Return the server of each rank [ranks], numbered without servers that have no ranks."""
-    return np.asarray(np.unique(problem.servers, return_inverse=True)[1])
 
 
 def _features_on_host(problem: Problem) -> float:

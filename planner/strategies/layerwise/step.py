@@ -29,7 +29,6 @@ from dataclasses import dataclass, replace
 from functools import partial
 
 import numpy as np
-from numpy.typing import NDArray
 
 from gnnplan.planner.gnn.model import (
     LayerMemory,
@@ -176,16 +175,12 @@ class Holds:
         return keeps(rowwise(self.model.encoder_record, rows).left)
 
     def forward(self, layer: int) -> OpMemory:
-        outputs = self._outputs(layer) * self.options.checkpoint
-        freed = self.unsaved(layer - 1) * ~self._keeps_output_below(layer)
-        left = np.asarray(self._kept(layer) - freed)
-        peak = largest([self._joined(layer), self._need(layer).forward])
-        return OpMemory(peak + outputs, left)
+        return LayerHolds(self, layer).forward()
 
     def loss(self) -> OpMemory:
-        model, stats, rows = self.model, self.problem.stats, self._scored_rows
+        model, stats, rows = self.model, self.problem.stats, self.scored_rows
         # with recomputation, outputs are not among the bytes that the last layer keeps
-        more = self._outputs(len(model.layers)) * self.options.checkpoint
+        more = LayerHolds(self, len(model.layers)).outputs * self.options.checkpoint
         if self.scored is None:
             # rows are those of the whole graph, or only training vertices if trimmed
             trained = rows * min(1.0, stats.train_vertices / max(rows.sum(), 1.0))
@@ -193,128 +188,122 @@ class Holds:
         else:
             need = link_loss(model, rows, self.scored.edges, self.problem.workload.negatives)
             # a copy of own and received rows in one tensor
-            more = more + rows * self._last_row * self.scored.sends.any()
+            more = more + rows * self.last_row * self.scored.sends.any()
         return need._replace(most=need.most + more)
 
     def backward(self, layer: int) -> OpMemory:
-        most = self._need(layer, self._drops(layer)).most
-        peak = self._gradient(layer) + np.maximum(most, self._gradients_of_sources(layer))
-        # `most` includes saved tensors, which exist already unless they are recomputed
-        freed = self.unsaved(layer)
-        saved = (self._need(layer).left - freed) * (not self.options.checkpoint)
-        input_freed = np.where(self._keeps_output_below(layer), self.unsaved(layer - 1), 0.0)
-        return OpMemory(peak - saved, freed - self._kept(layer) - input_freed)
-
-    def _kept(self, layer: int) -> Number:
-        """Return the bytes kept from a layer's forward pass to its backward pass: inputs only if
-        `checkpoint`, else the tensors that autograd saves."""
-        if not self.options.checkpoint:
-            return self._need(layer).left
-        copied = np.asarray(
-            self._copies(layer) * self.facts[layer].sources * self._row_bytes(layer)
-        )
-        alone = ~self._has_halo(layer) | self._is_narrow(layer)
-        return copied + (self._outputs(layer - 1) * alone if layer > 1 else 0.0)
-
-    def _has_halo(self, layer: int) -> NDArray[np.bool_]:
-        """Whether rows are received in every step [ranks]."""
-        return np.asarray(self.facts[layer].halo_rows * (layer > self.model.first_varying) > 0)
-
-    def _is_narrow(self, layer: int) -> bool:
-        return self.options.narrow and self.model.narrow_at(layer)
-
-    def _copies(self, layer: int) -> NDArray[np.bool_]:
-        """Whether a layer has its own copy of source rows, of own rows and the halo [ranks]."""
-        recomputed = self.options.checkpoint and self._is_narrow(layer)
-        summed = self.facts[layer].computed_rows is not None
-        return np.asarray(self._has_halo(layer) | recomputed | summed)
-
-    def _joined(self, layer: int) -> Number:
-        """Return the bytes of own rows and halo in one tensor, with sums of them if it has any."""
-        f = self.facts[layer]
-        rows = f.sources if f.computed_rows is None else f.sources + f.available_rows
-        return np.asarray(self._copies(layer) * rows * self._row_bytes(layer))
-
-    def _keeps_output_below(self, layer: int) -> NDArray[np.bool_]:
-        """Whether a layer holds the output of the layer before it until its backward pass."""
-        alone = self.model.layer_record(layer, self.options.narrow).saves_input
-        return np.where(self._copies(layer), self._own_in_place(layer), alone)
-
-    def _own_in_place(self, layer: int) -> bool:
-        """Whether a layer that copies rows reads its own rows where they were before."""
-        summed, narrow = self.facts[layer].computed_rows is not None, self._is_narrow(layer)
-        return self.model.own_in_place(layer) and not (summed or narrow or self.options.checkpoint)
-
-    def _drops(self, layer: int) -> bool:
-        """Whether a layer does not hold its own output; logits stay until the step ends."""
-        last = len(self.model.layers) - (self.model.decoder is None)
-        return not self.options.checkpoint and 0 < layer <= last
-
-    def unsaved(self, layer: int) -> Number:
-        """Return the bytes of a layer's output that the next layer frees before the layer's own
-        backward pass. That begins with the projection of the output if the next layer is narrow."""
-        is_last = layer == len(self.model.layers)
-        if not self._drops(layer) or is_last or self._is_narrow(layer + 1):
-            return 0.0
-        return self._need(layer).left - self._need(layer, drops_output=True).left
+        return LayerHolds(self, layer).backward()
 
     @property
-    def _scored_rows(self) -> np.ndarray:
+    def scored_rows(self) -> np.ndarray:
         """The rows of h_L that each rank has for the loss, own and received ones [ranks]."""
         own = self.facts[len(self.model.layers)].rows
         return own if self.scored is None else np.asarray(own + self.scored.sends.sum(0))
 
     @property
-    def _last_row(self) -> int:
+    def last_row(self) -> int:
         """The bytes of a row of h_L."""
         return self.model.layers[-1].h_out * self.model.itemsize
 
-    def _gradient(self, layer: int) -> Number:
-        """Return the bytes of the gradient of the layer's outputs, with halo rows if larger."""
-        if layer == len(self.model.layers):
-            return np.asarray(self._scored_rows * self._last_row)
-        present = self.facts[layer + 1].available_rows * self._row_bytes(layer + 1)
-        return np.asarray(np.maximum(self._outputs(layer), present))
+    def unsaved(self, layer: int) -> Number:
+        """Return the bytes of a layer's output that the next layer frees before the layer's own
+        backward pass. That begins with the projection of the output if the next layer is narrow."""
+        ends = layer in (0, len(self.model.layers)) or self.options.checkpoint
+        if ends or (self.options.narrow and self.model.narrow_at(layer + 1)):
+            return 0.0
+        of_layer = LayerHolds(self, layer)
+        return of_layer.need().left - of_layer.need(drops_output=True).left
 
-    def _outputs(self, layer: int) -> np.ndarray:
-        """Return the bytes of the rows that a layer computes."""
-        row: float = self.model.layers[layer - 1].h_out * self.model.itemsize
-        return self.facts[layer].rows * row
 
-    def _row_bytes(self, layer: int) -> int:
-        """Return the bytes of a row that the layer exchanges."""
-        return self.model.exchanged_width(layer, self.options.narrow) * self.model.itemsize
+class LayerHolds:
+    """Memory of one layer of a step."""
 
-    def _gradients_of_sources(self, layer: int) -> Number:
-        """Return the bytes of gradients while those of the halo are exchanged, or while those of
-        sums become those of the rows that were added up."""
-        f = self.facts[layer]
+    def __init__(self, step: Holds, layer: int) -> None:
+        model, narrow, f = step.model, step.options.narrow, step.facts[layer]
+        self.step, self.layer, self.model, self.f = step, layer, model, f
+        self.checkpoint = step.options.checkpoint
+        is_narrow = narrow and model.narrow_at(layer)
+        summed = f.computed_rows is not None
+        # bytes of a row that is exchanged, and of the rows that the layer computes
+        self.row = model.exchanged_width(layer, narrow) * model.itemsize
+        self.outputs = f.rows * (model.layers[layer - 1].h_out * model.itemsize)
+        # whether rows are received in every step [ranks]
+        receives = np.asarray(f.halo_rows * (layer > model.first_varying) > 0)
+        # whether the layer has its own copy of source rows, of own rows and the halo [ranks]
+        self.copies = np.asarray(receives | (self.checkpoint and is_narrow) | summed)
+        # whether a layer that copies rows reads its own rows where they were before
+        moves_own = summed or is_narrow or self.checkpoint
+        self.own_in_place = model.own_in_place(layer) and not moves_own
+        # whether it holds the output of the layer before it until its backward pass [ranks]
+        alone = model.layer_record(layer, narrow).saves_input
+        self.keeps_output_below = np.where(self.copies, self.own_in_place, alone)
+        self.reads_alone = ~receives | is_narrow
+
+    def forward(self) -> OpMemory:
+        f, unsaved = self.f, self.step.unsaved(self.layer - 1)
+        left = np.asarray(self._kept - unsaved * ~self.keeps_output_below)
+        # own rows and halo in one tensor, with sums of them if it has any
+        rows = f.sources if f.computed_rows is None else f.sources + f.available_rows
+        joined = np.asarray(self.copies * rows * self.row)
+        return OpMemory(
+            largest([joined, self.need().forward]) + self.outputs * self.checkpoint, left
+        )
+
+    def backward(self) -> OpMemory:
+        f, step, layers = self.f, self.step, len(self.model.layers)
+        # the layer does not hold its own output; logits stay until the step ends
+        last = layers - (self.model.decoder is None)
+        drops = not self.checkpoint and self.layer <= last
+        # gradients of sources while those of the halo are exchanged, or while those of sums become
+        # those of the rows that were added up
         rows = f.available_rows + f.sent_rows
         if f.computed_rows is not None:
             rows = np.maximum(rows, f.sources + f.available_rows)
-        return np.asarray(self._copies(layer) * rows * self._row_bytes(layer))
+        most = np.maximum(self.need(drops).most, np.asarray(self.copies * rows * self.row))
+        # the gradient of the outputs, with halo rows if larger
+        gradient = step.scored_rows * step.last_row
+        if self.layer < layers:
+            above = LayerHolds(step, self.layer + 1)
+            gradient = np.maximum(self.outputs, above.f.available_rows * above.row)
+        freed = step.unsaved(self.layer)
+        # `most` includes saved tensors, which exist already unless they are recomputed
+        saved = (self.need().left - freed) * (not self.checkpoint)
+        input_freed = np.where(self.keeps_output_below, step.unsaved(self.layer - 1), 0.0)
+        return OpMemory(gradient + most - saved, freed - self._kept - input_freed)
 
-    def _need(self, layer: int, drops_output: bool = False) -> LayerMemory:
-        model, f = self.model, self.facts[layer]
+    @property
+    def _kept(self) -> Number:
+        """The bytes kept from the forward pass to the backward pass: inputs only if `checkpoint`,
+        else the tensors that autograd saves."""
+        if not self.checkpoint:
+            return self.need().left
+        copied = np.asarray(self.copies * self.f.sources * self.row)
+        if self.layer == 1:
+            return copied
+        below = LayerHolds(self.step, self.layer - 1)
+        return np.asarray(copied + below.outputs * self.reads_alone)
+
+    def need(self, drops_output: bool = False) -> LayerMemory:
+        model, f = self.model, self.f
         if f.remote_own is not None:
-            model = model.without_ends(layer)
+            model = model.without_ends(self.layer)
 
         def need(frees_input: bool) -> LayerMemory:
             return footprint(
                 model,
-                layer,
+                self.layer,
                 f.rows,
                 f.sources,
                 f.edges,
-                narrow=self.options.narrow,
+                narrow=self.step.options.narrow,
                 local=f.local,
                 drops_output=drops_output,
                 frees_input=frees_input,
-                own_in_place=frees_input and self._own_in_place(layer),
+                own_in_place=frees_input and self.own_in_place,
                 completes=f.partial_sums is not None,
             )
 
-        copies = self._copies(layer) & (not self.options.checkpoint)
+        copies = self.copies & (not self.checkpoint)
         if copies.all() or not copies.any():
             return need(bool(copies.all()))
         both = zip(need(True), need(False), strict=True)
@@ -352,29 +341,22 @@ def step(
     like = first_alike(alike_as(model, layout, options.narrow))
     around_exchange = EXCHANGING if problem.on_cpu else 0
     facts = {layer: options.facts(problem, layout, layer, at) for layer in {*like.values()}}
-    exchanging = {
-        layer: layout.exchanges_rows(layer) and (policy.sends_all or bool(f.halo.any()))
-        for layer, f in facts.items()
-    }
-
-    def exchange_of(layer: int, direction: str) -> Exchange | None:
-        """Return the layer's exchange, or None."""
-        if layer <= model.first_varying or not exchanging[layer]:
-            return None
-        f, symmetric = facts[layer], isinstance(layout, EstimatedLayout)
-        rows = f.sends if direction == "f" or symmetric else f.returned
-        width = model.exchanged_width(layer, options.narrow)
-        return Exchange(rows, options.codec.row_bytes(width, model.itemsize))
-
-    halos = {(layer, way): exchange_of(layer, way) for layer in facts for way in ("f", "b")}
+    exchanges = dict[tuple[int, str], Exchange]()
+    for layer, f in facts.items():
+        sends = policy.sends_all or bool(f.halo.any())
+        if layer > model.first_varying and layout.exchanges_rows(layer) and sends:
+            width = model.exchanged_width(layer, options.narrow)
+            row = options.codec.row_bytes(width, model.itemsize)
+            back = f.sends if isinstance(layout, EstimatedLayout) else f.returned  # symmetric
+            exchanges |= {(layer, "f"): Exchange(f.sends, row), (layer, "b"): Exchange(back, row)}
 
     def work_of(layer: int, direction: str) -> Compute:
         """Return the layer's computation, with the work around its exchange.
 
         A lagging exchange overlaps with the computation, and uses some of the memory's bandwidth.
         """
-        way = "fb".index(direction)
-        exchanged, f, total = halos[layer, direction], facts[layer], computation(layer, way)
+        way, f = "fb".index(direction), facts[layer]
+        exchanged, total = exchanges.get((layer, direction)), computation(layer, way)
         if exchanged is None:
             return total
         if direction == "f":  # rows of this step are received, or unpacked, in place: no copy
@@ -406,7 +388,7 @@ def step(
 
     def exchange(layer: int, direction: str) -> Iterator[Op]:
         """Yield the exchange of rows before a layer, or of their gradients after it."""
-        if (exchanged := halos[like[layer], direction]) is None:
+        if (exchanged := exchanges.get((like[layer], direction))) is None:
             return
         f, width = facts[like[layer]], model.exchanged_width(layer, options.narrow)
         sent, received = (
@@ -418,7 +400,7 @@ def step(
         for unpack in options.codec.unpack(received, width, model.itemsize, added=direction == "b"):
             yield Op("unpack", direction, layer, work=unpack)
 
-    works = {key: work_of(*key) for key in halos}
+    works = {(layer, way): work_of(layer, way) for layer in facts for way in "fb"}
     complete: dict[int, list[Bucket]] = {}  # layer whose backward pass completes them -> buckets
     for bucket in buckets_of(problem, options.buckets, options.narrow):
         complete.setdefault(bucket.after, []).append(bucket)

@@ -31,7 +31,7 @@ from numpy.typing import NDArray
 from gnnplan.planner.graph.graph import Graph
 from gnnplan.planner.graph.sampling import Ids, taken
 from gnnplan.planner.ownership.estimated import EstimatedBatches
-from gnnplan.planner.ownership.minibatch import Batches, MiniBatch
+from gnnplan.planner.ownership.minibatch import Batches, MiniBatch, places_in
 from gnnplan.planner.problem.problem import Problem
 from gnnplan.planner.strategies.minibatch.feature_store import (
     PLACES,
@@ -215,8 +215,7 @@ def owned(batches: Batches, structure: str) -> Lists | None:
     """
     if structure == "everywhere":
         return None
-    groups = batches.groups
-    places = tuple(groups[:rank].count(group) for rank, group in enumerate(groups))
+    places = tuple(places_in(batches.groups))
     if isinstance(batches, EstimatedBatches):
         edges = batches.stats.edges
         return EstimatedStructure(places, 0.0, False, edges) if max(places) else None

@@ -89,13 +89,13 @@ class DataParallel(OnRows):
     buckets: int = 1
 
     family = "data_parallel"
+    alone = True
     examples = (Example("data_parallel"),)
 
     @classmethod
     def candidates(cls, problem: Problem) -> Iterator[Strategy]:
-        on_device = problem.cluster.sampler == "device"
         shared = {"shared_cache": True} if problem.server_count < problem.ranks else {}
-        yield from variants(problem, with_one_sampler(problem, cls(), on_device), **shared)
+        yield from variants(problem, with_one_sampler(problem, cls()), **shared)
 
     def check(self, problem: Problem) -> None:
         super().check(problem)

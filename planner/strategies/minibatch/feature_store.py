@@ -21,7 +21,6 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, cast
-from weakref import WeakKeyDictionary
 
 import numpy as np
 from numpy.typing import NDArray
@@ -38,7 +37,7 @@ from gnnplan.planner.ownership.estimated import (
     Expected,
     Population,
 )
-from gnnplan.planner.ownership.minibatch import Batches, MiniBatch, frontiers
+from gnnplan.planner.ownership.minibatch import Batches, MiniBatch, frontiers, places_in
 from gnnplan.planner.problem.problem import Problem
 from gnnplan.planner.vocabulary.errors import SpecError
 from gnnplan.planner.vocabulary.files import suggest
@@ -104,9 +103,6 @@ class Store:
     seconds: float = 0.0
     _slots: dict[int, NDArray[np.int32]] = field(default_factory=dict, repr=False)
     _holders: dict[int, NDArray[np.int32]] = field(default_factory=dict, repr=False)
-    _loads: WeakKeyDictionary[MiniBatch, Loads] = field(
-        default_factory=WeakKeyDictionary, repr=False
-    )
 
     def of(self, rank: int, ids: Ids) -> tuple[NDArray[np.int8], NDArray[np.int32]]:
         """Return the class of each vertex's row for a rank [R], and the rank that provides it [R].
@@ -162,20 +158,15 @@ class Store:
         others = np.zeros_like(same) if self.home is None else ~same
         return np.asarray(others | (same & ~np.eye(len(self.servers), dtype=bool) & self.shared))
 
-    def loads_of(self, problem: Problem, batch: MiniBatch) -> Loads:
-        if batch not in self._loads:
-            read = [[batch.rows(of, 0) for of in each.ranks] for each in self.slices]
-            self._loads[batch] = self.loads(problem, [np.concatenate(rows) for rows in read])
-        return self._loads[batch]
-
-    def loads(self, problem: Problem, rows: list[Ids]) -> Loads:
-        """Return the sources of the rows that each rank reads; rows: ids [R] of each rank."""
+    def loads(self, problem: Problem, batch: MiniBatch) -> Loads:
+        """Return the sources of a batch's rows."""
         m = len(self.servers)
         (host, hits), classes = np.zeros((2, m), np.int64), np.zeros((m, len(CLASSES)), np.int64)
         asked, fetched = np.zeros((2, m, m), np.int64)
-        for rank, ids in enumerate(rows):
+        for rank, each in enumerate(self.slices):
+            ids = np.concatenate([batch.rows(of, 0) for of in each.ranks])
             kind, provider = self.of(rank, ids)
-            nbytes = problem.features_bytes(ids, self.slices[rank].columns)
+            nbytes = problem.features_bytes(ids, each.columns)
             classes[rank] = np.bincount(kind, minlength=len(CLASSES))
             host[rank], hits[rank] = nbytes[kind == HOST].sum(), nbytes[kind == HIT].sum()
             other = provider != rank
@@ -221,9 +212,6 @@ class EstimatedStore:
     shared: bool
     stats: GraphStats
     seconds: float = 0.0
-    _loads: WeakKeyDictionary[MiniBatch, Loads] = field(
-        default_factory=WeakKeyDictionary, repr=False
-    )
 
     @property
     def caches(self) -> bool:
@@ -244,13 +232,9 @@ class EstimatedStore:
         reads = np.concatenate([[0.0], np.cumsum(need.read[order])])
         return float(np.interp(rows, below, reads) / max(reads[-1], 1e-300))
 
-    def loads_of(self, problem: Problem, batch: MiniBatch) -> Loads:
-        if batch not in self._loads:
-            assert isinstance(batch, EstimatedBatch)
-            self._loads[batch] = self.loads(problem, batch)
-        return self._loads[batch]
-
-    def loads(self, problem: Problem, batch: EstimatedBatch) -> Loads:
+    def loads(self, problem: Problem, batch: MiniBatch) -> Loads:
+        """Return the expected sources of a batch's rows."""
+        assert isinstance(batch, EstimatedBatch)
         counts, one = batch.row_counts(0), np.zeros(1, np.int64)
         widths = {each.columns for each in self.slices}
         row_bytes = {each: int(problem.features_bytes(one, each)[0]) for each in widths}
@@ -340,15 +324,13 @@ def feature_store(
         They are chosen from all rows; from every n-th row if n GPUs of a server share caches; or
         from the rank's own rows if a group splits a batch.
         """
-        servers, groups, member = problem.servers, batches.groups, batches.member
-        order = hottest(batches.graph, batches.workload, hot, len(set(groups)), epochs)
+        member, servers = batches.member, problem.servers
+        order = hottest(batches.graph, batches.workload, hot, len(set(batches.groups)), epochs)
         caches: dict[tuple[int, int, range], Ids] = {}  # equal caches are one array
-        for rank, each in enumerate(read):
-            place, count = 0, 1
-            if member is not None:
-                place, count = groups[:rank].count(groups[rank]), 0
-            elif shared:
-                place, count = (some.count(servers[rank]) for some in (servers[:rank], servers))
+        # the GPUs that cache different rows
+        together = batches.groups if member is not None else servers if shared else range(len(read))
+        for rank, (place, each) in enumerate(zip(places_in(together), read, strict=True)):
+            count = servers.count(servers[rank]) if shared else 1
             if (kind := (place, count, each.columns)) not in caches:
                 eligible = order[place::count] if member is None else order[member[order] == place]
                 sizes = row_bytes(problem, eligible, each.columns)

@@ -85,6 +85,7 @@ from gnnplan.planner.strategies.base import Bytes, Example, Strategy
 from gnnplan.planner.strategies.minibatch.adjacency_store import Lists, owned
 from gnnplan.planner.strategies.minibatch.on_batches import OnRows, variants, with_one_sampler
 from gnnplan.planner.vocabulary.errors import SpecError
+from gnnplan.planner.vocabulary.numbers import numbered
 
 GROUPS = ("server", "all")
 SPLITS = ("all", "first", "source")
@@ -252,9 +253,7 @@ class GSplit(OnRows):
 
     def groups(self, problem: Problem) -> tuple[int, ...]:
         """Return the group of each rank [ranks]; groups are numbered in the order of ranks."""
-        places = problem.servers if self.group == "server" else (0,) * problem.ranks
-        number = {place: i for i, place in enumerate(dict.fromkeys(places))}
-        return tuple(number[place] for place in places)
+        return numbered(problem.servers) if self.group == "server" else (0,) * problem.ranks
 
     def tied(self, problem: Problem) -> tuple[int, ...]:
         return self.groups(problem) if self.group == "server" else ()

@@ -41,7 +41,7 @@ from abc import abstractmethod
 from collections.abc import Iterator
 from dataclasses import replace
 from functools import partial
-from typing import Literal, TypeVar
+from typing import TypeVar
 
 import numpy as np
 
@@ -71,7 +71,6 @@ from gnnplan.planner.strategies.minibatch.feature_store import (
 from gnnplan.planner.strategies.minibatch.supply import (
     Supply,
     all_rows_bytes,
-    sized_exchange,
 )
 from gnnplan.planner.strategies.program.account import predict
 from gnnplan.planner.strategies.program.program import Op, Program, Step
@@ -82,42 +81,12 @@ from gnnplan.planner.vocabulary.schedule import Compute
 # -- the operations of one mini-batch --------------------------------------------------------------
 
 
-# Time to split off a pushed edge for its owner and put it in its place there, with the partial sums
-# in theirs, in times to lay out an edge. From 15 runs on six graphs on an AMD EPYC, 2026-11-29.
-RELAID = 2
-# Time to find a frontier row's owner, and its place among the owner's rows, in times to draw an
-# edge. From seven graphs, as above.
-OWNED = 0.75
-
-
 def step(supply: Supply, batch: MiniBatch, options: ExchangeOptions) -> Iterator[Op]:
     """Yield the operations of one step, in order."""
-    problem, splits = supply.problem, batch.splits
-    layers = range(1, problem.workload.layers + 1)
-    facts = [batch.facts(layer) for layer in layers]
-    all_edges = np.sum([f.edges for f in facts], axis=0)
-    # whether a GPU's sampling is counted as computation; clusters may have a measured rate instead
-    is_counted = supply.lays_there and not problem.cluster.device_sampler_rates
-    if is_counted:
-        # one thread samples a batch and then loads it
-        lane: Literal["host", "copy"] = "copy" if supply.prefetch else "host"
-        yield from supply.sampled_there(batch, lane)
-    elif not splits:
-        yield from supply.drawing(batch, all_edges)
+    problem = supply.problem
+    facts = [batch.facts(layer) for layer in range(1, problem.workload.layers + 1)]
     peers = Outer.of(batch.servers, True, 1)
-    for layer in reversed(layers) if splits else ():
-        drawn, asks = batch.sampled(layer), batch.asks(layer)
-        yield supply.sampled("draw", drawn + OWNED * asks * batch.facts(layer).sources, layer)
-        yield from supply.reading(drawn, layer)
-        if asks:
-            yield from sized_exchange(
-                "ids", batch.facts(layer).returned, peers, layer=layer, ahead="host"
-            )
-    if batch.pushed is not None:
-        yield from sized_exchange("push", batch.pushed, peers, ahead="host", itemsize=NEIGHBOUR)
-    if not is_counted:
-        relaid = 0 if batch.pushed is None else RELAID * batch.sampled(1)
-        yield supply.laying([f.edges for f in facts], relaid)
+    yield from supply.sampling(batch, [f.edges for f in facts], batch.pushed, peers)
     yield Op("load", work=supply.copied(batch, facts), ahead="copy" if supply.prefetch else "")
     if supply.prefetch:
         # no time if the batch is loaded already
@@ -140,6 +109,7 @@ class OnBatches(Strategy):
 
     mode = "mini"
     pushes = False  # whether ranks send each other sampled edges (P3)
+    alone = False  # whether a rank lays out its batches without data of other ranks
     # knobs (data_parallel.py, gsplit.py); these are the values in a family without the knob
     prefetch: int = 0
     cache: int = 0
@@ -236,14 +206,13 @@ class OnRows(OnBatches):
     executor = "gnnplan.executor.strategies.minibatch"
     # without prefetch: exact; with prefetch: sampling and loads contend with training
     claim = 0.1
-    narrow: bool = False
     checkpoint: bool
     buckets: int
 
     @property
     def exchange_options(self) -> ExchangeOptions:
         """The options by which layers exchange rows."""
-        return ExchangeOptions(self.narrow, checkpoint=self.checkpoint, buckets=self.buckets)
+        return ExchangeOptions.of(self)
 
     def check(self, problem: Problem) -> None:
         super().check(problem)
@@ -314,24 +283,20 @@ def variants(problem: Problem, plain: S, **sharing: bool) -> Iterator[S]:
         yield from bucketed
 
 
-def most_samplers(problem: Problem, lays_there: bool = False) -> int:
+def most_samplers(problem: Problem, strategy: OnBatches) -> int:
     """Return the largest number of samplers per rank that have a core each: a power of two, or 0.
 
-    lays_there: whether a GPU that samples also lays out its batches. If so, one thread may sample
-    and load ahead (1); otherwise GPUs sample in line (0).
+    If GPUs sample, they sample in line (0), or one thread may sample and load ahead (1).
     """
     if problem.cluster.sampler == "device":
-        return int(lays_there and problem.cost.cores_each >= 2)
+        return int(strategy.alone and problem.cost.cores_each >= 2)
     cores = int(min(problem.cost.cores_each - 1, MOST))
     return 2 ** (cores.bit_length() - 1) if cores > 0 else 0
 
 
-def with_one_sampler(problem: Problem, in_line: S, lays_there: bool = False) -> S:
-    """Return the strategy with one sampler per rank, if there is a core and memory for it.
-
-    lays_there: whether a GPU that samples also lays out its batches.
-    """
-    ahead = _with_samplers(problem, in_line, 1) if most_samplers(problem, lays_there) else None
+def with_one_sampler(problem: Problem, in_line: S) -> S:
+    """Return the strategy with one sampler per rank, if there is a core and memory for it."""
+    ahead = _with_samplers(problem, in_line, 1) if most_samplers(problem, in_line) else None
     return ahead or fitting(problem, in_line)
 
 
@@ -341,7 +306,7 @@ def with_enough_samplers(problem: Problem, one: S) -> S:
     An epoch is shortest with the most samplers. The best number is the fewest samplers that finish
     sampling within that epoch, or fewer if memory has no room for their batches.
     """
-    most, settled = most_samplers(problem), one.settle(problem)
+    most, settled = most_samplers(problem, one), one.settle(problem)
     if not one.prefetch or most < 2 or not settled.suits(problem):
         return one
     program = settled.built(problem)

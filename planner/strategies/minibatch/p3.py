@@ -76,28 +76,34 @@ Memory, operation by operation, of as many batches as are in flight:
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
-from functools import cache, partial
+from functools import partial
 from itertools import zip_longest
 from typing import Self
 
 import numpy as np
 
 from gnnplan.planner.gnn.kinds import KINDS
-from gnnplan.planner.gnn.model import Model, OpMemory, block, footprint, in_turn, keeps, layers_of
+from gnnplan.planner.gnn.model import (
+    LayerMemory,
+    Model,
+    OpMemory,
+    block,
+    footprint,
+    in_turn,
+    keeps,
+    layers_of,
+)
 from gnnplan.planner.gnn.trace import PIECES
 from gnnplan.planner.graph.graph import Graph
-from gnnplan.planner.ownership.layout import LayerCounts
-from gnnplan.planner.ownership.minibatch import MiniBatch, Scored
+from gnnplan.planner.ownership.minibatch import MiniBatch
 from gnnplan.planner.problem.problem import Problem
 from gnnplan.planner.strategies.base import Bytes, Example, Strategy
 from gnnplan.planner.strategies.layerwise.exchange import ExchangeOptions
 from gnnplan.planner.strategies.layerwise.step import Holds, finish
 from gnnplan.planner.strategies.minibatch.adjacency_store import Lists, hashed
-from gnnplan.planner.strategies.minibatch.feature_store import (
-    Slice,
-)
+from gnnplan.planner.strategies.minibatch.feature_store import Slice
 from gnnplan.planner.strategies.minibatch.on_batches import (
     OnBatches,
     lists_cache,
@@ -105,10 +111,7 @@ from gnnplan.planner.strategies.minibatch.on_batches import (
     with_enough_samplers,
     with_one_sampler,
 )
-from gnnplan.planner.strategies.minibatch.supply import (
-    all_rows_bytes,
-    sized_exchange,
-)
+from gnnplan.planner.strategies.minibatch.supply import all_rows_bytes
 from gnnplan.planner.strategies.program.account import Resident, machine_code
 from gnnplan.planner.strategies.program.program import (
     AllReduce,
@@ -119,7 +122,7 @@ from gnnplan.planner.strategies.program.program import (
     Step,
 )
 from gnnplan.planner.vocabulary.errors import SpecError
-from gnnplan.planner.vocabulary.numbers import Outer, sums
+from gnnplan.planner.vocabulary.numbers import Number, Outer, grouped, sums
 from gnnplan.planner.vocabulary.schedule import Compute, Label
 from gnnplan.planner.vocabulary.units import show_bytes
 
@@ -129,7 +132,6 @@ MODELS = [name for name, kind in KINDS.items() if kind.by_columns]
 HIDDEN = (16, 32, 64, 128, 256, 512)  # widths as in P3's Fig. 15
 DELAY = 3  # number of updates by which a pipelined batch's weights lag
 HEADER = 3  # numbers before a pushed block: the numbers of sources, destinations and edges
-INT = 4  # bytes of a pushed number
 
 
 def columns(features: int, slices: int, i: int) -> range:
@@ -283,57 +285,30 @@ class P3(OnBatches):
 
     # -- columns, peers and twins --------------------------------------------------------------
 
-    def rails(self, problem: Problem) -> list[tuple[int, ...]]:
-        """Return the groups of peers: each has one rank per slice, in the order of slices.
-
-        Peers are neighbours. Ranks fill servers in order, so with over='rank' and one copy per
-        server, peers are in the same server.
-        """
-        lines = _lines(problem.servers, self.over)
-        slices = len(lines[0]) // self.copies
-        starts = range(0, len(lines[0]), slices)
-        return [line[start : start + slices] for line in lines for start in starts]
-
-    def rail_of(self, problem: Problem) -> np.ndarray:
-        """Return the number of each rank's rail [ranks]."""
-        numbers = {rank: i for i, rail in enumerate(self.rails(problem)) for rank in rail}
-        return np.array([numbers[rank] for rank in range(problem.ranks)])
-
-    def peer_sums(self, problem: Problem, *counts: np.ndarray) -> np.ndarray:
-        """Return sums of counts over each rank's peers, with the rank itself [counts, ranks]."""
-        return sums(self.rail_of(problem), np.array(counts, dtype=float))
-
     def slices(self, problem: Problem) -> tuple[Slice, ...]:
-        """Return the peers of each rank, with the rank itself, and its feature columns [ranks]."""
-        by_rank = {
-            rank: Slice(rail, columns(problem.stats.features, len(rail), i))
-            for rail in self.rails(problem)
-            for i, rank in enumerate(rail)
-        }
+        """Return the rail of each rank, and its feature columns [ranks].
+
+        A rail has one rank per slice, in the order of slices. Peers are neighbours. Ranks fill
+        servers in order, so with over='rank' and one copy per server, peers are in one server.
+        """
+        lines, by_rank = _lines(problem.servers, self.over), dict[int, Slice]()
+        count = len(lines[0]) // self.copies
+        for line in lines:
+            for place, rank in enumerate(line):
+                i = place % count
+                rail = line[place - i : place - i + count]
+                by_rank[rank] = Slice(rail, columns(problem.stats.features, count, i))
         return tuple(by_rank[rank] for rank in range(len(by_rank)))
 
-    def rail(self, problem: Problem, rank: int) -> tuple[int, ...]:
-        """Return the peers of a rank, with the rank itself."""
-        return self.slices(problem)[rank].ranks
+    def rails(self, problem: Problem) -> tuple[tuple[int, ...], ...]:
+        """Return the groups of peers."""
+        return tuple(dict.fromkeys(each.ranks for each in self.slices(problem)))
 
-    def columns(self, problem: Problem, rank: int) -> range:
-        """Return the feature columns of a rank."""
-        return self.slices(problem)[rank].columns
-
-    def all_twins(self, problem: Problem) -> list[tuple[int, ...]]:
+    def twins(self, problem: Problem) -> tuple[tuple[int, ...], ...]:
         """Return the groups of ranks with the same columns, in the order of their first ranks."""
-        return sorted(tuple(sorted(twins)) for twins in zip(*self.rails(problem), strict=True))
-
-    def twins(self, problem: Problem, rank: int) -> tuple[int, ...]:
-        """Return the ranks with the same columns as `rank`, with `rank` itself."""
-        return next(twins for twins in self.all_twins(problem) if rank in twins)
-
-    def sliced(self, problem: Problem, rank: int) -> Model:
-        """Return the model of a rank, whose first layer reads the rank's columns only."""
-        share = len(self.columns(problem, rank))
-        inputs = problem.model.inputs.of_columns(share)
-        layers = tuple(layers_of(problem.workload, inputs, problem.model.classes))
-        return replace(problem.model, layers=layers, inputs=inputs)
+        slices = self.slices(problem)
+        same = grouped(range(len(slices)), lambda rank: slices[rank].columns)
+        return tuple(map(tuple, same.values()))
 
     def features_on_host(self, problem: Problem) -> np.ndarray:
         columns_at: dict[int, set[range]] = {}
@@ -371,103 +346,7 @@ class P3(OnBatches):
     # -- operations and memory -----------------------------------------------------------------
 
     def step(self, problem: Problem, batch: MiniBatch) -> Step:
-        """Return a batch's operations, each with its phase.
-
-        host    sampling, pushes, laying out blocks
-        front   load, layer 1 forward, up to the pulled partial sums
-        body    layers 2 .. L and the loss, forward and backward, up to the pulled gradients
-        tail    layer 1 backward
-        reduce  all-reduces
-        update
-        """
-        model, b = problem.model, problem.model.itemsize
-        layers = range(1, problem.workload.layers + 1)
-        facts = {layer: batch.facts(layer) for layer in layers}
-        f1, f2, e1 = facts[1].rows, facts[1].sources, facts[1].edges
-        rails, blocks = self.rail_of(problem), self.peer_sums(problem, f1, f2, e1)
-        edges_above = [facts[layer].edges for layer in layers if layer > 1]
-        has_peers = len(self.rail(problem, 0)) > 1
-        sizes = cache(lambda: Batch(self, problem, batch))  # computed only if memory is predicted
-
-        def holds(memory_of: Callable[[Batch], OpMemory]) -> Callable[[], OpMemory]:
-            return lambda: memory_of(sizes())
-
-        supply = self.supply(problem)
-        host = list(supply.drawing(batch, e1 + sum(edges_above)))
-        if has_peers:
-            peers, pushed = (Outer.of(rails, True, each) for each in (1, HEADER + f1 + f2 + e1))
-            host += sized_exchange("push", pushed, peers, ahead="host", itemsize=INT)
-        host.append(supply.laying([blocks[2], *edges_above]))
-        if self.prefetch:
-            host.append(Op("wait", work=Compute(), idle=True))
-
-        sliced = self.sliced(problem, self.rail(problem, 0)[-1])  # the widest slice
-        all_peers = replace(facts[1], rows=blocks[0], sources=blocks[1], edges=blocks[2])
-        copied = list((facts | {1: all_peers}).values())
-        front = [Op("load", work=supply.copied(batch, copied)), *supply.gathered(batch)]
-        front[-1] = replace(front[-1], holds=holds(Batch.load))
-        backward = sliced.backward(1, *blocks)
-        tail = [Op("backward", layer=1, work=backward, holds=holds(Batch.first_backward))]
-        if has_peers and model.layers[0].heads:
-            # projection of source rows, and all-reduces of logits over peers
-            first, groups = model.layers[0], tuple(self.rails(problem))
-            projected = 4.0 * blocks[1] * first.projected * b
-            scatter = Compute(elementwise_bytes=projected, launches=8, itemsize=b)
-            sizes_of = (
-                first.heads * (blocks[0, rail[0]] + blocks[1, rail[0]]) * b for rail in groups
-            )
-            logits = AllReduce(tuple(map(int, sizes_of)), groups)
-            front += [Op("scatter", "f", 1, work=scatter), Op("logits", "f", 1, work=logits)]
-            tail += [Op("logits", "b", 1, work=logits), Op("scatter", "b", 1, work=scatter)]
-        forward = sliced.forward(1, *blocks)
-        front.append(Op("forward", layer=1, work=forward, holds=holds(Batch.first_forward)))
-        body = self._body(problem, facts, holds, batch.scored)
-        if has_peers:
-            sums = Exchange(Outer.of(rails, True, f1), model.layers[0].h_out * b)
-            pull, pull_back = replace(sums, items=sums.items.T), sums
-            front.append(Op("pull", "f", 1, work=pull, holds=holds(Batch.pull_forward)))
-            body.append(Op("pull", "b", 1, work=pull_back, holds=holds(Batch.pull_backward)))
-        reduce, update = self._end(problem)
-        phases = {"host": host, "front": front, "body": body, "tail": tail, "reduce": reduce}
-        every = {**phases, "update": [update]}.items()
-        return [replace(op, phase=phase) for phase, ops in every for op in ops]
-
-    def _body(
-        self,
-        problem: Problem,
-        facts: Mapping[int, LayerCounts],
-        holds: Callable[[Callable[[Batch], OpMemory]], Callable[[], OpMemory]],
-        scored: Scored | None,
-    ) -> list[Op]:
-        """Return the operations on pulled sums: bias and ReLU, layers 2 .. L, and the loss."""
-        model = problem.model
-        passes = (3.0 + len(self.rail(problem, 0))) * facts[1].rows * model.layers[0].h_out
-        forward = backward = Compute(
-            elementwise_bytes=passes * model.itemsize, launches=4, itemsize=model.itemsize
-        )
-        for layer, f in facts.items():
-            if layer > 1:
-                forward = forward + model.forward(layer, f.rows, f.sources, f.edges)
-                backward = backward + model.backward(layer, f.rows, f.sources, f.edges)
-        loss = finish(problem, facts[max(facts)].rows, scored)
-        return [
-            Op("forward", work=forward, holds=holds(Batch.forward)),
-            Op("loss", work=loss, holds=holds(Batch.loss)),
-            Op("backward", work=backward, holds=holds(Batch.backward)),
-        ]
-
-    def _end(self, problem: Problem) -> tuple[list[Op], Op]:
-        """Return the all-reduces of shared weights and of slices with twins, and the update."""
-        model, sliced = problem.model, self.sliced_weights(problem)
-        shared = model.weights - sliced
-        reduce = [Op("all_reduce", work=AllReduce((shared * model.itemsize,)))]
-        groups = tuple(self.all_twins(problem))
-        if len(groups[0]) > 1:
-            column_bytes = sliced // problem.stats.features * model.itemsize
-            sizes = tuple(column_bytes * len(self.columns(problem, group[0])) for group in groups)
-            reduce.append(Op("all_reduce", layer=1, work=AllReduce(sizes, groups)))
-        own = shared + sliced // len(self.rail(problem, 0))
-        return reduce, Op("update", work=model.update(own))
+        return Batch(self, problem, batch).ops()
 
     def program(self, problem: Problem) -> Program:
         program = super().program(problem)
@@ -493,7 +372,7 @@ class P3(OnBatches):
             elsewhere = supply.peak(supply.sampling_peak)
         elif problem.on_cpu:  # with GPUs batches wait in the server's memory
             waiting = self.prefetch
-        blocks = supply.peak(partial(_blocks, self, problem))
+        blocks = supply.peak(lambda batch: Batch(self, problem, batch).blocks())
         return Resident(
             {
                 # a version has a gradient, but no optimizer state; evaluation has the whole model
@@ -504,7 +383,7 @@ class P3(OnBatches):
                 "graph": supply.lists_held() + blocks * (waiting + self.in_flight),
             },
             weights=own,
-            groups=[*self.all_twins(problem), *self.rails(problem)],
+            groups=[*self.twins(problem), *self.rails(problem)],
             code=machine_code(problem, PIECES),
             elsewhere=elsewhere,
         )
@@ -635,84 +514,173 @@ def _columns_copied(problem: Problem, columns: range) -> float:
     return all_columns(problem, columns)
 
 
-def _blocks(p3: P3, problem: Problem, batch: MiniBatch) -> np.ndarray:
-    """Return the bytes of a batch's blocks, labels and positions of peers' rows [ranks].
-
-    Layer 1's block has the rows of all peers."""
-    facts = [batch.facts(layer) for layer in range(1, problem.workload.layers + 1)]
-    counts = [np.array([f.rows, f.sources, f.edges], dtype=float) for f in facts]
-    counts[0] = p3.peer_sums(problem, *counts[0])
-    total = 16.0 * facts[-1].rows + 8 * (counts[0][0] - facts[0].rows)
-    for spec, (rows, sources, edges) in zip(problem.model.layers, counts, strict=True):
-        total = total + block(problem.model, spec, rows, sources, edges)
-    return np.asarray(total)
+def sliced(problem: Problem, columns: range) -> Model:
+    """Return the model of a rank, whose first layer reads these columns only."""
+    inputs = problem.model.inputs.of_columns(len(columns))
+    layers = tuple(layers_of(problem.workload, inputs, problem.model.classes))
+    return replace(problem.model, layers=layers, inputs=inputs)
 
 
 class Batch:
-    """Memory of one batch's operations on all ranks [ranks] [B].
-
-    Layer 1's output: of the `own` block, of `all` peers' blocks, and of `peers` without the own.
-    """
+    """The operations of one batch on all ranks, and their memory [ranks] [B]."""
 
     def __init__(self, p3: P3, problem: Problem, batch: MiniBatch) -> None:
-        model = problem.model
-        facts = {layer: batch.facts(layer) for layer in range(1, len(model.layers) + 1)}
-        first = facts[1]
-        rows, sources, edges = p3.peer_sums(problem, first.rows, first.sources, first.edges)
-        sliced = p3.sliced(problem, p3.rail(problem, 0)[-1])  # the widest
-        spec = sliced.layers[0]
-        self.first = footprint(sliced.without_ends(1), 1, rows, sources, edges)
-        self.later_layers = Holds(problem, model, facts, ExchangeOptions(), batch.scored)
-        width = model.layers[0].h_out * model.itemsize
-        self.own, self.all = first.rows * width, rows * width
-        self.peers = self.all - self.own
-        self.applied = self.own * model.layers[0].bias
-        self.pulled = self.own * (len(p3.rail(problem, 0)) - 1)
+        model, slices = problem.model, p3.slices(problem)
+        self.p3, self.problem, self.batch, self.model = p3, problem, batch, model
+        self.rails = np.array([each.ranks[0] for each in slices])  # a number of each rank's rail
+        self.peers = len(slices[0].ranks) - 1  # peers of a rank
+        self.sliced = sliced(problem, slices[slices[0].ranks[-1]].columns)  # the widest slice
+        own = {layer: batch.facts(layer) for layer in range(1, len(model.layers) + 1)}
+        first, width = own[1], model.layers[0].h_out * model.itemsize
+        # rows, sources and edges of layer 1 over each rank's rail [3, ranks]
+        of_rank = np.array([first.rows, first.sources, first.edges], dtype=float)
+        self.of_rail = rows, sources, edges = sums(self.rails, of_rank)
+        # counts of each layer; of layer 1, over each rank's rail
+        self.facts = own | {1: replace(first, rows=rows, sources=sources, edges=edges)}
+        self.first = first  # counts of layer 1 of each rank's own block
+        # layer 1's output: of the rank's own block, and of its peers' blocks
+        self.own, self.others = first.rows * width, (rows - first.rows) * width
         # send buffers: in the pipeline the rank continues before its messages are sent
-        self.send_buffers = self.peers * p3.pipelined
-        # a compressed input has a copy sorted by column for the gradient of its product; own rows,
-        # a part of the rows read, have a product and a copy of their own
-        by_column = sliced.inputs.product_index_bytes(sources)
-        self.sorted = by_column + sliced.own_index_bytes(rows)
-        self.loaded = sliced.inputs.stored_bytes(sources) - by_column
+        self.send_buffers = self.others * p3.pipelined
+        self.last = own[len(own)]  # counts of layer L
+        self.later_layers = Holds(problem, model, own, ExchangeOptions(), batch.scored)
+
+    def ops(self) -> list[Op]:
+        """Return the operations, each with its phase.
+
+        host    sampling, pushes, laying out blocks
+        front   load, layer 1 forward, up to the pulled partial sums
+        body    layers 2 .. L and the loss, forward and backward, up to the pulled gradients
+        tail    layer 1 backward
+        reduce  all-reduces
+        update
+        """
+        model, supply, b = self.model, self.p3.supply(self.problem), self.model.itemsize
+        first, own, of_rail = model.layers[0], self.first, self.of_rail
+        facts, peers = list(self.facts.values()), Outer.of(self.rails, True, 1)
+        numbers = HEADER + own.rows + own.sources + own.edges
+        pushed = Outer.of(self.rails, True, numbers) if self.peers else None
+        host = list(supply.sampling(self.batch, [f.edges for f in facts], pushed, peers))
+        if self.p3.prefetch:
+            host.append(Op("wait", work=Compute(), idle=True))
+        front = [Op("load", work=supply.copied(self.batch, facts)), *supply.gathered(self.batch)]
+        front[-1] = replace(front[-1], holds=lambda: keeps(self.loaded))
+        backward = self.sliced.backward(1, *of_rail)
+        tail = [Op("backward", layer=1, work=backward, holds=self.first_backward)]
+        if self.peers and first.heads:
+            # projection of source rows, and all-reduces of logits over peers
+            projected, groups = 4.0 * of_rail[1] * first.projected * b, self.p3.rails(self.problem)
+            scatter = Compute(elementwise_bytes=projected, launches=8, itemsize=b)
+            sizes = (
+                first.heads * (of_rail[0, rail[0]] + of_rail[1, rail[0]]) * b for rail in groups
+            )
+            logits = AllReduce(tuple(map(int, sizes)), groups)
+            front += [Op("scatter", "f", 1, work=scatter), Op("logits", "f", 1, work=logits)]
+            tail += [Op("logits", "b", 1, work=logits), Op("scatter", "b", 1, work=scatter)]
+        forward = self.sliced.forward(1, *of_rail)
+        front.append(Op("forward", layer=1, work=forward, holds=self.first_forward))
+        body = self._body()
+        if self.peers:
+            summed = Exchange(Outer.of(self.rails, True, own.rows), first.h_out * b)
+            pulled, arrives = replace(summed, items=summed.items.T), self.own * self.peers
+            holds = partial(keeps, arrives + self.send_buffers)
+            front.append(Op("pull", "f", 1, work=pulled, holds=holds))
+            # received gradients; the own gradient reuses the sum's memory
+            body.append(Op("pull", "b", 1, work=summed, holds=partial(keeps, self.others)))
+        reduce, update = self._end()
+        phases = {"host": host, "front": front, "body": body, "tail": tail, "reduce": reduce}
+        every = {**phases, "update": [update]}.items()
+        return [replace(op, phase=phase) for phase, ops in every for op in ops]
+
+    def _body(self) -> list[Op]:
+        """Return the operations on pulled sums: bias and ReLU, layers 2 .. L, and the loss."""
+        model, facts = self.model, self.facts
+        passes = (4.0 + self.peers) * self.first.rows * model.layers[0].h_out
+        forward = backward = Compute(
+            elementwise_bytes=passes * model.itemsize, launches=4, itemsize=model.itemsize
+        )
+        for layer, f in facts.items():
+            if layer > 1:
+                forward = forward + model.forward(layer, f.rows, f.sources, f.edges)
+                backward = backward + model.backward(layer, f.rows, f.sources, f.edges)
+        loss = finish(self.problem, self.last.rows, self.batch.scored)
+        return [
+            Op("forward", work=forward, holds=self.forward),
+            Op("loss", work=loss, holds=self.later_layers.loss),
+            Op("backward", work=backward, holds=self.backward),
+        ]
+
+    def _end(self) -> tuple[list[Op], Op]:
+        """Return the all-reduces of shared weights and of slices with twins, and the update."""
+        model, problem = self.model, self.problem
+        divided, groups = self.p3.sliced_weights(problem), self.p3.twins(problem)
+        shared = model.weights - divided
+        reduce = [Op("all_reduce", work=AllReduce((shared * model.itemsize,)))]
+        if len(groups[0]) > 1:
+            column_bytes = divided // model.features * model.itemsize
+            slices = self.p3.slices(problem)
+            sizes = tuple(column_bytes * len(slices[group[0]].columns) for group in groups)
+            reduce.append(Op("all_reduce", layer=1, work=AllReduce(sizes, groups)))
+        own = shared + divided // (1 + self.peers)
+        return reduce, Op("update", work=model.update(own))
+
+    def blocks(self) -> np.ndarray:
+        """Return the bytes of blocks, labels and positions of peers' rows [ranks].
+
+        Layer 1's block has the rows of all peers."""
+        positions, model = 8 * (self.facts[1].rows - self.first.rows), self.model
+        total = 16.0 * self.last.rows + positions
+        for spec, f in zip(model.layers, self.facts.values(), strict=True):
+            total = total + block(model, spec, f.rows, f.sources, f.edges)
+        return np.asarray(total)
+
+    # -- memory --------------------------------------------------------------------------------
+
+    @property
+    def of_first(self) -> LayerMemory:
+        """The memory of layer 1, without what follows the sum."""
+        return footprint(self.sliced.without_ends(1), 1, *self.of_rail)
+
+    @property
+    def loaded(self) -> Number:
+        """The bytes of loaded rows; without the copy sorted by column of a compressed input."""
+        inputs, sources = self.sliced.inputs, self.of_rail[1]
+        return inputs.stored_bytes(sources) - inputs.product_index_bytes(sources)
+
+    @property
+    def read_again(self) -> Number:
+        """The bytes of loaded rows that the tail reads; 0 if it reads a copy after dropout."""
+        spec = self.sliced.layers[0]
         saved = spec.projects_first or spec.matrices > 1  # autograd saves the inputs
         if spec.counted:
             saved = spec.counted.keeps_inputs
-        # whether the tail reads the loaded rows themselves, instead of a copy after dropout
-        self.tail_reads_loaded = model.inputs.multiplied_first or (
-            saved and not (model.dropout and spec.drops)
-        )
-
-    def load(self) -> OpMemory:
-        return keeps(self.loaded)
+        dropped = self.model.dropout and spec.drops
+        reads = self.model.inputs.multiplied_first or (saved and not dropped)
+        return self.loaded if reads else 0.0
 
     def first_forward(self) -> OpMemory:
-        freed = 0.0 if self.tail_reads_loaded else self.loaded
-        most = np.maximum(self.first.forward, self.first.left + self.peers)
-        return OpMemory(most, self.first.left - freed)
-
-    def pull_forward(self) -> OpMemory:
-        return keeps(self.pulled + self.send_buffers)
+        first = self.of_first
+        most = np.maximum(first.forward, first.left + self.others)
+        return OpMemory(most, first.left - (self.loaded - self.read_again))
 
     def forward(self) -> OpMemory:
-        layers = map(self.later_layers.forward, range(2, len(self.later_layers.facts) + 1))
-        summed = OpMemory(self.own + self.applied, self.own - self.pulled)
+        layers = map(self.later_layers.forward, range(2, len(self.facts) + 1))
+        applied = self.own * self.model.layers[0].bias
+        summed = OpMemory(self.own + applied, self.own - self.own * self.peers)
         return in_turn([summed, *layers])
 
-    def loss(self) -> OpMemory:
-        return self.later_layers.loss()
-
     def backward(self) -> OpMemory:
-        layers = map(self.later_layers.backward, range(len(self.later_layers.facts), 1, -1))
+        layers = map(self.later_layers.backward, range(len(self.facts), 1, -1))
         # the gradient of layer 1's sums takes the place of its rows
         more = self.later_layers.unsaved(1) - self.later_layers.loss().left - self.send_buffers
         return in_turn([*layers, OpMemory(0.0, more)])
 
-    def pull_backward(self) -> OpMemory:
-        """Return the memory of received gradients; the own gradient reuses the sum's memory."""
-        return keeps(self.peers)
-
     def first_backward(self) -> OpMemory:
-        needed = self.all + self.first.most - self.first.left + self.sorted
-        freed = self.peers + self.own + self.first.left
-        return OpMemory(needed, -freed - (self.loaded if self.tail_reads_loaded else 0.0))
+        first, (rows, sources, _) = self.of_first, self.of_rail
+        # a compressed input has a copy sorted by column for the gradient of its product; own rows,
+        # a part of the rows read, have a product and a copy of their own
+        by_column = self.sliced.inputs.product_index_bytes(sources)
+        by_column = by_column + self.sliced.own_index_bytes(rows)
+        needed = self.own + self.others + first.most - first.left + by_column
+        freed = self.others + self.own + first.left
+        return OpMemory(needed, -freed - self.read_again)

@@ -29,11 +29,11 @@ from gnnplan.planner.ownership.minibatch import Batches, MiniBatch
 from gnnplan.planner.problem.problem import Problem
 from gnnplan.planner.strategies.layerwise.step import blocks, constant
 from gnnplan.planner.strategies.minibatch.adjacency_store import ENTRY, NEIGHBOUR, Lists, bytes_at
-from gnnplan.planner.strategies.minibatch.feature_store import Features
+from gnnplan.planner.strategies.minibatch.feature_store import Features, Loads
 from gnnplan.planner.strategies.program.account import Memory, Resident, machine_code
 from gnnplan.planner.strategies.program.price import setup_s
 from gnnplan.planner.strategies.program.program import Copy, Exchange, Op, Sampling
-from gnnplan.planner.vocabulary.numbers import Number, Outer, RankMatrix
+from gnnplan.planner.vocabulary.numbers import Outer, RankMatrix, grouped, numbered
 from gnnplan.planner.vocabulary.schedule import Compute
 
 ID = 8  # bytes of a vertex's id
@@ -43,6 +43,12 @@ LOOKED_UP = 164  # bytes that a GPU reads and writes to find a row in its cache,
 # Calls with which a rank picks a batch's rows and opens the worker that trains on it: 0.9 to 1.4 ms
 # on a core of an AMD EPYC that launches an operation in 9.5 us.
 OPENING = 100
+# Time to split off a pushed edge for its owner and put it in its place there, with the partial sums
+# in theirs, in times to lay out an edge. From 15 runs on six graphs on an AMD EPYC, 2026-11-29.
+RELAID = 2
+# Time to find a frontier row's owner, and its place among the owner's rows, in times to draw an
+# edge. From seven graphs, as above.
+OWNED = 0.75
 CACHING = 0.75  # share of a GPU's memory for lists and features, if the GPU samples
 
 PLACE = 8  # bytes of an edge's position in the order of an epoch
@@ -93,6 +99,11 @@ class Supply:
         store = self.store
         return store.caches and not store.asks.any() and self.problem.model.inputs.is_dense
 
+    def loads(self, batch: MiniBatch) -> Loads:
+        """Return the sources of a batch's rows, from the problem's cache."""
+        question = "loads", self.store, batch
+        return self.problem.cache.get(question, lambda: self.store.loads(self.problem, batch))
+
     @property
     def is_plain(self) -> bool:
         """Whether every rank reads every row from its server's memory."""
@@ -105,25 +116,61 @@ class Supply:
 
     # -- operations ----------------------------------------------------------------------------
 
-    def drawing(self, batch: MiniBatch, edges: np.ndarray) -> Iterator[Op]:
-        """Yield the sampling of a batch that ranks do not split; edges: of all layers [ranks].
+    def sampling(
+        self,
+        batch: MiniBatch,
+        edges: Sequence[np.ndarray],
+        pushed: RankMatrix | None,
+        peers: RankMatrix,
+    ) -> Iterator[Op]:
+        """Yield the operations of samplers on a batch.
+
+        edges: edges of each layer that each rank lays out [ranks]. pushed: as `MiniBatch.pushed`.
+        peers: 1 for every two ranks that may send each other ids or edges [ranks, ranks].
+        """
+        layers, specs = range(1, batch.layers + 1), self.problem.model.layers
+        # whether a GPU's sampling is counted as computation; some clusters have a measured rate
+        if self.lays_there and not self.problem.cluster.device_sampler_rates:
+            # one thread samples a batch and then loads it
+            yield from self._sampled_there(batch, "copy" if self.prefetch else "host")
+            return
+        if not batch.splits:
+            yield from self._drawing(batch)
+        for layer in reversed(layers) if batch.splits else ():
+            drawn, asks = batch.sampled(layer), batch.asks(layer)
+            yield self._sampled("draw", drawn + OWNED * asks * batch.facts(layer).sources, layer)
+            yield from self._reading(drawn, layer)
+            if asks:
+                ids = batch.facts(layer).returned
+                yield from sized_exchange("ids", ids, peers, layer=layer, ahead="host")
+        if pushed is not None:
+            yield from sized_exchange("push", pushed, peers, ahead="host", itemsize=NEIGHBOUR)
+        # edges of 'mean' are the unit: others have self edges or other weights
+        weights = [LAID[spec.edges][0] / LAID["mean"][0] for spec in specs]
+        laid = np.sum([w * each for w, each in zip(weights, edges, strict=True)], axis=0)
+        relaid = 0 if batch.pushed is None else RELAID * batch.sampled(1)
+        yield self._sampled("lay", laid + relaid)
+
+    def _drawing(self, batch: MiniBatch) -> Iterator[Op]:
+        """Yield the sampling of a batch that ranks do not split.
 
         With spread lists, ranks draw layer by layer, also for other ranks.
         """
         workload, lists = self.problem.workload, self.lists
+        layers = range(workload.layers, 0, -1)
         if lists is None:
-            yield self.sampled("draw", edges)
-            yield from self.reading(edges)
+            edges = np.sum([batch.facts(layer).edges for layer in reversed(layers)], axis=0)
+            yield self._sampled("draw", edges)
+            yield from self._reading(edges)
             return
         others = Outer.of([0] * batch.ranks, True, 1)
-        layers = range(workload.layers, 0, -1)
         for layer, fanout in zip(layers, workload.fanouts, strict=True):
             asked, sent, drawn = lists.of(batch, layer, fanout)
             yield from sized_exchange("ask_edges", asked, others, layer=layer, ahead="host")
-            yield self.sampled("draw", drawn, layer)
+            yield self._sampled("draw", drawn, layer)
             yield Op("edges", layer=layer, work=Exchange(sent, NEIGHBOUR), ahead="host")
 
-    def sampled(
+    def _sampled(
         self, what: Literal["draw", "lay"], edges: np.ndarray, layer: int | None = None
     ) -> Op:
         """Return the operation of samplers that draw or lay out these numbers of edges [ranks]."""
@@ -131,7 +178,7 @@ class Supply:
         work = Sampling(what, edges, self.samplers, layers)
         return Op(what, layer=layer, work=work, ahead="host")
 
-    def sampled_there(self, batch: MiniBatch, lane: Literal["host", "copy"]) -> Iterator[Op]:
+    def _sampled_there(self, batch: MiniBatch, lane: Literal["host", "copy"]) -> Iterator[Op]:
         """Yield sampling and layout, by its GPU, of a batch that a rank does not share with others.
 
         lane: the lane for work ahead of the step.
@@ -143,16 +190,9 @@ class Supply:
         for name, nbytes, launches in zip(("draw", "lay"), (drawn, laid), LAUNCHES, strict=True):
             work = Compute(elementwise_bytes=np.asarray(nbytes), launches=len(layers) * launches)
             yield Op(name, work=work, ahead=lane)
-        yield from self.reading(np.sum(edges, axis=0), ahead=lane)
+        yield from self._reading(np.sum(edges, axis=0), ahead=lane)
 
-    def laying(self, edges: Sequence[np.ndarray], more: Number = 0) -> Op:
-        """Return the operation of samplers that lay out layers of these numbers of edges [ranks],
-        and `more` edges. Those of 'mean' are the unit: others have self edges or other weights."""
-        weights = [LAID[spec.edges][0] / LAID["mean"][0] for spec in self.problem.model.layers]
-        laid = np.sum([w * each for w, each in zip(weights, edges, strict=True)], axis=0)
-        return self.sampled("lay", laid + more)
-
-    def reading(
+    def _reading(
         self,
         edges: np.ndarray,
         layer: int | None = None,
@@ -170,7 +210,7 @@ class Supply:
         The host packs the blocks first, unless a sampler process packs them during training.
         facts: counts of layers 1 .. L.
         """
-        features, on_device = self.store.loads_of(self.problem, batch).host, self.lays_there
+        features, on_device = self.loads(batch).host, self.lays_there
         if self.problem.cluster.device_sampler_rates:
             return Copy(features.astype(np.int64))
         blocks = self._block_bytes(facts)
@@ -198,8 +238,7 @@ class Supply:
         All ranks take part in an exchange if any rank may need it, so that they need no message to
         agree on it.
         """
-        store = self.store
-        loads = store.loads_of(self.problem, batch)
+        store, loads = self.store, self.loads(batch)
         if store.caches:
             nbytes, launches = 2 * loads.hits.astype(np.float64), 1  # read and written
             if self.lays_there and self.picks_there:
@@ -271,7 +310,7 @@ class Supply:
 
     def _arriving(self, batch: MiniBatch) -> np.ndarray:
         """Return the bytes of row buffers during loading, besides the batch's features [ranks]."""
-        loads = self.store.loads_of(self.problem, batch)
+        loads = self.loads(batch)
         buffers = loads.host + loads.hits + loads.fetched.sum(0) + loads.fetched.sum(1)
         return np.asarray(buffers, dtype=float)
 
@@ -310,9 +349,8 @@ class Supply:
         """Return the bytes in each server's memory of adjacency lists, offsets and degrees, and of
         sampler processes with their finished batches [servers]."""
         problem, stats = self.problem, self.problem.stats
-        place = {server: i for i, server in enumerate(dict.fromkeys(problem.servers))}
-        servers = np.array([place[server] for server in problem.servers])
-        ranks_at = [np.flatnonzero(servers == i).tolist() for i in range(len(place))]
+        servers = numbered(problem.servers)
+        ranks_at = grouped(range(problem.ranks), servers.__getitem__).values()
         use = {"lists": np.array([bytes_at(problem, self.lists, ranks) for ranks in ranks_at])}
         if self.prefetch and not self.lays_there:
             links = problem.workload.task == "link"

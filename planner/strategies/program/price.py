@@ -73,41 +73,30 @@ class Price(NamedTuple):
 
 
 def price_of(problem: Problem, op: Op, ranks: np.ndarray | None = None) -> Price:
-    """Return the price of an operation, with the seconds of these `ranks`, or of all."""
-    if op.chunks:
-        return _price_of_chunks(problem, op)
-    cost = problem.cost
+    """Return the price of an operation, over all of its chunks, with the seconds of these `ranks`,
+    or of all."""
+    cost, group = problem.cost, op.ranks
     match op.work:
         case LocalWork() as work:
             if ranks is not None:
                 work = work.at(int(ranks[0])) if ranks.size == 1 else work.of_ranks(ranks)
             seconds = cost.seconds(work)
-            return Price(np.asfortranarray(seconds) if np.ndim(seconds) > 1 else seconds)
-        case Exchange(items, itemsize):
-            transfer = cost.exchange(items, op.ranks or None, itemsize=itemsize)
-        case AllReduce():
-            groups = op.work.by_group(op.ranks or tuple(range(problem.ranks)))
-            transfer = cost.all_reduces.transfer(groups)
-        case Message() | Receive():
-            raise AssertionError("only operations with chunks send messages")
-    return Price(transfer.alone, transfer, True)
-
-
-def _price_of_chunks(problem: Problem, op: Op) -> Price:
-    """Return the price of an operation that `op.ranks` do for every chunk."""
-    cost, group = problem.cost, op.ranks
-    match op.work:
-        case LocalWork() as work:
-            seconds = cost.seconds(work)
+            if not op.chunks:
+                return Price(np.asfortranarray(seconds) if np.ndim(seconds) > 1 else seconds)
             by_rank = np.reshape(seconds, (*np.shape(seconds)[:-1], -1, len(group)))
             return Price(by_rank.sum(-2), by_chunk=by_rank.max(-1))
-        case Exchange() as work:
+        case Exchange() as work if op.chunks:
             chunks = [replace(work, items=items) for items in work.items]
             alone = {each: cost.collective(each, group).alone for each in dict.fromkeys(chunks)}
             each_s = np.broadcast_arrays(*(np.atleast_1d(alone[each]) for each in chunks))
             by_chunk = np.concatenate(each_s, axis=-1)
             whole = cost.exchange(work.nbytes.sum(0), group, len(chunks))
             return Price(by_chunk.sum(-1, keepdims=by_chunk.ndim > 1), whole, True, by_chunk)
+        case Exchange(items, itemsize):
+            transfer = cost.exchange(items, group or None, itemsize=itemsize)
+        case AllReduce() as work:
+            groups = work.by_group(group or tuple(range(problem.ranks)))
+            transfer = cost.all_reduces.transfer(groups)
         case Message(nbytes, distance):
             # The link's seconds are those of the mean chunk; an empty chunk is not sent. Backward
             # begins after the whole forward pass, so a port's seconds of both directions add up.
@@ -117,8 +106,9 @@ def _price_of_chunks(problem: Problem, op: Op) -> Price:
             link = slowest(latencies * (nbytes > 0).mean(0)) + busiest(ports)
             busy = {kind: seconds * count for kind, seconds in ports.items()}
             return Price(link * count, Transfer(0.0, busy), True, link=link)
-        case _:
+        case Receive():
             return Price(0.0)  # a receipt ends with its message, which has the price
+    return Price(transfer.alone, transfer, True)
 
 
 def distinct_ranks(problem: Problem, ops: Collection[Op]) -> np.ndarray | None:
