@@ -28,7 +28,7 @@ from gnnplan.executor.modules.prove import (
     must_compute,
     recorded_of,
 )
-from gnnplan.executor.modules.record import COUNTER, Node, Opaque, Recorded, live_nodes
+from gnnplan.executor.modules.record import COUNTER, Named, Node, Recorded, live_nodes
 from gnnplan.planner.gnn.kinds import KINDS
 from gnnplan.planner.gnn.model import Model, describe
 from gnnplan.planner.gnn.workload import Module, ModuleLayer, Workload
@@ -182,9 +182,9 @@ def _guess(module: nn.Module, recorded: Recorded) -> Chain:
             continue
         if node.drops:
             pending["drops"], chain.fields["dropout"] = True, node.drops
-        if not isinstance(node.call, Opaque):
+        if not isinstance(node.call, Named):
             continue
-        part = parts[node.call.path]
+        part = parts[node.call.name]
         if _class_of(part) in CONVOLUTIONS:
             reads: Tensor = next(  # the first real rows among its arguments
                 value
@@ -203,7 +203,7 @@ def _guess(module: nn.Module, recorded: Recorded) -> Chain:
         else:  # of GCNII: the dropouts so far precede the encoder
             place, chain.dropout_layers = "encoder", [0] * len(chain.dropout_layers)
         chain.places |= {
-            f"{node.call.path}.{name}": f"{place}.{name}"
+            f"{node.call.name}.{name}": f"{place}.{name}"
             for name in part.state_dict()
             if name != COUNTER
         }
@@ -221,7 +221,7 @@ def _add(chain: Chain, pending: Mapping[str, Any], node: Node, conv: Any, reads:
     kind, names = CONVOLUTIONS[_class_of(conv)]
     number, state, shapes = len(chain.layers) + 1, conv.state_dict(), {}
     hops = getattr(conv, "K", getattr(conv, "_k", 1)) if kind == "sgc" else 1
-    path = node.call.path  # type: ignore[union-attr]
+    path = node.call.name  # type: ignore[union-attr]
     for theirs, ours in (pair.split("=") for pair in names):
         if theirs in state:
             name = ours.partition(":")[0]

@@ -27,7 +27,7 @@ from __future__ import annotations
 
 import inspect
 import operator
-from collections.abc import Hashable, Iterable, Sequence
+from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -55,8 +55,8 @@ from gnnplan.executor.modules.record import (
     INNER,
     ROWS,
     STRUCTURE,
+    Named,
     Node,
-    Opaque,
     Recorded,
     Unfit,
     edge_sets_of,
@@ -149,45 +149,17 @@ class Cutter:
     ) -> None:
         self.recorded, self.place, self.n = recorded, place, recorded.vertices
         self.shared, self.trained = shared, trained
-        self.order: dict[Node, float] = {}  # of the first of equal calls, in this mode
-        self._merge_equal_calls()
+        inputs = recorded.inputs
+        inputs |= {name: shared.setdefault(name, node) for name, node in inputs.items()}
+        self.order = merge_equal_calls(recorded, shared)  # in this mode
         self.vertices = recorded.inputs["vertices"]
         self.live = live_nodes([recorded.output])
         self.learned: set[Node] = set()  # computed from trained parameters
         self.fields: set[Node] = set()  # Program.fields
-        self.edge_sets = [*self._edges_of_graph, *edge_sets_of(self.live)]
+        of_graph = [recorded.inputs[EDGES_OF]] if EDGES_OF in recorded.inputs else []
+        self.edge_sets = [*of_graph, *edge_sets_of(self.live)]
         generator = torch.Generator().manual_seed(5)
         self.part = torch.randperm(self.n, generator=generator)[: self.n // 2].sort().values
-
-    def _merge_equal_calls(self) -> None:
-        """Replace equal calls by the first of them.
-
-        Dropout, batch norm and opaque modules stay apart. So does a value that a later call changes
-        in place by rows: it would be copied first."""
-        first: dict[Node, Node] = {}
-        by_key: dict[Hashable, Node] = {}
-        inputs = self.recorded.inputs
-        inputs |= {name: self.shared.setdefault(name, node) for name, node in inputs.items()}
-        live = live_nodes([self.recorded.output, *self.recorded.answers, *self._edges_of_graph])
-        of_rows: set[Node] = set()
-        for node in live:
-            if node.name.startswith("vertex ") or of_rows & {*node.reads}:
-                of_rows.add(node)
-        changed = {node.reads[0] for node in of_rows if node.in_place}
-        for node in live:
-            node.replace_reads(first)
-            is_apart = node.drops or is_batch_norm(node) or isinstance(node.call, Opaque)
-            key = node if is_apart or node in changed else node.key
-            first[node] = by_key.setdefault(key, self.shared.get(key, node))
-            self.order.setdefault(first[node], node.index)
-        self.recorded.output = first[self.recorded.output]
-        self.recorded.answers = {first[n]: answer for n, answer in self.recorded.answers.items()}
-
-    @property
-    def _edges_of_graph(self) -> list[Node]:
-        """The edges of a DGL graph, if calls of its kernels were recorded."""
-        inputs = self.recorded.inputs
-        return [inputs[EDGES_OF]] if EDGES_OF in inputs else []
 
     # -- kinds and pieces ------------------------------------------------------------------------
 
@@ -649,6 +621,34 @@ class Cutter:
                 node.edges = self.edge_set_of(node)
                 if node.edges is None:
                     raise Unfit(f"{node.place}dropout of something that is no rows of edges")
+
+
+def merge_equal_calls(recorded: Recorded, shared: Mapping[Hashable, Node]) -> dict[Node, float]:
+    """Replace equal calls by the first of them; return the place of each in the order of calls.
+
+    shared: nodes of another recording that replace equal ones, by Node.key. Dropout, batch norm and
+    submodules stay apart. So does a value that a later call changes in place by rows: it would be
+    copied first."""
+    first: dict[Node, Node] = {}
+    by_key: dict[Hashable, Node] = {}
+    order: dict[Node, float] = {}
+    inputs = recorded.inputs
+    of_graph = [inputs[EDGES_OF]] if EDGES_OF in inputs else []
+    live = live_nodes([recorded.output, *recorded.answers, *of_graph])
+    of_rows: set[Node] = set()
+    for node in live:
+        if node.name.startswith("vertex ") or of_rows & {*node.reads}:
+            of_rows.add(node)
+    changed = {node.reads[0] for node in of_rows if node.in_place}
+    for node in live:
+        node.replace_reads(first)
+        is_apart = node.drops or is_batch_norm(node) or isinstance(node.call, Named)
+        key = node if is_apart or node in changed else node.key
+        first[node] = by_key.setdefault(key, shared.get(key, node))
+        order.setdefault(first[node], node.index)
+    recorded.output = first[recorded.output]
+    recorded.answers = {first[node]: answer for node, answer in recorded.answers.items()}
+    return order
 
 
 def _same(value: Any) -> Any:

@@ -19,7 +19,7 @@ from gnnplan.executor.modules.record import (
     Recorded,
     edge_sets_of,
     is_edge_set,
-    is_sparse,
+    is_end,
     live_nodes,
 )
 
@@ -27,59 +27,41 @@ ADDS = ("scatter", "index_add", "index_reduce", "index_put")
 PICKS = ("getitem", "index_select", "masked_select", "cat", "concat", "concatenate", "hstack")
 
 
-def join_ends(recorded: Recorded) -> Recorded:
-    """Stack sources and destinations that equal calls pick or join, of those of an edge set; later
-    calls read them from the stack."""
-    known = {node for name, node in recorded.inputs.items() if not name.startswith("vertex ")}
-    edge_sets = [node for node in known if is_edge_set(node.value)]
-    first: dict[Hashable, Node] = {}  # of equal calls that read no rows
-    same: dict[Node, Node] = {}
-    ends: dict[tuple[Node, int], Node] = {}  # sources (0) and destinations (1) of edge sets
-    other: dict[Node, Node] = {}  # the destinations of sources, and the other way round
-    stacked: dict[Node, Node] = {}  # ends that later calls read from a stack
-    nodes, todo = [], recorded.nodes[::-1]
-    while todo:
-        nodes.append(node := todo.pop())
-        if not stacked.keys().isdisjoint(node.reads):
-            node.replace_reads(stacked)
-        if node.in_place or not known.issuperset(node.reads):
+def join_ends(recorded: Recorded) -> None:
+    """Stack sources and destinations that two calls pick or join alike, of those of an edge set;
+    later calls read them from the stack. No two calls are equal."""
+    edge_sets = [node for node in recorded.inputs.values() if is_edge_set(node.value)]
+    ends: dict[Node, tuple[Node, int]] = {}  # nodes that are the sources (0) or destinations (1)
+    picks: dict[Hashable, Node] = {}
+    joined: dict[Node, Node] = {}  # ends that later calls read from a stack
+    of_rows: set[Node] = set()
+    for node in live_nodes([recorded.output, *recorded.answers]):
+        node.replace_reads(joined)
+        if node.in_place or node.name.startswith("vertex ") or of_rows & {*node.reads}:
+            of_rows.add(node)
             continue
-        known.add(node)
         edge_sets += [node] if is_edge_set(node.value) else []
-        seen = replace(node)
-        seen.replace_reads(same)
-        same[node] = first.setdefault(seen.key, node)
-        value = node.value
-        if same[node] is not node or not isinstance(value, Tensor) or is_sparse(value):
+        if not is_end(value := node.value):
             continue
-        if (value.ndim, value.dtype) != (1, torch.int64):
-            continue
-        for edges, at in itertools.product(edge_sets, (0, 1)):
-            if torch.equal(value, edges.value[at]):
-                same[node] = end = ends.setdefault((edges, at), node)
-                if opposite := ends.get((edges, 1 - at)):
-                    other |= {end: opposite, opposite: end}
-                break
-        else:
-            if node.what not in PICKS or not seen.reads or seen.reads[0] not in other:
+        places = itertools.product(edge_sets, (0, 1))
+        if place := next((p for p in places if torch.equal(value, p[0].value[p[1]])), None):
+            ends[node] = place
+        elif node.what in PICKS and node.reads and node.reads[0] in ends:
+            own, opposite = replace(node), replace(node)
+            of = {read: ends[read] for read in node.reads if read in ends}
+            own.replace_reads(of)
+            opposite.replace_reads({read: (edges, 1 - at) for read, (edges, at) in of.items()})
+            picks[own.key], other = node, picks.get(opposite.key)
+            if other is None or other.value.shape != value.shape:
                 continue
-            is_source = any(seen.reads[0] is ends.get((edges, 0)) for edges in edge_sets)
-            seen.replace_reads(other)
-            partner = first.get(seen.key, node)
-            if partner is node or partner.value.shape != value.shape:
-                continue
-            pair = (node, partner) if is_source else (partner, node)
-            values, place = torch.stack([end.value for end in pair]), (node.line, node.path)
-            stack = Node(torch.stack, (pair,), {}, "", *place, value=values)
-            items = [Node(operator.getitem, (stack, at), value=values[at]) for at in (0, 1)]
-            for after, new in enumerate((stack, *items), 1):
-                new.index = node.index + after / 4
-            stacked |= dict(zip(pair, items, strict=True))
-            nodes.append(stack)
-            known.add(stack)
+            pair = (other, node) if ends[node.reads[0]][1] else (node, other)
+            values = torch.stack([end.value for end in pair])
+            stack = Node(torch.stack, (pair,), {}, "", node.line, node.path, value=values)
+            stack.index = node.index + 0.25
             edge_sets.append(stack)
-            todo += items[::-1]
-    return replace(recorded, nodes=nodes)
+            for at, end in enumerate(pair):
+                joined[end] = item = Node(operator.getitem, (stack, at), value=end.value)
+                item.index, ends[item] = stack.index + 0.25, (stack, at)
 
 
 def flip(edges: Tensor) -> Tensor:

@@ -30,7 +30,7 @@ from gnnplan.executor.modules.cut import (
     width_of,
 )
 from gnnplan.executor.modules.evaluate import Place, Values, grouped, storages
-from gnnplan.executor.modules.record import FIXED, Named, Node, Opaque, tensors_of
+from gnnplan.executor.modules.record import FIXED, Named, Node, tensors_of
 from gnnplan.executor.modules.structure import Structure, edge_index_of
 from gnnplan.planner.gnn.model import Model
 from gnnplan.planner.gnn.workload import Workload
@@ -236,8 +236,8 @@ class PieceLayer(Layer):
             ends = program.ends.nodes if self.number == self.pieces.layers else []
             for node in (*cut.prepare.nodes, *cut.gather.nodes, *cut.update.nodes, *ends):
                 names |= set(node.tensor_names)
-                if isinstance(node.call, Opaque):
-                    self.add_module(node.call.path.replace(".", "/"), modules[node.call.path])
+                if isinstance(node.call, Named):
+                    self.add_module(node.call.name.replace(".", "/"), modules[node.call.name])
         for name in sorted(names):
             own, tensor = name.replace(".", "/"), tensors[name]
             if isinstance(tensor, nn.Parameter) and tensor.requires_grad:

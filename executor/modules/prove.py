@@ -41,7 +41,13 @@ from gnnplan.executor.modules.bind import (
     block_of,
     copied,
 )
-from gnnplan.executor.modules.cut import Cutter, Program, differing, freeze_norms
+from gnnplan.executor.modules.cut import (
+    Cutter,
+    Program,
+    differing,
+    freeze_norms,
+    merge_equal_calls,
+)
 from gnnplan.executor.modules.ends import flip, join_ends, read_both_ways, sums_at
 from gnnplan.executor.modules.evaluate import Place, tensors
 from gnnplan.executor.modules.pieces import Pieces, Tail, drawn, pair_ids
@@ -49,8 +55,8 @@ from gnnplan.executor.modules.record import (
     COUNTER,
     DROPOUTS,
     INNER,
+    Named,
     Node,
-    Opaque,
     Recorded,
     Unfit,
     dropout_of,
@@ -274,11 +280,13 @@ def recorded_of(
         given = graph.given(dtype, is_recorded=True)
         run = partial(graph.binding.call, own, given)
         recorded = partial(record, own, given, run, graph.vertices, parts, takes_constants)
-        return own, join_ends(_guarded(graph, recorded))
+        return own, _guarded(graph, recorded)
 
     def on_both(takes_constants: bool) -> tuple[nn.Module, Recorded]:
         (own, few), (_, many) = (on(graph, takes_constants) for graph in (small, small.larger))
         recorded = with_sizes(few, many)
+        merge_equal_calls(recorded, {})
+        join_ends(recorded)
         return own, recorded if small.graph.directed else read_both_ways(recorded)
 
     try:
@@ -338,9 +346,9 @@ def _suspected(pieces: Pieces, small: Small) -> str:
             )
         if node.call is flip:
             return f"{node.place}{OF_TURNED}"
-        if isinstance(node.call, Opaque):
+        if isinstance(node.call, Named):
             return (
-                f"{node.place}{node.call.path} ({node.call.kind}) is called as a whole, since torch"
+                f"{node.place}{node.call.name} ({node.call.kind}) is called as a whole, since torch"
                 " does not see all that it computes: that must follow from the edges into each"
                 " vertex, looked at once"
             )

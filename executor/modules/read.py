@@ -43,7 +43,7 @@ from gnnplan.executor.modules.make import (
 )
 from gnnplan.executor.modules.pieces import Pieces
 from gnnplan.executor.modules.prove import followed, prove, run_once
-from gnnplan.executor.modules.record import Opaque, Unfit
+from gnnplan.executor.modules.record import Named, Unfit
 from gnnplan.planner.gnn.model import Model
 from gnnplan.planner.gnn.workload import Module, ModuleLayer, Workload
 from gnnplan.planner.graph.data import unread_by
@@ -198,9 +198,9 @@ def _described(
             counted = count(layer, h_in, h_out, False, number > 1, dtype)
         except Unmeasured as error:
             for call in (node.call for node in layer.cut.gather.nodes):
-                if isinstance(call, Opaque):
+                if isinstance(call, Named):
                     raise Unfit(
-                        f"layer {number}, in {call.path} ({call.kind}), which is called as a whole:"
+                        f"layer {number}, in {call.name} ({call.kind}), which is called as a whole:"
                         f" {error}. A Python function of mailboxes, as an LSTM, runs once per"
                         " degree; reduce by a function of dgl.function, as its sum and mean"
                     ) from error

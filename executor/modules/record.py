@@ -7,7 +7,7 @@ recording has one branch, so a module that reads a tensor's truth or numbers is 
 that draws random numbers is refused too, except for dropout.
 
 Calls of DGL's kernels are recorded too. torch does not see some other computations, such as
-compiled code. The innermost module around such a computation is recorded as one call (`Opaque`).
+compiled code. The innermost module around such a computation is recorded as one call, by its name.
 Python may ask for numbers of tensors that are computed from edges and fields alone: the answers are
 recorded, and the graph that is trained on must give the same ones."""
 
@@ -113,7 +113,7 @@ def edges_of(graph: Any) -> Tensor:
 class Node:
     """A value that `forward` computes by one call, or an input of `forward` (`name`)."""
 
-    call: Callable[..., Any] | Opaque | None  # None: an input
+    call: Callable[..., Any] | Named | None  # None: an input; Named: a submodule
     args: tuple[Any, ...] = ()  # Node for a computed value, Named for a parameter
     kwargs: Mapping[str, Any] = field(default_factory=dict)
     name: str = ""
@@ -144,7 +144,7 @@ class Node:
     @property
     def what(self) -> str:
         """The name of the function or module that is called."""
-        if isinstance(self.call, Opaque):
+        if isinstance(self.call, Named):
             return self.call.kind
         if isinstance(function := getattr(self.call, "__self__", None), type):
             return function.__name__  # the `apply` of a torch.autograd.Function
@@ -190,14 +190,6 @@ class Node:
         return key
 
 
-@dataclass(frozen=True)
-class Opaque:
-    """A module that is called as a whole: its path in the user's module, and its class's name."""
-
-    path: str
-    kind: str
-
-
 class Slice(NamedTuple):
     """A slice whose bounds may be nodes (sizes)."""
 
@@ -208,9 +200,12 @@ class Slice(NamedTuple):
 
 @dataclass(frozen=True)
 class Named:
-    """A parameter, buffer or other tensor of the module, by its name there."""
+    """A tensor of the module, or a submodule that is called as a whole, by its name there.
+
+    kind: the name of the submodule's class."""
 
     name: str
+    kind: str = ""
 
 
 def leaves_of(tree: Any) -> list[Any]:
@@ -598,8 +593,8 @@ class _Recorder(TorchFunctionMode):
                 ):
                     raise _Unseen(path)
             return result
-        opaque = Opaque(path, type(part).__name__)
-        return self._record_whole(opaque, args, kwargs, run, path in self.may_drop)
+        whole = Named(path, type(part).__name__)
+        return self._record_whole(whole, args, kwargs, run, path in self.may_drop)
 
     def _record_whole(
         self, call: Any, args: Any, kwargs: Any, run: Callable[[], Any], may_drop: bool = False
@@ -674,8 +669,8 @@ def _states_outside_torch() -> bytes:
 
 
 def number_of(edges: Tensor) -> int:
-    """Return the number of edges of an edge set [2, E]."""
-    return edges.shape[1]
+    """Return the number of edges of an edge set [2, E], or of their ends [E]."""
+    return edges.shape[-1]
 
 
 def with_sizes(small: Recorded, large: Recorded) -> Recorded:
@@ -686,7 +681,7 @@ def with_sizes(small: Recorded, large: Recorded) -> Recorded:
     both = [live_nodes([recorded.output, *recorded.answers]) for recorded in (small, large)]
     twins = dict(zip(*both, strict=False))
     inputs = zip(small.inputs.values(), large.inputs.values(), strict=True)
-    edge_sets = [pair for pair in inputs if is_edge_set(pair[0].value)]
+    edge_sets, ends = [pair for pair in inputs if is_edge_set(pair[0].value)], list[Any]()
 
     def unequal(node: Node) -> Unfit:
         return Unfit(
@@ -707,8 +702,8 @@ def with_sizes(small: Recorded, large: Recorded) -> Recorded:
     def size(first: Any, second: Any) -> Node:
         if type(first) is int and (first, second) == (small.vertices, large.vertices):
             return small.inputs["vertices"]
-        for edges, more in reversed(edge_sets):
-            sizes = edges.value.shape[1], more.value.shape[1]
+        for edges, more in (*reversed(edge_sets), *reversed(ends)):
+            sizes = number_of(edges.value), number_of(more.value)
             if type(first) is int and (first, second) == sizes:
                 return Node(number_of, (edges,), index=node.index - 0.5, value=first)
         raise unequal(twin)
@@ -722,6 +717,7 @@ def with_sizes(small: Recorded, large: Recorded) -> Recorded:
         except ValueError:  # the arguments are nested otherwise
             raise unequal(twin) from None
         edge_sets += [(node, twin)] if is_edge_set(node.value) else []
+        ends += [(node, twin)] if is_end(node.value) else []
     if len(both[0]) != len(both[1]):
         raise unequal(both[1][-1])
     # Python may read the number of vertices, the last vertex's id, or one number of both graphs
@@ -765,6 +761,12 @@ def is_edge_set(value: Any) -> bool:
         and value.shape[0] == 2
         and value.shape[1] > 2
     )
+
+
+def is_end(value: Any) -> bool:
+    """Whether a value may be the sources or the destinations of edges: vertices' ids, int64 [E]."""
+    is_id = isinstance(value, Tensor) and value.dtype == torch.int64
+    return is_id and not is_sparse(value) and value.ndim == 1
 
 
 def edge_sets_of(nodes: Collection[Node]) -> list[Node]:
