@@ -24,7 +24,7 @@ from torch.overrides import TorchFunctionMode
 
 from gnnplan.executor.layers.kernels import Block
 from gnnplan.executor.modules.record import Unfit, leaves_of, loops_by
-from gnnplan.executor.modules.structure import beside_loops, dgl_graph, edge_index_of, typed
+from gnnplan.executor.modules.structure import edge_index_of, inputs_on, typed
 from gnnplan.planner.graph.graph import CsrEdges
 from gnnplan.planner.problem.problem import Problem
 from gnnplan.planner.vocabulary.files import suggest
@@ -394,18 +394,13 @@ class Small:
 
         is_recorded: a DGL graph has the self-loops that `forward` adds."""
         loops = self.whole.loops and (is_recorded or not self.adds_loops)
-        whole, edges = replace(self.whole, loops=loops), edge_index_of(self.whole)
-        on_edges = {
-            name: beside_loops(whole, typed(values, dtype), self.vertices)
-            for name, values in self.whole.fields.items()
-        }
-        values: dict[str, Any] = {f"vertex {n}": typed(v, dtype) for n, v in self.fields.items()}
-        values["edge_index"] = edges
-        values |= {f"edge {name}": v for name, v in on_edges.items()}
-        if "g" in self.binding.inputs:
-            values["g"] = dgl_graph(whole, edges, on_edges)
+        whole, names = replace(self.whole, loops=loops), self.binding.inputs
+        on_edges = {name: typed(field, dtype) for name, field in whole.fields.items()}
+        values = inputs_on(whole, edge_index_of(whole), on_edges, names)
+        values |= {f"vertex {name}": typed(rows, dtype) for name, rows in self.fields.items()}
+        if "g" in names:
             values["g"].ndata.update(rows_of(values))
-        return {name: values[name] for name in self.binding.inputs}
+        return {name: values[name] for name in names}
 
 
 def block_of(whole: CsrEdges, own: Tensor) -> Block:

@@ -60,6 +60,8 @@ from gnnplan.executor.modules.record import (
     Recorded,
     Unfit,
     edge_sets_of,
+    follow_from,
+    is_rows,
     is_sparse,
     live_nodes,
 )
@@ -167,8 +169,8 @@ class Cutter:
         """Set a node's kind and, for ROWS and INNER, the first piece that can compute it."""
         kinds = {read.kind for read in node.reads}
         if node.call is None:
-            is_rows, is_free = node.name.startswith("vertex "), node.name == "vertices"
-            node.kind = ROWS if is_rows else FREE if is_free else STRUCTURE
+            is_free = node.name == "vertices"
+            node.kind = ROWS if is_rows(node) else FREE if is_free else STRUCTURE
             node.piece = 0
         elif kinds & {ROWS, CHOSEN, INNER}:
             through = [r for r in node.reads if r.kind == STRUCTURE and not self._is_field(r)]
@@ -194,6 +196,10 @@ class Cutter:
                 node.kind = FREE if FREE in kinds else FIXED
         if node.kind == ROWS and isinstance(node.value, Tensor):
             node.dim = rows_at(node.value, self.n) or 0
+        if node.kind == INNER and node.drops:
+            node.edges = self.edge_set_of(node)
+            if node.edges is None:
+                raise Unfit("dropout of something that is no rows of edges")
 
     def _has_equal_rows(self, node: Node) -> bool:
         return self._has_rows(node) and all(
@@ -536,7 +542,6 @@ class Cutter:
                 if read.kind == ROWS and (read.call is None or read.runs_in != at):
                     readers[read].add(at)
         self._hand_on(pieces, readers)
-        self._number_dropouts()
         alike = (FIXED, FREE, STRUCTURE)
         self.shared |= {node.key: node for node in self.live if node.kind in alike}
         by_layer = [LayerPieces(*pieces[at : at + 3]) for at in range(0, 3 * layers, 3)]
@@ -612,16 +617,6 @@ class Cutter:
                 piece.outputs = rows = alive(at + 1)
             piece.frees = frees(piece.nodes, {*piece.outputs})
 
-    def _number_dropouts(self) -> None:
-        """Number the dropouts in the order of `forward`, and find the edges that INNER drops."""
-        for number, node in enumerate(node for node in self.recorded.nodes if node.drops):
-            node.number = number
-        for node in self.live:
-            if node.drops and node.kind == INNER:
-                node.edges = self.edge_set_of(node)
-                if node.edges is None:
-                    raise Unfit(f"{node.place}dropout of something that is no rows of edges")
-
 
 def merge_equal_calls(recorded: Recorded, shared: Mapping[Hashable, Node]) -> dict[Node, float]:
     """Replace equal calls by the first of them; return the place of each in the order of calls.
@@ -635,11 +630,7 @@ def merge_equal_calls(recorded: Recorded, shared: Mapping[Hashable, Node]) -> di
     inputs = recorded.inputs
     of_graph = [inputs[EDGES_OF]] if EDGES_OF in inputs else []
     live = live_nodes([recorded.output, *recorded.answers, *of_graph])
-    of_rows: set[Node] = set()
-    for node in live:
-        if node.name.startswith("vertex ") or of_rows & {*node.reads}:
-            of_rows.add(node)
-    changed = {node.reads[0] for node in of_rows if node.in_place}
+    changed = {node.reads[0] for node in follow_from(live, is_rows) if node.in_place}
     for node in live:
         node.replace_reads(first)
         is_apart = node.drops or is_batch_norm(node) or isinstance(node.call, Named)

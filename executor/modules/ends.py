@@ -18,8 +18,10 @@ from gnnplan.executor.modules.record import (
     Node,
     Recorded,
     edge_sets_of,
+    follow_from,
     is_edge_set,
     is_end,
+    is_rows,
     live_nodes,
 )
 
@@ -34,11 +36,11 @@ def join_ends(recorded: Recorded) -> None:
     ends: dict[Node, tuple[Node, int]] = {}  # nodes that are the sources (0) or destinations (1)
     picks: dict[Hashable, Node] = {}
     joined: dict[Node, Node] = {}  # ends that later calls read from a stack
-    of_rows: set[Node] = set()
-    for node in live_nodes([recorded.output, *recorded.answers]):
+    live = live_nodes([recorded.output, *recorded.answers])
+    of_rows = follow_from(live, is_rows)
+    for node in live:
         node.replace_reads(joined)
-        if node.in_place or node.name.startswith("vertex ") or of_rows & {*node.reads}:
-            of_rows.add(node)
+        if node.in_place or node in of_rows:
             continue
         edge_sets += [node] if is_edge_set(node.value) else []
         if not is_end(value := node.value):
@@ -75,13 +77,11 @@ def _is_integer(value: object) -> bool:
 
 def sums_at(recorded: Recorded) -> Iterator[tuple[Node, int]]:
     """Yield each call that adds rows up at an end of edges, and this end: 0 or 1."""
-    live, of_rows = live_nodes([recorded.output]), set[Node]()
+    live = live_nodes([recorded.output])
     edge_sets = edge_sets_of(live)
+    of_rows = follow_from(live, lambda node: is_rows(node) or bool(node.tensor_names))
     for node in live:
-        if not (node.name.startswith("vertex ") or node.tensor_names or of_rows & {*node.reads}):
-            continue
-        of_rows.add(node)
-        if not node.what.startswith(ADDS):
+        if node not in of_rows or not node.what.startswith(ADDS):
             continue
         places = [read for read in node.reads if _is_integer(read.value)]
         sets = {*live_nodes(places)}.intersection(edge_sets)

@@ -29,7 +29,7 @@ from gnnplan.executor.layers.count import Unmeasured, count, must_sum_columns
 from gnnplan.executor.layers.layer import EDGES, Layer
 from gnnplan.executor.layers.models import Net
 from gnnplan.executor.modules.bind import VERTICES, Fields, GraphFields, Small, copied, field_of
-from gnnplan.executor.modules.convert import NoChain, Parameters, converted
+from gnnplan.executor.modules.convert import Parameters, converted
 from gnnplan.executor.modules.make import (
     PICKLED,
     as_planned,
@@ -164,7 +164,7 @@ def read(
                 chain = converted(module, graph)
                 fields, own = chain.fields, chain.own
                 trained = Parameters(dict(module.state_dict()), chain.places)
-            except NoChain:
+            except Unfit:
                 trained = proved(module, graph, dtype)
                 fields, own = _described(trained, graph, dtype)
             if file is None:
@@ -320,7 +320,7 @@ def _understood_again(workload: Workload, made: nn.Module) -> Parameters | Piece
         else:
             chain = converted(made, graph, proves=False)
             widths = _widths_of(chain.own["layers"])
-    except (Unfit, NoChain) as unfit:
+    except Unfit as unfit:
         raise SpecError(f"{module.file}: {module.name}: {unfit}; plan again") from unfit
     if widths != (planned := _widths_of(module.layers)):
         raise SpecError(

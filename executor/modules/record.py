@@ -122,6 +122,7 @@ class Node:
     has_grad: bool = True  # autograd is on
     in_place: bool = False  # the call changes its first argument, and returns it
     drops: float = 0.0  # p of dropout; 0: the call drops nothing
+    number: int = 0  # of the calls that drop, in the order of forward
     value: Any = None  # on the small graph
     index: float = field(default_factory=itertools.count().__next__)  # in the order of calls
     # cut.py sets the following
@@ -129,7 +130,6 @@ class Node:
     dim: int = 0  # of ROWS: the dimension that has a row per vertex
     piece: int = 0  # of ROWS and INNER: the first piece that can compute the value
     runs_in: int = 0  # the piece that computes it
-    number: int = 0  # of an active dropout, in the order of forward
     edges: Node | None = None  # of an active dropout of INNER: the edge set whose rows it drops
 
     def __repr__(self) -> str:
@@ -155,7 +155,7 @@ class Node:
         """The nodes among the arguments."""
         return [leaf for leaf in leaves_of((self.args, self.kwargs)) if isinstance(leaf, Node)]
 
-    def replace_reads(self, replacements: Mapping[Node, Node]) -> None:
+    def replace_reads(self, replacements: Mapping[Node, Any]) -> None:
         """Replace nodes among the arguments."""
 
         def replaced(argument: Any) -> Any:
@@ -220,11 +220,11 @@ def leaves_of(tree: Any) -> list[Any]:
     return [leaf for each in tree for leaf in leaves_of(each)]
 
 
-def dropout_of(args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[float, bool, bool]:
-    """Return (p, whether dropout is active, whether it is in place) of a call of dropout."""
+def dropout_of(args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[Any, float, bool]:
+    """Return (rows, p, whether it is in place) of a call of dropout; p is 0 in evaluation."""
     given = dict(zip(("input", "p", "training", "inplace"), args, strict=False)) | dict(kwargs)
-    given.setdefault("training", given.pop("train", True))
-    return float(given.get("p", 0.5)), bool(given["training"]), bool(given.get("inplace", False))
+    p = given.get("p", 0.5) if given.get("training", given.get("train", True)) else 0.0
+    return given["input"], float(p), bool(given.get("inplace", False))
 
 
 @dataclass
@@ -362,11 +362,10 @@ class _Recorder(TorchFunctionMode):
         version = None if first is None else first._version
         before = torch.get_rng_state() if func not in DROPOUTS else None
         if func in DROPOUTS:
-            p, training, in_place = dropout_of(args, kwargs)
-            if training and p >= 1.0:
-                raise Unfit(f"{node.place}dropout of p={p:g} leaves nothing; use p < 1")
-            node.drops = p if training else 0.0
-            rows = args[0] if args else kwargs["input"]
+            rows, node.drops, in_place = dropout_of(args, kwargs)
+            node.number = sum(other.drops > 0 for other in self.nodes[:-1])
+            if node.drops >= 1.0:
+                raise Unfit(f"{node.place}dropout of p={node.drops:g} leaves nothing; use p < 1")
             # nothing is dropped while recording: masks are drawn where the calls run
             result = rows.mul_(1.0) if in_place else rows * 1.0
         else:
@@ -744,6 +743,20 @@ def live_nodes(outputs: Iterable[Node], given: Collection[Node] = ()) -> list[No
             live.add(node)
             todo += [] if node in given else node.reads
     return sorted(live, key=lambda node: node.index)
+
+
+def follow_from(nodes: Iterable[Node], is_source: Callable[[Node], bool]) -> set[Node]:
+    """Return the sources among nodes in the order of calls, and what is computed from them."""
+    found: set[Node] = set()
+    for node in nodes:
+        if is_source(node) or found & {*node.reads}:
+            found.add(node)
+    return found
+
+
+def is_rows(node: Node) -> bool:
+    """Whether a node is a field of vertices that `forward` receives."""
+    return node.name.startswith("vertex ")
 
 
 def is_sparse(value: Any) -> bool:
