@@ -17,13 +17,14 @@ from itertools import takewhile
 from typing import Any
 
 import numpy as np
+import scipy.sparse as sp
 import torch
 from torch import Tensor, nn
 from torch.nn.parameter import UninitializedBuffer, is_lazy
 from torch.overrides import TorchFunctionMode
 
 from gnnplan.executor.layers.kernels import Block
-from gnnplan.executor.modules.record import Unfit, leaves_of, loops_by
+from gnnplan.executor.modules.record import Unfit, leaves_of, loops_by, words_of
 from gnnplan.executor.modules.structure import edge_index_of, inputs_on, typed
 from gnnplan.planner.graph.graph import CsrEdges
 from gnnplan.planner.problem.problem import Problem
@@ -219,7 +220,7 @@ def copied(module: nn.Module) -> nn.Module:
         return copy.deepcopy(module, {id(buffer): UninitializedBuffer() for buffer in lazy})
     except Exception as error:
         raise Unfit(
-            f"it cannot be copied ({type(error).__name__}: {error!s:.150}); let __init__ keep no"
+            f"it cannot be copied ({words_of(error)}); let __init__ keep no"
             " tensor that it has computed from parameters, as torch.nn.utils.weight_norm does:"
             " torch.nn.utils.parametrizations computes them in each call"
         ) from error
@@ -405,14 +406,11 @@ class Small:
 
 def block_of(whole: CsrEdges, own: Tensor) -> Block:
     """Return the edges into some vertices, which are the first sources of the block."""
-    starts, stops = whole.indptr[own], whole.indptr[own + 1]
-    neighbours = np.concatenate([whole.indices[a:b] for a, b in zip(starts, stops, strict=True)])
-    others = np.setdiff1d(neighbours, own.numpy())
-    source = np.concatenate([own.numpy(), others]).astype(np.int64)
+    rows = sp.csr_matrix((whole.indices, whole.indices, whole.indptr))[own.numpy()]
+    source = np.concatenate([own.numpy(), np.setdiff1d(rows.indices, own.numpy())])
     place = np.zeros(whole.vertices, dtype=np.int32)
     place[source] = np.arange(source.size)
-    indptr = np.concatenate([[0], np.cumsum(stops - starts)]).astype(np.int32)
-    block = Block(indptr, place[neighbours], source.size)
+    block = Block(rows.indptr, place[rows.indices], source.size)
     block.source, block.graph_edges = torch.from_numpy(source), whole
     return block
 

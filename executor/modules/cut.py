@@ -25,15 +25,13 @@ nothing."""
 
 from __future__ import annotations
 
-import inspect
 import operator
-from collections.abc import Hashable, Iterable, Mapping, Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn import functional as F
 from torch.utils._pytree import tree_map
 
 from gnnplan.executor.layers.kernels import aggregate
@@ -55,23 +53,21 @@ from gnnplan.executor.modules.record import (
     INNER,
     ROWS,
     STRUCTURE,
-    Named,
     Node,
     Recorded,
     Unfit,
     edge_sets_of,
-    follow_from,
     is_rows,
     is_sparse,
     live_nodes,
 )
+from gnnplan.executor.modules.rewrite import is_batch_norm, merge_equal_calls, norm_arguments
 
 # the edges that a layer receives as a Block, and how many vertices these edges lead to
 BLOCK = Node(None, name="block", kind=STRUCTURE)
 DESTINATIONS = Node(None, name="destinations", kind=STRUCTURE)
 PREPARE, GATHER, UPDATE = 0, 1, 2
 OWN = (ROWS, CHOSEN)  # computed row by row
-BATCH_NORM = inspect.signature(F.batch_norm)
 CLOSE = {torch.float64: 1e-9, torch.float32: 1e-3}  # tolerance of two runs on other rows
 PAIRS = (
     " whose gradient torch makes of all pairs of vertices; multiply rows by them:"
@@ -618,30 +614,6 @@ class Cutter:
             piece.frees = frees(piece.nodes, {*piece.outputs})
 
 
-def merge_equal_calls(recorded: Recorded, shared: Mapping[Hashable, Node]) -> dict[Node, float]:
-    """Replace equal calls by the first of them; return the place of each in the order of calls.
-
-    shared: nodes of another recording that replace equal ones, by Node.key. Dropout, batch norm and
-    submodules stay apart. So does a value that a later call changes in place by rows: it would be
-    copied first."""
-    first: dict[Node, Node] = {}
-    by_key: dict[Hashable, Node] = {}
-    order: dict[Node, float] = {}
-    inputs = recorded.inputs
-    of_graph = [inputs[EDGES_OF]] if EDGES_OF in inputs else []
-    live = live_nodes([recorded.output, *recorded.answers, *of_graph])
-    changed = {node.reads[0] for node in follow_from(live, is_rows) if node.in_place}
-    for node in live:
-        node.replace_reads(first)
-        is_apart = node.drops or is_batch_norm(node) or isinstance(node.call, Named)
-        key = node if is_apart or node in changed else node.key
-        first[node] = by_key.setdefault(key, shared.get(key, node))
-        order.setdefault(first[node], node.index)
-    recorded.output = first[recorded.output]
-    recorded.answers = {first[node]: answer for node, answer in recorded.answers.items()}
-    return order
-
-
 def _same(value: Any) -> Any:
     return value
 
@@ -652,42 +624,6 @@ def _is_one_of_several(node: Node) -> bool:
     It stays in the call's piece: rows are handed on as single tensors."""
     is_item = node.call is operator.getitem and isinstance(node.args[0], Node)
     return is_item and isinstance(node.args[0].value, (tuple, list))
-
-
-def is_batch_norm(node: Node) -> bool:
-    """Whether a call normalises by moments of all rows."""
-    return node.call is F.batch_norm
-
-
-def freeze_norms(nodes: Iterable[Node], is_training: bool, frozen: set[Any]) -> None:
-    """Make batch norms row-wise that use running moments in training.
-
-    frozen: the running means of these norms; training adds to it, evaluation reads it. Raises Unfit
-    if a batch norm uses moments of all rows in evaluation."""
-    for node in nodes:
-        if not is_batch_norm(node):
-            continue
-        arguments = norm_arguments(node)
-        if is_training and not arguments["training"]:
-            frozen.add(arguments["running_mean"])
-        if arguments["running_mean"] in frozen:
-            node.call = _frozen_norm
-        elif not is_training and arguments["training"] and arguments["running_mean"] is not None:
-            raise Unfit(
-                f"{node.place}a batch norm takes moments of all rows in evaluation too; let eval()"
-                " reach it, and give training=self.training"
-            )
-
-
-def _frozen_norm(*args: Any, **kwargs: Any) -> Tensor:
-    return F.batch_norm(*args, **kwargs)
-
-
-def norm_arguments(norm: Node) -> dict[str, Any]:
-    """Return the arguments of a call of batch norm by name, with defaults."""
-    call = BATCH_NORM.bind(*norm.args, **norm.kwargs)
-    call.apply_defaults()
-    return call.arguments
 
 
 def differing(expected: Tensor, found: Tensor) -> int | None:

@@ -25,12 +25,11 @@ from gnnplan.executor.modules.cut import (
     LayerPieces,
     Piece,
     Program,
-    is_batch_norm,
-    norm_arguments,
     width_of,
 )
 from gnnplan.executor.modules.evaluate import Place, Values, grouped, storages
 from gnnplan.executor.modules.record import FIXED, Named, Node, tensors_of
+from gnnplan.executor.modules.rewrite import is_batch_norm, norm_arguments
 from gnnplan.executor.modules.structure import Structure, edge_index_of
 from gnnplan.planner.gnn.model import Model
 from gnnplan.planner.gnn.workload import Workload

@@ -41,14 +41,7 @@ from gnnplan.executor.modules.bind import (
     block_of,
     copied,
 )
-from gnnplan.executor.modules.cut import (
-    Cutter,
-    Program,
-    differing,
-    freeze_norms,
-    merge_equal_calls,
-)
-from gnnplan.executor.modules.ends import flip, join_ends, read_both_ways, sums_at
+from gnnplan.executor.modules.cut import Cutter, Program, differing
 from gnnplan.executor.modules.evaluate import Place, tensors
 from gnnplan.executor.modules.pieces import Pieces, drawn, pair_ids
 from gnnplan.executor.modules.record import (
@@ -67,8 +60,8 @@ from gnnplan.executor.modules.record import (
     named_in,
     record,
     replaced,
-    with_sizes,
 )
+from gnnplan.executor.modules.rewrite import flip, freeze_norms, rewritten, sums_at
 from gnnplan.executor.modules.structure import OF_TURNED, Structure
 from gnnplan.planner.graph.graph import CsrEdges
 
@@ -284,10 +277,7 @@ def recorded_of(
 
     def on_both(takes_constants: bool) -> tuple[nn.Module, Recorded]:
         (own, few), (_, many) = (on(graph, takes_constants) for graph in (small, small.larger))
-        recorded = with_sizes(few, many)
-        merge_equal_calls(recorded, {})
-        join_ends(recorded)
-        return own, recorded if small.graph.directed else read_both_ways(recorded)
+        return own, rewritten(few, many, small.graph.directed)
 
     try:
         return on_both(takes_constants=True)

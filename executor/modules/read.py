@@ -43,7 +43,7 @@ from gnnplan.executor.modules.make import (
 )
 from gnnplan.executor.modules.pieces import Pieces
 from gnnplan.executor.modules.prove import followed, prove, run_once
-from gnnplan.executor.modules.record import Named, Unfit
+from gnnplan.executor.modules.record import Named, Unfit, words_of
 from gnnplan.planner.gnn.model import Model
 from gnnplan.planner.gnn.workload import Module, ModuleLayer, Workload
 from gnnplan.planner.graph.data import unread_by
@@ -497,10 +497,9 @@ def _counted(
     except Unmeasured as error:
         raise SpecError(f"{where}: {error}") from error
     except Exception as error:
-        words = (str(error).strip().splitlines() or [""])[0]
         raise SpecError(
             f"{where}: layer {number} of {shape.h_in} -> {shape.h_out} numbers fails on a small"
-            f" block ({type(error).__name__}: {words:.200})"
+            f" block ({words_of(error)})"
         ) from error
     return shape.model_copy(update={"counted": found, "half": half})
 

@@ -237,7 +237,7 @@ class Recorded:
     # what Python read from a node that is computed from edges and fields alone; once `with_sizes`
     # has run, (t, n), which mean t times the number of vertices plus n, or n itself if t is 0
     answers: dict[Node, Any] = field(default_factory=dict)
-    reader: int = 1  # the end of an edge whose vertex reads the other; see ends.py
+    reader: int = 1  # the end of an edge whose vertex reads the other; see rewrite.py
 
     @property
     def vertices(self) -> int:
@@ -672,65 +672,6 @@ def number_of(edges: Tensor) -> int:
     return edges.shape[-1]
 
 
-def with_sizes(small: Recorded, large: Recorded) -> Recorded:
-    """Replace numbers that differ between a small and a large graph by sizes; return `small`.
-
-    A size is the number of vertices, or of edges of an edge set. Raises Unfit if something else
-    differs."""
-    both = [live_nodes([recorded.output, *recorded.answers]) for recorded in (small, large)]
-    twins = dict(zip(*both, strict=False))
-    inputs = zip(small.inputs.values(), large.inputs.values(), strict=True)
-    edge_sets, ends = [pair for pair in inputs if is_edge_set(pair[0].value)], list[Any]()
-
-    def unequal(node: Node) -> Unfit:
-        return Unfit(
-            f"{node.place}{node.what} of a graph of {large.vertices:,} vertices is another call"
-            f" than of one of {small.vertices}; let nothing depend on the size of the graph"
-        )
-
-    def argument(first: Any, second: Any) -> Any:
-        """Return an argument of the small graph's call, or the size that it is."""
-        if isinstance(first, Node) and isinstance(second, Node):
-            is_same = twins.get(first) is second
-        elif isinstance(first, (int, float, str, Named)):
-            is_same = repr(first) == repr(second)
-        else:
-            is_same = type(first) is type(second)
-        return first if is_same else size(first, second)
-
-    def size(first: Any, second: Any) -> Node:
-        if type(first) is int and (first, second) == (small.vertices, large.vertices):
-            return small.inputs["vertices"]
-        for edges, more in (*reversed(edge_sets), *reversed(ends)):
-            sizes = number_of(edges.value), number_of(more.value)
-            if type(first) is int and (first, second) == sizes:
-                return Node(number_of, (edges,), index=node.index - 0.5, value=first)
-        raise unequal(twin)
-
-    for node, twin in twins.items():
-        if (node.what, node.has_grad) != (twin.what, twin.has_grad):
-            raise unequal(twin)
-        arguments = (node.args, dict(node.kwargs)), (twin.args, dict(twin.kwargs))
-        try:
-            node.args, node.kwargs = tree_map(argument, *arguments)
-        except ValueError:  # the arguments are nested otherwise
-            raise unequal(twin) from None
-        edge_sets += [(node, twin)] if is_edge_set(node.value) else []
-        ends += [(node, twin)] if is_end(node.value) else []
-    if len(both[0]) != len(both[1]):
-        raise unequal(both[1][-1])
-    # Python may read the number of vertices, the last vertex's id, or one number of both graphs
-    known = {(small.vertices - less, large.vertices - less): (1, -less) for less in (0, 1)}
-    if len(small.answers) != len(large.answers):
-        raise unequal(both[1][-1])
-    pairs = zip([*small.answers.items()], large.answers.values(), strict=True)
-    for (node, first), second in pairs:
-        if first != second and (first, second) not in known:
-            raise Unfit(f"{node.place}{NUMBERS_ASKED.format(node.what)}")
-        small.answers[node] = known.get((first, second), (0, first))
-    return small
-
-
 def live_nodes(outputs: Iterable[Node], given: Collection[Node] = ()) -> list[Node]:
     """Return the outputs and all nodes that they are computed from, in the order of calls.
 
@@ -818,6 +759,11 @@ def line_of(error: BaseException) -> str:
     steps = traceback.walk_tb(error.__traceback__)
     lines = [line for frame, line in steps if _is_users_frame(frame)]
     return f"line {lines[-1]}: " if lines else ""
+
+
+def words_of(error: BaseException) -> str:
+    """Return an error's class, and the first line of its text."""
+    return f"{type(error).__name__}: {(str(error).strip().splitlines() or [''])[0]:.200}"
 
 
 def _is_users_frame(frame: FrameType) -> bool:

@@ -18,7 +18,6 @@ from torch import Tensor
 
 from gnnplan.executor.layers.kernels import Block
 from gnnplan.executor.modules.cut import BLOCK, DESTINATIONS, Program, differing
-from gnnplan.executor.modules.ends import flip
 from gnnplan.executor.modules.evaluate import Place, Values, frees, keys, tensors, with_loops
 from gnnplan.executor.modules.record import (
     EDGES_OF,
@@ -32,6 +31,7 @@ from gnnplan.executor.modules.record import (
     is_sparse,
     live_nodes,
 )
+from gnnplan.executor.modules.rewrite import flip
 from gnnplan.planner.graph.graph import CsrEdges
 
 OF_TURNED = (
