@@ -146,7 +146,7 @@ def _execute(file: Path) -> ModuleType:
     folders may have one name."""
     code, root, packages = ModuleType(f"{USER}{file.stem}"), file.parent, ""
     for each in [module for name, module in sys.modules.items() if name.startswith(USER)]:
-        for name in vars(each)[IMPORTED]:
+        for name in vars(each).get(IMPORTED, ()):  # code that PyG generates has none
             sys.modules.pop(name, None)
     before = {*sys.modules}
     while (root / "__init__.py").exists():
