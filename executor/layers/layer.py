@@ -102,6 +102,10 @@ class Layer(nn.Module):
         """
         raise NotImplementedError
 
+    def finish(self, h: Tensor, drop: Drop, moments: Tensor | None = None) -> Tensor:
+        """Return logits [R, C] from the last layer's outputs; row-wise."""
+        return h
+
     def gathers(self, rows: Tensor) -> Tensor:
         """Return the rows that `gather` reads: projected ones if `projects_first`."""
         if self.projects_first:

@@ -12,7 +12,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Protocol, cast
+from typing import cast
 
 import numpy as np
 import torch
@@ -305,16 +305,6 @@ def _logits(z: Tensor, vectors: Tensor) -> Tensor:
     return (z.view(-1, *vectors.shape) * vectors).sum(2)
 
 
-class Ends(Protocol):
-    """The module after the last layer of a user's model: batch norm, and more."""
-
-    @property
-    def norm(self) -> BatchNorm: ...
-
-    def __call__(self, h: Tensor, drop: Drop, moments: Tensor | None) -> Tensor:
-        """Return logits [R, C] from h_L [R, W]."""
-
-
 class Net(nn.Module):
     """A model, or the consecutive layers `which` (1-based) of a pipeline stage.
 
@@ -336,7 +326,6 @@ class Net(nn.Module):
         self.layers = nn.ModuleDict()
         for number in self.which:
             self.layers[str(number)] = own(number) if own else _known(shapes, workload, number)
-        self.ends: Ends | None = None  # set for a user's module
         self.encoder = nn.Linear(*shapes.encoder) if shapes.encoder and 1 in self.which else None
         self.decoder = (
             nn.Linear(*shapes.decoder)
@@ -407,9 +396,10 @@ class Net(nn.Module):
 
     def batch_norm(self, number: int) -> BatchNorm | None:
         """Return the batch norm before layer `number` (L + 1: the decoder), None without one."""
-        if number > self.total and self.ends is not None:
-            return self.ends.norm
-        norm = self.norm if number > self.total else getattr(self.layers[str(number)], "norm", None)
+        if number > self.total:
+            norm = self.norm or getattr(self.layer(self.total), "norm_after", None)
+        else:
+            norm = getattr(self.layer(number), "norm", None)
         return norm if isinstance(norm, BatchNorm) else None
 
     def encode(self, x: Tensor, drop: Drop = no_dropout) -> Tensor:
@@ -424,11 +414,9 @@ class Net(nn.Module):
         )
 
     def decode(self, h: Tensor, drop: Drop = no_dropout, moments: Tensor | None = None) -> Tensor:
-        """Map h_L [R, H] to logits [R, C]; return h_L unchanged without a decoder."""
-        if self.ends is not None:
-            return self.ends(h, drop, moments)
+        """Map h_L [R, H] to logits [R, C]; without a decoder, by the last layer."""
         if self.decoder is None:
-            return h
+            return self.layer(self.total).finish(h, drop, moments)
         if self.activates_last:
             h = activated(self.norm, h, moments)
         return linear(drop(h), self.decoder.weight, self.decoder.bias)

@@ -7,7 +7,7 @@ Open
     bind.py           for the inputs of `forward`, by the names of its parameters, and the small
                       graphs that it runs on
     record.py         for `forward` as torch calls
-    ends.py           for edges whose sources and destinations `forward` computes apart
+    rewrite.py        for sizes, equal calls, edges whose ends `forward` computes apart, and norms
     cut.py            for how these calls become layers
     evaluate.py       to run recorded calls on other rows
     structure.py      for values that follow from edges alone, on a part of the graph

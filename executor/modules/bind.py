@@ -17,14 +17,15 @@ from itertools import takewhile
 from typing import Any
 
 import numpy as np
+import scipy.sparse as sp
 import torch
 from torch import Tensor, nn
 from torch.nn.parameter import UninitializedBuffer, is_lazy
 from torch.overrides import TorchFunctionMode
 
 from gnnplan.executor.layers.kernels import Block
-from gnnplan.executor.modules.record import Unfit, leaves_of, loops_by
-from gnnplan.executor.modules.structure import beside_loops, dgl_graph, edge_index_of, typed
+from gnnplan.executor.modules.record import Unfit, leaves_of, loops_by, words_of
+from gnnplan.executor.modules.structure import edge_index_of, inputs_on, typed
 from gnnplan.planner.graph.graph import CsrEdges
 from gnnplan.planner.problem.problem import Problem
 from gnnplan.planner.vocabulary.files import suggest
@@ -219,7 +220,7 @@ def copied(module: nn.Module) -> nn.Module:
         return copy.deepcopy(module, {id(buffer): UninitializedBuffer() for buffer in lazy})
     except Exception as error:
         raise Unfit(
-            f"it cannot be copied ({type(error).__name__}: {error!s:.150}); let __init__ keep no"
+            f"it cannot be copied ({words_of(error)}); let __init__ keep no"
             " tensor that it has computed from parameters, as torch.nn.utils.weight_norm does:"
             " torch.nn.utils.parametrizations computes them in each call"
         ) from error
@@ -394,30 +395,22 @@ class Small:
 
         is_recorded: a DGL graph has the self-loops that `forward` adds."""
         loops = self.whole.loops and (is_recorded or not self.adds_loops)
-        whole, edges = replace(self.whole, loops=loops), edge_index_of(self.whole)
-        on_edges = {
-            name: beside_loops(whole, typed(values, dtype), self.vertices)
-            for name, values in self.whole.fields.items()
-        }
-        values: dict[str, Any] = {f"vertex {n}": typed(v, dtype) for n, v in self.fields.items()}
-        values["edge_index"] = edges
-        values |= {f"edge {name}": v for name, v in on_edges.items()}
-        if "g" in self.binding.inputs:
-            values["g"] = dgl_graph(whole, edges, on_edges)
+        whole, names = replace(self.whole, loops=loops), self.binding.inputs
+        on_edges = {name: typed(field, dtype) for name, field in whole.fields.items()}
+        values = inputs_on(whole, edge_index_of(whole), on_edges, names)
+        values |= {f"vertex {name}": typed(rows, dtype) for name, rows in self.fields.items()}
+        if "g" in names:
             values["g"].ndata.update(rows_of(values))
-        return {name: values[name] for name in self.binding.inputs}
+        return {name: values[name] for name in names}
 
 
 def block_of(whole: CsrEdges, own: Tensor) -> Block:
     """Return the edges into some vertices, which are the first sources of the block."""
-    starts, stops = whole.indptr[own], whole.indptr[own + 1]
-    neighbours = np.concatenate([whole.indices[a:b] for a, b in zip(starts, stops, strict=True)])
-    others = np.setdiff1d(neighbours, own.numpy())
-    source = np.concatenate([own.numpy(), others]).astype(np.int64)
+    rows = sp.csr_matrix((whole.indices, whole.indices, whole.indptr))[own.numpy()]
+    source = np.concatenate([own.numpy(), np.setdiff1d(rows.indices, own.numpy())])
     place = np.zeros(whole.vertices, dtype=np.int32)
     place[source] = np.arange(source.size)
-    indptr = np.concatenate([[0], np.cumsum(stops - starts)]).astype(np.int32)
-    block = Block(indptr, place[neighbours], source.size)
+    block = Block(rows.indptr, place[rows.indices], source.size)
     block.source, block.graph_edges = torch.from_numpy(source), whole
     return block
 

@@ -28,12 +28,13 @@ from gnnplan.executor.modules.prove import (
     must_compute,
     recorded_of,
 )
-from gnnplan.executor.modules.record import COUNTER, Node, Opaque, Recorded, live_nodes
+from gnnplan.executor.modules.record import COUNTER, Named, Node, Recorded, Unfit, live_nodes
 from gnnplan.planner.gnn.kinds import KINDS
 from gnnplan.planner.gnn.model import Model, describe
 from gnnplan.planner.gnn.workload import Module, ModuleLayer, Workload
 
-SEED = 7  # of dropout in the proof
+NO_CHAIN = "it is no chain of built-in layers, and runs as it is written"
+SEED = 7  # of dropout in the proof, in which the masks of all layers are alike
 NORMS: dict[type[nn.Module], str] = {nn.BatchNorm1d: "batch", nn.LayerNorm: "layer"}
 # (library, class) -> (kind, as Workload.model; "theirs=ours:view" of each parameter)
 CONVOLUTIONS = {
@@ -59,23 +60,17 @@ VIEWS: dict[str, Callable[[Tensor], Tensor]] = {
 }
 
 
-class NoChain(Exception):
-    """The module is no chain of built-in layers; it runs as it is written."""
-
-
 @dataclass
 class Chain:
     """A module as a chain of built-in layers.
 
     fields: of a Workload. layers: fields of each ModuleLayer. relu: of a Module. places: see
-    Parameters. dropout_layers: for each call of dropout, the layer that it precedes. softmax: the
-    module ends with log_softmax, which is part of our loss."""
+    Parameters. softmax: the module ends with log_softmax, which is part of our loss."""
 
     fields: dict[str, Any]
     layers: list[dict[str, Any]] = field(default_factory=list)
     relu: bool = True
     places: dict[str, str] = field(default_factory=dict)
-    dropout_layers: list[int] = field(default_factory=list)
     softmax: bool = False
 
     @property
@@ -137,10 +132,10 @@ def _class_of(part: nn.Module) -> tuple[str, str]:
 
 
 def parts_of(module: nn.Module) -> list[str]:
-    """Return the submodules to record as one call each. Raises NoChain if none is a convolution."""
+    """Return the submodules to record as one call each. Raises Unfit if none is a convolution."""
     parts = dict(module.named_modules())
     if not any(_class_of(part) in CONVOLUTIONS for part in parts.values()):
-        raise NoChain
+        raise Unfit(NO_CHAIN)
     kinds = (nn.Linear, *NORMS)
     return [
         n for n, part in parts.items() if _class_of(part) in CONVOLUTIONS or type(part) in kinds
@@ -148,7 +143,7 @@ def parts_of(module: nn.Module) -> list[str]:
 
 
 def converted(module: nn.Module, graph: GraphFields, proves: bool = True) -> Chain:
-    """Return the module as a chain. Raises NoChain if built-in layers do not compute the same.
+    """Return the module as a chain. Raises Unfit if built-in layers do not compute the same.
 
     proves: False where it was proved before."""
     try:
@@ -157,14 +152,14 @@ def converted(module: nn.Module, graph: GraphFields, proves: bool = True) -> Cha
         small = Small(VERTICES[0], module, graph)
         seen, recorded = recorded_of(module, small, True, torch.float64, parts)
         if recorded.answers:
-            raise NoChain  # another graph may give other answers
+            raise Unfit(NO_CHAIN)  # another graph may give other answers
         chain = _guess(seen, recorded)
         if proves:
             # Unfit if evaluation depends on the graph's size
             recorded_of(module, small, False, torch.float64, parts)
             _prove(module, chain, graph)
     except Exception as error:  # whatever fails, the module is no chain
-        raise NoChain from error
+        raise Unfit(NO_CHAIN) from error
     return chain
 
 
@@ -176,15 +171,13 @@ def _guess(module: nn.Module, recorded: Recorded) -> Chain:
     active: list[bool] = []
     for node in recorded.nodes:
         number, place = len(chain.layers) + 1, ""
-        if node.drops:
-            chain.dropout_layers.append(number)
         if node not in live:
             continue
         if node.drops:
             pending["drops"], chain.fields["dropout"] = True, node.drops
-        if not isinstance(node.call, Opaque):
+        if not isinstance(node.call, Named):
             continue
-        part = parts[node.call.path]
+        part = parts[node.call.name]
         if _class_of(part) in CONVOLUTIONS:
             reads: Tensor = next(  # the first real rows among its arguments
                 value
@@ -200,10 +193,10 @@ def _guess(module: nn.Module, recorded: Recorded) -> Chain:
             place = f"layers.{number}.norm"
         elif chain.layers:
             place = "decoder"
-        else:  # of GCNII: the dropouts so far precede the encoder
-            place, chain.dropout_layers = "encoder", [0] * len(chain.dropout_layers)
+        else:
+            place = "encoder"
         chain.places |= {
-            f"{node.call.path}.{name}": f"{place}.{name}"
+            f"{node.call.name}.{name}": f"{place}.{name}"
             for name in part.state_dict()
             if name != COUNTER
         }
@@ -221,7 +214,7 @@ def _add(chain: Chain, pending: Mapping[str, Any], node: Node, conv: Any, reads:
     kind, names = CONVOLUTIONS[_class_of(conv)]
     number, state, shapes = len(chain.layers) + 1, conv.state_dict(), {}
     hops = getattr(conv, "K", getattr(conv, "_k", 1)) if kind == "sgc" else 1
-    path = node.call.path  # type: ignore[union-attr]
+    path = node.call.name  # type: ignore[union-attr]
     for theirs, ours in (pair.split("=") for pair in names):
         if theirs in state:
             name = ours.partition(":")[0]
@@ -243,7 +236,6 @@ def _add(chain: Chain, pending: Mapping[str, Any], node: Node, conv: Any, reads:
         fields |= {"alpha": conv.alpha, "theta": float(f"{math.expm1(conv.beta):.12g}")}
     if hasattr(conv, "feat_drop") and conv.feat_drop.p:  # a DGL convolution drops its inputs
         layer["drops"], chain.fields["dropout"] = True, conv.feat_drop.p
-        chain.dropout_layers.append(number)
     chain.fields = fields | chain.fields  # the first layer's count
     more = layer | {"h_in": layer["h_out"], "drops": False}
     chain.layers += [layer, *[more] * (hops - 1)]
@@ -266,13 +258,13 @@ def _prove(module: nn.Module, chain: Chain, graph: GraphFields) -> None:
     parameters = Parameters(state, chain.places)
     placed = {place.partition(":")[0] for place in chain.places.values()}
     if chain.softmax and graph.multilabel:
-        raise NoChain
+        raise Unfit(NO_CHAIN)
 
     def candidate(is_training: bool) -> Candidate:
         net = parameters.net(model, workload, None)
         output = _of_net(net, small, workload, is_training)
         if placed != {*net.state_dict()} or output.shape[1] != graph.classes:
-            raise NoChain
+            raise Unfit(NO_CHAIN)
         if chain.softmax:
             output = output.log_softmax(1)
 
@@ -284,24 +276,22 @@ def _prove(module: nn.Module, chain: Chain, graph: GraphFields) -> None:
 
     def dropout_mode() -> Dropouts:
         """Return the mode in which the module draws the masks of built-in layers."""
-        layers = iter(chain.dropout_layers)
-        return Dropouts(lambda rows, p: Drop(p, SEED, 0, next(layers), everyone)(rows))
+        return Dropouts(lambda rows, p: Drop(p, SEED, vertices=everyone)(rows))
 
     everyone = torch.arange(small.vertices)
-    must_compute(module, small, dropout_mode, candidate)
+    must_compute(module, small, dropout_mode, candidate, lambda is_training: "")
 
 
 def _of_net(net: Net, small: Small, workload: Workload, is_training: bool) -> Tensor:
     """Return the output of built-in layers on the whole small graph."""
-    everyone = torch.arange(small.vertices)
     p = workload.dropout if is_training else 0.0
-    drops = [Drop(p, SEED, 0, n, everyone, training=is_training) for n in range(net.total + 2)]
-    h = net.encode(torch.from_numpy(small.fields["x"]), drops[0])
+    drop = Drop(p, SEED, vertices=torch.arange(small.vertices), training=is_training)
+    h = net.encode(torch.from_numpy(small.fields["x"]), drop)
     x0 = h if net.initial else None
     for number in range(1, net.total + 1):
         layer = net.layer(number)
         block = weighted_of(small.whole, layer.edges, workload)
         moments = moments_of(net.batch_norm(number), h, is_training)
-        h = layer(block, h, drops[number], x0, net.relu_after(number), moments)
+        h = layer(block, h, drop, x0, net.relu_after(number), moments)
     moments = moments_of(net.batch_norm(net.total + 1), h, is_training)
-    return net.decode(h, drops[net.total + 1], moments)
+    return net.decode(h, drop, moments)

@@ -25,15 +25,13 @@ nothing."""
 
 from __future__ import annotations
 
-import inspect
 import operator
-from collections.abc import Hashable, Iterable, Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn import functional as F
 from torch.utils._pytree import tree_map
 
 from gnnplan.executor.layers.kernels import aggregate
@@ -56,20 +54,20 @@ from gnnplan.executor.modules.record import (
     ROWS,
     STRUCTURE,
     Node,
-    Opaque,
     Recorded,
     Unfit,
     edge_sets_of,
+    is_rows,
     is_sparse,
     live_nodes,
 )
+from gnnplan.executor.modules.rewrite import is_batch_norm, merge_equal_calls, norm_arguments
 
 # the edges that a layer receives as a Block, and how many vertices these edges lead to
 BLOCK = Node(None, name="block", kind=STRUCTURE)
 DESTINATIONS = Node(None, name="destinations", kind=STRUCTURE)
 PREPARE, GATHER, UPDATE = 0, 1, 2
 OWN = (ROWS, CHOSEN)  # computed row by row
-BATCH_NORM = inspect.signature(F.batch_norm)
 CLOSE = {torch.float64: 1e-9, torch.float32: 1e-3}  # tolerance of two runs on other rows
 PAIRS = (
     " whose gradient torch makes of all pairs of vertices; multiply rows by them:"
@@ -149,45 +147,17 @@ class Cutter:
     ) -> None:
         self.recorded, self.place, self.n = recorded, place, recorded.vertices
         self.shared, self.trained = shared, trained
-        self.order: dict[Node, float] = {}  # of the first of equal calls, in this mode
-        self._merge_equal_calls()
+        inputs = recorded.inputs
+        inputs |= {name: shared.setdefault(name, node) for name, node in inputs.items()}
+        self.order = merge_equal_calls(recorded, shared)  # in this mode
         self.vertices = recorded.inputs["vertices"]
         self.live = live_nodes([recorded.output])
         self.learned: set[Node] = set()  # computed from trained parameters
         self.fields: set[Node] = set()  # Program.fields
-        self.edge_sets = [*self._edges_of_graph, *edge_sets_of(self.live)]
+        of_graph = [recorded.inputs[EDGES_OF]] if EDGES_OF in recorded.inputs else []
+        self.edge_sets = [*of_graph, *edge_sets_of(self.live)]
         generator = torch.Generator().manual_seed(5)
         self.part = torch.randperm(self.n, generator=generator)[: self.n // 2].sort().values
-
-    def _merge_equal_calls(self) -> None:
-        """Replace equal calls by the first of them.
-
-        Dropout, batch norm and opaque modules stay apart. So does a value that a later call changes
-        in place by rows: it would be copied first."""
-        first: dict[Node, Node] = {}
-        by_key: dict[Hashable, Node] = {}
-        inputs = self.recorded.inputs
-        inputs |= {name: self.shared.setdefault(name, node) for name, node in inputs.items()}
-        live = live_nodes([self.recorded.output, *self.recorded.answers, *self._edges_of_graph])
-        of_rows: set[Node] = set()
-        for node in live:
-            if node.name.startswith("vertex ") or of_rows & {*node.reads}:
-                of_rows.add(node)
-        changed = {node.reads[0] for node in of_rows if node.in_place}
-        for node in live:
-            node.replace_reads(first)
-            is_apart = node.drops or is_batch_norm(node) or isinstance(node.call, Opaque)
-            key = node if is_apart or node in changed else node.key
-            first[node] = by_key.setdefault(key, self.shared.get(key, node))
-            self.order.setdefault(first[node], node.index)
-        self.recorded.output = first[self.recorded.output]
-        self.recorded.answers = {first[n]: answer for n, answer in self.recorded.answers.items()}
-
-    @property
-    def _edges_of_graph(self) -> list[Node]:
-        """The edges of a DGL graph, if calls of its kernels were recorded."""
-        inputs = self.recorded.inputs
-        return [inputs[EDGES_OF]] if EDGES_OF in inputs else []
 
     # -- kinds and pieces ------------------------------------------------------------------------
 
@@ -195,8 +165,8 @@ class Cutter:
         """Set a node's kind and, for ROWS and INNER, the first piece that can compute it."""
         kinds = {read.kind for read in node.reads}
         if node.call is None:
-            is_rows, is_free = node.name.startswith("vertex "), node.name == "vertices"
-            node.kind = ROWS if is_rows else FREE if is_free else STRUCTURE
+            is_free = node.name == "vertices"
+            node.kind = ROWS if is_rows(node) else FREE if is_free else STRUCTURE
             node.piece = 0
         elif kinds & {ROWS, CHOSEN, INNER}:
             through = [r for r in node.reads if r.kind == STRUCTURE and not self._is_field(r)]
@@ -222,6 +192,10 @@ class Cutter:
                 node.kind = FREE if FREE in kinds else FIXED
         if node.kind == ROWS and isinstance(node.value, Tensor):
             node.dim = rows_at(node.value, self.n) or 0
+        if node.kind == INNER and node.drops:
+            node.edges = self.edge_set_of(node)
+            if node.edges is None:
+                raise Unfit("dropout of something that is no rows of edges")
 
     def _has_equal_rows(self, node: Node) -> bool:
         return self._has_rows(node) and all(
@@ -564,7 +538,6 @@ class Cutter:
                 if read.kind == ROWS and (read.call is None or read.runs_in != at):
                     readers[read].add(at)
         self._hand_on(pieces, readers)
-        self._number_dropouts()
         alike = (FIXED, FREE, STRUCTURE)
         self.shared |= {node.key: node for node in self.live if node.kind in alike}
         by_layer = [LayerPieces(*pieces[at : at + 3]) for at in range(0, 3 * layers, 3)]
@@ -640,16 +613,6 @@ class Cutter:
                 piece.outputs = rows = alive(at + 1)
             piece.frees = frees(piece.nodes, {*piece.outputs})
 
-    def _number_dropouts(self) -> None:
-        """Number the dropouts in the order of `forward`, and find the edges that INNER drops."""
-        for number, node in enumerate(node for node in self.recorded.nodes if node.drops):
-            node.number = number
-        for node in self.live:
-            if node.drops and node.kind == INNER:
-                node.edges = self.edge_set_of(node)
-                if node.edges is None:
-                    raise Unfit(f"{node.place}dropout of something that is no rows of edges")
-
 
 def _same(value: Any) -> Any:
     return value
@@ -661,42 +624,6 @@ def _is_one_of_several(node: Node) -> bool:
     It stays in the call's piece: rows are handed on as single tensors."""
     is_item = node.call is operator.getitem and isinstance(node.args[0], Node)
     return is_item and isinstance(node.args[0].value, (tuple, list))
-
-
-def is_batch_norm(node: Node) -> bool:
-    """Whether a call normalises by moments of all rows."""
-    return node.call is F.batch_norm
-
-
-def freeze_norms(nodes: Iterable[Node], is_training: bool, frozen: set[Any]) -> None:
-    """Make batch norms row-wise that use running moments in training.
-
-    frozen: the running means of these norms; training adds to it, evaluation reads it. Raises Unfit
-    if a batch norm uses moments of all rows in evaluation."""
-    for node in nodes:
-        if not is_batch_norm(node):
-            continue
-        arguments = norm_arguments(node)
-        if is_training and not arguments["training"]:
-            frozen.add(arguments["running_mean"])
-        if arguments["running_mean"] in frozen:
-            node.call = _frozen_norm
-        elif not is_training and arguments["training"] and arguments["running_mean"] is not None:
-            raise Unfit(
-                f"{node.place}a batch norm takes moments of all rows in evaluation too; let eval()"
-                " reach it, and give training=self.training"
-            )
-
-
-def _frozen_norm(*args: Any, **kwargs: Any) -> Tensor:
-    return F.batch_norm(*args, **kwargs)
-
-
-def norm_arguments(norm: Node) -> dict[str, Any]:
-    """Return the arguments of a call of batch norm by name, with defaults."""
-    call = BATCH_NORM.bind(*norm.args, **norm.kwargs)
-    call.apply_defaults()
-    return call.arguments
 
 
 def differing(expected: Tensor, found: Tensor) -> int | None:

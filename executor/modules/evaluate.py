@@ -16,7 +16,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._pytree import tree_leaves
 
 from gnnplan.executor.layers.kernels import Block
-from gnnplan.executor.modules.record import Named, Node, Opaque, Slice
+from gnnplan.executor.modules.record import Named, Node, Slice, dropout_of
 
 CPU = torch.device("cpu")
 Values = dict[Node, Any]
@@ -56,13 +56,11 @@ class Place:
         # tree_map over the arguments would take as long as many a call
         args = tuple(self._argument(argument, values) for argument in node.args)
         kwargs = {name: self._argument(value, values) for name, value in node.kwargs.items()}
-        if p := node.drops:
-            return self.draw(node, args[0] if args else kwargs["input"], p)
+        if node.drops:
+            return self.draw(node, *dropout_of(args, kwargs)[:2])
         if node.in_place and not may_overwrite:
             args = (args[0].clone(), *args[1:])
-        function: Any = node.call
-        if isinstance(node.call, Opaque):
-            function = self.named(node.call.path)
+        function = self._argument(node.call, values)
         with nullcontext() if node.has_grad else torch.no_grad():
             result = function(*args, **kwargs)
         return args[0] if result is None else result

@@ -31,7 +31,7 @@ from torch.nn.parameter import is_lazy
 from gnnplan.executor.modules.bind import FORWARD_BYTES, GRAPHS, VERTICES, WIDTHS, field_of
 from gnnplan.executor.modules.convert import Parameters
 from gnnplan.executor.modules.cut import differing
-from gnnplan.executor.modules.record import Unfit, is_the_users, is_written_by_user
+from gnnplan.executor.modules.record import Unfit, is_the_users, is_written_by_user, words_of
 from gnnplan.planner.vocabulary.errors import SpecError
 from gnnplan.planner.vocabulary.files import read_bytes, suggest, write_atomically
 
@@ -146,7 +146,7 @@ def _execute(file: Path) -> ModuleType:
     folders may have one name."""
     code, root, packages = ModuleType(f"{USER}{file.stem}"), file.parent, ""
     for each in [module for name, module in sys.modules.items() if name.startswith(USER)]:
-        for name in vars(each)[IMPORTED]:
+        for name in vars(each).get(IMPORTED, ()):  # code that PyG generates has none
             sys.modules.pop(name, None)
     before = {*sys.modules}
     while (root / "__init__.py").exists():
@@ -184,7 +184,6 @@ def _blamed(file: Path | None, what: str) -> Iterator[None]:
         lines = [frame.lineno for frame in frames if frame.filename == str(file)]
         if isinstance(error, SyntaxError):
             lines = [error.lineno]
-        words = str(error).strip().splitlines() or [""]
         remedy = "run it with python to see more"
         if isinstance(error, SystemExit):
             remedy = (
@@ -192,9 +191,7 @@ def _blamed(file: Path | None, what: str) -> Iterator[None]:
                 ' if __name__ == "__main__"'
             )
         place = f"{file}{f', line {lines[-1]}' if lines else ''}: " if file else ""
-        raise SpecError(
-            f"{place}{what} ({type(error).__name__}: {words[0]:.200}); {remedy}"
-        ) from error
+        raise SpecError(f"{place}{what} ({words_of(error)}); {remedy}") from error
 
 
 def _arguments(
@@ -233,7 +230,7 @@ def keep(kept: nn.Module | Parameters, folder: Path, name: str) -> tuple[Path, s
         data = cloudpickle.dumps(kept)
     except Exception as error:
         raise Unfit(
-            f"ranks cannot be given it ({type(error).__name__}: {str(error)[:100]}); name the file"
+            f"ranks cannot be given it ({words_of(error)}); name the file"
             " that it is in, as 'model.py:MyGNN'"
         ) from error
     finally:
@@ -255,7 +252,7 @@ def loaded(data: bytes) -> nn.Module | Parameters:
             kept = cloudpickle.loads(data)
     except Exception as error:
         raise SpecError(
-            f"a live module's file cannot be read ({type(error).__name__}: {error!s:.100}), as"
+            f"a live module's file cannot be read ({words_of(error)}), as"
             " another version of gnnplan or of a library wrote it; plan again"
         ) from error
     assert isinstance(kept, (nn.Module, Parameters))

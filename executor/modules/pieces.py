@@ -9,7 +9,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, cast
+from typing import Any
 from weakref import WeakKeyDictionary
 
 import numpy as np
@@ -25,12 +25,11 @@ from gnnplan.executor.modules.cut import (
     LayerPieces,
     Piece,
     Program,
-    is_batch_norm,
-    norm_arguments,
     width_of,
 )
 from gnnplan.executor.modules.evaluate import Place, Values, grouped, storages
-from gnnplan.executor.modules.record import FIXED, Named, Node, Opaque, tensors_of
+from gnnplan.executor.modules.record import FIXED, Named, Node, tensors_of
+from gnnplan.executor.modules.rewrite import is_batch_norm, norm_arguments
 from gnnplan.executor.modules.structure import Structure, edge_index_of
 from gnnplan.planner.gnn.model import Model
 from gnnplan.planner.gnn.workload import Workload
@@ -83,10 +82,7 @@ class Pieces:
     def net(self, shapes: Model, workload: Workload, which: range | None) -> Net:
         """Return the layers `which`, with the tensors of a new copy of the module."""
         own = replace(self, module=copy.deepcopy(self.module))
-        net = Net(shapes, workload, which, own.layer)
-        if own.training.ends.nodes and net.total in net.which:
-            net.ends = Tail(cast(PieceLayer, net.layer(net.total)))
-        return net
+        return Net(shapes, workload, which, own.layer)
 
     def trained(self, weights: Mapping[str, Tensor], steps: int = 0) -> dict[str, Tensor]:
         """Return a Net's weights after so many steps as the state_dict of the user's module."""
@@ -215,6 +211,7 @@ class PieceLayer(Layer):
     linear = False
     reads_whole = True
     drop = no_dropout
+    norm_after: PackedNorm | None = None
 
     def __init__(self, pieces: Pieces, number: int) -> None:
         super().__init__()
@@ -226,6 +223,8 @@ class PieceLayer(Layer):
         self._register_tensors()
         norms = any(is_batch_norm(node) for node in cut.prepare.nodes)
         self.norm = PackedNorm(self, cut.prepare) if norms else None
+        if number == pieces.layers and pieces.training.ends.nodes:
+            self.norm_after = PackedNorm(self, pieces.training.ends)
 
     def _register_tensors(self) -> None:
         """Register the module's tensors and submodules that this layer's calls read."""
@@ -236,8 +235,8 @@ class PieceLayer(Layer):
             ends = program.ends.nodes if self.number == self.pieces.layers else []
             for node in (*cut.prepare.nodes, *cut.gather.nodes, *cut.update.nodes, *ends):
                 names |= set(node.tensor_names)
-                if isinstance(node.call, Opaque):
-                    self.add_module(node.call.path.replace(".", "/"), modules[node.call.path])
+                if isinstance(node.call, Named):
+                    self.add_module(node.call.name.replace(".", "/"), modules[node.call.name])
         for name in sorted(names):
             own, tensor = name.replace(".", "/"), tensors[name]
             if isinstance(tensor, nn.Parameter) and tensor.requires_grad:
@@ -398,15 +397,10 @@ class PieceLayer(Layer):
         ids: dict[Node | None, Tensor] = {None: self.drop.vertices[:vertices]}
         return packed(self._run(piece, values, vertices, rows, ids), piece.outputs)
 
-
-class Tail:
-    """Batch norm after the last layer, and the calls that follow it."""
-
-    def __init__(self, layer: PieceLayer) -> None:
-        self.layer, self.norm = layer, PackedNorm(layer, layer.pieces.training.ends)
-
-    def __call__(self, h: Tensor, drop: Drop = no_dropout, moments: Tensor | None = None) -> Tensor:
-        """Compute h_L [R, W] -> logits [R, C]."""
-        during = self.layer.during(drop)
+    def finish(self, h: Tensor, drop: Drop, moments: Tensor | None = None) -> Tensor:
+        """Compute h_L [R, W] -> logits [R, C], by the calls from a batch norm on that follows."""
+        if self.norm_after is None:
+            return h
+        during = self.during(drop)
         piece = during.mode.ends
-        return packed(during.begin(piece, self.norm, h, moments), piece.outputs)
+        return packed(during.begin(piece, self.norm_after, h, moments), piece.outputs)

@@ -41,16 +41,15 @@ from gnnplan.executor.modules.bind import (
     block_of,
     copied,
 )
-from gnnplan.executor.modules.cut import Cutter, Program, differing, freeze_norms
-from gnnplan.executor.modules.ends import flip, join_ends, read_both_ways, sums_at
+from gnnplan.executor.modules.cut import Cutter, Program, differing
 from gnnplan.executor.modules.evaluate import Place, tensors
-from gnnplan.executor.modules.pieces import Pieces, Tail, drawn, pair_ids
+from gnnplan.executor.modules.pieces import Pieces, drawn, pair_ids
 from gnnplan.executor.modules.record import (
     COUNTER,
     DROPOUTS,
     INNER,
+    Named,
     Node,
-    Opaque,
     Recorded,
     Unfit,
     dropout_of,
@@ -61,8 +60,8 @@ from gnnplan.executor.modules.record import (
     named_in,
     record,
     replaced,
-    with_sizes,
 )
+from gnnplan.executor.modules.rewrite import flip, freeze_norms, rewritten, sums_at
 from gnnplan.executor.modules.structure import OF_TURNED, Structure
 from gnnplan.planner.graph.graph import CsrEdges
 
@@ -274,12 +273,11 @@ def recorded_of(
         given = graph.given(dtype, is_recorded=True)
         run = partial(graph.binding.call, own, given)
         recorded = partial(record, own, given, run, graph.vertices, parts, takes_constants)
-        return own, join_ends(_guarded(graph, recorded))
+        return own, _guarded(graph, recorded)
 
     def on_both(takes_constants: bool) -> tuple[nn.Module, Recorded]:
         (own, few), (_, many) = (on(graph, takes_constants) for graph in (small, small.larger))
-        recorded = with_sizes(few, many)
-        return own, recorded if small.graph.directed else read_both_ways(recorded)
+        return own, rewritten(few, many, small.graph.directed)
 
     try:
         return on_both(takes_constants=True)
@@ -311,19 +309,14 @@ def prove(module: nn.Module, pieces: Pieces, small: Small) -> None:
         output = in_parts(replace(pieces, module=own), small, is_training)
         return output, lambda: gradients_of(own) | dict(own.named_buffers())
 
-    try:
-        must_compute(module, small, dropout_mode, candidate)
-    except Unfit as unfit:
-        seen, guessed, _ = str(unfit).partition("): ")
-        in_evaluation = "in evaluation is" in seen and pieces.differs
-        if guessed and (suspected := in_evaluation or _suspected(pieces, small)):  # says more
-            raise Unfit(f"{suspected}; {seen})") from unfit
-        raise
+    must_compute(module, small, dropout_mode, candidate, partial(_suspected, pieces, small))
 
 
-def _suspected(pieces: Pieces, small: Small) -> str:
-    """Return a call that may look at more than the edges into a vertex, as the start of an error
-    message; '': there is none."""
+def _suspected(pieces: Pieces, small: Small, is_training: bool) -> str:
+    """Return why pieces may compute something else, as a call that may look at more than the edges
+    into a vertex, as the start of an error message; '': nothing is known."""
+    if pieces.differs and not is_training:
+        return pieces.differs
     if small.adds_loops:
         return "forward also reads the graph without the self-loops that it adds; add them first"
     edge_sets = [edges.value for edges in edge_sets_of(pieces.training.live)]
@@ -338,9 +331,9 @@ def _suspected(pieces: Pieces, small: Small) -> str:
             )
         if node.call is flip:
             return f"{node.place}{OF_TURNED}"
-        if isinstance(node.call, Opaque):
+        if isinstance(node.call, Named):
             return (
-                f"{node.place}{node.call.path} ({node.call.kind}) is called as a whole, since torch"
+                f"{node.place}{node.call.name} ({node.call.kind}) is called as a whole, since torch"
                 " does not see all that it computes: that must follow from the edges into each"
                 " vertex, looked at once"
             )
@@ -358,16 +351,41 @@ def must_compute(
     small: Small,
     dropout_mode: Callable[[], TorchFunctionMode],
     candidate: Callable[[bool], Candidate],
+    suspected: Callable[[bool], str],
 ) -> None:
     """Raise Unfit if `candidate` computes something else than the module. Both are in float64.
 
     dropout_mode: makes a mode in which the module's dropout draws the masks that `candidate` draws.
-    candidate: is called with whether to train."""
+    candidate, suspected: are called with whether to train; see Candidate, _suspected."""
 
     def run(own: nn.Module, is_training: bool, values: Mapping[str, Any]) -> Tensor:
         # in evaluation nothing drops, and no mode stands between the module and torch
         within = dropout_mode if is_training else nullcontext
         return _output(own.train(is_training), small, values, within)
+
+    def must_equal(
+        one: Tensor, other: Tensor, what: str, is_training: bool, most: float = 1.0
+    ) -> None:
+        """Raise Unfit if tensors differ; most: the largest number that they are differences of."""
+        one, other = one.detach(), other.detach()
+        largest = float(one.abs().nan_to_num().max()) if one.numel() else 0.0
+        largest = max(largest, 1e-3 * most)
+        gap = float((one - other).abs().max()) if one.numel() else 0.0
+        if gap <= WITHIN * largest:
+            return
+        _must_not_read_order(module, small)  # which says more
+        seen = (
+            f"its {what} in {'training' if is_training else 'evaluation'} is another when its calls"
+            f" of torch run in pieces, on parts of a graph (off by {gap:.3g} of {largest:.3g})"
+        )
+        raise Unfit(
+            f"{why}; {seen}"
+            if (why := suspected(is_training))
+            else f"{seen}: something of it is not in these calls, as code outside torch, or numbers"
+            " that were kept from an earlier call; or it reads how many vertices there are, or"
+            " their places, as x.size(0) and torch.arange do; or edges that leave a vertex, of"
+            " which a part knows those into its own"
+        )
 
     for is_training in (True, False):
         own, new = (copy.deepcopy(module).to(torch.float64) for _ in range(2))
@@ -413,11 +431,7 @@ def must_compute(
                 " or edges is among them, or the place of an edge; write sizes, as x.size(0), and"
                 " add up rows over edges by index_add"
             ) from error
-        try:
-            _must_equal(expected, output, "output", is_training)
-        except Unfit:
-            _must_not_read_order(module, small)  # which says more
-            raise
+        must_equal(expected, output, "output", is_training)
         found, gradients = tensors(), gradients_of(own)
         if thin := next((name for name, g in gradients.items() if is_sparse(g)), ""):
             raise Unfit(
@@ -428,7 +442,7 @@ def must_compute(
         for name, gradient in gradients.items():
             other = found.get(name)
             if gradient is not None and other is not None:
-                _must_equal(gradient, other, f"gradient of {name}", is_training, max(most, 1.0))
+                must_equal(gradient, other, f"gradient of {name}", is_training, max(most, 1.0))
             elif gradient is not other:
                 raise Unfit(
                     f"{name} has a gradient in one of forward and what is trained for it alone:"
@@ -438,7 +452,7 @@ def must_compute(
         for name, buffer in buffers.items():
             other = found.get(name)
             if other is not None and other.is_floating_point():
-                _must_equal(buffer, other, f"buffer {name}", is_training)
+                must_equal(buffer, other, f"buffer {name}", is_training)
 
 
 def _must_keep_nothing_else(
@@ -559,25 +573,6 @@ def _output(
     return _guarded(small, run)
 
 
-def _must_equal(
-    expected: Tensor, found: Tensor, what: str, is_training: bool, most: float = 1.0
-) -> None:
-    """Raise Unfit if tensors differ; most: the largest number that theirs are differences of."""
-    expected, found = expected.detach(), found.detach()
-    largest = float(expected.abs().nan_to_num().max()) if expected.numel() else 0.0
-    largest = max(largest, 1e-3 * most)
-    gap = float((expected - found).abs().max()) if expected.numel() else 0.0
-    if not gap <= WITHIN * largest:
-        mode = "training" if is_training else "evaluation"
-        raise Unfit(
-            f"its {what} in {mode} is another when its calls of torch run in pieces, on parts"
-            f" of a graph (off by {gap:.3g} of {largest:.3g}): something of it is not in these"
-            " calls, as code outside torch, or numbers that were kept from an earlier call; or it"
-            " reads how many vertices there are, or their places, as x.size(0) and torch.arange do;"
-            " or edges that leave a vertex, of which a part knows those into its own"
-        )
-
-
 def _must_not_read_order(module: nn.Module, small: Small) -> None:
     """Raise Unfit if the module's output changes when vertices are numbered in reverse."""
     twin, whole = copy.copy(small), small.whole
@@ -598,7 +593,6 @@ def _must_not_read_order(module: nn.Module, small: Small) -> None:
 
 def in_parts(pieces: Pieces, small: Small, is_training: bool) -> Tensor:
     """Return the output of all vertices, with each layer computed on the parts of the graph."""
-    mode = pieces.training if is_training else pieces.evaluation
     layers = [pieces.layer(number) for number in range(1, pieces.layers + 1)]
     dtype = pieces.structure.dtype
     given = small.given(dtype)
@@ -612,11 +606,8 @@ def in_parts(pieces: Pieces, small: Small, is_training: bool) -> Tensor:
             drop = Drop(0.0, 7, 0, layer.number, block.source, training=is_training)
             outputs.append(layer(block, rows[block.source], drop, moments=moments))
         rows = torch.cat(outputs)[torch.argsort(torch.cat(small.parts))]
-    if mode.ends.nodes:
-        tail = Tail(layers[-1])
-        drop = Drop(0.0, 7, 0, len(layers) + 1, torch.arange(small.vertices), training=is_training)
-        rows = tail(rows, drop, moments_of(tail.norm, rows, is_training))
-    return rows
+    drop = Drop(0.0, 7, 0, len(layers) + 1, torch.arange(small.vertices), training=is_training)
+    return layer.finish(rows, drop, moments_of(layer.norm_after, rows, is_training))
 
 
 def moments_of(norm: BatchNorm | None, rows: Tensor, is_training: bool) -> Tensor | None:
@@ -641,9 +632,8 @@ class Dropouts(TorchFunctionMode):
     ) -> Any:
         if func not in DROPOUTS:
             return func(*args, **(kwargs or {}))
-        p, training, in_place = dropout_of(args, kwargs or {})
-        rows = args[0] if args else (kwargs or {})["input"]
-        if not (training and p):
+        rows, p, in_place = dropout_of(args, kwargs or {})
+        if not p:
             return rows
         out = self.draw(rows, p)
         return rows.copy_(out) if in_place else out

@@ -29,7 +29,7 @@ from gnnplan.executor.layers.count import Unmeasured, count, must_sum_columns
 from gnnplan.executor.layers.layer import EDGES, Layer
 from gnnplan.executor.layers.models import Net
 from gnnplan.executor.modules.bind import VERTICES, Fields, GraphFields, Small, copied, field_of
-from gnnplan.executor.modules.convert import NoChain, Parameters, converted
+from gnnplan.executor.modules.convert import Parameters, converted
 from gnnplan.executor.modules.make import (
     PICKLED,
     as_planned,
@@ -43,7 +43,7 @@ from gnnplan.executor.modules.make import (
 )
 from gnnplan.executor.modules.pieces import Pieces
 from gnnplan.executor.modules.prove import followed, prove, run_once
-from gnnplan.executor.modules.record import Opaque, Unfit
+from gnnplan.executor.modules.record import Named, Unfit, words_of
 from gnnplan.planner.gnn.model import Model
 from gnnplan.planner.gnn.workload import Module, ModuleLayer, Workload
 from gnnplan.planner.graph.data import unread_by
@@ -164,7 +164,7 @@ def read(
                 chain = converted(module, graph)
                 fields, own = chain.fields, chain.own
                 trained = Parameters(dict(module.state_dict()), chain.places)
-            except NoChain:
+            except Unfit:
                 trained = proved(module, graph, dtype)
                 fields, own = _described(trained, graph, dtype)
             if file is None:
@@ -198,9 +198,9 @@ def _described(
             counted = count(layer, h_in, h_out, False, number > 1, dtype)
         except Unmeasured as error:
             for call in (node.call for node in layer.cut.gather.nodes):
-                if isinstance(call, Opaque):
+                if isinstance(call, Named):
                     raise Unfit(
-                        f"layer {number}, in {call.path} ({call.kind}), which is called as a whole:"
+                        f"layer {number}, in {call.name} ({call.kind}), which is called as a whole:"
                         f" {error}. A Python function of mailboxes, as an LSTM, runs once per"
                         " degree; reduce by a function of dgl.function, as its sum and mean"
                     ) from error
@@ -320,7 +320,7 @@ def _understood_again(workload: Workload, made: nn.Module) -> Parameters | Piece
         else:
             chain = converted(made, graph, proves=False)
             widths = _widths_of(chain.own["layers"])
-    except (Unfit, NoChain) as unfit:
+    except Unfit as unfit:
         raise SpecError(f"{module.file}: {module.name}: {unfit}; plan again") from unfit
     if widths != (planned := _widths_of(module.layers)):
         raise SpecError(
@@ -497,10 +497,9 @@ def _counted(
     except Unmeasured as error:
         raise SpecError(f"{where}: {error}") from error
     except Exception as error:
-        words = (str(error).strip().splitlines() or [""])[0]
         raise SpecError(
             f"{where}: layer {number} of {shape.h_in} -> {shape.h_out} numbers fails on a small"
-            f" block ({type(error).__name__}: {words:.200})"
+            f" block ({words_of(error)})"
         ) from error
     return shape.model_copy(update={"counted": found, "half": half})
 

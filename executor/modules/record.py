@@ -7,7 +7,7 @@ recording has one branch, so a module that reads a tensor's truth or numbers is 
 that draws random numbers is refused too, except for dropout.
 
 Calls of DGL's kernels are recorded too. torch does not see some other computations, such as
-compiled code. The innermost module around such a computation is recorded as one call (`Opaque`).
+compiled code. The innermost module around such a computation is recorded as one call, by its name.
 Python may ask for numbers of tensors that are computed from edges and fields alone: the answers are
 recorded, and the graph that is trained on must give the same ones."""
 
@@ -113,7 +113,7 @@ def edges_of(graph: Any) -> Tensor:
 class Node:
     """A value that `forward` computes by one call, or an input of `forward` (`name`)."""
 
-    call: Callable[..., Any] | Opaque | None  # None: an input
+    call: Callable[..., Any] | Named | None  # None: an input; Named: a submodule
     args: tuple[Any, ...] = ()  # Node for a computed value, Named for a parameter
     kwargs: Mapping[str, Any] = field(default_factory=dict)
     name: str = ""
@@ -122,6 +122,7 @@ class Node:
     has_grad: bool = True  # autograd is on
     in_place: bool = False  # the call changes its first argument, and returns it
     drops: float = 0.0  # p of dropout; 0: the call drops nothing
+    number: int = 0  # of the calls that drop, in the order of forward
     value: Any = None  # on the small graph
     index: float = field(default_factory=itertools.count().__next__)  # in the order of calls
     # cut.py sets the following
@@ -129,7 +130,6 @@ class Node:
     dim: int = 0  # of ROWS: the dimension that has a row per vertex
     piece: int = 0  # of ROWS and INNER: the first piece that can compute the value
     runs_in: int = 0  # the piece that computes it
-    number: int = 0  # of an active dropout, in the order of forward
     edges: Node | None = None  # of an active dropout of INNER: the edge set whose rows it drops
 
     def __repr__(self) -> str:
@@ -144,7 +144,7 @@ class Node:
     @property
     def what(self) -> str:
         """The name of the function or module that is called."""
-        if isinstance(self.call, Opaque):
+        if isinstance(self.call, Named):
             return self.call.kind
         if isinstance(function := getattr(self.call, "__self__", None), type):
             return function.__name__  # the `apply` of a torch.autograd.Function
@@ -155,7 +155,7 @@ class Node:
         """The nodes among the arguments."""
         return [leaf for leaf in leaves_of((self.args, self.kwargs)) if isinstance(leaf, Node)]
 
-    def replace_reads(self, replacements: Mapping[Node, Node]) -> None:
+    def replace_reads(self, replacements: Mapping[Node, Any]) -> None:
         """Replace nodes among the arguments."""
 
         def replaced(argument: Any) -> Any:
@@ -190,14 +190,6 @@ class Node:
         return key
 
 
-@dataclass(frozen=True)
-class Opaque:
-    """A module that is called as a whole: its path in the user's module, and its class's name."""
-
-    path: str
-    kind: str
-
-
 class Slice(NamedTuple):
     """A slice whose bounds may be nodes (sizes)."""
 
@@ -208,9 +200,12 @@ class Slice(NamedTuple):
 
 @dataclass(frozen=True)
 class Named:
-    """A parameter, buffer or other tensor of the module, by its name there."""
+    """A tensor of the module, or a submodule that is called as a whole, by its name there.
+
+    kind: the name of the submodule's class."""
 
     name: str
+    kind: str = ""
 
 
 def leaves_of(tree: Any) -> list[Any]:
@@ -225,11 +220,11 @@ def leaves_of(tree: Any) -> list[Any]:
     return [leaf for each in tree for leaf in leaves_of(each)]
 
 
-def dropout_of(args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[float, bool, bool]:
-    """Return (p, whether dropout is active, whether it is in place) of a call of dropout."""
+def dropout_of(args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[Any, float, bool]:
+    """Return (rows, p, whether it is in place) of a call of dropout; p is 0 in evaluation."""
     given = dict(zip(("input", "p", "training", "inplace"), args, strict=False)) | dict(kwargs)
-    given.setdefault("training", given.pop("train", True))
-    return float(given.get("p", 0.5)), bool(given["training"]), bool(given.get("inplace", False))
+    p = given.get("p", 0.5) if given.get("training", given.get("train", True)) else 0.0
+    return given["input"], float(p), bool(given.get("inplace", False))
 
 
 @dataclass
@@ -242,7 +237,7 @@ class Recorded:
     # what Python read from a node that is computed from edges and fields alone; once `with_sizes`
     # has run, (t, n), which mean t times the number of vertices plus n, or n itself if t is 0
     answers: dict[Node, Any] = field(default_factory=dict)
-    reader: int = 1  # the end of an edge whose vertex reads the other; see ends.py
+    reader: int = 1  # the end of an edge whose vertex reads the other; see rewrite.py
 
     @property
     def vertices(self) -> int:
@@ -367,11 +362,10 @@ class _Recorder(TorchFunctionMode):
         version = None if first is None else first._version
         before = torch.get_rng_state() if func not in DROPOUTS else None
         if func in DROPOUTS:
-            p, training, in_place = dropout_of(args, kwargs)
-            if training and p >= 1.0:
-                raise Unfit(f"{node.place}dropout of p={p:g} leaves nothing; use p < 1")
-            node.drops = p if training else 0.0
-            rows = args[0] if args else kwargs["input"]
+            rows, node.drops, in_place = dropout_of(args, kwargs)
+            node.number = sum(other.drops > 0 for other in self.nodes[:-1])
+            if node.drops >= 1.0:
+                raise Unfit(f"{node.place}dropout of p={node.drops:g} leaves nothing; use p < 1")
             # nothing is dropped while recording: masks are drawn where the calls run
             result = rows.mul_(1.0) if in_place else rows * 1.0
         else:
@@ -598,8 +592,8 @@ class _Recorder(TorchFunctionMode):
                 ):
                     raise _Unseen(path)
             return result
-        opaque = Opaque(path, type(part).__name__)
-        return self._record_whole(opaque, args, kwargs, run, path in self.may_drop)
+        whole = Named(path, type(part).__name__)
+        return self._record_whole(whole, args, kwargs, run, path in self.may_drop)
 
     def _record_whole(
         self, call: Any, args: Any, kwargs: Any, run: Callable[[], Any], may_drop: bool = False
@@ -674,66 +668,8 @@ def _states_outside_torch() -> bytes:
 
 
 def number_of(edges: Tensor) -> int:
-    """Return the number of edges of an edge set [2, E]."""
-    return edges.shape[1]
-
-
-def with_sizes(small: Recorded, large: Recorded) -> Recorded:
-    """Replace numbers that differ between a small and a large graph by sizes; return `small`.
-
-    A size is the number of vertices, or of edges of an edge set. Raises Unfit if something else
-    differs."""
-    both = [live_nodes([recorded.output, *recorded.answers]) for recorded in (small, large)]
-    twins = dict(zip(*both, strict=False))
-    inputs = zip(small.inputs.values(), large.inputs.values(), strict=True)
-    edge_sets = [pair for pair in inputs if is_edge_set(pair[0].value)]
-
-    def unequal(node: Node) -> Unfit:
-        return Unfit(
-            f"{node.place}{node.what} of a graph of {large.vertices:,} vertices is another call"
-            f" than of one of {small.vertices}; let nothing depend on the size of the graph"
-        )
-
-    def argument(first: Any, second: Any) -> Any:
-        """Return an argument of the small graph's call, or the size that it is."""
-        if isinstance(first, Node) and isinstance(second, Node):
-            is_same = twins.get(first) is second
-        elif isinstance(first, (int, float, str, Named)):
-            is_same = repr(first) == repr(second)
-        else:
-            is_same = type(first) is type(second)
-        return first if is_same else size(first, second)
-
-    def size(first: Any, second: Any) -> Node:
-        if type(first) is int and (first, second) == (small.vertices, large.vertices):
-            return small.inputs["vertices"]
-        for edges, more in reversed(edge_sets):
-            sizes = edges.value.shape[1], more.value.shape[1]
-            if type(first) is int and (first, second) == sizes:
-                return Node(number_of, (edges,), index=node.index - 0.5, value=first)
-        raise unequal(twin)
-
-    for node, twin in twins.items():
-        if (node.what, node.has_grad) != (twin.what, twin.has_grad):
-            raise unequal(twin)
-        arguments = (node.args, dict(node.kwargs)), (twin.args, dict(twin.kwargs))
-        try:
-            node.args, node.kwargs = tree_map(argument, *arguments)
-        except ValueError:  # the arguments are nested otherwise
-            raise unequal(twin) from None
-        edge_sets += [(node, twin)] if is_edge_set(node.value) else []
-    if len(both[0]) != len(both[1]):
-        raise unequal(both[1][-1])
-    # Python may read the number of vertices, the last vertex's id, or one number of both graphs
-    known = {(small.vertices - less, large.vertices - less): (1, -less) for less in (0, 1)}
-    if len(small.answers) != len(large.answers):
-        raise unequal(both[1][-1])
-    pairs = zip([*small.answers.items()], large.answers.values(), strict=True)
-    for (node, first), second in pairs:
-        if first != second and (first, second) not in known:
-            raise Unfit(f"{node.place}{NUMBERS_ASKED.format(node.what)}")
-        small.answers[node] = known.get((first, second), (0, first))
-    return small
+    """Return the number of edges of an edge set [2, E], or of their ends [E]."""
+    return edges.shape[-1]
 
 
 def live_nodes(outputs: Iterable[Node], given: Collection[Node] = ()) -> list[Node]:
@@ -748,6 +684,20 @@ def live_nodes(outputs: Iterable[Node], given: Collection[Node] = ()) -> list[No
             live.add(node)
             todo += [] if node in given else node.reads
     return sorted(live, key=lambda node: node.index)
+
+
+def follow_from(nodes: Iterable[Node], is_source: Callable[[Node], bool]) -> set[Node]:
+    """Return the sources among nodes in the order of calls, and what is computed from them."""
+    found: set[Node] = set()
+    for node in nodes:
+        if is_source(node) or found & {*node.reads}:
+            found.add(node)
+    return found
+
+
+def is_rows(node: Node) -> bool:
+    """Whether a node is a field of vertices that `forward` receives."""
+    return node.name.startswith("vertex ")
 
 
 def is_sparse(value: Any) -> bool:
@@ -765,6 +715,12 @@ def is_edge_set(value: Any) -> bool:
         and value.shape[0] == 2
         and value.shape[1] > 2
     )
+
+
+def is_end(value: Any) -> bool:
+    """Whether a value may be the sources or the destinations of edges: vertices' ids, int64 [E]."""
+    is_id = isinstance(value, Tensor) and value.dtype == torch.int64
+    return is_id and not is_sparse(value) and value.ndim == 1
 
 
 def edge_sets_of(nodes: Collection[Node]) -> list[Node]:
@@ -803,6 +759,11 @@ def line_of(error: BaseException) -> str:
     steps = traceback.walk_tb(error.__traceback__)
     lines = [line for frame, line in steps if _is_users_frame(frame)]
     return f"line {lines[-1]}: " if lines else ""
+
+
+def words_of(error: BaseException) -> str:
+    """Return an error's class, and the first line of its text."""
+    return f"{type(error).__name__}: {(str(error).strip().splitlines() or [''])[0]:.200}"
 
 
 def _is_users_frame(frame: FrameType) -> bool:

@@ -18,7 +18,6 @@ from torch import Tensor
 
 from gnnplan.executor.layers.kernels import Block
 from gnnplan.executor.modules.cut import BLOCK, DESTINATIONS, Program, differing
-from gnnplan.executor.modules.ends import flip
 from gnnplan.executor.modules.evaluate import Place, Values, frees, keys, tensors, with_loops
 from gnnplan.executor.modules.record import (
     EDGES_OF,
@@ -28,9 +27,11 @@ from gnnplan.executor.modules.record import (
     Unfit,
     edge_sets_of,
     is_edge_set,
+    is_rows,
     is_sparse,
     live_nodes,
 )
+from gnnplan.executor.modules.rewrite import flip
 from gnnplan.planner.graph.graph import CsrEdges
 
 OF_TURNED = (
@@ -134,12 +135,12 @@ class Structure:
         self.nodes, inputs = live_nodes(self.read), self.small.inputs
         is_dgl = any(node.name == "g" for node in self.nodes)  # a DGL graph has all fields
         self.edges = inputs.get("edge_index", Node(None, name="edge_index"))
-        self.fields = [  # of edges
-            node
+        self.fields = {  # of edges, by their names in the graph
+            name.removeprefix("edge "): node
             for name, node in inputs.items()
             if name.startswith("edge ") and (is_dgl or node in self.nodes)
-        ]
-        self.whole |= dict.fromkeys(self.fields, self.edges)
+        }
+        self.whole |= dict.fromkeys(self.fields.values(), self.edges)
 
     @property
     def small(self) -> Recorded:
@@ -162,7 +163,7 @@ class Structure:
         self,
         whole: CsrEdges,
         edges: Tensor,
-        fields: Values,
+        fields: Mapping[str, Tensor],
         source: Tensor | None = None,
         destinations: int = 0,
     ) -> Values:
@@ -171,23 +172,18 @@ class Structure:
         fields: the numbers of `self.fields`. source [S]: ids of a part's vertices, which `edges`
         has the positions of; None: the whole graph. destinations: the edges lead to the first of
         the vertices. Raises Unfit if STRUCTURE is computed from rows of vertices."""
-        vertices = whole.vertices if source is None else len(source)
-        values: Values = {self.edges: edges, DESTINATIONS: destinations}
-        values |= {node: beside_loops(whole, field, vertices) for node, field in fields.items()}
-        for node in live_nodes({*self.read, *self.answers}):
-            if node.name == "vertices":
-                values[node] = vertices
-            elif node.name == "g":
-                on_edges = {node.name.removeprefix("edge "): values[node] for node in fields}
-                values[node] = dgl_graph(whole, edges, on_edges, source)
-            elif node.name.startswith("vertex ") and node in self.nodes:
-                reader = next((each.place for each in self.nodes if node in each.reads), "")
-                raise Unfit(
-                    f"{reader}forward chooses edges by {node.name.removeprefix('vertex ')} of"
-                    " vertices; weigh them instead, with 0 for those to leave out, or choose them"
-                    " before, in the graph's file"
-                )
-        return values
+        for node in filter(is_rows, self.nodes):
+            reader = next((each.place for each in self.nodes if node in each.reads), "")
+            raise Unfit(
+                f"{reader}forward chooses edges by {node.name.removeprefix('vertex ')} of vertices;"
+                " weigh them instead, with 0 for those to leave out, or choose them before, in the"
+                " graph's file"
+            )
+        names = {node.name for node in live_nodes({*self.read, *self.answers})}
+        given = inputs_on(whole, edges, fields, names, source)
+        inputs = self.small.inputs
+        values = {inputs[name]: value for name, value in given.items() if name in inputs}
+        return values | {self.edges: edges, DESTINATIONS: destinations}
 
     @staticmethod
     def _compute(
@@ -204,10 +200,7 @@ class Structure:
 
     def values_on(self, whole: CsrEdges, wanted: Collection[Node], rows: Values) -> Values:
         """Return values on the whole graph; rows: the fields of vertices that they need."""
-        fields = {
-            node: typed(whole.fields[node.name.removeprefix("edge ")], self.dtype)
-            for node in self.fields
-        }
+        fields = {name: typed(whole.fields[name], self.dtype) for name in self.fields}
         values = self.inputs_of(whole, edge_index_of(whole), fields) | rows
         return self._compute(wanted, self.place, values)
 
@@ -238,7 +231,7 @@ class Structure:
         rows = {
             node: typed(of_vertices[node.name.removeprefix("vertex ")], self.dtype)
             for node in live_nodes(self.answers)
-            if node.name.startswith("vertex ")
+            if is_rows(node)
         }
         for node, found in self.values_on(whole, self.answers, rows).items():
             times, number = self.answers[node]
@@ -263,7 +256,7 @@ class Structure:
         source, ends = block.source.cpu(), [block.indices, block.readers]
         edges = torch.stack(ends if self.small.reader else ends[::-1]).long().cpu()
         part = _Part(self.place.named, structure=self, source=source, tables=tables)
-        fields = {node: tables[node].at(source[edges]) for node in self.fields}
+        fields = {name: tables[node].at(source[edges]) for name, node in self.fields.items()}
         return part, self.inputs_of(block.graph_edges, edges, fields, source, block.n_dst)
 
     def is_of_vertices(self, node: Node) -> bool:
@@ -276,7 +269,9 @@ class Structure:
     def find_whole(self, block: Block) -> None:
         """Add to `whole` the values that differ on a part of the small graph. Raises Unfit."""
         n, edges = block.graph_edges.vertices, edge_index_of(block.graph_edges)
-        every = {node: node.value for node in (*self.nodes, *self.fields)} | {self.edges: edges}
+        every = {node: node.value for node in (*self.nodes, *self.fields.values())} | {
+            self.edges: edges
+        }
         tables = self._tables_of(every, n)
         part, values = self._part(block, tables)
         sets: list[Node] = [node for node in self.nodes if node.name == "edge_index"]
@@ -396,28 +391,34 @@ def typed(field: np.ndarray, dtype: torch.dtype) -> Tensor:
     return value.to(dtype) if value.is_floating_point() else value
 
 
-def beside_loops(whole: CsrEdges, field: Tensor, vertices: int) -> Tensor:
-    """Return a field of edges, followed by ones for the self-loops if the graph has them.
+def inputs_on(
+    whole: CsrEdges,
+    edges: Tensor,
+    on_edges: Mapping[str, Tensor],
+    names: Collection[str],
+    source: Tensor | None = None,
+) -> dict[str, Any]:
+    """Return the inputs of `forward` that follow from edges [2, E], by name; `names` are wanted.
 
-    dgl.add_self_loop writes ones too."""
-    if not whole.loops:
-        return field
-    return torch.cat([field, field.new_ones((vertices, *field.shape[1:]))])
-
-
-def dgl_graph(
-    whole: CsrEdges, edges: Tensor, fields: Mapping[str, Tensor], source: Tensor | None = None
-) -> Any:
-    """Return a DGL graph with edges [2, E]; the graph of a part tells the whole graph's degrees."""
-    import dgl
-
-    size = whole.vertices if source is None else len(source)
+    on_edges: the fields of these edges. If the graph has self-loops, ones follow for them, as
+    dgl.add_self_loop writes them. source: see Structure.inputs_of; a part's DGL graph tells the
+    whole graph's degrees."""
+    vertices = whole.vertices if source is None else len(source)
     if whole.loops:
-        edges = with_loops(edges, size)
-    graph = dgl.graph((edges[0], edges[1]), num_nodes=size)
-    graph.edata.update(fields)
-    if source is not None:
-        ins, outs = (torch.from_numpy(degrees) for degrees in whole.degrees)
-        graph.in_degrees = lambda *_, **__: ins[source]
-        graph.out_degrees = lambda *_, **__: outs[source]
-    return graph
+        on_edges = {
+            name: torch.cat([field, field.new_ones((vertices, *field.shape[1:]))])
+            for name, field in on_edges.items()
+        }
+    values: dict[str, Any] = {"edge_index": edges, "vertices": vertices}
+    values |= {f"edge {name}": field for name, field in on_edges.items()}
+    if "g" in names:
+        import dgl
+
+        ends = with_loops(edges, vertices) if whole.loops else edges
+        values["g"] = graph = dgl.graph((ends[0], ends[1]), num_nodes=vertices)
+        graph.edata.update(on_edges)
+        if source is not None:
+            ins, outs = (torch.from_numpy(degrees) for degrees in whole.degrees)
+            graph.in_degrees = lambda *_, **__: ins[source]
+            graph.out_degrees = lambda *_, **__: outs[source]
+    return values

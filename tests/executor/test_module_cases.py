@@ -477,6 +477,15 @@ def test_a_file_of_a_package_imports_from_it(tmp_path):
     assert read(f"{package / 'net.py'}:Net", Workload(), PLAIN).fields["hidden"] == 9
 
 
+def test_a_file_is_read_after_one_with_messages_of_its_own(tmp_path):
+    """PyG generates code under the name of the file, and the next file ended in a KeyError."""
+    model = written(tmp_path, "return self.c(x, edge_index)")
+    with (tmp_path / "model.py").open("a") as file:
+        file.write("class Own(SAGEConv):\n    def message(self, x_j):\n        return x_j.cos()\n")
+    for _ in range(2):
+        assert read(f"{model.removesuffix('Net')}Own", Workload(), PLAIN).pieces
+
+
 @pytest.mark.parametrize("what", NO_MODULE)
 def test_a_file_without_a_module_is_refused_by_name(tmp_path, what):
     (tmp_path / "model.py").write_text(NO_MODULE[what][0])

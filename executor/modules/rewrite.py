@@ -1,0 +1,252 @@
+"""Rewrites a recording, for cut.py.
+
+    with_sizes         numbers that differ on a larger graph become sizes
+    merge_equal_calls  equal calls become one
+    join_ends          ends of edges that `forward` computes apart, as row[mask] and
+                       torch.cat([row, loops]), become edge sets
+    read_both_ways     turned edges of an undirected graph become its edges
+    freeze_norms       batch norms by running moments become row-wise
+
+What follows a recording knows edges as one tensor [2, E]. A part of the graph has the edges into
+its vertices. If the graph is undirected, these are also the edges from its vertices."""
+
+from __future__ import annotations
+
+import inspect
+import itertools
+import operator
+from collections.abc import Hashable, Iterable, Iterator, Mapping
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+from torch.utils._pytree import tree_map
+
+from gnnplan.executor.modules.record import (
+    EDGES_OF,
+    NUMBERS_ASKED,
+    Named,
+    Node,
+    Recorded,
+    Unfit,
+    edge_sets_of,
+    follow_from,
+    is_edge_set,
+    is_end,
+    is_rows,
+    live_nodes,
+    number_of,
+)
+
+ADDS = ("scatter", "index_add", "index_reduce", "index_put")
+PICKS = ("getitem", "index_select", "masked_select", "cat", "concat", "concatenate", "hstack")
+BATCH_NORM = inspect.signature(F.batch_norm)
+
+
+def rewritten(small: Recorded, large: Recorded, is_directed: bool) -> Recorded:
+    """Return the recording on a small graph, rewritten, with sizes from one on a large graph.
+
+    Raises Unfit if something else of the two differs."""
+    recorded = with_sizes(small, large)
+    merge_equal_calls(recorded, {})
+    join_ends(recorded)
+    return recorded if is_directed else read_both_ways(recorded)
+
+
+def with_sizes(small: Recorded, large: Recorded) -> Recorded:
+    """Replace numbers that differ between a small and a large graph by sizes; return `small`.
+
+    A size is the number of vertices, or of edges of an edge set. Raises Unfit if something else
+    differs."""
+    both = [live_nodes([recorded.output, *recorded.answers]) for recorded in (small, large)]
+    inputs = zip(small.inputs.values(), large.inputs.values(), strict=True)
+    twins = dict(inputs) | dict(zip(*both, strict=False))
+    counts: dict[tuple[int, int], Node] = {}  # edges of both graphs -> an edge set, or else an end
+
+    def unequal(node: Node) -> Unfit:
+        return Unfit(
+            f"{node.place}{node.what} of a graph of {large.vertices:,} vertices is another call"
+            f" than of one of {small.vertices}; let nothing depend on the size of the graph"
+        )
+
+    def argument(first: Any, second: Any) -> Any:
+        """Return an argument of the small graph's call, or the size that it is."""
+        if isinstance(first, Node) and isinstance(second, Node):
+            is_same = twins.get(first) is second
+        elif isinstance(first, (int, float, str, Named)):
+            is_same = repr(first) == repr(second)
+        else:
+            is_same = type(first) is type(second)
+        if is_same:
+            return first
+        if type(first) is type(second) is int:
+            if (first, second) == (small.vertices, large.vertices):
+                return small.inputs["vertices"]
+            if edges := counts.get((first, second)):
+                return Node(number_of, (edges,), index=node.index - 0.5, value=first)
+        raise unequal(twin)
+
+    for node, twin in twins.items():
+        if (node.what, node.has_grad) != (twin.what, twin.has_grad):
+            raise unequal(twin)
+        arguments = (node.args, dict(node.kwargs)), (twin.args, dict(twin.kwargs))
+        try:
+            node.args, node.kwargs = tree_map(argument, *arguments)
+        except ValueError:  # the arguments are nested otherwise
+            raise unequal(twin) from None
+        if is_edge_set(node.value):
+            counts[number_of(node.value), number_of(twin.value)] = node
+        elif is_end(node.value):
+            counts.setdefault((number_of(node.value), number_of(twin.value)), node)
+    if len(both[0]) != len(both[1]):
+        raise unequal(both[1][-1])
+    # Python may read the number of vertices, the last vertex's id, or one number of both graphs
+    known = {(small.vertices - less, large.vertices - less): (1, -less) for less in (0, 1)}
+    if len(small.answers) != len(large.answers):
+        raise unequal(both[1][-1])
+    pairs = zip([*small.answers.items()], large.answers.values(), strict=True)
+    for (node, first), second in pairs:
+        if first != second and (first, second) not in known:
+            raise Unfit(f"{node.place}{NUMBERS_ASKED.format(node.what)}")
+        small.answers[node] = known.get((first, second), (0, first))
+    return small
+
+
+def merge_equal_calls(recorded: Recorded, shared: Mapping[Hashable, Node]) -> dict[Node, float]:
+    """Replace equal calls by the first of them; return the place of each in the order of calls.
+
+    shared: nodes of another recording that replace equal ones, by Node.key. Dropout, batch norm and
+    submodules stay apart. So does a value that a later call changes in place by rows: it would be
+    copied first."""
+    first: dict[Node, Node] = {}
+    by_key: dict[Hashable, Node] = {}
+    order: dict[Node, float] = {}
+    inputs = recorded.inputs
+    of_graph = [inputs[EDGES_OF]] if EDGES_OF in inputs else []
+    live = live_nodes([recorded.output, *recorded.answers, *of_graph])
+    changed = {node.reads[0] for node in follow_from(live, is_rows) if node.in_place}
+    for node in live:
+        node.replace_reads(first)
+        is_apart = node.drops or is_batch_norm(node) or isinstance(node.call, Named)
+        key = node if is_apart or node in changed else node.key
+        first[node] = by_key.setdefault(key, shared.get(key, node))
+        order.setdefault(first[node], node.index)
+    recorded.output = first[recorded.output]
+    recorded.answers = {first[node]: answer for node, answer in recorded.answers.items()}
+    return order
+
+
+def join_ends(recorded: Recorded) -> None:
+    """Stack sources and destinations that two calls pick or join alike, of those of an edge set;
+    later calls read them from the stack. No two calls are equal."""
+    edge_sets = [node for node in recorded.inputs.values() if is_edge_set(node.value)]
+    ends: dict[Node, tuple[Node, int]] = {}  # nodes that are the sources (0) or destinations (1)
+    picks: dict[Hashable, Node] = {}
+    joined: dict[Node, Node] = {}  # ends that later calls read from a stack
+    live = live_nodes([recorded.output, *recorded.answers])
+    of_rows = follow_from(live, is_rows)
+    for node in live:
+        node.replace_reads(joined)
+        if node.in_place or node in of_rows:
+            continue
+        edge_sets += [node] if is_edge_set(node.value) else []
+        if not is_end(value := node.value):
+            continue
+        places = itertools.product(edge_sets, (0, 1))
+        if place := next((p for p in places if torch.equal(value, p[0].value[p[1]])), None):
+            ends[node] = place
+        elif node.what in PICKS and node.reads and node.reads[0] in ends:
+            own, opposite = replace(node), replace(node)
+            of = {read: ends[read] for read in node.reads if read in ends}
+            own.replace_reads(of)
+            opposite.replace_reads({read: (edges, 1 - at) for read, (edges, at) in of.items()})
+            picks[own.key], other = node, picks.get(opposite.key)
+            if other is None or other.value.shape != value.shape:
+                continue
+            pair = (other, node) if ends[node.reads[0]][1] else (node, other)
+            values = torch.stack([end.value for end in pair])
+            stack = Node(torch.stack, (pair,), {}, "", node.line, node.path, value=values)
+            stack.index = node.index + 0.25
+            edge_sets.append(stack)
+            for at, end in enumerate(pair):
+                joined[end] = item = Node(operator.getitem, (stack, at), value=end.value)
+                item.index, ends[item] = stack.index + 0.25, (stack, at)
+
+
+def flip(edges: Tensor) -> Tensor:
+    """Return edges from end to start; of a part of an undirected graph, the same edges."""
+    return edges.flip(0)
+
+
+def _is_integer(value: object) -> bool:
+    return isinstance(value, Tensor) and value.dtype == torch.int64 and value.ndim > 0
+
+
+def sums_at(recorded: Recorded) -> Iterator[tuple[Node, int]]:
+    """Yield each call that adds rows up at an end of edges, and this end: 0 or 1."""
+    live = live_nodes([recorded.output])
+    edge_sets = edge_sets_of(live)
+    of_rows = follow_from(live, lambda node: is_rows(node) or bool(node.tensor_names))
+    for node in live:
+        if node not in of_rows or not node.what.startswith(ADDS):
+            continue
+        places = [read for read in node.reads if _is_integer(read.value)]
+        sets = {*live_nodes(places)}.intersection(edge_sets)
+        firsts = [at.value[..., None].flatten(1)[:, 0] for at in places]  # of H columns
+        for edges, end in itertools.product(sorted(sets, key=lambda s: -s.index), (1, 0)):
+            if any(torch.equal(at, edges.value[end]) for at in firsts):
+                yield node, end
+                break
+
+
+def read_both_ways(recorded: Recorded) -> Recorded:
+    """Let parts of an undirected graph compute sums at edge_index[0].
+
+    `forward` may turn the edges, as PyG's DirGNNConv does. If all sums are at the end 0, as in
+    EGNN, parts get the edges from their vertices."""
+    if "edge_index" in recorded.inputs and {end for _, end in sums_at(recorded)} == {0}:
+        recorded.reader = 0
+    edge_sets = edge_sets_of(live_nodes([recorded.output]))
+    for first, second in itertools.combinations(edge_sets, 2):
+        is_turned = torch.equal(first.value.flip(0), second.value)
+        if is_turned and not torch.equal(first.value, second.value):  # as self-loops are
+            second.call, second.args, second.kwargs = flip, (first,), {}
+    return recorded
+
+
+def is_batch_norm(node: Node) -> bool:
+    """Whether a call normalises by moments of all rows."""
+    return node.call is F.batch_norm
+
+
+def freeze_norms(nodes: Iterable[Node], is_training: bool, frozen: set[Any]) -> None:
+    """Make batch norms row-wise that use running moments in training.
+
+    frozen: the running means of these norms; training adds to it, evaluation reads it. Raises Unfit
+    if a batch norm uses moments of all rows in evaluation."""
+    for node in nodes:
+        if not is_batch_norm(node):
+            continue
+        arguments = norm_arguments(node)
+        if is_training and not arguments["training"]:
+            frozen.add(arguments["running_mean"])
+        if arguments["running_mean"] in frozen:
+            node.call = _frozen_norm
+        elif not is_training and arguments["training"] and arguments["running_mean"] is not None:
+            raise Unfit(
+                f"{node.place}a batch norm takes moments of all rows in evaluation too; let eval()"
+                " reach it, and give training=self.training"
+            )
+
+
+def _frozen_norm(*args: Any, **kwargs: Any) -> Tensor:
+    return F.batch_norm(*args, **kwargs)
+
+
+def norm_arguments(norm: Node) -> dict[str, Any]:
+    """Return the arguments of a call of batch norm by name, with defaults."""
+    call = BATCH_NORM.bind(*norm.args, **norm.kwargs)
+    call.apply_defaults()
+    return call.arguments
