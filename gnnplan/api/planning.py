@@ -373,11 +373,15 @@ class Plan(View):
             SpecError: An argument is wrong.
             Infeasible: No variant of the strategy fits the changed cluster.
         """
-        from gnnplan.api.simulation import Playing, Simulation, moved
+        from gnnplan.api.simulation import Playing, Simulation
+        from gnnplan.planner.decision.sweep import moved, point
 
         playing = Playing(steps, jitter, stragglers or {}, repetitions, seed)
-        exact, settings = documents.is_exact(self.document), settings_of(overrides)
-        candidate = moved(self.problem, self.strategy, settings, exact)
+        plan, strategy, settings = self.problem, self.strategy, settings_of(overrides)
+        is_exact = documents.is_exact(self.document) or strategy.exact
+        there = point(plan, {}, settings) if settings else plan
+        how = Search(is_exact, may_use_fewer=False)
+        candidate = moved(there, strategy, plan, how, as_it_is=True)
         return Simulation(candidate, playing, flows, None if trace is None else Path(trace))
 
     @reports_progress
