@@ -14,7 +14,7 @@ from gnnplan.api.arguments import Overrides, Question, ask, settings_of, several
 from gnnplan.api.view import Blocks, View, of
 from gnnplan.planner.cluster.spec import Cluster
 from gnnplan.planner.decision import plan as documents
-from gnnplan.planner.decision.choices import ModeComparison, compare
+from gnnplan.planner.decision.choices import ModeComparison, choose, compare
 from gnnplan.planner.decision.objective import (
     MODES,
     WORDS,
@@ -144,12 +144,7 @@ def plan(
         wholes[problem.workload.dtype] = whole
         return whole.found
 
-    choice = None
-    if question.chooses_dtype:
-        # imported here because the import takes 0.1 s, which a run need not wait for
-        from gnnplan.planner.decision.choices import choose
-
-        choice = choose(question.problem, find, exact)
+    choice = choose(question.problem, find, exact) if question.chooses_dtype else None
     result = choice.found if choice else find(question.problem)
     document = documents.make(result, depths)
     for told in (wholes.get(result.problem.workload.dtype), choice):
