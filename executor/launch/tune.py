@@ -71,12 +71,11 @@ def asked(document: dict[str, Any]) -> SearchResult:
     Raises SpecError.
     """
     objective = objective_of(document)
-    cluster = Cluster.model_validate(document["cluster"])
-    problem = plans.question(document, cluster)
+    problem = plans.question(document).placed(())
     must_be_trainable(problem)
     alternatives = document.get("alternatives", [])
     forced = None if alternatives or document.get("rejected") else plans.chosen(document)
-    fewer = any(a.get("gpus", 0) < cluster.ranks for a in [document["best"], *alternatives])
+    fewer = any(a.get("gpus", 0) < problem.cluster.ranks for a in [document["best"], *alternatives])
     return Search(plans.is_exact(document), forced, fewer, objective)(problem)
 
 

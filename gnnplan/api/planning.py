@@ -14,7 +14,7 @@ from gnnplan.api.arguments import Overrides, Question, ask, settings_of, several
 from gnnplan.api.view import Blocks, View, of
 from gnnplan.planner.cluster.spec import Cluster
 from gnnplan.planner.decision import plan as documents
-from gnnplan.planner.decision.choices import ModeComparison, compare
+from gnnplan.planner.decision.choices import ModeComparison, choose, compare
 from gnnplan.planner.decision.objective import (
     MODES,
     WORDS,
@@ -144,12 +144,7 @@ def plan(
         wholes[problem.workload.dtype] = whole
         return whole.found
 
-    choice = None
-    if question.chooses_dtype:
-        # imported here because the import takes 0.1 s, which a run need not wait for
-        from gnnplan.planner.decision.choices import choose
-
-        choice = choose(question.problem, find, exact)
+    choice = choose(question.problem, find, exact) if question.chooses_dtype else None
     result = choice.found if choice else find(question.problem)
     document = documents.make(result, depths)
     for told in (wholes.get(result.problem.workload.dtype), choice):
@@ -373,11 +368,15 @@ class Plan(View):
             SpecError: An argument is wrong.
             Infeasible: No variant of the strategy fits the changed cluster.
         """
-        from gnnplan.api.simulation import Playing, Simulation, moved
+        from gnnplan.api.simulation import Playing, Simulation
+        from gnnplan.planner.decision.sweep import moved, point
 
         playing = Playing(steps, jitter, stragglers or {}, repetitions, seed)
-        exact, settings = documents.is_exact(self.document), settings_of(overrides)
-        candidate = moved(self.problem, self.strategy, settings, exact)
+        plan, strategy, settings = self.problem, self.strategy, settings_of(overrides)
+        is_exact = documents.is_exact(self.document) or strategy.exact
+        there = point(plan, {}, settings) if settings else plan
+        how = Search(is_exact, may_use_fewer=False)
+        candidate = moved(there, strategy, plan, how, as_it_is=True)
         return Simulation(candidate, playing, flows, None if trace is None else Path(trace))
 
     @reports_progress

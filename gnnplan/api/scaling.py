@@ -18,7 +18,7 @@ from gnnplan.planner.decision import plan as documents
 from gnnplan.planner.decision.objective import MODES, unit_of
 from gnnplan.planner.decision.plan import Answer, describe_question, describe_training
 from gnnplan.planner.decision.search import each_of
-from gnnplan.planner.decision.sweep import Scaling, Size, sizes_of
+from gnnplan.planner.decision.sweep import Planned, Scaling, sizes_of
 from gnnplan.planner.decision.sweep import scale as scaling
 from gnnplan.planner.gnn.workload import Workload
 from gnnplan.planner.vocabulary.errors import GnnplanError, Infeasible, SpecError
@@ -171,10 +171,9 @@ class Scale(View):
     def blocks(self) -> list[str | Table]:
         found, workload = self._found, self._problem.workload
         whole = "full graph" if workload.mode == "full" else "workload"
-        marked = {"best": found.best, "fastest": found.fastest, "cheapest": found.cheapest}
         return [
             describe_question(self.document["graph"], workload, self._problem.cluster),
-            _table({"": self}, {mark: ("", size) for mark, size in marked.items() if size}),
+            _table({"": self}, _marked({"": found})),
             *_sentences(found, self._problem.cluster, self.document["strategy"] or f"the {whole}"),
         ]
 
@@ -185,7 +184,7 @@ class Offers(View):
     def __init__(self, scales: Mapping[str, Scale], refused: Mapping[str, GnnplanError]) -> None:
         self.scales, self._refused = dict(scales), dict(refused)
         self.notes = tuple(dict.fromkeys(note for one in scales.values() for note in one.notes))
-        marked = self._marked
+        marked = self._marked = _marked({name: one._found for name, one in scales.items()})
         self.best = marked["best"][0], marked["best"][1].gpus
         """The cluster and the number of GPUs to use, by the objective."""
         self.rows = [
@@ -197,19 +196,6 @@ class Offers(View):
             "refused": [{"cluster": name, "reason": str(why)} for name, why in refused.items()],
             **{mark: {"cluster": name, "gpus": size.gpus} for mark, (name, size) in marked.items()},
         }
-
-    @property
-    def _marked(self) -> dict[str, tuple[str, Size]]:
-        """The best, the fastest and (if every cluster has a price) the cheapest size of all."""
-        found = {name: scale._found for name, scale in self.scales.items()}
-        best = min(found, key=lambda name: found[name].best.best.value)
-        fastest = min(found, key=lambda name: found[name].fastest.time_s)
-        marked = {"best": (best, found[best].best), "fastest": (fastest, found[fastest].fastest)}
-        priced = {name: size for name, one in found.items() if (size := one.cheapest)}
-        if len(priced) == len(found):
-            cheapest = min(priced, key=lambda name: priced[name].dollars or 0.0)
-            marked["cheapest"] = cheapest, priced[cheapest]
-        return marked
 
     def blocks(self) -> list[str | Table]:
         shown, marked = _short(self.scales), self._marked
@@ -230,6 +216,18 @@ class Offers(View):
         return lines + [f"{name}: {_in_short(why)}" for name, why in self._refused.items()]
 
 
+def _marked(found: Mapping[str, Scaling]) -> dict[str, tuple[str, Planned]]:
+    """Return the best, the fastest and (if every cluster has a price) the cheapest size of all."""
+    best = min(found, key=lambda name: found[name].best.value)
+    fastest = min(found, key=lambda name: found[name].fastest.time_s)
+    marked = {"best": (best, found[best].best), "fastest": (fastest, found[fastest].fastest)}
+    priced = {name: size for name, one in found.items() if (size := one.cheapest)}
+    if len(priced) == len(found):
+        cheapest = min(priced, key=lambda name: priced[name].dollars or 0.0)
+        marked["cheapest"] = cheapest, priced[cheapest]
+    return marked
+
+
 def _in_short(why: GnnplanError) -> str:
     """Return what does not fit, and the smallest change that would make it fit, in words."""
     lines = str(why).splitlines()
@@ -242,7 +240,7 @@ def _short(names: Collection[str]) -> dict[str, str]:
     return {n: head if [*heads.values()].count(head) == 1 else n for n, head in heads.items()}
 
 
-def _by_place(marked: Mapping[str, tuple[str, Size]]) -> dict[tuple[str, int], list[str]]:
+def _by_place(marked: Mapping[str, tuple[str, Planned]]) -> dict[tuple[str, int], list[str]]:
     """Return the marks of each size, by cluster and number of GPUs."""
     places = defaultdict[tuple[str, int], list[str]](list)
     for mark, (name, size) in marked.items():
@@ -250,7 +248,7 @@ def _by_place(marked: Mapping[str, tuple[str, Size]]) -> dict[tuple[str, int], l
     return dict(places)
 
 
-def _table(scales: Mapping[str, Scale], marked: Mapping[str, tuple[str, Size]]) -> Table:
+def _table(scales: Mapping[str, Scale], marked: Mapping[str, tuple[str, Planned]]) -> Table:
     """Return the table of sizes; with several clusters, a column names the cluster."""
     several, first = len(scales) > 1, next(iter(scales.values()))
     shown, marks = _short(scales), _by_place(marked)
@@ -259,7 +257,7 @@ def _table(scales: Mapping[str, Scale], marked: Mapping[str, tuple[str, Size]]) 
         {
             **numbers,
             "cluster": shown[name],
-            "recommended": numbers["strategy"] or _lacks(size, one._problem.cluster),
+            "recommended": numbers["strategy"] or _lacks(size, numbers["needs_bytes"]),
             "marks": ", ".join(marks.get((name, size.gpus), [])),
         }
         for name, one in scales.items()
@@ -289,11 +287,13 @@ def _table(scales: Mapping[str, Scale], marked: Mapping[str, tuple[str, Size]]) 
     )
 
 
-def _row(found: Scaling, size: Size) -> dict[str, Any]:
+def _row(found: Scaling, size: Planned) -> dict[str, Any]:
     """Return the numbers of a size: the row of `Plan.table`, and the speedup over fewer GPUs."""
-    where = {"gpus": size.gpus, "servers": size.servers, "mode": size.mode}
+    problem = size.problem
+    mode = problem.workload.mode
+    where = {"gpus": size.gpus, "servers": problem.cluster.servers, "mode": mode}
     if size.found is None:
-        why = {"reason": str(size.error), "needs_bytes": size.needs_bytes}
+        why = {"reason": str(size.error), "needs_bytes": found.needs_bytes(size)}
         return {**where, "strategy": None, **why}
     priced = {"epoch_dollars": size.best.dollars, "dollars": size.dollars}
     return {
@@ -305,13 +305,13 @@ def _row(found: Scaling, size: Size) -> dict[str, Any]:
     }
 
 
-def _lacks(size: Size, cluster: Cluster) -> str:
-    """Return what is missing for a strategy to fit, in a few words."""
-    room = cluster.device.memory
-    if size.needs_bytes is None or size.needs_bytes <= room:
+def _lacks(size: Planned, needs: float | None) -> str:
+    """Return what is missing for a strategy to fit, in a few words. needs: `needs_bytes`."""
+    room = size.problem.cluster.device.memory
+    if needs is None or needs <= room:
         why = str(size.error).splitlines()[0][:80]
         return why if isinstance(size.error, SpecError) else f"nothing fits: {why}"
-    return f"nothing fits: needs {show_bytes(size.needs_bytes)} a rank, has {show_bytes(room)}"
+    return f"nothing fits: needs {show_bytes(needs)} a rank, has {show_bytes(room)}"
 
 
 def _sentences(found: Scaling, cluster: Cluster, what: str) -> list[str]:
@@ -324,7 +324,7 @@ def _sentences(found: Scaling, cluster: Cluster, what: str) -> list[str]:
     def count(gpus: int) -> str:
         return show_count(gpus, unit)
 
-    def more(size: Size) -> str:
+    def more(size: Planned) -> str:
         return f"{count(size.gpus)}{'' if size is found.fitting[-1] else ' and more'} are"
 
     lines = [_use(found, unit)]
@@ -380,13 +380,14 @@ def _use(found: Scaling, unit: str) -> str:
     """Return the number of GPUs to use and the speedup over the fewest, in words."""
     best, first = found.best, found.first
     words = f"use {show_count(best.gpus, unit)}"
-    if best.gpus > best.best.problem.cluster.gpus_per_server:
-        words += f" ({show_count(best.servers, 'server')})"
-    if len({size.mode for size in found.fitting}) > 1 or found.how.objective.stated is not None:
-        words += f" on {MODES[best.mode]}"
+    if best.gpus > best.problem.cluster.gpus_per_server:
+        words += f" ({show_count(best.problem.cluster.servers, 'server')})"
+    modes = {size.problem.workload.mode for size in found.fitting}
+    if len(modes) > 1 or found.how.objective.stated is not None:
+        words += f" on {MODES[best.problem.workload.mode]}"
     words += f" with {best.best.strategy}: {show_long(best.time_s)} {found.how.objective.span}"
     if found.how.objective.of in ("cost", "energy"):
-        words += f", {found.how.objective.show(best.best.value)}"
+        words += f", {found.how.objective.show(best.value)}"
     if best is not first:
         words += (
             f", {found.speedup(best):.2f} times as fast as {show_count(first.gpus, unit)}"

@@ -10,10 +10,9 @@ from typing import Any
 
 from gnnplan.api.arguments import Overrides, settings_of, several, text_of, value_of
 from gnnplan.api.view import View, of
-from gnnplan.planner.decision.candidate import Candidate, must_fit, placed
+from gnnplan.planner.decision.candidate import Candidate, must_fit
 from gnnplan.planner.decision.search import Search
-from gnnplan.planner.decision.sweep import axes, changes, on_same_gpus, point, points, rows, to_csv
-from gnnplan.planner.decision.sweep import moved as best_moved
+from gnnplan.planner.decision.sweep import axes, changes, points, rows, to_csv
 from gnnplan.planner.evidence.validate import (
     by_epoch,
     bytes_by_epoch,
@@ -335,21 +334,6 @@ class Sweep(View):
                 f" {turn['field']}={turn['value']}{f' (with {others})' if others else ''}"
             )
         return [found, *(lines or ["the recommendation does not change over these values"])]
-
-
-def moved(base: Problem, strategy: Strategy, settings: list[str], exact: bool) -> Candidate:
-    """Return the plan's strategy on its problem with overrides applied.
-
-    Overrides of the workload keep the ranks' placement; overrides of the cluster place the ranks
-    again. If the number of ranks changes, the best variant of the strategy's family is taken.
-    Raises SpecError, Infeasible.
-    """
-    problem = on_same_gpus(point(base, {}, settings) if settings else base, base)
-    if problem.ranks != base.ranks:
-        return best_moved(strategy, problem, Search(exact or strategy.exact, may_use_fewer=False))
-    if problem.cluster != base.cluster:
-        problem = placed(problem, strategy)
-    return Candidate.of(problem, strategy)
 
 
 def describe_noise(noise: Mapping[str, Any]) -> str:

@@ -95,8 +95,7 @@ def run(
             if the run would be refused.
     """
     from gnnplan.api.planning import load_plan
-    from gnnplan.api.running import Preflight, Run, asked_of, rate_of, train
-    from gnnplan.executor.launch.preflight import look
+    from gnnplan.api.running import Run, rate_of
     from gnnplan.executor.launch.rank_process import follow
     from gnnplan.executor.launch.run_request import Options
     from gnnplan.executor.ranks.rank import leave
@@ -150,12 +149,12 @@ def run(
     plan = load_plan(plan_file, of_any_version=True)
     if strategy is not None:
         plan = plan.choose(strategy)
-    asked = asked_of(plan.document, plan.loaded, out, given, resume is not None)
+    given = {option: value for option, value in given.items() if value is not None}
     if dry_run:
-        found = Preflight(look(asked))
+        found = plan.preflight(out, resume=resume is not None, **given)
         show(found, as_json)
         raise typer.Exit(2 if found.stops else 0)
-    show(train(asked), as_json)
+    show(plan.run(out, **given) if resume is None else plan.resume(resume, **given), as_json)
 
 
 # -- validate --------------------------------------------------------------------------------------

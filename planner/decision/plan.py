@@ -320,11 +320,11 @@ _KINDS = {
 }
 
 
-def question(document: dict[str, Any], cluster: Cluster | None = None) -> Problem:
+def question(document: dict[str, Any]) -> Problem:
     """Return the problem that a plan from `read` answers, with its ranks on the plan's GPUs.
 
-    With another `cluster`, ranks sit on all its GPUs in order. Raises SpecError, or OtherData if
-    the graph or its partition has changed since the plan was made.
+    Raises SpecError, or OtherData if the graph or its partition has changed since the plan was
+    made.
     """
     _inspect("plan", document)
     about = document["graph"]
@@ -341,7 +341,7 @@ def question(document: dict[str, Any], cluster: Cluster | None = None) -> Proble
         stats,
         graph if isinstance(graph, Graph) else None,
         Workload.model_validate(document["workload"]),
-        cluster or Cluster.model_validate(document["cluster"]),
+        Cluster.model_validate(document["cluster"]),
         document["partitioner"].partition(" ")[0],
     )
     found = problem.stats.hash  # for link prediction, the hash without the held-out edges
@@ -357,7 +357,7 @@ def question(document: dict[str, Any], cluster: Cluster | None = None) -> Proble
             f" {problem.partitioner}, the plan's by {document['partitioner']}; plan again",
             here=f"parts by {problem.partitioner}",
         )
-    return problem if cluster else problem.placed(placement(document))
+    return problem.placed(placement(document))
 
 
 def chosen(document: dict[str, Any]) -> Strategy:

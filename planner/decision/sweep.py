@@ -25,9 +25,9 @@ import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from itertools import pairwise, product
+from itertools import product
 from math import prod
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
@@ -140,13 +140,41 @@ def point(
     return Problem(base.stats, base.graph, workload, cluster, base.method)
 
 
-class Planned(NamedTuple):
-    """A planned point of a sweep."""
+@dataclass(frozen=True)
+class Planned:
+    """A planned point of a sweep or of a scale."""
 
     at: dict[str, str]  # field -> value
     problem: Problem
     found: SearchResult | None
     error: GnnplanError | None = None  # the reason why `found` is None
+
+    @property
+    def best(self) -> Candidate:
+        """The recommended candidate; only valid if something fits."""
+        assert self.found is not None
+        return self.found.best
+
+    @property
+    def value(self) -> float:
+        """The objective's value of the recommended candidate; inf if nothing fits."""
+        return self.best.value if self.found else np.inf
+
+    @property
+    def gpus(self) -> int:
+        """The number of GPUs of the problem."""
+        return self.problem.ranks
+
+    @property
+    def time_s(self) -> float:
+        """Predicted time of an epoch, or of all epochs to the target accuracy [s]."""
+        return self.best.time_s
+
+    @property
+    def dollars(self) -> float | None:
+        """Price of `time_s` [$]; None if the cluster has no price."""
+        per_epoch = self.best.dollars
+        return None if per_epoch is None else per_epoch * self.best.epochs.usual
 
 
 def planned(asked: Iterable[Point], how: Search) -> Iterator[Planned]:
@@ -166,14 +194,30 @@ def planned(asked: Iterable[Point], how: Search) -> Iterator[Planned]:
 
 
 def moved(
-    strategy: Strategy, problem: Problem, ask: Callable[[Problem], SearchResult]
+    problem: Problem,
+    strategy: Strategy,
+    plan: Problem,
+    ask: Callable[[Problem], SearchResult],
+    as_it_is: bool = False,
 ) -> Candidate:
-    """Return the best variant of the strategy's family on all GPUs; exact if the strategy is.
+    """Return a plan's strategy on another problem.
 
-    For a family of which plans propose no variant (bns), it is the strategy itself. `ask` is the
-    search. Raises Infeasible if no variant fits, SpecError if the strategy's knobs do not suit.
+    plan: the plan's problem. If both have as many servers of as many GPUs, the ranks stay on the
+    plan's GPUs. On another number of ranks, `ask`, a search, finds the best variant of the
+    strategy's family on all GPUs, exact if the strategy is; for a family of which plans propose no
+    variant (bns), it is the strategy itself. as_it_is: as many ranks need not fit, and are placed
+    again only on another cluster.
+
+    Raises Infeasible if nothing fits, SpecError if the strategy's knobs do not suit.
     """
-    if next(iter(type(strategy).candidates(problem)), None) is None:
+    shapes = {(c.servers, c.gpus_per_server) for c in (problem.cluster, plan.cluster)}
+    if len(shapes) == 1:
+        problem = problem.placed(plan.placement)
+    if problem.ranks == plan.ranks and as_it_is:
+        here = problem if problem.cluster == plan.cluster else placed(problem, strategy)
+        return Candidate.of(here, strategy)
+    is_proposed = next(iter(type(strategy).candidates(problem)), None) is not None
+    if problem.ranks == plan.ranks or not is_proposed:
         return evaluate(placed(problem, strategy), strategy)
     found = ask(problem)
     for c in found.ranked:
@@ -182,12 +226,6 @@ def moved(
             return c
     reasons = (reason for name, reason in found.rejected if name.startswith(strategy.name))
     raise Infeasible(f"{strategy.name} cannot run there: {next(reasons, 'no variant fits')}")
-
-
-def on_same_gpus(problem: Problem, plan: Problem) -> Problem:
-    """Return the problem on the GPUs of a plan, if both have as many servers of as many GPUs."""
-    shapes = {(c.servers, c.gpus_per_server) for c in (problem.cluster, plan.cluster)}
-    return problem.placed(plan.placement) if len(shapes) == 1 else problem
 
 
 def rows(
@@ -199,27 +237,20 @@ def rows(
 ) -> list[dict[str, Any]]:
     """Return a row per point, with its recommendation and with the plan's strategy on that point.
 
-    The plan's strategy is for as many ranks as `plan` has; on another number of ranks a variant
-    takes its place (`moved`).
+    `plan` is the plan's problem (`moved`).
     """
     out = []
-    for at, problem, found, error in planned(asked, how):
-        row: dict[str, Any] = {"at": at, "ranks": problem.ranks}
+    for one in planned(asked, how):
+        row: dict[str, Any] = {"at": one.at, "ranks": one.gpus}
+        out.append(row)
+        found = one.found
         if found is None:
-            out.append(row | {"best": None, "reason": str(error)})
+            row |= {"best": None, "reason": str(one.error)}
             continue
         best = found.best
-        same = None
-        with suppress(Infeasible, SpecError):
-            here = on_same_gpus(problem, plan)
-            if here.ranks == plan.ranks:
-                same = evaluate(placed(here, strategy), strategy)
-            else:
-                same = moved(strategy, problem, lambda _, found=found: found)  # type: ignore[misc]
         notify("playing", f"{best.strategy} on {best.problem.ranks}")
         row |= {
-            "best": str(best.strategy),
-            "family": best.strategy.name,
+            **row_of(one.at, best),
             "exact": best.strategy.exact,
             "gpus": best.problem.ranks,
             "predicted_s": best.epoch_s,
@@ -229,14 +260,19 @@ def rows(
         }
         if best.dollars is not None:
             row["epoch_dollars"] = best.dollars
-        if same is not None:
+        with suppress(Infeasible, SpecError):
+            same = moved(one.problem, strategy, plan, lambda _, found=found: found)  # type: ignore[misc]
             row |= {
                 "plan": str(same.strategy),
                 "plan_predicted_s": same.epoch_s,
                 **{f"plan_{what}": value for what, value in playing(same).items()},
             }
-        out.append(row)
     return out
+
+
+def row_of(at: dict[str, str], best: Candidate) -> dict[str, Any]:
+    """Return the part of a row that `changes` reads."""
+    return {"at": at, "best": str(best.strategy), "family": best.strategy.name}
 
 
 def changes(swept: Iterable[str], table: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -280,111 +316,80 @@ def to_csv(swept: Iterable[str], table: Sequence[dict[str, Any]]) -> str:
 
 
 @dataclass(frozen=True)
-class Size:
-    """A number of GPUs, and the recommendation on them."""
-
-    gpus: int
-    servers: int
-    mode: str  # 'full' graph or 'mini'-batches
-    found: SearchResult | None
-    error: GnnplanError | None = None  # the reason why `found` is None
-    needs_bytes: float | None = None  # least device memory in which a strategy would fit [B]
-
-    @property
-    def best(self) -> Candidate:
-        """The recommended candidate; only valid if something fits."""
-        assert self.found is not None
-        return self.found.best
-
-    @property
-    def time_s(self) -> float:
-        """Predicted time of an epoch, or of all epochs to the target accuracy [s]."""
-        return self.best.time_s
-
-    @property
-    def dollars(self) -> float | None:
-        """Price of `time_s` [$]; None if the cluster has no price."""
-        per_epoch = self.best.dollars
-        return None if per_epoch is None else per_epoch * self.best.epochs.usual
-
-
-@dataclass(frozen=True)
 class Scaling:
     """The recommendations at all sizes; a strategy fits at one size at least."""
 
-    sizes: Sequence[Size]  # from fewest GPUs to most
+    sizes: Sequence[Planned]  # from fewest GPUs to most
     skipped: Sequence[tuple[int, str]]  # numbers of GPUs that the cluster cannot have, and why
     how: Search = EVERYTHING
 
     @property
-    def fitting(self) -> list[Size]:
+    def fitting(self) -> list[Planned]:
         """Sizes on which a strategy fits."""
         return [size for size in self.sizes if size.found]
 
     @property
-    def first(self) -> Size:
+    def first(self) -> Planned:
         """The size with the fewest GPUs on which a strategy fits, the base of speedups."""
         return self.fitting[0]
 
     @property
-    def fastest(self) -> Size:
+    def fastest(self) -> Planned:
         """The size with the least time; among equal ones the smallest."""
         return min(self.fitting, key=lambda size: size.time_s)
 
     @property
-    def cheapest(self) -> Size | None:
+    def cheapest(self) -> Planned | None:
         """The size with the least cost; among equal ones the fastest. None without a price."""
         priced = [size for size in self.fitting if size.dollars is not None]
         return min(priced, key=lambda size: (size.dollars, size.time_s), default=None)
 
     @property
-    def best(self) -> Size:
+    def best(self) -> Planned:
         """The recommended size: the least value, or the smallest within the objective's slack.
 
         Among equal values the fastest size wins."""
-        least = min(self.fitting, key=lambda size: (size.best.value, size.time_s))
-        most = least.best.value * self.how.objective.slack
-        return next((s for s in self.fitting if s.best.value < most), least)
+        least = min(self.fitting, key=lambda size: (size.value, size.time_s))
+        most = least.value * self.how.objective.slack
+        return next((size for size in self.fitting if size.value < most), least)
 
     @property
-    def slower_from(self) -> Size | None:
+    def slower_from(self) -> Planned | None:
         """The first size above the fastest that is slower than the fastest; None without one."""
         return self._from(self.fastest, lambda size: size.time_s)
 
     @property
-    def worse_from(self) -> Size | None:
+    def worse_from(self) -> Planned | None:
         """The first size above the best with a worse value; None without one."""
-        return self._from(self.best, lambda size: size.best.value)
+        return self._from(self.best, lambda size: size.value)
 
-    def _from(self, least: Size, measure: Callable[[Size], float]) -> Size | None:
+    def _from(self, least: Planned, measure: Callable[[Planned], float]) -> Planned | None:
         larger = (size for size in self.fitting if size.gpus > least.gpus)
         return next((size for size in larger if measure(size) > measure(least)), None)
 
     @property
-    def enough(self) -> Size:
+    def enough(self) -> Planned:
         """The smallest size whose time is within NEAR of the fastest size's."""
         return next(s for s in self.fitting if s.time_s <= (1 + NEAR) * self.fastest.time_s)
 
     @property
     def takes_over(self) -> list[tuple[int, str, str]]:
         """Sizes at which the recommended strategy changes: (GPUs, from, to)."""
-        pairs = (
-            (size.gpus, before.best.strategy, size.best.strategy)
-            for before, size in pairwise(self.fitting)
-        )
-        return [
-            (gpus, str(a), str(b)) if a.name == b.name else (gpus, a.name, b.name)
-            for gpus, a, b in pairs
-            if str(a) != str(b)
-        ]
+        table = [row_of(size.at, size.best) for size in self.fitting]
+        turns = changes(["gpus"], table)
+        return [(int(turn["value"]), turn["from"], turn["to"]) for turn in turns]
 
-    def speedup(self, size: Size) -> float:
+    def speedup(self, size: Planned) -> float:
         """Return the time of the first size divided by that of `size`."""
         return self.first.time_s / size.time_s
 
-    def efficiency(self, size: Size) -> float:
+    def efficiency(self, size: Planned) -> float:
         """Return the speedup divided by the ratio of the numbers of GPUs."""
         return self.speedup(size) * self.first.gpus / size.gpus
+
+    def needs_bytes(self, size: Planned) -> float | None:
+        """Return the least device memory in which a strategy would fit [B]; None if none suits."""
+        return least_needed(size.problem, self.how.options(size.problem))
 
 
 def sizes_of(asked: str | Iterable[int]) -> list[int]:
@@ -465,19 +470,12 @@ def scale(
     asked, skipped = [], []
     for count in gpus:
         try:
-            asked += [({"gpus": str(count)}, problem_of(each, count)) for each in problems]
+            asked.append([({"gpus": str(count)}, problem_of(each, count)) for each in problems])
         except SpecError as error:
             skipped.append((count, str(error)))
     if not asked:
         raise SpecError("; ".join(f"--scale {count}: {reason}" for count, reason in skipped))
-    sizes: list[Size] = []
-    for _, problem, found, refusal in planned(asked, how):
-        needs = None if found else least_needed(problem, how.options(problem))
-        servers, mode = problem.cluster.servers, problem.workload.mode
-        size = Size(problem.ranks, servers, mode, found, refusal, needs)
-        if sizes and sizes[-1].gpus == size.gpus:  # in the other mode
-            size = better(sizes.pop(), size)
-        sizes.append(size)
+    sizes = [min(planned(in_mode, how), key=lambda one: one.value) for in_mode in asked]
     if not any(size.found for size in sizes):
         most = sizes[-1]
         if isinstance(most.error, SpecError):  # a forced strategy that suits no such problem
@@ -503,10 +501,3 @@ def in_modes(base: Problem, how: Search, modes: Sequence[str] = ()) -> list[Prob
     other = with_fields(base, mode="mini" if base.workload.mode == "full" else "full")
     is_covered = objective.target is not None and objective.target.tells_of(other)
     return [base, other] if is_covered and how.forced is None else [base]
-
-
-def better(one: Size, other: Size) -> Size:
-    """Return the size at which something fits; if both do, the one with the lesser value."""
-    if one.found is None or other.found is None:
-        return one if other.found is None else other
-    return min(one, other, key=lambda size: size.best.value)

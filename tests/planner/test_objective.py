@@ -384,4 +384,4 @@ def test_a_size_has_the_better_of_full_graph_and_mini_batches(runs, forced, mode
     objective = Objective(target=Target(0.9, runs)) if runs else Objective()
     how = Search(exact=forced is None, forced=forced, objective=objective)
     found = scale(problem_of(batch=64), [1], how)
-    assert [(size.gpus, size.mode) for size in found.sizes] == [(1, mode)]
+    assert [(size.gpus, size.problem.workload.mode) for size in found.sizes] == [(1, mode)]

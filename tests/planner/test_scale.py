@@ -129,7 +129,9 @@ def test_the_fastest_size_and_those_near_it_in_any_order():
     sizes = scale(base, [2, 8, 16, 32], Search(forced=parse("graph_parallel"))).sizes
     assert len({size.time_s for size in sizes}) == 4
     for order in permutations(sizes):
-        found = Scaling([replace(s, gpus=n) for s, n in zip(order, (1, 2, 4, 8), strict=True)], ())
+        found = Scaling(
+            [replace(s, problem=at.problem) for s, at in zip(order, sizes, strict=True)], ()
+        )
         times = {size.gpus: size.time_s for size in found.sizes}
         fastest = min(times, key=times.__getitem__)
         near = [gpus for gpus in times if times[gpus] <= 1.1 * times[fastest]]
@@ -155,9 +157,10 @@ def test_where_nothing_fits_it_says_how_much_memory_would():
     found = scale(base, [4, 64], asked)
     small, large = found.sizes
     assert small.found is None and isinstance(small.error, Infeasible)
-    assert small.needs_bytes > base.cluster.device.memory
+    needed = found.needs_bytes(small)
+    assert needed > base.cluster.device.memory
     # that much memory is enough, and a byte in a thousand less is not
-    roomy, tight = (problem_of(on(base, memory=s * small.needs_bytes), 4) for s in (1.001, 0.999))
+    roomy, tight = (problem_of(on(base, memory=s * needed), 4) for s in (1.001, 0.999))
     assert search(roomy, exact=True, forced=asked.forced).best
     with pytest.raises(Infeasible):
         search(tight, exact=True, forced=asked.forced)
