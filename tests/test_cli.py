@@ -195,6 +195,10 @@ def test_measure_is_kept_and_written(gnnplan, tmp_path, own_cache, monkeypatch):
     assert "provenance:" in gnnplan("measure").out
 
 
+def test_the_program_says_its_version(gnnplan):
+    assert gnnplan("--version") == Answer(0, f"gnnplan {__version__}\n", "")
+
+
 def test_the_list_of_verbs_is_not_cut_at_80_columns(gnnplan, monkeypatch):
     monkeypatch.setenv("COLUMNS", "80")
     lines = gnnplan("--help").out.partition("Commands:")[2].splitlines()[1:]
@@ -207,7 +211,7 @@ def test_help_of_every_verb_comes_without_heavy_imports():
 import sys
 from gnnplan.cli import main
 heavy = {"dgl", "networkx", "numpy", "pydantic", "pymetis", "rich", "scipy", "simpy", "torch", "yaml"}
-for verb in "", "profile", "check", "plan", "simulate", "tune", "run", "validate", "trace", "emit", "measure":
+for verb in "", "profile", "check", "plan", "simulate", "tune", "run", "validate", "trace", "emit", "measure", "--version":
     sys.argv = ["gnnplan", *verb.split(), "--help"]
     try:
         main()

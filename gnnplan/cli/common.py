@@ -24,11 +24,13 @@ import typer
 from typer.core import TyperCommand
 from typer.main import get_command
 
+from gnnplan import __version__
 from gnnplan.planner.vocabulary.errors import SpecError
 from gnnplan.planner.vocabulary.progress import notify, progress, say
 
 app = typer.Typer(
     no_args_is_help=True,
+    context_settings={"help_option_names": ["--help", "-h"]},
     rich_markup_mode=None,
     pretty_exceptions_enable=False,
     help=(
@@ -71,6 +73,7 @@ SHARED: dict[str, dict[str, Any]] = {
     "plan_file": {"metavar": "PLAN", "help": "A plan.json."},
     "set_": {
         "flags": ("--set",),
+        "metavar": "FIELD=VALUE",
         "help": "Change a field of the cluster or workload: servers=16, inter_node.bandwidth=25GB/s"
         " (inter_node is the link between servers, intra_node the link inside a server). May be"
         " given again.",
@@ -78,6 +81,23 @@ SHARED: dict[str, dict[str, Any]] = {
     "split": {"metavar": "PATH"},
     "timeout_s": {"flags": ("--timeout",)},
 }
+
+
+def _print_version(asked: bool) -> None:
+    if asked:
+        print(f"gnnplan {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def _of_the_program(
+    version: Annotated[
+        bool,
+        typer.Option(
+            "--version", callback=_print_version, is_eager=True, help="Print the version, and exit."
+        ),
+    ] = False,
+) -> None: ...
 
 
 class Option(NamedTuple):

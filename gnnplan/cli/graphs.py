@@ -177,6 +177,7 @@ def _between(counts: list[int]) -> str:
 
 @verb(
     of_function("planning.plan", *LACKING, "partitioner", "directed"),
+    graph={"metavar": "GRAPH"},
     task={"metavar": "none"},
 )
 def profile(

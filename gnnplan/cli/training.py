@@ -163,7 +163,7 @@ def run(
 
 @verb(
     of_function("validation.validate"),
-    directories={"metavar": "[DIR]..."},
+    directories={"metavar": "DIR"},
     leave_one_out={"flags": ("--leave-one-out/--no-leave-one-out",)},
     refit={"metavar": "FILE"},
 )
