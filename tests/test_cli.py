@@ -721,6 +721,7 @@ CALLED = {
     "run .": "cannot be read .Is a directory",
     "run plan.json --out plan.json": "plan.json: is a file, but a folder is needed; give another place",
     "run plan.json --out plan.json/x": "plan.json: is a file, but a folder is needed; give another place",
+    "run plan.json --out ''": "--out '': is empty",  # it trained in the working directory
     "run plan.json --epochs 0": "--epochs",
     "run plan.json --timeout 0": "--timeout",
     "run plan.json --emulate 10us": "not a rate such as 400Mbit/s",
@@ -746,7 +747,8 @@ ASKED = {
     "--target-accuracy 93": "a share of right answers, above 0 and below 1; write 0.93 for 93 %",
     "--evidence runs": "say which, as --target-accuracy 0.93",
     "--scale 1,2 --objective cost --cluster dgx_a100": "dgx_a100 has none; add it, as --set price=2.50",
-    "--strategy ''": "--strategy '' is not a family",
+    "--strategy ''": "--strategy '': is empty, as a shell variable without a value is; give it a value",
+    "--features=": "--features=: is empty",
     "--ranks 0": r"--ranks must lie in \[1, 8192\], got 0",
     "--ranks 64 --cluster gnnpipe_a5000": "32 GPUs per server, but cluster gnnpipe_a5000 has 4.*use --ranks 8 or less",
     "--ranks 7 --cluster gnnpipe_a5000": "cannot be spread equally over 2 servers; use a multiple of 2",
@@ -761,7 +763,8 @@ SIMULATED = {
     "--sweep hidden=1 --csv no/t.csv": "does not exist; create it",
     "--trace plan.json": "plan.json: is a file, but a folder is needed",
     "--steps 100000000": r"more than 4,000,000 tasks; use --steps \d+ or less",
-    "--sweep ''": "--sweep '': write a field",
+    "--sweep servers": "--sweep 'servers': write a field",
+    "--trace ''": "--trace '': is empty",  # it wrote into the working directory
     "--sweep servers=1,,2": "--sweep 'servers=1,,2': write a field",
     "--sweep servers=1 --sweep servers=2": "give all its values at once",
     "--sweep servers=1,1": "a value is there twice",

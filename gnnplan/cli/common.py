@@ -231,6 +231,17 @@ class Verb(TyperCommand):
         alone.command(self.name)(called)
         return get_command(alone)
 
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        """Parse the words. Raises SpecError for an empty one: Path("") would be this folder."""
+        for before, word in pairwise(["", *args]):
+            if not word or re.fullmatch(r"--[a-z-]+=", word):
+                shown = word or f"{before} ''".strip()
+                raise SpecError(
+                    f"{shown}: is empty, as a shell variable without a value is; give it a value,"
+                    " or leave it out"
+                )
+        return super().parse_args(ctx, args)
+
     def get_params(self, ctx: Any) -> list[Any]:
         return list(self.whole.get_params(ctx))
 

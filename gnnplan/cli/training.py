@@ -44,7 +44,7 @@ def tune(
     from gnnplan.planner.vocabulary.files import must_be_writable
 
     out: Path = options.pop("out") or new_folder("tune")
-    output = output or out.with_name(f"{out.name}.json")
+    output = output or Path(f"{out if out.name else out.absolute()}.json")
     output.parent.mkdir(parents=True, exist_ok=True)
     must_be_writable(output)
     tuned = tune_by_runs(load_plan(plan_file), out, **options)
