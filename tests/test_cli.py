@@ -594,6 +594,19 @@ def test_where_a_run_goes_by_default(plan_file, gnnplan, tmp_path, monkeypatch, 
     assert json.loads((out / "plan.json").read_text()) == json.loads(plan_file.read_text())
 
 
+def test_an_interrupted_run_says_what_is_kept(plan_file, gnnplan, tmp_path, monkeypatch):
+    """It said `interrupted` alone. That an epoch is named to go on from: executor/faults.py."""
+    from gnnplan.executor.launch import launcher
+
+    def interrupted(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(launcher, "start", interrupted)
+    answer = gnnplan("run", plan_file, "--out", tmp_path / "out")
+    assert answer.code == 130 and "metrics.jsonl\nerror: interrupted" in answer.err
+    assert "note: 0 finished epochs are in " in answer.err
+
+
 @pytest.mark.usefixtures("untrained")
 def test_a_run_of_the_next_strategy_keeps_it_in_its_plan(gnnplan, tmp_path, monkeypatch):
     """So that `validate` compares with the strategy's own prediction, and --resume goes on with it.
