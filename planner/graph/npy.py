@@ -24,6 +24,7 @@ from gnnplan.planner.vocabulary.units import show_bytes
 MOST_PACKED = 200  # largest compression ratio; zeros alone compress 230 to 1,030 times
 MOST_SWOLLEN = 1 << 29  # [B] unpacked size up to which any ratio is allowed
 KINDS = {"i": "integers", "b": "booleans", "f": "real numbers", "U": "a JSON string"}
+RENUMBER = "number the vertices from 0 (numpy.unique(..., return_inverse=True))"
 LONGEST_HEADER = 1 << 14  # [B] read of an npy header; numpy accepts at most 10,000 characters
 
 
@@ -214,8 +215,7 @@ def must_be_ids(
     of vertices."""
     if ids.dtype.kind not in "iu":
         raise SpecError(
-            f"{path}: {name}: vertex ids must be integers, have dtype {ids.dtype}; number the"
-            " vertices from 0 (numpy.unique(..., return_inverse=True))"
+            f"{path}: {name}: vertex ids must be integers, have dtype {ids.dtype}; {RENUMBER}"
         )
     if ids.size and not 0 <= int(ids.min()) <= int(ids.max()) < vertices:
         bad = np.flatnonzero((ids < 0) | (ids >= vertices))
@@ -224,7 +224,7 @@ def must_be_ids(
         raise SpecError(
             f"{path}: {name}[{at:,}]: vertex ids must lie in [0, {vertices - 1:,}],"
             f" found {int(ids[bad[0]])}{many}; ids count from 0"
-            + ("" if vertices == MOST_VERTICES else f"{said} {vertices:,} vertices")
+            + (f"; {RENUMBER}" if vertices == MOST_VERTICES else f"{said} {vertices:,} vertices")
         )
 
 
