@@ -111,7 +111,8 @@ def run(
     if resume is not None and strategy is not None and plan_file is None:
         raise SpecError(
             "--strategy is of a plan, and --resume alone goes on with the strategy of the run; give"
-            f" the plan too (gnnplan run PLAN --strategy '{strategy}' --resume {resume})"
+            f" the plan too (gnnplan run PLAN --strategy {quote(strategy)} --resume"
+            f" {quote(str(resume))})"
         )
     if resume is not None:
         if plan_file is None and not (resume / "plan.json").exists():
