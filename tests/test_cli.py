@@ -193,6 +193,9 @@ def test_measure_is_kept_and_written(gnnplan, tmp_path, own_cache, monkeypatch):
     assert "matrix products" in answer.err
     assert read_cluster(str(tmp_path / "cluster.yaml")) == read_cluster("local") == measured
     assert "provenance:" in gnnplan("measure").out
+    monkeypatch.setenv("GNNPLAN_CACHE", "/dev/null")  # what was measured is not lost
+    answer = gnnplan("measure -o", tmp_path / "again.yaml")
+    assert answer.code == 2 and read_cluster(str(tmp_path / "again.yaml")) == measured
 
 
 def test_the_program_says_its_version(gnnplan):

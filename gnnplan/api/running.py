@@ -345,7 +345,7 @@ def measure(
 def keep(cluster: Cluster, output: Path | None, local: bool) -> None:
     """Write the cluster to `output` if given, and as the preset 'local' if `local` is set."""
     text = cluster.to_yaml()
+    if output:  # first, for the cache may not be writable
+        write_atomically(output, text)
     if local:
         write_atomically(cache_dir() / KEPT, text, parents=True)
-    if output:
-        write_atomically(output, text)

@@ -73,7 +73,7 @@ def write_atomically(
             path.write_bytes(raw)
             return
         path = Path(os.path.realpath(path)) if path.is_symlink() else path
-        temporary = path.with_name(f".{path.name}.{secrets.token_hex(4)}")
+        temporary = path.parent / f".{path.name}.{secrets.token_hex(4)}"
         if parents:
             path.parent.mkdir(parents=True, exist_ok=True)
         try:
@@ -169,9 +169,12 @@ def must_be_writable(path: Path) -> None:
 
 
 def must_have_parent(path: Path) -> None:
-    """Raise SpecError if the folder of `path` is absent."""
+    """Raise SpecError if the folder of `path` is absent, or no file can be made in it."""
     if not path.parent.is_dir():
         raise SpecError(f"{path}: the folder {path.parent} does not exist; create it first")
+    folder = Path(os.path.realpath(path) if path.is_symlink() else path).parent
+    if not os.access(folder, os.W_OK | os.X_OK) and (path.is_file() or not path.exists()):
+        raise SpecError(f"{path}: cannot be written ({folder} is read-only); choose another place")
 
 
 def must_be_folder(path: Path) -> None:

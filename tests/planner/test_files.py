@@ -24,6 +24,7 @@ from gnnplan.planner.vocabulary.errors import SpecError
 from gnnplan.planner.vocabulary.files import (
     cache_dir,
     forget_unfinished,
+    must_be_writable,
     quoted,
     read_bytes,
     read_yaml,
@@ -438,6 +439,19 @@ def test_folders_are_made_only_when_asked_for(tmp_path):
         write_atomically(path, "x")
     write_atomically(path, "x", parents=True)
     assert path.read_text() == "x"
+
+
+def test_a_folder_that_is_read_only_is_refused_before_long_work(tmp_path, monkeypatch):
+    """`partition` cut a graph for minutes first, and `measure` and `plan` worked on."""
+    (tmp_path / "there").write_text("old")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(os, "access", lambda *_: False)
+    for name in ("new", "there"):
+        with pytest.raises(SpecError, match=r"cannot be written \(.* is read-only\); choose"):
+            must_be_writable(tmp_path / name)
+    must_be_writable(Path("/dev/null"))
+    with pytest.raises(SpecError, match=r"^\.: cannot be written"):
+        write_atomically(".", "new")
 
 
 def test_a_small_file_takes_little_memory(tmp_path):
