@@ -364,6 +364,7 @@ def _mistake(
         message = f"must be {PARSED[rule]}{of}, as 2, not {given!r:.80}"
     if rule == "literal_error":
         near = likeliest(given, re.findall(r"'([^']+)'", message))
+        message = message.replace("or 'own'", "or a module of your own, as model.py:MyGNN")
         message += f", not {given!r:.80}" + (f"; did you mean {near}?" if near else "")
     return loc, message
 
