@@ -83,21 +83,13 @@ SHARED: dict[str, dict[str, Any]] = {
 }
 
 
-def _print_version(asked: bool) -> None:
-    if asked:
+@app.callback(invoke_without_command=True)
+def _of_the_program(
+    version: Annotated[bool, typer.Option("--version", help="Print the version.")] = False,
+) -> None:
+    if version:
         print(f"gnnplan {__version__}")
         raise typer.Exit
-
-
-@app.callback()
-def _of_the_program(
-    version: Annotated[
-        bool,
-        typer.Option(
-            "--version", callback=_print_version, is_eager=True, help="Print the version, and exit."
-        ),
-    ] = False,
-) -> None: ...
 
 
 class Option(NamedTuple):
