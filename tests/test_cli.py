@@ -9,6 +9,7 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -21,6 +22,7 @@ from gnnplan import __version__
 from gnnplan.api.running import Run
 from gnnplan.api.view import Blocks
 from gnnplan.executor.launch.run_request import Options
+from gnnplan.planner.graph.npy import reading
 
 GRAPH = "synthetic:community?vertices=60&edges=400&features=8&classes=3&seed=0"
 
@@ -951,6 +953,28 @@ def test_our_own_mistakes_keep_their_traceback(mistake, gnnplan, monkeypatch):
     monkeypatch.setattr(module, "load", broken)
     with pytest.raises(type(mistake)):
         gnnplan("profile", GRAPH)
+
+
+@pytest.mark.parametrize(
+    ("within", "said"),
+    [
+        (nullcontext(), "Permission denied"),
+        (reading("graph", "arrays"), r"cannot be read \(Permission denied\)"),
+    ],
+    ids=["anywhere", "a graph"],
+)
+def test_a_file_that_may_not_be_read_is_no_mistake_of_ours(within, said, gnnplan, monkeypatch):
+    """It was a traceback, or `damaged or of another kind, write it again`."""
+    import gnnplan.planner.graph.load as module
+
+    def refused(*_: object) -> None:
+        with within:
+            raise PermissionError(13, "Permission denied", "graph/x.npy")
+
+    monkeypatch.setattr(module, "load", refused)
+    answer = gnnplan("profile", GRAPH)
+    remedy = "get the right to use it, or choose another"
+    assert answer.code == 2 and re.fullmatch(f"error: graph/x.npy: {said}; {remedy}\n", answer.err)
 
 
 def test_interrupted(gnnplan, monkeypatch):

@@ -18,7 +18,7 @@ import numpy as np
 
 from gnnplan.planner.graph.graph import MOST_VERTICES, Array, must_fit
 from gnnplan.planner.vocabulary.errors import GnnplanError, SpecError
-from gnnplan.planner.vocabulary.files import MOST_SHOWN, must_be_file
+from gnnplan.planner.vocabulary.files import MOST_SHOWN, must_be_file, refusal, remedy_of
 from gnnplan.planner.vocabulary.units import show_bytes
 
 MOST_PACKED = 200  # largest compression ratio; zeros alone compress 230 to 1,030 times
@@ -38,6 +38,11 @@ def reading(path: str, what: str) -> Iterator[None]:
     except GnnplanError:
         raise
     except Exception as error:
+        if refused := refusal(error):
+            raise SpecError(
+                f"{refused.filename or path}: cannot be read ({refused.strerror});"
+                f" {remedy_of(refused)}"
+            ) from error
         text = " ".join(str(error).split())[: 3 * MOST_SHOWN]
         raise SpecError(
             f"{path}: cannot be read as {what} ({type(error).__name__}: {text}); the file is"

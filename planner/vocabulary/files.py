@@ -33,6 +33,7 @@ _NUMBERS = {f"tag:yaml.org,2002:{name}" for name in ("int", "float", "timestamp"
 _SCALARS = _NUMBERS | {f"tag:yaml.org,2002:{name}" for name in ("str", "bool", "null")}
 _TEMPORARY = re.compile(r"\..+\.[0-9a-f]{8}")  # a file that `write_atomically` has not renamed yet
 _REFUSALS = (  # errors of the system that are no fault of the program
+    errno.EACCES,
     errno.EMFILE,
     errno.ENFILE,
     errno.ENOSPC,
@@ -157,6 +158,8 @@ def remedy_of(error: OSError) -> str:
         return "free the disk"
     if error.errno == errno.ENAMETOOLONG:
         return "choose a shorter name"
+    if error.errno == errno.EACCES:
+        return "get the right to use it, or choose another"
     return "choose another place or free it"
 
 
