@@ -9,6 +9,7 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -21,6 +22,7 @@ from gnnplan import __version__
 from gnnplan.api.running import Run
 from gnnplan.api.view import Blocks
 from gnnplan.executor.launch.run_request import Options
+from gnnplan.planner.graph.npy import reading
 
 GRAPH = "synthetic:community?vertices=60&edges=400&features=8&classes=3&seed=0"
 
@@ -166,6 +168,13 @@ def test_measure_is_kept_and_written(gnnplan, tmp_path, own_cache, monkeypatch):
     assert "matrix products" in answer.err
     assert read_cluster(str(tmp_path / "cluster.yaml")) == read_cluster("local") == measured
     assert "provenance:" in gnnplan("measure").out
+    monkeypatch.setenv("GNNPLAN_CACHE", "/dev/null")  # what was measured is not lost
+    answer = gnnplan("measure -o", tmp_path / "again.yaml")
+    assert answer.code == 2 and read_cluster(str(tmp_path / "again.yaml")) == measured
+
+
+def test_the_program_says_its_version(gnnplan):
+    assert gnnplan("--version") == Answer(0, f"gnnplan {__version__}\n", "")
 
 
 def test_the_list_of_verbs_is_not_cut_at_80_columns(gnnplan, monkeypatch):
@@ -180,7 +189,7 @@ def test_help_of_every_verb_comes_without_heavy_imports():
 import sys
 from gnnplan.cli import main
 heavy = {"dgl", "networkx", "numpy", "pydantic", "pymetis", "rich", "scipy", "simpy", "torch", "yaml"}
-for verb in "", "profile", "check", "plan", "simulate", "tune", "run", "validate", "trace", "emit", "measure":
+for verb in "", "profile", "check", "plan", "simulate", "tune", "run", "validate", "trace", "emit", "measure", "--version":
     sys.argv = ["gnnplan", *verb.split(), "--help"]
     try:
         main()
@@ -558,6 +567,19 @@ def test_where_a_run_goes_by_default(plan_file, gnnplan, tmp_path, monkeypatch, 
     assert json.loads((out / "plan.json").read_text()) == json.loads(plan_file.read_text())
 
 
+def test_an_interrupted_run_says_what_is_kept(plan_file, gnnplan, tmp_path, monkeypatch):
+    """It said `interrupted` alone. That an epoch is named to go on from: executor/faults.py."""
+    from gnnplan.executor.launch import launcher
+
+    def interrupted(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(launcher, "start", interrupted)
+    answer = gnnplan("run", plan_file, "--out", tmp_path / "out")
+    assert answer.code == 130 and "metrics.jsonl\nerror: interrupted" in answer.err
+    assert "note: 0 finished epochs are in " in answer.err
+
+
 @pytest.mark.usefixtures("untrained")
 def test_a_run_of_the_next_strategy_keeps_it_in_its_plan(gnnplan, tmp_path, monkeypatch):
     """So that `validate` compares with the strategy's own prediction, and --resume goes on with it.
@@ -685,6 +707,7 @@ CALLED = {
     "run .": "cannot be read .Is a directory",
     "run plan.json --out plan.json": "plan.json: is a file, but a folder is needed; give another place",
     "run plan.json --out plan.json/x": "plan.json: is a file, but a folder is needed; give another place",
+    "run plan.json --out ''": "--out '': is empty",  # it trained in the working directory
     "run plan.json --epochs 0": "--epochs",
     "run plan.json --timeout 0": "--timeout",
     "run plan.json --emulate 10us": "not a rate such as 400Mbit/s",
@@ -698,6 +721,7 @@ ASKED = {
     "--dropout 1.5": "--dropout: must be less than 1",
     "--hidden 1000000000": "--hidden: must be less than or equal to 1000000",
     "--workload absent.yaml": "absent.yaml: cannot be read",
+    "--model MyGNN": "'gatv2' or a module of your own, as model.py:MyGNN, not 'MyGNN'",
     "--mode medium": "--mode: must be 'full' or 'mini'",
     "--dtype float16": "--dtype: must be 'float32', 'float64', 'bfloat16' or 'tf32', not 'float16'; did you mean bfloat16",
     "--dtype auto --scale 1,2": "--dtype: auto is no type: only a plan on one number of GPUs chooses one",
@@ -710,7 +734,8 @@ ASKED = {
     "--target-accuracy 93": "a share of right answers, above 0 and below 1; write 0.93 for 93 %",
     "--evidence runs": "say which, as --target-accuracy 0.93",
     "--scale 1,2 --objective cost --cluster dgx_a100": "dgx_a100 has none; add it, as --set price=2.50",
-    "--strategy ''": "--strategy '' is not a family",
+    "--strategy ''": "--strategy '': is empty, as a shell variable without a value is; give it a value",
+    "--features=": "--features=: is empty",
     "--ranks 0": r"--ranks must lie in \[1, 8192\], got 0",
     "--ranks 64 --cluster gnnpipe_a5000": "32 GPUs per server, but cluster gnnpipe_a5000 has 4.*use --ranks 8 or less",
     "--ranks 7 --cluster gnnpipe_a5000": "cannot be spread equally over 2 servers; use a multiple of 2",
@@ -725,7 +750,8 @@ SIMULATED = {
     "--sweep hidden=1 --csv no/t.csv": "does not exist; create it",
     "--trace plan.json": "plan.json: is a file, but a folder is needed",
     "--steps 100000000": r"more than 4,000,000 tasks; use --steps \d+ or less",
-    "--sweep ''": "--sweep '': write a field",
+    "--sweep servers": "--sweep 'servers': write a field",
+    "--trace ''": "--trace '': is empty",  # it wrote into the working directory
     "--sweep servers=1,,2": "--sweep 'servers=1,,2': write a field",
     "--sweep servers=1 --sweep servers=2": "give all its values at once",
     "--sweep servers=1,1": "a value is there twice",
@@ -738,7 +764,7 @@ EDITED = {  # a verb, a value of the good plan, what it becomes
     'simulate workload.dtype "auto"': "workload.dtype: auto is no type",
     'simulate gnnplan "9.9"': rf"changed.json was made by gnnplan 9.9, this is {re.escape(__version__)}; plan again",
     'run gnnplan "9.9"': rf"version: planned gnnplan 9.9, here gnnplan {re.escape(__version__)}; plan again",
-    'simulate graph.source "gone.npz"': "gone.npz: no such file",
+    'simulate graph.source "gone.npz"': "gone.npz: no such file.* put it back, or plan again",
     "simulate graph 5": "changed.json: graph must be an object",
     "simulate graph.source 5": "changed.json: graph.source must be text",
     'simulate graph.directed "x"': "changed.json: graph.directed must be true or false",
@@ -895,6 +921,28 @@ def test_our_own_mistakes_keep_their_traceback(mistake, gnnplan, monkeypatch):
     monkeypatch.setattr(module, "load", broken)
     with pytest.raises(type(mistake)):
         gnnplan("profile", GRAPH)
+
+
+@pytest.mark.parametrize(
+    ("within", "said"),
+    [
+        (nullcontext(), "Permission denied"),
+        (reading("graph", "arrays"), r"cannot be read \(Permission denied\)"),
+    ],
+    ids=["anywhere", "a graph"],
+)
+def test_a_file_that_may_not_be_read_is_no_mistake_of_ours(within, said, gnnplan, monkeypatch):
+    """It was a traceback, or `damaged or of another kind, write it again`."""
+    import gnnplan.planner.graph.load as module
+
+    def refused(*_: object) -> None:
+        with within:
+            raise PermissionError(13, "Permission denied", "graph/x.npy")
+
+    monkeypatch.setattr(module, "load", refused)
+    answer = gnnplan("profile", GRAPH)
+    remedy = "get the right to use it, or choose another"
+    assert answer.code == 2 and re.fullmatch(f"error: graph/x.npy: {said}; {remedy}\n", answer.err)
 
 
 def test_interrupted(gnnplan, monkeypatch):

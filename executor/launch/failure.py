@@ -20,6 +20,7 @@ from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from datetime import timedelta
 from pathlib import Path
+from shlex import quote
 from typing import Any, NoReturn
 
 import torch
@@ -303,7 +304,8 @@ def kept(out: Path, ranks: Iterable[int], command: str = "gnnplan run") -> str:
     metrics = out / "metrics.jsonl"
     lines = metrics.read_text().count("\n") if metrics.exists() else 0
     last = last_stored(out, ranks)
-    onwards = f"; go on from epoch {last} with `{command} --resume {out}`" if last else ""
+    resume = f"`{command} --resume {quote(str(out))}`"
+    onwards = f"; go on from epoch {last} with {resume}" if last else ""
     are = "is" if lines == 1 else "are"
     return f"{show_count(lines, 'finished epoch')} {are} in {metrics}{onwards}"
 

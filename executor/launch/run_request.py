@@ -14,6 +14,7 @@ from dataclasses import asdict, dataclass, replace
 from functools import cached_property
 from operator import index
 from pathlib import Path
+from shlex import quote
 from typing import Annotated, Any
 
 from pydantic import AfterValidator, ConfigDict, Field, TypeAdapter, ValidationError
@@ -288,8 +289,8 @@ def must_be_new(out: Path, begun: Mapping[str, Any] | None = None) -> None:
         begun is not None and _is_plan_of(out, begun)
     ):
         raise SpecError(
-            f"{out} holds a run already; give another --out, go on with it (--resume {out}), or"
-            " remove it"
+            f"{out} holds a run already; give another --out, go on with it (--resume"
+            f" {quote(str(out))}), or remove it"
         )
 
 

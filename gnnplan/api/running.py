@@ -175,6 +175,7 @@ def train(asked: RunRequest) -> Run:
     """Start a plan's ranks on this machine, and wait until they end.
 
     Raises SpecError, and LostRank if a rank is lost and no restart is left."""
+    from gnnplan.executor.launch.failure import kept
     from gnnplan.executor.launch.launcher import begin
     from gnnplan.executor.launch.preflight import must_start
 
@@ -189,7 +190,11 @@ def train(asked: RunRequest) -> Run:
     stand_in = [note for note in problem.stats.notes if note.startswith(STAND_IN_LABELS)]
     for note in stand_in:
         say(f"note: {note}")
-    begin(asked)
+    try:
+        begin(asked)
+    except (KeyboardInterrupt, SystemExit):
+        say(f"note: {kept(out, problem.by_gpu)}")
+        raise
     for note in stand_in:
         say(f"note: {note}")
     return Run(out)
@@ -340,7 +345,7 @@ def measure(
 def keep(cluster: Cluster, output: Path | None, local: bool) -> None:
     """Write the cluster to `output` if given, and as the preset 'local' if `local` is set."""
     text = cluster.to_yaml()
+    if output:  # first, for the cache may not be writable
+        write_atomically(output, text)
     if local:
         write_atomically(cache_dir() / KEPT, text, parents=True)
-    if output:
-        write_atomically(output, text)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from shlex import quote
 from typing import Any
 
 from gnnplan.api.arguments import typed
@@ -36,7 +37,7 @@ class Tuned(Plan):
                 if row["failed"]
             ),
             f"refit:  {_refitted(tuned['refit'])}",
-            f"runs are in {self.out}; to compare them: gnnplan validate {self.out}/*",
+            f"runs are in {self.out}; to compare them: gnnplan validate {quote(str(self.out))}/*",
         ]
 
 

@@ -24,11 +24,13 @@ import typer
 from typer.core import TyperCommand
 from typer.main import get_command
 
+from gnnplan import __version__
 from gnnplan.planner.vocabulary.errors import SpecError
 from gnnplan.planner.vocabulary.progress import notify, progress, say
 
 app = typer.Typer(
     no_args_is_help=True,
+    context_settings={"help_option_names": ["--help", "-h"]},
     rich_markup_mode=None,
     pretty_exceptions_enable=False,
     help=(
@@ -71,6 +73,7 @@ SHARED: dict[str, dict[str, Any]] = {
     "plan_file": {"metavar": "PLAN", "help": "A plan.json."},
     "set_": {
         "flags": ("--set",),
+        "metavar": "FIELD=VALUE",
         "help": "Change a field of the cluster or workload: servers=16, inter_node.bandwidth=25GB/s"
         " (inter_node is the link between servers, intra_node the link inside a server). May be"
         " given again.",
@@ -78,6 +81,15 @@ SHARED: dict[str, dict[str, Any]] = {
     "split": {"metavar": "PATH"},
     "timeout_s": {"flags": ("--timeout",)},
 }
+
+
+@app.callback(invoke_without_command=True)
+def _of_the_program(
+    version: Annotated[bool, typer.Option("--version", help="Print the version.")] = False,
+) -> None:
+    if version:
+        print(f"gnnplan {__version__}")
+        raise typer.Exit
 
 
 class Option(NamedTuple):
@@ -210,6 +222,17 @@ class Verb(TyperCommand):
         alone = typer.Typer(add_completion=False)
         alone.command(self.name)(called)
         return get_command(alone)
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        """Parse the words. Raises SpecError for an empty one: Path("") would be this folder."""
+        for before, word in pairwise(["", *args]):
+            if not word or re.fullmatch(r"--[a-z-]+=", word):
+                shown = word or f"{before} ''".strip()
+                raise SpecError(
+                    f"{shown}: is empty, as a shell variable without a value is; give it a value,"
+                    " or leave it out"
+                )
+        return super().parse_args(ctx, args)
 
     def get_params(self, ctx: Any) -> list[Any]:
         return list(self.whole.get_params(ctx))

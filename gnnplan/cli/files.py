@@ -28,7 +28,9 @@ FOLDERS = ("distdgl", "pyg")
     output={"metavar": "DEST"},
     viewer={"flags": ("--for",), "metavar": "VIEWER"},
 )
-def view_traces(directory: Path, *, output: Path, viewer: str = "perfetto") -> None:
+def view_traces(
+    directory: Path, *, output: Path, viewer: str = "perfetto", as_json: bool = False
+) -> None:
     """Merge the traces of all ranks, or write them for HTA.
 
     HTA, Holistic Trace Analysis, reads them as GPU kernels.
@@ -42,6 +44,7 @@ def view_traces(directory: Path, *, output: Path, viewer: str = "perfetto") -> N
         viewer: perfetto: one file with all ranks, for https://ui.perfetto.dev; hta: a folder for
             Holistic Trace Analysis.
     """
+    from gnnplan.api.view import Blocks
     from gnnplan.planner.graph.arrays import must_be_new
     from gnnplan.planner.vocabulary.files import must_be_writable, one_of
     from gnnplan.planner.vocabulary.trace import merge_traces, write_for_hta
@@ -50,11 +53,13 @@ def view_traces(directory: Path, *, output: Path, viewer: str = "perfetto") -> N
     if viewer == "hta":
         must_be_new(output)
         write_for_hta(directory, output)
-        print(f"written to {output}; next: TraceAnalysis(trace_dir={str(output)!r}) in Python")
+        onwards = f"TraceAnalysis(trace_dir={str(output)!r}) in Python"
     else:
         must_be_writable(output)
         merge_traces(directory, output)
-        print(f"written to {output}; next: open it at https://ui.perfetto.dev")
+        onwards = "open it at https://ui.perfetto.dev"
+    document = {"for": viewer, "written": str(output)}
+    show(Blocks([f"written to {output}; next: {onwards}"], document), as_json)
 
 
 @verb(name="emit", target={"flags": ("--for",), "metavar": "TARGET"}, output={"metavar": "DEST"})
@@ -129,7 +134,7 @@ def write_partition(document: dict[str, object], target: str, folder: Path | Non
     return note
 
 
-@verb(runs={"metavar": "[RUN]..."})
+@verb(runs={"metavar": "RUN"})
 def report(
     plan_file: Path,
     runs: list[Path] | None = None,
@@ -163,6 +168,7 @@ def report(
     ranks={"min": 1, "max": 1024},
     servers={"min": 1, "max": 200},
     seconds={"min": 0.01, "max": 60},
+    nccl_tests={"metavar": "FILE"},
 )
 def measure(
     *,

@@ -4,11 +4,11 @@ for each rank, and `profile` shows what partitions cost."""
 from __future__ import annotations
 
 import signal
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+import sys
+from collections.abc import Iterable
 from pathlib import Path
 from shlex import quote
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, Any
 
 from gnnplan.api import DEFAULT_GRAPH
 from gnnplan.cli.common import LACKING, numbers, of_function, say_notes, show, verb
@@ -129,10 +129,12 @@ def partition(
     found, method = _loaded(graph, task, **reading)
     notify(f"partitioning it into {parts}")
     owner = assign(found, parts, method, seed)
-    if not isinstance(found, Graph):
-        raise SpecError(f"{graph}: known by statistics only; give the graph itself")
-    with _unwound_by_sigterm():  # so that a message says which files are kept
+    assert isinstance(found, Graph)  # statistics have no parts
+    before = signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))
+    try:  # so that a message says which files are kept
         about = write_parts(found, owner, method, seed, output)
+    finally:
+        signal.signal(signal.SIGTERM, before)
     notes, name = list(found.stats.notes), quote(str(output))
     facts = {
         "folder": str(output),
@@ -155,20 +157,6 @@ def partition(
     show(Blocks(lines, {"source": graph, **facts, "notes": notes}), as_json)
 
 
-@contextmanager
-def _unwound_by_sigterm() -> Iterator[None]:
-    """Raise SystemExit on SIGTERM within the block."""
-
-    def end(number: int, _: object) -> NoReturn:
-        raise SystemExit(128 + number)
-
-    before = signal.signal(signal.SIGTERM, end)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGTERM, before)
-
-
 def _between(counts: list[int]) -> str:
     """Return the range of the counts in words."""
     least, most = min(counts), max(counts)
@@ -177,6 +165,7 @@ def _between(counts: list[int]) -> str:
 
 @verb(
     of_function("planning.plan", *LACKING, "partitioner", "directed"),
+    graph={"metavar": "GRAPH"},
     task={"metavar": "none"},
 )
 def profile(

@@ -23,7 +23,8 @@ if TYPE_CHECKING:
 @verb(
     of_model,
     of_function("running.check"),
-    features={"min": 2, "max": 10_000, "metavar": None},
+    model={"metavar": "MODEL"},
+    features={"min": 2, "max": 10_000, "metavar": "<int>"},
     classes={"min": 2, "max": 1000},
 )
 def check(
@@ -53,6 +54,7 @@ def check(
 @verb(
     of_function("planning.plan"),
     of_fields,
+    cluster={"metavar": "FILE|PRESET"},
     scale={"metavar": "GPUS"},
     evidence={"metavar": "DIR"},
     report={"metavar": "FILE"},
@@ -184,6 +186,8 @@ def show_next(path: Path | None, problem: Problem) -> None:
 
 @verb(
     of_function("planning.Plan.simulate"),
+    straggler={"metavar": "RANK=FACTOR"},
+    sweep={"metavar": "FIELD=VALUES"},
     csv={"metavar": "FILE"},
     steps={"min": 1},
     repetitions={"min": 1, "max": 100_000},

@@ -44,7 +44,7 @@ def tune(
     from gnnplan.planner.vocabulary.files import must_be_writable
 
     out: Path = options.pop("out") or new_folder("tune")
-    output = output or out.with_name(f"{out.name}.json")
+    output = output or Path(f"{out if out.name else out.absolute()}.json")
     output.parent.mkdir(parents=True, exist_ok=True)
     must_be_writable(output)
     tuned = tune_by_runs(load_plan(plan_file), out, **options)
@@ -110,7 +110,8 @@ def run(
     if resume is not None and strategy is not None and plan_file is None:
         raise SpecError(
             "--strategy is of a plan, and --resume alone goes on with the strategy of the run; give"
-            f" the plan too (gnnplan run PLAN --strategy '{strategy}' --resume {resume})"
+            f" the plan too (gnnplan run PLAN --strategy {quote(strategy)} --resume"
+            f" {quote(str(resume))})"
         )
     if resume is not None:
         if plan_file is None and not (resume / "plan.json").exists():
@@ -162,7 +163,7 @@ def run(
 
 @verb(
     of_function("validation.validate"),
-    directories={"metavar": "[DIR]..."},
+    directories={"metavar": "DIR"},
     leave_one_out={"flags": ("--leave-one-out/--no-leave-one-out",)},
     refit={"metavar": "FILE"},
 )

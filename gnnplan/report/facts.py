@@ -7,6 +7,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from shlex import quote
 from typing import Any
 
 from gnnplan.planner.decision import plan as plans
@@ -96,7 +97,8 @@ def gather(plan: dict[str, Any] | str | Path, folders: Sequence[str | Path]) -> 
         if question_of(run.run.planned.problem) != question_of(problem):
             raise SpecError(
                 f"{folder} is a run of another question (graph, workload, cluster or partitioner);"
-                f" give runs of this plan, as `gnnplan run plan.json --out {folder}` makes them"
+                " give runs of this plan, as `gnnplan run plan.json --out"
+                f" {quote(str(folder))}` makes them"
             )
         runs.append(run)
     return Facts(document, evaluate(problem, plans.chosen(document)), runs)

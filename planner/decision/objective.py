@@ -17,6 +17,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from shlex import quote
 from typing import Any
 
 import numpy as np
@@ -285,7 +286,7 @@ class Target:
         runs = [run for strategy in asked for run in self.like(problem, strategy)]
         behind = [run for run in runs if not run.reached(self.accuracy)]
         if last := max(behind, key=_length, default=None):
-            remedy = f"gnnplan run --resume {last.folder} --epochs {2 * _length(last)}"
+            remedy = f"gnnplan run --resume {quote(str(last.folder))} --epochs {2 * _length(last)}"
         else:
             is_exact = any(strategy.exact for strategy in asked)
             option = "--exact" if is_exact else f"--strategy '{asked[0]}'"

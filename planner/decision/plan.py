@@ -335,7 +335,10 @@ def question(document: dict[str, Any]) -> Problem:
                 f" says {about[name]:,}; plan again",
                 here=f"{size:,} {name}, not {about[name]:,}",
             )
-    graph = load(about["source"], about["directed"])
+    try:
+        graph = load(about["source"], about["directed"])
+    except SpecError as error:
+        raise SpecError(f"{error}; the plan is of it: put it back, or plan again") from error
     stats = graph.stats if isinstance(graph, Graph) else graph
     problem = Problem(
         stats,

@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from operator import itemgetter
 from pathlib import Path
+from shlex import quote
 from statistics import mean, median
 from typing import Annotated, Any, Required
 
@@ -84,7 +85,7 @@ _RANK, _EPOCH = TypeAdapter(_Rank), TypeAdapter(_Epoch)
 
 def read_run(directory: Path) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
     """Read the lines of metrics.jsonl and the rank*.json of a finished run. Raises SpecError."""
-    make = f"make one with `gnnplan run plan.json --out {directory}`"
+    make = f"make one with `gnnplan run plan.json --out {quote(str(directory))}`"
     try:
         path = directory / "metrics.jsonl"
         metrics = epochs_in(path, make)

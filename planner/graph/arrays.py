@@ -5,6 +5,7 @@ Every array header is checked before memory is allocated. Pickles are never read
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 import secrets
 import shutil
@@ -35,9 +36,10 @@ from gnnplan.planner.graph.parts import (
     streams,
     take_split,
 )
-from gnnplan.planner.vocabulary.errors import SpecError
+from gnnplan.planner.vocabulary.errors import GnnplanError, SpecError
 from gnnplan.planner.vocabulary.files import cannot_write, from_json, must_have_parent
 
+LEAST_ROOM = 1 << 16  # free bytes of a disk that is not full
 ARRAYS = (*ENDS, "x", "x_indptr", "x_indices", "x_shape", "x_data", "y", *MASKS, "meta")
 
 
@@ -237,7 +239,13 @@ def complete(folder: Path) -> Iterator[Path]:
     must_be_new(folder)
     try:
         with renamed(folder) as temporary:
-            yield temporary
+            try:
+                yield temporary
+            except Exception as error:  # torch and DGL do not say that the disk is full
+                full = shutil.disk_usage(temporary).free < LEAST_ROOM
+                if isinstance(error, GnnplanError) or not full:
+                    raise
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC)) from error
             must_be_new(folder)
     except OSError as error:
         raise cannot_write(folder, error) from error

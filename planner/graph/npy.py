@@ -18,12 +18,13 @@ import numpy as np
 
 from gnnplan.planner.graph.graph import MOST_VERTICES, Array, must_fit
 from gnnplan.planner.vocabulary.errors import GnnplanError, SpecError
-from gnnplan.planner.vocabulary.files import MOST_SHOWN, must_be_file
+from gnnplan.planner.vocabulary.files import MOST_SHOWN, must_be_file, refusal, remedy_of
 from gnnplan.planner.vocabulary.units import show_bytes
 
 MOST_PACKED = 200  # largest compression ratio; zeros alone compress 230 to 1,030 times
 MOST_SWOLLEN = 1 << 29  # [B] unpacked size up to which any ratio is allowed
 KINDS = {"i": "integers", "b": "booleans", "f": "real numbers", "U": "a JSON string"}
+RENUMBER = "number the vertices from 0 (numpy.unique(..., return_inverse=True))"
 LONGEST_HEADER = 1 << 14  # [B] read of an npy header; numpy accepts at most 10,000 characters
 
 
@@ -37,6 +38,11 @@ def reading(path: str, what: str) -> Iterator[None]:
     except GnnplanError:
         raise
     except Exception as error:
+        if refused := refusal(error):
+            raise SpecError(
+                f"{refused.filename or path}: cannot be read ({refused.strerror});"
+                f" {remedy_of(refused)}"
+            ) from error
         text = " ".join(str(error).split())[: 3 * MOST_SHOWN]
         raise SpecError(
             f"{path}: cannot be read as {what} ({type(error).__name__}: {text}); the file is"
@@ -214,8 +220,7 @@ def must_be_ids(
     of vertices."""
     if ids.dtype.kind not in "iu":
         raise SpecError(
-            f"{path}: {name}: vertex ids must be integers, have dtype {ids.dtype}; number the"
-            " vertices from 0 (numpy.unique(..., return_inverse=True))"
+            f"{path}: {name}: vertex ids must be integers, have dtype {ids.dtype}; {RENUMBER}"
         )
     if ids.size and not 0 <= int(ids.min()) <= int(ids.max()) < vertices:
         bad = np.flatnonzero((ids < 0) | (ids >= vertices))
@@ -224,7 +229,7 @@ def must_be_ids(
         raise SpecError(
             f"{path}: {name}[{at:,}]: vertex ids must lie in [0, {vertices - 1:,}],"
             f" found {int(ids[bad[0]])}{many}; ids count from 0"
-            + ("" if vertices == MOST_VERTICES else f"{said} {vertices:,} vertices")
+            + (f"; {RENUMBER}" if vertices == MOST_VERTICES else f"{said} {vertices:,} vertices")
         )
 
 

@@ -385,7 +385,7 @@ def check_parts(parts: int, vertices: int, what: str) -> None:
     if not 1 <= parts <= vertices:
         raise SpecError(
             f"{what}: parts must lie in [1, {vertices:,}] (no more parts than vertices), got"
-            f" {parts:,}"
+            f" {parts:,}; ask for {vertices:,} or fewer"
         )
 
 

@@ -78,13 +78,15 @@ def read_cluster(name_or_path: str) -> Cluster:
     path = _file_of(name_or_path, PRESETS, rented)
     if name_or_path == "local":
         if (measured := cache_dir() / "local.yaml").exists():
-            path = measured
-        else:
-            # imported here to spare training ranks the imports of this module
-            from gnnplan.planner.cluster.machines import gpus_here
+            try:
+                return read_cluster(str(measured))
+            except SpecError as error:  # of another version, or damaged
+                raise SpecError(f"{error}; `gnnplan measure` writes it anew") from error
+        # imported here to spare training ranks the imports of this module
+        from gnnplan.planner.cluster.machines import gpus_here
 
-            if gpus := gpus_here():
-                return gpus
+        if gpus := gpus_here():
+            return gpus
     document = read_yaml(path)
     return checked(Cluster, document.data, document)
 
@@ -364,6 +366,7 @@ def _mistake(
         message = f"must be {PARSED[rule]}{of}, as 2, not {given!r:.80}"
     if rule == "literal_error":
         near = likeliest(given, re.findall(r"'([^']+)'", message))
+        message = message.replace("or 'own'", "or a module of your own, as model.py:MyGNN")
         message += f", not {given!r:.80}" + (f"; did you mean {near}?" if near else "")
     return loc, message
 

@@ -33,6 +33,7 @@ _NUMBERS = {f"tag:yaml.org,2002:{name}" for name in ("int", "float", "timestamp"
 _SCALARS = _NUMBERS | {f"tag:yaml.org,2002:{name}" for name in ("str", "bool", "null")}
 _TEMPORARY = re.compile(r"\..+\.[0-9a-f]{8}")  # a file that `write_atomically` has not renamed yet
 _REFUSALS = (  # errors of the system that are no fault of the program
+    errno.EACCES,
     errno.EMFILE,
     errno.ENFILE,
     errno.ENOSPC,
@@ -73,7 +74,7 @@ def write_atomically(
             path.write_bytes(raw)
             return
         path = Path(os.path.realpath(path)) if path.is_symlink() else path
-        temporary = path.with_name(f".{path.name}.{secrets.token_hex(4)}")
+        temporary = path.parent / f".{path.name}.{secrets.token_hex(4)}"
         if parents:
             path.parent.mkdir(parents=True, exist_ok=True)
         try:
@@ -157,6 +158,8 @@ def remedy_of(error: OSError) -> str:
         return "free the disk"
     if error.errno == errno.ENAMETOOLONG:
         return "choose a shorter name"
+    if error.errno == errno.EACCES:
+        return "get the right to use it, or choose another"
     return "choose another place or free it"
 
 
@@ -169,9 +172,12 @@ def must_be_writable(path: Path) -> None:
 
 
 def must_have_parent(path: Path) -> None:
-    """Raise SpecError if the folder of `path` is absent."""
+    """Raise SpecError if the folder of `path` is absent, or no file can be made in it."""
     if not path.parent.is_dir():
         raise SpecError(f"{path}: the folder {path.parent} does not exist; create it first")
+    folder = Path(os.path.realpath(path) if path.is_symlink() else path).parent
+    if not os.access(folder, os.W_OK | os.X_OK) and (path.is_file() or not path.exists()):
+        raise SpecError(f"{path}: cannot be written ({folder} is read-only); choose another place")
 
 
 def must_be_folder(path: Path) -> None:

@@ -201,6 +201,10 @@ class Fault(NamedTuple):
             "no metrics": r"metrics\.jsonl.* put it back",
             "no files": r"Too many open files.* \(ulimit -n 4096\)",
             "full disk": r"No space left on device.* free the disk",
+            **dict.fromkeys(
+                ("launcher SIGINT", "launcher SIGTERM"),
+                r"note: \d+ finished epochs are in .*; go on from epoch \d",
+            ),
         }.get(self.kind, "")
         if not re.search(how, stderr):
             raise Untold(f"{self} of rank {rank} in {where!r}: {how}\n{stderr}")

@@ -1,9 +1,10 @@
 """What other libraries' code reads of our partitions: the plan's assignment, rows and edges."""
 
+import shutil
 import sys
 import warnings
 from dataclasses import dataclass
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 
 import numpy as np
 import pytest
@@ -139,8 +140,15 @@ def test_what_fails_leaves_nothing(asked, tmp_path, monkeypatch):
     (tmp_path / "there").mkdir()
     with pytest.raises(SpecError, match="already there"):
         partitions.pyg(asked.problem, asked.strategy, tmp_path / "there")
-    monkeypatch.setattr(torch, "save", lambda *_: (_ for _ in ()).throw(OSError(28, "full")))
-    with pytest.raises(SpecError, match=r"cannot be written \(full\)"):
+
+    def ends_early(*_: object) -> None:  # as torch says that the disk is full
+        raise RuntimeError("[enforce fail at inline_container.cc:672] . unexpected pos 832 vs 726")
+
+    monkeypatch.setattr(torch, "save", ends_early)
+    with pytest.raises(RuntimeError):
+        partitions.pyg(asked.problem, asked.strategy, tmp_path / "parts")
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: SimpleNamespace(free=0))
+    with pytest.raises(SpecError, match=r"cannot be written \(No space left on device\); free the"):
         partitions.pyg(asked.problem, asked.strategy, tmp_path / "parts")
     assert [path.name for path in tmp_path.iterdir()] == ["there"]
     monkeypatch.setitem(sys.modules, "torch_geometric.data", None)

@@ -210,7 +210,10 @@ def test_local_is_as_measured_where_it_was_measured(own_cache, cluster_with):
     (own_cache / "local.yaml").write_text(CLUSTER)
     assert read_cluster("local").name == "two"
     (own_cache / "local.yaml").write_text("servers: 1\n")
-    with pytest.raises(SpecError, match=f"{own_cache}/local.yaml:1: device: missing"):
+    with pytest.raises(
+        SpecError,
+        match=f"(?s){own_cache}/local.yaml:1: device: missing.*; `gnnplan measure` writes",
+    ):
         read_cluster("local")
 
 
@@ -429,6 +432,19 @@ def test_folders_are_made_only_when_asked_for(tmp_path):
         files.write_atomically(path, "x")
     files.write_atomically(path, "x", parents=True)
     assert path.read_text() == "x"
+
+
+def test_a_folder_that_is_read_only_is_refused_before_long_work(tmp_path, monkeypatch):
+    """`partition` cut a graph for minutes first, and `measure` and `plan` worked on."""
+    (tmp_path / "there").write_text("old")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(os, "access", lambda *_: False)
+    for name in ("new", "there"):
+        with pytest.raises(SpecError, match=r"cannot be written \(.* is read-only\); choose"):
+            files.must_be_writable(tmp_path / name)
+    files.must_be_writable(Path("/dev/null"))
+    with pytest.raises(SpecError, match=r"^\.: cannot be written"):
+        files.write_atomically(".", "new")
 
 
 def test_a_small_file_takes_little_memory(tmp_path):

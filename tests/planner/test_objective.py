@@ -273,7 +273,7 @@ PIPE = "gnnpipe(stages=2,chunks=1)"
         # where another seed got there, the run that did not is the one to go on with
         (
             [training("graph_parallel", (9, 0.96)), training(PIPE, (9, 0), seed=1)],
-            "gnnplan run --resume runs/gnnpipe",
+            "gnnplan run --resume 'runs/gnnpipe",
         ),
     ],
 )

@@ -17,7 +17,6 @@ from pairwise import at_night
 
 import gnnplan
 from gnnplan.api.arguments import ask
-from gnnplan.cli.graphs import _unwound_by_sigterm
 from gnnplan.planner.decision import plan as documents
 from gnnplan.planner.graph import partition as cuts
 from gnnplan.planner.graph.formats import recognise
@@ -336,10 +335,11 @@ def test_who_ends_a_partition_is_told_what_is_kept(tmp_path, monkeypatch, capsys
     assert np.array_equal(read(str(written(read(GRAPH), folder))).indices, read(GRAPH).indices)
 
 
-def test_sigterm_unwinds_a_partition():
+def test_sigterm_unwinds_a_partition(tmp_path, monkeypatch):
     before = signal.getsignal(signal.SIGTERM)
-    with pytest.raises(SystemExit) as ended, _unwound_by_sigterm():
-        os.kill(os.getpid(), signal.SIGTERM)
+    monkeypatch.setattr(parts, "_write_part", lambda *_: os.kill(os.getpid(), signal.SIGTERM))
+    with pytest.raises(SystemExit) as ended:
+        call("partition", GRAPH, "-k 3 -o", tmp_path / "parts")
     assert ended.value.code == 143 and signal.getsignal(signal.SIGTERM) == before
 
 

@@ -134,7 +134,7 @@ def test_a_halo_that_was_counted_says_what_others_are(tmp_path):
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        ({"parts": [11]}, r"parts must lie in \[1, 10\]"),
+        ({"parts": [11]}, r"parts must lie in \[1, 10\] .*, got 11; ask for 10 or fewer"),
         ({"parts": [0]}, "got 0"),
         ({"parts": [2], "hops": 0}, "hops"),
         ({"parts": [2], "servers": 3}, "2 parts cannot fill 3 servers"),

@@ -66,7 +66,8 @@ def test_spans_become_kernels_on_streams(traces, tmp_path):
 def test_the_verb(traces, tmp_path, capsys):
     call("trace", traces, "-o", tmp_path / "all.json")
     assert "https://ui.perfetto.dev" in capsys.readouterr().out
-    call("trace", traces, "--for hta -o", tmp_path / "hta")
+    call("trace", traces, "--for hta --json -o", tmp_path / "hta")
+    assert json.loads(capsys.readouterr().out)["written"] == str(tmp_path / "hta")
     assert {p.name for p in (tmp_path / "hta").iterdir()} == {"rank0.json", "rank1.json"}
     with pytest.raises(SpecError, match="already there"):
         call("trace", traces, "--for hta -o", tmp_path / "hta")

@@ -12,6 +12,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
+from shlex import quote
 from typing import Any
 
 import numpy as np
@@ -30,6 +31,9 @@ from gnnplan.planner.vocabulary.files import must_be_file
 __all__ = ["FORMATS", "Extras", "convert", "parts_of", "recognise"]
 
 OLD_TORCH = b"\x80\x02\x8a\nl\xfc\x9cF\xf9 j\xa8P\x19."  # .pt of torch before 1.6
+# first bytes of a compressed file -> the program that unpacks it
+UNPACK = {tables.GZIP: "gunzip", b"BZh": "bunzip2", b"\xfd7zXZ": "unxz"}
+UNPACK |= {b"\x28\xb5\x2f\xfd": "unzstd", b"PK\3\4": "unzip"}
 NONE = Extras()
 START = 512  # [B] at the start of a file that are read to recognise its format
 
@@ -60,7 +64,7 @@ def _refused(said: str) -> Callable[[str], Parts]:
     """Return a reader that raises SpecError with `said`, in which {path} becomes the path."""
 
     def refuse(path: str) -> Parts:
-        raise SpecError(f"{path}: {said.format(path=path)}")
+        raise SpecError(f"{path}: {said.format(path=quote(path))}")
 
     return refuse
 
@@ -148,8 +152,11 @@ def recognise(path: str) -> Format:
     remedy = "write the graph as one of them, for instance as a CSV with src,dst above its edges"
     if len(inside) == 1:
         remedy = f"give {inside[0]}"
-    elif file.start.startswith(tables.GZIP):
-        remedy = f"only text may be compressed: unpack it first (gunzip {path})"
+    elif packed := [tool for start, tool in UNPACK.items() if file.start.startswith(start)]:
+        unpack = f"{packed[0]} {quote(path)}"
+        remedy = f"only text may be compressed, by gzip: unpack it first ({unpack})"
+    elif not is_folder and tables.start_of(path) is None:
+        remedy = f"if it is text, save it in UTF-8; else {remedy}"
     if is_folder:
         raise SpecError(
             f"{path}: is a folder of no format that is read; it holds"
