@@ -99,7 +99,7 @@ def cluster_of(
         **network,
     )
     cluster, correction = held_to(cluster, [median(rounds) for (rounds,) in found["steps"]])
-    corrected = {name.removeprefix("/") for name in scaled.ACCESSES} & provenance.keys()
+    corrected = {name.removeprefix("/") for name in scaled.READS} & provenance.keys()
     provenance |= {name: f"{provenance[name]}; {correction}" for name in corrected}
     provenance["device.launch"] = f"{source}; {correction}"
     call_s = float(Cost(cluster).call_s)

@@ -3,7 +3,7 @@
 A kernel that is timed alone, on the same rows, is faster than in a training. In a training the
 caches hold other rows, autograd runs between the kernels, and memory is still being allocated.
 Steps of a few trainings (pieces) give two numbers: the cost of a framework operation, and how much
-longer accesses to memory take than in kernels alone. A training on mini-batches gives the rates of
+longer reads of memory take than in kernels alone. A training on mini-batches gives the rates of
 the sampler, and how much longer kernels take on rows that are new in each step.
 """
 
@@ -112,7 +112,7 @@ BATCHES = Piece(
 )
 LAYERS = ("forward", "backward")
 LEAST_LAUNCH, MOST_LAUNCH = 1e-9, 0.1  # of a framework operation [s]
-MOST_SLOWDOWN = 10.0  # of accesses to memory in training steps
+MOST_SLOWDOWN = 10.0  # of reads of memory in training steps
 
 
 class Rehearsal:
@@ -181,16 +181,16 @@ def held_to(cluster: Cluster, steps: list[float]) -> tuple[Cluster, str]:
     """Correct a cluster by the durations of the pieces' steps [s]; also return a sentence on it.
 
     This is a least-squares fit of log(predicted / measured). The unknowns are the cost of a
-    framework operation, and the factor by which accesses to memory are slower: less than 1 if a
-    step finds in caches what one operation has left for the next. Caches do not change arithmetic.
+    framework operation, and the factor by which reads of memory are slower: less than 1 if a step
+    finds in caches what one operation has left for the next. Caches do not change arithmetic.
     On GPUs the factor is 1 or more: no `batch_slowdown` corrects their mini-batches.
     """
 
     def corrected(logs: np.ndarray) -> Cluster:
         launch, slowdown = np.exp(logs).tolist()
         device = cluster.device.model_copy(update={"launch": launch})
-        accesses = dict.fromkeys(scaled.ACCESSES, 1 / slowdown)
-        return scaled.multiplied(cluster.model_copy(update={"device": device}), accesses)
+        reads = dict.fromkeys(scaled.READS, 1 / slowdown)
+        return scaled.multiplied(cluster.model_copy(update={"device": device}), reads)
 
     def errors(logs: np.ndarray) -> np.ndarray:
         found = corrected(logs)
@@ -203,7 +203,7 @@ def held_to(cluster: Cluster, steps: list[float]) -> tuple[Cluster, str]:
     found = least_squares(errors, (np.log(1e-5), 0.1), bounds=bounds)
     (launch, slowdown), off = np.exp(found.x), np.expm1(found.fun)
     return corrected(found.x), (
-        f"in training steps, accesses to memory took {slowdown:.2f} times as long as in kernels"
-        f" alone, and an operation {1e6 * launch:.1f} us ({len(steps)} pieces, then predicted"
+        f"in training steps, reads of memory took {slowdown:.2f} times as long as in kernels alone,"
+        f" and an operation {1e6 * launch:.1f} us ({len(steps)} pieces, then predicted"
         f" within {show_percent(min(off), sign=True)} and {show_percent(max(off), sign=True)})"
     )

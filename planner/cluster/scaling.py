@@ -32,8 +32,14 @@ FIELDS = {
 # All fields that a faster device multiplies, or divides ('/', fields in seconds)
 DEVICE = (*(field for fields in FIELDS.values() for field in fields), "/device.launch")
 
-# Fields that caches change: arithmetic, also that of a hash or of an edge's weight, is not in them.
-ACCESSES = ("device.memory_bandwidth", "device.product_bandwidth", *FIELDS["device.gather"])
+# Fields that are faster where caches hold what is read; they change neither arithmetic, also of a
+# hash or of an edge's weight, nor the rows that a sum writes.
+READS = (
+    "device.memory_bandwidth",
+    "device.product_bandwidth",
+    "device.gather",
+    "device.gather_scattered",
+)
 
 
 def multiplied(cluster: Cluster, factors: Mapping[str, Number]) -> Cluster:
