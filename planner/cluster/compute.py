@@ -32,7 +32,8 @@ SECTOR = 32
 # A cache that the whole device shares is read so many times as fast as memory: 2.4 on V100, 2.2 on
 # P100, 4.0 on T4 (Jia et al. 2018, 2019).
 CACHE_SPEEDUP = 3.0
-# On a CPU core, random row access costs three times sequential access.
+# On a CPU core, random row access costs three times sequential access, where `gather_scattered` was
+# not measured.
 RANDOM_ACCESS_SLOWDOWN = 3.0
 # On a CPU core, gathers from randomly ordered rows take 1.25 to 1.8 times as long as gathers from
 # rows in an order that keeps neighbours near each other, if the cache holds most rows. The latter
@@ -109,13 +110,20 @@ class Roofline:
                 device.row_latency
                 + (0.0 if device.row_bandwidth is None else row_bytes / device.row_bandwidth)
             )
-        # A GPU hides the latency of memory, because it has many reads in flight at once.
-        slowdown = 1.0 if on_gpu else RANDOM_ACCESS_SLOWDOWN
         for rows, width in work.random_rows:
-            seconds = seconds + rows * width * work.itemsize * slowdown / bandwidth
+            seconds = seconds + rows * width * work.itemsize / self._random_rate
         if work.of_batch and not on_gpu:
             seconds = seconds * device.batch_slowdown
         return seconds + work.overlapped_bytes * device.overlap_tax / self.exchange_bandwidth
+
+    @property
+    def _random_rate(self) -> Number:
+        """The rate of reading rows at random places that no cache holds [B/s]."""
+        if self.device.kind == "cuda":  # it hides latency by many reads in flight at once
+            return self.device.memory_bandwidth
+        if self._scattered is None:
+            return self.device.memory_bandwidth / RANDOM_ACCESS_SLOWDOWN
+        return np.exp(self._scattered.log_rate(np.inf))
 
     def _scattered_rate(self, in_order: Number, source_bytes: Number) -> Number:
         """Return the rate of an aggregation from rows in random order [B of gathered rows/s], which

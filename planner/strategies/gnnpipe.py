@@ -432,14 +432,13 @@ class Stage:
             keeps_gathered = spec.gathers_linearly and not spec.projects_first
             backward = backward + (replace(forward, gathers=()) if keeps_gathered else forward)
         if not (model.aggregate_cached(layer) or model.rows(layer).multiplied_first):
-            # gather the rows that the chunk reads from all rows that the member keeps
+            # copy the rows that the chunk reads from all rows that the member keeps
             forward = forward + Compute(
-                random_rows=((sources, width),),
-                elementwise_bytes=sources * width * b,
-                launches=1,
-                itemsize=b,
+                random_rows=((2.0 * sources, width),), launches=1, itemsize=b
             )
         if varies:
+            # write the chunk's rows to the mixed rows and to the past rows
+            forward = forward + Compute(random_rows=((2.0 * rows, width),), launches=2, itemsize=b)
             # scatter-add the gradients of the rows read to the rows that the member keeps
             scattered = sources - rows
             backward = backward + Compute(
