@@ -47,7 +47,6 @@ from gnnplan.executor.modules.evaluate import (
 )
 from gnnplan.executor.modules.record import (
     CHOSEN,
-    EDGES_OF,
     FIXED,
     FREE,
     INNER,
@@ -154,8 +153,7 @@ class Cutter:
         self.live = live_nodes([recorded.output])
         self.learned: set[Node] = set()  # computed from trained parameters
         self.fields: set[Node] = set()  # Program.fields
-        of_graph = [recorded.inputs[EDGES_OF]] if EDGES_OF in recorded.inputs else []
-        self.edge_sets = [*of_graph, *edge_sets_of(self.live)]
+        self.edge_sets = [*recorded.edges_of_graph, *edge_sets_of(self.live)]
         generator = torch.Generator().manual_seed(5)
         self.part = torch.randperm(self.n, generator=generator)[: self.n // 2].sort().values
 

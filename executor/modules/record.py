@@ -244,6 +244,11 @@ class Recorded:
         """The number of vertices of the small graph."""
         return int(self.inputs["vertices"].value)
 
+    @property
+    def edges_of_graph(self) -> list[Node]:
+        """The edges of a DGL graph, if calls of its kernels were recorded."""
+        return [self.inputs[EDGES_OF]] if EDGES_OF in self.inputs else []
+
 
 class _Unseen(Exception):
     """No torch call made a tensor inside the module at `path`; '': in `forward` itself, which is

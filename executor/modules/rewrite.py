@@ -25,7 +25,6 @@ from torch.nn import functional as F
 from torch.utils._pytree import tree_map
 
 from gnnplan.executor.modules.record import (
-    EDGES_OF,
     NUMBERS_ASKED,
     Named,
     Node,
@@ -123,9 +122,7 @@ def merge_equal_calls(recorded: Recorded, shared: Mapping[Hashable, Node]) -> di
     first: dict[Node, Node] = {}
     by_key: dict[Hashable, Node] = {}
     order: dict[Node, float] = {}
-    inputs = recorded.inputs
-    of_graph = [inputs[EDGES_OF]] if EDGES_OF in inputs else []
-    live = live_nodes([recorded.output, *recorded.answers, *of_graph])
+    live = live_nodes([recorded.output, *recorded.answers, *recorded.edges_of_graph])
     changed = {node.reads[0] for node in follow_from(live, is_rows) if node.in_place}
     for node in live:
         node.replace_reads(first)

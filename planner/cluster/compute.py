@@ -78,6 +78,12 @@ class Roofline:
         self._log_widths = np.log(sorted(device.gather))
         self._gather_curves = [Curve.of(device.gather[width]) for width in sorted(device.gather)]
         self._scattered = Curve.of(device.gather_scattered) if device.gather_scattered else None
+        # rate of reading rows at random places that no cache holds [B/s]
+        self._random_rate: Number = device.memory_bandwidth / RANDOM_ACCESS_SLOWDOWN
+        if device.kind == "cuda":  # it hides latency by many reads in flight at once
+            self._random_rate = device.memory_bandwidth
+        elif self._scattered is not None:
+            self._random_rate = np.exp(self._scattered.log_rate(np.inf))
 
     def compute_s(self, work: Compute) -> Number:
         """Return the duration of a piece of work on a device that does nothing else [s].
@@ -115,15 +121,6 @@ class Roofline:
         if work.of_batch and not on_gpu:
             seconds = seconds * device.batch_slowdown
         return seconds + work.overlapped_bytes * device.overlap_tax / self.exchange_bandwidth
-
-    @property
-    def _random_rate(self) -> Number:
-        """The rate of reading rows at random places that no cache holds [B/s]."""
-        if self.device.kind == "cuda":  # it hides latency by many reads in flight at once
-            return self.device.memory_bandwidth
-        if self._scattered is None:
-            return self.device.memory_bandwidth / RANDOM_ACCESS_SLOWDOWN
-        return np.exp(self._scattered.log_rate(np.inf))
 
     def _scattered_rate(self, in_order: Number, source_bytes: Number) -> Number:
         """Return the rate of an aggregation from rows in random order [B of gathered rows/s], which

@@ -203,10 +203,10 @@ def moved(
     """Return a plan's strategy on another problem.
 
     plan: the plan's problem. If both have as many servers of as many GPUs, the ranks stay on the
-    plan's GPUs. On another number of ranks, `ask`, a search, finds the best variant of the
-    strategy's family on all GPUs, exact if the strategy is; for a family of which plans propose no
-    variant (bns), it is the strategy itself. as_it_is: as many ranks need not fit, and are placed
-    again only on another cluster.
+    plan's GPUs. On another number of ranks, the search `ask` finds the best variant of the
+    strategy's family on all GPUs; the variant is exact if the strategy is. A family of which plans
+    propose no variant (bns) keeps the strategy itself. as_it_is: as many ranks need not fit, and
+    are placed again only on another cluster.
 
     Raises Infeasible if nothing fits, SpecError if the strategy's knobs do not suit.
     """

@@ -73,7 +73,7 @@ def write_atomically(
         if path.exists() and not (path.is_file() or path.is_dir()):
             path.write_bytes(raw)
             return
-        path = Path(os.path.realpath(path)) if path.is_symlink() else path
+        path = _followed(path)
         temporary = path.parent / f".{path.name}.{secrets.token_hex(4)}"
         if parents:
             path.parent.mkdir(parents=True, exist_ok=True)
@@ -163,6 +163,11 @@ def remedy_of(error: OSError) -> str:
     return "choose another place or free it"
 
 
+def _followed(path: Path) -> Path:
+    """Return the file that a symbolic link leads to; another path as it is."""
+    return Path(os.path.realpath(path)) if path.is_symlink() else path
+
+
 def must_be_writable(path: Path) -> None:
     """Raise SpecError if `path` cannot become a file; called before long work."""
     must_have_parent(path)
@@ -175,7 +180,7 @@ def must_have_parent(path: Path) -> None:
     """Raise SpecError if the folder of `path` is absent, or no file can be made in it."""
     if not path.parent.is_dir():
         raise SpecError(f"{path}: the folder {path.parent} does not exist; create it first")
-    folder = Path(os.path.realpath(path) if path.is_symlink() else path).parent
+    folder = _followed(path).parent
     if not os.access(folder, os.W_OK | os.X_OK) and (path.is_file() or not path.exists()):
         raise SpecError(f"{path}: cannot be written ({folder} is read-only); choose another place")
 
