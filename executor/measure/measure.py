@@ -36,7 +36,7 @@ from gnnplan.executor.measure.microbench import (
     SCATTERED_ROW,
     Bench,
 )
-from gnnplan.executor.measure.rehearsal import BATCHES, held_to
+from gnnplan.executor.measure.rehearsal import BATCHES, READS, held_to
 from gnnplan.executor.ranks.activity import Activity, read, seen
 from gnnplan.executor.ranks.comm import gather_all
 from gnnplan.executor.ranks.machine import cores, free_memory
@@ -99,7 +99,7 @@ def cluster_of(
         **network,
     )
     cluster, correction = held_to(cluster, [median(rounds) for (rounds,) in found["steps"]])
-    corrected = {name.removeprefix("/") for name in scaled.READS} & provenance.keys()
+    corrected = provenance.keys() & READS
     provenance |= {name: f"{provenance[name]}; {correction}" for name in corrected}
     provenance["device.launch"] = f"{source}; {correction}"
     call_s = float(Cost(cluster).call_s)

@@ -113,6 +113,11 @@ BATCHES = Piece(
 LAYERS = ("forward", "backward")
 LEAST_LAUNCH, MOST_LAUNCH = 1e-9, 0.1  # of a framework operation [s]
 MOST_SLOWDOWN = 10.0  # of reads of memory in training steps
+# Fields that `in_steps` corrects. Caches change neither arithmetic, also of a hash or of an edge's
+# weight, nor reads at random places, nor the rows that a sum writes.
+READS = ("device.memory_bandwidth", "device.product_bandwidth", "device.gather")
+# Rows of an aggregation that a core's share of the caches holds beside as many sums [B]
+CACHED = 2**23
 
 
 class Rehearsal:
@@ -177,23 +182,37 @@ class BatchRehearsal(Rehearsal):
         self.done += 1
 
 
+def in_steps(cluster: Cluster, launch: float, slowdown: float) -> Cluster:
+    """Return a cluster, measured by its kernels, as training steps find it.
+
+    launch: cost of a framework operation [s]. slowdown: factor by which reads of memory are slower;
+    less than 1 if caches hold what one operation has left for the next. They hold no large rows.
+    """
+    gather = {
+        width: {
+            rows: rate / slowdown if slowdown > 1 or rows <= CACHED else rate
+            for rows, rate in rates.items()
+        }
+        for width, rates in cluster.device.gather.items()
+    }
+    device = cluster.device.model_copy(update={"launch": launch, "gather": gather})
+    cluster = cluster.model_copy(update={"device": device})
+    return scaled.multiplied(
+        cluster,
+        {"device.memory_bandwidth": 1 / slowdown, "device.product_bandwidth": 1 / slowdown},
+    )
+
+
 def held_to(cluster: Cluster, steps: list[float]) -> tuple[Cluster, str]:
     """Correct a cluster by the durations of the pieces' steps [s]; also return a sentence on it.
 
     This is a least-squares fit of log(predicted / measured). The unknowns are the cost of a
-    framework operation, and the factor by which reads of memory are slower: less than 1 if a step
-    finds in caches what one operation has left for the next. Caches do not change arithmetic.
+    framework operation, and the factor by which reads of memory are slower.
     On GPUs the factor is 1 or more: no `batch_slowdown` corrects their mini-batches.
     """
 
-    def corrected(logs: np.ndarray) -> Cluster:
-        launch, slowdown = np.exp(logs).tolist()
-        device = cluster.device.model_copy(update={"launch": launch})
-        reads = dict.fromkeys(scaled.READS, 1 / slowdown)
-        return scaled.multiplied(cluster.model_copy(update={"device": device}), reads)
-
     def errors(logs: np.ndarray) -> np.ndarray:
-        found = corrected(logs)
+        found = in_steps(cluster, *np.exp(logs).tolist())
         return np.log(
             [piece.seconds(found) / step for piece, step in zip(PIECES, steps, strict=True)]
         )
@@ -201,8 +220,8 @@ def held_to(cluster: Cluster, steps: list[float]) -> tuple[Cluster, str]:
     least = 1.0 if cluster.device.kind == "cuda" else 1 / MOST_SLOWDOWN
     bounds = np.log([(LEAST_LAUNCH, least), (MOST_LAUNCH, MOST_SLOWDOWN)])
     found = least_squares(errors, (np.log(1e-5), 0.1), bounds=bounds)
-    (launch, slowdown), off = np.exp(found.x), np.expm1(found.fun)
-    return corrected(found.x), (
+    (launch, slowdown), off = np.exp(found.x).tolist(), np.expm1(found.fun)
+    return in_steps(cluster, launch, slowdown), (
         f"in training steps, reads of memory took {slowdown:.2f} times as long as in kernels alone,"
         f" and an operation {1e6 * launch:.1f} us ({len(steps)} pieces, then predicted"
         f" within {show_percent(min(off), sign=True)} and {show_percent(max(off), sign=True)})"

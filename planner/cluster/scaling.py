@@ -32,9 +32,6 @@ FIELDS = {
 # All fields that a faster device multiplies, or divides ('/', fields in seconds)
 DEVICE = (*(field for fields in FIELDS.values() for field in fields), "/device.launch")
 
-# Fields that are faster where caches hold what is read. Caches change neither arithmetic, also of a
-# hash or of an edge's weight, nor reads at random places, nor the rows that a sum writes.
-READS = ("device.memory_bandwidth", "device.product_bandwidth", "device.gather")
 
 
 def multiplied(cluster: Cluster, factors: Mapping[str, Number]) -> Cluster:

@@ -15,9 +15,8 @@ from torch.distributed.elastic.multiprocessing.subprocess_handler import subproc
 from gnnplan.executor.measure import measure as module
 from gnnplan.executor.measure.measure import aggregation, cluster_of, measure
 from gnnplan.executor.measure.microbench import GRAPHS, SCATTERED, WIDTHS, Bench
-from gnnplan.executor.measure.rehearsal import BATCHES, PIECES, held_to
+from gnnplan.executor.measure.rehearsal import BATCHES, CACHED, PIECES, held_to, in_steps
 from gnnplan.executor.ranks.machine import cores
-from gnnplan.planner.cluster import scaling as scaled
 from gnnplan.planner.cluster.cost import Cost
 from gnnplan.planner.cluster.readings import Shape, beyond, fit, shapes
 from gnnplan.planner.cluster.spec import Cluster, Device, Link
@@ -192,10 +191,7 @@ def test_ranks_that_srun_has_started_measure_together(tmp_path):
 
 def steps_of(cluster: Cluster, launch: float, slowdown: float) -> tuple[Cluster, list[float]]:
     """The cluster in training steps, and what the pieces take on it."""
-    device = cluster.device.model_copy(update={"launch": launch})
-    true = scaled.multiplied(
-        cluster.model_copy(update={"device": device}), dict.fromkeys(scaled.READS, 1 / slowdown)
-    )
+    true = in_steps(cluster, launch, slowdown)
     return true, [piece.seconds(true) for piece in PIECES]
 
 
@@ -219,6 +215,13 @@ def test_steps_tell_what_an_operation_costs_and_how_much_slower_memory_is():
     held, told = held_to(kernels, quick)
     assert held.device.memory_bandwidth == pytest.approx(fast.device.memory_bandwidth, rel=1e-3)
     assert held.device.gemm == core.gemm and "0.80 times" in told
+    # No cache holds the rows of a large graph, in a step or alone: sums over its edges were promised
+    # 1.6 times as fast.
+    small, large = CACHED / 2, 4 * CACHED
+    gather = {64: {small: 6e10, large: 3e10}}
+    sums = kernels.model_copy(update={"device": core.model_copy(update={"gather": gather})})
+    rates = held_to(sums, steps_of(sums, 25e-6, 0.8)[1])[0].device.gather[64]
+    assert [*rates.values()] == pytest.approx([6e10 / 0.8, 3e10], rel=1e-3)
     gpu = kernels.model_copy(update={"device": core.model_copy(update={"kind": "cuda"})})
     held, told = held_to(gpu, steps_of(gpu, 25e-6, 0.8)[1])
     assert held.device.memory_bandwidth == pytest.approx(2e10) and "1.00 times" in told
@@ -278,7 +281,7 @@ def test_what_ranks_have_found_becomes_a_cluster(monkeypatch, cuda):
     found |= {"exchange.intra_node": samples}
     cluster = cluster_of(found, 1, 2, 1e9, 2, one_machine=True)
     link, device = cluster.collectives["send.intra_node"], cluster.device
-    # training steps correct all reads of memory alike, not aggregation's alone, and no arithmetic
+    # training steps correct all reads of memory, and no arithmetic
     corrected = device.memory_bandwidth * 1e-10
     # a GPU reads rows while it multiplies others
     flops = sum(6 * 1000 * h * h for h in (64, 16))
