@@ -33,7 +33,6 @@ FIELDS = {
 DEVICE = (*(field for fields in FIELDS.values() for field in fields), "/device.launch")
 
 
-
 def multiplied(cluster: Cluster, factors: Mapping[str, Number]) -> Cluster:
     """Return the cluster with fields multiplied; `factors` is keyed by field, as 'host.bandwidth'.
 

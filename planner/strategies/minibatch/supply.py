@@ -240,9 +240,12 @@ class Supply:
         """
         store, loads = self.store, self.loads(batch)
         if store.caches:
-            nbytes, launches = 2 * loads.hits.astype(np.float64), 1  # read and written
+            hits, host = loads.hits.astype(np.float64), loads.host.astype(np.float64)
             if self.lays_there and self.picks_there:
-                nbytes, launches = nbytes + LOOKED_UP * batch.facts(1).sources, 6
+                moved, looked_up, launches = hits + 2 * host, LOOKED_UP * batch.facts(1).sources, 6
+            else:  # cached rows are gathered, then all rows are put in their order
+                moved, looked_up, launches = hits + (hits + host) * (host * hits > 0), 0.0, 1
+            nbytes = 2 * moved + looked_up  # read and written
             yield Op("pick", work=Compute(elementwise_bytes=nbytes, launches=launches))
         if store.asks.any():
             yield from sized_exchange("ask", loads.asked, store.asks)
