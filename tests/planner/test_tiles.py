@@ -83,13 +83,6 @@ def test_bytes_are_the_papers_formula(grid, model, matrices):
     assert sum(found.values()) == strategy.predict(asked).bytes_total
 
 
-def test_one_rank_is_one_process():
-    asked = problem((1, 1, 1))
-    assert Tensor3D().settle(asked) == Tensor3D(1, 1, 1)
-    assert Tensor3D(1, 1, 1).predict(asked).bytes_total == 0
-    assert list(Tensor3D.candidates(asked)) == []
-
-
 def test_roles_rotate_so_that_outputs_lie_where_inputs_are_read():
     for layer in range(1, 8):
         now, then = tensor3d.roles(layer), tensor3d.roles(layer + 1)
