@@ -70,7 +70,7 @@ CORE = Device(
 )
 
 
-def on_core(**changed: object) -> Cost:
+def core_of(**changed: object) -> Cost:
     device = CORE.model_copy(update=changed)
     return Cost(Cluster(device=device, intra_node=Link(bandwidth=1e9)))
 
@@ -92,7 +92,7 @@ def on_core(**changed: object) -> Cost:
     ],
 )
 def test_a_core_is_measured_where_a_gpu_waits_for_memory(work, on_gpu, on_core):
-    core = on_core()
+    core = core_of()
     assert (COST.compute_s(work), core.compute_s(work)) == pytest.approx((on_gpu, on_core))
     moving = changed(core.cluster, product_bandwidth=5e7)  # half as fast as the rest
     slower = on_core + work.gemm_bytes / 1e8
@@ -101,7 +101,7 @@ def test_a_core_is_measured_where_a_gpu_waits_for_memory(work, on_gpu, on_core):
 
 def test_rows_of_many_bytes_are_gathered_slower():
     """Log-log in the bytes read from, flat outside; a rate alone is of all sizes."""
-    core = on_core()
+    core = core_of()
     sizes = np.array([1e2, 1e3, 1e4, 1e5, 1e9])
     assert core.roofline.gather_rate(16, sizes) == pytest.approx([4e8, 4e8, 2e8, 1e8, 1e8])
     assert core.roofline.gather_rate(64, sizes) == pytest.approx(4e8)
@@ -116,7 +116,7 @@ def test_rows_of_many_bytes_are_gathered_slower():
 def test_rows_in_no_order_are_gathered_slower_by_a_core_alone():
     gather = (Gather(1e6, 16, 1e3, 1.0),)
     ordered, scattered = Compute(gathers=gather), Compute(gathers=gather, scattered=True)
-    core = on_core()
+    core = core_of()
     assert core.compute_s(scattered) == pytest.approx(1.5 * core.compute_s(ordered))
     assert (scattered + Compute()).scattered and (Compute() + scattered).at(0).scattered
     assert COST.compute_s(scattered) == COST.compute_s(ordered)
@@ -124,7 +124,7 @@ def test_rows_in_no_order_are_gathered_slower_by_a_core_alone():
 
 def test_a_measured_core_gathers_random_rows_by_what_its_cache_holds():
     """Rows of 100 MB took as long as rows of 5 MB: batches of Flickr were 16 % too fast."""
-    core = on_core(gather={16: {1e6: 6e9}}, gather_scattered={1e6: 8e9, 1e8: 2e9})
+    core = core_of(gather={16: {1e6: 6e9}}, gather_scattered={1e6: 8e9, 1e8: 2e9})
     few, some, many = (
         core.compute_s(Compute(gathers=(Gather(1e6, 16, rows, 0.0),), scattered=True))
         for rows in (1e6 / 64, 1e7 / 64, 1e9 / 64)
@@ -136,7 +136,7 @@ def test_a_measured_core_gathers_random_rows_by_what_its_cache_holds():
 def test_a_measured_core_hashes_at_its_own_pace():
     """A core of thrice the bandwidth hashes no faster: a GAT's epoch was four times too fast."""
     hashed, attention = Compute(hash_ops=1e9), Compute(attention_edges=1e6)
-    assumed, measured = on_core(), on_core(hash_rate=5e8, edge_rate=1e7)
+    assumed, measured = core_of(), core_of(hash_rate=5e8, edge_rate=1e7)
     assert assumed.compute_s(hashed) == pytest.approx(24e9 / CORE.memory_bandwidth)
     assert assumed.compute_s(attention) == pytest.approx(40e6 / CORE.memory_bandwidth)
     assert measured.compute_s(hashed + attention) == pytest.approx(2.0 + 0.1)
@@ -156,7 +156,7 @@ def test_a_core_loads_by_reading_and_writing():
 def test_a_row_that_is_made_has_a_price_besides_what_it_gathers():
     """1e6 rows gathered, 16 numbers each at 400 MB/s, take 0.16 s; to make 1e4 rows of 64 B costs
     1e-5 s and 64 B at 1 MB/s each."""
-    core, nothing = on_core(row_latency=1e-5, row_bandwidth=1e6), on_core()
+    core, nothing = core_of(row_latency=1e-5, row_bandwidth=1e6), core_of()
     work, twice = (Compute(gathers=(Gather(1e6, 16, 10.0, into),)) for into in (1e4, 2e4))
     assert nothing.compute_s(work) == nothing.compute_s(twice) == pytest.approx(0.16)
     assert core.compute_s(work) == pytest.approx(0.16 + 0.1 + 0.64)

@@ -38,9 +38,8 @@ def joined(vertices: int, a: np.ndarray, b: np.ndarray, both: bool = True) -> Gr
     edges = sp.csr_matrix(one + one.T) if both else one
     edges.eliminate_zeros()
     edges.sort_indices()
-    stats = replace(
-        GRAPH.stats, vertices=vertices, edges=edges.nnz, directed=not both, train_vertices=vertices
-    )
+    sizes = {"vertices": vertices, "edges": edges.nnz, "train_vertices": vertices}
+    stats = replace(GRAPH.stats, **sizes, directed=not both)
     indptr, indices = edges.indptr.astype(np.int64), edges.indices.astype(np.int32)
     return replace(GRAPH, stats=stats, indptr=indptr, indices=indices)
 
@@ -136,8 +135,7 @@ def test_duplicates_near_a_seed_are_the_same_share_of_small_and_of_large_batches
     ("name", "spread"),
     [
         *(("squirrel", 1.5), ("coauthor_physics", 1.0), ("tolokers", 1.5)),
-        at_night("flickr", 1.2),
-        at_night("ogbn_arxiv", 1.5),
+        *(at_night("flickr", 1.2), at_night("ogbn_arxiv", 1.5)),
     ],
 )
 def test_the_expected_frontier_is_that_of_a_real_graph(dataset, name, spread):
@@ -364,11 +362,8 @@ def test_statistics_are_predicted_as_they_are_simulated(text):
 def test_a_split_batch_moves_what_a_graphs_does():
     """GSplit with owners at random, P3 and data parallel: bytes of every operation, to 10 %."""
     apart = {"structure": "spread"}
-    random, spread = (
-        GSplit(splitter="random", group="all"),
-        DataParallel(features="spread", **apart),
-    )
-    for strategy in (random, P3(**apart), spread):
+    spread = DataParallel(features="spread", **apart)
+    for strategy in (GSplit(splitter="random", group="all"), P3(**apart), spread):
         real, told = (strategy.settle(problem).predict(problem).bytes for problem in problems())
         assert real.keys() == told.keys()
         for op, count in real.items():

@@ -210,10 +210,8 @@ def test_local_is_as_measured_where_it_was_measured(own_cache, cluster_with):
     (own_cache / "local.yaml").write_text(CLUSTER)
     assert read_cluster("local").name == "two"
     (own_cache / "local.yaml").write_text("servers: 1\n")
-    with pytest.raises(
-        SpecError,
-        match=f"(?s){own_cache}/local.yaml:1: device: missing.*; `gnnplan measure` writes",
-    ):
+    missing = f"(?s){own_cache}/local.yaml:1: device: missing.*; `gnnplan measure` writes"
+    with pytest.raises(SpecError, match=missing):
         read_cluster("local")
 
 
@@ -236,10 +234,8 @@ def test_the_page_has_what_every_preset_of_a_workload_says():
     names = sorted(path.stem for path in WORKLOADS.glob("*.yaml"))
     assert sorted(re.findall(r"^\| `(\w+)` \|", page, re.MULTILINE)) == names
     for name in names:
-        workload, said = (
-            ask_workload(name).workload,
-            files.read_yaml(WORKLOADS / f"{name}.yaml").data,
-        )
+        workload = ask_workload(name).workload
+        said = files.read_yaml(WORKLOADS / f"{name}.yaml").data
         row = [workload.model, f"{workload.layers} x {workload.hidden}"]
         row.append("Adam" if "optimizer" in said else "-")
         numbers = (said.get(field) for field in ("lr", "dropout", "epochs"))

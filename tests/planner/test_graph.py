@@ -73,10 +73,8 @@ def test_normalisation_is_what_sets_say(vertices, data, directed):
     expected = {(u, v) for u, v in edges if u != v}
     expected |= set() if directed else {(v, u) for u, v in expected}
     rows = np.repeat(np.arange(vertices), np.diff(indptr))
-    # sorted rows, no duplicates
-    assert list(zip(rows.tolist(), indices.tolist(), strict=True)) == sorted(
-        (v, u) for u, v in expected
-    )
+    found = list(zip(rows.tolist(), indices.tolist(), strict=True))
+    assert found == sorted((v, u) for u, v in expected)  # sorted rows, no duplicates
 
 
 REAL = """

@@ -41,6 +41,9 @@ def cluster(servers: int, gpus: int, **more: Any) -> Cluster:
 PAIRS, ACROSS = [[0, 1], [2, 3], [4, 5], [6, 7]], [[0, 4], [1, 5], [2, 6], [3, 7]]
 HALVES = [[0, 1, 2, 3], [4, 5, 6, 7]]
 FAST, UPLINK = Link(bandwidth=1e10, latency=2e-6), Link(bandwidth=7e8, latency=5e-6)
+BY_HALVES = {"switches": HALVES, "switch": UPLINK}
+BY_PAIRS = {"switches": [[0, 1], [2, 3]], "switch": UPLINK}
+ODD = [[0, 4, 1], [5], [2, 6], [3, 7]]
 EIGHT = {
     "1x8": cluster(1, 8),
     "2x4": cluster(2, 4),
@@ -48,21 +51,13 @@ EIGHT = {
     "8x1": cluster(8, 1),
     "islands": cluster(1, 8, islands=PAIRS, island=FAST),
     "two islands a server": cluster(2, 4, islands=[[0, 1], [2, 3]], island=FAST),
-    "switches": cluster(1, 8, switches=HALVES, switch=UPLINK),
-    "islands across switches": cluster(
-        1, 8, islands=ACROSS, island=FAST, switches=HALVES, switch=UPLINK
-    ),
+    "switches": cluster(1, 8, **BY_HALVES),
+    "islands across switches": cluster(1, 8, islands=ACROSS, island=FAST, **BY_HALVES),
     "two cards": cluster(2, 4, nics=[[0, 1], [2, 3]]),
-    "cards and switches": cluster(
-        2, 4, nics=[[0, 1], [2, 3]], switches=[[0, 1], [2, 3]], switch=UPLINK
-    ),
-    "a card across switches": cluster(
-        2, 4, nics=[[0, 2], [1, 3]], switches=[[0, 1], [2, 3]], switch=UPLINK
-    ),
+    "cards and switches": cluster(2, 4, nics=[[0, 1], [2, 3]], **BY_PAIRS),
+    "a card across switches": cluster(2, 4, nics=[[0, 2], [1, 3]], **BY_PAIRS),
     "no two alike": cluster(
-        *(1, 8),
-        **{"islands": [[0, 4, 1], [5], [2, 6], [3, 7]], "island": FAST},
-        **{"switches": HALVES, "switch": UPLINK, "nics": [[0, 2, 4], [1, 3, 5, 6, 7]]},
+        *(1, 8), nics=[[0, 2, 4], [1, 3, 5, 6, 7]], islands=ODD, island=FAST, **BY_HALVES
     ),
 }
 
@@ -304,11 +299,8 @@ def test_lists_of_gpus_may_be_set():
     told = ["islands=[[0, 1], [2, 3]]", "island.bandwidth=100GB/s"]
     given, _ = apply_overrides(cluster(2, 4), Workload(), told)
     assert given.islands == ((0, 1), (2, 3)) and given.island.bandwidth == 1e11
-    for no_lists in (
-        "0-3",
-        "2",
-        "[0, 1]",
-    ):  # of the last two pydantic told that a tuple is no tuple
+    # of the last two pydantic told that a tuple is no tuple
+    for no_lists in ("0-3", "2", "[0, 1]"):
         with pytest.raises(SpecError, match="islands: must be lists of GPUs such as"):
             apply_overrides(cluster(2, 4), Workload(), [f"islands={no_lists}"])
     # a sweep kept the first GPUs of the lists, and --set refused
