@@ -101,10 +101,7 @@ STRATEGIES = """
 OF_EDGES = " dnp snp"  # which statistics do not have
 
 
-@pytest.mark.parametrize(
-    "name",
-    ["dgx_a100", "measured", *(at_night(n) for n in ("p3_p100", "l4_box"))],
-)
+@pytest.mark.parametrize("name", ["dgx_a100", "measured", at_night("p3_p100"), at_night("l4_box")])
 def test_a_draw_is_a_cluster_of_these_constants(name):
     """Many clusters are priced at once; each alone gives the same epoch and parts of it. `gnnplan
     measure` writes rates by size, of which asking so once ended in a traceback. By day every second
@@ -140,12 +137,7 @@ TIMES = ("launch", "latency", "overlap_tax")  # more of these takes longer; all 
 
 @pytest.mark.parametrize(
     ("name", "moved"),
-    [
-        ("dgx_a100", 10),
-        at_night("p3_p100", 8),
-        at_night("l4_box", 6),
-        ("measured", 9),
-    ],
+    [("dgx_a100", 10), at_night("p3_p100", 8), at_night("l4_box", 6), ("measured", 9)],
 )
 def test_a_better_constant_is_never_slower(name, moved):
     """Each constant was drawn in the other direction once, and no test noticed."""
@@ -264,9 +256,8 @@ def test_a_certain_choice_has_no_regret():
     certain = search(reddit(preset("granndis_2080ti_1gbe")))
     assert certain.certainty.expected_regret == 0 and len(certain.rivals) > 1
     said = plan.make(certain)["summary"]["sure"]
-    assert re.fullmatch(
-        r"among exact strategies the fastest with a chance of 100 % \(among all \d+ %\)", said
-    )
+    sure = r"among exact strategies the fastest with a chance of 100 % \(among all \d+ %\)"
+    assert re.fullmatch(sure, said)
 
 
 def test_gpus_of_which_nothing_is_known_are_doubted_more():

@@ -57,9 +57,8 @@ def test_the_file_is_what_perfetto_and_kineto_expect(tmp_path):
     assert data["source"] == "measured"
     events = data["traceEvents"]
     assert {e["ph"] for e in events} == {"M", "X"}
-    assert [e["args"]["name"] for e in events if e["name"] == "process_name"] == [
-        "rank 1 (measured)"
-    ]
+    (process,) = (e for e in events if e["name"] == "process_name")
+    assert process["args"]["name"] == "rank 1 (measured)"
     names = {e["tid"]: e["args"]["name"] for e in events if e["name"] == "thread_name"}
     order = {e["tid"]: e["args"]["sort_index"] for e in events if e["name"] == "thread_sort_index"}
     lanes = [names[tid] for tid in sorted(names, key=order.__getitem__)]
