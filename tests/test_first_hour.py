@@ -18,7 +18,7 @@ from gnnplan.cli import app
 from gnnplan.planner.cluster.spec import PRESETS
 from gnnplan.planner.graph.load import load
 from gnnplan.planner.problem.inputs import kept_factors, read_cluster, read_fitted
-from gnnplan.planner.strategies import named, parse
+from gnnplan.planner.strategies import named
 from gnnplan.planner.vocabulary.errors import SpecError
 
 GRAPH = "synthetic:community?vertices=400&edges=4000&features=16&classes=4&seed=0"
@@ -208,15 +208,6 @@ def test_the_rows_of_a_simulation_add_up_to_its_epoch(gnnplan, cluster, tmp_path
     assert rows[-1].startswith("epoch") and (np.array(parts)[-1] < 0).any()
     half_a_digit = 0.05e-3  # of each printed number
     assert np.sum(parts, axis=0) == pytest.approx(total, abs=half_a_digit * len(rows))
-
-
-def test_a_long_list_of_layers_is_shortened_and_read_again():
-    """32 numbers in a strategy's name broke all tables."""
-    given = parse(f"gnnpipe(stages=32,chunks=8,layers_per_stage={(1, *(4,) * 30, 7)})")
-    assert str(given) == "gnnpipe(stages=32,chunks=8,layers_per_stage='1,4x30,7')"
-    assert parse(str(given)) == given
-    with pytest.raises(SpecError, match="layers_per_stage is a list such as"):
-        parse("gnnpipe(layers_per_stage='4y8')")
 
 
 def test_a_graphs_name_is_known_in_any_case_and_suggested_to_no_path(tmp_path):

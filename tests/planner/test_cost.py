@@ -390,11 +390,6 @@ def test_more_bytes_are_never_faster(efficiency, a, b):
     assert link.stretched(less) <= link.stretched(more) * (1 + 1e-9)
 
 
-def test_without_efficiency_a_link_is_alpha_beta_to_the_bit():
-    sizes = np.random.default_rng(0).integers(1, 10**9, 1000)
-    assert Link(bandwidth=1e9).stretched(sizes) is sizes
-
-
 @pytest.mark.parametrize(("cores", "times"), [(None, 1), (8, 1), (4, 1), (2, 2), (1, 4)])
 def test_samplers_of_a_server_share_its_cores(cores, times):
     """Four GPUs sampled four times as fast as one, however few cores their server had."""

@@ -63,9 +63,8 @@ MISTAKES = r"""
 200Gbit/s => -5GB/s -> cluster.yaml:10: inter_node.bandwidth: a bandwidth
 {bandwidth: 23GB/s} => {bandwidth: .nan} -> cluster.yaml:8: intra_node.bandwidth: a bandwidth
 {bandwidth: 23GB/s} => {bandwidth: 5000s} -> cluster.yaml:8: intra_node.bandwidth: .*B/s, but '5000s' is in s. Check
-{bandwidth: 23GB/s} => {bandwidth: 1GB} -> cluster.yaml:8: intra_node.bandwidth: .*in B/s, but '1GB' is in B
-{bandwidth: 23GB/s} => {bandwidth: 1GFLOP/s} -> cluster.yaml:8: intra_node.bandwidth: .*is in flop/s
-  memory: 24GiB =>   memory: 4GB/s -> cluster.yaml:5: device.memory: .*in B, but '4GB/s' is in B/s
+  memory: 24GiB =>   memory: 24GiB\n  power: 300GB -> cluster.yaml:6: device.power: .*in W, but '300GB' is in B
+  memory: 24GiB =>   memory: 24GiB\n  power: 1MW -> cluster.yaml:6: device.power
 servers: 2 => servers: 90000 -> at most 8,192
 servers: 2 => servers: two -> cluster.yaml:2: servers: must be a whole number, as 2, not 'two'
 servers: 2 => servers: 0 -> cluster.yaml:2: servers: must be greater than or equal to 1
@@ -319,10 +318,11 @@ def test_a_rule_about_two_fields_names_the_option_that_was_given(tmp_path, flags
 
 def test_overrides_go_where_they_belong():
     given = ["servers=16", "inter_node.bandwidth=25GB/s", "hidden=256", "fanout=3,2"]
-    given += ["device.gather.64=5GB/s", "collectives.all_reduce.inter_node.bandwidth=2GB/s"]
+    given += ["device.gather.64=5GB/s", "device.power=0.3kW"]
+    given += ["collectives.all_reduce.inter_node.bandwidth=2GB/s"]
     cluster, workload = apply_overrides(read_cluster("pipegcn_2080ti"), Workload(), given)
     assert (cluster.servers, cluster.inter_node.bandwidth) == (16, 25e9)
-    assert cluster.device.gather == {64: {1.0: 5e9}}
+    assert cluster.device.gather == {64: {1.0: 5e9}} and cluster.device.power == 300
     assert cluster.collectives["all_reduce.inter_node"].bandwidth == 2e9
     assert cluster.provenance["servers"] == cluster.provenance["inter_node.bandwidth"] == "--set"
     assert (workload.hidden, workload.fanout) == (256, (3, 2))

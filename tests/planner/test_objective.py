@@ -127,13 +127,6 @@ def test_the_power_is_doubted_as_its_source_says():
     assert found.certainty.chance_fastest == sure.certainty.chance_fastest
 
 
-def test_a_power_has_watts():
-    assert problem_of("device.power=0.3kW").cluster.device.power == 300
-    for wrong in ("300GB", "300W/s", "0W", "1MW", "many"):
-        with pytest.raises(SpecError, match=r"device\.power"):
-            problem_of(f"device.power={wrong}")
-
-
 @pytest.mark.parametrize(
     ("runs", "usual"), [([(50, 60)], 55.5), ([(59, 60)], 60), ([(39, 40), (89, 90)], 60)]
 )

@@ -313,11 +313,8 @@ def test_a_full_disk_leaves_nothing_half_written_and_the_next_attempt_goes_on(tm
     assert times(folder) == before
 
 
-@pytest.mark.parametrize(
-    ("number", "raised"),
-    [(signal.SIGTERM, SystemExit(143)), (signal.SIGINT, KeyboardInterrupt())],
-)
-def test_who_ends_a_partition_is_told_what_is_kept(tmp_path, monkeypatch, capsys, number, raised):
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_who_ends_a_partition_is_told_what_is_kept(tmp_path, monkeypatch, capsys, number):
     """SIGTERM, as of a cluster whose time is up, ended it without a word."""
     folder, write, before = tmp_path / "parts", parts._write_part, signal.getsignal(number)
 
@@ -326,10 +323,15 @@ def test_who_ends_a_partition_is_told_what_is_kept(tmp_path, monkeypatch, capsys
             os.kill(os.getpid(), number)
         return write(layout, part, *how)
 
-    with monkeypatch.context() as patch, pytest.raises(type(raised)) as ended:
+    with monkeypatch.context() as patch:
         patch.setattr(parts, "_write_part", killed)
-        written(load(GRAPH), folder)
-    assert repr(ended.value) == repr(raised) and signal.getsignal(number) == before
+        if number == signal.SIGTERM:  # which the verb unwinds
+            with pytest.raises(SystemExit, match="143"):
+                call("partition", GRAPH, "-k 3 -o", folder)
+        else:
+            with pytest.raises(KeyboardInterrupt):
+                written(load(GRAPH), folder)
+    assert signal.getsignal(number) == before
     said = capsys.readouterr().err
     assert "2 of 3 parts are kept in" in said and "the same command goes on from there" in said
     assert not folder.exists()

@@ -155,11 +155,6 @@ def test_weights_are_balanced(graph, method):
     assert loads.max() <= 1.05 * loads.mean()
 
 
-def test_repair_moves_the_last_vertices_of_the_largest_part():
-    repaired = module.repair(np.array([0, 0, 0, 0, 0, 0, 2], np.int32), 4)
-    assert repaired.tolist() == [0, 0, 0, 0, 3, 1, 2]
-
-
 def test_the_cache_answers_and_survives_damage(own_cache, graph, monkeypatch):
     part = partition(graph, 4)
     (path,) = own_cache.glob("partitions/*.npz")

@@ -11,7 +11,6 @@ from gnnplan.planner.graph.load import load
 from gnnplan.planner.graph.partition import BEFORE, SPLITTERS, owners, presample, split
 from gnnplan.planner.graph.sampling import frontier, items_of
 from gnnplan.planner.ownership.minibatch import MiniBatch
-from gnnplan.planner.vocabulary.errors import SpecError
 
 SMALL = load("synthetic:community?vertices=60&edges=400&features=4&classes=3&seed=0")
 GRAPH = load("synthetic:community?vertices=6000&edges=60000&features=4&classes=3&seed=0")
@@ -59,11 +58,6 @@ def test_every_vertex_has_an_owner_and_every_owner_some(splitter, parts):
     assert owner.shape == (6000,)
     assert np.bincount(owner, minlength=parts).min() > 0
     assert owner.max() == parts - 1
-
-
-def test_an_unknown_splitter_is_named():
-    with pytest.raises(SpecError, match="splitter 'nodes' is unknown; did you mean node"):
-        split(GRAPH, 2, "nodes", 0)
 
 
 def measured(

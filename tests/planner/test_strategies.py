@@ -188,7 +188,7 @@ def test_a_wide_first_layer_gets_company_less_often(ranks):
 
 
 WORDS = (*SPLITTERS, *HOT, *PLACES, *SPLITS, "server", "island", "rank", "local", "gf", "adaptive")
-VALUES: dict[type, st.SearchStrategy[Any]] = {int: st.integers(0, 10**12), bool: st.booleans()}
+VALUES: dict[type, st.SearchStrategy[Any]] = {int: st.integers(0, 10**31), bool: st.booleans()}
 VALUES |= {float: st.floats(0, 1), str: st.sampled_from(WORDS), NoneType: st.none()}
 VALUES |= {tuple: st.lists(st.integers(0, 9)).map(tuple)}
 
@@ -210,31 +210,6 @@ def test_knobs_survive_words_and_json(family, data):
     laws.must_survive_words_and_json(data.draw(knobs_of(family)))
 
 
-@pytest.mark.parametrize(
-    ("nbytes", "written"),
-    [
-        (56_862_000_000, "'56.862GB'"),
-        (56_862_697_472, "'56.862697472GB'"),
-        (1_000_000, "'1MB'"),
-        (2 * 10**12, "'2TB'"),
-        (999_999, "999999"),
-        (10**30 + 1, str(10**30 + 1)),  # more digits than a float has
-    ],
-)
-def test_sizes_are_written_as_people_write_them(nbytes, written):
-    """A plan once said gsplit(cache=56862697472)."""
-    spread = known.DataParallel(structure="spread", structure_cache=nbytes)
-    assert str(spread) == f"data_parallel(structure='spread',structure_cache={written})"
-    assert parse(str(spread)) == spread
-    assert str(known.GSplit(cache=nbytes)) == f"gsplit(cache={written})"
-
-
-def test_a_size_may_have_any_unit_of_bytes():
-    for text in ("'2GB'", "'2 GB'", "'2000MB'", "'16Gbit'", "2000000000"):
-        assert parse(f"gsplit(cache={text})") == known.GSplit(cache=2 * 10**9), text
-    assert parse("gsplit(cache='1GiB')") == known.GSplit(cache=2**30)
-
-
 @pytest.mark.parametrize("name", known.names())
 def test_a_published_name_is_its_preset(name):
     strategy = parse(name)
@@ -253,6 +228,7 @@ gnnpipe(shuffle=1) -> gnnpipe: shuffle is bool, not 1
 gnnpipe(period=None) -> gnnpipe: period is int, not None
 pipegcn(staleness=None) -> pipegcn: staleness is int, not None
 granndis(depth=[1]) -> granndis: depth is int \| None, not \[1\]
+gnnpipe(layers_per_stage='4y8') -> layers_per_stage is a list such as
 gnnpipe(4) -> is not a family with knobs; write it as
 gnnpipe(stages=4 -> is not a family with knobs
 gnnpipe(stages=x) -> is not a family with knobs

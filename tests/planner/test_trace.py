@@ -15,7 +15,6 @@ from gnnplan.planner.vocabulary.trace import (
     Span,
     overlap,
     read_traces,
-    recorded_order,
     transfer_times,
     write_traces,
 )
@@ -145,12 +144,6 @@ def test_foreign_events_are_skipped(tmp_path):
     write(tmp_path)
     edit(tmp_path / "trace.rank0.json", lambda d: d["traceEvents"].append(foreign))
     assert read_traces(tmp_path) == SPANS
-
-
-def test_recorded_order_is_by_start_within_one_lane():
-    spans = [Span("late", "x", 0, "comm", 2, 3), Span("soon", "x", 0, "comm", 0, 1)]
-    spans += [Span("else", "x", 0, "compute", 0, 1), Span("other", "x", 1, "comm", 0, 1)]
-    assert recorded_order(spans, 0, "comm") == ["soon", "late"]
 
 
 def test_overlap_is_what_moves_beside_computation():
