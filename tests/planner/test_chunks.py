@@ -64,15 +64,6 @@ def test_members_share_every_chunk_evenly(cut):
         assert (rows > 0).all() if rows.sum() >= cut.members else rows.max(initial=0) <= 1
 
 
-def test_the_cut_inside_chunks_follows_edges():
-    """Four cliques of six in two chunks: the cut parts a chunk's cliques, and nothing crosses."""
-    cliques = [(a + i, a + j) for a in range(0, 24, 6) for i in range(6) for j in range(i)]
-    graph = graph_of(24, cliques)
-    cut = Chunks(graph, np.arange(24) // 12, 2, 2)
-    assert not cut.facts.sends.any()
-    assert (cut.facts.rows == 6).all() and (cut.facts.sources == 6).all()
-
-
 @pytest.mark.parametrize(("chunks", "members"), [(8, 2), (16, 4), (1, 2), (5, 3)])
 def test_estimates_resemble_a_random_graph(chunks, members):
     graph = uniform(3000, 24000)

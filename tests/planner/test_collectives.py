@@ -120,11 +120,3 @@ def test_bytes_by_link_are_those_on_the_ports(servers, gpus, algorithm, size):
     for port, link, where in (("nic_out", 1e10, "inter_node"), ("gpu_out", 1e11, "intra_node")):
         carried = sum(s * link for p, s in passed.items() if p[0] == port)
         assert carried == pytest.approx(told.get(where, 0), abs=2)
-
-
-@pytest.mark.parametrize(("algorithm", "buffers"), [("ring", 1.75), ("tree", 1.0)])
-def test_cards_share_what_leaves_a_server(algorithm, buffers):
-    """Two cards carry half each, in a ring and in a tree, whose one rank else leaves by one."""
-    cost = Cost(cluster(2, 4, nics=[[0, 1], [2, 3]], all_reduce=algorithm))
-    busy = cost.all_reduce(10**9, range(8)).busy
-    assert [busy["nic_out", card] for card in range(4)] == pytest.approx([buffers / 2 * 0.1] * 4)

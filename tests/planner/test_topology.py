@@ -119,17 +119,7 @@ def test_bytes_over_links_are_conserved(where, seed):
 
 
 def test_a_ring_of_servers():
-    """Five servers: 0 to 2 over 1, 0 to 3 over 4; of four, half way round goes both ways."""
-
-    def passed(servers: int, a: int, b: int) -> dict[tuple[int, int], float]:
-        names = [(x[1], y[1]) for x, y in links(RING, servers)]
-        busy = Cost(cluster(servers, fabric=RING)).send(a, Send(b, 10**8)).busy
-        return {names[i]: seconds for (kind, i), seconds in busy.items() if kind == "fabric"}
-
-    assert passed(5, 0, 1) == passed(2, 0, 1) == {(0, 1): 1.0}
-    assert passed(5, 0, 2) == {(0, 1): 1.0, (1, 2): 1.0}
-    assert passed(5, 0, 3) == {(0, 4): 1.0, (4, 3): 1.0}
-    assert passed(4, 1, 3) == dict.fromkeys([(1, 2), (2, 3), (1, 0), (0, 3)], 0.5)
+    """Five servers: 0 to 2 over 1; all to all, each cable has three of ten; a sum goes one way."""
     cost = Cost(cluster(5, fabric=RING))
     assert cost.send(0, Send(2, 10**8)).alone == 2.0 + 2 * 0.5 + 1.0
     everyone = cost.exchange(1e8 * ~np.eye(5, dtype=bool))
@@ -138,7 +128,6 @@ def test_a_ring_of_servers():
     assert everyone.alone == pytest.approx(11.0 + 4.0)
     ring = cost.all_reduce(10**8, range(5))
     assert ring.latency == 8 * 2.5
-    # one way round
     assert [s for p, s in sorted(ring.busy.items()) if p[0] == "fabric"] == pytest.approx([1.6] * 5)
 
 

@@ -23,7 +23,6 @@ from gnnplan.planner.vocabulary.schedule import (
     Task,
     Work,
 )
-from gnnplan.planner.vocabulary.trace import Span
 from gnnplan.simulator.player import Timeline, play, serial
 
 
@@ -61,26 +60,6 @@ def schedule(tasks: list[Task], ranks: int = 8, steps: int = 1) -> Schedule:
     return Schedule(ranks, steps, tasks, [])
 
 
-def test_spans_tell_all_in_the_order_of_the_tasks():
-    tasks = [
-        Task(label("forward"), 0, "compute", s(2)),
-        Task(label("pipeline", peer=1), 0, "comm", Send(1, mb(3)), (label("forward"),)),
-        Task(label("arrive", peer=0), 1, "comm", Recv(0, label("pipeline", peer=1))),
-        Task(label("forward"), 1, "compute", s(1), (label("arrive", peer=0),)),
-    ]
-    played = play(schedule(tasks), cluster())
-    assert played.spans == [
-        Span("forward:s0", "forward", 0, "compute", 0.0, 2.0, 0, 0),
-        Span("pipeline:p1:s0", "pipeline", 0, "comm", 2.0, 5.0, 3_000_000, 0),
-        # bytes count where they are sent
-        Span("arrive:p0:s0", "arrive", 1, "comm", 0.0, 5.0, 0, 0),
-        Span("forward:s0", "forward", 1, "compute", 5.0, 6.0, 0, 0),
-    ]
-    assert played.end_s == 6.0
-    # numpy's would be slow
-    assert {type(time) for span in played.spans for time in (span.start, span.end)} == {float}
-
-
 def pipeline(stages: int, chunks: int, seconds: float) -> Schedule:
     tasks = []
     for chunk in range(chunks):
@@ -113,12 +92,6 @@ def stale(staleness: int, steps: int = 4) -> Schedule:
     return schedule(tasks, steps=steps)
 
 
-def test_what_the_setup_did_is_done():
-    setup = [Task(label("preload"), 0, "comm", s(5))]
-    tasks = [Task(label("forward"), 0, "compute", s(1), (label("preload"),))]
-    assert play(Schedule(8, 1, tasks, setup), cluster()).end_s == 1.0
-
-
 def test_steps_end_and_take_time():
     """The first step fills the lanes: 3 s, then one each 2 s."""
     played = play(stale(0), cluster())
@@ -134,15 +107,6 @@ def test_where_updates_come_behind_later_steps_a_step_ends_with_its_loss():
     by_loss = Schedule(1, 3, tasks, by_loss=True)
     assert Timeline(by_loss, times).step_ends == {0: 1.0, 1: 3.0, 2: 5.0}
     assert Timeline(Schedule(1, 3, tasks), times).step_ends == {0: 7.0, 1: 8.0, 2: 8.5}
-
-
-def test_two_cards_behind_one_port_take_twice_as_long():
-    """Ranks 0, 1 send to 2, 3 on the other server by one card; inside one they do not meet."""
-    tasks = [Task(label("push"), rank, "comm", Send(rank + 2, mb(3))) for rank in range(2)]
-    assert [s.end for s in play(schedule(tasks), cluster(servers=2, gpus=2)).spans] == [6.0, 6.0]
-    alone = play(schedule(tasks), cluster(servers=2, gpus=2), contention=False)
-    assert [span.end for span in alone.spans] == [3.0, 3.0]
-    assert [span.end for span in play(schedule(tasks), cluster(gpus=4)).spans] == [3.0, 3.0]
 
 
 def test_a_long_chain_of_nothing_needs_no_stack():
