@@ -328,10 +328,8 @@ def in_a_folder(path: Path, files: list[tuple[str, bytes]]) -> None:
         (path / name).write_bytes(raw)
 
 
-SHAPES = (
-    f"() (0,) (12,) (40,) (12,3) (12,0) (0,12) (2**40,) ({2**62},0) ({10**30},) ({2**32},{2**32})"
-)
-SHAPES += " (-1,) (-4,-10) (True,) (1.5,) 12 [12] ('a',) (12,2000000)"
+SHAPES = f"() (0,) (12,) (40,) (12,3) (12,0) (0,12) (2**40,) ({2**62},0) ({10**30},)"
+SHAPES += f" ({2**32},{2**32}) (-1,) (-4,-10) (True,) (1.5,) 12 [12] ('a',) (12,2000000)"
 DTYPES = "<i8 <u8 |b1 <f4 <f8 <f2 <c16 |O <U0 |V0 |V1000000000 <U500000000 <M8[s] x >i8"
 OTHER_DTYPES = ["[('a', '<i8')]", "[('a', '|O')]", "('<i4', (1000,))", "None", "{}"]
 OTHER_DTYPES += ["'<i8'" + " " * 50]
@@ -502,9 +500,8 @@ LONG = ["?vertices=" + "9" * 5000, "?" + "&".join(["seed=1"] * 10_000)]
 QUERIES = ["features=0", "features=" + "9" * 400, "seed=0x10", "seed=%00"]
 ODD = ["", "\0.npz", "a\0b.yaml", "\ud800.npz", "\ud800.yaml", "x" * 5000, "x" * 5000 + ".npz"]
 SOURCES = [*PLACES.split(), *ODD, "x/" * 3000, "synthetic:", "synthetic:x"]
-SOURCES += [f"synthetic:community{query}" for query in (*DRAWN.split(), *LONG)] + [
-    f"x.npz?{q}" for q in QUERIES
-]
+SOURCES += [f"synthetic:community{query}" for query in (*DRAWN.split(), *LONG)]
+SOURCES += [f"x.npz?{query}" for query in QUERIES]
 
 
 @pytest.mark.parametrize("source", SOURCES, ids=range(len(SOURCES)))
@@ -706,9 +703,7 @@ def test_damaged_checkpoints_are_not_there(tmp_path, data):
     path.write_bytes(data.draw(damaged(raw)) if data.draw(st.booleans()) else raw)
     with limits():
         found = header(path)
-    assert found is None or (
-        isinstance(found["question"], dict) and isinstance(found["notes"], dict)
-    )
+    assert found is None or all(isinstance(found[name], dict) for name in ("question", "notes"))
 
 
 def test_a_pipe_is_no_checkpoint(tmp_path):
@@ -734,9 +729,8 @@ PARAMS += [f'{{"feature_dim": {width}}}' for width in ('"x"', "0")]
 PARAMS += ['{"batch": "x", "fanout": 10}', '{"cache": -1, "batch": 1000, "fanout": 10}']
 PARAMS += ['{"gamma": "x"}', '{"heads": []}', '{"partitioner": 3}', '{"micro_batches": 10000000}']
 PARAMS += ['{"epochs": 1e12}', "null", "{", "[" * 50_000, "9" * 5000]
-METRICS = (
-    "speedup_vs slowdown_fraction_vs comm_volume_bytes min_gpus peak_memory_bytes fits_in_memory"
-)
+METRICS = "speedup_vs slowdown_fraction_vs comm_volume_bytes min_gpus peak_memory_bytes"
+METRICS += " fits_in_memory"
 STRATEGIES = "p3_push_pull dgl_data_parallel gsplit granndis pipegcn x"
 STRANGE = {"strategy_params": PARAMS, "strategy": STRATEGIES.split(), "metric": METRICS.split()}
 STRANGE |= {"dataset": ["ogbn-products", "../x", "reddit.yaml"]}

@@ -44,11 +44,8 @@ OF_OGB = {*w.ALL, "edge_attr", "edge_type", "node_year"}
 OF_NETWORKX = {*w.ALL, "edge_weight", "edge_type", "year"}
 # writer -> what its file holds beside the edges
 WRITERS = [
-    *(
-        (writer, WHOLE)
-        for writer in (w.pyg_pt, w.pyg_processed, w.pyg_adjacency, w.npz, w.own_folder)
-    ),
-    *((writer, WHOLE) for writer in (w.graphbolt_csv, w.graphbolt_numpy)),
+    *((writer, WHOLE) for writer in (w.pyg_pt, w.pyg_processed, w.pyg_adjacency, w.npz)),
+    *((writer, WHOLE) for writer in (w.own_folder, w.graphbolt_csv, w.graphbolt_numpy)),
     *((writer, OF_OGB) for writer in (w.ogb_text, w.ogb_binary)),
     *((writer, w.ALL) for writer in (w.old_pt, w.graphsaint)),
     (w.graphml, OF_NETWORKX - {"x"}),
@@ -224,9 +221,8 @@ def test_what_pyg_keeps_after_a_transform_is_no_object_of_unknown_code(tmp_path)
     """ToUndirected, subgraph and is_node_attr leave a defaultdict of enums in the Data."""
     quiet("torch_geometric")
     torch, path = quiet("torch"), tmp_path / "data.pt"
-    data = importlib.import_module("torch_geometric.data").Data(
-        x=torch.ones(N, 2), edge_index=torch.from_numpy(EDGES), edge_attr=torch.rand(90, 1)
-    )
+    held = {"x": torch.ones(N, 2), "edge_index": w.edge_index(), "edge_attr": torch.rand(90, 1)}
+    data = importlib.import_module("torch_geometric.data").Data(**held)
     assert data.is_node_attr("x") and data.is_edge_attr("edge_attr")
     torch.save(data, path)
     parts = formats.libraries.read_pt(str(path))

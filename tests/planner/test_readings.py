@@ -58,9 +58,8 @@ def near(gpus: int, own: Callable[[int], int], count: int, name: str = "NIC{}") 
     return ways(gpus, count, lambda gpu, nic: "PIX" if own(gpu) == nic else "SYS", name)
 
 
-PAIRS = matrix(
-    4, joined(range(2), range(2, 4)), ways(4, 1, lambda g, n: "NODE" if g < 2 else "SYS")
-)
+FIRST_TWO = ways(4, 1, lambda gpu, nic: "NODE" if gpu < 2 else "SYS")
+PAIRS = matrix(4, joined(range(2), range(2, 4)), FIRST_TWO)
 MESH = matrix(3, lambda a, b: "NV1" if abs(a - b) == 1 else "SYS", {})
 
 
@@ -159,10 +158,9 @@ def test_runs_with_other_options(tmp_path, program, how):
     ],
 )
 def test_results_of_another_machine_or_of_nothing_are_refused(tmp_path, hosts, how, told):
+    file = written(tmp_path, "all_reduce_perf", [*hosts], **how)
     with pytest.raises(SpecError, match=told):
-        read(
-            read_cluster("dgx_a100"), [written(tmp_path, "all_reduce_perf", [*hosts], **how)], None
-        )
+        read(read_cluster("dgx_a100"), [file], None)
 
 
 def test_which_gpus_took_part_must_be_known(tmp_path):
@@ -256,7 +254,7 @@ OWN8 = {gpu: (gpu,) for gpu in range(8)}
         pytest.param(matrix(8, EIGHT, ways(8, 14, best(dict(enumerate([(0,), (3,), (4,), (5,), (8,), (9,), (12,), (13,)])), "PXB", 7))), ALL8, (), each(8), id="DGX B200"),
         pytest.param(matrix(4, joined(range(4)), ways(4, 2, lambda g, n: "NODE" if g // 2 == n else "SYS")), ALL4, (), TWO_PAIRS, id="HGX of four, two NICs"),
         pytest.param(matrix(4, joined(range(4)), ways(4, 1, lambda g, n: "PHB" if g < 2 else "SYS")), ALL4, (), ALL4, id="HGX of four, one NIC"),
-        pytest.param(matrix(4, joined(range(2), range(2, 4)), ways(4, 1, lambda g, n: "NODE" if g < 2 else "SYS")), TWO_PAIRS, (), ALL4, id="A100 PCIe with bridges"),
+        pytest.param(PAIRS, TWO_PAIRS, (), ALL4, id="A100 PCIe with bridges"),
         pytest.param(matrix(8, lambda a, b: "NV12" if a // 2 == b // 2 else "PXB" if a // 4 == b // 4 else "SYS", ways(8, 2, lambda g, n: "PXB" if g // 4 == n else "SYS")), PAIRS_OF, HALVES, HALVES, id="H100 NVL"),
         pytest.param(matrix(1, joined(), ways(1, 4, lambda g, n: "NODE")), (), (), ((0,),), id="GH200"),
         pytest.param(matrix(4, joined(range(4)), ways(4, 4, lambda g, n: "PHB" if g == n else "SYS", "hsn{}")), ALL4, (), each(4), id="four GH200"),
