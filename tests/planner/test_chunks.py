@@ -8,15 +8,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from gnnplan.planner.gnn.workload import Workload
-from gnnplan.planner.graph.graph import GraphStats
-from gnnplan.planner.graph.load import load
 from gnnplan.planner.graph.partition import partition
 from gnnplan.planner.ownership.estimated import estimated_chunks
 from gnnplan.planner.ownership.layout import Chunks
 from gnnplan.planner.problem.inputs import read_cluster
 from gnnplan.planner.problem.problem import Problem
 from gnnplan.planner.strategies import parse
-from gnnplan.simulator.player import play
 
 
 @st.composite
@@ -74,21 +71,6 @@ def test_estimates_resemble_a_random_graph(chunks, members):
     assert guess.sends.sum() == pytest.approx(real.sends.sum(), rel=0.5 if chunks == 1 else 0.15)
     assert guess.sources.sum() == pytest.approx(real.sources.sum(), rel=0.15)
     assert (np.asarray(guess.sends) <= guess.rows[:, :, None]).all()
-
-
-@pytest.mark.parametrize("chunks", [1, 8])
-def test_messages_delay_the_exchanges_of_other_chunks(chunks):
-    """A message leaves through the port of its sender's next exchange; both cross PCIe here."""
-    graph = load("ogbn-products")
-    assert isinstance(graph, GraphStats)
-    workload = Workload(model="sage", layers=3, hidden=256)
-    problem = Problem(graph, None, workload, read_cluster("l4_box"))
-    pipe = parse(f"gnnpipe(stages=2,chunks={chunks})").settle(problem)
-    schedule = pipe.schedule(problem, 3)
-    played, alone = (play(schedule, problem.cost, contention=each).step_s for each in (True, False))
-    rel = 0.02 if chunks > 1 else 1e-3
-    assert float(pipe.predict(problem).epoch_s) == pytest.approx(played, rel=rel)
-    assert (alone < 0.97 * played) == (chunks > 1)
 
 
 @pytest.mark.parametrize(("dropout", "passes"), [(0.0, 3), (0.5, 5)])

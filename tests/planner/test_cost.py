@@ -344,15 +344,6 @@ def test_degrees_of_real_graphs_are_as_unequal_as_the_spread_says(dataset):
     assert max(errors) < 0.2 and np.mean(errors) < 0.07, errors
 
 
-def test_all_gpus_of_a_server_share_its_bridge():
-    """Two pairs at once: by memory's 2 MB/s 2 s, where each alone takes 1. A ring: four times."""
-    cost = Cost(changed(STAGED, islands=(), island=None))
-    sent = np.zeros((8, 8))
-    sent[0, 1] = sent[2, 3] = 1_000_000
-    assert cost.exchange(sent).alone - cost.exchange(sent).latency == 2.0
-    assert cost.all_reduce(1_000_000, range(4)).busy["bridge", 0] == pytest.approx(4 * 1.5 * 2 / 2)
-
-
 def test_small_messages_reach_a_share_of_the_bandwidth():
     """1 % at 100 B, all at 1 MB; half way between on log scales a tenth."""
     link = Link(bandwidth=1e6, latency=0.0, efficiency={"100B": 0.01, "1MB": 1.0})
