@@ -16,7 +16,6 @@ from gnnplan.planner.strategies import (
 from gnnplan.planner.strategies.layerwise.exchange import buckets_of
 from gnnplan.planner.strategies.program.price import price_of
 from gnnplan.planner.vocabulary.schedule import Label
-from gnnplan.simulator.player import play
 from gnnplan.testing.drawing import draw
 from gnnplan.testing.laws import GRAPHS, cluster, problem_of
 
@@ -68,25 +67,6 @@ def test_an_all_reduce_begins_after_its_backward_pass_and_the_update_waits_for_a
         *("all_reduce:l3:s0", "moments:b:l3:s0", "all_reduce:l2:s0", "moments:b:l2:s0"),
         "all_reduce:l1:s0",
     ]
-
-
-def test_a_step_without_exchanges_by_hand():
-    """The wire is slow: it is busy from the first bucket on, to the update."""
-    asked = problem("sage", where=cluster(2, 1, inter=1e6))
-    strategy = GraNNDis(buckets=3).settle(asked)
-    price = {
-        str(op.label(0)): price_of(asked, op).seconds for op in strategy.program(asked).step(0)
-    }
-    computed = [*(f"forward:l{layer}:s0" for layer in (1, 2, 3)), "loss:s0", "backward:l3:s0"]
-    before = max(sum(price[label][rank] for label in computed) for rank in range(2))
-    reduced = sum(float(price[f"all_reduce:l{layer}:s0"]) for layer in (3, 2, 1))
-    expected = before + reduced + float(price["update:s0"])
-    assert float(strategy.predict(asked).epoch_s) == pytest.approx(expected, rel=1e-9)
-    played = play(strategy.schedule(asked, 4), asked.cost)
-    assert played.step_s == pytest.approx(expected, rel=1e-9)
-    fast = problem("sage", where=cluster(2, 1, inter=1e12, latency=1e-9, overlap_tax=0.0))
-    one, three = (GraNNDis(buckets=n).settle(fast).predict(fast) for n in (1, 3))
-    assert three.epoch_s < one.epoch_s  # what is left is the last bucket
 
 
 @pytest.mark.parametrize("buckets", [1, 3])

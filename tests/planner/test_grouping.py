@@ -225,13 +225,6 @@ def test_a_small_graph_takes_fewer_gpus_and_a_large_one_all():
     assert search(without_network, exact=True).best.problem.servers == (0, 0)
 
 
-def test_forced_strategies_and_ranks_keep_all_gpus():
-    problem = problem_of(cluster(2, 2), layers=2)
-    assert {c.problem.ranks for c in search(problem, may_use_fewer=False).ranked} == {4}
-    assert search(problem, forced=parse("graph_parallel")).best.problem.ranks == 4
-    assert {c.problem.ranks for c in search(on(problem, kind="cpu")).ranked} == {4}
-
-
 @pytest.mark.parametrize(
     ("lists", "rule"),
     [

@@ -36,13 +36,6 @@ def test_every_combination_is_asked_once_the_last_field_first():
         assert problem.cluster.device == base.cluster.device
 
 
-def test_batches_are_swept_where_there_are_some():
-    [(_, problem)] = points(axes(["batch=512"]), question(mode="mini"))
-    assert problem.workload.batch == 512
-    [(_, problem)] = points(axes(["batch=512"]), question(), ["mode=mini"])
-    assert (problem.workload.batch, problem.workload.mode) == (512, "mini")
-
-
 @pytest.mark.parametrize("text", ["batch=512", "heads=2", "theta=0.1", "negatives=2", "gamma=0.5"])
 def test_what_no_part_reads_is_not_swept(text):
     """Every row was the same, and nothing said why."""
