@@ -113,23 +113,6 @@ def test_popular_training_vertices():
     assert popular[1] > 1.2 * usual[1]
 
 
-def test_duplicates_near_a_seed_are_the_same_share_of_small_and_of_large_batches():
-    """Of 280 vertices near a seed: GNNLab prints 568,303 rows of a batch of 8,000 on the graph of
-    which GSplit prints small batches. By spreads alone it has 327,000, for spreads that tell so
-    many duplicates of small batches tell yet more of large ones."""
-    stats = load("ogbn-papers100M", directed=True)
-    assert expected_frontier(stats, 8000, (15, 10, 5)).rows[0] == pytest.approx(568_303, rel=0.14)
-    for seeds, share in ((16, 0.9), (8000, 0.4)):
-        near, alone = (
-            expected_frontier(replace(stats, near_seed=reach), seeds, (15, 10, 5))
-            for reach in (10.0, np.inf)
-        )
-        assert near.edges[-1] == alone.edges[-1]  # what seeds draw
-        assert near.rows[0] < min(alone.rows[0], seeds * (1 + 10))
-        # nearly as many as are near, while batches are small
-        assert near.rows[0] > share * seeds * 10
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "spread"),
@@ -297,29 +280,6 @@ def test_rows_that_a_cache_hits(cached, shared, features):
             assert (one.host == 32 * one.rows[:, 2]).all()
         assert (store.held(problem) == 32 * min(cached, 20_000)).all()
         rows = np.sum([one.rows for one in loads], axis=0)
-        found.append(rows.sum(0) / rows.sum())
-    assert found[1] == pytest.approx(found[0], abs=0.05)
-
-
-@pytest.mark.parametrize(
-    ("cached", "over"), covered(list(product((500, 2_000, 20_000), ("server", "rank"))), set)
-)
-def test_rows_whose_columns_a_cache_hits(cached, over):
-    """As `test_rows_that_a_cache_hits`, of all peers' rows."""
-    width = 4 * 8 // (2 if over == "server" else 4)  # [B]
-    strategy, found = P3(over=over, cache=cached * width), []
-    for problem in problems():
-        strategy.check(problem)
-        store, batches = strategy.store(problem), strategy.batches(problem).first()
-        loads = [store.loads(problem, batch) for batch in batches]
-        rows = np.sum([one.rows for one in loads], axis=0)
-        for rank in range(4):
-            rail = list(strategy.slices(problem)[rank].ranks)
-            assert rows[rank].sum() == sum(batch.row_counts(0)[rail].sum() for batch in batches)
-        for one in loads:
-            assert (one.host == width * one.rows[:, 2]).all()
-            assert (one.hits == width * one.rows[:, 0]).all()
-        assert (store.held(problem) == width * cached).all()
         found.append(rows.sum(0) / rows.sum())
     assert found[1] == pytest.approx(found[0], abs=0.05)
 
