@@ -14,7 +14,7 @@ from gnnplan.planner.cluster import scaling as scaled
 from gnnplan.planner.cluster.cost import PACKING, Cost
 from gnnplan.planner.cluster.spec import HOST_RATE, Cluster, Device, Link
 from gnnplan.planner.graph.load import load
-from gnnplan.planner.vocabulary.schedule import Compute, Exchange, Gather, Send
+from gnnplan.planner.vocabulary.schedule import Compute, Gather, Send
 
 DEVICE = Device(
     memory=1e9,
@@ -223,19 +223,6 @@ def test_ports_of_a_message(row):
     expected = {(kind, int(n)): float(s) for kind, n, s in map(str.split, ports.split(", "))}
     assert sent.busy == pytest.approx(expected)
     assert sent.alone == pytest.approx(float(alone))
-
-
-def test_an_exchange_starts_its_messages_one_by_one_and_fills_the_busiest_port():
-    sent = np.zeros((4, 4))
-    sent[0, 1] = 1_000_000  # inside server 0: 1 s
-    sent[0, 2] = sent[0, 3] = sent[1, 2] = 100_000  # across: 1 s each, all through one card
-    transfer = COST.exchange(sent)
-    assert transfer.latency == 1 * 1.0 + 2 * 2.0  # rank 0 starts one message inside, two across
-    assert transfer.busy["nic_out", 0] == transfer.busy["nic_in", 1] == pytest.approx(3.0)
-    assert transfer.busy["gpu_out", 0] == pytest.approx(1.0)
-    assert transfer.alone == pytest.approx(5.0 + 3.0)
-    assert COST.exchange(np.zeros((4, 4))).alone == 0.0
-    assert COST.collective(Exchange(sent), (0, 1, 2, 3)) == transfer
 
 
 def test_a_placement_moves_ranks_not_ports():

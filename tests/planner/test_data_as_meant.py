@@ -301,10 +301,11 @@ def test_a_column_of_ids_says_whose_rows_are(tmp_path, name):
     assert np.allclose(graph.features(), X[:, :2], rtol=1e-6) and np.array_equal(graph.y, Y)
 
 
-def test_names_may_stand_in_a_comment(tmp_path):
-    path, ids = tmp_path / "y.txt", np.arange(N)[::-1]
-    np.savetxt(path, np.stack([ids, Y[::-1]], 1), "%d", header="node label")
-    assert np.array_equal(load(source_of(edges_csv(tmp_path), labels=str(path))).y, Y)
+def test_names_may_stand_in_a_comment_and_labels_of_some_ids_are_labels_of_these(tmp_path):
+    path, ids = tmp_path / "y.txt", np.arange(N)[TRAIN][::-1]
+    np.savetxt(path, np.stack([ids, Y[ids]], 1), "%d", header="node label")
+    found = load(source_of(edges_csv(tmp_path), labels=str(path))).y
+    assert np.array_equal(found, np.where(TRAIN, Y, -1))
 
 
 def test_pandas_numbers_of_rows_are_no_feature_and_no_end_of_an_edge(tmp_path):
@@ -354,12 +355,6 @@ def test_a_place_is_features_and_labels_alone_are_none(tmp_path):
     alone = table(tmp_path / "y.csv", "id,label", np.arange(N), Y)
     with pytest.raises(SpecError, match="holds no feature beside labels or masks; use it as"):
         load(source_of(edges_csv(tmp_path), alone))
-
-
-def test_labels_of_some_ids_are_labels_of_these(tmp_path):
-    y = table(tmp_path / "y.csv", "id,label", np.arange(N)[TRAIN], Y[TRAIN])
-    graph = load(source_of(edges_csv(tmp_path), labels=y))
-    assert np.array_equal(graph.y, np.where(TRAIN, Y, -1))
 
 
 @pytest.mark.parametrize(

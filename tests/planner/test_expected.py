@@ -284,21 +284,6 @@ def test_rows_that_a_cache_hits(cached, shared, features):
     assert found[1] == pytest.approx(found[0], abs=0.05)
 
 
-@pytest.mark.parametrize("cached", [0.0, 0.5, 1.0])
-def test_neighbours_asked_for(cached):
-    """To 10 % without cached lists and with all; with half of them to a quarter."""
-    others = (4 * problems()[0].stats.edges + 8 * 20_000) // 2
-    strategy = DataParallel(structure="spread", structure_cache=round(cached * others * 1.01))
-    found = []
-    for problem in problems():
-        strategy.check(problem)
-        lists, batches = strategy.lists(problem), strategy.batches(problem).first()
-        drawn = [lists.of(batch, *at) for batch in batches for at in ((2, 10), (1, 5))]
-        asked, given, edges = (sum(one[i].sum() for one in drawn) for i in range(3))
-        found.append([asked / edges, given / edges])
-    assert found[1] == pytest.approx(found[0], abs=0.25 if cached == 0.5 else 0.0, rel=0.1)
-
-
 TEXTS = """
 data_parallel(features='spread',structure='spread') gsplit p3 p3(over='rank') p3(pipelined=True)
 data_parallel(cache=32000,shared_cache=True,prefetch=1) p3(pipelined=True,cache=16000)

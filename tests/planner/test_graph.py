@@ -228,14 +228,12 @@ def test_mapped_features_are_looked_at_once_for_each_file(save_folder, own_cache
     assert load(save_folder(x=x)).stats.hash != first.stats.hash
 
 
-def test_mapped_features_stay_dense_and_it_is_said(save_folder):
+def test_mapped_features_stay_dense_and_it_is_said(save_folder, monkeypatch):
     graph = load(save_folder(x=np.eye(5, 40, dtype=np.float32)))
     assert isinstance(graph.x, np.memmap) and graph.stats.nonzeros == 0
     said = "x.npy is mapped, so it stays dense, though only 5 numbers are not zero"
     assert said in graph.stats.notes[-1]
-
-
-def test_features_beyond_memory_are_mapped_all_the_same(save_folder, monkeypatch):
+    # and beyond memory all the same
     monkeypatch.setattr(module, "LARGEST_ARRAY", 2_000)
     assert load(save_folder(x=np.ones((5, 1_000), np.float32))).x.nbytes == 20_000
 

@@ -79,7 +79,7 @@ KINDS = [("generated", False), ("sparse", True), ("float64", False), ("labels", 
 
 
 @pytest.mark.parametrize(("kind", "directed"), KINDS)
-def test_a_folder_of_parts_is_the_graph(tmp_path, kind, directed):
+def test_a_folder_of_parts_and_its_layout_are_those_of_the_graph(tmp_path, kind, directed):
     graph = a_graph(tmp_path, kind, directed)
     some = np.random.default_rng(0).permutation(graph.stats.vertices)[:41]
     found = load(str(written(graph, tmp_path / "parts")))
@@ -97,12 +97,6 @@ def test_a_folder_of_parts_is_the_graph(tmp_path, kind, directed):
     assert found.stats.notes[:-1] == graph.stats.notes
     assert "3 parts by metis (seed 0), cut of " in found.stats.notes[-1]
     assert all(reached(found, hops) == reached(graph, hops) for hops in (0, 2, 20))
-
-
-@pytest.mark.parametrize(("kind", "directed"), KINDS)
-def test_a_layout_of_parts_is_that_of_the_graph(tmp_path, kind, directed):
-    graph = a_graph(tmp_path, kind, directed)
-    found = load(str(written(graph, tmp_path / "parts")))
     args = (0, 1, 1), 2, 1  # servers, layers, first_varying
     ours = PartLayout(found, found.cut.owner, *args)
     theirs = Layout(graph, partition(graph, 3), *args)
@@ -363,9 +357,13 @@ def test_one_partition_at_a_time_writes_a_folder(tmp_path):
     assert not begun.exists()
 
 
-def test_a_folder_of_parts_is_not_converted(tmp_path):
+def test_a_folder_of_parts_is_neither_converted_nor_written_over(tmp_path):
     """It was said to be of no format that is read."""
     folder = written(load(GRAPH), tmp_path / "parts")
+    before = (folder / "parts.json").read_bytes()
+    with pytest.raises(SpecError, match="is already there"):
+        written(load(GRAPH), folder, 2)
+    assert (folder / "parts.json").read_bytes() == before
     with pytest.raises(SpecError, match=r"is a folder of parts.*give the graph that it was cut of"):
         recognise(str(folder)).read(str(folder))
 
@@ -374,11 +372,3 @@ def test_a_task_of_plans_is_refused_as_that(tmp_path):
     """`--task link` was refused with the advice to use link."""
     with pytest.raises(SpecError, match="--task link is what a plan trains"):
         call("partition", GRAPH, "-k 2 --task link -o", tmp_path / "parts")
-
-
-def test_a_folder_that_is_there_is_left_alone(tmp_path):
-    folder = written(load(GRAPH), tmp_path / "parts")
-    before = (folder / "parts.json").read_bytes()
-    with pytest.raises(SpecError, match="is already there"):
-        written(load(GRAPH), folder, 2)
-    assert (folder / "parts.json").read_bytes() == before

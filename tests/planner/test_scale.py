@@ -1,7 +1,6 @@
 """Should I distribute at all: a row per number of GPUs is a plan of its own."""
 
 from dataclasses import replace
-from functools import cache
 from itertools import permutations, product
 
 import pytest
@@ -92,14 +91,9 @@ def test_the_best_size_is_never_worse_than_any(graph, objective):
     assert found.enough.gpus <= found.fastest.gpus
 
 
-@cache
-def of_squirrel() -> Scaling:
-    base = question("squirrel", "granndis_2080ti_1gbe", hidden=16)
-    return scale(base, [1, 2, 4, 8, 16])
-
-
 def test_more_gpus_are_slower_on_a_small_graph_and_faster_on_a_large_one():
-    small = of_squirrel()
+    base = question("squirrel", "granndis_2080ti_1gbe", hidden=16)
+    small = scale(base, [1, 2, 4, 8, 16])
     epochs = {size.gpus: size.time_s for size in small.sizes}
     assert small.fastest.gpus == min(epochs, key=epochs.__getitem__)
     # one GPU launches all kernels of a step as one
@@ -108,6 +102,9 @@ def test_more_gpus_are_slower_on_a_small_graph_and_faster_on_a_large_one():
     assert small.fastest.best.chance_faster(small.sizes[-1].best) == 1
     assert small.fastest.best.chance_faster(small.fastest.best) == 0
     assert scale(question("reddit", "dgx_a100"), [1, 8]).slower_from is None
+    _, *several = small.sizes
+    assert Scaling(several, ()).takes_over == [(8, "graph_parallel", "granndis")]
+    assert Scaling(several[1:2], ()).takes_over == []
 
 
 def test_the_fastest_size_and_those_near_it_in_any_order():
@@ -152,12 +149,6 @@ def test_where_nothing_fits_it_says_how_much_memory_would():
     assert large.found and found.first is large and found.fitting == [large]
     with pytest.raises(Infeasible, match="nothing fits on any of 1, 4 GPUs; on 4: graph_parallel"):
         scale(base, [1, 4], asked)
-
-
-def test_where_a_strategy_takes_over():
-    _, *several = of_squirrel().sizes
-    assert Scaling(several, ()).takes_over == [(8, "graph_parallel", "granndis")]
-    assert Scaling(several[1:2], ()).takes_over == []
 
 
 def test_a_strategy_may_suit_some_sizes_only():

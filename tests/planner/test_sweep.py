@@ -149,17 +149,12 @@ def test_a_strategy_that_plans_propose_of_no_family_is_a_column_too():
 
 
 @pytest.mark.slow
-def test_an_exact_plan_is_compared_with_exact_variants():
-    """A plan of granndis was swept as granndis that samples."""
+def test_a_plan_of_as_many_ranks_is_swept_as_it_is():
+    """--sweep played the best of the family, and compared plans of some GPUs with those of all; a
+    plan of granndis on others was swept as granndis that samples."""
     asked = points(axes(["inter_node.bandwidth=1e7"]), question())
     for row in rows(asked, parse("granndis"), question("h200"), lambda _: {}):
         assert parse(row["plan"]).exact
-
-
-@pytest.mark.slow
-def test_a_plan_of_as_many_ranks_is_swept_as_it_is():
-    """--sweep played the best of the family, and compared plans of some GPUs with those of all."""
-    asked = points(axes(["inter_node.bandwidth=1e7"]), question())
     one, all_ = parse("offload"), parse("granndis(depth=1)")
     for own, plan in ((one, question().placed((0,))), (all_, question())):
         for row, (_, problem) in zip(rows(asked, own, plan, lambda _: {}), asked, strict=True):
