@@ -349,16 +349,3 @@ def test_nccl_has_buffers_of_its_own(text, servers, gpus, communicators):
     assert (use / COMMUNICATOR).tolist() == communicators
     on_cpu = on(problem, kind="cpu")
     assert "communicators" not in strategy.settle(on_cpu).memory(on_cpu)
-
-
-@pytest.mark.parametrize("aggregation", ["sum", "softmax"])
-def test_a_checkpoint_of_resgcn_gathers_again(aggregation):
-    """Its messages pass through ReLU, so rows are kept and not sums: gathered once more."""
-    asked = {"model": "resgcn", "layers": 8, "aggregation": aggregation}
-    problem = laws.problem_of(laws.GRAPHS[0], laws.cluster(1, 2), **asked)
-    pipe = known.GNNPipe(2, 8, checkpoint=True).settle(problem)
-    kept, again = (
-        replace(pipe, checkpoint=on).pipeline(problem)[0]._layer_work(3)[1].gathers
-        for on in (False, True)
-    )
-    assert len(again) == len(kept) + problem.model.layers[2].sums
