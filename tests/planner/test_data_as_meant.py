@@ -595,21 +595,11 @@ def test_one_hot_labels_are_said_to_be_several_labels(tmp_path, written):
 
 
 @pytest.mark.parametrize("as_written", [as_npz, as_pt, as_dgl])
-@pytest.mark.parametrize(
-    "split",
-    [
-        {"train": TRAIN, "valid": VAL},
-        {"train": TRAIN.astype(int), "valid": VAL.astype(int)},
-        {"train_idx": np.flatnonzero(TRAIN), "val_idx": np.flatnonzero(VAL)},
-    ],
-    ids=["booleans", "zeros and ones", "ids"],
-)
-def test_arrays_named_train_val_and_test_are_the_split(tmp_path, as_written, split):
+@pytest.mark.parametrize("dtype", [bool, int])  # ids: test_graph.py
+def test_arrays_named_train_val_and_test_are_the_split(tmp_path, as_written, dtype):
     """They were fields, or ignored, and a random split took their place."""
-    if as_written is as_dgl and "train_idx" in split:
-        return  # DGL's ndata has a row per vertex
     held = {name: HOLDS[name] for name in HOLDS if not name.endswith("mask")}
-    graph = as_written(tmp_path, held | split)
+    graph = as_written(tmp_path, held | {"train": TRAIN.astype(dtype), "valid": VAL.astype(dtype)})
     assert np.array_equal(graph.train, TRAIN) and np.array_equal(graph.val, VAL)
 
 
