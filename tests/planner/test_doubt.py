@@ -50,6 +50,12 @@ def test_a_constant_is_as_doubtful_as_its_source():
     assert doubt.range_of(a100, "device.launch") == doubt.RANGES["assumed"]
     drawn = doubt.drawn(a100).device  # in bfloat16 too
     assert drawn.gemm_bfloat16 == pytest.approx(16 * drawn.gemm)
+    # rates of samplers were certain: what a cluster's file did not say was not drawn
+    cluster = preset("l4_box")
+    assert "host_rates" not in cluster.provenance
+    rates = np.ravel(doubt.drawn(cluster).host_rates["draw"]) / cluster.host_rates["draw"]
+    low, high = doubt.UNSAID
+    assert np.quantile(rates, [0.1, 0.9]) == pytest.approx([low, high], rel=0.02)
 
 
 @pytest.mark.parametrize(
@@ -67,15 +73,6 @@ def test_what_is_set_by_hand_is_in_no_doubt(given, constant):
     asked = overridden(measured, given)
     assert doubt.range_of(measured, constant) == (0.5, 2.0)
     assert doubt.range_of(asked, constant) == (1.0, 1.0) and constant not in doubt.factors(asked)
-
-
-def test_rates_of_samplers_that_nobody_measured_are_in_doubt():
-    """They were certain: what a cluster's file did not say was not drawn."""
-    cluster = preset("l4_box")
-    assert "host_rates" not in cluster.provenance
-    rates = np.ravel(doubt.drawn(cluster).host_rates["draw"]) / cluster.host_rates["draw"]
-    low, high = doubt.UNSAID
-    assert np.quantile(rates, [0.1, 0.9]) == pytest.approx([low, high], rel=0.02)
 
 
 @given(st.floats(0.05, 1.0), st.floats(1.0, 20.0))

@@ -40,7 +40,8 @@ def question(
     ],
 )
 def test_a_wrong_number_is_told_with_what_to_write(asked, said):
-    assert sizes_of("5..5") == [5] and sizes_of(" 8, 1,8") == [1, 8]
+    assert sizes_of("3..20") == [3, 6, 12, 20] and sizes_of("5..5") == [5]
+    assert sizes_of("1..64")[-1] == 64 and sizes_of(" 8, 1,8") == [1, 8]
     with pytest.raises(SpecError, match=said):
         sizes_of(asked)
 

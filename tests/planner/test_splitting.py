@@ -11,6 +11,7 @@ from gnnplan.planner.graph.load import load
 from gnnplan.planner.graph.partition import BEFORE, SPLITTERS, owners, presample, split
 from gnnplan.planner.graph.sampling import frontier, items_of
 from gnnplan.planner.ownership.minibatch import MiniBatch
+from gnnplan.planner.vocabulary.errors import SpecError
 
 SMALL = load("synthetic:community?vertices=60&edges=400&features=4&classes=3&seed=0")
 GRAPH = load("synthetic:community?vertices=6000&edges=60000&features=4&classes=3&seed=0")
@@ -54,6 +55,8 @@ def test_without_sampling_every_edge_near_a_seed_counts():
 @pytest.mark.parametrize("splitter", SPLITTERS)
 @pytest.mark.parametrize("parts", [1, 2, 3, 4])
 def test_every_vertex_has_an_owner_and_every_owner_some(splitter, parts):
+    with pytest.raises(SpecError, match="splitter 'nodes' is unknown; did you mean node"):
+        split(GRAPH, parts, "nodes", 0)
     owner = split(GRAPH, parts, splitter, 0, presample(GRAPH, batches_as(512, (5, 5)), epochs=1))
     assert owner.shape == (6000,)
     assert np.bincount(owner, minlength=parts).min() > 0

@@ -210,6 +210,18 @@ def test_knobs_survive_words_and_json(family, data):
     laws.must_survive_words_and_json(data.draw(knobs_of(family)))
 
 
+def test_sizes_are_written_as_people_write_them():
+    """A plan once said gsplit(cache=56862697472)."""
+    sizes = {
+        10**6: "'1MB'",
+        2 * 10**12: "'2TB'",
+        999_999: "999999",
+        56_862_697_472: "'56.862697472GB'",
+    }
+    for nbytes, written in sizes.items():
+        assert str(known.GSplit(cache=nbytes)) == f"gsplit(cache={written})"
+
+
 @pytest.mark.parametrize("name", known.names())
 def test_a_published_name_is_its_preset(name):
     strategy = parse(name)
