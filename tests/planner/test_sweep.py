@@ -2,7 +2,6 @@
 
 import csv
 import io
-from itertools import product
 
 import pytest
 from asked import on
@@ -22,18 +21,6 @@ from gnnplan.planner.vocabulary.errors import SpecError
 def question(cluster: str = "gnnpipe_a5000", **workload: object) -> Problem:
     stats = load("reddit")
     return Problem(stats, None, Workload.model_validate(workload), read_cluster(cluster))
-
-
-def test_every_combination_is_asked_once_the_last_field_first():
-    base = question()
-    asked = points(axes(["servers=1,4", "hidden=64,128,256"]), base, ["layers=5"])
-    expected = list(product(("1", "4"), ("64", "128", "256")))
-    assert [tuple(at.values()) for at, _ in asked] == expected
-    for at, problem in asked:
-        w = problem.workload
-        assert (problem.cluster.servers, w.hidden) == (int(at["servers"]), int(at["hidden"]))
-        assert w.layers == 5 and problem.stats is base.stats
-        assert problem.cluster.device == base.cluster.device
 
 
 @pytest.mark.parametrize("text", ["batch=512", "heads=2", "theta=0.1", "negatives=2", "gamma=0.5"])
