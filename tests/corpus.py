@@ -72,9 +72,11 @@ def spoilt_plan(change: Callable[[dict[str, Any]], Any]) -> Make:
 
 def set_at(value: Any, *at: Any) -> Callable[[dict[str, Any]], None]:
     *parents, last = at
-    return lambda document: operator.setitem(
-        reduce(operator.getitem, parents, document), last, value
-    )
+
+    def change(document: dict[str, Any]) -> None:
+        reduce(operator.getitem, parents, document)[last] = value
+
+    return change
 
 
 def good_plan(folder: Path) -> None:
@@ -128,9 +130,8 @@ def run_folder(folder: Path) -> Path:
     options |= {"checkpoint_every": 10, "resume": False, "restarts": 0}
     (run / "options.json").write_text(json.dumps(options))
     row = {"loss": 1.0, "epoch_s": 0.1, "train_accuracy": 0.5, "bytes": 100}
-    (run / "metrics.jsonl").write_text(
-        "".join(json.dumps({"epoch": epoch + 1, **row}) + "\n" for epoch in range(3))
-    )
+    rows = [json.dumps({"epoch": epoch, **row}) + "\n" for epoch in (1, 2, 3)]
+    (run / "metrics.jsonl").write_text("".join(rows))
     left = {"backend": "gloo", "bytes": {"halo": 100}, "setup_bytes": {"x": 1}, "rows": {"hit": 3}}
     left |= {"peak_rss_bytes": 10**8, "peak_bytes": None}
     for rank in range(2):
@@ -157,9 +158,6 @@ LONG = "n" * 300
 WORDS = {"GRAPH": GRAPH, "LONG": LONG, "PLAN": f"plan --graph {GRAPH}"}
 WORDS |= {"RUN": "run {d}/plan.json --out {d}/out --epochs 1", "READ": "measure --cluster dgx_a100"}
 WORDS |= {"NINES": "9" * 5000, "E18": "1" + "0" * 18}
-
-
-WHOLE = "layers seed dropout epochs"
 
 
 def table(kind: str, calls: str, make: Make = nothing, about: str = "", **more: Any) -> list[Case]:
@@ -193,7 +191,10 @@ def _plans() -> Iterator[list[Case]]:
         about = f"{'.'.join(map(str, at))} is {value}"
         make = spoilt_plan(set_at(value, *at))
         yield table("plan.json", calls, make, about, codes=(0, 2), leaves=("out",))
-    for of, names in {"cluster": "servers gpus_per_server", "workload": WHOLE}.items():
+    for of, names in {
+        "cluster": "servers gpus_per_server",
+        "workload": "layers seed dropout epochs",
+    }.items():
         for name in names.split():
             make = spoilt_plan(set_at(True, of, name))
             yield table("plan.json", "simulate {d}/plan.json", make, f"{of}.{name} is true")
@@ -335,9 +336,8 @@ def _names() -> Iterator[list[Case]]:
         yield table("names", "$PLAN --cluster {d}/c.yaml", make, repr(name), codes=codes)
     graph = 'name: "a\\0b"\nvertices: 100\nedges: 200\nfeatures: 3\nclasses: 2\n'
     yield table("names", "plan --graph {d}/s.yaml", text("s.yaml", graph), "NUL")
-    yield table(
-        "names", "$PLAN --workload {d}/w.yaml", text("w.yaml", 'model: "a\\0b.py:X"\n'), "NUL"
-    )
+    workload = text("w.yaml", 'model: "a\\0b.py:X"\n')
+    yield table("names", "$PLAN --workload {d}/w.yaml", workload, "NUL")
 
 
 # what torchrun and Slurm set, in turn: a word each that is wrong

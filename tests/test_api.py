@@ -320,9 +320,8 @@ def test_inputs_are_files_mappings_and_objects(tmp_path):
     forms = (cluster, cluster.model_dump(), tmp_path / "cluster.yaml")
     for form, work in zip(forms, (workload, fields, tmp_path / "workload.yaml"), strict=True):
         assert gnnplan.plan(GRAPH, form, work, strategy="gnnpipe").document == by_name.document
-    more = gnnplan.plan(
-        GRAPH, cluster, workload, strategy="gnnpipe", hidden=32, overrides={"layers": 3}
-    )
+    asked = {"strategy": "gnnpipe", "hidden": 32, "overrides": {"layers": 3}}
+    more = gnnplan.plan(GRAPH, cluster, workload, **asked)
     assert (more.workload.hidden, more.workload.layers) == (32, 3)
 
 

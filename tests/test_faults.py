@@ -22,11 +22,8 @@ from gnnplan.testing.fixtures import fork_server as fork_server
 GRAPH = "synthetic:community?vertices=200&edges=1600&features=8&classes=4&seed=0"
 FOREVER = 1_000_000  # epochs
 
-pytestmark = [
-    pytest.mark.skipif(
-        not Path("/proc/self/environ").exists(), reason="finds ranks by their environment in /proc"
-    ),
-]
+in_proc = "finds ranks by their environment in /proc"
+pytestmark = pytest.mark.skipif(not Path("/proc/self/environ").exists(), reason=in_proc)
 
 
 def plan(folder: Path, ranks: int, *more: str) -> Path:
@@ -58,10 +55,8 @@ def test_a_killed_rank_ends_all_and_is_named(tmp_path, start):
 @pytest.mark.nightly
 def test_ranks_that_all_stop_end_the_run(tmp_path, start):
     """The launcher waited for ever: no rank was left to notice that its peers were silent."""
-    run = start(
-        plan(tmp_path, 2, "--strategy graph_parallel"),
-        *("--epochs", str(FOREVER), "--timeout", "1", "--checkpoint-every", "0"),
-    )
+    how = f"--epochs {FOREVER} --timeout 1 --checkpoint-every 0"
+    run = start(plan(tmp_path, 2, "--strategy graph_parallel"), *how.split())
     run.until_training()
     for rank in [run.rank(rank) for rank in range(2)]:
         os.kill(rank, signal.SIGSTOP)
@@ -86,9 +81,7 @@ def test_samplers_that_all_stop_end_the_run(tmp_path, start, strategy):
     began = time.monotonic()
     assert run.ended() == 4, run.stderr
     assert time.monotonic() - began < 5 + 10
-    words = (
-        r"lost in .*wait.*: its sampler \d of \d, a process of its own, has said nothing for 5 s"
-    )
+    words = r"lost in .*wait.*: its sampler \d of \d, .*, has said nothing for 5 s"
     assert re.search(words, run.stderr) and "Traceback" not in run.stderr, run.stderr
 
 
@@ -127,15 +120,11 @@ def test_too_few_files_are_refused_before_ranks_start(tmp_path, fork_server, fil
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="has no disk that is always full")
 def test_a_standard_output_that_is_full_closed_or_read_no_more(tmp_path, start):
     """Training goes on where nobody reads of its progress; an answer that is lost is said."""
-    planned = plan(tmp_path, 1)
+    planned, full = plan(tmp_path, 1), "error: standard output cannot be written"
     called = f"{sys.executable} -m gnnplan"
     for words, code, said in (
-        (
-            f"simulate {planned} > /dev/full",
-            2,
-            "error: standard output cannot be written (No space",
-        ),
-        (f"simulate {planned} --json > /dev/full", 2, "error: standard output cannot be written"),
+        (f"simulate {planned} > /dev/full", 2, f"{full} (No space"),
+        (f"simulate {planned} --json > /dev/full", 2, full),
         (f"simulate {planned} >&-", 0, ""),
         *([(f"run {planned} --epochs 2 --out {tmp_path}/out 2> /dev/full", 0, "")] * NIGHT),
         (f"run {planned} --epochs 2 --out {tmp_path}/closed >&- 2>&- <&-", 0, ""),

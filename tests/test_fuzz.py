@@ -62,23 +62,31 @@ class Hung(BaseException):
 
 
 @contextmanager
-def limits() -> Iterator[None]:
-    """Hung after SECONDS of CPU, MemoryError beyond MEMORY."""
-
+def hung_after(seconds: float, clock: int, alarm: int, why: str) -> Iterator[None]:
     def late(*_: Any) -> None:
-        raise Hung(f"still busy after {SECONDS} s")
+        raise Hung(why)
 
-    before = resource.getrlimit(resource.RLIMIT_AS)
-    mapped = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
-    previous = signal.signal(signal.SIGVTALRM, late)
-    signal.setitimer(signal.ITIMER_VIRTUAL, SECONDS)
-    resource.setrlimit(resource.RLIMIT_AS, (mapped + MEMORY, before[1]))
+    previous = signal.signal(alarm, late)
+    signal.setitimer(clock, seconds)
     try:
         yield
     finally:
-        signal.setitimer(signal.ITIMER_VIRTUAL, 0)
-        signal.signal(signal.SIGVTALRM, previous)
-        resource.setrlimit(resource.RLIMIT_AS, before)
+        signal.setitimer(clock, 0)
+        signal.signal(alarm, previous)
+
+
+@contextmanager
+def limits() -> Iterator[None]:
+    """Hung after SECONDS of CPU, MemoryError beyond MEMORY."""
+    before = resource.getrlimit(resource.RLIMIT_AS)
+    mapped = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
+    busy = f"still busy after {SECONDS} s"
+    with hung_after(SECONDS, signal.ITIMER_VIRTUAL, signal.SIGVTALRM, busy):
+        resource.setrlimit(resource.RLIMIT_AS, (mapped + MEMORY, before[1]))
+        try:
+            yield
+        finally:
+            resource.setrlimit(resource.RLIMIT_AS, before)
 
 
 def obeys(name: str, call: Callable[[], Any]) -> str | None:
@@ -91,22 +99,6 @@ def obeys(name: str, call: Callable[[], Any]) -> str | None:
         assert name in said and len(said) < LONGEST_MESSAGE, said[:1000]
         return said
     return None
-
-
-@contextmanager
-def unread(path: Path) -> Iterator[None]:
-    """Fails, rather than waits, where a named pipe is read: a hang is found after some seconds."""
-
-    def stuck(*_: Any) -> None:
-        raise Hung(f"waits for {path}")
-
-    previous = signal.signal(signal.SIGALRM, stuck)
-    signal.setitimer(signal.ITIMER_REAL, 5.0)
-    try:
-        yield
-    finally:
-        signal.setitimer(signal.ITIMER_REAL, 0)
-        signal.signal(signal.SIGALRM, previous)
 
 
 # --- documents, changed ---------------------------------------------------------------------------
@@ -219,9 +211,7 @@ READERS: list[tuple[str, Any, Callable[[str], Any]]] = [("cluster.yaml", CLUSTER
 READERS += [("workload.yaml", WORKLOAD, ask_workload), ("statistics.yaml", STATISTICS, load)]
 
 
-@pytest.mark.parametrize(
-    ("name", "document", "read"), READERS, ids=[name for name, _, _ in READERS]
-)
+@pytest.mark.parametrize("name, document, read", READERS, ids=[each[0] for each in READERS])
 @settings(shared, max_examples=examples(200))
 @given(data=st.data())
 def test_specifications_with_wrong_values_and_bytes(tmp_path, data, name, document, read):
@@ -251,9 +241,8 @@ def test_any_allowed_question_has_an_answer(tmp_path, data):
     """What files say may be absurd and yet allowed: planning answers, or says what does not fit."""
     spoilt = data.draw(st.sampled_from(READERS))[0]
     for name, document, _ in READERS:
-        (tmp_path / name).write_text(
-            yaml.safe_dump(data.draw(numbers_changed(document)) if name == spoilt else document)
-        )
+        held = data.draw(numbers_changed(document)) if name == spoilt else document
+        (tmp_path / name).write_text(yaml.safe_dump(held))
     try:
         cluster = read_cluster(str(tmp_path / "cluster.yaml"))
         workload = ask_workload(str(tmp_path / "workload.yaml")).workload
@@ -283,15 +272,13 @@ def test_any_allowed_question_has_an_answer(tmp_path, data):
 )
 def test_strategies_of_absurd_sizes_are_weighed_or_refused(tmp_path, strategy, workload):
     """On a graph that has room for them."""
-    (tmp_path / "s.yaml").write_text(
-        "vertices: 1000000000000\nedges: 10000000000000\nfeatures: 100\nclasses: 10\n"
-    )
+    sizes = f"vertices: {10**12}\nedges: {10**13}\nfeatures: 100\nclasses: 10\n"
+    (tmp_path / "s.yaml").write_text(sizes)
     cluster = overridden(read_cluster("gnnpipe_a5000"), {"device.memory": "1000TB"})
 
     def use() -> None:
-        problem = Problem(
-            load(str(tmp_path / "s.yaml")), None, ask_workload(None, workload).workload, cluster
-        )
+        asked = ask_workload(None, workload).workload
+        problem = Problem(load(str(tmp_path / "s.yaml")), None, asked, cluster)
         candidate = evaluate(problem, parse(strategy))
         must_be_playable(problem, candidate.strategy.steps(problem))
 
@@ -341,10 +328,8 @@ def in_a_folder(path: Path, files: list[tuple[str, bytes]]) -> None:
         (path / name).write_bytes(raw)
 
 
-SHAPES = (
-    f"() (0,) (12,) (40,) (12,3) (12,0) (0,12) (2**40,) ({2**62},0) ({10**30},) ({2**32},{2**32})"
-)
-SHAPES += " (-1,) (-4,-10) (True,) (1.5,) 12 [12] ('a',) (12,2000000)"
+SHAPES = f"() (0,) (12,) (40,) (12,3) (12,0) (0,12) (2**40,) ({2**62},0) ({10**30},)"
+SHAPES += f" ({2**32},{2**32}) (-1,) (-4,-10) (True,) (1.5,) 12 [12] ('a',) (12,2000000)"
 DTYPES = "<i8 <u8 |b1 <f4 <f8 <f2 <c16 |O <U0 |V0 |V1000000000 <U500000000 <M8[s] x >i8"
 OTHER_DTYPES = ["[('a', '<i8')]", "[('a', '|O')]", "('<i4', (1000,))", "None", "{}"]
 OTHER_DTYPES += ["'<i8'" + " " * 50]
@@ -417,9 +402,8 @@ def must_be_a_graph(graph):
 def test_damaged_archives(tmp_path, little_memory, data):
     zipped(tmp_path / "good.npz", files_of(ARRAYS))
     raw = (tmp_path / "good.npz").read_bytes()
-    (tmp_path / "bad.npz").write_bytes(
-        data.draw(damaged(raw, (b"PK\x01\x02", b"PK\x05\x06", b"\xff" * 8)))
-    )
+    spoilt = damaged(raw, (b"PK\x01\x02", b"PK\x05\x06", b"\xff" * 8))
+    (tmp_path / "bad.npz").write_bytes(data.draw(spoilt))
     obeys("bad.npz", lambda: load(str(tmp_path / "bad.npz")))
 
 
@@ -452,9 +436,8 @@ def test_no_pickle_is_opened(tmp_path, monkeypatch, how, name):
     bomb = tmp_path / "bomb"
     monkeypatch.setenv("GNNPLAN_TEST_BOMB", str(bomb))
     monkeypatch.chdir(tmp_path)
-    files = [(f"{other}.npy", npy(array)) for other, array in ARRAYS.items() if other != name] + [
-        (f"{name}.npy", with_pickles()[how])
-    ]
+    files = [*files_of({n: a for n, a in ARRAYS.items() if n != name})]
+    files.append((f"{name}.npy", with_pickles()[how]))
     zipped(tmp_path / "g.npz", files)
     in_a_folder(tmp_path / "g", files)
     for path in ("g.npz", "g"):
@@ -475,10 +458,9 @@ def test_archives_that_grow_are_refused(tmp_path, little_memory):
     zipped(tmp_path / "sum.npz", [("src.npy", large), ("dst.npy", large)])
     zipped(tmp_path / "one.npz", [("src.npy", lying("'<f8'", "(10000000,)", bytes(80_000_000)))])
     zipped(tmp_path / "alias.npz", [*good, ("src", npy(ARRAYS["src"]))])
-    zipped(
-        tmp_path / "header.npz",
-        [("src.npy", b"\x93NUMPY\2\0" + (200_000_000).to_bytes(4, "little") + bytes(200_000_000))],
-    )
+    size = 200_000_000
+    header = b"\x93NUMPY\2\0" + size.to_bytes(4, "little") + bytes(size)
+    zipped(tmp_path / "header.npz", [("src.npy", header)])
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     for name, words in (
         ("again", "src: is there twice"),
@@ -494,11 +476,10 @@ def test_archives_that_grow_are_refused(tmp_path, little_memory):
 
 def test_a_folder_that_is_more_than_fits_is_refused(tmp_path, little_memory):
     in_a_folder(tmp_path / "g", [])
-    for name in ("src", "dst"):
-        header = lying("'<i8'", "(5000000,)")
-        (tmp_path / "g" / f"{name}.npy").write_bytes(header)
-        # sparse: takes no room
-        os.truncate(tmp_path / "g" / f"{name}.npy", len(header) + 40_000_000)
+    header = lying("'<i8'", "(5000000,)")
+    for path in (tmp_path / "g" / "src.npy", tmp_path / "g" / "dst.npy"):
+        path.write_bytes(header)
+        os.truncate(path, len(header) + 40_000_000)  # sparse: takes no room
     with pytest.raises(SpecError, match=r"what it holds would take 80\.00 MB"):
         load(str(tmp_path / "g"))
 
@@ -519,9 +500,8 @@ LONG = ["?vertices=" + "9" * 5000, "?" + "&".join(["seed=1"] * 10_000)]
 QUERIES = ["features=0", "features=" + "9" * 400, "seed=0x10", "seed=%00"]
 ODD = ["", "\0.npz", "a\0b.yaml", "\ud800.npz", "\ud800.yaml", "x" * 5000, "x" * 5000 + ".npz"]
 SOURCES = [*PLACES.split(), *ODD, "x/" * 3000, "synthetic:", "synthetic:x"]
-SOURCES += [f"synthetic:community{query}" for query in (*DRAWN.split(), *LONG)] + [
-    f"x.npz?{q}" for q in QUERIES
-]
+SOURCES += [f"synthetic:community{query}" for query in (*DRAWN.split(), *LONG)]
+SOURCES += [f"x.npz?{query}" for query in QUERIES]
 
 
 @pytest.mark.parametrize("source", SOURCES, ids=range(len(SOURCES)))
@@ -566,7 +546,9 @@ def test_what_is_no_file_is_refused_at_once(tmp_path, name, what):
     make = {"pipe": lambda: os.mkfifo(path), "zero": lambda: path.symlink_to("/dev/zero")}
     make |= {"folder": path.mkdir, "empty": path.touch, "loop": lambda: path.symlink_to(path)}
     make |= {"dangling": lambda: path.symlink_to(tmp_path / "nowhere")}
-    with socket.socket(socket.AF_UNIX) as server, unread(path):
+    # fails, rather than waits, where a named pipe is read
+    waits = hung_after(5.0, signal.ITIMER_REAL, signal.SIGALRM, f"waits for {path}")
+    with socket.socket(socket.AF_UNIX) as server, waits:
         if what == "socket":
             here = os.getcwd()
             os.chdir(path.parent)  # a socket's path is short
@@ -721,9 +703,7 @@ def test_damaged_checkpoints_are_not_there(tmp_path, data):
     path.write_bytes(data.draw(damaged(raw)) if data.draw(st.booleans()) else raw)
     with limits():
         found = header(path)
-    assert found is None or (
-        isinstance(found["question"], dict) and isinstance(found["notes"], dict)
-    )
+    assert found is None or all(isinstance(found[name], dict) for name in ("question", "notes"))
 
 
 def test_a_pipe_is_no_checkpoint(tmp_path):
@@ -750,32 +730,23 @@ PARAMS += ['{"batch": "x", "fanout": 10}', '{"cache": -1, "batch": 1000, "fanout
 PARAMS += ['{"gamma": "x"}', '{"heads": []}', '{"partitioner": 3}', '{"micro_batches": 10000000}']
 PARAMS += ['{"epochs": 1e12}', "null", "{", "[" * 50_000, "9" * 5000]
 METRICS = "speedup_vs slowdown_fraction_vs comm_volume_bytes min_gpus peak_memory_bytes"
+METRICS += " fits_in_memory"
 STRATEGIES = "p3_push_pull dgl_data_parallel gsplit granndis pipegcn x"
+STRANGE = {"strategy_params": PARAMS, "strategy": STRATEGIES.split(), "metric": METRICS.split()}
+STRANGE |= {"dataset": ["ogbn-products", "../x", "reddit.yaml"]}
+STRANGE |= {"testbed": ["local", "../x", "/dev/zero", "pcie_box"]}
+NO_NUMBERS = ["0", "-1", "1", "99999", "9" * 5000, "1e-320", "nan", "\u0663", "x"]
 
 
 @settings(shared, max_examples=examples(120))
 @given(data=st.data())
 def test_published_figures(tmp_path, data):
-    row = dict(ROW)
+    row, path = dict(ROW), tmp_path / "figures.csv"
     for name in data.draw(st.lists(st.sampled_from(COLUMNS), min_size=1, max_size=3)):
-        options = {"strategy_params": PARAMS, "strategy": STRATEGIES.split()}
-        options |= {
-            "metric": [*METRICS.split(), "fits_in_memory"],
-            "dataset": ["ogbn-products", "../x", "reddit.yaml"],
-        }
-        options |= {"testbed": ["local", "../x", "/dev/zero", "pcie_box"]}
-        strange = options.get(
-            name, ["0", "-1", "1", "99999", "9" * 5000, "1e-320", "nan", "\u0663", "x"]
-        )
-        row[name] = data.draw(st.one_of(st.sampled_from(strange), text(3)))
-    with open(tmp_path / "figures.csv", "w", encoding="utf-8", errors="replace") as file:
+        row[name] = data.draw(st.one_of(st.sampled_from(STRANGE.get(name, NO_NUMBERS)), text(3)))
+    with open(path, "w", encoding="utf-8", errors="replace") as file:
         csv.writer(file, quoting=csv.QUOTE_ALL).writerows([COLUMNS, [row[n] for n in COLUMNS]])
-    obeys(
-        "figures.csv",
-        lambda: json.dumps(
-            evaluate_rows(read_published(tmp_path / "figures.csv")), allow_nan=False
-        ),
-    )
+    obeys("figures.csv", lambda: json.dumps(evaluate_rows(read_published(path)), allow_nan=False))
 
 
 def test_windows_files_are_read(tmp_path):

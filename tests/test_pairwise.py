@@ -19,9 +19,4 @@ def test_every_pair_of_any_row_is_in_a_chosen_row(sizes, random):
     for a, b in combinations(range(len(sizes)), 2):
         assert {(row[a], row[b]) for row in chosen} == {(row[a], row[b]) for row in rows}
 
-
-def test_a_cover_is_small_and_always_the_same():
-    rows = list(product(range(4), range(3), range(3), range(2)))
-    chosen = cover(rows, lambda row: pairs(named(row)))
-    assert 4 * 3 <= len(chosen) <= 15 < len(rows) == 72
-    assert chosen == cover(rows, lambda row: pairs(named(row)))
+    assert len(chosen) <= 32 < 4**4

@@ -59,6 +59,9 @@ def problem_of(
     return laws.problem_of(graph, where, **({"model": "sage"} | asked | workload))
 
 
+MODELS = ["gcn", "sage", "gcnii", "gat", "resgcn", "sgc", "gin", "gatv2"]
+
+
 @st.composite
 def problems(draw: st.DrawFn) -> Problem:
     layers = draw(st.integers(1, 3))
@@ -71,9 +74,7 @@ def problems(draw: st.DrawFn) -> Problem:
         gemm=10 ** draw(st.floats(9, 13)),
         host=10 ** draw(st.floats(5, 8)),
         sampler=draw(st.sampled_from(["host", "device"])),
-        model=draw(
-            st.sampled_from(["gcn", "sage", "gcnii", "gat", "resgcn", "sgc", "gin", "gatv2"])
-        ),
+        model=draw(st.sampled_from(MODELS)),
         heads=1,
         layers=layers,
         seed=draw(st.integers(0, 3)),
@@ -346,8 +347,7 @@ def test_snp_bytes_and_reads_by_hand(groups):
 
 
 @pytest.mark.parametrize(
-    "strategy",
-    [DataParallel(prefetch=1), at_night(GSplit(prefetch=1, group="all"))],
+    "strategy", [DataParallel(prefetch=1), at_night(GSplit(prefetch=1, group="all"))]
 )
 @pytest.mark.parametrize("times", [0.3, 3.0])  # of the rest of an epoch
 def test_the_longest_of_sampling_loading_and_training_counts(strategy, times):
@@ -393,28 +393,21 @@ def test_a_pipeline_of_batches_alike_hides_its_pulls(monkeypatch):
     strategy = parse("p3(pipelined=True)").settle(problem)
     steps = strategy.steps(problem)
     assert strategy.drawn_steps(problem) == 1 and steps > 20
-    assert float(strategy.predict(problem).epoch_s) == pytest.approx(
-        later_epoch_s(strategy, problem), rel=0.05
-    )
+    later = later_epoch_s(strategy, problem)
+    assert float(strategy.predict(problem).epoch_s) == pytest.approx(later, rel=0.05)
 
 
 def test_a_graph_without_training_vertices_has_no_batches():
-    graph = replace(
-        GRAPHS[2], train=np.zeros(60, dtype=bool), stats=replace(GRAPHS[2].stats, train_vertices=0)
-    )
+    stats = replace(GRAPHS[2].stats, train_vertices=0)
+    graph = replace(GRAPHS[2], train=np.zeros(60, dtype=bool), stats=stats)
     with pytest.raises(SpecError, match=r"drawn from training .* has none; use --mode full"):
         DataParallel().check(problem_of(graph))
 
 
-@pytest.mark.parametrize(
-    "text",
-    [
-        "data_parallel(buckets=3)",
-        "gsplit(prefetch=1,buckets=2)",
-        "p3(pipelined=True)",
-        "p3(pipelined=True,prefetch=2)",
-    ],
-)
+ALIKE = "data_parallel(buckets=3) gsplit(prefetch=1,buckets=2) p3(pipelined=True)"
+
+
+@pytest.mark.parametrize("text", [*ALIKE.split(), "p3(pipelined=True,prefetch=2)"])
 def test_alike_steps_count_as_often_as_if_they_were_different(text):
     """Estimated batches are one step many times, played once: as long as steps of other names."""
     known = problem_of(GRAPHS[0], batch=8)

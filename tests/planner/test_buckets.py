@@ -14,9 +14,6 @@ from gnnplan.planner.strategies import (
     Strategy,
 )
 from gnnplan.planner.strategies.layerwise.exchange import buckets_of
-from gnnplan.planner.strategies.program.price import price_of
-from gnnplan.planner.vocabulary.schedule import Label
-from gnnplan.simulator.player import play
 from gnnplan.testing.drawing import draw
 from gnnplan.testing.laws import GRAPHS, cluster, problem_of
 
@@ -70,25 +67,6 @@ def test_an_all_reduce_begins_after_its_backward_pass_and_the_update_waits_for_a
     ]
 
 
-def test_a_step_without_exchanges_by_hand():
-    """The wire is slow: it is busy from the first bucket on, to the update."""
-    asked = problem("sage", where=cluster(2, 1, inter=1e6))
-    strategy = GraNNDis(buckets=3).settle(asked)
-    price = {
-        str(op.label(0)): price_of(asked, op).seconds for op in strategy.program(asked).step(0)
-    }
-    computed = [*(f"forward:l{layer}:s0" for layer in (1, 2, 3)), "loss:s0", "backward:l3:s0"]
-    before = max(sum(price[label][rank] for label in computed) for rank in range(2))
-    reduced = sum(float(price[f"all_reduce:l{layer}:s0"]) for layer in (3, 2, 1))
-    expected = before + reduced + float(price["update:s0"])
-    assert float(strategy.predict(asked).epoch_s) == pytest.approx(expected, rel=1e-9)
-    played = play(strategy.schedule(asked, 4), asked.cost)
-    assert played.step_s == pytest.approx(expected, rel=1e-9)
-    fast = problem("sage", where=cluster(2, 1, inter=1e12, latency=1e-9, overlap_tax=0.0))
-    one, three = (GraNNDis(buckets=n).settle(fast).predict(fast) for n in (1, 3))
-    assert three.epoch_s < one.epoch_s  # what is left is the last bucket
-
-
 @pytest.mark.parametrize("buckets", [1, 3])
 @pytest.mark.parametrize(
     ("servers", "gpus", "inter", "latency", "model", "hidden"),
@@ -107,21 +85,6 @@ def test_stale_exchanges_and_the_sum_share_ports(
     asked = problem(model, 3, where, hidden=hidden)
     predicted, played = epochs_s(asked, f"pipegcn(buckets={buckets})", 4)
     assert predicted == pytest.approx(played, rel=0.02)
-
-
-def test_computation_beside_an_all_reduce_is_slower_by_the_tax():
-    """The next layer's backward pass loses that share of the seconds that the bytes take."""
-    tax, taken = 0.4, []
-    for overlap_tax in (0.0, tax):
-        asked = problem(where=cluster(2, 1, intra=1e9, overlap_tax=overlap_tax))
-        strategy = GraphParallel(buckets=3)
-        step = strategy.program(asked).step(0)
-        taken.append({op.label(0): price_of(asked, op).seconds for op in step})
-    sent = 4 * buckets_of(asked, 3, narrow=False)[0].weights  # each of two ranks sends them once
-    gained = taken[1][Label("backward", 0, layer=2)] - taken[0][Label("backward", 0, layer=2)]
-    assert gained == pytest.approx(tax * sent / 1e9, rel=1e-9)
-    for unhindered in (Label("backward", 0, layer=3), Label("forward", 0, layer=2)):
-        assert (taken[0][unhindered] == taken[1][unhindered]).all()
 
 
 def test_candidates_have_buckets_only_where_they_save_time():

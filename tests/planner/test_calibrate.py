@@ -61,6 +61,8 @@ def test_without_rows_constants_are_what_presets_say():
     row = figure("flickr", "gcn", "graph_parallel", "epoch_time_s", {})
     for rows in ([], [{**row, "dataset": "unheard-of"}]):
         assert fit_testbed(rows, ("device", "links")) == {"device": 1.0, "links": 1.0}
+    assert calibrate.calibrated({**row, "testbed": "dgx_a100"}) == read_cluster("dgx_a100")
+    assert calibrate.calibrated(row) != read_cluster("gnnpipe_a5000")
 
 
 def test_rows_that_the_model_predicts_alike_weigh_as_one():
@@ -139,9 +141,3 @@ def test_a_faster_testbed_is_never_slower(name):
     usual, more = (predict(row, partial(scaled, factors={name: factor})) for factor in (1.0, 2.0))
     assert usual == pytest.approx(float(row["value"]))
     assert more <= usual if name not in ("launch", "tax") else more >= usual
-
-
-def test_rows_of_unknown_testbeds_have_no_constants():
-    row = figure("flickr", "gcn", "graph_parallel", "epoch_time_s", {})
-    assert calibrate.calibrated({**row, "testbed": "dgx_a100"}) == read_cluster("dgx_a100")
-    assert calibrate.calibrated(row) != read_cluster("gnnpipe_a5000")

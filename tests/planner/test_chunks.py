@@ -8,15 +8,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from gnnplan.planner.gnn.workload import Workload
-from gnnplan.planner.graph.graph import GraphStats
-from gnnplan.planner.graph.load import load
 from gnnplan.planner.graph.partition import partition
 from gnnplan.planner.ownership.estimated import estimated_chunks
 from gnnplan.planner.ownership.layout import Chunks
 from gnnplan.planner.problem.inputs import read_cluster
 from gnnplan.planner.problem.problem import Problem
 from gnnplan.planner.strategies import parse
-from gnnplan.simulator.player import play
 
 
 @st.composite
@@ -64,15 +61,6 @@ def test_members_share_every_chunk_evenly(cut):
         assert (rows > 0).all() if rows.sum() >= cut.members else rows.max(initial=0) <= 1
 
 
-def test_the_cut_inside_chunks_follows_edges():
-    """Four cliques of six in two chunks: the cut parts a chunk's cliques, and nothing crosses."""
-    cliques = [(a + i, a + j) for a in range(0, 24, 6) for i in range(6) for j in range(i)]
-    graph = graph_of(24, cliques)
-    cut = Chunks(graph, np.arange(24) // 12, 2, 2)
-    assert not cut.facts.sends.any()
-    assert (cut.facts.rows == 6).all() and (cut.facts.sources == 6).all()
-
-
 @pytest.mark.parametrize(("chunks", "members"), [(8, 2), (16, 4), (1, 2), (5, 3)])
 def test_estimates_resemble_a_random_graph(chunks, members):
     graph = uniform(3000, 24000)
@@ -83,21 +71,6 @@ def test_estimates_resemble_a_random_graph(chunks, members):
     assert guess.sends.sum() == pytest.approx(real.sends.sum(), rel=0.5 if chunks == 1 else 0.15)
     assert guess.sources.sum() == pytest.approx(real.sources.sum(), rel=0.15)
     assert (np.asarray(guess.sends) <= guess.rows[:, :, None]).all()
-
-
-@pytest.mark.parametrize("chunks", [1, 8])
-def test_messages_delay_the_exchanges_of_other_chunks(chunks):
-    """A message leaves through the port of its sender's next exchange; both cross PCIe here."""
-    graph = load("ogbn-products")
-    assert isinstance(graph, GraphStats)
-    workload = Workload(model="sage", layers=3, hidden=256)
-    problem = Problem(graph, None, workload, read_cluster("l4_box"))
-    pipe = parse(f"gnnpipe(stages=2,chunks={chunks})").settle(problem)
-    schedule = pipe.schedule(problem, 3)
-    played, alone = (play(schedule, problem.cost, contention=each).step_s for each in (True, False))
-    rel = 0.02 if chunks > 1 else 1e-3
-    assert float(pipe.predict(problem).epoch_s) == pytest.approx(played, rel=rel)
-    assert (alone < 0.97 * played) == (chunks > 1)
 
 
 @pytest.mark.parametrize(("dropout", "passes"), [(0.0, 3), (0.5, 5)])

@@ -16,12 +16,10 @@ ALGORITHMS = ("ring", "tree", "hierarchical")
 
 
 def cluster(servers: int, gpus: int, kind: str = "cuda", **more: Any) -> Cluster:
-    device = Device(kind=kind, memory=1e12, gemm=1e12, memory_bandwidth=1e12)
-    links = {
-        "intra_node": Link(bandwidth=1e11, latency=5e-6),
-        "inter_node": Link(bandwidth=1e10, latency=2e-5),
-    }
-    return Cluster(servers=servers, gpus_per_server=gpus, **{"device": device, **links, **more})
+    of = {"device": Device(kind=kind, memory=1e12, gemm=1e12, memory_bandwidth=1e12)}
+    of |= {"intra_node": Link(bandwidth=1e11, latency=5e-6)}
+    of |= {"inter_node": Link(bandwidth=1e10, latency=2e-5)} | more
+    return Cluster(servers=servers, gpus_per_server=gpus, **of)
 
 
 groups = st.lists(st.integers(1, 5), min_size=1, max_size=9).map(
@@ -60,24 +58,11 @@ def test_hierarchical_by_hand():
     cost = Cost(cluster(4, 2, nics=[[0], [1]], all_reduce="hierarchical"))
     taken = cost.all_reduce(10**9, range(8))
     assert taken.latency == pytest.approx(2 * 5e-6 + 6 * 2e-5)
-    assert {port: s for port, s in taken.busy.items() if port[1] == 0} == pytest.approx(
-        {("gpu_out", 0): 0.01, ("gpu_in", 0): 0.01, ("nic_out", 0): 0.075, ("nic_in", 0): 0.075}
-    )
+    seconds = {"gpu_out": 0.01, "gpu_in": 0.01, "nic_out": 0.075, "nic_in": 0.075}
+    found = {kind: s for (kind, number), s in taken.busy.items() if number == 0}
+    assert found == pytest.approx(seconds)
     # shares that some servers have no rank for: a ring
     assert len(all_reduce("hierarchical", [[0, 1], [2]]).phases) == 1
-
-
-@pytest.mark.parametrize("ranks", [2, 4, 8])
-def test_bus_bandwidth_of_large_buffers_is_the_links(ranks):
-    """nccl-tests' busbw = size / time * 2(n-1)/n reaches the link, or servers' cards."""
-    size = 10**11
-    for where, link in (
-        (cluster(1, ranks), 1e11),
-        (cluster(ranks, 1), 1e10),
-        (cluster(ranks, 1, "cpu"), 1e10),
-    ):
-        seconds = float(Cost(where).all_reduce(size, range(ranks)).alone)
-        assert size / seconds * 2 * (ranks - 1) / ranks == pytest.approx(link, rel=1e-3)
 
 
 def test_a_small_buffer_on_1024_ranks_takes_a_trees_latency():
@@ -120,14 +105,5 @@ def test_bytes_by_link_are_those_on_the_ports(servers, gpus, algorithm, size):
     passed = cost.all_reduce(size, range(n)).busy
     assert sum(told.values()) == 2 * (n - 1) * size
     for port, link, where in (("nic_out", 1e10, "inter_node"), ("gpu_out", 1e11, "intra_node")):
-        assert sum(s * link for p, s in passed.items() if p[0] == port) == pytest.approx(
-            told.get(where, 0), abs=2
-        )
-
-
-@pytest.mark.parametrize(("algorithm", "buffers"), [("ring", 1.75), ("tree", 1.0)])
-def test_cards_share_what_leaves_a_server(algorithm, buffers):
-    """Two cards carry half each, in a ring and in a tree, whose one rank else leaves by one."""
-    cost = Cost(cluster(2, 4, nics=[[0, 1], [2, 3]], all_reduce=algorithm))
-    busy = cost.all_reduce(10**9, range(8)).busy
-    assert [busy["nic_out", card] for card in range(4)] == pytest.approx([buffers / 2 * 0.1] * 4)
+        carried = sum(s * link for p, s in passed.items() if p[0] == port)
+        assert carried == pytest.approx(told.get(where, 0), abs=2)

@@ -101,9 +101,8 @@ def test_columns_and_floats_are_class_ids_and_nan_is_none(tmp_path, written, y):
 @every_format
 @pytest.mark.parametrize("dtype", [np.uint8, np.int32, np.int64])
 def test_zeros_and_ones_are_masks(tmp_path, written, dtype):
-    val = np.arange(N) >= 15
-    graph = written(tmp_path, HOLDS | {"train_mask": TRAIN.astype(dtype), "val_mask": val * 1})
-    assert np.array_equal(graph.train, TRAIN) and np.array_equal(graph.val, val)
+    graph = written(tmp_path, HOLDS | {"train_mask": TRAIN.astype(dtype), "val_mask": VAL * 1})
+    assert np.array_equal(graph.train, TRAIN) and np.array_equal(graph.val, VAL)
 
 
 @pytest.mark.parametrize("written", ALIKE[:-1])
@@ -115,10 +114,10 @@ def test_of_several_splits_the_first_is_taken(tmp_path, written):
 
 @pytest.mark.parametrize("written", ALIKE[:-1])  # a split beside an edge list needs train
 def test_masks_are_kept_where_train_is_missing(tmp_path, written):
-    val, test = np.arange(N) >= 15, (np.arange(N) >= 12) & (np.arange(N) < 15)
+    test = (np.arange(N) >= 12) & ~VAL
     held = {name: HOLDS[name] for name in ("src", "dst", "x")}
-    graph = written(tmp_path, held | {"val_mask": val, "test_mask": test, "y": np.r_[-1, Y[1:]]})
-    assert np.array_equal(graph.val, val) and np.array_equal(graph.test, test)
+    graph = written(tmp_path, held | {"val_mask": VAL, "test_mask": test, "y": np.r_[-1, Y[1:]]})
+    assert np.array_equal(graph.val, VAL) and np.array_equal(graph.test, test)
     assert np.flatnonzero(graph.train).tolist() == list(range(1, 12))
     assert any("11 vertices are trained on, all with a label" in n for n in graph.stats.notes)
 
@@ -216,12 +215,11 @@ def test_networkx_nodes_may_lack_multi_labels():
 
 
 def test_a_file_beside_the_edges_is_named(tmp_path):
-    np.save(tmp_path / "y.npy", np.where(TRAIN, Y, 255))
-    np.save(tmp_path / "x.npy", np.where(TRAIN, 1.0, np.inf)[:, None])
-    for given, words in (("labels", r"y\.npy: y\[9\]"), ("features", r"x\.npy: x\[9, 0\]")):
-        path = str(tmp_path / f"{'y' if given == 'labels' else 'x'}.npy")
+    np.save(tmp_path / "labels.npy", np.where(TRAIN, Y, 255))
+    np.save(tmp_path / "features.npy", np.where(TRAIN, 1.0, np.inf)[:, None])
+    for given, words in (("labels", r"labels\.npy: y\[9\]"), ("features", r"\.npy: x\[9, 0\]")):
         with pytest.raises(SpecError, match=words):
-            load(source_of(edges_csv(tmp_path), **{given: path}))
+            load(source_of(edges_csv(tmp_path), **{given: str(tmp_path / f"{given}.npy")}))
 
 
 # -- splits ----------------------------------------------------------------------------------------
@@ -277,14 +275,12 @@ def test_what_is_neither_mask_nor_ids_is_refused(tmp_path, train, words):
 
 def test_what_may_be_mask_or_ids_is_refused(tmp_path):
     np.save(tmp_path / "e.npy", [[0], [1]])
-    for train, words in (([0, 1], r"\[0, 1\] may be ids .* or a mask of 2"), ([1, 1], None)):
-        np.savez(tmp_path / "split.npz", train=train)
-        source = source_of(str(tmp_path / "e.npy"), split=str(tmp_path / "split.npz"))
-        if words is None:
-            assert load(source).train.all()
-        else:
-            with pytest.raises(SpecError, match=words):
-                load(source)
+    source = source_of(str(tmp_path / "e.npy"), split=str(tmp_path / "split.npz"))
+    np.savez(tmp_path / "split.npz", train=[1, 1])
+    assert load(source).train.all()
+    np.savez(tmp_path / "split.npz", train=[0, 1])
+    with pytest.raises(SpecError, match=r"\[0, 1\] may be ids .* or a mask of 2"):
+        load(source)
 
 
 # -- tables ----------------------------------------------------------------------------------------
@@ -305,10 +301,11 @@ def test_a_column_of_ids_says_whose_rows_are(tmp_path, name):
     assert np.allclose(graph.features(), X[:, :2], rtol=1e-6) and np.array_equal(graph.y, Y)
 
 
-def test_names_may_stand_in_a_comment(tmp_path):
-    path, ids = tmp_path / "y.txt", np.arange(N)[::-1]
-    np.savetxt(path, np.stack([ids, Y[::-1]], 1), "%d", header="node label")
-    assert np.array_equal(load(source_of(edges_csv(tmp_path), labels=str(path))).y, Y)
+def test_names_may_stand_in_a_comment_and_labels_of_some_ids_are_labels_of_these(tmp_path):
+    path, ids = tmp_path / "y.txt", np.arange(N)[TRAIN][::-1]
+    np.savetxt(path, np.stack([ids, Y[ids]], 1), "%d", header="node label")
+    found = load(source_of(edges_csv(tmp_path), labels=str(path))).y
+    assert np.array_equal(found, np.where(TRAIN, Y, -1))
 
 
 def test_pandas_numbers_of_rows_are_no_feature_and_no_end_of_an_edge(tmp_path):
@@ -358,12 +355,6 @@ def test_a_place_is_features_and_labels_alone_are_none(tmp_path):
     alone = table(tmp_path / "y.csv", "id,label", np.arange(N), Y)
     with pytest.raises(SpecError, match="holds no feature beside labels or masks; use it as"):
         load(source_of(edges_csv(tmp_path), alone))
-
-
-def test_labels_of_some_ids_are_labels_of_these(tmp_path):
-    y = table(tmp_path / "y.csv", "id,label", np.arange(N)[TRAIN], Y[TRAIN])
-    graph = load(source_of(edges_csv(tmp_path), labels=y))
-    assert np.array_equal(graph.y, np.where(TRAIN, Y, -1))
 
 
 @pytest.mark.parametrize(
@@ -604,21 +595,11 @@ def test_one_hot_labels_are_said_to_be_several_labels(tmp_path, written):
 
 
 @pytest.mark.parametrize("as_written", [as_npz, as_pt, as_dgl])
-@pytest.mark.parametrize(
-    "split",
-    [
-        {"train": TRAIN, "valid": VAL},
-        {"train": TRAIN.astype(int), "valid": VAL.astype(int)},
-        {"train_idx": np.flatnonzero(TRAIN), "val_idx": np.flatnonzero(VAL)},
-    ],
-    ids=["booleans", "zeros and ones", "ids"],
-)
-def test_arrays_named_train_val_and_test_are_the_split(tmp_path, as_written, split):
+@pytest.mark.parametrize("dtype", [bool, int])  # ids: test_graph.py
+def test_arrays_named_train_val_and_test_are_the_split(tmp_path, as_written, dtype):
     """They were fields, or ignored, and a random split took their place."""
-    if as_written is as_dgl and "train_idx" in split:
-        return  # DGL's ndata has a row per vertex
     held = {name: HOLDS[name] for name in HOLDS if not name.endswith("mask")}
-    graph = as_written(tmp_path, held | split)
+    graph = as_written(tmp_path, held | {"train": TRAIN.astype(dtype), "valid": VAL.astype(dtype)})
     assert np.array_equal(graph.train, TRAIN) and np.array_equal(graph.val, VAL)
 
 

@@ -50,6 +50,12 @@ def test_a_constant_is_as_doubtful_as_its_source():
     assert doubt.range_of(a100, "device.launch") == doubt.RANGES["assumed"]
     drawn = doubt.drawn(a100).device  # in bfloat16 too
     assert drawn.gemm_bfloat16 == pytest.approx(16 * drawn.gemm)
+    # rates of samplers were certain: what a cluster's file did not say was not drawn
+    cluster = preset("l4_box")
+    assert "host_rates" not in cluster.provenance
+    rates = np.ravel(doubt.drawn(cluster).host_rates["draw"]) / cluster.host_rates["draw"]
+    low, high = doubt.UNSAID
+    assert np.quantile(rates, [0.1, 0.9]) == pytest.approx([low, high], rel=0.02)
 
 
 @pytest.mark.parametrize(
@@ -67,15 +73,6 @@ def test_what_is_set_by_hand_is_in_no_doubt(given, constant):
     asked = overridden(measured, given)
     assert doubt.range_of(measured, constant) == (0.5, 2.0)
     assert doubt.range_of(asked, constant) == (1.0, 1.0) and constant not in doubt.factors(asked)
-
-
-def test_rates_of_samplers_that_nobody_measured_are_in_doubt():
-    """They were certain: what a cluster's file did not say was not drawn."""
-    cluster = preset("l4_box")
-    assert "host_rates" not in cluster.provenance
-    rates = np.ravel(doubt.drawn(cluster).host_rates["draw"]) / cluster.host_rates["draw"]
-    low, high = doubt.UNSAID
-    assert np.quantile(rates, [0.1, 0.9]) == pytest.approx([low, high], rel=0.02)
 
 
 @given(st.floats(0.05, 1.0), st.floats(1.0, 20.0))
@@ -101,10 +98,7 @@ STRATEGIES = """
 OF_EDGES = " dnp snp"  # which statistics do not have
 
 
-@pytest.mark.parametrize(
-    "name",
-    ["dgx_a100", "measured", *(at_night(n) for n in ("p3_p100", "l4_box"))],
-)
+@pytest.mark.parametrize("name", ["dgx_a100", "measured", at_night("p3_p100"), at_night("l4_box")])
 def test_a_draw_is_a_cluster_of_these_constants(name):
     """Many clusters are priced at once; each alone gives the same epoch and parts of it. `gnnplan
     measure` writes rates by size, of which asking so once ended in a traceback. By day every second
@@ -140,12 +134,7 @@ TIMES = ("launch", "latency", "overlap_tax")  # more of these takes longer; all 
 
 @pytest.mark.parametrize(
     ("name", "moved"),
-    [
-        ("dgx_a100", 10),
-        at_night("p3_p100", 8),
-        at_night("l4_box", 6),
-        ("measured", 9),
-    ],
+    [("dgx_a100", 10), at_night("p3_p100", 8), at_night("l4_box", 6), ("measured", 9)],
 )
 def test_a_better_constant_is_never_slower(name, moved):
     """Each constant was drawn in the other direction once, and no test noticed."""
@@ -264,9 +253,8 @@ def test_a_certain_choice_has_no_regret():
     certain = search(reddit(preset("granndis_2080ti_1gbe")))
     assert certain.certainty.expected_regret == 0 and len(certain.rivals) > 1
     said = plan.make(certain)["summary"]["sure"]
-    assert re.fullmatch(
-        r"among exact strategies the fastest with a chance of 100 % \(among all \d+ %\)", said
-    )
+    sure = r"among exact strategies the fastest with a chance of 100 % \(among all \d+ %\)"
+    assert re.fullmatch(sure, said)
 
 
 def test_gpus_of_which_nothing_is_known_are_doubted_more():

@@ -12,23 +12,13 @@ from gnnplan.planner.gnn.workload import Workload
 from gnnplan.planner.graph.graph import Graph
 from gnnplan.planner.graph.load import load
 from gnnplan.planner.graph.partition import partition
-from gnnplan.planner.ownership.estimated import EstimatedLayout, Mixing, expected_halo_rows
+from gnnplan.planner.ownership.estimated import EstimatedLayout, Mixing
 from gnnplan.planner.ownership.layout import Expansion, Layout
 from gnnplan.planner.ownership.profile import profile
 from gnnplan.planner.problem.inputs import read_cluster
 from gnnplan.planner.problem.problem import Problem
 
 SERVERS = tuple(rank // 2 for rank in range(8))  # 4 of 2
-
-
-def test_expected_halo_of_a_drawn_random_graph():
-    """GNNPipe, Sec. 3.1.1: E|B_i| summed over parts; at most each vertex is in every other's."""
-    n, m, p, rng = 2000, 8, 2e-3, np.random.default_rng(0)
-    upper = np.triu(rng.random((n, n)) < p, 1)
-    wanted = (upper | upper.T).reshape(n, m, n // m).any(axis=2)  # vertex x part
-    wanted[np.arange(n), np.arange(n) * m // n] = False
-    assert wanted.sum() == pytest.approx(expected_halo_rows(n, m, p), rel=0.03)
-    assert expected_halo_rows(n, m, 1.0) == n * (m - 1) and expected_halo_rows(n, m, 0.0) == 0
 
 
 def counted(graph: Graph, *parts: int) -> Mixing:

@@ -130,9 +130,8 @@ def test_a_forced_strategy_has_not_won_so_no_depth_takes_it_over():
     problem = question(2e9, layers=8)
     assert search(problem, may_use_fewer=False).best.strategy.name == "granndis"
     found = search(problem, forced=parse("graph_parallel"))
-    assert any(
-        s.startswith("twice the bandwidth between servers") for s in turning_sentences(found)
-    )
+    twice = "twice the bandwidth between servers"
+    assert any(sentence.startswith(twice) for sentence in turning_sentences(found))
     assert not list(of_depths(found))
 
 
@@ -157,17 +156,15 @@ a,squirrel,gcnii,gnnpipe(chunks=8),2,10,-0.20,0.50,1.10
 b,physics,sage,pipegcn,2,5,0.10,0.20,
 b,physics,sage,pipegcn_f(gamma=0.5),2,5,0.30,0.20,
 """
+PIPE = "gnnpipe(stages=2,chunks=4)"
 UNKNOWN = "has not been measured: unknown"
 
 
 @pytest.mark.parametrize(
     ("text", "words"),
     [
-        ("gnnpipe(stages=2,chunks=4)", "-0.20 ± 0.50 points"),
-        (
-            "gnnpipe(stages=2,chunks=4)",
-            "1.10 times the epochs on squirrel with gcnii (2 ranks, 10 seeds)",
-        ),
+        (PIPE, "-0.20 ± 0.50 points"),
+        (PIPE, "1.10 times the epochs on squirrel with gcnii (2 ranks, 10 seeds)"),
         ("pipegcn", "unknown times the epochs"),
         ("pipegcn_f(gamma=0.5)", "+0.30 ± 0.20 points"),
         # lossy in another way

@@ -148,19 +148,15 @@ def test_a_data_whose_edges_have_too_few_rows_is_refused(name):
 
 
 @pytest.mark.parametrize("rows", [89, 91])
-def test_rows_beside_a_stream_of_edges_are_counted(tmp_path, rows):
+def test_rows_beside_a_stream_of_edges_are_counted(tmp_path, rows, monkeypatch):
     """Of fewer, and of more, rows than edges; blocks of both files end anywhere."""
-    root = ogb_text(tmp_path)
-    zipped(root / "raw" / "edge-feat.csv.gz", np.ones((rows, 2)))
-    with pytest.raises(SpecError, match=rf"edge_attr: has shape \[{rows}, 2\], and there are 90"):
-        load(str(root))
-
-
-def test_blocks_of_two_files_end_anywhere(tmp_path, monkeypatch):
     root = ogb_text(tmp_path)
     whole = load(str(root)).stats.hash
     monkeypatch.setattr("gnnplan.planner.graph.formats.tables.BLOCK", 64)
     assert load(str(root)).stats.hash == whole
+    zipped(root / "raw" / "edge-feat.csv.gz", np.ones((rows, 2)))
+    with pytest.raises(SpecError, match=rf"edge_attr: has shape \[{rows}, 2\], and there are 90"):
+        load(str(root))
 
 
 def test_as_many_vertices_as_edges(tmp_path):

@@ -34,14 +34,10 @@ def problem_of(
     servers: int = 2, gpus: int = 2, host_memory: float | None = None, **more: Any
 ) -> Problem:
     kind, known = more.pop("kind", "cuda"), more.pop("known", True)
-    cluster = Cluster(
-        servers=servers,
-        gpus_per_server=gpus,
-        device=Device(kind=kind, memory=1e12, gemm=1e12, memory_bandwidth=1e11),
-        intra_node=Link(bandwidth=1e10),
-        inter_node=Link(bandwidth=1e9, latency=5e-5),
-        host_memory=host_memory,
-    )
+    device = {"kind": kind, "memory": 1e12, "gemm": 1e12, "memory_bandwidth": 1e11}
+    links = {"intra_node": Link(bandwidth=1e10), "inter_node": Link(bandwidth=1e9, latency=5e-5)}
+    of = {"device": Device(**device), **links, "host_memory": host_memory}
+    cluster = Cluster(servers=servers, gpus_per_server=gpus, **of)
     asked = {"mode": "mini", "layers": 2, "hidden": 16, "batch": 4000, "fanout": (4, 3), **more}
     graph = GRAPH if known else None
     return Problem(GRAPH.stats, graph, Workload(**asked), cluster, "random")
@@ -73,9 +69,7 @@ def test_a_server_has_what_its_ranks_read_from_it(text):
     for server in range(4):
         ranks = [rank for rank in range(8) if problem.servers[rank] == server]
         if isinstance(strategy, P3):
-            columns = {
-                column for rank in ranks for column in strategy.slices(problem)[rank].columns
-            }
+            columns = {c for rank in ranks for c in strategy.slices(problem)[rank].columns}
             features = GRAPH.x[:, sorted(columns)].nbytes
         else:
             store = strategy.store(problem)
@@ -219,12 +213,12 @@ def test_a_strategy_that_does_not_fit_says_what_would():
     problem = printed("ogbn-papers100M", host_memory="32GB")
     with pytest.raises(Infeasible) as refused:
         search(problem, forced=DataParallel())
-    assert str(refused.value).startswith(
+    rule = (
         "data_parallel has 65.99 GB of the graph in a server's memory (features: 56.86 GB, lists:"
-        " 9.13 GB) but there is 32.00 GB (host_memory); use data_parallel(features='spread') or"
-        " --set host_memory=66.06GB; the smallest change that would fit: --set"
-        " host_memory=66.06GB would fit data_parallel"
     )
+    rule += " 9.13 GB) but there is 32.00 GB (host_memory); use data_parallel(features='spread') or"
+    rule += " --set host_memory=66.06GB; the smallest change that would fit: --set"
+    assert str(refused.value).startswith(f"{rule} host_memory=66.06GB would fit data_parallel")
     enough = printed("ogbn-papers100M", host_memory="66.06GB")
     assert search(enough, forced=DataParallel()).best
     with pytest.raises(Infeasible, match=r"(?s)nothing fits.*--set host_memory=[\d.]+GB would fit"):

@@ -98,17 +98,6 @@ def test_closed_form_schedule_and_simulation(servers, islands, known):
         assert played == pytest.approx(float(p.epoch_s), rel=strategy.claim)
 
 
-@pytest.mark.parametrize("knobs", [{}, {"max_hop": 1, "fanout": 3}, {"batches": 2}])
-def test_only_gradients_leave_an_island(knobs):
-    """What passes PCIe and the network is the ring; the server's way round, halos do."""
-    problem = problem_of(2, CROSSED)
-    p = settled(problem, **knobs).predict(problem)
-    ring = problem.cost.all_reduces.bytes_by_link(p.bytes["all_reduce"], range(8))
-    assert p.bytes_by_link == ring | {"island": ring["island"] + p.bytes["halo"]}
-    of_servers = GraNNDis(**knobs).settle(problem).predict(problem)
-    assert of_servers.bytes_by_link["intra_node"] > 2 * p.bytes_by_link["intra_node"]
-
-
 def test_estimated_batches_of_islands():
     """A batch has its share of an island's training vertices: there are no more batches."""
     problem = by_statistics(problem_of(2, PAIRS))

@@ -2,14 +2,12 @@
 
 from dataclasses import replace
 
-import numpy as np
 import pytest
 from asked import on
 
 from gnnplan.planner.cluster.spec import Link
 from gnnplan.planner.decision.explain import explain
 from gnnplan.planner.decision.search import search
-from gnnplan.planner.gnn.rows import Codec
 from gnnplan.planner.graph.load import load
 from gnnplan.planner.problem.problem import Problem
 from gnnplan.planner.strategies import (
@@ -79,19 +77,6 @@ def test_packing_is_work_of_its_own_around_every_exchange():
     )
     assert computed - before == pytest.approx(sum(found.values()), rel=1e-6)
     assert packed.epoch_s < whole.epoch_s
-
-
-def test_more_bits_take_longer_and_hold_more():
-    """Of a slow wire; packed rows that leave and come stay from step to step where they are late."""
-    asked = problem()
-    seconds = [float(GraphParallel(bits=bits).predict(asked).epoch_s) for bits in (2, 4, 8, None)]
-    assert seconds == sorted(seconds)
-    sends = asked.layout().facts(2).sends
-    for bits in (2, 8):
-        stays = GraphParallel(1, bits=bits).memory(asked)["halo"]
-        rows = 2 * (sends.sum(0) + sends.sum(1))
-        assert (stays == 2 * rows * Codec(bits).row_bytes(30, 4)).all()
-        assert not np.any(GraphParallel(bits=bits).memory(asked)["halo"])
 
 
 PACKED: list[Strategy] = [GraphParallel(bits=2), GraphParallel(bits="adaptive")]

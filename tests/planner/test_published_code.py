@@ -91,21 +91,6 @@ def test_pipegcns_tensors_by_hand():
     assert full_graph.EDGE == 3 * 2 * 4
 
 
-@pytest.mark.parametrize(
-    ("dataset", "layers", "hidden", "testbed", "parts"),
-    [
-        ("reddit", "4", "256", "pipegcn_2080ti", 2),
-        ("ogbn-products", "3", "128", "pipegcn_2080ti", 3),
-        ("ogbn-papers100M", "3", "48", "pipegcn_mi60", 32),
-    ],
-)
-def test_pipegcns_least_partitions(dataset, layers, hidden, testbed, parts):
-    """Sec. 4."""
-    asked = {"dataset": dataset, "layers": layers, "hidden": hidden, "testbed": testbed}
-    asked |= {"num_nodes": "", "gpus_per_node": "", "metric": "min_partitions"}
-    assert predict({**PIPEGCN, **asked}) == parts
-
-
 def test_granndis_takes_as_many_batches_as_it_needs():
     """Sec. 5 and 8.7: 112 layers on eight 2080 Ti fit in five batches, not in one."""
     small = {**GRANNDIS, "testbed": "granndis_2080ti_1gbe", "num_nodes": "2", "hidden": "64"}

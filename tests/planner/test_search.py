@@ -61,12 +61,6 @@ def candidates(problem: Problem) -> list[str]:
     return [str(s.settle(problem)) for f in families(problem) for s in f.candidates(problem)]
 
 
-def test_a_search_tells_what_it_evaluates(found):
-    """A plan of a large graph takes minutes; whoever waits sees each candidate's name."""
-    for words in ("graph_parallel", "gnnpipe", "granndis", "2 of 4 GPUs"):
-        assert any(words in line for line in NOTIFIED)
-
-
 @pytest.mark.slow
 @given(
     st.integers(1, 3),
@@ -136,9 +130,8 @@ def test_what_does_not_fit_is_rejected_with_what_fills_the_memory():
 
 def test_exact_keeps_the_gradient():
     everything, exact = on_all_gpus(), search(problem_of(), exact=True, may_use_fewer=False)
-    assert [c.strategy for c in exact.ranked] == [
-        c.strategy for c in everything.ranked if c.strategy.exact
-    ]
+    of_all = [c.strategy for c in everything.ranked if c.strategy.exact]
+    assert [c.strategy for c in exact.ranked] == of_all
     dropped = {str(c.strategy) for c in everything.ranked if not c.strategy.exact}
     assert {name for name, reason in exact.rejected if "--exact" in reason} == dropped
     assert "pipegcn" in {name.split("(")[0] for name in dropped}
@@ -293,13 +286,10 @@ def document(made):
     return deepcopy(made)
 
 
-@pytest.mark.parametrize(
-    "name",
-    [
-        *("graph_parallel(narrow=True)", "pipegcn", "gnnpipe(chunks=7,shuffle=False)"),
-        "granndis(depth=2)",
-    ],
-)
+WRITTEN = "graph_parallel(narrow=True) pipegcn gnnpipe(chunks=7,shuffle=False) granndis(depth=2)"
+
+
+@pytest.mark.parametrize("name", WRITTEN.split())
 def test_a_plan_survives_its_file(name, tmp_path):
     problem = problem_of(dropout=0.25, seed=3)
     found = search(problem, forced=parse(name))
@@ -326,6 +316,8 @@ def test_a_plan_says_what_was_asked_for_and_what_was_found(document, found):
     assert [a["predicted"]["epoch_s"] for a in document["alternatives"]] == others
     rejected = [(one["strategy"], one["reason"]) for one in document["rejected"]]
     assert rejected == list(found.rejected)
+    for words in ("graph_parallel", "gnnpipe", "granndis", "2 of 4 GPUs"):
+        assert any(words in line for line in NOTIFIED)  # whoever waits sees each candidate's name
     words = "\n".join(document["explanation"])
     assert words.startswith(str(strategy)) and "slower" in words
     assert "times the rows of its part (counted)" in words
@@ -379,12 +371,9 @@ def test_exact_plans_turn_to_checkpoints_where_batches_would_change_the_gradient
     )
     assert kept < plain
     tight = problem_of(layers=12, memory=(plain + kept) / 2)
-    knobs = [
-        c.strategy.knobs()
-        for c in search(tight, exact=True, may_use_fewer=False).ranked
-        if c.strategy.name == "granndis"
-    ]
-    assert {one["checkpoint"] for one in knobs if one["depth"] == 12} == {True}
+    found = [c.strategy for c in search(tight, exact=True, may_use_fewer=False).ranked]
+    whole = [s.knobs()["checkpoint"] for s in found if s.knobs().get("depth") == 12]
+    assert {*whole} == {True}
 
 
 def with_epochs(found: SearchResult, *epochs: tuple[str, float]) -> SearchResult:
@@ -422,12 +411,8 @@ def test_an_exact_strategy_is_recommended_unless_a_lossy_one_is_surely_faster(
     assert str(found.best.strategy) == best
     assert [str(c.strategy) for c in found.ranked[:2]] == [name for name, _ in both]
     document = plan.make(found)
-    shown = [document["best"], *document["alternatives"]]
-    assert [answer["strategy"]["name"] for answer in shown] == [
-        best,
-        *(name for name, _ in both if name != best),
-        "granndis",
-    ]
+    shown = [one["strategy"]["name"] for one in (document["best"], *document["alternatives"])]
+    assert shown == [best, *(name for name, _ in both if name != best), "granndis"]
     passed_over = best == "graph_parallel" and lossy_s < exact_s
     drawn_s = {c.strategy.name: c.drawn_s for c in found.ranked}
     is_faster = (drawn_s["pipegcn"] < drawn_s["graph_parallel"]).mean()

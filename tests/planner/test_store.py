@@ -1,7 +1,6 @@
 """The feature store: every row is somewhere, caches hold the hottest, the rest is counted."""
 
 from dataclasses import replace
-from itertools import pairwise, product
 from typing import Any
 
 import numpy as np
@@ -12,7 +11,7 @@ from asked import fullest_bytes, on
 from examples import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from pairwise import covered, every
+from pairwise import every
 
 from gnnplan.planner.graph.graph import Graph
 from gnnplan.planner.graph.partition import BEFORE
@@ -123,35 +122,6 @@ def test_prediction_schedule_and_simulation_agree(drawn):
     assert p.bytes.get("ask", 0) == 8 * (peer + remote + steps * asks)
     meetings = {t.label.op for t in schedule.tasks if isinstance(t.work, Collective)}
     assert ({"ask", "fetch"} <= meetings) == bool(asks)
-
-
-CACHED = [
-    DataParallel(),
-    DataParallel(features="spread"),
-    DataParallel(shared_cache=True),
-    DataParallel(shared_cache=True, features="spread"),
-    GSplit(splitter="random", presample=2),
-    GSplit(splitter="random", presample=2, group="all", features="spread"),
-]
-
-
-@pytest.mark.parametrize(("strategy", "hot"), covered(list(product(CACHED, HOT)), set))
-def test_a_larger_cache_has_more(strategy, hot):
-    """None at first, all at last, and each budget at least what a smaller one has."""
-    problem = problem_of()
-    everything = rows_of_an_epoch(replace(strategy, cache=ROW), problem).sum()
-    rates = []
-    for cache in (ROW - 1, 10 * ROW, 40 * ROW, 100 * ROW, 200 * ROW, 400 * ROW):
-        found = rows_of_an_epoch(replace(strategy, cache=cache, hot=hot), problem).sum(0)
-        assert found.sum() == everything
-        rates.append((found[HIT] / everything, (found[HIT] + found[PEER]) / everything))
-        assert found[REMOTE] == 0 or (
-            isinstance(strategy, DataParallel) and strategy.features == "spread"
-        )
-    assert rates[0] == (0.0, 0.0) and rates[-1][1] == 1.0
-    for smaller, larger in pairwise(rates):
-        assert smaller <= larger and smaller[1] <= larger[1]
-    assert rates[2][1] > 1.2 * 40 / 400  # better than chance: the hottest come first
 
 
 @pytest.mark.parametrize("cache", [ROW, 25 * ROW + 3, 80 * ROW])

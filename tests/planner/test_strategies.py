@@ -88,13 +88,11 @@ def test_groups_that_sit_alike_do_not_fill_the_same_ports(where, bound):
 @some(6)
 def test_bytes_of_the_schedule_are_those_of_predict_where_only_statistics_are_known(problem):
     problem = by_statistics(problem)
-    for strategy in list(variants(problem))[
-        slice(None) if NIGHT else slice(problem.ranks % 3, None, 3)
-    ]:
+    chosen = slice(None) if NIGHT else slice(problem.ranks % 3, None, 3)
+    for strategy in list(variants(problem))[chosen]:
         note(str(strategy))
-        laws.bytes_of_the_schedule_are_those_of_predict(
-            laws.StrategyEvaluation(problem, problem, strategy)
-        )
+        told = laws.StrategyEvaluation(problem, problem, strategy)
+        laws.bytes_of_the_schedule_are_those_of_predict(told)
 
 
 @given(laws.problems())
@@ -134,9 +132,8 @@ def test_one_rank_sends_nothing(problem):
 @pytest.mark.parametrize("name", ["p3(pipelined=True)", "p3", "data_parallel", "gsplit"])
 def test_a_program_makes_no_step_that_nobody_asks_for(name, monkeypatch):
     """Two steps made the operations of all 64 batches: 90 ms in place of 7."""
-    problem = laws.problem_of(
-        laws.GRAPHS[0], laws.cluster(2, 2), mode="mini", batch=8, fanout=(2, 2), layers=2
-    )
+    mini = {"mode": "mini", "batch": 8, "fanout": (2, 2), "layers": 2}
+    problem = laws.problem_of(laws.GRAPHS[0], laws.cluster(2, 2), **mini)
     strategy = parse(name).settle(problem)
     made: list[int] = []
     at = Batches.at
@@ -191,7 +188,7 @@ def test_a_wide_first_layer_gets_company_less_often(ranks):
 
 
 WORDS = (*SPLITTERS, *HOT, *PLACES, *SPLITS, "server", "island", "rank", "local", "gf", "adaptive")
-VALUES: dict[type, st.SearchStrategy[Any]] = {int: st.integers(0, 10**12), bool: st.booleans()}
+VALUES: dict[type, st.SearchStrategy[Any]] = {int: st.integers(0, 10**31), bool: st.booleans()}
 VALUES |= {float: st.floats(0, 1), str: st.sampled_from(WORDS), NoneType: st.none()}
 VALUES |= {tuple: st.lists(st.integers(0, 9)).map(tuple)}
 
@@ -213,32 +210,16 @@ def test_knobs_survive_words_and_json(family, data):
     laws.must_survive_words_and_json(data.draw(knobs_of(family)))
 
 
-@pytest.mark.parametrize(
-    ("nbytes", "written"),
-    [
-        (56_862_000_000, "'56.862GB'"),
-        (56_862_697_472, "'56.862697472GB'"),
-        (1_000_000, "'1MB'"),
-        (2 * 10**12, "'2TB'"),
-        (999_999, "999999"),
-        (10**30 + 1, str(10**30 + 1)),  # more digits than a float has
-    ],
-)
-def test_sizes_are_written_as_people_write_them(nbytes, written):
+def test_sizes_are_written_as_people_write_them():
     """A plan once said gsplit(cache=56862697472)."""
-    spread = known.DataParallel(structure="spread", structure_cache=nbytes)
-    told = f"data_parallel(structure='spread',structure_cache={written})"
-    for strategy, text in (
-        (known.GSplit(cache=nbytes), f"gsplit(cache={written})"),
-        (spread, told),
-    ):
-        assert str(strategy) == text and parse(text) == strategy
-
-
-def test_a_size_may_have_any_unit_of_bytes():
-    for text in ("'2GB'", "'2 GB'", "'2000MB'", "'16Gbit'", "2000000000"):
-        assert parse(f"gsplit(cache={text})") == known.GSplit(cache=2 * 10**9), text
-    assert parse("gsplit(cache='1GiB')") == known.GSplit(cache=2**30)
+    sizes = {
+        10**6: "'1MB'",
+        2 * 10**12: "'2TB'",
+        999_999: "999999",
+        56_862_697_472: "'56.862697472GB'",
+    }
+    for nbytes, written in sizes.items():
+        assert str(known.GSplit(cache=nbytes)) == f"gsplit(cache={written})"
 
 
 @pytest.mark.parametrize("name", known.names())
@@ -259,6 +240,7 @@ gnnpipe(shuffle=1) -> gnnpipe: shuffle is bool, not 1
 gnnpipe(period=None) -> gnnpipe: period is int, not None
 pipegcn(staleness=None) -> pipegcn: staleness is int, not None
 granndis(depth=[1]) -> granndis: depth is int \| None, not \[1\]
+gnnpipe(layers_per_stage='4y8') -> layers_per_stage is a list such as
 gnnpipe(4) -> is not a family with knobs; write it as
 gnnpipe(stages=4 -> is not a family with knobs
 gnnpipe(stages=x) -> is not a family with knobs
@@ -324,10 +306,9 @@ def test_estimates_resemble_a_measured_random_graph(degree, servers, gpus, model
     its GPUs by METIS, which finds fewer halo rows than a random cut even where there is nothing to
     find, so what depends on that stays within a factor of 2 (not at a mean degree of 2 or 3, where
     a random graph is nearly a forest)."""
+    asked = {"method": "random", "model": model, "layers": 4, "hidden": 32}
     measured, estimated = (
-        laws.problem_of(
-            graph, laws.cluster(servers, gpus), "random", model=model, layers=4, hidden=32
-        )
+        laws.problem_of(graph, laws.cluster(servers, gpus), **asked)
         for graph in (UNIFORM[degree], laws.statistics(UNIFORM[degree]))
     )
     by_day = slice(servers * gpus % 5, None, 5)  # shared out
@@ -380,16 +361,3 @@ def test_nccl_has_buffers_of_its_own(text, servers, gpus, communicators):
     assert (use / COMMUNICATOR).tolist() == communicators
     on_cpu = on(problem, kind="cpu")
     assert "communicators" not in strategy.settle(on_cpu).memory(on_cpu)
-
-
-@pytest.mark.parametrize("aggregation", ["sum", "softmax"])
-def test_a_checkpoint_of_resgcn_gathers_again(aggregation):
-    """Its messages pass through ReLU, so rows are kept and not sums: gathered once more."""
-    asked = {"model": "resgcn", "layers": 8, "aggregation": aggregation}
-    problem = laws.problem_of(laws.GRAPHS[0], laws.cluster(1, 2), **asked)
-    pipe = known.GNNPipe(2, 8, checkpoint=True).settle(problem)
-    kept, again = (
-        replace(pipe, checkpoint=on).pipeline(problem)[0]._layer_work(3)[1].gathers
-        for on in (False, True)
-    )
-    assert len(again) == len(kept) + problem.model.layers[2].sums

@@ -83,20 +83,6 @@ def test_bytes_are_the_papers_formula(grid, model, matrices):
     assert sum(found.values()) == strategy.predict(asked).bytes_total
 
 
-def test_one_rank_is_one_process():
-    asked = problem((1, 1, 1))
-    assert Tensor3D().settle(asked) == Tensor3D(1, 1, 1)
-    assert Tensor3D(1, 1, 1).predict(asked).bytes_total == 0
-    assert list(Tensor3D.candidates(asked)) == []
-
-
-def test_roles_rotate_so_that_outputs_lie_where_inputs_are_read():
-    for layer in range(1, 8):
-        now, then = tensor3d.roles(layer), tensor3d.roles(layer + 1)
-        assert (then.sources, then.columns) == (now.rows, now.sources)
-        assert set(now) == set("xyz")
-
-
 def test_two_orders_balance_what_one_order_does_not():
     """In one order edges to itself are on the diagonal, and the tiles there are much fuller."""
     asked = problem((4, 1, 4), "edges=600&mixing=1")

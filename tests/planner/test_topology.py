@@ -31,21 +31,16 @@ from gnnplan.simulator.player import play
 DEVICE = Device(name="toy", memory=1e12, gemm=1e12, memory_bandwidth=1e12)
 LINKS = {"intra_node": Link(bandwidth=1e9), "inter_node": Link(bandwidth=1e8)}
 RING = Fabric.model_construct(kind="ring", latency=0.5)
-LEAVES = Fabric.model_construct(
-    kind="leaf_spine", servers_per_leaf=2, oversubscription=4, latency=0.5
-)
+OVERSUBSCRIBED = {"kind": "leaf_spine", "servers_per_leaf": 2, "oversubscription": 4}
+LEAVES = Fabric.model_construct(**OVERSUBSCRIBED, latency=0.5)
 
 
 def cluster(servers: int, gpus: int = 1, **more: Any) -> Cluster:
     """With latencies of seconds, which a file may not have."""
     links = {"intra_node": (1e9, 1.0), "inter_node": (1e8, 2.0)}
-    more |= {
-        n: Link.model_construct(bandwidth=b, latency=s)
-        for n, (b, s) in links.items()
-        if n not in more
-    }
-    more = {"device": DEVICE, "all_reduce": "ring"} | more
-    return Cluster(servers=servers, gpus_per_server=gpus, **more)
+    of = {n: Link.model_construct(bandwidth=b, latency=s) for n, (b, s) in links.items()}
+    of |= {"device": DEVICE, "all_reduce": "ring"} | more
+    return Cluster(servers=servers, gpus_per_server=gpus, **of)
 
 
 @st.composite
@@ -83,9 +78,8 @@ def test_a_message_fills_the_ports_on_its_way(where):
         between = {port: nbytes for port, nbytes in passed.items() if port[0] == "fabric"}
         assert sum(between.values()) == pytest.approx(1000 * len(cables))
         for port, nbytes in between.items():
-            assert nbytes == pytest.approx(500) or (
-                port in cables and nbytes == pytest.approx(1000)
-            )
+            known = (500, 1000) if port in cables else (500,)
+            assert any(nbytes == pytest.approx(one) for one in known)
 
 
 @given(clusters(), st.integers(0, 10**6))
@@ -125,17 +119,7 @@ def test_bytes_over_links_are_conserved(where, seed):
 
 
 def test_a_ring_of_servers():
-    """Five servers: 0 to 2 over 1, 0 to 3 over 4; of four, half way round goes both ways."""
-
-    def passed(servers: int, a: int, b: int) -> dict[tuple[int, int], float]:
-        names = [(x[1], y[1]) for x, y in links(RING, servers)]
-        busy = Cost(cluster(servers, fabric=RING)).send(a, Send(b, 10**8)).busy
-        return {names[i]: seconds for (kind, i), seconds in busy.items() if kind == "fabric"}
-
-    assert passed(5, 0, 1) == passed(2, 0, 1) == {(0, 1): 1.0}
-    assert passed(5, 0, 2) == {(0, 1): 1.0, (1, 2): 1.0}
-    assert passed(5, 0, 3) == {(0, 4): 1.0, (4, 3): 1.0}
-    assert passed(4, 1, 3) == dict.fromkeys([(1, 2), (2, 3), (1, 0), (0, 3)], 0.5)
+    """Five servers: 0 to 2 over 1; all to all, each cable has three of ten; a sum goes one way."""
     cost = Cost(cluster(5, fabric=RING))
     assert cost.send(0, Send(2, 10**8)).alone == 2.0 + 2 * 0.5 + 1.0
     everyone = cost.exchange(1e8 * ~np.eye(5, dtype=bool))
@@ -144,7 +128,6 @@ def test_a_ring_of_servers():
     assert everyone.alone == pytest.approx(11.0 + 4.0)
     ring = cost.all_reduce(10**8, range(5))
     assert ring.latency == 8 * 2.5
-    # one way round
     assert [s for p, s in sorted(ring.busy.items()) if p[0] == "fabric"] == pytest.approx([1.6] * 5)
 
 
@@ -216,21 +199,9 @@ def test_a_better_network_is_never_slower(data, where, seed, algorithm, curved):
         assert all(better.busy[port] <= seconds * (1 + 1e-9) for port, seconds in now.busy.items())
 
 
-def test_neighbours_in_a_ring_are_placed_side_by_side():
-    """Six parts that read those opposite are brought together; on one switch nothing is gained."""
-    sent = np.zeros((6, 6))
-    for a in range(3):
-        sent[a, a + 3] = sent[a + 3, a] = 1e8
-    for fabric, gains in ((Fabric(kind="ring", oversubscription=2), True), (None, False)):
-        where = cluster(6, fabric=fabric)
-        placement = proposed(where, range(6), [sent], ())[-1]
-        assert (placement != tuple(range(6))) == gains
-        assert {(placement[a] - placement[a + 3]) % 6 in (1, 5) for a in range(3)} == {gains}
-
-
 def test_hidden_groups_are_found_among_32_gpus():
     """Four shuffled groups of eight that talk, on four leaves: as fast as unshuffled."""
-    where = cluster(8, 4, fabric=LEAVES.model_copy(update={"latency": 1e-6}))
+    where = cluster(8, 4, fabric=Fabric(**OVERSUBSCRIBED, latency=1e-6))
     member = np.random.default_rng(3).permutation(32) // 8
     sent = 1e8 * (np.equal.outer(member, member) & ~np.eye(32, dtype=bool))
     unshuffled = sent[np.ix_(np.argsort(member), np.argsort(member))]
@@ -272,9 +243,8 @@ def test_a_ring_of_servers_gets_another_plan_than_a_fat_tree():
     ("fabric", "words"),
     [
         (
-            LEAVES.model_copy(update={"latency": 1e-6}),
-            r"keep (leaf \d -> spine 0|spine 0 -> leaf \d) busy longest \(other links:"
-            r" .*NIC \d+.*: \d\d % of this time\)$",
+            Fabric(**OVERSUBSCRIBED, latency=1e-6),
+            r"keep (leaf \d -> spine 0|spine 0 -> leaf \d) busy longest .*NIC \d+.*: \d\d % of",
         ),
         (None, r"keep (NIC \d+ -> network 0|network 0 -> NIC \d+) busy longest$"),
     ],

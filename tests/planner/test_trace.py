@@ -15,7 +15,6 @@ from gnnplan.planner.vocabulary.trace import (
     Span,
     overlap,
     read_traces,
-    recorded_order,
     transfer_times,
     write_traces,
 )
@@ -57,9 +56,8 @@ def test_the_file_is_what_perfetto_and_kineto_expect(tmp_path):
     assert data["source"] == "measured"
     events = data["traceEvents"]
     assert {e["ph"] for e in events} == {"M", "X"}
-    assert [e["args"]["name"] for e in events if e["name"] == "process_name"] == [
-        "rank 1 (measured)"
-    ]
+    (process,) = (e for e in events if e["name"] == "process_name")
+    assert process["args"]["name"] == "rank 1 (measured)"
     names = {e["tid"]: e["args"]["name"] for e in events if e["name"] == "thread_name"}
     order = {e["tid"]: e["args"]["sort_index"] for e in events if e["name"] == "thread_sort_index"}
     lanes = [names[tid] for tid in sorted(names, key=order.__getitem__)]
@@ -71,16 +69,11 @@ def test_the_file_is_what_perfetto_and_kineto_expect(tmp_path):
     assert halo["args"]["bytes"] == 400
 
 
-def test_each_rank_writes_its_own_file_and_only_that(tmp_path):
+def test_each_rank_writes_its_own_file_and_leaves_nothing_of_a_run_on_more(tmp_path):
+    write(tmp_path, world=4)
     for rank in (1, 0):
         write_traces(tmp_path, SPANS, [rank], 2, "measured", "gloo")
     assert sorted(p.name for p in tmp_path.iterdir()) == ["trace.rank0.json", "trace.rank1.json"]
-    assert read_traces(tmp_path) == SPANS
-
-
-def test_a_run_on_fewer_ranks_leaves_nothing_of_the_older(tmp_path):
-    write(tmp_path, world=4)
-    write(tmp_path, world=2)
     assert read_traces(tmp_path) == SPANS
 
 
@@ -147,18 +140,10 @@ def test_missing_ranks_and_empty_folders_are_errors(tmp_path):
 
 
 def test_foreign_events_are_skipped(tmp_path):
+    foreign = {"ph": "i", "name": "mark", "ts": 3, "pid": 0, "tid": 0}
     write(tmp_path)
-    edit(
-        tmp_path / "trace.rank0.json",
-        lambda d: d["traceEvents"].append({"ph": "i", "name": "mark", "ts": 3, "pid": 0, "tid": 0}),
-    )
+    edit(tmp_path / "trace.rank0.json", lambda d: d["traceEvents"].append(foreign))
     assert read_traces(tmp_path) == SPANS
-
-
-def test_recorded_order_is_by_start_within_one_lane():
-    spans = [Span("late", "x", 0, "comm", 2, 3), Span("soon", "x", 0, "comm", 0, 1)]
-    spans += [Span("else", "x", 0, "compute", 0, 1), Span("other", "x", 1, "comm", 0, 1)]
-    assert recorded_order(spans, 0, "comm") == ["soon", "late"]
 
 
 def test_overlap_is_what_moves_beside_computation():

@@ -108,9 +108,8 @@ def test_volume_is_doubted_before_order_and_order_before_cost():
         return diagnose(step, rows, disorder=disorder, **same)
 
     assert found(False, disorder, False).startswith("the bytes counted")
-    assert found(True, disorder, False).startswith(
-        f"operations ran in another order than scheduled: {disorder}"
-    )
+    other = f"operations ran in another order than scheduled: {disorder}"
+    assert found(True, disorder, False).startswith(other)
     assert found(True, None, False).startswith("volume and order are as planned")
     assert found(True, None, True).startswith("the prediction of `forward` is off most (9.0x")
 

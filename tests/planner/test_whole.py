@@ -80,6 +80,9 @@ def test_one_table_has_both_modes_and_all_sizes_with_the_whole_training():
         assert row["training_low_s"] < row["training_s"] < row["training_high_s"]
     (chosen,) = (row for row in rows if row["recommended"])
     assert chosen["strategy"] == plan.best.strategy and chosen["gpus"] == plan.best.gpus
+    # a run trains the epochs that the plan counts
+    assert plan.workload.epochs == plan.document["epochs"]["mini"]["usual"] == 50
+    assert plan.best.counted["training_s"] == pytest.approx(50 * plan.best.epoch_s)
     html = plan._repr_html_()
     assert html.count("<tr>") == 1 + len(rows) and "use this" in html and "fastest" in html
 
@@ -149,13 +152,6 @@ def test_epochs_are_the_users_or_those_of_print_with_doubt():
     alone = stated("ogbn-arxiv", 100, "mini")
     assert (alone["full"].usual, alone["mini"].usual) == (1000, 100)
     assert all(row["source"].count(" at ") == 1 for row in quoted("epochs.csv"))
-
-
-@pytest.mark.slow
-def test_a_run_trains_the_epochs_that_the_plan_counts():
-    plan = planned("ogbn-arxiv", ONE_SERVER)
-    assert plan.workload.epochs == plan.document["epochs"]["mini"]["usual"] == 50
-    assert plan.best.counted["training_s"] == pytest.approx(50 * plan.best.epoch_s)
 
 
 def test_a_forced_strategy_says_which_mode_is_meant():

@@ -127,7 +127,4 @@ def test_what_is_no_noise(say, message):
     with pytest.raises(SpecError) as error:
         say()
     assert message in str(error.value)
-
-
-def test_stragglers_as_people_write_them():
     assert stragglers(["3=2.0", "0 = 1.5"]) == {3: 2.0, 0: 1.5} and stragglers([]) == {}
