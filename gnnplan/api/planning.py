@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
@@ -10,8 +9,18 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from gnnplan.api import DEFAULT_GRAPH
-from gnnplan.api.arguments import Overrides, Question, ask, settings_of, several, typed
-from gnnplan.api.view import Blocks, View, of
+from gnnplan.api.arguments import (
+    AnyCluster,
+    AnyPath,
+    AnyWorkload,
+    Overrides,
+    Question,
+    ask,
+    settings_of,
+    several,
+    typed,
+)
+from gnnplan.api.view import Blocks, TextBlock, View, of
 from gnnplan.planner.cluster.spec import Cluster
 from gnnplan.planner.decision import plan as documents
 from gnnplan.planner.decision.choices import ModeComparison, choose, compare
@@ -55,14 +64,14 @@ PER = ("training", "epoch")
 @reports_progress
 def plan(
     graph: Any = DEFAULT_GRAPH,
-    cluster: str | Path | Mapping[str, Any] | Cluster = "local",
-    workload: str | Path | Mapping[str, Any] | Workload | None = None,
+    cluster: AnyCluster = "local",
+    workload: AnyWorkload | None = None,
     *,
     exact: bool = False,
     objective: str | None = None,
     per: str | None = None,
     target_accuracy: float | None = None,
-    evidence: str | os.PathLike[str] | Iterable[str | os.PathLike[str]] = (),
+    evidence: AnyPath | Iterable[AnyPath] = (),
     strategy: str | None = None,
     ranks: int | None = None,
     overrides: Overrides = (),
@@ -162,7 +171,7 @@ def wish(
     objective: str | None = None,
     per: str | None = None,
     target_accuracy: float | None = None,
-    evidence: str | os.PathLike[str] | Iterable[str | os.PathLike[str]] = (),
+    evidence: AnyPath | Iterable[AnyPath] = (),
     **asked: Any,
 ) -> tuple[Question, Search, list[str]]:
     """Return the question that `plan`'s arguments describe, its search, and the modes to search.
@@ -451,7 +460,7 @@ class Plan(View):
     def report(
         self,
         output: str | Path,
-        runs: str | os.PathLike[str] | Iterable[str | os.PathLike[str]] = (),
+        runs: AnyPath | Iterable[AnyPath] = (),
         notify: Notify = silent,
     ) -> Path:
         """Draw the plan and the measurements of its runs as one HTML page that opens offline.
@@ -490,7 +499,7 @@ class Plan(View):
 
         return train(asked_of(self.document, self.loaded, out, given, resume))
 
-    def blocks(self) -> list[str | Table]:
+    def blocks(self) -> list[TextBlock]:
         return [
             describe_question(self.document["graph"], self.workload, self.cluster),
             *(f"note: {note}" for note in self.notes),

@@ -16,7 +16,7 @@ from statistics import median
 from typing import TYPE_CHECKING, Any
 
 from gnnplan.api.arguments import typed
-from gnnplan.api.view import View
+from gnnplan.api.view import TextBlock, View
 from gnnplan.planner.cluster.spec import Cluster
 from gnnplan.planner.evidence.runs import (
     gradient_error,
@@ -132,7 +132,7 @@ class Preflight(View):
         """The document that `gnnplan run --dry-run --json` prints."""
         return {"stops": self.stops, "rows": [row.document for row in self.rows]}
 
-    def blocks(self) -> list[str | Table]:
+    def blocks(self) -> list[TextBlock]:
         counts = Counter(row.verdict for row in self.rows)
         if self.stops:
             last = f"{show_count(counts['stops'], 'line')} would stop the run"
@@ -249,7 +249,7 @@ class Check(View):
         rows: list[dict[str, Any]] = self.document["strategies"]
         return rows
 
-    def blocks(self) -> list[str | Table]:
+    def blocks(self) -> list[TextBlock]:
         found, graph = self.document, self.document["graph"]
         told = found.get("module", "")
         proof = "outputs and gradients, in training and in evaluation, on two small graphs"

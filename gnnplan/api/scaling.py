@@ -10,9 +10,9 @@ from pathlib import Path
 from typing import Any
 
 from gnnplan.api import DEFAULT_GRAPH
-from gnnplan.api.arguments import Question, typed
+from gnnplan.api.arguments import AnyCluster, AnyWorkload, Question, typed
 from gnnplan.api.planning import counted_columns, epoch_range, wish
-from gnnplan.api.view import View
+from gnnplan.api.view import TextBlock, View
 from gnnplan.planner.cluster.spec import Cluster
 from gnnplan.planner.decision import plan as documents
 from gnnplan.planner.decision.objective import MODES, unit_of
@@ -20,7 +20,6 @@ from gnnplan.planner.decision.plan import Answer, describe_question, describe_tr
 from gnnplan.planner.decision.search import each_of
 from gnnplan.planner.decision.sweep import Planned, Scaling, sizes_of
 from gnnplan.planner.decision.sweep import scale as scaling
-from gnnplan.planner.gnn.workload import Workload
 from gnnplan.planner.vocabulary.errors import GnnplanError, Infeasible, SpecError
 from gnnplan.planner.vocabulary.progress import Notify, reports_progress, silent
 from gnnplan.planner.vocabulary.text import Table, column, table, yes_no
@@ -38,8 +37,8 @@ from gnnplan.planner.vocabulary.units import (
 @typed
 def scale(
     graph: Any = DEFAULT_GRAPH,
-    cluster: str | Path | Mapping[str, Any] | Cluster = "local",
-    workload: str | Path | Mapping[str, Any] | Workload | None = None,
+    cluster: AnyCluster = "local",
+    workload: AnyWorkload | None = None,
     *,
     gpus: str | Iterable[int],
     notify: Notify = silent,
@@ -75,8 +74,8 @@ def scale(
 @typed
 def offers(
     graph: Any,
-    clusters: str | Path | Iterable[str | Path | Mapping[str, Any] | Cluster],
-    workload: str | Path | Mapping[str, Any] | Workload | None = None,
+    clusters: str | Path | Iterable[AnyCluster],
+    workload: AnyWorkload | None = None,
     *,
     gpus: str | Iterable[int],
     **options: Any,
@@ -121,7 +120,7 @@ def offers(
     return Offers(scales, refused)
 
 
-def _name(cluster: str | Path | Mapping[str, Any] | Cluster) -> str:
+def _name(cluster: AnyCluster) -> str:
     if isinstance(cluster, Mapping):
         return str(cluster.get("name"))
     return cluster.name if isinstance(cluster, Cluster) else str(cluster)
@@ -168,7 +167,7 @@ class Scale(View):
             ],
         }
 
-    def blocks(self) -> list[str | Table]:
+    def blocks(self) -> list[TextBlock]:
         found, workload = self._found, self._problem.workload
         whole = "full graph" if workload.mode == "full" else "workload"
         return [
@@ -197,10 +196,10 @@ class Offers(View):
             **{mark: {"cluster": name, "gpus": size.gpus} for mark, (name, size) in marked.items()},
         }
 
-    def blocks(self) -> list[str | Table]:
+    def blocks(self) -> list[TextBlock]:
         shown, marked = _short(self.scales), self._marked
         first = next(iter(self.scales.values()))
-        lines: list[str | Table] = [
+        lines: list[TextBlock] = [
             describe_training(first.document["graph"], first._problem.workload),
             _table(self.scales, marked),
         ]

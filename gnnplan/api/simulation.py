@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from gnnplan.api.arguments import Overrides, settings_of, several, text_of, value_of
-from gnnplan.api.view import View, of
+from gnnplan.api.view import TextBlock, View, of
 from gnnplan.planner.decision.candidate import Candidate, must_fit
 from gnnplan.planner.decision.search import Search
 from gnnplan.planner.decision.sweep import axes, changes, points, rows, to_csv
@@ -202,12 +202,12 @@ class Simulation(View):
         """The simulated time of an epoch [s]."""
         return float(self.document["simulated"]["epoch_s"])
 
-    def blocks(self) -> list[str | Table]:
+    def blocks(self) -> list[TextBlock]:
         simulated, predicted = self.document["simulated"], self.document["predicted"]
         of_steps = f" of {show_count(self._batches, 'step')}" if self._batches > 1 else ""
         sent = ", ".join(f"{op} {show_bytes(size)}" for op, size in predicted["bytes"].items())
         totals_s = simulated["epoch_s"], predicted["epoch_s"]
-        lines: list[str | Table] = [
+        lines: list[TextBlock] = [
             f"{self._title}, {show_count(self._steps, 'epoch')}{of_steps},"
             f" {show_count(self.document['tasks'], 'task')}",
             f"epoch simulated {show_time(totals_s[0])}, predicted {show_time(totals_s[1])};"
@@ -303,7 +303,7 @@ class Sweep(View):
         """Write the rows as CSV."""
         write_atomically(Path(path), to_csv(self.axes, self.rows))
 
-    def blocks(self) -> list[str | Table]:
+    def blocks(self) -> list[TextBlock]:
         def where(name: str, title: str, show: Callable[[float], str]) -> Any:
             """Return the column `name`, or None if no row has it."""
             return column(title, name, show) if any(name in row for row in self.rows) else None

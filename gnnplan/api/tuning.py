@@ -9,6 +9,7 @@ from typing import Any
 from gnnplan.api.arguments import typed
 from gnnplan.api.planning import Plan, load_plan
 from gnnplan.api.running import rate_of
+from gnnplan.api.view import TextBlock
 from gnnplan.planner.decision.objective import Objective
 from gnnplan.planner.vocabulary.errors import SpecError
 from gnnplan.planner.vocabulary.progress import Notify, reports_progress, silent
@@ -23,9 +24,9 @@ class Tuned(Plan):
         super().__init__(document)
         self.out = out
 
-    def blocks(self) -> list[str | Table]:
+    def blocks(self) -> list[TextBlock]:
         summary, tuned = self.document["summary"], self.document["tuned"]
-        lines: list[str | Table] = [f"{name + ':':8}{summary[name]}" for name in ("use", "tuned")]
+        lines: list[TextBlock] = [f"{name + ':':8}{summary[name]}" for name in ("use", "tuned")]
         if not tuned["strategies"]:
             return lines
         return [

@@ -8,8 +8,8 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any, overload
 
-from gnnplan.api.arguments import several, typed
-from gnnplan.api.view import View
+from gnnplan.api.arguments import AnyPath, several, typed
+from gnnplan.api.view import TextBlock, View
 from gnnplan.planner.cluster.spec import Cluster
 from gnnplan.planner.evidence import runs as evidence
 from gnnplan.planner.evidence.runs import show_rows
@@ -33,7 +33,7 @@ SAME = 0.01  # simulated seconds within this share of the predicted seconds are 
 
 @overload
 def validate(
-    runs: str | os.PathLike[str],
+    runs: AnyPath,
     *,
     cluster: str | Path | Cluster | None = None,
     notify: Notify = silent,
@@ -53,7 +53,7 @@ def validate(
 @reports_progress
 @typed
 def validate(
-    runs: str | os.PathLike[str] | Iterable[Any],
+    runs: AnyPath | Iterable[Any],
     *,
     cluster: str | Path | Cluster | None = None,
     refit: str | Path | None = None,
@@ -96,9 +96,9 @@ class Validation(View):
         step = self.document["step"]
         return float(step["predicted_s"] / step["measured_s"] - 1)
 
-    def blocks(self) -> list[str | Table]:
+    def blocks(self) -> list[TextBlock]:
         """Return lines on time, then bytes, memory and order, then the diagnosis."""
-        result, lines = self.document, list[str | Table]()
+        result, lines = self.document, list[TextBlock]()
         batches, epochs = result["batches"], result["epochs"]
         unit = "step" if batches == 1 else "epoch"
         if not result["device"]["equal"]:
@@ -244,9 +244,9 @@ class Validations(View):
             raise SpecError("no constants were fitted; give validate(runs, refit=FILE)")
         return read_cluster(str(self.refit))
 
-    def blocks(self) -> list[str | Table]:
+    def blocks(self) -> list[TextBlock]:
         """Return lines on time, memory, bytes and order, choices and constants."""
-        result, lines = self.document, list[str | Table]()
+        result, lines = self.document, list[TextBlock]()
         count = result["runs"]
         if other := result["other_device"]:
             lines.append(
@@ -304,7 +304,7 @@ def _errors(title: str, rows: list[dict[str, Any]]) -> Table:
     return table(title, rows, column("operation"), share, *columns)
 
 
-def _rankings(rankings: list[dict[str, Any]], together: dict[str, Any]) -> list[str | Table]:
+def _rankings(rankings: list[dict[str, Any]], together: dict[str, Any]) -> list[TextBlock]:
     """Return the choice of each question and its regret, as a table and a sentence."""
     shown = table(
         "choices",

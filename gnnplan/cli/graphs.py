@@ -199,7 +199,7 @@ def profile(
         hidden: Hidden width of the rows that a split batch sends.  [default: 256]
         task: none: the graph has no labels, and stand-in labels are generated.
     """
-    from gnnplan.api.view import Blocks
+    from gnnplan.api.view import Blocks, TextBlock
     from gnnplan.planner.ownership.profile import profile as make_profile
     from gnnplan.planner.problem.inputs import ask_workload
     from gnnplan.planner.strategies.minibatch.profile import probe
@@ -231,7 +231,7 @@ def profile(
             lambda of: " ".join(f"{growth:.2f}" for growth in of.get("growth") or []),
         ),
     )
-    blocks: list[str | Table] = [
+    blocks: list[TextBlock] = [
         f"{about['name']}: {about['vertices']:,} vertices, {about['edges']:,} directed edges,"
         f" {about['features']} features, {about['classes']} classes",
         *(f"  note: {note}" for note in about["notes"]),
