@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from functools import reduce
 from operator import add
 from typing import Protocol
@@ -16,6 +17,7 @@ from gnnplan.executor.layers.models import Net
 from gnnplan.executor.ranks.learner import Gradients, Learner, fill
 from gnnplan.executor.ranks.rank import Rank
 from gnnplan.planner.problem.problem import Problem
+from gnnplan.planner.vocabulary.schedule import Label
 
 Backward = Callable[[Tensor], Tensor]  # the gradient of a segment's output -> that of its input
 
@@ -59,6 +61,12 @@ class Worker(ABC):
         workload, epoch = self.problem.workload, step if self.clock is None else self.clock
         p = workload.dropout if self.training else 0.0
         return Drop(p, workload.seed, epoch, layer, vertices, first, self.training)
+
+    def computing(
+        self, op: str, step: int, direction: str = "", layer: int | None = None
+    ) -> AbstractContextManager[None]:
+        """Return the span of a computation, under the schedule's label."""
+        return self.rank.recorder.span(Label(op, step, direction, layer), "compute")
 
     @property
     def uses_cuda_graph(self) -> bool:

@@ -107,7 +107,7 @@ class Worker(layerwise.Worker):
             inputs.leaf = NOTHING
         exchange, learns = self._exchange(course.width), course.backward and self.training
         outputs, leaf = list[Root](), None  # of the first segment; see backward_prepared
-        with self.rank.recorder.span(Label("prepare", step, "f", layer), "compute"):
+        with self.computing("prepare", step, "f", layer):
             drop = self.drop(step, layer, self.own_vertices)
             if not course.cuts:
                 width = self.shapes.layers[layer - 1].h_in
@@ -128,7 +128,7 @@ class Worker(layerwise.Worker):
         with torch.no_grad():
             gather = partial(net.gather, self.block)
             parts = self._sum_columns(label, exchange, pieces, gather, course.cuts, course.joins)
-        with self.rank.recorder.span(Label("forward", step, layer=layer), "compute"):
+        with self.computing("forward", step, layer=layer):
             sums = [exchange.join(parts) if course.joins else parts[0]]
             del parts
             sums[0].requires_grad_(learns)
@@ -141,7 +141,7 @@ class Worker(layerwise.Worker):
             del out, x, own
 
         def back(gradient: Tensor) -> Tensor:
-            with self.rank.recorder.span(Label("backward", step, layer=layer), "compute"):
+            with self.computing("backward", step, layer=layer):
                 backward([saved.pop()], [gradient])
                 if not course.backward:
                     return gradient
@@ -152,7 +152,7 @@ class Worker(layerwise.Worker):
             parts = self._sum_columns(
                 label._replace(direction="b"), exchange, pieces, gather, course.joins, course.cuts
             )
-            with self.rank.recorder.span(Label("prepare", step, "b", layer), "compute"):
+            with self.computing("prepare", step, "b", layer):
                 gradient = exchange.join(parts) if course.cuts else parts[0]
                 del parts
                 backward_prepared(outputs, gradient, leaf)

@@ -442,7 +442,7 @@ class Worker(StrategyWorker):
         order = chunk_order(self.seed, step, len(self.chunks), self.strategy.shuffle)
         # rows of epoch t = step + 1 become the historical rows of the next `period` epochs
         refresh = (step + 1) % self.strategy.period == 0
-        with self.rank.recorder.span(Label("history", step), "compute"):
+        with self.computing("history", step):
             for layer in self.varying:
                 drops = (self.drop(t, layer, self.vertices) for t in (step - 1, step))
                 self.history.begin_step(layer, *drops)

@@ -193,7 +193,7 @@ class Vanishing(Worker):
         varying = self.whole_share.parts[self.problem.model.first_varying :]
         if not any(part.exchanges_rows for part in varying):
             return super().step(step)
-        with self.rank.recorder.span(Label("lay", step), "compute"):
+        with self.computing("lay", step):
             parts = [
                 self._fresh_part(part, step, n) for n, part in enumerate(self.whole_share.parts, 1)
             ]

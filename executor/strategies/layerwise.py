@@ -271,7 +271,7 @@ class Worker(base.Worker):
         join_halo, varies = None, layer > self.shapes.first_varying
         if varies:
             join_halo = self._current_halo.fetch(step, layer, inputs.outgoing)
-        with self.rank.recorder.span(Label("forward", step, layer=layer), "compute"):
+        with self.computing("forward", step, layer=layer):
             source, own = self.features, None
             if join_halo is not None:
                 own = self._own_in_place(layer, inputs.outgoing)
@@ -287,7 +287,7 @@ class Worker(base.Worker):
         del out, to_leaf, to_source, source, own, segment
 
         def back(gradient: Tensor) -> Tensor:
-            with self.rank.recorder.span(Label("backward", step, layer=layer), "compute"):
+            with self.computing("backward", step, layer=layer):
                 gradient = pending_backward.pop()(gradient)
                 root, to_source = recompute() if recompute else saved.pop()
                 backward([root], [gradient])
@@ -380,7 +380,7 @@ class Worker(base.Worker):
 
     def _encode(self, step: int) -> tuple[LayerInput, Backward]:
         """Run the encoder; return layer 1's input and the encoder's backward function."""
-        with self.rank.recorder.span(Label("encode", step, "f"), "compute"):
+        with self.computing("encode", step, "f"):
             drop = self.drop(step, 0, self.vertices[1][: self.features.shape[0]])
             encoded = self.net.encode(self.features, drop)
             if self.net.initial:
@@ -388,7 +388,7 @@ class Worker(base.Worker):
             inputs, to_leaf = self._make_input(encoded, step, 1)
 
         def back(gradient: Tensor) -> Tensor:
-            with self.rank.recorder.span(Label("encode", step, "b"), "compute"):
+            with self.computing("encode", step, "b"):
                 gradient = to_leaf(gradient)
                 if self.x0 is not None:
                     gradient = gradient + gradient_of(self.x0)
@@ -410,7 +410,7 @@ class Worker(base.Worker):
         end = len(self.layers) + 1
         # link prediction: fetch the other ends of this rank's pairs
         last.leaf = self.plain_halo.fetch(step, end, last.leaf.detach())().requires_grad_()
-        with self.rank.recorder.span(Label("loss", step), "compute"):
+        with self.computing("loss", step):
             drop = self.drop(step, end, self.scored_vertices)
             moments = last.moments.values if last.moments else None
             logits = self.net.decode(last.leaf, drop, moments)

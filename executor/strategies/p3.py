@@ -370,20 +370,20 @@ class Worker(OnBatches):
         step, net, share, workload = batch.step, batch.net, batch.share, self.problem.workload
         batch.pulled.result()  # wait here, outside the span
         blocks, sources, targets = batch.above
-        with self.rank.recorder.span(Label("forward", step), "compute"):
+        with self.computing("forward", step):
             summed, to_sums = collecting(self._sum_columns(batch))
             h = cast(ColumnLayer, net.layer(1)).apply(summed, net.relu_after(1))
             del summed
             for number, (block, source) in enumerate(zip(blocks, sources, strict=True), 2):
                 drop = self.drop(step, number, source)
                 h = net.layer(number)(block, h, drop, None, net.relu_after(number))
-        with self.rank.recorder.span(Label("loss", step), "compute"):
+        with self.computing("loss", step):
             leaf, root = h.detach().requires_grad_(), root_of(h)
             del h
             logits = net.decode(leaf)
             loss = targets.loss(logits)
             loss.backward()  # type: ignore[no-untyped-call]
-        with self.rank.recorder.span(Label("backward", step), "compute"):
+        with self.computing("backward", step):
             backward([root], [gradient_of(leaf)])
             batch.gradient = to_sums()
         batch.pushed = self._move(
@@ -410,9 +410,7 @@ class Worker(OnBatches):
         """Compute the gradient of this rank's columns of the first weight, for all blocks."""
         pushed, step = batch.pushed.result(), batch.step
         with ExitStack() as self.tail_spans:
-            self.tail_spans.enter_context(
-                self.rank.recorder.span(Label("backward", step, layer=1), "compute")
-            )
+            self.tail_spans.enter_context(self.computing("backward", step, layer=1))
             gradient = torch.empty_like(batch.partial)
             gradient[batch.own] = batch.gradient
             gradient[batch.exchange.positions] = pushed
