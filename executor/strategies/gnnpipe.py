@@ -69,6 +69,7 @@ from gnnplan.planner.ownership.layout import Chunks
 from gnnplan.planner.problem.problem import Problem
 from gnnplan.planner.strategies.base import settled
 from gnnplan.planner.strategies.gnnpipe import GNNPipe, chunk_order
+from gnnplan.planner.vocabulary.numbers import offsets
 from gnnplan.planner.vocabulary.schedule import Label
 
 
@@ -128,7 +129,7 @@ def make_chunks(
         ids = cut.rows(c, member)
         rows = slice(start, start + ids.size)
         start = rows.stop
-        indptr = np.concatenate([[0], np.cumsum(graph.degree_of(ids))])
+        indptr = offsets(graph.degree_of(ids))
         columns, own_places = place[graph.neighbours(ids)], np.arange(rows.start, rows.stop)
         sources = np.concatenate([own_places, np.setdiff1d(columns, own_places)])
         position[sources] = np.arange(sources.size)

@@ -45,6 +45,7 @@ from gnnplan.planner.graph.sampling import count_items
 from gnnplan.planner.problem.problem import Problem
 from gnnplan.planner.strategies import P3
 from gnnplan.planner.strategies.minibatch.p3 import DELAY, HEADER, period, sliced
+from gnnplan.planner.vocabulary.numbers import offsets
 from gnnplan.planner.vocabulary.schedule import Label
 
 
@@ -85,8 +86,8 @@ class ColumnSampler(Sampler):
         """Merge the blocks of all peers. A block: header, sources' ids, degrees, positions."""
         # by peer: numbers of sources, rows, edges
         counts = np.array([block[:HEADER] for block in blocks], dtype=np.int64)
-        first = np.concatenate([[0], np.cumsum(counts[:, 1])])
-        first_extra = first[-1] + np.concatenate([[0], np.cumsum(counts[:, 0] - counts[:, 1])])
+        first = offsets(counts[:, 1])
+        first_extra = first[-1] + offsets(counts[:, 0] - counts[:, 1])
         source, degrees, indices = np.empty(counts[:, 0].sum(), np.int64), [], []
         for i, (block, (sources, rows, edges)) in enumerate(
             zip(blocks, counts.tolist(), strict=True)
@@ -99,7 +100,7 @@ class ColumnSampler(Sampler):
             degrees.append(degree)
             indices.append(index[places])
             assert places.size == edges
-        indptr = np.concatenate([[0], np.cumsum(np.concatenate(degrees))])
+        indptr = offsets(np.concatenate(degrees))
         merged = weighted_block(
             self.graph,
             self.edges[0],

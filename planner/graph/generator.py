@@ -18,6 +18,7 @@ from gnnplan.planner.graph.graph import AT_ONCE, Array, must_fit
 from gnnplan.planner.graph.parts import Parts
 from gnnplan.planner.vocabulary.errors import SpecError
 from gnnplan.planner.vocabulary.files import MOST_SHOWN, suggest
+from gnnplan.planner.vocabulary.numbers import offsets
 from gnnplan.planner.vocabulary.units import number_of
 
 # (labels before noise [N], blocks of edges, notes)
@@ -182,7 +183,7 @@ def _pairs(
     n = len(community)
     weight = (1 - rng.random(n)) ** (-1 / (skew - 1))
     # capped, so that no hub is connected to everything
-    cumulative = np.concatenate([[0.0], np.cumsum(np.minimum(weight, 50 * weight.mean()))])
+    cumulative = offsets(np.minimum(weight, 50 * weight.mean()))
     first = np.searchsorted(community, np.arange(community[-1] + 1))
     bounds = cumulative[np.append(first, n)]
 

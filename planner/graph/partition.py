@@ -37,7 +37,7 @@ from gnnplan.planner.graph.part_folder import PartGraph
 from gnnplan.planner.graph.sampling import GOLDEN, drawn_as, frontier, mix, presampled, seeds_in
 from gnnplan.planner.vocabulary.errors import SpecError
 from gnnplan.planner.vocabulary.files import cannot_write, one_of, suggest
-from gnnplan.planner.vocabulary.numbers import ranges, runs
+from gnnplan.planner.vocabulary.numbers import offsets, ranges, runs
 from gnnplan.planner.vocabulary.progress import inner_phase
 from gnnplan.planner.vocabulary.units import show_bytes, show_count
 
@@ -204,7 +204,7 @@ def for_metis(
         )
     if len(indices) > MOST_EDGES:
         kept = thinned(edges, MOST_EDGES)
-        indptr = np.concatenate([[0], np.cumsum(kept, dtype=np.int64)])[indptr]
+        indptr = offsets(kept)[indptr]
         indices, weights = indices[kept], None if weights is None else weights[kept]
     adjacency = pymetis.CSRAdjacency(indptr.astype(np.int64), indices.astype(np.int64))
     return adjacency, None if weights is None else weights.astype(np.int64, copy=False)
@@ -354,8 +354,8 @@ def edges_between(graph: Graph, rows: Array) -> Csr:
     for run in runs(degree, AT_ONCE):
         ends = place[graph.neighbours(rows[run])]
         found.append(ends[ends >= 0])
-        inside.append(np.append(0, np.cumsum(ends >= 0))[np.append(0, np.cumsum(degree[run]))])
-    indptr = np.append(0, np.cumsum(np.concatenate([np.diff(ends) for ends in inside])))
+        inside.append(offsets(ends >= 0)[offsets(degree[run])])
+    indptr = offsets(np.concatenate([np.diff(ends) for ends in inside]))
     columns = np.concatenate(found)
     edges = matrix_of(CsrEdges(indptr, columns), np.ones(columns.size, bool))
     return both_ways(edges) if graph.stats.directed else edges

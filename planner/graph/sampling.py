@@ -43,7 +43,7 @@ from numpy.typing import NDArray
 
 from gnnplan.planner.gnn.workload import ALL, Workload
 from gnnplan.planner.graph.graph import Graph, GraphStats, freeze, spread_of
-from gnnplan.planner.vocabulary.numbers import ranges
+from gnnplan.planner.vocabulary.numbers import offsets, ranges
 
 # Streams of random numbers: the first number of each seed, so that draws for different purposes are
 # independent. Do not reuse or change these numbers, or runs are no longer reproducible.
@@ -96,7 +96,7 @@ def draw(graph: Graph, vertices: Ids, fanout: int, key: NDArray[np.uint64]) -> t
     Returns (indptr [V+1], places of the edges in graph.indices [edges])."""
     start, degree = graph.indptr[vertices], graph.indptr[vertices + 1] - graph.indptr[vertices]
     counts = taken(degree, fanout)
-    indptr = np.concatenate([[0], np.cumsum(counts)])
+    indptr = offsets(counts)
     # the first edges of each vertex: already correct for vertices that keep every edge
     places = ranges(start, counts)
     sampled = np.flatnonzero(degree > counts)
@@ -226,7 +226,7 @@ def hold_out(graph: Graph) -> Graph:
     fate = (upper.astype(np.float64) / (2.0**32 * HELD_OUT_SHARE)).astype(np.int64)
     kept = fate > 1
     lengths = np.bincount(destination[kept], minlength=stats.vertices)
-    indptr, indices = np.concatenate([[0], np.cumsum(lengths)]), graph.indices[kept]
+    indptr, indices = offsets(lengths), graph.indices[kept]
     held_out = [np.stack([source[fate == part], destination[fate == part]]) for part in (0, 1)]
     edge_fields = {name: field[kept] for name, field in graph.edge_fields.items()}
     freeze(indptr, indices, *held_out, *edge_fields.values())

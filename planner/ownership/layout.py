@@ -38,7 +38,7 @@ from gnnplan.planner.graph.partition import (
     version_of,
 )
 from gnnplan.planner.graph.sampling import BATCHES, EXPANSION
-from gnnplan.planner.vocabulary.numbers import RankMatrix, runs
+from gnnplan.planner.vocabulary.numbers import RankMatrix, offsets, runs, split
 
 FAR = np.iinfo(np.int16).max  # "unreachable", in hops: more than any model has layers
 AT_ONCE = 1 << 22  # edges per block, so that temporaries are small compared to the graph
@@ -69,7 +69,7 @@ class RankLayer:
     @property
     def by_sender(self) -> list[np.ndarray]:
         """The ids of the halo rows of each sender."""
-        return np.split(self.halo, np.cumsum(self.received)[:-1])
+        return split(self.halo, self.received)
 
 
 @dataclass(frozen=True)
@@ -386,7 +386,7 @@ class Layout:
         for start in range(0, columns.size, AT_ONCE):  # numpy copies indices to int64
             block = columns[start : start + AT_ONCE]
             block[:] = position[block]
-        return np.concatenate([[0], np.cumsum(degree)]), columns
+        return offsets(degree), columns
 
     def degrees(self, rank: int) -> tuple[np.ndarray, np.ndarray]:
         """Return the in- and out-degrees [N] among the rows that the rank's server may read."""

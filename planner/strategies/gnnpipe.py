@@ -98,7 +98,7 @@ from gnnplan.planner.strategies.program.program import (
     Receive,
 )
 from gnnplan.planner.vocabulary.errors import SpecError
-from gnnplan.planner.vocabulary.numbers import RankMatrix
+from gnnplan.planner.vocabulary.numbers import RankMatrix, offsets
 from gnnplan.planner.vocabulary.schedule import Compute
 
 LOSSY = ("shuffle", "historical_gradients", "period", "bits")  # knobs that change the gradient
@@ -641,7 +641,7 @@ def balance(seconds: Sequence[float], stages: int) -> tuple[int, ...]:
     >>> balance([1, 1, 1, 1, 1], 2), balance([4, 1, 1, 1, 1], 2)
     ((3, 2), (1, 4))
     """
-    before, layers = np.concatenate([[0.0], np.cumsum(seconds)]), len(seconds)
+    before, layers = offsets(seconds), len(seconds)
 
     def latest_fill(limit: float) -> list[int]:
         """Return each stage's first layer if stages, from the last on, fill `limit` seconds."""

@@ -85,6 +85,20 @@ def typical(values: Sequence[float], period: int = 1) -> float:
     return mean(median(values[first::period]) for first in range(min(period, len(values))))
 
 
+def offsets(lengths: Any) -> NDArray[Any]:
+    """Return where each of several consecutive pieces of these lengths begins, and their end.
+
+    >>> offsets([2, 3]).tolist()
+    [0, 2, 5]
+    """
+    return np.append(0, np.cumsum(lengths))
+
+
+def split(array: NDArray[Any], lengths: Any) -> list[NDArray[Any]]:
+    """Cut an array into consecutive pieces of these lengths."""
+    return np.split(array, np.cumsum(lengths)[:-1])
+
+
 def ranges(starts: NDArray[Any], lengths: NDArray[Any]) -> NDArray[Any]:
     """Return the concatenation of the ranges start, start + 1, .. of the given lengths.
 

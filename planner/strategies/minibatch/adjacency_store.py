@@ -41,7 +41,7 @@ from gnnplan.planner.strategies.minibatch.feature_store import (
     provider_of,
 )
 from gnnplan.planner.vocabulary.errors import SpecError
-from gnnplan.planner.vocabulary.numbers import Outer
+from gnnplan.planner.vocabulary.numbers import Outer, offsets
 
 NEIGHBOUR = 4  # bytes of a neighbour's id, in a list or in an answer
 ENTRY = 8  # bytes of a list's offset
@@ -159,7 +159,7 @@ def thinned(graph: Graph, keep: NDArray[np.bool_]) -> Graph:
     if graph.edge_fields:
         kept = np.repeat(keep, graph.degree)
         fields = {name: field[kept] for name, field in graph.edge_fields.items()}
-    indptr = np.concatenate([[0], np.cumsum(degree)])
+    indptr = offsets(degree)
     return graph.with_edges(indptr, graph.neighbours(np.flatnonzero(keep)), fields)
 
 

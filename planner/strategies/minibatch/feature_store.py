@@ -41,7 +41,7 @@ from gnnplan.planner.ownership.minibatch import Batches, MiniBatch, frontiers, p
 from gnnplan.planner.problem.problem import Problem
 from gnnplan.planner.vocabulary.errors import SpecError
 from gnnplan.planner.vocabulary.files import suggest
-from gnnplan.planner.vocabulary.numbers import Outer, RankMatrix
+from gnnplan.planner.vocabulary.numbers import Outer, RankMatrix, offsets
 from gnnplan.planner.vocabulary.text import show_size
 from gnnplan.planner.vocabulary.units import show_bytes
 
@@ -228,8 +228,8 @@ class EstimatedStore:
         """Return the share of a batch's reads that are of the `rows` most read rows."""
         population = Population.of(self.stats)
         order = np.argsort(-need.read / np.maximum(population.vertices, 1e-300), kind="stable")
-        below = np.concatenate([[0.0], np.cumsum(population.vertices[order])])
-        reads = np.concatenate([[0.0], np.cumsum(need.read[order])])
+        below = offsets(population.vertices[order])
+        reads = offsets(need.read[order])
         return float(np.interp(rows, below, reads) / max(reads[-1], 1e-300))
 
     def loads(self, problem: Problem, batch: MiniBatch) -> Loads:

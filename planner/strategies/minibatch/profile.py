@@ -30,6 +30,7 @@ from gnnplan.planner.ownership.minibatch import Batches
 from gnnplan.planner.strategies.minibatch.feature_store import HOT, hottest
 from gnnplan.planner.strategies.minibatch.on_batches import check_batches
 from gnnplan.planner.strategies.minibatch.supply import ID
+from gnnplan.planner.vocabulary.numbers import offsets
 from gnnplan.planner.vocabulary.progress import notify
 from gnnplan.planner.vocabulary.units import show_count
 
@@ -112,7 +113,7 @@ def _hits(graph: Graph, w: Workload, batches: Batches, probed: int) -> dict[str,
         for step in range(probed):
             for rank in ranks:
                 reads[position[batches.at(step).rows(rank, 0)]] += 1
-        below = np.concatenate([[0], np.cumsum(reads)])
+        below = offsets(reads)
         hits[hot] = {f"{share:g}": float(below[round(share * n)] / below[-1]) for share in CACHED}
     return hits
 
