@@ -26,7 +26,6 @@ from functools import partial
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
 from gnnplan.papers import published, their_software
 from gnnplan.papers.figures import predict, testbed, whole
@@ -36,6 +35,7 @@ from gnnplan.planner.cluster.spec import Cluster
 from gnnplan.planner.problem import inputs
 from gnnplan.planner.problem.inputs import SAME, kept_factors
 from gnnplan.planner.vocabulary.errors import GnnplanError
+from gnnplan.planner.vocabulary.numbers import Floats
 
 MOST = 3  # most constants of a testbed
 # standard deviation of the log error of a figure with the right constants
@@ -102,7 +102,7 @@ def fit_factors(
     counts = [alike[key] * together(row) for key, row in zip(unfitted, rows, strict=True)]
     weights = 1 / np.sqrt(counts) / MISS
 
-    def misses(factors: Mapping[str, float]) -> NDArray[np.float64]:
+    def misses(factors: Mapping[str, float]) -> Floats:
         of = testbeds(factors)
         of_printed = [predict(row, of) / float(row["value"]) for row in rows]
         return np.asarray(weights * np.log(of_printed))

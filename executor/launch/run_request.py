@@ -42,6 +42,7 @@ from gnnplan.planner.vocabulary.files import (
     read_bytes,
     write_atomically,
 )
+from gnnplan.planner.vocabulary.numbers import PerRank
 
 MAX_FILE = 1 << 16  # [B] of options.json
 MOST = 10**9  # largest number of epochs, or restarts
@@ -176,7 +177,7 @@ class RunRequest:
         return last
 
     @property
-    def servers(self) -> tuple[int, ...]:
+    def servers(self) -> PerRank:
         """The server of every rank, in the order of the ranks' GPUs, as launchers number ranks."""
         each = self.cluster.gpus_per_server
         return tuple(gpu // each for gpu in sorted(placement(self.document)))

@@ -26,6 +26,7 @@ from gnnplan.executor.ranks import comm
 from gnnplan.executor.ranks.rank import Rank
 from gnnplan.planner.gnn.workload import Workload
 from gnnplan.planner.vocabulary.errors import SpecError
+from gnnplan.planner.vocabulary.numbers import Group
 from gnnplan.planner.vocabulary.schedule import Label
 
 
@@ -103,7 +104,7 @@ class Gradients:
     def __init__(
         self,
         parameters: Iterable[nn.Parameter],
-        group: tuple[int, ...],
+        group: Group,
         layer: int | None = None,
         after: int | None = None,
     ) -> None:

@@ -17,6 +17,7 @@ from gnnplan.executor.layers.models import Net
 from gnnplan.executor.ranks.learner import Gradients, Learner, fill
 from gnnplan.executor.ranks.rank import Rank
 from gnnplan.planner.problem.problem import Problem
+from gnnplan.planner.vocabulary.numbers import Group
 from gnnplan.planner.vocabulary.schedule import Label
 
 Backward = Callable[[Tensor], Tensor]  # the gradient of a segment's output -> that of its input
@@ -74,7 +75,7 @@ class Worker(ABC):
         return False
 
     @property
-    def reduce_group(self) -> tuple[int, ...]:
+    def reduce_group(self) -> Group:
         """The ranks that hold the same weights as this rank."""
         return tuple(range(self.rank.world))
 

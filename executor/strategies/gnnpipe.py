@@ -68,8 +68,8 @@ from gnnplan.planner.graph.sampling import ROUNDING, Ids
 from gnnplan.planner.ownership.layout import Chunks
 from gnnplan.planner.problem.problem import Problem
 from gnnplan.planner.strategies.base import settled
-from gnnplan.planner.strategies.gnnpipe import GNNPipe, chunk_order
-from gnnplan.planner.vocabulary.numbers import offsets
+from gnnplan.planner.strategies.gnnpipe import GNNPipe, Piece, chunk_order
+from gnnplan.planner.vocabulary.numbers import Group, offsets
 from gnnplan.planner.vocabulary.schedule import Label
 
 
@@ -429,7 +429,7 @@ class Worker(StrategyWorker):
         self.history.remember()
 
     @property
-    def reduce_group(self) -> tuple[int, ...]:
+    def reduce_group(self) -> Group:
         return self.stage.ranks
 
     # -- one step ---------------------------------------------------------------------------------
@@ -541,7 +541,7 @@ class Worker(StrategyWorker):
 
         return self.rank.lanes.submit("send", run)
 
-    def _label(self, op: str, step: int, piece: tuple[int, ...], c: int) -> Label:
+    def _label(self, op: str, step: int, piece: Piece, c: int) -> Label:
         return Label(op, step, layer=piece[0] if self.members > 1 else None, chunk=c)
 
     def _halo(self, step: int, direction: str, layer: int, c: int, rows: Tensor) -> Tensor:

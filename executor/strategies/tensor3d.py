@@ -42,6 +42,7 @@ from gnnplan.planner.problem.problem import Problem
 from gnnplan.planner.strategies import Tensor3D
 from gnnplan.planner.strategies.layerwise.feature_parallel import spans
 from gnnplan.planner.strategies.layerwise.tensor3d import AXES, Axis, Tiles, layers_of, orders
+from gnnplan.planner.vocabulary.numbers import Group
 from gnnplan.planner.vocabulary.schedule import Label
 
 
@@ -100,7 +101,7 @@ class Worker(base.Worker):
         self.layers = layers_of(problem, strategy.grid)
         self.grid, model = strategy.grid, self.layers[0].model
         self.places = {axis: int(self.grid.places(axis)[rank.rank]) for axis in AXES}
-        self.groups: dict[Axis, tuple[int, ...]] = {}
+        self.groups: dict[Axis, Group] = {}
         for axis in AXES:
             for group in self.grid.groups(axis):
                 if len(group) > 1:

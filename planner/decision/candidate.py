@@ -22,7 +22,6 @@ from functools import cached_property
 from typing import NamedTuple
 
 import numpy as np
-from numpy.typing import NDArray
 
 from gnnplan.planner.cluster.placement import proposed
 from gnnplan.planner.cluster.scaling import DRAWS, drawn, normals
@@ -32,10 +31,8 @@ from gnnplan.planner.problem.problem import Problem
 from gnnplan.planner.strategies.base import Memory, Strategy
 from gnnplan.planner.strategies.program.account import Prediction, on_fullest_rank, predict
 from gnnplan.planner.vocabulary.errors import Infeasible, SpecError
-from gnnplan.planner.vocabulary.numbers import FLOAT32, Precision
+from gnnplan.planner.vocabulary.numbers import FLOAT32, Floats, Precision
 from gnnplan.planner.vocabulary.units import show_bytes
-
-Array = NDArray[np.float64]
 
 
 class Miss(NamedTuple):
@@ -81,7 +78,7 @@ class Settled(NamedTuple):
     regret: float  # the least expected regret once the constant is known
 
 
-def missed(kind: str, family: str, exact: bool, precision: Precision = FLOAT32) -> Array:
+def missed(kind: str, family: str, exact: bool, precision: Precision = FLOAT32) -> Floats:
     """Return factors on a predicted epoch, draws of the model's error [DRAWS].
 
     Rounded rows have kernels of their own, so the errors of their predictions are independent, with
@@ -93,12 +90,12 @@ def missed(kind: str, family: str, exact: bool, precision: Precision = FLOAT32) 
     return np.asarray(np.exp(shared * normals("shared") + own * by_kind))
 
 
-def regrets(drawn: Array) -> Array:
+def regrets(drawn: Floats) -> Floats:
     """Return regrets from values to minimise (both [candidates, draws])."""
     return np.asarray(drawn / drawn.min(axis=0) - 1)
 
 
-def range_of(drawn: Array, predicted: float) -> tuple[float, float]:
+def range_of(drawn: Floats, predicted: float) -> tuple[float, float]:
     """Return the 10th and 90th percentile of draws, extended to include the prediction.
 
     Ranges of constants may be asymmetric, so most draws may be on one side of the prediction.
@@ -108,7 +105,7 @@ def range_of(drawn: Array, predicted: float) -> tuple[float, float]:
 
 
 def outlooks(
-    predicted_s: Sequence[float], drawn_s: Array, drawn: Array | None = None
+    predicted_s: Sequence[float], drawn_s: Floats, drawn: Floats | None = None
 ) -> list[Outlook]:
     """Return the candidates' outlooks.
 
@@ -126,7 +123,7 @@ def outlooks(
     ]
 
 
-def settled_regret(drawn: Array, factor: Array) -> float:
+def settled_regret(drawn: Floats, factor: Floats) -> float:
     """Return the expected regret of the best choice if one constant were known.
 
     `drawn` [candidates, draws] are values to minimise; `factor` [draws] multiplies the constant.
@@ -193,7 +190,7 @@ class Candidate:
         return float(self.objective.value(self.problem, self.strategy, self.epoch_s))
 
     @property
-    def drawn(self) -> NDArray[np.float64]:
+    def drawn(self) -> Floats:
         """`value` in each draw of the uncertain constants and predictions [DRAWS]."""
         return self.objective.drawn(self.problem, self.strategy, self.drawn_s)
 
@@ -208,7 +205,7 @@ class Candidate:
         return self.epoch_s * self.epochs.usual
 
     @property
-    def drawn_time_s(self) -> NDArray[np.float64]:
+    def drawn_time_s(self) -> Floats:
         """`time_s` in each draw [DRAWS] [s]."""
         return self.drawn_s * self.epochs.drawn
 
@@ -236,7 +233,7 @@ class Candidate:
         return None if per_second is None else per_second * self.epoch_s
 
     @cached_property
-    def drawn_s(self) -> NDArray[np.float64]:
+    def drawn_s(self) -> Floats:
         """The epoch in each draw of the uncertain constants and predictions [DRAWS] [s].
 
         Draws are described at the begin of this file."""

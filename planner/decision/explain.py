@@ -13,7 +13,6 @@ from itertools import islice
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
 from gnnplan.planner.cluster import scaling as scaled
 from gnnplan.planner.cluster.places import Port, describe_port
@@ -26,7 +25,7 @@ from gnnplan.planner.problem.problem import Problem
 from gnnplan.planner.strategies import Strategy, families, parse
 from gnnplan.planner.vocabulary.errors import GnnplanError
 from gnnplan.planner.vocabulary.files import quoted
-from gnnplan.planner.vocabulary.numbers import Number
+from gnnplan.planner.vocabulary.numbers import Floats, Number
 from gnnplan.planner.vocabulary.progress import notify
 from gnnplan.planner.vocabulary.units import show_bytes, show_count, show_percent, show_time
 
@@ -360,7 +359,7 @@ FACTORS = [2.0, 1.0, *1 / ABOVE, *ABOVE]
 MOST_EDGES = 2_000_000  # most edges of a graph for other depths, which need new layouts
 MOST_ESTIMATED = 64  # most GPUs if only statistics of the graph are known; more take too long
 Scaled = Callable[[Cluster, Number], Cluster]
-Best = tuple[list[Candidate], NDArray[np.float64]]  # the best rival at each factor, and its value
+Best = tuple[list[Candidate], Floats]  # the best rival at each factor, and its value
 
 
 def turning_sentences(found: SearchResult) -> list[str]:
@@ -428,7 +427,7 @@ def best_at(found: SearchResult, scales: Sequence[Scaled], factors: Sequence[flo
     columns = np.ones((len(scales), len(scales), len(factors)))
     columns[range(len(scales)), range(len(scales))] = factors
 
-    def all_values(c: Candidate) -> NDArray[np.float64]:
+    def all_values(c: Candidate) -> Floats:
         cluster = c.problem.cluster
         for scale, column in zip(scales, columns, strict=True):
             cluster = scale(cluster, column.reshape(-1, 1))

@@ -21,7 +21,6 @@ from shlex import quote
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
 from gnnplan.planner.cluster.scaling import factors_of, normals
 from gnnplan.planner.cluster.spec import Cluster
@@ -31,7 +30,7 @@ from gnnplan.planner.problem.problem import Problem
 from gnnplan.planner.strategies.base import Strategy
 from gnnplan.planner.vocabulary.errors import SpecError
 from gnnplan.planner.vocabulary.files import quoted, suggest
-from gnnplan.planner.vocabulary.numbers import Number
+from gnnplan.planner.vocabulary.numbers import Floats, Number
 from gnnplan.planner.vocabulary.units import show_count, show_dollars, show_energy, show_time
 
 # -- epochs ----------------------------------------------------------------------------------------
@@ -50,7 +49,7 @@ class Epochs:
     source: str  # seeds the draws: equal sources draw equal numbers
 
     @property
-    def drawn(self) -> NDArray[np.float64]:
+    def drawn(self) -> Floats:
         """The number of epochs in each draw [DRAWS]; at least 1."""
         factors = np.exp(self.spread * normals(f"epochs {self.source}"))
         return np.maximum(1.0, self.usual * factors)
@@ -123,8 +122,6 @@ WAITING = 20.0  # worth of an hour of waiting [$/h]
 USUAL_PRICE = 2.5  # price of a GPU if the cluster has none [$/h]
 START_S = 300.0  # time of a run besides its epochs: somebody starts it, data are read, .. [s]
 NEAR = 0.1  # share by which a recommendation of fewer GPUs may be worse than the best value
-
-Array = NDArray[np.float64]
 
 
 @dataclass(frozen=True)
@@ -356,7 +353,7 @@ class Objective:
         """Return the objective's value for an epoch of `epoch_s` [s] on the problem's GPUs."""
         return self._counted(problem, epoch_s * self.epochs(problem, strategy).usual)
 
-    def drawn(self, problem: Problem, strategy: Strategy, epochs_s: Array) -> Array:
+    def drawn(self, problem: Problem, strategy: Strategy, epochs_s: Floats) -> Floats:
         """Return the value in each draw [DRAWS], from the epoch in each draw [DRAWS] [s]."""
         out = self._counted(problem, epochs_s * self.epochs(problem, strategy).drawn)
         if self.of == "energy":

@@ -19,7 +19,7 @@ from typing_extensions import TypedDict  # pydantic reads typing's from Python 3
 
 from gnnplan import __version__
 from gnnplan.planner.cluster.spec import Cluster
-from gnnplan.planner.decision.candidate import Array, Candidate, Outlook, evaluate, placed, range_of
+from gnnplan.planner.decision.candidate import Candidate, Outlook, evaluate, placed, range_of
 from gnnplan.planner.decision.objective import ONE, Objective
 from gnnplan.planner.decision.search import Search, SearchResult, parts
 from gnnplan.planner.gnn.model import describe
@@ -38,6 +38,7 @@ from gnnplan.planner.vocabulary.files import (
     suggest,
     write_atomically,
 )
+from gnnplan.planner.vocabulary.numbers import Floats, PerRank
 from gnnplan.planner.vocabulary.units import show_count
 
 AGAIN = "make it again with `gnnplan plan`"
@@ -144,7 +145,7 @@ def counted(candidate: Candidate) -> dict[str, float]:
     """
     objective, epochs, out = candidate.objective, candidate.epochs, dict[str, float]()
 
-    def add(name: str, value: float, drawn: Array) -> None:
+    def add(name: str, value: float, drawn: Floats) -> None:
         names = (name.format(end) for end in ("", "_low", "_high"))
         out.update(zip(names, (value, *range_of(drawn, value)), strict=True))
 
@@ -379,7 +380,7 @@ def is_exact(document: dict[str, Any]) -> bool:
     return bool(document.get("exact", False))
 
 
-def placement(document: dict[str, Any]) -> tuple[int, ...]:
+def placement(document: dict[str, Any]) -> PerRank:
     """Return the GPU of every rank of a plan, numbered over all servers. Raises SpecError."""
     cluster = Cluster.model_validate(document["cluster"])
     servers, each = cluster.servers, cluster.gpus_per_server

@@ -16,7 +16,6 @@ from itertools import islice
 from typing import Any, TypeVar
 
 import numpy as np
-from numpy.typing import NDArray
 
 from gnnplan.planner import strategies
 from gnnplan.planner.cluster.placement import walk
@@ -39,6 +38,7 @@ from gnnplan.planner.decision.objective import TIME, Objective
 from gnnplan.planner.problem.problem import Problem
 from gnnplan.planner.strategies.base import Strategy
 from gnnplan.planner.vocabulary.errors import GnnplanError, Infeasible, SpecError
+from gnnplan.planner.vocabulary.numbers import Floats, PerRank
 from gnnplan.planner.vocabulary.progress import notify
 from gnnplan.planner.vocabulary.units import show_count
 
@@ -259,7 +259,7 @@ def one_reason(strategy: str, reason: str) -> str:
     return f"{strategy}: {reason.removeprefix(f'{strategy} ')}"
 
 
-def _side_by_side(candidates: Sequence[Candidate]) -> NDArray[np.float64]:
+def _side_by_side(candidates: Sequence[Candidate]) -> Floats:
     """Return the candidates' values in each draw [candidates, DRAWS]."""
     return np.stack([candidate.drawn for candidate in candidates])
 
@@ -343,7 +343,7 @@ def least_of(candidates: Sequence[Candidate], comparable: bool = False) -> float
     return min((c.value for c in candidates if c.is_comparable or not comparable), default=np.inf)
 
 
-def parts(cluster: Cluster, sizes_alone: bool = False) -> list[tuple[int, ...]]:
+def parts(cluster: Cluster, sizes_alone: bool = False) -> list[PerRank]:
     """Return parts of the cluster's GPUs that are worth evaluating, the largest first.
 
     The number of servers is halved repeatedly, and so are the GPUs of each server (in the order of

@@ -30,7 +30,7 @@ from gnnplan.planner.gnn.rows import RowFormat
 from gnnplan.planner.gnn.trace import SUM, Setting, Work, block_of
 from gnnplan.planner.gnn.workload import ModuleLayer, Workload
 from gnnplan.planner.vocabulary.numbers import Number, largest
-from gnnplan.planner.vocabulary.schedule import Compute
+from gnnplan.planner.vocabulary.schedule import BothPasses, Compute
 
 # framework operations that compute a dropout mask; the backward pass reuses the mask
 MASK = 5
@@ -298,7 +298,7 @@ class Model:
 
     forward, backward = partialmethod(work, 0), partialmethod(work, 1)
 
-    def project(self, layer: int, rows: Number) -> tuple[Compute, Compute]:
+    def project(self, layer: int, rows: Number) -> BothPasses:
         """Return the forward and backward work of a narrow layer's projection, before exchange."""
         if self.is_cut or not self.narrow_at(layer):
             return self._moved(), self._moved()
@@ -306,7 +306,7 @@ class Model:
 
     def _rowwise(
         self, ways: tuple[Work, Work], rows: Number, launches: tuple[int, int] | None = None
-    ) -> tuple[Compute, Compute]:
+    ) -> BothPasses:
         """Evaluate row-wise forward and backward work (encoder, decoder, projection) on `rows`."""
         block = block_of(rows, rows, 0.0, local=rows)
         first, second = launches or ((3, 6) if self.on_gpu else (6, 10))
@@ -341,12 +341,12 @@ class Model:
         width = self.exchanged_width(layer, narrow)
         return self._moved(1.0 * self.own_copy_passes * rows * width * self.itemsize)
 
-    def pick(self, layer: int, rows: Number, present: Number) -> tuple[Compute, Compute]:
+    def pick(self, layer: int, rows: Number, present: Number) -> BothPasses:
         """Return the forward and backward work of gathering a layer's `rows` of those `present`."""
         width = self.exchanged_width(layer, narrow=False) * self.itemsize
         return self._moved(2.0 * rows * width, 1), self._moved((1.0 * rows + present) * width, 1)
 
-    def apply(self, layer: int, rows: Number, partial: Number) -> tuple[Compute, Compute]:
+    def apply(self, layer: int, rows: Number, partial: Number) -> BothPasses:
         """Return the forward and backward work of computing `rows` of h_l from partial sums.
 
         The `partial` rows are gathered and added up; then follow the bias and ReLU, which a layer
@@ -367,13 +367,11 @@ class Model:
         specs[layer - 1] = replace(specs[layer - 1], bias=False)
         return replace(self, relu=False, layers=tuple(specs))
 
-    def encode(self, rows: Number) -> tuple[Compute, Compute]:
+    def encode(self, rows: Number) -> BothPasses:
         """Return the forward and backward work of the encoder."""
         return self._rowwise(self.encoder_record.passes, rows)
 
-    def finish(
-        self, rows: Number, edges: Number | None = None, negatives: int = 0
-    ) -> tuple[Compute, Compute]:
+    def finish(self, rows: Number, edges: Number | None = None, negatives: int = 0) -> BothPasses:
         """Return the forward and backward work of decoder and loss on a rank's own rows.
 
         edges: for link prediction, positive edges with `negatives` negatives each; None: the loss
@@ -393,7 +391,7 @@ class Model:
         )
         return forward + loss, backward + loss
 
-    def _score(self, rows: Number, edges: Number, negatives: int) -> tuple[Compute, Compute]:
+    def _score(self, rows: Number, edges: Number, negatives: int) -> BothPasses:
         """Return the forward and backward work of pairs' dot products and of their loss."""
         b, width, pairs = self.itemsize, self.classes, edges * (1 + negatives)
         gathered = edges + pairs  # rows of heads and of tails

@@ -42,7 +42,7 @@ from gnnplan.planner.graph.graph import (
 from gnnplan.planner.graph.npy import mapped_array
 from gnnplan.planner.vocabulary.errors import SpecError
 from gnnplan.planner.vocabulary.files import must_be_file, read_bytes
-from gnnplan.planner.vocabulary.numbers import offsets, ranges, runs
+from gnnplan.planner.vocabulary.numbers import Ints, offsets, ranges, runs
 from gnnplan.planner.vocabulary.units import show_count
 
 DESCRIPTION = "parts.json"  # its presence marks a folder of parts
@@ -263,7 +263,7 @@ class PartFolder:
         return x if columns is None else x[:, columns]
 
     @property
-    def indptr(self) -> NDArray[np.int64]:
+    def indptr(self) -> Ints:
         """The indptr [N+1] of the whole graph's CSR."""
         return offsets(self.array(None, "degree"))
 
@@ -351,7 +351,7 @@ class PartGraph(Graph):
     def neighbours(self, rows: NDArray[Any]) -> NDArray[np.int32]:
         return self.folder.ragged(rows, "indptr", "indices")[1][0]
 
-    def degree_of(self, rows: NDArray[Any]) -> NDArray[np.int64]:
+    def degree_of(self, rows: NDArray[Any]) -> Ints:
         return np.asarray(self.degree[rows], np.int64)
 
     @property

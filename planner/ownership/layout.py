@@ -38,7 +38,7 @@ from gnnplan.planner.graph.partition import (
     version_of,
 )
 from gnnplan.planner.graph.sampling import BATCHES, EXPANSION
-from gnnplan.planner.vocabulary.numbers import RankMatrix, offsets, runs, split
+from gnnplan.planner.vocabulary.numbers import PerRank, RankMatrix, offsets, runs, split
 
 FAR = np.iinfo(np.int16).max  # "unreachable", in hops: more than any model has layers
 AT_ONCE = 1 << 22  # edges per block, so that temporaries are small compared to the graph
@@ -141,7 +141,7 @@ class Layout:
         self,
         graph: Graph,
         owner: np.ndarray,
-        servers: tuple[int, ...],
+        servers: PerRank,
         layers: int,
         first_varying: int,
         depth: int = 0,
@@ -176,7 +176,7 @@ class Layout:
 
     def _clear_caches(self) -> None:
         self._pieces: dict[tuple[int, object], RankLayer] = {}
-        self._row_counts: dict[int, tuple[int, ...]] = {}
+        self._row_counts: dict[int, PerRank] = {}
         self._facts: dict[object, LayerCounts] = {}
         self.__dict__.pop("_position", None)
 
@@ -188,7 +188,7 @@ class Layout:
         """Return a key that is equal for layers with equal rows, edges and exchanges."""
         return self._sizes(layer - 1), self._sizes(layer), self.recomputed(layer)
 
-    def _sizes(self, h: int) -> tuple[int, ...]:
+    def _sizes(self, h: int) -> PerRank:
         """Return the number of rows of h_h that each rank computes."""
         if h not in self._row_counts:
             self._row_counts[h] = tuple(

@@ -44,7 +44,7 @@ from gnnplan.planner.graph.sampling import (
     seeds_in,
 )
 from gnnplan.planner.ownership.layout import LayerCounts, Layout
-from gnnplan.planner.vocabulary.numbers import RankMatrix, ranges
+from gnnplan.planner.vocabulary.numbers import PerRank, RankMatrix, ranges
 
 MOST_EDGES = 20_000_000  # sampled edges in all batches that are counted one by one
 MOST_BATCHES = 64  # batches that are counted one by one
@@ -78,7 +78,7 @@ class MiniBatch(Layout):
         self,
         graph: Graph,
         frontiers: Sequence[Frontier],
-        groups: tuple[int, ...],
+        groups: PerRank,
         member: np.ndarray | None,
         first_varying: int,
         scored: Scored | None = None,
@@ -297,7 +297,7 @@ class Batches:
         self,
         graph: Graph,
         workload: Workload,
-        groups: tuple[int, ...],
+        groups: PerRank,
         member: np.ndarray | None,
         first_varying: int,
         split: str = "all",

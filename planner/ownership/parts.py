@@ -36,7 +36,7 @@ from gnnplan.planner.graph.part_folder import (
 from gnnplan.planner.ownership.layout import LayerCounts, Layout, RankLayer, reached
 from gnnplan.planner.vocabulary.errors import SpecError
 from gnnplan.planner.vocabulary.files import folder_lock, remedy_of
-from gnnplan.planner.vocabulary.numbers import offsets, ranges, split
+from gnnplan.planner.vocabulary.numbers import PerRank, offsets, ranges, split
 from gnnplan.planner.vocabulary.progress import notify, say
 from gnnplan.planner.vocabulary.units import show_count
 
@@ -78,7 +78,7 @@ class PartLayout(Layout):
     def _parts(self) -> Any:
         return _Members(self.folder, self.layers)
 
-    def _sizes(self, h: int) -> tuple[int, ...]:
+    def _sizes(self, h: int) -> PerRank:
         return tuple(part.vertices for part in self.folder.parts)
 
     def _piece(self, rank: int, layer: int, rows: int, local: int) -> RankLayer:

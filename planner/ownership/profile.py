@@ -23,6 +23,7 @@ from gnnplan.planner.ownership.estimated import (
 )
 from gnnplan.planner.ownership.layout import distances
 from gnnplan.planner.vocabulary.errors import SpecError
+from gnnplan.planner.vocabulary.numbers import Ints
 
 Array = NDArray[Any]
 VERSION = 1  # version of cached profiles
@@ -70,7 +71,7 @@ def profile(
     return {"graph": _facts(graph, stats), "parts": entries}
 
 
-def within(graph: Graph, part: Array, parts: int, hops: int) -> NDArray[np.int64]:
+def within(graph: Graph, part: Array, parts: int, hops: int) -> Ints:
     """Return the rows within h = 0 .. hops hops of each part, own rows included [hops+1, parts].
 
     A part needs these rows to compute h layers without other parts. The rows at one hop are the

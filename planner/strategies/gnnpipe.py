@@ -99,8 +99,9 @@ from gnnplan.planner.strategies.program.program import (
 )
 from gnnplan.planner.vocabulary.errors import SpecError
 from gnnplan.planner.vocabulary.numbers import RankMatrix, offsets
-from gnnplan.planner.vocabulary.schedule import Compute
+from gnnplan.planner.vocabulary.schedule import BothPasses, Compute
 
+Piece = tuple[int, ...]  # layers without an exchange between them (0: the encoder)
 LOSSY = ("shuffle", "historical_gradients", "period", "bits")  # knobs that change the gradient
 MOST_CHUNKS = 100_000
 # limit of chunks times pairs of a stage's members; a candidate with more is slow to predict
@@ -394,20 +395,20 @@ class Stage:
         """The layers whose inputs change from step to step."""
         return [layer for layer in self.layers if layer > self.model.first_varying]
 
-    def exchanged(self, piece: tuple[int, ...]) -> int:
+    def exchanged(self, piece: Piece) -> int:
         """Return the width of rows exchanged before a piece (backward: after it), or 0."""
         constant = len(self.ranks) == 1 or piece[0] <= self.model.first_varying
         return 0 if constant else self.model.input_width(piece[0])
 
     # -- work ----------------------------------------------------------------------------------
 
-    def kind_of(self, piece: tuple[int, ...]) -> object:
+    def kind_of(self, piece: Piece) -> object:
         """Return a key that is equal for pieces with equal work, of any stage."""
         layers = self.model.layers
         specs = tuple(layers[layer - 1] for layer in piece if layer)
         return piece[0] in (0, 1), len(layers) in piece, len(piece), specs
 
-    def work(self, piece: tuple[int, ...]) -> tuple[Compute, Compute]:
+    def work(self, piece: Piece) -> BothPasses:
         """Return forward and backward work of a piece; arrays over sub-chunks [chunks * g]."""
         rows, model = self.facts.rows.astype(float).ravel(), self.model
         # gives the sums the shape [chunks * g] even if no part computes anything
@@ -417,7 +418,7 @@ class Stage:
         forward, backward = (reduce(add, works) for works in zip(*parts, strict=True))
         return forward, backward
 
-    def _layer_work(self, layer: int) -> tuple[Compute, Compute]:
+    def _layer_work(self, layer: int) -> BothPasses:
         """Return forward and backward work of one layer."""
         facts, model = self.facts, self.model
         rows, edges, sources = (
@@ -498,7 +499,7 @@ class Stage:
             "graph": np.asarray(graph),
         }
 
-    def held(self, piece: tuple[int, ...], is_back: bool) -> OpMemory:
+    def held(self, piece: Piece, is_back: bool) -> OpMemory:
         """Return the memory of a piece on all chunks [g]: what it keeps until backward begins; or,
         in the backward pass, the largest workspace of a chunk, from which on chunks free what they
         kept."""
@@ -565,7 +566,7 @@ def _step(pipe: GNNPipe, problem: Problem) -> Iterator[Op]:
     stages, b = pipe.pipeline(problem), problem.model.itemsize
     facts, g = stages[0].facts, pipe.members(problem)
     rows = facts.rows.astype(float).ravel()  # of each sub-chunk
-    works: dict[object, tuple[Compute, Compute]] = {}  # kind of piece -> forward and backward
+    works: dict[object, BothPasses] = {}  # kind of piece -> forward and backward
 
     def message(stage: Stage, direction: Direction) -> Op:
         """Return the message of a chunk's rows, or of their gradients, to the next stage."""

@@ -71,7 +71,7 @@ from gnnplan.planner.strategies.program.account import machine_code
 from gnnplan.planner.strategies.program.program import Exchange, Op, Program
 from gnnplan.planner.vocabulary.errors import SpecError
 from gnnplan.planner.vocabulary.numbers import Number, Outer
-from gnnplan.planner.vocabulary.schedule import Compute, Gather, Schedule
+from gnnplan.planner.vocabulary.schedule import BothPasses, Compute, Gather, Schedule
 from gnnplan.planner.vocabulary.units import show_bytes
 
 ORDERS = ("coupled", "alternating")
@@ -270,7 +270,7 @@ class ByColumns(Model):
     def narrow_at(self, layer: int) -> bool:
         return self.layers[layer - 1].projects_first
 
-    def prepare(self, layer: int, rows: Number) -> tuple[Compute, Compute]:
+    def prepare(self, layer: int, rows: Number) -> BothPasses:
         """Return forward and backward work on a layer's input rows, before its aggregation."""
         spec = self.layers[layer - 1]
         if spec.projects_first:
@@ -278,7 +278,7 @@ class ByColumns(Model):
         played = self.preparation_record(spec, varies=layer > self.first_varying)
         return self._rowwise(played.passes, rows, self.prepare_launches(spec))
 
-    def end(self, layer: int, rows: Number) -> tuple[Compute, Compute]:
+    def end(self, layer: int, rows: Number) -> BothPasses:
         """Return forward and backward work after a layer's aggregation."""
         spec = self.layers[layer - 1]
         plain = replace(spec, drops=False, activates=False, norm="none", sums=0)
@@ -394,7 +394,7 @@ def _step(problem: Problem, model: ByColumns, courses: Courses) -> Iterator[Op]:
         work = work + copied(course.width, course.cuts)
         return Op("prepare", direction, layer, work=work, holds=holding)
 
-    def end(layer: int, course: Course | None) -> tuple[Compute, Compute]:
+    def end(layer: int, course: Course | None) -> BothPasses:
         joins = course is None or course.joins
         forward, backward = model.end(layer, rows_of(joins, model.layers[layer - 1].h_out))
         if course is None:

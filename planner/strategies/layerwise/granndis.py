@@ -74,7 +74,7 @@ from gnnplan.planner.strategies.layerwise.exchange import pays
 from gnnplan.planner.strategies.layerwise.graph_parallel import GraphParallel, OnParts, check_trim
 from gnnplan.planner.strategies.layerwise.step import Batches
 from gnnplan.planner.vocabulary.errors import SpecError
-from gnnplan.planner.vocabulary.numbers import numbered
+from gnnplan.planner.vocabulary.numbers import PerRank, numbered
 from gnnplan.planner.vocabulary.units import show_bytes
 
 MOST = 10_000  # the largest max_hop, and the most batches
@@ -380,7 +380,7 @@ class GraNNDis(OnParts):
     def steps(self, problem: Problem) -> int:
         return self.batches or 1
 
-    def tied(self, problem: Problem) -> tuple[int, ...]:
+    def tied(self, problem: Problem) -> PerRank:
         """Return the group of each rank.
 
         Groups are numbered in the order of ranks, so the result does not depend on which server or

@@ -55,15 +55,9 @@ from gnnplan.planner.strategies.layerwise.feature_parallel import shares, why_un
 from gnnplan.planner.strategies.layerwise.graph_parallel import GraphParallel
 from gnnplan.planner.strategies.layerwise.step import finish
 from gnnplan.planner.strategies.program.account import machine_code
-from gnnplan.planner.strategies.program.program import (
-    AllReduce,
-    Exchange,
-    Group,
-    Op,
-    Program,
-)
+from gnnplan.planner.strategies.program.program import AllReduce, Exchange, Op, Program
 from gnnplan.planner.vocabulary.errors import SpecError
-from gnnplan.planner.vocabulary.numbers import Outer
+from gnnplan.planner.vocabulary.numbers import Group, Outer
 from gnnplan.planner.vocabulary.schedule import Compute, Gather
 from gnnplan.planner.vocabulary.units import show_bytes
 

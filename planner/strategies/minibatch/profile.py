@@ -19,7 +19,6 @@ from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
 from gnnplan.planner.gnn.model import Model, describe
 from gnnplan.planner.gnn.workload import ALL, Workload
@@ -30,7 +29,7 @@ from gnnplan.planner.ownership.minibatch import Batches
 from gnnplan.planner.strategies.minibatch.feature_store import HOT, hottest
 from gnnplan.planner.strategies.minibatch.on_batches import check_batches
 from gnnplan.planner.strategies.minibatch.supply import ID
-from gnnplan.planner.vocabulary.numbers import offsets
+from gnnplan.planner.vocabulary.numbers import Ints, offsets
 from gnnplan.planner.vocabulary.progress import notify
 from gnnplan.planner.vocabulary.units import show_count
 
@@ -89,13 +88,13 @@ def probe(graph: Graph | GraphStats, workload: Workload, ranks: Sequence[int]) -
     }
 
 
-def _counts(batches: Batches, probed: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+def _counts(batches: Batches, probed: int) -> tuple[Ints, Ints]:
     """Return sums over ranks: rows of h_0 .. h_L [batches, L + 1], edges [batches, L]."""
     rows, edges = zip(*(batches.at(step).totals() for step in range(probed)), strict=True)
     return np.array(rows), np.array(edges)
 
 
-def _spread(counts: NDArray[np.int64]) -> dict[str, list[float]]:
+def _spread(counts: Ints) -> dict[str, list[float]]:
     """Return mean and 95th percentile over batches, of counts [batches, ..]."""
     return {
         "mean": counts.mean(0).tolist(),

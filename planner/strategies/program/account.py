@@ -38,7 +38,6 @@ from gnnplan.planner.strategies.program.price import (
 )
 from gnnplan.planner.strategies.program.program import (
     Exchange,
-    Group,
     Kind,
     Message,
     Op,
@@ -46,7 +45,7 @@ from gnnplan.planner.strategies.program.program import (
     Receive,
     by_group,
 )
-from gnnplan.planner.vocabulary.numbers import Number, largest, slowest, total
+from gnnplan.planner.vocabulary.numbers import Group, Number, largest, slowest, total
 from gnnplan.planner.vocabulary.schedule import Compute, Label
 from gnnplan.planner.vocabulary.units import show_percent
 

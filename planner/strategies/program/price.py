@@ -41,7 +41,6 @@ from gnnplan.planner.cluster.ports import busiest
 from gnnplan.planner.problem.problem import Cache, Problem
 from gnnplan.planner.strategies.program.program import (
     AllReduce,
-    Group,
     Kind,
     Message,
     Op,
@@ -51,7 +50,7 @@ from gnnplan.planner.strategies.program.program import (
     by_group,
     queue,
 )
-from gnnplan.planner.vocabulary.numbers import Number, largest, slowest, total
+from gnnplan.planner.vocabulary.numbers import Group, Number, largest, slowest, total
 from gnnplan.planner.vocabulary.schedule import Exchange, Label, LocalWork
 
 

@@ -32,7 +32,7 @@ import numpy as np
 
 from gnnplan.planner.gnn.model import OpMemory
 from gnnplan.planner.problem.problem import Problem
-from gnnplan.planner.vocabulary.numbers import ByContent, RankMatrix
+from gnnplan.planner.vocabulary.numbers import ByContent, Group, RankMatrix
 from gnnplan.planner.vocabulary.schedule import (
     Collective,
     Compute,
@@ -50,7 +50,6 @@ from gnnplan.planner.vocabulary.schedule import Sampling as Sampling
 from gnnplan.planner.vocabulary.schedule import Work as Share
 from gnnplan.planner.vocabulary.trace import sampler_lane
 
-Group = tuple[int, ...]  # ranks
 PLACED_BY = 4  # number of steps whose traffic decides the placement; later steps are similar
 
 
