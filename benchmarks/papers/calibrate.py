@@ -23,7 +23,6 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
 
 import numpy as np
 
@@ -35,6 +34,7 @@ from gnnplan.planner.cluster.spec import Cluster
 from gnnplan.planner.problem import inputs
 from gnnplan.planner.problem.inputs import SAME, kept_factors
 from gnnplan.planner.vocabulary.errors import GnnplanError
+from gnnplan.planner.vocabulary.files import Json
 from gnnplan.planner.vocabulary.numbers import Floats
 
 MOST = 3  # most constants of a testbed
@@ -214,7 +214,7 @@ def left_out(rows: Sequence[Row]) -> Testbeds:
     return testbeds
 
 
-def leave_one_out(rows: Sequence[Row]) -> dict[str, Any]:
+def leave_one_out(rows: Sequence[Row]) -> Json:
     """Evaluate the rows, each dataset with constants fitted to the other datasets.
 
     Returns the result of `published.evaluate_rows`. Rows from which a halo, a spread or a factor on

@@ -40,7 +40,7 @@ from gnnplan.planner.graph.sampling import count_items
 from gnnplan.planner.problem.problem import Problem
 from gnnplan.planner.strategies import Strategy, parse
 from gnnplan.planner.vocabulary.errors import SpecError
-from gnnplan.planner.vocabulary.files import one_of
+from gnnplan.planner.vocabulary.files import Json, one_of
 from gnnplan.planner.vocabulary.progress import Notify, reports_progress, silent
 from gnnplan.planner.vocabulary.text import Table, column, table, yes_no
 from gnnplan.planner.vocabulary.units import (
@@ -256,7 +256,7 @@ class Plan(View):
 
     notes: tuple[str, ...] = ()
 
-    def __init__(self, document: dict[str, Any], problem: Problem | None = None) -> None:
+    def __init__(self, document: Json, problem: Problem | None = None) -> None:
         self.document = document  # the content of plan.json
         self.loaded = problem
         """`problem` if its graph is loaded already, else None."""
@@ -276,7 +276,7 @@ class Plan(View):
         return [Answer.of(a) for a in (self.document["best"], *self.document["alternatives"])]
 
     @property
-    def table(self) -> list[dict[str, Any]]:
+    def table(self) -> list[Json]:
         """The numbers of each answer, one row per answer; pandas.DataFrame takes the list."""
         return [answer.row for answer in self.answers]
 

@@ -21,6 +21,7 @@ from gnnplan.planner.decision.search import each_of
 from gnnplan.planner.decision.sweep import Planned, Scaling, sizes_of
 from gnnplan.planner.decision.sweep import scale as scaling
 from gnnplan.planner.vocabulary.errors import GnnplanError, Infeasible, SpecError
+from gnnplan.planner.vocabulary.files import Json
 from gnnplan.planner.vocabulary.progress import Notify, reports_progress, silent
 from gnnplan.planner.vocabulary.text import Table, column, table, yes_no
 from gnnplan.planner.vocabulary.units import (
@@ -149,7 +150,7 @@ class Scale(View):
         names = ("best", "fastest", "cheapest", "slower_from", "worse_from")
         told = {name: size and size.gpus for name in names for size in [getattr(found, name)]}
         vars(self).update(told)
-        self.document: dict[str, Any] = {
+        self.document: Json = {
             "graph": documents.graph_of(problem),
             "workload": problem.workload.model_dump(mode="json"),
             "cluster": problem.cluster.model_dump(mode="json"),
@@ -190,7 +191,7 @@ class Offers(View):
             {"cluster": name, **row} for name, scale in self.scales.items() for row in scale.rows
         ]
         """The numbers of every size of every cluster; pandas.DataFrame takes the list."""
-        self.document: dict[str, Any] = {
+        self.document: Json = {
             "offers": [{"cluster": name, **one.document} for name, one in scales.items()],
             "refused": [{"cluster": name, "reason": str(why)} for name, why in refused.items()],
             **{mark: {"cluster": name, "gpus": size.gpus} for mark, (name, size) in marked.items()},
@@ -286,7 +287,7 @@ def _table(scales: Mapping[str, Scale], marked: Mapping[str, tuple[str, Planned]
     )
 
 
-def _row(found: Scaling, size: Planned) -> dict[str, Any]:
+def _row(found: Scaling, size: Planned) -> Json:
     """Return the numbers of a size: the row of `Plan.table`, and the speedup over fewer GPUs."""
     problem = size.problem
     mode = problem.workload.mode

@@ -24,7 +24,7 @@ from gnnplan.planner.problem.inputs import read_fitted
 from gnnplan.planner.problem.problem import Problem
 from gnnplan.planner.strategies import Prediction, Strategy
 from gnnplan.planner.vocabulary.errors import Infeasible, SpecError
-from gnnplan.planner.vocabulary.files import make_folder, write_atomically
+from gnnplan.planner.vocabulary.files import Json, make_folder, write_atomically
 from gnnplan.planner.vocabulary.progress import notify
 from gnnplan.planner.vocabulary.schedule import Schedule
 from gnnplan.planner.vocabulary.text import Table, cell, column, table
@@ -143,7 +143,7 @@ class Simulation(View):
         cost = ByFlows.like(problem.cost) if flows else problem.cost
         task_graph = TaskGraph(schedule, cost)
         played = play(schedule, cost, task_graph=task_graph)
-        traced, disturbed = played, dict[str, Any]()
+        traced, disturbed = played, Json()
         if noise:
             notify(f"playing {len(schedule.tasks):,} tasks {repetitions:,} times")
             found = epochs(schedule, cost, batches, noise, repetitions, task_graph)
@@ -162,7 +162,7 @@ class Simulation(View):
             ranks = range(schedule.ranks)
             write_traces(trace, traced.spans, ranks, schedule.ranks, "simulated", "simulator")
         last = [task for task in schedule.tasks if task.label.step >= schedule.steps - batches]
-        self.document: dict[str, Any] = {
+        self.document: Json = {
             "strategy": {"name": strategy.name, **strategy.knobs()},
             "ranks": problem.ranks,
             "steps": schedule.steps,
@@ -254,7 +254,7 @@ class Simulation(View):
 
 def _epoch_by_epoch(
     schedule: Schedule, played: Timeline, prediction: Prediction, batches: int, epochs: range
-) -> list[dict[str, Any]]:
+) -> list[Json]:
     """Return seconds and bytes of each of these epochs, for a strategy whose epochs differ."""
     sent = bytes_by_epoch(schedule, batches)
     return [

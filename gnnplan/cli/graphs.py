@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 from gnnplan.api import DEFAULT_GRAPH
 from gnnplan.cli.common import LACKING, numbers, of_function, say_notes, show, verb
 from gnnplan.planner.vocabulary.errors import SpecError
+from gnnplan.planner.vocabulary.files import Json
 from gnnplan.planner.vocabulary.progress import notify
 
 if TYPE_CHECKING:
@@ -242,7 +243,7 @@ def profile(
     show(Blocks(blocks, document), as_json)
 
 
-def batches(mini: dict[str, Any]) -> list[Table]:
+def batches(mini: Json) -> list[Table]:
     """Return the tables of the facts of mini-batches that `probe` measured."""
     from gnnplan.planner.strategies.minibatch.profile import HIGH
     from gnnplan.planner.vocabulary.text import column, table

@@ -10,7 +10,6 @@ from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from itertools import islice
-from typing import Any
 
 import numpy as np
 
@@ -24,7 +23,7 @@ from gnnplan.planner.gnn.workload import ALL
 from gnnplan.planner.problem.problem import Problem
 from gnnplan.planner.strategies import Strategy, families, parse
 from gnnplan.planner.vocabulary.errors import GnnplanError
-from gnnplan.planner.vocabulary.files import quoted
+from gnnplan.planner.vocabulary.files import Json, quoted
 from gnnplan.planner.vocabulary.numbers import Floats, Number
 from gnnplan.planner.vocabulary.progress import notify
 from gnnplan.planner.vocabulary.units import show_bytes, show_count, show_percent, show_time
@@ -126,7 +125,7 @@ def rounded_rows(problem: Problem) -> list[str]:
     return ["; ".join([precision.rounds, rounded_products(problem), *cost])]
 
 
-def rounding_runs() -> list[dict[str, Any]]:
+def rounding_runs() -> list[Json]:
     """Return the measured costs of rounded rows in test accuracy, JSON-ready.
 
     points: difference from float32, ± two_errors (two standard errors of paired differences), both

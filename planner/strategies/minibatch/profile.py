@@ -16,7 +16,6 @@ and split are unknown.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 import numpy as np
 
@@ -29,6 +28,7 @@ from gnnplan.planner.ownership.minibatch import Batches
 from gnnplan.planner.strategies.minibatch.feature_store import HOT, hottest
 from gnnplan.planner.strategies.minibatch.on_batches import check_batches
 from gnnplan.planner.strategies.minibatch.supply import ID
+from gnnplan.planner.vocabulary.files import Json
 from gnnplan.planner.vocabulary.numbers import Ints, offsets
 from gnnplan.planner.vocabulary.progress import notify
 from gnnplan.planner.vocabulary.units import show_count
@@ -37,7 +37,7 @@ CACHED = (0.01, 0.02, 0.05, 0.1, 0.2, 0.5)  # sizes of caches, as shares of all 
 HIGH = 95  # percentile
 
 
-def probe(graph: Graph | GraphStats, workload: Workload, ranks: Sequence[int]) -> dict[str, Any]:
+def probe(graph: Graph | GraphStats, workload: Workload, ranks: Sequence[int]) -> Json:
     """Return the profile of a graph's mini-batches for these numbers of ranks, JSON-ready.
 
     {"batch", "fanouts", "batches": number per epoch, "probed": number drawn, "estimated",
@@ -117,7 +117,7 @@ def _hits(graph: Graph, w: Workload, batches: Batches, probed: int) -> dict[str,
     return hits
 
 
-def _split(model: Model, batches: Batches, probed: int) -> dict[str, Any]:
+def _split(model: Model, batches: Batches, probed: int) -> Json:
     """Return statistics of GSplit's split of these batches.
 
     For layers 1 .. L: the share of edges between owners, and the largest number of edges of a rank
