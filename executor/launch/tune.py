@@ -256,11 +256,7 @@ class _Runner:
 
 
 def train_briefly(
-    document: Json,
-    folder: Path,
-    epochs: int,
-    most_s: float,
-    emulate: float = 0.0,
+    document: Json, folder: Path, epochs: int, most_s: float, emulate: float = 0.0
 ) -> tuple[list[Json], str, bool]:
     """Run a plan's first epochs; return their metrics, the reason of a failure or '', and whether
     all epochs have run within `most_s` seconds.

@@ -458,10 +458,7 @@ class Plan(View):
     @reports_progress
     @typed
     def report(
-        self,
-        output: str | Path,
-        runs: AnyPath | Iterable[AnyPath] = (),
-        notify: Notify = silent,
+        self, output: str | Path, runs: AnyPath | Iterable[AnyPath] = (), notify: Notify = silent
     ) -> Path:
         """Draw the plan and the measurements of its runs as one HTML page that opens offline.
 

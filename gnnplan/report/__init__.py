@@ -44,9 +44,7 @@ THEMES = {
 
 
 def report(
-    plan: Json | str | Path,
-    runs: Sequence[str | Path] = (),
-    output: str | Path = "report.html",
+    plan: Json | str | Path, runs: Sequence[str | Path] = (), output: str | Path = "report.html"
 ) -> Path:
     """Write the page of a plan (document or file) and of its finished runs; return the page's path.
 

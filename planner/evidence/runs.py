@@ -335,13 +335,7 @@ class Run(Compared):
     planned: Candidate
 
     @classmethod
-    def of(
-        cls,
-        folder: str,
-        planned: Candidate,
-        comparison: Json,
-        metrics: Sequence[Json],
-    ) -> Run:
+    def of(cls, folder: str, planned: Candidate, comparison: Json, metrics: Sequence[Json]) -> Run:
         """Create a run from its comparison and the lines of metrics.jsonl (one per epoch)."""
         problem, strategy = planned.problem, str(planned.strategy)
         asked = question_of(problem), question_name(problem), problem.cluster.servers

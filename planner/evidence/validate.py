@@ -219,11 +219,7 @@ def compare(
 
 
 def _compare_bytes(
-    candidate: Candidate,
-    schedule: Schedule,
-    batches: int,
-    metrics: list[Json],
-    ranks: list[Json],
+    candidate: Candidate, schedule: Schedule, batches: int, metrics: list[Json], ranks: list[Json]
 ) -> Json:
     """Compare the bytes that all ranks sent, by operation.
 
