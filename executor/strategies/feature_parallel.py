@@ -53,9 +53,9 @@ class Worker(layerwise.Worker):
     ) -> None:
         graph, workload, device = problem.data, problem.workload, rank.device
         self.rank, self.problem, self.options = rank, problem, ExchangeOptions()
-        self.shapes, self.courses = strategy.arranged(problem)
+        self.model, self.courses = strategy.arranged(problem)
         self.layers = range(1, len(self.courses) + 1)
-        self.net = net_of(self.shapes, workload).to(device)
+        self.net = net_of(self.model, workload).to(device)
         self.plain_halo = self.halo = Halo(rank, {})
         self.errors = self.halo.errors
         self.vertices_in_all = graph.stats.vertices
@@ -77,7 +77,7 @@ class Worker(layerwise.Worker):
         self.to_sum: Tensor | None = None
         if self.courses[0] is None:
             self.cached = self._sum_features(self.features)
-            if not self.shapes.layers[0].reads_own:
+            if not self.model.layers[0].reads_own:
                 self.features = self.features[:0].clone()
 
     def _sum_features(self, x: Tensor) -> Tensor:
@@ -110,13 +110,13 @@ class Worker(layerwise.Worker):
         with self.computing("prepare", step, "f", layer):
             drop = self.drop(step, layer, self.own_vertices)
             if not course.cuts:
-                width = self.shapes.layers[layer - 1].h_in
+                width = self.model.layers[layer - 1].h_in
                 first = spans(width, self.rank.world)[self.rank.rank].start
                 drop = self.drop(step, layer, self.all_vertices, first)
             moments = inputs.moments.values if inputs.moments else None
             prepared = net.prepare(x, drop, moments)
             sent, own = net.gathers(prepared), prepared
-            if prepared.requires_grad and self.shapes.layers[layer - 1].reads_own:
+            if prepared.requires_grad and self.model.layers[layer - 1].reads_own:
                 own = prepared.detach().requires_grad_()
                 leaf = own if learns else None
             outgoing = sent.detach()

@@ -395,7 +395,7 @@ class Worker(StrategyWorker):
         stages, self.members = strategy.pipeline(problem), strategy.members(problem)
         number, self.member = divmod(rank.rank, self.members)
         self.stage = stages[number]
-        self.shapes, self.layers = self.stage.model, self.stage.layers
+        self.model, self.layers = self.stage.model, self.stage.layers
         self.varying = self.stage.varying
         self.previous, self.following = rank.rank - self.members, rank.rank + self.members
         if self.members > 1:
@@ -404,7 +404,7 @@ class Worker(StrategyWorker):
         rank.groups.open_pairs(self.members)
         self.dtype, self.seed = dtype_of(workload.precision), workload.seed
         self.codec = strategy.codec
-        self.net = net_of(self.shapes, workload, self.layers).to(device)
+        self.net = net_of(self.model, workload, self.layers).to(device)
         cut = problem.cut(settled(strategy.chunks), self.members)
         kinds = {self.net.layer(layer).edges for layer in self.layers}
         ids, self.chunks = make_chunks(
@@ -420,7 +420,7 @@ class Worker(StrategyWorker):
         self.scorers = self.targets  # in chunk order; empty before the last stage
         if self.stage.number == 0:
             self.inputs = Inputs(rank, problem, self.net, self.chunks, ids, self.own)
-        widths = {layer: self.shapes.input_width(layer) for layer in self.varying}
+        widths = {layer: self.model.input_width(layer) for layer in self.varying}
         self.history = History(
             self.net, widths, ids.size, self.dtype, device, strategy.historical_gradients
         )
@@ -451,7 +451,7 @@ class Worker(StrategyWorker):
                 self.inputs.prepare(self.drop(step, 1, self.vertices))
         device, dtype = self.rank.device, dtype_of(self.problem.workload.precision.weights)
         loss = torch.zeros((), dtype=dtype, device=device)
-        shape = self.own if self.stage.is_last else 0, self.shapes.classes
+        shape = self.own if self.stage.is_last else 0, self.model.classes
         logits = torch.zeros(shape, dtype=self.dtype, device=device)
         receives = self._post_receives(order, self.previous, self.stage.received)
         sends = list[Future[None]]()
@@ -512,10 +512,10 @@ class Worker(StrategyWorker):
             with self.rank.recorder.span(label._replace(op="unpack", peer=None), "compute"):
                 rows = torch.empty(len(message), width, dtype=self.dtype, device=message.device)
                 message = UniformWidth(self.codec.on_average).unpack(message, rows)
-        if not self.shapes.carried:
+        if not self.model.carried:
             return [message]
         # `contiguous` would not copy an empty tensor, whose strides autograd then warns about
-        parts = message.tensor_split([message.shape[1] - self.shapes.carried], 1)
+        parts = message.tensor_split([message.shape[1] - self.model.carried], 1)
         return [part.clone(memory_format=torch.contiguous_format) for part in parts]
 
     def _send(
@@ -669,7 +669,7 @@ class Worker(StrategyWorker):
         [] if the layer reads constant features.
         """
         if self.stage.number:
-            past = self.shapes.carried
+            past = self.model.carried
             width = self.stage.received - past
             shapes = [(self.own, columns) for columns in (width, past) if columns]
             receives = [

@@ -119,7 +119,7 @@ class Worker(base.Worker):
         self, share: Share, weights: RowWeights | None, transfer: _Transfer | None
     ) -> None:
         problem, device, host = self.problem, self.rank.device, torch.device("cpu")
-        self.shapes, options = problem.model, self.options
+        self.model, options = problem.model, self.options
         self.buckets = buckets_of(problem, options.buckets, options.narrow)
         self.layers = range(1, len(share.parts) + 1)
 
@@ -178,11 +178,11 @@ class Worker(base.Worker):
         the aggregate is computed; None if the rank does not own all destinations.
         """
         self.features = features
-        if not self.shapes.aggregate_cached(1):
+        if not self.model.aggregate_cached(1):
             return
         release_memory()  # the memory of the exchange
         self.cached = self.net.layer(1).gather(self.blocks[1], features)
-        rows = self.blocks[1].n_dst if self.shapes.layers[0].reads_own else 0
+        rows = self.blocks[1].n_dst if self.model.layers[0].reads_own else 0
         self.features = features[:0].clone() if own and rows else features[:rows].clone()
         del features
         if own and rows:
@@ -195,8 +195,8 @@ class Worker(base.Worker):
 
         Returns also the backward function from the rows that the layer exchanges to the leaf.
         """
-        leaf = h.detach().requires_grad_(self.training and layer > self.shapes.first_varying)
-        if not (self.options.narrow and self.shapes.narrow_at(layer)):
+        leaf = h.detach().requires_grad_(self.training and layer > self.model.first_varying)
+        if not (self.options.narrow and self.model.narrow_at(layer)):
             norm = self.net.batch_norm(layer) if self.training else None
             sums = norm.sums(self._moment_rows(leaf)) if norm else None
             return LayerInput(leaf, leaf.detach(), sums=sums), identity
@@ -268,7 +268,7 @@ class Worker(base.Worker):
         gradient of own rows of h_{l-1}, with peers' contributions added, unless they are constant.
         """
         self._reduce_moments(step, layer, inputs)
-        join_halo, varies = None, layer > self.shapes.first_varying
+        join_halo, varies = None, layer > self.model.first_varying
         if varies:
             join_halo = self._current_halo.fetch(step, layer, inputs.outgoing)
         with self.computing("forward", step, layer=layer):
@@ -313,8 +313,8 @@ class Worker(base.Worker):
             return None  # nothing keeps the copy, or recomputation does, or own rows are sums
         exchange = self.plain_halo.exchanges.get(layer)
         copies = exchange is not None and exchange.counts("f")[1] > 0
-        narrow = self.options.narrow and self.shapes.narrow_at(layer)
-        in_place = copies and self.shapes.own_in_place(layer) and not narrow
+        narrow = self.options.narrow and self.model.narrow_at(layer)
+        in_place = copies and self.model.own_in_place(layer) and not narrow
         return rows[: self.blocks[layer].n_dst] if in_place else None
 
     def _join_source(self, layer: int, inputs: LayerInput, rows: Tensor) -> Tensor:
