@@ -424,9 +424,7 @@ class Worker(StrategyWorker):
         self.history = History(
             self.net, widths, ids.size, self.dtype, device, strategy.historical_gradients
         )
-        # before the first step, historical rows are those of the initial weights
-        self._evaluate_exactly()
-        self.history.remember()
+        self.refill(first)  # the first step's historical rows are those of the initial weights
 
     @property
     def reduce_group(self) -> Group:
@@ -633,7 +631,7 @@ class Worker(StrategyWorker):
     # -- evaluation -------------------------------------------------------------------------------
 
     @torch.no_grad()
-    def _evaluate_exactly(self) -> Tensor:
+    def evaluate(self, step: int) -> Tensor:
         """Run forward on the full graph, without dropout or history, stage after stage.
 
         Returns logits [own, C] on the last stage, else an empty tensor. Writes the rows of this
@@ -681,17 +679,13 @@ class Worker(StrategyWorker):
         h = self.net.encode(self.inputs.features)
         return [h, h] if self.net.initial else [h]
 
-    def evaluate(self, step: int) -> Tensor:
-        """Return logits [own, C] on the last stage, without dropout or history."""
-        return self._evaluate_exactly()
-
     def state(self) -> dict[str, Tensor]:
         """Return weights and history."""
         return self.trained() | self.history.state()
 
     def refill(self, step: int) -> None:
         """Recompute historical rows from the current weights, as before the first step."""
-        self._evaluate_exactly()
+        self.evaluate(step)
         self.history.remember()
 
 

@@ -61,11 +61,6 @@ class LayerInput:
     moments: Moments | None = None  # batch norm: over the rows of all ranks
 
 
-def identity(gradient: Tensor) -> Tensor:
-    """Return the gradient: the backward function of an identity."""
-    return gradient
-
-
 def _segment(
     compute: Callable[[Tensor, Tensor | None], Tensor],
     source: Tensor,
@@ -199,7 +194,7 @@ class Worker(base.Worker):
         if not (self.options.narrow and self.model.narrow_at(layer)):
             norm = self.net.batch_norm(layer) if self.training else None
             sums = norm.sums(self._moment_rows(leaf)) if norm else None
-            return LayerInput(leaf, leaf.detach(), sums=sums), identity
+            return LayerInput(leaf, leaf.detach(), sums=sums), lambda gradient: gradient
         drop = self.drop(step, layer, self.vertices[layer][: leaf.shape[0]])
         net = self.net.layer(layer).during(drop)
 

@@ -12,7 +12,6 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import mmap
-import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import cached_property, partial
 from hashlib import blake2b
@@ -365,11 +364,6 @@ class PartGraph(Graph):
     @property
     def reached(self) -> Sequence[int]:
         return self.folder.about.reached
-
-
-def is_part_folder(path: str) -> bool:
-    """Whether `path` is a folder of parts."""
-    return os.path.isfile(os.path.join(path, DESCRIPTION))
 
 
 def read_parts(path: str, source: str, directed: bool = False) -> Graph:

@@ -100,11 +100,6 @@ class LayerCounts:
         return self.halo if self.fresh is None else self.fresh
 
     @property
-    def returned(self) -> RankMatrix:
-        """Rows whose gradients rank i returns to rank j in the backward pass [ranks, ranks]."""
-        return self.sends.T
-
-    @property
     def local(self) -> np.ndarray:
         """Rows of h_{l-1} that each rank has before it receives the halo [ranks]."""
         return (

@@ -347,7 +347,7 @@ def step(
         if layer > model.first_varying and layout.exchanges_rows(layer) and sends:
             width = model.exchanged_width(layer, options.narrow)
             row = options.codec.row_bytes(width, model.itemsize)
-            back = f.sends if isinstance(layout, EstimatedLayout) else f.returned  # symmetric
+            back = f.sends if isinstance(layout, EstimatedLayout) else f.sends.T  # symmetric
             exchanges |= {(layer, "f"): Exchange(f.sends, row), (layer, "b"): Exchange(back, row)}
 
     def work_of(layer: int, direction: str) -> Compute:

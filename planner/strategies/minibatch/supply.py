@@ -141,7 +141,7 @@ class Supply:
             yield self._sampled("draw", drawn + OWNED * asks * batch.facts(layer).sources, layer)
             yield from self._reading(drawn, layer)
             if asks:
-                ids = batch.facts(layer).returned
+                ids = batch.facts(layer).sends.T
                 yield from sized_exchange("ids", ids, peers, layer=layer, ahead="host")
         if pushed is not None:
             yield from sized_exchange("push", pushed, peers, ahead="host", itemsize=NEIGHBOUR)

@@ -1,5 +1,6 @@
 """Predictions of an epoch's bytes, seconds and memory, from the operations of its steps.
 
+The seconds of an epoch have three parts (`Prediction`):
 
     epoch    the longest path over all lanes and ranks (price.py); where operations overlap, at
              least the seconds for which the busiest port is busy
@@ -42,7 +43,6 @@ from gnnplan.planner.strategies.program.program import (
     Message,
     Op,
     Program,
-    Receive,
     by_group,
 )
 from gnnplan.planner.vocabulary.numbers import Group, Number, largest, slowest, total
@@ -190,7 +190,8 @@ class _Account:
                 self.reported[*_reported(op), number] += times
         self.lag, self.samplers = program.lag, program.samplers
         self.exchanges = [n for n, op in enumerate(self.ops) if isinstance(op.work, Exchange)]
-        self.path, self.overlap = path_of(problem.cache, program, known, numbers), program.overlaps
+        self.path = path_of(problem.cache, program, known, numbers)
+        self.overlaps = bool(program.lag or program.lead or program.order)  # steps, in time
         self.in_stages = any(op.ranks for op in self.ops)
         representatives = None if self.in_stages else distinct_ranks(problem, self.ops)
         # whether all ranks do the same work on devices of their own, so that none waits for another
@@ -200,7 +201,7 @@ class _Account:
     def epoch_s(self) -> tuple[Number, Prices]:
         """Return the seconds of an epoch, and the prices of operations with contention."""
         alone_s = self.path.seconds(self.cost.cores, self.alone)
-        if not (self.in_stages or self.overlap):
+        if not (self.in_stages or self.overlaps):
             return alone_s, self.alone
         cores = self._busy_cores()
         ports, exchanged = self._busy_ports(*self.times), self._busy_ports(*self.exchanges)
@@ -319,8 +320,7 @@ def _reported(op: Op) -> tuple[Group, Label]:
     """
     if isinstance(op.work, Message):
         return tuple(rank + min(op.work.distance, 0) for rank in op.ranks), Label(op.op, 0)
-    peer = op.work.distance if isinstance(op.work, Receive) else None
-    return op.ranks, Label(op.op, 0, op.direction, None if op.chunks else op.layer, None, peer)
+    return op.ranks, op.label(0)._replace(layer=None if op.chunks else op.layer, chunk=None)
 
 
 Memory = dict[str, np.ndarray]  # use -> bytes per rank [ranks]

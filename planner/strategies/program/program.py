@@ -218,11 +218,6 @@ class Program:
         return self.ops(self.at(t))
 
     @property
-    def overlaps(self) -> bool:
-        """Whether operations of several steps run at the same time."""
-        return bool(self.lag or self.lead or self.order)
-
-    @property
     def by_loss(self) -> bool:
         """Whether a step ends with its loss, instead of with the last of its operations.
 
