@@ -10,7 +10,7 @@ from typing import Any
 
 from gnnplan.api.arguments import Overrides, settings_of, several, text_of, value_of
 from gnnplan.api.view import TextBlock, View, of
-from gnnplan.planner.decision.candidate import Candidate, must_fit
+from gnnplan.planner.decision.candidate import Candidate
 from gnnplan.planner.decision.search import Search
 from gnnplan.planner.decision.sweep import axes, changes, points, rows, to_csv
 from gnnplan.planner.evidence.validate import (
@@ -135,7 +135,7 @@ class Simulation(View):
             make_folder(trace)
         steady, too_little = range(min(1, steps - 1), steps), ""
         try:
-            must_fit(problem, strategy)
+            candidate.must_fit()
         except Infeasible as why:
             too_little = str(why)
         period, over = prediction.period, prediction.over(steady)

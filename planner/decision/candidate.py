@@ -150,23 +150,18 @@ class Candidate:
     objective: Objective = TIME
 
     @classmethod
-    def of(
-        cls, problem: Problem, strategy: Strategy, objective: Objective = TIME, fits: bool = False
-    ) -> Candidate:
-        """Predict a strategy. fits: first check that it fits in memory.
+    def of(cls, problem: Problem, strategy: Strategy, objective: Objective = TIME) -> Candidate:
+        """Predict a strategy, whether or not it fits in memory.
 
         Raises SpecError if the strategy's knobs do not suit the problem, or if no run shows in how
-        many epochs it reaches the target accuracy; Infeasible.
+        many epochs it reaches the target accuracy.
         """
         strategy = strategy.settle(problem)
         strategy.check(problem)
         problem = problem.with_cuda_graph(strategy.uses_cuda_graph)
         if (target := objective.target) and not target.epochs(problem, strategy):
             raise SpecError(target.why_not(problem, strategy))
-        known = {"memory": must_fit(problem, strategy)} if fits else {}
-        candidate = cls(strategy, strategy.predict(problem), problem, objective)
-        vars(candidate).update(known)
-        return candidate
+        return cls(strategy, strategy.predict(problem), problem, objective)
 
     def without_cuda_graphs(self) -> Candidate:
         """Return the candidate predicted without CUDA graphs, which recorded epochs do not use."""
@@ -257,34 +252,33 @@ class Candidate:
         """Return use -> bytes on the fullest rank [B]."""
         return on_fullest_rank(self.memory)
 
+    def must_fit(self) -> None:
+        """Raise Infeasible if a server or a device has too little memory."""
+        problem, strategy, device = self.problem, self.strategy, self.problem.cluster.device
+        if not strategy.fits_servers(problem):
+            room, held = problem.cluster.graph_memory, strategy.on_fullest_server(problem)
+            by_use = ", ".join(f"{use}: {show_bytes(nbytes)}" for use, nbytes in held.items())
+            most, spread = sum(held.values()), strategy.more_spread(problem)
+            less = next((f"{each} or " for each in spread if each.fits_servers(problem)), "")
+            raise Infeasible(
+                f"{strategy} has {show_bytes(most)} of the graph in a server's memory ({by_use})"
+                f" but there is {show_bytes(room)} (host_memory); use {less}--set"
+                f" host_memory={_gigabytes(most):g}GB"
+            )
+        uses = self.fullest()
+        if (needed := sum(uses.values())) > device.memory:
+            use = max(uses, key=uses.__getitem__)
+            raise Infeasible(
+                f"{strategy} needs {show_bytes(needed)} on its fullest rank but a {device.name} has"
+                f" {show_bytes(device.memory)}; most of it is {use} ({show_bytes(uses[use])})"
+            )
+
 
 def evaluate(problem: Problem, strategy: Strategy, objective: Objective = TIME) -> Candidate:
     """Predict a strategy, and check that it fits in memory. Raises SpecError, Infeasible."""
-    return Candidate.of(problem, strategy, objective, fits=True)
-
-
-def must_fit(problem: Problem, strategy: Strategy) -> Memory:
-    """Return the memory. Raises Infeasible if a server or a device has too little."""
-    device = problem.cluster.device
-    if not strategy.fits_servers(problem):
-        room, held = problem.cluster.graph_memory, strategy.on_fullest_server(problem)
-        by_use = ", ".join(f"{use}: {show_bytes(nbytes)}" for use, nbytes in held.items())
-        most, spread = sum(held.values()), strategy.more_spread(problem)
-        less = next((f"{each} or " for each in spread if each.fits_servers(problem)), "")
-        raise Infeasible(
-            f"{strategy} has {show_bytes(most)} of the graph in a server's memory ({by_use}) but"
-            f" there is {show_bytes(room)} (host_memory); use {less}--set"
-            f" host_memory={_gigabytes(most):g}GB"
-        )
-    memory = strategy.memory(problem)
-    uses = on_fullest_rank(memory)
-    if (needed := sum(uses.values())) > device.memory:
-        use = max(uses, key=uses.__getitem__)
-        raise Infeasible(
-            f"{strategy} needs {show_bytes(needed)} on its fullest rank but a {device.name} has"
-            f" {show_bytes(device.memory)}; most of it is {use} ({show_bytes(uses[use])})"
-        )
-    return memory
+    candidate = Candidate.of(problem, strategy, objective)
+    candidate.must_fit()
+    return candidate
 
 
 def evaluate_or_save_memory(

@@ -28,7 +28,6 @@ from gnnplan.planner.decision.candidate import (
     Settled,
     evaluate,
     evaluate_or_save_memory,
-    must_fit,
     outlooks,
     placed,
     settled_regret,
@@ -324,7 +323,7 @@ def _fitting(waiting: list[Candidate]) -> Iterator[Candidate]:
     while waiting:
         first = waiting.pop(0)
         try:
-            must_fit(first.problem, first.strategy)
+            first.must_fit()
             yield first
         except Infeasible:
             with_less_memory = first.strategy.with_less_memory()
