@@ -27,14 +27,6 @@ once per layer, when the chunk of that row is processed; the row's gradient is s
 when backward reaches that chunk. A remote row is thus fresh exactly when a local row would be, and
 the hybrid computes the same numbers as the pipeline with the same chunks.
 
-Three options, each with a knob:
-
-    shuffle                 a new order of chunks in every epoch, the same on all stages
-    historical_gradients    True: the previous epoch's gradients are added at historical rows;
-                            False: no gradient passes through them
-    period (alpha)          epoch t reads the embeddings of epoch alpha * floor((t-1) / alpha);
-                            1 is off
-
 Epoch 0 is an evaluation pass with the initial weights. Our choices where the paper is silent:
 
     GCNII's encoder output is a hidden row like any other, so layer 1 may read historical ones.
@@ -122,9 +114,11 @@ class GNNPipe(Strategy):
 
     stages: number of stages, each of ranks / stages ranks; None: as many as the layers allow.
     chunks: number of chunks; None: 4 x stages.
-    shuffle: draw a new order of chunks in every epoch.
-    historical_gradients: add the previous epoch's gradients at historical rows.
-    period: epochs between updates of the history (the paper's alpha); 1: every epoch.
+    shuffle: draw a new order of chunks in every epoch, the same on all stages.
+    historical_gradients: add the previous epoch's gradients at historical rows; False: no gradient
+        passes through them.
+    period: the paper's alpha: epoch t reads the historical rows of epoch
+        alpha * floor((t-1) / alpha); 1: those of the epoch before.
     layers_per_stage: number of layers of each stage; None: divided by cost.
     checkpoint: keep a layer's inputs and gathered rows only, and recompute the rest in the
         backward pass; aggregation is not repeated.

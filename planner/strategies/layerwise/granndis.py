@@ -52,8 +52,9 @@ Bytes per epoch: as graph parallelism, but layers l <= depth + 1 exchange halos 
 first step. Source: GraNNDis (PACT 2024), Sec. 4.1-4.4, Alg. 1. The paper's Eq. 3-9 are not used, as
 they leave out links inside servers and much of an epoch: plans use the counted rows of every layer.
 
-See also step.py in this folder, account.py and program.py in ../program;
-planner/ownership/layout.py for recomputed rows; executor/strategies/granndis.py.
+Memory: `resident` (features, halo rows, edges) and `Holds` (activations) in step.py, in this folder,
+which also has the operations. Seconds: ../program. Recomputed rows: planner/ownership/layout.py.
+Training: executor/strategies/granndis.py.
 """
 
 from __future__ import annotations
