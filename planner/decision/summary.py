@@ -57,7 +57,7 @@ FITTED = "fitted to"  # how the provenance of a fitted constant reads (problem/i
 def summarise(found: SearchResult, turning_points: Sequence[str]) -> dict[str, str]:
     """Return the lines, keyed by their first word.
 
-    turning_points: the result of `sensitivity.sentences`.
+    turning_points: the result of `turning_sentences`.
     """
     problem, best = found.problem, found.best
     return {

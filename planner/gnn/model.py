@@ -569,13 +569,13 @@ def in_turn(operations: Iterable[OpMemory]) -> OpMemory:
     return OpMemory(most, left)
 
 
-def rowwise(record: LayerRecord, rows: Number) -> OpMemory:
+def rowwise_memory(record: LayerRecord, rows: Number) -> OpMemory:
     """Return the memory of an encoder, a decoder or a layer's preparation on `rows` rows."""
     held = record.backward.on(block_of(rows, rows, 0.0))
     return OpMemory(held[1:].max(0), held[0])
 
 
-def footprint(
+def layer_memory(
     model: Model,
     layer: int,
     rows: Number,
@@ -597,7 +597,9 @@ def footprint(
     return LayerMemory(forward[1:].max(0), backward[1:].max(0), forward[0])
 
 
-def block(model: Model, spec: LayerSpec, rows: Number, sources: Number, edges: Number) -> Number:
+def block_bytes(
+    model: Model, spec: LayerSpec, rows: Number, sources: Number, edges: Number
+) -> Number:
     """Return the memory of a layer's edges [B].
 
     A block has its edges as CSR and transposed, with each edge's position in the other form, the
@@ -608,38 +610,38 @@ def block(model: Model, spec: LayerSpec, rows: Number, sources: Number, edges: N
     return edges * (12 + weights) + 4 * (rows + sources) + LONG * sources + structure
 
 
-def decoded(model: Model, own: Number) -> OpMemory:
+def decoder_memory(model: Model, own: Number) -> OpMemory:
     """Return the memory of decoding `own` rows of h_L; without a decoder they are the output."""
     if model.decoder is None:
         return keeps(0.0 * own)
-    return rowwise(model.decoder_record, own)
+    return rowwise_memory(model.decoder_record, own)
 
 
-def loss_itself(model: Model, own: Number, trained: Number) -> Number:
+def loss_bytes(model: Model, own: Number, trained: Number) -> Number:
     """Return the peak memory of the loss on the logits, without the memory of the decoder [B]."""
     chosen = trained * model.classes * model.weight_itemsize  # logits of training vertices
     # training vertices' logits, log-softmax and its gradient; then the gradient of all logits
     return np.maximum(3 * chosen, chosen + own * model.classes * model.itemsize)
 
 
-def loss(model: Model, own: Number, trained: Number) -> OpMemory:
+def loss_memory(model: Model, own: Number, trained: Number) -> OpMemory:
     """Return the memory of decoder and loss on `own` rows, with `trained` training vertices.
 
     The logits stay until the step ends; without a decoder they are h_L itself."""
-    need, logits = decoded(model, own), own * model.classes * model.itemsize
-    most = np.maximum(need.left + loss_itself(model, own, trained), need.most + logits)
+    need, logits = decoder_memory(model, own), own * model.classes * model.itemsize
+    most = np.maximum(need.left + loss_bytes(model, own, trained), need.most + logits)
     return OpMemory(most, logits * (model.decoder is not None))
 
 
-def link_loss(model: Model, own: Number, edges: Number, negatives: int) -> OpMemory:
-    """Return the memory of decoder and link prediction's loss on `own` rows, as `loss` does.
+def link_loss_memory(model: Model, own: Number, edges: Number, negatives: int) -> OpMemory:
+    """Return the memory of decoder and link prediction's loss on `own` rows, as `loss_memory` does.
 
     The loss gathers the rows of heads and tails of `edges` edges, each with `negatives` negatives,
     and multiplies them pair by pair."""
     row = model.classes * model.itemsize
     rows, gathered = own * row, edges * row * (2 + negatives)  # heads and tails
     scores = edges * (1 + negatives) * model.itemsize
-    need, positions = decoded(model, own), 8 * edges * (2 + negatives)
+    need, positions = decoder_memory(model, own), 8 * edges * (2 + negatives)
     # gradients of the gathered rows; then the rows' gradients, once as heads and once as tails
     backward = 2 * scores + np.maximum(gathered + rows, need.most - need.left) + rows
     most = need.left + positions + np.maximum(2 * gathered + 3 * scores, backward)

@@ -160,7 +160,7 @@ class Layout:
                 for server in set(servers)
             }
         # rank -> (ids, last): global ids of its rows; the rank computes h_0 .. h_last of a row
-        self._members = self._regions() if self.inside else self._parts()
+        self._rank_rows = self._regions() if self.inside else self._parts()
         self._clear_caches()
 
     @classmethod
@@ -187,7 +187,7 @@ class Layout:
         """Return the number of rows of h_h that each rank computes."""
         if h not in self._row_counts:
             self._row_counts[h] = tuple(
-                int(np.searchsorted(-last, -h, side="right")) for _, last in self._members
+                int(np.searchsorted(-last, -h, side="right")) for _, last in self._rank_rows
             )
         return self._row_counts[h]
 
@@ -275,9 +275,9 @@ class Layout:
         out.inside = self.inside if inside is None else inside
         out._clear_caches()
         lasts = dict(out._lasts(targets))
-        out._members = [
+        out._rank_rows = [
             self._sorted(ids[lasts[server][ids] >= 0], lasts[server])
-            for server, (ids, _) in zip(self.servers, self._members, strict=True)
+            for server, (ids, _) in zip(self.servers, self._rank_rows, strict=True)
         ]
         return out
 
@@ -299,7 +299,7 @@ class Layout:
             return self.owner, self._position
         rank_of, position = np.full((2, self.graph.stats.vertices), -1, dtype=np.int32)
         for peer in np.flatnonzero(np.equal(self.servers, self.servers[rank])):
-            ids = self._members[peer][0]
+            ids = self._rank_rows[peer][0]
             rank_of[ids], position[ids] = peer, np.arange(ids.size)
         return rank_of, position
 
@@ -307,14 +307,14 @@ class Layout:
     def _position(self) -> np.ndarray:
         """The position of each vertex among its owner's rows, int32 [N]; -1 if it is left out."""
         position = np.full(self.graph.stats.vertices, -1, dtype=np.int32)
-        for rank, (ids, _) in enumerate(self._members):
+        for rank, (ids, _) in enumerate(self._rank_rows):
             own = np.flatnonzero(self.owner[ids] == rank)
             position[ids[own]] = own
         return position
 
     def rows(self, rank: int, h: int) -> np.ndarray:
         """Return the ids of the rows of h_h that the rank computes (h = 0: has), int64 [rows]."""
-        return self._members[rank][0][: self._sizes(h)[rank]]
+        return self._rank_rows[rank][0][: self._sizes(h)[rank]]
 
     def row_counts(self, h: int) -> np.ndarray:
         """Return the number of rows of h_h that each rank computes [ranks]."""
@@ -353,7 +353,7 @@ class Layout:
         columns, _ = self._edges(rank, layer)
         wanted = np.zeros(self.graph.stats.vertices, dtype=bool)
         wanted[columns] = True
-        wanted[self._members[rank][0][:local]] = False
+        wanted[self._rank_rows[rank][0][:local]] = False
         halo = np.flatnonzero(wanted)
         sender, place = (by_vertex[halo] for by_vertex in self._holders(rank, layer))
         sort = np.lexsort((place, sender))

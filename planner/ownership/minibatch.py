@@ -91,7 +91,7 @@ class MiniBatch(Layout):
         self._frontiers, self._allowed = frontiers, {}
         # rank -> positions of its rows among nodes[0] of its group
         self._places: list[np.ndarray] = []
-        self._members = []
+        self._rank_rows = []
         self.owner = np.full(graph.stats.vertices, -1, dtype=np.int32)  # set for seeds only
         for group, place in zip(groups, places_in(groups), strict=True):
             nodes = frontiers[group].nodes
@@ -104,7 +104,7 @@ class MiniBatch(Layout):
                 else np.flatnonzero(member[nodes[0]] == place)
             )
             self._places.append(places)
-            self._members.append((nodes[0][places], last[places]))
+            self._rank_rows.append((nodes[0][places], last[places]))
         self._clear_caches()
         for rank in range(self.ranks):
             self.owner[self.own(rank)] = rank

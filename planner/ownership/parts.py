@@ -43,8 +43,8 @@ from gnnplan.planner.vocabulary.units import show_count
 HOPS = 16  # the folder has the numbers of vertices within 0 .. 16 hops of training vertices
 
 
-class _Members(Sequence[tuple[np.ndarray, np.ndarray]]):
-    """A lazy `Layout._members` for depth 0: rank -> (ids, last), read at access."""
+class _RankRows(Sequence[tuple[np.ndarray, np.ndarray]]):
+    """A lazy `Layout._rank_rows` for depth 0: rank -> (ids, last), read at access."""
 
     def __init__(self, folder: PartFolder, layers: int) -> None:
         self.folder, self.last = folder, np.int16(layers)
@@ -76,7 +76,7 @@ class PartLayout(Layout):
         return self.folder.array(None, "sends")
 
     def _parts(self) -> Any:
-        return _Members(self.folder, self.layers)
+        return _RankRows(self.folder, self.layers)
 
     def _sizes(self, h: int) -> PerRank:
         return tuple(part.vertices for part in self.folder.parts)

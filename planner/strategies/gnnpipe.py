@@ -70,12 +70,12 @@ import numpy as np
 
 from gnnplan.planner.gnn.model import (
     OpMemory,
-    block,
-    decoded,
-    footprint,
+    block_bytes,
+    decoder_memory,
     keeps,
-    loss_itself,
-    rowwise,
+    layer_memory,
+    loss_bytes,
+    rowwise_memory,
 )
 from gnnplan.planner.ownership.layout import ChunkCounts
 from gnnplan.planner.problem.problem import Problem
@@ -272,7 +272,7 @@ class GNNPipe(Strategy):
             return Program.of(
                 list(_step(self, problem)),
                 setup=lambda: setup,
-                chunks=lambda t: chunk_order(seed, t, chunks, self.shuffle),
+                chunk_order=lambda t: chunk_order(seed, t, chunks, self.shuffle),
             )
 
         return problem.cache.get_recent("pipeline", (*question, *partition), make)
@@ -471,7 +471,9 @@ class Stage:
         )
         widths = sum(map(model.input_width, self.varying))
         features, spec = np.zeros(own.size), model.layers[self.layers.start - 1]
-        graph = block(model, spec, own, sources, edges) + 8 * (kept + facts.sends.sum(2).sum(0))
+        graph = block_bytes(model, spec, own, sources, edges) + 8 * (
+            kept + facts.sends.sum(2).sum(0)
+        )
         if self.is_last:
             graph = graph + 16 * own  # labels and masks
         if self.number == 0:
@@ -511,15 +513,15 @@ class Stage:
             for counts in (facts.rows, facts.edges, facts.sources, facts.sends.sum(1))
         )  # [chunks, g]
         if layer == 0:
-            return OpMemory(0.0 * rows, rowwise(model.encoder_record, rows).left)
+            return OpMemory(0.0 * rows, rowwise_memory(model.encoder_record, rows).left)
         spec, varies = model.layers[layer - 1], layer > model.first_varying
         apart = not model.rows(layer).multiplied_first
-        need = footprint(model, layer, rows, sources, edges, apart=apart)
+        need = layer_memory(model, layer, rows, sources, edges, apart=apart)
         saved, workspace, gradients = need.left, need.most - need.left, 0.0 * rows
         # rows gathered for the layer
         read = rows if spec.gathers_linearly and not spec.projects_first else sources
         if varies:
-            saved = saved + rowwise(model.preparation_record(spec), rows + received).left
+            saved = saved + rowwise_memory(model.preparation_record(spec), rows + received).left
             # a copy of own and remote rows, or the layer's inputs saved for recomputation
             checkpoint = rows * (self.pipe.checkpoint and layer > self.layers.start)
             read = read + np.where(received.any(1, keepdims=True), rows + received, checkpoint)
@@ -538,8 +540,8 @@ class Stage:
         if layer == len(model.layers):
             stats, logits = self.problem.stats, rows * model.classes * b
             trained = rows * min(1.0, stats.train_vertices / stats.vertices)
-            scored = decoded(model, rows)
-            kept = kept + scored.left + loss_itself(model, rows, trained) + logits
+            scored = decoder_memory(model, rows)
+            kept = kept + scored.left + loss_bytes(model, rows, trained) + logits
             workspace = np.maximum(workspace, scored.most - scored.left)
         if not self.is_last:  # an unpacked message, and copies of its two parts
             copies = self.pipe.codec.packs + bool(model.carried)
@@ -566,12 +568,12 @@ def _step(pipe: GNNPipe, problem: Problem) -> Iterator[Op]:
         """Return the message of a chunk's rows, or of their gradients, to the next stage."""
         sign, width = SIGNS[direction], stage.sent if direction == "f" else stage.received
         sent = Message(facts.rows * pipe.codec.row_bytes(width, b), sign * g)
-        return Op("pipeline", direction, work=sent, ranks=stage.ranks, chunks=sign)
+        return Op("pipeline", direction, work=sent, ranks=stage.ranks, over_chunks=sign)
 
     def pass_of(stage: Stage, direction: Direction) -> Iterator[Op]:
         """Yield a stage's operations on every chunk in one direction."""
         sign, is_back = SIGNS[direction], direction == "b"
-        op = partial(Op, ranks=stage.ranks, chunks=sign)
+        op = partial(Op, ranks=stage.ranks, over_chunks=sign)
         received, sent = (stage.received, stage.sent)[::sign]
         if received:
             sender = message(stages[stage.number - sign], direction)

@@ -53,7 +53,7 @@ from typing import Self
 import numpy as np
 
 from gnnplan.planner.gnn.layer import COPY
-from gnnplan.planner.gnn.model import Model, OpMemory, block, keeps
+from gnnplan.planner.gnn.model import Model, OpMemory, block_bytes, keeps
 from gnnplan.planner.graph.disk_cache import Stopwatch
 from gnnplan.planner.graph.partition import locality_order
 from gnnplan.planner.ownership.layout import LayerCounts
@@ -162,7 +162,7 @@ class FeatureParallel(Strategy):
         read = model.inputs.stored_bytes(own)
         features = model.inputs.stored_bytes(model.constant_rows(own, own))
         features = features + model.own_index_bytes(own)
-        edges = block(model, model.layers[0], *(stats.vertices,) * 2, stats.edges)
+        edges = block_bytes(model, model.layers[0], *(stats.vertices,) * 2, stats.edges)
         return Resident(
             {"features": np.asarray(features), "graph": np.asarray(edges + 16 * own)},
             code=machine_code(problem),

@@ -52,7 +52,7 @@ Bytes per epoch: as graph parallelism, but layers l <= depth + 1 exchange halos 
 first step. Source: GraNNDis (PACT 2024), Sec. 4.1-4.4, Alg. 1. The paper's Eq. 3-9 are not used, as
 they leave out links inside servers and much of an epoch: plans use the counted rows of every layer.
 
-Memory: `resident` (features, halo rows, edges) and `Holds` (activations) in step.py, in this folder,
+Memory: `resident` (features, halo rows, edges) and `Holds` (activations) in step.py of this folder,
 which also has the operations. Seconds: ../program. Recomputed rows: planner/ownership/layout.py.
 Training: executor/strategies/granndis.py.
 """

@@ -89,10 +89,10 @@ from gnnplan.planner.gnn.model import (
     LayerMemory,
     Model,
     OpMemory,
-    block,
-    footprint,
+    block_bytes,
     in_turn,
     keeps,
+    layer_memory,
     layers_of,
 )
 from gnnplan.planner.gnn.trace import PIECES
@@ -631,7 +631,7 @@ class Batch:
         positions, model = 8 * (self.facts[1].rows - self.first.rows), self.model
         total = 16.0 * self.last.rows + positions
         for spec, f in zip(model.layers, self.facts.values(), strict=True):
-            total = total + block(model, spec, f.rows, f.sources, f.edges)
+            total = total + block_bytes(model, spec, f.rows, f.sources, f.edges)
         return np.asarray(total)
 
     # -- memory --------------------------------------------------------------------------------
@@ -639,7 +639,7 @@ class Batch:
     @property
     def of_first(self) -> LayerMemory:
         """The memory of layer 1, without what follows the sum."""
-        return footprint(self.sliced.without_ends(1), 1, *self.of_rail)
+        return layer_memory(self.sliced.without_ends(1), 1, *self.of_rail)
 
     @property
     def loaded(self) -> Number:

@@ -21,13 +21,13 @@ from typing import Literal
 import numpy as np
 
 from gnnplan.planner.cluster.compute import SECTOR
-from gnnplan.planner.gnn.model import COUNTS_AT_ENDS, block
+from gnnplan.planner.gnn.model import COUNTS_AT_ENDS, block_bytes
 from gnnplan.planner.gnn.trace import PIECES
 from gnnplan.planner.graph.sampling import Ids
 from gnnplan.planner.ownership.layout import LayerCounts
 from gnnplan.planner.ownership.minibatch import Batches, MiniBatch
 from gnnplan.planner.problem.problem import Problem
-from gnnplan.planner.strategies.layerwise.step import blocks, constant
+from gnnplan.planner.strategies.layerwise.step import blocks_bytes, constant_bytes
 from gnnplan.planner.strategies.minibatch.adjacency_store import ENTRY, NEIGHBOUR, Lists, bytes_at
 from gnnplan.planner.strategies.minibatch.feature_store import Features, Loads
 from gnnplan.planner.strategies.program.account import Memory, Resident, machine_code
@@ -229,7 +229,7 @@ class Supply:
         model, nbytes = self.problem.model, np.zeros(self.problem.ranks)
         for spec, f in zip(model.layers, facts, strict=True):
             edges = f.edges if f.remote_own is None else f.edges - spec.self_edges * f.remote_own
-            nbytes = nbytes + block(model, spec, f.rows, f.sources, edges) + COUNTS_AT_ENDS
+            nbytes = nbytes + block_bytes(model, spec, f.rows, f.sources, edges) + COUNTS_AT_ENDS
         return np.asarray(np.rint(nbytes * model.on_gpu).astype(np.int64))
 
     def gathered(self, batch: MiniBatch) -> Iterator[Op]:
@@ -266,8 +266,8 @@ class Supply:
     def resident(self) -> Resident:
         """Return what ranks have besides a step's tensors and graph data in servers' memories."""
         problem, store, on_cpu = self.problem, self.store, self.problem.on_cpu
-        features = self.peak(partial(constant, problem))
-        graph, sampling = self.peak(partial(blocks, problem)), self.peak(self.sampling_peak)
+        features = self.peak(partial(constant_bytes, problem))
+        graph, sampling = self.peak(partial(blocks_bytes, problem)), self.peak(self.sampling_peak)
         elsewhere = buffers = 0.0 * features
         if not self.is_plain:
             elsewhere = features + self.peak(self._arriving)
@@ -341,7 +341,7 @@ class Supply:
             each = max(28, weighing * spec.weighs_edges)
             edges = f.edges + f.rows if spec.self_edges else f.edges
             peak = np.maximum(peak, finished + each * edges + 72 * f.sources)
-            finished = finished + block(model, spec, f.rows, f.sources, f.edges)
+            finished = finished + block_bytes(model, spec, f.rows, f.sources, f.edges)
             drawn = drawn + 4 * batch.sampled(layer)
         return np.asarray(drawn + 2 * self.problem.stats.vertices + peak)
 
@@ -409,7 +409,7 @@ def held_by_sampler(problem: Problem, batch: MiniBatch) -> np.ndarray:
     for layer, spec in layers:
         f = batch.facts(layer)
         peak = np.maximum(peak, kept + LAID[spec.edges][1] * (f.edges + spec.self_edges * f.rows))
-        kept = kept + block(problem.model, spec, f.rows, f.sources, f.edges)
+        kept = kept + block_bytes(problem.model, spec, f.rows, f.sources, f.edges)
     return np.asarray(peak)
 
 

@@ -43,7 +43,7 @@ from gnnplan.planner.strategies.program.program import (
     Message,
     Op,
     Program,
-    by_group,
+    ops_by_group,
 )
 from gnnplan.planner.vocabulary.numbers import Group, Number, largest, slowest, total
 from gnnplan.planner.vocabulary.schedule import Compute, Label
@@ -235,7 +235,7 @@ class _Account:
 
         which: for each kind, whether it counts.
         """
-        sums = self._by_group(prices, which)
+        sums = self._seconds_by_group(prices, which)
         return largest(self._done_s(group, seconds) for group, seconds in sums.items())
 
     def by_operation(self, prices: Prices) -> dict[str, Number]:
@@ -248,7 +248,7 @@ class _Account:
             by_group[group] = by_group.get(group, 0.0) + each * times
         return {kind: largest(by_group.values()) for kind, by_group in sums.items()}
 
-    def _by_group(self, prices: Prices, which: Sequence[bool]) -> dict[Group, Number]:
+    def _seconds_by_group(self, prices: Prices, which: Sequence[bool]) -> dict[Group, Number]:
         """Return the seconds of some kinds of operations on each group of ranks [.., ranks]."""
         sums = dict[Group, Number]()
         for (group, _, number), times in self.reported.items():
@@ -264,7 +264,7 @@ class _Account:
         """Return how long shared cores are busy with work other than transfers [s]."""
         if not self.cost.cores.count:
             return {}
-        own = self._by_group(self.alone, [not op.moves for op in self.ops])
+        own = self._seconds_by_group(self.alone, [not op.moves for op in self.ops])
         return self.cost.cores.core_busy_s(
             np.concatenate([np.atleast_1d(s) for s in own.values()], -1)
         )
@@ -293,11 +293,11 @@ class _Account:
         for direction in (1, -1):
             places, chunks = defaultdict[int, list[int]](list), 0  # place -> numbers of transfers
             for number, op in enumerate(self.ops):
-                if op.chunks == direction and isinstance(op.work, (Exchange, Message)):
+                if op.over_chunks == direction and isinstance(op.work, (Exchange, Message)):
                     link = direction * isinstance(op.work, Message)
                     places[stages[op.ranks] + link].append(number)
                     chunks = len(op.work.nbytes)
-            in_stage = [op.chunks == direction and op.lane != "send" for op in self.ops]
+            in_stage = [op.over_chunks == direction and op.lane != "send" for op in self.ops]
             slot = self.slowest_s(self.alone, in_stage)
             in_all = self._busy_ports(*chain(*places.values()))
             for place, numbers in places.items():
@@ -320,7 +320,7 @@ def _reported(op: Op) -> tuple[Group, Label]:
     """
     if isinstance(op.work, Message):
         return tuple(rank + min(op.work.distance, 0) for rank in op.ranks), Label(op.op, 0)
-    return op.ranks, op.label(0)._replace(layer=None if op.chunks else op.layer, chunk=None)
+    return op.ranks, op.label(0)._replace(layer=None if op.over_chunks else op.layer, chunk=None)
 
 
 Memory = dict[str, np.ndarray]  # use -> bytes per rank [ranks]
@@ -406,7 +406,7 @@ def fullest(problem: Problem, program: Program) -> np.ndarray:
     """Return the peak bytes of a program's operations on each rank [ranks]."""
     most = np.zeros(problem.ranks)
     for step in _steps(program):
-        for ranks, ops in by_group([op for op in step if op.holds]).items():
+        for ranks, ops in ops_by_group([op for op in step if op.holds]).items():
             at = list(ranks) or slice(None)
             held = in_turn(op.holds() for op in ops if op.holds)
             most[at] = np.maximum(most[at], held.most)
