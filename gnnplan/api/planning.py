@@ -29,7 +29,7 @@ from gnnplan.planner.decision.objective import (
     WORDS,
     Objective,
     Target,
-    stated,
+    epochs_by_mode,
     with_fields,
 )
 from gnnplan.planner.decision.plan import Answer, describe_question, take
@@ -147,9 +147,9 @@ def plan(
     wholes = dict[str, ModeComparison]()  # dtype of rows -> comparison of whole trainings
 
     def find(problem: Problem) -> SearchResult:
-        if how.objective.stated is None:
+        if how.objective.epochs_by_mode is None:
             return how(problem)
-        whole = compare(problem, modes, how.objective.stated, how)
+        whole = compare(problem, modes, how.objective.epochs_by_mode, how)
         wholes[problem.workload.dtype] = whole
         return whole.found
 
@@ -215,13 +215,13 @@ def wish(
     if (per or ("training" if is_gpu and target is None else "epoch")) == "training":
         epochs = workload.epochs if "epochs" in given else None
         mode = workload.mode if "mode" in given else None
-        of_modes = stated(problem.stats.name, epochs, mode)
-        counted = Objective(objective or "value", stated=of_modes)
+        of_modes = epochs_by_mode(problem.stats.name, epochs, mode)
+        counted = Objective(objective or "value", epochs_by_mode=of_modes)
     # the mode that the user set, or the forced strategy's; for links and modules the workload's
     modes = list(MODES) if forced is None else [forced.mode]
     if "mode" in given or workload.task == "link" or workload.module:
         modes = [workload.mode]
-    planned = [workload.mode] if counted.stated is None else modes
+    planned = [workload.mode] if counted.epochs_by_mode is None else modes
     items = count_items(workload, problem.stats)
     if modes == ["mini"] and "batch" not in given and 0 < items < workload.batch:
         kind = "edges" if workload.task == "link" else "training vertices"

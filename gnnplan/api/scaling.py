@@ -264,8 +264,8 @@ def _table(scales: Mapping[str, Scale], marked: Mapping[str, tuple[str, Planned]
         for size, numbers in zip(one._found.sizes, one.rows, strict=True)
     ]
     priced = any(one._problem.cluster.price is not None for one in scales.values())
-    stated = first._found.how.objective.stated is not None
-    modes = stated or len({row["mode"] for row in rows}) > 1
+    of_trainings = first._found.how.objective.epochs_by_mode is not None
+    modes = of_trainings or len({row["mode"] for row in rows}) > 1
     over = "the fewest of each cluster" if several else show_count(first._found.first.gpus, unit)
     return table(
         f"speedup over {over}{', exact strategies only' if first.document['exact'] else ''}",
@@ -281,7 +281,7 @@ def _table(scales: Mapping[str, Scale], marked: Mapping[str, tuple[str, Planned]
         column("speedup", show="{:.2f}x".format),
         column("efficiency", show=show_percent),
         column("memory/rank", "memory_bytes", show_bytes),
-        column("$" if stated else "$/epoch", "dollars", show_dollars) if priced else None,
+        column("$" if of_trainings else "$/epoch", "dollars", show_dollars) if priced else None,
         *counted_columns(rows, first.document.get("target_accuracy")),
         column("", "marks"),
     )
@@ -383,7 +383,7 @@ def _use(found: Scaling, unit: str) -> str:
     if best.gpus > best.problem.cluster.gpus_per_server:
         words += f" ({show_count(best.problem.cluster.servers, 'server')})"
     modes = {size.problem.workload.mode for size in found.fitting}
-    if len(modes) > 1 or found.how.objective.stated is not None:
+    if len(modes) > 1 or found.how.objective.epochs_by_mode is not None:
         words += f" on {MODES[best.problem.workload.mode]}"
     words += f" with {best.best.strategy}: {show_long(best.time_s)} {found.how.objective.span}"
     if found.how.objective.of in ("cost", "energy"):

@@ -384,7 +384,7 @@ def turning_sentences(found: SearchResult) -> list[str]:
         asked.append(("the bandwidth inside servers", _links("intra_node", *inside), only))
     asked.append(("the device's speed", scaled.device, None))
     names, scales, bandwidths = zip(*asked, strict=True)
-    answers = zip(names, bandwidths, best_at(found, scales, FACTORS), strict=True)
+    answers = zip(names, bandwidths, best_at(found, scales), strict=True)
     return [sentence for answer in answers for sentence in _sentences_of(found, *answer)]
 
 
@@ -417,14 +417,14 @@ def _sentences_of(
             yield f"{word} {factor:.2g}x of {name}{value} {winner.strategy} wins"
 
 
-def best_at(found: SearchResult, scales: Sequence[Scaled], factors: Sequence[float]) -> list[Best]:
-    """Return, for each number of the cluster, the best rivals if it is multiplied by each factor.
+def best_at(found: SearchResult, scales: Sequence[Scaled]) -> list[Best]:
+    """Return, for each number of the cluster, the best rivals if it is times each of FACTORS.
 
     If the recommended strategy is exact, its rivals are exact. Each rival is predicted once, for
     all numbers and factors.
     """
-    columns = np.ones((len(scales), len(scales), len(factors)))
-    columns[range(len(scales)), range(len(scales))] = factors
+    columns = np.ones((len(scales), len(scales), len(FACTORS)))
+    columns[range(len(scales)), range(len(scales))] = FACTORS
 
     def all_values(c: Candidate) -> Floats:
         cluster = c.problem.cluster

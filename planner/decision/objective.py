@@ -68,7 +68,7 @@ class Epochs:
 ONE = Epochs(1.0, 0.0, "an epoch")
 
 
-def stated(graph: str, asked: int | None, mode: str | None) -> Mapping[str, Epochs]:
+def epochs_by_mode(graph: str, asked: int | None, mode: str | None) -> Mapping[str, Epochs]:
     """Return the epochs of each mode for a graph of this name.
 
     asked: the number of epochs for `mode`, by default for the full graph. The other mode then has
@@ -318,7 +318,7 @@ class Objective:
 
     of: str = "time"  # a key of WORDS
     target: Target | None = None
-    stated: Mapping[str, Epochs] | None = None  # mode -> epochs of a whole training
+    epochs_by_mode: Mapping[str, Epochs] | None = None  # mode -> epochs of a whole training
 
     def __post_init__(self) -> None:
         if self.of not in WORDS:
@@ -327,7 +327,7 @@ class Objective:
     @property
     def is_plain(self) -> bool:
         """Whether the objective is the time of an epoch."""
-        return self.of == "time" and self.target is None and self.stated is None
+        return self.of == "time" and self.target is None and self.epochs_by_mode is None
 
     def check(self, problem: Problem) -> None:
         """Raise SpecError if the cluster lacks the price or the power."""
@@ -345,8 +345,8 @@ class Objective:
 
     def epochs(self, problem: Problem, strategy: Strategy) -> Epochs:
         """Return the number of epochs that the objective counts."""
-        if self.stated is not None:
-            return self.stated[problem.workload.mode]
+        if self.epochs_by_mode is not None:
+            return self.epochs_by_mode[problem.workload.mode]
         return (self.target and self.target.epochs(problem, strategy)) or ONE
 
     def value(self, problem: Problem, strategy: Strategy, epoch_s: Number) -> Number:
@@ -379,7 +379,7 @@ class Objective:
     @property
     def span(self) -> str:
         """The part of a training that the value is of, in words."""
-        if self.stated is not None:
+        if self.epochs_by_mode is not None:
             return "to the end"
         return f"to an accuracy of {self.target.accuracy:g}" if self.target else "per epoch"
 

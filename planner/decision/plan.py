@@ -96,8 +96,8 @@ def runnable_part(found: SearchResult) -> Json:
 def objective_fields(objective: Objective, problem: Problem) -> Json:
     """Return the objective's fields of a plan, JSON-ready."""
     out: Json = {"objective": objective.of}
-    if objective.stated is not None:
-        out["epochs"] = {mode: asdict(of_mode) for mode, of_mode in objective.stated.items()}
+    if (by_mode := objective.epochs_by_mode) is not None:
+        out["epochs"] = {mode: asdict(of_mode) for mode, of_mode in by_mode.items()}
     if target := objective.target:
         out["target_accuracy"] = target.accuracy
         out["evidence"] = [run.folder for run in target.of_question(problem)]
@@ -152,7 +152,7 @@ def counted(candidate: Candidate) -> dict[str, float]:
 
     if epochs != ONE:
         names = "epochs_to_accuracy{}", "time_to_accuracy{}_s"
-        names = names if objective.stated is None else ("epochs{}", "training{}_s")
+        names = names if objective.epochs_by_mode is None else ("epochs{}", "training{}_s")
         add(names[0], epochs.usual, epochs.drawn)
         add(names[1], candidate.time_s, candidate.drawn_time_s)
     if objective.of != "time":

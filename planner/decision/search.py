@@ -150,7 +150,7 @@ class Search:
         objective, found, exact_ones = self.objective, list[Candidate](), list[Candidate]()
         if problem.on_cpu:
             return found
-        for gpus in parts(problem.cluster, sizes_alone=objective.stated is not None):
+        for gpus in parts(problem.cluster, sizes_alone=objective.epochs_by_mode is not None):
             smaller, waiting = problem.placed(gpus), list[Candidate]()
             for strategy in self.candidates(smaller):
                 where = f"on {len(gpus)} of {show_count(problem.ranks, 'GPU')}"

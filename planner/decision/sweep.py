@@ -491,11 +491,11 @@ def in_modes(base: Problem, how: Search, modes: Sequence[str] = ()) -> list[Prob
     Epochs of the two modes are not comparable, but times of trainings or to an accuracy are.
     """
     objective = how.objective
-    if objective.stated is not None:
+    if objective.epochs_by_mode is not None:
         out = []
         for mode in modes or (base.workload.mode,):
             with suppress(SpecError):
-                epochs = round(objective.stated[mode].usual)
+                epochs = round(objective.epochs_by_mode[mode].usual)
                 out.append(with_fields(base, mode=mode, epochs=epochs))
         return out
     other = with_fields(base, mode="mini" if base.workload.mode == "full" else "full")

@@ -220,7 +220,8 @@ def objective_of(document: Json) -> Objective:
     """
     of, accuracy = document.get("objective", "time"), document.get("target_accuracy")
     if "epochs" in document:
-        return Objective(of, stated={m: Epochs(**of_m) for m, of_m in document["epochs"].items()})
+        epochs = {mode: Epochs(**of_mode) for mode, of_mode in document["epochs"].items()}
+        return Objective(of, epochs_by_mode=epochs)
     if accuracy is None:
         return Objective(of)
     return Objective(of, Target(accuracy, trainings(document["evidence"])))

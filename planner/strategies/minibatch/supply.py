@@ -34,7 +34,7 @@ from gnnplan.planner.strategies.program.account import Memory, Resident, machine
 from gnnplan.planner.strategies.program.price import setup_s
 from gnnplan.planner.strategies.program.program import Copy, Exchange, Op, Sampling
 from gnnplan.planner.vocabulary.numbers import Outer, RankMatrix, grouped, numbered
-from gnnplan.planner.vocabulary.schedule import Compute
+from gnnplan.planner.vocabulary.schedule import Compute, HostWork
 
 ID = 8  # bytes of a vertex's id
 # bytes on the host link for one neighbour that a GPU reads: a sector, and as many of headers
@@ -170,9 +170,7 @@ class Supply:
             yield self._sampled("draw", drawn, layer)
             yield Op("edges", layer=layer, work=Exchange(sent, NEIGHBOUR), ahead="host")
 
-    def _sampled(
-        self, what: Literal["draw", "lay"], edges: np.ndarray, layer: int | None = None
-    ) -> Op:
+    def _sampled(self, what: HostWork, edges: np.ndarray, layer: int | None = None) -> Op:
         """Return the operation of samplers that draw or lay out these numbers of edges [ranks]."""
         layers = self.problem.workload.layers if layer is None else 1
         work = Sampling(what, edges, self.samplers, layers)
