@@ -314,7 +314,7 @@ class Sweep(View):
             *((field, lambda row, field=field: row["at"][field]) for field in self.axes),
             (
                 "used" if "ranks" in self.axes else "ranks",
-                lambda row: of(row.get("gpus", row["ranks"]), row["ranks"]),
+                lambda row: of(row.get("gpus") or row["ranks"], row["ranks"]),
             ),
             ("recommended", lambda row: row["best"] or "nothing fits"),
             column("predicted", "predicted_s", show_time),
