@@ -98,8 +98,7 @@ class Chunk:
 
     def gather_sources(self, layer: Layer, sources: Tensor) -> Tensor:
         """Gather the neighbourhood from prepared source rows [S, H_in] -> [size, width]."""
-        rows = layer.project(sources) if layer.projects_first else sources
-        return layer.gather(self.blocks[layer.edges], rows)
+        return layer.gather(self.blocks[layer.edges], layer.gathers(sources))
 
 
 def make_chunks(

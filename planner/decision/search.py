@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from itertools import islice
+from operator import attrgetter
 from typing import Any, TypeVar
 
 import numpy as np
@@ -42,6 +43,7 @@ from gnnplan.planner.vocabulary.progress import notify
 from gnnplan.planner.vocabulary.units import show_count
 
 T = TypeVar("T")
+_value = attrgetter("value")  # of a candidate
 Refusals = tuple[type[GnnplanError], ...]
 MOST_HALVED = 256  # GPUs up to which `parts` halves both the servers and the GPUs of each server
 
@@ -331,10 +333,6 @@ def _fitting(waiting: list[Candidate]) -> Iterator[Candidate]:
                 with suppress(SpecError):
                     variant = Candidate.of(first.problem, with_less_memory, first.objective)
                     insort(waiting, variant, key=_value)
-
-
-def _value(candidate: Candidate) -> float:
-    return candidate.value
 
 
 def least_of(candidates: Sequence[Candidate], comparable: bool = False) -> float:
