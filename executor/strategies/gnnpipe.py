@@ -276,6 +276,7 @@ class History:
         self.net, self.layers = net, list(widths)
         self.past, self.mixed, self.slope = zeros(), zeros(), zeros()
         self.carried = zeros() if carries else {}
+        self.refreshes = False  # whether a step's rows are copied to the past rows
 
     def begin_step(self, layer: int, drop_before: Drop, drop: Drop) -> None:
         """Prepare a layer's rows for a step.
@@ -312,14 +313,13 @@ class History:
         inputs: Tensor,
         x0: Tensor | None,
         drop: Drop,
-        refresh: bool,
         checkpoint: bool,
     ) -> tuple[Tensor, BackwardFrom]:
         """Run a layer on a chunk's input rows, own rows and halo -> output, backward function.
 
-        drop: dropout of these rows. refresh: copy them to the past rows. checkpoint: recompute in
-        the backward pass. The mixed rows cannot be recomputed, as they change before the chunk's
-        backward pass: the rows read from them are kept (if gathering is linear, only their sums).
+        drop: dropout of these rows. checkpoint: recompute in the backward pass. The mixed rows
+        cannot be recomputed, as they change before the chunk's backward pass: the rows read from
+        them are kept (if gathering is linear, only their sums).
         """
         part, relu = self.net.layer(layer).during(drop), self.net.relu_after(layer)
         linear = part.linear and not part.projects_first  # rows' gradient follows from the sums'
@@ -336,7 +336,7 @@ class History:
             own_and_halo = (chunk.rows, slice(0, chunk.size)), (chunk.halo, slice(chunk.size, None))
             for places, rows in own_and_halo:
                 mixed[places] = prepared.detach()[rows]
-                if refresh:
+                if self.refreshes:
                     self.past[layer][places] = x.detach()[rows]
             read = mixed.index_select(0, chunk.sources)
             read = (chunk.gather_sources(part, read) if linear else read).requires_grad_()
@@ -439,7 +439,7 @@ class Worker(StrategyWorker):
         """
         order = chunk_order(self.seed, step, len(self.chunks), self.strategy.shuffle)
         # rows of epoch t = step + 1 become the historical rows of the next `period` epochs
-        refresh = (step + 1) % self.strategy.period == 0
+        self.history.refreshes = (step + 1) % self.strategy.period == 0
         with self.computing("history", step):
             for layer in self.varying:
                 drops = (self.drop(t, layer, self.vertices) for t in (step - 1, step))
@@ -455,7 +455,7 @@ class Worker(StrategyWorker):
         states: dict[int, ChunkState] = {}
         for c in order:
             received = self._receive(receives, step, c, "f", self.previous)
-            state = states[c] = self._forward(step, c, received, refresh)
+            state = states[c] = self._forward(step, c, received)
             if self.stage.is_last:
                 loss = loss + state.loss
                 logits[self.chunks[c].rows] = state.h
@@ -552,7 +552,7 @@ class Worker(StrategyWorker):
         with exchange.recorded(Label("halo", step, direction, layer, c), rows, direction):
             return exchange.swap(direction, exchange.pack(rows) if direction == "f" else rows)
 
-    def _forward(self, step: int, c: int, received: list[Tensor], refresh: bool) -> ChunkState:
+    def _forward(self, step: int, c: int, received: list[Tensor]) -> ChunkState:
         """Run the stage's layers forward on a chunk."""
         chunk, state = self.chunks[c], ChunkState(*received)
         if state.x0 is not None:
@@ -564,7 +564,7 @@ class Worker(StrategyWorker):
             with self.rank.recorder.span(self._label("forward", step, piece, c), "compute"):
                 inputs = torch.cat([state.h, *halo]) if halo else state.h
                 for layer in piece:
-                    root, back = self._layer(step, c, layer, state, inputs, refresh)
+                    root, back = self._layer(step, c, layer, state, inputs)
                     inputs = state.h = root.detach()
                     if layer == self.net.total:
                         root = self._end(step, c, state, root)
@@ -573,14 +573,14 @@ class Worker(StrategyWorker):
         return state
 
     def _layer(
-        self, step: int, c: int, layer: int, state: ChunkState, inputs: Tensor, refresh: bool
+        self, step: int, c: int, layer: int, state: ChunkState, inputs: Tensor
     ) -> tuple[Tensor, BackwardFrom]:
         """Run one layer (0: the encoder) on a chunk's rows -> output, backward function."""
         chunk = self.chunks[c]
         if layer in self.varying:
             drop = self.drop(step, layer, chunk.select(self.vertices))
             recomputes = self.strategy.checkpoint and layer < self.net.total
-            return self.history.forward(layer, chunk, inputs, state.x0, drop, refresh, recomputes)
+            return self.history.forward(layer, chunk, inputs, state.x0, drop, recomputes)
         if layer:  # constant features
             out = self.inputs.first_layer(
                 c, lambda places: self.drop(step, layer, self.vertices[places])

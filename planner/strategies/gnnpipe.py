@@ -444,7 +444,7 @@ class Stage:
             )
         return forward, backward
 
-    def refresh(self) -> Compute:
+    def begin_step(self) -> Compute:
         """Return the work of preparing the historical rows for a step [g].
 
         Past rows are copied to the mixed rows, after dropout if the layer has it, and the slopes
@@ -552,7 +552,7 @@ class Stage:
 def _step(pipe: GNNPipe, problem: Problem) -> Iterator[Op]:
     """Yield the operations of a step, stage by stage. Equal pieces of stages share their work.
 
-    refresh history; every chunk forward; every chunk backward, the last chunk first; update
+    prepare history; every chunk forward; every chunk backward, the last chunk first; update
 
     A chunk:  receive -> [exchange ->] compute ... -> send      forward, from the stage before
               receive -> compute [-> exchange] ... -> send      backward, from the stage after
@@ -596,7 +596,7 @@ def _step(pipe: GNNPipe, problem: Problem) -> Iterator[Op]:
             yield message(stage, direction)
 
     for stage in stages:
-        yield Op("history", work=stage.refresh(), ranks=stage.ranks)
+        yield Op("history", work=stage.begin_step(), ranks=stage.ranks)
         yield from pass_of(stage, "f")
         yield from pass_of(stage, "b")
         if g > 1:
