@@ -137,10 +137,9 @@ class Scale(View):
     cheapest: int | None
     """The number of GPUs that cost the least; None without a price."""
     slower_from: int | None
-    """The number of GPUs from which on every size is slower than the fastest; None: no number."""
+    """The first number of GPUs above `fastest` that is slower; None: no number."""
     worse_from: int | None
-    """The number of GPUs from which on every size is worse than the best, by the objective; None:
-    no number."""
+    """The first number of GPUs above `best` that is worse, by the objective; None: no number."""
 
     def __init__(self, question: Question, found: Scaling) -> None:
         problem, how, self.notes = question.problem, found.how, question.notes
