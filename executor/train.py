@@ -43,7 +43,7 @@ from gnnplan.planner.gnn.workload import FALLING
 from gnnplan.planner.problem.problem import Problem
 from gnnplan.planner.strategies import Strategy
 from gnnplan.planner.vocabulary.errors import GnnplanError, SpecError
-from gnnplan.planner.vocabulary.files import write_atomically
+from gnnplan.planner.vocabulary.files import Json, write_atomically
 from gnnplan.planner.vocabulary.numbers import TF32
 from gnnplan.planner.vocabulary.schedule import Label
 from gnnplan.planner.vocabulary.trace import MOST_SPANS, read_trace, trace_of, write_traces
@@ -56,7 +56,7 @@ T = TypeVar("T")
 SHARE = 0.25  # largest share of the GPU's memory that a replayed step may fill
 WATCHED_EPOCHS = 3  # epochs with a memory watch; by their end every buffer has been filled
 
-Report = Callable[[dict[str, Any]], None]  # receives a line of metrics.jsonl
+Report = Callable[[Json], None]  # receives a line of metrics.jsonl
 
 
 def train(
@@ -141,7 +141,7 @@ class _Training:
             Metrics(out / "metrics.jsonl", self.first) if out and rank.rank == 0 else None
         )
 
-    def _resume(self, checkpoints: Checkpoints, out: Path) -> dict[str, Any]:
+    def _resume(self, checkpoints: Checkpoints, out: Path) -> Json:
         """Load weights and records from the checkpoint, and return its notes."""
         if checkpoints.before is not None:
             return self._take_over(checkpoints, checkpoints.before)
@@ -159,7 +159,7 @@ class _Training:
             ]
         return notes
 
-    def _take_over(self, checkpoints: Checkpoints, before: Mapping[str, Any]) -> dict[str, Any]:
+    def _take_over(self, checkpoints: Checkpoints, before: Mapping[str, Any]) -> Json:
         """Load the weights of another plan, and return notes that name it.
 
         Its bytes and spans are not taken over: they are of another strategy, or of other ranks.
@@ -295,7 +295,7 @@ class _Training:
         """Return the metric's counts of a training step; roc_auc needs all scores of an epoch."""
         return 0 if self.problem.metric == "roc_auc" else self.worker.counts(logits)
 
-    def _append(self, row: dict[str, Any], report: Report) -> None:
+    def _append(self, row: Json, report: Report) -> None:
         if not math.isfinite(row["loss"]):
             lower = self.problem.workload.lr / 10
             whole = ", or leave out bits, which round rows" if self.rounds else ""
@@ -366,7 +366,7 @@ class _Training:
                 weights = read_again(self.problem.workload).trained(weights, epochs * self.steps)
             write_atomically(out / "weights.safetensors", save(weights))
 
-    def _all_counts(self) -> dict[str, Any]:
+    def _all_counts(self) -> Json:
         """Return this rank's counts in all epochs, also in those of the process that it resumed."""
         stale = getattr(self.worker, "errors", {})
         gradient_errors = self.gradient_errors.errors if self.gradient_errors else {}
@@ -411,7 +411,7 @@ def _row(
     tested: Tensor | None,
     seconds: float,
     sent: int,
-) -> tuple[dict[str, Any], int]:
+) -> tuple[Json, int]:
     """Return a line of metrics.jsonl, from all ranks, and the largest number of spans of a rank.
 
     Both are the same on all ranks. counts, tested: the metric's counts in the training pass and in

@@ -20,7 +20,7 @@ import simpy
 
 from gnnplan.planner.cluster.cost import Cost
 from gnnplan.planner.vocabulary.errors import Deadlock, Mismatch
-from gnnplan.planner.vocabulary.numbers import typical
+from gnnplan.planner.vocabulary.numbers import Group, typical
 from gnnplan.planner.vocabulary.schedule import (
     Collective,
     Compute,
@@ -265,7 +265,7 @@ class TaskGraph:
         seconds = cache(lambda work: float(cost.seconds(work)))
         message = cache(lambda rank, work: Demand.of(cost.send(rank, work)))
         transfer = cache(lambda work, group: Demand.of(cost.collective(work, group)))
-        collectives: dict[tuple[Label, tuple[int, ...]], _Activity] = {}
+        collectives: dict[tuple[Label, Group], _Activity] = {}
         # ranks whose GPU samples on a lane of its own, so that sampling and training share the GPU
         sampling = {
             node.task.rank

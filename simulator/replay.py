@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
 from gnnplan.planner.cluster.spec import Cluster
 from gnnplan.planner.decision.candidate import evaluate
@@ -14,6 +13,7 @@ from gnnplan.planner.evidence.validate import compare
 from gnnplan.planner.problem.inputs import read_cluster
 from gnnplan.planner.problem.problem import Problem
 from gnnplan.planner.vocabulary.errors import SpecError
+from gnnplan.planner.vocabulary.files import Json
 from gnnplan.planner.vocabulary.trace import Span, read_traces
 from gnnplan.planner.vocabulary.units import show_count
 from gnnplan.simulator.player import play
@@ -28,7 +28,7 @@ class Replay:
 
     run: Run  # with the comparison
     measured: list[Span]
-    metrics: list[dict[str, Any]]  # the lines of metrics.jsonl
+    metrics: list[Json]  # the lines of metrics.jsonl
 
 
 def replay(directory: Path, cluster: str | Path | Cluster | None = None) -> Replay:

@@ -23,10 +23,8 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
 from gnnplan.papers import published, their_software
 from gnnplan.papers.figures import predict, testbed, whole
@@ -36,6 +34,8 @@ from gnnplan.planner.cluster.spec import Cluster
 from gnnplan.planner.problem import inputs
 from gnnplan.planner.problem.inputs import SAME, kept_factors
 from gnnplan.planner.vocabulary.errors import GnnplanError
+from gnnplan.planner.vocabulary.files import Json
+from gnnplan.planner.vocabulary.numbers import Floats
 
 MOST = 3  # most constants of a testbed
 # standard deviation of the log error of a figure with the right constants
@@ -102,7 +102,7 @@ def fit_factors(
     counts = [alike[key] * together(row) for key, row in zip(unfitted, rows, strict=True)]
     weights = 1 / np.sqrt(counts) / MISS
 
-    def misses(factors: Mapping[str, float]) -> NDArray[np.float64]:
+    def misses(factors: Mapping[str, float]) -> Floats:
         of = testbeds(factors)
         of_printed = [predict(row, of) / float(row["value"]) for row in rows]
         return np.asarray(weights * np.log(of_printed))
@@ -214,7 +214,7 @@ def left_out(rows: Sequence[Row]) -> Testbeds:
     return testbeds
 
 
-def leave_one_out(rows: Sequence[Row]) -> dict[str, Any]:
+def leave_one_out(rows: Sequence[Row]) -> Json:
     """Evaluate the rows, each dataset with constants fitted to the other datasets.
 
     Returns the result of `published.evaluate_rows`. Rows from which a halo, a spread or a factor on

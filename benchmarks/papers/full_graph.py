@@ -35,6 +35,7 @@ from gnnplan.planner.ownership.estimated import (
 from gnnplan.planner.ownership.layout import Expansion, Layout
 from gnnplan.planner.problem.problem import Problem
 from gnnplan.planner.strategies.layerwise.granndis import GraNNDis
+from gnnplan.planner.vocabulary.numbers import PerRank
 
 PAPERS = ("pipegcn", "granndis")
 INDUCTIVE = {"pipegcn": ("reddit", "yelp"), "granndis": ("ogbn-arxiv", "ogbn-products", "reddit")}
@@ -183,7 +184,7 @@ class GraNNDisProblem(TheirProblem):
     kept: float = 1.0
 
     def layout(
-        self, depth: int = 0, expansion: Expansion | None = None, groups: tuple[int, ...] = ()
+        self, depth: int = 0, expansion: Expansion | None = None, groups: PerRank = ()
     ) -> Layout | EstimatedLayout:
         usual = super().layout(depth, expansion, groups)
         if not isinstance(usual, EstimatedLayout) or not usual.inside:

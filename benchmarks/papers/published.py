@@ -15,7 +15,6 @@ from itertools import combinations
 from operator import itemgetter
 from pathlib import Path
 from statistics import mean, median
-from typing import Any
 
 import numpy as np
 
@@ -24,7 +23,7 @@ from gnnplan.papers.figures import predict, question, testbed
 from gnnplan.papers.question import Row, Skip, Testbeds
 from gnnplan.planner.decision.candidate import Candidate, range_of
 from gnnplan.planner.vocabulary.errors import GnnplanError, SpecError
-from gnnplan.planner.vocabulary.files import MOST_SHOWN, from_json, read_bytes, suggest
+from gnnplan.planner.vocabulary.files import MOST_SHOWN, Json, from_json, read_bytes, suggest
 from gnnplan.planner.vocabulary.numbers import grouped
 
 # -- the file --------------------------------------------------------------------------------------
@@ -199,7 +198,7 @@ def gave_a_halo(row: Row) -> bool:
 
 def evaluate_rows(
     rows: Iterable[Row], fitted: Callable[[Row], bool] = gave_a_halo, testbeds: Testbeds = testbed
-) -> dict[str, Any]:
+) -> Json:
     """Predict all rows. Returns
 
     "rows": each with "predicted", "error" (relative; for facts and shares the difference) and
@@ -210,8 +209,8 @@ def evaluate_rows(
     "kinds": {"n", "median", "ranges", "in_range"} by kind, over epochs that are not `fitted`;
     "scaling": {"n", "median"} of these epochs, divided by those on fewer GPUs.
     """
-    predicted: list[dict[str, Any]] = []
-    skipped: list[dict[str, Any]] = []
+    predicted: list[Json] = []
+    skipped: list[Json] = []
     for row in rows:
         plain = {name: row[name] for name in COLUMNS}
         try:
@@ -232,7 +231,7 @@ def evaluate_rows(
     }
 
 
-def _in_doubt(row: Row, figure: float, testbeds: Testbeds) -> dict[str, Any]:
+def _in_doubt(row: Row, figure: float, testbeds: Testbeds) -> Json:
     """Return the kind of the row's epoch, and a plan's 80 % range around `figure`, the prediction
     for the row's software."""
     case = question(row, testbeds=testbeds)
@@ -244,7 +243,7 @@ def _in_doubt(row: Row, figure: float, testbeds: Testbeds) -> dict[str, Any]:
     return {"kind": f"{trained_on}, {gpus}", "low_s": low_s, "high_s": high_s}
 
 
-def _kinds(epochs: Sequence[dict[str, Any]]) -> dict[str, dict[str, float]]:
+def _kinds(epochs: Sequence[Json]) -> dict[str, dict[str, float]]:
     """Return, by kind of epoch, the median error and the share inside the 80 % range."""
     return {
         kind: {
@@ -257,12 +256,12 @@ def _kinds(epochs: Sequence[dict[str, Any]]) -> dict[str, dict[str, float]]:
     }
 
 
-def is_inside(epoch: dict[str, Any]) -> bool:
+def is_inside(epoch: Json) -> bool:
     """Return whether a printed epoch lies inside the 80 % range."""
     return bool(epoch["low_s"] <= float(epoch["value"]) <= epoch["high_s"])
 
 
-def _scaling(epochs: Sequence[dict[str, Any]]) -> dict[str, float]:
+def _scaling(epochs: Sequence[Json]) -> dict[str, float]:
     """Return the median error of epochs divided by the same epoch on the fewest GPUs."""
     sizes, errors = ("num_nodes", "gpus_per_node"), []
     same = [name for name in (*JOB, "strategy", "strategy_params") if name not in sizes]
@@ -279,7 +278,7 @@ def _error(row: Row, figure: float) -> float:
     return figure - printed if absolute or printed == 0 else figure / printed - 1
 
 
-def _summary(predicted: Sequence[dict[str, Any]]) -> dict[str, dict[str, float]]:
+def _summary(predicted: Sequence[Json]) -> dict[str, dict[str, float]]:
     """Return, by metric, a summary of the errors of rows that are not fitted."""
     summary, scored = {}, (row for row in predicted if not row["fitted"])
     for metric, rows in sorted(grouped(scored, itemgetter("metric")).items()):
@@ -289,7 +288,7 @@ def _summary(predicted: Sequence[dict[str, Any]]) -> dict[str, dict[str, float]]
     return summary
 
 
-def _winners(predicted: Sequence[dict[str, Any]]) -> dict[str, int]:
+def _winners(predicted: Sequence[Json]) -> dict[str, int]:
     """Count pairs of strategies with different printed times, and correctly predicted winners.
 
     A pair is two rows with equal columns JOB, or a row that prints a ratio. A strategy with another

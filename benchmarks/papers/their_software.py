@@ -39,7 +39,7 @@ from gnnplan.planner.gnn.trace import EDGES, NOTHING, Amount, GatherAmounts, Wor
 from gnnplan.planner.strategies.minibatch.on_batches import OnBatches
 from gnnplan.planner.vocabulary.files import quoted
 from gnnplan.planner.vocabulary.numbers import Number
-from gnnplan.planner.vocabulary.schedule import Compute
+from gnnplan.planner.vocabulary.schedule import BothPasses, Compute
 
 # Works by who printed them. What is predicted of a program follows from what other people print.
 WORKS = (
@@ -211,9 +211,7 @@ class InterpretedModel(TheirModel):
         others = self.relu + (self.dropout > 0 and spec.drops)
         return ways[0] + others, ways[1] + others
 
-    def finish(
-        self, rows: Number, edges: Number | None = None, negatives: int = 0
-    ) -> tuple[Compute, Compute]:
+    def finish(self, rows: Number, edges: Number | None = None, negatives: int = 0) -> BothPasses:
         forward, backward = super().finish(rows, edges, negatives)
         return replace(forward, launches=OF_LOSS[0]), replace(backward, launches=OF_LOSS[1])
 

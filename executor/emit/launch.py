@@ -13,7 +13,6 @@ from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 from string import Template
 from textwrap import indent
-from typing import Any
 from urllib.parse import parse_qsl
 
 import yaml
@@ -23,6 +22,7 @@ from gnnplan.planner.cluster.spec import Cluster
 from gnnplan.planner.decision.plan import chosen, placement
 from gnnplan.planner.graph.load import FILE_OPTIONS, well_known
 from gnnplan.planner.vocabulary.errors import SpecError
+from gnnplan.planner.vocabulary.files import Json
 from gnnplan.planner.vocabulary.units import show_bytes, show_count, show_time
 
 PORT = 29500
@@ -70,7 +70,7 @@ class Launch:
     files: tuple[Path, ...]  # files of the graph, and of the user's model
 
     @classmethod
-    def of(cls, path: Path, document: dict[str, Any]) -> Launch:
+    def of(cls, path: Path, document: Json) -> Launch:
         """Read a plan's document. Raises SpecError if no launch file can start it."""
         about, cluster = document["graph"], Cluster.model_validate(document["cluster"])
         head, _, query = about["source"].partition("?")
@@ -219,7 +219,7 @@ def _settings(launch: Launch, out: str, more: str = "") -> str:
     )
 
 
-def kubernetes(launch: Launch, document: dict[str, Any], image: str | None) -> str:
+def kubernetes(launch: Launch, document: Json, image: str | None) -> str:
     """Return the manifest. Raises SpecError if the plan is too large for a ConfigMap."""
     text = json.dumps(document, indent=1)
     if len(text) > MOST:

@@ -45,7 +45,7 @@ from gnnplan.planner.problem.inputs import checked
 from gnnplan.planner.problem.problem import Problem
 from gnnplan.planner.strategies import Example, Strategy, families, parse
 from gnnplan.planner.vocabulary.errors import SpecError
-from gnnplan.planner.vocabulary.files import write_atomically
+from gnnplan.planner.vocabulary.files import Json, write_atomically
 
 RANKS = 2
 FEATURES, CLASSES = 12, 4  # the graph's widths, unless the model fixes them
@@ -110,7 +110,7 @@ def tried() -> list[tuple[str, Example]]:
 
 def compare(
     model: Source, fields: Mapping[str, Any], features: int | None, classes: int | None
-) -> dict[str, Any]:
+) -> Json:
     """Return the settings of the comparison and a verdict on each strategy, from two ranks on this
     machine. Parameters: see `asked`. Raises SpecError, LostRank."""
     from gnnplan.executor.launch import agent  # its import takes 1 s, and ranks do without it
@@ -122,7 +122,7 @@ def compare(
         names = [f"rank {rank} of gnnplan check" for rank in range(RANKS)]
         watched = agent.Watched(out, names, SECONDS, unwind, lambda: "No strategy was judged")
         agent.run(["check", folder], watched, [0] * RANKS, (), out, {})
-        answer: dict[str, Any] = json.loads((out / "answer.json").read_text())
+        answer: Json = json.loads((out / "answer.json").read_text())
         return answer
 
 
@@ -132,7 +132,7 @@ def asked(
     features: int | None,
     classes: int | None,
     folder: Path,
-) -> dict[str, Any]:
+) -> Json:
     """Return what ranks compare: the workload of one step, and its graph's features and classes.
 
     fields: of the Workload that the user has set. features, classes: None: the model's own, or the

@@ -80,11 +80,6 @@ class Failure:
         """Whether the rank stopped because its peers did."""
         return self.exit_code == FAILED_WITH_OTHERS
 
-    @property
-    def timed_out(self) -> bool:
-        """Whether the rank waited for its peers in vain."""
-        return any(part in self.message for part in TIMED_OUT)
-
 
 def name_of(rank: int, server: int, host: str = "") -> str:
     """Return a rank's name in messages."""
@@ -134,7 +129,7 @@ def explain(
     """
     if isinstance(error, GnnplanError):
         return error.exit_code, str(error)
-    reason = _first_line(error)
+    reason = str(error).strip().partition("\n")[0][:FOREIGN_TEXT]
     if limit := no_more_processes(error):
         return SpecError.exit_code, limit
     if ran_out(error):
@@ -195,7 +190,7 @@ def blame(
     if note and note.exit_code in OWN_EXIT_CODES:
         where = f". {names[rank]} was in {place(rank)}. {safe}" if "epoch" in note.activity else ""
         return error_of(note.message + where, note.exit_code)
-    waited = [r for r, note in notes.items() if note.timed_out]
+    waited = [r for r, note in notes.items() if any(part in note.message for part in TIMED_OUT)]
     if waited and _only_waited(failures, rank):
         waited_s = notes[waited[0]].waited_s or timeout_s
         if silent := [r for r in range(len(names)) if r not in notes]:
@@ -353,11 +348,6 @@ def found(device: torch.device) -> str:
         f"measured: {counted}{show_bytes(resident())} in its pages, {show_bytes(free_memory())}"
         " free on this machine"
     )
-
-
-def _first_line(error: Exception) -> str:
-    """Return the first line of another library's error."""
-    return str(error).strip().partition("\n")[0][:FOREIGN_TEXT]
 
 
 def _describe(error: Exception) -> str:

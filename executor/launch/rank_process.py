@@ -46,7 +46,7 @@ from gnnplan.executor.ranks.rendezvous import attempt, launcher_env, store_of_al
 from gnnplan.planner.decision import plan as documents
 from gnnplan.planner.gnn.workload import scores_of, show_scores
 from gnnplan.planner.vocabulary.errors import GnnplanError, Infeasible, LostRank, Mismatch
-from gnnplan.planner.vocabulary.files import make_folder
+from gnnplan.planner.vocabulary.files import Json, make_folder
 from gnnplan.planner.vocabulary.progress import say
 from gnnplan.planner.vocabulary.units import show_bytes, show_time
 
@@ -69,7 +69,7 @@ class Ready(NamedTuple):
     asked: RunRequest
     checkpoints: Checkpoints
     stored: list[int]  # epochs whose checkpoint this rank has
-    others: dict[int, dict[str, Any]]  # epoch -> `question` of another plan that stored it
+    others: dict[int, Json]  # epoch -> `question` of another plan that stored it
     differs: list[str]  # where this server differs from the one that the plan was made for
 
 
@@ -378,7 +378,7 @@ class _Process:
 @contextmanager
 def _reports(
     epochs: int, first: int, options: Options, rank: int
-) -> Iterator[Callable[[dict[str, Any]], None]]:
+) -> Iterator[Callable[[Json], None]]:
     """Yield a function that reports epochs on standard error, and to TensorBoard if asked to."""
     line = (lambda row: None) if options.quiet else _progress_line(epochs, first)
     if options.tensorboard is None or rank != 0:
@@ -386,14 +386,14 @@ def _reports(
         return
     with closing(Scalars(options.tensorboard, first)) as scalars:
 
-        def report(row: dict[str, Any]) -> None:
+        def report(row: Json) -> None:
             line(row)
             scalars.add(row)
 
         yield report
 
 
-def _progress_line(epochs: int, first: int) -> Callable[[dict[str, Any]], None]:
+def _progress_line(epochs: int, first: int) -> Callable[[Json], None]:
     """Return a function that reports epochs on standard error: on a terminal in one line that it
     overwrites, else in a line every 5 s.
 
@@ -402,7 +402,7 @@ def _progress_line(epochs: int, first: int) -> Callable[[dict[str, Any]], None]:
     started: float | None = None  # start of the first epoch: set-up does not predict later epochs
     shown = 0.0
 
-    def report(row: dict[str, Any]) -> None:
+    def report(row: Json) -> None:
         nonlocal shown, started
         if started is None:
             started = time.monotonic() - row["epoch_s"]
@@ -437,7 +437,7 @@ class Scalars:
             folder, purge_step=first + 1 if first else None, flush_secs=WITHIN
         )
 
-    def add(self, row: dict[str, Any]) -> None:
+    def add(self, row: Json) -> None:
         """Write an epoch; epochs without evaluation have no scores on val and test."""
         parts = {name: name.partition("_") for name in scores_of(row)}
         scores = {name: f"{metric}/{part}" for name, (part, _, metric) in parts.items()}

@@ -38,10 +38,12 @@ from gnnplan.planner.strategies import GraphParallel, Strategy, parse
 from gnnplan.planner.vocabulary.errors import SpecError
 from gnnplan.planner.vocabulary.files import (
     MOST_SHOWN,
+    Json,
     must_be_folder,
     read_bytes,
     write_atomically,
 )
+from gnnplan.planner.vocabulary.numbers import PerRank
 
 MAX_FILE = 1 << 16  # [B] of options.json
 MOST = 10**9  # largest number of epochs, or restarts
@@ -124,7 +126,7 @@ class RunRequest:
     already in memory.
     """
 
-    document: dict[str, Any]
+    document: Json
     out: Path
     options: Options
     launched: bool = False
@@ -176,7 +178,7 @@ class RunRequest:
         return last
 
     @property
-    def servers(self) -> tuple[int, ...]:
+    def servers(self) -> PerRank:
         """The server of every rank, in the order of the ranks' GPUs, as launchers number ranks."""
         each = self.cluster.gpus_per_server
         return tuple(gpu // each for gpu in sorted(placement(self.document)))
@@ -337,7 +339,7 @@ def last_of(out: Path, problem: Problem, strategy: Strategy) -> tuple[int, bool]
     return onwards(own, [[(epoch, fingerprint(plan)) for epoch, plan in others.items()]])
 
 
-def write_run(out: Path, document: dict[str, Any], options: Options, last: int) -> None:
+def write_run(out: Path, document: Json, options: Options, last: int) -> None:
     """Write the plan and the options of a run into its folder.
 
     If this plan continues another plan from epoch `last`, the other plan is kept: its checkpoints

@@ -12,7 +12,6 @@ from dataclasses import dataclass, replace
 from math import ceil, expm1, isfinite
 from pathlib import Path
 from statistics import median
-from typing import Any
 
 from gnnplan.executor.launch.launcher import TimeIsUp, begin
 from gnnplan.executor.launch.preflight import must_start
@@ -36,6 +35,7 @@ from gnnplan.planner.evidence.runs import Run, objective_of, refit_cluster
 from gnnplan.planner.gnn.workload import Workload
 from gnnplan.planner.problem.problem import Problem
 from gnnplan.planner.vocabulary.errors import GnnplanError, LostRank, SpecError
+from gnnplan.planner.vocabulary.files import Json
 from gnnplan.planner.vocabulary.progress import notify, say
 from gnnplan.planner.vocabulary.units import show_count, show_percent, show_time
 
@@ -65,7 +65,7 @@ class Prospect:
         )
 
 
-def asked(document: dict[str, Any]) -> SearchResult:
+def asked(document: Json) -> SearchResult:
     """Search again for a plan's question, on all GPUs of its cluster and with all evidence of now.
 
     Raises SpecError.
@@ -136,7 +136,7 @@ def tune(
     share: float = SHARE,
     epochs: int | None = None,
     emulate: float = 0.0,
-) -> dict[str, Any]:
+) -> Json:
     """Run the candidates of `prospect`, and return the plan; the runs' folders are in `out`.
 
     Its field `tuned` has the measurements, their cost and the refit. Without candidates to run, the
@@ -256,12 +256,8 @@ class _Runner:
 
 
 def train_briefly(
-    document: dict[str, Any],
-    folder: Path,
-    epochs: int,
-    most_s: float,
-    emulate: float = 0.0,
-) -> tuple[list[dict[str, Any]], str, bool]:
+    document: Json, folder: Path, epochs: int, most_s: float, emulate: float = 0.0
+) -> tuple[list[Json], str, bool]:
     """Run a plan's first epochs; return their metrics, the reason of a failure or '', and whether
     all epochs have run within `most_s` seconds.
 
@@ -285,7 +281,7 @@ def train_briefly(
 # -- what the runs say -----------------------------------------------------------------------------
 
 
-def refitted(cluster: Cluster, runs: list[Run]) -> tuple[Cluster, dict[str, Any] | None]:
+def refitted(cluster: Cluster, runs: list[Run]) -> tuple[Cluster, Json | None]:
     """Fit the cluster's constants to half of the runs, if this predicts the other half better.
 
     Return the cluster, and the report of `refit_cluster` with `kept`; None with too few runs.
@@ -309,7 +305,7 @@ def on_cluster(found: SearchResult, best: Candidate, cluster: Cluster) -> Search
     return replace(found, problem=problem, ranked=ranked, measured=measured)
 
 
-def _evidence(contender: Contender, candidate: Candidate, result: Result) -> dict[str, Any]:
+def _evidence(contender: Contender, candidate: Candidate, result: Result) -> Json:
     """Return the measurements of one strategy, JSON-ready; `worse`: its excess over the best."""
     found = difference(contender, result.best)
     ran, is_best = bool(contender.readings), contender is result.best

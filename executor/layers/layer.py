@@ -108,9 +108,7 @@ class Layer(nn.Module):
 
     def gathers(self, rows: Tensor) -> Tensor:
         """Return the rows that `gather` reads: projected ones if `projects_first`."""
-        if self.projects_first:
-            return self.project(rows)
-        return rows
+        return self.project(rows) if self.projects_first else rows
 
     def on(self, indptr: np.ndarray, indices: np.ndarray) -> CsrEdges:
         """Return a graph with these edges, and placeholders for the fields that the layer reads."""

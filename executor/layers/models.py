@@ -314,34 +314,34 @@ class Net(nn.Module):
 
     def __init__(
         self,
-        shapes: Model,
+        model: Model,
         workload: Workload,
         which: range | None = None,
         own: Callable[[int], Layer] | None = None,
     ) -> None:
         """own: builds a layer of a user's module from its number; None: layers are built-in."""
         super().__init__()
-        self.total = len(shapes.layers)
+        self.total = len(model.layers)
         self.which = which or range(1, self.total + 1)
         self.layers = nn.ModuleDict()
         for number in self.which:
-            self.layers[str(number)] = own(number) if own else _known(shapes, workload, number)
-        self.encoder = nn.Linear(*shapes.encoder) if shapes.encoder and 1 in self.which else None
+            self.layers[str(number)] = own(number) if own else _known(model, workload, number)
+        self.encoder = nn.Linear(*model.encoder) if model.encoder and 1 in self.which else None
         self.decoder = (
-            nn.Linear(*shapes.decoder)
-            if shapes.decoder and self.total in self.which and not shapes.ends
+            nn.Linear(*model.decoder)
+            if model.decoder and self.total in self.which and not model.ends
             else None
         )
-        self.activates_last = shapes.activates_last
+        self.activates_last = model.activates_last
         self.norm = (
-            norm_of(shapes.norm, self.decoder.in_features)
+            norm_of(model.norm, self.decoder.in_features)
             if self.decoder and self.activates_last
             else None
         )
-        self.initial = shapes.sends_initial  # layers read x0, the encoder's output
-        self.relu_after = shapes.relu_after  # whether a layer (0: the encoder) ends in ReLU
+        self.initial = model.sends_initial  # layers read x0, the encoder's output
+        self.relu_after = model.relu_after  # whether a layer (0: the encoder) ends in ReLU
         self.to(dtype_of(workload.precision.weights))
-        if shapes.inputs.multiplied_first and 1 in self.which:
+        if model.inputs.multiplied_first and 1 in self.which:
             self._store_by_columns()
         if own is None:  # a user's module initialises its own layers
             self._initialise(workload.seed)
@@ -422,7 +422,7 @@ class Net(nn.Module):
         return linear(drop(h), self.decoder.weight, self.decoder.bias)
 
 
-def _known(shapes: Model, workload: Workload, number: int) -> BuiltInLayer:
+def _known(model: Model, workload: Workload, number: int) -> BuiltInLayer:
     """Return the built-in layer `number` of a model."""
     constants = KINDS[workload.model].constants(workload, number)
-    return BuiltInLayer(shapes.layers[number - 1], constants)
+    return BuiltInLayer(model.layers[number - 1], constants)

@@ -28,6 +28,7 @@ from gnnplan.planner.gnn.workload import Workload
 from gnnplan.planner.graph.graph import Graph
 from gnnplan.planner.graph.load import load
 from gnnplan.planner.ownership.layout import Layout
+from gnnplan.planner.vocabulary.numbers import Group
 
 WARM_BYTES = 2**29  # written before any timing, so that the allocator holds warm pages
 SYNTHETIC = "synthetic:community?vertices={}&edges={}&features={}&classes=16&seed=0"
@@ -73,7 +74,6 @@ ROUNDS = 3
 HURRY = 0.1  # [s] per number, below which there is only one round
 
 T = TypeVar("T")
-Group = tuple[int, ...]  # ranks
 # seconds of an operation, and core-seconds that a group's ranks spend on it
 Sent = tuple[float, float]
 # shape of a kernel; its seconds on each rank

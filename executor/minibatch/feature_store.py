@@ -30,6 +30,7 @@ from gnnplan.planner.problem.problem import Problem
 from gnnplan.planner.strategies.minibatch.feature_store import CLASSES, HIT, HOST, Store
 from gnnplan.planner.strategies.minibatch.supply import Supply
 from gnnplan.planner.vocabulary.files import cache_dir
+from gnnplan.planner.vocabulary.numbers import split
 from gnnplan.planner.vocabulary.schedule import Label
 
 LARGE = 16 << 20  # [B] least size of features that are mapped from a file
@@ -208,7 +209,7 @@ def _of_columns(graph: Graph, columns: range) -> Graph:
 
 def _make_exchange(rank: Rank, gives: Sequence[int] | Ids, takes: Ids) -> Exchange:
     """Make an exchange of the given numbers of rows, which are grouped by rank at both ends."""
-    return Exchange(rank, np.split(np.arange(sum(gives)), np.cumsum(gives)[:-1]), takes)
+    return Exchange(rank, split(np.arange(sum(gives)), gives), takes)
 
 
 def _merge(parts: list[tuple[Ids, Tensor]], size: int, device: torch.device) -> Tensor:

@@ -64,7 +64,7 @@ from gnnplan.planner.graph.sampling import (
 from gnnplan.planner.ownership.minibatch import PUSHED, Batches, shares
 from gnnplan.planner.strategies.minibatch.adjacency_store import NEIGHBOUR, Structure, thinned
 from gnnplan.planner.strategies.minibatch.supply import ID, Supply
-from gnnplan.planner.vocabulary.numbers import ranges
+from gnnplan.planner.vocabulary.numbers import Bools, Group, Ints, offsets, ranges, split
 from gnnplan.planner.vocabulary.schedule import Label
 from gnnplan.planner.vocabulary.trace import Span, sampler_lane
 
@@ -92,7 +92,7 @@ class Drawn(NamedTuple):
     exchanges_rows: bool  # ranks exchange rows before the layer
     halo: Ids  # global ids of rows of h_{l-1} that peers send
     gives: Sequence[Ids]  # for each rank, global ids of own rows of h_{l-1} to send
-    takes: NDArray[np.int64]  # number of halo rows from each rank [ranks]
+    takes: Ints  # number of halo rows from each rank [ranks]
     reads: Ids | None = None  # source rows, unless they are `below`, then `halo`
 
 
@@ -126,7 +126,7 @@ class Sampler:
         self.peers = [rank for rank, group in enumerate(self.groups) if group == self.group]
         self.place = self.peers.index(me)
         self.number = next(_opened)
-        self._process_groups: dict[tuple[int, ...], dist.ProcessGroupGloo] = {}
+        self._process_groups: dict[Group, dist.ProcessGroupGloo] = {}
         self._epoch, self._items = -1, list[Ids]()
         self._degrees = degrees(batches.graph)  # before the fork: sampler processes share it
         if lists is not None:
@@ -240,7 +240,7 @@ class Sampler:
         places = Pairs(index[pairs.heads].astype(np.int64), index[pairs.tails].astype(np.int64))
         return Ends(places, remote, give, take, len(self.peers) > 1)
 
-    def _owns(self, ids: Ids) -> NDArray[np.bool_]:
+    def _owns(self, ids: Ids) -> Bools:
         """Whether this rank owns each of these vertices, in a group of several ranks."""
         return np.asarray(self.member[ids] == self.place)
 
@@ -274,9 +274,7 @@ class Sampler:
         provider = self.lists.provider(me, rows)
         counts = taken(self._degrees[0][rows], fanout)  # neighbours to be drawn of each row
         order = np.argsort(provider, kind="stable")
-        asked = np.split(
-            rows[order], np.cumsum(np.bincount(provider, minlength=len(everyone)))[:-1]
-        )
+        asked = split(rows[order], np.bincount(provider, minlength=len(everyone)))
         own_rows, asked[me] = asked[me], rows[:0]
         wanted = self._all_to_all(sampled, label._replace(op="ask_edges"), asked, everyone)
         began = now()
@@ -292,7 +290,7 @@ class Sampler:
             found = self._exchange(found, takes.tolist(), everyone)
         found[me] = own
         # neighbours are in the order of providers: move them to the order of rows
-        indptr = np.concatenate([[0], np.cumsum(counts)])
+        indptr = offsets(counts)
         columns = np.empty(counts.sum(), columns.dtype)
         columns[ranges(indptr[order], counts[order])] = np.concatenate(found)
         return indptr, columns
@@ -415,7 +413,7 @@ class Sampler:
             sampled.sent[label.op] = sampled.sent.get(label.op, 0) + nbytes
 
 
-def missing(present: NDArray[np.bool_], parts: Sequence[np.ndarray]) -> Ids:
+def missing(present: Bools, parts: Sequence[np.ndarray]) -> Ids:
     """Return the distinct vertices of the parts that are not `present` [N], sorted."""
     ids = np.concatenate(parts)
     if present.size > SORTED * ids.size:
@@ -492,7 +490,7 @@ class SourceSampler(Sampler):
         order = np.concatenate([np.flatnonzero(is_own), np.flatnonzero(~is_own)])
         rows, first_of, own = rows[order], first_of[order], int(is_own.sum())
         ends, lengths = np.cumsum(counts), counts[first_of]
-        indptr = np.concatenate([[0], np.cumsum(lengths)])
+        indptr = offsets(lengths)
         columns = columns[ranges(ends[first_of] - lengths, lengths)]
         self._present[rows[:own]] = True
         source = np.concatenate([rows[:own], missing(self._present, [columns])])
@@ -531,6 +529,6 @@ class SourceSampler(Sampler):
         into = np.concatenate(wanted)
         counts = np.bincount(into, minlength=part.source.size)
         order = np.argsort(into, kind="stable")
-        indptr = np.concatenate([[0], np.cumsum(counts)])
+        indptr = offsets(counts)
         part.selection, part.adds = Block(indptr, np.concatenate(places)[order], ends), True
         return part

@@ -29,6 +29,7 @@ from gnnplan.executor.modules.structure import edge_index_of, inputs_on, typed
 from gnnplan.planner.graph.graph import CsrEdges
 from gnnplan.planner.problem.problem import Problem
 from gnnplan.planner.vocabulary.files import suggest
+from gnnplan.planner.vocabulary.numbers import offsets
 
 VERTICES = (53, 78)  # of the graph that a module is recorded on, and of another one to prove it on
 MANY_VERTICES = 1201  # of a larger graph, which tells sizes from other numbers
@@ -328,7 +329,7 @@ def _drawn_edges(
         dense |= dense.T
     np.fill_diagonal(dense, False)
     sources = np.nonzero(dense)[1].astype(np.int32)
-    return np.concatenate([[0], np.cumsum(dense.sum(1))]), sources, draw
+    return offsets(dense.sum(1)), sources, draw
 
 
 class Small:

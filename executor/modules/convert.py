@@ -100,9 +100,9 @@ class Parameters:
                 if mine.shape == self.state[name].shape:
                     mine.copy_(self.state[name])
 
-    def net(self, shapes: Model, workload: Workload, which: range | None) -> Net:
+    def net(self, model: Model, workload: Workload, which: range | None) -> Net:
         """Return the built-in layers `which`, with these parameters."""
-        net = Net(shapes, workload, which)
+        net = Net(model, workload, which)
         self.fill(net)
         return net
 

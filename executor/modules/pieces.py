@@ -79,10 +79,10 @@ class Pieces:
     def layer(self, number: int) -> PieceLayer:
         return PieceLayer(self, number)
 
-    def net(self, shapes: Model, workload: Workload, which: range | None) -> Net:
+    def net(self, model: Model, workload: Workload, which: range | None) -> Net:
         """Return the layers `which`, with the tensors of a new copy of the module."""
         own = replace(self, module=copy.deepcopy(self.module))
-        return Net(shapes, workload, which, own.layer)
+        return Net(model, workload, which, own.layer)
 
     def trained(self, weights: Mapping[str, Tensor], steps: int = 0) -> dict[str, Tensor]:
         """Return a Net's weights after so many steps as the state_dict of the user's module."""

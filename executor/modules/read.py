@@ -555,15 +555,15 @@ def object_of(module: Module) -> object:
     return in_file(Path(module.file), module.name)
 
 
-def net_of(shapes: Model, workload: Workload, which: range | None = None) -> Net:
+def net_of(model: Model, workload: Workload, which: range | None = None) -> Net:
     """Return the layers `which` (None: all): built-in, of the user's class, or of their module."""
     if workload.is_module:
-        return read_again(workload).net(shapes, workload, which)
+        return read_again(workload).net(model, workload, which)
     if workload.model != "own":
-        return Net(shapes, workload, which)
+        return Net(model, workload, which)
 
     def layer(number: int) -> Layer:
-        shape = shapes.layers[number - 1]
+        shape = model.layers[number - 1]
         return made(workload, number, shape.h_in, shape.h_out)
 
-    return Net(shapes, workload, which, layer)
+    return Net(model, workload, which, layer)

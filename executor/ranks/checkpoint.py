@@ -43,7 +43,7 @@ from gnnplan.executor.ranks.rank import Rank
 from gnnplan.planner.problem.problem import Problem
 from gnnplan.planner.strategies import Strategy, parse
 from gnnplan.planner.vocabulary.errors import SpecError
-from gnnplan.planner.vocabulary.files import make_folder, refusal, remedy_of, whole_lines
+from gnnplan.planner.vocabulary.files import Json, make_folder, refusal, remedy_of, whole_lines
 from gnnplan.planner.vocabulary.units import show_count
 
 KEPT = 2  # checkpoints that each rank keeps
@@ -56,7 +56,7 @@ DAMAGE = (
 _FILE = re.compile(r"epoch(\d+)\.rank(\d+)\.safetensors")
 
 
-def question(problem: Problem, strategy: Strategy) -> dict[str, Any]:
+def question(problem: Problem, strategy: Strategy) -> Json:
     """Return everything on which the weights of a training depend.
 
     Runs with equal questions resume from each other's checkpoints, all state included. Runs whose
@@ -136,7 +136,7 @@ class Checkpoints:
         self.rank, self.every, self.question = rank, every, dict(question)
         self.first = 0  # the number of epochs that the checkpoint to resume from has trained
         # the `question` of the plan that wrote this checkpoint; None: this plan
-        self.before: dict[str, Any] | None = None
+        self.before: Json | None = None
         self._writing: Future[None] | None = None
 
     def due(self, epoch: int) -> bool:
@@ -169,7 +169,7 @@ class Checkpoints:
             if rank % self.question["ranks"] == self.rank:
                 yield epoch, path
 
-    def go_on(self, epoch: int, before: dict[str, Any] | None = None) -> None:
+    def go_on(self, epoch: int, before: Json | None = None) -> None:
         """Set the epoch to resume from (0: the beginning), and delete later checkpoints.
 
         before: the `question` of another plan that wrote the checkpoint of this epoch.
@@ -231,19 +231,19 @@ class Checkpoints:
             self._writing.result()
             self._writing = None
 
-    def load(self, epoch: int) -> tuple[dict[str, Any], dict[str, Tensor]]:
+    def load(self, epoch: int) -> tuple[Json, dict[str, Tensor]]:
         """Read notes and tensors of an epoch's checkpoint, which `epochs` has checked."""
         with safe_open(file_of(self.folder, epoch, self.rank), framework="pt") as file:
-            notes: dict[str, Any] = json.loads(file.metadata()["gnnplan"])["notes"]
+            notes: Json = json.loads(file.metadata()["gnnplan"])["notes"]
             return notes, {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
 
-    def load_whole(self, ranks: int) -> tuple[dict[str, Any], dict[str, Tensor]]:
+    def load_whole(self, ranks: int) -> tuple[Json, dict[str, Tensor]]:
         """Read the checkpoint of the earlier plan, which had `ranks` ranks.
 
         Returns its rank 0's notes, and weights and optimizer state by names in the whole model
         (learner.py).
         """
-        parts, notes = dict[str, dict[int, Tensor]](), list[dict[str, Any]]()
+        parts, notes = dict[str, dict[int, Tensor]](), list[Json]()
         for rank in range(ranks):
             with safe_open(file_of(self.folder, self.first, rank), framework="pt") as file:
                 about = json.loads(file.metadata()["gnnplan"])
@@ -254,7 +254,7 @@ class Checkpoints:
         return notes[0], {name: side_by_side(each) for name, each in parts.items()}
 
 
-def handed_over(out: Path, ours: Mapping[str, Any]) -> dict[int, dict[str, Any]]:
+def handed_over(out: Path, ours: Mapping[str, Any]) -> dict[int, Json]:
     """Return epoch -> `question` of another plan whose undamaged checkpoints this plan can resume.
 
     ours: `question` of this plan. The files of all ranks must be on this disk. Raises SpecError if
@@ -280,7 +280,7 @@ def file_of(folder: Path, epoch: int, rank: int) -> Path:
     return folder / f"epoch{epoch}.rank{rank}.safetensors"
 
 
-def header(path: Path, checked: bool = True) -> dict[str, Any] | None:
+def header(path: Path, checked: bool = True) -> Json | None:
     """Read the header of a file: 'question', 'epoch' and 'notes'; None if damaged or foreign.
 
     checked: also read the tensors and compare their checksum. Checkpoints of older versions have no

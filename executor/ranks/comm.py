@@ -22,6 +22,7 @@ from torch import Tensor
 
 from gnnplan.executor.layers.kernels import SparseRows
 from gnnplan.executor.ranks.rank import Rank, completed_future
+from gnnplan.planner.vocabulary.numbers import Group
 from gnnplan.planner.vocabulary.schedule import Collective, Label, Ring
 
 # one message: isend or irecv, a tensor and a peer
@@ -46,7 +47,7 @@ class Exchange:
         rank: Rank,
         give: Sequence[np.ndarray],
         take: np.ndarray,
-        group: tuple[int, ...] | None = None,
+        group: Group | None = None,
         device: torch.device | None = None,
     ) -> None:
         self.rank = rank
@@ -291,13 +292,13 @@ class PendingReceive:
         return self.rank.unstaged(self.buffer)
 
 
-def reduced_bytes(rank: Rank, flat: Tensor, group: tuple[int, ...]) -> int:
+def reduced_bytes(rank: Rank, flat: Tensor, group: Group) -> int:
     """Return the bytes that this rank sends in an all-reduce, as in the schedule (a ring)."""
     size = flat.numel() * flat.element_size()
     return Collective(Ring(size), group, group.index(rank.rank)).nbytes
 
 
-def all_reduce(rank: Rank, label: Label, flat: Tensor, group: tuple[int, ...]) -> None:
+def all_reduce(rank: Rank, label: Label, flat: Tensor, group: Group) -> None:
     """Sum `flat` over the ranks of `group`, in place."""
     if len(group) == 1:
         return
@@ -319,9 +320,7 @@ def total(rank: Rank, numbers: Tensor) -> Tensor:
     return rank.unstaged(wire)
 
 
-def begin_all_reduce(
-    rank: Rank, label: Label, flat: Tensor, group: tuple[int, ...]
-) -> Future[None]:
+def begin_all_reduce(rank: Rank, label: Label, flat: Tensor, group: Group) -> Future[None]:
     """Start an all-reduce of `flat` over the ranks of `group`, in place.
 
     It overlaps the rank's next operations; the lane 'reduce' waits for its end. It starts on the

@@ -26,6 +26,8 @@ from gnnplan.executor.ranks import comm
 from gnnplan.executor.ranks.rank import Rank
 from gnnplan.planner.gnn.workload import Workload
 from gnnplan.planner.vocabulary.errors import SpecError
+from gnnplan.planner.vocabulary.files import Json
+from gnnplan.planner.vocabulary.numbers import Group
 from gnnplan.planner.vocabulary.schedule import Label
 
 
@@ -103,7 +105,7 @@ class Gradients:
     def __init__(
         self,
         parameters: Iterable[nn.Parameter],
-        group: tuple[int, ...],
+        group: Group,
         layer: int | None = None,
         after: int | None = None,
     ) -> None:
@@ -305,7 +307,7 @@ class Best:
         """Whether `patience` epochs have passed without a better score."""
         return self.last - self.epoch >= self.patience
 
-    def notes(self) -> dict[str, Any]:
+    def notes(self) -> Json:
         """Return the numbers that a checkpoint and a run's summary keep beside the weights."""
         return {"epoch": self.epoch, "last": self.last, "score": self.score}
 

@@ -30,6 +30,7 @@ from gnnplan.executor.ranks.machine import MemoryWatch, gpus
 from gnnplan.executor.ranks.recorder import Recorder
 from gnnplan.executor.ranks.rendezvous import count_of, launcher_env, store_of_all
 from gnnplan.planner.problem.problem import Problem
+from gnnplan.planner.vocabulary.numbers import Group
 
 T = TypeVar("T")
 SCRATCH = "GNNPLAN_SCRATCH"  # names the launcher's temporary folder, which also lists samplers
@@ -50,7 +51,7 @@ class Groups:
     timeout_s: float = 30.0  # of a collective or message
     nccl_least_s: float = NCCL_LEAST_S  # least timeout over NCCL
     exchanges: dist.ProcessGroup | None = None  # of all ranks, for exchanges of rows
-    _by_ranks: dict[tuple[int, ...], dist.ProcessGroup] = field(default_factory=dict)
+    _by_ranks: dict[Group, dist.ProcessGroup] = field(default_factory=dict)
 
     @property
     def wire_device(self) -> torch.device:
@@ -72,7 +73,7 @@ class Groups:
         extra_s = SPEAKS_FIRST_S if self.backend == "nccl" else 0.0
         return timedelta(seconds=self.patience + extra_s)
 
-    def of(self, ranks: tuple[int, ...]) -> dist.ProcessGroup | None:
+    def of(self, ranks: Group) -> dist.ProcessGroup | None:
         """Return the process group of some ranks; None for all ranks.
 
         The first call for a group makes it, so all ranks must make these calls in the same order.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from functools import reduce
 from operator import add
 from typing import Protocol
@@ -16,6 +17,8 @@ from gnnplan.executor.layers.models import Net
 from gnnplan.executor.ranks.learner import Gradients, Learner, fill
 from gnnplan.executor.ranks.rank import Rank
 from gnnplan.planner.problem.problem import Problem
+from gnnplan.planner.vocabulary.numbers import Group
+from gnnplan.planner.vocabulary.schedule import Label
 
 Backward = Callable[[Tensor], Tensor]  # the gradient of a segment's output -> that of its input
 
@@ -60,13 +63,19 @@ class Worker(ABC):
         p = workload.dropout if self.training else 0.0
         return Drop(p, workload.seed, epoch, layer, vertices, first, self.training)
 
+    def computing(
+        self, op: str, step: int, direction: str = "", layer: int | None = None
+    ) -> AbstractContextManager[None]:
+        """Return the span of a computation, under the schedule's label."""
+        return self.rank.recorder.span(Label(op, step, direction, layer), "compute")
+
     @property
     def uses_cuda_graph(self) -> bool:
         """Whether a step can become a CUDA graph: the host gives it nothing but its number."""
         return False
 
     @property
-    def reduce_group(self) -> tuple[int, ...]:
+    def reduce_group(self) -> Group:
         """The ranks that hold the same weights as this rank."""
         return tuple(range(self.rank.world))
 

@@ -53,9 +53,9 @@ class Worker(layerwise.Worker):
     ) -> None:
         graph, workload, device = problem.data, problem.workload, rank.device
         self.rank, self.problem, self.options = rank, problem, ExchangeOptions()
-        self.shapes, self.courses = strategy.arranged(problem)
+        self.model, self.courses = strategy.arranged(problem)
         self.layers = range(1, len(self.courses) + 1)
-        self.net = net_of(self.shapes, workload).to(device)
+        self.net = net_of(self.model, workload).to(device)
         self.plain_halo = self.halo = Halo(rank, {})
         self.errors = self.halo.errors
         self.vertices_in_all = graph.stats.vertices
@@ -77,7 +77,7 @@ class Worker(layerwise.Worker):
         self.to_sum: Tensor | None = None
         if self.courses[0] is None:
             self.cached = self._sum_features(self.features)
-            if not self.shapes.layers[0].reads_own:
+            if not self.model.layers[0].reads_own:
                 self.features = self.features[:0].clone()
 
     def _sum_features(self, x: Tensor) -> Tensor:
@@ -107,16 +107,16 @@ class Worker(layerwise.Worker):
             inputs.leaf = NOTHING
         exchange, learns = self._exchange(course.width), course.backward and self.training
         outputs, leaf = list[Root](), None  # of the first segment; see backward_prepared
-        with self.rank.recorder.span(Label("prepare", step, "f", layer), "compute"):
+        with self.computing("prepare", step, "f", layer):
             drop = self.drop(step, layer, self.own_vertices)
             if not course.cuts:
-                width = self.shapes.layers[layer - 1].h_in
+                width = self.model.layers[layer - 1].h_in
                 first = spans(width, self.rank.world)[self.rank.rank].start
                 drop = self.drop(step, layer, self.all_vertices, first)
             moments = inputs.moments.values if inputs.moments else None
             prepared = net.prepare(x, drop, moments)
             sent, own = net.gathers(prepared), prepared
-            if prepared.requires_grad and self.shapes.layers[layer - 1].reads_own:
+            if prepared.requires_grad and self.model.layers[layer - 1].reads_own:
                 own = prepared.detach().requires_grad_()
                 leaf = own if learns else None
             outgoing = sent.detach()
@@ -128,7 +128,7 @@ class Worker(layerwise.Worker):
         with torch.no_grad():
             gather = partial(net.gather, self.block)
             parts = self._sum_columns(label, exchange, pieces, gather, course.cuts, course.joins)
-        with self.rank.recorder.span(Label("forward", step, layer=layer), "compute"):
+        with self.computing("forward", step, layer=layer):
             sums = [exchange.join(parts) if course.joins else parts[0]]
             del parts
             sums[0].requires_grad_(learns)
@@ -141,7 +141,7 @@ class Worker(layerwise.Worker):
             del out, x, own
 
         def back(gradient: Tensor) -> Tensor:
-            with self.rank.recorder.span(Label("backward", step, layer=layer), "compute"):
+            with self.computing("backward", step, layer=layer):
                 backward([saved.pop()], [gradient])
                 if not course.backward:
                     return gradient
@@ -152,7 +152,7 @@ class Worker(layerwise.Worker):
             parts = self._sum_columns(
                 label._replace(direction="b"), exchange, pieces, gather, course.joins, course.cuts
             )
-            with self.rank.recorder.span(Label("prepare", step, "b", layer), "compute"):
+            with self.computing("prepare", step, "b", layer):
                 gradient = exchange.join(parts) if course.cuts else parts[0]
                 del parts
                 backward_prepared(outputs, gradient, leaf)

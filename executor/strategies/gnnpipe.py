@@ -68,7 +68,8 @@ from gnnplan.planner.graph.sampling import ROUNDING, Ids
 from gnnplan.planner.ownership.layout import Chunks
 from gnnplan.planner.problem.problem import Problem
 from gnnplan.planner.strategies.base import settled
-from gnnplan.planner.strategies.gnnpipe import GNNPipe, chunk_order
+from gnnplan.planner.strategies.gnnpipe import GNNPipe, Piece, chunk_order
+from gnnplan.planner.vocabulary.numbers import Group, offsets
 from gnnplan.planner.vocabulary.schedule import Label
 
 
@@ -97,8 +98,7 @@ class Chunk:
 
     def gather_sources(self, layer: Layer, sources: Tensor) -> Tensor:
         """Gather the neighbourhood from prepared source rows [S, H_in] -> [size, width]."""
-        rows = layer.project(sources) if layer.projects_first else sources
-        return layer.gather(self.blocks[layer.edges], rows)
+        return layer.gather(self.blocks[layer.edges], layer.gathers(sources))
 
 
 def make_chunks(
@@ -128,7 +128,7 @@ def make_chunks(
         ids = cut.rows(c, member)
         rows = slice(start, start + ids.size)
         start = rows.stop
-        indptr = np.concatenate([[0], np.cumsum(graph.degree_of(ids))])
+        indptr = offsets(graph.degree_of(ids))
         columns, own_places = place[graph.neighbours(ids)], np.arange(rows.start, rows.stop)
         sources = np.concatenate([own_places, np.setdiff1d(columns, own_places)])
         position[sources] = np.arange(sources.size)
@@ -276,6 +276,7 @@ class History:
         self.net, self.layers = net, list(widths)
         self.past, self.mixed, self.slope = zeros(), zeros(), zeros()
         self.carried = zeros() if carries else {}
+        self.refreshes = False  # whether a step's rows are copied to the past rows
 
     def begin_step(self, layer: int, drop_before: Drop, drop: Drop) -> None:
         """Prepare a layer's rows for a step.
@@ -312,14 +313,13 @@ class History:
         inputs: Tensor,
         x0: Tensor | None,
         drop: Drop,
-        refresh: bool,
         checkpoint: bool,
     ) -> tuple[Tensor, BackwardFrom]:
         """Run a layer on a chunk's input rows, own rows and halo -> output, backward function.
 
-        drop: dropout of these rows. refresh: copy them to the past rows. checkpoint: recompute in
-        the backward pass. The mixed rows cannot be recomputed, as they change before the chunk's
-        backward pass: the rows read from them are kept (if gathering is linear, only their sums).
+        drop: dropout of these rows. checkpoint: recompute in the backward pass. The mixed rows
+        cannot be recomputed, as they change before the chunk's backward pass: the rows read from
+        them are kept (if gathering is linear, only their sums).
         """
         part, relu = self.net.layer(layer).during(drop), self.net.relu_after(layer)
         linear = part.linear and not part.projects_first  # rows' gradient follows from the sums'
@@ -336,7 +336,7 @@ class History:
             own_and_halo = (chunk.rows, slice(0, chunk.size)), (chunk.halo, slice(chunk.size, None))
             for places, rows in own_and_halo:
                 mixed[places] = prepared.detach()[rows]
-                if refresh:
+                if self.refreshes:
                     self.past[layer][places] = x.detach()[rows]
             read = mixed.index_select(0, chunk.sources)
             read = (chunk.gather_sources(part, read) if linear else read).requires_grad_()
@@ -394,7 +394,7 @@ class Worker(StrategyWorker):
         stages, self.members = strategy.pipeline(problem), strategy.members(problem)
         number, self.member = divmod(rank.rank, self.members)
         self.stage = stages[number]
-        self.shapes, self.layers = self.stage.model, self.stage.layers
+        self.model, self.layers = self.stage.model, self.stage.layers
         self.varying = self.stage.varying
         self.previous, self.following = rank.rank - self.members, rank.rank + self.members
         if self.members > 1:
@@ -403,7 +403,7 @@ class Worker(StrategyWorker):
         rank.groups.open_pairs(self.members)
         self.dtype, self.seed = dtype_of(workload.precision), workload.seed
         self.codec = strategy.codec
-        self.net = net_of(self.shapes, workload, self.layers).to(device)
+        self.net = net_of(self.model, workload, self.layers).to(device)
         cut = problem.cut(settled(strategy.chunks), self.members)
         kinds = {self.net.layer(layer).edges for layer in self.layers}
         ids, self.chunks = make_chunks(
@@ -419,16 +419,14 @@ class Worker(StrategyWorker):
         self.scorers = self.targets  # in chunk order; empty before the last stage
         if self.stage.number == 0:
             self.inputs = Inputs(rank, problem, self.net, self.chunks, ids, self.own)
-        widths = {layer: self.shapes.input_width(layer) for layer in self.varying}
+        widths = {layer: self.model.input_width(layer) for layer in self.varying}
         self.history = History(
             self.net, widths, ids.size, self.dtype, device, strategy.historical_gradients
         )
-        # before the first step, historical rows are those of the initial weights
-        self._evaluate_exactly()
-        self.history.remember()
+        self.refill(first)  # the first step's historical rows are those of the initial weights
 
     @property
-    def reduce_group(self) -> tuple[int, ...]:
+    def reduce_group(self) -> Group:
         return self.stage.ranks
 
     # -- one step ---------------------------------------------------------------------------------
@@ -441,8 +439,8 @@ class Worker(StrategyWorker):
         """
         order = chunk_order(self.seed, step, len(self.chunks), self.strategy.shuffle)
         # rows of epoch t = step + 1 become the historical rows of the next `period` epochs
-        refresh = (step + 1) % self.strategy.period == 0
-        with self.rank.recorder.span(Label("history", step), "compute"):
+        self.history.refreshes = (step + 1) % self.strategy.period == 0
+        with self.computing("history", step):
             for layer in self.varying:
                 drops = (self.drop(t, layer, self.vertices) for t in (step - 1, step))
                 self.history.begin_step(layer, *drops)
@@ -450,14 +448,14 @@ class Worker(StrategyWorker):
                 self.inputs.prepare(self.drop(step, 1, self.vertices))
         device, dtype = self.rank.device, dtype_of(self.problem.workload.precision.weights)
         loss = torch.zeros((), dtype=dtype, device=device)
-        shape = self.own if self.stage.is_last else 0, self.shapes.classes
+        shape = self.own if self.stage.is_last else 0, self.model.classes
         logits = torch.zeros(shape, dtype=self.dtype, device=device)
         receives = self._post_receives(order, self.previous, self.stage.received)
         sends = list[Future[None]]()
         states: dict[int, ChunkState] = {}
         for c in order:
             received = self._receive(receives, step, c, "f", self.previous)
-            state = states[c] = self._forward(step, c, received, refresh)
+            state = states[c] = self._forward(step, c, received)
             if self.stage.is_last:
                 loss = loss + state.loss
                 logits[self.chunks[c].rows] = state.h
@@ -511,10 +509,10 @@ class Worker(StrategyWorker):
             with self.rank.recorder.span(label._replace(op="unpack", peer=None), "compute"):
                 rows = torch.empty(len(message), width, dtype=self.dtype, device=message.device)
                 message = UniformWidth(self.codec.on_average).unpack(message, rows)
-        if not self.shapes.carried:
+        if not self.model.carried:
             return [message]
         # `contiguous` would not copy an empty tensor, whose strides autograd then warns about
-        parts = message.tensor_split([message.shape[1] - self.shapes.carried], 1)
+        parts = message.tensor_split([message.shape[1] - self.model.carried], 1)
         return [part.clone(memory_format=torch.contiguous_format) for part in parts]
 
     def _send(
@@ -540,7 +538,7 @@ class Worker(StrategyWorker):
 
         return self.rank.lanes.submit("send", run)
 
-    def _label(self, op: str, step: int, piece: tuple[int, ...], c: int) -> Label:
+    def _label(self, op: str, step: int, piece: Piece, c: int) -> Label:
         return Label(op, step, layer=piece[0] if self.members > 1 else None, chunk=c)
 
     def _halo(self, step: int, direction: str, layer: int, c: int, rows: Tensor) -> Tensor:
@@ -554,7 +552,7 @@ class Worker(StrategyWorker):
         with exchange.recorded(Label("halo", step, direction, layer, c), rows, direction):
             return exchange.swap(direction, exchange.pack(rows) if direction == "f" else rows)
 
-    def _forward(self, step: int, c: int, received: list[Tensor], refresh: bool) -> ChunkState:
+    def _forward(self, step: int, c: int, received: list[Tensor]) -> ChunkState:
         """Run the stage's layers forward on a chunk."""
         chunk, state = self.chunks[c], ChunkState(*received)
         if state.x0 is not None:
@@ -566,7 +564,7 @@ class Worker(StrategyWorker):
             with self.rank.recorder.span(self._label("forward", step, piece, c), "compute"):
                 inputs = torch.cat([state.h, *halo]) if halo else state.h
                 for layer in piece:
-                    root, back = self._layer(step, c, layer, state, inputs, refresh)
+                    root, back = self._layer(step, c, layer, state, inputs)
                     inputs = state.h = root.detach()
                     if layer == self.net.total:
                         root = self._end(step, c, state, root)
@@ -575,14 +573,14 @@ class Worker(StrategyWorker):
         return state
 
     def _layer(
-        self, step: int, c: int, layer: int, state: ChunkState, inputs: Tensor, refresh: bool
+        self, step: int, c: int, layer: int, state: ChunkState, inputs: Tensor
     ) -> tuple[Tensor, BackwardFrom]:
         """Run one layer (0: the encoder) on a chunk's rows -> output, backward function."""
         chunk = self.chunks[c]
         if layer in self.varying:
             drop = self.drop(step, layer, chunk.select(self.vertices))
             recomputes = self.strategy.checkpoint and layer < self.net.total
-            return self.history.forward(layer, chunk, inputs, state.x0, drop, refresh, recomputes)
+            return self.history.forward(layer, chunk, inputs, state.x0, drop, recomputes)
         if layer:  # constant features
             out = self.inputs.first_layer(
                 c, lambda places: self.drop(step, layer, self.vertices[places])
@@ -632,7 +630,7 @@ class Worker(StrategyWorker):
     # -- evaluation -------------------------------------------------------------------------------
 
     @torch.no_grad()
-    def _evaluate_exactly(self) -> Tensor:
+    def evaluate(self, step: int) -> Tensor:
         """Run forward on the full graph, without dropout or history, stage after stage.
 
         Returns logits [own, C] on the last stage, else an empty tensor. Writes the rows of this
@@ -668,7 +666,7 @@ class Worker(StrategyWorker):
         [] if the layer reads constant features.
         """
         if self.stage.number:
-            past = self.shapes.carried
+            past = self.model.carried
             width = self.stage.received - past
             shapes = [(self.own, columns) for columns in (width, past) if columns]
             receives = [
@@ -680,17 +678,13 @@ class Worker(StrategyWorker):
         h = self.net.encode(self.inputs.features)
         return [h, h] if self.net.initial else [h]
 
-    def evaluate(self, step: int) -> Tensor:
-        """Return logits [own, C] on the last stage, without dropout or history."""
-        return self._evaluate_exactly()
-
     def state(self) -> dict[str, Tensor]:
         """Return weights and history."""
         return self.trained() | self.history.state()
 
     def refill(self, step: int) -> None:
         """Recompute historical rows from the current weights, as before the first step."""
-        self._evaluate_exactly()
+        self.evaluate(step)
         self.history.remember()
 
 

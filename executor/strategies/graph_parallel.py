@@ -33,6 +33,7 @@ from gnnplan.planner.ownership.layout import Layout
 from gnnplan.planner.problem.problem import Problem
 from gnnplan.planner.strategies.layerwise.exchange import FRESH, Crossing, ExchangeOptions
 from gnnplan.planner.strategies.layerwise.graph_parallel import OnParts
+from gnnplan.planner.vocabulary.numbers import split
 from gnnplan.planner.vocabulary.schedule import Label
 
 PRELOAD, INPUT_HALO = Label("preload", -1), Label("input_halo", -1)
@@ -193,7 +194,7 @@ class Vanishing(Worker):
         varying = self.whole_share.parts[self.problem.model.first_varying :]
         if not any(part.exchanges_rows for part in varying):
             return super().step(step)
-        with self.rank.recorder.span(Label("lay", step), "compute"):
+        with self.computing("lay", step):
             parts = [
                 self._fresh_part(part, step, n) for n, part in enumerate(self.whole_share.parts, 1)
             ]
@@ -264,4 +265,4 @@ def _squares(
     weight = np.ones(block.edges) if block.weight is None else block.weight.double().numpy()
     sums = np.bincount(block.indices.numpy(), weight**2, minlength=block.n_src)
     squares = sums.astype(np.float32)  # rounded: equal weights tie, whatever the order of sums
-    return np.split(squares[piece.local :], np.cumsum(piece.received)[:-1])
+    return split(squares[piece.local :], piece.received)

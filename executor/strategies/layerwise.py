@@ -61,11 +61,6 @@ class LayerInput:
     moments: Moments | None = None  # batch norm: over the rows of all ranks
 
 
-def identity(gradient: Tensor) -> Tensor:
-    """Return the gradient: the backward function of an identity."""
-    return gradient
-
-
 def _segment(
     compute: Callable[[Tensor, Tensor | None], Tensor],
     source: Tensor,
@@ -119,7 +114,7 @@ class Worker(base.Worker):
         self, share: Share, weights: RowWeights | None, transfer: _Transfer | None
     ) -> None:
         problem, device, host = self.problem, self.rank.device, torch.device("cpu")
-        self.shapes, options = problem.model, self.options
+        self.model, options = problem.model, self.options
         self.buckets = buckets_of(problem, options.buckets, options.narrow)
         self.layers = range(1, len(share.parts) + 1)
 
@@ -178,11 +173,11 @@ class Worker(base.Worker):
         the aggregate is computed; None if the rank does not own all destinations.
         """
         self.features = features
-        if not self.shapes.aggregate_cached(1):
+        if not self.model.aggregate_cached(1):
             return
         release_memory()  # the memory of the exchange
         self.cached = self.net.layer(1).gather(self.blocks[1], features)
-        rows = self.blocks[1].n_dst if self.shapes.layers[0].reads_own else 0
+        rows = self.blocks[1].n_dst if self.model.layers[0].reads_own else 0
         self.features = features[:0].clone() if own and rows else features[:rows].clone()
         del features
         if own and rows:
@@ -195,11 +190,11 @@ class Worker(base.Worker):
 
         Returns also the backward function from the rows that the layer exchanges to the leaf.
         """
-        leaf = h.detach().requires_grad_(self.training and layer > self.shapes.first_varying)
-        if not (self.options.narrow and self.shapes.narrow_at(layer)):
+        leaf = h.detach().requires_grad_(self.training and layer > self.model.first_varying)
+        if not (self.options.narrow and self.model.narrow_at(layer)):
             norm = self.net.batch_norm(layer) if self.training else None
             sums = norm.sums(self._moment_rows(leaf)) if norm else None
-            return LayerInput(leaf, leaf.detach(), sums=sums), identity
+            return LayerInput(leaf, leaf.detach(), sums=sums), lambda gradient: gradient
         drop = self.drop(step, layer, self.vertices[layer][: leaf.shape[0]])
         net = self.net.layer(layer).during(drop)
 
@@ -268,10 +263,10 @@ class Worker(base.Worker):
         gradient of own rows of h_{l-1}, with peers' contributions added, unless they are constant.
         """
         self._reduce_moments(step, layer, inputs)
-        join_halo, varies = None, layer > self.shapes.first_varying
+        join_halo, varies = None, layer > self.model.first_varying
         if varies:
             join_halo = self._current_halo.fetch(step, layer, inputs.outgoing)
-        with self.rank.recorder.span(Label("forward", step, layer=layer), "compute"):
+        with self.computing("forward", step, layer=layer):
             source, own = self.features, None
             if join_halo is not None:
                 own = self._own_in_place(layer, inputs.outgoing)
@@ -287,7 +282,7 @@ class Worker(base.Worker):
         del out, to_leaf, to_source, source, own, segment
 
         def back(gradient: Tensor) -> Tensor:
-            with self.rank.recorder.span(Label("backward", step, layer=layer), "compute"):
+            with self.computing("backward", step, layer=layer):
                 gradient = pending_backward.pop()(gradient)
                 root, to_source = recompute() if recompute else saved.pop()
                 backward([root], [gradient])
@@ -313,8 +308,8 @@ class Worker(base.Worker):
             return None  # nothing keeps the copy, or recomputation does, or own rows are sums
         exchange = self.plain_halo.exchanges.get(layer)
         copies = exchange is not None and exchange.counts("f")[1] > 0
-        narrow = self.options.narrow and self.shapes.narrow_at(layer)
-        in_place = copies and self.shapes.own_in_place(layer) and not narrow
+        narrow = self.options.narrow and self.model.narrow_at(layer)
+        in_place = copies and self.model.own_in_place(layer) and not narrow
         return rows[: self.blocks[layer].n_dst] if in_place else None
 
     def _join_source(self, layer: int, inputs: LayerInput, rows: Tensor) -> Tensor:
@@ -380,7 +375,7 @@ class Worker(base.Worker):
 
     def _encode(self, step: int) -> tuple[LayerInput, Backward]:
         """Run the encoder; return layer 1's input and the encoder's backward function."""
-        with self.rank.recorder.span(Label("encode", step, "f"), "compute"):
+        with self.computing("encode", step, "f"):
             drop = self.drop(step, 0, self.vertices[1][: self.features.shape[0]])
             encoded = self.net.encode(self.features, drop)
             if self.net.initial:
@@ -388,7 +383,7 @@ class Worker(base.Worker):
             inputs, to_leaf = self._make_input(encoded, step, 1)
 
         def back(gradient: Tensor) -> Tensor:
-            with self.rank.recorder.span(Label("encode", step, "b"), "compute"):
+            with self.computing("encode", step, "b"):
                 gradient = to_leaf(gradient)
                 if self.x0 is not None:
                     gradient = gradient + gradient_of(self.x0)
@@ -410,7 +405,7 @@ class Worker(base.Worker):
         end = len(self.layers) + 1
         # link prediction: fetch the other ends of this rank's pairs
         last.leaf = self.plain_halo.fetch(step, end, last.leaf.detach())().requires_grad_()
-        with self.rank.recorder.span(Label("loss", step), "compute"):
+        with self.computing("loss", step):
             drop = self.drop(step, end, self.scored_vertices)
             moments = last.moments.values if last.moments else None
             logits = self.net.decode(last.leaf, drop, moments)

@@ -40,18 +40,6 @@ from gnnplan.planner.vocabulary.schedule import Label
 from gnnplan.planner.vocabulary.trace import Span
 
 
-class FullGraphEvaluation:
-    """One rank's part of the full graph, with halo exchange, and the targets that score it."""
-
-    def __init__(self, rank: Rank, problem: Problem, net: Net) -> None:
-        layout = problem.layout()
-        assert isinstance(layout, Layout)
-        self.worker = graph_parallel.worker_on(rank, problem, layout, ExchangeOptions(), net=net)
-        self.targets: Scorer = self.worker.targets
-        if problem.workload.task == "link":
-            self.targets = HeldOut(rank, problem, layout)
-
-
 class HeldOut:
     """Link prediction's held-out edges, scored with rows of the full graph.
 
@@ -139,15 +127,21 @@ class OnBatches(base.Worker):
         return own, halo.size * (first.exchanges_rows and self.problem.model.first_varying > 0)
 
     @cached_property
-    def evaluation_graph(self) -> FullGraphEvaluation:
-        """The rank's part of the full graph."""
-        return FullGraphEvaluation(self.rank, self.problem, self.net)
+    def evaluator(self) -> tuple[layerwise.Worker, Scorer]:
+        """A worker on the rank's part of the full graph, and what scores its logits."""
+        rank, problem, layout = self.rank, self.problem, self.problem.layout()
+        assert isinstance(layout, Layout)
+        options = ExchangeOptions()
+        worker = graph_parallel.worker_on(rank, problem, layout, options, net=self.net)
+        is_link = problem.workload.task == "link"
+        return worker, HeldOut(rank, problem, layout) if is_link else worker.targets
 
     @torch.no_grad()
     def evaluate(self, step: int) -> Tensor:
         """Return logits [own, C] on the full graph, without dropout, with halos exchanged."""
-        self.scorers = [self.evaluation_graph.targets]
-        return self.evaluation_graph.worker.evaluate(step)
+        worker, scorer = self.evaluator
+        self.scorers = [scorer]
+        return worker.evaluate(step)
 
     def close(self) -> None:
         """End the sampler."""

@@ -106,7 +106,7 @@ class Worker(base.Worker):
     ) -> None:
         """net: the model of the worker for which this worker evaluates."""
         self.rank, self.problem, self.strategy = rank, problem, strategy
-        self.shapes, self.last = problem.model, len(problem.model.layers)
+        self.model, self.last = problem.model, len(problem.model.layers)
         self.net = net or net_of(problem.model, problem.workload).to(rank.device)
         self.moments: dict[int, Moments] = {}  # of this step's rows, by the layer that reads them
         chunks = settled(strategy.chunks)
@@ -160,7 +160,7 @@ class Worker(base.Worker):
         def rows(layer: int, width: int) -> Tensor:
             return zeros(int(ends[layer, -1]) * width).view(-1, width)
 
-        widths = {layer: spec.h_out for layer, spec in enumerate(self.shapes.layers[:-1], 1)}
+        widths = {layer: spec.h_out for layer, spec in enumerate(self.model.layers[:-1], 1)}
         sizes = {layer: int(ends[layer, -1]) * width for layer, width in widths.items()}
         self.hidden = {layer: rows(layer, width) for layer, width in widths.items()}  # h_l
         # two buffers alternate: the gradient of h_l is no longer used when that of h_{l-2} begins
@@ -170,10 +170,10 @@ class Worker(base.Worker):
             for layer, width in widths.items()
             if trains
         }
-        self.logits = self.hidden[self.last] = rows(self.last, self.shapes.classes)
+        self.logits = self.hidden[self.last] = rows(self.last, self.model.classes)
         self.aggregate: Tensor | None = None
-        if self.shapes.aggregate_cached(1):
-            self.aggregate = rows(1, self.shapes.features)
+        if self.model.aggregate_cached(1):
+            self.aggregate = rows(1, self.model.features)
             for chunk in self.chunks:
                 part = chunk.parts.pop(1)
                 x = self._features(part.vertices.numpy(), HOST)
@@ -243,18 +243,18 @@ class Worker(base.Worker):
         ):
             if part is None:
                 assert self.aggregate is not None
-                own = chunk.rows(1) if self.shapes.layers[0].reads_own else 0
+                own = chunk.rows(1) if self.model.layers[0].reads_own else 0
                 source = self._features(chunk.vertices[:own], device)
                 tensors = _Loaded(source, aggregate=self._copy(self.aggregate[chunk.own[1]]))
             else:
-                if layer <= self.shapes.first_varying:
+                if layer <= self.model.first_varying:
                     source = self._features(part.vertices.numpy(), device)
                 else:
-                    rows, width = self.hidden[layer - 1], self.shapes.input_width(layer)
+                    rows, width = self.hidden[layer - 1], self.model.input_width(layer)
                     source = rows.new_empty(len(part.vertices), width, device=device)
                     self._gather(rows, part.places, source[: len(part.places)])
                 tensors = _Loaded(source, mapped(part.block, self._copy), self._copy(part.vertices))
-                if layer > self.shapes.first_varying and part.exchanges_rows:
+                if layer > self.model.first_varying and part.exchanges_rows:
                     sent = part.exchange.positions
                     tensors.boundary = self._gather(rows, sent, source.new_empty(len(sent), width))
             if label.direction == "b":
@@ -267,14 +267,14 @@ class Worker(base.Worker):
         part, targets, b = chunk.parts.get(layer), chunk.targets, self.logits.element_size()
         rows = chunk.rows(layer)
         if part is None:
-            edges, rows_read = 0, rows * (2 if self.shapes.layers[0].reads_own else 1)
+            edges, rows_read = 0, rows * (2 if self.model.layers[0].reads_own else 1)
         else:
             edges, rows_read = part.block.nbytes + part.vertices.nbytes, len(part.vertices)
-            if layer > self.shapes.first_varying:
+            if layer > self.model.first_varying:
                 rows_read = len(part.places) + sum(part.exchange.gives)
-        nbytes = edges + rows_read * self.shapes.layers[layer - 1].h_in * b
+        nbytes = edges + rows_read * self.model.layers[layer - 1].h_in * b
         if direction == "b":
-            return nbytes + rows * self.shapes.layers[layer - 1].h_out * b
+            return nbytes + rows * self.model.layers[layer - 1].h_out * b
         labels = targets.y.nbytes + targets.train.nbytes
         return nbytes + (labels if layer == self.last else 0)
 
@@ -306,7 +306,7 @@ class Worker(base.Worker):
     def _store_gradient(self, label: Label, layer: int, chunk: _Chunk, tensors: _Loaded) -> None:
         """Store logits, and add the gradient of source rows to that of other chunks."""
         local, received, out = NOTHING, tensors.boundary, tensors.out
-        if varies := layer > self.shapes.first_varying:
+        if varies := layer > self.model.first_varying:
             local = gradient_of(tensors.source)[: len(chunk.parts[layer].places)]
 
         def write() -> None:
@@ -352,7 +352,7 @@ class Worker(base.Worker):
     def _compute(self, label: Label, layer: int, tensors: _Loaded) -> Tensor:
         """Compute a chunk's rows of h_l [R, H_l]."""
         net, relu, source = self.net.layer(layer), self.net.relu_after(layer), tensors.source
-        source.requires_grad_(self.training and layer > self.shapes.first_varying)
+        source.requires_grad_(self.training and layer > self.model.first_varying)
         if tensors.block is None:
             return net.update(tensors.aggregate, source, source, None, relu)
         drop = self.drop(label.step, layer, tensors.vertices)
@@ -431,7 +431,7 @@ class Worker(base.Worker):
         """
         self.training, self.losses = True, []
         self.scorers = [chunk.targets for chunk in self.chunks]
-        self._run(step, order(self.shapes, self.turns))
+        self._run(step, order(self.model, self.turns))
         return torch.stack(self.losses).sum(), self.logits
 
     @torch.no_grad()
@@ -445,7 +445,7 @@ class Worker(base.Worker):
             self.scorers = worker.scorers
             return worker.evaluate(step)
         self.training = False
-        self._run(step, evaluation(self.shapes, self.turns))
+        self._run(step, evaluation(self.model, self.turns))
         return self.logits
 
 

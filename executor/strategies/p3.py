@@ -45,6 +45,7 @@ from gnnplan.planner.graph.sampling import count_items
 from gnnplan.planner.problem.problem import Problem
 from gnnplan.planner.strategies import P3
 from gnnplan.planner.strategies.minibatch.p3 import DELAY, HEADER, period, sliced
+from gnnplan.planner.vocabulary.numbers import offsets
 from gnnplan.planner.vocabulary.schedule import Label
 
 
@@ -85,8 +86,8 @@ class ColumnSampler(Sampler):
         """Merge the blocks of all peers. A block: header, sources' ids, degrees, positions."""
         # by peer: numbers of sources, rows, edges
         counts = np.array([block[:HEADER] for block in blocks], dtype=np.int64)
-        first = np.concatenate([[0], np.cumsum(counts[:, 1])])
-        first_extra = first[-1] + np.concatenate([[0], np.cumsum(counts[:, 0] - counts[:, 1])])
+        first = offsets(counts[:, 1])
+        first_extra = first[-1] + offsets(counts[:, 0] - counts[:, 1])
         source, degrees, indices = np.empty(counts[:, 0].sum(), np.int64), [], []
         for i, (block, (sources, rows, edges)) in enumerate(
             zip(blocks, counts.tolist(), strict=True)
@@ -99,7 +100,7 @@ class ColumnSampler(Sampler):
             degrees.append(degree)
             indices.append(index[places])
             assert places.size == edges
-        indptr = np.concatenate([[0], np.cumsum(np.concatenate(degrees))])
+        indptr = offsets(np.concatenate(degrees))
         merged = weighted_block(
             self.graph,
             self.edges[0],
@@ -370,20 +371,20 @@ class Worker(OnBatches):
         step, net, share, workload = batch.step, batch.net, batch.share, self.problem.workload
         batch.pulled.result()  # wait here, outside the span
         blocks, sources, targets = batch.above
-        with self.rank.recorder.span(Label("forward", step), "compute"):
+        with self.computing("forward", step):
             summed, to_sums = collecting(self._sum_columns(batch))
             h = cast(ColumnLayer, net.layer(1)).apply(summed, net.relu_after(1))
             del summed
             for number, (block, source) in enumerate(zip(blocks, sources, strict=True), 2):
                 drop = self.drop(step, number, source)
                 h = net.layer(number)(block, h, drop, None, net.relu_after(number))
-        with self.rank.recorder.span(Label("loss", step), "compute"):
+        with self.computing("loss", step):
             leaf, root = h.detach().requires_grad_(), root_of(h)
             del h
             logits = net.decode(leaf)
             loss = targets.loss(logits)
             loss.backward()  # type: ignore[no-untyped-call]
-        with self.rank.recorder.span(Label("backward", step), "compute"):
+        with self.computing("backward", step):
             backward([root], [gradient_of(leaf)])
             batch.gradient = to_sums()
         batch.pushed = self._move(
@@ -410,9 +411,7 @@ class Worker(OnBatches):
         """Compute the gradient of this rank's columns of the first weight, for all blocks."""
         pushed, step = batch.pushed.result(), batch.step
         with ExitStack() as self.tail_spans:
-            self.tail_spans.enter_context(
-                self.rank.recorder.span(Label("backward", step, layer=1), "compute")
-            )
+            self.tail_spans.enter_context(self.computing("backward", step, layer=1))
             gradient = torch.empty_like(batch.partial)
             gradient[batch.own] = batch.gradient
             gradient[batch.exchange.positions] = pushed

@@ -42,6 +42,7 @@ from gnnplan.planner.problem.problem import Problem
 from gnnplan.planner.strategies import Tensor3D
 from gnnplan.planner.strategies.layerwise.feature_parallel import spans
 from gnnplan.planner.strategies.layerwise.tensor3d import AXES, Axis, Tiles, layers_of, orders
+from gnnplan.planner.vocabulary.numbers import Group
 from gnnplan.planner.vocabulary.schedule import Label
 
 
@@ -100,7 +101,7 @@ class Worker(base.Worker):
         self.layers = layers_of(problem, strategy.grid)
         self.grid, model = strategy.grid, self.layers[0].model
         self.places = {axis: int(self.grid.places(axis)[rank.rank]) for axis in AXES}
-        self.groups: dict[Axis, tuple[int, ...]] = {}
+        self.groups: dict[Axis, Group] = {}
         for axis in AXES:
             for group in self.grid.groups(axis):
                 if len(group) > 1:
@@ -206,7 +207,7 @@ class Worker(base.Worker):
             if tiles.is_summed:
                 self._all_reduce(Label("sum_aggregates", step, "f", layer), each.sums, axes.sources)
             matrix, bias = self._gather_weights(step, tiles, "f")
-            with self.rank.recorder.span(Label("forward", step, layer=layer), "compute"):
+            with self.computing("forward", step, layer=layer):
                 h = linear(each.sums, matrix, bias)
                 del matrix, bias
             self._all_reduce(Label("sum_outputs", step, "f", layer), h, axes.columns)
@@ -222,7 +223,7 @@ class Worker(base.Worker):
         """
         layer, relu = tiles.layer, self.net.relu_after(tiles.layer - 1)
         p = self.problem.workload.dropout if self.training and tiles.spec.drops else 0.0
-        with self.rank.recorder.span(Label("aggregate", step, "f", layer), "compute"):
+        with self.computing("aggregate", step, "f", layer):
             if relu:
                 inputs.relu_()
             seed, first = self.problem.workload.seed, self.weights[layer - 1].columns.start
@@ -250,7 +251,7 @@ class Worker(base.Worker):
         """
         layer, axes, weights = tiles.layer, tiles.axes, self.weights[tiles.layer - 1]
         matrix, bias = self._gather_weights(step, tiles, "b")
-        with self.rank.recorder.span(Label("backward", step, layer=layer), "compute"):
+        with self.computing("backward", step, layer=layer):
             gradient, sums = saved.gradient, saved.sums
             saved.gradient = saved.sums = None
             assert gradient is not None and sums is not None
@@ -275,7 +276,7 @@ class Worker(base.Worker):
         if to_sums is None:
             return None
         self._all_reduce(Label("sum_aggregates", step, "b", layer), to_sums, axes.sources)
-        with self.rank.recorder.span(Label("aggregate", step, "b", layer), "compute"):
+        with self.computing("aggregate", step, "b", layer):
             width = to_sums.shape[1] // tiles.spec.matrices
             inputs = aggregate_transposed(self.tiles[_key(layer)], to_sums[:, :width])
             if tiles.spec.reads_own:
@@ -303,7 +304,7 @@ class Worker(base.Worker):
         saved, h = self._forward(step)
         logits = self._to_rows(step, h)
         del h
-        with self.rank.recorder.span(Label("loss", step), "compute"), torch.enable_grad():
+        with self.computing("loss", step), torch.enable_grad():
             leaf = logits.detach().requires_grad_()
             loss = self.targets.loss(leaf)
             loss.backward()  # type: ignore[no-untyped-call]

@@ -121,7 +121,9 @@ def _as(kind: Any, value: Any) -> Any:
 
 # {'servers': 16}, 'servers=16' (as --set takes it), or a list of such strings
 Overrides = Mapping[str, object] | Iterable[str]
-
+AnyCluster = str | Path | Mapping[str, Any] | Cluster  # a preset or file, fields, or the object
+AnyWorkload = str | Path | Mapping[str, Any] | Workload
+AnyPath = str | os.PathLike[str]
 
 OF_LABELS = ("none", "regression")  # values of --task that describe the graph's labels
 
@@ -139,12 +141,12 @@ class Question:
 @typed
 def ask(
     graph: Any,
-    cluster: str | Path | Mapping[str, Any] | Cluster,
-    workload: str | Path | Mapping[str, Any] | Workload | None,
+    cluster: AnyCluster,
+    workload: AnyWorkload | None,
     *,
     features: str | int | os.PathLike[str] | None = None,
-    labels: str | os.PathLike[str] | None = None,
-    split: str | os.PathLike[str] | None = None,
+    labels: AnyPath | None = None,
+    split: AnyPath | None = None,
     task: str | None = None,
     overrides: Overrides = (),
     ranks: int | None = None,
@@ -245,9 +247,7 @@ def source_name(graph: Any, numbers: bool = False) -> tuple[str, list[str]]:
     return str(target), notes
 
 
-def _cluster_of(
-    cluster: str | Path | Mapping[str, Any] | Cluster, model: str
-) -> tuple[Cluster, str]:
+def _cluster_of(cluster: AnyCluster, model: str) -> tuple[Cluster, str]:
     """Return the cluster, and a note on constants fitted to published figures ('' if none are).
 
     A name or path may set fields, as `with_fields` says.
@@ -284,7 +284,7 @@ def text_of(value: Any) -> str:
     return ",".join(map(str, value)) if listed else str(value)
 
 
-def several(names: Iterable[Any] | str | os.PathLike[str]) -> list[Any]:
+def several(names: Iterable[Any] | AnyPath) -> list[Any]:
     """Return one name or several names as a list."""
     return [names] if isinstance(names, str | os.PathLike) else list(names)
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
@@ -10,8 +9,18 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from gnnplan.api import DEFAULT_GRAPH
-from gnnplan.api.arguments import Overrides, Question, ask, settings_of, several, typed
-from gnnplan.api.view import Blocks, View, of
+from gnnplan.api.arguments import (
+    AnyCluster,
+    AnyPath,
+    AnyWorkload,
+    Overrides,
+    Question,
+    ask,
+    settings_of,
+    several,
+    typed,
+)
+from gnnplan.api.view import Blocks, TextBlock, View, of
 from gnnplan.planner.cluster.spec import Cluster
 from gnnplan.planner.decision import plan as documents
 from gnnplan.planner.decision.choices import ModeComparison, choose, compare
@@ -20,7 +29,7 @@ from gnnplan.planner.decision.objective import (
     WORDS,
     Objective,
     Target,
-    stated,
+    epochs_by_mode,
     with_fields,
 )
 from gnnplan.planner.decision.plan import Answer, describe_question, take
@@ -31,7 +40,7 @@ from gnnplan.planner.graph.sampling import count_items
 from gnnplan.planner.problem.problem import Problem
 from gnnplan.planner.strategies import Strategy, parse
 from gnnplan.planner.vocabulary.errors import SpecError
-from gnnplan.planner.vocabulary.files import one_of
+from gnnplan.planner.vocabulary.files import Json, one_of
 from gnnplan.planner.vocabulary.progress import Notify, reports_progress, silent
 from gnnplan.planner.vocabulary.text import Table, column, table, yes_no
 from gnnplan.planner.vocabulary.units import (
@@ -55,14 +64,14 @@ PER = ("training", "epoch")
 @reports_progress
 def plan(
     graph: Any = DEFAULT_GRAPH,
-    cluster: str | Path | Mapping[str, Any] | Cluster = "local",
-    workload: str | Path | Mapping[str, Any] | Workload | None = None,
+    cluster: AnyCluster = "local",
+    workload: AnyWorkload | None = None,
     *,
     exact: bool = False,
     objective: str | None = None,
     per: str | None = None,
     target_accuracy: float | None = None,
-    evidence: str | os.PathLike[str] | Iterable[str | os.PathLike[str]] = (),
+    evidence: AnyPath | Iterable[AnyPath] = (),
     strategy: str | None = None,
     ranks: int | None = None,
     overrides: Overrides = (),
@@ -138,9 +147,9 @@ def plan(
     wholes = dict[str, ModeComparison]()  # dtype of rows -> comparison of whole trainings
 
     def find(problem: Problem) -> SearchResult:
-        if how.objective.stated is None:
+        if how.objective.epochs_by_mode is None:
             return how(problem)
-        whole = compare(problem, modes, how.objective.stated, how)
+        whole = compare(problem, modes, how.objective.epochs_by_mode, how)
         wholes[problem.workload.dtype] = whole
         return whole.found
 
@@ -162,7 +171,7 @@ def wish(
     objective: str | None = None,
     per: str | None = None,
     target_accuracy: float | None = None,
-    evidence: str | os.PathLike[str] | Iterable[str | os.PathLike[str]] = (),
+    evidence: AnyPath | Iterable[AnyPath] = (),
     **asked: Any,
 ) -> tuple[Question, Search, list[str]]:
     """Return the question that `plan`'s arguments describe, its search, and the modes to search.
@@ -206,13 +215,13 @@ def wish(
     if (per or ("training" if is_gpu and target is None else "epoch")) == "training":
         epochs = workload.epochs if "epochs" in given else None
         mode = workload.mode if "mode" in given else None
-        of_modes = stated(problem.stats.name, epochs, mode)
-        counted = Objective(objective or "value", stated=of_modes)
+        of_modes = epochs_by_mode(problem.stats.name, epochs, mode)
+        counted = Objective(objective or "value", epochs_by_mode=of_modes)
     # the mode that the user set, or the forced strategy's; for links and modules the workload's
     modes = list(MODES) if forced is None else [forced.mode]
     if "mode" in given or workload.task == "link" or workload.module:
         modes = [workload.mode]
-    planned = [workload.mode] if counted.stated is None else modes
+    planned = [workload.mode] if counted.epochs_by_mode is None else modes
     items = count_items(workload, problem.stats)
     if modes == ["mini"] and "batch" not in given and 0 < items < workload.batch:
         kind = "edges" if workload.task == "link" else "training vertices"
@@ -247,7 +256,7 @@ class Plan(View):
 
     notes: tuple[str, ...] = ()
 
-    def __init__(self, document: dict[str, Any], problem: Problem | None = None) -> None:
+    def __init__(self, document: Json, problem: Problem | None = None) -> None:
         self.document = document  # the content of plan.json
         self.loaded = problem
         """`problem` if its graph is loaded already, else None."""
@@ -267,7 +276,7 @@ class Plan(View):
         return [Answer.of(a) for a in (self.document["best"], *self.document["alternatives"])]
 
     @property
-    def table(self) -> list[dict[str, Any]]:
+    def table(self) -> list[Json]:
         """The numbers of each answer, one row per answer; pandas.DataFrame takes the list."""
         return [answer.row for answer in self.answers]
 
@@ -449,10 +458,7 @@ class Plan(View):
     @reports_progress
     @typed
     def report(
-        self,
-        output: str | Path,
-        runs: str | os.PathLike[str] | Iterable[str | os.PathLike[str]] = (),
-        notify: Notify = silent,
+        self, output: str | Path, runs: AnyPath | Iterable[AnyPath] = (), notify: Notify = silent
     ) -> Path:
         """Draw the plan and the measurements of its runs as one HTML page that opens offline.
 
@@ -490,7 +496,7 @@ class Plan(View):
 
         return train(asked_of(self.document, self.loaded, out, given, resume))
 
-    def blocks(self) -> list[str | Table]:
+    def blocks(self) -> list[TextBlock]:
         return [
             describe_question(self.document["graph"], self.workload, self.cluster),
             *(f"note: {note}" for note in self.notes),

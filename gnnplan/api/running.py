@@ -16,7 +16,7 @@ from statistics import median
 from typing import TYPE_CHECKING, Any
 
 from gnnplan.api.arguments import typed
-from gnnplan.api.view import View
+from gnnplan.api.view import TextBlock, View
 from gnnplan.planner.cluster.spec import Cluster
 from gnnplan.planner.evidence.runs import (
     gradient_error,
@@ -29,7 +29,7 @@ from gnnplan.planner.gnn.workload import scores_of, show_scores
 from gnnplan.planner.graph.parts import STAND_IN_LABELS
 from gnnplan.planner.problem.problem import Problem
 from gnnplan.planner.vocabulary.errors import SpecError
-from gnnplan.planner.vocabulary.files import cache_dir, must_be_writable, write_atomically
+from gnnplan.planner.vocabulary.files import Json, cache_dir, must_be_writable, write_atomically
 from gnnplan.planner.vocabulary.progress import Notify, reports_progress, say, silent
 from gnnplan.planner.vocabulary.text import Table, column, table
 from gnnplan.planner.vocabulary.units import kind, quantity, show_bytes, show_count, show_time
@@ -61,7 +61,7 @@ class Run(View):
         return self.out / "weights.safetensors"
 
     @property
-    def document(self) -> dict[str, Any]:
+    def document(self) -> Json:
         """The document that `gnnplan run --json` prints."""
         metrics, ranks = self.metrics, self._ranks
         own = metrics[trained_before(ranks) :]  # epochs of the ranks whose files are in the folder
@@ -128,11 +128,11 @@ class Preflight(View):
         return any(row.verdict == "stops" for row in self.rows)
 
     @property
-    def document(self) -> dict[str, Any]:
+    def document(self) -> Json:
         """The document that `gnnplan run --dry-run --json` prints."""
         return {"stops": self.stops, "rows": [row.document for row in self.rows]}
 
-    def blocks(self) -> list[str | Table]:
+    def blocks(self) -> list[TextBlock]:
         counts = Counter(row.verdict for row in self.rows)
         if self.stops:
             last = f"{show_count(counts['stops'], 'line')} would stop the run"
@@ -148,7 +148,7 @@ class Preflight(View):
 
 
 def asked_of(
-    document: dict[str, Any],
+    document: Json,
     problem: Problem | None,
     out: str | Path | None,
     given: Mapping[str, Any],
@@ -224,7 +224,7 @@ def rate_of(text: str | None) -> float:
 class Check(View):
     """The result of `check`: each strategy's gradients compared with those of one process."""
 
-    def __init__(self, document: dict[str, Any]) -> None:
+    def __init__(self, document: Json) -> None:
         differs = [one["strategy"] for one in document["strategies"] if one["answer"] == "differs"]
         self.document = {**document, "differs": differs}
 
@@ -239,17 +239,17 @@ class Check(View):
         return list(self.document["differs"])
 
     @property
-    def table(self) -> list[dict[str, Any]]:
+    def table(self) -> list[Json]:
         """The rows of the comparison, one per strategy; pandas.DataFrame takes the list.
 
         answer: 'equal', 'differs', 'lossy' (inexact by design: `gap` is not judged) or 'cannot'
         (the strategy cannot train the model). reason: the answer in words; for 'cannot', what is
         missing. gap: the largest difference from the gradient of one process, as a share of the
         largest entry of the tensor."""
-        rows: list[dict[str, Any]] = self.document["strategies"]
+        rows: list[Json] = self.document["strategies"]
         return rows
 
-    def blocks(self) -> list[str | Table]:
+    def blocks(self) -> list[TextBlock]:
         found, graph = self.document, self.document["graph"]
         told = found.get("module", "")
         proof = "outputs and gradients, in training and in evaluation, on two small graphs"

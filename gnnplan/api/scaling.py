@@ -10,9 +10,9 @@ from pathlib import Path
 from typing import Any
 
 from gnnplan.api import DEFAULT_GRAPH
-from gnnplan.api.arguments import Question, typed
+from gnnplan.api.arguments import AnyCluster, AnyWorkload, Question, typed
 from gnnplan.api.planning import counted_columns, epoch_range, wish
-from gnnplan.api.view import View
+from gnnplan.api.view import TextBlock, View
 from gnnplan.planner.cluster.spec import Cluster
 from gnnplan.planner.decision import plan as documents
 from gnnplan.planner.decision.objective import MODES, unit_of
@@ -20,8 +20,8 @@ from gnnplan.planner.decision.plan import Answer, describe_question, describe_tr
 from gnnplan.planner.decision.search import each_of
 from gnnplan.planner.decision.sweep import Planned, Scaling, sizes_of
 from gnnplan.planner.decision.sweep import scale as scaling
-from gnnplan.planner.gnn.workload import Workload
 from gnnplan.planner.vocabulary.errors import GnnplanError, Infeasible, SpecError
+from gnnplan.planner.vocabulary.files import Json
 from gnnplan.planner.vocabulary.progress import Notify, reports_progress, silent
 from gnnplan.planner.vocabulary.text import Table, column, table, yes_no
 from gnnplan.planner.vocabulary.units import (
@@ -38,8 +38,8 @@ from gnnplan.planner.vocabulary.units import (
 @typed
 def scale(
     graph: Any = DEFAULT_GRAPH,
-    cluster: str | Path | Mapping[str, Any] | Cluster = "local",
-    workload: str | Path | Mapping[str, Any] | Workload | None = None,
+    cluster: AnyCluster = "local",
+    workload: AnyWorkload | None = None,
     *,
     gpus: str | Iterable[int],
     notify: Notify = silent,
@@ -75,8 +75,8 @@ def scale(
 @typed
 def offers(
     graph: Any,
-    clusters: str | Path | Iterable[str | Path | Mapping[str, Any] | Cluster],
-    workload: str | Path | Mapping[str, Any] | Workload | None = None,
+    clusters: str | Path | Iterable[AnyCluster],
+    workload: AnyWorkload | None = None,
     *,
     gpus: str | Iterable[int],
     **options: Any,
@@ -121,7 +121,7 @@ def offers(
     return Offers(scales, refused)
 
 
-def _name(cluster: str | Path | Mapping[str, Any] | Cluster) -> str:
+def _name(cluster: AnyCluster) -> str:
     if isinstance(cluster, Mapping):
         return str(cluster.get("name"))
     return cluster.name if isinstance(cluster, Cluster) else str(cluster)
@@ -137,10 +137,9 @@ class Scale(View):
     cheapest: int | None
     """The number of GPUs that cost the least; None without a price."""
     slower_from: int | None
-    """The number of GPUs from which on every size is slower than the fastest; None: no number."""
+    """The first number of GPUs above `fastest` that is slower; None: no number."""
     worse_from: int | None
-    """The number of GPUs from which on every size is worse than the best, by the objective; None:
-    no number."""
+    """The first number of GPUs above `best` that is worse, by the objective; None: no number."""
 
     def __init__(self, question: Question, found: Scaling) -> None:
         problem, how, self.notes = question.problem, found.how, question.notes
@@ -150,7 +149,7 @@ class Scale(View):
         names = ("best", "fastest", "cheapest", "slower_from", "worse_from")
         told = {name: size and size.gpus for name in names for size in [getattr(found, name)]}
         vars(self).update(told)
-        self.document: dict[str, Any] = {
+        self.document: Json = {
             "graph": documents.graph_of(problem),
             "workload": problem.workload.model_dump(mode="json"),
             "cluster": problem.cluster.model_dump(mode="json"),
@@ -168,7 +167,7 @@ class Scale(View):
             ],
         }
 
-    def blocks(self) -> list[str | Table]:
+    def blocks(self) -> list[TextBlock]:
         found, workload = self._found, self._problem.workload
         whole = "full graph" if workload.mode == "full" else "workload"
         return [
@@ -191,16 +190,16 @@ class Offers(View):
             {"cluster": name, **row} for name, scale in self.scales.items() for row in scale.rows
         ]
         """The numbers of every size of every cluster; pandas.DataFrame takes the list."""
-        self.document: dict[str, Any] = {
+        self.document: Json = {
             "offers": [{"cluster": name, **one.document} for name, one in scales.items()],
             "refused": [{"cluster": name, "reason": str(why)} for name, why in refused.items()],
             **{mark: {"cluster": name, "gpus": size.gpus} for mark, (name, size) in marked.items()},
         }
 
-    def blocks(self) -> list[str | Table]:
+    def blocks(self) -> list[TextBlock]:
         shown, marked = _short(self.scales), self._marked
         first = next(iter(self.scales.values()))
-        lines: list[str | Table] = [
+        lines: list[TextBlock] = [
             describe_training(first.document["graph"], first._problem.workload),
             _table(self.scales, marked),
         ]
@@ -264,8 +263,8 @@ def _table(scales: Mapping[str, Scale], marked: Mapping[str, tuple[str, Planned]
         for size, numbers in zip(one._found.sizes, one.rows, strict=True)
     ]
     priced = any(one._problem.cluster.price is not None for one in scales.values())
-    stated = first._found.how.objective.stated is not None
-    modes = stated or len({row["mode"] for row in rows}) > 1
+    of_trainings = first._found.how.objective.epochs_by_mode is not None
+    modes = of_trainings or len({row["mode"] for row in rows}) > 1
     over = "the fewest of each cluster" if several else show_count(first._found.first.gpus, unit)
     return table(
         f"speedup over {over}{', exact strategies only' if first.document['exact'] else ''}",
@@ -281,13 +280,13 @@ def _table(scales: Mapping[str, Scale], marked: Mapping[str, tuple[str, Planned]
         column("speedup", show="{:.2f}x".format),
         column("efficiency", show=show_percent),
         column("memory/rank", "memory_bytes", show_bytes),
-        column("$" if stated else "$/epoch", "dollars", show_dollars) if priced else None,
+        column("$" if of_trainings else "$/epoch", "dollars", show_dollars) if priced else None,
         *counted_columns(rows, first.document.get("target_accuracy")),
         column("", "marks"),
     )
 
 
-def _row(found: Scaling, size: Planned) -> dict[str, Any]:
+def _row(found: Scaling, size: Planned) -> Json:
     """Return the numbers of a size: the row of `Plan.table`, and the speedup over fewer GPUs."""
     problem = size.problem
     mode = problem.workload.mode
@@ -383,7 +382,7 @@ def _use(found: Scaling, unit: str) -> str:
     if best.gpus > best.problem.cluster.gpus_per_server:
         words += f" ({show_count(best.problem.cluster.servers, 'server')})"
     modes = {size.problem.workload.mode for size in found.fitting}
-    if len(modes) > 1 or found.how.objective.stated is not None:
+    if len(modes) > 1 or found.how.objective.epochs_by_mode is not None:
         words += f" on {MODES[best.problem.workload.mode]}"
     words += f" with {best.best.strategy}: {show_long(best.time_s)} {found.how.objective.span}"
     if found.how.objective.of in ("cost", "energy"):

@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from gnnplan.api.arguments import Overrides, settings_of, several, text_of, value_of
-from gnnplan.api.view import View, of
-from gnnplan.planner.decision.candidate import Candidate, must_fit
+from gnnplan.api.view import TextBlock, View, of
+from gnnplan.planner.decision.candidate import Candidate
 from gnnplan.planner.decision.search import Search
 from gnnplan.planner.decision.sweep import axes, changes, points, rows, to_csv
 from gnnplan.planner.evidence.validate import (
@@ -24,7 +24,7 @@ from gnnplan.planner.problem.inputs import read_fitted
 from gnnplan.planner.problem.problem import Problem
 from gnnplan.planner.strategies import Prediction, Strategy
 from gnnplan.planner.vocabulary.errors import Infeasible, SpecError
-from gnnplan.planner.vocabulary.files import make_folder, write_atomically
+from gnnplan.planner.vocabulary.files import Json, make_folder, write_atomically
 from gnnplan.planner.vocabulary.progress import notify
 from gnnplan.planner.vocabulary.schedule import Schedule
 from gnnplan.planner.vocabulary.text import Table, cell, column, table
@@ -135,7 +135,7 @@ class Simulation(View):
             make_folder(trace)
         steady, too_little = range(min(1, steps - 1), steps), ""
         try:
-            must_fit(problem, strategy)
+            candidate.must_fit()
         except Infeasible as why:
             too_little = str(why)
         period, over = prediction.period, prediction.over(steady)
@@ -143,7 +143,7 @@ class Simulation(View):
         cost = ByFlows.like(problem.cost) if flows else problem.cost
         task_graph = TaskGraph(schedule, cost)
         played = play(schedule, cost, task_graph=task_graph)
-        traced, disturbed = played, dict[str, Any]()
+        traced, disturbed = played, Json()
         if noise:
             notify(f"playing {len(schedule.tasks):,} tasks {repetitions:,} times")
             found = epochs(schedule, cost, batches, noise, repetitions, task_graph)
@@ -162,7 +162,7 @@ class Simulation(View):
             ranks = range(schedule.ranks)
             write_traces(trace, traced.spans, ranks, schedule.ranks, "simulated", "simulator")
         last = [task for task in schedule.tasks if task.label.step >= schedule.steps - batches]
-        self.document: dict[str, Any] = {
+        self.document: Json = {
             "strategy": {"name": strategy.name, **strategy.knobs()},
             "ranks": problem.ranks,
             "steps": schedule.steps,
@@ -202,12 +202,12 @@ class Simulation(View):
         """The simulated time of an epoch [s]."""
         return float(self.document["simulated"]["epoch_s"])
 
-    def blocks(self) -> list[str | Table]:
+    def blocks(self) -> list[TextBlock]:
         simulated, predicted = self.document["simulated"], self.document["predicted"]
         of_steps = f" of {show_count(self._batches, 'step')}" if self._batches > 1 else ""
         sent = ", ".join(f"{op} {show_bytes(size)}" for op, size in predicted["bytes"].items())
         totals_s = simulated["epoch_s"], predicted["epoch_s"]
-        lines: list[str | Table] = [
+        lines: list[TextBlock] = [
             f"{self._title}, {show_count(self._steps, 'epoch')}{of_steps},"
             f" {show_count(self.document['tasks'], 'task')}",
             f"epoch simulated {show_time(totals_s[0])}, predicted {show_time(totals_s[1])};"
@@ -254,7 +254,7 @@ class Simulation(View):
 
 def _epoch_by_epoch(
     schedule: Schedule, played: Timeline, prediction: Prediction, batches: int, epochs: range
-) -> list[dict[str, Any]]:
+) -> list[Json]:
     """Return seconds and bytes of each of these epochs, for a strategy whose epochs differ."""
     sent = bytes_by_epoch(schedule, batches)
     return [
@@ -303,7 +303,7 @@ class Sweep(View):
         """Write the rows as CSV."""
         write_atomically(Path(path), to_csv(self.axes, self.rows))
 
-    def blocks(self) -> list[str | Table]:
+    def blocks(self) -> list[TextBlock]:
         def where(name: str, title: str, show: Callable[[float], str]) -> Any:
             """Return the column `name`, or None if no row has it."""
             return column(title, name, show) if any(name in row for row in self.rows) else None
@@ -314,7 +314,7 @@ class Sweep(View):
             *((field, lambda row, field=field: row["at"][field]) for field in self.axes),
             (
                 "used" if "ranks" in self.axes else "ranks",
-                lambda row: of(row.get("gpus", row["ranks"]), row["ranks"]),
+                lambda row: of(row.get("gpus") or row["ranks"], row["ranks"]),
             ),
             ("recommended", lambda row: row["best"] or "nothing fits"),
             column("predicted", "predicted_s", show_time),

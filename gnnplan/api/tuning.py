@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from pathlib import Path
 from shlex import quote
-from typing import Any
 
 from gnnplan.api.arguments import typed
 from gnnplan.api.planning import Plan, load_plan
 from gnnplan.api.running import rate_of
+from gnnplan.api.view import TextBlock
 from gnnplan.planner.decision.objective import Objective
 from gnnplan.planner.vocabulary.errors import SpecError
+from gnnplan.planner.vocabulary.files import Json
 from gnnplan.planner.vocabulary.progress import Notify, reports_progress, silent
 from gnnplan.planner.vocabulary.text import Table, column, table, yes_no
 from gnnplan.planner.vocabulary.units import show_count, show_percent, show_time
@@ -19,13 +20,13 @@ from gnnplan.planner.vocabulary.units import show_count, show_percent, show_time
 class Tuned(Plan):
     """A plan chosen by short runs; it prints their times. The runs' folders are in `out`."""
 
-    def __init__(self, document: dict[str, Any], out: Path) -> None:
+    def __init__(self, document: Json, out: Path) -> None:
         super().__init__(document)
         self.out = out
 
-    def blocks(self) -> list[str | Table]:
+    def blocks(self) -> list[TextBlock]:
         summary, tuned = self.document["summary"], self.document["tuned"]
-        lines: list[str | Table] = [f"{name + ':':8}{summary[name]}" for name in ("use", "tuned")]
+        lines: list[TextBlock] = [f"{name + ':':8}{summary[name]}" for name in ("use", "tuned")]
         if not tuned["strategies"]:
             return lines
         return [
@@ -88,10 +89,10 @@ def tune(
     return Tuned(by_runs(asked(plan.document), folder, share, epochs, rate_of(emulate)), folder)
 
 
-def _measured(strategies: list[dict[str, Any]], objective: Objective) -> Table:
+def _measured(strategies: list[Json], objective: Objective) -> Table:
     """Return the table of measured strategies, the recommended one first."""
 
-    def worse(row: dict[str, Any]) -> str:
+    def worse(row: Json) -> str:
         if row["worse"] is None:
             return "failed" if row["failed"] else "-"
         doubt = "" if row["doubt"] is None else f" ± {show_percent(row['doubt'])}"
@@ -111,7 +112,7 @@ def _measured(strategies: list[dict[str, Any]], objective: Objective) -> Table:
     )
 
 
-def _refitted(refit: dict[str, Any] | None) -> str:
+def _refitted(refit: Json | None) -> str:
     """Return which of the cluster's constants were refitted, in words."""
     if refit is None:
         return "too few runs"

@@ -8,15 +8,15 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any, overload
 
-from gnnplan.api.arguments import several, typed
-from gnnplan.api.view import View
+from gnnplan.api.arguments import AnyPath, several, typed
+from gnnplan.api.view import TextBlock, View
 from gnnplan.planner.cluster.spec import Cluster
 from gnnplan.planner.evidence import runs as evidence
 from gnnplan.planner.evidence.runs import show_rows
 from gnnplan.planner.evidence.validate import describe_operation, show_error
 from gnnplan.planner.problem.inputs import read_cluster
 from gnnplan.planner.vocabulary.errors import SpecError
-from gnnplan.planner.vocabulary.files import must_be_writable, write_atomically
+from gnnplan.planner.vocabulary.files import Json, must_be_writable, write_atomically
 from gnnplan.planner.vocabulary.progress import Notify, notify, reports_progress, silent
 from gnnplan.planner.vocabulary.text import Table, cell, column, table
 from gnnplan.planner.vocabulary.units import show_bytes, show_count, show_percent, show_time
@@ -33,7 +33,7 @@ SAME = 0.01  # simulated seconds within this share of the predicted seconds are 
 
 @overload
 def validate(
-    runs: str | os.PathLike[str],
+    runs: AnyPath,
     *,
     cluster: str | Path | Cluster | None = None,
     notify: Notify = silent,
@@ -53,7 +53,7 @@ def validate(
 @reports_progress
 @typed
 def validate(
-    runs: str | os.PathLike[str] | Iterable[Any],
+    runs: AnyPath | Iterable[Any],
     *,
     cluster: str | Path | Cluster | None = None,
     refit: str | Path | None = None,
@@ -84,7 +84,7 @@ class Validation(View):
         run = replay(folder, cluster).run
         named = {"name": run.planned.strategy.name, **run.planned.strategy.knobs()}
         self.strategy, self.device = run.strategy, run.planned.problem.cluster.device.name
-        self.document: dict[str, Any] = {**run.comparison, "strategy": named}
+        self.document: Json = {**run.comparison, "strategy": named}
 
     @property
     def ok(self) -> bool:
@@ -96,9 +96,9 @@ class Validation(View):
         step = self.document["step"]
         return float(step["predicted_s"] / step["measured_s"] - 1)
 
-    def blocks(self) -> list[str | Table]:
+    def blocks(self) -> list[TextBlock]:
         """Return lines on time, then bytes, memory and order, then the diagnosis."""
-        result, lines = self.document, list[str | Table]()
+        result, lines = self.document, list[TextBlock]()
         batches, epochs = result["batches"], result["epochs"]
         unit = "step" if batches == 1 else "epoch"
         if not result["device"]["equal"]:
@@ -142,17 +142,17 @@ class Validation(View):
         return lines
 
 
-def times(result: dict[str, Any], unit: str) -> Table:
+def times(result: Json, unit: str) -> Table:
     """Return the table of the step's and its operations' seconds; operations that take at most a
     share SHOWN of the step are added up."""
     step = result["step"]
-    rows, small = [{**step, "operation": unit}], list[dict[str, Any]]()
+    rows, small = [{**step, "operation": unit}], list[Json]()
     for row in result["operations"]:
         (rows if row["measured_s"] > SHOWN * step["measured_s"] else small).append(row)
     rows += [_added_up(small)] if small else []
     differs = any(simulated_cell(row) for row in rows)
 
-    def share(row: dict[str, Any]) -> str:
+    def share(row: Json) -> str:
         return show_percent(row["measured_s"] / step["measured_s"])
 
     return table(
@@ -167,7 +167,7 @@ def times(result: dict[str, Any], unit: str) -> Table:
     )
 
 
-def _added_up(rows: list[dict[str, Any]]) -> dict[str, Any]:
+def _added_up(rows: list[Json]) -> Json:
     """Return one row with the sums of several operations; of a single operation, its row."""
     if len(rows) == 1:
         return rows[0]
@@ -179,7 +179,7 @@ def _added_up(rows: list[dict[str, Any]]) -> dict[str, Any]:
     return {**sums, "predicted_error": error, "operation": f"{len(rows)} small ones"}
 
 
-def simulated_cell(row: dict[str, Any]) -> str:
+def simulated_cell(row: Json) -> str:
     """Return the simulated seconds in words; '' if they are within SAME of the predicted ones."""
     simulated_s, predicted_s = row["simulated_s"], row["predicted_s"]
     if simulated_s is None or abs(simulated_s - (predicted_s or 0.0)) <= SAME * simulated_s:
@@ -187,7 +187,7 @@ def simulated_cell(row: dict[str, Any]) -> str:
     return show_time(simulated_s)
 
 
-def _bytes_line(sizes: dict[str, Any], epochs: int) -> str:
+def _bytes_line(sizes: Json, epochs: int) -> str:
     """Return counted and predicted bytes in words."""
     counted, predicted = sum(sizes["counted"].values()), sum(sizes["predicted"].values())
     verdict = "equal" if sizes["equal"] else "DIFFERENT"
@@ -244,9 +244,9 @@ class Validations(View):
             raise SpecError("no constants were fitted; give validate(runs, refit=FILE)")
         return read_cluster(str(self.refit))
 
-    def blocks(self) -> list[str | Table]:
+    def blocks(self) -> list[TextBlock]:
         """Return lines on time, memory, bytes and order, choices and constants."""
-        result, lines = self.document, list[str | Table]()
+        result, lines = self.document, list[TextBlock]()
         count = result["runs"]
         if other := result["other_device"]:
             lines.append(
@@ -292,7 +292,7 @@ class Validations(View):
         return lines
 
 
-def _errors(title: str, rows: list[dict[str, Any]]) -> Table:
+def _errors(title: str, rows: list[Json]) -> Table:
     """Return the table of the errors of the step's and the operations' seconds."""
 
     def error(source: str, figure: str) -> Any:
@@ -304,7 +304,7 @@ def _errors(title: str, rows: list[dict[str, Any]]) -> Table:
     return table(title, rows, column("operation"), share, *columns)
 
 
-def _rankings(rankings: list[dict[str, Any]], together: dict[str, Any]) -> list[str | Table]:
+def _rankings(rankings: list[Json], together: Json) -> list[TextBlock]:
     """Return the choice of each question and its regret, as a table and a sentence."""
     shown = table(
         "choices",

@@ -10,6 +10,7 @@ from typing import IO
 
 from gnnplan.planner.vocabulary.text import Table
 
+TextBlock = str | Table  # a line of text, or a table
 WIDTH = 1000  # characters per line without a terminal: wide enough that no name is broken
 
 
@@ -17,7 +18,7 @@ class View(ABC):
     """A result that prints itself, shows at a Python prompt and renders in a notebook."""
 
     @abstractmethod
-    def blocks(self) -> Sequence[str | Table]:
+    def blocks(self) -> Sequence[TextBlock]:
         """Return lines and tables in the order to print them."""
 
     def print(self, file: IO[str] | None = None, width: int | None = WIDTH) -> None:
@@ -46,10 +47,10 @@ class View(ABC):
 class Blocks(View):
     """Lines and tables, with the JSON document that they show."""
 
-    def __init__(self, blocks: Sequence[str | Table], document: object = None) -> None:
+    def __init__(self, blocks: Sequence[TextBlock], document: object = None) -> None:
         self._blocks, self.document = blocks, document
 
-    def blocks(self) -> Sequence[str | Table]:
+    def blocks(self) -> Sequence[TextBlock]:
         return self._blocks
 
 

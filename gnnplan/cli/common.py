@@ -26,6 +26,7 @@ from typer.main import get_command
 
 from gnnplan import __version__
 from gnnplan.planner.vocabulary.errors import SpecError
+from gnnplan.planner.vocabulary.files import Json
 from gnnplan.planner.vocabulary.progress import notify, progress, say
 
 app = typer.Typer(
@@ -286,7 +287,7 @@ def verb(*sources: Source, name: str | None = None, **details: Any) -> Callable[
     return made
 
 
-def print_json(document: dict[str, Any]) -> None:
+def print_json(document: Json) -> None:
     """Print a JSON document on standard output."""
     notify("")
     print(json.dumps(document, indent=1, allow_nan=False))

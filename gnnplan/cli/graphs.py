@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 from gnnplan.api import DEFAULT_GRAPH
 from gnnplan.cli.common import LACKING, numbers, of_function, say_notes, show, verb
 from gnnplan.planner.vocabulary.errors import SpecError
+from gnnplan.planner.vocabulary.files import Json
 from gnnplan.planner.vocabulary.progress import notify
 
 if TYPE_CHECKING:
@@ -199,7 +200,7 @@ def profile(
         hidden: Hidden width of the rows that a split batch sends.  [default: 256]
         task: none: the graph has no labels, and stand-in labels are generated.
     """
-    from gnnplan.api.view import Blocks
+    from gnnplan.api.view import Blocks, TextBlock
     from gnnplan.planner.ownership.profile import profile as make_profile
     from gnnplan.planner.problem.inputs import ask_workload
     from gnnplan.planner.strategies.minibatch.profile import probe
@@ -231,7 +232,7 @@ def profile(
             lambda of: " ".join(f"{growth:.2f}" for growth in of.get("growth") or []),
         ),
     )
-    blocks: list[str | Table] = [
+    blocks: list[TextBlock] = [
         f"{about['name']}: {about['vertices']:,} vertices, {about['edges']:,} directed edges,"
         f" {about['features']} features, {about['classes']} classes",
         *(f"  note: {note}" for note in about["notes"]),
@@ -242,7 +243,7 @@ def profile(
     show(Blocks(blocks, document), as_json)
 
 
-def batches(mini: dict[str, Any]) -> list[Table]:
+def batches(mini: Json) -> list[Table]:
     """Return the tables of the facts of mini-batches that `probe` measured."""
     from gnnplan.planner.strategies.minibatch.profile import HIGH
     from gnnplan.planner.vocabulary.text import column, table

@@ -209,10 +209,10 @@ def validate(
 
 def show_published(path: Path, left_out: bool, as_json: bool) -> None:
     """Predict a file of published figures; print errors, winners, and why rows are skipped."""
-    from gnnplan.api.view import Blocks
+    from gnnplan.api.view import Blocks, TextBlock
     from gnnplan.papers.calibrate import calibrated, gave_a_constant, leave_one_out
     from gnnplan.papers.published import evaluate_rows, read
-    from gnnplan.planner.vocabulary.text import Table, column, table
+    from gnnplan.planner.vocabulary.text import column, table
     from gnnplan.planner.vocabulary.units import show_percent
 
     rows = read(path)
@@ -241,7 +241,7 @@ def show_published(path: Path, left_out: bool, as_json: bool) -> None:
     skipped = Counter((row["paper"], row["why"]) for row in result["skipped"])
     scaling = result["scaling"]
     off = f"{percent(scaling['median'])} off in the median of {scaling['n']}"
-    blocks: list[str | Table] = [
+    blocks: list[TextBlock] = [
         errors,
         *([kinds] if result["kinds"] else []),
         *([f"epochs over those on fewer GPUs: {off}"] if scaling["n"] else []),

@@ -26,7 +26,7 @@ from typing import TYPE_CHECKING, Any
 from gnnplan import __version__
 from gnnplan.planner.decision.plan import describe_question
 from gnnplan.planner.vocabulary.errors import SpecError
-from gnnplan.planner.vocabulary.files import must_be_writable, write_atomically
+from gnnplan.planner.vocabulary.files import Json, must_be_writable, write_atomically
 from gnnplan.planner.vocabulary.progress import notify
 from gnnplan.planner.vocabulary.units import show_percent, show_time
 from gnnplan.report.facts import Absent, Facts, gather
@@ -44,9 +44,7 @@ THEMES = {
 
 
 def report(
-    plan: dict[str, Any] | str | Path,
-    runs: Sequence[str | Path] = (),
-    output: str | Path = "report.html",
+    plan: Json | str | Path, runs: Sequence[str | Path] = (), output: str | Path = "report.html"
 ) -> Path:
     """Write the page of a plan (document or file) and of its finished runs; return the page's path.
 

@@ -15,6 +15,7 @@ from gnnplan.planner.decision.candidate import Candidate, evaluate
 from gnnplan.planner.evidence.runs import question_of
 from gnnplan.planner.problem.problem import Problem
 from gnnplan.planner.vocabulary.errors import SpecError
+from gnnplan.planner.vocabulary.files import Json
 from gnnplan.planner.vocabulary.progress import notify
 from gnnplan.planner.vocabulary.schedule import Schedule
 from gnnplan.planner.vocabulary.text import Table
@@ -34,7 +35,7 @@ class Absent(Exception):
 class Facts:
     """A plan, and runs of the same graph, workload, cluster and partitioner."""
 
-    document: dict[str, Any]  # the content of plan.json
+    document: Json  # the content of plan.json
     candidate: Candidate  # the plan's choice, predicted again
     runs: list[Replay]
 
@@ -78,7 +79,7 @@ class Facts:
         return schedule
 
 
-def gather(plan: dict[str, Any] | str | Path, folders: Sequence[str | Path]) -> Facts:
+def gather(plan: Json | str | Path, folders: Sequence[str | Path]) -> Facts:
     """Read a plan and finished runs.
 
     Raises SpecError if the plan or a run cannot be read, or if a run is of another graph, workload,

@@ -20,6 +20,7 @@ from gnnplan.planner.cluster.places import Port, describe_port
 from gnnplan.planner.decision.candidate import Candidate
 from gnnplan.planner.evidence.validate import MOVED, describe_operation, operation
 from gnnplan.planner.evidence.validate import WAITING as WAITS
+from gnnplan.planner.vocabulary.numbers import Group
 from gnnplan.planner.vocabulary.schedule import Collective, Ring, Schedule, Send
 from gnnplan.planner.vocabulary.text import Table
 from gnnplan.planner.vocabulary.trace import BELOW, Span, place_of
@@ -263,7 +264,7 @@ class Load(NamedTuple):
 def sent_between(candidate: Candidate, schedule: Schedule) -> np.ndarray:
     """Return a schedule's bytes from rank to rank [ranks, ranks] [B]; all-reduces hop by hop."""
     sent = np.zeros((schedule.ranks, schedule.ranks))
-    reduced = Counter[tuple[int, ...]]()
+    reduced = Counter[Group]()
     for task in schedule.tasks:
         work = task.work
         if isinstance(work, Send):

@@ -8,6 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from gnnplan.planner.vocabulary.numbers import offsets
 from gnnplan.testing.ranks import ForkServer, Ranks
 
 
@@ -55,7 +56,7 @@ def graphs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     thin = np.random.default_rng(8).standard_normal((n, 40)) * kept
     thin[3] = 1.0
     thin[10:15] = 0.0
-    indptr, columns = np.concatenate([[0], np.cumsum((thin != 0).sum(1))]), np.nonzero(thin)[1]
+    indptr, columns = offsets((thin != 0).sum(1)), np.nonzero(thin)[1]
     csr = {"indptr": indptr, "indices": columns, "data": thin[thin != 0], "shape": [n, 40]}
     csr = {f"x_{name}": array for name, array in csr.items()}
     np.savez(folder / "sparse.npz", src=src, dst=dst, y=y, **masks, **csr)

@@ -34,6 +34,7 @@ from gnnplan.planner.strategies import (
     parse,
 )
 from gnnplan.planner.strategies.layerwise.exchange import CLAIM
+from gnnplan.planner.vocabulary.numbers import Group
 from gnnplan.planner.vocabulary.schedule import Collective, Ring, Schedule, Send
 from gnnplan.simulator.player import TaskGraph, play, serial
 from gnnplan.testing.drawing import draw
@@ -289,7 +290,7 @@ def crossing(
 ) -> dict[str, int]:
     """Return an epoch's bytes by class of link, from the schedule; steps: per epoch. A ring over
     ranks in order leaves each server once."""
-    links, rings = Counter[str](), Counter[tuple[Any, tuple[int, ...]]]()
+    links, rings = Counter[str](), Counter[tuple[Any, Group]]()
     for task in schedule.tasks:
         work = task.work
         if task.label.step // steps != epoch or not isinstance(work, (Send, Collective)):

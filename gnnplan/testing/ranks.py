@@ -30,6 +30,8 @@ from typing import Any, NamedTuple
 
 import pytest
 
+from gnnplan.planner.vocabulary.files import Json
+
 # timeout per case, with the start of the ranks; generous, since a busy disk may delay rank 0
 SECONDS = 90
 # workload fields with which small graphs train quickly
@@ -118,7 +120,7 @@ class Result:
         return load_file(self.out / "weights.safetensors")
 
     @property
-    def metrics(self) -> list[dict[str, Any]]:
+    def metrics(self) -> list[Json]:
         return [json.loads(line) for line in (self.out / "metrics.jsonl").read_text().splitlines()]
 
     @property
@@ -132,9 +134,9 @@ class Result:
 
         return [row[name] for row in self.metrics for name in scores_of(row)]
 
-    def rank(self, rank: int) -> dict[str, Any]:
+    def rank(self, rank: int) -> Json:
         """Return the content of a rank's rank*.json: bytes by operation, peak memory, backend .."""
-        left: dict[str, Any] = json.loads((self.out / f"rank{rank}.json").read_text())
+        left: Json = json.loads((self.out / f"rank{rank}.json").read_text())
         return left
 
     def fullest(self) -> int:

@@ -26,8 +26,10 @@ from gnnplan.planner.cluster.ports import MessageList, MessagePorts, Transfer, a
 from gnnplan.planner.cluster.spec import Algorithm, Cluster, Link, LinkName
 from gnnplan.planner.vocabulary.numbers import (
     SPREAD,
+    Group,
     Number,
     Outer,
+    PerRank,
     RankMatrix,
     largest,
     ranges,
@@ -138,13 +140,13 @@ class AllReduces:
     """All-reduces among groups of ranks; rank r sits on GPU `placement[r]`."""
 
     ports: MessagePorts
-    placement: tuple[int, ...]
-    _hops: dict[tuple[Algorithm, tuple[int, ...]], tuple[AllReduce, list[Flows]]] = field(
+    placement: PerRank
+    _hops: dict[tuple[Algorithm, Group], tuple[AllReduce, list[Flows]]] = field(
         default_factory=dict
     )
-    _loads: dict[tuple[Algorithm, tuple[int, ...]], list[PhaseLoads]] = field(default_factory=dict)
+    _loads: dict[tuple[Algorithm, Group], list[PhaseLoads]] = field(default_factory=dict)
 
-    def transfer(self, groups: Iterable[tuple[tuple[int, ...], int]]) -> Transfer:
+    def transfer(self, groups: Iterable[tuple[Group, int]]) -> Transfer:
         """Return the transfer of one all-reduce in each of the groups at once.
 
         groups: (ranks, size of the buffer [B]). The latency is that of all steps; the ports carry
@@ -192,7 +194,7 @@ class AllReduces:
             [{s: use.loads(1.0 * (share == s)) for s in np.unique(share)} for use in uses],
         )
 
-    def hops(self, algorithm: Algorithm, group: tuple[int, ...]) -> tuple[AllReduce, list[Flows]]:
+    def hops(self, algorithm: Algorithm, group: Group) -> tuple[AllReduce, list[Flows]]:
         """Return the phases of an all-reduce among `group`, and the flows of each phase."""
         key = algorithm, group
         if key not in self._hops:
@@ -282,7 +284,7 @@ class Cost:
         self.cluster, self.spread = cluster, spread
         self.placement = tuple(placement) or tuple(range(cluster.ranks))
         self.places = Places.of(cluster, self.placement)
-        self.servers: tuple[int, ...] = tuple(self.places.server.tolist())  # the server per rank
+        self.servers: PerRank = tuple(self.places.server.tolist())  # the server per rank
         self.cores = SharedCores(cluster, self.places.server * (not cluster.one_machine))
         self.ports = MessagePorts(cluster, self.places, self.cores)
         self.all_reduces = AllReduces(self.ports, self.placement)

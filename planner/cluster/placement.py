@@ -22,7 +22,7 @@ import numpy as np
 from gnnplan.planner.cluster.cost import Cost
 from gnnplan.planner.cluster.places import LINK_NAMES, Places
 from gnnplan.planner.cluster.spec import MOST_PAIRED, Cluster
-from gnnplan.planner.vocabulary.numbers import Outer, RankMatrix
+from gnnplan.planner.vocabulary.numbers import Outer, PerRank, RankMatrix
 
 MOST_SWAPPED = 128  # ranks up to which pairs swap: a step multiplies matrices [ranks, ranks]
 
@@ -42,7 +42,7 @@ def proposed(
     sent: Sequence[RankMatrix],
     groups: Sequence[Sequence[int]],
     tied: Sequence[int] = (),
-) -> list[tuple[int, ...]]:
+) -> list[PerRank]:
     """Return placements that may be fastest (the GPU of each rank); the first is `gpus` itself.
 
     sent: matrices of bytes from rank to rank [ranks, ranks]; empty for more than MOST_PAIRED ranks.

@@ -12,11 +12,10 @@ from typing import Any
 from zlib import crc32
 
 import numpy as np
-from numpy.typing import NDArray
 from scipy.special import ndtri
 
 from gnnplan.planner.cluster.spec import DOUBTED, GEMMS, LINKS, Cluster, LinkName
-from gnnplan.planner.vocabulary.numbers import Number
+from gnnplan.planner.vocabulary.numbers import Floats, Number
 
 # Fields that a constant's factor multiplies, if not the field of its name
 FIELDS = {
@@ -176,7 +175,7 @@ def constants(cluster: Cluster) -> Iterator[str]:
     yield "device_rates" if cluster.device_sampler_rates else "host_rates"
 
 
-def normals(name: str) -> NDArray[np.float64]:
+def normals(name: str) -> Floats:
     """Return draws of a standard normal [DRAWS], seeded by `name`.
 
     Every interval of equal probability has equally many draws (Latin hypercube sampling).
@@ -185,7 +184,7 @@ def normals(name: str) -> NDArray[np.float64]:
     return np.asarray(ndtri((places + 0.5) / DRAWS))
 
 
-def factors(cluster: Cluster) -> dict[str, NDArray[np.float64]]:
+def factors(cluster: Cluster) -> dict[str, Floats]:
     """Return factors [DRAWS], with median 1, on each constant whose value is not certain."""
     return {
         constant: factors_of(cluster, constant)
@@ -194,7 +193,7 @@ def factors(cluster: Cluster) -> dict[str, NDArray[np.float64]]:
     }
 
 
-def factors_of(cluster: Cluster, constant: str) -> NDArray[np.float64]:
+def factors_of(cluster: Cluster, constant: str) -> Floats:
     """Return factors [DRAWS] on a constant, with median 1.
 
     They are lognormal below the median and above it, with the widths that the range implies.
@@ -206,7 +205,7 @@ def factors_of(cluster: Cluster, constant: str) -> NDArray[np.float64]:
 
 def drawn(cluster: Cluster) -> Cluster:
     """Return DRAWS clusters as one: every constant is a column [DRAWS, 1]."""
-    by_field = dict[str, NDArray[np.float64]]()
+    by_field = dict[str, Floats]()
     for constant, values in factors(cluster).items():
         fields = FIELDS.get(constant, (constant,))
         if constant.startswith("collectives."):

@@ -22,7 +22,6 @@ from functools import cached_property
 from typing import NamedTuple
 
 import numpy as np
-from numpy.typing import NDArray
 
 from gnnplan.planner.cluster.placement import proposed
 from gnnplan.planner.cluster.scaling import DRAWS, drawn, normals
@@ -32,10 +31,8 @@ from gnnplan.planner.problem.problem import Problem
 from gnnplan.planner.strategies.base import Memory, Strategy
 from gnnplan.planner.strategies.program.account import Prediction, on_fullest_rank, predict
 from gnnplan.planner.vocabulary.errors import Infeasible, SpecError
-from gnnplan.planner.vocabulary.numbers import FLOAT32, Precision
+from gnnplan.planner.vocabulary.numbers import FLOAT32, Floats, Precision
 from gnnplan.planner.vocabulary.units import show_bytes
-
-Array = NDArray[np.float64]
 
 
 class Miss(NamedTuple):
@@ -81,7 +78,7 @@ class Settled(NamedTuple):
     regret: float  # the least expected regret once the constant is known
 
 
-def missed(kind: str, family: str, exact: bool, precision: Precision = FLOAT32) -> Array:
+def missed(kind: str, family: str, exact: bool, precision: Precision = FLOAT32) -> Floats:
     """Return factors on a predicted epoch, draws of the model's error [DRAWS].
 
     Rounded rows have kernels of their own, so the errors of their predictions are independent, with
@@ -93,12 +90,12 @@ def missed(kind: str, family: str, exact: bool, precision: Precision = FLOAT32) 
     return np.asarray(np.exp(shared * normals("shared") + own * by_kind))
 
 
-def regrets(drawn: Array) -> Array:
+def regrets(drawn: Floats) -> Floats:
     """Return regrets from values to minimise (both [candidates, draws])."""
     return np.asarray(drawn / drawn.min(axis=0) - 1)
 
 
-def range_of(drawn: Array, predicted: float) -> tuple[float, float]:
+def range_of(drawn: Floats, predicted: float) -> tuple[float, float]:
     """Return the 10th and 90th percentile of draws, extended to include the prediction.
 
     Ranges of constants may be asymmetric, so most draws may be on one side of the prediction.
@@ -108,7 +105,7 @@ def range_of(drawn: Array, predicted: float) -> tuple[float, float]:
 
 
 def outlooks(
-    predicted_s: Sequence[float], drawn_s: Array, drawn: Array | None = None
+    predicted_s: Sequence[float], drawn_s: Floats, drawn: Floats | None = None
 ) -> list[Outlook]:
     """Return the candidates' outlooks.
 
@@ -126,7 +123,7 @@ def outlooks(
     ]
 
 
-def settled_regret(drawn: Array, factor: Array) -> float:
+def settled_regret(drawn: Floats, factor: Floats) -> float:
     """Return the expected regret of the best choice if one constant were known.
 
     `drawn` [candidates, draws] are values to minimise; `factor` [draws] multiplies the constant.
@@ -153,23 +150,18 @@ class Candidate:
     objective: Objective = TIME
 
     @classmethod
-    def of(
-        cls, problem: Problem, strategy: Strategy, objective: Objective = TIME, fits: bool = False
-    ) -> Candidate:
-        """Predict a strategy. fits: first check that it fits in memory.
+    def of(cls, problem: Problem, strategy: Strategy, objective: Objective = TIME) -> Candidate:
+        """Predict a strategy, whether or not it fits in memory.
 
         Raises SpecError if the strategy's knobs do not suit the problem, or if no run shows in how
-        many epochs it reaches the target accuracy; Infeasible.
+        many epochs it reaches the target accuracy.
         """
         strategy = strategy.settle(problem)
         strategy.check(problem)
         problem = problem.with_cuda_graph(strategy.uses_cuda_graph)
         if (target := objective.target) and not target.epochs(problem, strategy):
             raise SpecError(target.why_not(problem, strategy))
-        known = {"memory": must_fit(problem, strategy)} if fits else {}
-        candidate = cls(strategy, strategy.predict(problem), problem, objective)
-        vars(candidate).update(known)
-        return candidate
+        return cls(strategy, strategy.predict(problem), problem, objective)
 
     def without_cuda_graphs(self) -> Candidate:
         """Return the candidate predicted without CUDA graphs, which recorded epochs do not use."""
@@ -193,7 +185,7 @@ class Candidate:
         return float(self.objective.value(self.problem, self.strategy, self.epoch_s))
 
     @property
-    def drawn(self) -> NDArray[np.float64]:
+    def drawn(self) -> Floats:
         """`value` in each draw of the uncertain constants and predictions [DRAWS]."""
         return self.objective.drawn(self.problem, self.strategy, self.drawn_s)
 
@@ -208,7 +200,7 @@ class Candidate:
         return self.epoch_s * self.epochs.usual
 
     @property
-    def drawn_time_s(self) -> NDArray[np.float64]:
+    def drawn_time_s(self) -> Floats:
         """`time_s` in each draw [DRAWS] [s]."""
         return self.drawn_s * self.epochs.drawn
 
@@ -236,7 +228,7 @@ class Candidate:
         return None if per_second is None else per_second * self.epoch_s
 
     @cached_property
-    def drawn_s(self) -> NDArray[np.float64]:
+    def drawn_s(self) -> Floats:
         """The epoch in each draw of the uncertain constants and predictions [DRAWS] [s].
 
         Draws are described at the begin of this file."""
@@ -260,34 +252,33 @@ class Candidate:
         """Return use -> bytes on the fullest rank [B]."""
         return on_fullest_rank(self.memory)
 
+    def must_fit(self) -> None:
+        """Raise Infeasible if a server or a device has too little memory."""
+        problem, strategy, device = self.problem, self.strategy, self.problem.cluster.device
+        if not strategy.fits_servers(problem):
+            room, held = problem.cluster.graph_memory, strategy.on_fullest_server(problem)
+            by_use = ", ".join(f"{use}: {show_bytes(nbytes)}" for use, nbytes in held.items())
+            most, spread = sum(held.values()), strategy.more_spread(problem)
+            less = next((f"{each} or " for each in spread if each.fits_servers(problem)), "")
+            raise Infeasible(
+                f"{strategy} has {show_bytes(most)} of the graph in a server's memory ({by_use})"
+                f" but there is {show_bytes(room)} (host_memory); use {less}--set"
+                f" host_memory={_gigabytes(most):g}GB"
+            )
+        uses = self.fullest()
+        if (needed := sum(uses.values())) > device.memory:
+            use = max(uses, key=uses.__getitem__)
+            raise Infeasible(
+                f"{strategy} needs {show_bytes(needed)} on its fullest rank but a {device.name} has"
+                f" {show_bytes(device.memory)}; most of it is {use} ({show_bytes(uses[use])})"
+            )
+
 
 def evaluate(problem: Problem, strategy: Strategy, objective: Objective = TIME) -> Candidate:
     """Predict a strategy, and check that it fits in memory. Raises SpecError, Infeasible."""
-    return Candidate.of(problem, strategy, objective, fits=True)
-
-
-def must_fit(problem: Problem, strategy: Strategy) -> Memory:
-    """Return the memory. Raises Infeasible if a server or a device has too little."""
-    device = problem.cluster.device
-    if not strategy.fits_servers(problem):
-        room, held = problem.cluster.graph_memory, strategy.on_fullest_server(problem)
-        by_use = ", ".join(f"{use}: {show_bytes(nbytes)}" for use, nbytes in held.items())
-        most, spread = sum(held.values()), strategy.more_spread(problem)
-        less = next((f"{each} or " for each in spread if each.fits_servers(problem)), "")
-        raise Infeasible(
-            f"{strategy} has {show_bytes(most)} of the graph in a server's memory ({by_use}) but"
-            f" there is {show_bytes(room)} (host_memory); use {less}--set"
-            f" host_memory={_gigabytes(most):g}GB"
-        )
-    memory = strategy.memory(problem)
-    uses = on_fullest_rank(memory)
-    if (needed := sum(uses.values())) > device.memory:
-        use = max(uses, key=uses.__getitem__)
-        raise Infeasible(
-            f"{strategy} needs {show_bytes(needed)} on its fullest rank but a {device.name} has"
-            f" {show_bytes(device.memory)}; most of it is {use} ({show_bytes(uses[use])})"
-        )
-    return memory
+    candidate = Candidate.of(problem, strategy, objective)
+    candidate.must_fit()
+    return candidate
 
 
 def evaluate_or_save_memory(

@@ -20,7 +20,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
-from typing import Any
 
 from gnnplan.planner.decision.candidate import SURE_SHARE, Candidate, range_of
 from gnnplan.planner.decision.explain import rounded_products, rounding_cost, rounding_runs
@@ -29,6 +28,7 @@ from gnnplan.planner.decision.plan import answer
 from gnnplan.planner.decision.search import SearchResult, each_of, least_of, recommend
 from gnnplan.planner.problem.problem import Problem
 from gnnplan.planner.vocabulary.errors import Infeasible, SpecError
+from gnnplan.planner.vocabulary.files import Json
 from gnnplan.planner.vocabulary.numbers import BFLOAT16, FLOAT32
 from gnnplan.planner.vocabulary.units import (
     show_bytes,
@@ -78,7 +78,7 @@ class Choice:
             words.append(rounding_cost())
         return "; ".join(words)
 
-    def add_to_plan(self, document: dict[str, Any]) -> dict[str, Any]:
+    def add_to_plan(self, document: Json) -> Json:
         """Return the plan with the comparison added; `document` is plan.make's of `found`."""
         return {
             **document,
@@ -208,7 +208,7 @@ class ModeComparison:
             words.append(f"{MODES[mode]} {'is' if mode == 'full' else 'are'} refused: {why}")
         return "; ".join(words)
 
-    def add_to_plan(self, document: dict[str, Any]) -> dict[str, Any]:
+    def add_to_plan(self, document: Json) -> Json:
         """Return the plan with `sizes` added; `document` is plan.make's of `found`."""
         return {
             **document,
@@ -246,7 +246,7 @@ class ModeComparison:
         hours = how_many(gpu_hours(on_all[0]) / gpu_hours(best))
         return [f"{most} would save {show_long(saved)} and take {hours}"]
 
-    def _row(self, candidate: Candidate) -> dict[str, Any]:
+    def _row(self, candidate: Candidate) -> Json:
         """Return the numbers of a candidate, JSON-ready."""
         problem, epochs = candidate.problem, candidate.epochs
         low, high = range_of(candidate.drawn_time_s, candidate.time_s)

@@ -10,10 +10,8 @@ from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from itertools import islice
-from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
 from gnnplan.planner.cluster import scaling as scaled
 from gnnplan.planner.cluster.places import Port, describe_port
@@ -25,8 +23,8 @@ from gnnplan.planner.gnn.workload import ALL
 from gnnplan.planner.problem.problem import Problem
 from gnnplan.planner.strategies import Strategy, families, parse
 from gnnplan.planner.vocabulary.errors import GnnplanError
-from gnnplan.planner.vocabulary.files import quoted
-from gnnplan.planner.vocabulary.numbers import Number
+from gnnplan.planner.vocabulary.files import Json, quoted
+from gnnplan.planner.vocabulary.numbers import Floats, Number
 from gnnplan.planner.vocabulary.progress import notify
 from gnnplan.planner.vocabulary.units import show_bytes, show_count, show_percent, show_time
 
@@ -127,7 +125,7 @@ def rounded_rows(problem: Problem) -> list[str]:
     return ["; ".join([precision.rounds, rounded_products(problem), *cost])]
 
 
-def rounding_runs() -> list[dict[str, Any]]:
+def rounding_runs() -> list[Json]:
     """Return the measured costs of rounded rows in test accuracy, JSON-ready.
 
     points: difference from float32, ± two_errors (two standard errors of paired differences), both
@@ -360,7 +358,7 @@ FACTORS = [2.0, 1.0, *1 / ABOVE, *ABOVE]
 MOST_EDGES = 2_000_000  # most edges of a graph for other depths, which need new layouts
 MOST_ESTIMATED = 64  # most GPUs if only statistics of the graph are known; more take too long
 Scaled = Callable[[Cluster, Number], Cluster]
-Best = tuple[list[Candidate], NDArray[np.float64]]  # the best rival at each factor, and its value
+Best = tuple[list[Candidate], Floats]  # the best rival at each factor, and its value
 
 
 def turning_sentences(found: SearchResult) -> list[str]:
@@ -386,7 +384,7 @@ def turning_sentences(found: SearchResult) -> list[str]:
         asked.append(("the bandwidth inside servers", _links("intra_node", *inside), only))
     asked.append(("the device's speed", scaled.device, None))
     names, scales, bandwidths = zip(*asked, strict=True)
-    answers = zip(names, bandwidths, best_at(found, scales, FACTORS), strict=True)
+    answers = zip(names, bandwidths, best_at(found, scales), strict=True)
     return [sentence for answer in answers for sentence in _sentences_of(found, *answer)]
 
 
@@ -419,16 +417,16 @@ def _sentences_of(
             yield f"{word} {factor:.2g}x of {name}{value} {winner.strategy} wins"
 
 
-def best_at(found: SearchResult, scales: Sequence[Scaled], factors: Sequence[float]) -> list[Best]:
-    """Return, for each number of the cluster, the best rivals if it is multiplied by each factor.
+def best_at(found: SearchResult, scales: Sequence[Scaled]) -> list[Best]:
+    """Return, for each number of the cluster, the best rivals if it is times each of FACTORS.
 
     If the recommended strategy is exact, its rivals are exact. Each rival is predicted once, for
     all numbers and factors.
     """
-    columns = np.ones((len(scales), len(scales), len(factors)))
-    columns[range(len(scales)), range(len(scales))] = factors
+    columns = np.ones((len(scales), len(scales), len(FACTORS)))
+    columns[range(len(scales)), range(len(scales))] = FACTORS
 
-    def all_values(c: Candidate) -> NDArray[np.float64]:
+    def all_values(c: Candidate) -> Floats:
         cluster = c.problem.cluster
         for scale, column in zip(scales, columns, strict=True):
             cluster = scale(cluster, column.reshape(-1, 1))

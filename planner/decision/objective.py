@@ -21,7 +21,6 @@ from shlex import quote
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
 from gnnplan.planner.cluster.scaling import factors_of, normals
 from gnnplan.planner.cluster.spec import Cluster
@@ -31,7 +30,7 @@ from gnnplan.planner.problem.problem import Problem
 from gnnplan.planner.strategies.base import Strategy
 from gnnplan.planner.vocabulary.errors import SpecError
 from gnnplan.planner.vocabulary.files import quoted, suggest
-from gnnplan.planner.vocabulary.numbers import Number
+from gnnplan.planner.vocabulary.numbers import Floats, Number
 from gnnplan.planner.vocabulary.units import show_count, show_dollars, show_energy, show_time
 
 # -- epochs ----------------------------------------------------------------------------------------
@@ -50,7 +49,7 @@ class Epochs:
     source: str  # seeds the draws: equal sources draw equal numbers
 
     @property
-    def drawn(self) -> NDArray[np.float64]:
+    def drawn(self) -> Floats:
         """The number of epochs in each draw [DRAWS]; at least 1."""
         factors = np.exp(self.spread * normals(f"epochs {self.source}"))
         return np.maximum(1.0, self.usual * factors)
@@ -69,7 +68,7 @@ class Epochs:
 ONE = Epochs(1.0, 0.0, "an epoch")
 
 
-def stated(graph: str, asked: int | None, mode: str | None) -> Mapping[str, Epochs]:
+def epochs_by_mode(graph: str, asked: int | None, mode: str | None) -> Mapping[str, Epochs]:
     """Return the epochs of each mode for a graph of this name.
 
     asked: the number of epochs for `mode`, by default for the full graph. The other mode then has
@@ -123,8 +122,6 @@ WAITING = 20.0  # worth of an hour of waiting [$/h]
 USUAL_PRICE = 2.5  # price of a GPU if the cluster has none [$/h]
 START_S = 300.0  # time of a run besides its epochs: somebody starts it, data are read, .. [s]
 NEAR = 0.1  # share by which a recommendation of fewer GPUs may be worse than the best value
-
-Array = NDArray[np.float64]
 
 
 @dataclass(frozen=True)
@@ -321,7 +318,7 @@ class Objective:
 
     of: str = "time"  # a key of WORDS
     target: Target | None = None
-    stated: Mapping[str, Epochs] | None = None  # mode -> epochs of a whole training
+    epochs_by_mode: Mapping[str, Epochs] | None = None  # mode -> epochs of a whole training
 
     def __post_init__(self) -> None:
         if self.of not in WORDS:
@@ -330,7 +327,7 @@ class Objective:
     @property
     def is_plain(self) -> bool:
         """Whether the objective is the time of an epoch."""
-        return self.of == "time" and self.target is None and self.stated is None
+        return self.of == "time" and self.target is None and self.epochs_by_mode is None
 
     def check(self, problem: Problem) -> None:
         """Raise SpecError if the cluster lacks the price or the power."""
@@ -348,15 +345,15 @@ class Objective:
 
     def epochs(self, problem: Problem, strategy: Strategy) -> Epochs:
         """Return the number of epochs that the objective counts."""
-        if self.stated is not None:
-            return self.stated[problem.workload.mode]
+        if self.epochs_by_mode is not None:
+            return self.epochs_by_mode[problem.workload.mode]
         return (self.target and self.target.epochs(problem, strategy)) or ONE
 
     def value(self, problem: Problem, strategy: Strategy, epoch_s: Number) -> Number:
         """Return the objective's value for an epoch of `epoch_s` [s] on the problem's GPUs."""
         return self._counted(problem, epoch_s * self.epochs(problem, strategy).usual)
 
-    def drawn(self, problem: Problem, strategy: Strategy, epochs_s: Array) -> Array:
+    def drawn(self, problem: Problem, strategy: Strategy, epochs_s: Floats) -> Floats:
         """Return the value in each draw [DRAWS], from the epoch in each draw [DRAWS] [s]."""
         out = self._counted(problem, epochs_s * self.epochs(problem, strategy).drawn)
         if self.of == "energy":
@@ -382,7 +379,7 @@ class Objective:
     @property
     def span(self) -> str:
         """The part of a training that the value is of, in words."""
-        if self.stated is not None:
+        if self.epochs_by_mode is not None:
             return "to the end"
         return f"to an accuracy of {self.target.accuracy:g}" if self.target else "per epoch"
 

@@ -19,7 +19,7 @@ from typing_extensions import TypedDict  # pydantic reads typing's from Python 3
 
 from gnnplan import __version__
 from gnnplan.planner.cluster.spec import Cluster
-from gnnplan.planner.decision.candidate import Array, Candidate, Outlook, evaluate, placed, range_of
+from gnnplan.planner.decision.candidate import Candidate, Outlook, evaluate, placed, range_of
 from gnnplan.planner.decision.objective import ONE, Objective
 from gnnplan.planner.decision.search import Search, SearchResult, parts
 from gnnplan.planner.gnn.model import describe
@@ -33,11 +33,13 @@ from gnnplan.planner.strategies import Strategy, named, parse
 from gnnplan.planner.vocabulary.errors import Infeasible, Mismatch, OtherData, SpecError
 from gnnplan.planner.vocabulary.files import (
     MOST_SHOWN,
+    Json,
     dotted,
     read_json,
     suggest,
     write_atomically,
 )
+from gnnplan.planner.vocabulary.numbers import Floats, PerRank
 from gnnplan.planner.vocabulary.units import show_count
 
 AGAIN = "make it again with `gnnplan plan`"
@@ -48,7 +50,7 @@ MAX_PLAN = 64 * 2**20  # [B]
 Finite = Annotated[float, Field(allow_inf_nan=False)]
 
 
-def make(found: SearchResult, depths: bool = False) -> dict[str, Any]:
+def make(found: SearchResult, depths: bool = False) -> Json:
     """Return the plan of a search result, JSON-ready.
 
     depths: add to the reasons the numbers of layers at which another family wins; this takes as
@@ -74,7 +76,7 @@ def make(found: SearchResult, depths: bool = False) -> dict[str, Any]:
     }
 
 
-def runnable_part(found: SearchResult) -> dict[str, Any]:
+def runnable_part(found: SearchResult) -> Json:
     """Return the part of a plan that is needed to run it: the question and the best strategy."""
     problem, best = found.problem, found.best
     placement = best.strategy.placement(best.problem)
@@ -91,25 +93,25 @@ def runnable_part(found: SearchResult) -> dict[str, Any]:
     }
 
 
-def objective_fields(objective: Objective, problem: Problem) -> dict[str, Any]:
+def objective_fields(objective: Objective, problem: Problem) -> Json:
     """Return the objective's fields of a plan, JSON-ready."""
-    out: dict[str, Any] = {"objective": objective.of}
-    if objective.stated is not None:
-        out["epochs"] = {mode: asdict(of_mode) for mode, of_mode in objective.stated.items()}
+    out: Json = {"objective": objective.of}
+    if (by_mode := objective.epochs_by_mode) is not None:
+        out["epochs"] = {mode: asdict(of_mode) for mode, of_mode in by_mode.items()}
     if target := objective.target:
         out["target_accuracy"] = target.accuracy
         out["evidence"] = [run.folder for run in target.of_question(problem)]
     return out
 
 
-def graph_of(problem: Problem) -> dict[str, Any]:
+def graph_of(problem: Problem) -> Json:
     """Return the graph's fields of a plan, JSON-ready."""
     stats = problem.stats
     fields = {name: getattr(stats, name) for name in _Graph.__annotations__ if name != "notes"}
     return {**fields, "notes": list(stats.notes)}
 
 
-def answer(candidate: Candidate, outlook: Outlook) -> dict[str, Any]:
+def answer(candidate: Candidate, outlook: Outlook) -> Json:
     """Return a candidate as an entry of a plan, JSON-ready."""
     p = candidate.predicted
     seconds = ("epoch_s", "compute_s", "comm_s", "bubble_s")
@@ -144,13 +146,13 @@ def counted(candidate: Candidate) -> dict[str, float]:
     """
     objective, epochs, out = candidate.objective, candidate.epochs, dict[str, float]()
 
-    def add(name: str, value: float, drawn: Array) -> None:
+    def add(name: str, value: float, drawn: Floats) -> None:
         names = (name.format(end) for end in ("", "_low", "_high"))
         out.update(zip(names, (value, *range_of(drawn, value)), strict=True))
 
     if epochs != ONE:
         names = "epochs_to_accuracy{}", "time_to_accuracy{}_s"
-        names = names if objective.stated is None else ("epochs{}", "training{}_s")
+        names = names if objective.epochs_by_mode is None else ("epochs{}", "training{}_s")
         add(names[0], epochs.usual, epochs.drawn)
         add(names[1], candidate.time_s, candidate.drawn_time_s)
     if objective.of != "time":
@@ -234,8 +236,8 @@ class _Document(TypedDict, total=False):
     """The fields of a plan that are read; `make` writes more."""
 
     graph: Required[_Graph]
-    workload: Required[dict[str, Any]]
-    cluster: Required[dict[str, Any]]
+    workload: Required[Json]
+    cluster: Required[Json]
     partitioner: Required[str]
     best: Required[KnownAnswer]
     exact: bool
@@ -244,7 +246,7 @@ class _Document(TypedDict, total=False):
     evidence: list[str]
     epochs: dict[str, _Epochs]
     alternatives: list[KnownAnswer]
-    settles: dict[str, Any] | None
+    settles: Json | None
     rejected: list[_Rejected]
     summary: dict[str, str]
     explanation: list[str]
@@ -253,14 +255,14 @@ class _Document(TypedDict, total=False):
 _READABLE = TypeAdapter(_Document)
 
 
-def read(path: str | Path, of_any_version: bool = False) -> dict[str, Any]:
+def read(path: str | Path, of_any_version: bool = False) -> Json:
     """Read a plan, and check every field that is used later.
 
     of_any_version: also read a plan of another version, if it has the same fields. Raises SpecError
     if the file is not a plan, Mismatch if another version wrote it.
     """
     make = "make one with `gnnplan plan -o plan.json`"
-    document: dict[str, Any] = read_json(path, MAX_PLAN, make)
+    document: Json = read_json(path, MAX_PLAN, make)
     fields = ("gnnplan", "graph", "workload", "cluster", "partitioner", "best")
     is_object = isinstance(document, dict)
     if missing := [name for name in fields if name not in document] if is_object else ["all"]:
@@ -284,7 +286,7 @@ def read(path: str | Path, of_any_version: bool = False) -> dict[str, Any]:
     return document
 
 
-def _inspect(path: str | Path, document: dict[str, Any]) -> None:
+def _inspect(path: str | Path, document: Json) -> None:
     """Raise SpecError with the file and the field if a field is not what `make` writes."""
     try:
         _READABLE.validate_python(document, strict=True)
@@ -320,7 +322,7 @@ _KINDS = {
 }
 
 
-def question(document: dict[str, Any]) -> Problem:
+def question(document: Json) -> Problem:
     """Return the problem that a plan from `read` answers, with its ranks on the plan's GPUs.
 
     Raises SpecError, or OtherData if the graph or its partition has changed since the plan was
@@ -363,7 +365,7 @@ def question(document: dict[str, Any]) -> Problem:
     return problem.placed(placement(document))
 
 
-def chosen(document: dict[str, Any]) -> Strategy:
+def chosen(document: Json) -> Strategy:
     """Return the recommended strategy of a plan. Raises SpecError."""
     return strategy_of(document["best"])
 
@@ -374,12 +376,12 @@ def strategy_of(answer: Mapping[str, Any]) -> Strategy:
     return named(knobs.pop("name"), knobs)
 
 
-def is_exact(document: dict[str, Any]) -> bool:
+def is_exact(document: Json) -> bool:
     """Whether the plan was made with --exact."""
     return bool(document.get("exact", False))
 
 
-def placement(document: dict[str, Any]) -> tuple[int, ...]:
+def placement(document: Json) -> PerRank:
     """Return the GPU of every rank of a plan, numbered over all servers. Raises SpecError."""
     cluster = Cluster.model_validate(document["cluster"])
     servers, each = cluster.servers, cluster.gpus_per_server
@@ -402,7 +404,7 @@ def placement(document: dict[str, Any]) -> tuple[int, ...]:
     return gpus
 
 
-def write(path: str | Path, document: dict[str, Any]) -> None:
+def write(path: str | Path, document: Json) -> None:
     """Write a plan atomically. Raises ValueError, and writes nothing, if it is not valid JSON."""
     write_atomically(path, json.dumps(document, indent=1, allow_nan=False) + "\n")
 
@@ -451,7 +453,7 @@ class Answer:
         return None if low is None or high is None else (low, high)
 
     @property
-    def row(self) -> dict[str, Any]:
+    def row(self) -> Json:
         """The numbers as a row of a table."""
         return {
             "strategy": self.strategy,
@@ -489,7 +491,7 @@ def describe_training(graph: Mapping[str, Any], workload: Workload) -> str:
     )
 
 
-def take(document: dict[str, Any], problem: Problem, text: str) -> dict[str, Any]:
+def take(document: Json, problem: Problem, text: str) -> Json:
     """Return the plan with the strategy that `text` names as `best`, the old best an alternative.
 
     problem: the plan's question. text: NEXT, or a strategy as the plan prints it; if the plan has
@@ -529,9 +531,9 @@ def take(document: dict[str, Any], problem: Problem, text: str) -> dict[str, Any
     }
 
 
-def _find(document: dict[str, Any], text: str) -> dict[str, Any]:
+def _find(document: Json, text: str) -> Json:
     """Return the entry of the plan that `text` names. Raises SpecError."""
-    entries: list[dict[str, Any]] = [document["best"], *document.get("alternatives", [])]
+    entries: list[Json] = [document["best"], *document.get("alternatives", [])]
     if text == NEXT:
         if len(entries) < 2:
             raise SpecError(

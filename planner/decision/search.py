@@ -13,10 +13,10 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from itertools import islice
+from operator import attrgetter
 from typing import Any, TypeVar
 
 import numpy as np
-from numpy.typing import NDArray
 
 from gnnplan.planner import strategies
 from gnnplan.planner.cluster.placement import walk
@@ -29,7 +29,6 @@ from gnnplan.planner.decision.candidate import (
     Settled,
     evaluate,
     evaluate_or_save_memory,
-    must_fit,
     outlooks,
     placed,
     settled_regret,
@@ -39,10 +38,12 @@ from gnnplan.planner.decision.objective import TIME, Objective
 from gnnplan.planner.problem.problem import Problem
 from gnnplan.planner.strategies.base import Strategy
 from gnnplan.planner.vocabulary.errors import GnnplanError, Infeasible, SpecError
+from gnnplan.planner.vocabulary.numbers import Floats, PerRank
 from gnnplan.planner.vocabulary.progress import notify
 from gnnplan.planner.vocabulary.units import show_count
 
 T = TypeVar("T")
+_value = attrgetter("value")  # of a candidate
 Refusals = tuple[type[GnnplanError], ...]
 MOST_HALVED = 256  # GPUs up to which `parts` halves both the servers and the GPUs of each server
 
@@ -151,7 +152,7 @@ class Search:
         objective, found, exact_ones = self.objective, list[Candidate](), list[Candidate]()
         if problem.on_cpu:
             return found
-        for gpus in parts(problem.cluster, sizes_alone=objective.stated is not None):
+        for gpus in parts(problem.cluster, sizes_alone=objective.epochs_by_mode is not None):
             smaller, waiting = problem.placed(gpus), list[Candidate]()
             for strategy in self.candidates(smaller):
                 where = f"on {len(gpus)} of {show_count(problem.ranks, 'GPU')}"
@@ -259,7 +260,7 @@ def one_reason(strategy: str, reason: str) -> str:
     return f"{strategy}: {reason.removeprefix(f'{strategy} ')}"
 
 
-def _side_by_side(candidates: Sequence[Candidate]) -> NDArray[np.float64]:
+def _side_by_side(candidates: Sequence[Candidate]) -> Floats:
     """Return the candidates' values in each draw [candidates, DRAWS]."""
     return np.stack([candidate.drawn for candidate in candidates])
 
@@ -324,7 +325,7 @@ def _fitting(waiting: list[Candidate]) -> Iterator[Candidate]:
     while waiting:
         first = waiting.pop(0)
         try:
-            must_fit(first.problem, first.strategy)
+            first.must_fit()
             yield first
         except Infeasible:
             with_less_memory = first.strategy.with_less_memory()
@@ -334,16 +335,12 @@ def _fitting(waiting: list[Candidate]) -> Iterator[Candidate]:
                     insort(waiting, variant, key=_value)
 
 
-def _value(candidate: Candidate) -> float:
-    return candidate.value
-
-
 def least_of(candidates: Sequence[Candidate], comparable: bool = False) -> float:
     """Return the least value of candidates, or of comparable ones only; inf without any."""
     return min((c.value for c in candidates if c.is_comparable or not comparable), default=np.inf)
 
 
-def parts(cluster: Cluster, sizes_alone: bool = False) -> list[tuple[int, ...]]:
+def parts(cluster: Cluster, sizes_alone: bool = False) -> list[PerRank]:
     """Return parts of the cluster's GPUs that are worth evaluating, the largest first.
 
     The number of servers is halved repeatedly, and so are the GPUs of each server (in the order of

@@ -57,7 +57,7 @@ FITTED = "fitted to"  # how the provenance of a fitted constant reads (problem/i
 def summarise(found: SearchResult, turning_points: Sequence[str]) -> dict[str, str]:
     """Return the lines, keyed by their first word.
 
-    turning_points: the result of `sensitivity.sentences`.
+    turning_points: the result of `turning_sentences`.
     """
     problem, best = found.problem, found.best
     return {
@@ -268,7 +268,7 @@ def nearly_full(best: Candidate) -> list[str]:
 
 def alone(problem: Problem, best: Candidate) -> str:
     """Say how long one GPU would take on the full graph: whether to distribute at all."""
-    on_gpus = not problem.on_cpu and best.objective.stated is None
+    on_gpus = not problem.on_cpu and best.objective.epochs_by_mode is None
     if not on_gpus or problem.workload.mode != "full" or best.problem.ranks == 1:
         return ""
     single = problem.placed((int(best.problem.cost.placement[0]),))

@@ -27,7 +27,6 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from itertools import product
 from math import prod
-from typing import Any
 
 import numpy as np
 
@@ -41,6 +40,7 @@ from gnnplan.planner.problem.inputs import apply_overrides, read_cluster
 from gnnplan.planner.problem.problem import Problem, with_ranks
 from gnnplan.planner.strategies import Strategy
 from gnnplan.planner.vocabulary.errors import GnnplanError, Infeasible, SpecError
+from gnnplan.planner.vocabulary.files import Json
 from gnnplan.planner.vocabulary.progress import notify
 from gnnplan.planner.vocabulary.units import number_of
 
@@ -234,14 +234,14 @@ def rows(
     plan: Problem,
     playing: Playing,
     how: Search = EVERYTHING,
-) -> list[dict[str, Any]]:
+) -> list[Json]:
     """Return a row per point, with its recommendation and with the plan's strategy on that point.
 
     `plan` is the plan's problem (`moved`).
     """
     out = []
     for one in planned(asked, how):
-        row: dict[str, Any] = {"at": one.at, "ranks": one.gpus}
+        row: Json = {"at": one.at, "ranks": one.gpus}
         out.append(row)
         found = one.found
         if found is None:
@@ -270,12 +270,12 @@ def rows(
     return out
 
 
-def row_of(at: dict[str, str], best: Candidate) -> dict[str, Any]:
+def row_of(at: dict[str, str], best: Candidate) -> Json:
     """Return the part of a row that `changes` reads."""
     return {"at": at, "best": str(best.strategy), "family": best.strategy.name}
 
 
-def changes(swept: Iterable[str], table: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+def changes(swept: Iterable[str], table: Sequence[Json]) -> list[Json]:
     """Return the values of a field at which the recommendation changes, with other fields fixed.
 
     'from' and 'to' are families, or variants if the family is the same. Points at which nothing
@@ -283,7 +283,7 @@ def changes(swept: Iterable[str], table: Sequence[dict[str, Any]]) -> list[dict[
     """
     out = []
     for field in swept:
-        last: dict[tuple[tuple[str, str], ...], dict[str, Any]] = {}
+        last: dict[tuple[tuple[str, str], ...], Json] = {}
         for row in table:
             if row["best"] is None:
                 continue
@@ -304,7 +304,7 @@ def changes(swept: Iterable[str], table: Sequence[dict[str, Any]]) -> list[dict[
     return out
 
 
-def to_csv(swept: Iterable[str], table: Sequence[dict[str, Any]]) -> str:
+def to_csv(swept: Iterable[str], table: Sequence[Json]) -> str:
     """Return a CSV line per point: the swept fields, then every column that some row has."""
     flat = [row["at"] | {key: value for key, value in row.items() if key != "at"} for row in table]
     header = dict.fromkeys([*swept, *(key for row in flat for key in row)])
@@ -491,11 +491,11 @@ def in_modes(base: Problem, how: Search, modes: Sequence[str] = ()) -> list[Prob
     Epochs of the two modes are not comparable, but times of trainings or to an accuracy are.
     """
     objective = how.objective
-    if objective.stated is not None:
+    if objective.epochs_by_mode is not None:
         out = []
         for mode in modes or (base.workload.mode,):
             with suppress(SpecError):
-                epochs = round(objective.stated[mode].usual)
+                epochs = round(objective.epochs_by_mode[mode].usual)
                 out.append(with_fields(base, mode=mode, epochs=epochs))
         return out
     other = with_fields(base, mode="mini" if base.workload.mode == "full" else "full")

@@ -26,6 +26,7 @@ from gnnplan.planner.gnn.workload import FALLING, Workload, scores_of
 from gnnplan.planner.problem.problem import Problem
 from gnnplan.planner.vocabulary.errors import SpecError
 from gnnplan.planner.vocabulary.files import (
+    Json,
     from_json,
     must_be_readable,
     numbered,
@@ -83,7 +84,7 @@ class _Epoch(TypedDict):
 _RANK, _EPOCH = TypeAdapter(_Rank), TypeAdapter(_Epoch)
 
 
-def read_run(directory: Path) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
+def read_run(directory: Path) -> tuple[list[Json], list[Json]]:
     """Read the lines of metrics.jsonl and the rank*.json of a finished run. Raises SpecError."""
     make = f"make one with `gnnplan run plan.json --out {quote(str(directory))}`"
     try:
@@ -167,7 +168,7 @@ def _is(kind: TypeAdapter[Any], document: object) -> bool:
     return True
 
 
-def gradient_error(ranks: Sequence[dict[str, Any]]) -> dict[str, float] | None:
+def gradient_error(ranks: Sequence[Json]) -> dict[str, float] | None:
     """Return the relative error of the last step's gradient.
 
     None if the run has not measured it (`gnnplan run --gradient-errors`).
@@ -212,14 +213,15 @@ PLAN, METRICS = "plan.json", "metrics.jsonl"  # files in a run's folder
 _EARLIER_PLAN = re.compile(r"plan\.until(\d+)\.json")  # a plan that trained the run until an epoch
 
 
-def objective_of(document: dict[str, Any]) -> Objective:
+def objective_of(document: Json) -> Objective:
     """Return the objective of a plan; the runs that are its evidence are read again.
 
     Raises SpecError if a run is missing, and Mismatch if another version made a run's plan.
     """
     of, accuracy = document.get("objective", "time"), document.get("target_accuracy")
     if "epochs" in document:
-        return Objective(of, stated={m: Epochs(**of_m) for m, of_m in document["epochs"].items()})
+        epochs = {mode: Epochs(**of_mode) for mode, of_mode in document["epochs"].items()}
+        return Objective(of, epochs_by_mode=epochs)
     if accuracy is None:
         return Objective(of)
     return Objective(of, Target(accuracy, trainings(document["evidence"])))
@@ -318,7 +320,7 @@ class Compared:
     name: str  # name of the question (`question_name`)
     servers: int
     strategy: str
-    comparison: dict[str, Any]  # result of `validate.compare`
+    comparison: Json  # result of `validate.compare`
     epochs_s: tuple[float, ...]  # measured epochs without warm-up [s]
 
     @property
@@ -334,13 +336,7 @@ class Run(Compared):
     planned: Candidate
 
     @classmethod
-    def of(
-        cls,
-        folder: str,
-        planned: Candidate,
-        comparison: dict[str, Any],
-        metrics: Sequence[dict[str, Any]],
-    ) -> Run:
+    def of(cls, folder: str, planned: Candidate, comparison: Json, metrics: Sequence[Json]) -> Run:
         """Create a run from its comparison and the lines of metrics.jsonl (one per epoch)."""
         problem, strategy = planned.problem, str(planned.strategy)
         asked = question_of(problem), question_name(problem), problem.cluster.servers
@@ -381,10 +377,10 @@ def errors(pairs: Iterable[tuple[float | None, float]]) -> dict[str, float] | No
     return {"n": len(found), "mean": mean(found), "p95": p95, "max": max(found)}
 
 
-def summarise(runs: Sequence[Compared]) -> dict[str, Any]:
+def summarise(runs: Sequence[Compared]) -> Json:
     """Return the document of `gnnplan validate` over several runs."""
     rows = (row for run in runs for row in run.comparison["operations"])
-    by_operation: dict[str, list[dict[str, Any]]] = grouped(rows, itemgetter("operation"))
+    by_operation: dict[str, list[Json]] = grouped(rows, itemgetter("operation"))
     rankings = [
         ranking(same)
         for same in grouped(runs, lambda run: run.question).values()
@@ -416,7 +412,7 @@ def summarise(runs: Sequence[Compared]) -> dict[str, Any]:
     }
 
 
-def _errors_by_source(rows: Sequence[dict[str, Any]]) -> dict[str, dict[str, float] | None]:
+def _errors_by_source(rows: Sequence[Json]) -> dict[str, dict[str, float] | None]:
     return {
         source: errors((row[f"{source}_s"], row["measured_s"]) for row in rows)
         for source in ("predicted", "simulated")
@@ -454,7 +450,7 @@ def median_error(epochs_s: Sequence[float]) -> float:
     return float(1.25 * deviation / np.sqrt(len(epochs_s)) / median(epochs_s))
 
 
-def ranking(runs: Sequence[Compared]) -> dict[str, Any]:
+def ranking(runs: Sequence[Compared]) -> Json:
     """Compare the predicted with the measured order of one question's strategies.
 
     A strategy with several runs counts with its medians. `tau` is None if all predictions, or all
@@ -487,7 +483,7 @@ def ranking(runs: Sequence[Compared]) -> dict[str, Any]:
     }
 
 
-def _all_rankings(rankings: Sequence[dict[str, Any]]) -> dict[str, float | None] | None:
+def _all_rankings(rankings: Sequence[Json]) -> dict[str, float | None] | None:
     """Return the means over all rankings; None without any."""
     if not rankings:
         return None
@@ -501,7 +497,7 @@ def _all_rankings(rankings: Sequence[dict[str, Any]]) -> dict[str, float | None]
     }
 
 
-def doubt(runs: Sequence[Compared]) -> list[dict[str, Any]]:
+def doubt(runs: Sequence[Compared]) -> list[Json]:
     """Return the kinds of constants by their share in the errors of epochs, the largest first.
 
     A kind is 'computation', or the links 'inside' or 'between' servers. `slower` is measured /
@@ -554,7 +550,7 @@ def _faster(cluster: Cluster, factors: dict[str, float]) -> Cluster:
     return cluster
 
 
-def refit_cluster(runs: Sequence[Run]) -> tuple[Cluster, dict[str, Any]]:
+def refit_cluster(runs: Sequence[Run]) -> tuple[Cluster, Json]:
     """Return the runs' cluster with its SPEEDS fitted to half of the questions, and a report.
 
     The report has the factors, and the errors before and after on the runs that were not fitted.

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
 
 import numpy as np
 
@@ -18,6 +17,7 @@ from gnnplan.planner.decision.candidate import Candidate
 from gnnplan.planner.evidence.runs import WARM_UP, summed, warm_epochs
 from gnnplan.planner.strategies.base import NON_TRAINING_USES, Memory
 from gnnplan.planner.strategies.program.account import Prediction
+from gnnplan.planner.vocabulary.files import Json
 from gnnplan.planner.vocabulary.numbers import typical
 from gnnplan.planner.vocabulary.schedule import Schedule
 from gnnplan.planner.vocabulary.trace import Span, overlap, place_of, recorded_order, transfer_times
@@ -42,7 +42,7 @@ MOVED = {
 MEASURE = "the machine's pace or its constants; run `gnnplan measure` and plan again"
 REPORT = "this is a fault of gnnplan, not of the machine: please report it with the run's folder"
 
-Row = dict[str, Any]  # one operation: its seconds (predicted, simulated, measured) and errors
+Row = Json  # one operation: its seconds (predicted, simulated, measured) and errors
 
 
 # -- seconds of each operation ---------------------------------------------------------------------
@@ -166,9 +166,9 @@ def compare(
     simulated: list[Span],
     simulated_epoch_s: float,
     measured: list[Span],
-    metrics: list[dict[str, Any]],
-    ranks: list[dict[str, Any]],
-) -> dict[str, Any]:
+    metrics: list[Json],
+    ranks: list[Json],
+) -> Json:
     """Return the document of `gnnplan validate`; all times are per epoch.
 
     candidate: the plan's best, evaluated. recorded: the same candidate, launched like the recorded
@@ -219,12 +219,8 @@ def compare(
 
 
 def _compare_bytes(
-    candidate: Candidate,
-    schedule: Schedule,
-    batches: int,
-    metrics: list[dict[str, Any]],
-    ranks: list[dict[str, Any]],
-) -> dict[str, Any]:
+    candidate: Candidate, schedule: Schedule, batches: int, metrics: list[Json], ranks: list[Json]
+) -> Json:
     """Compare the bytes that all ranks sent, by operation.
 
     The bytes of every epoch are compared with their prediction. If every epoch draws its own
@@ -255,7 +251,7 @@ def _compare_bytes(
     }
 
 
-def _compare_devices(planned: str, ranks: list[dict[str, Any]]) -> dict[str, Any]:
+def _compare_devices(planned: str, ranks: list[Json]) -> Json:
     """Compare the plan's kind of device with the kinds that ranks ran on ('cpu', 'cuda').
 
     Runs of older versions do not record their device; they count as equal.
@@ -270,7 +266,7 @@ def fullest(memory: Memory, runtime: bool) -> float:
     return float(np.max(np.sum(uses, axis=0)))
 
 
-def compare_memory(memory: Memory, ranks: list[dict[str, Any]]) -> dict[str, Any]:
+def compare_memory(memory: Memory, ranks: list[Json]) -> Json:
     """Compare the memory of the fullest rank.
 
     'data' is the memory of tensors and arrays. If the allocator does not count it, the memory of

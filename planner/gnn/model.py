@@ -30,7 +30,7 @@ from gnnplan.planner.gnn.rows import RowFormat
 from gnnplan.planner.gnn.trace import SUM, Setting, Work, block_of
 from gnnplan.planner.gnn.workload import ModuleLayer, Workload
 from gnnplan.planner.vocabulary.numbers import Number, largest
-from gnnplan.planner.vocabulary.schedule import Compute
+from gnnplan.planner.vocabulary.schedule import BothPasses, Compute
 
 # framework operations that compute a dropout mask; the backward pass reuses the mask
 MASK = 5
@@ -298,7 +298,7 @@ class Model:
 
     forward, backward = partialmethod(work, 0), partialmethod(work, 1)
 
-    def project(self, layer: int, rows: Number) -> tuple[Compute, Compute]:
+    def project(self, layer: int, rows: Number) -> BothPasses:
         """Return the forward and backward work of a narrow layer's projection, before exchange."""
         if self.is_cut or not self.narrow_at(layer):
             return self._moved(), self._moved()
@@ -306,7 +306,7 @@ class Model:
 
     def _rowwise(
         self, ways: tuple[Work, Work], rows: Number, launches: tuple[int, int] | None = None
-    ) -> tuple[Compute, Compute]:
+    ) -> BothPasses:
         """Evaluate row-wise forward and backward work (encoder, decoder, projection) on `rows`."""
         block = block_of(rows, rows, 0.0, local=rows)
         first, second = launches or ((3, 6) if self.on_gpu else (6, 10))
@@ -341,12 +341,12 @@ class Model:
         width = self.exchanged_width(layer, narrow)
         return self._moved(1.0 * self.own_copy_passes * rows * width * self.itemsize)
 
-    def pick(self, layer: int, rows: Number, present: Number) -> tuple[Compute, Compute]:
+    def pick(self, layer: int, rows: Number, present: Number) -> BothPasses:
         """Return the forward and backward work of gathering a layer's `rows` of those `present`."""
         width = self.exchanged_width(layer, narrow=False) * self.itemsize
         return self._moved(2.0 * rows * width, 1), self._moved((1.0 * rows + present) * width, 1)
 
-    def apply(self, layer: int, rows: Number, partial: Number) -> tuple[Compute, Compute]:
+    def apply(self, layer: int, rows: Number, partial: Number) -> BothPasses:
         """Return the forward and backward work of computing `rows` of h_l from partial sums.
 
         The `partial` rows are gathered and added up; then follow the bias and ReLU, which a layer
@@ -367,13 +367,11 @@ class Model:
         specs[layer - 1] = replace(specs[layer - 1], bias=False)
         return replace(self, relu=False, layers=tuple(specs))
 
-    def encode(self, rows: Number) -> tuple[Compute, Compute]:
+    def encode(self, rows: Number) -> BothPasses:
         """Return the forward and backward work of the encoder."""
         return self._rowwise(self.encoder_record.passes, rows)
 
-    def finish(
-        self, rows: Number, edges: Number | None = None, negatives: int = 0
-    ) -> tuple[Compute, Compute]:
+    def finish(self, rows: Number, edges: Number | None = None, negatives: int = 0) -> BothPasses:
         """Return the forward and backward work of decoder and loss on a rank's own rows.
 
         edges: for link prediction, positive edges with `negatives` negatives each; None: the loss
@@ -393,7 +391,7 @@ class Model:
         )
         return forward + loss, backward + loss
 
-    def _score(self, rows: Number, edges: Number, negatives: int) -> tuple[Compute, Compute]:
+    def _score(self, rows: Number, edges: Number, negatives: int) -> BothPasses:
         """Return the forward and backward work of pairs' dot products and of their loss."""
         b, width, pairs = self.itemsize, self.classes, edges * (1 + negatives)
         gathered = edges + pairs  # rows of heads and of tails
@@ -571,13 +569,13 @@ def in_turn(operations: Iterable[OpMemory]) -> OpMemory:
     return OpMemory(most, left)
 
 
-def rowwise(record: LayerRecord, rows: Number) -> OpMemory:
+def rowwise_memory(record: LayerRecord, rows: Number) -> OpMemory:
     """Return the memory of an encoder, a decoder or a layer's preparation on `rows` rows."""
     held = record.backward.on(block_of(rows, rows, 0.0))
     return OpMemory(held[1:].max(0), held[0])
 
 
-def footprint(
+def layer_memory(
     model: Model,
     layer: int,
     rows: Number,
@@ -599,7 +597,9 @@ def footprint(
     return LayerMemory(forward[1:].max(0), backward[1:].max(0), forward[0])
 
 
-def block(model: Model, spec: LayerSpec, rows: Number, sources: Number, edges: Number) -> Number:
+def block_bytes(
+    model: Model, spec: LayerSpec, rows: Number, sources: Number, edges: Number
+) -> Number:
     """Return the memory of a layer's edges [B].
 
     A block has its edges as CSR and transposed, with each edge's position in the other form, the
@@ -610,38 +610,38 @@ def block(model: Model, spec: LayerSpec, rows: Number, sources: Number, edges: N
     return edges * (12 + weights) + 4 * (rows + sources) + LONG * sources + structure
 
 
-def decoded(model: Model, own: Number) -> OpMemory:
+def decoder_memory(model: Model, own: Number) -> OpMemory:
     """Return the memory of decoding `own` rows of h_L; without a decoder they are the output."""
     if model.decoder is None:
         return keeps(0.0 * own)
-    return rowwise(model.decoder_record, own)
+    return rowwise_memory(model.decoder_record, own)
 
 
-def loss_itself(model: Model, own: Number, trained: Number) -> Number:
+def loss_bytes(model: Model, own: Number, trained: Number) -> Number:
     """Return the peak memory of the loss on the logits, without the memory of the decoder [B]."""
     chosen = trained * model.classes * model.weight_itemsize  # logits of training vertices
     # training vertices' logits, log-softmax and its gradient; then the gradient of all logits
     return np.maximum(3 * chosen, chosen + own * model.classes * model.itemsize)
 
 
-def loss(model: Model, own: Number, trained: Number) -> OpMemory:
+def loss_memory(model: Model, own: Number, trained: Number) -> OpMemory:
     """Return the memory of decoder and loss on `own` rows, with `trained` training vertices.
 
     The logits stay until the step ends; without a decoder they are h_L itself."""
-    need, logits = decoded(model, own), own * model.classes * model.itemsize
-    most = np.maximum(need.left + loss_itself(model, own, trained), need.most + logits)
+    need, logits = decoder_memory(model, own), own * model.classes * model.itemsize
+    most = np.maximum(need.left + loss_bytes(model, own, trained), need.most + logits)
     return OpMemory(most, logits * (model.decoder is not None))
 
 
-def link_loss(model: Model, own: Number, edges: Number, negatives: int) -> OpMemory:
-    """Return the memory of decoder and link prediction's loss on `own` rows, as `loss` does.
+def link_loss_memory(model: Model, own: Number, edges: Number, negatives: int) -> OpMemory:
+    """Return the memory of decoder and link prediction's loss on `own` rows, as `loss_memory` does.
 
     The loss gathers the rows of heads and tails of `edges` edges, each with `negatives` negatives,
     and multiplies them pair by pair."""
     row = model.classes * model.itemsize
     rows, gathered = own * row, edges * row * (2 + negatives)  # heads and tails
     scores = edges * (1 + negatives) * model.itemsize
-    need, positions = decoded(model, own), 8 * edges * (2 + negatives)
+    need, positions = decoder_memory(model, own), 8 * edges * (2 + negatives)
     # gradients of the gathered rows; then the rows' gradients, once as heads and once as tails
     backward = 2 * scores + np.maximum(gathered + rows, need.most - need.left) + rows
     most = need.left + positions + np.maximum(2 * gathered + 3 * scores, backward)

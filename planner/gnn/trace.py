@@ -21,10 +21,9 @@ from functools import cached_property
 from typing import Any, NamedTuple
 
 import numpy as np
-from numpy.typing import NDArray
 
 from gnnplan.planner.gnn.rows import RowFormat
-from gnnplan.planner.vocabulary.numbers import Number
+from gnnplan.planner.vocabulary.numbers import Floats, Number
 from gnnplan.planner.vocabulary.schedule import Compute, Gather
 
 # -- products --------------------------------------------------------------------------------------
@@ -184,14 +183,14 @@ class Amounts:
         factors = [[amount.terms.get(term, 0.0) for term in self.terms] for amount in amounts]
         self.factors = np.array(factors).reshape(len(amounts), len(self.terms))
 
-    def on(self, block: Block) -> NDArray[np.float64]:
+    def on(self, block: Block) -> Floats:
         """Return the value of each amount on a block [amounts, ..]."""
         counts = [term.on(block) for term in self.terms]
         shape = np.broadcast_shapes(*map(np.shape, counts))
         table = np.empty((len(counts), *shape))
         for row, count in zip(table if shape else table[:, None], counts, strict=True):
             row[...] = count
-        values: NDArray[np.float64] = self.factors @ table.reshape(len(counts), math.prod(shape))
+        values: Floats = self.factors @ table.reshape(len(counts), math.prod(shape))
         return values.reshape(len(self.factors), *shape)
 
 

@@ -28,6 +28,7 @@ from gnnplan.planner.graph.graph import (
 )
 from gnnplan.planner.graph.npy import must_be_ids, reading, typed
 from gnnplan.planner.vocabulary.errors import SpecError
+from gnnplan.planner.vocabulary.numbers import Ints
 from gnnplan.planner.vocabulary.units import show_count
 
 T = TypeVar("T")
@@ -379,9 +380,7 @@ def _sparse(path: str, arrays: Mapping[str, Array]) -> Features:
     return x
 
 
-def stand_in(
-    indptr: NDArray[np.int64], width: int, rng: np.random.Generator
-) -> NDArray[np.float32]:
+def stand_in(indptr: Ints, width: int, rng: np.random.Generator) -> NDArray[np.float32]:
     """Make up features [N, width] that do not depend on labels.
 
     They are normal noise, except for the last column, the standardised log degree."""

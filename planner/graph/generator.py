@@ -11,13 +11,13 @@ from typing import Any, TypeAlias
 from urllib.parse import unquote
 
 import numpy as np
-from numpy.typing import NDArray
 
 from gnnplan.planner.graph.data import MASKS, random_split
 from gnnplan.planner.graph.graph import AT_ONCE, Array, must_fit
 from gnnplan.planner.graph.parts import Parts
 from gnnplan.planner.vocabulary.errors import SpecError
 from gnnplan.planner.vocabulary.files import MOST_SHOWN, suggest
+from gnnplan.planner.vocabulary.numbers import Ints, offsets
 from gnnplan.planner.vocabulary.units import number_of
 
 # (labels before noise [N], blocks of edges, notes)
@@ -174,7 +174,7 @@ def _cells(given: Mapping[str, Any], new_id: Array) -> Iterator[tuple[Array, ...
 
 def _pairs(
     rng: np.random.Generator, community: Array, count: int, mixing: float, skew: float
-) -> tuple[NDArray[np.int64], int]:
+) -> tuple[Ints, int]:
     """Draw `count` distinct pairs i < j as i * N + j; return also the number drawn uniformly.
 
     Both ends are drawn by weight. The second end is from the first end's community, except in a
@@ -182,17 +182,17 @@ def _pairs(
     n = len(community)
     weight = (1 - rng.random(n)) ** (-1 / (skew - 1))
     # capped, so that no hub is connected to everything
-    cumulative = np.concatenate([[0.0], np.cumsum(np.minimum(weight, 50 * weight.mean()))])
+    cumulative = offsets(np.minimum(weight, 50 * weight.mean()))
     first = np.searchsorted(community, np.arange(community[-1] + 1))
     bounds = cumulative[np.append(first, n)]
 
-    def pick(low: Array | float, high: Array | float, draws: int) -> NDArray[np.int64]:
+    def pick(low: Array | float, high: Array | float, draws: int) -> Ints:
         """Draw vertices by weight, each from an interval [low, high) of the cumulative weight."""
         drawn = low + rng.random(draws) * (high - low)
         vertices = np.searchsorted(cumulative, drawn, side="right") - 1
         return np.minimum(vertices, n - 1)  # rounding may give n
 
-    def add(a: Array, b: Array) -> NDArray[np.int64]:
+    def add(a: Array, b: Array) -> Ints:
         """Return the sorted distinct `pairs` with the pairs (a, b) added, except self-loops."""
         keys = (np.minimum(a, b) * n + np.maximum(a, b))[a != b]
         keys = np.sort(np.concatenate([pairs, keys]))  # np.unique hashes, which is slower here

@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 
 from gnnplan.planner.graph.disk_cache import remembered, state_of
 from gnnplan.planner.vocabulary.errors import SpecError
-from gnnplan.planner.vocabulary.numbers import FLOAT64, SPREAD, Precision, ranges
+from gnnplan.planner.vocabulary.numbers import FLOAT64, SPREAD, Bools, Ints, Precision, ranges
 from gnnplan.planner.vocabulary.units import show_bytes, show_count
 
 Array = NDArray[Any]
@@ -98,7 +98,7 @@ class GraphStats:
 class CsrEdges:
     """All edges of a graph as CSR of in-neighbours, with their fields."""
 
-    indptr: NDArray[np.int64]  # [N+1]
+    indptr: Ints  # [N+1]
     indices: NDArray[np.int32]  # [E]
     fields: Mapping[str, Array] = field(default_factory=dict)  # name -> numbers of edges [E, ..]
     loops: bool = False  # True: a self-loop per vertex follows all other edges
@@ -108,7 +108,7 @@ class CsrEdges:
         return len(self.indptr) - 1
 
     @cached_property
-    def degrees(self) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    def degrees(self) -> tuple[Ints, Ints]:
         """In-degrees and out-degrees [N], self-loops included."""
         outs = np.bincount(self.indices, minlength=self.vertices).astype(np.int64)
         return np.diff(self.indptr) + self.loops, outs + self.loops
@@ -134,15 +134,15 @@ class Graph:
     Rows are sorted; there are no self-loops and no duplicates."""
 
     stats: GraphStats
-    indptr: NDArray[np.int64]  # [N+1]
+    indptr: Ints  # [N+1]
     indices: NDArray[np.int32]  # [E]
     x: Features
     # class ids, int64 [N], -1 = no label (all -1 in a graph without labels); or multi-label
     # targets, uint8 or float32 [N, C]; or regression targets, float32 [N, C], NaN = no target
     y: Array
-    train: NDArray[np.bool_]  # [N]
-    val: NDArray[np.bool_]
-    test: NDArray[np.bool_]
+    train: Bools  # [N]
+    val: Bools
+    test: Bools
     # link prediction: validation edges and test edges, (source, destination) int64 [2, edges] each
     held_out: tuple[Array, ...] = ()
     # name -> further numbers of vertices [N, ..], and of edges [E, ..] in the order of `indices`
@@ -162,7 +162,7 @@ class Graph:
         """Return the in-neighbours of the vertices `rows`, row after row [edges]."""
         return np.asarray(self.indices[ranges(self.indptr[rows], self.degree_of(rows))])
 
-    def degree_of(self, rows: NDArray[Any]) -> NDArray[np.int64]:
+    def degree_of(self, rows: NDArray[Any]) -> Ints:
         """Return the in-degrees of the vertices `rows` [rows]."""
         return np.asarray(self.indptr[rows + 1] - self.indptr[rows])
 
@@ -194,7 +194,7 @@ class Graph:
         freeze(x)
         return dataclasses.replace(self, x=x, stats=self.stats.made_dense())
 
-    def lengths(self, rows: NDArray[Any]) -> NDArray[np.int64]:
+    def lengths(self, rows: NDArray[Any]) -> Ints:
         """Return the count of stored feature numbers of each vertex of `rows` [rows]."""
         if self.stats.dense:
             return np.full(rows.size, self.stats.features)
@@ -286,7 +286,7 @@ def must_fit(source: str, what: str, nbytes: float) -> None:
 
 def in_neighbours(
     src: Array, dst: Array, vertices: int, directed: bool
-) -> tuple[NDArray[np.int64], NDArray[np.int32], tuple[str, ...]]:
+) -> tuple[Ints, NDArray[np.int32], tuple[str, ...]]:
     """Return the CSR (indptr [N+1], indices [E]) of an edge list, and notes on changes.
 
     Self-loops and duplicates are dropped. The graph is made undirected unless `directed`.

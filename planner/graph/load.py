@@ -16,7 +16,7 @@ from urllib.parse import quote, urlencode
 from gnnplan.planner.graph import formats
 from gnnplan.planner.graph.generator import Ranges, asked, is_generated, numbers, parameters
 from gnnplan.planner.graph.graph import MOST_CLASSES, MOST_FEATURES, Graph, GraphStats
-from gnnplan.planner.graph.part_folder import is_part_folder, read_parts
+from gnnplan.planner.graph.part_folder import DESCRIPTION, read_parts
 from gnnplan.planner.graph.parts import STAND_IN_FEATURES
 from gnnplan.planner.vocabulary.errors import SpecError
 from gnnplan.planner.vocabulary.files import MOST_SHOWN, Where, read_yaml, suggest
@@ -224,7 +224,7 @@ def load(source: str, directed: bool = False) -> Graph | GraphStats:
         )
     if os.path.exists(head) and not os.path.isdir(head) and not os.path.isfile(head):
         raise SpecError(f"{source}: is a pipe, a socket or a device; give a graph's file or folder")
-    if is_part_folder(head):
+    if os.path.isfile(os.path.join(head, DESCRIPTION)):
         if query:
             raise SpecError(
                 f"{source}: a folder of parts holds all that it was written with and takes no"

@@ -12,7 +12,6 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import mmap
-import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import cached_property, partial
 from hashlib import blake2b
@@ -42,7 +41,7 @@ from gnnplan.planner.graph.graph import (
 from gnnplan.planner.graph.npy import mapped_array
 from gnnplan.planner.vocabulary.errors import SpecError
 from gnnplan.planner.vocabulary.files import must_be_file, read_bytes
-from gnnplan.planner.vocabulary.numbers import ranges, runs
+from gnnplan.planner.vocabulary.numbers import Ints, offsets, ranges, runs
 from gnnplan.planner.vocabulary.units import show_count
 
 DESCRIPTION = "parts.json"  # its presence marks a folder of parts
@@ -258,14 +257,14 @@ class PartFolder:
         """Return features as CSR, of the vertices `ids` or of all, or columns of them."""
         ids = np.arange(self.about.graph.vertices) if ids is None else ids
         lengths, (indices, data) = self.ragged(ids, "x_indptr", "x_indices", "x_data")
-        indptr = np.append(0, np.cumsum(lengths))
+        indptr = offsets(lengths)
         x = sp.csr_matrix((data, indices, indptr), (ids.size, self.about.graph.features))
         return x if columns is None else x[:, columns]
 
     @property
-    def indptr(self) -> NDArray[np.int64]:
+    def indptr(self) -> Ints:
         """The indptr [N+1] of the whole graph's CSR."""
-        return np.concatenate([[0], np.cumsum(self.array(None, "degree"), dtype=np.int64)])
+        return offsets(self.array(None, "degree"))
 
     def edges(self, name: str) -> Array:
         """Return an array of all edges [E, ..], in the order of the whole graph's CSR."""
@@ -351,7 +350,7 @@ class PartGraph(Graph):
     def neighbours(self, rows: NDArray[Any]) -> NDArray[np.int32]:
         return self.folder.ragged(rows, "indptr", "indices")[1][0]
 
-    def degree_of(self, rows: NDArray[Any]) -> NDArray[np.int64]:
+    def degree_of(self, rows: NDArray[Any]) -> Ints:
         return np.asarray(self.degree[rows], np.int64)
 
     @property
@@ -365,11 +364,6 @@ class PartGraph(Graph):
     @property
     def reached(self) -> Sequence[int]:
         return self.folder.about.reached
-
-
-def is_part_folder(path: str) -> bool:
-    """Whether `path` is a folder of parts."""
-    return os.path.isfile(os.path.join(path, DESCRIPTION))
 
 
 def read_parts(path: str, source: str, directed: bool = False) -> Graph:

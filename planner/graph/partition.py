@@ -37,7 +37,7 @@ from gnnplan.planner.graph.part_folder import PartGraph
 from gnnplan.planner.graph.sampling import GOLDEN, drawn_as, frontier, mix, presampled, seeds_in
 from gnnplan.planner.vocabulary.errors import SpecError
 from gnnplan.planner.vocabulary.files import cannot_write, one_of, suggest
-from gnnplan.planner.vocabulary.numbers import ranges, runs
+from gnnplan.planner.vocabulary.numbers import Bools, Ints, offsets, ranges, runs
 from gnnplan.planner.vocabulary.progress import inner_phase
 from gnnplan.planner.vocabulary.units import show_bytes, show_count
 
@@ -135,7 +135,7 @@ def by_kaminpar(
     return np.array(cutter.compute_partition(graph, parts, IMBALANCE), dtype=np.int32)
 
 
-def even_out(edges: Csr, part: Owner, parts: int, marked: NDArray[np.bool_]) -> Owner:
+def even_out(edges: Csr, part: Owner, parts: int, marked: Bools) -> Owner:
     """Balance the `marked` vertices [N] in place, to at most MOST_MARKED times the mean per part.
 
     Marked vertices move from the fullest part to the emptiest, and as many unmarked vertices move
@@ -204,13 +204,13 @@ def for_metis(
         )
     if len(indices) > MOST_EDGES:
         kept = thinned(edges, MOST_EDGES)
-        indptr = np.concatenate([[0], np.cumsum(kept, dtype=np.int64)])[indptr]
+        indptr = offsets(kept)[indptr]
         indices, weights = indices[kept], None if weights is None else weights[kept]
     adjacency = pymetis.CSRAdjacency(indptr.astype(np.int64), indices.astype(np.int64))
     return adjacency, None if weights is None else weights.astype(np.int64, copy=False)
 
 
-def thinned(edges: Csr, most: int) -> NDArray[np.bool_]:
+def thinned(edges: Csr, most: int) -> Bools:
     """Return a mask [E] that keeps about `most` edges of a symmetric CSR.
 
     An edge is kept in both directions or in none, and the same edges are kept on every machine.
@@ -292,7 +292,7 @@ def partition(graph: Graph | GraphStats, parts: int, method: str = "metis", seed
     )
 
 
-def evenly(method: str, edges: Csr, parts: int, seed: int, train: NDArray[np.bool_]) -> Owner:
+def evenly(method: str, edges: Csr, parts: int, seed: int, train: Bools) -> Owner:
     """Partition a symmetric CSR by a library, fill empty parts, and balance KaMinPar's parts."""
     part = repair(cut(method, edges, parts, seed), parts)
     if library_of(method) == "kaminpar":
@@ -354,8 +354,8 @@ def edges_between(graph: Graph, rows: Array) -> Csr:
     for run in runs(degree, AT_ONCE):
         ends = place[graph.neighbours(rows[run])]
         found.append(ends[ends >= 0])
-        inside.append(np.append(0, np.cumsum(ends >= 0))[np.append(0, np.cumsum(degree[run]))])
-    indptr = np.append(0, np.cumsum(np.concatenate([np.diff(ends) for ends in inside])))
+        inside.append(offsets(ends >= 0)[offsets(degree[run])])
+    indptr = offsets(np.concatenate([np.diff(ends) for ends in inside]))
     columns = np.concatenate(found)
     edges = matrix_of(CsrEdges(indptr, columns), np.ones(columns.size, bool))
     return both_ways(edges) if graph.stats.directed else edges
@@ -515,7 +515,7 @@ def _ufactor(imbalance: float) -> int:
     return round(1000 * imbalance)
 
 
-def _whole(weights: NDArray[Any], most: float) -> NDArray[np.int64]:
+def _whole(weights: NDArray[Any], most: float) -> Ints:
     """Scale the weights to whole numbers >= 1 whose sum is about `most` or less.
 
     If the sum allows it, the largest weight is 1001, so that shares keep three digits."""

@@ -43,7 +43,7 @@ from numpy.typing import NDArray
 
 from gnnplan.planner.gnn.workload import ALL, Workload
 from gnnplan.planner.graph.graph import Graph, GraphStats, freeze, spread_of
-from gnnplan.planner.vocabulary.numbers import ranges
+from gnnplan.planner.vocabulary.numbers import Bools, Ints, offsets, ranges
 
 # Streams of random numbers: the first number of each seed, so that draws for different purposes are
 # independent. Do not reuse or change these numbers, or runs are no longer reproducible.
@@ -64,7 +64,7 @@ GOLDEN, MIX1, MIX2 = (
 AT_ONCE = 8192  # vertices sampled at a time, so that temporaries stay in the processor's cache
 HELD_OUT_SHARE = 0.05  # share of all edges held out for validation; the same share for test
 
-Ids = NDArray[np.int64]
+Ids = Ints
 
 
 def mix(z: NDArray[np.uint64]) -> NDArray[np.uint64]:
@@ -96,7 +96,7 @@ def draw(graph: Graph, vertices: Ids, fanout: int, key: NDArray[np.uint64]) -> t
     Returns (indptr [V+1], places of the edges in graph.indices [edges])."""
     start, degree = graph.indptr[vertices], graph.indptr[vertices + 1] - graph.indptr[vertices]
     counts = taken(degree, fanout)
-    indptr = np.concatenate([[0], np.cumsum(counts)])
+    indptr = offsets(counts)
     # the first edges of each vertex: already correct for vertices that keep every edge
     places = ranges(start, counts)
     sampled = np.flatnonzero(degree > counts)
@@ -109,9 +109,7 @@ def draw(graph: Graph, vertices: Ids, fanout: int, key: NDArray[np.uint64]) -> t
     return indptr, places
 
 
-def sample_without_replacement(
-    keys: NDArray[np.uint64], degree: NDArray[np.int64], k: int
-) -> NDArray[np.int64]:
+def sample_without_replacement(keys: NDArray[np.uint64], degree: Ints, k: int) -> Ints:
     """Draw k distinct numbers below each degree (> k) uniformly; return int64 [k, V].
 
     keys: a word per vertex [V] that starts the vertex's stream of draws."""
@@ -175,7 +173,7 @@ class Pairs:
         """Sorted distinct vertices of all pairs."""
         return np.unique(np.concatenate([self.heads, self.tails.ravel()]))
 
-    def of(self, chosen: NDArray[np.bool_]) -> Pairs:
+    def of(self, chosen: Bools) -> Pairs:
         """Return the pairs of the edges that the mask `chosen` [B] selects."""
         return Pairs(self.heads[chosen], self.tails[chosen])
 
@@ -226,7 +224,7 @@ def hold_out(graph: Graph) -> Graph:
     fate = (upper.astype(np.float64) / (2.0**32 * HELD_OUT_SHARE)).astype(np.int64)
     kept = fate > 1
     lengths = np.bincount(destination[kept], minlength=stats.vertices)
-    indptr, indices = np.concatenate([[0], np.cumsum(lengths)]), graph.indices[kept]
+    indptr, indices = offsets(lengths), graph.indices[kept]
     held_out = [np.stack([source[fate == part], destination[fate == part]]) for part in (0, 1)]
     edge_fields = {name: field[kept] for name, field in graph.edge_fields.items()}
     freeze(indptr, indices, *held_out, *edge_fields.values())

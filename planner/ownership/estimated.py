@@ -7,7 +7,6 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 from scipy.special import ndtri, pdtr, pdtrc
 
 from gnnplan.planner.gnn.workload import ALL, Workload
@@ -23,7 +22,7 @@ from gnnplan.planner.ownership.minibatch import (
     places_in,
     shares,
 )
-from gnnplan.planner.vocabulary.numbers import ByContent, Outer
+from gnnplan.planner.vocabulary.numbers import ByContent, Floats, Ints, Outer, PerRank
 
 # -- layouts ---------------------------------------------------------------------------------------
 
@@ -104,7 +103,7 @@ class EstimatedLayout:
 
     vertices: int
     edges: int
-    servers: tuple[int, ...]
+    servers: PerRank
     layers: int
     first_varying: int
     depth: int
@@ -275,7 +274,7 @@ def mixing_of(stats: GraphStats, method: str = "metis") -> Mixing:
     )
 
 
-def _evenly(groups: tuple[int, ...], same: bool, rows: float) -> Outer:
+def _evenly(groups: PerRank, same: bool, rows: float) -> Outer:
     """Return the matrix in which every rank receives `rows` rows, the same number from each peer.
 
     The peers are the other ranks of its group (`same`), or the ranks of other groups. Entries are
@@ -361,8 +360,6 @@ FULLEST = {
     "edge": (1.47, 1.135),
     "random": (1.02, 1.015),
 }
-
-Floats = NDArray[np.float64]
 
 
 @dataclass(frozen=True)
@@ -504,7 +501,7 @@ class EstimatedBatch(MiniBatch):
     def __init__(
         self,
         stats: GraphStats,
-        groups: tuple[int, ...],
+        groups: PerRank,
         needs: list[Expected],
         first_varying: int,
         crossing: float,
@@ -537,7 +534,7 @@ class EstimatedBatch(MiniBatch):
             sends = self._to_peers(wanted)
         return Scored(edges, sends, self._size > 1)
 
-    def _shared(self, totals: Sequence[Any]) -> NDArray[np.int64]:
+    def _shared(self, totals: Sequence[Any]) -> Ints:
         """Divide each group's totals among its ranks, in integers that add up [.., ranks]."""
         total = np.rint(totals).astype(np.int64)[list(self.servers)].T
         peers = self._size - 1
@@ -548,14 +545,14 @@ class EstimatedBatch(MiniBatch):
         rest = left // peers + (self._member - 1 < left % peers)
         return np.where(self._member == 0, first, rest)
 
-    def row_counts(self, h: int) -> NDArray[np.int64]:
+    def row_counts(self, h: int) -> Ints:
         return np.asarray(self._rows[h])
 
-    def rows(self, rank: int, h: int) -> NDArray[np.int64]:
+    def rows(self, rank: int, h: int) -> Ints:
         """Return as many numbers as the rank has rows; the vertices' ids are not known."""
         return np.arange(self.row_counts(h)[rank])
 
-    def crossing(self, layer: int) -> NDArray[np.int64]:
+    def crossing(self, layer: int) -> Ints:
         return np.rint(self.facts(layer).edges * self.cross).astype(np.int64)
 
     def _counted(self, layer: int) -> LayerCounts:
@@ -594,7 +591,7 @@ class EstimatedBatches(Batches):
         self,
         stats: GraphStats,
         workload: Workload,
-        groups: tuple[int, ...],
+        groups: PerRank,
         first_varying: int,
         splitter: str = "",
     ) -> None:

@@ -38,7 +38,7 @@ from gnnplan.planner.graph.partition import (
     version_of,
 )
 from gnnplan.planner.graph.sampling import BATCHES, EXPANSION
-from gnnplan.planner.vocabulary.numbers import RankMatrix, runs
+from gnnplan.planner.vocabulary.numbers import PerRank, RankMatrix, offsets, runs, split
 
 FAR = np.iinfo(np.int16).max  # "unreachable", in hops: more than any model has layers
 AT_ONCE = 1 << 22  # edges per block, so that temporaries are small compared to the graph
@@ -69,7 +69,7 @@ class RankLayer:
     @property
     def by_sender(self) -> list[np.ndarray]:
         """The ids of the halo rows of each sender."""
-        return np.split(self.halo, np.cumsum(self.received)[:-1])
+        return split(self.halo, self.received)
 
 
 @dataclass(frozen=True)
@@ -98,11 +98,6 @@ class LayerCounts:
     def sends(self) -> RankMatrix:
         """Rows that rank i sends to rank j before the layer [ranks, ranks]."""
         return self.halo if self.fresh is None else self.fresh
-
-    @property
-    def returned(self) -> RankMatrix:
-        """Rows whose gradients rank i returns to rank j in the backward pass [ranks, ranks]."""
-        return self.sends.T
 
     @property
     def local(self) -> np.ndarray:
@@ -141,7 +136,7 @@ class Layout:
         self,
         graph: Graph,
         owner: np.ndarray,
-        servers: tuple[int, ...],
+        servers: PerRank,
         layers: int,
         first_varying: int,
         depth: int = 0,
@@ -165,7 +160,7 @@ class Layout:
                 for server in set(servers)
             }
         # rank -> (ids, last): global ids of its rows; the rank computes h_0 .. h_last of a row
-        self._members = self._regions() if self.inside else self._parts()
+        self._rank_rows = self._regions() if self.inside else self._parts()
         self._clear_caches()
 
     @classmethod
@@ -176,7 +171,7 @@ class Layout:
 
     def _clear_caches(self) -> None:
         self._pieces: dict[tuple[int, object], RankLayer] = {}
-        self._row_counts: dict[int, tuple[int, ...]] = {}
+        self._row_counts: dict[int, PerRank] = {}
         self._facts: dict[object, LayerCounts] = {}
         self.__dict__.pop("_position", None)
 
@@ -188,11 +183,11 @@ class Layout:
         """Return a key that is equal for layers with equal rows, edges and exchanges."""
         return self._sizes(layer - 1), self._sizes(layer), self.recomputed(layer)
 
-    def _sizes(self, h: int) -> tuple[int, ...]:
+    def _sizes(self, h: int) -> PerRank:
         """Return the number of rows of h_h that each rank computes."""
         if h not in self._row_counts:
             self._row_counts[h] = tuple(
-                int(np.searchsorted(-last, -h, side="right")) for _, last in self._members
+                int(np.searchsorted(-last, -h, side="right")) for _, last in self._rank_rows
             )
         return self._row_counts[h]
 
@@ -280,9 +275,9 @@ class Layout:
         out.inside = self.inside if inside is None else inside
         out._clear_caches()
         lasts = dict(out._lasts(targets))
-        out._members = [
+        out._rank_rows = [
             self._sorted(ids[lasts[server][ids] >= 0], lasts[server])
-            for server, (ids, _) in zip(self.servers, self._members, strict=True)
+            for server, (ids, _) in zip(self.servers, self._rank_rows, strict=True)
         ]
         return out
 
@@ -304,7 +299,7 @@ class Layout:
             return self.owner, self._position
         rank_of, position = np.full((2, self.graph.stats.vertices), -1, dtype=np.int32)
         for peer in np.flatnonzero(np.equal(self.servers, self.servers[rank])):
-            ids = self._members[peer][0]
+            ids = self._rank_rows[peer][0]
             rank_of[ids], position[ids] = peer, np.arange(ids.size)
         return rank_of, position
 
@@ -312,14 +307,14 @@ class Layout:
     def _position(self) -> np.ndarray:
         """The position of each vertex among its owner's rows, int32 [N]; -1 if it is left out."""
         position = np.full(self.graph.stats.vertices, -1, dtype=np.int32)
-        for rank, (ids, _) in enumerate(self._members):
+        for rank, (ids, _) in enumerate(self._rank_rows):
             own = np.flatnonzero(self.owner[ids] == rank)
             position[ids[own]] = own
         return position
 
     def rows(self, rank: int, h: int) -> np.ndarray:
         """Return the ids of the rows of h_h that the rank computes (h = 0: has), int64 [rows]."""
-        return self._members[rank][0][: self._sizes(h)[rank]]
+        return self._rank_rows[rank][0][: self._sizes(h)[rank]]
 
     def row_counts(self, h: int) -> np.ndarray:
         """Return the number of rows of h_h that each rank computes [ranks]."""
@@ -358,7 +353,7 @@ class Layout:
         columns, _ = self._edges(rank, layer)
         wanted = np.zeros(self.graph.stats.vertices, dtype=bool)
         wanted[columns] = True
-        wanted[self._members[rank][0][:local]] = False
+        wanted[self._rank_rows[rank][0][:local]] = False
         halo = np.flatnonzero(wanted)
         sender, place = (by_vertex[halo] for by_vertex in self._holders(rank, layer))
         sort = np.lexsort((place, sender))
@@ -386,7 +381,7 @@ class Layout:
         for start in range(0, columns.size, AT_ONCE):  # numpy copies indices to int64
             block = columns[start : start + AT_ONCE]
             block[:] = position[block]
-        return np.concatenate([[0], np.cumsum(degree)]), columns
+        return offsets(degree), columns
 
     def degrees(self, rank: int) -> tuple[np.ndarray, np.ndarray]:
         """Return the in- and out-degrees [N] among the rows that the rank's server may read."""

@@ -44,7 +44,7 @@ from gnnplan.planner.graph.sampling import (
     seeds_in,
 )
 from gnnplan.planner.ownership.layout import LayerCounts, Layout
-from gnnplan.planner.vocabulary.numbers import RankMatrix, ranges
+from gnnplan.planner.vocabulary.numbers import PerRank, RankMatrix, ranges
 
 MOST_EDGES = 20_000_000  # sampled edges in all batches that are counted one by one
 MOST_BATCHES = 64  # batches that are counted one by one
@@ -78,7 +78,7 @@ class MiniBatch(Layout):
         self,
         graph: Graph,
         frontiers: Sequence[Frontier],
-        groups: tuple[int, ...],
+        groups: PerRank,
         member: np.ndarray | None,
         first_varying: int,
         scored: Scored | None = None,
@@ -91,7 +91,7 @@ class MiniBatch(Layout):
         self._frontiers, self._allowed = frontiers, {}
         # rank -> positions of its rows among nodes[0] of its group
         self._places: list[np.ndarray] = []
-        self._members = []
+        self._rank_rows = []
         self.owner = np.full(graph.stats.vertices, -1, dtype=np.int32)  # set for seeds only
         for group, place in zip(groups, places_in(groups), strict=True):
             nodes = frontiers[group].nodes
@@ -104,7 +104,7 @@ class MiniBatch(Layout):
                 else np.flatnonzero(member[nodes[0]] == place)
             )
             self._places.append(places)
-            self._members.append((nodes[0][places], last[places]))
+            self._rank_rows.append((nodes[0][places], last[places]))
         self._clear_caches()
         for rank in range(self.ranks):
             self.owner[self.own(rank)] = rank
@@ -297,7 +297,7 @@ class Batches:
         self,
         graph: Graph,
         workload: Workload,
-        groups: tuple[int, ...],
+        groups: PerRank,
         member: np.ndarray | None,
         first_varying: int,
         split: str = "all",

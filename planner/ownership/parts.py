@@ -36,15 +36,15 @@ from gnnplan.planner.graph.part_folder import (
 from gnnplan.planner.ownership.layout import LayerCounts, Layout, RankLayer, reached
 from gnnplan.planner.vocabulary.errors import SpecError
 from gnnplan.planner.vocabulary.files import folder_lock, remedy_of
-from gnnplan.planner.vocabulary.numbers import ranges
+from gnnplan.planner.vocabulary.numbers import PerRank, offsets, ranges, split
 from gnnplan.planner.vocabulary.progress import notify, say
 from gnnplan.planner.vocabulary.units import show_count
 
 HOPS = 16  # the folder has the numbers of vertices within 0 .. 16 hops of training vertices
 
 
-class _Members(Sequence[tuple[np.ndarray, np.ndarray]]):
-    """A lazy `Layout._members` for depth 0: rank -> (ids, last), read at access."""
+class _RankRows(Sequence[tuple[np.ndarray, np.ndarray]]):
+    """A lazy `Layout._rank_rows` for depth 0: rank -> (ids, last), read at access."""
 
     def __init__(self, folder: PartFolder, layers: int) -> None:
         self.folder, self.last = folder, np.int16(layers)
@@ -76,9 +76,9 @@ class PartLayout(Layout):
         return self.folder.array(None, "sends")
 
     def _parts(self) -> Any:
-        return _Members(self.folder, self.layers)
+        return _RankRows(self.folder, self.layers)
 
-    def _sizes(self, h: int) -> tuple[int, ...]:
+    def _sizes(self, h: int) -> PerRank:
         return tuple(part.vertices for part in self.folder.parts)
 
     def _piece(self, rank: int, layer: int, rows: int, local: int) -> RankLayer:
@@ -86,8 +86,7 @@ class PartLayout(Layout):
         return RankLayer(rows, local, halo, self._sends[:, rank], edges)
 
     def sent(self, rank: int, layer: int) -> list[np.ndarray]:
-        ends = np.cumsum(self._sends[rank])
-        return np.split(self.folder.array(rank, "give"), ends[:-1])
+        return split(self.folder.array(rank, "give"), self._sends[rank])
 
     def _counted(self, layer: int) -> LayerCounts:
         parts, sends = self.folder.parts, self._sends
@@ -211,7 +210,7 @@ def _rows_of(array: Any, ids: np.ndarray) -> Iterator[Array]:
 def _arrays_of(layout: Layout, number: int) -> dict[str, Iterable[Array]]:
     """Return a part's arrays by name, each as an iterable of blocks of rows."""
     graph, ids, piece = layout.graph, layout.rows(number, 0), layout.piece(number, 1)
-    indptr = np.concatenate([[0], np.cumsum(graph.degree_of(ids))])
+    indptr = offsets(graph.degree_of(ids))
     out: dict[str, Iterable[Array]] = {
         "ids": [ids.astype(np.int64, copy=False)],
         "indptr": [indptr],

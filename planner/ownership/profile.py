@@ -23,6 +23,8 @@ from gnnplan.planner.ownership.estimated import (
 )
 from gnnplan.planner.ownership.layout import distances
 from gnnplan.planner.vocabulary.errors import SpecError
+from gnnplan.planner.vocabulary.files import Json
+from gnnplan.planner.vocabulary.numbers import Ints
 
 Array = NDArray[Any]
 VERSION = 1  # version of cached profiles
@@ -40,7 +42,7 @@ def profile(
     method: str = "metis",
     servers: int | None = None,
     hops: int = 3,
-) -> dict[str, Any]:
+) -> Json:
     """Return facts about a graph and its partitions, as data for JSON.
 
     {"graph": {...}, "parts": {"8": {"halo_rows", "halo_rows_per_part", "edge_cut", ...}}}
@@ -70,7 +72,7 @@ def profile(
     return {"graph": _facts(graph, stats), "parts": entries}
 
 
-def within(graph: Graph, part: Array, parts: int, hops: int) -> NDArray[np.int64]:
+def within(graph: Graph, part: Array, parts: int, hops: int) -> Ints:
     """Return the rows within h = 0 .. hops hops of each part, own rows included [hops+1, parts].
 
     A part needs these rows to compute h layers without other parts. The rows at one hop are the
@@ -82,7 +84,7 @@ def within(graph: Graph, part: Array, parts: int, hops: int) -> NDArray[np.int64
     return sizes
 
 
-def _facts(graph: Graph | GraphStats, stats: GraphStats) -> dict[str, Any]:
+def _facts(graph: Graph | GraphStats, stats: GraphStats) -> Json:
     degree: dict[str, float] = {"mean": stats.edges / stats.vertices}
     if isinstance(graph, Graph):
         low, median, p90, p99, high = np.percentile(graph.degree, [0, 50, 90, 99, 100]).tolist()
@@ -103,7 +105,7 @@ def _facts(graph: Graph | GraphStats, stats: GraphStats) -> dict[str, Any]:
     }
 
 
-def _measured(graph: Graph, parts: int, method: str, servers: int, hops: int) -> dict[str, Any]:
+def _measured(graph: Graph, parts: int, method: str, servers: int, hops: int) -> Json:
     """Return an entry of `parts` for a known graph, from the cache if it is there."""
     question = parts, method, servers, hops
     key = " ".join(map(str, (VERSION, PARTITION_VERSION, graph.stats.hash, *question)))
@@ -111,7 +113,7 @@ def _measured(graph: Graph, parts: int, method: str, servers: int, hops: int) ->
     return {**entry, "cached": cached}
 
 
-def _counted(graph: Graph, parts: int, method: str, servers: int, hops: int) -> dict[str, Any]:
+def _counted(graph: Graph, parts: int, method: str, servers: int, hops: int) -> Json:
     start = time.perf_counter()
     part = partition(graph, parts, method)
     around = within(graph, part.astype(np.int64) * servers // parts, servers, hops)
@@ -140,9 +142,7 @@ def _counted(graph: Graph, parts: int, method: str, servers: int, hops: int) -> 
     }
 
 
-def _expected(
-    stats: GraphStats, parts: int, method: str, servers: int, hops: int
-) -> dict[str, Any]:
+def _expected(stats: GraphStats, parts: int, method: str, servers: int, hops: int) -> Json:
     """Return an entry of `parts` for a graph known by statistics only.
 
     If the graph's file declares halo rows for this number of parts, they are used. Otherwise halo

@@ -39,7 +39,7 @@ from gnnplan.planner.ownership.layout import (
 from gnnplan.planner.ownership.minibatch import Batches
 from gnnplan.planner.ownership.parts import PartLayout, is_stored
 from gnnplan.planner.vocabulary.errors import SpecError
-from gnnplan.planner.vocabulary.numbers import FLOAT64
+from gnnplan.planner.vocabulary.numbers import FLOAT64, PerRank
 
 # -- a cache of results ----------------------------------------------------------------------------
 
@@ -171,7 +171,7 @@ class Problem:
     method: str = "metis"  # partitioner (graph/partition.py)
     # placement[r] is the GPU of rank r, counted over all servers (cluster/placement.py chooses it);
     # empty: all GPUs in order
-    placement: tuple[int, ...] = ()
+    placement: PerRank = ()
     replayed: bool = True  # a step may be one CUDA graph (`uses_cuda_graph`: whether it is)
     cache: Cache = field(default_factory=Cache, compare=False, repr=False)
 
@@ -336,7 +336,7 @@ class Problem:
         return self if same else replace(self, replayed=replayed)
 
     @property
-    def servers(self) -> tuple[int, ...]:
+    def servers(self) -> PerRank:
         """The server of each rank."""
         return self.cost.servers
 
@@ -346,17 +346,17 @@ class Problem:
         return len(set(self.servers))
 
     @property
-    def by_gpu(self) -> tuple[int, ...]:
+    def by_gpu(self) -> PerRank:
         """The ranks in the order of their GPUs: rank k of torchrun and srun is rank by_gpu[k]."""
         return tuple(int(rank) for rank in np.argsort(self.cost.placement))
 
-    def placed(self, placement: tuple[int, ...]) -> Problem:
+    def placed(self, placement: PerRank) -> Problem:
         """Return the same problem with rank r on GPU placement[r]."""
         placement = () if placement == tuple(range(self.cluster.ranks)) else placement
         return self if placement == self.placement else replace(self, placement=placement)
 
     def layout(
-        self, depth: int = 0, expansion: Expansion | None = None, groups: tuple[int, ...] = ()
+        self, depth: int = 0, expansion: Expansion | None = None, groups: PerRank = ()
     ) -> AnyLayout:
         """Return the layout: the rows that each rank computes and reads in each layer.
 
@@ -387,7 +387,7 @@ class Problem:
     def _laid_out(
         self,
         question: tuple[object, ...],
-        args: tuple[tuple[int, ...], int, int, int, Expansion | None],
+        args: tuple[PerRank, int, int, int, Expansion | None],
         owner: Callable[[Graph], np.ndarray],
         kind: type[Layout] = Layout,
     ) -> AnyLayout:
@@ -448,7 +448,7 @@ class Problem:
     @cached_by("workload", "graph", "stats", "model.first_varying")
     def minibatches(
         self,
-        groups: tuple[int, ...],
+        groups: PerRank,
         splitter: str = "",
         epochs: int = 0,
         imbalance: float = IMBALANCE,
@@ -471,7 +471,7 @@ class Problem:
         """Return the time that making a layout, chunks or batches took, with partitioning [s]."""
         return self.cache.seconds_of(result)
 
-    def _owner(self, graph: Graph, groups: tuple[int, ...]) -> np.ndarray:
+    def _owner(self, graph: Graph, groups: PerRank) -> np.ndarray:
         """Return the rank that owns each vertex [N]; with groups, the first rank of the group."""
         if not groups:
             return partition(graph, self.ranks, self.method)

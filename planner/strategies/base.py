@@ -36,7 +36,7 @@ from gnnplan.planner.strategies.program.account import Resident as Resident
 from gnnplan.planner.strategies.program.price import setup_s
 from gnnplan.planner.strategies.program.program import Program, build_schedule, traffic
 from gnnplan.planner.vocabulary.errors import SpecError
-from gnnplan.planner.vocabulary.numbers import Number, RankMatrix
+from gnnplan.planner.vocabulary.numbers import Number, PerRank, RankMatrix
 from gnnplan.planner.vocabulary.schedule import Schedule
 from gnnplan.planner.vocabulary.text import show_knob
 
@@ -279,7 +279,7 @@ class Strategy(ABC):
         """Return matrices of the bytes from rank to rank [ranks, ranks], to place the ranks."""
         return traffic(self.built(problem), problem.ranks)
 
-    def tied(self, problem: Problem) -> tuple[int, ...]:
+    def tied(self, problem: Problem) -> PerRank:
         """Return each rank's group [ranks] if a group's ranks must share a server or an island.
 
         Empty if every rank may sit on any GPU.

@@ -27,14 +27,6 @@ once per layer, when the chunk of that row is processed; the row's gradient is s
 when backward reaches that chunk. A remote row is thus fresh exactly when a local row would be, and
 the hybrid computes the same numbers as the pipeline with the same chunks.
 
-Three options, each with a knob:
-
-    shuffle                 a new order of chunks in every epoch, the same on all stages
-    historical_gradients    True: the previous epoch's gradients are added at historical rows;
-                            False: no gradient passes through them
-    period (alpha)          epoch t reads the embeddings of epoch alpha * floor((t-1) / alpha);
-                            1 is off
-
 Epoch 0 is an evaluation pass with the initial weights. Our choices where the paper is silent:
 
     GCNII's encoder output is a hidden row like any other, so layer 1 may read historical ones.
@@ -78,12 +70,12 @@ import numpy as np
 
 from gnnplan.planner.gnn.model import (
     OpMemory,
-    block,
-    decoded,
-    footprint,
+    block_bytes,
+    decoder_memory,
     keeps,
-    loss_itself,
-    rowwise,
+    layer_memory,
+    loss_bytes,
+    rowwise_memory,
 )
 from gnnplan.planner.ownership.layout import ChunkCounts
 from gnnplan.planner.problem.problem import Problem
@@ -98,9 +90,10 @@ from gnnplan.planner.strategies.program.program import (
     Receive,
 )
 from gnnplan.planner.vocabulary.errors import SpecError
-from gnnplan.planner.vocabulary.numbers import RankMatrix
-from gnnplan.planner.vocabulary.schedule import Compute
+from gnnplan.planner.vocabulary.numbers import RankMatrix, offsets
+from gnnplan.planner.vocabulary.schedule import BothPasses, Compute
 
+Piece = tuple[int, ...]  # layers without an exchange between them (0: the encoder)
 LOSSY = ("shuffle", "historical_gradients", "period", "bits")  # knobs that change the gradient
 MOST_CHUNKS = 100_000
 # limit of chunks times pairs of a stage's members; a candidate with more is slow to predict
@@ -121,9 +114,11 @@ class GNNPipe(Strategy):
 
     stages: number of stages, each of ranks / stages ranks; None: as many as the layers allow.
     chunks: number of chunks; None: 4 x stages.
-    shuffle: draw a new order of chunks in every epoch.
-    historical_gradients: add the previous epoch's gradients at historical rows.
-    period: epochs between updates of the history (the paper's alpha); 1: every epoch.
+    shuffle: draw a new order of chunks in every epoch, the same on all stages.
+    historical_gradients: add the previous epoch's gradients at historical rows; False: no gradient
+        passes through them.
+    period: the paper's alpha: epoch t reads the historical rows of epoch
+        alpha * floor((t-1) / alpha); 1: those of the epoch before.
     layers_per_stage: number of layers of each stage; None: divided by cost.
     checkpoint: keep a layer's inputs and gathered rows only, and recompute the rest in the
         backward pass; aggregation is not repeated.
@@ -277,7 +272,7 @@ class GNNPipe(Strategy):
             return Program.of(
                 list(_step(self, problem)),
                 setup=lambda: setup,
-                chunks=lambda t: chunk_order(seed, t, chunks, self.shuffle),
+                chunk_order=lambda t: chunk_order(seed, t, chunks, self.shuffle),
             )
 
         return problem.cache.get_recent("pipeline", (*question, *partition), make)
@@ -394,20 +389,20 @@ class Stage:
         """The layers whose inputs change from step to step."""
         return [layer for layer in self.layers if layer > self.model.first_varying]
 
-    def exchanged(self, piece: tuple[int, ...]) -> int:
+    def exchanged(self, piece: Piece) -> int:
         """Return the width of rows exchanged before a piece (backward: after it), or 0."""
         constant = len(self.ranks) == 1 or piece[0] <= self.model.first_varying
         return 0 if constant else self.model.input_width(piece[0])
 
     # -- work ----------------------------------------------------------------------------------
 
-    def kind_of(self, piece: tuple[int, ...]) -> object:
+    def kind_of(self, piece: Piece) -> object:
         """Return a key that is equal for pieces with equal work, of any stage."""
         layers = self.model.layers
         specs = tuple(layers[layer - 1] for layer in piece if layer)
         return piece[0] in (0, 1), len(layers) in piece, len(piece), specs
 
-    def work(self, piece: tuple[int, ...]) -> tuple[Compute, Compute]:
+    def work(self, piece: Piece) -> BothPasses:
         """Return forward and backward work of a piece; arrays over sub-chunks [chunks * g]."""
         rows, model = self.facts.rows.astype(float).ravel(), self.model
         # gives the sums the shape [chunks * g] even if no part computes anything
@@ -417,7 +412,7 @@ class Stage:
         forward, backward = (reduce(add, works) for works in zip(*parts, strict=True))
         return forward, backward
 
-    def _layer_work(self, layer: int) -> tuple[Compute, Compute]:
+    def _layer_work(self, layer: int) -> BothPasses:
         """Return forward and backward work of one layer."""
         facts, model = self.facts, self.model
         rows, edges, sources = (
@@ -449,7 +444,7 @@ class Stage:
             )
         return forward, backward
 
-    def refresh(self) -> Compute:
+    def begin_step(self) -> Compute:
         """Return the work of preparing the historical rows for a step [g].
 
         Past rows are copied to the mixed rows, after dropout if the layer has it, and the slopes
@@ -476,7 +471,9 @@ class Stage:
         )
         widths = sum(map(model.input_width, self.varying))
         features, spec = np.zeros(own.size), model.layers[self.layers.start - 1]
-        graph = block(model, spec, own, sources, edges) + 8 * (kept + facts.sends.sum(2).sum(0))
+        graph = block_bytes(model, spec, own, sources, edges) + 8 * (
+            kept + facts.sends.sum(2).sum(0)
+        )
         if self.is_last:
             graph = graph + 16 * own  # labels and masks
         if self.number == 0:
@@ -498,7 +495,7 @@ class Stage:
             "graph": np.asarray(graph),
         }
 
-    def held(self, piece: tuple[int, ...], is_back: bool) -> OpMemory:
+    def held(self, piece: Piece, is_back: bool) -> OpMemory:
         """Return the memory of a piece on all chunks [g]: what it keeps until backward begins; or,
         in the backward pass, the largest workspace of a chunk, from which on chunks free what they
         kept."""
@@ -516,15 +513,15 @@ class Stage:
             for counts in (facts.rows, facts.edges, facts.sources, facts.sends.sum(1))
         )  # [chunks, g]
         if layer == 0:
-            return OpMemory(0.0 * rows, rowwise(model.encoder_record, rows).left)
+            return OpMemory(0.0 * rows, rowwise_memory(model.encoder_record, rows).left)
         spec, varies = model.layers[layer - 1], layer > model.first_varying
         apart = not model.rows(layer).multiplied_first
-        need = footprint(model, layer, rows, sources, edges, apart=apart)
+        need = layer_memory(model, layer, rows, sources, edges, apart=apart)
         saved, workspace, gradients = need.left, need.most - need.left, 0.0 * rows
         # rows gathered for the layer
         read = rows if spec.gathers_linearly and not spec.projects_first else sources
         if varies:
-            saved = saved + rowwise(model.preparation_record(spec), rows + received).left
+            saved = saved + rowwise_memory(model.preparation_record(spec), rows + received).left
             # a copy of own and remote rows, or the layer's inputs saved for recomputation
             checkpoint = rows * (self.pipe.checkpoint and layer > self.layers.start)
             read = read + np.where(received.any(1, keepdims=True), rows + received, checkpoint)
@@ -543,8 +540,8 @@ class Stage:
         if layer == len(model.layers):
             stats, logits = self.problem.stats, rows * model.classes * b
             trained = rows * min(1.0, stats.train_vertices / stats.vertices)
-            scored = decoded(model, rows)
-            kept = kept + scored.left + loss_itself(model, rows, trained) + logits
+            scored = decoder_memory(model, rows)
+            kept = kept + scored.left + loss_bytes(model, rows, trained) + logits
             workspace = np.maximum(workspace, scored.most - scored.left)
         if not self.is_last:  # an unpacked message, and copies of its two parts
             copies = self.pipe.codec.packs + bool(model.carried)
@@ -555,7 +552,7 @@ class Stage:
 def _step(pipe: GNNPipe, problem: Problem) -> Iterator[Op]:
     """Yield the operations of a step, stage by stage. Equal pieces of stages share their work.
 
-    refresh history; every chunk forward; every chunk backward, the last chunk first; update
+    prepare history; every chunk forward; every chunk backward, the last chunk first; update
 
     A chunk:  receive -> [exchange ->] compute ... -> send      forward, from the stage before
               receive -> compute [-> exchange] ... -> send      backward, from the stage after
@@ -565,18 +562,18 @@ def _step(pipe: GNNPipe, problem: Problem) -> Iterator[Op]:
     stages, b = pipe.pipeline(problem), problem.model.itemsize
     facts, g = stages[0].facts, pipe.members(problem)
     rows = facts.rows.astype(float).ravel()  # of each sub-chunk
-    works: dict[object, tuple[Compute, Compute]] = {}  # kind of piece -> forward and backward
+    works: dict[object, BothPasses] = {}  # kind of piece -> forward and backward
 
     def message(stage: Stage, direction: Direction) -> Op:
         """Return the message of a chunk's rows, or of their gradients, to the next stage."""
         sign, width = SIGNS[direction], stage.sent if direction == "f" else stage.received
         sent = Message(facts.rows * pipe.codec.row_bytes(width, b), sign * g)
-        return Op("pipeline", direction, work=sent, ranks=stage.ranks, chunks=sign)
+        return Op("pipeline", direction, work=sent, ranks=stage.ranks, over_chunks=sign)
 
     def pass_of(stage: Stage, direction: Direction) -> Iterator[Op]:
         """Yield a stage's operations on every chunk in one direction."""
         sign, is_back = SIGNS[direction], direction == "b"
-        op = partial(Op, ranks=stage.ranks, chunks=sign)
+        op = partial(Op, ranks=stage.ranks, over_chunks=sign)
         received, sent = (stage.received, stage.sent)[::sign]
         if received:
             sender = message(stages[stage.number - sign], direction)
@@ -599,7 +596,7 @@ def _step(pipe: GNNPipe, problem: Problem) -> Iterator[Op]:
             yield message(stage, direction)
 
     for stage in stages:
-        yield Op("history", work=stage.refresh(), ranks=stage.ranks)
+        yield Op("history", work=stage.begin_step(), ranks=stage.ranks)
         yield from pass_of(stage, "f")
         yield from pass_of(stage, "b")
         if g > 1:
@@ -641,7 +638,7 @@ def balance(seconds: Sequence[float], stages: int) -> tuple[int, ...]:
     >>> balance([1, 1, 1, 1, 1], 2), balance([4, 1, 1, 1, 1], 2)
     ((3, 2), (1, 4))
     """
-    before, layers = np.concatenate([[0.0], np.cumsum(seconds)]), len(seconds)
+    before, layers = offsets(seconds), len(seconds)
 
     def latest_fill(limit: float) -> list[int]:
         """Return each stage's first layer if stages, from the last on, fill `limit` seconds."""

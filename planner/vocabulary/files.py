@@ -43,6 +43,7 @@ _REFUSALS = (  # errors of the system that are no fault of the program
     errno.ENAMETOOLONG,
 )
 QUOTED = Path(__file__).resolve().parents[2] / "traces" / "quoted"  # tables that plans quote
+Json = dict[str, Any]  # an object of a JSON document
 Where = tuple[str | int, ...]  # the path of a value in a document, as ('device', 'memory')
 
 

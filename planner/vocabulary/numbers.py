@@ -16,8 +16,13 @@ from numpy.typing import NDArray
 
 T = TypeVar("T")
 K = TypeVar("K", bound=Hashable)
+Floats = NDArray[np.float64]
+Ints = NDArray[np.int64]
+Bools = NDArray[np.bool_]
 # A float, or an array of them where several candidates are evaluated at once.
-Number = float | NDArray[np.float64]
+Number = float | Floats
+Group = tuple[int, ...]  # ranks that act together
+PerRank = tuple[int, ...]  # a number for each rank: its server, its group or its GPU
 
 # Standard deviation of the logarithm of vertex degrees, for graphs whose degrees were not counted.
 # It is the mean of ten real graphs, which range from 0.57 to 1.60 (tests/planner/test_cost.py).
@@ -56,7 +61,7 @@ def grouped(values: Iterable[T], key: Callable[[T], K]) -> dict[K, list[T]]:
     return dict(groups)
 
 
-def numbered(places: Iterable[Hashable]) -> tuple[int, ...]:
+def numbered(places: Iterable[Hashable]) -> PerRank:
     """Return a number for each place: equal places have one number, in the order of the first.
 
     >>> numbered("cca")
@@ -83,6 +88,20 @@ def typical(values: Sequence[float], period: int = 1) -> float:
     (2.0, 3.5)
     """
     return mean(median(values[first::period]) for first in range(min(period, len(values))))
+
+
+def offsets(lengths: Any) -> NDArray[Any]:
+    """Return where each of several consecutive pieces of these lengths begins, and their end.
+
+    >>> offsets([2, 3]).tolist()
+    [0, 2, 5]
+    """
+    return np.append(0, np.cumsum(lengths))
+
+
+def split(array: NDArray[Any], lengths: Any) -> list[NDArray[Any]]:
+    """Cut an array into consecutive pieces of these lengths."""
+    return np.split(array, np.cumsum(lengths)[:-1])
 
 
 def ranges(starts: NDArray[Any], lengths: NDArray[Any]) -> NDArray[Any]:

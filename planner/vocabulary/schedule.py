@@ -13,7 +13,7 @@ from typing import Any, Literal, NamedTuple, Self
 
 import numpy as np
 
-from gnnplan.planner.vocabulary.numbers import ByContent, Number, RankMatrix
+from gnnplan.planner.vocabulary.numbers import ByContent, Group, Number, RankMatrix
 
 # Fallback costs for a device without a measured rate: a dropout hash in bytes (its words have one
 # length for all precisions of rows) [B], and an attention weight in element accesses (logit,
@@ -144,6 +144,9 @@ class Compute(LocalWork):
         return replace(self, **either, **sums)
 
 
+BothPasses = tuple[Compute, Compute]  # work of a forward pass, and of its backward pass
+
+
 @dataclass(frozen=True, eq=False)
 class Copy(LocalWork):
     """A copy between a server's memory and the device."""
@@ -215,7 +218,7 @@ class Collective:
     """
 
     work: Exchange | Ring
-    group: tuple[int, ...]
+    group: Group
     i: int
 
     @property

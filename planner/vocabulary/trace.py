@@ -12,10 +12,16 @@ from collections import Counter
 from collections.abc import Iterable, Iterator
 from operator import attrgetter
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Literal, NamedTuple
 
 from gnnplan.planner.vocabulary.errors import SpecError
-from gnnplan.planner.vocabulary.files import make_folder, numbered, read_json, write_atomically
+from gnnplan.planner.vocabulary.files import (
+    Json,
+    make_folder,
+    numbered,
+    read_json,
+    write_atomically,
+)
 from gnnplan.planner.vocabulary.numbers import grouped
 
 # the concurrent lanes of a rank, from top to bottom in a viewer
@@ -202,7 +208,7 @@ def _first_steps(spans: list[Span]) -> list[Span]:
     return spans
 
 
-def _events(rank: int, spans: list[Span], source: str) -> list[dict[str, Any]]:
+def _events(rank: int, spans: list[Span], source: str) -> list[Json]:
     """Return metadata events that name process and threads, then a complete event per span."""
     used = {span.lane for span in spans}
     lanes = sorted(used.union(LANES), key=lambda lane: (place_of(lane), lane))
@@ -230,11 +236,11 @@ def _events(rank: int, spans: list[Span], source: str) -> list[dict[str, Any]]:
     return events
 
 
-def _metadata(rank: int, thread: int, event: str, **args: object) -> dict[str, Any]:
+def _metadata(rank: int, thread: int, event: str, **args: object) -> Json:
     return {"ph": "M", "name": event, "pid": rank, "tid": thread, "ts": 0, "args": args}
 
 
-def _span(rank: int, event: dict[str, Any]) -> Span:
+def _span(rank: int, event: Json) -> Span:
     args = event["args"]
     when = float(args["start_s"]), float(args["end_s"]), int(args["bytes"]), int(args["step"])
     return Span(str(event["name"]), str(args["op"]), rank, str(args["lane"]), *when)
@@ -347,7 +353,7 @@ def write_for_hta(directory: str | Path, folder: str | Path) -> list[Path]:
     return paths
 
 
-def _steps(spans: list[Span], start: float) -> Iterator[dict[str, Any]]:
+def _steps(spans: list[Span], start: float) -> Iterator[Json]:
     """Yield a ProfilerStep per step, which ends where the next step begins; set-up has none."""
     first: dict[int, float] = {}
     for span in spans:
@@ -359,7 +365,7 @@ def _steps(spans: list[Span], start: float) -> Iterator[dict[str, Any]]:
         yield event | _time(begin, end, start)
 
 
-def _kernels(spans: list[Span], start: float) -> Iterator[dict[str, Any]]:
+def _kernels(spans: list[Span], start: float) -> Iterator[Json]:
     streams = {lane: number for number, lane in enumerate(LANES, 1)}
     for number, span in enumerate(spans, 1):
         name = _STEP.sub("", span.label)
@@ -381,7 +387,7 @@ def _kernels(spans: list[Span], start: float) -> Iterator[dict[str, Any]]:
         yield kernel | _time(span.start, span.end, start) | {"args": args}
 
 
-def _event(rank: int, thread: int, category: str, name: str) -> dict[str, Any]:
+def _event(rank: int, thread: int, category: str, name: str) -> Json:
     return {"ph": "X", "cat": category, "name": name, "pid": rank, "tid": thread, "args": {}}
 
 

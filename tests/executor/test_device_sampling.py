@@ -20,7 +20,7 @@ from gnnplan.planner.graph import sampling as planned
 from gnnplan.planner.graph.load import load
 from gnnplan.planner.problem.problem import Problem
 from gnnplan.planner.strategies import P3, DataParallel
-from gnnplan.planner.strategies.layerwise.step import blocks
+from gnnplan.planner.strategies.layerwise.step import blocks_bytes
 from gnnplan.planner.strategies.minibatch.supply import held_by_sampler
 from gnnplan.testing.ranks import Case
 
@@ -115,7 +115,7 @@ def test_a_sampler_on_the_host_takes_none_of_a_gpu(graphs):
     problem = on_gpus(graphs, "host", 1e9)
     for strategy in (DataParallel(), P3(over="rank")):
         known = strategy.batches(problem).first()
-        most = np.max([blocks(problem, batch) for batch in known], axis=0)
+        most = np.max([blocks_bytes(problem, batch) for batch in known], axis=0)
         found = strategy.memory(problem)["graph"]
         assert most <= found <= 1.3 * most, strategy
 

@@ -23,7 +23,7 @@ from gnnplan.executor.layers.models import Net
 from gnnplan.executor.ranks.machine import INTERVAL, MemoryWatch, allocated
 from gnnplan.executor.ranks.rank import Rank, wait_in_turn
 from gnnplan.executor.strategies import open_worker
-from gnnplan.planner.gnn.model import Model, describe, footprint
+from gnnplan.planner.gnn.model import Model, describe, layer_memory
 from gnnplan.planner.gnn.workload import Workload
 from gnnplan.planner.strategies.base import NON_TRAINING_USES
 from gnnplan.planner.strategies.program import account as program_memory
@@ -144,7 +144,7 @@ def measure_footprint(
     per_row: int = PER_ROW,
     sparse: SparseRows | None = None,
 ) -> None:
-    """Hold a layer's footprint against what torch allocates. A step has sorted sparse rows before:
+    """Hold a layer's layer_memory against what torch allocates. A step has sorted sparse rows before:
     that stays with the features."""
     p, is_gcnii = workload.dropout, workload.model == "gcnii"
     torch.manual_seed(0)
@@ -177,7 +177,7 @@ def measure_footprint(
     _, _, backward = counted(lambda: torch.autograd.backward(out, gradient))
     # the block above has self edges among its own
     edges = ROWS * per_row - (ROWS if spec.self_edges else 0)
-    told = footprint(shapes, layer, ROWS, SOURCES, edges)
+    told = layer_memory(shapes, layer, ROWS, SOURCES, edges)
     assert told.left == pytest.approx(kept, rel=0.001)
     assert told.most == pytest.approx(kept + backward, rel=0.05)
 

@@ -14,7 +14,7 @@ from pairwise import at_night
 from gnnplan.executor.modules import read
 from gnnplan.executor.modules.bind import GraphFields
 from gnnplan.executor.modules.read import with_module, with_user_model
-from gnnplan.planner.gnn.model import Model, describe, footprint
+from gnnplan.planner.gnn.model import Model, describe, layer_memory
 from gnnplan.planner.gnn.workload import Workload
 from gnnplan.planner.graph.formats import convert
 from gnnplan.planner.vocabulary.errors import SpecError
@@ -85,7 +85,7 @@ def test_graphsage_is_counted_as_its_formulas_say(layer, tmp_path):
         assert counted.flops == stated.flops
         assert counted.gathers == stated.gathers
         assert counted.gemm_bytes == pytest.approx(stated.gemm_bytes, rel=0.05)
-    counted_memory, stated_memory = (footprint(model, layer, *block) for model in (theirs, ours))
+    counted_memory, stated_memory = (layer_memory(model, layer, *block) for model in (theirs, ours))
     assert counted_memory.left == stated_memory.left
     if layer > 1:  # of constant inputs the formula allows for more than comes
         assert counted_memory.most == pytest.approx(stated_memory.most, rel=0.05)

@@ -18,8 +18,8 @@ from gnnplan.executor.modules.pieces import Pieces
 from gnnplan.executor.modules.read import UserModule, read, with_module
 from gnnplan.executor.modules.record import Node
 from gnnplan.executor.ranks.machine import allocated
-from gnnplan.planner.gnn.model import block as edges_held
-from gnnplan.planner.gnn.model import describe, footprint
+from gnnplan.planner.gnn.model import block_bytes as edges_held
+from gnnplan.planner.gnn.model import describe, layer_memory
 from gnnplan.planner.gnn.workload import Workload
 from gnnplan.planner.graph.graph import CsrEdges
 from gnnplan.planner.vocabulary.errors import SpecError
@@ -116,7 +116,7 @@ def test_memory_of_a_layer_is_what_torch_allocates(of_a_kind):
         out = forward()
         out.backward(gradient := torch.ones_like(out))
         x.grad = out = None
-        need = footprint(model, number, ROWS, SOURCES, block.edges)
+        need = layer_memory(model, number, ROWS, SOURCES, block.edges)
         out, kept, _ = counted(forward)
         _, _, most = counted(lambda out=out, by=gradient: out.backward(by))
         assert kept == pytest.approx(float(need.left), rel=0.02), number

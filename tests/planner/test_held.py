@@ -61,7 +61,7 @@ def test_nothing_of_memory_is_computed_until_it_is_asked(problem, monkeypatch):
         raise AssertionError
 
     for room in (of_layers, of_chunks, of_stages, of_columns):
-        monkeypatch.setattr(room, "footprint", computed)
+        monkeypatch.setattr(room, "layer_memory", computed)
     monkeypatch.setattr(of_tiles, "keeps", computed)
     for example in (example for family in families(problem) for example in family.examples):
         strategy = parse(example.strategy).settle(problem)

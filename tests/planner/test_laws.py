@@ -16,7 +16,7 @@ from pairwise import at_night
 from gnnplan.planner.cluster.spec import Cluster
 from gnnplan.planner.decision.candidate import SURE_SHARE, placed
 from gnnplan.planner.decision.choices import ModeComparison, compare
-from gnnplan.planner.decision.objective import MODES, TIME, Objective, stated
+from gnnplan.planner.decision.objective import MODES, TIME, Objective, epochs_by_mode
 from gnnplan.planner.decision.search import SearchResult, least_of, search
 from gnnplan.planner.gnn.workload import Workload
 from gnnplan.planner.graph.graph import Graph, GraphStats
@@ -190,8 +190,8 @@ def test_where_transfers_contend_a_plan_is_played(graph, name, servers, model, h
 
 def trained(problem: Problem) -> ModeComparison | None:
     """The whole training, as a plan asks for it; None where nothing fits."""
-    epochs = stated(problem.stats.name, None, None)
-    objective = Objective("value", stated=epochs)
+    epochs = epochs_by_mode(problem.stats.name, None, None)
+    objective = Objective("value", epochs_by_mode=epochs)
     try:
         return compare(problem, MODES, epochs, lambda one: search(one, objective=objective))
     except GnnplanError:

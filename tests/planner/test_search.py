@@ -498,7 +498,7 @@ def test_a_plan_of_many_gpus_computes_nothing_twice(mode, monkeypatch):
 
     count(base, "predict", lambda problem, program: problem.ranks)
     count(account, "price_of", priced)
-    count(search_module, "must_fit", lambda problem, strategy: problem.ranks)
+    count(search_module.Candidate, "must_fit", lambda candidate: candidate.problem.ranks)
     search(problem)
     tried = len(list(search_module.Search().candidates(problem)))
     parts = len(search_module.parts(there))

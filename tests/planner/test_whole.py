@@ -12,7 +12,14 @@ from pairwise import at_night
 
 import gnnplan
 from gnnplan.api.simulation import Playing
-from gnnplan.planner.decision.objective import NEAR, START_S, USUAL_PRICE, WAITING, Epochs, stated
+from gnnplan.planner.decision.objective import (
+    NEAR,
+    START_S,
+    USUAL_PRICE,
+    WAITING,
+    Epochs,
+    epochs_by_mode,
+)
 from gnnplan.planner.decision.plan import read
 from gnnplan.planner.evidence.runs import objective_of
 from gnnplan.planner.graph.load import load
@@ -138,18 +145,18 @@ def test_epochs_are_the_users_or_those_of_print_with_doubt():
     (row,) = (row for row in asked["sizes"] if row["recommended"])
     assert row["epochs"] == 200 and asked["epochs"]["full"]["source"] == "as --epochs asks"
     assert {row["mode"] for row in asked["sizes"]} == {"full"}
-    printed = stated("ogbn-arxiv", None, None)
+    printed = epochs_by_mode("ogbn-arxiv", None, None)
     assert (printed["full"].usual, printed["mini"].usual) == (500, 50)
     assert "ogbn-arxiv" in printed["full"].source and printed["full"].spread > 0.5
-    elsewhere = stated("shop", None, None)
+    elsewhere = epochs_by_mode("shop", None, None)
     assert "other graphs" in elsewhere["full"].source
     every = [float(row["epochs"]) for row in quoted("epochs.csv") if row["mode"] == "mini"]
     assert min(every) < elsewhere["mini"].usual < max(every)
     # asked without a mode, they are of the full graph, and mini-batches have the same share
-    both = stated("ogbn-arxiv", 100, None)
+    both = epochs_by_mode("ogbn-arxiv", 100, None)
     assert both["full"] == Epochs(100.0, 0.0, "as --epochs asks")
     assert both["mini"].usual == 10 and both["mini"].spread == printed["mini"].spread
-    alone = stated("ogbn-arxiv", 100, "mini")
+    alone = epochs_by_mode("ogbn-arxiv", 100, "mini")
     assert (alone["full"].usual, alone["mini"].usual) == (1000, 100)
     assert all(row["source"].count(" at ") == 1 for row in quoted("epochs.csv"))
 
@@ -205,7 +212,7 @@ def test_the_objective_of_a_written_plan_is_read_again(tmp_path):
     document = read(tmp_path / "plan.json")
     assert document["sizes"] == json.loads(json.dumps(plan.document["sizes"]))
     again = objective_of(document)
-    assert again.of == "value" and again.stated == stated("ogbn-arxiv", None, None)
+    assert again.of == "value" and again.epochs_by_mode == epochs_by_mode("ogbn-arxiv", None, None)
     other = gnnplan.load_plan(tmp_path / "plan.json").choose("NEXT")
     assert "sizes" not in other.document and "answer" not in other.document["summary"]
     if NIGHT:

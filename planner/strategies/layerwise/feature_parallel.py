@@ -53,7 +53,7 @@ from typing import Self
 import numpy as np
 
 from gnnplan.planner.gnn.layer import COPY
-from gnnplan.planner.gnn.model import Model, OpMemory, block, keeps
+from gnnplan.planner.gnn.model import Model, OpMemory, block_bytes, keeps
 from gnnplan.planner.graph.disk_cache import Stopwatch
 from gnnplan.planner.graph.partition import locality_order
 from gnnplan.planner.ownership.layout import LayerCounts
@@ -71,7 +71,7 @@ from gnnplan.planner.strategies.program.account import machine_code
 from gnnplan.planner.strategies.program.program import Exchange, Op, Program
 from gnnplan.planner.vocabulary.errors import SpecError
 from gnnplan.planner.vocabulary.numbers import Number, Outer
-from gnnplan.planner.vocabulary.schedule import Compute, Gather, Schedule
+from gnnplan.planner.vocabulary.schedule import BothPasses, Compute, Gather, Schedule
 from gnnplan.planner.vocabulary.units import show_bytes
 
 ORDERS = ("coupled", "alternating")
@@ -162,7 +162,7 @@ class FeatureParallel(Strategy):
         read = model.inputs.stored_bytes(own)
         features = model.inputs.stored_bytes(model.constant_rows(own, own))
         features = features + model.own_index_bytes(own)
-        edges = block(model, model.layers[0], *(stats.vertices,) * 2, stats.edges)
+        edges = block_bytes(model, model.layers[0], *(stats.vertices,) * 2, stats.edges)
         return Resident(
             {"features": np.asarray(features), "graph": np.asarray(edges + 16 * own)},
             code=machine_code(problem),
@@ -270,7 +270,7 @@ class ByColumns(Model):
     def narrow_at(self, layer: int) -> bool:
         return self.layers[layer - 1].projects_first
 
-    def prepare(self, layer: int, rows: Number) -> tuple[Compute, Compute]:
+    def prepare(self, layer: int, rows: Number) -> BothPasses:
         """Return forward and backward work on a layer's input rows, before its aggregation."""
         spec = self.layers[layer - 1]
         if spec.projects_first:
@@ -278,7 +278,7 @@ class ByColumns(Model):
         played = self.preparation_record(spec, varies=layer > self.first_varying)
         return self._rowwise(played.passes, rows, self.prepare_launches(spec))
 
-    def end(self, layer: int, rows: Number) -> tuple[Compute, Compute]:
+    def end(self, layer: int, rows: Number) -> BothPasses:
         """Return forward and backward work after a layer's aggregation."""
         spec = self.layers[layer - 1]
         plain = replace(spec, drops=False, activates=False, norm="none", sums=0)
@@ -394,7 +394,7 @@ def _step(problem: Problem, model: ByColumns, courses: Courses) -> Iterator[Op]:
         work = work + copied(course.width, course.cuts)
         return Op("prepare", direction, layer, work=work, holds=holding)
 
-    def end(layer: int, course: Course | None) -> tuple[Compute, Compute]:
+    def end(layer: int, course: Course | None) -> BothPasses:
         joins = course is None or course.joins
         forward, backward = model.end(layer, rows_of(joins, model.layers[layer - 1].h_out))
         if course is None:

@@ -52,8 +52,9 @@ Bytes per epoch: as graph parallelism, but layers l <= depth + 1 exchange halos 
 first step. Source: GraNNDis (PACT 2024), Sec. 4.1-4.4, Alg. 1. The paper's Eq. 3-9 are not used, as
 they leave out links inside servers and much of an epoch: plans use the counted rows of every layer.
 
-See also step.py in this folder, account.py and program.py in ../program;
-planner/ownership/layout.py for recomputed rows; executor/strategies/granndis.py.
+Memory: `resident` (features, halo rows, edges) and `Holds` (activations) in step.py of this folder,
+which also has the operations. Seconds: ../program. Recomputed rows: planner/ownership/layout.py.
+Training: executor/strategies/granndis.py.
 """
 
 from __future__ import annotations
@@ -74,7 +75,7 @@ from gnnplan.planner.strategies.layerwise.exchange import pays
 from gnnplan.planner.strategies.layerwise.graph_parallel import GraphParallel, OnParts, check_trim
 from gnnplan.planner.strategies.layerwise.step import Batches
 from gnnplan.planner.vocabulary.errors import SpecError
-from gnnplan.planner.vocabulary.numbers import numbered
+from gnnplan.planner.vocabulary.numbers import PerRank, numbered
 from gnnplan.planner.vocabulary.units import show_bytes
 
 MOST = 10_000  # the largest max_hop, and the most batches
@@ -380,7 +381,7 @@ class GraNNDis(OnParts):
     def steps(self, problem: Problem) -> int:
         return self.batches or 1
 
-    def tied(self, problem: Problem) -> tuple[int, ...]:
+    def tied(self, problem: Problem) -> PerRank:
         """Return the group of each rank.
 
         Groups are numbered in the order of ranks, so the result does not depend on which server or

@@ -68,7 +68,7 @@ from typing import ClassVar, Self
 
 import numpy as np
 
-from gnnplan.planner.gnn.model import block
+from gnnplan.planner.gnn.model import block_bytes
 from gnnplan.planner.gnn.rows import Codec
 from gnnplan.planner.problem.problem import AnyLayout, Problem
 from gnnplan.planner.strategies.base import Example, Resident, Strategy
@@ -217,7 +217,7 @@ def _cut_blocks(problem: Problem, options: ExchangeOptions) -> np.ndarray:
         f, spec = options.facts(problem, problem.layout(), layer), model.layers[layer - 1]
         # sampled edges have weights, even if the layer's own edges have none
         weights = 2 * model.itemsize * f.edges * (not spec.weighs_edges)
-        total = total + block(model, spec, f.rows, f.sources, f.edges) + weights
+        total = total + block_bytes(model, spec, f.rows, f.sources, f.edges) + weights
     return total
 
 

@@ -67,7 +67,14 @@ from typing import Self
 import numpy as np
 
 from gnnplan.planner.gnn.layer import LONG
-from gnnplan.planner.gnn.model import COUNTS_AT_ENDS, Model, OpMemory, block, footprint, loss
+from gnnplan.planner.gnn.model import (
+    COUNTS_AT_ENDS,
+    Model,
+    OpMemory,
+    block_bytes,
+    layer_memory,
+    loss_memory,
+)
 from gnnplan.planner.ownership.estimated import EstimatedLayout
 from gnnplan.planner.ownership.layout import LayerCounts
 from gnnplan.planner.problem.problem import AnyLayout, Problem
@@ -158,7 +165,7 @@ class ChunkLayer:
         # the edges, and the ids of the rows that they read
         self.edges = np.zeros(problem.ranks)
         if not model.aggregate_cached(layer):
-            edges = block(model, spec, n.rows, n.sources, n.edges)
+            edges = block_bytes(model, spec, n.rows, n.sources, n.edges)
             self.edges = np.asarray(edges) + COUNTS_AT_ENDS
         # labels, and the ids of training vertices
         several = problem.stats.learned != "label"
@@ -201,13 +208,13 @@ class ChunkLayer:
     def held(self, op: str) -> OpMemory:
         """Return the memory of a pass, which leaves nothing on the device for the next chunk."""
         n, returns = self.n, op == "backward" and not self.is_last
-        need = footprint(self.model, self.layer, n.rows, n.sources, n.edges)
+        need = layer_memory(self.model, self.layer, n.rows, n.sources, n.edges)
         loaded = self.read + self.edges + (self.outputs if returns else self.labels)
         if op == "forward":
             return OpMemory(loaded + need.left, 0.0)
         if returns:
             return OpMemory(loaded + need.most, 0.0)
-        scored = loss(self.model, n.rows, n.trained)
+        scored = loss_memory(self.model, n.rows, n.trained)
         peak = np.maximum(need.left + scored.most, scored.left + self.outputs + need.most)
         return OpMemory(loaded + peak, 0.0)
 

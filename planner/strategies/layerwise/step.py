@@ -34,12 +34,12 @@ from gnnplan.planner.gnn.model import (
     LayerMemory,
     Model,
     OpMemory,
-    block,
-    footprint,
+    block_bytes,
     keeps,
-    link_loss,
-    loss,
-    rowwise,
+    layer_memory,
+    link_loss_memory,
+    loss_memory,
+    rowwise_memory,
 )
 from gnnplan.planner.gnn.rows import PLACES, WHOLE
 from gnnplan.planner.ownership.estimated import EstimatedLayout
@@ -69,17 +69,17 @@ def resident(
     """
     zero = np.zeros(problem.ranks)
     counts = Counter(batches or (layout,))  # estimated batches are equal
-    features, halo, graph = constant(problem, layout), zero, zero
+    features, halo, graph = constant_bytes(problem, layout), zero, zero
     for batch, count in counts.items():
         halo = halo + _kept_rows(problem, batch, options)
-        graph = graph + blocks(problem, batch, count)
+        graph = graph + blocks_bytes(problem, batch, count)
     aggregate = problem.model.inputs.stored_bytes(layout.facts(1).rows)
-    elsewhere = constant(
+    elsewhere = constant_bytes(
         problem, layout, at_setup=True
     ) + aggregate * problem.model.aggregate_cached(1)
     code = machine_code(problem, len(counts) + (len(counts) > 1))
     if batches:
-        loaded = np.max([constant(problem, batch) for batch in counts], axis=0)
+        loaded = np.max([constant_bytes(problem, batch) for batch in counts], axis=0)
         if len(batches) == 1:  # evaluation does not free the batch's rows and edges
             evaluation = _during_evaluation(problem, layout)
             elsewhere = np.maximum(elsewhere, halo + loaded + code + evaluation)
@@ -89,7 +89,7 @@ def resident(
     return Resident(data, code=code, elsewhere=elsewhere)
 
 
-def blocks(problem: Problem, layout: AnyLayout, count: int = 1) -> np.ndarray:
+def blocks_bytes(problem: Problem, layout: AnyLayout, count: int = 1) -> np.ndarray:
     """Return the bytes of the blocks, labels and masks of `count` equal layouts [ranks]."""
     model = problem.model
     total, seen = np.zeros(problem.ranks), set()
@@ -97,11 +97,11 @@ def blocks(problem: Problem, layout: AnyLayout, count: int = 1) -> np.ndarray:
         f = layout.facts(layer)
         if (kind := layout.kind(layer)) not in seen:  # layers of the same kind share their blocks
             seen.add(kind)
-            total = total + block(model, spec, f.rows, f.sources, f.edges) + 8 * f.sent_rows
+            total = total + block_bytes(model, spec, f.rows, f.sources, f.edges) + 8 * f.sent_rows
     return np.asarray(count * (total + 16 * f.rows))
 
 
-def constant(problem: Problem, layout: AnyLayout, at_setup: bool = False) -> np.ndarray:
+def constant_bytes(problem: Problem, layout: AnyLayout, at_setup: bool = False) -> np.ndarray:
     """Return the bytes of constant rows that a rank keeps, or reads at set-up [ranks].
 
     It keeps layer 1's aggregate if that is cached, else the rows that layer 1 or the encoder reads.
@@ -144,12 +144,12 @@ def _during_evaluation(problem: Problem, layout: AnyLayout) -> np.ndarray:
     model, most = problem.model, np.zeros(problem.ranks)
     for layer, spec in enumerate(model.layers, 1):
         f = layout.facts(layer)
-        need = footprint(model, layer, f.rows, f.sources, f.edges)
+        need = layer_memory(model, layer, f.rows, f.sources, f.edges)
         # first own rows, rows to send, and a copy of all rows read; then the copy only
         row = spec.h_in * model.itemsize * (layer > model.first_varying)
         joined, computed = (f.local + f.sent_rows + f.sources) * row, f.sources * row + need.left
         most = np.maximum.reduce([most, joined, np.asarray(computed)])
-    return np.asarray(most + constant(problem, layout) + blocks(problem, layout))
+    return np.asarray(most + constant_bytes(problem, layout) + blocks_bytes(problem, layout))
 
 
 # -- memory of a step's operations -----------------------------------------------------------------
@@ -172,7 +172,7 @@ class Holds:
 
     def encode(self, rows: np.ndarray) -> OpMemory:
         """Return the memory of the encoder's forward pass, whose rows GCNII's layers read."""
-        return keeps(rowwise(self.model.encoder_record, rows).left)
+        return keeps(rowwise_memory(self.model.encoder_record, rows).left)
 
     def forward(self, layer: int) -> OpMemory:
         return LayerHolds(self, layer).forward()
@@ -184,9 +184,9 @@ class Holds:
         if self.scored is None:
             # rows are those of the whole graph, or only training vertices if trimmed
             trained = rows * min(1.0, stats.train_vertices / max(rows.sum(), 1.0))
-            need = loss(model, rows, trained)
+            need = loss_memory(model, rows, trained)
         else:
-            need = link_loss(model, rows, self.scored.edges, self.problem.workload.negatives)
+            need = link_loss_memory(model, rows, self.scored.edges, self.problem.workload.negatives)
             # a copy of own and received rows in one tensor
             more = more + rows * self.last_row * self.scored.sends.any()
         return need._replace(most=need.most + more)
@@ -289,7 +289,7 @@ class LayerHolds:
             model = model.without_ends(self.layer)
 
         def need(frees_input: bool) -> LayerMemory:
-            return footprint(
+            return layer_memory(
                 model,
                 self.layer,
                 f.rows,
@@ -347,7 +347,7 @@ def step(
         if layer > model.first_varying and layout.exchanges_rows(layer) and sends:
             width = model.exchanged_width(layer, options.narrow)
             row = options.codec.row_bytes(width, model.itemsize)
-            back = f.sends if isinstance(layout, EstimatedLayout) else f.returned  # symmetric
+            back = f.sends if isinstance(layout, EstimatedLayout) else f.sends.T  # symmetric
             exchanges |= {(layer, "f"): Exchange(f.sends, row), (layer, "b"): Exchange(back, row)}
 
     def work_of(layer: int, direction: str) -> Compute:

@@ -40,6 +40,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Literal, NamedTuple, Self
 
 import numpy as np
@@ -55,15 +56,9 @@ from gnnplan.planner.strategies.layerwise.feature_parallel import shares, why_un
 from gnnplan.planner.strategies.layerwise.graph_parallel import GraphParallel
 from gnnplan.planner.strategies.layerwise.step import finish
 from gnnplan.planner.strategies.program.account import machine_code
-from gnnplan.planner.strategies.program.program import (
-    AllReduce,
-    Exchange,
-    Group,
-    Op,
-    Program,
-)
+from gnnplan.planner.strategies.program.program import AllReduce, Exchange, Op, Program
 from gnnplan.planner.vocabulary.errors import SpecError
-from gnnplan.planner.vocabulary.numbers import Outer
+from gnnplan.planner.vocabulary.numbers import Group, Outer
 from gnnplan.planner.vocabulary.schedule import Compute, Gather
 from gnnplan.planner.vocabulary.units import show_bytes
 
@@ -455,9 +450,6 @@ class Tiles:
         most = kept + self.inputs * self.drops + self.neighbours
         return OpMemory(most, kept - self.inputs * self.varies)
 
-    def held_forward(self) -> OpMemory:
-        return keeps(self.outputs)
-
     def held_backward(self) -> OpMemory:
         weights = 2.0 * self.weights * self.model.itemsize  # the tile of weights and its gradient
         freed = self.sums * self.is_summed
@@ -465,11 +457,6 @@ class Tiles:
 
     def held_to_aggregate_back(self) -> OpMemory:
         return OpMemory(self.sums + self.neighbours + self.inputs, -self.mask)
-
-    def held_by_loss(self) -> OpMemory:
-        """Return the memory of the logits and their gradients, each both as a tile and as whole
-        rows, which have as many numbers as the tile."""
-        return OpMemory(4 * self.outputs, 0.0)
 
 
 # -- operations ------------------------------------------------------------------------------------
@@ -513,7 +500,7 @@ def _step(problem: Problem, grid: Grid) -> Iterator[Op]:
             yield Op("aggregate", "f", layer, work=tiles.aggregate(), holds=held)
             yield from along(axes.sources, "sum_aggregates", "f", layer, tiles.rows * tiles.summed)
         yield from gather_weights(tiles, "f")
-        yield Op("forward", layer=layer, work=tiles.forward(), holds=tiles.held_forward)
+        yield Op("forward", layer=layer, work=tiles.forward(), holds=partial(keeps, tiles.outputs))
         yield from along(axes.columns, "sum_outputs", "f", layer, tiles.rows * tiles.h_out)
     several = grid.size(last.axes.sources) > 1
     if several:
@@ -521,7 +508,9 @@ def _step(problem: Problem, grid: Grid) -> Iterator[Op]:
     copied = 2.0 * COPY * last.whole_rows * last.spec.h_out * several * b
     work_of_loss = finish(problem, last.whole_rows, None)
     work_of_loss = work_of_loss + Compute(elementwise_bytes=copied, itemsize=b)
-    yield Op("loss", work=work_of_loss, holds=last.held_by_loss)
+    # logits and their gradients, as tiles and as whole rows, which have as many numbers
+    held_by_loss = partial(OpMemory, 4 * last.outputs, 0.0)
+    yield Op("loss", work=work_of_loss, holds=held_by_loss)
     if several:
         yield exchange(last.axes.sources, "to_columns", "b", None, last.whole_rows, last.h_out)
     for tiles in reversed(layers):

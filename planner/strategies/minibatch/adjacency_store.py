@@ -41,7 +41,7 @@ from gnnplan.planner.strategies.minibatch.feature_store import (
     provider_of,
 )
 from gnnplan.planner.vocabulary.errors import SpecError
-from gnnplan.planner.vocabulary.numbers import Outer
+from gnnplan.planner.vocabulary.numbers import Bools, Ints, Outer, PerRank, offsets
 
 NEIGHBOUR = 4  # bytes of a neighbour's id, in a list or in an answer
 ENTRY = 8  # bytes of a list's offset
@@ -58,13 +58,13 @@ class Structure:
     lengths: number of edges in each list [N].
     """
 
-    places: tuple[int, ...]
+    places: PerRank
     home: NDArray[np.int32]
-    kept: NDArray[np.bool_]
+    kept: Bools
     asks: bool
     lengths: NDArray[Any]
 
-    def keeps(self, rank: int) -> NDArray[np.bool_]:
+    def keeps(self, rank: int) -> Bools:
         """Return whether a rank's sampler has each list [N]."""
         return np.asarray(self.kept[self.places[rank]])
 
@@ -77,9 +77,7 @@ class Structure:
         home = np.where(self.keeps(rank)[ids], self.places[rank], self.home[ids])
         return provider_of(self.places, rank, home, ids // len(self.kept))
 
-    def of(
-        self, batch: MiniBatch, layer: int, fanout: int
-    ) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.int64]]:
+    def of(self, batch: MiniBatch, layer: int, fanout: int) -> tuple[Ints, Ints, Ints]:
         """Return counts for a layer of a batch: ids that rank i sends to rank j, edges that rank i
         draws for j [ranks, ranks], and all edges that each rank draws [ranks]."""
         m = len(self.places)
@@ -106,7 +104,7 @@ class EstimatedStructure:
     edges: number of edges in all lists.
     """
 
-    places: tuple[int, ...]
+    places: PerRank
     cached: float
     asks: bool
     edges: int
@@ -116,9 +114,7 @@ class EstimatedStructure:
         """The number of places."""
         return len(set(self.places))
 
-    def of(
-        self, batch: MiniBatch, layer: int, fanout: int
-    ) -> tuple[Outer, Outer, NDArray[np.int64]]:
+    def of(self, batch: MiniBatch, layer: int, fanout: int) -> tuple[Outer, Outer, Ints]:
         """Return the counts of `Structure.of`."""
         facts, remote = batch.facts(layer), (1 - self.cached) * (1 - 1 / self._places)
         others = Outer.of(self.places, False, 1).sum(1)  # ranks at other places [ranks]
@@ -148,18 +144,18 @@ def bytes_at(problem: Problem, lists: Lists | None, ranks: Sequence[int]) -> flo
     return NEIGHBOUR * edges + ENTRY * offsets_and_degrees
 
 
-def list_bytes(graph: Graph, ids: Ids) -> NDArray[np.int64]:
+def list_bytes(graph: Graph, ids: Ids) -> Ints:
     """Return the bytes of each of these vertices' lists in a cache [R]."""
     return np.asarray(NEIGHBOUR * graph.degree_of(ids) + ENTRY)
 
 
-def thinned(graph: Graph, keep: NDArray[np.bool_]) -> Graph:
+def thinned(graph: Graph, keep: Bools) -> Graph:
     """Return the graph with the lists of the vertices in `keep` [N]; all other lists are empty."""
     degree, fields = np.where(keep, graph.degree, 0), {}
     if graph.edge_fields:
         kept = np.repeat(keep, graph.degree)
         fields = {name: field[kept] for name, field in graph.edge_fields.items()}
-    indptr = np.concatenate([[0], np.cumsum(degree)])
+    indptr = offsets(degree)
     return graph.with_edges(indptr, graph.neighbours(np.flatnonzero(keep)), fields)
 
 

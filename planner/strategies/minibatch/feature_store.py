@@ -41,7 +41,15 @@ from gnnplan.planner.ownership.minibatch import Batches, MiniBatch, frontiers, p
 from gnnplan.planner.problem.problem import Problem
 from gnnplan.planner.vocabulary.errors import SpecError
 from gnnplan.planner.vocabulary.files import suggest
-from gnnplan.planner.vocabulary.numbers import Outer, RankMatrix
+from gnnplan.planner.vocabulary.numbers import (
+    Bools,
+    Group,
+    Ints,
+    Outer,
+    PerRank,
+    RankMatrix,
+    offsets,
+)
 from gnnplan.planner.vocabulary.text import show_size
 from gnnplan.planner.vocabulary.units import show_bytes
 
@@ -56,7 +64,7 @@ MOST = 2**31 - 1  # largest number of reads of a row that can be counted
 class Slice:
     """The features that a rank reads of a batch."""
 
-    ranks: tuple[int, ...]  # the rank reads the rows of these ranks ..
+    ranks: Group  # the rank reads the rows of these ranks ..
     columns: range  # .. in these columns
 
 
@@ -71,11 +79,11 @@ class Loads:
     rows: number of rows by class (CLASSES) [ranks, 4].
     """
 
-    host: NDArray[np.int64]
-    hits: NDArray[np.int64]
+    host: Ints
+    hits: Ints
     asked: RankMatrix
     fetched: RankMatrix
-    rows: NDArray[np.int64]
+    rows: Ints
 
     def __post_init__(self) -> None:
         for pairs in (self.asked, self.fetched):
@@ -94,7 +102,7 @@ class Store:
     seconds: the time that it took to compute the store.
     """
 
-    servers: tuple[int, ...]
+    servers: PerRank
     slices: tuple[Slice, ...]
     cached: tuple[Ids, ...]
     home: NDArray[np.int32] | None
@@ -152,7 +160,7 @@ class Store:
         return any(ids.size for ids in self.cached)
 
     @property
-    def asks(self) -> NDArray[np.bool_]:
+    def asks(self) -> Bools:
         """Whether rank i may request rows from rank j in any batch [ranks, ranks]."""
         same = np.equal.outer(self.servers, self.servers)
         others = np.zeros_like(same) if self.home is None else ~same
@@ -174,7 +182,7 @@ class Store:
             fetched[:, rank] = np.bincount(provider[other], weights=nbytes[other], minlength=m)
         return Loads(host, hits, asked, fetched, classes)
 
-    def filled(self, problem: Problem) -> NDArray[np.int64]:
+    def filled(self, problem: Problem) -> Ints:
         """Return the bytes that rank i sends to rank j before the first step [ranks, ranks].
 
         These are rows that j caches and the memory of j's server does not have.
@@ -187,7 +195,7 @@ class Store:
             sent[rank, rank] = 0
         return sent
 
-    def held(self, problem: Problem) -> NDArray[np.int64]:
+    def held(self, problem: Problem) -> Ints:
         """Return the bytes of each rank's cache [ranks]."""
         each = zip(self.cached, self.slices, strict=True)
         return np.array([int(row_bytes(problem, ids, read.columns).sum()) for ids, read in each])
@@ -204,9 +212,9 @@ class EstimatedStore:
     spread: whether each row is in one server's memory, chosen by a hash.
     """
 
-    servers: tuple[int, ...]
+    servers: PerRank
     slices: tuple[Slice, ...]
-    groups: tuple[int, ...]
+    groups: PerRank
     cached_rows: int
     spread: bool
     shared: bool
@@ -228,8 +236,8 @@ class EstimatedStore:
         """Return the share of a batch's reads that are of the `rows` most read rows."""
         population = Population.of(self.stats)
         order = np.argsort(-need.read / np.maximum(population.vertices, 1e-300), kind="stable")
-        below = np.concatenate([[0.0], np.cumsum(population.vertices[order])])
-        reads = np.concatenate([[0.0], np.cumsum(need.read[order])])
+        below = offsets(population.vertices[order])
+        reads = offsets(need.read[order])
         return float(np.interp(rows, below, reads) / max(reads[-1], 1e-300))
 
     def loads(self, problem: Problem, batch: MiniBatch) -> Loads:
@@ -261,7 +269,7 @@ class EstimatedStore:
         classes = np.stack([hits, peer, host, remote], axis=1)
         return Loads(row * host, row * hits, asked, row * asked.T, classes)
 
-    def _evenly(self, counts: NDArray[np.int64], same: bool) -> RankMatrix:
+    def _evenly(self, counts: Ints, same: bool) -> RankMatrix:
         """Divide each rank's count evenly over the other ranks of its server (`same`), or over the
         ranks of other servers [ranks, ranks]. Whole numbers; sums are exact unless ranks are many.
         """
@@ -280,7 +288,7 @@ class EstimatedStore:
         sent: RankMatrix = row * self._evenly(rows, False).T
         return sent
 
-    def held(self, problem: Problem) -> NDArray[np.int64]:
+    def held(self, problem: Problem) -> Ints:
         """Return the bytes of each rank's cache [ranks]."""
         widths = [len(each.columns) for each in self.slices]
         return self.cached_rows * np.array(widths) * problem.model.itemsize
@@ -371,12 +379,12 @@ def provider_of(
     return provider
 
 
-def fitting_prefix(ids: Ids, sizes: NDArray[np.int64], budget: int) -> Ids:
+def fitting_prefix(ids: Ids, sizes: Ints, budget: int) -> Ids:
     """Return the longest prefix of `ids` whose sizes together are within a budget."""
     return ids[: int(np.searchsorted(np.cumsum(sizes), budget, side="right"))]
 
 
-def row_bytes(problem: Problem, ids: Ids, columns: range | None = None) -> NDArray[np.int64]:
+def row_bytes(problem: Problem, ids: Ids, columns: range | None = None) -> Ints:
     """Return the bytes of each of these rows, or of some of their columns, in a cache [R]."""
     inputs = problem.model.inputs
     return inputs.cache_bytes(
@@ -389,9 +397,7 @@ def hottest(graph: Graph, workload: Workload, hot: str, groups: int, epochs: int
     return np.argsort(-heat(graph, workload, hot, groups, epochs), kind="stable")
 
 
-def heat(
-    graph: Graph, workload: Workload, hot: str, groups: int, epochs: int = EPOCHS
-) -> NDArray[np.int64]:
+def heat(graph: Graph, workload: Workload, hot: str, groups: int, epochs: int = EPOCHS) -> Ints:
     """Return the heat of each vertex [N]: how often groups read its row in `epochs` epochs of
     pre-sampling ('frequency'), or how many vertices read it ('degree').
 

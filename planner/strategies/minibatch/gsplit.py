@@ -85,7 +85,7 @@ from gnnplan.planner.strategies.base import Bytes, Example, Strategy
 from gnnplan.planner.strategies.minibatch.adjacency_store import Lists, owned
 from gnnplan.planner.strategies.minibatch.on_batches import OnRows, variants, with_one_sampler
 from gnnplan.planner.vocabulary.errors import SpecError
-from gnnplan.planner.vocabulary.numbers import numbered
+from gnnplan.planner.vocabulary.numbers import PerRank, numbered
 
 GROUPS = ("server", "all")
 SPLITS = ("all", "first", "source")
@@ -251,11 +251,11 @@ class GSplit(OnRows):
                 " dnp, which computes a row of layer 1 at one rank"
             )
 
-    def groups(self, problem: Problem) -> tuple[int, ...]:
+    def groups(self, problem: Problem) -> PerRank:
         """Return the group of each rank [ranks]; groups are numbered in the order of ranks."""
         return numbered(problem.servers) if self.group == "server" else (0,) * problem.ranks
 
-    def tied(self, problem: Problem) -> tuple[int, ...]:
+    def tied(self, problem: Problem) -> PerRank:
         return self.groups(problem) if self.group == "server" else ()
 
     def batches(self, problem: Problem) -> Batches:

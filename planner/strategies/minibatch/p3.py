@@ -89,10 +89,10 @@ from gnnplan.planner.gnn.model import (
     LayerMemory,
     Model,
     OpMemory,
-    block,
-    footprint,
+    block_bytes,
     in_turn,
     keeps,
+    layer_memory,
     layers_of,
 )
 from gnnplan.planner.gnn.trace import PIECES
@@ -122,7 +122,7 @@ from gnnplan.planner.strategies.program.program import (
     Step,
 )
 from gnnplan.planner.vocabulary.errors import SpecError
-from gnnplan.planner.vocabulary.numbers import Number, Outer, grouped, sums
+from gnnplan.planner.vocabulary.numbers import Group, Number, Outer, PerRank, grouped, sums
 from gnnplan.planner.vocabulary.schedule import Compute, Label
 from gnnplan.planner.vocabulary.units import show_bytes
 
@@ -300,11 +300,11 @@ class P3(OnBatches):
                 by_rank[rank] = Slice(rail, columns(problem.stats.features, count, i))
         return tuple(by_rank[rank] for rank in range(len(by_rank)))
 
-    def rails(self, problem: Problem) -> tuple[tuple[int, ...], ...]:
+    def rails(self, problem: Problem) -> tuple[Group, ...]:
         """Return the groups of peers."""
         return tuple(dict.fromkeys(each.ranks for each in self.slices(problem)))
 
-    def twins(self, problem: Problem) -> tuple[tuple[int, ...], ...]:
+    def twins(self, problem: Problem) -> tuple[Group, ...]:
         """Return the groups of ranks with the same columns, in the order of their first ranks."""
         slices = self.slices(problem)
         same = grouped(range(len(slices)), lambda rank: slices[rank].columns)
@@ -340,7 +340,7 @@ class P3(OnBatches):
             return first.counted.by_column * first.h_in
         return first.matrices * first.h_in * first.h_out
 
-    def tied(self, problem: Problem) -> tuple[int, ...]:
+    def tied(self, problem: Problem) -> PerRank:
         return problem.servers if self.over == "server" else ()
 
     # -- operations and memory -----------------------------------------------------------------
@@ -423,7 +423,7 @@ def _why_whole(problem: Problem) -> str:
     return f"layer 1 must be a sum over feature columns, and {why}"
 
 
-def _lines(servers: tuple[int, ...], over: str | None) -> list[tuple[int, ...]]:
+def _lines(servers: PerRank, over: str | None) -> list[Group]:
     """Return groups of possible peers: ranks at the same position of every server, or all."""
     if over == "rank":
         return [tuple(range(len(servers)))]
@@ -631,7 +631,7 @@ class Batch:
         positions, model = 8 * (self.facts[1].rows - self.first.rows), self.model
         total = 16.0 * self.last.rows + positions
         for spec, f in zip(model.layers, self.facts.values(), strict=True):
-            total = total + block(model, spec, f.rows, f.sources, f.edges)
+            total = total + block_bytes(model, spec, f.rows, f.sources, f.edges)
         return np.asarray(total)
 
     # -- memory --------------------------------------------------------------------------------
@@ -639,7 +639,7 @@ class Batch:
     @property
     def of_first(self) -> LayerMemory:
         """The memory of layer 1, without what follows the sum."""
-        return footprint(self.sliced.without_ends(1), 1, *self.of_rail)
+        return layer_memory(self.sliced.without_ends(1), 1, *self.of_rail)
 
     @property
     def loaded(self) -> Number:

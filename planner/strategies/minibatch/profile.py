@@ -16,10 +16,8 @@ and split are unknown.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
 from gnnplan.planner.gnn.model import Model, describe
 from gnnplan.planner.gnn.workload import ALL, Workload
@@ -30,6 +28,8 @@ from gnnplan.planner.ownership.minibatch import Batches
 from gnnplan.planner.strategies.minibatch.feature_store import HOT, hottest
 from gnnplan.planner.strategies.minibatch.on_batches import check_batches
 from gnnplan.planner.strategies.minibatch.supply import ID
+from gnnplan.planner.vocabulary.files import Json
+from gnnplan.planner.vocabulary.numbers import Ints, offsets
 from gnnplan.planner.vocabulary.progress import notify
 from gnnplan.planner.vocabulary.units import show_count
 
@@ -37,7 +37,7 @@ CACHED = (0.01, 0.02, 0.05, 0.1, 0.2, 0.5)  # sizes of caches, as shares of all 
 HIGH = 95  # percentile
 
 
-def probe(graph: Graph | GraphStats, workload: Workload, ranks: Sequence[int]) -> dict[str, Any]:
+def probe(graph: Graph | GraphStats, workload: Workload, ranks: Sequence[int]) -> Json:
     """Return the profile of a graph's mini-batches for these numbers of ranks, JSON-ready.
 
     {"batch", "fanouts", "batches": number per epoch, "probed": number drawn, "estimated",
@@ -88,13 +88,13 @@ def probe(graph: Graph | GraphStats, workload: Workload, ranks: Sequence[int]) -
     }
 
 
-def _counts(batches: Batches, probed: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+def _counts(batches: Batches, probed: int) -> tuple[Ints, Ints]:
     """Return sums over ranks: rows of h_0 .. h_L [batches, L + 1], edges [batches, L]."""
     rows, edges = zip(*(batches.at(step).totals() for step in range(probed)), strict=True)
     return np.array(rows), np.array(edges)
 
 
-def _spread(counts: NDArray[np.int64]) -> dict[str, list[float]]:
+def _spread(counts: Ints) -> dict[str, list[float]]:
     """Return mean and 95th percentile over batches, of counts [batches, ..]."""
     return {
         "mean": counts.mean(0).tolist(),
@@ -112,12 +112,12 @@ def _hits(graph: Graph, w: Workload, batches: Batches, probed: int) -> dict[str,
         for step in range(probed):
             for rank in ranks:
                 reads[position[batches.at(step).rows(rank, 0)]] += 1
-        below = np.concatenate([[0], np.cumsum(reads)])
+        below = offsets(reads)
         hits[hot] = {f"{share:g}": float(below[round(share * n)] / below[-1]) for share in CACHED}
     return hits
 
 
-def _split(model: Model, batches: Batches, probed: int) -> dict[str, Any]:
+def _split(model: Model, batches: Batches, probed: int) -> Json:
     """Return statistics of GSplit's split of these batches.
 
     For layers 1 .. L: the share of edges between owners, and the largest number of edges of a rank

@@ -21,20 +21,20 @@ from typing import Literal
 import numpy as np
 
 from gnnplan.planner.cluster.compute import SECTOR
-from gnnplan.planner.gnn.model import COUNTS_AT_ENDS, block
+from gnnplan.planner.gnn.model import COUNTS_AT_ENDS, block_bytes
 from gnnplan.planner.gnn.trace import PIECES
 from gnnplan.planner.graph.sampling import Ids
 from gnnplan.planner.ownership.layout import LayerCounts
 from gnnplan.planner.ownership.minibatch import Batches, MiniBatch
 from gnnplan.planner.problem.problem import Problem
-from gnnplan.planner.strategies.layerwise.step import blocks, constant
+from gnnplan.planner.strategies.layerwise.step import blocks_bytes, constant_bytes
 from gnnplan.planner.strategies.minibatch.adjacency_store import ENTRY, NEIGHBOUR, Lists, bytes_at
 from gnnplan.planner.strategies.minibatch.feature_store import Features, Loads
 from gnnplan.planner.strategies.program.account import Memory, Resident, machine_code
 from gnnplan.planner.strategies.program.price import setup_s
 from gnnplan.planner.strategies.program.program import Copy, Exchange, Op, Sampling
 from gnnplan.planner.vocabulary.numbers import Outer, RankMatrix, grouped, numbered
-from gnnplan.planner.vocabulary.schedule import Compute
+from gnnplan.planner.vocabulary.schedule import Compute, HostWork
 
 ID = 8  # bytes of a vertex's id
 # bytes on the host link for one neighbour that a GPU reads: a sector, and as many of headers
@@ -141,7 +141,7 @@ class Supply:
             yield self._sampled("draw", drawn + OWNED * asks * batch.facts(layer).sources, layer)
             yield from self._reading(drawn, layer)
             if asks:
-                ids = batch.facts(layer).returned
+                ids = batch.facts(layer).sends.T
                 yield from sized_exchange("ids", ids, peers, layer=layer, ahead="host")
         if pushed is not None:
             yield from sized_exchange("push", pushed, peers, ahead="host", itemsize=NEIGHBOUR)
@@ -170,9 +170,7 @@ class Supply:
             yield self._sampled("draw", drawn, layer)
             yield Op("edges", layer=layer, work=Exchange(sent, NEIGHBOUR), ahead="host")
 
-    def _sampled(
-        self, what: Literal["draw", "lay"], edges: np.ndarray, layer: int | None = None
-    ) -> Op:
+    def _sampled(self, what: HostWork, edges: np.ndarray, layer: int | None = None) -> Op:
         """Return the operation of samplers that draw or lay out these numbers of edges [ranks]."""
         layers = self.problem.workload.layers if layer is None else 1
         work = Sampling(what, edges, self.samplers, layers)
@@ -229,7 +227,7 @@ class Supply:
         model, nbytes = self.problem.model, np.zeros(self.problem.ranks)
         for spec, f in zip(model.layers, facts, strict=True):
             edges = f.edges if f.remote_own is None else f.edges - spec.self_edges * f.remote_own
-            nbytes = nbytes + block(model, spec, f.rows, f.sources, edges) + COUNTS_AT_ENDS
+            nbytes = nbytes + block_bytes(model, spec, f.rows, f.sources, edges) + COUNTS_AT_ENDS
         return np.asarray(np.rint(nbytes * model.on_gpu).astype(np.int64))
 
     def gathered(self, batch: MiniBatch) -> Iterator[Op]:
@@ -269,8 +267,8 @@ class Supply:
     def resident(self) -> Resident:
         """Return what ranks have besides a step's tensors and graph data in servers' memories."""
         problem, store, on_cpu = self.problem, self.store, self.problem.on_cpu
-        features = self.peak(partial(constant, problem))
-        graph, sampling = self.peak(partial(blocks, problem)), self.peak(self.sampling_peak)
+        features = self.peak(partial(constant_bytes, problem))
+        graph, sampling = self.peak(partial(blocks_bytes, problem)), self.peak(self.sampling_peak)
         elsewhere = buffers = 0.0 * features
         if not self.is_plain:
             elsewhere = features + self.peak(self._arriving)
@@ -344,7 +342,7 @@ class Supply:
             each = max(28, weighing * spec.weighs_edges)
             edges = f.edges + f.rows if spec.self_edges else f.edges
             peak = np.maximum(peak, finished + each * edges + 72 * f.sources)
-            finished = finished + block(model, spec, f.rows, f.sources, f.edges)
+            finished = finished + block_bytes(model, spec, f.rows, f.sources, f.edges)
             drawn = drawn + 4 * batch.sampled(layer)
         return np.asarray(drawn + 2 * self.problem.stats.vertices + peak)
 
@@ -412,7 +410,7 @@ def held_by_sampler(problem: Problem, batch: MiniBatch) -> np.ndarray:
     for layer, spec in layers:
         f = batch.facts(layer)
         peak = np.maximum(peak, kept + LAID[spec.edges][1] * (f.edges + spec.self_edges * f.rows))
-        kept = kept + block(problem.model, spec, f.rows, f.sources, f.edges)
+        kept = kept + block_bytes(problem.model, spec, f.rows, f.sources, f.edges)
     return np.asarray(peak)
 
 

@@ -1,5 +1,6 @@
 """Predictions of an epoch's bytes, seconds and memory, from the operations of its steps.
 
+The seconds of an epoch have three parts (`Prediction`):
 
     epoch    the longest path over all lanes and ranks (price.py); where operations overlap, at
              least the seconds for which the busiest port is busy
@@ -38,15 +39,13 @@ from gnnplan.planner.strategies.program.price import (
 )
 from gnnplan.planner.strategies.program.program import (
     Exchange,
-    Group,
     Kind,
     Message,
     Op,
     Program,
-    Receive,
-    by_group,
+    ops_by_group,
 )
-from gnnplan.planner.vocabulary.numbers import Number, largest, slowest, total
+from gnnplan.planner.vocabulary.numbers import Group, Number, largest, slowest, total
 from gnnplan.planner.vocabulary.schedule import Compute, Label
 from gnnplan.planner.vocabulary.units import show_percent
 
@@ -191,7 +190,8 @@ class _Account:
                 self.reported[*_reported(op), number] += times
         self.lag, self.samplers = program.lag, program.samplers
         self.exchanges = [n for n, op in enumerate(self.ops) if isinstance(op.work, Exchange)]
-        self.path, self.overlap = path_of(problem.cache, program, known, numbers), program.overlaps
+        self.path = path_of(problem.cache, program, known, numbers)
+        self.overlaps = bool(program.lag or program.lead or program.order)  # steps, in time
         self.in_stages = any(op.ranks for op in self.ops)
         representatives = None if self.in_stages else distinct_ranks(problem, self.ops)
         # whether all ranks do the same work on devices of their own, so that none waits for another
@@ -201,7 +201,7 @@ class _Account:
     def epoch_s(self) -> tuple[Number, Prices]:
         """Return the seconds of an epoch, and the prices of operations with contention."""
         alone_s = self.path.seconds(self.cost.cores, self.alone)
-        if not (self.in_stages or self.overlap):
+        if not (self.in_stages or self.overlaps):
             return alone_s, self.alone
         cores = self._busy_cores()
         ports, exchanged = self._busy_ports(*self.times), self._busy_ports(*self.exchanges)
@@ -235,7 +235,7 @@ class _Account:
 
         which: for each kind, whether it counts.
         """
-        sums = self._by_group(prices, which)
+        sums = self._seconds_by_group(prices, which)
         return largest(self._done_s(group, seconds) for group, seconds in sums.items())
 
     def by_operation(self, prices: Prices) -> dict[str, Number]:
@@ -248,7 +248,7 @@ class _Account:
             by_group[group] = by_group.get(group, 0.0) + each * times
         return {kind: largest(by_group.values()) for kind, by_group in sums.items()}
 
-    def _by_group(self, prices: Prices, which: Sequence[bool]) -> dict[Group, Number]:
+    def _seconds_by_group(self, prices: Prices, which: Sequence[bool]) -> dict[Group, Number]:
         """Return the seconds of some kinds of operations on each group of ranks [.., ranks]."""
         sums = dict[Group, Number]()
         for (group, _, number), times in self.reported.items():
@@ -264,7 +264,7 @@ class _Account:
         """Return how long shared cores are busy with work other than transfers [s]."""
         if not self.cost.cores.count:
             return {}
-        own = self._by_group(self.alone, [not op.moves for op in self.ops])
+        own = self._seconds_by_group(self.alone, [not op.moves for op in self.ops])
         return self.cost.cores.core_busy_s(
             np.concatenate([np.atleast_1d(s) for s in own.values()], -1)
         )
@@ -293,11 +293,11 @@ class _Account:
         for direction in (1, -1):
             places, chunks = defaultdict[int, list[int]](list), 0  # place -> numbers of transfers
             for number, op in enumerate(self.ops):
-                if op.chunks == direction and isinstance(op.work, (Exchange, Message)):
+                if op.over_chunks == direction and isinstance(op.work, (Exchange, Message)):
                     link = direction * isinstance(op.work, Message)
                     places[stages[op.ranks] + link].append(number)
                     chunks = len(op.work.nbytes)
-            in_stage = [op.chunks == direction and op.lane != "send" for op in self.ops]
+            in_stage = [op.over_chunks == direction and op.lane != "send" for op in self.ops]
             slot = self.slowest_s(self.alone, in_stage)
             in_all = self._busy_ports(*chain(*places.values()))
             for place, numbers in places.items():
@@ -320,8 +320,7 @@ def _reported(op: Op) -> tuple[Group, Label]:
     """
     if isinstance(op.work, Message):
         return tuple(rank + min(op.work.distance, 0) for rank in op.ranks), Label(op.op, 0)
-    peer = op.work.distance if isinstance(op.work, Receive) else None
-    return op.ranks, Label(op.op, 0, op.direction, None if op.chunks else op.layer, None, peer)
+    return op.ranks, op.label(0)._replace(layer=None if op.over_chunks else op.layer, chunk=None)
 
 
 Memory = dict[str, np.ndarray]  # use -> bytes per rank [ranks]
@@ -407,7 +406,7 @@ def fullest(problem: Problem, program: Program) -> np.ndarray:
     """Return the peak bytes of a program's operations on each rank [ranks]."""
     most = np.zeros(problem.ranks)
     for step in _steps(program):
-        for ranks, ops in by_group([op for op in step if op.holds]).items():
+        for ranks, ops in ops_by_group([op for op in step if op.holds]).items():
             at = list(ranks) or slice(None)
             held = in_turn(op.holds() for op in ops if op.holds)
             most[at] = np.maximum(most[at], held.most)

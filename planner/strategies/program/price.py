@@ -41,17 +41,16 @@ from gnnplan.planner.cluster.ports import busiest
 from gnnplan.planner.problem.problem import Cache, Problem
 from gnnplan.planner.strategies.program.program import (
     AllReduce,
-    Group,
     Kind,
     Message,
     Op,
     Program,
     Receive,
     Step,
-    by_group,
+    ops_by_group,
     queue,
 )
-from gnnplan.planner.vocabulary.numbers import Number, largest, slowest, total
+from gnnplan.planner.vocabulary.numbers import Group, Number, largest, slowest, total
 from gnnplan.planner.vocabulary.schedule import Exchange, Label, LocalWork
 
 
@@ -81,11 +80,11 @@ def price_of(problem: Problem, op: Op, ranks: np.ndarray | None = None) -> Price
             if ranks is not None:
                 work = work.at(int(ranks[0])) if ranks.size == 1 else work.of_ranks(ranks)
             seconds = cost.seconds(work)
-            if not op.chunks:
+            if not op.over_chunks:
                 return Price(np.asfortranarray(seconds) if np.ndim(seconds) > 1 else seconds)
             by_rank = np.reshape(seconds, (*np.shape(seconds)[:-1], -1, len(group)))
             return Price(by_rank.sum(-2), by_chunk=by_rank.max(-1))
-        case Exchange() as work if op.chunks:
+        case Exchange() as work if op.over_chunks:
             chunks = [replace(work, items=items) for items in work.items]
             alone = {each: cost.collective(each, group).alone for each in dict.fromkeys(chunks)}
             each_s = np.broadcast_arrays(*(np.atleast_1d(alone[each]) for each in chunks))
@@ -143,7 +142,7 @@ def bytes_of(
         by_link = Counter[str]()  # bytes of one occurrence, over all chunks
         match op.work:
             case Exchange(items, itemsize):
-                sent = items.sum(0) if op.chunks else items
+                sent = items.sum(0) if op.over_chunks else items
                 by_link.update(cost.bytes_by_link(sent, op.ranks or None, itemsize))
             case Message(sizes, distance):
                 for rank, nbytes in zip(op.ranks, sizes.sum(0).tolist(), strict=True):
@@ -154,7 +153,7 @@ def bytes_of(
                     by_link.update(cost.all_reduces.bytes_by_link(wire, group))
             case _:
                 continue
-        if by_link or not op.chunks:  # an operation on chunks that sends nothing is not reported
+        if by_link or not op.over_chunks:  # what sends nothing on chunks is not reported
             by_op[op.op] += times * by_link.total()
         for link, nbytes in by_link.items():
             links[link] += times * nbytes
@@ -176,7 +175,7 @@ def path_of(
     known: names of the epoch's known steps. numbers: kind of operation -> its number. cache: keeps
     the dependencies, which are those of all programs with the same operations in the same order.
     """
-    if any(op.chunks for op in program.ops(known[0])):
+    if any(op.over_chunks for op in program.ops(known[0])):
         return _Stages(program.step(0), numbers)
     return _Steps(cache, program, known, numbers)
 
@@ -434,12 +433,11 @@ class _Stages:
     """
 
     def __init__(self, step: Step, numbers: Mapping[Kind, int]) -> None:
-        stages = [groupby(ops, lambda op: op.chunks) for ops in by_group(step).values()]
+        stages = [groupby(ops, lambda op: op.over_chunks) for ops in ops_by_group(step).values()]
         runs = [[[(op, numbers[op.kind]) for op in run] for _, run in stage] for stage in stages]
         # consecutive operations done chunk by chunk, or once; stages in the order of the chunks
-        self.runs = [
-            run for alike in zip(*runs, strict=True) for run in alike[:: alike[0][0][0].chunks or 1]
-        ]
+        by_place = ((alike, alike[0][0][0].over_chunks) for alike in zip(*runs, strict=True))
+        self.runs = [run for alike, sign in by_place for run in alike[:: sign or 1]]
 
     def seconds(self, cores: SharedCores, prices: Prices) -> Number:
         """Return the duration of the epoch, for these prices [s]."""
@@ -448,7 +446,7 @@ class _Stages:
         for run in self.runs:
             first, priced = run[0][0], [(op, prices[number]) for op, number in run]
             ranks, start = first.ranks, ended.get(first.ranks, 0.0)
-            if first.chunks:
+            if first.over_chunks:
                 ended[ranks] = _pass(priced, start, arrived)
             else:
                 ended[ranks] = start + total(slowest(price.seconds) for _, price in priced)
@@ -463,7 +461,7 @@ def _pass(run: Sequence[tuple[Op, Price]], start: Number, arrived: dict[Op, Numb
     """
     receipts = (op.work for op, _ in run if isinstance(op.work, Receive))
     ready = largest((arrived[receipt.sender] for receipt in receipts), start)
-    by_chunk = np.atleast_2d(total(price.by_chunk for _, price in run))[:, :: run[0][0].chunks]
+    by_chunk = np.atleast_2d(total(price.by_chunk for _, price in run))[:, :: run[0][0].over_chunks]
     each = np.ascontiguousarray(by_chunk.T)[..., None]  # [chunks, problems, 1]
     ends = _through(ready, each, _running(np.add, each.copy()))
     for op, price in run:

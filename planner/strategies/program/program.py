@@ -32,7 +32,7 @@ import numpy as np
 
 from gnnplan.planner.gnn.model import OpMemory
 from gnnplan.planner.problem.problem import Problem
-from gnnplan.planner.vocabulary.numbers import ByContent, RankMatrix
+from gnnplan.planner.vocabulary.numbers import ByContent, Group, RankMatrix
 from gnnplan.planner.vocabulary.schedule import (
     Collective,
     Compute,
@@ -50,7 +50,6 @@ from gnnplan.planner.vocabulary.schedule import Sampling as Sampling
 from gnnplan.planner.vocabulary.schedule import Work as Share
 from gnnplan.planner.vocabulary.trace import sampler_lane
 
-Group = tuple[int, ...]  # ranks
 PLACED_BY = 4  # number of steps whose traffic decides the placement; later steps are similar
 
 
@@ -112,10 +111,10 @@ class Op:
     `layer`.
 
     The numbers of a computation are arrays [ranks], or scalars if all ranks do the same. If
-    `chunks` is not 0, the operation is done once per chunk of the graph. Its arrays then have one
-    more axis, [chunks, ranks, ..]; arrays of a computation are flat, [chunks * ranks]. Consecutive
-    operations with the same `chunks` run chunk by chunk. A rank sends no message for a chunk
-    without rows, and ranks do not meet for a chunk of which nobody sends anything.
+    `over_chunks` is not 0, the operation is done once per chunk of the graph. Its arrays then have
+    one more axis, [chunks, ranks, ..]; arrays of a computation are flat, [chunks * ranks].
+    Consecutive operations with the same `over_chunks` run chunk by chunk. A rank sends no message
+    for a chunk without rows, and ranks do not meet for a chunk of which nobody sends anything.
     """
 
     op: str
@@ -129,7 +128,7 @@ class Op:
     idle: bool = False  # the operation has empty work, and stands for the time that a rank waits
     phase: str = ""  # phase of the step, for a Program.order that mixes phases of several steps
     ranks: Group = ()  # (): all ranks; either all operations of a step name ranks, or none
-    chunks: Literal[-1, 0, 1] = 0  # 1: for all chunks in order, -1: in reverse, 0: once
+    over_chunks: Literal[-1, 0, 1] = 0  # 1: for all chunks in order, -1: in reverse, 0: once
     chunk: int | None = None  # chunk of an operation that a Program.order places by itself
     holds: Callable[[], OpMemory] | None = field(default=None, compare=False)  # memory (account.py)
 
@@ -153,7 +152,7 @@ class Op:
         """A key that is equal for operations that take equally long and are reported as one."""
         ranks = () if isinstance(self.work, Compute) else self.ranks
         layer = self.layer if self.ahead else None  # sampling is reported layer by layer
-        return self.op, ranks, layer, self.chunks, self.work
+        return self.op, ranks, layer, self.over_chunks, self.work
 
 
 Kind = tuple[str, Group, int | None, int, Work]  # Op.kind
@@ -201,7 +200,7 @@ class Program:
     lag: int = 0  # computation reads the exchanges of so many steps before (PipeGCN: 1)
     lead: int = 0  # operations that are `ahead` may begin so many steps before their own
     samplers: int = 1  # sampler processes of a rank, which take turns at the steps
-    chunks: Callable[[int], Sequence[int]] = lambda step: ()  # step -> order of the chunks
+    chunk_order: Callable[[int], Sequence[int]] = lambda step: ()  # step -> order of the chunks
     order: Order | None = None  # None: step after step (`queue`)
     in_flight: int = 1  # number of steps until the overlap of steps is in its steady state
     period: int = 1  # epochs
@@ -217,11 +216,6 @@ class Program:
     def step(self, t: int) -> Step:
         """Return the operations of step t of training."""
         return self.ops(self.at(t))
-
-    @property
-    def overlaps(self) -> bool:
-        """Whether operations of several steps run at the same time."""
-        return bool(self.lag or self.lead or self.order)
 
     @property
     def by_loss(self) -> bool:
@@ -263,7 +257,8 @@ def traffic(program: Program, ranks: int) -> list[RankMatrix]:
                 in_groups[at, np.roll(at, -1)] += 2 * (len(at) - 1) / len(at) * work.sizes[0]
             elif isinstance(work, (Exchange, Message)) and op.ranks:
                 pairs = np.ix_(at, at) if isinstance(work, Exchange) else (at, at + work.distance)
-                in_groups[pairs] += np.asarray(work.nbytes.sum(0) if op.chunks else work.nbytes)
+                nbytes = work.nbytes.sum(0) if op.over_chunks else work.nbytes
+                in_groups[pairs] += np.asarray(nbytes)
         matrices.append(in_groups)
     return matrices
 
@@ -277,12 +272,12 @@ def queue(program: Program, steps: int) -> Iterator[QueuedOp]:
         yield from program.order(program.step, program.steps, steps)
         return
     for step in range(steps):
-        chunks = program.chunks(step)
-        for ops in by_group(program.step(step)).values():
+        chunks = program.chunk_order(step)
+        for ops in ops_by_group(program.step(step)).values():
             yield from _waiting(program, step, _chunk_by_chunk(ops, chunks))
 
 
-def by_group(step: Step) -> dict[Group, list[Op]]:
+def ops_by_group(step: Step) -> dict[Group, list[Op]]:
     """Return the operations of each group of ranks, in order."""
     groups: dict[Group, list[Op]] = {}
     for op in step:
@@ -291,7 +286,7 @@ def by_group(step: Step) -> dict[Group, list[Op]]:
 
 
 def _chunk_by_chunk(ops: Iterable[Op], chunks: Sequence[int]) -> Iterator[tuple[Op, int | None]]:
-    for sign, group in groupby(ops, lambda op: op.chunks):
+    for sign, group in groupby(ops, lambda op: op.over_chunks):
         consecutive = list(group)
         if not sign:
             yield from ((op, None) for op in consecutive)
