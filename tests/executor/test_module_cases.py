@@ -13,7 +13,8 @@ from torch import nn
 from written import quiet
 
 import gnnplan
-from gnnplan.executor.modules.bind import GraphFields
+from gnnplan.executor.modules.bind import GraphFields, Small
+from gnnplan.executor.modules.prove import prove
 from gnnplan.executor.modules.read import UserModule, optional, read, read_again
 from gnnplan.executor.modules.record import Unfit
 from gnnplan.planner.gnn.workload import Workload
@@ -783,6 +784,24 @@ def test_a_branch_on_fields_of_vertices_is_that_of_the_whole_graph(tmp_path):
         pieces.structure.must_answer_alike(whole, {"kind": np.array([0, 1, 1])})
     with pytest.raises(Unfit, match=r"line 18: forward reads any of .* which is False"):
         pieces.structure.must_answer_alike(whole, {"kind": np.array([0, 2, 2])})
+
+
+def test_what_clamps_make_equal_on_small_graphs_is_the_whole_graphs(tmp_path):
+    """Neighbours on other ranks weighed as if they had few edges, and a rank's largest number was
+    taken for that of all: trained otherwise than by one process, silently."""
+    body = """
+src, dst = edge_index
+degrees, h = torch.bincount(dst, minlength=len(x)), torch.tanh(self.a(x, edge_index))
+weights = (1 / degrees.to(x).clamp(min=20))[src, None]
+h = torch.zeros_like(h).index_add(0, dst, weights * h[src]) * degrees.clamp(min=30).max()
+return self.c(torch.tanh(h), edge_index[:, ~(degrees > 20)[src]])
+"""
+    user = read(written(tmp_path, body), Workload(dtype="float64"), PLAIN)
+    small, others = Small(53, user.module, PLAIN), np.arange(1, 53, dtype=np.int32)
+    indptr = np.append(0, 52 + np.arange(53))  # all others read the first, which reads them
+    small.whole = CsrEdges(indptr, np.concatenate([others, np.zeros_like(others)]))
+    assert user.pieces
+    prove(user.module, user.pieces, small)
 
 
 def test_a_width_that_follows_from_the_largest_of_all_is_refused(tmp_path):
