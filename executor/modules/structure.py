@@ -332,6 +332,7 @@ class Structure:
         """Add a node, or one that it reads, to `whole` if its rows of a part's own vertices, or of
         the edges into them, differ from the whole graph's."""
         value, n, here = node.value, self.small.vertices, values[node]
+        sizes = {n, *(s.value.shape[1] for s in self.nodes if is_edge_set(s.value))}
         # edges whose numbers it may be, the part's own rows, and a table to look up: of each order
         # that edges are in
         views: list[tuple[Node | None, Any, Any]] = [(None, ..., value)]
@@ -340,7 +341,7 @@ class Structure:
         elif value.ndim and (found := [s for s in sets if s.value.shape[1] == value.shape[0]]):
             end = self.small.reader
             views = [(s, values[s][end] < own, Table(s.value, value, n)) for s in found]
-        elif {n, *(s.value.shape[1] for s in self.nodes if is_edge_set(s.value))} & {*value.shape}:
+        elif sizes & {*value.shape}:
             return  # else it is one value for all, such as a largest weight
         for edges, mine, table in views:
             whole = part.look_up(node, edges, table, values)
@@ -349,9 +350,12 @@ class Structure:
                     is_partial = not _alike(here, whole, part.source)
                     if is_partial or self.partial.difference(self.whole).intersection(node.reads):
                         self.partial.add(node)
-                elif self._reads_others(node, values, part, mine, own):
+                    return
+                if edges is None and _sums_up(node, sizes):
                     break
-                return
+                if edges is None or not self._reads_others(node, values, part, mine, own):
+                    return
+                break
         for read in node.reads:  # a part may lack numbers of neighbours, as their degrees
             if edges is not None and read not in self.whole and self._is_real(read):
                 self.whole[read] = None
@@ -366,10 +370,8 @@ class Structure:
         values[node] = whole
 
     def _reads_others(self, node: Node, values: Values, part: _Part, mine: Any, own: int) -> bool:
-        """Whether a value depends on what a part lacks, though it is the whole graph's here, where
-        few edges are, as a degree's clamp(min=20) or the largest of such numbers."""
-        if not node.value.ndim:
-            return any(isinstance(r.value, Tensor) and r.value.ndim for r in node.reads)
+        """Whether numbers of edges depend on rows of vertices that a part lacks, though they are
+        the whole graph's here, where vertices have few edges: as (degrees > 20)[source]."""
         for read in self.partial.difference(self.whole).intersection(node.reads):
             rows = values[read].clone()
             rows[own:] = rows[own:] * 1.5 + 0.7 if rows.is_floating_point() else rows[own:] ^ 1
@@ -397,6 +399,18 @@ class Structure:
         value = node.value
         is_dense = isinstance(value, Tensor) and not is_sparse(value) and value.is_floating_point()
         return is_dense and self.is_of_vertices(node)
+
+
+def _sums_up(node: Node, sizes: Collection[int]) -> bool:
+    """Whether a value may be one for all rows that it is computed from, as their largest; sizes:
+    the numbers of vertices and edges."""
+    reads = [
+        read
+        for each in node.reads
+        for read in ([each] if isinstance(each.value, Tensor) else each.reads)
+    ]
+    shapes = [read.value.shape for read in reads if isinstance(read.value, Tensor)]
+    return any(node.value.shape in (s[1:], ()) for s in shapes if s and s[0] in sizes)
 
 
 def _alike(found: Tensor, expected: Tensor, source: Tensor) -> bool:

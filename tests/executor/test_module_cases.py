@@ -793,7 +793,8 @@ def test_what_clamps_make_equal_on_small_graphs_is_the_whole_graphs(tmp_path):
 src, dst = edge_index
 degrees, h = torch.bincount(dst, minlength=len(x)), torch.tanh(self.a(x, edge_index))
 weights = (1 / degrees.to(x).clamp(min=20))[src, None]
-h = torch.zeros_like(h).index_add(0, dst, weights * h[src]) * degrees.clamp(min=30).max()
+h = torch.zeros_like(h).index_add(0, dst, weights * h[src])
+h = h * torch.stack([degrees, degrees], 1).clamp(min=30).max(0).values[1]
 return self.c(torch.tanh(h), edge_index[:, ~(degrees > 20)[src]])
 """
     user = read(written(tmp_path, body), Workload(dtype="float64"), PLAIN)
