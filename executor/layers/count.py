@@ -303,7 +303,8 @@ def _must_fit(layer: Layer, h_in: int, h_out: int, dtype: torch.dtype) -> None:
     """Raise Unmeasured if the output is not [R, H_out], or depends on no parameter."""
     rows, sources, edges = SIZES[0]
     block = block_of(layer, rows, sources, edges, dtype)
-    out = layer(block, layer.possible(torch.randn(sources, h_in, dtype=dtype)))
+    drop = Drop(vertices=torch.arange(sources))  # in training: evaluation needs no gradients
+    out = layer(block, layer.possible(torch.randn(sources, h_in, dtype=dtype)), drop)
     if out.shape != (rows, h_out):
         raise Unmeasured(
             f"a layer of {h_in} -> {h_out} numbers returns shape {list(out.shape)} for {rows} rows,"

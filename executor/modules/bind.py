@@ -303,6 +303,8 @@ def _parameters(module: nn.Module) -> list[inspect.Parameter]:
         raise Unfit("it has no forward; write one that returns a row of logits for each vertex")
     found: list[inspect.Parameter] = []
     for name, parameter in inspect.signature(module.forward).parameters.items():
+        if parameter.kind == parameter.VAR_POSITIONAL and is_features(name):  # DGL's Sequential
+            parameter = parameter.replace(kind=parameter.POSITIONAL_ONLY)
         if parameter.kind in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD):
             if not found and parameter.kind == parameter.VAR_POSITIONAL:
                 raise Unfit(f"forward takes *{name}; name what it takes, as x and edge_index")

@@ -23,7 +23,6 @@ from gnnplan.executor.modules.bind import VERTICES, GraphFields, Small, bound
 from gnnplan.executor.modules.prove import (
     Candidate,
     Dropouts,
-    gradients_of,
     moments_of,
     must_compute,
     recorded_of,
@@ -269,7 +268,7 @@ def _prove(module: nn.Module, chain: Chain, graph: GraphFields) -> None:
             output = output.log_softmax(1)
 
         def tensors() -> Mapping[str, Tensor | None]:
-            ours = {n: g for n, g in gradients_of(net).items() if g is not None}
+            ours = {n: p if p.grad is None else p.grad for n, p in net.named_parameters()}
             return parameters.trained(ours | dict(net.named_buffers()))
 
         return output, tensors

@@ -521,7 +521,10 @@ class Cutter:
         self._assign_pieces()
         computed = [n for n in self.live if n.kind == ROWS and n.call is not None]
         if not any(n.runs_in % 3 == GATHER and n.piece for n in computed):
-            raise Unfit("no convolution's rows reach the output; return what they make")
+            raise Unfit(
+                "no convolution's rows reach the output; return what they make. Where no row is"
+                " made of others, ranks have nothing to exchange, and torch alone trains the module"
+            )
         layers = (output.piece + 2) // 3
         end = 3 * layers + 1  # the number of pieces: one follows the last layer's
         pieces = [Piece([n for n in computed if n.runs_in == at]) for at in range(end)]

@@ -166,14 +166,16 @@ class PackedNorm(BatchNorm):
 
     def norms_of(self, piece: Piece) -> Iterator[tuple[Node, slice, dict[str, Any]]]:
         """Yield each batch norm that a piece begins with, its columns, and its arguments."""
-        norms, stop = {node.reads[0]: node for node in piece.nodes if is_batch_norm(node)}, 0
+        columns: dict[Node, slice] = {}
+        stop = 0
         for given in piece.inputs:
             start, stop = stop, stop + width_of(given)
-            if given in norms:
-                arguments = norm_arguments(norms[given])
-                named = {k: v.name for k, v in arguments.items() if isinstance(v, Named)}
-                tensors = {k: self.named(name) for k, name in named.items()}
-                yield norms[given], slice(start, stop), arguments | tensors
+            columns[given] = slice(start, stop)
+        for norm in filter(is_batch_norm, piece.nodes):
+            arguments = norm_arguments(norm)
+            named = {k: v.name for k, v in arguments.items() if isinstance(v, Named)}
+            tensors = {k: self.named(name) for k, name in named.items()}
+            yield norm, columns[norm.reads[0]], arguments | tensors
 
     @property
     def shift(self) -> Tensor:
@@ -185,8 +187,10 @@ class PackedNorm(BatchNorm):
         return shift
 
     def keep(self, mean: Tensor, variance: Tensor) -> None:
+        shift = self.shift  # of the last of several norms of the same rows
         for _, columns, norm in self.norms_of(self.piece):
-            norm["running_mean"].add_(mean[columns], alpha=norm["momentum"])
+            gap = mean[columns] + (shift[columns] - norm["running_mean"])
+            norm["running_mean"].add_(gap, alpha=norm["momentum"])
             norm["running_var"].lerp_(variance[columns], norm["momentum"])
 
     def normed(self, piece: Piece, values: Values, moments: Tensor | None) -> Values:
@@ -211,7 +215,6 @@ class PieceLayer(Layer):
     linear = False
     reads_whole = True
     drop = no_dropout
-    norm_after: PackedNorm | None = None
 
     def __init__(self, pieces: Pieces, number: int) -> None:
         super().__init__()
@@ -223,8 +226,8 @@ class PieceLayer(Layer):
         self._register_tensors()
         norms = any(is_batch_norm(node) for node in cut.prepare.nodes)
         self.norm = PackedNorm(self, cut.prepare) if norms else None
-        if number == pieces.layers and pieces.training.ends.nodes:
-            self.norm_after = PackedNorm(self, pieces.training.ends)
+        ends = pieces.training.ends if number == pieces.layers else Piece()
+        self.norm_after = PackedNorm(self, ends) if ends.nodes else None
 
     def _register_tensors(self) -> None:
         """Register the module's tensors and submodules that this layer's calls read."""

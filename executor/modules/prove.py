@@ -281,8 +281,11 @@ def recorded_of(
 
     try:
         return on_both(takes_constants=True)
-    except Unfit:
-        return on_both(takes_constants=False)
+    except Unfit as first:
+        try:
+            return on_both(takes_constants=False)
+        except Unfit as second:
+            raise (first if "random numbers" in str(first) else second) from None
 
 
 def make_a_step(*modules: nn.Module) -> None:
@@ -397,11 +400,12 @@ def must_compute(
                 "forward makes numbers that are not finite on a small graph, of which vertex 0 has"
                 " no edges into it: where it divides by a degree, let that be deg.clamp(min=1)"
             )
-        if not expected.requires_grad:
-            raise Unfit("no parameter of it learns; let some have requires_grad=True")
         must_learn_its_own(expected, own)
         weights = torch.linspace(0.5, 1.5, expected.numel(), dtype=torch.float64)
-        _guarded(small, (expected.flatten() * weights).sum().backward)
+        if is_training:  # evaluation may change in place what a gradient would need
+            if not expected.requires_grad:
+                raise Unfit("no parameter of it learns; let some have requires_grad=True")
+            _guarded(small, (expected.flatten() * weights).sum().backward)
         buffers = {name: buffer.clone() for name, buffer in own.named_buffers()}
         make_a_step(own, new)  # numbers that forward has kept know nothing of it
         with torch.no_grad():
@@ -423,22 +427,29 @@ def must_compute(
         )
         try:
             output, tensors = candidate(is_training)
-            (output.flatten() * weights).sum().backward()  # type: ignore[no-untyped-call]
+            loss = (output.flatten() * weights).sum()
+            if is_training:
+                loss.backward()  # type: ignore[no-untyped-call]
         except (RuntimeError, LookupError, ValueError) as error:
             words = (str(error).strip().splitlines() or [""])[0]
+            seen = f"its calls of torch fail on parts of a graph ({words:.150})"
+            place = _place_of(error)
+            if not place and (why := suspected(is_training)):
+                raise Unfit(f"{why}; {seen}") from error
             raise Unfit(
-                f"its calls of torch fail on parts of a graph ({words:.150}): a number of vertices"
-                " or edges is among them, or the place of an edge; write sizes, as x.size(0), and"
-                " add up rows over edges by index_add"
+                f"{place}{seen}: a number of vertices or edges is among them, or the place of an"
+                " edge or vertex, as nonzero() of degrees tells; write sizes, as x.size(0), masks,"
+                " and add up rows over edges by index_add"
             ) from error
         must_equal(expected, output, "output", is_training)
-        found, gradients = tensors(), gradients_of(own)
+        found, gradients = tensors(), gradients_of(own) if is_training else {}
         if thin := next((name for name, g in gradients.items() if is_sparse(g)), ""):
             raise Unfit(
                 f"{thin} has sparse gradients, and ranks add dense ones; leave out sparse=True"
             )
         # a gradient that cancels, as of a bias before a batch norm, is rounding error of this size
-        most = max(float(g.abs().max()) for g in gradients.values() if g is not None and g.numel())
+        sizes = (float(g.abs().max()) for g in gradients.values() if g is not None and g.numel())
+        most = max(sizes, default=0.0)
         for name, gradient in gradients.items():
             other = found.get(name)
             if gradient is not None and other is not None:
@@ -447,12 +458,20 @@ def must_compute(
                 raise Unfit(
                     f"{name} has a gradient in one of forward and what is trained for it alone:"
                     " forward does something that is not in its calls of torch, as a"
-                    " torch.autograd.Function"
+                    " torch.autograd.Function that is given modules; leave out what saves memory so"
+                    " (PyG's GroupAddRev(.., disable=True)): ranks keep fewer rows"
                 )
         for name, buffer in buffers.items():
             other = found.get(name)
             if other is not None and other.is_floating_point():
                 must_equal(buffer, other, f"buffer {name}", is_training)
+
+
+def _place_of(error: BaseException) -> str:
+    """Return the place of the recorded call that raised an error; '': it is in none."""
+    frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
+    places = [f.f_locals["node"].place for f in frames if f.f_code is Place.call.__code__]
+    return places[-1] if places else ""
 
 
 def _must_keep_nothing_else(

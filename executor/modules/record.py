@@ -389,14 +389,13 @@ class _Recorder(TorchFunctionMode):
         return self._record_result(node, result)
 
     def _answer(self, func: Any, name: str, args: tuple[Any, ...]) -> Any:
-        """Return the numbers that Python asks of a tensor of edges and fields of vertices alone.
+        """Return the numbers that Python asks of a tensor of edges, fields and constants alone.
 
         Raises Unfit if the tensor is computed from anything else."""
         node = self._argument(args[0])
         sources = live_nodes([node]) if isinstance(node, Node) else []
-        of_graph = any(each.call is None and each.name != "vertices" for each in sources)
-        if any(each.tensor_names or each.name == "vertex x" for each in sources):
-            of_graph = False
+        learned = any(each.tensor_names or each.name == "vertex x" for each in sources)
+        of_graph = bool(sources) and not learned
         if of_graph and name not in ("tolist", "numpy"):
             self.answers[node] = answer = func(*args)
             return answer
