@@ -237,7 +237,11 @@ def test_other_calls_name_wrong_arguments_too(plan, tmp_path):
         "no run is given": lambda: gnnplan.validate([]),
         "is given twice": lambda: gnnplan.validate([Path("a"), "./a"]),
         "dgx_a10: neither a .yaml file nor a preset": lambda: gnnplan.plan(GRAPH, "dgx_a10"),
-        "layer: not a field of a workload": lambda: gnnplan.plan(GRAPH, CLUSTER, layer=2),
+        "layer: neither an argument nor a fi": lambda: gnnplan.plan(GRAPH, CLUSTER, layer=2),
+        "of a workload; did you mean ranks?": lambda: gnnplan.plan(GRAPH, CLUSTER, rank=2),
+        # both raised pydantic's own error
+        "layer: unknown field; did you mean layers?": lambda: gnnplan.Workload(layer=3),
+        "Cluster: device: missing; this field is": lambda: gnnplan.Cluster(servers=1),
         "workload: hidden: must be greater": lambda: gnnplan.plan(GRAPH, CLUSTER, {"hidden": 0}),
         # the second of two clusters of a name replaced the first, and none was an empty error
         "a name of its own (mine (2 times)); rename": lambda: gnnplan.offers(GRAPH, mine, gpus=[1]),

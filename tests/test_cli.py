@@ -180,7 +180,14 @@ def test_the_program_says_its_version(gnnplan):
 def test_the_list_of_verbs_is_not_cut_at_80_columns(gnnplan, monkeypatch):
     monkeypatch.setenv("COLUMNS", "80")
     lines = gnnplan("--help").out.partition("Commands:")[2].splitlines()[1:]
-    assert len(lines) == 13 and not [line for line in lines if line.endswith("...")]
+    assert len(lines) == 14 and not [line for line in lines if line.endswith("...")]
+
+
+def test_the_names_that_options_take_are_listed(gnnplan):
+    known = gnnplan("presets --json").document
+    assert "--cluster: dgx_a100, " in gnnplan("presets").out and "pipegcn" in known["strategy"]
+    for option, names in known.items():
+        assert all(name in gnnplan(f"plan --{option} -").err for name in (names[0], names[-1]))
 
 
 @pytest.mark.processes
@@ -728,6 +735,9 @@ ASKED = {
     "--dtype auto --set dtype=bfloat16": "--set dtype=bfloat16 and --dtype name one field; leave",
     "--layers 3 --set layers=2": "--set layers=2 and --layers name one field; leave one out",
     "--set servers=2 --set servers=4": "--set servers: given twice; keep one",
+    "--cluster 'l4_box?servers=4' --set servers=2": "--set servers=2 and --cluster l4_box.servers=4 name one",
+    "--cluster 'l4_box?servers=4&servers=2'": "servers=2: servers is given twice; keep one",
+    "--set servers=0": "--set servers: must be greater than or equal to 1, not 0",
     "--cluster l4_box --cluster dgx_a100": "--cluster dgx_a100: several clusters are compared by numbers of GPUs; add --scale",
     "--scale 1,2 --ranks 2": "--ranks 2 asks for one size and --scale 1,2 for several; leave one out",
     "--objective energy --cluster local": "add it, as --set device.power=300W",
@@ -755,6 +765,7 @@ SIMULATED = {
     "--sweep servers=1,,2": "--sweep 'servers=1,,2': write a field",
     "--sweep servers=1 --sweep servers=2": "give all its values at once",
     "--sweep servers=1,1": "a value is there twice",
+    "--sweep servers=1,2 --set servers=1": "servers: given twice; keep one",
     "--sweep device=dgx_a10": "did you mean dgx_a100",
     "--straggler 7=2": r"there is no rank 7 \(ranks: 2, counted from 0\); use rank 1",
     "--jitter 1 --repetitions 100000 --steps 100": "--repetitions ",

@@ -69,7 +69,7 @@ SHARED: dict[str, dict[str, Any]] = {
         " well-known graph (reddit)."
     },
     "labels": {"metavar": "FILE"},
-    "output": {"flags": ("-o", "--output")},
+    "output": {"flags": ("-o", "--output", "--out")},
     "plan_file": {"metavar": "PLAN", "help": "A plan.json."},
     "set_": {
         "flags": ("--set",),

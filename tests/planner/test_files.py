@@ -282,7 +282,7 @@ def test_flags_beat_the_file_and_overrides_beat_flags(tmp_path):
         ({"schedule": "cosine", "warmup": 50}, "--warmup: a cosine falls between warmup and the"),
         ({"model": "gatt"}, "--model: must be 'gcn'.*not 'gatt'; did you mean gat"),
         ({"dtype": "fp16"}, "--dtype: must be .*, not 'fp16'"),
-        ({"hiden": 3}, "--hiden: not a field .* did you mean hidden"),
+        ({"hiden": 3}, "hiden: neither an argument nor a field .* did you mean hidden"),
         ({"model": "gat", "hidden": 10}, r"heads \(hidden: 10, heads: 4\); use heads=2"),
         ({"model": "gat", "heads": 0}, "--heads: must be greater"),
         ({"model": "gcnii", "norm": "batch"}, "gcnii is defined without a norm .*use norm=none"),
