@@ -233,6 +233,7 @@ def test_other_calls_name_wrong_arguments_too(plan, tmp_path):
         "steps must be 1 or more": lambda: plan.simulate(steps=0),
         "repetitions must be 1 or more": lambda: plan.simulate(jitter=0.1, repetitions=0),
         "seed must be 0 or more": lambda: plan.simulate(jitter=0.1, seed=-1),
+        "--sweep '': write a field and its": lambda: plan.sweep({}),  # it was a table of nothing
         "rank must be a whole number": lambda: plan.simulate(stragglers={"0": 2.0}),
         "no run is given": lambda: gnnplan.validate([]),
         "is given twice": lambda: gnnplan.validate([Path("a"), "./a"]),

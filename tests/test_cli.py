@@ -725,6 +725,7 @@ CALLED = {
 }
 # what is asked of PLAN and of PLAY -> what the message must say
 ASKED = {
+    "--graph reddit --features 100": "statistics take no parameters; leave them out, or write",
     "--dropout 1.5": "--dropout: must be less than 1",
     "--hidden 1000000000": "--hidden: must be less than or equal to 1000000",
     "--workload absent.yaml": "absent.yaml: cannot be read",

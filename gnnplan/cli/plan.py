@@ -110,9 +110,10 @@ def plan(
     --cluster 'dgx_a100?price=2.20' --scale 1..16 compares clusters that you may rent.
 
     Args:
-        cluster: A YAML file or a preset (`gnnplan presets` lists all), such as dgx_a100. 'dgx_a100?price=2.20&servers=4' changes
-            fields. local is this machine as `gnnplan measure` measured it, or generic numbers if it
-            has not. With --scale, give several to compare them.  [default: local]
+        cluster: A YAML file or a preset, such as dgx_a100 (`gnnplan presets` lists them).
+            'dgx_a100?price=2.20&servers=4' changes fields. local is this machine as `gnnplan
+            measure` measured it, or generic numbers if it has not. With --scale, give several to
+            compare them.  [default: local]
         workload: A YAML file of workload fields, or a preset: the training of a paper, such as
             pipegcn_reddit. The options below override its fields.
         output: File to write the plan to; without it no plan is written.

@@ -300,11 +300,18 @@ def packed_rows(problem: Problem, packed: Strategy) -> list[str]:
     ]
 
 
+def others_than_best(found: SearchResult) -> list[Candidate]:
+    """Return the other candidates; another placement of the best on as many GPUs is no other."""
+    best = str(found.best.strategy), found.best.problem.ranks
+    return [c for c in found.others if (str(c.strategy), c.problem.ranks) != best]
+
+
 def within_doubt(found: SearchResult) -> list[str]:
     """Say whether the runner-up may be better than the recommended strategy; empty if not."""
-    if len(found.ranked) < 2 or found.measured:
+    others = others_than_best(found)
+    if not others or found.measured:
         return []
-    first, second = found.best, found.others[0]
+    first, second = found.best, others[0]
     gap, objective = second.value / first.value - 1, found.objective
     if gap < 0 and second.is_comparable:
         return [doubted(second, first)]
@@ -317,8 +324,9 @@ def within_doubt(found: SearchResult) -> list[str]:
     if chance < 1 - SURE_SHARE:
         return []
     return [
-        f"{second.strategy} is {show_percent(gap, 1)} {objective.more} than {first.strategy} by"
-        f" prediction, and {objective.less} with a chance of {show_percent(chance)}"
+        f"{name_beside(second, first)} is {show_percent(gap, 1)} {objective.more} than"
+        f" {first.strategy} by prediction, and {objective.less} with a chance of"
+        f" {show_percent(chance)}"
         f"{TRY_BOTH if objective.is_plain else ''}"
     ]
 
@@ -416,7 +424,8 @@ def _sentences_of(
             value = ""
             if bandwidth:
                 value = f" ({show_bytes(factor * bandwidth)}/s, now {show_bytes(bandwidth)}/s)"
-            yield f"{word} {factor:.2g}x of {name}{value} {winner.strategy} wins"
+            digits = 3 if 1 < factor < 1.05 else 2  # 1.02x, not 1x
+            yield f"{word} {factor:.{digits}g}x of {name}{value} {winner.strategy} wins"
 
 
 def best_at(found: SearchResult, scales: Sequence[Scaled], factors: Sequence[float]) -> list[Best]:
