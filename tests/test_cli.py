@@ -706,6 +706,7 @@ CALLED = {
     "plan --scale 1,2 --report r.html --explain": "makes no plan for --report, --explain; leave them out",
     "plan --graph absent.npz": "absent.npz: no such file",
     f"{PLAN} -o no/p.json": "the folder .*no does not exist; create it first",
+    f"{PLAN} -o plan.json/p": "plan.json: is a file, but a folder is needed; give another place",
     f"{PLAN} -o .": "is a folder; give the name of a file",
     "profile synthetic:comunity": "unknown generator 'comunity'; did you mean community",
     f"profile {GRAPH} --parts 2,x": "--parts '2,x' is not a list of whole numbers; write it as 2,4,8",

@@ -179,6 +179,7 @@ def must_be_writable(path: Path) -> None:
 def must_have_parent(path: Path) -> None:
     """Raise SpecError if the folder of `path` is absent, or no file can be made in it."""
     if not path.parent.is_dir():
+        must_be_folder(path.parent)
         raise SpecError(f"{path}: the folder {path.parent} does not exist; create it first")
     folder = _followed(path).parent
     if not os.access(folder, os.W_OK | os.X_OK) and (path.is_file() or not path.exists()):
