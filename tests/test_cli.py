@@ -707,6 +707,10 @@ CALLED = {
     "plan --graph absent.npz": "absent.npz: no such file",
     f"{PLAN} -o no/p.json": "the folder .*no does not exist; create it first",
     f"{PLAN} -o plan.json/p": "plan.json: is a file, but a folder is needed; give another place",
+    # each was lost
+    f"{PLAN} --cluster plan.json -o plan.json": "--output plan.json: is read too, and would be lost; give",
+    "emit plan.json --for slurm -o ./plan.json": "--output plan.json: is read too, and would",
+    "simulate plan.json --sweep hidden=8 --csv plan.json": "--csv plan.json: is read too, and would be lost",
     f"{PLAN} -o .": "is a folder; give the name of a file",
     "profile synthetic:comunity": "unknown generator 'comunity'; did you mean community",
     f"profile {GRAPH} --parts 2,x": "--parts '2,x' is not a list of whole numbers; write it as 2,4,8",
