@@ -693,6 +693,11 @@ def stats_plan(folder: Path) -> Path:
     return planned(folder / "other.json", "--graph", stats, FORCED)
 
 
+def over_a_run(folder: Path) -> list[object]:
+    (folder / "metrics.jsonl").touch()
+    return ["simulate plan.json --trace ."]
+
+
 def unlabelled_plan(folder: Path) -> Path:
     src = np.arange(30)
     np.savez(folder / "graph.npz", src=src, dst=(src + 1) % 30)
@@ -807,6 +812,7 @@ BAD: dict[str, tuple[Make, str]] = {
         lambda folder: ["run", stats_plan(folder), "--out out"],
         "known by statistics only and cannot be trained; plan with",
     ),
+    "simulate: over a run": (over_a_run, "holds a run, whose traces would be lost; give another"),
     "run: no labels": (
         lambda folder: ["run", unlabelled_plan(folder), "--out out"],
         "no labelled training vertices.*plan with a graph that has y",

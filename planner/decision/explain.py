@@ -77,7 +77,8 @@ def why_these_gpus(found: SearchResult) -> list[str]:
         are = "is" if used == 1 else "are"
         choice = f"{used} of {problem.ranks} GPUs {are} {less} than all{too_little}; on all"
         if used == problem.ranks:
-            choice = f"All {used} GPUs are worth using: on {other.problem.ranks}"
+            hardly = "" if slower >= 0.005 else "hardly "
+            choice = f"All {used} GPUs are {hardly}worth using: on {other.problem.ranks}"
         out.append(
             f"{choice} of them the {least} is {other.strategy}, {show_percent(slower)} {more}"
         )
@@ -215,12 +216,13 @@ def why_not(found: SearchResult) -> list[str]:
             continue
         slower = fastest.value / best.value - 1
         if slower < 0 and found.measured:
-            out.append(f"{fastest.strategy} is faster by prediction, but the choice was measured")
+            name = name_beside(fastest, best)
+            out.append(f"{name} is faster by prediction, but the choice was measured")
         elif slower < 0:
             out += [doubted(fastest, best)] if fastest is not found.others[0] else []
         else:
             out.append(
-                f"{fastest.strategy} is {show_percent(slower)} {found.objective.more}:"
+                f"{name_beside(fastest, best)} is {show_percent(slower)} {found.objective.more}:"
                 f" {largest_difference(fastest, best)}"
             )
     return out
@@ -229,14 +231,11 @@ def why_not(found: SearchResult) -> list[str]:
 def largest_difference(candidate: Candidate, best: Candidate) -> str:
     """Return the part of the epoch in which a candidate loses most, '1.55 s more computation'.
 
-    If the objective is not the time of an epoch: '1.55 s per epoch on 4 ranks, 60 epochs'.
+    If the objective is not the time of an epoch: '1.55 s per epoch, 60 epochs'.
     """
     if not candidate.objective.is_plain:
         epochs = f", {candidate.epochs.usual:.0f} epochs" if candidate.epochs != ONE else ""
-        return (
-            f"{show_time(candidate.epoch_s)} per epoch on"
-            f" {show_count(candidate.problem.ranks, 'rank')}{epochs}"
-        )
+        return f"{show_time(candidate.epoch_s)} per epoch{epochs}"
     ours, theirs = best.predicted, candidate.predicted
     parts = {
         "computation": float(theirs.compute_s) - float(ours.compute_s),

@@ -7,7 +7,7 @@ from itertools import product
 
 import numpy as np
 import pytest
-from asked import on
+from asked import on, taking
 from pairwise import covered
 
 import gnnplan
@@ -156,6 +156,11 @@ def test_close_seconds_are_within_doubt():
     assert faster_in(0.1) == []
     second = replace(first, problem=found.problem)
     assert faster_in(0.1)[0].startswith(f"{first.strategy} on 2 GPUs is")
+    assert " on 2 GPUs is " in explain.why_not(found)[-1]
+    # all GPUs were worth using for 0 %
+    for times, worth in ((1.002, "hardly worth"), (1.2, "are worth")):
+        longer = taking(first, times * first.epoch_s)
+        assert worth in explain.why_these_gpus(replace(found, ranked=[second, longer]))[0]
 
 
 def test_one_gpu_alone_takes_as_long_as_a_plan_of_one_gpu():
