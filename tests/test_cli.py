@@ -747,7 +747,7 @@ ASKED = {
     "--layers 3 --set layers=2": "--set layers=2 and --layers name one field; leave one out",
     "--set servers=2 --set servers=4": "--set servers: given twice; keep one",
     "--cluster 'l4_box?servers=4' --set servers=2": "--set servers=2 and --cluster l4_box.servers=4 name one",
-    "--cluster 'l4_box?servers=4&servers=2'": "servers=2: servers is given twice; keep one",
+    "--cluster 'l4_box?servers=4&servers=2'": "servers=2: a field is given twice; keep one",
     "--set servers=0": "--set servers: must be greater than or equal to 1, not 0",
     "--cluster l4_box --cluster dgx_a100": "--cluster dgx_a100: several clusters are compared by numbers of GPUs; add --scale",
     "--scale 1,2 --ranks 2": "--ranks 2 asks for one size and --scale 1,2 for several; leave one out",

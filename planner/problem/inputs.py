@@ -267,12 +267,10 @@ def fields_after(written: str) -> dict[str, str]:
     """Return the fields after the '?' of 'dgx_a100?price=2.20&servers=4'.
 
     Raises SpecError if one is there twice."""
-    fields: dict[str, str] = {}
-    for setting in written.partition("?")[2].split("&"):
-        field, _, value = setting.partition("=")
-        if field in fields:
-            raise SpecError(f"--cluster {written}: {field} is given twice; keep one")
-        fields |= {field: value} if setting else {}
+    pairs = [text.partition("=") for text in written.partition("?")[2].split("&") if text]
+    fields = {field: value for field, _, value in pairs}
+    if len(fields) < len(pairs):
+        raise SpecError(f"--cluster {written}: a field is given twice; keep one")
     return fields
 
 
