@@ -174,7 +174,7 @@ def _mistake(
         return loc[:1], "must be balanced, or a number for each class such as 1,2.5"
     message = message.removeprefix("Value error, ").replace("Input should be", "must be")
     if rule.startswith(("greater", "less")):
-        message += f", not {str(given):.80}"
+        message += f", not {given!s:.80}"
     if rule in PARSED:
         field = parent.model_fields.get(str(loc[-1])) if parent else None
         of = f" of {field.description}" if field and field.description else ""
