@@ -296,7 +296,7 @@ def test_forced_strategies_and_ranks_keep_all_gpus():
     ],
 )
 def test_impossible_servers(lists, rule):
-    with pytest.raises(ValueError, match=rule):
+    with pytest.raises(SpecError, match=rule):
         cluster(2, 4, **lists)
 
 
