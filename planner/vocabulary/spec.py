@@ -150,7 +150,7 @@ def mistakes(
         else:
             fields = dotted(where) if where else ", ".join(given or ())
             fields = fields.replace("_", "-") if source == "--" else fields  # an option
-            found.append(f"{source}{fields}".rstrip(". ") + f": {message}")
+            found.append(f"{source}{fields}".rstrip(".: ") + f": {message}")
     if len(errors) > MOST_MISTAKES:
         found.append(f"and {len(errors) - MOST_MISTAKES:,} more mistakes")
     return "\n".join(dict.fromkeys(found))
