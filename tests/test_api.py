@@ -233,11 +233,16 @@ def test_other_calls_name_wrong_arguments_too(plan, tmp_path):
         "steps must be 1 or more": lambda: plan.simulate(steps=0),
         "repetitions must be 1 or more": lambda: plan.simulate(jitter=0.1, repetitions=0),
         "seed must be 0 or more": lambda: plan.simulate(jitter=0.1, seed=-1),
+        "--sweep '': write a field and its": lambda: plan.sweep({}),  # it was a table of nothing
         "rank must be a whole number": lambda: plan.simulate(stragglers={"0": 2.0}),
         "no run is given": lambda: gnnplan.validate([]),
         "is given twice": lambda: gnnplan.validate([Path("a"), "./a"]),
         "dgx_a10: neither a .yaml file nor a preset": lambda: gnnplan.plan(GRAPH, "dgx_a10"),
-        "layer: not a field of a workload": lambda: gnnplan.plan(GRAPH, CLUSTER, layer=2),
+        "layer: neither an argument nor a fi": lambda: gnnplan.plan(GRAPH, CLUSTER, layer=2),
+        "of a workload; did you mean ranks?": lambda: gnnplan.plan(GRAPH, CLUSTER, rank=2),
+        # both raised pydantic's own error
+        "layer: unknown field; did you mean layers?": lambda: gnnplan.Workload(layer=3),
+        "Cluster: device: missing; this field is": lambda: gnnplan.Cluster(servers=1),
         "workload: hidden: must be greater": lambda: gnnplan.plan(GRAPH, CLUSTER, {"hidden": 0}),
         # the second of two clusters of a name replaced the first, and none was an empty error
         "a name of its own (mine (2 times)); rename": lambda: gnnplan.offers(GRAPH, mine, gpus=[1]),

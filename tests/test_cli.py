@@ -174,7 +174,14 @@ def test_the_program_says_its_version_and_its_verbs_in_80_columns(gnnplan, monke
     assert gnnplan("--version") == Answer(0, f"gnnplan {__version__}\n", "")
     monkeypatch.setenv("COLUMNS", "80")
     lines = gnnplan("--help").out.partition("Commands:")[2].splitlines()[1:]
-    assert len(lines) == 13 and not [line for line in lines if line.endswith("...")]
+    assert len(lines) == 14 and not [line for line in lines if line.endswith("...")]
+
+
+def test_the_names_that_options_take_are_listed(gnnplan):
+    known = gnnplan("presets --json").document
+    assert "--cluster: dgx_a100, " in gnnplan("presets").out and "pipegcn" in known["strategy"]
+    for option, names in known.items():
+        assert all(name in gnnplan(f"plan --{option} -").err for name in (names[0], names[-1]))
 
 
 @pytest.mark.processes
@@ -639,6 +646,11 @@ def stats_plan(folder: Path) -> Path:
     return planned(folder / "other.json", "--graph", stats, FORCED)
 
 
+def over_a_run(folder: Path) -> list[object]:
+    (folder / "metrics.jsonl").touch()
+    return ["simulate plan.json --trace ."]
+
+
 def unlabelled_plan(folder: Path) -> Path:
     src = np.arange(30)
     np.savez(folder / "graph.npz", src=src, dst=(src + 1) % 30)
@@ -652,6 +664,11 @@ CALLED = {
     "plan --scale 1,2 --report r.html --explain": "makes no plan for --report, --explain; leave them out",
     "plan --graph absent.npz": "absent.npz: no such file",
     f"{PLAN} -o no/p.json": "the folder .*no does not exist; create it first",
+    f"{PLAN} -o plan.json/p": "plan.json: is a file, but a folder is needed; give another place",
+    # each was lost
+    f"{PLAN} --cluster plan.json -o plan.json": "--output plan.json: is read too, and would be lost; give",
+    "emit plan.json --for slurm -o ./plan.json": "--output plan.json: is read too, and would",
+    "simulate plan.json --sweep hidden=8 --csv plan.json": "--csv plan.json: is read too, and would be lost",
     f"{PLAN} -o .": "is a folder; give the name of a file",
     "profile synthetic:comunity": "unknown generator 'comunity'; did you mean community",
     f"profile {GRAPH} --parts 2,x": "--parts '2,x' is not a list of whole numbers; write it as 2,4,8",
@@ -671,6 +688,7 @@ CALLED = {
 }
 # what is asked of PLAN and of PLAY -> what the message must say
 ASKED = {
+    "--graph reddit --features 100": "statistics take no parameters; leave them out, or write",
     "--dropout 1.5": "--dropout: must be less than 1",
     "--hidden 1000000000": "--hidden: must be less than or equal to 1000000",
     "--workload absent.yaml": "absent.yaml: cannot be read",
@@ -681,6 +699,9 @@ ASKED = {
     "--dtype auto --set dtype=bfloat16": "--set dtype=bfloat16 and --dtype name one field; leave",
     "--layers 3 --set layers=2": "--set layers=2 and --layers name one field; leave one out",
     "--set servers=2 --set servers=4": "--set servers: given twice; keep one",
+    "--cluster 'l4_box?servers=4' --set servers=2": "--set servers=2 and --cluster l4_box.servers=4 name one",
+    "--cluster 'l4_box?servers=4&servers=2'": "servers=2: a field is given twice; keep one",
+    "--set servers=0": "--set servers: must be greater than or equal to 1, not 0",
     "--cluster l4_box --cluster dgx_a100": "--cluster dgx_a100: several clusters are compared by numbers of GPUs; add --scale",
     "--scale 1,2 --ranks 2": "--ranks 2 asks for one size and --scale 1,2 for several; leave one out",
     "--objective energy --cluster local": "add it, as --set device.power=300W",
@@ -708,6 +729,7 @@ SIMULATED = {
     "--sweep servers=1,,2": "--sweep 'servers=1,,2': write a field",
     "--sweep servers=1 --sweep servers=2": "give all its values at once",
     "--sweep servers=1,1": "a value is there twice",
+    "--sweep servers=1,2 --set servers=1": "servers: given twice; keep one",
     "--sweep device=dgx_a10": "did you mean dgx_a100",
     "--straggler 7=2": r"there is no rank 7 \(ranks: 2, counted from 0\); use rank 1",
     "--jitter 1 --repetitions 100000 --steps 100": "--repetitions ",
@@ -743,6 +765,7 @@ BAD: dict[str, tuple[Make, str]] = {
         lambda folder: ["run", stats_plan(folder), "--out out"],
         "known by statistics only and cannot be trained; plan with",
     ),
+    "simulate: over a run": (over_a_run, "holds a run, whose traces would be lost; give another"),
     "run: no labels": (
         lambda folder: ["run", unlabelled_plan(folder), "--out out"],
         "no labelled training vertices.*plan with a graph that has y",

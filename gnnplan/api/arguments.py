@@ -35,6 +35,7 @@ from gnnplan.planner.problem.inputs import (
     apply_overrides,
     ask_workload,
     checked,
+    fields_after,
     read_fitted,
     with_fields,
 )
@@ -166,12 +167,14 @@ def ask(
     settings = settings_of(overrides)
     fields_set = [setting.partition("=")[0].strip() for setting in settings]
     chooses_dtype = may_choose_dtype and str(fields.get("dtype")).lower() == AUTO
+    of_cluster = fields_after(cluster) if isinstance(cluster, str) else {}
     for setting, field in zip(settings, fields_set, strict=True):
-        option = fields.get(field)
-        if option is not None and text_of(option) != setting.partition("=")[2].strip():
-            raise SpecError(
-                f"--set {setting} and --{field.replace('_', '-')} name one field; leave one out"
-            )
+        for option, value in (
+            (f"--{field.replace('_', '-')}", fields.get(field)),
+            (f"--cluster {cluster}", of_cluster.get(field)),
+        ):
+            if value is not None and text_of(value) != setting.partition("=")[2].strip():
+                raise SpecError(f"--set {setting} and {option} name one field; leave one out")
     if chooses_dtype:
         fields = {**fields, "dtype": "float32"}  # the plan tries the other dtypes later
     model = fields.get("model")
@@ -267,11 +270,7 @@ def settings_of(overrides: Overrides) -> list[str]:
     ['inter_node.latency=9us', 'fanout=15,10']
     """
     if not isinstance(overrides, Mapping):
-        settings = [value_of("an override", setting, str) for setting in several(overrides)]
-        names = [setting.partition("=")[0].strip() for setting in settings]
-        if twice := next((name for name in names if names.count(name) > 1), ""):
-            raise SpecError(f"--set {twice}: given twice; keep one")
-        return settings
+        return [value_of("an override", setting, str) for setting in several(overrides)]
     nested = {field: value for field, value in overrides.items() if isinstance(value, Mapping)}
     inner = {f"{field}.{name}": v for field, of in nested.items() for name, v in of.items()}
     own = (f"{field}={text_of(value)}" for field, value in overrides.items() if field not in nested)

@@ -132,6 +132,10 @@ class Simulation(View):
         notify(f"writing the schedule of {strategy}")
         batches, schedule = strategy.steps(problem), playing.schedule(candidate)
         if trace:
+            if (trace / "metrics.jsonl").exists():
+                raise SpecError(
+                    f"{trace} holds a run, whose traces would be lost; give another folder"
+                )
             make_folder(trace)
         steady, too_little = range(min(1, steps - 1), steps), ""
         try:

@@ -11,6 +11,7 @@ import ast
 import inspect
 import json
 import math
+import os
 import re
 import sys
 from collections.abc import Callable, Container, Iterable
@@ -43,6 +44,9 @@ app = typer.Typer(
     ),
 )
 
+WRITTEN = {"output", "report", "csv"}  # options whose files are written
+# verb -> option whose file --output may replace
+IN_PLACE = {"tune": "plan_file", "measure": "cluster"}
 LACKING = ("features", "labels", "split")  # options for what a graph's file may lack
 PACKAGE = Path(__file__).parents[1]
 API, FIELDS = PACKAGE / "api", PACKAGE / "planner" / "gnn" / "fields.py"
@@ -70,7 +74,7 @@ SHARED: dict[str, dict[str, Any]] = {
         " well-known graph (reddit)."
     },
     "labels": {"metavar": "FILE"},
-    "output": {"flags": ("-o", "--output")},
+    "output": {"flags": ("-o", "--output", "--out")},
     "plan_file": {"metavar": "PLAN", "help": "A plan.json."},
     "set_": {
         "flags": ("--set",),
@@ -233,7 +237,9 @@ class Verb(TyperCommand):
                     f"{shown}: is empty, as a shell variable without a value is; give it a value,"
                     " or leave it out"
                 )
-        return super().parse_args(ctx, args)
+        rest: list[str] = super().parse_args(ctx, args)
+        _must_keep_inputs(ctx.params, IN_PLACE.get(self.name or ""))
+        return rest
 
     def get_params(self, ctx: Any) -> list[Any]:
         return list(self.whole.get_params(ctx))
@@ -241,6 +247,21 @@ class Verb(TyperCommand):
     def invoke(self, ctx: Any) -> Any:
         with progress():
             return self.whole.invoke(ctx)
+
+
+def _must_keep_inputs(given: dict[str, Any], replaced: str | None) -> None:
+    """Raise SpecError for a file that one option reads and another writes over.
+
+    replaced: the option whose file may be written over, with a file of the same kind."""
+    options = (value for name, value in given.items() if name not in {*WRITTEN, replaced})
+    texts = [str(one) for of in options for one in (of if isinstance(of, list) else [of])]
+    read = [path for text in texts if os.path.exists(path := text.partition("?")[0])]
+    for name in sorted(WRITTEN & given.keys()):
+        path = given[name]
+        if os.path.exists(str(path)) and any(os.path.samefile(path, one) for one in read):
+            raise SpecError(
+                f"{_flag(name)} {path}: is read too, and would be lost; give another name"
+            )
 
 
 def _flag(name: str) -> str:

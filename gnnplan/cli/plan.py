@@ -1,8 +1,8 @@
-"""`gnnplan check`, `gnnplan plan` and `gnnplan simulate`.
+"""`gnnplan check`, `gnnplan presets`, `gnnplan plan` and `gnnplan simulate`.
 
-The first compares each strategy's gradients for a model with one process's. The second plans the
-training of a GNN on a graph and a cluster, and writes plan.json. The third simulates a plan in
-virtual time, with noise, or on other clusters."""
+The first compares each strategy's gradients for a model with one process's. The second lists the
+names that `plan` knows. The third plans the training of a GNN on a graph and a cluster, and writes
+plan.json. The fourth simulates a plan in virtual time, with noise, or on other clusters."""
 
 from __future__ import annotations
 
@@ -48,6 +48,29 @@ def check(
         raise typer.Exit(1)
 
 
+@verb()
+def presets(*, as_json: bool = False) -> None:
+    """List the clusters, graphs, models and strategies known by name."""
+    from gnnplan.api.view import Blocks
+    from gnnplan.planner.cluster.machines import instance_types
+    from gnnplan.planner.cluster.spec import PRESETS
+    from gnnplan.planner.gnn.kinds import KINDS
+    from gnnplan.planner.gnn.workload import WORKLOADS
+    from gnnplan.planner.graph.load import datasets
+    from gnnplan.planner.problem.inputs import names_in
+    from gnnplan.planner.strategies import names
+
+    known = {
+        "cluster": [*names_in(PRESETS), *instance_types()],
+        "graph": datasets(),
+        "workload": names_in(WORKLOADS),
+        "model": [*KINDS],
+        "strategy": [*names()],
+    }
+    lines = [f"--{option}: {', '.join(words)}" for option, words in known.items()]
+    show(Blocks(lines, known), as_json)
+
+
 # -- plan ------------------------------------------------------------------------------------------
 
 
@@ -87,9 +110,10 @@ def plan(
     --cluster 'dgx_a100?price=2.20' --scale 1..16 compares clusters that you may rent.
 
     Args:
-        cluster: A YAML file or a preset, such as dgx_a100. 'dgx_a100?price=2.20&servers=4' changes
-            fields. local is this machine as `gnnplan measure` measured it, or generic numbers if it
-            has not. With --scale, give several to compare them.  [default: local]
+        cluster: A YAML file or a preset, such as dgx_a100 (`gnnplan presets` lists them).
+            'dgx_a100?price=2.20&servers=4' changes fields. local is this machine as `gnnplan
+            measure` measured it, or generic numbers if it has not. With --scale, give several to
+            compare them.  [default: local]
         workload: A YAML file of workload fields, or a preset: the training of a paper, such as
             pipegcn_reddit. The options below override its fields.
         output: File to write the plan to; without it no plan is written.

@@ -18,7 +18,7 @@ from gnnplan.planner.vocabulary.errors import SpecError
 from gnnplan.planner.vocabulary.progress import notify
 
 
-@verb(of_function("tuning.tune"), epochs={"min": 1})
+@verb(of_function("tuning.tune"), epochs={"min": 1}, output={"flags": ("-o", "--output")})
 def tune(
     plan_file: Path,
     *,
@@ -55,6 +55,7 @@ def tune(
 
 @verb(
     of_function("planning.Plan.run", given_only=True),
+    out={"flags": ("-o", "--out", "--output")},
     resume={"metavar": "DIR"},
     epochs={"min": 1},
     eval_every={"min": 0},

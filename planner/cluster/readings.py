@@ -236,10 +236,9 @@ def nccl_tests(path: Path) -> Reading:
         )
     try:
         link = fit(samples, shapes(ranks)[op])[0]
-    except ValidationError as error:  # the link is too fast or too slow to be valid
-        what = error.errors()[0]["msg"]
+    except SpecError as error:  # the link is too fast or too slow to be valid
         raise SpecError(
-            f"{path}: its times imply no link that there is ({what}); measure again"
+            f"{path}: its times imply no link that there is ({error}); measure again"
         ) from error
     numbers = {device.gpu for device in members if device.gpu >= 0}
     # a process that sees one GPU calls it 0

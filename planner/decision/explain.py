@@ -75,7 +75,8 @@ def why_these_gpus(found: SearchResult) -> list[str]:
         are = "is" if used == 1 else "are"
         choice = f"{used} of {problem.ranks} GPUs {are} {less} than all{too_little}; on all"
         if used == problem.ranks:
-            choice = f"All {used} GPUs are worth using: on {other.problem.ranks}"
+            hardly = "" if slower >= 0.005 else "hardly "
+            choice = f"All {used} GPUs are {hardly}worth using: on {other.problem.ranks}"
         out.append(
             f"{choice} of them the {least} is {other.strategy}, {show_percent(slower)} {more}"
         )
@@ -213,12 +214,13 @@ def why_not(found: SearchResult) -> list[str]:
             continue
         slower = fastest.value / best.value - 1
         if slower < 0 and found.measured:
-            out.append(f"{fastest.strategy} is faster by prediction, but the choice was measured")
+            name = name_beside(fastest, best)
+            out.append(f"{name} is faster by prediction, but the choice was measured")
         elif slower < 0:
             out += [doubted(fastest, best)] if fastest is not found.others[0] else []
         else:
             out.append(
-                f"{fastest.strategy} is {show_percent(slower)} {found.objective.more}:"
+                f"{name_beside(fastest, best)} is {show_percent(slower)} {found.objective.more}:"
                 f" {largest_difference(fastest, best)}"
             )
     return out
@@ -227,14 +229,11 @@ def why_not(found: SearchResult) -> list[str]:
 def largest_difference(candidate: Candidate, best: Candidate) -> str:
     """Return the part of the epoch in which a candidate loses most, '1.55 s more computation'.
 
-    If the objective is not the time of an epoch: '1.55 s per epoch on 4 ranks, 60 epochs'.
+    If the objective is not the time of an epoch: '1.55 s per epoch, 60 epochs'.
     """
     if not candidate.objective.is_plain:
         epochs = f", {candidate.epochs.usual:.0f} epochs" if candidate.epochs != ONE else ""
-        return (
-            f"{show_time(candidate.epoch_s)} per epoch on"
-            f" {show_count(candidate.problem.ranks, 'rank')}{epochs}"
-        )
+        return f"{show_time(candidate.epoch_s)} per epoch{epochs}"
     ours, theirs = best.predicted, candidate.predicted
     parts = {
         "computation": float(theirs.compute_s) - float(ours.compute_s),
@@ -298,11 +297,18 @@ def packed_rows(problem: Problem, packed: Strategy) -> list[str]:
     ]
 
 
+def others_than_best(found: SearchResult) -> list[Candidate]:
+    """Return the other candidates; another placement of the best on as many GPUs is no other."""
+    best = str(found.best.strategy), found.best.problem.ranks
+    return [c for c in found.others if (str(c.strategy), c.problem.ranks) != best]
+
+
 def within_doubt(found: SearchResult) -> list[str]:
     """Say whether the runner-up may be better than the recommended strategy; empty if not."""
-    if len(found.ranked) < 2 or found.measured:
+    others = others_than_best(found)
+    if not others or found.measured:
         return []
-    first, second = found.best, found.others[0]
+    first, second = found.best, others[0]
     gap, objective = second.value / first.value - 1, found.objective
     if gap < 0 and second.is_comparable:
         return [doubted(second, first)]
@@ -315,8 +321,9 @@ def within_doubt(found: SearchResult) -> list[str]:
     if chance < 1 - SURE_SHARE:
         return []
     return [
-        f"{second.strategy} is {show_percent(gap, 1)} {objective.more} than {first.strategy} by"
-        f" prediction, and {objective.less} with a chance of {show_percent(chance)}"
+        f"{name_beside(second, first)} is {show_percent(gap, 1)} {objective.more} than"
+        f" {first.strategy} by prediction, and {objective.less} with a chance of"
+        f" {show_percent(chance)}"
         f"{TRY_BOTH if objective.is_plain else ''}"
     ]
 
@@ -414,7 +421,8 @@ def _sentences_of(
             value = ""
             if bandwidth:
                 value = f" ({show_bytes(factor * bandwidth)}/s, now {show_bytes(bandwidth)}/s)"
-            yield f"{word} {factor:.2g}x of {name}{value} {winner.strategy} wins"
+            digits = 3 if 1 < factor < 1.05 else 2  # 1.02x, not 1x
+            yield f"{word} {factor:.{digits}g}x of {name}{value} {winner.strategy} wins"
 
 
 def best_at(found: SearchResult, scales: Sequence[Scaled]) -> list[Best]:

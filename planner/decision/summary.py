@@ -16,6 +16,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import replace
 
 import numpy as np
@@ -26,6 +27,7 @@ from gnnplan.planner.decision.explain import (
     largest_difference,
     measured_errors,
     name_beside,
+    others_than_best,
     rounded_products,
     within_doubt,
 )
@@ -272,12 +274,14 @@ def alone(problem: Problem, best: Candidate) -> str:
     if not on_gpus or problem.workload.mode != "full" or best.problem.ranks == 1:
         return ""
     single = problem.placed((int(best.problem.cost.placement[0]),))
-    try:
-        other = evaluate_or_save_memory(single, GraphParallel())
-    except (Infeasible, SpecError):
+    epochs_s = []
+    for strategy in GraphParallel.candidates(single):
+        with suppress(Infeasible, SpecError):
+            epochs_s.append(evaluate_or_save_memory(single, strategy).epoch_s)
+    if not epochs_s:
         return "; one GPU has too little memory"
-    ratio = other.epoch_s / best.epoch_s
-    return f"; one GPU alone would take {show_time(other.epoch_s)} ({ratio:.1f}x)"
+    shortest = min(epochs_s)
+    return f"; one GPU alone would take {show_time(shortest)} ({shortest / best.epoch_s:.1f}x)"
 
 
 def rivals(found: SearchResult) -> str:
@@ -287,10 +291,7 @@ def rivals(found: SearchResult) -> str:
     """
     if found.forced:
         return "nothing else was compared, since --strategy names one"
-    best = found.best
-    # another placement of the same strategy on as many GPUs is no rival
-    chosen = str(best.strategy), best.problem.ranks
-    others = [c for c in found.others if (str(c.strategy), c.problem.ranks) != chosen]
+    best, others = found.best, others_than_best(found)
     if not others:
         return "nothing else fits"
     if others[0].value < best.value:

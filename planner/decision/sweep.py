@@ -56,7 +56,7 @@ Playing = Callable[[Candidate], dict[str, float]]
 def axes(texts: Sequence[str]) -> Axes:
     """Parse texts such as 'servers=1,2,4' to fields with their values. Raises SpecError."""
     out: Axes = {}
-    for text in texts:
+    for text in texts or [""]:
         field, equals, listed = text.partition("=")
         field, values = field.strip(), tuple(value.strip() for value in listed.split(","))
         if not (equals and field and all(values)):

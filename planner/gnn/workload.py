@@ -12,7 +12,7 @@ from pydantic import Field, field_validator, model_validator
 from gnnplan.planner.gnn.fields import FANOUT, READ_WITH, USUAL, Fields
 from gnnplan.planner.gnn.kinds import KINDS, Counted, Kind
 from gnnplan.planner.vocabulary.numbers import PRECISIONS, Precision
-from gnnplan.planner.vocabulary.spec import Spec
+from gnnplan.planner.vocabulary.spec import Conflict, Spec
 
 WORKLOADS = Path(__file__).resolve().parent / "workloads"  # presets: the settings of papers
 ALL = -1  # the fanout that takes every neighbour
@@ -68,16 +68,6 @@ def is_module(model: object) -> bool:
     (True, False)
     """
     return isinstance(model, str) and ".py" in model
-
-
-class Conflict(ValueError):
-    """An invalid combination of the values of several fields.
-
-    `fields` has the names of the fields, the likeliest mistake first."""
-
-    def __init__(self, fields: tuple[str, ...], message: str) -> None:
-        super().__init__(message)
-        self.fields = fields
 
 
 class ModuleLayer(Spec):
@@ -137,6 +127,14 @@ class Workload(Fields):
     module: Module | None = None
     """Your own model, as `plan --model file.py:MyGNN` found it; it decides `model`, `layers`,
     `hidden`, `dropout`, `norm`, `heads`, `alpha` and `theta`."""
+
+    @field_validator("fanout", "class_weights", mode="before")
+    @classmethod
+    def _may_be_written_as_text(cls, value: object) -> object:
+        """Read '15,10' as (15, 10); leave full, or balanced, as it is."""
+        if isinstance(value, str) and value.lower() not in ("full", BALANCED):
+            return tuple(map(str.strip, value.split(",")))
+        return value
 
     @field_validator("dtype", mode="before")
     @classmethod

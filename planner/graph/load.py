@@ -206,10 +206,12 @@ def load(source: str, directed: bool = False) -> Graph | GraphStats:
         said = f"{head} is the well-known graph, of which statistics are read; what lies here is"
         return dataclasses.replace(stats, notes=(*stats.notes, f"{said} ./{head}"))
     suffix = Path(head).suffix.lower()
-    if suffix in (".yaml", ".yml"):
+    if suffix in (".yaml", ".yml") or (known and not os.path.lexists(head)):
         if query:
+            into = f"a copy of {DATASETS / known}.yaml" if known else head
             raise SpecError(
-                f"{source}: a statistics file takes no parameters; write them into {head}"
+                f"{source}: statistics take no parameters; leave them out, or write sizes into"
+                f" {into}"
             )
         return statistics(head, directed)
     if suffix == ".npz" and not os.path.lexists(head):

@@ -361,6 +361,7 @@ def small_arrays(parts: Parts) -> dict[str, Array]:
 
 STAND_IN_FEATURES = 128
 STAND_IN_CLASSES = 16
+GAPS = "if ids have gaps, number the vertices anew from 0"
 STAND_IN_LABELS = "STAND-IN LABELS"  # first words of the note on stand-in labels
 
 
@@ -393,16 +394,14 @@ def build(parts: Parts, source: str, extras: Extras, directed: bool) -> Graph:
             )
     vertex_fields, on_edges = _fields(parts, vertices, len(src))
     stand_in_width = (extras.width or STAND_IN_FEATURES) if parts.x is None else 0
-    what, nbytes = f"{vertices:,} vertices", vertices * (20.0 + 8 * stand_in_width)
+    what = f"{vertices:,} vertices{'' if counted else ' (the highest id + 1)'}"
+    nbytes = vertices * (20.0 + 8 * stand_in_width)
     what += f" with {stand_in_width:,} stand-in features" * (stand_in_width > 0)
     nbytes += (120.0 if on_edges else 60.0) * len(src)
     must_fit(source, what, nbytes + sum(2.0 * field.nbytes for field in on_edges.values()))
     indptr, indices, changes = in_neighbours(src, dst, vertices, directed)
     if not counted and 2 * (bare := _without_edges(src, dst, vertices)) > vertices:
-        notes.append(
-            f"{bare:,} of {vertices:,} vertices have no edge; if ids have gaps, number the vertices"
-            " anew from 0"
-        )
+        notes.append(f"{bare:,} of {vertices:,} vertices have no edge; {GAPS}")
     edge_fields, moved = along(on_edges, (src, dst), vertices, directed)
     notes += [*changes, *moved] if len(indices) else [*changes, *moved, "the graph has no edges"]
     parts.edges, parts.edge_fields = [], {}

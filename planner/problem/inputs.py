@@ -8,36 +8,31 @@ factors."""
 
 from __future__ import annotations
 
-import re
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeVar, get_args, get_origin
+from typing import Any, TypeVar, get_origin
 
 from pydantic import BaseModel, ValidationError
 
 from gnnplan.planner.cluster import machines
 from gnnplan.planner.cluster.scaling import multiplied
 from gnnplan.planner.cluster.spec import PRESETS, Cluster
-from gnnplan.planner.gnn.workload import BALANCED, WORKLOADS, Conflict, Workload, is_module
+from gnnplan.planner.gnn.workload import WORKLOADS, Workload, is_module
 from gnnplan.planner.vocabulary.errors import SpecError
 from gnnplan.planner.vocabulary.files import (
     Document,
-    Where,
     cache_dir,
-    dotted,
-    likeliest,
     meant,
     quoted,
     read_yaml,
     suggest,
 )
 from gnnplan.planner.vocabulary.progress import say
+from gnnplan.planner.vocabulary.spec import mistakes, spec_in
 from gnnplan.planner.vocabulary.units import number_of
 
-MOST_MISTAKES = 20  # mistakes in one message
-LISTS = {"fanout": "full", "class_weights": BALANCED}  # fields written as '1,2', or as this word
 # options of `plan` that look like fields of the cluster or the workload
 OPTIONS = (
     "ranks",
@@ -57,8 +52,6 @@ LEFT_OUT = {
     *("host_latency", "timeslice_slowdown", "cold_cache_penalty", "core_s_per_message"),
     *("cache_bandwidth", "device.cache_bandwidth", "crowding", "refill", "wake"),
 }
-# pydantic's rule -> what the text must be that it could not read
-PARSED = {"float_parsing": "a number", "int_parsing": "a whole number"}
 Model = TypeVar("Model", bound=BaseModel)
 
 
@@ -97,10 +90,11 @@ def cluster_name(name_or_path: str) -> str:
     >>> cluster_name("DGX-A100"), cluster_name("mine.yaml")
     ('dgx_a100', 'mine.yaml')
     """
-    return _name_of(name_or_path, [*machines.instance_types(), *_names_in(PRESETS)])
+    return _name_of(name_or_path, [*machines.instance_types(), *names_in(PRESETS)])
 
 
-def _names_in(presets: Path) -> list[str]:
+def names_in(presets: Path) -> list[str]:
+    """Return the names of the presets in a folder."""
     return sorted(preset.stem for preset in presets.glob("*.yaml"))
 
 
@@ -112,7 +106,7 @@ def _file_of(name_or_path: str, presets: Path, others: Collection[str] = ()) -> 
     """Return the YAML file of a path, or of a preset in the folder `presets`.
 
     Raises SpecError, which suggests names of presets and `others`."""
-    names = _names_in(presets)
+    names = names_in(presets)
     name_or_path = _name_of(name_or_path, names)
     path = Path(name_or_path)
     if name_or_path in names:
@@ -162,7 +156,8 @@ def ask_workload(
     for name in given:
         if name not in Workload.model_fields:
             raise SpecError(
-                f"--{name}: not a field of a workload{suggest(name, Workload.model_fields)}"
+                f"{name}: neither an argument nor a field of a"
+                f" workload{suggest(name, [*Workload.model_fields, *OPTIONS])}"
             )
     if "model" in given:
         given, module = _without_module(given)
@@ -209,7 +204,10 @@ def apply_overrides(
                 f"--set {setting}: no such"
                 f" field{suggest(key, [*_leaves(Cluster), *_leaves(Workload)])}"
             )
-        overrides["cluster" if first in Cluster.model_fields else "workload"][key] = value.strip()
+        owner = overrides["cluster" if first in Cluster.model_fields else "workload"]
+        if key in owner:
+            raise SpecError(f"--set {key}: given twice; keep one")
+        owner[key] = value.strip()
     return overridden(cluster, overrides["cluster"]), overridden(workload, overrides["workload"])
 
 
@@ -258,11 +256,22 @@ def with_fields(cluster: Cluster, written: str) -> Cluster:
     """Replace the fields after the '?' of 'dgx_a100?price=2.20&servers=4', as --set does.
 
     Raises SpecError."""
-    fields = (setting.partition("=") for setting in written.partition("?")[2].split("&") if setting)
+    fields = fields_after(written)
     try:
-        return overridden(cluster, {field: value for field, _, value in fields})
+        return overridden(cluster, fields)
     except SpecError as error:
         raise SpecError(f"--cluster {written}: {str(error).removeprefix('--set ')}") from error
+
+
+def fields_after(written: str) -> dict[str, str]:
+    """Return the fields after the '?' of 'dgx_a100?price=2.20&servers=4'.
+
+    Raises SpecError if one is there twice."""
+    pairs = [text.partition("=") for text in written.partition("?")[2].split("&") if text]
+    fields = {field: value for field, _, value in pairs}
+    if len(fields) < len(pairs):
+        raise SpecError(f"--cluster {written}: a field is given twice; keep one")
+    return fields
 
 
 def checked(
@@ -275,40 +284,12 @@ def checked(
 
     source: a document, or the prefix of field names in messages, such as '--'. given: the fields
     that the user has just set, if the data has other fields too."""
-    if kind is Workload and isinstance(data, Mapping):
-        texts = {name: data[name] for name in LISTS if isinstance(data.get(name), str)}
-        lists = {
-            n: tuple(map(str.strip, t.split(",")))
-            for n, t in texts.items()
-            if t.lower() != LISTS[n]
-        }
-        data = {**data, **lists}
     if kind is Cluster and isinstance(data, Mapping) and given is None:
         data = as_of_now(data, source.path if isinstance(source, Document) else source)
     try:
         return kind.model_validate(data)
     except ValidationError as error:
-        errors = [
-            item
-            for item in error.errors(include_url=False)
-            if item["type"] != "default_factory_not_called"  # a consequence of another mistake
-        ]
-        mistakes = []
-        for item in errors[:MOST_MISTAKES]:
-            where, message = _mistake(kind, item["loc"], item["type"], item["msg"], item["input"])
-            rule = item.get("ctx", {}).get("error")
-            if not where and isinstance(rule, Conflict):
-                known = data if given is None else given
-                where = next(((name,) for name in rule.fields if name in known), ())
-            if isinstance(source, Document):
-                mistakes.append(str(source.error(where, message)))
-            else:
-                fields = dotted(where) if where else ", ".join(given or ())
-                fields = fields.replace("_", "-") if source == "--" else fields  # an option
-                mistakes.append(f"{source}{fields}".rstrip(". ") + f": {message}")
-        if len(errors) > MOST_MISTAKES:
-            mistakes.append(f"and {len(errors) - MOST_MISTAKES:,} more mistakes")
-        raise SpecError("\n".join(dict.fromkeys(mistakes))) from error
+        raise SpecError(mistakes(kind, error, data, source, given)) from error
     except TypeError as error:  # a validator got a list, a mapping or None
         name = source.path if isinstance(source, Document) else source.strip()
         raise SpecError(
@@ -343,60 +324,11 @@ def as_of_now(data: Mapping[Any, Any], source: str) -> dict[Any, Any]:
     return out
 
 
-def _mistake(
-    kind: type[BaseModel], loc: Where, rule: str, message: str, given: object
-) -> tuple[Where, str]:
-    """Return a mistake's place and message, in the words of the file instead of pydantic's."""
-    parent = _model_at(kind, loc[:-1])
-    if rule == "extra_forbidden":
-        return loc, f"unknown field{suggest(str(loc[-1]), parent.model_fields if parent else [])}"
-    if rule == "missing":
-        return loc, "missing; this field is required"
-    if rule == "model_type" and (model := _model_at(kind, loc)):
-        needed = [name for name, field in model.model_fields.items() if field.is_required()]
-        return loc, f"must be a mapping of fields; give {', '.join(needed)} at least"
-    if loc[:1] == ("fanout",):  # a union: pydantic reports each branch
-        return loc[:1], "must be full, or a number of neighbours per layer such as 15,10"
-    if loc[:1] == ("class_weights",):
-        return loc[:1], "must be balanced, or a number for each class such as 1,2.5"
-    message = message.removeprefix("Value error, ").replace("Input should be", "must be")
-    if rule in PARSED:
-        field = parent.model_fields.get(str(loc[-1])) if parent else None
-        of = f" of {field.description}" if field and field.description else ""
-        message = f"must be {PARSED[rule]}{of}, as 2, not {given!r:.80}"
-    if rule == "literal_error":
-        near = likeliest(given, re.findall(r"'([^']+)'", message))
-        message = message.replace("or 'own'", "or a module of your own, as model.py:MyGNN")
-        message += f", not {given!r:.80}" + (f"; did you mean {near}?" if near else "")
-    return loc, message
-
-
-def _model_at(kind: type[BaseModel], where: Where) -> type[BaseModel] | None:
-    """Return the pydantic model at a path inside another one, also in a dictionary of models."""
-    current: type[BaseModel] | None = kind
-    for name in where:
-        if current and name in current.model_fields:
-            current = _inner(current.model_fields[str(name)].annotation)
-    return current
-
-
-def _inner(annotation: Any) -> type[BaseModel] | None:
-    """Return the model in an annotation such as `Link`, `Link | None` or `dict[str, Link]`."""
-    return next(
-        (
-            kind
-            for kind in (annotation, *get_args(annotation))
-            if isinstance(kind, type) and issubclass(kind, BaseModel)
-        ),
-        None,
-    )
-
-
 def _leaves(kind: type[BaseModel], prefix: str = "") -> list[str]:
     """Return the dotted names of all fields that --set can change."""
     names = []
     for name, field in kind.model_fields.items():
-        inner = _inner(field.annotation)
+        inner = spec_in(field.annotation)
         names += (
             _leaves(inner, f"{prefix}{name}.")
             if inner and get_origin(field.annotation) is not dict

@@ -180,6 +180,7 @@ def must_be_writable(path: Path) -> None:
 def must_have_parent(path: Path) -> None:
     """Raise SpecError if the folder of `path` is absent, or no file can be made in it."""
     if not path.parent.is_dir():
+        must_be_folder(path.parent)
         raise SpecError(f"{path}: the folder {path.parent} does not exist; create it first")
     folder = _followed(path).parent
     if not os.access(folder, os.W_OK | os.X_OK) and (path.is_file() or not path.exists()):
@@ -457,6 +458,10 @@ def suggest(word: str, allowed: Iterable[str]) -> str:
 
 def likeliest(word: object, allowed: Iterable[str]) -> str:
     """Return the allowed name that is most like a misspelt word; '' if none is."""
-    lower = {name.lower(): name for name in allowed}
-    near = difflib.get_close_matches(str(word)[:MOST_SHOWN].lower(), lower, n=1, cutoff=0.5)
-    return lower[near[0]] if near else ""
+    lower, text = {name.lower(): name for name in allowed}, str(word)[:MOST_SHOWN].lower()
+
+    def likeness(name: str) -> tuple[float, bool]:
+        return difflib.SequenceMatcher(None, name, text).ratio(), name[:1] == text[:1]
+
+    near = max(lower, key=likeness, default="")
+    return lower[near] if near and likeness(near)[0] >= 0.5 else ""

@@ -245,7 +245,7 @@ def test_a_norm_is_the_layers_own_affair(tmp_path):
 
 
 def test_the_kind_alone_is_no_model():
-    with pytest.raises(ValueError, match=r"model=FILE\.py:MyLayer"):
+    with pytest.raises(SpecError, match=r"model=FILE\.py:MyLayer"):
         Workload(model="own")
 
 

@@ -514,7 +514,7 @@ def test_what_the_module_decides_cannot_be_set_otherwise(tmp_path, graphs):
     assert (workload.model, workload.layers, workload.dropout) == ("sage", 3, 0.5)
     assert workload.module
     assert [layer.drops for layer in workload.module.layers] == [False, True, True]
-    with pytest.raises(ValueError, match="decides layers"):
+    with pytest.raises(SpecError, match="decides layers"):
         Workload(**{**workload.model_dump(), "layers": 2})
 
 

@@ -14,6 +14,7 @@ from gnnplan.planner.cluster import scaling as scaled
 from gnnplan.planner.cluster.cost import PACKING, Cost
 from gnnplan.planner.cluster.spec import HOST_RATE, Cluster, Device, Link
 from gnnplan.planner.graph.load import load
+from gnnplan.planner.vocabulary.errors import SpecError
 from gnnplan.planner.vocabulary.schedule import Compute, Gather, Send
 
 DEVICE = Device(
@@ -358,7 +359,7 @@ def test_small_messages_reach_a_share_of_the_bandwidth():
 def test_more_bytes_are_never_faster(efficiency, a, b):
     try:
         link = Link(bandwidth=1e9, efficiency=efficiency)
-    except ValueError as error:
+    except SpecError as error:
         assert "may grow no faster than the size" in str(error)
         sizes = sorted(efficiency)
         assert any(x / efficiency[x] > y / efficiency[y] for x, y in pairwise(sizes))

@@ -7,9 +7,10 @@ from itertools import product
 
 import numpy as np
 import pytest
-from asked import on
+from asked import on, taking
 from pairwise import covered
 
+import gnnplan
 from gnnplan.planner.cluster.scaling import DRAWS
 from gnnplan.planner.cluster.spec import Cluster
 from gnnplan.planner.decision import explain
@@ -21,7 +22,7 @@ from gnnplan.planner.graph.load import load
 from gnnplan.planner.problem.problem import Problem
 from gnnplan.planner.strategies import GraNNDis, parse
 from gnnplan.planner.vocabulary import files
-from gnnplan.planner.vocabulary.units import show_bytes, show_count
+from gnnplan.planner.vocabulary.units import show_bytes, show_count, show_time
 from gnnplan.testing.laws import cluster, problem_of
 
 
@@ -149,6 +150,25 @@ def test_close_seconds_are_within_doubt():
     [line] = faster_in(0.1)
     assert "faster with a chance of 10 %" in line and "gnnplan tune" in line
     assert faster_in(0.04) == []
+    # a plan was in doubt between a strategy and itself, in another place or on other GPUs
+    second = replace(first)
+    assert faster_in(0.1) == []
+    second = replace(first, problem=found.problem)
+    assert faster_in(0.1)[0].startswith(f"{first.strategy} on 2 GPUs is")
+    assert " on 2 GPUs is " in explain.why_not(found)[-1]
+    # all GPUs were worth using for 0 %
+    for times, worth in ((1.002, "hardly worth"), (1.2, "are worth")):
+        longer = taking(first, times * first.epoch_s)
+        assert worth in explain.why_these_gpus(replace(found, ranked=[second, longer]))[0]
+
+
+def test_one_gpu_alone_takes_as_long_as_a_plan_of_one_gpu():
+    """It was without trim, and took 1.7 times as long."""
+    asked = {"mode": "full", "per": "epoch", "objective": "time"}
+    one = gnnplan.plan("cora", "dgx_a100?servers=1&gpus_per_server=1", **asked)
+    two = gnnplan.plan("cora", "dgx_a100?servers=1&gpus_per_server=2", strategy="pipegcn", **asked)
+    alone = f"one GPU alone would take {show_time(one.best.epoch_s)} ("
+    assert alone in two.document["summary"]["cost"]
 
 
 TABLE = """study,graph,model,strategy,ranks,seeds,points,two_errors,epochs_ratio

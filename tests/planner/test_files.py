@@ -265,8 +265,9 @@ def test_a_workload_is_a_preset_or_a_file(tmp_path):
         ({"optimizer": "adam", "momentum": 0.9}, "--momentum: adam has moments of its own"),
         ({"schedule": "cosine", "warmup": 50}, "--warmup: a cosine falls between warmup and the"),
         ({"model": "gatt"}, "--model: must be 'gcn'.*not 'gatt'; did you mean gat"),
+        ({"model": "gcm"}, "did you mean gcn"),  # sgc was suggested
         ({"dtype": "fp16"}, "--dtype: must be .*, not 'fp16'"),
-        ({"hiden": 3}, "--hiden: not a field .* did you mean hidden"),
+        ({"hiden": 3}, "hiden: neither an argument nor a field .* did you mean hidden"),
         ({"model": "gat", "hidden": 10}, r"heads \(hidden: 10, heads: 4\); use heads=2"),
         ({"model": "gat", "heads": 0}, "--heads: must be greater"),
         ({"model": "gcnii", "norm": "batch"}, "gcnii is defined without a norm .*use norm=none"),

@@ -237,7 +237,7 @@ def test_a_small_graph_takes_fewer_gpus_and_a_large_one_all():
     ],
 )
 def test_impossible_servers(lists, rule):
-    with pytest.raises(ValueError, match=rule):
+    with pytest.raises(SpecError, match=rule):
         cluster(2, 4, **lists)
 
 

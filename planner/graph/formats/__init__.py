@@ -24,7 +24,15 @@ from gnnplan.planner.graph.generator import generated, is_generated
 from gnnplan.planner.graph.graph import Graph
 from gnnplan.planner.graph.npy import mapped_array, reading
 from gnnplan.planner.graph.part_folder import DESCRIPTION
-from gnnplan.planner.graph.parts import Extras, Parts, build, shown, tensor_array
+from gnnplan.planner.graph.parts import (
+    GAPS,
+    Extras,
+    Parts,
+    build,
+    shown,
+    tensor_array,
+    vertices_of,
+)
 from gnnplan.planner.vocabulary.errors import SpecError
 from gnnplan.planner.vocabulary.files import must_be_file
 
@@ -262,4 +270,9 @@ def convert(
         parts = of_object(source)
         add(parts, extras)
     vertices, edges = write(parts, folder, extras.numbers)
+    if vertices_of(parts) is None and vertices > 4 * edges:
+        parts.notes.append(
+            f"at most {2 * edges:,} of {vertices:,} vertices, counted by the highest id, have an"
+            f" edge; {GAPS}"
+        )
     return vertices, edges, parts.notes
