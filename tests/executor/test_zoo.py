@@ -9,7 +9,7 @@ from dataclasses import replace
 import pytest
 import torch
 import zoo_table as table
-from pairwise import at_night
+from pairwise import at_night, every
 
 from gnnplan.executor.modules.bind import GraphFields, Small
 from gnnplan.executor.modules.prove import prove
@@ -124,6 +124,13 @@ def test_every_family_trains_a_module_as_torch_does(asked, graphs, tmp_path, run
         for text in {"graph_parallel", "data_parallel"} & outcomes.keys():
             assert outcomes[text].answer in ("equal", "runs")
     assert len(found) > 40 or asked is SHARED_OUT
+
+
+@pytest.mark.parametrize("name", every(2, table.OURS))  # by day each kind, of one library
+def test_our_layers_train_a_module_as_its_own_library_does(name, graphs, tmp_path, run_ranks):
+    assert table.module_of(name, Workload()).fields["model"] == table.entry_of(name).ours
+    keeper = table.Keeper(graphs["rough"], tmp_path, run_ranks)
+    assert keeper.outcomes(name, ["graph_parallel"]) == {"graph_parallel": table.Outcome("equal")}
 
 
 def test_shared_parameters_are_kept_and_gone_on_with(graphs, run_ranks):

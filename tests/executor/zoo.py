@@ -640,6 +640,81 @@ class TypesOfVertices(nn.Module):
         return out
 
 
+# -- what gnnplan's own layers compute: a convolution each, and ways to write a forward ------------
+
+
+@needs(ours="sage")
+def OurSAGE(in_channels, out_channels):
+    return Chain(pyg.SAGEConv(in_channels, 16), pyg.SAGEConv(16, 8), pyg.SAGEConv(8, out_channels))
+
+
+@needs(ours="gcn")
+class OurGCN(nn.Module):
+    def __init__(self, num_features, num_classes, hidden_channels=16):
+        super().__init__()
+        self.conv1, self.drop = pyg.GCNConv(num_features, hidden_channels), nn.Dropout(0.25)
+        self.norm = pyg.BatchNorm(hidden_channels)
+        self.conv2 = pyg.GCNConv(hidden_channels, num_classes, bias=False)
+
+    def forward(self, data):
+        x, edge_index = data.x, data.edge_index
+        x = F.relu(self.norm(self.conv1(self.drop(x), edge_index)))
+        return F.log_softmax(self.conv2(self.drop(x), edge_index), dim=1)
+
+
+@needs(ours="gat")
+class OurGAT(nn.Module):
+    def __init__(self, in_channels, out_channels):
+        super().__init__()
+        self.first, self.norm = pyg.GATConv(in_channels, 6, heads=3), nn.LayerNorm(18)
+        self.last = pyg.GATConv(18, out_channels, heads=1, concat=False)
+
+    def forward(self, x, edge_index):
+        x = torch.relu(self.norm(self.first(x, edge_index)))
+        return self.last(F.dropout(x, 0.25, self.training), edge_index)
+
+
+@needs(ours="gcnii")
+class OurGCN2(nn.Module):
+    def __init__(self, in_channels, out_channels, hidden=10, layers=3):
+        super().__init__()
+        self.lins = nn.ModuleList([nn.Linear(in_channels, hidden), nn.Linear(hidden, out_channels)])
+        self.convs = nn.ModuleList([pyg.GCN2Conv(hidden, 0.2, 0.7, i + 1) for i in range(layers)])
+
+    def forward(self, x, edge_index):
+        x = x_0 = self.lins[0](F.dropout(x, 0.25, self.training)).relu()
+        for conv in self.convs:
+            x = conv(F.dropout(x, 0.25, self.training), x_0, edge_index).relu()
+        return self.lins[1](F.dropout(x, 0.25, self.training))
+
+
+@needs(ours="sgc")
+class OurSGC(nn.Module):
+    def __init__(self, in_channels, out_channels):
+        super().__init__()
+        self.conv = pyg.SGConv(in_channels, out_channels, K=3)
+
+    def forward(self, x, edge_index):
+        return self.conv(F.dropout(x, 0.25, self.training), edge_index)
+
+
+@needs(ours="gatv2")
+def OurGATv2(in_channels, out_channels):
+    return Chain(pyg.GATv2Conv(in_channels, 6, heads=3), pyg.GATv2Conv(18, out_channels))
+
+
+@needs(ours="gin")
+class OurGIN(nn.Module):
+    def __init__(self, in_channels, out_channels):
+        super().__init__()
+        self.a = pyg.GINConv(nn.Sequential(nn.Linear(in_channels, 9), nn.ReLU(), nn.Linear(9, 14)))
+        self.b = pyg.GINConv(nn.Sequential(nn.Linear(14, 9), nn.ReLU(), nn.Linear(9, out_channels)))
+        self.norm = pyg.BatchNorm(14)
+
+    def forward(self, x, edge_index):
+        return self.b(self.norm(self.a(x, edge_index)).relu(), edge_index)
+
+
 # -- what must be refused --------------------------------------------------------------------------
 
 

@@ -195,3 +195,66 @@ class AddsLoops(nn.Module):
     def forward(self, g, x):
         g = dgl.add_self_loop(dgl.remove_self_loop(g))
         return self.b(g, self.a(g, x, g.edata["edge_weight"]).relu()).flatten(1)
+
+
+# -- what gnnplan's own layers compute ---------------------------------------------------------------
+
+
+@needs(ours="sage")
+def OurSAGE(in_size, hid_size, out_size):
+    first = dglnn.SAGEConv(in_size, 16, "mean", feat_drop=0.25, activation=F.relu)
+    return Chain(first, dglnn.SAGEConv(16, out_size, "mean", feat_drop=0.25, bias=False))
+
+
+@needs(ours="gcn")
+class OurGCN(nn.Module):
+    """Without ReLU."""
+
+    def __init__(self, in_feats, out_feats):
+        super().__init__()
+        self.a, self.b = dglnn.GraphConv(in_feats, 20), dglnn.GraphConv(20, out_feats)
+        self.drop = nn.Dropout(0.25)
+
+    def forward(self, blocks, x):
+        for layer, block in zip((self.a, self.b), blocks):
+            x = layer(block, self.drop(x))
+        return x
+
+
+@needs(ours="gat")
+def OurGAT(in_feats, out_feats):
+    first = dglnn.GATConv(in_feats, 5, 3, feat_drop=0.25, activation=F.relu)
+    return Chain(first, dglnn.GATConv(15, out_feats, 1, feat_drop=0.25))
+
+
+@needs(ours="gcnii")
+class OurGCN2(nn.Module):
+    def __init__(self, in_feats, out_feats):
+        super().__init__()
+        self.inp, self.out = nn.Linear(in_feats, 10), nn.Linear(10, out_feats)
+        how = {"alpha": 0.3, "lambda_": 0.6, "bias": False, "activation": F.relu}
+        self.a, self.b = dglnn.GCN2Conv(10, 1, **how), dglnn.GCN2Conv(10, 2, **how)
+
+    def forward(self, g, x):
+        x0 = F.relu(self.inp(x))
+        return self.out(self.b(g, self.a(g, x0, x0), x0))
+
+
+@needs(ours="sgc")
+def OurSGC(in_feats, out_feats):
+    return Chain(dglnn.SGConv(in_feats, out_feats, k=2))
+
+
+@needs(ours="gatv2")
+def OurGATv2(in_feats, out_feats):
+    first = dglnn.GATv2Conv(in_feats, 6, 3, activation=F.relu)
+    return Chain(first, dglnn.GATv2Conv(18, out_feats, 1))
+
+
+@needs(ours="gin")
+def OurGIN(in_feats, out_feats):
+    one, two = (
+        nn.Sequential(nn.Linear(a, 16), nn.ReLU(), nn.Linear(16, b))
+        for a, b in ((in_feats, 8), (8, out_feats))
+    )
+    return Chain(dglnn.GINConv(one, activation=F.relu), dglnn.GINConv(two))

@@ -13,11 +13,13 @@ VERTEX = {"pos": ((3,), "<f8", 0), "batch": ((), "<i8", 2)}
 
 @dataclass(frozen=True)
 class Entry:
-    """Fields that a module needs, and words of its refusal: always, or if edges are one way."""
+    """Fields that a module needs, and words of its refusal: always, or if edges are one way; and the
+    kind of our own layers that take its place."""
 
-    fields: tuple[str, ...]
-    refused: str
-    one_way: str
+    fields: tuple[str, ...] = ()
+    refused: str = ""
+    one_way: str = ""
+    ours: str = ""
 
     @property
     def vertex(self) -> dict[str, Any]:
@@ -28,11 +30,11 @@ class Entry:
         return {name: shape for name, shape in EDGE.items() if name in self.fields}
 
 
-def needs(*fields: str, refused: str = "", one_way: str = "") -> Callable[[T], T]:
+def needs(*fields: str, refused: str = "", one_way: str = "", ours: str = "") -> Callable[[T], T]:
     """Enter a module into the zoo."""
 
     def entered(made: T) -> T:
-        made.entry = Entry(fields, refused, one_way or refused)  # type: ignore[attr-defined]
+        made.entry = Entry(fields, refused, one_way or refused, ours)  # type: ignore[attr-defined]
         return made
 
     return entered
