@@ -1,9 +1,9 @@
 """Modules that people have brought, and what became of them before they were run as written."""
 
 import re
-import warnings
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -62,9 +62,17 @@ def with_body(head: str, body: str, given: str) -> str:
     return f"{above}class Net{forward.replace('GIVEN', given)}\n"
 
 
-def written(folder: Path, body: str, given: str = "x, edge_index", **numbers: float) -> str:
+def written(
+    folder: Path,
+    body: str,
+    given: str = "x, edge_index",
+    made: str = "",
+    after: str = "",
+    **numbers: float,
+) -> str:
+    """made: more parts of the module; after: what follows it in the file."""
     numbers = {"ALPHA": 0.1, "THETA": 0.5} | numbers
-    source = with_body(HEAD, body.strip(), given)
+    source = with_body(HEAD, body.strip(), given).replace("__()", f"__(); {made}") + after
     for name, value in numbers.items():
         source = source.replace(name, str(value))
     (folder / "model.py").write_text(source)
@@ -133,10 +141,9 @@ def test_what_a_file_prints_is_not_in_the_document(gnnplan, tmp_path):
 def test_lazy_parameters_of_a_plan_in_float64_are_made_again(tmp_path):
     """Ranks made them from rows in float32, with parameters in float64, and ended. A lazy norm's
     buffers could not be copied."""
-    model = written(tmp_path, "return self.c(self.b2(self.b1(x, edge_index)).relu(), edge_index)")
-    file, lazy = tmp_path / "model.py", "self.b1, self.b2 = SAGEConv(-1, 8), nn.LazyBatchNorm1d()"
-    file.write_text(file.read_text().replace("__()", f"__()\n        {lazy}"))
-    user = read(model, Workload(dtype="float64"), PLAIN)
+    body = "return self.c(self.b2(self.b1(x, edge_index)).relu(), edge_index)"
+    lazy = "self.b1, self.b2 = SAGEConv(-1, 8), nn.LazyBatchNorm1d()"
+    user = read(written(tmp_path, body, made=lazy), Workload(dtype="float64"), PLAIN)
     workload = Workload(dtype="float64", module=user.description, **user.fields)
     assert user.pieces is None and read_again(workload)
 
@@ -148,10 +155,16 @@ def test_fields_of_edges_may_pass_a_layer_that_does_not_learn(tmp_path):
         "h = torch.zeros_like(h).index_add(0, edge_index[1], w * h[edge_index[0]])\n"
         "return self.c(h, edge_index)"
     )
-    model, file = written(tmp_path, body, "x, edge_index, edge_attr"), tmp_path / "model.py"
-    kept = "__()\n        self.kept = nn.Linear(5, 1).requires_grad_(False)"
-    file.write_text(file.read_text().replace("__()", kept))
+    kept = "self.kept = nn.Linear(5, 1).requires_grad_(False)"
+    model = written(tmp_path, body, "x, edge_index, edge_attr", kept)
     assert read(model, Workload(), graph_with("edge_attr")).pieces
+
+
+def table_of(text: str, *names: str) -> Any:
+    """A row is a case, whose name comes first; ;; stands between lines of code."""
+    rows = [row.replace(" ;; ", "\n").split("|") for row in text.strip().splitlines()]
+    cases = [[cell.strip() for cell in cells] for cells in rows]
+    return pytest.mark.parametrize(names, [pytest.param(*of, id=name) for name, *of in cases])
 
 
 # what forward is given | fields of the graph | words of the refusal | forward, ;; between its lines;
@@ -197,17 +210,10 @@ NO_MODULE = {
 }
 
 
-@pytest.mark.parametrize(
-    ("given", "fields", "words", "body"),
-    [
-        pytest.param(*cells, id=name)
-        for row in REFUSED.strip().splitlines()
-        for name, *cells in [[cell.strip() for cell in row.split("|")]]
-    ],
-)
+@table_of(REFUSED, "given", "fields", "words", "body")
 def test_a_refusal_says_what_the_code_does(tmp_path, given, fields, words, body):
     """Edges one way: what is refused of these is carried if the graph is undirected."""
-    one_way, body = fields == "one way", body.replace(" ;; ", "\n")
+    one_way = fields == "one way"
     with pytest.raises(SpecError, match=words) as refused:
         asked(tmp_path, body, given, graph_with(*fields.split(), directed=one_way))
     assert not one_way or asked(tmp_path, body).pieces
@@ -220,14 +226,8 @@ def test_a_matrix_of_a_graph_without_weights_is_its_edges(tmp_path):
 
 def test_a_hook_of_calls_gets_what_forward_is_given_by_place(tmp_path):
     """`forward` was called by names, and the hook had none of it."""
-    model = written(tmp_path, TWO)
-    with (tmp_path / "model.py").open("a") as file:
-        file.write(
-            "def hooked(in_channels, out_channels):\n    net = Net(in_channels, out_channels)\n"
-            "    net.register_forward_pre_hook(lambda _, given: (given[0].tanh(), *given[1:]))\n"
-            "    return net\n"
-        )
-    assert read(f"{model.removesuffix('Net')}hooked", Workload(), PLAIN).pieces
+    hook = "self.register_forward_pre_hook(lambda _, given: (given[0].tanh(), *given[1:]))"
+    assert read(written(tmp_path, TWO, made=hook), Workload(), PLAIN).pieces
 
 
 def test_calls_of_batch_norms_are_counted(tmp_path):
@@ -269,11 +269,10 @@ def test_a_file_of_a_package_imports_from_it(tmp_path):
 
 def test_a_file_is_read_after_one_with_messages_of_its_own(tmp_path):
     """PyG generates code under the name of the file, and the next file ended in a KeyError."""
-    model = written(tmp_path, "return self.c(x, edge_index)")
-    with (tmp_path / "model.py").open("a") as file:
-        file.write("class Own(SAGEConv):\n    def message(self, x_j):\n        return x_j.cos()\n")
+    own = "class Own(SAGEConv):\n    def message(self, x_j):\n        return x_j.cos()\n"
+    model = written(tmp_path, "return self.c(x, edge_index)", after=own).replace(":Net", ":Own")
     for _ in range(2):
-        assert read(f"{model.removesuffix('Net')}Own", Workload(), PLAIN).pieces
+        assert read(model, Workload(), PLAIN).pieces
 
 
 @pytest.mark.parametrize("what", NO_MODULE)
@@ -296,49 +295,32 @@ def test_a_name_that_stands_for_nothing_is_refused(model, tmp_path, monkeypatch)
 COMPILE = partial(torch.compile, backend="eager")
 
 
+@pytest.mark.filterwarnings("ignore")  # torch's own
 @pytest.mark.parametrize(
     "compiled",
-    [torch.jit.script, partial(torch.jit.trace, example_inputs=torch.ones(4, 6)), COMPILE],
-    ids=["script", "trace", "compile"],
+    [
+        torch.jit.script,
+        partial(torch.jit.trace, example_inputs=torch.ones(4, 6)),
+        COMPILE,
+        lambda part: nn.Sequential(torch.jit.script(part)),
+    ],
+    ids=["script", "trace", "compile", "a part of a module"],
 )
 def test_a_compiled_module_is_refused_in_words(compiled):
-    """A scripted one ended in an AttributeError of torch's."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        module = compiled(nn.Linear(6, 3))
+    """A scripted one ended in an AttributeError of torch's. A part's parameters were said to be a
+    file's."""
     with pytest.raises(SpecError, match="its forward is compiled, and its calls of torch cannot"):
-        read(module, Workload(), PLAIN)
-
-
-PART = """
-def net(in_channels, out_channels):
-    net = Net(in_channels, out_channels)
-    net.first = HOW(nn.Linear(8, 8)MORE)
-    return net
-"""
-
-
-def with_a_part(folder: Path, how: str, more: str = "") -> UserModule:
-    """A module of which a part is compiled."""
-    written(folder, "return self.c(self.first(self.a(x, edge_index)), edge_index)")
-    with (folder / "model.py").open("a") as file:
-        file.write(PART.replace("HOW", how).replace("MORE", more))
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # torch's own
-        return read(f"{folder / 'model.py'}:net", Workload(), PLAIN)
+        read(compiled(nn.Linear(6, 3)), Workload(), PLAIN)
 
 
 @pytest.mark.slow
+@pytest.mark.filterwarnings("ignore")  # torch's own
 def test_a_compiled_part_runs_as_it_is_written(tmp_path):
     """torch's compiler followed the calls that note calls, for half a minute, on every rank."""
-    assert with_a_part(tmp_path, "torch.compile", ", backend='eager'").pieces
+    part = "self.part = torch.compile(nn.Linear(8, 8), backend='eager')"
+    body = "return self.c(self.part(self.a(x, edge_index)), edge_index)"
+    assert read(written(tmp_path, body, made=part), Workload(), PLAIN).pieces
     assert not torch._dynamo.utils.counters["frames"]
-
-
-def test_a_scripted_part_is_refused_in_words(tmp_path):
-    """Its parameters were said to be a file's."""
-    with pytest.raises(SpecError, match="first: its forward is compiled, and its calls of torch"):
-        with_a_part(tmp_path, "torch.jit.script")
 
 
 @pytest.mark.parametrize(
@@ -403,16 +385,12 @@ def test_a_model_of_pyg_is_trained_by_our_layers(tmp_path):
     assert user.pieces is None and user.fields["model"] == "sage"
 
 
+@pytest.mark.filterwarnings("ignore")  # torch's own
 def test_a_scripted_function_is_called_as_a_whole(tmp_path):
     """It was told to be put in a module of its own."""
-    model = written(tmp_path, "return self.c(gelu(self.a(x, edge_index)), edge_index)")
-    with (tmp_path / "model.py").open("a") as file:
-        file.write(
-            "\n@torch.jit.script\ndef gelu(x):\n    return x * 0.5 * (1.0 + torch.erf(x / 1.41))\n"
-        )
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # torch's own
-        assert read(model, Workload(), PLAIN).pieces
+    gelu = "\n@torch.jit.script\ndef gelu(x):\n    return x * 0.5 * (1.0 + torch.erf(x / 1.41))\n"
+    body = "return self.c(gelu(self.a(x, edge_index)), edge_index)"
+    assert read(written(tmp_path, body, after=gelu), Workload(), PLAIN).pieces
 
 
 TANH = "return self.c(self.a(x, edge_index).tanh(), edge_index)"
@@ -530,81 +508,38 @@ class Net(nn.Module):
     def forward(self, GIVEN):
         BODY
 """
-MESSAGES = """
-g.ndata["h"] = g.ndata["feat"].tanh()
-g.apply_edges(lambda edges: {"e": edges.src["h"] * edges.dst["h"]})
-g.update_all(fn.u_mul_e("h", "e", "m"), fn.sum("m", "h"))
-return self.last(g.ndata["h"])
-""".strip()
+# what forward is given | its layers, or words of the refusal | forward
+OF_DGL = r"""
+    dropout and hops inside | g, x | 3 | return self.tag(g, self.gat(g, x).flatten(1))
+    messages in forward | g | 1 | g.ndata["h"] = g.ndata["feat"].tanh() ;; g.apply_edges(lambda edges: {"e": edges.src["h"] * edges.dst["h"]}) ;; g.update_all(fn.u_mul_e("h", "e", "m"), fn.sum("m", "h")) ;; return self.last(g.ndata["h"])
+    blocks of own layers | blocks, x | 2 | for own, block in zip(self.own, blocks): ;;     x = own(block, x) ;; return self.last(x)
+    loops by a function | g, x | 1 | g = add_self_loop(g) ;; return self.mean(g, x)
+    loops by DGL's name | g, x | 1 | import dgl ;; g = dgl.add_self_loop(dgl.remove_self_loop(g)) ;; return self.mean(g, x)
+    loops by a method | g, x | 1 | g = g.remove_self_loop().add_self_loop() ;; return self.mean(g, x)
+    batch norm of mailboxes | g, x | norm\.norm normalises by moments of all rows in a part | g.ndata["h"] = x ;; return self.last(self.norm(g))
+    LSTM | g, x | layer 1, in lstm \(SAGEConv\), .* reduce by a | return self.lstm(g, x)
+    two hops | g, x | line \d+: twice \(Twice\) is called as a whole, .*\(off by [^:]*\)$ | return self.last(self.twice(g, x))
+    readout | g, x | line \d+: SegmentReduce makes \[1, 6\] of all edges or vertices | import dgl ;; with g.local_scope(): ;;     g.ndata['h'] = x.tanh() ;;     x = x - dgl.broadcast_nodes(g, dgl.mean_nodes(g, 'h')) ;; return self.mean(g, x)
+    other graph | g, x | also reads the graph without the self-loops that it adds; add them first | import dgl ;; return self.mean(dgl.add_self_loop(g), self.mean(g, x) @ self.last.weight)
+    MWE_GCN | g | forward reads no rows of vertices | h = F.dropout(torch.ones(g.num_nodes(), 6), 0.5, self.training) ;; return self.last(self.own[0](g, h))
+"""
 
 
-LOOPS = ["g = add_self_loop(g)", "import dgl\ng = dgl.add_self_loop(dgl.remove_self_loop(g))"]
-LOOPS += ["g = g.remove_self_loop().add_self_loop()"]
-
-
-@pytest.mark.parametrize(
-    ("given", "body", "layers"),
-    [
-        ("g, x", "return self.tag(g, self.gat(g, x).flatten(1))", 3),
-        ("g", MESSAGES, 1),
-        (
-            "blocks, x",
-            "for own, block in zip(self.own, blocks):\n    x = own(block, x)\nreturn self.last(x)",
-            2,
-        ),
-        *(("g, x", f"{made}\nreturn self.mean(g, x)", 1) for made in LOOPS),
-    ],
-    ids=["dropout and hops inside", "messages in forward", "blocks of own layers", *LOOPS],
-)
-def test_dgls_kernels_are_followed(tmp_path, given, body, layers):
-    """All were refused but the blocks: there were as many blocks as convolutions of DGL."""
-    assert with_dgl(tmp_path, given, body).fields["layers"] == layers
+@table_of(OF_DGL, "given", "told", "body")
+def test_dgls_kernels_are_followed_or_refused_by_name(tmp_path, given, told, body):
+    """There were once as many blocks as convolutions of DGL, and all else was refused in words of
+    something else."""
+    if told.isdigit():
+        assert with_dgl(tmp_path, given, body).fields["layers"] == int(told)
+        return
+    with pytest.raises(SpecError, match=told):
+        with_dgl(tmp_path, given, body)
 
 
 def test_a_convolution_of_dgl_that_multiplies_first_has_its_products_exchanged(tmp_path):
     """It was called as a whole, so ranks sent all features of each neighbour."""
     module = with_dgl(tmp_path, "g, x", "return 1.5 * self.mean(g, x)").description
     assert module.layers[0].counted.gathered == PLAIN.classes < PLAIN.features
-
-
-@pytest.mark.parametrize(
-    ("given", "body", "words"),
-    [
-        (
-            "g, x",
-            'g.ndata["h"] = x\nreturn self.last(self.norm(g))',
-            r"norm\.norm normalises by moments of all rows in a part",
-        ),
-        ("g, x", "return self.lstm(g, x)", r"layer 1, in lstm \(SAGEConv\), .* reduce by a"),
-        (
-            "g, x",
-            "return self.last(self.twice(g, x))",
-            r"line \d+: twice \(Twice\) is called as a whole, .*\(off by [^:]*\)$",
-        ),
-        (
-            "g, x",
-            "import dgl\nwith g.local_scope():\n    g.ndata['h'] = x.tanh()\n"
-            "    x = x - dgl.broadcast_nodes(g, dgl.mean_nodes(g, 'h'))\nreturn self.mean(g, x)",
-            r"line \d+: SegmentReduce makes \[1, 6\] of all edges or vertices",
-        ),
-        (
-            "g, x",
-            "import dgl\nreturn self.mean(dgl.add_self_loop(g), self.mean(g, x) @ self.last.weight)",
-            "also reads the graph without the self-loops that it adds; add them first",
-        ),
-        (
-            "g",
-            "h = F.dropout(torch.ones(g.num_nodes(), 6), 0.5, self.training)\n"
-            "return self.last(self.own[0](g, h))",
-            "forward reads no rows of vertices",
-        ),
-    ],
-    ids=["batch norm of mailboxes", "LSTM", "two hops", "readout", "other graph", "MWE_GCN"],
-)
-def test_what_a_module_of_dgl_does_is_refused_by_name(tmp_path, given, body, words):
-    """All but the first were refused in words of something else."""
-    with pytest.raises(SpecError, match=words):
-        with_dgl(tmp_path, given, body)
 
 
 def test_a_module_of_dgl_may_return_a_list_of_its_rows(tmp_path):
