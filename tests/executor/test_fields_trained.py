@@ -1,16 +1,16 @@
-"""Modules that read fields train on two ranks as in one process of PyG, in float64."""
+"""What modules read of a graph's fields: by which names, with which notes and refusals (what they
+train is in the zoo)."""
 
 import importlib
 import pickle
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from torch.nn import functional as F
 from written import quiet
+from zoo_table import HERE
 
 import gnnplan
 from gnnplan.api.arguments import ask
@@ -22,11 +22,11 @@ from gnnplan.executor.ranks.rank import Rank
 from gnnplan.planner.vocabulary.errors import SpecError
 from gnnplan.testing.ranks import Case
 
-N, EPOCHS, LR = 40, 4, 0.05
+N = 40
 MODEL = """
 import torch
 from torch import nn
-from torch_geometric.nn import GCNConv, GINEConv, RGCNConv
+from torch_geometric.nn import GCNConv
 
 class Weighted(nn.Module):
     def __init__(self, in_channels, out_channels):
@@ -35,15 +35,6 @@ class Weighted(nn.Module):
     def forward(self, x, edge_index, edge_weight, pos):
         h = self.a(torch.cat([x, pos], 1), edge_index, edge_weight).relu()
         return self.b(h, edge_index, edge_weight)
-
-class Described(nn.Module):
-    def __init__(self, in_channels, out_channels):
-        super().__init__()
-        self.a = GINEConv(nn.Linear(in_channels, 8), edge_dim=3)
-        self.b = GINEConv(nn.Linear(8, out_channels), edge_dim=3)
-    def forward(self, data):
-        h = self.a(data.x, data.edge_index, data.edge_attr).relu()
-        return self.b(h, data.edge_index, data.edge_attr)
 
 class Kinds(nn.Module):
     def __init__(self, in_channels, out_channels):
@@ -56,9 +47,6 @@ class Far(Kinds):
     def forward(self, x, edge_index, kind):
         return super().forward(x, edge_index, kind % 6)
 """
-
-
-FULL = {"mode": "mini", "fanout": "full", "batch": 14}  # all training vertices
 
 
 def data_of() -> Any:
@@ -92,44 +80,11 @@ def folder(tmp_path_factory):
     return path
 
 
-def case_of(folder: Path, name: str, strategy: str, **more: Any) -> Case:
-    workload = {"dtype": "float64", "lr": LR, **more}
-    asked = Case(strategy, str(folder / "data.pt"), workload, epochs=EPOCHS)
-    problem, _ = with_user_model(asked.problem(2), f"{folder / 'model.py'}:{name}")
-    return Case(strategy, asked.graph, problem.workload.model_dump(), epochs=EPOCHS)
-
-
-def by_itself(folder: Path) -> list[float]:
-    """Losses of `Described` in one process, which has the Data as PyG does."""
-    torch.manual_seed(0)
-    spec = importlib.util.spec_from_file_location("model", folder / "model.py")
-    assert spec and spec.loader
-    own = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(own)
-    module, data = own.Described(5, 4).double(), data_of()
-    optimizer, losses = torch.optim.Adam(module.parameters(), lr=LR), []
-    for _ in range(EPOCHS):
-        loss = F.cross_entropy(module(data)[data.train_mask], data.y[data.train_mask])
-        optimizer.zero_grad()
-        loss.backward()
-        optimizer.step()
-        losses.append(loss.item())
-    return losses
-
-
-def test_two_ranks_train_as_the_module_on_its_data(folder, run_ranks):
-    """Of all edges at once, and of batches that reach the ranks from another process."""
-    cases = [
-        case_of(folder, "Described", "graph_parallel"),
-        case_of(folder, "Described", "data_parallel(prefetch=2)", **FULL),
-    ]
-    expected = by_itself(folder)
-    for result in run_ranks(2, cases):
-        assert result.losses == pytest.approx(expected, rel=1e-9)
-
-
 def test_a_batch_does_not_carry_the_whole_graph(folder):
-    case = case_of(folder, "Weighted", "data_parallel", **FULL)
+    mini = {"dtype": "float64", "mode": "mini", "fanout": "full", "batch": 14}
+    asked = Case("data_parallel", str(folder / "data.pt"), mini)
+    problem, _ = with_user_model(asked.problem(2), f"{folder / 'model.py'}:Weighted")
+    case = replace(asked, workload=problem.workload.model_dump())
     problem = case.problem(2)
     batches = case.settled(problem).batches(problem)
     sampler = Sampler(batches, 0, ["one"] * 2)
@@ -193,33 +148,18 @@ def test_a_parameter_may_name_a_field_of_dgl():
     assert dict(found.takes) == takes | {f"edge_{of}": f"edge {of}" for of in ("weight", "feat")}
 
 
-WIDE = """
-import torch.nn.functional as F
-from torch import nn
-from torch_geometric.nn import GATConv
-
-class GAT(nn.Module):
-    def __init__(self, in_channels, out_channels):
-        super().__init__()
-        self.a, self.b = GATConv(in_channels, 8, 8, dropout=0.6), GATConv(64, out_channels, 1)
-    def forward(self, x, edge_index):
-        h = F.elu(self.a(F.dropout(x, 0.6, self.training), edge_index))
-        return self.b(F.dropout(h, 0.6, self.training), edge_index)
-"""
-
-
 @pytest.mark.nightly
 def test_coras_gat_trains_on_coras_words(tmp_path, run_ranks):
     """1,433 columns, nearly all 0: the layer could not be counted, and the remedy did not help."""
+    quiet("dgl")
     rng = np.random.default_rng(0)
     src, dst = rng.integers(0, 80, (2, 400))
     x = (rng.random((80, 1433)) < 0.01).astype(np.float32)
     np.savez(tmp_path / "words.npz", src=src, dst=dst, x=x, y=np.arange(80) % 3)
-    (tmp_path / "gat.py").write_text(WIDE)
     case = Case("graph_parallel", str(tmp_path / "words.npz"), {"layers": 2, "dtype": "float64"})
     plain = case.problem(2)
     assert plain.stats.nonzeros
-    problem, notes = with_user_model(plain, f"{tmp_path / 'gat.py'}:GAT")
+    problem, notes = with_user_model(plain, f"{HERE / 'zoo_dgl.py'}:DroppingGAT")
     assert problem.stats.nonzeros == 0 and "are made dense" in " ".join(notes)
     case = replace(case, workload=problem.workload.model_dump())
     (two,) = run_ranks(2, [case])

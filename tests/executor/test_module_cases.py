@@ -103,13 +103,6 @@ def test_a_field_is_read_by_its_name(tmp_path):
     assert user.pieces and user.pieces.inputs == (("pos", 3),)
 
 
-@pytest.mark.parametrize("numbers", every(2, [{"THETA": 0.0}, {"ALPHA": 1.5}]), ids=str)
-def test_numbers_that_our_layers_lack_are_the_modules_own(tmp_path, numbers):
-    """They ended in a traceback of the workload's rules."""
-    user = asked(tmp_path, OURS["no weights of edges"], **numbers)
-    assert user.pieces and user.fields["layers"] == 2
-
-
 PLAN = f"plan --json --graph {GRAPH} --ranks 2 --set gpus_per_server=2 --mode full --model"
 TWO = "return self.c(self.norm(self.a(x, edge_index)).relu(), edge_index)"
 
@@ -186,28 +179,17 @@ REFUSED = r"""
     a field without its width | x, edge_index, edge_attr | edge_attr | that get edge_attr need edge_dim=5 | from torch_geometric.nn import PNAConv ;; conv = PNAConv(6, 3, ['mean'], ['identity'], torch.ones(3).long()) ;; return conv(x, edge_index, edge_attr)
     a field that fails | x, edge_index, edge_attr=None | edge_attr | gets the graph's fields as edge_attr, which it could | assert edge_attr is None ;; return self.c(x, edge_index)
 """
-# a whole file -> words of the refusal
-NO_MODULE = {
-    "nothing": ("", "has no Net"),
-    "syntax": ("class Net(", "line 1"),
-    "raises": ("\n1 / 0\n", "line 2: "),
-    "on meta": (  # ended in a traceback
-        "import torch\n"
-        "class Net(torch.nn.Linear):\n"
-        "    def __init__(self, in_channels, out_channels):\n"
-        "        super().__init__(in_channels, out_channels, device='meta')\n"
-        "    def forward(self, x, edge_index):\n"
-        "        return x[:, :1] + edge_index.max()\n",
-        "weight is on the device meta: it has no numbers; use the CPU",
-    ),
-    "a number": ("Net = 3", "Net is a int; name a torch.nn.Module"),
-    "makes a number": ("def Net():\n    return 3", "Net makes a int"),
-    "another width": ("def Net(width):\n    pass", "requires width, which we do not know"),
-    "a script": (
-        "import argparse\nargparse.ArgumentParser().exit(2)\n",
-        r"line 2: .*SystemExit: 2\); the file is imported, not",
-    ),
-}
+# words of the refusal | a whole file
+NO_MODULE = r"""
+    nothing | has no Net |
+    syntax | line 1 | class Net(
+    raises | line 2: | # a comment ;; 1 / 0
+    on meta | weight is on the device meta: it has no numbers; use the CPU | import torch ;; class Net(torch.nn.Linear): ;;     def __init__(self, in_channels, out_channels): ;;         super().__init__(in_channels, out_channels, device='meta') ;;     def forward(self, x, edge_index): ;;         return x[:, :1] + edge_index.max()
+    a number | Net is a int; name a torch.nn.Module | Net = 3
+    makes a number | Net makes a int | def Net(): ;;     return 3
+    another width | requires width, which we do not know | def Net(width): ;;     pass
+    a script | line 2: .*SystemExit: 2\); the file is imported, not | import argparse ;; argparse.ArgumentParser().exit(2)
+"""
 
 
 @table_of(REFUSED, "given", "fields", "words", "body")
@@ -275,12 +257,13 @@ def test_a_file_is_read_after_one_with_messages_of_its_own(tmp_path):
         assert read(model, Workload(), PLAIN).pieces
 
 
-@pytest.mark.parametrize("what", NO_MODULE)
-def test_a_file_without_a_module_is_refused_by_name(tmp_path, what):
-    (tmp_path / "model.py").write_text(NO_MODULE[what][0])
-    with pytest.raises(SpecError, match=NO_MODULE[what][1]) as refused:
-        read(f"{tmp_path / 'model.py'}:Net", Workload(), PLAIN)
-    assert str(tmp_path / "model.py") in str(refused.value) and refused.value.exit_code == 2
+@table_of(NO_MODULE, "words", "source")
+def test_a_file_without_a_module_is_refused_by_name(tmp_path, words, source):
+    file = tmp_path / "model.py"
+    file.write_text(source)
+    with pytest.raises(SpecError, match=words) as refused:
+        read(f"{file}:Net", Workload(), PLAIN)
+    assert str(file) in str(refused.value) and refused.value.exit_code == 2
 
 
 @pytest.mark.parametrize("model", ["model.py", "model.py:", "absent.py:M", "model.pyc:M"])
@@ -343,36 +326,30 @@ def test_python_says_what_was_done_with_a_graph(tmp_path):
     assert "dropped 1 self-loop" in plan.notes and "note: made undirected: 3 -> 6" in str(plan)
 
 
-# what only looks like a call of ours: it was taken for a sum without alpha
-CARRIED = {
-    "sum with alpha": "h = self.a(x, edge_index).relu()\n"
-    "return self.c(torch.add(h, self.b(h, edge_index), alpha=0.5).relu(), edge_index)",
-}
-# whose forward is no plain list of calls, and computes what our layers do
-OURS = {
-    "log_softmax": "return F.log_softmax(self.c(self.a(x, edge_index), edge_index), dim=1)",
-    "by name": "return self.c(self.a(x=x, edge_index=edge_index).relu(), edge_index)",
-    "no weights of edges": "h = h0 = self.first(x).relu()\n"
-    "for conv in self.deep:\n    h = conv(h, h0, edge_index, None).relu()\nreturn self.last(h)",
-    "checks and a loop over sizes": """
-assert x.dim() == 2 and edge_index.dtype == torch.long and edge_index.size(0) == 2
-if x.size(0) == 0:
-    return x
-for conv in (self.a, self.c):
-    x = conv(x.relu() if x.size(1) == 8 else x, edge_index)
-return x
-""",
-    "dropout before ReLU": "F.dropout(x, 0.2, self.training)  # which nobody reads\n"
-    "x = F.dropout(self.a(x, edge_index), 0.5, self.training)\n"
-    "return self.c(x.relu(), edge_index)",
-}
+# by our layers, or as it is written, and a forward that is no plain list of calls; the first was taken
+# for a sum without alpha
+GUESSED = r"""
+    sum with alpha | as written | h = self.a(x, edge_index).relu() ;; return self.c(torch.add(h, self.b(h, edge_index), alpha=0.5).relu(), edge_index)
+    log_softmax | sage | return F.log_softmax(self.c(self.a(x, edge_index), edge_index), dim=1)
+    by name | sage | return self.c(self.a(x=x, edge_index=edge_index).relu(), edge_index)
+    no weights of edges | gcnii | h = h0 = self.first(x).relu() ;; for conv in self.deep: ;;     h = conv(h, h0, edge_index, None).relu() ;; return self.last(h)
+    checks and a loop over sizes | sage | assert x.dim() == 2 and edge_index.dtype == torch.long and edge_index.size(0) == 2 ;; if x.size(0) == 0: ;;     return x ;; for conv in (self.a, self.c): ;;     x = conv(x.relu() if x.size(1) == 8 else x, edge_index) ;; return x
+    dropout before ReLU | sage | F.dropout(x, 0.2, self.training)  # which nobody reads ;; x = F.dropout(self.a(x, edge_index), 0.5, self.training) ;; return self.c(x.relu(), edge_index)
+"""
 
 
-@pytest.mark.parametrize("what", [*CARRIED, *OURS])
-def test_what_is_written_otherwise_is_run_as_it_is_written_or_by_our_layers(tmp_path, what):
-    user = asked(tmp_path, (CARRIED | OURS)[what])
-    assert bool(user.pieces) == (what in CARRIED)
-    assert user.pieces or user.fields["model"] in ("sage", "gcnii")
+@table_of(GUESSED, "kind", "body")
+def test_what_is_written_otherwise_is_run_as_it_is_written_or_by_our_layers(tmp_path, kind, body):
+    user = asked(tmp_path, body)
+    assert ("as written" if user.pieces else user.fields["model"]) == kind
+
+
+@pytest.mark.parametrize("numbers", every(2, [{"THETA": 0.0}, {"ALPHA": 1.5}]), ids=str)
+def test_numbers_that_our_layers_lack_are_the_modules_own(tmp_path, numbers):
+    """They ended in a traceback of the workload's rules."""
+    body = "h = x0 = self.first(x).relu()\nfor conv in self.deep:\n    h = conv(h, x0, edge_index).relu()\n"
+    user = asked(tmp_path, f"{body}return self.last(h)", **numbers)
+    assert user.pieces and user.fields["layers"] == 2
 
 
 def test_a_model_of_pyg_is_trained_by_our_layers(tmp_path):

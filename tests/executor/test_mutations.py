@@ -29,8 +29,8 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import nn
-from torch_geometric.nn import GATConv, GCNConv, GraphConv, MessagePassing, SAGEConv
-from torch_geometric.utils import add_self_loops, degree, scatter, softmax
+from torch_geometric.nn import BatchNorm, EdgeConv, GCNConv, GraphConv, GraphSizeNorm, InstanceNorm, SAGEConv
+from torch_geometric.utils import add_self_loops, degree, dropout_edge, softmax
 
 class Twice(torch.autograd.Function):
     @staticmethod
@@ -225,6 +225,7 @@ IN_FORWARD = r"""
     no convolution | no convolution's rows reach the output | return self.lin(x[:, :8])[:, :4]
     no class per column | rows of 8 numbers, and the graph has 4 classes | return h
     infinite rows | are not finite | h = h / 0
+    dropped edges | random | e, _ = dropout_edge(edge_index, p=0.2, training=self.training) ;; h = self.c(h, e)
     sums over edges, one with alpha | carried by day | h = h + torch.zeros_like(h).index_add(0, dst, h[src], alpha=0.5) ;; fewer = torch.zeros_like(h[:, 1:]).index_add(0, dst, h[src, 1:]) ;; h = torch.tanh(h + fewer.sum(1, keepdim=True)) ;; h = (0 * self.lin.bias).repeat(h.size(0), 1).index_add(0, dst, h[src]) ;; h = torch.zeros(int(edge_index.max()) + 1, 8).index_add(0, dst, torch.tanh(h)[src])
     numbers of float32 | carried by day | h = self.a(x.float(), edge_index) + torch.ones(x.size(0), 8) + 1
     constants that torch does not see made | carried by day | h = h * (torch.FloatTensor([0.5, 2.0]).to(x) * torch.from_numpy(np.arange(8.0)).to(x)[:2]).repeat(4)
@@ -253,6 +254,13 @@ WHEN_MADE = """
     another forward | refused | old = self.a.forward; self.a.forward = lambda *x: old(*x) * 2
     a hook of a parameter | refused | self.lin.weight.register_hook(lambda g: g.clamp(-1, 1))
     always in training | refused | self.norm.train = lambda mode=True: self.norm
+    medians, which PyG lacks of nobody | index out of range | self.a = SAGEConv(in_channels, 8, aggr='median')
+    an LSTM of neighbours | numbered in reverse | self.a = SAGEConv(in_channels, 8, aggr='lstm')
+    a norm of edges | batch norm of edges | self.a = EdgeConv(nn.Sequential(nn.Linear(24, 8), nn.BatchNorm1d(8)))
+    a norm of the batch | track_running_stats=True | self.norm = BatchNorm(8, track_running_stats=False)
+    a norm of cumulative momentum | asks for the numbers in a tensor | self.norm = nn.BatchNorm1d(8, momentum=None)
+    a norm of the instance | looks at all vertices | self.norm = InstanceNorm(8)
+    a norm by the graph's size | carried by day | self.norm = GraphSizeNorm()
     never in training | carried | self.norm.running_mean.normal_(); self.norm.eval().train = lambda mode=True: self.norm
 """
 SHOWN = "h = self.norm(self.lin(self.c(h, edge_index)))"  # so that a change of any part shows

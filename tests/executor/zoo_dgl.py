@@ -86,11 +86,6 @@ class UserGATLayer(nn.Module):
             return g.ndata.pop("h")
 
 
-@needs()
-def UserGAT(in_dim, out_dim):
-    return Chain(UserGATLayer(in_dim, 8), UserGATLayer(8, out_dim))
-
-
 class SoftmaxOfEdges(nn.Module):
     def __init__(self, in_feats, out_feats):
         super().__init__()
@@ -108,11 +103,6 @@ class SoftmaxOfEdges(nn.Module):
             return g.ndata["out"]
 
 
-@needs()
-def UserAttention(in_feats, out_feats):
-    return Chain(SoftmaxOfEdges(in_feats, 8), SoftmaxOfEdges(8, out_feats))
-
-
 class WeightedConv(nn.Module):
     """Reads a field of edges from the graph."""
 
@@ -128,8 +118,8 @@ class WeightedConv(nn.Module):
 
 
 @needs("edge_weight")
-def UserWeighted(in_feats, out_feats):
-    return Chain(WeightedConv(in_feats, 8), WeightedConv(8, out_feats))
+def HandWritten(in_feats, out_feats):
+    return Chain(UserGATLayer(in_feats, 8), SoftmaxOfEdges(8, 8), WeightedConv(8, out_feats))
 
 
 @needs("edge_attr")
