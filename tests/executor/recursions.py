@@ -6,8 +6,10 @@ so. An added gradient g of rows h is written as a term <h, g> of the objective."
 
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
+import pytest
 import torch
 from crossing import Adapting, Uniform, Whole, by_reader
 from torch import Tensor
@@ -408,3 +410,12 @@ def measured(metric: str, answers: Tensor, y: np.ndarray) -> float:
     said = (answers > 0).numpy() if several else highest
     of = {"accuracy": lambda a, b: (a & b).any(1).mean(), "f1_micro": f1, "f1_macro": f1_of_each}
     return float(of[metric](said, true))
+
+
+def must_score(recursion: Recursion, row: dict[str, Any], metric: str) -> None:
+    """Of vertices that are held out."""
+    answers = recursion.answers()
+    for part in ("val", "test"):
+        mask = np.array(getattr(recursion.graph, part))
+        expected = measured(metric, answers[torch.from_numpy(mask)], recursion.graph.y[mask])
+        assert row[f"{part}_{metric}"] == pytest.approx(expected, rel=1e-9)

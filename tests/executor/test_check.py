@@ -18,7 +18,7 @@ from gnnplan.executor.launch import check as checking
 from gnnplan.executor.ranks import activity
 from gnnplan.planner.gnn.workload import Workload
 from gnnplan.planner.graph.load import load
-from gnnplan.planner.vocabulary.errors import LostRank, SpecError
+from gnnplan.planner.vocabulary.errors import SpecError
 from gnnplan.testing.ranks import meeting
 
 
@@ -105,18 +105,6 @@ check.train = breaks
     assert found["codes"] == [75, 4]  # the other one's failure follows from it
     assert found["notes"][1]["message"] == "ValueError: 7"
     assert [note["activity"].partition(" ")[0] for note in found["notes"]] == ["granndis"] * 2
-
-
-@pytest.mark.processes
-def test_a_rank_that_is_lost_is_named_and_none_is_left(tmp_path, monkeypatch):
-    broken, left = tmp_path / "python", tmp_path / "pid"
-    words = f'[ "$RANK" = 1 ] && exit 3\necho $$ > {left}\nexec {sys.executable} "$@"\n'
-    broken.write_text(f"#!/bin/sh\n{words}")
-    broken.chmod(0o755)
-    monkeypatch.setattr(sys, "executable", str(broken))
-    with pytest.raises(LostRank, match=r"rank 1 of gnnplan check was lost in start: exit code 3"):
-        gnnplan.check("gin", hidden=8, layers=2)
-    assert not left.exists() or not Path(f"/proc/{left.read_text().strip()}").exists()
 
 
 def live_sage() -> Any:

@@ -4,14 +4,12 @@ import json
 
 import pytest
 from pairwise import at_night, covered
-from pretend_device import CUDA, pretend_device
+from pretend_device import CUDA
 
 from gnnplan.executor.ranks.rank import Rank
 from gnnplan.executor.train import train
 from gnnplan.planner.gnn.trace import summing
 from gnnplan.testing.ranks import Case
-
-__all__ = ["pretend_device"]
 
 GRAPH = "synthetic:community?vertices=3000&edges=100000&features=64&classes=16&seed=0"
 KINDS = ("sage", "gcn", "gat", "gatv2", "gin", "sgc", "gcnii", "resgcn")

@@ -17,7 +17,7 @@ import pytest
 import torch
 from asked import on
 from pairwise import covered, every
-from pretend_device import CUDA, ROUNDED, Device, OnDevice, pretend_device
+from pretend_device import CUDA, ROUNDED, Device, OnDevice
 
 from gnnplan.executor import train
 from gnnplan.executor.layers.kernels import sent
@@ -29,8 +29,6 @@ from gnnplan.planner.problem.problem import Problem
 from gnnplan.planner.strategies import parse
 from gnnplan.planner.vocabulary.schedule import Copy
 from gnnplan.testing.ranks import Case, Result
-
-__all__ = ["pretend_device"]
 
 MODELS = ("sage", "gcn", "gcnii", "gat", "gatv2", "gin", "resgcn", "sgc")
 # Of a step, by model, with its loss, its answers and the optimizer; they may only fall. 0: the
