@@ -259,18 +259,12 @@ def _made_by(factory: Callable[..., Tensor]) -> Callable[..., Tensor]:
 
 def _to(tensor: Tensor, *args: Any, **kwargs: Any) -> Tensor:
     """Tensor.to, with CUDA devices in place of which there is only the pretend one."""
-    device, dtype, non_blocking, _ = (
-        torch._C._nn._parse_to(  # type: ignore[attr-defined]
-            *(arg for arg in args if not isinstance(arg, Tensor)),
-            **{
-                k: v
-                for k, v in kwargs.items()
-                if k in ("device", "dtype", "non_blocking") and v is not None
-            },
-        )
-        if args or set(kwargs) - {"copy", "memory_format"}
-        else (None, None, False, None)
-    )
+    asked = {name: kwargs.get(name) for name in ("device", "dtype", "non_blocking")}
+    asked = {name: value for name, value in asked.items() if value is not None}
+    words = [arg for arg in args if not isinstance(arg, Tensor)]
+    device, dtype, non_blocking = None, None, False
+    if args or asked:
+        device, dtype, non_blocking, _ = torch._C._nn._parse_to(*words, **asked)  # type: ignore[attr-defined]
     rest = {} if dtype is None else {"dtype": dtype}
     if kwargs.get("copy"):
         rest["copy"] = True

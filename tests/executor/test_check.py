@@ -108,21 +108,11 @@ check.train = breaks
 
 
 def live_sage() -> Any:
-    from torch_geometric.nn import SAGEConv
-
-    class Live(torch.nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.a, self.b = SAGEConv(9, 6), SAGEConv(6, 3)
-
-        def forward(self, x: Any, edge_index: Any) -> Any:
-            return self.b(self.a(x, edge_index).relu(), edge_index)
-
-    return Live()
+    sage = pytest.importorskip("torch_geometric.nn", exc_type=ImportError).SAGEConv
+    return pytest.importorskip("zoo").Chain(sage(9, 6), sage(6, 3))
 
 
 def test_a_live_module_is_compared_at_its_own_widths(prove, tmp_path):
-    pytest.importorskip("torch_geometric", exc_type=ImportError)
     answer = prove(checking.asked(live_sage(), {}, None, None, tmp_path))
     assert (answer["graph"]["features"], answer["graph"]["classes"]) == (9, 3)
     assert {each["answer"] for each in answer["strategies"]} == {"equal", "lossy"}
@@ -133,9 +123,8 @@ def test_a_live_module_is_compared_at_its_own_widths(prove, tmp_path):
 @pytest.mark.nightly
 @pytest.mark.processes
 def test_python_shows_what_the_command_line_prints(tmp_path):
-    pytest.importorskip("torch_geometric", exc_type=ImportError)
     found = gnnplan.check(live_sage())
-    assert found.ok and found.document["model"] == "Live"
+    assert found.ok and found.document["model"] == "Chain"
     assert [row["strategy"] for row in found.table] == [e.strategy for _, e in checking.tried()]
     by_kind = gnnplan.check("gcn", layers=2, hidden=8)
     done = run("gcn", "--layers", 2, "--hidden", 8, cwd=tmp_path)

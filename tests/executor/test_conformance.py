@@ -46,20 +46,15 @@ def trained(setting: Setting, run_ranks: Ranks, sources: Any) -> Result:
     return _trained[str(setting)]
 
 
-class OfSetting(FinishedRun):
-    def __init__(self, setting: Setting, result: Result) -> None:
-        super().__init__(result)
-        self.setting = setting
-
-
-_played: dict[str, OfSetting] = {}
+_played: dict[str, FinishedRun] = {}
 
 
 @pytest.fixture(params=by_day(SETTINGS), ids=str)
 def played(request, run_ranks, sources):
     setting = request.param
     if str(setting) not in _played:
-        _played[str(setting)] = OfSetting(setting, trained(setting, run_ranks, sources))
+        _played[str(setting)] = FinishedRun(trained(setting, run_ranks, sources))
+        _played[str(setting)].setting = setting
     return _played[str(setting)]
 
 

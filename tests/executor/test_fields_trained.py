@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from test_module_cases import written
 from written import quiet
 from zoo_table import HERE
 
@@ -23,30 +24,18 @@ from gnnplan.planner.vocabulary.errors import SpecError
 from gnnplan.testing.ranks import Case
 
 N = 40
-MODEL = """
-import torch
-from torch import nn
-from torch_geometric.nn import GCNConv
-
-class Weighted(nn.Module):
-    def __init__(self, in_channels, out_channels):
-        super().__init__()
-        self.a, self.b = GCNConv(in_channels + 2, 8), GCNConv(8, out_channels)
-    def forward(self, x, edge_index, edge_weight, pos):
-        h = self.a(torch.cat([x, pos], 1), edge_index, edge_weight).relu()
-        return self.b(h, edge_index, edge_weight)
-
-class Kinds(nn.Module):
-    def __init__(self, in_channels, out_channels):
-        super().__init__()
-        self.of, self.a = nn.Embedding(6, 4), GCNConv(in_channels + 4, out_channels)
-    def forward(self, x, edge_index, kind):
-        return self.a(torch.cat([x, self.of(kind)], 1), edge_index)
-
-class Far(Kinds):
-    def forward(self, x, edge_index, kind):
-        return super().forward(x, edge_index, kind % 6)
-"""
+WEIGHTED = {
+    "given": "x, edge_index, edge_weight, pos",
+    "made": "self.one, self.two = GCNConv(in_channels + 2, 8), GCNConv(8, out_channels)",
+    "body": "h = self.one(torch.cat([x, pos], 1), edge_index, edge_weight).relu()\n"
+    "return self.two(h, edge_index, edge_weight)",
+}
+KINDS = {
+    "given": "x, edge_index, kind",
+    "made": "self.of, self.one = nn.Embedding(6, 4), GCNConv(in_channels + 4, out_channels)",
+    "body": "return self.one(torch.cat([x, self.of(kind)], 1), edge_index)",
+}
+FAR = KINDS | {"body": KINDS["body"].replace("kind", "kind % 6")}
 
 
 def data_of() -> Any:
@@ -76,14 +65,14 @@ def data_of() -> Any:
 def folder(tmp_path_factory):
     path = tmp_path_factory.mktemp("fields")
     torch.save(data_of(), path / "data.pt")
-    (path / "model.py").write_text(MODEL)
+    written(path, **WEIGHTED)
     return path
 
 
 def test_a_batch_does_not_carry_the_whole_graph(folder):
     mini = {"dtype": "float64", "mode": "mini", "fanout": "full", "batch": 14}
     asked = Case("data_parallel", str(folder / "data.pt"), mini)
-    problem, _ = with_user_model(asked.problem(2), f"{folder / 'model.py'}:Weighted")
+    problem, _ = with_user_model(asked.problem(2), f"{folder / 'model.py'}:Net")
     case = replace(asked, workload=problem.workload.model_dump())
     problem = case.problem(2)
     batches = case.settled(problem).batches(problem)
@@ -99,7 +88,7 @@ def test_what_is_not_read_is_said_once(folder):
     data = str(folder / "data.pt")
     unread = {
         "gcn": "gcn does not read kind, pos, edge_attr, edge_type, edge_weight of data",
-        f"{folder / 'model.py'}:Weighted": "Weighted does not read kind, edge_attr, edge_type of data",
+        f"{folder / 'model.py'}:Net": "Net does not read kind, edge_attr, edge_type of data",
     }
     for model, note in unread.items():
         question = ask(data, "local", None, model=model)
@@ -107,31 +96,30 @@ def test_what_is_not_read_is_said_once(folder):
 
 
 def test_a_field_that_the_graph_lacks_is_named(folder, tmp_path):
-    (tmp_path / "model.py").write_text(MODEL.replace("pos", "position"))
+    model = written(
+        tmp_path, **{name: s.replace("pos", "position") for name, s in WEIGHTED.items()}
+    )
     with pytest.raises(SpecError, match=r"asks for position, and the graph has x, edge_index, k"):
-        gnnplan.plan(
-            str(folder / "data.pt"), model=f"{tmp_path / 'model.py'}:Weighted", ranks=2, mode="full"
-        )
+        gnnplan.plan(str(folder / "data.pt"), model=model, ranks=2, mode="full")
 
 
 HOLD = "kind: rows in {} hold whole numbers up to {}, found"
 
 
 @pytest.mark.parametrize(
-    ("name", "dtype", "highest", "said"),
+    ("model", "dtype", "highest", "said"),
     [
-        ("Kinds", "float32", 6, "IndexError: index out of range"),  # beyond an embedding
+        (KINDS, "float32", 6, "IndexError: index out of range"),  # beyond an embedding
         # in float32 16,777,217 is 16,777,216
-        ("Far", "float32", 2**24 + 1, HOLD.format("float32", "16,777,216")),
-        ("Far", "float64", 2**53 + 1, HOLD.format("float64", "9,007,199,254,740,992")),
+        (FAR, "float32", 2**24 + 1, HOLD.format("float32", "16,777,216")),
+        (FAR, "float64", 2**53 + 1, HOLD.format("float64", "9,007,199,254,740,992")),
     ],
 )
-def test_whole_numbers_that_are_too_high_are_refused(folder, tmp_path, name, dtype, highest, said):
-    data = data_of()
+def test_whole_numbers_that_are_too_high_are_refused(tmp_path, model, dtype, highest, said):
+    data, model = data_of(), written(tmp_path, **model)
     data.kind[7] = highest
     torch.save(data, tmp_path / "data.pt")
     with pytest.raises(SpecError) as refused:
-        model = f"{folder / 'model.py'}:{name}"
         gnnplan.plan(str(tmp_path / "data.pt"), model=model, ranks=2, dtype=dtype, mode="full")
     assert said in str(refused.value)
 

@@ -29,7 +29,7 @@ HEAD = """
 import torch
 from torch import nn
 from torch.nn import functional as F
-from torch_geometric.nn import GCN2Conv, SAGEConv
+from torch_geometric.nn import APPNP, ChebConv, GATConv, GCN2Conv, GCNConv, PNAConv, SAGEConv, TAGConv, TransformerConv
 
 class Net(nn.Module):
     def __init__(self, in_channels, out_channels):
@@ -176,7 +176,7 @@ REFUSED = r"""
     weights in a matrix | x, adj_t | edge_weight | asks for adj_t, which holds the graph's edge_weight | return self.c(self.a(x, adj_t).relu(), adj_t)
     batch | x, edge_index, batch | | forward asks for batch | return self.c(x, edge_index)
     nothing | | | forward takes nothing; let it take x and | return self.c(X, EDGES)
-    a field without its width | x, edge_index, edge_attr | edge_attr | that get edge_attr need edge_dim=5 | from torch_geometric.nn import PNAConv ;; conv = PNAConv(6, 3, ['mean'], ['identity'], torch.ones(3).long()) ;; return conv(x, edge_index, edge_attr)
+    a field without its width | x, edge_index, edge_attr | edge_attr | that get edge_attr need edge_dim=5 | conv = PNAConv(6, 3, ['mean'], ['identity'], torch.ones(3).long()) ;; return conv(x, edge_index, edge_attr)
     a field that fails | x, edge_index, edge_attr=None | edge_attr | gets the graph's fields as edge_attr, which it could | assert edge_attr is None ;; return self.c(x, edge_index)
 """
 # words of the refusal | a whole file

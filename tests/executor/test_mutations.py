@@ -96,7 +96,6 @@ IN_FORWARD = r"""
     softmax over columns | carried | h = h.softmax(1)
     softmax over sources | refused | h = torch.zeros_like(h).index_add_(0, dst, h[src] * softmax(h[src], src))
     mean of all rows | refused | h = h - h.mean(0)
-    moments of the batch | refused | h = (h - h.mean(0)) / h.std(0)
     sorted rows | refused | h = h.sort(0).values
     the row of the next vertex | refused | h = h.roll(1, 0)
     the row of vertex 0 | refused | h = h + h[0]
@@ -121,7 +120,6 @@ IN_FORWARD = r"""
     learned numbers in a sparse matrix | line 1: .* of numbers that are learned, whose gradient torch makes of all pairs | h = torch.sparse_coo_tensor(edge_index.flip(0), other * self.lin.bias[0], (len(h), len(h))) @ h
     dropout of columns | refused | h = F.dropout1d(h, 0.5, self.training)
     dropout | carried | h = F.dropout(h, 0.5, self.training)
-    alpha dropout | refused | h = F.alpha_dropout(h, 0.5, self.training)
     a number that its class has kept | refused | M.k = getattr(M, 'k', 0) + 1 ;; h = h * M.k
     a number that a list has kept | refused | self.kept = [*(self.kept or []), 1] ;; h = h * (1 if len(self.kept) < 99 else 2)
     an environment that ranks have | refused | import os ;; h = h * (2 if 'LOCAL_WORLD_SIZE' in os.environ else 1)
@@ -148,13 +146,11 @@ IN_FORWARD = r"""
     a Fourier transform of columns | either | h = torch.fft.fft(h, dim=1).real
     distances of vertices | refused | h = torch.cdist(h, h) @ h
     distances to parameters | either | h = torch.cdist(h, self.lin.weight)
-    an inverse | refused | h = torch.linalg.solve(torch.eye(8, dtype=h.dtype) + h.t() @ h, h.t()).t()
     attention of columns | either | h = F.scaled_dot_product_attention(h[:, None, None], h[:, None, None], h[:, None, None])[:, 0, 0]
     the unique rows | refused | h = torch.unique(h, dim=0)
     rows by a table | either | h = h + F.embedding(torch.arange(h.size(0)) % 8, self.lin.weight)
     another file's graph | either | import scipy.sparse ;; h = h + float(scipy.sparse.eye(3).nnz)
     compiled | either | h = torch.jit.script(nn.ReLU())(h)
-    checkpointed | either | import torch.utils.checkpoint as c ;; h = c.checkpoint(self.lin, h, use_reentrant=False)
     autocast | line 2: .*autocast | with torch.autocast('cpu', torch.bfloat16): ;;     h = self.lin(h).to(x.dtype)
     vmap | either | h = torch.vmap(lambda row: row * row.sum())(h)
     a branch on a size | refused | h = h * 2 if h.size(0) < 55 else h
@@ -180,9 +176,7 @@ IN_FORWARD = r"""
     dropout of parameters | carried | h = h @ F.dropout(self.lin.weight, 0.5, self.training)
     dropout of one row for all | carried | h = h * F.dropout(torch.ones(5, dtype=h.dtype), 0.5, self.training).mean()
     an environment that it changes | refused | import os ;; os.environ['CALLS'] = os.environ.get('CALLS', '') + '.' ;; h = h * (1 if len(os.environ['CALLS']) < 99 else 2)
-    its first rows | refused | self.kept = h.detach() if self.kept is None else self.kept ;; h = h + self.kept
     a branch on many vertices | refused | h = h * 2 if int(h.size(0)) > 999 else h
-    a branch on digits | refused | h = h * len(str(h.size(0)))
     rows by blocks | refused | h = torch.cat([c * i for i, c in enumerate(h.split(100), 1)])
     the first edge of each reader | refused | first = torch.full((len(h),), dst.numel()).scatter_reduce(0, dst, torch.arange(dst.numel()), 'amin') ;; h = h + h[torch.cat([src, src[:1]])[first]]
     equal edges that weigh another | carried | twice = torch.cat([edge_index, edge_index], 1) ;; w = torch.cat([other, degree(src, h.size(0)).to(h.dtype)[src]]) ;; h = torch.zeros_like(h).index_add(0, twice[1], w[:, None] * h[twice[0]])
@@ -273,7 +267,6 @@ KEPT = """
     a tensor that counts | refused | self.kept = torch.zeros(()) | self.kept = self.kept + 1 ;; h = h * (1 + 2 * (self.kept > 99).to(h.dtype))
     numpy's number | refused | self.kept = np.int64(0) | self.kept = self.kept + 1 ;; h = h * (3 if self.kept > 99 else 1)
     a set that grows | refused | self.kept = set() | self.kept.add(len(self.kept)) ;; h = h * (3 if len(self.kept) > 99 else 1)
-    a list of tensors that grows | refused | self.kept = [] | self.kept.append(h.detach()) ;; h = h * (3 if len(self.kept) > 99 else 1)
     a tensor in a list | carried | self.kept = [torch.ones(8)] | h = h * self.kept[0].to(h.dtype)
     a layer in a list | refused | self.kept = [nn.Linear(8, 8).double()] | h = self.kept[0](h)
 """

@@ -37,11 +37,6 @@ ON_FULL_GRAPHS = [
 ON_BATCHES = [(2, 1, "data_parallel"), (2, 1, "gsplit"), (2, 1, "p3"), (4, 2, "p3(copies=2)")]
 
 
-def shared_out(plans: list[Any], among: list[Any], one: Any) -> list[Any]:
-    """All plans by night; by day every third, so that each meets a third of the trainings."""
-    return plans if NIGHT else plans[among.index(one) % 3 :: 3]
-
-
 def test_the_smallest_error_is_the_best(run_ranks, graphs, tmp_path):
     how = {**FULL, "model": "sage", "lr": 0.05, "patience": 2}
     case = Case("graph_parallel", source("one", graphs, tmp_path), how, epochs=20, eval_every=1)
@@ -82,7 +77,8 @@ def test_the_best_weights_by_validation_are_left(run_ranks, graphs, more):
     best, last, weights = train_patiently(case)
     assert best > 1 and last < 30
     idle = tuple(f"layers.{layer}.bias" for layer in (1, 2)) if more else ()
-    for world, servers, strategy in shared_out(ON_FULL_GRAPHS, STOPPED, more):
+    third = slice(None) if NIGHT else slice(STOPPED.index(more), None, 3)  # by day
+    for world, servers, strategy in ON_FULL_GRAPHS[third]:
         if more and ("tensor3d" in strategy or "gnnpipe" in strategy):
             continue  # they have no batch norm
         (run,) = run_ranks(world, [replace(case, strategy=strategy, servers=servers)])

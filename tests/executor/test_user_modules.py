@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 import zoo_table as table
+from test_module_cases import written
 from torch import nn
 from written import quiet
 
@@ -21,31 +22,20 @@ WIDTHS = FEATURES, CLASSES = table.FEATURES, table.CLASSES
 GRAPH = GraphFields(*WIDTHS)
 
 
-def module(layers: str, body: str, made: str = "in_channels, out_channels") -> str:
-    """The source of a module M that has these layers, and this as its forward."""
-    layers, body = (lines.strip().replace("\n", "\n        ") for lines in (layers, body))
-    return f"""
-import torch
-import torch.nn.functional as F
-from torch import nn
-from torch_geometric.nn import GCNConv, SAGEConv
-
-class M(nn.Module):
-    def __init__(self, {made}):
-        super().__init__()
-        {layers}
+SAGE = "return self.c(F.dropout(self.a(x, edge_index).relu(), 0.25, self.training), edge_index)"
+MESSAGES = """
+from torch_geometric.nn import MessagePassing
+class Twice(MessagePassing):
+    def __init__(self, h_in, h_out):
+        super().__init__(aggr="max")
+        self.lin = nn.Linear(h_in, h_out)
     def forward(self, x, edge_index):
-        {body}
+        return self.propagate(edge_index, x=self.lin(x))
+    def message(self, x_i, x_j):
+        return 2 * x_j - x_i
 """
-
-
-SAGE = module(
-    "self.convs = nn.ModuleList([SAGEConv(in_channels, 16), SAGEConv(16, 8), SAGEConv(8, out_channels)])",
-    """
-for conv in self.convs[:-1]:
-    x = F.dropout(conv(x, edge_index).relu(), p=0.25, training=self.training)
-return self.convs[-1](x, edge_index)
-""",
+OTHER = (
+    "return self.c(F.dropout(F.elu(self.twice(x, edge_index)), 0.25, self.training), edge_index)"
 )
 
 
@@ -57,54 +47,31 @@ def libraries():
 @pytest.fixture
 def file(tmp_path):
     """Of GraphSAGE, which our own layers train."""
-    (tmp_path / "model.py").write_text(SAGE)
-    return tmp_path / "model.py"
+    return Path(written(tmp_path, SAGE).removesuffix(":Net"))
 
 
-def live(source: str, folder: Path) -> Any:
-    """The class M, which no file has, as a notebook's cell makes it."""
+def live(folder: Path, body: str = SAGE, **how: str) -> Any:
+    """The class Net, which no file has, as a notebook's cell makes it."""
     cell: dict[str, Any] = {"__name__": "__main__"}
-    (folder / "cell.py").write_text(source)
-    exec(compile(source, str(folder / "cell.py"), "exec"), cell)
-    linecache.getlines(str(folder / "cell.py"))
-    (folder / "cell.py").unlink()
-    return cell["M"]
-
-
-LIVE = """
-import torch
-from torch import nn
-from torch.nn import functional as F
-from torch_geometric.nn import GCNConv, MessagePassing
-class Twice(MessagePassing):
-    def __init__(self, h_in, h_out):
-        super().__init__(aggr="max")
-        self.lin = nn.Linear(h_in, h_out)
-    def forward(self, x, edge_index):
-        return self.propagate(edge_index, x=self.lin(x))
-    def message(self, x_i, x_j):
-        return 2 * x_j - x_i
-class M(nn.Module):
-    def __init__(self, in_channels, out_channels):
-        super().__init__()
-        self.a, self.b = Twice(in_channels, 8), GCNConv(8, out_channels)
-    def forward(self, x, edge_index):
-        h = F.dropout(F.elu(self.a(x, edge_index)), 0.25, self.training)
-        return self.b(h, edge_index)
-"""
+    file = Path(written(folder, body, **how).removesuffix(":Net"))
+    exec(compile(file.read_text(), str(file), "exec"), cell)
+    linecache.getlines(str(file))
+    file.unlink()
+    return cell["Net"]
 
 
 @pytest.mark.processes
 @pytest.mark.timeout(90)
-@pytest.mark.parametrize("source", [SAGE, LIVE], ids=["by our layers", "as it is written"])
-def test_two_ranks_train_a_live_module(source, tmp_path, graphs, run_ranks):
+@pytest.mark.parametrize("by_ours", [True, False])
+def test_two_ranks_train_a_live_module(by_ours, tmp_path, graphs, run_ranks):
     """From its parameters, of an earlier training, as torch does; and it is left as it was."""
-    module = live(source, tmp_path)(*WIDTHS).eval()
+    other = {"body": OTHER, "made": "self.twice = Twice(in_channels, 8)", "after": MESSAGES}
+    module = live(tmp_path, **({} if by_ours else other))(*WIDTHS).eval()
     with torch.no_grad():
         for parameter in module.parameters():
             parameter.add_(0.01)
     before = {key: value.clone() for key, value in module.state_dict().items()}
-    assert bool(table.module_of(module, Workload()).pieces) == (source is LIVE)
+    assert bool(table.module_of(module, Workload()).pieces) != by_ours
     keeper = table.Keeper(graphs["rough"], tmp_path, run_ranks)
     outcome = keeper.outcomes(module, ["graph_parallel"])["graph_parallel"]
     assert outcome.answer == "equal" and not module.training, outcome
@@ -113,21 +80,21 @@ def test_two_ranks_train_a_live_module(source, tmp_path, graphs, run_ranks):
 
 def test_a_module_that_a_file_makes_itself_is_the_same_in_every_rank(file):
     """Its parameters are random numbers from the time at which the file is executed."""
-    file.write_text(f"{SAGE}\nmade = M({FEATURES}, {CLASSES})\n")
+    file.write_text(f"{file.read_text()}\nmade = Net({FEATURES}, {CLASSES})\n")
     first, second = (read(f"{file}:made", Workload(seed=3), GRAPH).module for _ in range(2))
     torch.testing.assert_close(first.state_dict(), second.state_dict(), rtol=0, atol=0)
 
 
 def test_a_live_class_is_made_with_the_graphs_widths_from_the_seed(file, tmp_path):
     workload = Workload(seed=7)
-    by_file = read(f"{file}:M", workload, GRAPH)
-    by_class = read(live(SAGE, tmp_path), workload, GRAPH, tmp_path)
+    by_file = read(f"{file}:Net", workload, GRAPH)
+    by_class = read(live(tmp_path), workload, GRAPH, tmp_path)
     torch.testing.assert_close(by_class.module.state_dict(), by_file.module.state_dict())
     assert by_class.fields == by_file.fields
     with pytest.raises(
-        SpecError, match=r"^M: line \d+: forward fails on a small graph of 12 features"
+        SpecError, match=r"^Net: line \d+: forward fails on a small graph of 12 features"
     ):
-        read(live(SAGE, tmp_path)(9, CLASSES), workload, GRAPH, tmp_path)
+        read(live(tmp_path)(9, CLASSES), workload, GRAPH, tmp_path)
     with pytest.raises(SpecError, match=r"^M requires width, which we do not know"):
 
         def M(width: int) -> nn.Module:
@@ -137,10 +104,12 @@ def test_a_live_class_is_made_with_the_graphs_widths_from_the_seed(file, tmp_pat
 
 
 def test_a_live_modules_file_that_is_gone_or_damaged_is_refused(tmp_path):
-    user = read(live(SAGE, tmp_path)(*WIDTHS), Workload(), GRAPH, tmp_path)
+    user = read(live(tmp_path)(*WIDTHS), Workload(), GRAPH, tmp_path)
     workload = with_module(Workload(), user, ())
     file = Path(user.description.file)
-    assert file.parent == tmp_path and user.description.sha256.startswith(file.stem[2:])
+    assert file.parent == tmp_path and user.description.sha256.startswith(
+        file.stem.partition("-")[2]
+    )
     file.write_bytes(file.read_bytes()[:-8] + bytes(8))
     with pytest.raises(SpecError, match="has changed since the plan was made"):
         read_again(workload)
@@ -161,36 +130,39 @@ def test_on_a_directed_graph_in_degrees_are_not_out_degrees(name, directed, is_c
 
 def test_a_default_that_a_module_is_made_with_is_said(file, graphs):
     """A class that requires hidden_channels got 256 without a word."""
-    head = "in_channels, hidden_channels, out_channels"
-    layers = "self.a, self.b = SAGEConv(in_channels, hidden_channels), SAGEConv(hidden_channels, out_channels)"
-    text = module(layers, "return self.b(self.a(x, edge_index).relu(), edge_index)", head)
+    head = "in_channels, hidden_channels, out_channels):"
+    text = (
+        file.read_text()
+        .replace("8", "hidden_channels")
+        .replace("in_channels, out_channels):", head)
+    )
     file.write_text(text)
     problem = Case("graph_parallel", graphs["rough"], {}).problem(2)
-    wide, notes = with_user_model(problem, f"{file}:M")
+    wide, notes = with_user_model(problem, f"{file}:Net")
     assert notes == [
-        "M is made with hidden_channels=256, the default, since it requires one and none was"
+        "Net is made with hidden_channels=256, the default, since it requires one and none was"
         " given; --set hidden=.. gives another"
     ]
     assert wide.workload.hidden == 256
     given = replace(problem, workload=problem.workload.model_copy(update={"hidden": 24}))
-    narrow, notes = with_user_model(given, f"{file}:M", ["hidden"])
+    narrow, notes = with_user_model(given, f"{file}:Net", ["hidden"])
     assert (narrow.workload.hidden, notes) == (24, [])
     # --heads, which no parameter takes, did nothing either
-    file.write_text(text.replace(head, "in_channels, out_channels, hidden_channels=16", 1))
-    wide = with_user_model(replace(given, workload=Workload(heads=8)), f"{file}:M", ["heads"])
+    file.write_text(text.replace(head, "in_channels, out_channels, hidden_channels=16):"))
+    wide = with_user_model(replace(given, workload=Workload(heads=8)), f"{file}:Net", ["heads"])
     assert [note.split(":")[0] for note in wide[1]] == ["--heads has no effect"]
 
 
 def test_what_the_module_decides_cannot_be_set_otherwise(file):
-    user = read(f"{file}:M", Workload(hidden=16), GRAPH)
-    workload = with_module(Workload(hidden=16), user, ["hidden"])
-    with pytest.raises(SpecError, match=r"decides hidden .hidden: 64, the module's: 16.; leave"):
+    user = read(f"{file}:Net", Workload(hidden=8), GRAPH)
+    workload = with_module(Workload(hidden=8), user, ["hidden"])
+    with pytest.raises(SpecError, match=r"decides hidden .hidden: 64, the module's: 8.; leave"):
         with_module(Workload(hidden=64), user, ["hidden"])
-    assert (workload.model, workload.layers, workload.dropout) == ("sage", 3, 0.25)
+    assert (workload.model, workload.layers, workload.dropout) == ("sage", 2, 0.25)
     assert workload.module
-    assert [layer.drops for layer in workload.module.layers] == [False, True, True]
+    assert [layer.drops for layer in workload.module.layers] == [False, True]
     with pytest.raises(ValueError, match="decides layers"):
-        Workload(**{**workload.model_dump(), "layers": 2})
+        Workload(**{**workload.model_dump(), "layers": 3})
 
 
 @pytest.mark.slow
@@ -201,12 +173,12 @@ def test_a_workload_file_names_a_module_that_stands_beside_it(
     folder, elsewhere = tmp_path / "conf", tmp_path / "elsewhere"
     folder.mkdir()
     elsewhere.mkdir()
-    (folder / "model.py").write_text(SAGE)
-    (folder / "workload.yaml").write_text("model: model.py:M\nhidden: 16\nlr: 0.5\n")
+    written(folder, SAGE)
+    (folder / "workload.yaml").write_text("model: model.py:Net\nhidden: 8\nlr: 0.5\n")
     monkeypatch.chdir(elsewhere)
     common = "plan --json --mode full --ranks 2 --set gpus_per_server=2 --graph", graphs["rough"]
     by_file = gnnplan(*common, "--workload ../conf/workload.yaml").document
-    by_option = gnnplan(*common, "--model ../conf/model.py:M --set lr=0.5").document
+    by_option = gnnplan(*common, "--model ../conf/model.py:Net --set lr=0.5").document
     assert by_file["workload"] == by_option["workload"]
     assert by_file["workload"]["module"]["file"] == str(folder / "model.py")
     kept = gnnplan(*common, "--workload ../conf/workload.yaml --model gcn").document
@@ -233,19 +205,19 @@ def test_a_module_is_read_without_torchs_compiler(tmp_path, fork_server):
 
 
 @pytest.mark.parametrize(("picks", "repeats"), [("self.places", True), ("self.mask", False)])
-def test_a_module_whose_layers_wait_for_the_host_is_no_cuda_graph(file, picks, repeats):
+def test_a_module_whose_layers_wait_for_the_host_is_no_cuda_graph(tmp_path, picks, repeats):
     """To read where a mask is true a GPU's host waits, which a CUDA graph cannot; a place it need
     not know. Dropout waits for nothing. And a NaN in the file, which differs from itself, had kept
     the module from training as if its calls changed it."""
-    layers = """
-self.first, self.second, self.limit = GCNConv(in_channels, 8), GCNConv(4, out_channels), UNKNOWN[0]
-self.register_buffer("mask", torch.arange(8) % 2 == 0)
-self.register_buffer("places", torch.arange(0, 8, 2))
-"""
-    body = f"""
-h = F.dropout(F.silu(self.first(x, edge_index)), 0.5, self.training)
-return self.second(h[:, {picks}], edge_index)
-"""
-    file.write_text(f"UNKNOWN = [float('nan')]\n{module(layers, body)}")
-    workload = with_module(Workload(), read(f"{file}:M", Workload(), GRAPH), ())
+    kept = "torch.arange(8) % 2 == 0", "torch.arange(0, 8, 2)"
+    made = "self.second, self.limit = SAGEConv(4, out_channels), UNKNOWN[0]; "
+    made += "self.register_buffer('mask', {}); self.register_buffer('places', {})".format(*kept)
+    body = f"h = F.dropout(F.silu(self.a(x, edge_index)), 0.5, self.training)[:, {picks}]\n"
+    model = written(
+        tmp_path,
+        f"{body}return self.second(h, edge_index)",
+        made=made,
+        after="UNKNOWN = [float('nan')]",
+    )
+    workload = with_module(Workload(), read(model, Workload(), GRAPH), ())
     assert workload.is_cut and workload.repeats == repeats

@@ -36,6 +36,11 @@ class ChainOfAttributes(Chain):
         return self.through(x, edge_index, edge_attr)
 
 
+class ChainOfWeights(Chain):
+    def forward(self, x, edge_index, edge_weight=None):
+        return self.through(x, edge_index, edge_weight)
+
+
 # -- convolutions ---------------------------------------------------------------------------------
 
 
@@ -81,16 +86,9 @@ def Messages(in_channels, out_channels):
 
 
 @needs("edge_weight")
-class Weighted(nn.Module):
-    def __init__(self, in_channels, out_channels):
-        super().__init__()
-        self.conv1, self.conv2 = pyg.GCNConv(in_channels, 8), pyg.TAGConv(8, 8, K=2)
-        self.prop, self.lin = pyg.APPNP(2, 0.2), nn.Linear(8, out_channels)
-
-    def forward(self, x, edge_index, edge_weight=None):
-        x = F.dropout(self.conv1(x, edge_index, edge_weight).relu(), 0.5, self.training)
-        x = self.conv2(x, edge_index, edge_weight).relu()
-        return self.prop(self.lin(x), edge_index, edge_weight)
+def Weighted(in_channels, out_channels):
+    ends = pyg.GCNConv(in_channels, 8), pyg.GCNConv(8, out_channels)
+    return ChainOfWeights(ends[0], pyg.TAGConv(8, 8, K=2), pyg.APPNP(2, 0.2), ends[1])
 
 
 @needs("edge_attr")
@@ -195,27 +193,21 @@ class FirstRowsAgain(nn.Module):
         return self.lin2(x)
 
 
-@needs("edge_attr")
-class EdgeConditioned(nn.Module):
+@needs()
+class GatedUpdates(nn.Module):
     """A GRU, whose vertices are in the second dimension."""
 
     def __init__(self, in_channels, out_channels):
         super().__init__()
-        self.lin = nn.Linear(in_channels, 6)
-        self.conv = pyg.NNConv(
-            6, 6, nn.Sequential(nn.Linear(5, 9), nn.ReLU(), nn.Linear(9, 36)), aggr="mean"
-        )
-        self.gru = nn.GRU(6, 6)
-        self.out = nn.Linear(6, out_channels)
+        self.lin, self.out = nn.Linear(in_channels, 6), nn.Linear(6, out_channels)
+        self.conv, self.gru = pyg.SAGEConv(6, 6), nn.GRU(6, 6)
 
-    def forward(self, x, edge_index, edge_attr):
-        out = F.relu(self.lin(x))
-        h = out.unsqueeze(0)
+    def forward(self, x, edge_index):
+        h = self.lin(x).relu().unsqueeze(0)
+        out = h
         for _ in range(2):
-            m = F.relu(self.conv(out, edge_index, edge_attr))
-            out, h = self.gru(m.unsqueeze(0), h)
-            out = out.squeeze(0)
-        return self.out(out)
+            out, h = self.gru(self.conv(out.squeeze(0), edge_index).relu().unsqueeze(0), h)
+        return self.out(out.squeeze(0))
 
 
 # -- ready-made ------------------------------------------------------------------------------------
@@ -372,16 +364,11 @@ class SharedLayers(nn.Module):
 
 
 @needs()
-class FrozenGates(nn.Module):
+def FrozenGates(in_channels, out_channels):
     """A layer that is shared and frozen."""
-
-    def __init__(self, in_channels, out_channels):
-        super().__init__()
-        self.conv, self.lin = pyg.GatedGraphConv(16, num_layers=3), nn.Linear(16, out_channels)
-        self.conv.rnn.requires_grad_(False)
-
-    def forward(self, x, edge_index):
-        return self.lin(self.conv(x, edge_index).relu())
+    conv = pyg.GatedGraphConv(16, num_layers=3)
+    conv.rnn.requires_grad_(False)
+    return Chain(conv, pyg.SAGEConv(16, out_channels))
 
 
 @needs()
@@ -553,9 +540,13 @@ class OurGCN2(nn.Module):
 
 
 @needs(ours="sgc")
-def OurSGC(in_channels, out_channels):
-    conv = pyg.SGConv(in_channels, out_channels, K=3), "x, edge_index -> x"
-    return pyg.Sequential("x, edge_index", [(nn.Dropout(0.25), "x -> x"), conv])
+class OurSGC(nn.Module):
+    def __init__(self, in_channels, out_channels):
+        super().__init__()
+        self.conv = pyg.SGConv(in_channels, out_channels, K=3)
+
+    def forward(self, x, edge_index):
+        return self.conv(F.dropout(x, 0.25, self.training), edge_index)
 
 
 @needs(ours="gatv2")
