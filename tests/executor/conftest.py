@@ -7,6 +7,7 @@ import a_tenth
 import pytest
 import torch
 from pairwise import at_night
+from pretend_device import pretend_device as pretend_device
 
 from gnnplan.executor.modules import prove
 from gnnplan.testing.fixtures import fork_server as fork_server

@@ -65,16 +65,13 @@ class Device:
 
     def __init__(self) -> None:
         self.lock = threading.RLock()
-        self.counts: collections.Counter[str] = (
-            collections.Counter()
-        )  # launches, copies, bytes, waits
-        self.operations: collections.Counter[str] = collections.Counter()  # by name
+        self.counts = collections.Counter[str]()  # launches, copies, bytes, waits
+        self.operations = collections.Counter[str]()  # by name
         self.may_wait = True
         # storages by address of their C++ object: whether it lives, its bytes, and who made it
         self.storages: dict[int, tuple[StorageWeakRef, int, str]] = {}
-        self.during = ""
         self.most = 0  # bytes that ever lived at once
-        self.at_most: collections.Counter[str] = collections.Counter()  # then, by who made them
+        self.at_most = collections.Counter[str]()  # then, by who made them
 
     @_alone
     def hold(self, made: Tensor, name: str) -> None:
@@ -84,7 +81,7 @@ class Device:
             self.live()  # what has died makes room first
             size = -(-storage.nbytes() // ROUNDED) * ROUNDED
             self.storages[storage._cdata] = StorageWeakRef(storage), size, f"{name} {_line()}"
-            self.watch(name)
+            self.watch()
 
     @_alone
     def live(self) -> int:
@@ -93,10 +90,9 @@ class Device:
             del self.storages[address]
         return sum(size for _, size, _ in self.storages.values())
 
-    def watch(self, name: str) -> None:
+    def watch(self) -> None:
         if (now := self.live()) > self.most:
             self.most, self.at_most = now, collections.Counter()
-            self.during = f"{name} {_line()}"
             for _, size, who in self.storages.values():
                 self.at_most[who] += size
 
@@ -154,10 +150,7 @@ def _line() -> str:
         "tests/executor", ""
     ):
         frame = frame.f_back
-    out = f"{Path(frame.f_code.co_filename).name}:{frame.f_lineno}"
-    if "runtime" in out and frame.f_back:
-        out += f" < {Path(frame.f_back.f_code.co_filename).name}:{frame.f_back.f_lineno}"
-    return out
+    return f"{Path(frame.f_code.co_filename).name}:{frame.f_lineno}"
 
 
 class OnDevice(Tensor):
@@ -266,18 +259,12 @@ def _made_by(factory: Callable[..., Tensor]) -> Callable[..., Tensor]:
 
 def _to(tensor: Tensor, *args: Any, **kwargs: Any) -> Tensor:
     """Tensor.to, with CUDA devices in place of which there is only the pretend one."""
-    device, dtype, non_blocking, _ = (
-        torch._C._nn._parse_to(  # type: ignore[attr-defined]
-            *(arg for arg in args if not isinstance(arg, Tensor)),
-            **{
-                k: v
-                for k, v in kwargs.items()
-                if k in ("device", "dtype", "non_blocking") and v is not None
-            },
-        )
-        if args or set(kwargs) - {"copy", "memory_format"}
-        else (None, None, False, None)
-    )
+    asked = {name: kwargs.get(name) for name in ("device", "dtype", "non_blocking")}
+    asked = {name: value for name, value in asked.items() if value is not None}
+    words = [arg for arg in args if not isinstance(arg, Tensor)]
+    device, dtype, non_blocking = None, None, False
+    if args or asked:
+        device, dtype, non_blocking, _ = torch._C._nn._parse_to(*words, **asked)  # type: ignore[attr-defined]
     rest = {} if dtype is None else {"dtype": dtype}
     if kwargs.get("copy"):
         rest["copy"] = True

@@ -6,8 +6,11 @@ so. An added gradient g of rows h is written as a term <h, g> of the objective."
 
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from functools import partial
+from typing import Any
 
 import numpy as np
+import pytest
 import torch
 from crossing import Adapting, Uniform, Whole, by_reader
 from torch import Tensor
@@ -323,23 +326,16 @@ class Batches(Recursion):
 
     def batches(self, epoch: int) -> Iterator[tuple[float, Callable[[], Tensor]]]:
         """Each batch's share of what is trained on, and its mean loss at the moment's weights."""
-        w, graph = self.workload, self.graph
-        if w.task == "link":
-            for number, edges in enumerate(items_of(graph, w, epoch)):
-                pairs = pairs_in(graph, w, edges, epoch, number)
-                found = frontier(graph, pairs.ends, w.fanouts, w.seed, epoch, number)
-                yield (
-                    edges.size / graph.stats.edges,
-                    lambda found=found, pairs=pairs: link_loss(self.on(found), pairs),
-                )
-            return
+        w, graph, links = self.workload, self.graph, self.workload.task == "link"
+        whole = graph.stats.edges if links else graph.stats.train_vertices
         labels = torch.from_numpy(np.array(graph.y))
-        for number, seeds in enumerate(items_of(graph, w, epoch)):
+        for number, items in enumerate(items_of(graph, w, epoch)):
+            seeds, of = items, lambda rows, ids=items: self.loss_of(rows[ids], labels[ids])
+            if links:
+                pairs = pairs_in(graph, w, items, epoch, number)
+                seeds, of = pairs.ends, partial(link_loss, pairs=pairs)
             found = frontier(graph, seeds, w.fanouts, w.seed, epoch, number)
-            yield (
-                seeds.size / graph.stats.train_vertices,
-                lambda found=found, of=seeds: self.loss_of(self.on(found)[of], labels[of]),
-            )
+            yield items.size / whole, lambda found=found, of=of: of(self.on(found))
 
     def on(self, found: Frontier) -> Tensor:
         """The answers of a forward pass over what was drawn."""
@@ -408,3 +404,12 @@ def measured(metric: str, answers: Tensor, y: np.ndarray) -> float:
     said = (answers > 0).numpy() if several else highest
     of = {"accuracy": lambda a, b: (a & b).any(1).mean(), "f1_micro": f1, "f1_macro": f1_of_each}
     return float(of[metric](said, true))
+
+
+def must_score(recursion: Recursion, row: dict[str, Any], metric: str) -> None:
+    """Of vertices that are held out."""
+    answers = recursion.answers()
+    for part in ("val", "test"):
+        mask = np.array(getattr(recursion.graph, part))
+        expected = measured(metric, answers[torch.from_numpy(mask)], recursion.graph.y[mask])
+        assert row[f"{part}_{metric}"] == pytest.approx(expected, rel=1e-9)

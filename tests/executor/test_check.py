@@ -18,7 +18,7 @@ from gnnplan.executor.launch import check as checking
 from gnnplan.executor.ranks import activity
 from gnnplan.planner.gnn.workload import Workload
 from gnnplan.planner.graph.load import load
-from gnnplan.planner.vocabulary.errors import LostRank, SpecError
+from gnnplan.planner.vocabulary.errors import SpecError
 from gnnplan.testing.ranks import meeting
 
 
@@ -107,34 +107,12 @@ check.train = breaks
     assert [note["activity"].partition(" ")[0] for note in found["notes"]] == ["granndis"] * 2
 
 
-@pytest.mark.processes
-def test_a_rank_that_is_lost_is_named_and_none_is_left(tmp_path, monkeypatch):
-    broken, left = tmp_path / "python", tmp_path / "pid"
-    words = f'[ "$RANK" = 1 ] && exit 3\necho $$ > {left}\nexec {sys.executable} "$@"\n'
-    broken.write_text(f"#!/bin/sh\n{words}")
-    broken.chmod(0o755)
-    monkeypatch.setattr(sys, "executable", str(broken))
-    with pytest.raises(LostRank, match=r"rank 1 of gnnplan check was lost in start: exit code 3"):
-        gnnplan.check("gin", hidden=8, layers=2)
-    assert not left.exists() or not Path(f"/proc/{left.read_text().strip()}").exists()
-
-
 def live_sage() -> Any:
-    from torch_geometric.nn import SAGEConv
-
-    class Live(torch.nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.a, self.b = SAGEConv(9, 6), SAGEConv(6, 3)
-
-        def forward(self, x: Any, edge_index: Any) -> Any:
-            return self.b(self.a(x, edge_index).relu(), edge_index)
-
-    return Live()
+    sage = pytest.importorskip("torch_geometric.nn", exc_type=ImportError).SAGEConv
+    return pytest.importorskip("zoo").Chain(sage(9, 6), sage(6, 3))
 
 
 def test_a_live_module_is_compared_at_its_own_widths(prove, tmp_path):
-    pytest.importorskip("torch_geometric", exc_type=ImportError)
     answer = prove(checking.asked(live_sage(), {}, None, None, tmp_path))
     assert (answer["graph"]["features"], answer["graph"]["classes"]) == (9, 3)
     assert {each["answer"] for each in answer["strategies"]} == {"equal", "lossy"}
@@ -145,9 +123,8 @@ def test_a_live_module_is_compared_at_its_own_widths(prove, tmp_path):
 @pytest.mark.nightly
 @pytest.mark.processes
 def test_python_shows_what_the_command_line_prints(tmp_path):
-    pytest.importorskip("torch_geometric", exc_type=ImportError)
     found = gnnplan.check(live_sage())
-    assert found.ok and found.document["model"] == "Live"
+    assert found.ok and found.document["model"] == "Chain"
     assert [row["strategy"] for row in found.table] == [e.strategy for _, e in checking.tried()]
     by_kind = gnnplan.check("gcn", layers=2, hidden=8)
     done = run("gcn", "--layers", 2, "--hidden", 8, cwd=tmp_path)

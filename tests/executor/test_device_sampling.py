@@ -9,7 +9,6 @@ import torch
 from asked import on
 from hypothesis import given
 from hypothesis import strategies as st
-from pretend_device import pretend_device
 from test_launches import on_a_gpu
 
 from gnnplan.executor.minibatch import device_sampling as sampling
@@ -23,8 +22,6 @@ from gnnplan.planner.strategies import P3, DataParallel
 from gnnplan.planner.strategies.layerwise.step import blocks_bytes
 from gnnplan.planner.strategies.minibatch.supply import held_by_sampler
 from gnnplan.testing.ranks import Case
-
-__all__ = ["pretend_device"]
 
 GRAPH = load("synthetic:community?vertices=300&edges=5000&features=4&classes=3&seed=0")
 WORK = {"model": "sage", "layers": 2, "hidden": 8, "mode": "mini", "batch": 6, "fanout": (3, 2)}

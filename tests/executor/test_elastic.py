@@ -170,28 +170,6 @@ def saved(out: Path, *ranks: int, **changed: Any) -> None:
         process.close()
 
 
-def test_columns_are_put_side_by_side(tmp_path):
-    saved(tmp_path, 0, 1)
-    ours = Checkpoints(tmp_path, 0, 10, {**QUESTION, "ranks": 1})
-    others = handed_over(tmp_path, ours.question)
-    assert list(others) == [10] and ours.epochs() == []
-    ours.go_on(10, others[10])
-    notes, whole = ours.load_whole(2)
-    net = torch.nn.Linear(4, 3)
-    optimizer = Optimizer(net.parameters(), Workload())
-    ModelPart(dict(net.named_parameters()), {}, optimizer, {}).take(whole)
-    assert net.weight.tolist() == [[0.0, 0.0, 1.0, 1.0]] * 3 and notes == {"before": []}
-    assert optimizer.kept["mean"][0].tolist() == [[10.0, 10.0, 11.0, 11.0]] * 3
-    # and cut otherwise
-    part = torch.nn.Linear(1, 3)
-    weights, sgd = dict(part.named_parameters()), Workload(optimizer="sgd")
-    columns = {"weight": range(2, 3)}
-    ModelPart(weights, columns, Optimizer(part.parameters(), sgd), {}).take(whole)
-    assert part.weight.tolist() == [[1.0]] * 3 and torch.equal(part.bias, net.bias)
-    with pytest.raises(SpecError, match=r"checkpoint's worker.weight is torch.float32 \[3, 4\]"):
-        ModelPart(weights, {}, Optimizer([], sgd), {}).take(whole)
-
-
 def test_a_part_that_is_missing_or_damaged_hands_nothing_over(tmp_path):
     ours = {**QUESTION, "ranks": 3}
     saved(tmp_path, 0)

@@ -1,16 +1,17 @@
-"""Modules that read fields train on two ranks as in one process of PyG, in float64."""
+"""What modules read of a graph's fields: by which names, with which notes and refusals (what they
+train is in the zoo)."""
 
 import importlib
 import pickle
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from torch.nn import functional as F
+from test_module_cases import written
 from written import quiet
+from zoo_table import HERE
 
 import gnnplan
 from gnnplan.api.arguments import ask
@@ -22,43 +23,19 @@ from gnnplan.executor.ranks.rank import Rank
 from gnnplan.planner.vocabulary.errors import SpecError
 from gnnplan.testing.ranks import Case
 
-N, EPOCHS, LR = 40, 4, 0.05
-MODEL = """
-import torch
-from torch import nn
-from torch_geometric.nn import GCNConv, GINEConv, RGCNConv
-
-class Weighted(nn.Module):
-    def __init__(self, in_channels, out_channels):
-        super().__init__()
-        self.a, self.b = GCNConv(in_channels + 2, 8), GCNConv(8, out_channels)
-    def forward(self, x, edge_index, edge_weight, pos):
-        h = self.a(torch.cat([x, pos], 1), edge_index, edge_weight).relu()
-        return self.b(h, edge_index, edge_weight)
-
-class Described(nn.Module):
-    def __init__(self, in_channels, out_channels):
-        super().__init__()
-        self.a = GINEConv(nn.Linear(in_channels, 8), edge_dim=3)
-        self.b = GINEConv(nn.Linear(8, out_channels), edge_dim=3)
-    def forward(self, data):
-        h = self.a(data.x, data.edge_index, data.edge_attr).relu()
-        return self.b(h, data.edge_index, data.edge_attr)
-
-class Kinds(nn.Module):
-    def __init__(self, in_channels, out_channels):
-        super().__init__()
-        self.of, self.a = nn.Embedding(6, 4), GCNConv(in_channels + 4, out_channels)
-    def forward(self, x, edge_index, kind):
-        return self.a(torch.cat([x, self.of(kind)], 1), edge_index)
-
-class Far(Kinds):
-    def forward(self, x, edge_index, kind):
-        return super().forward(x, edge_index, kind % 6)
-"""
-
-
-FULL = {"mode": "mini", "fanout": "full", "batch": 14}  # all training vertices
+N = 40
+WEIGHTED = {
+    "given": "x, edge_index, edge_weight, pos",
+    "made": "self.one, self.two = GCNConv(in_channels + 2, 8), GCNConv(8, out_channels)",
+    "body": "h = self.one(torch.cat([x, pos], 1), edge_index, edge_weight).relu()\n"
+    "return self.two(h, edge_index, edge_weight)",
+}
+KINDS = {
+    "given": "x, edge_index, kind",
+    "made": "self.of, self.one = nn.Embedding(6, 4), GCNConv(in_channels + 4, out_channels)",
+    "body": "return self.one(torch.cat([x, self.of(kind)], 1), edge_index)",
+}
+FAR = KINDS | {"body": KINDS["body"].replace("kind", "kind % 6")}
 
 
 def data_of() -> Any:
@@ -88,48 +65,15 @@ def data_of() -> Any:
 def folder(tmp_path_factory):
     path = tmp_path_factory.mktemp("fields")
     torch.save(data_of(), path / "data.pt")
-    (path / "model.py").write_text(MODEL)
+    written(path, **WEIGHTED)
     return path
 
 
-def case_of(folder: Path, name: str, strategy: str, **more: Any) -> Case:
-    workload = {"dtype": "float64", "lr": LR, **more}
-    asked = Case(strategy, str(folder / "data.pt"), workload, epochs=EPOCHS)
-    problem, _ = with_user_model(asked.problem(2), f"{folder / 'model.py'}:{name}")
-    return Case(strategy, asked.graph, problem.workload.model_dump(), epochs=EPOCHS)
-
-
-def by_itself(folder: Path) -> list[float]:
-    """Losses of `Described` in one process, which has the Data as PyG does."""
-    torch.manual_seed(0)
-    spec = importlib.util.spec_from_file_location("model", folder / "model.py")
-    assert spec and spec.loader
-    own = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(own)
-    module, data = own.Described(5, 4).double(), data_of()
-    optimizer, losses = torch.optim.Adam(module.parameters(), lr=LR), []
-    for _ in range(EPOCHS):
-        loss = F.cross_entropy(module(data)[data.train_mask], data.y[data.train_mask])
-        optimizer.zero_grad()
-        loss.backward()
-        optimizer.step()
-        losses.append(loss.item())
-    return losses
-
-
-def test_two_ranks_train_as_the_module_on_its_data(folder, run_ranks):
-    """Of all edges at once, and of batches that reach the ranks from another process."""
-    cases = [
-        case_of(folder, "Described", "graph_parallel"),
-        case_of(folder, "Described", "data_parallel(prefetch=2)", **FULL),
-    ]
-    expected = by_itself(folder)
-    for result in run_ranks(2, cases):
-        assert result.losses == pytest.approx(expected, rel=1e-9)
-
-
 def test_a_batch_does_not_carry_the_whole_graph(folder):
-    case = case_of(folder, "Weighted", "data_parallel", **FULL)
+    mini = {"dtype": "float64", "mode": "mini", "fanout": "full", "batch": 14}
+    asked = Case("data_parallel", str(folder / "data.pt"), mini)
+    problem, _ = with_user_model(asked.problem(2), f"{folder / 'model.py'}:Net")
+    case = replace(asked, workload=problem.workload.model_dump())
     problem = case.problem(2)
     batches = case.settled(problem).batches(problem)
     sampler = Sampler(batches, 0, ["one"] * 2)
@@ -144,7 +88,7 @@ def test_what_is_not_read_is_said_once(folder):
     data = str(folder / "data.pt")
     unread = {
         "gcn": "gcn does not read kind, pos, edge_attr, edge_type, edge_weight of data",
-        f"{folder / 'model.py'}:Weighted": "Weighted does not read kind, edge_attr, edge_type of data",
+        f"{folder / 'model.py'}:Net": "Net does not read kind, edge_attr, edge_type of data",
     }
     for model, note in unread.items():
         question = ask(data, "local", None, model=model)
@@ -152,31 +96,30 @@ def test_what_is_not_read_is_said_once(folder):
 
 
 def test_a_field_that_the_graph_lacks_is_named(folder, tmp_path):
-    (tmp_path / "model.py").write_text(MODEL.replace("pos", "position"))
+    model = written(
+        tmp_path, **{name: s.replace("pos", "position") for name, s in WEIGHTED.items()}
+    )
     with pytest.raises(SpecError, match=r"asks for position, and the graph has x, edge_index, k"):
-        gnnplan.plan(
-            str(folder / "data.pt"), model=f"{tmp_path / 'model.py'}:Weighted", ranks=2, mode="full"
-        )
+        gnnplan.plan(str(folder / "data.pt"), model=model, ranks=2, mode="full")
 
 
 HOLD = "kind: rows in {} hold whole numbers up to {}, found"
 
 
 @pytest.mark.parametrize(
-    ("name", "dtype", "highest", "said"),
+    ("model", "dtype", "highest", "said"),
     [
-        ("Kinds", "float32", 6, "IndexError: index out of range"),  # beyond an embedding
+        (KINDS, "float32", 6, "IndexError: index out of range"),  # beyond an embedding
         # in float32 16,777,217 is 16,777,216
-        ("Far", "float32", 2**24 + 1, HOLD.format("float32", "16,777,216")),
-        ("Far", "float64", 2**53 + 1, HOLD.format("float64", "9,007,199,254,740,992")),
+        (FAR, "float32", 2**24 + 1, HOLD.format("float32", "16,777,216")),
+        (FAR, "float64", 2**53 + 1, HOLD.format("float64", "9,007,199,254,740,992")),
     ],
 )
-def test_whole_numbers_that_are_too_high_are_refused(folder, tmp_path, name, dtype, highest, said):
-    data = data_of()
+def test_whole_numbers_that_are_too_high_are_refused(tmp_path, model, dtype, highest, said):
+    data, model = data_of(), written(tmp_path, **model)
     data.kind[7] = highest
     torch.save(data, tmp_path / "data.pt")
     with pytest.raises(SpecError) as refused:
-        model = f"{folder / 'model.py'}:{name}"
         gnnplan.plan(str(tmp_path / "data.pt"), model=model, ranks=2, dtype=dtype, mode="full")
     assert said in str(refused.value)
 
@@ -193,33 +136,18 @@ def test_a_parameter_may_name_a_field_of_dgl():
     assert dict(found.takes) == takes | {f"edge_{of}": f"edge {of}" for of in ("weight", "feat")}
 
 
-WIDE = """
-import torch.nn.functional as F
-from torch import nn
-from torch_geometric.nn import GATConv
-
-class GAT(nn.Module):
-    def __init__(self, in_channels, out_channels):
-        super().__init__()
-        self.a, self.b = GATConv(in_channels, 8, 8, dropout=0.6), GATConv(64, out_channels, 1)
-    def forward(self, x, edge_index):
-        h = F.elu(self.a(F.dropout(x, 0.6, self.training), edge_index))
-        return self.b(F.dropout(h, 0.6, self.training), edge_index)
-"""
-
-
 @pytest.mark.nightly
 def test_coras_gat_trains_on_coras_words(tmp_path, run_ranks):
     """1,433 columns, nearly all 0: the layer could not be counted, and the remedy did not help."""
+    quiet("dgl")
     rng = np.random.default_rng(0)
     src, dst = rng.integers(0, 80, (2, 400))
     x = (rng.random((80, 1433)) < 0.01).astype(np.float32)
     np.savez(tmp_path / "words.npz", src=src, dst=dst, x=x, y=np.arange(80) % 3)
-    (tmp_path / "gat.py").write_text(WIDE)
     case = Case("graph_parallel", str(tmp_path / "words.npz"), {"layers": 2, "dtype": "float64"})
     plain = case.problem(2)
     assert plain.stats.nonzeros
-    problem, notes = with_user_model(plain, f"{tmp_path / 'gat.py'}:GAT")
+    problem, notes = with_user_model(plain, f"{HERE / 'zoo_dgl.py'}:DroppingGAT")
     assert problem.stats.nonzeros == 0 and "are made dense" in " ".join(notes)
     case = replace(case, workload=problem.workload.model_dump())
     (two,) = run_ranks(2, [case])

@@ -3,15 +3,13 @@
 import json
 
 import pytest
-from pairwise import at_night, covered
-from pretend_device import CUDA, pretend_device
+from pairwise import covered
+from pretend_device import CUDA
 
 from gnnplan.executor.ranks.rank import Rank
 from gnnplan.executor.train import train
 from gnnplan.planner.gnn.trace import summing
 from gnnplan.testing.ranks import Case
-
-__all__ = ["pretend_device"]
 
 GRAPH = "synthetic:community?vertices=3000&edges=100000&features=64&classes=16&seed=0"
 KINDS = ("sage", "gcn", "gat", "gatv2", "gin", "sgc", "gcnii", "resgcn")
@@ -20,6 +18,8 @@ NOT_ROUNDED = ("gat", "gatv2", "resgcn")
 STRATEGIES = ("graph_parallel", "gnnpipe(chunks=4)", "data_parallel", "gsplit")
 STRATEGIES += tuple(f"graph_parallel({more}=True)" for more in ("narrow", "checkpoint", "trim"))
 OF_BATCHES = ("data_parallel", "gsplit")
+PLAIN = "sage", "float32", 0.0
+NIGHTLY = (pytest.mark.nightly, pytest.mark.processes)
 
 
 def is_asked(strategy: str, kind: str, dtype: str) -> bool:
@@ -34,19 +34,25 @@ def is_asked(strategy: str, kind: str, dtype: str) -> bool:
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("strategy", "kind", "dtype", "dropout"),
-    covered(
-        [
-            (strategy, kind, dtype, dropout)
-            for strategy in STRATEGIES
-            for kind in KINDS
-            for dtype in ("float32", "bfloat16")
-            for dropout in (0.5, 0.0)
-            if is_asked(strategy, kind, dtype)
-        ],
-        lambda row: set(row[:3]),  # each strategy, kind and type by day
-    ),
+    [
+        *covered(
+            [
+                (strategy, kind, dtype, dropout)
+                for strategy in STRATEGIES
+                for kind in KINDS
+                for dtype in ("float32", "bfloat16")
+                for dropout in (0.5, 0.0)
+                if is_asked(strategy, kind, dtype)
+            ],
+            lambda row: set(row[:3]),  # each strategy, kind and type by day
+        ),
+        pytest.param("gsplit(prefetch=2)", *PLAIN, marks=pytest.mark.processes),
+        pytest.param("data_parallel(cache=100000,prefetch=1)", *PLAIN, marks=NIGHTLY),
+    ],
 )
+@pytest.mark.filterwarnings("ignore:.pin_memory. argument is set")  # torch sees no GPU
 def test_a_plan_says_what_a_gpu_allocates(pretend_device, tmp_path, strategy, kind, dtype, dropout):
+    """It has one batch that is loaded ahead, however many wait: these are in the server's memory."""
     batches = {"mode": "mini", "batch": 400, "fanout": (10, 10, 5)}
     workload = {"layers": 5 if kind in DEEP else 3, "hidden": 256, "seed": 3, "dtype": dtype}
     workload |= {"model": kind, "dropout": dropout}
@@ -62,21 +68,6 @@ def test_a_plan_says_what_a_gpu_allocates(pretend_device, tmp_path, strategy, ki
     odd = kind == "resgcn" and "checkpoint" in strategy
     near = pytest.approx(counted, rel=0.1 if odd else 0.05)
     assert predicted == near, pretend_device.at_most.most_common(12)
-
-
-@pytest.mark.processes
-@pytest.mark.filterwarnings("ignore:.pin_memory. argument is set")  # torch sees no GPU
-@pytest.mark.parametrize(
-    "strategy",
-    [
-        "gsplit(prefetch=2)",
-        at_night("data_parallel(cache=100000,prefetch=1)"),
-    ],
-)
-def test_a_gpu_has_a_batch_that_is_loaded_ahead(pretend_device, tmp_path, strategy):
-    """One, however many wait: these are in the server's memory."""
-    asked = pretend_device, tmp_path, strategy
-    test_a_plan_says_what_a_gpu_allocates(*asked, "sage", "float32", 0.0)
 
 
 @pytest.mark.parametrize(

@@ -2,7 +2,6 @@
 
 import json
 import os
-import shutil
 import subprocess
 import sys
 from collections.abc import Callable
@@ -74,10 +73,13 @@ def two_servers(plan: Plan, folder: Path, kind: str, each: int) -> Path:
     return plan("--cluster", cluster, "--ranks", 2 * each, "--strategy", "graph_parallel")
 
 
-def environment(tmp_path: Path, **more: str) -> dict[str, str]:
-    """With this environment's torchrun and python, and commands of `tmp_path` before them."""
-    path = f"{tmp_path}:{Path(sys.executable).parent}:{os.environ['PATH']}"
-    return {**os.environ, "PATH": path, "CUDA_VISIBLE_DEVICES": "", **more}
+def with_commands(folder: Path, **scripts: str) -> dict[str, str]:
+    """The environment, with its torchrun and python, and these commands before them."""
+    for name, script in scripts.items():
+        (folder / name).write_text(script)
+        (folder / name).chmod(0o755)
+    path = f"{folder}:{Path(sys.executable).parent}:{os.environ['PATH']}"
+    return {**os.environ, "PATH": path, "CUDA_VISIBLE_DEVICES": ""}
 
 
 def must_be_as_planned(run: Path, path: Path, place: int) -> None:
@@ -159,20 +161,25 @@ def test_the_verb_writes_what_it_prints(plan, tmp_path, target, capsys):
 
 @pytest.mark.nightly
 @pytest.mark.processes
-def test_torchrun_on_two_servers(plan, tmp_path):
+@pytest.mark.parametrize("write", [torchrun, slurm])
+def test_a_script_trains_on_two_servers(plan, tmp_path, write):
+    """Slurm itself is not here: srun is a few lines that start a process per task."""
     path = two_servers(plan, tmp_path, "cpu", 1)
-    script = tmp_path / "launch.sh"
-    script.write_text(torchrun(Launch.of(path, read(path))))
-    there = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
+    nodes = "#!/bin/sh\nprintf '127.0.0.1\\n127.0.0.2\\n'\n"
+    env = with_commands(
+        tmp_path, script=write(Launch.of(path, read(path))), srun=SRUN, scontrol=nodes
+    )
+    env |= {"SLURM_JOB_ID": "9518", "SLURM_JOB_NODELIST": "one,two"}
+    env |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
     begun = [
         subprocess.Popen(
-            ["bash", script, "--epochs", "2", "--out", "run"],
+            ["bash", "script", "--epochs", "2", *(["--out", "runs/a"] * (write is torchrun))],
             cwd=tmp_path,
-            env=environment(tmp_path, NODE_RANK=node, **there),
+            env=env | {"NODE_RANK": node},
             stderr=subprocess.PIPE,
             text=True,
         )
-        for node in "01"
+        for node in ("01" if write is torchrun else "0")
     ]
     try:
         for process in begun:
@@ -181,25 +188,8 @@ def test_torchrun_on_two_servers(plan, tmp_path):
     finally:
         for process in begun:
             process.kill()
-    must_be_as_planned(tmp_path / "run", path, 0)
-
-
-@pytest.mark.nightly
-@pytest.mark.processes
-def test_sbatch_on_two_servers(plan, tmp_path):
-    """Slurm itself is not here: srun is a few lines that start a process per task."""
-    path = two_servers(plan, tmp_path, "cpu", 1)
-    script = tmp_path / "job.sh"
-    script.write_text(slurm(Launch.of(path, read(path))))
-    (tmp_path / "srun").write_text(SRUN)
-    (tmp_path / "scontrol").write_text("#!/bin/sh\nprintf '127.0.0.1\\n127.0.0.2\\n'\n")
-    for name in ("srun", "scontrol"):
-        (tmp_path / name).chmod(0o755)
-    assert shutil.which("srun", path=str(tmp_path))
-    env = environment(tmp_path, SLURM_JOB_ID="9518", SLURM_JOB_NODELIST="one,two")
-    ended_well("bash", script, "--epochs", "2", cwd=tmp_path, env=env)
     (run,) = (tmp_path / "runs").iterdir()
-    assert run.name.endswith("-9518")
+    assert run.name.endswith("-9518") or write is torchrun
     must_be_as_planned(run, path, 0)
 
 
@@ -218,13 +208,10 @@ def test_a_launch_file_resumes_a_run(plan, tmp_path, target):
     else:
         (tmp_path / "job.sh").write_text({"slurm": slurm, "torchrun": torchrun}[target](launch))
         words = [str(tmp_path / "job.sh")]
-    (tmp_path / "scontrol").write_text("#!/bin/sh\necho here\n")
-    for name in ("srun", "torchrun"):
-        (tmp_path / name).write_text('#!/bin/sh\necho "$@"\n')
-    for name in ("scontrol", "srun", "torchrun"):
-        (tmp_path / name).chmod(0o755)
-    told = {"SLURM_JOB_ID": "7", "SLURM_JOB_NODELIST": "n", "NODE_RANK": "0", "MASTER_ADDR": "n"}
-    env = environment(tmp_path, JOB_COMPLETION_INDEX="0", **told)
+    says, node = '#!/bin/sh\necho "$@"\n', "#!/bin/sh\necho here\n"
+    env = with_commands(tmp_path, srun=says, torchrun=says, scontrol=node)
+    env |= {"SLURM_JOB_ID": "7", "SLURM_JOB_NODELIST": "n", "NODE_RANK": "0", "MASTER_ADDR": "n"}
+    env |= {"JOB_COMPLETION_INDEX": "0"}
 
     def started(*options: str) -> str:
         run = ["bash", *words, *options]

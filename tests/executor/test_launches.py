@@ -2,10 +2,8 @@
 device that does not exist (pretend_device.py). The losses are those of a CPU."""
 
 import re
-import sys
 from collections import Counter
 from collections.abc import Hashable
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
@@ -17,7 +15,7 @@ import pytest
 import torch
 from asked import on
 from pairwise import covered, every
-from pretend_device import CUDA, ROUNDED, Device, OnDevice, pretend_device
+from pretend_device import CUDA, Device, OnDevice
 
 from gnnplan.executor import train
 from gnnplan.executor.layers.kernels import sent
@@ -29,8 +27,6 @@ from gnnplan.planner.problem.problem import Problem
 from gnnplan.planner.strategies import parse
 from gnnplan.planner.vocabulary.schedule import Copy
 from gnnplan.testing.ranks import Case, Result
-
-__all__ = ["pretend_device"]
 
 MODELS = ("sage", "gcn", "gcnii", "gat", "gatv2", "gin", "resgcn", "sgc")
 # Of a step, by model, with its loss, its answers and the optimizer; they may only fall. 0: the
@@ -244,20 +240,6 @@ def test_devices_do_not_mix(pretend_device):
     with pytest.raises(TypeError, match="numpy"):
         there.numpy()
     assert (there + torch.tensor(1.0)).cpu().tolist() == [1, 2, 3, 4]  # as CUDA has it
-
-
-def test_threads_share_the_device(pretend_device, request):
-    """As where rows are stored while the next ones are computed: nothing is lost, no list torn."""
-    request.addfinalizer(partial(sys.setswitchinterval, sys.getswitchinterval()))
-    sys.setswitchinterval(1e-6)
-
-    def work(_: int) -> list[torch.Tensor]:
-        return [torch.zeros(4, device=CUDA) for _ in range(200) if len(torch.ones(4, device=CUDA))]
-
-    with ThreadPoolExecutor(2) as threads:
-        kept = list(threads.map(work, range(2)))
-    assert pretend_device.live() == ROUNDED * sum(map(len, kept)) == ROUNDED * 400
-    assert pretend_device.counts["launches"] == 800
 
 
 def test_launches_copies_and_waits_are_counted(pretend_device):

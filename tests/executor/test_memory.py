@@ -41,28 +41,6 @@ def fresh_ranks(tmp_path_factory, fork_server):
         yield ranks
 
 
-@pytest.mark.slow
-@glibc
-def test_the_watch_sees_what_torch_counts():
-    """The peak lasts tenths of a second: on a busy machine the watch may miss several intervals."""
-
-    def work() -> torch.Tensor:
-        parts = [torch.ones(3000, 2000) for _ in range(3)]
-        whole = torch.cat(parts[:2])
-        time.sleep(0.3)
-        return whole
-
-    work()
-    _, left, most = counted(work)
-    watch = MemoryWatch(torch.device("cpu"))
-    before = allocated()
-    kept = work()
-    grown = (allocated() or 0) - (before or 0)
-    assert grown == pytest.approx(left, rel=0.01) == kept.nbytes
-    assert watch.stop() == pytest.approx(most, rel=0.02)
-    assert most > 1.9 * left
-
-
 def test_what_is_left_out_after_the_peak_leaves_the_peak_as_it_was():
     """The shared rows of a server are mapped when a rank has had its fullest moment."""
     gc.collect()
@@ -90,7 +68,7 @@ def test_a_stopped_watch_keeps_its_peak_on_cuda(monkeypatch):
     assert watch.stop() == watch.stop() == 600
 
 
-ROWS, SOURCES, PER_ROW, FEATURES, HIDDEN, CLASSES = 10_000, 15_000, 12, 128, 64, 16
+ROWS, SOURCES, FEATURES, HIDDEN, CLASSES = 10_000, 15_000, 128, 64, 16
 MODELS = """
 gcn, gcn norm=layer, gcn norm=batch, sage, sage norm=layer, gcnii, gat, gat heads=2, gatv2,
 gatv2 heads=2 norm=layer, gin, gin norm=batch, resgcn, resgcn norm=batch, resgcn norm=none,
@@ -108,40 +86,35 @@ def model_of(words: str) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize(
-    ("model", "p", "layer", "in_place"),
-    covered(
-        list(itertools.product(models_of(MODELS), (0.0, 0.5), (1, 2, 3), (False, True))),
-        # every model; of every kind every layer with dropout and without, in place and apart
-        lambda row: {
-            row[0],
-            *((row[0].split()[0], row[2], setting) for setting in enumerate(row[1::2])),
-        },
-    ),
+    ("model", "p", "layer", "in_place", "per_row"),
+    [
+        *covered(
+            list(itertools.product(models_of(MODELS), (0.0, 0.5), (1, 2, 3), (False, True), [12])),
+            # every model; of every kind every layer with dropout and without, in place and apart
+            lambda row: {
+                row[0],
+                *((row[0].split()[0], row[2], setting) for setting in enumerate(row[1:4:2])),
+            },
+        ),
+        # Tolokers has 88 edges per vertex: GAT took 15 % more than predicted, for indices in int64
+        *((model, 0.0, layer, False, 88) for model in ("gat", "gatv2 heads=2") for layer in (2, 3)),
+    ],
 )
-def test_footprint_is_what_torch_allocates(model, p, layer, in_place, monkeypatch):
+def test_footprint_is_what_torch_allocates(model, p, layer, in_place, per_row, monkeypatch):
     """What is kept to 0.1 %, peaks to 5 %: operations' own indices are left out."""
     workload = Workload(layers=3, hidden=HIDDEN, dropout=p, **model_of(model))
     shapes = replace(describe(workload, FEATURES, CLASSES), in_place=in_place)
     if shapes.aggregate_cached(layer):
         pytest.skip("its aggregate is made at set-up")
     multiply(monkeypatch, in_place)
-    measure_footprint(shapes, workload, layer)
-
-
-@pytest.mark.parametrize("model", [{"model": "gat"}, {"model": "gatv2", "heads": 2}])
-@pytest.mark.parametrize("layer", [2, 3])
-def test_footprint_of_attention_where_edges_are_many(model, layer):
-    """Tolokers has 88 edges per vertex: GAT took 15 % more than predicted, for indices in int64."""
-    workload = Workload(layers=3, hidden=HIDDEN, dropout=0.0, **model)
-    shapes = replace(describe(workload, FEATURES, CLASSES), in_place=False)
-    measure_footprint(shapes, workload, layer, 88)
+    measure_footprint(shapes, workload, layer, per_row)
 
 
 def measure_footprint(
     shapes: Model,
     workload: Workload,
     layer: int,
-    per_row: int = PER_ROW,
+    per_row: int = 12,
     sparse: SparseRows | None = None,
 ) -> None:
     """Hold a layer's layer_memory against what torch allocates. A step has sorted sparse rows before:
@@ -206,6 +179,7 @@ GRAPHS = {
     "mapped": f"{BATCHED}400&classes=16&train=0.2",  # 32 MB of features: one file for a server
     "classes": f"{BATCHED}128&classes=128&train=0.2",
     "larger": f"{BATCHED}128&classes=128&train=0.4",  # four batches: as many as are under way at once
+    "small": f"{COMMUNITY}4000&edges=24000&features=16&classes=5",
     "slim": f"{BATCHED}8&classes=16&train=0.2",
     "linked": f"{COMMUNITY}20000&edges=100000&features=32&classes=4&seed=0",
 }
@@ -369,6 +343,30 @@ def test_predicted_memory_of_a_processs_first_batches(tmp_path, fork_server):
     finally:
         ranks.close()
     assert fullest_of_batches(case) == pytest.approx(first.fullest(), rel=0.05)
+
+
+FLAT = """
+    2 1 gnnpipe(stages=2,chunks=4,historical_gradients=True) small 0.5 gcnii layers=4 hidden=48
+    2 1 graph_parallel(checkpoint=True) small 0.5 sage hidden=48 norm=batch
+    2 2 granndis(max_hop=1,fanout=5)|granndis(batches=2) small 0.5 sage hidden=48
+    2 1 feature_parallel|pipegcn_gf|tensor3d(x=1,y=2,z=1)|pipegcn(bits=2) small 0.5 sage hidden=48
+    4 1 gnnpipe(stages=2,chunks=4,historical_gradients=True) small 0.5 gcnii layers=4 hidden=48
+    4 1 gnnpipe(chunks=4) small 0.5 gcnii layers=4 hidden=48
+    4 1 graph_parallel|pipegcn small 0.5 sage hidden=48
+    4 2 granndis small 0.5 sage hidden=48
+"""
+SETTLED, EPOCHS = 15, 50
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("line", lines(FLAT))
+def test_memory_stays_flat(line, run_ranks):
+    """A halo's rows kept from every epoch would be 12 MB; pages the allocator keeps are 2 MB."""
+    world, case = on(line)
+    (result,) = run_ranks(world, [replace(case, epochs=EPOCHS, eval_every=5)])
+    for resident in (result.rank(rank)["rss_bytes"] for rank in range(world)):
+        assert len(resident) == EPOCHS
+        assert max(resident[-5:]) - max(resident[SETTLED : SETTLED + 5]) < 5e6
 
 
 STEPS = 4

@@ -4,27 +4,24 @@ Each is a sentence of forward, or of what is done to the module before. Either i
 then its pieces equal the module itself on a graph that they have not seen, or it is refused with a
 sentence. What is neither is a fault: another error, or other numbers."""
 
+import re
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
-import torch
 from examples import NIGHT
-from pairwise import every
-from torch import Tensor, nn
+from pairwise import at_night, every
 from written import quiet
 
-from gnnplan.executor.layers.layer import Drop
 from gnnplan.executor.modules.bind import Small
-from gnnplan.executor.modules.pieces import Pieces
-from gnnplan.executor.modules.prove import as_pieces_draw, in_parts
+from gnnplan.executor.modules.prove import prove
 from gnnplan.executor.modules.read import GraphFields, read
 from gnnplan.planner.gnn.workload import Workload
 from gnnplan.planner.vocabulary.errors import SpecError
 
 FEATURES, CLASSES = 12, 4
 SIZES = (60, 97) if NIGHT else (60,)  # of graphs that nobody has looked at
-VERTEX = {"pos": ((3,), "<f8", 0)}
+VERTEX = {"pos": ((3,), "<f8", 0), "kind": ((), "<i8", 3)}
 EDGE = {"edge_attr": ((5,), "<f8", 0), "edge_weight": ((), "<f8", 0), "other": ((), "<f8", 0)}
 SOURCE = """
 import itertools
@@ -32,8 +29,8 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import nn
-from torch_geometric.nn import GATConv, GCNConv, GraphConv, MessagePassing, SAGEConv
-from torch_geometric.utils import add_self_loops, degree, scatter, softmax
+from torch_geometric.nn import BatchNorm, EdgeConv, GCNConv, GraphConv, GraphSizeNorm, InstanceNorm, SAGEConv
+from torch_geometric.utils import add_self_loops, degree, dropout_edge, softmax
 
 class Twice(torch.autograd.Function):
     @staticmethod
@@ -70,19 +67,20 @@ class M(nn.Module):
         self.register_buffer("seen", torch.zeros(1))
         {more}
 
-    def forward(self, x, edge_index, pos, edge_attr, edge_weight, other):
+    def forward(self, x, edge_index, pos, kind, edge_attr, edge_weight, other):
         src, dst = edge_index
         h = self.a(x, edge_index).relu()
         {body}
         return self.b(h, edge_index)
 """
 # what forward does between its two convolutions: its name, whether it must be carried or refused
-# (either will do, if it equals itself), and lines of code, between which ;; stands
-IN_FORWARD = """
+# (either will do, if it equals itself; in words that are given: by day too), and lines of code,
+# between which ;; stands; the first is line 1
+IN_FORWARD = r"""
     nothing | carried | h = h + 0
     edges backwards | carried | h = self.c(h, edge_index.flip(0))
     edges backwards by hand | refused | h = torch.zeros_like(h).index_add_(0, src, h[dst])
-    the first edges | refused | h = self.c(h, edge_index[:, :40])
+    the first edges | line 1: getitem makes other edges of a part .* edges by their places | h = self.c(h, edge_index[:, :40])
     edges of heavy weight | either | h = self.c(h, edge_index[:, edge_weight > 0.6])
     edges to larger ids | either | h = self.c(h, edge_index[:, src < dst])
     edges of two hops | refused | h = self.c(h, torch.stack([src, src[torch.randperm(src.numel(), generator=torch.Generator().manual_seed(1))]]))
@@ -94,11 +92,10 @@ IN_FORWARD = """
     a column of attributes | carried | h = self.c(h, edge_index, edge_attr[:, 3])
     positions | carried | h = h * pos.norm(dim=1, keepdim=True)
     positions from the middle | refused | h = h * (pos - pos.mean(0)).norm(dim=1, keepdim=True)
-    softmax over vertices | refused | h = h.softmax(0)
+    softmax over vertices | line 1: softmax gives vertex \d+ another row | h = h.softmax(0)
     softmax over columns | carried | h = h.softmax(1)
     softmax over sources | refused | h = torch.zeros_like(h).index_add_(0, dst, h[src] * softmax(h[src], src))
     mean of all rows | refused | h = h - h.mean(0)
-    moments of the batch | refused | h = (h - h.mean(0)) / h.std(0)
     sorted rows | refused | h = h.sort(0).values
     the row of the next vertex | refused | h = h.roll(1, 0)
     the row of vertex 0 | refused | h = h + h[0]
@@ -106,7 +103,7 @@ IN_FORWARD = """
     the largest ten | refused | h = torch.zeros_like(h).index_copy(0, h[:, 0].topk(10).indices, h[:10])
     attention of all to all | refused | h = (h @ h.t()).softmax(1) @ h
     the rank of a vertex | either | h = h * torch.arange(h.size(0)).unsqueeze(1)
-    number of vertices | refused | h = h / h.size(0)
+    number of vertices | line 1: div of a graph of 1,201 vertices is another call | h = h / float(x.size(0)) ** 0.5
     number of edges | either | h = h / edge_index.size(1)
     mean degree | either | h = h * (edge_index.size(1) / x.size(0))
     rows as len says it | carried | h = h * torch.ones(len(h), 8, dtype=h.dtype)
@@ -115,20 +112,19 @@ IN_FORWARD = """
     the largest degree | either | h = h / degree(dst, h.size(0)).max()
     evaluation of its own | carried | h = h if self.training else h * 0.5
     other edges in evaluation | refused | h = self.c(h, edge_index) if self.training else self.c(h, edge_index[:, :30])
-    a layer less in evaluation | refused | h = self.c(h, edge_index) if self.training else h
+    a layer less in evaluation | forward hands on \d+ numbers per vertex in 3 layers in training, and \d+ .* in 2 layers in | h = self.c(h, edge_index) if self.training else h
     a sparse matrix | carried | h = torch.sparse_coo_tensor(edge_index.flip(0), edge_weight, (len(h), len(h))) @ h
     a sparse matrix of sources | carried | h = torch.sparse_coo_tensor(edge_index, other, (len(h), len(h))) @ h
     a sparse matrix of two hops | refused | a = torch.sparse_coo_tensor(edge_index.flip(0), other, (len(h), len(h))) ;; h = torch.sparse.mm(torch.sparse.mm(a, a), h)
     a sparse matrix over columns | either | a = torch.sparse_coo_tensor(edge_index[:, :3] * 0, other[:3], (8, 8)) ;; h = (a @ h.t()).t()
-    learned numbers in a sparse matrix | refused | h = torch.sparse_coo_tensor(edge_index.flip(0), other * self.lin.bias[0], (len(h), len(h))) @ h
+    learned numbers in a sparse matrix | line 1: .* of numbers that are learned, whose gradient torch makes of all pairs | h = torch.sparse_coo_tensor(edge_index.flip(0), other * self.lin.bias[0], (len(h), len(h))) @ h
     dropout of columns | refused | h = F.dropout1d(h, 0.5, self.training)
     dropout | carried | h = F.dropout(h, 0.5, self.training)
-    alpha dropout | refused | h = F.alpha_dropout(h, 0.5, self.training)
     a number that its class has kept | refused | M.k = getattr(M, 'k', 0) + 1 ;; h = h * M.k
     a number that a list has kept | refused | self.kept = [*(self.kept or []), 1] ;; h = h * (1 if len(self.kept) < 99 else 2)
     an environment that ranks have | refused | import os ;; h = h * (2 if 'LOCAL_WORLD_SIZE' in os.environ else 1)
     ranks that meet | refused | h = h * (2 if torch.distributed.is_initialized() else 1)
-    a number that it has kept | refused | self.calls += 1 ;; h = h * self.calls
+    a number that it has kept | its second call on a graph makes other rows than its first | self.calls += 1 ;; h = h * self.calls
     rows that it has kept | refused | h = h if self.kept is None else h + self.kept ;; self.kept = h.detach()
     a buffer that it moves | refused | self.seen += 1 ;; h = h * self.seen
     no gradient | carried | with torch.no_grad(): ;;     h = h * 2
@@ -150,14 +146,12 @@ IN_FORWARD = """
     a Fourier transform of columns | either | h = torch.fft.fft(h, dim=1).real
     distances of vertices | refused | h = torch.cdist(h, h) @ h
     distances to parameters | either | h = torch.cdist(h, self.lin.weight)
-    an inverse | refused | h = torch.linalg.solve(torch.eye(8, dtype=h.dtype) + h.t() @ h, h.t()).t()
     attention of columns | either | h = F.scaled_dot_product_attention(h[:, None, None], h[:, None, None], h[:, None, None])[:, 0, 0]
     the unique rows | refused | h = torch.unique(h, dim=0)
     rows by a table | either | h = h + F.embedding(torch.arange(h.size(0)) % 8, self.lin.weight)
     another file's graph | either | import scipy.sparse ;; h = h + float(scipy.sparse.eye(3).nnz)
     compiled | either | h = torch.jit.script(nn.ReLU())(h)
-    checkpointed | either | import torch.utils.checkpoint as c ;; h = c.checkpoint(self.lin, h, use_reentrant=False)
-    autocast | either | with torch.autocast('cpu', torch.bfloat16): ;;     h = self.lin(h).to(x.dtype)
+    autocast | line 2: .*autocast | with torch.autocast('cpu', torch.bfloat16): ;;     h = self.lin(h).to(x.dtype)
     vmap | either | h = torch.vmap(lambda row: row * row.sum())(h)
     a branch on a size | refused | h = h * 2 if h.size(0) < 55 else h
     a branch on parity | either | h = h * 2 if h.size(0) % 2 else h
@@ -182,15 +176,65 @@ IN_FORWARD = """
     dropout of parameters | carried | h = h @ F.dropout(self.lin.weight, 0.5, self.training)
     dropout of one row for all | carried | h = h * F.dropout(torch.ones(5, dtype=h.dtype), 0.5, self.training).mean()
     an environment that it changes | refused | import os ;; os.environ['CALLS'] = os.environ.get('CALLS', '') + '.' ;; h = h * (1 if len(os.environ['CALLS']) < 99 else 2)
-    its first rows | refused | self.kept = h.detach() if self.kept is None else self.kept ;; h = h + self.kept
     a branch on many vertices | refused | h = h * 2 if int(h.size(0)) > 999 else h
-    a branch on digits | refused | h = h * len(str(h.size(0)))
     rows by blocks | refused | h = torch.cat([c * i for i, c in enumerate(h.split(100), 1)])
     the first edge of each reader | refused | first = torch.full((len(h),), dst.numel()).scatter_reduce(0, dst, torch.arange(dst.numel()), 'amin') ;; h = h + h[torch.cat([src, src[:1]])[first]]
     equal edges that weigh another | carried | twice = torch.cat([edge_index, edge_index], 1) ;; w = torch.cat([other, degree(src, h.size(0)).to(h.dtype)[src]]) ;; h = torch.zeros_like(h).index_add(0, twice[1], w[:, None] * h[twice[0]])
     a sparse matrix with loops | carried | loops, _ = add_self_loops(edge_index, num_nodes=len(h)) ;; a = torch.sparse_coo_tensor(loops.flip(0), degree(loops[1], len(h))[loops[1]].to(h.dtype), (len(h), len(h))) ;; h = a @ h
     a function that it patches | refused | old, F.relu = F.relu, lambda t, inplace=False: old(t) * 2 ;; try: ;;     h = F.relu(h) ;; finally: ;;     F.relu = old
-    a gradient's hook | either | h.register_hook(lambda g: g * 2) if h.requires_grad else None
+    a gradient's hook | line 1: register_hook changes gradients | h.register_hook(lambda g: g * 2) if h.requires_grad else None
+    rows of its own | cannot have a row | h = h + torch.ones(600, 8)
+    rows of its own beside | that graph has 53 vertices: a module's own tensors cannot have a row | h = torch.cat([h, self.lin.weight.new_ones(600, 2)], 1)
+    rows one above the other | line 1: cat makes \[159, 8\] of the rows of all 53 vertices | return self.lin(torch.cat([h, h, h]))
+    sparse gradients | lin.weight has sparse gradients, and ranks add dense ones; leave out sparse=True | h = h + F.embedding(torch.zeros_like(h[:, 0]).long(), self.lin.weight, sparse=True)
+    a branch on rows | line 1: forward asks for the numbers in a tensor \(bool\) | h = h * 2 if x.sum() > 0 else h
+    a branch on degrees | line 1: forward asks for the numbers in a tensor \(max\) | most = torch.bincount(dst).max().item() ;; h = h if most > 99 else h * 2
+    a wrong width | line 1: forward fails on a small graph of 12 features \(RuntimeError: mat1 and mat2 | h = self.lin(x)
+    beyond a list's end | line 1: .*list index out of range\)$ | h = [h][1]
+    an assertion without words | line 1: .*AssertionError: assert x.dim\(\) == 3 | assert x.dim() == 3
+    dropout in evaluation | line 1: dropout drops in evaluation too | h = F.dropout(h)
+    dropout of all | line 1: dropout of p=1 leaves nothing; use p < 1 | h = F.dropout(h, 1.0, self.training)
+    dropout of some rows | line 2: dropout is given rows of some vertices | k, some = torch.zeros_like(x), x[:, 0] > 0 ;; k[some] = F.dropout(x[some], 0.5, self.training) ;; h = self.a(k, edge_index)
+    edges by rows | line 1: forward chooses edges by x of vertices | kept = x[src, 0] > x[dst, 0] ;; return self.b(h, edge_index[:, kept])
+    a weight's data | line 1: clamp changes lin.weight in place, which would be lost | self.lin.weight.data.clamp_(-9, 9) ;; h = self.lin(h)
+    a weight in place | line 2: .* changes lin.weight in place, which would be lost | with torch.no_grad(): ;;     self.lin.weight *= 1.0 ;; h = self.lin(h)
+    Python's random numbers | draws random numbers of Python's or numpy's | import random ;; h = h * 0 if random.random() < 1e-9 else h
+    numpy's random numbers | draws random numbers of Python's or numpy's | h = h * 0 if np.random.rand() < 1e-9 else h
+    calls that it has counted | forward changes self.calls from call to call | self.calls += 1 ;; h = h * (1 if self.calls < 4 else 2)
+    calls that a global has counted | forward changes model\.py: CALLS from call to call | global CALLS ;; CALLS = globals().get('CALLS', 0) + 1 ;; h = h * (1 if CALLS < 99 else 2)
+    kept by training | keeps something of training that evaluation reads | if self.training: ;;     self.kept = h.mean(0).detach() ;; h = h if self.training or self.kept is None else h - self.kept
+    numbers that torch does not see | something that torch does not see makes a tensor in forward itself | with torch._C.DisableTorchFunction(): ;;     w = self.a.lin_rel.bias.detach() * 2 ;; h = h * w
+    an environment that tells the rank | it makes other rows in the process of rank 1 of 2 than here | import os ;; h = h * int(os.environ.get('RANK', 7))
+    an end of the process | its process ends with code 3 while forward runs | import os ;; os._exit(3)
+    a signal that ends the process | its process ends by SIGABRT while forward runs | import os ;; os.abort()
+    edges as a matrix | line 1: .*it multiplies by edge_index \[2, E\], whose matrix is torch.sparse_coo | h = torch.spmm(edge_index, h)
+    a matrix of an old constructor | line 1: a sparse matrix is made by no call of torch's | h = torch.sparse.FloatTensor(edge_index.flip(0), torch.ones(edge_index.size(1))) @ h
+    a sparse matrix in no product | line 2: .* of a sparse matrix is no product with rows | a = torch.sparse_coo_tensor(edge_index.flip(0), other, (len(h), len(h))) ;; h = torch.sparse.addmm(h, a, h)
+    ids among features | line 1: .*features are random numbers there, and no ids | h = nn.Embedding(9, 8)(x[:, 0].long())
+    a width by the largest of all | line 1: one_hot gives .* as one_hot with num_classes | h = h + F.one_hot(kind).sum(1, keepdim=True)
+    a width that is given | carried | h = h + F.one_hot(kind, 3).sum(1, keepdim=True)
+    rows of some | forward returns \[\d+, 4\] of 53 vertices | return self.b(h, edge_index)[x[:, 0] > 0]
+    a pool of all rows | line 2: index_add makes \[1, 8\] of the rows of all 53 vertices | batch = torch.zeros(x.size(0), dtype=torch.long) ;; h = h + torch.zeros(int(batch.max()) + 1, 8).to(h).index_add(0, batch, h)[batch]
+    vertices by degree | line 2: its calls of torch fail on parts .* as nonzero\(\) of degrees tells | few = (torch.bincount(dst, minlength=len(x)) < 3).nonzero()[:, 0] ;; h = h.index_add(0, few, h[few])
+    chance | line 1: bernoulli draws random numbers | h = h * torch.bernoulli(torch.FloatTensor([0.5])).to(h)
+    several values | forward returns several values | return h, x
+    a dict | a dict; retu | return {'x': h}
+    no convolution | no convolution's rows reach the output | return self.lin(x[:, :8])[:, :4]
+    no class per column | rows of 8 numbers, and the graph has 4 classes | return h
+    infinite rows | are not finite | h = h / 0
+    dropped edges | random | e, _ = dropout_edge(edge_index, p=0.2, training=self.training) ;; h = self.c(h, e)
+    sums over edges, one with alpha | carried by day | h = h + torch.zeros_like(h).index_add(0, dst, h[src], alpha=0.5) ;; fewer = torch.zeros_like(h[:, 1:]).index_add(0, dst, h[src, 1:]) ;; h = torch.tanh(h + fewer.sum(1, keepdim=True)) ;; h = (0 * self.lin.bias).repeat(h.size(0), 1).index_add(0, dst, h[src]) ;; h = torch.zeros(int(edge_index.max()) + 1, 8).index_add(0, dst, torch.tanh(h)[src])
+    numbers of float32 | carried by day | h = self.a(x.float(), edge_index) + torch.ones(x.size(0), 8) + 1
+    constants that torch does not see made | carried by day | h = h * (torch.FloatTensor([0.5, 2.0]).to(x) * torch.from_numpy(np.arange(8.0)).to(x)[:2]).repeat(4)
+    sorted edges | carried by day | types, order = torch.sort(dst % 2) ;; ends = torch.searchsorted(types, torch.arange(3)) ;; scale = torch.bincount(src, minlength=x.size(0)) + 1.0 ;; m = torch.tanh(h)[src[order]] / scale[src[order], None].to(x) ;; m = torch.where((torch.arange(len(order)) < ends[1])[:, None], m, m.cos()) ;; h = torch.zeros(x.size(0), 8).to(x).index_add(0, dst[order], m)
+    segments of edges | carried by day | order, degrees = torch.argsort(dst), torch.bincount(dst, minlength=x.size(0)) ;; h = torch.segment_reduce(h[src[order]], "max", lengths=degrees, initial=0.0).cos()
+    vertices in the second dimension | carried by day | two = F.dropout(torch.stack([h, self.lin(h)]), 0.5, self.training) ;; h = self.c(two[0], edge_index).tanh() + two[1] + two.sum(0)
+    rows that dropout alone makes others | carried by day | k = h ;; for _ in range(2): ;;     h = self.c(h, edge_index) + self.lin(F.dropout(k, 0.5, self.training))
+    checkpoints, also of dropout | carried by day | import torch.utils.checkpoint as c ;; h = c.checkpoint(self.c, h, edge_index, use_reentrant=True) ;; h = c.checkpoint(lambda h: F.dropout(h, 0.5, self.training), h, use_reentrant=False)
+    ends apart from edges | carried by day | matrix = torch.sparse_coo_tensor(edge_index.flip(0), torch.ones_like(dst), (len(x), len(x))) ;; degrees, own = torch.sparse.sum(matrix, 1).to_dense(), torch.arange(len(x)) ;; for _ in range(2): ;;     reads, sends = torch.cat([dst, own]), torch.cat([src, own]) ;;     h = torch.zeros_like(h).index_add(0, reads, F.dropout(h[sends], 0.5, self.training)) ;;     some = degrees[dst] > 2 ;;     h = torch.zeros_like(h).index_add(0, dst[some], h[src[some]] / degrees[src[some], None])
+    a norm at the end, and a sum in place | carried by day | h = F.relu(self.norm(self.c(h, edge_index)), inplace=True) ;; h = F.dropout(h, 0.5, self.training) ;; h += self.lin(x[:, :8])
+    two norms of the same rows | carried by day | h = self.norm(h).relu() + self.norm(h)
+    a warning | carried by day | import warnings ;; with warnings.catch_warnings(): ;;     warnings.simplefilter("ignore") ;;     warnings.warn("sparse matrices are in beta") ;; h = h ** 2
 """
 # what is done to the module after it was made
 WHEN_MADE = """
@@ -209,44 +253,49 @@ WHEN_MADE = """
     another forward | refused | old = self.a.forward; self.a.forward = lambda *x: old(*x) * 2
     a hook of a parameter | refused | self.lin.weight.register_hook(lambda g: g.clamp(-1, 1))
     always in training | refused | self.norm.train = lambda mode=True: self.norm
+    medians, which PyG lacks of nobody | index out of range | self.a = SAGEConv(in_channels, 8, aggr='median')
+    an LSTM of neighbours | numbered in reverse | self.a = SAGEConv(in_channels, 8, aggr='lstm')
+    a norm of edges | batch norm of edges | self.a = EdgeConv(nn.Sequential(nn.Linear(24, 8), nn.BatchNorm1d(8)))
+    a norm of the batch | track_running_stats=True | self.norm = BatchNorm(8, track_running_stats=False)
+    a norm of cumulative momentum | asks for the numbers in a tensor | self.norm = nn.BatchNorm1d(8, momentum=None)
+    a norm of the instance | looks at all vertices | self.norm = InstanceNorm(8)
+    a norm by the graph's size | carried by day | self.norm = GraphSizeNorm()
     never in training | carried | self.norm.running_mean.normal_(); self.norm.eval().train = lambda mode=True: self.norm
 """
 SHOWN = "h = self.norm(self.lin(self.c(h, edge_index)))"  # so that a change of any part shows
-STEP = "n = [0]\n        def step():\n            n[0] += 1\n            return 1 + n[0] // 99\n        "
-# both: what it keeps, and what forward does with it
-KEPT: dict[str, tuple[str, str]] = {
-    "a cycle": ("self.kept = itertools.cycle([1, 1, 1, 1, 1, 1, 2])", "h = h * next(self.kept)"),
-    "a function around a number": (f"{STEP}self.kept = step", "h = h * self.kept()"),
-    "a generator of numpy's": (
-        "self.kept = np.random.default_rng(1)",
-        "h = h * (1 if self.kept.random() < 0.99 else 2)",
-    ),
-    "a buffer of whole numbers": (
-        "del self.kept; self.register_buffer('kept', torch.zeros((), dtype=torch.long))",
-        "self.kept += 1\nh = h * (1 + 2 * (self.kept > 99).to(h.dtype))",
-    ),
-    "a tensor that counts": (
-        "self.kept = torch.zeros(())",
-        "self.kept = self.kept + 1\nh = h * (1 + 2 * (self.kept > 99).to(h.dtype))",
-    ),
-    "numpy's number": (
-        "self.kept = np.int64(0)",
-        "self.kept = self.kept + 1\nh = h * (3 if self.kept > 99 else 1)",
-    ),
-    "a set that grows": (
-        "self.kept = set()",
-        "self.kept.add(len(self.kept))\nh = h * (3 if len(self.kept) > 99 else 1)",
-    ),
-    "a list of tensors that grows": (
-        "self.kept = []",
-        "self.kept.append(h.detach())\nh = h * (3 if len(self.kept) > 99 else 1)",
-    ),
-    "a tensor in a list": ("self.kept = [torch.ones(8)]", "h = h * self.kept[0].to(h.dtype)"),
-    "a layer in a list": ("self.kept = [nn.Linear(8, 8).double()]", "h = self.kept[0](h)"),
-}
+# what the module keeps, and what forward does with it
+KEPT = """
+    a cycle | refused | self.kept = itertools.cycle([1, 1, 1, 1, 1, 1, 2]) | h = h * next(self.kept)
+    a function around a number | refused | n = [0] ;; def step(): ;;     n[0] += 1 ;;     return 1 + n[0] // 99 ;; self.kept = step | h = h * self.kept()
+    a generator of numpy's | refused | self.kept = np.random.default_rng(1) | h = h * (1 if self.kept.random() < 0.99 else 2)
+    a buffer of whole numbers | refused | del self.kept; self.register_buffer('kept', torch.zeros((), dtype=torch.long)) | self.kept += 1 ;; h = h * (1 + 2 * (self.kept > 99).to(h.dtype))
+    a tensor that counts | refused | self.kept = torch.zeros(()) | self.kept = self.kept + 1 ;; h = h * (1 + 2 * (self.kept > 99).to(h.dtype))
+    numpy's number | refused | self.kept = np.int64(0) | self.kept = self.kept + 1 ;; h = h * (3 if self.kept > 99 else 1)
+    a set that grows | refused | self.kept = set() | self.kept.add(len(self.kept)) ;; h = h * (3 if len(self.kept) > 99 else 1)
+    a tensor in a list | carried | self.kept = [torch.ones(8)] | h = h * self.kept[0].to(h.dtype)
+    a layer in a list | refused | self.kept = [nn.Linear(8, 8).double()] | h = self.kept[0](h)
+"""
 
 
-NIGHTLY = pytest.mark.nightly
+class Change(NamedTuple):
+    outcome: str  # carried, refused, either, or words of the refusal
+    more: str  # after the module's own parts are made
+    body: str
+
+
+def read_table(text: str, then: str = "") -> dict[str, Change]:
+    """Of changes in forward, or of what is made if something follows in forward."""
+    found = {}
+    for row in text.strip().splitlines():
+        name, outcome, *code = row.replace(" ;; ", "\n").strip().split(" | ")
+        found[name] = Change(outcome, *(code if code[1:] else ["pass", *code]))
+        if then and not code[1:]:
+            found[name] = Change(outcome, code[0], then)
+    return found
+
+
+FORWARD, MADE, KEEPING = read_table(IN_FORWARD), read_table(WHEN_MADE, SHOWN), read_table(KEPT)
+FIRST = SOURCE[: SOURCE.index("{body}")].count("\n") + 1  # the line of forward's own code
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -254,91 +303,52 @@ def pyg():
     quiet("torch_geometric")
 
 
-def outcome(folder: Path, body: str, more: str, directed: bool) -> str:
+def outcome(folder: Path, change: Change, directed: bool) -> str:
     """'carried', if it then is itself, or the words of the refusal."""
     file = folder / "model.py"
-    pad = "\n        "
-    file.write_text(SOURCE.replace("{more}", more).replace("{body}", body.replace("\n", pad)))
+    more, body = (code.replace("\n", "\n        ") for code in (change.more, change.body))
+    file.write_text(SOURCE.replace("{body}", body).replace("{more}", more))
     graph = GraphFields(FEATURES, CLASSES, directed, False, VERTEX, EDGE)
     try:
         user = read(f"{file}:M", Workload(dtype="float64"), graph)
     except SpecError as refused:
-        return str(refused)
+        place, _, words = str(refused).partition(": M: ")
+        assert place == str(file) and refused.exit_code == 2
+        return words
     assert user.pieces is not None
     for vertices in SIZES:
-        assert_is_itself(user.module, user.pieces, vertices, directed)
+        prove(user.module, user.pieces, Small(vertices, user.module, graph))
     return "carried"
 
 
-def assert_is_itself(module: nn.Module, pieces: Pieces, vertices: int, directed: bool) -> None:
-    graph = GraphFields(FEATURES, CLASSES, directed, False, VERTEX, EDGE)
-    small = Small(vertices, module, graph)
-    for is_training in (True, False):
-        expected, found = [], []
-        for kind, into in (("itself", expected), ("pieces", found)):
-            module.train(is_training).zero_grad()
-            buffers = {name: buffer.clone() for name, buffer in module.named_buffers()}
-            values = small.given(torch.float64)
-            if kind == "itself":
-                with as_pieces_draw(pieces, small.whole, Drop(0.0, 7)):
-                    out = pieces.binding.call(module, values)
-            else:
-                out = in_parts(pieces, small, is_training)
-            (out * torch.linspace(-1, 1, out.numel()).view_as(out)).sum().backward()
-            into += [out.detach().clone(), *gradients(module)]
-            with torch.no_grad():
-                for name, buffer in module.named_buffers():
-                    into += [buffer.clone()] if buffer.is_floating_point() else []
-                    buffer.copy_(buffers[name])
-        for a, b in zip(expected, found, strict=True):
-            torch.testing.assert_close(b, a, rtol=1e-8, atol=1e-8, check_dtype=False)
+def must_be(expected: str, found: str) -> None:
+    if found == "carried":
+        assert expected.startswith(("carried", "either"))
+        return
+    assert not expected.startswith("carried"), found
+    assert len(found.split()) > 6 and "Traceback" not in found, found
+    if expected not in ("refused", "either"):
+        words = re.sub(r"line (\d+)", lambda at: f"line {int(at[1]) + FIRST - 1}", expected)
+        assert re.search(words, found), found
 
 
-def gradients(module: nn.Module) -> list[Tensor]:
-    return [torch.zeros_like(p) if p.grad is None else p.grad.clone() for p in module.parameters()]
-
-
-def assert_is_as_expected(found: str, carried: bool | None) -> None:
-    if carried is not None:
-        assert (found == "carried") == carried, found
-    if found != "carried":
-        words = found.partition("M: ")[2]
-        assert len(words.split()) > 6 and "Traceback" not in words, found
-
-
-def read_table(text: str) -> dict[str, tuple[str, bool | None]]:
-    rows = [line.strip().split(" | ", 2) for line in text.strip().splitlines()]
-    may = {"carried": True, "refused": False, "either": None}
-    return {name: (code.replace(" ;; ", "\n"), may[word]) for name, word, code in rows}
-
-
-FORWARD, MADE = read_table(IN_FORWARD), read_table(WHEN_MADE)
-
-
-def by_day(changes: dict[str, tuple[str, bool | None]]) -> list[Any]:
-    """By day every tenth change, beside the rules of test_module_cases.py."""
-    carried = [name for name, (_, carried) in changes.items() if carried]
-    refused = [name for name, (_, carried) in changes.items() if carried is False]
-    often = {*carried[::10], *refused[::10]}
-    return [name if name in often else pytest.param(name, marks=NIGHTLY) for name in changes]
+def by_day(changes: dict[str, Change]) -> list[Any]:
+    """By day those of which more is told, and every tenth of the others."""
+    often = {name for name, change in changes.items() if " " in change.outcome}
+    for word in ("carried", "refused"):
+        often |= {*[name for name, change in changes.items() if change.outcome == word][::10]}
+    return [name if name in often else at_night(name) for name in changes]
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("change", [*by_day(FORWARD), *by_day(MADE), *every(5, KEPT)])
+@pytest.mark.parametrize("change", [*by_day(FORWARD), *by_day(MADE), *every(5, KEEPING)])
 def test_a_change_is_carried_as_it_is_or_refused(change, tmp_path):
     """What is kept between calls is refused if calls change it."""
-    if change in KEPT:
-        (more, body), carried = KEPT[change], change == "a tensor in a list"
-    else:
-        code, carried = (FORWARD | MADE)[change]
-        more, body = (code, SHOWN) if change in MADE else ("pass", code)
-    found = outcome(tmp_path, body, more, directed=False)
-    print(f"{change:40} {found.partition('M: ')[2] or found}")
-    assert_is_as_expected(found, carried)
+    asked = (FORWARD | MADE | KEEPING)[change]
+    must_be(asked.outcome, outcome(tmp_path, asked, directed=False))
 
 
 @pytest.mark.nightly
 @pytest.mark.parametrize("change", FORWARD)
 def test_on_edges_one_way_none_is_something_else(change, tmp_path):
-    found = outcome(tmp_path, FORWARD[change][0], "pass", directed=True)
-    assert_is_as_expected(found, None)
+    must_be("either", outcome(tmp_path, FORWARD[change], directed=True))

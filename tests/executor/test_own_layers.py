@@ -1,14 +1,12 @@
 """Layers of the user's own, as docs/how-to/bring-your-model.md shows one: counted, and trained."""
 
 import re
-from collections import Counter
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-import torch
 from pairwise import at_night
 
 from gnnplan.executor.modules import read
@@ -18,6 +16,7 @@ from gnnplan.planner.gnn.model import Model, describe, layer_memory
 from gnnplan.planner.gnn.workload import Workload
 from gnnplan.planner.graph.formats import convert
 from gnnplan.planner.vocabulary.errors import SpecError
+from gnnplan.testing import runs
 from gnnplan.testing.ranks import Case
 
 FEATURES, CLASSES = 12, 4  # of the graph `rough`
@@ -44,18 +43,6 @@ GRAPHSAGE = f"""{HEAD}        self.near = nn.Parameter(torch.randn(h_out, h_in))
         self.bias = nn.Parameter(torch.zeros(h_out))
     def update(self, gathered, rows, x, x0, relu):
         return linear_sum([(rows, self.own), (gathered, self.near)], self.bias, relu)
-"""
-# a weight per source, made of its row: no weighted sum, and projected first
-WEIGHING = f"""{LOOP}        self.lin, self.weigh = nn.Linear(h_in, h_out), nn.Linear(h_out, 1)
-    def project(self, rows):
-        z = self.lin(rows)
-        weight = self.weigh(z).sigmoid()
-        return torch.cat([z * weight, weight], 1)
-    def gather(self, block, rows):
-        total = aggregate(block, rows)
-        return total[:, :-1] / total[:, -1:]
-    def update(self, gathered, rows, x, x0, relu):
-        return gathered.relu() if relu else gathered
 """
 
 
@@ -156,32 +143,13 @@ def test_two_ranks_train_it_as_one_does(code, servers, strategy, more, tmp_path,
     if strategy == "p3" and code == "M":
         pytest.skip("without P3's calls; refused below")
     workload = workload_of(
-        tmp_path, {"Contrast": EXAMPLE, "M": WEIGHING}[code], code, dropout=0.25, lr=0.05, **more
+        tmp_path, {"Contrast": EXAMPLE, "M": ATTENDING}[code], code, dropout=0.25, lr=0.05, **more
     )
     case = Case(strategy, graphs["rough"], workload.model_dump(), servers=servers)
     (result,) = run_ranks(2, [case])
     alone = replace(case, strategy="data_parallel" if more else "graph_parallel", servers=1)
     assert result.losses == pytest.approx(run_ranks.alone(alone).losses, rel=1e-9)
-    problem = case.problem(2)
-    planned = case.settled(problem)
-    schedule = planned.schedule(problem, case.epochs * planned.steps(problem))
-    counted: Counter[str] = Counter()
-    for rank in range(2):
-        counted.update(result.rank(rank)["bytes"])
-    scheduled = schedule.bytes_by_op(schedule.tasks)
-    assert counted == {op: nbytes for op, nbytes in scheduled.items() if nbytes}
-
-
-def test_every_rank_makes_the_same_weights(tmp_path, run_ranks, graphs):
-    """Layer N starts from (seed, N), whichever layers a rank has and whatever was drawn before."""
-    from gnnplan.executor.modules.read import net_of
-
-    workload = workload_of(tmp_path, EXAMPLE, "Contrast")
-    model = describe(workload, FEATURES, CLASSES)
-    whole = net_of(model, workload).state_dict()
-    torch.rand(7)
-    last = net_of(model, workload, range(3, 4)).state_dict()
-    assert last and all(torch.equal(value, whole[name]) for name, value in last.items())
+    runs.test_bytes_of_every_operation(runs.FinishedRun(result))
 
 
 LINEAR = "        self.lin = nn.Linear(h_in, h_out)\n"
@@ -217,7 +185,7 @@ def test_what_cannot_be_planned_is_refused(what, tmp_path):
 
 
 def test_p3_says_what_a_layer_lacks(tmp_path, graphs):
-    workload = workload_of(tmp_path, WEIGHING, mode="mini", batch=16, fanout="full")
+    workload = workload_of(tmp_path, ATTENDING, mode="mini", batch=16, fanout="full")
     case = Case("p3", graphs["rough"], workload.model_dump())
     with pytest.raises(SpecError, match=r"give it by_columns, scatter, transform and apply"):
         case.settled(case.problem(2))

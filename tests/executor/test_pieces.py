@@ -8,6 +8,7 @@ import pytest
 import torch
 from counting import counted
 from pairwise import every
+from test_module_cases import written
 
 from gnnplan.executor.layers.kernels import Block
 from gnnplan.executor.layers.layer import Drop
@@ -26,38 +27,23 @@ from gnnplan.planner.vocabulary.errors import SpecError
 
 ROWS, SOURCES, EDGES, FEATURES, CLASSES = 3_000, 4_500, 45_000, 64, 16
 GRAPH = GraphFields(FEATURES, CLASSES)
-HEAD = """
-import sys, time
-import torch
-import torch.nn.functional as F
-from torch import nn
-from torch_geometric.nn import APPNP, ChebConv, GATConv, GCNConv, SAGEConv, TAGConv, TransformerConv
-
-class Two(nn.Module):
-    def __init__(self, first, last):
-        super().__init__()
-        self.first, self.last = first, last
-    def forward(self, x, edge_index):
-        h = F.dropout(F.elu(self.first(x, edge_index)), 0.5, self.training)
-        return self.last(h, edge_index)
-"""
 MODULES = {
-    "gcn": "Two(GCNConv(f, 64), GCNConv(64, c))",
-    "sage": "Two(SAGEConv(f, 64), SAGEConv(64, c))",
-    "gat": "Two(GATConv(f, 16, heads=4, dropout=0.2), GATConv(64, c))",
-    "sage max": "Two(SAGEConv(f, 64, aggr='max'), SAGEConv(64, c, aggr='max'))",
-    "transformer": "Two(TransformerConv(f, 16, heads=4), TransformerConv(64, c))",
-    "cheb": "Two(ChebConv(f, 64, K=2), ChebConv(64, c, K=2))",
-    "tag": "Two(TAGConv(f, 32, K=2), TAGConv(32, c, K=2))",
+    "gcn": "GCNConv(64, 64), GCNConv(64, 16)",
+    "sage": "SAGEConv(64, 64), SAGEConv(64, 16)",
+    "gat": "GATConv(64, 16, heads=4, dropout=0.2), GATConv(64, 16)",
+    "sage max": "SAGEConv(64, 64, aggr='max'), SAGEConv(64, 16, aggr='max')",
+    "transformer": "TransformerConv(64, 16, heads=4), TransformerConv(64, 16)",
+    "cheb": "ChebConv(64, 64, K=2), ChebConv(64, 16, K=2)",
+    "tag": "TAGConv(64, 32, K=2), TAGConv(32, 16, K=2)",
 }
+TWO = """
+h = F.dropout(F.elu(self.one(x, edge_index)), 0.5, self.training)
+return self.two(h, edge_index)
+"""
 
 
-def module(tmp_path: Path, made: str, head: str = HEAD) -> tuple[UserModule, Pieces]:
-    file = tmp_path / "model.py"
-    file.write_text(
-        f"{head}\ndef M(in_channels, out_channels):\n    f, c = in_channels, out_channels\n    return {made}\n"
-    )
-    user = read(f"{file}:M", Workload(), GRAPH)
+def module(folder: Path, made: str, body: str = TWO) -> tuple[UserModule, Pieces]:
+    user = read(written(folder, body, made=f"self.one, self.two = {made}"), Workload(), GRAPH)
     assert user.pieces is not None
     return user, user.pieces
 
@@ -76,8 +62,8 @@ def sage(tmp_path_factory):
 @pytest.fixture(scope="module")
 def appnp(tmp_path_factory):
     """Its steps have first rows that all read again."""
-    head = HEAD.replace("h = F", "return self.last(self.first(x), edge_index)\n        h = F")
-    return module(tmp_path_factory.mktemp("appnp"), "Two(nn.Linear(f, c), APPNP(4, 0.1))", head)
+    body = "return self.two(self.one(x), edge_index)"
+    return module(tmp_path_factory.mktemp("appnp"), "nn.Linear(64, 16), APPNP(4, 0.1)", body)
 
 
 def a_block() -> Block:
@@ -195,20 +181,16 @@ def test_rows_that_only_their_vertex_reads_later_stay(appnp):
 
 
 FEW = """
-class Few(nn.Module):
-    def __init__(self, f, c):
-        super().__init__()
-        self.conv, self.gate, self.last = SAGEConv(f, 8), nn.Linear(8, 1), nn.Linear(8, c)
-    def forward(self, x, edge_index):
-        h = self.conv(x, edge_index)
-        gate = self.gate(h).squeeze().sigmoid()
-        return self.last(h.view(h.size(0), 2, -1).flatten(1) * gate.unsqueeze(-1))
+h = self.one(x, edge_index)
+gate = self.two(h).squeeze().sigmoid()
+return self.out(h.view(h.size(0), 2, -1).flatten(1) * gate.unsqueeze(-1))
 """
 
 
 def test_a_rank_may_have_one_row_or_none(tmp_path):
     """A traceback, as an epoch ends whose last batch has few seeds: squeeze() took the row away."""
-    _, pieces = module(tmp_path, "Few(f, c)", HEAD + FEW)
+    parts = "SAGEConv(64, 8), nn.Linear(8, 1); self.out = nn.Linear(8, 16)"
+    _, pieces = module(tmp_path, parts, FEW)
     seeded = torch.Generator().manual_seed(
         0
     )  # some rows are off by more than 1e-5 of a small number
@@ -247,10 +229,9 @@ WAYS = {
 @pytest.mark.parametrize("does", WAYS)
 def test_a_forward_that_does_not_come_back_is_refused(does, tmp_path, monkeypatch):
     monkeypatch.setattr(make, "FORWARD_SECONDS", 1.0)
-    head = f"{HEAD}\nclass Odd(Two):\n    def forward(self, x, edge_index):\n        h = {does}\n        return super().forward(x, edge_index)\n"
     with pytest.raises(SpecError, match=WAYS[does]):
-        module(tmp_path, "Odd(GCNConv(f, 64), GCNConv(64, c))", head)
+        module(tmp_path, MODULES["gcn"], f"import sys, time\nh = {does}\n{TWO}")
     monkeypatch.setattr(make, "MAKING_SECONDS", 1.0)
     if "sleep" in does:
-        with pytest.raises(SpecError, match=r"line \d+: M\(64, 16\) .*takes more than 1 s"):
-            module(tmp_path, does)
+        with pytest.raises(SpecError, match=r"line \d+: Net\(64, 16\) .*takes more than 1 s"):
+            module(tmp_path, f"1, 2; import time; {does}")

@@ -8,7 +8,7 @@ import pytest
 from gnnplan.planner.decision import plan
 from gnnplan.planner.decision.candidate import evaluate
 from gnnplan.planner.decision.search import SearchResult
-from gnnplan.planner.vocabulary.trace import recorded_order
+from gnnplan.testing import runs
 from gnnplan.testing.ranks import Case, Result, meeting
 
 RANK = """
@@ -39,20 +39,14 @@ def planned(case: Case, world: int, placement: tuple[int, ...], folder: Path) ->
     return out, candidate
 
 
-def assert_as_planned(result: Result, in_order: Result, candidate: Any) -> None:
+def must_be_as_planned(result: Result, in_order: Result, candidate: Any) -> None:
     """The losses of ranks in order; every rank left its own bytes, under its own number."""
     assert result.losses == pytest.approx(in_order.losses, rel=1e-9)
-    schedule = candidate.strategy.schedule(candidate.problem, 3)
-    for rank in range(result.world):
-        tasks = [task for task in schedule.tasks if task.rank == rank]
-        left = result.rank(rank)
-        assert left["rank"] == rank
-        assert left["bytes"] == {op: n for op, n in schedule.bytes_by_op(tasks).items() if n}
-        for lane in ("compute", "comm", "reduce"):
-            recorded = recorded_order(result.spans, rank, lane)
-            assert [label for label in recorded if not label.endswith(":s-1")] == [
-                str(task.label) for task in tasks if task.lane == lane
-            ]
+    run = runs.FinishedRun(result)
+    run.schedule = candidate.strategy.schedule(candidate.problem, 3)
+    assert [left["rank"] for left in run.ranks] == [*range(result.world)]
+    runs.test_order_of_operations(run)
+    runs.test_bytes_of_every_operation(run)
 
 
 def test_ranks_that_torchrun_starts(run_ranks, fork_server, graphs, tmp_path):
@@ -68,4 +62,4 @@ def test_ranks_that_torchrun_starts(run_ranks, fork_server, graphs, tmp_path):
     ended = fork_server.run(ranks, tmp_path)
     assert [rank.code for rank in ended] == [0] * 4, ended
     assert [rank.stdout.strip() for rank in ended] == ["0 1 1", "1 3 3", "2 0 0", "3 2 2"]
-    assert_as_planned(Result(case, 4, out), run_ranks(4, [case])[0], candidate)
+    must_be_as_planned(Result(case, 4, out), run_ranks(4, [case])[0], candidate)

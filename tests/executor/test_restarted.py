@@ -1,8 +1,12 @@
-"""What torchrun's `--max-restarts` starts anew goes on with its own run, and leaves others alone."""
+"""What torchrun's `--max-restarts` starts anew goes on with its own run, and leaves others alone; how
+runs of torchrun and launchers end."""
 
 import json
 import os
+import re
 import signal
+import subprocess
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -11,7 +15,7 @@ from typing import Any
 import pytest
 from calls import planned
 
-from gnnplan.executor.launch.launcher import unwound_by_signals
+from gnnplan.executor.launch.launcher import scratch, unwound_by_signals
 from gnnplan.executor.launch.run_request import last_of, must_be_new
 from gnnplan.executor.ranks.checkpoint import onwards
 from gnnplan.planner.decision.plan import chosen, question, read
@@ -154,3 +158,46 @@ def test_a_launcher_goes_on_where_it_is_to_ignore_a_signal():
     with handled(signal.SIGHUP, signal.SIG_IGN), unwound_by_signals() as unwind:
         os.kill(os.getpid(), signal.SIGHUP)
         unwind()
+
+
+@pytest.mark.nightly
+@pytest.mark.skipif(not Path("/proc/self/environ").exists(), reason="finds ranks in /proc")
+def test_survivors_under_torchrun_name_the_lost_rank_and_the_remedy(tmp_path, start):
+    """ "Connection closed by peer" was all that the rank that was left said."""
+    how = "--hidden 8 --ranks 2 --strategy graph_parallel"
+    plan = planned(tmp_path / "plan.json", "--graph", GRAPH, how)
+    torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    torchrun += ["--monitor-interval", "5"]  # it ends survivors when it looks: by default in 0.1 s
+    options = ["--epochs", "1000000", "--checkpoint-every", "2"]
+    run = start(plan, *options, launcher=(*torchrun, "-m", "gnnplan"), CUDA_VISIBLE_DEVICES="")
+    run.until_training()
+    os.kill(run.rank(1), signal.SIGKILL)
+    assert run.ended(60) != 0
+    said = re.search(r"^error: rank 0 \(server 0, .*$", run.stderr, re.M)
+    assert said, run.stderr
+    assert "its peers did not answer" in said[0]
+    assert re.search(r"rank 1 \(server 0, \S+\) was lost or stopped answering", said[0]), said[0]
+    resume = r"resume: \d+ finished epochs are in \S+; go on from epoch \d+ with `torchrun .. -m"
+    assert re.search(rf"{resume} gnnplan run --resume {re.escape(str(run.out))}`", said[0]), said[0]
+
+
+KILLED = """
+import os, signal, tempfile
+with tempfile.NamedTemporaryFile() as file:
+    print(file.name, flush=True)
+    os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+@pytest.mark.processes
+def test_a_killed_process_leaves_no_temporary_files(tmp_path):
+    """torch opens some when it finds its sampler lost, and peers may end the rank just then."""
+    with scratch(tmp_path) as folder:
+        env = os.environ | {"TMPDIR": str(folder)}
+        command = [sys.executable, "-c", KILLED]
+        killed = subprocess.run(command, capture_output=True, text=True, env=env)
+        left = Path(killed.stdout.strip())
+        assert left.exists()
+        assert left.parent == (tmp_path / ".scratch").readlink()
+    assert not left.parent.exists()
+    assert not list(tmp_path.iterdir())

@@ -1,4 +1,5 @@
-"""Samplers in processes of their own: what happens when one dies (being ahead: trainings.py)."""
+"""Samplers in processes of their own: what happens when one dies (being ahead: trainings.py). What a
+sampler has of a structure that is spread."""
 
 import gc
 import multiprocessing
@@ -20,9 +21,12 @@ from gnnplan.executor.minibatch.sampler import Sampled, Sampler, missing
 from gnnplan.executor.minibatch.share_queue import ShareQueue
 from gnnplan.executor.ranks.rank import Groups, Rank
 from gnnplan.executor.strategies import open_worker
+from gnnplan.planner.graph.sampling import draw, key_of
+from gnnplan.planner.ownership.minibatch import Batches
 from gnnplan.planner.strategies import DataParallel
+from gnnplan.planner.strategies.minibatch.adjacency_store import bytes_at
 from gnnplan.planner.vocabulary.errors import LostRank
-from gnnplan.testing.ranks import Case, Forked
+from gnnplan.testing.ranks import Case, Forked, small
 
 pytestmark = pytest.mark.processes
 WORK = {"model": "sage", "layers": 2, "hidden": 8, "mode": "mini", "batch": 6, "fanout": (3, 2)}
@@ -34,60 +38,68 @@ def samplers() -> list[multiprocessing.process.BaseProcess]:
     return [child for child in children if not isinstance(child, Forked)]
 
 
-class Broken(Sampler):
+class Doing(Sampler):
+    """Does something before each batch."""
+
+    do: Callable[[int], object]
+
     def __getitem__(self, step: int) -> Sampled:
-        if step == 2:
-            raise ValueError("no such neighbour")
-        return super().__getitem__(step)
-
-
-class Killed(Sampler):
-    def __getitem__(self, step: int) -> Sampled:
-        if step == 2:
-            os.kill(os.getpid(), signal.SIGKILL)
-        return super().__getitem__(step)
-
-
-class Collecting(Sampler):
-    def __getitem__(self, step: int) -> Sampled:
-        gc.collect()
+        self.do(step)
         return super().__getitem__(step)
 
 
 def arriving(
-    kind: type[Sampler],
     graphs: dict[str, str],
     prefetch: int,
+    do: Callable[[int], object] = lambda step: None,
     load: Callable[[int, Sampled], Sampled] | None = None,
     timeout_s: float = 30.0,
 ) -> ShareQueue:
     problem = Case("data_parallel", graphs["rough"], WORK).problem(1)
     rank = Rank(0, 1, torch.device("cpu"), "gloo", timeout_s=timeout_s)
-    sampler = kind(DataParallel().batches(problem), 0, ["mean", "mean"])
+    sampler = Doing(DataParallel().batches(problem), 0, ["mean", "mean"])
+    sampler.do = do
     return ShareQueue(rank, sampler, prefetch, load=load)
+
+
+def broken(step: int) -> None:
+    if step == 2:
+        raise ValueError("no such neighbour")
+
+
+def killed(step: int) -> None:
+    if step == 2:
+        os.kill(os.getpid(), signal.SIGKILL)
+
+
+def cut(step: int) -> None:
+    """Of a sampler that is alive, a peer of its own may be gone."""
+    raise ConnectionResetError("Connection reset by peer")
 
 
 KILLED = r"a process of its own, was killed by .*Killed"
 
 
 @pytest.mark.parametrize(
-    ("kind", "samplers", "words"),
+    ("does", "ahead", "words"),
     [
-        (Broken, 1, "no such neighbour"),
-        (Killed, 1, f"^its sampler, {KILLED}"),
-        (Killed, 3, f"^its sampler 3 of 3, {KILLED}"),
+        (broken, 1, "no such neighbour"),
+        (killed, 1, f"^its sampler, {KILLED}"),
+        (killed, 3, f"^its sampler 3 of 3, {KILLED}"),
+        (cut, 1, "^its sampler, .*, was lost: Connection reset by peer"),
     ],
 )
-def test_a_sampler_that_dies_ends_the_run_with_its_words(kind, samplers, words, graphs):
-    shares = arriving(kind, graphs, samplers)
+def test_a_sampler_that_dies_ends_the_run_with_its_words(does, ahead, words, graphs):
+    shares = arriving(graphs, ahead, does)
     with pytest.raises((ValueError, LostRank), match=words):
         for step in range(4):
             shares.next(step)
+    assert not samplers()
 
 
 def test_a_sampler_that_stops_is_named(graphs):
     """Of several, those that are alive wait for their turn."""
-    shares = arriving(Sampler, graphs, 3, timeout_s=1)
+    shares = arriving(graphs, 3, timeout_s=1)
     shares.next(0)
     os.kill(shares.processes[1][0].pid or 0, signal.SIGSTOP)
     words = r"^its sampler 2 of 3, a process of its own, has said nothing for 1 s; was it stopped"
@@ -105,22 +117,10 @@ def test_a_slow_load_is_not_the_samplers_fault(graphs):
         time.sleep(2 * (step == 1))
         return made
 
-    ahead = arriving(Sampler, graphs, 1, load, timeout_s=0.5)
+    ahead = arriving(graphs, 1, load=load, timeout_s=0.5)
     for step in range(3):
         ahead.next(step)
     ahead.close()
-
-
-def test_a_connection_that_ends_is_a_lost_sampler(graphs):
-    """Of a sampler that is alive, a peer of its own may be gone."""
-
-    class Cut(Sampler):
-        def __getitem__(self, step: int) -> Sampled:
-            raise ConnectionResetError("Connection reset by peer")
-
-    with pytest.raises(LostRank, match=r"^its sampler, .*, was lost: Connection reset by peer"):
-        arriving(Cut, graphs, 1).next(0)
-    assert not samplers()
 
 
 def test_a_sampler_leaves_what_it_inherits_alone(graphs, tmp_path):
@@ -138,7 +138,7 @@ def test_a_sampler_leaves_what_it_inherits_alone(graphs, tmp_path):
     gc.disable()
     try:
         Group()
-        ahead = arriving(Collecting, graphs, 1)
+        ahead = arriving(graphs, 1, lambda step: gc.collect())
         ahead.next(0)
         ahead.close()
     finally:
@@ -150,7 +150,7 @@ def test_what_a_rank_has_frozen_stays_frozen(graphs):
     """A fork thawed all that the rank had imported: to collect took 0.2 s from then on."""
     gc.freeze()
     frozen = gc.get_freeze_count()
-    arriving(Sampler, graphs, 1).close()
+    arriving(graphs, 1).close()
     assert gc.get_freeze_count() > 0.9 * frozen > 0 and gc.isenabled()
 
 
@@ -158,18 +158,16 @@ def test_samplers_begin_when_all_have_forked(graphs, tmp_path, monkeypatch):
     """One in a hundred runs hung: a rank forked amid a look-up, whose lock stayed taken."""
     told = tmp_path / "told"
 
-    class Telling(Sampler):
-        def __getitem__(self, step: int) -> Sampled:
-            with told.open("a") as file:
-                file.write(f"item {step}\n")
-            return super().__getitem__(step)
+    def tell(step: int) -> None:
+        with told.open("a") as file:
+            file.write(f"item {step}\n")
 
     def late(*of: object) -> None:
         time.sleep(0.3)
         told.write_text("all are here\n")
 
     monkeypatch.setattr(Groups, "await_all", late)
-    ahead = arriving(Telling, graphs, 1)
+    ahead = arriving(graphs, 1, tell)
     ahead.next(0)
     ahead.close()
     assert told.read_text().splitlines()[:2] == ["all are here", "item 0"]
@@ -179,14 +177,12 @@ def test_samplers_take_turns(graphs, tmp_path):
     """k of them, k batches ahead and no more; who is slow is waited for."""
     told = tmp_path / "told"
 
-    class Telling(Sampler):
-        def __getitem__(self, step: int) -> Sampled:
-            time.sleep(0.1 * (step % 3 == 1))
-            with told.open("a") as file:
-                file.write(f"{step} {os.getpid()}\n")
-            return super().__getitem__(step)
+    def tell(step: int) -> None:
+        time.sleep(0.1 * (step % 3 == 1))
+        with told.open("a") as file:
+            file.write(f"{step} {os.getpid()}\n")
 
-    ahead, line = arriving(Telling, graphs, 3), arriving(Sampler, graphs, 0)
+    ahead, line = arriving(graphs, 3, tell), arriving(graphs, 0)
     for step in range(7):
         assert np.array_equal(ahead.next(step).share.own, line.next(step).share.own)
         made = [int(row.split()[0]) for row in told.read_text().splitlines()]
@@ -219,7 +215,7 @@ def test_the_next_batch_is_loaded_before_anybody_asks(graphs):
         come.release()
         return made
 
-    ahead = arriving(Sampler, graphs, 2, load)
+    ahead = arriving(graphs, 2, load=load)
     for step in range(4):
         ahead.next(step)
         assert come.acquire(timeout=20) and (step or come.acquire(timeout=20))
@@ -235,7 +231,7 @@ def test_an_error_of_a_load_is_the_steps(graphs):
             raise ValueError("no such row")
         return made
 
-    ahead = arriving(Sampler, graphs, 1, load)
+    ahead = arriving(graphs, 1, load=load)
     ahead.next(0)
     with pytest.raises(ValueError, match="no such row"):
         ahead.next(1)
@@ -261,3 +257,43 @@ def test_a_batch_leaves_no_vertex_behind_for_the_next(graphs):
         often[step]
     parts = zip(often[2].share.parts, once[2].share.parts, strict=True)
     assert all(np.array_equal(a.source, b.source) for a, b in parts)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "data_parallel(structure='spread',structure_cache=300)",
+        "p3(structure='spread')",
+        "gsplit(structure='spread',splitter='random')",
+    ],
+)
+@pytest.mark.parametrize("directed", [False, True])
+def test_a_sampler_has_no_list_that_is_elsewhere(graphs, text, directed):
+    """Nor the graph that has; its memory is as predicted, and it says whose list it lacks."""
+    asked = small("gcn", layers=3, heads=2, mode="mini", batch=6, fanout=(3, 2, 2))
+    what = Case(text, graphs["rough"], asked, directed=directed)
+    problem = what.problem(2)
+    strategy = what.settled(problem)
+    lists, graph, batches = strategy.lists(problem), problem.graph, strategy.batches(problem)
+    for rank in (0, 1):
+        sampler, keeps = Sampler(batches, rank, ["gcn"] * 3, lists=lists), lists.keeps(rank)
+        assert 0 < keeps.sum() < keeps.size
+        assert not any(
+            isinstance(value, Batches) or value is graph or value is graph.indices
+            for value in vars(sampler).values()
+        )
+        assert sampler.graph.degree.tolist() == np.where(keeps, graph.degree, 0).tolist()
+        arrays = {
+            id(array): array.nbytes
+            for array in (sampler.graph.indptr, sampler.graph.indices, *sampler._degrees)
+        }
+        assert sum(arrays.values()) == bytes_at(problem, lists, [rank])
+        assert sampler._degrees[0].tolist() == graph.degree.tolist()
+        assert sampler._degrees[1].tolist() == np.bincount(graph.indices, None, keeps.size).tolist()
+        here, key = np.flatnonzero(keeps), key_of(3, 0, 1, 2)
+        indptr, neighbours = sampler._draw(here, 2, key)
+        expected, places = draw(graph, here, 2, key)
+        assert indptr.tolist() == expected.tolist()
+        assert neighbours.tolist() == graph.indices[places].tolist()
+        with pytest.raises(AssertionError, match=f"rank {rank} has no adjacency lists of vertices"):
+            sampler._draw(np.flatnonzero(~keeps)[:1], 2, key)

@@ -9,6 +9,7 @@ import pytest
 import torch
 from examples import NIGHT
 from pairwise import every
+from recursions import Recursion, measured
 from trainings import source
 
 from gnnplan.executor.launch.run_request import Options, must_have_rates
@@ -17,7 +18,7 @@ from gnnplan.executor.ranks.learner import Optimizer
 from gnnplan.planner.gnn.workload import Workload
 from gnnplan.planner.strategies import parse
 from gnnplan.planner.vocabulary.errors import SpecError
-from gnnplan.testing.plain import Plain, difference
+from gnnplan.testing.plain import difference
 from gnnplan.testing.ranks import Case
 
 FULL = {"layers": 3, "hidden": 8, "dropout": 0.3, "seed": 3, "dtype": "float64", "epochs": 5}
@@ -36,11 +37,6 @@ ON_FULL_GRAPHS = [
 ON_BATCHES = [(2, 1, "data_parallel"), (2, 1, "gsplit"), (2, 1, "p3"), (4, 2, "p3(copies=2)")]
 
 
-def shared_out(plans: list[Any], among: list[Any], one: Any) -> list[Any]:
-    """All plans by night; by day every third, so that each meets a third of the trainings."""
-    return plans if NIGHT else plans[among.index(one) % 3 :: 3]
-
-
 def test_the_smallest_error_is_the_best(run_ranks, graphs, tmp_path):
     how = {**FULL, "model": "sage", "lr": 0.05, "patience": 2}
     case = Case("graph_parallel", source("one", graphs, tmp_path), how, epochs=20, eval_every=1)
@@ -54,14 +50,11 @@ PATIENCE = {"lr": 0.03, "weight_decay": 0.02, "patience": 3, "epochs": 30}
 
 def train_patiently(case: Case) -> tuple[int, int, dict[str, Any]]:
     """The best epoch, the last, and the weights of the best."""
-    plain, best, found = Plain(case), (-1.0, 0), {}
-    val = torch.from_numpy(np.array(plain.graph.val))
+    plain, best, found = Recursion(case), (-1.0, 0), {}
+    val = np.array(plain.graph.val)
     for epoch in range(case.epochs):
-        plain.begin(epoch)
-        plain.descend(plain.loss(plain.forward(epoch)[0]))
-        with torch.no_grad():
-            logits = plain.forward(None)[0][val]
-        score = float((logits.argmax(1).numpy() == plain.graph.y[val.numpy()]).mean())
+        plain.epoch(epoch)
+        score = measured("accuracy", plain.answers()[torch.from_numpy(val)], plain.graph.y[val])
         if score > best[0]:
             best = score, epoch + 1
             found = {name: tensor.detach().clone() for name, tensor in plain.state.items()}
@@ -84,7 +77,8 @@ def test_the_best_weights_by_validation_are_left(run_ranks, graphs, more):
     best, last, weights = train_patiently(case)
     assert best > 1 and last < 30
     idle = tuple(f"layers.{layer}.bias" for layer in (1, 2)) if more else ()
-    for world, servers, strategy in shared_out(ON_FULL_GRAPHS, STOPPED, more):
+    third = slice(None) if NIGHT else slice(STOPPED.index(more), None, 3)  # by day
+    for world, servers, strategy in ON_FULL_GRAPHS[third]:
         if more and ("tensor3d" in strategy or "gnnpipe" in strategy):
             continue  # they have no batch norm
         (run,) = run_ranks(world, [replace(case, strategy=strategy, servers=servers)])
@@ -92,17 +86,6 @@ def test_the_best_weights_by_validation_are_left(run_ranks, graphs, more):
         assert [run.rank(rank)["best"]["epoch"] for rank in range(world)] == [best] * world
         assert run.rank(0)["best"]["score"] == run.metrics[best - 1]["val_accuracy"]
         assert difference(run.weights, weights, idle) <= 1e-9, strategy
-
-
-@pytest.mark.parametrize(("world", "servers", "strategy"), ON_BATCHES)
-def test_batches_stop_where_one_process_does(run_ranks, graphs, world, servers, strategy):
-    case = Case("data_parallel", graphs["rough"], {**MINI, "model": "sage", **PATIENCE}, epochs=30)
-    alone = run_ranks.alone(replace(case, eval_every=1))
-    asked = replace(case, strategy=strategy, servers=servers, eval_every=1)
-    (run,) = run_ranks(world, [asked])
-    assert len(run.metrics) == len(alone.metrics) < 30
-    assert difference(run.weights, alone.weights) <= 1e-9
-    assert run.rank(0)["best"]["epoch"] == alone.rank(0)["best"]["epoch"]
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""A zoo of users' modules of PyG and DGL: each is carried and equals itself, or is refused by name.
+"""A zoo of users' modules of PyG and DGL: each is carried, and equals itself.
 
 Nothing is compared with us alone. The proof of a module is held against a graph that it has not
 seen, and a training on two ranks against torch's own of the module itself (zoo_table.py)."""
@@ -9,7 +9,7 @@ from dataclasses import replace
 import pytest
 import torch
 import zoo_table as table
-from pairwise import at_night
+from pairwise import at_night, every
 
 from gnnplan.executor.modules.bind import GraphFields, Small
 from gnnplan.executor.modules.prove import prove
@@ -23,14 +23,8 @@ from gnnplan.testing.ranks import Case
 UNSEEN = 89  # vertices of a graph on which no module was looked at
 # dropout on edges, fields, messages of its own; PyG and DGL
 SAMPLE = ["zoo PointNet", "zoo_dgl EdgeAttention"]
-# messages in forward and what is refused; by day test_module_cases.py has the rules, one by one
-BY_DAY = [
-    "zoo ScatterInForward",
-    "zoo DropsEdges",
-    "zoo JumpingLSTM",
-    "zoo TypesOfVertices",
-    "zoo EGNN",
-]
+# messages in forward; by day test_mutations.py has the rules, one by one
+BY_DAY = ["zoo ScatterInForward", "zoo JumpingLSTM", "zoo TypesOfVertices", "zoo EGNN"]
 BY_DAY += ["zoo_dgl InOneModule"]
 # who may refuse a module that graph_parallel carries, by family, and why
 REFUSALS = {
@@ -77,12 +71,10 @@ def test_every_module_is_carried_or_refused_as_it_should_be(directed, names):
     found = {name: verdict(name, directed) for name in names}
     wrong = {}
     for name, said in found.items():
-        entry = table.entry_of(name)
-        words = (entry.one_way if directed else entry.refused) or "carried"
+        words = (directed and table.entry_of(name).one_way) or "carried"
         if words not in said:
             wrong[name] = f"{said} (expected: {words})"
-    assert not wrong
-    assert [*found.values()].count("carried") > len(names) / 2 and len(table.NAMES) > 45
+    assert not wrong and len(table.NAMES) > 30
 
 
 def is_as_it_should_be(name: str, strategy: str, outcome: table.Outcome) -> bool:
@@ -111,8 +103,7 @@ def test_every_family_trains_a_module_as_torch_does(asked, graphs, tmp_path, run
     strategies = {text for each in asked.values() for text in each}
     assert {type(parse(text)) for text in strategies} == set(planner.FAMILIES)
     keeper = table.Keeper(graphs["rough"], tmp_path, run_ranks)
-    carried = [name for name in asked if not table.entry_of(name).refused]
-    found = {name: keeper.outcomes(name, asked[name]) for name in carried}
+    found = {name: keeper.outcomes(name, asked[name]) for name in asked}
     faults = [
         f"{name} by {text}: {outcome}"
         for name, outcomes in found.items()
@@ -123,13 +114,19 @@ def test_every_family_trains_a_module_as_torch_does(asked, graphs, tmp_path, run
     for outcomes in found.values():
         for text in {"graph_parallel", "data_parallel"} & outcomes.keys():
             assert outcomes[text].answer in ("equal", "runs")
-    assert len(found) > 40 or asked is SHARED_OUT
+
+
+@pytest.mark.parametrize("name", every(2, table.OURS))  # by day each kind, of one library
+def test_our_layers_train_a_module_as_its_own_library_does(name, graphs, tmp_path, run_ranks):
+    assert table.module_of(name, Workload()).fields["model"] == table.entry_of(name).ours
+    keeper = table.Keeper(graphs["rough"], tmp_path, run_ranks)
+    assert keeper.outcomes(name, ["graph_parallel"]) == {"graph_parallel": table.Outcome("equal")}
 
 
 def test_shared_parameters_are_kept_and_gone_on_with(graphs, run_ranks):
     """A checkpoint of layers that share parameters could not be written."""
     workload = Workload(dtype="float64")
-    workload = with_module(workload, table.module_of("zoo SharedLayer", workload), ())
+    workload = with_module(workload, table.module_of("zoo SharedLayers", workload), ())
     case = Case("graph_parallel", graphs["rough"], workload.model_dump(), epochs=4)
     unbroken = run_ranks.alone(case)
     half = run_ranks.alone(replace(case, epochs=2, checkpoint_every=2))

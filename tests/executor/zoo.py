@@ -15,11 +15,6 @@ from torch_geometric import utils
 from zoo_entries import needs
 
 
-def mlp(*widths):
-    a, b, c = widths
-    return nn.Sequential(nn.Linear(a, b), nn.BatchNorm1d(b), nn.ReLU(), nn.Linear(b, c))
-
-
 class Chain(nn.Module):
     """Convolutions one after the other, an activation and dropout between them."""
 
@@ -41,6 +36,11 @@ class ChainOfAttributes(Chain):
         return self.through(x, edge_index, edge_attr)
 
 
+class ChainOfWeights(Chain):
+    def forward(self, x, edge_index, edge_weight=None):
+        return self.through(x, edge_index, edge_weight)
+
+
 # -- convolutions ---------------------------------------------------------------------------------
 
 
@@ -55,19 +55,6 @@ def Aggregations(in_channels, out_channels):
     )
 
 
-@needs(refused="index out of range")
-def Median(in_channels, out_channels):
-    """PyG has no median of vertices that read nobody."""
-    return Chain(
-        pyg.SAGEConv(in_channels, 16, aggr="median"), pyg.SAGEConv(16, out_channels, aggr="min")
-    )
-
-
-@needs(refused="numbered in reverse")
-def LSTMOfNeighbours(in_channels, out_channels):
-    return Chain(pyg.SAGEConv(in_channels, 8, aggr="lstm"), pyg.SAGEConv(8, out_channels))
-
-
 @needs()
 def NormedSums(in_channels, out_channels):
     """By degrees, one of which drops entries of the normed adjacency."""
@@ -76,6 +63,8 @@ def NormedSums(in_channels, out_channels):
         pyg.GCNConv(8, 8, add_self_loops=False),
         pyg.APPNP(K=2, alpha=0.1, dropout=0.4),
         pyg.ChebConv(8, 8, K=3),
+        pyg.MixHopConv(8, 4, powers=[0, 1, 3]),
+        pyg.TAGConv(12, 8, K=2, normalize=False),
         pyg.SGConv(8, out_channels, K=2),
     )
 
@@ -97,16 +86,9 @@ def Messages(in_channels, out_channels):
 
 
 @needs("edge_weight")
-class Weighted(nn.Module):
-    def __init__(self, in_channels, out_channels):
-        super().__init__()
-        self.conv1, self.conv2 = pyg.GCNConv(in_channels, 8), pyg.TAGConv(8, 8, K=2)
-        self.prop, self.lin = pyg.APPNP(2, 0.2), nn.Linear(8, out_channels)
-
-    def forward(self, x, edge_index, edge_weight=None):
-        x = F.dropout(self.conv1(x, edge_index, edge_weight).relu(), 0.5, self.training)
-        x = self.conv2(x, edge_index, edge_weight).relu()
-        return self.prop(self.lin(x), edge_index, edge_weight)
+def Weighted(in_channels, out_channels):
+    ends = pyg.GCNConv(in_channels, 8), pyg.GCNConv(8, out_channels)
+    return ChainOfWeights(ends[0], pyg.TAGConv(8, 8, K=2), pyg.APPNP(2, 0.2), ends[1])
 
 
 @needs("edge_attr")
@@ -120,6 +102,7 @@ def Attributes(in_channels, out_channels):
         pyg.GENConv(8, 8, aggr="softmax", learn_t=True, num_layers=2, norm="layer", edge_dim=5),
         pyg.NNConv(8, 8, by_edge, aggr="mean"),
         pyg.CGConv(8, dim=5),
+        pyg.GMMConv(8, 8, dim=5, kernel_size=3, separate_gaussians=True),
         pyg.TransformerConv(8, out_channels, 2, concat=False, edge_dim=5),
     )
 
@@ -131,18 +114,6 @@ def PathfinderDiscovery(in_channels, out_channels):
         pyg.PDNConv(in_channels, 16, edge_dim=5, hidden_channels=6),
         pyg.PDNConv(16, out_channels, edge_dim=5, hidden_channels=6, normalize=False),
     )
-
-
-@needs("pseudo")
-class MoNet(Chain):
-    def __init__(self, in_channels, out_channels):
-        super().__init__(
-            pyg.GMMConv(in_channels, 8, dim=2, kernel_size=3),
-            pyg.GMMConv(8, out_channels, dim=2, kernel_size=3, separate_gaussians=True),
-        )
-
-    def forward(self, x, edge_index, pseudo):
-        return self.through(x, edge_index, pseudo)
 
 
 @needs("edge_type")
@@ -173,25 +144,20 @@ class PointNet(nn.Module):
         return self.conv2(self.conv1(x, pos, edge_index).relu(), pos, edge_index)
 
 
-@needs(refused="batch norm of edges")
-def NormOfEdges(in_channels, out_channels):
-    return Chain(
-        pyg.EdgeConv(mlp(2 * in_channels, 16, 16), aggr="max"), pyg.GCNConv(16, out_channels)
-    )
-
-
 # -- frames ---------------------------------------------------------------------------------------
 
 
 @needs()
 class NormedEncoder(nn.Module):
-    """Batch norms before the first convolution, of the features too, and two after it."""
+    """Batch norms before the first convolution, of the features too, and two after it, before which
+    a bias has a gradient of nothing but rounding."""
 
     def __init__(self, in_channels, out_channels):
         super().__init__()
         self.norm0, self.lin0 = nn.BatchNorm1d(in_channels), nn.Linear(in_channels, 8)
         self.norm1, self.conv1 = nn.BatchNorm1d(8), pyg.SAGEConv(8, 8)
-        self.norm2, self.lin2, self.norm3 = nn.BatchNorm1d(8), nn.Linear(8, 8), nn.BatchNorm1d(8)
+        self.norm2, self.lin2 = nn.BatchNorm1d(8), nn.Linear(8, 8)
+        self.norm3 = nn.BatchNorm1d(8, eps=1e-3, momentum=0.3, affine=False)
         self.conv2 = pyg.SAGEConv(8, out_channels)
 
     def forward(self, x, edge_index):
@@ -202,15 +168,9 @@ class NormedEncoder(nn.Module):
 
 
 @needs()
-class SSGC(nn.Module):
+def SSGC(in_channels, out_channels):
     """Nothing is computed before its first layer."""
-
-    def __init__(self, in_channels, out_channels):
-        super().__init__()
-        self.conv1 = pyg.SSGConv(in_channels, out_channels, alpha=0.1, K=3)
-
-    def forward(self, x, edge_index):
-        return self.conv1(F.dropout(x, 0.2, self.training), edge_index)
+    return Chain(pyg.SSGConv(in_channels, out_channels, alpha=0.1, K=3))
 
 
 @needs()
@@ -233,84 +193,21 @@ class FirstRowsAgain(nn.Module):
         return self.lin2(x)
 
 
-@needs("edge_attr")
-class EdgeConditioned(nn.Module):
+@needs()
+class GatedUpdates(nn.Module):
     """A GRU, whose vertices are in the second dimension."""
 
     def __init__(self, in_channels, out_channels):
         super().__init__()
-        self.lin = nn.Linear(in_channels, 6)
-        self.conv = pyg.NNConv(
-            6, 6, nn.Sequential(nn.Linear(5, 9), nn.ReLU(), nn.Linear(9, 36)), aggr="mean"
-        )
-        self.gru = nn.GRU(6, 6)
-        self.out = nn.Linear(6, out_channels)
+        self.lin, self.out = nn.Linear(in_channels, 6), nn.Linear(6, out_channels)
+        self.conv, self.gru = pyg.SAGEConv(6, 6), nn.GRU(6, 6)
 
-    def forward(self, x, edge_index, edge_attr):
-        out = F.relu(self.lin(x))
-        h = out.unsqueeze(0)
+    def forward(self, x, edge_index):
+        h = self.lin(x).relu().unsqueeze(0)
+        out = h
         for _ in range(2):
-            m = F.relu(self.conv(out, edge_index, edge_attr))
-            out, h = self.gru(m.unsqueeze(0), h)
-            out = out.squeeze(0)
-        return self.out(out)
-
-
-@needs()
-class JumpingLSTM(nn.Module):
-    """All layers' rows, which an LSTM weighs: one whose memory oneDNN rounds most."""
-
-    def __init__(self, in_channels, out_channels):
-        super().__init__()
-        self.convs = nn.ModuleList(
-            [pyg.SAGEConv(in_channels, 6), pyg.SAGEConv(6, 6), pyg.SAGEConv(6, 6)]
-        )
-        self.jump = pyg.JumpingKnowledge("lstm", channels=6, num_layers=1)
-        self.lin = nn.Linear(6, out_channels)
-
-    def forward(self, x, edge_index):
-        xs = []
-        for conv in self.convs:
-            x = F.dropout(conv(x, edge_index).relu(), 0.5, self.training)
-            xs += [x]
-        return self.lin(self.jump(xs))
-
-
-class Normed(nn.Module):
-    def __init__(self, in_channels, out_channels, norm):
-        super().__init__()
-        self.conv1, self.conv2 = pyg.GCNConv(in_channels, 16), pyg.GCNConv(16, out_channels)
-        self.norm = norm
-
-    def forward(self, x, edge_index):
-        return self.conv2(self.norm(self.conv1(x, edge_index)).relu(), edge_index)
-
-
-@needs()
-def NormWithoutWeights(in_channels, out_channels):
-    norm = nn.BatchNorm1d(16, eps=1e-3, momentum=0.3, affine=False)
-    return Normed(in_channels, out_channels, norm)
-
-
-@needs(refused="track_running_stats=True")
-def NormOfTheBatch(in_channels, out_channels):
-    return Normed(in_channels, out_channels, pyg.BatchNorm(16, track_running_stats=False))
-
-
-@needs(refused="asks for the numbers in a tensor")
-def CumulativeMomentum(in_channels, out_channels):
-    return Normed(in_channels, out_channels, nn.BatchNorm1d(16, momentum=None))
-
-
-@needs(refused="looks at all vertices")
-def InstanceNormed(in_channels, out_channels):
-    return Normed(in_channels, out_channels, pyg.InstanceNorm(16))
-
-
-@needs()
-def GraphSized(in_channels, out_channels):
-    """Rows are divided by the square root of the number of vertices."""
-    return Normed(in_channels, out_channels, pyg.GraphSizeNorm())
+            out, h = self.gru(self.conv(out.squeeze(0), edge_index).relu().unsqueeze(0), h)
+        return self.out(out.squeeze(0))
 
 
 # -- ready-made ------------------------------------------------------------------------------------
@@ -322,6 +219,12 @@ def ReadyGAT(in_channels, out_channels):
     return pyg.GAT(
         in_channels, 16, 2, out_channels, heads=4, v2=True, edge_dim=5, dropout=0.1, jk="lstm"
     )
+
+
+@needs()
+def JumpingLSTM(in_channels, out_channels):
+    """All layers' rows, which an LSTM weighs: one whose memory oneDNN rounds most."""
+    return pyg.GraphSAGE(in_channels, 6, 3, out_channels, dropout=0.5, jk="lstm")
 
 
 @needs()
@@ -345,48 +248,27 @@ def InSequence(in_channels, out_channels):
 # -- hand-written ----------------------------------------------------------------------------------
 
 
-class AttentionConv(pyg.MessagePassing):
-    def __init__(self, in_channels, out_channels, heads=2):
-        super().__init__(aggr="add", node_dim=0)
-        self.heads, self.width = heads, out_channels
-        self.lin = nn.Linear(in_channels, heads * out_channels)
-        self.att = nn.Parameter(torch.randn(1, heads, 2 * out_channels))
-
-    def forward(self, x, edge_index):
-        x = self.lin(x).view(-1, self.heads, self.width)
-        return self.propagate(edge_index, x=x).mean(dim=1)
-
-    def message(self, x_i, x_j, index, ptr, size_i):
-        alpha = (torch.cat([x_i, x_j], dim=-1) * self.att).sum(dim=-1)
-        alpha = utils.softmax(F.leaky_relu(alpha, 0.2), index, ptr, size_i)
-        alpha = F.dropout(alpha, p=0.3, training=self.training)
-        return x_j * alpha.unsqueeze(-1)
-
-    def update(self, aggr_out):
-        return F.elu(aggr_out)
-
-
-@needs()
-def TutorialGAT(in_channels, out_channels):
-    return Chain(AttentionConv(in_channels, 16), AttentionConv(16, out_channels))
-
-
 class GatedMessages(pyg.MessagePassing):
-    """Two propagations in one convolution, of which the second is edge-updated."""
+    """Attention by hand in two propagations, of which the second is edge-updated."""
 
     def __init__(self, width):
-        super().__init__(aggr="mean")
-        self.gate = nn.Linear(2 * width, 1)
+        super().__init__(aggr="mean", node_dim=0)
+        self.gate, self.att = nn.Linear(2 * width, 2), nn.Parameter(torch.randn(1, 2, width // 2))
 
     def forward(self, x, edge_index):
         gates = self.edge_updater(edge_index, x=x)
-        return self.propagate(edge_index, x=x, gates=gates)
+        return self.propagate(edge_index, x=x.view(len(x), 2, -1), gates=gates).flatten(1)
 
     def edge_update(self, x_i, x_j):
         return torch.sigmoid(self.gate(torch.cat([x_i, x_i - x_j], dim=1)))
 
-    def message(self, x_j, gates):
-        return gates * x_j
+    def message(self, x_i, x_j, gates, index, ptr, size_i):
+        alpha = gates + ((x_i + x_j) * self.att).sum(dim=-1)
+        alpha = utils.softmax(F.leaky_relu(alpha, 0.2), index, ptr, size_i)
+        return x_j * F.dropout(alpha, p=0.3, training=self.training).unsqueeze(-1)
+
+    def update(self, aggr_out):
+        return F.elu(aggr_out)
 
 
 @needs()
@@ -464,47 +346,29 @@ def BothWays(in_channels, out_channels):
 
 
 @needs()
-class SharedLayer(nn.Module):
-    """One layer three times, whose checkpoint could not be written."""
+class SharedLayers(nn.Module):
+    """A layer twice, whose checkpoint could not be written; a weight of two names, which was saved
+    under one."""
 
     def __init__(self, in_channels, out_channels):
         super().__init__()
         self.inp, self.out = nn.Linear(in_channels, 16), nn.Linear(16, out_channels)
-        self.conv = pyg.SAGEConv(16, 16)
+        self.conv, self.one, self.two = pyg.SAGEConv(16, 16), *(pyg.GCNConv(16, 16) for _ in "12")
+        self.two.lin.weight = self.one.lin.weight
 
     def forward(self, x, edge_index):
         x = self.inp(x)
-        for _ in range(3):
-            x = F.dropout(self.conv(x, edge_index).relu(), 0.3, self.training)
-        return self.out(x)
+        for conv in (self.conv, self.conv, self.one):
+            x = F.dropout(conv(x, edge_index).relu(), 0.3, self.training)
+        return self.out(self.two(x, edge_index))
 
 
 @needs()
-class TiedWeights(nn.Module):
-    """A weight of two names, which was saved under one."""
-
-    def __init__(self, in_channels, out_channels):
-        super().__init__()
-        self.inp, self.out = nn.Linear(in_channels, 16), nn.Linear(16, out_channels)
-        self.conv1, self.conv2 = pyg.GCNConv(16, 16), pyg.GCNConv(16, 16)
-        self.conv2.lin.weight = self.conv1.lin.weight
-
-    def forward(self, x, edge_index):
-        x = self.conv1(self.inp(x), edge_index).relu()
-        return self.out(self.conv2(x, edge_index))
-
-
-@needs()
-class FrozenGates(nn.Module):
+def FrozenGates(in_channels, out_channels):
     """A layer that is shared and frozen."""
-
-    def __init__(self, in_channels, out_channels):
-        super().__init__()
-        self.conv, self.lin = pyg.GatedGraphConv(16, num_layers=3), nn.Linear(16, out_channels)
-        self.conv.rnn.requires_grad_(False)
-
-    def forward(self, x, edge_index):
-        return self.lin(self.conv(x, edge_index).relu())
+    conv = pyg.GatedGraphConv(16, num_layers=3)
+    conv.rnn.requires_grad_(False)
+    return Chain(conv, pyg.SAGEConv(16, out_channels))
 
 
 @needs()
@@ -569,19 +433,6 @@ class AdaptiveChannels(nn.Module):
 
 
 @needs()
-class BiasBeforeNorm(nn.Module):
-    """A bias whose gradient is nothing but rounding."""
-
-    def __init__(self, in_channels, out_channels):
-        super().__init__()
-        self.conv1, self.norm = pyg.MixHopConv(in_channels, 4, powers=[0, 1, 3]), pyg.BatchNorm(12)
-        self.conv2 = pyg.TAGConv(12, out_channels, K=2, normalize=False)
-
-    def forward(self, x, edge_index):
-        return self.conv2(F.hardswish(self.norm(self.conv1(x, edge_index))), edge_index)
-
-
-@needs()
 class ScaledFeatures(nn.Module):
     """Divides features by degrees before neighbours read them, a layer's rows after."""
 
@@ -640,17 +491,76 @@ class TypesOfVertices(nn.Module):
         return out
 
 
-# -- what must be refused --------------------------------------------------------------------------
+# -- what gnnplan's own layers compute: a convolution each, and ways to write a forward ------------
 
 
-@needs(refused="random")
-class DropsEdges(nn.Module):
-    """Other edges in each epoch."""
+@needs(ours="sage")
+def OurSAGE(in_channels, out_channels):
+    return Chain(pyg.SAGEConv(in_channels, 16), pyg.SAGEConv(16, 8), pyg.SAGEConv(8, out_channels))
 
+
+@needs(ours="gcn")
+class OurGCN(nn.Module):
+    def __init__(self, num_features, num_classes, hidden_channels=16):
+        super().__init__()
+        self.conv1, self.drop = pyg.GCNConv(num_features, hidden_channels), nn.Dropout(0.25)
+        self.norm = pyg.BatchNorm(hidden_channels)
+        self.conv2 = pyg.GCNConv(hidden_channels, num_classes, bias=False)
+
+    def forward(self, data):
+        x, edge_index = data.x, data.edge_index
+        x = F.relu(self.norm(self.conv1(self.drop(x), edge_index)))
+        return F.log_softmax(self.conv2(self.drop(x), edge_index), dim=1)
+
+
+@needs(ours="gat")
+class OurGAT(nn.Module):
     def __init__(self, in_channels, out_channels):
         super().__init__()
-        self.conv = pyg.GCNConv(in_channels, out_channels)
+        self.first, self.norm = pyg.GATConv(in_channels, 6, heads=3), nn.LayerNorm(18)
+        self.last = pyg.GATConv(18, out_channels, heads=1, concat=False)
 
     def forward(self, x, edge_index):
-        edge_index, _ = utils.dropout_edge(edge_index, p=0.2, training=self.training)
-        return self.conv(x, edge_index)
+        x = torch.relu(self.norm(self.first(x, edge_index)))
+        return self.last(F.dropout(x, 0.25, self.training), edge_index)
+
+
+@needs(ours="gcnii")
+class OurGCN2(nn.Module):
+    def __init__(self, in_channels, out_channels, hidden=10, layers=3):
+        super().__init__()
+        self.lins = nn.ModuleList([nn.Linear(in_channels, hidden), nn.Linear(hidden, out_channels)])
+        self.convs = nn.ModuleList([pyg.GCN2Conv(hidden, 0.2, 0.7, i + 1) for i in range(layers)])
+
+    def forward(self, x, edge_index):
+        x = x_0 = self.lins[0](F.dropout(x, 0.25, self.training)).relu()
+        for conv in self.convs:
+            x = conv(F.dropout(x, 0.25, self.training), x_0, edge_index).relu()
+        return self.lins[1](F.dropout(x, 0.25, self.training))
+
+
+@needs(ours="sgc")
+class OurSGC(nn.Module):
+    def __init__(self, in_channels, out_channels):
+        super().__init__()
+        self.conv = pyg.SGConv(in_channels, out_channels, K=3)
+
+    def forward(self, x, edge_index):
+        return self.conv(F.dropout(x, 0.25, self.training), edge_index)
+
+
+@needs(ours="gatv2")
+def OurGATv2(in_channels, out_channels):
+    return Chain(pyg.GATv2Conv(in_channels, 6, heads=3), pyg.GATv2Conv(18, out_channels))
+
+
+@needs(ours="gin")
+class OurGIN(nn.Module):
+    def __init__(self, in_channels, out_channels):
+        super().__init__()
+        self.a = pyg.GINConv(nn.Sequential(nn.Linear(in_channels, 9), nn.ReLU(), nn.Linear(9, 14)))
+        self.b = pyg.GINConv(nn.Sequential(nn.Linear(14, 9), nn.ReLU(), nn.Linear(9, out_channels)))
+        self.norm = pyg.BatchNorm(14)
+
+    def forward(self, x, edge_index):
+        return self.b(self.norm(self.a(x, edge_index)).relu(), edge_index)

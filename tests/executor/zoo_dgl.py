@@ -86,11 +86,6 @@ class UserGATLayer(nn.Module):
             return g.ndata.pop("h")
 
 
-@needs()
-def UserGAT(in_dim, out_dim):
-    return Chain(UserGATLayer(in_dim, 8), UserGATLayer(8, out_dim))
-
-
 class SoftmaxOfEdges(nn.Module):
     def __init__(self, in_feats, out_feats):
         super().__init__()
@@ -108,11 +103,6 @@ class SoftmaxOfEdges(nn.Module):
             return g.ndata["out"]
 
 
-@needs()
-def UserAttention(in_feats, out_feats):
-    return Chain(SoftmaxOfEdges(in_feats, 8), SoftmaxOfEdges(8, out_feats))
-
-
 class WeightedConv(nn.Module):
     """Reads a field of edges from the graph."""
 
@@ -128,8 +118,8 @@ class WeightedConv(nn.Module):
 
 
 @needs("edge_weight")
-def UserWeighted(in_feats, out_feats):
-    return Chain(WeightedConv(in_feats, 8), WeightedConv(8, out_feats))
+def HandWritten(in_feats, out_feats):
+    return Chain(UserGATLayer(in_feats, 8), SoftmaxOfEdges(8, 8), WeightedConv(8, out_feats))
 
 
 @needs("edge_attr")
@@ -139,29 +129,22 @@ class EdgeAttention(nn.Module):
     def __init__(self, in_feats, out_feats):
         super().__init__()
         self.a = dglnn.EGATConv(in_feats, 5, 8, 4, 2)
-        self.b = dglnn.EGATConv(16, 8, out_feats, 4, 1)
+        self.b = dglnn.EdgeGATConv(16, 8, out_feats, 1)
 
     def forward(self, g, x, edge_attr):
         h, e = self.a(g, x, edge_attr)
-        return self.b(g, h.flatten(1).relu(), e.flatten(1).relu())[0].mean(1)
+        return self.b(g, h.flatten(1).relu(), e.flatten(1).relu()).mean(1)
 
 
 @needs("edge_attr")
-class EdgeGAT(nn.Module):
-    def __init__(self, in_feats, out_feats, allow_zero_in_degree=False):
+class EdgeGATWithoutLoops(nn.Module):
+    def __init__(self, in_feats, out_feats):
         super().__init__()
-        told = {"allow_zero_in_degree": allow_zero_in_degree}
-        self.a = dglnn.EdgeGATConv(in_feats, 5, 8, 2, **told)
-        self.b = dglnn.EdgeGATConv(16, 5, out_feats, 1, **told)
+        self.a = dglnn.EdgeGATConv(in_feats, 5, 8, 2, allow_zero_in_degree=True)
+        self.b = dglnn.EdgeGATConv(16, 5, out_feats, 1, allow_zero_in_degree=True)
 
     def forward(self, g, x, edge_attr):
         return self.b(g, self.a(g, x, edge_attr).flatten(1).relu(), edge_attr).mean(1)
-
-
-@needs("edge_attr")
-class EdgeGATWithoutLoops(EdgeGAT):
-    def __init__(self, in_feats, out_feats):
-        super().__init__(in_feats, out_feats, allow_zero_in_degree=True)
 
 
 @needs()
@@ -195,3 +178,66 @@ class AddsLoops(nn.Module):
     def forward(self, g, x):
         g = dgl.add_self_loop(dgl.remove_self_loop(g))
         return self.b(g, self.a(g, x, g.edata["edge_weight"]).relu()).flatten(1)
+
+
+# -- what gnnplan's own layers compute ---------------------------------------------------------------
+
+
+@needs(ours="sage")
+def OurSAGE(in_size, hid_size, out_size):
+    first = dglnn.SAGEConv(in_size, 16, "mean", feat_drop=0.25, activation=F.relu)
+    return Chain(first, dglnn.SAGEConv(16, out_size, "mean", feat_drop=0.25, bias=False))
+
+
+@needs(ours="gcn")
+class OurGCN(nn.Module):
+    """Without ReLU."""
+
+    def __init__(self, in_feats, out_feats):
+        super().__init__()
+        self.a, self.b = dglnn.GraphConv(in_feats, 20), dglnn.GraphConv(20, out_feats)
+        self.drop = nn.Dropout(0.25)
+
+    def forward(self, blocks, x):
+        for layer, block in zip((self.a, self.b), blocks):
+            x = layer(block, self.drop(x))
+        return x
+
+
+@needs(ours="gat")
+def OurGAT(in_feats, out_feats):
+    first = dglnn.GATConv(in_feats, 5, 3, feat_drop=0.25, activation=F.relu)
+    return Chain(first, dglnn.GATConv(15, out_feats, 1, feat_drop=0.25))
+
+
+@needs(ours="gcnii")
+class OurGCN2(nn.Module):
+    def __init__(self, in_feats, out_feats):
+        super().__init__()
+        self.inp, self.out = nn.Linear(in_feats, 10), nn.Linear(10, out_feats)
+        how = {"alpha": 0.3, "lambda_": 0.6, "bias": False, "activation": F.relu}
+        self.a, self.b = dglnn.GCN2Conv(10, 1, **how), dglnn.GCN2Conv(10, 2, **how)
+
+    def forward(self, g, x):
+        x0 = F.relu(self.inp(x))
+        return self.out(self.b(g, self.a(g, x0, x0), x0))
+
+
+@needs(ours="sgc")
+def OurSGC(in_feats, out_feats):
+    return Chain(dglnn.SGConv(in_feats, out_feats, k=2))
+
+
+@needs(ours="gatv2")
+def OurGATv2(in_feats, out_feats):
+    first = dglnn.GATv2Conv(in_feats, 6, 3, activation=F.relu)
+    return Chain(first, dglnn.GATv2Conv(18, out_feats, 1))
+
+
+@needs(ours="gin")
+def OurGIN(in_feats, out_feats):
+    one, two = (
+        nn.Sequential(nn.Linear(a, 16), nn.ReLU(), nn.Linear(16, b))
+        for a, b in ((in_feats, 8), (8, out_feats))
+    )
+    return Chain(dglnn.GINConv(one, activation=F.relu), dglnn.GINConv(two))
