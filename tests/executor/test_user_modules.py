@@ -161,7 +161,7 @@ def test_what_the_module_decides_cannot_be_set_otherwise(file):
     assert (workload.model, workload.layers, workload.dropout) == ("sage", 2, 0.25)
     assert workload.module
     assert [layer.drops for layer in workload.module.layers] == [False, True]
-    with pytest.raises(ValueError, match="decides layers"):
+    with pytest.raises(SpecError, match="decides layers"):
         Workload(**{**workload.model_dump(), "layers": 3})
 
 
