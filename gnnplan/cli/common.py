@@ -19,7 +19,7 @@ from functools import cached_property, partial
 from inspect import Parameter
 from itertools import pairwise
 from pathlib import Path
-from typing import Annotated, Any, ClassVar, NamedTuple, get_args
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, NamedTuple, get_args
 
 import typer
 from typer.core import TyperCommand
@@ -27,8 +27,10 @@ from typer.main import get_command
 
 from gnnplan import __version__
 from gnnplan.planner.vocabulary.errors import SpecError
-from gnnplan.planner.vocabulary.files import Json
 from gnnplan.planner.vocabulary.progress import notify, progress, say
+
+if TYPE_CHECKING:
+    from gnnplan.planner.vocabulary.files import Json
 
 app = typer.Typer(
     no_args_is_help=True,

@@ -13,10 +13,10 @@ from typing import TYPE_CHECKING, Any
 from gnnplan.api import DEFAULT_GRAPH
 from gnnplan.cli.common import LACKING, numbers, of_function, say_notes, show, verb
 from gnnplan.planner.vocabulary.errors import SpecError
-from gnnplan.planner.vocabulary.files import Json
 from gnnplan.planner.vocabulary.progress import notify
 
 if TYPE_CHECKING:
+    from gnnplan.planner.vocabulary.files import Json
     from gnnplan.planner.vocabulary.text import Table
 
 
