@@ -240,11 +240,10 @@ class Supply:
         if store.caches:
             hits, host = loads.hits.astype(np.float64), loads.host.astype(np.float64)
             if self.lays_there and self.picks_there:
-                moved, looked_up, launches = hits + 2 * host, LOOKED_UP * batch.facts(1).sources, 6
+                moved, launches = 2 * (hits + 2 * host) + LOOKED_UP * batch.facts(1).sources, 6
             else:  # cached rows are gathered, then all rows are put in their order
-                moved, looked_up, launches = hits + (hits + host) * (host * hits > 0), 0.0, 1
-            nbytes = 2 * moved + looked_up  # read and written
-            yield Op("pick", work=Compute(elementwise_bytes=nbytes, launches=launches))
+                moved, launches = 2 * (hits + (hits + host) * (host * hits > 0)), 1
+            yield Op("pick", work=Compute(elementwise_bytes=moved, launches=launches))
         if store.asks.any():
             yield from sized_exchange("ask", loads.asked, store.asks)
             yield Op("fetch", work=Exchange(loads.fetched))
