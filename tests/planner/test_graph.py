@@ -340,7 +340,7 @@ EDGES_ALONE = dict.fromkeys(SMALL) | {"src": [0], "dst": [1]}
         ({"x": [[1, None]]}, "x: holds pickled Python objects, which are never loaded"),
         (EDGES_ALONE | {"src": [], "dst": []}, r"the graph is empty \(0 vertices\)"),
         (EDGES_ALONE | {"meta": '{"vertices": 1000000000000}'}, "must be a whole number of 0 to"),
-        (EDGES_ALONE | {"dst": [2**31 - 2]}, "vertices .* with 128 stand-in features would take .*"),
+        (EDGES_ALONE | {"dst": [2**31 - 2]}, "vertices .* with 128 stand-in features would take"),
     ],
 )
 def test_bad_arrays_are_named(save, changes, words):
