@@ -188,27 +188,25 @@ def in_steps(cluster: Cluster, launch: float, slowdown: float) -> Cluster:
     launch: cost of a framework operation [s]. slowdown: factor by which reads of memory are slower;
     less than 1 if caches hold what one operation has left for the next. They hold no large rows.
     """
+    found = scaled.multiplied(cluster, dict.fromkeys(READS, 1 / slowdown)).device
+    alone = cluster.device.gather
     gather = {
         width: {
-            rows: rate / slowdown if slowdown > 1 or rows <= CACHED else rate
+            rows: rate if rows <= CACHED else min(rate, alone[width][rows])
             for rows, rate in rates.items()
         }
-        for width, rates in cluster.device.gather.items()
+        for width, rates in found.gather.items()
     }
-    device = cluster.device.model_copy(update={"launch": launch, "gather": gather})
-    cluster = cluster.model_copy(update={"device": device})
-    return scaled.multiplied(
-        cluster,
-        {"device.memory_bandwidth": 1 / slowdown, "device.product_bandwidth": 1 / slowdown},
-    )
+    device = found.model_copy(update={"launch": launch, "gather": gather})
+    return cluster.model_copy(update={"device": device})
 
 
 def held_to(cluster: Cluster, steps: list[float]) -> tuple[Cluster, str]:
     """Correct a cluster by the durations of the pieces' steps [s]; also return a sentence on it.
 
     This is a least-squares fit of log(predicted / measured). The unknowns are the cost of a
-    framework operation, and the factor by which reads of memory are slower.
-    On GPUs the factor is 1 or more: no `batch_slowdown` corrects their mini-batches.
+    framework operation, and the factor by which reads of memory are slower. On GPUs the factor is 1
+    or more: no `batch_slowdown` corrects their mini-batches.
     """
 
     def errors(logs: np.ndarray) -> np.ndarray:
