@@ -9,6 +9,7 @@ received from a network is unpickled."""
 from __future__ import annotations
 
 import json
+import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from contextlib import AbstractContextManager
@@ -304,9 +305,15 @@ def all_reduce(rank: Rank, label: Label, flat: Tensor, group: Group) -> None:
         return
     with rank.recorder.sending(label, "reduce", reduced_bytes(rank, flat, group)):
         wire = rank.staged(flat)
+        of = rank.groups.of(group)
+        nearby = rank.groups.nearby.get(of, NOBODY)
+        # lanes may reduce at the same time: only Gloo keeps their messages apart
+        alone = threading.current_thread() is threading.main_thread()
+        if alone and len(nearby.peers) == len(group) - 1:
+            nearby.all_reduce(wire.view(-1), group.index(rank.rank))
         # a pipeline stage whose layers only aggregate has an empty gradient, which is on no device
-        if flat.numel():
-            dist.all_reduce(wire, group=rank.groups.of(group))
+        elif flat.numel():
+            dist.all_reduce(wire, group=of)
         if wire is not flat:
             flat.copy_(wire)
 

@@ -98,7 +98,7 @@ class Near:
     """The other ranks of a process group that are on this machine."""
 
     def __init__(self, peers: Mapping[int, _Peer]) -> None:
-        self.peers = peers  # by rank
+        self.peers = peers  # by rank, in order
 
     def swap(self, outs: Mapping[int, Tensor], ins: Mapping[int, Tensor]) -> None:
         """Send contiguous tensors to those ranks that are on this machine, and receive from them.
@@ -114,14 +114,27 @@ class Near:
         for peer in readers:
             peer.hear()
 
+    def all_reduce(self, flat: Tensor, me: int) -> None:
+        """Sum `flat` [n] over this rank, the `me`-th of its group, and all peers, in place.
+
+        Each rank sums a piece. In total it sends what it would send in a ring.
+        """
+        pieces = flat.tensor_split(len(self.peers) + 1)
+        own, others = pieces[me], dict(zip(self.peers, pieces[:me] + pieces[me + 1 :], strict=True))
+        received = {peer: torch.empty_like(own) for peer in self.peers}
+        self.swap(others, received)
+        for each in received.values():
+            own += each
+        self.swap(dict.fromkeys(self.peers, own), others)
+
 
 NOBODY = Near({})
 
 
-def connect(rank: int, group: dist.ProcessGroup, timeout_s: float) -> Near:
+def connect(rank: int, group: dist.ProcessGroup | None, timeout_s: float) -> Near:
     """Find the ranks of a Gloo group that are on this machine. All ranks of the group call this.
 
-    timeout_s: of a message [s].
+    group: None for all ranks. timeout_s: of a message [s].
     """
     network = _network()
     if not network:
@@ -149,7 +162,7 @@ def connect(rank: int, group: dist.ProcessGroup, timeout_s: float) -> Near:
     return Near({peer.rank: peer for peer in peers if peer.readable()})
 
 
-def _told_by_all(own: str, group: dist.ProcessGroup) -> dict[int, str]:
+def _told_by_all(own: str, group: dist.ProcessGroup | None) -> dict[int, str]:
     """Return what every rank of the group tells, by rank; at most `ADDRESS_BYTES`."""
     message = torch.frombuffer(bytearray(own.encode().ljust(ADDRESS_BYTES)), dtype=torch.uint8)
     messages = [torch.empty_like(message) for _ in range(dist.get_world_size(group))]

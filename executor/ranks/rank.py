@@ -113,7 +113,7 @@ class Groups:
             dist.all_reduce(number, group=group)
             self.settle()  # over NCCL the host has only enqueued the sum
 
-    def meet(self, group: dist.ProcessGroup) -> None:
+    def meet(self, group: dist.ProcessGroup | None) -> None:
         """Connect a new group. All ranks of the group call this.
 
         Over Gloo it finds the ranks on this machine (near.py). NCCL connects a group in the group's
@@ -455,5 +455,7 @@ def connect(rank: Rank, store: Store) -> None:
         timeout=rank.groups.limit,
         device_id=rank.device if rank.backend == "nccl" else None,  # groups then connect at once
     )
+    if rank.backend == "gloo":
+        rank.groups.meet(None)
     rank.groups.exchanges = dist.new_group(backend=rank.backend, timeout=rank.groups.limit)
     rank.groups.meet(rank.groups.exchanges)

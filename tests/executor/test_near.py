@@ -10,10 +10,11 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from gnnplan.executor.ranks.comm import swap
+from gnnplan.executor.ranks.comm import all_reduce, swap
 from gnnplan.executor.ranks.near import DONE, MESSAGE, Near, _Peer
 from gnnplan.executor.ranks.rank import open_rank
 from gnnplan.executor.ranks.rendezvous import on_this_machine, store_of_this_machine
+from gnnplan.planner.vocabulary.schedule import Label
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="only Linux reads others' memory")
 
@@ -21,7 +22,7 @@ pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="only Linux read
 def exchange(number: int, port: int) -> None:
     os.environ |= on_this_machine(port, "near") | {"RANK": str(number), "WORLD_SIZE": "3"}
     rank = open_rank(10)
-    dist.isend = dist.irecv = None  # over Gloo it would fail
+    dist.isend = dist.irecv = dist.all_reduce = None  # over Gloo it would fail
 
     def message(sender: int, receiver: int) -> torch.Tensor:
         rows = 0 if sender == 2 else 1 + 100_000 * receiver  # rank 2 sends nothing
@@ -33,6 +34,10 @@ def exchange(number: int, port: int) -> None:
         swap(rank, outs, ins, rank.groups.exchanges)
         for peer in {0, 1, 2} - {number}:
             assert torch.equal(ins[peer], message(peer, number))
+    for length in (0, 1, 2, 100_000):
+        flat = torch.arange(length) + 10.0**number
+        all_reduce(rank, Label("all_reduce", 0), flat, (0, 1, 2))
+        assert torch.equal(flat, 3 * torch.arange(length) + 111.0)
     print("received")
     rank.close()
 
