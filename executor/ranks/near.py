@@ -26,6 +26,7 @@ DONE, REFUSED = b"d", b"r"  # what a reader answers
 PR_SET_PTRACER, ANY_PROCESS = 0x59616D61, ctypes.c_ulong(-1)
 
 _libc = ctypes.CDLL(None, use_errno=True)
+_libc.process_vm_readv.restype = ctypes.c_ssize_t
 
 
 class _Span(ctypes.Structure):
@@ -172,9 +173,8 @@ def _told_by_all(own: str, group: dist.ProcessGroup | None) -> dict[int, str]:
 
 
 def _network() -> str:
-    """Name the machine's network that this process is in; "" where no process reads another."""
-    with suppress(OSError, AttributeError):
-        _libc.process_vm_readv.restype = ctypes.c_ssize_t
+    """Name the machine's network that this process is in; "" where a sandbox hides it."""
+    with suppress(OSError):
         _libc.prctl(PR_SET_PTRACER, ANY_PROCESS, 0, 0, 0)  # for where the Yama module forbids it
         with open("/proc/sys/kernel/random/boot_id") as boot:
             return f"{boot.read().strip()}/{os.stat('/proc/self/ns/net').st_ino}"
