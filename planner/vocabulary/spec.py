@@ -24,7 +24,10 @@ from gnnplan.planner.vocabulary.units import kind, quantity
 
 MOST_MISTAKES = 20  # mistakes in one message
 # pydantic's rule -> what the text must be that it could not read
-PARSED = {"float_parsing": "a number", "int_parsing": "a whole number"}
+PARSED = {
+    **{"float_parsing": "a number{of}, as 2", "int_parsing": "a whole number{of}, as 2"},
+    **dict.fromkeys(("bool_parsing", "bool_type"), "true or false"),
+}
 EXAMPLES = {"B/s": "25GB/s", "s": "10us", "B": "24GiB", "flop/s": "27TFLOP/s", "W": "300W"}
 
 
@@ -178,7 +181,7 @@ def _mistake(
     if rule in PARSED:
         field = parent.model_fields.get(str(loc[-1])) if parent else None
         of = f" of {field.description}" if field and field.description else ""
-        message = f"must be {PARSED[rule]}{of}, as 2, not {given!r:.80}"
+        message = f"must be {PARSED[rule].format(of=of)}, not {given!r:.80}"
     if rule == "literal_error":
         near = likeliest(given, re.findall(r"'([^']+)'", message))
         message = message.replace("or 'own'", "or a module of your own, as model.py:MyGNN")

@@ -482,11 +482,15 @@ def test_statistics(tmp_path):
     "line, words",
     [
         ("nodes: 5", r"g.yaml:5: nodes: unknown field; .*llowed: vertices"),
-        ("halo_rows: {2: x}", r"g.yaml:5: halo_rows.2: must be a whole"),
-        ("train_fraction: 60", r"g.yaml:5: train_fraction: must be a number in \(0, 1\], got 60"),
+        ("halo_rows: {2: x}", r"g.yaml:5: halo_rows.2: must be a whole number, as 2, not 'x'"),
+        ("train_fraction: 60", "g.yaml:5: train_fraction: must be less than or equal to 1, not 60"),
         ("vertices: 3", "g.yaml:5: vertices: given"),
         ("halo_rows: {2: 101}", r"must be a whole number in \[0, 100\], got 101"),
-        ("multilabel: 2", "must be true or false"),
+        ("multilabel: 2", "g.yaml:5: multilabel: must be true or false, not 2"),
+        (
+            "as_directed: {edgez: 1}",
+            "g.yaml:5: as_directed.edgez.*: must be 'edges', .*not 'edgez'",
+        ),
     ],
 )
 def test_bad_statistics_are_named(tmp_path, line, words):
