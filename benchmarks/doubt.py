@@ -62,14 +62,13 @@ def print_study(name: str, groups: list[list[Measured]]) -> list[tuple[float, bo
     inside, regrets, among_exact, lossy = [], [], [], 0
     chances: list[tuple[float, bool]] = []
     for measured in groups:
-        drawn_s = np.stack([one.candidate.drawn_s for one in measured])
         epochs_s = [one.epoch_s for one in measured]
         exact = [one.candidate.strategy.exact for one in measured]
-        looks = outlooks([one.candidate.epoch_s for one in measured], drawn_s)
+        candidates = [one.candidate for one in measured]
+        looks = outlooks(candidates)
         inside += [o.low_s <= s <= o.high_s for o, s in zip(looks, epochs_s, strict=True)]
         if len(measured) < 3:
             continue
-        candidates = [one.candidate for one in measured]
         choice = candidates.index(recommend(candidates))
         chances += [
             (o.chance_fastest, s == min(epochs_s)) for o, s in zip(looks, epochs_s, strict=True)

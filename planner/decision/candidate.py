@@ -104,25 +104,6 @@ def range_of(drawn: Floats, predicted: float) -> tuple[float, float]:
     return min(float(low), predicted), max(float(high), predicted)
 
 
-def outlooks(
-    predicted_s: Sequence[float], drawn_s: Floats, drawn: Floats | None = None
-) -> list[Outlook]:
-    """Return the candidates' outlooks.
-
-    predicted_s: epochs [candidates]; drawn_s: epochs in each draw [candidates, draws]; drawn: the
-    values to minimise [candidates, draws], by default the epochs.
-    """
-    drawn = drawn_s if drawn is None else drawn
-    chances = np.bincount(drawn.argmin(axis=0), minlength=len(drawn)) / drawn.shape[1]
-    regret = regrets(drawn).mean(axis=1)
-    return [
-        Outlook(*range_of(epochs, predicted), float(chance), float(expected))
-        for predicted, epochs, chance, expected in zip(
-            predicted_s, drawn_s, chances, regret, strict=True
-        )
-    ]
-
-
 def settled_regret(drawn: Floats, factor: Floats) -> float:
     """Return the expected regret of the best choice if one constant were known.
 
@@ -272,6 +253,23 @@ class Candidate:
                 f"{strategy} needs {show_bytes(needed)} on its fullest rank but a {device.name} has"
                 f" {show_bytes(device.memory)}; most of it is {use} ({show_bytes(uses[use])})"
             )
+
+
+def side_by_side(candidates: Sequence[Candidate]) -> Floats:
+    """Return the candidates' values in each draw [candidates, DRAWS]."""
+    return np.stack([candidate.drawn for candidate in candidates])
+
+
+def outlooks(candidates: Sequence[Candidate]) -> list[Outlook]:
+    """Return each candidate's outlook among these."""
+    drawn = side_by_side(candidates)
+    chances = np.bincount(drawn.argmin(axis=0), minlength=len(drawn)) / drawn.shape[1]
+    return [
+        Outlook(*range_of(candidate.drawn_s, candidate.epoch_s), float(chance), float(regret))
+        for candidate, chance, regret in zip(
+            candidates, chances, regrets(drawn).mean(axis=1), strict=True
+        )
+    ]
 
 
 def evaluate(problem: Problem, strategy: Strategy, objective: Objective = TIME) -> Candidate:

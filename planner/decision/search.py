@@ -32,13 +32,14 @@ from gnnplan.planner.decision.candidate import (
     outlooks,
     placed,
     settled_regret,
+    side_by_side,
     smallest_change,
 )
 from gnnplan.planner.decision.objective import TIME, Objective
 from gnnplan.planner.problem.problem import Problem
 from gnnplan.planner.strategies.base import Strategy
 from gnnplan.planner.vocabulary.errors import GnnplanError, Infeasible, SpecError
-from gnnplan.planner.vocabulary.numbers import Floats, PerRank
+from gnnplan.planner.vocabulary.numbers import PerRank
 from gnnplan.planner.vocabulary.progress import notify
 from gnnplan.planner.vocabulary.units import show_count
 
@@ -209,7 +210,7 @@ class SearchResult:
     @property
     def outlooks(self) -> list[Outlook]:
         """The outlook of each candidate among all ranked ones, in the order of `ranked`."""
-        return _outlooks(self.ranked)
+        return outlooks(self.ranked)
 
     def outlook(self, candidate: Candidate) -> Outlook:
         """Return the outlook of a candidate among all ranked ones."""
@@ -234,7 +235,7 @@ class SearchResult:
         doubted = factors(self.best.problem.cluster)
         if len(self.rivals) < 2 or self.measured or not doubted:
             return None
-        drawn = _side_by_side(self.rivals)
+        drawn = side_by_side(self.rivals)
         left = {name: settled_regret(drawn, factor) for name, factor in doubted.items()}
         constant = min(left, key=left.__getitem__)
         return Settled(constant, left[constant])
@@ -242,7 +243,7 @@ class SearchResult:
     @property
     def certainty(self) -> Outlook:
         """The outlook of the best among its rivals."""
-        return _outlooks(self.rivals)[0]
+        return outlooks(self.rivals)[0]
 
     @property
     def others(self) -> list[Candidate]:
@@ -258,16 +259,6 @@ def one_reason(strategy: str, reason: str) -> str:
     ('p3: needs 2 GB', 'p3: it is lossy')
     """
     return f"{strategy}: {reason.removeprefix(f'{strategy} ')}"
-
-
-def _side_by_side(candidates: Sequence[Candidate]) -> Floats:
-    """Return the candidates' values in each draw [candidates, DRAWS]."""
-    return np.stack([candidate.drawn for candidate in candidates])
-
-
-def _outlooks(candidates: Sequence[Candidate]) -> list[Outlook]:
-    drawn_s = np.stack([candidate.drawn_s for candidate in candidates])
-    return outlooks([c.epoch_s for c in candidates], drawn_s, _side_by_side(candidates))
 
 
 def recommend(candidates: Sequence[Candidate]) -> Candidate:
