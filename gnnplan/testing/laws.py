@@ -18,6 +18,7 @@ import numpy as np
 import pytest
 from hypothesis import strategies as st
 
+from gnnplan.planner.cluster.scaling import multiplied
 from gnnplan.planner.cluster.spec import Cluster, Device, Link
 from gnnplan.planner.gnn.kinds import KINDS
 from gnnplan.planner.gnn.workload import Workload
@@ -256,24 +257,19 @@ LAWS = (
 )
 
 
+# number that improves -> its fields (cluster/scaling.py), if not the device's field of its name
+BETTER = {
+    "intra": ("intra_node.bandwidth",),
+    "inter": ("inter_node.bandwidth",),
+    "latency": ("/intra_node.latency", "/inter_node.latency"),
+    "launch": ("/device.launch",),
+}
+
+
 def with_better(problem: Problem, what: str, factor: float) -> Problem:
     """Return the problem on hardware with one number `factor` times as good."""
-    c = problem.cluster
-    assert c.inter_node
-    intra, inter, device = c.intra_node, c.inter_node, c.device
-    if what == "intra":
-        intra = Link(bandwidth=intra.bandwidth * factor, latency=intra.latency)
-    elif what == "inter":
-        inter = Link(bandwidth=inter.bandwidth * factor, latency=inter.latency)
-    elif what == "latency":
-        intra, inter = (
-            Link(bandwidth=link.bandwidth, latency=link.latency / factor) for link in (intra, inter)
-        )
-    else:
-        better = getattr(device, what) * (factor if what != "launch" else 1 / factor)
-        device = device.model_copy(update={what: better})
-    update = {"intra_node": intra, "inter_node": inter, "device": device}
-    return replace(problem, cluster=c.model_copy(update=update))
+    fields = BETTER.get(what, (f"device.{what}",))
+    return replace(problem, cluster=multiplied(problem.cluster, dict.fromkeys(fields, factor)))
 
 
 def sums(p: Prediction) -> float:
