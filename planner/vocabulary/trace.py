@@ -177,10 +177,12 @@ def read_trace(path: Path, rank: int) -> tuple[int, list[Span]]:
 def merge_traces(directory: str | Path, path: str | Path) -> None:
     """Write one file with the events of all ranks of a folder; each rank is a process in a viewer.
 
-    Raises SpecError if the folder does not hold the traces of exactly one run.
+    Raises SpecError if the folder does not hold the traces of exactly one run, or `path` is one.
     """
     read_traces(directory)
     files = numbered(Path(directory), _FILE).values()
+    if Path(path).resolve() in [file.resolve() for file in files]:
+        raise SpecError(f"{path}: is read too, and would be lost; give another name")
     documents = [json.loads(file.read_bytes()) for file in files]
     first = documents[0]
     merged = {
