@@ -625,7 +625,7 @@ BAD = {
     ),
     "graphbolt: no number": (
         metadata("num: 30", "num: many"),
-        r"metadata\.yaml:\d+: graph\.nodes\.0\.num: must be a whole number, is text",
+        r"metadata\.yaml:\d+: graph\.nodes\.0\.num: must be a whole number, as 2, not 'many'",
     ),
     "graphbolt: petabytes": (metadata("num: 30", f"num: {10**15}"), "number of 0 to 2,147,483"),
     "graphbolt: fewer labels": (
