@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import csv
 import io
-import json
 from collections.abc import Callable, Iterable, Sequence
 from itertools import combinations
 from operator import itemgetter
@@ -20,7 +19,7 @@ import numpy as np
 
 from gnnplan.papers import full_graph, mini_batch
 from gnnplan.papers.figures import predict, question, testbed
-from gnnplan.papers.question import Row, Skip, Testbeds
+from gnnplan.papers.question import Row, Skip, Testbeds, params_of
 from gnnplan.planner.decision.candidate import Candidate, range_of
 from gnnplan.planner.vocabulary.errors import GnnplanError, SpecError
 from gnnplan.planner.vocabulary.files import MOST_SHOWN, Json, from_json, read_bytes, suggest
@@ -314,5 +313,5 @@ def _winners(predicted: Sequence[Json]) -> dict[str, int]:
 
 def _system(row: Row) -> tuple[str | None, ...]:
     """Return the row's strategy, place of the sampler, and software (None: not stated)."""
-    params = json.loads(row["strategy_params"] or "{}")
+    params = params_of(row)
     return row["strategy"], params.get("sampler"), params.get("software")

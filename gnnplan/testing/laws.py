@@ -314,12 +314,8 @@ def must_survive_words_and_json(strategy: Strategy) -> None:
 
 def drawing_of(strategy: Strategy, world: int, layers: int, steps: int, **what: Any) -> str:
     """Draw some steps on a small graph, with one rank per server."""
-    graph = load("synthetic:community?vertices=200&edges=2000&features=16&classes=4&seed=0")
-    assert isinstance(graph, Graph)
-    batches = {"batch": 16, "fanout": (3,) * layers} if strategy.mode == "mini" else {}
-    workload = Workload.model_validate(
-        {"model": "sage", "layers": layers, "hidden": 8, "mode": strategy.mode, **batches}
-    )
-    where = cluster(world, 1, inter=1e9, intra=1e9)
-    problem = Problem(graph.stats, graph, workload, where)
+    workload = {"model": "sage", "layers": layers, "hidden": 8, "mode": strategy.mode}
+    if strategy.mode == "mini":
+        workload |= {"batch": 16, "fanout": (3,) * layers}
+    problem = problem_of(community(200, 2000), cluster(world, 1, intra=1e9), **workload)
     return draw(strategy.settle(problem).schedule(problem, steps), **what)

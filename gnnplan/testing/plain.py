@@ -38,9 +38,7 @@ class Plain:
         self.running = {name: value.clone() for name, value in net.named_buffers()}  # batch norm's
         self.norm = self.workload.norm or ("layer" if self.model == "resgcn" else "none")
         n = self.graph.stats.vertices
-        adjacency = np.zeros((n, n))
-        for v in range(n):
-            adjacency[v, self.graph.indices[self.graph.indptr[v] : self.graph.indptr[v + 1]]] = 1.0
+        adjacency = self.graph.adjacency.toarray().astype(np.float64)
         self.adjacency = torch.from_numpy(adjacency)  # row v reads column u
         if self.model == "sage":
             self.operator = self.adjacency / self.adjacency.sum(1, keepdim=True).clamp(min=1)

@@ -328,14 +328,6 @@ def within_doubt(found: SearchResult) -> list[str]:
     ]
 
 
-def measured_errors() -> list[float]:
-    """Return |predicted / measured - 1| of each epoch in measured.csv, on CPU ranks over Gloo."""
-    return [
-        abs(float(row["predicted_s"]) / float(row["measured_s"]) - 1)
-        for row in quoted("measured.csv")
-    ]
-
-
 # -- mini-batches ------------------------------------------------------------------------------
 
 
