@@ -231,8 +231,9 @@ def _of_one_kind(items: list[Any]) -> list[Any]:
 
 def _inside(path: Path, info: ValidationInfo) -> Path:
     """Return the whole path of a file in the dataset's folder, the context of the validation."""
-    whole = (info.context / path).resolve()
-    if not whole.is_relative_to(info.context):
+    folder: Any = info.context
+    whole: Path = (folder / path).resolve()
+    if not whole.is_relative_to(folder):
         shown = str(path)[:MOST_SHOWN]
         raise ValueError(f"must lie in the dataset's folder, is {shown}; copy it there")
     return whole
