@@ -314,8 +314,9 @@ def must_survive_words_and_json(strategy: Strategy) -> None:
 
 def drawing_of(strategy: Strategy, world: int, layers: int, steps: int, **what: Any) -> str:
     """Draw some steps on a small graph, with one rank per server."""
-    workload: dict[str, Any] = {"model": "sage", "layers": layers, "hidden": 8, "mode": strategy.mode}
+    workload: dict[str, Any] = {"layers": layers, "hidden": 8, "mode": strategy.mode}
     if strategy.mode == "mini":
         workload |= {"batch": 16, "fanout": (3,) * layers}
-    problem = problem_of(community(200, 2000), cluster(world, 1, intra=1e9), **workload)
+    where = cluster(world, 1, intra=1e9)
+    problem = problem_of(community(200, 2000), where, model="sage", **workload)
     return draw(strategy.settle(problem).schedule(problem, steps), **what)

@@ -458,6 +458,10 @@ def suggest(word: str, allowed: Iterable[str]) -> str:
 
 def likeliest(word: object, allowed: Iterable[str]) -> str:
     """Return the allowed name that is most like a misspelt word; '' if none is."""
-    lower = {name.lower(): name for name in allowed}
-    near = difflib.get_close_matches(str(word)[:MOST_SHOWN].lower(), lower, 1, 0.5)
-    return lower[near[0]] if near else ""
+    lower, text = {name.lower(): name for name in allowed}, str(word)[:MOST_SHOWN].lower()
+
+    def likeness(name: str) -> tuple[float, bool]:
+        return difflib.SequenceMatcher(None, name, text).ratio(), name[:1] == text[:1]
+
+    near = max(lower, key=likeness, default="")
+    return lower[near] if near and likeness(near)[0] >= 0.5 else ""
