@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import textwrap
 from collections import Counter
+from operator import attrgetter
 from statistics import median
 
 import numpy as np
@@ -15,6 +16,7 @@ from plotly.subplots import make_subplots
 from gnnplan.planner.decision.plan import Answer
 from gnnplan.planner.evidence.validate import describe_operation, share_of_step, show_error
 from gnnplan.planner.gnn.workload import scores_of
+from gnnplan.planner.vocabulary.numbers import grouped
 from gnnplan.planner.vocabulary.text import Table, column, table, yes_no
 from gnnplan.planner.vocabulary.units import show_bytes, show_percent, show_time
 from gnnplan.report.facts import (
@@ -69,11 +71,8 @@ def epochs(facts: Facts) -> Picture:
             "arrayminus": [(second - low) * scale for second, (low, _) in both],
             "thickness": 2,
         }
-    measured = {
-        leader.strategy: median(taken)
-        for leader in leaders
-        if (taken := [r.run.measured_s for r in facts.runs if r.run.strategy == leader.strategy])
-    }
+    by_strategy = grouped((one.run for one in facts.runs), attrgetter("strategy"))
+    measured = {name: median(run.measured_s for run in of) for name, of in by_strategy.items()}
     ran = [place for place, leader in enumerate(leaders) if leader.strategy in measured]
     if ran:
         traces.append(

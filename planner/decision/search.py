@@ -45,7 +45,6 @@ from gnnplan.planner.vocabulary.units import show_count
 
 T = TypeVar("T")
 _value = attrgetter("value")  # of a candidate
-Refusals = tuple[type[GnnplanError], ...]
 MOST_HALVED = 256  # GPUs up to which `parts` halves both the servers and the GPUs of each server
 
 
@@ -289,7 +288,9 @@ def _size(candidate: Candidate) -> tuple[int, int]:
 
 
 def each_of(
-    names: Iterable[str], ask: Callable[[str], T], refusals: Refusals = (SpecError, Infeasible)
+    names: Iterable[str],
+    ask: Callable[[str], T],
+    refusals: tuple[type[GnnplanError], ...] = (SpecError, Infeasible),
 ) -> tuple[dict[str, T], dict[str, GnnplanError]]:
     """Ask a question for each name; return name -> answer, and name -> error of refused ones."""
     answers, refused = dict[str, T](), dict[str, GnnplanError]()
