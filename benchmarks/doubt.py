@@ -65,14 +65,12 @@ def print_study(name: str, groups: list[list[Measured]]) -> list[tuple[float, bo
         epochs_s = [one.epoch_s for one in measured]
         exact = [one.candidate.strategy.exact for one in measured]
         candidates = [one.candidate for one in measured]
-        looks = outlooks(candidates)
-        inside += [o.low_s <= s <= o.high_s for o, s in zip(looks, epochs_s, strict=True)]
+        looks = list(zip(outlooks(candidates), epochs_s, strict=True))
+        inside += [o.epoch_low_s <= s <= o.epoch_high_s for o, s in looks]
         if len(measured) < 3:
             continue
         choice = candidates.index(recommend(candidates))
-        chances += [
-            (o.chance_fastest, s == min(epochs_s)) for o, s in zip(looks, epochs_s, strict=True)
-        ]
+        chances += [(o.chance_fastest, s == min(epochs_s)) for o, s in looks]
         lossy += not exact[choice]
         regrets.append(epochs_s[choice] / min(epochs_s) - 1)
         rivals = [s for s, is_exact in zip(epochs_s, exact, strict=True) if is_exact]

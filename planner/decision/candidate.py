@@ -65,8 +65,8 @@ class Outlook(NamedTuple):
     The fastest candidate is the one with the least value of the objective (objective.py).
     """
 
-    low_s: float  # 10th percentile of the epoch [s] (`range_of`)
-    high_s: float  # 90th percentile of the epoch [s]
+    epoch_low_s: float  # 10th percentile of the epoch [s] (`range_of`)
+    epoch_high_s: float  # 90th percentile of the epoch [s]
     chance_fastest: float  # share of draws in which the candidate is the fastest
     expected_regret: float  # mean over draws of value / least value - 1
 

@@ -212,8 +212,8 @@ def test_regret_and_chance_are_those_of_the_draws():
         return outlooks([SimpleNamespace(epoch_s=s, drawn_s=of, drawn=of) for s, of in pairs])
 
     first, second, third = looks(1.0, 2.0, 3.0)
-    assert third.low_s < 3.0 < third.high_s
-    assert looks(1.0, 2.0, 5.0)[2].high_s == 5.0  # where no draw is
+    assert third.epoch_low_s < 3.0 < third.epoch_high_s
+    assert looks(1.0, 2.0, 5.0)[2].epoch_high_s == 5.0  # where no draw is
     assert [o.chance_fastest for o in (first, second, third)] == [0.5, 0.25, 0.25]
     assert first.expected_regret == pytest.approx((1 + 0 + 0 + 1) / 4)
     assert second.expected_regret == pytest.approx((0 + 1 + 1 + 3) / 4)
