@@ -45,8 +45,7 @@ def problem_of(ranks: int) -> Any:
         device=Device(kind="cpu", memory=64e9, gemm=1e11, memory_bandwidth=1e10),
         intra_node=Link(bandwidth=1e9),
     )
-    workload = Workload(**MODEL, lr=LR)
-    return Problem(graph.stats, graph, workload, anywhere)
+    return Problem(graph.stats, graph, Workload(**MODEL, lr=LR), anywhere)
 
 
 def floor(strategy: str, ranks: int) -> dict[str, float]:

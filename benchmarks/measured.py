@@ -266,12 +266,11 @@ def predict(study: Study, datasets: Path) -> None:
         played = play(strategy.schedule(problem, 5), problem.cost)
         simulated = per_operation(played.spans, range(1, 5))
         seen = {each["operation"]: each["measured_s"] for each in json.loads(row["told"])}
-        operations = compare_operations(candidate.predicted, simulated, seen)
         row |= {
             "predicted_s": f"{float(candidate.predicted.epoch_s):.6g}",
             "simulated_s": f"{played.step_s:.6g}",
             "memory_predicted": str(round(fullest(candidate.memory, runtime=False))),
-            "told": json.dumps(operations),
+            "told": json.dumps(compare_operations(candidate.predicted, simulated, seen)),
         }
         error = float(row["predicted_s"]) / float(row["measured_s"]) - 1
         print(row["job"], row["cluster"], row["strategy"], f"{error:+.0%}")

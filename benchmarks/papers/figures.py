@@ -354,8 +354,7 @@ def _feasibility(row: Row, testbeds: Testbeds) -> float:
 
 def _fits(case: Question) -> bool:
     if case.row["paper"] in full_graph.PAPERS:
-        params = params_of(case.row)
-        return full_graph.fits(case, any_batches="updates_per_epoch" not in params)
+        return full_graph.fits(case, "updates_per_epoch" not in params_of(case.row))
     try:
         evaluate(case.problem, case.strategy)
     except Infeasible:

@@ -24,6 +24,7 @@ from gnnplan.planner.decision.candidate import Candidate, range_of
 from gnnplan.planner.vocabulary.errors import GnnplanError, SpecError
 from gnnplan.planner.vocabulary.files import MOST_SHOWN, Json, from_json, read_bytes, suggest
 from gnnplan.planner.vocabulary.numbers import grouped
+from gnnplan.planner.vocabulary.units import number_of
 
 # -- the file --------------------------------------------------------------------------------------
 
@@ -100,15 +101,12 @@ def read(path: str | Path) -> list[dict[str, str]]:
 
 def _finite_value(where: str, row: Row) -> float:
     try:
-        value = float(row["value"])
+        return number_of(row["value"], float)
     except ValueError:
         raise SpecError(
             f"{where}value {row['value'][:MOST_SHOWN]!r} is not a number; write it in SI (seconds,"
             " bytes, counts), or as a fraction"
         ) from None
-    if not np.isfinite(value):
-        raise SpecError(f"{where}value {row['value']!r} is not finite")
-    return value
 
 
 def _check_value(where: str, row: Row, value: float) -> None:

@@ -126,8 +126,7 @@ class TheirModel(Model):
     ) -> tuple[Work, Work]:
         """Return the work with element-wise passes over `numbers`; `again`: more in backward."""
         dropped = DROPPED * ways[0].amounts.get("hash_ops", NOTHING)
-        back = numbers + again + dropped
-        return self._with(ways[0], numbers), self._with(ways[1], back)
+        return self._with(ways[0], numbers), self._with(ways[1], numbers + again + dropped)
 
     def _with(self, work: Work, numbers: Amount) -> Work:
         return replace(work, amounts=work.amounts | {"elementwise_bytes": self.itemsize * numbers})

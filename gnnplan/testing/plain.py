@@ -89,8 +89,7 @@ class Plain:
                     rows = F.layer_norm(rows, rows.shape[1:], weight, bias)
                 elif step is None or rows is h:
                     mean, var = (self.running[f"{at}.running_{of}"] for of in ("mean", "var"))
-                    training = step is not None
-                    rows = F.batch_norm(rows, mean, var, weight, bias, training=training)
+                    rows = F.batch_norm(rows, mean, var, weight, bias, step is not None)
                 else:
                     deviation = (h.var(0, unbiased=False) + 1e-5).sqrt()
                     rows = (rows - h.mean(0)) / deviation * weight + bias

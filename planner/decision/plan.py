@@ -60,7 +60,6 @@ def make(found: SearchResult, depths: bool = False) -> Json:
     from gnnplan.planner.decision.summary import summarise
 
     turning_points = turning_sentences(found)
-    reasons = [*turning_points, *(of_depths(found) if depths else ())]
     return {
         **runnable_part(found),
         "alternatives": [
@@ -71,7 +70,7 @@ def make(found: SearchResult, depths: bool = False) -> Json:
         "settles": found.settled._asdict() if found.settled else None,
         "rejected": [{"strategy": name, "reason": reason} for name, reason in found.rejected],
         "summary": summarise(found, turning_points),
-        "explanation": explain(found, reasons),
+        "explanation": explain(found, [*turning_points, *(of_depths(found) if depths else ())]),
     }
 
 
@@ -520,9 +519,8 @@ def take(document: Json, problem: Problem, text: str) -> Json:
     only = SearchResult(whole, [candidate], how=Search(forced=strategy))
     best = {name: value for name, value in document["best"].items() if name != "placement"}
     others = [best, *(entry for entry in document["alternatives"] if entry is not found)]
-    compared = {name: value for name, value in document.items() if name != "sizes"}
     return {
-        **compared,
+        **{name: value for name, value in document.items() if name != "sizes"},
         "best": {**found, "placement": strategy.placement(candidate.problem)},
         "alternatives": others,
         "summary": summarise(only, ()),

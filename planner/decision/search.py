@@ -158,8 +158,7 @@ class Search:
                 where = f"on {len(gpus)} of {show_count(problem.ranks, 'GPU')}"
                 notify("evaluating candidates", f"{strategy} {where}")
                 with suppress(SpecError, Infeasible):
-                    on_gpus = placed(smaller, strategy)
-                    waiting.append(Candidate.of(on_gpus, strategy, objective))
+                    waiting.append(Candidate.of(placed(smaller, strategy), strategy, objective))
             fitting = _fitting(waiting)
             if least_one := next(fitting, None):
                 found.append(least_one)

@@ -374,8 +374,7 @@ class Scaling:
     @property
     def takes_over(self) -> list[tuple[int, str, str]]:
         """Sizes at which the recommended strategy changes: (GPUs, from, to)."""
-        table = [row_of(size.at, size.best) for size in self.fitting]
-        turns = changes(["gpus"], table)
+        turns = changes(["gpus"], [row_of(size.at, size.best) for size in self.fitting])
         return [(int(turn["value"]), turn["from"], turn["to"]) for turn in turns]
 
     def speedup(self, size: Planned) -> float:

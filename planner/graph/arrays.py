@@ -134,8 +134,7 @@ def collect(parts: Parts) -> Parts:
         arrays["x"], parts = x, replace(parts, x=None)  # mapped features stay in their file
     for names, pieces in streams(parts):
         arrays |= zip(names, gathered(names, parts.path, pieces), strict=True)
-    whole = of_arrays(parts.path, arrays)
-    return replace(whole, notes=parts.notes, owner=parts.owner)
+    return replace(of_arrays(parts.path, arrays), notes=parts.notes, owner=parts.owner)
 
 
 def _is_known(name: str) -> bool:

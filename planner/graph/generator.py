@@ -124,8 +124,7 @@ def community(source: str, given: Mapping[str, Any], rng: np.random.Generator) -
     label = np.empty(vertices, np.int64)
     label[new_id] = community % classes
     notes = [f"{filled:,} edges drawn uniformly: the communities were full"] if filled else []
-    both = np.concatenate([a, b]), np.concatenate([b, a])
-    return label, iter([both]), notes
+    return label, iter([(np.concatenate([a, b]), np.concatenate([b, a]))]), notes
 
 
 def rmat(source: str, given: Mapping[str, Any], rng: np.random.Generator) -> Drawn:

@@ -92,7 +92,6 @@ def statistics(path: str, directed: bool) -> GraphStats:
     halos = sorted(told.halo_rows.items())
     facts = *sizes, told.multilabel, halos, directed or kept, told.spread, told.batch_spread
     digest = repr((*facts, told.train_popular, *([near] if near < inf else [])))
-    same = told.model_dump(exclude={"name", "train_fraction", "directed", "as_directed"})
     return GraphStats(
         name=name,
         source=path,
@@ -101,7 +100,7 @@ def statistics(path: str, directed: bool) -> GraphStats:
         notes=tuple(notes),
         known=False,
         directed=directed or kept,
-        **same,
+        **told.model_dump(exclude={"name", "train_fraction", "directed", "as_directed"}),
     )
 
 

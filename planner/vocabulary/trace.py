@@ -97,12 +97,11 @@ def write_traces(
     paths = []
     for rank, own in by_rank.items():
         paths.append(trace_of(directory, rank))
-        info = {"backend": backend, "rank": rank, "world_size": world}
         document = {
             "schemaVersion": 1,
             "displayTimeUnit": "ms",
             "source": source,
-            "distributedInfo": info,
+            "distributedInfo": {"backend": backend, "rank": rank, "world_size": world},
             "traceEvents": _events(rank, _first_steps(own), source),
         }
         text = json.dumps(document, allow_nan=False, separators=(",", ":"))

@@ -66,8 +66,7 @@ def read_ogb(path: str) -> Parts:
 
     edge_feat becomes edge_attr, the name in OGB's PyG loader."""
     (raw,) = raws_of(path)
-    is_binary = (raw / "data.npz").is_file()
-    parts = _binary(raw, path) if is_binary else _text(raw, path)
+    parts = (_binary if (raw / "data.npz").is_file() else _text)(raw, path)
     splits = raw.parent / "split"
     if not splits.is_dir():
         parts.notes.append("no folder split/ beside raw/")
