@@ -42,7 +42,7 @@ from commands import gnnplan, header, line, words, write
 from gnnplan.planner.decision.candidate import evaluate
 from gnnplan.planner.decision.plan import chosen, question, read
 from gnnplan.planner.evidence.runs import Compared, Run, summarise
-from gnnplan.planner.evidence.validate import MOVED, compare_operations, fullest, per_operation
+from gnnplan.planner.evidence.validate import MOVED, compare_operations, per_operation, rank_bytes
 from gnnplan.simulator.player import play
 from gnnplan.simulator.replay import replay
 
@@ -269,7 +269,7 @@ def predict(study: Study, datasets: Path) -> None:
         row |= {
             "predicted_s": f"{float(candidate.predicted.epoch_s):.6g}",
             "simulated_s": f"{played.step_s:.6g}",
-            "memory_predicted": str(round(fullest(candidate.memory, runtime=False))),
+            "memory_predicted": str(round(rank_bytes(candidate.memory).max())),
             "told": json.dumps(compare_operations(candidate.predicted, simulated, seen)),
         }
         error = float(row["predicted_s"]) / float(row["measured_s"]) - 1
