@@ -14,11 +14,12 @@ place of the epoch (objective.py).
 
 from __future__ import annotations
 
-from bisect import bisect_left
+from bisect import bisect_left, insort
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import cached_property
+from operator import attrgetter
 from typing import NamedTuple
 
 import numpy as np
@@ -33,6 +34,8 @@ from gnnplan.planner.strategies.program.account import Prediction, on_fullest_ra
 from gnnplan.planner.vocabulary.errors import Infeasible, SpecError
 from gnnplan.planner.vocabulary.numbers import FLOAT32, Floats, Precision
 from gnnplan.planner.vocabulary.units import show_bytes
+
+value_of = attrgetter("value")  # of a candidate
 
 
 class Miss(NamedTuple):
@@ -279,18 +282,32 @@ def evaluate(problem: Problem, strategy: Strategy, objective: Objective = TIME) 
     return candidate
 
 
+def fitting(waiting: list[Candidate]) -> Iterator[Candidate]:
+    """Yield the candidates that fit in memory, the best first.
+
+    Memory is computed only as far as the caller iterates. A candidate that does not fit is replaced
+    by its variant that recomputes to save memory.
+    """
+    waiting.sort(key=value_of)
+    while waiting:
+        first = waiting.pop(0)
+        try:
+            first.must_fit()
+            yield first
+        except Infeasible:
+            with_less_memory = first.strategy.with_less_memory()
+            if with_less_memory is not None:
+                with suppress(SpecError):
+                    variant = Candidate.of(first.problem, with_less_memory, first.objective)
+                    insort(waiting, variant, key=value_of)
+
+
 def evaluate_or_save_memory(
     problem: Problem, strategy: Strategy, objective: Objective = TIME
 ) -> Candidate:
     """Evaluate a strategy; if it does not fit, its variant that recomputes to save memory."""
-    try:
-        return evaluate(problem, strategy, objective)
-    except Infeasible as error:
-        with_less_memory = strategy.settle(problem).with_less_memory()
-        if with_less_memory is not None:
-            with suppress(Infeasible):
-                return evaluate(problem, with_less_memory, objective)
-        raise error
+    plain = Candidate.of(problem, strategy, objective)
+    return next(fitting([plain]), None) or evaluate(problem, strategy, objective)  # which raises
 
 
 def placed(problem: Problem, strategy: Strategy) -> Problem:
