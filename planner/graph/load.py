@@ -8,6 +8,7 @@ import dataclasses
 import os
 from hashlib import blake2b
 from math import inf
+from os import PathLike
 from pathlib import Path
 from typing import Annotated, Any, Literal, TypeAlias
 from urllib.parse import quote, urlencode
@@ -226,16 +227,16 @@ def well_known(name: str) -> str | None:
 
 def source_of(
     graph: str,
-    features: str | None = None,
-    labels: str | None = None,
-    split: str | None = None,
+    features: str | int | PathLike[str] | None = None,
+    labels: str | PathLike[str] | None = None,
+    split: str | PathLike[str] | None = None,
     task: str | None = None,
 ) -> str:
     """Return the name for `load` of a graph with options; files become absolute paths.
 
     features: a file, or the width of stand-in features."""
     given = {"features": features, "labels": labels, "split": split, "task": task}
-    words = {name: value for name, value in given.items() if value is not None}
+    words = {name: str(value) for name, value in given.items() if value is not None}
     for name in FILE_OPTIONS:
         if name in words and not (name == "features" and words[name].isdecimal()):
             words[name] = os.path.realpath(words[name])
