@@ -33,6 +33,7 @@ from gnnplan.report.facts import (
     figure,
     unit_of,
 )
+from gnnplan.simulator.replay import Replay
 
 MOST_BARS = 10
 MOST_LETTERS = 64  # characters above a bar, which fit a phone's screen
@@ -184,9 +185,9 @@ EPOCH = "whole epoch"
 
 def errors(facts: Facts) -> Picture:
     """Draw the errors of operations' predictions as shares of the epoch. Raises Absent."""
-    names = run_names(facts)
+    runs = named_runs(facts)
     shares, rows, most = [], [], {EPOCH: float("inf")}
-    for name, one in zip(names, facts.runs, strict=True):
+    for name, one in runs:
         comparison = one.run.comparison
         step = {**comparison["step"], "operation": EPOCH}
         shares.append(share := dict[str, float]())
@@ -207,7 +208,7 @@ def errors(facts: Facts) -> Picture:
                 marker_color=colour,
                 hovertemplate=f"%{{y}}: %{{x:+.1f}} %<extra>{name}</extra>",
             )
-            for name, share, colour in zip(names, shares, COLOURS * 9, strict=False)
+            for (name, _), share, colour in zip(runs, shares, COLOURS * 9, strict=False)
         ],
         120 + len(order) * (14 + 14 * len(shares)),
         barmode="group",
@@ -216,11 +217,11 @@ def errors(facts: Facts) -> Picture:
     drawn.update_yaxes(autorange="reversed", tickfont_size=11)
     epochs = "; ".join(
         f"{name} {show_percent(one.run.comparison['step']['predicted_error'], sign=True)}"
-        for name, one in zip(names, facts.runs, strict=True)
+        for name, one in runs
     )
     see = (
         "Bars to the left are predicted too short, to the right too long, each as a share of the"
-        f" measured epoch. Whole epochs are off by: {epochs}. Of {names[0]},"
+        f" measured epoch. Whole epochs are off by: {epochs}. Of {runs[0][0]},"
         f" {facts.runs[0].run.comparison['diagnosis']}."
     )
     other = [one.run.folder for one in facts.runs if not one.run.comparison["device"]["equal"]]
@@ -239,12 +240,11 @@ def errors(facts: Facts) -> Picture:
 
 def losses(facts: Facts) -> Picture:
     """Draw losses and validation scores per epoch. Raises Absent."""
-    names = run_names(facts)
     drawn = make_subplots(rows=2, cols=1, shared_xaxes=True, vertical_spacing=0.08)
     # all runs of a plan have the same metric; the files of older runs may lack it
     scores = (name for one in facts.runs for name in scores_of(one.metrics[0]) if "val" in name)
     rows, score = [], next(scores, "val_accuracy")
-    for name, one, colour in zip(names, facts.runs, COLOURS * 9, strict=False):
+    for (name, one), colour in zip(named_runs(facts), COLOURS * 9, strict=False):
         known = [r for r in one.metrics if isinstance(r.get(score), float)]
         for row, field, lines in ((1, "loss", one.metrics), (2, score, known)):
             drawn.add_trace(
@@ -274,8 +274,8 @@ def losses(facts: Facts) -> Picture:
     return Picture("losses", "What training achieved", see, out, Table("", columns, rows))
 
 
-def run_names(facts: Facts) -> list[str]:
-    """Return a name per run: the strategy or, if several runs have the same strategy, the folder.
+def named_runs(facts: Facts) -> list[tuple[str, Replay]]:
+    """Return the runs with their names: the strategy or, if several runs have it, the folder.
 
     Raises Absent if there is no run.
     """
@@ -283,5 +283,6 @@ def run_names(facts: Facts) -> list[str]:
         raise Absent(NO_RUNS)
     count = Counter(one.run.strategy for one in facts.runs)
     return [
-        one.run.strategy if count[one.run.strategy] == 1 else one.run.folder for one in facts.runs
+        (one.run.strategy if count[one.run.strategy] == 1 else one.run.folder, one)
+        for one in facts.runs
     ]
