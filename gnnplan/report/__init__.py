@@ -84,7 +84,7 @@ def draw(facts: Facts) -> tuple[list[Picture], dict[str, str]]:
     for title, maker in makers:
         notify("drawing", title)
         try:
-            pictures.append(maker(facts))
+            pictures.append(replace(maker(facts), title=title))
         except Absent as reason:
             absent[title] = f"Not drawn: {reason}."
     return pictures, absent

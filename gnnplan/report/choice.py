@@ -115,7 +115,7 @@ def epochs(facts: Facts) -> Picture:
         column("epoch", "epoch_s", show_time),
         column("measured", show=show_time),
     )
-    return Picture("epochs", "What an epoch is made of", " ".join(see), drawn, numbers)
+    return Picture("epochs", " ".join(see), drawn, numbers)
 
 
 def _headline(leader: Answer, ranks: int) -> str:
@@ -169,7 +169,7 @@ def memory(facts: Facts) -> Picture:
         for rank in range(ranks)
     ]
     numbers = Table("", ["rank", *uses, "together"], rows)
-    return Picture("memory", "What memory holds", see, drawn, numbers)
+    return Picture("memory", see, drawn, numbers)
 
 
 # -- outcome ---------------------------------------------------------------------------------------
@@ -235,7 +235,7 @@ def errors(facts: Facts) -> Picture:
         *(column(what, f"{what}_s", show_time) for what in ("predicted", "simulated", "measured")),
         column("prediction off", "predicted_error", show_error),
     )
-    return Picture("errors", "Where the prediction was off", see, drawn, numbers)
+    return Picture("errors", see, drawn, numbers)
 
 
 def losses(facts: Facts) -> Picture:
@@ -271,7 +271,7 @@ def losses(facts: Facts) -> Picture:
     told = "; ".join(f"{row[0]} ends at loss {row[3]} and {what} {row[4]}" for row in rows)
     see = f"Losses on top, validation {what} below, by epoch: {told}."
     columns = ["run", "epochs", "first loss", "last loss", f"validation {what}"]
-    return Picture("losses", "What training achieved", see, out, Table("", columns, rows))
+    return Picture("losses", see, out, Table("", columns, rows))
 
 
 def named_runs(facts: Facts) -> list[tuple[str, Replay]]:
