@@ -22,7 +22,8 @@ from typing import Any
 
 from commands import words
 
-GRAPH = "synthetic:community?vertices=20000&edges=1000000&features=128&classes=16&seed=0"
+from gnnplan.api import DEFAULT_GRAPH as GRAPH
+
 HIDDEN, LAYERS, LR = 256, 3, 0.01
 MODEL = {"model": "sage", "layers": LAYERS, "hidden": HIDDEN}
 SHAPES = ((1024, 1024, 1024), (4000, 512, 512), (2000, 256, 256))

@@ -39,6 +39,7 @@ import commands
 import numpy as np
 from commands import gnnplan, header, line, words, write
 
+from gnnplan.api import DEFAULT_GRAPH
 from gnnplan.planner.decision.candidate import evaluate
 from gnnplan.planner.decision.plan import chosen, question, read
 from gnnplan.planner.evidence.runs import Compared, Run, summarise
@@ -65,10 +66,7 @@ JOBS: dict[str, Job] = {
     "squirrel": ("squirrel", {"model": "gcnii", "layers": 32, "hidden": 64, "dropout": 0.5}),
     "flickr": ("flickr", WIDE),
     "physics": ("coauthor_physics", {"model": "gcn", "layers": 3, "hidden": 128}),
-    "synthetic": (
-        "synthetic:community?vertices=20000&edges=1000000&features=128&classes=16&seed=0",
-        WIDE,
-    ),
+    "synthetic": (DEFAULT_GRAPH, WIDE),
 }
 CLUSTERS = [
     (2, 2, "400Mbit/s"),
