@@ -395,9 +395,10 @@ def read_parts(path: str, source: str, directed: bool = False) -> Graph:
     def fields(of: str, make: Callable[[str], Any]) -> dict[str, Any]:
         return {name.removeprefix(of): make(name) for name in first.files if name.startswith(of)}
 
+    x, y, train, val, test = map(rows, ("x", "y", "train", "val", "test"))
     indptr: Any = Lazy(np.int64, (stats.vertices + 1,), lambda: folder.indptr, by_rows=False)
     return PartGraph(
-        *(stats, indptr, edges("indices"), *map(rows, ("x", "y", "train", "val", "test"))),
+        *(stats, indptr, edges("indices"), x, y, train, val, test),
         vertex_fields=fields(VERTEX, rows),
         edge_fields=fields(EDGE, edges),
         cut=Cut(about.parts, about.partitioner, folder.owner, about.cut),
