@@ -13,17 +13,17 @@ from pathlib import Path
 from typing import Annotated, Any, Literal, TypeAlias
 from urllib.parse import quote, urlencode
 
-from pydantic import Field, ValidationError
+from pydantic import Field
 
 from gnnplan.planner.graph import formats
-from gnnplan.planner.graph.generator import Ranges, asked, is_generated, numbers, parameters
+from gnnplan.planner.graph.generator import asked, is_generated, parameters
 from gnnplan.planner.graph.graph import MOST_CLASSES, MOST_FEATURES, Graph, GraphStats
 from gnnplan.planner.graph.part_folder import DESCRIPTION, read_parts
 from gnnplan.planner.graph.parts import STAND_IN_FEATURES
 from gnnplan.planner.vocabulary.errors import SpecError
 from gnnplan.planner.vocabulary.files import MOST_SHOWN, Where, read_yaml, suggest
 from gnnplan.planner.vocabulary.numbers import SPREAD
-from gnnplan.planner.vocabulary.spec import Spec, mistakes
+from gnnplan.planner.vocabulary.spec import Spec, read_as
 
 # -- graphs known by statistics only ---------------------------------------------------------------
 
@@ -61,12 +61,9 @@ def datasets() -> list[str]:
 def statistics(path: str, directed: bool) -> GraphStats:
     """Read the statistics in a YAML file. Raises SpecError with file, line and field."""
     document = read_yaml(path)
-    try:
-        told = _Statistics.model_validate(document.data)
-        if directed:
-            told = _Statistics.model_validate(document.data | told.as_directed)
-    except ValidationError as error:
-        raise SpecError(mistakes(_Statistics, error, document.data, document)) from error
+    told = read_as(_Statistics, document.data, document)
+    if directed:
+        told = read_as(_Statistics, document.data | told.as_directed, document)
 
     def must_be_below(where: Where, number: int, most: int, least: int = 0) -> None:
         if not least <= number <= most:
@@ -110,6 +107,16 @@ def statistics(path: str, directed: bool) -> GraphStats:
 
 FILE_OPTIONS = ("features", "labels", "split")  # parameters that name additional files
 LONGEST_SOURCE = 4400  # characters: a path of up to 4096, and parameters
+
+
+class _Options(Spec):
+    """The parameters of a file or a folder; `features` may be a file's name instead."""
+
+    features: int = Field(STAND_IN_FEATURES, ge=1, le=MOST_FEATURES)
+    labels: str | None = None
+    split: str | None = None
+    task: Literal["none", "regression"] | None = None
+    seed: int = Field(0, ge=0, le=2**31 - 1)
 
 
 def load(source: str, directed: bool = False) -> Graph | GraphStats:
@@ -176,27 +183,17 @@ def load(source: str, directed: bool = False) -> Graph | GraphStats:
             )
         return read_parts(head, source, directed)
     given = parameters(source, query)
-    words = {
-        name: given.pop(name)
-        for name in (*FILE_OPTIONS, "task")
-        if name in given and not (name == "features" and given[name].lstrip("+-").isdecimal())
-    }
-    if empty := [name for name, value in words.items() if not value]:
+    if empty := [name for name, value in given.items() if not value]:
         raise SpecError(f"{source}: {empty[0]} has no value; give one or leave it out")
-    task = words.pop("task", None)
-    if task not in (None, "none", "regression"):
-        raise SpecError(
-            f"{source}: task must be none, which makes stand-in labels, regression, node or link,"
-            f" got {task[:MOST_SHOWN]!r}; use one of them, or leave it out"
-        )
-    ranges: Ranges = {"features": (STAND_IN_FEATURES, 1, MOST_FEATURES), "seed": (0, 0, 2**31 - 1)}
-    widths = numbers(source, given, ranges, (*FILE_OPTIONS, "task", "seed"))
+    is_width = given.get("features", "").lstrip("+-").isdecimal()
+    features = None if is_width else given.pop("features", None)
+    asked_for = read_as(_Options, given, f"{source}: ")
     extras = formats.Extras(
-        **words,
-        numbers=task == "regression",
-        width=widths["features"] if "features" in given else None,
-        stand_in_labels=task == "none",
-        seed=widths["seed"],
+        *(features, asked_for.labels, asked_for.split),
+        numbers=asked_for.task == "regression",
+        width=asked_for.features if is_width else None,
+        stand_in_labels=asked_for.task == "none",
+        seed=asked_for.seed,
     )
     return formats.read(head, source, extras, directed)
 
@@ -211,7 +208,7 @@ def declared(source: str) -> dict[str, int]:
     """
     if not is_generated(source):
         return {}
-    return {name: asked(source)[1][name] for name in ("vertices", "features", "classes")}
+    return asked(source)[1].model_dump(include={"vertices", "features", "classes"})
 
 
 def well_known(name: str) -> str | None:

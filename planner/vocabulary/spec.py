@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Collection, Mapping
-from typing import TYPE_CHECKING, Annotated, Any, ClassVar, get_args
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, TypeVar, get_args
 
 import yaml
 from pydantic import (
@@ -22,10 +22,12 @@ from gnnplan.planner.vocabulary.errors import SpecError
 from gnnplan.planner.vocabulary.files import Document, Where, dotted, likeliest, meant, suggest
 from gnnplan.planner.vocabulary.units import kind, quantity
 
+Model = TypeVar("Model", bound=BaseModel)
 MOST_MISTAKES = 20  # mistakes in one message
 # pydantic's rule -> what the text must be that it could not read
 PARSED = {
-    **{"float_parsing": "a number{of}, as 2", "int_parsing": "a whole number{of}, as 2"},
+    "float_parsing": "a number{of}, as 2",
+    **dict.fromkeys(("int_parsing", "int_parsing_size"), "a whole number{of}, as 2"),
     **dict.fromkeys(("bool_parsing", "bool_type"), "true or false"),
 }
 EXAMPLES = {"B/s": "25GB/s", "s": "10us", "B": "24GiB", "flop/s": "27TFLOP/s", "W": "300W"}
@@ -157,6 +159,16 @@ def mistakes(
     if len(errors) > MOST_MISTAKES:
         found.append(f"and {len(errors) - MOST_MISTAKES:,} more mistakes")
     return "\n".join(dict.fromkeys(found))
+
+
+def read_as(
+    kind: type[Model], data: Mapping[Any, Any], source: Document | str, context: object = None
+) -> Model:
+    """Return data as a `kind`. Raises SpecError with a line per mistake."""
+    try:
+        return kind.model_validate(data, context=context)
+    except ValidationError as error:
+        raise SpecError(mistakes(kind, error, data, source)) from error
 
 
 def _mistake(

@@ -348,7 +348,7 @@ def test_a_width_makes_stand_in_features_and_a_task_of_none_stand_in_labels(tmp_
     assert load(str(w.csv(tmp_path))).stats.classes == 0
     with pytest.raises(SpecError, match=r"the graph has its own \(3 classes\); drop --task none"):
         load(source_of(reference(tmp_path, w.ALL), task="none"))
-    with pytest.raises(SpecError, match=r"task must be none"):
+    with pytest.raises(SpecError, match="task: must be 'none' or 'regression', not 'links'"):
         load(source_of(str(w.csv(tmp_path)), task="links"))
 
 

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import numpy as np
-from pydantic import AfterValidator, BaseModel, Field, ValidationError, ValidationInfo
+from pydantic import AfterValidator, BaseModel, Field, ValidationInfo
 
 from gnnplan.planner.graph.data import MASKS, NAME, WORDS, labels_of, mask_of_ids
 from gnnplan.planner.graph.formats.extras import masks_in
@@ -36,7 +36,7 @@ from gnnplan.planner.graph.parts import (
 )
 from gnnplan.planner.vocabulary.errors import SpecError
 from gnnplan.planner.vocabulary.files import MOST_SHOWN, Document, read_yaml
-from gnnplan.planner.vocabulary.spec import mistakes
+from gnnplan.planner.vocabulary.spec import read_as
 
 # -- OGB -------------------------------------------------------------------------------------------
 
@@ -302,10 +302,9 @@ def read_graphbolt(path: str) -> Parts:
     All other features of nodes and edges become fields."""
     document, folder = read_yaml(Path(path) / METADATA), Path(path).resolve()
     try:
-        meta = _Metadata.model_validate(document.data, context=folder)
-    except ValidationError as error:
-        told = mistakes(_Metadata, error, document.data, document)
-        raise SpecError(f"{told}; see GraphBolt's documentation of on-disk datasets") from error
+        meta = read_as(_Metadata, document.data, document, folder)
+    except SpecError as error:
+        raise SpecError(f"{error}; see GraphBolt's documentation of on-disk datasets") from error
     vertices = must_be_count(path, "graph.nodes.num", meta.graph.nodes[0].num)
     parts = Parts(path, meta.graph.edges[0].pieces(), vertices)
     places, on_edges = (
