@@ -182,7 +182,8 @@ def _mistake(
         return loc, "missing; this field is required"
     if rule == "model_type" and (model := _model_at(kind, loc)):
         needed = [name for name, field in model.model_fields.items() if field.is_required()]
-        return loc, f"must be a mapping of fields; give {', '.join(needed)} at least"
+        least = f"; give {', '.join(needed)} at least" if needed else ""
+        return loc, f"must be a mapping of fields{least}"
     if loc[:1] == ("fanout",):  # a union: pydantic reports each branch
         return loc[:1], "must be full, or a number of neighbours per layer such as 15,10"
     if loc[:1] == ("class_weights",):
