@@ -8,7 +8,7 @@ the time of the training; for several GPUs also the time on one GPU.
 
 from __future__ import annotations
 
-from commands import words
+from commands import header, line, words
 
 import gnnplan
 from gnnplan.planner.vocabulary.units import show_long
@@ -45,11 +45,9 @@ def cell(graph: str, cluster: str) -> str:
 
 def main() -> None:
     words(__doc__)
-    print("| graph |", " | ".join(CLUSTERS), "|")
-    print("|---|" + "---|" * len(CLUSTERS))
+    print(header("graph", *CLUSTERS, left=1 + len(CLUSTERS)))
     for graph in GRAPHS:
-        cells = [cell(graph, cluster) for cluster in CLUSTERS.values()]
-        print(f"| {graph} |", " | ".join(cells), "|", flush=True)
+        print(line(graph, *(cell(graph, cluster) for cluster in CLUSTERS.values())), flush=True)
 
 
 if __name__ == "__main__":

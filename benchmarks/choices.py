@@ -85,10 +85,6 @@ def score(rows: Sequence[Row], testbeds: Testbeds = testbed) -> list[Choice]:
         if len(found) < 2:
             continue
         used, printed_s, candidates, theirs = zip(*found, strict=True)
-        sure = outlooks(
-            [candidate.epoch_s for candidate in candidates],
-            np.stack([candidate.drawn_s for candidate in candidates]),
-        )
         out.append(
             Choice(
                 tuple(used[0][name] for name in JOB),
@@ -96,7 +92,7 @@ def score(rows: Sequence[Row], testbeds: Testbeds = testbed) -> list[Choice]:
                 printed_s,
                 tuple(float(candidate.predicted.epoch_s) for candidate in candidates),
                 theirs,
-                tuple(outlook.chance_fastest for outlook in sure),
+                tuple(outlook.chance_fastest for outlook in outlooks(candidates)),
             )
         )
     return out

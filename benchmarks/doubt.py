@@ -62,18 +62,15 @@ def print_study(name: str, groups: list[list[Measured]]) -> list[tuple[float, bo
     inside, regrets, among_exact, lossy = [], [], [], 0
     chances: list[tuple[float, bool]] = []
     for measured in groups:
-        drawn_s = np.stack([one.candidate.drawn_s for one in measured])
         epochs_s = [one.epoch_s for one in measured]
         exact = [one.candidate.strategy.exact for one in measured]
-        looks = outlooks([one.candidate.epoch_s for one in measured], drawn_s)
-        inside += [o.low_s <= s <= o.high_s for o, s in zip(looks, epochs_s, strict=True)]
+        candidates = [one.candidate for one in measured]
+        looks = list(zip(outlooks(candidates), epochs_s, strict=True))
+        inside += [o.epoch_low_s <= s <= o.epoch_high_s for o, s in looks]
         if len(measured) < 3:
             continue
-        candidates = [one.candidate for one in measured]
         choice = candidates.index(recommend(candidates))
-        chances += [
-            (o.chance_fastest, s == min(epochs_s)) for o, s in zip(looks, epochs_s, strict=True)
-        ]
+        chances += [(o.chance_fastest, s == min(epochs_s)) for o, s in looks]
         lossy += not exact[choice]
         regrets.append(epochs_s[choice] / min(epochs_s) - 1)
         rivals = [s for s, is_exact in zip(epochs_s, exact, strict=True) if is_exact]

@@ -22,7 +22,8 @@ from typing import Any
 
 from commands import words
 
-GRAPH = "synthetic:community?vertices=20000&edges=1000000&features=128&classes=16&seed=0"
+from gnnplan.api import DEFAULT_GRAPH as GRAPH
+
 HIDDEN, LAYERS, LR = 256, 3, 0.01
 MODEL = {"model": "sage", "layers": LAYERS, "hidden": HIDDEN}
 SHAPES = ((1024, 1024, 1024), (4000, 512, 512), (2000, 256, 256))
@@ -45,8 +46,7 @@ def problem_of(ranks: int) -> Any:
         device=Device(kind="cpu", memory=64e9, gemm=1e11, memory_bandwidth=1e10),
         intra_node=Link(bandwidth=1e9),
     )
-    workload = Workload(**MODEL, lr=LR)
-    return Problem(graph.stats, graph, workload, anywhere)
+    return Problem(graph.stats, graph, Workload(**MODEL, lr=LR), anywhere)
 
 
 def floor(strategy: str, ranks: int) -> dict[str, float]:

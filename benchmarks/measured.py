@@ -39,10 +39,11 @@ import commands
 import numpy as np
 from commands import gnnplan, header, line, words, write
 
+from gnnplan.api import DEFAULT_GRAPH
 from gnnplan.planner.decision.candidate import evaluate
 from gnnplan.planner.decision.plan import chosen, question, read
 from gnnplan.planner.evidence.runs import Compared, Run, summarise
-from gnnplan.planner.evidence.validate import MOVED, compare_operations, fullest, per_operation
+from gnnplan.planner.evidence.validate import MOVED, compare_operations, per_operation, rank_bytes
 from gnnplan.simulator.player import play
 from gnnplan.simulator.replay import replay
 
@@ -65,10 +66,7 @@ JOBS: dict[str, Job] = {
     "squirrel": ("squirrel", {"model": "gcnii", "layers": 32, "hidden": 64, "dropout": 0.5}),
     "flickr": ("flickr", WIDE),
     "physics": ("coauthor_physics", {"model": "gcn", "layers": 3, "hidden": 128}),
-    "synthetic": (
-        "synthetic:community?vertices=20000&edges=1000000&features=128&classes=16&seed=0",
-        WIDE,
-    ),
+    "synthetic": (DEFAULT_GRAPH, WIDE),
 }
 CLUSTERS = [
     (2, 2, "400Mbit/s"),
@@ -266,12 +264,11 @@ def predict(study: Study, datasets: Path) -> None:
         played = play(strategy.schedule(problem, 5), problem.cost)
         simulated = per_operation(played.spans, range(1, 5))
         seen = {each["operation"]: each["measured_s"] for each in json.loads(row["told"])}
-        operations = compare_operations(candidate.predicted, simulated, seen)
         row |= {
             "predicted_s": f"{float(candidate.predicted.epoch_s):.6g}",
             "simulated_s": f"{played.step_s:.6g}",
-            "memory_predicted": str(round(fullest(candidate.memory, runtime=False))),
-            "told": json.dumps(operations),
+            "memory_predicted": str(round(rank_bytes(candidate.memory).max())),
+            "told": json.dumps(compare_operations(candidate.predicted, simulated, seen)),
         }
         error = float(row["predicted_s"]) / float(row["measured_s"]) - 1
         print(row["job"], row["cluster"], row["strategy"], f"{error:+.0%}")

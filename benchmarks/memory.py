@@ -17,11 +17,10 @@ from datetime import UTC, datetime
 from pathlib import Path
 
 import commands
-import numpy as np
 from commands import plan, train, words, write
 
 from gnnplan.planner.decision.plan import chosen, question, read
-from gnnplan.planner.strategies.base import NON_TRAINING_USES
+from gnnplan.planner.evidence.validate import rank_bytes
 
 RECORD = commands.TRACES / "memory.csv"
 SERVERS = {"set": ["servers=2", "gpus_per_server=1"]}
@@ -60,10 +59,7 @@ def main(datasets: Path, record: bool, graphs: list[str]) -> None:
             plan(path, graph=source, **settings, dropout=0.5, ranks=ranks, **more)
             train(path, out, epochs=4)
             document = read(path)
-            use = chosen(document).memory(question(document))
-            predicted = np.sum(
-                [nbytes for what, nbytes in use.items() if what not in NON_TRAINING_USES], axis=0
-            )
+            predicted = rank_bytes(chosen(document).memory(question(document)))
             left = [json.loads(Path(out, f"rank{rank}.json").read_text()) for rank in range(ranks)]
         for rank in range(ranks):
             measured = left[rank]["peak_bytes"]

@@ -24,7 +24,7 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from gnnplan.planner.graph.graph import CsrEdges, Graph, in_neighbours
+from gnnplan.planner.graph.graph import CsrEdges, Graph
 from gnnplan.planner.graph.load import load
 from gnnplan.planner.graph.partition import by_kaminpar, evenly, undirected
 
@@ -33,30 +33,14 @@ ONCE = 20_000_000  # larger graphs are partitioned once
 COLUMNS = ("halo", "cut", "vertices", "edges", "training", "seconds", "MB", "again")
 
 
-def rmat(edges: int) -> tuple[NDArray[np.int64], NDArray[np.int32]]:
-    """Return an undirected R-MAT graph with about `edges` directed edges and shuffled ids."""
-    bits, rng = round(np.log2(edges / PER_VERTEX)), np.random.default_rng(0)
-    src, dst = np.zeros((2, edges // 2), np.int32)
-    for _ in range(bits):
-        drawn = rng.random(edges // 2, dtype=np.float32)
-        src, dst = 2 * src + (drawn >= 0.76), 2 * dst + ((drawn >= 0.57) & (drawn < 0.76))
-        dst += drawn >= 0.95
-    ids = rng.permutation(1 << bits).astype(np.int32)
-    return in_neighbours(ids[src], ids[dst], 1 << bits, directed=False)[:2]
-
-
 def generate(folder: Path, kind: str, edges: int) -> None:
-    if kind == "rmat":
-        indptr, indices = rmat(edges)
-        train = np.random.default_rng(1).random(len(indptr) - 1) < TRAINED
-    else:
-        sizes = f"vertices={edges // PER_VERTEX}&edges={edges}&features=1"
-        graph = load(f"synthetic:community?{sizes}&communities={edges // 10_000}&train={TRAINED}")
-        assert isinstance(graph, Graph)
-        indptr, indices, train = graph.indptr, graph.indices, graph.train
+    own = f"&communities={edges // 10_000}" * (kind == "community")
+    sizes = f"vertices={edges // PER_VERTEX}&edges={edges}&features=1&train={TRAINED}"
+    graph = load(f"synthetic:{kind}?{sizes}{own}")
+    assert isinstance(graph, Graph)
     folder.mkdir(parents=True)
-    for name, array in {"indptr": indptr, "indices": indices, "train": train}.items():
-        np.save(folder / f"{name}.npy", array)
+    for name in ("indptr", "indices", "train"):
+        np.save(folder / f"{name}.npy", getattr(graph, name))
 
 
 def by_mtkahypar(indptr: NDArray, indices: NDArray, parts: int) -> NDArray[np.int32]:

@@ -22,7 +22,7 @@ from commands import words
 
 from gnnplan.planner.cluster.spec import Cluster, Device, Link
 from gnnplan.planner.gnn.workload import Workload
-from gnnplan.planner.graph.graph import Graph, GraphStats, in_neighbours
+from gnnplan.planner.graph.graph import Graph
 from gnnplan.planner.graph.load import load
 from gnnplan.planner.ownership.layout import FAR, Expansion, distances, expand
 from gnnplan.planner.problem.problem import Problem
@@ -81,24 +81,10 @@ def rate(strategies: list[Strategy], problem: Problem, seconds: float = 1.0) -> 
     return max(rates), float(np.median(rates))
 
 
-def large(vertices: int = 1_000_000, edges: int = 20_000_000) -> Graph:
-    """Return an undirected random graph with power-law degrees; `edges` counts directed edges."""
-    rng = np.random.default_rng(0)
-    weight = (1 + rng.pareto(1.8, vertices)).cumsum()
-    src, dst = (
-        np.searchsorted(weight, rng.random(edges // 2 + edges // 50) * weight[-1]).astype(np.int64)
-        for _ in range(2)
-    )
-    indptr, indices, _ = in_neighbours(src, dst, vertices, directed=False)
-    none = np.zeros(vertices, bool)
-    stats = GraphStats("large", "large", vertices, len(indices), 1, 2, 0, False, "large")
-    x, y = np.zeros((vertices, 1), np.float32), np.zeros(vertices, np.int64)
-    return Graph(stats, indptr, indices, x, y, none, none, none)
-
-
 def growth(servers: int = 4, hops: int = 3) -> None:
     """Print time and size of the servers' regions, with and without expansion-aware sampling."""
-    graph = large()
+    graph = load("synthetic:rmat?vertices=1000000&edges=20000000&features=1&classes=2")
+    assert isinstance(graph, Graph)
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     server_of = np.random.default_rng(1).permutation(graph.stats.vertices) % servers
     for name, expansion in (("full depth", None), ("max_hop 1, fanout 15", Expansion(1, 15, 0))):

@@ -13,7 +13,6 @@ has the columns of benchmarks/papers/published.py. Its default is traces/publish
 traces/published/others.csv for `software` and `others`.
 """
 
-import json
 from collections import defaultdict
 from itertools import combinations, product
 from statistics import mean, median
@@ -26,7 +25,7 @@ from gnnplan.papers import calibrate, their_software
 from gnnplan.papers import mini_batch as mini_batches
 from gnnplan.papers.figures import predict, question
 from gnnplan.papers.published import COLUMNS, DIFFERENT, JOB, evaluate_rows, is_inside, read
-from gnnplan.papers.question import Question, Row
+from gnnplan.papers.question import Question, Row, params_of
 from gnnplan.planner.strategies import parse
 from gnnplan.planner.vocabulary.files import QUOTED
 
@@ -167,7 +166,7 @@ def rivals(epochs: list[dict]) -> dict[str, list[bool]]:
                 "software": params.get("software"),
             }
             for row in (a, b)
-            for params in [json.loads(row["strategy_params"] or "{}")]
+            for params in [params_of(row)]
         ]
         differ = [
             name for name in systems[0] if systems[0][name] != systems[1][name] and name != "hot"
@@ -184,7 +183,7 @@ def printed_of(row: dict) -> tuple[str, ...]:
     """Return the cells of a figure (PRINTED_OF): work and source, case, metric, value."""
     sizes = f"{row['num_nodes']}x{row['gpus_per_node']}"
     where = f" on {sizes} {row['testbed'] or 'of a machine that is not stated'}" * (sizes != "x")
-    sampler = json.loads(row["strategy_params"] or "{}").get("sampler")
+    sampler = params_of(row).get("sampler")
     samples = f", sampler on the {sampler}" if sampler else ""
     of = f"{row['model'] or 'batches'}, {row['dataset']}{where}: `{row['strategy']}`{samples}"
     return f"{row['paper']}: {row['source']}", of, row["metric"], f"{float(row['value']):.4g}"

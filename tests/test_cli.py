@@ -669,6 +669,7 @@ CALLED = {
     f"{PLAN} --cluster plan.json -o plan.json": "--output plan.json: is read too, and would be lost; give",
     "emit plan.json --for slurm -o ./plan.json": "--output plan.json: is read too, and would",
     "simulate plan.json --sweep hidden=8 --csv plan.json": "--csv plan.json: is read too, and would be lost",
+    f"{PLAN} -o p.json --report ./p.json": "--output and --report p.json: are one file; write two",
     f"{PLAN} -o .": "is a folder; give the name of a file",
     "profile synthetic:comunity": "unknown generator 'comunity'; did you mean community",
     f"profile {GRAPH} --parts 2,x": "--parts '2,x' is not a list of whole numbers; write it as 2,4,8",

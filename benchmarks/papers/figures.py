@@ -22,7 +22,7 @@ import numpy as np
 from pydantic import ValidationError
 
 from gnnplan.papers import full_graph, mini_batch, their_software
-from gnnplan.papers.question import Params, Question, Row, Skip, Testbeds, TheirProblem
+from gnnplan.papers.question import Params, Question, Row, Skip, Testbeds, TheirProblem, params_of
 from gnnplan.planner.cluster import machines
 from gnnplan.planner.cluster.spec import MOST_RANKS, PRESETS, Cluster
 from gnnplan.planner.decision.candidate import evaluate
@@ -82,7 +82,7 @@ def testbed(row: Row) -> Cluster:
 def question(row: Row, strategy: str = "", testbeds: Testbeds = testbed) -> Question:
     """Return the row's question; strategy: another one, such as the baseline. Raises Skip."""
     name = strategy or row["strategy"]
-    params = json.loads(row["strategy_params"] or "{}")
+    params = params_of(row)
     mode = _mode(name)
     stated = _with_usual_machine(row, params)
     _check_stated(stated, name, params)
@@ -238,7 +238,7 @@ def _row_of_baseline(row: Row) -> Row:
     """Return the baseline's row; a system compared with itself has no copies. Raises Skip."""
     if row["baseline"] != row["strategy"]:
         return row
-    params = json.loads(row["strategy_params"] or "{}")
+    params = params_of(row)
     without = {
         name: value
         for name, value in params.items()
@@ -261,7 +261,7 @@ def _epoch_s(case: Question) -> float:
 
 
 def _train_s(case: Question) -> float:
-    epochs = json.loads(case.row["strategy_params"] or "{}").get("epochs")
+    epochs = params_of(case.row).get("epochs")
     if not isinstance(epochs, int):
         raise Skip("epochs are not stated")
     return _epoch_s(case) * epochs
@@ -354,8 +354,7 @@ def _feasibility(row: Row, testbeds: Testbeds) -> float:
 
 def _fits(case: Question) -> bool:
     if case.row["paper"] in full_graph.PAPERS:
-        params = json.loads(case.row["strategy_params"] or "{}")
-        return full_graph.fits(case, any_batches="updates_per_epoch" not in params)
+        return full_graph.fits(case, "updates_per_epoch" not in params_of(case.row))
     try:
         evaluate(case.problem, case.strategy)
     except Infeasible:

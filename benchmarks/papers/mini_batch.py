@@ -18,14 +18,13 @@ per step.) GSplit's batch of 1024 is that of all GPUs, as its Table 1 says.
 
 from __future__ import annotations
 
-import json
 from dataclasses import replace
 from functools import partial
 from typing import Any
 
 import numpy as np
 
-from gnnplan.papers.question import Params, Question, System
+from gnnplan.papers.question import Params, Question, System, params_of
 from gnnplan.planner.cluster.spec import Link
 from gnnplan.planner.ownership.estimated import EstimatedBatch, expected_frontier
 from gnnplan.planner.problem.problem import Problem
@@ -174,7 +173,7 @@ def sampled(metric: str, case: Question) -> float:
 
     The frontier is the row's `hop` hops from the seeds; default: all layers.
     """
-    problem, params = case.problem, json.loads(case.row["strategy_params"] or "{}")
+    problem, params = case.problem, params_of(case.row)
     layers = problem.workload.layers
     if metric == "frontier_vertices":
         need = expected_frontier(problem.stats, int(params["batch"]), problem.workload.fanouts)

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import csv
 import io
-import json
 from collections.abc import Callable, Iterable, Sequence
 from itertools import combinations
 from operator import itemgetter
@@ -20,11 +19,12 @@ import numpy as np
 
 from gnnplan.papers import full_graph, mini_batch
 from gnnplan.papers.figures import predict, question, testbed
-from gnnplan.papers.question import Row, Skip, Testbeds
+from gnnplan.papers.question import Row, Skip, Testbeds, params_of
 from gnnplan.planner.decision.candidate import Candidate, range_of
 from gnnplan.planner.vocabulary.errors import GnnplanError, SpecError
 from gnnplan.planner.vocabulary.files import MOST_SHOWN, Json, from_json, read_bytes, suggest
 from gnnplan.planner.vocabulary.numbers import grouped
+from gnnplan.planner.vocabulary.units import number_of
 
 # -- the file --------------------------------------------------------------------------------------
 
@@ -101,15 +101,12 @@ def read(path: str | Path) -> list[dict[str, str]]:
 
 def _finite_value(where: str, row: Row) -> float:
     try:
-        value = float(row["value"])
+        return number_of(row["value"], float)
     except ValueError:
         raise SpecError(
             f"{where}value {row['value'][:MOST_SHOWN]!r} is not a number; write it in SI (seconds,"
             " bytes, counts), or as a fraction"
         ) from None
-    if not np.isfinite(value):
-        raise SpecError(f"{where}value {row['value']!r} is not finite")
-    return value
 
 
 def _check_value(where: str, row: Row, value: float) -> None:
@@ -314,5 +311,5 @@ def _winners(predicted: Sequence[Json]) -> dict[str, int]:
 
 def _system(row: Row) -> tuple[str | None, ...]:
     """Return the row's strategy, place of the sampler, and software (None: not stated)."""
-    params = json.loads(row["strategy_params"] or "{}")
+    params = params_of(row)
     return row["strategy"], params.get("sampler"), params.get("software")

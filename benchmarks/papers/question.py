@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields, replace
 from typing import Any, TypeVar
@@ -21,6 +22,12 @@ Testbeds = Callable[[Row], Cluster]  # a row -> its whole testbed
 Params = Mapping[str, Any]  # the content of the column strategy_params
 # a system as gnnplan's strategy: its name, and a function that returns its knobs
 System = tuple[str, Callable[[Params, Problem], dict[str, Any]]]
+
+
+def params_of(row: Row) -> Params:
+    """Return the content of the row's strategy_params."""
+    params: Params = json.loads(row["strategy_params"] or "{}")
+    return params
 
 
 class Skip(Exception):
@@ -119,8 +126,7 @@ class TheirModel(Model):
     ) -> tuple[Work, Work]:
         """Return the work with element-wise passes over `numbers`; `again`: more in backward."""
         dropped = DROPPED * ways[0].amounts.get("hash_ops", NOTHING)
-        back = numbers + again + dropped
-        return self._with(ways[0], numbers), self._with(ways[1], back)
+        return self._with(ways[0], numbers), self._with(ways[1], numbers + again + dropped)
 
     def _with(self, work: Work, numbers: Amount) -> Work:
         return replace(work, amounts=work.amounts | {"elementwise_bytes": self.itemsize * numbers})

@@ -21,7 +21,6 @@ fitted to all other works.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import NamedTuple
@@ -29,7 +28,7 @@ from typing import NamedTuple
 import numpy as np
 from scipy.special import ndtr, ndtri
 
-from gnnplan.papers.question import Params, Question, Row, TheirModel, TheirProblem, made
+from gnnplan.papers.question import Params, Question, Row, TheirModel, TheirProblem, made, params_of
 from gnnplan.planner.cluster.compute import SECTOR, WARP_LINE
 from gnnplan.planner.cluster.spec import Cluster, Link
 from gnnplan.planner.gnn.kinds import LayerSpec
@@ -130,7 +129,7 @@ def kept(paper: str) -> dict[str, float]:
 
 def cluster_of(whole: Cluster, row: Row, constants: Mapping[str, float] | None = None) -> Cluster:
     """Return the row's testbed with the rates of the row's program."""
-    params = json.loads(row["strategy_params"] or "{}")
+    params = params_of(row)
     if params.get("software") not in PROGRAMS:
         return whole
     constants = constants or kept(row["paper"])
@@ -296,6 +295,6 @@ def parts(case: Question) -> dict[str, float]:
 
 def _walked_s(case: Question, problem: InterpretedProblem) -> float:
     """Return the seconds for which a GPU waits for the row with most edges."""
-    most = int(json.loads(case.row["strategy_params"] or "{}").get("most_neighbours", 0))
+    most = int(params_of(case.row).get("most_neighbours", 0))
     attends = sum(spec.heads > 0 for spec in problem.model.layers)
     return WALKS * STEP * attends * most * (problem.program.edges is DGL_EDGES)

@@ -192,10 +192,7 @@ def ask(
     notify(f"reading {name}")
     if says_loss and task is None and "task=" not in name and os.path.exists(name.split("?")[0]):
         task = "regression"
-    files = {"features": features, "labels": labels, "split": split}
-    source = source_of(
-        name, task=task, **{what: str(file) for what, file in files.items() if file is not None}
-    )
+    source = source_of(name, features, labels, split, task)
     problem = problem_of(
         source, machine, asked, settings, ranks, partitioner, directed, written_notes
     )

@@ -204,10 +204,7 @@ def wish(
             f"--target-accuracy {target_accuracy:g}: a share of right answers, above 0 and below 1;"
             " write 0.93 for 93 %"
         )
-    target = None
-    if target_accuracy is not None:
-        target = Target(target_accuracy, trainings(folders))
-
+    target = None if target_accuracy is None else Target(target_accuracy, trainings(folders))
     question = ask(*about, **asked)
     problem, given = question.problem, question.given
     workload, counted = problem.workload, Objective(objective or "time", target)

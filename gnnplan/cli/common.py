@@ -252,18 +252,20 @@ class Verb(TyperCommand):
 
 
 def _must_keep_inputs(given: dict[str, Any], replaced: str | None) -> None:
-    """Raise SpecError for a file that one option reads and another writes over.
+    """Raise SpecError for a file that one option reads or writes, and another writes over.
 
     replaced: the option whose file may be written over, with a file of the same kind."""
     options = (value for name, value in given.items() if name not in {*WRITTEN, replaced})
     texts = [str(one) for of in options for one in (of if isinstance(of, list) else [of])]
     read = [path for text in texts if os.path.exists(path := text.partition("?")[0])]
-    for name in sorted(WRITTEN & given.keys()):
-        path = given[name]
-        if os.path.exists(str(path)) and any(os.path.samefile(path, one) for one in read):
+    written = {name: str(given[name]) for name in sorted(WRITTEN & given.keys()) if given[name]}
+    for name, path in written.items():
+        if os.path.exists(path) and any(os.path.samefile(path, one) for one in read):
             raise SpecError(
                 f"{_flag(name)} {path}: is read too, and would be lost; give another name"
             )
+    if len({*map(os.path.realpath, written.values())}) < len(written):
+        raise SpecError(f"{' and '.join(map(_flag, written))} {path}: are one file; write two")
 
 
 def _flag(name: str) -> str:

@@ -246,32 +246,26 @@ def profile(
 def batches(mini: Json) -> list[Table]:
     """Return the tables of the facts of mini-batches that `probe` measured."""
     from gnnplan.planner.strategies.minibatch.profile import HIGH
-    from gnnplan.planner.vocabulary.text import column, table
+    from gnnplan.planner.vocabulary.text import Table, column, table
     from gnnplan.planner.vocabulary.units import show_bytes
 
     def percents(shares: Iterable[float]) -> str:
         return " ".join(f"{100 * share:.0f}" for share in shares) + " %"
 
-    rows, edges, high, whole = mini["rows"], mini["edges"], f"p{HIGH}", "{:,.0f}".format
+    def cells(counts: Json, at: int) -> list[str]:
+        """Return the mean and the high count of rows or edges as text; '-' for edges into h_0."""
+        return [f"{counts[of][at]:,.0f}" if at >= 0 else "-" for of in ("mean", f"p{HIGH}")]
+
     known = "estimated" if mini["estimated"] else f"{mini['probed']} of {mini['batches']} looked at"
-    reached = [
-        {
-            "": f"h_{h}",
-            "rows": rows["mean"][h],
-            "most rows": rows[high][h],
-            **({"edges": edges["mean"][h - 1], "most edges": edges[high][h - 1]} if h else {}),
-        }
-        for h in range(len(rows["mean"]))
-    ]
-    sizes = table(
+    most = f"{HIGH} % have at most"
+    sizes = Table(
         f"mini-batches of {mini['batch']:,} seeds,"
         f" {','.join(map(str, mini['fanouts']))} neighbours ({known})",
-        reached,
-        column(""),
-        column("rows", show=whole),
-        column(f"{HIGH} % have at most", "most rows", whole),
-        column("edges into them", "edges", whole),
-        column(f"{HIGH} % have at most", "most edges", whole),
+        ["", "rows", most, "edges into them", most],
+        [
+            [f"h_{h}", *cells(mini["rows"], h), *cells(mini["edges"], h - 1)]
+            for h in range(len(mini["rows"]["mean"]))
+        ],
     )
     shared = [
         {"ranks": count, **of["overlap"], **(of["hits"] or {}), **(of["split"] or {})}

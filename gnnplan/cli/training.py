@@ -141,8 +141,7 @@ def run(
                 "--out is needed when torchrun or srun starts the ranks, so that all of them write"
                 " to one folder"
             )
-        options = Options.of(out, given, resume is not None)
-        code = follow(plan_file, out, options, strategy)
+        code = follow(plan_file, out, Options.of(out, given, resume is not None), strategy)
         if code == 0 and os.environ.get("RANK", os.environ.get("SLURM_PROCID", "0")) == "0":
             show(Run(out), as_json)
         leave(code)

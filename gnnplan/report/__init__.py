@@ -84,7 +84,7 @@ def draw(facts: Facts) -> tuple[list[Picture], dict[str, str]]:
     for title, maker in makers:
         notify("drawing", title)
         try:
-            pictures.append(maker(facts))
+            pictures.append(replace(maker(facts), title=title))
         except Absent as reason:
             absent[title] = f"Not drawn: {reason}."
     return pictures, absent
@@ -121,14 +121,14 @@ def page(facts: Facts, pictures: Sequence[Picture], absent: dict[str, str]) -> s
 
 def summary(facts: Facts) -> dict[str, str]:
     """Return the lines of the plan's summary, and a line on its runs."""
-    from gnnplan.report.choice import run_names
+    from gnnplan.report.choice import named_runs
 
     lines: dict[str, str] = dict(facts.document["summary"])
     if facts.runs:
         lines["ran"] = "; ".join(
             f"{name} took {show_time(one.run.measured_s)} per epoch (its prediction was off by"
             f" {show_percent(one.run.comparison['step']['predicted_error'], sign=True)})"
-            for name, one in zip(run_names(facts), facts.runs, strict=True)
+            for name, one in named_runs(facts)
         )
     return lines
 

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import textwrap
 from collections import Counter
+from operator import attrgetter
 from statistics import median
 
 import numpy as np
@@ -15,6 +16,7 @@ from plotly.subplots import make_subplots
 from gnnplan.planner.decision.plan import Answer
 from gnnplan.planner.evidence.validate import describe_operation, share_of_step, show_error
 from gnnplan.planner.gnn.workload import scores_of
+from gnnplan.planner.vocabulary.numbers import grouped
 from gnnplan.planner.vocabulary.text import Table, column, table, yes_no
 from gnnplan.planner.vocabulary.units import show_bytes, show_percent, show_time
 from gnnplan.report.facts import (
@@ -31,6 +33,7 @@ from gnnplan.report.facts import (
     figure,
     unit_of,
 )
+from gnnplan.simulator.replay import Replay
 
 MOST_BARS = 10
 MOST_LETTERS = 64  # characters above a bar, which fit a phone's screen
@@ -69,11 +72,8 @@ def epochs(facts: Facts) -> Picture:
             "arrayminus": [(second - low) * scale for second, (low, _) in both],
             "thickness": 2,
         }
-    measured = {
-        leader.strategy: median(taken)
-        for leader in leaders
-        if (taken := [r.run.measured_s for r in facts.runs if r.run.strategy == leader.strategy])
-    }
+    by_strategy = grouped((one.run for one in facts.runs), attrgetter("strategy"))
+    measured = {name: median(run.measured_s for run in of) for name, of in by_strategy.items()}
     ran = [place for place, leader in enumerate(leaders) if leader.strategy in measured]
     if ran:
         traces.append(
@@ -115,7 +115,7 @@ def epochs(facts: Facts) -> Picture:
         column("epoch", "epoch_s", show_time),
         column("measured", show=show_time),
     )
-    return Picture("epochs", "What an epoch is made of", " ".join(see), drawn, numbers)
+    return Picture("epochs", " ".join(see), drawn, numbers)
 
 
 def _headline(leader: Answer, ranks: int) -> str:
@@ -169,7 +169,7 @@ def memory(facts: Facts) -> Picture:
         for rank in range(ranks)
     ]
     numbers = Table("", ["rank", *uses, "together"], rows)
-    return Picture("memory", "What memory holds", see, drawn, numbers)
+    return Picture("memory", see, drawn, numbers)
 
 
 # -- outcome ---------------------------------------------------------------------------------------
@@ -185,9 +185,9 @@ EPOCH = "whole epoch"
 
 def errors(facts: Facts) -> Picture:
     """Draw the errors of operations' predictions as shares of the epoch. Raises Absent."""
-    names = run_names(facts)
+    runs = named_runs(facts)
     shares, rows, most = [], [], {EPOCH: float("inf")}
-    for name, one in zip(names, facts.runs, strict=True):
+    for name, one in runs:
         comparison = one.run.comparison
         step = {**comparison["step"], "operation": EPOCH}
         shares.append(share := dict[str, float]())
@@ -208,7 +208,7 @@ def errors(facts: Facts) -> Picture:
                 marker_color=colour,
                 hovertemplate=f"%{{y}}: %{{x:+.1f}} %<extra>{name}</extra>",
             )
-            for name, share, colour in zip(names, shares, COLOURS * 9, strict=False)
+            for (name, _), share, colour in zip(runs, shares, COLOURS * 9, strict=False)
         ],
         120 + len(order) * (14 + 14 * len(shares)),
         barmode="group",
@@ -217,11 +217,11 @@ def errors(facts: Facts) -> Picture:
     drawn.update_yaxes(autorange="reversed", tickfont_size=11)
     epochs = "; ".join(
         f"{name} {show_percent(one.run.comparison['step']['predicted_error'], sign=True)}"
-        for name, one in zip(names, facts.runs, strict=True)
+        for name, one in runs
     )
     see = (
         "Bars to the left are predicted too short, to the right too long, each as a share of the"
-        f" measured epoch. Whole epochs are off by: {epochs}. Of {names[0]},"
+        f" measured epoch. Whole epochs are off by: {epochs}. Of {runs[0][0]},"
         f" {facts.runs[0].run.comparison['diagnosis']}."
     )
     other = [one.run.folder for one in facts.runs if not one.run.comparison["device"]["equal"]]
@@ -235,17 +235,16 @@ def errors(facts: Facts) -> Picture:
         *(column(what, f"{what}_s", show_time) for what in ("predicted", "simulated", "measured")),
         column("prediction off", "predicted_error", show_error),
     )
-    return Picture("errors", "Where the prediction was off", see, drawn, numbers)
+    return Picture("errors", see, drawn, numbers)
 
 
 def losses(facts: Facts) -> Picture:
     """Draw losses and validation scores per epoch. Raises Absent."""
-    names = run_names(facts)
     drawn = make_subplots(rows=2, cols=1, shared_xaxes=True, vertical_spacing=0.08)
     # all runs of a plan have the same metric; the files of older runs may lack it
     scores = (name for one in facts.runs for name in scores_of(one.metrics[0]) if "val" in name)
     rows, score = [], next(scores, "val_accuracy")
-    for name, one, colour in zip(names, facts.runs, COLOURS * 9, strict=False):
+    for (name, one), colour in zip(named_runs(facts), COLOURS * 9, strict=False):
         known = [r for r in one.metrics if isinstance(r.get(score), float)]
         for row, field, lines in ((1, "loss", one.metrics), (2, score, known)):
             drawn.add_trace(
@@ -272,11 +271,11 @@ def losses(facts: Facts) -> Picture:
     told = "; ".join(f"{row[0]} ends at loss {row[3]} and {what} {row[4]}" for row in rows)
     see = f"Losses on top, validation {what} below, by epoch: {told}."
     columns = ["run", "epochs", "first loss", "last loss", f"validation {what}"]
-    return Picture("losses", "What training achieved", see, out, Table("", columns, rows))
+    return Picture("losses", see, out, Table("", columns, rows))
 
 
-def run_names(facts: Facts) -> list[str]:
-    """Return a name per run: the strategy or, if several runs have the same strategy, the folder.
+def named_runs(facts: Facts) -> list[tuple[str, Replay]]:
+    """Return the runs with their names: the strategy or, if several runs have it, the folder.
 
     Raises Absent if there is no run.
     """
@@ -284,5 +283,6 @@ def run_names(facts: Facts) -> list[str]:
         raise Absent(NO_RUNS)
     count = Counter(one.run.strategy for one in facts.runs)
     return [
-        one.run.strategy if count[one.run.strategy] == 1 else one.run.folder for one in facts.runs
+        (one.run.strategy if count[one.run.strategy] == 1 else one.run.folder, one)
+        for one in facts.runs
     ]

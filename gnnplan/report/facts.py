@@ -125,10 +125,10 @@ class Picture:
     """A figure with a caption, and the figure's numbers as a table."""
 
     key: str  # id of the figure's element in the page
-    title: str
     see: str  # caption: sentences that say what the figure shows
     figure: Any  # plotly's
     numbers: Table
+    title: str = ""
 
     @property
     def alt(self) -> str:

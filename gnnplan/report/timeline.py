@@ -125,7 +125,7 @@ def timeline(facts: Facts) -> Picture:
         for (rank, lane, op), taken in totals(window).items()
     ]
     see = _see(facts, windows, steps)
-    return Picture("timeline", "Who does what when", see, out, Table("", columns, rows))
+    return Picture("timeline", see, out, Table("", columns, rows))
 
 
 def steady(name: str, spans: Iterable[Span], steps: int) -> Window | None:
@@ -341,7 +341,7 @@ def matrix(facts: Facts) -> Picture:
         see += f"; the most, {show_bytes(most)}, goes from {what} {a} to {what} {b}."
     columns = [f"from {what}", f"to {what}", "bytes per epoch"]
     rows = [[str(i), str(j), show_bytes(shown[i, j])] for i, j in pairs]
-    return Picture("matrix", "Who sends whom", see, drawn, Table("", columns, rows))
+    return Picture("matrix", see, drawn, Table("", columns, rows))
 
 
 def links(facts: Facts) -> Picture:
@@ -365,7 +365,7 @@ def links(facts: Facts) -> Picture:
     )
     rows = [[one.name, show_bytes(one.nbytes), show_percent(one.share, 1)] for one in found]
     columns = ["link", "bytes per epoch", "busy"]
-    return Picture("links", "Which links are busy", see, drawn, Table("", columns, rows))
+    return Picture("links", see, drawn, Table("", columns, rows))
 
 
 def _sent(facts: Facts) -> np.ndarray:

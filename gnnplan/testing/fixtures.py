@@ -7,8 +7,9 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import scipy.sparse as sp
 
-from gnnplan.planner.vocabulary.numbers import offsets
+from gnnplan.planner.graph.graph import feature_arrays
 from gnnplan.testing.ranks import ForkServer, Ranks
 
 
@@ -56,10 +57,8 @@ def graphs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     thin = np.random.default_rng(8).standard_normal((n, 40)) * kept
     thin[3] = 1.0
     thin[10:15] = 0.0
-    indptr, columns = offsets((thin != 0).sum(1)), np.nonzero(thin)[1]
-    csr = {"indptr": indptr, "indices": columns, "data": thin[thin != 0], "shape": [n, 40]}
-    csr = {f"x_{name}": array for name, array in csr.items()}
-    np.savez(folder / "sparse.npz", src=src, dst=dst, y=y, **masks, **csr)
+    csr = feature_arrays(sp.csr_matrix(thin))
+    np.savez(folder / "sparse.npz", src=src, dst=dst, y=y, **masks, **csr, x_shape=thin.shape)
     a, b = random.integers(0, 30, (2, 120))
     c, d = random.integers(30, 60, (2, 120))
     ring = np.arange(30)

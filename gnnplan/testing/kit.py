@@ -130,9 +130,9 @@ def test_its_page_has_the_drawing_of_its_program(
     """Draw two ranks, two layers, and one period of steps."""
     first = family.examples[0]
     strategy = parse(first.strategy)
-    case = case_of(first, LARGE, "sage")
-    period = strategy.predict(case.problem(max(first.ranks, 2))).period
-    drawing = drawing_of(strategy, max(first.ranks, 2), 2, period)
+    ranks = max(first.ranks, 2)
+    period = strategy.predict(case_of(first, LARGE, "sage").problem(ranks)).period
+    drawing = drawing_of(strategy, ranks, 2, period)
     page = request.module.PAGE
     assert drawing in page.read_text(encoding="utf-8"), f"{page} should have\n{drawing}"
 

@@ -38,9 +38,7 @@ class Plain:
         self.running = {name: value.clone() for name, value in net.named_buffers()}  # batch norm's
         self.norm = self.workload.norm or ("layer" if self.model == "resgcn" else "none")
         n = self.graph.stats.vertices
-        adjacency = np.zeros((n, n))
-        for v in range(n):
-            adjacency[v, self.graph.indices[self.graph.indptr[v] : self.graph.indptr[v + 1]]] = 1.0
+        adjacency = self.graph.adjacency.toarray().astype(np.float64)
         self.adjacency = torch.from_numpy(adjacency)  # row v reads column u
         if self.model == "sage":
             self.operator = self.adjacency / self.adjacency.sum(1, keepdim=True).clamp(min=1)
@@ -91,8 +89,7 @@ class Plain:
                     rows = F.layer_norm(rows, rows.shape[1:], weight, bias)
                 elif step is None or rows is h:
                     mean, var = (self.running[f"{at}.running_{of}"] for of in ("mean", "var"))
-                    training = step is not None
-                    rows = F.batch_norm(rows, mean, var, weight, bias, training=training)
+                    rows = F.batch_norm(rows, mean, var, weight, bias, step is not None)
                 else:
                     deviation = (h.var(0, unbiased=False) + 1e-5).sqrt()
                     rows = (rows - h.mean(0)) / deviation * weight + bias
@@ -115,22 +112,24 @@ class Plain:
             weight = messages.exp() * (operator > 0)[:, :, None]  # [N, S, H]
             reads = (operator > 0).any(1, keepdim=True)
             return (weight * messages).sum(1) / weight.sum(1).where(reads, 1.0)
-        if self.model == "gat":
+        if self.model in ("gat", "gatv2"):
             vectors = self.w[f"layers.{layer}.attention"]
-            z = rows @ self.w[f"layers.{layer}.weight"].T
-            z = z.view(len(rows), len(vectors), -1).transpose(0, 1)  # [heads, S, width]
-            of_source, of_reader = (z @ half[:, :, None] for half in vectors.chunk(2, 1))
-            # [heads, N, S]
-            logits = F.leaky_relu(of_reader[:, : len(operator)] + of_source.transpose(1, 2), 0.2)
-            weight = logits.masked_fill(operator == 0, -torch.inf).softmax(2)
-            return (weight @ z).transpose(0, 1).flatten(1)
-        if self.model == "gatv2":
-            vectors = self.w[f"layers.{layer}.attention"]
-            both = rows @ self.w[f"layers.{layer}.weight"].T + self.w[f"layers.{layer}.bias_in"]
-            halves = both.chunk(2, 1)
-            z, r = (half.view(len(rows), len(vectors), -1).transpose(0, 1) for half in halves)
-            sums = r[:, : len(operator), None] + z[:, None]  # [heads, N, S, width]
-            logits = (F.leaky_relu(sums, 0.2) * vectors[:, None, None]).sum(3)
+            products = rows @ self.w[f"layers.{layer}.weight"].T
+
+            def by_head(numbers: Tensor) -> Tensor:
+                """Return numbers [S, heads * width] as [heads, S, width]."""
+                return numbers.view(len(rows), len(vectors), -1).transpose(0, 1)
+
+            if self.model == "gat":
+                z = by_head(products)
+                of_source, of_reader = (z @ half[:, :, None] for half in vectors.chunk(2, 1))
+                sums = of_reader[:, : len(operator)] + of_source.transpose(1, 2)
+                logits = F.leaky_relu(sums, 0.2)  # [heads, N, S]
+            else:
+                products = products + self.w[f"layers.{layer}.bias_in"]
+                z, r = map(by_head, products.chunk(2, 1))
+                sums = r[:, : len(operator), None] + z[:, None]  # [heads, N, S, width]
+                logits = (F.leaky_relu(sums, 0.2) * vectors[:, None, None]).sum(3)
             weight = logits.masked_fill(operator == 0, -torch.inf).softmax(2)
             return (weight @ z).transpose(0, 1).flatten(1)
         return operator @ rows

@@ -17,8 +17,7 @@ import torch
 
 from gnnplan.planner.decision.candidate import Candidate
 from gnnplan.planner.evidence.runs import summed
-from gnnplan.planner.evidence.validate import REPORT, bytes_by_epoch, compare
-from gnnplan.planner.strategies.base import NON_TRAINING_USES
+from gnnplan.planner.evidence.validate import REPORT, bytes_by_epoch, compare, rank_bytes
 from gnnplan.planner.vocabulary.schedule import Collective, Copy, Send
 from gnnplan.planner.vocabulary.trace import (
     BELOW,
@@ -183,8 +182,7 @@ def must_fill_as_predicted(world: int, case: Case, fresh_ranks: Ranks) -> None:
     (result,) = fresh_ranks(world, [case])
     problem = case.problem(world)
     use = case.settled(problem).memory(problem)
-    of_training = (nbytes for what, nbytes in use.items() if what not in NON_TRAINING_USES)
-    predicted = sum(of_training, np.zeros(world))
+    predicted = rank_bytes(use)
     measured = np.array([result.rank(rank)["peak_bytes"] for rank in range(world)])
     assert predicted.max() == pytest.approx(measured.max(), rel=0.05), use
     assert predicted == pytest.approx(measured, rel=0.08), use

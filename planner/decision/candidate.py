@@ -14,11 +14,12 @@ place of the epoch (objective.py).
 
 from __future__ import annotations
 
-from bisect import bisect_left
+from bisect import bisect_left, insort
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import cached_property
+from operator import attrgetter
 from typing import NamedTuple
 
 import numpy as np
@@ -33,6 +34,8 @@ from gnnplan.planner.strategies.program.account import Prediction, on_fullest_ra
 from gnnplan.planner.vocabulary.errors import Infeasible, SpecError
 from gnnplan.planner.vocabulary.numbers import FLOAT32, Floats, Precision
 from gnnplan.planner.vocabulary.units import show_bytes
+
+value_of = attrgetter("value")  # of a candidate
 
 
 class Miss(NamedTuple):
@@ -65,8 +68,8 @@ class Outlook(NamedTuple):
     The fastest candidate is the one with the least value of the objective (objective.py).
     """
 
-    low_s: float  # 10th percentile of the epoch [s] (`range_of`)
-    high_s: float  # 90th percentile of the epoch [s]
+    epoch_low_s: float  # 10th percentile of the epoch [s] (`range_of`)
+    epoch_high_s: float  # 90th percentile of the epoch [s]
     chance_fastest: float  # share of draws in which the candidate is the fastest
     expected_regret: float  # mean over draws of value / least value - 1
 
@@ -102,25 +105,6 @@ def range_of(drawn: Floats, predicted: float) -> tuple[float, float]:
     """
     low, high = np.quantile(drawn, (MARGIN, 1 - MARGIN))
     return min(float(low), predicted), max(float(high), predicted)
-
-
-def outlooks(
-    predicted_s: Sequence[float], drawn_s: Floats, drawn: Floats | None = None
-) -> list[Outlook]:
-    """Return the candidates' outlooks.
-
-    predicted_s: epochs [candidates]; drawn_s: epochs in each draw [candidates, draws]; drawn: the
-    values to minimise [candidates, draws], by default the epochs.
-    """
-    drawn = drawn_s if drawn is None else drawn
-    chances = np.bincount(drawn.argmin(axis=0), minlength=len(drawn)) / drawn.shape[1]
-    regret = regrets(drawn).mean(axis=1)
-    return [
-        Outlook(*range_of(epochs, predicted), float(chance), float(expected))
-        for predicted, epochs, chance, expected in zip(
-            predicted_s, drawn_s, chances, regret, strict=True
-        )
-    ]
 
 
 def settled_regret(drawn: Floats, factor: Floats) -> float:
@@ -274,6 +258,23 @@ class Candidate:
             )
 
 
+def side_by_side(candidates: Sequence[Candidate]) -> Floats:
+    """Return the candidates' values in each draw [candidates, DRAWS]."""
+    return np.stack([candidate.drawn for candidate in candidates])
+
+
+def outlooks(candidates: Sequence[Candidate]) -> list[Outlook]:
+    """Return each candidate's outlook among these."""
+    drawn = side_by_side(candidates)
+    chances = np.bincount(drawn.argmin(axis=0), minlength=len(drawn)) / drawn.shape[1]
+    return [
+        Outlook(*range_of(candidate.drawn_s, candidate.epoch_s), float(chance), float(regret))
+        for candidate, chance, regret in zip(
+            candidates, chances, regrets(drawn).mean(axis=1), strict=True
+        )
+    ]
+
+
 def evaluate(problem: Problem, strategy: Strategy, objective: Objective = TIME) -> Candidate:
     """Predict a strategy, and check that it fits in memory. Raises SpecError, Infeasible."""
     candidate = Candidate.of(problem, strategy, objective)
@@ -281,18 +282,32 @@ def evaluate(problem: Problem, strategy: Strategy, objective: Objective = TIME) 
     return candidate
 
 
+def fitting(waiting: list[Candidate]) -> Iterator[Candidate]:
+    """Yield the candidates that fit in memory, the best first.
+
+    Memory is computed only as far as the caller iterates. A candidate that does not fit is replaced
+    by its variant that recomputes to save memory.
+    """
+    waiting.sort(key=value_of)
+    while waiting:
+        first = waiting.pop(0)
+        try:
+            first.must_fit()
+            yield first
+        except Infeasible:
+            with_less_memory = first.strategy.with_less_memory()
+            if with_less_memory is not None:
+                with suppress(SpecError):
+                    variant = Candidate.of(first.problem, with_less_memory, first.objective)
+                    insort(waiting, variant, key=value_of)
+
+
 def evaluate_or_save_memory(
     problem: Problem, strategy: Strategy, objective: Objective = TIME
 ) -> Candidate:
     """Evaluate a strategy; if it does not fit, its variant that recomputes to save memory."""
-    try:
-        return evaluate(problem, strategy, objective)
-    except Infeasible as error:
-        with_less_memory = strategy.settle(problem).with_less_memory()
-        if with_less_memory is not None:
-            with suppress(Infeasible):
-                return evaluate(problem, with_less_memory, objective)
-        raise error
+    plain = Candidate.of(problem, strategy, objective)
+    return next(fitting([plain]), None) or evaluate(problem, strategy, objective)  # which raises
 
 
 def placed(problem: Problem, strategy: Strategy) -> Problem:

@@ -299,9 +299,8 @@ def compare(
         modes, lambda mode: ask(with_fields(problem, mode=mode, epochs=round(epochs[mode].usual)))
     )
     if not answers:
-        first = next(iter(refused.values()))
         if len(refused) == 1 or not all(isinstance(why, Infeasible) for why in refused.values()):
-            raise first
+            raise next(iter(refused.values()))
         raise Infeasible("\n".join(f"{MODES[mode]}: {why}" for mode, why in refused.items()))
     return ModeComparison(answers, {mode: _first_reason(str(why)) for mode, why in refused.items()})
 

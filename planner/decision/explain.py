@@ -60,26 +60,21 @@ def explain(found: SearchResult, turning_points: Sequence[str]) -> list[str]:
 
 def why_these_gpus(found: SearchResult) -> list[str]:
     """Say whether all GPUs are worth using, and why ranks are not in the order of the GPUs."""
-    problem, best, out, more = found.problem, found.best, [], found.objective.more
+    problem, best, by, out = found.problem, found.best, found.objective, []
     used = best.problem.ranks
     other = next(
         (c for c in found.others if (c.problem.ranks == problem.ranks) != (used == problem.ranks)),
         None,
     )
-    slower = 0.0 if other is None else other.value / best.value - 1
-    if other is not None and slower >= 0:
-        least, too_little = found.objective.least, ""
-        if found.objective.is_plain:
-            too_little = ": the graph gives more of them too little to do"
-        less = found.objective.less
+    if other is not None and (slower := other.value / best.value - 1) >= 0:
+        too_little = ": the graph gives more of them too little to do" * by.is_plain
         are = "is" if used == 1 else "are"
-        choice = f"{used} of {problem.ranks} GPUs {are} {less} than all{too_little}; on all"
+        choice = f"{used} of {problem.ranks} GPUs {are} {by.less} than all{too_little}; on all"
         if used == problem.ranks:
             hardly = "" if slower >= 0.005 else "hardly "
             choice = f"All {used} GPUs are {hardly}worth using: on {other.problem.ranks}"
-        out.append(
-            f"{choice} of them the {least} is {other.strategy}, {show_percent(slower)} {more}"
-        )
+        worse = f"{show_percent(slower)} {by.more}"
+        out.append(f"{choice} of them the {by.least} is {other.strategy}, {worse}")
     in_order = best.problem.placed(tuple(sorted(best.problem.cost.placement)))
     if in_order.placement != best.problem.placement:
         in_order_s = float(best.strategy.predict(in_order).epoch_s)
@@ -325,14 +320,6 @@ def within_doubt(found: SearchResult) -> list[str]:
         f" {first.strategy} by prediction, and {objective.less} with a chance of"
         f" {show_percent(chance)}"
         f"{TRY_BOTH if objective.is_plain else ''}"
-    ]
-
-
-def measured_errors() -> list[float]:
-    """Return |predicted / measured - 1| of each epoch in measured.csv, on CPU ranks over Gloo."""
-    return [
-        abs(float(row["predicted_s"]) / float(row["measured_s"]) - 1)
-        for row in quoted("measured.csv")
     ]
 
 

@@ -373,8 +373,7 @@ class Objective:
 
     def show(self, value: float) -> str:
         """Format a value with its unit."""
-        shown = {"time": show_time, "energy": show_energy}
-        return shown.get(self.of, show_dollars)(value)
+        return {"time": show_time, "energy": show_energy}.get(self.of, show_dollars)(value)
 
     @property
     def span(self) -> str:

@@ -44,7 +44,6 @@ from gnnplan.planner.vocabulary.units import show_count
 
 AGAIN = "make it again with `gnnplan plan`"
 BEFORE = "0.1.0"  # an earlier release whose plans are still read; its field names cause a notice
-OUTLOOK = ("epoch_low_s", "epoch_high_s", "chance_fastest", "expected_regret")
 SIZES = ("bytes_total", "bytes", "bytes_by_link", "setup_bytes")  # fields of `Prediction`
 MAX_PLAN = 64 * 2**20  # [B]
 Finite = Annotated[float, Field(allow_inf_nan=False)]
@@ -61,7 +60,6 @@ def make(found: SearchResult, depths: bool = False) -> Json:
     from gnnplan.planner.decision.summary import summarise
 
     turning_points = turning_sentences(found)
-    reasons = [*turning_points, *(of_depths(found) if depths else ())]
     return {
         **runnable_part(found),
         "alternatives": [
@@ -72,7 +70,7 @@ def make(found: SearchResult, depths: bool = False) -> Json:
         "settles": found.settled._asdict() if found.settled else None,
         "rejected": [{"strategy": name, "reason": reason} for name, reason in found.rejected],
         "summary": summarise(found, turning_points),
-        "explanation": explain(found, reasons),
+        "explanation": explain(found, [*turning_points, *(of_depths(found) if depths else ())]),
     }
 
 
@@ -122,7 +120,7 @@ def answer(candidate: Candidate, outlook: Outlook) -> Json:
         "exact": candidate.strategy.exact,
         "gpus": candidate.problem.ranks,
         "epoch_s": float(p.epoch_s),
-        **dict(zip(OUTLOOK, outlook, strict=True)),
+        **outlook._asdict(),
         **counted(candidate),
         "predicted": {
             **{name: float(getattr(p, name)) for name in seconds},
@@ -441,7 +439,7 @@ class Answer:
         """Return the answer in an entry (`best`, or one of `alternatives`) of plan.json."""
         predicted, call = found["predicted"], str(strategy_of(found))
         seconds, memory = predicted["epoch_s"], predicted["memory_bytes"]
-        outlook = {name: found.get(name) for name in OUTLOOK}
+        outlook = {name: found.get(name) for name in Outlook._fields}
         counted = {k: found[k] for k in found if k not in KnownAnswer.__annotations__}
         gpus, exact = found["gpus"], found["exact"]
         return cls(call, exact, gpus, seconds, memory, predicted, **outlook, counted=counted)
@@ -463,7 +461,7 @@ class Answer:
                 field: self.predicted[field]
                 for field in ("epoch_s", "compute_s", "comm_s", "bubble_s", "bytes_total")
             },
-            **{field: getattr(self, field) for field in OUTLOOK},
+            **{field: getattr(self, field) for field in Outlook._fields},
             **self.counted,
             "memory_bytes": self.memory_bytes,
             "bottleneck": self.predicted["bottleneck"],
@@ -521,9 +519,8 @@ def take(document: Json, problem: Problem, text: str) -> Json:
     only = SearchResult(whole, [candidate], how=Search(forced=strategy))
     best = {name: value for name, value in document["best"].items() if name != "placement"}
     others = [best, *(entry for entry in document["alternatives"] if entry is not found)]
-    compared = {name: value for name, value in document.items() if name != "sizes"}
     return {
-        **compared,
+        **{name: value for name, value in document.items() if name != "sizes"},
         "best": {**found, "placement": strategy.placement(candidate.problem)},
         "alternatives": others,
         "summary": summarise(only, ()),

@@ -8,12 +8,10 @@ Other candidates are rejected with a reason; if none fits, the error says what w
 
 from __future__ import annotations
 
-from bisect import insort
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from itertools import islice
-from operator import attrgetter
 from typing import Any, TypeVar
 
 import numpy as np
@@ -29,22 +27,23 @@ from gnnplan.planner.decision.candidate import (
     Settled,
     evaluate,
     evaluate_or_save_memory,
+    fitting,
     outlooks,
     placed,
     settled_regret,
+    side_by_side,
     smallest_change,
+    value_of,
 )
 from gnnplan.planner.decision.objective import TIME, Objective
 from gnnplan.planner.problem.problem import Problem
 from gnnplan.planner.strategies.base import Strategy
 from gnnplan.planner.vocabulary.errors import GnnplanError, Infeasible, SpecError
-from gnnplan.planner.vocabulary.numbers import Floats, PerRank
+from gnnplan.planner.vocabulary.numbers import PerRank
 from gnnplan.planner.vocabulary.progress import notify
 from gnnplan.planner.vocabulary.units import show_count
 
 T = TypeVar("T")
-_value = attrgetter("value")  # of a candidate
-Refusals = tuple[type[GnnplanError], ...]
 MOST_HALVED = 256  # GPUs up to which `parts` halves both the servers and the GPUs of each server
 
 
@@ -80,7 +79,7 @@ class Search:
             if len(rejected) > 1 and len({reason for _, reason in rejected}) == 1:
                 why = f" {rejected[0][1]}"  # common to all, so it is given once
             raise Infeasible(f"nothing fits:{why}\n{change}")
-        return SearchResult(problem, sorted(ranked, key=_value), rejected, self)
+        return SearchResult(problem, sorted(ranked, key=value_of), rejected, self)
 
     def candidates(self, problem: Problem) -> Iterator[Strategy]:
         """Yield the candidates; a strategy that is evaluated before the next reuses its program."""
@@ -158,16 +157,15 @@ class Search:
                 where = f"on {len(gpus)} of {show_count(problem.ranks, 'GPU')}"
                 notify("evaluating candidates", f"{strategy} {where}")
                 with suppress(SpecError, Infeasible):
-                    on_gpus = placed(smaller, strategy)
-                    waiting.append(Candidate.of(on_gpus, strategy, objective))
-            fitting = _fitting(waiting)
-            if least_one := next(fitting, None):
+                    waiting.append(Candidate.of(placed(smaller, strategy), strategy, objective))
+            best_first = fitting(waiting)
+            if least_one := next(best_first, None):
                 found.append(least_one)
-                exact_ones += islice((c for c in fitting if c.strategy.exact), 1)
+                exact_ones += islice((c for c in best_first if c.strategy.exact), 1)
         if not found:
             return found
         every = [*on_all, *found, *exact_ones]
-        first = min((c for c in every if c.strategy.exact), key=_value, default=None)
+        first = min((c for c in every if c.strategy.exact), key=value_of, default=None)
         kept = recommend(every), first
         return found + [c for c in exact_ones if c in kept and c not in found]
 
@@ -209,7 +207,7 @@ class SearchResult:
     @property
     def outlooks(self) -> list[Outlook]:
         """The outlook of each candidate among all ranked ones, in the order of `ranked`."""
-        return _outlooks(self.ranked)
+        return outlooks(self.ranked)
 
     def outlook(self, candidate: Candidate) -> Outlook:
         """Return the outlook of a candidate among all ranked ones."""
@@ -234,7 +232,7 @@ class SearchResult:
         doubted = factors(self.best.problem.cluster)
         if len(self.rivals) < 2 or self.measured or not doubted:
             return None
-        drawn = _side_by_side(self.rivals)
+        drawn = side_by_side(self.rivals)
         left = {name: settled_regret(drawn, factor) for name, factor in doubted.items()}
         constant = min(left, key=left.__getitem__)
         return Settled(constant, left[constant])
@@ -242,7 +240,7 @@ class SearchResult:
     @property
     def certainty(self) -> Outlook:
         """The outlook of the best among its rivals."""
-        return _outlooks(self.rivals)[0]
+        return outlooks(self.rivals)[0]
 
     @property
     def others(self) -> list[Candidate]:
@@ -260,16 +258,6 @@ def one_reason(strategy: str, reason: str) -> str:
     return f"{strategy}: {reason.removeprefix(f'{strategy} ')}"
 
 
-def _side_by_side(candidates: Sequence[Candidate]) -> Floats:
-    """Return the candidates' values in each draw [candidates, DRAWS]."""
-    return np.stack([candidate.drawn for candidate in candidates])
-
-
-def _outlooks(candidates: Sequence[Candidate]) -> list[Outlook]:
-    drawn_s = np.stack([candidate.drawn_s for candidate in candidates])
-    return outlooks([c.epoch_s for c in candidates], drawn_s, _side_by_side(candidates))
-
-
 def recommend(candidates: Sequence[Candidate]) -> Candidate:
     """Return the recommended candidate.
 
@@ -278,12 +266,12 @@ def recommend(candidates: Sequence[Candidate]) -> Candidate:
     comparable one. If the objective has a slack, the candidate with the fewest GPUs among those
     within the slack is recommended.
     """
-    first = min([c for c in candidates if c.is_comparable] or candidates, key=_value)
+    first = min([c for c in candidates if c.is_comparable] or candidates, key=value_of)
 
     def is_surely_less(c: Candidate) -> bool:
         return c.value < first.value and c.chance_faster(first) >= SURE_SHARE
 
-    best = min(filter(is_surely_less, candidates), key=_value, default=first)
+    best = min(filter(is_surely_less, candidates), key=value_of, default=first)
     if best.objective.slack == 1.0:
         return best
     most = best.value * best.objective.slack
@@ -298,7 +286,9 @@ def _size(candidate: Candidate) -> tuple[int, int]:
 
 
 def each_of(
-    names: Iterable[str], ask: Callable[[str], T], refusals: Refusals = (SpecError, Infeasible)
+    names: Iterable[str],
+    ask: Callable[[str], T],
+    refusals: tuple[type[GnnplanError], ...] = (SpecError, Infeasible),
 ) -> tuple[dict[str, T], dict[str, GnnplanError]]:
     """Ask a question for each name; return name -> answer, and name -> error of refused ones."""
     answers, refused = dict[str, T](), dict[str, GnnplanError]()
@@ -313,26 +303,6 @@ def each_of(
 def search(problem: Problem, exact: bool = False, **how: Any) -> SearchResult:
     """Search a problem; `how` has fields of `Search`."""
     return Search(exact, **how)(problem)
-
-
-def _fitting(waiting: list[Candidate]) -> Iterator[Candidate]:
-    """Yield the candidates that fit in memory, the best first.
-
-    Memory is computed only as far as the caller iterates. A candidate that does not fit is replaced
-    by its variant that recomputes to save memory.
-    """
-    waiting.sort(key=_value)
-    while waiting:
-        first = waiting.pop(0)
-        try:
-            first.must_fit()
-            yield first
-        except Infeasible:
-            with_less_memory = first.strategy.with_less_memory()
-            if with_less_memory is not None:
-                with suppress(SpecError):
-                    variant = Candidate.of(first.problem, with_less_memory, first.objective)
-                    insort(waiting, variant, key=_value)
 
 
 def least_of(candidates: Sequence[Candidate], comparable: bool = False) -> float:

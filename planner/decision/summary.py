@@ -25,7 +25,6 @@ from gnnplan.planner.decision.candidate import Candidate, evaluate_or_save_memor
 from gnnplan.planner.decision.explain import (
     doubted,
     largest_difference,
-    measured_errors,
     name_beside,
     others_than_best,
     rounded_products,
@@ -36,6 +35,7 @@ from gnnplan.planner.decision.search import SearchResult
 from gnnplan.planner.problem.problem import Problem
 from gnnplan.planner.strategies import GraphParallel
 from gnnplan.planner.vocabulary.errors import Infeasible, SpecError
+from gnnplan.planner.vocabulary.files import quoted
 from gnnplan.planner.vocabulary.units import (
     show_bytes,
     show_count,
@@ -172,7 +172,8 @@ def tested(problem: Problem) -> str:
         return "predictions have been compared with runs on one GPU only"
     if set(problem.cluster.provenance.values()) == {GENERIC}:
         return "this machine has not been measured"
-    errors = measured_errors()
+    rows = quoted("measured.csv")
+    errors = [abs(float(row["predicted_s"]) / float(row["measured_s"]) - 1) for row in rows]
     return (
         f"{len(errors)} epochs on CPU ranks were predicted before they were run, and were off by"
         f" {show_percent(np.median(errors))} in the median, {show_percent(max(errors))} at most"

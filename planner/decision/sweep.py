@@ -34,7 +34,7 @@ from gnnplan.planner.cluster.placement import walk
 from gnnplan.planner.cluster.spec import MOST_RANKS, Cluster
 from gnnplan.planner.decision.candidate import Candidate, evaluate, least_needed, placed
 from gnnplan.planner.decision.objective import NEAR, with_fields
-from gnnplan.planner.decision.search import EVERYTHING, Refusals, Search, SearchResult
+from gnnplan.planner.decision.search import EVERYTHING, Search, SearchResult
 from gnnplan.planner.gnn.fields import READ_WITH
 from gnnplan.planner.problem.inputs import apply_overrides, read_cluster
 from gnnplan.planner.problem.problem import Problem, with_ranks
@@ -182,9 +182,8 @@ def planned(asked: Iterable[Point], how: Search) -> Iterator[Planned]:
 
     A forced strategy, or the evidence of a target accuracy, may suit some points only: then a
     SpecError is the result of a point."""
-    refusals: Refusals = (Infeasible,)
-    if how.forced or how.objective.target:
-        refusals = (Infeasible, SpecError)
+    may_not_suit = how.forced or how.objective.target
+    refusals = (Infeasible, SpecError) if may_not_suit else (Infeasible,)
     for at, problem in asked:
         notify("planning", ", ".join(f"{field}={value}" for field, value in at.items()))
         try:
@@ -375,8 +374,7 @@ class Scaling:
     @property
     def takes_over(self) -> list[tuple[int, str, str]]:
         """Sizes at which the recommended strategy changes: (GPUs, from, to)."""
-        table = [row_of(size.at, size.best) for size in self.fitting]
-        turns = changes(["gpus"], table)
+        turns = changes(["gpus"], [row_of(size.at, size.best) for size in self.fitting])
         return [(int(turn["value"]), turn["from"], turn["to"]) for turn in turns]
 
     def speedup(self, size: Planned) -> float:

@@ -260,11 +260,10 @@ def _training(folder: Path) -> Training:
     path, earlier = folder / METRICS, numbered(folder, _EARLIER_PLAN).items()
     epochs, plan = next(iter(earlier), (None, folder / PLAN))  # no earlier plan: all epochs count
     document = plans.read(plan)
-    workload = Workload.model_validate(document["workload"])
     return Training(
         str(folder),
         document["graph"]["hash"],
-        workload,
+        Workload.model_validate(document["workload"]),
         plans.chosen(document),
         len(plans.placement(document)),
         tuple(_accuracies(path, epochs_in(path, MAKE)[:epochs])),

@@ -260,10 +260,10 @@ def _compare_devices(planned: str, ranks: list[Json]) -> Json:
     return {"planned": planned, "ran_on": ran_on, "equal": all(kind == planned for kind in ran_on)}
 
 
-def fullest(memory: Memory, runtime: bool) -> float:
-    """Return the memory of the fullest rank [B]; `runtime`: with the uses NON_TRAINING_USES."""
+def rank_bytes(memory: Memory, runtime: bool = False) -> np.ndarray:
+    """Return the memory of each rank [ranks] [B]; `runtime`: with the uses NON_TRAINING_USES."""
     uses = [use for name, use in memory.items() if runtime or name not in NON_TRAINING_USES]
-    return float(np.max(np.sum(uses, axis=0)))
+    return np.asarray(np.sum(uses, axis=0))
 
 
 def compare_memory(memory: Memory, ranks: list[Json]) -> Json:
@@ -273,7 +273,7 @@ def compare_memory(memory: Memory, ranks: list[Json]) -> Json:
     the whole process is compared, which includes libraries.
     """
     counted = all(rank["peak_bytes"] is not None for rank in ranks)
-    predicted = fullest(memory, runtime=not counted)
+    predicted = float(rank_bytes(memory, runtime=not counted).max())
     measured = max(rank["peak_bytes" if counted else "peak_rss_bytes"] for rank in ranks)
     return {
         "of": "data" if counted else "process",

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any, cast
 
 import numpy as np
+from pydantic import Field
 
 from gnnplan.planner.graph.data import EDGE, MASKS, NAME, NUMBERS, VERTEX, features_of, kind_of
 from gnnplan.planner.graph.graph import AT_ONCE, MOST_CLASSES, MOST_VERTICES, Array
@@ -38,6 +39,7 @@ from gnnplan.planner.graph.parts import (
 )
 from gnnplan.planner.vocabulary.errors import GnnplanError, SpecError
 from gnnplan.planner.vocabulary.files import cannot_write, from_json, must_have_parent
+from gnnplan.planner.vocabulary.spec import Spec, read_as
 
 LEAST_ROOM = 1 << 16  # free bytes of a disk that is not full
 ARRAYS = (*ENDS, "x", "x_indptr", "x_indices", "x_shape", "x_data", "y", *MASKS, "meta")
@@ -116,7 +118,7 @@ def of_arrays(path: str, arrays: Mapping[str, Array]) -> Parts:
             " write both ends of every edge"
         )
     meta = _meta(path, arrays)
-    parts = Parts(path, [(src, dst)], meta.get("vertices"), meta.get("classes"))
+    parts = Parts(path, [(src, dst)], meta.vertices, meta.classes)
     parts.x, parts.y = features_of(path, arrays), arrays.get("y")
     parts.masks = {name: arrays[name] for name in MASKS if name in arrays}
     for name, array in arrays.items():
@@ -134,8 +136,7 @@ def collect(parts: Parts) -> Parts:
         arrays["x"], parts = x, replace(parts, x=None)  # mapped features stay in their file
     for names, pieces in streams(parts):
         arrays |= zip(names, gathered(names, parts.path, pieces), strict=True)
-    whole = of_arrays(parts.path, arrays)
-    return replace(whole, notes=parts.notes, owner=parts.owner)
+    return replace(of_arrays(parts.path, arrays), notes=parts.notes, owner=parts.owner)
 
 
 def _is_known(name: str) -> bool:
@@ -165,23 +166,19 @@ def _field_kind(path: str, name: str, source: Arrays, vertices: int, edges: int)
     return of
 
 
-def _meta(path: str, arrays: Mapping[str, Array]) -> dict[str, int]:
-    """Return `vertices` and `classes` from the JSON object `meta`, as far as it has them."""
+class _Meta(Spec, extra="ignore"):
+    """What the JSON text `meta` may declare."""
+
+    vertices: int | None = Field(None, ge=0, le=MOST_VERTICES)
+    classes: int | None = Field(None, ge=0, le=MOST_CLASSES)
+
+
+def _meta(path: str, arrays: Mapping[str, Array]) -> _Meta:
     if "meta" not in arrays:
-        return {}
-    meta = from_json(
-        f"{path}: meta",
-        str(typed(path, "meta", arrays["meta"], "U", (0,))),
-        "leave it out or write json.dumps(...)",
-    )
-    if not isinstance(meta, dict):
-        raise SpecError(f"{path}: meta: must be a JSON object, is {type(meta).__name__}")
-    limits = (("vertices", MOST_VERTICES), ("classes", MOST_CLASSES))
-    return {
-        key: must_be_count(path, f"meta.{key}", meta[key], most)
-        for key, most in limits
-        if key in meta
-    }
+        return _Meta()
+    text = str(typed(path, "meta", arrays["meta"], "U", (0,)))
+    given = from_json(f"{path}: meta", text, "leave it out or write json.dumps(...)")
+    return read_as(_Meta, given, f"{path}: meta.")
 
 
 class Rows:

@@ -256,7 +256,7 @@ def split_of(
     rng: np.random.Generator,
     notes: list[str],
     seed: int,
-) -> tuple[Array, Array, Array]:
+) -> list[Array]:
     """Return training, validation and test masks [N]. given: the masks that were read.
 
     Without masks, labelled vertices (or all, without labels) are split at random, with a note.
@@ -269,7 +269,7 @@ def split_of(
         masks = [given.get(name, np.zeros(vertices, bool)) for name in MASKS]
     else:
         notes.append(f"random 60/20/20 split by seed {seed}: the file has no train_mask")
-        masks = list(random_split(labelled, rng))
+        masks = [*random_split(labelled, rng)]
     if given and "train_mask" not in given:
         masks[0] = labelled & ~masks[1] & ~masks[2]
         notes.append(
@@ -298,13 +298,11 @@ def split_of(
         if classes and (unlabelled := int((masks[i] & ~labelled).sum())):
             masks[i] = masks[i] & labelled
             notes.append(f"took {unlabelled:,} vertices without label out of {name}")
-    return masks[0], masks[1], masks[2]
+    return masks
 
 
-def random_split(
-    labelled: Array, rng: np.random.Generator, train: float = 0.6
-) -> tuple[Array, Array, Array]:
-    """Draw training, validation and test masks [N] that split the labelled vertices.
+def random_split(labelled: Array, rng: np.random.Generator, train: float = 0.6) -> Array:
+    """Draw training, validation and test masks [3, N] that split the labelled vertices.
 
     train: share of training vertices; validation and test share the rest equally (60/20/20)."""
     order = rng.permutation(np.flatnonzero(labelled))
@@ -312,7 +310,7 @@ def random_split(
     masks = np.zeros((3, len(labelled)), bool)
     for mask, ids in zip(masks, np.split(order, cuts), strict=True):
         mask[ids] = True
-    return masks[0], masks[1], masks[2]
+    return masks
 
 
 def features_of(path: str, arrays: Mapping[str, Array]) -> Features | None:

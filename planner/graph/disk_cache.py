@@ -14,6 +14,7 @@ import time
 import zipfile
 from collections.abc import Callable
 from hashlib import blake2b
+from itertools import compress
 from pathlib import Path
 from typing import ClassVar, TypeVar
 
@@ -99,11 +100,8 @@ def cached(
     np.savez(buffer, found=found, seconds=time.perf_counter() - start)
     with contextlib.suppress(SpecError, OSError):  # an unwritable or full disk costs only time
         write_atomically(path, buffer.getbuffer(), parents=True, at_once=True)
-        with os.scandir(there) as entries:
-            files = [(e.stat().st_mtime_ns, e.stat().st_size, e.path) for e in entries]
-        files = sorted((file for file in files if file[2].endswith(".npz")), reverse=True)
-        total = np.cumsum([size for _, size, _ in files])
-        for (_, _, file), size in zip(files[1:], total[1:], strict=True):
-            if size > MOST_BYTES:
-                Path(file).unlink(missing_ok=True)
+        newest_first = sorted(there.glob("*.npz"), key=lambda file: -file.stat().st_mtime_ns)
+        total = np.cumsum([file.stat().st_size for file in newest_first])
+        for file in compress(newest_first[1:], total[1:] > MOST_BYTES):
+            file.unlink(missing_ok=True)
     return found

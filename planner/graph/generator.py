@@ -5,12 +5,13 @@ A generator returns `Parts`: `load` checks them like a file's, and `convert` wri
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, TypeAlias
 from urllib.parse import unquote
 
 import numpy as np
+from pydantic import Field
 
 from gnnplan.planner.graph.data import MASKS, random_split
 from gnnplan.planner.graph.graph import AT_ONCE, Array, must_fit
@@ -18,33 +19,36 @@ from gnnplan.planner.graph.parts import Parts
 from gnnplan.planner.vocabulary.errors import SpecError
 from gnnplan.planner.vocabulary.files import MOST_SHOWN, suggest
 from gnnplan.planner.vocabulary.numbers import Ints, offsets
-from gnnplan.planner.vocabulary.units import number_of
+from gnnplan.planner.vocabulary.spec import Spec, read_as
 
 # (labels before noise [N], blocks of edges, notes)
 Drawn: TypeAlias = tuple[Array, Iterator[tuple[Array, ...]], list[str]]
-# name -> (default, lowest, highest); if the default is an int, the parameter must be an integer
-Ranges = Mapping[str, tuple[float, float, float]]
-SIZES: Ranges = {
-    "vertices": (20_000, 2, 100_000_000),
-    "edges": (1_000_000, 0, 2_000_000_000),
-    "features": (128, 1, 100_000),
-    "classes": (16, 1, 100_000),
-    "seed": (0, 0, 2**31 - 1),
-}
-LEARNED: Ranges = {
-    "noise": (1.0, 0.0, 100.0),
-    "label_noise": (0.05, 0.0, 1.0),
-    "train": (0.6, 0.0, 1.0),
-}
-COMMUNITY: Ranges = {
-    **SIZES,
-    "communities": (0, 0, 1_000_000),
-    "mixing": (0.2, 0.0, 1.0),
-    "skew": (2.5, 1.5, 100.0),
-    **LEARNED,
-}
-RMAT: Ranges = {**SIZES, "a": (0.57, 0, 1), "b": (0.19, 0, 1), "c": (0.19, 0, 1), **LEARNED}
 DRAWN_AT_ONCE = AT_ONCE // 8  # R-MAT edges per block
+
+
+class Sizes(Spec):
+    """The parameters of all generators."""
+
+    vertices: int = Field(20_000, ge=2, le=100_000_000)
+    edges: int = Field(1_000_000, ge=0, le=2_000_000_000)
+    features: int = Field(128, ge=1, le=100_000)
+    classes: int = Field(16, ge=1, le=100_000)
+    seed: int = Field(0, ge=0, le=2**31 - 1)
+    noise: float = Field(1.0, ge=0, le=100)
+    label_noise: float = Field(0.05, ge=0, le=1)
+    train: float = Field(0.6, ge=0, le=1)
+
+
+class Community(Sizes):
+    communities: int = Field(0, ge=0, le=1_000_000)
+    mixing: float = Field(0.2, ge=0, le=1)
+    skew: float = Field(2.5, ge=1.5, le=100)
+
+
+class RMat(Sizes):
+    a: float = Field(0.57, ge=0, le=1)
+    b: float = Field(0.19, ge=0, le=1)
+    c: float = Field(0.19, ge=0, le=1)
 
 
 def is_generated(source: str) -> bool:
@@ -60,10 +64,10 @@ def generated(source: str) -> Parts:
     length 1. label_noise: the share of labels drawn at random. train: the share of training
     vertices, at least one vertex; the others are half validation, half test. Raises SpecError."""
     kind, given = asked(source)
-    rng = np.random.default_rng(given["seed"])
+    rng = np.random.default_rng(given.seed)
     label, edges, notes = GENERATORS[kind][1](source, given, rng)
-    vertices, classes = len(label), given["classes"]
-    means = rng.standard_normal((classes, given["features"]), dtype=np.float32)
+    vertices, classes = len(label), given.classes
+    means = rng.standard_normal((classes, given.features), dtype=np.float32)
     means /= np.linalg.norm(means, axis=1, keepdims=True)
 
     def rows(rng: np.random.Generator, step: int) -> Iterator[Array]:
@@ -71,7 +75,7 @@ def generated(source: str) -> Parts:
         for start in range(0, vertices, step):
             here = label[start : start + step]
             x = rng.standard_normal((len(here), means.shape[1]), dtype=np.float32)
-            x *= np.float32(given["noise"])
+            x *= np.float32(given.noise)
             x += means[here]
             yield x
 
@@ -80,31 +84,37 @@ def generated(source: str) -> Parts:
         x: Any = rows(rng.spawn(1)[0], step)
     else:
         x = next(rows(rng, vertices))
-    noisy = rng.random(vertices) < given["label_noise"]
+    noisy = rng.random(vertices) < given.label_noise
     y = np.where(noisy, rng.integers(0, classes, vertices), label)
-    split = random_split(np.ones(vertices, bool), rng, max(given["train"], 1 / vertices))
+    split = random_split(np.ones(vertices, bool), rng, max(given.train, 1 / vertices))
     masks = dict(zip(MASKS, split, strict=True))
     told = "a generated graph, not data: its classes and parts are easier than real ones"
     return Parts(kind, edges, vertices, classes, x, y, masks, [told, *notes])
 
 
-def asked(source: str) -> tuple[str, dict[str, Any]]:
+def asked(source: str) -> tuple[str, Sizes]:
     """Return the generator's name and parameters from a graph's name. Raises SpecError."""
     head, _, query = source.partition("?")
     kind = head.removeprefix("synthetic:")
     if kind not in GENERATORS:
         raise SpecError(f"{source}: unknown generator {kind!r}{suggest(kind, GENERATORS)}")
-    return kind, numbers(source, parameters(source, query), GENERATORS[kind][0])
+    given = parameters(source, query)
+    if "task" in given:
+        raise SpecError(
+            f"{source}: task={given['task'][:MOST_SHOWN]} is of graphs in files, and a generated"
+            " graph has labels of classes; leave --task out"
+        )
+    return kind, read_as(GENERATORS[kind][0], given, f"{source}: ")
 
 
-def community(source: str, given: Mapping[str, Any], rng: np.random.Generator) -> Drawn:
-    """Draw an undirected graph of communities, with the parameters COMMUNITY.
+def community(source: str, given: Community, rng: np.random.Generator) -> Drawn:
+    """Draw an undirected graph of communities, with the parameters Community.
 
     Only a partitioner that reads the edges finds the communities. mixing: the share of edges drawn
     regardless of communities. skew: the exponent of the degree distribution. Raises SpecError for
     sizes that contradict each other or exceed memory."""
-    vertices, edges, classes = given["vertices"], given["edges"], given["classes"]
-    communities = given["communities"] or classes
+    vertices, edges, classes = given.vertices, given.edges, given.classes
+    communities = given.communities or classes
     if edges > vertices * (vertices - 1):
         raise SpecError(
             f"{source}: edges must be at most vertices * (vertices - 1) ="
@@ -115,48 +125,51 @@ def community(source: str, given: Mapping[str, Any], rng: np.random.Generator) -
             f"{source}: needs classes <= communities <= vertices, got {classes:,}, {communities:,},"
             f" {vertices:,}"
         )
-    must_fit(source, "the graph", 60.0 * edges + vertices * (100.0 + 8 * given["features"]))
+    must_fit(source, "the graph", 60.0 * edges + vertices * (100.0 + 8 * given.features))
     # ids of a community are contiguous while edges are drawn, and shuffled after that
     community = np.arange(vertices) * communities // vertices
-    pairs, filled = _pairs(rng, community, edges // 2, given["mixing"], given["skew"])
+    pairs, filled = _pairs(rng, community, edges // 2, given.mixing, given.skew)
     new_id = rng.permutation(vertices)
     a, b = new_id[pairs // vertices], new_id[pairs % vertices]
     label = np.empty(vertices, np.int64)
     label[new_id] = community % classes
     notes = [f"{filled:,} edges drawn uniformly: the communities were full"] if filled else []
-    both = np.concatenate([a, b]), np.concatenate([b, a])
-    return label, iter([both]), notes
+    return label, iter([(np.concatenate([a, b]), np.concatenate([b, a]))]), notes
 
 
-def rmat(source: str, given: Mapping[str, Any], rng: np.random.Generator) -> Drawn:
-    """Draw an R-MAT graph (Chakrabarti, Zhan, Faloutsos 2004), with the parameters RMAT.
+def rmat(source: str, given: RMat, rng: np.random.Generator) -> Drawn:
+    """Draw an R-MAT graph (Chakrabarti, Zhan, Faloutsos 2004), with the parameters RMat.
 
     Each edge descends level by level into a quadrant of the adjacency matrix, with probabilities
     a, b, c and 1 - a - b - c, down to a single cell. An edge is drawn once for both directions;
     self-loops and duplicates, which hubs have, are dropped when the graph is read. Edges are drawn
     block by block, so that `convert` can write graphs larger than memory. Raises SpecError if
     a + b + c exceed 1."""
-    if (together := given["a"] + given["b"] + given["c"]) > 1:
+    if (together := given.a + given.b + given.c) > 1:
         raise SpecError(f"{source}: a + b + c must be at most 1, are {together:g}; lower one")
-    vertices = given["vertices"]
+    vertices = given.vertices
     must_fit(source, "the graph's vertices", 120.0 * vertices)
     new_id = rng.permutation(vertices).astype(np.int32)
     label = np.empty(vertices, np.int64)
-    label[new_id] = np.arange(vertices) * given["classes"] // vertices
+    label[new_id] = np.arange(vertices) * given.classes // vertices
     return label, _cells(given, new_id), []
 
 
-GENERATORS = {"community": (COMMUNITY, community), "rmat": (RMAT, rmat)}
+# name -> its parameters, and the function that draws the graph
+GENERATORS: dict[str, tuple[type[Sizes], Callable[[str, Any, np.random.Generator], Drawn]]] = {
+    "community": (Community, community),
+    "rmat": (RMat, rmat),
+}
 
 
-def _cells(given: Mapping[str, Any], new_id: Array) -> Iterator[tuple[Array, ...]]:
+def _cells(given: RMat, new_id: Array) -> Iterator[tuple[Array, ...]]:
     """Yield blocks of R-MAT edges (src, dst), equal on any number of cores (a seed per block)."""
-    count, vertices = given["edges"] // 2, len(new_id)
+    count, vertices = given.edges // 2, len(new_id)
     levels = (vertices - 1).bit_length()
-    a, ab, abc = np.cumsum([given["a"], given["b"], given["c"]])
+    a, ab, abc = np.cumsum([given.a, given.b, given.c])
 
     def drawn(piece: int) -> tuple[Array, ...]:
-        rng = np.random.default_rng([given["seed"], piece])
+        rng = np.random.default_rng([given.seed, piece])
         ends = np.zeros((2, min(DRAWN_AT_ONCE, count - piece * DRAWN_AT_ONCE)), np.int64)
         for _ in range(levels):
             quarter = rng.random(ends.shape[1], dtype=np.float32)
@@ -232,34 +245,3 @@ def parameters(source: str, query: str) -> dict[str, str]:
     if len(found) < len(pairs):
         raise SpecError(f"{source}: a parameter is given twice; keep one")
     return found
-
-
-def numbers(
-    source: str, given: Mapping[str, str], ranges: Ranges, allowed: Iterable[str] = ()
-) -> dict[str, Any]:
-    """Return the parameters as numbers, with defaults, checked against their ranges.
-
-    allowed: names to suggest for a misspelt one, if not those of `ranges`. Raises SpecError."""
-    values: dict[str, Any] = {name: default for name, (default, _, _) in ranges.items()}
-    for name, text in given.items():
-        if name not in ranges and name == "task":
-            raise SpecError(
-                f"{source}: task={text[:MOST_SHOWN]} is of graphs in files, and a generated graph"
-                " has labels of classes; leave --task out"
-            )
-        if name not in ranges:
-            others = suggest(name, allowed or ranges)
-            raise SpecError(f"{source}: unknown parameter {name!r}{others}")
-        default, low, high = ranges[name]
-        kind = type(default)
-        try:
-            value = number_of(text, kind)
-        except ValueError as error:
-            raise SpecError(
-                f"{source}: {name} must be {'an integer' if kind is int else 'a number'}, got"
-                f" {text!r:.80}"
-            ) from error
-        if not low <= value <= high:
-            raise SpecError(f"{source}: {name} must lie in [{low:,}, {high:,}], got {value:,}")
-        values[name] = value
-    return values

@@ -6,86 +6,51 @@ from __future__ import annotations
 
 import dataclasses
 import os
-from collections.abc import Callable
 from hashlib import blake2b
 from math import inf
+from os import PathLike
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import Annotated, Any, Literal, TypeAlias
 from urllib.parse import quote, urlencode
 
+from pydantic import Field
+
 from gnnplan.planner.graph import formats
-from gnnplan.planner.graph.generator import Ranges, asked, is_generated, numbers, parameters
+from gnnplan.planner.graph.generator import asked, is_generated, parameters
 from gnnplan.planner.graph.graph import MOST_CLASSES, MOST_FEATURES, Graph, GraphStats
 from gnnplan.planner.graph.part_folder import DESCRIPTION, read_parts
 from gnnplan.planner.graph.parts import STAND_IN_FEATURES
 from gnnplan.planner.vocabulary.errors import SpecError
 from gnnplan.planner.vocabulary.files import MOST_SHOWN, Where, read_yaml, suggest
 from gnnplan.planner.vocabulary.numbers import SPREAD
+from gnnplan.planner.vocabulary.spec import Spec, read_as
 
 # -- graphs known by statistics only ---------------------------------------------------------------
 
 
 DATASETS = Path(__file__).resolve().parent / "datasets"
-_OF_DIRECTION = ("edges", "batch_spread", "near_seed", "train_popular")
-Rule: TypeAlias = tuple[str, Callable[[Any], bool]]  # (rule in words, test of a value)
+Spread: TypeAlias = Annotated[float, Field(ge=0, le=5)]
 
 
-def _lies_in(value: Any, low: float, high: float) -> bool:
-    """Whether `value` is a number in [low, high]."""
-    is_number = isinstance(value, int | float) and not isinstance(value, bool)
-    return is_number and low <= value <= high
+class _Statistics(Spec):
+    """The fields of a YAML file of statistics; GraphStats explains most of them."""
 
-
-def _whole(low: int, high: int) -> Rule:
-    """Return the rule for a whole number in [low, high]."""
-    return (
-        f"must be a whole number in [{low:,}, {high:,}]",
-        lambda value: isinstance(value, int) and _lies_in(value, low, high),
+    vertices: int = Field(ge=1, le=10**12)
+    edges: int = Field(ge=0, le=10**14)  # directed, of the symmetrised graph
+    features: int = Field(ge=1, le=MOST_FEATURES)
+    classes: int = Field(ge=0, le=MOST_CLASSES)
+    train_fraction: float = Field(0.6, gt=0, le=1)
+    name: str = ""
+    multilabel: bool = False
+    halo_rows: dict[int, int] = Field({})
+    spread: Spread = SPREAD
+    batch_spread: tuple[Spread, Spread] | None = None
+    near_seed: float = Field(inf, ge=1)
+    train_popular: bool = False
+    directed: bool = False
+    as_directed: dict[Literal["edges", "batch_spread", "near_seed", "train_popular"], Any] = Field(
+        {}, description="values that replace these fields if the graph is loaded as directed"
     )
-
-
-_FLAG: Rule = ("must be true or false", lambda value: isinstance(value, bool))
-_REQUIRED: dict[str, Rule] = {
-    "vertices": _whole(1, 10**12),
-    "edges": _whole(0, 10**14),
-    "features": _whole(1, MOST_FEATURES),
-    "classes": _whole(0, MOST_CLASSES),
-}
-_OPTIONAL: dict[str, Rule] = {  # GraphStats explains most of these fields
-    "train_fraction": (
-        "must be a number in (0, 1]",
-        lambda value: _lies_in(value, 0, 1) and value > 0,
-    ),
-    "name": ("must be text", lambda value: isinstance(value, str)),
-    "multilabel": _FLAG,
-    "halo_rows": (
-        "must map parts to rows, as {2: 1000, 4: 2500}",
-        lambda value: isinstance(value, dict),
-    ),
-    "spread": (
-        "is the standard deviation of log degrees, in [0, 5]",
-        lambda value: _lies_in(value, 0, 5),
-    ),
-    "batch_spread": (
-        "are two spreads in [0, 5], of what is drawn and of what is reached",
-        lambda value: (
-            value is None
-            or (
-                isinstance(value, list)
-                and len(value) == 2
-                and all(_lies_in(each, 0, 5) for each in value)
-            )
-        ),
-    ),
-    "near_seed": ("must be a number of vertices, from 1", lambda value: _lies_in(value, 1, inf)),
-    "train_popular": _FLAG,
-    "directed": _FLAG,
-    # values that replace these fields if the graph is loaded as directed
-    "as_directed": (
-        f"must map {' or '.join(_OF_DIRECTION)} to values",
-        lambda value: isinstance(value, dict) and value.keys() <= set(_OF_DIRECTION),
-    ),
-}
 
 
 def datasets() -> list[str]:
@@ -94,72 +59,46 @@ def datasets() -> list[str]:
 
 
 def statistics(path: str, directed: bool) -> GraphStats:
-    """Read the statistics in a YAML file. Raises SpecError with file, line and field.
-
-    Required are vertices, edges (directed, of the symmetrised graph), features and classes."""
+    """Read the statistics in a YAML file. Raises SpecError with file, line and field."""
     document = read_yaml(path)
-    data = document.data
-    rules = _REQUIRED | _OPTIONAL
+    told = read_as(_Statistics, document.data, document)
+    if directed:
+        told = read_as(_Statistics, document.data | told.as_directed, document)
 
-    def check(where: Where, value: Any, rule: Rule) -> None:
-        if not rule[1](value):
-            raise document.error(where, f"{rule[0]}, got {value!r:.{MOST_SHOWN}}")
+    def must_be_below(where: Where, number: int, most: int, least: int = 0) -> None:
+        if not least <= number <= most:
+            rule = f"must be a whole number in [{least:,}, {most:,}], got {number:,}"
+            raise document.error(where, rule)
 
-    for key in data:
-        if key not in rules:
-            raise document.error((key,), f"unknown field{suggest(str(key), rules)}")
-    for name in ("as_directed", *rules):  # as_directed first: it may replace other fields
-        if name in data:
-            check((name,), data[name], rules[name])
-        if name == "as_directed" and directed:
-            data |= data.get(name, {})
-    for key in _REQUIRED:
-        if key not in data:
-            raise document.error(
-                (key,), f"missing; a graph of statistics only needs {', '.join(_REQUIRED)}"
-            )
-    vertices, edges, features, classes = (data[key] for key in _REQUIRED)
-    check(("edges",), edges, _whole(0, vertices * (vertices - 1)))
-    halo_rows = data.get("halo_rows", {})
-    for parts, rows in halo_rows.items():
-        check(("halo_rows", parts), parts, _whole(1, vertices))
-        check(("halo_rows", parts), rows, _whole(0, vertices * (parts - 1)))
-    fraction, name = float(data.get("train_fraction", 0.6)), data.get("name", Path(path).stem)
-    multilabel, popular = data.get("multilabel", False), data.get("train_popular", False)
-    spread, pair = float(data.get("spread", SPREAD)), data.get("batch_spread")
-    batch_spread = None if pair is None else (float(pair[0]), float(pair[1]))
-    near = float(data.get("near_seed", inf))
-    kept = data.get("directed", False) and not directed  # directed in the file, not by the user
-    as_directed = (
-        f"{name} is known with its edges' direction only ({edges:,}), and is planned so; made"
-        " undirected, as other graphs are, it has up to twice as many, and batches reach more rows",
-    )
-    directed = directed or kept
-    size, halos = (name, vertices, edges, features, classes), sorted(halo_rows.items())
-    facts: tuple[object, ...] = (*size, fraction, multilabel, halos, directed, spread, batch_spread)
-    facts += (popular, near)[: 1 + (near < inf)]
+    vertices, edges, near = told.vertices, told.edges, told.near_seed
+    must_be_below(("edges",), edges, vertices * (vertices - 1))
+    for parts, rows in told.halo_rows.items():
+        must_be_below(("halo_rows", parts), parts, vertices, least=1)
+        must_be_below(("halo_rows", parts), rows, vertices * (parts - 1))
+    name, kept = told.name or Path(path).stem, told.directed and not directed
+    notes = [
+        "only statistics of this graph are known: halos are estimated, and nothing can be trained;"
+        " give the graph itself (--graph FILE.npz) for both"
+    ]
+    if kept:  # directed in the file, not by the user
+        notes.append(
+            f"{name} is known with its edges' direction only ({edges:,}), and is planned so; made"
+            " undirected, as other graphs are, it has up to twice as many, and batches reach more"
+            " rows"
+        )
+    sizes = name, vertices, edges, told.features, told.classes, told.train_fraction
+    halos = sorted(told.halo_rows.items())
+    facts = *sizes, told.multilabel, halos, directed or kept, told.spread, told.batch_spread
+    digest = repr((*facts, told.train_popular, *([near] if near < inf else [])))
     return GraphStats(
         name=name,
         source=path,
-        vertices=vertices,
-        edges=edges,
-        features=features,
-        classes=classes,
-        train_vertices=max(1, round(fraction * vertices)),
-        multilabel=multilabel,
-        hash=blake2b(repr(facts).encode(), digest_size=16).hexdigest(),
-        notes=(
-            "only statistics of this graph are known: halos are estimated, and nothing can be"
-            " trained; give the graph itself (--graph FILE.npz) for both",
-            *(as_directed if kept else ()),
-        ),
+        train_vertices=max(1, round(told.train_fraction * vertices)),
+        hash=blake2b(digest.encode(), digest_size=16).hexdigest(),
+        notes=tuple(notes),
         known=False,
-        directed=directed,
-        halo_rows=halo_rows,
-        spread=spread,
-        batch_spread=batch_spread,
-        train_popular=popular,
-        near_seed=near,
+        directed=directed or kept,
+        **told.model_dump(exclude={"name", "train_fraction", "directed", "as_directed"}),
     )
 
 
@@ -168,6 +107,16 @@ def statistics(path: str, directed: bool) -> GraphStats:
 
 FILE_OPTIONS = ("features", "labels", "split")  # parameters that name additional files
 LONGEST_SOURCE = 4400  # characters: a path of up to 4096, and parameters
+
+
+class _Options(Spec):
+    """The parameters of a file or a folder; `features` may be a file's name instead."""
+
+    features: int = Field(STAND_IN_FEATURES, ge=1, le=MOST_FEATURES)
+    labels: str | None = None
+    split: str | None = None
+    task: Literal["none", "regression"] | None = None
+    seed: int = Field(0, ge=0, le=2**31 - 1)
 
 
 def load(source: str, directed: bool = False) -> Graph | GraphStats:
@@ -234,27 +183,17 @@ def load(source: str, directed: bool = False) -> Graph | GraphStats:
             )
         return read_parts(head, source, directed)
     given = parameters(source, query)
-    words = {
-        name: given.pop(name)
-        for name in (*FILE_OPTIONS, "task")
-        if name in given and not (name == "features" and given[name].lstrip("+-").isdecimal())
-    }
-    if empty := [name for name, value in words.items() if not value]:
+    if empty := [name for name, value in given.items() if not value]:
         raise SpecError(f"{source}: {empty[0]} has no value; give one or leave it out")
-    task = words.pop("task", None)
-    if task not in (None, "none", "regression"):
-        raise SpecError(
-            f"{source}: task must be none, which makes stand-in labels, regression, node or link,"
-            f" got {task[:MOST_SHOWN]!r}; use one of them, or leave it out"
-        )
-    ranges: Ranges = {"features": (STAND_IN_FEATURES, 1, MOST_FEATURES), "seed": (0, 0, 2**31 - 1)}
-    widths = numbers(source, given, ranges, (*FILE_OPTIONS, "task", "seed"))
+    is_width = given.get("features", "").lstrip("+-").isdecimal()
+    features = None if is_width else given.pop("features", None)
+    asked_for = read_as(_Options, given, f"{source}: ")
     extras = formats.Extras(
-        **words,
-        numbers=task == "regression",
-        width=widths["features"] if "features" in given else None,
-        stand_in_labels=task == "none",
-        seed=widths["seed"],
+        *(features, asked_for.labels, asked_for.split),
+        numbers=asked_for.task == "regression",
+        width=asked_for.features if is_width else None,
+        stand_in_labels=asked_for.task == "none",
+        seed=asked_for.seed,
     )
     return formats.read(head, source, extras, directed)
 
@@ -269,7 +208,7 @@ def declared(source: str) -> dict[str, int]:
     """
     if not is_generated(source):
         return {}
-    return {name: asked(source)[1][name] for name in ("vertices", "features", "classes")}
+    return asked(source)[1].model_dump(include={"vertices", "features", "classes"})
 
 
 def well_known(name: str) -> str | None:
@@ -285,16 +224,16 @@ def well_known(name: str) -> str | None:
 
 def source_of(
     graph: str,
-    features: str | None = None,
-    labels: str | None = None,
-    split: str | None = None,
+    features: str | int | PathLike[str] | None = None,
+    labels: str | PathLike[str] | None = None,
+    split: str | PathLike[str] | None = None,
     task: str | None = None,
 ) -> str:
     """Return the name for `load` of a graph with options; files become absolute paths.
 
     features: a file, or the width of stand-in features."""
     given = {"features": features, "labels": labels, "split": split, "task": task}
-    words = {name: value for name, value in given.items() if value is not None}
+    words = {name: str(value) for name, value in given.items() if value is not None}
     for name in FILE_OPTIONS:
         if name in words and not (name == "features" and words[name].isdecimal()):
             words[name] = os.path.realpath(words[name])

@@ -398,14 +398,7 @@ def read_parts(path: str, source: str, directed: bool = False) -> Graph:
     x, y, train, val, test = map(rows, ("x", "y", "train", "val", "test"))
     indptr: Any = Lazy(np.int64, (stats.vertices + 1,), lambda: folder.indptr, by_rows=False)
     return PartGraph(
-        stats,
-        indptr,
-        edges("indices"),
-        x,
-        y,
-        train,
-        val,
-        test,
+        *(stats, indptr, edges("indices"), x, y, train, val, test),
         vertex_fields=fields(VERTEX, rows),
         edge_fields=fields(EDGE, edges),
         cut=Cut(about.parts, about.partitioner, folder.owner, about.cut),

@@ -439,7 +439,8 @@ def build(parts: Parts, source: str, extras: Extras, directed: bool) -> Graph:
             f"{STAND_IN_LABELS}: the graph has none, so {classes} classes were drawn by seed"
             f" {extras.seed}; time, bytes and memory are real, losses and accuracy mean nothing"
         )
-    masks = split_of(path, _masks(parts, notes), found, rng, notes, extras.seed)
+    given = _masks(parts, notes)
+    train, val, test = split_of(path, given, found, rng, notes, extras.seed)
     cut = None
     if parts.owner is not None:
         owner, sizes = np.ascontiguousarray(parts.owner, np.int32), np.bincount(parts.owner)
@@ -455,15 +456,15 @@ def build(parts: Parts, source: str, extras: Extras, directed: bool) -> Graph:
         edges=len(indices),
         features=x.shape[1],
         classes=found.classes,
-        train_vertices=int(masks[0].sum()),
+        train_vertices=int(train.sum()),
         multilabel=found.y.ndim == 2 and not found.numbers,
         numbers=found.numbers,
         hash="",
         notes=tuple(notes),
         directed=directed,
     )
-    edges, fields = (indptr, indices), (vertex_fields, edge_fields)
-    return finish(Graph(stats, *edges, x, found.y, *masks, (), *fields, cut=cut))
+    arrays = indptr, indices, x, found.y, train, val, test
+    return finish(Graph(stats, *arrays, (), vertex_fields, edge_fields, cut=cut))
 
 
 def _without_edges(src: Array, dst: Array, vertices: int) -> int:

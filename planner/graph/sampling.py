@@ -94,7 +94,7 @@ def draw(graph: Graph, vertices: Ids, fanout: int, key: NDArray[np.uint64]) -> t
     """Sample at most `fanout` in-edges (ALL: every in-edge) of each vertex.
 
     Returns (indptr [V+1], places of the edges in graph.indices [edges])."""
-    start, degree = graph.indptr[vertices], graph.indptr[vertices + 1] - graph.indptr[vertices]
+    start, degree = graph.indptr[vertices], graph.degree_of(vertices)
     counts = taken(degree, fanout)
     indptr = offsets(counts)
     # the first edges of each vertex: already correct for vertices that keep every edge

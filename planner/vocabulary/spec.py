@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Collection, Mapping
-from typing import TYPE_CHECKING, Annotated, Any, ClassVar, get_args
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, TypeVar, get_args
 
 import yaml
 from pydantic import (
@@ -22,9 +22,14 @@ from gnnplan.planner.vocabulary.errors import SpecError
 from gnnplan.planner.vocabulary.files import Document, Where, dotted, likeliest, meant, suggest
 from gnnplan.planner.vocabulary.units import kind, quantity
 
+Model = TypeVar("Model", bound=BaseModel)
 MOST_MISTAKES = 20  # mistakes in one message
 # pydantic's rule -> what the text must be that it could not read
-PARSED = {"float_parsing": "a number", "int_parsing": "a whole number"}
+PARSED = {
+    "float_parsing": "a number{of}, as 2",
+    **dict.fromkeys(("int_parsing", "int_parsing_size"), "a whole number{of}, as 2"),
+    **dict.fromkeys(("bool_parsing", "bool_type"), "true or false"),
+}
 EXAMPLES = {"B/s": "25GB/s", "s": "10us", "B": "24GiB", "flop/s": "27TFLOP/s", "W": "300W"}
 
 
@@ -156,6 +161,16 @@ def mistakes(
     return "\n".join(dict.fromkeys(found))
 
 
+def read_as(
+    kind: type[Model], data: Mapping[Any, Any], source: Document | str, context: object = None
+) -> Model:
+    """Return data as a `kind`. Raises SpecError with a line per mistake."""
+    try:
+        return kind.model_validate(data, context=context)
+    except ValidationError as error:
+        raise SpecError(mistakes(kind, error, data, source)) from error
+
+
 def _mistake(
     kind: type[BaseModel], loc: Where, rule: str, message: str, given: object
 ) -> tuple[Where, str]:
@@ -167,7 +182,8 @@ def _mistake(
         return loc, "missing; this field is required"
     if rule == "model_type" and (model := _model_at(kind, loc)):
         needed = [name for name, field in model.model_fields.items() if field.is_required()]
-        return loc, f"must be a mapping of fields; give {', '.join(needed)} at least"
+        least = f"; give {', '.join(needed)} at least" if needed else ""
+        return loc, f"must be a mapping of fields{least}"
     if loc[:1] == ("fanout",):  # a union: pydantic reports each branch
         return loc[:1], "must be full, or a number of neighbours per layer such as 15,10"
     if loc[:1] == ("class_weights",):
@@ -178,7 +194,7 @@ def _mistake(
     if rule in PARSED:
         field = parent.model_fields.get(str(loc[-1])) if parent else None
         of = f" of {field.description}" if field and field.description else ""
-        message = f"must be {PARSED[rule]}{of}, as 2, not {given!r:.80}"
+        message = f"must be {PARSED[rule].format(of=of)}, not {given!r:.80}"
     if rule == "literal_error":
         near = likeliest(given, re.findall(r"'([^']+)'", message))
         message = message.replace("or 'own'", "or a module of your own, as model.py:MyGNN")

@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import re
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from operator import attrgetter
 from pathlib import Path
 from typing import Literal, NamedTuple
@@ -74,40 +74,33 @@ def place_of(lane: str) -> tuple[int, int]:
 def write_traces(
     directory: str | Path,
     spans: Iterable[Span],
-    ranks: Iterable[int],
+    ranks: Collection[int],
     world: int,
     source: Literal["simulated", "measured"],
     backend: str,
-) -> list[Path]:
-    """Write a file `trace.rank<r>.json` for each of `ranks`; return the files' paths.
+) -> None:
+    """Write a file `trace.rank<r>.json` for each of `ranks`.
 
     A file is written completely or not at all. It has the first whole steps, up to MOST_SPANS
     spans. world: the number of ranks of the run. Raises SpecError if a file cannot be written.
     """
     directory = Path(directory)
     make_folder(directory)
-    by_rank: dict[int, list[Span]] = {rank: [] for rank in ranks}
-    for span in spans:
-        if span.rank in by_rank:
-            by_rank[span.rank].append(span)
-    if 0 in by_rank:  # remove traces of an earlier run on more ranks
+    by_rank = grouped(spans, attrgetter("rank"))
+    if 0 in ranks:  # remove traces of an earlier run on more ranks
         for rank, path in numbered(directory, _FILE).items():
             if rank >= world:
                 path.unlink()
-    paths = []
-    for rank, own in by_rank.items():
-        paths.append(trace_of(directory, rank))
-        info = {"backend": backend, "rank": rank, "world_size": world}
+    for rank in ranks:
         document = {
             "schemaVersion": 1,
             "displayTimeUnit": "ms",
             "source": source,
-            "distributedInfo": info,
-            "traceEvents": _events(rank, _first_steps(own), source),
+            "distributedInfo": {"backend": backend, "rank": rank, "world_size": world},
+            "traceEvents": _events(rank, _first_steps(by_rank.get(rank, [])), source),
         }
         text = json.dumps(document, allow_nan=False, separators=(",", ":"))
-        write_atomically(paths[-1], text, at_once=True)
-    return paths
+        write_atomically(trace_of(directory, rank), text, at_once=True)
 
 
 def read_traces(directory: str | Path) -> list[Span]:
@@ -177,10 +170,12 @@ def read_trace(path: Path, rank: int) -> tuple[int, list[Span]]:
 def merge_traces(directory: str | Path, path: str | Path) -> None:
     """Write one file with the events of all ranks of a folder; each rank is a process in a viewer.
 
-    Raises SpecError if the folder does not hold the traces of exactly one run.
+    Raises SpecError if the folder does not hold the traces of exactly one run, or `path` is one.
     """
     read_traces(directory)
     files = numbered(Path(directory), _FILE).values()
+    if Path(path).resolve() in [file.resolve() for file in files]:
+        raise SpecError(f"{path}: is read too, and would be lost; give another name")
     documents = [json.loads(file.read_bytes()) for file in files]
     first = documents[0]
     merged = {

@@ -3,6 +3,7 @@
 import re
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -205,9 +206,14 @@ def test_ranges_that_are_none_are_refused(ranges, told):
 
 def test_regret_and_chance_are_those_of_the_draws():
     drawn_s = np.array([[1.0, 1.0, 1.0, 1.0], [0.5, 2.0, 2.0, 2.0], [4.0, 4.0, 4.0, 0.5]])
-    first, second, third = outlooks([1.0, 2.0, 3.0], drawn_s)
-    assert third.low_s < 3.0 < third.high_s
-    assert outlooks([1.0, 2.0, 5.0], drawn_s)[2].high_s == 5.0  # where no draw is
+
+    def looks(*predicted_s):
+        pairs = zip(predicted_s, drawn_s, strict=True)
+        return outlooks([SimpleNamespace(epoch_s=s, drawn_s=of, drawn=of) for s, of in pairs])
+
+    first, second, third = looks(1.0, 2.0, 3.0)
+    assert third.epoch_low_s < 3.0 < third.epoch_high_s
+    assert looks(1.0, 2.0, 5.0)[2].epoch_high_s == 5.0  # where no draw is
     assert [o.chance_fastest for o in (first, second, third)] == [0.5, 0.25, 0.25]
     assert first.expected_regret == pytest.approx((1 + 0 + 0 + 1) / 4)
     assert second.expected_regret == pytest.approx((0 + 1 + 1 + 3) / 4)

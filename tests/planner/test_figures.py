@@ -145,7 +145,7 @@ def test_a_predicted_tie_names_no_winner(tmp_path):
     ("changed", "rule"),
     [
         ({"value": "fast"}, r"figures.csv:2: value 'fast' is not a number; write it in SI"),
-        ({"value": "nan"}, "is not finite"),
+        ({"value": "nan"}, "value 'nan' is not a number; write it in SI"),
         ({"unit_as_printed": "fortnights"}, "unit 'fortnights' is unknown"),
         (
             {"unit_as_printed": "s"},

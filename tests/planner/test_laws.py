@@ -90,7 +90,7 @@ def must_be_consistent(found: SearchResult) -> None:
     """What holds of one answer."""
     best, exact_s = found.best, least_of(found.ranked, comparable=True)
     for candidate, outlook in zip(found.ranked, found.outlooks, strict=True):
-        assert outlook.low_s <= float(candidate.predicted.epoch_s) <= outlook.high_s
+        assert outlook.epoch_low_s <= float(candidate.predicted.epoch_s) <= outlook.epoch_high_s
         assert candidate.memory_bytes <= candidate.problem.cluster.device.memory
     assert sum(outlook.chance_fastest for outlook in found.outlooks) == pytest.approx(1)
     if best.objective.slack > 1.0:

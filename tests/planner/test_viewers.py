@@ -27,6 +27,8 @@ def traces(tmp_path):
 
 
 def test_one_file_holds_every_event_of_every_rank(traces, tmp_path):
+    with pytest.raises(SpecError, match=r"rank0\.json: is read too, and would be lost"):
+        merge_traces(traces, traces / "trace.rank0.json")
     merge_traces(traces, tmp_path / "all.json")
     merged = json.loads((tmp_path / "all.json").read_text())
     ranks = [json.loads((traces / f"trace.rank{rank}.json").read_text()) for rank in range(2)]

@@ -7,13 +7,11 @@ from __future__ import annotations
 import math
 import os
 from collections.abc import Iterable, Iterator
-from contextlib import suppress
-from functools import reduce
-from operator import getitem
 from pathlib import Path
-from typing import Any, cast
+from typing import Annotated, Any, Literal
 
 import numpy as np
+from pydantic import AfterValidator, BaseModel, Field, ValidationInfo
 
 from gnnplan.planner.graph.data import MASKS, NAME, WORDS, labels_of, mask_of_ids
 from gnnplan.planner.graph.formats.extras import masks_in
@@ -37,7 +35,8 @@ from gnnplan.planner.graph.parts import (
     vertices_of,
 )
 from gnnplan.planner.vocabulary.errors import SpecError
-from gnnplan.planner.vocabulary.files import MOST_SHOWN, Document, Where, read_yaml
+from gnnplan.planner.vocabulary.files import MOST_SHOWN, Document, read_yaml
+from gnnplan.planner.vocabulary.spec import read_as
 
 # -- OGB -------------------------------------------------------------------------------------------
 
@@ -67,8 +66,7 @@ def read_ogb(path: str) -> Parts:
 
     edge_feat becomes edge_attr, the name in OGB's PyG loader."""
     (raw,) = raws_of(path)
-    is_binary = (raw / "data.npz").is_file()
-    parts = _binary(raw, path) if is_binary else _text(raw, path)
+    parts = (_binary if (raw / "data.npz").is_file() else _text)(raw, path)
     splits = raw.parent / "split"
     if not splits.is_dir():
         parts.notes.append("no folder split/ beside raw/")
@@ -223,141 +221,140 @@ def _numbers(path: str, name: str, first: int, count: int, width: int = 1) -> It
 METADATA = "metadata.yaml"
 SETS = {"train_mask": "train_set", "val_mask": "validation_set", "test_mask": "test_set"}
 
-TYPES: dict[type, str] = {int: "a whole number", str: "text", list: "a list", dict: "a mapping"}
+
+def _of_one_kind(items: list[Any]) -> list[Any]:
+    if len(items) > 1:
+        raise ValueError(f"one kind of vertices and one of edges are read, found {len(items)}")
+    return items
 
 
-class _Metadata:
-    """The document metadata.yaml, whose values are checked when they are used."""
+def _inside(path: Path, info: ValidationInfo) -> Path:
+    """Return the whole path of a file in the dataset's folder, the context of the validation."""
+    folder: Any = info.context
+    whole: Path = (folder / path).resolve()
+    if not whole.is_relative_to(folder):
+        shown = str(path)[:MOST_SHOWN]
+        raise ValueError(f"must lie in the dataset's folder, is {shown}; copy it there")
+    return whole
 
-    def __init__(self, path: str) -> None:
-        self.folder = Path(path)
-        self.document: Document = read_yaml(self.folder / METADATA)
 
-    def get(self, where: Where, kind: type, default: Any = None) -> Any:
-        """Return the value at `where`. Raises SpecError, with the line, for another type."""
-        value: Any = None
-        with suppress(LookupError, TypeError):  # it is absent
-            value = reduce(getitem, where, cast(Any, self.document.data))
-        if value is None and default is not None:
-            return default
-        if not isinstance(value, kind):
-            raise self.document.error(
-                where,
-                f"must be {TYPES[kind]}, is {TYPES.get(type(value), 'empty')}; see GraphBolt's"
-                " documentation of on-disk datasets",
-            )
-        return value
+ONE_KIND = AfterValidator(_of_one_kind)
 
-    def named(self, where: Where, **having: str) -> dict[str, Where]:
-        """Return name -> location of the items of a list with the values `having`.
 
-        Raises SpecError."""
-        items = enumerate(self.get(where, list, []))
-        held = [(i, of) for i, of in items if isinstance(of, dict) and {**of, **having} == of]
-        return {str(of.get("name")): (*where, i) for i, of in held}
+class _Edges(BaseModel):
+    """A file of edges: an array [2, E], or text with columns src, dst without a header line."""
 
-    def only(self, where: Where) -> Where:
-        """Return the location of the only item of a list (one kind of vertices or edges)."""
-        items = self.get(where, list)
-        if len(items) != 1 or not isinstance(items[0], dict):
-            raise self.document.error(
-                where, f"one kind of vertices and one of edges are read, found {len(items)}"
-            )
-        return (*where, 0)
+    path: Annotated[Path, AfterValidator(_inside)]
+    format: Literal["csv", "numpy", "torch"]
 
-    def file(self, where: Where) -> tuple[str, str]:
-        """Return path and format of the file that the entry at `where` describes."""
-        name = self.get((*where, "path"), str)
-        path = (self.folder / name).resolve()
-        if not path.is_relative_to(self.folder.resolve()):
-            raise self.document.error(
-                (*where, "path"),
-                f"must lie in the dataset's folder, is {name[:MOST_SHOWN]}; copy it there",
-            )
-        return str(path), self.get((*where, "format"), str)
+    def array(self) -> Array:
+        """Read the file, which is no text."""
+        if self.format == "numpy":
+            return mapped_array(self.path)
+        return tensor_array(str(self.path), "it", load_tensors(str(self.path)))
 
-    def array(self, where: Where) -> Array:
-        """Read the array of a file in format numpy or torch."""
-        path, kind = self.file(where)
-        if kind == "numpy":
-            return mapped_array(path)
-        if kind == "torch":
-            return tensor_array(path, "it", load_tensors(path))
-        raise self.document.error(
-            (*where, "format"), f"must be numpy or torch, is {kind[:MOST_SHOWN]}"
-        )
+    def pieces(self) -> Iterable[tuple[Array, ...]]:
+        """Return the edges as blocks (src, dst)."""
+        if self.format == "csv":
+            return edge_tables(str(self.path), Head(","))
+        return [endpoints(str(self.path), "edges", self.array())]
+
+
+class _Data(_Edges):
+    """A file of an array: features, a field, ids or labels."""
+
+    format: Literal["numpy", "torch"]
+    name: str | None = None
+    domain: str | None = None
+
+
+class _Nodes(BaseModel):
+    num: int
+
+
+class _Set(BaseModel):
+    data: list[_Data]
+
+
+class _Task(BaseModel):
+    num_classes: int | None = None
+    train_set: Annotated[list[_Set], ONE_KIND] = Field([])
+    validation_set: Annotated[list[_Set], ONE_KIND] = Field([])
+    test_set: Annotated[list[_Set], ONE_KIND] = Field([])
+
+
+class _Graph(BaseModel):
+    nodes: Annotated[list[_Nodes], Field(min_length=1), ONE_KIND]
+    edges: Annotated[list[_Edges], Field(min_length=1), ONE_KIND]
+
+
+class _Metadata(BaseModel):
+    """The fields of metadata.yaml that are read."""
+
+    graph: _Graph
+    feature_data: list[_Data] | None = None
+    tasks: list[_Task] | None = None
 
 
 def read_graphbolt(path: str) -> Parts:
     """Read the edges, the node features named feat (or the only ones), and the first task's sets.
 
     All other features of nodes and edges become fields."""
-    meta = _Metadata(path)
-    nodes = meta.only(("graph", "nodes"))
-    vertices = must_be_count(path, "graph.nodes.num", meta.get((*nodes, "num"), int))
-    parts = Parts(path, _edges(meta), vertices)
-    places = meta.named(("feature_data",), domain="node")
-    on_edges = meta.named(("feature_data",), domain="edge")
+    document, folder = read_yaml(Path(path) / METADATA), Path(path).resolve()
+    try:
+        meta = read_as(_Metadata, document.data, document, folder)
+    except SpecError as error:
+        raise SpecError(f"{error}; see GraphBolt's documentation of on-disk datasets") from error
+    vertices = must_be_count(path, "graph.nodes.num", meta.graph.nodes[0].num)
+    parts = Parts(path, meta.graph.edges[0].pieces(), vertices)
+    places, on_edges = (
+        {str(of.name): of for of in meta.feature_data or () if of.domain == domain}
+        for domain in ("node", "edge")
+    )
     name = next((name for name in FEATURES if name in places), None)
     if name is None and len(places) == 1:
         (name,) = places
     if name is not None:
-        parts.x = meta.array(places[name])
-        del places[name]
+        parts.x = places.pop(name).array()
     fields = {other for other in (*places, *on_edges) if NAME.fullmatch(other)}
     parts.notes += ignored({*places, *on_edges} - fields)
     for other in sorted(fields):
         if other in places:
-            parts.vertex_fields[other] = meta.array(places[other])
+            parts.vertex_fields[other] = places[other].array()
         if other in on_edges:
-            parts.edge_fields[other] = [meta.array(on_edges[other])]
-    if tasks := meta.get(("tasks",), list, []):
-        if len(tasks) > 1:
-            parts.notes.append(f"of {len(tasks)} tasks the first is taken")
-        _sets(meta, parts)
+            parts.edge_fields[other] = [on_edges[other].array()]
+    if meta.tasks:
+        if len(meta.tasks) > 1:
+            parts.notes.append(f"of {len(meta.tasks)} tasks the first is taken")
+        _take_sets(meta.tasks[0], document, parts)
     return parts
 
 
-def _edges(meta: _Metadata) -> Iterable[tuple[Array, ...]]:
-    """Return the edges as blocks (src, dst), from a .csv or an array [2, E]."""
-    path, kind = meta.file(where := meta.only(("graph", "edges")))
-    if kind == "csv":  # columns src, dst without a header line
-        return edge_tables(path, Head(","))
-    return [endpoints(path, "edges", meta.array(where))]
-
-
-def _sets(meta: _Metadata, parts: Parts) -> None:
-    """Set the masks, labels and number of classes of `parts` from the first task."""
-    ids: dict[str, Array] = {}
-    labels: list[tuple[Array, Array]] = []
+def _take_sets(task: _Task, document: Document, parts: Parts) -> None:
+    """Set the masks, labels and number of classes of `parts` from a task, the document's first."""
+    vertices, labels = vertices_of(parts) or 0, list[tuple[Array, Array]]()
     for mask, name in SETS.items():
-        if not meta.get(("tasks", 0, name), list, []):
-            continue
-        where: Where = (*meta.only(("tasks", 0, name)), "data")
-        found = meta.named(where)
-        seeds = next((found[key] for key in ("seeds", "seed_nodes") if key in found), None)
-        if seeds is None:
-            raise meta.document.error(
-                where,
-                "needs seeds, the ids of its vertices; other tasks than node classification"
-                " are not read",
-            )
-        ids[mask] = np.asarray(meta.array(seeds))
-        if "labels" in found:
-            y = np.asarray(meta.array(found["labels"]))
-            if len(y) != len(ids[mask]):
-                raise meta.document.error(
-                    found["labels"],
-                    f"must be as many as seeds ({len(ids[mask]):,}), are {len(y):,}; write one for"
-                    " each",
+        for held in getattr(task, name):
+            found = {of.name: of for of in held.data}
+            where = ("tasks", 0, name, 0, "data")
+            seeds = found.get("seeds") or found.get("seed_nodes")
+            if seeds is None:
+                raise document.error(
+                    where,
+                    "needs seeds, the ids of its vertices; other tasks than node classification"
+                    " are not read",
                 )
-            labels.append((ids[mask], y))
-    vertices = vertices_of(parts) or 0
-    parts.masks = {name: mask_of_ids(parts.path, name, ids[name], vertices) for name in ids}
-    if not labels:
-        return
-    parts.y = labels_of(parts.path, vertices, labels)
-    if "num_classes" in meta.get(("tasks", 0), dict) and parts.y.ndim == 1:
-        parts.classes = must_be_count(
-            parts.path, "num_classes", meta.get(("tasks", 0, "num_classes"), int), MOST_CLASSES
-        )
+            ids = np.asarray(seeds.array())
+            if "labels" in found:
+                labels.append((ids, y := np.asarray(found["labels"].array())))
+                if len(y) != len(ids):
+                    raise document.error(
+                        where,
+                        f"labels must be as many as seeds ({len(ids):,}), are {len(y):,}; write one"
+                        " for each",
+                    )
+            parts.masks[mask] = mask_of_ids(parts.path, mask, ids, vertices)
+    if labels:
+        parts.y = labels_of(parts.path, vertices, labels)
+    if labels and task.num_classes is not None and parts.y is not None and parts.y.ndim == 1:
+        parts.classes = must_be_count(parts.path, "num_classes", task.num_classes, MOST_CLASSES)

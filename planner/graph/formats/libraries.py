@@ -238,13 +238,12 @@ def of_networkx(graph: Any, path: str) -> Parts:
     graph's order."""
     nodes, notes, ways = list(graph.nodes), list[str](), 1 if graph.is_directed() else 2
     texts = [str(node) for node in nodes]
-    number = {node: i for i, node in enumerate(nodes)}
-    if all(re.fullmatch("[0-9]{1,10}", text) for text in texts) and sorted(map(int, texts)) == list(
-        range(len(nodes))
-    ):
-        number = {node: int(node) for node in nodes}
+    are_numbers = all(re.fullmatch("[0-9]{1,10}", text) for text in texts)
+    if are_numbers and sorted(map(int, texts)) == list(range(len(nodes))):
+        nodes.sort(key=int)
     else:
         notes.append("vertices are numbered in the order of the nodes")
+    number = {node: i for i, node in enumerate(nodes)}
     pairs = ((number[u], number[v]) for u, v in graph.edges())
     ends = np.fromiter(pairs, np.dtype((np.int64, 2)), graph.number_of_edges())
     edges = np.concatenate([ends, ends[:, ::-1]][:ways])
@@ -253,8 +252,7 @@ def of_networkx(graph: Any, path: str) -> Parts:
     for name, column in fields.items():
         both = np.concatenate([column] * ways)
         parts.edge_fields["edge_weight" if name == "weight" else name] = [both]
-    on_nodes = [of for _, of in sorted(graph.nodes(data=True), key=lambda each: number[each[0]])]
-
+    on_nodes = [graph.nodes[node] for node in nodes]
     data: dict[str, Array] = {}  # attribute name -> values in the order of vertex ids
     for names, missing in ((FEATURES, None), (LABELS, -1), *(((mask,), None) for mask in MASKS)):
         for name in (name for name in names if any(name in of for of in on_nodes)):
