@@ -231,7 +231,8 @@ class _Training:
         if is_evaluated:
             rank.recorder.activity.begin("phase", f"the evaluation of epoch {epoch + 1}")
             rank.recorder.recording = False
-            found = worker.counts(worker.evaluate(step))
+            with self.watch.left_out():  # mini-batches are evaluated on the full graph
+                found = worker.counts(worker.evaluate(step))
             tested = self._counted(found)
             rank.recorder.recording = True
         self.resident_bytes.append(resident())

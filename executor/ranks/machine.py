@@ -173,7 +173,8 @@ class MemoryWatch:
 
     @contextmanager
     def left_out(self) -> Iterator[None]:
-        """Return a context whose allocations do not count: they are the server's memory."""
+        """Return a context whose allocations do not count: they are the server's, or no training's.
+        """
         with self._reading:
             before = allocated() or 0
             yield
