@@ -173,8 +173,7 @@ class MemoryWatch:
 
     @contextmanager
     def left_out(self) -> Iterator[None]:
-        """Return a context whose allocations do not count: they are the server's, or no training's.
-        """
+        """Return a context whose allocations do not count: the server's, or an evaluation's."""
         with self._reading:
             before = allocated() or 0
             yield

@@ -368,7 +368,6 @@ def test_the_evaluation_of_mini_batches_is_not_their_memory(run_ranks):
     assert run.rank(0)["peak_bytes"] < rows_of_a_layer
 
 
-
 @pytest.mark.nightly
 @pytest.mark.parametrize("line", lines(FLAT))
 def test_memory_stays_flat(line, run_ranks):
