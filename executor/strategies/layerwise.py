@@ -476,7 +476,8 @@ class GradientErrors:
     all ranks.
     """
 
-    def __init__(self, worker: Worker, gradients: Gradients) -> None:
+    def __init__(self, worker: base.Worker, gradients: Gradients) -> None:
+        assert isinstance(worker, Worker)  # launch/run_request.py refuses others
         self.worker, self.gradients = worker, gradients
         self.errors: dict[str, list[tuple[float, float]]] = {}
 
