@@ -168,13 +168,8 @@ class Halo:
             positions, ids = exchange.positions.cpu().numpy(), self.vertices[layer].cpu().numpy()
             crossing = Crossing(self.seed, step, layer, self.rank.rank)
             rows = ids, positions, exchange.gives, exchange.take
-            sent_places, halo_places = fresh_places(self.policy, *rows, crossing)
-            give, take = (
-                [positions[places] for places in sent_places],
-                np.array([*map(len, halo_places)]),
-            )
-            both = (torch.from_numpy(np.concatenate(each)) for each in (sent_places, halo_places))
-            places = (each.to(self.rank.device) for each in both)
+            give, take, *both = fresh_places(self.policy, *rows, crossing)
+            places = (torch.from_numpy(each).to(self.rank.device) for each in both)
             self._fresh_rows[key] = Fresh(Exchange(self.rank, give, take), *places)
         return self._fresh_rows[key]
 
@@ -378,12 +373,13 @@ def fresh_places(
     gives: Sequence[int],
     takes: Sequence[int],
     crossing: Crossing,
-) -> tuple[list[Ids], list[Ids]]:
-    """Return places of the fresh rows sent to each peer, and of those received from each peer.
+) -> tuple[list[Ids], Ids, Ids, Ids]:
+    """Return the fresh rows: positions of those sent to each peer, the number received from each
+    peer, and the places of all these rows among the layer's sent rows, and received rows.
 
-    Both count places among all rows of the layer that are sent, or received. ids: of the layer's
-    source rows, the halo last. positions: of the sent rows in `ids`. gives, takes: number of rows
-    sent to and received from each peer. crossing: with this rank as the reader.
+    ids: of the layer's source rows, the halo last. positions: of the sent rows in `ids`. gives,
+    takes: number of rows sent to and received from each peer. crossing: with this rank as the
+    reader.
     """
 
     def places(rows: Ids, counts: Sequence[int], readers: Sequence[int]) -> list[Ids]:
@@ -393,7 +389,11 @@ def fresh_places(
             for (start, end), reader in parts
         ]
 
+    sent = places(ids[positions], gives, range(len(gives)))
+    received = places(ids[ids.size - sum(takes) :], takes, [crossing.reader] * len(takes))
     return (
-        places(ids[positions], gives, range(len(gives))),
-        places(ids[ids.size - sum(takes) :], takes, [crossing.reader] * len(takes)),
+        [positions[each] for each in sent],
+        np.array([*map(len, received)]),
+        np.concatenate(sent),
+        np.concatenate(received),
     )

@@ -24,7 +24,6 @@ from gnnplan.executor.layers.kernels import (
     backward,
     collecting,
     gradient_of,
-    release_memory,
     root_of,
     together,
 )
@@ -165,23 +164,6 @@ class Worker(base.Worker):
         """Whether one rank trains on the full graph, and no step draws numbers on the host."""
         single = self.rank.world == 1 and self.rank.device.type == "cuda" and self.batch is None
         return single and self.problem.repeats and triton_kernels() is not None
-
-    def keep(self, features: Tensor, own: Callable[[], Tensor] | None) -> None:
-        """Keep constant features; if layer 1's aggregate is constant too, compute it once.
-
-        own: loads the features of the rank's destinations again, so that they need no memory while
-        the aggregate is computed; None if the rank does not own all destinations.
-        """
-        self.features = features
-        if not self.model.aggregate_cached(1):
-            return
-        release_memory()  # the memory of the exchange
-        self.cached = self.net.layer(1).gather(self.blocks[1], features)
-        rows = self.blocks[1].n_dst if self.model.layers[0].reads_own else 0
-        self.features = features[:0].clone() if own and rows else features[:rows].clone()
-        del features
-        if own and rows:
-            self.features = own()
 
     # -- one step ---------------------------------------------------------------------------------
 
