@@ -34,7 +34,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from datetime import timedelta
-from typing import ClassVar, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import numpy as np
 import torch
@@ -75,11 +75,14 @@ _opened = itertools.count()  # numbers samplers: all ranks open them in the same
 
 @dataclass
 class Sampled:
-    """A share, with the spans and the bytes sent, by operation, of sampling it."""
+    """A share, with the spans and the bytes sent, by operation, of sampling it.
+
+    worker: the worker of the share whose rows are loaded ahead (strategies/minibatch.py)."""
 
     share: Share
     spans: list[Span] = field(default_factory=list)
     sent: dict[str, int] = field(default_factory=dict)
+    worker: Any = None
 
 
 class Drawn(NamedTuple):
@@ -149,11 +152,7 @@ class Sampler:
         is_shared = len(self.peers) > 1
         asks = self.lists is not None and self.lists.asks
         items, all_items = self._items_of(epoch, number)
-        total = (
-            all_items.size
-            if workload.task == "link"
-            else weight_of(self.graph, workload, all_items)
-        )
+        total = weight_of(self.graph, workload, all_items)
         pairs = pairs_in(self.graph, workload, items, epoch, number)
         rows = items if pairs is None else pairs.ends
         if is_shared:
@@ -337,20 +336,23 @@ class Sampler:
             selection = Block(np.arange(drawn.reads.size + 1), index[drawn.reads], source.size)
             source = drawn.reads
             index[source] = np.arange(source.size, dtype=np.int32)
-        block = weighted_block(
-            self.graph,
-            edges,
-            drawn.rows,
-            source,
-            drawn.indptr,
-            index[drawn.columns],
-            self.workload,
-            self._degrees,
-            drawn=True,
-        )
+        block = self._block(edges, drawn.rows, source, drawn.indptr, index[drawn.columns])
         return Part(
             source, drawn.below.size, give, drawn.takes, drawn.exchanges_rows, block, selection
         )
+
+    def _block(
+        self,
+        edges: str,
+        rows: Ids,
+        source: Ids,
+        indptr: Ids,
+        indices: np.ndarray,
+        part: tuple[int, Ids] | None = None,
+    ) -> Block:
+        """Make the block of drawn edges (`weighted_block`)."""
+        of_layer = rows, source, indptr, indices, self.workload, self._degrees
+        return weighted_block(self.graph, edges, *of_layer, drawn=True, part=part)
 
     def _all_to_all(
         self, sampled: Sampled, label: Label, asked: Sequence[np.ndarray], ranks: Sequence[int]
@@ -496,18 +498,8 @@ class SourceSampler(Sampler):
         source = np.concatenate([rows[:own], missing(self._present, [columns])])
         self._present[rows[:own]] = False
         self._index[source] = np.arange(source.size, dtype=np.int32)
-        block = weighted_block(
-            self.graph,
-            self.edges[0],
-            rows,
-            source,
-            indptr,
-            self._index[columns],
-            self.workload,
-            self._degrees,
-            drawn=True,
-            part=(own, taken(self._degrees[0][rows], self.workload.fanouts[-1])),
-        )
+        part = own, taken(self._degrees[0][rows], self.workload.fanouts[-1])
+        block = self._block(self.edges[0], rows, source, indptr, self._index[columns], part)
         return Part(source, source.size, first.gives, first.takes, False, block), rows
 
     def _read_sums(

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
-from dataclasses import dataclass, field
 from functools import cached_property, partial
 from typing import TypeVar
 
@@ -75,13 +74,6 @@ T = TypeVar("T")
 _Recorded = Callable[[int], AbstractContextManager[None]]  # number of bytes -> span of their load
 
 
-@dataclass
-class _Loaded(Sampled):
-    """A share whose rows are loaded, with the worker that trains on it."""
-
-    worker: layerwise.Worker = field(kw_only=True)
-
-
 class OnBatches(base.Worker):
     """A rank that trains on batches of its sampler, and evaluates its part of the full graph."""
 
@@ -94,7 +86,7 @@ class OnBatches(base.Worker):
         strategy: DataParallel | GSplit | P3,
         first: int,
         sampler: Callable[..., Sampler],
-        load: Callable[[int, Sampled], Sampled] | None = None,
+        load: Callable[[int, Sampled], object] | None = None,
     ) -> None:
         """first: the step of the first batch. load: loads a batch while the rank trains."""
         self.rank, self.problem, supply = rank, problem, strategy.supply(problem)
@@ -166,13 +158,8 @@ class Worker(OnBatches):
         vertices (edges), and its rows of the last layer [own seeds, C].
         """
         sampled = self.arriving.next(step)
-        share = sampled.share
-        if isinstance(sampled, _Loaded):
-            worker = sampled.worker
-        else:
-            worker = self._open(
-                share, partial(self.rank.recorder.span, Label("load", step), "copy")
-            )
+        share, span = sampled.share, partial(self.rank.recorder.span, Label("load", step), "copy")
+        worker = sampled.worker or self._open(share, span)
         worker.learner = self.learner
         worker.features = self._features(share, worker, step)
         self.scorers = [worker.targets]
@@ -187,8 +174,8 @@ class Worker(OnBatches):
             self.rank, self.problem, share, self.options, self.net, batch=total, transfer=transfer
         )
 
-    def _load_ahead(self, step: int, sampled: Sampled) -> Sampled:
-        """Load a share, and add the worker that trains on it; in a thread, with its own stream."""
+    def _load_ahead(self, step: int, sampled: Sampled) -> None:
+        """Load a share for the worker that trains on it; in a thread, with its own stream."""
         label, device = Label("load", step), self.rank.device
 
         @contextmanager
@@ -200,8 +187,7 @@ class Worker(OnBatches):
             timed = "copy", began, now(), nbytes, step
             sampled.spans.append(Span(str(label), label.op, self.rank.rank, *timed))
 
-        worker = self._open(sampled.share, span)
-        return _Loaded(sampled.share, sampled.spans, sampled.sent, worker=worker)
+        sampled.worker = self._open(sampled.share, span)
 
     def _features(self, share: Share, worker: layerwise.Worker, step: int) -> Tensor:
         """Return the rows that layer 1 or the encoder reads: own rows, and the halo from owners."""

@@ -27,7 +27,6 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from gnnplan.executor.layers.blocks import weighted_block
 from gnnplan.executor.layers.kernels import Block, backward, collecting, gradient_of, root_of
 from gnnplan.executor.layers.layer import ColumnLayer, partial_sums
 from gnnplan.executor.layers.models import Net
@@ -100,17 +99,8 @@ class ColumnSampler(Sampler):
             indices.append(index[places])
             assert places.size == edges
         indptr = offsets(np.concatenate(degrees))
-        merged = weighted_block(
-            self.graph,
-            self.edges[0],
-            source[: first[-1]],
-            source,
-            indptr,
-            np.concatenate(indices),
-            self.workload,
-            self._degrees,
-            drawn=True,
-        )
+        dst = source[: first[-1]]
+        merged = self._block(self.edges[0], dst, source, indptr, np.concatenate(indices))
         give, take = [indptr[:0]] * len(self.groups), np.zeros(len(self.groups), np.int64)
         place = self.rail.index(self.me)
         for i, peer in enumerate(self.rail):
