@@ -10,7 +10,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Mapping, Sequence
 from statistics import median
-from typing import Any, TypeVar
+from typing import Any
 
 import numpy as np
 import torch
@@ -73,7 +73,6 @@ TOGETHER = 10  # samples that the host enqueues at once
 ROUNDS = 3
 HURRY = 0.1  # [s] per number, below which there is only one round
 
-T = TypeVar("T")
 # seconds of an operation, and core-seconds that a group's ranks spend on it
 Sent = tuple[float, float]
 # shape of a kernel; its seconds on each rank
@@ -235,10 +234,6 @@ class Bench:
             ]
         return found
 
-    def _sizes(self, shapes: tuple[T, ...], large: T) -> tuple[T, ...]:
-        """Return the shapes to time: on a GPU also a large one."""
-        return (*shapes, large) if self.device.type == "cuda" else shapes
-
     def _block(self, vertices: int, edges: int) -> Block:
         """Return a community graph's block in the executor's layout: rows in locality order."""
         graph = _community(vertices, edges)
@@ -257,7 +252,8 @@ class Bench:
         cuda = self.device.type == "cuda"
 
         def products(dtype: torch.dtype = torch.float32) -> list[Sample]:
-            return [(shape, self.gemm(*shape, dtype)) for shape in self._sizes(SHAPES, LARGE_SHAPE)]
+            sizes = (*SHAPES, LARGE_SHAPE) if cuda else SHAPES
+            return [(shape, self.gemm(*shape, dtype)) for shape in sizes]
 
         def gathers(dtype: torch.dtype = torch.float32) -> list[Sample]:
             return [

@@ -188,11 +188,9 @@ class MemoryWatch:
             self._peak = torch.cuda.max_memory_allocated(self.device)
         return self._peak - self._before
 
-    def stop(self) -> int | None:
-        """Stop at the first call; return the growth from start to peak [B], None if unknown."""
-        peak = self.peak()
+    def stop(self) -> None:
+        """Stop; later allocations do not change the peak."""
+        self.peak()  # reads a GPU's for the last time
         self._stop.set()
-        if self._thread is None:
-            return peak
-        self._thread.join()
-        return self.peak()
+        if self._thread is not None:
+            self._thread.join()

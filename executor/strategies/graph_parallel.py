@@ -106,17 +106,12 @@ class ConstantRows:
         reads_halo = self.problem.model.first_varying > 0
         return source_of(layout, me, 1) if reads_halo else layout.rows(me, 0)
 
-    def places(self, layout: Layout) -> Tensor:
-        """Return the places of a layout's constant rows among the kept rows."""
-        return torch.from_numpy(self.place_of[self._needed_ids(layout)])
-
-    def copy_rows(self, places: Tensor) -> list[Tensor]:
-        """Return copies of the rows at these places."""
-        return [kept.index_select(0, places) for kept in self.kept]
-
     def load(self, layout: Layout) -> list[Tensor]:
         """Return the constant rows of a layout: all kept rows, or copies of some."""
-        return self.kept if layout is self.layout else self.copy_rows(self.places(layout))
+        if layout is self.layout:
+            return self.kept
+        places = torch.from_numpy(self.place_of[self._needed_ids(layout)])
+        return [kept.index_select(0, places) for kept in self.kept]
 
     def on_device(self, rows: list[Tensor]) -> tuple[Tensor, Tensor | None]:
         """Move rows to the device: the input of layer 1 or the encoder, and a cached aggregate."""

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from gnnplan.executor.layers.kernels import keep_until_used, on_device
 from gnnplan.executor.layers.models import Net
-from gnnplan.executor.layers.targets import compared
+from gnnplan.executor.layers.targets import LinkTargets
 from gnnplan.executor.minibatch.feature_store import FeatureStore
 from gnnplan.executor.minibatch.sampler import Sampled, Sampler, SourceSampler, drawing_device
 from gnnplan.executor.minibatch.share import Part, Share
@@ -58,7 +58,8 @@ class HeldOut:
         self.parts = []
         for pairs in parts:
             mine = owner[pairs.heads] == me
-            self.parts.append(Pairs(place[pairs.heads[mine]], place[pairs.tails[mine]]))
+            places = Pairs(place[pairs.heads[mine]], place[pairs.tails[mine]])
+            self.parts.append(LinkTargets(places, self.size, mine.sum()))
 
     def counts(self, rows: Tensor) -> Tensor:
         """Count the comparisons that rows [own, H] get right, and all, float64 [3, 2, 1].
@@ -67,7 +68,7 @@ class HeldOut:
         """
         rows = torch.cat([rows, self.exchange.forward(self.exchange.pack(rows))])
         training = rows.new_zeros(2, dtype=torch.float64)
-        return torch.stack([training, *(compared(rows, pairs) for pairs in self.parts)])[:, :, None]
+        return torch.stack([training, *(part.compared(rows) for part in self.parts)])[:, :, None]
 
 
 T = TypeVar("T")
