@@ -306,7 +306,7 @@ class Bench:
 
     def gather(self, block: Block, width: int, dtype: torch.dtype = torch.float32) -> list[float]:
         """Return seconds of aggregation over a graph, forward and backward."""
-        block = block.to(dtype=dtype)
+        block = block.mean(dtype)
         x = torch.randn(block.n_src, width, device=self.device, dtype=dtype, requires_grad=True)
         grad = torch.randn(block.n_dst, width, device=self.device, dtype=dtype)
         return self._time(lambda: torch.autograd.grad(aggregate(block, x), x, grad))

@@ -134,20 +134,18 @@ def keep_allocator() -> None:
     Call it once, before the first large tensor.
     """
     trim_threshold, mmap_threshold = -1, -3  # M_TRIM_THRESHOLD, M_MMAP_THRESHOLD of malloc.h
-    with suppress(AttributeError, OSError):  # musl, macOS, Windows
-        libc = ctypes.CDLL(None)
-        # older versions of glibc refuse more than 32 MiB
-        if libc.mallopt(mmap_threshold, 1 << 30) or libc.mallopt(mmap_threshold, 32 << 20):
-            libc.mallopt(trim_threshold, 2**31 - 1)
+    libc = ctypes.CDLL(None)
+    # older versions of glibc refuse more than 32 MiB
+    if libc.mallopt(mmap_threshold, 1 << 30) or libc.mallopt(mmap_threshold, 32 << 20):
+        libc.mallopt(trim_threshold, 2**31 - 1)
 
 
 def release_memory() -> None:
-    """Return the pages of freed buffers to the system (glibc only).
+    """Return the pages of freed buffers to the system.
 
     Building a rank's part of the graph takes several times the memory of the part, only once.
     """
-    with suppress(AttributeError, OSError):
-        ctypes.CDLL(None).malloc_trim(0)
+    ctypes.CDLL(None).malloc_trim(0)
 
 
 # -- the choice of kernels on a GPU ----------------------------------------------------------------
