@@ -21,6 +21,7 @@ from gnnplan.planner.problem.problem import Problem
 from gnnplan.planner.vocabulary.numbers import Group
 from gnnplan.planner.vocabulary.schedule import Label
 
+NOTHING = torch.empty(0)
 Backward = Callable[[Tensor], Tensor]  # the gradient of a segment's output -> that of its input
 
 

@@ -32,9 +32,9 @@ from gnnplan.executor.modules.read import net_of
 from gnnplan.executor.ranks.comm import ColumnExchange
 from gnnplan.executor.ranks.rank import Rank
 from gnnplan.executor.strategies import layerwise
-from gnnplan.executor.strategies.base import Backward
+from gnnplan.executor.strategies.base import NOTHING, Backward
 from gnnplan.executor.strategies.halo import Halo
-from gnnplan.executor.strategies.layerwise import NOTHING, LayerInput, backward_prepared
+from gnnplan.executor.strategies.layerwise import LayerInput, backward_prepared
 from gnnplan.planner.ownership.layout import Layout
 from gnnplan.planner.problem.problem import Problem
 from gnnplan.planner.strategies import FeatureParallel

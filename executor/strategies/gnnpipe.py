@@ -60,7 +60,7 @@ from gnnplan.executor.layers.targets import Targets
 from gnnplan.executor.modules.read import net_of
 from gnnplan.executor.ranks.comm import Exchange, PendingReceive, send
 from gnnplan.executor.ranks.rank import Rank, completed_future
-from gnnplan.executor.strategies.base import Backward
+from gnnplan.executor.strategies.base import NOTHING, Backward
 from gnnplan.executor.strategies.base import Worker as StrategyWorker
 from gnnplan.planner.graph.sampling import ROUNDING, Ids
 from gnnplan.planner.ownership.layout import Chunks
@@ -114,14 +114,14 @@ class Inputs:
         self.by_chunk: list[Tensor] = []  # chunks' source rows, if only a product reads features
         if problem.model.rows(1).multiplied_first:
             self.by_chunk = [self.features.index_select(0, chunk.sources) for chunk in chunks]
-            self.features = torch.empty(0)  # `by_chunk` replaces it
+            self.features = NOTHING  # `by_chunk` replaces it
         self.aggregated: list[Tensor] = []  # by chunk, if the aggregate is constant
         if problem.model.aggregate_cached(1):
             self.aggregated = [chunk.gather(net.layer(1), self.features) for chunk in chunks]
         # other dense features are prepared here in every step, unless a layer does so itself
         plain = net.encoder is None and not net.layer(1).reads_whole
         self.is_prepared = plain and not (self.by_chunk or self.aggregated)
-        self.prepared = torch.empty(0)
+        self.prepared = NOTHING
 
     def _load(self, rank: Rank, problem: Problem, kept: Ids, own: int) -> Tensor:
         """Load features of own rows, and of the halo if layer 1 reads it."""
@@ -279,9 +279,6 @@ class History:
             return gradient_of(x) + chunk.select(self.carried[layer])
 
         return out, back
-
-
-NOTHING = torch.empty(0)
 
 
 @dataclass

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import NamedTuple
@@ -132,8 +132,8 @@ class Halo:
         """Send this step's fresh rows and yield the rows received from peers, in `into` if given.
 
         Yields None in the first step of a lagging exchange."""
-        fresh = self._fresh(step, layer)
-        with self._recorded(step, layer, direction, rows):
+        fresh, label = self._fresh(step, layer), Label("halo", step, direction, layer)
+        with fresh.exchange.recorded(label, rows, direction):
             if (outgoing := fresh.sent_positions(direction)) is not None:
                 rows = rows.index_select(0, outgoing)
             yield fresh.exchange.swap(direction, rows, into)
@@ -173,25 +173,18 @@ class Halo:
             self._fresh_rows[key] = Fresh(Exchange(self.rank, give, take), *places)
         return self._fresh_rows[key]
 
-    def _recorded(
-        self, step: int, layer: int, direction: str, rows: Tensor
-    ) -> AbstractContextManager[None]:
-        """Return the span of the exchange of fresh rows, and count its bytes now."""
-        return self._fresh(step, layer).exchange.recorded(
-            Label("halo", step, direction, layer), rows, direction
-        )
-
     def _prepare_exchange(
         self, step: int, layer: int, direction: str, outgoing: Tensor, into: Tensor | None = None
     ) -> Callable[[], Tensor]:
         """Return a function that sends packed rows or gradients and returns those received."""
-        fresh, recorded = self._fresh(step, layer), self._recorded(step, layer, direction, outgoing)
+        exchange, label = self._fresh(step, layer).exchange, Label("halo", step, direction, layer)
+        recorded = exchange.recorded(label, outgoing, direction)
 
-        def exchange() -> Tensor:
+        def run() -> Tensor:
             with recorded:
-                return fresh.exchange.swap(direction, outgoing, into)
+                return exchange.swap(direction, outgoing, into)
 
-        return exchange
+        return run
 
     def _pop_pending(self, direction: str, layer: int) -> Tensor | None:
         """Return the rows exchanged one step ago, for use in this step; None in the first step."""

@@ -35,14 +35,13 @@ from gnnplan.executor.ranks.comm import Exchange, all_reduce, begin_all_reduce, 
 from gnnplan.executor.ranks.learner import Gradients, fill
 from gnnplan.executor.ranks.rank import Rank
 from gnnplan.executor.strategies import base
-from gnnplan.executor.strategies.base import Backward
+from gnnplan.executor.strategies.base import NOTHING, Backward
 from gnnplan.executor.strategies.halo import Halo, RowWeights, open_halo
 from gnnplan.planner.problem.problem import Problem
 from gnnplan.planner.strategies.layerwise.exchange import ExchangeOptions, buckets_of
 from gnnplan.planner.vocabulary.schedule import Label
 
 T = TypeVar("T")
-NOTHING = torch.empty(0)
 # the worker's tensors on the host -> the features that layer 1 or the encoder reads, and the
 # worker's tensors on the device
 _Transfer = Callable[[Any], tuple[Tensor, Any]]
@@ -481,10 +480,6 @@ class GradientErrors:
             buffer.copy_(before)
         gap, exact = gradients[0] - gradients[1], gradients[1]
         sizes = {name: each.numel() for name, each in worker.net.named_parameters()}
-        parts = zip(
-            *(torch.split(numbers, [*sizes.values()]) for numbers in (gap, exact)), strict=True
-        )
-        for name, (error, true) in (
-            dict(zip(sizes, parts, strict=True)) | {ALL: (gap, exact)}
-        ).items():
+        parts = (torch.split(numbers, [*sizes.values()]) for numbers in (gap, exact))
+        for name, error, true in [*zip(sizes, *parts, strict=True), (ALL, gap, exact)]:
             self.errors.setdefault(name, []).append((float(error.norm()), float(true.norm())))

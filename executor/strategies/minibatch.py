@@ -16,7 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from gnnplan.executor.layers.kernels import keep_until_used, on_device
+from gnnplan.executor.layers.kernels import keep_until_used, sent, together
 from gnnplan.executor.layers.models import Net
 from gnnplan.executor.layers.targets import LinkTargets
 from gnnplan.executor.minibatch.feature_store import FeatureStore
@@ -109,7 +109,7 @@ class OnBatches(base.Worker):
         own, room = self._own_rows(share.parts[0])
         (ids, nbytes), device = self.store.in_host(own), self.rank.device
         with span(nbytes + share.laid_bytes(device)):
-            loaded = self.store.load(ids, room), on_device(others, device)
+            loaded = self.store.load(ids, room), together(others, partial(sent, device=device))
         if self.stream is not None:
             keep_until_used(self.stream, *loaded)
         return loaded

@@ -38,6 +38,7 @@ from gnnplan.executor.modules.read import net_of
 from gnnplan.executor.ranks.comm import Exchange, all_reduce
 from gnnplan.executor.ranks.rank import Rank, completed_future
 from gnnplan.executor.strategies import base
+from gnnplan.executor.strategies.base import NOTHING
 from gnnplan.planner.ownership.layout import Layout
 from gnnplan.planner.problem.problem import Problem
 from gnnplan.planner.strategies import Offload
@@ -48,7 +49,6 @@ from gnnplan.planner.vocabulary.schedule import Label
 
 T = TypeVar("T")
 HOST = torch.device("cpu")
-NOTHING = torch.empty(0)
 
 
 @dataclass

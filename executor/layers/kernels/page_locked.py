@@ -63,11 +63,6 @@ def keep_until_used(stream: Any, *things: Any) -> None:
     mapped(things, used)
 
 
-def on_device(things: T, device: torch.device) -> T:
-    """Copy nested objects to a device, in one transfer."""
-    return together(things, lambda tensors: sent(tensors, device))
-
-
 def sent(tensors: Sequence[Tensor], device: torch.device) -> list[Tensor]:
     """Copy tensors to a device, to a GPU together; tensors that are already there stay."""
     on_host = [tensor for tensor in tensors if not tensor.is_cuda]
