@@ -200,7 +200,7 @@ def _by_host(messages: Sequence[Found]) -> list[str]:
 
 
 def work(out: Path, activity: Activity) -> Failure | None:
-    """Be one of the ranks that `launcher.start` started for the run in this folder."""
+    """Be one of the ranks that `launcher.begin` started for the run in this folder."""
     warnings.filterwarnings("ignore", "Sparse CSR tensor support is in beta state", UserWarning)
     options = Options.read(out / "options.json")
     return _Process(out / "plan.json", out, options, activity).run()
