@@ -175,19 +175,17 @@ class Bench:
             samples: list[float] = []
             end = self._clock() + self.seconds / self.rounds
             while not samples or self._clock() < end:
-                samples += self._on_gpu(work) if self.device.type == "cuda" else self._once(work)
+                samples += self._samples(work)
             duration = median(samples) / divide
         durations = self._gather(duration)
         return [durations[rank] for rank in self.apart]
 
-    def _once(self, work: Callable[[], Any]) -> list[float]:
-        self._disturb()
-        begin = self._clock()
-        work()
-        return [self._clock() - begin]
-
-    def _on_gpu(self, work: Callable[[], Any]) -> list[float]:
-        """Return durations of the kernels without launches, as the host enqueues them ahead."""
+    def _samples(self, work: Callable[[], Any]) -> list[float]:
+        """Return durations of `work`; on a GPU of its kernels without launches, as the host
+        enqueues them ahead."""
+        if self.device.type != "cuda":
+            self._disturb()
+            return self._durations(work, 1)
         clock, marks = DeviceClock(self.device), []
         torch.cuda._sleep(HEAD_START)  # type: ignore[no-untyped-call]
         for _ in range(TOGETHER):
@@ -416,7 +414,7 @@ class Bench:
         by_group = [np.mean([everyone[rank][0] for rank in group], axis=0) for group in groups]
         return float(np.median(by_group)), sum(everyone[rank][1] for rank in groups[0])
 
-    def _durations(self, work: Callable[[], None], rounds: int) -> list[float]:
+    def _durations(self, work: Callable[[], object], rounds: int) -> list[float]:
         durations = []
         for _ in range(rounds):
             begin = self._clock()
