@@ -50,13 +50,11 @@ from gnnplan.executor.minibatch.share import Ends, Part, Share
 from gnnplan.executor.ranks.rank import Rank
 from gnnplan.executor.ranks.recorder import now
 from gnnplan.executor.ranks.rendezvous import join, launcher_env
-from gnnplan.planner.graph.graph import Graph
 from gnnplan.planner.graph.sampling import (
     Ids,
     Pairs,
     draw,
     fetched,
-    items_of,
     key_of,
     pairs_in,
     taken,
@@ -130,8 +128,9 @@ class Sampler:
         self.place = self.peers.index(me)
         self.number = next(_opened)
         self._process_groups: dict[Group, dist.ProcessGroupGloo] = {}
-        self._epoch, self._items = -1, list[Ids]()
-        self._degrees = degrees(batches.graph)  # before the fork: sampler processes share it
+        self.items_in, ins = batches.items_in, batches.graph.degree
+        # before the fork: sampler processes share them
+        self._degrees = ins, batches.graph.out_degree if batches.graph.stats.directed else ins
         if lists is not None:
             self.graph = thinned(batches.graph, lists.keeps(me))
         # workspaces [N]: the position of a vertex among a layer's sources; whether a row of the
@@ -151,7 +150,8 @@ class Sampler:
         workload, (epoch, number) = self.workload, divmod(step, self.steps)
         is_shared = len(self.peers) > 1
         asks = self.lists is not None and self.lists.asks
-        items, all_items = self._items_of(epoch, number)
+        all_items = self.items_in(epoch)[number]
+        items = shares(all_items, len(set(self.groups)))[self.group]
         total = weight_of(self.graph, workload, all_items)
         pairs = pairs_in(self.graph, workload, items, epoch, number)
         rows = items if pairs is None else pairs.ends
@@ -208,14 +208,6 @@ class Sampler:
             # the rank has the graph's structure: a sampler process need not send it with batches
             vars(part.block).pop("graph_edges", None)
         return sampled
-
-    def _items_of(self, epoch: int, number: int) -> tuple[Ids, Ids]:
-        """Return the items (seeds) of a batch for this rank's group, and for all groups."""
-        if epoch != self._epoch:
-            self._epoch, self._items = epoch, []
-            self._items = items_of(self.graph, self.workload, epoch)
-        items = self._items[number]
-        return shares(items, len(set(self.groups)))[self.group], items
 
     def _ends(self, pairs: Pairs, own: Ids) -> Ends:
         """Select the group's pairs that this rank scores. own: ids of its rows of h_L.
@@ -434,12 +426,6 @@ def drawing_device(rank: Rank, supply: Supply) -> torch.device | None:
     inline = supply.lays_there or not supply.prefetch
     draws = rank.device.type == "cuda" and inline and supply.lists_there == 1.0
     return rank.device if draws else None
-
-
-def degrees(graph: Graph) -> tuple[np.ndarray, np.ndarray]:
-    """Return in-degrees and out-degrees [N]."""
-    ins = graph.degree
-    return ins, graph.out_degree if graph.stats.directed else ins
 
 
 class SourceSampler(Sampler):
