@@ -74,7 +74,6 @@ class Worker(layerwise.Worker):
         self.scorers = [self.targets]
         self.features = features(graph, own, workload, device)
         self.cached: Tensor | None = None
-        self.to_sum: Tensor | None = None
         if self.courses[0] is None:
             self.cached = self._sum_features(self.features)
             if not self.model.layers[0].reads_own:
