@@ -112,7 +112,7 @@ class _Training:
         patience = problem.workload.patience
         self.best = patience and Best(worker.trained(), patience, problem.metric in FALLING)
         self.replay: Replay | None = None
-        self.unrepeatable = ""  # the reason if a user's module cannot become a CUDA graph
+        self.is_repeatable = True  # False once a user's module cannot become a CUDA graph
         self.gradient_errors: GradientErrors | None = None
         if rank.gradient_errors:
             from gnnplan.executor.strategies.layerwise import GradientErrors
@@ -199,7 +199,7 @@ class _Training:
         tested = None
         for step in range(epoch * self.steps, (epoch + 1) * self.steps):
             started = now()
-            if self._replays(step) and (replayed := self._replayed(step)):
+            if replayed := self._replayed(step):
                 part, answers = replayed
                 seconds += now() - started
                 loss, counts = loss + part, counts + answers
@@ -252,17 +252,13 @@ class _Training:
         if is_kept:
             self._keep(epoch)
 
-    def _replays(self, step: int) -> bool:
-        """Whether the step is replayed as a CUDA graph.
+    def _replayed(self, step: int) -> Results | None:
+        """Replay a step as a CUDA graph -> its loss and the metric's counts; None if it is not one.
 
         The first epochs of a process are not replayed: they are traced, and fill caches."""
         recorded = (max(self.before, self.first) + TRACED_EPOCHS) * self.steps
         if step < recorded or self.gradient_errors or not self.worker.uses_cuda_graph:
-            return False
-        return self.replay is not None or (not self.unrepeatable and is_small(self.rank.device))
-
-    def _replayed(self, step: int) -> Results | None:
-        """Replay a step -> its loss and the metric's counts; None if it cannot be replayed."""
+            return None
 
         def enqueue() -> Results:
             self.learner.zero()
@@ -271,14 +267,16 @@ class _Training:
             return loss, self._counts(logits)
 
         if self.replay is None:
+            if not (self.is_repeatable and is_small(self.rank.device)):
+                return None
             self.rank.recorder.traced = min(self.rank.recorder.traced, step)
             try:
                 self.replay = Replay(self.worker, enqueue, self.rank.device)
-            except RuntimeError as error:
+            except RuntimeError:
                 if not self.problem.workload.is_cut:
                     raise
                 # the step has had no effect: torch runs no kernel while it records a graph
-                self.unrepeatable = str(error).partition("\n")[0]
+                self.is_repeatable = False
                 return None
         return self.replay(step)
 
