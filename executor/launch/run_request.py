@@ -153,9 +153,7 @@ class RunRequest:
     @cached_property
     def settled(self) -> Strategy:
         """The strategy with all knobs set. Raises SpecError if it cannot be trained as asked."""
-        must_be_trainable(self.problem)
-        strategy = self.strategy.settle(self.problem)
-        strategy.check(self.problem)
+        strategy = trainable(self.problem, self.strategy)
         must_be_measurable(self.options, strategy)
         must_have_rates(self.options, self.workload)
         return strategy
@@ -221,6 +219,14 @@ class RunRequest:
     def host_bytes(self) -> float:
         """Graph data in the fullest server's memory, apart from its ranks' memory [B]."""
         return float(self.document["best"].get("predicted", {}).get("host_bytes", 0.0))
+
+
+def trainable(problem: Problem, strategy: Strategy) -> Strategy:
+    """Return a strategy with all knobs set. Raises SpecError if it cannot be trained."""
+    must_be_trainable(problem)
+    strategy = strategy.settle(problem)
+    strategy.check(problem)
+    return strategy
 
 
 def must_be_trainable(problem: Problem) -> None:

@@ -407,6 +407,13 @@ def block_of(layer: Layer, rows: int, sources: int, edges: int, dtype: torch.dty
     return block.mean(dtype) if weighted else block
 
 
+def factors_of(values: Sequence[Sequence[float]]) -> list[Linear]:
+    """Return the factors of each number, from values [sizes, numbers] at the first four sizes."""
+    points = np.column_stack([np.array(SIZES[:4], dtype=float), np.ones(4)])
+    solved = np.linalg.solve(points, np.array(values[:4], dtype=float))
+    return [tuple(round(float(a), 6) + 0.0 for a in column) for column in solved.T]  # type: ignore[misc]
+
+
 def _fitted(values: Sequence[Any], what: str) -> Any:
     """Replace the numbers observed on each block by their factors. Raises Unmeasured."""
     first = values[0]
@@ -426,9 +433,7 @@ def _fitted(values: Sequence[Any], what: str) -> Any:
 
 def _line(values: Sequence[float], what: str) -> Linear:
     """Return the factors of one number, from its value on each block. Raises Unmeasured."""
-    points = np.column_stack([np.array(SIZES[:4], dtype=float), np.ones(4)])
-    solved = np.linalg.solve(points, np.array(values[:4], dtype=float))
-    line: Linear = tuple(round(float(a), 6) + 0.0 for a in solved)  # type: ignore[assignment]
+    (line,) = factors_of([[value] for value in values])
     (rows, sources, edges), value = SIZES[4], values[4]
     expected = amount(line, rows, sources, edges)
     share, least = ROUNDED.get(what, (1e-3, 8))
