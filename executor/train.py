@@ -12,7 +12,7 @@ from collections import Counter
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, BinaryIO, Generic, TypeVar
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -28,7 +28,6 @@ from gnnplan.executor.ranks.comm import gather_bytes
 from gnnplan.executor.ranks.learner import (
     WORKER,
     Best,
-    Learner,
     ModelPart,
     apart,
     fill,
@@ -52,10 +51,10 @@ if TYPE_CHECKING:
     from gnnplan.executor.strategies.layerwise import GradientErrors
 
 TRACED_EPOCHS = 5  # least number of epochs with spans in the trace
-T = TypeVar("T")
 SHARE = 0.25  # largest share of the GPU's memory that a replayed step may fill
 WATCHED_EPOCHS = 3  # epochs with a memory watch; by their end every buffer has been filled
 
+Results = tuple[Tensor, Tensor]  # a step's loss, and the metric's counts
 Report = Callable[[Json], None]  # receives a line of metrics.jsonl
 
 
@@ -87,15 +86,6 @@ def train(
         return training.finish()
 
 
-def _measuring(worker: Worker, learner: Learner) -> GradientErrors:
-    """Make the measurement of gradient errors; import its module only if it is asked for."""
-    from gnnplan.executor.strategies.layerwise import GradientErrors
-    from gnnplan.executor.strategies.layerwise import Worker as LayerwiseWorker
-
-    assert isinstance(worker, LayerwiseWorker)  # launch/run_request.py refuses others
-    return GradientErrors(worker, learner.gradients[0])
-
-
 class _Training:
     """One rank's training: worker, optimizer, and records."""
 
@@ -121,11 +111,18 @@ class _Training:
         self.learner = worker.open_learner()
         patience = problem.workload.patience
         self.best = patience and Best(worker.trained(), patience, problem.metric in FALLING)
-        self.replay: Replay[tuple[Tensor, Tensor | int]] | None = None
-        self.unrepeatable = ""  # the reason if a user's module cannot become a CUDA graph
+        self.replay: Replay | None = None
+        self.is_repeatable = True  # False once a user's module cannot become a CUDA graph
         self.gradient_errors: GradientErrors | None = None
         if rank.gradient_errors:
-            self.gradient_errors = _measuring(worker, self.learner)
+            from gnnplan.executor.strategies.layerwise import GradientErrors
+
+            self.gradient_errors = GradientErrors(worker, self.learner.gradients[0])
+        self.rows = getattr(worker, "rows", Counter[str]())
+        self.errors: dict[str, dict[str, list[Any]]] = {
+            "staleness": getattr(worker, "errors", {}),
+            "gradient_errors": self.gradient_errors.errors if self.gradient_errors else {},
+        }
         self.setup_bytes = {op: sent for op, sent in rank.recorder.sent.items() if sent}
         self.setup_rss_bytes = peak(torch.device("cpu"))
         rank.recorder.sent.clear()
@@ -153,6 +150,9 @@ class _Training:
             self.best.load(notes["best"])
         rank.recorder.sent.update(notes["bytes"])
         rank.recorder.counted = {Label(*label) for label in notes["counted"]}
+        self.rows.update(notes["rows"])
+        for name, errors in self.errors.items():
+            errors.update(notes[name])
         with suppress(SpecError):  # the trace may be lost with an earlier machine
             rank.recorder.spans = read_trace(trace_of(out, rank.rank), rank.rank)[1][
                 : notes["spans"]
@@ -195,12 +195,11 @@ class _Training:
         self.learner.optimizer.lr = self.problem.workload.lr_of(epoch)
         sent_before, seconds = sum(rank.recorder.sent.values()), 0.0
         # on the device until the end of the epoch, so that the host does not wait for steps
-        loss = torch.zeros((), dtype=torch.float64)
-        counts: Tensor | int = 0
+        loss = counts = torch.zeros((), dtype=torch.float64)
         tested = None
         for step in range(epoch * self.steps, (epoch + 1) * self.steps):
             started = now()
-            if self._replays(step) and (replayed := self._replayed(step)):
+            if replayed := self._replayed(step):
                 part, answers = replayed
                 seconds += now() - started
                 loss, counts = loss + part, counts + answers
@@ -232,8 +231,7 @@ class _Training:
             rank.recorder.activity.begin("phase", f"the evaluation of epoch {epoch + 1}")
             rank.recorder.recording = False
             with self.watch.left_out():  # mini-batches are evaluated on the full graph
-                found = worker.counts(worker.evaluate(step))
-            tested = self._counted(found)
+                tested = worker.counts(worker.evaluate(step))
             rank.recorder.recording = True
         self.resident_bytes.append(resident())
         if checkpoints and is_kept:
@@ -243,8 +241,7 @@ class _Training:
             checkpoints.wait()
         rank.recorder.activity.begin("phase", f"the metrics of epoch {epoch + 1}")
         sent = sum(rank.recorder.sent.values()) - sent_before
-        trained = self._counted(counts, training=True)
-        row, most_spans = _row(rank, self.problem, epoch, loss, trained, tested, seconds, sent)
+        row, most_spans = _row(rank, self.problem, epoch, loss, counts, tested, seconds, sent)
         # all ranks keep the spans of the same epochs, as many as the fullest trace holds
         fit = MOST_SPANS * (epoch + 1 - self.before) // max(most_spans, 1)
         rank.recorder.traced = min(rank.recorder.traced, (self.before + max(fit, 1)) * self.steps)
@@ -256,45 +253,39 @@ class _Training:
         if is_kept:
             self._keep(epoch)
 
-    def _counted(self, counts: Tensor | int, training: bool = False) -> Tensor:
-        """Return counts as a tensor, of zeros if the rank has no rows to count."""
-        if isinstance(counts, Tensor):
-            return counts
-        return no_counts(self.problem, self.rank.device, training)
-
-    def _replays(self, step: int) -> bool:
-        """Whether the step is replayed as a CUDA graph.
+    def _replayed(self, step: int) -> Results | None:
+        """Replay a step as a CUDA graph -> its loss and the metric's counts; None if it is not one.
 
         The first epochs of a process are not replayed: they are traced, and fill caches."""
         recorded = (max(self.before, self.first) + TRACED_EPOCHS) * self.steps
         if step < recorded or self.gradient_errors or not self.worker.uses_cuda_graph:
-            return False
-        return self.replay is not None or (not self.unrepeatable and is_small(self.rank.device))
+            return None
 
-    def _replayed(self, step: int) -> tuple[Tensor, Tensor | int] | None:
-        """Replay a step -> its loss and the metric's counts; None if it cannot be replayed."""
-
-        def enqueue() -> tuple[Tensor, Tensor | int]:
+        def enqueue() -> Results:
             self.learner.zero()
             loss, logits = self.worker.step(step)
             self.learner.update(step)
             return loss, self._counts(logits)
 
         if self.replay is None:
+            if not (self.is_repeatable and is_small(self.rank.device)):
+                return None
             self.rank.recorder.traced = min(self.rank.recorder.traced, step)
             try:
                 self.replay = Replay(self.worker, enqueue, self.rank.device)
-            except RuntimeError as error:
+            except RuntimeError:
                 if not self.problem.workload.is_cut:
                     raise
                 # the step has had no effect: torch runs no kernel while it records a graph
-                self.unrepeatable = str(error).partition("\n")[0]
+                self.is_repeatable = False
                 return None
         return self.replay(step)
 
-    def _counts(self, logits: Tensor) -> Tensor | int:
+    def _counts(self, logits: Tensor) -> Tensor:
         """Return the metric's counts of a training step; roc_auc needs all scores of an epoch."""
-        return 0 if self.problem.metric == "roc_auc" else self.worker.counts(logits)
+        if self.problem.metric == "roc_auc":
+            return no_counts(self.problem, self.rank.device, training=True)
+        return self.worker.counts(logits)
 
     def _append(self, row: Json, report: Report) -> None:
         if not math.isfinite(row["loss"]):
@@ -317,7 +308,7 @@ class _Training:
         counts, recorder = self._all_counts(), self.rank.recorder
         counted = [list(label) for label in recorder.counted]
         notes = {**counts, "counted": counted, "spans": len(recorder.spans)}
-        first_on_disk = [self.metrics.fileno()] if self.metrics else []
+        first_on_disk = [self.metrics.stream.fileno()] if self.metrics else []
         tensors |= part.tensors()
         whole = part.first_columns()
         self.checkpoints.save(self.rank, epoch + 1, tensors, notes, first_on_disk, whole)
@@ -334,7 +325,7 @@ class _Training:
         if self.checkpoints:
             self.checkpoints.wait()
         if self.metrics:
-            self.metrics.close()
+            self.metrics.stream.close()
         if self.out:
             self._leave(self.out)
         return self.worker.net
@@ -369,28 +360,16 @@ class _Training:
 
     def _all_counts(self) -> Json:
         """Return this rank's counts in all epochs, also in those of the process that it resumed."""
-        stale = getattr(self.worker, "errors", {})
-        gradient_errors = self.gradient_errors.errors if self.gradient_errors else {}
-        rows = Counter(self.earlier.get("rows", {}))
-        rows.update(getattr(self.worker, "rows", {}))
         earlier, tensors = self.earlier.get, self.watch.peak()
         return {
             "peak_rss_bytes": max(peak(torch.device("cpu")), earlier("peak_rss_bytes", 0)),
             "peak_bytes": tensors and max(tensors, earlier("peak_bytes") or 0),
             "bytes": dict(self.rank.recorder.sent),
             "rss_bytes": self.resident_bytes,
-            "rows": dict(rows),
-            "staleness": self._appended("staleness", stale),
-            "gradient_errors": self._appended("gradient_errors", gradient_errors),
+            "rows": dict(self.rows),
+            **self.errors,
             "before": list(self.earlier.get("before", [])),
             "best": self.best.notes() if self.best else None,
-        }
-
-    def _appended(self, name: str, later: Mapping[str, list[Any]]) -> dict[str, list[Any]]:
-        """Return series by name: the earlier process's values, then this process's."""
-        before = self.earlier.get(name, {})
-        return {
-            place: [*before.get(place, []), *later.get(place, [])] for place in {**before, **later}
         }
 
     def _write_trace(self, out: Path) -> None:
@@ -448,23 +427,23 @@ def _row(
     return row, int(largest[2])
 
 
-class Replay(Generic[T]):
+class Replay:
     """The CUDA graph of the kernels that `step` enqueues, replayed on the same tensors.
 
     The host launches all of them at once. On a small graph, kernels run for less time than the host
     takes to launch them one by one. A CUDA graph keeps private memory, so a step becomes one only
     if it fills a small share of the GPU's memory (`SHARE`)."""
 
-    def __init__(self, worker: Worker, step: Callable[[], T], device: torch.device) -> None:
+    def __init__(self, worker: Worker, step: Callable[[], Results], device: torch.device) -> None:
         self.clock = worker.clock = torch.zeros((), dtype=torch.int64, device=device)
         try:
             self.graph = torch.cuda.CUDAGraph()
             with torch.cuda.graph(self.graph):
-                self.results: T = step()
+                self.results = step()
         finally:
             worker.clock = None  # a step that is not replayed gets its number from the host
 
-    def __call__(self, step: int) -> T:
+    def __call__(self, step: int) -> Results:
         """Replay the step of this number; return its results, which the next replay overwrites."""
         self.clock.fill_(step)
         self.graph.replay()
@@ -483,23 +462,19 @@ class Metrics:
     def __init__(self, path: Path, first: int) -> None:
         """Keep the lines of the first `first` epochs. Raises SpecError if they are missing."""
         self.path = path
-        self._stream = self._opened(first)
-        self._size = os.fstat(self._stream.fileno()).st_size  # [B], to detect other writers
-
-    def _opened(self, first: int) -> BinaryIO:
-        if not self.path.exists() and not first:
-            return open(self.path, "xb")
-        os.truncate(self.path, must_have_epochs(self.path, first))
-        return open(self.path, "ab")
+        if first or path.exists():
+            os.truncate(path, must_have_epochs(path, first))
+        self.stream = open(path, "ab")  # noqa: SIM115  until the training's end
+        self._size = os.fstat(self.stream.fileno()).st_size  # [B], to detect other writers
 
     def append(self, line: str) -> None:
         """Append a line. Raises SpecError if it cannot be written or the file was changed."""
         try:
             size = os.stat(self.path).st_size
-            self._stream.write(line.encode())
+            self.stream.write(line.encode())
             # Flushed, so that the line outlives a lost rank. Not synced: other ranks would take a
             # rank that waits for the disk for a lost peer.
-            self._stream.flush()
+            self.stream.flush()
         except OSError as error:
             raise SpecError(
                 f"{self.path}: cannot be written ({error.strerror}); free the disk or put it back,"
@@ -512,9 +487,3 @@ class Metrics:
                 " another --out"
             )
         self._size += len(line.encode())
-
-    def fileno(self) -> int:
-        return self._stream.fileno()
-
-    def close(self) -> None:
-        self._stream.close()

@@ -92,10 +92,7 @@ class _Agent(LocalElasticAgent):
         return result
 
     def _look(self) -> None:
-        """End all ranks, with a note of each, once they have been silent for too long.
-
-        On a system that does not report core times, all ranks count as busy.
-        """
+        """End all ranks, with a note of each, once they have been silent for too long."""
         self.watched.unwind()
         now = time.monotonic()
         self._silent_s += min(now - self._looked, SEEN)
@@ -152,7 +149,7 @@ def _core_s(pid: int) -> float:
     try:
         text = Path(f"/proc/{pid}/stat").read_text()
     except FileNotFoundError:
-        return 0.0 if Path("/proc/self/stat").exists() else time.monotonic()
+        return 0.0
     # fields after the name, which may contain blanks
     user, system = text.rpartition(")")[2].split()[11:13]
     return (int(user) + int(system)) / os.sysconf("SC_CLK_TCK")

@@ -20,7 +20,6 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any, NamedTuple
 
-import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
@@ -166,7 +165,9 @@ def work(out: Path, activity: Activity) -> None:
     assert isinstance(graph, Graph)
     base = open_rank(timeout_s=SECONDS, on_cpu=True)
     base.recorder.activity = activity
-    start = _initial_weights(workload, features, classes)
+    start = dict(net_of(describe(workload, features, classes), workload).state_dict())
+    if workload.is_module:
+        start = read_again(workload).trained(start)
     gc.freeze()  # every training begins with a garbage collection, which this makes cheap
     whole_batch = {"mode": "mini", "batch": graph.stats.train_vertices, "fanout": "full"}
     exact: dict[str, dict[str, Tensor]] = {}
@@ -190,9 +191,11 @@ def work(out: Path, activity: Activity) -> None:
             verdicts.append(Verdict(text, "cannot", None, str(error).removeprefix("mode: ")))
             continue
         if mode not in exact:  # on both ranks, so that they open their samplers in the same order
-            exact[mode] = _train_alone(
-                Task.of(ALONE[mode], graph, mode_workload), out / f"{mode}{base.rank}"
-            )
+            alone, folder = Task.of(ALONE[mode], graph, mode_workload), out / f"{mode}{base.rank}"
+            folder.mkdir()
+            one = Rank(0, 1, base.device, base.backend)
+            train(one, alone.problem, alone.strategy, folder, 1, 0)
+            exact[mode] = load_file(folder / "weights.safetensors")
         if base.rank == 0:
             verdicts.append(_verdict(task, here, start, exact[mode]))
     base.close()
@@ -222,19 +225,6 @@ def _proved(workload: Workload) -> str:
     if workload.is_converted:
         return f"our {workload.model} layers compute what the module does"
     return ""
-
-
-def _train_alone(task: Task, out: Path) -> dict[str, Tensor]:
-    """Return the weights after one process has taken the step."""
-    out.mkdir()
-    train(Rank(0, 1, torch.device("cpu"), "gloo"), task.problem, task.strategy, out, 1, 0)
-    return load_file(out / "weights.safetensors")
-
-
-def _initial_weights(workload: Workload, features: int, classes: int) -> dict[str, Tensor]:
-    """Return the weights before the step."""
-    state = dict(net_of(describe(workload, features, classes), workload).state_dict())
-    return read_again(workload).trained(state) if workload.is_module else state
 
 
 def _verdict(

@@ -44,20 +44,6 @@ class TimeIsUp(Exception):
     """The end of a run that took longer than it may."""
 
 
-def begin(asked: RunRequest, most_s: float = inf) -> None:
-    """Train a plan's strategy in the run's folder `asked.out`.
-
-    Call `must_start` first: it checks that this machine can run the ranks. Raises SpecError,
-    LostRank, and TimeIsUp after `most_s` seconds.
-    """
-    until = time.monotonic() + most_s
-    asked.settled.schedule(asked.problem, 1)  # computes the partitions, which ranks then load
-    make_folder(asked.out)
-    with folder_lock(asked.out, "another run trains in", "give another --out"):
-        write_run(asked.out, asked.document, asked.options, asked.last)
-        start(asked, until)
-
-
 @contextmanager
 def unwound_by_signals() -> Iterator[Callable[[], None]]:
     """Unwind this process on signals that would end it, so that it leaves nothing behind.
@@ -98,38 +84,44 @@ def unwound_by_signals() -> Iterator[Callable[[], None]]:
         unwind()
 
 
-def start(asked: RunRequest, until: float = inf) -> None:
-    """Start the local ranks of a run and wait for them; its folder holds the plan and the options.
+def begin(asked: RunRequest, most_s: float = inf) -> None:
+    """Train a plan's strategy with ranks on this machine, in the run's folder `asked.out`.
 
-    Emulates the plan's servers if asked to (emulation.py). Leaves no process behind, not even after
-    a signal. Raises LostRank, naming the rank that failed first, if no restart is left, and
-    TimeIsUp when the monotonic clock passes `until`.
+    Call `must_start` first: it checks that this machine can run the ranks. Emulates the plan's
+    servers if asked to (emulation.py). Leaves no process behind, not even after a signal. Raises
+    SpecError, LostRank, naming the rank that failed first, if no restart is left, and TimeIsUp
+    after `most_s` seconds.
     """
-    from gnnplan.executor.launch import agent
-
-    out, problem, options = asked.out, asked.problem, asked.options
+    until, options = time.monotonic() + most_s, asked.options
+    out, problem = asked.out, asked.problem
+    places = [problem.servers[rank] for rank in problem.by_gpu]
+    names = [name_of(*each) for each in zip(problem.by_gpu, places, strict=True)]
+    asked.settled.schedule(problem, 1)  # computes the partitions, which ranks then load
+    make_folder(out)
     emulated = lab(asked.cluster.servers, asked.emulate)
-    try:
-        with unwound_by_signals() as unwind, scratch(out) as folder, emulated as servers:
-            env = {SCRATCH: str(folder), "TMPDIR": str(folder)}
-            places = [problem.servers[rank] for rank in problem.by_gpu]
-            names = [name_of(*each) for each in zip(problem.by_gpu, places, strict=True)]
+    with folder_lock(out, "another run trains in", "give another --out"):
+        write_run(out, asked.document, options, asked.last)
+        from gnnplan.executor.launch import agent  # its import takes 1 s
 
-            def go_on() -> None:
-                unwind()
-                if time.monotonic() > until:
-                    raise TimeIsUp
+        try:
+            with unwound_by_signals() as unwind, scratch(out) as folder, emulated as servers:
 
-            def safe() -> str:
-                return f"All ranks were stopped; {kept(out, problem.by_gpu)}"
+                def go_on() -> None:
+                    unwind()
+                    if time.monotonic() > until:
+                        raise TimeIsUp
 
-            limit_s, predicted = options.timeout_s, asked.predicted
-            watched = agent.Watched(out, names, limit_s, go_on, safe, predicted)
-            arguments = ["launch", str(out)]
-            agent.run(arguments, watched, places, servers, folder, env, options.restarts)
-    finally:
-        activity.forget(out)
-        forget_unfinished(out)
+                def safe() -> str:
+                    return f"All ranks were stopped; {kept(out, problem.by_gpu)}"
+
+                limit_s, predicted = options.timeout_s, asked.predicted
+                watched = agent.Watched(out, names, limit_s, go_on, safe, predicted)
+                arguments = ["launch", str(out)]
+                env = {SCRATCH: str(folder), "TMPDIR": str(folder)}
+                agent.run(arguments, watched, places, servers, folder, env, options.restarts)
+        finally:
+            activity.forget(out)
+            forget_unfinished(out)
 
 
 @contextmanager

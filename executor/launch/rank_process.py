@@ -12,7 +12,7 @@ import sys
 import time
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import closing, contextmanager, suppress
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
@@ -200,7 +200,7 @@ def _by_host(messages: Sequence[Found]) -> list[str]:
 
 
 def work(out: Path, activity: Activity) -> Failure | None:
-    """Be one of the ranks that `launcher.start` started for the run in this folder."""
+    """Be one of the ranks that `launcher.begin` started for the run in this folder."""
     warnings.filterwarnings("ignore", "Sparse CSR tensor support is in beta state", UserWarning)
     options = Options.read(out / "options.json")
     return _Process(out / "plan.json", out, options, activity).run()
@@ -384,11 +384,11 @@ def _reports(
     if options.tensorboard is None or rank != 0:
         yield line
         return
-    with closing(Scalars(options.tensorboard, first)) as scalars:
+    with tensorboard(options.tensorboard, first) as add:
 
         def report(row: Json) -> None:
             line(row)
-            scalars.add(row)
+            add(row)
 
         yield report
 
@@ -422,28 +422,24 @@ def _progress_line(epochs: int, first: int) -> Callable[[Json], None]:
     return report
 
 
-class Scalars:
-    """A writer of metrics.jsonl's rows into an event file of TensorBoard; only rank 0 has one.
+@contextmanager
+def tensorboard(folder: str, first: int) -> Iterator[Callable[[Json], None]]:
+    """Yield a function that writes a row of metrics.jsonl into an event file of TensorBoard.
 
     first: epochs that an earlier process has trained; TensorBoard hides its later epochs. Raises
     SpecError if the folder cannot be made.
     """
+    from torch.utils.tensorboard import SummaryWriter  # its import takes 0.5 s
 
-    def __init__(self, folder: str, first: int) -> None:
-        from torch.utils.tensorboard import SummaryWriter  # its import takes 0.5 s
+    make_folder(Path(folder))
+    purged = first + 1 if first else None
+    with SummaryWriter(folder, purge_step=purged, flush_secs=WITHIN) as writer:
 
-        make_folder(Path(folder))
-        self.writer = SummaryWriter(
-            folder, purge_step=first + 1 if first else None, flush_secs=WITHIN
-        )
+        def add(row: Json) -> None:  # epochs without evaluation have no scores on val and test
+            parts = {name: name.partition("_") for name in scores_of(row)}
+            scores = {name: f"{metric}/{part}" for name, (part, _, metric) in parts.items()}
+            for field, tag in (TAGS | scores).items():
+                if row.get(field) is not None:
+                    writer.add_scalar(tag, row[field], row["epoch"])
 
-    def add(self, row: Json) -> None:
-        """Write an epoch; epochs without evaluation have no scores on val and test."""
-        parts = {name: name.partition("_") for name in scores_of(row)}
-        scores = {name: f"{metric}/{part}" for name, (part, _, metric) in parts.items()}
-        for field, tag in (TAGS | scores).items():
-            if row.get(field) is not None:
-                self.writer.add_scalar(tag, row[field], row["epoch"])
-
-    def close(self) -> None:
-        self.writer.close()
+        yield add

@@ -58,13 +58,13 @@ def features(
     return out
 
 
-def take_rows(x: np.ndarray, rows: Ids, out: np.ndarray) -> np.ndarray:
-    """Copy rows of x into `out` and return it. `rows` are not checked."""
-    if not x.flags.c_contiguous:  # some columns of a mapped file: np.take would read all of x first
+def take_rows(x: np.ndarray, rows: Ids, out: np.ndarray) -> None:
+    """Copy rows of x into `out`. `rows` are not checked."""
+    if x.flags.c_contiguous:
+        # with mode='raise' numpy would copy twice, to check for indices out of range
+        np.take(x, rows, axis=0, out=out, mode="clip")
+    else:  # some columns of a mapped file: np.take would read all of x first
         out[:] = x[rows]
-        return out
-    # with mode='raise' numpy would copy twice, to check for indices out of range
-    return np.take(x, rows, axis=0, out=out, mode="clip")
 
 
 def weighted_block(

@@ -325,7 +325,10 @@ class Net(nn.Module):
         self.which = which or range(1, self.total + 1)
         self.layers = nn.ModuleDict()
         for number in self.which:
-            self.layers[str(number)] = own(number) if own else _known(model, workload, number)
+            constants = KINDS[workload.model].constants(workload, number) if own is None else None
+            self.layers[str(number)] = (
+                own(number) if own else BuiltInLayer(model.layers[number - 1], constants)
+            )
         self.encoder = nn.Linear(*model.encoder) if model.encoder and 1 in self.which else None
         self.decoder = (
             nn.Linear(*model.decoder)
@@ -420,9 +423,3 @@ class Net(nn.Module):
         if self.activates_last:
             h = activated(self.norm, h, moments)
         return linear(drop(h), self.decoder.weight, self.decoder.bias)
-
-
-def _known(model: Model, workload: Workload, number: int) -> BuiltInLayer:
-    """Return the built-in layer `number` of a model."""
-    constants = KINDS[workload.model].constants(workload, number)
-    return BuiltInLayer(model.layers[number - 1], constants)

@@ -8,7 +8,7 @@ over the classes whose whole is not 0:
     f1_micro    2 TP / (2 TP + FP + FN), of all classes together
     f1_macro    2 TP / (2 TP + FP + FN), of each class
     mae         sum of |error| / numbers
-    auc         right comparisons / comparisons, of links (`compared`)
+    auc         right comparisons / comparisons, of links (`LinkTargets.compared`)
 
 roc_auc ranks all vertices of all ranks, so its counts are a table of all vertices' scores.
 """
@@ -240,16 +240,6 @@ def scores_of_pairs(rows: Tensor, heads: Tensor, tails: Tensor) -> Tensor:
     return torch.bmm(tail_rows.view(*tails.shape, -1), head_rows.unsqueeze(2)).squeeze(2)
 
 
-def _count_right(pair_scores: Tensor) -> Tensor:
-    """Count right comparisons of edges with their negatives, and all comparisons, float64 [2].
-
-    A tie counts half.
-    """
-    margin = pair_scores[:, :1] - pair_scores[:, 1:]
-    right = (margin > 0).sum(dtype=torch.float64) + (margin == 0).sum(dtype=torch.float64) / 2
-    return torch.stack([right, torch.full_like(right, margin.numel())])
-
-
 class LinkTargets:
     """Pairs of rows for link prediction: their loss, and counts of comparisons.
 
@@ -273,19 +263,18 @@ class LinkTargets:
 
     def counts(self, rows: Tensor) -> Tensor:
         """Count the batch's right and total comparisons, as those of train, float64 [3, 2, 1]."""
-        out = rows.new_zeros(3, 2, 1, dtype=torch.float64)
-        if len(self.heads):
-            out[0, :, 0] = _count_right(scores_of_pairs(rows, self.heads, self.tails))
+        return F.pad(self.compared(rows)[None, :, None], (0, 0, 0, 0, 0, 2))
+
+    @torch.no_grad()
+    def compared(self, rows: Tensor) -> Tensor:
+        """Count how often edges score higher than their negatives, and all comparisons, float64
+        [2]. A tie counts half."""
+        out = rows.new_zeros(2, dtype=torch.float64)
+        step = max(1, AT_ONCE // max(self.tails.shape[1] * rows.shape[1], 1))
+        for start in range(0, len(self.heads), step):
+            places = [ids[start : start + step] for ids in (self.heads, self.tails)]
+            pair_scores = scores_of_pairs(rows, *sent(places, rows.device))
+            margin = pair_scores[:, :1] - pair_scores[:, 1:]
+            right = (margin > 0).sum(dtype=torch.float64) + (margin == 0).sum() / 2
+            out += torch.stack([right, torch.full_like(right, margin.numel())])
         return out
-
-
-@torch.no_grad()
-def compared(rows: Tensor, pairs: Pairs) -> Tensor:
-    """Count how often edges score higher than their negatives, and all comparisons, float64 [2]."""
-    out = rows.new_zeros(2, dtype=torch.float64)
-    step = max(1, AT_ONCE // max(pairs.tails.shape[1] * rows.shape[1], 1))
-    for start in range(0, pairs.heads.size, step):
-        piece = slice(start, start + step)
-        places = [torch.from_numpy(ids[piece]) for ids in (pairs.heads, pairs.tails)]
-        out += _count_right(scores_of_pairs(rows, *sent(places, rows.device)))
-    return out

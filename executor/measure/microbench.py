@@ -10,7 +10,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Mapping, Sequence
 from statistics import median
-from typing import Any, TypeVar
+from typing import Any
 
 import numpy as np
 import torch
@@ -73,7 +73,6 @@ TOGETHER = 10  # samples that the host enqueues at once
 ROUNDS = 3
 HURRY = 0.1  # [s] per number, below which there is only one round
 
-T = TypeVar("T")
 # seconds of an operation, and core-seconds that a group's ranks spend on it
 Sent = tuple[float, float]
 # shape of a kernel; its seconds on each rank
@@ -176,19 +175,17 @@ class Bench:
             samples: list[float] = []
             end = self._clock() + self.seconds / self.rounds
             while not samples or self._clock() < end:
-                samples += self._on_gpu(work) if self.device.type == "cuda" else self._once(work)
+                samples += self._samples(work)
             duration = median(samples) / divide
         durations = self._gather(duration)
         return [durations[rank] for rank in self.apart]
 
-    def _once(self, work: Callable[[], Any]) -> list[float]:
-        self._disturb()
-        begin = self._clock()
-        work()
-        return [self._clock() - begin]
-
-    def _on_gpu(self, work: Callable[[], Any]) -> list[float]:
-        """Return durations of the kernels without launches, as the host enqueues them ahead."""
+    def _samples(self, work: Callable[[], Any]) -> list[float]:
+        """Return durations of `work`; on a GPU of its kernels without launches, as the host
+        enqueues them ahead."""
+        if self.device.type != "cuda":
+            self._disturb()
+            return self._durations(work, 1)
         clock, marks = DeviceClock(self.device), []
         torch.cuda._sleep(HEAD_START)  # type: ignore[no-untyped-call]
         for _ in range(TOGETHER):
@@ -235,10 +232,6 @@ class Bench:
             ]
         return found
 
-    def _sizes(self, shapes: tuple[T, ...], large: T) -> tuple[T, ...]:
-        """Return the shapes to time: on a GPU also a large one."""
-        return (*shapes, large) if self.device.type == "cuda" else shapes
-
     def _block(self, vertices: int, edges: int) -> Block:
         """Return a community graph's block in the executor's layout: rows in locality order."""
         graph = _community(vertices, edges)
@@ -257,7 +250,8 @@ class Bench:
         cuda = self.device.type == "cuda"
 
         def products(dtype: torch.dtype = torch.float32) -> list[Sample]:
-            return [(shape, self.gemm(*shape, dtype)) for shape in self._sizes(SHAPES, LARGE_SHAPE)]
+            sizes = (*SHAPES, LARGE_SHAPE) if cuda else SHAPES
+            return [(shape, self.gemm(*shape, dtype)) for shape in sizes]
 
         def gathers(dtype: torch.dtype = torch.float32) -> list[Sample]:
             return [
@@ -310,7 +304,7 @@ class Bench:
 
     def gather(self, block: Block, width: int, dtype: torch.dtype = torch.float32) -> list[float]:
         """Return seconds of aggregation over a graph, forward and backward."""
-        block = block.to(dtype=dtype)
+        block = block.mean(dtype)
         x = torch.randn(block.n_src, width, device=self.device, dtype=dtype, requires_grad=True)
         grad = torch.randn(block.n_dst, width, device=self.device, dtype=dtype)
         return self._time(lambda: torch.autograd.grad(aggregate(block, x), x, grad))
@@ -420,7 +414,7 @@ class Bench:
         by_group = [np.mean([everyone[rank][0] for rank in group], axis=0) for group in groups]
         return float(np.median(by_group)), sum(everyone[rank][1] for rank in groups[0])
 
-    def _durations(self, work: Callable[[], None], rounds: int) -> list[float]:
+    def _durations(self, work: Callable[[], object], rounds: int) -> list[float]:
         durations = []
         for _ in range(rounds):
             begin = self._clock()

@@ -34,7 +34,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from datetime import timedelta
-from typing import ClassVar, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import numpy as np
 import torch
@@ -50,13 +50,11 @@ from gnnplan.executor.minibatch.share import Ends, Part, Share
 from gnnplan.executor.ranks.rank import Rank
 from gnnplan.executor.ranks.recorder import now
 from gnnplan.executor.ranks.rendezvous import join, launcher_env
-from gnnplan.planner.graph.graph import Graph
 from gnnplan.planner.graph.sampling import (
     Ids,
     Pairs,
     draw,
     fetched,
-    items_of,
     key_of,
     pairs_in,
     taken,
@@ -75,11 +73,14 @@ _opened = itertools.count()  # numbers samplers: all ranks open them in the same
 
 @dataclass
 class Sampled:
-    """A share, with the spans and the bytes sent, by operation, of sampling it."""
+    """A share, with the spans and the bytes sent, by operation, of sampling it.
+
+    worker: the worker of the share whose rows are loaded ahead (strategies/minibatch.py)."""
 
     share: Share
     spans: list[Span] = field(default_factory=list)
     sent: dict[str, int] = field(default_factory=dict)
+    worker: Any = None
 
 
 class Drawn(NamedTuple):
@@ -127,8 +128,9 @@ class Sampler:
         self.place = self.peers.index(me)
         self.number = next(_opened)
         self._process_groups: dict[Group, dist.ProcessGroupGloo] = {}
-        self._epoch, self._items = -1, list[Ids]()
-        self._degrees = degrees(batches.graph)  # before the fork: sampler processes share it
+        self.items_in, ins = batches.items_in, batches.graph.degree
+        # before the fork: sampler processes share them
+        self._degrees = ins, batches.graph.out_degree if batches.graph.stats.directed else ins
         if lists is not None:
             self.graph = thinned(batches.graph, lists.keeps(me))
         # workspaces [N]: the position of a vertex among a layer's sources; whether a row of the
@@ -148,12 +150,9 @@ class Sampler:
         workload, (epoch, number) = self.workload, divmod(step, self.steps)
         is_shared = len(self.peers) > 1
         asks = self.lists is not None and self.lists.asks
-        items, all_items = self._items_of(epoch, number)
-        total = (
-            all_items.size
-            if workload.task == "link"
-            else weight_of(self.graph, workload, all_items)
-        )
+        all_items = self.items_in(epoch)[number]
+        items = shares(all_items, len(set(self.groups)))[self.group]
+        total = weight_of(self.graph, workload, all_items)
         pairs = pairs_in(self.graph, workload, items, epoch, number)
         rows = items if pairs is None else pairs.ends
         if is_shared:
@@ -209,14 +208,6 @@ class Sampler:
             # the rank has the graph's structure: a sampler process need not send it with batches
             vars(part.block).pop("graph_edges", None)
         return sampled
-
-    def _items_of(self, epoch: int, number: int) -> tuple[Ids, Ids]:
-        """Return the items (seeds) of a batch for this rank's group, and for all groups."""
-        if epoch != self._epoch:
-            self._epoch, self._items = epoch, []
-            self._items = items_of(self.graph, self.workload, epoch)
-        items = self._items[number]
-        return shares(items, len(set(self.groups)))[self.group], items
 
     def _ends(self, pairs: Pairs, own: Ids) -> Ends:
         """Select the group's pairs that this rank scores. own: ids of its rows of h_L.
@@ -337,20 +328,23 @@ class Sampler:
             selection = Block(np.arange(drawn.reads.size + 1), index[drawn.reads], source.size)
             source = drawn.reads
             index[source] = np.arange(source.size, dtype=np.int32)
-        block = weighted_block(
-            self.graph,
-            edges,
-            drawn.rows,
-            source,
-            drawn.indptr,
-            index[drawn.columns],
-            self.workload,
-            self._degrees,
-            drawn=True,
-        )
+        block = self._block(edges, drawn.rows, source, drawn.indptr, index[drawn.columns])
         return Part(
             source, drawn.below.size, give, drawn.takes, drawn.exchanges_rows, block, selection
         )
+
+    def _block(
+        self,
+        edges: str,
+        rows: Ids,
+        source: Ids,
+        indptr: Ids,
+        indices: np.ndarray,
+        part: tuple[int, Ids] | None = None,
+    ) -> Block:
+        """Make the block of drawn edges (`weighted_block`)."""
+        of_layer = rows, source, indptr, indices, self.workload, self._degrees
+        return weighted_block(self.graph, edges, *of_layer, drawn=True, part=part)
 
     def _all_to_all(
         self, sampled: Sampled, label: Label, asked: Sequence[np.ndarray], ranks: Sequence[int]
@@ -434,12 +428,6 @@ def drawing_device(rank: Rank, supply: Supply) -> torch.device | None:
     return rank.device if draws else None
 
 
-def degrees(graph: Graph) -> tuple[np.ndarray, np.ndarray]:
-    """Return in-degrees and out-degrees [N]."""
-    ins = graph.degree
-    return ins, graph.out_degree if graph.stats.directed else ins
-
-
 class SourceSampler(Sampler):
     """A sampler that pushes layer 1's edges to their sources' owners."""
 
@@ -496,18 +484,8 @@ class SourceSampler(Sampler):
         source = np.concatenate([rows[:own], missing(self._present, [columns])])
         self._present[rows[:own]] = False
         self._index[source] = np.arange(source.size, dtype=np.int32)
-        block = weighted_block(
-            self.graph,
-            self.edges[0],
-            rows,
-            source,
-            indptr,
-            self._index[columns],
-            self.workload,
-            self._degrees,
-            drawn=True,
-            part=(own, taken(self._degrees[0][rows], self.workload.fanouts[-1])),
-        )
+        part = own, taken(self._degrees[0][rows], self.workload.fanouts[-1])
+        block = self._block(self.edges[0], rows, source, indptr, self._index[columns], part)
         return Part(source, source.size, first.gives, first.takes, False, block), rows
 
     def _read_sums(

@@ -45,7 +45,7 @@ class ShareQueue:
         sampler: Sampler,
         prefetch: int,
         first: int = 0,
-        load: Callable[[int, Sampled], Sampled] | None = None,
+        load: Callable[[int, Sampled], object] | None = None,
     ) -> None:
         self.rank, self.sampler, self.prefetch, self.load = rank, sampler, prefetch, load
         self.first = first
@@ -125,11 +125,10 @@ class ShareQueue:
 
         def receive_and_load() -> Sampled:
             sampled = self._receive(step) if self.processes else self.sampler[step]
-            return (
-                self.load(step, self._add_structure(sampled))
-                if self.load
-                else self._add_structure(sampled)
-            )
+            sampled = self._add_structure(sampled)
+            if self.load:
+                self.load(step, sampled)
+            return sampled
 
         return self.rank.lanes.in_thread("load", receive_and_load)
 

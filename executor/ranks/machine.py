@@ -28,16 +28,15 @@ def device_name(device: torch.device) -> str:
     """Return the product name of this GPU, or of this machine's processor."""
     if device.type == "cuda":
         return torch.cuda.get_device_name(device)
-    with suppress(OSError):
-        for line in Path("/proc/cpuinfo").read_text().splitlines():
-            if line.startswith("model name"):
-                return line.split(":", 1)[1].strip()
+    for line in Path("/proc/cpuinfo").read_text().splitlines():
+        if line.startswith("model name"):
+            return line.split(":", 1)[1].strip()
     return platform.processor() or platform.machine()
 
 
 def cores() -> int:
     """Return the number of cores that this process may use."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return len(os.sched_getaffinity(0))
 
 
 def gpus() -> int:
@@ -109,7 +108,7 @@ def _mallinfo2() -> Callable[[], _Mallinfo2] | None:
     """Return glibc's mallinfo2; None if the C library has none."""
     try:
         function = ctypes.CDLL(None).mallinfo2
-    except (AttributeError, OSError):  # musl, glibc before 2.33, macOS
+    except AttributeError:  # before glibc 2.33
         return None
     function.restype = _Mallinfo2
     return function
@@ -125,11 +124,8 @@ def allocated() -> int | None:
 
 
 def resident() -> int:
-    """Return this process's resident memory [B]; its peak if the kernel does not tell more."""
-    try:
-        return int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize()
-    except OSError:
-        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+    """Return this process's resident memory [B]."""
+    return int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize()
 
 
 def peak(device: torch.device) -> int:
@@ -140,12 +136,9 @@ def peak(device: torch.device) -> int:
 
 
 def free_memory() -> float:
-    """Return the memory available without swapping [B]; if unknown, half of all memory."""
-    with suppress(OSError):
-        for line in Path("/proc/meminfo").read_text().splitlines():
-            if line.startswith("MemAvailable:"):
-                return float(line.split()[1]) * 1024
-    return float(os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")) / 2
+    """Return the memory available without swapping [B]."""
+    fields = dict(line.split(":") for line in Path("/proc/meminfo").read_text().splitlines())
+    return float(fields["MemAvailable"].split()[0]) * 1024
 
 
 class MemoryWatch:
@@ -165,7 +158,7 @@ class MemoryWatch:
 
     def _sample(self) -> None:
         # not SCHED_BATCH like a rank's other threads (rank.wait_in_turn), or it misses peaks
-        with suppress(OSError, AttributeError):
+        with suppress(OSError):
             os.sched_setscheduler(0, os.SCHED_OTHER, os.sched_param(0))
         while not self._stop.wait(INTERVAL):
             with self._reading:
@@ -188,11 +181,9 @@ class MemoryWatch:
             self._peak = torch.cuda.max_memory_allocated(self.device)
         return self._peak - self._before
 
-    def stop(self) -> int | None:
-        """Stop at the first call; return the growth from start to peak [B], None if unknown."""
-        peak = self.peak()
+    def stop(self) -> None:
+        """Stop; later allocations do not change the peak."""
+        self.peak()  # reads a GPU's for the last time
         self._stop.set()
-        if self._thread is None:
-            return peak
-        self._thread.join()
-        return self.peak()
+        if self._thread is not None:
+            self._thread.join()

@@ -49,11 +49,9 @@ def store_of_this_machine() -> TCPStore:
 
 def loopback_only() -> dict[str, str]:
     """Return environment variables that make Gloo and NCCL use this machine's loopback only."""
-    names = [name for _, name in socket.if_nameindex()]
-    for loopback in ("lo", "lo0"):
-        if loopback in names:
-            return {"GLOO_SOCKET_IFNAME": loopback, "NCCL_SOCKET_IFNAME": loopback}
-    return {}
+    if "lo" not in [name for _, name in socket.if_nameindex()]:
+        return {}
+    return {"GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "lo"}
 
 
 def on_this_machine(port: int, run: str) -> dict[str, str]:

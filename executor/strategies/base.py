@@ -14,12 +14,14 @@ from torch import Tensor
 
 from gnnplan.executor.layers.layer import Drop
 from gnnplan.executor.layers.models import Net
+from gnnplan.executor.layers.targets import no_counts
 from gnnplan.executor.ranks.learner import Gradients, Learner, fill
 from gnnplan.executor.ranks.rank import Rank
 from gnnplan.planner.problem.problem import Problem
 from gnnplan.planner.vocabulary.numbers import Group
 from gnnplan.planner.vocabulary.schedule import Label
 
+NOTHING = torch.empty(0)
 Backward = Callable[[Tensor], Tensor]  # the gradient of a segment's output -> that of its input
 
 
@@ -87,14 +89,16 @@ class Worker(ABC):
     def evaluate(self, step: int) -> Tensor:
         """Return logits of this rank's rows, without dropout and staleness."""
 
-    def counts(self, logits: Tensor) -> Tensor | int:
-        """Return the metric's counts over the logits of the last step or evaluation; 0: no rows.
+    def counts(self, logits: Tensor) -> Tensor:
+        """Return the metric's counts over the logits of the last step or evaluation.
 
         See layers/targets.py.
         """
+        if not self.scorers:  # a pipeline stage before the last, or a step that ends no batch
+            return no_counts(self.problem, self.rank.device)
         parts = torch.split(logits, [scorer.size for scorer in self.scorers])
-        counts = [scorer.counts(rows) for scorer, rows in zip(self.scorers, parts, strict=True)]
-        return reduce(add, counts) if counts else 0
+        counts = (scorer.counts(rows) for scorer, rows in zip(self.scorers, parts, strict=True))
+        return reduce(add, counts)
 
     def open_learner(self) -> Learner:
         """Make what all-reduces gradients and updates weights. It is called once."""

@@ -32,9 +32,9 @@ from gnnplan.executor.modules.read import net_of
 from gnnplan.executor.ranks.comm import ColumnExchange
 from gnnplan.executor.ranks.rank import Rank
 from gnnplan.executor.strategies import layerwise
-from gnnplan.executor.strategies.base import Backward
+from gnnplan.executor.strategies.base import NOTHING, Backward
 from gnnplan.executor.strategies.halo import Halo
-from gnnplan.executor.strategies.layerwise import NOTHING, LayerInput, backward_prepared
+from gnnplan.executor.strategies.layerwise import LayerInput, backward_prepared
 from gnnplan.planner.ownership.layout import Layout
 from gnnplan.planner.problem.problem import Problem
 from gnnplan.planner.strategies import FeatureParallel
@@ -74,7 +74,6 @@ class Worker(layerwise.Worker):
         self.scorers = [self.targets]
         self.features = features(graph, own, workload, device)
         self.cached: Tensor | None = None
-        self.to_sum: Tensor | None = None
         if self.courses[0] is None:
             self.cached = self._sum_features(self.features)
             if not self.model.layers[0].reads_own:
@@ -99,7 +98,7 @@ class Worker(layerwise.Worker):
         reads_features = layer == 1 and self.net.encoder is None
         course = self.courses[layer - 1]
         if course is None:
-            return self._run_constant_sums(step, self.features)
+            return super()._run_layer(step, layer, inputs)
         self._reduce_moments(step, layer, inputs)
         varies = inputs.leaf.requires_grad
         x, to_x = collecting(self.features if reads_features else inputs.leaf.detach(), varies)
@@ -134,9 +133,11 @@ class Worker(layerwise.Worker):
             sums[0].requires_grad_(learns)
             if course.joins:
                 out = net.update(sums[0], own, x, self.x0, relu)
-            else:
-                columns = exchange.columns[self.rank.rank]
-                out = self._update_columns(cast(BuiltInLayer, net), sums[0], columns, relu)
+            else:  # GCN or SGC, of which bias and ReLU are left
+                out, built_in = sums[0], cast(BuiltInLayer, net)
+                if built_in.spec.bias:
+                    out = out + net.get_parameter("bias")[exchange.columns[self.rank.rank]]
+                out = out.relu() if relu else out
             next_inputs, saved = self._make_input(out, step, layer + 1)[0], [root_of(out)]
             del out, x, own
 
@@ -165,22 +166,6 @@ class Worker(layerwise.Worker):
 
         return next_inputs, back
 
-    def _run_constant_sums(self, step: int, x: Tensor) -> tuple[LayerInput, Backward]:
-        """Run layer 1 on the sums computed at set-up."""
-        net, label = self.net.layer(1), Label("forward", step, layer=1)
-        assert self.cached is not None
-        with self.rank.recorder.span(label, "compute"):
-            out = net.update(self.cached, x, x, None, self.net.relu_after(1))
-            next_inputs, root = self._make_input(out, step, 2)[0], root_of(out)
-            del out
-
-        def back(gradient: Tensor) -> Tensor:
-            with self.rank.recorder.span(label._replace(op="backward"), "compute"):
-                backward([root], [gradient])
-            return gradient
-
-        return next_inputs, back
-
     def _sum_columns(
         self,
         label: Label,
@@ -202,14 +187,6 @@ class Worker(layerwise.Worker):
         with self.rank.recorder.span(label, "compute"):
             columns = aggregate(columns)
         return exchange.to_rows(label._replace(op="to_rows"), columns) if joins else [columns]
-
-    def _update_columns(
-        self, net: BuiltInLayer, sums: Tensor, columns: slice, relu: bool
-    ) -> Tensor:
-        """Apply bias and ReLU of GCN or SGC to sums [N, C] of own `columns`."""
-        if net.spec.bias:
-            sums = sums + net.get_parameter("bias")[columns]
-        return sums.relu() if relu else sums
 
 
 open_worker = Worker

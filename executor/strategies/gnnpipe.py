@@ -60,10 +60,8 @@ from gnnplan.executor.layers.targets import Targets
 from gnnplan.executor.modules.read import net_of
 from gnnplan.executor.ranks.comm import Exchange, PendingReceive, send
 from gnnplan.executor.ranks.rank import Rank, completed_future
-from gnnplan.executor.strategies.base import Backward
+from gnnplan.executor.strategies.base import NOTHING, Backward
 from gnnplan.executor.strategies.base import Worker as StrategyWorker
-from gnnplan.planner.gnn.workload import Workload
-from gnnplan.planner.graph.graph import Graph
 from gnnplan.planner.graph.sampling import ROUNDING, Ids
 from gnnplan.planner.ownership.layout import Chunks
 from gnnplan.planner.problem.problem import Problem
@@ -101,80 +99,6 @@ class Chunk:
         return layer.gather(self.blocks[layer.edges], layer.gathers(sources))
 
 
-def make_chunks(
-    rank: Rank,
-    graph: Graph,
-    workload: Workload,
-    cut: Chunks,
-    member: int,
-    group: Sequence[int],
-    kinds: set[str],
-) -> tuple[np.ndarray, list[Chunk]]:
-    """Make a rank's sub-chunks; return global ids of all rows that it keeps, and the sub-chunks.
-
-    cut: the graph in chunks, every chunk split over the members of a stage. member: this rank's
-    number in its stage. group: the stage's ranks. kinds: kinds of edges of the stage's layers.
-    """
-    own, halo = cut.own(member), cut.halos[member]
-    kept = np.concatenate([own, halo])
-    place = np.full(graph.stats.vertices, -1, dtype=np.int64)
-    place[kept] = np.arange(kept.size)
-    position = np.empty(kept.size, dtype=np.int32)  # place -> position among a chunk's sources
-    halo_starts = own.size + np.searchsorted(
-        cut.sub[halo] // cut.members, np.arange(cut.chunks + 1)
-    )
-    chunks, start = [], 0
-    for c in range(cut.chunks):
-        ids = cut.rows(c, member)
-        rows = slice(start, start + ids.size)
-        start = rows.stop
-        indptr = offsets(graph.degree_of(ids))
-        columns, own_places = place[graph.neighbours(ids)], np.arange(rows.start, rows.stop)
-        sources = np.concatenate([own_places, np.setdiff1d(columns, own_places)])
-        position[sources] = np.arange(sources.size)
-        local = position[columns]
-        blocks = {
-            kind: weighted_block(graph, kind, ids, kept[sources], indptr, local, workload).to(
-                rank.device
-            )
-            for kind in kinds
-        }
-        chunks.append(
-            Chunk(
-                rows,
-                slice(int(halo_starts[c]), int(halo_starts[c + 1])),
-                torch.from_numpy(sources).to(rank.device),
-                blocks,
-                _exchange(rank, cut, c, member, group),
-            )
-        )
-    return kept, chunks
-
-
-def _exchange(
-    rank: Rank, cut: Chunks, c: int, member: int, group: Sequence[int]
-) -> Exchange | None:
-    """Make the members' exchange of chunk c's rows; None if no member reads another's rows."""
-    sends = cut.facts.sends[c]
-    if not sends.any():
-        return None
-    give = [np.zeros(0, dtype=np.int64)] * rank.world
-    take = np.zeros(rank.world, dtype=np.int64)
-    for other, peer in enumerate(group):
-        give[peer], take[peer] = cut.given(c, member, other), sends[other, member]
-    return Exchange(rank, give, take, tuple(group))
-
-
-def with_halo(chunks: Sequence[Chunk], own: Tensor) -> Tensor:
-    """Append the halo to own rows [own, H], fetched from members chunk by chunk."""
-    halo = [
-        chunk.exchange.forward(chunk.exchange.pack(own[chunk.rows]))
-        for chunk in chunks
-        if chunk.exchange
-    ]
-    return torch.cat([own, *halo]) if halo else own
-
-
 class Inputs:
     """The features of a rank of the first stage."""
 
@@ -190,14 +114,14 @@ class Inputs:
         self.by_chunk: list[Tensor] = []  # chunks' source rows, if only a product reads features
         if problem.model.rows(1).multiplied_first:
             self.by_chunk = [self.features.index_select(0, chunk.sources) for chunk in chunks]
-            self.features = torch.empty(0)  # `by_chunk` replaces it
+            self.features = NOTHING  # `by_chunk` replaces it
         self.aggregated: list[Tensor] = []  # by chunk, if the aggregate is constant
         if problem.model.aggregate_cached(1):
             self.aggregated = [chunk.gather(net.layer(1), self.features) for chunk in chunks]
         # other dense features are prepared here in every step, unless a layer does so itself
         plain = net.encoder is None and not net.layer(1).reads_whole
         self.is_prepared = plain and not (self.by_chunk or self.aggregated)
-        self.prepared = torch.empty(0)
+        self.prepared = NOTHING
 
     def _load(self, rank: Rank, problem: Problem, kept: Ids, own: int) -> Tensor:
         """Load features of own rows, and of the halo if layer 1 reads it."""
@@ -240,13 +164,6 @@ class Inputs:
         gathered = chunk.gather(layer, self.prepared)
         return layer.update(gathered, self.prepared[chunk.rows], own, None, relu)
 
-    def first_layer_exactly(self) -> Tensor:
-        """Return layer 1's output for all own rows, without dropout."""
-        self.prepare(no_dropout)
-        return torch.cat(
-            [self.first_layer(c, lambda _: no_dropout) for c in range(len(self.chunks))]
-        )
-
 
 # backward function: (root of the layer's autograd graph, the root's gradient) -> gradient of the
 # layer's input rows
@@ -273,7 +190,7 @@ class History:
                 for layer, width in widths.items()
             }
 
-        self.net, self.layers = net, list(widths)
+        self.net = net
         self.past, self.mixed, self.slope = zeros(), zeros(), zeros()
         self.carried = zeros() if carries else {}
         self.refreshes = False  # whether a step's rows are copied to the past rows
@@ -291,11 +208,6 @@ class History:
         self.slope[layer].zero_()
         with torch.no_grad():
             self.mixed[layer].copy_(net.prepare(self.past[layer], drop))
-
-    def remember(self) -> None:
-        """Copy the mixed rows to the past rows."""
-        for layer in self.layers:
-            self.past[layer].copy_(self.mixed[layer])
 
     def state(self) -> dict[str, Tensor]:
         """Return a checkpoint's tensors: past rows, and late gradient if it is carried."""
@@ -369,9 +281,6 @@ class History:
         return out, back
 
 
-NOTHING = torch.empty(0)
-
-
 @dataclass
 class ChunkState:
     """A chunk between the stage's layers."""
@@ -389,7 +298,7 @@ class Worker(StrategyWorker):
     inputs: Inputs  # of the first stage
 
     def __init__(self, rank: Rank, problem: Problem, strategy: GNNPipe, first: int = 0) -> None:
-        graph, workload, device = problem.data, problem.workload, rank.device
+        workload, device = problem.workload, rank.device
         self.rank, self.problem, self.strategy = rank, problem, strategy
         stages, self.members = strategy.pipeline(problem), strategy.members(problem)
         number, self.member = divmod(rank.rank, self.members)
@@ -405,17 +314,14 @@ class Worker(StrategyWorker):
         self.codec = strategy.codec
         self.net = net_of(self.model, workload, self.layers).to(device)
         cut = problem.cut(settled(strategy.chunks), self.members)
-        kinds = {self.net.layer(layer).edges for layer in self.layers}
-        ids, self.chunks = make_chunks(
-            rank, graph, workload, cut, self.member, self.reduce_group, kinds
-        )
+        ids = np.concatenate([cut.own(self.member), cut.halos[self.member]])
         self.own, self.vertices = cut.own(self.member).size, torch.from_numpy(ids).to(device)
-        own_ids = ids[: self.own]
-        self.targets = (
-            [Targets(graph, own_ids[chunk.rows], workload, device) for chunk in self.chunks]
+        self.chunks = self._make_chunks(cut, ids)
+        self.targets = [
+            Targets(problem.data, ids[chunk.rows], workload, device)
+            for chunk in self.chunks
             if self.stage.is_last
-            else []
-        )
+        ]
         self.scorers = self.targets  # in chunk order; empty before the last stage
         if self.stage.number == 0:
             self.inputs = Inputs(rank, problem, self.net, self.chunks, ids, self.own)
@@ -428,6 +334,46 @@ class Worker(StrategyWorker):
     @property
     def reduce_group(self) -> Group:
         return self.stage.ranks
+
+    def _make_chunks(self, cut: Chunks, kept: np.ndarray) -> list[Chunk]:
+        """Make the sub-chunks of this rank. cut: the graph in chunks, every chunk split over the
+        members of a stage. kept: global ids of all rows that the rank keeps."""
+        problem, device = self.problem, self.rank.device
+        graph, member = problem.data, self.member
+        place = np.full(graph.stats.vertices, -1, dtype=np.int64)
+        place[kept] = np.arange(kept.size)
+        position = np.empty(kept.size, dtype=np.int32)  # place -> position among a chunk's sources
+        chunk_of_halo = cut.sub[kept[self.own :]] // cut.members
+        halo_ends = self.own + np.searchsorted(chunk_of_halo, np.arange(cut.chunks + 1))
+        chunks, start = list[Chunk](), 0
+        for c in range(cut.chunks):
+            ids = cut.rows(c, member)
+            rows = slice(start, start + ids.size)
+            start = rows.stop
+            indptr = offsets(graph.degree_of(ids))
+            columns, own_places = place[graph.neighbours(ids)], np.arange(rows.start, rows.stop)
+            sources = np.concatenate([own_places, np.setdiff1d(columns, own_places)])
+            position[sources] = np.arange(sources.size)
+            edges = ids, kept[sources], indptr, position[columns], problem.workload
+            blocks = {
+                kind: weighted_block(graph, kind, *edges).to(device)
+                for kind in {self.net.layer(layer).edges for layer in self.layers}
+            }
+            halo = slice(int(halo_ends[c]), int(halo_ends[c + 1]))
+            places = torch.from_numpy(sources).to(device)
+            chunks.append(Chunk(rows, halo, places, blocks, self._exchange(cut, c)))
+        return chunks
+
+    def _exchange(self, cut: Chunks, c: int) -> Exchange | None:
+        """Make the members' exchange of chunk c's rows; None if no member reads another's rows."""
+        rank, sends = self.rank, cut.facts.sends[c]
+        if not sends.any():
+            return None
+        give = [np.zeros(0, dtype=np.int64)] * rank.world
+        take = np.zeros(rank.world, dtype=np.int64)
+        for other, peer in enumerate(self.reduce_group):
+            give[peer], take[peer] = cut.given(c, self.member, other), sends[other, self.member]
+        return Exchange(rank, give, take, self.reduce_group)
 
     # -- one step ---------------------------------------------------------------------------------
 
@@ -640,9 +586,17 @@ class Worker(StrategyWorker):
         h, x0 = first.h, first.x0
         for layer in self.layers:
             if layer not in self.varying:
-                h = self.inputs.first_layer_exactly()
+                self.inputs.prepare(no_dropout)
+                numbers = range(len(self.chunks))
+                h = torch.cat([self.inputs.first_layer(c, lambda _: no_dropout) for c in numbers])
                 continue
-            h = with_halo(self.chunks, h)
+            halo = [
+                chunk.exchange.forward(chunk.exchange.pack(h[chunk.rows]))
+                for chunk in self.chunks
+                if chunk.exchange
+            ]
+            h = torch.cat([h, *halo]) if halo else h
+            del halo
             self.history.mixed[layer].copy_(h)
             part, relu = self.net.layer(layer), self.net.relu_after(layer)
             prepared, outs = part.prepare(h, no_dropout), list[Tensor]()
@@ -685,7 +639,8 @@ class Worker(StrategyWorker):
     def refill(self, step: int) -> None:
         """Recompute historical rows from the current weights, as before the first step."""
         self.evaluate(step)
-        self.history.remember()
+        for layer in self.varying:
+            self.history.past[layer].copy_(self.history.mixed[layer])
 
 
 open_worker = Worker

@@ -51,30 +51,23 @@ class CoBatches(base.Worker):
         self.buckets = buckets_of(problem, self.options.buckets, self.options.narrow)
         self.net = net_of(problem.model, problem.workload).to(rank.device)
         self.constants = ConstantRows(rank, problem, layout, self.net, strategy.degrees)
-        self.batches = []
+        self.batches = list[tuple[Worker, Layout]]()
         for batch in strategy.layouts(problem):
             assert isinstance(batch, Layout)
-            self.batches.append((self._open(batch), self.constants.places(batch)))
+            self.batches.append((self._open(batch), batch))
         self.evaluation = _evaluation_batches(problem, layout, strategy.steps(problem))
 
     def _open(self, batch: Layout) -> Worker:
         edges, workload = self.net.edges, self.problem.workload
         share = share_of(batch, self.rank.rank, edges, workload, self.strategy.degrees)
-        return Worker(
-            self.rank,
-            self.problem,
-            share,
-            self.options,
-            self.net,
-            batch=share.total,
-        )
+        given = self.rank, self.problem, share, self.options, self.net
+        return Worker(*given, batch=share.total)
 
-    def _load(self, worker: Worker, places: Tensor, step: int) -> None:
+    def _load(self, worker: Worker, batch: Layout, step: int) -> None:
         """Give a batch's worker its constant rows."""
-        loaded = self.constants.copy_rows(places)
-        with self.rank.recorder.span(
-            Label("load", step), "copy", sum(rows.nbytes for rows in loaded)
-        ):
+        loaded = self.constants.load(batch)
+        nbytes = sum(rows.nbytes for rows in loaded)
+        with self.rank.recorder.span(Label("load", step), "copy", nbytes):
             worker.features, worker.cached = self.constants.on_device(loaded)
 
     def step(self, step: int) -> tuple[Tensor, Tensor]:
@@ -83,9 +76,9 @@ class CoBatches(base.Worker):
         Returns this rank's part of the batch's contribution to the mean loss over all training
         vertices, and its logits [targets, C].
         """
-        worker, places = self.batches[self.strategy.turn(self.problem, step)]
+        worker, batch = self.batches[self.strategy.turn(self.problem, step)]
         worker.learner = self.learner
-        self._load(worker, places, step)
+        self._load(worker, batch, step)
         loss, logits = worker.step(step)
         worker.features, worker.cached = torch.empty(0), None
         self.scorers = [worker.targets]
@@ -101,7 +94,7 @@ class CoBatches(base.Worker):
         scorers, logits = list[Scorer](), []
         for batch in self.evaluation:
             worker = self._open(batch)
-            self._load(worker, self.constants.places(batch), step)
+            self._load(worker, batch, step)
             logits.append(worker.evaluate(step))
             scorers.append(worker.targets)
         self.scorers = scorers

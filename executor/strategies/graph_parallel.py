@@ -11,9 +11,7 @@ loads the rows that it needs from there (ConstantRows).
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import replace
-from functools import partial
 
 import numpy as np
 import torch
@@ -59,12 +57,21 @@ def constant_rows(rank: Rank, problem: Problem, layout: Layout) -> Tensor:
     return x
 
 
-def own_features(rank: Rank, problem: Problem, layout: Layout) -> Callable[[], Tensor] | None:
-    """Return a function that loads features of layer 1's destinations; None if not all are own."""
-    own = layout.own(rank.rank)
-    if layout.rows(rank.rank, 1).size > own.size:
-        return None
-    return partial(features, problem.data, own, problem.workload, rank.device)
+def keep_constant_rows(worker: Worker, layout: Layout) -> None:
+    """Load a worker's constant rows; if layer 1's aggregate is constant too, compute it once."""
+    rank, problem, model = worker.rank, worker.problem, worker.problem.model
+    x = constant_rows(rank, problem, layout)
+    if not model.aggregate_cached(1):
+        worker.features = x
+        return
+    release_memory()  # the memory of the exchange
+    worker.cached = worker.net.layer(1).gather(worker.blocks[1], x)
+    own, rows = layout.own(rank.rank), worker.blocks[1].n_dst * model.layers[0].reads_own
+    if rows == own.size:  # loaded again once `x` is freed, which takes less memory than a copy
+        del x
+        worker.features = features(problem.data, own, problem.workload, rank.device)
+    else:
+        worker.features = x[:rows].clone()
 
 
 class ConstantRows:
@@ -99,17 +106,12 @@ class ConstantRows:
         reads_halo = self.problem.model.first_varying > 0
         return source_of(layout, me, 1) if reads_halo else layout.rows(me, 0)
 
-    def places(self, layout: Layout) -> Tensor:
-        """Return the places of a layout's constant rows among the kept rows."""
-        return torch.from_numpy(self.place_of[self._needed_ids(layout)])
-
-    def copy_rows(self, places: Tensor) -> list[Tensor]:
-        """Return copies of the rows at these places."""
-        return [kept.index_select(0, places) for kept in self.kept]
-
     def load(self, layout: Layout) -> list[Tensor]:
         """Return the constant rows of a layout: all kept rows, or copies of some."""
-        return self.kept if layout is self.layout else self.copy_rows(self.places(layout))
+        if layout is self.layout:
+            return self.kept
+        places = torch.from_numpy(self.place_of[self._needed_ids(layout)])
+        return [kept.index_select(0, places) for kept in self.kept]
 
     def on_device(self, rows: list[Tensor]) -> tuple[Tensor, Tensor | None]:
         """Move rows to the device: the input of layer 1 or the encoder, and a cached aggregate."""
@@ -155,7 +157,7 @@ def worker_on(
     if not trim:
         worker = make_worker(layout, options)
         release_memory()
-        worker.keep(constant_rows(rank, problem, layout), own_features(rank, problem, layout))
+        keep_constant_rows(worker, layout)
         return worker
     constants = ConstantRows(rank, problem, layout, weights, degrees)
 
@@ -188,7 +190,7 @@ class Vanishing(Worker):
         self.whole_share = share_of(layout, rank.rank, net.edges, problem.workload)
         # the policy is applied to a step's share: the temporary worker exchanges all of its halo
         super().__init__(rank, problem, self.whole_share, replace(options, policy=FRESH), net)
-        self.keep(constant_rows(rank, problem, layout), own_features(rank, problem, layout))
+        keep_constant_rows(self, layout)
 
     def step(self, step: int) -> tuple[Tensor, Tensor]:
         varying = self.whole_share.parts[self.problem.model.first_varying :]
@@ -211,17 +213,14 @@ class Vanishing(Worker):
             return replace(part, block=block)
         ids, positions, gives = part.source, np.concatenate(part.give), [*map(len, part.give)]
         crossing = Crossing(self.problem.workload.seed, step, layer, self.rank.rank)
-        sent_places, halo_places = fresh_places(
+        give, take, _, halo_places = fresh_places(
             self.vanishing_options.policy, ids, positions, gives, part.take.tolist(), crossing
         )
-        give = [positions[places] for places in sent_places]
-        take = np.array([rows.size for rows in halo_places])
         edge_scale = np.ones(ids.size)  # of each source row
         halo = edge_scale[part.local :]
         halo[:] = 0.0  # rows that are not fresh
-        for rows, count, whole in zip(halo_places, take, part.take, strict=True):
-            halo[rows] = whole / max(count, 1)
-        kept = np.concatenate([np.arange(part.local), part.local + np.concatenate(halo_places)])
+        halo[halo_places] = np.repeat(part.take / np.maximum(take, 1), take)
+        kept = np.concatenate([np.arange(part.local), part.local + halo_places])
         source_places, scales = sent(
             [torch.from_numpy(each) for each in (kept, edge_scale)], self.rank.device
         )

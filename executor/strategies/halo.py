@@ -16,7 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import NamedTuple
@@ -132,8 +132,8 @@ class Halo:
         """Send this step's fresh rows and yield the rows received from peers, in `into` if given.
 
         Yields None in the first step of a lagging exchange."""
-        fresh = self._fresh(step, layer)
-        with self._recorded(step, layer, direction, rows):
+        fresh, label = self._fresh(step, layer), Label("halo", step, direction, layer)
+        with fresh.exchange.recorded(label, rows, direction):
             if (outgoing := fresh.sent_positions(direction)) is not None:
                 rows = rows.index_select(0, outgoing)
             yield fresh.exchange.swap(direction, rows, into)
@@ -168,35 +168,23 @@ class Halo:
             positions, ids = exchange.positions.cpu().numpy(), self.vertices[layer].cpu().numpy()
             crossing = Crossing(self.seed, step, layer, self.rank.rank)
             rows = ids, positions, exchange.gives, exchange.take
-            sent_places, halo_places = fresh_places(self.policy, *rows, crossing)
-            give, take = (
-                [positions[places] for places in sent_places],
-                np.array([*map(len, halo_places)]),
-            )
-            both = (torch.from_numpy(np.concatenate(each)) for each in (sent_places, halo_places))
-            places = (each.to(self.rank.device) for each in both)
+            give, take, *both = fresh_places(self.policy, *rows, crossing)
+            places = (torch.from_numpy(each).to(self.rank.device) for each in both)
             self._fresh_rows[key] = Fresh(Exchange(self.rank, give, take), *places)
         return self._fresh_rows[key]
-
-    def _recorded(
-        self, step: int, layer: int, direction: str, rows: Tensor
-    ) -> AbstractContextManager[None]:
-        """Return the span of the exchange of fresh rows, and count its bytes now."""
-        return self._fresh(step, layer).exchange.recorded(
-            Label("halo", step, direction, layer), rows, direction
-        )
 
     def _prepare_exchange(
         self, step: int, layer: int, direction: str, outgoing: Tensor, into: Tensor | None = None
     ) -> Callable[[], Tensor]:
         """Return a function that sends packed rows or gradients and returns those received."""
-        fresh, recorded = self._fresh(step, layer), self._recorded(step, layer, direction, outgoing)
+        exchange, label = self._fresh(step, layer).exchange, Label("halo", step, direction, layer)
+        recorded = exchange.recorded(label, outgoing, direction)
 
-        def exchange() -> Tensor:
+        def run() -> Tensor:
             with recorded:
-                return fresh.exchange.swap(direction, outgoing, into)
+                return exchange.swap(direction, outgoing, into)
 
-        return exchange
+        return run
 
     def _pop_pending(self, direction: str, layer: int) -> Tensor | None:
         """Return the rows exchanged one step ago, for use in this step; None in the first step."""
@@ -378,12 +366,13 @@ def fresh_places(
     gives: Sequence[int],
     takes: Sequence[int],
     crossing: Crossing,
-) -> tuple[list[Ids], list[Ids]]:
-    """Return places of the fresh rows sent to each peer, and of those received from each peer.
+) -> tuple[list[Ids], Ids, Ids, Ids]:
+    """Return the fresh rows: positions of those sent to each peer, the number received from each
+    peer, and the places of all these rows among the layer's sent rows, and received rows.
 
-    Both count places among all rows of the layer that are sent, or received. ids: of the layer's
-    source rows, the halo last. positions: of the sent rows in `ids`. gives, takes: number of rows
-    sent to and received from each peer. crossing: with this rank as the reader.
+    ids: of the layer's source rows, the halo last. positions: of the sent rows in `ids`. gives,
+    takes: number of rows sent to and received from each peer. crossing: with this rank as the
+    reader.
     """
 
     def places(rows: Ids, counts: Sequence[int], readers: Sequence[int]) -> list[Ids]:
@@ -393,7 +382,11 @@ def fresh_places(
             for (start, end), reader in parts
         ]
 
+    sent = places(ids[positions], gives, range(len(gives)))
+    received = places(ids[ids.size - sum(takes) :], takes, [crossing.reader] * len(takes))
     return (
-        places(ids[positions], gives, range(len(gives))),
-        places(ids[ids.size - sum(takes) :], takes, [crossing.reader] * len(takes)),
+        [positions[each] for each in sent],
+        np.array([*map(len, received)]),
+        np.concatenate(sent),
+        np.concatenate(received),
     )

@@ -24,7 +24,6 @@ from gnnplan.executor.layers.kernels import (
     backward,
     collecting,
     gradient_of,
-    release_memory,
     root_of,
     together,
 )
@@ -36,14 +35,13 @@ from gnnplan.executor.ranks.comm import Exchange, all_reduce, begin_all_reduce, 
 from gnnplan.executor.ranks.learner import Gradients, fill
 from gnnplan.executor.ranks.rank import Rank
 from gnnplan.executor.strategies import base
-from gnnplan.executor.strategies.base import Backward
+from gnnplan.executor.strategies.base import NOTHING, Backward
 from gnnplan.executor.strategies.halo import Halo, RowWeights, open_halo
 from gnnplan.planner.problem.problem import Problem
 from gnnplan.planner.strategies.layerwise.exchange import ExchangeOptions, buckets_of
 from gnnplan.planner.vocabulary.schedule import Label
 
 T = TypeVar("T")
-NOTHING = torch.empty(0)
 # the worker's tensors on the host -> the features that layer 1 or the encoder reads, and the
 # worker's tensors on the device
 _Transfer = Callable[[Any], tuple[Tensor, Any]]
@@ -165,23 +163,6 @@ class Worker(base.Worker):
         """Whether one rank trains on the full graph, and no step draws numbers on the host."""
         single = self.rank.world == 1 and self.rank.device.type == "cuda" and self.batch is None
         return single and self.problem.repeats and triton_kernels() is not None
-
-    def keep(self, features: Tensor, own: Callable[[], Tensor] | None) -> None:
-        """Keep constant features; if layer 1's aggregate is constant too, compute it once.
-
-        own: loads the features of the rank's destinations again, so that they need no memory while
-        the aggregate is computed; None if the rank does not own all destinations.
-        """
-        self.features = features
-        if not self.model.aggregate_cached(1):
-            return
-        release_memory()  # the memory of the exchange
-        self.cached = self.net.layer(1).gather(self.blocks[1], features)
-        rows = self.blocks[1].n_dst if self.model.layers[0].reads_own else 0
-        self.features = features[:0].clone() if own and rows else features[:rows].clone()
-        del features
-        if own and rows:
-            self.features = own()
 
     # -- one step ---------------------------------------------------------------------------------
 
@@ -476,7 +457,8 @@ class GradientErrors:
     all ranks.
     """
 
-    def __init__(self, worker: Worker, gradients: Gradients) -> None:
+    def __init__(self, worker: base.Worker, gradients: Gradients) -> None:
+        assert isinstance(worker, Worker)  # launch/run_request.py refuses others
         self.worker, self.gradients = worker, gradients
         self.errors: dict[str, list[tuple[float, float]]] = {}
 
@@ -498,10 +480,6 @@ class GradientErrors:
             buffer.copy_(before)
         gap, exact = gradients[0] - gradients[1], gradients[1]
         sizes = {name: each.numel() for name, each in worker.net.named_parameters()}
-        parts = zip(
-            *(torch.split(numbers, [*sizes.values()]) for numbers in (gap, exact)), strict=True
-        )
-        for name, (error, true) in (
-            dict(zip(sizes, parts, strict=True)) | {ALL: (gap, exact)}
-        ).items():
+        parts = (torch.split(numbers, [*sizes.values()]) for numbers in (gap, exact))
+        for name, error, true in [*zip(sizes, *parts, strict=True), (ALL, gap, exact)]:
             self.errors.setdefault(name, []).append((float(error.norm()), float(true.norm())))

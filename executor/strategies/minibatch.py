@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
-from dataclasses import dataclass, field
 from functools import cached_property, partial
 from typing import TypeVar
 
@@ -17,9 +16,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from gnnplan.executor.layers.kernels import keep_until_used, on_device
+from gnnplan.executor.layers.kernels import keep_until_used, sent, together
 from gnnplan.executor.layers.models import Net
-from gnnplan.executor.layers.targets import compared
+from gnnplan.executor.layers.targets import LinkTargets
 from gnnplan.executor.minibatch.feature_store import FeatureStore
 from gnnplan.executor.minibatch.sampler import Sampled, Sampler, SourceSampler, drawing_device
 from gnnplan.executor.minibatch.share import Part, Share
@@ -59,7 +58,8 @@ class HeldOut:
         self.parts = []
         for pairs in parts:
             mine = owner[pairs.heads] == me
-            self.parts.append(Pairs(place[pairs.heads[mine]], place[pairs.tails[mine]]))
+            places = Pairs(place[pairs.heads[mine]], place[pairs.tails[mine]])
+            self.parts.append(LinkTargets(places, self.size, mine.sum()))
 
     def counts(self, rows: Tensor) -> Tensor:
         """Count the comparisons that rows [own, H] get right, and all, float64 [3, 2, 1].
@@ -68,18 +68,11 @@ class HeldOut:
         """
         rows = torch.cat([rows, self.exchange.forward(self.exchange.pack(rows))])
         training = rows.new_zeros(2, dtype=torch.float64)
-        return torch.stack([training, *(compared(rows, pairs) for pairs in self.parts)])[:, :, None]
+        return torch.stack([training, *(part.compared(rows) for part in self.parts)])[:, :, None]
 
 
 T = TypeVar("T")
 _Recorded = Callable[[int], AbstractContextManager[None]]  # number of bytes -> span of their load
-
-
-@dataclass
-class _Loaded(Sampled):
-    """A share whose rows are loaded, with the worker that trains on it."""
-
-    worker: layerwise.Worker = field(kw_only=True)
 
 
 class OnBatches(base.Worker):
@@ -94,7 +87,7 @@ class OnBatches(base.Worker):
         strategy: DataParallel | GSplit | P3,
         first: int,
         sampler: Callable[..., Sampler],
-        load: Callable[[int, Sampled], Sampled] | None = None,
+        load: Callable[[int, Sampled], object] | None = None,
     ) -> None:
         """first: the step of the first batch. load: loads a batch while the rank trains."""
         self.rank, self.problem, supply = rank, problem, strategy.supply(problem)
@@ -116,7 +109,7 @@ class OnBatches(base.Worker):
         own, room = self._own_rows(share.parts[0])
         (ids, nbytes), device = self.store.in_host(own), self.rank.device
         with span(nbytes + share.laid_bytes(device)):
-            loaded = self.store.load(ids, room), on_device(others, device)
+            loaded = self.store.load(ids, room), together(others, partial(sent, device=device))
         if self.stream is not None:
             keep_until_used(self.stream, *loaded)
         return loaded
@@ -166,13 +159,8 @@ class Worker(OnBatches):
         vertices (edges), and its rows of the last layer [own seeds, C].
         """
         sampled = self.arriving.next(step)
-        share = sampled.share
-        if isinstance(sampled, _Loaded):
-            worker = sampled.worker
-        else:
-            worker = self._open(
-                share, partial(self.rank.recorder.span, Label("load", step), "copy")
-            )
+        share, span = sampled.share, partial(self.rank.recorder.span, Label("load", step), "copy")
+        worker = sampled.worker or self._open(share, span)
         worker.learner = self.learner
         worker.features = self._features(share, worker, step)
         self.scorers = [worker.targets]
@@ -187,8 +175,8 @@ class Worker(OnBatches):
             self.rank, self.problem, share, self.options, self.net, batch=total, transfer=transfer
         )
 
-    def _load_ahead(self, step: int, sampled: Sampled) -> Sampled:
-        """Load a share, and add the worker that trains on it; in a thread, with its own stream."""
+    def _load_ahead(self, step: int, sampled: Sampled) -> None:
+        """Load a share for the worker that trains on it; in a thread, with its own stream."""
         label, device = Label("load", step), self.rank.device
 
         @contextmanager
@@ -200,8 +188,7 @@ class Worker(OnBatches):
             timed = "copy", began, now(), nbytes, step
             sampled.spans.append(Span(str(label), label.op, self.rank.rank, *timed))
 
-        worker = self._open(sampled.share, span)
-        return _Loaded(sampled.share, sampled.spans, sampled.sent, worker=worker)
+        sampled.worker = self._open(sampled.share, span)
 
     def _features(self, share: Share, worker: layerwise.Worker, step: int) -> Tensor:
         """Return the rows that layer 1 or the encoder reads: own rows, and the halo from owners."""

@@ -38,6 +38,7 @@ from gnnplan.executor.modules.read import net_of
 from gnnplan.executor.ranks.comm import Exchange, all_reduce
 from gnnplan.executor.ranks.rank import Rank, completed_future
 from gnnplan.executor.strategies import base
+from gnnplan.executor.strategies.base import NOTHING
 from gnnplan.planner.ownership.layout import Layout
 from gnnplan.planner.problem.problem import Problem
 from gnnplan.planner.strategies import Offload
@@ -48,7 +49,6 @@ from gnnplan.planner.vocabulary.schedule import Label
 
 T = TypeVar("T")
 HOST = torch.device("cpu")
-NOTHING = torch.empty(0)
 
 
 @dataclass
@@ -226,11 +226,9 @@ class Worker(base.Worker):
 
     def _submit(self, copy: Callable[[], T]) -> Future[T]:
         """Run copies one after another; on a GPU they overlap computation."""
-        return (
-            self.rank.lanes.in_thread("copy", copy)
-            if self.overlaps_copies
-            else completed_future(copy())
-        )
+        if self.overlaps_copies:
+            return self.rank.lanes.in_thread("copy", copy)
+        return completed_future(copy())
 
     def _features(self, vertices: np.ndarray, device: torch.device) -> Tensor:
         return features(self.problem.data, vertices, self.problem.workload, device)
@@ -292,33 +290,27 @@ class Worker(base.Worker):
             keep_until_used(stream, tensors, tensors.block, tensors.targets)
         return tensors
 
-    def _store(self, label: Label, nbytes: int, write: Callable[[], object]) -> None:
+    def _store(self, label: Label, layer: int, chunk: _Chunk, tensors: _Loaded) -> None:
+        """Store rows of h_l. In the backward pass store logits only, and add the gradient of source
+        rows to that of other chunks."""
+        local, received, out = NOTHING, tensors.boundary, tensors.out
+        is_backward, stored = label.direction == "b", self.hidden[layer][chunk.own[layer]]
+        if adds := is_backward and layer > self.model.first_varying:
+            local = gradient_of(tensors.source)[: len(chunk.parts[layer].places)]
+        nbytes = local.nbytes + received.nbytes + out.nbytes
+
         def store() -> None:
             with self.rank.recorder.span(label, "copy", nbytes):
-                write()
+                if layer == self.last or not is_backward:
+                    stored.copy_(out, non_blocking=True)
+                if adds:
+                    self._add_gradients(layer, chunk, local, received)
 
         self.last_store = self._submit(store)
 
-    def _store_rows(self, label: Label, layer: int, chunk: _Chunk, tensors: _Loaded) -> None:
-        stored, out = self.hidden[layer][chunk.own[layer]], tensors.out
-        self._store(label, out.nbytes, lambda: stored.copy_(out, non_blocking=True))
-
-    def _store_gradient(self, label: Label, layer: int, chunk: _Chunk, tensors: _Loaded) -> None:
-        """Store logits, and add the gradient of source rows to that of other chunks."""
-        local, received, out = NOTHING, tensors.boundary, tensors.out
-        if varies := layer > self.model.first_varying:
-            local = gradient_of(tensors.source)[: len(chunk.parts[layer].places)]
-
-        def write() -> None:
-            if layer == self.last:
-                self.logits[chunk.own[layer]].copy_(out, non_blocking=True)
-            if varies:
-                self._add_gradients(layer, chunk, local, received)
-
-        self._store(label, local.nbytes + received.nbytes + out.nbytes, write)
-
     def _swap_halo(self, label: Label, layer: int, chunk: _Chunk, tensors: _Loaded) -> None:
         """Receive halo rows; or, backward, return halo gradients to their owners."""
+        # the forward pass is repeated in the backward pass, with its exchange ('halo_again')
         part, is_backward = chunk.parts[layer], (label.op, label.direction) == ("halo", "b")
         if not part.exchanges_rows:
             return
@@ -401,14 +393,12 @@ class Worker(base.Worker):
     def _run(self, step: int, operations: Iterable[Label]) -> None:
         """Run operations one after another."""
         methods = {
-            "halo f": self._swap_halo,
-            "halo b": self._swap_halo,
-            "halo_again b": self._swap_halo,
+            "halo": self._swap_halo,
+            "halo_again": self._swap_halo,
             "forward": self._forward,
             "loss": self._loss,
             "backward": self._backward,
-            "store f": self._store_rows,
-            "store b": self._store_gradient,
+            "store": self._store,
         }
         tensors = _Loaded(NOTHING)
         for label in (operation._replace(step=step) for operation in operations):
@@ -419,8 +409,7 @@ class Worker(base.Worker):
                 tensors = _Loaded(NOTHING)  # frees the chunk before, ahead of the load
                 tensors = self._load_and_prefetch(label, layer, self.chunks[label.chunk])
             else:
-                method = methods[f"{label.op} {label.direction}".rstrip()]
-                method(label, layer, self.chunks[label.chunk], tensors)
+                methods[label.op](label, layer, self.chunks[label.chunk], tensors)
         self.last_store.result()
 
     def step(self, step: int) -> tuple[Tensor, Tensor]:

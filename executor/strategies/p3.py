@@ -27,7 +27,6 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from gnnplan.executor.layers.blocks import weighted_block
 from gnnplan.executor.layers.kernels import Block, backward, collecting, gradient_of, root_of
 from gnnplan.executor.layers.layer import ColumnLayer, partial_sums
 from gnnplan.executor.layers.models import Net
@@ -40,7 +39,6 @@ from gnnplan.executor.ranks.comm import Exchange
 from gnnplan.executor.ranks.learner import Gradients, Learner, fill, named
 from gnnplan.executor.ranks.rank import Rank, completed_future
 from gnnplan.executor.strategies.minibatch import OnBatches, Scorer
-from gnnplan.planner.gnn.workload import Workload
 from gnnplan.planner.graph.sampling import count_items
 from gnnplan.planner.problem.problem import Problem
 from gnnplan.planner.strategies import P3
@@ -101,17 +99,8 @@ class ColumnSampler(Sampler):
             indices.append(index[places])
             assert places.size == edges
         indptr = offsets(np.concatenate(degrees))
-        merged = weighted_block(
-            self.graph,
-            self.edges[0],
-            source[: first[-1]],
-            source,
-            indptr,
-            np.concatenate(indices),
-            self.workload,
-            self._degrees,
-            drawn=True,
-        )
+        dst = source[: first[-1]]
+        merged = self._block(self.edges[0], dst, source, indptr, np.concatenate(indices))
         give, take = [indptr[:0]] * len(self.groups), np.zeros(len(self.groups), np.int64)
         place = self.rail.index(self.me)
         for i, peer in enumerate(self.rail):
@@ -122,51 +111,38 @@ class ColumnSampler(Sampler):
 
 
 class Delayed(Learner):
-    """A learner whose all-reduce overlaps the computation of a period."""
+    """A worker's learner whose all-reduce overlaps the computation of a period."""
 
-    def __init__(
-        self,
-        rank: Rank,
-        workload: Workload,
-        gradients: Sequence[Gradients],
-        gradients_of: Callable[[int], Sequence[Gradients]],
-        play: Callable[[int, int], object],
-        steps: int,
-    ) -> None:
-        """gradients_of: returns the buffers of a batch's gradient. steps: batches of an epoch.
-
-        play: plays a period (its number) of a run (its number of batches).
-        """
-        super().__init__(rank, workload, gradients)
-        self.gradients_of, self.play = gradients_of, play
-        self.workload, self.steps = workload, steps
-        self.pending_reduce: Future[None] = completed_future(None)
+    def __init__(self, worker: Worker) -> None:
+        gradients = worker.gradients(worker.sliced)
+        super().__init__(worker.rank, worker.problem.workload, gradients)
+        self.worker, self.pending_reduce = worker, completed_future(None)
 
     def start(self, batch: int) -> None:
         """Start the all-reduce of a batch's gradient."""
-        buffers = self.gradients_of(batch)
 
         def reduce() -> None:
-            for buffer in buffers:
+            for buffer in self.worker.gradients_of(batch):
                 buffer.reduce(self.rank, batch)
 
         self.pending_reduce = self.rank.lanes.submit("reduce", reduce)
 
     def update(self, step: int) -> None:
         """Update the weights with the gradient of three batches ago."""
-        due = step - DELAY
+        due, problem = step - DELAY, self.worker.problem
         if due < 0:
             return
         self.pending_reduce.result()
-        for own, reduced in zip(self.gradients, self.gradients_of(due), strict=True):
+        for own, reduced in zip(self.gradients, self.worker.gradients_of(due), strict=True):
             own.flat.copy_(reduced.flat)
-        self.optimizer.lr = self.workload.lr_of(due // self.steps)  # of the batch's epoch
+        epoch = due // self.worker.strategy.steps(problem)
+        self.optimizer.lr = problem.workload.lr_of(epoch)
         self.apply_gradients(due)
 
     def finish(self, step: int) -> None:
         """Play the pending batches to their end."""
         for later in range(step, step + DELAY):
-            self.play(later, step)
+            self.worker.play(later, step)
             self.update(later)
 
 
@@ -224,14 +200,14 @@ class Worker(OnBatches):
         for group in (*twins, *strategy.rails(problem)):
             if len(group) > 1:
                 rank.groups.of(group)
-        trained = rank, problem.workload, self.gradients(self.sliced)
         self.learner: Learner
         if strategy.pipelined:
             self.nets = [copy.deepcopy(self.sliced) for _ in range(DELAY + 1)]
             self.buffers = [self.gradients(net) for net in self.nets]
-            self.learner = Delayed(*trained, self.gradients_of, self.play, strategy.steps(problem))
+            self.learner = Delayed(self)
         else:
-            self.nets, self.buffers, self.learner = [self.sliced], [], Learner(*trained)
+            self.nets, self.buffers = [self.sliced], []
+            self.learner = Learner(rank, problem.workload, self.gradients(self.sliced))
         self.batches: dict[int, PendingBatch] = {}  # by batch
         self.scorers: list[Scorer] = []
         self.tail_spans = ExitStack()  # open spans of the running tail
@@ -276,11 +252,8 @@ class Worker(OnBatches):
 
     def _front(self, step: int) -> PendingBatch:
         """Compute partial sums of layer 1, and start to exchange them with peers."""
-        rank, share, net = (
-            self.rank,
-            self.arriving.next(step).share,
-            self.nets[step % len(self.nets)],
-        )
+        rank, share = self.rank, self.arriving.next(step).share
+        net = self.nets[step % len(self.nets)]
         if net is not self.sliced:
             for stashed, p in zip(net.parameters(), self.sliced.parameters(), strict=True):
                 stashed.data.copy_(p.data)
@@ -289,14 +262,14 @@ class Worker(OnBatches):
                 label = Label("all_reduce", step, layer=buffer.layer)
                 nbytes = comm.reduced_bytes(rank, buffer.flat, buffer.group)
                 rank.recorder.count_ahead(label, nbytes)
-        batch = self._run_first_layer(step, share, net)
+        batch = self._run_first_layer(step, share)
         rows = batch.exchange.pack(batch.partial.detach())
         batch.pulled = self._move(Label("pull", step, "f", 1), batch.exchange, rows, "f")
         return batch
 
-    def _run_first_layer(self, step: int, share: Share, net: Net) -> PendingBatch:
+    def _run_first_layer(self, step: int, share: Share) -> PendingBatch:
         """Run layer 1 on this rank's columns, for all peers' blocks."""
-        rank, problem = self.rank, self.problem
+        rank, problem, net = self.rank, self.problem, self.nets[step % len(self.nets)]
         part, *rest = share.parts
         assert isinstance(part, Pushed)
         layer = cast(ColumnLayer, net.layer(1))
@@ -310,7 +283,7 @@ class Worker(OnBatches):
         with ExitStack() as spans:
             first = Label("scatter", step, "f", 1) if attends else Label("forward", step, layer=1)
             spans.enter_context(rank.recorder.span(first, "compute"))
-            total = self._make_peer_sum(step, spans)
+            total = partial(self._sum_over_peers, step, spans)
 
             def sync(numbers: Tensor) -> Tensor:
                 if not attends:
@@ -324,28 +297,24 @@ class Worker(OnBatches):
         del loaded, x, rows  # autograd keeps the tensors that it needs
         return PendingBatch(step, net, share, exchange, above, sums, part.own)
 
-    def _make_peer_sum(self, step: int, spans: ExitStack) -> Callable[[Tensor, str], Tensor]:
-        """Return a function that all-reduces attention logits over peers inside a compute span.
+    def _sum_over_peers(
+        self, step: int, spans: ExitStack, numbers: Tensor, direction: str
+    ) -> Tensor:
+        """All-reduce attention logits over peers, inside a compute span.
 
         It interrupts the span in `spans`, or in the backward pass ('b') the tail's span."""
-        rank = self.rank
-
-        def total(numbers: Tensor, direction: str) -> Tensor:
-            interrupted = spans if direction == "f" else self.tail_spans
-            interrupted.close()
-            out, back = numbers.contiguous().clone(), Label("logits", step, "b", 1)
-            if direction == "f" and self.strategy.pipelined:
-                rank.recorder.count_ahead(back, comm.reduced_bytes(rank, out, self.rail))
-            rank.lanes.submit(
-                "reduce",
-                lambda: comm.all_reduce(rank, Label("logits", step, direction, 1), out, self.rail),
-            ).result()
-            forward = direction == "f"
-            after = Label("forward", step, layer=1) if forward else Label("scatter", step, "b", 1)
-            interrupted.enter_context(rank.recorder.span(after, "compute"))
-            return out
-
-        return total
+        rank, forward = self.rank, direction == "f"
+        interrupted = spans if forward else self.tail_spans
+        interrupted.close()
+        out, label = numbers.contiguous().clone(), Label("logits", step, direction, 1)
+        if forward and self.strategy.pipelined:
+            nbytes = comm.reduced_bytes(rank, out, self.rail)
+            rank.recorder.count_ahead(label._replace(direction="b"), nbytes)
+        reduce = partial(comm.all_reduce, rank, label, out, self.rail)
+        rank.lanes.submit("reduce", reduce).result()
+        after = Label("forward", step, layer=1) if forward else Label("scatter", step, "b", 1)
+        interrupted.enter_context(rank.recorder.span(after, "compute"))
+        return out
 
     def _move(
         self, label: Label, exchange: Exchange, rows: Tensor, direction: str
@@ -495,14 +464,12 @@ class Worker(OnBatches):
         fill(self.state(), state)
         recording, self.rank.recorder.recording = self.rank.recorder.recording, False
         for step in self.resumed_steps:
-            batch = self._run_first_layer(
-                step, self.arriving.next(step).share, self.nets[step % len(self.nets)]
+            batch = self.batches[step] = self._run_first_layer(step, self.arriving.next(step).share)
+            batch.gradient, pushed = (
+                state[f"flight.{step}.{name}"].to(self.rank.device, copy=True)
+                for name in ("own", "pushed")
             )
-            batch.gradient = state[f"flight.{step}.own"].to(self.rank.device, copy=True)
-            batch.pushed = completed_future(
-                state[f"flight.{step}.pushed"].to(self.rank.device, copy=True)
-            )
-            self.batches[step] = batch
+            batch.pushed = completed_future(pushed)
         self.rank.recorder.recording = recording
 
 

@@ -37,6 +37,7 @@ from gnnplan.executor.ranks.comm import ColumnExchange, all_reduce
 from gnnplan.executor.ranks.learner import Gradients, Learner
 from gnnplan.executor.ranks.rank import Rank
 from gnnplan.executor.strategies import base
+from gnnplan.executor.strategies.base import NOTHING
 from gnnplan.planner.graph.sampling import Ids
 from gnnplan.planner.problem.problem import Problem
 from gnnplan.planner.strategies import Tensor3D
@@ -87,9 +88,9 @@ class Weights:
 class _Saved:
     """Tensors that a layer's forward saves for its backward, which frees them one by one."""
 
-    sums: Tensor | None  # over edges [rows, m D tile]
+    sums: Tensor  # over edges [rows, m D tile]
     zeroed: Tensor | None = None  # mask of inputs that ReLU or dropout set to zero; None: none
-    gradient: Tensor | None = None  # of the outputs [rows, D' tile], set by the backward pass
+    gradient: Tensor = NOTHING  # of the outputs [rows, D' tile], set by the backward pass
 
 
 class Worker(base.Worker):
@@ -203,7 +204,6 @@ class Worker(base.Worker):
             layer, axes = tiles.layer, tiles.axes
             each = self._aggregate(step, tiles, h) if tiles.is_summed else _Saved(h)
             del h
-            assert each.sums is not None
             if tiles.is_summed:
                 self._all_reduce(Label("sum_aggregates", step, "f", layer), each.sums, axes.sources)
             matrix, bias = self._gather_weights(step, tiles, "f")
@@ -244,8 +244,8 @@ class Worker(base.Worker):
                 sums[:, width:].index_copy_(0, dst_places, x.index_select(0, src_places))
         return _Saved(sums, zeroed)
 
-    def _backward(self, step: int, tiles: Tiles, saved: _Saved) -> Tensor | None:
-        """Return the gradient of the inputs from that of the outputs; None for constant inputs.
+    def _backward(self, step: int, tiles: Tiles, saved: _Saved) -> Tensor:
+        """Return the gradient of the inputs from that of the outputs; empty for constant inputs.
 
         Adds the gradient of the weights to the gradient of this rank's share.
         """
@@ -253,28 +253,22 @@ class Worker(base.Worker):
         matrix, bias = self._gather_weights(step, tiles, "b")
         with self.computing("backward", step, layer=layer):
             gradient, sums = saved.gradient, saved.sums
-            saved.gradient = saved.sums = None
-            assert gradient is not None and sums is not None
+            saved.gradient = saved.sums = NOTHING
             to_weights = [weight_gradient(gradient, sums).reshape(-1)]
             del sums
             if bias is not None:
                 to_weights.append(gradient.sum(0))
             flat = torch.cat(to_weights)
             del to_weights
-            to_sums = None
-            if tiles.varies:
-                to_sums = linear(gradient, matrix.t().contiguous())
+            to_sums = linear(gradient, matrix.t().contiguous()) if tiles.varies else NOTHING
             del matrix, bias, gradient
-        exchange, label = (
-            self.weight_exchanges[layer - 1],
-            Label("scatter_weights", step, "b", layer),
-        )
-        own = gradient_of(weights.own)
+        exchange, own = self.weight_exchanges[layer - 1], gradient_of(weights.own)
+        label = Label("scatter_weights", step, "b", layer)
         for piece in exchange.to_columns(label, exchange.split(flat[None])):
             own += piece
         del flat
-        if to_sums is None:
-            return None
+        if not tiles.varies:
+            return NOTHING
         self._all_reduce(Label("sum_aggregates", step, "b", layer), to_sums, axes.sources)
         with self.computing("aggregate", step, "b", layer):
             width = to_sums.shape[1] // tiles.spec.matrices

@@ -37,13 +37,16 @@ def _same_numbers_every_time():
     torch.manual_seed(0)
 
 
-def random_block(n_dst: int, n_src: int, edges: int, seed: int = 0, weighted: bool = True) -> Block:
+def random_block(
+    n_dst: int, n_src: int, edges: int, weighted: bool = True, dtype: torch.dtype = torch.float32
+) -> Block:
     """Sorted rows, duplicates allowed, some rows empty by chance."""
-    random = np.random.default_rng(seed)
+    random = np.random.default_rng(0)
     rows = np.sort(random.integers(0, max(n_dst, 1), edges))
     indptr = np.searchsorted(rows, np.arange(n_dst + 1))
     indices = random.integers(0, max(n_src, 1), edges)
-    return Block(indptr, indices, n_src, random.random(edges) if weighted else None)
+    weight = torch.tensor(random.random(edges), dtype=dtype) if weighted else None
+    return Block(indptr, indices, n_src, weight)
 
 
 def dense(block: Block) -> torch.Tensor:
@@ -58,7 +61,7 @@ def dense(block: Block) -> torch.Tensor:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 @pytest.mark.parametrize(("n_dst", "n_src", "edges"), [(0, 3, 0), (3, 3, 0), (9, 12, 40)])
 def test_aggregate_is_a_matrix_product_both_ways(n_dst, n_src, edges, dtype, weighted):
-    block = random_block(n_dst, n_src, edges, weighted=weighted).to(dtype=dtype)
+    block = random_block(n_dst, n_src, edges, weighted, dtype)
     x = torch.randn(block.n_src, 7, dtype=dtype, requires_grad=True)
     out = aggregate(block, x)
     torch.testing.assert_close(out, (dense(block) @ x.double()).to(dtype))
@@ -89,7 +92,7 @@ def test_a_block_refuses_what_would_read_foreign_memory(indptr, indices, n_src, 
 @pytest.mark.parametrize("weighted", [True, False])
 def test_what_gpus_use_gives_the_same_on_the_processor(weighted):
     """cuSPARSE's product and the transposition by sorting, whose rest is torch's anywhere."""
-    block = random_block(300, 400, 5000, weighted=weighted).to(dtype=torch.float32)
+    block = random_block(300, 400, 5000, weighted)
     x = torch.randn(400, 33)
     product = sparse_product(block.indptr, block.indices, block.weight, x)
     torch.testing.assert_close(product, aggregate(block, x))

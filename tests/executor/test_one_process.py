@@ -12,7 +12,7 @@ from torch import Tensor
 from trainings import ON_BATCHES, ON_FULL_GRAPHS, Setting, idle, lines, source
 
 from gnnplan.executor.layers.kernels import Shapes
-from gnnplan.executor.layers.targets import compared
+from gnnplan.executor.layers.targets import LinkTargets
 from gnnplan.planner.graph.sampling import Pairs, held_out_pairs
 from gnnplan.testing.runs import must_have_learnt
 
@@ -63,4 +63,4 @@ def test_one_process_is_plain_training(setting, run_ranks, graphs, tmp_path):
 def test_ties_count_half():
     rows = torch.tensor([[1.0], [2.0], [2.0], [3.0], [1.0]])
     pairs = Pairs(np.array([0, 0]), np.array([[1, 2, 4], [1, 3, 3]]))
-    assert compared(rows, pairs).tolist() == [1.5, 4.0]
+    assert LinkTargets(pairs, 5, 2).compared(rows).tolist() == [1.5, 4.0]

@@ -144,7 +144,7 @@ def test_metrics_that_another_program_cuts_are_noticed_at_the_next_epoch(tmp_pat
     os.truncate(path, 5)
     with pytest.raises(SpecError, match=r"has 5 bytes, and this run has written 26"):
         metrics.append('{"epoch": 3}\n')
-    metrics.close()
+    metrics.stream.close()
 
 
 def test_metrics_go_on_after_the_lines_that_count(tmp_path):
@@ -154,7 +154,7 @@ def test_metrics_go_on_after_the_lines_that_count(tmp_path):
         Metrics(path, 3)
     metrics = Metrics(path, 1)
     metrics.append('{"epoch": 2, "again": 1}\n')
-    metrics.close()
+    metrics.stream.close()
     assert path.read_text() == '{"epoch": 1}\n{"epoch": 2, "again": 1}\n'
 
 

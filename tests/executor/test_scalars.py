@@ -57,13 +57,11 @@ def test_tensorboard_reads_what_a_run_recorded(reader, tmp_path, monkeypatch):
 def test_epochs_after_the_checkpoint_are_written_anew(reader, tmp_path):
     """A rank is lost in epoch 4; all go on from epoch 2."""
     row = dict.fromkeys(rank_process.TAGS, 1.0)
-    first = rank_process.Scalars(str(tmp_path), 0)
-    for epoch in (1, 2, 3):
-        first.add({**row, "epoch": epoch})
-    first.close()
-    second = rank_process.Scalars(str(tmp_path), 2)
-    second.add({**row, "epoch": 3, "loss": 2.0})
-    second.close()
+    with rank_process.tensorboard(str(tmp_path), 0) as add:
+        for epoch in (1, 2, 3):
+            add({**row, "epoch": epoch})
+    with rank_process.tensorboard(str(tmp_path), 2) as add:
+        add({**row, "epoch": 3, "loss": 2.0})
     events = reader.EventAccumulator(str(tmp_path)).Reload()
     assert [(e.step, e.value) for e in events.Scalars("loss")] == [(1, 1.0), (2, 1.0), (3, 2.0)]
 

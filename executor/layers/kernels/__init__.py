@@ -12,7 +12,7 @@ Open
     hashed_dropout.py  for `dropout`: masks that are a hash of (seed, epoch, layer, vertex, column)
     few_bits.py        for `UniformWidth`, `MixedWidth`: packed rows with stochastic rounding
     triton_kernels.py  for sums over edges, attention and dropout on GPUs
-    page_locked.py     for `sent`, `on_device`: copies to a GPU that do not block the host
+    page_locked.py     for `sent`, `together`: copies to a GPU that do not block the host
     runtime.py         for typed autograd calls, `backward`, the allocator's settings, and
                        `triton_kernels`: whether Triton works on this GPU
 
@@ -40,7 +40,6 @@ from gnnplan.executor.layers.kernels.matmul import (
 from gnnplan.executor.layers.kernels.page_locked import (
     keep_until_used,
     mapped,
-    on_device,
     sent,
     together,
 )
@@ -82,7 +81,6 @@ __all__ = [
     "linear_sum",
     "mapped",
     "mix",
-    "on_device",
     "pin_no_more_than_asked",
     "product_codes",
     "release_memory",

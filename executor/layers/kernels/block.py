@@ -145,21 +145,9 @@ class Block:
         degree = self.indptr.diff().long()
         return self.weighted((1.0 / degree.clamp(min=1).to(dtype)).repeat_interleave(degree))
 
-    def to(
-        self, device: torch.device | str | None = None, dtype: torch.dtype | None = None
-    ) -> Block:
-        """Copy the block to a device; dtype: of the weights (indices stay int32).
-
-        A copy from page-locked memory does not block the host.
-        """
-        return mapped(
-            self,
-            lambda tensor: tensor.to(
-                device,
-                dtype if tensor.is_floating_point() else None,
-                non_blocking=tensor.is_pinned(),
-            ),
-        )
+    def to(self, device: torch.device | str) -> Block:
+        """Copy the block to a device. A copy from page-locked memory does not block the host."""
+        return mapped(self, lambda tensor: tensor.to(device, non_blocking=tensor.is_pinned()))
 
     @property
     def nbytes(self) -> int:

@@ -92,7 +92,8 @@ def vertex_keys(vertices: Tensor, *numbers: int) -> Tensor:
     key = 0
     for number in numbers:
         key = _mixed((key + number + 1) * GOLDEN)
-    return mix((vertices + _signed(key)) * GOLDEN)
+    signed = (key + 2**63) % 2**64 - 2**63
+    return mix((vertices + signed) * GOLDEN)
 
 
 def _mixed(z: int) -> int:
@@ -101,11 +102,6 @@ def _mixed(z: int) -> int:
     z = (z ^ (z >> 30)) * _MIX1 & 2**64 - 1
     z = (z ^ (z >> 27)) * _MIX2 & 2**64 - 1
     return z ^ (z >> 31)
-
-
-def _signed(z: int) -> int:
-    """Reinterpret a uint64 as an int64."""
-    return z - 2**64 if z >= 2**63 else z
 
 
 def _threshold(p: float) -> int:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any
 
 import torch
@@ -107,24 +107,22 @@ def warm_up(device: torch.device) -> None:
 
 
 def code_of(dtype: torch.dtype) -> float:
-    """Return the machine code kept per shape of a product of such rows [B]; 0 if none is."""
-    if dtype == torch.float32:
-        return CODE * by_onednn()
-    return CODE * _bfloat16_by_onednn() if dtype == torch.bfloat16 else 0.0
+    """Return the machine code kept per shape of a product of such rows [B]; 0 if none is.
+
+    torch multiplies bfloat16 rows by oneDNN on all cores with AVX-512."""
+    keeps = dtype == torch.float32 and by_onednn()
+    if dtype == torch.bfloat16:
+        with suppress(AttributeError):  # torch built without oneDNN
+            keeps = bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
+    return CODE * keeps
 
 
 def product_codes() -> dict[str, float]:
     """Return `code_of` as fields of a Device (planner/cluster/spec.py)."""
-    bfloat16_bytes = code_of(torch.bfloat16)
-    return {"product_code": code_of(torch.float32), "product_code_bfloat16": bfloat16_bytes}
-
-
-def _bfloat16_by_onednn() -> bool:
-    """Whether torch multiplies bfloat16 rows by oneDNN: on all cores with AVX-512."""
-    try:
-        return bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
-    except AttributeError:  # torch built without oneDNN
-        return False
+    return {
+        "product_code": code_of(torch.float32),
+        "product_code_bfloat16": code_of(torch.bfloat16),
+    }
 
 
 def _by_pieces(rows: Tensor) -> bool:

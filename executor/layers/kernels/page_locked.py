@@ -63,55 +63,20 @@ def keep_until_used(stream: Any, *things: Any) -> None:
     mapped(things, used)
 
 
-def on_device(things: T, device: torch.device) -> T:
-    """Copy nested objects to a device, in one transfer."""
-    return together(things, lambda tensors: sent(tensors, device))
-
-
-def pinned(tensors: Sequence[Tensor]) -> list[Tensor]:
-    """Return copies of tensors in one piece of page-locked memory."""
-    sizes = [-(-tensor.nbytes // ALIGNED) * ALIGNED for tensor in tensors]
-    ends = [0, *accumulate(sizes)]
-    buffer = torch.empty(ends[-1], dtype=torch.uint8, pin_memory=True)
-    return [
-        _view(buffer, start, tensor).copy_(tensor)
-        for start, tensor in zip(ends[:-1], tensors, strict=True)
-    ]
-
-
-def _view(buffer: Tensor, start: int, like: Tensor) -> Tensor:
-    """Return a view of bytes, from `start` on, with the type and shape of `like`."""
-    return buffer[start : start + like.nbytes].view(like.dtype).view(like.shape)
-
-
 def sent(tensors: Sequence[Tensor], device: torch.device) -> list[Tensor]:
-    """Copy tensors to a device; tensors that are already there stay.
-
-    A transfer to a GPU copies whole pieces of page-locked memory: those that `pinned` has packed,
-    and one more for the remaining tensors.
-    """
-    if device.type != "cuda":
-        return [tensor.to(device) for tensor in tensors]
+    """Copy tensors to a device, to a GPU together; tensors that are already there stay."""
     on_host = [tensor for tensor in tensors if not tensor.is_cuda]
-    moved = iter(_sent(on_host, device) if on_host else ())
+    if device.type != "cuda" or not on_host:
+        return [tensor.to(device) for tensor in tensors]
+    starts = [0, *accumulate(-(-tensor.nbytes // ALIGNED) * ALIGNED for tensor in on_host)]
+    packed = torch.empty(starts.pop(), dtype=torch.uint8, pin_memory=True)
+    for start, tensor in zip(starts, on_host, strict=True):
+        _view(packed, start, tensor).copy_(tensor)
+    arrived = packed.to(device, non_blocking=True)
+    moved = (_view(arrived, *place) for place in zip(starts, on_host, strict=True))
     return [tensor if tensor.is_cuda else next(moved) for tensor in tensors]
 
 
-def _sent(tensors: Sequence[Tensor], device: torch.device) -> list[Tensor]:
-    """Copy host tensors to a GPU."""
-    loose = iter(pinned([tensor for tensor in tensors if not tensor.is_pinned()]))
-    pinned_tensors = [tensor if tensor.is_pinned() else next(loose) for tensor in tensors]
-    device_pieces: dict[int, Tensor] = {}
-    for tensor in pinned_tensors:
-        piece = tensor.untyped_storage()
-        if piece.data_ptr() not in device_pieces:
-            buffer = torch.empty(0, dtype=torch.uint8).set_(piece)
-            device_pieces[piece.data_ptr()] = buffer.to(device, non_blocking=True)
-    return [
-        _view(
-            device_pieces[tensor.untyped_storage().data_ptr()],
-            int(tensor.storage_offset()) * tensor.itemsize,
-            tensor,
-        )
-        for tensor in pinned_tensors
-    ]
+def _view(packed: Tensor, start: int, like: Tensor) -> Tensor:
+    """Return a view of bytes, from `start` on, with the type and shape of `like`."""
+    return packed[start : start + like.nbytes].view(like.dtype).view(like.shape)

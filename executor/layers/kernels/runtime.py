@@ -128,28 +128,24 @@ def pin_no_more_than_asked() -> None:
         torch._C._accelerator_setAllocatorSettings("pinned_max_round_threshold_mb:1")
 
 
-def keep_allocator() -> bool:
+def keep_allocator() -> None:
     """Make glibc keep large freed buffers: fresh pages cost more than many of our kernels.
 
-    Call it once, before the first large tensor. Returns whether it took effect (glibc only).
+    Call it once, before the first large tensor.
     """
     trim_threshold, mmap_threshold = -1, -3  # M_TRIM_THRESHOLD, M_MMAP_THRESHOLD of malloc.h
-    try:
-        libc = ctypes.CDLL(None)
-        # older versions of glibc refuse more than 32 MiB
-        kept = libc.mallopt(mmap_threshold, 1 << 30) or libc.mallopt(mmap_threshold, 32 << 20)
-        return bool(kept and libc.mallopt(trim_threshold, 2**31 - 1))
-    except (AttributeError, OSError):  # musl, macOS, Windows
-        return False
+    libc = ctypes.CDLL(None)
+    # older versions of glibc refuse more than 32 MiB
+    if libc.mallopt(mmap_threshold, 1 << 30) or libc.mallopt(mmap_threshold, 32 << 20):
+        libc.mallopt(trim_threshold, 2**31 - 1)
 
 
 def release_memory() -> None:
-    """Return the pages of freed buffers to the system (glibc only).
+    """Return the pages of freed buffers to the system.
 
     Building a rank's part of the graph takes several times the memory of the part, only once.
     """
-    with suppress(AttributeError, OSError):
-        ctypes.CDLL(None).malloc_trim(0)
+    ctypes.CDLL(None).malloc_trim(0)
 
 
 # -- the choice of kernels on a GPU ----------------------------------------------------------------
