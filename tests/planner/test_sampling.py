@@ -1,4 +1,5 @@
-"""Sampling: what is drawn are neighbours, uniformly, without repetition, and always the same."""
+"""Sampling: what is drawn are neighbours, uniformly, without repetition, and always the same; so is a
+share of the boundary. Batches over ranks compute each row and edge once per group."""
 
 from itertools import combinations
 
@@ -18,6 +19,12 @@ from gnnplan.planner.graph.sampling import (
     mix,
     sample_without_replacement,
 )
+from gnnplan.planner.ownership.minibatch import MiniBatch
+from gnnplan.planner.problem.inputs import read_cluster
+from gnnplan.planner.problem.problem import Problem
+from gnnplan.planner.strategies import BNS
+from gnnplan.planner.strategies.layerwise.bns import Sample
+from gnnplan.planner.strategies.layerwise.exchange import Crossing
 
 GRAPH = load("synthetic:community?vertices=300&edges=5000&features=4&classes=3&seed=0")
 
@@ -106,3 +113,56 @@ def test_a_frontier_has_what_each_layer_reads(seeds, fanouts):
         assert set(sources.tolist()) == set(rows.tolist()) | set(GRAPH.indices[places].tolist())
         expected = draw(GRAPH, rows, fanouts[layers - layer], key_of(0, 0, 0, layer))
         assert (indptr.tolist(), places.tolist()) == (expected[0].tolist(), expected[1].tolist())
+
+
+def of_boundary(ids: np.ndarray, p: float, *crossing: int) -> np.ndarray:
+    return Sample("vanish", p=p).fresh(ids, Crossing(*crossing))
+
+
+@given(st.integers(0, 200), st.integers(0, 100), st.integers(0, 9), st.integers(1, 5))
+def test_a_sample_is_a_share_of_the_rows_and_the_same_in_any_order(rows, percent, epoch, layer):
+    ids = np.random.default_rng(0).permutation(1000)[:rows]
+    p = percent / 100
+    places = of_boundary(ids, p, 7, epoch, layer, 2)
+    assert places.size == -(-percent * rows // 100) and (np.diff(places) > 0).all()
+    turned = ids[::-1]
+    again = turned[of_boundary(turned, p, 7, epoch, layer, 2)]
+    assert set(again) == set(ids[places])
+
+
+def test_every_row_is_drawn_as_often():
+    """In 4,000 epochs; each count within five standard deviations of the binomial's."""
+    ids, epochs, p = np.arange(40), 4000, 0.3
+    times = np.zeros(40)
+    for epoch in range(epochs):
+        times[of_boundary(ids, p, 0, epoch, 2, 1)] += 1
+    assert np.abs(times - epochs * p).max() < 5 * np.sqrt(epochs * p * (1 - p))
+    other = [set(of_boundary(ids, p, *key)) for key in ((0, 0, 2, 1), (1, 0, 2, 1), (0, 0, 3, 1))]
+    assert other[0] != other[1] and other[0] != other[2]
+
+
+@pytest.mark.parametrize("graph", ["reddit", "ogbn-products", "yelp"])
+def test_gpus_cut_their_blocks_themselves(graph):
+    """The host sorted all edges in every epoch: a tenth of the halo took longer than all of it."""
+    stats = load(graph)
+    workload = Workload(model="sage", layers=4, hidden=256)
+    asked = Problem(stats, None, workload, read_cluster("pipegcn_2080ti"))
+    few, whole = (float(BNS(p=p).predict(asked).epoch_s) for p in (0.1, 1.0))
+    assert few < whole
+
+
+@settings(max_examples=examples(30))
+@given(seeds=st.integers(1, 200), ranks=st.integers(1, 5), seed=st.integers(0, 99))
+def test_splitting_computes_each_row_once_and_data_parallel_never_fewer(seeds, ranks, seed):
+    """GSplit Table 1: beyond the mini-batch there is what ranks of data parallelism share."""
+    chosen = np.random.default_rng(seed).permutation(300)[: max(seeds, ranks)]
+    member, counts = np.random.default_rng(seed + 1).integers(0, ranks, 300), []
+    for groups in ((0,) * ranks, (0,), tuple(range(ranks))):
+        shares = np.array_split(chosen, len(set(groups)))
+        frontiers = [frontier(GRAPH, share, (5, 3, 2), seed, 0, 0) for share in shares]
+        owners = member if groups.count(0) > 1 else None
+        made = MiniBatch(GRAPH, frontiers, groups, owners, first_varying=1)
+        edges = [int(made.facts(layer).edges.sum()) for layer in (1, 2, 3)]
+        counts.append([*edges, sum(made.rows(rank, 0).size for rank in range(made.ranks))])
+    split, alone, apart = counts
+    assert split == alone and all(np.less_equal(alone, apart))
