@@ -12,7 +12,6 @@ from safetensors.torch import load_file
 from gnnplan.executor.layers.kernels import Block, SparseRows, aggregate, linear
 from gnnplan.planner.strategies import families, parse
 from gnnplan.planner.strategies.base import ROUNDING
-from gnnplan.planner.vocabulary.errors import SpecError
 from gnnplan.testing.plain import difference
 from gnnplan.testing.ranks import Case
 from gnnplan.testing.runs import one_process
@@ -91,22 +90,6 @@ def test_rows_take_half_the_memory_and_weights_all_of_it(graphs):
     assert set(rounded["optimizer"]) == set(whole["optimizer"]) == {12 * weights}
     assert (2 * rounded["features"] == whole["features"]).all()
     assert (rounded["activations"] < whole["activations"]).all()
-
-
-@pytest.mark.parametrize(
-    ("strategy", "graph", "refusal"),
-    [
-        ("tensor3d", "rough", "tensor3d has no rows in bfloat16 .* use graph_parallel, pipegcn, "),
-        ("p3", "rough", "p3 has no rows in bfloat16 .* use data_parallel, gsplit, dnp or snp"),
-        ("graph_parallel(bits=4)", "rough", "bits quantizes unrounded rows only"),
-        ("pipegcn_gf", "rough", "too few for a moving average"),
-    ],
-)
-def test_what_has_no_such_rows_is_refused(graphs, strategy, graph, refusal):
-    mini = {"mode": "mini", "batch": 4} if strategy == "p3" else {}
-    problem = case_of(strategy, graphs[graph], model="gcn", **mini).problem(2)
-    with pytest.raises(SpecError, match=refusal):
-        parse(strategy).settle(problem).check(problem)
 
 
 def test_refusals_name_those_that_have_such_rows():
