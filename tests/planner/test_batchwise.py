@@ -1,7 +1,6 @@
 """The mini-batch families: closed form, schedule and samples tell one story, batch by batch."""
 
 from collections import Counter
-from collections.abc import Iterator
 from dataclasses import replace
 from functools import partial
 from itertools import pairwise, product
@@ -19,8 +18,6 @@ from gnnplan.planner.cluster.scaling import constants
 from gnnplan.planner.cluster.spec import Link
 from gnnplan.planner.decision.search import families
 from gnnplan.planner.graph.graph import Graph
-from gnnplan.planner.graph.sampling import Frontier, frontier
-from gnnplan.planner.ownership.minibatch import MiniBatch
 from gnnplan.planner.problem.problem import Problem
 from gnnplan.planner.strategies import P3, DataParallel, GSplit, Strategy, parse
 from gnnplan.planner.strategies.layerwise.exchange import CLAIM
@@ -261,89 +258,6 @@ def test_samplers_make_so_many_batches_at_once(samplers, strategy):
     assert played_s * several.steps(problem) == pytest.approx(float(closed.epoch_s), rel=0.05)
     shared_s = float(several.predict(on(problem, cores=6)).epoch_s)
     assert shared_s == pytest.approx(one_s / min(samplers, 2), rel=0.05)
-
-
-def test_gsplit_bytes_by_hand():
-    """Remote rows as sampled, by the formula; ids are 8 bytes each, and 8 per peer for how many."""
-    problem = problem_of(GRAPHS[0], 1, 3, fanout=(3, 3, 3))
-    strategy = GSplit(splitter="random")
-    batches = strategy.batches(problem)
-    remote, ids = [0, 0, 0], 0
-    for step in range(strategy.steps(problem)):
-        batch = batches.at(step)
-        for layer in (1, 2, 3):
-            rows = int(batch.facts(layer).sends.sum())
-            remote[layer - 1] += rows
-            ids += 8 * (rows + 3 * 2)
-    bytes_ = strategy.predict(problem).bytes
-    assert bytes_["ids"] == ids
-    assert bytes_["halo"] == 4 * (remote[0] * 40 + 2 * remote[1] * 16 + 2 * remote[2] * 16)
-    weights = problem.model.weights
-    assert bytes_["all_reduce"] == strategy.steps(problem) * 2 * 2 * weights * 4
-
-
-Drawn = list[tuple[int, list[int]]]  # rows of h_1, and the sources drawn of each
-
-
-def readers(
-    strategy: GSplit, problem: Problem
-) -> Iterator[tuple[int, MiniBatch, range, list[Frontier], list[Drawn]]]:
-    """Step by step and group by group of three ranks, the frontier of each rank's own seeds, which
-    have the batch's rows and sources of layers 2 and 3."""
-    batches, w = strategy.batches(problem), problem.workload
-    for step in range(strategy.steps(problem)):
-        batch, items = batches.at(step), batches.items_in(0)[step]
-        for group, seeds in enumerate(np.array_split(items, problem.ranks // 3)):
-            ranks, frontiers, drawn = range(3 * group, 3 * group + 3), [], []
-            for reader, rank in enumerate(ranks):
-                own = seeds[batches.member[seeds] == reader]
-                found = frontier(problem.graph, own, w.fanouts, w.seed, 0, step)
-                counts = [nodes.size for nodes in found.nodes]
-                assert [batch.facts(layer).rows[rank] for layer in (2, 3)] == counts[2:]
-                assert [batch.facts(layer).sources[rank] for layer in (2, 3)] == counts[1:3]
-                indptr, places = found.edges[0]
-                parts = np.split(problem.graph.indices[places], indptr[1:-1])
-                frontiers.append(found)
-                drawn.append([(v, p.tolist()) for v, p in zip(found.nodes[1], parts, strict=False)])
-            yield step, batch, ranks, frontiers, drawn
-
-
-@pytest.mark.parametrize("groups", [1, 3])
-def test_snp_bytes_and_reads_by_hand(groups):
-    """By frontiers of each rank's own seeds: a rank pushes each edge of layer 1 to its source's
-    owner, and gets a sum of each row and owner of some of its sources or of itself. Owners make a
-    sum once for all who need it, and read what they own."""
-    problem = problem_of(GRAPHS[0], groups, 3, fanout=(3, 3, 3))
-    strategy = parse("snp(splitter='random')")
-    whole = GSplit(splitter="random").batches(problem)
-    owner_of, sent, pushed = strategy.batches(problem).member, 0, 0
-    for step, batch, ranks, needs, drawn in readers(strategy, problem):
-        first, second = batch.facts(1), batch.facts(2)
-        made: list[dict[int, set[int]]] = [{}, {}, {}]  # by owner: row of h_1 -> sources
-        for reader, rank in enumerate(ranks):
-            assert batch.sampled(1)[rank] == needs[reader].edges[0][1].size
-            parts = [0, 0, 0]  # by owner
-            for v, sources in drawn[reader]:
-                for owner in {owner_of[u] for u in (v, *sources)}:
-                    its = [u for u in sources if owner_of[u] == owner]
-                    made[owner].setdefault(v, set(its))
-                    parts[owner] += 1
-                    sent += owner != reader
-                    pushed += (2 + len(its)) * (owner != reader)
-            assert second.partial_sums[rank] == sum(parts)
-            parts[reader] = 0
-            assert second.sends[ranks.start : ranks.stop, rank].tolist() == parts
-        for owner, (rank, sums) in enumerate(zip(ranks, made, strict=True)):
-            assert set(batch.rows(rank, 1)) == set(sums) and first.rows[rank] == len(sums)
-            assert first.edges[rank] == sum(map(len, sums.values()))
-            assert first.remote_own[rank] == sum(owner_of[v] != owner for v in sums)
-            read = {v for v in sums if owner_of[v] == owner}.union(*sums.values())
-            assert set(batch.rows(rank, 0)) == read == set(whole.at(step).rows(rank, 0))
-            assert first.sources[rank] == len(read)
-    bytes_, peers = strategy.predict(problem).bytes, strategy.steps(problem) * problem.ranks * 2
-    assert bytes_["halo"] == 2 * sent * 16 * 4
-    assert bytes_["push"] == 4 * (pushed + peers) + 8 * peers
-    assert "ids" not in bytes_
 
 
 @pytest.mark.parametrize(

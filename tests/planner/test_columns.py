@@ -1,4 +1,4 @@
-"""Feature parallelism: its bytes by hand, its orders, and what it is refused for."""
+"""Feature parallelism: its orders, and where a plan tries it and tensor3d."""
 
 from itertools import product
 
@@ -28,24 +28,6 @@ def problem(**workload: object) -> Problem:
 def moved(strategy: FeatureParallel, asked: Problem) -> int:
     found = strategy.predict(asked).bytes
     return found["to_columns"] + found["to_rows"]
-
-
-def rows_moved(numbers: int) -> int:
-    """Bytes of so many numbers of every vertex, of which a rank has its share already."""
-    return N * (RANKS - 1) // RANKS * numbers * 4
-
-
-def test_bytes_by_hand():
-    """Layer 1 is summed at set-up. Layers 2 and 3 sum H numbers, layer 4 its C outputs; each goes to
-    columns and back, in both passes. Alternating: 2 (A (X W)) and 3 ((A X) W) cross once a pass."""
-    asked = problem()
-    assert moved(FeatureParallel(), asked) == rows_moved(4 * (H + H + C))
-    assert moved(ALTERNATING, asked) == rows_moved(2 * (H + H) + 4 * C)
-    setup = FeatureParallel().program(asked).setup_bytes
-    assert setup == rows_moved(2 * F)
-    # with dropout layer 1 is summed in every step, first, since F < H; its inputs need no gradient
-    dropped = problem(dropout=0.5)
-    assert moved(FeatureParallel(), dropped) == rows_moved(2 * F + 4 * (H + H + C))
 
 
 def test_own_rows_need_rows():

@@ -38,20 +38,6 @@ def file_of(tmp_path: Path, *rows: dict[str, str], columns: tuple[str, ...] = CO
     return path
 
 
-@pytest.mark.parametrize(
-    ("dataset", "hidden", "model", "printed"),
-    [
-        ("squirrel", 1000, "gcn", 0.27),
-        ("squirrel", 1000, "gcnii", 0.54),
-        ("reddit", 100, "sage", 1.22),
-        ("reddit", 100, "gcnii", 2.43),
-    ],
-)
-def test_a_pipeline_moves_what_is_printed(dataset, hidden, model, printed):
-    """GNNPipe Table 4, GiB to two decimals, from statistics alone."""
-    assert round(predict(row(dataset=dataset, hidden=hidden, model=model)) / 2**30, 2) == printed
-
-
 def test_a_row_asks_for_its_testbed_and_strategy():
     asked = question(row())
     assert asked.strategy == GNNPipe(stages=8, chunks=32).settle(asked.problem)
@@ -85,14 +71,9 @@ def test_feasibility_is_the_memory_models():
 @pytest.mark.parametrize(
     ("changed", "why"),
     [
-        ({"strategy": "roc"}, "roc is none of our strategies"),
         ({"dataset": "mag240m"}, "no statistics of mag240m"),
-        ({"dataset": ""}, "dataset is not stated"),
         ({"model": "rgcn"}, "model rgcn is none of ours"),
-        ({"hidden": ""}, "hidden is not stated"),
         ({"testbed": "moon"}, "testbed moon is none of ours"),
-        ({"metric": "accuracy_pct"}, "accuracy_pct is not predicted"),
-        ({"metric": "speedup_vs_max"}, "it summarises many runs"),
         ({"metric": "speedup_vs", "baseline": "any_of:roc|cagnet"}, "no one baseline"),
         ({"strategy_params": '{"stages": 3}'}, "stages"),
         ({"strategy_params": '{"stage": 8}'}, "stage .strategy_params. is nothing that we know"),

@@ -13,10 +13,8 @@ from gnnplan.planner.decision.search import search
 from gnnplan.planner.gnn.model import RUNTIME
 from gnnplan.planner.graph.graph import Graph
 from gnnplan.planner.graph.load import load
-from gnnplan.planner.ownership.layout import Layout
 from gnnplan.planner.problem.problem import Problem
 from gnnplan.planner.strategies import GraphParallel, Offload, parse
-from gnnplan.planner.strategies.layerwise.offload import ChunkedStep
 from gnnplan.planner.strategies.program import account as program_memory
 from gnnplan.planner.vocabulary.errors import Infeasible, SpecError
 from gnnplan.simulator.player import play
@@ -65,38 +63,6 @@ def test_bytes_are_those_of_the_rows_that_chunks_read():
                 stored += 4 * read * widths[layer - 1]
         loaded += 8 * len(rows) + 8 * int(GRAPH.train[rows].sum())
     assert Offload(chunks).moved(problem) == (loaded, stored)
-
-
-def test_bytes_of_several_ranks_are_those_of_the_rows_that_others_have():
-    """Rows of h_1 and h_2 cross for every chunk that reads them: h_1 in a forward pass, once more
-    in the backward pass, and as gradients; h_2, before the last layer, twice. What crosses is
-    loaded where it is, and its gradient stored there."""
-    problem, chunks, ranks = problem_of(gpus=3), 4, 3
-    layout = problem.chunked(chunks)
-    chunk = layout.owner
-    crossing = np.zeros((ranks, ranks), dtype=int)  # from, to
-    for c in range(ranks * chunks):
-        for rank in chunk[list(reads(layout.graph, np.flatnonzero(chunk == c)))] // chunks:
-            crossing[rank, c // chunks] += rank != c // chunks
-    ops, row = Offload(chunks).built(problem).step(0), 4 * 16
-    for op, direction, layer, rows in (
-        ("halo", "f", 2, crossing),
-        ("halo_again", "b", 2, crossing),
-        ("halo", "b", 2, crossing.T),
-        ("halo", "f", 3, crossing),
-        ("halo", "b", 3, crossing.T),
-    ):
-        alike = [o for o in ops if (o.op, o.direction, o.layer) == (op, direction, layer)]
-        assert (sum(np.asarray(o.work.nbytes) for o in alike) == row * rows).all()
-    predicted = Offload(chunks).predict(problem)
-    assert predicted.bytes["halo"] + predicted.bytes["halo_again"] == 5 * row * crossing.sum()
-    # a chunk's own loads and stores are those of a chunk of one rank, wherever its rows are
-    count = ranks * chunks
-    as_one = ChunkedStep(problem_of(), Layout(layout.graph, chunk, (0,) * count, 3, 1))
-    several = ChunkedStep(problem, layout)
-    for direction, layer in (("f", 2), ("b", 2), ("f", 3)):
-        total = sum(float(as_one.part(layer, c).loaded(direction)[0]) for c in range(count))
-        assert sum(several.part(layer, c).loaded(direction).sum() for c in range(chunks)) == total
 
 
 def test_an_estimate_is_near_the_count():

@@ -3,7 +3,6 @@
 import json
 import re
 from collections import Counter
-from collections.abc import Mapping
 from pathlib import Path
 
 import printed_rows
@@ -12,8 +11,8 @@ import pytest
 from gnnplan.papers import calibrate, figures, their_software
 from gnnplan.papers.figures import TESTBEDS, predict, question
 from gnnplan.papers.published import COLUMNS, evaluate_rows, is_inside, read
-from gnnplan.papers.question import Row, Skip, Testbeds
-from gnnplan.planner.cluster.scaling import multiplied, range_of
+from gnnplan.papers.question import Skip
+from gnnplan.planner.cluster.scaling import range_of
 from gnnplan.planner.problem.inputs import read_cluster
 from gnnplan.planner.strategies import parse
 
@@ -54,24 +53,6 @@ def test_nothing_is_fitted_to_them():
             assert ("software" in params) == (each["metric"] == "epoch_time_s"), each["line"]
             if "software" not in params:
                 assert figures.testbed(each) == figures.whole(each)
-
-
-def test_rows_whose_predictions_differ_by_rounding_weigh_as_one():
-    """The host's launches are an epoch on Cora and on Pubmed: two rows say what one says."""
-    of_cora, of_pubmed = (
-        each | {"value": "0.012"}
-        for each in ROWS
-        if (each["paper"], each["model"]) == ("pyg", "gat")
-        and each["dataset"] in ("cora", "pubmed")
-    )
-
-    def launch(rows: list[Row]) -> float:
-        def testbeds(factors: Mapping[str, float]) -> Testbeds:
-            return lambda asked: multiplied(figures.testbed(asked), factors)
-
-        return calibrate.fit_factors(rows, ["device.launch"], testbeds)["device.launch"]
-
-    assert launch([of_cora, of_pubmed]) == pytest.approx(launch([of_cora]))
 
 
 @pytest.mark.nightly
@@ -132,12 +113,6 @@ def test_a_strategy_may_be_written_as_ours():
     ):
         with pytest.raises(Skip, match=why):
             predict(row(**told))
-
-
-def test_a_batch_is_a_gpus():
-    """All but GSplit state what each GPU takes: on four of them a step has four times as much."""
-    four = question(row(gpus_per_node=4)).problem
-    assert (four.workload.batch, four.ranks) == (4000, 4)
 
 
 def test_epochs_are_summed_up_by_kind_and_by_gpus():

@@ -1,4 +1,4 @@
-"""Rows in few bits: bytes by hand, work of packing, what a plan says of them and when."""
+"""Rows in few bits: work of packing, what a plan says of them and when."""
 
 from dataclasses import replace
 
@@ -33,20 +33,6 @@ def packing(strategy: Strategy, asked: Problem) -> dict[str, float]:
     """Seconds by operation."""
     by_op = strategy.predict(asked).by_op
     return {op: float(seconds) for op, seconds in by_op.items() if "pack" in op}
-
-
-@pytest.mark.parametrize(
-    ("bits", "nbytes"), [(None, 120), (8, 34), (4, 19), (2, 12), ("adaptive", 20)]
-)
-@pytest.mark.parametrize("staleness", [0, 1])
-def test_bytes_are_those_of_packed_rows(bits, nbytes, staleness):
-    """Before layers 2 and 3, and back; 30 numbers of 2 bits fill 7.5 bytes, so a plane has 8."""
-    asked = problem()
-    rows = int(asked.layout().facts(2).sends.sum())
-    predicted = GraphParallel(staleness, bits=bits).predict(asked)
-    assert predicted.bytes["halo"] == 2 * 2 * rows * nbytes
-    whole = GraphParallel(staleness).predict(asked)
-    assert predicted.bytes["all_reduce"] == whole.bytes["all_reduce"]
 
 
 def test_a_chunk_is_packed_before_it_is_sent_and_unpacked_once_it_came():
