@@ -1,7 +1,7 @@
 """Inputs that once fell: each is a call of gnnplan, with the files that it reads made here.
 
-`cases` makes a table of kinds, which test_corpus.py holds to the law of test_fuzz.py: an answer or a
-line that says what is wrong, in little time and memory."""
+`cases` makes a table of kinds, which test_fuzz.py holds to its law: an answer or a line that says
+what is wrong, in little time and memory."""
 
 import itertools
 import json
@@ -268,34 +268,6 @@ def _options() -> Iterator[list[Case]]:
     )
 
 
-def _documents() -> Iterator[list[Case]]:
-    device = "device: {memory: 8GB, gemm: 1e10, memory_bandwidth: 1e10}"
-    cluster = f"name: c\n{device}\nintra_node: {{bandwidth: 10GB/s}}\n"
-    two = f"{cluster}servers: 2\ngpus_per_server: 1\ninter_node: "
-    taken = {"0x2", "'2'", "1.0", "2:3"}
-    for value in ("true", "1.0", "'٢'", "0x2", "'2'", "1e1", "yes", "2:3"):
-        make = text("c.yaml", f"{cluster}servers: {value}\ngpus_per_server: 1\n")
-        codes = (0, 2) if value in taken else (2,)
-        yield table("YAML", "$PLAN --cluster {d}/c.yaml", make, f"servers: {value}", codes=codes)
-    clusters = {f"bandwidth: {v}": f"{two}{{bandwidth: {v}}}\n" for v in TYPES}
-    clusters |= {
-        f"{name}: {value}": f"{two}{{bandwidth: 10GB/s, {name}: {value}}}\n"
-        for name in ("latency", "efficiency")
-        for value in TYPES
-        if (name, value) != ("efficiency", "{}")  # which it is by default
-    }
-    clusters["price: true"] = f"{cluster}gpus_per_server: 1\nprice: true\n"
-    for about, content in clusters.items():
-        yield table("YAML", "$PLAN --cluster {d}/c.yaml", text("c.yaml", content), about)
-    for name in ("layers", "hidden", "batch", "seed", "epochs", "heads", "dropout", "lr"):
-        for value in ("true", "'٢'"):
-            make = text("w.yaml", f"{name}: {value}\n")
-            yield table("YAML", "$PLAN --workload {d}/w.yaml", make, f"{name}: {value}")
-
-
-TYPES = ("true", "'٢GB/s'", "[]", "{}")
-
-
 def _names() -> Iterator[list[Case]]:
     yield table(
         "names",
@@ -480,6 +452,5 @@ def _sizes() -> Iterator[list[Case]]:
 
 
 def cases() -> list[Case]:
-    kinds = [_plans, _readings, _options, _documents, _names]
-    kinds += [_environment, _terminals, _work, _sizes]
+    kinds = [_plans, _readings, _options, _names, _environment, _terminals, _work, _sizes]
     return [case for kind in kinds for some in kind() for case in some]

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import pytest
 from calls import Answer, ended_well, planned, spelt
-from examples import NIGHT
+from nightly import NIGHT
 
 from gnnplan import __version__
 from gnnplan.api.running import Run
@@ -47,7 +47,7 @@ def plan_file(good_plan, tmp_path):
 
 
 def test_profile(gnnplan):
-    """What it counts: planner/test_profile.py."""
+    """What it counts: planner/test_partition.py."""
     answer = gnnplan("profile", GRAPH, "--parts 2,4 --hops 2 --json")
     graph, parts = answer.document["graph"], answer.document["parts"]
     assert answer.code == 0 and (graph["vertices"], graph["edges"]) == (60, 400)
@@ -550,7 +550,7 @@ def test_an_interrupted_run_says_what_is_kept(plan_file, gnnplan, tmp_path, monk
 @pytest.mark.usefixtures("untrained")
 def test_a_run_of_the_next_strategy_keeps_it_in_its_plan(gnnplan, tmp_path, monkeypatch):
     """So that `validate` compares with the strategy's own prediction, and --resume goes on with it.
-    That a run of it is predicted right is tested with the launch files (test_launch_files.py)."""
+    That a run of it is predicted right is tested with the launch files (test_restarted.py)."""
     monkeypatch.chdir(tmp_path)
     plan = gnnplan("plan --graph", GRAPH, "--ranks 2 --hidden 8 -o plan.json --json").document
     answer = gnnplan("run plan.json --strategy NEXT --out run")

@@ -9,8 +9,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
-from examples import NIGHT
-from pairwise import at_night, every
+from nightly import NIGHT, at_night, every
 from written import quiet
 
 from gnnplan.executor.modules.bind import Small

@@ -8,9 +8,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 import scipy.sparse as sp
-from examples import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from nightly import examples
 
 from gnnplan.api.arguments import ask
 from gnnplan.planner.graph import generator
@@ -45,9 +45,6 @@ def edges_of(graph):
         for v in range(graph.stats.vertices)
         for u in graph.indices[graph.indptr[v] : graph.indptr[v + 1]]
     }
-
-
-# --- normalisation --------------------------------------------------------------------------------
 
 
 def test_small_graph_becomes_undirected_without_loops(save):
@@ -108,9 +105,6 @@ def test_the_hash_is_of_the_content(save):
     assert len({same, *(load(save(**change)).stats.hash for change in changed)}) == 6
     both = save(src=[0, 1], dst=[1, 0])
     assert load(both).stats.hash != load(both, directed=True).stats.hash
-
-
-# --- features, labels, masks ----------------------------------------------------------------------
 
 
 def compressed(x: np.ndarray) -> dict[str, object]:
@@ -176,9 +170,6 @@ def test_labels_without_masks_get_a_declared_split(save):
     assert [int(mask.sum()) for mask in (graph.train, graph.val, graph.test)] == [2, 1, 1]
     assert not (graph.train | graph.val | graph.test)[3]
     assert any("random 60/20/20" in note for note in graph.stats.notes)
-
-
-# --- features in a file that is mapped ------------------------------------------------------------
 
 
 @pytest.fixture
@@ -284,8 +275,6 @@ def test_a_folder_with_one_graph_in_it_is_told_to_give_that(save):
         load(str(folder))
 
 
-# --- refusals -------------------------------------------------------------------------------------
-
 NAN = np.where(np.eye(5, 3) > 0, np.nan, 0)
 CSR = {"x": None, "x_indptr": [0, 1, 1, 1, 1, 1], "x_indices": [0], "x_shape": [5, 3]}
 EDGES_ALONE = dict.fromkeys(SMALL) | {"src": [0], "dst": [1]}
@@ -383,9 +372,6 @@ def test_features_labels_and_splits_have_the_names_of_other_libraries_too(save, 
         load(save(train_mask=None, train_idx=np.zeros(3, int)))
 
 
-# --- generated ------------------------------------------------------------------------------------
-
-
 def test_the_default_graph():
     graph = load("synthetic:community")
     stats = graph.stats
@@ -465,9 +451,6 @@ def test_a_quarter_of_the_matrix_has_the_share_of_edges_that_rmat_gives_it():
     assert np.mean(found, axis=1) == pytest.approx([0.5, 0.25, 0.15, 0.1], abs=0.004)
 
 
-# --- statistics only ------------------------------------------------------------------------------
-
-
 def test_statistics(tmp_path):
     path = tmp_path / "reddit.yaml"
     sizes = "vertices: 232965\nedges: 114615892\nfeatures: 602\nclasses: 41\n"
@@ -494,9 +477,6 @@ def test_bad_statistics_are_named(tmp_path, line, words):
     path.write_text(f"vertices: 100\nedges: 500\nfeatures: 10\nclasses: 2\n{line}\n")
     with pytest.raises(SpecError, match=words):
         load(str(path))
-
-
-# --- numbers to predict ---------------------------------------------------------------------------
 
 
 def test_a_loss_of_numbers_says_that_labels_are_numbers(tmp_path):

@@ -9,10 +9,9 @@ import pytest
 import scipy.sparse as sp
 import test_batchwise as batchwise
 from asked import fullest_bytes, on
-from examples import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from pairwise import every
+from nightly import every, examples
 
 from gnnplan.planner.graph.graph import Graph
 from gnnplan.planner.graph.partition import BEFORE

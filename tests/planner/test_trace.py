@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 from calls import call
-from examples import examples, text
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from nightly import examples, text
 
 from gnnplan.planner.evidence.validate import operation, per_operation
 from gnnplan.planner.vocabulary import files, trace

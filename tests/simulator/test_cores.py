@@ -9,7 +9,7 @@ import pytest
 from asked import changed, epochs_s
 from hypothesis import given
 from hypothesis import strategies as st
-from pairwise import covered, pairs
+from nightly import covered, pairs
 
 from gnnplan.planner.cluster import compute
 from gnnplan.planner.cluster.cost import Cost
