@@ -11,7 +11,7 @@ import re
 import shlex
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
-from functools import reduce
+from functools import cache, reduce
 from pathlib import Path
 from string import Template
 from typing import Any
@@ -46,41 +46,29 @@ class Case:
         return shlex.split(Template(self.call).substitute(WORDS))
 
 
-_plan: list[str] = []
-
-
-def plan() -> dict[str, Any]:
-    """A small plan on two ranks, as a document."""
+@cache
+def plan_text() -> str:
+    """A small plan on two ranks."""
     import gnnplan
 
-    if not _plan:
-        workload = {"model": "gcn", "layers": 2, "hidden": 8, "epochs": 2}
-        _plan.append(json.dumps(gnnplan.plan(GRAPH, "local", workload, ranks=2).document))
-    return json.loads(_plan[0])
-
-
-def spoilt_plan(change: Callable[[dict[str, Any]], Any]) -> Make:
-    """plan.json, with the document changed."""
-
-    def make(folder: Path) -> None:
-        document = plan()
-        change(document)
-        (folder / "plan.json").write_text(json.dumps(document))
-
-    return make
-
-
-def set_at(value: Any, *at: Any) -> Callable[[dict[str, Any]], None]:
-    *parents, last = at
-
-    def change(document: dict[str, Any]) -> None:
-        reduce(operator.getitem, parents, document)[last] = value
-
-    return change
+    workload = {"model": "gcn", "layers": 2, "hidden": 8, "epochs": 2}
+    return json.dumps(gnnplan.plan(GRAPH, "local", workload, ranks=2).document)
 
 
 def good_plan(folder: Path) -> None:
-    spoilt_plan(lambda document: None)(folder)
+    (folder / "plan.json").write_text(plan_text())
+
+
+def spoilt_plan(value: Any, *at: Any) -> Make:
+    """plan.json, with this value there."""
+    *parents, last = at
+
+    def make(folder: Path) -> None:
+        document = json.loads(plan_text())
+        reduce(operator.getitem, parents, document)[last] = value
+        (folder / "plan.json").write_text(json.dumps(document))
+
+    return make
 
 
 def text(name: str, content: str | bytes) -> Make:
@@ -90,10 +78,6 @@ def text(name: str, content: str | bytes) -> Make:
 
 def pipe(name: str) -> Make:
     return lambda folder: os.mkfifo(folder / name)
-
-
-def several(*makes: Make) -> Make:
-    return lambda folder: [make(folder) for make in makes]
 
 
 def nccl(size: str = "1024", took: str = "10.0", rows: int = 4) -> str:
@@ -125,7 +109,7 @@ def run_folder(folder: Path) -> Path:
     """The folder of a finished run, that was never trained."""
     run = folder / "run"
     run.mkdir()
-    (run / "plan.json").write_text(json.dumps(plan()))
+    good_plan(run)
     options = {"epochs": 3, "eval_every": 10, "timeout_s": 30.0, "staleness_errors": False}
     options |= {"checkpoint_every": 10, "resume": False, "restarts": 0}
     (run / "options.json").write_text(json.dumps(options))
@@ -189,16 +173,16 @@ def _plans() -> Iterator[list[Case]]:
     """
     for at, value in itertools.product(places, ([1], "x", {"a": "b"})):
         about = f"{'.'.join(map(str, at))} is {value}"
-        make = spoilt_plan(set_at(value, *at))
+        make = spoilt_plan(value, *at)
         yield table("plan.json", calls, make, about, codes=(0, 2), leaves=("out",))
     for of, names in {
         "cluster": "servers gpus_per_server",
         "workload": "layers seed dropout epochs",
     }.items():
         for name in names.split():
-            make = spoilt_plan(set_at(True, of, name))
+            make = spoilt_plan(True, of, name)
             yield table("plan.json", "simulate {d}/plan.json", make, f"{of}.{name} is true")
-    make = spoilt_plan(set_at(10**18, "workload", "epochs"))
+    make = spoilt_plan(10**18, "workload", "epochs")
     call = "run {d}/plan.json --out {d}/out"
     yield table("plan.json", call, make, "10^18 epochs", leaves=("out",))
 
@@ -294,12 +278,12 @@ def _names() -> Iterator[list[Case]]:
         convert $LONG {d}/x
         tune {d}/plan.json --epochs 2 --out {d}/$LONG
         """,
-        several(good_plan, text("topo", topo(8))),
+        lambda folder: (good_plan(folder), text("topo", topo(8))(folder)),
         leaves=("out",),
     )
     yield table("names", f"$PLAN -o {{d}}/{LONG[:250]}", codes=(0, 2))
     for at in ("graph source", "graph hash", "cluster name", "workload module"):
-        make = spoilt_plan(set_at("a\0b", *at.split()))
+        make = spoilt_plan("a\0b", *at.split())
         yield table("names", "simulate {d}/plan.json", make, f"{at} with NUL")
     rest = "gpus_per_server: 1\ndevice: {memory: 8GB, gemm: 1e10, memory_bandwidth: 1e10}\n"
     rest += "intra_node: {bandwidth: 10GB/s}\n"
@@ -424,7 +408,7 @@ def _work() -> Iterator[list[Case]]:
         "vertices=20000000&edges=100&features=1",
         "vertices=2000000&edges=20000000&features=1",
     ):
-        make = spoilt_plan(set_at(f"synthetic:community?{query}", "graph", "source"))
+        make = spoilt_plan(f"synthetic:community?{query}", "graph", "source")
         yield table("work", calls, make, query)
 
 

@@ -40,7 +40,6 @@ from gnnplan.testing.ranks import Case
 WIDTHS = FEATURES, CLASSES = table.FEATURES, table.CLASSES
 GRAPH = GraphFields(*WIDTHS)
 
-
 SAGE = "return self.c(F.dropout(self.a(x, edge_index).relu(), 0.25, self.training), edge_index)"
 MESSAGES = """
 from torch_geometric.nn import MessagePassing

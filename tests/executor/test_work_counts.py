@@ -225,7 +225,6 @@ CASES = [
     ),
 ]
 
-
 CASES += [case._replace(in_place=True) for case in CASES if not case.norm]
 
 

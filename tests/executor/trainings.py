@@ -212,7 +212,6 @@ def skewed(_: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
 
 MADE = {"one": one, "three": three, "whole": whole, "skewed": skewed}
 
-
 LINES = """
     # ranks, servers, strategy, graph, dropout, model and more of the workload
     2 1 graph_parallel islands 0.0 gcnii  # no halo at all

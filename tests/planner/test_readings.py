@@ -64,7 +64,6 @@ FIRST_TWO = ways(4, 1, lambda gpu, nic: "NODE" if gpu < 2 else "SYS")
 PAIRS = matrix(4, joined(range(2), range(2, 4)), FIRST_TWO)
 MESH = matrix(3, lambda a, b: "NV1" if abs(a - b) == 1 else "SYS", {})
 
-
 LINK = Link(bandwidth=50e9, latency=5e-6)
 
 

@@ -50,7 +50,6 @@ from gnnplan.testing import laws
 
 STEPS = 4
 
-
 FORCED = """
 graph_parallel graph_parallel(staleness=1) graph_parallel(staleness=1,smoothing='gf',gamma=0.5)
 graph_parallel(narrow=True) graph_parallel(narrow=True,buckets=3) graph_parallel(bits='adaptive')
@@ -422,9 +421,9 @@ def installed(
     (about / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {family}\nVersion: 1\n")
     (about / "entry_points.txt").write_text(f"[gnnplan.strategies]\n{family} = {point}\n")
     patch.syspath_prepend(folder)
-    forget()
+    strategies.families.cache_clear()
     yield folder
-    forget()
+    strategies.families.cache_clear()
     for name in modules:
         sys.modules.pop(name, None)
 
@@ -444,17 +443,18 @@ def delayed(tmp_path, monkeypatch):
     yield from installed(tmp_path, monkeypatch, "delayed", point, gnnplan_delayed=text)
 
 
-def forget() -> None:
-    strategies.families.cache_clear()
-
-
 def problem(ranks: int) -> Problem:
     graph = load("synthetic:community?vertices=200&edges=1200&features=8&classes=3&seed=0")
     return laws.problem_of(graph, laws.cluster(1, ranks, intra=1e9, kind="cpu"), layers=2, hidden=8)
 
 
-def test_it_is_a_candidate_and_trains(install):
+def test_it_is_a_candidate_that_explains_itself_and_trains(install):
+    """Only families that `decision` knew by name could say anything of their own."""
     found = search(problem(2))
+    told = explain(found, turning_points=[])
+    assert sum(line.startswith("An echo of 200 vertices: echo") for line in told) == 1
+    names = vars(sys.modules[explain.__module__])
+    assert not [family.__name__ for family in strategies.FAMILIES if family.__name__ in names]
     assert {"echo", "graph_parallel"} <= {c.strategy.name for c in found.ranked}
     assert strategies.parse("loud_echo").knobs()["narrow"]
     assert str(strategies.parse("echo(narrow=True)")) == "loud_echo"
@@ -462,15 +462,6 @@ def test_it_is_a_candidate_and_trains(install):
     strategy = strategies.parse("echo").settle(alone)
     train(Rank(0, 1, torch.device("cpu"), "gloo"), alone, strategy, None, 2)
     assert sys.modules["echo_executor"].opened == ["echo"]  # type: ignore[attr-defined]
-
-
-def test_it_explains_itself(install):
-    """Only families that `decision` knew by name could say anything of their own."""
-    asked = problem(2)
-    told = explain(search(asked), turning_points=[])
-    assert sum(line.startswith("An echo of 200 vertices: echo") for line in told) == 1
-    names = vars(sys.modules[explain.__module__])
-    assert not [family.__name__ for family in strategies.FAMILIES if family.__name__ in names]
 
 
 def test_epochs_that_differ_are_told_one_by_one(delayed):
@@ -535,7 +526,6 @@ MODELS += [{"model": "gat", "layers": 3}, {"model": "gcnii", "layers": 8}]
 BETTER = [(field, True) for field in ("intra_node.bandwidth", "inter_node.bandwidth", "servers")]
 BETTER += [(f"device.{field}", True) for field in ("gemm", "memory_bandwidth", "memory")]
 BETTER += [("inter_node.latency", False), ("device.launch", False)]
-
 
 stats_of = cache(load)  # of graphs that are known by statistics
 

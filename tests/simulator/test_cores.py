@@ -27,7 +27,6 @@ from gnnplan.testing.laws import sums
 
 GRAPH = "synthetic:community?vertices=600&edges=6000&features=16&classes=4&seed=0"
 
-
 MINI = {"mode": "mini", "batch": 60, "fanout": (4, 4), "layers": 2, "hidden": 16}
 
 
