@@ -4,8 +4,8 @@
 
 Ranks measure rates at the same time, one thread each, and the fastest of several rounds counts:
 float32 products at the best of three shapes, by torch and by the executor, aggregation on the
-strategy's own blocks at each width that the strategy aggregates, and 8 MB in both directions over
-Gloo. The floor is the counted work of a step at these rates, on the rank with most work. `spine.py`
+strategy's own blocks at each width that the strategy aggregates, and 8 MB in both directions. The
+floor is the counted work of a step at these rates, on the rank with most work. `spine.py`
 compares epochs with their floor.
 """
 
@@ -88,6 +88,7 @@ def as_rank(strategy: str, ranks: int, number: int, folder: str) -> dict[str, fl
         dist.init_process_group(
             "gloo", init_method=f"file://{folder}/store", rank=number, world_size=ranks
         )
+        rank.groups.meet(None)
 
     def fastest(work: Callable[[], object]) -> float:
         """Return the seconds of the fastest round; all ranks work at the same time."""

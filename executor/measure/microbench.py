@@ -430,9 +430,9 @@ class Bench:
 
     def _exchange(self, size: int, group: Group) -> Callable[[], None]:
         """Return an exchange: each rank sends `size` bytes of rows to every peer, and gradients
-        back."""
+        back. The rows are in the order of their vertices, as in a layout."""
         rows = max(1, size // (4 * ROW))
-        positions = np.random.default_rng(self.rank).permutation(4 * rows)[:rows]
+        positions = np.sort(np.random.default_rng(self.rank).permutation(4 * rows)[:rows])
         take = np.array([rows * (peer in group and peer != self.rank) for peer in self.everyone])
         exchange = Exchange(self.me, [positions[: take[peer]] for peer in self.everyone], take)
         x = torch.randn(4 * rows, ROW, device=self.device)

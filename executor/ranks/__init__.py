@@ -4,6 +4,7 @@
                     process becomes a rank, and ends
     recorder.py     spans of a rank's operations, bytes that it sends; a CUDA device's clock
     rendezvous.py   the launcher's environment, and the store where ranks meet
+    near.py         exchanges between ranks on one machine, through memory
     comm.py         exchanges of rows, point-to-point messages, all-reduces, small messages
     learner.py      all-reduce of gradients; SGD, Adam and AdamW; the whole model's weights,
                     independent of ranks; the best weights

@@ -26,6 +26,7 @@ from torch import Tensor
 from torch.distributed import Store  # type: ignore[attr-defined]
 
 from gnnplan.executor.layers.kernels import keep_allocator, keep_until_used
+from gnnplan.executor.ranks import near
 from gnnplan.executor.ranks.machine import MemoryWatch, gpus
 from gnnplan.executor.ranks.recorder import Recorder
 from gnnplan.executor.ranks.rendezvous import count_of, launcher_env, store_of_all
@@ -51,6 +52,7 @@ class Groups:
     timeout_s: float = 30.0  # of a collective or message
     nccl_least_s: float = NCCL_LEAST_S  # least timeout over NCCL
     exchanges: dist.ProcessGroup | None = None  # of all ranks, for exchanges of rows
+    nearby: dict[dist.ProcessGroup | None, near.Near] = field(default_factory=dict)
     _by_ranks: dict[Group, dist.ProcessGroup] = field(default_factory=dict)
 
     @property
@@ -111,14 +113,17 @@ class Groups:
             dist.all_reduce(number, group=group)
             self.settle()  # over NCCL the host has only enqueued the sum
 
-    def meet(self, group: dist.ProcessGroup) -> None:
+    def meet(self, group: dist.ProcessGroup | None) -> None:
         """Connect a new group. All ranks of the group call this.
 
-        NCCL connects a group in the group's first collective, which all its ranks must join. An
-        exchange does not suffice: ranks without rows to exchange take no part in it.
+        Over Gloo it finds the ranks on this machine (near.py). NCCL connects a group in the group's
+        first collective, which all its ranks must join. An exchange does not suffice: ranks without
+        rows to exchange take no part in it.
         """
         if self.backend == "nccl":
             self.await_all(group)
+        elif self.device.type == "cpu":
+            self.nearby[group] = near.connect(self.rank, group, self.timeout_s)
 
 
 class _Enqueued(Future[T]):
@@ -450,5 +455,7 @@ def connect(rank: Rank, store: Store) -> None:
         timeout=rank.groups.limit,
         device_id=rank.device if rank.backend == "nccl" else None,  # groups then connect at once
     )
+    if rank.backend == "gloo":
+        rank.groups.meet(None)
     rank.groups.exchanges = dist.new_group(backend=rank.backend, timeout=rank.groups.limit)
     rank.groups.meet(rank.groups.exchanges)

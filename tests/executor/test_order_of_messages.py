@@ -5,7 +5,6 @@ Every rank's program runs here by itself over torch's fake group, in which nothi
 begins is noted. Then lanes as they are there: no threads. Their streams are torch.cpu's here, which
 do nothing; what they order is tested on GPUs. That they train the same is in trainings.py (streams)."""
 
-import os
 import threading
 from collections import Counter
 from collections.abc import Iterator
@@ -20,7 +19,6 @@ import torch
 import torch.distributed as dist
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from gnnplan.executor.ranks.comm import swap
 from gnnplan.executor.ranks.rank import Lanes, Rank, backend_of
 from gnnplan.executor.strategies import open_worker
 from gnnplan.executor.train import Replay
@@ -151,20 +149,6 @@ def test_another_order_is_seen():
     assert must_be_one_order([[a, b], [a, b]]) == 2
     with pytest.raises(AssertionError):
         must_be_one_order([[a, b], [b, a]])
-
-
-def test_a_rank_yields_its_core_before_messages_that_overlap_nothing(monkeypatch):
-    """On Linux 6.18 Gloo's thread had its turn while the rank held a connection's lock, and spun:
-    messages of 25 KB took 4 ms, an epoch of GSplit on two cores 62 ms instead of 49. A lane that
-    yields would wait for the computation, so lanes do not."""
-    yields = []
-    monkeypatch.setattr(os, "sched_yield", lambda: yields.append(threading.current_thread()))
-    rank, nothing = Rank(0, 1, torch.device("cpu"), "gloo"), [torch.empty(0)]
-    rank.lanes.submit("comm", lambda: swap(rank, nothing, nothing)).result()
-    assert yields == []
-    swap(rank, nothing, nothing)
-    assert yields == [threading.main_thread()]
-    rank.close()
 
 
 def test_lanes_without_threads_work_here_and_now():
