@@ -1,5 +1,7 @@
-"""The same question with other numbers, or of a graph that is known by its statistics; and answers."""
+"""The same question with other numbers, or of a graph that is known by its statistics; and answers,
+those of print too."""
 
+import json
 from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import replace
@@ -7,6 +9,7 @@ from typing import Any
 
 import numpy as np
 
+from gnnplan.papers.published import COLUMNS
 from gnnplan.planner.cluster.spec import Cluster, Device
 from gnnplan.planner.decision.candidate import Candidate
 from gnnplan.planner.decision.search import families
@@ -86,3 +89,16 @@ def taking(candidate: Candidate, epoch_s: float) -> Candidate:
     out = replace(candidate, predicted=replace(candidate.predicted, epoch_s=epoch_s))
     vars(out)["drawn_s"] = candidate.drawn_s * (epoch_s / float(candidate.predicted.epoch_s))
     return out
+
+
+def printed_row(job: str, **changed: object) -> dict[str, str]:
+    """'p3 p3_p100 ogbn-products sage 2x32 4x4 gsplit': paper, testbed, dataset, model, layers x hidden,
+    nodes x GPUs of each, strategy; - is not stated."""
+    paper, testbed, dataset, model, shape, size, strategy = job.split()
+    (layers, hidden), (nodes, gpus) = shape.split("x"), size.split("x")
+    named = {"paper": paper, "testbed": testbed, "dataset": dataset, "model": model}
+    named |= {"layers": layers, "hidden": hidden, "num_nodes": nodes, "gpus_per_node": gpus}
+    named |= {"strategy": strategy, "source": "Table 1", "value": "1", "strategy_params": "{}"}
+    told = {name: "" if value == "-" else value for name, value in named.items()} | changed
+    texts = {name: json.dumps(v) if isinstance(v, dict) else str(v) for name, v in told.items()}
+    return {**dict.fromkeys(COLUMNS, ""), **texts}

@@ -1,13 +1,20 @@
-"""Calls of `gnnplan` in a test's own process, as the fixture `gnnplan` (conftest.py); of programs; and
-what calls allocate."""
+"""Calls of `gnnplan` in a test's own process, as the fixture `gnnplan` (conftest.py); of programs; what
+calls allocate; and a `gnnplan run` from outside: its processes, and what it leaves."""
 
+import contextlib
 import json
+import os
 import shlex
+import signal
 import socket
 import subprocess
+import sys
+import time
 import tracemalloc
+import uuid
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -68,3 +75,145 @@ def allocations() -> Iterator[Callable[[], int]]:
         yield lambda: tracemalloc.get_traced_memory()[1]
     finally:
         tracemalloc.stop()
+
+
+WITHIN = 30  # [s] all processes must have ended after a rank is lost
+
+
+class Hang(AssertionError):
+    """A run does not end."""
+
+
+class Orphans(AssertionError):
+    """A run has ended, and processes of it have not."""
+
+
+def marked(mark: str) -> dict[int, dict[str, str]]:
+    """Environment of every process that has this in it, by its id; zombies have ended."""
+    found = {}
+    for folder in Path("/proc").glob("[0-9]*"):
+        with contextlib.suppress(OSError):
+            raw = (folder / "environ").read_bytes()
+            if mark.encode() in raw:
+                parts = raw.decode(errors="replace").split("\0")
+                found[int(folder.name)] = dict(part.split("=", 1) for part in parts if "=" in part)
+    return found
+
+
+@dataclass
+class Started:
+    """A `gnnplan run` and all processes below it, found by a mark in their environment."""
+
+    process: subprocess.Popen[bytes]
+    mark: str
+    out: Path
+    logs: Path
+
+    def alive(self) -> dict[int, dict[str, str]]:
+        """Environment of every process that is left, by its id."""
+        return marked(self.mark)
+
+    def rank(self, rank: int) -> int:
+        """Process id of a rank."""
+        return next(pid for pid, env in self.alive().items() if env.get("RANK") == str(rank))
+
+    def epochs(self) -> list[dict]:
+        """The complete lines of metrics.jsonl; raises where one is garbled."""
+        path = self.out / "metrics.jsonl"
+        lines = path.read_text().splitlines(keepends=True) if path.exists() else []
+        return [json.loads(line) for line in lines if line.endswith("\n")]
+
+    def until_training(self) -> None:
+        end = time.monotonic() + 60
+        while len(self.epochs()) < 3:
+            assert self.process.poll() is None, self.stderr
+            assert time.monotonic() < end, "no epoch within 60 s"
+            time.sleep(0.05)
+
+    def ended(self, within: float = WITHIN) -> int:
+        """The exit code, once no process is left. Raises Hang, Orphans."""
+        end = time.monotonic() + within
+        try:
+            code = self.process.wait(within)
+        except subprocess.TimeoutExpired:
+            raise Hang(f"runs after {within:g} s\n{self.stderr}") from None
+        while left := self.alive():
+            if time.monotonic() > end:
+                raise Orphans(f"left behind: {list(left)}\n{self.stderr}")
+            time.sleep(0.05)
+        return code
+
+    @property
+    def stdout(self) -> str:
+        return (self.logs / "stdout").read_text()
+
+    @property
+    def stderr(self) -> str:
+        return (self.logs / "stderr").read_text()
+
+    def check_metrics(self) -> None:
+        """Every finished epoch is a whole line, none twice, and the error counts them."""
+        text = (self.out / "metrics.jsonl").read_text()
+        rows = [json.loads(line) for line in text.splitlines()]
+        assert text.endswith("\n")
+        assert [row["epoch"] for row in rows] == list(range(1, len(rows) + 1))
+        assert all(row["loss"] > 0 for row in rows) and len(rows) >= 3
+        assert f"{len(rows)} finished epochs are in {self.out / 'metrics.jsonl'}" in self.stderr
+
+
+def srun(ranks: int, per_node: int, job: int = 0) -> list[dict[str, str]]:
+    """What Slurm has each of so many ranks know, with this machine as every node."""
+    step = {"SLURM_STEP_NUM_TASKS": str(ranks), "SLURM_NTASKS_PER_NODE": str(per_node)}
+    step |= {"SLURM_STEP_NODELIST": "localhost", "SLURM_JOB_ID": str(os.getpid() + job)}
+    step |= {"CUDA_VISIBLE_DEVICES": ""}
+    places = ((str(r), str(r // per_node), str(r % per_node)) for r in range(ranks))
+    names = ("SLURM_PROCID", "SLURM_NODEID", "SLURM_LOCALID")
+    return [step | dict(zip(names, place, strict=True)) for place in places]
+
+
+Start = Callable[..., Started]
+
+
+def starting(folder: Path) -> Iterator[Start]:
+    """start(plan, ...) begins a `gnnplan run`, start(None, resume=out) goes on with one."""
+    begun: list[Started] = []
+
+    def begin(
+        plan_file: Path | None,
+        *more: str,
+        resume: Path | None = None,
+        out: Path | None = None,
+        launcher: tuple[str, ...] = (),
+        **env: str,
+    ) -> Started:
+        mark = f"GNNPLAN_TEST={uuid.uuid4().hex}"
+        name, value = mark.split("=")
+        logs = folder / f"logs{len(begun)}"
+        logs.mkdir()
+        out = resume or out or folder / f"run{len(begun)}"
+        what = ["--resume", str(resume)] if resume else [str(plan_file), "--out", str(out)]
+        command = [sys.executable, *(launcher or ("-m", "gnnplan")), "run", *what, *more]
+        with open(logs / "stdout", "wb") as stdout, open(logs / "stderr", "wb") as stderr:
+            process = subprocess.Popen(
+                command,
+                stdout=stdout,
+                stderr=stderr,
+                env=os.environ | {name: value} | env,
+                start_new_session=True,
+                # a job in the background ignores it
+                preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
+            )
+        begun.append(Started(process, mark, out, logs))
+        return begun[-1]
+
+    try:
+        yield begin
+    finally:
+        left = {pid for started in begun for pid in started.alive()}
+        for pid in left:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        for started in begun:
+            started.process.wait(10)
+    if left:
+        raise Orphans(f"processes were left behind: {left}")

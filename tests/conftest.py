@@ -10,10 +10,9 @@ from functools import cache
 from pathlib import Path
 
 import pytest
-from calls import Answer, spelt
-from examples import NIGHT, examples
+from calls import Answer, spelt, starting
 from hypothesis import settings
-from started import starting
+from nightly import NIGHT, examples
 
 from gnnplan.cli import main
 
@@ -26,7 +25,7 @@ settings.register_profile("explore", deadline=None, print_blob=True, max_example
 settings.load_profile("explore" if NIGHT else "steady")
 
 # fixtures that start processes
-STARTERS = {"start", "started", "run_ranks", "fork_server", "trained"}
+STARTERS = {"start", "started", "run_ranks", "fork_server", "trained", "nvidia_smi"}
 
 
 @cache

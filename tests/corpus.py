@@ -1,7 +1,7 @@
 """Inputs that once fell: each is a call of gnnplan, with the files that it reads made here.
 
-`cases` makes a table of kinds, which test_corpus.py holds to the law of test_fuzz.py: an answer or a
-line that says what is wrong, in little time and memory."""
+`cases` makes a table of kinds, which test_fuzz.py holds to its law: an answer or a line that says
+what is wrong, in little time and memory."""
 
 import itertools
 import json
@@ -11,7 +11,7 @@ import re
 import shlex
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
-from functools import reduce
+from functools import cache, reduce
 from pathlib import Path
 from string import Template
 from typing import Any
@@ -46,41 +46,29 @@ class Case:
         return shlex.split(Template(self.call).substitute(WORDS))
 
 
-_plan: list[str] = []
-
-
-def plan() -> dict[str, Any]:
-    """A small plan on two ranks, as a document."""
+@cache
+def plan_text() -> str:
+    """A small plan on two ranks."""
     import gnnplan
 
-    if not _plan:
-        workload = {"model": "gcn", "layers": 2, "hidden": 8, "epochs": 2}
-        _plan.append(json.dumps(gnnplan.plan(GRAPH, "local", workload, ranks=2).document))
-    return json.loads(_plan[0])
-
-
-def spoilt_plan(change: Callable[[dict[str, Any]], Any]) -> Make:
-    """plan.json, with the document changed."""
-
-    def make(folder: Path) -> None:
-        document = plan()
-        change(document)
-        (folder / "plan.json").write_text(json.dumps(document))
-
-    return make
-
-
-def set_at(value: Any, *at: Any) -> Callable[[dict[str, Any]], None]:
-    *parents, last = at
-
-    def change(document: dict[str, Any]) -> None:
-        reduce(operator.getitem, parents, document)[last] = value
-
-    return change
+    workload = {"model": "gcn", "layers": 2, "hidden": 8, "epochs": 2}
+    return json.dumps(gnnplan.plan(GRAPH, "local", workload, ranks=2).document)
 
 
 def good_plan(folder: Path) -> None:
-    spoilt_plan(lambda document: None)(folder)
+    (folder / "plan.json").write_text(plan_text())
+
+
+def spoilt_plan(value: Any, *at: Any) -> Make:
+    """plan.json, with this value there."""
+    *parents, last = at
+
+    def make(folder: Path) -> None:
+        document = json.loads(plan_text())
+        reduce(operator.getitem, parents, document)[last] = value
+        (folder / "plan.json").write_text(json.dumps(document))
+
+    return make
 
 
 def text(name: str, content: str | bytes) -> Make:
@@ -90,10 +78,6 @@ def text(name: str, content: str | bytes) -> Make:
 
 def pipe(name: str) -> Make:
     return lambda folder: os.mkfifo(folder / name)
-
-
-def several(*makes: Make) -> Make:
-    return lambda folder: [make(folder) for make in makes]
 
 
 def nccl(size: str = "1024", took: str = "10.0", rows: int = 4) -> str:
@@ -125,7 +109,7 @@ def run_folder(folder: Path) -> Path:
     """The folder of a finished run, that was never trained."""
     run = folder / "run"
     run.mkdir()
-    (run / "plan.json").write_text(json.dumps(plan()))
+    good_plan(run)
     options = {"epochs": 3, "eval_every": 10, "timeout_s": 30.0, "staleness_errors": False}
     options |= {"checkpoint_every": 10, "resume": False, "restarts": 0}
     (run / "options.json").write_text(json.dumps(options))
@@ -189,16 +173,16 @@ def _plans() -> Iterator[list[Case]]:
     """
     for at, value in itertools.product(places, ([1], "x", {"a": "b"})):
         about = f"{'.'.join(map(str, at))} is {value}"
-        make = spoilt_plan(set_at(value, *at))
+        make = spoilt_plan(value, *at)
         yield table("plan.json", calls, make, about, codes=(0, 2), leaves=("out",))
     for of, names in {
         "cluster": "servers gpus_per_server",
         "workload": "layers seed dropout epochs",
     }.items():
         for name in names.split():
-            make = spoilt_plan(set_at(True, of, name))
+            make = spoilt_plan(True, of, name)
             yield table("plan.json", "simulate {d}/plan.json", make, f"{of}.{name} is true")
-    make = spoilt_plan(set_at(10**18, "workload", "epochs"))
+    make = spoilt_plan(10**18, "workload", "epochs")
     call = "run {d}/plan.json --out {d}/out"
     yield table("plan.json", call, make, "10^18 epochs", leaves=("out",))
 
@@ -268,34 +252,6 @@ def _options() -> Iterator[list[Case]]:
     )
 
 
-def _documents() -> Iterator[list[Case]]:
-    device = "device: {memory: 8GB, gemm: 1e10, memory_bandwidth: 1e10}"
-    cluster = f"name: c\n{device}\nintra_node: {{bandwidth: 10GB/s}}\n"
-    two = f"{cluster}servers: 2\ngpus_per_server: 1\ninter_node: "
-    taken = {"0x2", "'2'", "1.0", "2:3"}
-    for value in ("true", "1.0", "'٢'", "0x2", "'2'", "1e1", "yes", "2:3"):
-        make = text("c.yaml", f"{cluster}servers: {value}\ngpus_per_server: 1\n")
-        codes = (0, 2) if value in taken else (2,)
-        yield table("YAML", "$PLAN --cluster {d}/c.yaml", make, f"servers: {value}", codes=codes)
-    clusters = {f"bandwidth: {v}": f"{two}{{bandwidth: {v}}}\n" for v in TYPES}
-    clusters |= {
-        f"{name}: {value}": f"{two}{{bandwidth: 10GB/s, {name}: {value}}}\n"
-        for name in ("latency", "efficiency")
-        for value in TYPES
-        if (name, value) != ("efficiency", "{}")  # which it is by default
-    }
-    clusters["price: true"] = f"{cluster}gpus_per_server: 1\nprice: true\n"
-    for about, content in clusters.items():
-        yield table("YAML", "$PLAN --cluster {d}/c.yaml", text("c.yaml", content), about)
-    for name in ("layers", "hidden", "batch", "seed", "epochs", "heads", "dropout", "lr"):
-        for value in ("true", "'٢'"):
-            make = text("w.yaml", f"{name}: {value}\n")
-            yield table("YAML", "$PLAN --workload {d}/w.yaml", make, f"{name}: {value}")
-
-
-TYPES = ("true", "'٢GB/s'", "[]", "{}")
-
-
 def _names() -> Iterator[list[Case]]:
     yield table(
         "names",
@@ -322,12 +278,12 @@ def _names() -> Iterator[list[Case]]:
         convert $LONG {d}/x
         tune {d}/plan.json --epochs 2 --out {d}/$LONG
         """,
-        several(good_plan, text("topo", topo(8))),
+        lambda folder: (good_plan(folder), text("topo", topo(8))(folder)),
         leaves=("out",),
     )
     yield table("names", f"$PLAN -o {{d}}/{LONG[:250]}", codes=(0, 2))
     for at in ("graph source", "graph hash", "cluster name", "workload module"):
-        make = spoilt_plan(set_at("a\0b", *at.split()))
+        make = spoilt_plan("a\0b", *at.split())
         yield table("names", "simulate {d}/plan.json", make, f"{at} with NUL")
     rest = "gpus_per_server: 1\ndevice: {memory: 8GB, gemm: 1e10, memory_bandwidth: 1e10}\n"
     rest += "intra_node: {bandwidth: 10GB/s}\n"
@@ -452,7 +408,7 @@ def _work() -> Iterator[list[Case]]:
         "vertices=20000000&edges=100&features=1",
         "vertices=2000000&edges=20000000&features=1",
     ):
-        make = spoilt_plan(set_at(f"synthetic:community?{query}", "graph", "source"))
+        make = spoilt_plan(f"synthetic:community?{query}", "graph", "source")
         yield table("work", calls, make, query)
 
 
@@ -480,6 +436,5 @@ def _sizes() -> Iterator[list[Case]]:
 
 
 def cases() -> list[Case]:
-    kinds = [_plans, _readings, _options, _documents, _names]
-    kinds += [_environment, _terminals, _work, _sizes]
+    kinds = [_plans, _readings, _options, _names, _environment, _terminals, _work, _sizes]
     return [case for kind in kinds for some in kind() for case in some]

@@ -269,6 +269,11 @@ def test_values_are_taken_as_python_has_them(epoch):
     for one in ({"hidden": 16}, {"hidden": "16"}, "hidden=16"):
         assert epoch.sweep(one).rows == rows
     assert pickle.loads(pickle.dumps(epoch)).document == epoch.document
+    forced = {"strategy": "graph_parallel", **FIELDS}
+    assert gnnplan.plan(GRAPH, CLUSTER, ranks=np.int64(2), **forced).document["best"]["gpus"] <= 2
+    alone = epoch.simulate(overrides="hidden=16")
+    assert alone.document == epoch.simulate(overrides=["hidden=16"]).document
+    assert gnnplan.offers(GRAPH, CLUSTER, gpus=[1], per="epoch", **FIELDS).best == (CLUSTER, 1)
 
 
 def test_an_option_that_no_part_reads_is_said():
@@ -395,16 +400,6 @@ def test_defaults_of_a_run_are_those_of_its_options():
     keywords = inspect.signature(gnnplan.Plan.run).parameters
     own = {one.name: one.default for one in fields(Options) if one.name in keywords}
     assert own == {name: keywords[name].default for name in own} and len(own) == 8
-
-
-@pytest.mark.slow
-def test_numbers_of_numpy_paths_and_single_names_are_taken(plan):
-    forced = {"strategy": "graph_parallel", **FIELDS}
-    assert gnnplan.plan(GRAPH, CLUSTER, ranks=np.int64(2), **forced).document["best"]["gpus"] <= 2
-    alone = plan.simulate(overrides="hidden=16")
-    assert alone.document == plan.simulate(overrides=["hidden=16"]).document
-    by_epoch = {"per": "epoch", **FIELDS}
-    assert gnnplan.offers(GRAPH, CLUSTER, gpus=[1], **by_epoch).best == (CLUSTER, 1)
 
 
 def test_a_strategy_that_no_plan_proposes_moves_to_other_ranks():

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import pytest
 from calls import Answer, ended_well, planned, spelt
-from examples import NIGHT
+from nightly import NIGHT
 
 from gnnplan import __version__
 from gnnplan.api.running import Run
@@ -43,11 +43,8 @@ def plan_file(good_plan, tmp_path):
     return path
 
 
-# -- every verb ------------------------------------------------------------------------------------
-
-
 def test_profile(gnnplan):
-    """What it counts: planner/test_profile.py."""
+    """What it counts: planner/test_partition.py."""
     answer = gnnplan("profile", GRAPH, "--parts 2,4 --hops 2 --json")
     graph, parts = answer.document["graph"], answer.document["parts"]
     assert answer.code == 0 and (graph["vertices"], graph["edges"]) == (60, 400)
@@ -58,15 +55,15 @@ def test_profile(gnnplan):
 
 
 def test_plan(gnnplan, tmp_path):
-    """What a plan holds: planner/test_search.py."""
-    path = tmp_path / "plan.json"
+    """What a plan holds: planner/test_search.py. What is to be typed next is quoted."""
+    path = tmp_path / "a plan.json"
     answer = gnnplan("plan --graph", GRAPH, "--ranks 2 -o", path, "--json")
     document = answer.document
     assert answer.code == 0 and json.loads(path.read_text()) == document
     assert all(set(item) == {"strategy", "reason"} for item in document["rejected"])
     shown = gnnplan("plan --graph", GRAPH, "--ranks 2 -o", path)
     assert shown.code == 0 and "use:    " in shown.out and "--explain prints " in shown.out
-    assert f"gnnplan simulate {path}" in shown.out
+    assert f"written to {path}; next: gnnplan simulate '{path}'" in shown.out
 
 
 @pytest.mark.slow
@@ -186,8 +183,11 @@ def test_the_names_that_options_take_are_listed(gnnplan):
 
 @pytest.mark.processes
 def test_help_of_every_verb_comes_without_heavy_imports():
+    """And `import gnnplan` costs a program that may not use it as good as nothing."""
     program = """
 import sys
+import gnnplan
+assert gnnplan.__version__ and "typer" not in sys.modules
 from gnnplan.cli import main
 heavy = {"dgl", "networkx", "numpy", "pydantic", "pymetis", "rich", "scipy", "simpy", "torch", "yaml"}
 for verb in "", "profile", "check", "plan", "simulate", "tune", "run", "validate", "trace", "emit", "measure", "--version":
@@ -217,8 +217,6 @@ def test_a_shell_completes_verbs_and_options(words, offered, gnnplan, monkeypatc
     answer = gnnplan()
     assert answer.code == 0 and answer.out.split() == offered and not answer.err
 
-
-# -- training --------------------------------------------------------------------------------------
 
 EPOCHS = 5
 # as the installed command `gnnplan` starts: without the working directory in the path
@@ -550,7 +548,7 @@ def test_an_interrupted_run_says_what_is_kept(plan_file, gnnplan, tmp_path, monk
 @pytest.mark.usefixtures("untrained")
 def test_a_run_of_the_next_strategy_keeps_it_in_its_plan(gnnplan, tmp_path, monkeypatch):
     """So that `validate` compares with the strategy's own prediction, and --resume goes on with it.
-    That a run of it is predicted right is tested with the launch files (test_launch_files.py)."""
+    That a run of it is predicted right is tested with the launch files (test_restarted.py)."""
     monkeypatch.chdir(tmp_path)
     plan = gnnplan("plan --graph", GRAPH, "--ranks 2 --hidden 8 -o plan.json --json").document
     answer = gnnplan("run plan.json --strategy NEXT --out run")
@@ -562,12 +560,6 @@ def test_a_run_of_the_next_strategy_keeps_it_in_its_plan(gnnplan, tmp_path, monk
     assert answer.code == 2 and "the plan holds" in answer.err and not Path("other").exists()
     answer = gnnplan("run --resume run --strategy NEXT")
     assert answer.code == 2 and "give the plan too (gnnplan run PLAN --strategy" in answer.err
-
-
-def test_what_is_to_be_typed_next_is_quoted(gnnplan, tmp_path):
-    out = tmp_path / "a plan.json"
-    told = gnnplan("plan --graph", GRAPH, FORCED, "-o", out)
-    assert f"written to {out}; next: gnnplan simulate '{out}'" in told.out
 
 
 @pytest.mark.usefixtures("untrained")
@@ -622,9 +614,6 @@ def test_a_started_rank_says_what_is_wrong(plan_file, gnnplan, tmp_path, monkeyp
     answer = gnnplan("run", plan_file, "--out", tmp_path / "old")
     assert answer.code == 2 and "holds a run already" in answer.err
     assert [path.name for path in (tmp_path / "old").iterdir()] == ["metrics.jsonl"]
-
-
-# -- bad input -------------------------------------------------------------------------------------
 
 
 def edited(folder: Path, call: str) -> list[object]:
@@ -916,9 +905,6 @@ def test_interrupted_while_it_imports(monkeypatch, capsys):
         patched.setattr("builtins.__import__", raising(KeyboardInterrupt()))
         main()
     assert ended.value.code == 130 and capsys.readouterr().err == "error: interrupted\n"
-
-
-# -- nothing fits ----------------------------------------------------------------------------------
 
 
 def test_nothing_fits(gnnplan):

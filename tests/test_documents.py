@@ -1,6 +1,9 @@
-"""Documents say what is true: their links lead somewhere, every field is explained, and nothing long."""
+"""Documents say what is true: their links lead somewhere, every field is explained, and nothing long;
+examples in docstrings print what stands there, and strategies' pages have their programs' drawings."""
 
 import ast
+import doctest
+import importlib
 import os
 import re
 import shlex
@@ -10,6 +13,7 @@ from collections.abc import Iterator
 from dataclasses import fields
 from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
 import pytest
 from calls import ended_well
@@ -21,7 +25,8 @@ from gnnplan.cli import app
 from gnnplan.planner.cluster.spec import PRESETS
 from gnnplan.planner.gnn.fields import Fields
 from gnnplan.planner.gnn.workload import Workload
-from gnnplan.planner.strategies import FAMILIES, names
+from gnnplan.planner.strategies import FAMILIES, names, parse
+from gnnplan.testing.laws import drawing_of
 
 ROOT = Path(__file__).resolve().parents[1]
 DOCUMENTS = sorted(
@@ -202,3 +207,58 @@ def test_the_site_is_whole_and_fetches_nothing(tmp_path):
     assert all(f'id="gnnplan-{verb}"' in verbs for verb in ("plan", "simulate", "run", "validate"))
     api = (site / "reference" / "python" / "index.html").read_text(encoding="utf-8")
     assert all(f'id="gnnplan.{name}"' in api for name in gnnplan.__all__)
+
+
+PACKAGES = {"gnnplan": "", "planner": "gnnplan.", "simulator": "gnnplan.", "executor": "gnnplan."}
+
+
+def with_examples() -> list[str]:
+    """Modules whose text has the prompt; the others need not be imported to know that they have none."""
+    return [
+        ".".join([f"{above}{room}", *file.relative_to(ROOT / room).with_suffix("").parts])
+        for room, above in PACKAGES.items()
+        for file in sorted((ROOT / room).rglob("*.py"))
+        if ">>> " in file.read_text(encoding="utf-8")
+    ]
+
+
+@pytest.mark.parametrize("name", [*with_examples(), "nightly"])
+def test_examples_print_what_they_say(name):
+    name = name.removesuffix(".__init__")
+    assert doctest.testmod(importlib.import_module(name)).failed == 0
+
+
+# page, and which of its drawings -> strategy, ranks (each on a server of its own), layers, steps, what is drawn
+DRAWN: dict[str, tuple[str, int, int, int, dict[str, Any]]] = {
+    "graph_parallel": ("graph_parallel", 2, 2, 1, {}),
+    "graph_parallel, buckets": ("graph_parallel(buckets=2)", 2, 2, 1, {}),
+    "graph_parallel, bits": ("graph_parallel(bits=2)", 2, 2, 1, {}),
+    "pipegcn": ("pipegcn", 2, 2, 2, {}),
+    "bns": ("bns", 2, 2, 1, {}),
+    "feature_parallel": ("feature_parallel", 2, 2, 1, {}),
+    "tensor3d": ("tensor3d(x=1,y=2,z=2)", 4, 2, 1, {"ranks": (0,)}),
+    "offload": ("offload(chunks=2)", 1, 2, 1, {}),
+    "granndis": ("granndis(depth=2)", 2, 3, 1, {}),
+    "gnnpipe": (
+        "gnnpipe(stages=3,chunks=4,shuffle=False)",
+        *(3, 3, 1),
+        {"ranks": (0, 1, 2), "lanes": ("compute",)},
+    ),
+    "data_parallel": ("data_parallel", 2, 2, 1, {}),
+    "gsplit": ("gsplit(group='all')", 2, 2, 1, {}),
+    "dnp": ("dnp(group='all')", 2, 2, 1, {}),
+    "snp": ("snp(group='all')", 2, 2, 1, {}),
+    "p3": ("p3", 2, 2, 1, {}),
+}
+
+
+@pytest.mark.parametrize("page", DRAWN)
+def test_a_page_has_the_drawing_of_its_program(page):
+    name, ranks, layers, steps, what = DRAWN[page]
+    drawing = drawing_of(parse(name), ranks, layers, steps, **what)
+    text = (ROOT / "docs" / "strategies" / f"{page.split(',')[0]}.md").read_text(encoding="utf-8")
+    assert f"```\n{drawing}\n```" in text, f"{page}.md should have\n{drawing}"
+
+
+def test_every_family_is_drawn():
+    assert {family.family for family in FAMILIES} <= set(DRAWN)

@@ -13,8 +13,7 @@ from pathlib import Path
 
 import pytest
 from calls import call, planned
-from examples import NIGHT
-from pairwise import at_night
+from nightly import NIGHT, at_night
 
 from gnnplan.planner.vocabulary.errors import SpecError
 from gnnplan.testing.fixtures import fork_server as fork_server

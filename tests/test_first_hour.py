@@ -1,25 +1,32 @@
-"""The first hour with gnnplan: what a newcomer reads, and what went wrong for one.
+"""The first hour with gnnplan: what a newcomer reads, and what went wrong for one; people who wait are
+told what for, others are not.
 
-Each test tells a story that happened.
-"""
+Each test tells a story that happened."""
 
+import io
 import json
 import re
+import sys
+import time
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
 import pytest
 from calls import planned
-from examples import NIGHT
+from nightly import NIGHT
 from typer.testing import CliRunner
 
+import gnnplan
 from gnnplan import load_plan
 from gnnplan.cli import app
+from gnnplan.executor.measure import measure as measuring
 from gnnplan.planner.cluster.spec import PRESETS
 from gnnplan.planner.graph.load import load
 from gnnplan.planner.problem.inputs import kept_factors, read_cluster, read_fitted
 from gnnplan.planner.strategies import named
 from gnnplan.planner.vocabulary.errors import SpecError
+from gnnplan.planner.vocabulary.progress import inner_phase, progress, say
 
 GRAPH = "synthetic:community?vertices=400&edges=4000&features=16&classes=4&seed=0"
 CLUSTER = """\
@@ -91,8 +98,9 @@ def test_an_error_measured_on_cpus_is_not_quoted_for_gpus(gnnplan, explained):
 
 
 @pytest.mark.slow
-def test_what_is_known_by_statistics_is_not_offered_to_run(gnnplan, cluster, tmp_path):
-    """It said 'next: gnnplan run', which refuses such a plan, and 'partitioning 0 s'."""
+def test_what_cannot_be_trained_is_not_offered_to_run(gnnplan, cluster, tmp_path):
+    """It said 'next: gnnplan run', which refuses plans of statistics and of graphs without labels, and
+    'partitioning 0 s'."""
     (tmp_path / "stats.yaml").write_text(STATISTICS)
     plan = tmp_path / "plan.json"
     ask = ("plan", "--graph", tmp_path / "stats.yaml", "--cluster", cluster)
@@ -101,13 +109,17 @@ def test_what_is_known_by_statistics_is_not_offered_to_run(gnnplan, cluster, tmp
     assert "only statistics are known; to train, plan again with the graph itself" in told
     assert "partitioning unknown" in told and "partitioning 0 s" not in told
     assert gnnplan("simulate", plan).code == 0
+    src = np.arange(20)
+    np.savez(tmp_path / "bare.npz", src=src, dst=(src + 1) % 20)
+    told = gnnplan("plan", "--graph", tmp_path / "bare.npz", PARALLEL, "-o", plan).out
+    assert "cannot be run: the graph has no labels" in told and "gnnplan run" not in told
 
 
 @pytest.mark.slow
 def test_a_papers_testbed_is_planned_with_what_its_print_has_shown(gnnplan):
     """GNNPipe's own case got PipeGCN: factors fitted to its figures were not used."""
     ask = ["plan", "--graph", "reddit", "--model", "gcn", "--hidden", 100]
-    # that it wins by them, with 32 layers, is in planner/test_choices.py
+    # that it wins by them, with 32 layers, is in planner/test_figures.py
     ask += ["--layers", 32] if NIGHT else ["--layers", 8, "--strategy", "gnnpipe(chunks=8)"]
     result = gnnplan(*ask, "--cluster", "gnnpipe_a5000", "--per", "epoch", "--json")
     document = result.document
@@ -166,15 +178,6 @@ def test_the_trace_of_a_straggler_shows_it(gnnplan, cluster, tmp_path):
     assert "traces of the first repetition with rank 1 3 times as slow in" in told
 
 
-def test_a_plan_of_a_graph_without_labels_offers_no_run(gnnplan, tmp_path):
-    """It ended in 'next: gnnplan run', which then refused the graph."""
-    src = np.arange(20)
-    np.savez(tmp_path / "bare.npz", src=src, dst=(src + 1) % 20)
-    ask = ("plan", "--graph", tmp_path / "bare.npz", "--strategy", "graph_parallel")
-    told = gnnplan(*ask, "-o", tmp_path / "p.json").out
-    assert "cannot be run: the graph has no labels" in told and "gnnplan run" not in told
-
-
 def test_a_machine_that_nobody_has_measured_promises_nothing(gnnplan):
     """The error of measured machines was quoted for it as if it were its own."""
     ask = ("plan", "--graph", "synthetic:community?vertices=300&edges=900")
@@ -216,3 +219,75 @@ def test_help_states_every_default_in_brackets(gnnplan, verb):
     told = " ".join(gnnplan(verb, "--help").out.split())
     assert not re.search(r"\(\d+[;)]|[Dd]efault: ", re.sub(r"\[default: [^]]*\]", "", told))
     assert "[default: 10" in told or verb == "run"
+
+
+def test_a_slow_phase_is_one_line_with_its_seconds_and_a_fast_one_is_none(capsys):
+    """'asking what would change the choice: 8 layers ... 4 s' was printed six times."""
+    with progress(every_s=0.05) as notify:
+        for name in ("graph", "cluster", "workload"):
+            notify("reading", name)
+            time.sleep(0.03)
+        notify("planning")
+    lines = capsys.readouterr().err.splitlines()
+    assert [line.split(":")[0] for line in lines].count("reading") == 1
+    assert all(line.endswith(" s") for line in lines)
+    with progress(every_s=30.0) as notify:
+        notify("reading")
+    assert capsys.readouterr().err == ""
+
+
+def test_a_part_of_a_phase_is_told_and_timed_apart(capsys):
+    """65 of 68 s stood under 'evaluating candidates', and were METIS's."""
+    with progress(every_s=0.2) as notify:
+        notify("evaluating", "all")
+        with inner_phase("partitioning into 8 parts"):
+            time.sleep(0.25)
+    assert capsys.readouterr().err == "partitioning into 8 parts: 0 s\n"
+    with inner_phase("nobody waits"):
+        pass
+
+
+def test_a_terminal_keeps_one_line_that_is_cleared(monkeypatch):
+    class Terminal(io.StringIO):
+        def isatty(self) -> bool:
+            return True
+
+    screen = Terminal()
+    monkeypatch.setattr(sys, "stderr", screen)
+    with progress(every_s=0.02) as notify:
+        notify("reading", "graph")
+        while "graph" not in screen.getvalue():
+            time.sleep(0.01)
+        before = len(screen.getvalue())
+        say("a note")  # it takes the line's place, and stays
+        assert "\r\x1b[Ka note\n" in screen.getvalue()[before:]
+    told = screen.getvalue()
+    assert told.count("\n") == 1 and told.startswith("\r\x1b[Kreading: graph ... 0 s")
+    assert told.endswith("\r\x1b[K")
+
+
+def test_measure_tells_what_it_is_doing_as_other_calls_do(capsys, monkeypatch, tmp_path):
+    """`with gnnplan.progress()` said nothing for the minute that `gnnplan.measure` takes."""
+    monkeypatch.setenv("GNNPLAN_CACHE", str(tmp_path))
+
+    def of_ranks(ranks: int, notify: Callable[[str], None], *how: object) -> gnnplan.Cluster:
+        for what in ("matrix products", "aggregation"):
+            notify(what)
+        return read_cluster("l4_box")
+
+    monkeypatch.setattr(measuring, "measure", of_ranks)
+    with progress(every_s=0.0):
+        gnnplan.measure()
+    assert capsys.readouterr().err == "matrix products: 0 s\naggregation: 0 s\n"
+    heard = list[str]()
+    gnnplan.measure(notify=lambda phase, detail="": heard.append(phase))
+    assert heard == ["matrix products", "aggregation"]
+
+
+def test_a_failure_ends_the_telling(capsys):
+    with pytest.raises(ValueError, match="broken"), progress(every_s=0.02) as notify:
+        notify("reading")
+        raise ValueError("broken")
+    capsys.readouterr()
+    time.sleep(0.1)
+    assert capsys.readouterr().err == ""

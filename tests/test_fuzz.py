@@ -13,9 +13,12 @@ import operator
 import os
 import pickle
 import resource
+import shlex
 import shutil
 import signal
 import socket
+import subprocess
+import sys
 import zipfile
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
@@ -27,9 +30,10 @@ import corpus
 import numpy as np
 import pytest
 import yaml
-from examples import examples, text
+from calls import Answer
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from nightly import examples, text
 
 import gnnplan.planner.graph.arrays as graphs
 import gnnplan.planner.graph.graph as graph_module
@@ -100,8 +104,6 @@ def obeys(name: str, call: Callable[[], Any]) -> str | None:
         return said
     return None
 
-
-# --- documents, changed ---------------------------------------------------------------------------
 
 NUMBERS = [0, -1, 1, 2, 3, 1.5, 1e-300, 1e300, -1e300, float("nan"), float("inf")]
 LARGE = [10**6, 10**9, 2**31, 2**63, 10**18, -(10**18), 10**40, 10**299, 10**310]
@@ -175,8 +177,6 @@ def damaged(draw: st.DrawFn, raw: bytes, pieces: tuple[bytes, ...] = (b"",)) -> 
         raw = raw[:at] + new + rest.get(how, raw[at:])
     return raw
 
-
-# --- cluster and workload -------------------------------------------------------------------------
 
 CLUSTER = yaml.safe_load((PRESETS / "gnnpipe_a5000.yaml").read_text()) | {
     "gpus_per_server": 4,
@@ -284,8 +284,6 @@ def test_strategies_of_absurd_sizes_are_weighed_or_refused(tmp_path, strategy, w
 
     obeys("", use)
 
-
-# --- graphs ---------------------------------------------------------------------------------------
 
 N, E = 12, 40
 _rng = np.random.default_rng(0)
@@ -511,9 +509,6 @@ def test_names_of_graphs(tmp_path, monkeypatch, little_memory, source):
     assert said is not None and "root:" not in said
 
 
-# --- what is no file ------------------------------------------------------------------------------
-
-
 def readings(path: Path) -> dict[str, Callable[[], Any]]:
     """Everything that reads `path`, which bears the right name for it."""
     folder = path.parent
@@ -582,9 +577,6 @@ def test_closed_files_are_named(tmp_path, monkeypatch, name):
     monkeypatch.setattr("io.open", closed)
     said = obeys(name, readings(path)[name])
     assert said and "Permission denied" in said
-
-
-# --- plans and runs -------------------------------------------------------------------------------
 
 
 @pytest.fixture(scope="module")
@@ -685,9 +677,6 @@ def test_a_plan_reads_its_graph_and_tells_nothing_of_other_files(run, monkeypatc
     assert said and "root:" not in said and "hunter2" not in said
 
 
-# --- checkpoints ----------------------------------------------------------------------------------
-
-
 @settings(shared, max_examples=examples(60))
 @given(data=st.data())
 def test_damaged_checkpoints_are_not_there(tmp_path, data):
@@ -713,8 +702,6 @@ def test_a_pipe_is_no_checkpoint(tmp_path):
     os.mkfifo(tmp_path / "checkpoints" / "epoch10.rank0.safetensors")
     assert stored(tmp_path / "checkpoints", 0) == []
 
-
-# --- the rest -------------------------------------------------------------------------------------
 
 ROW = dict.fromkeys(COLUMNS, "") | {"source": "Table 3", "unit_as_printed": "s"}
 ROW |= {"strategy_params": '{"stages": 4, "chunks": 8}', "value": "1.5", "metric": "epoch_time_s"}
@@ -755,3 +742,39 @@ def test_windows_files_are_read(tmp_path):
     assert ask_workload(str(tmp_path / "w.yaml")).workload.hidden == 8
     (tmp_path / "w.json").write_bytes(b'{"a":\r\n 1}\r\n')
     assert read_json(tmp_path / "w.json", 100, "") == {"a": 1}
+
+
+def ended(case: corpus.Case, folder: Path, gnnplan: Any) -> Answer:
+    """How the call ended; one that may become a rank is a program of its own."""
+    words = [word.replace("{d}", str(folder)) for word in case.arguments]
+    if not case.starts:
+        with limits():
+            return gnnplan(*map(shlex.quote, words))
+    program = [sys.executable, "-m", "gnnplan", *map(os.fsencode, words)]
+    env = os.environ | case.env
+    done = subprocess.run(program, env=env, capture_output=True, timeout=60, errors="replace")
+    return Answer(done.returncode, done.stdout, done.stderr)
+
+
+@pytest.mark.nightly  # by day test_cli.py has bad calls of all verbs, test_fuzz.py what readers are given
+@pytest.mark.processes
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("kind", dict.fromkeys(case.kind for case in corpus.cases()))
+def test_no_traceback_no_hang_no_gigabyte(kind, tmp_path, monkeypatch, gnnplan):
+    cases = [case for case in corpus.cases() if case.kind == kind]
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    for case in cases:
+        folder = tmp_path / "case"
+        folder.mkdir()
+        monkeypatch.chdir(folder)
+        with monkeypatch.context() as patch:
+            for name, value in case.env.items():
+                patch.setenv(name, value)
+            case.make(folder)
+            code, out, err = ended(case, folder, gnnplan)
+        assert code in case.codes and "Traceback (most recent" not in out + err, (case, err)
+        assert not code or not any((folder / name).exists() for name in case.leaves), case
+        grown = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before
+        assert grown < 1_000_000, case  # [kB]
+        shutil.rmtree(folder)
+    assert len(cases) > 5

@@ -14,8 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from examples import NIGHT
-from pairwise import at_night
+from nightly import NIGHT, at_night
 
 from gnnplan.papers import published
 from gnnplan.papers.figures import predict
@@ -24,7 +23,7 @@ from gnnplan.planner.cluster.spec import PRESETS, Cluster
 from gnnplan.planner.decision.candidate import placed
 from gnnplan.planner.decision.search import search
 from gnnplan.planner.gnn.workload import Workload
-from gnnplan.planner.graph.graph import Graph, GraphStats
+from gnnplan.planner.graph.graph import Graph
 from gnnplan.planner.graph.load import load
 from gnnplan.planner.problem.inputs import read_cluster
 from gnnplan.planner.problem.problem import Problem, with_ranks
@@ -80,15 +79,11 @@ MODELS = {
 Question = tuple[str, Callable[[], dict[str, Any]]]  # its name, and what answers it
 PLAYED = ("pcie_box", "local", "gnnpipe_a5000")  # on the graph that is really cut
 CASES = [(preset.stem, graph) for preset in sorted(PRESETS.glob("*.yaml")) for graph in GRAPHS]
-
-
-@cache
-def loaded_graph(name: str) -> Graph | GraphStats:
-    return load(GRAPHS[name])
+loaded_graph = cache(load)
 
 
 def problem_of(graph: str, cluster: Cluster, workload: Workload) -> Problem:
-    loaded = loaded_graph(graph)
+    loaded = loaded_graph(GRAPHS[graph])
     known = isinstance(loaded, Graph)
     if known:  # METIS is what takes long
         cluster = with_ranks(cluster, min(cluster.ranks, MOST_RANKS))

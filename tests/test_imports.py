@@ -129,18 +129,6 @@ def test_the_simulator_loads_no_torch():
     assert not [name for name in loaded if name.startswith("gnnplan.executor")]
 
 
-# whoever imports one of these waits for it
-HEAVY = {"dgl", "networkx", "numpy", "pydantic", "pymetis"}
-HEAVY |= {"rich", "scipy", "simpy", "torch", "yaml"}
-
-
-@pytest.mark.processes
-def test_the_package_imports_nothing_heavy():
-    """`import gnnplan` costs a program that may not use it as good as nothing."""
-    loaded = loaded_by("import gnnplan; assert gnnplan.__version__")
-    assert not loaded & (HEAVY | {"typer"})
-
-
 TRAINS = """
 import torch
 from dataclasses import replace

@@ -1,9 +1,14 @@
-"""The list of mutants stays true while code moves: `make mutants` applies them."""
+"""The list of mutants stays true while code moves: `make mutants` applies them. And the cover of a
+product has all its pairs, and few rows."""
 
 import sys
+from itertools import combinations, product
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 from mutants import ROOT, main, mutants
+from nightly import cover, pairs
 
 KIT = "".join(file.read_text(encoding="utf-8") for file in (ROOT / "gnnplan/testing").glob("*.py"))
 
@@ -33,3 +38,18 @@ def test_asking_for_help_runs_no_fault(word, code, monkeypatch):
     with pytest.raises(SystemExit) as end:
         main()
     assert end.value.code == code
+
+
+def named(row: tuple[int, ...]) -> dict[str, int]:
+    return {f"column {number}": value for number, value in enumerate(row)}
+
+
+@given(st.lists(st.integers(1, 4), min_size=2, max_size=4), st.randoms(use_true_random=False))
+def test_every_pair_of_any_row_is_in_a_chosen_row(sizes, random):
+    rows = [row for row in product(*map(range, sizes)) if random.random() < 0.7]
+    chosen = cover(rows, lambda row: pairs(named(row)))
+    assert set(chosen) <= set(rows) and chosen == sorted(chosen)
+    for a, b in combinations(range(len(sizes)), 2):
+        assert {(row[a], row[b]) for row in chosen} == {(row[a], row[b]) for row in rows}
+
+    assert len(chosen) <= 32 < 4**4

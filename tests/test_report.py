@@ -155,16 +155,6 @@ def test_what_no_screen_shows_is_joined_and_nothing_else():
     assert len(marks(steady("long", many, 1))) <= MOST_MARKS
 
 
-@pytest.mark.nightly
-def test_a_wide_pipeline_of_32_layers_fits_in_the_page(tmp_path):
-    how = "--graph reddit --cluster gnnpipe_a5000 --model gcn --layers 32 --hidden 100"
-    planned(tmp_path / "plan.json", how, "--strategy gnnpipe(stages=8,chunks=32)")
-    facts = gather(tmp_path / "plan.json", [])
-    pictures = [choice.epochs(facts), timeline(facts), choice.memory(facts)]
-    pictures += [an_epoch.matrix(facts), an_epoch.links(facts)]
-    assert len(page.page(facts, pictures, {}).encode()) <= MOST_BYTES
-
-
 def test_without_plotly_the_error_says_what_to_install(plan, tmp_path, monkeypatch, gnnplan):
     monkeypatch.setattr(page, "find_spec", lambda name: None)
     code, _, err = gnnplan("report", plan, "-o", tmp_path / "report.html")

@@ -1,8 +1,9 @@
 """The costs of a step beside its kernels: recording, launches, waits, and what a graph saves.
 
 Whether exchanges overlap computation says the stage `shared`. That PipeGCN's two communicators
-cannot wait for each other is a matter of order (Rank.submit), which tests/executor/test_lanes.py
-holds; with one GPU there is no second NCCL rank to show it with."""
+cannot wait for each other is a matter of order (Rank.submit), which
+tests/executor/test_order_of_messages.py holds; with one GPU there is no second NCCL rank to show it
+with."""
 
 from __future__ import annotations
 

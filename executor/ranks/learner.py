@@ -36,7 +36,7 @@ class Optimizer:
 
     The first object of a torch.optim class imports torch's compiler, which costs every rank more
     than a second and 25 MB. Weights equal those of torch.optim to the bit
-    (tests/executor/test_optimizer.py).
+    (tests/executor/test_models.py).
 
     It is SGD, with the workload's momentum if any; Adam (Kingma and Ba, arXiv 1412.6980) with
     torch's betas and epsilon; or AdamW. lr: the caller may change it from step to step. kept:

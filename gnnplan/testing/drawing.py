@@ -4,7 +4,7 @@
     comm               |halo 2 f|                         |halo 2 b|
 
 A task begins when its lane is free and all tasks that it waits for have ended. The drawing shows
-the order of tasks, not seconds. The strategies' pages show such drawings (tests/test_drawings.py).
+the order of tasks, not seconds. The strategies' pages show such drawings (tests/test_documents.py).
 """
 
 from __future__ import annotations

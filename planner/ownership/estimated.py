@@ -334,7 +334,7 @@ def estimated_chunks(stats: GraphStats, chunks: int, members: int, method: str) 
 # seeds, e sampled edges lead to s P (1 - exp(-e / (s P))) vertices, before duplicates between
 # seeds.
 #
-# Errors of rows and edges (tests/planner/test_expected.py): with one spread fitted to each graph, 7
+# Errors of rows and edges (tests/planner/test_estimate.py): with one spread fitted to each graph, 7
 # % for nine undirected graphs (mean; 2 to 10 %) and 22 % for four directed ones; with the usual
 # spread, 20 % and 75 %. With both spreads counted, GSplit's Table 1 is reproduced within 11 %, and
 # with the vertices near a seed GNNLab's batch of the same graph within 13 % (42 % without).

@@ -6,7 +6,7 @@ from pathlib import Path
 import a_tenth
 import pytest
 import torch
-from pairwise import at_night
+from nightly import at_night
 from pretend_device import pretend_device as pretend_device
 
 from gnnplan.executor.modules import prove

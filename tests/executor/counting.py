@@ -1,10 +1,13 @@
-"""What torch itself counts of its allocations."""
+"""What torch itself counts of its allocations, and which library multiplies on the CPU."""
 
 from collections.abc import Callable
 from typing import TypeVar
 
 import numpy as np
+import pytest
 from torch.profiler import ProfilerActivity, profile
+
+from gnnplan.executor.layers.kernels import matmul
 
 T = TypeVar("T")
 
@@ -16,3 +19,10 @@ def counted(work: Callable[[], T]) -> tuple[T, int, int]:
     events = [e for e in found.profiler.kineto_results.events() if e.name() == "[memory]"]
     held = np.cumsum([event.nbytes() for event in sorted(events, key=lambda e: e.start_ns())])
     return result, int(held[-1]), int(held.max())
+
+
+def multiply(monkeypatch: pytest.MonkeyPatch, in_place: bool) -> None:
+    """By MKL, which writes products into place, or by oneDNN, which has ReLU inside."""
+    if not in_place and not matmul.has_onednn():
+        pytest.skip("this torch has no oneDNN product")
+    monkeypatch.setattr(matmul, "by_onednn", lambda: not in_place)

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-from started import Start, Started
+from calls import Start, Started
 
 from gnnplan.planner.decision import plan
 from gnnplan.planner.decision.search import search

@@ -30,6 +30,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
+from calls import Hang, Orphans, starting
 from faults import (
     AMID,
     CASES,
@@ -46,8 +47,7 @@ from faults import (
     small_disk,
     train_through,
 )
-from pairwise import cover, pairs
-from started import Hang, Orphans, starting
+from nightly import cover, pairs
 
 from gnnplan.testing.ranks import Case, ForkServer, Ranks, Result
 

@@ -8,8 +8,8 @@ import sys
 from statistics import median
 
 import pytest
-from pairwise import at_night
-from started import srun
+from calls import srun
+from nightly import at_night
 from torch.distributed.elastic.multiprocessing.subprocess_handler import subprocess_handler
 
 from gnnplan.executor.measure import measure as module

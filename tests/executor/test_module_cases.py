@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from pairwise import every
+from nightly import every
 from torch import nn
 from written import quiet
 

@@ -9,8 +9,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
-from examples import NIGHT
-from pairwise import at_night, every
+from nightly import NIGHT, at_night, every
 from written import quiet
 
 from gnnplan.executor.modules.bind import Small
@@ -85,13 +84,10 @@ IN_FORWARD = r"""
     edges to larger ids | either | h = self.c(h, edge_index[:, src < dst])
     edges of two hops | refused | h = self.c(h, torch.stack([src, src[torch.randperm(src.numel(), generator=torch.Generator().manual_seed(1))]]))
     a weight | carried | h = self.c(h, edge_index, edge_weight)
-    another weight | carried | h = self.c(h, edge_index, other)
     a weight of mean one | carried | h = self.c(h, edge_index, edge_weight / edge_weight.mean())
     weights sorted | either | h = self.c(h, edge_index, edge_weight.sort().values)
-    the next edge's weight | either | h = self.c(h, edge_index, edge_weight.roll(1))
     a column of attributes | carried | h = self.c(h, edge_index, edge_attr[:, 3])
     positions | carried | h = h * pos.norm(dim=1, keepdim=True)
-    positions from the middle | refused | h = h * (pos - pos.mean(0)).norm(dim=1, keepdim=True)
     softmax over vertices | line 1: softmax gives vertex \d+ another row | h = h.softmax(0)
     softmax over columns | carried | h = h.softmax(1)
     softmax over sources | refused | h = torch.zeros_like(h).index_add_(0, dst, h[src] * softmax(h[src], src))
@@ -105,7 +101,6 @@ IN_FORWARD = r"""
     the rank of a vertex | either | h = h * torch.arange(h.size(0)).unsqueeze(1)
     number of vertices | line 1: div of a graph of 1,201 vertices is another call | h = h / float(x.size(0)) ** 0.5
     number of edges | either | h = h / edge_index.size(1)
-    mean degree | either | h = h * (edge_index.size(1) / x.size(0))
     rows as len says it | carried | h = h * torch.ones(len(h), 8, dtype=h.dtype)
     number of parameters | carried | h = h / self.lin.weight.numel()
     degree of sources | carried | h = h * degree(src, h.size(0)).unsqueeze(1)
@@ -119,7 +114,6 @@ IN_FORWARD = r"""
     a sparse matrix over columns | either | a = torch.sparse_coo_tensor(edge_index[:, :3] * 0, other[:3], (8, 8)) ;; h = (a @ h.t()).t()
     learned numbers in a sparse matrix | line 1: .* of numbers that are learned, whose gradient torch makes of all pairs | h = torch.sparse_coo_tensor(edge_index.flip(0), other * self.lin.bias[0], (len(h), len(h))) @ h
     dropout of columns | refused | h = F.dropout1d(h, 0.5, self.training)
-    dropout | carried | h = F.dropout(h, 0.5, self.training)
     a number that its class has kept | refused | M.k = getattr(M, 'k', 0) + 1 ;; h = h * M.k
     a number that a list has kept | refused | self.kept = [*(self.kept or []), 1] ;; h = h * (1 if len(self.kept) < 99 else 2)
     an environment that ranks have | refused | import os ;; h = h * (2 if 'LOCAL_WORLD_SIZE' in os.environ else 1)
@@ -154,7 +148,6 @@ IN_FORWARD = r"""
     autocast | line 2: .*autocast | with torch.autocast('cpu', torch.bfloat16): ;;     h = self.lin(h).to(x.dtype)
     vmap | either | h = torch.vmap(lambda row: row * row.sum())(h)
     a branch on a size | refused | h = h * 2 if h.size(0) < 55 else h
-    a branch on parity | either | h = h * 2 if h.size(0) % 2 else h
     a loop over vertices | refused | h = torch.stack([row * 2 for row in h])
     through numpy | refused | h = h + torch.from_numpy(np.tanh(h.detach().numpy()))
     through a list | refused | h = h + torch.tensor(x.tolist())[:, :8]
@@ -167,7 +160,6 @@ IN_FORWARD = r"""
     several rows of one call, read later | carried | v, i = h.topk(3, 1) ;; h = self.c(self.c(h, edge_index), edge_index).scatter_add(1, i, v)
     attention over hops | carried | h = torch.stack([h, self.c(h, edge_index)], 1) ;; h = self.att(h, h, h)[0].sum(1)
     attention of all to all by a module | refused | h = self.att(h[None], h[None], h[None])[0][0]
-    batch norm | carried | h = self.norm(h)
     batch norm of batches alone | refused | h = F.batch_norm(h, None, None, training=True)
     two batch norms | carried | h = self.norm(self.norm(h))
     a transposed product | refused | h = h @ (h.t() @ h)

@@ -12,8 +12,8 @@ from typing import NamedTuple
 
 import pytest
 import torch
-from libraries import multiply
-from pairwise import covered
+from counting import multiply
+from nightly import covered
 
 from gnnplan.executor.layers.count import SIZES, Noted, Notes, Work, block_of, factors_of
 from gnnplan.executor.layers.kernels import Shapes, backward, dropout
@@ -224,7 +224,6 @@ CASES = [
         )
     ),
 ]
-
 
 CASES += [case._replace(in_place=True) for case in CASES if not case.norm]
 

@@ -1,5 +1,5 @@
-"""Trainings as lines of text, each with what is claimed of it; test_conformance.py runs them on ranks,
-test_one_process.py in one process.
+"""Trainings as lines of text, each with what is claimed of it; test_conformance.py runs them on
+ranks and in one process.
 
 A line has ranks, servers, a strategy, a graph, the dropout, a model, and more words: `key=value` of
 the workload or of the case, or one of
@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
-from examples import NIGHT
+from nightly import NIGHT
 
 from gnnplan.planner.graph.load import load
 from gnnplan.planner.graph.partition import partition
@@ -211,7 +211,6 @@ def skewed(_: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
 
 
 MADE = {"one": one, "three": three, "whole": whole, "skewed": skewed}
-
 
 LINES = """
     # ranks, servers, strategy, graph, dropout, model and more of the workload

@@ -41,9 +41,6 @@ class ChainOfWeights(Chain):
         return self.through(x, edge_index, edge_weight)
 
 
-# -- convolutions ---------------------------------------------------------------------------------
-
-
 @needs()
 def Aggregations(in_channels, out_channels):
     return Chain(
@@ -144,9 +141,6 @@ class PointNet(nn.Module):
         return self.conv2(self.conv1(x, pos, edge_index).relu(), pos, edge_index)
 
 
-# -- frames ---------------------------------------------------------------------------------------
-
-
 @needs()
 class NormedEncoder(nn.Module):
     """Batch norms before the first convolution, of the features too, and two after it, before which
@@ -210,9 +204,6 @@ class GatedUpdates(nn.Module):
         return self.out(out.squeeze(0))
 
 
-# -- ready-made ------------------------------------------------------------------------------------
-
-
 @needs("edge_attr")
 def ReadyGAT(in_channels, out_channels):
     """A model of PyG, which hands attributes of edges on."""
@@ -243,9 +234,6 @@ def InSequence(in_channels, out_channels):
             nn.Linear(32, out_channels),
         ],
     )
-
-
-# -- hand-written ----------------------------------------------------------------------------------
 
 
 class GatedMessages(pyg.MessagePassing):

@@ -20,7 +20,7 @@ from typing import Any, Literal
 import numpy as np
 import pytest
 import torch
-from examples import NIGHT
+from nightly import NIGHT
 from torch import Tensor
 from torch.nn import functional as F
 from zoo_entries import Entry

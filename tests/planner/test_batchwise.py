@@ -1,7 +1,7 @@
-"""The mini-batch families: closed form, schedule and samples tell one story, batch by batch."""
+"""The mini-batch families: closed form, schedule and samples tell one story, batch by batch; what
+pre-sampling counts, and that weights of splits do what the paper says."""
 
 from collections import Counter
-from collections.abc import Iterator
 from dataclasses import replace
 from functools import partial
 from itertools import pairwise, product
@@ -10,16 +10,18 @@ from typing import Any, Literal
 import numpy as np
 import pytest
 from asked import changed, fullest_bytes, on, suiting
-from examples import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from pairwise import at_night
+from nightly import at_night, examples
 
 from gnnplan.planner.cluster.scaling import constants
 from gnnplan.planner.cluster.spec import Link
 from gnnplan.planner.decision.search import families
+from gnnplan.planner.gnn.workload import Workload
 from gnnplan.planner.graph.graph import Graph
-from gnnplan.planner.graph.sampling import Frontier, frontier
+from gnnplan.planner.graph.load import load
+from gnnplan.planner.graph.partition import BEFORE, SPLITTERS, owners, presample, split
+from gnnplan.planner.graph.sampling import frontier, items_of
 from gnnplan.planner.ownership.minibatch import MiniBatch
 from gnnplan.planner.problem.problem import Problem
 from gnnplan.planner.strategies import P3, DataParallel, GSplit, Strategy, parse
@@ -263,89 +265,6 @@ def test_samplers_make_so_many_batches_at_once(samplers, strategy):
     assert shared_s == pytest.approx(one_s / min(samplers, 2), rel=0.05)
 
 
-def test_gsplit_bytes_by_hand():
-    """Remote rows as sampled, by the formula; ids are 8 bytes each, and 8 per peer for how many."""
-    problem = problem_of(GRAPHS[0], 1, 3, fanout=(3, 3, 3))
-    strategy = GSplit(splitter="random")
-    batches = strategy.batches(problem)
-    remote, ids = [0, 0, 0], 0
-    for step in range(strategy.steps(problem)):
-        batch = batches.at(step)
-        for layer in (1, 2, 3):
-            rows = int(batch.facts(layer).sends.sum())
-            remote[layer - 1] += rows
-            ids += 8 * (rows + 3 * 2)
-    bytes_ = strategy.predict(problem).bytes
-    assert bytes_["ids"] == ids
-    assert bytes_["halo"] == 4 * (remote[0] * 40 + 2 * remote[1] * 16 + 2 * remote[2] * 16)
-    weights = problem.model.weights
-    assert bytes_["all_reduce"] == strategy.steps(problem) * 2 * 2 * weights * 4
-
-
-Drawn = list[tuple[int, list[int]]]  # rows of h_1, and the sources drawn of each
-
-
-def readers(
-    strategy: GSplit, problem: Problem
-) -> Iterator[tuple[int, MiniBatch, range, list[Frontier], list[Drawn]]]:
-    """Step by step and group by group of three ranks, the frontier of each rank's own seeds, which
-    have the batch's rows and sources of layers 2 and 3."""
-    batches, w = strategy.batches(problem), problem.workload
-    for step in range(strategy.steps(problem)):
-        batch, items = batches.at(step), batches.items_in(0)[step]
-        for group, seeds in enumerate(np.array_split(items, problem.ranks // 3)):
-            ranks, frontiers, drawn = range(3 * group, 3 * group + 3), [], []
-            for reader, rank in enumerate(ranks):
-                own = seeds[batches.member[seeds] == reader]
-                found = frontier(problem.graph, own, w.fanouts, w.seed, 0, step)
-                counts = [nodes.size for nodes in found.nodes]
-                assert [batch.facts(layer).rows[rank] for layer in (2, 3)] == counts[2:]
-                assert [batch.facts(layer).sources[rank] for layer in (2, 3)] == counts[1:3]
-                indptr, places = found.edges[0]
-                parts = np.split(problem.graph.indices[places], indptr[1:-1])
-                frontiers.append(found)
-                drawn.append([(v, p.tolist()) for v, p in zip(found.nodes[1], parts, strict=False)])
-            yield step, batch, ranks, frontiers, drawn
-
-
-@pytest.mark.parametrize("groups", [1, 3])
-def test_snp_bytes_and_reads_by_hand(groups):
-    """By frontiers of each rank's own seeds: a rank pushes each edge of layer 1 to its source's
-    owner, and gets a sum of each row and owner of some of its sources or of itself. Owners make a
-    sum once for all who need it, and read what they own."""
-    problem = problem_of(GRAPHS[0], groups, 3, fanout=(3, 3, 3))
-    strategy = parse("snp(splitter='random')")
-    whole = GSplit(splitter="random").batches(problem)
-    owner_of, sent, pushed = strategy.batches(problem).member, 0, 0
-    for step, batch, ranks, needs, drawn in readers(strategy, problem):
-        first, second = batch.facts(1), batch.facts(2)
-        made: list[dict[int, set[int]]] = [{}, {}, {}]  # by owner: row of h_1 -> sources
-        for reader, rank in enumerate(ranks):
-            assert batch.sampled(1)[rank] == needs[reader].edges[0][1].size
-            parts = [0, 0, 0]  # by owner
-            for v, sources in drawn[reader]:
-                for owner in {owner_of[u] for u in (v, *sources)}:
-                    its = [u for u in sources if owner_of[u] == owner]
-                    made[owner].setdefault(v, set(its))
-                    parts[owner] += 1
-                    sent += owner != reader
-                    pushed += (2 + len(its)) * (owner != reader)
-            assert second.partial_sums[rank] == sum(parts)
-            parts[reader] = 0
-            assert second.sends[ranks.start : ranks.stop, rank].tolist() == parts
-        for owner, (rank, sums) in enumerate(zip(ranks, made, strict=True)):
-            assert set(batch.rows(rank, 1)) == set(sums) and first.rows[rank] == len(sums)
-            assert first.edges[rank] == sum(map(len, sums.values()))
-            assert first.remote_own[rank] == sum(owner_of[v] != owner for v in sums)
-            read = {v for v in sums if owner_of[v] == owner}.union(*sums.values())
-            assert set(batch.rows(rank, 0)) == read == set(whole.at(step).rows(rank, 0))
-            assert first.sources[rank] == len(read)
-    bytes_, peers = strategy.predict(problem).bytes, strategy.steps(problem) * problem.ranks * 2
-    assert bytes_["halo"] == 2 * sent * 16 * 4
-    assert bytes_["push"] == 4 * (pushed + peers) + 8 * peers
-    assert "ids" not in bytes_
-
-
 @pytest.mark.parametrize(
     "strategy", [DataParallel(prefetch=1), at_night(GSplit(prefetch=1, group="all"))]
 )
@@ -422,3 +341,106 @@ def test_alike_steps_count_as_often_as_if_they_were_different(text):
         assert getattr(once, name) == pytest.approx(getattr(each, name), rel=1e-12)
     assert once.bytes == each.bytes
     assert fullest(asked, program).tolist() == fullest(asked, apart).tolist()
+
+
+SMALL = load("synthetic:community?vertices=60&edges=400&features=4&classes=3&seed=0")
+GRAPH = load("synthetic:community?vertices=6000&edges=60000&features=4&classes=3&seed=0")
+
+
+def with_few_targets(graph: Graph, share: float) -> Graph:
+    train = np.zeros(graph.stats.vertices, dtype=bool)
+    train[np.random.default_rng(0).permutation(train.size)[: round(share * train.size)]] = True
+    return replace(graph, train=train)
+
+
+def batches_as(batch: int, fanout: tuple[int, ...] | str, seed: int = 0) -> Workload:
+    layers = 1 if fanout == "full" else len(fanout)
+    return Workload(mode="mini", layers=layers, batch=batch, fanout=fanout, seed=seed)
+
+
+def test_presampling_counts_frontiers_and_draws():
+    """Against a plain count over the same batches."""
+    fanouts = (3, 2)
+    workload = batches_as(8, fanouts, 5)
+    found = presample(SMALL, workload, epochs=2)
+    vertices, edges = np.zeros(60, int), np.zeros(SMALL.indices.size, int)
+    for epoch in (BEFORE, BEFORE + 1):
+        for number, seeds in enumerate(items_of(SMALL, workload, epoch)):
+            one = frontier(SMALL, seeds, fanouts, 5, epoch, number)
+            for nodes in one.nodes:
+                for v in nodes.tolist():
+                    vertices[v] += 1
+            for _, places in one.edges:
+                for place in places.tolist():
+                    edges[place] += 1
+    assert np.array_equal(found.vertices, vertices) and np.array_equal(found.edges, edges)
+
+
+def test_without_sampling_every_edge_near_a_seed_counts():
+    found = presample(SMALL, batches_as(1000, "full"), epochs=3)
+    into_train = SMALL.train[np.repeat(np.arange(60), SMALL.degree)]
+    assert found.edges.tolist() == (3 * into_train).tolist()
+
+
+@pytest.mark.parametrize("splitter", SPLITTERS)
+@pytest.mark.parametrize("parts", [1, 2, 3, 4])
+def test_every_vertex_has_an_owner_and_every_owner_some(splitter, parts):
+    with pytest.raises(SpecError, match="splitter 'nodes' is unknown; did you mean node"):
+        split(GRAPH, parts, "nodes", 0)
+    owner = split(GRAPH, parts, splitter, 0, presample(GRAPH, batches_as(512, (5, 5)), epochs=1))
+    assert owner.shape == (6000,)
+    assert np.bincount(owner, minlength=parts).min() > 0
+    assert owner.max() == parts - 1
+
+
+def measured(
+    graph: Graph, owner: np.ndarray, batch: int, fanouts: tuple[int, ...]
+) -> tuple[float, float]:
+    """Share of edges that cross, and a rank's most edges over the mean, in the first epoch."""
+    cross = edges = 0
+    worst = []
+    for number, seeds in enumerate(items_of(graph, batches_as(batch, fanouts), 0)):
+        made = MiniBatch(
+            graph, [frontier(graph, seeds, fanouts, 0, 0, number)], (0,) * 4, owner, first_varying=1
+        )
+        layers = range(1, len(fanouts) + 1)
+        each = np.sum([made.facts(layer).edges for layer in layers], axis=0)
+        cross += sum(int(made.crossing(layer).sum()) for layer in layers)
+        edges += int(each.sum())
+        worst.append(each.max() / each.mean())
+    return cross / edges, float(np.mean(worst))
+
+
+def test_weights_pay_where_batches_touch_little():
+    """GSplit Fig. 5: cross edges gsplit < node < random, the load of gsplit at or below edge's."""
+    graph, fanouts = with_few_targets(GRAPH, 0.02), (3,)
+    frequency = presample(graph, batches_as(32, fanouts))
+    found = {s: measured(graph, split(graph, 4, s, 0, frequency), 32, fanouts) for s in SPLITTERS}
+    crossing, load = ({splitter: pair[i] for splitter, pair in found.items()} for i in (0, 1))
+    assert crossing["gsplit"] < 0.95 * crossing["node"] < crossing["random"], found
+    assert crossing["random"] == pytest.approx(0.75, abs=0.03), found
+    assert load["gsplit"] <= load["edge"], found
+
+
+@pytest.mark.parametrize("imbalance", [0.001, 0.03, 0.3])
+def test_no_owner_has_more_than_the_imbalance_allows(imbalance):
+    """GSplit Eq. 2, and METIS uses what it is allowed. A vertex cannot be cut: so a bit more."""
+    frequency = presample(GRAPH, batches_as(512, (5, 5)), epochs=1)
+    for parts in (2, 4):
+        owner = split(GRAPH, parts, "gsplit", 0, frequency, imbalance)
+        load = np.bincount(owner, frequency.vertices, parts)
+        excess = load.max() / load.mean() - 1
+        assert excess <= imbalance + frequency.vertices.max() / load.mean()
+        assert excess > imbalance / 2
+
+
+def test_owners_of_another_imbalance_are_other_owners():
+    """Owners are cached on disk: what they depend on is in the key. Random owners do not depend."""
+    workload = Workload(mode="mini", layers=2, batch=512, fanout=(5, 5))
+
+    def found(splitter: str, imbalance: float) -> list[int]:
+        return owners(GRAPH, 4, splitter, workload, 1, imbalance).tolist()
+
+    assert found("gsplit", 0.3) != found("gsplit", 0.03)
+    assert found("gsplit", 0.3) == found("gsplit", 0.3)
+    assert found("random", 0.3) == found("random", 0.03)

@@ -30,9 +30,6 @@ VAL = np.arange(N) >= 15
 HOLDS = {"src": SRC, "dst": DST, "x": X, "y": Y, "train_mask": TRAIN}
 
 
-# -- the same arrays in every format ---------------------------------------------------------------
-
-
 def as_npz(folder: Path, arrays: dict) -> Graph:
     np.savez(folder / "g.npz", **arrays)
     return load(str(folder / "g.npz"))
@@ -151,9 +148,6 @@ def test_a_graph_without_edges_is_planned(tmp_path):
         assert plan.best.strategy.startswith(strategy)
 
 
-# -- no label --------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(
     ("written", "marker"),
     [*((form, -100) for form in ALIKE), *((as_npz, n) for n in (255, -2, 65535, 2**31 - 1))],
@@ -222,9 +216,6 @@ def test_a_file_beside_the_edges_is_named(tmp_path):
             load(source_of(edges_csv(tmp_path), **{given: str(tmp_path / f"{given}.npy")}))
 
 
-# -- splits ----------------------------------------------------------------------------------------
-
-
 def split(folder: Path, **lists: np.ndarray) -> Graph:
     np.save(folder / "y.npy", Y)
     np.savez(folder / "split.npz", **lists)
@@ -281,9 +272,6 @@ def test_what_may_be_mask_or_ids_is_refused(tmp_path):
     np.savez(tmp_path / "split.npz", train=[0, 1])
     with pytest.raises(SpecError, match=r"\[0, 1\] may be ids .* or a mask of 2"):
         load(source)
-
-
-# -- tables ----------------------------------------------------------------------------------------
 
 
 def table(path: Path, names: str, *columns: np.ndarray, order: np.ndarray | None = None) -> str:
@@ -426,9 +414,6 @@ def test_blank_lines_after_all_rows_and_between_edges_shift_nothing(tmp_path, mo
     assert load(str(edges)).stats.hash == plain
 
 
-# -- edges -----------------------------------------------------------------------------------------
-
-
 def test_columns_beside_both_ends_may_be_text(tmp_path):
     plain = load(edges_csv(tmp_path)).stats.hash
     ends = zip(SRC, DST, strict=True)
@@ -495,8 +480,6 @@ def test_what_is_said_of_an_object_is_said_of_its_plan(own_cache):
     assert of_object(graph).notes == ["ignored: kind"]
     assert "ignored: kind" in plan.document["graph"]["notes"]
 
-
-# -- features that float32 does not hold -----------------------------------------------------------
 
 TIMES = 1.7e9 + 10.0 * np.arange(N)[:, None]
 IDS = (2**40 + np.arange(N))[:, None]
@@ -634,8 +617,6 @@ def test_a_misspelt_parameter_is_told_all_that_there_are(tmp_path):
     with pytest.raises(SpecError, match="a generated graph has labels of classes; leave --task"):
         load("synthetic:community?vertices=60&edges=240&task=none")
 
-
-# -- numbers to predict ----------------------------------------------------------------------------
 
 NUMBERS = {
     "fractions": ([0.5, -3.25, np.nan, 7.0], 1, "numbers"),

@@ -1,25 +1,33 @@
-"""Specifications from files, flags and --set; writing all or nothing."""
+"""Specifications from files, flags and --set; writing all or nothing; files of the release before."""
 
+import json
 import os
 import re
 import stat
 from pathlib import Path
+from typing import Any
 
 import pytest
+import yaml
 from calls import allocations
 from hypothesis import given
 from hypothesis import strategies as st
 
 from gnnplan.planner.cluster import machines
 from gnnplan.planner.cluster.spec import PRESETS, Link
+from gnnplan.planner.decision import plan
+from gnnplan.planner.decision.search import search
 from gnnplan.planner.gnn.workload import WORKLOADS, Workload
+from gnnplan.planner.graph.load import load
 from gnnplan.planner.problem.inputs import (
+    LEFT_OUT,
     apply_overrides,
     ask_workload,
     overridden,
     read_cluster,
     read_fitted,
 )
+from gnnplan.planner.problem.problem import Problem
 from gnnplan.planner.vocabulary import files
 from gnnplan.planner.vocabulary.errors import SpecError
 
@@ -62,11 +70,16 @@ MISTAKES = r"""
 200Gbit/s => 200Gfoo/s -> cluster.yaml:10: inter_node.bandwidth: '200Gfoo/s' has an unknown unit
 200Gbit/s => -5GB/s -> cluster.yaml:10: inter_node.bandwidth: a bandwidth
 {bandwidth: 23GB/s} => {bandwidth: .nan} -> cluster.yaml:8: intra_node.bandwidth: a bandwidth
+{bandwidth: 23GB/s} => {bandwidth: []} -> cluster.yaml:8: intra_node.bandwidth: needs a number with a unit
+{bandwidth: 23GB/s} => {bandwidth: '٢GB/s'} -> cluster.yaml:8: intra_node.bandwidth: .* is not a number with a unit
 {bandwidth: 23GB/s} => {bandwidth: 5000s} -> cluster.yaml:8: intra_node.bandwidth: .*B/s, but '5000s' is in s. Check
   memory: 24GiB =>   memory: 24GiB\n  power: 300GB -> cluster.yaml:6: device.power: .*in W, but '300GB' is in B
   memory: 24GiB =>   memory: 24GiB\n  power: 1MW -> cluster.yaml:6: device.power
 servers: 2 => servers: 90000 -> at most 8,192
 servers: 2 => servers: two -> cluster.yaml:2: servers: must be a whole number, as 2, not 'two'
+servers: 2 => servers: true -> cluster.yaml:2: servers: must be a number or text, not true or false
+servers: 2 => servers: 1e1 -> cluster.yaml:2: servers: must be a whole number, as 2
+servers: 2 => servers: '٢' -> cluster.yaml:2: servers: must be a whole number, as 2
 servers: 2 => servers: 0 -> cluster.yaml:2: servers: must be greater than or equal to 1
   gemm: 13.9TFLOP/s\n =>  -> cluster.yaml:4: device.gemm: missing
   memory: 24GiB =>   memory: -> cluster.yaml:
@@ -141,9 +154,6 @@ def test_files_that_are_no_specification(tmp_path, content, words):
         read_cluster(str(tmp_path / "no.yaml"))
     with pytest.raises(SpecError, match=r"cannot be read \(Is a directory"):
         files.read_yaml(tmp_path)
-
-
-# --- presets --------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("name", sorted(path.stem for path in PRESETS.glob("*.yaml")))
@@ -225,9 +235,6 @@ def test_the_cache_directory_follows_the_environment(monkeypatch, tmp_path):
     assert files.cache_dir() == tmp_path / ".cache" / "gnnplan"
 
 
-# --- workloads of papers --------------------------------------------------------------------------
-
-
 def test_the_page_has_what_every_preset_of_a_workload_says():
     """A number in one place is a number in the other; what a paper does not print, neither has."""
     page = CONVERGENCE.read_text()
@@ -251,9 +258,6 @@ def test_a_workload_is_a_preset_or_a_file(tmp_path):
     assert ask_workload(str(odd)).workload.layers == 4
     with pytest.raises(SpecError, match="a preset; did you mean pipegcn_reddit"):
         ask_workload("pipegcn_redit")
-
-
-# --- workloads and overrides ----------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -386,9 +390,6 @@ def test_a_faster_link_slows_nothing_down(op, rates, faster):
     assert on(old.bandwidth) == own.bandwidth
 
 
-# --- writing --------------------------------------------------------------------------------------
-
-
 def test_writing_replaces_or_leaves_the_old_file_and_nothing_else(tmp_path, monkeypatch):
     path = tmp_path / "plan.json"
     files.write_atomically(path, "older")
@@ -448,3 +449,53 @@ def test_what_killed_writers_left_is_removed(tmp_path, monkeypatch):
     assert len(set(tmp_path.iterdir()) - kept) == 1
     files.forget_unfinished(tmp_path)
     assert set(tmp_path.iterdir()) == kept
+
+
+LOCAL = PRESETS / "local.yaml"
+
+
+def as_before(cluster: dict[str, Any]) -> dict[str, Any]:
+    """A cluster's fields under their names of 0.1.0."""
+    for name in ("intra_node", "inter_node"):
+        if cluster.get(name):
+            cluster[name]["work"] = cluster[name].pop("core_s_per_byte", 1e-9)
+    return cluster
+
+
+def test_a_cluster_file_of_the_release_before_is_read(tmp_path, capsys):
+    path = tmp_path / "old.yaml"
+    path.write_text(yaml.safe_dump(as_before(yaml.safe_load(LOCAL.read_text()))))
+    assert read_cluster(str(path)).intra_node.core_s_per_byte == 1e-9
+    told = capsys.readouterr().err
+    assert str(path) in told and "work is now core_s_per_byte" in told
+
+
+def test_fields_that_bought_little_are_read_and_left_out(tmp_path, capsys):
+    """`gnnplan measure` has written them, and so have plans."""
+    document = yaml.safe_load(LOCAL.read_text())
+    document["device"] |= {"weight_gradient": 1e9, "memory_rates": {1e3: 1e9}}
+    document["intra_node"]["core_s_per_message"] = 1e-5
+    document |= {"timeslice_slowdown": 1.2, "cold_cache_penalty": 0.001, "host_latency": {}}
+    document["ranges"] = {"device.weight_gradient": [0.9, 1.1]}
+    document["provenance"] = document.get("provenance", {}) | {"timeslice_slowdown": "measured"}
+    path = tmp_path / "measured.yaml"
+    path.write_text(yaml.safe_dump(document))
+    found, local = read_cluster(str(path)), read_cluster(str(LOCAL))
+    alike = {"provenance": local.provenance, "intra_node": local.intra_node}
+    assert found.model_copy(update=alike) == local
+    assert not capsys.readouterr().err
+    for field in ("device.weight_gradient", "timeslice_slowdown"):
+        assert field in LEFT_OUT
+        with pytest.raises(SpecError, match=rf"{field}.*(no such|unknown) field"):
+            apply_overrides(local, Workload(), [f"{field}=1.5e9"])
+
+
+def test_a_plan_of_the_release_before_is_read(tmp_path, capsys):
+    graph = load("synthetic:community?vertices=100&edges=600&features=8&classes=3")
+    problem = Problem(graph.stats, graph, Workload(layers=2, hidden=8), read_cluster(str(LOCAL)))
+    document = plan.make(search(problem))
+    document = {**document, "gnnplan": "0.1.0", "cluster": as_before(document["cluster"])}
+    path = tmp_path / "plan.json"
+    path.write_text(json.dumps(document))
+    assert plan.question(plan.read(path)).cluster == problem.cluster
+    assert "work is now core_s_per_byte" in capsys.readouterr().err

@@ -261,9 +261,6 @@ def test_text_is_read_in_blocks(tmp_path, monkeypatch):
         arrays_of(parts_of(str(tmp_path / "long.csv")))
 
 
-# -- what a bare edge list lacks -------------------------------------------------------------------
-
-
 def lists(folder: Path, ending: str) -> Path:
     split = folder / "split"
     split.mkdir()
@@ -308,13 +305,10 @@ def extras_json(folder: Path, of: Callable[[list], object] = list) -> tuple[Path
     return x, folder / "y.json", folder / "role.json"
 
 
-def extras_mapping(folder: Path) -> tuple[Path, Path, Path]:
-    return extras_json(folder, lambda labels: dict(enumerate(labels)))
+MAPPING = partial(extras_json, of=lambda labels: dict(enumerate(labels)))
 
 
-@pytest.mark.parametrize(
-    "make", [extras_npy, extras_text, extras_torch, extras_json, extras_mapping]
-)
+@pytest.mark.parametrize("make", [extras_npy, extras_text, extras_torch, extras_json, MAPPING])
 def test_files_add_what_an_edge_list_lacks(tmp_path, make):
     odd = tmp_path / "a & b=c %41 ü"  # as names of files may be
     odd.mkdir()
@@ -415,9 +409,6 @@ def test_what_a_graph_has_is_not_replaced(tmp_path):
     features, *_ = extras_npy(tmp_path)
     with pytest.raises(SpecError, match=r"has its own features, so --features .* leave it out"):
         load(source_of(reference(tmp_path, w.ALL), str(features)))
-
-
-# -- bad input -------------------------------------------------------------------------------------
 
 
 def put(content: bytes | str, name: str = "bad") -> Make:
@@ -721,9 +712,6 @@ def test_an_absent_library_is_named_with_pips_command(tmp_path, monkeypatch, abs
     monkeypatch.setitem(sys.modules, absent, None)
     with pytest.raises(SpecError, match=rf"{absent} is needed for this format and .*pip install"):
         load(path)
-
-
-# -- the command -----------------------------------------------------------------------------------
 
 
 def test_convert_says_what_it_found_and_where_it_is(tmp_path, gnnplan):

@@ -1,31 +1,36 @@
-"""Where ranks sit, and how many GPUs are worth using."""
+"""Where ranks sit, and how many GPUs are worth using. GraNNDis with islands of GPUs in the place of
+servers: the same story on other links, placements that keep an island's ranks on one, and a choice
+that changes with the topology. Then its batches: how many, what they load, what they cost."""
 
+import re
 from collections import Counter
 from collections.abc import Sequence
-from itertools import product
+from itertools import pairwise, permutations, product
 from typing import Any
 
 import numpy as np
 import pytest
-from any_wiring import wiring
-from asked import changed, on
-from examples import examples
+from asked import by_statistics, changed, fullest_bytes, on
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
+from nightly import NIGHT, at_night, covered, examples
+from test_topology import wiring
 
 from gnnplan.planner.cluster.cost import Cost
 from gnnplan.planner.cluster.placement import proposed, walk
 from gnnplan.planner.cluster.places import Places
 from gnnplan.planner.cluster.spec import Cluster, Device, Link
 from gnnplan.planner.decision import plan
-from gnnplan.planner.decision.candidate import placed
+from gnnplan.planner.decision.candidate import evaluate, placed
 from gnnplan.planner.decision.search import search
 from gnnplan.planner.gnn.workload import Workload
 from gnnplan.planner.graph.graph import Graph
+from gnnplan.planner.graph.load import load
 from gnnplan.planner.problem.inputs import apply_overrides
 from gnnplan.planner.problem.problem import Problem, with_ranks
-from gnnplan.planner.strategies import parse
-from gnnplan.planner.vocabulary.errors import SpecError
+from gnnplan.planner.strategies import GraNNDis, GraphParallel, parse
+from gnnplan.planner.vocabulary.errors import Infeasible, SpecError
+from gnnplan.planner.vocabulary.schedule import Collective
 from gnnplan.simulator.player import play
 from gnnplan.testing import laws
 
@@ -256,3 +261,286 @@ def test_lists_of_gpus_may_be_set():
     assert with_ranks(given, 4).islands == ((0, 1),)
     with pytest.raises(SpecError, match=r"islands of cluster .* holds 4; use --ranks 8 or less"):
         with_ranks(changed(given, kind="cpu"), 16)
+
+
+SPARSE = load(
+    "synthetic:community?vertices=2000&edges=8000&features=40&classes=5&communities=50&mixing=0.02"
+)
+LARGE = load(
+    "synthetic:community?vertices=4000&edges=40000&features=40&classes=5&communities=40&mixing=0.05"
+)
+CROSSED, PAIRED = [[0, 2], [1, 3]], [[0, 1], [2, 3]]
+
+
+def preloading(
+    servers: int,
+    islands: list[list[int]],
+    graph: Graph = GRAPH,
+    intra: float = 1e9,
+    island: float = 1e11,
+    inter: float = 1e8,
+    **workload: Any,
+) -> Problem:
+    where = laws.cluster(servers, sum(map(len, islands)), inter, intra).model_dump()
+    lists = {"islands": islands, "island": Link(bandwidth=island, latency=1e-6)}
+    where = Cluster.model_validate(where | lists)
+    return laws.problem_of(graph, where, **{"layers": 4, **workload})
+
+
+def settled(problem: Problem, **knobs: Any) -> GraNNDis:
+    strategy = GraNNDis(group="island", **knobs).settle(problem)
+    strategy.check(problem)
+    return strategy
+
+
+def told(problem: Problem) -> list[GraNNDis]:
+    """Variants that preload in islands."""
+    knobs: list[dict[str, Any]] = [{"depth": 1}, {"depth": 2, "narrow": True}, {}]
+    knobs += [{"max_hop": 1, "fanout": 2}, {"batches": 3}]
+    knobs += [{"max_hop": 2, "fanout": 2, "degrees": "local", "batches": 2}]
+    return [settled(problem, **k) for k in knobs]
+
+
+WIRED = (1, CROSSED), (2, PAIRED), (2, [[0], [1]]), (1, [[0, 4, 1], [3, 2, 5]])
+
+
+@pytest.mark.parametrize(
+    ("servers", "islands", "known"),
+    covered(
+        [(*where, known) for where in WIRED for known in (True, False)],
+        lambda row: {str(row[:2]), row[2]},
+    ),
+)
+def test_closed_form_schedule_and_simulation(servers, islands, known):
+    """Bytes by link read off the schedule, by where ends sit; and the time of playing it."""
+    problem = preloading(servers, islands)
+    problem = problem if known else by_statistics(problem)
+    for strategy in told(problem):
+        p, steps = strategy.predict(problem), strategy.steps(problem)
+        schedule = strategy.schedule(problem, 3 * steps)
+        first = [task for task in schedule.tasks if task.label.step < steps]
+        reduced = p.bytes["all_reduce"] // steps
+        links = Counter[str]()
+        for task in first:
+            if isinstance(task.work, Collective):
+                for peer, nbytes in task.work.to_peers:
+                    links[problem.cost.link_name(task.rank, peer)] += nbytes
+        for _ in range(steps):
+            links.update(problem.cost.all_reduces.bytes_by_link(reduced, range(problem.ranks)))
+        assert +links == p.bytes_by_link, strategy
+        assert schedule.bytes_by_op(first) == p.bytes
+        assert sum(schedule.bytes_by_op(schedule.setup).values()) == p.setup_bytes > 0
+        played = play(schedule, problem.cost).epoch_s(steps)
+        assert played == pytest.approx(float(p.epoch_s), rel=strategy.claim)
+
+
+def test_estimated_batches_of_islands():
+    """A batch has its share of an island's training vertices: there are no more batches."""
+    problem = by_statistics(preloading(2, PAIRED))
+    mine = problem.stats.train_vertices / 4
+    layouts = settled(problem, batches=3).layouts(problem)
+    assert [layout.targets for layout in layouts] == [mine / 3] * 3
+    settled(problem, batches=int(mine))
+    with pytest.raises(SpecError, match=f"fewest on one: {int(mine)}, batches: {int(mine) + 1}"):
+        settled(problem, batches=int(mine) + 1)
+
+
+@given(
+    st.sampled_from([GRAPH, SPARSE, laws.GRAPHS[1]]),
+    st.sampled_from(["gcn", "sage", "gcnii", "gat"]),
+    st.integers(1, 6),
+    st.sampled_from([(1, 2), (1, 3), (2, 2), (3, 2)]),
+)
+@settings(max_examples=examples(15))
+def test_more_depth_is_never_more_bytes_between_islands(graph, model, layers, where):
+    """Of one GPU, so of one cut: fewer bytes in an epoch, more before it, more rows to compute."""
+    islands = [[g] for g in range(where[1])]
+    problem = preloading(where[0], islands, graph, model=model, layers=layers, heads=1)
+    strategies = [settled(problem, depth=depth) for depth in range(layers + 1)]
+    p = [strategy.predict(problem) for strategy in strategies]
+    for shallow, deep in pairwise(p):
+        assert deep.bytes_total <= shallow.bytes_total and deep.setup_bytes >= shallow.setup_bytes
+    for layer in range(1, layers + 1):
+        rows = [strategy.layout(problem).facts(layer).rows for strategy in strategies]
+        assert all((deep >= shallow).all() for shallow, deep in pairwise(rows))
+    assert "halo" not in p[-1].bytes
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("strategy", "islands"),
+    [
+        ("granndis(depth=1,group='island')", CROSSED),
+        at_night("granndis(depth=1)", PAIRED),
+        at_night("granndis(group='island')", PAIRED),
+        at_night("granndis(group='island')", CROSSED),
+    ],
+)
+def test_groups_stay_together_and_hardly_a_placement_that_keeps_them_is_faster(strategy, islands):
+    """Of 8 GPUs, by the closed form: a link may be busy 2 % longer for fewer bytes in all."""
+    problem, chosen = preloading(2, islands), parse(strategy)
+    in_order, found = chosen.settle(problem), placed(problem, chosen)
+
+    def home(there: Problem) -> np.ndarray:
+        """The island, or server, that each rank sits on."""
+        at = there.cost.places
+        return at.island if chosen.group == "island" else at.server
+
+    tied = np.array(in_order.tied(problem))
+    assert all(len(set(home(found)[tied == group])) == 1 for group in set(tied.tolist()))
+    assert in_order.tied(found) == in_order.tied(problem)
+    # the same rows on every rank: only links change
+    assert in_order.layout(found) is in_order.layout(problem)
+    gpus = [np.flatnonzero(home(problem) == place).tolist() for place in range(len(set(tied)))]
+    ranks = np.argsort(tied, kind="stable")  # group after group
+    kept = [
+        tuple(np.ravel(sits)[np.argsort(ranks)].tolist())
+        for order in permutations(gpus)
+        for sits in product(*map(permutations, order))
+    ][::7]
+    assert all(in_order.tied(problem.placed(placement)) == tuple(tied) for placement in kept)
+    best = min(float(in_order.predict(problem.placed(placement)).comm_s) for placement in kept)
+    found_s, in_order_s = (float(in_order.predict(p).comm_s) for p in (found, problem))
+    assert found_s <= in_order_s and found_s == pytest.approx(best, rel=0.02)
+
+
+def test_groups_that_talk_meet_among_32_gpus():
+    """Pairs with heavy traffic, whose members would rather part: islands move as a whole."""
+    where = preloading(8, CROSSED).cluster
+    tied = Cost(where).places.island
+    friend = np.random.default_rng(2).permutation(16).reshape(8, 2)
+    partner = {int(a): int(b) for pair in friend for a, b in (pair, pair[::-1])}
+    sent = np.zeros((32, 32))
+    for a in range(32):
+        sent[a, tied == partner[int(tied[a])]] = 1e6
+        sent[a, (a + 1) % 32] += 1e3
+    at = Cost(where, proposed(where, range(32), [sent], (), tied.tolist())[-1]).places
+    assert all(np.ptp(at.island[tied == group]) == 0 for group in range(16))
+    assert all(np.ptp(at.server[np.isin(tied, pair)]) == 0 for pair in friend)
+
+
+def fastest_s(servers: int, intra: float) -> dict[str, float]:
+    """Of what is exact: the best epoch of graph parallel, and of GraNNDis by group."""
+    problem, out = preloading(servers, CROSSED, LARGE, intra=intra, layers=3), {}
+    for strategy in (*GraphParallel.candidates(problem), *GraNNDis.candidates(problem)):
+        if strategy.exact:
+            epoch_s = float(evaluate(placed(problem, strategy), strategy).predicted.epoch_s)
+            group = getattr(strategy, "group", "none")
+            out[group] = min(epoch_s, out.get(group, epoch_s))
+    return out
+
+
+@pytest.mark.slow
+def test_slow_pcie_between_islands_makes_them_preload_and_fast_pcie_does_not():
+    """Islands win where halos pass a slow PCIe, and lose where it is as fast as NVLink."""
+    if NIGHT:
+        slow, fast = fastest_s(1, 1e8), fastest_s(1, 1e11)
+        assert set(slow) == set(fast) == {"none", "island"}
+        assert slow["island"] < 0.7 * slow["none"] and fast["island"] > fast["none"]
+    slow, fast = fastest_s(2, 1e8), fastest_s(2, 1e11)
+    assert slow["island"] < 0.8 * min(slow["server"], slow["none"])
+    assert fast["server"] < min(fast["island"], fast["none"])
+
+
+@pytest.mark.parametrize(
+    ("servers", "islands", "placement", "groups"),
+    [
+        (1, CROSSED, (), {"island"}),
+        (2, PAIRED, (), {"server", "island"}),
+        (2, [[0, 1]], (), {"server"}),
+        (1, [[0, 1]], (), set()),
+        (1, [[0, 1], [2]], (), set()),
+        (2, [[0, 1], [2]], (), {"server"}),
+        # fewer GPUs: one island, a GPU of each, three GPUs
+        (1, CROSSED, (0, 2), set()),
+        (1, CROSSED, (0, 1), {"island"}),
+        (1, CROSSED, (0, 1, 2), set()),
+    ],
+)
+def test_what_is_offered(servers, islands, placement, groups):
+    problem = preloading(servers, islands)
+    problem = problem.placed(placement) if placement else problem
+    assert {strategy.group for strategy in GraNNDis.candidates(problem)} == groups
+
+
+def test_what_a_plan_says():
+    one = preloading(1, [[0, 1]])
+    said = "one server, one island: no row crosses groups, so there is nothing to preload"
+    for alone in (one, preloading(1, CROSSED).placed((0, 2))):
+        assert GraNNDis.absent(alone).startswith(said)
+    assert "its islands hold 1, 2 GPUs" in GraNNDis.absent(preloading(1, [[0, 1], [2]]))
+    said = "Islands of GPUs may preload too, with group='island'."
+    assert GraNNDis.explain(preloading(1, CROSSED), None)[0].endswith(said)
+    assert not any("Islands" in line for line in GraNNDis.explain(one, None))
+
+
+def in_batches(
+    servers: int = 2, gpus: int = 2, graph: Graph = SPARSE, layers: int = 2, **fields: Any
+) -> Problem:
+    """Fields are of the workload, and of the cluster or its devices."""
+    of_cluster = {name: fields.pop(name) for name in ("memory", "host") if name in fields}
+    where = changed(laws.cluster(servers, gpus), **of_cluster)
+    return laws.problem_of(graph, where, layers=layers, **fields)
+
+
+@pytest.mark.parametrize("knobs", [{}, {"max_hop": 1, "fanout": 2}])
+def test_the_fewest_batches_that_fit(knobs):
+    """As trying 1, 2, 3, ... in turn would find, as long as more batches need less."""
+    question = in_batches()
+    needs = {b: fullest_bytes(question, GraNNDis(batches=b, **knobs)) for b in range(1, 9)}
+    assert all(needs[batches] > needs[batches + 1] for batches in range(1, 5)), needs
+    for room in [*(needs[batches] for batches in (1, 2, 5)), 1e12]:
+        problem = in_batches(memory=room)
+        fewest = next(batches for batches, need in needs.items() if need <= room)
+        settled = GraNNDis(batches=None, **knobs).settle(problem)
+        assert settled.batches == fewest and settled.exact == (fewest == 1 and not knobs)
+        assert settled == settled.settle(problem)
+        assert settled == GraNNDis(batches=fewest, **knobs).settle(problem)
+
+
+def test_many_batches():
+    """Memory of more than 31 batches once ended in numpy's ValueError."""
+    problem = in_batches()
+    few, many = (GraNNDis(batches=n).memory(problem)["activations"] for n in (8, 40))
+    assert many.max() < few.max()
+    told = by_statistics(problem)  # 80 times the same batch
+    one, many = (GraNNDis(batches=n).memory(told) for n in (1, 80))
+    assert many["activations"].max() < one["activations"].max()
+    assert many["graph"].max() > one["graph"].max()
+    assert GraNNDis(batches=80).predict(told).by_op["load"] > 0
+
+
+def test_search_offers_batches_where_the_whole_does_not_fit():
+    room = fullest_bytes(in_batches(), GraNNDis(batches=3))
+    found = search(in_batches(memory=room), may_use_fewer=False).ranked
+    ours = [c.strategy for c in found if isinstance(c.strategy, GraNNDis)]
+    assert 3 in {strategy.batches for strategy in ours if not strategy.sampled}
+    assert all(c.memory_bytes <= room for c in found)
+    exact = search(in_batches(memory=room * 10), exact=True, may_use_fewer=False).ranked
+    assert all(c.strategy.batches == 1 for c in exact if isinstance(c.strategy, GraNNDis))
+
+
+def test_what_does_not_fit_however_small_the_batches():
+    """Libraries are 1.4 GB: no batch is tried. With more room, those that need least are told."""
+    assert GraNNDis(batches=None).settle(in_batches(memory=1.3e9)).batches == 1
+    problem = in_batches(memory=1.4002e9)
+    settled = GraNNDis(batches=None).settle(problem)
+    assert fullest_bytes(problem, settled) > 1.4002e9 and fullest_bytes(problem, settled) <= min(
+        fullest_bytes(problem, GraNNDis(batches=n)) for n in (1, 2, 4)
+    )
+    with pytest.raises(Infeasible, match=re.escape(str(settled))):
+        search(problem, forced=GraNNDis(batches=None))
+
+
+def test_batches_take_turns_in_another_order_in_every_epoch():
+    problem, strategy = in_batches(), GraNNDis(batches=3)
+    turns = [[strategy.turn(problem, 3 * epoch + n) for n in range(3)] for epoch in range(20)]
+    assert {tuple(sorted(turn)) for turn in turns} == {(0, 1, 2)}
+    assert len(set(map(tuple, turns))) == 6
+
+
+def test_several_batches_are_launched_kernel_by_kernel():
+    """Only the step of the whole graph is a CUDA graph; others were predicted as one launch."""
+    problem = on(in_batches(1, 1), launch=1e-3)
+    whole, two = (GraNNDis(batches=n).settle(problem).predict(problem) for n in (1, 2))
+    assert two.epoch_s > 100 * whole.epoch_s

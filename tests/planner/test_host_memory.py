@@ -1,4 +1,6 @@
-"""Graph data in servers' memories: counted as read, and more memory makes no plan slower."""
+"""Graph data in servers' memories: counted as read, and more memory makes no plan slower; the
+memory of ranks, which is read from a program; and devices with the server's memory: bytes by sets,
+and when a plan uses it."""
 
 from dataclasses import replace
 from itertools import product
@@ -6,23 +8,46 @@ from typing import Any
 
 import numpy as np
 import pytest
-from asked import on
-from examples import NIGHT
-from pairwise import at_night, covered
+from asked import changed, on
+from nightly import NIGHT, at_night, covered
 
 from gnnplan.planner.cluster.spec import Cluster, Device, Link
 from gnnplan.planner.decision import plan
 from gnnplan.planner.decision.candidate import evaluate
-from gnnplan.planner.decision.search import recommend, search
+from gnnplan.planner.decision.explain import explain
+from gnnplan.planner.decision.search import families, recommend, search
+from gnnplan.planner.gnn.model import RUNTIME, OpMemory, in_turn, keeps
 from gnnplan.planner.gnn.workload import Workload
+from gnnplan.planner.graph.graph import Graph
 from gnnplan.planner.graph.load import load
 from gnnplan.planner.problem.inputs import overridden, read_cluster, read_fitted
 from gnnplan.planner.problem.problem import Problem
-from gnnplan.planner.strategies import P3, DataParallel, GSplit, Strategy, parse
+from gnnplan.planner.strategies import (
+    P3,
+    DataParallel,
+    GraphParallel,
+    GSplit,
+    Offload,
+    Strategy,
+    parse,
+)
+from gnnplan.planner.strategies import gnnpipe as of_stages
+from gnnplan.planner.strategies.layerwise import offload as of_chunks
+from gnnplan.planner.strategies.layerwise import step as of_layers
+from gnnplan.planner.strategies.layerwise import tensor3d as of_tiles
+from gnnplan.planner.strategies.minibatch import p3 as of_columns
 from gnnplan.planner.strategies.minibatch.adjacency_store import thinned
 from gnnplan.planner.strategies.minibatch.feature_store import HOST
 from gnnplan.planner.strategies.minibatch.on_batches import fitting
-from gnnplan.planner.vocabulary.errors import Infeasible
+from gnnplan.planner.strategies.minibatch.p3 import Pipelined
+from gnnplan.planner.strategies.program import account as program_memory
+from gnnplan.planner.strategies.program.account import fullest
+from gnnplan.planner.strategies.program.program import Op, Program
+from gnnplan.planner.vocabulary.errors import Infeasible, SpecError
+from gnnplan.planner.vocabulary.schedule import Compute
+from gnnplan.simulator.player import play
+from gnnplan.testing import laws
+from gnnplan.testing.laws import GRAPHS, cluster
 
 GRAPH = load("synthetic:community?vertices=40000&edges=400000&features=40&classes=5&seed=0")
 ALL_ROWS = 40_000 * 40 * 4  # [B]
@@ -237,3 +262,239 @@ def test_plans_tell_graph_data_in_servers(memory, told):
     made = plan.make(search(problem, forced=P3(pipelined=True)))
     assert made["best"]["predicted"]["host_bytes"] == pytest.approx(23.3e9, rel=0.01)
     assert told in made["summary"]["cost"]
+
+
+TWO = laws.problem_of(GRAPHS[1], cluster(1, 2))
+MINI = laws.problem_of(GRAPHS[1], cluster(2, 1), mode="mini", batch=20, fanout=(3, 3), layers=2)
+
+
+def test_each_rank_is_fullest_at_a_moment_of_its_own():
+    first, second = np.array([3.0, 1.0]), np.array([4.0, 0.0])
+    moments = [keeps(first), OpMemory(np.array([1.0, 10.0]), 0.0), keeps(second)]
+    moments += [OpMemory(0.0, -first)]
+    most, left = in_turn(moments)
+    assert np.array([most, left]).tolist() == [[7, 11], [4, 0]]
+    steps = [Op("forward", work=Compute(), holds=lambda: keeps(first))], []
+    program = replace(Program.of([]), known=lambda: [0, 1, 0], ops=steps.__getitem__)
+    assert fullest(TWO, program).tolist() == [3, 1]  # a step begins with nothing
+    # each stage of a pipeline has operations of its own
+    held = [
+        (rank, lambda size=size: keeps(np.array([size])))
+        for rank, size in zip((0, 1, 0), (2.0, 5.0, 1.0), strict=True)
+    ]
+    of_stages = [Op("forward", work=Compute(), ranks=(rank,), holds=of) for rank, of in held]
+    assert fullest(TWO, Program.of(of_stages)).tolist() == [3, 5]
+
+
+def test_steps_under_way_together_are_held_together():
+    """Every batch keeps 1 byte from its front to its tail, two periods later."""
+    step = [
+        Op("forward", work=Compute(), phase="front", holds=lambda: keeps(1.0)),
+        Op("loss", work=Compute(), phase="body"),
+        Op("backward", work=Compute(), phase="tail", holds=lambda: OpMemory(0.0, -1.0)),
+    ]
+    program = Program.of(step, order=Pipelined(0), in_flight=3)
+    program = replace(program, known=lambda: [0] * 5, steps=5)
+    assert fullest(TWO, program).tolist() == [3, 3]
+    plain = replace(program, order=None, in_flight=1)
+    assert fullest(TWO, plain).tolist() == [1, 1]
+
+
+@pytest.mark.parametrize("problem", [TWO, MINI], ids=["full", "mini"])
+def test_nothing_of_memory_is_computed_until_it_is_asked(problem, monkeypatch):
+    def computed(*_: object, **__: object) -> None:
+        raise AssertionError
+
+    for room in (of_layers, of_chunks, of_stages, of_columns):
+        monkeypatch.setattr(room, "layer_memory", computed)
+    monkeypatch.setattr(of_tiles, "keeps", computed)
+    for example in (example for family in families(problem) for example in family.examples):
+        strategy = parse(example.strategy).settle(problem)
+        strategy.predict(problem)
+        with pytest.raises(AssertionError):
+            strategy.memory(problem)
+
+
+@pytest.mark.parametrize("chunks", [4, 8])
+def test_a_pipeline_has_code_for_the_sizes_that_chunks_have(chunks):
+    """Squirrel's 16 chunks have five sizes; a share of them was counted, a fifth too much."""
+
+    def code(chunks: int, method: str) -> list[float]:
+        plain, compiled = (
+            laws.problem_of(GRAPHS[0], cluster(1, 2, product_code=size), method, layers=2)
+            for size in (0.0, 1e6)
+        )
+        pipe = parse(f"gnnpipe(chunks={chunks},layers_per_stage=(1,1))").settle(plain)
+        buffers = [pipe.memory(problem)["buffers"] for problem in (compiled, plain)]
+        return (buffers[0] - buffers[1]).tolist()
+
+    assert code(chunks, "random") == pytest.approx(code(1, "random"))
+    sizes = np.unique(laws.problem_of(GRAPHS[0], cluster(1, 2)).chunks(chunks).rows).size
+    assert code(chunks, "metis") == pytest.approx(np.multiply(sizes, code(1, "random")))
+
+
+def test_a_program_is_built_once_for_its_readers(monkeypatch):
+    built: list[Strategy] = []
+    program = GraphParallel.program
+
+    def counted(strategy: GraphParallel, problem: object) -> Program:
+        built.append(strategy)
+        return program(strategy, problem)
+
+    monkeypatch.setattr(GraphParallel, "program", counted)
+    one, other = GraphParallel(), GraphParallel(narrow=True)
+    problem = replace(TWO)
+    one.traffic(problem), one.predict(problem), one.memory(problem)
+    assert built == [one]
+    other.predict(problem), one.memory(problem), one.memory(replace(problem))
+    assert built == [one, other, one, one]
+
+
+SMALL = load("synthetic:community?vertices=3000&edges=20000&features=24&classes=5&seed=0")
+
+
+def on_device(
+    memory: float = 1e9, gpus: int = 1, kind: str = "cuda", known: bool = True, **more: Any
+) -> Problem:
+    """`memory`: of a device, beside its runtime."""
+    device = {"kind": kind, "memory": RUNTIME[kind] + memory, "gemm": 1e12, "launch": 8e-6}
+    where = changed(laws.cluster(1, gpus, **device), host=more.pop("host", None))
+    asked = {"model": "sage", "layers": 3, "hidden": 16, "dropout": 0.5, **more}
+    problem = laws.problem_of(SMALL, where, **asked)
+    return problem if known else replace(problem, graph=None)
+
+
+def needed(problem: Problem, text: str) -> float:
+    """Bytes beside the runtime's."""
+    use = parse(text).memory(problem)
+    return float(sum(use.values(), -use["runtime"]).max())
+
+
+def reads(graph: Graph, rows: np.ndarray) -> set[int]:
+    """These rows and their neighbours."""
+    return set(rows).union(*(graph.indices[graph.indptr[v] : graph.indptr[v + 1]] for v in rows))
+
+
+def test_bytes_are_those_of_the_rows_that_chunks_read():
+    """GraphSAGE: edges in both directions with places (12) and two weights (8), ends of offsets,
+    ids of the rows read (8); labels (8) and the places of those trained on (8)."""
+    problem, chunks = on_device(), 4
+    chunk, widths, loaded, stored = problem.chunk_of(chunks), (24, 16, 16, 5), 0, 0
+    for c in range(chunks):
+        rows = np.flatnonzero(chunk == c)
+        edges, read = int(SMALL.degree[rows].sum()), len(reads(SMALL, rows))
+        block = 20 * edges + 4 * (len(rows) + 1 + read + 1) + 8 * read
+        for layer in (1, 2, 3):
+            loaded += block + 4 * read * widths[layer - 1]
+            stored += 4 * len(rows) * widths[layer]
+            if layer < 3:
+                loaded += block + 4 * read * widths[layer - 1] + 4 * len(rows) * widths[layer]
+            if layer > 1:
+                stored += 4 * read * widths[layer - 1]
+        loaded += 8 * len(rows) + 8 * int(SMALL.train[rows].sum())
+    assert Offload(chunks).moved(problem) == (loaded, stored)
+
+
+def test_an_estimate_is_near_the_count():
+    counted, estimated = (Offload(4).moved(on_device(known=known)) for known in (True, False))
+    assert estimated == pytest.approx(counted, rel=0.3)
+
+
+def test_an_estimate_for_several_ranks_is_near_the_count():
+    """From the halos of as many parts as there are ranks, and chunks."""
+    counted = on_device(gpus=3)
+    layouts = {parts: on_device(gpus=parts).layout() for parts in (3, 12)}
+    halos = {parts: layout.facts(2).received_rows.sum() for parts, layout in layouts.items()}
+    estimated = replace(counted, graph=None, stats=replace(counted.stats, halo_rows=halos))
+    assert Offload(4).moved(estimated) == pytest.approx(Offload(4).moved(counted), rel=0.2)
+    told, crossing = (Offload(4).predict(p).bytes["halo"] for p in (estimated, counted))
+    assert told == pytest.approx(crossing, rel=0.3)
+
+
+def seconds(chunks: int, rate: float, **more: Any) -> float:
+    host = Link(bandwidth=rate, latency=0.0)
+    return float(Offload(chunks).predict(on_device(host=host, **more)).epoch_s)
+
+
+def test_copies_of_other_chunks_take_no_time_beside_computation():
+    """But a load begins each layer's pass, and a store ends it."""
+    copied_s = sum(Offload(8).moved(on_device())) / 1e8
+    computed_s = seconds(8, 1e14)
+    slow = seconds(8, 1e8)
+    assert copied_s < slow < copied_s + computed_s, "the slower lane is never idle for long"
+    assert 0 < slow - copied_s < 0.3 * computed_s
+    problem = on_device().with_cuda_graph(Offload().uses_cuda_graph)
+    played = play(Offload(8).schedule(problem, 4), problem.cost, contention=False)
+    assert played.step_s == pytest.approx(float(Offload(8).predict(problem).epoch_s))
+
+
+def test_a_plan_uses_it_where_nothing_else_fits():
+    problem = on_device(memory=needed(on_device(), "graph_parallel(checkpoint=True)") / 2)
+    found = search(problem)
+    chosen = found.best.strategy
+    assert isinstance(chosen, Offload) and chosen.chunks
+    assert found.best.memory_bytes <= problem.cluster.device.memory
+    fewer = needed(problem, str(Offload(chosen.chunks // 2)))
+    assert fewer > problem.cluster.device.memory - RUNTIME["cuda"]
+    assert any("in a server's memory" in line for line in explain(found, []))
+
+
+@pytest.mark.slow
+def test_it_takes_all_gpus_that_have_too_little_memory_together_where_they_are_faster(monkeypatch):
+    # one GPU has none, and this graph is small
+    monkeypatch.setattr(program_memory, "COMMUNICATOR", 0.0)
+    least = needed(on_device(gpus=4), "graph_parallel(checkpoint=True)")
+    problem = on_device(memory=0.9 * least, gpus=4)
+    slow = on(problem, intra_node=Link(bandwidth=1e6), host=Link(bandwidth=1e10))
+    for asked, ranks in ((problem, 4), (slow, 1)):
+        best = search(asked).best
+        assert isinstance(best.strategy, Offload) and best.problem.ranks == ranks
+
+
+def test_few_training_vertices_are_trained_on_few_rows():
+    """All rows passed the devices: a cliff of 41 times between 8 and 16 GPUs."""
+    whole = on_device(host=Link(bandwidth=1e8, latency=0.0))
+    train = np.arange(SMALL.stats.vertices) < 30
+    graph = replace(whole.graph, train=train, stats=replace(SMALL.stats, train_vertices=30))
+    asked = replace(whole, graph=graph, stats=graph.stats)
+    all_rows, few = Offload(4), Offload(4, trim=True)
+    assert sum(few.moved(asked)) < 0.5 * sum(all_rows.moved(asked))
+    assert few.predict(asked).epoch_s < 0.7 * all_rows.predict(asked).epoch_s
+    room = RUNTIME["cuda"] + needed(asked, "graph_parallel(checkpoint=True,trim=True)") / 2
+    found = search(on(asked, memory=room)).best
+    assert isinstance(found.strategy, Offload) and found.strategy.trim
+    assert found.memory_bytes <= room
+    # the edges of an evaluation are there too, but not its gradients
+    held = [sum(float(use.max()) for use in s.host_memory(asked).values()) for s in (few, all_rows)]
+    assert held[1] < held[0] < 2 * held[1]
+
+
+@pytest.mark.parametrize("gpus", [1, 4])
+def test_it_is_no_candidate_where_graph_parallelism_fits(gpus):
+    problem = on_device(gpus=gpus)
+    names = {type(c.strategy) for c in search(problem).ranked}
+    assert GraphParallel in names and Offload not in names
+    assert Offload.absent(problem) == ""
+
+
+def test_cpu_ranks_have_no_other_memory_unless_the_cluster_says_so():
+    """A CPU rank's memory holds what a server's would."""
+    least = needed(on_device(kind="cpu"), "graph_parallel(checkpoint=True)")
+    problem = on_device(memory=least / 2, kind="cpu")
+    with pytest.raises(Infeasible, match=r"offload\(chunks=8\) needs 302.07 MB"):
+        search(problem, forced=Offload(8))
+    assert isinstance(search(on(problem, host_memory=1e9)).best.strategy, Offload)
+
+
+@pytest.mark.slow
+def test_a_servers_memory_has_an_end():
+    problem = on_device(memory=needed(on_device(), "graph_parallel(checkpoint=True)") / 2)
+    with pytest.raises(Infeasible, match=r"offload\(chunks=\d+\) has .* --set host_memory="):
+        search(on(problem, host_memory=1e4), forced=Offload())
+
+
+@pytest.mark.parametrize(("gpus", "chunks", "most"), [(1, 4000, 1024), (4, 400, 256)])
+def test_chunks_have_an_end(gpus, chunks, most):
+    problem, many = on_device(gpus=gpus), Offload(chunks)
+    with pytest.raises(SpecError, match=rf"\(chunks: {chunks}, ranks: {gpus}\); use chunks={most}"):
+        many.settle(problem).check(problem)

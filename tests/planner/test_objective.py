@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from pairwise import every
+from nightly import every
 
 from gnnplan.planner.cluster.scaling import DRAWS, RANGES
 from gnnplan.planner.decision import plan

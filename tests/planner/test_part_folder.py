@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 import scipy.sparse as sp
 from calls import call
-from pairwise import at_night
+from nightly import at_night
 
 import gnnplan
 from gnnplan.api.arguments import ask

@@ -1,22 +1,36 @@
-"""Partitions: complete, none empty, the same again, and better where edges are looked at."""
+"""Partitions: complete, none empty, the same again, and better where edges are looked at. Profiles: halo,
+cut and growth by brute force; the cache; expectations for absent graphs; and what mini-batches are
+like: against sets, the strategies' schedules, and training's own draws."""
 
+import json
 import os
 import sys
 import time
+from dataclasses import replace
 
 import numpy as np
 import pytest
-from examples import examples
+from asked import graph_of, uniform
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from nightly import examples
 
+from gnnplan.planner.gnn.workload import Workload
 from gnnplan.planner.graph import disk_cache
 from gnnplan.planner.graph import partition as module
 from gnnplan.planner.graph.graph import CsrEdges, in_neighbours
 from gnnplan.planner.graph.load import load
 from gnnplan.planner.graph.partition import METHODS, partition
+from gnnplan.planner.graph.sampling import draw, items_of, key_of
+from gnnplan.planner.ownership import profile as profiles
 from gnnplan.planner.ownership.layout import Layout
+from gnnplan.planner.ownership.profile import profile, within
+from gnnplan.planner.problem.problem import Problem
+from gnnplan.planner.strategies import DataParallel, GSplit
+from gnnplan.planner.strategies.minibatch.feature_store import CLASSES
+from gnnplan.planner.strategies.minibatch.profile import probe
 from gnnplan.planner.vocabulary.errors import SpecError
+from gnnplan.testing.laws import cluster
 
 try:
     import kaminpar  # noqa: F401
@@ -315,3 +329,215 @@ def test_training_vertices_are_evened_out_where_a_part_has_most_of_them(graph):
     no_edges = CsrEdges(np.zeros(4001, np.int64), graph.indices[:0])
     first_ones = module.even_out(no_edges, part.copy(), 8, marked)
     assert cut(graph, part) < cut(graph, even) < 0.97 * cut(graph, first_ones)
+
+
+@st.composite
+def partitioned_graphs(draw):
+    """(edges (src, dst), vertices, part of each, parts): parts may be empty, vertices isolated."""
+    vertices, parts = draw(st.integers(1, 14)), draw(st.sampled_from([1, 2, 3, 5, 70]))
+    ids = st.integers(0, vertices - 1)
+    edges = {(u, v) for u, v in draw(st.lists(st.tuples(ids, ids), max_size=50)) if u != v}
+    edges |= set() if draw(st.booleans()) else {(v, u) for u, v in edges}
+    part = draw(st.lists(st.integers(0, parts - 1), min_size=vertices, max_size=vertices))
+    return edges, vertices, np.array(part, np.int32), parts
+
+
+@settings(max_examples=examples(200))
+@given(partitioned_graphs(), st.integers(1, 4))
+def test_rows_within_hops_are_what_sets_say(case, hops):
+    edges, vertices, part, parts = case
+    sizes = within(graph_of(vertices, sorted(edges), directed=True), part, parts, hops)
+    for i in range(parts):
+        needed = {v for v in range(vertices) if part[v] == i}
+        for hop in range(hops + 1):
+            assert sizes[hop, i] == len(needed)
+            needed |= {u for u, v in edges if v in needed}
+
+
+def test_a_path_in_two(tmp_path):
+    """0-1-2 | 3-4-5: one vertex from either side, one more with every hop."""
+    np.savez(tmp_path / "path.npz", src=np.arange(5), dst=np.arange(1, 6), x=np.ones((6, 1)))
+    found = profile(load(str(tmp_path / "path.npz")), [1, 2, 2])
+    assert json.loads(json.dumps(found)) == found and list(found["parts"]) == ["1", "2"]
+    degrees = {"min": 1, "median": 2.0, "mean": 10 / 6, "p90": 2.0, "p99": 2.0, "max": 2}
+    assert found["graph"]["degree"] == degrees
+    one, two = found["parts"]["1"], found["parts"]["2"]
+    counts = {"halo_rows": 2, "halo_rows_per_part": [1, 1], "edge_cut": 2, "balance": 1.0}
+    counts |= {"rows_per_part": [3, 3], "edges_per_part": [5, 5], "train_per_part": [3, 1]}
+    assert {name: two[name] for name in counts} == counts
+    assert two["growth"] == pytest.approx([4 / 3, 5 / 3, 2])
+    assert (one["halo_rows"], one["edge_cut"], one["growth"]) == (0, 0, [1, 1, 1])
+
+
+def test_servers_hold_several_parts():
+    graph = load(COMMUNITY)
+    on_two = profile(graph, [8], servers=2)["parts"]["8"]
+    alone = profile(graph, [8])["parts"]["8"]
+    assert on_two["halo_rows"] == alone["halo_rows"]
+    assert max(on_two["growth"]) <= 2.1 < max(alone["growth"])
+    sizes = within(graph, partition(graph, 8) // 4, 2, 1)
+    assert on_two["growth"][0] == pytest.approx((sizes[1] / sizes[0]).mean())
+
+
+def test_the_cache_says_so_and_survives_damage(own_cache, monkeypatch):
+    graph = load(COMMUNITY)
+    first = profile(graph, [4])["parts"]["4"]
+    assert not first["cached"]
+    with monkeypatch.context() as patch:
+        patch.setattr(profiles, "partition", None)
+        assert profile(graph, [4])["parts"]["4"] == {**first, "cached": True}
+    assert not profile(graph, [4], hops=2)["parts"]["4"]["cached"]
+    (own_cache / "profiles").mkdir(exist_ok=True)
+    for rubbish in ("", "{", "[]", "{}", '{"key": 1}'):
+        for path in own_cache.glob("profiles/*.json"):
+            path.write_text(rubbish)
+        again = profile(graph, [4])["parts"]["4"]
+        assert not again["cached"] and again["halo_rows"] == first["halo_rows"]
+
+
+def of_statistics(folder, vertices: int, edges: int, more: str = ""):
+    text = f"vertices: {vertices}\nedges: {edges}\nfeatures: 10\nclasses: 2\n{more}"
+    (folder / "told.yaml").write_text(text)
+    return load(str(folder / "told.yaml"))
+
+
+def test_statistics_only_gives_expectations(tmp_path):
+    stats = of_statistics(tmp_path, 1_000_000, 20_000_000)
+    found = profile(stats, [8], "random")
+    eight = found["parts"]["8"]
+    # GNNPipe Section 3.1.1
+    assert eight["estimated"] and eight["halo_rows"] / 7e6 == pytest.approx(0.92, abs=0.005)
+    assert sum(eight["halo_rows_per_part"]) == eight["halo_rows"]
+    assert sum(eight["rows_per_part"]) == 1_000_000
+    assert found["graph"]["degree"] == {"mean": 20.0} and found["graph"]["statistics_only"]
+    cut = profile(stats, [8])["parts"]["8"]["halo_rows"]
+    assert cut == pytest.approx(7e6 * -np.expm1(-0.04 * 20 / 8), rel=1e-3)  # as METIS usually finds
+
+
+def test_a_halo_that_was_counted_says_what_others_are(tmp_path):
+    """Two halo sizes as the declared mixings make them; a third between them, and one beyond."""
+    n, degree = 1_000_000, 20
+
+    def halo(m: int, phi: float) -> float:
+        return n * (m - 1) * -np.expm1(-phi * degree / m)
+
+    counted = ", ".join(f"{m}: {round(halo(m, phi))}" for m, phi in ((2, 0.01), (8, 0.04)))
+    stats = of_statistics(tmp_path, n, n * degree, f"halo_rows: {{{counted}}}\n")
+    found = profile(stats, [2, 4, 8, 32])["parts"]
+    methods = {m: found[m]["method"] for m in found}
+    assert methods == {"2": "declared", "4": "estimated", "8": "declared", "32": "estimated"}
+    # log phi over log m is a line between them, and grows as the square root of m after
+    for m, phi in ((4, 0.02), (32, 0.08)):
+        assert found[str(m)]["halo_rows"] == pytest.approx(halo(m, phi), rel=0.001)
+        # a halo says nothing of how many edges lead there: hubs have most
+        assert found[str(m)]["edge_cut"] is None
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        ({"parts": [11]}, r"parts must lie in \[1, 10\] .*, got 11; ask for 10 or fewer"),
+        ({"parts": [0]}, "got 0"),
+        ({"parts": [2], "hops": 0}, "hops"),
+        ({"parts": [2], "servers": 3}, "2 parts cannot fill 3 servers"),
+    ],
+)
+def test_profiles_that_are_refused(tmp_path, arguments, words):
+    with pytest.raises(SpecError, match=words):
+        profile(of_statistics(tmp_path, 10, 20), **arguments)
+
+
+GRAPH = load("synthetic:community?vertices=600&edges=6000&features=8&classes=3&seed=0")
+TRAIN = int(GRAPH.train.sum())
+MINI = Workload(mode="mini", batch=50, fanout=(3, 2), layers=2, hidden=16, model="sage")
+CLUSTER = cluster(1, 2, memory=1e10, gemm=1e12, gather={16: {1.0: 1e10}})
+
+
+def reached(seeds: np.ndarray, number: int) -> tuple[list[set[int]], list[int]]:
+    """h_0 .. h_L as sets, and edges per layer: the sampler's draws, put together plainly."""
+    rows, edges = [set(seeds.tolist())], []
+    for layer, fanout in ((2, 3), (1, 2)):
+        ids = np.array(sorted(rows[0]))
+        _, places = draw(GRAPH, ids, fanout, key_of(0, 0, number, layer))
+        rows.insert(0, rows[0] | set(GRAPH.indices[places].tolist()))
+        edges.insert(0, places.size)
+    return rows, edges
+
+
+def test_frontiers_and_overlap_are_what_sets_say():
+    found = probe(GRAPH, MINI, [1, 3])
+    batches = list(enumerate(items_of(GRAPH, MINI, 0)))
+    whole = [reached(seeds, number) for number, seeds in batches]
+    assert found["probed"] == found["batches"] == len(batches) == -(-TRAIN // 50)
+    assert not found["estimated"]
+    for h in range(3):
+        sizes = [len(rows[h]) for rows, _ in whole]
+        assert found["rows"]["mean"][h] == pytest.approx(np.mean(sizes))
+        assert found["rows"]["p95"][h] == pytest.approx(np.percentile(sizes, 95))
+    assert found["edges"]["mean"] == pytest.approx(np.mean([edges for _, edges in whole], axis=0))
+    parts = [(part, n) for n, seeds in batches for part in np.array_split(seeds, 3)]
+
+    def loaded(batches: list) -> np.ndarray:
+        """Rows of features, and edges."""
+        return np.sum([[len(rows[0]), sum(edges)] for rows, edges in batches], axis=0)
+
+    assert found["ranks"]["1"]["overlap"] == {"features": 1.0, "edges": 1.0}
+    overlap = found["ranks"]["3"]["overlap"]
+    features, edges = loaded([reached(*part) for part in parts]) / loaded(whole)
+    assert overlap == pytest.approx({"features": features, "edges": edges}) and features > 1.1
+
+
+@pytest.mark.parametrize("hot", ["frequency", "degree"])
+def test_hits_are_those_of_the_strategy_with_such_a_cache(hot):
+    problem = Problem(GRAPH.stats, GRAPH, MINI, CLUSTER)
+    found = probe(GRAPH, MINI, [2])["ranks"]["2"]["hits"]
+    strategy = DataParallel(cache=round(0.1 * 600) * 8 * 4, hot=hot)
+    store, batches = strategy.store(problem), strategy.batches(problem)
+    loads = [store.loads(problem, batches.at(step)) for step in range(batches.steps)]
+    rows = sum(load.rows.sum(0) for load in loads)
+    assert found[hot]["0.1"] == pytest.approx(rows[CLASSES.index("hit")] / rows.sum())
+    assert list(found[hot].values()) == sorted(found[hot].values())
+    assert found["frequency"]["0.1"] > 0.1  # the hottest are hit more often than others
+
+
+@pytest.mark.parametrize("model", ["sage", "gcnii"])
+def test_a_split_sends_what_gsplit_schedules(model):
+    workload = MINI.model_copy(update={"model": model})
+    problem = Problem(GRAPH.stats, GRAPH, workload, CLUSTER)
+    found = probe(GRAPH, workload, [2])
+    split = found["ranks"]["2"]["split"]
+    sent = np.array(split["bytes"]) * found["batches"]
+    planned = GSplit().predict(problem).bytes
+    assert sent.sum() == pytest.approx(planned["halo"] + planned["ids"])
+    assert sent[0, 0] == sent[1, 1] == 0 and sent[0, 1] > 0 and sent[1, 0] > 0
+    batches = GSplit().batches(problem).first()
+    shares = [
+        sum(batch.crossing(layer).sum() for batch in batches)
+        / sum(batch.facts(layer).edges.sum() for batch in batches)
+        for layer in (1, 2)
+    ]
+    assert split["cross_edges"] == pytest.approx(shares)
+
+
+def test_statistics_only_gives_expectations_of_batches():
+    """Near what a graph without structure shows; who owns or caches what is not known."""
+    graph = uniform(4000, 40000)
+    stats = replace(graph.stats, hash="", batch_spread=(0.0, 0.0))
+    workload = MINI.model_copy(update={"batch": 100, "fanout": (5, 5)})
+    real, found = probe(graph, workload, [4]), probe(stats, workload, [4])
+    ours, theirs = found["ranks"]["4"], real["ranks"]["4"]
+    assert found["estimated"] and ours["hits"] is ours["split"] is None
+    assert found["rows"]["mean"] == pytest.approx(real["rows"]["mean"], rel=0.05)
+    assert ours["overlap"]["edges"] == pytest.approx(theirs["overlap"]["edges"], rel=0.05)
+
+
+def test_batches_that_are_refused():
+    with pytest.raises(SpecError, match=rf"batch: {TRAIN + 1:,}, .*; use --batch {TRAIN}"):
+        probe(GRAPH, MINI.model_copy(update={"batch": TRAIN + 1}), [2])
+    with pytest.raises(SpecError, match="batch: 50, ranks: 51"):
+        probe(GRAPH, MINI, [2, 51])
+    untrained = replace(
+        GRAPH, train=np.zeros_like(GRAPH.train), stats=replace(GRAPH.stats, train_vertices=0)
+    )
+    with pytest.raises(SpecError, match="has none; leave --batch out"):
+        probe(untrained, MINI, [2])

@@ -104,6 +104,16 @@ REFUSED = r"""
 1x1 mode=mini | offload | trains on the full graph
 1x4 mode=mini batch=8 | feature_parallel | trains on the full graph
 1x4 mode=mini batch=8 | tensor3d | trains on the full graph
+2x1 layers=3 dtype=bfloat16 | tensor3d | tensor3d has no rows in bfloat16 .* use graph_parallel, pipegcn,
+2x1 dtype=bfloat16 | p3 | p3 has no rows in bfloat16 .* use data_parallel, gsplit, dnp or snp
+2x1 layers=3 dtype=bfloat16 | graph_parallel(bits=4) | bits quantizes unrounded rows only
+2x1 layers=3 dtype=bfloat16 | pipegcn_gf | too few for a moving average
+1x4 model=gat mode=full | feature_parallel | layer 1 of gat has attention \(heads: 4\).*; use
+1x4 model=resgcn mode=full | feature_parallel | layer 1 of resgcn has messages of its own.*; use
+1x4 model=gat mode=full | tensor3d | those of gcn and sage, and gat has attention.*; use
+1x4 model=gin mode=full | tensor3d | gin has layers of another kind.*; use
+1x4 norm=layer mode=full | tensor3d | layer 2 has a norm \(layer\), of numbers that lie on.*; use
+2x2 mode=mini batch=500 task=link | data_parallel(structure='spread') | from all edges.*structure='everywhere'
 """
 MINI = {"mode": "mini", "batch": 16, "layers": 3, "fanout": (4, 3, 2)}
 

@@ -1,32 +1,113 @@
-"""What is between GPUs: ports against routes in the whole graph, and fabrics by hand."""
+"""What is between GPUs: ports against routes in the whole graph, and fabrics by hand; a number per
+sender and one per receiver tell what the whole matrix tells."""
 
 import re
 from collections import Counter
-from itertools import permutations
+from itertools import permutations, product
 from typing import Any
 
 import networkx as nx
 import numpy as np
 import pytest
-from any_wiring import between, graph, route, wiring
-from examples import examples
+from calls import allocations
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from nightly import at_night, covered, examples
 
 from gnnplan.planner.cluster.cost import Cost
 from gnnplan.planner.cluster.placement import proposed
-from gnnplan.planner.cluster.places import attached, describe_port, links
+from gnnplan.planner.cluster.places import Node, Places, Port, attached, describe_port, links
 from gnnplan.planner.cluster.spec import Cluster, Device, Fabric, Link
-from gnnplan.planner.decision.candidate import evaluate
+from gnnplan.planner.decision.candidate import evaluate, placed
 from gnnplan.planner.decision.explain import tightest
 from gnnplan.planner.gnn.workload import Workload
 from gnnplan.planner.graph.load import load
-from gnnplan.planner.problem.inputs import apply_overrides
+from gnnplan.planner.problem.inputs import apply_overrides, read_cluster
 from gnnplan.planner.problem.problem import Problem
 from gnnplan.planner.strategies import parse
 from gnnplan.planner.vocabulary.errors import SpecError
+from gnnplan.planner.vocabulary.numbers import Outer
 from gnnplan.planner.vocabulary.schedule import Send
+from gnnplan.simulator.network import ByFlows
 from gnnplan.simulator.player import play
+
+ANY_LINKS = st.builds(
+    Link,
+    bandwidth=st.sampled_from([1e7, 1e8, 7e8, 1e9, 1e10]),
+    latency=st.sampled_from([0.0, 1e-6, 1e-3]),
+)
+
+
+def wiring(draw: st.DrawFn, gpus: int) -> dict[str, Any]:
+    """Any links, and with them any lists of so many GPUs: the fields of a Cluster."""
+
+    def parts() -> list[list[int]]:
+        of = draw(st.lists(st.integers(0, 2), min_size=gpus, max_size=gpus))
+        return [[g for g in range(gpus) if of[g] == i] for i in sorted(set(of))]
+
+    more: dict[str, Any] = {"intra_node": draw(ANY_LINKS), "inter_node": draw(ANY_LINKS)}
+    for lists, of in (("islands", "island"), ("switches", "switch"), ("nics", None)):
+        if draw(st.booleans()):
+            more[lists] = parts()
+            if of:
+                more[of] = draw(ANY_LINKS)
+    return more
+
+
+def between(draw: st.DrawFn, **fabric: Any) -> dict[str, Any]:
+    """With and without peer access, and any fabric."""
+    more: dict[str, Any] = {}
+    if draw(st.booleans()):
+        more |= {
+            "peer_access": False,
+            "host": draw(ANY_LINKS),
+            "bridge": draw(st.none() | ANY_LINKS),
+        }
+    if kind := draw(st.sampled_from([None, "ring", "leaf_spine"])):
+        per_leaf = draw(st.integers(1, 3)) if kind == "leaf_spine" else None
+        more["fabric"] = Fabric(kind=kind, servers_per_leaf=per_leaf, **fabric)
+    return more
+
+
+def graph(cluster: Cluster) -> nx.DiGraph:
+    """('gpu', g), ('island', i), ('switch', k), ('host', s), ('nic', c) and the fabric's nodes; every
+    edge has the `port` that it keeps busy, or None."""
+    out, at = nx.DiGraph(), Places.of(cluster, range(cluster.ranks))
+
+    def both(below: Node, above: Node, kind: str | None, number: int) -> None:
+        """Two edges, whose ports are (kind + '_out', number) up and (kind + '_in', number) down."""
+        for start, end, way in ((below, above, "out"), (above, below, "in")):
+            out.add_edge(start, end, port=(f"{kind}_{way}", number) if kind else None)
+
+    for g, (server, island, switch, nic) in enumerate(
+        zip(*(numbers.tolist() for numbers in at[:4]), strict=True)
+    ):
+        gpu = ("gpu", g)
+        both(gpu, ("island", island), "island" if cluster.islands else None, g)
+        both(gpu, ("switch", switch), "gpu", g)
+        both(gpu, ("nic", nic), "switch" if at.uplinked[g] else None, switch)
+        both(("switch", switch), ("host", server), "switch" if cluster.switches else None, switch)
+        if cluster.servers > 1:
+            both(("nic", nic), attached(cluster, server), "nic", nic)
+    if cluster.servers > 1 and cluster.fabric:
+        for number, (a, b) in enumerate(links(cluster.fabric, cluster.servers)):
+            out.add_edge(a, b, port=("fabric", number))
+    return out
+
+
+def route(whole: nx.DiGraph, a: int, b: int) -> list[Port]:
+    """The ports on a shortest way from GPU a to GPU b that passes no other GPU."""
+
+    def length(start: tuple[str, int], end: tuple[str, int], _: Any) -> int:
+        """A route prefers NVLink to PCIe, and never turns round at a NIC."""
+        kinds = {start[0], end[0]}
+        return 9 if "nic" in kinds else 2 if "switch" in kinds else 1
+
+    others = [node for node in whole if node[0] == "gpu" and node[1] not in (a, b)]
+    passed = nx.restricted_view(whole, others, [])
+    path = nx.shortest_path(passed, ("gpu", a), ("gpu", b), weight=length)
+    return [port for hop in nx.utils.pairwise(path) if (port := whole.edges[hop]["port"])]
+
 
 DEVICE = Device(name="toy", memory=1e12, gemm=1e12, memory_bandwidth=1e12)
 LINKS = {"intra_node": Link(bandwidth=1e9), "inter_node": Link(bandwidth=1e8)}
@@ -286,3 +367,126 @@ def test_a_fabric_may_be_set():
     )
     assert Cluster.model_validate_json(curved.model_dump_json()) == curved  # as a plan keeps it
     assert curved.inter_node and curved.inter_node.efficiency == {65536: 0.3, 4194304: 0.9}
+
+
+@st.composite
+def matrices(draw: st.DrawFn, ranks: int) -> Outer:
+    """Any groups and numbers; with chunks on one side, or without."""
+    each = st.lists(st.integers(0, 3), min_size=ranks, max_size=ranks)
+    left, right = np.array(draw(each)), np.array(draw(each))
+    if draw(st.booleans()):
+        left = np.stack([left, draw(st.integers(0, 2)) * left + 1])
+    out = Outer(left, right, np.array(draw(each)), draw(st.booleans()))
+    return out.T if draw(st.booleans()) else out
+
+
+@given(st.integers(1, 6).flatmap(matrices))
+def test_it_is_the_array_that_it_stands_for(outer):
+    dense, n = np.asarray(outer), outer.shape[-1]
+    assert outer.shape == dense.shape and outer.any() == dense.any()
+    assert outer.sum() == dense.sum() and (3 * outer).sum() == 3 * dense.sum()
+    for ours, expected in (
+        (np.ceil(0.3 * outer), np.ceil(0.3 * dense)),
+        (np.arange(n) * outer, np.arange(n) * dense),
+        *((outer.sum(axis), dense.sum(axis)) for axis in range(dense.ndim)),
+        (outer.T, dense.swapaxes(-1, -2)),
+        ([np.asarray(each) for each in outer], dense),
+    ):
+        np.testing.assert_array_equal(np.asarray(ours), expected)
+    if dense.ndim == 3:
+        np.testing.assert_allclose(np.asarray(outer.mean(0)), dense.mean(0))
+        return
+    apart = dense[~np.eye(n, dtype=bool)]
+    assert outer.is_even == (n < 2 or (apart == apart[0]).all())
+    alike = [np.where(np.outer(k.senders, k.receivers), k.value, 0) for k in outer.equal_pairs]
+    pairs = np.asarray(Outer.of(outer.groups, outer.same, 1))
+    np.testing.assert_array_equal(pairs * sum(alike, np.zeros((n, n))), dense)
+
+
+@st.composite
+def wired(draw: st.DrawFn) -> Cluster:
+    """Any lists of GPUs, any fabric, with and without peer access; or ranks that share cores."""
+    gpus, servers = draw(st.integers(1, 4)), draw(st.integers(1, 4))
+    more, far = wiring(draw, gpus), between(draw, latency=1e-3)
+    kind = draw(st.sampled_from(["cuda", "cpu"]))
+    if kind == "cpu":
+        link = {"core_s_per_byte": draw(st.sampled_from([0.0, 1e-9]))}
+        links = ("intra_node", "inter_node")
+        more = {name: draw(ANY_LINKS).model_copy(update=link) for name in links}
+        more |= {"cores": draw(st.integers(1, 3)), "one_machine": draw(st.booleans())}
+        far = {"fabric": far.get("fabric")}
+    if draw(st.booleans()):
+        curve = {"efficiency": {10.0: 0.1, 1e4: 1.0}}
+        more["intra_node"] = more["intra_node"].model_copy(update=curve)
+    device = Device(kind=kind, memory=1e9, gemm=1e9, memory_bandwidth=1e9)
+    return Cluster(servers=servers, gpus_per_server=gpus, device=device, **more, **far)
+
+
+@settings(max_examples=examples(200))
+@given(wired(), st.data())
+def test_ports_are_as_busy_as_by_every_message(cluster, data):
+    placement = data.draw(st.permutations(range(cluster.ranks)))
+    cost = Cost(cluster, tuple(placement))
+    group = None
+    if data.draw(st.booleans()):
+        group = sorted(data.draw(st.sets(st.integers(0, cluster.ranks - 1), min_size=1)))
+    outer = data.draw(matrices(cluster.ranks if group is None else len(group)))
+    outer = outer if outer.ndim == 2 else outer.sum(0)
+    told, whole = (cost.exchange(sent, group, 2, 8) for sent in (outer, np.asarray(outer)))
+    assert told.alone == pytest.approx(whole.alone, rel=1e-12)
+    assert told.busy == pytest.approx(whole.busy, rel=1e-12)
+    links = [cost.bytes_by_link(sent, group, 8) for sent in (outer, np.asarray(outer))]
+    assert links[0] == links[1]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("oversubscription", "whole_servers"), covered([*product((None, 2.0), (False, True))], set)
+)
+def test_links_of_8192_gpus_are_shared_as_by_flows(oversubscription, whole_servers):
+    """Samples of 64 ranks: every message with a rate of its own takes 5 % longer at most."""
+    rng, gpus = np.random.default_rng(0), 8
+    fabric = Fabric(kind="leaf_spine", servers_per_leaf=16, oversubscription=oversubscription or 1)
+    fields = {"servers": 1024, "fabric": fabric if oversubscription else None}
+    cost = Cost(read_cluster("dgx_h100").model_copy(update=fields))
+    sample = np.sort(rng.choice(cost.cluster.ranks, 64, replace=False))
+    if whole_servers:
+        sample = np.add.outer(sample[::gpus] // gpus * gpus, np.arange(gpus)).ravel()
+    for senders in (np.ones(64, np.int64), rng.integers(1, 4, 64)):
+        sent = Outer(100_000 * senders, np.ones_like(senders), np.zeros_like(senders))
+        told = cost.exchange(sent, sample.tolist()).alone
+        flowing = ByFlows.like(cost).exchange(sent, sample.tolist()).alone
+        assert told <= flowing * (1 + 1e-9) and flowing < 1.05 * told
+
+
+AT_NIGHT = ("bns", "feature_parallel", "granndis", "gnnpipe(stages=2)", "gsplit")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "text",
+    [
+        *("pipegcn", "data_parallel(cache=1000000,features='spread')"),
+        *(at_night(text) for text in AT_NIGHT),
+    ],
+)
+def test_no_pair_of_8192_gpus_is_written_down(text):
+    """One matrix of all pairs would take 512 MB."""
+    strategy = parse(text)
+    batches = {"mode": "mini", "batch": 16_384, "fanout": (10, 5)}
+    workload = Workload(layers=2, **(batches if strategy.mode == "mini" else {}))
+    cluster = read_cluster("dgx_h100").model_copy(update={"servers": 1024})
+    problem = Problem(load("ogbn-papers100M"), None, workload, cluster)
+    with allocations() as most:
+        there = placed(problem, strategy)
+        settled = strategy.settle(there)
+        assert float(settled.predict(there).epoch_s) > 0
+        assert sum(settled.memory(there).values()).shape == (8192,)
+        assert most() < 400e6
+
+
+def test_a_graph_that_is_cut_has_fewer_ranks():
+    graph = load("synthetic:community?vertices=3000&edges=9000")
+    cluster = read_cluster("dgx_h100").model_copy(update={"servers": 256})
+    with pytest.raises(SpecError, match=r"ranks, for at most 1,024 ranks \(ranks: 2,048\)"):
+        Problem(graph.stats, graph, Workload(), cluster)

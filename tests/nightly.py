@@ -1,12 +1,26 @@
-"""Products of settings, cut down: all of them at night, every two values together every time."""
+"""How much a test tries: at night all of a product of settings, and new examples of hypothesis; every
+time every two values together, and a fifth of the examples."""
 
+import os
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from itertools import combinations
 from typing import Any, TypeVar
 
 import pytest
+from hypothesis import strategies as st
 
 T = TypeVar("T")
+NIGHT = "GNNPLAN_NIGHT" in os.environ  # set by `make nightly`
+BY_DAY = 'aZ09 é\u2028😀"\\\n\0'
+
+
+def examples(most: int) -> int:
+    return most if NIGHT else -(-most // 5)
+
+
+def text(most: int) -> st.SearchStrategy[str]:
+    """By day of few characters: the table of all of them takes seconds to make."""
+    return st.text(st.characters(codec="utf-8") if NIGHT else BY_DAY, max_size=most)
 
 
 def pairs(values: Mapping[Any, Hashable]) -> set[Hashable]:
