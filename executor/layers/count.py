@@ -200,8 +200,9 @@ class Notes(TorchDispatchMode):  # type: ignore[no-untyped-call]
             work.launches += len(inputs[0]) - 1
         if work.add_indexed(name, args, outputs):
             return
-        if name in PRODUCTS:
-            first, second = [tensor for tensor in inputs if tensor.ndim >= 2][-2:]
+        operands = [tensor for tensor in inputs if tensor.ndim >= 2][-2:]
+        if name in PRODUCTS and len(operands) == 2:  # else one of them is sparse
+            first, second = operands
             work.flops += 2.0 * max(first.shape[-1], VECTOR) * _padded(outputs[0])
             if name == "_linear_pointwise" and work is self.noted.forward:
                 after = f"{'bias' if len(inputs) > 2 else ''} {args[3]}"

@@ -27,7 +27,8 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Hashable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -58,7 +59,9 @@ from gnnplan.executor.modules.record import (
     edge_sets_of,
     is_rows,
     is_sparse,
+    leaves_of,
     live_nodes,
+    masks_of,
 )
 from gnnplan.executor.modules.rewrite import is_batch_norm, merge_equal_calls, norm_arguments
 
@@ -68,6 +71,7 @@ DESTINATIONS = Node(None, name="destinations", kind=STRUCTURE)
 PREPARE, GATHER, UPDATE = 0, 1, 2
 OWN = (ROWS, CHOSEN)  # computed row by row
 CLOSE = {torch.float64: 1e-9, torch.float32: 1e-3}  # tolerance of two runs on other rows
+MANY = 1 << 16  # times as many vertices and edges, to find calls that pick some by their places
 PAIRS = (
     " whose gradient torch makes of all pairs of vertices; multiply rows by them:"
     " torch.zeros_like(x).index_add(0, edge_index[1], w[:, None] * x[edge_index[0]])"
@@ -194,6 +198,46 @@ class Cutter:
             node.edges = self.edge_set_of(node)
             if node.edges is None:
                 raise Unfit("dropout of something that is no rows of edges")
+        if node.call is not None and node.kind != FIXED:
+            self._must_pick_no_places(node)
+
+    def _must_pick_no_places(self, node: Node) -> None:
+        """Raise Unfit if a call picks rows up to a place, as h[:2000] does where there are more.
+
+        It runs without numbers, on MANY times as many vertices and edges."""
+        numbers = [n for n in leaves_of((node.args, node.kwargs)) if type(n) is int and n > self.n]
+        if not numbers:
+            return
+        picks = node
+        if node.what == "setitem":  # what it changes
+            picks = replace(node, call=operator.getitem, args=node.args[:2], in_place=False)
+            picks.value = self.place.call(picks, {read: read.value for read in picks.reads})
+        sizes = {self.n, *(edges.value.shape[1] for edges in self.edge_sets)}
+
+        def empty(value: Any, times: int = MANY) -> Any:
+            """Return an empty tensor of so many times its rows, or so many times a size."""
+            if not isinstance(value, Tensor):
+                return value * times if type(value) is int else value
+            shape = [*value.shape]
+            for dim in [dim for dim, size in enumerate(shape) if size in sizes][:1]:
+                shape[dim] *= times
+            return torch.empty(shape, dtype=value.dtype, device="meta")
+
+        def many(read: Node) -> Any:
+            return tree_map(partial(empty, times=1 if read.kind == FIXED else MANY), read.value)
+
+        place = Place(lambda name: empty(self.place.named(name), 1), device=torch.device("meta"))
+        try:
+            found = place.call(picks, {read: many(read) for read in picks.reads})
+        except Exception:  # numbers tell how many there are
+            return
+        both = ([each.shape for each in tensors(value)] for value in (found, many(picks)))
+        if operator.ne(*both):
+            raise Unfit(
+                f"{node.what} picks rows by their places ({', '.join(map(str, numbers))}), and a"
+                " rank has other rows there; choose vertices by a field, as kind == 0, or by their"
+                " ids, as torch.arange(x.size(0)) < 2000, in torch.where or as a mask"
+            )
 
     def _has_equal_rows(self, node: Node) -> bool:
         return self._has_rows(node) and all(
@@ -453,7 +497,8 @@ class Cutter:
                 if torch.equal(*(keys(e.value, self.n).sort().values for e in (same, edges))):
                     edges = same
         weight = structure(numbers, matrix, edges)
-        return rows[0], edges, None if bool((weight.value == 1).all()) else weight
+        is_plain = bool((weight.value == 1).all()) and not masks_of(matrix)
+        return rows[0], edges, None if is_plain else weight
 
     def _scatter(self, node: Node) -> _Sum | None:
         """Return the sum that a call may compute which scatters rows [N, H] of edges' sources."""
@@ -469,6 +514,9 @@ class Cutter:
         source, _ = self._ends(edges)
         if not any(torch.equal(each.value, source) for each in read.reads):
             return None
+        indices = [each for each in (*node.reads, *read.reads) if each.kind == STRUCTURE]
+        if any(masks_of(index) - masks_of(edges) for index in indices):
+            return None  # all of the edges, but of this graph alone
         if weight is None or (weight.kind == STRUCTURE and weight.value.shape == (len(source), 1)):
             return rows[0], edges, weight
         return None

@@ -24,6 +24,7 @@ from pathlib import Path
 from types import FrameType, ModuleType
 from typing import Any, NoReturn
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
@@ -52,6 +53,19 @@ RANK = {
 
 
 Rows = Callable[[nn.Module], Sequence[Tensor]]  # returns a module's outputs
+
+
+@contextmanager
+def seeded(seed: int) -> Iterator[None]:
+    """Let torch and numpy draw from a seed in the block, and go on as before after it."""
+    state = np.random.get_state()
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        np.random.seed(seed % (1 << 32))
+        try:
+            yield
+        finally:
+            np.random.set_state(state)
 
 
 def source_of(model: str) -> tuple[Path, str, str]:
@@ -316,7 +330,7 @@ def must_equal_in_ranks(module: nn.Module, make: Callable[[], nn.Module], rows: 
         raise Unfit(
             "it makes other rows in the process of rank 1 of 2 than here: each rank would train"
             " another module; read nothing that processes differ in, as os.environ['RANK'] and the"
-            " time, and draw parameters by torch, which is seeded, or numpy.random.default_rng(0)"
+            " time, and draw parameters by torch or numpy, which are seeded, and not by random"
         )
 
 

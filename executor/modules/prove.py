@@ -346,6 +346,13 @@ def _suspected(pieces: Pieces, small: Small, is_training: bool) -> str:
                 f"{node.place}{node.what} makes {[*shapes[0]]} of all edges or vertices, as a"
                 " graph's readout does; a row here is made of its vertex's own and its neighbours'"
             )
+    for node in pieces.training.live:
+        if isinstance(getattr(node.call, "__self__", None), type):  # `apply` of a Function
+            return (
+                f"{node.place}{node.what} makes a gradient of its own, which must be linear: each"
+                " rank that reads a row has a part of its gradient, and none of all rows'; leave"
+                " out what clips or norms gradients (--set clip=.. clips those of all parameters)"
+            )
     return ""
 
 

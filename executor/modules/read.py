@@ -28,7 +28,15 @@ from gnnplan.executor.layers.blocks import dtype_of
 from gnnplan.executor.layers.count import Unmeasured, count, must_sum_columns
 from gnnplan.executor.layers.layer import EDGES, Layer
 from gnnplan.executor.layers.models import Net
-from gnnplan.executor.modules.bind import VERTICES, Fields, GraphFields, Small, copied, field_of
+from gnnplan.executor.modules.bind import (
+    EACH,
+    VERTICES,
+    Fields,
+    GraphFields,
+    Small,
+    copied,
+    field_of,
+)
 from gnnplan.executor.modules.convert import Parameters, converted
 from gnnplan.executor.modules.make import (
     PICKLED,
@@ -39,6 +47,7 @@ from gnnplan.executor.modules.make import (
     loaded,
     make,
     must_equal_in_ranks,
+    seeded,
     source_of,
 )
 from gnnplan.executor.modules.pieces import Pieces
@@ -55,6 +64,7 @@ from gnnplan.planner.vocabulary.files import cache_dir
 from gnnplan.planner.vocabulary.units import show_percent
 
 MAX_PARAMETERS = 1 << 40  # [B] of a live module's file
+OF_SIZES = ("is another call", "fails on a part", "fail on parts")  # of refusals of sizes
 # FILE.py:NAME, or a live object
 Source = str | nn.Module | Callable[..., nn.Module]
 
@@ -123,8 +133,8 @@ def read(
     """Read the user's model for such a graph. Raises SpecError, with the line if it has a file.
 
     A class or function is called with the widths of the graph and fields of `workload` that its
-    parameters name (bind.py). torch's random numbers start from the workload's seed before a file
-    is executed.
+    parameters name (bind.py). torch's and numpy's random numbers start from the workload's seed
+    before a file is executed.
 
     A live object may be from a notebook. Ranks read it from a file, which is written to `folder`
     (default: modules/ in gnnplan's cache directory) under a name with its SHA-256. Ranks on other
@@ -135,14 +145,17 @@ def read(
         file, name, sha256 = source_of(model)
 
     def find() -> object:
-        torch.manual_seed(workload.seed)
         return in_file(file, name) if file else model
 
     def made_of(found: object) -> tuple[nn.Module, dict[str, Any]]:
         widths = {"features": graph.features, "classes": graph.classes}
         return make(found, name, file, workload.model_dump() | widths)
 
-    with torch.random.fork_rng(devices=[]):
+    def made_again() -> nn.Module:
+        with seeded(workload.seed):
+            return made_of(find())[0]
+
+    with seeded(workload.seed):
         found = find()
         imports = imports_of(file) if file else ()
         if issubclass(found if isinstance(found, type) else type(found), Layer):
@@ -153,7 +166,7 @@ def read(
     try:
         with torch.random.fork_rng(devices=[]), redirect_stdout(sys.stderr):
             rows = partial(_rows, graph=graph, seed=workload.seed)
-            must_equal_in_ranks(module, lambda: made_of(find())[0], rows)
+            must_equal_in_ranks(module, made_again, rows)
             materialise(module, graph, workload.seed)
             for place, tensor in (*module.named_parameters(), *module.named_buffers()):
                 if tensor.is_meta:
@@ -171,7 +184,8 @@ def read(
                 kept = module if isinstance(trained, Pieces) else trained
                 file, sha256 = keep(kept, folder or cache_dir() / "modules", name)
     except Unfit as unfit:
-        raise SpecError(f"{f'{file}: ' if file else ''}{name}: {unfit}") from unfit
+        words = f"{unfit}{_without_some_kinds(unfit, graph)}"
+        raise SpecError(f"{f'{file}: ' if file else ''}{name}: {words}") from unfit
     description = Module(
         file=str(file),
         name=name,
@@ -183,6 +197,18 @@ def read(
         **own,
     )
     return UserModule(fields, description, module, trained)
+
+
+def _without_some_kinds(unfit: Unfit, graph: GraphFields) -> str:
+    """Return the cause of a refusal of sizes if small graphs lack edges of some kinds; else ''."""
+    for name, (_, _, kinds) in graph.edge.items():
+        if EACH * kinds > VERTICES[0] and any(words in str(unfit) for words in OF_SIZES):
+            return (
+                f". {name} has {kinds} kinds, and graphs of {VERTICES[0]} vertices have no edges of"
+                " some: if forward runs once per kind, as RGCNConv does, look weights up by kind"
+                " instead, as FastRGCNConv does"
+            )
+    return ""
 
 
 def _described(
@@ -293,8 +319,7 @@ def read_again(workload: Workload) -> Parameters | Pieces:
     Raises SpecError if the file has changed since the plan."""
     module = workload.own
     path = Path(module.file)
-    with redirect_stdout(sys.stderr), torch.random.fork_rng(devices=[]):
-        torch.manual_seed(workload.seed)
+    with redirect_stdout(sys.stderr), seeded(workload.seed):
         if path.suffix == PICKLED:
             made = loaded(as_planned(path, module.sha256, MAX_PARAMETERS))
         else:
@@ -532,8 +557,7 @@ def made(workload: Workload, number: int, h_in: int, h_out: int) -> Layer:
     Raises SpecError if the file has changed since the plan."""
     module = workload.own
     file = Path(module.file)
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(workload.seed * 1_000_003 + number)
+    with seeded(workload.seed * 1_000_003 + number):
         values = workload.model_dump() | {"features": h_in, "classes": h_out}
         layer, _ = make(class_in(module), module.name, file, values)
     if not isinstance(layer, Layer):

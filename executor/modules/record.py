@@ -422,7 +422,7 @@ class _Recorder(TorchFunctionMode):
             shape: Sequence[int] = args[0].size()
         else:
             shape = args[1] if isinstance(args[1], (tuple, list)) else args[1:]
-        number = result.flatten()[0].item() if result.numel() else 0
+        number = kwargs.get("fill_value", args[-1]) if "full" in name else int("ones" in name)
         options = {"dtype": result.dtype, "device": result.device}
         node = self._node(torch.full, (tuple(shape), number), options)
         return self._record_result(node, result)
@@ -719,6 +719,12 @@ def is_edge_set(value: Any) -> bool:
         and value.shape[0] == 2
         and value.shape[1] > 2
     )
+
+
+def masks_of(node: Node) -> set[Node]:
+    """Return the masks that a value is computed from: on another graph they choose otherwise."""
+    values = {each: each.value for each in live_nodes([node])}
+    return {n for n, v in values.items() if isinstance(v, Tensor) and v.dtype == torch.bool}
 
 
 def is_end(value: Any) -> bool:

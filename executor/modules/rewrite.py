@@ -36,6 +36,7 @@ from gnnplan.executor.modules.record import (
     is_end,
     is_rows,
     live_nodes,
+    masks_of,
     number_of,
 )
 
@@ -95,7 +96,7 @@ def with_sizes(small: Recorded, large: Recorded) -> Recorded:
             node.args, node.kwargs = tree_map(argument, *arguments)
         except ValueError:  # the arguments are nested otherwise
             raise unequal(twin) from None
-        if is_edge_set(node.value):
+        if is_edge_set(node.value) or is_edge_set(twin.value):  # small graphs may have none
             counts[number_of(node.value), number_of(twin.value)] = node
         elif is_end(node.value):
             counts.setdefault((number_of(node.value), number_of(twin.value)), node)
@@ -151,7 +152,9 @@ def join_ends(recorded: Recorded) -> None:
         edge_sets += [node] if is_edge_set(node.value) else []
         if not is_end(value := node.value):
             continue
-        places = itertools.product(edge_sets, (0, 1))
+        masks = masks_of(node)
+        whole = [edges for edges in edge_sets if not (masks and masks - masks_of(edges))]
+        places = itertools.product(whole, (0, 1))
         if place := next((p for p in places if torch.equal(value, p[0].value[p[1]])), None):
             ends[node] = place
         elif node.what in PICKS and node.reads and node.reads[0] in ends:
@@ -208,6 +211,7 @@ def read_both_ways(recorded: Recorded) -> Recorded:
     edge_sets = edge_sets_of(live_nodes([recorded.output]))
     for first, second in itertools.combinations(edge_sets, 2):
         is_turned = torch.equal(first.value.flip(0), second.value)
+        is_turned &= masks_of(second) <= masks_of(first)
         if is_turned and not torch.equal(first.value, second.value):  # as self-loops are
             second.call, second.args, second.kwargs = flip, (first,), {}
     return recorded

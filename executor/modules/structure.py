@@ -22,6 +22,7 @@ from gnnplan.executor.modules.cut import BLOCK, DESTINATIONS, Program, differing
 from gnnplan.executor.modules.evaluate import Place, Values, frees, keys, tensors, with_loops
 from gnnplan.executor.modules.record import (
     EDGES_OF,
+    INNER,
     STRUCTURE,
     Node,
     Recorded,
@@ -44,6 +45,8 @@ TURNED = (
     " turns them. A sparse matrix has a row per reader:"
     " torch.sparse_coo_tensor(edge_index.flip(0), values, (x.size(0), x.size(0)))"
 )
+
+FAR = 1 << 20  # added to ids, to see whether numbers depend on them
 
 
 def edge_index_of(whole: CsrEdges) -> Tensor:
@@ -128,13 +131,18 @@ class Structure:
     def __post_init__(self) -> None:
         self.read: set[Node] = set()
         self.places: set[Node] = set()  # that are about places of edges in an order of their own
+        self.ids: set[Node] = set()  # of vertices, of which a part has positions
         # of vertices, of which a part has its own rows alone, as degrees
         self.partial: set[Node] = set()
+        of_neighbours: set[Node] = set()  # from which learned numbers of neighbours are computed
         for program in self.programs:
             self.read |= {node.edges for node in program.live if node.edges is not None}
             self.whole |= dict.fromkeys(program.fields)
             for node in (node for cut in program.layers for node in cut.gather.nodes):
-                self.read |= {read for read in node.reads if read.kind == STRUCTURE}
+                read = {read for read in node.reads if read.kind == STRUCTURE}
+                self.read |= read
+                of_neighbours |= read if node.kind == INNER else set()
+        self.of_neighbours = of_neighbours
         self.nodes, inputs = live_nodes(self.read), self.small.inputs
         is_dgl = any(node.name == "g" for node in self.nodes)  # a DGL graph has all fields
         self.edges = inputs.get("edge_index", Node(None, name="edge_index"))
@@ -280,6 +288,7 @@ class Structure:
         sets: list[Node] = [node for node in self.nodes if node.name == "edge_index"]
         if (of_graph := self.small.inputs.get(EDGES_OF)) is not None:
             sets, values[of_graph] = [of_graph], part.call(of_graph, values)
+        self.ids |= {*sets}
         edge_sets = {edges for program in self.programs for edges in edge_sets_of(program.live)}
         for node in self.nodes:
             if node.call is None:
@@ -296,6 +305,7 @@ class Structure:
                 ) from error
             if node in edge_sets:
                 sets.append(node)
+                self.ids.add(node)
                 self._must_be_the_same(node, block, values[node])
             elif (
                 node not in tables and isinstance(node.value, Tensor) and not is_sparse(node.value)
@@ -346,10 +356,16 @@ class Structure:
         for edges, mine, table in views:
             whole = part.look_up(node, edges, table, values)
             if whole.shape == here.shape and _alike(here[mine], whole[mine], part.source):
+                if self._reads_ids(node, values, part):
+                    break
+                if differing(whole[mine], here[mine]) is not None:
+                    self.ids.add(node)
                 if self.is_of_vertices(node):
                     is_partial = not _alike(here, whole, part.source)
                     if is_partial or self.partial.difference(self.whole).intersection(node.reads):
                         self.partial.add(node)
+                        if node in self.of_neighbours:
+                            break
                     return
                 if edges is None and _sums_up(node, sizes):
                     break
@@ -368,6 +384,18 @@ class Structure:
             return
         self.whole[node] = edges
         values[node] = whole
+
+    def _reads_ids(self, node: Node, values: Values, part: _Part) -> bool:
+        """Whether numbers depend on vertices' ids, of which a part has positions, though they are
+        the whole graph's here, where ids are small: as source < 2000."""
+        far = {read: values[read] + FAR for read in self.ids.intersection(node.reads)}
+        if not far:
+            return False
+        with suppress(IndexError, RuntimeError):  # it picks or adds up rows at ids
+            here, found = values[node], part.call(node, {**values, **far})
+            same = here, here + FAR
+            return found.shape == here.shape and None not in [differing(s, found) for s in same]
+        return False
 
     def _reads_others(self, node: Node, values: Values, part: _Part, mine: Any, own: int) -> bool:
         """Whether numbers of edges depend on rows of vertices that a part lacks, though they are

@@ -170,6 +170,8 @@ REFUSED = r"""
     turned ends | x, edge_index | one way | line 15: flip makes other edges, the graph's from end to start | row, col = edge_index.flip(0) ;; h = self.first(x) ;; return self.last(torch.zeros_like(h).index_add(0, row, h[col]))
     turned with weights | x, edge_index, edge_weight | edge_weight | line 15: edges are turned, and numbers of edges | source, reader = torch.stack([edge_index[1], edge_index[0]]) ;; h = self.first(x) ;; m = edge_weight[:, None] * h[source] ;; return self.last(torch.zeros_like(h).index_add(0, reader, m))
     kept for others, our own layers | x, edge_index | | its buffer norm.running_mean in training is another | h = self.a(x, edge_index) ;; if self.training: ;;     self.norm.running_mean = self.norm.running_mean + h.detach().mean(0) ;; return self.c(h.relu(), edge_index)
+    rows by a place | x, edge_index | | line 15: getitem picks rows by their places \(2000\), | h = torch.cat([self.first(x[:2000]), self.first(-x[2000:])]) ;; return self.c(h, edge_index)
+    edges by a place | x, edge_index | | line 15: getitem picks rows by their places \(100000\), | return self.c(self.a(x, edge_index[:, :100000]).tanh(), edge_index)
     edges of another name | x, adj | | line 15: .*adj is edge_index \[2, E\] here, whose matrix is torch.sparse_coo_tensor | return torch.spmm(adj, self.a(x, adj))
     two features | x, edge_index, h | | forward asks for h, | return self.c(x * h.sigmoid(), edge_index)
     two sets of edges | x, edge_index, neg_edge_index | | forward asks for neg_edge_index, .* one set of edges: choose from it by a field of edges | return self.c(x, neg_edge_index)
@@ -327,6 +329,15 @@ def test_python_says_what_was_done_with_a_graph(tmp_path):
     assert "dropped 1 self-loop" in plan.notes and "note: made undirected: 3 -> 6" in str(plan)
 
 
+def test_a_convolution_per_kind_of_edges_is_told_of_many_kinds(tmp_path):
+    """It was refused in words of sizes."""
+    body = "h = self.a(x, edge_index)\nfor kind in range(90):\n    some = edge_index[:, edge_type == kind]\n"
+    body += "    h = h + torch.ones(some.size(1) + 1).to(x).sum()\nreturn self.c(h, edge_index)"
+    fields = GraphFields(6, 3, edge={"edge_type": ((), "<i8", 90)})
+    with pytest.raises(SpecError, match=r"edge_type has 90 kinds, and .* as FastRGCNConv does$"):
+        asked(tmp_path, body, "x, edge_index, edge_type", fields)
+
+
 # by our layers, or as it is written, and a forward that is no plain list of calls; the first was taken
 # for a sum without alpha
 GUESSED = r"""
@@ -442,19 +453,28 @@ def test_parameters_are_known_by_the_words_of_their_names(tmp_path):
 
 
 def test_what_clamps_make_equal_on_small_graphs_is_the_whole_graphs(tmp_path):
-    """Neighbours on other ranks weighed as if they had few edges, and a rank's largest number was
-    taken for that of all: trained otherwise than by one process, silently."""
+    """Neighbours on other ranks weighed as if they had few edges, a rank's largest number was taken
+    for that of all, its positions for ids, and edges that a mask leaves out for edges: trained
+    otherwise than by one process, silently. Learned numbers of degrees were refused."""
     body = """
 src, dst = edge_index
 degrees, h = torch.bincount(dst, minlength=len(x)), torch.tanh(self.a(x, edge_index))
 weights = (1 / degrees.to(x).clamp(min=20))[src, None]
 h = torch.zeros_like(h).index_add(0, dst, weights * h[src])
 h = h * torch.stack([degrees, degrees], 1).clamp(min=30).max(0).values[1]
+h = torch.where((torch.arange(len(x)) < 90)[:, None], h, h.cos())
+some = (degrees < 30)[src]
+h = h + torch.zeros_like(h).index_add(0, dst[some], h[src[some]])
+chosen = edge_index[:, some]
+ones = torch.ones(chosen.size(1)).to(x)
+h = h + torch.sparse_coo_tensor(chosen.flip(0), ones, (len(x), len(x))) @ h
+learned = F.embedding(degrees.clamp(max=7), self.first.weight)[src, :1] * (src < 80)[:, None]
+h = h + torch.zeros_like(h).index_add(0, dst, learned * h[src])
 return self.c(torch.tanh(h), edge_index[:, ~(degrees > 20)[src]])
 """
     user = read(written(tmp_path, body), Workload(dtype="float64"), PLAIN)
-    small, others = Small(53, user.module, PLAIN), np.arange(1, 53, dtype=np.int32)
-    indptr = np.append(0, 52 + np.arange(53))  # all others read the first, which reads them
+    small, others = Small(97, user.module, PLAIN), np.arange(1, 97, dtype=np.int32)
+    indptr = np.append(0, 96 + np.arange(97))  # all others read the first, which reads them
     small.whole = CsrEdges(indptr, np.concatenate([others, np.zeros_like(others)]))
     assert user.pieces
     prove(user.module, user.pieces, small)

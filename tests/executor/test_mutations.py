@@ -39,6 +39,11 @@ class Twice(torch.autograd.Function):
     def backward(ctx, gradient):
         return gradient * 3
 
+class Clipped(Twice):
+    @staticmethod
+    def backward(ctx, gradient):
+        return gradient.clamp(-1e-3, 1e-3)
+
 class Noise(Twice):
     @staticmethod
     def forward(ctx, x):
@@ -155,6 +160,7 @@ IN_FORWARD = r"""
     a gradient of its own | carried | h = Twice.apply(h)
     a gradient of its own, kept by a name | carried | h = twice(h) + Twice.apply(self.lin.bias)
     a gradient of its own, of edges | carried | h = self.c(h, edge_index, Twice.apply(other))
+    a gradient of its own, clipped | line 1: Clipped makes a gradient of its own, which must be linear.*its gradient of a\.lin_root | h = h + self.c(Clipped.apply(self.a.lin_root(x)), edge_index)
     a gradient of its own, of noise | refused | h = Noise.apply(h)
     several rows of one call through edges | carried | a, b = Pair.apply(h, src, dst) ;; h = self.c(a, edge_index) + b
     several rows of one call, read later | carried | v, i = h.topk(3, 1) ;; h = self.c(self.c(h, edge_index), edge_index).scatter_add(1, i, v)

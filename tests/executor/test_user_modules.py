@@ -97,8 +97,10 @@ def test_two_ranks_train_a_live_module(by_ours, tmp_path, graphs, run_ranks):
 
 
 def test_a_module_that_a_file_makes_itself_is_the_same_in_every_rank(file):
-    """Its parameters are random numbers from the time at which the file is executed."""
-    file.write_text(f"{file.read_text()}\nmade = Net({FEATURES}, {CLASSES})\n")
+    """Its parameters are random numbers from the time at which the file is executed. Those of numpy
+    were other ones in each process."""
+    text = f"{file.read_text()}\nmade = Net({FEATURES}, {CLASSES})\n"
+    file.write_text(f"{text}import numpy\nmade.a.lin_l.bias.data += float(numpy.random.rand())\n")
     first, second = (read(f"{file}:made", Workload(seed=3), GRAPH).module for _ in range(2))
     torch.testing.assert_close(first.state_dict(), second.state_dict(), rtol=0, atol=0)
 
