@@ -516,10 +516,12 @@ def test_a_run_is_gone_on_with_only_where_it_can_be(plan_file, gnnplan, tmp_path
 def untrained(monkeypatch):
     """Runs that are asked for, of which none is trained."""
     from gnnplan.api import running
-    from gnnplan.executor.launch import launcher as launch
+    from gnnplan.executor.launch import agent, launcher
 
     asked: list[Any] = []
-    monkeypatch.setattr(launch, "start", lambda run, _: asked.append(run))
+    begin = launcher.begin
+    monkeypatch.setattr(launcher, "begin", lambda run: begin(asked.append(run) or run))
+    monkeypatch.setattr(agent, "run", lambda *_: None)
     monkeypatch.setattr(running, "Run", lambda out: Blocks([]))
     return asked
 
@@ -537,9 +539,9 @@ def test_where_a_run_goes_by_default(plan_file, gnnplan, tmp_path, monkeypatch, 
 
 def test_an_interrupted_run_says_what_is_kept(plan_file, gnnplan, tmp_path, monkeypatch):
     """It said `interrupted` alone. That an epoch is named to go on from: executor/faults.py."""
-    from gnnplan.executor.launch import launcher
+    from gnnplan.executor.launch import agent
 
-    monkeypatch.setattr(launcher, "start", raising(KeyboardInterrupt()))
+    monkeypatch.setattr(agent, "run", raising(KeyboardInterrupt()))
     answer = gnnplan("run", plan_file, "--out", tmp_path / "out")
     assert answer.code == 130 and "metrics.jsonl\nerror: interrupted" in answer.err
     assert "note: 0 finished epochs are in " in answer.err
