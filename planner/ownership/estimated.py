@@ -503,15 +503,13 @@ class EstimatedBatch(MiniBatch):
         stats: GraphStats,
         groups: PerRank,
         needs: list[Expected],
-        first_varying: int,
         crossing: float,
         fullest: float = 1.0,
         scored: tuple[int, int] | None = None,
     ) -> None:
         self.population, self.servers, self.needs = Population.of(stats), groups, needs
-        self.first_varying, self.cross = first_varying, crossing
         self.layers = self.inside = len(needs[0].edges)
-        self.depth, self.ranks = self.layers - first_varying, len(groups)
+        self.cross, self.ranks = crossing, len(groups)
         self._size, self._fullest = groups.count(groups[0]), fullest
         self._facts, self._member = {}, np.array(places_in(groups))
         self._rows = self._shared([need.rows for need in needs])
@@ -592,11 +590,9 @@ class EstimatedBatches(Batches):
         stats: GraphStats,
         workload: Workload,
         groups: PerRank,
-        first_varying: int,
         splitter: str = "",
     ) -> None:
-        self.stats, self.workload = stats, workload
-        self.groups, self.first_varying = groups, first_varying
+        self.stats, self.workload, self.groups = stats, workload, groups
         self.items, self.steps = count_items(workload, stats), per_epoch(workload, stats)
         self.known = min(self.steps, MOST_BATCHES)
         size = groups.count(groups[0])
@@ -613,7 +609,7 @@ class EstimatedBatches(Batches):
         if size not in self._batches:
             needs = [self._need(share.size) for share in shares(np.arange(size), groups)]
             scored = (size, workload.negatives) if workload.task == "link" else None
-            others = self.first_varying, self.crossing, self.fullest, scored
+            others = self.crossing, self.fullest, scored
             self._batches[size] = EstimatedBatch(self.stats, self.groups, needs, *others)
         return self._batches[size]
 

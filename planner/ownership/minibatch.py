@@ -80,14 +80,11 @@ class MiniBatch(Layout):
         frontiers: Sequence[Frontier],
         groups: PerRank,
         member: np.ndarray | None,
-        first_varying: int,
         scored: Scored | None = None,
     ) -> None:
         self.scored, self.member = scored, member
         self.graph, self.servers, self.ranks = graph, groups, len(groups)
-        self.first_varying = first_varying
         self.layers = self.inside = len(frontiers[0].edges)
-        self.depth = self.layers - first_varying
         self._frontiers, self._allowed = frontiers, {}
         # rank -> positions of its rows among nodes[0] of its group
         self._places: list[np.ndarray] = []
@@ -299,11 +296,10 @@ class Batches:
         workload: Workload,
         groups: PerRank,
         member: np.ndarray | None,
-        first_varying: int,
         split: str = "all",
     ) -> None:
         self.graph, self.workload, self.groups = graph, workload, groups
-        self.member, self.first_varying, self.split = member, first_varying, split
+        self.member, self.split = member, split
         self._batches: dict[int, MiniBatch] = {}
         self._epoch, self._items = -1, list[Ids]()  # the last epoch that `items_in` was asked for
         self.steps = per_epoch(workload, graph.stats)
@@ -324,13 +320,13 @@ class Batches:
 
     def _drawn(self, step: int) -> MiniBatch:
         """Sample the batch of a step."""
-        shared = self.groups, self.member, self.first_varying
-        whole = MiniBatch(self.graph, self._frontiers(step), *shared, self._scored(step))
+        shared = self.groups, self.member, self._scored(step)
+        whole = MiniBatch(self.graph, self._frontiers(step), *shared)
         if self.split == "all" or not whole.splits:
             return whole
         sampling = self.workload.fanouts, self.workload.seed, *divmod(step, self.steps)
         own = [frontier(self.graph, whole.own(rank), *sampling) for rank in range(whole.ranks)]
-        separate = MiniBatch(self.graph, own, (*range(whole.ranks),), None, self.first_varying)
+        separate = MiniBatch(self.graph, own, (*range(whole.ranks),), None)
         return SPLIT[self.split](whole, separate)
 
     def items_in(self, epoch: int) -> list[Ids]:

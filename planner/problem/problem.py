@@ -408,7 +408,7 @@ class Problem:
             targets = self.stats.train_vertices / len(set(layout.servers)) / count
             return [replace(layout, depth=layout.layers, targets=targets)] * count
         batch_of = layout.drawn(layout.graph.train, count, self.workload.seed)
-        return [layout.batch(batch_of == b) for b in range(count)]
+        return [layout.needed(batch_of == b, layout.layers) for b in range(count)]
 
     @cached_by("stats")
     def trimmed(self, layout: AnyLayout) -> AnyLayout:
@@ -445,7 +445,7 @@ class Problem:
         """Whether training vertices need so few rows that leaving out the other rows pays."""
         return self.needed_share <= MOST_NEEDED
 
-    @cached_by("workload", "graph", "stats", "model.first_varying")
+    @cached_by("workload", "graph", "stats")
     def minibatches(
         self,
         groups: PerRank,
@@ -459,13 +459,12 @@ class Problem:
         splitter: the method that assigns vertices to the ranks of a group. epochs: pre-sampling
         epochs of the splitter. imbalance: the share of the mean load by which a rank's load may
         exceed the mean; estimates know METIS's default only. split: as in Batches."""
-        first_varying = self.model.first_varying
         if self.graph is None:
-            return EstimatedBatches(self.stats, self.workload, groups, first_varying, splitter)
+            return EstimatedBatches(self.stats, self.workload, groups, splitter)
         size, member = groups.count(groups[0]), None
         if size > 1:
             member = owners(self.graph, size, splitter, self.workload, epochs, imbalance)
-        return Batches(self.graph, self.workload, groups, member, first_varying, split)
+        return Batches(self.graph, self.workload, groups, member, split)
 
     def seconds_of(self, result: AnyLayout | Chunks | Batches) -> float:
         """Return the time that making a layout, chunks or batches took, with partitioning [s]."""
