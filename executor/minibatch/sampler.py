@@ -61,7 +61,7 @@ from gnnplan.planner.graph.sampling import (
     pairs_in,
     taken,
 )
-from gnnplan.planner.ownership.minibatch import PUSHED, Batches, shares
+from gnnplan.planner.ownership.minibatch import PUSHED, Batches
 from gnnplan.planner.strategies.minibatch.adjacency_store import NEIGHBOUR, Structure, thinned
 from gnnplan.planner.strategies.minibatch.supply import ID, Supply
 from gnnplan.planner.vocabulary.numbers import Bools, Group, Ints, offsets, ranges, split
@@ -216,7 +216,7 @@ class Sampler:
             self._epoch, self._items = epoch, []
             self._items = items_of(self.graph, self.workload, epoch)
         items = self._items[number]
-        return shares(items, len(set(self.groups)))[self.group], items
+        return np.array_split(items, len(set(self.groups)))[self.group], items
 
     def _ends(self, pairs: Pairs, own: Ids) -> Ends:
         """Select the group's pairs that this rank scores. own: ids of its rows of h_L.

@@ -267,16 +267,13 @@ def places_in(groups: Iterable[int]) -> list[int]:
     return [next(seen[group]) for group in groups]
 
 
-def shares(items: Ids, groups: int) -> list[Ids]:
-    """Divide a batch's items (vertices or edges) nearly equally among the groups."""
-    return np.array_split(items, groups)
-
-
 def frontiers(
     graph: Graph, workload: Workload, items: Ids, groups: int, epoch: int, number: int
 ) -> list[Frontier]:
     """Sample a batch's frontier for each group, around the seeds of the group's items."""
-    seeds = [seeds_in(graph, workload, part, epoch, number) for part in shares(items, groups)]
+    seeds = [
+        seeds_in(graph, workload, part, epoch, number) for part in np.array_split(items, groups)
+    ]
     sampling = workload.fanouts, workload.seed, epoch, number
     return [frontier(graph, some, *sampling) for some in seeds]
 
@@ -341,7 +338,7 @@ class Batches:
         epoch, number = divmod(step, self.steps)
         ranks = len(self.groups)
         edges, sends = np.zeros(ranks, np.int64), np.zeros((ranks, ranks), np.int64)
-        parts = shares(self.items_in(epoch)[number], len(set(self.groups)))
+        parts = np.array_split(self.items_in(epoch)[number], len(set(self.groups)))
         for group, part in enumerate(parts):
             pairs = pairs_in(self.graph, self.workload, part, epoch, number)
             if pairs is None:

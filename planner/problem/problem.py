@@ -88,7 +88,8 @@ class Cache:
         return cached
 
     def seconds_of(self, answer: object) -> float:
-        """Return the time that computing an answer took [s]; 0 for an object not in the cache."""
+        """Return the time that computing an answer took, with partitioning [s]; 0 for an object not
+        in the cache."""
         return next((s for cached, s in self._results.values() if cached is answer), 0.0)
 
 
@@ -465,10 +466,6 @@ class Problem:
         if size > 1:
             member = owners(self.graph, size, splitter, self.workload, epochs, imbalance)
         return Batches(self.graph, self.workload, groups, member, split)
-
-    def seconds_of(self, result: AnyLayout | Chunks | Batches) -> float:
-        """Return the time that making a layout, chunks or batches took, with partitioning [s]."""
-        return self.cache.seconds_of(result)
 
     def _owner(self, graph: Graph, groups: PerRank) -> np.ndarray:
         """Return the rank that owns each vertex [N]; with groups, the first rank of the group."""

@@ -299,7 +299,7 @@ class GNNPipe(Strategy):
     def partitioned_s(self, problem: Problem) -> float:
         if problem.graph is None:
             return 0.0
-        return problem.seconds_of(problem.cut(settled(self.chunks), self.members(problem)))
+        return problem.cache.seconds_of(problem.cut(settled(self.chunks), self.members(problem)))
 
     def preparation(self, problem: Problem) -> dict[str, float]:
         """Return also the seconds of epoch 0: forward, stage after stage."""

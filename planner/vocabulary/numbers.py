@@ -90,6 +90,16 @@ def typical(values: Sequence[float], period: int = 1) -> float:
     return mean(median(values[first::period]) for first in range(min(period, len(values))))
 
 
+def shares(total: Any, parts: int) -> NDArray[Any]:
+    """Return the nearly equal whole numbers, larger ones first, that add up to `total` [.., parts].
+
+    >>> shares(10, 4)
+    array([3, 3, 2, 2])
+    """
+    each, rest = np.divmod(np.asarray(total)[..., None], parts)
+    return np.asarray(each + (np.arange(parts) < rest))
+
+
 def offsets(lengths: Any) -> NDArray[Any]:
     """Return where each of several consecutive pieces of these lengths begins, and their end.
 

@@ -52,13 +52,13 @@ from gnnplan.planner.gnn.trace import SUM
 from gnnplan.planner.graph.sampling import TILES
 from gnnplan.planner.problem.problem import Problem
 from gnnplan.planner.strategies.base import Example, Resident, Strategy, settled
-from gnnplan.planner.strategies.layerwise.feature_parallel import shares, why_untried
+from gnnplan.planner.strategies.layerwise.feature_parallel import why_untried
 from gnnplan.planner.strategies.layerwise.graph_parallel import GraphParallel
 from gnnplan.planner.strategies.layerwise.step import finish
 from gnnplan.planner.strategies.program.account import machine_code
 from gnnplan.planner.strategies.program.program import AllReduce, Exchange, Op, Program
 from gnnplan.planner.vocabulary.errors import SpecError
-from gnnplan.planner.vocabulary.numbers import Group, Outer
+from gnnplan.planner.vocabulary.numbers import Group, Outer, shares
 from gnnplan.planner.vocabulary.schedule import Compute, Gather
 from gnnplan.planner.vocabulary.units import show_bytes
 
@@ -345,17 +345,16 @@ def edges_of_tiles(problem: Problem, grid: Grid, layer: int) -> np.ndarray:
     graph, seed = problem.graph, problem.workload.seed
 
     def count() -> np.ndarray:
+        source, reader = np.empty((2, stats.vertices), dtype=np.int64)  # tile of each vertex
         both = orders(stats.vertices, seed)
-        tile_of = [np.empty(stats.vertices, dtype=np.int64) for _ in both]
-        for parts, which, tiles in (
-            (sources, (layer - 1) % 2, tile_of[0]),
-            (rows, layer % 2, tile_of[1]),
+        for tile, order, parts in (
+            (source, both[(layer - 1) % 2], sources),
+            (reader, both[layer % 2], rows),
         ):
-            tiles[both[which]] = np.repeat(np.arange(parts), shares(stats.vertices, parts))
-        reader = np.repeat(tile_of[1], np.diff(graph.indptr))
-        tiles = reader * sources + tile_of[0][graph.indices]
+            tile[order] = np.repeat(np.arange(parts), shares(stats.vertices, parts))
+        tiles = np.repeat(reader, graph.degree) * sources + source[graph.indices]
         if self_loops:
-            tiles = np.append(tiles, tile_of[1] * sources + tile_of[0])
+            tiles = np.append(tiles, reader * sources + source)
         return np.bincount(tiles, minlength=rows * sources)
 
     question = ("tiles", rows, sources, layer % 2, self_loops, seed, graph)
