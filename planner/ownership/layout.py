@@ -92,7 +92,6 @@ class LayerCounts:
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "halo_rows", np.asarray(self.halo.sum(0)))
-        self.sends.setflags(write=False)
 
     @property
     def sends(self) -> RankMatrix:

@@ -369,9 +369,6 @@ class Outer(ByContent, NDArrayOperatorsMixin):
     def astype(self, dtype: Any) -> Outer:
         return replace(self, left=self.left.astype(dtype), right=self.right.astype(dtype))
 
-    def setflags(self, write: bool) -> None:
-        """Do nothing: an Outer is never written to."""
-
     # -- sums without the dense array
 
     def reached(self, numbers: np.ndarray, *places: np.ndarray) -> np.ndarray:
