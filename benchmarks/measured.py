@@ -269,7 +269,7 @@ def predict(study: Study, datasets: Path) -> None:
         operations = compare_operations(candidate.predicted, simulated, seen)
         row |= {
             "predicted_s": f"{float(candidate.predicted.epoch_s):.6g}",
-            "simulated_s": f"{played.step_s:.6g}",
+            "simulated_s": f"{played.epoch_s(1):.6g}",
             "memory_predicted": str(round(fullest(candidate.memory, runtime=False))),
             "told": json.dumps(operations),
         }
