@@ -415,10 +415,8 @@ class Tiles:
     def aggregate(self) -> Compute:
         """Return the work of ReLU and dropout on the inputs, and of their aggregation."""
         numbers, b = 1.0 * self.sources * self.h_in, self.model.itemsize
-        nbytes = (RELU[0] + 1) * self.relu * self.inputs  # ReLU and its mask
-        nbytes = (
-            nbytes + COPY * self.sums * self.spec.reads_own
-        )  # sums and own rows into one tensor
+        # ReLU and its mask; sums and own rows into one tensor
+        nbytes = (RELU[0] + 1) * self.relu * self.inputs + COPY * self.sums * self.spec.reads_own
         launches, gathers = 4 + (MASK + 3) * self.drops, self._gather(self.sources, self.rows)
         return Compute(0.0, gathers, nbytes, launches, b, hash_ops=numbers * self.drops)
 
