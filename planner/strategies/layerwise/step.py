@@ -401,11 +401,6 @@ def step(
                 "all_reduce", layer=layers.start, work=AllReduce((size,)), overlaps_backward=True
             )
 
-    def reduced(after: int) -> float:
-        """Return the bytes that a rank sends in these all-reduces."""
-        size = sum(bucket.weights for bucket in complete.get(after, ())) * model.weight_itemsize
-        return 2 * (problem.ranks - 1) / problem.ranks * size
-
     facts_by_layer = {layer: facts[first] for layer, first in like.items()}
     holds = Holds(problem, model, facts_by_layer, options, scored)
 
@@ -432,15 +427,12 @@ def step(
     yield from moments(problem, layers + 1, "b")
     for layer in range(layers, 0, -1):
         frees = partial(holds.backward, layer)
-        computed = works[like[layer], "b"]
-        if sent := reduced(layer + 1):  # these all-reduces use some of the memory's bandwidth too
-            computed = computed + Compute(overlapped_bytes=sent)
-        yield Op("backward", layer=layer, work=computed, holds=frees)
+        yield Op("backward", layer=layer, work=works[like[layer], "b"], holds=frees)
         yield from sums(layer)
         yield from exchange(layer, "b")
         yield from moments(problem, layer, "b")
     if encode:
-        yield Op("encode", "b", work=encode[1] + Compute(overlapped_bytes=reduced(1)))
+        yield Op("encode", "b", work=encode[1])
         yield from sums(0)
     yield from end_of_step(problem, are_summed=bool(complete))
 

@@ -502,12 +502,9 @@ def _step(problem: Problem, grid: Grid) -> Iterator[Op]:
     several = grid.size(last.axes.sources) > 1
     if several:
         yield exchange(last.axes.sources, "to_rows", "f", None, last.h_out, last.whole_rows)
-    copied = 2.0 * COPY * last.whole_rows * last.spec.h_out * several * b
-    work_of_loss = finish(problem, last.whole_rows, None)
-    work_of_loss = work_of_loss + Compute(elementwise_bytes=copied, itemsize=b)
     # logits and their gradients, as tiles and as whole rows, which have as many numbers
     held_by_loss = partial(OpMemory, 4 * last.outputs, 0.0)
-    yield Op("loss", work=work_of_loss, holds=held_by_loss)
+    yield Op("loss", work=finish(problem, last.whole_rows, None), holds=held_by_loss)
     if several:
         yield exchange(last.axes.sources, "to_columns", "b", None, last.whole_rows, last.h_out)
     for tiles in reversed(layers):
