@@ -266,7 +266,7 @@ def predict(study: Study, datasets: Path) -> None:
         seen = {each["operation"]: each["measured_s"] for each in json.loads(row["told"])}
         row |= {
             "predicted_s": f"{float(candidate.predicted.epoch_s):.6g}",
-            "simulated_s": f"{played.step_s:.6g}",
+            "simulated_s": f"{played.epoch_s(1):.6g}",
             "memory_predicted": str(round(rank_bytes(candidate.memory).max())),
             "told": json.dumps(compare_operations(candidate.predicted, simulated, seen)),
         }

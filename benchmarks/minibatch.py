@@ -108,9 +108,7 @@ def _shared(
 ) -> tuple[np.ndarray, np.ndarray, int]:
     """Return edges [batches, L, ranks], cross edges [L], and the number of rows sent."""
     layers = range(1, len(FANOUTS) + 1)
-    mini_batches = [
-        MiniBatch(graph, [found], (0,) * RANKS, owner, first_varying=1) for found in batches
-    ]
+    mini_batches = [MiniBatch(graph, [found], (0,) * RANKS, owner) for found in batches]
     edges = [[one.facts(layer).edges for layer in layers] for one in mini_batches]
     crossing = np.array([[one.crossing(layer) for layer in layers] for one in mini_batches])
     rows = sum(int(one.facts(layer).sends.sum()) for one in mini_batches for layer in layers)

@@ -117,8 +117,8 @@ def main(repeats: int = 3) -> None:
         tasks = len(schedule.tasks)
         print(
             f"{build.__name__:>9}: {tasks:6d} tasks, best {tasks / min(seconds):7.0f} tasks/s,"
-            f" median {tasks / sorted(seconds)[repeats // 2]:7.0f}; {played.step_s * 1e3:.3f} ms"
-            " per step"
+            f" median {tasks / sorted(seconds)[repeats // 2]:7.0f};"
+            f" {played.epoch_s(1) * 1e3:.3f} ms per step"
         )
     for fabric in (None, Fabric(kind="leaf_spine", servers_per_leaf=8, oversubscription=4)):
         changed = {"servers": 64, "gpus_per_server": 1, "fabric": fabric}

@@ -238,23 +238,25 @@ class Demand(NamedTuple):
         )
 
 
+@dataclass(eq=False, slots=True)
 class _Flow:
     """A transfer in progress."""
 
-    __slots__ = ("alarm", "done", "left", "rate", "shares", "since", "weight")
+    left: float  # at rate 1, as of `since` [s]
+    shares: dict[Port, float]
+    weight: float
+    done: Callable[[], None]
+    rate: float = 0.0
+    since: float = 0.0  # [s]
+    alarm: int = 0  # number of the last alarm set for it; earlier alarms are ignored
 
-    def __init__(self, demand: Demand, done: Callable[[], None], threads: int) -> None:
-        self.left = max(demand.busy.values(), default=0.0)  # at rate 1, as of `since` [s]
-        self.shares: dict[Port, float] = {
-            port: seconds / self.left for port, seconds in demand.busy.items() if seconds > 0.0
-        }
-        cores = [share for (kind, _), share in self.shares.items() if kind == "cores"]
+    @classmethod
+    def of(cls, demand: Demand, done: Callable[[], None], threads: int) -> _Flow:
+        left = max(demand.busy.values(), default=0.0)
+        shares = {port: each / left for port, each in demand.busy.items() if each > 0.0}
+        cores = [share for (kind, _), share in shares.items() if kind == "cores"]
         # equal weights would mean equal progress; threads get equal shares of the cores instead
-        self.weight = threads / len(cores) / max(cores) if cores else 1.0
-        self.rate = 0.0
-        self.since = 0.0  # [s]
-        self.alarm = 0  # number of the last alarm set for it; earlier alarms are ignored
-        self.done = done
+        return cls(left, shares, threads / len(cores) / max(cores) if cores else 1.0, done)
 
 
 class Network:
@@ -272,7 +274,7 @@ class Network:
 
         threads: the number of threads that work on it, if it needs cores.
         """
-        flow = _Flow(demand, done, threads)
+        flow = _Flow.of(demand, done, threads)
         if demand.latency > 0.0:
             self.env.timeout(demand.latency).callbacks.append(lambda _: self._join(flow))
         else:

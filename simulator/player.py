@@ -12,7 +12,7 @@ An activity with a duration is one SimPy event; dependencies need no events."""
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cache, partial
 from itertools import pairwise
 
@@ -82,11 +82,6 @@ class Timeline:
         epochs = self.epochs_s(steps)
         return typical(epochs[:-1] if len(epochs) > period else epochs, period)
 
-    @property
-    def step_s(self) -> float:
-        """The duration of a step in the steady state [s]."""
-        return self.epoch_s(1)
-
 
 def play(
     schedule: Schedule,
@@ -107,11 +102,8 @@ def play(
     env = simpy.Environment(0.0)
     network = Network(env)
 
-    def end(activity: _Activity) -> None:
+    def end(activity: _Activity, event: object = None) -> None:
         advance([activity], [])
-
-    def end_later(activity: _Activity) -> None:
-        env.timeout(activity.seconds).callbacks.append(lambda _: end(activity))
 
     def advance(ended: list[_Activity], ready: list[_Node]) -> None:
         """End these activities and start these tasks, and all others that follow immediately."""
@@ -143,7 +135,7 @@ def play(
                         demand = demand.times(activity.seconds, activity.seconds_alone)
                     network.start(demand, partial(end, activity), activity.threads)
                 else:
-                    end_later(activity)
+                    env.timeout(activity.seconds).callbacks.append(partial(end, activity))
 
     advance([], [node for node in reversed(task_graph.nodes) if not node.waits_for])
     env.run()
@@ -164,50 +156,32 @@ def serial(schedule: Schedule, cost: Cost, task_graph: TaskGraph | None = None) 
 NOTHING = Demand(0.0, {})
 
 
+@dataclass(eq=False, slots=True)
 class _Activity:
     """Work of one or more tasks, which begins when all have started, and ends them together."""
 
-    __slots__ = (
-        "demand",
-        "missing",
-        "nodes",
-        "parties",
-        "seconds",
-        "seconds_alone",
-        "threads",
-    )
-
-    def __init__(self, parties: int, seconds_alone: float = 0.0, demand: Demand = NOTHING) -> None:
-        self.missing = self.parties = parties
-        self.nodes: list[_Node] = []
-        self.seconds = self.seconds_alone = seconds_alone
-        self.threads = parties  # number of threads that work on it, one per rank
-        self.demand = demand  # seconds of ports; empty for a computation on its own cores
+    parties: int
+    threads: int  # that work on it
+    demand: Demand = NOTHING  # seconds of ports; empty for a computation on its own cores
+    seconds_alone: float = 0.0
+    nodes: list[_Node] = field(default_factory=list)
+    # set by `TaskGraph.rewind`: parties that have not started, and the duration [s]
+    missing: int = 0
+    seconds: float = 0.0
 
 
+@dataclass(eq=False, slots=True)
 class _Node:
     """A task, its dependencies and its times [s]."""
 
-    __slots__ = (
-        "activity",
-        "end",
-        "predecessors",
-        "receipts",
-        "start",
-        "successors",
-        "task",
-        "waits_for",
-    )
-    activity: _Activity
-
-    def __init__(self, task: Task) -> None:
-        self.task = task
-        self.predecessors = 0  # number of tasks of the rank that it waits for
-        self.waits_for = 0  # number of predecessors that have not ended
-        self.successors: list[_Node] = []
-        self.receipts: tuple[_Activity, ...] = ()  # of a Send: the peer's Recv
-        self.start = 0.0
-        self.end = -1.0  # negative: it has not ended
+    task: Task
+    predecessors: int = 0  # number of tasks of the rank that it waits for
+    waits_for: int = 0  # number of predecessors that have not ended
+    successors: list[_Node] = field(default_factory=list)
+    receipts: tuple[_Activity, ...] = ()  # of a Send: the peer's Recv
+    start: float = 0.0
+    end: float = -1.0  # negative: it has not ended
+    activity: _Activity = field(init=False)
 
 
 class TaskGraph:
@@ -282,15 +256,14 @@ class TaskGraph:
                     )
                 key = (node.task.label, work.group)
                 if key not in collectives:
-                    demand = transfer(work.work, work.group)
-                    collectives[key] = _Activity(len(work.group), demand.alone, demand)
+                    demand, parties = transfer(work.work, work.group), len(work.group)
+                    collectives[key] = _Activity(parties, parties, demand, demand.alone)
                 activity = collectives[key]
             elif isinstance(work, Send):
-                demand = message(rank, work)
-                activity = _Activity(1, demand.alone, demand)
-                activity.threads = 2  # the sender's and the receiver's
+                demand = message(rank, work)  # the sender and the receiver work on it
+                activity = _Activity(1, 2, demand, demand.alone)
             elif isinstance(work, Recv):
-                activity = _Activity(2)  # the receiver and the message
+                activity = _Activity(2, 2)  # the receiver and the message
                 sender = self._sender(rank, work)
                 if sender is not None:
                     sender.receipts += (activity,)
@@ -299,7 +272,7 @@ class TaskGraph:
                 shared = cost.cores.computing(rank, node.task.lane, alone)
                 if rank in sampling and isinstance(work, Compute):
                     shared = {("device", rank): alone}
-                activity = _Activity(1, alone, Demand(0.0, shared))
+                activity = _Activity(1, 1, Demand(0.0, shared), alone)
             if not activity.nodes:
                 self.activities.append(activity)
             activity.nodes.append(node)

@@ -36,7 +36,7 @@ def _drawn(
     graph = graphs.graph(device, vertices, edges, features=8, classes=16)
     layers = len(fanout)
     workload = Workload(model="sage", mode="mini", layers=layers, fanout=fanout, batch=batch)
-    batches = Batches(graph, workload, (0,), None, first_varying=1)
+    batches = Batches(graph, workload, (0,), None)
     samplers = {
         "host": Sampler(batches, 0, ["mean"] * layers),
         "device": Sampler(batches, 0, ["mean"] * layers, device=device),

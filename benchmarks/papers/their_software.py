@@ -34,11 +34,11 @@ from gnnplan.planner.cluster.spec import Cluster, Link
 from gnnplan.planner.gnn.kinds import LayerSpec
 from gnnplan.planner.gnn.layer import LayerRecord
 from gnnplan.planner.gnn.model import Model
-from gnnplan.planner.gnn.trace import EDGES, NOTHING, Amount, GatherAmounts, Work
+from gnnplan.planner.gnn.trace import EDGES, NOTHING, Amount, Work
 from gnnplan.planner.strategies.minibatch.on_batches import OnBatches
 from gnnplan.planner.vocabulary.files import quoted
 from gnnplan.planner.vocabulary.numbers import Number
-from gnnplan.planner.vocabulary.schedule import BothPasses, Compute
+from gnnplan.planner.vocabulary.schedule import BothPasses, Compute, Gather
 
 # Works by who printed them. What is predicted of a program follows from what other people print.
 WORKS = (
@@ -219,7 +219,7 @@ class InterpretedModel(TheirModel):
         return replace(super().update(weights), launches=PER_TENSOR * tensors)
 
 
-def _whole_rows(gather: GatherAmounts, itemsize: int) -> GatherAmounts:
+def _whole_rows(gather: Gather, itemsize: int) -> Gather:
     """Return the gather with more source rows, since a cache holds fewer whole rows than lines."""
     lines = max(1.0, gather.width * itemsize / WARP_LINE)
     return gather._replace(sources=lines * Amount.of(gather.sources))

@@ -59,7 +59,7 @@ from gnnplan.planner.graph.sampling import (
     pairs_in,
     taken,
 )
-from gnnplan.planner.ownership.minibatch import PUSHED, Batches, shares
+from gnnplan.planner.ownership.minibatch import PUSHED, Batches
 from gnnplan.planner.strategies.minibatch.adjacency_store import NEIGHBOUR, Structure, thinned
 from gnnplan.planner.strategies.minibatch.supply import ID, Supply
 from gnnplan.planner.vocabulary.numbers import Bools, Group, Ints, offsets, ranges, split
@@ -151,7 +151,7 @@ class Sampler:
         is_shared = len(self.peers) > 1
         asks = self.lists is not None and self.lists.asks
         all_items = self.items_in(epoch)[number]
-        items = shares(all_items, len(set(self.groups)))[self.group]
+        items = np.array_split(all_items, len(set(self.groups)))[self.group]
         total = weight_of(self.graph, workload, all_items)
         pairs = pairs_in(self.graph, workload, items, epoch, number)
         rows = items if pairs is None else pairs.ends

@@ -112,4 +112,4 @@ def _evaluation_batches(problem: Problem, layout: Layout, batches: int) -> list[
         targets_per_batch = -(-int(graph.train[on_server].sum()) // batches)
         count = max(count, -(-int(rows[on_server].sum()) // targets_per_batch))
     batch_of = layout.drawn(rows, count, problem.workload.seed)
-    return [layout.batch(batch_of == b) for b in range(count)]
+    return [layout.needed(batch_of == b, layout.layers) for b in range(count)]

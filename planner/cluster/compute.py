@@ -170,10 +170,9 @@ class Roofline:
 # -- ranks that share cores ------------------------------------------------------------------------
 
 
-# The port 'cores' needs a bandwidth, but cores have none. The value is arbitrary [B/s]: `copying`
-# multiplies the bytes by it, so that the seconds are right.
-COPY_RATE = 1e9
-COPYING = Link(bandwidth=COPY_RATE, latency=0.0)
+# Cores as a link. Its bandwidth is arbitrary: `copying` multiplies bytes by it, so that the seconds
+# are right.
+COPYING = Link(bandwidth=1e9, latency=0.0)
 # Four ranks on two cores took 1.02 to 1.14 times as long (traces/measured).
 TURNS = 1.1
 
@@ -186,7 +185,7 @@ class SharedCores:
     """
 
     def __init__(self, cluster: Cluster, machines: np.ndarray) -> None:
-        self.cluster, self.machines = cluster, machines
+        self.machines = machines
         self.count = cluster.cores if cluster.device.kind == "cpu" else None
         self.ranks_by_machine = np.bincount(machines)
         most_ranks, cores = int(self.ranks_by_machine.max()), self.count or np.inf
@@ -238,15 +237,11 @@ class SharedCores:
         cores = ("cores", int(self.machines[rank]))
         return {(f"lane {lane}", rank): seconds, cores: seconds * self.core_share}
 
-    def copying(self, own: Link) -> tuple[Link, float] | None:
-        """Return the cores as a link, and the bytes on that link per byte sent, at either end.
-
-        Return None if cores do not copy the messages of the link `own`.
-        """
-        if not (self.count and own.core_s_per_byte):
-            return None
+    def copying(self, own: Link) -> float:
+        """Return the bytes on the link COPYING per byte sent on the link `own`, at either end; 0 if
+        cores do not copy its messages."""
         # half of the core-seconds are the sender's, half the receiver's
-        return COPYING, own.core_s_per_byte * COPY_RATE / (2 * self.count)
+        return own.core_s_per_byte * COPYING.bandwidth / (2 * self.count) if self.count else 0.0
 
     def _by_rank(self, seconds: Number) -> np.ndarray:
         """Broadcast seconds to all ranks [.., ranks]."""

@@ -30,7 +30,7 @@ from typing import Literal, NamedTuple
 
 import numpy as np
 
-from gnnplan.planner.cluster.compute import SharedCores
+from gnnplan.planner.cluster.compute import COPYING, SharedCores
 from gnnplan.planner.cluster.places import Places, Port, Routes
 from gnnplan.planner.cluster.spec import Cluster, Fabric, Link, LinkName
 from gnnplan.planner.vocabulary.numbers import (
@@ -124,10 +124,6 @@ class MessageList:
         """Restrict a count to messages that `some` ranks (bool [ranks]) send."""
         return np.asarray(count * some[self.source])
 
-    def received_by(self, count: Count, some: np.ndarray) -> Count:
-        """Restrict a count to messages that `some` ranks (bool [ranks]) receive."""
-        return np.asarray(count * some[self.target])
-
     def sent_per_rank(self, count: Count) -> np.ndarray:
         """Return the number of messages that each rank sends [ranks]."""
         return np.bincount(self.source, count)
@@ -179,8 +175,6 @@ class EqualMessages:
 
     def sent_by(self, count: Count, some: np.ndarray) -> Count:
         return np.asarray(count * some[self.members])
-
-    received_by = sent_by  # row 0 of a count is of messages sent, row 1 of messages received
 
     def sent_per_rank(self, count: Count) -> np.ndarray:
         return np.asarray(count[0])
@@ -356,9 +350,9 @@ class MessagePorts:
         yield from use("gpu", "intra_node", over_gpus, ranks, over_gpus, over_gpus)
         if cluster.switches and cluster.peer_access:
             same = messages.within(at.switch) - messages.within(at.switch, at.island)
-            up = over_gpus - same + messages.sent_by(between, at.uplinked)
-            down = over_gpus - same + messages.received_by(between, at.uplinked)
             arriving = messages.within(to=at.uplinked) - messages.within(at.server, to=at.uplinked)
+            up = over_gpus - same + messages.sent_by(between, at.uplinked)
+            down = over_gpus - same + arriving
             either = up + messages.sent_by(arriving, ~at.uplinked)
             yield from use("switch", "switch", either, at.switch, up, down)
         elif cluster.switches:
@@ -372,10 +366,9 @@ class MessagePorts:
             yield PortUse("bridge", cluster.bridge, messages, over_gpus, parts)
         yield from use("nic", "inter_node", between, at.nic, between, between)
         for place, count in (("intra_node", in_server), ("inter_node", between)):
-            if count.any() and (copied := self.cores.copying(self.link(op, place))):  # type: ignore[arg-type]
-                link, share = copied
+            if count.any() and (share := self.cores.copying(self.link(op, place))):  # type: ignore[arg-type]
                 ends = (Part("cores", share * count, self.cores.machines, e) for e in (True, False))
-                yield PortUse("cores", link, messages, 0.0 * count, tuple(ends))
+                yield PortUse("cores", COPYING, messages, 0.0 * count, tuple(ends))
         if cluster.fabric and self.routes and between.any():
             paths = self.routes
             hops = messages.hops(paths, paths.at[at.server])

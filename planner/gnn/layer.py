@@ -31,7 +31,6 @@ from gnnplan.planner.gnn.trace import (
     SUM,
     Amount,
     Amounts,
-    GatherAmounts,
     Product,
     Setting,
     TensorAmount,
@@ -39,7 +38,7 @@ from gnnplan.planner.gnn.trace import (
     Work,
     block_rows,
 )
-from gnnplan.planner.vocabulary.schedule import HASH_BYTES
+from gnnplan.planner.vocabulary.schedule import HASH_BYTES, Gather
 
 # -- work and memory of each operation in torch, forward and backward ------------------------------
 
@@ -167,9 +166,9 @@ class Operations(Trace):
             # the transpose, whose order is computed anew for each batch: the numbers are written in
             # that order, and each number gathers a row of the output's gradient.
             numbers, matrix = x.rows * x.width, Amount.of(h_in)
-            forward.gathers.append(GatherAmounts(numbers, h_out, matrix, x.rows))
+            forward.gathers.append(Gather(numbers, h_out, matrix, x.rows))
             forward.reads_columns = True
-            backward.gathers.append(GatherAmounts(numbers, h_out, x.rows, matrix))
+            backward.gathers.append(Gather(numbers, h_out, x.rows, matrix))
             backward.add(
                 elementwise_bytes=self.size(Amount.of(SUM * h_in), h_out),
                 hash_ops=numbers * (REORDERED + TRANSPOSED * setting.resamples),
@@ -274,8 +273,8 @@ class Operations(Trace):
 
     def sums(self, width: int, forward: int, backward: int) -> None:
         """Add the work of `forward` sums over edges, and `backward` sums over transposed edges."""
-        self.forward.gathers += [GatherAmounts(EDGES, width, READ, ROWS)] * forward
-        self.backward.gathers += [GatherAmounts(EDGES, width, ROWS, READ)] * backward
+        self.forward.gathers += [Gather(EDGES, width, READ, ROWS)] * forward
+        self.backward.gathers += [Gather(EDGES, width, ROWS, READ)] * backward
 
     def aggregate(self, x: TensorAmount, times: int = 1) -> TensorAmount:
         """Record a weighted sum over edges; times 0: its work is counted elsewhere."""
@@ -541,6 +540,5 @@ def _add(work: Work, counted: CountedWork) -> None:
     )
     work.launches += counted.launches
     work.gathers += [
-        GatherAmounts(on_read(g.rows), g.width, on_read(g.among), on_read(g.into))
-        for g in counted.gathers
+        Gather(on_read(g.rows), g.width, on_read(g.among), on_read(g.into)) for g in counted.gathers
     ]

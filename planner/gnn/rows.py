@@ -115,8 +115,9 @@ ADAPTIVE = "adaptive"  # value of `bits` for a number of bits per row, 4 on aver
 PARAMETERS = 4  # bytes of a row's minimum and spacing [B]
 AT_ONCE = 2**18  # numbers that a CPU packs or unpacks at a time, so that they stay in its cache
 # Passes over the numbers of packed rows. PACK_PASSES: two extrema, difference, product, random
-# numbers and their sum, a half. UNPACK_PASSES: codes to numbers, product, sum.
-PACK_PASSES, UNPACK_PASSES = 13, 5
+# numbers and their sum, a half. UNPACK_PASSES: codes to numbers, product, sum. CODE_BYTES: packing
+# also writes and reads random words, and a number's code until several are combined in a byte [B].
+PACK_PASSES, UNPACK_PASSES, CODE_BYTES = 13, 5, 8.5
 # Passes to gather rows for peers, and to add received gradients to rows.
 GATHER_PASSES, ADD_PASSES = 2, 3
 PACK_LAUNCHES, UNPACK_LAUNCHES = 60, 12
@@ -217,10 +218,7 @@ class Codec:
         """
         if not self.packs:
             return
-        each = 8 // self.on_average  # codes per byte
-        # bytes per number: random words, codes in two bytes, several codes combined, one byte
-        in_bytes = 2 + 2 + (6 * (each - 1) / each if each > 1 else 0) + 3 / each
-        in_bytes += PLACED * self.adapts
+        in_bytes = CODE_BYTES + PLACED * self.adapts
         passes = PACK_PASSES + GATHER_PASSES * (picked or self.adapts)
         numbers = rows * width
         yield Compute(

@@ -238,21 +238,12 @@ class Setting(NamedTuple):
         return self.weight_itemsize * (self.itemsize < self.weight_itemsize)
 
 
-class GatherAmounts(NamedTuple):
-    """An aggregation in amounts (schedule.Gather)."""
-
-    rows: Amount
-    width: int
-    sources: Amount
-    destinations: Amount
-
-
 @dataclass
 class Work:
     """The work of one pass."""
 
     amounts: dict[str, Amount] = field(default_factory=dict)  # field of Compute -> amount
-    gathers: list[GatherAmounts] = field(default_factory=list)
+    gathers: list[Gather] = field(default_factory=list)  # their counts are amounts
     launches: int = 0  # counted launches; `on` gets the other launches from Model
     # whether nearly all gathers read the weight of features of mostly zeros, whose frequent columns
     # are in cache
@@ -267,13 +258,11 @@ class Work:
         n = len(self.amounts)
         values = self._all.on(block)
         amounts: dict[str, Any] = dict(zip(self.amounts, values[:n], strict=True))
-        widths = [gather.width for gather in self.gathers]
+        counts = iter(values[n:])
         return Compute(
             gathers=tuple(
-                Gather(rows, width, among, into)
-                for width, (rows, among, into) in zip(
-                    widths, values[n:].reshape(len(widths), 3, *values.shape[1:]), strict=True
-                )
+                Gather(next(counts), gather.width, next(counts), next(counts))
+                for gather in self.gathers
             ),
             launches=launches + self.launches,
             itemsize=itemsize,

@@ -20,9 +20,8 @@ from gnnplan.planner.ownership.minibatch import (
     MiniBatch,
     Scored,
     places_in,
-    shares,
 )
-from gnnplan.planner.vocabulary.numbers import ByContent, Floats, Ints, Outer, PerRank
+from gnnplan.planner.vocabulary.numbers import ByContent, Floats, Ints, Outer, PerRank, shares
 
 # -- layouts ---------------------------------------------------------------------------------------
 
@@ -291,9 +290,7 @@ def estimated_chunks(stats: GraphStats, chunks: int, members: int, method: str) 
     of an edge between two vertices of different sub-chunks."""
     vertices, edges = stats.vertices, stats.edges
     probability = min(edges / vertices**2 * mixing_of(stats, method).at(chunks * members), 0.5)
-    # nearly equal integer shares (schedule.share)
-    chunk = vertices // chunks + (np.arange(chunks) < vertices % chunks)
-    rows = chunk[:, None] // members + (np.arange(members) < chunk[:, None] % members)
+    rows = shares(shares(vertices, chunks), members)
     parts = min(chunks * members, vertices)
     sources = rows + expected_halo_rows(vertices, parts, probability) / parts
     sent = 0 * rows  # rows that each member sends to each other member
@@ -301,13 +298,9 @@ def estimated_chunks(stats: GraphStats, chunks: int, members: int, method: str) 
         halo = expected_halo_rows(vertices, min(members, vertices), probability)
         # rows of one member that one other member reads
         read = round(halo / (members * (members - 1)))
-        by_chunk = read // chunks + (np.arange(chunks) < read % chunks)
-        sent = np.minimum(by_chunk[:, None], rows)
+        sent = np.minimum(shares(read, chunks)[:, None], rows)
     return ChunkCounts(
-        rows,
-        rows * (edges / vertices),
-        sources,
-        Outer.of([0] * members, True, sent),
+        rows, rows * (edges / vertices), sources, Outer.of([0] * members, True, sent)
     )
 
 
@@ -503,15 +496,13 @@ class EstimatedBatch(MiniBatch):
         stats: GraphStats,
         groups: PerRank,
         needs: list[Expected],
-        first_varying: int,
         crossing: float,
         fullest: float = 1.0,
         scored: tuple[int, int] | None = None,
     ) -> None:
         self.population, self.servers, self.needs = Population.of(stats), groups, needs
-        self.first_varying, self.cross = first_varying, crossing
         self.layers = self.inside = len(needs[0].edges)
-        self.depth, self.ranks = self.layers - first_varying, len(groups)
+        self.cross, self.ranks = crossing, len(groups)
         self._size, self._fullest = groups.count(groups[0]), fullest
         self._facts, self._member = {}, np.array(places_in(groups))
         self._rows = self._shared([need.rows for need in needs])
@@ -520,7 +511,7 @@ class EstimatedBatch(MiniBatch):
 
     def _scored(self, batch: int, negatives: int) -> Scored:
         """Return the expected edges that each rank scores, and the rows sent for that."""
-        counts = [part.size for part in shares(np.arange(batch), len(self.needs))]
+        counts = shares(batch, len(self.needs)).tolist()
         edges, sends = self._shared(counts), self._to_peers([0] * len(counts))
         if self._size > 1:
             population, peers = self.population, self._size - 1
@@ -592,11 +583,9 @@ class EstimatedBatches(Batches):
         stats: GraphStats,
         workload: Workload,
         groups: PerRank,
-        first_varying: int,
         splitter: str = "",
     ) -> None:
-        self.stats, self.workload = stats, workload
-        self.groups, self.first_varying = groups, first_varying
+        self.stats, self.workload, self.groups = stats, workload, groups
         self.items, self.steps = count_items(workload, stats), per_epoch(workload, stats)
         self.known = min(self.steps, MOST_BATCHES)
         size = groups.count(groups[0])
@@ -611,9 +600,9 @@ class EstimatedBatches(Batches):
         workload, groups = self.workload, len(set(self.groups))
         size = min(workload.batch, self.items - step % self.steps * workload.batch)
         if size not in self._batches:
-            needs = [self._need(share.size) for share in shares(np.arange(size), groups)]
+            needs = [self._need(part) for part in shares(size, groups).tolist()]
             scored = (size, workload.negatives) if workload.task == "link" else None
-            others = self.first_varying, self.crossing, self.fullest, scored
+            others = self.crossing, self.fullest, scored
             self._batches[size] = EstimatedBatch(self.stats, self.groups, needs, *others)
         return self._batches[size]
 

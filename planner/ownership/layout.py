@@ -92,7 +92,6 @@ class LayerCounts:
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "halo_rows", np.asarray(self.halo.sum(0)))
-        self.sends.setflags(write=False)
 
     @property
     def sends(self) -> RankMatrix:
@@ -144,12 +143,11 @@ class Layout:
         method: str = "metis",
     ):
         self.graph, self.servers, self.layers = graph, servers, layers
-        self.method = method
-        self.first_varying, self.ranks = first_varying, len(servers)
+        self.method, self.ranks = method, len(servers)
         several = len(set(servers)) > 1
-        self.depth = min(layers if expansion else depth, layers - first_varying) if several else 0
         # servers do not exchange rows of h_0 .. h_{inside - 1}
-        self.inside = first_varying + self.depth if self.depth else 0
+        depth = min(depth, layers - first_varying) if several else 0
+        self.inside = first_varying + depth if depth else 0
         self.owner = np.asarray(owner, dtype=np.int32)
         # server -> bool [N]: the rows that it may read; a server without an entry may read all rows
         self._allowed: dict[int, np.ndarray] = {}
@@ -269,7 +267,9 @@ class Layout:
         """Return the layout restricted to the rows that `targets` (bool [N]) need.
 
         Every row stays on its rank. inside: servers do not exchange rows of h_0 .. h_{inside - 1};
-        default: as in this layout."""
+        default: as in this layout. If it is the number of layers, as for a batch, a server computes
+        the targets among its own rows, and the rows that they need are found for the server as a
+        whole."""
         out = object.__new__(Layout)
         out.__dict__.update(self.__dict__)
         out.inside = self.inside if inside is None else inside
@@ -280,16 +280,6 @@ class Layout:
             for server, (ids, _) in zip(self.servers, self._rank_rows, strict=True)
         ]
         return out
-
-    def batch(self, targets: np.ndarray) -> Layout:
-        """Return the layout of a batch: the rows that `targets` (bool [N]) need.
-
-        A server computes the targets among its own rows. The rows that they need are found for the
-        server as a whole, then divided among its GPUs as in this layout. So a rank's rows of the
-        batch are among its rows in this layout."""
-        batch = self.needed(targets, inside=self.layers)
-        batch.depth = self.layers - self.first_varying
-        return batch
 
     def _holders(self, rank: int, layer: int) -> tuple[np.ndarray, np.ndarray]:
         """Return the sender of each row of h_{l-1} to the rank, and the row's position there.

@@ -80,14 +80,11 @@ class MiniBatch(Layout):
         frontiers: Sequence[Frontier],
         groups: PerRank,
         member: np.ndarray | None,
-        first_varying: int,
         scored: Scored | None = None,
     ) -> None:
         self.scored, self.member = scored, member
         self.graph, self.servers, self.ranks = graph, groups, len(groups)
-        self.first_varying = first_varying
         self.layers = self.inside = len(frontiers[0].edges)
-        self.depth = self.layers - first_varying
         self._frontiers, self._allowed = frontiers, {}
         # rank -> positions of its rows among nodes[0] of its group
         self._places: list[np.ndarray] = []
@@ -270,16 +267,13 @@ def places_in(groups: Iterable[int]) -> list[int]:
     return [next(seen[group]) for group in groups]
 
 
-def shares(items: Ids, groups: int) -> list[Ids]:
-    """Divide a batch's items (vertices or edges) nearly equally among the groups."""
-    return np.array_split(items, groups)
-
-
 def frontiers(
     graph: Graph, workload: Workload, items: Ids, groups: int, epoch: int, number: int
 ) -> list[Frontier]:
     """Sample a batch's frontier for each group, around the seeds of the group's items."""
-    seeds = [seeds_in(graph, workload, part, epoch, number) for part in shares(items, groups)]
+    seeds = [
+        seeds_in(graph, workload, part, epoch, number) for part in np.array_split(items, groups)
+    ]
     sampling = workload.fanouts, workload.seed, epoch, number
     return [frontier(graph, some, *sampling) for some in seeds]
 
@@ -299,11 +293,10 @@ class Batches:
         workload: Workload,
         groups: PerRank,
         member: np.ndarray | None,
-        first_varying: int,
         split: str = "all",
     ) -> None:
         self.graph, self.workload, self.groups = graph, workload, groups
-        self.member, self.first_varying, self.split = member, first_varying, split
+        self.member, self.split = member, split
         self._batches: dict[int, MiniBatch] = {}
         self._epoch, self._items = -1, list[Ids]()  # the last epoch that `items_in` was asked for
         self.steps = per_epoch(workload, graph.stats)
@@ -324,13 +317,13 @@ class Batches:
 
     def _drawn(self, step: int) -> MiniBatch:
         """Sample the batch of a step."""
-        shared = self.groups, self.member, self.first_varying
-        whole = MiniBatch(self.graph, self._frontiers(step), *shared, self._scored(step))
+        shared = self.groups, self.member, self._scored(step)
+        whole = MiniBatch(self.graph, self._frontiers(step), *shared)
         if self.split == "all" or not whole.splits:
             return whole
         sampling = self.workload.fanouts, self.workload.seed, *divmod(step, self.steps)
         own = [frontier(self.graph, whole.own(rank), *sampling) for rank in range(whole.ranks)]
-        separate = MiniBatch(self.graph, own, (*range(whole.ranks),), None, self.first_varying)
+        separate = MiniBatch(self.graph, own, (*range(whole.ranks),), None)
         return SPLIT[self.split](whole, separate)
 
     def items_in(self, epoch: int) -> list[Ids]:
@@ -345,7 +338,7 @@ class Batches:
         epoch, number = divmod(step, self.steps)
         ranks = len(self.groups)
         edges, sends = np.zeros(ranks, np.int64), np.zeros((ranks, ranks), np.int64)
-        parts = shares(self.items_in(epoch)[number], len(set(self.groups)))
+        parts = np.array_split(self.items_in(epoch)[number], len(set(self.groups)))
         for group, part in enumerate(parts):
             pairs = pairs_in(self.graph, self.workload, part, epoch, number)
             if pairs is None:

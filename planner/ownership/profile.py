@@ -24,7 +24,7 @@ from gnnplan.planner.ownership.estimated import (
 from gnnplan.planner.ownership.layout import distances
 from gnnplan.planner.vocabulary.errors import SpecError
 from gnnplan.planner.vocabulary.files import Json
-from gnnplan.planner.vocabulary.numbers import Ints
+from gnnplan.planner.vocabulary.numbers import Ints, shares
 
 Array = NDArray[Any]
 VERSION = 1  # version of cached profiles
@@ -157,7 +157,8 @@ def _expected(stats: GraphStats, parts: int, method: str, servers: int, hops: in
     steps = [around.region(hops - hop) / (n / servers) for hop in range(1, hops + 1)]
 
     def even(total: int) -> list[int]:
-        return [total // parts + (i < total % parts) for i in range(parts)]
+        each: list[int] = shares(total, parts).tolist()
+        return each
 
     return {
         "method": "declared" if declared else "estimated" if mixing.known else "random graph",

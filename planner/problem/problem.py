@@ -88,7 +88,8 @@ class Cache:
         return cached
 
     def seconds_of(self, answer: object) -> float:
-        """Return the time that computing an answer took [s]; 0 for an object not in the cache."""
+        """Return the time that computing an answer took, with partitioning [s]; 0 for an object not
+        in the cache."""
         return next((s for cached, s in self._results.values() if cached is answer), 0.0)
 
 
@@ -408,7 +409,7 @@ class Problem:
             targets = self.stats.train_vertices / len(set(layout.servers)) / count
             return [replace(layout, depth=layout.layers, targets=targets)] * count
         batch_of = layout.drawn(layout.graph.train, count, self.workload.seed)
-        return [layout.batch(batch_of == b) for b in range(count)]
+        return [layout.needed(batch_of == b, layout.layers) for b in range(count)]
 
     @cached_by("stats")
     def trimmed(self, layout: AnyLayout) -> AnyLayout:
@@ -445,7 +446,7 @@ class Problem:
         """Whether training vertices need so few rows that leaving out the other rows pays."""
         return self.needed_share <= MOST_NEEDED
 
-    @cached_by("workload", "graph", "stats", "model.first_varying")
+    @cached_by("workload", "graph", "stats")
     def minibatches(
         self,
         groups: PerRank,
@@ -459,17 +460,12 @@ class Problem:
         splitter: the method that assigns vertices to the ranks of a group. epochs: pre-sampling
         epochs of the splitter. imbalance: the share of the mean load by which a rank's load may
         exceed the mean; estimates know METIS's default only. split: as in Batches."""
-        first_varying = self.model.first_varying
         if self.graph is None:
-            return EstimatedBatches(self.stats, self.workload, groups, first_varying, splitter)
+            return EstimatedBatches(self.stats, self.workload, groups, splitter)
         size, member = groups.count(groups[0]), None
         if size > 1:
             member = owners(self.graph, size, splitter, self.workload, epochs, imbalance)
-        return Batches(self.graph, self.workload, groups, member, first_varying, split)
-
-    def seconds_of(self, result: AnyLayout | Chunks | Batches) -> float:
-        """Return the time that making a layout, chunks or batches took, with partitioning [s]."""
-        return self.cache.seconds_of(result)
+        return Batches(self.graph, self.workload, groups, member, split)
 
     def _owner(self, graph: Graph, groups: PerRank) -> np.ndarray:
         """Return the rank that owns each vertex [N]; with groups, the first rank of the group."""

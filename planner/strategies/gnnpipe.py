@@ -299,7 +299,7 @@ class GNNPipe(Strategy):
     def partitioned_s(self, problem: Problem) -> float:
         if problem.graph is None:
             return 0.0
-        return problem.seconds_of(problem.cut(settled(self.chunks), self.members(problem)))
+        return problem.cache.seconds_of(problem.cut(settled(self.chunks), self.members(problem)))
 
     def preparation(self, problem: Problem) -> dict[str, float]:
         """Return also the seconds of epoch 0: forward, stage after stage."""
@@ -524,7 +524,7 @@ class Stage:
             saved = saved + rowwise_memory(model.preparation_record(spec), rows + received).left
             # a copy of own and remote rows, or the layer's inputs saved for recomputation
             checkpoint = rows * (self.pipe.checkpoint and layer > self.layers.start)
-            read = read + np.where(received.any(1, keepdims=True), rows + received, checkpoint)
+            read = read + (rows + received if received.any() else checkpoint)
             # gradients of gathered rows and own rows, then of the rows read
             gradients = (2 * rows + sources) * spec.h_in * b
         else:

@@ -90,6 +90,16 @@ def typical(values: Sequence[float], period: int = 1) -> float:
     return mean(median(values[first::period]) for first in range(min(period, len(values))))
 
 
+def shares(total: Any, parts: int) -> NDArray[Any]:
+    """Return the nearly equal whole numbers, larger ones first, that add up to `total` [.., parts].
+
+    >>> shares(10, 4)
+    array([3, 3, 2, 2])
+    """
+    each, rest = np.divmod(np.asarray(total)[..., None], parts)
+    return np.asarray(each + (np.arange(parts) < rest))
+
+
 def offsets(lengths: Any) -> NDArray[Any]:
     """Return where each of several consecutive pieces of these lengths begins, and their end.
 
@@ -358,9 +368,6 @@ class Outer(ByContent, NDArrayOperatorsMixin):
 
     def astype(self, dtype: Any) -> Outer:
         return replace(self, left=self.left.astype(dtype), right=self.right.astype(dtype))
-
-    def setflags(self, write: bool) -> None:
-        """Do nothing: an Outer is never written to."""
 
     # -- sums without the dense array
 

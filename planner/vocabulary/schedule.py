@@ -67,10 +67,10 @@ class Label(NamedTuple):
 class Gather(NamedTuple):
     """An aggregation: for every edge it reads a source row, and adds it to a destination row."""
 
-    rows: Number  # rows read, one per edge
+    rows: Any  # rows read, one per edge
     width: int  # numbers per row
-    sources: Number  # distinct source rows
-    destinations: Number  # destination rows
+    sources: Any  # distinct source rows
+    destinations: Any  # destination rows
 
 
 @dataclass(frozen=True, eq=False)

@@ -400,9 +400,7 @@ def measured(
     cross = edges = 0
     worst = []
     for number, seeds in enumerate(items_of(graph, batches_as(batch, fanouts), 0)):
-        made = MiniBatch(
-            graph, [frontier(graph, seeds, fanouts, 0, 0, number)], (0,) * 4, owner, first_varying=1
-        )
+        made = MiniBatch(graph, [frontier(graph, seeds, fanouts, 0, 0, number)], (0,) * 4, owner)
         layers = range(1, len(fanouts) + 1)
         each = np.sum([made.facts(layer).edges for layer in layers], axis=0)
         cross += sum(int(made.crossing(layer).sum()) for layer in layers)

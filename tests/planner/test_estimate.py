@@ -156,7 +156,7 @@ def test_gsplit_table_1(name, edges, features):
     workload = Workload(mode="mini", batch=1024, layers=3, fanout=(15, 15, 15))
     times = stats.train_vertices / 1024
     for groups, drawn, loaded in zip(((0,), (0, 1, 2, 3)), edges, features, strict=True):
-        batch = EstimatedBatches(stats, workload, groups, 1).at(0)
+        batch = EstimatedBatches(stats, workload, groups).at(0)
         found = sum(batch.facts(layer).edges.sum() for layer in (1, 2, 3))
         assert found * times == pytest.approx(drawn, rel=0.11)
         assert batch.row_counts(0).sum() * times == pytest.approx(loaded, rel=0.11)
@@ -176,7 +176,7 @@ def test_shares_of_a_split_batch_add_up(groups):
     stats = replace(GRAPH.stats, vertices=20_000, edges=400_001, train_vertices=1_000)
     workload = Workload(mode="mini", layers=3, batch=101, fanout=(5, 3, 2))
     split, alone = (
-        EstimatedBatches(stats, workload, made, 1).at(0)
+        EstimatedBatches(stats, workload, made).at(0)
         for made in (groups, tuple(range(len(set(groups)))))
     )
     for layer in (1, 2, 3):
@@ -196,10 +196,10 @@ def test_what_a_random_split_sends_is_what_a_graph_sends(ranks):
     member = np.random.default_rng(1).integers(0, ranks, 20_000)
     seeds = [np.random.default_rng(i).permutation(20_000)[:200] for i in range(4)]
     drawn = [frontier(graph, one, (5, 5, 5), 0, 0, i) for i, one in enumerate(seeds)]
-    real = [MiniBatch(graph, [one], groups, member, 1) for one in drawn]
+    real = [MiniBatch(graph, [one], groups, member) for one in drawn]
     stats = replace(graph.stats, batch_spread=(1.0, 1.0))
     asked = Workload(mode="mini", layers=3, batch=200, fanout=(5, 5, 5))
-    told = EstimatedBatches(stats, asked, groups, 1, "random").at(0)
+    told = EstimatedBatches(stats, asked, groups, "random").at(0)
 
     def share(batch: MiniBatch, layer: int) -> float:
         return batch.crossing(layer).sum() / batch.facts(layer).edges.sum()
@@ -348,8 +348,8 @@ def test_shares_of_a_split_add_up_whoever_has_most(splitter, ranks):
     """The first rank as much over the mean as real splits have it, the others alike."""
     stats = load("orkut")
     work = Workload(mode="mini", layers=2, batch=1000, fanout=(5, 5))
-    split = EstimatedBatches(stats, work, (0,) * ranks, 1, splitter)
-    edges, whole = (e.at(0).facts(1).edges for e in (split, EstimatedBatches(stats, work, (0,), 1)))
+    split = EstimatedBatches(stats, work, (0,) * ranks, splitter)
+    edges, whole = (e.at(0).facts(1).edges for e in (split, EstimatedBatches(stats, work, (0,))))
     assert edges.sum() == whole.sum()
     low, high = sorted(FULLEST[splitter])
     most = edges[0] / edges.mean()

@@ -408,8 +408,10 @@ def test_bubble_of_equal_stages_is_the_formula(stages, chunks, shuffle):
     strategy = GNNPipe(stages, chunks, shuffle=shuffle).settle(problem)
     schedule = equal_slots(strategy.schedule(problem, 3), 1e6, 2e6)  # 1 s and 2 s
     played = play(schedule, Cost(problem.cluster))
-    assert played.step_s == pytest.approx((chunks + stages - 1) * (1.0 + 2.0), rel=1e-6)
-    assert 1 - chunks * 3.0 / played.step_s == pytest.approx(bubble_share(stages, chunks), abs=1e-6)
+    assert played.epoch_s(1) == pytest.approx((chunks + stages - 1) * (1.0 + 2.0), rel=1e-6)
+    assert 1 - chunks * 3.0 / played.epoch_s(1) == pytest.approx(
+        bubble_share(stages, chunks), abs=1e-6
+    )
     assert f"{bubble_share(8, 32):.1%}" == "17.9%"
 
 
@@ -421,4 +423,4 @@ def test_unequal_chunks_idle_more_than_the_bound(dataset):
     played = play(GNNPipe().settle(problem).schedule(problem, 2), problem.cost)
     computed = [s for s in played.spans if s.lane == "compute" and s.step == 1]
     busy = sum(span.end - span.start for span in computed) / problem.ranks
-    assert bubble_share(8, 32) < 1 - busy / played.step_s < 0.5
+    assert bubble_share(8, 32) < 1 - busy / played.epoch_s(1) < 0.5

@@ -164,7 +164,9 @@ def test_a_placed_schedule_is_its_prediction(name, where):
     assert predicted.bytes_total == sum(predicted.bytes_by_link.values())
     expected = {op: 3 * nbytes for op, nbytes in predicted.bytes.items() if nbytes}
     assert schedule.bytes_by_op() == expected
-    alone, contended = (play(schedule, problem.cost, contention=c).step_s for c in (False, True))
+    alone, contended = (
+        play(schedule, problem.cost, contention=c).epoch_s(1) for c in (False, True)
+    )
     assert float(predicted.epoch_s) == pytest.approx(contended, rel=strategy.claim)
     assert contended >= alone * (1 - 1e-9)
 

@@ -108,7 +108,7 @@ def test_every_row_is_computed_where_the_definition_says_and_once(case):
     for rank, own in enumerate(owned):
         assert all(layout.owner[v] == rank for v in own)
         assert all(case.servers[case.owner[v]] == case.servers[rank] for v in own)
-        if not layout.depth:
+        if not layout.inside:
             assert {v for v, its in enumerate(case.owner) if its == rank} & case.targets == set(own)
         shares = [layout.rows(rank, h).tolist() for h in range(case.layers + 1)]
         # own rows first, near before far
@@ -122,7 +122,7 @@ def test_halo_is_what_a_rank_reads_and_does_not_have_and_providers_have_it(case)
     ranks = range(layout.ranks)
     for layer in range(1, case.layers + 1):
         facts = layout.facts(layer)
-        inside = layer - 1 < case.first_varying + layout.depth and layout.depth > 0
+        inside = layer - 1 < layout.inside
         sent = [layout.sent(rank, layer) for rank in ranks]
         for rank in ranks:
             piece, (indptr, indices) = layout.piece(rank, layer), layout.block(rank, layer)
@@ -225,7 +225,7 @@ def test_batches_cut_each_servers_targets_and_hold_what_they_need(case, count, s
         sizes = np.bincount(batch_of[rows & (server_of == server)], minlength=count)
         assert sizes.max() - sizes.min() <= 1
     for b, server in product(range(count), set(case.servers)):
-        batch, ranks = layout.batch(batch_of == b), case.ranks(server)
+        batch, ranks = layout.needed(batch_of == b, layout.layers), case.ranks(server)
         expected = set(np.flatnonzero((batch_of == b) & (server_of == server)).tolist())
         for h in range(case.layers, -1, -1):
             held = [v for rank in ranks for v in batch.rows(rank, h).tolist()]

@@ -169,7 +169,7 @@ def test_splitting_computes_each_row_once_and_data_parallel_never_fewer(seeds, r
         shares = np.array_split(chosen, len(set(groups)))
         frontiers = [frontier(GRAPH, share, (5, 3, 2), seed, 0, 0) for share in shares]
         owners = member if groups.count(0) > 1 else None
-        made = MiniBatch(GRAPH, frontiers, groups, owners, first_varying=1)
+        made = MiniBatch(GRAPH, frontiers, groups, owners)
         edges = [int(made.facts(layer).edges.sum()) for layer in (1, 2, 3)]
         counts.append([*edges, sum(made.rows(rank, 0).size for rank in range(made.ranks))])
     split, alone, apart = counts

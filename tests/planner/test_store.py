@@ -16,7 +16,7 @@ from nightly import every, examples
 from gnnplan.planner.graph.graph import Graph
 from gnnplan.planner.graph.partition import BEFORE
 from gnnplan.planner.graph.sampling import frontier, items_of
-from gnnplan.planner.ownership.minibatch import MiniBatch, shares
+from gnnplan.planner.ownership.minibatch import MiniBatch
 from gnnplan.planner.problem.problem import Problem
 from gnnplan.planner.strategies import P3, DataParallel, GSplit, Strategy
 from gnnplan.planner.strategies.minibatch import feature_store as store_module
@@ -226,7 +226,7 @@ def test_frequency_counts_what_is_read(monkeypatch):
     w, reads = problem_of().workload, np.zeros(400, int)
     for epoch in (BEFORE, BEFORE + 1):
         for number, seeds in enumerate(items_of(GRAPH, w, epoch)):
-            for part in shares(seeds, 3):
+            for part in np.array_split(seeds, 3):
                 found = frontier(GRAPH, part, w.fanouts, w.seed, epoch, number)
                 reads[np.unique(found.nodes[0])] += 1
     assert store_module.heat(GRAPH, w, "frequency", 3, 2).tolist() == reads.tolist()

@@ -120,7 +120,7 @@ def test_stale_moves_the_same_bytes_and_is_never_slower(problem):
     for strategy in (known.GraphParallel(), known.GraphParallel(staleness=1)):
         p, schedule = strategy.predict(problem), strategy.schedule(problem, STEPS)
         bytes_ = p.bytes, p.bytes_by_link, laws.steady_bytes(schedule)
-        seconds = float(p.epoch_s), play(schedule, problem.cost, contention=False).step_s
+        seconds = float(p.epoch_s), play(schedule, problem.cost, contention=False).epoch_s(1)
         told.append((bytes_, seconds))
     (sent, fresh), (again, stale) = told
     assert sent == again

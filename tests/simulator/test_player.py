@@ -103,8 +103,8 @@ def test_steps_end_and_take_time():
     """The first step fills the lanes: 3 s, then one each 2 s."""
     played = play(stale(0), cluster())
     assert played.step_ends == {0: 3.0, 1: 5.0, 2: 7.0, 3: 9.0}
-    assert played.step_s == 2.0
-    assert [play(stale(0, steps=steps), cluster()).step_s for steps in (1, 2)] == [3.0, 2.0]
+    assert played.epoch_s(1) == 2.0
+    assert [play(stale(0, steps=steps), cluster()).epoch_s(1) for steps in (1, 2)] == [3.0, 2.0]
 
 
 def test_where_updates_come_behind_later_steps_a_step_ends_with_its_loss():

@@ -70,7 +70,7 @@ from gnnplan.planner.strategies.layerwise.step import (
 from gnnplan.planner.strategies.program.account import machine_code
 from gnnplan.planner.strategies.program.program import Exchange, Op, Program
 from gnnplan.planner.vocabulary.errors import SpecError
-from gnnplan.planner.vocabulary.numbers import Number, Outer
+from gnnplan.planner.vocabulary.numbers import Number, Outer, shares
 from gnnplan.planner.vocabulary.schedule import BothPasses, Compute, Gather, Schedule
 from gnnplan.planner.vocabulary.units import show_bytes
 
@@ -220,16 +220,6 @@ def why_untried(problem: Problem, shared: str, unsuited: str) -> str:
 
 
 # -- rows and columns of a rank --------------------------------------------------------------------
-
-
-def shares(total: int, ranks: int) -> np.ndarray:
-    """Return how many of `total` rows or columns each rank has [ranks].
-
-    >>> shares(10, 4)
-    array([3, 3, 2, 2])
-    """
-    each, rest = divmod(total, ranks)
-    return each + (np.arange(ranks) < rest)
 
 
 def spans(total: int, ranks: int) -> list[slice]:

@@ -176,7 +176,7 @@ class OnParts(Strategy):
         return 0
 
     def partitioned_s(self, problem: Problem) -> float:
-        return problem.seconds_of(self.layout(problem))
+        return problem.cache.seconds_of(self.layout(problem))
 
     def resident(self, problem: Problem) -> Resident:
         options = self.exchange_options

@@ -485,7 +485,7 @@ class Offload(Strategy):
         nbytes = float(rows.max()) * problem.model.features * problem.model.itemsize
         features_s = float(problem.cost.load_s(nbytes))
         return {
-            "partitioning": problem.seconds_of(step.layout),
+            "partitioning": problem.cache.seconds_of(step.layout),
             "features": features_s * problem.model.aggregate_cached(1),
         }
 

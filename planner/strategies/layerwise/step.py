@@ -49,7 +49,7 @@ from gnnplan.planner.problem.problem import AnyLayout, Problem
 from gnnplan.planner.strategies.layerwise.exchange import Bucket, ExchangeOptions, buckets_of
 from gnnplan.planner.strategies.program.account import Resident, machine_code
 from gnnplan.planner.strategies.program.program import AllReduce, Copy, Exchange, Op
-from gnnplan.planner.vocabulary.numbers import Number, RankMatrix, largest
+from gnnplan.planner.vocabulary.numbers import Number, RankMatrix
 from gnnplan.planner.vocabulary.schedule import Compute
 
 # -- data that stays from step to step -------------------------------------------------------------
@@ -227,27 +227,25 @@ class LayerHolds:
         # bytes of a row that is exchanged, and of the rows that the layer computes
         self.row = model.exchanged_width(layer, narrow) * model.itemsize
         self.outputs = f.rows * (model.layers[layer - 1].h_out * model.itemsize)
-        # whether rows are received in every step [ranks]
-        receives = np.asarray(f.halo_rows * (layer > model.first_varying) > 0)
-        # whether the layer has its own copy of source rows, of own rows and the halo [ranks]
-        self.copies = np.asarray(receives | (self.checkpoint and is_narrow) | summed)
+        # whether rows are received in every step, by any rank
+        receives = layer > model.first_varying and bool(f.halo_rows.any())
+        # whether the layer has its own copy of source rows, of own rows and the halo
+        self.copies = receives or summed or (self.checkpoint and is_narrow)
         # whether a layer that copies rows reads its own rows where they were before
         moves_own = summed or is_narrow or self.checkpoint
         self.own_in_place = model.own_in_place(layer) and not moves_own
-        # whether it holds the output of the layer before it until its backward pass [ranks]
+        # whether it holds the output of the layer before it until its backward pass
         alone = model.layer_record(layer, narrow).saves_input
-        self.keeps_output_below = np.where(self.copies, self.own_in_place, alone)
-        self.reads_alone = ~receives | is_narrow
+        self.keeps_output_below = self.own_in_place if self.copies else alone
+        self.reads_alone = is_narrow or not receives
 
     def forward(self) -> OpMemory:
         f, unsaved = self.f, self.step.unsaved(self.layer - 1)
-        left = np.asarray(self._kept - unsaved * ~self.keeps_output_below)
+        left = self._kept - (0.0 if self.keeps_output_below else unsaved)
         # own rows and halo in one tensor, with sums of them if it has any
         rows = f.sources if f.computed_rows is None else f.sources + f.available_rows
-        joined = np.asarray(self.copies * rows * self.row)
-        return OpMemory(
-            largest([joined, self.need().forward]) + self.outputs * self.checkpoint, left
-        )
+        most = np.maximum(self.copies * rows * self.row, self.need().forward)
+        return OpMemory(most + self.outputs * self.checkpoint, left)
 
     def backward(self) -> OpMemory:
         f, step, layers = self.f, self.step, len(self.model.layers)
@@ -259,7 +257,7 @@ class LayerHolds:
         rows = f.available_rows + f.sent_rows
         if f.computed_rows is not None:
             rows = np.maximum(rows, f.sources + f.available_rows)
-        most = np.maximum(self.need(drops).most, np.asarray(self.copies * rows * self.row))
+        most = np.maximum(self.need(drops).most, self.copies * rows * self.row)
         # the gradient of the outputs, with halo rows if larger
         gradient = step.scored_rows * step.last_row
         if self.layer < layers:
@@ -268,7 +266,7 @@ class LayerHolds:
         freed = step.unsaved(self.layer)
         # `most` includes saved tensors, which exist already unless they are recomputed
         saved = (self.need().left - freed) * (not self.checkpoint)
-        input_freed = np.where(self.keeps_output_below, step.unsaved(self.layer - 1), 0.0)
+        input_freed = step.unsaved(self.layer - 1) if self.keeps_output_below else 0.0
         return OpMemory(gradient + most - saved, freed - self._kept - input_freed)
 
     @property
@@ -277,37 +275,27 @@ class LayerHolds:
         else the tensors that autograd saves."""
         if not self.checkpoint:
             return self.need().left
-        copied = np.asarray(self.copies * self.f.sources * self.row)
+        copied = self.copies * self.f.sources * self.row
         if self.layer == 1:
             return copied
         below = LayerHolds(self.step, self.layer - 1)
         return np.asarray(copied + below.outputs * self.reads_alone)
 
     def need(self, drops_output: bool = False) -> LayerMemory:
-        model, f = self.model, self.f
-        if f.remote_own is not None:
-            model = model.without_ends(self.layer)
-
-        def need(frees_input: bool) -> LayerMemory:
-            return layer_memory(
-                model,
-                self.layer,
-                f.rows,
-                f.sources,
-                f.edges,
-                narrow=self.step.options.narrow,
-                local=f.local,
-                drops_output=drops_output,
-                frees_input=frees_input,
-                own_in_place=frees_input and self.own_in_place,
-                completes=f.partial_sums is not None,
-            )
-
-        copies = self.copies & (not self.checkpoint)
-        if copies.all() or not copies.any():
-            return need(bool(copies.all()))
-        both = zip(need(True), need(False), strict=True)
-        return LayerMemory(*(np.where(copies, of_copy, of_rows) for of_copy, of_rows in both))
+        f, frees_input = self.f, self.copies and not self.checkpoint
+        return layer_memory(
+            self.model if f.remote_own is None else self.model.without_ends(self.layer),
+            self.layer,
+            f.rows,
+            f.sources,
+            f.edges,
+            narrow=self.step.options.narrow,
+            local=f.local,
+            drops_output=drops_output,
+            frees_input=frees_input,
+            own_in_place=frees_input and self.own_in_place,
+            completes=f.partial_sums is not None,
+        )
 
 
 # The batches of an epoch, one per step; with several, each is loaded in its step. Empty: every step
@@ -413,11 +401,6 @@ def step(
                 "all_reduce", layer=layers.start, work=AllReduce((size,)), overlaps_backward=True
             )
 
-    def reduced(after: int) -> float:
-        """Return the bytes that a rank sends in these all-reduces."""
-        size = sum(bucket.weights for bucket in complete.get(after, ())) * model.weight_itemsize
-        return 2 * (problem.ranks - 1) / problem.ranks * size
-
     facts_by_layer = {layer: facts[first] for layer, first in like.items()}
     holds = Holds(problem, model, facts_by_layer, options, scored)
 
@@ -444,15 +427,12 @@ def step(
     yield from moments(problem, layers + 1, "b")
     for layer in range(layers, 0, -1):
         frees = partial(holds.backward, layer)
-        computed = works[like[layer], "b"]
-        if sent := reduced(layer + 1):  # these all-reduces use some of the memory's bandwidth too
-            computed = computed + Compute(overlapped_bytes=sent)
-        yield Op("backward", layer=layer, work=computed, holds=frees)
+        yield Op("backward", layer=layer, work=works[like[layer], "b"], holds=frees)
         yield from sums(layer)
         yield from exchange(layer, "b")
         yield from moments(problem, layer, "b")
     if encode:
-        yield Op("encode", "b", work=encode[1] + Compute(overlapped_bytes=reduced(1)))
+        yield Op("encode", "b", work=encode[1])
         yield from sums(0)
     yield from end_of_step(problem, are_summed=bool(complete))
 

@@ -52,13 +52,13 @@ from gnnplan.planner.gnn.trace import SUM
 from gnnplan.planner.graph.sampling import TILES
 from gnnplan.planner.problem.problem import Problem
 from gnnplan.planner.strategies.base import Example, Resident, Strategy, settled
-from gnnplan.planner.strategies.layerwise.feature_parallel import shares, why_untried
+from gnnplan.planner.strategies.layerwise.feature_parallel import why_untried
 from gnnplan.planner.strategies.layerwise.graph_parallel import GraphParallel
 from gnnplan.planner.strategies.layerwise.step import finish
 from gnnplan.planner.strategies.program.account import machine_code
 from gnnplan.planner.strategies.program.program import AllReduce, Exchange, Op, Program
 from gnnplan.planner.vocabulary.errors import SpecError
-from gnnplan.planner.vocabulary.numbers import Group, Outer
+from gnnplan.planner.vocabulary.numbers import Group, Outer, shares
 from gnnplan.planner.vocabulary.schedule import Compute, Gather
 from gnnplan.planner.vocabulary.units import show_bytes
 
@@ -345,17 +345,16 @@ def edges_of_tiles(problem: Problem, grid: Grid, layer: int) -> np.ndarray:
     graph, seed = problem.graph, problem.workload.seed
 
     def count() -> np.ndarray:
+        source, reader = np.empty((2, stats.vertices), dtype=np.int64)  # tile of each vertex
         both = orders(stats.vertices, seed)
-        tile_of = [np.empty(stats.vertices, dtype=np.int64) for _ in both]
-        for parts, which, tiles in (
-            (sources, (layer - 1) % 2, tile_of[0]),
-            (rows, layer % 2, tile_of[1]),
+        for tile, order, parts in (
+            (source, both[(layer - 1) % 2], sources),
+            (reader, both[layer % 2], rows),
         ):
-            tiles[both[which]] = np.repeat(np.arange(parts), shares(stats.vertices, parts))
-        reader = np.repeat(tile_of[1], np.diff(graph.indptr))
-        tiles = reader * sources + tile_of[0][graph.indices]
+            tile[order] = np.repeat(np.arange(parts), shares(stats.vertices, parts))
+        tiles = np.repeat(reader, graph.degree) * sources + source[graph.indices]
         if self_loops:
-            tiles = np.append(tiles, tile_of[1] * sources + tile_of[0])
+            tiles = np.append(tiles, reader * sources + source)
         return np.bincount(tiles, minlength=rows * sources)
 
     question = ("tiles", rows, sources, layer % 2, self_loops, seed, graph)
@@ -416,10 +415,8 @@ class Tiles:
     def aggregate(self) -> Compute:
         """Return the work of ReLU and dropout on the inputs, and of their aggregation."""
         numbers, b = 1.0 * self.sources * self.h_in, self.model.itemsize
-        nbytes = (RELU[0] + 1) * self.relu * self.inputs  # ReLU and its mask
-        nbytes = (
-            nbytes + COPY * self.sums * self.spec.reads_own
-        )  # sums and own rows into one tensor
+        # ReLU and its mask; sums and own rows into one tensor
+        nbytes = (RELU[0] + 1) * self.relu * self.inputs + COPY * self.sums * self.spec.reads_own
         launches, gathers = 4 + (MASK + 3) * self.drops, self._gather(self.sources, self.rows)
         return Compute(0.0, gathers, nbytes, launches, b, hash_ops=numbers * self.drops)
 
@@ -505,12 +502,9 @@ def _step(problem: Problem, grid: Grid) -> Iterator[Op]:
     several = grid.size(last.axes.sources) > 1
     if several:
         yield exchange(last.axes.sources, "to_rows", "f", None, last.h_out, last.whole_rows)
-    copied = 2.0 * COPY * last.whole_rows * last.spec.h_out * several * b
-    work_of_loss = finish(problem, last.whole_rows, None)
-    work_of_loss = work_of_loss + Compute(elementwise_bytes=copied, itemsize=b)
     # logits and their gradients, as tiles and as whole rows, which have as many numbers
     held_by_loss = partial(OpMemory, 4 * last.outputs, 0.0)
-    yield Op("loss", work=work_of_loss, holds=held_by_loss)
+    yield Op("loss", work=finish(problem, last.whole_rows, None), holds=held_by_loss)
     if several:
         yield exchange(last.axes.sources, "to_columns", "b", None, last.whole_rows, last.h_out)
     for tiles in reversed(layers):

@@ -99,14 +99,13 @@ class Structure:
 class EstimatedStructure:
     """The places of adjacency lists, spread evenly, for a graph known by statistics.
 
-    places, asks: as in `Structure`.
+    places: as in `Structure`.
     cached: the share of other places' lists that a place caches.
     edges: number of edges in all lists.
     """
 
     places: PerRank
     cached: float
-    asks: bool
     edges: int
 
     @property
@@ -183,7 +182,7 @@ def hashed(
     def estimated() -> Lists:
         edges = problem.stats.edges
         others = (NEIGHBOUR * edges + ENTRY * problem.stats.vertices) * (count - 1) / count
-        return EstimatedStructure(places, min(cache / others, 1.0), True, edges)
+        return EstimatedStructure(places, min(cache / others, 1.0), edges)
 
     def counted() -> Lists:
         graph = batches.graph
@@ -214,7 +213,7 @@ def owned(batches: Batches, structure: str) -> Lists | None:
     places = tuple(places_in(batches.groups))
     if isinstance(batches, EstimatedBatches):
         edges = batches.stats.edges
-        return EstimatedStructure(places, 0.0, False, edges) if max(places) else None
+        return EstimatedStructure(places, 0.0, edges) if max(places) else None
     member = batches.member
     if member is None:
         return None

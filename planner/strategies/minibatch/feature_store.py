@@ -85,10 +85,6 @@ class Loads:
     fetched: RankMatrix
     rows: Ints
 
-    def __post_init__(self) -> None:
-        for pairs in (self.asked, self.fetched):
-            pairs.setflags(write=False)  # so that prices computed from them can be cached
-
 
 @dataclass(frozen=True, eq=False)
 class Store:

@@ -268,7 +268,7 @@ class GSplit(OnRows):
 
     def preparation(self, problem: Problem) -> dict[str, float]:
         return {
-            "pre-sampling and splitting": problem.seconds_of(self.batches(problem)),
+            "pre-sampling and splitting": problem.cache.seconds_of(self.batches(problem)),
             **super().preparation(problem),
         }
 

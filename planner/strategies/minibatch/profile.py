@@ -49,15 +49,14 @@ def probe(graph: Graph | GraphStats, workload: Workload, ranks: Sequence[int]) -
     stats = graph.stats if isinstance(graph, Graph) else graph
     check_batches(workload, stats, max(ranks), "leave --batch out")
     model = describe(workload, stats.features, stats.classes, stats.stored_per_row)
-    varying = model.first_varying
     each: dict[int, Batches] = {}  # number of ranks -> batches, of which each rank has its share
     for count in (1, *ranks):
         notify("drawing mini-batches", show_count(count, "rank"))
         groups = tuple(range(count))
         each[count] = (
-            Batches(graph, workload, groups, None, varying)
+            Batches(graph, workload, groups, None)
             if isinstance(graph, Graph)
-            else EstimatedBatches(graph, workload, groups, varying)
+            else EstimatedBatches(graph, workload, groups)
         )
     steps = each[1].steps
     # estimated batches are equal, so one is enough
@@ -71,7 +70,7 @@ def probe(graph: Graph | GraphStats, workload: Workload, ranks: Sequence[int]) -
             hits = _hits(graph, workload, each[count], probed)
         if isinstance(graph, Graph) and count > 1:
             member = owners(graph, count, "gsplit", workload)
-            split = _split(model, Batches(graph, workload, (0,) * count, member, varying), probed)
+            split = _split(model, Batches(graph, workload, (0,) * count, member), probed)
         (rows, edges), (batch_rows, batch_edges) = counts[count], counts[1]
         features = float(rows[:, 0].sum() / max(batch_rows[:, 0].sum(), 1))
         overlap = {"features": features, "edges": float(edges.sum() / max(batch_edges.sum(), 1))}
